@@ -1,0 +1,455 @@
+"""Configuration: frozen dataclasses, and ``freeze`` from a ``ConfigDict`` with every check.
+
+A file in ``configs/`` takes ``defaults()`` and sets what differs;
+absl overrides it with ``--config.a.b=v``; ``freeze`` turns it into a ``Config`` once. An unknown key,
+a wrong type or an impossible combination is a ``ConfigError`` naming the key, the value and what is
+allowed. No default stands in two places.
+
+Owns: names, types, defaults, cross-field checks. Does not know: devices, files, models.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import json
+import math
+import types
+import typing
+from typing import Any
+
+import ml_collections
+
+
+class ConfigError(ValueError):
+    """Bad input from the user. Entry points print it as one line and exit with status 2."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    # Hugging Face folder, GGUF file, "smollm2-135m-instruct", hub id, or "random:PRESET".
+    path: str = "random:debug"
+    # Arithmetic of the forward pass; master weights are always float32.
+    compute_dtype: str = "float32"
+    # What the backward pass recomputes: "none" keeps all, "dots" keeps matmul outputs, "full" keeps layer inputs.
+    remat: str = "none"
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptsConfig:
+    # Where questions come from: "reasoning_gym", "jsonl", "parquet" or "letters" (built in, for debugging).
+    source: str = "letters"
+    # Name of the reasoning-gym dataset, or path of the file.
+    name: str = ""
+    # Arguments of the reasoning-gym dataset.
+    arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
+    # Questions to make (generated sources) or to read at most (files; 0 = all).
+    size: int = 1024
+    # Longest prompt in tokens, and the width of the prompt part of every row.
+    max_tokens: int = 32
+    # Text of a system message put before a text prompt; "" leaves the chat template's own default.
+    system_prompt: str = ""
+    # Wrap prompts in the model's chat template. False: the text is the prompt.
+    chat_template: bool = True
+    # A row that cannot be read: "error" stops before the run, "skip" reports, counts and goes on.
+    bad_row: str = "error"
+    # A prompt over max_tokens: likewise.
+    long_prompt: str = "error"
+    # Visit questions in a new random order each epoch.
+    shuffle: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingConfig:
+    # Softmax temperature; 0 means greedy and is for generate/evaluate alone.
+    temperature: float = 1.0
+    # Keep the k most likely tokens; 0 = all.
+    top_k: int = 0
+    # Keep the smallest set of tokens with this much mass; 1.0 = all.
+    top_p: float = 1.0
+    # Keep tokens at least this fraction as likely as the most likely; 0.0 = all.
+    min_p: float = 0.0
+    # Longest completion in tokens, EOS counted.
+    max_completion_tokens: int = 16
+    # Completions end at the first of these texts (kept in the completion).
+    stop_strings: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutConfig:
+    prompts_per_iteration: int = 8
+    # Completions sampled for each prompt.
+    group_size: int = 8
+    # Sequences decoded side by side; 0 = one for every rollout of the iteration.
+    slots: int = 0
+    # Decode steps between refills of finished slots.
+    chunk_steps: int = 8
+    # Prompts started ahead of their iteration so that slots never idle. Their rollouts may span
+    # policy versions (recorded per token). 0: every iteration starts and ends with empty slots.
+    lookahead_prompts: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class RewardsConfig:
+    # "task" (the task's own scorer), "math" (math-verify against column `answer`),
+    # "package.module:function" or "path/to/file.py:function".
+    functions: tuple[str, ...] = ("task",)
+    # One weight per function.
+    weights: tuple[float, ...] = (1.0,)
+    # Processes in the pool.
+    num_workers: int = 2
+    # Seconds one call (the completions of one prompt) may take before its process is replaced.
+    timeout_s: float = 10.0
+    # Stop with a checkpoint when more than this fraction of an iteration's rewards failed.
+    max_failure_frac: float = 0.5
+    # A rollout passes when its total reward is at least this.
+    pass_threshold: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class CreditConfig:
+    # "grpo" (mean and std of the group), "dr_grpo" (mean only) or "leave_one_out".
+    advantage: str = "grpo"
+
+
+@dataclasses.dataclass(frozen=True)
+class ReplayConfig:
+    # Rollouts the device ring holds; 0 = one iteration's worth (on-policy).
+    capacity: int = 0
+    # Oldest rollout that may be drawn, in iterations since insertion; 0 = no limit.
+    max_age_steps: int = 0
+    # Times a rollout may be drawn; 0 = no limit.
+    max_uses: int = 0
+    # Share of each update batch taken from the rollouts inserted in this iteration.
+    fresh_fraction: float = 0.0
+    # Shards of the ring; 0 = the mesh's data-parallel size. Fix it to get the same draws on another mesh.
+    shards: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class UpdateConfig:
+    # Rollouts in one optimizer step.
+    batch_size: int = 64
+    # Rollouts in one forward and backward pass, over all devices.
+    micro_batch_size: int = 16
+    # Optimizer steps per iteration, all in one dispatch.
+    updates_per_iteration: int = 1
+    # The policy ratio is clipped to [1 - clip_low, 1 + clip_high].
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    # "token_mean", "sequence_mean" or "constant_length".
+    aggregation: str = "token_mean"
+    # Weight of the KL penalty to the frozen starting model; 0 keeps no reference.
+    kl_coefficient: float = 0.0
+    # "k1", "k2" or "k3".
+    kl_estimator: str = "k3"
+    # Positions whose logits are live at once in the learner.
+    logp_chunk_tokens: int = 256
+    # Refuse to train when the learner's log-probs differ from the sampler's by more than this many nats
+    # on the first batch.
+    max_sampler_learner_gap_nats: float = 0.05
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    learning_rate: float = 1e-5
+    # "constant", "linear" or "cosine" (to zero at the last step), after the warm-up.
+    schedule: str = "constant"
+    warmup_steps: int = 0
+    b1: float = 0.9
+    b2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    # Global-norm clip; 0 = none.
+    max_grad_norm: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    # Devices per axis; data = 0 takes what the others leave.
+    data: int = 0
+    fsdp: int = 1
+    tensor: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointConfig:
+    # 0 = at the end alone.
+    every_iterations: int = 0
+    keep_last: int = 2
+    # Checkpoints with the best eval/pass_rate kept besides.
+    keep_best: int = 0
+    # Write a Hugging Face folder at the end.
+    export: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalConfig:
+    # 0 = before the first and after the last iteration alone.
+    every_iterations: int = 0
+    # Held-out questions; 0 = no evaluation.
+    num_prompts: int = 0
+    # Completions per question.
+    num_samples: int = 1
+    temperature: float = 1.0
+    # File of held-out questions; "" holds out num_prompts questions of the training source.
+    name: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class MetricsConfig:
+    tensorboard: bool = True
+    # Rollouts of each iteration written to samples.jsonl.
+    samples_per_iteration: int = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    seed: int = 0
+    num_iterations: int = 10
+    model: ModelConfig = ModelConfig()
+    prompts: PromptsConfig = dataclasses.field(default_factory=PromptsConfig)
+    sampling: SamplingConfig = SamplingConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    rewards: RewardsConfig = RewardsConfig()
+    credit: CreditConfig = CreditConfig()
+    replay: ReplayConfig = ReplayConfig()
+    update: UpdateConfig = UpdateConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    mesh: MeshConfig = MeshConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    eval: EvalConfig = EvalConfig()
+    metrics: MetricsConfig = MetricsConfig()
+
+    @property
+    def rollouts_per_iteration(self) -> int:
+        return self.rollout.prompts_per_iteration * self.rollout.group_size
+
+    @property
+    def row_tokens(self) -> int:
+        """Width S of every row: prompt + completion."""
+        return self.prompts.max_tokens + self.sampling.max_completion_tokens
+
+    @property
+    def num_slots(self) -> int:
+        return self.rollout.slots or self.rollouts_per_iteration
+
+    @property
+    def ring_capacity(self) -> int:
+        return self.replay.capacity or self.rollouts_per_iteration
+
+
+CHOICES = {
+    "model.compute_dtype": ("float32", "bfloat16"),
+    "model.remat": ("none", "dots", "full"),
+    "prompts.source": ("letters", "reasoning_gym", "jsonl", "parquet"),
+    "prompts.bad_row": ("error", "skip"),
+    "prompts.long_prompt": ("error", "skip"),
+    "credit.advantage": ("grpo", "dr_grpo", "leave_one_out"),
+    "update.aggregation": ("token_mean", "sequence_mean", "constant_length"),
+    "update.kl_estimator": ("k1", "k2", "k3"),
+    "optimizer.schedule": ("constant", "linear", "cosine"),
+}
+
+# field -> (lowest, highest, whether the lowest itself is allowed)
+BOUNDS = {
+    "seed": (0, 2**31 - 1, True),
+    "num_iterations": (1, math.inf, True),
+    "prompts.size": (0, math.inf, True),
+    "prompts.max_tokens": (1, math.inf, True),
+    "sampling.temperature": (0.0, math.inf, False),
+    "sampling.top_k": (0, math.inf, True),
+    "sampling.top_p": (0.0, 1.0, False),
+    "sampling.min_p": (0.0, 1.0, True),
+    "sampling.max_completion_tokens": (1, math.inf, True),
+    "rollout.prompts_per_iteration": (1, math.inf, True),
+    "rollout.group_size": (2, math.inf, True),
+    "rollout.slots": (0, math.inf, True),
+    "rollout.chunk_steps": (1, math.inf, True),
+    "rollout.lookahead_prompts": (0, math.inf, True),
+    "rewards.num_workers": (1, math.inf, True),
+    "rewards.timeout_s": (0.0, math.inf, False),
+    "rewards.max_failure_frac": (0.0, 1.0, True),
+    "replay.capacity": (0, math.inf, True),
+    "replay.max_age_steps": (0, math.inf, True),
+    "replay.max_uses": (0, math.inf, True),
+    "replay.fresh_fraction": (0.0, 1.0, True),
+    "replay.shards": (0, math.inf, True),
+    "update.batch_size": (1, math.inf, True),
+    "update.micro_batch_size": (1, math.inf, True),
+    "update.updates_per_iteration": (1, math.inf, True),
+    "update.clip_low": (0.0, 1.0, True),
+    "update.clip_high": (0.0, math.inf, True),
+    "update.kl_coefficient": (0.0, math.inf, True),
+    "update.logp_chunk_tokens": (1, math.inf, True),
+    "update.max_sampler_learner_gap_nats": (0.0, math.inf, False),
+    "optimizer.learning_rate": (0.0, math.inf, True),
+    "optimizer.warmup_steps": (0, math.inf, True),
+    "optimizer.b1": (0.0, 1.0, True),
+    "optimizer.b2": (0.0, 1.0, True),
+    "optimizer.eps": (0.0, math.inf, False),
+    "optimizer.weight_decay": (0.0, math.inf, True),
+    "optimizer.max_grad_norm": (0.0, math.inf, True),
+    "mesh.data": (0, math.inf, True),
+    "mesh.fsdp": (1, math.inf, True),
+    "mesh.tensor": (1, math.inf, True),
+    "checkpoint.every_iterations": (0, math.inf, True),
+    "checkpoint.keep_last": (1, math.inf, True),
+    "checkpoint.keep_best": (0, math.inf, True),
+    "eval.every_iterations": (0, math.inf, True),
+    "eval.num_prompts": (0, math.inf, True),
+    "eval.num_samples": (1, math.inf, True),
+    "eval.temperature": (0.0, math.inf, True),
+    "metrics.samples_per_iteration": (0, math.inf, True),
+}
+
+
+def defaults() -> ml_collections.ConfigDict:
+    """Every setting with its default, locked: what ``get_config()`` of a config file starts from."""
+    return ml_collections.ConfigDict(dataclasses.asdict(Config())).lock()
+
+
+def freeze(mapping: Any) -> Config:
+    """Turn a ``ConfigDict`` (or nested dict) into a checked ``Config``.
+
+    Args:
+        mapping: names only what differs from the defaults.
+
+    Raises:
+        ConfigError: unknown key, wrong type, value out of bounds, impossible combination.
+    """
+    if hasattr(mapping, "to_dict"):
+        mapping = mapping.to_dict()
+    config = _freeze(Config, mapping, "")
+    flat = flatten(config)
+    for path, allowed in CHOICES.items():
+        if flat[path] not in allowed:
+            raise ConfigError(f"{path}={flat[path]!r} is not one of {', '.join(map(repr, allowed))}")
+    for path, (low, high, closed) in BOUNDS.items():
+        value = flat[path]
+        if not (low <= value <= high) or (value == low and not closed) or not math.isfinite(value):
+            left = "at least" if closed else "more than"
+            upper = "" if high == math.inf else f" and at most {high}"
+            raise ConfigError(f"{path}={value!r} must be {left} {low}{upper}")
+    _check_combinations(config)
+    return config
+
+
+def _freeze(cls: type, mapping: Any, prefix: str) -> Any:
+    if not isinstance(mapping, dict):
+        raise ConfigError(f"{prefix.rstrip('.')}={mapping!r} must be a group of settings")
+    hints = typing.get_type_hints(cls)
+    names = [field.name for field in dataclasses.fields(cls)]
+    for key in mapping:
+        if key not in names:
+            near = difflib.get_close_matches(key, names, n=3, cutoff=0.5)
+            hint = f"did you mean {', '.join(prefix + n for n in near)}" if near else f"known: {', '.join(names)}"
+            raise ConfigError(f"unknown config key {prefix}{key}={mapping[key]!r}; {hint}")
+    return cls(**{key: _convert(hints[key], value, prefix + key) for key, value in mapping.items()})
+
+
+def _convert(hint: Any, value: Any, path: str) -> Any:
+    """``value`` as the declared type of its field; int is accepted for float, list for tuple."""
+    if dataclasses.is_dataclass(hint):
+        return _freeze(hint, value, path + ".")
+    origin = typing.get_origin(hint)
+    if origin is tuple:
+        if isinstance(value, (list, tuple)):
+            item = typing.get_args(hint)[0]
+            return tuple(_convert(item, v, f"{path}[{i}]") for i, v in enumerate(value))
+    elif origin is dict:
+        if isinstance(value, dict):
+            return value
+    elif hint is float:
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            return float(value)
+    elif hint is int:
+        if isinstance(value, int) and not isinstance(value, bool):
+            return value
+    elif isinstance(value, hint):
+        return value
+    name = hint.__name__ if not isinstance(hint, types.GenericAlias) else str(hint)
+    raise ConfigError(f"{path}={value!r} must be of type {name}, not {type(value).__name__}")
+
+
+def _check_combinations(c: Config) -> None:
+    def require(ok: bool, message: str) -> None:
+        if not ok:
+            raise ConfigError(message)
+
+    require(
+        c.update.batch_size % c.update.micro_batch_size == 0,
+        f"update.micro_batch_size={c.update.micro_batch_size} must divide update.batch_size={c.update.batch_size}",
+    )
+    require(
+        c.ring_capacity >= c.update.batch_size,
+        f"replay.capacity={c.ring_capacity} must be at least update.batch_size={c.update.batch_size}: "
+        "a batch does not repeat a rollout",
+    )
+    require(
+        c.ring_capacity % c.rollouts_per_iteration == 0,
+        f"replay.capacity={c.ring_capacity} must be a multiple of the {c.rollouts_per_iteration} rollouts of an "
+        "iteration (rollout.prompts_per_iteration x rollout.group_size)",
+    )
+    require(
+        c.num_slots <= c.rollouts_per_iteration + c.rollout.lookahead_prompts * c.rollout.group_size,
+        f"rollout.slots={c.rollout.slots} must be at most the "
+        f"{c.rollouts_per_iteration + c.rollout.lookahead_prompts * c.rollout.group_size} rollouts that can be open",
+    )
+    require(
+        len(c.rewards.functions) == len(c.rewards.weights) and len(c.rewards.functions) > 0,
+        f"rewards.weights={c.rewards.weights!r} must have one weight for each of "
+        f"rewards.functions={c.rewards.functions!r}",
+    )
+    require(
+        len(set(c.rewards.functions)) == len(c.rewards.functions),
+        f"rewards.functions={c.rewards.functions!r} must not name a function twice",
+    )
+    require(
+        c.prompts.source == "letters" or c.prompts.name != "",
+        f"prompts.name='' must name the {'dataset' if c.prompts.source == 'reasoning_gym' else 'file'} "
+        f"for prompts.source={c.prompts.source!r}",
+    )
+    require(
+        c.prompts.source in ("jsonl", "parquet") or c.prompts.size > 0,
+        f"prompts.size={c.prompts.size} must be at least 1 for prompts.source={c.prompts.source!r}",
+    )
+    require(
+        c.checkpoint.keep_best == 0 or c.eval.num_prompts > 0,
+        f"checkpoint.keep_best={c.checkpoint.keep_best} needs eval.num_prompts of at least 1 to know the best",
+    )
+    require(
+        all(s for s in c.sampling.stop_strings), "sampling.stop_strings must not contain the empty string"
+    )
+
+
+def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
+    """``{"update.batch_size": 64, ...}`` of every leaf field."""
+    flat = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            flat.update(flatten(value, prefix + field.name + "."))
+        else:
+            flat[prefix + field.name] = value
+    return flat
+
+
+def to_json(config: Config) -> str:
+    return json.dumps(dataclasses.asdict(config), indent=2, sort_keys=True)
+
+
+def from_json(text: str) -> Config:
+    return freeze(json.loads(text))
+
+
+def fingerprint(config: Config) -> str:
+    """Short hash of the resolved config; checkpoints carry it."""
+    return hashlib.sha256(to_json(config).encode()).hexdigest()[:16]
+
+
+def differences(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
+    """``{path: (old, new)}`` of the fields that differ."""
+    a, b = flatten(old), flatten(new)
+    return {path: (a[path], b[path]) for path in a if a[path] != b[path]}

@@ -1,0 +1,109 @@
+"""The records that cross the seams between stages.
+
+Letters: B rollouts (rows), P prompts, L prompt width, S row width (prompt + completion),
+M replay shards, C slots per shard. Rows are right-padded ``prompt ++ completion``; masks come from
+``prompt_length`` and ``length``, never from the value of a token. ``logp[t]`` is the log-probability
+of ``tokens[t]``.
+
+Owns: names, shapes, units, meaning of zero. Does not know: how any of it is computed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import flax.struct
+import jax
+
+# Rollout.stop_reason
+STOP_NONE = 0  # not finished
+STOP_EOS = 1
+STOP_LENGTH = 2  # reached max_completion_tokens: a truncated completion
+STOP_STRING = 3
+
+# Rewards.outcome
+OUTCOME_SCORE = 0
+OUTCOME_TIMEOUT = 1
+OUTCOME_ERROR = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Example:
+    """One question of a task, on the host.
+
+    Attributes:
+        prompt: text, or a list of ``{"role", "content"}`` messages.
+        columns: everything else of the row; passed to reward functions by keyword.
+        origin: where it came from ("file.jsonl:12"), for error messages.
+    """
+
+    prompt: str | list[dict[str, str]]
+    columns: dict[str, Any]
+    origin: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptBatch:
+    """P tokenised prompts, on the host (numpy)."""
+
+    tokens: Any  # [P, L] i32, right-padded with 0
+    length: Any  # [P] i32, 1..L
+    prompt_id: Any  # [P] i32, position in the prompt stream: unique over the run, keys the noise
+    examples: tuple[Example, ...]  # P of them
+
+
+@flax.struct.dataclass
+class Rollout:
+    """B finished completions, on the device."""
+
+    tokens: jax.Array  # [B, S] i32, 0 past `length`
+    prompt_length: jax.Array  # [B] i32
+    length: jax.Array  # [B] i32, prompt + completion; EOS is counted
+    behaviour_logp: jax.Array  # [B, S] f32 nats, 0.0 off the completion
+    group_id: jax.Array  # [B] i32, siblings of one prompt share it
+    prompt_id: jax.Array  # [B] i32
+    policy_version: jax.Array  # [B, S] i32 per token, -1 off the completion
+    stop_reason: jax.Array  # [B] i8, STOP_*
+
+
+@dataclasses.dataclass(frozen=True)
+class Rewards:
+    """Scores of B rollouts, on the host (numpy)."""
+
+    total: Any  # [B] f32, weighted sum of parts; NaN where outcome != OUTCOME_SCORE
+    parts: dict[str, Any]  # name -> [B] f32, NaN where that function failed
+    outcome: Any  # [B] i8, OUTCOME_*
+    errors: tuple[str, ...] = ()  # first few messages of failures, for the log
+
+
+@flax.struct.dataclass
+class Experience:
+    """A rollout with its credit: what the ring stores and the update reads."""
+
+    rollout: Rollout
+    reward: jax.Array  # [B] f32, 0.0 where not trainable
+    advantage: jax.Array  # [B, S] f32, 0.0 off the completion
+    trainable: jax.Array  # [B] bool, False where the reward failed or the row is padding
+    ref_logp: jax.Array | None = None  # [B, S] f32 nats of the frozen reference, 0.0 off the completion
+
+
+@flax.struct.dataclass
+class RingState:
+    """Device ring buffer. The shard axis M lies on the mesh's data axes, the ring runs over C."""
+
+    slots: Experience  # every leaf [M, C, ...]
+    write_index: jax.Array  # [M] i32, next slot to write
+    num_inserted: jax.Array  # [M] i32, rows ever written (filled = min(num_inserted, C))
+    uses: jax.Array  # [M, C] i32, times drawn since insertion
+    priority: jax.Array  # [M, C] f32, stored scalar for prioritised draws; |advantage| at insertion
+    inserted_step: jax.Array  # [M, C] i32, iteration of insertion, -1 = empty
+
+
+@flax.struct.dataclass
+class TrainState:
+    """Everything the optimizer owns: a pure pytree."""
+
+    params: Any
+    opt_state: Any
+    step: jax.Array  # [] i32, optimizer steps taken; also the policy version published next
