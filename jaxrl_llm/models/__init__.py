@@ -1,0 +1,1 @@
+"""Decoder-only transformers of the Llama family, and their files."""

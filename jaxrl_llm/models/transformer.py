@@ -1,0 +1,170 @@
+"""The decoder-only transformer of the Llama family: RMSNorm, rotary grouped-query attention, SwiGLU.
+
+Modules are flax nnx; every parameter of a block carries a leading layer axis and the blocks run under
+one ``lax.scan``. Parameters travel as a nested dict of arrays (``params``) beside the static graph, so
+optimizer, checkpoint and publish see a plain pytree.
+
+Letters: B rows, T tokens, D width, F ffn, N query heads, K key heads, H head size, S cached keys, V vocab.
+Owns: parameter shapes with their logical axes, the forward pass. Does not know: files, sampling, losses.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+
+from jaxrl_llm import sharding
+from jaxrl_llm.models.attention import attend, rope_tables, rotate
+from jaxrl_llm.models.presets import Architecture
+
+Params = dict[str, Any]
+
+INIT_STDDEV = 0.02
+
+
+def _param(rngs: nnx.Rngs, shape: tuple[int, ...], logical_axes: tuple[str, ...], *, norm: bool = False) -> nnx.Param:
+    if norm:
+        value = jnp.ones(shape, jnp.float32)
+    else:
+        value = INIT_STDDEV * jax.random.normal(rngs.params(), shape, jnp.float32)
+    return nnx.Param(value, logical_axes=logical_axes)
+
+
+def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+    """x / rms(x) * scale over the last dimension, computed in float32."""
+    x32 = x.astype(jnp.float32)
+    x32 = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
+    return (x32 * scale.astype(jnp.float32)).astype(x.dtype)
+
+
+class Blocks(nnx.Module):
+    """All transformer blocks; parameters are stacked [layers, ...], the call sees one layer's slice."""
+
+    def __init__(self, arch: Architecture, *, rngs: nnx.Rngs):
+        layers, D, F, H = arch.num_layers, arch.width, arch.ffn, arch.head_size
+        N, K = arch.num_heads, arch.num_kv_heads
+        self.eps = arch.norm_eps
+        self.attention_norm = _param(rngs, (layers, D), ("layers", "activation"), norm=True)
+        self.q = _param(rngs, (layers, D, N, H), ("layers", "embed", "heads", "head_size"))
+        self.k = _param(rngs, (layers, D, K, H), ("layers", "embed", "kv_heads", "head_size"))
+        self.v = _param(rngs, (layers, D, K, H), ("layers", "embed", "kv_heads", "head_size"))
+        self.o = _param(rngs, (layers, N, H, D), ("layers", "heads", "head_size", "embed"))
+        self.mlp_norm = _param(rngs, (layers, D), ("layers", "activation"), norm=True)
+        self.gate = _param(rngs, (layers, D, F), ("layers", "embed", "mlp"))
+        self.up = _param(rngs, (layers, D, F), ("layers", "embed", "mlp"))
+        self.down = _param(rngs, (layers, F, D), ("layers", "mlp", "embed"))
+
+    def __call__(self, x_BTD, cos, sin, prefix):
+        """One block. Returns the new activations and the new tokens' keys and values, each [B,K,T,H]."""
+        dtype = x_BTD.dtype
+        h = rms_norm(x_BTD, self.attention_norm[...], self.eps)
+        q_BTNH = rotate(jnp.einsum("BTD,DNH->BTNH", h, self.q[...].astype(dtype)), cos, sin)
+        k_BTKH = rotate(jnp.einsum("BTD,DKH->BTKH", h, self.k[...].astype(dtype)), cos, sin)
+        v_BTKH = jnp.einsum("BTD,DKH->BTKH", h, self.v[...].astype(dtype))
+        q_BTNH = sharding.constrain(q_BTNH, "batch", "length", "heads", "head_size")
+        k_BKTH, v_BKTH = k_BTKH.swapaxes(1, 2), v_BTKH.swapaxes(1, 2)
+        out_BTNH = attend(q_BTNH, k_BKTH, v_BKTH, prefix=prefix)
+        x_BTD = x_BTD + jnp.einsum("BTNH,NHD->BTD", out_BTNH, self.o[...].astype(dtype))
+        x_BTD = sharding.constrain(x_BTD, "batch", "length", "activation")
+        h = rms_norm(x_BTD, self.mlp_norm[...], self.eps)
+        gate_BTF = jnp.einsum("BTD,DF->BTF", h, self.gate[...].astype(dtype))
+        up_BTF = jnp.einsum("BTD,DF->BTF", h, self.up[...].astype(dtype))
+        h = sharding.constrain(jax.nn.silu(gate_BTF) * up_BTF, "batch", "length", "mlp")
+        x_BTD = x_BTD + jnp.einsum("BTF,FD->BTD", h, self.down[...].astype(dtype))
+        return sharding.constrain(x_BTD, "batch", "length", "activation"), (k_BKTH, v_BKTH)
+
+
+class Transformer(nnx.Module):
+    """Embedding, blocks, final norm, head (its own, or the embedding's transpose when tied)."""
+
+    def __init__(self, arch: Architecture, *, rngs: nnx.Rngs):
+        self.arch = arch
+        self.embedding = _param(rngs, (arch.vocab_size, arch.width), ("vocab", "embed"))
+        self.blocks = Blocks(arch, rngs=rngs)
+        self.final_norm = _param(rngs, (arch.width,), ("activation",), norm=True)
+        if not arch.tied:
+            self.head = _param(rngs, (arch.width, arch.vocab_size), ("embed", "vocab"))
+
+    def __call__(self, tokens_BT, positions_BT, *, compute_dtype, prefix=None, remat="none"):
+        # Gathered along fsdp first: a lookup in a table split along its width would replicate the batch.
+        table_VD = sharding.constrain(self.embedding[...].astype(compute_dtype), "vocab", "activation")
+        x_BTD = table_VD[tokens_BT]
+        x_BTD = sharding.constrain(x_BTD, "batch", "length", "activation")
+        cos, sin = rope_tables(self.arch, positions_BT)
+        graph, stacked = nnx.split(self.blocks)
+
+        def body(x, layer):
+            layer_params, layer_prefix = layer
+            layer_prefix = None if prefix is None else (*layer_prefix, prefix[2])
+            return nnx.merge(graph, layer_params)(x, cos, sin, layer_prefix)
+
+        if remat != "none":
+            policies = {
+                "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+                "full": jax.checkpoint_policies.nothing_saveable,
+            }
+            body = jax.checkpoint(body, policy=policies[remat], prevent_cse=False)
+        x_BTD, new_kv = jax.lax.scan(body, x_BTD, (stacked, None if prefix is None else prefix[:2]))
+        return rms_norm(x_BTD, self.final_norm[...], self.arch.norm_eps), new_kv
+
+    def head_kernel(self) -> jax.Array:
+        return self.embedding[...].T if self.arch.tied else self.head[...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A transformer's static half: everything about it but the parameters."""
+
+    arch: Architecture
+    compute_dtype: str = "float32"
+    remat: str = "none"
+
+    def _abstract(self):
+        return nnx.split(nnx.eval_shape(lambda: Transformer(self.arch, rngs=nnx.Rngs(0))))
+
+    def abstract_params(self, mesh: Mesh, *, rules=sharding.RULES, dtype=jnp.float32) -> Params:
+        """Shapes of the parameters with their shardings on ``mesh``."""
+        _, state = self._abstract()
+
+        def one(variable):
+            shape = variable.get_value().shape
+            layout = sharding.named(mesh, shape, variable.get_metadata()["logical_axes"], rules)
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=layout)
+
+        is_variable = lambda x: isinstance(x, nnx.Variable)  # noqa: E731
+        return nnx.to_pure_dict(jax.tree.map(one, state, is_leaf=is_variable))
+
+    def init(self, key: jax.Array, mesh: Mesh) -> Params:
+        """Random float32 parameters, each born on its shard."""
+        shardings = jax.tree.map(lambda x: x.sharding, self.abstract_params(mesh))
+
+        def make(key):
+            return nnx.to_pure_dict(nnx.state(Transformer(self.arch, rngs=nnx.Rngs(params=key))))
+
+        return jax.jit(make, out_shardings=shardings)(key)
+
+    def forward(self, params: Params, tokens: jax.Array, positions: jax.Array, *, prefix=None, remat: bool = False):
+        """Hidden states after the final norm.
+
+        Args:
+            tokens: [B,T] i32.
+            positions: [B,T] i32, 0-based position of each token in its row.
+            prefix: cached keys and values, each [layers,B,K,S,H], and which keys to see, [B,S] bool.
+            remat: apply the model's rematerialisation policy (for a backward pass).
+
+        Returns:
+            hidden [B,T,D] in the compute dtype, and the new tokens' (keys, values), each [layers,B,K,T,H].
+        """
+        graph, _ = self._abstract()
+        module = nnx.merge(graph, params)
+        policy = self.remat if remat else "none"
+        return module(tokens, positions, compute_dtype=jnp.dtype(self.compute_dtype), prefix=prefix, remat=policy)
+
+    def head(self, params: Params) -> jax.Array:
+        """Output projection [D,V]."""
+        return params["embedding"].T if self.arch.tied else params["head"]

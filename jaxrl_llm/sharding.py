@@ -1,0 +1,129 @@
+"""The mesh, and the one place where names of array dimensions become mesh axes.
+
+Every parameter and activation names its dimensions by logical axes ("vocab", "embed", "batch", ...);
+``RULES`` says which mesh axis each lies on. Weights of the learner are split over ``fsdp``; the
+sampler's copy is whole along it, for a decode step would otherwise gather every weight for one token.
+
+Owns: mesh construction, logical rules, constraints. Does not know: what the arrays mean.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jaxrl_llm.config import Config, ConfigError
+
+MESH_AXES = ("data", "fsdp", "tensor")
+# Rows of a batch, sampler slots and ring shards are split over both of these.
+BATCH_AXES = ("data", "fsdp")
+
+RULES = {
+    "batch": BATCH_AXES,
+    "shards": BATCH_AXES,
+    "vocab": "tensor",
+    "heads": "tensor",
+    "kv_heads": "tensor",
+    "mlp": "tensor",
+    "embed": "fsdp",
+    "layers": None,
+    "length": None,
+    "head_size": None,
+    "activation": None,
+}
+SAMPLER_RULES = {**RULES, "embed": None}
+
+
+def make_mesh(config: Config, devices: list[Any] | None = None) -> Mesh:
+    """The mesh of ``config.mesh`` over ``devices`` (default: all).
+
+    Raises:
+        ConfigError: the axes do not multiply to the number of devices, or a batch size does not divide.
+    """
+    devices = jax.devices() if devices is None else devices
+    data, fsdp, tensor = config.mesh.data, config.mesh.fsdp, config.mesh.tensor
+    if data == 0:
+        data = max(1, len(devices) // (fsdp * tensor))
+    if data * fsdp * tensor != len(devices):
+        raise ConfigError(
+            f"mesh.data={config.mesh.data} x mesh.fsdp={fsdp} x mesh.tensor={tensor} must use all "
+            f"{len(devices)} devices"
+        )
+    check_divisible(config, data * fsdp)
+    return Mesh(
+        np.asarray(devices).reshape(data, fsdp, tensor), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES)
+    )
+
+
+def check_divisible(config: Config, num_shards: int) -> None:
+    """Every batch number must split evenly over the data-parallel devices."""
+    ring_shards = config.replay.shards or num_shards
+    if ring_shards % num_shards:
+        raise ConfigError(
+            f"replay.shards={ring_shards} must be a multiple of the {num_shards} data-parallel devices"
+        )
+    numbers = {
+        "rollout.prompts_per_iteration": (config.rollout.prompts_per_iteration, num_shards),
+        "rollout.lookahead_prompts": (config.rollout.lookahead_prompts, num_shards),
+        "rollout.slots": (config.num_slots, num_shards),
+        "update.micro_batch_size": (config.update.micro_batch_size, ring_shards),
+        "update.batch_size": (config.update.batch_size, ring_shards),
+        "replay.capacity": (config.ring_capacity, ring_shards),
+    }
+    for path, (value, shards) in numbers.items():
+        if value % shards:
+            what = "mesh.data x mesh.fsdp devices" if shards == num_shards else "replay.shards"
+            raise ConfigError(f"{path}={value} must be a multiple of {shards} ({what})")
+    if config.rollouts_per_iteration % ring_shards:
+        raise ConfigError(
+            f"replay.shards={ring_shards} must divide the {config.rollouts_per_iteration} rollouts of an iteration"
+        )
+
+
+def num_data_shards(mesh: Mesh) -> int:
+    return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+
+
+def num_ring_shards(config: Config, mesh: Mesh) -> int:
+    return config.replay.shards or num_data_shards(mesh)
+
+
+def partition_spec(shape: tuple[int, ...], logical_axes: tuple[str | None, ...], mesh, rules=RULES) -> PartitionSpec:
+    """Mesh axes of an array; a dimension that its axis does not divide stays whole."""
+    assert len(shape) == len(logical_axes), (shape, logical_axes)
+    spec = []
+    for size, name in zip(shape, logical_axes, strict=True):
+        axis = None if name is None else rules[name]
+        parts = math.prod(mesh.shape[a] for a in ((axis,) if isinstance(axis, str) else axis or ()))
+        spec.append(axis if parts > 1 and size % parts == 0 else None)
+    return PartitionSpec(*spec)
+
+
+def named(mesh: Mesh, shape: tuple[int, ...], logical_axes: tuple[str | None, ...], rules=RULES) -> NamedSharding:
+    return NamedSharding(mesh, partition_spec(shape, logical_axes, mesh, rules))
+
+
+def leading(mesh: Mesh, tree: Any, dim: int = 0) -> Any:
+    """Shardings of a pytree whose dimension ``dim`` is rows, slots or ring shards: split over the batch axes."""
+
+    def one(x):
+        axes = tuple("batch" if d == dim else None for d in range(len(x.shape)))
+        return named(mesh, x.shape, axes)
+
+    return jax.tree.map(one, tree)
+
+
+def replicated(mesh: Mesh, tree: Any) -> Any:
+    return jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), tree)
+
+
+def constrain(x: jax.Array, *logical_axes: str | None) -> jax.Array:
+    """Pin an activation's layout inside a jitted function; no-op where no mesh is active."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return x
+    return jax.lax.with_sharding_constraint(x, partition_spec(x.shape, logical_axes, mesh))
