@@ -115,7 +115,8 @@ def test_saved_bytes_are_those_at_the_time_of_save_though_the_buffers_are_donate
 
 
 def test_saving_compiles_nothing(checkpointer, caplog):
-    state = jax.block_until_ready(place(make_state(), mesh(2, 4)))
+    replicated = jax.device_put(jnp.ones((24, 40)), NamedSharding(mesh(8, 1), P()))
+    state = jax.block_until_ready({"train": place(make_state(), mesh(2, 4)), "replicated": replicated})
     with jax.log_compiles():
         save(checkpointer, 1, state)
         checkpointer.wait()
@@ -307,7 +308,7 @@ def test_a_signal_only_asks_and_the_handlers_come_back(number):
 
 
 def test_an_interrupt_after_a_request_is_immediate():
-    with pytest.raises(KeyboardInterrupt), StopRequest() as stop:
+    with pytest.raises(KeyboardInterrupt), StopRequest():
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGINT)

@@ -1,0 +1,275 @@
+"""What a run says about itself: metrics.jsonl, samples.jsonl, TensorBoard and a live line.
+
+``METRICS`` is the one place where a metric has its name, unit and meaning; writing a name that is not there raises.
+
+Owns: names and meanings, the files, cutting them back on resume. Does not know: how a number is computed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import pathlib
+import time
+from typing import Any
+
+import rich.console
+import rich.progress
+import tensorboardX
+
+from jaxrl_llm.config import ConfigError, MetricsConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Metric:
+    """Unit, and meaning with its denominator, of one value per iteration."""
+
+    unit: str
+    meaning: str
+
+
+# Name -> what it is. An iteration samples rollouts, scores them, puts them in the ring and takes U optimizer steps.
+METRICS: dict[str, Metric] = {
+    "rollout/reward_mean": Metric("reward", "Total reward, mean over the iteration's rollouts that got a score."),
+    "rollout/reward_std": Metric("reward", "Standard deviation of the total reward over the same rollouts."),
+    "rollout/pass_rate": Metric(
+        "fraction", "Scored rollouts with reward at least rewards.pass_threshold, over scored rollouts."
+    ),
+    "rollout/completion_length_tokens": Metric("tokens", "Completion length with EOS, mean over finished rollouts."),
+    "rollout/truncated_frac": Metric(
+        "fraction", "Rollouts cut at sampling.max_completion_tokens, over finished rollouts."
+    ),
+    "rollout/stop_string_frac": Metric("fraction", "Rollouts ended by a stop string, over finished rollouts."),
+    "rollout/degenerate_group_frac": Metric(
+        "fraction", "Groups whose rewards are all equal (zero advantage, nothing to learn), over groups."
+    ),
+    "update/loss": Metric("loss", "What the optimizer descends, mean over the iteration's optimizer steps."),
+    "update/entropy_nats": Metric(
+        "nats per token", "Entropy of the current policy, mean over trained completion tokens."
+    ),
+    "update/kl_behaviour_nats": Metric(
+        "nats per token", "k3 estimate of KL(behaviour || current policy), mean over trained completion tokens."
+    ),
+    "update/kl_reference_nats": Metric(
+        "nats per token", "KL estimate (update.kl_estimator) to the frozen starting model, mean over trained tokens."
+    ),
+    "update/clip_frac": Metric(
+        "fraction", "Trained completion tokens whose ratio is clipped, over trained completion tokens."
+    ),
+    "update/ratio_max": Metric("ratio", "Largest current/behaviour probability ratio of a trained token."),
+    "update/ess_frac": Metric(
+        "fraction", "Effective sample size of the ratios, (sum w)^2 / sum w^2, over the trained tokens; 1 = on-policy."
+    ),
+    "update/grad_norm": Metric("norm", "Global gradient norm before clipping, mean over the optimizer steps."),
+    "update/skipped_steps": Metric("steps", "Optimizer steps skipped because nothing trainable could be drawn."),
+    "update/sampler_learner_gap_max_nats": Metric(
+        "nats",
+        "Largest |log-prob of the sampler - log-prob of the learner| of a token under the weights that sampled it.",
+    ),
+    "optimizer/learning_rate": Metric("per step", "Learning rate of the iteration's last optimizer step."),
+    "replay/age_mean_steps": Metric("iterations", "Iterations since insertion, mean over rollouts drawn."),
+    "replay/age_max_steps": Metric("iterations", "Iterations since insertion of the oldest rollout drawn."),
+    "replay/uses_mean": Metric("draws", "Times a rollout was drawn, mean over rollouts in the ring."),
+    "replay/first_use_frac": Metric("fraction", "Draws that were the first of their rollout, over draws."),
+    "replay/filled_frac": Metric("fraction", "Filled slots of the ring, over its capacity."),
+    "replay/drawn_rows": Metric("rollouts", "Rollouts drawn in the iteration, over all its optimizer steps."),
+    "reward/timeout_count": Metric("rollouts", "Rollouts whose reward ran past its deadline."),
+    "reward/error_count": Metric("rollouts", "Rollouts whose reward raised, was not a number or lost its process."),
+    "time/generate_s": Metric("seconds", "From the first prefill to the last finished completion on the host."),
+    "time/reward_s": Metric("seconds", "Waiting for rewards after generation ended."),
+    "time/update_s": Metric("seconds", "From dispatch of the update until its metrics are on the host."),
+    "time/checkpoint_s": Metric("seconds", "The loop held up by a checkpoint; the write itself runs beside it."),
+    "time/iteration_s": Metric("seconds", "The whole iteration, evaluation and checkpoint included."),
+    "tokens/generated": Metric("tokens", "Completion tokens sampled in the iteration."),
+    "tokens/trained": Metric(
+        "tokens", "Completion tokens in the iteration's update batches; one drawn twice counts 2."
+    ),
+    "throughput/generate_tokens_per_s": Metric("tokens/s", "tokens/generated over time/generate_s."),
+    "throughput/update_tokens_per_s": Metric("tokens/s", "tokens/trained over time/update_s."),
+    "memory/peak_bytes": Metric("bytes", "Peak memory so far: of the fullest device, or of the process on CPU."),
+    "compile/recompiles_after_warmup": Metric("programs", "Programs compiled after the first iteration, so far."),
+    "eval/pass_rate": Metric(
+        "fraction", "Held-out completions with reward at least rewards.pass_threshold, over those that got a score."
+    ),
+    "eval/completion_length_tokens": Metric("tokens", "Completion length with EOS, mean over held-out completions."),
+}
+
+FILES = ("metrics.jsonl", "samples.jsonl")
+
+
+class MetricsWriter:
+    """Appends to metrics.jsonl, samples.jsonl and tensorboard/ in ``workdir``. One process of a run has one."""
+
+    def __init__(self, workdir: str | os.PathLike, config: MetricsConfig):
+        self._workdir = pathlib.Path(workdir)
+        self._workdir.mkdir(parents=True, exist_ok=True)
+        self._files = {name: open(self._workdir / name, "ab") for name in FILES}  # noqa: SIM115, closed in close()
+        self._use_tensorboard = config.tensorboard
+        self._tensorboard: tensorboardX.SummaryWriter | None = None
+
+    def write(self, iteration: int, values: dict[str, Any]) -> None:
+        """Append one object: ``iteration`` and the values, numbers that are not finite and None as null.
+
+        Raises:
+            KeyError: a name that ``METRICS`` does not declare.
+        """
+        for name in values:
+            if name not in METRICS:
+                raise KeyError(f"metric {name!r} is not declared in METRICS")
+        numbers = {name: _number(value) for name, value in values.items()}
+        self._append("metrics.jsonl", [{"iteration": iteration, **numbers}])
+        if self._use_tensorboard:
+            if self._tensorboard is None:
+                # What a killed run wrote from this iteration on is not shown.
+                self._tensorboard = tensorboardX.SummaryWriter(str(self._workdir / "tensorboard"), purge_step=iteration)
+            for name, number in numbers.items():
+                if number is not None:
+                    self._tensorboard.add_scalar(name, number, iteration)
+            self._tensorboard.flush()
+
+    def write_samples(self, rows: list[dict[str, Any]]) -> None:
+        """Append sampled rollouts, one JSON object each."""
+        self._append("samples.jsonl", rows)
+
+    def state(self) -> dict[str, int]:
+        """Size in bytes of each file, for the checkpoint."""
+        return {name: file.tell() for name, file in self._files.items()}
+
+    def restore(self, state: dict[str, int]) -> None:
+        """Cut the files back to a checkpoint's ``state()``, so that a resumed run repeats no line.
+
+        ``{}`` (no checkpoint) empties them. A file that is shorter already is left as it is.
+        """
+        for name, file in self._files.items():
+            file.truncate(min(state.get(name, 0), file.tell()))
+            file.seek(0, os.SEEK_END)
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+
+    def _append(self, name: str, rows: list[dict[str, Any]]) -> None:
+        text = "".join(json.dumps(_finite(row), ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
+        self._files[name].write(text.encode())
+        self._files[name].flush()
+
+
+def _number(value: Any) -> float | int | None:
+    if value is None:
+        return None
+    number = value if isinstance(value, int) else float(value)
+    return number if math.isfinite(number) else None
+
+
+def _finite(value: Any) -> Any:
+    """``value`` with null for every float that JSON cannot hold (the reward of a rollout that failed is NaN)."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def read_metrics(workdir: str | os.PathLike) -> list[dict[str, Any]]:
+    """The objects of ``workdir/metrics.jsonl``, one per iteration.
+
+    Raises:
+        ConfigError: no such file, or a line that is not JSON.
+    """
+    path = pathlib.Path(workdir) / "metrics.jsonl"
+    if not path.is_file():
+        raise ConfigError(f"no metrics.jsonl in {workdir}")
+    return read_lines(path)
+
+
+def read_lines(path: pathlib.Path) -> list[dict[str, Any]]:
+    """JSON objects, one a line. A last line without its newline was cut short by a kill and is left out.
+
+    Raises:
+        ConfigError: a line that is not a JSON object.
+    """
+    rows = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n")[:-1], start=1):
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{path}:{number}: not JSON: {error}") from None
+        if not isinstance(row, dict):
+            raise ConfigError(f"{path}:{number}: not a JSON object")
+        rows.append(row)
+    return rows
+
+
+class Progress:
+    """One live line on a terminal, one line per iteration elsewhere.
+
+    Args:
+        num_iterations: of the whole run.
+        start: iterations finished before this process began.
+        console: where to write; default standard output.
+    """
+
+    def __init__(self, num_iterations: int, start: int = 0, console: rich.console.Console | None = None):
+        self._total = num_iterations
+        self._console = rich.console.Console(highlight=False) if console is None else console
+        self._times = [time.monotonic()]  # at the start, and after each iteration of this process
+        self._bar: rich.progress.Progress | None = None
+        if self._console.is_terminal:
+            self._bar = rich.progress.Progress(
+                rich.progress.BarColumn(bar_width=12),
+                rich.progress.TextColumn("{task.description}", markup=False),
+                console=self._console,
+                auto_refresh=False,
+            )
+            self._task = self._bar.add_task(
+                f"iteration {start}/{num_iterations}", total=num_iterations, completed=start
+            )
+            self._bar.start()
+
+    def update(self, iteration: int, values: dict[str, Any]) -> None:
+        """Show the state after ``iteration`` iterations; values as given to ``MetricsWriter.write``, any may lack."""
+        self._times.append(time.monotonic())
+        line = progress_line(iteration, self._total, values, self._remaining_s(iteration))
+        if self._bar is None:
+            self.note(line)
+        else:
+            self._bar.update(self._task, completed=iteration, description=line, refresh=True)
+
+    def note(self, text: str) -> None:
+        """Print above the live line."""
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def _remaining_s(self, iteration: int) -> float:
+        # The first iteration compiles: it counts only while there is no other.
+        times = self._times[1:] if len(self._times) > 2 else self._times
+        return (times[-1] - times[0]) / (len(times) - 1) * (self._total - iteration)
+
+
+def progress_line(iteration: int, total: int, values: dict[str, Any], remaining_s: float) -> str:
+    """``iteration 3/20 | reward 0.41 | pass 0.38 | ... | ETA 4:05``; "-" where there is no number."""
+
+    def shown(name: str, form: str) -> str:
+        number = _number(values[name]) if name in values else None
+        return "-" if number is None else format(number, form)
+
+    minutes, seconds = divmod(round(remaining_s), 60)
+    hours, minutes = divmod(minutes, 60)
+    eta = f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+    parts = (
+        f"iteration {iteration}/{total}",
+        f"reward {shown('rollout/reward_mean', '.3f')}",
+        f"pass {shown('rollout/pass_rate', '.3f')}",
+        f"generate {shown('throughput/generate_tokens_per_s', ',.0f')} tok/s",
+        f"update {shown('throughput/update_tokens_per_s', ',.0f')} tok/s",
+        f"staleness {shown('replay/age_mean_steps', '.2f')}",
+        f"ETA {eta}",
+    )
+    return " | ".join(parts)
