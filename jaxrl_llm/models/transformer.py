@@ -36,10 +36,10 @@ def _param(rngs: nnx.Rngs, shape: tuple[int, ...], logical_axes: tuple[str, ...]
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-    """x / rms(x) * scale over the last dimension, computed in float32."""
+    """x / rms(x) * scale over the last dimension of [B,T,D], computed in float32."""
     x32 = x.astype(jnp.float32)
     x32 = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
-    return (x32 * scale.astype(jnp.float32)).astype(x.dtype)
+    return (x32 * scale.astype(jnp.float32)[None, None, :]).astype(x.dtype)
 
 
 class Blocks(nnx.Module):

@@ -1,0 +1,256 @@
+"""Assembly: a config and a model's shape on a mesh become the programs of one run.
+
+``train`` compiles them for the devices it has; ``plan`` compiles the same ones for a pod it has not.
+
+Owns: which programs a run has, and the shapes that pass between them. Does not know: weights, data, time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+
+from jaxrl_llm import credit, optim, publish, replay, rng, sharding
+from jaxrl_llm.config import Config, ConfigError
+from jaxrl_llm.models.policy import row_logp
+from jaxrl_llm.models.presets import Architecture
+from jaxrl_llm.models.transformer import Model
+from jaxrl_llm.programs import Program
+from jaxrl_llm.rollout import Sampler
+from jaxrl_llm.types import STOP_LENGTH, STOP_STRING, Experience, RingState, Rollout, TrainState
+from jaxrl_llm.update import Update
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """The static parts of a run. Abstract values are ``jax.ShapeDtypeStruct`` with shardings."""
+
+    config: Config
+    mesh: Mesh
+    model: Model
+    optimizer: optax.GradientTransformation
+    sampler: Sampler
+    eval_sampler: Sampler | None
+    update: Update
+
+    @functools.cached_property
+    def learner_params(self) -> Any:
+        return self.model.abstract_params(self.mesh)
+
+    @functools.cached_property
+    def sampler_params(self) -> Any:
+        dtype = jnp.dtype(self.model.compute_dtype)
+        return self.model.abstract_params(self.mesh, rules=sharding.SAMPLER_RULES, dtype=dtype)
+
+    @functools.cached_property
+    def publish_is_free(self) -> bool:
+        return publish.is_free(self.learner_params, self.sampler_params)
+
+    @property
+    def keeps_reference(self) -> bool:
+        return self.config.update.kl_coefficient > 0
+
+    @functools.cached_property
+    def abstract_rollout(self) -> Rollout:
+        B, S = self.config.rollouts_per_iteration, self.config.row_tokens
+        rows = Rollout(
+            tokens=jax.ShapeDtypeStruct((B, S), jnp.int32),
+            prompt_length=jax.ShapeDtypeStruct((B,), jnp.int32),
+            length=jax.ShapeDtypeStruct((B,), jnp.int32),
+            behaviour_logp=jax.ShapeDtypeStruct((B, S), jnp.float32),
+            group_id=jax.ShapeDtypeStruct((B,), jnp.int32),
+            prompt_id=jax.ShapeDtypeStruct((B,), jnp.int32),
+            policy_version=jax.ShapeDtypeStruct((B, S), jnp.int32),
+            stop_reason=jax.ShapeDtypeStruct((B,), jnp.int8),
+        )
+        return place(rows, sharding.leading(self.mesh, rows))
+
+    @functools.cached_property
+    def abstract_state(self) -> TrainState:
+        params = self.learner_params
+        return TrainState(params, optim.abstract_state(self.optimizer, params, self.mesh), self.whole(jnp.int32))
+
+    @functools.cached_property
+    def abstract_ring(self) -> RingState:
+        ring = jax.eval_shape(self._init_ring)
+        return place(ring, sharding.leading(self.mesh, ring))
+
+    def whole(self, dtype: Any, shape: tuple[int, ...] = ()) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding.replicated(self.mesh, 0))
+
+    def rows(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        x = jax.ShapeDtypeStruct(shape, dtype)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding.leading(self.mesh, x))
+
+    # ---- the functions that are compiled -------------------------------------------------------------
+
+    def _init_state(self, params: Any) -> TrainState:
+        return TrainState(params, self.optimizer.init(params), jnp.zeros((), jnp.int32))
+
+    def _init_ring(self) -> RingState:
+        B, S = self.config.rollouts_per_iteration, self.config.row_tokens
+        shape = Experience(
+            rollout=self.abstract_rollout,
+            reward=jax.ShapeDtypeStruct((B,), jnp.float32),
+            advantage=jax.ShapeDtypeStruct((B, S), jnp.float32),
+            trainable=jax.ShapeDtypeStruct((B,), bool),
+            ref_logp=jax.ShapeDtypeStruct((B, S), jnp.float32) if self.keeps_reference else None,
+        )
+        shards = sharding.num_ring_shards(self.config, self.mesh)
+        return replay.init(shape, capacity=self.config.ring_capacity, num_shards=shards)
+
+    def _reference(self, params: Any, rollout: Rollout) -> jax.Array:
+        """Log-probs of fresh rollouts under the frozen starting model, [B,S]; kept in the ring with them."""
+        update = self.config.update
+        num_micro = max(1, rollout.tokens.shape[0] // update.micro_batch_size)
+        if rollout.tokens.shape[0] % num_micro:
+            num_micro = 1
+
+        def one(rows):
+            return row_logp(
+                self.model,
+                params,
+                *rows,
+                sampling=self.config.sampling,
+                completion_width=self.config.sampling.max_completion_tokens,
+                chunk_positions=max(1, update.logp_chunk_tokens * self.update.num_devices // rows[0].shape[0]),
+            )[0]
+
+        rows = (rollout.tokens, rollout.prompt_length, rollout.length)
+        micro = jax.tree.map(lambda x: x.reshape(-1, num_micro, *x.shape[1:]).swapaxes(0, 1), rows)
+        return jax.lax.map(one, micro).swapaxes(0, 1).reshape(rollout.tokens.shape)
+
+    def _insert(self, ring, rollout, reward, trainable, ref_logp, iteration):
+        """Credit, then the ring. Returns the ring and sums over the iteration's rollouts."""
+        experience, degenerate = credit.assign(
+            rollout,
+            reward,
+            trainable,
+            ref_logp,
+            config=self.config.credit,
+            num_groups=self.config.rollout.prompts_per_iteration,
+        )
+        sums = {
+            "degenerate_groups": degenerate,
+            "completion_tokens": jnp.sum(rollout.length - rollout.prompt_length),
+            "truncated": jnp.sum(rollout.stop_reason == STOP_LENGTH),
+            "stop_string": jnp.sum(rollout.stop_reason == STOP_STRING),
+        }
+        return replay.insert(ring, experience, iteration), sums
+
+    def _update(self, state, ring, iteration, key):
+        def draw(ring, key):
+            ring, batch, info = replay.draw(
+                ring, key, iteration, self.config.replay, batch_size=self.config.update.batch_size
+            )
+            return ring, batch, replay.sums(info)
+
+        key = jax.random.fold_in(key, iteration)
+        state, ring, sums = self.update.step(state, ring, key, draw)
+        filled = jnp.sum(jnp.minimum(ring.num_inserted, ring.uses.shape[1]))
+        return state, ring, sums | {"filled_slots": filled}
+
+    def programs(self) -> dict[str, Program]:
+        """Every program of the run by name."""
+        layout = lambda tree: jax.tree.map(lambda x: x.sharding, tree)  # noqa: E731
+        whole = sharding.replicated(self.mesh, 0)
+        B, S = self.config.rollouts_per_iteration, self.config.row_tokens
+        key = self.whole(jax.eval_shape(lambda: rng.stream(0, "draw")).dtype)
+        iteration = self.whole(jnp.int32)
+        ref_logp = self.rows((B, S), jnp.float32) if self.keeps_reference else None
+        state, ring, rollout = self.abstract_state, self.abstract_ring, self.abstract_rollout
+        programs = self.sampler.programs(self.sampler_params)
+        programs |= {
+            "init_state": Program(self._init_state, (self.learner_params,), layout(state), donate=(0,)),
+            "init_ring": Program(self._init_ring, (), layout(ring)),
+            "insert": Program(
+                self._insert,
+                (ring, rollout, self.rows((B,), jnp.float32), self.rows((B,), bool), ref_logp, iteration),
+                (layout(ring), whole),
+                donate=(0,),
+            ),
+            "update": Program(
+                self._update, (state, ring, iteration, key), (layout(state), layout(ring), whole), donate=(0, 1)
+            ),
+        }
+        if not self.publish_is_free:
+            programs["publish"] = publish.program(self.learner_params, self.sampler_params)
+        if self.keeps_reference:
+            # The reference starts as a copy: the learner's own buffers are donated to the first update.
+            programs["copy_params"] = Program(
+                lambda params: jax.tree.map(jnp.copy, params), (self.learner_params,), layout(self.learner_params)
+            )
+            programs["reference"] = Program(self._reference, (self.learner_params, rollout), ref_logp.sharding)
+        if self.eval_sampler is not None:
+            needed = ("init_sampler", "prefill", "decode", "read_group", "stop_rows", "collect")
+            evals = self.eval_sampler.programs(self.sampler_params)
+            programs |= {f"eval_{name}": evals[name] for name in needed if name in evals}
+        return programs
+
+
+def place(shapes: Any, layouts: Any) -> Any:
+    """Attach shardings to abstract arrays."""
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, layouts)
+
+
+def assemble(config: Config, arch: Architecture, eos_ids: tuple[int, ...], mesh: Mesh) -> Run:
+    """The run of a config.
+
+    Raises:
+        ConfigError: the model does not fit the mesh or the row width.
+    """
+    tensor = mesh.shape["tensor"]
+    if arch.num_heads % tensor or arch.num_kv_heads % tensor:
+        raise ConfigError(
+            f"mesh.tensor={tensor} must divide the model's {arch.num_heads} heads and {arch.num_kv_heads} key heads"
+        )
+    if config.row_tokens > arch.max_positions:
+        raise ConfigError(
+            f"prompts.max_tokens={config.prompts.max_tokens} + sampling.max_completion_tokens="
+            f"{config.sampling.max_completion_tokens} must be at most the model's {arch.max_positions} positions"
+        )
+    model = Model(arch, config.model.compute_dtype, config.model.remat)
+    optimizer = optim.make(config.optimizer, config.num_iterations * config.update.updates_per_iteration)
+    shards = sharding.num_data_shards(mesh)
+    sampler = Sampler(
+        model=model,
+        mesh=mesh,
+        sampling=config.sampling,
+        eos_ids=eos_ids,
+        num_prompts=config.rollout.prompts_per_iteration,
+        group_size=config.rollout.group_size,
+        max_prompt_tokens=config.prompts.max_tokens,
+        num_slots=config.num_slots,
+        chunk_steps=config.rollout.chunk_steps,
+        lookahead=config.rollout.lookahead_prompts,
+    )
+    return Run(
+        config=config,
+        mesh=mesh,
+        model=model,
+        optimizer=optimizer,
+        sampler=sampler,
+        eval_sampler=eval_sampler(config, sampler) if config.eval.num_prompts else None,
+        update=Update(config.update, config.sampling, model, optimizer, shards),
+    )
+
+
+def eval_sampler(config: Config, sampler: Sampler) -> Sampler:
+    """A sampler for held-out questions: as many at a time as fill the training sampler's slots."""
+    shards, samples = sampler.shards, config.eval.num_samples
+    at_once = min(config.eval.num_prompts, -(-config.num_slots // samples))
+    at_once = -(-at_once // shards) * shards
+    return dataclasses.replace(
+        sampler,
+        sampling=dataclasses.replace(config.sampling, temperature=config.eval.temperature),
+        num_prompts=at_once,
+        group_size=samples,
+        num_slots=min(at_once * samples, config.num_slots),
+        lookahead=0,
+    )

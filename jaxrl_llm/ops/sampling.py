@@ -1,0 +1,152 @@
+"""The distribution tokens are drawn from, one draw from it, and its log-probabilities.
+
+Sampler and learner pass their logits through the same ``filter_logits``, so that a log-probability is
+always of the distribution that was sampled. Owns: temperature, top-k, top-p, min-p, the inverse-CDF draw,
+log-probability and entropy. Does not know: models, keys (a draw takes a uniform number), greedy decoding.
+Letters: S rows, V vocabulary, N blocks, K tokens per block. Log-probabilities and entropies are in nats, float32.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+# Tokens per block of the two-level search: about the square root of a vocabulary of 50-250 thousand.
+BLOCK_TOKENS = 256
+
+
+def filter_logits(
+    logits: jax.Array,
+    *,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    keep_token: jax.Array | None = None,
+) -> jax.Array:
+    """Tempered logits with the tokens that may not be sampled at ``-inf``.
+
+    In this order: divide by the temperature; keep the ``top_k`` largest; of what is left, renormalised, keep
+    the smallest set with mass of at least ``top_p``; keep ``p >= min_p * max p``. Tokens equal to the
+    last one kept are kept too, so the result does not depend on the order of the vocabulary. The most likely
+    token always stays. The settings are Python numbers: one that is off (0, 1.0, 0.0) adds nothing to the
+    program. Which tokens stay is a constant to differentiation.
+
+    Args:
+        logits: [..., V]; computed in float32.
+        temperature: above 0.
+        top_k: 0 = all.
+        top_p: in (0, 1]; 1.0 = all.
+        min_p: in [0, 1]; 0.0 = all.
+        keep_token: [...] i32, a token of each row that stays whatever the filters say. For the learner: as
+            the policy moves, or by rounding at the threshold, a token sampled earlier can leave the
+            support, and its log-probability would be -inf.
+
+    Returns:
+        [..., V] f32.
+
+    Source: top-p, Holtzman et al. 2020, arXiv:1904.09751, section 3.1; min-p, Nguyen et al. 2024,
+        arXiv:2407.01082, section 3. Differs: ties at a threshold are kept.
+    """
+    assert temperature > 0 and top_k >= 0 and 0 < top_p <= 1 and 0 <= min_p <= 1
+    tempered = logits.astype(jnp.float32)
+    if temperature != 1:
+        tempered = tempered / temperature
+    constant = jax.lax.stop_gradient(tempered)
+    kept = constant
+    if 0 < top_k < logits.shape[-1]:
+        threshold = jax.lax.top_k(kept, top_k)[0][..., -1:]
+        kept = jnp.where(kept >= threshold, kept, -jnp.inf)
+    if top_p < 1:
+        descending = -jnp.sort(-kept, axis=-1)
+        probability = jax.nn.softmax(descending, axis=-1)
+        mass_before = jnp.cumsum(probability, axis=-1) - probability
+        # The first is kept even where rounding makes its own mass before it exceed top_p.
+        num_kept = jnp.maximum(jnp.sum(mass_before < top_p, axis=-1, keepdims=True), 1)
+        threshold = jnp.take_along_axis(descending, num_kept - 1, axis=-1)
+        kept = jnp.where(kept >= threshold, kept, -jnp.inf)
+    if min_p > 0:
+        threshold = jnp.max(kept, axis=-1, keepdims=True) + math.log(min_p)
+        kept = jnp.where(kept >= threshold, kept, -jnp.inf)
+    if kept is constant:
+        return tempered
+    is_kept = kept > -jnp.inf
+    if keep_token is not None:
+        token_ids = jnp.arange(logits.shape[-1]).reshape((1,) * (logits.ndim - 1) + (-1,))
+        is_kept = is_kept | (token_ids == keep_token[..., None])
+    return jnp.where(is_kept, tempered, -jnp.inf)
+
+
+def sample_inverse_cdf(logits: jax.Array, uniform: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Draw one token per row by inverse CDF, from one uniform number per row.
+
+        token = min{v : F(v) > u},   F(v) = sum_{w <= v} softmax(logits)_w
+
+    The search has two levels, the sums of blocks and the tokens of one block: noise over the whole
+    vocabulary would cost more than the rest of the draw. A token of probability zero is never returned,
+    whatever the rounding of sums and whatever ``u``. float32 resolves u to 2**-24, so probabilities are exact
+    to about 1e-7 of the whole mass.
+
+    Args:
+        logits: [S, V] f32, already filtered; -inf = impossible. Each row has a finite entry.
+        uniform: [S] f32 in [0, 1).
+
+    Returns:
+        token: [S] i32.
+        logp: [S] f32, ``logit - max - log(sum(exp(logit - max)))`` of the token.
+    """
+    num_rows, num_tokens = logits.shape
+    top_S1 = jnp.max(logits, axis=-1, keepdims=True)
+    weight_SV = jnp.exp(logits - top_S1)
+    padding = -num_tokens % BLOCK_TOKENS
+    weight_SNK = jnp.pad(weight_SV, ((0, 0), (0, padding))).reshape(num_rows, -1, BLOCK_TOKENS)
+    weight_SN = jnp.sum(weight_SNK, axis=-1)
+    total = jnp.sum(weight_SN, axis=-1)
+    target = uniform * total
+    block, before = _first_above(weight_SN, target)
+    weight_SK = jnp.take_along_axis(weight_SNK, block[:, None, None], axis=1)[:, 0]
+    offset, _ = _first_above(weight_SK, target - before)
+    token = block * BLOCK_TOKENS + offset
+    chosen_S1 = jnp.take_along_axis(logits, token[:, None], axis=-1)
+    return token, (chosen_S1 - top_S1)[:, 0] - jnp.log(total)
+
+
+def _first_above(weight: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Per row the first index of positive weight whose running sum exceeds ``target``, and the sum before it.
+
+    A float32 running sum is rounded, maybe not even monotone (XLA adds in a tree), and ``target`` may round up
+    to the total: so weights of zero are excluded explicitly, and the last positive index is the fallback.
+    """
+    running = jnp.cumsum(weight, axis=-1)
+    is_positive = weight > 0
+    is_above = is_positive & (running > target[:, None])
+    last = weight.shape[-1] - 1 - jnp.argmax(is_positive[:, ::-1], axis=-1)
+    index = jnp.where(jnp.any(is_above, axis=-1), jnp.argmax(is_above, axis=-1), last).astype(jnp.int32)
+    before = jnp.take_along_axis(running - weight, index[:, None], axis=-1)[:, 0]
+    return index, before
+
+
+def token_logp(logits: jax.Array, token: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Log-probability of a token and entropy of the distribution.
+
+        logp = l_token - max - log Z,   entropy = log Z - sum_v p_v (l_v - max),   Z = sum_v exp(l_v - max)
+
+    0 log 0 counts as 0. Gradients are finite with -inf entries; a token at -inf has log-probability -inf.
+
+    Args:
+        logits: [..., V] f32, already filtered; -inf = impossible. Each row has a finite entry.
+        token: [...] i32.
+
+    Returns:
+        logp, entropy: [...] f32 nats.
+    """
+    # The maximum cancels in both results: no gradient needs to pass through it.
+    shifted = logits - jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
+    weight = jnp.exp(shifted)
+    total = jnp.sum(weight, axis=-1)
+    log_total = jnp.log(total)
+    chosen = jnp.take_along_axis(shifted, token[..., None], axis=-1)[..., 0]
+    finite = jnp.where(shifted > -jnp.inf, shifted, 0.0)
+    return chosen - log_total, log_total - jnp.sum(weight * finite, axis=-1) / total

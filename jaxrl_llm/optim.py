@@ -1,0 +1,52 @@
+"""The optimizer: AdamW with a learning-rate schedule and a global-norm clip, from optax.
+
+Owns: the transformation and its schedule, the layout of its state. Does not know: losses, batches.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import Mesh
+
+from jaxrl_llm import sharding
+from jaxrl_llm.config import OptimizerConfig
+
+
+def schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
+    """Learning rate by optimizer step: linear warm-up from 0, then constant, or down to 0 at ``num_steps``."""
+    peak, warmup = config.learning_rate, config.warmup_steps
+    rest = max(1, num_steps - warmup)
+    after = {
+        "constant": optax.constant_schedule(peak),
+        "linear": optax.linear_schedule(peak, 0.0, rest),
+        "cosine": optax.cosine_decay_schedule(peak, rest),
+    }[config.schedule]
+    if warmup == 0:
+        return after
+    return optax.join_schedules([optax.linear_schedule(0.0, peak, warmup), after], [warmup])
+
+
+def make(config: OptimizerConfig, num_steps: int) -> optax.GradientTransformation:
+    """AdamW behind a global-norm clip (none where ``max_grad_norm`` is 0)."""
+    clip = optax.clip_by_global_norm(config.max_grad_norm) if config.max_grad_norm else optax.identity()
+    adamw = optax.adamw(
+        schedule(config, num_steps), b1=config.b1, b2=config.b2, eps=config.eps, weight_decay=config.weight_decay
+    )
+    return optax.chain(clip, adamw)
+
+
+def abstract_state(optimizer: optax.GradientTransformation, abstract_params: Any, mesh: Mesh) -> Any:
+    """Shapes of the optimizer's state; moments lie where their parameters lie, counters everywhere."""
+    state = jax.eval_shape(optimizer.init, abstract_params)
+    whole = sharding.replicated(mesh, 0)
+    layouts = optax.tree_utils.tree_map_params(
+        optimizer,
+        lambda _, param: param.sharding,
+        state,
+        abstract_params,
+        transform_non_params=lambda _: whole,
+    )
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, layouts)

@@ -1,0 +1,186 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from reference import sampling as oracle
+
+from jaxrl_llm.ops.sampling import filter_logits, sample_inverse_cdf, token_logp
+
+OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+LARGEST_UNIFORM = np.float32(1 - 2**-24)
+SETTINGS = [
+    OFF,
+    {**OFF, "temperature": 0.7},
+    {**OFF, "top_k": 5},
+    {**OFF, "top_p": 0.6},
+    {**OFF, "min_p": 0.1},
+    {"temperature": 1.3, "top_k": 20, "top_p": 0.9, "min_p": 0.05},
+]
+draw = jax.jit(sample_inverse_cdf)
+
+
+def test_filters_by_hand():
+    logits = jnp.log(jnp.array([0.4, 0.3, 0.2, 0.1]))
+
+    def kept(**settings):
+        return (filter_logits(logits, **{**OFF, **settings}) > -jnp.inf).tolist()
+
+    assert kept(top_k=2) == [True, True, False, False]
+    # Mass 0.4 < 0.65 <= 0.7.
+    assert kept(top_p=0.65) == [True, True, False, False]
+    assert kept(top_p=0.75) == [True, True, True, False]
+    # 0.2 / 0.4 >= 0.45 > 0.1 / 0.4.
+    assert kept(min_p=0.45) == [True, True, True, False]
+    # Of the top two, 0.4 / 0.7 = 0.57 of the mass is enough for 0.5; without top_k 0.4 would not be.
+    assert kept(top_k=2, top_p=0.5) == [True, False, False, False]
+    assert kept(top_p=0.5) == [True, True, False, False]
+    # p^(1/2) is flatter: 0.316 of the mass in the first, so 0.35 needs two.
+    assert kept(temperature=2.0, top_p=0.35) == [True, True, False, False]
+
+
+def test_ties_at_a_threshold_are_kept():
+    logits = jnp.array([1.0, 0.0, 0.0, 0.0, -1.0])
+    for settings in ({"top_k": 2}, {"top_p": 0.5}):
+        kept = filter_logits(logits, **{**OFF, **settings}) > -jnp.inf
+        assert kept.tolist() == [True, True, True, True, False]
+
+
+def test_the_most_likely_token_stays_under_the_tightest_settings():
+    logits = jnp.asarray(np.random.default_rng(0).normal(size=(6, 50)), jnp.float32)
+    for settings in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}):
+        filtered = filter_logits(logits, **{**OFF, **settings})
+        np.testing.assert_array_equal(jnp.sum(filtered > -jnp.inf, axis=-1), np.ones(6))
+        np.testing.assert_array_equal(jnp.argmax(filtered, axis=-1), jnp.argmax(logits, axis=-1))
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_filters_match_float64_loops(settings):
+    logits = np.random.default_rng(1).normal(size=(12, 97)).astype(np.float32) * 2
+    probability = jax.nn.softmax(filter_logits(jnp.asarray(logits), **settings), axis=-1)
+    expected = np.stack([oracle.distribution(row, **settings) for row in logits])
+    np.testing.assert_array_equal(np.asarray(probability) > 0, expected > 0)
+    np.testing.assert_allclose(probability, expected, rtol=1e-5)
+
+
+def test_filters_that_are_off_cost_nothing():
+    program = str(jax.make_jaxpr(functools.partial(filter_logits, **OFF))(jnp.zeros((2, 8))))
+    assert not any(word in program for word in ("sort", "top_k", "max", "select", "div", "exp"))
+
+
+def test_a_token_to_keep_stays_and_changes_nothing_else():
+    logits = jnp.asarray(np.random.default_rng(2).normal(size=(5, 30)), jnp.float32)
+    worst = jnp.argmin(logits, axis=-1)
+    settings = {**OFF, "top_k": 3, "temperature": 0.8}
+    plain, kept = filter_logits(logits, **settings), filter_logits(logits, **settings, keep_token=worst)
+    rows = jnp.arange(5)
+    np.testing.assert_array_equal(kept[rows, worst], logits[rows, worst] / 0.8)
+    np.testing.assert_array_equal(kept.at[rows, worst].set(-jnp.inf), plain)
+    inside = jnp.argmax(logits, axis=-1)
+    np.testing.assert_array_equal(filter_logits(logits, **settings, keep_token=inside), plain)
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_logp_and_entropy_match_float64_and_their_gradients_are_finite(settings):
+    logits = np.random.default_rng(3).normal(size=(12, 97)).astype(np.float32) * 2
+    token = logits.argmax(axis=-1)
+    expected = np.stack([oracle.distribution(row, **settings) for row in logits])
+    entropy_expected = -np.sum(np.where(expected > 0, expected * np.log(np.maximum(expected, 1e-300)), 0), axis=-1)
+
+    def values(x):
+        return token_logp(filter_logits(x, **settings), jnp.asarray(token))
+
+    logp, entropy = values(jnp.asarray(logits))
+    np.testing.assert_allclose(logp, np.log(expected[np.arange(12), token]), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(entropy, entropy_expected, rtol=1e-5, atol=2e-6)
+    # d logp / d logit_v = ([v = token] - p_v) / temperature, and 0 for a token filtered out;
+    # d entropy / d logit_v = -p_v (log p_v + entropy) / temperature.
+    one_hot = np.eye(97)[token]
+    gradient = jax.grad(lambda x: values(x)[0].sum())(jnp.asarray(logits))
+    np.testing.assert_allclose(gradient, (one_hot - expected) / settings["temperature"], atol=1e-6)
+    log_expected = np.log(np.where(expected > 0, expected, 1.0))
+    gradient = jax.grad(lambda x: values(x)[1].sum())(jnp.asarray(logits))
+    by_hand = -expected * (log_expected + entropy_expected[:, None]) / settings["temperature"]
+    np.testing.assert_allclose(gradient, by_hand, atol=2e-6)
+
+
+def test_entropy_of_a_certain_token_is_zero_and_an_impossible_token_has_no_nan_gradient():
+    logits = jnp.array([0.5, -jnp.inf, -jnp.inf])
+    logp, entropy = token_logp(logits, jnp.int32(0))
+    assert logp == 0 and entropy == 0
+    # Token 1 is impossible: -inf, and through the surrogate's exp a ratio, and a gradient, of 0.
+    logits = jnp.array([0.5, -5.0, 0.1])
+    settings = {**OFF, "top_k": 2}
+    assert token_logp(filter_logits(logits, **settings), jnp.int32(1))[0] == -jnp.inf
+    gradient = jax.grad(lambda x: jnp.exp(token_logp(filter_logits(x, **settings), jnp.int32(1))[0]))(logits)
+    np.testing.assert_array_equal(gradient, np.zeros(3))
+
+
+@pytest.mark.parametrize("num_tokens", [7, 256, 257, 1000])
+def test_draw_is_the_inverse_of_the_float64_cdf(num_tokens):
+    rng = np.random.default_rng(4)
+    logits = rng.normal(size=(1, num_tokens)).astype(np.float32) * 3
+    logits[:, rng.random(num_tokens) < 0.3] = -np.inf
+    probability = oracle.softmax(logits[0])
+    cdf = np.cumsum(probability)
+    uniform = rng.random(2000, dtype=np.float32)
+    token, logp = draw(jnp.tile(logits, (2000, 1)), uniform)
+    expected = np.searchsorted(cdf, uniform.astype(np.float64), side="right")
+    # Rounding of float32 sums may move a uniform within 1e-6 of a step of the CDF to the neighbour.
+    near_step = np.abs(cdf[None, :] - uniform[:, None]).min(axis=1) < 1e-6
+    assert near_step.mean() < 0.02
+    np.testing.assert_array_equal(np.asarray(token)[~near_step], expected[~near_step])
+    np.testing.assert_allclose(logp, np.log(probability)[np.asarray(token)], rtol=1e-5, atol=1e-6)
+
+
+def test_draw_and_token_logp_agree():
+    rng = np.random.default_rng(5)
+    logits = filter_logits(
+        jnp.asarray(rng.normal(size=(64, 600)), jnp.float32), temperature=0.9, top_k=50, top_p=0.95, min_p=0.0
+    )
+    token, logp = draw(logits, rng.random(64, dtype=np.float32))
+    np.testing.assert_allclose(logp, token_logp(logits, token)[0], atol=2e-6)
+
+
+@pytest.mark.parametrize("num_tokens", [5, 256, 777, 4096])
+def test_a_token_of_probability_zero_is_never_drawn(num_tokens):
+    # The ends of the unit interval meet runs of impossible tokens at either end, whole impossible blocks in
+    # the middle, weights that underflow to 0 and totals whose rounding can reach the threshold.
+    rng = np.random.default_rng(6)
+    rows = []
+    for scale in (0.0, 1.0, 30.0):
+        for _ in range(8):
+            logits = rng.normal(size=num_tokens).astype(np.float32) * scale
+            start, stop = sorted(rng.integers(0, num_tokens, 2))
+            logits[start:stop] = -np.inf
+            logits[: num_tokens // 5] = logits[num_tokens - num_tokens // 5 :] = -np.inf
+            logits[num_tokens // 2] = 0.0
+            rows.append(logits)
+    rows = np.stack(rows)
+    for u in (0.0, 2.0**-24, 0.5, 1 - 2.0**-23, LARGEST_UNIFORM):
+        token, logp = draw(rows, np.full(len(rows), u, np.float32))
+        chosen = rows[np.arange(len(rows)), np.asarray(token)]
+        assert (np.exp(chosen - rows.max(axis=-1)) > 0).all()
+        assert np.isfinite(logp).all() and (np.asarray(logp) <= 0).all()
+
+
+def test_the_ends_of_the_unit_interval_draw_the_first_and_the_last_possible_token():
+    logits = np.full((1, 700), -np.inf, np.float32)
+    logits[0, [3, 300, 650]] = 0.0
+    assert draw(logits, np.zeros(1, np.float32))[0].tolist() == [3]
+    assert draw(logits, np.full(1, LARGEST_UNIFORM))[0].tolist() == [650]
+
+
+def test_frequencies_pass_a_chi_square_test():
+    # 20000 draws, 40 tokens with p >= 0.001 lumped as they are: chi-square of 39 degrees of freedom has mean 39 and
+    # standard deviation sqrt(78) = 8.83. P(X > 110) < 1e-8 (Laurent-Massart: P(X - k > 2 sqrt(k x) + 2 x) <= e^-x;
+    # x = 18.5 gives 39 + 53.7 + 37 = 129.7 at 1e-8), so the bound 130 raises a false alarm with probability < 1e-8.
+    rng = np.random.default_rng(7)
+    logits = rng.normal(size=40).astype(np.float32)
+    probability = oracle.softmax(logits)
+    assert probability.min() * 20000 > 5
+    uniform = jax.random.uniform(jax.random.key(0), (20000,))
+    token, _ = draw(jnp.tile(logits[None, :], (20000, 1)), uniform)
+    count = np.bincount(np.asarray(token), minlength=40)
+    assert np.sum((count - 20000 * probability) ** 2 / (20000 * probability)) < 130

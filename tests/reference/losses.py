@@ -1,0 +1,29 @@
+"""Losses by loops in float64."""
+
+import math
+
+import numpy as np
+
+
+def clipped_surrogate(policy_logp, behaviour_logp, advantage, clip_low, clip_high):
+    loss = np.zeros(np.shape(policy_logp))
+    for i in np.ndindex(loss.shape):
+        ratio = math.exp(float(policy_logp[i]) - float(behaviour_logp[i]))
+        clipped = min(max(ratio, 1 - clip_low), 1 + clip_high)
+        loss[i] = -min(ratio * advantage[i], clipped * advantage[i])
+    return loss
+
+
+def aggregate(term, mask, trainable, kind, max_completion_tokens):
+    """The aggregated loss: tokens of the mask in trainable rows; rows without any do not count."""
+    rows = [[float(x) for x, m in zip(row, keep, strict=True) if m] for row, keep in zip(term, mask, strict=True)]
+    rows = [row for row, t in zip(rows, trainable, strict=True) if t and row]
+    if not rows:
+        return 0.0
+    if kind == "token_mean":
+        return sum(map(sum, rows)) / sum(map(len, rows))
+    if kind == "sequence_mean":
+        return sum(sum(row) / len(row) for row in rows) / len(rows)
+    if kind == "constant_length":
+        return sum(map(sum, rows)) / (len(rows) * max_completion_tokens)
+    raise AssertionError(kind)
