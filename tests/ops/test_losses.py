@@ -6,6 +6,9 @@ from reference import losses as oracle
 
 from jaxrl_llm.ops.losses import aggregation_weights, clipped_surrogate, kl_estimate
 
+surrogate = jax.jit(clipped_surrogate, static_argnames=("clip_low", "clip_high"))
+kl = jax.jit(kl_estimate, static_argnames="kind")
+weights = jax.jit(aggregation_weights, static_argnames=("kind", "max_completion_tokens"))
 AGGREGATIONS = ["token_mean", "sequence_mean", "constant_length"]
 
 
@@ -17,7 +20,7 @@ def test_clip_is_active_on_one_side_alone():
     behaviour = jnp.full((1, 5), -1.5)
 
     def total(policy):
-        loss, is_clipped = clipped_surrogate(policy, behaviour, advantage, clip_low=0.2, clip_high=0.3)
+        loss, is_clipped = surrogate(policy, behaviour, advantage, clip_low=0.2, clip_high=0.3)
         return loss.sum(), (loss, is_clipped)
 
     gradient, (loss, is_clipped) = jax.grad(total, has_aux=True)(behaviour + jnp.log(ratio))
@@ -34,16 +37,14 @@ def test_ratio_one_gives_the_gradient_of_reinforce():
     advantage = jnp.asarray(rng.normal(size=(3, 7)), jnp.float32)
     # Also with bounds of zero width: at the bound itself the unclipped branch holds.
     for width in (0.2, 0.0):
-        gradient = jax.grad(
-            lambda x, w=width: clipped_surrogate(x, logp, advantage, clip_low=w, clip_high=w)[0].sum()
-        )(logp)
+        gradient = jax.grad(lambda x, w=width: surrogate(x, logp, advantage, clip_low=w, clip_high=w)[0].sum())(logp)
         np.testing.assert_array_equal(gradient, -advantage)
 
 
 def test_surrogate_matches_float64_loops():
     rng = np.random.default_rng(1)
     policy, behaviour, advantage = rng.normal(size=(3, 5, 11)).astype(np.float32)
-    loss, _ = clipped_surrogate(policy, behaviour, advantage, clip_low=0.2, clip_high=0.28)
+    loss, _ = surrogate(policy, behaviour, advantage, clip_low=0.2, clip_high=0.28)
     expected = oracle.clipped_surrogate(policy, behaviour, advantage, 0.2, 0.28)
     np.testing.assert_allclose(loss, expected, rtol=1e-5, atol=1e-6)
 
@@ -52,7 +53,7 @@ def test_surrogate_matches_float64_loops():
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 def test_impossible_or_huge_ratios_have_no_nan_gradient(policy, behaviour, advantage):
     gradient = jax.grad(
-        lambda x: clipped_surrogate(x, jnp.float32(behaviour), jnp.float32(advantage), clip_low=0.2, clip_high=0.2)[0]
+        lambda x: surrogate(x, jnp.float32(behaviour), jnp.float32(advantage), clip_low=0.2, clip_high=0.2)[0]
     )(jnp.float32(policy))
     assert not jnp.isnan(gradient)
 
@@ -61,7 +62,7 @@ def test_kl_estimators_by_hand():
     # d = ln 2: k1 = ln 2, k2 = ln(2)^2 / 2, k3 = 1/2 - 1 + ln 2.
     log2 = np.log(2.0)
     for kind, expected in {"k1": log2, "k2": log2**2 / 2, "k3": log2 - 0.5}.items():
-        value = kl_estimate(jnp.full((1, 1), -1.0), jnp.full((1, 1), -1.0 - log2), kind=kind)
+        value = kl(jnp.full((1, 1), -1.0), jnp.full((1, 1), -1.0 - log2), kind=kind)
         np.testing.assert_allclose(value, [[expected]], rtol=1e-6)
 
 
@@ -83,11 +84,14 @@ def test_expected_kl_estimates_and_gradients_are_what_the_docstring_says():
     def backward(x):
         return jnp.sum(jnp.exp(ref) * (ref - jax.nn.log_softmax(x)))
 
+    def gradient(function):
+        return jax.jit(jax.grad(function))(logits)
+
     np.testing.assert_allclose(expected("k1")(logits), forward(logits), rtol=1e-5)
     np.testing.assert_allclose(expected("k3")(logits), forward(logits), rtol=1e-5)
-    np.testing.assert_allclose(jax.grad(expected("k1"))(logits), np.zeros(5), atol=1e-6)
-    np.testing.assert_allclose(jax.grad(expected("k2"))(logits), jax.grad(forward)(logits), rtol=1e-4, atol=1e-6)
-    np.testing.assert_allclose(jax.grad(expected("k3"))(logits), jax.grad(backward)(logits), rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(gradient(expected("k1")), np.zeros(5), atol=1e-6)
+    np.testing.assert_allclose(gradient(expected("k2")), gradient(forward), rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(gradient(expected("k3")), gradient(backward), rtol=1e-4, atol=1e-6)
 
 
 def test_aggregation_by_hand():
@@ -97,7 +101,7 @@ def test_aggregation_by_hand():
     trainable = jnp.array([True, True, False, True])
     # 16 / 4 tokens; (6/3 + 10/1) / 2 rows; 16 / (2 rows * 4 tokens).
     for kind, expected in {"token_mean": 4.0, "sequence_mean": 6.0, "constant_length": 2.0}.items():
-        weight = aggregation_weights(mask, trainable, kind=kind, max_completion_tokens=4)
+        weight = weights(mask, trainable, kind=kind, max_completion_tokens=4)
         np.testing.assert_allclose(jnp.sum(weight * term), expected, rtol=1e-6)
         assert (np.asarray(weight)[~np.asarray(mask & trainable[:, None])] == 0).all()
 
@@ -111,8 +115,8 @@ def test_aggregation_matches_float64_loops_for_any_row_order_padding_and_split(k
     expected = oracle.aggregate(term, mask, trainable, kind, 6)
 
     def total(term, mask, trainable, parts=1):
-        weight = aggregation_weights(jnp.asarray(mask), jnp.asarray(trainable), kind=kind, max_completion_tokens=6)
-        return sum(jnp.sum(w * t) for w, t in zip(jnp.split(weight, parts), np.split(term, parts), strict=True))
+        weight = np.asarray(weights(mask, trainable, kind=kind, max_completion_tokens=6))
+        return sum(np.sum(w * t) for w, t in zip(np.split(weight, parts), np.split(term, parts), strict=True))
 
     order = rng.permutation(8)
     wide = ((0, 0), (0, 3))
@@ -126,7 +130,7 @@ def test_aggregation_matches_float64_loops_for_any_row_order_padding_and_split(k
 @pytest.mark.parametrize("kind", AGGREGATIONS)
 def test_a_batch_without_a_trainable_token_has_zero_weights(kind):
     for mask, trainable in ((jnp.zeros((3, 4), bool), jnp.ones(3, bool)), (jnp.ones((3, 4), bool), jnp.zeros(3, bool))):
-        weight = aggregation_weights(mask, trainable, kind=kind, max_completion_tokens=4)
+        weight = weights(mask, trainable, kind=kind, max_completion_tokens=4)
         np.testing.assert_array_equal(weight, np.zeros((3, 4)))
 
 
@@ -146,7 +150,7 @@ def test_gradient_at_a_masked_token_is_exactly_zero(kind):
         term, _ = clipped_surrogate(x, b, advantage, clip_low=0.2, clip_high=0.2)
         return jnp.sum(aggregation_weights(mask, trainable, kind=kind, max_completion_tokens=5) * term)
 
-    gradient = jax.grad(loss)(policy)
+    gradient = jax.jit(jax.grad(loss))(policy)
     assert (np.asarray(gradient)[~np.asarray(active)] == 0).all()
     assert (np.asarray(gradient)[np.asarray(active)] != 0).any()
     assert not np.isnan(gradient).any()

@@ -19,13 +19,15 @@ SETTINGS = [
     {"temperature": 1.3, "top_k": 20, "top_p": 0.9, "min_p": 0.05},
 ]
 draw = jax.jit(sample_inverse_cdf)
+jit_filter = jax.jit(filter_logits, static_argnames=("temperature", "top_k", "top_p", "min_p"))
+jit_logp = jax.jit(token_logp)
 
 
 def test_filters_by_hand():
-    logits = jnp.log(jnp.array([0.4, 0.3, 0.2, 0.1]))
+    logits = np.log(np.array([0.4, 0.3, 0.2, 0.1], np.float32))
 
     def kept(**settings):
-        return (filter_logits(logits, **{**OFF, **settings}) > -jnp.inf).tolist()
+        return np.asarray(jit_filter(logits, **{**OFF, **settings}) > -np.inf).tolist()
 
     assert kept(top_k=2) == [True, True, False, False]
     # Mass 0.4 < 0.65 <= 0.7.
@@ -43,22 +45,22 @@ def test_filters_by_hand():
 def test_ties_at_a_threshold_are_kept():
     logits = jnp.array([1.0, 0.0, 0.0, 0.0, -1.0])
     for settings in ({"top_k": 2}, {"top_p": 0.5}):
-        kept = filter_logits(logits, **{**OFF, **settings}) > -jnp.inf
+        kept = np.asarray(jit_filter(logits, **{**OFF, **settings})) > -np.inf
         assert kept.tolist() == [True, True, True, True, False]
 
 
 def test_the_most_likely_token_stays_under_the_tightest_settings():
-    logits = jnp.asarray(np.random.default_rng(0).normal(size=(6, 50)), jnp.float32)
+    logits = np.random.default_rng(0).normal(size=(6, 50)).astype(np.float32)
     for settings in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}):
-        filtered = filter_logits(logits, **{**OFF, **settings})
-        np.testing.assert_array_equal(jnp.sum(filtered > -jnp.inf, axis=-1), np.ones(6))
-        np.testing.assert_array_equal(jnp.argmax(filtered, axis=-1), jnp.argmax(logits, axis=-1))
+        filtered = np.asarray(jit_filter(logits, **{**OFF, **settings}))
+        np.testing.assert_array_equal(np.sum(filtered > -np.inf, axis=-1), np.ones(6))
+        np.testing.assert_array_equal(np.argmax(filtered, axis=-1), np.argmax(logits, axis=-1))
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_filters_match_float64_loops(settings):
     logits = np.random.default_rng(1).normal(size=(12, 97)).astype(np.float32) * 2
-    probability = jax.nn.softmax(filter_logits(jnp.asarray(logits), **settings), axis=-1)
+    probability = [oracle.softmax(row) for row in np.asarray(jit_filter(logits, **settings))]
     expected = np.stack([oracle.distribution(row, **settings) for row in logits])
     np.testing.assert_array_equal(np.asarray(probability) > 0, expected > 0)
     np.testing.assert_allclose(probability, expected, rtol=1e-5)
@@ -70,15 +72,16 @@ def test_filters_that_are_off_cost_nothing():
 
 
 def test_a_token_to_keep_stays_and_changes_nothing_else():
-    logits = jnp.asarray(np.random.default_rng(2).normal(size=(5, 30)), jnp.float32)
-    worst = jnp.argmin(logits, axis=-1)
+    logits = np.random.default_rng(2).normal(size=(5, 30)).astype(np.float32)
+    worst, rows = logits.argmin(axis=-1), np.arange(5)
     settings = {**OFF, "top_k": 3, "temperature": 0.8}
-    plain, kept = filter_logits(logits, **settings), filter_logits(logits, **settings, keep_token=worst)
-    rows = jnp.arange(5)
-    np.testing.assert_array_equal(kept[rows, worst], logits[rows, worst] / 0.8)
-    np.testing.assert_array_equal(kept.at[rows, worst].set(-jnp.inf), plain)
-    inside = jnp.argmax(logits, axis=-1)
-    np.testing.assert_array_equal(filter_logits(logits, **settings, keep_token=inside), plain)
+    plain = np.asarray(jit_filter(logits, **settings))
+    kept = np.array(jit_filter(logits, **settings, keep_token=worst))
+    np.testing.assert_allclose(kept[rows, worst], logits[rows, worst] / 0.8, rtol=1e-6)
+    kept[rows, worst] = -np.inf
+    np.testing.assert_array_equal(kept, plain)
+    inside = logits.argmax(axis=-1)
+    np.testing.assert_array_equal(jit_filter(logits, **settings, keep_token=inside), plain)
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
@@ -88,32 +91,34 @@ def test_logp_and_entropy_match_float64_and_their_gradients_are_finite(settings)
     expected = np.stack([oracle.distribution(row, **settings) for row in logits])
     entropy_expected = -np.sum(np.where(expected > 0, expected * np.log(np.maximum(expected, 1e-300)), 0), axis=-1)
 
-    def values(x):
-        return token_logp(filter_logits(x, **settings), jnp.asarray(token))
+    @jax.jit
+    def values_and_gradients(x):
+        values, pull_back = jax.vjp(lambda y: token_logp(filter_logits(y, **settings), jnp.asarray(token)), x)
+        one, zero = jnp.ones(12), jnp.zeros(12)
+        return *values, pull_back((one, zero))[0], pull_back((zero, one))[0]
 
-    logp, entropy = values(jnp.asarray(logits))
+    logp, entropy, logp_gradient, entropy_gradient = values_and_gradients(logits)
     np.testing.assert_allclose(logp, np.log(expected[np.arange(12), token]), rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(entropy, entropy_expected, rtol=1e-5, atol=2e-6)
     # d logp / d logit_v = ([v = token] - p_v) / temperature, and 0 for a token filtered out;
     # d entropy / d logit_v = -p_v (log p_v + entropy) / temperature.
     one_hot = np.eye(97)[token]
-    gradient = jax.grad(lambda x: values(x)[0].sum())(jnp.asarray(logits))
-    np.testing.assert_allclose(gradient, (one_hot - expected) / settings["temperature"], atol=1e-6)
+    np.testing.assert_allclose(logp_gradient, (one_hot - expected) / settings["temperature"], atol=1e-6)
     log_expected = np.log(np.where(expected > 0, expected, 1.0))
-    gradient = jax.grad(lambda x: values(x)[1].sum())(jnp.asarray(logits))
     by_hand = -expected * (log_expected + entropy_expected[:, None]) / settings["temperature"]
-    np.testing.assert_allclose(gradient, by_hand, atol=2e-6)
+    np.testing.assert_allclose(entropy_gradient, by_hand, atol=2e-6)
 
 
 def test_entropy_of_a_certain_token_is_zero_and_an_impossible_token_has_no_nan_gradient():
     logits = jnp.array([0.5, -jnp.inf, -jnp.inf])
-    logp, entropy = token_logp(logits, jnp.int32(0))
+    logp, entropy = jit_logp(logits, jnp.int32(0))
     assert logp == 0 and entropy == 0
     # Token 1 is impossible: -inf, and through the surrogate's exp a ratio, and a gradient, of 0.
     logits = jnp.array([0.5, -5.0, 0.1])
     settings = {**OFF, "top_k": 2}
-    assert token_logp(filter_logits(logits, **settings), jnp.int32(1))[0] == -jnp.inf
-    gradient = jax.grad(lambda x: jnp.exp(token_logp(filter_logits(x, **settings), jnp.int32(1))[0]))(logits)
+    assert jit_logp(jit_filter(logits, **settings), jnp.int32(1))[0] == -jnp.inf
+    ratio = jax.jit(jax.grad(lambda x: jnp.exp(token_logp(filter_logits(x, **settings), jnp.int32(1))[0])))
+    gradient = ratio(logits)
     np.testing.assert_array_equal(gradient, np.zeros(3))
 
 
@@ -131,16 +136,15 @@ def test_draw_is_the_inverse_of_the_float64_cdf(num_tokens):
     near_step = np.abs(cdf[None, :] - uniform[:, None]).min(axis=1) < 1e-6
     assert near_step.mean() < 0.02
     np.testing.assert_array_equal(np.asarray(token)[~near_step], expected[~near_step])
-    np.testing.assert_allclose(logp, np.log(probability)[np.asarray(token)], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(logp, np.log(probability[np.asarray(token)]), rtol=1e-5, atol=1e-6)
 
 
 def test_draw_and_token_logp_agree():
     rng = np.random.default_rng(5)
-    logits = filter_logits(
-        jnp.asarray(rng.normal(size=(64, 600)), jnp.float32), temperature=0.9, top_k=50, top_p=0.95, min_p=0.0
-    )
+    logits = rng.normal(size=(64, 600)).astype(np.float32)
+    logits = jit_filter(logits, temperature=0.9, top_k=50, top_p=0.95, min_p=0.0)
     token, logp = draw(logits, rng.random(64, dtype=np.float32))
-    np.testing.assert_allclose(logp, token_logp(logits, token)[0], atol=2e-6)
+    np.testing.assert_allclose(logp, jit_logp(logits, token)[0], atol=2e-6)
 
 
 @pytest.mark.parametrize("num_tokens", [5, 256, 777, 4096])

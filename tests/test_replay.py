@@ -1,0 +1,275 @@
+"""The ring's laws, through ``replay.init``, ``insert`` and ``draw`` as the loop calls them."""
+
+import functools
+import re
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+from reference.deque_ring import DequeRing
+
+from jaxrl_llm import replay
+from jaxrl_llm.config import ConfigError, ReplayConfig
+from jaxrl_llm.types import Experience, Rollout
+
+WIDTH = 4
+
+
+def make_experience(ids, trainable=None, width=WIDTH):
+    """Rows whose every field tells their id: a mix-up of fields or rows shows."""
+    ids = jnp.asarray(ids, jnp.int32)
+    wide = ids[:, None] * 10 + jnp.arange(width)[None, :]
+    return Experience(
+        rollout=Rollout(
+            tokens=wide,
+            prompt_length=ids % 3,
+            length=ids % 5,
+            behaviour_logp=-wide.astype(jnp.float32),
+            group_id=ids // 2,
+            prompt_id=ids,
+            policy_version=wide + 1,
+            stop_reason=(ids % 4).astype(jnp.int8),
+        ),
+        reward=ids.astype(jnp.float32),
+        advantage=wide.astype(jnp.float32) / 7,
+        trainable=jnp.ones(ids.shape, bool) if trainable is None else jnp.asarray(trainable),
+        ref_logp=wide.astype(jnp.float32) / 3,
+    )
+
+
+def shape_of(num_rows, width=WIDTH):
+    return jax.eval_shape(lambda: make_experience(jnp.arange(num_rows), width=width))
+
+
+jit_insert = jax.jit(replay.insert, donate_argnums=0)
+jit_draw = jax.jit(replay.draw, static_argnames=("config", "batch_size"), donate_argnums=0)
+jit_rows = jax.jit(make_experience)
+
+# --- the ring against deques ---------------------------------------------------------------------------------------
+
+CAPACITY, SHARDS, BATCH = 10, 2, 6  # 5 slots and 3 rows of a batch per shard
+CONFIGS = [
+    ReplayConfig(),
+    ReplayConfig(max_age_steps=1),
+    ReplayConfig(max_uses=1, fresh_fraction=0.34),  # ceil(0.34 * 3) = 2 of each shard's 3
+    ReplayConfig(max_age_steps=2, max_uses=2, fresh_fraction=1.0),
+]
+FRESH_WANTED = [0, 0, 2, 3]
+# Rows per shard 1, 2, 3 and 5 into 5 slots: the cursor wraps at every offset, and one insert fills a shard.
+inserts = st.sampled_from([2, 4, 6, 10]).flatmap(
+    lambda n: st.lists(st.sampled_from([True, True, False]), min_size=n, max_size=n)
+)
+operations = st.lists(
+    st.one_of(st.tuples(st.just("insert"), inserts), st.tuples(st.just("draw"), st.integers(0, 2**31 - 1))), max_size=14
+)
+
+
+@hypothesis.settings(deadline=None, max_examples=30, derandomize=True)
+@hypothesis.given(st.integers(0, len(CONFIGS) - 1), operations)
+def test_ring_equals_deques_over_any_insert_evict_draw(which, steps):
+    config, fresh_wanted = CONFIGS[which], FRESH_WANTED[which]
+    ring = replay.init(shape_of(1), capacity=CAPACITY, num_shards=SHARDS)
+    model = DequeRing(CAPACITY, SHARDS)
+    iteration, next_id = 0, 1
+    for name, argument in steps:
+        if name == "insert":
+            iteration += 1
+            ids = list(range(next_id, next_id + len(argument)))
+            next_id += len(argument)
+            ring = jit_insert(ring, jit_rows(np.array(ids, np.int32), np.array(argument)), np.int32(iteration))
+            model.insert(ids, argument, iteration)
+        else:
+            key = jax.random.key(argument)
+            ring, rows, info = jit_draw(ring, key, np.int32(iteration), config, batch_size=BATCH)
+            check_draw(model, rows, info, iteration, config, fresh_wanted)
+        check_contents(model, ring)
+
+
+def check_contents(model, ring):
+    """Every shard holds exactly the deque's rows, oldest first from the cursor on."""
+    ring = jax.tree.map(np.asarray, ring)
+    num_slots = CAPACITY // SHARDS
+    for m, rows in enumerate(model.shards):
+        filled = min(int(ring.num_inserted[m]), num_slots)
+        assert filled == len(rows)
+        order = (ring.write_index[m] - filled + np.arange(filled)) % num_slots
+        ids = [r["id"] for r in rows] + [0] * (num_slots - filled)
+        expected = jax.tree.map(np.asarray, jit_rows(np.array(ids, np.int32)))
+        stored = jax.tree.map(lambda x, m=m, order=order: x[m][order], ring.slots)
+        stored = stored.replace(trainable=np.ones(filled, bool))
+        jax.tree.map(np.testing.assert_array_equal, stored, jax.tree.map(lambda x, n=filled: x[:n], expected))
+        assert ring.slots.trainable[m][order].tolist() == [r["trainable"] for r in rows]
+        assert ring.uses[m][order].tolist() == [r["uses"] for r in rows]
+        assert ring.inserted_step[m][order].tolist() == [r["inserted"] for r in rows]
+        np.testing.assert_array_equal(ring.priority[m][order], np.abs(expected.advantage[:filled]).max(axis=1))
+        assert (np.delete(ring.inserted_step[m], order) == -1).all()
+
+
+def check_draw(model, rows, info, iteration, config, fresh_wanted):
+    """As many rows as can be drawn, without repeats, all allowed, the fresh quota met; then the model counts uses."""
+    rows, info = jax.tree.map(np.asarray, (rows, info))
+    for m in range(SHARDS):
+        allowed = model.drawable(m, iteration, config.max_age_steps, config.max_uses)
+        real = info.is_real[m]
+        ids = rows.rollout.prompt_id[m][real].tolist()
+        assert len(ids) == min(BATCH // SHARDS, len(allowed)) == len(set(ids))
+        assert set(ids) <= set(allowed)
+        num_fresh = sum(allowed[i]["inserted"] == iteration for i in ids)
+        assert num_fresh >= min(fresh_wanted, sum(r["inserted"] == iteration for r in allowed.values()))
+        np.testing.assert_array_equal(rows.trainable[m], real)
+        assert info.age[m][real].tolist() == [iteration - allowed[i]["inserted"] for i in ids]
+        assert info.first_use[m][real].tolist() == [allowed[i]["uses"] == 0 for i in ids]
+        assert info.uses[m][real].tolist() == [allowed[i]["uses"] + 1 for i in ids]
+        assert not (info.age[m][~real].any() or info.uses[m][~real].any() or info.first_use[m][~real].any())
+        padded = np.array(ids + [0] * (BATCH // SHARDS - len(ids)), np.int32)
+        expected = jax.tree.map(lambda x, n=len(ids): np.asarray(x)[:n], jit_rows(padded))
+        got = jax.tree.map(lambda x, m=m, real=real: x[m][real], rows)
+        jax.tree.map(np.testing.assert_array_equal, got, expected)
+        for i in ids:
+            allowed[i]["uses"] += 1
+
+
+# --- statistics of the synchronous FIFO ----------------------------------------------------------------------------
+
+
+def test_uses_ages_and_first_uses_follow_the_closed_forms():
+    # N = 64 slots, R = 8 rows in, B = 24 out per step, two shards (the ratios hold for each): a row lives
+    # k = N/R = 8 steps and is in each batch with probability q = B/N = 3/8, independently over steps.
+    num_slots, num_in, num_out, steps = 64, 8, 24, 1500
+    life, q = 8, 3 / 8
+
+    @jax.jit
+    def simulate():
+        def step(ring, iteration):
+            rows = make_experience(iteration * num_in + jnp.arange(num_in))
+            ring = replay.insert(ring, rows, iteration)
+            key = jax.random.fold_in(jax.random.key(0), iteration)
+            ring, rows, info = replay.draw(ring, key, iteration, ReplayConfig(), batch_size=num_out)
+            return ring, (rows.rollout.prompt_id, info, replay.sums(info))
+
+        ring = replay.init(shape_of(1), capacity=num_slots, num_shards=2)
+        return jax.lax.scan(step, ring, jnp.arange(steps))[1]
+
+    ids, info, sums = jax.tree.map(np.asarray, simulate())
+    assert info.is_real[life:].all()
+    # Rows inserted from step `life` on (before, a batch is drawn from fewer slots) that lived to the end.
+    cohort = np.arange(num_in * life, num_in * (steps - life))
+    uses = np.bincount(ids[info.is_real], minlength=num_in * steps)[cohort]
+    # uses ~ Binomial(k, q); rows of one batch exclude each other, so events of different rows are negatively
+    # associated and the standard deviation of independent rows is an upper bound. Four bounds of 5 standard
+    # deviations: false alarm below 4 * 6e-7.
+    n = len(cohort)
+    assert abs(uses.mean() - num_out / num_in) < 5 * np.sqrt(life * q * (1 - q) / n)
+    never = (1 - q) ** life  # 0.0233
+    assert abs((uses == 0).mean() - never) < 5 * np.sqrt(never * (1 - never) / n)
+    # First uses counted by the row's cohort: each row has one or none; the share is of the draws per row, B / R.
+    first = np.isin(ids[info.first_use], cohort).sum()
+    expected = num_in / num_out * (1 - never)
+    assert abs(first / (n * num_out / num_in) - expected) < 5 * np.sqrt(never * (1 - never) / n) * num_in / num_out
+    # Ages in a full ring are 0..k-1, R slots each; a batch's mean age has variance below (k^2 - 1) / 12 / B.
+    full = slice(life, None)
+    mean_age = sums["age_sum"][full].sum() / sums["real_count"][full].sum()
+    assert abs(mean_age - (life - 1) / 2) < 5 * np.sqrt((life**2 - 1) / 12 / (num_out * (steps - life)))
+    assert sums["age_max"][full].max() == life - 1 and sums["age_max"][0] == 0
+    # The sums are those of the rows.
+    np.testing.assert_array_equal(sums["uses_sum"], info.uses.sum(axis=(1, 2)))
+    np.testing.assert_array_equal(sums["first_use_count"], info.first_use.sum(axis=(1, 2)))
+
+
+def test_a_ring_of_one_iteration_is_on_policy():
+    # Capacity = rows in = batch: each step draws exactly the rows just inserted, for the first and only time.
+    ring = replay.init(shape_of(1), capacity=8, num_shards=2)
+    for iteration in range(3):
+        ids = np.arange(8, dtype=np.int32) + 8 * iteration
+        ring = jit_insert(ring, jit_rows(ids), np.int32(iteration))
+        key = jax.random.key(iteration)
+        ring, rows, info = jit_draw(ring, key, np.int32(iteration), ReplayConfig(), batch_size=8)
+        assert sorted(np.asarray(rows.rollout.prompt_id).ravel().tolist()) == ids.tolist()
+        sums = {name: int(value) for name, value in replay.sums(info).items()}
+        assert sums == {"age_sum": 0, "age_max": 0, "uses_sum": 8, "first_use_count": 8, "real_count": 8}
+
+
+# --- placement: 8 devices, no collective, no copy ------------------------------------------------------------------
+
+COLLECTIVES = re.compile(r"all-gather|all-reduce|collective-permute|all-to-all|reduce-scatter|collective-broadcast")
+NUM_ROWS, NUM_SLOTS, WIDE = 16, 64, 32
+DRAW = {"config": ReplayConfig(max_age_steps=3, max_uses=2, fresh_fraction=0.5), "batch_size": 16}
+
+
+@functools.cache
+def placed():
+    """On a data axis of 8: shardings, and the compiled insert and draw with a donated ring."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows, scalar = NamedSharding(mesh, PartitionSpec("data")), NamedSharding(mesh, PartitionSpec())
+
+    def with_sharding(tree, sharding):
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
+
+    init = jax.jit(
+        functools.partial(replay.init, shape_of(NUM_ROWS, WIDE), capacity=NUM_SLOTS, num_shards=8), out_shardings=rows
+    )
+    ring = with_sharding(jax.eval_shape(init), rows)
+    experience = with_sharding(shape_of(NUM_ROWS, WIDE), rows)
+    iteration = jax.ShapeDtypeStruct((), jnp.int32, sharding=scalar)
+    key = jax.ShapeDtypeStruct((), jax.random.key(0).dtype, sharding=scalar)
+    insert = jax.jit(replay.insert, donate_argnums=0).lower(ring, experience, iteration).compile()
+    draw = jax.jit(functools.partial(replay.draw, **DRAW), donate_argnums=0).lower(ring, key, iteration).compile()
+    return rows, scalar, init, insert, draw
+
+
+def test_insert_and_draw_need_no_collective_and_keep_the_layout():
+    _, _, _, insert, draw = placed()
+    for compiled in (insert, draw):
+        assert not COLLECTIVES.findall(compiled.as_text())
+        for sharding in jax.tree.leaves(compiled.output_shardings):
+            assert sharding.spec[0] == "data"
+
+
+def test_donation_aliases_the_whole_ring_and_nothing_of_its_size_is_copied():
+    _, _, init, insert, draw = placed()
+    ring = init()
+    ring_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(ring)) // 8  # per device
+    slot_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(ring.slots)) // 8
+    for compiled in (insert, draw):
+        memory = compiled.memory_analysis()
+        assert memory.alias_size_in_bytes >= ring_bytes
+        assert memory.temp_size_in_bytes < slot_bytes
+
+
+def test_draws_and_contents_do_not_depend_on_the_mesh_and_donated_buffers_are_gone():
+    rows, scalar, init, insert, draw = placed()
+    sharded = init()
+    single = replay.init(shape_of(NUM_ROWS, WIDE), capacity=NUM_SLOTS, num_shards=8)
+    for iteration in range(5):
+        experience = make_experience(jnp.arange(NUM_ROWS) + iteration * NUM_ROWS, width=WIDE)
+        step, key = jnp.int32(iteration), jax.random.key(iteration)
+        before = jax.tree.leaves(sharded)
+        sharded = insert(sharded, jax.device_put(experience, rows), jax.device_put(step, scalar))
+        assert all(leaf.is_deleted() for leaf in before)
+        sharded, sharded_batch, sharded_info = draw(sharded, *jax.device_put((key, step), scalar))
+        single = jit_insert(single, experience, step)
+        single, batch, info = jit_draw(single, key, step, **DRAW)
+        equal = functools.partial(jax.tree.map, np.testing.assert_array_equal)
+        equal((sharded, sharded_batch, sharded_info), (single, batch, info))
+    assert len(sharded.uses.sharding.device_set) == 8
+
+
+# --- bad settings ---------------------------------------------------------------------------------------------------
+
+
+def test_sizes_that_do_not_fit_are_named():
+    with pytest.raises(ConfigError, match=r"replay\.capacity=10 must be a multiple of the 4 shards"):
+        replay.init(shape_of(1), capacity=10, num_shards=4)
+    ring = replay.init(shape_of(1), capacity=8, num_shards=4)
+    with pytest.raises(ConfigError, match="rollouts per iteration=6 must be a multiple of the 4 shards"):
+        replay.insert(ring, make_experience(np.arange(6)), 0)
+    with pytest.raises(ConfigError, match=r"replay\.capacity=8 must be at least the 12 rollouts"):
+        replay.insert(ring, make_experience(np.arange(12)), 0)
+    with pytest.raises(ConfigError, match=r"update\.batch_size=6 must be a multiple of the 4 shards"):
+        replay.draw(ring, jax.random.key(0), 0, ReplayConfig(), batch_size=6)
+    with pytest.raises(ConfigError, match=r"update\.batch_size=12 must be at most replay\.capacity=8"):
+        replay.draw(ring, jax.random.key(0), 0, ReplayConfig(), batch_size=12)
