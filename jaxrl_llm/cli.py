@@ -1,0 +1,58 @@
+"""What every command shares: flags, one-line errors with exit status 2, and a platform that exists.
+
+Does not know: what the commands do.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import sys
+from collections.abc import Callable
+
+from absl import app, flags
+
+from jaxrl_llm.config import ConfigError
+
+# Device nodes of TPUs (older and newer drivers) and of NVIDIA and AMD GPUs.
+ACCELERATORS = ("/dev/accel*", "/dev/vfio/[0-9]*", "/dev/nvidia[0-9]*", "/dev/kfd")
+
+
+def run(main: Callable[[], None]) -> None:
+    """Parse the flags and call ``main()``; never returns.
+
+    Bad input (a ``ConfigError``, an unknown or malformed flag) prints one line on stderr and exits with
+    status 2. Any other exception is ours and keeps its traceback.
+    """
+    _choose_platform()
+
+    def guarded(argv: list[str]) -> None:
+        if argv[1:]:
+            _fail(f"unexpected argument {argv[1]!r}; settings are given as --name=value")
+        try:
+            main()
+        except ConfigError as error:
+            _fail(error)
+
+    app.run(guarded, flags_parser=_parse)
+
+
+def _parse(argv: list[str]) -> list[str]:
+    try:
+        return flags.FLAGS(argv)
+    except (flags.Error, ConfigError, OSError) as error:  # OSError: a config file that is not there
+        _fail(error)
+
+
+def _fail(error: Exception | str) -> None:
+    print("error: " + " ".join(str(error).split()), file=sys.stderr)
+    sys.exit(2)
+
+
+def _choose_platform() -> None:
+    """Without an accelerator, CPU: an installed libtpu would otherwise look for its chips and complain."""
+    if "JAX_PLATFORMS" in os.environ or any(glob.glob(pattern) for pattern in ACCELERATORS):
+        return
+    os.environ["JAX_PLATFORMS"] = "cpu"  # for whoever imports jax from now on, child processes included
+    if "jax" in sys.modules:
+        sys.modules["jax"].config.update("jax_platforms", "cpu")

