@@ -17,6 +17,7 @@ from typing import Any
 
 import rich.console
 import rich.progress
+import rich.table
 import tensorboardX
 
 from jaxrl_llm.config import ConfigError, MetricsConfig
@@ -221,7 +222,8 @@ class Progress:
         if self._console.is_terminal:
             self._bar = rich.progress.Progress(
                 rich.progress.BarColumn(bar_width=12),
-                rich.progress.TextColumn("{task.description}", markup=False),
+                # A narrow terminal folds the line instead of losing its end.
+                rich.progress.TextColumn("{task.description}", markup=False, table_column=rich.table.Column()),
                 console=self._console,
                 auto_refresh=False,
             )
