@@ -13,9 +13,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-# A draw orders slots by (tier, random bits) packed into one positive i32: two bits of tier above these.
-_RANDOM_BITS = 29
-
 
 def insert(slots: Any, write_index: jax.Array, rows: Any) -> tuple[Any, jax.Array]:
     """Write n rows into each shard at its cursor, over the oldest, wrapping round the end.
@@ -69,17 +66,22 @@ def draw_uniform(
     def draw(shard: jax.Array, drawable_C: jax.Array, fresh_C: jax.Array) -> tuple[jax.Array, jax.Array]:
         # Two independent orders: with one, a fresh slot that lost the first round would be more likely
         # than others to lose the second.
-        bits = jax.random.bits(jax.random.fold_in(key, shard), (2, capacity), jnp.uint32)
-        order_2C = (bits >> (32 - _RANDOM_BITS)).astype(jnp.int32)
-        tier_C = drawable_C.astype(jnp.int32)
+        order_2C = jax.random.bits(jax.random.fold_in(key, shard), (2, capacity), jnp.uint32)
+        tier_C = jnp.where(drawable_C, 1, 2)
         if num_fresh:
-            fresh_first = jnp.where(drawable_C & fresh_C, order_2C[0] + (1 << _RANDOM_BITS), 0)
-            value, index = jax.lax.top_k(fresh_first, num_fresh)
-            tier_C = tier_C.at[index].add((value > 0).astype(jnp.int32), unique_indices=True)
-        _, slot = jax.lax.top_k((tier_C << _RANDOM_BITS) + order_2C[1], num)
+            is_fresh_C = drawable_C & fresh_C
+            first = _sorted_slots(~is_fresh_C, order_2C[0])[:num_fresh]
+            tier_C = tier_C.at[first].set(jnp.where(is_fresh_C[first], 0, tier_C[first]), unique_indices=True)
+        slot = _sorted_slots(tier_C, order_2C[1])[:num]
         return slot, drawable_C[slot]
 
     return jax.vmap(draw)(jnp.arange(num_shards), drawable, fresh)
+
+
+def _sorted_slots(tier: jax.Array, order: jax.Array) -> jax.Array:
+    """Slots [C] i32 by tier, then by order. A sort, because XLA gathers the operand of top_k over the mesh."""
+    slots = jnp.arange(tier.shape[0], dtype=jnp.int32)
+    return jax.lax.sort((tier.astype(jnp.int32), order, slots), num_keys=2)[2]
 
 
 def take(slots: Any, slot_index: jax.Array) -> Any:
