@@ -153,6 +153,17 @@ class Checkpointer:
         leaves = [arrays[name] for name in names]
         return Restored(iteration, jax.tree.unflatten(jax.tree.structure(abstract_state), leaves), host, saved)
 
+    def check_config(self, config: Config, *, allow_changes: bool) -> None:
+        """Refuse to resume under other settings; reads no array, so it may come before anything is compiled.
+
+        Raises:
+            ConfigError: settings differ from those of the latest checkpoint.
+        """
+        latest = self.latest_iteration()
+        if latest is not None and not allow_changes:
+            path = self.directory / str(latest)
+            _check_settings(_read_config(self._manager, self.directory, latest), config, path)
+
     def wait(self) -> None:
         """Return when nothing is being written; raises what went wrong in the background."""
         self._manager.wait_until_finished()

@@ -274,9 +274,8 @@ def _draw_lines(axes: Any, chart: Chart, series: list, band: list) -> None:
         x, y = zip(*values, strict=True)
         marker = "o" if len(x) < 3 else ""
         axes.plot(x, y, color=SERIES[i], linewidth=1.8, marker=marker, markersize=4, solid_capstyle="round")
-    if band and series:
-        width = dict(band)
-        points = [(x, y - width[x], y + width[x]) for x, y in series[0][1] if x in width]
+    width = dict(band)
+    if points := [(x, y - width[x], y + width[x]) for x, y in series[0][1] if x in width]:
         x, low, high = zip(*points, strict=True)
         axes.fill_between(x, low, high, color=SERIES[0], alpha=0.15, linewidth=0)
 
