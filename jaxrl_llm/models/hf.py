@@ -170,8 +170,7 @@ def export(params: Params, model: Model, tokenizer: Tokenizer | ByteTokenizer, f
     _write_weights(params, folder)
     tokenizer.save(folder)
     tokens = {"bos_token_id": tokenizer.bos_id, "eos_token_id": list(tokenizer.eos_ids)}
-    tokens["pad_token_id"] = tokenizer.pad_id
-    _write_json(folder / "generation_config.json", tokens)
+    _write_json(folder / "generation_config.json", {**tokens, "pad_token_id": tokenizer.pad_id})
     _write_json(folder / "config.json", {**_config(model.arch), **tokens})
 
 
