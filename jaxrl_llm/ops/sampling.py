@@ -57,16 +57,9 @@ def filter_logits(
     constant = jax.lax.stop_gradient(tempered)
     kept = constant
     if 0 < top_k < logits.shape[-1]:
-        threshold = jax.lax.top_k(kept, top_k)[0][..., -1:]
-        kept = jnp.where(kept >= threshold, kept, -jnp.inf)
+        kept = _keep_largest(kept, jnp.ones_like(kept), top_k)
     if top_p < 1:
-        descending = -jnp.sort(-kept, axis=-1)
-        probability = jax.nn.softmax(descending, axis=-1)
-        mass_before = jnp.cumsum(probability, axis=-1) - probability
-        # The first is kept even where rounding makes its own mass before it exceed top_p.
-        num_kept = jnp.maximum(jnp.sum(mass_before < top_p, axis=-1, keepdims=True), 1)
-        threshold = jnp.take_along_axis(descending, num_kept - 1, axis=-1)
-        kept = jnp.where(kept >= threshold, kept, -jnp.inf)
+        kept = _keep_largest(kept, jax.nn.softmax(kept, axis=-1), top_p)
     if min_p > 0:
         threshold = jnp.max(kept, axis=-1, keepdims=True) + math.log(min_p)
         kept = jnp.where(kept >= threshold, kept, -jnp.inf)
@@ -77,6 +70,25 @@ def filter_logits(
         token_ids = jnp.arange(logits.shape[-1]).reshape((1,) * (logits.ndim - 1) + (-1,))
         is_kept = is_kept | (token_ids == keep_token[..., None])
     return jnp.where(is_kept, tempered, -jnp.inf)
+
+
+def _keep_largest(values: jax.Array, weight: jax.Array, target: float) -> jax.Array:
+    """``values`` [..., V] down to the largest t with ``sum(weight where values >= t) >= target``, -inf below it.
+
+    t is built bit by bit, on integers in the order of the floats: 32 sums over the vocabulary. Exact, and on a CPU
+    several times faster than sorting it.
+    """
+    bits = jax.lax.bitcast_convert_type(jnp.where(values == 0, 0.0, values), jnp.int32)  # -0.0 equals 0.0
+    # Floats compare as their bits when positive and in reverse when negative.
+    rank = jax.lax.bitcast_convert_type(jnp.where(bits < 0, ~bits, bits ^ jnp.int32(-(2**31))), jnp.uint32)
+
+    def set_bit(i: jax.Array, threshold: jax.Array) -> jax.Array:
+        candidate = threshold | (jnp.uint32(2**31) >> i.astype(jnp.uint32))
+        mass = jnp.sum(jnp.where(rank >= candidate, weight, 0.0), axis=-1, keepdims=True)
+        return jnp.where(mass >= target, candidate, threshold)
+
+    lowest = jnp.zeros((*values.shape[:-1], 1), jnp.uint32)
+    return jnp.where(rank >= jax.lax.fori_loop(0, 32, set_bit, lowest), values, -jnp.inf)
 
 
 def sample_inverse_cdf(logits: jax.Array, uniform: jax.Array) -> tuple[jax.Array, jax.Array]:
