@@ -1,0 +1,146 @@
+"""The prompt stream: from questions to ``PromptBatch``, in an order that can be left and taken up again.
+
+Owns: which questions are held out, their token ids, their order. Does not know: where questions come from
+(tasks), what becomes of them (rollout). Everything here is on the host.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import grain
+import numpy as np
+
+from jaxrl_llm.config import ConfigError, PromptsConfig
+from jaxrl_llm.types import Example, PromptBatch
+
+
+@dataclasses.dataclass(frozen=True)
+class EncodedExample:
+    """A question with its token ids, as wide as every prompt of the run."""
+
+    example: Example
+    tokens: Any  # [L] i32 numpy, right-padded with 0
+    length: int  # 1..L
+
+
+def split_held_out(
+    examples: Sequence[Example], num_held_out: int, *, seed: int
+) -> tuple[tuple[Example, ...], tuple[Example, ...]]:
+    """``(train, held_out)``: no question of the one is in the other.
+
+    Two questions are the same when their prompts are, whatever their columns: generated sources repeat
+    themselves. A held-out question is the first of its kind; all its repetitions leave ``train``.
+
+    Args:
+        num_held_out: distinct questions to hold out, drawn by a permutation of ``seed``; 0 holds out none.
+
+    Raises:
+        ConfigError: no question would be left for training.
+    """
+    by_prompt: dict[str, Example] = {}
+    for example in examples:
+        by_prompt.setdefault(_prompt_key(example), example)
+    if num_held_out >= len(by_prompt):
+        raise ConfigError(
+            f"eval.num_prompts={num_held_out} must be less than the {len(by_prompt)} distinct questions of the "
+            "source: the rest is for training"
+        )
+    keys = list(by_prompt)
+    held_out = [keys[i] for i in np.random.default_rng(seed).permutation(len(keys))[:num_held_out]]
+    out = set(held_out)
+    return tuple(e for e in examples if _prompt_key(e) not in out), tuple(by_prompt[key] for key in held_out)
+
+
+def encode_examples(
+    examples: Iterable[Example], tokenizer: Any, config: PromptsConfig
+) -> tuple[list[EncodedExample], list[str]]:
+    """Token ids of each question that fits ``config.max_tokens``, and a message for each that does not.
+
+    Raises:
+        ConfigError: a prompt is too long under ``prompts.long_prompt="error"``, none is left, or one has no token.
+    """
+    encoded, long_prompts = [], []
+    for example in examples:
+        ids = tokenizer.encode_prompt(
+            example.prompt, chat_template=config.chat_template, system_prompt=config.system_prompt
+        )
+        if len(ids) > config.max_tokens:
+            message = f"{example.origin}: prompt of {len(ids)} tokens is over prompts.max_tokens={config.max_tokens}"
+            if config.long_prompt == "error":
+                raise ConfigError(f"{message} (prompts.long_prompt='skip' leaves such rows out)")
+            long_prompts.append(message)
+            continue
+        if not len(ids):
+            raise ConfigError(f"{example.origin}: the prompt has no token")
+        tokens = np.zeros(config.max_tokens, np.int32)
+        tokens[: len(ids)] = ids
+        encoded.append(EncodedExample(example, tokens, len(ids)))
+    if not encoded:
+        raise ConfigError(
+            f"prompts.max_tokens={config.max_tokens}: no prompt is left; {len(long_prompts)} are longer"
+            + (f" ({long_prompts[0]})" if long_prompts else "")
+        )
+    return encoded, long_prompts
+
+
+def batch_of(encoded: Sequence[EncodedExample], indices: Iterable[int], first_prompt_id: int) -> PromptBatch:
+    """The questions at ``indices``, in that order, with ids counted from ``first_prompt_id``."""
+    rows = [encoded[i] for i in indices]
+    return PromptBatch(
+        tokens=np.stack([row.tokens for row in rows]),
+        length=np.array([row.length for row in rows], np.int32),
+        prompt_id=np.arange(first_prompt_id, first_prompt_id + len(rows), dtype=np.int32),
+        examples=tuple(row.example for row in rows),
+    )
+
+
+class PromptStream:
+    """Endless passes over the questions; with ``shuffle`` each pass in a new order drawn from the seed.
+
+    The order is a grain pipeline, which answers for any position without walking to it: the position is all the
+    state there is, and is the ``prompt_id``.
+
+    Raises:
+        ConfigError: (``restore``) the state is of other questions, another seed or another order.
+    """
+
+    def __init__(self, encoded: Sequence[EncodedExample], config: PromptsConfig, *, seed: int):
+        self._encoded = encoded
+        order = grain.MapDataset.source(range(len(encoded))).seed(seed)
+        self._order = (order.shuffle() if config.shuffle else order).repeat()
+        self._position = 0
+        digest = hashlib.sha256(json.dumps([len(encoded), config.shuffle, seed]).encode())
+        for row in encoded:
+            digest.update(row.tokens[: row.length].tobytes() + b"/")
+        self._fingerprint = digest.hexdigest()[:16]
+
+    def next_batch(self, num_prompts: int) -> PromptBatch:
+        """The next ``num_prompts`` questions of the stream; a batch may run over the end of a pass."""
+        start = self._position
+        self._position += num_prompts
+        return batch_of(self._encoded, [self._order[i] for i in range(start, self._position)], start)
+
+    def lookup(self, prompt_id: int) -> EncodedExample:
+        """The question that the stream gives, or gave, at this position."""
+        return self._encoded[self._order[prompt_id]]
+
+    def state(self) -> dict[str, Any]:
+        """What ``restore`` needs to go on from here; plain JSON."""
+        return {"position": self._position, "fingerprint": self._fingerprint}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        if state["fingerprint"] != self._fingerprint:
+            raise ConfigError(
+                "the questions are not those of the checkpoint (the file, the tokenizer, seed or prompts.* has "
+                f"changed): fingerprint {self._fingerprint} here, {state['fingerprint']} there"
+            )
+        self._position = state["position"]
+
+
+def _prompt_key(example: Example) -> str:
+    return json.dumps(example.prompt, sort_keys=True)

@@ -1,0 +1,377 @@
+"""Laws of the prompt stream and of the tasks behind it."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+
+from jaxrl_llm import tasks
+from jaxrl_llm.config import ConfigError, PromptsConfig
+from jaxrl_llm.prompts import PromptStream, batch_of, encode_examples, split_held_out
+from jaxrl_llm.tasks import letters
+from jaxrl_llm.types import Example
+
+
+class ByteTokenizer:
+    """UTF-8 bytes; a template puts "<system>" before and ">" after."""
+
+    def encode_prompt(self, prompt, *, chat_template, system_prompt):
+        text = prompt if isinstance(prompt, str) else "|".join(m["content"] for m in prompt)
+        return list((system_prompt + text + ">" if chat_template else text).encode())
+
+
+def numbered(num, prefix="q"):
+    return [Example(f"{prefix}{i}", {"answer": i}, f"file.jsonl:{i + 1}") for i in range(num)]
+
+
+def encoded(num, **settings):
+    return encode_examples(numbered(num), ByteTokenizer(), PromptsConfig(max_tokens=6, **settings))[0]
+
+
+def stream(num, *, seed=0, shuffle=True):
+    return PromptStream(encoded(num), PromptsConfig(max_tokens=6, shuffle=shuffle), seed=seed)
+
+
+def answers(batch):
+    return [example.columns["answer"] for example in batch.examples]
+
+
+def assert_equal_batches(a, b):
+    for x, y in ((a.tokens, b.tokens), (a.length, b.length), (a.prompt_id, b.prompt_id)):
+        np.testing.assert_array_equal(x, y, strict=True)
+    assert a.examples == b.examples
+
+
+# The stream
+
+
+def test_batch_holds_padded_tokens_lengths_and_ids():
+    examples, messages = encode_examples(
+        [Example("ab", {}), Example("", {})], ByteTokenizer(), PromptsConfig(max_tokens=5, system_prompt="s")
+    )
+    batch = batch_of(examples, [1, 0], first_prompt_id=7)
+    np.testing.assert_array_equal(
+        batch.tokens, np.array([[115, 62, 0, 0, 0], [115, 97, 98, 62, 0]], np.int32), strict=True
+    )
+    np.testing.assert_array_equal(batch.length, np.array([2, 4], np.int32), strict=True)
+    np.testing.assert_array_equal(batch.prompt_id, np.array([7, 8], np.int32), strict=True)
+    assert [e.prompt for e in batch.examples] == ["", "ab"] and messages == []
+
+
+def test_each_pass_holds_every_question_once_in_a_new_order():
+    order = answers(stream(50).next_batch(150))
+    passes = [order[i : i + 50] for i in (0, 50, 100)]
+    assert all(sorted(one) == list(range(50)) for one in passes)
+    # Equal or unshuffled passes: 1 in 50!.
+    assert passes[0] != passes[1] != passes[2] != passes[0] and list(range(50)) not in passes
+    assert order == answers(stream(50).next_batch(150)) != answers(stream(50, seed=1).next_batch(150))
+
+
+def test_without_shuffle_the_order_is_that_of_the_file():
+    questions = stream(3, shuffle=False)
+    assert answers(questions.next_batch(2)) + answers(questions.next_batch(5)) == [0, 1, 2, 0, 1, 2, 0]
+
+
+def test_prompt_ids_count_the_stream_and_never_repeat():
+    questions = stream(4)
+    ids = np.concatenate([questions.next_batch(3).prompt_id for _ in range(5)])
+    np.testing.assert_array_equal(ids, np.arange(15, dtype=np.int32), strict=True)
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_stream_restored_at_any_step_goes_on_bitwise(shuffle):
+    uninterrupted = stream(7, shuffle=shuffle)
+    states, batches = [], []
+    for _ in range(8):  # three questions a step: over two ends of a pass
+        states.append(json.dumps(uninterrupted.state()))
+        batches.append(uninterrupted.next_batch(3))
+    for step, state in enumerate(states):
+        resumed = stream(7, shuffle=shuffle)
+        resumed.next_batch(step % 3 + 1)  # whatever it did before
+        resumed.restore(json.loads(state))
+        for expected in batches[step:]:
+            assert_equal_batches(resumed.next_batch(3), expected)
+
+
+def test_order_does_not_depend_on_the_batch_size():
+    one, many = stream(7), stream(7)
+    assert [answers(one.next_batch(1))[0] for _ in range(20)] == answers(many.next_batch(20))
+
+
+def test_stream_of_other_questions_is_not_restored():
+    state = stream(7).state()
+    for other in (stream(8), stream(7, seed=1), stream(7, shuffle=False)):
+        with pytest.raises(ConfigError, match="not those of the checkpoint"):
+            other.restore(state)
+
+
+# Held-out questions
+
+
+def test_no_held_out_question_is_trained_on():
+    examples = [Example(f"q{i % 10}", {"answer": i}) for i in range(35)]
+    train, held_out = split_held_out(examples, 4, seed=3)
+    out = {e.prompt for e in held_out}
+    assert len(held_out) == len(out) == 4 and not out & {e.prompt for e in train}
+    assert [e for e in examples if e.prompt not in out] == list(train)  # the rest, in order, repetitions too
+    assert all(e.columns["answer"] < 10 for e in held_out)  # the first of its kind
+    assert split_held_out(examples, 4, seed=3) == (train, held_out) != split_held_out(examples, 4, seed=4)
+
+
+def test_conversations_are_the_same_question_when_their_messages_are():
+    def asked(text):
+        return Example([{"role": "user", "content": text}], {})
+
+    train, held_out = split_held_out([asked("a"), asked("b"), asked("a")], 1, seed=0)
+    assert {e.prompt[0]["content"] for e in train}.isdisjoint(e.prompt[0]["content"] for e in held_out)
+
+
+def test_holding_out_nothing_keeps_everything_and_everything_is_refused():
+    examples = numbered(5) + numbered(5)
+    assert split_held_out(examples, 0, seed=0) == (tuple(examples), ())
+    assert len(split_held_out(examples, 4, seed=0)[0]) == 2
+    with pytest.raises(ConfigError, match=r"eval\.num_prompts=5 must be less than the 5 distinct"):
+        split_held_out(examples, 5, seed=0)
+
+
+# Long prompts
+
+
+def test_long_prompts_are_refused_or_counted_and_left_out():
+    examples = [Example("ab", {}, "f.jsonl:1"), Example("abcdef", {}, "f.jsonl:2"), Example("abcde", {}, "f.jsonl:3")]
+    refuse = PromptsConfig(max_tokens=5, chat_template=False)
+    with pytest.raises(ConfigError, match=r"f\.jsonl:2: prompt of 6 tokens is over prompts\.max_tokens=5"):
+        encode_examples(examples, ByteTokenizer(), refuse)
+    skip = PromptsConfig(max_tokens=5, chat_template=False, long_prompt="skip")
+    kept, messages = encode_examples(examples, ByteTokenizer(), skip)
+    assert [row.example.prompt for row in kept] == ["ab", "abcde"]
+    assert messages == ["f.jsonl:2: prompt of 6 tokens is over prompts.max_tokens=5"]
+    with pytest.raises(ConfigError, match=r"prompts\.max_tokens=1: no prompt is left; 3 are longer"):
+        encode_examples(examples, ByteTokenizer(), PromptsConfig(max_tokens=1, long_prompt="skip"))
+
+
+def test_a_prompt_without_tokens_is_refused():
+    with pytest.raises(ConfigError, match="f:1: the prompt has no token"):
+        encode_examples([Example("", {}, "f:1")], ByteTokenizer(), PromptsConfig(chat_template=False))
+
+
+# Files
+
+
+def load_jsonl(path, text, **settings):
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return tasks.load(PromptsConfig(source="jsonl", name=str(path), **settings), seed=0)
+
+
+def test_jsonl_rows_become_prompts_and_columns(tmp_path):
+    path = tmp_path / "q.jsonl"
+    conversation = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "1+1?"}]
+    text = "\n".join(
+        [
+            json.dumps({"prompt": "Grüße", "answer": 3, "tags": ["a"]}),
+            "",
+            json.dumps({"messages": conversation, "answer": 2}),
+            json.dumps({"prompt": conversation}),
+        ]
+    )
+    loaded = load_jsonl(path, "\ufeff" + text)
+    assert loaded.bad_rows == ()
+    assert loaded.examples == (
+        Example("Grüße", {"answer": 3, "tags": ["a"]}, f"{path}:1"),
+        Example(conversation, {"answer": 2}, f"{path}:3"),
+        Example(conversation, {}, f"{path}:4"),
+    )
+    assert tasks.scorer(PromptsConfig(source="jsonl", name="x")) == ""
+
+
+BAD_ROWS = [
+    (b'{"prompt": "a"', "not JSON: Expecting ',' delimiter at column 15"),
+    (b'{"prompt": "\xe4"}', "not UTF-8: byte 0xe4"),
+    (b"[1]", "must be an object with `prompt` or `messages`, not list"),
+    (b'{"question": "a"}', "must have one of `prompt` and `messages`; its columns are ['question']"),
+    (b'{"prompt": "a", "messages": [{"role": "user", "content": "a"}]}', "must have one of"),
+    (b'{"prompt": 3}', "`prompt` must be text or a list of messages, not 3"),
+    (b'{"prompt": ""}', "`prompt` is empty"),
+    (b'{"messages": "a"}', "`messages` must be a list of messages"),
+    (b'{"messages": []}', "`messages` must be a list of messages"),
+    (b'{"messages": [{"role": "user"}]}', "texts `role` and `content`"),
+    (b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}', "nothing is left"),
+    (b'{"prompt": "a", "completions": 1}', "column `completions` has the name of an argument"),
+    (b"[" * 100_000, "not JSON: nested too deeply"),
+]
+
+
+@pytest.mark.parametrize(("row", "words"), BAD_ROWS, ids=range(len(BAD_ROWS)))
+def test_bad_row_is_named_by_file_and_line_and_refused_or_skipped(tmp_path, row, words):
+    path = tmp_path / "q.jsonl"
+    text = b'{"prompt": "a"}\n\n' + row + b'\n{"prompt": "b"}\n'
+    with pytest.raises(ConfigError) as error:
+        load_jsonl(path, text)
+    message = str(error.value)
+    assert message.startswith(f"{path}:3: ") and words in message and "prompts.bad_row" in message
+    assert "\n" not in message
+    loaded = load_jsonl(path, text, bad_row="skip")
+    assert [e.prompt for e in loaded.examples] == ["a", "b"]
+    assert [e.origin for e in loaded.examples] == [f"{path}:1", f"{path}:4"]
+    assert len(loaded.bad_rows) == 1 and loaded.bad_rows[0].startswith(f"{path}:3: ") and words in loaded.bad_rows[0]
+
+
+def test_size_limits_the_questions_read_and_zero_reads_all(tmp_path):
+    text = '{"prompt": "a"}\noops\n{"prompt": "b"}\n{"prompt": "c"}\n'
+    path = tmp_path / "q.jsonl"
+    assert [e.prompt for e in load_jsonl(path, text, size=2, bad_row="skip").examples] == ["a", "b"]
+    assert len(load_jsonl(path, text, size=0, bad_row="skip").examples) == 3
+
+
+def test_file_without_questions_is_refused(tmp_path):
+    path = tmp_path / "q.jsonl"
+    with pytest.raises(ConfigError, match="holds no question: it is empty"):
+        load_jsonl(path, "\n\n")
+    with pytest.raises(ConfigError, match=r"none of its 2 rows can be used; .*q\.jsonl:1: "):
+        load_jsonl(path, "1\n2\n", bad_row="skip")
+
+
+@pytest.mark.parametrize("source", ["jsonl", "parquet"])
+def test_file_that_cannot_be_read_is_refused(tmp_path, source):
+    for path, words in ((tmp_path / "none", "No such file"), (tmp_path, "Is a directory")):
+        with pytest.raises(ConfigError, match=f"prompts.name='{re.escape(str(path))}' cannot be read: {words}"):
+            tasks.load(PromptsConfig(source=source, name=str(path)), seed=0)
+
+
+def test_parquet_rows_become_prompts_and_columns(tmp_path):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "q.parquet"
+    turn = {"role": "user", "content": "1+1?", "name": None}
+    rows = {
+        "prompt": ["a", None, None, "d"],
+        "messages": [None, [turn], None, None],
+        "answer": [1, 2, 3, None],
+        "grid": [[[1, 2]], [], None, [[3]]],
+    }
+    parquet.write_table(pyarrow.table(rows), path)
+    config = PromptsConfig(source="parquet", name=str(path), bad_row="skip")
+    loaded = tasks.load(config, seed=0)
+    assert loaded.examples == (
+        Example("a", {"answer": 1, "grid": [[1, 2]]}, f"{path}:1"),
+        Example([{"role": "user", "content": "1+1?"}], {"answer": 2, "grid": []}, f"{path}:2"),
+        Example("d", {"answer": None, "grid": [[3]]}, f"{path}:4"),
+    )
+    assert len(loaded.bad_rows) == 1 and loaded.bad_rows[0].startswith(f"{path}:3: must have one of")
+
+    path.write_text("these are not columns")
+    with pytest.raises(ConfigError, match="is not a Parquet file"):
+        tasks.load(config, seed=0)
+
+
+# Letters
+
+
+def test_letters_are_learnable_by_hand():
+    config = PromptsConfig(size=28)
+    loaded = tasks.load(config, seed=0)
+    assert loaded == tasks.load(config, seed=1)
+    assert [e.prompt for e in loaded.examples[:2]] == ["Write only the letter a:", "Write only the letter b:"]
+    assert loaded.examples[26].columns == {"letter": "a"} and len({e.prompt for e in loaded.examples}) == 26
+    assert max(len(e.prompt.encode()) for e in loaded.examples) <= PromptsConfig().max_tokens
+    assert letters.reward(["?"] * 4, ["", "a", "abab", "xyz"], letter=["a"] * 4) == [0.0, 1.0, 0.5, 0.0]
+    assert tasks.scorer(config) == "jaxrl_llm.tasks.letters:reward"
+
+
+# Reasoning gym
+
+
+@pytest.fixture
+def gym():
+    pytest.importorskip("reasoning_gym")
+    from jaxrl_llm.tasks import reasoning_gym_task
+
+    return reasoning_gym_task
+
+
+def gym_config(name="chain_sum", size=40, **arguments):
+    return PromptsConfig(source="reasoning_gym", name=name, size=size, arguments=arguments)
+
+
+def test_reasoning_gym_questions_are_right_and_follow_the_seed(gym):
+    config = gym_config(min_terms=2, max_terms=2, min_digits=1, max_digits=1)
+    loaded = tasks.load(config, seed=5)
+    assert loaded == tasks.load(config, seed=5) != tasks.load(config, seed=6)
+    assert len(loaded.examples) == 40
+    for example in loaded.examples:
+        a, sign, b = re.search(r"(\d) ([+-]) (\d) =$", example.prompt).groups()
+        right = int(a) + int(b) if sign == "+" else int(a) - int(b)
+        assert example.columns["answer"] == str(right)
+        completions = [f"{a} {sign} {b} = {right}", f"It is {right}.", str(right + 1), f"{right}, or {right + 1}", ""]
+        columns = {key: [value] * 5 for key, value in json.loads(json.dumps(example.columns)).items()}
+        assert gym.reward([example.prompt] * 5, completions, **columns) == [1.0, 1.0, 0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "integer"),
+    [
+        ("4 - 1 = 3", "3"),
+        ("= -3", "-3"),
+        ("-3.", "-3"),
+        ("5-2", "2"),  # a minus directly after a digit is an operator
+        ("5 -2", "-2"),
+        ("5 - 2", "2"),
+        ("(-12)", "-12"),
+        ("x=-7 is the answer", "-7"),
+        ("007", "007"),
+        ("no number - none", None),
+        ("", None),
+    ],
+)
+def test_last_integer(gym, text, integer):
+    assert gym.last_integer(text) == integer
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("  yes \n", "yes"),
+        (r"thus \boxed{\frac{1}{2}} holds", r"\frac{1}{2}"),
+        (r"\boxed{a} then \boxed{b}", "b"),
+        (r"never closed \boxed{a", r"never closed \boxed{a"),
+        ("x <answer>no</answer> <answer>\nyes\n</answer> y", "yes"),
+        (r"<answer>a</answer> \boxed{b}", "a"),
+        ("", ""),
+    ],
+)
+def test_free_answer(gym, text, answer):
+    assert gym.free_answer(text) == answer
+
+
+def test_answers_that_are_no_integers_get_the_raw_score_of_the_dataset(gym):
+    example = tasks.load(gym_config("letter_counting", size=1), seed=0).examples[0]
+    assert re.fullmatch("[0-9]+", example.columns["answer"])  # an integer: binary
+    example = tasks.load(gym_config("spell_backward", size=1), seed=0).examples[0]
+    answer = re.search(r"Spell this word backward \(.*\): (\w+)$", example.prompt).group(1)[::-1]
+    assert example.columns["answer"] == answer
+    columns = {key: [value] * 3 for key, value in example.columns.items()}
+    scores = gym.reward([example.prompt] * 3, [f" {answer}\n", f"<answer>{answer}</answer>", ""], **columns)
+    assert scores == [1.0, 1.0, 0.0]
+
+
+def test_dataset_that_takes_any_valid_answer_has_none_of_its_own(gym):
+    example = tasks.load(gym_config("rush_hour", size=1), seed=0).examples[0]
+    columns = {key: [value] for key, value in example.columns.items()}
+    assert example.columns["answer"] is None
+    assert gym.reward([example.prompt], ["nonsense"], **columns) == [0.01]  # rush_hour's own score of a wrong answer
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (gym_config("chain_summ"), r"prompts\.name='chain_summ' is not a reasoning-gym.*; did you mean chain_sum"),
+        (gym_config(min_term=2), r"prompts\.arguments\.min_term=2 is not one of the arguments of chain_sum.*min_terms"),
+        (gym_config(seed=2), r"prompts\.arguments\.seed=2 is not one"),
+        (gym_config(min_terms=3, max_terms=2), r"do not suit chain_sum: max_terms must be >= min_terms"),
+        (gym_config(min_terms="two"), r"do not suit chain_sum: "),
+    ],
+)
+def test_reasoning_gym_settings_that_mean_nothing_are_refused(gym, config, words):
+    with pytest.raises(ConfigError, match=words) as error:
+        tasks.load(config, seed=0)
+    assert "\n" not in str(error.value)
