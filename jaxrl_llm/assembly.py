@@ -203,8 +203,9 @@ def assemble(config: Config, arch: Architecture, eos_ids: tuple[int, ...], mesh:
     """The run of a config.
 
     Raises:
-        ConfigError: the model does not fit the mesh or the row width.
+        ConfigError: a batch number does not divide over the mesh, or the model does not fit it or the row width.
     """
+    sharding.check_divisible(config, mesh)
     tensor = mesh.shape["tensor"]
     if arch.num_heads % tensor or arch.num_kv_heads % tensor:
         raise ConfigError(

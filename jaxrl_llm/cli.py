@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Callable
 
-from absl import app, flags
+from absl import app, flags, logging
 
 from jaxrl_llm.config import ConfigError
 
@@ -29,6 +29,7 @@ def run(main: Callable[[], None]) -> None:
     def guarded(argv: list[str]) -> None:
         if argv[1:]:
             _fail(f"unexpected argument {argv[1]!r}; settings are given as --name=value")
+        logging.set_verbosity(logging.WARNING)  # orbax tells every step of its work at INFO
         try:
             main()
         except ConfigError as error:

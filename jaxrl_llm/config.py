@@ -305,9 +305,17 @@ BOUNDS = {
 }
 
 
-def defaults() -> ml_collections.ConfigDict:
+class Settings(ml_collections.ConfigDict):
+    """A ``ConfigDict`` whose ``update`` is our group of settings, not the dictionary method of that name."""
+
+    @property
+    def update(self) -> ml_collections.ConfigDict:
+        return self["update"]
+
+
+def defaults() -> Settings:
     """Every setting with its default, locked: what ``get_config()`` of a config file starts from."""
-    return ml_collections.ConfigDict(dataclasses.asdict(Config())).lock()
+    return Settings(dataclasses.asdict(Config())).lock()
 
 
 def freeze(mapping: Any) -> Config:

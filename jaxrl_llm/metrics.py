@@ -2,7 +2,8 @@
 
 ``METRICS`` is the one place where a metric has its name, unit and meaning; writing a name that is not there raises.
 
-Owns: names and meanings, the files, cutting them back on resume. Does not know: how a number is computed.
+Owns: names and meanings, the division of sums by counts, the files, cutting them back on resume. Does not know:
+how sums come about.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ import rich.progress
 import rich.table
 import tensorboardX
 
-from jaxrl_llm.config import ConfigError, MetricsConfig
+from jaxrl_llm import optim
+from jaxrl_llm.config import Config, ConfigError, MetricsConfig
+from jaxrl_llm.types import OUTCOME_ERROR, OUTCOME_SCORE, OUTCOME_TIMEOUT, Rewards
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +75,7 @@ METRICS: dict[str, Metric] = {
     "optimizer/learning_rate": Metric("per step", "Learning rate of the iteration's last optimizer step."),
     "replay/age_mean_steps": Metric("iterations", "Iterations since insertion, mean over rollouts drawn."),
     "replay/age_max_steps": Metric("iterations", "Iterations since insertion of the oldest rollout drawn."),
-    "replay/uses_mean": Metric("draws", "Times a rollout was drawn, mean over rollouts in the ring."),
+    "replay/uses_mean": Metric("draws", "Times a drawn rollout has been drawn, this draw counted; mean over rollouts drawn."),
     "replay/first_use_frac": Metric("fraction", "Draws that were the first of their rollout, over draws."),
     "replay/filled_frac": Metric("fraction", "Filled slots of the ring, over its capacity."),
     "replay/drawn_rows": Metric("rollouts", "Rollouts drawn in the iteration, over all its optimizer steps."),
@@ -98,6 +101,60 @@ METRICS: dict[str, Metric] = {
 }
 
 FILES = ("metrics.jsonl", "samples.jsonl")
+
+
+def rollout_values(config: Config, rewards: Rewards, made: dict[str, Any]) -> dict[str, float]:
+    """Figures of the iteration's rollouts; names and denominators as in ``METRICS``."""
+    scored = rewards.total[rewards.outcome == OUTCOME_SCORE]
+    num_rollouts = len(rewards.outcome)
+    return {
+        "rollout/reward_mean": float(scored.mean()) if len(scored) else math.nan,
+        "rollout/reward_std": float(scored.std()) if len(scored) else math.nan,
+        "rollout/pass_rate": float((scored >= config.rewards.pass_threshold).mean()) if len(scored) else math.nan,
+        "rollout/completion_length_tokens": float(made["completion_tokens"]) / num_rollouts,
+        "rollout/truncated_frac": float(made["truncated"]) / num_rollouts,
+        "rollout/stop_string_frac": float(made["stop_string"]) / num_rollouts,
+        "rollout/degenerate_group_frac": float(made["degenerate_groups"]) / config.rollout.prompts_per_iteration,
+        "reward/timeout_count": int((rewards.outcome == OUTCOME_TIMEOUT).sum()),
+        "reward/error_count": int((rewards.outcome == OUTCOME_ERROR).sum()),
+        "tokens/generated": int(made["completion_tokens"]),
+    }
+
+
+def update_values(config: Config, used: dict[str, Any], iteration: int) -> dict[str, float]:
+    """Figures of the iteration's updates from their sums and counts: the one place where means are taken."""
+
+    def ratio(numerator: str, denominator: str) -> float:
+        return float(used[numerator]) / float(used[denominator]) if used[denominator] > 0 else math.nan
+
+    steps = config.num_iterations * config.update.updates_per_iteration
+    tokens = float(used["token_count"])
+    values = {
+        "update/loss": ratio("loss_sum", "update_count"),
+        "update/entropy_nats": ratio("entropy_sum", "token_count"),
+        "update/kl_behaviour_nats": ratio("kl_behaviour_sum", "token_count"),
+        "update/clip_frac": ratio("clipped_count", "token_count"),
+        "update/ratio_max": float(used["ratio_max"]),
+        "update/ess_frac": float(used["ratio_sum"]) ** 2 / (tokens * float(used["ratio_square_sum"]))
+        if tokens and used["ratio_square_sum"]
+        else math.nan,
+        "update/grad_norm": ratio("grad_norm_sum", "update_count"),
+        "update/skipped_steps": int(used["skipped_count"]),
+        "update/sampler_learner_gap_max_nats": float(used["gap_max"]) if used["own_token_count"] else math.nan,
+        "optimizer/learning_rate": float(
+            optim.schedule(config.optimizer, steps)(iteration * config.update.updates_per_iteration - 1)
+        ),
+        "replay/age_mean_steps": ratio("age_sum", "real_count"),
+        "replay/age_max_steps": int(used["age_max"]),
+        "replay/uses_mean": ratio("uses_sum", "real_count"),
+        "replay/first_use_frac": ratio("first_use_count", "real_count"),
+        "replay/filled_frac": float(used["filled_slots"]) / config.ring_capacity,
+        "replay/drawn_rows": int(used["real_count"]),
+        "tokens/trained": int(used["token_count"]),
+    }
+    if "kl_reference_sum" in used:
+        values["update/kl_reference_nats"] = ratio("kl_reference_sum", "token_count")
+    return values
 
 
 class MetricsWriter:

@@ -13,6 +13,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from jaxrl_llm.config import ConfigError
+
 
 @dataclasses.dataclass(frozen=True)
 class Program:
@@ -66,6 +68,24 @@ def memory(compiled: jax.stages.Compiled) -> Memory:
         temporary=stats.temp_size_in_bytes,
         aliased=stats.alias_size_in_bytes,
     )
+
+
+def check_memory(compiled: Mapping[str, jax.stages.Compiled], devices: list[Any]) -> None:
+    """Refuse a run whose largest program does not fit a device that says how much memory it has.
+
+    Raises:
+        ConfigError: naming the program, the bytes and the settings that lower them.
+    """
+    limits = [stats["bytes_limit"] for d in devices if (stats := d.memory_stats()) and "bytes_limit" in stats]
+    if not limits:
+        return  # CPU devices state no limit
+    name, peak = max(((name, memory(c).peak) for name, c in compiled.items()), key=lambda item: item[1])
+    if peak > min(limits):
+        raise ConfigError(
+            f"program {name!r} needs {peak / 2**30:.2f} GiB per device, which has {min(limits) / 2**30:.2f} GiB: lower "
+            "update.micro_batch_size, rollout.slots, replay.capacity or update.logp_chunk_tokens, set "
+            "model.remat='full', or raise mesh.fsdp"
+        )
 
 
 def memory_table(compiled: Mapping[str, jax.stages.Compiled]) -> str:

@@ -404,7 +404,7 @@ class Generator:
     def generate(
         self,
         params: Any,
-        prompts: PromptBatch | None,
+        prompts: PromptBatch,
         *,
         version: jax.Array,
         key: jax.Array,
@@ -414,7 +414,7 @@ class Generator:
 
         Args:
             params: sampler weights, as published.
-            prompts: ``prompts_wanted()`` new prompts (None where that is 0).
+            prompts: ``prompts_wanted()`` new prompts.
             version: [] i32 policy version of the weights, recorded per token.
             key: stream key of the noise.
             on_finished: called with each group as soon as it is done, while others still decode.
@@ -424,8 +424,7 @@ class Generator:
             transfer of stop reasons per chunk and of token ids per finished group.
         """
         sampler = self.sampler
-        if prompts is not None:
-            self._open(params, prompts)
+        self._open(params, prompts)
         per_shard = sampler.num_prompts // sampler.shards
         finished = self.finished
         scanned = np.zeros((sampler.shards, sampler.entries, sampler.group_size), np.int64)
@@ -455,6 +454,10 @@ class Generator:
         for where in order:
             del self.open_prompts[where]
         return rollout, [finished.pop(where) for where in order]
+
+    def adopt(self, shard: int, entry: int, prompt_id: int, example: Any, prompt: list[int]) -> None:
+        """Note a prompt that a restored device state has open."""
+        self.open_prompts[shard, entry] = (prompt_id, example, prompt)
 
     def _open(self, params: Any, prompts: PromptBatch) -> None:
         """Prefill new prompts into free entries, P at a time, dealt contiguously over the shards."""

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxrl_llm.config import Config, ConfigError
+from jaxrl_llm.config import Config, ConfigError, MeshConfig
 
 MESH_AXES = ("data", "fsdp", "tensor")
 # Rows of a batch, sampler slots and ring shards are split over both of these.
@@ -38,29 +38,32 @@ RULES = {
 SAMPLER_RULES = {**RULES, "embed": None}
 
 
-def make_mesh(config: Config, devices: list[Any] | None = None) -> Mesh:
-    """The mesh of ``config.mesh`` over ``devices`` (default: all).
+def make_mesh(config: MeshConfig, devices: list[Any] | None = None) -> Mesh:
+    """The mesh of ``config`` over ``devices`` (default: all).
 
     Raises:
-        ConfigError: the axes do not multiply to the number of devices, or a batch size does not divide.
+        ConfigError: the axes do not multiply to the number of devices.
     """
     devices = jax.devices() if devices is None else devices
-    data, fsdp, tensor = config.mesh.data, config.mesh.fsdp, config.mesh.tensor
+    data, fsdp, tensor = config.data, config.fsdp, config.tensor
     if data == 0:
         data = max(1, len(devices) // (fsdp * tensor))
     if data * fsdp * tensor != len(devices):
         raise ConfigError(
-            f"mesh.data={config.mesh.data} x mesh.fsdp={fsdp} x mesh.tensor={tensor} must use all "
-            f"{len(devices)} devices"
+            f"mesh.data={config.data} x mesh.fsdp={fsdp} x mesh.tensor={tensor} must use all {len(devices)} devices"
         )
-    check_divisible(config, data * fsdp)
     return Mesh(
         np.asarray(devices).reshape(data, fsdp, tensor), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES)
     )
 
 
-def check_divisible(config: Config, num_shards: int) -> None:
-    """Every batch number must split evenly over the data-parallel devices."""
+def check_divisible(config: Config, mesh: Mesh) -> None:
+    """Every batch number must split evenly over the data-parallel devices.
+
+    Raises:
+        ConfigError: one does not.
+    """
+    num_shards = num_data_shards(mesh)
     ring_shards = config.replay.shards or num_shards
     if ring_shards % num_shards:
         raise ConfigError(

@@ -21,6 +21,7 @@ STOP_NONE = 0  # not finished
 STOP_EOS = 1
 STOP_LENGTH = 2  # reached max_completion_tokens: a truncated completion
 STOP_STRING = 3
+STOP_NAMES = ("none", "eos", "length", "stop_string")
 
 # Rewards.outcome
 OUTCOME_SCORE = 0

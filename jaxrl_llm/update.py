@@ -169,7 +169,8 @@ class Update:
             "loss_sum": loss,
             "token_count": total(mask),
             "entropy_sum": total(entropy),
-            "kl_behaviour_sum": jnp.sum(jnp.where(supported, behaviour_logp - finite_logp, 0.0)),
+            # From samples of the behaviour policy, so the behaviour is k3's first argument.
+            "kl_behaviour_sum": total(kl_estimate(jnp.where(supported, behaviour_logp, 0.0), finite_logp, kind="k3")),
             "clipped_count": total(is_clipped),
             "ratio_sum": jnp.sum(ratio),
             "ratio_square_sum": jnp.sum(jnp.square(ratio)),

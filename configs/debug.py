@@ -1,0 +1,30 @@
+"""GRPO with replay on a tiny random model and a byte tokenizer: no download, for tests and a first look.
+
+    python -m jaxrl_llm.train --config=configs/debug.py --workdir=runs/debug
+"""
+
+from jaxrl_llm.config import defaults
+
+
+def get_config():
+    config = defaults()
+    config.num_iterations = 20
+    config.model.path = "random:debug"
+    config.prompts.source = "letters"
+    config.prompts.size = 64
+    config.prompts.max_tokens = 32
+    config.sampling.max_completion_tokens = 8
+    config.rollout.prompts_per_iteration = 8
+    config.rollout.group_size = 8
+    config.rollout.slots = 32
+    config.rollout.chunk_steps = 4
+    config.replay.capacity = 256
+    config.replay.max_age_steps = 3
+    config.update.batch_size = 64
+    config.update.micro_batch_size = 32
+    config.update.updates_per_iteration = 2
+    config.optimizer.learning_rate = 3e-3
+    config.eval.num_prompts = 4
+    config.eval.num_samples = 4
+    config.rewards.pass_threshold = 0.5
+    return config

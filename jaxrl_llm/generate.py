@@ -1,0 +1,165 @@
+"""Generate: completions of prompts in a file.
+
+    python -m jaxrl_llm.generate --model=PATH --prompts=FILE.jsonl --output=FILE.jsonl
+
+A row gives ``prompt`` (text or messages), ``messages`` or ``prompt_ids``; its other fields are passed on. Each output
+row has ``prompt_ids``, ``completion_ids``, ``completion``, ``logp`` (nats, one per completion token, of the
+distribution that was sampled; with --greedy, of the model at temperature 1) and ``stop_reason``.
+
+Owns: this command. Does not know: training.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+from typing import Any
+
+import jax
+import numpy as np
+from absl import flags
+
+from jaxrl_llm import cli, rng, rows, sharding
+from jaxrl_llm.config import ConfigError, MeshConfig, SamplingConfig, freeze
+from jaxrl_llm.models import pretrained
+from jaxrl_llm.models.transformer import Model
+from jaxrl_llm.programs import compile_all
+from jaxrl_llm.rollout import Generator, Sampler
+from jaxrl_llm.types import STOP_NAMES, Example, PromptBatch
+
+
+def generate(
+    source: pretrained.Source,
+    path: str,
+    *,
+    sampling: SamplingConfig,
+    ignore_eos: bool,
+    batch_size: int,
+    seed: int,
+    compute_dtype: str,
+    system_prompt: str = "",
+) -> list[dict[str, Any]]:
+    """Output rows for the input rows of ``path``, in their order.
+
+    Raises:
+        ConfigError: a row that is no prompt, or a prompt longer than the model allows.
+    """
+    arch, tokenizer = source.architecture(), source.tokenizer()
+    table = rows.read(path)
+    prompts = [_prompt_ids(path, row, tokenizer, arch.vocab_size, system_prompt) for row in table]
+    buckets = collections.defaultdict(list)
+    for index, ids in enumerate(prompts):
+        where = f"{path}:{table[index]['_line']}: prompt and --max_tokens={sampling.max_completion_tokens}"
+        rows.check_positions(where, len(ids) + sampling.max_completion_tokens, arch.max_positions)
+        buckets[min(rows.bucket(len(ids)), arch.max_positions - sampling.max_completion_tokens)].append(index)
+
+    mesh = sharding.make_mesh(MeshConfig())
+    model = Model(arch, compute_dtype)
+    params = source.load_params(model, mesh, seed=seed)
+    layout = model.abstract_params(mesh, rules=sharding.SAMPLER_RULES, dtype=compute_dtype)
+    params = jax.tree.map(lambda x, like: jax.device_put(x.astype(like.dtype), like.sharding), params, layout)
+    version, key = jax.device_put((np.int32(0), rng.stream(seed, "sample")), sharding.replicated(mesh, (0, 0)))
+    output: list[dict[str, Any]] = [{}] * len(table)
+    for width, members in sorted(buckets.items()):
+        shards = sharding.num_data_shards(mesh)
+        at_once = -(-min(batch_size, len(members)) // shards) * shards
+        sampler = Sampler(
+            model=model,
+            mesh=mesh,
+            sampling=sampling,
+            eos_ids=() if ignore_eos else tokenizer.eos_ids,
+            num_prompts=at_once,
+            group_size=1,
+            max_prompt_tokens=width,
+            num_slots=at_once,
+            chunk_steps=16,
+        )
+        generator = Generator(sampler, compile_all(sampler.programs(layout), mesh), tokenizer.decode)
+        for start in range(0, len(members), at_once):
+            chosen = members[start : start + at_once]
+            padded = chosen + [chosen[-1]] * (at_once - len(chosen))
+            batch = PromptBatch(
+                tokens=np.asarray([prompts[i] + [0] * (width - len(prompts[i])) for i in padded], np.int32),
+                length=np.asarray([len(prompts[i]) for i in padded], np.int32),
+                prompt_id=np.asarray(padded, np.int32),  # the row's place in the file keys its noise
+                examples=tuple(Example("", {}) for _ in padded),
+            )
+            rollout, groups = generator.generate(params, batch, version=version, key=key)
+            logp, reason = jax.device_get((rollout.behaviour_logp, rollout.stop_reason))
+            for j, i in enumerate(chosen):
+                ids = groups[j].completions[0]
+                output[i] = table[i] | {
+                    "prompt_ids": prompts[i],
+                    "completion_ids": ids,
+                    "completion": tokenizer.decode(ids),
+                    "logp": [float(x) for x in logp[j, len(prompts[i]) : len(prompts[i]) + len(ids)]],
+                    "stop_reason": STOP_NAMES[int(reason[j])],
+                }
+    return output
+
+
+def _prompt_ids(path: str, row: dict[str, Any], tokenizer: Any, vocab_size: int, system_prompt: str) -> list[int]:
+    if "prompt_ids" in row:
+        return rows.token_ids(path, row, "prompt_ids", vocab_size, minimum=1)
+    prompt = row.get("prompt", row.get("messages"))
+    if not isinstance(prompt, (str, list)) or not prompt:
+        raise ConfigError(f"{path}:{row['_line']}: must have `prompt_ids`, or a `prompt` or `messages` that is not empty")
+    return tokenizer.encode_prompt(prompt, chat_template=True, system_prompt=system_prompt)
+
+
+def main() -> None:
+    # Through the config's own checks, so that a flag has the bounds of the setting it stands for.
+    sampling = freeze(
+        {
+            "sampling": {
+                "temperature": TEMPERATURE.value,
+                "top_k": TOP_K.value,
+                "top_p": TOP_P.value,
+                "min_p": MIN_P.value,
+                "max_completion_tokens": MAX_TOKENS.value,
+                "stop_strings": STOP.value,
+            },
+            "model": {"compute_dtype": DTYPE.value},
+            "seed": SEED.value,
+            "rollout": {"prompts_per_iteration": BATCH_SIZE.value},
+        }
+    ).sampling
+    if GREEDY.value:
+        sampling = SamplingConfig(
+            temperature=0.0,
+            max_completion_tokens=sampling.max_completion_tokens,
+            stop_strings=sampling.stop_strings,
+        )
+    output = generate(
+        pretrained.resolve(MODEL.value),
+        PROMPTS.value,
+        sampling=sampling,
+        ignore_eos=IGNORE_EOS.value,
+        batch_size=BATCH_SIZE.value,
+        seed=SEED.value,
+        compute_dtype=DTYPE.value,
+        system_prompt=SYSTEM_PROMPT.value,
+    )
+    rows.write(OUTPUT.value, output)
+    tokens = sum(len(row["completion_ids"]) for row in output)
+    print(json.dumps({"rows": len(output), "completion_tokens": tokens, "output": OUTPUT.value}))
+
+
+if __name__ == "__main__":
+    MODEL = flags.DEFINE_string("model", None, "Hugging Face folder, GGUF file, smollm2-135m-instruct or hub id.")
+    PROMPTS = flags.DEFINE_string("prompts", None, "JSONL with `prompt`, `messages` or `prompt_ids` per row.")
+    OUTPUT = flags.DEFINE_string("output", None, "JSONL to write.")
+    GREEDY = flags.DEFINE_bool("greedy", False, "Take the most likely token; the other sampling flags have no say.")
+    IGNORE_EOS = flags.DEFINE_bool("ignore_eos", False, "Go on to --max_tokens.")
+    MAX_TOKENS = flags.DEFINE_integer("max_tokens", 64, "Longest completion.")
+    TEMPERATURE = flags.DEFINE_float("temperature", 1.0, "Softmax temperature.")
+    TOP_K = flags.DEFINE_integer("top_k", 0, "Keep the k most likely tokens; 0 = all.")
+    TOP_P = flags.DEFINE_float("top_p", 1.0, "Keep the smallest set with this mass.")
+    MIN_P = flags.DEFINE_float("min_p", 0.0, "Keep tokens at least this fraction as likely as the best.")
+    STOP = flags.DEFINE_multi_string("stop", [], "Text that ends a completion; may be given more than once.")
+    SEED = flags.DEFINE_integer("seed", 0, "Root of the sampling noise.")
+    BATCH_SIZE = flags.DEFINE_integer("batch_size", 64, "Rows decoded side by side.")
+    DTYPE = flags.DEFINE_string("compute_dtype", "float32", "float32 or bfloat16.")
+    SYSTEM_PROMPT = flags.DEFINE_string("system_prompt", "", "System message before a text prompt.")
+    flags.mark_flags_as_required(["model", "prompts", "output"])
+    cli.run(main)

@@ -1,0 +1,110 @@
+"""Score: log-probabilities of given completions, as the learner computes them.
+
+    python -m jaxrl_llm.score --model=PATH --input=FILE.jsonl --output=FILE.jsonl
+
+Rows have ``prompt_ids`` and ``completion_ids``; each output row is the input row with ``logp``, one number in nats
+per completion token, at temperature 1.
+
+Owns: this command. Does not know: sampling.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import flags
+
+from jaxrl_llm import cli, rows, sharding
+from jaxrl_llm.config import ConfigError, MeshConfig, SamplingConfig
+from jaxrl_llm.models import pretrained
+from jaxrl_llm.models.policy import row_logp
+from jaxrl_llm.models.transformer import Model
+from jaxrl_llm.programs import Program, compile_all
+
+CHUNK_POSITIONS = 16  # of each row; logits of batch_size * this many positions are live at once
+
+
+def score(source: pretrained.Source, path: str, *, batch_size: int, compute_dtype: str) -> list[dict[str, Any]]:
+    """The input rows of ``path`` with ``logp``, in their order.
+
+    Raises:
+        ConfigError: a row without token ids of this model, or longer than it allows.
+    """
+    arch = source.architecture()
+    table = rows.read(path)
+    pairs = []
+    for row in table:
+        prompt = rows.token_ids(path, row, "prompt_ids", arch.vocab_size, minimum=1)
+        completion = rows.token_ids(path, row, "completion_ids", arch.vocab_size, minimum=0)
+        rows.check_positions(f"{path}:{row['_line']}", len(prompt) + len(completion), arch.max_positions)
+        pairs.append((prompt, completion))
+    buckets = collections.defaultdict(list)
+    for index, (prompt, completion) in enumerate(pairs):
+        buckets[min(rows.bucket(len(prompt) + len(completion)), arch.max_positions)].append(index)
+
+    mesh = sharding.make_mesh(MeshConfig())
+    model = Model(arch, compute_dtype)
+    params = source.load_params(model, mesh, seed=0)
+    for width, members in sorted(buckets.items()):
+        shards = sharding.num_data_shards(mesh)
+        at_once = -(-min(batch_size, len(members)) // shards) * shards
+
+        def logp(params, tokens, prompt_length, length, width=width):
+            return row_logp(
+                model,
+                params,
+                tokens,
+                prompt_length,
+                length,
+                sampling=SamplingConfig(temperature=1.0),
+                completion_width=width,
+                chunk_positions=CHUNK_POSITIONS,
+            )[0]
+
+        shapes = [jax.ShapeDtypeStruct(s, jnp.int32) for s in ((at_once, width), (at_once,), (at_once,))]
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding.leading(mesh, x)) for x in shapes]
+        whole = sharding.replicated(mesh, 0)
+        program = Program(logp, (model.abstract_params(mesh), *shapes), whole)
+        run = compile_all({"logp": program}, mesh)["logp"]
+        for start in range(0, len(members), at_once):
+            chosen = members[start : start + at_once]
+            padded = chosen + [chosen[-1]] * (at_once - len(chosen))
+            both = [sum(pairs[i], []) for i in padded]
+            arrays = (
+                np.asarray([ids + [0] * (width - len(ids)) for ids in both], np.int32),
+                np.asarray([len(pairs[i][0]) for i in padded], np.int32),
+                np.asarray([len(ids) for ids in both], np.int32),
+            )
+            values = jax.device_get(run(params, *jax.device_put(arrays, sharding.leading(mesh, arrays))))
+            for j, i in enumerate(chosen):
+                first = len(pairs[i][0])
+                table[i] = table[i] | {"logp": [float(x) for x in values[j, first : first + len(pairs[i][1])]]}
+    return table
+
+
+def main() -> None:
+    if BATCH_SIZE.value < 1:
+        raise ConfigError(f"--batch_size={BATCH_SIZE.value} must be at least 1")
+    if DTYPE.value not in ("float32", "bfloat16"):
+        raise ConfigError(f"--compute_dtype={DTYPE.value!r} is not one of 'float32', 'bfloat16'")
+    source = pretrained.resolve(MODEL.value)
+    output = score(source, INPUT.value, batch_size=BATCH_SIZE.value, compute_dtype=DTYPE.value)
+    rows.write(OUTPUT.value, output)
+    tokens = sum(len(row["logp"]) for row in output)
+    mean = sum(sum(row["logp"]) for row in output) / max(1, tokens)
+    print(json.dumps({"rows": len(output), "tokens": tokens, "mean_logp_nats": mean, "output": OUTPUT.value}))
+
+
+if __name__ == "__main__":
+    MODEL = flags.DEFINE_string("model", None, "Hugging Face folder, GGUF file, smollm2-135m-instruct or hub id.")
+    INPUT = flags.DEFINE_string("input", None, "JSONL with `prompt_ids` and `completion_ids` per row.")
+    OUTPUT = flags.DEFINE_string("output", None, "JSONL to write.")
+    BATCH_SIZE = flags.DEFINE_integer("batch_size", 16, "Rows in one forward pass.")
+    DTYPE = flags.DEFINE_string("compute_dtype", "float32", "float32 or bfloat16.")
+    flags.mark_flags_as_required(["model", "input", "output"])
+    cli.run(main)

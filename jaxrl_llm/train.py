@@ -1,0 +1,321 @@
+"""Train: the whole algorithm, top to bottom.
+
+    python -m jaxrl_llm.train --config=configs/debug.py --workdir=runs/debug [--config.seed=1 ...]
+
+One iteration: publish the weights to the sampler, sample G completions for each of P prompts (their
+rewards are scored in other processes while the rest decodes), turn rewards into advantages, put the
+rollouts into the device ring, and take U optimizer steps on batches drawn from it. Rerun with the same
+workdir to resume: everything a run is made of is in one checkpoint.
+
+Owns: the order of things. Does not know: how any of them is done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pathlib
+import sys
+import time
+from typing import Any
+
+import jax
+import numpy as np
+from absl import flags
+from ml_collections import config_flags
+
+from jaxrl_llm import cli, profiling, report, rng, sharding, tasks
+from jaxrl_llm.assembly import Run, assemble
+from jaxrl_llm.checkpoint import Checkpointer, StopRequest
+from jaxrl_llm.config import Config, freeze, to_json
+from jaxrl_llm.evaluate import evaluate, questions
+from jaxrl_llm.metrics import MetricsWriter, Progress, rollout_values, update_values
+from jaxrl_llm.models import hf, pretrained
+from jaxrl_llm.programs import check_memory, compile_all, memory_table
+from jaxrl_llm.prompts import PromptStream
+from jaxrl_llm.rewards import RewardPool
+from jaxrl_llm.rollout import FinishedGroup, Generator
+from jaxrl_llm.types import OUTCOME_SCORE, STOP_NAMES, Rewards, Rollout
+
+
+def train(config: Config, workdir: pathlib.Path, *, allow_config_changes: bool = False) -> int:
+    """Run, or resume, the training of ``config`` in ``workdir``.
+
+    Returns:
+        Exit status: 0 when done or stopped by a signal, 1 when too many rewards failed.
+
+    Raises:
+        ConfigError: bad input, before anything is compiled.
+    """
+    # ---- what the run is made of: data and model first, for their errors cost nothing ------------------
+    mesh = sharding.make_mesh(config.mesh)
+    source = pretrained.resolve(config.model.path)
+    tokenizer = source.tokenizer()
+    train_set, held_out, skipped = questions(config, tokenizer)
+    stream = PromptStream(train_set, config.prompts, seed=config.seed)
+    run = assemble(config, source.architecture(), tokenizer.eos_ids, mesh)
+    checkpoints = Checkpointer(workdir, config.checkpoint)
+    checkpoints.check_config(config, allow_changes=allow_config_changes)
+    (workdir / "config.json").write_text(to_json(config))
+
+    progress = Progress(config.num_iterations, checkpoints.latest_iteration() or 0)
+    progress.note(describe(run, source, len(train_set), len(held_out)))
+    for message in skipped[:10] + ([f"... and {len(skipped) - 10} more"] if len(skipped) > 10 else []):
+        progress.note(f"skipped {message}")
+
+    with (
+        RewardPool(config.rewards, task_scorer=tasks.scorer(config.prompts)) as pool,
+        StopRequest() as stop,
+        contextlib.closing(MetricsWriter(workdir, config.metrics)) as metrics,
+    ):
+        started = time.monotonic()
+        compiled = compile_all(run.programs(), mesh)
+        check_memory(compiled, mesh.devices.flatten().tolist())
+        progress.note(memory_table(compiled) + f"\ncompiled in {time.monotonic() - started:.0f} s")
+        on_device = lambda x: jax.device_put(x, sharding.replicated(mesh, x))  # noqa: E731
+        sample_key, draw_key, eval_key = on_device([rng.stream(config.seed, s) for s in ("sample", "draw", "eval")])
+
+        # ---- state: fresh, or the checkpoint's --------------------------------------------------------
+        generator = Generator(run.sampler, compiled, tokenizer.decode)
+        evaluator = None
+        if run.eval_sampler:
+            evals = {name.removeprefix("eval_"): p for name, p in compiled.items() if name.startswith("eval_")}
+            evaluator = Generator(run.eval_sampler, evals, tokenizer.decode)
+        abstract = {"train": run.abstract_state, "ring": run.abstract_ring, "sampler": carried_slots(run)}
+        restored = checkpoints.restore(abstract, config, allow_config_changes=allow_config_changes)
+        reference = None
+        if restored is None or run.keeps_reference:
+            params = source.load_params(run.model, mesh, seed=config.seed)
+            reference = compiled["copy_params"](params) if run.keeps_reference else None
+        if restored is None:
+            start, state, ring = 0, compiled["init_state"](params), compiled["init_ring"]()
+            metrics.restore({})
+        else:
+            start, state, ring = restored.iteration, restored.device_state["train"], restored.device_state["ring"]
+            stream.restore(restored.host_state["stream"])
+            metrics.restore(restored.host_state["metrics"])
+            if config.rollout.lookahead_prompts:
+                generator.state = restored.device_state["sampler"]
+            for shard, entry, prompt_id in restored.host_state["open_prompts"]:
+                row = stream.lookup(prompt_id)
+                generator.adopt(shard, entry, prompt_id, row.example, row.tokens[: row.length].tolist())
+            progress.note(f"resumed at iteration {start} from {checkpoints.directory}")
+        params = None  # donated or superseded: the state owns the weights now
+
+        def publish():
+            return state.params if run.publish_is_free else compiled["publish"](state.params)
+
+        def score(group: FinishedGroup):
+            return pool.submit(group.example, [tokenizer.decode(c) for c in group.completions])
+
+        def measure(name: str) -> dict[str, Any]:
+            """Evaluate, and keep the completions for the report."""
+            result = evaluate(
+                evaluator,
+                publish(),
+                held_out,
+                pool,
+                tokenizer.decode,
+                version=state.step,
+                key=eval_key,
+                threshold=config.rewards.pass_threshold,
+            )
+            (workdir / f"{name}.json").write_text(json.dumps(result, indent=1))
+            progress.note(f"held-out pass rate {result['pass_rate']:.3f} over {len(held_out)} questions ({name})")
+            return result
+
+        def save(iteration: int, pass_rate: float | None) -> None:
+            sampler_state = generator.state if config.rollout.lookahead_prompts else None
+            host = {
+                "stream": stream.state(),
+                "metrics": metrics.state(),
+                "open_prompts": [[*where, opened[0]] for where, opened in generator.open_prompts.items()],
+            }
+            arrays = {"train": state, "ring": ring, "sampler": sampler_state}
+            checkpoints.save(iteration, arrays, host, config, pass_rate=pass_rate)
+
+        if evaluator and start == 0:
+            measure("eval_before")
+
+        # ---- the loop ----------------------------------------------------------------------------------
+        recompiles = profiling.CompileCounter()
+        failure = None
+        iteration = start
+        pass_rate = None
+        while iteration < config.num_iterations and not stop.requested and failure is None:
+            t0 = time.monotonic()
+            prompts = stream.next_batch(generator.prompts_wanted())
+            rollout, groups = generator.generate(
+                publish(), prompts, version=state.step, key=sample_key, on_finished=score
+            )
+            t1 = time.monotonic()
+            rewards = pool.collect([group.ticket for group in groups])
+            t2 = time.monotonic()
+            trainable = rewards.outcome == OUTCOME_SCORE
+            ref_logp = compiled["reference"](reference, rollout) if run.keeps_reference else None
+            per_row = (np.where(trainable, rewards.total, 0.0).astype(np.float32), trainable)
+            per_row = jax.device_put(per_row, sharding.leading(mesh, per_row))
+            now = on_device(np.int32(iteration))
+            ring, made = compiled["insert"](ring, rollout, *per_row, ref_logp, now)
+            state, ring, used = compiled["update"](state, ring, now, draw_key)
+            made, used = jax.device_get((made, used))
+            t3 = time.monotonic()
+
+            iteration += 1
+            check_gap(config, iteration, used)
+            values = rollout_values(config, rewards, made) | update_values(config, used, iteration)
+            values |= {
+                "time/generate_s": t1 - t0,
+                "time/reward_s": t2 - t1,
+                "time/update_s": t3 - t2,
+                "throughput/generate_tokens_per_s": values["tokens/generated"] / (t1 - t0),
+                "throughput/update_tokens_per_s": values["tokens/trained"] / (t3 - t2),
+                "memory/peak_bytes": profiling.peak_memory_bytes(mesh),
+            }
+            metrics.write_samples(samples(config, iteration, tokenizer, rollout, groups, rewards))
+            failure = too_many_failures(config, rewards)
+            last = iteration == config.num_iterations or stop.requested or failure is not None
+            pass_rate = None
+            if evaluator and (due(config.eval.every_iterations, iteration) or iteration == config.num_iterations):
+                final = iteration == config.num_iterations
+                result = measure("eval_after" if final else f"eval_{iteration}")
+                pass_rate = result["pass_rate"]
+                values["eval/pass_rate"] = pass_rate
+                values["eval/completion_length_tokens"] = result["completion_length_tokens"]
+            values["compile/recompiles_after_warmup"] = recompiles.after_warmup()
+            values["time/iteration_s"] = time.monotonic() - t0
+            metrics.write(iteration, values)
+            progress.update(iteration, values)
+            if last or due(config.checkpoint.every_iterations, iteration):
+                save(iteration, pass_rate)
+        checkpoints.wait()
+        progress.close()
+
+    # ---- what is left behind -------------------------------------------------------------------------------
+    if failure is not None:
+        print(f"error: {failure}; checkpoint of iteration {iteration} in {checkpoints.directory}", file=sys.stderr)
+        return 1
+    if iteration < config.num_iterations:
+        print(f"stopped by {stop.requested} after iteration {iteration}; checkpoint in {checkpoints.directory}")
+        print("run the same command again to continue")
+        return 0
+    print_samples(workdir)
+    print(f"checkpoint  {checkpoints.directory}")
+    if config.checkpoint.export:
+        hf.export(state.params, run.model, tokenizer, workdir / "hf")
+        print(f"model       {workdir / 'hf'}  (Hugging Face folder)")
+    print(f"report      {report.write_report(workdir)}")
+    return 0
+
+
+def describe(run: Run, source: pretrained.Source, num_train: int, num_held_out: int) -> str:
+    """What the run is about to do, in words and in the four batch numbers."""
+    config, arch = run.config, run.model.arch
+    axes = " x ".join(f"{name} {size}" for name, size in run.mesh.shape.items())
+    kind = run.mesh.devices.flat[0].device_kind
+    devices = f"{run.mesh.size} x {kind}"
+    per_iteration = config.update.updates_per_iteration * config.update.batch_size
+    lines = [
+        f"devices     {devices}; mesh {axes}",
+        f"model       {config.model.path}: {arch.num_params / 1e6:.1f} M parameters, {arch.num_layers} layers, "
+        f"width {arch.width}, vocabulary {arch.vocab_size}, {config.model.compute_dtype}",
+        f"questions   {num_train} to train on, {num_held_out} held out ({config.prompts.source} {config.prompts.name})",
+        "batches, in sequences over all devices",
+        f"  prompts per iteration  {config.rollout.prompts_per_iteration:>6}",
+        f"  group size             {config.rollout.group_size:>6}   {config.rollouts_per_iteration} rollouts generated",
+        f"  update batch           {config.update.batch_size:>6}   x {config.update.updates_per_iteration} updates = "
+        f"{per_iteration} trained, each rollout {per_iteration / config.rollouts_per_iteration:.1f} times",
+        f"  micro-batch            {config.update.micro_batch_size:>6}",
+        f"  ring                   {config.ring_capacity:>6}   {config.ring_capacity // config.rollouts_per_iteration} "
+        "iterations of rollouts",
+        f"weights     {'shared with the sampler, no copy' if run.publish_is_free else 'published to the sampler'}",
+    ]
+    return "\n".join(lines)
+
+
+def carried_slots(run: Run) -> Any:
+    """The sampler state a checkpoint needs: none where every iteration starts with empty slots."""
+    return run.sampler.abstract_state() if run.config.rollout.lookahead_prompts else None
+
+
+def due(every: int, iteration: int) -> bool:
+    return every > 0 and iteration % every == 0
+
+
+def too_many_failures(config: Config, rewards: Rewards) -> str | None:
+    failed = float(np.mean(rewards.outcome != OUTCOME_SCORE))
+    if failed <= config.rewards.max_failure_frac:
+        return None
+    return (
+        f"{failed:.0%} of the rewards failed, more than rewards.max_failure_frac="
+        f"{config.rewards.max_failure_frac}: " + "; ".join(rewards.errors)
+    )
+
+
+class SamplerLearnerGapError(RuntimeError):
+    """Sampler and learner disagree about the probability of what was sampled."""
+
+
+def check_gap(config: Config, iteration: int, used: dict[str, Any]) -> None:
+    """Stop a run whose first batch shows that sampler and learner are not the same model."""
+    limit = config.update.max_sampler_learner_gap_nats
+    if iteration == 1 and used["own_token_count"] > 0 and not used["gap_max"] <= limit:
+        raise SamplerLearnerGapError(
+            f"the learner's log-probs differ from the sampler's by up to {used['gap_max']:.4f} nats, more than "
+            f"update.max_sampler_learner_gap_nats={limit}"
+        )
+
+
+def samples(
+    config: Config, iteration: int, tokenizer: Any, rollout: Rollout, groups: list[FinishedGroup], rewards: Rewards
+) -> list[dict[str, Any]]:
+    """A few rollouts of the iteration as rows of samples.jsonl, spread over its groups."""
+    size = config.rollout.group_size
+    count = min(config.metrics.samples_per_iteration, len(rewards.outcome))
+    picked = [i * len(rewards.outcome) // count for i in range(count)]
+    version, reasons = jax.device_get((rollout.policy_version.max(axis=1), rollout.stop_reason))
+    rows = []
+    for i in picked:
+        group = groups[i // size]
+        rows.append(
+            {
+                "iteration": iteration,
+                "prompt_id": group.prompt_id,
+                "group_id": group.prompt_id,
+                "prompt": group.example.prompt,
+                "completion": tokenizer.decode(group.completions[i % size]),
+                "reward": float(rewards.total[i]),
+                "parts": {name: float(part[i]) for name, part in rewards.parts.items()},
+                "stop_reason": STOP_NAMES[int(reasons[i])],
+                "policy_version": int(version[i]),
+                "age": 0,
+            }
+        )
+    return rows
+
+
+def print_samples(workdir: pathlib.Path) -> None:
+    """Three held-out completions of the trained model, or of its last rollouts where nothing is held out."""
+    evaluation, rollouts = workdir / "eval_after.json", workdir / "samples.jsonl"
+    if evaluation.exists():
+        rows = json.loads(evaluation.read_text())["samples"][:3]
+    else:
+        rows = [json.loads(line) for line in rollouts.read_text().splitlines()[-3:]] if rollouts.exists() else []
+    for row in rows:
+        prompt = row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][-1]["content"]
+        print(f"  {prompt.strip()!r} -> {row['completion'].strip()!r}  reward {row['reward']}")
+
+
+def main() -> None:
+    workdir = pathlib.Path(WORKDIR.value)
+    config = freeze(CONFIG.value)
+    workdir.mkdir(parents=True, exist_ok=True)
+    sys.exit(train(config, workdir, allow_config_changes=ALLOW_CONFIG_CHANGES.value))
+
+
+if __name__ == "__main__":
+    CONFIG = config_flags.DEFINE_config_file("config", None, "Python file with get_config().")
+    WORKDIR = flags.DEFINE_string("workdir", None, "Where the run lives; an existing one is resumed.")
+    ALLOW_CONFIG_CHANGES = flags.DEFINE_bool("allow_config_changes", False, "Resume although settings differ.")
+    flags.mark_flags_as_required(["config", "workdir"])
+    cli.run(main)
