@@ -94,3 +94,12 @@ def test_failed_rewards_take_no_part_and_a_group_without_rewards_is_degenerate()
         np.testing.assert_array_equal(experience.reward, [1, 0, 0, 1, 0, 0, 0])
         np.testing.assert_array_equal(experience.trainable, trainable)
         assert degenerate == 2
+
+
+def test_padding_rows_may_carry_any_group_id():
+    # Three padding rows with ids of their own, sorting before the two groups of the iteration.
+    rollout, trainable = make_rollout([-3, -2, -1, 0, 4, 0, 4]), [False] * 3 + [True] * 4
+    experience, degenerate = assign(rollout, [9, 9, 9, 1, 0, 0, 1], trainable, kind="dr_grpo", num_groups=2)
+    first = experience.advantage[np.arange(7), rollout.prompt_length]
+    np.testing.assert_array_equal(first, [0, 0, 0, 0.5, -0.5, -0.5, 0.5])
+    assert degenerate == 0
