@@ -155,8 +155,11 @@ class _File:
 
 def _dequantise(path: str, tensor: gguf.ReaderTensor, index: tuple[slice, ...]) -> np.ndarray:
     """A part of a tensor in float32. Only the quantisation blocks that it touches are unpacked."""
-    if tensor.data.dtype != np.uint8:
+    unreadable = ConfigError(f"{path}: tensor {tensor.name} is {tensor.tensor_type.name}, which cannot be read")
+    if tensor.data.dtype.kind == "f":
         return tensor.data[index].astype(np.float32)
+    if tensor.data.dtype != np.uint8:
+        raise unreadable
     *rows, columns = index
     block, block_bytes = gguf.GGML_QUANT_SIZES[tensor.tensor_type]
     first, last = columns.start // block, -(-columns.stop // block)
@@ -164,7 +167,7 @@ def _dequantise(path: str, tensor: gguf.ReaderTensor, index: tuple[slice, ...]) 
     try:
         values = gguf.quants.dequantize(raw, tensor.tensor_type)
     except NotImplementedError as error:
-        raise ConfigError(f"{path}: tensor {tensor.name} is {tensor.tensor_type.name}, which cannot be read") from error
+        raise unreadable from error
     return values[..., columns.start - first * block : columns.stop - first * block]
 
 

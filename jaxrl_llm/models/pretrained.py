@@ -59,7 +59,7 @@ def resolve(path: str) -> Source:
         if not Path(path).is_file():
             raise ConfigError(f"model.path={path!r}: no such file")
         return _gguf(path)
-    if Path(path).is_dir():
+    if path and Path(path).is_dir():
         return _folder(path)
     if re.fullmatch(r"[\w.-]+/[\w.-]+", path) and not path.startswith("."):
         return _folder(_download(path))

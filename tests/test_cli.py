@@ -1,0 +1,55 @@
+"""Commands: bad input is one line on stderr and exit status 2, our own errors keep their traceback."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+COMMAND = """
+import os, sys
+from absl import flags
+from jaxrl_llm import cli
+from jaxrl_llm.config import ConfigError
+NUMBER = flags.DEFINE_integer("number", 1, "A number.")
+
+def main():
+    if NUMBER.value == 2:
+        raise ConfigError("a.b=2 is not\\nallowed")
+    if NUMBER.value == 3:
+        raise ValueError("ours")
+    print(NUMBER.value, os.environ["JAX_PLATFORMS"])
+
+cli.run(main)
+"""
+
+
+def run(*arguments, **environment):
+    environment = {**os.environ, **environment}
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", COMMAND, *arguments], capture_output=True, text=True, env=environment
+    )
+
+
+def test_a_good_command_runs():
+    done = run("--number=7", JAX_PLATFORMS="cpu")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "7 cpu\n", "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--number=2"], "error: a.b=2 is not allowed\n"),
+        (["--nmber=2"], "error: Unknown command line flag 'nmber'. Did you mean: number ?\n"),
+        (["--number=x"], "error: flag --number=x: invalid literal for int() with base 10: 'x'\n"),
+        (["stray"], "error: unexpected argument 'stray'; settings are given as --name=value\n"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(arguments, message):
+    done = run(*arguments)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", message)
+
+
+def test_our_own_errors_keep_their_traceback():
+    done = run("--number=3")
+    assert done.returncode == 1 and "Traceback" in done.stderr and "ValueError: ours" in done.stderr
