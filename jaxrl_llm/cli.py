@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from absl import app, flags, logging
 
-from jaxrl_llm.config import ConfigError
+from jaxrl_llm.config import Config, ConfigError, flatten, freeze
 
 # Device nodes of TPUs (older and newer drivers) and of NVIDIA and AMD GPUs.
 ACCELERATORS = ("/dev/accel*", "/dev/vfio/[0-9]*", "/dev/nvidia[0-9]*", "/dev/kfd")
@@ -40,9 +40,32 @@ def run(main: Callable[[], None]) -> None:
 
 def _parse(argv: list[str]) -> list[str]:
     try:
-        return flags.FLAGS(argv)
-    except (flags.Error, ConfigError, OSError) as error:  # OSError: a config file that is not there
+        rest = flags.FLAGS(argv)
+        for name in flags.FLAGS:
+            hasattr(flags.FLAGS[name].value, "to_dict")  # a config file that is not there is missed when looked at
+        return rest
+    except (flags.Error, ConfigError, OSError) as error:
         _fail(error)
+    except AttributeError:  # from ml_collections: an override of a key that is not there, without saying which
+        try:
+            _check_overrides(argv)
+        except ConfigError as error:
+            _fail(error)
+        raise
+
+
+def _check_overrides(argv: list[str]) -> None:
+    """Raise the ``ConfigError`` of a ``--config.a.b=value`` whose key does not exist."""
+    known, unlisted = flatten(Config()), []
+    for argument in argv:
+        key, _, mapping = argument.lstrip("-").partition("=")
+        if argument.startswith("-") and key.startswith("config.") and key.removeprefix("config.") not in known:
+            for part in reversed(key.split(".")[1:]):
+                mapping = {part: mapping}
+            freeze(mapping)
+            unlisted.append(key)  # inside a free-form group, such as prompts.arguments
+    if unlisted:
+        raise ConfigError(f"{', '.join(unlisted)}: the config file has no such key to override")
 
 
 def _fail(error: Exception | str) -> None:

