@@ -191,6 +191,7 @@ def _write_weights(params: Params, folder: Path) -> None:
         file = "model.safetensors" if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
         arrays = {name: fetch() for name, fetch in tensors}
         safetensors.numpy.save_file(arrays, folder / file, metadata={"format": "pt"})
+        (folder / file).chmod(folder.stat().st_mode & 0o666)  # safetensors leaves it to its owner alone
         weight_map.update(dict.fromkeys(arrays, file))
         total += sum(array.nbytes for array in arrays.values())
         del arrays
