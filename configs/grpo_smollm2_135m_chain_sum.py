@@ -11,7 +11,7 @@ def get_config():
     config.prompts.name = "chain_sum"
     config.prompts.arguments = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
     config.prompts.size = 2000
-    config.prompts.max_tokens = 56
+    config.prompts.max_tokens = 48
     config.sampling.max_completion_tokens = 24
     config.rollout.prompts_per_iteration = 8
     config.rollout.group_size = 8

@@ -123,6 +123,8 @@ class ReplayConfig:
     max_uses: int = 0
     # Share of each update batch taken from the rollouts inserted in this iteration.
     fresh_fraction: float = 0.0
+    # Draw only rollouts whose advantage is not zero: a tied group teaches nothing.
+    skip_tied: bool = False
     # Shards of the ring; 0 = the mesh's data-parallel size. Fix it to get the same draws on another mesh.
     shards: int = 0
 

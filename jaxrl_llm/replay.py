@@ -101,7 +101,7 @@ def draw(
     """Draw an update batch, uniformly over the slots that may be drawn and without repeats.
 
     A slot may be drawn when its row is trainable, at most ``max_age_steps`` iterations old and drawn fewer than
-    ``max_uses`` times (0 = no limit). ``fresh_fraction`` of the batch, rounded up per shard, comes from the
+    ``max_uses`` times (0 = no limit), and, with ``skip_tied``, has an advantage that is not zero. ``fresh_fraction`` of the batch, rounded up per shard, comes from the
     rows inserted in this iteration, as far as there are any.
 
     Args:
@@ -128,6 +128,8 @@ def draw(
         drawable_MC = drawable_MC & (age_MC <= config.max_age_steps)
     if config.max_uses:
         drawable_MC = drawable_MC & (ring.uses < config.max_uses)
+    if config.skip_tied:
+        drawable_MC = drawable_MC & (ring.priority > 0)
     # Less a rounding error, lest 0.1 * 30 become 4.
     num_fresh = math.ceil(config.fresh_fraction * num_rows - 1e-9)
     slot_index, is_real = ring_buffer.draw_uniform(key, drawable_MC, age_MC == 0, num_rows, num_fresh)

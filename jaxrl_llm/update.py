@@ -151,31 +151,27 @@ class Update:
         term, is_clipped = clipped_surrogate(
             policy_logp, behaviour_logp, advantage, clip_low=config.clip_low, clip_high=config.clip_high
         )
-        # A token that top-k or top-p no longer admits has ratio 0 and no place in a divergence.
-        supported = mask & jnp.isfinite(policy_logp)
-        finite_logp = jnp.where(supported, policy_logp, 0.0)
         loss = jnp.sum(weight_BS * term)
         sums = {}
         if rows.ref_logp is not None:
-            both = supported & jnp.isfinite(rows.ref_logp)
-            kl = kl_estimate(jnp.where(both, policy_logp, 0.0), jnp.where(both, rows.ref_logp, 0.0),
-                             kind=config.kl_estimator)  # fmt: skip
+            ref_logp = jnp.where(mask, rows.ref_logp, 0.0)
+            kl = kl_estimate(policy_logp, ref_logp, kind=config.kl_estimator)
             loss += config.kl_coefficient * jnp.sum(weight_BS * kl)
             sums["kl_reference_sum"] = jnp.sum(kl)
         ratio = jnp.where(mask, jnp.exp(policy_logp - behaviour_logp), 0.0)
-        own = supported & (rollout.policy_version == version)
+        own = mask & (rollout.policy_version == version)
         total = lambda x: jnp.sum(jnp.where(mask, x, 0).astype(jnp.float32))  # noqa: E731
         sums |= {
             "loss_sum": loss,
             "token_count": total(mask),
             "entropy_sum": total(entropy),
             # From samples of the behaviour policy, so the behaviour is k3's first argument.
-            "kl_behaviour_sum": total(kl_estimate(jnp.where(supported, behaviour_logp, 0.0), finite_logp, kind="k3")),
+            "kl_behaviour_sum": total(kl_estimate(behaviour_logp, policy_logp, kind="k3")),
             "clipped_count": total(is_clipped),
             "ratio_sum": jnp.sum(ratio),
             "ratio_square_sum": jnp.sum(jnp.square(ratio)),
             "ratio_max": jnp.max(ratio),
             "own_token_count": jnp.sum(own.astype(jnp.float32)),
-            "gap_max": jnp.max(jnp.where(own, jnp.abs(finite_logp - behaviour_logp), 0.0)),
+            "gap_max": jnp.max(jnp.where(own, jnp.abs(policy_logp - behaviour_logp), 0.0)),
         }
         return loss, jax.lax.stop_gradient(sums)

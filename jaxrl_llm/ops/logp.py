@@ -61,8 +61,10 @@ def completion_logp(
     def one_chunk(carry, xs):
         hidden_Bcd, target_Bc = xs
         logits = project(hidden_Bcd.reshape(B * chunk, D), head_DV)
-        logits = filter_logits(logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-        logp, entropy = token_logp(logits, target_Bc.reshape(-1))
+        target = target_Bc.reshape(-1)
+        # The sampled token stays in: a replayed one may be outside the support the filters leave today.
+        settings = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+        logp, entropy = token_logp(filter_logits(logits, **settings, keep_token=target), target)
         return carry, (logp.reshape(B, chunk), entropy.reshape(B, chunk))
 
     split = lambda x: x.reshape(B, num_chunks, chunk, *x.shape[2:]).swapaxes(0, 1)  # noqa: E731
