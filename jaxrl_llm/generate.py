@@ -103,7 +103,7 @@ def _prompt_ids(path: str, row: dict[str, Any], tokenizer: Any, vocab_size: int,
         return rows.token_ids(path, row, "prompt_ids", vocab_size, minimum=1)
     prompt = row.get("prompt", row.get("messages"))
     if not isinstance(prompt, (str, list)) or not prompt:
-        raise ConfigError(f"{path}:{row['_line']}: must have `prompt_ids`, or a `prompt` or `messages` that is not empty")
+        raise ConfigError(f"{path}:{row['_line']}: must have `prompt_ids`, or a non-empty `prompt` or `messages`")
     return tokenizer.encode_prompt(prompt, chat_template=True, system_prompt=system_prompt)
 
 

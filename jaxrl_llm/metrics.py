@@ -75,7 +75,9 @@ METRICS: dict[str, Metric] = {
     "optimizer/learning_rate": Metric("per step", "Learning rate of the iteration's last optimizer step."),
     "replay/age_mean_steps": Metric("iterations", "Iterations since insertion, mean over rollouts drawn."),
     "replay/age_max_steps": Metric("iterations", "Iterations since insertion of the oldest rollout drawn."),
-    "replay/uses_mean": Metric("draws", "Times a drawn rollout has been drawn, this draw counted; mean over rollouts drawn."),
+    "replay/uses_mean": Metric(
+        "draws", "Times a drawn rollout has been drawn, this draw counted; mean over rollouts drawn."
+    ),
     "replay/first_use_frac": Metric("fraction", "Draws that were the first of their rollout, over draws."),
     "replay/filled_frac": Metric("fraction", "Filled slots of the ring, over its capacity."),
     "replay/drawn_rows": Metric("rollouts", "Rollouts drawn in the iteration, over all its optimizer steps."),

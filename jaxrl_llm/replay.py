@@ -101,8 +101,9 @@ def draw(
     """Draw an update batch, uniformly over the slots that may be drawn and without repeats.
 
     A slot may be drawn when its row is trainable, at most ``max_age_steps`` iterations old and drawn fewer than
-    ``max_uses`` times (0 = no limit), and, with ``skip_tied``, has an advantage that is not zero. ``fresh_fraction`` of the batch, rounded up per shard, comes from the
-    rows inserted in this iteration, as far as there are any.
+    ``max_uses`` times (0 = no limit), and, with ``skip_tied``, has an advantage that is not zero.
+    ``fresh_fraction`` of the batch, rounded up per shard, comes from the rows inserted in this iteration, as far
+    as there are any.
 
     Args:
         ring: donate it.

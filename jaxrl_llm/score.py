@@ -74,7 +74,7 @@ def score(source: pretrained.Source, path: str, *, batch_size: int, compute_dtyp
         for start in range(0, len(members), at_once):
             chosen = members[start : start + at_once]
             padded = chosen + [chosen[-1]] * (at_once - len(chosen))
-            both = [sum(pairs[i], []) for i in padded]
+            both = [prompt + completion for prompt, completion in (pairs[i] for i in padded)]
             arrays = (
                 np.asarray([ids + [0] * (width - len(ids)) for ids in both], np.int32),
                 np.asarray([len(pairs[i][0]) for i in padded], np.int32),

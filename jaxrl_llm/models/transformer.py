@@ -11,6 +11,8 @@ Owns: parameter shapes with their logical axes, the forward pass. Does not know:
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -28,11 +30,8 @@ INIT_STDDEV = 0.02
 
 
 def _param(rngs: nnx.Rngs, shape: tuple[int, ...], logical_axes: tuple[str, ...], *, norm: bool = False) -> nnx.Param:
-    if norm:
-        value = jnp.ones(shape, jnp.float32)
-    else:
-        value = INIT_STDDEV * jax.random.normal(rngs.params(), shape, jnp.float32)
-    return nnx.Param(value, logical_axes=logical_axes)
+    init = jnp.ones(shape) if norm else INIT_STDDEV * jax.random.normal(rngs.params(), shape)
+    return nnx.Param(init, logical_axes=logical_axes)
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
@@ -141,12 +140,7 @@ class Model:
 
     def init(self, key: jax.Array, mesh: Mesh) -> Params:
         """Random float32 parameters, each born on its shard."""
-        shardings = jax.tree.map(lambda x: x.sharding, self.abstract_params(mesh))
-
-        def make(key):
-            return nnx.to_pure_dict(nnx.state(Transformer(self.arch, rngs=nnx.Rngs(params=key))))
-
-        return jax.jit(make, out_shardings=shardings)(key)
+        return _init_program(self.arch, mesh)(key)
 
     def forward(self, params: Params, tokens: jax.Array, positions: jax.Array, *, prefix=None, remat: bool = False):
         """Hidden states after the final norm.
@@ -168,3 +162,13 @@ class Model:
     def head(self, params: Params) -> jax.Array:
         """Output projection [D,V]."""
         return params["embedding"].T if self.arch.tied else params["head"]
+
+
+@functools.lru_cache
+def _init_program(arch: Architecture, mesh: Mesh) -> Callable[[jax.Array], Params]:
+    """Kept, for a jitted closure made anew would be compiled anew."""
+
+    def make(key):
+        return nnx.to_pure_dict(nnx.state(Transformer(arch, rngs=nnx.Rngs(params=key))))
+
+    return jax.jit(make, out_shardings=jax.tree.map(lambda x: x.sharding, Model(arch).abstract_params(mesh)))
