@@ -21,6 +21,7 @@ import json
 import os
 import pathlib
 import signal
+import sys
 from typing import Any
 
 import jax
@@ -347,3 +348,6 @@ class StopRequest:
         if self.requested is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.requested = signal.Signals(number).name
+        # Not print: a handler may interrupt one. Says that Ctrl-C was heard while an iteration runs on.
+        note = f"\n{self.requested}: finishing this iteration, then saving (Ctrl-C again stops at once)\n"
+        os.write(sys.stderr.fileno(), note.encode())

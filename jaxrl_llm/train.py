@@ -77,10 +77,7 @@ def train(config: Config, workdir: pathlib.Path, *, allow_config_changes: bool =
 
         # ---- state: fresh, or the checkpoint's --------------------------------------------------------
         generator = Generator(run.sampler, compiled, tokenizer.decode)
-        evaluator = None
-        if run.eval_sampler:
-            evals = {name.removeprefix("eval_"): p for name, p in compiled.items() if name.startswith("eval_")}
-            evaluator = Generator(run.eval_sampler, evals, tokenizer.decode)
+        evals = {name.removeprefix("eval_"): p for name, p in compiled.items() if name.startswith("eval_")}
         abstract = {"train": run.abstract_state, "ring": run.abstract_ring, "sampler": carried_slots(run)}
         restored = checkpoints.restore(abstract, config, allow_config_changes=allow_config_changes)
         reference = None
@@ -111,7 +108,7 @@ def train(config: Config, workdir: pathlib.Path, *, allow_config_changes: bool =
         def measure(name: str) -> dict[str, Any]:
             """Evaluate, and keep the completions for the report."""
             result = evaluate(
-                evaluator,
+                Generator(run.eval_sampler, evals, tokenizer.decode),  # made anew: its slots are freed after
                 publish(),
                 held_out,
                 pool,
@@ -134,7 +131,7 @@ def train(config: Config, workdir: pathlib.Path, *, allow_config_changes: bool =
             arrays = {"train": state, "ring": ring, "sampler": sampler_state}
             checkpoints.save(iteration, arrays, host, config, pass_rate=pass_rate)
 
-        if evaluator and start == 0:
+        if evals and start == 0:
             measure("eval_before")
 
         # ---- the loop ----------------------------------------------------------------------------------
@@ -176,7 +173,7 @@ def train(config: Config, workdir: pathlib.Path, *, allow_config_changes: bool =
             failure = too_many_failures(config, rewards)
             last = iteration == config.num_iterations or stop.requested or failure is not None
             pass_rate = None
-            if evaluator and (due(config.eval.every_iterations, iteration) or iteration == config.num_iterations):
+            if evals and (due(config.eval.every_iterations, iteration) or iteration == config.num_iterations):
                 final = iteration == config.num_iterations
                 result = measure("eval_after" if final else f"eval_{iteration}")
                 pass_rate = result["pass_rate"]
@@ -273,10 +270,11 @@ def samples(
     size = config.rollout.group_size
     count = min(config.metrics.samples_per_iteration, len(rewards.outcome))
     picked = [i * len(rewards.outcome) // count for i in range(count)]
-    version, reasons = jax.device_get((rollout.policy_version.max(axis=1), rollout.stop_reason))
+    versions, reasons = jax.device_get((rollout.policy_version, rollout.stop_reason))
     rows = []
     for i in picked:
         group = groups[i // size]
+        own = versions[i][versions[i] >= 0]  # of the completion's tokens
         rows.append(
             {
                 "iteration": iteration,
@@ -287,8 +285,8 @@ def samples(
                 "reward": float(rewards.total[i]),
                 "parts": {name: float(part[i]) for name, part in rewards.parts.items()},
                 "stop_reason": STOP_NAMES[int(reasons[i])],
-                "policy_version": int(version[i]),
-                "age": 0,
+                "policy_version": int(own.min()),
+                "age": int(own.max() - own.min()),  # policy versions between its first token and its last
             }
         )
     return rows
