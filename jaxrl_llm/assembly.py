@@ -147,7 +147,12 @@ class Run:
     def _update(self, state, ring, iteration, key):
         def draw(ring, key):
             ring, batch, info = replay.draw(
-                ring, key, iteration, self.config.replay, batch_size=self.config.update.batch_size
+                ring,
+                key,
+                iteration,
+                self.config.replay,
+                batch_size=self.config.update.batch_size,
+                group_size=self.config.rows_per_draw,
             )
             return ring, batch, replay.sums(info)
 
@@ -238,7 +243,7 @@ def assemble(config: Config, arch: Architecture, eos_ids: tuple[int, ...], mesh:
         optimizer=optimizer,
         sampler=sampler,
         eval_sampler=eval_sampler(config, sampler) if config.eval.num_prompts else None,
-        update=Update(config.update, config.sampling, model, optimizer, shards),
+        update=Update(config.update, config.sampling, model, optimizer, shards, config.rows_per_draw),
     )
 
 

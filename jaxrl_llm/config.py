@@ -123,6 +123,8 @@ class ReplayConfig:
     max_uses: int = 0
     # Share of each update batch taken from the rollouts inserted in this iteration.
     fresh_fraction: float = 0.0
+    # What is drawn: "rollout", or "group" (all samples of a prompt, whose prompt the learner then computes once).
+    unit: str = "rollout"
     # Draw only rollouts whose advantage is not zero: a tied group teaches nothing.
     skip_tied: bool = False
     # Shards of the ring; 0 = the mesh's data-parallel size. Fix it to get the same draws on another mesh.
@@ -238,6 +240,11 @@ class Config:
         return self.rollout.slots or self.rollouts_per_iteration
 
     @property
+    def rows_per_draw(self) -> int:
+        """Neighbouring rows of an update batch that share a prompt."""
+        return self.rollout.group_size if self.replay.unit == "group" else 1
+
+    @property
     def ring_capacity(self) -> int:
         return self.replay.capacity or self.rollouts_per_iteration
 
@@ -248,6 +255,7 @@ CHOICES = {
     "prompts.source": ("letters", "reasoning_gym", "jsonl", "parquet"),
     "prompts.bad_row": ("error", "skip"),
     "prompts.long_prompt": ("error", "skip"),
+    "replay.unit": ("rollout", "group"),
     "credit.advantage": ("grpo", "dr_grpo", "leave_one_out"),
     "update.aggregation": ("token_mean", "sequence_mean", "constant_length"),
     "update.kl_estimator": ("k1", "k2", "k3"),
@@ -424,6 +432,11 @@ def _check_combinations(c: Config) -> None:
     require(
         c.prompts.source in ("jsonl", "parquet") or c.prompts.size > 0,
         f"prompts.size={c.prompts.size} must be at least 1 for prompts.source={c.prompts.source!r}",
+    )
+    require(
+        c.replay.unit == "rollout" or c.update.micro_batch_size % c.rollout.group_size == 0,
+        f"update.micro_batch_size={c.update.micro_batch_size} must be a multiple of rollout.group_size="
+        f"{c.rollout.group_size} for replay.unit='group'",
     )
     require(
         c.checkpoint.keep_best == 0 or c.eval.num_prompts > 0,

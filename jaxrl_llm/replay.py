@@ -96,7 +96,13 @@ def insert(ring: RingState, experience: Experience, iteration: jax.Array) -> Rin
 
 
 def draw(
-    ring: RingState, key: jax.Array, iteration: jax.Array, config: ReplayConfig, *, batch_size: int
+    ring: RingState,
+    key: jax.Array,
+    iteration: jax.Array,
+    config: ReplayConfig,
+    *,
+    batch_size: int,
+    group_size: int = 1,
 ) -> tuple[RingState, Experience, DrawInfo]:
     """Draw an update batch, uniformly over the slots that may be drawn and without repeats.
 
@@ -104,6 +110,9 @@ def draw(
     ``max_uses`` times (0 = no limit), and, with ``skip_tied``, has an advantage that is not zero.
     ``fresh_fraction`` of the batch, rounded up per shard, comes from the rows inserted in this iteration, as far
     as there are any.
+
+    With ``group_size`` above 1 whole groups are drawn instead of rollouts: runs of that many neighbouring slots,
+    as ``insert`` was given them. A group may be drawn when any of its rows may; its rows come out side by side.
 
     Args:
         ring: donate it.
@@ -131,9 +140,19 @@ def draw(
         drawable_MC = drawable_MC & (ring.uses < config.max_uses)
     if config.skip_tied:
         drawable_MC = drawable_MC & (ring.priority > 0)
+    if num_slots % group_size or num_rows % group_size:
+        raise ConfigError(
+            f"replay.unit='group': rollout.group_size={group_size} must divide the {num_slots} slots and the "
+            f"{num_rows} drawn rows of each of {num_shards} ring shards"
+        )
+    num_draws = num_rows // group_size
     # Less a rounding error, lest 0.1 * 30 become 4.
-    num_fresh = math.ceil(config.fresh_fraction * num_rows - 1e-9)
-    slot_index, is_real = ring_buffer.draw_uniform(key, drawable_MC, age_MC == 0, num_rows, num_fresh)
+    num_fresh = math.ceil(config.fresh_fraction * num_draws - 1e-9)
+    any_of = lambda x: jnp.any(x.reshape(num_shards, -1, group_size), axis=-1)  # noqa: E731
+    group_index, is_real = ring_buffer.draw_uniform(key, any_of(drawable_MC), any_of(age_MC == 0), num_draws, num_fresh)
+    slot_index = group_index[:, :, None] * group_size + jnp.arange(group_size)[None, None, :]
+    slot_index = slot_index.reshape(num_shards, num_rows)
+    is_real = jnp.repeat(is_real, group_size, axis=1)
 
     experience, age, uses_before = ring_buffer.take((ring.slots, age_MC, ring.uses), slot_index)
     experience = experience.replace(trainable=experience.trainable & is_real)

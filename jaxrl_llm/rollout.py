@@ -498,7 +498,8 @@ class Generator:
                     first = int(scanned[shard, entry, g]) + 1
                     while not any(stop in self.decode_text(row[:first]) for stop in stops):
                         first += 1
-                    if first < len(row) or reasons[shard, entry, g] == STOP_NONE:
+                    # Completed by the last token allowed it is no truncation.
+                    if first < len(row) or reasons[shard, entry, g] in (STOP_NONE, STOP_LENGTH):
                         new_length[shard, entry, g] = len(prompt) + first
                 scanned[shard, entry, g] = len(row)
         if not new_length.any():

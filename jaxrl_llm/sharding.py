@@ -73,17 +73,20 @@ def check_divisible(config: Config, mesh: Mesh) -> None:
         "rollout.prompts_per_iteration": (config.rollout.prompts_per_iteration, num_shards),
         "rollout.lookahead_prompts": (config.rollout.lookahead_prompts, num_shards),
         "rollout.slots": (config.num_slots, num_shards),
-        "update.micro_batch_size": (config.update.micro_batch_size, ring_shards),
-        "update.batch_size": (config.update.batch_size, ring_shards),
-        "replay.capacity": (config.ring_capacity, ring_shards),
+        "update.micro_batch_size": (config.update.micro_batch_size, ring_shards * config.rows_per_draw),
+        "update.batch_size": (config.update.batch_size, ring_shards * config.rows_per_draw),
+        "replay.capacity": (config.ring_capacity, ring_shards * config.rows_per_draw),
     }
     for path, (value, shards) in numbers.items():
         if value % shards:
-            what = "mesh.data x mesh.fsdp devices" if shards == num_shards else "replay.shards"
-            raise ConfigError(f"{path}={value} must be a multiple of {shards} ({what})")
-    if config.rollouts_per_iteration % ring_shards:
+            raise ConfigError(
+                f"{path}={value} must be a multiple of {shards}: it is split over {num_shards} data-parallel devices, "
+                f"{ring_shards} ring shards and groups of {config.rows_per_draw}"
+            )
+    if config.rollouts_per_iteration % (ring_shards * config.rows_per_draw):
         raise ConfigError(
-            f"replay.shards={ring_shards} must divide the {config.rollouts_per_iteration} rollouts of an iteration"
+            f"replay.shards={ring_shards} must divide the {config.rollouts_per_iteration} rollouts of an iteration, "
+            f"in groups of {config.rows_per_draw}"
         )
 
 

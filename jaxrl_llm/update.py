@@ -41,6 +41,7 @@ class Update:
     Attributes:
         sampling: the distribution completions were drawn from.
         num_devices: data-parallel devices a micro-batch is split over.
+        group_size: each run of this many rows of a batch has one prompt; 1 = each its own.
     """
 
     config: UpdateConfig
@@ -48,6 +49,7 @@ class Update:
     model: Model
     optimizer: optax.GradientTransformation
     num_devices: int
+    group_size: int = 1
 
     def step(
         self, state: TrainState, ring: RingState, key: jax.Array, draw: Draw
@@ -77,7 +79,7 @@ class Update:
     def apply_batch(self, state: TrainState, batch: Experience) -> tuple[TrainState, dict[str, jax.Array]]:
         """One optimizer step on rows [M, b, ...]; skipped where they hold no token or the gradient is not finite."""
         gradient, sums = self.gradient(state.params, batch, state.step)
-        norm = optax.global_norm(gradient)
+        norm = optax.tree.norm(gradient)
         usable = jnp.isfinite(norm) & (sums["token_count"] > 0)
 
         def apply(state: TrainState) -> TrainState:
@@ -140,6 +142,7 @@ class Update:
             sampling=self.sampling,
             completion_width=self.sampling.max_completion_tokens,
             chunk_positions=max(1, config.logp_chunk_tokens // rows_per_device),
+            group_size=self.group_size,
             remat=True,
         )
         # Off the loss's tokens every input is a harmless constant: 0 * nan is nan.

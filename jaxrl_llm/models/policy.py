@@ -1,7 +1,14 @@
 """The policy as the learner sees it: log-probabilities of the completions of whole rows.
 
 The one function behind the update, the reference's log-probs and the ``score`` command.
-Letters: B rows, S row width.
+
+Rows of a group have one prompt. Where a batch comes in whole groups, the prompt runs once per group, and the
+completions attend to its keys and values as a decode step attends to its cache:
+
+    prompts [B/G, L]      -> hidden states, keys and values        one forward and backward per group
+    completions [B, C]    -> attend to their prompt and themselves
+
+Letters: B rows, G rows of a group, S row width, L = S - C prompt width, C completion width.
 """
 
 from __future__ import annotations
@@ -11,7 +18,7 @@ import jax.numpy as jnp
 
 from jaxrl_llm.config import SamplingConfig
 from jaxrl_llm.models.transformer import Model, Params
-from jaxrl_llm.ops.logp import completion_logp
+from jaxrl_llm.ops.logp import chunked_logp, completion_window, place_completion
 
 
 def row_logp(
@@ -24,33 +31,61 @@ def row_logp(
     sampling: SamplingConfig,
     completion_width: int,
     chunk_positions: int,
+    group_size: int = 1,
     remat: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Log-probability of every completion token, and entropy, under the sampling distribution of ``params``.
 
     Args:
         tokens_BS: [B,S] i32 right-padded rows ``prompt ++ completion``.
-        prompt_length, length: [B] i32.
+        prompt_length, length: [B] i32, prompt_length at least 1.
         sampling: temperature and filters; its temperature must be positive.
-        completion_width: the longest completion.
+        completion_width: the longest completion; with groups, prompts are at most S minus this.
         chunk_positions: positions of each row whose logits are live at once.
+        group_size: each run of this many rows has one prompt, which is then computed once; 1 = each its own.
         remat: this is the forward of a backward pass.
 
     Returns:
         logp, entropy: [B,S] f32 nats, 0.0 off the completion.
     """
-    positions = jnp.broadcast_to(jnp.arange(tokens_BS.shape[1], dtype=jnp.int32), tokens_BS.shape)
-    hidden_BSD, _ = model.forward(params, tokens_BS, positions, remat=remat)
-    return completion_logp(
-        hidden_BSD,
+    B, S = tokens_BS.shape
+    target_BC = completion_window(tokens_BS, prompt_length, completion_width)
+    if group_size == 1:
+        positions = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32), (B, S))
+        hidden_BSD, _ = model.forward(params, tokens_BS, positions, remat=remat)
+        hidden_BCD = completion_window(hidden_BSD, prompt_length - 1, completion_width)
+    else:
+        hidden_BCD = _hidden_of_groups(model, params, tokens_BS, prompt_length, target_BC, group_size, remat)
+    both = chunked_logp(
+        hidden_BCD,
         model.head(params),
-        tokens_BS,
-        prompt_length,
-        length,
-        completion_width=completion_width,
+        target_BC,
         chunk=chunk_positions,
         temperature=sampling.temperature,
         top_k=sampling.top_k,
         top_p=sampling.top_p,
         min_p=sampling.min_p,
     )
+    logp, entropy = (place_completion(x, prompt_length, length, S) for x in both)
+    return logp, entropy
+
+
+def _hidden_of_groups(model, params, tokens_BS, prompt_length, completion_BC, group_size, remat) -> jax.Array:
+    """Hidden states that predict the completion tokens, [B,C,D], with each group's prompt computed once."""
+    B, S = tokens_BS.shape
+    C = completion_BC.shape[1]
+    L, P = S - C, B // group_size
+    # Past its prompt a group's row goes on with a completion; nothing that is used attends to it.
+    prompts_PL = tokens_BS.reshape(P, group_size, S)[:, 0, :L]
+    positions = jnp.broadcast_to(jnp.arange(L, dtype=jnp.int32), (P, L))
+    hidden_PLD, kv = model.forward(params, prompts_PL, positions, remat=remat)
+    last_P1D = completion_window(hidden_PLD, prompt_length[::group_size] - 1, 1)
+
+    visible_BL = jnp.arange(L)[None, :] < prompt_length[:, None]
+    keys, values = (jnp.repeat(x, group_size, axis=1) for x in kv)
+    positions_BC = prompt_length[:, None] + jnp.arange(C, dtype=jnp.int32)[None, :]
+    hidden_BCD, _ = model.forward(
+        params, completion_BC, positions_BC, prefix=(keys, values, visible_BL), remat=remat
+    )
+    # The prompt's last token predicts the first completion token, and each completion token the next.
+    return jnp.concatenate([jnp.repeat(last_P1D, group_size, axis=0), hidden_BCD[:, :-1]], axis=1)

@@ -1,8 +1,8 @@
-"""Log-probability and entropy of completion tokens from hidden states, without a [rows, length, vocab] array.
+"""Log-probability and entropy of tokens from hidden states, a few positions at a time.
 
-Only completion positions are projected to the vocabulary, a chunk of positions at a time, and the
-backward pass recomputes each chunk's logits. A chunk holds whole vocabulary rows: a top-p filter needs
-them, and on a mesh the vocabulary may be split over devices.
+Only completion positions are projected to the vocabulary, a chunk of them at once, and the backward pass
+recomputes each chunk's logits: no [rows, length, vocabulary] array ever lives. A chunk holds whole
+vocabulary rows: a top-p filter needs them, and on a mesh the vocabulary may be split over devices.
 
 Letters: B rows, S row width, C completion width, X positions, D model width, V vocabulary.
 """
@@ -21,57 +21,61 @@ def project(hidden_XD: jax.Array, head_DV: jax.Array) -> jax.Array:
     return jnp.einsum("XD,DV->XV", hidden_XD, head_DV.astype(hidden_XD.dtype), preferred_element_type=jnp.float32)
 
 
-def completion_logp(
-    hidden_BSD: jax.Array,
+def chunked_logp(
+    hidden_BCD: jax.Array,
     head_DV: jax.Array,
-    tokens_BS: jax.Array,
-    prompt_length: jax.Array,
-    length: jax.Array,
+    target_BC: jax.Array,
     *,
-    completion_width: int,
     chunk: int,
     temperature: float,
     top_k: int,
     top_p: float,
     min_p: float,
 ) -> tuple[jax.Array, jax.Array]:
-    """Log-probability of each completion token and entropy of the distribution it was drawn from.
+    """Log-probability of each target and entropy of the distribution it was drawn from.
 
     Args:
-        hidden_BSD: final hidden states; position t predicts token t+1.
+        hidden_BCD: final hidden states, each the one that predicts its target.
         head_DV: output projection.
-        tokens_BS: [B,S] i32 rows ``prompt ++ completion``.
-        prompt_length, length: [B] i32, prompt_length at least 1.
-        completion_width: C, the longest completion.
+        target_BC: [B,C] i32 token ids.
         chunk: positions of each row projected at once.
         temperature, top_k, top_p, min_p: settings of the distribution (see ops.sampling.filter_logits).
 
     Returns:
-        logp and entropy, each [B,S] f32 nats, ``logp[t]`` of ``tokens[t]``, 0.0 off the completion.
+        logp and entropy, each [B,C] f32 nats.
     """
-    B, S, D = hidden_BSD.shape
-    chunk = min(chunk, completion_width)
-    num_chunks = -(-completion_width // chunk)
-    # Position of the hidden state that predicts completion token c.
-    at_BC = prompt_length[:, None] - 1 + jnp.arange(num_chunks * chunk)[None, :]
-    hidden_BCD = jnp.take_along_axis(hidden_BSD, jnp.minimum(at_BC, S - 1)[:, :, None], axis=1)
-    target_BC = jnp.take_along_axis(tokens_BS, jnp.minimum(at_BC + 1, S - 1), axis=1)
+    B, C, D = hidden_BCD.shape
+    chunk = min(chunk, C)
+    num_chunks = -(-C // chunk)
+    spare = num_chunks * chunk - C
 
     @jax.checkpoint
     def one_chunk(carry, xs):
         hidden_Bcd, target_Bc = xs
-        logits = project(hidden_Bcd.reshape(B * chunk, D), head_DV)
         target = target_Bc.reshape(-1)
+        logits = project(hidden_Bcd.reshape(B * chunk, D), head_DV)
         # The sampled token stays in: a replayed one may be outside the support the filters leave today.
         settings = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
         logp, entropy = token_logp(filter_logits(logits, **settings, keep_token=target), target)
         return carry, (logp.reshape(B, chunk), entropy.reshape(B, chunk))
 
-    split = lambda x: x.reshape(B, num_chunks, chunk, *x.shape[2:]).swapaxes(0, 1)  # noqa: E731
-    _, (logp, entropy) = jax.lax.scan(one_chunk, None, (split(hidden_BCD), split(target_BC)))
-    join = lambda x: x.swapaxes(0, 1).reshape(B, num_chunks * chunk)  # noqa: E731
+    def split(x):  # [B, C, ...] -> [chunks, B, chunk, ...]
+        x = jnp.pad(x, ((0, 0), (0, spare)) + ((0, 0),) * (x.ndim - 2))
+        return x.reshape(B, num_chunks, chunk, *x.shape[2:]).swapaxes(0, 1)
 
-    mask_BS = completion_mask(prompt_length, length, S)
-    back_BS = jnp.clip(jnp.arange(S)[None, :] - prompt_length[:, None], 0, num_chunks * chunk - 1)
-    place = lambda x: jnp.where(mask_BS, jnp.take_along_axis(join(x), back_BS, axis=1), 0.0)  # noqa: E731
-    return place(logp), place(entropy)
+    _, both = jax.lax.scan(one_chunk, None, (split(hidden_BCD), split(target_BC)))
+    logp, entropy = (x.swapaxes(0, 1).reshape(B, num_chunks * chunk)[:, :C] for x in both)
+    return logp, entropy
+
+
+def completion_window(x_BS: jax.Array, first: jax.Array, width: int) -> jax.Array:
+    """``width`` positions of each row [B,S,...] from position ``first`` [B] on, clipped to the row: [B,width,...]."""
+    at = jnp.minimum(first[:, None] + jnp.arange(width)[None, :], x_BS.shape[1] - 1)
+    return jnp.take_along_axis(x_BS, at.reshape(*at.shape, *(1,) * (x_BS.ndim - 2)), axis=1)
+
+
+def place_completion(x_BC: jax.Array, prompt_length: jax.Array, length: jax.Array, row_width: int) -> jax.Array:
+    """Values of completion tokens [B,C] at their places in rows [B,S]; 0.0 off the completion."""
+    back = jnp.clip(jnp.arange(row_width)[None, :] - prompt_length[:, None], 0, x_BC.shape[1] - 1)
+    mask_BS = completion_mask(prompt_length, length, row_width)
+    return jnp.where(mask_BS, jnp.take_along_axis(x_BC, back, axis=1), 0.0)
