@@ -1,0 +1,161 @@
+"""What the tests of whole steps are built from: a tiny model with outspoken weights, ragged prompts, random rows.
+
+Owns: sizes and shorthands. Expected values come from elsewhere.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+
+from jaxrl_llm import sharding
+from jaxrl_llm.config import MeshConfig, SamplingConfig
+from jaxrl_llm.models.presets import Architecture
+from jaxrl_llm.models.transformer import Model
+from jaxrl_llm.programs import compile_all
+from jaxrl_llm.rollout import Generator, Sampler
+from jaxrl_llm.types import Example, Experience, PromptBatch, Rollout
+
+# Two blocks of the inverse-CDF search (264 > 256); heads and vocabulary divide over tensor = 2.
+TINY = Architecture(vocab_size=264, width=16, num_layers=2, num_heads=4, num_kv_heads=2, head_size=4, ffn=32)
+PROMPT_TOKENS, COMPLETION_TOKENS = 6, 8
+ROW_TOKENS = PROMPT_TOKENS + COMPLETION_TOKENS
+# A tenth of the vocabulary ends a completion, so that lengths differ.
+EOS_IDS = tuple(range(5, 264, 10))
+ONE, EIGHT, CUBE = MeshConfig(data=1), MeshConfig(data=8), MeshConfig(data=2, fsdp=2, tensor=2)
+
+
+@functools.cache
+def mesh_of(config):
+    """Mesh over as many of the simulated devices as the config's axes need."""
+    return sharding.make_mesh(config, jax.devices()[: config.data * config.fsdp * config.tensor])
+
+
+def host_params(model, seed=0):
+    """Float32 numpy weights whose norms scale and whose logits spread (std 1); larger ones amplify rounding."""
+    rng = np.random.default_rng(seed)
+
+    def draw(path, leaf):
+        if "norm" in path[-1].key:
+            return (1 + 0.2 * rng.normal(size=leaf.shape)).astype(np.float32)
+        return (rng.normal(size=leaf.shape) / np.sqrt(model.arch.width)).astype(np.float32)
+
+    return jax.tree_util.tree_map_with_path(draw, model.abstract_params(mesh_of(ONE)))
+
+
+def learner_params(model, mesh, seed=0):
+    return jax.device_put(host_params(model, seed), jax.tree.map(lambda x: x.sharding, model.abstract_params(mesh)))
+
+
+# --- sampling ------------------------------------------------------------------------------------------------------
+
+
+def make_sampler(mesh=ONE, arch=TINY, *, sampling=None, **settings):
+    """A sampler of 8 prompts x 3 samples; ``settings`` are its fields."""
+    defaults = dict(num_prompts=8, group_size=3, max_prompt_tokens=PROMPT_TOKENS, num_slots=24, chunk_steps=16)
+    return Sampler(
+        model=Model(arch),
+        mesh=mesh_of(mesh),
+        sampling=dataclasses.replace(SamplingConfig(max_completion_tokens=COMPLETION_TOKENS), **sampling or {}),
+        eos_ids=EOS_IDS,
+        **defaults | settings,
+    )
+
+
+def abstract_sampler_params(sampler):
+    return sampler.model.abstract_params(sampler.mesh, rules=sharding.SAMPLER_RULES)
+
+
+@functools.cache
+def compile_sampler(sampler):
+    """Its programs, compiled; those that a sampler of the same shapes has compiled already are taken from it."""
+    programs = sampler.programs(abstract_sampler_params(sampler))
+    plain = dataclasses.replace(sampler, sampling=SamplingConfig(max_completion_tokens=COMPLETION_TOKENS))
+    stops = dataclasses.replace(sampler, sampling=dataclasses.replace(sampler.sampling, stop_strings=()))
+    if sampler == plain:
+        return compile_all({k: v for k, v in programs.items() if k != "stop_rows"}, sampler.mesh)
+    if sampler == stops:
+        return compile_sampler(plain) | compile_all({"decode": programs["decode"]}, sampler.mesh)
+    return compile_sampler(stops) | compile_all({"stop_rows": programs["stop_rows"]}, sampler.mesh)
+
+
+def letters(ids):
+    """Text of token ids: one letter each, ends of sequence left out."""
+    return "".join(chr(ord("a") + i % 26) for i in ids if i not in EOS_IDS)
+
+
+class Sampling:
+    """A generator with weights and a key; ``__call__`` generates once and returns numpy rows."""
+
+    def __init__(self, sampler, *, seed=0):
+        self.sampler = sampler
+        self.generator = Generator(sampler, compile_sampler(sampler), letters)
+        layout = jax.tree.map(lambda x: x.sharding, abstract_sampler_params(sampler))
+        self.params = jax.device_put(host_params(sampler.model), layout)
+        self.key = self.put(jax.random.key(seed))
+
+    def put(self, x):
+        return jax.device_put(x, sharding.replicated(self.sampler.mesh, 0))
+
+    def __call__(self, prompts, *, version=0, on_finished=lambda group: None):
+        rollout, groups = self.generator.generate(
+            self.params, prompts, version=self.put(np.int32(version)), key=self.key, on_finished=on_finished
+        )
+        return jax.tree.map(np.asarray, rollout), groups
+
+
+def make_prompts(ids, *, width=PROMPT_TOKENS, arch=TINY):
+    """Prompts of 1 to 6 tokens, each a function of its id alone."""
+    tokens, length = np.zeros((len(ids), width), np.int32), np.zeros(len(ids), np.int32)
+    for row, name in enumerate(ids):
+        rng = np.random.default_rng([7, name])
+        length[row] = 1 + name % PROMPT_TOKENS
+        tokens[row, : length[row]] = rng.integers(0, arch.vocab_size, length[row])
+    examples = tuple(Example(f"prompt {name}", {}) for name in ids)
+    return PromptBatch(tokens, length, np.asarray(ids, np.int32), examples)
+
+
+def completions(rollout):
+    """{(prompt_id, sample index): completion's token ids}."""
+    seen, result = {}, {}
+    for row, name in enumerate(rollout.prompt_id.tolist()):
+        sample = seen[name] = seen.get(name, -1) + 1
+        result[name, sample] = tuple(rollout.tokens[row, rollout.prompt_length[row] : rollout.length[row]].tolist())
+    return result
+
+
+# --- rows for the update --------------------------------------------------------------------------------------------
+
+
+def random_experience(num_rows, *, seed=0, arch=TINY, with_reference=True):
+    """Ragged rows, numpy: a quarter not trainable, one of a single completion token, one as long as can be."""
+    rng = np.random.default_rng(seed)
+    B, S = num_rows, ROW_TOKENS
+    prompt_length = rng.integers(1, PROMPT_TOKENS + 1, B).astype(np.int32)
+    completion = rng.integers(1, COMPLETION_TOKENS + 1, B)
+    completion[0], completion[1] = 1, COMPLETION_TOKENS
+    length = (prompt_length + completion).astype(np.int32)
+    at = np.arange(S)[None, :]
+    mask = (at >= prompt_length[:, None]) & (at < length[:, None])
+    # Near the log-probs such a model gives, so that ratios lie on both sides of both bounds.
+    behaviour_logp = rng.normal(-5.5, 1.0, (B, S))
+    trainable = np.arange(B) % 4 != 3
+    rollout = Rollout(
+        tokens=np.where(at < length[:, None], rng.integers(0, arch.vocab_size, (B, S)), 0).astype(np.int32),
+        prompt_length=prompt_length,
+        length=length,
+        behaviour_logp=np.where(mask, behaviour_logp, 0.0).astype(np.float32),
+        group_id=np.arange(B, dtype=np.int32) // 2,
+        prompt_id=np.arange(B, dtype=np.int32) // 2,
+        policy_version=np.where(mask, 0, -1).astype(np.int32),
+        stop_reason=np.ones(B, np.int8),
+    )
+    ref_logp = np.where(mask, rng.normal(-5.5, 0.5, (B, S)), 0.0).astype(np.float32)
+    return Experience(
+        rollout=rollout,
+        reward=rng.normal(size=B).astype(np.float32),
+        advantage=np.where(mask, rng.normal(size=(B, 1)), 0.0).astype(np.float32),
+        trainable=trainable,
+        ref_logp=ref_logp if with_reference else None,
+    )

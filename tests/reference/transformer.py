@@ -1,0 +1,57 @@
+"""A Llama-family decoder by loops over rows and heads in float64, and log-probs of completions from it."""
+
+import numpy as np
+from reference import sampling
+
+
+def _norm(x, scale, eps):
+    return x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + eps) * scale
+
+
+def _rotate(x, theta):
+    """Turn the pairs (i, i + H/2) of [T, H] by position * theta^(-2i/H)."""
+    T, H = x.shape
+    result = np.zeros_like(x)
+    for t in range(T):
+        for i in range(H // 2):
+            angle = t * theta ** (-2 * i / H)
+            a, b = x[t, i], x[t, i + H // 2]
+            result[t, i] = a * np.cos(angle) - b * np.sin(angle)
+            result[t, i + H // 2] = b * np.cos(angle) + a * np.sin(angle)
+    return result
+
+
+def logits(params, arch, tokens):
+    """[T, V] float64 of one row of T token ids; ``params`` is a nested dict of arrays, blocks stacked by layer."""
+    p = {name: np.asarray(value, np.float64) for name, value in params["blocks"].items()}
+    embedding = np.asarray(params["embedding"], np.float64)
+    x = embedding[np.asarray(tokens)]
+    T = len(x)
+    per_kv = arch.num_heads // arch.num_kv_heads
+    for layer in range(arch.num_layers):
+        h = _norm(x, p["attention_norm"][layer], arch.norm_eps)
+        out = np.zeros_like(x)
+        for n in range(arch.num_heads):
+            q = _rotate(h @ p["q"][layer, :, n], arch.rope_theta)
+            k = _rotate(h @ p["k"][layer, :, n // per_kv], arch.rope_theta)
+            v = h @ p["v"][layer, :, n // per_kv]
+            for t in range(T):
+                weight = sampling.softmax(k[: t + 1] @ q[t] / np.sqrt(arch.head_size))
+                out[t] += (weight @ v[: t + 1]) @ p["o"][layer, n]
+        x = x + out
+        h = _norm(x, p["mlp_norm"][layer], arch.norm_eps)
+        gate = h @ p["gate"][layer]
+        x = x + (gate / (1 + np.exp(-gate)) * (h @ p["up"][layer])) @ p["down"][layer]
+    x = _norm(x, np.asarray(params["final_norm"], np.float64), arch.norm_eps)
+    return x @ (embedding.T if arch.tied else np.asarray(params["head"], np.float64))
+
+
+def completion_logp(params, arch, tokens, prompt_length, length, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
+    """[S] float64 nats of one row's tokens under the filtered distribution; 0 off the completion."""
+    result = np.zeros(len(tokens))
+    rows = logits(params, arch, tokens[:length])
+    for t in range(prompt_length, length):
+        probability = sampling.distribution(rows[t - 1], temperature, top_k, top_p, min_p)
+        with np.errstate(divide="ignore"):
+            result[t] = np.log(probability[tokens[t]])
+    return result
