@@ -159,7 +159,8 @@ class Run:
         key = jax.random.fold_in(key, iteration)
         state, ring, sums = self.update.step(state, ring, key, draw)
         filled = jnp.sum(jnp.minimum(ring.num_inserted, ring.uses.shape[1]))
-        return state, ring, sums | {"filled_slots": filled}
+        rate = optim.schedule(self.config.optimizer, self.config.num_updates)(jnp.maximum(state.step - 1, 0))
+        return state, ring, sums | {"filled_slots": filled, "learning_rate": rate}
 
     def programs(self) -> dict[str, Program]:
         """Every program of the run by name."""
@@ -222,7 +223,7 @@ def assemble(config: Config, arch: Architecture, eos_ids: tuple[int, ...], mesh:
             f"{config.sampling.max_completion_tokens} must be at most the model's {arch.max_positions} positions"
         )
     model = Model(arch, config.model.compute_dtype, config.model.remat)
-    optimizer = optim.make(config.optimizer, config.num_iterations * config.update.updates_per_iteration)
+    optimizer = optim.make(config.optimizer, config.num_updates)
     shards = sharding.num_data_shards(mesh)
     sampler = Sampler(
         model=model,

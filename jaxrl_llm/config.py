@@ -231,6 +231,11 @@ class Config:
         return self.rollout.prompts_per_iteration * self.rollout.group_size
 
     @property
+    def num_updates(self) -> int:
+        """Optimizer steps of the whole run."""
+        return self.num_iterations * self.update.updates_per_iteration
+
+    @property
     def row_tokens(self) -> int:
         """Width S of every row: prompt + completion."""
         return self.prompts.max_tokens + self.sampling.max_completion_tokens

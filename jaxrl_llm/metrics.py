@@ -21,7 +21,6 @@ import rich.progress
 import rich.table
 import tensorboardX
 
-from jaxrl_llm import optim
 from jaxrl_llm.config import Config, ConfigError, MetricsConfig
 from jaxrl_llm.types import OUTCOME_ERROR, OUTCOME_SCORE, OUTCOME_TIMEOUT, Rewards
 
@@ -123,13 +122,12 @@ def rollout_values(config: Config, rewards: Rewards, made: dict[str, Any]) -> di
     }
 
 
-def update_values(config: Config, used: dict[str, Any], iteration: int) -> dict[str, float]:
+def update_values(config: Config, used: dict[str, Any]) -> dict[str, float]:
     """Figures of the iteration's updates from their sums and counts: the one place where means are taken."""
 
     def ratio(numerator: str, denominator: str) -> float:
         return float(used[numerator]) / float(used[denominator]) if used[denominator] > 0 else math.nan
 
-    steps = config.num_iterations * config.update.updates_per_iteration
     tokens = float(used["token_count"])
     values = {
         "update/loss": ratio("loss_sum", "update_count"),
@@ -143,9 +141,7 @@ def update_values(config: Config, used: dict[str, Any], iteration: int) -> dict[
         "update/grad_norm": ratio("grad_norm_sum", "update_count"),
         "update/skipped_steps": int(used["skipped_count"]),
         "update/sampler_learner_gap_max_nats": float(used["gap_max"]) if used["own_token_count"] else math.nan,
-        "optimizer/learning_rate": float(
-            optim.schedule(config.optimizer, steps)(iteration * config.update.updates_per_iteration - 1)
-        ),
+        "optimizer/learning_rate": float(used["learning_rate"]),
         "replay/age_mean_steps": ratio("age_sum", "real_count"),
         "replay/age_max_steps": int(used["age_max"]),
         "replay/uses_mean": ratio("uses_sum", "real_count"),

@@ -15,6 +15,12 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.config import ConfigError
 
+# What to change when a program does not fit its device.
+MEMORY_SETTINGS = (
+    "lower update.micro_batch_size, rollout.slots, replay.capacity or update.logp_chunk_tokens, set "
+    "model.remat='full', or raise mesh.fsdp"
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class Program:
@@ -82,9 +88,8 @@ def check_memory(compiled: Mapping[str, jax.stages.Compiled], devices: list[Any]
     name, peak = max(((name, memory(c).peak) for name, c in compiled.items()), key=lambda item: item[1])
     if peak > min(limits):
         raise ConfigError(
-            f"program {name!r} needs {peak / 2**30:.2f} GiB per device, which has {min(limits) / 2**30:.2f} GiB: lower "
-            "update.micro_batch_size, rollout.slots, replay.capacity or update.logp_chunk_tokens, set "
-            "model.remat='full', or raise mesh.fsdp"
+            f"program {name!r} needs {peak / 2**30:.2f} GiB per device, which has {min(limits) / 2**30:.2f} GiB: "
+            + MEMORY_SETTINGS
         )
 
 

@@ -160,7 +160,7 @@ def train(config: Config, workdir: pathlib.Path, *, allow_config_changes: bool =
 
             iteration += 1
             check_gap(config, iteration, used)
-            values = rollout_values(config, rewards, made) | update_values(config, used, iteration)
+            values = rollout_values(config, rewards, made) | update_values(config, used)
             values |= {
                 "time/generate_s": t1 - t0,
                 "time/reward_s": t2 - t1,

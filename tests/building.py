@@ -7,15 +7,18 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 
 from jaxrl_llm import sharding
-from jaxrl_llm.config import MeshConfig, SamplingConfig
+from jaxrl_llm.config import MeshConfig, SamplingConfig, UpdateConfig
 from jaxrl_llm.models.presets import Architecture
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.programs import compile_all
 from jaxrl_llm.rollout import Generator, Sampler
-from jaxrl_llm.types import Example, Experience, PromptBatch, Rollout
+from jaxrl_llm.types import Example, Experience, PromptBatch, Rollout, TrainState
+from jaxrl_llm.update import Update
 
 # Two blocks of the inverse-CDF search (264 > 256); heads and vocabulary divide over tensor = 2.
 TINY = Architecture(vocab_size=264, width=16, num_layers=2, num_heads=4, num_kv_heads=2, head_size=4, ffn=32)
@@ -48,7 +51,7 @@ def learner_params(model, mesh, seed=0):
     return jax.device_put(host_params(model, seed), jax.tree.map(lambda x: x.sharding, model.abstract_params(mesh)))
 
 
-# --- sampling ------------------------------------------------------------------------------------------------------
+# --- sampling ---
 
 
 def make_sampler(mesh=ONE, arch=TINY, *, sampling=None, **settings):
@@ -125,7 +128,7 @@ def completions(rollout):
     return result
 
 
-# --- rows for the update --------------------------------------------------------------------------------------------
+# --- rows for the update ---
 
 
 def random_experience(num_rows, *, seed=0, arch=TINY, with_reference=True):
@@ -159,3 +162,53 @@ def random_experience(num_rows, *, seed=0, arch=TINY, with_reference=True):
         trainable=trainable,
         ref_logp=ref_logp if with_reference else None,
     )
+
+
+# The optimizer's "state" is the last gradient, as the real update handed it over.
+RECORDER = optax.GradientTransformation(
+    init=lambda params: jax.tree.map(jnp.zeros_like, params),
+    update=lambda gradient, state, params: (gradient, gradient),
+)
+
+
+def make_update(config=None, sampling=None, *, num_devices=1):
+    return Update(
+        config=dataclasses.replace(
+            UpdateConfig(batch_size=8, micro_batch_size=8, logp_chunk_tokens=16), **config or {}
+        ),
+        sampling=SamplingConfig(max_completion_tokens=COMPLETION_TOKENS, **sampling or {}),
+        model=Model(TINY),
+        optimizer=RECORDER,
+        num_devices=num_devices,
+    )
+
+
+def train_state(update, mesh=ONE):
+    params = learner_params(update.model, mesh_of(mesh))
+    step = jax.device_put(np.int32(0), sharding.replicated(mesh_of(mesh), 0))
+    return TrainState(params, jax.tree.map(jnp.zeros_like, params), step)
+
+
+def on_mesh(update, rows, mesh=ONE):
+    """Rows [B, ...] as a batch [M, b, ...] on the mesh's data axes."""
+    M = sharding.num_data_shards(mesh_of(mesh))
+    batch = jax.tree.map(lambda x: x.reshape(M, -1, *x.shape[1:]), rows)
+    return jax.device_put(batch, sharding.leading(mesh_of(mesh), batch))
+
+
+@functools.cache
+def compile_update(update, mesh=ONE):
+    """``apply_batch``, traced in the mesh as the run's programs are."""
+    jitted = jax.jit(update.apply_batch)
+
+    def call(state, batch):
+        with jax.sharding.use_abstract_mesh(mesh_of(mesh).abstract_mesh):
+            return jitted(state, batch)
+
+    return call
+
+
+def gradient(update, rows, mesh=ONE):
+    """Gradient and sums of the real update, numpy."""
+    state, sums = compile_update(update, mesh)(train_state(update, mesh), on_mesh(update, rows, mesh))
+    return jax.tree.map(np.asarray, (state.opt_state, sums))

@@ -34,7 +34,7 @@ def of(rollout, prompts):
     return {key: ids for key, ids in building.completions(rollout).items() if key[0] in prompts}
 
 
-# --- log-probs -------------------------------------------------------------------------------------------------------
+# --- log-probs ---
 
 SETTINGS = {
     "plain": {},
@@ -91,7 +91,7 @@ def test_logp_changes_when_the_weights_do_with_nothing_called_in_between():
     assert (np.take_along_axis(first.behaviour_logp != second.behaviour_logp, start, axis=1)).all()
 
 
-# --- what a sample depends on ------------------------------------------------------------------------------------------
+# --- what a sample depends on ---
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_samples_of_a_group_differ_and_seed_and_prompt_id_key_the_noise():
     assert len(long_ones) > 24 and len(set(long_ones)) == len(long_ones)
 
 
-# --- the end of a completion -------------------------------------------------------------------------------------------
+# --- the end of a completion ---
 
 
 def test_eos_is_in_the_completion_with_its_logp_also_as_the_last_token_allowed():
@@ -197,13 +197,11 @@ def test_a_stop_string_ends_a_completion_at_the_token_that_completes_it(settings
     assert (sampling.generator.state.slot_row == -1).all()
 
 
-# --- prompts ahead of their iteration ----------------------------------------------------------------------------------
+# --- prompts ahead of their iteration ---
 
 
 def test_with_lookahead_every_prompt_comes_out_once_with_the_same_tokens_and_versions_are_kept_per_token():
-    sampling = Sampling(
-        make_sampler(mesh=MeshConfig(data=2), num_prompts=4, lookahead=2, num_slots=6, chunk_steps=2)
-    )
+    sampling = Sampling(make_sampler(mesh=MeshConfig(data=2), num_prompts=4, lookahead=2, num_slots=6, chunk_steps=2))
     opened, collected, tickets = {}, [], []
     for call in range(5):
         wanted = sampling.generator.prompts_wanted()

@@ -10,7 +10,7 @@ def clipped_surrogate(policy_logp, behaviour_logp, advantage, clip_low, clip_hig
     for i in np.ndindex(loss.shape):
         ratio = math.exp(float(policy_logp[i]) - float(behaviour_logp[i]))
         clipped = min(max(ratio, 1 - clip_low), 1 + clip_high)
-        loss[i] = -min(ratio * advantage[i], clipped * advantage[i])
+        loss[i] = -min(ratio * float(advantage[i]), clipped * float(advantage[i]))
     return loss
 
 

@@ -46,12 +46,20 @@ def logits(params, arch, tokens):
     return x @ (embedding.T if arch.tied else np.asarray(params["head"], np.float64))
 
 
-def completion_logp(params, arch, tokens, prompt_length, length, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
-    """[S] float64 nats of one row's tokens under the filtered distribution; 0 off the completion."""
+def completion_logp(
+    params, arch, tokens, prompt_length, length, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, keep_token=False
+):
+    """[S] float64 nats of one row's tokens under the filtered distribution; 0 off the completion.
+
+    With ``keep_token`` the row's own token joins those that the filters keep.
+    """
     result = np.zeros(len(tokens))
     rows = logits(params, arch, tokens[:length])
     for t in range(prompt_length, length):
-        probability = sampling.distribution(rows[t - 1], temperature, top_k, top_p, min_p)
+        kept = sampling.kept_tokens(rows[t - 1], temperature, top_k, top_p, min_p)
+        if keep_token:
+            kept = kept | {int(tokens[t])}
+        probability = sampling.softmax([x / temperature if v in kept else -np.inf for v, x in enumerate(rows[t - 1])])
         with np.errstate(divide="ignore"):
             result[t] = np.log(probability[tokens[t]])
     return result
