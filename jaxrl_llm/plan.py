@@ -1,0 +1,187 @@
+"""Plan: whether a run fits a TPU pod, found out on a machine that has none.
+
+    python -m jaxrl_llm.plan --config=FILE --topology=v5e:2x4 [--config.mesh.fsdp=8 ...]
+
+The real TPU compiler (package libtpu, extra ``[plan]``, Linux x86-64) compiles every program of the run for the
+named pod from shapes alone: no weight is read and no question is loaded. Prints the memory of each program per
+chip; exit status 1 when one does not fit.
+
+Owns: chips and topologies, what is in memory beside the running program. Does not know: how long a step takes.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import importlib.util
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from absl import flags
+from jax.experimental import topologies
+from ml_collections import config_flags
+
+from jaxrl_llm import cli, sharding
+from jaxrl_llm.assembly import Run, assemble
+from jaxrl_llm.config import Config, ConfigError, freeze
+from jaxrl_llm.models import pretrained
+from jaxrl_llm.programs import MEMORY_SETTINGS, Memory, memory
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """A TPU generation. ``hbm_gib``: what its compiler (libtpu 0.0.51) lets one program use."""
+
+    hbm_gib: float
+    options: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+CHIPS = {
+    # Both cores as one device, as JAX uses the chip.
+    "v4": Chip(30.75, {"chip_config_name": "megacore"}),
+    "v5e": Chip(15.75),
+    "v5p": Chip(95.73),
+    "v6e": Chip(31.24),
+}
+
+# Without them libtpu asks Google's metadata server who it is, and complains when there is none. Two plans may run.
+ENVIRONMENT = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+
+# They run before the rest of the state exists.
+START_UP = ("init_sampler", "init_ring", "init_state", "copy_params", "eval_init_sampler")
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One program as the TPU compiler sees it. ``refused``: its words, where it found no way to fit; else ""."""
+
+    name: str
+    memory: Memory | None
+    refused: str
+
+
+def devices_of(topology: str) -> tuple[list[Any], Chip]:
+    """The devices of a pod by name, such as "v5e:2x4" or "v5p:2x2x4", for compiling alone.
+
+    Raises:
+        ConfigError: no such pod, or no libtpu.
+    """
+    generation = topology.partition(":")[0]
+    if generation not in CHIPS or not re.fullmatch(r"\w+:\d+x\d+(x\d+)?", topology):
+        raise ConfigError(
+            f"--topology={topology!r} must be {', '.join(CHIPS)} with a shape in chips, such as v5e:2x4, v5e:16x16, "
+            "v6e:4x8, v4:2x2x4 or v5p:2x2x4"
+        )
+    if importlib.util.find_spec("libtpu") is None:
+        raise ConfigError("plan needs the TPU compiler libtpu (Linux x86-64): pip install 'jaxrl_llm[plan]'")
+    os.environ.update(ENVIRONMENT)
+    chip = CHIPS[generation]
+    try:
+        pod = topologies.get_topology_desc(topology_name=topology, platform="tpu", **chip.options)
+    except jax.errors.JaxRuntimeError as error:
+        raise ConfigError(f"--topology={topology!r}: {str(error).splitlines()[0]}") from error
+    return list(pod.devices), chip
+
+
+def compile_rows(run: Run) -> Iterator[Row]:
+    """Every program of the run, compiled; in order, each as soon as it is known."""
+    lowered = {name: program.lower(run.mesh) for name, program in run.programs().items()}
+
+    def one(name: str) -> Row:
+        try:
+            return Row(name, memory(lowered[name].compile()), "")
+        except jax.errors.JaxRuntimeError as error:
+            found = re.search(r"Ran out of memory.*?exceeds available HBM \([^)]*\)", str(error), re.DOTALL)
+            if found is None:
+                raise  # ours: a program that this compiler does not take
+            return Row(name, None, found.group())
+
+    with concurrent.futures.ThreadPoolExecutor(max_workers=2) as pool:
+        yield from pool.map(one, lowered)
+
+
+def resident_bytes(rows: list[Row]) -> int:
+    """What lives in a chip's memory between the programs of an iteration.
+
+    Learner, ring, sampler, the last rollouts, and where the run has them the published weights, the reference and
+    the evaluation's sampler. A refused program counts nothing.
+    """
+    kept = {row.name: row.memory for row in rows if row.memory}
+    whole = sum(kept[name].outputs for name in (*START_UP, "publish") if name in kept)
+    rollouts = kept["collect"].outputs - kept["collect"].aliased if "collect" in kept else 0
+    return whole + rollouts
+
+
+def in_use_bytes(row: Row, resident: int) -> int:
+    """A chip's memory while the program runs: its own peak, and what lives on beside it."""
+    m = row.memory
+    if row.name in START_UP:
+        return m.peak
+    if row.name == "publish":
+        return resident + m.temporary  # what it makes is resident
+    return max(m.peak, resident + m.temporary + m.outputs - m.aliased)
+
+
+def plan(config: Config, topology: str) -> int:
+    """Compile, print, and say whether it fits.
+
+    Returns:
+        Exit status: 0 when every program fits, 1 when one does not.
+
+    Raises:
+        ConfigError: bad input.
+    """
+    started = time.monotonic()
+    devices, chip = devices_of(topology)
+    mesh = sharding.make_mesh(config.mesh, devices)
+    source = pretrained.resolve(config.model.path)
+    arch = source.architecture()
+    run = assemble(config, arch, source.tokenizer().eos_ids, mesh)
+    hosts = len({device.process_index for device in devices})
+    axes = " x ".join(f"{name} {size}" for name, size in mesh.shape.items())
+    print(f"topology    {topology}: {len(devices)} chips, {hosts} hosts, {chip.hbm_gib} GiB of HBM a chip; mesh {axes}")
+    print(f"model       {config.model.path}: {arch.num_params / 1e6:.1f} M parameters, {config.model.compute_dtype}")
+    print("program           arguments    outputs  temporary    aliased       peak  (MiB per chip)", flush=True)
+    rows = []
+    for row in compile_rows(run):
+        rows.append(row)
+        m = row.memory
+        sizes = (m.arguments, m.outputs, m.temporary, m.aliased, m.peak) if m else ()
+        print(f"{row.name:<16}" + ("".join(f"{n / 2**20:11.1f}" for n in sizes) or f"  {row.refused}"), flush=True)
+
+    limit = chip.hbm_gib * 2**30
+    resident = resident_bytes(rows)
+    compiled = [row for row in rows if row.memory]
+    need = {row.name: in_use_bytes(row, resident) for row in compiled}
+    largest = max(need, key=need.get)
+    print(f"resident    {resident / 2**20:.1f} MiB a chip between programs: learner, ring, sampler, rollouts")
+    print(f"largest     {need[largest] / 2**20:.1f} MiB of {limit / 2**20:.1f} a chip, while {largest} runs")
+    print(f"compiled in {time.monotonic() - started:.0f} s")
+    over = [row.name for row in rows if not row.memory or need[row.name] > limit]
+    if over:
+        print(f"does not fit: {', '.join(over)}; {MEMORY_SETTINGS}")
+        return 1
+    print("fits")
+    return 0
+
+
+def main() -> None:
+    jax.config.update("jax_platforms", "cpu")  # it only compiles, on a machine with chips too
+    sys.exit(plan(freeze(CONFIG.value), TOPOLOGY.value))
+
+
+if __name__ == "__main__":
+    CONFIG = config_flags.DEFINE_config_file("config", None, "Python file with get_config().")
+    TOPOLOGY = flags.DEFINE_string("topology", None, "TPU pod by name, such as v5e:2x4 or v5p:2x2x4.")
+    flags.mark_flags_as_required(["config", "topology"])
+    cli.run(main)

@@ -1,0 +1,152 @@
+"""Plan: the TPU compiler takes every program of a run; what does not fit is named, and costs no traceback."""
+
+import importlib.util
+import types
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxrl_llm import plan, sharding
+from jaxrl_llm.assembly import assemble
+from jaxrl_llm.config import ConfigError, MeshConfig, freeze
+from jaxrl_llm.models import pretrained
+from jaxrl_llm.programs import Memory, Program
+
+MIB = 2**20
+
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="the TPU compiler libtpu (extra [plan]) is not installed"
+)
+
+
+def small_config(num_chips):
+    """Per chip: one prompt of two samples, two slots, two rows a micro-batch, four ring slots.
+
+    Weights split over pairs of chips and a reference model: every kind of program that a run may have.
+    """
+    return freeze(
+        {
+            "model": {"path": "random:debug"},
+            "prompts": {"max_tokens": 32},
+            "sampling": {"max_completion_tokens": 32},
+            "rollout": {"prompts_per_iteration": num_chips, "group_size": 2, "chunk_steps": 4},
+            "replay": {"capacity": 4 * num_chips},
+            "update": {"batch_size": 2 * num_chips, "micro_batch_size": 2 * num_chips, "kl_coefficient": 0.1},
+            "mesh": {"fsdp": 2},
+        }
+    )
+
+
+def run_of(config, topology):
+    devices, _ = plan.devices_of(topology)
+    source = pretrained.resolve(config.model.path)
+    mesh = sharding.make_mesh(config.mesh, devices)
+    return assemble(config, source.architecture(), source.tokenizer().eos_ids, mesh)
+
+
+@pytest.fixture(scope="module")
+def eight_chips():
+    return {row.name: row for row in plan.compile_rows(run_of(small_config(8), "v5e:2x4"))}
+
+
+@needs_libtpu
+def test_the_tpu_compiler_takes_every_program(eight_chips):
+    assert {"prefill", "decode", "insert", "update", "publish", "reference"} <= set(eight_chips)
+    assert all(row.memory is not None and row.refused == "" for row in eight_chips.values())
+
+
+@needs_libtpu
+def test_the_update_replaces_state_and_ring_in_place(eight_chips):
+    m = eight_chips["update"].memory
+    # What is not aliased is the sums; each scalar is padded to a tile of at least 512 bytes.
+    assert m.outputs - m.aliased < 64 * 1024 and m.arguments - m.aliased < 4 * 1024
+
+
+@needs_libtpu
+@pytest.mark.parametrize("name", ["decode", "update"])
+def test_memory_per_chip_does_not_grow_with_the_pod(eight_chips, name):
+    """A loop carry without a layout would be held whole by every chip."""
+    run = run_of(small_config(16), "v5e:4x4")
+    stats = run.programs()[name].lower(run.mesh).compile().memory_analysis()
+    assert stats.temp_size_in_bytes <= 1.1 * eight_chips[name].memory.temporary
+    assert stats.argument_size_in_bytes <= 1.1 * eight_chips[name].memory.arguments
+
+
+@needs_libtpu
+def test_a_program_beyond_the_chip_is_named_with_exit_status_1(monkeypatch, capsys):
+    def huge(config, arch, eos_ids, mesh):
+        whole = sharding.replicated(mesh, 0)
+        shape = jax.ShapeDtypeStruct((2**16, 2**18), jnp.float32, sharding=whole)  # 64 GiB on each chip
+        update = Program(lambda x: x + 1, (shape,), whole)
+        small = Program(lambda: jnp.zeros(8), (), whole)
+        return types.SimpleNamespace(mesh=mesh, programs=lambda: {"init_ring": small, "update": update})
+
+    monkeypatch.setattr(plan, "assemble", huge)
+    assert plan.plan(small_config(8), "v5e:2x4") == 1
+    out = capsys.readouterr().out
+    assert "exceeds available HBM (15.75G)" in out
+    assert out.splitlines()[-1].startswith("does not fit: update; lower update.micro_batch_size")
+
+
+def test_memory_in_use_counts_what_lives_beside_the_program():
+    """Learner 30, ring 20, sampler 10, rollouts 5: 65 MiB stay while a program runs."""
+
+    def row(name, arguments, outputs, temporary, aliased):
+        return plan.Row(name, Memory(*(n * MIB for n in (arguments, outputs, temporary, aliased))), "")
+
+    rows = [
+        row("init_sampler", 0, 10, 0, 0),
+        row("decode", 20, 10, 7, 10),  # half of its arguments are weights, which the learner owns
+        row("collect", 10, 15, 0, 10),
+        row("init_state", 10, 30, 0, 10),
+        row("init_ring", 0, 20, 0, 0),
+        row("update", 50, 51, 40, 50),
+        plan.Row("refused", None, "Ran out of memory"),
+    ]
+    resident = plan.resident_bytes(rows)
+    assert resident == 65 * MIB
+    in_use = {row.name: plan.in_use_bytes(row, resident) // MIB for row in rows if row.memory}
+    # init_state runs before the rest exists: 10 + 30 - 10.
+    assert in_use["decode"] == 72 and in_use["update"] == 106 and in_use["init_state"] == 30
+
+
+@pytest.mark.parametrize(
+    ("topology", "message"),
+    [("v9:2x4", "must be v4, v5e, v5p, v6e"), ("v5e", "must be v4"), ("v5e:3x5", "not divisible by the given")],
+)
+def test_an_unknown_topology_is_refused(topology, message):
+    if "not divisible" in message and importlib.util.find_spec("libtpu") is None:
+        pytest.skip("libtpu knows the shapes")
+    with pytest.raises(ConfigError, match=message):
+        plan.devices_of(topology)
+
+
+def test_without_libtpu_the_extra_is_named(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'jaxrl_llm\[plan\]'"):
+        plan.devices_of("v5e:2x4")
+
+
+@needs_libtpu
+def test_a_mesh_that_is_not_the_pod_is_refused():
+    devices, _ = plan.devices_of("v5p:2x2x2")
+    with pytest.raises(ConfigError, match="must use all 8 devices"):
+        sharding.make_mesh(MeshConfig(data=3), devices)
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_smollm2_fits_eight_chips(capsys):
+    config = freeze(
+        {
+            "model": {"path": "smollm2-135m-instruct", "compute_dtype": "bfloat16"},
+            "prompts": {"max_tokens": 56},
+            "sampling": {"max_completion_tokens": 24},
+            "rollout": {"prompts_per_iteration": 8, "group_size": 8},
+            "update": {"batch_size": 64, "micro_batch_size": 16},
+            "mesh": {"fsdp": 8},
+        }
+    )
+    assert plan.plan(config, "v5e:2x4") == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "fits"
