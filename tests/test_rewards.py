@@ -211,7 +211,7 @@ def test_a_file_with_a_syntax_error_is_refused(tmp_path):
 
 def test_task_means_the_scorer_of_the_task():
     with pool("task", task_scorer="jaxrl_llm.tasks.letters:reward") as rewards:
-        got = rewards.collect([rewards.submit(Example("Write only the letter a:", {"letter": "a"}), ["ab", "aa", ""])])
+        got = rewards.collect([rewards.submit(Example("Write letters like a:", {"allowed": "ac"}), ["ab", "ca", ""])])
     np.testing.assert_array_equal(got.parts["task"], [0.5, 1.0, 0.0])
 
 
