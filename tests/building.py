@@ -131,7 +131,16 @@ def completions(rollout):
 # --- rows for the update ---
 
 
-def random_experience(num_rows, *, seed=0, arch=TINY, with_reference=True):
+NUM_ROWS = 16
+# Settings of the loss; every aggregation and every estimator once.
+LOSSES = {
+    "token mean, k3": {"aggregation": "token_mean", "kl_coefficient": 0.3, "kl_estimator": "k3"},
+    "sequence mean, k1": {"aggregation": "sequence_mean", "kl_coefficient": 0.3, "kl_estimator": "k1"},
+    "constant length, k2": {"aggregation": "constant_length", "kl_coefficient": 0.3, "kl_estimator": "k2"},
+}
+
+
+def random_experience(num_rows=NUM_ROWS, *, seed=0, arch=TINY, with_reference=True):
     """Ragged rows, numpy: a quarter not trainable, one of a single completion token, one as long as can be."""
     rng = np.random.default_rng(seed)
     B, S = num_rows, ROW_TOKENS
@@ -171,13 +180,13 @@ RECORDER = optax.GradientTransformation(
 )
 
 
-def make_update(config=None, sampling=None, *, num_devices=1):
+def make_update(config=None, sampling=None, *, num_devices=1, remat="none"):
     return Update(
         config=dataclasses.replace(
-            UpdateConfig(batch_size=8, micro_batch_size=8, logp_chunk_tokens=16), **config or {}
+            UpdateConfig(batch_size=NUM_ROWS, micro_batch_size=NUM_ROWS, logp_chunk_tokens=32), **config or {}
         ),
         sampling=SamplingConfig(max_completion_tokens=COMPLETION_TOKENS, **sampling or {}),
-        model=Model(TINY),
+        model=Model(TINY, remat=remat),
         optimizer=RECORDER,
         num_devices=num_devices,
     )

@@ -11,14 +11,9 @@ def _norm(x, scale, eps):
 def _rotate(x, theta):
     """Turn the pairs (i, i + H/2) of [T, H] by position * theta^(-2i/H)."""
     T, H = x.shape
-    result = np.zeros_like(x)
-    for t in range(T):
-        for i in range(H // 2):
-            angle = t * theta ** (-2 * i / H)
-            a, b = x[t, i], x[t, i + H // 2]
-            result[t, i] = a * np.cos(angle) - b * np.sin(angle)
-            result[t, i + H // 2] = b * np.cos(angle) + a * np.sin(angle)
-    return result
+    angle = np.outer(np.arange(T), theta ** (-2 * np.arange(H // 2) / H))
+    a, b = x[:, : H // 2], x[:, H // 2 :]
+    return np.concatenate([a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)], axis=1)
 
 
 def logits(params, arch, tokens):
