@@ -13,8 +13,8 @@ completion token, the first one too, is drawn in the one decode step. All bookke
 data shard m: no collective moves a rollout. With ``lookahead_prompts`` the table holds prompts of later
 iterations, which keep the slots busy while stragglers finish; their state stays here between iterations.
 
-Letters: M data shards, E open prompts per shard, G samples per prompt, Q = E*G rows per shard, Z slots
-(all shards), L prompt width, S row width, K key heads, H head size.
+Letters: M data shards, E open prompts and Q = E*G rows per shard, G samples per prompt, Z slots of all
+shards, L prompt width, S row width, K key heads, H head size.
 Owns: sampler state and its programs. Does not know: rewards, replay, where prompts come from.
 """
 
@@ -157,19 +157,11 @@ class Sampler:
                 out_shardings=state_layout,
                 donate=(1,),
             ),
-            "decode": Program(
-                self._decode,
-                (abstract_params, state, scalar, key),
-                out_shardings=(state_layout, whole),
-                donate=(1,),
-            ),
+            "decode": Program(self._decode, (abstract_params, state, scalar, key), (state_layout, whole), donate=(1,)),
             "read_group": Program(self._read_group, (state.tokens, state.length, scalar, scalar), out_shardings=whole),
             "stop_rows": Program(self._stop_rows, (state, row_width), out_shardings=state_layout, donate=(0,)),
             "collect": Program(
-                self._collect,
-                (state, entry),
-                out_shardings=(sharding.leading(self.mesh, rollout), state_layout),
-                donate=(0,),
+                self._collect, (state, entry), (sharding.leading(self.mesh, rollout), state_layout), donate=(0,)
             ),
         }
 
@@ -177,6 +169,7 @@ class Sampler:
         """Open P prompts in the given entries of their shards; an entry of E drops a padding prompt."""
         M, E, G, S = state.tokens.shape
         P, L = tokens_PL.shape
+        set_entries = lambda t, n: jax.vmap(lambda t, n, e: t.at[e].set(n, mode="drop"))(t, n, entry_MP)  # noqa: E731
         positions = jnp.broadcast_to(jnp.arange(L, dtype=jnp.int32), (P, L))
         _, (k, v) = self.model.forward(params, tokens_PL, positions)
 
@@ -189,7 +182,7 @@ class Sampler:
         def put(table, value_P):  # [M, E, G, ...] <- [P, ...], the same for every sample of the group
             value = value_P.reshape(M, P // M, 1, *value_P.shape[1:])
             value = jnp.broadcast_to(value, (M, P // M, G, *value_P.shape[1:])).astype(table.dtype)
-            return jax.vmap(lambda t, n, e: t.at[e].set(n, mode="drop"))(table, value, entry_MP)
+            return set_entries(table, value)
 
         zeros = jnp.zeros((P,), jnp.int32)
         return state.replace(
@@ -202,9 +195,7 @@ class Sampler:
             policy_version=put(state.policy_version, jnp.full((P, S), -1)),
             stop_reason=put(state.stop_reason, zeros),
             started=put(state.started, zeros),
-            prompt_id=jax.vmap(lambda t, n, e: t.at[e].set(n, mode="drop"))(
-                state.prompt_id, prompt_id_P.reshape(M, P // M), entry_MP
-            ),
+            prompt_id=set_entries(state.prompt_id, prompt_id_P.reshape(M, P // M)),
         )
 
     def _refill(self, state: SamplerState) -> SamplerState:
@@ -424,8 +415,8 @@ class Generator:
             on_finished: called with each group as soon as it is done, while others still decode.
 
         Returns:
-            A rollout of P*G rows on the device, and its groups in the same order. Host and device: one
-            transfer of stop reasons per chunk and of token ids per finished group.
+            P*G rows on the device, and their groups in the same order. To the host come the stop reasons of
+            each chunk and the token ids of each finished group.
         """
         sampler = self.sampler
         self._open(params, prompts)

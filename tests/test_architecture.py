@@ -1,0 +1,137 @@
+"""The house keeps its plan: who imports whom, and how much must be read to follow one training step."""
+
+import ast
+import pathlib
+import shutil
+import subprocess
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+PACKAGE = ROOT / "jaxrl_llm"
+STAGES = {"prompts", "rollout", "rewards", "credit", "replay", "update", "publish", "checkpoint", "metrics"}
+ENTRY_POINTS = {"train", "evaluate", "generate", "score", "plan", "sweep", "export", "report"}
+ASSEMBLY = {"assembly"}  # puts the stages' programs together for the entry points
+STANDARD_LIBRARY_OF_OPS = {"__future__", "collections", "functools", "math", "typing"}
+
+
+def module_file(name: str) -> pathlib.Path | None:
+    """File of a dotted module of the package, or None."""
+    path = ROOT / name.replace(".", "/")
+    for candidate in (path.with_suffix(".py"), path / "__init__.py"):
+        if candidate.exists():
+            return candidate
+    return None
+
+
+def imports(path: pathlib.Path) -> set[str]:
+    """Dotted names a file imports, not those under TYPE_CHECKING; ``from a import b`` is a.b where that is a module."""
+    found = set()
+
+    def visit(node):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            return
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                found.add(full if module_file(full) else node.module)
+        for child in ast.iter_child_nodes(node):
+            visit(child)
+
+    visit(ast.parse(path.read_text()))
+    return found
+
+
+def own(names: set[str]) -> set[str]:
+    return {name for name in names if name.split(".")[0] == "jaxrl_llm" and module_file(name)}
+
+
+def closure(start: str) -> dict[str, int]:
+    """Modules needed by ``start``, with their breadth-first depth."""
+    depth = {start: 0}
+    queue = [start]
+    while queue:
+        name = queue.pop(0)
+        for other in sorted(own(imports(module_file(name)))):
+            if other not in depth:
+                depth[other] = depth[name] + 1
+                queue.append(other)
+    return depth
+
+
+def modules() -> list[pathlib.Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def test_one_training_step_is_readable():
+    depth = closure("jaxrl_llm.train")
+    lines = {name: len(module_file(name).read_text().splitlines()) for name in depth}
+    assert len(depth) <= 45, sorted(depth)
+    assert sum(lines.values()) <= 9000
+    assert max(depth.values()) <= 4, {k: v for k, v in depth.items() if v > 4}
+
+
+def test_no_module_is_long():
+    long = {path.name: n for path in modules() if (n := len(path.read_text().splitlines())) > 500}
+    assert not long
+    assert len((PACKAGE / "train.py").read_text().splitlines()) <= 350
+
+
+@pytest.mark.parametrize("stage", sorted(STAGES))
+def test_stages_do_not_import_each_other(stage):
+    names = {name.split(".")[1] for name in own(imports(PACKAGE / f"{stage}.py")) if "." in name}
+    assert not names & (STAGES | ENTRY_POINTS | ASSEMBLY) - {stage}
+
+
+def test_only_entry_points_import_stages():
+    for path in modules():
+        name = path.relative_to(PACKAGE).with_suffix("").as_posix()
+        if name in ENTRY_POINTS | ASSEMBLY:
+            continue
+        used = {other.split(".")[1] for other in own(imports(path)) if "." in other}
+        assert not used & STAGES - {name}, name
+
+
+def test_ops_import_jax_alone():
+    for path in sorted((PACKAGE / "ops").glob("*.py")):
+        for name in imports(path):
+            top = name.split(".")[0]
+            fine = top in {"jax", "numpy"} | STANDARD_LIBRARY_OF_OPS or name.startswith("jaxrl_llm.ops")
+            assert fine, f"{path.name} imports {name}"
+
+
+def test_no_room_without_a_purpose():
+    banned = {"utils", "common", "helpers", "misc", "base"}
+    assert not [path for path in modules() if path.stem in banned or path.parent.name in banned]
+
+
+def test_oracles_are_independent():
+    for path in sorted((ROOT / "tests" / "reference").glob("*.py")):
+        assert not {name for name in imports(path) if name.split(".")[0] in {"jaxrl_llm", "jax"}}, path.name
+
+
+def test_update_names_no_algorithm():
+    text = (PACKAGE / "update.py").read_text().lower()
+    assert not [name for name in ("grpo", "dapo", "ppo", "rloo", "gspo", "cispo", "reinforce") if name in text]
+
+
+def test_every_public_function_of_ops_says_what_it_computes():
+    for path in sorted((PACKAGE / "ops").glob("*.py")):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+                assert ast.get_docstring(node), f"{path.name}: {node.name}"
+
+
+def test_every_module_says_what_it_owns():
+    for path in modules():
+        assert ast.get_docstring(ast.parse(path.read_text())), path
+
+
+def test_lint_is_clean():
+    ruff = shutil.which("ruff") or str(pathlib.Path(__import__("sys").executable).parent / "ruff")
+    if not pathlib.Path(ruff).exists():
+        pytest.skip("ruff is not installed (extra [test])")
+    done = subprocess.run([ruff, "check", "--no-cache", "."], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
