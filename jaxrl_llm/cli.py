@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from absl import app, flags, logging
 
+from jaxrl_llm import distributed
 from jaxrl_llm.config import Config, ConfigError, flatten, freeze
 
 # Device nodes of TPUs (older and newer drivers) and of NVIDIA and AMD GPUs.
@@ -31,6 +32,7 @@ def run(main: Callable[[], None]) -> None:
             _fail(f"unexpected argument {argv[1]!r}; settings are given as --name=value")
         logging.set_verbosity(logging.WARNING)  # orbax tells every step of its work at INFO
         try:
+            distributed.initialize()
             main()
         except ConfigError as error:
             _fail(error)
