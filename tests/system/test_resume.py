@@ -1,0 +1,255 @@
+"""A run that was killed and resumed is bitwise the run that was never killed.
+
+Real processes of the train command, real signals. The programs are compiled once: the processes share JAX's
+compilation cache. What is compared is everything a run leaves: each array of its last checkpoint (weights, optimizer
+moments, ring, sampler slots in flight), the prompt stream, each metric but times and sizes of the process, each row
+of samples.jsonl.
+"""
+
+import json
+import os
+import pathlib
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from jaxrl_llm import train as train_module
+from jaxrl_llm.config import ConfigError, freeze
+
+CONFIG = pathlib.Path(__file__).parents[2] / "configs" / "debug.py"
+NUM_ITERATIONS = 6
+# Fewer slots than rollouts and prompts of later iterations in the table: rollouts are in flight at every checkpoint.
+SETTINGS = {
+    "num_iterations": NUM_ITERATIONS,
+    "rollout.prompts_per_iteration": 8,
+    "rollout.group_size": 2,
+    "rollout.slots": 8,
+    "rollout.chunk_steps": 3,
+    "rollout.lookahead_prompts": 8,
+    "replay.capacity": 32,
+    "update.batch_size": 16,
+    "update.micro_batch_size": 8,
+    "eval.num_prompts": 0,
+    "checkpoint.every_iterations": 1,
+    "checkpoint.keep_last": 2,
+    "checkpoint.export": False,
+    "metrics.tensorboard": False,
+    "metrics.samples_per_iteration": 16,
+}
+NOT_COMPARED = ("time/", "throughput/", "memory/")
+DEADLINE_S = 300
+
+
+class Process:
+    """One process of the train command, its standard output read line by line."""
+
+    def __init__(self, workdir, cache, settings, *, devices=1):
+        environment = {
+            **os.environ,
+            "JAX_PLATFORMS": "cpu",
+            "JAX_COMPILATION_CACHE_DIR": str(cache),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "PYTHONUNBUFFERED": "1",
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        }
+        overrides = [f"--config.{name}={value}" for name, value in settings.items()]
+        command = [sys.executable, "-m", "jaxrl_llm.train", f"--config={CONFIG}", f"--workdir={workdir}", *overrides]
+        self.workdir = workdir
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        )
+        self.lines = []
+
+    def until(self, start_of_line):
+        """Read until a line starts so; whether one did before the process ended."""
+        for line in self.process.stdout:
+            self.lines.append(line)
+            if line.startswith(start_of_line):
+                return True
+        return False
+
+    def stop(self, number):
+        """Send a signal; the exit status and everything it printed."""
+        self.process.send_signal(number)
+        return self.finish()
+
+    def finish(self):
+        out, err = self.process.communicate(timeout=DEADLINE_S)
+        return self.process.returncode, "".join(self.lines) + out, err
+
+    def kill_during_checkpoint_write(self):
+        """SIGKILL while a checkpoint is half-written; the directory that is left."""
+        deadline = time.monotonic() + DEADLINE_S
+        while self.process.poll() is None and time.monotonic() < deadline:
+            if unfinished(self.workdir):
+                self.process.send_signal(signal.SIGSTOP)  # hold it still, and look again: it may just have finished
+                if left := unfinished(self.workdir):
+                    self.stop(signal.SIGKILL)
+                    return left[0]
+                self.process.send_signal(signal.SIGCONT)
+            time.sleep(0.0005)
+        raise AssertionError(f"no checkpoint was seen half-written: {self.finish()}")
+
+
+def unfinished(workdir):
+    """Directories of checkpoints that are being written, but the first: then there is one to resume from."""
+    folder = workdir / "checkpoints"
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    return [folder / name for name in names if not name.isdigit()] if any(map(str.isdigit, names)) else []
+
+
+def left_behind(workdir):
+    """Everything of a run that must not depend on its interruptions."""
+    steps = sorted(int(path.name) for path in (workdir / "checkpoints").iterdir())
+    last = workdir / "checkpoints" / str(steps[-1])
+    handler = ocp.PyTreeCheckpointHandler()
+    names = dict(handler.metadata(last / "state").tree)
+    restore_args = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in names}
+    arrays = handler.restore(last / "state", args=ocp.args.PyTreeRestore(restore_args=restore_args))
+    handler.close()
+    host = json.loads((last / "host" / "metadata").read_text())
+    del host["metrics"]  # sizes of files that hold the digits of times
+    metrics = [
+        {name: value for name, value in json.loads(line).items() if not name.startswith(NOT_COMPARED)}
+        for line in (workdir / "metrics.jsonl").read_text().splitlines()
+    ]
+    return steps, arrays, host, metrics, (workdir / "samples.jsonl").read_text()
+
+
+def assert_same_run(one, other):
+    (steps, arrays, host, metrics, samples), expected = left_behind(one), left_behind(other)
+    assert steps == expected[0]
+    assert arrays.keys() == expected[1].keys()
+    for name, array in arrays.items():
+        assert array.dtype == expected[1][name].dtype and array.shape == expected[1][name].shape, name
+        assert array.tobytes() == expected[1][name].tobytes(), name
+    assert host == expected[2]
+    assert metrics == expected[3]
+    assert samples == expected[4]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("compilation_cache")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory, cache):
+    """Workdir of the run that nobody disturbs."""
+    workdir = tmp_path_factory.mktemp("undisturbed")
+    status, _, err = Process(workdir, cache, SETTINGS).finish()
+    assert status == 0, err
+    return workdir
+
+
+def test_killed_and_interrupted_is_the_run_that_never_was(tmp_path, cache, undisturbed):
+    # Kill -9 with a checkpoint half-written: by then the next iteration has begun.
+    half_written = Process(tmp_path, cache, SETTINGS).kill_during_checkpoint_write()
+    assert half_written.exists()
+
+    # Ctrl-C: the iteration is finished and saved.
+    second = Process(tmp_path, cache, SETTINGS)
+    assert second.until("resumed at iteration ")
+    assert not half_written.exists()
+    assert second.until("iteration ")
+    iteration = int(second.lines[-1].split()[1].split("/")[0])
+    status, out, err = second.stop(signal.SIGINT)
+    assert status == 0, err
+    if iteration < NUM_ITERATIONS - 1:  # nearer to the end it may have got there before the signal arrived
+        stopped = [line for line in out.splitlines() if line.startswith("stopped by SIGINT after iteration ")]
+        assert len(stopped) == 1 and str(tmp_path / "checkpoints") in stopped[0]
+        assert "run the same command again to continue" in out
+    assert "Traceback" not in err
+
+    status, out, err = Process(tmp_path, cache, SETTINGS).finish()
+    assert status == 0, err
+    assert "resumed at iteration " in out
+    assert_same_run(tmp_path, undisturbed)
+    _, arrays, host, _, _ = left_behind(tmp_path)
+    in_flight = (arrays["sampler/stop_reason"] == 0) & (arrays["sampler/length"] > arrays["sampler/prompt_length"])
+    assert in_flight.any() and len(host["open_prompts"]) == SETTINGS["rollout.lookahead_prompts"]
+
+
+@pytest.fixture
+def finished_copy(tmp_path, undisturbed):
+    """A copy of the finished run, and its config as the test process reads it."""
+    shutil.copytree(undisturbed, tmp_path / "copy")
+    mapping = json.loads((undisturbed / "config.json").read_text())
+    return tmp_path / "copy", mapping
+
+
+def test_other_settings_are_refused_with_their_names(finished_copy, monkeypatch):
+    workdir, mapping = finished_copy
+    before = (workdir / "config.json").read_text()
+    mapping["optimizer"]["learning_rate"] = 0.5
+    mapping["sampling"]["top_k"] = 3
+    monkeypatch.setattr(train_module, "compile_all", refuse_to_compile)
+    with pytest.raises(ConfigError) as error:
+        train_module.train(freeze(mapping), workdir)
+    message = str(error.value)
+    assert "optimizer.learning_rate 0.01 -> 0.5" in message and "sampling.top_k 0 -> 3" in message
+    assert "--allow_config_changes" in message and "seed" not in message
+    assert (workdir / "config.json").read_text() == before
+
+
+def test_other_settings_are_accepted_by_flag(finished_copy, monkeypatch):
+    workdir, mapping = finished_copy
+    mapping["optimizer"]["learning_rate"] = 0.5
+    monkeypatch.setattr(train_module, "compile_all", refuse_to_compile)
+    with pytest.raises(CompiledError):
+        train_module.train(freeze(mapping), workdir, allow_config_changes=True)
+
+
+class CompiledError(Exception):
+    """The run got as far as compiling."""
+
+
+def refuse_to_compile(*_):
+    raise CompiledError
+
+
+@pytest.mark.slow
+def test_a_finished_run_is_left_as_it_is(finished_copy, cache, undisturbed):
+    workdir, _ = finished_copy
+    status, out, err = Process(workdir, cache, SETTINGS).finish()
+    assert status == 0, err
+    assert f"resumed at iteration {NUM_ITERATIONS}" in out
+    assert_same_run(workdir, undisturbed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("devices", "changes"),
+    [
+        (1, {"rollout.lookahead_prompts": 0, "eval.num_prompts": 4, "eval.every_iterations": 2}),
+        (4, {"mesh.fsdp": 2, "update.kl_coefficient": 0.1, "model.compute_dtype": "bfloat16"}),
+    ],
+    ids=["evaluations", "four_devices"],
+)
+def test_killed_at_random_moments_again_and_again(tmp_path, cache, devices, changes):
+    settings = SETTINGS | {"num_iterations": 30} | changes
+    whole = tmp_path / "whole"
+    status, _, err = Process(whole, cache, settings, devices=devices).finish()
+    assert status == 0, err
+
+    pieces, chance, kills = tmp_path / "pieces", random.Random(0), 0
+    while kills < 6:
+        process = Process(pieces, cache, settings, devices=devices)
+        if not process.until("compiled in "):
+            break  # it came to its end before
+        time.sleep(chance.uniform(0.0, 3.0))
+        status, _, err = process.stop(signal.SIGKILL)
+        assert status in (0, -signal.SIGKILL), err
+        kills += 1
+    status, _, err = Process(pieces, cache, settings, devices=devices).finish()
+    assert status == 0, err
+    assert_same_run(pieces, whole)
+
+
