@@ -27,7 +27,7 @@ from ml_collections import config_flags
 from jaxrl_llm import cli, profiling, report, rng, sharding, tasks
 from jaxrl_llm.assembly import Run, assemble
 from jaxrl_llm.checkpoint import Checkpointer, StopRequest
-from jaxrl_llm.config import Config, freeze, to_json
+from jaxrl_llm.config import Config, ConfigError, freeze, to_json
 from jaxrl_llm.evaluate import evaluate, questions
 from jaxrl_llm.metrics import MetricsWriter, Progress, rollout_values, update_values
 from jaxrl_llm.models import hf, pretrained
@@ -48,6 +48,10 @@ def train(config: Config, workdir: pathlib.Path, *, allow_config_changes: bool =
         ConfigError: bad input, before anything is compiled.
     """
     # ---- what the run is made of: data and model first, for their errors cost nothing ------------------
+    if jax.process_count() > 1:
+        raise ConfigError(
+            f"a job of {jax.process_count()} hosts: train runs on one host (all its devices), several are not ready yet"
+        )
     mesh = sharding.make_mesh(config.mesh)
     source = pretrained.resolve(config.model.path)
     tokenizer = source.tokenizer()

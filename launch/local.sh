@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# Sets up, then fine-tunes SmolLM2-135M-Instruct on sums, on whatever this machine has. Arguments go to train:
+#
+#   bash launch/local.sh --config.num_iterations=4 --workdir=runs/short
+#
+# Run it again to go on where it stopped. Relative paths start at the repository.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+bash launch/setup.sh
+settings=(--config=configs/grpo_smollm2_135m_chain_sum.py)
+for argument in "$@"; do
+    case $argument in --config | --config=*) settings=() ;; esac
+done
+exec .venv/bin/python -m jaxrl_llm.train ${settings[@]+"${settings[@]}"} --workdir=runs/local "$@"

