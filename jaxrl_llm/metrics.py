@@ -69,7 +69,8 @@ METRICS: dict[str, Metric] = {
     "update/skipped_steps": Metric("steps", "Optimizer steps skipped because nothing trainable could be drawn."),
     "update/sampler_learner_gap_max_nats": Metric(
         "nats",
-        "Largest |log-prob of the sampler - log-prob of the learner| of a token under the weights that sampled it.",
+        "Largest |log-prob of the sampler - log-prob of the learner| of a token under the weights that sampled it. "
+        "With rollout.lookahead_prompts the sampler may have attended to keys of older weights, and this shows it.",
     ),
     "optimizer/learning_rate": Metric("per step", "Learning rate of the iteration's last optimizer step."),
     "replay/age_mean_steps": Metric("iterations", "Iterations since insertion, mean over rollouts drawn."),
@@ -286,6 +287,10 @@ class Progress:
                 f"iteration {start}/{num_iterations}", total=num_iterations, completed=start
             )
             self._bar.start()
+
+    def restart_clock(self) -> None:
+        """The loop begins now: what came before (compiling, loading) has no part in the estimate."""
+        self._times = [time.monotonic()]
 
     def update(self, iteration: int, values: dict[str, Any]) -> None:
         """Show the state after ``iteration`` iterations; values as given to ``MetricsWriter.write``, any may lack."""

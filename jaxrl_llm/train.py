@@ -140,6 +140,7 @@ def train(config: Config, workdir: pathlib.Path, *, allow_config_changes: bool =
 
         # ---- the loop ----------------------------------------------------------------------------------
         recompiles = profiling.CompileCounter()
+        progress.restart_clock()
         failure = None
         iteration = start
         pass_rate = None

