@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import glob
 import os
+import pathlib
+import runpy
 import sys
+import traceback
 from collections.abc import Callable
 
 from absl import app, flags, logging
@@ -46,14 +49,30 @@ def _parse(argv: list[str]) -> list[str]:
         for name in flags.FLAGS:
             hasattr(flags.FLAGS[name].value, "to_dict")  # a config file that is not there is missed when looked at
         return rest
-    except (flags.Error, ConfigError, OSError) as error:
-        _fail(error)
-    except AttributeError:  # from ml_collections: an override of a key that is not there, without saying which
+    except Exception as error:
+        # What went wrong inside a config file or with the key of an override, ml_collections does not say.
         try:
+            _check_config_files(argv)
             _check_overrides(argv)
-        except ConfigError as error:
+        except ConfigError as better:
+            _fail(better)
+        if isinstance(error, (flags.Error, ConfigError, OSError)):
             _fail(error)
         raise
+
+
+def _check_config_files(argv: list[str]) -> None:
+    """Raise a ``ConfigError`` for a ``--config=FILE`` whose code or ``get_config()`` raises, with file and line."""
+    for argument in argv:
+        name, _, path = argument.partition("=")
+        path = path.split(":", 1)[0]
+        if name.lstrip("-") == "config" and pathlib.Path(path).is_file():
+            try:
+                runpy.run_path(path)["get_config"]()
+            except Exception as error:
+                lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
+                where = f"{path}:{lines[-1]}" if lines else path
+                raise ConfigError(f"{where}: {type(error).__name__}: {error}") from error
 
 
 def _check_overrides(argv: list[str]) -> None:

@@ -361,7 +361,7 @@ def freeze(mapping: Any) -> Config:
 
 def _freeze(cls: type, mapping: Any, prefix: str) -> Any:
     if not isinstance(mapping, dict):
-        raise ConfigError(f"{prefix.rstrip('.')}={mapping!r} must be a group of settings")
+        raise ConfigError(f"{prefix.rstrip('.') or 'config'}={mapping!r} must be a group of settings")
     hints = typing.get_type_hints(cls)
     names = [field.name for field in dataclasses.fields(cls)]
     for key in mapping:

@@ -23,7 +23,7 @@ import numpy as np
 from absl import flags
 from ml_collections import config_flags
 
-from jaxrl_llm import cli, rng, sharding, tasks
+from jaxrl_llm import cli, rng, rows, sharding, tasks
 from jaxrl_llm import prompts as prompts_lib
 from jaxrl_llm.assembly import assemble
 from jaxrl_llm.checkpoint import restore_params
@@ -180,6 +180,8 @@ def command(config: Config, model: str, checkpoint: str, num_samples: int) -> di
 
 
 def main() -> None:
+    if OUTPUT.value:
+        rows.check_output(OUTPUT.value)
     result = command(freeze(CONFIG.value), MODEL.value, CHECKPOINT.value, NUM_SAMPLES.value)
     text = json.dumps(result, indent=1)
     if OUTPUT.value:

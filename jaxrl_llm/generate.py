@@ -104,6 +104,10 @@ def _prompt_ids(path: str, row: dict[str, Any], tokenizer: Any, vocab_size: int,
     prompt = row.get("prompt", row.get("messages"))
     if not isinstance(prompt, (str, list)) or not prompt:
         raise ConfigError(f"{path}:{row['_line']}: must have `prompt_ids`, or a non-empty `prompt` or `messages`")
+    for message in prompt if isinstance(prompt, list) else ():
+        if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
+            where = f"{path}:{row['_line']}"
+            raise ConfigError(f"{where}: a message must have texts `role` and `content`, not {message!r:.60}")
     return tokenizer.encode_prompt(prompt, chat_template=True, system_prompt=system_prompt)
 
 
@@ -130,6 +134,7 @@ def main() -> None:
             max_completion_tokens=sampling.max_completion_tokens,
             stop_strings=sampling.stop_strings,
         )
+    rows.check_output(OUTPUT.value)
     output = generate(
         pretrained.resolve(MODEL.value),
         PROMPTS.value,

@@ -39,6 +39,16 @@ def read(path: str) -> list[dict[str, Any]]:
     return rows
 
 
+def check_output(path: str) -> None:
+    """Before any work is done: that a file can be written there.
+
+    Raises:
+        ConfigError: the folder is not there.
+    """
+    if not pathlib.Path(path).parent.is_dir() or pathlib.Path(path).is_dir():
+        raise ConfigError(f"--output={path} must be a file in a folder that exists")
+
+
 def write(path: str, rows: Iterable[dict[str, Any]]) -> None:
     """One object a line, without the reader's own field."""
     lines = (json.dumps({k: v for k, v in row.items() if k != "_line"}) for row in rows)

@@ -92,6 +92,7 @@ def main() -> None:
         raise ConfigError(f"--batch_size={BATCH_SIZE.value} must be at least 1")
     if DTYPE.value not in ("float32", "bfloat16"):
         raise ConfigError(f"--compute_dtype={DTYPE.value!r} is not one of 'float32', 'bfloat16'")
+    rows.check_output(OUTPUT.value)
     source = pretrained.resolve(MODEL.value)
     output = score(source, INPUT.value, batch_size=BATCH_SIZE.value, compute_dtype=DTYPE.value)
     rows.write(OUTPUT.value, output)

@@ -58,6 +58,7 @@ def train(config: Config, workdir: pathlib.Path, *, allow_config_changes: bool =
     train_set, held_out, skipped = questions(config, tokenizer)
     stream = PromptStream(train_set, config.prompts, seed=config.seed)
     run = assemble(config, source.architecture(), tokenizer.eos_ids, mesh)
+    source.check_weights(run.model, mesh)
     checkpoints = Checkpointer(workdir, config.checkpoint)
     checkpoints.check_config(config, allow_changes=allow_config_changes)
     (workdir / "config.json").write_text(to_json(config))
@@ -312,7 +313,10 @@ def print_samples(workdir: pathlib.Path) -> None:
 def main() -> None:
     workdir = pathlib.Path(WORKDIR.value)
     config = freeze(CONFIG.value)
-    workdir.mkdir(parents=True, exist_ok=True)
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--workdir={WORKDIR.value} cannot be a folder: {error.strerror}") from error
     sys.exit(train(config, workdir, allow_config_changes=ALLOW_CONFIG_CHANGES.value))
 
 

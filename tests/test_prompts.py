@@ -272,7 +272,8 @@ def test_letters_are_learnable_by_hand():
     loaded = tasks.load(config, seed=0)
     assert loaded == tasks.load(config, seed=1)
     assert [e.prompt for e in loaded.examples[:2]] == ["Write letters like a:", "Write letters like b:"]
-    assert loaded.examples[26].columns == {"allowed": "abcdefghijklmnopqrstuvwxyz"} and len({e.prompt for e in loaded.examples}) == 26
+    assert loaded.examples[26].columns == {"allowed": "abcdefghijklmnopqrstuvwxyz"}
+    assert len({e.prompt for e in loaded.examples}) == 26
     assert max(len(e.prompt.encode()) for e in loaded.examples) <= PromptsConfig().max_tokens
     assert letters.reward(["?"] * 4, ["", "a", "aBzB", "X 1"], allowed=["az"] * 4) == [0.0, 1.0, 0.5, 0.0]
     assert tasks.scorer(config) == "jaxrl_llm.tasks.letters:reward"

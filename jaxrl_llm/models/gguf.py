@@ -80,6 +80,11 @@ def load_params(path: str | Path, model: Model, mesh: Mesh) -> Params:
     return layout.load(_open(path), NAMES, model, mesh)
 
 
+def check_weights(path: str | Path, model: Model, mesh: Mesh) -> None:
+    """Raise the ``ConfigError`` that ``load_params`` would for names and shapes, from the file's header alone."""
+    layout.check(_open(path), NAMES, model, mesh)
+
+
 def read_tokenizer(path: str | Path) -> Tokenizer:
     """The byte-level BPE tokenizer and chat template stored in a GGUF file.
 

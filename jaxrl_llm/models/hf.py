@@ -123,6 +123,11 @@ def load_params(folder: str | Path, model: Model, mesh: Mesh) -> Params:
     return layout.load(_Folder(Path(folder)), NAMES, model, mesh)
 
 
+def check_weights(folder: str | Path, model: Model, mesh: Mesh) -> None:
+    """Raise the ``ConfigError`` that ``load_params`` would, from the files' headers alone."""
+    layout.check(_Folder(Path(folder)), NAMES, model, mesh)
+
+
 class _Folder:
     """The tensors of ``model.safetensors``, or of the files that ``model.safetensors.index.json`` lists."""
 

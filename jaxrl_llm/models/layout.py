@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -58,10 +58,43 @@ def load(file: TensorFile, names: Mapping[str, str], model: Model, mesh: Mesh) -
     Raises:
         ConfigError: a tensor is missing, has the wrong shape, or belongs to another kind of model.
     """
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(model.abstract_params(mesh))
-    leaves = [(".".join(key.key for key in keys), leaf) for keys, leaf in leaves]
-    _check(file, names, leaves)
+    check(file, names, model, mesh)
+    leaves, treedef = _leaves(model, mesh)
     return jax.tree.unflatten(treedef, [_load_one(file, names[path], path, leaf) for path, leaf in leaves])
+
+
+def check(file: TensorFile, names: Mapping[str, str], model: Model, mesh: Mesh) -> None:
+    """Compare the file's tensors with the model's parameters by name and shape; reads no weight.
+
+    Raises:
+        ConfigError: as ``load``.
+    """
+    expected = {}
+    for path, leaf in _leaves(model, mesh)[0]:
+        if _is_stacked(path):
+            for layer in range(leaf.shape[0]):
+                expected[names[path].format(layer=layer)] = _stored_shape(path, leaf.shape[1:])
+        else:
+            expected[names[path]] = _stored_shape(path, leaf.shape)
+    for name, shape in expected.items():
+        if name not in file.shapes:
+            raise ConfigError(f"{file.path}: tensor {name} is missing")
+        if tuple(file.shapes[name]) != shape:
+            raise ConfigError(f"{file.path}: tensor {name} has shape {tuple(file.shapes[name])}, not {shape}")
+    # A weight that is left out (a bias, an expert) would be another model that runs without complaint.
+    # A tied head may be stored all the same; it equals the embedding.
+    extra = [name for name in file.shapes if name not in expected and name != names["head"]]
+    if extra:
+        raise ConfigError(
+            f"{file.path}: tensor {extra[0]} ({len(extra)} like it) is not part of a plain Llama "
+            f"with {sum('{layer}' in name for name in names.values())} tensors per layer"
+        )
+
+
+def _leaves(model: Model, mesh: Mesh) -> tuple[list[tuple[str, jax.ShapeDtypeStruct]], Any]:
+    """Every parameter's path with its shape and layout, and the tree they are of."""
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(model.abstract_params(mesh))
+    return [(".".join(key.key for key in keys), leaf) for keys, leaf in leaves], treedef
 
 
 Stored = tuple[str, tuple[int, ...], Callable[[], np.ndarray]]
@@ -101,29 +134,6 @@ def _order(path: str) -> tuple[int, ...]:
 
 def _stored_shape(path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(math.prod(shape[dim] for dim in group) for group in LAYOUT[path])
-
-
-def _check(file: TensorFile, names: Mapping[str, str], leaves: list) -> None:
-    expected = {}
-    for path, leaf in leaves:
-        if _is_stacked(path):
-            for layer in range(leaf.shape[0]):
-                expected[names[path].format(layer=layer)] = _stored_shape(path, leaf.shape[1:])
-        else:
-            expected[names[path]] = _stored_shape(path, leaf.shape)
-    for name, shape in expected.items():
-        if name not in file.shapes:
-            raise ConfigError(f"{file.path}: tensor {name} is missing")
-        if tuple(file.shapes[name]) != shape:
-            raise ConfigError(f"{file.path}: tensor {name} has shape {tuple(file.shapes[name])}, not {shape}")
-    # A weight that is left out (a bias, an expert) would be another model that runs without complaint.
-    # A tied head may be stored all the same; it equals the embedding.
-    extra = [name for name in file.shapes if name not in expected and name != names["head"]]
-    if extra:
-        raise ConfigError(
-            f"{file.path}: tensor {extra[0]} ({len(extra)} like it) is not part of a plain Llama "
-            f"with {sum('{layer}' in name for name in names.values())} tensors per layer"
-        )
 
 
 def _load_one(file: TensorFile, name: str, path: str, leaf: jax.ShapeDtypeStruct) -> jax.Array:

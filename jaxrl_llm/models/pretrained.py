@@ -37,11 +37,13 @@ class Source:
     Attributes:
         architecture: () -> shape of the model, from headers alone.
         tokenizer: () -> its tokenizer.
+        check_weights: (model, mesh) -> None; raises now what ``load_params`` would find missing or misshapen.
         load_params: (model, mesh, *, seed) -> float32 parameters on their shards. Only random weights use ``seed``.
     """
 
     architecture: Callable[[], Architecture]
     tokenizer: Callable[[], Tokenizer | ByteTokenizer]
+    check_weights: Callable[[Model, Mesh], None]
     load_params: Callable[..., Params]
 
 
@@ -74,7 +76,7 @@ def _random(path: str) -> Source:
     def init(model: Model, mesh: Mesh, *, seed: int) -> Params:
         return model.init(jax.random.key(seed), mesh)
 
-    return Source(lambda: PRESETS[name], ByteTokenizer, init)
+    return Source(lambda: PRESETS[name], ByteTokenizer, lambda model, mesh: None, init)
 
 
 def _gguf(path: str) -> Source:
@@ -82,7 +84,8 @@ def _gguf(path: str) -> Source:
         del seed
         return gguf.load_params(path, model, mesh)
 
-    return Source(functools.partial(gguf.read_architecture, path), functools.partial(gguf.read_tokenizer, path), load)
+    of = functools.partial
+    return Source(of(gguf.read_architecture, path), of(gguf.read_tokenizer, path), of(gguf.check_weights, path), load)
 
 
 def _folder(path: str) -> Source:
@@ -90,7 +93,8 @@ def _folder(path: str) -> Source:
         del seed
         return hf.load_params(path, model, mesh)
 
-    return Source(functools.partial(hf.read_architecture, path), functools.partial(load_tokenizer, path), load)
+    of = functools.partial
+    return Source(of(hf.read_architecture, path), of(load_tokenizer, path), of(hf.check_weights, path), load)
 
 
 def _find_smollm2() -> str:
