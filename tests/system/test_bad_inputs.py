@@ -1,0 +1,328 @@
+"""Bad input is one line on stderr that names it and what is allowed, exit status 2, and nothing was compiled."""
+
+import json
+import os
+import subprocess
+import sys
+
+import command_line
+import jax
+import pytest
+from command_line import DEBUG_CONFIG
+
+from jaxrl_llm import programs
+from jaxrl_llm.models.presets import PRESETS
+
+COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+
+
+@pytest.fixture
+def refused(monkeypatch, capfd):
+    """Runs a command that must refuse its input; its one line on stderr."""
+
+    def compiles(*_):
+        raise AssertionError("compiled before the input was checked")
+
+    monkeypatch.setattr(programs, "compile_all", compiles)
+    events = []
+    listener = lambda event, duration, **_: events.append(event)  # noqa: E731
+    jax.monitoring.register_event_duration_secs_listener(listener)
+
+    def run(name, *arguments):
+        events.clear()
+        done = command_line.run_command(name, *arguments, monkeypatch=monkeypatch, capfd=capfd)
+        assert COMPILE_EVENT not in events
+        return one_line(done.status, done.err)
+
+    yield run
+    jax.monitoring.unregister_event_duration_listener(listener)
+
+
+def one_line(status, err):
+    lines = err.splitlines()
+    assert status == 2 and len(lines) == 1 and lines[0].startswith("error: "), err
+    return lines[0]
+
+
+def train_arguments(tmp_path, *overrides):
+    return [f"--config={DEBUG_CONFIG}", f"--workdir={tmp_path / 'run'}", *(f"--config.{o}" for o in overrides)]
+
+
+def write(path, text):
+    path.write_text(text)
+    return path
+
+
+# ---- the ten ---------------------------------------------------------------------------------------------------
+
+
+def missing_file(tmp_path):
+    overrides = ["prompts.source=jsonl", f"prompts.name={tmp_path / 'none.jsonl'}"]
+    return overrides, ["prompts.name=", "none.jsonl", "No such file"]
+
+
+def broken_json_line(tmp_path):
+    path = write(tmp_path / "questions.jsonl", '{"prompt": "a"}\n{"prompt": "b"\n')
+    return ["prompts.source=jsonl", f"prompts.name={path}"], [f"{path}:2:", "not JSON", "prompts.bad_row='skip'"]
+
+
+def empty_dataset(tmp_path):
+    path = write(tmp_path / "questions.jsonl", "\n")
+    return ["prompts.source=jsonl", f"prompts.name={path}"], [str(path), "holds no question", "empty"]
+
+
+def unknown_config_key(tmp_path):
+    return ["rollout.group_sise=4"], ["group_sise", "group_size"]
+
+
+def group_of_one(tmp_path):
+    return ["rollout.group_size=1"], ["rollout.group_size=1", "at least 2"]
+
+
+def capacity_below_batch(tmp_path):
+    overrides = ["replay.capacity=64", "update.batch_size=128", "update.micro_batch_size=64"]
+    return overrides, ["replay.capacity=64", "at least update.batch_size=128"]
+
+
+def micro_batch_not_dividing(tmp_path):
+    return ["update.micro_batch_size=24"], ["update.micro_batch_size=24", "must divide update.batch_size=64"]
+
+
+def prompt_too_long(tmp_path):
+    overrides = ["prompts.max_tokens=16"]
+    return overrides, ["letters:1", "prompt of 21 tokens", "prompts.max_tokens=16", "prompts.long_prompt='skip'"]
+
+
+def unreadable_weights(tmp_path):
+    path = write(tmp_path / "model.gguf", "these are not weights")
+    return [f"model.path={path}"], [str(path), "GGUF"]
+
+
+def mesh_of_other_devices(tmp_path):
+    return ["mesh.data=3"], ["mesh.data=3", f"must use all {jax.device_count()} devices"]
+
+
+TEN = [
+    missing_file,
+    broken_json_line,
+    empty_dataset,
+    unknown_config_key,
+    group_of_one,
+    capacity_below_batch,
+    micro_batch_not_dividing,
+    prompt_too_long,
+    unreadable_weights,
+    mesh_of_other_devices,
+]
+
+
+@pytest.mark.parametrize("case", TEN, ids=lambda case: case.__name__)
+def test_ten_bad_inputs(case, tmp_path, refused):
+    overrides, named = case(tmp_path)
+    line = refused("train", *train_arguments(tmp_path, *overrides))
+    for part in named:
+        assert part in line, line
+
+
+@pytest.mark.parametrize("case", (TEN[1], TEN[3], TEN[9]), ids=lambda case: case.__name__)
+def test_bad_inputs_in_a_process_of_its_own(case, tmp_path):
+    overrides, named = case(tmp_path)
+    command = [sys.executable, "-m", "jaxrl_llm.train", *train_arguments(tmp_path, *overrides)]
+    flags = f"--xla_force_host_platform_device_count={jax.device_count()}"
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    line = one_line(done.returncode, done.stderr)
+    assert done.stdout == "" and all(part in line for part in named), line
+
+
+# ---- weights ---------------------------------------------------------------------------------------------------
+
+
+def debug_folder(path):
+    """A Hugging Face folder of the debug preset, whose weights are still to be written."""
+    from jaxrl_llm.tokenizer import ByteTokenizer
+
+    arch = PRESETS["debug"]
+    path.mkdir()
+    ByteTokenizer().save(path)
+    settings = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": arch.vocab_size,
+        "hidden_size": arch.width,
+        "num_hidden_layers": arch.num_layers,
+        "num_attention_heads": arch.num_heads,
+        "num_key_value_heads": arch.num_kv_heads,
+        "intermediate_size": arch.ffn,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": arch.max_positions,
+    }
+    (path / "config.json").write_text(json.dumps(settings))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        (None, "model.safetensors"),
+        (b"", "model.safetensors"),
+        (b"\xff" * 64, "model.safetensors"),
+        ((100).to_bytes(8, "little") + b"{" * 50, "model.safetensors"),
+    ],
+    ids=["missing", "empty", "garbage", "cut_short"],
+)
+def test_unreadable_safetensors(content, named, tmp_path, refused):
+    folder = debug_folder(tmp_path / "model")
+    if content is not None:
+        (folder / "model.safetensors").write_bytes(content)
+    line = refused("train", *train_arguments(tmp_path, f"model.path={folder}"))
+    assert str(folder) in line and named in line
+
+
+@pytest.mark.parametrize(
+    ("path", "named"),
+    [
+        ("random:huge", "random:debug"),
+        ("no/such/folder/here", "allowed: a Hugging Face folder"),
+        ("none.gguf", "no such file"),
+        ("", "allowed: a Hugging Face folder"),
+    ],
+)
+def test_a_model_that_is_not_there(path, named, tmp_path, refused):
+    line = refused("train", *train_arguments(tmp_path, f"model.path={path}"))
+    assert f"model.path={path!r}" in line and named in line
+
+
+# ---- flags and the config file -----------------------------------------------------------------------------------
+
+
+def test_unknown_flag(tmp_path, refused):
+    line = refused("train", *train_arguments(tmp_path), "--wrkdir=x")
+    assert "wrkdir" in line and "Did you mean: workdir" in line
+
+
+def test_required_flags(tmp_path, refused):
+    assert "--config" in refused("train", f"--workdir={tmp_path}")
+    assert "--workdir" in refused("train", f"--config={DEBUG_CONFIG}")
+
+
+def test_config_file_that_is_not_there(tmp_path, refused):
+    path = tmp_path / "none.py"
+    assert str(path) in refused("train", f"--config={path}", f"--workdir={tmp_path}")
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("def get_config(:\n", "my_config.py: SyntaxError: invalid syntax"),
+        ("x = 1\n", "get_config"),
+        ("def get_config():\n    raise KeyError('no such thing')\n", "my_config.py:2: KeyError: 'no such thing'"),
+        ("import no_such_module\n", "no_such_module"),
+        ("def get_config():\n    return 3\n", "config=3 must be a group of settings"),
+        (
+            "from jaxrl_llm.config import defaults\ndef get_config():\n    c = defaults()\n"
+            "    c.rollout.group_sise = 4\n    return c\n",
+            "group_sise",
+        ),
+    ],
+    ids=["syntax", "no_get_config", "raises", "import", "returns_a_number", "unknown_key"],
+)
+def test_config_file_that_is_none(text, named, tmp_path, refused):
+    path = write(tmp_path / "my_config.py", text)
+    line = refused("train", f"--config={path}", f"--workdir={tmp_path / 'run'}")
+    assert named in line
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("rollout.group_size=four", ["rollout.group_size", "four"]),
+        ("rollout.group_size=4.5", ["rollout.group_size", "4.5"]),
+        ("credit.advantage=gae", ["credit.advantage='gae'", "'leave_one_out'"]),
+        ("optimizer.learning_rate=-1", ["optimizer.learning_rate=-1.0", "at least 0"]),
+        ("sampling.temperature=nan", ["sampling.temperature=nan"]),
+        ("rewards.functions=('none.py:f',)", ["rewards.functions", "none.py"]),
+        ("rollout.prompts_per_iteration=4", ["rollout.prompts_per_iteration=4", "multiple of 8"]),
+        ("sampling.temperature=0", ["sampling.temperature=0.0"]),
+    ],
+)
+def test_settings_that_cannot_be(override, named, tmp_path, refused):
+    line = refused("train", *train_arguments(tmp_path, override))
+    assert all(part in line for part in named), line
+
+
+def test_a_workdir_that_is_a_file(tmp_path, refused):
+    path = write(tmp_path / "file", "")
+    assert str(path) in refused("train", f"--config={DEBUG_CONFIG}", f"--workdir={path}")
+
+
+# ---- the other commands ------------------------------------------------------------------------------------------
+
+NO_ROW = [("", "holds no row"), ('{"prompt": "a"}\n{"prompt\n', ":2: not JSON"), ("[1]\n", ":1: must be an object")]
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        *NO_ROW,
+        ('{"prompt": ""}\n', ":1: "),
+        ('{"text": "a"}\n', "`prompt_ids`"),
+        ('{"messages": []}\n', ":1: "),
+        ('{"messages": [{"role": "user"}]}\n', ":1: "),
+        ('{"prompt_ids": []}\n', "at least 1 token"),
+        ('{"prompt_ids": [1, 260]}\n', "token id 260 is not in the model's vocabulary 0..259"),
+        ('{"prompt_ids": "12"}\n', "list of token ids"),
+        (json.dumps({"prompt": "x" * 2040}) + "\n", "2048 positions"),
+    ],
+)
+def test_generate_refuses_what_is_no_prompt(text, named, tmp_path, refused):
+    path = write(tmp_path / "prompts.jsonl", text)
+    line = refused("generate", "--model=random:debug", f"--prompts={path}", f"--output={tmp_path / 'out.jsonl'}")
+    assert str(path) in line and named in line
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        *NO_ROW,
+        ('{"prompt_ids": [1]}\n', "`completion_ids`"),
+        ('{"prompt_ids": [], "completion_ids": [1]}\n', "`prompt_ids`"),
+        ('{"prompt_ids": [1], "completion_ids": [-1]}\n', "token id -1"),
+        ('{"prompt_ids": [1], "completion_ids": [1.5]}\n', "list of token ids"),
+    ],
+)
+def test_score_refuses_what_is_no_completion(text, named, tmp_path, refused):
+    path = write(tmp_path / "rows.jsonl", text)
+    line = refused("score", "--model=random:debug", f"--input={path}", f"--output={tmp_path / 'out.jsonl'}")
+    assert str(path) in line and named in line
+
+
+@pytest.mark.parametrize(
+    ("flag", "named"),
+    [
+        ("--temperature=-1", "temperature"),
+        ("--top_p=0", "top_p"),
+        ("--max_tokens=0", "max_"),
+        ("--batch_size=0", "0"),
+        ("--compute_dtype=float64", "float64"),
+        ("--output=/no/such/folder/out.jsonl", "/no/such/folder/out.jsonl"),
+    ],
+)
+def test_generate_refuses_bad_flags(flag, named, tmp_path, refused):
+    path = write(tmp_path / "prompts.jsonl", '{"prompt": "a"}\n')
+    output = f"--output={tmp_path / 'out.jsonl'}"
+    assert named in refused("generate", "--model=random:debug", f"--prompts={path}", output, flag)
+
+
+def test_evaluate_wants_one_model(tmp_path, refused):
+    config = f"--config={DEBUG_CONFIG}"
+    both = "give one of --model=PATH and --checkpoint=DIR"
+    assert both in refused("evaluate", config)
+    assert both in refused("evaluate", config, "--model=random:debug", f"--checkpoint={tmp_path}")
+    assert "--num_samples=0" in refused("evaluate", config, "--model=random:debug", "--num_samples=0")
+    assert str(tmp_path) in refused("evaluate", config, f"--checkpoint={tmp_path}")
+
+
+def test_export_and_report_want_a_run(tmp_path, refused):
+    assert str(tmp_path) in refused("export", f"--checkpoint={tmp_path}", f"--output={tmp_path / 'hf'}")
+    assert str(tmp_path) in refused("report", f"--workdir={tmp_path}")
