@@ -1,0 +1,401 @@
+"""Configuration: what freeze accepts and refuses, round trips, and that every setting changes something.
+
+Each setting has a row in ``ALIVE``: another value, where to look, and what else must be set for it to matter. Where to
+look is always a product of the code (the text of a program, the questions loaded, the files of a run), never the
+config itself; a new setting without a row fails, and so does one that nothing reads.
+"""
+
+import dataclasses
+import functools
+import importlib.util
+import json
+import pathlib
+import re
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import psutil
+import pytest
+from building import ONE, TINY, mesh_of
+
+from jaxrl_llm import config as config_module
+from jaxrl_llm import sharding, tasks
+from jaxrl_llm import train as train_module
+from jaxrl_llm.assembly import assemble
+from jaxrl_llm.config import Config, ConfigError, defaults, differences, fingerprint, flatten, freeze, from_json, to_json
+from jaxrl_llm.evaluate import questions
+from jaxrl_llm.metrics import rollout_values
+from jaxrl_llm.models import pretrained
+from jaxrl_llm.models.transformer import Model
+from jaxrl_llm.prompts import PromptStream
+from jaxrl_llm.rewards import RewardPool
+from jaxrl_llm.rollout import Generator
+from jaxrl_llm.tokenizer import ByteTokenizer
+from jaxrl_llm.types import OUTCOME_ERROR, OUTCOME_SCORE, STOP_LENGTH, Example, Rewards
+
+ROOT = pathlib.Path(__file__).parents[1]
+FUNCTIONS = ROOT / "tests" / "fixtures" / "reward_functions.py"
+
+
+def with_settings(**paths):
+    """Nested settings from ``{"update__batch_size": 4}``-like or dotted names."""
+    nested = {}
+    for path, value in paths.items():
+        *groups, name = path.replace("__", ".").split(".")
+        node = nested
+        for group in groups:
+            node = node.setdefault(group, {})
+        node[name] = value
+    return nested
+
+
+# ---- freeze ----------------------------------------------------------------------------------------------------
+
+
+def test_every_config_file_loads_and_freezes():
+    files = sorted((ROOT / "configs").glob("*.py"))
+    assert files
+    for path in files:
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        config = freeze(module.get_config())
+        assert from_json(to_json(config)) == config
+        assert f"--config=configs/{path.name}" in module.__doc__ or "draft" in module.__doc__
+
+
+def test_the_defaults_are_a_config():
+    assert freeze(defaults()) == freeze({}) == Config()
+    with pytest.raises(AttributeError, match="group_sise"):
+        defaults().rollout.group_sise = 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"sede": 1}, "unknown config key sede=1; did you mean seed"),
+        ({"update": {"clip_lo": 0.1}}, "unknown config key update.clip_lo=0.1; did you mean update.clip_low"),
+        ({"mesh": {"zzzz": 1}}, "unknown config key mesh.zzzz=1; known: data, fsdp, tensor"),
+        ({"update": 3}, "update=3 must be a group of settings"),
+        ({"seed": 1.0}, "seed=1.0 must be of type int, not float"),
+        ({"seed": True}, "seed=True must be of type int, not bool"),
+        ({"seed": -1}, "seed=-1 must be at least 0 and at most 2147483647"),
+        ({"sampling": {"temperature": "1"}}, "sampling.temperature='1' must be of type float, not str"),
+        ({"sampling": {"stop_strings": [1]}}, "sampling.stop_strings[0]=1 must be of type str, not int"),
+        ({"sampling": {"stop_strings": ("",)}}, "sampling.stop_strings must not contain the empty string"),
+        ({"sampling": {"top_p": 0}}, "sampling.top_p=0.0 must be more than 0.0 and at most 1.0"),
+        ({"optimizer": {"learning_rate": float("inf")}}, "optimizer.learning_rate=inf must be at least 0.0"),
+        ({"rollout": {"group_size": 1}}, "rollout.group_size=1 must be at least 2"),
+        ({"model": {"remat": "some"}}, "model.remat='some' is not one of 'none', 'dots', 'full'"),
+        ({"update": {"micro_batch_size": 24}}, "update.micro_batch_size=24 must divide update.batch_size=64"),
+        ({"replay": {"capacity": 32}}, "replay.capacity=32 must be at least update.batch_size=64"),
+        ({"replay": {"capacity": 96}}, "replay.capacity=96 must be a multiple of the 64 rollouts"),
+        ({"rollout": {"slots": 65}}, "rollout.slots=65 must be at most the 64 rollouts that can be open"),
+        ({"rewards": {"weights": (1.0, 2.0)}}, "must have one weight for each of rewards.functions=('task',)"),
+        ({"rewards": {"functions": ("a:b", "a:b"), "weights": (1, 1)}}, "must not name a function twice"),
+        ({"prompts": {"source": "jsonl"}}, "prompts.name='' must name the file"),
+        ({"prompts": {"size": 0}}, "prompts.size=0 must be at least 1"),
+        ({"checkpoint": {"keep_best": 1}}, "checkpoint.keep_best=1 needs eval.num_prompts"),
+        ({"replay": {"unit": "group"}, "update": {"micro_batch_size": 4}}, "multiple of rollout.group_size=8"),
+    ],
+)
+def test_freeze_names_the_key_the_value_and_what_is_allowed(settings, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        freeze(settings)
+
+
+def test_freeze_converts_what_means_the_same():
+    config = freeze({"optimizer": {"learning_rate": 1}, "sampling": {"stop_strings": ["a"]}})
+    assert isinstance(config.optimizer.learning_rate, float) and config.sampling.stop_strings == ("a",)
+
+
+def test_a_config_survives_json_and_its_fingerprint_tells_it_from_another():
+    config = freeze({"seed": 3, "prompts": {"arguments": {"a": [1, 2]}}, "sampling": {"stop_strings": ("x", "y")}})
+    assert from_json(to_json(config)) == config
+    assert fingerprint(from_json(to_json(config))) == fingerprint(config)
+    other = dataclasses.replace(config, update=dataclasses.replace(config.update, clip_low=0.1))
+    assert fingerprint(other) != fingerprint(config)
+    assert differences(config, other) == {"update.clip_low": (0.2, 0.1)}
+    assert differences(config, config) == {}
+
+
+def test_every_bound_and_choice_is_of_a_setting():
+    assert set(config_module.BOUNDS) | set(config_module.CHOICES) <= set(flatten(Config()))
+
+
+# ---- every setting is alive ----------------------------------------------------------------------------------------
+
+# Every number that is counted in rows divides over eight devices.
+SETTINGS = {
+    "num_iterations": 3,
+    "prompts.size": 40,
+    "sampling.max_completion_tokens": 8,
+    "rollout.prompts_per_iteration": 8,
+    "rollout.group_size": 2,
+    "rollout.slots": 8,
+    "replay.capacity": 32,
+    "rewards.num_workers": 1,
+    "update.batch_size": 16,
+    "update.micro_batch_size": 8,
+    "update.updates_per_iteration": 2,
+    "update.logp_chunk_tokens": 8,
+    "metrics.tensorboard": False,
+    "checkpoint.export": False,
+}
+
+
+@functools.cache
+def program_text(config_text, name):
+    run = assemble(from_json(config_text), TINY, (257,), mesh_of(ONE))
+    return run.programs()[name].lower(run.mesh).as_text()
+
+
+def program(name):
+    """Look at the text of one program of the run on one device."""
+
+    def look(config, folder, monkeypatch):
+        return program_text(to_json(config), name)
+
+    look.__name__ = name
+    return look
+
+
+def shapes(config, folder, monkeypatch):
+    """Every array a run keeps on the device."""
+    run = assemble(config, TINY, (257,), mesh_of(ONE))
+    kept = (run.abstract_ring, run.sampler.abstract_state(), run.eval_sampler and run.eval_sampler.abstract_state())
+    return [(x.shape, x.dtype) for x in jax.tree.leaves(kept)]
+
+
+def mesh(config, folder, monkeypatch):
+    return dict(sharding.make_mesh(config.mesh).shape)
+
+
+def model(config, folder, monkeypatch):
+    return pretrained.resolve(config.model.path).architecture()
+
+
+def loaded(config, folder, monkeypatch):
+    """Token ids of the questions, held out and in the stream's order, and what was skipped."""
+    train, held_out, skipped = questions(config, ByteTokenizer())
+    order = PromptStream(train, config.prompts, seed=config.seed).next_batch(8)
+    return [[row.tokens.tolist() for row in rows] for rows in (train, held_out)], skipped, order.tokens.tolist()
+
+
+def scores(config, folder, monkeypatch):
+    """What the reward pool makes of two completions, one of them slow, and with how many processes."""
+    with RewardPool(config.rewards, task_scorer=tasks.scorer(config.prompts)) as pool:
+        processes = len(psutil.Process().children())
+        columns = {"allowed": "slow", "answer": "a"}
+        rewards = pool.collect([pool.submit(Example("p", columns), ["slow", "low!"])])
+    return processes, rewards.total.tolist(), rewards.outcome.tolist()
+
+
+def stops(config, folder, monkeypatch):
+    """What a stop string does to a row that a chunk of decoding has left at "a;b"."""
+    sampler = assemble(config, TINY, (257,), mesh_of(ONE)).sampler
+    state = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), jax.eval_shape(sampler._empty))
+    state.tokens[0, 0, 0, 1:4] = list(b"a;b")
+    state.length[0, 0] = 4
+    generator = Generator(sampler, {"init_sampler": lambda: state, "stop_rows": lambda s, _: s}, ByteTokenizer().decode)
+    generator.adopt(0, 0, 0, None, [0])
+    return generator._apply_stop_strings(state.stop_reason, np.zeros(state.stop_reason.shape, np.int64)).tolist()
+
+
+def failures(config, folder, monkeypatch):
+    """Whether a run stops when half its rewards failed."""
+    outcome = np.array([OUTCOME_SCORE, OUTCOME_ERROR], np.int8)
+    return train_module.too_many_failures(config, Rewards(np.array([1.0, np.nan]), {}, outcome))
+
+
+def gap(config, folder, monkeypatch):
+    """Whether a run stops when sampler and learner differ by 0.01 nats."""
+    try:
+        train_module.check_gap(config, 1, {"own_token_count": 1, "gap_max": 0.01})
+    except train_module.SamplerLearnerGapError as error:
+        return str(error)
+    return None
+
+
+def passes(config, folder, monkeypatch):
+    made = dict.fromkeys(("completion_tokens", "truncated", "stop_string", "degenerate_groups"), 0)
+    rewards = Rewards(np.array([0.25, 0.75]), {}, np.zeros(2, np.int8))
+    return rollout_values(config, rewards, made)["rollout/pass_rate"]
+
+
+def ghost_run(config, folder, monkeypatch):
+    """What a run leaves behind whose programs return zeros: the loop is real, nothing is compiled."""
+    monkeypatch.setattr(train_module, "compile_all", lambda programs, mesh: {n: ghost(n, programs[n]) for n in programs})
+    monkeypatch.setattr(train_module, "check_memory", lambda *_: None)
+    monkeypatch.setattr(train_module, "memory_table", lambda *_: "")
+    monkeypatch.setattr(train_module.sharding, "make_mesh", lambda _: mesh_of(ONE))
+    monkeypatch.setattr(Model, "init", lambda self, key, mesh: zeros(self.abstract_params(mesh)))
+    workdir = folder / f"run{time.monotonic_ns()}"
+    workdir.mkdir()
+    assert train_module.train(config, workdir) == 0
+    lines = {name: len((workdir / name).read_text().splitlines()) for name in ("metrics.jsonl", "samples.jsonl")}
+    evaluations = sum('"eval/pass_rate"' in line for line in (workdir / "metrics.jsonl").read_text().splitlines())
+    checkpoints = sorted(path.name for path in (workdir / "checkpoints").iterdir())
+    return sorted(path.name for path in workdir.iterdir()), checkpoints, lines, evaluations
+
+
+def zeros(abstract):
+    return jax.tree.map(lambda x: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding), abstract)
+
+
+def ghost(name, program):
+    """Stands in for a compiled program: zeros of the right shapes; every completion stops at once."""
+
+    @functools.cache
+    def shape():
+        mesh = mesh_of(ONE)
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            out = jax.eval_shape(program.fn, *program.args)
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding.replicated(mesh, 0)), out
+        )
+
+    def call(*_):
+        out = zeros(shape())
+        if name.endswith("decode"):
+            state, reasons = out
+            return state, jnp.full_like(reasons, STOP_LENGTH)
+        return out
+
+    return call
+
+
+def rows(*prompts):
+    return "".join(json.dumps(p if isinstance(p, dict) else {"prompt": p}) + "\n" for p in prompts)
+
+
+FILES = {
+    "four.jsonl": rows("a", "b", "c", "d"),
+    "five.jsonl": rows("a", "b", "c", "d", "e"),
+    "messages.jsonl": rows({"messages": [{"role": "user", "content": "hi"}]}),
+    "bad.jsonl": rows("a") + "{\n",
+    "long.jsonl": rows("a", "b" * 40),
+}
+FOUR = {"prompts.source": "jsonl", "prompts.name": "four.jsonl"}
+GYM = {"prompts.source": "reasoning_gym", "prompts.name": "chain_sum", "prompts.max_tokens": 128}
+EVALUATED = {"eval.num_prompts": 8}
+CHECKPOINTED = {"checkpoint.every_iterations": 1, "checkpoint.keep_last": 1}
+WITH_KL = {"update.kl_coefficient": 0.1}
+
+# setting -> (another value, where to look, what else must be set)
+ALIVE = {
+    "seed": (1, loaded, {}),
+    "num_iterations": (4, ghost_run, {}),
+    "model.path": ("random:debug_wide", model, {}),
+    "model.compute_dtype": ("bfloat16", program("decode"), {}),
+    "model.remat": ("full", program("update"), {}),
+    "prompts.source": ("jsonl", loaded, GYM | {"prompts.name": "four.jsonl"}),
+    "prompts.name": ("five.jsonl", loaded, FOUR),
+    "prompts.arguments": ({"min_terms": 6, "max_terms": 6}, loaded, GYM),
+    "prompts.size": (30, loaded, {}),
+    "prompts.max_tokens": (40, shapes, {}),
+    "prompts.system_prompt": ("Be kind.", loaded, {}),
+    "prompts.chat_template": (False, loaded, {"prompts.source": "jsonl", "prompts.name": "messages.jsonl"}),
+    "prompts.bad_row": ("skip", loaded, {"prompts.source": "jsonl", "prompts.name": "bad.jsonl"}),
+    "prompts.long_prompt": ("skip", loaded, {"prompts.source": "jsonl", "prompts.name": "long.jsonl"}),
+    "prompts.shuffle": (False, loaded, {}),
+    "sampling.temperature": (0.5, program("decode"), {}),
+    "sampling.top_k": (3, program("decode"), {}),
+    "sampling.top_p": (0.9, program("update"), {}),
+    "sampling.min_p": (0.1, program("decode"), {}),
+    "sampling.max_completion_tokens": (6, shapes, {}),
+    "sampling.stop_strings": ((";",), stops, {}),
+    "rollout.prompts_per_iteration": (16, shapes, {}),
+    "rollout.group_size": (4, shapes, {}),
+    "rollout.slots": (16, shapes, {}),
+    "rollout.chunk_steps": (3, program("decode"), {}),
+    "rollout.lookahead_prompts": (8, shapes, {}),
+    "rewards.functions": ((f"{FUNCTIONS}:length",), scores, {}),
+    "rewards.weights": ((0.5,), scores, {}),
+    "rewards.num_workers": (2, scores, {}),
+    "rewards.timeout_s": (0.05, scores, {"rewards.functions": (f"{FUNCTIONS}:score",)}),
+    "rewards.max_failure_frac": (0.4, failures, {}),
+    "rewards.pass_threshold": (0.5, passes, {}),
+    "credit.advantage": ("leave_one_out", program("insert"), {}),
+    "replay.capacity": (64, shapes, {}),
+    "replay.max_age_steps": (2, program("update"), {}),
+    "replay.max_uses": (2, program("update"), {}),
+    "replay.fresh_fraction": (0.5, program("update"), {}),
+    "replay.unit": ("group", program("update"), {}),
+    "replay.skip_tied": (True, program("update"), {}),
+    "replay.shards": (2, shapes, {}),
+    "update.batch_size": (8, program("update"), {}),
+    "update.micro_batch_size": (4, program("update"), {}),
+    "update.updates_per_iteration": (3, program("update"), {}),
+    "update.clip_low": (0.1, program("update"), {}),
+    "update.clip_high": (0.3, program("update"), {}),
+    "update.aggregation": ("constant_length", program("update"), {}),
+    "update.kl_coefficient": (0.2, program("update"), WITH_KL),
+    "update.kl_estimator": ("k1", program("update"), WITH_KL),
+    "update.logp_chunk_tokens": (64, program("update"), {}),
+    "update.max_sampler_learner_gap_nats": (0.001, gap, {}),
+    "optimizer.learning_rate": (1e-3, program("update"), {}),
+    "optimizer.schedule": ("cosine", program("update"), {}),
+    "optimizer.warmup_steps": (2, program("update"), {}),
+    "optimizer.b1": (0.8, program("update"), {}),
+    "optimizer.b2": (0.9, program("update"), {}),
+    "optimizer.eps": (1e-6, program("update"), {}),
+    "optimizer.weight_decay": (0.1, program("update"), {}),
+    "optimizer.max_grad_norm": (0.5, program("update"), {}),
+    "mesh.data": (4, mesh, {"mesh.fsdp": 2, "mesh.data": 2, "mesh.tensor": 2}),
+    "mesh.fsdp": (2, mesh, {}),
+    "mesh.tensor": (2, mesh, {}),
+    "checkpoint.every_iterations": (1, ghost_run, {"checkpoint.keep_last": 5}),
+    "checkpoint.keep_last": (2, ghost_run, CHECKPOINTED),
+    "checkpoint.keep_best": (3, ghost_run, CHECKPOINTED | EVALUATED | {"eval.every_iterations": 1}),
+    "checkpoint.export": (True, ghost_run, {}),
+    "eval.every_iterations": (1, ghost_run, EVALUATED),
+    "eval.num_prompts": (8, shapes, {}),
+    "eval.num_samples": (2, shapes, EVALUATED),
+    "eval.temperature": (0.5, program("eval_decode"), EVALUATED),
+    "eval.name": ("five.jsonl", loaded, FOUR | {"eval.num_prompts": 2}),
+    "metrics.tensorboard": (True, ghost_run, {}),
+    "metrics.samples_per_iteration": (2, ghost_run, {}),
+}
+
+
+def seen(look, settings, folder, monkeypatch):
+    """What there is to see under these settings; a refusal is something to see too."""
+    settings = dict(settings)
+    for name in ("prompts.name", "eval.name"):
+        if settings.get(name) in FILES:
+            (folder / settings[name]).write_text(FILES[settings[name]])
+            settings[name] = str(folder / settings[name])
+    try:
+        return look(freeze(with_settings(**settings)), folder, monkeypatch)
+    except ConfigError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("path", sorted(flatten(Config())))
+def test_every_setting_changes_something(path, tmp_path, monkeypatch):
+    assert path in ALIVE, f"{path} is a new setting: say in ALIVE where it can be seen"
+    other, look, given = ALIVE[path]
+    if given.get("prompts.source") == "reasoning_gym":
+        pytest.importorskip("reasoning_gym")
+    settings = SETTINGS | given
+    assert flatten(freeze(with_settings(**settings)))[path] != other
+    before = seen(look, settings, tmp_path, monkeypatch)
+    assert seen(look, settings | {path: other}, tmp_path, monkeypatch) != before
+
+
+@pytest.mark.parametrize("look", [ghost_run, scores, loaded], ids=lambda look: look.__name__)
+def test_what_is_seen_changes_with_settings_alone(look, tmp_path, monkeypatch):
+    assert seen(look, SETTINGS, tmp_path, monkeypatch) == seen(look, SETTINGS, tmp_path, monkeypatch)
+
+
+def test_the_text_of_a_program_changes_with_settings_alone():
+    config = to_json(freeze(with_settings(**SETTINGS)))
+    for name in ("update", "decode", "insert"):
+        assert program_text.__wrapped__(config, name) == program_text(config, name)
+
+
+def test_no_row_is_of_a_setting_that_is_gone():
+    assert set(ALIVE) <= set(flatten(Config()))
