@@ -11,4 +11,6 @@ settings=(--config=configs/grpo_smollm2_135m_chain_sum.py)
 for argument in "$@"; do
     case $argument in --config | --config=*) settings=() ;; esac
 done
+# Large arrays in huge pages: on a CPU, XLA otherwise spends a good part of an update in page faults.
+export GLIBC_TUNABLES="glibc.malloc.hugetlb=1${GLIBC_TUNABLES:+:$GLIBC_TUNABLES}"
 exec .venv/bin/python -m jaxrl_llm.train ${settings[@]+"${settings[@]}"} --workdir=runs/local "$@"
