@@ -1,0 +1,153 @@
+"""What the README says is run. Its files are written, its commands are typed into one folder, in their order.
+
+Commands run as they stand, with these exceptions, which make a minute of an hour:
+  - ``train`` gets ``TINY`` instead of what it gives for those settings: two iterations of the tiny random model;
+  - ``--model=smollm2-135m-instruct`` becomes the tiny random model;
+  - ``plan`` leaves out the evaluation's programs;
+  - ``launch/{setup,local,test}.sh`` are not run: ``test_launch`` does, with stand-ins for pip and Python.
+"""
+
+import dataclasses
+import importlib.util
+import os
+import pathlib
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from jaxrl_llm.config import Config, flatten
+from jaxrl_llm.metrics import METRICS
+
+REPOSITORY = pathlib.Path(__file__).parents[1]
+README = (REPOSITORY / "README.md").read_text()
+
+GROUPS = "|".join(rf"{field.name}\." for field in dataclasses.fields(Config))
+
+TINY = [
+    "--config.num_iterations=2",
+    "--config.model.path=random:debug",
+    "--config.prompts.size=16",
+    "--config.prompts.max_tokens=96",
+    "--config.sampling.max_completion_tokens=4",
+    "--config.rollout.prompts_per_iteration=2",
+    "--config.rollout.group_size=2",
+    "--config.rollout.slots=4",
+    "--config.rollout.chunk_steps=4",
+    "--config.replay.capacity=4",
+    "--config.update.batch_size=4",
+    "--config.update.micro_batch_size=4",
+    "--config.eval.num_prompts=2",
+    # From here on so that all the runs have the same programs, which are then compiled once.
+    "--config.eval.num_samples=1",
+    "--config.replay.unit=rollout",
+    "--config.replay.skip_tied=False",
+    "--config.replay.max_age_steps=0",
+    "--config.update.updates_per_iteration=1",
+    "--config.update.clip_high=0.2",
+    "--config.optimizer.learning_rate=1e-3",
+]
+
+
+def blocks(language):
+    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+
+
+def commands():
+    """Every line of every bash block; a backslash continues a line."""
+    return [line for block in blocks("bash") for line in block.replace("\\\n", " ").splitlines() if line.strip()]
+
+
+def files():
+    """{name: text} of the blocks that the README introduces by a file name in backquotes and a colon."""
+    pattern = r"`([\w.]+)`:\n\n```\w+\n(.*?)^```$"
+    return dict(re.findall(pattern, README, re.DOTALL | re.MULTILINE))
+
+
+def shortened(command):
+    """The command that is run for a command of the README; "" for none."""
+    if re.match(r"source |bash launch/(setup|local|test)\.sh", command):
+        return ""
+    command = command.replace("smollm2-135m-instruct", "random:debug")
+    given = shlex.split(command)
+    if given[:3] == ["python", "-m", "jaxrl_llm.train"]:
+        # ml_collections takes no setting twice.
+        names = {word.partition("=")[0] for word in TINY}
+        return shlex.join([*(word for word in given if word.partition("=")[0] not in names), *TINY])
+    return f"{command} --config.eval.num_prompts=0" if "jaxrl_llm.plan" in command else command
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """An empty folder with the repository's configs and scripts, the README's files, and this Python as ``python``."""
+    folder = tmp_path_factory.mktemp("readme")
+    for name in ("configs", "launch"):
+        (folder / name).symlink_to(REPOSITORY / name)
+    for name, text in files().items():
+        (folder / name).write_text(text)
+    (folder / "bin").mkdir()
+    (folder / "bin/python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    (folder / "bin/python").chmod(0o755)
+    return folder
+
+
+def run(command, folder):
+    environment = {
+        **os.environ,
+        "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
+        "PYTHONPATH": str(REPOSITORY),
+        "JAX_PLATFORMS": "cpu",
+        "JAX_COMPILATION_CACHE_DIR": str(folder / "cache"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+    return subprocess.run(
+        ["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+
+
+def test_the_readme_shows_files_and_commands():
+    assert set(files()) == {"questions.jsonl", "rewards.py", "mine.py"}
+    assert len(commands()) >= 12
+
+
+def test_scripts_that_are_named_exist():
+    for path in re.findall(r"launch/\w+\.sh|jaxrl_llm/\w+\.py|configs/\w+\.py", README):
+        assert (REPOSITORY / path).exists() or path == "configs/x.py", path
+
+
+def test_settings_that_are_named_exist():
+    known = flatten(Config())
+    named = {word[9:].partition("=")[0] for word in re.findall(r"--config\.[\w.]+=", README)}
+    quoted = [name for name in re.findall(r"`(\w+\.\w+)(?:=\w+)?`", README) if re.match(GROUPS, name)]
+    named |= {name for name in quoted if not name.endswith((".py", ".jsonl"))}
+    assert len(named) >= 15 and named <= set(known), named - set(known)
+
+
+def test_metrics_that_are_named_exist():
+    stages = "rollout|update|replay|reward|time|tokens|throughput|memory|compile|eval"
+    named = set(re.findall(rf"`((?:{stages})/\w+)`", README))
+    assert len(named) >= 10 and named <= set(METRICS)
+
+
+@pytest.mark.parametrize("index", range(len(commands())), ids=commands())
+def test_command_runs(index, folder):
+    """In the README's order: later commands read what earlier ones wrote."""
+    command = shortened(commands()[index])
+    if not command:
+        return
+    if "jaxrl_llm.plan" in command and importlib.util.find_spec("libtpu") is None:
+        pytest.skip("the TPU compiler libtpu (extra [plan]) is not installed")
+    if "reasoning_gym" in command and importlib.util.find_spec("reasoning_gym") is None:
+        pytest.skip("reasoning_gym (extra [reasoning]) is not installed")
+    done = run(command, folder)
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+
+
+def test_the_reward_of_the_readme_scores_as_it_says(folder):
+    spec = importlib.util.spec_from_file_location("readme_rewards", folder / "rewards.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    texts = ["Paris.", "It is Paris", "Rome"]
+    assert module.reward([""] * 3, texts, ["Paris"] * 3) == [1.0, 0.5, 0.0]
