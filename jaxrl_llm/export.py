@@ -11,9 +11,6 @@ from jaxrl_llm import checkpoint, cli
 from jaxrl_llm.models import hf, pretrained
 from jaxrl_llm.models.transformer import Model
 
-CHECKPOINT = flags.DEFINE_string("checkpoint", None, "Workdir of a run, or its checkpoints folder.", required=True)
-OUTPUT = flags.DEFINE_string("output", None, "Folder to write.", required=True)
-
 
 def main() -> None:
     params, config = checkpoint.restore_params(CHECKPOINT.value)
@@ -23,4 +20,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    CHECKPOINT = flags.DEFINE_string("checkpoint", None, "Workdir of a run, or its checkpoints folder.", required=True)
+    OUTPUT = flags.DEFINE_string("output", None, "Folder to write.", required=True)
     cli.run(main)

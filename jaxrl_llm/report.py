@@ -18,7 +18,6 @@ import math
 import os
 import pathlib
 import re
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -439,21 +438,14 @@ summary { cursor: pointer; color: var(--muted); margin: 0.8rem 0; }
 """
 
 
-def main(argv: Sequence[str]) -> None:
-    """Entry point: exit status 2 and one line on stderr for bad input."""
-    try:
-        if len(argv) > 1:
-            raise ConfigError(f"unexpected argument {argv[1]!r}; the only one is --workdir=DIR")
-        if not flags.FLAGS.workdir:
-            raise ConfigError("--workdir='' must name the directory of a run")
-        print(write_report(flags.FLAGS.workdir))
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+def main() -> None:
+    print(write_report(WORKDIR.value))
 
 
 if __name__ == "__main__":
-    from absl import app, flags
+    from absl import flags
 
-    flags.DEFINE_string("workdir", "", "Directory of a run; the report is written into it.")
-    app.run(main)
+    from jaxrl_llm import cli
+
+    WORKDIR = flags.DEFINE_string("workdir", None, "Directory of a run; the report is written into it.", required=True)
+    cli.run(main)
