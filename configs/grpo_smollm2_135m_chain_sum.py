@@ -5,7 +5,7 @@ from jaxrl_llm.config import defaults
 
 def get_config():
     config = defaults()
-    config.num_iterations = 16
+    config.num_iterations = 12
     config.model.path = "smollm2-135m-instruct"
     config.prompts.source = "reasoning_gym"
     config.prompts.name = "chain_sum"
