@@ -13,9 +13,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
+from command_line import run_command
 from jax.sharding import AxisType, Mesh
 
-from jaxrl_llm import export as export_command
 from jaxrl_llm.checkpoint import Checkpointer
 from jaxrl_llm.config import CheckpointConfig, ConfigError, freeze
 from jaxrl_llm.models import hf
@@ -192,16 +192,16 @@ def test_loading_holds_no_second_copy_of_the_weights(tmp_path):
     assert peak < 1.3 * 4 * arch.num_params
 
 
-def test_export_command_writes_the_folder_of_a_checkpoint(tmp_path, monkeypatch):
+def test_export_command_writes_the_folder_of_a_checkpoint(tmp_path, monkeypatch, capfd):
     model = Model(PRESETS["debug"])
     random = np.random.default_rng(3)
     params = jax.tree.map(lambda x: random.normal(size=x.shape).astype(np.float32), model.abstract_params(make_mesh()))
     checkpointer = Checkpointer(tmp_path / "run", CheckpointConfig())
     checkpointer.save(1, {"params": params}, {}, freeze({"model": {"path": "random:debug"}}), pass_rate=None)
     checkpointer.close()
-    command = ["export", f"--checkpoint={tmp_path / 'run'}", f"--output={tmp_path / 'out'}"]
-    export_command.flags.FLAGS(command)
-    export_command.main()
+    flags = (f"--checkpoint={tmp_path / 'run'}", f"--output={tmp_path / 'out'}")
+    done = run_command("export", *flags, monkeypatch=monkeypatch, capfd=capfd)
+    assert (done.status, done.err) == (0, "")
     assert_same(hf.load_params(tmp_path / "out", model, make_mesh()), params)
     assert load_tokenizer(tmp_path / "out").encode("hé") == [104, 195, 169]
 
