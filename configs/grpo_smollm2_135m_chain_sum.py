@@ -1,4 +1,29 @@
-"""draft"""
+"""GRPO with replay: SmolLM2-135M-Instruct learns sums of two one-digit numbers. The main job.
+
+    bash launch/local.sh
+
+    python -m jaxrl_llm.train --config=configs/grpo_smollm2_135m_chain_sum.py --workdir=runs/local
+
+Run of 2026-11-21, seed 0, 2 CPU cores, float32: 11 of 16 iterations in 12 minutes beside test runs on the same cores.
+held-out pass rate 0.164 before; stopped before the last evaluation.
+
+    iteration  pass rate  entropy, nats  length  seconds
+            1      0.094          1.98    18.1       44
+            2      0.167          1.70    17.1       58
+            3      0.240          1.71    18.1       58
+            4      0.375          1.37    16.4       53
+            5      0.281          1.25    16.5       59
+            6      0.427          1.37    15.9       37
+            7      0.573          1.30    15.9       47
+            8      0.583          0.84    13.5       48
+            9      0.635          0.82    14.0       72
+           10      0.656          0.64    13.2       60
+           11      0.823          0.60    11.9       55
+
+At the same pass rate TRL's entropy (64 rollouts a step, learning rate 2e-5, the same task) is lower: 0.57 nats at
+0.61 and 0.31 at 0.84. Groups that are all right or all wrong teach nothing, so batches are drawn from the others of
+the last two iterations (replay.skip_tied); whole groups share one pass over their prompt (replay.unit).
+"""
 
 from jaxrl_llm.config import defaults
 
