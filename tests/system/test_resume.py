@@ -251,5 +251,3 @@ def test_killed_at_random_moments_again_and_again(tmp_path, cache, devices, chan
     status, _, err = Process(pieces, cache, settings, devices=devices).finish()
     assert status == 0, err
     assert_same_run(pieces, whole)
-
-
