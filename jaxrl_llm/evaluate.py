@@ -80,21 +80,21 @@ def evaluate(
         JSON-able figures and every completion. Completions without a score count in no rate.
     """
     at_once = generator.sampler.num_prompts
-    tickets, groups = [], []
+    tickets, groups, texts = [], [], []
     for start in range(0, len(held_out), at_once):
         index = [min(i, len(held_out) - 1) for i in range(start, start + at_once)]
         batch = prompts_lib.batch_of(held_out, index, first_prompt_id=start)
         _, done = generator.generate(params, batch, version=version, key=key)
         for group in done[: len(held_out) - start]:
-            tickets.append(pool.submit(group.example, [decode(c) for c in group.completions]))
             groups.append(group)
+            texts.append([decode(c) for c in group.completions])
+            tickets.append(pool.submit(group.example, texts[-1]))
     rewards = pool.collect(tickets)
     num_samples = generator.sampler.group_size
     total = rewards.total.reshape(-1, num_samples)
     scored = (rewards.outcome == OUTCOME_SCORE).reshape(-1, num_samples)
     passed = scored & (np.where(scored, total, -np.inf) >= threshold)
     whole = scored.all(axis=1)  # pass@k and maj@k need all samples of a question
-    texts = [[decode(c) for c in group.completions] for group in groups]
     ks = [k for k in (2**i for i in range(num_samples.bit_length())) if k <= num_samples]
     ks += [num_samples] if num_samples not in ks else []
     mean = lambda values: float(np.mean(values)) if len(values) else math.nan  # noqa: E731

@@ -144,7 +144,6 @@ def train(config: Config, workdir: pathlib.Path, *, allow_config_changes: bool =
         progress.restart_clock()
         failure = None
         iteration = start
-        pass_rate = None
         while iteration < config.num_iterations and not stop.requested and failure is None:
             t0 = time.monotonic()
             prompts = stream.next_batch(generator.prompts_wanted())
@@ -177,10 +176,9 @@ def train(config: Config, workdir: pathlib.Path, *, allow_config_changes: bool =
             }
             metrics.write_samples(samples(config, iteration, tokenizer, rollout, groups, rewards))
             failure = too_many_failures(config, rewards)
-            last = iteration == config.num_iterations or stop.requested or failure is not None
+            final = iteration == config.num_iterations
             pass_rate = None
-            if evals and (due(config.eval.every_iterations, iteration) or iteration == config.num_iterations):
-                final = iteration == config.num_iterations
+            if evals and (final or due(config.eval.every_iterations, iteration)):
                 result = measure("eval_after" if final else f"eval_{iteration}")
                 pass_rate = result["pass_rate"]
                 values["eval/pass_rate"] = pass_rate
@@ -189,6 +187,7 @@ def train(config: Config, workdir: pathlib.Path, *, allow_config_changes: bool =
             values["time/iteration_s"] = time.monotonic() - t0
             metrics.write(iteration, values)
             progress.update(iteration, values)
+            last = final or stop.requested or failure is not None
             if last or due(config.checkpoint.every_iterations, iteration):
                 save(iteration, pass_rate)
         checkpoints.wait()
