@@ -18,7 +18,6 @@ from jax.sharding import Mesh
 
 from jaxrl_llm import credit, optim, publish, replay, rng, sharding
 from jaxrl_llm.config import Config, ConfigError
-from jaxrl_llm.models.policy import row_logp
 from jaxrl_llm.models.presets import Architecture
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.programs import Program
@@ -107,24 +106,16 @@ class Run:
 
     def _reference(self, params: Any, rollout: Rollout) -> jax.Array:
         """Log-probs of fresh rollouts under the frozen starting model, [B,S]; kept in the ring with them."""
-        update = self.config.update
-        num_micro = max(1, rollout.tokens.shape[0] // update.micro_batch_size)
-        if rollout.tokens.shape[0] % num_micro:
-            num_micro = 1
-
-        def one(rows):
-            return row_logp(
-                self.model,
-                params,
-                *rows,
-                sampling=self.config.sampling,
-                completion_width=self.config.sampling.max_completion_tokens,
-                chunk_positions=max(1, update.logp_chunk_tokens * self.update.num_devices // rows[0].shape[0]),
-            )[0]
-
-        rows = (rollout.tokens, rollout.prompt_length, rollout.length)
-        micro = jax.tree.map(lambda x: x.reshape(-1, num_micro, *x.shape[1:]).swapaxes(0, 1), rows)
-        return jax.lax.map(one, micro).swapaxes(0, 1).reshape(rollout.tokens.shape)
+        B, S = rollout.tokens.shape
+        shards, group, micro = self.update.num_devices, self.config.rollout.group_size, self.config.update
+        unit = group if group * shards <= micro.micro_batch_size else 1  # whole groups share their prompt
+        units = B // shards // unit
+        num_micro = min(n for n in range(1, units + 1) if units % n == 0 and B // n <= micro.micro_batch_size)
+        # Every micro-batch takes rows of every shard: [B, ...] -> [n, shards * rows, ...]
+        split = lambda x: x.reshape(shards, num_micro, -1, *x.shape[1:]).swapaxes(0, 1)  # noqa: E731
+        micros = jax.tree.map(lambda x: split(x).reshape(num_micro, B // num_micro, *x.shape[1:]), rollout)
+        logp = jax.lax.map(lambda rows: self.update.logp(params, rows, group_size=unit)[0], micros)
+        return logp.reshape(num_micro, shards, -1, S).swapaxes(0, 1).reshape(B, S)
 
     def _insert(self, ring, rollout, reward, trainable, ref_logp, iteration):
         """Credit, then the ring. Returns the ring and sums over the iteration's rollouts."""

@@ -21,7 +21,6 @@ import json
 import os
 import pathlib
 import signal
-import sys
 from typing import Any
 
 import jax
@@ -350,4 +349,4 @@ class StopRequest:
         self.requested = signal.Signals(number).name
         # Not print: a handler may interrupt one. Says that Ctrl-C was heard while an iteration runs on.
         note = f"\n{self.requested}: finishing this iteration, then saving (Ctrl-C again stops at once)\n"
-        os.write(sys.stderr.fileno(), note.encode())
+        os.write(2, note.encode())  # standard error; in a notebook sys.stderr is no file

@@ -6,7 +6,7 @@ The real TPU compiler (package libtpu, extra ``[plan]``, Linux x86-64) compiles 
 named pod from shapes alone: no weight is read and no question is loaded. Prints the memory of each program per
 chip; exit status 1 when one does not fit.
 
-Owns: chips and topologies, what is in memory beside the running program. Does not know: how long a step takes.
+Owns: chips and topologies. Does not know: how long a step takes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from jaxrl_llm import cli, sharding
 from jaxrl_llm.assembly import Run, assemble
 from jaxrl_llm.config import Config, ConfigError, freeze
 from jaxrl_llm.models import pretrained
-from jaxrl_llm.programs import MEMORY_SETTINGS, Memory, memory
+from jaxrl_llm.programs import MEMORY_SETTINGS, Memory, in_use_bytes, memory, resident_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,9 +56,6 @@ ENVIRONMENT = {
     "TPU_ACCELERATOR_TYPE": "v5litepod-8",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
-
-# They run before the rest of the state exists.
-START_UP = ("init_sampler", "init_ring", "init_state", "copy_params", "eval_init_sampler")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,28 +107,6 @@ def compile_rows(run: Run) -> Iterator[Row]:
         yield from pool.map(one, lowered)
 
 
-def resident_bytes(rows: list[Row]) -> int:
-    """What lives in a chip's memory between the programs of an iteration.
-
-    Learner, ring, sampler, the last rollouts, and where the run has them the published weights, the reference and
-    the evaluation's sampler. A refused program counts nothing.
-    """
-    kept = {row.name: row.memory for row in rows if row.memory}
-    whole = sum(kept[name].outputs for name in (*START_UP, "publish") if name in kept)
-    rollouts = kept["collect"].outputs - kept["collect"].aliased if "collect" in kept else 0
-    return whole + rollouts
-
-
-def in_use_bytes(row: Row, resident: int) -> int:
-    """A chip's memory while the program runs: its own peak, and what lives on beside it."""
-    m = row.memory
-    if row.name in START_UP:
-        return m.peak
-    if row.name == "publish":
-        return resident + m.temporary  # what it makes is resident
-    return max(m.peak, resident + m.temporary + m.outputs - m.aliased)
-
-
 def plan(config: Config, topology: str) -> int:
     """Compile, print, and say whether it fits.
 
@@ -160,9 +135,9 @@ def plan(config: Config, topology: str) -> int:
         print(f"{row.name:<16}" + ("".join(f"{n / 2**20:11.1f}" for n in sizes) or f"  {row.refused}"), flush=True)
 
     limit = chip.hbm_gib * 2**30
-    resident = resident_bytes(rows)
-    compiled = [row for row in rows if row.memory]
-    need = {row.name: in_use_bytes(row, resident) for row in compiled}
+    compiled = {row.name: row.memory for row in rows if row.memory}
+    resident = resident_bytes(compiled)
+    need = in_use_bytes(compiled)
     largest = max(need, key=need.get)
     print(f"resident    {resident / 2**20:.1f} MiB a chip between programs: learner, ring, sampler, rollouts")
     print(f"largest     {need[largest] / 2**20:.1f} MiB of {limit / 2**20:.1f} a chip, while {largest} runs")

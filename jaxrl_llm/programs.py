@@ -1,6 +1,6 @@
 """Programs: functions with the shapes they are compiled for, compiled ahead of time, with their memory known.
 
-Owns: lowering, compiling, the memory table. Does not know: what the programs compute.
+Owns: lowering, compiling, what is in memory while a program runs. Does not know: what the programs compute.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ MEMORY_SETTINGS = (
     "lower update.micro_batch_size, rollout.slots, replay.capacity or update.logp_chunk_tokens, set "
     "model.remat='full', or raise mesh.fsdp"
 )
+
+# They run before the rest of the state exists.
+START_UP = ("init_sampler", "init_ring", "init_state", "copy_params", "eval_init_sampler")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,8 +79,33 @@ def memory(compiled: jax.stages.Compiled) -> Memory:
     )
 
 
+def resident_bytes(memories: Mapping[str, Memory]) -> int:
+    """What lives in a device's memory between the programs of an iteration.
+
+    Learner, ring, sampler, the last rollouts, and where the run has them the published weights, the reference and
+    the evaluation's sampler.
+    """
+    whole = sum(memories[name].outputs for name in (*START_UP, "publish") if name in memories)
+    rollouts = memories["collect"].outputs - memories["collect"].aliased if "collect" in memories else 0
+    return whole + rollouts
+
+
+def in_use_bytes(memories: Mapping[str, Memory]) -> dict[str, int]:
+    """A device's memory while each program runs: its own peak, and what lives on beside it."""
+    resident = resident_bytes(memories)
+
+    def one(name: str, m: Memory) -> int:
+        if name in START_UP:
+            return m.peak
+        if name == "publish":
+            return resident + m.temporary  # what it makes is resident
+        return max(m.peak, resident + m.temporary + m.outputs - m.aliased)
+
+    return {name: one(name, m) for name, m in memories.items()}
+
+
 def check_memory(compiled: Mapping[str, jax.stages.Compiled], devices: list[Any]) -> None:
-    """Refuse a run whose largest program does not fit a device that says how much memory it has.
+    """Refuse a run that does not fit a device that says how much memory it has.
 
     Raises:
         ConfigError: naming the program, the bytes and the settings that lower them.
@@ -85,11 +113,12 @@ def check_memory(compiled: Mapping[str, jax.stages.Compiled], devices: list[Any]
     limits = [stats["bytes_limit"] for d in devices if (stats := d.memory_stats()) and "bytes_limit" in stats]
     if not limits:
         return  # CPU devices state no limit
-    name, peak = max(((name, memory(c).peak) for name, c in compiled.items()), key=lambda item: item[1])
-    if peak > min(limits):
+    in_use = in_use_bytes({name: memory(c) for name, c in compiled.items()})
+    name = max(in_use, key=in_use.get)
+    if in_use[name] > min(limits):
         raise ConfigError(
-            f"program {name!r} needs {peak / 2**30:.2f} GiB per device, which has {min(limits) / 2**30:.2f} GiB: "
-            + MEMORY_SETTINGS
+            f"program {name!r} and what lives beside it need {in_use[name] / 2**30:.2f} GiB per device, which has "
+            f"{min(limits) / 2**30:.2f} GiB: {MEMORY_SETTINGS}"
         )
 
 

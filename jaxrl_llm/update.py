@@ -28,7 +28,7 @@ from jaxrl_llm.models.policy import row_logp
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.ops.losses import aggregation_weights, clipped_surrogate, kl_estimate
 from jaxrl_llm.ops.masks import completion_mask
-from jaxrl_llm.types import Experience, RingState, TrainState
+from jaxrl_llm.types import Experience, RingState, Rollout, TrainState
 
 # draw(ring, key) -> ring, rows [M, b, ...], sums of what was drawn
 Draw = Callable[[RingState, jax.Array], tuple[RingState, Experience, dict[str, jax.Array]]]
@@ -130,10 +130,10 @@ class Update:
         (gradient, sums), _ = jax.lax.scan(accumulate, (zero_grads, zero_sums), micros)
         return gradient, sums
 
-    def _loss(self, params, rows: Experience, weight_BS: jax.Array, version) -> tuple[jax.Array, dict[str, jax.Array]]:
-        rollout, config = rows.rollout, self.config
+    def logp(self, params: Any, rollout: Rollout, *, group_size: int = 1, remat: bool = False):
+        """Log-probs of rows [B,S] under ``params`` and entropies, each [B,S] f32 nats (see models.policy)."""
         rows_per_device = max(1, rollout.tokens.shape[0] // self.num_devices)
-        policy_logp, entropy = row_logp(
+        return row_logp(
             self.model,
             params,
             rollout.tokens,
@@ -141,10 +141,14 @@ class Update:
             rollout.length,
             sampling=self.sampling,
             completion_width=self.sampling.max_completion_tokens,
-            chunk_positions=max(1, config.logp_chunk_tokens // rows_per_device),
-            group_size=self.group_size,
-            remat=True,
+            chunk_positions=max(1, self.config.logp_chunk_tokens // rows_per_device),
+            group_size=group_size,
+            remat=remat,
         )
+
+    def _loss(self, params, rows: Experience, weight_BS: jax.Array, version) -> tuple[jax.Array, dict[str, jax.Array]]:
+        rollout, config = rows.rollout, self.config
+        policy_logp, entropy = self.logp(params, rollout, group_size=self.group_size, remat=True)
         # Off the loss's tokens every input is a harmless constant: 0 * nan is nan.
         mask = weight_BS > 0
         policy_logp = jnp.where(mask, policy_logp, 0.0)

@@ -7,4 +7,5 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash launch/setup.sh test plan
 export JAX_PLATFORMS=cpu
-exec .venv/bin/python -m pytest -m "not slow" "$@"
+# A file's tests share what they compile; a worker takes up to 2 GB.
+exec .venv/bin/python -m pytest -m "not slow" -n logical --maxprocesses=8 --dist=loadfile "$@"

@@ -1,9 +1,15 @@
 """The test process is stricter than production: 8 simulated devices, rank promotion raises, warnings are errors."""
 
 import os
+import tempfile
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    # One compilation cache for the session, the processes it starts included; gone with it.
+    CACHE = tempfile.TemporaryDirectory(prefix="jaxrl_llm_tests_")
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = CACHE.name
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
 
 import jax
 

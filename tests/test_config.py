@@ -13,8 +13,8 @@ import pathlib
 import re
 import time
 
+import ghosts
 import jax
-import jax.numpy as jnp
 import numpy as np
 import psutil
 import pytest
@@ -28,12 +28,11 @@ from jaxrl_llm.config import Config, ConfigError, differences, fingerprint, flat
 from jaxrl_llm.evaluate import questions
 from jaxrl_llm.metrics import rollout_values
 from jaxrl_llm.models import pretrained
-from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.prompts import PromptStream
 from jaxrl_llm.rewards import RewardPool
 from jaxrl_llm.rollout import Generator
 from jaxrl_llm.tokenizer import ByteTokenizer
-from jaxrl_llm.types import OUTCOME_ERROR, OUTCOME_SCORE, STOP_LENGTH, Example, Rewards
+from jaxrl_llm.types import OUTCOME_ERROR, OUTCOME_SCORE, Example, Rewards
 
 ROOT = pathlib.Path(__file__).parents[1]
 FUNCTIONS = ROOT / "tests" / "fixtures" / "reward_functions.py"
@@ -226,14 +225,8 @@ def passes(config, folder, monkeypatch):
 
 
 def ghost_run(config, folder, monkeypatch):
-    """What a run leaves behind whose programs return zeros: the loop is real, nothing is compiled."""
-    one = mesh_of(ONE)
-    ghosts = lambda programs, mesh: {name: ghost(name, program) for name, program in programs.items()}  # noqa: E731
-    monkeypatch.setattr(train_module, "compile_all", ghosts)
-    monkeypatch.setattr(train_module, "check_memory", lambda *_: None)
-    monkeypatch.setattr(train_module, "memory_table", lambda *_: "")
-    monkeypatch.setattr(train_module.sharding, "make_mesh", lambda _: one)
-    monkeypatch.setattr(Model, "init", lambda self, key, mesh: zeros(self.abstract_params(mesh)))
+    """What a run leaves behind whose programs return zeros."""
+    ghosts.haunt(monkeypatch)
     workdir = folder / f"run{time.monotonic_ns()}"
     workdir.mkdir()
     assert train_module.train(config, workdir) == 0
@@ -241,33 +234,6 @@ def ghost_run(config, folder, monkeypatch):
     evaluations = sum('"eval/pass_rate"' in line for line in (workdir / "metrics.jsonl").read_text().splitlines())
     checkpoints = sorted(path.name for path in (workdir / "checkpoints").iterdir())
     return sorted(path.name for path in workdir.iterdir()), checkpoints, lines, evaluations
-
-
-GHOST_SHAPES = {}  # tracing the update takes a second
-
-
-def zeros(abstract):
-    return jax.tree.map(lambda x: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding), abstract)
-
-
-def ghost(name, program):
-    """Stands in for a compiled program: zeros of the right shapes; every completion stops at once."""
-    key = name, str(jax.tree.map(lambda x: (x.shape, x.dtype), program.args))
-
-    def call(*_):
-        if key not in GHOST_SHAPES:
-            mesh = mesh_of(ONE)
-            with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-                out = jax.eval_shape(program.fn, *program.args)
-            whole = sharding.replicated(mesh, 0)
-            GHOST_SHAPES[key] = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), out)
-        out = zeros(GHOST_SHAPES[key])
-        if name.endswith("decode"):
-            state, reasons = out
-            return state, jnp.full_like(reasons, STOP_LENGTH)
-        return out
-
-    return call
 
 
 def rows(*prompts):

@@ -11,7 +11,7 @@ from jaxrl_llm import plan, sharding
 from jaxrl_llm.assembly import assemble
 from jaxrl_llm.config import ConfigError, MeshConfig, freeze
 from jaxrl_llm.models import pretrained
-from jaxrl_llm.programs import Memory, Program
+from jaxrl_llm.programs import Memory, Program, in_use_bytes, resident_bytes
 
 MIB = 2**20
 
@@ -92,21 +92,17 @@ def test_a_program_beyond_the_chip_is_named_with_exit_status_1(monkeypatch, caps
 def test_memory_in_use_counts_what_lives_beside_the_program():
     """Learner 30, ring 20, sampler 10, rollouts 5: 65 MiB stay while a program runs."""
 
-    def row(name, arguments, outputs, temporary, aliased):
-        return plan.Row(name, Memory(*(n * MIB for n in (arguments, outputs, temporary, aliased))), "")
-
-    rows = [
-        row("init_sampler", 0, 10, 0, 0),
-        row("decode", 20, 10, 7, 10),  # half of its arguments are weights, which the learner owns
-        row("collect", 10, 15, 0, 10),
-        row("init_state", 10, 30, 0, 10),
-        row("init_ring", 0, 20, 0, 0),
-        row("update", 50, 51, 40, 50),
-        plan.Row("refused", None, "Ran out of memory"),
-    ]
-    resident = plan.resident_bytes(rows)
-    assert resident == 65 * MIB
-    in_use = {row.name: plan.in_use_bytes(row, resident) // MIB for row in rows if row.memory}
+    rows = {
+        "init_sampler": (0, 10, 0, 0),
+        "decode": (20, 10, 7, 10),  # half of its arguments are weights, which the learner owns
+        "collect": (10, 15, 0, 10),
+        "init_state": (10, 30, 0, 10),
+        "init_ring": (0, 20, 0, 0),
+        "update": (50, 51, 40, 50),
+    }
+    memories = {name: Memory(*(n * MIB for n in sizes)) for name, sizes in rows.items()}
+    assert resident_bytes(memories) == 65 * MIB
+    in_use = {name: size // MIB for name, size in in_use_bytes(memories).items()}
     # init_state runs before the rest exists: 10 + 30 - 10.
     assert in_use["decode"] == 72 and in_use["update"] == 106 and in_use["init_state"] == 30
 

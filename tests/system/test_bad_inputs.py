@@ -259,41 +259,33 @@ def test_a_workdir_that_is_a_file(tmp_path, refused):
 # ---- the other commands ------------------------------------------------------------------------------------------
 
 NO_ROW = [("", "holds no row"), ('{"prompt": "a"}\n{"prompt\n', ":2: not JSON"), ("[1]\n", ":1: must be an object")]
+NO_PROMPT = [
+    *NO_ROW,
+    ('{"prompt": ""}\n', ":1: "),
+    ('{"text": "a"}\n', "`prompt_ids`"),
+    ('{"messages": []}\n', ":1: "),
+    ('{"messages": [{"role": "user"}]}\n', ":1: "),
+    ('{"prompt_ids": []}\n', "at least 1 token"),
+    ('{"prompt_ids": [1, 260]}\n', "token id 260 is not in the model's vocabulary 0..259"),
+    ('{"prompt_ids": "12"}\n', "list of token ids"),
+    (json.dumps({"prompt": "x" * 2040}) + "\n", "2048 positions"),
+]
+NO_COMPLETION = [
+    *NO_ROW,
+    ('{"prompt_ids": [1]}\n', "`completion_ids`"),
+    ('{"prompt_ids": [], "completion_ids": [1]}\n', "`prompt_ids`"),
+    ('{"prompt_ids": [1], "completion_ids": [-1]}\n', "token id -1"),
+    ('{"prompt_ids": [1], "completion_ids": [1.5]}\n', "list of token ids"),
+]
 
 
 @pytest.mark.parametrize(
-    ("text", "named"),
-    [
-        *NO_ROW,
-        ('{"prompt": ""}\n', ":1: "),
-        ('{"text": "a"}\n', "`prompt_ids`"),
-        ('{"messages": []}\n', ":1: "),
-        ('{"messages": [{"role": "user"}]}\n', ":1: "),
-        ('{"prompt_ids": []}\n', "at least 1 token"),
-        ('{"prompt_ids": [1, 260]}\n', "token id 260 is not in the model's vocabulary 0..259"),
-        ('{"prompt_ids": "12"}\n', "list of token ids"),
-        (json.dumps({"prompt": "x" * 2040}) + "\n", "2048 positions"),
-    ],
+    ("command", "flag", "text", "named"),
+    [("generate", "prompts", *case) for case in NO_PROMPT] + [("score", "input", *case) for case in NO_COMPLETION],
 )
-def test_generate_refuses_what_is_no_prompt(text, named, tmp_path, refused):
-    path = write(tmp_path / "prompts.jsonl", text)
-    line = refused("generate", "--model=random:debug", f"--prompts={path}", f"--output={tmp_path / 'out.jsonl'}")
-    assert str(path) in line and named in line
-
-
-@pytest.mark.parametrize(
-    ("text", "named"),
-    [
-        *NO_ROW,
-        ('{"prompt_ids": [1]}\n', "`completion_ids`"),
-        ('{"prompt_ids": [], "completion_ids": [1]}\n', "`prompt_ids`"),
-        ('{"prompt_ids": [1], "completion_ids": [-1]}\n', "token id -1"),
-        ('{"prompt_ids": [1], "completion_ids": [1.5]}\n', "list of token ids"),
-    ],
-)
-def test_score_refuses_what_is_no_completion(text, named, tmp_path, refused):
+def test_rows_that_are_none_are_refused_with_their_line(command, flag, text, named, tmp_path, refused):
     path = write(tmp_path / "rows.jsonl", text)
-    line = refused("score", "--model=random:debug", f"--input={path}", f"--output={tmp_path / 'out.jsonl'}")
+    line = refused(command, "--model=random:debug", f"--{flag}={path}", f"--output={tmp_path / 'out.jsonl'}")
     assert str(path) in line and named in line
 
 

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 
+import ghosts
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
@@ -205,6 +206,26 @@ def test_other_settings_are_accepted_by_flag(finished_copy, monkeypatch):
     monkeypatch.setattr(train_module, "compile_all", refuse_to_compile)
     with pytest.raises(CompiledError):
         train_module.train(freeze(mapping), workdir, allow_config_changes=True)
+
+
+def test_a_stop_asked_for_during_an_evaluation_saves_that_iteration(finished_copy, tmp_path, monkeypatch, capfd):
+    _, mapping = finished_copy
+    mapping["eval"] |= {"num_prompts": 2, "every_iterations": 2}
+    mapping["rollout"]["lookahead_prompts"] = 0
+    mapping["checkpoint"]["every_iterations"] = 4
+    versions = []
+
+    def evaluate(*_, **__):
+        versions.append(len(versions))
+        if len(versions) == 2:  # the first is before training, this one after iteration 2
+            signal.raise_signal(signal.SIGTERM)
+        return {"pass_rate": 0.5, "completion_length_tokens": 1.0}
+
+    ghosts.haunt(monkeypatch)
+    monkeypatch.setattr(train_module, "evaluate", evaluate)
+    assert train_module.train(freeze(mapping), tmp_path / "run") == 0
+    assert "stopped by SIGTERM after iteration 2" in capfd.readouterr().out
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["2"]
 
 
 class CompiledError(Exception):
