@@ -21,7 +21,7 @@ from jaxrl_llm.config import Config, ConfigError
 from jaxrl_llm.models.presets import Architecture
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.programs import Program
-from jaxrl_llm.rollout import Sampler
+from jaxrl_llm.sampler import Sampler
 from jaxrl_llm.types import STOP_LENGTH, STOP_STRING, Experience, RingState, Rollout, TrainState
 from jaxrl_llm.update import Update
 

@@ -32,7 +32,14 @@ from jaxrl_llm.config import CheckpointConfig, Config, ConfigError, differences,
 
 # Settings (or groups) that a resumed run may change freely: they say how long the run is, what it writes down and
 # with how many hands, and no parameter, ring byte or sampled token depends on them.
-FREE_SETTINGS = ("num_iterations", "checkpoint", "metrics", "eval.every_iterations", "rewards.num_workers")
+FREE_SETTINGS = (
+    "num_iterations",
+    "compilation_cache",
+    "checkpoint",
+    "metrics",
+    "eval.every_iterations",
+    "rewards.num_workers",
+)
 
 
 @dataclasses.dataclass(frozen=True)

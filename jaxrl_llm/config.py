@@ -33,7 +33,7 @@ class ModelConfig:
     # Arithmetic of the forward pass; master weights are always float32.
     compute_dtype: str = "float32"
     # What the backward pass recomputes: "none" keeps all, "dots" keeps matmul outputs, "full" keeps layer inputs.
-    remat: str = "none"
+    remat: str = "full"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,6 +212,8 @@ class MetricsConfig:
 class Config:
     seed: int = 0
     num_iterations: int = 10
+    # Folder that keeps compiled programs for the next start; "" keeps none. JAX_COMPILATION_CACHE_DIR wins over it.
+    compilation_cache: str = "~/.cache/jaxrl_llm"
     model: ModelConfig = ModelConfig()
     prompts: PromptsConfig = dataclasses.field(default_factory=PromptsConfig)
     sampling: SamplingConfig = SamplingConfig()

@@ -29,7 +29,7 @@ from jaxrl_llm.assembly import assemble
 from jaxrl_llm.checkpoint import restore_params
 from jaxrl_llm.config import Config, ConfigError, freeze
 from jaxrl_llm.models import pretrained
-from jaxrl_llm.programs import compile_all
+from jaxrl_llm.programs import compile_all, use_cache
 from jaxrl_llm.rewards import RewardPool
 from jaxrl_llm.rollout import Generator
 from jaxrl_llm.types import OUTCOME_ERROR, OUTCOME_SCORE, OUTCOME_TIMEOUT
@@ -146,6 +146,7 @@ def command(config: Config, model: str, checkpoint: str, num_samples: int) -> di
     if config.eval.num_prompts == 0:
         raise ConfigError("eval.num_prompts=0 must be at least 1 to evaluate")
     config = dataclasses.replace(config, eval=dataclasses.replace(config.eval, num_samples=num_samples))
+    use_cache(config.compilation_cache)
     mesh = sharding.make_mesh(config.mesh)
     source = pretrained.resolve(model or config.model.path)
     tokenizer = source.tokenizer()

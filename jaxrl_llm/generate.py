@@ -20,11 +20,12 @@ import numpy as np
 from absl import flags
 
 from jaxrl_llm import cli, rng, rows, sharding
-from jaxrl_llm.config import ConfigError, MeshConfig, SamplingConfig, freeze
+from jaxrl_llm.config import Config, ConfigError, MeshConfig, SamplingConfig, freeze
 from jaxrl_llm.models import pretrained
 from jaxrl_llm.models.transformer import Model
-from jaxrl_llm.programs import compile_all
-from jaxrl_llm.rollout import Generator, Sampler
+from jaxrl_llm.programs import compile_all, use_cache
+from jaxrl_llm.rollout import Generator
+from jaxrl_llm.sampler import Sampler
 from jaxrl_llm.types import STOP_NAMES, Example, PromptBatch
 
 
@@ -53,6 +54,7 @@ def generate(
         rows.check_positions(where, len(ids) + sampling.max_completion_tokens, arch.max_positions)
         buckets[min(rows.bucket(len(ids)), arch.max_positions - sampling.max_completion_tokens)].append(index)
 
+    use_cache(Config().compilation_cache)
     mesh = sharding.make_mesh(MeshConfig())
     model = Model(arch, compute_dtype)
     params = source.load_params(model, mesh, seed=seed)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import os
+import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -59,6 +61,17 @@ class Memory:
     @property
     def peak(self) -> int:
         return self.arguments + self.outputs - self.aliased + self.temporary
+
+
+def use_cache(folder: str) -> None:
+    """Keep what is compiled from now on in a folder ("" = do not), and take from it what is there.
+
+    A program is found by its text, its compiler options, the compiler's version and the device; the environment's
+    JAX_COMPILATION_CACHE_DIR wins over ``folder``.
+    """
+    if folder and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(folder).expanduser()))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
 def compile_all(programs: Mapping[str, Program], mesh: Mesh) -> dict[str, jax.stages.Compiled]:

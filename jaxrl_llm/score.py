@@ -20,11 +20,11 @@ import numpy as np
 from absl import flags
 
 from jaxrl_llm import cli, rows, sharding
-from jaxrl_llm.config import ConfigError, MeshConfig, SamplingConfig
+from jaxrl_llm.config import Config, ConfigError, MeshConfig, SamplingConfig
 from jaxrl_llm.models import pretrained
 from jaxrl_llm.models.policy import row_logp
 from jaxrl_llm.models.transformer import Model
-from jaxrl_llm.programs import Program, compile_all
+from jaxrl_llm.programs import Program, compile_all, use_cache
 
 CHUNK_POSITIONS = 16  # of each row; logits of batch_size * this many positions are live at once
 
@@ -47,6 +47,7 @@ def score(source: pretrained.Source, path: str, *, batch_size: int, compute_dtyp
     for index, (prompt, completion) in enumerate(pairs):
         buckets[min(rows.bucket(len(prompt) + len(completion)), arch.max_positions)].append(index)
 
+    use_cache(Config().compilation_cache)
     mesh = sharding.make_mesh(MeshConfig())
     model = Model(arch, compute_dtype)
     params = source.load_params(model, mesh, seed=0)

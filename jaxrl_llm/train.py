@@ -31,7 +31,7 @@ from jaxrl_llm.config import Config, ConfigError, freeze, to_json
 from jaxrl_llm.evaluate import evaluate, questions
 from jaxrl_llm.metrics import MetricsWriter, Progress, rollout_values, update_values
 from jaxrl_llm.models import hf, pretrained
-from jaxrl_llm.programs import check_memory, compile_all, memory_table
+from jaxrl_llm.programs import check_memory, compile_all, memory_table, use_cache
 from jaxrl_llm.prompts import PromptStream
 from jaxrl_llm.rewards import RewardPool
 from jaxrl_llm.rollout import FinishedGroup, Generator
@@ -52,6 +52,7 @@ def train(config: Config, workdir: pathlib.Path, *, allow_config_changes: bool =
         raise ConfigError(
             f"a job of {jax.process_count()} hosts: train runs on one host (all its devices), several are not ready yet"
         )
+    use_cache(config.compilation_cache)
     mesh = sharding.make_mesh(config.mesh)
     source = pretrained.resolve(config.model.path)
     tokenizer = source.tokenizer()

@@ -16,7 +16,8 @@ from jaxrl_llm.config import MeshConfig, SamplingConfig, UpdateConfig
 from jaxrl_llm.models.presets import Architecture
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.programs import compile_all
-from jaxrl_llm.rollout import Generator, Sampler
+from jaxrl_llm.rollout import Generator
+from jaxrl_llm.sampler import Sampler
 from jaxrl_llm.types import Example, Experience, PromptBatch, Rollout, TrainState
 from jaxrl_llm.update import Update
 

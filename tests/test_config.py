@@ -203,6 +203,17 @@ def stops(config, folder, monkeypatch):
     return generator._apply_stop_strings(state.stop_reason, np.zeros(state.stop_reason.shape, np.int64)).tolist()
 
 
+def cache(config, folder, monkeypatch):
+    """Where a run would keep its compiled programs."""
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    before = jax.config.jax_compilation_cache_dir
+    try:
+        ghost_run(config, folder, monkeypatch)
+        return jax.config.jax_compilation_cache_dir
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+
+
 def failures(config, folder, monkeypatch):
     """Whether a run stops when half its rewards failed."""
     outcome = np.array([OUTCOME_SCORE, OUTCOME_ERROR], np.int8)
@@ -257,9 +268,10 @@ WITH_KL = {"update.kl_coefficient": 0.1}
 ALIVE = {
     "seed": (1, loaded, {}),
     "num_iterations": (4, ghost_run, {}),
+    "compilation_cache": ("/tmp/other", cache, {}),
     "model.path": ("random:debug_wide", model, {}),
     "model.compute_dtype": ("bfloat16", program("decode"), {}),
-    "model.remat": ("full", program("update"), {}),
+    "model.remat": ("none", program("update"), {}),
     "prompts.source": ("letters", loaded, FOUR),
     "prompts.name": ("five.jsonl", loaded, FOUR),
     "prompts.arguments": ({"min_terms": 6, "max_terms": 6}, loaded, GYM),

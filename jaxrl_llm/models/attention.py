@@ -1,20 +1,57 @@
-"""Grouped-query attention of new tokens to a cached prefix and, causally, to themselves.
+"""Grouped-query attention of new tokens to themselves and to what was computed before them.
 
-One function serves the learner (no prefix), the prefill (no prefix) and the decode step (one new token
-and a prefix): the same arithmetic, so that sampler and learner agree. Rows are right-padded, so a real
-query never sees padding among the new tokens: padding comes after it.
+A query sees up to three pieces, each attended by its own matmuls and merged by their softmax sums:
 
-Letters: B rows, T new tokens, S cached keys, N query heads, K key heads, R = N/K, H head size.
-Does not know: parameters, rotary positions, where the cache comes from.
+    the prompt of its group      keys and values stored and read once for all rows of the group
+    its row's own cache          tokens decoded before; only as much of it as is live
+    the new tokens, causally
+
+One function serves the learner (new tokens alone, or after a shared prompt), the prefill (new tokens alone) and the
+decode step (all three, one new token): the same arithmetic, so that sampler and learner agree. Rows are right-padded,
+so a real query never sees padding among the new tokens: padding comes after it.
+
+Letters: B rows, P prompts, G rows of a group, T new tokens, L prompt width, C cache width, N query heads, K key heads,
+R = N/K, X = R*T queries of a key head, H head size, M data shards.
+Does not know: parameters, where prompts and caches come from.
 """
 
 from __future__ import annotations
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.models.presets import Architecture
+
+# Stands for minus infinity where a whole piece may be hidden: inf - inf is nan.
+HIDDEN = -1e30
+
+
+@flax.struct.dataclass
+class Prompt:
+    """Keys (rotated) and values of prompts; with a leading layer axis until a block takes its own.
+
+    Without ``member`` the batch is P groups of G consecutive rows.
+    """
+
+    keys: jax.Array  # [P,K,L,H]
+    values: jax.Array  # [P,K,L,H]
+    visible: jax.Array  # [P,L] bool
+    member: jax.Array | None = None  # [M,P/M*G] i32 row of the shard that is each prompt's g-th, any row where none is
+    place: jax.Array | None = None  # [M,B/M] i32 inverse of ``member``: each row's place in its shard's groups
+
+
+@flax.struct.dataclass
+class Cache:
+    """Keys (rotated) and values of each row's earlier tokens, all layers: a layer is read in place.
+
+    Keys lie with their tokens innermost: a decode step is bound by the bytes it reads, and so it reads both in order.
+    """
+
+    keys: jax.Array  # [layers,B,K,H,C]
+    values: jax.Array  # [layers,B,K,C,H]
+    length: jax.Array  # [B] i32 tokens to see
 
 
 def attend(
@@ -22,36 +59,115 @@ def attend(
     k_BKTH: jax.Array,
     v_BKTH: jax.Array,
     *,
-    prefix: tuple[jax.Array, jax.Array, jax.Array] | None = None,
+    prompt: Prompt | None = None,
+    cache: Cache | None = None,
+    layer: jax.Array | int = 0,
 ) -> jax.Array:
     """Softmax attention, scores and softmax in float32.
 
     Args:
         q_BTNH: queries, rotated.
         k_BKTH, v_BKTH: keys (rotated) and values of the same T new tokens.
-        prefix: keys [B,K,S,H] and values [B,K,S,H] of the cache, and which of them to see, [B,S] bool.
+        prompt: of this layer.
+        cache: of all layers; wants T = 1.
+        layer: which of the cache's layers.
 
     Returns:
         [B,T,N,H] in the dtype of the queries.
     """
     B, T, N, H = q_BTNH.shape
     K = k_BKTH.shape[1]
-    q = q_BTNH.reshape(B, T, K, N // K, H) * (H**-0.5)
-    causal = jnp.tril(jnp.ones((T, T), bool))
-    scores = jnp.einsum("BTKRH,BKSH->BKRTS", q, k_BKTH, preferred_element_type=jnp.float32)
-    scores = jnp.where(causal[None, None, None], scores, -jnp.inf)
-    if prefix is None:
-        probs = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
-        out = jnp.einsum("BKRTS,BKSH->BTKRH", probs, v_BKTH)
-    else:
-        k_BKSH, v_BKSH, visible_BS = prefix
-        S = k_BKSH.shape[2]
-        old = jnp.einsum("BTKRH,BKSH->BKRTS", q, k_BKSH, preferred_element_type=jnp.float32)
-        old = jnp.where(visible_BS[:, None, None, None, :], old, -jnp.inf)
-        probs = jax.nn.softmax(jnp.concatenate([old, scores], axis=-1), axis=-1).astype(q.dtype)
-        out = jnp.einsum("BKRTS,BKSH->BTKRH", probs[..., :S], v_BKSH)
-        out += jnp.einsum("BKRTS,BKSH->BTKRH", probs[..., S:], v_BKTH)
-    return out.reshape(B, T, N, H)
+    q = (q_BTNH * H**-0.5).reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4).reshape(B, K, N // K * T, H)
+    pieces = [_attend_new(q, k_BKTH, v_BKTH)]
+    if prompt is not None:
+        pieces.append(_attend_prompt(q, prompt))
+    if cache is not None:
+        pieces.append(_attend_cache(q, cache, layer))
+    out = _merge(pieces).astype(q_BTNH.dtype)
+    return out.reshape(B, K, N // K, T, H).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
+
+
+def _merge(pieces) -> jax.Array:
+    """Softmax over the keys of all pieces, from each one's (sum of e^(score - max) values, that sum, max)."""
+    if len(pieces) == 1:
+        out, total, _ = pieces[0]
+        return out / total[..., None]
+    top = pieces[0][2]
+    for _, _, peak in pieces[1:]:
+        top = jnp.maximum(top, peak)
+    scale = [jnp.exp(peak - top) for _, _, peak in pieces]
+    out = sum(x * w[..., None] for (x, _, _), w in zip(pieces, scale, strict=True))
+    return out / sum(t * w for (_, t, _), w in zip(pieces, scale, strict=True))[..., None]
+
+
+def _weights(scores, visible):
+    """e^(score - max) off the hidden keys, their sum, the max."""
+    scores = jnp.where(visible, scores, HIDDEN)
+    peak = jax.lax.stop_gradient(jnp.max(scores, axis=-1))
+    weights = jnp.exp(scores - peak[..., None])
+    return weights, jnp.sum(weights, axis=-1), peak
+
+
+def _attend_new(q_BKXH, k_BKTH, v_BKTH):
+    T, X = k_BKTH.shape[2], q_BKXH.shape[2]
+    if T == 1:  # a token sees itself
+        scores = jnp.sum(q_BKXH.astype(jnp.float32) * k_BKTH.astype(jnp.float32), axis=-1)
+        ones = jnp.ones_like(scores)
+        return jnp.broadcast_to(v_BKTH, q_BKXH.shape), ones, scores
+    scores = jnp.einsum("BKXH,BKTH->BKXT", q_BKXH, k_BKTH, preferred_element_type=jnp.float32)
+    causal = jnp.tile(jnp.tril(jnp.ones((T, T), bool)), (X // T, 1))
+    weights, total, peak = _weights(scores, causal[None, None])
+    return jnp.einsum("BKXT,BKTH->BKXH", weights.astype(v_BKTH.dtype), v_BKTH), total, peak
+
+
+def _attend_prompt(q_BKXH, prompt: Prompt):
+    B, K, X, H = q_BKXH.shape
+    P = prompt.keys.shape[0]
+    q = q_BKXH
+    if prompt.member is not None:  # rows to groups, each within its shard
+        M = prompt.member.shape[0]
+        q = jax.vmap(lambda rows, member: rows[member])(q.reshape(M, B // M, K, X, H), prompt.member)
+    q_PKYH = q.reshape(P, -1, K, X, H).swapaxes(1, 2).reshape(P, K, -1, H)  # Y = G*X
+    scores = jnp.einsum("PKYH,PKLH->PKYL", q_PKYH, prompt.keys, preferred_element_type=jnp.float32)
+    weights, total, peak = _weights(scores, prompt.visible[:, None, None, :])
+    values = jnp.where(prompt.visible[:, None, :, None], prompt.values, 0)  # 0 * nan is nan
+    out = jnp.einsum("PKYL,PKLH->PKYH", weights.astype(values.dtype), values)
+
+    def to_rows(x):  # [P,K,G*X,...] -> [B,K,X,...]
+        x = x.reshape(P, K, -1, X, *x.shape[3:]).swapaxes(1, 2)
+        if prompt.member is None:
+            return x.reshape(B, *x.shape[2:])
+        x = x.reshape(M, -1, *x.shape[2:])
+        return jax.vmap(lambda groups, place: groups[place])(x, prompt.place).reshape(B, *x.shape[2:])
+
+    return to_rows(out), to_rows(total), to_rows(peak)
+
+
+def _attend_cache(q_BKXH, cache: Cache, layer):
+    """A multiply and a sum: the few queries of a row make no matmul worth its name, and nothing is copied."""
+    widths = cache_widths(cache.keys.shape[-1])
+    q = q_BKXH.astype(jnp.float32)
+
+    def first(width):
+        def read():
+            keys = jax.lax.dynamic_index_in_dim(cache.keys, layer, keepdims=False)[..., :width]
+            values = jax.lax.dynamic_index_in_dim(cache.values, layer, keepdims=False)[:, :, :width]
+            visible = jnp.arange(width)[None, :] < cache.length[:, None]
+            values = jnp.where(visible[:, None, :, None], values, 0)
+            scores = jnp.sum(q[..., None] * keys[:, :, None].astype(jnp.float32), axis=-2)
+            weights, total, peak = _weights(scores, visible[:, None, None, :])
+            out = jnp.sum(weights[..., None] * values[:, :, None].astype(jnp.float32), axis=-2)
+            return out, total, peak
+
+        return read
+
+    live = jnp.searchsorted(jnp.asarray(widths), jnp.max(cache.length))
+    return jax.lax.switch(live, [first(width) for width in widths])
+
+
+def cache_widths(C: int) -> list[int]:
+    """How much of a cache may be read: all of it, and quarters of it where those are worth a branch."""
+    return sorted({C, *(w for part in (1, 2, 3) if (w := -(-C * part // 4 // 8) * 8) < C)})
 
 
 def rope_frequencies(arch: Architecture) -> np.ndarray:

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm.config import SamplingConfig
+from jaxrl_llm.models.attention import Prompt
 from jaxrl_llm.models.transformer import Model, Params
 from jaxrl_llm.ops.logp import chunked_logp, completion_window, place_completion
 
@@ -81,9 +82,8 @@ def _hidden_of_groups(model, params, tokens_BS, prompt_length, completion_BC, gr
     hidden_PLD, kv = model.forward(params, prompts_PL, positions, remat=remat)
     last_P1D = completion_window(hidden_PLD, prompt_length[::group_size] - 1, 1)
 
-    visible_BL = jnp.arange(L)[None, :] < prompt_length[:, None]
-    keys, values = (jnp.repeat(x, group_size, axis=1) for x in kv)
+    prompt = Prompt(*kv, visible=jnp.arange(L)[None, :] < prompt_length[::group_size, None])
     positions_BC = prompt_length[:, None] + jnp.arange(C, dtype=jnp.int32)[None, :]
-    hidden_BCD, _ = model.forward(params, completion_BC, positions_BC, prefix=(keys, values, visible_BL), remat=remat)
+    hidden_BCD, _ = model.forward(params, completion_BC, positions_BC, prompt=prompt, remat=remat)
     # The prompt's last token predicts the first completion token, and each completion token the next.
     return jnp.concatenate([jnp.repeat(last_P1D, group_size, axis=0), hidden_BCD[:, :-1]], axis=1)

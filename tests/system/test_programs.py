@@ -19,7 +19,7 @@ from jaxrl_llm.assembly import assemble
 from jaxrl_llm.config import freeze
 from jaxrl_llm.models.presets import PRESETS
 from jaxrl_llm.programs import compile_all, memory
-from jaxrl_llm.rollout import SamplerState
+from jaxrl_llm.sampler import SamplerState
 from jaxrl_llm.types import RingState, TrainState
 
 # 32 rollouts of 8 prompts in a ring of 64, all 32 rows of an update in one micro-batch: 4 rows per device of eight.

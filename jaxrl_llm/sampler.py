@@ -1,0 +1,364 @@
+"""The sampler: jitted prefill, and jitted chunks of decode steps over slots that refill as rollouts finish.
+
+    table of open rollouts [M, E, G]        slots [M, Z/M]: which row of the table each decodes
+      tokens, lengths, logp, version          + its KV cache
+              |  prefill: one forward per prompt fills the prompt cache [E], which its group shares
+              |  refill:  an idle slot takes the next pending row
+              |  step:    every busy slot decodes one token and appends it to its row
+              v
+            collect: groups whose G rows have all stopped leave as a Rollout
+
+A slot starts at the last prompt token (its own cache takes that token's key, the prompt's is hidden), so
+every completion token, the first one too, is drawn in the one decode step. All bookkeeping is local to a
+data shard m: no collective moves a rollout. With ``lookahead_prompts`` the table holds prompts of later
+iterations, which keep the slots busy while stragglers finish; their state stays here between iterations.
+
+Letters: M data shards, E open prompts and Q = E*G rows per shard, G samples per prompt, Z slots of all
+shards, L prompt width, C completion width, S row width, K key heads, H head size.
+Owns: sampler state and its programs. Does not know: the host loop that runs them, text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxrl_llm import rng, sharding
+from jaxrl_llm.config import SamplingConfig
+from jaxrl_llm.models.attention import Cache, Prompt
+from jaxrl_llm.models.transformer import Model
+from jaxrl_llm.ops.logp import project
+from jaxrl_llm.ops.sampling import filter_logits, sample_inverse_cdf, token_logp
+from jaxrl_llm.programs import Program
+from jaxrl_llm.types import STOP_EOS, STOP_LENGTH, STOP_NONE, STOP_STRING, Rollout
+
+NO_PROMPT = -1
+
+
+@flax.struct.dataclass
+class SamplerState:
+    """Everything the sampler carries between chunks, and between iterations."""
+
+    cache_k: jax.Array  # [layers, Z, K, H, C] from the last prompt token on
+    cache_v: jax.Array  # [layers, Z, K, C, H]
+    prompt_k: jax.Array  # [layers, M*E, K, L, H], one per prompt
+    prompt_v: jax.Array
+    slot_row: jax.Array  # [M, Z/M] i32 row of the shard's table, -1 = idle
+    tokens: jax.Array  # [M, E, G, S] i32
+    prompt_length: jax.Array  # [M, E, G] i32
+    length: jax.Array  # [M, E, G] i32
+    behaviour_logp: jax.Array  # [M, E, G, S] f32
+    policy_version: jax.Array  # [M, E, G, S] i32
+    stop_reason: jax.Array  # [M, E, G] i8
+    started: jax.Array  # [M, E, G] bool, has had a slot
+    prompt_id: jax.Array  # [M, E] i32, NO_PROMPT = the entry is free
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampler:
+    """Static description of a sampler; its programs are compiled from it.
+
+    Attributes:
+        num_prompts: P, prompts collected per call of ``generate``.
+        lookahead: further prompts that may be open.
+        eos_ids: tokens that end a completion; () never stops early.
+    """
+
+    model: Model
+    mesh: Mesh
+    sampling: SamplingConfig
+    eos_ids: tuple[int, ...]
+    num_prompts: int
+    group_size: int
+    max_prompt_tokens: int
+    num_slots: int
+    chunk_steps: int
+    lookahead: int = 0
+
+    @property
+    def shards(self) -> int:
+        return sharding.num_data_shards(self.mesh)
+
+    @property
+    def entries(self) -> int:
+        """E: open prompts per shard."""
+        return (self.num_prompts + self.lookahead) // self.shards
+
+    @property
+    def row_tokens(self) -> int:
+        return self.max_prompt_tokens + self.sampling.max_completion_tokens
+
+    # ---- state -------------------------------------------------------------------------------------
+
+    def _empty(self) -> SamplerState:
+        arch, M, E, G = self.model.arch, self.shards, self.entries, self.group_size
+        L, C, S = self.max_prompt_tokens, self.sampling.max_completion_tokens, self.row_tokens
+        H = arch.head_size
+        kv = lambda *shape: jnp.zeros((arch.num_layers, *shape), self.model.compute_dtype)  # noqa: E731
+        return SamplerState(
+            cache_k=kv(self.num_slots, arch.num_kv_heads, H, C),
+            cache_v=kv(self.num_slots, arch.num_kv_heads, C, H),
+            prompt_k=kv(M * E, arch.num_kv_heads, L, H),
+            prompt_v=kv(M * E, arch.num_kv_heads, L, H),
+            slot_row=jnp.full((M, self.num_slots // M), -1, jnp.int32),
+            tokens=jnp.zeros((M, E, G, S), jnp.int32),
+            prompt_length=jnp.ones((M, E, G), jnp.int32),
+            length=jnp.ones((M, E, G), jnp.int32),
+            behaviour_logp=jnp.zeros((M, E, G, S), jnp.float32),
+            policy_version=jnp.full((M, E, G, S), -1, jnp.int32),
+            stop_reason=jnp.zeros((M, E, G), jnp.int8),
+            started=jnp.zeros((M, E, G), bool),
+            prompt_id=jnp.full((M, E), NO_PROMPT, jnp.int32),
+        )
+
+    def abstract_state(self) -> SamplerState:
+        """Shapes of the state with their shardings."""
+        shape = jax.eval_shape(self._empty)
+
+        def place(path, x):
+            if path[-1].name in ("cache_k", "cache_v", "prompt_k", "prompt_v"):
+                axes = ("layers", "batch", "kv_heads", None, None)
+            else:
+                axes = ("shards",) + (None,) * (len(x.shape) - 1)
+            layout = sharding.named(self.mesh, x.shape, axes)
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout)
+
+        return jax.tree_util.tree_map_with_path(place, shape)
+
+    # ---- programs ----------------------------------------------------------------------------------
+
+    def programs(self, abstract_params: Any) -> dict[str, Program]:
+        """The sampler's compiled programs by name, from shapes alone."""
+        P, L, M = self.num_prompts, self.max_prompt_tokens, self.shards
+        state = self.abstract_state()
+        state_layout = jax.tree.map(lambda x: x.sharding, state)
+        rows = lambda shape, dtype: jax.ShapeDtypeStruct(  # noqa: E731
+            shape, dtype, sharding=sharding.named(self.mesh, shape, ("batch",) + (None,) * (len(shape) - 1))
+        )
+        whole = sharding.replicated(self.mesh, 0)
+        scalar = jax.ShapeDtypeStruct((), jnp.int32, sharding=whole)
+        key = jax.eval_shape(lambda: rng.stream(0, "sample"))
+        key = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=whole)
+        entry = rows((M, P // M), jnp.int32)
+        rollout = jax.eval_shape(self._collect, state, entry)[0]
+        row_width = rows((M, self.entries, self.group_size), jnp.int32)
+        return {
+            "init_sampler": Program(self._empty, (), out_shardings=state_layout),
+            "prefill": Program(
+                self._prefill,
+                (abstract_params, state, rows((P, L), jnp.int32), rows((P,), jnp.int32), rows((P,), jnp.int32), entry),
+                out_shardings=state_layout,
+                donate=(1,),
+            ),
+            "decode": Program(self._decode, (abstract_params, state, scalar, key), (state_layout, whole), donate=(1,)),
+            "read_group": Program(self._read_group, (state.tokens, state.length, scalar, scalar), out_shardings=whole),
+            "stop_rows": Program(self._stop_rows, (state, row_width), out_shardings=state_layout, donate=(0,)),
+            "collect": Program(
+                self._collect, (state, entry), (sharding.leading(self.mesh, rollout), state_layout), donate=(0,)
+            ),
+        }
+
+    def _prefill(self, params, state: SamplerState, tokens_PL, length_P, prompt_id_P, entry_MP) -> SamplerState:
+        """Open P prompts in the given entries of their shards; an entry of E drops a padding prompt."""
+        M, E, G, S = state.tokens.shape
+        P, L = tokens_PL.shape
+        set_entries = lambda t, n: jax.vmap(lambda t, n, e: t.at[e].set(n, mode="drop"))(t, n, entry_MP)  # noqa: E731
+        positions = jnp.broadcast_to(jnp.arange(L, dtype=jnp.int32), (P, L))
+        _, (k, v) = self.model.forward(params, tokens_PL, positions)
+
+        def put_kv(cache, new):  # [layers, M*E, ...] <- [layers, P, ...]
+            local = cache.reshape(cache.shape[0], M, E, *cache.shape[2:])
+            new = new.reshape(new.shape[0], M, P // M, *new.shape[2:])
+            write = jax.vmap(lambda c, n, e: c.at[:, e].set(n, mode="drop"), in_axes=(1, 1, 0), out_axes=1)
+            return write(local, new, entry_MP).reshape(cache.shape)
+
+        def put(table, value_P):  # [M, E, G, ...] <- [P, ...], the same for every sample of the group
+            value = value_P.reshape(M, P // M, 1, *value_P.shape[1:])
+            value = jnp.broadcast_to(value, (M, P // M, G, *value_P.shape[1:])).astype(table.dtype)
+            return set_entries(table, value)
+
+        zeros = jnp.zeros((P,), jnp.int32)
+        return state.replace(
+            prompt_k=put_kv(state.prompt_k, k),
+            prompt_v=put_kv(state.prompt_v, v),
+            tokens=put(state.tokens, jnp.pad(tokens_PL, ((0, 0), (0, S - L)))),
+            prompt_length=put(state.prompt_length, length_P),
+            length=put(state.length, length_P),
+            behaviour_logp=put(state.behaviour_logp, jnp.zeros((P, S))),
+            policy_version=put(state.policy_version, jnp.full((P, S), -1)),
+            stop_reason=put(state.stop_reason, zeros),
+            started=put(state.started, zeros),
+            prompt_id=set_entries(state.prompt_id, prompt_id_P.reshape(M, P // M)),
+        )
+
+    def _refill(self, state: SamplerState) -> SamplerState:
+        """Give idle slots the next pending rows, oldest prompt first."""
+        M, E, G, _ = state.tokens.shape
+        Q = E * G
+        pending = ((state.prompt_id >= 0)[:, :, None] & ~state.started & (state.stop_reason == STOP_NONE)).reshape(M, Q)
+        age = jnp.repeat(state.prompt_id, G, axis=1)  # the prompt stream's position: smaller is older
+
+        def one_shard(slot_row, pending, age):
+            # Stable: the samples of a prompt stay in order. Pending rows first, then the rest.
+            queue = jnp.lexsort((age, ~pending))
+            idle = slot_row < 0
+            turn = jnp.cumsum(idle) - 1
+            takes = idle & (turn < jnp.sum(pending))
+            return jnp.where(takes, queue[jnp.clip(turn, 0, Q - 1)], slot_row), takes
+
+        slot_row, takes = jax.vmap(one_shard)(state.slot_row, pending, age)
+        started = jax.vmap(lambda s, r, t: s.at[jnp.where(t, r, Q)].set(True, mode="drop"))(
+            state.started.reshape(M, Q), slot_row, takes
+        ).reshape(M, E, G)
+        return state.replace(slot_row=slot_row, started=started)
+
+    def _decode(self, params, state: SamplerState, version, key):
+        """Refill, then up to ``chunk_steps`` decode steps; ends early when every slot is idle.
+
+        Returns the state and the table's stop reasons [M, E, G], which say what has finished.
+        """
+        state = self._refill(state)
+        head = self.model.head(params)
+        prompt = self._prompts(state)
+
+        def busy(carry):
+            step, state = carry
+            return (step < self.chunk_steps) & jnp.any(state.slot_row >= 0)
+
+        def body(carry):
+            step, state = carry
+            return step + 1, self._decode_step(params, head, prompt, state, version, key)
+
+        _, state = jax.lax.while_loop(busy, body, (jnp.int32(0), state))
+        return state, state.stop_reason
+
+    def _prompts(self, state: SamplerState) -> Prompt:
+        """The open prompts as the slots attend to them, for a whole chunk: within it slots only go idle."""
+        M, E, G, _ = state.tokens.shape
+        row_MZ = jnp.where(state.slot_row >= 0, state.slot_row, E * G)
+        slots = jnp.broadcast_to(jnp.arange(row_MZ.shape[1]), row_MZ.shape)
+        member = jnp.zeros((M, E * G), jnp.int32)
+        member = jax.vmap(lambda m, row, slot: m.at[row].set(slot, mode="drop"))(member, row_MZ, slots)
+        before_last = state.prompt_length[:, :, 0].reshape(M * E, 1) - 1
+        return Prompt(
+            keys=state.prompt_k,
+            values=state.prompt_v,
+            visible=jnp.arange(self.max_prompt_tokens)[None, :] < before_last,
+            member=member,
+            place=jnp.maximum(state.slot_row, 0),
+        )
+
+    def _decode_step(self, params, head, prompt: Prompt, state: SamplerState, version, key) -> SamplerState:
+        M, E, G, _ = state.tokens.shape
+        Q = E * G
+        sampling = self.sampling
+        rows = lambda x: x.reshape(M, Q, *x.shape[3:])  # noqa: E731
+        active_MZ = state.slot_row >= 0
+        row_MZ = jnp.maximum(state.slot_row, 0)
+        read = jax.vmap(lambda table, row: table[row])
+        length_MZ = read(rows(state.length), row_MZ)
+        position_MZ = length_MZ - 1
+        token_MZ = jax.vmap(lambda t, r, p: t[r, p])(rows(state.tokens), row_MZ, position_MZ)
+        flat = lambda x: sharding.constrain(x.reshape(-1, *x.shape[2:]), "batch", *(None,) * (x.ndim - 2))  # noqa: E731
+
+        index_MZ = length_MZ - read(rows(state.prompt_length), row_MZ)  # of the token to draw, in the completion
+        cache = Cache(state.cache_k, state.cache_v, flat(jnp.where(active_MZ, index_MZ, 0)))
+        hidden, (new_k, new_v) = self.model.forward(
+            params, flat(token_MZ)[:, None], flat(position_MZ)[:, None], prompt=prompt, cache=cache
+        )
+
+        def append(cache, new, write):  # [layers, Z, K, ...] <- [layers, Z, K, 1, H] at each slot's index
+            local = cache.reshape(cache.shape[0], M, -1, *cache.shape[2:])
+            new = new.reshape(*local.shape[:4], new.shape[-1])
+            # One scatter per shard with both indices explicit: 50 times faster on CPU than a vmapped slice update.
+            return jax.vmap(write, in_axes=(1, 1, 0), out_axes=1)(local, new, index_MZ).reshape(cache.shape)
+
+        slot = jnp.arange(row_MZ.shape[1])
+        cache_k = append(state.cache_k, new_k, lambda c, n, i: c.at[:, slot, :, :, i].set(n.swapaxes(0, 1)))
+        cache_v = append(state.cache_v, new_v, lambda c, n, i: c.at[:, slot, :, i].set(n.swapaxes(0, 1)))
+
+        logits_ZV = sharding.constrain(project(hidden[:, 0], head), "batch", "vocab")
+        if sampling.temperature == 0.0:
+            # Greedy has no distribution of its own: log-probs are the model's, at temperature 1.
+            drawn_Z = jnp.argmax(logits_ZV, axis=-1).astype(jnp.int32)
+            logp_Z, _ = token_logp(logits_ZV, drawn_Z)
+        else:
+            prompt_Z = flat(read(state.prompt_id, row_MZ // G))
+            uniform_Z = rng.token_uniform(key, prompt_Z, flat(row_MZ % G), flat(index_MZ))
+            logits_ZV = filter_logits(
+                logits_ZV,
+                temperature=sampling.temperature,
+                top_k=sampling.top_k,
+                top_p=sampling.top_p,
+                min_p=sampling.min_p,
+            )
+            drawn_Z, logp_Z = sample_inverse_cdf(logits_ZV, uniform_Z)
+        drawn_MZ, logp_MZ = drawn_Z.reshape(row_MZ.shape), logp_Z.reshape(row_MZ.shape)
+
+        is_eos = jnp.zeros(drawn_MZ.shape, bool)
+        for eos in self.eos_ids:
+            is_eos |= drawn_MZ == eos
+        is_full = index_MZ + 1 >= sampling.max_completion_tokens
+        reason_MZ = jnp.where(is_eos, STOP_EOS, jnp.where(is_full, STOP_LENGTH, STOP_NONE)).astype(jnp.int8)
+
+        target_MZ = jnp.where(active_MZ, row_MZ, Q)  # out of range: an idle slot writes nothing
+        at_token = jax.vmap(lambda t, r, p, x: t.at[r, p].set(x, mode="drop"))
+        at_row = jax.vmap(lambda t, r, x: t.at[r].set(x, mode="drop"))
+        unrows = lambda x: x.reshape(M, E, G, *x.shape[2:])  # noqa: E731
+        write_token = lambda t, x: unrows(at_token(rows(t), target_MZ, length_MZ, x))  # noqa: E731
+        write_row = lambda t, x: unrows(at_row(rows(t), target_MZ, x))  # noqa: E731
+        return state.replace(
+            cache_k=cache_k,
+            cache_v=cache_v,
+            tokens=write_token(state.tokens, drawn_MZ),
+            behaviour_logp=write_token(state.behaviour_logp, logp_MZ),
+            policy_version=write_token(state.policy_version, jnp.broadcast_to(version, row_MZ.shape)),
+            length=write_row(state.length, length_MZ + 1),
+            stop_reason=write_row(state.stop_reason, reason_MZ),
+            slot_row=jnp.where(active_MZ & (reason_MZ == STOP_NONE), state.slot_row, -1),
+        )
+
+    def _read_group(self, tokens, length, shard, entry):
+        """Tokens [G,S] and lengths [G] of one open prompt's rows, on every device."""
+        return tokens[shard, entry], length[shard, entry]
+
+    def _stop_rows(self, state: SamplerState, new_length) -> SamplerState:
+        """Cut rows where ``new_length`` [M,E,G] is positive to that length, for a stop string; frees their slots."""
+        M, E, G, S = state.tokens.shape
+        cut = new_length > 0
+        length = jnp.where(cut, new_length, state.length)
+        keep = jnp.arange(S)[None, None, None, :] < length[..., None]
+        cut_rows = cut.reshape(M, E * G)
+        slot_cut = jax.vmap(lambda c, r: c[jnp.maximum(r, 0)])(cut_rows, state.slot_row)
+        return state.replace(
+            length=length,
+            tokens=jnp.where(keep, state.tokens, 0),
+            behaviour_logp=jnp.where(keep, state.behaviour_logp, 0.0),
+            policy_version=jnp.where(keep, state.policy_version, -1),
+            stop_reason=jnp.where(cut, STOP_STRING, state.stop_reason).astype(jnp.int8),
+            slot_row=jnp.where(slot_cut, -1, state.slot_row),
+        )
+
+    def _collect(self, state: SamplerState, entry_MP) -> tuple[Rollout, SamplerState]:
+        """Take P finished groups out of the table, shard by shard in the order given, and free their entries."""
+        G = self.group_size
+        take = lambda x: jax.vmap(lambda t, e: t[e])(x, entry_MP)  # noqa: E731  [M, P/M, G, ...]
+        flat = lambda x: take(x).reshape(-1, *x.shape[3:])  # noqa: E731
+        prompt_id = jnp.repeat(take(state.prompt_id).reshape(-1), G)
+        rollout = Rollout(
+            tokens=flat(state.tokens),
+            prompt_length=flat(state.prompt_length),
+            length=flat(state.length),
+            behaviour_logp=flat(state.behaviour_logp),
+            group_id=prompt_id,  # the stream's position is unique over the run
+            prompt_id=prompt_id,
+            policy_version=flat(state.policy_version),
+            stop_reason=flat(state.stop_reason),
+        )
+        free = jax.vmap(lambda ids, e: ids.at[e].set(NO_PROMPT))(state.prompt_id, entry_MP)
+        return rollout, state.replace(prompt_id=free)

@@ -1,0 +1,115 @@
+"""Attention over a shared prompt, a row's cache and the new tokens is softmax attention over all of their keys."""
+
+import jax
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference import attention as oracle
+
+from jaxrl_llm.models.attention import Cache, Prompt, attend, cache_widths
+
+H, K = 4, 2
+
+
+def normal(rng, *shape):
+    return rng.normal(size=shape).astype(np.float32)
+
+
+def expected(q, new_k, new_v, before):
+    """[B,T,N,H] by loops; ``before(b)`` gives a row's earlier keys and values, each [K,S,H]."""
+    B, T, N, _ = q.shape
+    out = np.zeros(q.shape)
+    for b, t, n in np.ndindex(B, T, N):
+        k = n // (N // K)
+        keys, values = before(b)
+        keys = np.concatenate([keys[k], new_k[b, k, : t + 1]])
+        values = np.concatenate([values[k], new_v[b, k, : t + 1]])
+        out[b, t, n] = oracle.attend(q[b, t, n], keys, values)
+    return out
+
+
+@settings(max_examples=6, deadline=None)
+@given(seed=st.integers(0, 2**31), groups=st.integers(1, 3), size=st.integers(1, 4), T=st.integers(1, 5))
+def test_rows_of_groups_attend_to_their_prompt_and_causally_to_themselves(seed, groups, size, T):
+    rng = np.random.default_rng(seed)
+    L, N, B = int(rng.integers(1, 7)), K * int(rng.integers(1, 4)), groups * size
+    q, k, v = normal(rng, B, T, N, H), normal(rng, B, K, T, H), normal(rng, B, K, T, H)
+    length = rng.integers(1, L + 1, groups)
+    keys, values = normal(rng, groups, K, L, H), normal(rng, groups, K, L, H)
+    truth = expected(
+        q, k, v, lambda b: (keys[b // size, :, : length[b // size]], values[b // size, :, : length[b // size]])
+    )
+    hidden = np.arange(L)[None, :] >= length[:, None]
+    keys[hidden[:, None].repeat(K, 1)] = np.nan
+    values[hidden[:, None].repeat(K, 1)] = np.nan
+    out = attend(q, k, v, prompt=Prompt(keys, values, visible=~hidden))
+    np.testing.assert_allclose(out, truth, atol=2e-6)
+
+
+@settings(max_examples=6, deadline=None)
+@given(seed=st.integers(0, 2**31), shards=st.integers(1, 2))
+def test_slots_in_any_order_attend_to_their_groups_prompt_their_cache_and_the_new_token(seed, shards):
+    rng = np.random.default_rng(seed)
+    entries, size, slots = int(rng.integers(1, 4)), int(rng.integers(1, 4)), int(rng.integers(1, 8))
+    L, C, N, layers = int(rng.integers(1, 7)), int(rng.choice([1, 7, 40])), K * int(rng.integers(1, 4)), 2
+    Z, P = shards * slots, shards * entries
+    q, k, v = normal(rng, Z, 1, N, H), normal(rng, Z, K, 1, H), normal(rng, Z, K, 1, H)
+    prompt_length = rng.integers(0, L + 1, P)  # none is visible to a row that starts at a prompt's only token
+    live = rng.integers(0, min(C, int(rng.integers(1, C + 1))) + 1, Z)
+    prompt_k, prompt_v = normal(rng, P, K, L, H), normal(rng, P, K, L, H)
+    cache_k, cache_v = normal(rng, layers, Z, K, C, H), normal(rng, layers, Z, K, C, H)
+
+    # Each shard's slots take some of its rows, each row at most once; the other slots are idle.
+    member = np.zeros((shards, entries * size), np.int32)
+    place = np.zeros((shards, slots), np.int32)
+    busy = np.zeros((shards, slots), bool)
+    for m in range(shards):
+        rows = rng.permutation(entries * size)[:slots]
+        for slot, row in zip(rng.permutation(slots), rows, strict=False):
+            member[m, row], place[m, slot], busy[m, slot] = slot, row, True
+    entry = (np.arange(shards)[:, None] * entries + place // size).reshape(-1)
+
+    def before(z):
+        n, c = prompt_length[entry[z]], live[z]
+        keys = np.concatenate([prompt_k[entry[z], :, :n], cache_k[1, z, :, :c]], axis=1)
+        return keys, np.concatenate([prompt_v[entry[z], :, :n], cache_v[1, z, :, :c]], axis=1)
+
+    truth = expected(q, k, v, before)
+    visible = np.arange(L)[None, :] < prompt_length[:, None]
+    prompt_k, prompt_v = (np.where(visible[:, None, :, None], x, np.nan) for x in (prompt_k, prompt_v))
+    seen = (np.arange(C)[None, :] < live[:, None])[None, :, None, :, None]
+    cache_k, cache_v = (np.where(seen, x, np.nan).astype(np.float32) for x in (cache_k, cache_v))
+    out = attend(
+        q,
+        k,
+        v,
+        prompt=Prompt(prompt_k.astype(np.float32), prompt_v.astype(np.float32), visible, member, place),
+        cache=Cache(cache_k.swapaxes(-1, -2), cache_v, live),
+        layer=1,
+    )
+    busy = busy.reshape(-1)
+    np.testing.assert_allclose(np.asarray(out)[busy], truth[busy], atol=2e-6)
+
+
+def test_a_cache_is_read_in_quarters_of_at_least_eight():
+    assert cache_widths(64) == [16, 32, 48, 64] and cache_widths(24) == [8, 16, 24]
+    assert cache_widths(8) == [8] and cache_widths(7) == [7] and cache_widths(100) == [32, 56, 80, 100]
+
+
+def test_gradients_pass_through_the_pieces():
+    """Against central differences of the float64 definition, along a random direction."""
+    rng = np.random.default_rng(0)
+    P, G, L, T, N = 2, 2, 3, 2, 4
+    arrays = [normal(rng, P * G, T, N, H), normal(rng, P * G, K, T, H), normal(rng, P * G, K, T, H)]
+    arrays += [normal(rng, P, K, L, H), normal(rng, P, K, L, H)]
+    weight, direction = normal(rng, P * G, T, N, H), [normal(rng, *x.shape) for x in arrays]
+
+    def loss(q, k, v, keys, values):
+        return (attend(q, k, v, prompt=Prompt(keys, values, np.ones((P, L), bool))) * weight).sum()
+
+    def truth(step):
+        q, k, v, keys, values = (x.astype(np.float64) + step * d for x, d in zip(arrays, direction, strict=True))
+        return (expected(q, k, v, lambda b: (keys[b // G], values[b // G])) * weight).sum()
+
+    slope = sum((np.asarray(g) * d).sum() for g, d in zip(jax.grad(loss, range(5))(*arrays), direction, strict=True))
+    np.testing.assert_allclose(slope, (truth(1e-5) - truth(-1e-5)) / 2e-5, rtol=1e-5)
