@@ -59,7 +59,7 @@ train=$(quote .venv/bin/python -m jaxrl_llm.train --config="$config" --workdir="
 archive=jaxrl_llm.tar.gz
 folder=$([[ -n $dry_run ]] && echo /tmp || mktemp -d)
 [[ -n $dry_run ]] || trap 'rm -rf "$folder"' EXIT
-run tar --create --gzip --file="$folder/$archive" --exclude=./.venv --exclude=./.git --exclude=./runs .
+run tar --create --gzip --file="$folder/$archive" '--exclude=./.venv*' --exclude=./.git --exclude=./runs .
 run gcloud compute tpus tpu-vm scp "$folder/$archive" "$name:$archive" "${on_all[@]}"
 run "${ssh[@]}" "${on_all[@]}" --command="mkdir -p jaxrl_llm && tar --extract --gzip --file=$archive -C jaxrl_llm"
 # The TPU images of Ubuntu 22.04 come with Python 3.10.

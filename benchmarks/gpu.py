@@ -1,0 +1,166 @@
+"""One accelerator against its data sheet: decode tokens per second and model FLOP utilisation of the update, bfloat16.
+
+    python -m benchmarks.gpu [--shape NAME ...] [--json FILE]
+
+For each shape, with random weights: completions of 128 tokens after prompts of 64 at batch 64 and 256, in groups of 8,
+and optimizer steps on 64 rows of 256 + 256 tokens in micro-batches of 16 (--preset tiny: everything small, for tests).
+Decode is held against the larger of its FLOPs and its bytes: weights, and cached keys with prompts once per group.
+The update's utilisation counts 6 operations per parameter and token and the attention, with every row computing its
+own prompt, and no recomputation. Peaks are the data sheet's; on a CPU they are measured.
+
+Owns: sizes and peaks. Does not know: how programs are built (iteration).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import floors, machine, results
+from benchmarks.ceilings import Probe
+from benchmarks.floors import Ceilings
+from benchmarks.iteration import Iteration, random_params, random_prompts
+from benchmarks.results import Figure
+from benchmarks.shapes import SHAPES
+from benchmarks.stopwatch import Stopwatch
+from jaxrl_llm.config import Config, freeze
+from jaxrl_llm.models.presets import Architecture
+
+# Part of the device's name -> bytes per second of its memory, dense bfloat16 operations per second.
+# Source: NVIDIA's data sheets of the SXM modules.
+PEAKS = {"H200": (4.8e12, 989e12), "H100": (3.35e12, 989e12), "A100-SXM4-80GB": (2.039e12, 312e12)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Of the measurement: decode batches, tokens, and the update's rows."""
+
+    batches: tuple[int, ...] = (64, 256)
+    group: int = 8
+    prompt: int = 64
+    completion: int = 128
+    chunk: int = 64
+    update_rows: int = 64
+    update_prompt: int = 256
+    update_completion: int = 256
+    micro_batch: int = 16
+
+
+SIZES = {
+    "full": Sizes(),
+    "tiny": Sizes((4,), 2, 4, 4, 4, update_rows=4, update_prompt=4, update_completion=4, micro_batch=2),
+}
+
+
+def peaks(device: jax.Device, arch: Architecture) -> Ceilings:
+    """The data sheet's, or on a CPU what is measured.
+
+    Raises:
+        ValueError: a device whose peaks are not known here.
+    """
+    if device.platform == "cpu":
+        return Probe(arch, dtype="bfloat16").measure()
+    for name, (memory, flops) in PEAKS.items():
+        if name in device.device_kind.replace(" ", "-"):
+            return Ceilings(flops, flops, memory)
+    raise ValueError(f"no peak figures for {device.device_kind!r}; known: {', '.join(PEAKS)} (benchmarks/gpu.py)")
+
+
+def config_of(rows: int, group: int, prompt: int, completion: int, *, chunk: int, micro_batch: int) -> Config:
+    return freeze(
+        {
+            "model": {"compute_dtype": "bfloat16"},
+            "prompts": {"max_tokens": prompt},
+            "sampling": {"max_completion_tokens": completion},
+            "rollout": {"prompts_per_iteration": rows // group, "group_size": group, "chunk_steps": chunk},
+            "update": {"batch_size": rows, "micro_batch_size": micro_batch},
+        }
+    )
+
+
+def decode(name: str, arch: Architecture, ceilings: Ceilings, sizes: Sizes, repeats: int) -> Iterator[Figure]:
+    """Tokens per second of the decode program, prefill apart, and the share of the floor."""
+    for rows in sizes.batches:
+        config = config_of(
+            rows, sizes.group, sizes.prompt, sizes.completion, chunk=sizes.chunk, micro_batch=sizes.group
+        )
+        watch = Stopwatch()
+        prompts = random_prompts(config, arch)
+        iteration = Iteration(config, arch, random_params, prompts, wrap=watch.wrap, learner=False)
+        iteration.generate()
+        seconds = []
+        for _ in range(repeats):
+            watch.seconds.clear()
+            iteration.generate()
+            seconds.append(watch.total("decode"))
+        taken = statistics.median(seconds)
+        least = 0.0
+        for step in range(1, sizes.completion + 1):
+            read = rows // sizes.group * sizes.prompt + rows * step
+            work = floors.decode_step(arch, rows=rows, context=sizes.prompt + step, read=read, itemsize=2)
+            least += work.seconds(ceilings.decode_flops, ceilings.read_bytes)
+        yield Figure(f"{name}/decode_tokens_per_s/batch={rows}", rows * sizes.completion / taken, "tokens/s", "more")
+        yield Figure(f"{name}/decode_share_of_floor/batch={rows}", least / taken, "", "more")
+
+
+def update(name: str, arch: Architecture, ceilings: Ceilings, sizes: Sizes, repeats: int) -> Iterator[Figure]:
+    """Model FLOP utilisation of the update program, its draw and optimizer step included."""
+    rows, group = sizes.update_rows, sizes.group
+    prompt, completion = sizes.update_prompt, sizes.update_completion
+    config = config_of(rows, group, prompt, completion, chunk=completion, micro_batch=sizes.micro_batch)
+    watch = Stopwatch()
+    iteration = Iteration(config, arch, random_params, [], wrap=watch.wrap, sampler=False)
+    rollout = iteration.random_rollout()
+    for _ in range(repeats + 1):
+        iteration.update(rollout, np.arange(rows) % 2)
+    taken = statistics.median(watch.seconds["update"][1:])
+    flops = floors.update_flops(arch, [prompt] * (rows // group), group, completion, shared=False)
+    yield Figure(f"{name}/update_tokens_per_s", rows * (prompt + completion) / taken, "tokens/s", "more")
+    yield Figure(f"{name}/update_mfu", flops / taken / ceilings.batch_flops, "", "more")
+
+
+def main(arguments: list[str]) -> int:
+    parser = results.Arguments(prog="python -m benchmarks.gpu", description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--shape", nargs="+", choices=SHAPES, default=["smollm2-135m", "qwen2-1.5b"], help="of the models"
+    )
+    parser.add_argument("--preset", choices=SIZES, default="full", help="sizes of the measurement")
+    parser.add_argument("--repeats", type=results.at_least(1), default=3)
+    parser.add_argument("--json", type=Path, help="file for the result")
+    options = parser.parse_args(arguments)
+    sizes, device = SIZES[options.preset], jax.devices()[0]
+    table = Table("figure", "value", "unit", title=f"{device.device_kind}, bfloat16, random weights")
+    figures = []
+    for name in options.shape:
+        arch = SHAPES[name]
+        try:
+            ceilings = peaks(device, arch)
+        except ValueError as error:
+            parser.error(str(error))
+        figures += [Figure(f"{name}/peak/{key}", rate, "1/s") for key, rate in dataclasses.asdict(ceilings).items()]
+        for measure in (decode, update):
+            started = time.monotonic()
+            figures += measure(name, arch, ceilings, sizes, options.repeats)
+            print(f"{name} {measure.__name__}: {time.monotonic() - started:.0f} s", flush=True)
+    for figure in figures:
+        table.add_row(figure.name, f"{figure.value:.4g}", figure.unit)
+    Console(width=120).print(table)
+    if options.json:
+        settings = {"sizes": dataclasses.asdict(sizes), "repeats": options.repeats}
+        results.write(
+            options.json, "gpu", figures, versions=machine.versions("jaxrl_llm", "jax", "jaxlib"), settings=settings
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,126 @@
+"""One iteration of a run through the project's own programs: sample, insert, update; no rewards pool, no metrics.
+
+Owns: the one place where benchmarks touch the project's seams (assembly, programs, Generator). Does not know: clocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxrl_llm import rng, sharding
+from jaxrl_llm.assembly import Run, assemble
+from jaxrl_llm.config import Config, MeshConfig
+from jaxrl_llm.models.presets import Architecture
+from jaxrl_llm.models.transformer import Model
+from jaxrl_llm.programs import compile_all
+from jaxrl_llm.prompts import EncodedExample, batch_of
+from jaxrl_llm.rollout import FinishedGroup, Generator
+from jaxrl_llm.types import Example, Rollout
+
+LEARNER = ("init_state", "init_ring", "insert", "update", "publish", "copy_params", "reference")
+
+# (name, compiled program) -> something that is called in its place
+Wrap = Callable[[str, Any], Any]
+
+
+def one_device() -> jax.sharding.Mesh:
+    """The mesh of every benchmark: the first device alone."""
+    return sharding.make_mesh(MeshConfig(), jax.devices()[:1])
+
+
+def random_params(model: Model, mesh: jax.sharding.Mesh) -> Any:
+    """Float32 weights of a model that nobody trained."""
+    return model.init(jax.random.key(0), mesh)
+
+
+def random_prompts(config: Config, arch: Architecture) -> list[EncodedExample]:
+    """As many prompts as an iteration takes, each ``prompts.max_tokens`` random token ids long."""
+    draw = np.random.default_rng(0)
+    shape = (config.rollout.prompts_per_iteration, config.prompts.max_tokens)
+    rows = draw.integers(0, arch.vocab_size, shape, dtype=np.int32)
+    return [EncodedExample(Example("", {}), row, len(row)) for row in rows]
+
+
+class Iteration:
+    """A run that is compiled and has weights.
+
+    It uses one device. No token ends a completion, so every one is ``sampling.max_completion_tokens`` long.
+
+    Args:
+        load_params: (model, mesh) -> float32 parameters.
+        encoded: the questions of every iteration, ``rollout.prompts_per_iteration`` of them.
+        wrap: put around each compiled program, for instance to time it.
+        sampler, learner: without one of them there is no ``generate``, or no ``update``, and it is not compiled.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        arch: Architecture,
+        load_params: Callable[[Model, jax.sharding.Mesh], Any],
+        encoded: Sequence[EncodedExample],
+        *,
+        wrap: Wrap = lambda name, program: program,
+        sampler: bool = True,
+        learner: bool = True,
+    ):
+        self.config, self.encoded = config, encoded
+        self.mesh = one_device()
+        self.run: Run = assemble(config, arch, (), self.mesh)
+        wanted = {True: learner, False: sampler}
+        programs = {name: program for name, program in self.run.programs().items() if wanted[name in LEARNER]}
+        compiled = compile_all(programs, self.mesh)
+        self.programs: Mapping[str, Any] = {name: wrap(name, program) for name, program in compiled.items()}
+        self.sample_key, self.draw_key = self.put([rng.stream(0, name) for name in ("sample", "draw")])
+        self.generator = Generator(self.run.sampler, self.programs, lambda ids: "") if sampler else None
+        params = load_params(self.run.model, self.mesh)
+        self.reference = self.programs["copy_params"](params) if learner and self.run.keeps_reference else None
+        self.index = 0
+        if learner:
+            self.state, self.ring = self.programs["init_state"](params), self.programs["init_ring"]()
+        else:
+            cast = lambda x, to: jax.device_put(x.astype(to.dtype), to.sharding)  # noqa: E731
+            self.sampler_params = jax.tree.map(cast, params, self.run.sampler_params)
+
+    def put(self, tree: Any) -> Any:
+        """On every device of the mesh."""
+        return jax.device_put(tree, sharding.replicated(self.mesh, tree))
+
+    def generate(self) -> tuple[Rollout, list[FinishedGroup]]:
+        """Completions of every question, on the device, and their groups; waits for the last token."""
+        if hasattr(self, "state"):
+            free = self.run.publish_is_free
+            params = self.state.params if free else self.programs["publish"](self.state.params)
+            version = self.state.step
+        else:
+            params, version = self.sampler_params, self.put(np.int32(0))
+        wanted = self.generator.prompts_wanted()
+        prompts = batch_of(self.encoded, range(wanted), self.index * wanted)
+        return self.generator.generate(params, prompts, version=version, key=self.sample_key)
+
+    def random_rollout(self) -> Rollout:
+        """Rows as ``generate`` gives them, all of full length, of tokens that no model drew."""
+        shapes = self.run.abstract_rollout
+        rows = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
+        draw = np.random.default_rng(0)
+        rows = rows.replace(
+            tokens=draw.integers(0, self.run.model.arch.vocab_size, rows.tokens.shape, dtype=np.int32),
+            prompt_length=rows.prompt_length + self.config.prompts.max_tokens,
+            length=rows.length + self.config.row_tokens,
+        )
+        return jax.device_put(rows, jax.tree.map(lambda x: x.sharding, shapes))
+
+    def update(self, rollout: Rollout, rewards: np.ndarray) -> dict[str, Any]:
+        """Insert, and ``updates_per_iteration`` optimizer steps; waits for them. Returns the update's sums."""
+        per_row = (rewards.astype(np.float32), np.ones(len(rewards), bool))
+        per_row = jax.device_put(per_row, sharding.leading(self.mesh, per_row))
+        ref_logp = self.programs["reference"](self.reference, rollout) if self.run.keeps_reference else None
+        now = self.put(np.int32(self.index))
+        self.ring, _ = self.programs["insert"](self.ring, rollout, *per_row, ref_logp, now)
+        self.state, self.ring, sums = self.programs["update"](self.state, self.ring, now, self.draw_key)
+        self.index += 1
+        return jax.device_get(sums)

@@ -1,0 +1,114 @@
+"""The machine a figure is of: its hardware, its packages, and the CPU time that other processes take.
+
+Owns: what is asked of the operating system. Does not know: what is measured.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def hardware() -> dict[str, Any]:
+    """CPU model, usable cores, memory in bytes, accelerator ("none" without one)."""
+    import jax  # here: reading JAX_PLATFORMS when imported, it must not come before it is set
+
+    device = jax.devices()[0]
+    return {
+        "cpu": _cpu_model(),
+        "cores": usable_cores(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "accelerator": "none" if device.platform == "cpu" else f"{jax.device_count()} x {device.device_kind}",
+    }
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def usable_cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def use_cores(number: int) -> None:
+    """Keep this process and those it starts to so many cores: XLA takes a thread for each. Before JAX is used."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:number])
+
+
+def commit() -> str:
+    """The checkout's commit, ``-dirty`` where files differ from it; "" outside a checkout."""
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+        return done.stdout.strip() if done.returncode == 0 else ""
+
+    head = git("rev-parse", "HEAD")
+    return head + ("-dirty" if head and git("status", "--porcelain") else "")
+
+
+def versions(*packages: str) -> dict[str, str]:
+    return {name: importlib.metadata.version(name) for name in packages}
+
+
+class CpuMeter:
+    """CPU taken by others while one process tree works; made at the start of that work.
+
+    Args:
+        pid: root of the tree.
+    """
+
+    def __init__(self, pid: int):
+        self._pid = pid
+        self._start = (time.monotonic(), machine_busy_s(), tree_cpu_s(pid))
+
+    def share_of_others(self) -> float:
+        """Since the start, see ``share_of_others``."""
+        now = (time.monotonic(), machine_busy_s(), tree_cpu_s(self._pid))
+        elapsed, busy, own = (b - a for a, b in zip(self._start, now, strict=True))
+        return share_of_others(busy_s=busy, own_s=own, elapsed_s=elapsed, num_cpus=psutil.cpu_count() or 1)
+
+
+def share_of_others(*, busy_s: float, own_s: float, elapsed_s: float, num_cpus: int) -> float:
+    """Share in [0, 1] of the machine's CPU time that went to others than the measured processes.
+
+    Args:
+        busy_s: CPU seconds in which any core was busy, or taken away by a hypervisor.
+        own_s: CPU seconds of the measured processes.
+        elapsed_s: length of the interval.
+    """
+    return min(1.0, max(0.0, busy_s - own_s) / (elapsed_s * num_cpus))
+
+
+def machine_busy_s() -> float:
+    """CPU seconds since boot in which a core did not idle; a guest's seconds are in user time already."""
+    times = psutil.cpu_times()._asdict()
+    return sum(v for name, v in times.items() if name not in ("idle", "iowait", "guest", "guest_nice"))
+
+
+def tree_cpu_s(pid: int) -> float:
+    """CPU seconds of a process, its children, and the children they waited for."""
+    root = psutil.Process(pid)
+    total = 0.0
+    for process in [root, *root.children(recursive=True)]:
+        try:
+            times = process.cpu_times()
+        except psutil.NoSuchProcess:  # it has just ended
+            continue
+        total += times.user + times.system + times.children_user + times.children_system
+    return total

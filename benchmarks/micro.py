@@ -1,0 +1,313 @@
+"""Micro-benchmarks: each part of an iteration by itself, through the project's own programs, beside its floor.
+
+    python -m benchmarks.micro [--only NAME ...] [--json FILE]
+
+    prefill        keys and values of 16 prompts
+    decode         one decode step by number of slots, and by context length
+    learner        16 rows of 52 + 64 tokens: log-prob (reference program), forward (prefill of prompts as long as the
+                   rows), update, and backward = update - log-prob - optimizer; prompts shared by groups of 8
+    optimizer      the optimizer alone on a gradient of ones
+    ring           insert and draw of 40 short rows by the ring's capacity: should be flat
+    publish        cast of the float32 weights to bfloat16 (in float32 it is free)
+    host_gap       share of an iteration of the main job in which the device has nothing to do, measured in ``train``
+                   itself: a thread sees when each program ends (stopwatch.DeviceClock), so that nothing is
+                   serialised; from there until the next program is dispatched is the gap
+
+It runs on the CPU, or where JAX_PLATFORMS says. Weights are random, of SmolLM2-135M's shape. A floor is the larger of
+operations and bytes from the shapes, at the better of the ceilings measured before and after. Seconds are medians
+after warm-up.
+
+Owns: what is measured with which sizes. Does not know: how programs are built (iteration).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import floors, machine, results
+from benchmarks.ceilings import Probe
+from benchmarks.floors import Ceilings, Work
+from benchmarks.iteration import Iteration, one_device, random_params, random_prompts
+from benchmarks.results import Figure
+from benchmarks.shapes import SHAPES
+from benchmarks.stopwatch import DeviceClock, Stopwatch, idle_shares, median_seconds
+from jaxrl_llm import replay, rng
+from jaxrl_llm.assembly import assemble
+from jaxrl_llm.config import Config, freeze
+from jaxrl_llm.models.presets import PRESETS, Architecture
+from jaxrl_llm.models.transformer import Model
+from jaxrl_llm.programs import compile_all
+
+PROMPT, COMPLETION, GROUP = 52, 64, 8
+SLOTS = (1, 16, 64, 128)
+CONTEXTS = (64, 256, 1024)
+CAPACITIES = (1_000, 10_000, 100_000, 1_000_000)
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One measurement.
+
+    Attributes:
+        work: what the floor is of; None where there is none.
+        decode: whether its matmuls have the few rows of a decode step.
+    """
+
+    name: str
+    value: float
+    work: Work | None = None
+    decode: bool = False
+    unit: str = "s"
+
+    def floor(self, ceilings: Ceilings) -> float:
+        flops = ceilings.decode_flops if self.decode else ceilings.batch_flops
+        return self.work.seconds(flops, ceilings.read_bytes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What every benchmark is given."""
+
+    arch: Architecture
+    repeats: int
+
+
+def config_of(*, prompts: int, group: int, prompt: int, completion: int, **groups: dict[str, Any]) -> Config:
+    """A config of that many prompts, samples and tokens; ``groups`` are further settings by group."""
+    rows = prompts * group
+    base = {
+        "prompts": {"max_tokens": prompt},
+        "sampling": {"max_completion_tokens": completion},
+        "rollout": {"prompts_per_iteration": prompts, "group_size": group, "chunk_steps": completion},
+        "replay": {"unit": "group"},
+        "update": {"batch_size": rows, "micro_batch_size": rows},
+    }
+    for name, settings in groups.items():
+        base[name] = {**base.get(name, {}), **settings}
+    return freeze(base)
+
+
+def generated(s: Setting, config: Config) -> Stopwatch:
+    """The sampler's programs timed over ``repeats`` calls of ``Generator.generate``, after one that warms up."""
+    watch = Stopwatch()
+    iteration = Iteration(config, s.arch, random_params, random_prompts(config, s.arch), wrap=watch.wrap, learner=False)
+    iteration.generate()
+    watch.seconds.clear()
+    for _ in range(s.repeats):
+        iteration.generate()
+    return watch
+
+
+def prefill(s: Setting) -> Iterator[Row]:
+    config = config_of(prompts=16, group=2, prompt=PROMPT, completion=2)
+    seconds = statistics.median(generated(s, config).seconds["prefill"])
+    yield Row(f"prefill/16x{PROMPT}", seconds, floors.prefill(s.arch, [PROMPT] * 16))
+
+
+def decode(s: Setting) -> Iterator[Row]:
+    for slots in SLOTS:
+        yield decode_row(s, f"decode_step/slots={slots}", slots, PROMPT)
+    for context in CONTEXTS:
+        yield decode_row(s, f"decode_step/16 slots, prompt={context}", 16, context)
+
+
+def decode_row(s: Setting, name: str, slots: int, prompt: int, *, completion: int = 32) -> Row:
+    """Mean seconds of a step: all steps have the same number of busy slots."""
+    group = min(GROUP, slots) if slots > 1 else 2
+    prompts = max(1, slots // group)
+    config = config_of(prompts=prompts, group=group, prompt=prompt, completion=completion, rollout={"slots": slots})
+    steps = prompts * group * completion // slots * s.repeats
+    seconds = generated(s, config).total("decode") / steps
+    own = (completion + 1) / 2
+    work = floors.decode_step(s.arch, rows=slots, context=prompt + own, read=prompts * prompt + slots * own)
+    return Row(name, seconds, work, decode=True)
+
+
+def learner(s: Setting) -> Iterator[Row]:
+    prompts = 2
+    config = config_of(
+        prompts=prompts, group=GROUP, prompt=PROMPT, completion=COMPLETION, update={"kl_coefficient": 0.1}
+    )
+    rows = prompts * GROUP
+    watch = Stopwatch()
+    iteration = Iteration(config, s.arch, random_params, [], wrap=watch.wrap, sampler=False)
+    rewards = np.arange(rows) % 2
+    rollout = iteration.random_rollout()
+    for _ in range(s.repeats + 1):
+        iteration.update(rollout, rewards)
+    logprob, update = (statistics.median(watch.seconds[name][1:]) for name in ("reference", "update"))
+    del iteration
+    whole = config_of(prompts=rows, group=2, prompt=PROMPT + COMPLETION, completion=2)
+    forward = statistics.median(generated(s, whole).seconds["prefill"])
+    step = next(iter(optimizer(s))).value
+    flops = floors.update_flops(s.arch, [PROMPT] * prompts, GROUP, COMPLETION, shared=True)
+    name = f"{rows}x({PROMPT}+{COMPLETION})"
+    lengths = [PROMPT + COMPLETION] * rows
+    yield Row(f"forward/{name}, unshared", forward, floors.prefill(s.arch, lengths))
+    yield Row(f"logprob/{name}", logprob, Work(flops / floors.BACKWARD))
+    yield Row(f"backward/{name}", update - logprob - step, Work(flops * 2 / floors.BACKWARD))
+    yield Row(f"update/{name}", update, Work(flops))
+
+
+def optimizer(s: Setting) -> Iterator[Row]:
+    config = config_of(prompts=2, group=2, prompt=2, completion=2)
+    mesh = one_device()
+    transform = assemble(config, s.arch, (), mesh).optimizer
+    gradient = jax.tree.map(jnp.ones_like, weights(s.arch, mesh))
+    state = [weights(s.arch, mesh)]
+    state.append(transform.init(state[0]))
+
+    def apply(params, opt_state, gradient):
+        updates, opt_state = transform.update(gradient, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    step = jax.jit(apply, donate_argnums=(0, 1))
+
+    def call():
+        state[:] = step(*state, gradient)
+        return state
+
+    # Reads weights, gradient and two moments, writes all but the gradient.
+    yield Row("optimizer", median_seconds(call, s.repeats), Work(0, 7 * 4 * s.arch.num_params))
+
+
+def weights(arch: Architecture, mesh: jax.sharding.Mesh) -> Any:
+    return random_params(Model(arch), mesh)
+
+
+def ring(s: Setting) -> Iterator[Row]:
+    calls = 20 * s.repeats
+    for capacity in CAPACITIES:
+        config = config_of(prompts=5, group=8, prompt=4, completion=4, replay={"capacity": capacity, "unit": "rollout"})
+        mesh = one_device()
+        programs = assemble(config, PRESETS["debug"], (), mesh).programs()
+        compiled = compile_all({name: programs[name] for name in ("init_ring", "insert")}, mesh)
+        arguments = jax.tree.map(
+            lambda x: jax.device_put(np.ones(x.shape, x.dtype), x.sharding), programs["insert"].args[1:]
+        )
+        rows = config.rollouts_per_iteration
+        row_bytes = sum(x.nbytes for x in jax.tree.leaves(arguments))
+        draw = jax.jit(
+            lambda ring, key, now, config=config, rows=rows: replay.draw(
+                ring, key, now, config.replay, batch_size=rows
+            )[:2],
+            donate_argnums=0,
+        )
+        held = [compiled["init_ring"]()]
+        key = rng.stream(0, "draw")
+        now = arguments[-1]
+
+        def insert_once(held=held, insert=compiled["insert"], arguments=arguments):
+            held[0], sums = insert(held[0], *arguments)
+            return sums
+
+        def draw_once(held=held, draw=draw, key=key, now=now):
+            held[0], batch = draw(held[0], key, now)
+            return batch
+
+        work = Work(0, 2 * row_bytes)
+        for name, call in (("insert", insert_once), ("draw", draw_once)):
+            yield Row(f"ring_{name}/{rows} rows of {capacity}", median_seconds(call, calls), work)
+
+
+def publish(s: Setting) -> Iterator[Row]:
+    config = config_of(prompts=2, group=2, prompt=2, completion=2, model={"compute_dtype": "bfloat16"})
+    mesh = one_device()
+    program = compile_all({"publish": assemble(config, s.arch, (), mesh).programs()["publish"]}, mesh)["publish"]
+    params = weights(s.arch, mesh)
+    seconds = median_seconds(lambda: program(params), s.repeats)
+    yield Row("publish/bfloat16", seconds, Work(0, (4 + 2) * s.arch.num_params))
+
+
+def host_gap(s: Setting) -> Iterator[Row]:
+    del s  # the main job's own model
+    from configs import grpo_smollm2_135m_chain_sum as main_job
+    from jaxrl_llm import train
+
+    settings = main_job.get_config()
+    settings.num_iterations, settings.eval.num_prompts = 4, 0
+    clock = DeviceClock()
+    compile_them = train.compile_all
+    train.compile_all = lambda programs, mesh: {
+        name: clock.wrap(name, program) for name, program in compile_them(programs, mesh).items()
+    }
+    try:
+        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+            train.train(freeze(settings), Path(folder))
+    finally:
+        train.compile_all = compile_them
+        clock.close()
+    shares = idle_shares(clock.intervals, "update")
+    yield Row(f"host_gap/{len(shares)} iterations of the main job", statistics.median(shares), unit="of an iteration")
+
+
+BENCHMARKS: dict[str, Callable[[Setting], Iterator[Row]]] = {
+    "prefill": prefill,
+    "decode": decode,
+    "learner": learner,
+    "optimizer": optimizer,
+    "ring": ring,
+    "publish": publish,
+    "host_gap": host_gap,
+}
+
+
+def main(arguments: list[str]) -> int:
+    parser = results.Arguments(prog="python -m benchmarks.micro", description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", choices=BENCHMARKS, metavar="NAME", help=f"of {', '.join(BENCHMARKS)}")
+    parser.add_argument("--shape", choices=SHAPES, default="smollm2-135m", help="of the model; tiny is for tests")
+    parser.add_argument("--repeats", type=results.at_least(1), default=3)
+    parser.add_argument("--json", type=Path, help="file for the result")
+    options = parser.parse_args(arguments)
+    if "JAX_PLATFORMS" not in os.environ:
+        jax.config.update("jax_platforms", "cpu")
+    arch = SHAPES[options.shape]
+    console = Console(width=120)
+    probe = Probe(arch)
+    table = Table("part", "ours", "floor", "share of floor")
+    figures = []
+    measured = [probe.measure()]
+    for name in options.only or BENCHMARKS:
+        started = time.monotonic()
+        rows = list(BENCHMARKS[name](Setting(arch, options.repeats)))
+        measured.append(probe.measure())
+        ceilings = floors.best(measured[-2:])
+        for row in rows:
+            figures.append(Figure(row.name, row.value, row.unit, "less"))
+            if row.work is None:
+                table.add_row(row.name, f"{row.value:.2%} {row.unit}")
+                continue
+            least = row.floor(ceilings)
+            figures.append(Figure(f"{row.name}/share_of_floor", least / row.value, "", "more"))
+            table.add_row(row.name, f"{row.value * 1e3:.3f} ms", f"{least * 1e3:.3f} ms", f"{least / row.value:.0%}")
+        console.print(
+            f"{name}: {time.monotonic() - started:.0f} s; ceilings {ceilings.decode_flops / 1e9:.0f} GFLOP/s at 128 "
+            f"rows, {ceilings.batch_flops / 1e9:.0f} at 1024, read {ceilings.read_bytes / 1e9:.1f} GB/s"
+        )
+    console.print(table)
+    if options.json:
+        versions = machine.versions("jaxrl_llm", "jax", "jaxlib")
+        settings = {"shape": options.shape, "repeats": options.repeats}
+        results.write(options.json, "micro", figures, versions=versions, settings=settings)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,292 @@
+"""One training step of ours and of its peers, alternating, against the machine's floor.
+
+    bash launch/bench.sh [ours] [trl] [trl-bf16] [tunix] [--steps N] [--json FILE]
+
+Each peer is measured in a pair with ours: both keep their processes, and take turns step by step, so that the
+machine's good and bad minutes fall on both. The first step of each is warm-up. A step in which other processes took
+more than ``--max-others`` of the machine's CPU time is rejected and repeated. The machine's ceilings are measured
+between steps; the floor of a step is at the better of those before and after it. Everything is float32 on the CPU, but
+for trl-bf16, TRL in its default mixed precision, which is still held against the float32 floor.
+
+Owns: the order of steps, the medians, the table. Does not know: how a system makes its step (workers).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import machine, results
+from benchmarks.floors import Ceilings, Floor, best
+from benchmarks.results import Figure
+from benchmarks.worker import Worker, WorkerError
+from jaxrl_llm.config import ConfigError
+
+OURS = "ours"
+
+
+@dataclasses.dataclass(frozen=True)
+class System:
+    """How to start one: its worker, the virtual environment ("" = this one), whether in mixed precision."""
+
+    worker: str
+    venv: str = ""
+    bf16: bool = False
+
+
+SYSTEMS = {
+    OURS: System("benchmarks.workers.ours"),
+    "trl": System("benchmarks.workers.trl", ".venv-trl"),
+    "trl-bf16": System("benchmarks.workers.trl", ".venv-trl", bf16=True),
+    "tunix": System("benchmarks.workers.tunix", ".venv-tunix"),
+}
+FOLDER = machine.ROOT / "runs" / "bench"
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One measured step, of ``pair`` = which peer it was measured beside.
+
+    Attributes:
+        others: share of the CPU time that other processes took.
+        unshared, shared: the floor at the ceilings around this step.
+    """
+
+    system: str
+    pair: str
+    figures: dict[str, float]
+    others: float
+    unshared: Floor
+    shared: Floor
+
+
+def pairs_of(systems: Sequence[str]) -> list[tuple[str, ...]]:
+    """Which systems run side by side: all together do not fit in the memory of a small machine."""
+    peers = [name for name in systems if name != OURS]
+    if OURS not in systems:
+        return [(peer,) for peer in peers]
+    return [(OURS, peer) for peer in peers] or [(OURS,)]
+
+
+def alternate(
+    workers: Sequence[Any],
+    pair: str,
+    *,
+    steps: int,
+    max_others: float,
+    measure: Callable[[], Ceilings],
+    floors: Callable[[Ceilings], tuple[Floor, Floor]],
+    say: Callable[[str], None],
+) -> tuple[list[Step], list[Step], list[Ceilings]]:
+    """Steps in turn, A B A B, until each worker has ``steps`` good ones, or three times as many turns are over.
+
+    Args:
+        measure: the machine's ceilings now.
+        floors: ceilings -> unshared and shared floor.
+
+    Returns:
+        Accepted steps, rejected steps, and every measurement of the ceilings.
+    """
+    accepted: list[Step] = []
+    rejected: list[Step] = []
+    ceilings = [measure()]
+    for _ in range(3 * steps):
+        for worker in workers:
+            figures, others = worker.step()
+            ceilings.append(measure())
+            step = Step(worker.name, pair, figures, others, *floors(best(ceilings[-2:])))
+            fine = others <= max_others
+            (accepted if fine else rejected).append(step)
+            say(
+                f"{worker.name:<9} step {figures['step_s']:7.2f} s   generate {figures['generate_s']:6.2f}   "
+                f"update {figures['update_s']:6.2f}   floor {step.unshared.step_s:6.2f}   "
+                f"others {others:4.0%}{'' if fine else '   rejected'}"
+            )
+        counts = [sum(step.system == worker.name for step in accepted) for worker in workers]
+        if min(counts) >= steps:
+            break
+    return accepted, rejected, ceilings
+
+
+def summarise(accepted: Sequence[Step]) -> list[Figure]:
+    """Medians of each system, and how many times faster ours is than the peer of the same pair."""
+    figures = []
+    for system in dict.fromkeys(step.system for step in accepted):
+        mine = [step for step in accepted if step.system == system]
+        median = lambda of, mine=mine: statistics.median(of(step) for step in mine)  # noqa: E731
+        add = lambda name, value, unit, better, s=system: figures.append(Figure(f"{s}/{name}", value, unit, better))  # noqa: E731
+        for part in ("step_s", "generate_s", "update_s"):
+            add(part, median(lambda step, part=part: step.figures[part]), "s", "less")
+        add("tokens_per_s", median(lambda s: s.figures["tokens"] / s.figures["generate_s"]), "tokens/s", "more")
+        add("samples_per_s", median(lambda s: s.figures["samples"] / s.figures["step_s"]), "samples/s", "more")
+        for kind in ("unshared", "shared"):
+            for part in ("step_s", "generate_s", "update_s"):
+                share = median(lambda s, kind=kind, part=part: getattr(getattr(s, kind), part) / s.figures[part])
+                add(f"share_of_{kind}_floor/{part.removesuffix('_s')}", share, "", "more")
+        add("peak_bytes", max(step.figures["peak_bytes"] for step in mine), "bytes", "less")
+        add("steps", len(mine), "", "")
+    for pair in dict.fromkeys(step.pair for step in accepted if step.system != OURS):
+        times = {
+            system: [s.figures["step_s"] for s in accepted if (s.pair, s.system) == (pair, system)]
+            for system in (OURS, pair)
+        }
+        if times[OURS]:
+            ratio = statistics.median(times[pair]) / statistics.median(times[OURS])
+            figures.append(Figure(f"{OURS}/times_faster_than_{pair}", ratio, "x", "more"))
+    return figures
+
+
+def table(figures: Sequence[Figure], systems: Sequence[str]) -> Table:
+    """One row per system. Floor shares: step / generation / update, in percent."""
+    value = {figure.name: figure.value for figure in figures}
+    result = Table(title="medians; floor shares in % of step / generate / update")
+    columns = ("system", "steps", "step s", "generate s", "update s", "tokens/s", "samples/s")
+    for column in (*columns, "% of floor", "% of shared", "peak GB", "1st update s", "ours faster"):
+        result.add_column(column, justify="left" if column == "system" else "right", no_wrap=True)
+    for s in systems:
+        shares = [
+            " / ".join(
+                f"{100 * value[f'{s}/share_of_{kind}_floor/{part}']:.0f}" for part in ("step", "generate", "update")
+            )
+            for kind in ("unshared", "shared")
+        ]
+        ratio = value.get(f"{OURS}/times_faster_than_{s}")
+        result.add_row(
+            s,
+            f"{value[f'{s}/steps']:.0f}",
+            *(f"{value[f'{s}/{part}']:.2f}" for part in ("step_s", "generate_s", "update_s")),
+            f"{value[f'{s}/tokens_per_s']:.0f}",
+            f"{value[f'{s}/samples_per_s']:.2f}",
+            *shares,
+            f"{value[f'{s}/peak_bytes'] / 1e9:.1f}",
+            f"{value[f'{s}/first_update_s']:.0f}",
+            f"{ratio:.2f} x" if ratio else "",
+        )
+    return result
+
+
+def measure(
+    systems: Sequence[str], commands: Mapping[str, list[str]], options: Any, environment: dict[str, str]
+) -> int:
+    """Run every pair, print as it goes, then the table. Returns the exit status."""
+    # After the cores are chosen: JAX counts them when it is first used.
+    from benchmarks import floors, workload
+    from benchmarks.ceilings import Probe
+
+    say = Console(width=160).print
+    folder = FOLDER / "smollm2-135m-instruct"
+    job, arch = workload.make_job(folder, num_questions=options.questions, threads=options.threads)
+    probe = Probe(arch, decode_rows=job.samples)
+
+    def floors_at(ceilings: Ceilings) -> tuple[Floor, Floor]:
+        shape = (arch, job.prompt_tokens, job.samples_per_question, job.completion_tokens, ceilings)
+        return floors.floor(*shape, shared=False), floors.floor(*shape, shared=True)
+
+    def start(name: str) -> Worker:
+        log = FOLDER / f"{name}.log"
+        say(f"starting {name} (log {log.relative_to(machine.ROOT)})")
+        told = dataclasses.asdict(dataclasses.replace(job, bf16=SYSTEMS[name].bf16))
+        return Worker(name, commands[name], told, environment=environment, log=log, timeout_s=options.timeout)
+
+    accepted, rejected, ceilings, first_update, versions = [], [], [], {}, {}
+    for names in pairs_of(systems):
+        with contextlib.ExitStack() as stack:
+            workers = []
+            for name in names:
+                worker = start(name)
+                stack.callback(worker.close)
+                worker.step()
+                first_update.setdefault(name, worker.age_s)
+                versions |= worker.versions
+                say(f"{name:<9} first update {worker.age_s:.0f} s after its start")
+                workers.append(worker)
+            done = alternate(
+                workers,
+                names[-1],
+                steps=options.steps,
+                max_others=options.max_others,
+                measure=probe.measure,
+                floors=floors_at,
+                say=say,
+            )
+        for kept, new in zip((accepted, rejected, ceilings), done, strict=True):
+            kept.extend(new)
+    missing = [name for name in systems if all(step.system != name for step in accepted)]
+    if missing:
+        raise WorkerError(f"every step of {', '.join(missing)} was disturbed by other processes")
+
+    figures = summarise(accepted)
+    figures += [Figure(f"{name}/first_update_s", seconds, "s", "less") for name, seconds in first_update.items()]
+    median = Ceilings(*(statistics.median(column) for column in zip(*map(dataclasses.astuple, ceilings), strict=True)))
+    figures += [Figure(f"ceiling/{name}", rate, "1/s") for name, rate in dataclasses.asdict(median).items()]
+    say(table(figures, systems))
+    say(
+        f"ceilings  matmul {median.decode_flops / 1e9:.0f} GFLOP/s at {job.samples} rows, "
+        f"{median.batch_flops / 1e9:.0f} at 1024; read {median.read_bytes / 1e9:.1f} GB/s (medians of {len(ceilings)})"
+    )
+    for floor, kind in zip(floors_at(median), ("unshared", "shared"), strict=True):
+        say(f"floor     {floor.step_s:.1f} s = {floor.generate_s:.1f} + {floor.update_s:.1f}, prompts {kind}")
+    limit = f"others took over {options.max_others:.0%} of the CPU"
+    say(f"rejected  {len(rejected)} of {len(accepted) + len(rejected)} steps: {limit}")
+    if options.json:
+        hidden = ("model", "questions", "bf16")
+        settings = {name: value for name, value in dataclasses.asdict(job).items() if name not in hidden}
+        settings |= {"max_others": options.max_others, "rejected": len(rejected)}
+        settings["steps"] = [dataclasses.asdict(step) for step in (*accepted, *rejected)]
+        results.write(options.json, "run", figures, versions=versions, settings=settings)
+        say(f"result    {options.json}")
+    return 0
+
+
+def main(arguments: list[str]) -> int:
+    parser = results.Arguments(prog="bash launch/bench.sh", description=__doc__.splitlines()[0])
+    parser.add_argument("systems", nargs="*", metavar="system", help=f"of {', '.join(SYSTEMS)}; default: all")
+    parser.add_argument("--steps", type=results.at_least(1), default=3, help="good steps of each system in each pair")
+    parser.add_argument(
+        "--questions", type=results.at_least(1), default=16, help="an even number; fewer for a quick look"
+    )
+    parser.add_argument("--threads", type=results.at_least(1), default=2, help="cores to use")
+    parser.add_argument("--max-others", type=results.share, default=0.1, help="share of CPU others may take in a step")
+    parser.add_argument("--timeout", type=results.at_least(1), default=1800, help="seconds a worker may be silent")
+    parser.add_argument("--json", type=Path, help="file for the result")
+    options = parser.parse_args(arguments)
+    if options.questions % 2:
+        parser.error(f"--questions={options.questions} must be even: a micro-batch holds the samples of two")
+    systems = list(dict.fromkeys(options.systems)) or list(SYSTEMS)
+    commands = {}
+    for name in systems:
+        if name not in SYSTEMS:
+            parser.error(f"no system {name!r}; known: {', '.join(SYSTEMS)}")
+        system = SYSTEMS[name]
+        python = machine.ROOT / system.venv / "bin" / "python" if system.venv else Path(sys.executable)
+        if not python.exists():
+            parser.error(f"{name} needs {system.venv}: run bash launch/bench.sh {name}")
+        commands[name] = [str(python), "-m", system.worker]
+
+    machine.use_cores(options.threads)
+    os.environ |= {
+        "OMP_NUM_THREADS": str(options.threads),
+        "JAX_PLATFORMS": "cpu",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+    }
+    try:
+        return measure(systems, commands, options, dict(os.environ))
+    except WorkerError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except ConfigError as error:
+        parser.error(str(error))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

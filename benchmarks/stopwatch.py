@@ -1,0 +1,126 @@
+"""Seconds of a run's compiled programs, put around them as ``iteration.Wrap``.
+
+    Stopwatch    waits for each program: what it takes by itself
+    DeviceClock  does not wait: when the device was busy while the host did what it does
+
+Owns: the clocks. Does not know: the programs.
+"""
+
+from __future__ import annotations
+
+import collections
+import queue
+import statistics
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+
+class Stopwatch:
+    """Seconds of every call by program name; each call waits until its results are there."""
+
+    def __init__(self):
+        self.seconds: dict[str, list[float]] = collections.defaultdict(list)
+
+    def wrap(self, name: str, program: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments):
+            jax.block_until_ready(arguments)
+            start = time.perf_counter()
+            result = jax.block_until_ready(program(*arguments))
+            self.seconds[name].append(time.perf_counter() - start)
+            return result
+
+        return call
+
+    def total(self, prefix: str) -> float:
+        """Seconds of all calls so far of the programs whose names begin so."""
+        return sum(sum(seconds) for name, seconds in self.seconds.items() if name.startswith(prefix))
+
+
+def median_seconds(call: Callable[[], Any], repeats: int) -> float:
+    """Of ``repeats`` calls after two that do not count: where results become arguments, the second compiles again."""
+    for _ in range(2):
+        jax.block_until_ready(call())
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        jax.block_until_ready(call())
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+class DeviceClock:
+    """Notes from when to when the device works on each program, while the host goes on.
+
+    A slice of each program's smallest result is asked for at once and waited for in a thread: the result itself may
+    be donated to the next program before it is there. Programs of one device run in order, so one is busy from its
+    dispatch, or the end of the one before, to its own end; the dispatch itself counts as busy.
+    """
+
+    def __init__(self):
+        self.intervals: list[tuple[str, float, float]] = []  # name, dispatched, done
+        self._probe = jax.jit(lambda x: x.reshape(-1)[:1])
+        self._waiting: queue.Queue[Any] = queue.Queue()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def wrap(self, name: str, program: Any) -> Any:
+        return _Watched(name, program, self)
+
+    def note(self, name: str, dispatched: float, result: Any) -> None:
+        smallest = min(jax.tree.leaves(result), key=lambda x: x.size)
+        self._waiting.put((name, dispatched, self._probe(smallest)))
+
+    def close(self) -> None:
+        """Wait for the last program."""
+        self._waiting.put(None)
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while (item := self._waiting.get()) is not None:
+            name, dispatched, probe = item
+            probe.block_until_ready()
+            self.intervals.append((name, dispatched, time.perf_counter()))
+
+
+class _Watched:
+    """A compiled program on a ``DeviceClock``; all but calling it is the program's own."""
+
+    def __init__(self, name: str, program: Any, clock: DeviceClock):
+        self._name, self._program, self._clock = name, program, clock
+
+    def __call__(self, *arguments: Any) -> Any:
+        dispatched = time.perf_counter()
+        result = self._program(*arguments)
+        self._clock.note(self._name, dispatched, result)
+        return result
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(self._program, attribute)
+
+
+def idle_shares(intervals: Sequence[tuple[str, float, float]], last: str) -> list[float]:
+    """Share of each iteration in which the device had nothing to do.
+
+    Args:
+        intervals: name, dispatched, done of each program in the order they ran.
+        last: the program whose end ends an iteration; the time before its first end is no iteration.
+
+    Returns:
+        1 - busy / elapsed of each iteration.
+    """
+    shares: list[float] = []
+    begin = end = None
+    busy = 0.0
+    for name, dispatched, done in intervals:
+        if end is not None:
+            busy += done - max(dispatched, end)
+        end = done
+        if name == last:
+            if begin is not None:
+                shares.append(1 - busy / (done - begin))
+            begin, busy = done, 0.0
+    return shares

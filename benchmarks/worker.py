@@ -1,0 +1,110 @@
+"""A system's worker process, seen from ``run``: the other end of ``workers.link``.
+
+Owns: starting, waiting with a limit, ending, saying why one died. Does not know: what a step is.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import subprocess
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import ROOT, CpuMeter
+
+
+class WorkerError(RuntimeError):
+    """A worker ended, kept silent for too long, or said something else than figures."""
+
+
+class Worker:
+    """A started worker that has its weights.
+
+    Args:
+        command: of the process; it runs in the repository's root.
+        job: sent as its first line.
+        log: file that its stderr goes to.
+        timeout_s: longest wait for a reply.
+
+    Raises:
+        WorkerError: it did not get ready.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        command: list[str],
+        job: dict[str, Any],
+        *,
+        environment: dict[str, str],
+        log: Path,
+        timeout_s: float,
+    ):
+        self.name, self._log, self._timeout_s = name, log, timeout_s
+        self._started = time.monotonic()
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("w") as stderr:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+                cwd=ROOT,
+                env=environment,
+            )
+        self._replies: queue.Queue[str] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+        self.versions: dict[str, str] = self._ask(json.dumps(job))["ready"]
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the process was started."""
+        return time.monotonic() - self._started
+
+    def step(self) -> tuple[dict[str, float], float]:
+        """One step: its figures, and the share of the machine's CPU time that others took meanwhile."""
+        meter = CpuMeter(self._process.pid)
+        figures = self._ask("step")
+        return figures, meter.share_of_others()
+
+    def close(self) -> None:
+        """End the process; a second call does nothing."""
+        for pipe in (self._process.stdin, self._process.stdout):
+            pipe.close()
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _ask(self, line: str) -> dict[str, Any]:
+        try:
+            self._process.stdin.write(line + "\n")
+            self._process.stdin.flush()
+            reply = self._replies.get(timeout=self._timeout_s)
+            return json.loads(reply)
+        except queue.Empty:
+            reason = f"said nothing for {self._timeout_s:.0f} s"
+        except BrokenPipeError:
+            reason = self._end()
+        except ValueError:
+            reason = f"said {reply.strip()!r}" if reply else self._end()
+        self._process.kill()
+        self.close()
+        last = [line for line in self._log.read_text(errors="replace").splitlines() if line.strip()][-1:]
+        raise WorkerError(f"worker {self.name} {reason}: {' '.join(last)} (see {self._log})")
+
+    def _end(self) -> str:
+        return f"ended with status {self._process.wait(10)}"
+
+    def _read(self) -> None:
+        try:
+            for line in self._process.stdout:
+                self._replies.put(line)
+        except ValueError:  # closed by us while waiting
+            return
+        self._replies.put("")

@@ -1,0 +1,381 @@
+"""The measurements measure what they say: floors against hand counts, disturbed steps, comparisons, the workers' line.
+
+No system is timed here: workers are stand-ins.
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+import shutil
+import sys
+
+import jax.numpy as jnp
+import pytest
+from test_launch import INSTALLS, checkout  # noqa: F401
+
+from benchmarks import compare, floors, gpu, machine, micro, results, run, stopwatch
+from benchmarks.floors import Ceilings, Floor
+from benchmarks.results import Figure
+from benchmarks.worker import Worker, WorkerError
+from jaxrl_llm.models.presets import Architecture
+
+REPOSITORY = pathlib.Path(__file__).parents[1]
+# Two layers of width 4: a token passes 2 * (4*2*2*(2+1) + 3*4*8) = 288 parameters; the head has 10 * 4.
+SMALL = Architecture(vocab_size=10, width=4, num_layers=2, num_heads=2, num_kv_heads=1, head_size=2, ffn=8)
+
+
+# --- floors ---
+
+
+def test_a_token_passes_every_block_matrix_once():
+    assert floors.matrix_params(SMALL) == 288
+
+
+def test_forward_counts_matrices_attention_and_head():
+    # 3 tokens x 2 x 288; 6 causal pairs x 4 x 2 layers x 2 heads x 2; one predicted token x 2 x 40.
+    assert floors.forward_flops(SMALL, tokens=3, pairs=6, predicted=1) == 1728 + 192 + 80
+
+
+def test_prefill_has_no_head():
+    # Prompts of 2 and 3 tokens: 5 x 2 x 288, and 3 + 6 pairs x 32; 288 weights of 4 bytes.
+    assert floors.prefill(SMALL, [2, 3]) == floors.Work(2880 + 288, 1152)
+
+
+def test_decode_step_reads_weights_and_cached_keys():
+    # 2 rows, 5 keys each: 2 x (2 x 288 + 2 x 40) + 10 x 32; bytes 4 x (288 + 40 + 8 numbers per key x 10).
+    assert floors.decode_step(SMALL, rows=2, context=5) == floors.Work(1312 + 320, 4 * (328 + 80))
+    assert floors.decode_step(SMALL, rows=2, context=5, read=7, itemsize=2).bytes == 2 * (328 + 56)
+
+
+@pytest.mark.parametrize(("shared", "prompt_tokens", "prompt_pairs"), [(False, 6, 12), (True, 3, 6)])
+def test_update_computes_a_shared_prompt_once_per_group(shared, prompt_tokens, prompt_pairs):
+    # One prompt of 3 tokens, 2 completions of 2: each completion token sees the prompt and its own beginning.
+    tokens, pairs = prompt_tokens + 4, prompt_pairs + 2 * (2 * 3 + 3)
+    assert floors.update_flops(SMALL, [3], 2, 2, shared=shared) == 3 * (tokens * 576 + pairs * 32 + 4 * 80)
+
+
+def test_a_step_takes_the_larger_of_operations_and_bytes():
+    work = floors.Work(flops=100.0, bytes=30.0)
+    assert work.seconds(10.0, 10.0) == 10.0
+    assert work.seconds(100.0, 10.0) == 3.0
+
+
+def test_the_floor_of_the_baselines_page():
+    """10.8 + 32.6 s unshared and 7.1 + 21.7 s shared, for prompts of 51.4 tokens at 335 GFLOP/s and 28 GB/s."""
+    arch = micro.SHAPES["smollm2-135m"]
+    lengths = [55] * 6 + [52] + [50] * 3 + [48] * 6
+    ceilings = Ceilings(335e9, 335e9, 28e9)
+    unshared, shared = (floors.floor(arch, lengths, 8, 64, ceilings, shared=s) for s in (False, True))
+    assert (unshared.generate_s, unshared.update_s) == pytest.approx((10.8, 32.6), rel=0.02)
+    assert (shared.generate_s, shared.update_s) == pytest.approx((7.1, 21.7), rel=0.03)
+
+
+def test_shapes_have_the_published_sizes():
+    assert micro.SHAPES["smollm2-135m"].num_params == 134_515_008
+    assert micro.SHAPES["qwen2-1.5b"].num_params == pytest.approx(1.54e9, rel=0.01)
+
+
+# --- disturbed steps ---
+
+
+def test_share_of_others_is_of_the_whole_machine():
+    # 2 cores for 10 s; busy 15 CPU seconds, 12 of them ours.
+    assert machine.share_of_others(busy_s=15, own_s=12, elapsed_s=10, num_cpus=2) == pytest.approx(0.15)
+    assert machine.share_of_others(busy_s=11, own_s=12, elapsed_s=10, num_cpus=2) == 0
+
+
+class FakeWorker:
+    """Takes ``seconds`` a step; others took the shares given, one per step."""
+
+    def __init__(self, name, seconds, others, order):
+        self.name, self.seconds, self.others, self.order = name, seconds, iter(others), order
+
+    def step(self):
+        self.order.append(self.name)
+        half = self.seconds / 2
+        figures = {"step_s": self.seconds, "generate_s": half, "update_s": half, "tokens": 80, "samples": 8}
+        return {**figures, "peak_bytes": 1e9}, next(self.others)
+
+
+def alternate(*workers, steps=2):
+    rates = iter(range(1, 100))
+    return run.alternate(
+        workers,
+        "trl",
+        steps=steps,
+        max_others=0.1,
+        measure=lambda: Ceilings(*[float(next(rates))] * 3),
+        floors=lambda c: (Floor(c.decode_flops, 1.0), Floor(c.decode_flops / 2, 0.5)),
+        say=lambda text: None,
+    )
+
+
+def test_disturbed_steps_are_rejected_and_repeated_in_turn():
+    order = []
+    ours = FakeWorker("ours", 4.0, [0.0, 0.11, 0.1, 0.0], order)
+    peer = FakeWorker("trl", 10.0, [0.0] * 4, order)
+    accepted, rejected, ceilings = alternate(ours, peer)
+    assert order == ["ours", "trl"] * 3
+    assert [(s.system, s.others) for s in rejected] == [("ours", 0.11)]
+    assert [s.system for s in accepted] == ["ours", "trl", "trl", "ours", "trl"]
+    # One measurement before the first step and one after each; a step's floor is at the better of its two.
+    assert len(ceilings) == 7
+    assert [s.unshared.generate_s for s in accepted] == [2, 3, 5, 6, 7]
+
+
+def test_a_machine_that_is_never_quiet_ends_the_run():
+    accepted, rejected, _ = alternate(FakeWorker("ours", 1.0, [0.5] * 6, []))
+    assert (len(accepted), len(rejected)) == (0, 6)
+
+
+def test_figures_are_medians_and_ratios_are_of_one_pair():
+    step = lambda system, pair, seconds: run.Step(  # noqa: E731
+        system,
+        pair,
+        {
+            "step_s": seconds,
+            "generate_s": 1.0,
+            "update_s": seconds - 1,
+            "tokens": 64,
+            "samples": 8,
+            "peak_bytes": seconds,
+        },
+        0.0,
+        Floor(0.5, 1.0),
+        Floor(0.25, 0.5),
+    )
+    steps = [step("ours", "trl", s) for s in (2.0, 3.0, 100.0)] + [step("trl", "trl", s) for s in (6.0, 9.0)]
+    steps += [step("ours", "tunix", 4.0), step("tunix", "tunix", 20.0)]
+    value = {figure.name: figure.value for figure in run.summarise(steps)}
+    assert value["ours/step_s"] == 3.5 and value["trl/step_s"] == 7.5
+    assert value["ours/times_faster_than_trl"] == 2.5 and value["ours/times_faster_than_tunix"] == 5.0
+    assert value["trl/samples_per_s"] == pytest.approx((8 / 6 + 8 / 9) / 2)
+    assert value["tunix/share_of_unshared_floor/step"] == 1.5 / 20
+    assert value["tunix/share_of_shared_floor/generate"] == 0.25
+    assert value["ours/peak_bytes"] == 100.0
+
+
+def test_peers_are_measured_in_pairs_with_ours():
+    assert run.pairs_of(["ours", "trl", "tunix"]) == [("ours", "trl"), ("ours", "tunix")]
+    assert run.pairs_of(["trl", "tunix"]) == [("trl",), ("tunix",)]
+    assert run.pairs_of(["ours"]) == [("ours",)]
+
+
+# --- the line to a worker ---
+
+GOOD = """
+from benchmarks.workers.link import Link
+link = Link()
+print("noise of a library")
+link.ready("psutil")
+for _ in link.steps():
+    print("more noise")
+    tokens = 2 * link.job["samples"]
+    link.report(generate_s=1.0, update_s=2.0, step_s=3.5, tokens=tokens, samples=link.job["samples"])
+"""
+
+
+def start(tmp_path, program, *, timeout_s=60):
+    return Worker(
+        "fake",
+        [sys.executable, "-c", program],
+        {"samples": 4},
+        environment=dict(os.environ),
+        log=tmp_path / "logs" / "fake.log",
+        timeout_s=timeout_s,
+    )
+
+
+def test_a_worker_gets_the_job_and_reports_steps(tmp_path):
+    worker = start(tmp_path, GOOD)
+    assert list(worker.versions) == ["psutil"]
+    for _ in range(2):
+        figures, others = worker.step()
+        assert figures.pop("peak_bytes") > 2**20
+        assert figures == {"generate_s": 1.0, "update_s": 2.0, "step_s": 3.5, "tokens": 8, "samples": 4}
+        assert 0 <= others <= 1
+    worker.close()
+    worker.close()
+    assert worker._process.returncode == 0
+    assert (tmp_path / "logs" / "fake.log").read_text() == "noise of a library\nmore noise\nmore noise\n"
+
+
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        ("raise SystemExit('no weights')", "worker fake ended with status 1: no weights (see "),
+        ("print('hello')", "worker fake said 'hello'"),
+        ("import time; time.sleep(60)", "worker fake said nothing for 1 s"),
+    ],
+)
+def test_a_worker_that_fails_is_named_with_its_last_words(tmp_path, program, message):
+    with pytest.raises(WorkerError) as error:
+        start(tmp_path, program, timeout_s=20 if "sleep" not in program else 1)
+    assert message in str(error.value)
+
+
+# --- results and their comparison ---
+
+
+def write(path, benchmark="run", **figures):
+    better = {"seconds": "less", "share": "more", "ceiling": ""}
+    rows = [Figure(name, value, "", better[name]) for name, value in figures.items()]
+    results.write(path, benchmark, rows, versions={}, settings={})
+    return str(path)
+
+
+def test_a_result_says_where_it_is_from(tmp_path):
+    write(tmp_path / "new folder" / "a.json", seconds=1.5)
+    record, figures = results.read(tmp_path / "new folder" / "a.json")
+    assert figures == {"seconds": Figure("seconds", 1.5, "", "less")}
+    assert record["hardware"]["accelerator"] == "none" and record["hardware"]["cores"] >= 1
+    assert set(record) == {"benchmark", "date", "commit", "hardware", "versions", "settings", "figures"}
+
+
+@pytest.mark.parametrize(
+    ("new", "status"),
+    [
+        ({"seconds": 10.9, "share": 0.46, "ceiling": 1.0}, 0),  # both a little worse, the machine much slower
+        ({"seconds": 11.2, "share": 0.5, "ceiling": 9.0}, 1),
+        ({"seconds": 10.0, "share": 0.44, "ceiling": 9.0}, 1),
+        ({"seconds": 1.0, "share": 0.9, "ceiling": 9.0}, 0),
+        ({"seconds": 10.0, "ceiling": 9.0}, 1),  # a figure is gone
+    ],
+)
+def test_compare_fails_where_a_figure_got_worse(tmp_path, capsys, new, status):
+    old = write(tmp_path / "old.json", seconds=10.0, share=0.5, ceiling=9.0)
+    assert compare.main([old, write(tmp_path / "new.json", **new), "--tolerance", "0.1"]) == status
+    assert "seconds" in capsys.readouterr().out
+
+
+def test_tolerance_is_given(tmp_path):
+    old, new = write(tmp_path / "old.json", seconds=10.0), write(tmp_path / "new.json", seconds=10.9)
+    assert compare.main([old, new, "--tolerance=0.05"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "message"),
+    [
+        (run.main, ["torch"], "no system 'torch'; known: ours, trl, trl-bf16, tunix"),
+        (run.main, ["ours", "--steps=0"], "argument --steps: '0' must be a whole number of at least 1"),
+        (run.main, ["ours", "--questions=3"], "--questions=3 must be even"),
+        (run.main, ["ours", "--wrkdir"], "unrecognized arguments: --wrkdir"),
+        (compare.main, ["{tmp}/none.json", "{tmp}/none.json"], "none.json: not a benchmark's JSON file"),
+        (compare.main, ["{tmp}/run.json", "{tmp}/micro.json"], "micro.json of micro"),
+        (compare.main, ["a", "b", "--tolerance=-1"], "argument --tolerance: '-1' must be a number of at least 0"),
+        (micro.main, ["--only", "speed"], "argument --only: invalid choice: 'speed'"),
+        (gpu.main, ["--shape", "gpt2"], "argument --shape: invalid choice: 'gpt2'"),
+    ],
+)
+def test_bad_arguments_are_one_line_and_status_2(tmp_path, capsys, command, arguments, message):
+    write(tmp_path / "run.json", seconds=1.0)
+    write(tmp_path / "micro.json", "micro", seconds=1.0)
+    with pytest.raises(SystemExit) as ended:
+        command([argument.format(tmp=tmp_path) for argument in arguments])
+    said = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert said.startswith("error: ") and message in said and said.count("\n") == 1
+
+
+def test_a_peer_that_is_not_installed_is_refused(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(machine, "ROOT", tmp_path)
+    with pytest.raises(SystemExit, match="2"):
+        run.main(["trl"])
+    assert capsys.readouterr().err == "error: trl needs .venv-trl: run bash launch/bench.sh trl\n"
+
+
+# --- parts ---
+
+
+def test_idle_share_is_what_no_program_covers():
+    intervals = [
+        ("update", 0.0, 2.0),  # before the first end there is no iteration
+        ("decode", 1.5, 4.0),  # was waiting: starts at 2
+        ("decode", 5.0, 8.0),  # the device was idle from 4 to 5
+        ("update", 8.0, 12.0),
+        ("decode", 12.0, 13.0),
+        ("update", 13.0, 14.0),
+    ]
+    assert stopwatch.idle_shares(intervals, "update") == pytest.approx([0.1, 0.0])
+
+
+def test_device_clock_sees_every_program_and_hides_none_of_its_attributes():
+    clock = stopwatch.DeviceClock()
+    program = clock.wrap("sum", lambda x: {"small": x.sum(), "large": x})
+    assert program(jnp.ones(8))["small"] == 8.0
+    assert program.__qualname__.endswith("<lambda>")
+    program(jnp.ones(8))
+    clock.close()
+    assert [name for name, _, _ in clock.intervals] == ["sum", "sum"]
+    assert all(done > dispatched for _, dispatched, done in clock.intervals)
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "expected"),
+    [
+        (micro.main, ["--only", "publish"], ["publish/bfloat16", "publish/bfloat16/share_of_floor"]),
+        (gpu.main, ["--preset=tiny"], ["tiny/decode_tokens_per_s/batch=4", "tiny/update_mfu"]),
+    ],
+)
+def test_micro_and_gpu_run_on_a_cpu(tmp_path, monkeypatch, command, arguments, expected):
+    class Known:
+        def __init__(self, *arguments, **settings):
+            self.measure = lambda: Ceilings(1e9, 1e9, 1e9)
+
+    monkeypatch.setattr(sys.modules[command.__module__], "Probe", Known)
+    path = tmp_path / "result.json"
+    assert command(["--shape=tiny", *arguments, "--repeats=1", f"--json={path}"]) == 0
+    value = {figure["name"]: figure["value"] for figure in json.loads(path.read_text())["figures"]}
+    assert all(value[name] > 0 for name in expected)
+
+
+def test_unknown_accelerators_have_no_peaks():
+    Device = dataclasses.make_dataclass("Device", ["platform", "device_kind"])
+    assert gpu.peaks(Device("gpu", "NVIDIA H200"), SMALL) == Ceilings(989e12, 989e12, 4.8e12)
+    with pytest.raises(ValueError, match="no peak figures for 'NVIDIA X1'; known: H200"):
+        gpu.peaks(Device("gpu", "NVIDIA X1"), SMALL)
+
+
+# --- launch/bench.sh ---
+
+PIP = "-m pip install --quiet --quiet --disable-pip-version-check"
+TRL, TUNIX = f"{PIP} trl==1.16.*", f"{PIP} google-tunix==0.1.7"
+
+
+@pytest.fixture
+def bench(checkout):  # noqa: F811
+    # The stand-in's environment knows one venv; a peer's is one more copy of it.
+    text = (checkout.bin / "python3").read_text().replace('-m venv .venv"', '-m venv .venv"*')
+    text = text.replace('mkdir -p .venv/bin && cp "$0" .venv/bin/python', 'mkdir -p $3/bin && cp "$0" $3/bin/python')
+    checkout.stand_in("python3", text)
+    return checkout
+
+
+def test_bench_installs_each_peer_once_and_measures_all(bench):
+    assert bench.run("launch/bench.sh").returncode == 0
+    assert bench.log[:2] == INSTALLS
+    assert bench.log[2].startswith(TRL) and bench.log[3].startswith(TUNIX)
+    assert bench.log[4:] == ["-m benchmarks.run"]
+    bench.run("launch/bench.sh", "--steps", "1")
+    assert bench.log == ["-m benchmarks.run --steps 1"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "installs"),
+    [(["ours"], []), (["trl-bf16", "--json", "tunix"], [TRL]), (["--json=trl", "tunix"], [TUNIX])],
+)
+def test_bench_installs_what_is_measured(bench, arguments, installs):
+    assert bench.run("launch/bench.sh", *arguments).returncode == 0
+    assert [line.split(" torch")[0].split(" jax")[0] for line in bench.log[2:-1]] == installs
+    assert bench.log[-1] == "-m benchmarks.run " + " ".join(arguments)
+
+
+def test_a_peer_whose_installation_failed_is_tried_again(bench):
+    bench.run("launch/setup.sh")
+    assert bench.run("launch/bench.sh", "trl", FAKE_PIP="1").returncode == 1
+    bench.run("launch/bench.sh", "trl")
+    assert bench.log[0].startswith(TRL)
+    shutil.rmtree(bench.root / ".venv-trl")
+    bench.run("launch/bench.sh", "trl")
+    assert bench.log[0].startswith(TRL)
