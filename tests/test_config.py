@@ -21,7 +21,7 @@ import pytest
 from building import ONE, TINY, mesh_of
 
 from jaxrl_llm import config as config_module
-from jaxrl_llm import sharding, tasks
+from jaxrl_llm import limits, sharding, tasks
 from jaxrl_llm import train as train_module
 from jaxrl_llm.assembly import assemble
 from jaxrl_llm.config import Config, ConfigError, differences, fingerprint, flatten, freeze, from_json, to_json
@@ -121,7 +121,7 @@ def test_a_config_survives_json_and_its_fingerprint_tells_it_from_another():
 
 
 def test_every_bound_and_choice_is_of_a_setting():
-    assert set(config_module.BOUNDS) | set(config_module.CHOICES) <= set(flatten(Config()))
+    assert set(limits.BOUNDS) | set(limits.CHOICES) <= set(flatten(Config()))
 
 
 # ---- every setting is alive ----------------------------------------------------------------------------------------
