@@ -21,7 +21,7 @@ from jaxrl_llm.prompts import EncodedExample, batch_of
 from jaxrl_llm.rollout import FinishedGroup, Generator
 from jaxrl_llm.types import Example, Rollout
 
-LEARNER = ("init_state", "init_ring", "insert", "update", "publish", "copy_params", "reference")
+LEARNER = ("init_state", "init_ring", "insert", "update", "copy_params", "reference")
 
 # (name, compiled program) -> something that is called in its place
 Wrap = Callable[[str, Any], Any]
@@ -72,7 +72,11 @@ class Iteration:
         self.mesh = one_device()
         self.run: Run = assemble(config, arch, (), self.mesh)
         wanted = {True: learner, False: sampler}
-        programs = {name: program for name, program in self.run.programs().items() if wanted[name in LEARNER]}
+        programs = {
+            name: program
+            for name, program in self.run.programs().items()
+            if wanted[name in LEARNER] or name == "publish"
+        }
         compiled = compile_all(programs, self.mesh)
         self.programs: Mapping[str, Any] = {name: wrap(name, program) for name, program in compiled.items()}
         self.sample_key, self.draw_key = self.put([rng.stream(0, name) for name in ("sample", "draw")])
@@ -83,8 +87,7 @@ class Iteration:
         if learner:
             self.state, self.ring = self.programs["init_state"](params), self.programs["init_ring"]()
         else:
-            cast = lambda x, to: jax.device_put(x.astype(to.dtype), to.sharding)  # noqa: E731
-            self.sampler_params = jax.tree.map(cast, params, self.run.sampler_params)
+            self.sampler_params = self.programs["publish"](params)
 
     def put(self, tree: Any) -> Any:
         """On every device of the mesh."""
@@ -93,9 +96,7 @@ class Iteration:
     def generate(self) -> tuple[Rollout, list[FinishedGroup]]:
         """Completions of every question, on the device, and their groups; waits for the last token."""
         if hasattr(self, "state"):
-            free = self.run.publish_is_free
-            params = self.state.params if free else self.programs["publish"](self.state.params)
-            version = self.state.step
+            params, version = self.programs["publish"](self.state.params), self.state.step
         else:
             params, version = self.sampler_params, self.put(np.int32(0))
         wanted = self.generator.prompts_wanted()

@@ -8,7 +8,7 @@
                    rows), update, and backward = update - log-prob - optimizer; prompts shared by groups of 8
     optimizer      the optimizer alone on a gradient of ones
     ring           insert and draw of 40 short rows by the ring's capacity: should be flat
-    publish        cast of the float32 weights to bfloat16 (in float32 it is free)
+    publish        cast of the float32 weights to bfloat16, split by layer
     host_gap       share of an iteration of the main job in which the device has nothing to do, measured in ``train``
                    itself: a thread sees when each program ends (stopwatch.DeviceClock), so that nothing is
                    serialised; from there until the next program is dispatched is the gap

@@ -44,12 +44,7 @@ class Run:
 
     @functools.cached_property
     def sampler_params(self) -> Any:
-        dtype = jnp.dtype(self.model.compute_dtype)
-        return self.model.abstract_params(self.mesh, rules=sharding.SAMPLER_RULES, dtype=dtype)
-
-    @functools.cached_property
-    def publish_is_free(self) -> bool:
-        return publish.is_free(self.learner_params, self.sampler_params)
+        return publish.abstract_params(self.model, self.mesh)
 
     @property
     def keeps_reference(self) -> bool:
@@ -162,7 +157,7 @@ class Run:
         iteration = self.whole(jnp.int32)
         ref_logp = self.rows((B, S), jnp.float32) if self.keeps_reference else None
         state, ring, rollout = self.abstract_state, self.abstract_ring, self.abstract_rollout
-        programs = self.sampler.programs(self.sampler_params)
+        programs = {"publish": publish.program(self.model, self.mesh)} | self.sampler.programs(self.sampler_params)
         programs |= {
             "init_state": Program(self._init_state, (self.learner_params,), layout(state), donate=(0,)),
             "init_ring": Program(self._init_ring, (), layout(ring)),
@@ -176,8 +171,6 @@ class Run:
                 self._update, (state, ring, iteration, key), (layout(state), layout(ring), whole), donate=(0, 1)
             ),
         }
-        if not self.publish_is_free:
-            programs["publish"] = publish.program(self.learner_params, self.sampler_params)
         if self.keeps_reference:
             # The reference starts as a copy: the learner's own buffers are donated to the first update.
             programs["copy_params"] = Program(

@@ -23,7 +23,7 @@ import numpy as np
 from absl import flags
 from ml_collections import config_flags
 
-from jaxrl_llm import cli, rng, rows, sharding, tasks
+from jaxrl_llm import cli, publish, rng, rows, sharding, tasks
 from jaxrl_llm import prompts as prompts_lib
 from jaxrl_llm.assembly import assemble
 from jaxrl_llm.checkpoint import restore_params
@@ -158,11 +158,9 @@ def command(config: Config, model: str, checkpoint: str, num_samples: int) -> di
         if checkpoint
         else source.load_params(run.model, mesh, seed=config.seed)
     )
-    programs = sampler.programs(run.sampler_params)
-    if not run.publish_is_free:
-        programs["publish"] = run.programs()["publish"]
+    programs = sampler.programs(run.sampler_params) | {"publish": publish.program(run.model, mesh)}
     compiled = compile_all(programs, mesh)
-    params = params if run.publish_is_free else compiled["publish"](params)
+    params = compiled["publish"](params)
     version, key = jax.device_put((np.int32(0), rng.stream(config.seed, "eval")), sharding.replicated(mesh, (0, 0)))
     with RewardPool(config.rewards, task_scorer=tasks.scorer(config.prompts)) as pool:
         generator = Generator(sampler, compiled, tokenizer.decode)

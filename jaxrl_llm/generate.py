@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from absl import flags
 
-from jaxrl_llm import cli, rng, rows, sharding
+from jaxrl_llm import cli, publish, rng, rows, sharding
 from jaxrl_llm.config import Config, ConfigError, MeshConfig, SamplingConfig, freeze
 from jaxrl_llm.models import pretrained
 from jaxrl_llm.models.transformer import Model
@@ -57,9 +57,9 @@ def generate(
     use_cache(Config().compilation_cache)
     mesh = sharding.make_mesh(MeshConfig())
     model = Model(arch, compute_dtype)
-    params = source.load_params(model, mesh, seed=seed)
-    layout = model.abstract_params(mesh, rules=sharding.SAMPLER_RULES, dtype=compute_dtype)
-    params = jax.tree.map(lambda x, like: jax.device_put(x.astype(like.dtype), like.sharding), params, layout)
+    publishing = compile_all({"publish": publish.program(model, mesh)}, mesh)["publish"]
+    params = publishing(source.load_params(model, mesh, seed=seed))
+    shapes = publish.abstract_params(model, mesh)
     version, key = jax.device_put((np.int32(0), rng.stream(seed, "sample")), sharding.replicated(mesh, (0, 0)))
     output: list[dict[str, Any]] = [{}] * len(table)
     for width, members in sorted(buckets.items()):
@@ -76,7 +76,7 @@ def generate(
             num_slots=at_once,
             chunk_steps=16,
         )
-        generator = Generator(sampler, compile_all(sampler.programs(layout), mesh), tokenizer.decode)
+        generator = Generator(sampler, compile_all(sampler.programs(shapes), mesh), tokenizer.decode)
         for start in range(0, len(members), at_once):
             chosen = members[start : start + at_once]
             padded = chosen + [chosen[-1]] * (at_once - len(chosen))

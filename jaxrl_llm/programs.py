@@ -23,6 +23,8 @@ MEMORY_SETTINGS = (
     "model.remat='full', or raise mesh.fsdp"
 )
 
+# They run beside the published weights.
+SAMPLING = ("prefill", "decode", "read_group", "stop_rows", "collect")
 # They run before the rest of the state exists.
 START_UP = ("init_sampler", "init_ring", "init_state", "copy_params", "eval_init_sampler")
 
@@ -93,12 +95,11 @@ def memory(compiled: jax.stages.Compiled) -> Memory:
 
 
 def resident_bytes(memories: Mapping[str, Memory]) -> int:
-    """What lives in a device's memory between the programs of an iteration.
+    """What lives in a device's memory all through an iteration.
 
-    Learner, ring, sampler, the last rollouts, and where the run has them the published weights, the reference and
-    the evaluation's sampler.
+    Learner, ring, sampler, the last rollouts, and where the run has them the reference and the evaluation's sampler.
     """
-    whole = sum(memories[name].outputs for name in (*START_UP, "publish") if name in memories)
+    whole = sum(memories[name].outputs for name in START_UP if name in memories)
     rollouts = memories["collect"].outputs - memories["collect"].aliased if "collect" in memories else 0
     return whole + rollouts
 
@@ -106,13 +107,13 @@ def resident_bytes(memories: Mapping[str, Memory]) -> int:
 def in_use_bytes(memories: Mapping[str, Memory]) -> dict[str, int]:
     """A device's memory while each program runs: its own peak, and what lives on beside it."""
     resident = resident_bytes(memories)
+    published = memories["publish"].outputs if "publish" in memories else 0
 
     def one(name: str, m: Memory) -> int:
         if name in START_UP:
             return m.peak
-        if name == "publish":
-            return resident + m.temporary  # what it makes is resident
-        return max(m.peak, resident + m.temporary + m.outputs - m.aliased)
+        beside = resident + (published if name.removeprefix("eval_") in SAMPLING else 0)
+        return max(m.peak, beside + m.temporary + m.outputs - m.aliased)
 
     return {name: one(name, m) for name, m in memories.items()}
 

@@ -1,8 +1,10 @@
-"""Publish: the learner's weights become the sampler's, in one compiled cast and reshard.
+"""Publish: the learner's weights become the sampler's, in one compiled cast, reshard and split by layer.
 
-Where dtype and layout agree nothing is compiled or copied: the sampler reads the learner's buffers.
+The learner scans over stacked blocks. The sampler holds every block's weights apart and runs the blocks one after
+another in its program: a scan copies a layer's weights before it multiplies by them, and a decode step is bound by
+the weights it reads.
 
-Owns: that one program. Does not know: what the weights are.
+Owns: the form, layout and dtype of the sampler's weights, the program that makes them. Does not know: what they are.
 """
 
 from __future__ import annotations
@@ -10,23 +12,41 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxrl_llm import sharding
+from jaxrl_llm.models.transformer import Model, Params
 from jaxrl_llm.programs import Program
 
 
-def is_free(learner: Any, sampler: Any) -> bool:
-    """Whether every array has the same dtype and layout on both sides. Arguments: abstract params."""
+def layers_apart(params: Params) -> Params:
+    """Parameters with "layers", one dict for each block, in place of the stacked "blocks"."""
+    blocks = params["blocks"]
+    num_layers = jax.tree.leaves(blocks)[0].shape[0]
+    layers = tuple(jax.tree.map(lambda x, i=i: x[i], blocks) for i in range(num_layers))
+    return {name: x for name, x in params.items() if name != "blocks"} | {"layers": layers}
 
-    def same(a, b):
-        return a.dtype == b.dtype and a.sharding.is_equivalent_to(b.sharding, len(a.shape))
 
-    return jax.tree.all(jax.tree.map(same, learner, sampler))
+def abstract_params(model: Model, mesh: Mesh) -> Params:
+    """Shapes of the sampler's weights with their shardings: in the compute dtype, whole along ``fsdp``."""
+    dtype = jnp.dtype(model.compute_dtype)
+    stacked = model.abstract_params(mesh, rules=sharding.SAMPLER_RULES, dtype=dtype)
+
+    def one_layer(x: Any) -> jax.ShapeDtypeStruct:  # of [layers, ...]
+        layout = NamedSharding(mesh, PartitionSpec(*x.sharding.spec[1:]))
+        return jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=layout)
+
+    layer = jax.tree.map(one_layer, stacked["blocks"])
+    others = {name: x for name, x in stacked.items() if name != "blocks"}
+    return others | {"layers": (layer,) * model.arch.num_layers}
 
 
-def program(learner: Any, sampler: Any) -> Program:
-    """The cast and reshard from the learner's abstract params to the sampler's."""
+def program(model: Model, mesh: Mesh) -> Program:
+    """From the learner's parameters, which it leaves alone, to the sampler's."""
+    sampler = abstract_params(model, mesh)
 
-    def cast(params):
-        return jax.tree.map(lambda x, target: x.astype(target.dtype), params, sampler)
+    def publish(params: Params) -> Params:
+        return jax.tree.map(lambda x, to: x.astype(to.dtype), layers_apart(params), sampler)
 
-    return Program(cast, (learner,), out_shardings=jax.tree.map(lambda x: x.sharding, sampler))
+    return Program(publish, (model.abstract_params(mesh),), jax.tree.map(lambda x: x.sharding, sampler))

@@ -105,9 +105,6 @@ def train(config: Config, workdir: pathlib.Path, *, allow_config_changes: bool =
             progress.note(f"resumed at iteration {start} from {checkpoints.directory}")
         params = None  # donated or superseded: the state owns the weights now
 
-        def publish():
-            return state.params if run.publish_is_free else compiled["publish"](state.params)
-
         def score(group: FinishedGroup):
             return pool.submit(group.example, [tokenizer.decode(c) for c in group.completions])
 
@@ -115,7 +112,7 @@ def train(config: Config, workdir: pathlib.Path, *, allow_config_changes: bool =
             """Evaluate, and keep the completions for the report."""
             result = evaluate(
                 Generator(run.eval_sampler, evals, tokenizer.decode),  # made anew: its slots are freed after
-                publish(),
+                compiled["publish"](state.params),
                 held_out,
                 pool,
                 tokenizer.decode,
@@ -148,8 +145,9 @@ def train(config: Config, workdir: pathlib.Path, *, allow_config_changes: bool =
         while iteration < config.num_iterations and not stop.requested and failure is None:
             t0 = time.monotonic()
             prompts = stream.next_batch(generator.prompts_wanted())
+            # The published weights live as long as the call: the update has their memory.
             rollout, groups = generator.generate(
-                publish(), prompts, version=state.step, key=sample_key, on_finished=score
+                compiled["publish"](state.params), prompts, version=state.step, key=sample_key, on_finished=score
             )
             t1 = time.monotonic()
             rewards = pool.collect([group.ticket for group in groups])
@@ -231,7 +229,6 @@ def describe(run: Run, source: pretrained.Source, num_train: int, num_held_out: 
         f"  micro-batch            {config.update.micro_batch_size:>6}",
         f"  ring                   {config.ring_capacity:>6}   {config.ring_capacity // config.rollouts_per_iteration} "
         "iterations of rollouts",
-        f"weights     {'shared with the sampler, no copy' if run.publish_is_free else 'published to the sampler'}",
     ]
     return "\n".join(lines)
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxrl_llm import sharding
+from jaxrl_llm import publish, sharding
 from jaxrl_llm.config import MeshConfig, SamplingConfig, UpdateConfig
 from jaxrl_llm.models.presets import Architecture
 from jaxrl_llm.models.transformer import Model
@@ -68,7 +68,7 @@ def make_sampler(mesh=ONE, arch=TINY, *, sampling=None, **settings):
 
 
 def abstract_sampler_params(sampler):
-    return sampler.model.abstract_params(sampler.mesh, rules=sharding.SAMPLER_RULES)
+    return publish.abstract_params(sampler.model, sampler.mesh)
 
 
 @functools.cache
@@ -96,7 +96,7 @@ class Sampling:
         self.sampler = sampler
         self.generator = Generator(sampler, compile_sampler(sampler), letters)
         layout = jax.tree.map(lambda x: x.sharding, abstract_sampler_params(sampler))
-        self.params = jax.device_put(host_params(sampler.model), layout)
+        self.params = jax.device_put(publish.layers_apart(host_params(sampler.model)), layout)
         self.key = self.put(jax.random.key(seed))
 
     def put(self, x):

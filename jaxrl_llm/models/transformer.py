@@ -1,8 +1,8 @@
 """The decoder-only transformer of the Llama family: RMSNorm, rotary grouped-query attention, SwiGLU.
 
 Modules are flax nnx; every parameter of a block carries a leading layer axis and the blocks run under
-one ``lax.scan``. Parameters travel as a nested dict of arrays (``params``) beside the static graph, so
-optimizer, checkpoint and publish see a plain pytree.
+one ``lax.scan`` (the sampler's do not: see publish). Parameters travel as a nested dict of arrays
+(``params``) beside the static graph, so optimizer, checkpoint and publish see a plain pytree.
 
 Letters: B rows, T tokens, D width, F ffn, N query heads, K key heads, H head size, S cached keys, V vocab.
 Owns: parameter shapes with their logical axes, the forward pass. Does not know: files, sampling, losses.
@@ -110,13 +110,14 @@ class Transformer(nnx.Module):
         if not arch.tied:
             self.head = _param(rngs, (arch.width, arch.vocab_size), ("embed", "vocab"))
 
-    def __call__(self, tokens_BT, positions_BT, *, compute_dtype, prompt=None, cache=None, remat="none"):
+    def __call__(self, tokens_BT, positions_BT, *, compute_dtype, prompt=None, cache=None, remat="none", layers=None):
         # Gathered along fsdp first: a lookup in a table split along its width would replicate the batch.
         table_VD = sharding.constrain(self.embedding[...].astype(compute_dtype), "vocab", "activation")
         x_BTD = table_VD[tokens_BT]
         x_BTD = sharding.constrain(x_BTD, "batch", "length", "activation")
         cos, sin = rope_tables(self.arch, positions_BT)
         graph, stacked = nnx.split(self.blocks)
+        kv = (None, None) if prompt is None else (prompt.keys, prompt.values)
 
         def body(x, of_layer):
             layer, layer_params, keys, values = of_layer
@@ -129,12 +130,15 @@ class Transformer(nnx.Module):
                 "full": jax.checkpoint_policies.nothing_saveable,
             }
             body = jax.checkpoint(body, policy=policies[remat], prevent_cse=False)
-        keys, values = (None, None) if prompt is None else (prompt.keys, prompt.values)
-        x_BTD, new_kv = jax.lax.scan(body, x_BTD, (jnp.arange(self.arch.num_layers), stacked, keys, values))
+        if layers is None:  # else as the sampler has them (publish)
+            x_BTD, new_kv = jax.lax.scan(body, x_BTD, (jnp.arange(self.arch.num_layers), stacked, *kv))
+        else:
+            made = []
+            for i, layer_params in enumerate(layers):
+                x_BTD, of_layer = body(x_BTD, (i, layer_params, *(x if x is None else x[i] for x in kv)))
+                made.append(of_layer)
+            new_kv = jax.tree.map(lambda *x: jnp.stack(x), *made)
         return rms_norm(x_BTD, self.final_norm[...], self.arch.norm_eps), new_kv
-
-    def head_kernel(self) -> jax.Array:
-        return self.embedding[...].T if self.arch.tied else self.head[...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,6 +181,7 @@ class Model:
         """Hidden states after the final norm.
 
         Args:
+            params: blocks stacked and scanned over, or apart as "layers" and run one by one.
             tokens: [B,T] i32.
             positions: [B,T] i32, 0-based position of each token in its row.
             prompt: what rows of a group have computed once; keys and values with a leading layer axis.
@@ -187,10 +192,19 @@ class Model:
             hidden [B,T,D] in the compute dtype, and the new tokens' (keys, values), each [layers,B,K,T,H].
         """
         graph, _ = self._abstract()
+        layers = params.get("layers")
+        if layers is not None:  # the graph wants some blocks; their shapes it does not look at
+            params = {k: v for k, v in params.items() if k != "layers"} | {"blocks": layers[0]}
         module = nnx.merge(graph, params)
         policy = self.remat if remat else "none"
         return module(
-            tokens, positions, compute_dtype=jnp.dtype(self.compute_dtype), prompt=prompt, cache=cache, remat=policy
+            tokens,
+            positions,
+            compute_dtype=jnp.dtype(self.compute_dtype),
+            prompt=prompt,
+            cache=cache,
+            remat=policy,
+            layers=layers,
         )
 
     def head(self, params: Params) -> jax.Array:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from building import COMPLETION_TOKENS, CUBE, EIGHT, ONE, PROMPT_TOKENS, ROW_TOKENS, TINY, mesh_of
 
-from jaxrl_llm import profiling, publish
+from jaxrl_llm import profiling
 from jaxrl_llm import train as train_module
 from jaxrl_llm.assembly import assemble
 from jaxrl_llm.config import freeze
@@ -151,29 +151,26 @@ def test_ring_train_state_and_sampler_state_are_donated_and_every_donated_byte_i
 # --- publish ---
 
 
-def test_publishing_is_free_where_layout_and_dtype_agree():
-    for mesh in (ONE, EIGHT):
-        run = make_run(mesh)
-        assert run.publish_is_free and "publish" not in run.programs()
-    # A cast, or weights that the learner alone splits over fsdp, need the program.
-    for run in (make_run(ONE, compute_dtype="bfloat16"), make_run(CUBE)):
-        assert not run.publish_is_free and "publish" in run.programs()
-
-
-def test_published_weights_are_the_learners_cast_and_laid_out_for_the_sampler():
-    run = make_run(CUBE, compute_dtype="bfloat16")
-    program = publish.program(run.learner_params, run.sampler_params)
-    assert program.args == run.programs()["publish"].args
+@pytest.mark.parametrize(("shape", "dtype"), [(CUBE, jnp.bfloat16), (ONE, jnp.float32)])
+def test_published_weights_are_the_learners_cast_split_by_layer_and_laid_out_for_the_sampler(shape, dtype):
+    run = make_run(shape, compute_dtype=dtype.dtype.name)
     params = building.learner_params(run.model, run.mesh)
-    published = compile_all({"publish": program}, run.mesh)["publish"](params)
+    published = compile_all({"publish": run.programs()["publish"]}, run.mesh)["publish"](params)
 
     def check(mine, theirs, wanted):
-        assert theirs.dtype == jnp.bfloat16 and theirs.sharding == wanted.sharding
-        np.testing.assert_array_equal(np.asarray(theirs), np.asarray(mine).astype(jnp.bfloat16))
+        assert theirs.dtype == dtype and theirs.sharding == wanted.sharding
+        np.testing.assert_array_equal(np.asarray(theirs), np.asarray(mine).astype(dtype))
 
-    jax.tree.map(check, params, published, run.sampler_params)
-    query = published["blocks"]["q"].sharding.spec
-    assert "fsdp" not in query and "tensor" in query
+    wanted = run.sampler_params
+    check(params["embedding"], published["embedding"], wanted["embedding"])
+    check(params["final_norm"], published["final_norm"], wanted["final_norm"])
+    assert len(published["layers"]) == run.model.arch.num_layers and "blocks" not in published
+    for i, layer in enumerate(published["layers"]):
+        for name, leaf in params["blocks"].items():
+            check(leaf[i], layer[name], wanted["layers"][i][name])
+    if shape is CUBE:
+        query = published["layers"][0]["q"].sharding.spec
+        assert "fsdp" not in query and "tensor" in query
     # The learner keeps its own.
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(params))
 
