@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 
 from jaxrl_llm import sharding
@@ -93,7 +94,8 @@ class Blocks(nnx.Module):
         x_BTD = x_BTD + jnp.einsum("BTNH,NHD->BTD", out_BTNH, self.o[...].astype(dtype))
         x_BTD = sharding.constrain(x_BTD, "batch", "length", "activation")
         h = rms_norm(x_BTD, self.mlp_norm[...], self.eps)
-        gate_BTF, up_BTF = linear(h, self.gate[...].astype(dtype)), linear(h, self.up[...].astype(dtype))
+        gate_BTF = checkpoint_name(linear(h, self.gate[...].astype(dtype)), "mlp")
+        up_BTF = checkpoint_name(linear(h, self.up[...].astype(dtype)), "mlp")
         h = sharding.constrain(jax.nn.silu(gate_BTF) * up_BTF, "batch", "length", "mlp")
         x_BTD = x_BTD + linear(h, self.down[...].astype(dtype))
         return sharding.constrain(x_BTD, "batch", "length", "activation"), (k_BKTH, v_BKTH)
@@ -126,7 +128,7 @@ class Transformer(nnx.Module):
 
         if remat != "none":
             policies = {
-                "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+                "dots": jax.checkpoint_policies.save_only_these_names("mlp"),
                 "full": jax.checkpoint_policies.nothing_saveable,
             }
             body = jax.checkpoint(body, policy=policies[remat], prevent_cse=False)

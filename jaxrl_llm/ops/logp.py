@@ -1,13 +1,16 @@
 """Log-probability and entropy of tokens from hidden states, a few positions at a time.
 
 Only completion positions are projected to the vocabulary, a chunk of them at once, and the backward pass
-recomputes each chunk's logits: no [rows, length, vocabulary] array ever lives. A chunk holds whole
+makes each chunk's logits again: no [rows, length, vocabulary] array ever lives. A chunk holds whole
 vocabulary rows: a top-p filter needs them, and on a mesh the vocabulary may be split over devices.
 
 Letters: B rows, S row width, C completion width, X positions, D model width, V vocabulary.
 """
 
 from __future__ import annotations
+
+import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +22,57 @@ from jaxrl_llm.ops.sampling import filter_logits, token_logp
 def project(hidden_XD: jax.Array, head_DV: jax.Array) -> jax.Array:
     """Logits [X,V] in float32; the one projection of sampler and learner."""
     return jnp.einsum("XD,DV->XV", hidden_XD, head_DV.astype(hidden_XD.dtype), preferred_element_type=jnp.float32)
+
+
+class Filter(NamedTuple):
+    """Settings of the distribution tokens are drawn from (see ops.sampling.filter_logits)."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+
+
+def _filtered_logits(settings: Filter, hidden_XD: jax.Array, head_DV: jax.Array, target_X: jax.Array) -> jax.Array:
+    # The sampled token stays in: a replayed one may be outside the support the filters leave today.
+    return filter_logits(project(hidden_XD, head_DV), **settings._asdict(), keep_token=target_X)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _projected_logp(settings: Filter, hidden_XD: jax.Array, head_DV: jax.Array, target_X: jax.Array):
+    """Log-probability of each target, and entropy, [X] f32.
+
+    Its gradient is written out: from one more projection and the two results it needs no maximum and no sum over the
+    vocabulary, and what autodiff would keep or redo for them is one pass.
+
+        dlogp/dlogit_v = [v = target] - p_v,     dentropy/dlogit_v = -p_v (log p_v + entropy)
+    """
+    return token_logp(_filtered_logits(settings, hidden_XD, head_DV, target_X), target_X)
+
+
+def _projected_logp_forward(settings, hidden_XD, head_DV, target_X):
+    filtered_XV = _filtered_logits(settings, hidden_XD, head_DV, target_X)
+    logp, entropy = token_logp(filtered_XV, target_X)
+    log_total = jnp.take_along_axis(filtered_XV, target_X[:, None], axis=-1)[:, 0] - logp
+    return (logp, entropy), (hidden_XD, head_DV, target_X, log_total, entropy)
+
+
+def _projected_logp_backward(settings, kept, gradients):
+    hidden_XD, head_DV, target_X, log_total, entropy = kept
+    g_logp, g_entropy = gradients
+    logp_XV = _filtered_logits(settings, hidden_XD, head_DV, target_X) - log_total[:, None]
+    p_XV = jnp.exp(logp_XV)
+    finite_XV = jnp.where(logp_XV > -jnp.inf, logp_XV, 0.0)
+    is_target = jnp.arange(logp_XV.shape[-1])[None, :] == target_X[:, None]
+    g_XV = g_logp[:, None] * (is_target - p_XV) - g_entropy[:, None] * p_XV * (finite_XV + entropy[:, None])
+    g_XV = (g_XV / settings.temperature).astype(hidden_XD.dtype)
+    head_DV_cast = head_DV.astype(hidden_XD.dtype)
+    g_hidden = jnp.einsum("XV,DV->XD", g_XV, head_DV_cast, preferred_element_type=jnp.float32)
+    g_head = jnp.einsum("XD,XV->DV", hidden_XD, g_XV, preferred_element_type=jnp.float32)
+    return g_hidden.astype(hidden_XD.dtype), g_head.astype(head_DV.dtype), None
+
+
+_projected_logp.defvjp(_projected_logp_forward, _projected_logp_backward)
 
 
 def chunked_logp(
@@ -48,15 +102,11 @@ def chunked_logp(
     chunk = min(chunk, C)
     num_chunks = -(-C // chunk)
     spare = num_chunks * chunk - C
+    settings = Filter(temperature, top_k, top_p, min_p)
 
-    @jax.checkpoint
     def one_chunk(carry, xs):
         hidden_Bcd, target_Bc = xs
-        target = target_Bc.reshape(-1)
-        logits = project(hidden_Bcd.reshape(B * chunk, D), head_DV)
-        # The sampled token stays in: a replayed one may be outside the support the filters leave today.
-        settings = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-        logp, entropy = token_logp(filter_logits(logits, **settings, keep_token=target), target)
+        logp, entropy = _projected_logp(settings, hidden_Bcd.reshape(B * chunk, D), head_DV, target_Bc.reshape(-1))
         return carry, (logp.reshape(B, chunk), entropy.reshape(B, chunk))
 
     def split(x):  # [B, C, ...] -> [chunks, B, chunk, ...]

@@ -1,0 +1,52 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from reference import sampling as oracle
+
+from jaxrl_llm.ops.logp import chunked_logp
+
+B, C, D, V = 2, 5, 3, 7
+FILTERS = [
+    dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0),
+    dict(temperature=0.7, top_k=3, top_p=1.0, min_p=0.0),
+    dict(temperature=1.3, top_k=0, top_p=0.8, min_p=0.05),
+]
+
+
+def weighted_sum(hidden, head, target, weights, settings):
+    """Sum of weight_0 logp + weight_1 entropy over the positions, by loops in float64. The target stays a candidate."""
+    total = 0.0
+    for b, c in np.ndindex(target.shape):
+        logits = hidden[b, c] @ head
+        kept = oracle.kept_tokens(logits, **settings) | {int(target[b, c])}
+        p = oracle.softmax([x / settings["temperature"] if v in kept else -np.inf for v, x in enumerate(logits)])
+        entropy = -sum(x * np.log(x) for x in p if x > 0)
+        total += weights[0][b, c] * np.log(p[target[b, c]]) + weights[1][b, c] * entropy
+    return total
+
+
+@pytest.mark.parametrize("settings", FILTERS, ids=["plain", "top_k", "top_p_min_p"])
+def test_the_written_gradient_of_logp_and_entropy_is_that_of_finite_differences(settings):
+    # A chunk of 2 of 5 positions: the last chunk has one to spare.
+    draw = np.random.default_rng(3)
+    hidden, head = draw.normal(size=(B, C, D)), draw.normal(size=(D, V))
+    weights, target = draw.normal(size=(2, B, C)), draw.integers(0, V, (B, C))
+
+    def loss(hidden, head):
+        logp, entropy = chunked_logp(hidden, head, jnp.asarray(target, jnp.int32), chunk=2, **settings)
+        return jnp.sum(weights[0].astype(np.float32) * logp + weights[1].astype(np.float32) * entropy)
+
+    value, gradients = jax.jit(jax.value_and_grad(loss, (0, 1)))(jnp.float32(hidden), jnp.float32(head))
+    np.testing.assert_allclose(value, weighted_sum(hidden, head, target, weights, settings), rtol=1e-5)
+    for array, gradient in zip((hidden, head), gradients, strict=True):
+        expected = np.zeros_like(array)
+        for index in np.ndindex(array.shape):
+            kept, step = array[index], 1e-6
+            ends = []
+            for moved in (kept + step, kept - step):
+                array[index] = moved
+                ends.append(weighted_sum(hidden, head, target, weights, settings))
+            array[index] = kept
+            expected[index] = (ends[0] - ends[1]) / (2 * step)
+        np.testing.assert_allclose(gradient, expected, rtol=2e-4, atol=2e-5)
