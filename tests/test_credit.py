@@ -1,18 +1,23 @@
 import functools
 import json
 
+import ghosts
 import jax
 import numpy as np
 import pytest
+from building import EIGHT, ONE, TINY, mesh_of
 from reference import advantages as oracle
 from reference import shaping as shaping_oracle
 
-from jaxrl_llm import credit, limits
+from jaxrl_llm import credit, limits, sharding, train
+from jaxrl_llm.assembly import assemble
 from jaxrl_llm.config import freeze, from_json, to_json
 from jaxrl_llm.ops import baselines
 from jaxrl_llm.types import OUTCOME_ERROR, STOP_EOS, STOP_LENGTH, Rewards, Rollout, Scores
 
 WIDTH, COMPLETION_TOKENS = 7, 4
+SHAPED = {"overlong_buffer_tokens": 2, "length_reward": 0.5, "short_answer_tokens": 2, "short_answer_bonus": 0.25}
+RESHAPED = {"positive_amplification": 3.0, "entropy_reweighting": 1.0, "entropy_bonus": 2.0, "overlong_filter": True}
 KINDS = limits.CHOICES["credit.advantage"]
 
 
@@ -53,8 +58,9 @@ def compiled(json_text):
 
 def assign(rollout, reward, trainable=None, *, num_groups, extra=None, **settings):
     """Rows' experience and sums; ``extra`` are the other fields of the scores."""
-    reward = np.asarray(reward, np.float32)
-    trainable = np.ones(len(reward), bool) if trainable is None else np.asarray(trainable)
+    reward = reward if isinstance(reward, jax.Array) else np.asarray(reward, np.float32)
+    trainable = np.ones(len(reward), bool) if trainable is None else trainable
+    trainable = trainable if isinstance(trainable, jax.Array) else np.asarray(trainable)
     run = compiled(to_json(config_of(num_groups, **settings)))
     experience, sums = run(rollout, Scores(reward, trainable, **extra or {}))
     return jax.tree.map(np.asarray, experience), jax.tree.map(np.asarray, sums)
@@ -90,7 +96,7 @@ def test_a_rows_advantage_stands_on_its_completion_and_zero_elsewhere():
     assert experience.ref_logp is None
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["grpo", "asymre", "gdpo", "vcpo", "mssr", "poise"])
 def test_groups_are_named_by_group_id_wherever_the_rows_stand(kind):
     rng = np.random.default_rng(1)
     group_id = np.repeat([900, 3, 2**31 - 2, 41], 4)
@@ -156,6 +162,20 @@ def test_padding_rows_may_carry_any_group_id():
     assert sums["degenerate_groups"] == 0
 
 
+@pytest.mark.parametrize(("kind", "more"), [("gdpo", True), ("mc_grpo", False), ("poise", False)])
+def test_devices_change_nothing(kind, more):
+    group_id, reward = np.repeat([0, 1, 2, 3], 4), np.random.default_rng(7).random(16).astype(np.float32)
+    rollout, trainable, extra = make_rollout(group_id, seed=8), np.arange(16) % 5 != 3, extra_of(kind, reward)
+    settings = {"advantage": kind, "num_groups": 4} | (SHAPED | RESHAPED if more else {})
+    expected, sums = assign(rollout, reward, trainable, extra=extra, **settings)
+    mesh = mesh_of(EIGHT)
+    rows = jax.device_put((rollout, reward, trainable), sharding.leading(mesh, (rollout, reward, trainable)))
+    place = sharding.replicated if kind == "poise" else sharding.leading
+    experience, sharded_sums = assign(*rows, extra=jax.device_put(extra, place(mesh, extra)), **settings)
+    np.testing.assert_allclose(experience.advantage, expected.advantage, rtol=1e-5, atol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), sharded_sums, sums)
+
+
 # ---- filters and shaping
 
 
@@ -172,9 +192,6 @@ def test_truncated_rows_are_left_out_of_loss_and_baseline():
     assert (experience.advantage[2:] == 0).all() and sums["degenerate_groups"] == 1
     everything, _ = assign(rollout, [1, 0, 0, 1, 0, 0], advantage="dr_grpo", num_groups=2)
     assert everything.trainable.all()
-
-
-SHAPED = {"overlong_buffer_tokens": 2, "length_reward": 0.5, "short_answer_tokens": 2, "short_answer_bonus": 0.25}
 
 
 @pytest.mark.parametrize("kind", ["dr_grpo", "gdpo"])
@@ -233,13 +250,12 @@ def test_what_lies_off_the_completion_moves_nothing():
     at = np.arange(WIDTH)[None, :]
     off = (at < rollout.prompt_length[:, None]) | (at >= rollout.length[:, None])
     spoilt = rollout.replace(behaviour_logp=np.where(off, np.nan, rollout.behaviour_logp).astype(np.float32))
-    for kind in ("vcpo", "poise"):
-        settings = {"advantage": kind, "entropy_reweighting": 1.0, "entropy_bonus": 2.0, "num_groups": 2}
-        extra = extra_of(kind, reward)
-        experience, sums = assign(spoilt, reward, extra=extra, **settings)
-        expected, sums_expected = assign(rollout, reward, extra=extra, **settings)
-        np.testing.assert_array_equal(experience.advantage, expected.advantage)
-        jax.tree.map(np.testing.assert_array_equal, sums, sums_expected)
+    settings = {"advantage": "poise", "entropy_reweighting": 1.0, "entropy_bonus": 2.0, "num_groups": 2}
+    extra = extra_of("poise", reward)
+    experience, sums = assign(spoilt, reward, extra=extra, **settings)
+    expected, sums_expected = assign(rollout, reward, extra=extra, **settings)
+    np.testing.assert_array_equal(experience.advantage, expected.advantage)
+    jax.tree.map(np.testing.assert_array_equal, sums, sums_expected)
 
 
 # ---- what is remembered
@@ -325,3 +341,35 @@ def test_the_regressions_target_is_the_mean_of_the_siblings():
     # Rows alone in their group take no part. The first feature is 1, so its row counts and adds up.
     np.testing.assert_allclose(sums["regression"][0, 0], 3)
     np.testing.assert_allclose(sums["regression"][0, -1], 0.25 + 0.75 + 0.5, rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_program_takes_what_the_host_gives(kind):
+    config = config_of(8, functions=("a", "b"), weights=(1.0, 1.0), advantage=kind)
+    expected = assemble(config, TINY, (257,), mesh_of(ONE)).abstract_scores
+    given = credit.Memory(config).scores(rewards_of(np.ones(64), a=np.ones(64), b=np.ones(64)), range(8))
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), given) == jax.tree.map(lambda x: (x.shape, x.dtype), expected)
+
+
+def test_a_run_remembers_over_a_stop_what_was_answered(tmp_path, monkeypatch):
+    ghosts.haunt(monkeypatch)
+    settings = {
+        "prompts": {"size": 8, "retire_pass_rate": 0.9},
+        "rollout": {"prompts_per_iteration": 8, "group_size": 1},
+        "update": {"batch_size": 8, "micro_batch_size": 8},
+        "rewards": {"num_workers": 1},
+        "credit": {"advantage": "mssr"},
+        "checkpoint": {"export": False},
+        "metrics": {"tensorboard": False},
+    }
+    for iterations in (1, 2):
+        assert train.train(freeze(settings | {"num_iterations": iterations}), tmp_path) == 0
+        saved = json.loads((tmp_path / "checkpoints" / str(iterations) / "host" / "metadata").read_text())
+        # Every question is asked once an iteration, and ghosts are wrong: a = 0.9 a, b = 0.9 b + 1 from 1, 1.
+        assert len(saved["memory"]["counts"]) == 8
+        expected = {1: [0.9, 1.9], 2: [0.81, 2.71]}[iterations]
+        for _, *counts in saved["memory"]["counts"]:
+            np.testing.assert_allclose(counts, expected, rtol=1e-6)
+        assert sorted(saved["stream"]["answers"]) == [[q, 0, iterations] for q in range(8)]
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["prompts/retired"] for row in rows] == [0, 0]

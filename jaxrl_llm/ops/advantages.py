@@ -40,7 +40,7 @@ def group_rows(index: jax.Array, valid: jax.Array, num_groups: int) -> Groups:
 
 
 def whole_batch(groups: Groups) -> Groups:
-    """All valid rows as one group: ``member`` [1, B]."""
+    """All valid rows of the groups as one group, Q = 1; its ``member`` is [B] valid rows with a leading axis."""
     return Groups(jnp.zeros_like(groups.index), groups.valid[None, :])
 
 
@@ -92,9 +92,12 @@ def minus_mean(value: jax.Array, groups: Groups, weight: jax.Array | None = None
 
 def minus_median(value: jax.Array, groups: Groups) -> jax.Array:
     """``value - median`` of the group (of an even number, the mean of the middle two), [B] f32; 0 in a tied group."""
-    ordered = jnp.sort(jnp.where(groups.member, value[None, :], jnp.inf), axis=1)
+    # One sort of the rows by group and value; a sort of the table would gather it over the mesh.
+    num_groups = groups.member.shape[0]
+    _, ordered = jax.lax.sort((jnp.where(groups.valid, groups.index, num_groups), value), num_keys=2)
     count = jnp.sum(groups.member, axis=1)
-    at = lambda i: jnp.take_along_axis(ordered, jnp.maximum(i, 0)[:, None], axis=1)[:, 0]  # noqa: E731
+    start = jnp.cumsum(count) - count
+    at = lambda i: ordered[jnp.minimum(start + jnp.maximum(i, 0), value.shape[0] - 1)]  # noqa: E731
     median = (0.5 * (at((count - 1) // 2) + at(count // 2)))[groups.index]
     return jnp.where(is_untied(value, groups), value - median, 0.0)
 
@@ -107,7 +110,10 @@ def mean_of_others(value: jax.Array, groups: Groups) -> jax.Array:
 
 
 def over_std(value: jax.Array, groups: Groups) -> jax.Array:
-    """``value / (std + 1e-6)`` with the population standard deviation of the group's values, [B] f32."""
+    """``value / (std + 1e-6)`` with the population standard deviation of the group's values, [B] f32.
+
+    Take the mean away first: where all values are equal, only zeros stay what they are.
+    """
     value = jnp.where(groups.valid, value, 0.0)
     variance = group_sum(jnp.square(minus_mean(value, groups)), groups) / jnp.maximum(group_count(groups), 1.0)
     return value / (jnp.sqrt(variance) + STD_EPSILON)

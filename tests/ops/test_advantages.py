@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from reference import advantages as oracle
 
+from jaxrl_llm import limits
 from jaxrl_llm.ops import advantages as ops
 
 RELATIVE = ["grpo", "dr_grpo", "leave_one_out", "brorl", "mc_grpo", "gdpo", "vcpo"]  # siblings against each other
@@ -221,6 +222,8 @@ def test_a_prediction_of_the_row_itself_does_not_touch_its_own_advantage():
     assert (np.abs(other[1:] - advantage[1:]) > 1).all()
 
 
-def test_unknown_kind_is_named():
-    with pytest.raises(ValueError, match="'ppo'"):
+def test_unknown_kind_is_named_and_the_others_are_those_of_the_config():
+    with pytest.raises(ValueError, match="'ppo'") as error:
         advantages([1, 0], [0, 0], "ppo")
+    assert set(KINDS) == set(limits.CHOICES["credit.advantage"])
+    assert all(f"'{kind}'" in str(error.value) for kind in KINDS)
