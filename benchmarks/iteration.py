@@ -19,7 +19,7 @@ from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.programs import compile_all
 from jaxrl_llm.prompts import EncodedExample, batch_of
 from jaxrl_llm.rollout import FinishedGroup, Generator
-from jaxrl_llm.types import Example, Rollout
+from jaxrl_llm.types import Example, Rollout, Scores
 
 LEARNER = ("init_state", "init_ring", "insert", "update", "copy_params", "reference")
 
@@ -117,11 +117,11 @@ class Iteration:
 
     def update(self, rollout: Rollout, rewards: np.ndarray) -> dict[str, Any]:
         """Insert, and ``updates_per_iteration`` optimizer steps; waits for them. Returns the update's sums."""
-        per_row = (rewards.astype(np.float32), np.ones(len(rewards), bool))
-        per_row = jax.device_put(per_row, sharding.leading(self.mesh, per_row))
+        scores = Scores(rewards.astype(np.float32), np.ones(len(rewards), bool))
+        scores = jax.device_put(scores, sharding.leading(self.mesh, scores))
         ref_logp = self.programs["reference"](self.reference, rollout) if self.run.keeps_reference else None
         now = self.put(np.int32(self.index))
-        self.ring, _ = self.programs["insert"](self.ring, rollout, *per_row, ref_logp, now)
+        self.ring, _ = self.programs["insert"](self.ring, rollout, scores, ref_logp, now)
         self.state, self.ring, sums = self.programs["update"](self.state, self.ring, now, self.draw_key)
         self.index += 1
         return jax.device_get(sums)

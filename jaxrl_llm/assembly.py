@@ -20,9 +20,10 @@ from jaxrl_llm import credit, optim, publish, replay, rng, sharding
 from jaxrl_llm.config import Config, ConfigError
 from jaxrl_llm.models.presets import Architecture
 from jaxrl_llm.models.transformer import Model
+from jaxrl_llm.ops.baselines import NUM_FEATURES
 from jaxrl_llm.programs import Program
 from jaxrl_llm.sampler import Sampler
-from jaxrl_llm.types import STOP_LENGTH, STOP_STRING, Experience, RingState, Rollout, TrainState
+from jaxrl_llm.types import STOP_LENGTH, STOP_STRING, Experience, RingState, Rollout, Scores, TrainState
 from jaxrl_llm.update import Update
 
 
@@ -64,6 +65,17 @@ class Run:
             stop_reason=jax.ShapeDtypeStruct((B,), jnp.int8),
         )
         return place(rows, sharding.leading(self.mesh, rows))
+
+    @functools.cached_property
+    def abstract_scores(self) -> Scores:
+        B, kind = self.config.rollouts_per_iteration, self.config.credit.advantage
+        return Scores(
+            reward=self.rows((B,), jnp.float32),
+            trainable=self.rows((B,), bool),
+            parts=self.rows((B, len(self.config.rewards.functions)), jnp.float32) if kind == "gdpo" else None,
+            baseline=self.rows((B,), jnp.float32) if kind == "mssr" else None,
+            regression=self.whole(jnp.float32, (NUM_FEATURES, NUM_FEATURES + 1)) if kind == "poise" else None,
+        )
 
     @functools.cached_property
     def abstract_state(self) -> TrainState:
@@ -112,18 +124,10 @@ class Run:
         logp = jax.lax.map(lambda rows: self.update.logp(params, rows, group_size=unit)[0], micros)
         return logp.reshape(num_micro, shards, -1, S).swapaxes(0, 1).reshape(B, S)
 
-    def _insert(self, ring, rollout, reward, trainable, ref_logp, iteration):
+    def _insert(self, ring, rollout, scores, ref_logp, iteration):
         """Credit, then the ring. Returns the ring and sums over the iteration's rollouts."""
-        experience, degenerate = credit.assign(
-            rollout,
-            reward,
-            trainable,
-            ref_logp,
-            config=self.config.credit,
-            num_groups=self.config.rollout.prompts_per_iteration,
-        )
-        sums = {
-            "degenerate_groups": degenerate,
+        experience, sums = credit.assign(rollout, scores, ref_logp, self.config)
+        sums |= {
             "completion_tokens": jnp.sum(rollout.length - rollout.prompt_length),
             "truncated": jnp.sum(rollout.stop_reason == STOP_LENGTH),
             "stop_string": jnp.sum(rollout.stop_reason == STOP_STRING),
@@ -163,7 +167,7 @@ class Run:
             "init_ring": Program(self._init_ring, (), layout(ring)),
             "insert": Program(
                 self._insert,
-                (ring, rollout, self.rows((B,), jnp.float32), self.rows((B,), bool), ref_logp, iteration),
+                (ring, rollout, self.abstract_scores, ref_logp, iteration),
                 (layout(ring), whole),
                 donate=(0,),
             ),

@@ -59,6 +59,8 @@ class PromptsConfig:
     long_prompt: str = "error"
     # Visit questions in a new random order each epoch.
     shuffle: bool = True
+    # Do not ask again what has passed at this rate over all its answers so far; 0 = ask everything.
+    retire_pass_rate: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +82,7 @@ class SamplingConfig:
 @dataclasses.dataclass(frozen=True)
 class RolloutConfig:
     prompts_per_iteration: int = 8
-    # Completions sampled for each prompt.
+    # Completions sampled for each prompt; 1 only where credit.advantage does not compare siblings.
     group_size: int = 8
     # Sequences decoded side by side; 0 = one for every rollout of the iteration.
     slots: int = 0
@@ -110,8 +112,31 @@ class RewardsConfig:
 
 @dataclasses.dataclass(frozen=True)
 class CreditConfig:
-    # "grpo" (mean and std of the group), "dr_grpo" (mean only) or "leave_one_out".
+    # What a reward is compared with, and over which scale: "grpo" (mean and std of the group), "dr_grpo" (its mean),
+    # "leave_one_out", "reinforce_pp" (mean and std of the batch), "brorl" (mean of the group, std of the batch),
+    # "asymre" (mean of the group + delta_v), "mc_grpo" (median), "gdpo" (each reward function by itself), "vcpo" (mean
+    # weighted by gradient size), "mssr" (running mean of the question), "poise" (prediction from sibling rollouts).
     advantage: str = "grpo"
+    # For "asymre", added to the baseline: below 0 successes weigh more than failures.
+    delta_v: float = -0.1
+    # For "mssr" and "poise", what earlier evidence keeps of its weight per answer ("mssr") or iteration ("poise").
+    baseline_decay: float = 0.9
+    # Leave truncated completions out of the loss and out of their group's baseline.
+    overlong_filter: bool = False
+    # Reward falls by up to 1 over this many last tokens before sampling.max_completion_tokens; 0 = not.
+    overlong_buffer_tokens: int = 0
+    # Weight of a reward for short answers among those of the group; 0 = none.
+    length_reward: float = 0.0
+    # Correct answers of at most this many tokens get short_answer_bonus more; 0 = none.
+    short_answer_tokens: int = 0
+    short_answer_bonus: float = 0.5
+    # Advantages above 0 are multiplied by this, those of correct answers set to 1; 0 = not.
+    positive_amplification: float = 0.0
+    # How much less an unsure answer weighs than a sure one of its group; 0 = equal, 1 = ETTRL's.
+    entropy_reweighting: float = 0.0
+    # Tokens get this many times their entropy more advantage, at most |advantage| / entropy_bonus_limit; 0 = none.
+    entropy_bonus: float = 0.0
+    entropy_bonus_limit: float = 0.4
 
 
 @dataclasses.dataclass(frozen=True)

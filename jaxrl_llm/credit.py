@@ -1,62 +1,175 @@
 """Credit: rewards of rollouts become advantages of tokens.
 
-Owns: grouping by ``group_id``, spreading a row's advantage over its completion, what a failed reward means
-(no part in the group, no training). Does not know: how rewards are scored, the ring, the loss.
-Letters: B rows, S row width, Q groups. Device functions.
+    what the host knows of the rewards (Memory.scores)
+      -> shaped by length -> advantage of the row -> reshaped by confidence -> spread over its completion (assign)
+
+Owns: grouping by ``group_id``, which functions of ``ops`` a config combines, what a failed reward means (no part in
+the group, no training), what is remembered of earlier rewards. Does not know: how rewards are scored, the ring, the
+loss. Letters: B rows, S row width, Q groups, K reward functions.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jaxrl_llm.config import CreditConfig
-from jaxrl_llm.ops.advantages import group_advantages
+from jaxrl_llm.config import Config
+from jaxrl_llm.ops import advantages, baselines, shaping
 from jaxrl_llm.ops.masks import completion_mask
-from jaxrl_llm.types import Experience, Rollout
+from jaxrl_llm.types import OUTCOME_SCORE, STOP_LENGTH, Experience, Rewards, Rollout, Scores
 
 # Stands in for the group of rows without a reward; sorts after every real group_id.
 _NO_GROUP = jnp.iinfo(jnp.int32).max
 
 
 def assign(
-    rollout: Rollout,
-    reward: jax.Array,
-    trainable: jax.Array,
-    ref_logp: jax.Array | None,
-    *,
-    config: CreditConfig,
-    num_groups: int,
-) -> tuple[Experience, jax.Array]:
-    """Advantages of one iteration's rollouts.
+    rollout: Rollout, scores: Scores, ref_logp: jax.Array | None, config: Config
+) -> tuple[Experience, dict[str, jax.Array]]:
+    """Advantages of one iteration's rollouts. On the device.
 
     Rows of a group are those of equal ``group_id``, wherever they stand; equal text does not merge groups. A
-    row that is not trainable takes no part in its group's baseline and has advantage 0.
+    row that is not trainable takes no part in its group's baseline and has advantage 0; with
+    ``credit.overlong_filter`` that is a truncated row too, for its reward tells nothing of where it was heading.
+
+    The reward that is stored is the one that was scored: what shapes it by length is in the advantage alone.
 
     Args:
-        rollout: B rows.
-        reward: [B] f32; finite where trainable, ignored elsewhere.
-        trainable: [B] bool, False where the reward failed or the row is padding.
+        rollout: B rows, with at most ``rollout.prompts_per_iteration`` = Q different group ids where trainable.
+        scores: what ``Memory.scores`` made of their rewards.
         ref_logp: [B, S] f32 nats of the frozen reference, or None.
-        config: which advantage.
-        num_groups: Q, different group ids among the trainable rows at most; the iteration's prompts.
+        config: sections ``credit``, ``rewards`` and ``sampling``.
 
     Returns:
-        The experience, and the number [] i32 of the Q groups that teach nothing (tied, or with fewer than 2
-        known rewards).
+        The experience, and ``{"degenerate_groups": [] i32}``, how many of the Q groups have no advantage other than
+        0 and teach nothing; with "poise" also ``"regression"`` [F, F + 1] f32, for ``Memory.observe``.
     """
+    settings, num_groups = config.credit, config.rollout.prompts_per_iteration
+    mask_BS = completion_mask(rollout.prompt_length, rollout.length, rollout.tokens.shape[1])
+    length = rollout.length - rollout.prompt_length
+    trainable = scores.trainable
+    if settings.overlong_filter:
+        trainable = trainable & (rollout.stop_reason != STOP_LENGTH)
+    reward = jnp.where(trainable, scores.reward, 0.0)
+    correct = trainable & (reward >= config.rewards.pass_threshold)
     group_id = jnp.where(trainable, rollout.group_id, _NO_GROUP)
     _, group_index = jnp.unique(group_id, size=num_groups + 1, fill_value=_NO_GROUP, return_inverse=True)
-    reward = jnp.where(trainable, reward, 0.0)
-    advantage, has_signal = group_advantages(
-        reward, group_index, trainable, num_groups=num_groups + 1, kind=config.advantage
+    groups = advantages.group_rows(group_index, trainable, num_groups + 1)
+    sums = {}
+
+    # ---- what is added to the reward
+    terms = []
+    if settings.overlong_buffer_tokens:
+        limit = config.sampling.max_completion_tokens
+        terms.append(shaping.overlong_penalty(length, max_length=limit, buffer=settings.overlong_buffer_tokens))
+    if settings.length_reward:
+        terms.append(settings.length_reward * shaping.length_reward(length, correct, groups))
+    if settings.short_answer_tokens:
+        target, bonus = settings.short_answer_tokens, settings.short_answer_bonus
+        terms.append(shaping.short_bonus(length, correct, target=target, bonus=bonus))
+    parts, part_weights = scores.parts, config.rewards.weights
+    if parts is not None and terms:  # normalised like any other reward
+        parts, part_weights = jnp.concatenate([parts, sum(terms)[:, None]], axis=1), (*part_weights, 1.0)
+    shaped = reward + sum(terms)
+
+    # ---- the advantage of the row
+    weight, baseline = None, scores.baseline
+    if settings.advantage == "vcpo":
+        weight = baselines.gradient_square(rollout.behaviour_logp, mask_BS)
+    if scores.regression is not None:
+        features = baselines.row_features(
+            rollout.behaviour_logp, mask_BS, max_length=config.sampling.max_completion_tokens
+        )
+        baseline = baselines.ridge_predict(features, scores.regression)
+        # A rollout predicts its siblings: what it learns from is their mean reward.
+        has_others = trainable & (advantages.group_count(groups) > 1)
+        target = advantages.mean_of_others(shaped, groups)
+        sums["regression"] = baselines.regression_sums(features, target, has_others)
+    advantage = advantages.estimate(
+        shaped,
+        groups,
+        kind=settings.advantage,
+        delta_v=settings.delta_v,
+        parts=parts,
+        part_weights=part_weights,
+        weight=weight,
+        baseline=baseline,
     )
-    mask_BS = completion_mask(rollout.prompt_length, rollout.length, rollout.tokens.shape[1])
-    experience = Experience(
-        rollout=rollout,
-        reward=reward,
-        advantage=jnp.where(mask_BS, advantage[:, None], 0.0),
-        trainable=trainable,
-        ref_logp=ref_logp,
-    )
-    return experience, num_groups - jnp.sum(has_signal, dtype=jnp.int32)
+
+    # ---- what is done to it
+    surprise_BS = jnp.where(mask_BS, -rollout.behaviour_logp, 0.0)
+    if settings.positive_amplification:
+        advantage = shaping.amplify_positive(advantage, correct, factor=settings.positive_amplification)
+    if settings.entropy_reweighting:
+        row_entropy = jnp.sum(surprise_BS, axis=1) / jnp.maximum(length, 1)
+        advantage *= shaping.entropy_factor(row_entropy, groups, strength=settings.entropy_reweighting)
+    advantage_BS = jnp.where(mask_BS, advantage[:, None], 0.0)
+    if settings.entropy_bonus:
+        advantage_BS += shaping.entropy_bonus(
+            advantage_BS, surprise_BS, coefficient=settings.entropy_bonus, limit=settings.entropy_bonus_limit
+        )
+
+    teaches = jnp.any(groups.member & (advantage != 0)[None, :], axis=1)
+    sums["degenerate_groups"] = num_groups - jnp.sum(teaches, dtype=jnp.int32)
+    return Experience(rollout, reward, advantage_BS, trainable, ref_logp), sums
+
+
+class Memory:
+    """What is remembered of earlier rewards, for the advantages that compare with them. On the host.
+
+        "mssr"   of each question, Beta counts: a <- decay a + r, b <- decay b + 1 - r from a = b = 1, and the
+                 baseline a / (a + b) of its next visit. It is a running mean, so rewards need not lie in [0, 1].
+        "poise"  discounted sums of the regression from a rollout's features to its siblings' rewards.
+
+    For the others it stays empty. What an iteration is compared with never knows its own rewards.
+
+    Source: arXiv:2512.18215; arXiv:2605.07579. Differs: the decay is fixed, where the first adapts it to the KL of
+        the last updates and the second keeps a window of recent rollouts; the start of the counts is ours.
+    """
+
+    def __init__(self, config: Config):
+        self._config = config
+        self._counts: dict[int, tuple[float, float]] = {}  # question -> a, b
+        self._regression = np.zeros((baselines.NUM_FEATURES, baselines.NUM_FEATURES + 1))
+
+    def scores(self, rewards: Rewards, questions: Sequence[int]) -> Scores:
+        """The iteration's rewards as ``assign`` takes them, numpy.
+
+        Args:
+            rewards: of B rows, those of a question beside each other.
+            questions: which question of the data each of the P groups of rows answers.
+        """
+        kind, scored = self._config.credit.advantage, rewards.outcome == OUTCOME_SCORE
+        known = lambda x: np.where(scored, x, 0.0).astype(np.float32)  # noqa: E731
+        parts = baseline = regression = None
+        if kind == "gdpo":
+            parts = np.stack([known(rewards.parts[name]) for name in self._config.rewards.functions], axis=1)
+        if kind == "mssr":
+            expected = [a / (a + b) for a, b in (self._counts.get(question, (1.0, 1.0)) for question in questions)]
+            baseline = np.repeat(np.float32(expected), len(scored) // len(questions))
+        if kind == "poise":
+            regression = self._regression.astype(np.float32)
+        return Scores(known(rewards.total), scored, parts, baseline, regression)
+
+    def observe(self, rewards: Rewards, questions: Sequence[int], sums: dict[str, Any]) -> None:
+        """Learn from an iteration: its rewards, and the sums that ``assign`` returned."""
+        decay = self._config.credit.baseline_decay
+        if self._config.credit.advantage == "mssr":
+            for question, group in zip(questions, rewards.total.reshape(len(questions), -1), strict=True):
+                a, b = self._counts.get(question, (1.0, 1.0))
+                for reward in group[np.isfinite(group)].tolist():
+                    a, b = decay * a + reward, decay * b + 1 - reward
+                self._counts[question] = a, b
+        if self._config.credit.advantage == "poise":
+            self._regression = decay * self._regression + sums["regression"]
+
+    def state(self) -> dict[str, Any]:
+        """What ``restore`` needs; plain JSON."""
+        return {"counts": [[q, *ab] for q, ab in self._counts.items()], "regression": self._regression.tolist()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self._counts = {question: (a, b) for question, a, b in state["counts"]}
+        self._regression = np.array(state["regression"])

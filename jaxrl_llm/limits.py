@@ -15,11 +15,26 @@ CHOICES = {
     "prompts.bad_row": ("error", "skip"),
     "prompts.long_prompt": ("error", "skip"),
     "replay.unit": ("rollout", "group"),
-    "credit.advantage": ("grpo", "dr_grpo", "leave_one_out"),
+    "credit.advantage": (
+        "grpo",
+        "dr_grpo",
+        "leave_one_out",
+        "reinforce_pp",
+        "brorl",
+        "asymre",
+        "mc_grpo",
+        "gdpo",
+        "vcpo",
+        "mssr",
+        "poise",
+    ),
     "update.aggregation": ("token_mean", "sequence_mean", "constant_length"),
     "update.kl_estimator": ("k1", "k2", "k3"),
     "optimizer.schedule": ("constant", "linear", "cosine"),
 }
+
+# Advantages that compare a rollout with other things than its siblings.
+NEED_NO_SIBLINGS = ("reinforce_pp", "mssr")
 
 # field -> (lowest, highest, whether the lowest itself is allowed)
 BOUNDS = {
@@ -27,19 +42,30 @@ BOUNDS = {
     "num_iterations": (1, math.inf, True),
     "prompts.size": (0, math.inf, True),
     "prompts.max_tokens": (1, math.inf, True),
+    "prompts.retire_pass_rate": (0.0, 1.0, True),
     "sampling.temperature": (0.0, math.inf, False),
     "sampling.top_k": (0, math.inf, True),
     "sampling.top_p": (0.0, 1.0, False),
     "sampling.min_p": (0.0, 1.0, True),
     "sampling.max_completion_tokens": (1, math.inf, True),
     "rollout.prompts_per_iteration": (1, math.inf, True),
-    "rollout.group_size": (2, math.inf, True),
+    "rollout.group_size": (1, math.inf, True),
     "rollout.slots": (0, math.inf, True),
     "rollout.chunk_steps": (1, math.inf, True),
     "rollout.lookahead_prompts": (0, math.inf, True),
     "rewards.num_workers": (1, math.inf, True),
     "rewards.timeout_s": (0.0, math.inf, False),
     "rewards.max_failure_frac": (0.0, 1.0, True),
+    "credit.delta_v": (-math.inf, math.inf, True),
+    "credit.baseline_decay": (0.0, 1.0, True),
+    "credit.overlong_buffer_tokens": (0, math.inf, True),
+    "credit.length_reward": (0.0, math.inf, True),
+    "credit.short_answer_tokens": (0, math.inf, True),
+    "credit.short_answer_bonus": (0.0, math.inf, True),
+    "credit.positive_amplification": (0.0, math.inf, True),
+    "credit.entropy_reweighting": (0.0, math.inf, True),
+    "credit.entropy_bonus": (0.0, math.inf, True),
+    "credit.entropy_bonus_limit": (0.0, math.inf, False),
     "replay.capacity": (0, math.inf, True),
     "replay.max_age_steps": (0, math.inf, True),
     "replay.max_uses": (0, math.inf, True),
@@ -113,6 +139,16 @@ def _combinations(c: Any):
         c.num_slots <= c.rollouts_per_iteration + c.rollout.lookahead_prompts * c.rollout.group_size,
         f"rollout.slots={c.rollout.slots} must be at most the "
         f"{c.rollouts_per_iteration + c.rollout.lookahead_prompts * c.rollout.group_size} rollouts that can be open",
+    )
+    yield (
+        c.rollout.group_size > 1 or c.credit.advantage in NEED_NO_SIBLINGS,
+        f"rollout.group_size={c.rollout.group_size} must be at least 2 for credit.advantage={c.credit.advantage!r}, "
+        f"which compares siblings; {' and '.join(map(repr, NEED_NO_SIBLINGS))} do not",
+    )
+    yield (
+        c.credit.overlong_buffer_tokens <= c.sampling.max_completion_tokens,
+        f"credit.overlong_buffer_tokens={c.credit.overlong_buffer_tokens} must be at most "
+        f"sampling.max_completion_tokens={c.sampling.max_completion_tokens}",
     )
     yield (
         len(c.rewards.functions) == len(c.rewards.weights) and len(c.rewards.functions) > 0,

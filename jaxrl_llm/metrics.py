@@ -46,8 +46,11 @@ METRICS: dict[str, Metric] = {
     ),
     "rollout/stop_string_frac": Metric("fraction", "Rollouts ended by a stop string, over finished rollouts."),
     "rollout/degenerate_group_frac": Metric(
-        "fraction", "Groups whose rewards are all equal (zero advantage, nothing to learn), over groups."
+        "fraction",
+        "Groups whose advantages are all 0, over groups. Such is a group of equal rewards, or of fewer than two, "
+        "where credit.advantage compares siblings: nothing to learn.",
     ),
+    "prompts/retired": Metric("questions", "Questions that prompts.retire_pass_rate keeps from being asked again."),
     "update/loss": Metric("loss", "What the optimizer descends, mean over the iteration's optimizer steps."),
     "update/entropy_nats": Metric(
         "nats per token", "Entropy of the current policy, mean over trained completion tokens."

@@ -91,10 +91,14 @@ def encode_examples(
 def batch_of(encoded: Sequence[EncodedExample], indices: Iterable[int], first_prompt_id: int) -> PromptBatch:
     """The questions at ``indices``, in that order, with ids counted from ``first_prompt_id``."""
     rows = [encoded[i] for i in indices]
+    return _batch(rows, range(first_prompt_id, first_prompt_id + len(rows)))
+
+
+def _batch(rows: Sequence[EncodedExample], prompt_ids: Sequence[int]) -> PromptBatch:
     return PromptBatch(
         tokens=np.stack([row.tokens for row in rows]),
         length=np.array([row.length for row in rows], np.int32),
-        prompt_id=np.arange(first_prompt_id, first_prompt_id + len(rows), dtype=np.int32),
+        prompt_id=np.array(prompt_ids, np.int32),
         examples=tuple(row.example for row in rows),
     )
 
@@ -102,8 +106,11 @@ def batch_of(encoded: Sequence[EncodedExample], indices: Iterable[int], first_pr
 class PromptStream:
     """Endless passes over the questions; with ``shuffle`` each pass in a new order drawn from the seed.
 
-    The order is a grain pipeline, which answers for any position without walking to it: the position is all the
-    state there is, and is the ``prompt_id``.
+    The order is a grain pipeline, which answers for any position without walking to it; the position is the
+    ``prompt_id``. With ``prompts.retire_pass_rate`` a question that ``observe`` has seen pass at that rate, over all
+    its answers so far, is passed over from then on; when nothing else is left, everything is asked again.
+
+    Source of the retirement: ScaleRL, arXiv:2510.13786, no positive resampling at 0.9.
 
     Raises:
         ConfigError: (``restore``) the state is of other questions, another seed or another order.
@@ -114,6 +121,8 @@ class PromptStream:
         order = grain.MapDataset.source(range(len(encoded))).seed(seed)
         self._order = (order.shuffle() if config.shuffle else order).repeat()
         self._position = 0
+        self._retire_pass_rate = config.retire_pass_rate
+        self._answers: dict[int, tuple[int, int]] = {}  # question -> passed, scored; kept where one may retire
         digest = hashlib.sha256(json.dumps([len(encoded), config.shuffle, seed]).encode())
         for row in encoded:
             digest.update(row.tokens[: row.length].tobytes() + b"/")
@@ -121,17 +130,40 @@ class PromptStream:
 
     def next_batch(self, num_prompts: int) -> PromptBatch:
         """The next ``num_prompts`` questions of the stream; a batch may run over the end of a pass."""
-        start = self._position
-        self._position += num_prompts
-        return batch_of(self._encoded, [self._order[i] for i in range(start, self._position)], start)
+        retired = self.retired()
+        asks_all = len(retired) == len(self._encoded)
+        prompt_ids = []
+        while len(prompt_ids) < num_prompts:
+            if asks_all or self.question(self._position) not in retired:
+                prompt_ids.append(self._position)
+            self._position += 1
+        return _batch([self.lookup(i) for i in prompt_ids], prompt_ids)
+
+    def question(self, prompt_id: int) -> int:
+        """Which question, 0 to their number - 1, the stream gives, or gave, at this position."""
+        return int(self._order[prompt_id])
 
     def lookup(self, prompt_id: int) -> EncodedExample:
         """The question that the stream gives, or gave, at this position."""
-        return self._encoded[self._order[prompt_id]]
+        return self._encoded[self.question(prompt_id)]
+
+    def observe(self, questions: Sequence[int], passed: np.ndarray, scored: np.ndarray) -> None:
+        """Count answers, [B] bool each, those of a question beside each other; does nothing where none may retire."""
+        if not self._retire_pass_rate:
+            return
+        counts = (np.sum(x.reshape(len(questions), -1), axis=1).tolist() for x in (passed & scored, scored))
+        for question, num_passed, num_scored in zip(questions, *counts, strict=True):
+            before = self._answers.get(question, (0, 0))
+            self._answers[question] = before[0] + num_passed, before[1] + num_scored
+
+    def retired(self) -> set[int]:
+        """Questions that are not asked again."""
+        return {q for q, (passed, n) in self._answers.items() if n and passed >= self._retire_pass_rate * n}
 
     def state(self) -> dict[str, Any]:
         """What ``restore`` needs to go on from here; plain JSON."""
-        return {"position": self._position, "fingerprint": self._fingerprint}
+        answers = [[question, *counts] for question, counts in self._answers.items()]
+        return {"position": self._position, "fingerprint": self._fingerprint, "answers": answers}
 
     def restore(self, state: dict[str, Any]) -> None:
         if state["fingerprint"] != self._fingerprint:
@@ -140,6 +172,7 @@ class PromptStream:
                 f"changed): fingerprint {self._fingerprint} here, {state['fingerprint']} there"
             )
         self._position = state["position"]
+        self._answers = {question: (passed, scored) for question, passed, scored in state["answers"]}
 
 
 def _prompt_key(example: Example) -> str:

@@ -28,6 +28,7 @@ from jaxrl_llm import cli, profiling, report, rng, sharding, tasks
 from jaxrl_llm.assembly import Run, assemble
 from jaxrl_llm.checkpoint import Checkpointer, StopRequest
 from jaxrl_llm.config import Config, ConfigError, freeze, to_json
+from jaxrl_llm.credit import Memory
 from jaxrl_llm.evaluate import evaluate, questions
 from jaxrl_llm.metrics import MetricsWriter, Progress, rollout_values, update_values
 from jaxrl_llm.models import hf, pretrained
@@ -58,6 +59,7 @@ def train(config: Config, workdir: pathlib.Path, *, allow_config_changes: bool =
     tokenizer = source.tokenizer()
     train_set, held_out, skipped = questions(config, tokenizer)
     stream = PromptStream(train_set, config.prompts, seed=config.seed)
+    memory = Memory(config)
     run = assemble(config, source.architecture(), tokenizer.eos_ids, mesh)
     source.check_weights(run.model, mesh)
     checkpoints = Checkpointer(workdir, config.checkpoint)
@@ -96,6 +98,7 @@ def train(config: Config, workdir: pathlib.Path, *, allow_config_changes: bool =
         else:
             start, state, ring = restored.iteration, restored.device_state["train"], restored.device_state["ring"]
             stream.restore(restored.host_state["stream"])
+            memory.restore(restored.host_state["memory"])
             metrics.restore(restored.host_state["metrics"])
             if config.rollout.lookahead_prompts:
                 generator.state = restored.device_state["sampler"]
@@ -128,6 +131,7 @@ def train(config: Config, workdir: pathlib.Path, *, allow_config_changes: bool =
             sampler_state = generator.state if config.rollout.lookahead_prompts else None
             host = {
                 "stream": stream.state(),
+                "memory": memory.state(),
                 "metrics": metrics.state(),
                 "open_prompts": [[*where, opened[0]] for where, opened in generator.open_prompts.items()],
             }
@@ -152,16 +156,19 @@ def train(config: Config, workdir: pathlib.Path, *, allow_config_changes: bool =
             t1 = time.monotonic()
             rewards = pool.collect([group.ticket for group in groups])
             t2 = time.monotonic()
-            trainable = rewards.outcome == OUTCOME_SCORE
+            asked = [stream.question(group.prompt_id) for group in groups]
             ref_logp = compiled["reference"](reference, rollout) if run.keeps_reference else None
-            per_row = (np.where(trainable, rewards.total, 0.0).astype(np.float32), trainable)
-            per_row = jax.device_put(per_row, sharding.leading(mesh, per_row))
+            layout = jax.tree.map(lambda x: x.sharding, run.abstract_scores)
+            scores = jax.device_put(memory.scores(rewards, asked), layout)
             now = on_device(np.int32(iteration))
-            ring, made = compiled["insert"](ring, rollout, *per_row, ref_logp, now)
+            ring, made = compiled["insert"](ring, rollout, scores, ref_logp, now)
             state, ring, used = compiled["update"](state, ring, now, draw_key)
             made, used = jax.device_get((made, used))
             t3 = time.monotonic()
 
+            memory.observe(rewards, asked, made)
+            passed = rewards.total >= config.rewards.pass_threshold
+            stream.observe(asked, passed, rewards.outcome == OUTCOME_SCORE)
             iteration += 1
             check_gap(config, iteration, used)
             values = rollout_values(config, rewards, made) | update_values(config, used)
@@ -173,6 +180,8 @@ def train(config: Config, workdir: pathlib.Path, *, allow_config_changes: bool =
                 "throughput/update_tokens_per_s": values["tokens/trained"] / (t3 - t2),
                 "memory/peak_bytes": profiling.peak_memory_bytes(mesh),
             }
+            if config.prompts.retire_pass_rate:
+                values["prompts/retired"] = len(stream.retired())
             metrics.write_samples(samples(config, iteration, tokenizer, rollout, groups, rewards))
             failure = too_many_failures(config, rewards)
             final = iteration == config.num_iterations

@@ -79,13 +79,24 @@ class Rewards:
 
 
 @flax.struct.dataclass
+class Scores:
+    """What credit is told about B rollouts; None is what the config's advantage does not ask for."""
+
+    reward: jax.Array  # [B] f32, 0.0 where not trainable
+    trainable: jax.Array  # [B] bool, False where the reward failed or the row is padding
+    parts: jax.Array | None = None  # [B, K] f32 before weighting, one column per reward function
+    baseline: jax.Array | None = None  # [B] f32, expected of the row's question before it was answered
+    regression: jax.Array | None = None  # [F, F + 1] f32, sums that predict a row's siblings from its features
+
+
+@flax.struct.dataclass
 class Experience:
     """A rollout with its credit: what the ring stores and the update reads."""
 
     rollout: Rollout
-    reward: jax.Array  # [B] f32, 0.0 where not trainable
+    reward: jax.Array  # [B] f32 as scored, before any shaping; 0.0 where not trainable
     advantage: jax.Array  # [B, S] f32, 0.0 off the completion
-    trainable: jax.Array  # [B] bool, False where the reward failed or the row is padding
+    trainable: jax.Array  # [B] bool, False where the reward failed, the row is filtered out or is padding
     ref_logp: jax.Array | None = None  # [B, S] f32 nats of the frozen reference, 0.0 off the completion
 
 

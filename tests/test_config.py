@@ -25,6 +25,7 @@ from jaxrl_llm import limits, sharding, tasks
 from jaxrl_llm import train as train_module
 from jaxrl_llm.assembly import assemble
 from jaxrl_llm.config import Config, ConfigError, differences, fingerprint, flatten, freeze, from_json, to_json
+from jaxrl_llm.credit import Memory
 from jaxrl_llm.evaluate import questions
 from jaxrl_llm.metrics import rollout_values
 from jaxrl_llm.models import pretrained
@@ -86,7 +87,17 @@ def test_the_defaults_are_a_config():
         ({"sampling": {"stop_strings": ("",)}}, "sampling.stop_strings must not contain the empty string"),
         ({"sampling": {"top_p": 0}}, "sampling.top_p=0.0 must be more than 0.0 and at most 1.0"),
         ({"optimizer": {"learning_rate": float("inf")}}, "optimizer.learning_rate=inf must be at least 0.0"),
-        ({"rollout": {"group_size": 1}}, "rollout.group_size=1 must be at least 2"),
+        ({"rollout": {"group_size": 0}}, "rollout.group_size=0 must be at least 1"),
+        (
+            {"rollout": {"group_size": 1}, "update": {"batch_size": 8, "micro_batch_size": 8}},
+            "rollout.group_size=1 must be at least 2 for credit.advantage='grpo', which compares siblings; "
+            "'reinforce_pp' and 'mssr' do not",
+        ),
+        (
+            {"credit": {"overlong_buffer_tokens": 17}},
+            "credit.overlong_buffer_tokens=17 must be at most sampling.max_completion_tokens=16",
+        ),
+        ({"credit": {"delta_v": float("nan")}}, "credit.delta_v=nan must be"),
         ({"model": {"remat": "some"}}, "model.remat='some' is not one of 'none', 'dots', 'full'"),
         ({"update": {"micro_batch_size": 24}}, "update.micro_batch_size=24 must divide update.batch_size=64"),
         ({"replay": {"capacity": 32}}, "replay.capacity=32 must be at least update.batch_size=64"),
@@ -214,6 +225,20 @@ def cache(config, folder, monkeypatch):
         jax.config.update("jax_compilation_cache_dir", before)
 
 
+def remembered(config, folder, monkeypatch):
+    """What a question that was answered right once is expected to give."""
+    rewards, memory = Rewards(np.ones(1, np.float32), {}, np.zeros(1, np.int8)), Memory(config)
+    memory.observe(rewards, [0], {})
+    return memory.scores(rewards, [0]).baseline.tolist()
+
+
+def retires(config, folder, monkeypatch):
+    """What is asked after one question has been answered right."""
+    stream = PromptStream(questions(config, ByteTokenizer())[0], config.prompts, seed=config.seed)
+    stream.observe([stream.question(0)], np.ones(1, bool), np.ones(1, bool))
+    return stream.next_batch(4).prompt_id.tolist()
+
+
 def failures(config, folder, monkeypatch):
     """Whether a run stops when half its rewards failed."""
     outcome = np.array([OUTCOME_SCORE, OUTCOME_ERROR], np.int8)
@@ -282,6 +307,7 @@ ALIVE = {
     "prompts.bad_row": ("skip", loaded, {"prompts.source": "jsonl", "prompts.name": "bad.jsonl"}),
     "prompts.long_prompt": ("skip", loaded, {"prompts.source": "jsonl", "prompts.name": "long.jsonl"}),
     "prompts.shuffle": (False, loaded, {}),
+    "prompts.retire_pass_rate": (0.9, retires, {}),
     "sampling.temperature": (0.5, program("decode"), {}),
     "sampling.top_k": (3, program("decode"), {}),
     "sampling.top_p": (0.9, program("update"), {}),
@@ -300,6 +326,17 @@ ALIVE = {
     "rewards.max_failure_frac": (0.4, failures, {}),
     "rewards.pass_threshold": (0.5, passes, {}),
     "credit.advantage": ("leave_one_out", program("insert"), {}),
+    "credit.delta_v": (-0.2, program("insert"), {"credit.advantage": "asymre"}),
+    "credit.baseline_decay": (0.5, remembered, {"credit.advantage": "mssr"}),
+    "credit.overlong_filter": (True, program("insert"), {}),
+    "credit.overlong_buffer_tokens": (4, program("insert"), {}),
+    "credit.length_reward": (0.5, program("insert"), {}),
+    "credit.short_answer_tokens": (4, program("insert"), {}),
+    "credit.short_answer_bonus": (1.0, program("insert"), {"credit.short_answer_tokens": 4}),
+    "credit.positive_amplification": (3.0, program("insert"), {}),
+    "credit.entropy_reweighting": (1.0, program("insert"), {}),
+    "credit.entropy_bonus": (2.0, program("insert"), {}),
+    "credit.entropy_bonus_limit": (2.0, program("insert"), {"credit.entropy_bonus": 2.0}),
     "replay.capacity": (64, shapes, {}),
     "replay.max_age_steps": (2, program("update"), {}),
     "replay.max_uses": (2, program("update"), {}),

@@ -1,48 +1,93 @@
 import functools
+import json
 
+import ghosts
 import jax
 import numpy as np
 import pytest
+from building import EIGHT, ONE, TINY, mesh_of
 from reference import advantages as oracle
+from reference import shaping as shaping_oracle
 
-from jaxrl_llm import credit
-from jaxrl_llm.config import CreditConfig
-from jaxrl_llm.types import Rollout
+from jaxrl_llm import credit, limits, sharding, train
+from jaxrl_llm.assembly import assemble
+from jaxrl_llm.config import freeze, from_json, to_json
+from jaxrl_llm.ops import baselines
+from jaxrl_llm.types import OUTCOME_ERROR, STOP_EOS, STOP_LENGTH, Rewards, Rollout, Scores
 
-WIDTH = 7
+WIDTH, COMPLETION_TOKENS = 7, 4
+SHAPED = {"overlong_buffer_tokens": 2, "length_reward": 0.5, "short_answer_tokens": 2, "short_answer_bonus": 0.25}
+RESHAPED = {"positive_amplification": 3.0, "entropy_reweighting": 1.0, "entropy_bonus": 2.0, "overlong_filter": True}
+KINDS = limits.CHOICES["credit.advantage"]
 
 
 def make_rollout(group_id, seed=0):
     num_rows, rng = len(group_id), np.random.default_rng(seed)
     prompt_length = rng.integers(1, 4, num_rows).astype(np.int32)
+    completion = rng.integers(1, COMPLETION_TOKENS + 1, num_rows)
     return Rollout(
         tokens=rng.integers(0, 9, (num_rows, WIDTH)).astype(np.int32),
         prompt_length=prompt_length,
-        length=(prompt_length + rng.integers(1, WIDTH - 3, num_rows)).astype(np.int32),
+        length=(prompt_length + completion).astype(np.int32),
         behaviour_logp=-rng.random((num_rows, WIDTH)).astype(np.float32),
         group_id=np.asarray(group_id, np.int32),
         prompt_id=np.asarray(group_id, np.int32),
         policy_version=np.zeros((num_rows, WIDTH), np.int32),
-        stop_reason=np.ones(num_rows, np.int8),
+        stop_reason=np.where(completion == COMPLETION_TOKENS, STOP_LENGTH, STOP_EOS).astype(np.int8),
     )
 
 
-@functools.partial(jax.jit, static_argnames=("kind", "num_groups"))
-def _assign(rollout, reward, trainable, kind, num_groups):
-    return credit.assign(rollout, reward, trainable, None, config=CreditConfig(advantage=kind), num_groups=num_groups)
+def config_of(num_groups=1, functions=("a",), weights=(1.0,), **settings):
+    return freeze(
+        {
+            "credit": settings,
+            "rewards": {"functions": functions, "weights": weights},
+            "rollout": {"prompts_per_iteration": num_groups},
+            "replay": {"capacity": 8 * num_groups},
+            "update": {"batch_size": 8, "micro_batch_size": 8},
+            "sampling": {"max_completion_tokens": COMPLETION_TOKENS},
+        }
+    )
 
 
-def assign(rollout, reward, trainable=None, *, kind="grpo", num_groups):
-    reward = np.asarray(reward, np.float32)
-    trainable = np.ones(len(reward), bool) if trainable is None else np.asarray(trainable)
-    experience, degenerate = _assign(rollout, reward, trainable, kind, num_groups)
-    return jax.tree.map(np.asarray, experience), int(degenerate)
+@functools.cache
+def compiled(json_text):
+    config = from_json(json_text)
+    return jax.jit(lambda rollout, scores: credit.assign(rollout, scores, None, config))
+
+
+def assign(rollout, reward, trainable=None, *, num_groups, extra=None, **settings):
+    """Rows' experience and sums; ``extra`` are the other fields of the scores."""
+    reward = reward if isinstance(reward, jax.Array) else np.asarray(reward, np.float32)
+    trainable = np.ones(len(reward), bool) if trainable is None else trainable
+    trainable = trainable if isinstance(trainable, jax.Array) else np.asarray(trainable)
+    run = compiled(to_json(config_of(num_groups, **settings)))
+    experience, sums = run(rollout, Scores(reward, trainable, **extra or {}))
+    return jax.tree.map(np.asarray, experience), jax.tree.map(np.asarray, sums)
+
+
+def first(experience):
+    """The advantage at each row's first token."""
+    return experience.advantage[np.arange(len(experience.reward)), experience.rollout.prompt_length]
+
+
+def extra_of(kind, reward, seed=0):
+    """What the host gives besides rewards; of equal rewards nothing differs."""
+    rng = np.random.default_rng(seed)
+    if kind == "gdpo":
+        return {"parts": np.asarray(reward, np.float32)[:, None]}
+    if kind == "mssr":
+        return {"baseline": rng.random(len(reward)).astype(np.float32)}
+    if kind == "poise":
+        x, y = rng.random((30, baselines.NUM_FEATURES)), rng.random(30)
+        return {"regression": np.concatenate([x.T @ x, (x.T @ y)[:, None]], axis=1).astype(np.float32)}
+    return {}
 
 
 def test_a_rows_advantage_stands_on_its_completion_and_zero_elsewhere():
     rollout = make_rollout([5, 5])
     # Dr. GRPO on rewards 1, 0: +-1/2.
-    experience, _ = assign(rollout, [1, 0], kind="dr_grpo", num_groups=1)
+    experience, _ = assign(rollout, [1, 0], advantage="dr_grpo", num_groups=1)
     for row, value in enumerate([0.5, -0.5]):
         expected = np.zeros(WIDTH)
         expected[rollout.prompt_length[row] : rollout.length[row]] = value
@@ -51,35 +96,49 @@ def test_a_rows_advantage_stands_on_its_completion_and_zero_elsewhere():
     assert experience.ref_logp is None
 
 
-@pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "leave_one_out"])
+@pytest.mark.parametrize("kind", ["grpo", "asymre", "gdpo", "vcpo", "mssr", "poise"])
 def test_groups_are_named_by_group_id_wherever_the_rows_stand(kind):
     rng = np.random.default_rng(1)
     group_id = np.repeat([900, 3, 2**31 - 2, 41], 4)
     reward, order = rng.random(16).astype(np.float32), rng.permutation(16)
-    rollout = make_rollout(group_id)
-    straight, _ = assign(rollout, reward, kind=kind, num_groups=4)
-    shuffled, _ = assign(jax.tree.map(lambda x: x[order], rollout), reward[order], kind=kind, num_groups=4)
+    rollout, extra = make_rollout(group_id), extra_of(kind, reward)
+    shuffled_extra = {name: x if name == "regression" else x[order] for name, x in extra.items()}
+    straight, _ = assign(rollout, reward, advantage=kind, num_groups=4, extra=extra)
+    shuffled, _ = assign(
+        jax.tree.map(lambda x: x[order], rollout), reward[order], advantage=kind, num_groups=4, extra=shuffled_extra
+    )
     np.testing.assert_allclose(shuffled.advantage, straight.advantage[order], rtol=1e-5, atol=1e-6)
-    first = straight.advantage[np.arange(16), rollout.prompt_length]
-    expected = oracle.group_advantages(reward, group_id, np.ones(16, bool), kind)
-    np.testing.assert_allclose(first, expected, rtol=1e-5, atol=1e-6)
+
+    given = {"delta_v": -0.1, "parts": extra.get("parts"), "part_weights": (1.0,), "baseline": extra.get("baseline")}
+    completions = [
+        -rollout.behaviour_logp[i, p:n].astype(np.float64)
+        for i, (p, n) in enumerate(zip(rollout.prompt_length, rollout.length, strict=True))
+    ]
+    given["weight"] = [np.sum((1 - np.exp(-x)) ** 2) for x in completions]
+    if kind == "poise":
+        features = np.array([[1, len(x) / COMPLETION_TOKENS, x.mean(), x.std()] for x in completions])
+        sums = extra["regression"].astype(np.float64)
+        given["baseline"] = features @ np.linalg.solve(sums[:, :-1] + baselines.RIDGE * np.eye(4), sums[:, -1])
+    expected = oracle.group_advantages(reward, group_id, np.ones(16, bool), kind, **given)
+    np.testing.assert_allclose(first(straight), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_equal_text_does_not_merge_groups():
     rollout = make_rollout([0, 0, 1, 1])
     same = jax.tree.map(lambda x: np.repeat(x[:1], 4, axis=0), rollout).replace(group_id=rollout.group_id)
     # Merged, the mean would be 1/2 for all; apart, group 0 is tied at 1 and group 1 is +-1/2 around 1/2.
-    experience, degenerate = assign(same, [1, 1, 1, 0], kind="dr_grpo", num_groups=2)
+    experience, sums = assign(same, [1, 1, 1, 0], advantage="dr_grpo", num_groups=2)
     np.testing.assert_array_equal(experience.advantage[:, rollout.prompt_length[0]], [0, 0, 0.5, -0.5])
-    assert degenerate == 1
+    assert sums["degenerate_groups"] == 1
 
 
-@pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "leave_one_out"])
+@pytest.mark.parametrize("kind", ["grpo", "mc_grpo", "gdpo"])
 def test_tied_groups_are_exactly_zero_and_counted(kind):
     rollout, reward = make_rollout([0, 0, 0, 1, 1, 1]), [0.1, 0.1, 0.1, 0.1, 0.1, 0.2]
-    experience, degenerate = assign(rollout, reward, kind=kind, num_groups=2)
+    extra = extra_of(kind, reward)
+    experience, sums = assign(rollout, reward, advantage=kind, num_groups=2, extra=extra)
     assert (experience.advantage[:3] == 0).all() and (experience.advantage[3:] != 0).any()
-    assert degenerate == 1
+    assert sums["degenerate_groups"] == 1
 
 
 def test_failed_rewards_take_no_part_and_a_group_without_rewards_is_degenerate():
@@ -88,18 +147,229 @@ def test_failed_rewards_take_no_part_and_a_group_without_rewards_is_degenerate()
     rollout = make_rollout(group_id)
     for junk in (0.0, np.nan, 5.0):
         reward = np.where(trainable, [1, 0, 0, 1, 0, 0, 0], junk)
-        experience, degenerate = assign(rollout, reward, trainable, kind="dr_grpo", num_groups=3)
-        first = experience.advantage[np.arange(7), rollout.prompt_length]
-        np.testing.assert_array_equal(first, [0.5, 0, -0.5, 0, 0, 0, 0])
+        experience, sums = assign(rollout, reward, trainable, advantage="dr_grpo", num_groups=3)
+        np.testing.assert_array_equal(first(experience), [0.5, 0, -0.5, 0, 0, 0, 0])
         np.testing.assert_array_equal(experience.reward, [1, 0, 0, 1, 0, 0, 0])
         np.testing.assert_array_equal(experience.trainable, trainable)
-        assert degenerate == 2
+        assert sums["degenerate_groups"] == 2
 
 
 def test_padding_rows_may_carry_any_group_id():
     # Three padding rows with ids of their own, sorting before the two groups of the iteration.
     rollout, trainable = make_rollout([-3, -2, -1, 0, 4, 0, 4]), [False] * 3 + [True] * 4
-    experience, degenerate = assign(rollout, [9, 9, 9, 1, 0, 0, 1], trainable, kind="dr_grpo", num_groups=2)
-    first = experience.advantage[np.arange(7), rollout.prompt_length]
-    np.testing.assert_array_equal(first, [0, 0, 0, 0.5, -0.5, -0.5, 0.5])
-    assert degenerate == 0
+    experience, sums = assign(rollout, [9, 9, 9, 1, 0, 0, 1], trainable, advantage="dr_grpo", num_groups=2)
+    np.testing.assert_array_equal(first(experience), [0, 0, 0, 0.5, -0.5, -0.5, 0.5])
+    assert sums["degenerate_groups"] == 0
+
+
+@pytest.mark.parametrize(("kind", "more"), [("gdpo", True), ("mc_grpo", False), ("poise", False)])
+def test_devices_change_nothing(kind, more):
+    group_id, reward = np.repeat([0, 1, 2, 3], 4), np.random.default_rng(7).random(16).astype(np.float32)
+    rollout, trainable, extra = make_rollout(group_id, seed=8), np.arange(16) % 5 != 3, extra_of(kind, reward)
+    settings = {"advantage": kind, "num_groups": 4} | (SHAPED | RESHAPED if more else {})
+    expected, sums = assign(rollout, reward, trainable, extra=extra, **settings)
+    mesh = mesh_of(EIGHT)
+    rows = jax.device_put((rollout, reward, trainable), sharding.leading(mesh, (rollout, reward, trainable)))
+    place = sharding.replicated if kind == "poise" else sharding.leading
+    experience, sharded_sums = assign(*rows, extra=jax.device_put(extra, place(mesh, extra)), **settings)
+    np.testing.assert_allclose(experience.advantage, expected.advantage, rtol=1e-5, atol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), sharded_sums, sums)
+
+
+# ---- filters and shaping
+
+
+def test_truncated_rows_are_left_out_of_loss_and_baseline():
+    rollout = make_rollout([0, 0, 0, 1, 1, 1]).replace(
+        stop_reason=np.array([STOP_EOS, STOP_EOS, STOP_LENGTH] + [STOP_LENGTH] * 3, np.int8)
+    )
+    experience, sums = assign(
+        rollout, [1, 0, 0, 1, 0, 0], advantage="dr_grpo", num_groups=2, overlong_filter=True, entropy_bonus=2.0
+    )
+    np.testing.assert_array_equal(experience.trainable, [True, True, False, False, False, False])
+    # Of group 0 the first two are left, +-1/2, to which the entropy adds; of group 1 nothing.
+    assert first(experience)[0] >= 0.5 and first(experience)[1] >= -0.5
+    assert (experience.advantage[2:] == 0).all() and sums["degenerate_groups"] == 1
+    everything, _ = assign(rollout, [1, 0, 0, 1, 0, 0], advantage="dr_grpo", num_groups=2)
+    assert everything.trainable.all()
+
+
+@pytest.mark.parametrize("kind", ["dr_grpo", "gdpo"])
+def test_rewards_are_shaped_for_the_advantage_and_stored_as_scored(kind):
+    group_id, reward = np.repeat([0, 1, 2], 5), np.random.default_rng(2).integers(0, 2, 15).astype(np.float32)
+    rollout, trainable = make_rollout(group_id, seed=3), np.arange(15) % 7 != 4
+    extra = extra_of(kind, reward)
+    experience, _ = assign(rollout, reward, trainable, advantage=kind, num_groups=3, extra=extra, **SHAPED)
+    length, correct = rollout.length - rollout.prompt_length, reward >= 1
+    term = shaping_oracle.overlong_penalty(length, COMPLETION_TOKENS, 2)
+    term = term + 0.5 * shaping_oracle.length_reward(length, correct, group_id, trainable)
+    term = term + np.where(correct & (length <= 2), 0.25, 0)
+    given = {"parts": np.stack([reward, term], axis=1), "part_weights": (1.0, 1.0)} if kind == "gdpo" else {}
+    expected = oracle.group_advantages(reward + term, group_id, trainable, kind, **given)
+    np.testing.assert_allclose(first(experience), expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(experience.reward, np.where(trainable, reward, 0))
+
+
+def test_advantages_are_amplified_then_weighed_by_confidence_then_lifted_by_entropy():
+    group_id, reward = np.repeat([0, 1], 4), np.array([1, 0.5, 0, 0, 0, 0, 0, 0], np.float32)
+    rollout = make_rollout(group_id, seed=4)
+    experience, sums = assign(
+        rollout,
+        reward,
+        advantage="dr_grpo",
+        num_groups=2,
+        positive_amplification=3.0,
+        entropy_reweighting=1.0,
+        entropy_bonus=2.0,
+        entropy_bonus_limit=0.4,
+    )
+    # Mean 3/8: the correct row gets 1, the next 3/8, the others -3/8; group 1 is tied and wrong.
+    row = np.array([1, 0.375, -0.375, -0.375, 0, 0, 0, 0])
+    mask = (np.arange(WIDTH) >= rollout.prompt_length[:, None]) & (np.arange(WIDTH) < rollout.length[:, None])
+    entropy = np.where(mask, -rollout.behaviour_logp, 0)
+    row_entropy = entropy.sum(axis=1) / mask.sum(axis=1)
+    row = row * shaping_oracle.entropy_factor(row_entropy, group_id, np.ones(8, bool), 1.0)
+    expected = np.where(mask, row[:, None], 0)
+    expected = expected + shaping_oracle.entropy_bonus(expected, entropy, 2.0, 0.4)
+    np.testing.assert_allclose(experience.advantage, expected, rtol=1e-5, atol=1e-6)
+    assert (experience.advantage[~mask] == 0).all() and (experience.advantage[4:] == 0).all()
+    assert sums["degenerate_groups"] == 1
+
+
+def test_a_group_that_is_all_correct_is_imitated_under_positive_amplification():
+    experience, sums = assign(
+        make_rollout([0, 0, 1, 1]), [1, 1, 0, 0], advantage="grpo", num_groups=2, positive_amplification=3.0
+    )
+    np.testing.assert_array_equal(first(experience), [1, 1, 0, 0])
+    assert sums["degenerate_groups"] == 1
+
+
+def test_what_lies_off_the_completion_moves_nothing():
+    group_id, reward = np.repeat([0, 1], 4), np.random.default_rng(5).random(8)
+    rollout = make_rollout(group_id, seed=6)
+    at = np.arange(WIDTH)[None, :]
+    off = (at < rollout.prompt_length[:, None]) | (at >= rollout.length[:, None])
+    spoilt = rollout.replace(behaviour_logp=np.where(off, np.nan, rollout.behaviour_logp).astype(np.float32))
+    settings = {"advantage": "poise", "entropy_reweighting": 1.0, "entropy_bonus": 2.0, "num_groups": 2}
+    extra = extra_of("poise", reward)
+    experience, sums = assign(spoilt, reward, extra=extra, **settings)
+    expected, sums_expected = assign(rollout, reward, extra=extra, **settings)
+    np.testing.assert_array_equal(experience.advantage, expected.advantage)
+    jax.tree.map(np.testing.assert_array_equal, sums, sums_expected)
+
+
+# ---- what is remembered
+
+
+def rewards_of(total, failed=(), **parts):
+    total = np.array(total, np.float32)
+    outcome = np.zeros(len(total), np.int8)
+    outcome[list(failed)] = OUTCOME_ERROR
+    total[list(failed)] = np.nan
+    return Rewards(total, {name: np.array(part, np.float32) for name, part in parts.items()}, outcome)
+
+
+def test_scores_hold_what_the_advantage_asks_for_and_no_failed_reward():
+    rewards = rewards_of([1, 9, 0.5], failed=[1], a=[0, np.nan, 1], b=[1, 9, 0])
+    scores = credit.Memory(config_of()).scores(rewards, [4])
+    assert scores.parts is scores.baseline is scores.regression is None
+    np.testing.assert_array_equal(scores.reward, [1, 0, 0.5])
+    np.testing.assert_array_equal(scores.trainable, [True, False, True])
+    # Columns in the order of rewards.functions.
+    config = config_of(functions=("b", "a"), weights=(1.0, 0.5), advantage="gdpo")
+    scores = credit.Memory(config).scores(rewards, [4])
+    np.testing.assert_array_equal(scores.parts, [[1, 0], [0, 0], [0, 1]])
+
+
+def test_the_beta_baseline_of_a_question_is_that_before_its_answers_and_survives_a_checkpoint():
+    config = config_of(advantage="mssr", baseline_decay=0.9)
+    memory = credit.Memory(config)
+    # Question 3 is answered by 1 and by one that failed, question 5 by 0 and 0.
+    seen = memory.scores(rewards_of([1, 0, 0, 0], failed=[1]), [3, 5]).baseline
+    np.testing.assert_array_equal(seen, [0.5] * 4)
+    memory.observe(rewards_of([1, 0, 0, 0], failed=[1]), [3, 5], {})
+    resumed = credit.Memory(config)
+    resumed.restore(json.loads(json.dumps(memory.state())))
+    for one in (memory, resumed):
+        baseline = one.scores(rewards_of([1, 1]), [5, 3]).baseline
+        expected = [shaping_oracle.beta_means([0, 0, 1], 0.9)[2], shaping_oracle.beta_means([1, 1], 0.9)[1]]
+        np.testing.assert_allclose(baseline, expected, rtol=1e-6)
+
+
+def test_the_beta_baseline_follows_a_question_that_becomes_easier():
+    memory, rng = credit.Memory(config_of(advantage="mssr", baseline_decay=0.96)), np.random.default_rng(0)
+    errors = []
+    for step in range(400):
+        rate = min(1.0, 0.1 + step / 300)
+        reward = rewards_of([float(rng.random() < rate)])
+        errors.append(float(memory.scores(reward, [0]).baseline[0]) - rate)
+        memory.observe(reward, [0], {})
+    # 25 answers are remembered: it lags by about 25 steps of 1/300, with a deviation of about 0.1 / sqrt(2).
+    assert abs(np.mean(errors[50:])) < 0.1 and np.sqrt(np.mean(np.square(errors[50:]))) < 0.15
+
+
+def test_the_regression_learns_siblings_rewards_after_use_and_survives_a_checkpoint():
+    # Questions 0 and 2 get short answers and are right, 1 and 3 get long ones and are wrong.
+    config = config_of(4, advantage="poise", baseline_decay=0.5)
+    rollout = make_rollout(np.repeat([0, 1, 2, 3], 4))
+    hard = rollout.group_id % 2 == 1
+    rollout = rollout.replace(length=rollout.prompt_length + np.where(hard, 4, 1).astype(np.int32))
+    reward, memory = np.where(hard, 0.0, 1.0), credit.Memory(config)
+    settings = {"advantage": "poise", "baseline_decay": 0.5, "num_groups": 4}
+
+    def iterate():
+        scores = memory.scores(rewards_of(reward), range(4))
+        experience, sums = assign(rollout, reward, extra={"regression": scores.regression}, **settings)
+        memory.observe(rewards_of(reward), range(4), sums)
+        return first(experience), sums["regression"]
+
+    advantage, sums = iterate()
+    np.testing.assert_array_equal(advantage, reward)  # nothing is known yet: the baseline is 0
+    for _ in range(3):
+        advantage, _ = iterate()
+    assert np.abs(advantage).max() < 0.25  # it is predicted now, less what the ridge holds back
+    np.testing.assert_allclose(memory.state()["regression"], (1 + 0.5 + 0.25 + 0.125) * sums, rtol=1e-5)
+    resumed = credit.Memory(config)
+    resumed.restore(json.loads(json.dumps(memory.state())))
+    assert resumed.state() == memory.state()
+
+
+def test_the_regressions_target_is_the_mean_of_the_siblings():
+    rollout = make_rollout([0, 0, 0, 1, 2, 2])
+    reward, trainable = np.array([1, 0, 0.5, 1, 1, 7]), np.array([1, 1, 1, 1, 1, 0], bool)
+    _, sums = assign(rollout, reward, trainable, advantage="poise", num_groups=3, extra=extra_of("poise", reward))
+    # Rows alone in their group take no part. The first feature is 1, so its row counts and adds up.
+    np.testing.assert_allclose(sums["regression"][0, 0], 3)
+    np.testing.assert_allclose(sums["regression"][0, -1], 0.25 + 0.75 + 0.5, rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_program_takes_what_the_host_gives(kind):
+    config = config_of(8, functions=("a", "b"), weights=(1.0, 1.0), advantage=kind)
+    expected = assemble(config, TINY, (257,), mesh_of(ONE)).abstract_scores
+    given = credit.Memory(config).scores(rewards_of(np.ones(64), a=np.ones(64), b=np.ones(64)), range(8))
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), given) == jax.tree.map(lambda x: (x.shape, x.dtype), expected)
+
+
+def test_a_run_remembers_over_a_stop_what_was_answered(tmp_path, monkeypatch):
+    ghosts.haunt(monkeypatch)
+    settings = {
+        "prompts": {"size": 8, "retire_pass_rate": 0.9},
+        "rollout": {"prompts_per_iteration": 8, "group_size": 1},
+        "update": {"batch_size": 8, "micro_batch_size": 8},
+        "rewards": {"num_workers": 1},
+        "credit": {"advantage": "mssr"},
+        "checkpoint": {"export": False},
+        "metrics": {"tensorboard": False},
+    }
+    for iterations in (1, 2):
+        assert train.train(freeze(settings | {"num_iterations": iterations}), tmp_path) == 0
+        saved = json.loads((tmp_path / "checkpoints" / str(iterations) / "host" / "metadata").read_text())
+        # Every question is asked once an iteration, and ghosts are wrong: a = 0.9 a, b = 0.9 b + 1 from 1, 1.
+        assert len(saved["memory"]["counts"]) == 8
+        expected = {1: [0.9, 1.9], 2: [0.81, 2.71]}[iterations]
+        for _, *counts in saved["memory"]["counts"]:
+            np.testing.assert_allclose(counts, expected, rtol=1e-6)
+        assert sorted(saved["stream"]["answers"]) == [[q, 0, iterations] for q in range(8)]
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["prompts/retired"] for row in rows] == [0, 0]

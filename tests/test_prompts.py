@@ -151,6 +151,50 @@ def test_long_prompts_are_refused_or_counted_and_left_out():
         encode_examples(examples, ByteTokenizer(), PromptsConfig(max_tokens=1, long_prompt="skip"))
 
 
+def retiring(num, rate=0.75, **settings):
+    return PromptStream(encoded(num), PromptsConfig(max_tokens=6, retire_pass_rate=rate, **settings), seed=0)
+
+
+def observe(questions, outcomes):
+    """``outcomes``: question -> passes of its answers, None where the reward failed."""
+    flat = [passed for group in outcomes.values() for passed in group]
+    passed, scored = np.array([p is True for p in flat]), np.array([p is not None for p in flat])
+    questions.observe(list(outcomes), passed, scored)
+
+
+def test_solved_questions_are_not_asked_again_and_ids_stay_positions():
+    questions = retiring(4, shuffle=False)
+    assert answers(questions.next_batch(4)) == [0, 1, 2, 3]
+    # Pass rates 1, 3/4, 1/2; of question 3 nothing is known.
+    observe(questions, {0: [True] * 4, 1: [True] * 3 + [False], 2: [True, False] * 2, 3: [None] * 4})
+    assert questions.retired() == {0, 1}
+    batch = questions.next_batch(3)
+    assert answers(batch) == [2, 3, 2] and batch.prompt_id.tolist() == [6, 7, 10]
+    assert [questions.question(i) for i in batch.prompt_id] == [2, 3, 2]
+    # All answers count: 5 of 8, then 9 of 12.
+    observe(questions, {2: [True] * 3 + [False]})
+    assert questions.retired() == {0, 1}
+    observe(questions, {2: [True] * 4})
+    assert questions.retired() == {0, 1, 2}
+
+
+def test_when_everything_is_solved_everything_is_asked_again():
+    questions = retiring(3, shuffle=False)
+    observe(questions, {i: [True] for i in range(3)})
+    assert answers(questions.next_batch(4)) == [0, 1, 2, 0]
+
+
+def test_what_was_solved_survives_a_checkpoint_and_nothing_is_counted_unasked():
+    questions, resumed = retiring(50), retiring(50)
+    observe(questions, {questions.question(i): [True, i % 2 == 0] for i in range(10)})
+    resumed.restore(json.loads(json.dumps(questions.state())))
+    assert len(resumed.retired()) == 5
+    assert_equal_batches(resumed.next_batch(100), questions.next_batch(100))
+    plain = stream(3)
+    observe(plain, {0: [True]})
+    assert plain.state()["answers"] == []
+
+
 def test_a_prompt_without_tokens_is_refused():
     with pytest.raises(ConfigError, match="f:1: the prompt has no token"):
         encode_examples([Example("", {}, "f:1")], ByteTokenizer(), PromptsConfig(chat_template=False))

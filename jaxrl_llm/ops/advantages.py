@@ -1,10 +1,17 @@
-"""Advantages of rollouts from the rewards of their group.
+"""Advantages of rollouts: rewards less a baseline, over a scale.
+
+Small functions from a value per row to a value per row, each over a set of rows (the samples of a prompt, or
+the whole batch as one group), and ``estimate``, where the named estimators are written as what they are made of.
 
 Owns: baselines and scales over groups. Does not know: tokens, masks, where rewards come from.
-Letters: B rows, Q groups. Groups are named by an index per row, never by position.
+Letters: B rows, Q groups, K reward parts. Groups are named by an index per row, never by position. A row that is
+not valid takes no part in any sum and comes out 0.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,53 +19,184 @@ import jax.numpy as jnp
 STD_EPSILON = 1e-6
 
 
-def group_advantages(
-    reward: jax.Array, group_index: jax.Array, valid: jax.Array, *, num_groups: int, kind: str
-) -> tuple[jax.Array, jax.Array]:
-    """Reward against the other rewards of its group; mean, std and n are over the group's valid members.
+class Groups(NamedTuple):
+    """Which rows belong together.
 
-        "grpo"           A_i = (r_i - mean) / (std + 1e-6)        population std (ddof = 0)
-        "dr_grpo"        A_i = r_i - mean
-        "leave_one_out"  A_i = r_i - mean of the others = n / (n - 1) * (r_i - mean)
+    Sums run over the membership table rather than a scatter, whose order of addition varies on a GPU.
+    """
 
-    A tied group (max == min) gives exactly 0, and so do a group with fewer than 2 valid members and a row
-    that is not valid. The tie is tested explicitly: in float32 the mean of equal rewards need not equal
-    them, and a tiny std would amplify what is left.
+    index: jax.Array  # [B] i32 in [0, Q)
+    member: jax.Array  # [Q, B] bool, valid rows of each group
 
-    Sums run over a [Q, B] membership table rather than a scatter, whose order of addition varies on a GPU.
+    @property
+    def valid(self) -> jax.Array:
+        """[B] bool."""
+        return jnp.any(self.member, axis=0)
+
+
+def group_rows(index: jax.Array, valid: jax.Array, num_groups: int) -> Groups:
+    """``Groups`` of rows with ``index`` [B] i32 in [0, Q) and ``valid`` [B] bool."""
+    return Groups(index, (index[None, :] == jnp.arange(num_groups)[:, None]) & valid[None, :])
+
+
+def whole_batch(groups: Groups) -> Groups:
+    """All valid rows of the groups as one group, Q = 1; its ``member`` is [B] valid rows with a leading axis."""
+    return Groups(jnp.zeros_like(groups.index), groups.valid[None, :])
+
+
+def group_sum(value: jax.Array, groups: Groups) -> jax.Array:
+    """Sum of ``value`` [B] f32 over the valid rows of each row's group, [B] f32."""
+    return jnp.sum(jnp.where(groups.member, value[None, :], 0.0), axis=1)[groups.index]
+
+
+def group_count(groups: Groups) -> jax.Array:
+    """Valid rows of each row's group, [B] f32."""
+    return jnp.sum(groups.member, axis=1).astype(jnp.float32)[groups.index]
+
+
+def group_range(value: jax.Array, groups: Groups) -> tuple[jax.Array, jax.Array]:
+    """Lowest and highest ``value`` [B] f32 of each row's group, each [B] f32; inf and -inf for an empty group."""
+    lowest = jnp.min(jnp.where(groups.member, value[None, :], jnp.inf), axis=1)
+    highest = jnp.max(jnp.where(groups.member, value[None, :], -jnp.inf), axis=1)
+    return lowest[groups.index], highest[groups.index]
+
+
+def is_untied(value: jax.Array, groups: Groups) -> jax.Array:
+    """[B] bool, valid rows in whose group not all values are equal (so there are at least two).
+
+    Tested by comparison: in float32 the mean of equal values need not equal them, and a tiny standard deviation
+    would amplify what is left.
+    """
+    lowest, highest = group_range(value, groups)
+    return groups.valid & (highest > lowest)
+
+
+def minus_mean(value: jax.Array, groups: Groups, weight: jax.Array | None = None) -> jax.Array:
+    """``value - sum(w value) / sum(w)`` over the group; exactly 0 in a tied group.
+
+    Args:
+        value: [B] f32; finite where valid.
+        groups: of the B rows.
+        weight: [B] f32, not negative; None = all 1, and so for a group whose weights are all 0.
+
+    Returns:
+        [B] f32.
+    """
+    weight = jnp.ones_like(value) if weight is None else weight
+    weight = jnp.where(group_sum(weight, groups) > 0, weight, 1.0)
+    mean = group_sum(weight * jnp.where(groups.valid, value, 0.0), groups) / jnp.maximum(
+        group_sum(weight, groups), jnp.finfo(jnp.float32).tiny
+    )
+    return jnp.where(is_untied(value, groups), value - mean, 0.0)
+
+
+def minus_median(value: jax.Array, groups: Groups) -> jax.Array:
+    """``value - median`` of the group (of an even number, the mean of the middle two), [B] f32; 0 in a tied group."""
+    # One sort of the rows by group and value; a sort of the table would gather it over the mesh.
+    num_groups = groups.member.shape[0]
+    _, ordered = jax.lax.sort((jnp.where(groups.valid, groups.index, num_groups), value), num_keys=2)
+    count = jnp.sum(groups.member, axis=1)
+    start = jnp.cumsum(count) - count
+    at = lambda i: ordered[jnp.minimum(start + jnp.maximum(i, 0), value.shape[0] - 1)]  # noqa: E731
+    median = (0.5 * (at((count - 1) // 2) + at(count // 2)))[groups.index]
+    return jnp.where(is_untied(value, groups), value - median, 0.0)
+
+
+def mean_of_others(value: jax.Array, groups: Groups) -> jax.Array:
+    """Mean of ``value`` [B] f32 over the other valid rows of the group, [B] f32; 0 where there is none."""
+    own = jnp.where(groups.valid, value, 0.0)
+    others = group_count(groups) - groups.valid.astype(jnp.float32)
+    return jnp.where(others > 0, (group_sum(value, groups) - own) / jnp.maximum(others, 1.0), 0.0)
+
+
+def over_std(value: jax.Array, groups: Groups) -> jax.Array:
+    """``value / (std + 1e-6)`` with the population standard deviation of the group's values, [B] f32.
+
+    Take the mean away first: where all values are equal, only zeros stay what they are.
+    """
+    value = jnp.where(groups.valid, value, 0.0)
+    variance = group_sum(jnp.square(minus_mean(value, groups)), groups) / jnp.maximum(group_count(groups), 1.0)
+    return value / (jnp.sqrt(variance) + STD_EPSILON)
+
+
+def estimate(
+    reward: jax.Array,
+    groups: Groups,
+    *,
+    kind: str,
+    delta_v: float = 0.0,
+    parts: jax.Array | None = None,
+    part_weights: Sequence[float] = (),
+    weight: jax.Array | None = None,
+    baseline: jax.Array | None = None,
+) -> jax.Array:
+    """Advantage of each row; mean, std and n are over the valid rows of the group, or of the batch where it says so.
+
+        "grpo"           (r - mean) / std                                                              [1]
+        "dr_grpo"        r - mean                                                                      [2]
+        "leave_one_out"  r - mean of the others = n / (n - 1) (r - mean)                               [3]
+        "reinforce_pp"   (r - mean of the batch) / std of the batch                                    [4]
+        "brorl"          a / std of the batch, a = r - mean                                            [5]
+        "asymre"         r - (mean + delta_v)                                                          [6]
+        "mc_grpo"        r - median                                                                    [7]
+        "gdpo"           a / std of the batch, a = sum_k weight_k (r_k - mean) / std of part k         [8]
+        "vcpo"           r - sum(w r) / sum(w), w = ``weight``                                         [9]
+        "mssr"           a whitened over the batch, a = r - v, v = ``baseline`` of the row             [10]
+        "poise"          r - mean of the others' g, g = ``baseline``                                   [11]
+
+    In a tied group (max == min) all but four are exactly 0, and so they are with fewer than 2 valid rows. The
+    four: "reinforce_pp" and "mssr" compare with the batch or with earlier answers and are 0 where the batch is
+    tied; "poise" compares with a prediction; "asymre" gives every row of a tied group -delta_v, for at
+    delta_v < 0 it imitates what it cannot tell apart. The last two are 0 with fewer than 2 valid rows.
 
     Args:
         reward: [B] f32, unitless; finite where valid, ignored elsewhere.
-        group_index: [B] i32 in [0, Q).
-        valid: [B] bool, rows whose reward is known.
-        num_groups: Q.
-        kind: one of the three above.
+        groups: of the B rows.
+        kind: one of the above.
+        delta_v: for "asymre", below 0: successes weigh more than failures.
+        parts: [B, K] f32 for "gdpo", the rewards that were added up; finite where valid.
+        part_weights: K of them.
+        weight: [B] f32 for "vcpo", squared norm of the gradient of the row's log-probability.
+        baseline: [B] f32; for "mssr" the reward expected of the row's question before it was answered, for
+            "poise" the reward that the row's own features predict of its siblings.
 
     Returns:
-        advantage: [B] f32, in units of reward ("grpo": of the group's std).
-        has_signal: [Q] bool, groups with an advantage other than 0.
+        [B] f32, 0.0 where not valid; in units of reward or, where divided by one, of a standard deviation.
 
-    Source: Shao et al. 2024, arXiv:2402.03300, section 4.1.2; mean alone, Liu et al. 2025, arXiv:2503.20783;
-        leave-one-out, Ahmadian et al. 2024, arXiv:2402.14740. Differs: the explicit tie, the valid members.
+    Source: [1] Shao et al. 2024, arXiv:2402.03300, section 4.1.2; [2] Liu et al. 2025, arXiv:2503.20783;
+        [3] Ahmadian et al. 2024, arXiv:2402.14740; [4] Hu 2025, arXiv:2501.03262, global normalisation;
+        [5] arXiv:2510.01180; [6] Arnal et al. 2025, arXiv:2506.20520; [7] arXiv:2601.22582;
+        [8] arXiv:2601.05242; [9] arXiv:2602.17616; [10] arXiv:2512.18215; [11] arXiv:2605.07579.
+    Differs: the explicit tie, the valid rows, 1e-6 in every divisor ([8] has 1e-4). [7] divides by the median
+        absolute deviation + 1e-3, which is 0 for two-valued rewards in an odd group, and would give 1000; here the
+        scale is 1. It samples one rollout more and drops the median one; here that row is in the loss with
+        advantage 0. [11] has two rollouts a prompt; the mean over the others for more is ours.
     """
-    member_QB = (group_index[None, :] == jnp.arange(num_groups)[:, None]) & valid[None, :]
-    reward = jnp.where(valid, reward, 0.0)
-    count_Q = jnp.sum(member_QB, axis=1)
-    highest_Q = jnp.max(jnp.where(member_QB, reward[None, :], -jnp.inf), axis=1)
-    lowest_Q = jnp.min(jnp.where(member_QB, reward[None, :], jnp.inf), axis=1)
-    has_signal_Q = (count_Q >= 2) & (highest_Q > lowest_Q)
+    batch = whole_batch(groups)
+    has_others = groups.valid & (group_count(groups) > 1)
+    reward = jnp.where(groups.valid, reward, 0.0)
 
-    divisor_Q = jnp.maximum(count_Q, 1).astype(jnp.float32)
-    mean_Q = jnp.sum(jnp.where(member_QB, reward[None, :], 0.0), axis=1) / divisor_Q
-    centred = reward - mean_Q[group_index]
-    if kind == "grpo":
-        variance_Q = jnp.sum(jnp.where(member_QB, jnp.square(centred)[None, :], 0.0), axis=1) / divisor_Q
-        scale_Q = 1.0 / (jnp.sqrt(variance_Q) + STD_EPSILON)
-    elif kind == "dr_grpo":
-        scale_Q = jnp.ones_like(mean_Q)
-    elif kind == "leave_one_out":
-        scale_Q = divisor_Q / jnp.maximum(divisor_Q - 1.0, 1.0)
-    else:
-        raise ValueError(f"kind={kind!r} is not one of 'grpo', 'dr_grpo', 'leave_one_out'")
-    advantage = jnp.where(valid & has_signal_Q[group_index], centred * scale_Q[group_index], 0.0)
-    return advantage, has_signal_Q
+    def parts_over_their_std() -> jax.Array:
+        columns = zip(part_weights, jnp.moveaxis(jnp.where(groups.valid[:, None], parts, 0.0), 1, 0), strict=True)
+        return sum(w * over_std(minus_mean(part, groups), groups) for w, part in columns)
+
+    kinds = {
+        "grpo": lambda: over_std(minus_mean(reward, groups), groups),
+        "dr_grpo": lambda: minus_mean(reward, groups),
+        "leave_one_out": lambda: minus_mean(reward, groups) * _over_others(group_count(groups)),
+        "reinforce_pp": lambda: over_std(minus_mean(reward, batch), batch),
+        "brorl": lambda: over_std(minus_mean(reward, groups), batch),
+        "asymre": lambda: jnp.where(has_others, minus_mean(reward, groups) - delta_v, 0.0),
+        "mc_grpo": lambda: minus_median(reward, groups),
+        "gdpo": lambda: over_std(parts_over_their_std(), batch),
+        "vcpo": lambda: minus_mean(reward, groups, weight),
+        "mssr": lambda: over_std(minus_mean(reward - baseline, batch), batch),
+        "poise": lambda: jnp.where(has_others, reward - mean_of_others(baseline, groups), 0.0),
+    }
+    if kind not in kinds:
+        raise ValueError(f"kind={kind!r} is not one of {', '.join(map(repr, kinds))}")
+    return kinds[kind]()
+
+
+def _over_others(count: jax.Array) -> jax.Array:
+    return count / jnp.maximum(count - 1.0, 1.0)

@@ -1,0 +1,71 @@
+"""Baselines that need more than the rewards of a group: gradient norms and predictions from a row's features.
+
+Owns: features of a row, ridge regression from running sums, a stand-in for gradient norms. Does not know: how a
+baseline is used (advantages), who keeps the sums. Letters: B rows, T row width, F features.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+NUM_FEATURES = 4
+RIDGE = 1.0
+
+
+def gradient_square(logp: jax.Array, mask: jax.Array) -> jax.Array:
+    """Stand-in for the squared norm of the gradient of a row's log-probability.
+
+        sum over the completion of (1 - p)^2,   p = exp(logp)
+
+    The gradient by the logits of one token is onehot - probabilities; (1 - p)^2 is the share of the taken token in
+    its squared norm. The other tokens' share, the Jacobian below the logits and the products of different
+    positions are left out: exact norms need a backward pass for every row. The form is ours.
+
+    Args:
+        logp: [B, T] f32 nats of the taken tokens.
+        mask: [B, T] bool, the completion.
+
+    Returns:
+        [B] f32, not negative.
+    """
+    return jnp.sum(jnp.where(mask, jnp.square(jnp.expm1(jnp.where(mask, logp, 0.0))), 0.0), axis=1)
+
+
+def row_features(logp: jax.Array, mask: jax.Array, *, max_length: int) -> jax.Array:
+    """What a rollout tells about how hard its question is.
+
+        1, length / max_length, mean and standard deviation of -logp over the completion
+
+    Args:
+        logp: [B, T] f32 nats of the taken tokens under the policy that took them.
+        mask: [B, T] bool, the completion.
+        max_length: longest completion, tokens.
+
+    Returns:
+        [B, F] f32.
+
+    Source: arXiv:2605.07579 (hidden states and statistics of token entropies). Differs: what a rollout carries
+        already; the choice is ours.
+    """
+    length = jnp.sum(mask, axis=1).astype(jnp.float32)
+    surprise = jnp.where(mask, -logp, 0.0)
+    mean = jnp.sum(surprise, axis=1) / jnp.maximum(length, 1.0)
+    square = jnp.sum(jnp.where(mask, jnp.square(surprise - mean[:, None]), 0.0), axis=1) / jnp.maximum(length, 1.0)
+    return jnp.stack([jnp.ones_like(length), length / max_length, mean, jnp.sqrt(square)], axis=1)
+
+
+def regression_sums(features: jax.Array, target: jax.Array, valid: jax.Array) -> jax.Array:
+    """``sum_b x_b [x_b, y_b]`` over valid rows: all that least squares needs to know, [F, F + 1] f32.
+
+    Sums of several batches add up, and old ones may be discounted.
+    """
+    features = jnp.where(valid[:, None], features, 0.0)
+    columns = jnp.concatenate([features, jnp.where(valid, target, 0.0)[:, None]], axis=1)
+    return jnp.sum(features[:, :, None] * columns[:, None, :], axis=0)
+
+
+def ridge_predict(features: jax.Array, sums: jax.Array, *, ridge: float = RIDGE) -> jax.Array:
+    """``x (X'X + ridge I)^-1 X'y`` of each row, [B] f32, with X'X and X'y from ``sums`` [F, F + 1]; 0 without data."""
+    coefficients = jnp.linalg.solve(sums[:, :-1] + ridge * jnp.eye(sums.shape[0]), sums[:, -1])
+    return jnp.sum(features * coefficients[None, :], axis=1)

@@ -1,0 +1,88 @@
+import jax
+import numpy as np
+from reference import shaping as oracle
+
+from jaxrl_llm.ops import shaping
+from jaxrl_llm.ops.advantages import group_rows
+
+length_reward = jax.jit(shaping.length_reward)
+entropy_factor = jax.jit(shaping.entropy_factor)
+
+
+def rows(seed=0, n=40, num_groups=7):
+    rng = np.random.default_rng(seed)
+    group, valid = rng.integers(0, num_groups, n).astype(np.int32), rng.random(n) < 0.8
+    length = rng.integers(1, 17, n).astype(np.int32)
+    return group, valid, length, rng.random(n) < 0.5, group_rows(group, valid, num_groups)
+
+
+def test_overlong_penalty_by_hand_and_by_loops():
+    # Limit 10, buffer 4: free up to 6, then a quarter a token; truncation at 10 costs 1.
+    penalty = shaping.overlong_penalty(np.array([1, 6, 7, 9, 10]), max_length=10, buffer=4)
+    np.testing.assert_array_equal(penalty, [0, 0, -0.25, -0.75, -1])
+    length = np.arange(1, 17)
+    for buffer in (1, 5, 16):
+        expected = oracle.overlong_penalty(length, 16, buffer)
+        np.testing.assert_allclose(shaping.overlong_penalty(length, max_length=16, buffer=buffer), expected, atol=1e-7)
+
+
+def test_length_reward_prefers_the_short_and_never_rewards_a_wrong_answer():
+    group = group_rows(np.zeros(4, np.int32), np.ones(4, bool), 1)
+    correct = np.array([True, False, True, False])
+    # Lengths 2..10: 1/2, 1/4, -1/4, -1/2; the wrong one of length 4 gets none of its 1/4.
+    value = length_reward(np.array([2, 4, 8, 10]), correct, group)
+    np.testing.assert_allclose(value, [0.5, 0, -0.25, -0.5])
+    assert not np.any(length_reward(np.full(4, 3), correct, group))
+    group, valid, length, correct, groups = rows()
+    expected = oracle.length_reward(length, correct, group, valid)
+    np.testing.assert_allclose(length_reward(length, correct, groups), expected, atol=1e-6)
+
+
+def test_short_bonus_is_for_correct_answers_within_the_target():
+    length, correct = np.array([3, 3, 4, 9]), np.array([True, False, True, True])
+    np.testing.assert_array_equal(shaping.short_bonus(length, correct, target=4, bonus=0.5), [0.5, 0, 0.5, 0])
+
+
+def test_positive_amplification_by_the_rule():
+    correct = np.array([True, True, False, False, False])
+    amplified = shaping.amplify_positive(np.array([0.2, -0.3, 0.2, 0.0, -0.3]), correct, factor=3.0)
+    np.testing.assert_allclose(amplified, [1, 1, 0.6, 0, -0.3], rtol=1e-6)
+
+
+def test_entropy_factor_prefers_the_sure_and_turns_no_sign():
+    group = group_rows(np.zeros(2, np.int32), np.ones(2, bool), 1)
+    # Mean 2: 1 + (2 - 1)/2 and 1 - (3 - 2)/2; ten times as strong the second would be -4.
+    np.testing.assert_allclose(entropy_factor(np.array([1.0, 3.0]), group, strength=1.0), [1.5, 0.5])
+    np.testing.assert_allclose(entropy_factor(np.array([1.0, 3.0]), group, strength=10.0), [6, 0])
+    np.testing.assert_array_equal(entropy_factor(np.zeros(2), group, strength=1.0), [1, 1])
+    group, valid, length, _, groups = rows(1)
+    entropy = np.float32(length / 7)
+    expected = oracle.entropy_factor(entropy, group, valid, 1.0)
+    np.testing.assert_allclose(entropy_factor(entropy, groups, strength=1.0), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_entropy_bonus_is_the_smaller_of_both_and_nothing_where_there_is_no_advantage():
+    rng = np.random.default_rng(2)
+    advantage = rng.normal(size=(5, 6)).astype(np.float32)
+    entropy = rng.random((5, 6)).astype(np.float32)
+    advantage[2] = 0
+    bonus = shaping.entropy_bonus(advantage, entropy, coefficient=2.0, limit=0.4)
+    np.testing.assert_allclose(bonus, oracle.entropy_bonus(advantage, entropy, 2.0, 0.4), rtol=1e-6)
+    assert not np.any(bonus[2]) and np.min(bonus) >= 0
+    # With a limit above 1 no sign turns round.
+    gentle = advantage + shaping.entropy_bonus(advantage, 100 * entropy, coefficient=2.0, limit=2.0)
+    np.testing.assert_array_equal(np.sign(gentle), np.sign(advantage))
+
+
+def test_order_of_rows_changes_nothing():
+    group, valid, length, correct, _ = rows(3)
+    order = np.random.default_rng(4).permutation(len(group))
+    entropy = np.float32(length / 5)
+
+    def both(group, valid, length, correct, entropy):
+        groups = group_rows(group, valid, 7)
+        return length_reward(length, correct, groups), entropy_factor(entropy, groups, strength=1.0)
+
+    columns = (group, valid, length, correct, entropy)
+    for straight, shuffled in zip(both(*columns), both(*(x[order] for x in columns)), strict=True):
+        np.testing.assert_allclose(shuffled, straight[order], rtol=1e-5, atol=1e-6)

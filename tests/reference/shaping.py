@@ -1,0 +1,61 @@
+"""What is added to rewards and done to advantages, by loops in float64."""
+
+import numpy as np
+from reference.advantages import mean, members_of
+
+
+def overlong_penalty(length, max_length, buffer):
+    result = []
+    for n in np.asarray(length).tolist():
+        if n <= max_length - buffer:
+            result.append(0.0)
+        elif n <= max_length:
+            result.append((max_length - buffer - n) / buffer)
+        else:
+            result.append(-1.0)
+    return np.array(result)
+
+
+def length_reward(length, correct, group, valid):
+    result = np.zeros(len(length))
+    for members in members_of(group, valid):
+        lengths = [int(length[i]) for i in members]
+        if max(lengths) == min(lengths):
+            continue
+        for i in members:
+            value = 0.5 - (int(length[i]) - min(lengths)) / (max(lengths) - min(lengths))
+            result[i] = value if correct[i] else min(0.0, value)
+    return result
+
+
+def entropy_factor(row_entropy, group, valid, strength):
+    result = np.ones(len(row_entropy))
+    for members in members_of(group, valid):
+        centre = mean([float(row_entropy[i]) for i in members])
+        for i in members:
+            if centre > 0:
+                result[i] = max(0.0, 1 + strength * (centre - float(row_entropy[i])) / centre)
+    return result
+
+
+def entropy_bonus(advantage, entropy, coefficient, limit):
+    result = np.zeros(np.shape(advantage))
+    for at in np.ndindex(*result.shape):
+        result[at] = min(abs(float(advantage[at])) / limit, coefficient * float(entropy[at]))
+    return result
+
+
+def beta_means(rewards, decay):
+    """Baseline before each of a question's rewards, in order."""
+    a = b = 1.0
+    means = []
+    for reward in rewards:
+        means.append(a / (a + b))
+        a, b = decay * a + reward, decay * b + 1 - reward
+    return means
+
+
+def ridge(features, target, ridge):
+    """Coefficients by the normal equations."""
+    features, target = np.asarray(features, np.float64), np.asarray(target, np.float64)
+    return np.linalg.solve(features.T @ features + ridge * np.eye(features.shape[1]), features.T @ target)
