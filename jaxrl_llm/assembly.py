@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm import credit, optim, publish, replay, rng, sharding
 from jaxrl_llm.config import Config, ConfigError
+from jaxrl_llm.models import kernels
 from jaxrl_llm.models.presets import Architecture
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.programs import Program
@@ -213,7 +214,8 @@ def assemble(config: Config, arch: Architecture, eos_ids: tuple[int, ...], mesh:
             f"prompts.max_tokens={config.prompts.max_tokens} + sampling.max_completion_tokens="
             f"{config.sampling.max_completion_tokens} must be at most the model's {arch.max_positions} positions"
         )
-    model = Model(arch, config.model.compute_dtype, config.model.remat)
+    attention = kernels.choose(config.model.attention, mesh.devices.flat[0], config.model.compute_dtype, arch.head_size)
+    model = Model(arch, config.model.compute_dtype, config.model.remat, attention)
     optimizer = optim.make(config.optimizer, config.num_updates)
     shards = sharding.num_data_shards(mesh)
     sampler = Sampler(

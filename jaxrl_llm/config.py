@@ -35,6 +35,8 @@ class ModelConfig:
     compute_dtype: str = "float32"
     # What the backward pass recomputes: "none" keeps all, "dots" keeps matmul outputs, "full" keeps layer inputs.
     remat: str = "full"
+    # "auto" takes a flash kernel where the devices have one (TPU; NVIDIA in bfloat16), "xla" plain matmuls everywhere.
+    attention: str = "auto"
 
 
 @dataclasses.dataclass(frozen=True)

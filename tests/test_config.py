@@ -12,6 +12,7 @@ import json
 import pathlib
 import re
 import time
+import types
 
 import ghosts
 import jax
@@ -176,6 +177,11 @@ def model(config, folder, monkeypatch):
     return pretrained.resolve(config.model.path).architecture()
 
 
+def kernel_of_a_tpu(config, folder, monkeypatch):
+    tpu = types.SimpleNamespace(shape=mesh_of(ONE).shape, devices=np.array([types.SimpleNamespace(platform="tpu")]))
+    return assemble(config, TINY, (257,), tpu).model.attention
+
+
 def loaded(config, folder, monkeypatch):
     """Token ids of the questions, held out and in the stream's order, and what was skipped."""
     train, held_out, skipped = questions(config, ByteTokenizer())
@@ -272,6 +278,7 @@ ALIVE = {
     "model.path": ("random:debug_wide", model, {}),
     "model.compute_dtype": ("bfloat16", program("decode"), {}),
     "model.remat": ("none", program("update"), {}),
+    "model.attention": ("xla", kernel_of_a_tpu, {}),
     "prompts.source": ("letters", loaded, FOUR),
     "prompts.name": ("five.jsonl", loaded, FOUR),
     "prompts.arguments": ({"min_terms": 6, "max_terms": 6}, loaded, GYM),
