@@ -88,7 +88,7 @@ def test_the_defaults_are_a_config():
         ({"sampling": {"top_p": 0}}, "sampling.top_p=0.0 must be more than 0.0 and at most 1.0"),
         ({"optimizer": {"learning_rate": float("inf")}}, "optimizer.learning_rate=inf must be at least 0.0"),
         ({"rollout": {"group_size": 1}}, "rollout.group_size=1 must be at least 2"),
-        ({"model": {"remat": "some"}}, "model.remat='some' is not one of 'none', 'dots', 'full'"),
+        ({"model": {"remat": "some"}}, "model.remat='some' is not one of 'none', 'dots', 'full', 'auto'"),
         ({"update": {"micro_batch_size": 24}}, "update.micro_batch_size=24 must divide update.batch_size=64"),
         ({"replay": {"capacity": 32}}, "replay.capacity=32 must be at least update.batch_size=64"),
         ({"replay": {"capacity": 96}}, "replay.capacity=96 must be a multiple of the 64 rollouts"),
