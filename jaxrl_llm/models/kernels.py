@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jaxrl_llm import sharding
 
 LANES = 128
-# Of the block sizes that divide a row, the largest: fewer passes over the keys; larger ones crowd the vector memory.
+# Of the block sizes that divide a row, the largest: fewer passes over the keys. Compiled for chips, not timed on one.
 BLOCKS = (512, 256, 128)
 
 
@@ -36,7 +36,7 @@ def choose(setting: str, device: Any, compute_dtype: str, head_size: int) -> str
         return "xla"
     if device.platform == "tpu":
         return "splash"
-    # AMD's are called gfx90a and such.
+    # A number on NVIDIA; AMD's are called gfx90a and such.
     generation = str(getattr(device, "compute_capability", "")).partition(".")[0]
     ampere = device.platform == "gpu" and generation.isdigit() and int(generation) >= 8
     fits = compute_dtype == "bfloat16" and head_size % 8 == 0 and head_size <= 128  # what cuDNN's kernels take
