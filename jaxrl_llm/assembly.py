@@ -18,10 +18,11 @@ from jax.sharding import Mesh
 
 from jaxrl_llm import credit, optim, publish, replay, rng, sharding
 from jaxrl_llm.config import Config, ConfigError
+from jaxrl_llm.models import kernels
 from jaxrl_llm.models.presets import Architecture
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.ops.baselines import NUM_FEATURES
-from jaxrl_llm.programs import Program
+from jaxrl_llm.programs import Program, in_use_bytes, memory
 from jaxrl_llm.sampler import Sampler
 from jaxrl_llm.types import STOP_LENGTH, STOP_STRING, Experience, RingState, Rollout, Scores, TrainState
 from jaxrl_llm.update import Update
@@ -210,7 +211,9 @@ def assemble(config: Config, arch: Architecture, eos_ids: tuple[int, ...], mesh:
             f"prompts.max_tokens={config.prompts.max_tokens} + sampling.max_completion_tokens="
             f"{config.sampling.max_completion_tokens} must be at most the model's {arch.max_positions} positions"
         )
-    model = Model(arch, config.model.compute_dtype, config.model.remat)
+    attention = kernels.choose(config.model.attention, mesh.devices.flat[0], config.model.compute_dtype, arch.head_size)
+    remat = "full" if config.model.remat == "auto" else config.model.remat
+    model = Model(arch, config.model.compute_dtype, remat, attention)
     optimizer = optim.make(config.optimizer, config.num_updates)
     shards = sharding.num_data_shards(mesh)
     sampler = Sampler(
@@ -234,6 +237,32 @@ def assemble(config: Config, arch: Architecture, eos_ids: tuple[int, ...], mesh:
         eval_sampler=eval_sampler(config, sampler) if config.eval.num_prompts else None,
         update=Update(config.update, config.sampling, model, optimizer, shards, config.rows_per_draw),
     )
+
+
+def keep_what_fits(
+    run: Run, compiled: dict[str, jax.stages.Compiled], limit: int | None
+) -> dict[str, jax.stages.Compiled]:
+    """For ``model.remat="auto"``: the run's compiled programs with the update that recomputes least and fits.
+
+    Args:
+        compiled: every program of the run, its update recomputing all.
+        limit: bytes of a device; None = not known, and then all is recomputed.
+    """
+    if run.config.model.remat != "auto" or limit is None:
+        return compiled
+    memories = {name: memory(program) for name, program in compiled.items()}
+    for remat in ("none", "dots"):
+        model = dataclasses.replace(run.model, remat=remat)
+        other = dataclasses.replace(run, model=model, update=dataclasses.replace(run.update, model=model))
+        try:
+            update = other.programs()["update"].lower(run.mesh).compile()
+        except jax.errors.JaxRuntimeError as error:
+            if "Ran out of memory" not in str(error):
+                raise
+            continue  # the TPU compiler refuses what a chip cannot hold
+        if in_use_bytes(memories | {"update": memory(update)})["update"] <= limit:
+            return compiled | {"update": update}
+    return compiled
 
 
 def eval_sampler(config: Config, sampler: Sampler) -> Sampler:

@@ -33,8 +33,11 @@ class ModelConfig:
     path: str = "random:debug"
     # Arithmetic of the forward pass; master weights are always float32.
     compute_dtype: str = "float32"
-    # What the backward pass recomputes: "none" keeps all, "dots" keeps matmul outputs, "full" keeps layer inputs.
+    # What the backward pass recomputes: "none" keeps all, "dots" keeps matmul outputs, "full" keeps layer inputs;
+    # "auto" keeps as much as fits the device ("full" on CPU, which states no limit).
     remat: str = "full"
+    # "auto" takes a flash kernel where the devices have one (TPU; NVIDIA in bfloat16), "xla" plain matmuls everywhere.
+    attention: str = "auto"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,8 @@ from typing import Any
 
 CHOICES = {
     "model.compute_dtype": ("float32", "bfloat16"),
-    "model.remat": ("none", "dots", "full"),
+    "model.remat": ("none", "dots", "full", "auto"),
+    "model.attention": ("auto", "xla"),
     "prompts.source": ("letters", "reasoning_gym", "jsonl", "parquet"),
     "prompts.bad_row": ("error", "skip"),
     "prompts.long_prompt": ("error", "skip"),

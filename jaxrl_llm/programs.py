@@ -118,21 +118,26 @@ def in_use_bytes(memories: Mapping[str, Memory]) -> dict[str, int]:
     return {name: one(name, m) for name, m in memories.items()}
 
 
-def check_memory(compiled: Mapping[str, jax.stages.Compiled], devices: list[Any]) -> None:
-    """Refuse a run that does not fit a device that says how much memory it has.
+def memory_limit(devices: list[Any]) -> int | None:
+    """Bytes that the smallest of the devices has; None where none says so, as CPU devices do not."""
+    limits = [stats["bytes_limit"] for d in devices if (stats := d.memory_stats()) and "bytes_limit" in stats]
+    return min(limits, default=None)
+
+
+def check_memory(compiled: Mapping[str, jax.stages.Compiled], limit: int | None) -> None:
+    """Refuse a run that does not fit a device of ``limit`` bytes.
 
     Raises:
         ConfigError: naming the program, the bytes and the settings that lower them.
     """
-    limits = [stats["bytes_limit"] for d in devices if (stats := d.memory_stats()) and "bytes_limit" in stats]
-    if not limits:
-        return  # CPU devices state no limit
+    if limit is None:
+        return
     in_use = in_use_bytes({name: memory(c) for name, c in compiled.items()})
     name = max(in_use, key=in_use.get)
-    if in_use[name] > min(limits):
+    if in_use[name] > limit:
         raise ConfigError(
             f"program {name!r} and what lives beside it need {in_use[name] / 2**30:.2f} GiB per device, which has "
-            f"{min(limits) / 2**30:.2f} GiB: {MEMORY_SETTINGS}"
+            f"{limit / 2**30:.2f} GiB: {MEMORY_SETTINGS}"
         )
 
 

@@ -25,14 +25,14 @@ from absl import flags
 from ml_collections import config_flags
 
 from jaxrl_llm import cli, profiling, report, rng, sharding, tasks
-from jaxrl_llm.assembly import Run, assemble
+from jaxrl_llm.assembly import Run, assemble, keep_what_fits
 from jaxrl_llm.checkpoint import Checkpointer, StopRequest
 from jaxrl_llm.config import Config, ConfigError, freeze, to_json
 from jaxrl_llm.credit import Memory
 from jaxrl_llm.evaluate import evaluate, questions
 from jaxrl_llm.metrics import MetricsWriter, Progress, rollout_values, update_values
 from jaxrl_llm.models import hf, pretrained
-from jaxrl_llm.programs import check_memory, compile_all, memory_table, use_cache
+from jaxrl_llm.programs import check_memory, compile_all, memory_limit, memory_table, use_cache
 from jaxrl_llm.prompts import PromptStream
 from jaxrl_llm.rewards import RewardPool
 from jaxrl_llm.rollout import FinishedGroup, Generator
@@ -77,8 +77,9 @@ def train(config: Config, workdir: pathlib.Path, *, allow_config_changes: bool =
         contextlib.closing(MetricsWriter(workdir, config.metrics)) as metrics,
     ):
         started = time.monotonic()
-        compiled = compile_all(run.programs(), mesh)
-        check_memory(compiled, mesh.devices.flatten().tolist())
+        limit = memory_limit(mesh.devices.flatten().tolist())
+        compiled = keep_what_fits(run, compile_all(run.programs(), mesh), limit)
+        check_memory(compiled, limit)
         progress.note(memory_table(compiled) + f"\ncompiled in {time.monotonic() - started:.0f} s")
         on_device = lambda x: jax.device_put(x, sharding.replicated(mesh, x))  # noqa: E731
         sample_key, draw_key, eval_key = on_device([rng.stream(config.seed, s) for s in ("sample", "draw", "eval")])

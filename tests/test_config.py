@@ -12,6 +12,7 @@ import json
 import pathlib
 import re
 import time
+import types
 
 import ghosts
 import jax
@@ -98,7 +99,7 @@ def test_the_defaults_are_a_config():
             "credit.overlong_buffer_tokens=17 must be at most sampling.max_completion_tokens=16",
         ),
         ({"credit": {"delta_v": float("nan")}}, "credit.delta_v=nan must be"),
-        ({"model": {"remat": "some"}}, "model.remat='some' is not one of 'none', 'dots', 'full'"),
+        ({"model": {"remat": "some"}}, "model.remat='some' is not one of 'none', 'dots', 'full', 'auto'"),
         ({"update": {"micro_batch_size": 24}}, "update.micro_batch_size=24 must divide update.batch_size=64"),
         ({"replay": {"capacity": 32}}, "replay.capacity=32 must be at least update.batch_size=64"),
         ({"replay": {"capacity": 96}}, "replay.capacity=96 must be a multiple of the 64 rollouts"),
@@ -185,6 +186,11 @@ def mesh(config, folder, monkeypatch):
 
 def model(config, folder, monkeypatch):
     return pretrained.resolve(config.model.path).architecture()
+
+
+def kernel_of_a_tpu(config, folder, monkeypatch):
+    tpu = types.SimpleNamespace(shape=mesh_of(ONE).shape, devices=np.array([types.SimpleNamespace(platform="tpu")]))
+    return assemble(config, TINY, (257,), tpu).model.attention
 
 
 def loaded(config, folder, monkeypatch):
@@ -297,6 +303,7 @@ ALIVE = {
     "model.path": ("random:debug_wide", model, {}),
     "model.compute_dtype": ("bfloat16", program("decode"), {}),
     "model.remat": ("none", program("update"), {}),
+    "model.attention": ("xla", kernel_of_a_tpu, {}),
     "prompts.source": ("letters", loaded, FOUR),
     "prompts.name": ("five.jsonl", loaded, FOUR),
     "prompts.arguments": ({"min_terms": 6, "max_terms": 6}, loaded, GYM),

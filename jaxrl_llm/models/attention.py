@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrl_llm.models import kernels
 from jaxrl_llm.models.presets import Architecture
 
 # Stands for minus infinity where a whole piece may be hidden: inf - inf is nan.
@@ -62,6 +63,7 @@ def attend(
     prompt: Prompt | None = None,
     cache: Cache | None = None,
     layer: jax.Array | int = 0,
+    implementation: str = "xla",
 ) -> jax.Array:
     """Softmax attention, scores and softmax in float32.
 
@@ -71,10 +73,13 @@ def attend(
         prompt: of this layer.
         cache: of all layers; wants T = 1.
         layer: which of the cache's layers.
+        implementation: of rows without a cache: "xla", this module, or a kernel of ``kernels.choose``.
 
     Returns:
         [B,T,N,H] in the dtype of the queries.
     """
+    if implementation != "xla" and cache is None:
+        return kernels.attend(q_BTNH, k_BKTH, v_BKTH, prompt, implementation)
     B, T, N, H = q_BTNH.shape
     K = k_BKTH.shape[1]
     q = (q_BTNH * H**-0.5).reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4).reshape(B, K, N // K * T, H)

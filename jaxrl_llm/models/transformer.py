@@ -81,7 +81,7 @@ class Blocks(nnx.Module):
         self.up = _param(rngs, (layers, D, F), ("layers", "embed", "mlp"))
         self.down = _param(rngs, (layers, F, D), ("layers", "mlp", "embed"))
 
-    def __call__(self, x_BTD, cos, sin, prompt, cache, layer):
+    def __call__(self, x_BTD, cos, sin, prompt, cache, layer, attention):
         """One block. Returns the new activations and the new tokens' keys and values, each [B,K,T,H]."""
         dtype = x_BTD.dtype
         h = rms_norm(x_BTD, self.attention_norm[...], self.eps)
@@ -90,7 +90,7 @@ class Blocks(nnx.Module):
         v_BTKH = jnp.einsum("BTD,DKH->BTKH", h, self.v[...].astype(dtype))
         q_BTNH = sharding.constrain(q_BTNH, "batch", "length", "heads", "head_size")
         k_BKTH, v_BKTH = k_BTKH.swapaxes(1, 2), v_BTKH.swapaxes(1, 2)
-        out_BTNH = attend(q_BTNH, k_BKTH, v_BKTH, prompt=prompt, cache=cache, layer=layer)
+        out_BTNH = attend(q_BTNH, k_BKTH, v_BKTH, prompt=prompt, cache=cache, layer=layer, implementation=attention)
         x_BTD = x_BTD + jnp.einsum("BTNH,NHD->BTD", out_BTNH, self.o[...].astype(dtype))
         x_BTD = sharding.constrain(x_BTD, "batch", "length", "activation")
         h = rms_norm(x_BTD, self.mlp_norm[...], self.eps)
@@ -112,7 +112,18 @@ class Transformer(nnx.Module):
         if not arch.tied:
             self.head = _param(rngs, (arch.width, arch.vocab_size), ("embed", "vocab"))
 
-    def __call__(self, tokens_BT, positions_BT, *, compute_dtype, prompt=None, cache=None, remat="none", layers=None):
+    def __call__(
+        self,
+        tokens_BT,
+        positions_BT,
+        *,
+        compute_dtype,
+        prompt=None,
+        cache=None,
+        remat="none",
+        layers=None,
+        attention="xla",
+    ):
         # Gathered along fsdp first: a lookup in a table split along its width would replicate the batch.
         table_VD = sharding.constrain(self.embedding[...].astype(compute_dtype), "vocab", "activation")
         x_BTD = table_VD[tokens_BT]
@@ -124,7 +135,7 @@ class Transformer(nnx.Module):
         def body(x, of_layer):
             layer, layer_params, keys, values = of_layer
             layer_prompt = None if prompt is None else prompt.replace(keys=keys, values=values)
-            return nnx.merge(graph, layer_params)(x, cos, sin, layer_prompt, cache, layer)
+            return nnx.merge(graph, layer_params)(x, cos, sin, layer_prompt, cache, layer, attention)
 
         if remat != "none":
             policies = {
@@ -150,6 +161,7 @@ class Model:
     arch: Architecture
     compute_dtype: str = "float32"
     remat: str = "none"
+    attention: str = "xla"  # or a kernel of ``kernels.choose``
 
     def _abstract(self):
         return nnx.split(nnx.eval_shape(lambda: Transformer(self.arch, rngs=nnx.Rngs(0))))
@@ -207,6 +219,7 @@ class Model:
             cache=cache,
             remat=policy,
             layers=layers,
+            attention=self.attention,
         )
 
     def head(self, params: Params) -> jax.Array:

@@ -1,0 +1,127 @@
+"""Attention of whole rows by kernels that libraries keep: Splash on TPU, cuDNN on NVIDIA GPUs.
+
+Flash kernels hold no scores in memory. They serve the rows of the learner and of the prefill: new tokens alone, or
+after their group's prompt, whose keys are laid before each row's own (the gradients sum over the group again).
+
+Pieces merged by their softmax sums, as the reference path has them, would need the gradient of the log-sum-exp, which
+these kernels refuse (Splash) or drop (cuDNN). The decode step has no gradient, but no kernel that fits: the paged ones
+want pages with tokens outermost and return no softmax sums to merge a shared prompt by. It stays with XLA.
+
+Letters as in attention; S = L + T keys a row.
+Owns: which kernel serves which device, and how rows are laid out for it. Does not know: parameters, caches.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_llm import sharding
+
+LANES = 128
+# Of the block sizes that divide a row, the largest: fewer passes over the keys. Compiled for chips, not timed on one.
+BLOCKS = (512, 256, 128)
+
+
+def choose(setting: str, device: Any, compute_dtype: str, head_size: int) -> str:
+    """The implementation for a device: "xla", "splash" or "cudnn".
+
+    Args:
+        setting: ``model.attention``.
+        device: one of the mesh's; a compile-only one will do.
+    """
+    if setting == "xla":
+        return "xla"
+    if device.platform == "tpu":
+        return "splash"
+    # A number on NVIDIA; AMD's are called gfx90a and such.
+    generation = str(getattr(device, "compute_capability", "")).partition(".")[0]
+    ampere = device.platform == "gpu" and generation.isdigit() and int(generation) >= 8
+    fits = compute_dtype == "bfloat16" and head_size % 8 == 0 and head_size <= 128  # what cuDNN's kernels take
+    return "cudnn" if ampere and fits else "xla"
+
+
+def attend(q_BTNH, k_BKTH, v_BKTH, prompt, implementation: str) -> jax.Array:
+    """``attention.attend`` without a cache: rotated queries and keys, and a prompt of groups of consecutive rows.
+
+    Returns:
+        [B,T,N,H] in the dtype of the queries.
+    """
+    k_BKSH, v_BKSH, visible_BL = k_BKTH, v_BKTH, None
+    if prompt is not None:
+        assert prompt.member is None, "rows of a group are neighbours"
+        group = q_BTNH.shape[0] // prompt.keys.shape[0]
+        shown = prompt.visible[:, None, :, None]
+
+        def before(x_PKLH, x_BKTH):
+            x_BKLH = jnp.repeat(jnp.where(shown, x_PKLH, 0), group, axis=0)  # 0 * nan is nan
+            return jnp.concatenate([x_BKLH, x_BKTH], axis=2)
+
+        k_BKSH, v_BKSH = before(prompt.keys, k_BKTH), before(prompt.values, v_BKTH)
+        visible_BL = jnp.repeat(prompt.visible, group, axis=0)
+    kernel = {"splash": _splash, "cudnn": _cudnn}[implementation]
+    args = (q_BTNH, k_BKSH, v_BKSH, visible_BL)
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return kernel(*args)
+    # The partitioner does not look into a kernel: each device calls it on its own rows and heads.
+    axes = (("batch", None, "heads", None), *2 * (("batch", "kv_heads", None, None),), ("batch", None))
+    specs = tuple(
+        x if x is None else sharding.partition_spec(x.shape, names, mesh) for x, names in zip(args, axes, strict=True)
+    )
+    return jax.shard_map(kernel, in_specs=specs, out_specs=specs[0], check_vma=False)(*args)
+
+
+def _splash(q_BTNH, k_BKSH, v_BKSH, visible_BL):
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash  # half a second that a CPU can spare
+
+    (_, T, N, H), S = q_BTNH.shape, k_BKSH.shape[2]
+    queries, keys = (-(-n // LANES) * LANES for n in (T, S))
+    fill = lambda x, width: jnp.pad(x, ((0, 0), (0, 0), (0, width - x.shape[2]), (0, 0)))  # noqa: E731
+    q = fill((q_BTNH * H**-0.5).swapaxes(1, 2), queries)
+    # Query t is token S - T + t of its row. What fills up the keys comes after every real query.
+    mask = splash.CausalMask((queries, keys), offset=S - T)
+    bq, bk = (next(size for size in BLOCKS if n % size == 0) for n in (queries, keys))
+    kernel = splash.make_splash_mha_single_device(
+        splash.MultiHeadMask([mask] * N),
+        block_sizes=splash.BlockSizes(
+            block_q=bq,
+            block_kv=bk,
+            block_q_dkv=bq,
+            block_kv_dkv=bk,
+            block_q_dq=bq,
+            block_kv_dq=bk,
+        ),
+    )
+    shown = None
+    if visible_BL is not None:  # a query sees the keys of its segment
+        own = ((0, 0), (0, keys - visible_BL.shape[1]))
+        shown_BS = jnp.pad(visible_BL.astype(jnp.int32), own, constant_values=1)
+        shown = splash.SegmentIds(q=jnp.ones_like(shown_BS, shape=(shown_BS.shape[0], queries)), kv=shown_BS)
+    out = jax.vmap(kernel)(q, fill(k_BKSH, keys), fill(v_BKSH, keys), shown)
+    return out[:, :, :T].swapaxes(1, 2)
+
+
+def _cudnn(q_BTNH, k_BKSH, v_BKSH, visible_BL):
+    """Plain causal attention, which cuDNN does best: a row's own tokens are moved to its prompt's end.
+
+    Queries at the prompt's places are filled up and thrown away. A mask instead would be a bias of T*S numbers a row,
+    with a gradient of its own.
+    """
+    T, S = q_BTNH.shape[1], k_BKSH.shape[2]
+    q, k, v = q_BTNH, k_BKSH.swapaxes(1, 2), v_BKSH.swapaxes(1, 2)
+
+    def take(x, index_BS):
+        return jnp.take_along_axis(x, index_BS[:, :, None, None], axis=1)
+
+    if visible_BL is not None:
+        length_B1 = jnp.sum(visible_BL, axis=1, keepdims=True, dtype=jnp.int32)
+        at = jnp.arange(S)[None, :]
+        source = jnp.minimum(jnp.where(at < length_B1, at, at - length_B1 + S - T), S - 1)
+        q, k, v = take(q, jnp.clip(at - length_B1, 0, T - 1)), take(k, source), take(v, source)
+    even = ((0, 0), (0, S % 2), (0, 0), (0, 0))  # as the backward kernel wants it
+    q, k, v = (jnp.pad(x, even) for x in (q, k, v))
+    out = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
+    return out[:, :T] if visible_BL is None else take(out, length_B1 + jnp.arange(T)[None, :])
