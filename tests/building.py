@@ -12,7 +12,7 @@ import numpy as np
 import optax
 
 from jaxrl_llm import sharding
-from jaxrl_llm.config import MeshConfig, SamplingConfig, UpdateConfig
+from jaxrl_llm.config import MeshConfig, ObjectiveConfig, SamplingConfig, UpdateConfig
 from jaxrl_llm.models.presets import Architecture
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.programs import compile_all
@@ -181,22 +181,31 @@ RECORDER = optax.GradientTransformation(
 )
 
 
-def make_update(config=None, sampling=None, *, num_devices=1, remat="none"):
+def make_update(config=None, sampling=None, *, num_devices=1, remat="none", group_size=1):
+    """``config`` names fields of the update's and of the objective's settings."""
+    config = config or {}
+    objective = {k: v for k, v in config.items() if k in ObjectiveConfig.__dataclass_fields__}
+    sizes = {k: v for k, v in config.items() if k not in objective}
     return Update(
         config=dataclasses.replace(
-            UpdateConfig(batch_size=NUM_ROWS, micro_batch_size=NUM_ROWS, logp_chunk_tokens=32), **config or {}
+            UpdateConfig(batch_size=NUM_ROWS, micro_batch_size=NUM_ROWS, logp_chunk_tokens=32), **sizes
         ),
         sampling=SamplingConfig(max_completion_tokens=COMPLETION_TOKENS, **sampling or {}),
         model=Model(TINY, remat=remat),
         optimizer=RECORDER,
         num_devices=num_devices,
+        group_size=group_size,
+        objective=ObjectiveConfig(**objective),
     )
 
 
 def train_state(update, mesh=ONE):
     params = learner_params(update.model, mesh_of(mesh))
     step = jax.device_put(np.int32(0), sharding.replicated(mesh_of(mesh), 0))
-    return TrainState(params, jax.tree.map(jnp.zeros_like, params), step)
+    average = None
+    if update.objective.proximal == "ewma":
+        average = jax.tree.map(jnp.copy, params)
+    return TrainState(params, jax.tree.map(jnp.zeros_like, params), step, average)
 
 
 def on_mesh(update, rows, mesh=ONE):

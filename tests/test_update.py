@@ -51,7 +51,7 @@ def test_loss_and_gradient_are_those_of_a_float64_model(name):
     params = building.host_params(update.model)
     gradient, sums = building.gradient(update, rows)
     logp = oracle_logp(params, rows.rollout, **filters)
-    np.testing.assert_allclose(sums["loss_sum"], oracle_loss(logp, rows, update.config), rtol=1e-5)
+    np.testing.assert_allclose(sums["loss_sum"], oracle_loss(logp, rows, update.objective), rtol=1e-5)
 
     # Slope of the float64 loss along a random direction by central differences (their own error is below 1e-7).
     # Measured disagreement with the float32 gradient: 1.1e-6 of its norm at most.
@@ -59,7 +59,7 @@ def test_loss_and_gradient_are_those_of_a_float64_model(name):
     values = []
     for step in (1e-7, -1e-7):
         moved = jax.tree.map(lambda x, d, step=step: x + step * d, params, direction)
-        values.append(oracle_loss(oracle_logp(moved, rows.rollout, **filters), rows, update.config))
+        values.append(oracle_loss(oracle_logp(moved, rows.rollout, **filters), rows, update.objective))
     slope = sum(jax.tree.leaves(jax.tree.map(lambda g, d: (g.astype(np.float64) * d).sum(), gradient, direction)))
     norm = np.sqrt(sum((leaf.astype(np.float64) ** 2).sum() for leaf in jax.tree.leaves(gradient)))
     assert norm > 1e-2
@@ -74,7 +74,8 @@ def test_reference_log_probs_are_the_models_in_the_rows_order(micro_batch_size):
         "sampling": {"max_completion_tokens": COMPLETION_TOKENS},
         "rollout": {"prompts_per_iteration": 8, "group_size": 2},
         "replay": {"capacity": 16},
-        "update": {"batch_size": 16, "micro_batch_size": micro_batch_size, "kl_coefficient": 0.1},
+        "update": {"batch_size": 16, "micro_batch_size": micro_batch_size},
+        "objective": {"kl_coefficient": 0.1},
         "mesh": {"data": 2},
     }
     run = assemble(freeze(config), TINY, (5,), mesh_of(MeshConfig(data=2)))
