@@ -141,11 +141,15 @@ LOSSES = {
 }
 
 
-def random_experience(num_rows=NUM_ROWS, *, seed=0, arch=TINY, with_reference=True):
-    """Ragged rows, numpy: a quarter not trainable, one of a single completion token, one as long as can be."""
+def random_experience(num_rows=NUM_ROWS, *, seed=0, arch=TINY, with_reference=True, group_size=1):
+    """Ragged rows, numpy: a quarter not trainable, one of a single completion token, one as long as can be.
+
+    Each ``group_size`` neighbours have one prompt.
+    """
     rng = np.random.default_rng(seed)
     B, S = num_rows, ROW_TOKENS
-    prompt_length = rng.integers(1, PROMPT_TOKENS + 1, B).astype(np.int32)
+    first = np.arange(B) // group_size * group_size
+    prompt_length = rng.integers(1, PROMPT_TOKENS + 1, B).astype(np.int32)[first]
     completion = rng.integers(1, COMPLETION_TOKENS + 1, B)
     completion[0], completion[1] = 1, COMPLETION_TOKENS
     length = (prompt_length + completion).astype(np.int32)
@@ -154,8 +158,10 @@ def random_experience(num_rows=NUM_ROWS, *, seed=0, arch=TINY, with_reference=Tr
     # Near the log-probs such a model gives, so that ratios lie on both sides of both bounds.
     behaviour_logp = rng.normal(-5.5, 1.0, (B, S))
     trainable = np.arange(B) % 4 != 3
+    tokens = rng.integers(0, arch.vocab_size, (B, S))
+    tokens = np.where(at < prompt_length[:, None], tokens[first], tokens)
     rollout = Rollout(
-        tokens=np.where(at < length[:, None], rng.integers(0, arch.vocab_size, (B, S)), 0).astype(np.int32),
+        tokens=np.where(at < length[:, None], tokens, 0).astype(np.int32),
         prompt_length=prompt_length,
         length=length,
         behaviour_logp=np.where(mask, behaviour_logp, 0.0).astype(np.float32),
