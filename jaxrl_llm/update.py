@@ -6,6 +6,7 @@ order and devices change nothing beyond float rounding.
 
     scan over U:   draw a batch [M, b] -> weights of the whole batch
       scan over micro-batches:   forward, backward, add gradients and sums
+        log-probs -> old policy -> correction -> surrogate -> sum by weights -> divergence, entropy
       clip, AdamW, step + 1
 
 Letters: M ring shards, b rows per shard, B = M*b rows, S row width, U updates, n micro-batches.
@@ -78,8 +79,7 @@ class Update:
         Returns:
             New state and ring, and sums [] f32 over all updates; names ending in ``_max`` are maxima.
         """
-
-        start = state
+        start = state  # one more copy of the weights where the loss looks at it
 
         def one(carry, index):
             state, ring = carry
@@ -209,7 +209,7 @@ class Update:
         total = lambda x: jnp.sum(jnp.where(mask, x, 0).astype(jnp.float32))  # noqa: E731
         sums = {}
 
-        used = tokens
+        used = tokens  # those the correction keeps; the others have no part in a row's sums either
         if objective.correction != "none":
             correction, is_kept = self._correction(tokens, moment)
             used = _only(tokens, is_kept)
@@ -280,23 +280,27 @@ class Update:
         params = jax.lax.stop_gradient(params)
         return jax.lax.stop_gradient(self.logp(params, rows.rollout, group_size=self.group_size)[0])
 
+    @property
+    def _weighed(self) -> str:
+        """Whose ratio to the behaviour policy is left to the correction: "old", "policy" or "" (the term's own)."""
+        base = SURROGATES[self.objective.surrogate].base
+        return "" if base == "behaviour" or (base == "old" and self.objective.proximal == "behaviour") else base
+
     def _correction_ratio(self, tokens: Tokens) -> jax.Array:
-        """Log-ratio [B,S] to the behaviour policy of the policy whose samples the surrogate takes the tokens for."""
-        carries_old = SURROGATES[self.objective.surrogate].base == "old" and self.objective.proximal != "behaviour"
-        base_logp = tokens.old_logp if carries_old else tokens.policy_logp
+        """Log-ratio [B,S] that the correction judges; the current policy's where the term carries a ratio itself."""
+        base_logp = tokens.old_logp if self._weighed == "old" else tokens.policy_logp
         return jax.lax.stop_gradient(base_logp - tokens.behaviour_logp)
 
     def _correction(self, tokens: Tokens, moment: Moment) -> tuple[jax.Array, jax.Array]:
         """Weight [B,S] of each token's term, and which tokens stay."""
-        objective, base = self.objective, SURROGATES[self.objective.surrogate].base
         return corrections.correction_weight(
             self._correction_ratio(tokens),
             tokens.mask,
-            kind=objective.correction,
-            low=objective.correction_low,
-            high=objective.correction_high,
+            kind=self.objective.correction,
+            low=self.objective.correction_low,
+            high=self.objective.correction_high,
             threshold=moment.threshold,
-            is_carried=base == "behaviour" or (base == "old" and objective.proximal == "behaviour"),
+            is_carried=not self._weighed,
         )
 
     def _divergence(self, tokens: Tokens, rows: Experience, moment: Moment) -> jax.Array | None:

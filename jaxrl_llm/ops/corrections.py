@@ -122,7 +122,9 @@ def sequence_ratio(log_ratio: jax.Array, mask: jax.Array) -> jax.Array:
 
 
 def step_scale(ratio_sum: jax.Array, ratio_square_sum: jax.Array, num_rows: jax.Array) -> jax.Array:
-    """Factor [] of the learning rate, sqrt of the effective share of the batch: sqrt((sum W)^2 / (n sum W^2)).
+    """Factor [] f32 of the learning rate: the square root of the effective share of the batch's sequences.
+
+        scale = sqrt((sum W)^2 / (n sum W^2))
 
     1 on-policy, 1/sqrt(n) where one row has all the weight, 1 for an empty batch.
 
