@@ -143,7 +143,7 @@ def decode_row(s: Setting, name: str, slots: int, prompt: int, *, completion: in
 def learner(s: Setting) -> Iterator[Row]:
     prompts = 2
     config = config_of(
-        prompts=prompts, group=GROUP, prompt=PROMPT, completion=COMPLETION, update={"kl_coefficient": 0.1}
+        prompts=prompts, group=GROUP, prompt=PROMPT, completion=COMPLETION, objective={"kl_coefficient": 0.1}
     )
     rows = prompts * GROUP
     watch = Stopwatch()

@@ -53,7 +53,7 @@ def get_config():
     config.replay.skip_tied = True
     config.update.batch_size = 64
     config.update.micro_batch_size = 32
-    config.update.clip_high = 0.28
+    config.objective.clip_high = 0.28
     config.optimizer.learning_rate = 3e-5
     config.eval.num_prompts = 128
     return config

@@ -50,7 +50,7 @@ class Run:
 
     @property
     def keeps_reference(self) -> bool:
-        return self.config.update.kl_coefficient > 0
+        return self.config.keeps_reference
 
     @functools.cached_property
     def abstract_rollout(self) -> Rollout:
@@ -81,7 +81,8 @@ class Run:
     @functools.cached_property
     def abstract_state(self) -> TrainState:
         params = self.learner_params
-        return TrainState(params, optim.abstract_state(self.optimizer, params, self.mesh), self.whole(jnp.int32))
+        optimizer = optim.abstract_state(self.optimizer, params, self.mesh)
+        return TrainState(params, optimizer, self.whole(jnp.int32), params if self.config.keeps_average else None)
 
     @functools.cached_property
     def abstract_ring(self) -> RingState:
@@ -98,7 +99,8 @@ class Run:
     # ---- the functions that are compiled -------------------------------------------------------------
 
     def _init_state(self, params: Any) -> TrainState:
-        return TrainState(params, self.optimizer.init(params), jnp.zeros((), jnp.int32))
+        average = jax.tree.map(jnp.copy, params) if self.config.keeps_average else None
+        return TrainState(params, self.optimizer.init(params), jnp.zeros((), jnp.int32), average)
 
     def _init_ring(self) -> RingState:
         B, S = self.config.rollouts_per_iteration, self.config.row_tokens
@@ -235,7 +237,7 @@ def assemble(config: Config, arch: Architecture, eos_ids: tuple[int, ...], mesh:
         optimizer=optimizer,
         sampler=sampler,
         eval_sampler=eval_sampler(config, sampler) if config.eval.num_prompts else None,
-        update=Update(config.update, config.sampling, model, optimizer, shards, config.rows_per_draw),
+        update=Update(config.update, config.sampling, model, optimizer, shards, config.rows_per_draw, config.objective),
     )
 
 

@@ -168,20 +168,53 @@ class UpdateConfig:
     micro_batch_size: int = 16
     # Optimizer steps per iteration, all in one dispatch.
     updates_per_iteration: int = 1
-    # The policy ratio is clipped to [1 - clip_low, 1 + clip_high].
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    # "token_mean", "sequence_mean" or "constant_length".
-    aggregation: str = "token_mean"
-    # Weight of the KL penalty to the frozen starting model; 0 keeps no reference.
-    kl_coefficient: float = 0.0
-    # "k1", "k2" or "k3".
-    kl_estimator: str = "k3"
     # Positions whose logits are live at once in the learner.
     logp_chunk_tokens: int = 256
     # Refuse to train when the learner's log-probs differ from the sampler's by more than this many nats
     # on the first batch.
     max_sampler_learner_gap_nats: float = 0.05
+
+
+@dataclasses.dataclass(frozen=True)
+class ObjectiveConfig:
+    # A name of ops.surrogates.SURROGATES: "clipped", "gspo", "cispo", "reinforce", "opmd", "remix_centred", "agro",
+    # "gvpo", "kimi_k15", "spo", "spo_cross_entropy" or "inpo".
+    surrogate: str = "clipped"
+    # The policy ratio is clipped to [1 - clip_low, 1 + clip_high].
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    # Bound of the ratio where the advantage is negative, above 1; 0 = none.
+    dual_clip: float = 0.0
+    # Weight of the log-ratio against the reward in "agro", "gvpo", "kimi_k15", "opmd" (tau), "spo" and "inpo" (eta).
+    regression_beta: float = 0.1
+    # The old policy, which ratios are against: "behaviour" (drew the token), "start" (weights before the iteration's
+    # updates), "interpolated" (the same between behaviour and current, without a forward) or "ewma" (averaged weights).
+    proximal: str = "behaviour"
+    # Decay per optimizer step of the moving average of the weights.
+    ewma_decay: float = 0.9
+    # What becomes of tokens that the behaviour policy drew and the old one (without a ratio in the surrogate: the
+    # current one) did not: "none", "importance" (weighed by that ratio), "token_truncated", "token_masked",
+    # "sequence_truncated", "sequence_masked" or "second_moment". Where the surrogate's own ratio is to the behaviour
+    # policy, or it needs none, a correction can but mask, by the current policy's ratio.
+    correction: str = "none"
+    # Bounds of that ratio: what is outside is masked, or truncated at the upper one.
+    correction_low: float = 0.5
+    correction_high: float = 2.0
+    # "second_moment" masks the largest until the mean squared log-ratio of the batch is at most this, nats^2.
+    correction_second_moment: float = 0.04
+    # Scale the step by the square root of the effective sample size of the batch's sequence ratios.
+    ess_learning_rate: bool = False
+    # "token_mean", "sequence_mean", "constant_length" or "prompt_mean".
+    aggregation: str = "token_mean"
+    # Weight of the KL penalty; 0 = none.
+    kl_coefficient: float = 0.0
+    # "k1", "k2" or "k3".
+    kl_estimator: str = "k3"
+    # What the penalty is to: "reference" (the frozen starting model), "convex" (it and the weights before the
+    # iteration's updates, by schedule) or "ewma" (the moving average of the weights).
+    kl_anchor: str = "reference"
+    # Weight of the policy's entropy as a bonus.
+    entropy_coefficient: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -251,6 +284,7 @@ class Config:
     credit: CreditConfig = CreditConfig()
     replay: ReplayConfig = ReplayConfig()
     update: UpdateConfig = UpdateConfig()
+    objective: ObjectiveConfig = ObjectiveConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     mesh: MeshConfig = MeshConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -279,6 +313,18 @@ class Config:
     def rows_per_draw(self) -> int:
         """Neighbouring rows of an update batch that share a prompt."""
         return self.rollout.group_size if self.replay.unit == "group" else 1
+
+    @property
+    def keeps_reference(self) -> bool:
+        """Whether rollouts carry their log-probs under the frozen starting model."""
+        to_reference = self.objective.kl_coefficient > 0 and self.objective.kl_anchor != "ewma"
+        return to_reference or self.objective.surrogate in limits.REFERENCE_SURROGATES
+
+    @property
+    def keeps_average(self) -> bool:
+        """Whether the learner keeps a moving average of its weights."""
+        to_average = self.objective.kl_coefficient > 0 and self.objective.kl_anchor == "ewma"
+        return to_average or self.objective.proximal == "ewma"
 
     @property
     def ring_capacity(self) -> int:

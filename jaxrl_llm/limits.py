@@ -8,6 +8,15 @@ from __future__ import annotations
 import math
 from typing import Any
 
+# Surrogates whose ratio is against the old policy, and all that read it.
+RATIO_SURROGATES = ("clipped", "gspo", "cispo")
+OLD_POLICY_SURROGATES = (*RATIO_SURROGATES, "remix_centred", "gvpo", "kimi_k15", "inpo")
+# Those without a ratio: the policy gradient of tokens drawn by the current policy.
+PLAIN_SURROGATES = ("reinforce", "opmd")
+# Those that read the frozen reference, and those that compare the rows of a group.
+REFERENCE_SURROGATES = ("agro", "spo", "spo_cross_entropy", "inpo")
+GROUP_SURROGATES = (*REFERENCE_SURROGATES, "gvpo")
+
 CHOICES = {
     "model.compute_dtype": ("float32", "bfloat16"),
     "model.remat": ("none", "dots", "full", "auto"),
@@ -29,8 +38,20 @@ CHOICES = {
         "mssr",
         "poise",
     ),
-    "update.aggregation": ("token_mean", "sequence_mean", "constant_length"),
-    "update.kl_estimator": ("k1", "k2", "k3"),
+    "objective.surrogate": (*OLD_POLICY_SURROGATES, *PLAIN_SURROGATES, "agro", "spo", "spo_cross_entropy"),
+    "objective.proximal": ("behaviour", "start", "interpolated", "ewma"),
+    "objective.correction": (
+        "none",
+        "importance",
+        "token_truncated",
+        "token_masked",
+        "sequence_truncated",
+        "sequence_masked",
+        "second_moment",
+    ),
+    "objective.aggregation": ("token_mean", "sequence_mean", "constant_length", "prompt_mean"),
+    "objective.kl_estimator": ("k1", "k2", "k3"),
+    "objective.kl_anchor": ("reference", "convex", "ewma"),
     "optimizer.schedule": ("constant", "linear", "cosine"),
 }
 
@@ -75,11 +96,18 @@ BOUNDS = {
     "update.batch_size": (1, math.inf, True),
     "update.micro_batch_size": (1, math.inf, True),
     "update.updates_per_iteration": (1, math.inf, True),
-    "update.clip_low": (0.0, 1.0, True),
-    "update.clip_high": (0.0, math.inf, True),
-    "update.kl_coefficient": (0.0, math.inf, True),
     "update.logp_chunk_tokens": (1, math.inf, True),
     "update.max_sampler_learner_gap_nats": (0.0, math.inf, False),
+    "objective.clip_low": (0.0, 1.0, True),
+    "objective.clip_high": (0.0, math.inf, True),
+    "objective.dual_clip": (0.0, math.inf, True),
+    "objective.regression_beta": (0.0, math.inf, False),
+    "objective.ewma_decay": (0.0, 0.9999, True),
+    "objective.correction_low": (0.0, 1.0, True),
+    "objective.correction_high": (1.0, math.inf, True),
+    "objective.correction_second_moment": (0.0, math.inf, True),
+    "objective.kl_coefficient": (0.0, math.inf, True),
+    "objective.entropy_coefficient": (0.0, math.inf, True),
     "optimizer.learning_rate": (0.0, math.inf, True),
     "optimizer.warmup_steps": (0, math.inf, True),
     "optimizer.b1": (0.0, 1.0, True),
@@ -179,3 +207,31 @@ def _combinations(c: Any):
         f"checkpoint.keep_best={c.checkpoint.keep_best} needs eval.num_prompts of at least 1 to know the best",
     )
     yield (all(s for s in c.sampling.stop_strings), "sampling.stop_strings must not contain the empty string")
+    yield from _objective(c.objective, c.replay.unit)
+
+
+def _objective(o: Any, unit: str):
+    """Likewise, of the objective: no setting that its surrogate cannot hear."""
+    surrogate = f"objective.surrogate={o.surrogate!r}"
+    yield (
+        o.surrogate not in GROUP_SURROGATES or unit == "group",
+        f"replay.unit={unit!r} must be 'group' for {surrogate}, which compares the rows of a group",
+    )
+    yield (
+        o.dual_clip == 0 or (o.dual_clip > 1 and o.surrogate in ("clipped", "gspo")),
+        f"objective.dual_clip={o.dual_clip} must be 0, or above 1 with objective.surrogate 'clipped' or 'gspo'",
+    )
+    yield (
+        o.proximal == "behaviour" or o.surrogate in OLD_POLICY_SURROGATES,
+        f"objective.proximal={o.proximal!r} must be 'behaviour' for {surrogate}, which has no old policy",
+    )
+    yield (
+        o.proximal != "behaviour" or o.surrogate != "remix_centred",
+        f"objective.proximal='behaviour' must be another for {surrogate}: the window would lie about 1",
+    )
+    has_weight = o.surrogate in PLAIN_SURROGATES or (o.surrogate in RATIO_SURROGATES and o.proximal != "behaviour")
+    yield (
+        has_weight or o.correction in ("none", "token_masked", "sequence_masked", "second_moment"),
+        f"objective.correction={o.correction!r} must be 'none' or one that masks for {surrogate} with "
+        f"objective.proximal={o.proximal!r}, which leaves no importance weight over",
+    )

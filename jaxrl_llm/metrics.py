@@ -59,7 +59,7 @@ METRICS: dict[str, Metric] = {
         "nats per token", "k3 estimate of KL(behaviour || current policy), mean over trained completion tokens."
     ),
     "update/kl_reference_nats": Metric(
-        "nats per token", "KL estimate (update.kl_estimator) to the frozen starting model, mean over trained tokens."
+        "nats per token", "KL estimate (objective.kl_estimator) to objective.kl_anchor, mean over trained tokens."
     ),
     "update/clip_frac": Metric(
         "fraction", "Trained completion tokens whose ratio is clipped, over trained completion tokens."
@@ -67,6 +67,12 @@ METRICS: dict[str, Metric] = {
     "update/ratio_max": Metric("ratio", "Largest current/behaviour probability ratio of a trained token."),
     "update/ess_frac": Metric(
         "fraction", "Effective sample size of the ratios, (sum w)^2 / sum w^2, over the trained tokens; 1 = on-policy."
+    ),
+    "update/sequence_ess_frac": Metric(
+        "fraction", "The same of whole completions: ratios of their probabilities, over the trained rollouts."
+    ),
+    "update/correction_weight": Metric(
+        "weight", "Weight of objective.correction, 0 where it masks; mean over trained completion tokens."
     ),
     "update/grad_norm": Metric("norm", "Global gradient norm before clipping, mean over the optimizer steps."),
     "update/skipped_steps": Metric("steps", "Optimizer steps skipped because nothing trainable could be drawn."),
@@ -76,6 +82,9 @@ METRICS: dict[str, Metric] = {
         "With rollout.lookahead_prompts the sampler may have attended to keys of older weights, and this shows it.",
     ),
     "optimizer/learning_rate": Metric("per step", "Learning rate of the iteration's last optimizer step."),
+    "optimizer/rate_scale": Metric(
+        "factor", "What objective.ess_learning_rate multiplies the learning rate by, mean over the optimizer steps."
+    ),
     "replay/age_mean_steps": Metric("iterations", "Iterations since insertion, mean over rollouts drawn."),
     "replay/age_max_steps": Metric("iterations", "Iterations since insertion of the oldest rollout drawn."),
     "replay/uses_mean": Metric(
@@ -132,16 +141,18 @@ def update_values(config: Config, used: dict[str, Any]) -> dict[str, float]:
     def ratio(numerator: str, denominator: str) -> float:
         return float(used[numerator]) / float(used[denominator]) if used[denominator] > 0 else math.nan
 
-    tokens = float(used["token_count"])
+    def effective(name: str, count: float) -> float:
+        square = count * float(used[f"{name}_square_sum"])
+        return float(used[f"{name}_sum"]) ** 2 / square if square else math.nan
+
     values = {
         "update/loss": ratio("loss_sum", "update_count"),
         "update/entropy_nats": ratio("entropy_sum", "token_count"),
         "update/kl_behaviour_nats": ratio("kl_behaviour_sum", "token_count"),
         "update/clip_frac": ratio("clipped_count", "token_count"),
         "update/ratio_max": float(used["ratio_max"]),
-        "update/ess_frac": float(used["ratio_sum"]) ** 2 / (tokens * float(used["ratio_square_sum"]))
-        if tokens and used["ratio_square_sum"]
-        else math.nan,
+        "update/ess_frac": effective("ratio", float(used["token_count"])),
+        "update/sequence_ess_frac": effective("sequence_ratio", float(used["row_count"])),
         "update/grad_norm": ratio("grad_norm_sum", "update_count"),
         "update/skipped_steps": int(used["skipped_count"]),
         "update/sampler_learner_gap_max_nats": float(used["gap_max"]) if used["own_token_count"] else math.nan,
@@ -156,6 +167,10 @@ def update_values(config: Config, used: dict[str, Any]) -> dict[str, float]:
     }
     if "kl_reference_sum" in used:
         values["update/kl_reference_nats"] = ratio("kl_reference_sum", "token_count")
+    if "correction_weight_sum" in used:
+        values["update/correction_weight"] = ratio("correction_weight_sum", "token_count")
+    if "rate_scale_sum" in used:
+        values["optimizer/rate_scale"] = ratio("rate_scale_sum", "update_count")
     return values
 
 

@@ -84,10 +84,15 @@ CHARTS = (
     Chart(
         "KL divergence",
         "nats per token",
-        (("to the sampler", "update/kl_behaviour_nats"), ("to the starting model", "update/kl_reference_nats")),
+        (("to the sampler", "update/kl_behaviour_nats"), ("to the anchor", "update/kl_reference_nats")),
     ),
     Chart("Clipped tokens", "fraction", (("clipped", "update/clip_frac"),), limits=(0, None)),
-    Chart("Effective sample size", "fraction", (("of trained tokens", "update/ess_frac"),), limits=(0, 1)),
+    Chart(
+        "Effective sample size",
+        "fraction",
+        (("of trained tokens", "update/ess_frac"), ("of completions", "update/sequence_ess_frac")),
+        limits=(0, 1),
+    ),
     Chart("Gradient norm", "before clipping", (("mean", "update/grad_norm"),), limits=(0, None)),
     Chart(
         "Sampler-learner gap", "nats, largest", (("largest", "update/sampler_learner_gap_max_nats"),), limits=(0, None)

@@ -119,3 +119,4 @@ class TrainState:
     params: Any
     opt_state: Any
     step: jax.Array  # [] i32, optimizer steps taken; also the policy version published next
+    average: Any = None  # moving average of params where the objective asks for one

@@ -6,6 +6,7 @@ order and devices change nothing beyond float rounding.
 
     scan over U:   draw a batch [M, b] -> weights of the whole batch
       scan over micro-batches:   forward, backward, add gradients and sums
+        log-probs -> old policy -> correction -> surrogate -> sum by weights -> divergence, entropy
       clip, AdamW, step + 1
 
 Letters: M ring shards, b rows per shard, B = M*b rows, S row width, U updates, n micro-batches.
@@ -17,21 +18,33 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from jaxrl_llm.config import SamplingConfig, UpdateConfig
+from jaxrl_llm.config import ObjectiveConfig, SamplingConfig, UpdateConfig
 from jaxrl_llm.models.policy import row_logp
 from jaxrl_llm.models.transformer import Model
-from jaxrl_llm.ops.losses import aggregation_weights, clipped_surrogate, kl_estimate
+from jaxrl_llm.ops import corrections
+from jaxrl_llm.ops.losses import aggregation_weights, kl_estimate, reference_share
 from jaxrl_llm.ops.masks import completion_mask
+from jaxrl_llm.ops.surrogates import LOG_RATIO_LIMIT, SURROGATES, Settings, Tokens
 from jaxrl_llm.types import Experience, RingState, Rollout, TrainState
 
 # draw(ring, key) -> ring, rows [M, b, ...], sums of what was drawn
 Draw = Callable[[RingState, jax.Array], tuple[RingState, Experience, dict[str, jax.Array]]]
+
+
+class Moment(NamedTuple):
+    """When a batch is used: the policies beside the current one that its loss may look at, and their versions."""
+
+    version: jax.Array  # [] i32 of the current weights; tokens sampled by it measure the sampler-learner gap
+    start_version: jax.Array | None = None  # [] i32 of the weights before the iteration's updates
+    start: Any = None  # those weights, where the objective asks for them
+    average: Any = None  # moving average of the weights, likewise
+    threshold: jax.Array | None = None  # [] f32 of the correction "second_moment"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +63,7 @@ class Update:
     optimizer: optax.GradientTransformation
     num_devices: int
     group_size: int = 1
+    objective: ObjectiveConfig = ObjectiveConfig()
 
     def step(
         self, state: TrainState, ring: RingState, key: jax.Array, draw: Draw
@@ -65,26 +79,46 @@ class Update:
         Returns:
             New state and ring, and sums [] f32 over all updates; names ending in ``_max`` are maxima.
         """
+        start = state  # one more copy of the weights where the loss looks at it
 
         def one(carry, index):
             state, ring = carry
             ring, batch, drawn = draw(ring, jax.random.fold_in(key, index))
-            state, sums = self.apply_batch(state, batch)
+            state, sums = self.apply_batch(state, batch, start)
             return (state, ring), sums | drawn
 
         updates = jnp.arange(self.config.updates_per_iteration)
         (state, ring), sums = jax.lax.scan(one, (state, ring), updates)
         return state, ring, {k: jnp.max(v) if k.endswith("_max") else jnp.sum(v) for k, v in sums.items()}
 
-    def apply_batch(self, state: TrainState, batch: Experience) -> tuple[TrainState, dict[str, jax.Array]]:
-        """One optimizer step on rows [M, b, ...]; skipped where they hold no token or the gradient is not finite."""
-        gradient, sums = self.gradient(state.params, batch, state.step)
+    def apply_batch(
+        self, state: TrainState, batch: Experience, start: TrainState | None = None
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
+        """One optimizer step on rows [M, b, ...]; skipped where they hold no token or the gradient is not finite.
+
+        Args:
+            start: the state before the iteration's updates; None = this one.
+        """
+        moment = self._moment(state, batch, state if start is None else start)
+        gradient, sums = self.gradient(state.params, batch, moment)
         norm = optax.tree.norm(gradient)
         usable = jnp.isfinite(norm) & (sums["token_count"] > 0)
+        if self.objective.ess_learning_rate:
+            scale = corrections.step_scale(
+                sums["sequence_ratio_sum"], sums["sequence_ratio_square_sum"], sums["row_count"]
+            )
+            sums |= {"rate_scale_sum": scale}
 
         def apply(state: TrainState) -> TrainState:
             updates, opt_state = self.optimizer.update(gradient, state.opt_state, state.params)
-            return TrainState(optax.apply_updates(state.params, updates), opt_state, state.step + 1)
+            if self.objective.ess_learning_rate:
+                updates = jax.tree.map(lambda u: u * scale, updates)
+            params = optax.apply_updates(state.params, updates)
+            average = state.average
+            if average is not None:
+                share = corrections.moving_average_share(self.objective.ewma_decay, state.step + 1)
+                average = jax.tree.map(lambda old, new: old + share * (new - old), average, params)
+            return TrainState(params, opt_state, state.step + 1, average)
 
         state = jax.lax.cond(usable, apply, lambda state: state, state)
         return state, sums | {
@@ -93,12 +127,32 @@ class Update:
             "skipped_count": 1.0 - usable.astype(jnp.float32),
         }
 
-    def gradient(self, params: Any, batch: Experience, version: jax.Array) -> tuple[Any, dict[str, jax.Array]]:
-        """Gradient of the aggregated loss over rows [M, b, ...], and sums for the metrics.
+    def _moment(self, state: TrainState, batch: Experience, start: TrainState) -> Moment:
+        """What the loss of a batch may look at; weights only where the objective asks for them."""
+        objective = self.objective
+        needs_start = objective.proximal == "start" or (objective.kl_coefficient and objective.kl_anchor == "convex")
+        moment = Moment(state.step, start.step, start.params if needs_start else None, state.average)
+        if objective.correction != "second_moment":
+            return moment
+        # Of the whole batch, so that micro-batches change nothing: one forward more.
+        M, b = batch.reward.shape
+        n = M * b // self.config.micro_batch_size
+        split = lambda x: x.reshape(M, n, b // n, *x.shape[2:]).swapaxes(0, 1)  # noqa: E731
+        micros = jax.tree.map(lambda x: split(x).reshape(n, M * b // n, *x.shape[2:]), batch)
 
-        Args:
-            version: [] i32 policy version of ``params``; tokens sampled by it measure the sampler-learner gap.
-        """
+        def log_ratio(rows: Experience) -> tuple[jax.Array, jax.Array]:
+            rollout = rows.rollout
+            mask = completion_mask(rollout.prompt_length, rollout.length, rollout.tokens.shape[1])
+            mask = mask & rows.trainable[:, None]
+            policy_logp = self.logp(state.params, rollout, group_size=self.group_size)[0]
+            return self._correction_ratio(self._tokens(policy_logp, rows, mask, moment)), mask
+
+        ratio, mask = (x.reshape(-1, x.shape[-1]) for x in jax.lax.map(log_ratio, micros))
+        threshold = corrections.second_moment_threshold(ratio, mask, objective.correction_second_moment)
+        return moment._replace(threshold=threshold)
+
+    def gradient(self, params: Any, batch: Experience, moment: Moment) -> tuple[Any, dict[str, jax.Array]]:
+        """Gradient of the aggregated loss over rows [M, b, ...], and sums for the metrics."""
         M, b = batch.reward.shape
         num_micro = M * b // self.config.micro_batch_size
         flat = jax.tree.map(lambda x: x.reshape(M * b, *x.shape[2:]), batch)
@@ -107,7 +161,8 @@ class Update:
         weight = aggregation_weights(
             mask,
             flat.trainable,
-            kind=self.config.aggregation,
+            rollout.group_id,
+            kind=self.objective.aggregation,
             max_completion_tokens=self.sampling.max_completion_tokens,
         )
 
@@ -116,7 +171,7 @@ class Update:
             return x.reshape(num_micro, M * (b // num_micro), *x.shape[3:])
 
         def accumulate(carry, micro):
-            (_, sums), grads = jax.value_and_grad(self._loss, has_aux=True)(params, *micro, version)
+            (_, sums), grads = jax.value_and_grad(self._loss, has_aux=True)(params, *micro, moment)
             new = jax.tree.map(jnp.add, carry[0], grads)
             old = carry[1]
             merged = {k: jnp.maximum(old[k], v) if k.endswith("_max") else old[k] + v for k, v in sums.items()}
@@ -124,7 +179,7 @@ class Update:
 
         micros = jax.tree.map(split, (flat, weight))
         first = jax.tree.map(lambda x: x[0], micros)
-        shapes = jax.eval_shape(lambda *m: self._loss(params, *m, version)[1], *first)
+        shapes = jax.eval_shape(lambda *m: self._loss(params, *m, moment)[1], *first)
         zero_sums = {k: jnp.zeros(v.shape, v.dtype) for k, v in shapes.items()}
         zero_grads = jax.tree.map(jnp.zeros_like, params)
         (gradient, sums), _ = jax.lax.scan(accumulate, (zero_grads, zero_sums), micros)
@@ -146,28 +201,42 @@ class Update:
             remat=remat,
         )
 
-    def _loss(self, params, rows: Experience, weight_BS: jax.Array, version) -> tuple[jax.Array, dict[str, jax.Array]]:
-        rollout, config = rows.rollout, self.config
+    def _loss(self, params, rows: Experience, weight_BS, moment: Moment) -> tuple[jax.Array, dict[str, jax.Array]]:
+        rollout, objective = rows.rollout, self.objective
         policy_logp, entropy = self.logp(params, rollout, group_size=self.group_size, remat=True)
-        # Off the loss's tokens every input is a harmless constant: 0 * nan is nan.
         mask = weight_BS > 0
-        policy_logp = jnp.where(mask, policy_logp, 0.0)
-        behaviour_logp = jnp.where(mask, rollout.behaviour_logp, 0.0)
-        advantage = jnp.where(mask, rows.advantage, 0.0)
-
-        term, is_clipped = clipped_surrogate(
-            policy_logp, behaviour_logp, advantage, clip_low=config.clip_low, clip_high=config.clip_high
-        )
-        loss = jnp.sum(weight_BS * term)
-        sums = {}
-        if rows.ref_logp is not None:
-            ref_logp = jnp.where(mask, rows.ref_logp, 0.0)
-            kl = kl_estimate(policy_logp, ref_logp, kind=config.kl_estimator)
-            loss += config.kl_coefficient * jnp.sum(weight_BS * kl)
-            sums["kl_reference_sum"] = jnp.sum(kl)
-        ratio = jnp.where(mask, jnp.exp(policy_logp - behaviour_logp), 0.0)
-        own = mask & (rollout.policy_version == version)
+        tokens = self._tokens(policy_logp, rows, mask, moment)
         total = lambda x: jnp.sum(jnp.where(mask, x, 0).astype(jnp.float32))  # noqa: E731
+        sums = {}
+
+        used = tokens  # those the correction keeps; the others have no part in a row's sums either
+        if objective.correction != "none":
+            correction, is_kept = self._correction(tokens, moment)
+            used = _only(tokens, is_kept)
+            sums["correction_weight_sum"] = total(correction)
+        settings = Settings(
+            clip_low=objective.clip_low,
+            clip_high=objective.clip_high,
+            dual_clip=objective.dual_clip,
+            beta=objective.regression_beta,
+            group_size=self.group_size,
+        )
+        term, is_clipped = SURROGATES[objective.surrogate].term(used, settings)
+        if objective.correction != "none":
+            term = correction * term
+        loss = jnp.sum(weight_BS * term)
+
+        kl = self._divergence(tokens, rows, moment)
+        if kl is not None:
+            loss += objective.kl_coefficient * jnp.sum(weight_BS * kl)
+            sums["kl_reference_sum"] = jnp.sum(kl)
+        if objective.entropy_coefficient:
+            loss -= objective.entropy_coefficient * jnp.sum(weight_BS * jnp.where(mask, entropy, 0.0))
+
+        policy_logp, behaviour_logp = tokens.policy_logp, tokens.behaviour_logp
+        ratio = jnp.where(mask, jnp.exp(policy_logp - behaviour_logp), 0.0)
+        sequence_ratio = corrections.sequence_ratio(policy_logp - behaviour_logp, mask)
+        own = mask & (rollout.policy_version == moment.version)
         sums |= {
             "loss_sum": loss,
             "token_count": total(mask),
@@ -178,7 +247,93 @@ class Update:
             "ratio_sum": jnp.sum(ratio),
             "ratio_square_sum": jnp.sum(jnp.square(ratio)),
             "ratio_max": jnp.max(ratio),
+            "row_count": jnp.sum(jnp.any(mask, axis=1).astype(jnp.float32)),
+            "sequence_ratio_sum": jnp.sum(sequence_ratio),
+            "sequence_ratio_square_sum": jnp.sum(jnp.square(sequence_ratio)),
             "own_token_count": jnp.sum(own.astype(jnp.float32)),
             "gap_max": jnp.max(jnp.where(own, jnp.abs(policy_logp - behaviour_logp), 0.0)),
         }
         return loss, jax.lax.stop_gradient(sums)
+
+    def _tokens(self, policy_logp: jax.Array, rows: Experience, mask: jax.Array, moment: Moment) -> Tokens:
+        """The rows as the objective sees them, the old policy among them: harmless constants off the mask."""
+        rollout, behaviour_logp = rows.rollout, rows.rollout.behaviour_logp
+        proximal = self.objective.proximal
+        if proximal == "behaviour":
+            old_logp = behaviour_logp
+        elif proximal == "interpolated":
+            old_logp = corrections.interpolated_logp(
+                policy_logp, behaviour_logp, rollout.policy_version, moment.start_version, moment.version
+            )
+        else:
+            params = moment.start if proximal == "start" else moment.average
+            old_logp = self._constant_logp(params, rows)
+        if proximal != "behaviour":
+            # A token the old policy would never have drawn must not make a ratio that float32 cannot hold.
+            away = jnp.clip(old_logp - behaviour_logp, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+            old_logp = behaviour_logp + away
+        tokens = Tokens(policy_logp, old_logp, behaviour_logp, rows.ref_logp, rows.advantage, rows.reward, mask)
+        return _only(tokens, mask)
+
+    def _constant_logp(self, params: Any, rows: Experience) -> jax.Array:
+        """Log-probs [B,S] of rows under other weights, a constant to differentiation."""
+        params = jax.lax.stop_gradient(params)
+        return jax.lax.stop_gradient(self.logp(params, rows.rollout, group_size=self.group_size)[0])
+
+    @property
+    def _weighed(self) -> str:
+        """Whose ratio to the behaviour policy is left to the correction: "old", "policy" or "" (the term's own)."""
+        base = SURROGATES[self.objective.surrogate].base
+        return "" if base == "behaviour" or (base == "old" and self.objective.proximal == "behaviour") else base
+
+    def _correction_ratio(self, tokens: Tokens) -> jax.Array:
+        """Log-ratio [B,S] that the correction judges; the current policy's where the term carries a ratio itself."""
+        base_logp = tokens.old_logp if self._weighed == "old" else tokens.policy_logp
+        return jax.lax.stop_gradient(base_logp - tokens.behaviour_logp)
+
+    def _correction(self, tokens: Tokens, moment: Moment) -> tuple[jax.Array, jax.Array]:
+        """Weight [B,S] of each token's term, and which tokens stay."""
+        return corrections.correction_weight(
+            self._correction_ratio(tokens),
+            tokens.mask,
+            kind=self.objective.correction,
+            low=self.objective.correction_low,
+            high=self.objective.correction_high,
+            threshold=moment.threshold,
+            is_carried=not self._weighed,
+        )
+
+    def _divergence(self, tokens: Tokens, rows: Experience, moment: Moment) -> jax.Array | None:
+        """Estimate [B,S] of the policy's divergence to the anchor; None where there is no penalty."""
+        objective = self.objective
+        if not objective.kl_coefficient:
+            return None
+
+        def to(anchor_logp: jax.Array) -> jax.Array:
+            anchor_logp = jnp.where(tokens.mask, anchor_logp, 0.0)
+            return kl_estimate(tokens.policy_logp, anchor_logp, kind=objective.kl_estimator)
+
+        def to_weights(proximal: str, params: Any) -> jax.Array:
+            is_old = objective.proximal == proximal  # whose log-probs are there already
+            return to(tokens.old_logp if is_old else self._constant_logp(params, rows))
+
+        if objective.kl_anchor == "ewma":
+            return to_weights("ewma", moment.average)
+        if objective.kl_anchor == "convex":
+            share = reference_share(moment.version)
+            return share * to(rows.ref_logp) + (1 - share) * to_weights("start", moment.start)
+        return to(rows.ref_logp)
+
+
+def _only(tokens: Tokens, mask: jax.Array) -> Tokens:
+    """Tokens of the mask alone, with constants elsewhere: 0 * nan is nan."""
+    keep = lambda x: None if x is None else jnp.where(mask, x, 0.0)  # noqa: E731
+    return tokens._replace(
+        policy_logp=keep(tokens.policy_logp),
+        old_logp=keep(tokens.old_logp),
+        behaviour_logp=keep(tokens.behaviour_logp),
+        ref_logp=keep(tokens.ref_logp),
+        advantage=keep(tokens.advantage),
+        reward=jnp.where(jnp.any(mask, axis=1), tokens.reward, 0.0),
+        mask=mask,
+    )

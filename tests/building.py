@@ -12,7 +12,7 @@ import numpy as np
 import optax
 
 from jaxrl_llm import publish, sharding
-from jaxrl_llm.config import MeshConfig, SamplingConfig, UpdateConfig
+from jaxrl_llm.config import MeshConfig, ObjectiveConfig, SamplingConfig, UpdateConfig
 from jaxrl_llm.models.presets import Architecture
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.programs import compile_all
@@ -141,11 +141,15 @@ LOSSES = {
 }
 
 
-def random_experience(num_rows=NUM_ROWS, *, seed=0, arch=TINY, with_reference=True):
-    """Ragged rows, numpy: a quarter not trainable, one of a single completion token, one as long as can be."""
+def random_experience(num_rows=NUM_ROWS, *, seed=0, arch=TINY, with_reference=True, group_size=1):
+    """Ragged rows, numpy: a quarter not trainable, one of a single completion token, one as long as can be.
+
+    Each ``group_size`` neighbours have one prompt.
+    """
     rng = np.random.default_rng(seed)
     B, S = num_rows, ROW_TOKENS
-    prompt_length = rng.integers(1, PROMPT_TOKENS + 1, B).astype(np.int32)
+    first = np.arange(B) // group_size * group_size
+    prompt_length = rng.integers(1, PROMPT_TOKENS + 1, B).astype(np.int32)[first]
     completion = rng.integers(1, COMPLETION_TOKENS + 1, B)
     completion[0], completion[1] = 1, COMPLETION_TOKENS
     length = (prompt_length + completion).astype(np.int32)
@@ -154,8 +158,10 @@ def random_experience(num_rows=NUM_ROWS, *, seed=0, arch=TINY, with_reference=Tr
     # Near the log-probs such a model gives, so that ratios lie on both sides of both bounds.
     behaviour_logp = rng.normal(-5.5, 1.0, (B, S))
     trainable = np.arange(B) % 4 != 3
+    tokens = rng.integers(0, arch.vocab_size, (B, S))
+    tokens = np.where(at < prompt_length[:, None], tokens[first], tokens)
     rollout = Rollout(
-        tokens=np.where(at < length[:, None], rng.integers(0, arch.vocab_size, (B, S)), 0).astype(np.int32),
+        tokens=np.where(at < length[:, None], tokens, 0).astype(np.int32),
         prompt_length=prompt_length,
         length=length,
         behaviour_logp=np.where(mask, behaviour_logp, 0.0).astype(np.float32),
@@ -181,22 +187,31 @@ RECORDER = optax.GradientTransformation(
 )
 
 
-def make_update(config=None, sampling=None, *, num_devices=1, remat="none"):
+def make_update(config=None, sampling=None, *, num_devices=1, remat="none", group_size=1):
+    """``config`` names fields of the update's and of the objective's settings."""
+    config = config or {}
+    objective = {k: v for k, v in config.items() if k in ObjectiveConfig.__dataclass_fields__}
+    sizes = {k: v for k, v in config.items() if k not in objective}
     return Update(
         config=dataclasses.replace(
-            UpdateConfig(batch_size=NUM_ROWS, micro_batch_size=NUM_ROWS, logp_chunk_tokens=32), **config or {}
+            UpdateConfig(batch_size=NUM_ROWS, micro_batch_size=NUM_ROWS, logp_chunk_tokens=32), **sizes
         ),
         sampling=SamplingConfig(max_completion_tokens=COMPLETION_TOKENS, **sampling or {}),
         model=Model(TINY, remat=remat),
         optimizer=RECORDER,
         num_devices=num_devices,
+        group_size=group_size,
+        objective=ObjectiveConfig(**objective),
     )
 
 
 def train_state(update, mesh=ONE):
     params = learner_params(update.model, mesh_of(mesh))
     step = jax.device_put(np.int32(0), sharding.replicated(mesh_of(mesh), 0))
-    return TrainState(params, jax.tree.map(jnp.zeros_like, params), step)
+    average = None
+    if update.objective.proximal == "ewma":
+        average = jax.tree.map(jnp.copy, params)
+    return TrainState(params, jax.tree.map(jnp.zeros_like, params), step, average)
 
 
 def on_mesh(update, rows, mesh=ONE):

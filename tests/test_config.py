@@ -77,7 +77,7 @@ def test_the_defaults_are_a_config():
     ("settings", "message"),
     [
         ({"sede": 1}, "unknown config key sede=1; did you mean seed"),
-        ({"update": {"clip_lo": 0.1}}, "unknown config key update.clip_lo=0.1; did you mean update.clip_low"),
+        ({"objective": {"clip_lo": 0.1}}, "unknown config key objective.clip_lo=0.1; did you mean objective.clip_low"),
         ({"mesh": {"zzzz": 1}}, "unknown config key mesh.zzzz=1; known: data, fsdp, tensor"),
         ({"update": 3}, "update=3 must be a group of settings"),
         ({"seed": 1.0}, "seed=1.0 must be of type int, not float"),
@@ -110,6 +110,19 @@ def test_the_defaults_are_a_config():
         ({"prompts": {"size": 0}}, "prompts.size=0 must be at least 1"),
         ({"checkpoint": {"keep_best": 1}}, "checkpoint.keep_best=1 needs eval.num_prompts"),
         ({"replay": {"unit": "group"}, "update": {"micro_batch_size": 4}}, "multiple of rollout.group_size=8"),
+        ({"objective": {"surrogate": "agro"}}, "replay.unit='rollout' must be 'group' for objective.surrogate='agro'"),
+        ({"objective": {"dual_clip": 0.5}}, "objective.dual_clip=0.5 must be 0, or above 1 with"),
+        ({"objective": {"dual_clip": 3.0, "surrogate": "cispo"}}, "objective.dual_clip=3.0 must be 0"),
+        (
+            {"objective": {"proximal": "start", "surrogate": "reinforce"}},
+            "objective.proximal='start' must be 'behaviour' for objective.surrogate='reinforce'",
+        ),
+        ({"objective": {"surrogate": "remix_centred"}}, "objective.proximal='behaviour' must be another"),
+        (
+            {"objective": {"correction": "token_truncated"}},
+            "objective.correction='token_truncated' must be 'none' or one that masks for "
+            "objective.surrogate='clipped' with objective.proximal='behaviour'",
+        ),
     ],
 )
 def test_freeze_names_the_key_the_value_and_what_is_allowed(settings, message):
@@ -126,9 +139,9 @@ def test_a_config_survives_json_and_its_fingerprint_tells_it_from_another():
     config = freeze({"seed": 3, "prompts": {"arguments": {"a": [1, 2]}}, "sampling": {"stop_strings": ("x", "y")}})
     assert from_json(to_json(config)) == config
     assert fingerprint(from_json(to_json(config))) == fingerprint(config)
-    other = dataclasses.replace(config, update=dataclasses.replace(config.update, clip_low=0.1))
+    other = dataclasses.replace(config, objective=dataclasses.replace(config.objective, clip_low=0.1))
     assert fingerprint(other) != fingerprint(config)
-    assert differences(config, other) == {"update.clip_low": (0.2, 0.1)}
+    assert differences(config, other) == {"objective.clip_low": (0.2, 0.1)}
     assert differences(config, config) == {}
 
 
@@ -293,7 +306,8 @@ FOUR = {"prompts.source": "jsonl", "prompts.name": "four.jsonl"}
 GYM = {"prompts.source": "reasoning_gym", "prompts.name": "chain_sum", "prompts.max_tokens": 128}
 EVALUATED = {"eval.num_prompts": 8}
 CHECKPOINTED = {"checkpoint.every_iterations": 1, "checkpoint.keep_last": 1}
-WITH_KL = {"update.kl_coefficient": 0.1}
+WITH_KL = {"objective.kl_coefficient": 0.1}
+PLAIN = {"objective.surrogate": "reinforce"}
 
 # setting -> (another value, where to look, what else must be set)
 ALIVE = {
@@ -354,13 +368,25 @@ ALIVE = {
     "update.batch_size": (8, program("update"), {}),
     "update.micro_batch_size": (4, program("update"), {}),
     "update.updates_per_iteration": (3, program("update"), {}),
-    "update.clip_low": (0.1, program("update"), {}),
-    "update.clip_high": (0.3, program("update"), {}),
-    "update.aggregation": ("constant_length", program("update"), {}),
-    "update.kl_coefficient": (0.2, program("update"), WITH_KL),
-    "update.kl_estimator": ("k1", program("update"), WITH_KL),
     "update.logp_chunk_tokens": (64, program("update"), {}),
     "update.max_sampler_learner_gap_nats": (0.001, gap, {}),
+    "objective.surrogate": ("cispo", program("update"), {}),
+    "objective.clip_low": (0.1, program("update"), {}),
+    "objective.clip_high": (0.3, program("update"), {}),
+    "objective.dual_clip": (3.0, program("update"), {}),
+    "objective.regression_beta": (0.2, program("update"), {"objective.surrogate": "opmd"}),
+    "objective.proximal": ("interpolated", program("update"), {}),
+    "objective.ewma_decay": (0.5, program("update"), {"objective.proximal": "ewma"}),
+    "objective.correction": ("token_masked", program("update"), PLAIN),
+    "objective.correction_low": (0.1, program("update"), PLAIN | {"objective.correction": "token_masked"}),
+    "objective.correction_high": (3.0, program("update"), PLAIN | {"objective.correction": "token_masked"}),
+    "objective.correction_second_moment": (0.1, program("update"), PLAIN | {"objective.correction": "second_moment"}),
+    "objective.ess_learning_rate": (True, program("update"), {}),
+    "objective.aggregation": ("constant_length", program("update"), {}),
+    "objective.kl_coefficient": (0.2, program("update"), WITH_KL),
+    "objective.kl_estimator": ("k1", program("update"), WITH_KL),
+    "objective.kl_anchor": ("convex", program("update"), WITH_KL),
+    "objective.entropy_coefficient": (0.01, program("update"), {}),
     "optimizer.learning_rate": (1e-3, program("update"), {}),
     "optimizer.schedule": ("cosine", program("update"), {}),
     "optimizer.warmup_steps": (2, program("update"), {}),

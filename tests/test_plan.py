@@ -32,7 +32,8 @@ def small_config(num_chips):
             "sampling": {"max_completion_tokens": 32},
             "rollout": {"prompts_per_iteration": num_chips, "group_size": 2, "chunk_steps": 4},
             "replay": {"capacity": 4 * num_chips},
-            "update": {"batch_size": 2 * num_chips, "micro_batch_size": 2 * num_chips, "kl_coefficient": 0.1},
+            "update": {"batch_size": 2 * num_chips, "micro_batch_size": 2 * num_chips},
+            "objective": {"kl_coefficient": 0.1},
             "mesh": {"fsdp": 2},
         }
     )

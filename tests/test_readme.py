@@ -46,7 +46,7 @@ TINY = [
     "--config.replay.skip_tied=False",
     "--config.replay.max_age_steps=0",
     "--config.update.updates_per_iteration=1",
-    "--config.update.clip_high=0.2",
+    "--config.objective.clip_high=0.2",
     "--config.optimizer.learning_rate=1e-3",
 ]
 

@@ -12,7 +12,7 @@ from jaxrl_llm.config import ReplayConfig, SamplingConfig, UpdateConfig
 from jaxrl_llm.models.presets import Architecture
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.types import Experience, Rollout
-from jaxrl_llm.update import Update
+from jaxrl_llm.update import Moment, Update
 
 ARCH = Architecture(vocab_size=61, width=32, num_layers=2, num_heads=4, num_kv_heads=2, head_size=8, ffn=48)
 P, G, L, C = 3, 4, 7, 6
@@ -55,7 +55,7 @@ def test_gradient_is_that_of_unshared_prompts():
     programs = [jax.jit(update.gradient) for update in (apart, shared)]
     for seed in range(2):
         rows = experience(seed)
-        (one, sums_one), (other, sums_other) = (program(params, rows, jnp.int32(0)) for program in programs)
+        (one, sums_one), (other, sums_other) = (program(params, rows, Moment(jnp.int32(0))) for program in programs)
         norm = float(optax.tree.norm(one))
         # Measured: 3e-7 of the norm.
         assert float(optax.tree.norm(jax.tree.map(jnp.subtract, one, other))) < 2e-6 * norm

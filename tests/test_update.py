@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from building import COMPLETION_TOKENS, CUBE, ONE, PROMPT_TOKENS, TINY, mesh_of
-from reference import losses, transformer
+from reference import corrections, losses, sampling, surrogates, transformer
 
 from jaxrl_llm import optim, sharding
 from jaxrl_llm.assembly import assemble
@@ -51,7 +51,7 @@ def test_loss_and_gradient_are_those_of_a_float64_model(name):
     params = building.host_params(update.model)
     gradient, sums = building.gradient(update, rows)
     logp = oracle_logp(params, rows.rollout, **filters)
-    np.testing.assert_allclose(sums["loss_sum"], oracle_loss(logp, rows, update.config), rtol=1e-5)
+    np.testing.assert_allclose(sums["loss_sum"], oracle_loss(logp, rows, update.objective), rtol=1e-5)
 
     # Slope of the float64 loss along a random direction by central differences (their own error is below 1e-7).
     # Measured disagreement with the float32 gradient: 1.1e-6 of its norm at most.
@@ -59,7 +59,7 @@ def test_loss_and_gradient_are_those_of_a_float64_model(name):
     values = []
     for step in (1e-7, -1e-7):
         moved = jax.tree.map(lambda x, d, step=step: x + step * d, params, direction)
-        values.append(oracle_loss(oracle_logp(moved, rows.rollout, **filters), rows, update.config))
+        values.append(oracle_loss(oracle_logp(moved, rows.rollout, **filters), rows, update.objective))
     slope = sum(jax.tree.leaves(jax.tree.map(lambda g, d: (g.astype(np.float64) * d).sum(), gradient, direction)))
     norm = np.sqrt(sum((leaf.astype(np.float64) ** 2).sum() for leaf in jax.tree.leaves(gradient)))
     assert norm > 1e-2
@@ -74,24 +74,103 @@ def test_reference_log_probs_are_the_models_in_the_rows_order(micro_batch_size):
         "sampling": {"max_completion_tokens": COMPLETION_TOKENS},
         "rollout": {"prompts_per_iteration": 8, "group_size": 2},
         "replay": {"capacity": 16},
-        "update": {"batch_size": 16, "micro_batch_size": micro_batch_size, "kl_coefficient": 0.1},
+        "update": {"batch_size": 16, "micro_batch_size": micro_batch_size},
+        "objective": {"kl_coefficient": 0.1},
         "mesh": {"data": 2},
     }
     run = assemble(freeze(config), TINY, (5,), mesh_of(MeshConfig(data=2)))
-    rows = building.random_experience().rollout
-    first = np.arange(16) // 2 * 2  # the group's prompt is its first row's
-    tokens = rows.tokens.copy()
-    tokens[:, :PROMPT_TOKENS] = tokens[first, :PROMPT_TOKENS]
-    rows = rows.replace(
-        tokens=tokens,
-        prompt_length=rows.prompt_length[first],
-        length=rows.prompt_length[first] + rows.length - rows.prompt_length,
-    )
+    rows = building.random_experience(group_size=2).rollout
     with jax.sharding.use_abstract_mesh(run.mesh.abstract_mesh):
         params = building.learner_params(run.model, run.mesh)
         actual = jax.jit(run.programs()["reference"].fn)(params, jax.device_put(rows, sharding.leading(run.mesh, rows)))
     expected = oracle_logp(building.host_params(run.model), rows)
     np.testing.assert_allclose(actual, expected, atol=1e-5)  # measured: 2.0e-6
+
+
+def mask_of(rows):
+    at = np.arange(rows.rollout.tokens.shape[1])[None, :]
+    inside = (at >= rows.rollout.prompt_length[:, None]) & (at < rows.rollout.length[:, None])
+    return inside & rows.trainable[:, None]
+
+
+def oracle_entropy(params, rollout):
+    """[B,S] float64 of the distributions that the completions' tokens were drawn from."""
+    result = np.zeros(rollout.tokens.shape)
+    for i, (tokens, first, last) in enumerate(zip(rollout.tokens, rollout.prompt_length, rollout.length, strict=True)):
+        for t, row in enumerate(transformer.logits(params, TINY, tokens[:last])[first - 1 : last - 1], start=first):
+            probability = sampling.softmax(row)
+            result[i, t] = -(probability * np.log(probability)).sum()
+    return result
+
+
+def test_policies_before_and_averaged_corrected_weights_and_the_scaled_step_are_those_of_a_float64_model():
+    settings = {
+        "proximal": "start",
+        "correction": "token_truncated",
+        "kl_coefficient": 0.3,
+        "kl_estimator": "k2",
+        "kl_anchor": "ewma",
+        "entropy_coefficient": 0.05,
+        "ess_learning_rate": True,
+    }
+    update = building.make_update(settings | {"micro_batch_size": 8})
+    rows = building.random_experience(with_reference=False)
+    params, start, average = (building.host_params(update.model, seed) for seed in range(3))
+    state = building.train_state(update).replace(average=average)
+    compiled = jax.jit(update.apply_batch)
+    with jax.sharding.use_abstract_mesh(mesh_of(ONE).abstract_mesh):
+        after, sums = compiled(state, building.on_mesh(update, rows), state.replace(params=start))
+
+    mask = mask_of(rows)
+    policy, old, averaged = (oracle_logp(p, rows.rollout) for p in (params, start, average))
+    behaviour = rows.rollout.behaviour_logp
+    weight = corrections.weights(old - behaviour, mask, "token_truncated", 0.5, 2.0, None)
+    term = np.array(weight) * losses.clipped_surrogate(policy, old, rows.advantage, 0.2, 0.2)
+    term += 0.3 * (policy - averaged) ** 2 / 2 - 0.05 * oracle_entropy(params, rows.rollout)
+    expected = losses.aggregate(term, mask, rows.trainable, "token_mean", COMPLETION_TOKENS)
+    np.testing.assert_allclose(sums["loss_sum"], expected, rtol=1e-5)
+    np.testing.assert_allclose(sums["correction_weight_sum"], np.sum(weight), rtol=1e-5)
+    assert 0 < np.sum(np.array(weight) == 2.0) < mask.sum()
+
+    # The recorder's step is the gradient; averages of versions 0 and 1 weigh 0.9 and 1.
+    ratio = np.array(
+        [np.exp(row[keep].sum()) for row, keep in zip(policy - behaviour, mask, strict=True) if keep.any()]
+    )
+    scale = np.sqrt(ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum()))
+    np.testing.assert_allclose(sums["rate_scale_sum"], scale, rtol=1e-4)
+    moved = jax.tree.map(lambda x, g: x + scale * np.asarray(g), params, after.opt_state)
+    near = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)  # noqa: E731
+    jax.tree.map(near, after.params, moved)
+    jax.tree.map(lambda new, a, p: near(new, (0.9 * a + p) / 1.9), after.average, average, moved)
+
+
+def test_groups_are_compared_and_the_second_moment_is_of_the_whole_batch():
+    # Two rows of a group share a prompt; a micro-batch holds two groups.
+    settings = {"surrogate": "agro", "regression_beta": 0.3, "aggregation": "sequence_mean"}
+    settings |= {"correction": "second_moment", "correction_second_moment": 0.5, "micro_batch_size": 4}
+    update = building.make_update(settings, group_size=2)
+    rows = building.random_experience(group_size=2)
+    gradient, sums = building.gradient(update, rows)
+
+    mask = mask_of(rows)
+    policy = oracle_logp(building.host_params(update.model), rows.rollout)
+    kept = corrections.second_moment_kept(policy - rows.rollout.behaviour_logp, mask, 0.5)
+    assert 0 < len(kept) < mask.sum()
+    keep = np.zeros_like(mask)
+    keep[tuple(np.array(sorted(kept)).T)] = True
+    row = lambda i: {  # noqa: E731
+        "policy": policy[i][keep[i]].tolist(),
+        "ref": rows.ref_logp[i][keep[i]].tolist(),
+        "advantage": rows.advantage[i][keep[i]].tolist(),
+    }
+    terms = surrogates.agro([row(i) for i in range(len(mask))], {"beta": 0.3, "group_size": 2})
+    whole = np.zeros(mask.shape)
+    for i, values in enumerate(terms):
+        whole[i][keep[i]] = values
+    expected = losses.aggregate(whole, mask, rows.trainable, "sequence_mean", COMPLETION_TOKENS)
+    np.testing.assert_allclose(sums["loss_sum"], expected, rtol=1e-5)
+    assert sums["correction_weight_sum"] == len(kept)
+    assert np.isfinite(jax.tree.leaves(jax.tree.map(np.sum, gradient))).all()
 
 
 def test_metrics_are_sums_over_the_trained_tokens():
@@ -111,6 +190,7 @@ def test_metrics_are_sums_over_the_trained_tokens():
         "ratio_sum": ratio.sum(),
         "ratio_square_sum": (ratio**2).sum(),
         "ratio_max": ratio.max(),
+        "row_count": rows.trainable.sum(),
         "kl_behaviour_sum": (np.exp(d) - 1 - d).sum(),
         "gap_max": np.abs(d).max(),
     }

@@ -1,7 +1,7 @@
-"""Per-token loss terms, and the weights that add them up.
+"""The weights that add per-token loss terms up, and terms that hold a policy back.
 
-Owns: the clipped surrogate, estimators of the divergence to a reference, aggregation. Does not know: models,
-algorithms, micro-batches. Letters: B rows, T row width.
+Owns: aggregation, estimators of the divergence to an anchor. Does not know: surrogates, models, micro-batches.
+Letters: B rows, T row width.
 
 A loss is ``sum(weight * term)`` with the weights of ``aggregation_weights``, made once for the whole batch:
 the division has happened, so micro-batches and devices only add. At positions of weight zero the caller
@@ -12,38 +12,6 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-
-
-def clipped_surrogate(
-    policy_logp: jax.Array, behaviour_logp: jax.Array, advantage: jax.Array, *, clip_low: float, clip_high: float
-) -> tuple[jax.Array, jax.Array]:
-    """Negated clipped surrogate objective of each token.
-
-        u = exp(policy_logp - behaviour_logp)
-        loss = -min(u A, clip(u, 1 - clip_low, 1 + clip_high) A)
-
-    The gradient is exactly 0 where the second term is the smaller and that of -u A elsewhere, also where the
-    two are equal.
-
-    Args:
-        policy_logp, behaviour_logp: [B, T] f32 nats of the taken tokens. A sampled token has a behaviour_logp
-            above about -17 (float32 uniforms), so u is finite; policy_logp may be -inf.
-        advantage: [B, T] f32.
-        clip_low, clip_high: distances of the bounds from 1.
-
-    Returns:
-        loss: [B, T] f32, in units of advantage.
-        is_clipped: [B, T] bool, tokens without gradient because of the bounds.
-
-    Source: Schulman et al. 2017, arXiv:1707.06347, eq. 7; separate bounds, Yu et al. 2025, arXiv:2503.14476.
-    """
-    log_ratio = policy_logp - behaviour_logp
-    ratio = jnp.exp(log_ratio)
-    is_clipped = ((advantage > 0) & (ratio > 1 + clip_high)) | ((advantage < 0) & (ratio < 1 - clip_low))
-    bound = jnp.where(advantage > 0, 1 + clip_high, 1 - clip_low)
-    # where before exp, not after: a clipped ratio may be as large as float32 allows and has no gradient.
-    ratio = jnp.where(is_clipped, bound, jnp.exp(jnp.where(is_clipped, 0.0, log_ratio)))
-    return -ratio * advantage, is_clipped
 
 
 def kl_estimate(policy_logp: jax.Array, ref_logp: jax.Array, *, kind: str) -> jax.Array:
@@ -73,12 +41,25 @@ def kl_estimate(policy_logp: jax.Array, ref_logp: jax.Array, *, kind: str) -> ja
     raise ValueError(f"kind={kind!r} is not one of 'k1', 'k2', 'k3'")
 
 
-def aggregation_weights(mask: jax.Array, trainable: jax.Array, *, kind: str, max_completion_tokens: int) -> jax.Array:
+def reference_share(step: jax.Array) -> jax.Array:
+    """Share [] f32 of the reference in a divergence to reference and previous policy, after ``step`` optimizer steps.
+
+        max(1 - 0.1 ceil(max(step - 50, 0) / 10), 0.5)
+
+    Source: ReMix, Liang et al. 2025, arXiv:2507.06892.
+    """
+    return jnp.maximum(1.0 - 0.1 * jnp.ceil(jnp.maximum(step - 50, 0) / 10), 0.5)
+
+
+def aggregation_weights(
+    mask: jax.Array, trainable: jax.Array, group_id: jax.Array, *, kind: str, max_completion_tokens: int
+) -> jax.Array:
     """Weights w with ``loss = sum(w * term)``: one denominator for the whole batch.
 
         "token_mean"       w = 1 / tokens of the batch
         "sequence_mean"    w = 1 / (rows of the batch * tokens of the row)
         "constant_length"  w = 1 / (rows of the batch * max_completion_tokens)
+        "prompt_mean"      w = 1 / (prompts of the batch * tokens of the prompt's rows)
 
     Tokens are those of the mask in trainable rows; rows are those with at least one. Without any, all
     weights are 0.
@@ -86,14 +67,16 @@ def aggregation_weights(mask: jax.Array, trainable: jax.Array, *, kind: str, max
     Args:
         mask: [B, T] bool, tokens with a loss.
         trainable: [B] bool.
-        kind: one of the three above.
+        group_id: [B] i32, rows of one prompt share it; for "prompt_mean", which makes a [B, B] table.
+        kind: one of the four above.
         max_completion_tokens: for "constant_length".
 
     Returns:
         [B, T] f32, 0.0 off the mask and in rows that are not trainable.
 
     Source: token mean, Yu et al. 2025, arXiv:2503.14476, eq. 8; sequence mean, Shao et al. 2024,
-        arXiv:2402.03300, eq. 3; constant length, Liu et al. 2025, arXiv:2503.20783, section 3.2.
+        arXiv:2402.03300, eq. 3; constant length, Liu et al. 2025, arXiv:2503.20783, section 3.2; prompt mean, ScaleRL,
+        Khatri et al. 2025, arXiv:2510.13786.
     """
     active_BT = mask & trainable[:, None]
     length_B1 = jnp.sum(active_BT, axis=1, keepdims=True)
@@ -104,6 +87,12 @@ def aggregation_weights(mask: jax.Array, trainable: jax.Array, *, kind: str, max
         denominator = num_rows * length_B1
     elif kind == "constant_length":
         denominator = (num_rows * max_completion_tokens).reshape(1, 1)
+    elif kind == "prompt_mean":
+        same_BB = (group_id[:, None] == group_id[None, :]) & (length_B1[:, 0] > 0)[None, :]
+        num_tokens_B1 = jnp.sum(jnp.where(same_BB, length_B1[:, 0][None, :], 0), axis=1, keepdims=True)
+        is_first = (length_B1[:, 0] > 0) & (jnp.argmax(same_BB, axis=1) == jnp.arange(mask.shape[0]))
+        denominator = jnp.sum(is_first) * num_tokens_B1
     else:
-        raise ValueError(f"kind={kind!r} is not one of 'token_mean', 'sequence_mean', 'constant_length'")
+        kinds = "'token_mean', 'sequence_mean', 'constant_length', 'prompt_mean'"
+        raise ValueError(f"kind={kind!r} is not one of {kinds}")
     return active_BT.astype(jnp.float32) / jnp.maximum(denominator, 1).astype(jnp.float32)

@@ -1,4 +1,4 @@
-"""Losses by loops in float64."""
+"""Aggregated losses by loops in float64, and the clipped loss of one policy against another."""
 
 import math
 
@@ -14,8 +14,14 @@ def clipped_surrogate(policy_logp, behaviour_logp, advantage, clip_low, clip_hig
     return loss
 
 
-def aggregate(term, mask, trainable, kind, max_completion_tokens):
+def aggregate(term, mask, trainable, kind, max_completion_tokens, group_id=None):
     """The aggregated loss: tokens of the mask in trainable rows; rows without any do not count."""
+    if kind == "prompt_mean":
+        prompts = {}
+        for row, keep, used, name in zip(term, mask, trainable, group_id, strict=True):
+            prompts.setdefault(int(name), []).extend(float(x) for x, m in zip(row, keep, strict=True) if m and used)
+        means = [sum(tokens) / len(tokens) for tokens in prompts.values() if tokens]
+        return sum(means) / len(means) if means else 0.0
     rows = [[float(x) for x, m in zip(row, keep, strict=True) if m] for row, keep in zip(term, mask, strict=True)]
     rows = [row for row, t in zip(rows, trainable, strict=True) if t and row]
     if not rows:

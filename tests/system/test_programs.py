@@ -80,7 +80,7 @@ def finished(tmp_path_factory):
             "sampling": SETTINGS["sampling"] | {"stop_strings": ("a", "e", "o")},
             "rollout": SETTINGS["rollout"] | {"chunk_steps": 3},
             "rewards": {"functions": (f"{scorer}:reward",), "num_workers": 1},
-            "update": SETTINGS["update"] | {"kl_coefficient": 0.01},
+            "objective": {"kl_coefficient": 0.01},
             "optimizer": {"learning_rate": 0.02},
             "checkpoint": {"every_iterations": 2, "export": False},
             "metrics": {"tensorboard": False},

@@ -1,0 +1,145 @@
+"""Surrogates by loops in float64, and their gradients by central differences.
+
+``rows`` is a list of dicts, one a row: lists ``policy``, ``old``, ``behaviour``, ``ref``, ``advantage`` of its tokens
+with a loss (none: the row is no sibling), a number ``reward``; ``group_size`` neighbours are siblings. Every function
+gives a list of terms per row.
+"""
+
+import math
+
+
+def _clip(ratio, advantage, low, high, dual=0.0):
+    value = min(ratio * advantage, min(max(ratio, low), high) * advantage)
+    if dual and advantage < 0:
+        value = max(value, dual * advantage)
+    return -value
+
+
+def clipped(rows, s):
+    return [
+        [
+            _clip(math.exp(p - o), a, 1 - s["clip_low"], 1 + s["clip_high"], s["dual_clip"])
+            for p, o, a in zip(row["policy"], row["old"], row["advantage"], strict=True)
+        ]
+        for row in rows
+    ]
+
+
+def gspo(rows, s):
+    result = []
+    for row in rows:
+        n = len(row["policy"])
+        ratio = math.exp((sum(row["policy"]) - sum(row["old"])) / n) if n else 1.0
+        bounds = 1 - s["clip_low"], 1 + s["clip_high"], s["dual_clip"]
+        result.append([_clip(ratio, a, *bounds) for a in row["advantage"]])
+    return result
+
+
+def remix_centred(rows, s):
+    result = []
+    for row in rows:
+        terms = []
+        for p, o, b, a in zip(row["policy"], row["old"], row["behaviour"], row["advantage"], strict=True):
+            centre = math.exp(o - b)
+            terms.append(_clip(math.exp(p - b), a, centre - s["clip_low"], centre + s["clip_high"]))
+        result.append(terms)
+    return result
+
+
+def reinforce(rows, s):
+    return [[-a * p for p, a in zip(row["policy"], row["advantage"], strict=True)] for row in rows]
+
+
+def opmd(rows, s):
+    return [[term / (1 + s["beta"]) for term in terms] for terms in reinforce(rows, s)]
+
+
+def cispo(rows, s):
+    """The weights are constants to a gradient: ``fixed`` rows give them, ``rows`` the log-probs."""
+    result = []
+    for row, fixed in zip(rows, s.get("fixed", rows), strict=True):
+        terms = []
+        for p, q, o, a in zip(row["policy"], fixed["policy"], row["old"], row["advantage"], strict=True):
+            weight = min(max(math.exp(q - o), 1 - s["clip_low"]), 1 + s["clip_high"])
+            terms.append(-weight * a * p)
+        result.append(terms)
+    return result
+
+
+def _groups(rows, s):
+    return [rows[i : i + s["group_size"]] for i in range(0, len(rows), s["group_size"])]
+
+
+def _spread(values, rows):
+    return [[value] * len(row["policy"]) for value, row in zip(values, rows, strict=True)]
+
+
+def _difference(row, anchor):
+    return sum(row["policy"]) - sum(row[anchor])
+
+
+def _regression(rows, s, anchor, centred):
+    values = []
+    for group, fixed in zip(_groups(rows, s), _groups(s.get("fixed", rows), s), strict=True):
+        siblings = [_difference(row, anchor) for row in fixed if row["policy"]]
+        middle = sum(siblings) / len(siblings) if centred and siblings else 0.0
+        for row in group:
+            gain = sum(a * (p - o) for a, p, o in zip(row["advantage"], row["policy"], row[anchor], strict=True))
+            values.append(s["beta"] / 2 * (_difference(row, anchor) - middle) ** 2 - gain)
+    return _spread(values, rows)
+
+
+def agro(rows, s):
+    return _regression(rows, s, "ref", True)
+
+
+def gvpo(rows, s):
+    return _regression(rows, s, "old", True)
+
+
+def kimi_k15(rows, s):
+    return _regression(rows, s, "old", False)
+
+
+def _soft_values(rows, s):
+    values = []
+    for group in _groups(rows, s):
+        weights = [math.exp(sum(row["ref"]) - sum(row["behaviour"])) if row["policy"] else 0.0 for row in group]
+        mean = sum(w * math.exp(row["reward"] / s["beta"]) for w, row in zip(weights, group, strict=True))
+        start = s["beta"] * math.log(mean / sum(weights)) if sum(weights) else 0.0
+        values += [start + s["beta"] * _difference(row, "ref") for row in group]
+    return values
+
+
+def spo(rows, s):
+    return _spread([(q - row["reward"]) ** 2 for q, row in zip(_soft_values(rows, s), rows, strict=True)], rows)
+
+
+def spo_cross_entropy(rows, s):
+    values = []
+    for q, row in zip(_soft_values(rows, s), rows, strict=True):
+        success = min(math.exp(row["reward"]), 1.0)
+        edge = -0.01
+        if q <= edge:
+            failure = math.log(1 - math.exp(q))
+        else:  # the tangent at the edge
+            failure = math.log(1 - math.exp(edge)) - math.exp(edge) / (1 - math.exp(edge)) * (q - edge)
+        values.append(-(success * q + (1 - success) * failure))
+    return _spread(values, rows)
+
+
+def inpo(rows, s):
+    values = []
+    for group in _groups(rows, s):
+        siblings = [row for row in group if row["policy"]]
+        for row in group:
+            total = 0.0
+            for other in siblings:
+                if other is row or not row["policy"] or row["reward"] == other["reward"]:
+                    continue
+                winner, loser = (row, other) if row["reward"] > other["reward"] else (other, row)
+                gap = {name: sum(winner[name]) - sum(loser[name]) for name in ("policy", "ref", "old")}
+                h = gap["policy"] - gap["ref"] / 3 - 2 / 3 * gap["old"]
+                total += (h - 1 / (2 * s["beta"])) ** 2
+            values.append(total / max(len(siblings) - 1, 1))
+    return _spread(values, rows)
