@@ -1,0 +1,21 @@
+"""AGRO with replay.
+
+    python -m jaxrl_llm.train --config=configs/recipes/agro.py --workdir=runs/agro
+
+The variance over a group of reward minus log-ratio, zero at the optimum on any data. The loss follows from the
+paper's theorem; its form is ours.
+Source: Tang et al. 2025, arXiv:2503.19612.
+"""
+
+from jaxrl_llm.config import defaults
+
+
+def get_config():
+    config = defaults()
+    config.credit.advantage = "dr_grpo"
+    config.objective.surrogate = "agro"
+    config.objective.aggregation = "sequence_mean"
+    config.replay.unit = "group"
+    config.replay.capacity = 512
+    config.update.updates_per_iteration = 2
+    return config

@@ -1,0 +1,16 @@
+"""Dr. GRPO.
+
+    python -m jaxrl_llm.train --config=configs/recipes/dr_grpo.py --workdir=runs/dr_grpo
+
+No division by the group's standard deviation or by a sequence's own length.
+Source: Liu et al. 2025, arXiv:2503.20783.
+"""
+
+from jaxrl_llm.config import defaults
+
+
+def get_config():
+    config = defaults()
+    config.credit.advantage = "dr_grpo"
+    config.objective.aggregation = "constant_length"
+    return config

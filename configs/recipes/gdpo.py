@@ -1,0 +1,15 @@
+"""GDPO.
+
+    python -m jaxrl_llm.train --config=configs/recipes/gdpo.py --workdir=runs/gdpo
+
+Each reward function normalised in the group by itself, then the batch: set rewards.functions and rewards.weights.
+Source: arXiv:2601.05242.
+"""
+
+from jaxrl_llm.config import defaults
+
+
+def get_config():
+    config = defaults()
+    config.credit.advantage = "gdpo"
+    return config

@@ -1,0 +1,16 @@
+"""GRPO.
+
+    python -m jaxrl_llm.train --config=configs/recipes/grpo.py --workdir=runs/grpo
+
+The mean and the standard deviation of the group, a mean over each sequence, a pull to the starting model.
+Source: Shao et al. 2024, arXiv:2402.03300.
+"""
+
+from jaxrl_llm.config import defaults
+
+
+def get_config():
+    config = defaults()
+    config.objective.aggregation = "sequence_mean"
+    config.objective.kl_coefficient = 0.04
+    return config

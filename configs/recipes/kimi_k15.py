@@ -1,0 +1,21 @@
+"""Kimi k1.5 mirror descent.
+
+    python -m jaxrl_llm.train --config=configs/recipes/kimi_k15.py --workdir=runs/kimi_k15
+
+Reward minus group mean, a squared log-ratio to the weights before the iteration's updates, a reward for shorter
+answers among the group's.
+Source: Kimi team 2025, arXiv:2501.12599.
+"""
+
+from jaxrl_llm.config import defaults
+
+
+def get_config():
+    config = defaults()
+    config.credit.advantage = "dr_grpo"
+    config.credit.length_reward = 0.1
+    config.objective.surrogate = "kimi_k15"
+    config.objective.proximal = "start"
+    config.objective.aggregation = "sequence_mean"
+    config.update.updates_per_iteration = 2
+    return config

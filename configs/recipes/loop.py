@@ -1,0 +1,21 @@
+"""LOOP.
+
+    python -m jaxrl_llm.train --config=configs/recipes/loop.py --workdir=runs/loop
+
+Leave-one-out advantages under a narrow clip, two passes over the data, small gradients. The filter of small
+advantages is that of tied groups here.
+Source: Chen et al. 2025, arXiv:2502.01600.
+"""
+
+from jaxrl_llm.config import defaults
+
+
+def get_config():
+    config = defaults()
+    config.credit.advantage = "leave_one_out"
+    config.objective.clip_low = 0.1
+    config.objective.clip_high = 0.1
+    config.replay.skip_tied = True
+    config.update.updates_per_iteration = 2
+    config.optimizer.max_grad_norm = 0.1
+    return config

@@ -1,0 +1,19 @@
+"""Single rollouts with a running baseline.
+
+    python -m jaxrl_llm.train --config=configs/recipes/mssr.py --workdir=runs/mssr
+
+One answer a prompt against the question's running mean, whitened over the batch, with a bonus for uncertain tokens.
+Source: arXiv:2512.18215.
+"""
+
+from jaxrl_llm.config import defaults
+
+
+def get_config():
+    config = defaults()
+    config.credit.advantage = "mssr"
+    config.credit.entropy_bonus = 2.0
+    config.rollout.prompts_per_iteration = 64
+    config.rollout.group_size = 1
+    config.objective.kl_coefficient = 0.01
+    return config

@@ -1,0 +1,17 @@
+"""POISE.
+
+    python -m jaxrl_llm.train --config=configs/recipes/poise.py --workdir=runs/poise
+
+Two answers a prompt, each against what the other's features predict.
+Source: arXiv:2605.07579.
+"""
+
+from jaxrl_llm.config import defaults
+
+
+def get_config():
+    config = defaults()
+    config.credit.advantage = "poise"
+    config.rollout.prompts_per_iteration = 32
+    config.rollout.group_size = 2
+    return config

@@ -1,0 +1,18 @@
+"""REINFORCE++.
+
+    python -m jaxrl_llm.train --config=configs/recipes/reinforce_pp.py --workdir=runs/reinforce_pp
+
+Advantages whitened over the whole batch, a clipped ratio, a small pull to the starting model. The pull is a term of
+the loss here, of the reward in the paper.
+Source: Hu 2025, arXiv:2501.03262.
+"""
+
+from jaxrl_llm.config import defaults
+
+
+def get_config():
+    config = defaults()
+    config.credit.advantage = "reinforce_pp"
+    config.objective.kl_coefficient = 0.01
+    config.objective.kl_estimator = "k2"
+    return config

@@ -1,0 +1,23 @@
+"""ReMix.
+
+    python -m jaxrl_llm.train --config=configs/recipes/remix.py --workdir=runs/remix
+
+A clip window about the current policy's ratio, a pull to the starting model and the previous weights by schedule, four
+tenths of a batch from the last two iterations, two updates. Resetting the reference is left to a second run.
+Source: Liang et al. 2025, arXiv:2507.06892.
+"""
+
+from jaxrl_llm.config import defaults
+
+
+def get_config():
+    config = defaults()
+    config.objective.surrogate = "remix_centred"
+    config.objective.proximal = "start"
+    config.objective.kl_coefficient = 0.01
+    config.objective.kl_anchor = "convex"
+    config.replay.capacity = 192
+    config.replay.max_age_steps = 2
+    config.replay.fresh_fraction = 0.6
+    config.update.updates_per_iteration = 2
+    return config

@@ -1,0 +1,18 @@
+"""Replay with a positive bias.
+
+    python -m jaxrl_llm.train --config=configs/recipes/replay_positive_bias.py --workdir=runs/replay_positive_bias
+
+GRPO of the central paper on a ring of 32 batches that keeps correct answers longer, four uses of a rollout.
+Source: Arnal et al. 2026, arXiv:2604.08706.
+"""
+
+from jaxrl_llm.config import defaults
+
+
+def get_config():
+    config = defaults()
+    config.objective.aggregation = "sequence_mean"
+    config.replay.capacity = 2048
+    config.replay.positive_fraction = 0.2
+    config.update.updates_per_iteration = 4
+    return config

@@ -1,0 +1,17 @@
+"""RLOO.
+
+    python -m jaxrl_llm.train --config=configs/recipes/rloo.py --workdir=runs/rloo
+
+Each sample against the mean of the others, plain REINFORCE, a sum over the sequence.
+Source: Ahmadian et al. 2024, arXiv:2402.14740.
+"""
+
+from jaxrl_llm.config import defaults
+
+
+def get_config():
+    config = defaults()
+    config.credit.advantage = "leave_one_out"
+    config.objective.surrogate = "reinforce"
+    config.objective.aggregation = "constant_length"
+    return config

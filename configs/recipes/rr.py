@@ -1,0 +1,22 @@
+"""Rollout replay of mixed groups.
+
+    python -m jaxrl_llm.train --config=configs/recipes/rr.py --workdir=runs/rr
+
+Half a batch fresh, half from the latest mixed groups of each question, each replayed once; no standard deviation.
+Source: Sun et al. 2025, arXiv:2506.05316.
+"""
+
+from jaxrl_llm.config import defaults
+
+
+def get_config():
+    config = defaults()
+    config.credit.advantage = "dr_grpo"
+    config.replay.capacity = 512
+    config.replay.unit = "group"
+    config.replay.skip_tied = True
+    config.replay.latest_visit = True
+    config.replay.fresh_fraction = 0.5
+    config.replay.max_uses = 1
+    config.update.micro_batch_size = 16
+    return config
