@@ -44,7 +44,7 @@ def kl_estimate(policy_logp: jax.Array, ref_logp: jax.Array, *, kind: str) -> ja
 def reference_share(step: jax.Array) -> jax.Array:
     """Share [] f32 of the reference in a divergence to reference and previous policy, after ``step`` optimizer steps.
 
-        max(1 - 0.1 ceil(max(step - 50, 0) / 10), 0.5)
+        share = max(1 - 0.1 ceil(max(step - 50, 0) / 10), 0.5)
 
     Source: ReMix, Liang et al. 2025, arXiv:2507.06892.
     """

@@ -146,7 +146,7 @@ def remix_centred(x: Tokens, s: Settings) -> tuple[jax.Array, jax.Array]:
 def agro(x: Tokens, s: Settings) -> tuple[jax.Array, jax.Array]:
     """Half the variance over the group of R = r - beta log(policy / reference), over beta: its optimum on any data.
 
-    ``regression`` against the reference, centred. At the optimum of E[r] - beta KL(policy || reference), R is the
+    ``_regression`` against the reference, centred. At the optimum of E[r] - beta KL(policy || reference), R is the
     same for every completion of a prompt. The advantage is r - mean of the group ("dr_grpo").
 
     Source: Tang et al. 2025, arXiv:2503.19612 (theorem 1). Differs: their loss is not in our sources; this one
@@ -156,7 +156,9 @@ def agro(x: Tokens, s: Settings) -> tuple[jax.Array, jax.Array]:
 
 
 def gvpo(x: Tokens, s: Settings) -> tuple[jax.Array, jax.Array]:
-    """``regression`` against the old policy, centred: weights (r - mean r) - beta (log-ratio - its mean).
+    """``_regression`` against the old policy, centred.
+
+        weight of a row = (r - mean r) - beta (log-ratio - its mean)
 
     Source: Zhang et al. 2025, arXiv:2504.19599. Differs: over beta.
     """
@@ -164,7 +166,9 @@ def gvpo(x: Tokens, s: Settings) -> tuple[jax.Array, jax.Array]:
 
 
 def kimi_k15(x: Tokens, s: Settings) -> tuple[jax.Array, jax.Array]:
-    """``regression`` against the old policy, not centred: weights (r - mean r) - beta log-ratio; beta is their tau.
+    """``_regression`` against the old policy, not centred; beta is their tau.
+
+        weight of a row = (r - mean r) - beta log-ratio
 
     Source: Kimi team 2025, arXiv:2501.12599.
     """
@@ -189,7 +193,9 @@ def _regression(x: Tokens, anchor_logp: jax.Array, beta: float, group_size: int 
 
 
 def spo(x: Tokens, s: Settings) -> tuple[jax.Array, jax.Array]:
-    """(Q - r)^2 with Q = Q0 + beta sum_t(policy_logp - ref_logp): the last soft value of a row is its reward.
+    """The last soft value of a row is its reward.
+
+        loss = (Q - r)^2,   Q = Q0 + beta sum_t(policy_logp - ref_logp)
 
     Its optimum on any data is that of E[r] - beta KL(policy || reference).
 
@@ -200,7 +206,9 @@ def spo(x: Tokens, s: Settings) -> tuple[jax.Array, jax.Array]:
 
 
 def spo_cross_entropy(x: Tokens, s: Settings) -> tuple[jax.Array, jax.Array]:
-    """-(e^r Q + (1 - e^r) log(1 - e^Q)) with the Q of ``spo``; the reward is a log-probability, at most 0.
+    """Cross-entropy of the Q of ``spo``; the reward is a log-probability, at most 0.
+
+        loss = -(e^r Q + (1 - e^r) log(1 - e^Q))
 
     Source: as ``spo``. Differs: e^r is cut at 1, and above Q = -0.01 the second logarithm goes on as its tangent, so
         that a Q above 0 is pulled back with a finite gradient; both are ours.
