@@ -103,7 +103,7 @@ def insert(
         raise ConfigError(
             f"replay.capacity={num_shards * num_slots} must be at least the {num_shards * num_rows} rollouts inserted"
         )
-    question = _question(experience.rollout)
+    question = question_hash(experience.rollout)
     retired = ~experience.trainable
     if config.solved_fraction:
         retired |= _pass_share(experience, pass_threshold) >= config.solved_fraction
@@ -229,7 +229,7 @@ def _by_slot(ring: RingState) -> dict[str, Any]:
     return {name: getattr(ring, name) for name in names}
 
 
-def _question(rollout: Rollout) -> jax.Array:
+def question_hash(rollout: Rollout) -> jax.Array:
     """A hash [R] i32 of each prompt's tokens: the same question has the same on every visit.
 
     Two questions agree with probability 2^-32, and would then count as one: with ``latest_visit`` a rollout is

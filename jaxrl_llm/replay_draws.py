@@ -106,6 +106,6 @@ def choose(
     fresh = aged(0, 0, 0, num_fresh, None) if num_fresh else None
     chosen = aged(1, low, high, num, fresh)
     if fresh is not None:
-        chosen = draws.chain(fresh, chosen, num)
+        chosen = draws.chain(fresh, chosen)
     group, is_real = chosen
     return rows_of(group), jnp.repeat(is_real, group_size, axis=1)

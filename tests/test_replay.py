@@ -126,6 +126,7 @@ def check_contents(model, ring):
 def check_draw(model, rows, info, iteration, config, fresh_wanted):
     """As many rows as can be drawn, without repeats, all allowed, the fresh quota met; then the model counts uses."""
     rows, info = jax.tree.map(np.asarray, (rows, info))
+    model.num_draws += 1
     for m in range(SHARDS):
         allowed = model.drawable(m, iteration, config.max_age_steps, config.max_uses)
         real = info.is_real[m]
@@ -142,8 +143,11 @@ def check_draw(model, rows, info, iteration, config, fresh_wanted):
         got = jax.tree.map(lambda x, m=m, real=real: x[m][real], rows)
         expected = make_experience(ids, [allowed[i]["state"] for i in ids])
         jax.tree.map(np.testing.assert_array_equal, got, expected)
+        since = [model.num_draws - allowed[i]["last_use"] if allowed[i]["uses"] else 0 for i in ids]
+        assert info.since_last_use[m][real].tolist() == since
         for i in ids:
             allowed[i]["uses"] += 1
+            allowed[i]["last_use"] = model.num_draws
 
 
 # --- statistics of the synchronous FIFO ----------------------------------------------------------------------------
@@ -209,13 +213,80 @@ def test_a_ring_of_one_iteration_is_on_policy():
         assert sums == expected | {"since_last_use_sum": 0}
 
 
+# --- which rows, and how likely -------------------------------------------------------------------------------------
+
+
+def rows_of_questions(questions, states, first_id, advantage=None):
+    """Rows in groups of two whose prompts are [q, q]; the first question may be any number."""
+    rows = make_experience(np.arange(first_id, first_id + len(states)), states)
+    tokens = rows.rollout.tokens.copy()
+    tokens[:, :2] = np.repeat(questions, 2)[:, None]
+    rollout = rows.rollout.replace(tokens=tokens, prompt_length=np.full(len(states), 2, np.int32))
+    if advantage is not None:
+        rows = rows.replace(advantage=np.repeat(np.float32(advantage)[:, None], WIDTH, axis=1))
+    return rows.replace(rollout=rollout)
+
+
+def test_a_solved_group_and_the_earlier_visits_of_a_question_are_retired():
+    insert = functools.partial(
+        jit_insert, config=ReplayConfig(latest_visit=True, solved_fraction=0.5), pass_threshold=0.5
+    )
+    ring = jit_init(12, 2)  # question 7: 1 of 2 right, 8: none right
+    ring = insert(ring, rows_of_questions([7, 8], ["right", "wrong", "wrong", "wrong"], 2), np.int32(0))
+    assert ring.is_retired[:, :2].tolist() == [[True, True], [False, False]]
+    # 8 again, on the other shard: the earlier visit is retired. 9: all that got a reward are right.
+    ring = insert(ring, rows_of_questions([8, 9], ["wrong", "wrong", "failed", "right"], 6), np.int32(1))
+    assert ring.is_retired[:, :4].tolist() == [[True, True, False, False], [True, True, True, True]]
+
+
+def test_prompts_are_told_apart_by_their_tokens_alone():
+    tokens = np.array([[1, 2, 9], [1, 2, 5], [2, 1, 9], [1, 2, 9], [0, 0, 9], [0, 7, 9]], np.int32)
+    rows = make_experience(np.arange(6)).rollout
+    question = replay.question_hash(rows.replace(tokens=tokens, prompt_length=np.array([2, 2, 2, 3, 2, 1], np.int32)))
+    assert question[0] == question[1]  # completions do not matter
+    assert len(set(question.tolist())) == 5  # order, length and zeros do
+
+
+def test_a_delayed_batch_has_one_age_and_before_that_there_is_none():
+    config = ReplayConfig(delay_iterations=2, max_uses=1)
+    ring = jit_init(8, 2)
+    for iteration in range(5):
+        ids = np.arange(2) + 2 * iteration
+        ring = jit_insert(ring, make_experience(ids), np.int32(iteration), ReplayConfig())
+        key = jax.random.key(iteration)
+        ring, rows, info = jit_draw(ring, key, np.int32(iteration), config, batch_size=2)
+        assert info.is_real.tolist() == [[iteration >= 2]] * 2
+        if iteration >= 2:
+            assert rows.rollout.prompt_id.ravel().tolist() == (ids - 4).tolist()
+            assert info.age.tolist() == [[2], [2]] and info.age_bucket.tolist() == [[2], [2]]
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    # One of four rows is drawn, of ages 1, 1, 0, 0 and |advantage| 1, 2, 0, 1.
+    [
+        (ReplayConfig(draw="priority", priority_exponent=2.0), [1 / 6, 4 / 6, 0, 1 / 6]),
+        (ReplayConfig(draw="age", age_scale_iterations=0.5), np.array([1, 1, np.e**2, np.e**2]) / (2 + 2 * np.e**2)),
+    ],
+)
+def test_a_row_is_drawn_in_proportion_to_its_weight(config, expected):
+    ring = jit_init(4, 1)
+    for iteration, advantage in enumerate(([1, -2], [0, 1])):
+        rows = rows_of_questions([5], ["right", "right"], 2 * iteration, advantage)
+        ring = jit_insert(ring, rows, np.int32(iteration), ReplayConfig())
+    draw = jax.jit(jax.vmap(lambda key: replay.draw(ring, key, 1, config, batch_size=1)[1].rollout.prompt_id[0, 0]))
+    share = np.bincount(np.asarray(draw(jax.random.split(jax.random.key(0), 4000))), minlength=4) / 4000
+    # Binomial: 5 standard deviations, 4 rows: false alarm < 3e-6.
+    assert (np.abs(share - expected) <= 5 * np.sqrt(np.array(expected) * (1 - np.array(expected)) / 4000)).all(), share
+
+
 # --- placement: 8 devices, no collective, no copy ------------------------------------------------------------------
 
 COLLECTIVES = re.compile(r"all-gather|all-reduce|collective-permute|all-to-all|reduce-scatter|collective-broadcast")
 # 160 slots per shard: more than the candidates of a draw, so that its rarer branch is compiled.
-NUM_ROWS, NUM_SLOTS, WIDE = 640, 1280, 16
-DRAW = {"config": ReplayConfig(max_uses=2, fresh_fraction=0.5), "batch_size": 16}
-INSERT = {"config": ReplayConfig(positive_fraction=0.1)}
+NUM_ROWS, NUM_SLOTS, WIDE = 320, 1280, 64
+INSERT = {"config": ReplayConfig(max_age_steps=8, fresh_fraction=0.5, positive_fraction=0.1)}
+DRAW = INSERT | {"batch_size": 16}
 
 
 @functools.cache
@@ -264,9 +335,10 @@ def test_draws_and_contents_do_not_depend_on_the_mesh_and_donated_buffers_are_go
     rows, scalar, init, insert, draw = placed()
     sharded = init()
     single = replay.init(shape_of(NUM_ROWS, WIDE), capacity=NUM_SLOTS, num_shards=8)
-    # Of the last rows a shard or two has too few for candidates to find: devices then differ in what they do.
-    states = [["right"] * NUM_ROWS, ["right"] * NUM_ROWS, ["right"] * 80 + ["failed"] * 560, ["failed"] * NUM_ROWS]
-    for iteration, state in enumerate(states):
+    # Two good rows per shard, soon in the ring of correct ones: 128 candidates among 160 slots find both with
+    # probability 0.3, so devices differ in whether they sort.
+    for iteration in range(6):
+        state = ["right" if iteration == 0 and i % 20 == 1 else "failed" for i in range(NUM_ROWS)]
         experience = make_experience(np.arange(NUM_ROWS) + iteration * NUM_ROWS, state, width=WIDE)
         step, key = jnp.int32(iteration), jax.random.key(iteration)
         before = jax.tree.leaves(sharded)
@@ -277,7 +349,7 @@ def test_draws_and_contents_do_not_depend_on_the_mesh_and_donated_buffers_are_go
         single, batch, info = jit_draw(single, key, step, **DRAW)
         equal = functools.partial(jax.tree.map, np.testing.assert_array_equal)
         equal((sharded, sharded_batch, sharded_info), (single, batch, info))
-        assert np.asarray(info.is_real).all() == (iteration < 3)
+        assert np.asarray(info.is_real).all() and (np.asarray(info.age) == iteration).all()
     assert len(sharded.uses.sharding.device_set) == 8
 
 

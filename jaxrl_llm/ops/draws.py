@@ -65,44 +65,62 @@ def draw(
     if taken is None:
         taken = (jnp.zeros((num_shards, 0), jnp.int32), jnp.zeros((num_shards, 0), bool))
     num_candidates = min(max_length, max(MIN_CANDIDATES, CANDIDATES_PER_DRAW * num))
-    keys = jax.vmap(lambda key: jax.random.split(key, 3))(keys)
-
-    everything = jnp.broadcast_to(jnp.arange(num_candidates, dtype=jnp.int32), (num_shards, num_candidates))
+    keys = jax.vmap(jax.random.split)(keys)
+    bits = jax.vmap(lambda key: jax.random.bits(key, (2, num_candidates), jnp.uint32))(keys[:, 0])
+    chance = _uniform(bits[:, 0])
+    first = jnp.broadcast_to(jnp.arange(num_candidates, dtype=jnp.int32), chance.shape)
     if num_candidates == max_length:
-        return _first(_sorting(keys[:, 0], slot_at, everything, length, weight, taken), num)
+        return _first(*_sorting(slot_at, first, chance, length, weight, taken), num)
 
     # A short window is sorted whole, a long one tried at random places.
     is_short = (length <= num_candidates)[:, None]
-    anywhere = jax.vmap(lambda key, n: jax.random.randint(key, (num_candidates,), 0, n))(keys[:, 1], length)
-    slot = slot_at(jnp.where(is_short, everything, anywhere))
+    anywhere, is_even = _anywhere(length[:, None], bits[:, 1])
+    slot = slot_at(jnp.where(is_short, first, anywhere))
     w = weight(slot)
-    chance = jax.vmap(lambda key: jax.random.uniform(key, (num_candidates,)))(keys[:, 0])
-    is_accepted = jnp.where(is_short, (everything < length[:, None]) & (w > 0), chance < w)
+    is_accepted = jnp.where(is_short, (first < length[:, None]) & (w > 0), (chance < w) & is_even)
     is_accepted &= _is_new(taken, (slot, is_accepted))
-    order = jnp.where(is_short, _race(chance, w), everything.astype(jnp.float32))
-    found = _first((slot, jnp.where(is_accepted, order, jnp.inf)), num)
+    order = jnp.where(is_short, _race(chance, w), first.astype(jnp.float32))
+    found = _first(slot, jnp.where(is_accepted, order, jnp.inf), num)
 
     def finish(found: Drawn) -> Drawn:
-        whole = jnp.broadcast_to(jnp.arange(max_length, dtype=jnp.int32), (num_shards, max_length))
+        chance = _uniform(jax.vmap(lambda key: jax.random.bits(key, (max_length,), jnp.uint32))(keys[:, 1]))
+        whole = jnp.broadcast_to(jnp.arange(max_length, dtype=jnp.int32), chance.shape)
         gone = tuple(jnp.concatenate(pair, axis=1) for pair in zip(taken, found, strict=True))
-        return chain(found, _first(_sorting(keys[:, 2], slot_at, whole, length, weight, gone), num), num)
+        return chain(found, _first(*_sorting(slot_at, whole, chance, length, weight, gone), num))
 
     is_missing = jnp.any(~is_short & ~found[1])
     return jax.lax.cond(is_missing, finish, lambda found: found, found)
 
 
-def chain(first: Drawn, second: Drawn, num: int) -> Drawn:
-    """The drawn slots of ``first``, then those of ``second``: [M, num] of each."""
-    slots, is_drawn = (jnp.concatenate(pair, axis=1) for pair in zip(first, second, strict=True))
-    at = jnp.argsort(~is_drawn, axis=1, stable=True)[:, :num]
-    return jnp.take_along_axis(slots, at, axis=1), jnp.take_along_axis(is_drawn, at, axis=1)
+def chain(first: Drawn, second: Drawn) -> Drawn:
+    """The drawn slots of ``first``, then those of ``second``, as many [M, b] as ``second`` has."""
+    num_first, num = first[0].shape[1], second[0].shape[1]
+    place = jnp.arange(num)[None, :]
+    behind = place - jnp.sum(first[1], axis=1, keepdims=True)
+
+    def one(a: jax.Array, b: jax.Array) -> jax.Array:
+        a = jnp.take_along_axis(a, jnp.minimum(place, num_first - 1), axis=1)
+        return jnp.where(behind < 0, a, jnp.take_along_axis(b, jnp.maximum(behind, 0), axis=1))
+
+    return one(first[0], second[0]), one(first[1], second[1])
 
 
-def _sorting(keys, slot_at, position, length, weight, taken) -> tuple[jax.Array, jax.Array]:
+def _uniform(bits: jax.Array) -> jax.Array:
+    """[0, 1) f32 from u32."""
+    return (bits >> 8).astype(jnp.float32) * jnp.float32(2**-24)
+
+
+def _anywhere(length: jax.Array, bits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Positions 0..length-1 i32 from u32, and whether to keep them: those kept are exactly uniform."""
+    n = jnp.maximum(length, 1).astype(jnp.uint32)
+    surplus = (jnp.uint32(0) - n) % n  # 2^32 mod n
+    return (bits % n).astype(jnp.int32), bits <= jnp.uint32(2**32 - 1) - surplus
+
+
+def _sorting(slot_at, position, chance, length, weight, taken) -> tuple[jax.Array, jax.Array]:
     """Slots at these positions [M, k] and the order of drawing them [M, k] f32, infinite where they may not be."""
     slot = slot_at(position)
     w = weight(slot)
-    chance = jax.vmap(lambda key: jax.random.uniform(key, position.shape[1:]))(keys)
     is_open = (position < length[:, None]) & (w > 0)
     is_open &= _is_new(taken, (slot, is_open))
     return slot, jnp.where(is_open, _race(chance, w), jnp.inf)
@@ -113,9 +131,8 @@ def _race(chance: jax.Array, w: jax.Array) -> jax.Array:
     return jnp.minimum(-jnp.log1p(-chance) / jnp.maximum(w, 1e-30), 3e38)
 
 
-def _first(ordered: tuple[jax.Array, jax.Array], num: int) -> Drawn:
+def _first(slot: jax.Array, order: jax.Array, num: int) -> Drawn:
     """The ``num`` slots that come first. A sort, because XLA gathers the operand of top_k over the mesh."""
-    slot, order = ordered
     if (lack := num - slot.shape[1]) > 0:
         slot, order = jnp.pad(slot, ((0, 0), (0, lack))), jnp.pad(order, ((0, 0), (0, lack)), constant_values=jnp.inf)
     order, slot = jax.lax.sort((order, slot), dimension=1, num_keys=1, is_stable=True)

@@ -2,17 +2,19 @@
 
 
 class DequeRing:
-    """A row is ``{"id", "state", "inserted", "uses"}``, its state "right", "wrong" or "failed" (not trainable)."""
+    """A row is ``{"id", "state", "inserted", "uses", "last_use"}``; its state is "right", "wrong" or "failed" (not
+    trainable), ``last_use`` the number of the batch it was last in."""
 
     def __init__(self, capacity, num_shards, num_positive=0):
         """``num_positive`` slots of each shard are for correct rows that the others no longer hold."""
+        self.num_draws = 0
         self.history = [[] for _ in range(num_shards)]
         self.num_main, self.num_positive = capacity // num_shards - num_positive, num_positive
 
     def insert(self, ids, states, iteration):
         per_shard = len(ids) // len(self.history)
         for r, (name, state) in enumerate(zip(ids, states, strict=True)):
-            row = {"id": name, "state": state, "inserted": iteration, "uses": 0}
+            row = {"id": name, "state": state, "inserted": iteration, "uses": 0, "last_use": None}
             self.history[r // per_shard].append(row)
 
     def lanes(self, shard):
