@@ -26,7 +26,7 @@ from jaxrl_llm import train as train_module
 from jaxrl_llm.assembly import assemble
 from jaxrl_llm.config import Config, ConfigError, differences, fingerprint, flatten, freeze, from_json, to_json
 from jaxrl_llm.evaluate import questions
-from jaxrl_llm.metrics import rollout_values
+from jaxrl_llm.metrics import cost_values, rollout_values
 from jaxrl_llm.models import pretrained
 from jaxrl_llm.prompts import PromptStream
 from jaxrl_llm.rewards import RewardPool
@@ -246,6 +246,11 @@ def passes(config, folder, monkeypatch):
     return rollout_values(config, rewards, made)["rollout/pass_rate"]
 
 
+def costs(config, folder, monkeypatch):
+    seconds = {"time/generate_s": 1.0, "time/reward_s": 0.0, "time/update_s": 1.0}
+    return cost_values(config, seconds | {"replay/drawn_rows": 16})
+
+
 def ghost_run(config, folder, monkeypatch):
     """What a run leaves behind whose programs return zeros."""
     ghosts.haunt(monkeypatch)
@@ -324,6 +329,7 @@ ALIVE = {
     "replay.fresh_fraction": (0.5, program("update"), {}),
     "replay.unit": ("group", program("update"), {}),
     "replay.skip_tied": (True, program("update"), {}),
+    "replay.cost_ratio": (5.28, costs, {}),
     "replay.shards": (2, shapes, {}),
     "update.batch_size": (8, program("update"), {}),
     "update.micro_batch_size": (4, program("update"), {}),
