@@ -135,7 +135,8 @@ class Run:
             "truncated": jnp.sum(rollout.stop_reason == STOP_LENGTH),
             "stop_string": jnp.sum(rollout.stop_reason == STOP_STRING),
         }
-        return replay.insert(ring, experience, iteration), sums
+        threshold = self.config.rewards.pass_threshold
+        return replay.insert(ring, experience, iteration, self.config.replay, pass_threshold=threshold), sums
 
     def _update(self, state, ring, iteration, key):
         def draw(ring, key):
@@ -151,9 +152,8 @@ class Run:
 
         key = jax.random.fold_in(key, iteration)
         state, ring, sums = self.update.step(state, ring, key, draw)
-        filled = jnp.sum(jnp.minimum(ring.num_inserted, ring.uses.shape[1]))
         rate = optim.schedule(self.config.optimizer, self.config.num_updates)(jnp.maximum(state.step - 1, 0))
-        return state, ring, sums | {"filled_slots": filled, "learning_rate": rate}
+        return state, ring, sums | {"filled_slots": replay.num_filled(ring), "learning_rate": rate}
 
     def programs(self) -> dict[str, Program]:
         """Every program of the run by name."""

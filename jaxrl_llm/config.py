@@ -146,8 +146,17 @@ class CreditConfig:
 class ReplayConfig:
     # Rollouts the device ring holds; 0 = one iteration's worth (on-policy).
     capacity: int = 0
+    # Share of the capacity for the freshest correct rollouts (rewards.pass_threshold) that the rest has evicted.
+    positive_fraction: float = 0.0
+    # How likely a rollout is drawn: "uniform", "priority" (|advantage| ** priority_exponent) or "age"
+    # (exp(-age / age_scale_iterations)).
+    draw: str = "uniform"
+    priority_exponent: float = 1.0
+    age_scale_iterations: float = 4.0
     # Oldest rollout that may be drawn, in iterations since insertion; 0 = no limit.
     max_age_steps: int = 0
+    # Draw only rollouts exactly this old, in iterations: staleness without reuse; 0 = no delay.
+    delay_iterations: int = 0
     # Times a rollout may be drawn; 0 = no limit.
     max_uses: int = 0
     # Share of each update batch taken from the rollouts inserted in this iteration.
@@ -156,6 +165,12 @@ class ReplayConfig:
     unit: str = "rollout"
     # Draw only rollouts whose advantage is not zero: a tied group teaches nothing.
     skip_tied: bool = False
+    # Draw of each question only the rollouts of its latest visit.
+    latest_visit: bool = False
+    # Never draw a group of which at least this share is correct: its prompt is solved; 0 = draw all.
+    solved_fraction: float = 0.0
+    # Seconds to generate a rollout over seconds to train on one, for the compute axis of the curves; 0 = as measured.
+    cost_ratio: float = 0.0
     # Shards of the ring; 0 = the mesh's data-parallel size. Fix it to get the same draws on another mesh.
     shards: int = 0
 

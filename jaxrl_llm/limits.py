@@ -24,6 +24,7 @@ CHOICES = {
     "prompts.source": ("letters", "reasoning_gym", "jsonl", "parquet"),
     "prompts.bad_row": ("error", "skip"),
     "prompts.long_prompt": ("error", "skip"),
+    "replay.draw": ("uniform", "priority", "age"),
     "replay.unit": ("rollout", "group"),
     "credit.advantage": (
         "grpo",
@@ -89,9 +90,15 @@ BOUNDS = {
     "credit.entropy_bonus": (0.0, math.inf, True),
     "credit.entropy_bonus_limit": (0.0, math.inf, False),
     "replay.capacity": (0, math.inf, True),
+    "replay.positive_fraction": (0.0, 1.0, True),
+    "replay.priority_exponent": (0.0, math.inf, True),
+    "replay.age_scale_iterations": (0.0, math.inf, False),
     "replay.max_age_steps": (0, math.inf, True),
+    "replay.delay_iterations": (0, math.inf, True),
     "replay.max_uses": (0, math.inf, True),
     "replay.fresh_fraction": (0.0, 1.0, True),
+    "replay.solved_fraction": (0.0, 1.0, True),
+    "replay.cost_ratio": (0.0, math.inf, True),
     "replay.shards": (0, math.inf, True),
     "update.batch_size": (1, math.inf, True),
     "update.micro_batch_size": (1, math.inf, True),
@@ -163,6 +170,32 @@ def _combinations(c: Any):
         c.ring_capacity % c.rollouts_per_iteration == 0,
         f"replay.capacity={c.ring_capacity} must be a multiple of the {c.rollouts_per_iteration} rollouts of an "
         "iteration (rollout.prompts_per_iteration x rollout.group_size)",
+    )
+    r = c.replay
+    kept = round(r.positive_fraction * c.ring_capacity)
+    yield (
+        c.ring_capacity - kept >= c.rollouts_per_iteration,
+        f"replay.positive_fraction={r.positive_fraction} of replay.capacity={c.ring_capacity} must leave room for the "
+        f"{c.rollouts_per_iteration} rollouts of an iteration",
+    )
+    yield (
+        r.positive_fraction == 0 or r.unit == "rollout",
+        f"replay.positive_fraction={r.positive_fraction} must be 0 for replay.unit='group': "
+        "correct rollouts are kept one by one",
+    )
+    yield (
+        r.delay_iterations == 0 or c.ring_capacity - kept > r.delay_iterations * c.rollouts_per_iteration,
+        f"replay.delay_iterations={r.delay_iterations} must be less than the "
+        f"{c.ring_capacity // c.rollouts_per_iteration} iterations that replay.capacity={c.ring_capacity} holds",
+    )
+    yield (
+        r.delay_iterations == 0 or r.delay_iterations <= r.max_age_steps or r.max_age_steps == 0,
+        f"replay.delay_iterations={r.delay_iterations} must be at most replay.max_age_steps={r.max_age_steps}",
+    )
+    yield (
+        r.delay_iterations == 0 or (r.fresh_fraction == 0 and r.positive_fraction == 0),
+        f"replay.delay_iterations={r.delay_iterations} must be 0 with replay.fresh_fraction={r.fresh_fraction} or "
+        f"replay.positive_fraction={r.positive_fraction}: a delayed batch has one age",
     )
     yield (
         c.num_slots <= c.rollouts_per_iteration + c.rollout.lookahead_prompts * c.rollout.group_size,

@@ -91,6 +91,22 @@ METRICS: dict[str, Metric] = {
         "draws", "Times a drawn rollout has been drawn, this draw counted; mean over rollouts drawn."
     ),
     "replay/first_use_frac": Metric("fraction", "Draws that were the first of their rollout, over draws."),
+    "replay/since_last_use_mean_steps": Metric(
+        "optimizer steps", "Since a drawn rollout was last drawn, mean over draws that were not the first."
+    ),
+    "replay/unique_prompts_mean": Metric(
+        "prompts", "Different prompts in an update batch, mean over the iteration's optimizer steps."
+    ),
+    "time/cost_ratio": Metric(
+        "ratio",
+        "Seconds to generate a rollout (time/generate_s and time/reward_s) over seconds to train on one "
+        "(time/update_s by replay/drawn_rows): mu of replay_plan.",
+    ),
+    "time/compute_rollouts": Metric(
+        "trained rollouts",
+        "Cost of the iteration, rollouts trained + mu * rollouts generated; mu is replay.cost_ratio, or "
+        "time/cost_ratio where that is 0.",
+    ),
     "replay/filled_frac": Metric("fraction", "Filled slots of the ring, over its capacity."),
     "replay/drawn_rows": Metric("rollouts", "Rollouts drawn in the iteration, over all its optimizer steps."),
     "reward/timeout_count": Metric("rollouts", "Rollouts whose reward ran past its deadline."),
@@ -141,6 +157,8 @@ def update_values(config: Config, used: dict[str, Any]) -> dict[str, float]:
     def ratio(numerator: str, denominator: str) -> float:
         return float(used[numerator]) / float(used[denominator]) if used[denominator] > 0 else math.nan
 
+    reused = int(used["real_count"]) - int(used["first_use_count"])
+
     def effective(name: str, count: float) -> float:
         square = count * float(used[f"{name}_square_sum"])
         return float(used[f"{name}_sum"]) ** 2 / square if square else math.nan
@@ -161,6 +179,8 @@ def update_values(config: Config, used: dict[str, Any]) -> dict[str, float]:
         "replay/age_max_steps": int(used["age_max"]),
         "replay/uses_mean": ratio("uses_sum", "real_count"),
         "replay/first_use_frac": ratio("first_use_count", "real_count"),
+        "replay/unique_prompts_mean": ratio("unique_prompt_count", "update_count"),
+        "replay/since_last_use_mean_steps": float(used["since_last_use_sum"]) / reused if reused else math.nan,
         "replay/filled_frac": float(used["filled_slots"]) / config.ring_capacity,
         "replay/drawn_rows": int(used["real_count"]),
         "tokens/trained": int(used["token_count"]),
@@ -172,6 +192,20 @@ def update_values(config: Config, used: dict[str, Any]) -> dict[str, float]:
     if "rate_scale_sum" in used:
         values["optimizer/rate_scale"] = ratio("rate_scale_sum", "update_count")
     return values
+
+
+def cost_values(config: Config, values: dict[str, float]) -> dict[str, float]:
+    """What the iteration cost in trained rollouts, B + mu R, from its seconds and counts.
+
+    Source: Arnal et al. 2026, arXiv:2604.08706, section 4. Differs: generation and training alternate on one mesh, so
+    mu is a ratio of seconds, not of workers; B counts the rows that were really drawn.
+    """
+    generated, trained = config.rollouts_per_iteration, values["replay/drawn_rows"]
+    generate_s = values["time/generate_s"] + values["time/reward_s"]
+    update_s = values["time/update_s"]
+    measured = generate_s / generated / (update_s / trained) if trained and update_s > 0 else math.nan
+    ratio = config.replay.cost_ratio or measured
+    return {"time/cost_ratio": measured, "time/compute_rollouts": trained + ratio * generated}
 
 
 class MetricsWriter:

@@ -1,28 +1,36 @@
 """Replay: the last rollouts stay on the device, and update batches are drawn from them.
 
-Owns: the ring's state, which slots may be drawn (trainable, age, uses), use counts and ages. Does not know:
+Owns: the ring's state, which rows are kept, use counts and ages. Does not know: how slots are chosen (replay_draws),
 credit, losses, the mesh (the shard axis M is laid on its data axes by whoever places the state).
-Letters: R rows inserted, M shards, C slots per shard, b = batch_size / M rows drawn per shard. Device
-functions; nothing here needs a collective when M lies on the mesh's data axes.
+Letters: R rows inserted, M shards, C slots per shard, b = batch_size / M rows drawn per shard. Device functions;
+nothing here needs a collective when M lies on the mesh's data axes (but for the two settings that look at all rows
+of an iteration: ``latest_visit`` and ``solved_fraction``).
 
 A draw does not remove, and does not repeat a row within a batch; the oldest rows are overwritten. Nothing
 is recomputed at replay: behaviour log-probabilities and advantages are those of the rollout's time.
 On-policy training is a ring as large as one iteration.
-Source: Arnal et al. 2026, arXiv:2604.08706, section 3.
+
+With ``positive_fraction`` d the last d*C slots of a shard are a second ring, of the correct rows that the first one
+overwrites: together they hold the freshest (1-d)*C rows and the freshest d*C correct ones not among those.
+Source: Arnal et al. 2026, arXiv:2604.08706, section 3; the two rings are METHODS' form of its definition.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 
+from jaxrl_llm import replay_draws, sharding
 from jaxrl_llm.config import ConfigError, ReplayConfig
 from jaxrl_llm.ops import ring_buffer
-from jaxrl_llm.types import Experience, RingState
+from jaxrl_llm.replay_draws import lanes
+from jaxrl_llm.types import Experience, RingState, Rollout
+
+# Upper ages of the buckets by which figures of a batch may be split; the last bucket has all above.
+AGE_BUCKETS = (0, 1, 3, 7, 15)
 
 
 @flax.struct.dataclass
@@ -31,8 +39,11 @@ class DrawInfo:
 
     is_real: jax.Array  # [M, b] bool, False = fewer than b slots of the shard could be drawn
     age: jax.Array  # [M, b] i32 iterations since insertion
+    age_bucket: jax.Array  # [M, b] i32, 0..len(AGE_BUCKETS)
     uses: jax.Array  # [M, b] i32 times drawn, this one counted
     first_use: jax.Array  # [M, b] bool
+    since_last_use: jax.Array  # [M, b] i32 optimizer steps since it was last drawn, 0 on the first use
+    question: jax.Array  # [M, b] i32 hash of the prompt
 
 
 def init(experience_shape: Experience, *, capacity: int, num_shards: int) -> RingState:
@@ -47,17 +58,29 @@ def init(experience_shape: Experience, *, capacity: int, num_shards: int) -> Rin
         ConfigError: the shards do not divide the capacity.
     """
     num_slots = _per_shard("replay.capacity", capacity, num_shards)
+    column = lambda value, dtype: jnp.full((num_shards, num_slots), value, dtype)  # noqa: E731
     return RingState(
         slots=jax.tree.map(lambda x: jnp.zeros((num_shards, num_slots, *x.shape[1:]), x.dtype), experience_shape),
-        write_index=jnp.zeros(num_shards, jnp.int32),
         num_inserted=jnp.zeros(num_shards, jnp.int32),
-        uses=jnp.zeros((num_shards, num_slots), jnp.int32),
-        priority=jnp.zeros((num_shards, num_slots), jnp.float32),
-        inserted_step=jnp.full((num_shards, num_slots), -1, jnp.int32),
+        num_kept=jnp.zeros(num_shards, jnp.int32),
+        num_draws=jnp.zeros(num_shards, jnp.int32),
+        uses=column(0, jnp.int32),
+        last_use=column(0, jnp.int32),
+        priority=column(0, jnp.float32),
+        inserted_step=column(-1, jnp.int32),
+        question=column(0, jnp.int32),
+        is_retired=column(False, bool),
     )
 
 
-def insert(ring: RingState, experience: Experience, iteration: jax.Array) -> RingState:
+def insert(
+    ring: RingState,
+    experience: Experience,
+    iteration: jax.Array,
+    config: ReplayConfig,
+    *,
+    pass_threshold: float = 1.0,
+) -> RingState:
     """Write R rows over the oldest. Row r goes to shard r // (R / M).
 
     A row that is not trainable takes a slot (shapes and ages stay those of the iteration) and is never drawn.
@@ -66,33 +89,47 @@ def insert(ring: RingState, experience: Experience, iteration: jax.Array) -> Rin
         ring: donate it.
         experience: leaves [R, ...].
         iteration: [] i32.
+        config: which rows are kept, and which are retired: by ``latest_visit`` those of a prompt that is inserted
+            anew, by ``solved_fraction`` those of a group that is solved.
+        pass_threshold: a rollout is correct when its reward is at least this.
 
     Raises:
         ConfigError: the shards do not divide R, or R exceeds the capacity.
     """
     num_shards, num_slots = ring.uses.shape
     num_rows = _per_shard("rollouts per iteration", experience.reward.shape[0], num_shards)
-    if num_rows > num_slots:
+    main, kept = lanes(ring, config)
+    if num_rows > main.size:
         raise ConfigError(
             f"replay.capacity={num_shards * num_slots} must be at least the {num_shards * num_rows} rollouts inserted"
         )
-    rows = jax.tree.map(lambda x: x.reshape(num_shards, num_rows, *x.shape[1:]), experience)
-    written = (
-        rows,
-        jnp.zeros((num_shards, num_rows), jnp.int32),
-        jnp.max(jnp.abs(rows.advantage), axis=-1),
-        jnp.full((num_shards, num_rows), iteration, jnp.int32),
+    question = question_hash(experience.rollout)
+    retired = ~experience.trainable
+    if config.solved_fraction:
+        retired |= _pass_share(experience, pass_threshold) >= config.solved_fraction
+    if config.latest_visit:
+        ring = ring.replace(is_retired=ring.is_retired | jnp.isin(ring.question, question, method="binary_search"))
+    rows, question, retired = jax.tree.map(
+        lambda x: x.reshape(num_shards, num_rows, *x.shape[1:]), (experience, question, retired)
     )
-    stored = (ring.slots, ring.uses, ring.priority, ring.inserted_step)
-    (slots, uses, priority, inserted_step), write_index = ring_buffer.insert(stored, ring.write_index, written)
-    return RingState(
-        slots=slots,
-        write_index=write_index,
-        num_inserted=ring.num_inserted + num_rows,
-        uses=uses,
-        priority=priority,
-        inserted_step=inserted_step,
+    blank = jnp.zeros((num_shards, num_rows), jnp.int32)
+    written = ring.replace(
+        slots=rows,
+        uses=blank,
+        last_use=blank,
+        priority=jnp.max(jnp.abs(rows.advantage), axis=-1),
+        inserted_step=jnp.full_like(blank, iteration),
+        question=question,
+        is_retired=retired,
     )
+    stored, written = _by_slot(ring), _by_slot(written)
+    if kept.size:
+        evicted = ring_buffer.take(stored, ring_buffer.next_slots(main, num_rows))
+        is_correct = evicted["slots"].trainable & (evicted["slots"].reward >= pass_threshold)
+        is_correct &= evicted["inserted_step"] >= 0
+        stored, kept = ring_buffer.write_some(stored, kept, evicted, is_correct)
+    stored, main = ring_buffer.write(stored, main, written)
+    return ring.replace(num_inserted=main.num_written, num_kept=kept.num_written, **stored)
 
 
 def draw(
@@ -104,21 +141,23 @@ def draw(
     batch_size: int,
     group_size: int = 1,
 ) -> tuple[RingState, Experience, DrawInfo]:
-    """Draw an update batch, uniformly over the slots that may be drawn and without repeats.
+    """Draw an update batch without repeats, with the weights of ``config.draw`` over the slots that may be drawn.
 
-    A slot may be drawn when its row is trainable, at most ``max_age_steps`` iterations old and drawn fewer than
-    ``max_uses`` times (0 = no limit), and, with ``skip_tied``, has an advantage that is not zero.
-    ``fresh_fraction`` of the batch, rounded up per shard, comes from the rows inserted in this iteration, as far
-    as there are any.
+    A slot may be drawn when its row is trainable and not retired, at most ``max_age_steps`` iterations old and drawn
+    fewer than ``max_uses`` times (0 = no limit), with ``delay_iterations`` of just that age, and, with
+    ``skip_tied``, has an advantage that is not zero. ``fresh_fraction`` of the batch, rounded up per shard, comes
+    from the rows inserted in this iteration, as far as there are any.
 
     With ``group_size`` above 1 whole groups are drawn instead of rollouts: runs of that many neighbouring slots,
-    as ``insert`` was given them. A group may be drawn when any of its rows may; its rows come out side by side.
+    as ``insert`` was given them. A group may be drawn when any of its rows may, with the largest of their weights;
+    its rows come out side by side.
 
     Args:
         ring: donate it.
-        key: one random key; the draw depends on it and on the ring alone, not on the mesh.
+        key: one random key; the draw depends on it and on the ring alone, not on the mesh. Shard m uses
+            ``fold_in(key, m)``.
         iteration: [] i32.
-        config: limits and fraction.
+        config: limits, weights and fractions.
         batch_size: rows of all shards together.
 
     Returns:
@@ -132,48 +171,98 @@ def draw(
     num_rows = _per_shard("update.batch_size", batch_size, num_shards)
     if num_rows > num_slots:
         raise ConfigError(f"update.batch_size={batch_size} must be at most replay.capacity={num_shards * num_slots}")
-    age_MC = iteration - ring.inserted_step
-    drawable_MC = ring.slots.trainable & (ring.inserted_step >= 0)
-    if config.max_age_steps:
-        drawable_MC = drawable_MC & (age_MC <= config.max_age_steps)
-    if config.max_uses:
-        drawable_MC = drawable_MC & (ring.uses < config.max_uses)
-    if config.skip_tied:
-        drawable_MC = drawable_MC & (ring.priority > 0)
     if num_slots % group_size or num_rows % group_size:
         raise ConfigError(
             f"replay.unit='group': rollout.group_size={group_size} must divide the {num_slots} slots and the "
             f"{num_rows} drawn rows of each of {num_shards} ring shards"
         )
-    num_draws = num_rows // group_size
-    # Less a rounding error, lest 0.1 * 30 become 4.
-    num_fresh = math.ceil(config.fresh_fraction * num_draws - 1e-9)
-    any_of = lambda x: jnp.any(x.reshape(num_shards, -1, group_size), axis=-1)  # noqa: E731
-    group_index, is_real = ring_buffer.draw_uniform(key, any_of(drawable_MC), any_of(age_MC == 0), num_draws, num_fresh)
-    slot_index = group_index[:, :, None] * group_size + jnp.arange(group_size)[None, None, :]
-    slot_index = slot_index.reshape(num_shards, num_rows)
-    is_real = jnp.repeat(is_real, group_size, axis=1)
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(num_shards))
 
-    experience, age, uses_before = ring_buffer.take((ring.slots, age_MC, ring.uses), slot_index)
-    experience = experience.replace(trainable=experience.trainable & is_real)
+    def choose(keys, ring, iteration):
+        return replay_draws.choose(keys, ring, iteration, config, num=num_rows // group_size, group_size=group_size)
+
+    # Without its rows: what is drawn depends on the columns, and a device looks at those of its own shards.
+    slot_index, is_real = sharding.by_device(choose, (True, True, False))(keys, ring.replace(slots=None), iteration)
+
+    columns = (ring.slots, ring.inserted_step, ring.uses, ring.last_use, ring.question)
+    experience, inserted, uses, last_use, question = ring_buffer.take(columns, slot_index)
+    draw_number = ring.num_draws + 1
+    real = lambda x: jnp.where(is_real, x, jnp.zeros_like(x))  # noqa: E731
+    age, is_first = iteration - inserted, uses == 0
     info = DrawInfo(
         is_real=is_real,
-        age=jnp.where(is_real, age, 0),
-        uses=jnp.where(is_real, uses_before + 1, 0),
-        first_use=is_real & (uses_before == 0),
+        age=real(age),
+        age_bucket=real(jnp.searchsorted(jnp.asarray(AGE_BUCKETS), age).astype(jnp.int32)),
+        uses=real(uses + 1),
+        first_use=is_real & is_first,
+        since_last_use=real(jnp.where(is_first, 0, draw_number[:, None] - last_use)),
+        question=real(question),
     )
-    return ring.replace(uses=ring_buffer.add_at(ring.uses, slot_index, is_real)), experience, info
+    used = jnp.where(is_real, slot_index, num_slots)  # that slot is nowhere
+    new = (uses + 1, jnp.broadcast_to(draw_number[:, None], uses.shape))
+    counted, last_use = ring_buffer.put((ring.uses, ring.last_use), used, new)
+    ring = ring.replace(uses=counted, last_use=last_use, num_draws=draw_number)
+    return ring, experience.replace(trainable=experience.trainable & is_real), info
 
 
 def sums(info: DrawInfo) -> dict[str, Any]:
-    """Sums, a maximum and a count [] i32 over the real rows of a draw; means are taken by the metrics."""
+    """Sums, a maximum and counts [] i32 over the real rows of a draw; means are taken by the metrics."""
     return {
         "age_sum": jnp.sum(info.age),
         "age_max": jnp.max(info.age),
         "uses_sum": jnp.sum(info.uses),
         "first_use_count": jnp.sum(info.first_use, dtype=jnp.int32),
+        "since_last_use_sum": jnp.sum(info.since_last_use),
         "real_count": jnp.sum(info.is_real, dtype=jnp.int32),
+        "unique_prompt_count": _num_different(info.question, info.is_real),
     }
+
+
+def num_filled(ring: RingState) -> jax.Array:
+    """Slots [] i32 that hold a row."""
+    return jnp.sum(ring.inserted_step >= 0, dtype=jnp.int32)
+
+
+def _by_slot(ring: RingState) -> dict[str, Any]:
+    """The leaves that have a slot axis, by field."""
+    names = ("slots", "uses", "last_use", "priority", "inserted_step", "question", "is_retired")
+    return {name: getattr(ring, name) for name in names}
+
+
+def question_hash(rollout: Rollout) -> jax.Array:
+    """A hash [R] i32 of each prompt's tokens: the same question has the same on every visit.
+
+    Two questions agree with probability 2^-32, and would then count as one: with ``latest_visit`` a rollout is
+    retired early, nothing worse.
+    """
+    place = jnp.arange(rollout.tokens.shape[1], dtype=jnp.uint32)
+    token = jnp.where(place[None, :] < rollout.prompt_length[:, None].astype(jnp.uint32), rollout.tokens + 1, 0)
+    # Every (place, token) is mixed to 32 bits of its own, then they are added.
+    mixed = _mix(token.astype(jnp.uint32) ^ _mix(place + 1)[None, :])
+    total = jnp.sum(jnp.where(token > 0, mixed, 0), axis=1, dtype=jnp.uint32)
+    return jax.lax.bitcast_convert_type(_mix(total), jnp.int32)
+
+
+def _mix(x: jax.Array) -> jax.Array:
+    """The finaliser of MurmurHash3 on u32."""
+    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
+    return x ^ (x >> 16)
+
+
+def _pass_share(experience: Experience, pass_threshold: float) -> jax.Array:
+    """Of each row's group, the share [R] f32 of trainable rows that are correct."""
+    group = experience.rollout.group_id
+    same = ((group[:, None] == group[None, :]) & experience.trainable[None, :]).astype(jnp.float32)
+    correct = (experience.reward >= pass_threshold).astype(jnp.float32)
+    return (same @ correct) / jnp.maximum(jnp.sum(same, axis=1), 1.0)
+
+
+def _num_different(values: jax.Array, counts: jax.Array) -> jax.Array:
+    """How many different values [] i32 stand where it counts."""
+    flag, value = jax.lax.sort(((~counts).astype(jnp.int32).ravel(), values.ravel()), num_keys=2)
+    is_new = jnp.concatenate([jnp.ones(1, bool), value[1:] != value[:-1]])
+    return jnp.sum(is_new & (flag == 0), dtype=jnp.int32)
 
 
 def _per_shard(name: str, total: int, num_shards: int) -> int:

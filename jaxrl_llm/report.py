@@ -69,6 +69,10 @@ CHARTS = (
         limits=(0, None),
     ),
     Chart("Uses of a rollout", "draws", (("mean", "replay/uses_mean"),), limits=(0, None)),
+    Chart("First uses", "fraction of draws", (("first use", "replay/first_use_frac"),), limits=(0, 1)),
+    Chart("Since last use", "optimizer steps", (("mean", "replay/since_last_use_mean_steps"),), limits=(0, None)),
+    Chart("Different prompts", "per update batch", (("mean", "replay/unique_prompts_mean"),), limits=(0, None)),
+    Chart("Cost of generating", "over that of training, per rollout", (("mu", "time/cost_ratio"),), limits=(0, None)),
     Chart(
         "Time of an iteration",
         "seconds",
@@ -99,6 +103,10 @@ CHARTS = (
     ),
 )
 
+# What is also drawn over compute: steps that reuse rollouts are cheaper than steps that do not.
+COMPUTE_CHARTS = tuple(chart for chart in CHARTS if chart.title in ("Reward", "Pass rate", "Entropy"))
+COMPUTE = "compute in trained rollouts, sum of B + mu R"
+
 # Drawn colour -> style-sheet variable. Matplotlib writes colours in lower case.
 INK, FAINT = "#010101", "#020202"
 SERIES = ("#030303", "#040404", "#050505")
@@ -123,6 +131,7 @@ def write_report(workdir: str | os.PathLike) -> pathlib.Path:
         _header(workdir, metrics, config),
         _cards(metrics, config, before, after),
         _section("Curves", _charts(metrics)),
+        _section("Curves over compute", _charts(_over_compute(metrics), COMPUTE, COMPUTE_CHARTS)),
         _section("Before and after", _before_after(before, after)),
         _section("Rollouts during training", _rollouts(samples)),
         _section("Settings", _settings(config) if config is not None else ""),
@@ -211,14 +220,22 @@ def _duration(seconds: float) -> str:
     return f"{hours} h {m} min" if hours else f"{m} min {s} s" if m else f"{s} s"
 
 
-def _charts(metrics: Rows) -> str:
+def _over_compute(metrics: Rows) -> Rows:
+    """Rows whose place is the compute spent until then; none where the run has not measured it."""
+    costs = [row.get("time/compute_rollouts") for row in metrics]
+    if not metrics or any(cost is None for cost in costs):
+        return []
+    return [row | {"iteration": total} for row, total in zip(metrics, itertools.accumulate(costs), strict=True)]
+
+
+def _charts(metrics: Rows, axis: str = "iteration", charts: tuple[Chart, ...] = CHARTS) -> str:
     figures = []
-    for index, chart in enumerate(CHARTS):
+    for chart in charts:
         if any(_values(metrics, name) for _, name in chart.lines):
-            svg = _draw(chart, metrics, salt=str(index))
+            svg = _draw(chart, metrics, axis)
             title = f"{chart.title} <small>{chart.unit}</small>"
             figures.append(f"<figure><figcaption>{title}{_legend(chart, metrics)}</figcaption>{svg}</figure>")
-    return f'<div class="charts">{"".join(figures)}</div>'
+    return f'<div class="charts">{"".join(figures)}</div>' if figures else ""
 
 
 def _legend(chart: Chart, metrics: Rows) -> str:
@@ -233,7 +250,7 @@ def _legend(chart: Chart, metrics: Rows) -> str:
     return f'<div class="legend">{"".join(keys)}</div>'
 
 
-def _draw(chart: Chart, metrics: Rows, *, salt: str) -> str:
+def _draw(chart: Chart, metrics: Rows, axis: str) -> str:
     """The chart as an inline ``<svg>`` whose colours are the style sheet's."""
     import matplotlib
 
@@ -242,7 +259,7 @@ def _draw(chart: Chart, metrics: Rows, *, salt: str) -> str:
     from matplotlib.ticker import MaxNLocator
 
     # Text stays text, in the page's font; the salt keeps the ids of two charts on the page apart.
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": salt, "font.size": 9}):
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": chart.title + axis, "font.size": 9}):
         figure = Figure(figsize=(4.6, 2.5), layout="constrained")
         axes = figure.add_subplot()
         series = [(i, _values(metrics, name)) for i, (_, name) in enumerate(chart.lines)]
@@ -255,14 +272,14 @@ def _draw(chart: Chart, metrics: Rows, *, salt: str) -> str:
             x, y = zip(*points, strict=True)
             axes.plot(x, y, "o-", color=SERIES[len(chart.lines)], markersize=5, linewidth=1, clip_on=False, zorder=3)
         axes.set_ylim(*chart.limits)
-        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=axis == "iteration"))
         axes.grid(axis="y", color=FAINT, linewidth=0.8)
         axes.set_axisbelow(True)
         axes.spines[["top", "right", "left"]].set_visible(False)
         axes.spines["bottom"].set_color(FAINT)
         axes.tick_params(colors=INK, length=0)
         axes.yaxis.get_offset_text().set_color(INK)
-        axes.set_xlabel("iteration", color=INK, loc="right", fontsize=8)
+        axes.set_xlabel(axis, color=INK, loc="right", fontsize=8)
         out = io.StringIO()
         figure.savefig(out, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     svg = out.getvalue()

@@ -10,6 +10,7 @@ Owns: mesh construction, logical rules, constraints. Does not know: what the arr
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -119,6 +120,22 @@ def leading(mesh: Mesh, tree: Any, dim: int = 0) -> Any:
         return named(mesh, x.shape, axes)
 
     return jax.tree.map(one, tree)
+
+
+def by_device(function: Callable, is_split: tuple[bool, ...]) -> Callable:
+    """``function`` run by each data-parallel device on its own ring shards, its control flow its own.
+
+    Args:
+        function: of arrays whose leading dimension is ring shards, and whose results' is; no shard's result depends
+            on another shard.
+        is_split: of each argument, whether it has that dimension; the others are whole.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return function
+    rows = PartitionSpec(BATCH_AXES)
+    in_specs = tuple(rows if split else PartitionSpec() for split in is_split)
+    return jax.shard_map(function, in_specs=in_specs, out_specs=rows)
 
 
 def replicated(mesh: Mesh, tree: Any) -> Any:

@@ -30,7 +30,7 @@ from jaxrl_llm.checkpoint import Checkpointer, StopRequest
 from jaxrl_llm.config import Config, ConfigError, freeze, to_json
 from jaxrl_llm.credit import Memory
 from jaxrl_llm.evaluate import evaluate, questions
-from jaxrl_llm.metrics import MetricsWriter, Progress, rollout_values, update_values
+from jaxrl_llm.metrics import MetricsWriter, Progress, cost_values, rollout_values, update_values
 from jaxrl_llm.models import hf, pretrained
 from jaxrl_llm.programs import check_memory, compile_all, memory_limit, memory_table, use_cache
 from jaxrl_llm.prompts import PromptStream
@@ -183,6 +183,7 @@ def train(config: Config, workdir: pathlib.Path, *, allow_config_changes: bool =
             }
             if config.prompts.retire_pass_rate:
                 values["prompts/retired"] = len(stream.retired())
+            values |= cost_values(config, values)
             metrics.write_samples(samples(config, iteration, tokenizer, rollout, groups, rewards))
             failure = too_many_failures(config, rewards)
             final = iteration == config.num_iterations

@@ -102,14 +102,18 @@ class Experience:
 
 @flax.struct.dataclass
 class RingState:
-    """Device ring buffer. The shard axis M lies on the mesh's data axes, the ring runs over C."""
+    """Device ring buffer. The shard axis M lies on the mesh's data axes, rings run over C (see ``replay``)."""
 
     slots: Experience  # every leaf [M, C, ...]
-    write_index: jax.Array  # [M] i32, next slot to write
-    num_inserted: jax.Array  # [M] i32, rows ever written (filled = min(num_inserted, C))
+    num_inserted: jax.Array  # [M] i32, rows ever inserted: the main ring's cursor
+    num_kept: jax.Array  # [M] i32, evicted rows ever moved to the ring of correct ones: its cursor
+    num_draws: jax.Array  # [M] i32, batches ever drawn
     uses: jax.Array  # [M, C] i32, times drawn since insertion
+    last_use: jax.Array  # [M, C] i32, number (from 1) of the draw it was last in, 0 = never drawn
     priority: jax.Array  # [M, C] f32, stored scalar for prioritised draws; |advantage| at insertion
     inserted_step: jax.Array  # [M, C] i32, iteration of insertion, -1 = empty
+    question: jax.Array  # [M, C] i32, hash of the prompt's tokens
+    is_retired: jax.Array  # [M, C] bool, never to be drawn (again)
 
 
 @flax.struct.dataclass

@@ -28,7 +28,7 @@ from jaxrl_llm.assembly import assemble
 from jaxrl_llm.config import Config, ConfigError, differences, fingerprint, flatten, freeze, from_json, to_json
 from jaxrl_llm.credit import Memory
 from jaxrl_llm.evaluate import questions
-from jaxrl_llm.metrics import rollout_values
+from jaxrl_llm.metrics import cost_values, rollout_values
 from jaxrl_llm.models import pretrained
 from jaxrl_llm.prompts import PromptStream
 from jaxrl_llm.rewards import RewardPool
@@ -103,6 +103,17 @@ def test_the_defaults_are_a_config():
         ({"update": {"micro_batch_size": 24}}, "update.micro_batch_size=24 must divide update.batch_size=64"),
         ({"replay": {"capacity": 32}}, "replay.capacity=32 must be at least update.batch_size=64"),
         ({"replay": {"capacity": 96}}, "replay.capacity=96 must be a multiple of the 64 rollouts"),
+        ({"replay": {"positive_fraction": 0.5}}, "replay.positive_fraction=0.5 of replay.capacity=64 must leave room"),
+        ({"replay": {"capacity": 128, "positive_fraction": 0.5, "unit": "group"}}, "must be 0 for replay.unit='group'"),
+        ({"replay": {"delay_iterations": 1}}, "replay.delay_iterations=1 must be less than the 1 iterations"),
+        (
+            {"replay": {"capacity": 256, "delay_iterations": 3, "max_age_steps": 2}},
+            "replay.delay_iterations=3 must be at most replay.max_age_steps=2",
+        ),
+        (
+            {"replay": {"capacity": 256, "delay_iterations": 3, "fresh_fraction": 0.5}},
+            "replay.delay_iterations=3 must be 0 with replay.fresh_fraction=0.5",
+        ),
         ({"rollout": {"slots": 65}}, "rollout.slots=65 must be at most the 64 rollouts that can be open"),
         ({"rewards": {"weights": (1.0, 2.0)}}, "must have one weight for each of rewards.functions=('task',)"),
         ({"rewards": {"functions": ("a:b", "a:b"), "weights": (1, 1)}}, "must not name a function twice"),
@@ -279,6 +290,11 @@ def passes(config, folder, monkeypatch):
     return rollout_values(config, rewards, made)["rollout/pass_rate"]
 
 
+def costs(config, folder, monkeypatch):
+    seconds = {"time/generate_s": 1.0, "time/reward_s": 0.0, "time/update_s": 1.0}
+    return cost_values(config, seconds | {"replay/drawn_rows": 16})
+
+
 def ghost_run(config, folder, monkeypatch):
     """What a run leaves behind whose programs return zeros."""
     ghosts.haunt(monkeypatch)
@@ -359,11 +375,19 @@ ALIVE = {
     "credit.entropy_bonus": (2.0, program("insert"), {}),
     "credit.entropy_bonus_limit": (2.0, program("insert"), {"credit.entropy_bonus": 2.0}),
     "replay.capacity": (64, shapes, {}),
+    "replay.positive_fraction": (0.5, program("insert"), {}),
+    "replay.draw": ("age", program("update"), {}),
+    "replay.priority_exponent": (2.0, program("update"), {"replay.draw": "priority"}),
+    "replay.age_scale_iterations": (2.0, program("update"), {"replay.draw": "age"}),
+    "replay.delay_iterations": (1, program("update"), {}),
+    "replay.latest_visit": (True, program("insert"), {}),
+    "replay.solved_fraction": (0.5, program("insert"), {}),
     "replay.max_age_steps": (2, program("update"), {}),
     "replay.max_uses": (2, program("update"), {}),
     "replay.fresh_fraction": (0.5, program("update"), {}),
     "replay.unit": ("group", program("update"), {}),
     "replay.skip_tied": (True, program("update"), {}),
+    "replay.cost_ratio": (5.28, costs, {}),
     "replay.shards": (2, shapes, {}),
     "update.batch_size": (8, program("update"), {}),
     "update.micro_batch_size": (4, program("update"), {}),

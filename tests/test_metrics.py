@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import re
 import struct
 
@@ -10,8 +11,8 @@ import pytest
 import rich.console
 
 from jaxrl_llm import metrics
-from jaxrl_llm.config import ConfigError, MetricsConfig
-from jaxrl_llm.metrics import METRICS, MetricsWriter, Progress, progress_line, read_metrics
+from jaxrl_llm.config import ConfigError, MetricsConfig, freeze
+from jaxrl_llm.metrics import METRICS, MetricsWriter, Progress, cost_values, progress_line, read_metrics
 
 QUIET = MetricsConfig(tensorboard=False)
 
@@ -130,6 +131,16 @@ def test_reading_leaves_out_a_torn_last_line_and_names_a_broken_one(tmp_path):
     path.write_text("[1]\n")
     with pytest.raises(ConfigError, match=r"metrics\.jsonl:1: not a JSON object"):
         read_metrics(tmp_path)
+
+
+def test_the_cost_of_an_iteration_counts_generated_rollouts_at_mu():
+    # 64 rollouts generated in 12 + 4 s, 128 trained in 8 s: mu = (16 / 64) / (8 / 128) = 4, 128 + 4 * 64 = 384.
+    values = {"time/generate_s": 12.0, "time/reward_s": 4.0, "time/update_s": 8.0, "replay/drawn_rows": 128}
+    assert cost_values(freeze({}), values) == {"time/cost_ratio": 4.0, "time/compute_rollouts": 384.0}
+    declared = freeze({"replay": {"cost_ratio": 5.28}})
+    assert cost_values(declared, values) == {"time/cost_ratio": 4.0, "time/compute_rollouts": 128 + 5.28 * 64}
+    none = cost_values(declared, values | {"replay/drawn_rows": 0})
+    assert math.isnan(none["time/cost_ratio"]) and none["time/compute_rollouts"] == 5.28 * 64
 
 
 VALUES = {

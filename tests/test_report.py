@@ -10,7 +10,7 @@ import pytest
 
 from jaxrl_llm.config import ConfigError, MetricsConfig, freeze, to_json
 from jaxrl_llm.metrics import METRICS, MetricsWriter
-from jaxrl_llm.report import CHARTS, write_report
+from jaxrl_llm.report import CHARTS, COMPUTE_CHARTS, _over_compute, write_report
 
 EVIL = '<script>alert("x")</script> & more'
 
@@ -82,7 +82,7 @@ def test_a_full_run_is_one_page_without_external_resources(tmp_path):
     assert len(ids) == len(set(ids))  # clip paths of one chart do not cut another
 
     shown = [chart for chart in CHARTS if chart.title != "Clipped tokens"]  # all null: no chart
-    assert page.tags.count("svg") == len(shown)
+    assert page.tags.count("svg") == len(shown) + len(COMPUTE_CHARTS)
     for chart in shown:
         assert chart.title in page.text
     assert "Clipped tokens" not in page.text
@@ -106,6 +106,12 @@ def test_one_iteration_without_evaluation_config_or_samples_is_a_page(tmp_path):
     page = Page(write_report(tmp_path).read_text())
     assert page.tags.count("svg") == 2
     assert "Before and after" not in page.text and "0.50" in page.text
+
+
+def test_curves_over_compute_stand_at_the_cost_summed_until_then():
+    rows = [{"iteration": i, "time/compute_rollouts": cost} for i, cost in ((1, 3.0), (2, 5.0), (4, 1.5))]
+    assert [row["iteration"] for row in _over_compute(rows)] == [3.0, 8.0, 9.5]
+    assert _over_compute([*rows, {"iteration": 5}]) == []  # an iteration whose cost is not known
 
 
 def test_the_same_run_gives_the_same_page(tmp_path):

@@ -67,7 +67,7 @@ def test_groups_are_drawn_whole_and_without_repeats():
     rows = jax.tree.map(lambda x: jnp.concatenate([x[0]] * 4), experience(0))  # 12 groups
     group = jnp.repeat(jnp.arange(12), G)
     rows = rows.replace(rollout=rows.rollout.replace(group_id=group), trainable=jnp.ones(12 * G, bool))
-    ring = replay.insert(replay.init(rows, capacity=12 * G, num_shards=2), rows, jnp.int32(0))
+    ring = replay.insert(replay.init(rows, capacity=12 * G, num_shards=2), rows, jnp.int32(0), ReplayConfig())
     draw = jax.jit(lambda r, k: replay.draw(r, k, jnp.int32(0), ReplayConfig(), batch_size=8 * G, group_size=G))
     seen = set()
     for key in jax.random.split(jax.random.key(1), 20):
@@ -84,7 +84,7 @@ def test_tied_groups_are_not_drawn():
     rows = jax.tree.map(lambda x: x[0], experience(0))
     tied = jnp.where(jnp.arange(P * G)[:, None] < 2 * G, 0.0, jnp.nan_to_num(rows.advantage))
     rows = rows.replace(advantage=tied, trainable=jnp.ones(P * G, bool))
-    ring = replay.insert(replay.init(rows, capacity=P * G, num_shards=1), rows, jnp.int32(0))
+    ring = replay.insert(replay.init(rows, capacity=P * G, num_shards=1), rows, jnp.int32(0), ReplayConfig())
     config = ReplayConfig(skip_tied=True)
     _, batch, info = replay.draw(ring, jax.random.key(0), jnp.int32(0), config, batch_size=2 * G, group_size=G)
     real = np.asarray(info.is_real)[0]

@@ -1,0 +1,111 @@
+"""Which slots of the replay ring are drawn: the choice from the ring's columns alone, rows unseen.
+
+A rollout's chance is a pure function of its columns: whether it may be drawn, and its weight in ``WEIGHTS``. Limits on
+age are intervals of a ring that is filled in the order of time, so a batch is found without a look at the rest.
+Letters: M shards, C slots per shard.
+Owns: what may be drawn and how likely, by a run's settings. Does not know: rows, how columns come about.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_llm.config import ReplayConfig
+from jaxrl_llm.ops import draws, ring_buffer
+from jaxrl_llm.ops.ring_buffer import Lane
+from jaxrl_llm.types import RingState
+
+# (config, priority relative to the largest of the shard, age in iterations) -> weight in [0, 1]
+WEIGHTS: dict[str, Callable[[ReplayConfig, jax.Array, jax.Array], jax.Array]] = {
+    "uniform": lambda c, priority, age: jnp.ones_like(priority),
+    # Source: Schaul et al. 2016, arXiv:1511.05952, P ~ p^alpha. Differs: p = |advantage| as stored, never
+    # refreshed; without repeats; no importance weights.
+    "priority": lambda c, priority, age: priority**c.priority_exponent,
+    # The form is ours.
+    "age": lambda c, priority, age: jnp.exp(-age / c.age_scale_iterations),
+}
+
+
+def lanes(ring: RingState, config: ReplayConfig) -> tuple[Lane, Lane]:
+    """The main ring, and behind it that of the correct rows it has overwritten."""
+    num_slots = ring.uses.shape[1]
+    num_kept = round(config.positive_fraction * num_slots)
+    return (
+        Lane(0, num_slots - num_kept, ring.num_inserted),
+        Lane(num_slots - num_kept, num_kept, ring.num_kept),
+    )
+
+
+def choose(
+    keys: jax.Array, ring: RingState, iteration: jax.Array, config: ReplayConfig, *, num: int, group_size: int
+) -> tuple[jax.Array, jax.Array]:
+    """Slots [M, num * group_size] i32 and whether they are real: the fresh ones, then the rest.
+
+    Positions and indices are those of groups until the last line.
+    """
+    num_slots = ring.uses.shape[1]
+    rings = [
+        Lane(lane.start // group_size, lane.size // group_size, lane.num_written // group_size)
+        for lane in lanes(ring, config)
+        if lane.size
+    ]
+    largest = jnp.maximum(jnp.max(ring.priority, axis=1, keepdims=True), jnp.finfo(jnp.float32).tiny)
+
+    def at(column: jax.Array, slot: jax.Array) -> jax.Array:
+        return ring_buffer.take(column, slot)
+
+    def rows_of(group: jax.Array) -> jax.Array:
+        rows = group[:, :, None] * group_size + jnp.arange(group_size, dtype=jnp.int32)[None, None, :]
+        return rows.reshape(group.shape[0], -1)
+
+    def age(group: jax.Array) -> jax.Array:
+        return iteration - at(ring.inserted_step, group * group_size)
+
+    def weight(group: jax.Array) -> jax.Array:
+        slot = rows_of(group)
+        priority = at(ring.priority, slot)
+        is_open = ~at(ring.is_retired, slot)
+        if config.max_uses:
+            is_open &= at(ring.uses, slot) < config.max_uses
+        if config.skip_tied:
+            is_open &= priority > 0
+        relative = WEIGHTS[config.draw](config, priority / largest, iteration - at(ring.inserted_step, slot))
+        return jnp.max(jnp.where(is_open, relative, 0.0).reshape(*group.shape, group_size), axis=-1)
+
+    def aged(key_index: int, low: int, high: int | None, num: int, taken: draws.Drawn | None) -> draws.Drawn:
+        """Draw from the groups of low <= age <= high: an interval of every ring."""
+        first = [lane.count_newest(lambda s: age(s) < low) if low else 0 * lane.filled for lane in rings]
+        last = [lane.filled if high is None else lane.count_newest(lambda s: age(s) <= high) for lane in rings]
+        size = [end - start for start, end in zip(first, last, strict=True)]
+
+        def slot_at(position: jax.Array) -> jax.Array:
+            slot = rings[0].newest_first(first[0][:, None] + position)
+            if len(rings) == 2:
+                behind = rings[1].newest_first(first[1][:, None] + position - size[0][:, None])
+                slot = jnp.where(position < size[0][:, None], slot, behind)
+            return slot
+
+        return draws.draw(
+            jax.vmap(jax.random.fold_in, (0, None))(keys, key_index),
+            slot_at,
+            sum(size),
+            weight,
+            num=num,
+            max_length=num_slots // group_size,
+            taken=taken,
+        )
+
+    # Less a rounding error, lest 0.1 * 30 become 4.
+    num_fresh = math.ceil(config.fresh_fraction * num - 1e-9)
+    low = config.delay_iterations
+    high = config.delay_iterations or config.max_age_steps or None
+    fresh = aged(0, 0, 0, num_fresh, None) if num_fresh else None
+    chosen = aged(1, low, high, num, fresh)
+    if fresh is not None:
+        chosen = draws.chain(fresh, chosen)
+    group, is_real = chosen
+    return rows_of(group), jnp.repeat(is_real, group_size, axis=1)

@@ -1,0 +1,117 @@
+"""How much to replay: the replay ratio and the ring's horizon that spend a budget of compute best.
+
+    python -m jaxrl_llm.replay_plan --mu=5.28 --rho=0.05 --alpha=0.1 [--rollouts=64]
+
+An iteration generates R rollouts and trains on B drawn from the last N; with x = N/R (horizon, iterations) and
+y = B/R (times a rollout is trained on), a budget of sum(B + mu R) reaches a squared gradient norm that scales with
+
+    J(x, y) = x^(2 alpha) (1 + y/mu) (1/y + 1/x + rho)
+
+mu: seconds to generate a rollout over seconds to train on one (``time/cost_ratio`` of a run). rho: correlation of the
+noise of rollouts made by nearly the same weights, 0..1. alpha: growth of the noise with age, sigma ~ age^alpha, below
+1/2. A batch does not repeat a rollout, so N >= B: x >= y.
+Source: Arnal et al. 2026, arXiv:2604.08706, theorem 4.5 and its corollary for a power law; the case x = y is ours.
+
+Owns: the closed forms and their table. Does not know: runs, rings, configs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from jaxrl_llm.config import ConfigError
+
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """What the optimum depends on.
+
+    Raises:
+        ConfigError: a value that the theory has no answer for.
+    """
+
+    mu: float
+    rho: float
+    alpha: float
+
+    def __post_init__(self):
+        if not (0 < self.mu < math.inf):
+            raise ConfigError(f"--mu={self.mu} must be more than 0")
+        if not (0 <= self.rho <= 1):
+            raise ConfigError(f"--rho={self.rho} must be at least 0 and at most 1")
+        if not (0 <= self.alpha < 0.5):
+            raise ConfigError(f"--alpha={self.alpha} must be at least 0 and less than 0.5")
+
+    def relative_cost(self, x: float, y: float) -> float:
+        """J(x, y), in units of sigma^2 at age 1."""
+        return x ** (2 * self.alpha) * (1 + y / self.mu) * (1 / y + 1 / x + self.rho)
+
+    def unconstrained(self) -> tuple[float, float]:
+        """(x*, y*) where a batch may repeat rollouts; infinite where more is always better.
+
+        y* = (sqrt(alpha^2 + mu rho (1 - 2 alpha)) - alpha) / rho
+        x* = y*^2 / (2 alpha (mu + y*))
+        """
+        mu, rho, alpha = self.mu, self.rho, self.alpha
+        root = math.sqrt(alpha**2 + mu * rho * (1 - 2 * alpha))
+        y = _ratio(mu * (1 - 2 * alpha), alpha + root)  # the same without a difference of near numbers
+        return (math.inf if y == math.inf else _ratio(y**2, 2 * alpha * (mu + y))), y
+
+    def optimum(self) -> tuple[float, float]:
+        """(x*, y*) with x >= y: where the unconstrained one has x < y, the root of dJ(y, y)/dy,
+
+        (1 + 2 alpha) rho y^2 + 2 alpha (2 + mu rho) y = 2 mu (1 - 2 alpha)
+        """
+        x, y = self.unconstrained()
+        if x >= y:
+            return x, y
+        a = (1 + 2 * self.alpha) * self.rho
+        b = 2 * self.alpha * (2 + self.mu * self.rho)
+        c = 2 * self.mu * (1 - 2 * self.alpha)
+        y = 2 * c / (b + math.sqrt(b**2 + 4 * a * c))
+        return y, y
+
+    def best_horizon(self, y: float) -> float:
+        """The x >= y of least J at this y; infinite where the noise does not grow with age."""
+        return max(y, _ratio(1 - 2 * self.alpha, 2 * self.alpha * (1 / y + self.rho)))
+
+
+def _ratio(numerator: float, denominator: float) -> float:
+    return numerator / denominator if denominator else math.inf
+
+
+def table(costs: Costs, rollouts: int = 0) -> str:
+    """One line per replay ratio and one for the optimum; ``rollouts`` (R) adds the sizes B and N."""
+    on_policy = costs.relative_cost(1, 1)
+    lines = [f"{'':10}{'y = B/R':>10}{'x = N/R':>10}{'J':>10}{'compute':>10}"]
+    lines[0] += f"{'B':>10}{'N':>10}" if rollouts else ""
+    plans = [("on-policy", (1.0, 1.0))]
+    plans += [("", (costs.best_horizon(ratio), ratio)) for ratio in (1.0, 2.0, 4.0, 8.0, 16.0)]
+    for name, (x, y) in [*plans, ("best", costs.optimum())]:
+        cost = costs.relative_cost(min(x, 1e12), min(y, 1e12))
+        sizes = "".join(f"{_shown(size * rollouts, '.0f'):>10}" for size in (y, x)) if rollouts else ""
+        shown = f"{_shown(y, '.2f'):>10}{_shown(x, '.2f'):>10}{cost:>10.3f}{cost / on_policy:>10.0%}"
+        lines.append(f"{name:10}{shown}{sizes}")
+    lines.append("compute: of the on-policy run's, for an equal bound on the gradient norm")
+    return "\n".join(lines)
+
+
+def _shown(value: float, form: str) -> str:
+    return "no limit" if value == math.inf else format(value, form)
+
+
+def main() -> None:
+    print(table(Costs(MU.value, RHO.value, ALPHA.value), ROLLOUTS.value))
+
+
+if __name__ == "__main__":
+    from absl import flags
+
+    from jaxrl_llm import cli
+
+    MU = flags.DEFINE_float("mu", None, "Seconds to generate a rollout over seconds to train on one.", required=True)
+    RHO = flags.DEFINE_float("rho", None, "Correlation of rollouts of nearly the same weights, 0..1.", required=True)
+    ALPHA = flags.DEFINE_float("alpha", None, "Growth of the noise with age, sigma ~ age^alpha.", required=True)
+    ROLLOUTS = flags.DEFINE_integer("rollouts", 0, "Rollouts generated in an iteration, R: show B and N too.")
+    cli.run(main)

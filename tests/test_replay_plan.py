@@ -1,0 +1,88 @@
+"""The closed forms of how much to replay, against the paper's figures and a minimiser that knows J alone."""
+
+import itertools
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.replay_plan import Costs, table
+
+SETTINGS = list(itertools.product((0.5, 2.0, 5.28, 20.0), (0.0, 0.01, 0.05, 0.3, 1.0), (0.05, 0.1, 0.25, 0.4)))
+
+
+def j(mu, rho, alpha, x, y):
+    """METHODS 1.4, theorem 4.5, with sigma(x) = x^alpha."""
+    return (x**alpha) ** 2 * (1 + y / mu) * (1 / y + 1 / x + rho)
+
+
+def minimum(function, dims):
+    """Least value of a function with one valley, and where, over logarithms, by narrowing a grid."""
+    low, high = np.full(dims, -9.0), np.full(dims, 14.0)
+    for _ in range(30):
+        axes = [np.linspace(a, b, 33) for a, b in zip(low, high, strict=True)]
+        values = function(*(np.exp(t) for t in np.meshgrid(*axes, indexing="ij")))
+        best = np.unravel_index(np.argmin(values), values.shape)
+        centre = np.array([t[i] for t, i in zip(axes, best, strict=True)])
+        low, high = centre - (high - low) / 5, centre + (high - low) / 5
+    return np.exp(centre), values.min()
+
+
+@pytest.mark.parametrize(
+    ("alpha", "x", "y", "cost"), [(0.1, 21.6, 7.4, 1.03), (0.25, 3.2, 3.8, 1.93)], ids=["slow noise", "fast noise"]
+)
+def test_the_examples_of_the_theory(alpha, x, y, cost):
+    costs = Costs(5.28, 0.05, alpha)
+    found = costs.unconstrained()
+    assert found == (pytest.approx(x, abs=0.05), pytest.approx(y, abs=0.05))
+    assert costs.relative_cost(*costs.optimum()) == pytest.approx(cost, abs=0.005)  # x >= y
+    assert costs.relative_cost(1, 1) == pytest.approx(2.44, abs=0.005)
+
+
+def test_both_optima_are_those_of_a_numeric_minimiser():
+    constrained = 0
+    for mu, rho, alpha in SETTINGS:
+        costs = Costs(mu, rho, alpha)
+        for (x, y), function in (
+            (costs.unconstrained(), lambda x, y: j(mu, rho, alpha, x, y)),  # noqa: B023
+            (costs.optimum(), lambda x, y: j(mu, rho, alpha, np.maximum(x, y), y)),  # noqa: B023
+        ):
+            at, least = minimum(function, 2)
+            assert j(mu, rho, alpha, x, y) == pytest.approx(least, rel=1e-9)
+            assert y == pytest.approx(at[1], rel=1e-3)
+        assert x >= y
+        constrained += x == y
+    assert 0 < constrained < len(SETTINGS)  # both cases are there
+
+
+def test_without_noise_growth_the_ring_has_no_limit_and_the_ratio_is_the_square_root():
+    assert Costs(5.0, 0.05, 0.0).optimum() == (math.inf, pytest.approx(10.0))
+    assert Costs(5.0, 0.0, 0.0).optimum() == (math.inf, math.inf)
+    assert "no limit" in table(Costs(5.0, 0.0, 0.0), 64)
+
+
+def test_the_best_horizon_of_a_ratio_is_that_of_a_minimiser():
+    for y in (1.0, 4.0, 16.0):
+        costs = Costs(5.28, 0.05, 0.1)
+        _, least = minimum(lambda x: j(5.28, 0.05, 0.1, np.maximum(x, y), y), 1)  # noqa: B023
+        assert costs.relative_cost(costs.best_horizon(y), y) == pytest.approx(least, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [((0, 0.1, 0.1), "--mu=0 must"), ((1, -0.1, 0.1), "--rho=-0.1 must"), ((1, 0.1, 0.5), "--alpha=0.5 must")],
+)
+def test_what_the_theory_has_no_answer_for_is_named(values, message):
+    with pytest.raises(ConfigError, match=message):
+        Costs(*values)
+
+
+def test_the_command_prints_the_sizes():
+    command = [sys.executable, "-m", "jaxrl_llm.replay_plan", "--mu=5.28", "--rho=0.05", "--alpha=0.1"]
+    done = subprocess.run([*command, "--rollouts=64"], capture_output=True, text=True, check=True)
+    best = done.stdout.splitlines()[-2].split()
+    assert best[:5] == ["best", "7.41", "21.62", "1.028", "42%"]
+    assert [int(size) for size in best[5:]] == pytest.approx([7.41 * 64, 21.62 * 64], abs=1)
