@@ -300,17 +300,21 @@ def _read_config(manager: ocp.CheckpointManager, directory: pathlib.Path, iterat
     return from_json(json.dumps(settings["config"]))
 
 
-def _check_settings(saved: Config, config: Config, path: pathlib.Path) -> None:
+def changed_settings(saved: Config, config: Config) -> dict[str, tuple[Any, Any]]:
+    """``{setting: (saved, now)}`` of the settings that differ and may not where a run is resumed."""
     free = FREE_SETTINGS
     if config.optimizer.schedule != "constant":
         free = tuple(name for name in free if name != "num_iterations")  # a decay ends at the last iteration
     # Through JSON as the saved one went: a tuple in a dictionary of arguments comes back as a list.
-    changed = {
+    return {
         name: values
         for name, values in differences(saved, from_json(to_json(config))).items()
         if name not in free and name.split(".")[0] not in free
     }
-    if changed:
+
+
+def _check_settings(saved: Config, config: Config, path: pathlib.Path) -> None:
+    if changed := changed_settings(saved, config):
         listed = "; ".join(f"{name} {old!r} -> {new!r}" for name, (old, new) in changed.items())
         raise ConfigError(
             f"checkpoint {path} was made with other settings: {listed}. "

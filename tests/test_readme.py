@@ -2,6 +2,7 @@
 
 Commands run as they stand, with these exceptions, which make a minute of an hour:
   - ``train`` gets ``TINY`` instead of what it gives for those settings: two iterations of the tiny random model;
+  - ``sweep`` gets them too, and one learning rate instead of two;
   - ``--model=smollm2-135m-instruct`` becomes the tiny random model;
   - ``plan`` leaves out the evaluation's programs;
   - ``launch/{setup,local,test}.sh`` are not run: ``test_launch`` does, with stand-ins for pip and Python.
@@ -72,7 +73,8 @@ def shortened(command):
         return ""
     command = command.replace("smollm2-135m-instruct", "random:debug")
     given = shlex.split(command)
-    if given[:3] == ["python", "-m", "jaxrl_llm.train"]:
+    if given[:3] in (["python", "-m", "jaxrl_llm.train"], ["python", "-m", "jaxrl_llm.sweep"]):
+        given = [word.replace("configs/sweeps/debug.py", "short_sweep.py") for word in given]
         # ml_collections takes no setting twice.
         names = {word.partition("=")[0] for word in TINY}
         return shlex.join([*(word for word in given if word.partition("=")[0] not in names), *TINY])
@@ -87,6 +89,8 @@ def folder(tmp_path_factory):
         (folder / name).symlink_to(REPOSITORY / name)
     for name, text in files().items():
         (folder / name).write_text(text)
+    sweep = (REPOSITORY / "configs/sweeps/debug.py").read_text()
+    (folder / "short_sweep.py").write_text(sweep.replace("[3e-3, 1e-2]", "[1e-3]"))
     (folder / "bin").mkdir()
     (folder / "bin/python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     (folder / "bin/python").chmod(0o755)
@@ -113,7 +117,7 @@ def test_the_readme_shows_files_and_commands():
 
 
 def test_scripts_that_are_named_exist():
-    for path in re.findall(r"launch/\w+\.sh|jaxrl_llm/\w+\.py|configs/\w+\.py", README):
+    for path in re.findall(r"launch/\w+\.sh|jaxrl_llm/\w+\.py|configs/[\w/]+\.py", README):
         assert (REPOSITORY / path).exists() or path == "configs/x.py", path
 
 

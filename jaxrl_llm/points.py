@@ -1,0 +1,173 @@
+"""The points of a sweep: settings by dotted name, made from a few functions, checked, and named.
+
+    grid({"optimizer.learning_rate": [1e-4, 1e-3], "replay.capacity": [64, 128]})     4 points, every combination
+    zipped({"update.batch_size": [8, 16], "update.micro_batch_size": [4, 8]})         2 points, value by value
+    random({"optimizer.learning_rate": log_uniform(1e-5, 1e-2)}, num=10, seed=0)      10 points
+    seeds(4)                                                                          seed = 0, 1, 2, 3
+    product(a, b)                                                                     each of a with each of b
+    a + b                                                                             both
+
+Owns: what a sweep is and what its points are called. Does not know: how points are run, what becomes of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import json
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxrl_llm.config import Config, ConfigError, freeze
+
+Point = dict[str, Any]  # {"update.batch_size": 64, ...}: what differs from the sweep file's get_config()
+
+SEED = "seed"  # points that differ in this setting alone are one experiment, repeated
+
+
+@dataclasses.dataclass(frozen=True)
+class Sweep:
+    """What ``get_sweep()`` of a sweep file returns. Metrics are names of metrics.jsonl.
+
+    Attributes:
+        points: a point that is there twice is run once.
+        metrics: shown as curves and, by their last and best values, in the table.
+        lower_is_better: those metrics, ``x_axis`` and ``pareto`` ones included, of which less is better.
+        x_axis: "iteration", or a metric that only grows (compute, say): curves are drawn over it too.
+        facet: a setting; one picture for each of its values instead of one for all points. "" = one picture.
+        thresholds: {metric: value}; the table tells where on the x-axis the metric first reaches the value.
+        pareto: (metric across, metric up) of each plot of last values against each other.
+    """
+
+    points: Sequence[Point]
+    metrics: tuple[str, ...] = ("eval/pass_rate",)
+    lower_is_better: tuple[str, ...] = ()
+    x_axis: str = "iteration"
+    facet: str = ""
+    thresholds: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    pareto: tuple[tuple[str, str], ...] = ()
+
+    def named_metrics(self) -> tuple[str, ...]:
+        """Every metric the sweep names, each once: its curves first."""
+        across = () if self.x_axis == "iteration" else (self.x_axis,)
+        named = (*self.metrics, *self.thresholds, *itertools.chain.from_iterable(self.pareto), *across)
+        return tuple(dict.fromkeys(named))
+
+    def fields(self) -> tuple[str, ...]:
+        """Every setting that some point sets, in order, the seed last."""
+        named = dict.fromkeys(itertools.chain.from_iterable(self.points))
+        return tuple(sorted(named, key=lambda field: field == SEED))
+
+
+def grid(choices: Mapping[str, Sequence[Any]]) -> list[Point]:
+    """Every combination of the values; the last setting changes fastest."""
+    return [dict(zip(choices, values, strict=True)) for values in itertools.product(*choices.values())]
+
+
+def zipped(choices: Mapping[str, Sequence[Any]]) -> list[Point]:
+    """The first values together, the second values together, ...
+
+    Raises:
+        ConfigError: the settings have different numbers of values.
+    """
+    lengths = {field: len(values) for field, values in choices.items()}
+    if len(set(lengths.values())) > 1:
+        raise ConfigError(f"zipped settings must have equally many values; they have {lengths}")
+    return [dict(zip(choices, values, strict=True)) for values in zip(*choices.values(), strict=True)]
+
+
+def product(*parts: Sequence[Point]) -> list[Point]:
+    """Every choice of one point from each part, put together; the last part changes fastest.
+
+    Raises:
+        ConfigError: two parts set the same setting.
+    """
+    merged = []
+    for chosen in itertools.product(*parts):
+        fields = list(itertools.chain.from_iterable(chosen))
+        if twice := sorted({field for field in fields if fields.count(field) > 1}):
+            raise ConfigError(f"product: more than one part sets {', '.join(twice)}")
+        merged.append({field: value for point in chosen for field, value in point.items()})
+    return merged
+
+
+def seeds(num: int, first: int = 0) -> list[Point]:
+    """``num`` points that set the seed: first, first + 1, ..."""
+    return [{SEED: seed} for seed in range(first, first + num)]
+
+
+def random(
+    choices: Mapping[str, Sequence[Any] | Callable[[np.random.Generator], Any]], *, num: int, seed: int
+) -> list[Point]:
+    """``num`` points, each value drawn on its own: one of a sequence, or what a function makes of a generator.
+
+    A point is of ``seed`` and its place alone: with a larger ``num`` the first points stay what they were.
+    """
+
+    def draw(values, generator):
+        return values(generator) if callable(values) else values[int(generator.integers(len(values)))]
+
+    generators = [np.random.default_rng([seed, i]) for i in range(num)]
+    return [{field: draw(values, generator) for field, values in choices.items()} for generator in generators]
+
+
+def uniform(low: float, high: float) -> Callable[[np.random.Generator], float]:
+    """For ``random``: any number of [low, high)."""
+    return lambda generator: float(generator.uniform(low, high))
+
+
+def log_uniform(low: float, high: float) -> Callable[[np.random.Generator], float]:
+    """For ``random``: a number of [low, high), its logarithm uniform."""
+    return lambda generator: math.exp(generator.uniform(math.log(low), math.log(high)))
+
+
+def point_name(point: Point) -> str:
+    """A name for the point's folder: its settings, to read, and a hash of them, to tell it from any other.
+
+    Of the point alone: neither other points nor the sweep's base config change it.
+    """
+    fields = sorted(point, key=lambda field: (field == SEED, field))
+    settings = "_".join(f"{field.rsplit('.', 1)[-1]}={point[field]}" for field in fields) or "base"
+    digest = hashlib.sha256(json.dumps(point, sort_keys=True).encode()).hexdigest()[:8]
+    return f"{re.sub(r'[^A-Za-z0-9.=+-]+', '_', settings)[:80]}_{digest}"
+
+
+def freeze_points(base: Mapping[str, Any], points: Sequence[Point]) -> dict[str, tuple[Point, Config]]:
+    """``{name: (point, checked config)}`` in the order given.
+
+    Args:
+        base: the sweep file's ``get_config()``, as nested dictionaries.
+
+    Raises:
+        ConfigError: no point, or a point whose settings are refused, with its name.
+    """
+    frozen = {}
+    for point in points:
+        if not isinstance(point, dict):
+            raise ConfigError(f"a point of a sweep is {{setting: value}}, not {point!r}")
+        try:
+            frozen[point_name(point)] = (point, freeze(with_point(base, point)))
+        except (ConfigError, TypeError) as error:  # a value that JSON does not know is a TypeError
+            raise ConfigError(f"point {point}: {error}") from error
+    if not frozen:
+        raise ConfigError("the sweep has no point")
+    return frozen
+
+
+def with_point(base: Mapping[str, Any], point: Point) -> dict[str, Any]:
+    """A copy of ``base`` with the point's settings put in, known or not: ``freeze`` judges them."""
+    settings = {key: with_point(value, {}) if isinstance(value, Mapping) else value for key, value in base.items()}
+    for field, value in point.items():
+        *groups, name = field.split(".")
+        node = settings
+        for group in groups:
+            if not isinstance(node.get(group), dict):
+                node[group] = {}
+            node = node[group]
+        node[name] = value
+    return settings

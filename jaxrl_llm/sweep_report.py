@@ -1,0 +1,265 @@
+"""The table and the page of a sweep, from the metrics of its runs.
+
+Runs whose points differ in the seed alone are a group: its curves are the median over seeds and, as a band, the
+inter-quartile range, each taken at every x over the seeds that got that far.
+
+Owns: those figures, table.csv, sweep.html. Does not know: where runs come from.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import functools
+import html
+import itertools
+import os
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxrl_llm import page
+from jaxrl_llm.page import FAINT, INK, SERIES
+from jaxrl_llm.points import SEED, Point, Sweep
+
+ITERATION = "iteration"
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One point and what became of it: "finished", "failed", "unfinished", or "" (not begun)."""
+
+    name: str
+    point: Point
+    status: str
+    rows: Sequence[Mapping[str, Any]]  # of metrics.jsonl
+
+
+@dataclasses.dataclass(frozen=True)
+class Band:
+    """Median and quartiles over seeds at each x, all of one length."""
+
+    x: np.ndarray
+    low: np.ndarray
+    median: np.ndarray
+    high: np.ndarray
+
+
+# ---- figures ---------------------------------------------------------------------------------------------------
+
+
+def curve(run: Run, metric: str, x_axis: str) -> tuple[np.ndarray, np.ndarray]:
+    """(x, value) of the rows that have a number for both."""
+    pairs = [(row.get(x_axis), row.get(metric)) for row in run.rows]
+    pairs = [pair for pair in pairs if None not in pair]
+    return np.array([x for x, _ in pairs], float), np.array([y for _, y in pairs], float)
+
+
+def figures(run: Run, sweep: Sweep) -> dict[str, float | None]:
+    """{column: number} of a run; None where the run has none."""
+    found: dict[str, float | None] = {}
+    for metric in sweep.named_metrics():
+        _, y = curve(run, metric, ITERATION)
+        best = np.min if metric in sweep.lower_is_better else np.max
+        found[f"{metric} last"] = float(y[-1]) if len(y) else None
+        if metric in sweep.metrics:
+            found[f"{metric} best"] = float(best(y)) if len(y) else None
+    for metric, threshold in sweep.thresholds.items():
+        x, y = curve(run, metric, sweep.x_axis)
+        reached = y <= threshold if metric in sweep.lower_is_better else y >= threshold
+        found[f"{sweep.x_axis} to {metric} {threshold:g}"] = float(x[reached][0]) if reached.any() else None
+    return found
+
+
+def groups(runs: Sequence[Run]) -> dict[tuple[tuple[str, Any], ...], list[Run]]:
+    """Runs by their point without the seed, in the order of their first."""
+    found: dict[tuple, list[Run]] = {}
+    for run in runs:
+        found.setdefault(tuple((k, _hashable(v)) for k, v in sorted(run.point.items()) if k != SEED), []).append(run)
+    return found
+
+
+def _hashable(value: Any) -> Any:
+    return value if isinstance(value, (int, float, str, bool)) else repr(value)
+
+
+def band(curves: Sequence[tuple[np.ndarray, np.ndarray]]) -> Band | None:
+    """Quartiles of the curves at every x of any of them, straight lines between a curve's own points.
+
+    None where no curve has a point. Each curve's x must grow.
+    """
+    curves = [(x, y) for x, y in curves if len(x)]
+    if not curves:
+        return None
+    x = np.unique(np.concatenate([x for x, _ in curves]))
+    at = np.stack([np.interp(x, own_x, y, left=np.nan, right=np.nan) for own_x, y in curves])
+    return Band(x, *np.nanquantile(at, (0.25, 0.5, 0.75), axis=0))
+
+
+def front(points: Sequence[tuple[float, float]], *, lower_x: bool, lower_y: bool) -> list[int]:
+    """Indices of the points that no other beats in one figure without losing in the other, by the first figure."""
+    signed = [(x if lower_x else -x, y if lower_y else -y) for x, y in points]
+    return sorted(
+        (i for i, p in enumerate(signed) if not any(q != p and q[0] <= p[0] and q[1] <= p[1] for q in signed)),
+        key=lambda i: points[i],
+    )
+
+
+# ---- table.csv -------------------------------------------------------------------------------------------------
+
+
+def write_table(path: pathlib.Path, runs: Sequence[Run], sweep: Sweep) -> None:
+    """One line per point: its settings, how far it is, its figures; an empty cell where there is none."""
+    fields = sweep.fields()
+    lines = []
+    for run in runs:
+        settings = {field: run.point.get(field) for field in fields}
+        done = run.rows[-1][ITERATION] if run.rows else 0
+        lines.append({"point": run.name, "status": run.status, "iterations": done} | settings | figures(run, sweep))
+    unfinished = path.with_name(path.name + ".tmp")
+    with open(unfinished, "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(lines[0]))
+        writer.writeheader()
+        writer.writerows(lines)
+    os.replace(unfinished, path)
+
+
+# ---- sweep.html ------------------------------------------------------------------------------------------------
+
+
+def write_page(path: pathlib.Path, runs: Sequence[Run], sweep: Sweep, units: Mapping[str, str]) -> pathlib.Path:
+    """The page; ``units`` are the metrics' by name."""
+    begun = [run for run in runs if run.rows]
+    counts = {status: sum(run.status == status for run in runs) for status in ("finished", "unfinished", "failed")}
+    note = f"{len(runs)} points: " + ", ".join(f"{count} {status}" for status, count in counts.items() if count)
+    title = path.resolve().parent.name
+    sections = [
+        page.header(title, note),
+        page.section("Median over seeds", _group_table(begun, sweep)),
+        *_curve_sections(begun, sweep, units),
+        page.section("Trade-offs of last values", _trade_offs(begun, sweep, units)),
+        page.section("Points", _point_table(runs, sweep)),
+    ]
+    return page.write_page(path, title, sections)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
+
+
+def _row(cells: Sequence[str]) -> str:
+    return "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
+
+
+def _shown(settings: Sequence[tuple[str, Any]]) -> str:
+    """Settings to read: the last part of each name, and its value."""
+    return html.escape(", ".join(f"{field.rsplit('.', 1)[-1]} {value}" for field, value in settings)) or "base"
+
+
+def _group_table(runs: Sequence[Run], sweep: Sweep) -> str:
+    if not runs:
+        return ""
+    rows = []
+    columns = list(figures(runs[0], sweep))
+    for settings, members in groups(runs).items():
+        cells = [_shown(settings), str(len(members))]
+        all_figures = [figures(run, sweep) for run in members]
+        for column in columns:
+            there = [found[column] for found in all_figures if found[column] is not None]
+            low, median, high = np.quantile(there, (0.25, 0.5, 0.75)) if there else (None, None, None)
+            spread = f" <small>{_number(low)} to {_number(high)}</small>" if len(there) > 1 else ""
+            missing = f" <small>{len(there)} of {len(members)}</small>" if 0 < len(there) < len(members) else ""
+            cells.append(_number(median) + spread + missing)
+        rows.append(_row(cells))
+    return page.table(("settings", "seeds", *map(html.escape, columns)), rows, "groups")
+
+
+def _point_table(runs: Sequence[Run], sweep: Sweep) -> str:
+    head = ("point", "status", *sweep.fields(), *figures(runs[0], sweep))
+    rows = []
+    for run in runs:
+        settings = [html.escape(str(run.point.get(field, ""))) for field in sweep.fields()]
+        numbers = [_number(value) for value in figures(run, sweep).values()]
+        rows.append(_row([f"<code>{html.escape(run.name)}</code>", run.status, *settings, *numbers]))
+    return f"<details><summary>{len(runs)} points</summary>{page.table([html.escape(h) for h in head], rows)}</details>"
+
+
+def _curve_sections(runs: Sequence[Run], sweep: Sweep, units: Mapping[str, str]) -> list[str]:
+    pictures = {metric: _curves(runs, sweep, metric, units) for metric in sweep.metrics}
+    if sweep.facet:
+        return [page.section(html.escape(metric), page.figures(some)) for metric, some in pictures.items()]
+    return [page.section("Curves", page.figures(list(itertools.chain.from_iterable(pictures.values()))))]
+
+
+def _curves(runs: Sequence[Run], sweep: Sweep, metric: str, units: Mapping[str, str]) -> list[str]:
+    """One picture per x-axis and value of the facet; a group keeps its colour, and the pictures their scale."""
+    pictures = []
+    for x_axis in dict.fromkeys((ITERATION, sweep.x_axis)):
+        facets: dict[Any, dict[str, Band]] = {}
+        for settings, members in groups(runs).items():
+            drawn = band([curve(run, metric, x_axis) for run in members])
+            if drawn is not None:
+                label = _shown([(field, value) for field, value in settings if field != sweep.facet])
+                facets.setdefault(dict(settings).get(sweep.facet, ""), {})[label] = drawn
+        labels = list(dict.fromkeys(label for bands in facets.values() for label in bands))
+        ends = [edge for bands in facets.values() for b in bands.values() for edge in (b.low.min(), b.high.max())]
+        for number, (value, bands) in enumerate(facets.items()):
+            draw = functools.partial(_draw_bands, bands=bands, labels=labels, limits=(min(ends), max(ends)))
+            svg = page.picture(
+                draw,
+                label=f"{metric} over {x_axis}",
+                x_label=x_axis,
+                salt=f"{metric} {x_axis} {number}",
+                whole_x=x_axis == ITERATION,
+            )
+            title = _shown([(sweep.facet, value)]) if sweep.facet else html.escape(metric)
+            keys = [(i, label, "line") for i, label in enumerate(labels) if label in bands]
+            pictures.append(page.figure(title, html.escape(units.get(metric, "")), page.legend(keys), svg))
+    return pictures
+
+
+def _draw_bands(axes: Any, *, bands: Mapping[str, Band], labels: Sequence[str], limits: tuple[float, float]) -> None:
+    for i, label in enumerate(labels):
+        if label in bands:
+            b, (colour, dash) = bands[label], page.stroke(i)
+            marker = "o" if len(b.x) < 3 else ""
+            axes.plot(b.x, b.median, color=colour, linestyle=dash, linewidth=1.6, marker=marker, markersize=4)
+            axes.fill_between(b.x, b.low, b.high, color=colour, alpha=0.15, linewidth=0)
+    margin = 0.05 * (limits[1] - limits[0]) or 0.5
+    axes.set_ylim(limits[0] - margin, limits[1] + margin)
+
+
+def _trade_offs(runs: Sequence[Run], sweep: Sweep, units: Mapping[str, str]) -> str:
+    pictures = []
+    for across, up in sweep.pareto:
+        spots = {}
+        for settings, members in groups(runs).items():
+            pairs = [(f[f"{across} last"], f[f"{up} last"]) for f in (figures(run, sweep) for run in members)]
+            pairs = [pair for pair in pairs if None not in pair]
+            if pairs:
+                spots[_shown(settings)] = np.quantile(pairs, (0.25, 0.5, 0.75), axis=0)
+        if spots:
+            draw = functools.partial(_draw_trade_off, spots=spots, sweep=sweep, across=across, up=up)
+            svg = page.picture(
+                draw, label=f"{up} against {across}", x_label=across, salt=f"{across} {up}", whole_x=False
+            )
+            pictures.append(page.figure(html.escape(up), html.escape(units.get(up, "")), "", svg))
+    return page.figures(pictures)
+
+
+def _draw_trade_off(axes: Any, *, spots: Mapping[str, np.ndarray], sweep: Sweep, across: str, up: str) -> None:
+    """Every group with its quartiles; those that no other beats are joined and named."""
+    medians = [(q[1, 0], q[1, 1]) for q in spots.values()]
+    best = front(medians, lower_x=across in sweep.lower_is_better, lower_y=up in sweep.lower_is_better)
+    for i, (label, q) in enumerate(spots.items()):
+        (x, y), spread = q[1], np.abs(q[[0, 2]] - q[1])
+        colour = SERIES[0] if i in best else FAINT
+        axes.errorbar(x, y, xerr=spread[:, :1].reshape(2, 1), yerr=spread[:, 1:], fmt="o", color=colour, markersize=4)
+        if i in best:
+            axes.annotate(
+                html.unescape(label), (x, y), xytext=(3, 4), textcoords="offset points", fontsize=6, color=INK
+            )
+    x, y = zip(*(medians[i] for i in best), strict=True)
+    axes.plot(x, y, color=SERIES[0], linewidth=1)
