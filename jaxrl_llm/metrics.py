@@ -102,9 +102,9 @@ METRICS: dict[str, Metric] = {
         "Seconds to generate a rollout (time/generate_s and time/reward_s) over seconds to train on one "
         "(time/update_s by replay/drawn_rows): mu of replay_plan.",
     ),
-    "time/compute_rollouts": Metric(
+    "compute/rollouts": Metric(
         "trained rollouts",
-        "Cost of the iteration, rollouts trained + mu * rollouts generated; mu is replay.cost_ratio, or "
+        "Cost of the run so far, the sum of rollouts trained + mu * rollouts generated; mu is replay.cost_ratio, or "
         "time/cost_ratio where that is 0.",
     ),
     "replay/filled_frac": Metric("fraction", "Filled slots of the ring, over its capacity."),
@@ -194,8 +194,13 @@ def update_values(config: Config, used: dict[str, Any]) -> dict[str, float]:
     return values
 
 
-def cost_values(config: Config, values: dict[str, float]) -> dict[str, float]:
-    """What the iteration cost in trained rollouts, B + mu R, from its seconds and counts.
+def cost_values(config: Config, values: dict[str, float], before: float) -> dict[str, float]:
+    """What the run has cost in trained rollouts, the sum of B + mu R, from the iteration's seconds and counts.
+
+    Where mu is not declared, an iteration that trained on nothing has none and adds nothing.
+
+    Args:
+        before: what the run had cost before this iteration.
 
     Source: Arnal et al. 2026, arXiv:2604.08706, section 4. Differs: generation and training alternate on one mesh, so
     mu is a ratio of seconds, not of workers; B counts the rows that were really drawn.
@@ -205,7 +210,8 @@ def cost_values(config: Config, values: dict[str, float]) -> dict[str, float]:
     update_s = values["time/update_s"]
     measured = generate_s / generated / (update_s / trained) if trained and update_s > 0 else math.nan
     ratio = config.replay.cost_ratio or measured
-    return {"time/cost_ratio": measured, "time/compute_rollouts": trained + ratio * generated}
+    cost = trained + ratio * generated
+    return {"time/cost_ratio": measured, "compute/rollouts": before + (cost if math.isfinite(cost) else 0.0)}
 
 
 class MetricsWriter:

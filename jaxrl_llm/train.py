@@ -89,7 +89,7 @@ def train(config: Config, workdir: pathlib.Path, *, allow_config_changes: bool =
         evals = {name.removeprefix("eval_"): p for name, p in compiled.items() if name.startswith("eval_")}
         abstract = {"train": run.abstract_state, "ring": run.abstract_ring, "sampler": carried_slots(run)}
         restored = checkpoints.restore(abstract, config, allow_config_changes=allow_config_changes)
-        reference = None
+        reference, compute = None, 0.0
         if restored is None or run.keeps_reference:
             params = source.load_params(run.model, mesh, seed=config.seed)
             reference = compiled["copy_params"](params) if run.keeps_reference else None
@@ -100,6 +100,7 @@ def train(config: Config, workdir: pathlib.Path, *, allow_config_changes: bool =
             start, state, ring = restored.iteration, restored.device_state["train"], restored.device_state["ring"]
             stream.restore(restored.host_state["stream"])
             memory.restore(restored.host_state["memory"])
+            compute = restored.host_state["compute"]
             metrics.restore(restored.host_state["metrics"])
             if config.rollout.lookahead_prompts:
                 generator.state = restored.device_state["sampler"]
@@ -133,6 +134,7 @@ def train(config: Config, workdir: pathlib.Path, *, allow_config_changes: bool =
             host = {
                 "stream": stream.state(),
                 "memory": memory.state(),
+                "compute": compute,
                 "metrics": metrics.state(),
                 "open_prompts": [[*where, opened[0]] for where, opened in generator.open_prompts.items()],
             }
@@ -183,7 +185,8 @@ def train(config: Config, workdir: pathlib.Path, *, allow_config_changes: bool =
             }
             if config.prompts.retire_pass_rate:
                 values["prompts/retired"] = len(stream.retired())
-            values |= cost_values(config, values)
+            values |= cost_values(config, values, compute)
+            compute = values["compute/rollouts"]
             metrics.write_samples(samples(config, iteration, tokenizer, rollout, groups, rewards))
             failure = too_many_failures(config, rewards)
             final = iteration == config.num_iterations

@@ -292,7 +292,7 @@ def passes(config, folder, monkeypatch):
 
 def costs(config, folder, monkeypatch):
     seconds = {"time/generate_s": 1.0, "time/reward_s": 0.0, "time/update_s": 1.0}
-    return cost_values(config, seconds | {"replay/drawn_rows": 16})
+    return cost_values(config, seconds | {"replay/drawn_rows": 16}, 0.0)
 
 
 def ghost_run(config, folder, monkeypatch):
