@@ -22,7 +22,14 @@ import rich.table
 import tensorboardX
 
 from jaxrl_llm.config import Config, ConfigError, MetricsConfig
-from jaxrl_llm.types import OUTCOME_ERROR, OUTCOME_SCORE, OUTCOME_TIMEOUT, Rewards
+from jaxrl_llm.types import AGE_BUCKETS, OUTCOME_ERROR, OUTCOME_SCORE, OUTCOME_TIMEOUT, Rewards
+
+# Ages of rollouts by bucket: "0", "1", "2-3", ..., "16+".
+_LOWEST = (0, *(highest + 1 for highest in AGE_BUCKETS))
+AGE_LABELS = (
+    *(f"{low}-{high}" if low < high else f"{high}" for low, high in zip(_LOWEST, AGE_BUCKETS, strict=False)),
+    f"{_LOWEST[-1]}+",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +78,14 @@ METRICS: dict[str, Metric] = {
     "update/sequence_ess_frac": Metric(
         "fraction", "The same of whole completions: ratios of their probabilities, over the trained rollouts."
     ),
+    **{
+        f"update/clip_frac_age_{label}": Metric("fraction", f"Clipped tokens of rollouts of age {label}, over theirs.")
+        for label in AGE_LABELS
+    },
+    **{
+        f"update/ess_frac_age_{label}": Metric("fraction", f"Effective sample size of tokens of age {label}, fraction.")
+        for label in AGE_LABELS
+    },
     "update/correction_weight": Metric(
         "weight", "Weight of objective.correction, 0 where it masks; mean over trained completion tokens."
     ),
@@ -185,6 +200,13 @@ def update_values(config: Config, used: dict[str, Any]) -> dict[str, float]:
         "replay/drawn_rows": int(used["real_count"]),
         "tokens/trained": int(used["token_count"]),
     }
+    for i, label in enumerate(AGE_LABELS):
+        tokens, total, square = (
+            float(used[f"{name}_by_age"][i]) for name in ("token_count", "ratio_sum", "ratio_square_sum")
+        )
+        if tokens:
+            values[f"update/clip_frac_age_{label}"] = float(used["clipped_count_by_age"][i]) / tokens
+            values[f"update/ess_frac_age_{label}"] = total**2 / (tokens * square) if square else math.nan
     if "kl_reference_sum" in used:
         values["update/kl_reference_nats"] = ratio("kl_reference_sum", "token_count")
     if "correction_weight_sum" in used:

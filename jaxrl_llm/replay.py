@@ -27,10 +27,7 @@ from jaxrl_llm import replay_draws, sharding
 from jaxrl_llm.config import ConfigError, ReplayConfig
 from jaxrl_llm.ops import ring_buffer
 from jaxrl_llm.replay_draws import lanes
-from jaxrl_llm.types import Experience, RingState, Rollout
-
-# Upper ages of the buckets by which figures of a batch may be split; the last bucket has all above.
-AGE_BUCKETS = (0, 1, 3, 7, 15)
+from jaxrl_llm.types import AGE_BUCKETS, Experience, RingState, Rollout
 
 
 @flax.struct.dataclass
@@ -39,7 +36,6 @@ class DrawInfo:
 
     is_real: jax.Array  # [M, b] bool, False = fewer than b slots of the shard could be drawn
     age: jax.Array  # [M, b] i32 iterations since insertion
-    age_bucket: jax.Array  # [M, b] i32, 0..len(AGE_BUCKETS)
     uses: jax.Array  # [M, b] i32 times drawn, this one counted
     first_use: jax.Array  # [M, b] bool
     since_last_use: jax.Array  # [M, b] i32 optimizer steps since it was last drawn, 0 on the first use
@@ -192,7 +188,6 @@ def draw(
     info = DrawInfo(
         is_real=is_real,
         age=real(age),
-        age_bucket=real(jnp.searchsorted(jnp.asarray(AGE_BUCKETS), age).astype(jnp.int32)),
         uses=real(uses + 1),
         first_use=is_real & is_first,
         since_last_use=real(jnp.where(is_first, 0, draw_number[:, None] - last_use)),
@@ -202,7 +197,8 @@ def draw(
     new = (uses + 1, jnp.broadcast_to(draw_number[:, None], uses.shape))
     counted, last_use = ring_buffer.put((ring.uses, ring.last_use), used, new)
     ring = ring.replace(uses=counted, last_use=last_use, num_draws=draw_number)
-    return ring, experience.replace(trainable=experience.trainable & is_real), info
+    bucket = real(jnp.searchsorted(jnp.asarray(AGE_BUCKETS), age).astype(jnp.int32))
+    return ring, experience.replace(trainable=experience.trainable & is_real, age_bucket=bucket), info
 
 
 def sums(info: DrawInfo) -> dict[str, Any]:

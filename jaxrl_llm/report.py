@@ -21,7 +21,7 @@ from typing import Any
 
 from jaxrl_llm import page
 from jaxrl_llm.config import Config, ConfigError, flatten, freeze
-from jaxrl_llm.metrics import METRICS, read_lines, read_metrics
+from jaxrl_llm.metrics import AGE_LABELS, METRICS, read_lines, read_metrics
 from jaxrl_llm.page import SERIES
 
 Rows = list[dict[str, Any]]
@@ -95,6 +95,18 @@ CHARTS = (
         "Effective sample size",
         "fraction",
         (("of trained tokens", "update/ess_frac"), ("of completions", "update/sequence_ess_frac")),
+        limits=(0, 1),
+    ),
+    Chart(
+        "Clipped tokens by age",
+        "fraction",
+        tuple((f"{label} iterations", f"update/clip_frac_age_{label}") for label in AGE_LABELS),
+        limits=(0, None),
+    ),
+    Chart(
+        "Effective sample size by age",
+        "fraction of tokens",
+        tuple((f"{label} iterations", f"update/ess_frac_age_{label}") for label in AGE_LABELS),
         limits=(0, 1),
     ),
     Chart("Gradient norm", "before clipping", (("mean", "update/grad_norm"),), limits=(0, None)),

@@ -23,6 +23,9 @@ STOP_LENGTH = 2  # reached max_completion_tokens: a truncated completion
 STOP_STRING = 3
 STOP_NAMES = ("none", "eos", "length", "stop_string")
 
+# Experience.age_bucket: upper ages of the buckets, in iterations; one more has all above.
+AGE_BUCKETS = (0, 1, 3, 7, 15)
+
 # Rewards.outcome
 OUTCOME_SCORE = 0
 OUTCOME_TIMEOUT = 1
@@ -98,6 +101,7 @@ class Experience:
     advantage: jax.Array  # [B, S] f32, 0.0 off the completion
     trainable: jax.Array  # [B] bool, False where the reward failed, the row is filtered out or is padding
     ref_logp: jax.Array | None = None  # [B, S] f32 nats of the frozen reference, 0.0 off the completion
+    age_bucket: jax.Array | None = None  # [B] i32, 0..len(AGE_BUCKETS); of a drawn row, not stored in the ring
 
 
 @flax.struct.dataclass

@@ -31,7 +31,7 @@ from jaxrl_llm.ops import corrections
 from jaxrl_llm.ops.losses import aggregation_weights, kl_estimate, reference_share
 from jaxrl_llm.ops.masks import completion_mask
 from jaxrl_llm.ops.surrogates import LOG_RATIO_LIMIT, SURROGATES, Settings, Tokens
-from jaxrl_llm.types import Experience, RingState, Rollout, TrainState
+from jaxrl_llm.types import AGE_BUCKETS, Experience, RingState, Rollout, TrainState
 
 # draw(ring, key) -> ring, rows [M, b, ...], sums of what was drawn
 Draw = Callable[[RingState, jax.Array], tuple[RingState, Experience, dict[str, jax.Array]]]
@@ -77,7 +77,8 @@ class Update:
             draw: takes a batch from the ring.
 
         Returns:
-            New state and ring, and sums [] f32 over all updates; names ending in ``_max`` are maxima.
+            New state and ring, and sums [] f32 over all updates; names ending in ``_max`` are maxima, those ending in
+            ``_by_age`` sums [len(AGE_BUCKETS) + 1].
         """
         start = state  # one more copy of the weights where the loss looks at it
 
@@ -89,7 +90,7 @@ class Update:
 
         updates = jnp.arange(self.config.updates_per_iteration)
         (state, ring), sums = jax.lax.scan(one, (state, ring), updates)
-        return state, ring, {k: jnp.max(v) if k.endswith("_max") else jnp.sum(v) for k, v in sums.items()}
+        return state, ring, {k: jnp.max(v) if k.endswith("_max") else jnp.sum(v, axis=0) for k, v in sums.items()}
 
     def apply_batch(
         self, state: TrainState, batch: Experience, start: TrainState | None = None
@@ -253,7 +254,12 @@ class Update:
             "own_token_count": jnp.sum(own.astype(jnp.float32)),
             "gap_max": jnp.max(jnp.where(own, jnp.abs(policy_logp - behaviour_logp), 0.0)),
         }
-        return loss, jax.lax.stop_gradient(sums)
+        if rows.age_bucket is not None:
+            in_bucket = rows.age_bucket[None, :] == jnp.arange(len(AGE_BUCKETS) + 1)[:, None]
+            parts = {"token_count": mask, "clipped_count": mask & is_clipped, "ratio_sum": ratio}
+            for name, value in (parts | {"ratio_square_sum": jnp.square(ratio)}).items():
+                sums[f"{name}_by_age"] = jnp.sum(jnp.where(in_bucket, jnp.sum(value, axis=1)[None, :], 0), axis=1)
+        return loss, jax.lax.stop_gradient(jax.tree.map(lambda x: x.astype(jnp.float32), sums))
 
     def _tokens(self, policy_logp: jax.Array, rows: Experience, mask: jax.Array, moment: Moment) -> Tokens:
         """The rows as the objective sees them, the old policy among them: harmless constants off the mask."""

@@ -176,6 +176,8 @@ def test_groups_are_compared_and_the_second_moment_is_of_the_whole_batch():
 def test_metrics_are_sums_over_the_trained_tokens():
     update = building.make_update(LOSS)
     rows = building.random_experience()
+    bucket = np.arange(len(rows.reward), dtype=np.int32) % 3
+    rows = rows.replace(age_bucket=bucket)
     _, sums = building.gradient(update, rows)
     size = (rows.rollout.length - rows.rollout.prompt_length)[rows.trainable].sum()
     at = np.arange(rows.rollout.tokens.shape[1])[None, :]
@@ -197,6 +199,10 @@ def test_metrics_are_sums_over_the_trained_tokens():
     assert 0 < clipped.sum() < size
     for name, value in expected.items():
         np.testing.assert_allclose(sums[name], value, rtol=1e-5, err_msg=name)
+    bucket = np.broadcast_to(bucket[:, None], mask.shape)[mask]
+    for name, value in {"clipped_count": clipped, "ratio_sum": ratio, "ratio_square_sum": ratio**2}.items():
+        by_age = [value[bucket == k].sum() for k in range(6)]
+        np.testing.assert_allclose(sums[f"{name}_by_age"], by_age, rtol=1e-5, err_msg=name)
 
 
 def test_rows_that_are_not_trainable_give_nothing_whatever_they_hold():
