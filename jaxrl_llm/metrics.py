@@ -117,7 +117,7 @@ METRICS: dict[str, Metric] = {
         "Seconds to generate a rollout (time/generate_s and time/reward_s) over seconds to train on one "
         "(time/update_s by replay/drawn_rows): mu of replay_plan.",
     ),
-    "compute/rollouts": Metric(
+    "time/compute_rollouts": Metric(
         "trained rollouts",
         "Cost of the run so far, the sum of rollouts trained + mu * rollouts generated; mu is replay.cost_ratio, or "
         "time/cost_ratio where that is 0.",
@@ -233,7 +233,7 @@ def cost_values(config: Config, values: dict[str, float], before: float) -> dict
     measured = generate_s / generated / (update_s / trained) if trained and update_s > 0 else math.nan
     ratio = config.replay.cost_ratio or measured
     cost = trained + ratio * generated
-    return {"time/cost_ratio": measured, "compute/rollouts": before + (cost if math.isfinite(cost) else 0.0)}
+    return {"time/cost_ratio": measured, "time/compute_rollouts": before + (cost if math.isfinite(cost) else 0.0)}
 
 
 class MetricsWriter:

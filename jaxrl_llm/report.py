@@ -222,7 +222,7 @@ def _duration(seconds: float) -> str:
 
 def _over_compute(metrics: Rows) -> Rows:
     """Rows whose place is the compute spent until then; none where the run has not measured it."""
-    costs = [row.get("compute/rollouts") for row in metrics]
+    costs = [row.get("time/compute_rollouts") for row in metrics]
     if not metrics or any(cost is None for cost in costs):
         return []
     return [row | {"iteration": cost} for row, cost in zip(metrics, costs, strict=True)]

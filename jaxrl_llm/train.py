@@ -186,7 +186,7 @@ def train(config: Config, workdir: pathlib.Path, *, allow_config_changes: bool =
             if config.prompts.retire_pass_rate:
                 values["prompts/retired"] = len(stream.retired())
             values |= cost_values(config, values, compute)
-            compute = values["compute/rollouts"]
+            compute = values["time/compute_rollouts"]
             metrics.write_samples(samples(config, iteration, tokenizer, rollout, groups, rewards))
             failure = too_many_failures(config, rewards)
             final = iteration == config.num_iterations

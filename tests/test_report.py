@@ -109,7 +109,7 @@ def test_one_iteration_without_evaluation_config_or_samples_is_a_page(tmp_path):
 
 
 def test_curves_over_compute_stand_at_the_cost_summed_until_then():
-    rows = [{"iteration": i, "compute/rollouts": cost} for i, cost in ((1, 3.0), (2, 8.0), (4, 9.5))]
+    rows = [{"iteration": i, "time/compute_rollouts": cost} for i, cost in ((1, 3.0), (2, 8.0), (4, 9.5))]
     assert [row["iteration"] for row in _over_compute(rows)] == [3.0, 8.0, 9.5]
     assert _over_compute([*rows, {"iteration": 5}]) == []  # an iteration whose cost is not known
 
