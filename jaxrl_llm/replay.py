@@ -97,7 +97,8 @@ def insert(
     main, kept = lanes(ring, config)
     if num_rows > main.size:
         raise ConfigError(
-            f"replay.capacity={num_shards * num_slots} must be at least the {num_shards * num_rows} rollouts inserted"
+            f"replay.capacity={num_shards * num_slots} must be at least the {num_shards * num_rows} rollouts inserted, "
+            f"besides the slots that replay.positive_fraction={config.positive_fraction} sets aside"
         )
     question = question_hash(experience.rollout)
     retired = ~experience.trainable

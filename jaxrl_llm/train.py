@@ -230,6 +230,7 @@ def describe(run: Run, source: pretrained.Source, num_train: int, num_held_out: 
     kind = run.mesh.devices.flat[0].device_kind
     devices = f"{run.mesh.size} x {kind}"
     per_iteration = config.update.updates_per_iteration * config.update.batch_size
+    ring_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(run.abstract_ring))
     lines = [
         f"devices     {devices}; mesh {axes}",
         f"model       {config.model.path}: {arch.num_params / 1e6:.1f} M parameters, {arch.num_layers} layers, "
@@ -242,7 +243,7 @@ def describe(run: Run, source: pretrained.Source, num_train: int, num_held_out: 
         f"{per_iteration} trained, each rollout {per_iteration / config.rollouts_per_iteration:.1f} times",
         f"  micro-batch            {config.update.micro_batch_size:>6}",
         f"  ring                   {config.ring_capacity:>6}   {config.ring_capacity // config.rollouts_per_iteration} "
-        "iterations of rollouts",
+        f"iterations of rollouts, {ring_bytes / config.ring_capacity / 2**10:.1f} KiB each",
     ]
     return "\n".join(lines)
 

@@ -75,7 +75,7 @@ operations = st.lists(
 )
 
 
-@hypothesis.settings(deadline=None, max_examples=40, derandomize=True)
+@hypothesis.settings(deadline=None, max_examples=30, derandomize=True)
 @hypothesis.given(st.integers(0, len(CONFIGS) - 1), operations)
 def test_ring_equals_its_definition_over_any_insert_evict_draw(which, steps):
     config, fresh_wanted = CONFIGS[which], FRESH_WANTED[which]

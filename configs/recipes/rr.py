@@ -2,7 +2,8 @@
 
     python -m jaxrl_llm.train --config=configs/recipes/rr.py --workdir=runs/rr
 
-Half a batch fresh, half from the latest mixed groups of each question, each replayed once; no standard deviation.
+Half a batch fresh, half from the latest mixed groups of each question: one fresh use and one replay; no standard
+deviation.
 Source: Sun et al. 2025, arXiv:2506.05316.
 """
 
@@ -17,6 +18,6 @@ def get_config():
     config.replay.skip_tied = True
     config.replay.latest_visit = True
     config.replay.fresh_fraction = 0.5
-    config.replay.max_uses = 1
+    config.replay.max_uses = 2
     config.update.micro_batch_size = 16
     return config
