@@ -21,7 +21,7 @@ CHOICES = {
     "model.compute_dtype": ("float32", "bfloat16"),
     "model.remat": ("none", "dots", "full", "auto"),
     "model.attention": ("auto", "xla"),
-    "prompts.source": ("letters", "reasoning_gym", "jsonl", "parquet"),
+    "prompts.source": ("letters", "arithmetic", "reasoning_gym", "jsonl", "parquet"),
     "prompts.bad_row": ("error", "skip"),
     "prompts.long_prompt": ("error", "skip"),
     "replay.draw": ("uniform", "priority", "age"),
@@ -222,7 +222,7 @@ def _combinations(c: Any):
         f"rewards.functions={c.rewards.functions!r} must not name a function twice",
     )
     yield (
-        c.prompts.source == "letters" or c.prompts.name != "",
+        c.prompts.source in ("letters", "arithmetic") or c.prompts.name != "",
         f"prompts.name='' must name the {'dataset' if c.prompts.source == 'reasoning_gym' else 'file'} "
         f"for prompts.source={c.prompts.source!r}",
     )

@@ -1,0 +1,38 @@
+"""GRPO with a replay ring on sums of three digits, with a model of 0.15 M parameters: what the replay study varies.
+
+    python -m jaxrl_llm.sft --config=configs/study_arithmetic_sft.py --out=runs/study_model --until=0.25
+    python -m jaxrl_llm.train --config=configs/study_arithmetic.py --workdir=runs/study
+
+TIME
+"""
+
+from jaxrl_llm.config import defaults
+
+
+def get_config():
+    config = defaults()
+    config.num_iterations = 300
+    config.model.path = "runs/study_model"
+    config.prompts.source = "arithmetic"
+    config.prompts.name = "train"
+    config.prompts.arguments = {"terms": 3, "largest": 9}
+    config.prompts.size = 4096
+    config.prompts.max_tokens = 6
+    config.prompts.chat_template = False
+    config.sampling.max_completion_tokens = 4
+    config.rollout.prompts_per_iteration = 16
+    config.rollout.group_size = 8
+    config.rollout.chunk_steps = 4
+    config.rewards.num_workers = 1
+    config.update.batch_size = 128
+    config.update.micro_batch_size = 128
+    config.update.logp_chunk_tokens = 512
+    config.optimizer.learning_rate = 6e-4
+    config.eval.name = "test"
+    config.eval.num_prompts = 64
+    config.eval.num_samples = 32
+    config.eval.every_iterations = 30
+    config.checkpoint.export = False
+    config.metrics.tensorboard = False
+    config.metrics.samples_per_iteration = 0
+    return config
