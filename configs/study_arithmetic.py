@@ -8,6 +8,23 @@ TIME
 
 from jaxrl_llm.config import defaults
 
+COST_RATIO = 5.28  # mu of the paper's 7B runs: generating a rollout costs so many times training on it
+BATCH, GROUP = 128, 8
+BUDGET = 300 * BATCH * (1 + COST_RATIO)  # what 300 on-policy steps cost, in trained rollouts
+
+
+def arm(ratio, batches, **settings):
+    """Steps on 128 rollouts, 128 / ratio of them new, drawn from the last ``batches`` * 128; as many as the budget."""
+    generated = BATCH // ratio
+    steps = round(BUDGET / (BATCH + COST_RATIO * generated))
+    return {
+        "rollout.prompts_per_iteration": generated // GROUP,
+        "replay.capacity": BATCH * batches,
+        "num_iterations": steps,
+        "eval.every_iterations": steps // 10,
+        **settings,
+    }
+
 
 def get_config():
     config = defaults()
@@ -21,13 +38,14 @@ def get_config():
     config.prompts.chat_template = False
     config.sampling.max_completion_tokens = 4
     config.rollout.prompts_per_iteration = 16
-    config.rollout.group_size = 8
+    config.rollout.group_size = GROUP
     config.rollout.chunk_steps = 4
     config.rewards.num_workers = 1
-    config.update.batch_size = 128
-    config.update.micro_batch_size = 128
+    config.update.batch_size = BATCH
+    config.update.micro_batch_size = BATCH
     config.update.logp_chunk_tokens = 512
     config.optimizer.learning_rate = 6e-4
+    config.replay.cost_ratio = COST_RATIO
     config.eval.name = "test"
     config.eval.num_prompts = 64
     config.eval.num_samples = 32

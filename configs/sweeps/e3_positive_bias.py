@@ -1,0 +1,31 @@
+"""E3 of the replay study: keep correct rollouts longer, under GRPO and under AsymRE.
+
+    python -m jaxrl_llm.sweep --config=configs/sweeps/e3_positive_bias.py --workdir=runs/e3 --workers=2
+
+FINDING
+"""
+
+import runpy
+
+from jaxrl_llm.points import Sweep, product, seeds
+
+STUDY = runpy.run_path("configs/study_arithmetic.py")
+arm, get_config = STUDY["arm"], STUDY["get_config"]
+
+ASYMRE = {"credit.advantage": "asymre", "objective.surrogate": "reinforce", "objective.aggregation": "sequence_mean"}
+OBJECTIVES = [{}, *({**ASYMRE, "credit.delta_v": delta} for delta in (0.0, -0.1))]
+ARMS = [
+    arm(4, 8, **{"replay.positive_fraction": share}, **objective)
+    for share in (0.0, 0.2, 0.5)
+    for objective in OBJECTIVES
+]
+
+
+def get_sweep():
+    return Sweep(
+        product(seeds(4), ARMS),
+        metrics=("eval/pass_rate", "rollout/pass_rate", "update/entropy_nats", "replay/age_mean_steps"),
+        x_axis="time/compute_rollouts",
+        thresholds={"eval/pass_rate": 0.45},
+        pareto=(("update/entropy_nats", "eval/pass_rate"),),
+    )

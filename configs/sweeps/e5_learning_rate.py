@@ -1,0 +1,26 @@
+"""E5 of the replay study: is the saving one of the learning rate?
+
+    python -m jaxrl_llm.sweep --config=configs/sweeps/e5_learning_rate.py --workdir=runs/e5 --workers=2
+
+FINDING
+"""
+
+import runpy
+
+from jaxrl_llm.points import Sweep, product, seeds
+
+STUDY = runpy.run_path("configs/study_arithmetic.py")
+arm, get_config = STUDY["arm"], STUDY["get_config"]
+
+RATES = [6e-4 * 1.5**i for i in range(-3, 3)]
+ARMS = [arm(*how, **{"optimizer.learning_rate": rate}) for rate in RATES for how in ((1, 1), (4, 2))]
+
+
+def get_sweep():
+    return Sweep(
+        product(seeds(4), ARMS),
+        metrics=("eval/pass_rate", "rollout/pass_rate", "update/entropy_nats", "replay/age_mean_steps"),
+        x_axis="time/compute_rollouts",
+        thresholds={"eval/pass_rate": 0.45},
+        pareto=(("update/entropy_nats", "eval/pass_rate"),),
+    )

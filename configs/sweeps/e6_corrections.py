@@ -1,0 +1,35 @@
+"""E6 of the replay study: corrections of the replayed ratio, one at a time, at eight uses of a rollout.
+
+    python -m jaxrl_llm.sweep --config=configs/sweeps/e6_corrections.py --workdir=runs/e6 --workers=2
+
+FINDING
+"""
+
+import runpy
+
+from jaxrl_llm.points import Sweep, product, seeds
+
+STUDY = runpy.run_path("configs/study_arithmetic.py")
+arm, get_config = STUDY["arm"], STUDY["get_config"]
+
+REINFORCE = {"objective.surrogate": "reinforce"}
+CORRECTIONS = [
+    {},
+    {"objective.surrogate": "cispo"},
+    {"objective.proximal": "ewma", "objective.correction": "importance"},
+    {**REINFORCE, "objective.correction": "token_truncated"},
+    {**REINFORCE, "objective.correction": "sequence_truncated", "objective.ess_learning_rate": True},
+    {"objective.correction": "token_masked"},
+    {"objective.correction": "second_moment"},
+]
+ARMS = [arm(8, 8, **correction) for correction in CORRECTIONS]
+
+
+def get_sweep():
+    return Sweep(
+        product(seeds(4), ARMS),
+        metrics=("eval/pass_rate", "rollout/pass_rate", "update/entropy_nats", "replay/age_mean_steps"),
+        x_axis="time/compute_rollouts",
+        thresholds={"eval/pass_rate": 0.45},
+        pareto=(("update/entropy_nats", "eval/pass_rate"),),
+    )

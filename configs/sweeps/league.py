@@ -1,0 +1,40 @@
+"""Every named method on the replay study's task, at equal compute: the league table.
+
+    python -m jaxrl_llm.sweep --config=configs/sweeps/league.py --workdir=runs/league --workers=2
+
+FINDING
+"""
+
+import pathlib
+import runpy
+
+from jaxrl_llm.config import defaults, differences, freeze
+from jaxrl_llm.points import Sweep, product, seeds
+
+STUDY = runpy.run_path("configs/study_arithmetic.py")
+get_config, BUDGET, COST_RATIO = STUDY["get_config"], STUDY["BUDGET"], STUDY["COST_RATIO"]
+RECIPES = sorted(pathlib.Path("configs/recipes").glob("*.py"))
+
+
+def point(path):
+    """A recipe's settings on the study's task, for as many iterations as the budget pays."""
+    config = freeze(runpy.run_path(str(path))["get_config"]())
+    changed = {field: new for field, (_, new) in differences(freeze(defaults()), config).items()}
+    batch = changed.setdefault("update.batch_size", config.update.batch_size)
+    changed.setdefault("update.micro_batch_size", batch)
+    changed.setdefault("rollout.group_size", config.rollout.group_size)
+    changed.setdefault("rollout.prompts_per_iteration", config.rollout.prompts_per_iteration)
+    trained = batch * config.update.updates_per_iteration
+    steps = round(BUDGET / (trained + COST_RATIO * config.rollouts_per_iteration))
+    if "credit.overlong_buffer_tokens" in changed:
+        changed["credit.overlong_buffer_tokens"] = 1  # of 4 tokens
+    return changed | {"num_iterations": steps, "eval.every_iterations": steps // 10}
+
+
+def get_sweep():
+    return Sweep(
+        product(seeds(2), [point(path) for path in RECIPES]),
+        metrics=("eval/pass_rate", "rollout/pass_rate", "update/entropy_nats"),
+        x_axis="time/compute_rollouts",
+        pareto=(("update/entropy_nats", "eval/pass_rate"),),
+    )
