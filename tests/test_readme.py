@@ -135,6 +135,13 @@ def test_metrics_that_are_named_exist():
     assert len(named) >= 10 and named <= set(METRICS)
 
 
+def test_the_table_of_recipes_is_what_its_command_prints(folder):
+    table = re.search(r"<!-- printed by (python launch/recipes.py) -->\n(.*?)<!-- end -->", README, re.DOTALL)
+    printed = run(table[1], folder)
+    assert printed.returncode == 0, printed.stderr
+    assert table[2] == printed.stdout and table[2].count("\n") > 20
+
+
 @pytest.mark.parametrize("index", range(len(commands())), ids=commands())
 def test_command_runs(index, folder):
     """In the README's order: later commands read what earlier ones wrote."""

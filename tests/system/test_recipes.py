@@ -1,0 +1,336 @@
+"""The laws of the spine hold for every recipe: whatever it combines, from rewards through the ring to the gradient.
+
+Each recipe keeps its method and is cut down in its sizes; rollouts are made by hand. One compiled iteration (credit,
+ring, draw, every update) serves all laws that need no other shapes: what differs is what is put in. The batch is the
+whole first iteration, so that any draw is all of it.
+"""
+
+import dataclasses
+import functools
+import importlib.util
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from building import EIGHT, ONE, host_params, learner_params, mesh_of
+from reference import transformer
+
+from jaxrl_llm import sharding
+from jaxrl_llm.assembly import assemble
+from jaxrl_llm.checkpoint import Checkpointer
+from jaxrl_llm.config import freeze
+from jaxrl_llm.credit import Memory
+from jaxrl_llm.models.presets import Architecture
+from jaxrl_llm.models.transformer import Model
+from jaxrl_llm.types import OUTCOME_ERROR, OUTCOME_SCORE, STOP_EOS, STOP_LENGTH, Rewards, Rollout, Scores, TrainState
+
+FOLDER = pathlib.Path(__file__).parents[2] / "configs" / "recipes"
+RECIPES = sorted(path.stem for path in FOLDER.glob("*.py"))
+SMALL = Architecture(vocab_size=32, width=8, num_layers=1, num_heads=2, num_kv_heads=1, head_size=4, ffn=16)
+PROMPT_TOKENS, COMPLETION_TOKENS = 4, 8
+ROW_TOKENS = PROMPT_TOKENS + COMPLETION_TOKENS
+NUM_ROWS = 32  # eight devices with a group of four each
+FAILED = np.arange(NUM_ROWS) % 8 == 5  # rows whose reward failed
+
+# A batch whose groups are each tied, at 0 or at 1 by turns, teaches nothing under an advantage that compares
+# siblings ("silent"). The exceptions: a gradient that is there but does not hear the rewards ("deaf"), one that is 0
+# but for rounding ("still"), and an advantage that looks beyond the group and so still tells 0 from 1 ("heard").
+TIED = dict.fromkeys(RECIPES, "silent") | {
+    "agro": "deaf",  # the log-ratio is still pulled to the reference's
+    "asymre": "deaf",  # advantage -delta_v for every row: it imitates what it cannot tell apart
+    "grpo": "deaf",  # KL
+    "kimi_k15": "still",  # the log-ratio is pulled to that of weights which nothing has moved yet
+    "remix": "deaf",  # KL
+    "spo": "deaf",  # the soft value is the reward, and the log-ratio must be 0
+    "mssr": "heard",  # the baseline is the question's past
+    "poise": "heard",  # the baseline is a prediction
+    "reinforce_pp": "heard",  # the baseline is the batch's mean
+}
+
+# Its state is the sum of the gradients, as the real update handed them over; its steps are small and plain.
+RECORDER = optax.GradientTransformation(
+    init=lambda params: jax.tree.map(jnp.zeros_like, params),
+    update=lambda gradient, total, _: (
+        jax.tree.map(lambda g: -0.01 * g, gradient),
+        jax.tree.map(jnp.add, total, gradient),
+    ),
+)
+
+
+@functools.cache
+def config_of(recipe, micro_batch_size=NUM_ROWS):
+    """The recipe's settings on 32 rollouts an iteration, a ring of as many iterations as its own has."""
+    spec = importlib.util.spec_from_file_location(recipe, FOLDER / f"{recipe}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    config = module.get_config()
+    own = freeze(config)
+    assert own.update.batch_size == own.rollouts_per_iteration
+    group_size = min(own.rollout.group_size, 4)
+    config.rollout.group_size, config.rollout.prompts_per_iteration = group_size, NUM_ROWS // group_size
+    config.replay.capacity = own.ring_capacity // own.rollouts_per_iteration * NUM_ROWS
+    config.update.batch_size, config.update.micro_batch_size = NUM_ROWS, micro_batch_size
+    config.prompts.max_tokens, config.sampling.max_completion_tokens = PROMPT_TOKENS, COMPLETION_TOKENS
+    if own.credit.advantage == "gdpo":  # one part would be like any other
+        config.rewards.functions, config.rewards.weights = ("a", "b"), (1.0, 0.5)
+    return freeze(config)
+
+
+# These programs run a dozen times and are compiled for every recipe: most of the time is the compiler's.
+QUICK_TO_COMPILE = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
+
+
+class Iteration:
+    """One compiled iteration of a recipe, from finished rollouts to new weights."""
+
+    def __init__(self, config, mesh):
+        run = assemble(config, SMALL, (5,), mesh_of(mesh))
+        run = dataclasses.replace(run, optimizer=RECORDER, update=dataclasses.replace(run.update, optimizer=RECORDER))
+        programs = run.programs()
+        insert, update = programs["insert"].fn, programs["update"].fn
+        self._empty_ring = jax.device_get(programs["init_ring"].fn())
+
+        def both(state, ring, rows, iteration, key):
+            ring, made = insert(ring, *rows, iteration)
+            state, ring, used = update(state, ring, iteration, key)
+            return state, ring, made, used
+
+        self._run, self._jitted = run, jax.jit(both, compiler_options=QUICK_TO_COMPILE)
+
+    def start(self):
+        params = learner_params(self._run.model, self._run.mesh)
+        average = jax.tree.map(jnp.copy, params) if self._run.config.keeps_average else None
+        ring = jax.device_put(self._empty_ring, sharding.leading(self._run.mesh, self._empty_ring))
+        return TrainState(params, RECORDER.init(params), self._whole(np.int32(0)), average), ring
+
+    def __call__(self, state, ring, rows, iteration=0):
+        """State, ring, sums of the inserted rows and of the updates."""
+        rows = jax.device_put(rows, sharding.leading(self._run.mesh, rows))
+        with jax.sharding.use_abstract_mesh(self._run.mesh.abstract_mesh):
+            return self._jitted(state, ring, rows, self._whole(np.int32(iteration)), self._whole(jax.random.key(0)))
+
+    def gradient(self, rows):
+        """Sum of the gradients of a first iteration, flat float32, and the sums for the metrics."""
+        state, _, _, used = self(*self.start(), rows)
+        return np.concatenate([np.ravel(g) for g in jax.tree.leaves(state.opt_state)]), jax.device_get(used)
+
+    def _whole(self, x):
+        return jax.device_put(x, sharding.replicated(self._run.mesh, 0))
+
+
+# --- rollouts by hand ---
+
+
+@functools.cache
+def make_rollout(group_size, *, lengths="ragged", seed=0):
+    """Every other row exactly the model's own, the others as another policy would have drawn them.
+
+    ``lengths`` of completions: "ragged", "by_group" (equal in a group) or "full" (all cut off).
+    """
+    rng = np.random.default_rng(seed)
+    group = np.arange(NUM_ROWS) // group_size
+    first = group * group_size
+    prompt_length = rng.integers(1, PROMPT_TOKENS + 1, NUM_ROWS)[first]
+    ragged = rng.integers(1, COMPLETION_TOKENS + 1, NUM_ROWS)
+    completion = {"ragged": ragged, "by_group": ragged[first], "full": 0 * ragged + COMPLETION_TOKENS}[lengths]
+    length = prompt_length + completion
+    at = np.arange(ROW_TOKENS)[None, :]
+    mask = (at >= prompt_length[:, None]) & (at < length[:, None])
+    tokens = rng.integers(0, SMALL.vocab_size, (NUM_ROWS, ROW_TOKENS))
+    tokens = np.where(at < prompt_length[:, None], tokens[first], tokens)
+    params = host_params(Model(SMALL))
+    logp = np.stack(
+        [transformer.completion_logp(params, SMALL, *row) for row in zip(tokens, prompt_length, length, strict=True)]
+    )
+    logp += np.where(np.arange(NUM_ROWS) % 2, 0.3, 0.0)[:, None] * rng.normal(size=logp.shape)
+    return Rollout(
+        tokens=np.where(at < length[:, None], tokens, 0).astype(np.int32),
+        prompt_length=prompt_length.astype(np.int32),
+        length=length.astype(np.int32),
+        behaviour_logp=np.where(mask, np.minimum(logp, -0.01), 0.0).astype(np.float32),
+        group_id=(100 + group).astype(np.int32),
+        prompt_id=(100 + group).astype(np.int32),
+        policy_version=np.where(mask, 0, -1).astype(np.int32),
+        stop_reason=np.where(completion == COMPLETION_TOKENS, STOP_LENGTH, STOP_EOS).astype(np.int8),
+    )
+
+
+def make_rows(config, rollout, reward=None, *, seed=0):
+    """(rollout, scores, reference log-probs) as the iteration takes them; numpy."""
+    rng = np.random.default_rng(seed)
+    reward = rng.choice([0.0, 0.25, 1.0], NUM_ROWS) if reward is None else reward
+    kind, parts, baseline, regression = config.credit.advantage, None, None, None
+    if kind == "gdpo":
+        parts = np.stack([reward, reward**2], axis=1).astype(np.float32)
+    if kind == "mssr":
+        baseline = rng.uniform(0.2, 0.8, NUM_ROWS).astype(np.float32)
+    if kind == "poise":
+        x, y = rng.random((30, 4)), rng.random((30, 1))
+        regression = (x.T @ np.concatenate([x, y], axis=1)).astype(np.float32)
+    scores = Scores(np.where(FAILED, 0, reward).astype(np.float32), ~FAILED, parts, baseline, regression)
+    return rollout, scores, make_reference(config, rollout, rng)
+
+
+def make_reference(config, rollout, rng):
+    if not config.keeps_reference:
+        return None
+    noise = 0.2 * rng.normal(size=rollout.behaviour_logp.shape)
+    return np.where(rollout.behaviour_logp < 0, rollout.behaviour_logp + noise, 0.0).astype(np.float32)
+
+
+def poisoned(rows, seed=1):
+    """The same rows with other values wherever nothing is, and in all that a row whose reward failed says."""
+    (rollout, scores, ref_logp), rng = rows, np.random.default_rng(seed)
+    at = np.arange(ROW_TOKENS)[None, :]
+    past, prompt = at >= rollout.length[:, None], at < rollout.prompt_length[:, None]
+    off = past | prompt | FAILED[:, None]
+    spoil = lambda x, where, value: None if x is None else np.where(where, value, x).astype(x.dtype)  # noqa: E731
+    rollout = rollout.replace(
+        tokens=spoil(rollout.tokens, off & ~prompt, rng.integers(0, SMALL.vocab_size, off.shape)),
+        behaviour_logp=spoil(rollout.behaviour_logp, off, np.nan),
+        policy_version=spoil(rollout.policy_version, off, 0),
+    )
+    scores = scores.replace(
+        reward=spoil(scores.reward, FAILED, np.nan), parts=spoil(scores.parts, FAILED[:, None], np.nan)
+    )
+    return rollout, scores, spoil(ref_logp, off, np.nan)
+
+
+def reordered(rows, order):
+    """The same rows in another order; what is no row's stays."""
+    rollout, scores, ref_logp = rows
+    regression = scores.regression
+    rollout, scores, ref_logp = jax.tree.map(lambda x: x[order], (rollout, scores.replace(regression=None), ref_logp))
+    return rollout, scores.replace(regression=regression), ref_logp
+
+
+# --- the laws ---
+
+
+def assert_same(actual, expected):
+    """Gradients to 1e-5 of the norm, sums to 1e-5."""
+    (gradient, sums), (gradient_expected, sums_expected) = actual, expected
+    assert np.linalg.norm(gradient - gradient_expected) <= 1e-5 * np.linalg.norm(gradient_expected)
+    assert sums.keys() == sums_expected.keys()
+    for name, value in sums_expected.items():
+        np.testing.assert_allclose(sums[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+@functools.cache
+def first(recipe):
+    """Config, compiled iteration, rows, and the gradient and sums of their first iteration."""
+    config = config_of(recipe)
+    iteration = Iteration(config, ONE)
+    rows = make_rows(config, make_rollout(config.rollout.group_size))
+    return config, iteration, rows, iteration.gradient(rows)
+
+
+every_recipe = pytest.mark.parametrize("recipe", RECIPES)
+
+
+@every_recipe
+def test_padding_prompts_and_failed_rows_change_no_bit(recipe):
+    _, iteration, rows, expected = first(recipe)
+    assert np.linalg.norm(expected[0]) > 1e-3 and expected[1]["skipped_count"] == 0
+    jax.tree.map(np.testing.assert_array_equal, iteration.gradient(poisoned(rows)), expected)
+
+
+@every_recipe
+def test_order_changes_nothing(recipe):
+    config, iteration, rows, expected = first(recipe)
+    # Rows of a group stay together where the learner is told that neighbours are one.
+    unit, rng = config.rows_per_draw, np.random.default_rng(2)
+    order = rng.permutation(np.arange(NUM_ROWS).reshape(-1, unit)).ravel()
+    assert_same(iteration.gradient(reordered(rows, order)), expected)
+
+
+@every_recipe
+def test_the_decision_to_stop_is_trained(recipe):
+    # Nothing follows a row's last token: it counts as a target or not at all.
+    _, iteration, (rollout, *rest), (expected, _) = first(recipe)
+    row, tokens = np.arange(NUM_ROWS), rollout.tokens.copy()
+    tokens[row, rollout.length - 1] = (tokens[row, rollout.length - 1] + (row % 2 == 0)) % SMALL.vocab_size
+    gradient, _ = iteration.gradient((rollout.replace(tokens=tokens), *rest))
+    assert np.linalg.norm(gradient - expected) > 1e-2 * np.linalg.norm(expected)
+
+
+@every_recipe
+def test_a_batch_that_was_cut_off_throughout_is_finite(recipe):
+    config, iteration, *_ = first(recipe)
+    rows = make_rows(config, make_rollout(config.rollout.group_size, lengths="full"))
+    gradient, sums = iteration.gradient(rows)
+    assert (rows[0].stop_reason == STOP_LENGTH).all()
+    assert np.isfinite(gradient).all() and np.isfinite(list(sums.values())).all()
+    assert np.linalg.norm(gradient) > 1e-3 and sums["skipped_count"] == 0
+
+
+@every_recipe
+def test_tied_groups_teach_what_the_advantage_says(recipe):
+    config, iteration, *_ = first(recipe)
+    # Lengths are equal in a group too: what shapes a reward by length ties nothing and unties nothing.
+    rollout = make_rollout(config.rollout.group_size, lengths="by_group")
+    turns = (np.arange(NUM_ROWS) // config.rollout.group_size % 2).astype(np.float32)
+    gradient, _ = iteration.gradient(make_rows(config, rollout, turns))
+    all_wrong, _ = iteration.gradient(make_rows(config, rollout, 0 * turns))
+    difference, size = np.linalg.norm(gradient - all_wrong), np.linalg.norm(all_wrong)
+    if TIED[recipe] == "silent":
+        assert not gradient.any()
+    elif TIED[recipe] == "deaf":
+        assert size > 1e-3 and difference <= 1e-5 * size
+    elif TIED[recipe] == "still":
+        assert np.linalg.norm(gradient) < 1e-6
+    else:
+        assert difference > 1e-2
+
+
+@every_recipe
+def test_stopped_and_resumed_is_bitwise_the_whole(recipe, tmp_path):
+    config, iteration, *_ = first(recipe)
+    questions = list(range(config.rollout.prompts_per_iteration))
+
+    def advance(state, ring, memory, index):
+        rng = np.random.default_rng(index)
+        rollout = make_rollout(config.rollout.group_size, seed=index)
+        total = np.where(FAILED, np.nan, rng.choice([0.0, 0.25, 1.0], NUM_ROWS)).astype(np.float32)
+        parts = {name: total**power for power, name in enumerate(config.rewards.functions, start=1)}
+        outcome = np.where(FAILED, OUTCOME_ERROR, OUTCOME_SCORE).astype(np.int8)
+        rewards = Rewards(total, parts, outcome)
+        rows = rollout, memory.scores(rewards, questions), make_reference(config, rollout, rng)
+        state, ring, made, used = iteration(state, ring, rows, index)
+        memory.observe(rewards, questions, jax.device_get(made))
+        return state, ring, made, used
+
+    memory = Memory(config)
+    state, ring, *_ = advance(*iteration.start(), memory, 0)
+    arrays, checkpoints = {"train": state, "ring": ring}, Checkpointer(tmp_path, config.checkpoint)
+    checkpoints.save(1, arrays, {"memory": memory.state()}, config, pass_rate=None)
+    expected = *advance(state, ring, memory, 1), memory.state()
+
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), arrays)
+    restored = checkpoints.restore(abstract, config, allow_config_changes=False)
+    checkpoints.close()
+    memory = Memory(config)
+    memory.restore(restored.host_state["memory"])
+    actual = *advance(restored.device_state["train"], restored.device_state["ring"], memory, 1), memory.state()
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+
+
+def splits():
+    """(recipe, mesh, rows of a micro-batch) that together split every recipe's batch over devices and micro-batches."""
+    plain = {("dapo", EIGHT), ("decoupled_ppo", EIGHT), ("spo", ONE)}  # those that differ most
+    result = []
+    for recipe in RECIPES:
+        whole_groups = recipe in ("agro", "rr", "spo")  # a group on each device is the whole batch
+        for mesh, size in ((EIGHT, 32), (ONE, 8)) if whole_groups else ((EIGHT, 8),):
+            marks = () if (recipe, mesh) in plain else pytest.mark.slow
+            result.append(pytest.param(recipe, mesh, size, marks=marks, id=f"{recipe}-{mesh.data}-{size}"))
+    return result
+
+
+@pytest.mark.parametrize(("recipe", "mesh", "micro_batch_size"), splits())
+def test_devices_and_microbatches_change_nothing(recipe, mesh, micro_batch_size):
+    _, _, rows, expected = first(recipe)
+    assert_same(Iteration(config_of(recipe, micro_batch_size), mesh).gradient(rows), expected)
