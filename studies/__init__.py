@@ -1,0 +1,1 @@
+"""Experiments that need no language model."""

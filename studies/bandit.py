@@ -1,0 +1,73 @@
+"""E1 of the replay study: AsymRE on a bandit with stale data changes its nature at delta_V = 0.
+
+    python -m studies.bandit
+
+A softmax policy over a few arms climbs the expected gradient of (r - (V + delta_V)) log pi(arm) on arms that an old
+policy draws, as a FIFO of rollouts far behind would give them; V is that policy's mean reward. The table tells where
+it ends: below 0 it keeps every arm that is good enough, at 0 and above it ends on one, the best or not.
+
+Source: Arnal et al. 2025, arXiv:2506.20520; the limit under a fixed behaviour, ``limit``, is derived there.
+Owns: the bandit, its dynamics. Does not know: anything of the package.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+REWARDS = np.array([1.0, 1.0, 0.9, 0.5, 0.2, 0.0, 0.0, 0.0])
+DELTAS = (-0.5, -0.3, -0.1, -0.03, 0.0, 0.03, 0.1)
+
+
+def softmax(logits: np.ndarray) -> np.ndarray:
+    weight = np.exp(logits - logits.max())
+    return weight / weight.sum()
+
+
+def gradient(policy: np.ndarray, behaviour: np.ndarray, rewards: np.ndarray, delta_v: float) -> np.ndarray:
+    """Of E_behaviour[(r - (V + delta_v)) log policy] by the logits [A]:  mu (r - V - delta_v) + delta_v pi."""
+    value = behaviour @ rewards
+    return behaviour * (rewards - value - delta_v) + delta_v * policy
+
+
+def limit(behaviour: np.ndarray, rewards: np.ndarray, delta_v: float) -> np.ndarray:
+    """Where the policy goes under a fixed behaviour, for delta_v below 0.
+
+    pi(y) = (a_y - c)+ / -delta_v with a_y = mu(y) (r_y - V - delta_v), and c such that it sums to 1.
+    """
+    assert delta_v < 0
+    a = behaviour * (rewards - behaviour @ rewards - delta_v)
+    low, high = a.min() + delta_v, a.max()
+    for _ in range(200):
+        middle = (low + high) / 2
+        low, high = (middle, high) if np.maximum(a - middle, 0).sum() > -delta_v else (low, middle)
+    return np.maximum(a - low, 0) / -delta_v
+
+
+def run(behaviour: np.ndarray, rewards: np.ndarray, delta_v: float, *, steps: int = 3000, rate: float = 1.0):
+    """The policy [A] after so many steps from the behaviour on."""
+    logits = np.log(behaviour)
+    for _ in range(steps):
+        logits = logits + rate * gradient(softmax(logits), behaviour, rewards, delta_v)
+    return softmax(logits)
+
+
+def summary(policy: np.ndarray, rewards: np.ndarray) -> tuple[float, float, int]:
+    """Expected reward, entropy in nats, arms with at least 1 % of the mass."""
+    return (
+        float(policy @ rewards),
+        float(-np.sum(policy * np.log(np.maximum(policy, 1e-300)))),
+        int((policy > 0.01).sum()),
+    )
+
+
+def main() -> None:
+    print("delta_V   reward   entropy   arms with 1 %   ends on one arm that is not the best   (20 behaviours)")
+    for delta_v in DELTAS:
+        ends = [run(softmax(2 * np.random.default_rng(s).normal(size=8)), REWARDS, delta_v) for s in range(20)]
+        reward, entropy, arms = np.median([summary(policy, REWARDS) for policy in ends], axis=0)
+        wrong = sum(policy.max() > 0.99 and REWARDS[policy.argmax()] < REWARDS.max() for policy in ends)
+        print(f"{delta_v:7.2f}  {reward:7.3f}  {entropy:8.3f}  {arms:14.0f}  {wrong:14d} of 20")
+
+
+if __name__ == "__main__":
+    main()
