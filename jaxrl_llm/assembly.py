@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,10 +22,11 @@ from jaxrl_llm.config import Config, ConfigError
 from jaxrl_llm.models import kernels
 from jaxrl_llm.models.presets import Architecture
 from jaxrl_llm.models.transformer import Model
+from jaxrl_llm.ops import values
 from jaxrl_llm.ops.baselines import NUM_FEATURES
 from jaxrl_llm.programs import Program, in_use_bytes, memory
 from jaxrl_llm.sampler import Sampler
-from jaxrl_llm.types import STOP_LENGTH, STOP_STRING, Experience, RingState, Rollout, Scores, TrainState
+from jaxrl_llm.types import STOP_LENGTH, STOP_STRING, Critic, Experience, RingState, Rollout, Scores, TrainState
 from jaxrl_llm.update import Update
 
 
@@ -69,6 +71,7 @@ class Run:
 
     @functools.cached_property
     def abstract_scores(self) -> Scores:
+        """What the host knows of them: all but the critic's values."""
         B, kind = self.config.rollouts_per_iteration, self.config.credit.advantage
         return Scores(
             reward=self.rows((B,), jnp.float32),
@@ -82,7 +85,13 @@ class Run:
     def abstract_state(self) -> TrainState:
         params = self.learner_params
         optimizer = optim.abstract_state(self.optimizer, params, self.mesh)
-        return TrainState(params, optimizer, self.whole(jnp.int32), params if self.config.keeps_average else None)
+        average = params if self.config.keeps_average else None
+        return TrainState(params, optimizer, self.whole(jnp.int32), average, self.abstract_critic)
+
+    @functools.cached_property
+    def abstract_critic(self) -> Critic | None:
+        critic = jax.eval_shape(self._init_critic)
+        return place(critic, sharding.replicated(self.mesh, critic))
 
     @functools.cached_property
     def abstract_ring(self) -> RingState:
@@ -100,22 +109,43 @@ class Run:
 
     def _init_state(self, params: Any) -> TrainState:
         average = jax.tree.map(jnp.copy, params) if self.config.keeps_average else None
-        return TrainState(params, self.optimizer.init(params), jnp.zeros((), jnp.int32), average)
+        optimizer = self.optimizer.init(params)
+        return TrainState(params, optimizer, jnp.zeros((), jnp.int32), average, self._init_critic())
+
+    def _init_critic(self) -> Critic | None:
+        if not self.config.has_critic:
+            return None
+        head = values.new_head(self.model.arch.width, self.update.support)
+        return Critic(head, self.update.critic_optimizer.init(head))
 
     def _init_ring(self) -> RingState:
         B, S = self.config.rollouts_per_iteration, self.config.row_tokens
+        tokens = jax.ShapeDtypeStruct((B, S), jnp.float32)
         shape = Experience(
             rollout=self.abstract_rollout,
             reward=jax.ShapeDtypeStruct((B,), jnp.float32),
-            advantage=jax.ShapeDtypeStruct((B, S), jnp.float32),
+            advantage=tokens,
             trainable=jax.ShapeDtypeStruct((B,), bool),
-            ref_logp=jax.ShapeDtypeStruct((B, S), jnp.float32) if self.keeps_reference else None,
+            ref_logp=tokens if self.keeps_reference else None,
+            returns=tokens if self.config.has_critic else None,
+            value=tokens if self.config.has_critic and self.config.objective.value_clip else None,
         )
         shards = sharding.num_ring_shards(self.config, self.mesh)
         return replay.init(shape, capacity=self.config.ring_capacity, num_shards=shards)
 
     def _reference(self, params: Any, rollout: Rollout) -> jax.Array:
         """Log-probs of fresh rollouts under the frozen starting model, [B,S]; kept in the ring with them."""
+        return self._by_micro_batch(lambda rows, unit: self.update.logp(params, rows, group_size=unit)[0], rollout)
+
+    def _values(self, state: TrainState, rollout: Rollout) -> jax.Array:
+        """What the critic expects at each token of fresh rollouts, [B,S]."""
+        value = lambda rows, unit: self.update.predict_values(  # noqa: E731
+            state.params, state.critic.head, rows, group_size=unit
+        )
+        return self._by_micro_batch(value, rollout)
+
+    def _by_micro_batch(self, look: Callable[[Rollout, int], jax.Array], rollout: Rollout) -> jax.Array:
+        """``look(rows, group_size)`` [b,S] at all fresh rollouts, [B,S], as many at a time as in an update."""
         B, S = rollout.tokens.shape
         shards, group, micro = self.update.num_devices, self.config.rollout.group_size, self.config.update
         unit = group if group * shards <= micro.micro_batch_size else 1  # whole groups share their prompt
@@ -124,8 +154,8 @@ class Run:
         # Every micro-batch takes rows of every shard: [B, ...] -> [n, shards * rows, ...]
         split = lambda x: x.reshape(shards, num_micro, -1, *x.shape[1:]).swapaxes(0, 1)  # noqa: E731
         micros = jax.tree.map(lambda x: split(x).reshape(num_micro, B // num_micro, *x.shape[1:]), rollout)
-        logp = jax.lax.map(lambda rows: self.update.logp(params, rows, group_size=unit)[0], micros)
-        return logp.reshape(num_micro, shards, -1, S).swapaxes(0, 1).reshape(B, S)
+        seen = jax.lax.map(lambda rows: look(rows, unit), micros)
+        return seen.reshape(num_micro, shards, -1, S).swapaxes(0, 1).reshape(B, S)
 
     def _insert(self, ring, rollout, scores, ref_logp, iteration):
         """Credit, then the ring. Returns the ring and sums over the iteration's rollouts."""
@@ -162,7 +192,9 @@ class Run:
         B, S = self.config.rollouts_per_iteration, self.config.row_tokens
         key = self.whole(jax.eval_shape(lambda: rng.stream(0, "draw")).dtype)
         iteration = self.whole(jnp.int32)
-        ref_logp = self.rows((B, S), jnp.float32) if self.keeps_reference else None
+        tokens = self.rows((B, S), jnp.float32)
+        ref_logp = tokens if self.keeps_reference else None
+        scores = self.abstract_scores.replace(value=tokens if self.config.has_critic else None)
         state, ring, rollout = self.abstract_state, self.abstract_ring, self.abstract_rollout
         programs = {"publish": publish.program(self.model, self.mesh)} | self.sampler.programs(self.sampler_params)
         programs |= {
@@ -170,7 +202,7 @@ class Run:
             "init_ring": Program(self._init_ring, (), layout(ring)),
             "insert": Program(
                 self._insert,
-                (ring, rollout, self.abstract_scores, ref_logp, iteration),
+                (ring, rollout, scores, ref_logp, iteration),
                 (layout(ring), whole),
                 donate=(0,),
             ),
@@ -184,6 +216,8 @@ class Run:
                 lambda params: jax.tree.map(jnp.copy, params), (self.learner_params,), layout(self.learner_params)
             )
             programs["reference"] = Program(self._reference, (self.learner_params, rollout), ref_logp.sharding)
+        if self.config.has_critic:
+            programs["values"] = Program(self._values, (state, rollout), tokens.sharding)
         if self.eval_sampler is not None:
             needed = ("init_sampler", "prefill", "decode", "read_group", "stop_rows", "collect")
             evals = self.eval_sampler.programs(self.sampler_params)
@@ -217,6 +251,10 @@ def assemble(config: Config, arch: Architecture, eos_ids: tuple[int, ...], mesh:
     remat = "full" if config.model.remat == "auto" else config.model.remat
     model = Model(arch, config.model.compute_dtype, remat, attention)
     optimizer = optim.make(config.optimizer, config.num_updates)
+    critic_optimizer = None
+    if config.has_critic:
+        rate = config.optimizer.value_learning_rate
+        critic_optimizer = optim.make(dataclasses.replace(config.optimizer, learning_rate=rate), config.num_updates)
     shards = sharding.num_data_shards(mesh)
     sampler = Sampler(
         model=model,
@@ -237,7 +275,16 @@ def assemble(config: Config, arch: Architecture, eos_ids: tuple[int, ...], mesh:
         optimizer=optimizer,
         sampler=sampler,
         eval_sampler=eval_sampler(config, sampler) if config.eval.num_prompts else None,
-        update=Update(config.update, config.sampling, model, optimizer, shards, config.rows_per_draw, config.objective),
+        update=Update(
+            config=config.update,
+            sampling=config.sampling,
+            model=model,
+            optimizer=optimizer,
+            num_devices=shards,
+            group_size=config.rows_per_draw,
+            objective=config.objective,
+            critic_optimizer=critic_optimizer,
+        ),
     )
 
 

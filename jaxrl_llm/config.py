@@ -119,12 +119,17 @@ class CreditConfig:
     # What a reward is compared with, and over which scale: "grpo" (mean and std of the group), "dr_grpo" (its mean),
     # "leave_one_out", "reinforce_pp" (mean and std of the batch), "brorl" (mean of the group, std of the batch),
     # "asymre" (mean of the group + delta_v), "mc_grpo" (median), "gdpo" (each reward function by itself), "vcpo" (mean
-    # weighted by gradient size), "mssr" (running mean of the question), "poise" (prediction from sibling rollouts).
+    # weighted by gradient size), "mssr" (running mean of the question), "poise" (prediction from sibling rollouts),
+    # "gae" (what a critic expects at each token; mean and std of the batch's tokens).
     advantage: str = "grpo"
     # For "asymre", added to the baseline: below 0 successes weigh more than failures.
     delta_v: float = -0.1
     # For "mssr" and "poise", what earlier evidence keeps of its weight per answer ("mssr") or iteration ("poise").
     baseline_decay: float = 0.9
+    # For "gae": 1 judges each token by the row's reward, below it more by what the critic says soon after.
+    gae_lambda: float = 1.0
+    # For "gae", what a reward keeps of its worth per token that it is away.
+    discount: float = 1.0
     # Leave truncated completions out of the loss and out of their group's baseline.
     overlong_filter: bool = False
     # Reward falls by up to 1 over this many last tokens before sampling.max_completion_tokens; 0 = not.
@@ -231,11 +236,23 @@ class ObjectiveConfig:
     kl_anchor: str = "reference"
     # Weight of the policy's entropy as a bonus.
     entropy_coefficient: float = 0.0
+    # With credit.advantage "gae", what of the value loss's gradient the critic's head passes on into the policy's
+    # hidden states, which it reads; 0 = none. The head itself always has all of it.
+    value_coefficient: float = 0.1
+    # How far from its value at rollout time a prediction gains from moving, in units of reward; 0 = any distance.
+    value_clip: float = 0.0
+    # Values are the mean of a distribution over this many equal bins (HL-Gauss); 0 = one number, squared error.
+    value_bins: int = 0
+    # The bins' range, which should hold all returns.
+    value_low: float = 0.0
+    value_high: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
     learning_rate: float = 1e-5
+    # Of the critic's head with credit.advantage "gae"; else as the policy's (schedule, clip, decay).
+    value_learning_rate: float = 1e-3
     # "constant", "linear" or "cosine" (to zero at the last step), after the warm-up.
     schedule: str = "constant"
     warmup_steps: int = 0
@@ -335,6 +352,11 @@ class Config:
         """Whether rollouts carry their log-probs under the frozen starting model."""
         to_reference = self.objective.kl_coefficient > 0 and self.objective.kl_anchor != "ewma"
         return to_reference or self.objective.surrogate in limits.REFERENCE_SURROGATES
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether the learner has a value head beside the policy."""
+        return self.credit.advantage == "gae"
 
     @property
     def keeps_average(self) -> bool:

@@ -1,7 +1,8 @@
 """Credit: rewards of rollouts become advantages of tokens.
 
     what the host knows of the rewards (Memory.scores)
-      -> shaped by length -> advantage of the row -> reshaped by confidence -> spread over its completion (assign)
+      -> shaped by length -> advantage of the row -> reshaped by confidence -> spread over its completion, or less
+         what a critic expected at each of its tokens (assign)
 
 Owns: grouping by ``group_id``, which functions of ``ops`` a config combines, what a failed reward means (no part in
 the group, no training), what is remembered of earlier rewards. Does not know: how rewards are scored, the ring, the
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.config import Config
-from jaxrl_llm.ops import advantages, baselines, shaping
+from jaxrl_llm.ops import advantages, baselines, shaping, values
 from jaxrl_llm.ops.masks import completion_mask
 from jaxrl_llm.types import OUTCOME_SCORE, STOP_LENGTH, Experience, Rewards, Rollout, Scores
 
@@ -41,7 +42,7 @@ def assign(
         rollout: B rows, with at most ``rollout.prompts_per_iteration`` = Q different group ids where trainable.
         scores: what ``Memory.scores`` made of their rewards.
         ref_logp: [B, S] f32 nats of the frozen reference, or None.
-        config: sections ``credit``, ``rewards`` and ``sampling``.
+        config: sections ``credit``, ``rewards`` and ``sampling``, and whether the objective clips values.
 
     Returns:
         The experience, and ``{"degenerate_groups": [] i32}``, how many of the Q groups have no advantage other than
@@ -106,7 +107,16 @@ def assign(
     if settings.entropy_reweighting:
         row_entropy = jnp.sum(surprise_BS, axis=1) / jnp.maximum(length, 1)
         advantage *= shaping.entropy_factor(row_entropy, groups, strength=settings.entropy_reweighting)
-    advantage_BS = jnp.where(mask_BS, advantage[:, None], 0.0)
+    returns_BS = None
+    if scores.value is None:
+        advantage_BS = jnp.where(mask_BS, advantage[:, None], 0.0)
+    else:
+        active_BS = mask_BS & trainable[:, None]
+        returns_BS = values.lambda_returns(
+            scores.value, advantage, active_BS, discount=settings.discount, gae_lambda=settings.gae_lambda
+        )
+        advantage_BS = advantages.whiten(returns_BS - jnp.where(active_BS, scores.value, 0.0), active_BS)
+        advantage = jnp.max(jnp.abs(advantage_BS), axis=1)
     if settings.entropy_bonus:
         advantage_BS += shaping.entropy_bonus(
             advantage_BS, surprise_BS, coefficient=settings.entropy_bonus, limit=settings.entropy_bonus_limit
@@ -114,7 +124,8 @@ def assign(
 
     teaches = jnp.any(groups.member & (advantage != 0)[None, :], axis=1)
     sums["degenerate_groups"] = num_groups - jnp.sum(teaches, dtype=jnp.int32)
-    return Experience(rollout, reward, advantage_BS, trainable, ref_logp), sums
+    old_value = scores.value if config.objective.value_clip else None
+    return Experience(rollout, reward, advantage_BS, trainable, ref_logp, returns_BS, old_value), sums
 
 
 class Memory:

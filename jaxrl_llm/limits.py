@@ -38,6 +38,7 @@ CHOICES = {
         "vcpo",
         "mssr",
         "poise",
+        "gae",
     ),
     "objective.surrogate": (*OLD_POLICY_SURROGATES, *PLAIN_SURROGATES, "agro", "spo", "spo_cross_entropy"),
     "objective.proximal": ("behaviour", "start", "interpolated", "ewma"),
@@ -57,7 +58,7 @@ CHOICES = {
 }
 
 # Advantages that compare a rollout with other things than its siblings.
-NEED_NO_SIBLINGS = ("reinforce_pp", "mssr")
+NEED_NO_SIBLINGS = ("reinforce_pp", "mssr", "gae")
 
 # field -> (lowest, highest, whether the lowest itself is allowed)
 BOUNDS = {
@@ -81,6 +82,8 @@ BOUNDS = {
     "rewards.max_failure_frac": (0.0, 1.0, True),
     "credit.delta_v": (-math.inf, math.inf, True),
     "credit.baseline_decay": (0.0, 1.0, True),
+    "credit.gae_lambda": (0.0, 1.0, True),
+    "credit.discount": (0.0, 1.0, True),
     "credit.overlong_buffer_tokens": (0, math.inf, True),
     "credit.length_reward": (0.0, math.inf, True),
     "credit.short_answer_tokens": (0, math.inf, True),
@@ -115,7 +118,13 @@ BOUNDS = {
     "objective.correction_second_moment": (0.0, math.inf, True),
     "objective.kl_coefficient": (0.0, math.inf, True),
     "objective.entropy_coefficient": (0.0, math.inf, True),
+    "objective.value_coefficient": (0.0, math.inf, True),
+    "objective.value_clip": (0.0, math.inf, True),
+    "objective.value_bins": (0, math.inf, True),
+    "objective.value_low": (-math.inf, math.inf, True),
+    "objective.value_high": (-math.inf, math.inf, True),
     "optimizer.learning_rate": (0.0, math.inf, True),
+    "optimizer.value_learning_rate": (0.0, math.inf, True),
     "optimizer.warmup_steps": (0, math.inf, True),
     "optimizer.b1": (0.0, 1.0, True),
     "optimizer.b2": (0.0, 1.0, True),
@@ -205,8 +214,14 @@ def _combinations(c: Any):
     yield (
         c.rollout.group_size > 1 or c.credit.advantage in NEED_NO_SIBLINGS,
         f"rollout.group_size={c.rollout.group_size} must be at least 2 for credit.advantage={c.credit.advantage!r}, "
-        f"which compares siblings; {' and '.join(map(repr, NEED_NO_SIBLINGS))} do not",
+        f"which compares siblings; {', '.join(map(repr, NEED_NO_SIBLINGS))} do not",
     )
+    for name in ("positive_amplification", "entropy_reweighting"):
+        value = getattr(c.credit, name)
+        yield (
+            c.credit.advantage != "gae" or value == 0,
+            f"credit.{name}={value} must be 0 for credit.advantage='gae': it is of a row's advantage, not of a token's",
+        )
     yield (
         c.credit.overlong_buffer_tokens <= c.sampling.max_completion_tokens,
         f"credit.overlong_buffer_tokens={c.credit.overlong_buffer_tokens} must be at most "
@@ -261,6 +276,15 @@ def _objective(o: Any, unit: str):
     yield (
         o.proximal != "behaviour" or o.surrogate != "remix_centred",
         f"objective.proximal='behaviour' must be another for {surrogate}: the window would lie about 1",
+    )
+    yield (
+        o.value_bins != 1 and o.value_low < o.value_high,
+        f"objective.value_bins={o.value_bins} must be 0 or at least 2, and objective.value_low={o.value_low} below "
+        f"objective.value_high={o.value_high}",
+    )
+    yield (
+        o.value_clip == 0 or o.value_bins == 0,
+        f"objective.value_clip={o.value_clip} must be 0 for objective.value_bins={o.value_bins}: a clip is of a number",
     )
     has_weight = o.surrogate in PLAIN_SURROGATES or (o.surrogate in RATIO_SURROGATES and o.proximal != "behaviour")
     yield (

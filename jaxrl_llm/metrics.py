@@ -89,6 +89,11 @@ METRICS: dict[str, Metric] = {
     "update/correction_weight": Metric(
         "weight", "Weight of objective.correction, 0 where it masks; mean over trained completion tokens."
     ),
+    "update/value_loss": Metric("loss", "Loss of the critic's predictions, mean over trained completion tokens."),
+    "update/explained_variance": Metric(
+        "fraction",
+        "1 - variance of (return - critic's value) / variance of the return, over trained tokens.",
+    ),
     "update/grad_norm": Metric("norm", "Global gradient norm before clipping, mean over the optimizer steps."),
     "update/skipped_steps": Metric("steps", "Optimizer steps skipped because nothing trainable could be drawn."),
     "update/sampler_learner_gap_max_nats": Metric(
@@ -178,6 +183,10 @@ def update_values(config: Config, used: dict[str, Any]) -> dict[str, float]:
         square = count * float(used[f"{name}_square_sum"])
         return float(used[f"{name}_sum"]) ** 2 / square if square else math.nan
 
+    def explained(whole: str, rest: str, count: float) -> float:
+        moment = lambda name: count * float(used[f"{name}_square_sum"]) - float(used[f"{name}_sum"]) ** 2  # noqa: E731
+        return 1 - moment(rest) / moment(whole) if moment(whole) > 0 else math.nan
+
     values = {
         "update/loss": ratio("loss_sum", "update_count"),
         "update/entropy_nats": ratio("entropy_sum", "token_count"),
@@ -211,6 +220,9 @@ def update_values(config: Config, used: dict[str, Any]) -> dict[str, float]:
         values["update/kl_reference_nats"] = ratio("kl_reference_sum", "token_count")
     if "correction_weight_sum" in used:
         values["update/correction_weight"] = ratio("correction_weight_sum", "token_count")
+    if "value_loss_sum" in used:
+        values["update/value_loss"] = ratio("value_loss_sum", "token_count")
+        values["update/explained_variance"] = explained("return", "value_error", float(used["token_count"]))
     if "rate_scale_sum" in used:
         values["optimizer/rate_scale"] = ratio("rate_scale_sum", "update_count")
     return values

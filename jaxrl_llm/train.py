@@ -163,6 +163,8 @@ def train(config: Config, workdir: pathlib.Path, *, allow_config_changes: bool =
             ref_logp = compiled["reference"](reference, rollout) if run.keeps_reference else None
             layout = jax.tree.map(lambda x: x.sharding, run.abstract_scores)
             scores = jax.device_put(memory.scores(rewards, asked), layout)
+            if config.has_critic:
+                scores = scores.replace(value=compiled["values"](state, rollout))
             now = on_device(np.int32(iteration))
             ring, made = compiled["insert"](ring, rollout, scores, ref_logp, now)
             state, ring, used = compiled["update"](state, ring, now, draw_key)

@@ -90,6 +90,7 @@ class Scores:
     parts: jax.Array | None = None  # [B, K] f32 before weighting, one column per reward function
     baseline: jax.Array | None = None  # [B] f32, expected of the row's question before it was answered
     regression: jax.Array | None = None  # [F, F + 1] f32, sums that predict a row's siblings from its features
+    value: jax.Array | None = None  # [B, S] f32 reward that the critic expected at each token, 0.0 off the completion
 
 
 @flax.struct.dataclass
@@ -102,6 +103,8 @@ class Experience:
     trainable: jax.Array  # [B] bool, False where the reward failed, the row is filtered out or is padding
     ref_logp: jax.Array | None = None  # [B, S] f32 nats of the frozen reference, 0.0 off the completion
     age_bucket: jax.Array | None = None  # [B] i32, 0..len(AGE_BUCKETS); of a drawn row, not stored in the ring
+    returns: jax.Array | None = None  # [B, S] f32 what a critic should expect at each token, 0.0 off the completion
+    value: jax.Array | None = None  # [B, S] f32 what it did expect, where its loss is clipped
 
 
 @flax.struct.dataclass
@@ -121,6 +124,14 @@ class RingState:
 
 
 @flax.struct.dataclass
+class Critic:
+    """A value head on the policy's hidden states. The learner's alone: what is published or exported has none."""
+
+    head: Any  # {"kernel": [D, m], "bias": [m]} f32 (see ops.values)
+    opt_state: Any
+
+
+@flax.struct.dataclass
 class TrainState:
     """Everything the optimizer owns: a pure pytree."""
 
@@ -128,3 +139,4 @@ class TrainState:
     opt_state: Any
     step: jax.Array  # [] i32, optimizer steps taken; also the policy version published next
     average: Any = None  # moving average of params where the objective asks for one
+    critic: Critic | None = None  # where credit asks for one

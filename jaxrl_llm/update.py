@@ -6,7 +6,7 @@ order and devices change nothing beyond float rounding.
 
     scan over U:   draw a batch [M, b] -> weights of the whole batch
       scan over micro-batches:   forward, backward, add gradients and sums
-        log-probs -> old policy -> correction -> surrogate -> sum by weights -> divergence, entropy
+        log-probs -> old policy -> correction -> surrogate -> sum by weights -> divergence, entropy, critic
       clip, AdamW, step + 1
 
 Letters: M ring shards, b rows per shard, B = M*b rows, S row width, U updates, n micro-batches.
@@ -27,11 +27,11 @@ import optax
 from jaxrl_llm.config import ObjectiveConfig, SamplingConfig, UpdateConfig
 from jaxrl_llm.models.policy import row_logp
 from jaxrl_llm.models.transformer import Model
-from jaxrl_llm.ops import corrections
+from jaxrl_llm.ops import corrections, values
 from jaxrl_llm.ops.losses import aggregation_weights, kl_estimate, reference_share
 from jaxrl_llm.ops.masks import completion_mask
 from jaxrl_llm.ops.surrogates import LOG_RATIO_LIMIT, SURROGATES, Settings, Tokens
-from jaxrl_llm.types import AGE_BUCKETS, Experience, RingState, Rollout, TrainState
+from jaxrl_llm.types import AGE_BUCKETS, Critic, Experience, RingState, Rollout, TrainState
 
 # draw(ring, key) -> ring, rows [M, b, ...], sums of what was drawn
 Draw = Callable[[RingState, jax.Array], tuple[RingState, Experience, dict[str, jax.Array]]]
@@ -55,6 +55,7 @@ class Update:
         sampling: the distribution completions were drawn from.
         num_devices: data-parallel devices a micro-batch is split over.
         group_size: each run of this many rows of a batch has one prompt; 1 = each its own.
+        critic_optimizer: of the value head, where the state has one.
     """
 
     config: UpdateConfig
@@ -64,6 +65,7 @@ class Update:
     num_devices: int
     group_size: int = 1
     objective: ObjectiveConfig = ObjectiveConfig()
+    critic_optimizer: optax.GradientTransformation | None = None
 
     def step(
         self, state: TrainState, ring: RingState, key: jax.Array, draw: Draw
@@ -101,9 +103,12 @@ class Update:
             start: the state before the iteration's updates; None = this one.
         """
         moment = self._moment(state, batch, state if start is None else start)
-        gradient, sums = self.gradient(state.params, batch, moment)
+        critic = state.critic
+        (gradient, of_head), sums = self.gradient(state.params, batch, moment, critic.head if critic else None)
         norm = optax.tree.norm(gradient)
         usable = jnp.isfinite(norm) & (sums["token_count"] > 0)
+        if critic:
+            usable &= jnp.isfinite(optax.tree.norm(of_head))
         if self.objective.ess_learning_rate:
             scale = corrections.step_scale(
                 sums["sequence_ratio_sum"], sums["sequence_ratio_square_sum"], sums["row_count"]
@@ -119,7 +124,11 @@ class Update:
             if average is not None:
                 share = corrections.moving_average_share(self.objective.ewma_decay, state.step + 1)
                 average = jax.tree.map(lambda old, new: old + share * (new - old), average, params)
-            return TrainState(params, opt_state, state.step + 1, average)
+            critic = state.critic
+            if critic:
+                updates, head_state = self.critic_optimizer.update(of_head, critic.opt_state, critic.head)
+                critic = Critic(optax.apply_updates(critic.head, updates), head_state)
+            return TrainState(params, opt_state, state.step + 1, average, critic)
 
         state = jax.lax.cond(usable, apply, lambda state: state, state)
         return state, sums | {
@@ -152,8 +161,11 @@ class Update:
         threshold = corrections.second_moment_threshold(ratio, mask, objective.correction_second_moment)
         return moment._replace(threshold=threshold)
 
-    def gradient(self, params: Any, batch: Experience, moment: Moment) -> tuple[Any, dict[str, jax.Array]]:
-        """Gradient of the aggregated loss over rows [M, b, ...], and sums for the metrics."""
+    def gradient(
+        self, params: Any, batch: Experience, moment: Moment, head: Any = None
+    ) -> tuple[tuple[Any, Any], dict[str, jax.Array]]:
+        """Gradients of the aggregated loss over rows [M, b, ...] by params and value head, and sums for the metrics."""
+        weights = (params, head)
         M, b = batch.reward.shape
         num_micro = M * b // self.config.micro_batch_size
         flat = jax.tree.map(lambda x: x.reshape(M * b, *x.shape[2:]), batch)
@@ -172,7 +184,7 @@ class Update:
             return x.reshape(num_micro, M * (b // num_micro), *x.shape[3:])
 
         def accumulate(carry, micro):
-            (_, sums), grads = jax.value_and_grad(self._loss, has_aux=True)(params, *micro, moment)
+            (_, sums), grads = jax.value_and_grad(self._loss, has_aux=True)(weights, *micro, moment)
             new = jax.tree.map(jnp.add, carry[0], grads)
             old = carry[1]
             merged = {k: jnp.maximum(old[k], v) if k.endswith("_max") else old[k] + v for k, v in sums.items()}
@@ -180,14 +192,21 @@ class Update:
 
         micros = jax.tree.map(split, (flat, weight))
         first = jax.tree.map(lambda x: x[0], micros)
-        shapes = jax.eval_shape(lambda *m: self._loss(params, *m, moment)[1], *first)
+        shapes = jax.eval_shape(lambda *m: self._loss(weights, *m, moment)[1], *first)
         zero_sums = {k: jnp.zeros(v.shape, v.dtype) for k, v in shapes.items()}
-        zero_grads = jax.tree.map(jnp.zeros_like, params)
+        zero_grads = jax.tree.map(jnp.zeros_like, weights)
         (gradient, sums), _ = jax.lax.scan(accumulate, (zero_grads, zero_sums), micros)
         return gradient, sums
 
-    def logp(self, params: Any, rollout: Rollout, *, group_size: int = 1, remat: bool = False):
-        """Log-probs of rows [B,S] under ``params`` and entropies, each [B,S] f32 nats (see models.policy)."""
+    def logp(self, params: Any, rollout: Rollout, *, group_size: int = 1, remat: bool = False, head: Any = None):
+        """Log-probs of rows [B,S] under ``params`` and entropies, each [B,S] f32 nats (see models.policy).
+
+        With a value head also its outputs [B,S,m].
+        """
+        readout = None
+        if head is not None:
+            share = self.objective.value_coefficient
+            readout = lambda hidden: values.head_outputs(head, hidden, gradient_share=share)  # noqa: E731
         rows_per_device = max(1, rollout.tokens.shape[0] // self.num_devices)
         return row_logp(
             self.model,
@@ -200,11 +219,25 @@ class Update:
             chunk_positions=max(1, self.config.logp_chunk_tokens // rows_per_device),
             group_size=group_size,
             remat=remat,
+            readout=readout,
         )
 
-    def _loss(self, params, rows: Experience, weight_BS, moment: Moment) -> tuple[jax.Array, dict[str, jax.Array]]:
+    @property
+    def support(self) -> values.Support:
+        """How a value head's outputs become values."""
+        return values.Support(self.objective.value_bins, self.objective.value_low, self.objective.value_high)
+
+    def predict_values(self, params: Any, head: Any, rollout: Rollout, *, group_size: int = 1) -> jax.Array:
+        """What the critic expects at each token of rows, [B,S] f32 in units of reward, 0.0 off the completion."""
+        # The log-probs are not used, and the compiler leaves them out.
+        outputs = self.logp(params, rollout, group_size=group_size, head=head)[2]
+        mask = completion_mask(rollout.prompt_length, rollout.length, rollout.tokens.shape[1])
+        return jnp.where(mask, values.expected_value(outputs, self.support), 0.0)
+
+    def _loss(self, weights, rows: Experience, weight_BS, moment: Moment) -> tuple[jax.Array, dict[str, jax.Array]]:
         rollout, objective = rows.rollout, self.objective
-        policy_logp, entropy = self.logp(params, rollout, group_size=self.group_size, remat=True)
+        params, head = weights
+        policy_logp, entropy, *outputs = self.logp(params, rollout, group_size=self.group_size, remat=True, head=head)
         mask = weight_BS > 0
         tokens = self._tokens(policy_logp, rows, mask, moment)
         total = lambda x: jnp.sum(jnp.where(mask, x, 0).astype(jnp.float32))  # noqa: E731
@@ -233,6 +266,10 @@ class Update:
             sums["kl_reference_sum"] = jnp.sum(kl)
         if objective.entropy_coefficient:
             loss -= objective.entropy_coefficient * jnp.sum(weight_BS * jnp.where(mask, entropy, 0.0))
+        if head is not None:
+            value_loss, value_sums = self._value_loss(outputs[0], rows, mask)
+            loss += jnp.sum(weight_BS * value_loss)
+            sums |= value_sums
 
         policy_logp, behaviour_logp = tokens.policy_logp, tokens.behaviour_logp
         ratio = jnp.where(mask, jnp.exp(policy_logp - behaviour_logp), 0.0)
@@ -260,6 +297,24 @@ class Update:
             for name, value in (parts | {"ratio_square_sum": jnp.square(ratio)}).items():
                 sums[f"{name}_by_age"] = jnp.sum(jnp.where(in_bucket, jnp.sum(value, axis=1)[None, :], 0), axis=1)
         return loss, jax.lax.stop_gradient(jax.tree.map(lambda x: x.astype(jnp.float32), sums))
+
+    def _value_loss(
+        self, outputs: jax.Array, rows: Experience, mask: jax.Array
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Loss [B,S] of the critic's predictions, 0.0 off the mask, and sums of what they explain."""
+        keep = lambda x: None if x is None else jnp.where(mask, x, 0.0)  # noqa: E731
+        returns = keep(rows.returns)
+        loss = values.value_loss(
+            outputs, returns, self.support, old_value=keep(rows.value), clip=self.objective.value_clip
+        )
+        error = keep(returns - values.expected_value(outputs, self.support))
+        return keep(loss), {
+            "value_loss_sum": jnp.sum(keep(loss)),
+            "return_sum": jnp.sum(returns),
+            "return_square_sum": jnp.sum(jnp.square(returns)),
+            "value_error_sum": jnp.sum(error),
+            "value_error_square_sum": jnp.sum(jnp.square(error)),
+        }
 
     def _tokens(self, policy_logp: jax.Array, rows: Experience, mask: jax.Array, moment: Moment) -> Tokens:
         """The rows as the objective sees them, the old policy among them: harmless constants off the mask."""

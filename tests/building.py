@@ -18,7 +18,7 @@ from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.programs import compile_all
 from jaxrl_llm.rollout import Generator
 from jaxrl_llm.sampler import Sampler
-from jaxrl_llm.types import Example, Experience, PromptBatch, Rollout, TrainState
+from jaxrl_llm.types import Critic, Example, Experience, PromptBatch, Rollout, TrainState
 from jaxrl_llm.update import Update
 
 # Two blocks of the inverse-CDF search (264 > 256); heads and vocabulary divide over tensor = 2.
@@ -140,8 +140,14 @@ LOSSES = {
     "constant length, k2": {"aggregation": "constant_length", "kl_coefficient": 0.3, "kl_estimator": "k2"},
 }
 
+# Settings of a critic; where they are given, the state has a head and the rows have returns.
+CRITICS = {
+    "critic, clipped value": {"value_coefficient": 0.3, "value_clip": 0.2},
+    "critic, bins": {"value_coefficient": 0.5, "value_bins": 9, "value_low": -1.0, "value_high": 1.0},
+}
 
-def random_experience(num_rows=NUM_ROWS, *, seed=0, arch=TINY, with_reference=True, group_size=1):
+
+def random_experience(num_rows=NUM_ROWS, *, seed=0, arch=TINY, with_reference=True, with_critic=False, group_size=1):
     """Ragged rows, numpy: a quarter not trainable, one of a single completion token, one as long as can be.
 
     Each ``group_size`` neighbours have one prompt.
@@ -171,12 +177,16 @@ def random_experience(num_rows=NUM_ROWS, *, seed=0, arch=TINY, with_reference=Tr
         stop_reason=np.ones(B, np.int8),
     )
     ref_logp = np.where(mask, rng.normal(-5.5, 0.5, (B, S)), 0.0).astype(np.float32)
+    reward, advantage = rng.normal(size=B), rng.normal(size=(B, 1))
+    returns, value = (np.where(mask, rng.normal(0, 0.5, (B, S)), 0.0).astype(np.float32) for _ in range(2))
     return Experience(
         rollout=rollout,
-        reward=rng.normal(size=B).astype(np.float32),
-        advantage=np.where(mask, rng.normal(size=(B, 1)), 0.0).astype(np.float32),
+        reward=reward.astype(np.float32),
+        advantage=np.where(mask, advantage, 0.0).astype(np.float32),
         trainable=trainable,
         ref_logp=ref_logp if with_reference else None,
+        returns=returns if with_critic else None,
+        value=value if with_critic else None,
     )
 
 
@@ -202,6 +212,7 @@ def make_update(config=None, sampling=None, *, num_devices=1, remat="none", grou
         num_devices=num_devices,
         group_size=group_size,
         objective=ObjectiveConfig(**objective),
+        critic_optimizer=RECORDER if "value_coefficient" in objective else None,
     )
 
 
@@ -211,7 +222,18 @@ def train_state(update, mesh=ONE):
     average = None
     if update.objective.proximal == "ewma":
         average = jax.tree.map(jnp.copy, params)
-    return TrainState(params, jax.tree.map(jnp.zeros_like, params), step, average)
+    critic = None
+    if update.critic_optimizer:
+        head = jax.device_put(host_head(update), sharding.replicated(mesh_of(mesh), 0))
+        critic = Critic(head, jax.tree.map(jnp.zeros_like, head))
+    return TrainState(params, jax.tree.map(jnp.zeros_like, params), step, average, critic)
+
+
+def host_head(update, seed=0):
+    """Float32 numpy weights of a value head whose outputs spread."""
+    rng, outputs = np.random.default_rng(seed), max(update.objective.value_bins, 1)
+    draw = lambda *shape: rng.normal(0, 0.3, shape).astype(np.float32)  # noqa: E731
+    return {"kernel": draw(update.model.arch.width, outputs), "bias": draw(outputs)}
 
 
 def on_mesh(update, rows, mesh=ONE):
@@ -234,6 +256,7 @@ def compile_update(update, mesh=ONE):
 
 
 def gradient(update, rows, mesh=ONE):
-    """Gradient and sums of the real update, numpy."""
+    """Gradient and sums of the real update, numpy; with a critic, the gradients of policy and head."""
     state, sums = compile_update(update, mesh)(train_state(update, mesh), on_mesh(update, rows, mesh))
-    return jax.tree.map(np.asarray, (state.opt_state, sums))
+    of = state.opt_state if state.critic is None else (state.opt_state, state.critic.opt_state)
+    return jax.tree.map(np.asarray, (of, sums))

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxrl_llm.checkpoint import Checkpointer, StopRequest, restore_params
 from jaxrl_llm.config import CheckpointConfig, Config, ConfigError, freeze, to_json
-from jaxrl_llm.types import TrainState
+from jaxrl_llm.types import Critic, TrainState
 
 CONFIG = freeze({"prompts": {"arguments": {"terms": (1, 2)}}})
 
@@ -28,12 +28,13 @@ def mesh(data: int, fsdp: int) -> jax.sharding.Mesh:
 
 
 def make_state(seed: int = 0) -> Any:
-    """Weights, AdamW state, a ring on the data axis with small integer types, a None and an empty subtree."""
+    """Weights, AdamW state, a critic, a ring on the data axis with small integer types, a None and an empty subtree."""
     key = jax.random.key(seed)
     params = {"layers": {"q": jax.random.normal(key, (16, 8))}, "norm": jnp.arange(8, dtype=jnp.bfloat16)}
+    head = {"kernel": jnp.full((8, 2), seed, jnp.float32), "bias": jnp.ones(2)}
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
     return {
-        "train": TrainState(params, optimizer.init(params), jnp.int32(seed)),
+        "train": TrainState(params, optimizer.init(params), jnp.int32(seed), None, Critic(head, optimizer.init(head))),
         "ring": {"tokens": jnp.arange(64, dtype=jnp.int32).reshape(8, 8) + seed, "ref_logp": None, "extra": {}},
         "slots": (jnp.full((4,), seed, jnp.int8), jnp.array([True, False])),
     }

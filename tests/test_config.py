@@ -92,13 +92,20 @@ def test_the_defaults_are_a_config():
         (
             {"rollout": {"group_size": 1}, "update": {"batch_size": 8, "micro_batch_size": 8}},
             "rollout.group_size=1 must be at least 2 for credit.advantage='grpo', which compares siblings; "
-            "'reinforce_pp' and 'mssr' do not",
+            "'reinforce_pp', 'mssr', 'gae' do not",
         ),
         (
             {"credit": {"overlong_buffer_tokens": 17}},
             "credit.overlong_buffer_tokens=17 must be at most sampling.max_completion_tokens=16",
         ),
         ({"credit": {"delta_v": float("nan")}}, "credit.delta_v=nan must be"),
+        (
+            {"credit": {"advantage": "gae", "entropy_reweighting": 1.0}},
+            "credit.entropy_reweighting=1.0 must be 0 for credit.advantage='gae'",
+        ),
+        ({"objective": {"value_bins": 1}}, "objective.value_bins=1 must be 0 or at least 2"),
+        ({"objective": {"value_low": 1}}, "objective.value_low=1.0 below objective.value_high=1.0"),
+        ({"objective": {"value_bins": 5, "value_clip": 0.2}}, "objective.value_clip=0.2 must be 0 for"),
         ({"model": {"remat": "some"}}, "model.remat='some' is not one of 'none', 'dots', 'full', 'auto'"),
         ({"update": {"micro_batch_size": 24}}, "update.micro_batch_size=24 must divide update.batch_size=64"),
         ({"replay": {"capacity": 32}}, "replay.capacity=32 must be at least update.batch_size=64"),
@@ -324,6 +331,8 @@ EVALUATED = {"eval.num_prompts": 8}
 CHECKPOINTED = {"checkpoint.every_iterations": 1, "checkpoint.keep_last": 1}
 WITH_KL = {"objective.kl_coefficient": 0.1}
 PLAIN = {"objective.surrogate": "reinforce"}
+CRITIC = {"credit.advantage": "gae"}
+BINS = CRITIC | {"objective.value_bins": 8}
 
 # setting -> (another value, where to look, what else must be set)
 ALIVE = {
@@ -365,6 +374,8 @@ ALIVE = {
     "credit.advantage": ("leave_one_out", program("insert"), {}),
     "credit.delta_v": (-0.2, program("insert"), {"credit.advantage": "asymre"}),
     "credit.baseline_decay": (0.5, remembered, {"credit.advantage": "mssr"}),
+    "credit.gae_lambda": (0.9, program("insert"), CRITIC),
+    "credit.discount": (0.9, program("insert"), CRITIC),
     "credit.overlong_filter": (True, program("insert"), {}),
     "credit.overlong_buffer_tokens": (4, program("insert"), {}),
     "credit.length_reward": (0.5, program("insert"), {}),
@@ -411,6 +422,12 @@ ALIVE = {
     "objective.kl_estimator": ("k1", program("update"), WITH_KL),
     "objective.kl_anchor": ("convex", program("update"), WITH_KL),
     "objective.entropy_coefficient": (0.01, program("update"), {}),
+    "objective.value_coefficient": (0.2, program("update"), CRITIC),
+    "objective.value_clip": (0.2, program("update"), CRITIC),
+    "objective.value_bins": (8, program("values"), CRITIC),
+    "objective.value_low": (-1.0, program("values"), BINS),
+    "objective.value_high": (2.0, program("values"), BINS),
+    "optimizer.value_learning_rate": (1e-2, program("update"), CRITIC),
     "optimizer.learning_rate": (1e-3, program("update"), {}),
     "optimizer.schedule": ("cosine", program("update"), {}),
     "optimizer.warmup_steps": (2, program("update"), {}),

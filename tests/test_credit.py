@@ -8,6 +8,7 @@ import pytest
 from building import EIGHT, ONE, TINY, mesh_of
 from reference import advantages as oracle
 from reference import shaping as shaping_oracle
+from reference import values as value_oracle
 
 from jaxrl_llm import credit, limits, sharding, train
 from jaxrl_llm.assembly import assemble
@@ -81,6 +82,8 @@ def extra_of(kind, reward, seed=0):
     if kind == "poise":
         x, y = rng.random((30, baselines.NUM_FEATURES)), rng.random(30)
         return {"regression": np.concatenate([x.T @ x, (x.T @ y)[:, None]], axis=1).astype(np.float32)}
+    if kind == "gae":
+        return {"value": rng.random((len(reward), WIDTH)).astype(np.float32)}
     return {}
 
 
@@ -162,7 +165,7 @@ def test_padding_rows_may_carry_any_group_id():
     assert sums["degenerate_groups"] == 0
 
 
-@pytest.mark.parametrize(("kind", "more"), [("gdpo", True), ("mc_grpo", False), ("poise", False)])
+@pytest.mark.parametrize(("kind", "more"), [("gdpo", True), ("mc_grpo", False), ("poise", False), ("gae", False)])
 def test_devices_change_nothing(kind, more):
     group_id, reward = np.repeat([0, 1, 2, 3], 4), np.random.default_rng(7).random(16).astype(np.float32)
     rollout, trainable, extra = make_rollout(group_id, seed=8), np.arange(16) % 5 != 3, extra_of(kind, reward)
@@ -174,6 +177,40 @@ def test_devices_change_nothing(kind, more):
     experience, sharded_sums = assign(*rows, extra=jax.device_put(extra, place(mesh, extra)), **settings)
     np.testing.assert_allclose(experience.advantage, expected.advantage, rtol=1e-5, atol=1e-6)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), sharded_sums, sums)
+
+
+# ---- advantages of tokens
+
+
+def test_a_critics_advantages_are_of_each_token_and_whitened_over_those_that_count():
+    # Rows 3 and 7 have no reward, one row in two was cut short and is left out, short answers are worth more.
+    reward, trainable = np.random.default_rng(9).random(12), np.arange(12) % 4 != 3
+    rollout = make_rollout(np.arange(12) // 2, seed=9).replace(
+        stop_reason=np.where(np.arange(12) % 2, STOP_LENGTH, STOP_EOS).astype(np.int8)
+    )
+    extra = extra_of("gae", reward)
+    at = np.arange(WIDTH)[None, :]
+    off = (at < rollout.prompt_length[:, None]) | (at >= rollout.length[:, None])
+    extra["value"] = np.where(off, np.nan, extra["value"]).astype(np.float32)
+    settings = {"discount": 0.9, "gae_lambda": 0.8, "short_answer_tokens": 2, "overlong_filter": True}
+    junk = np.where(trainable, reward, np.nan)
+    experience, sums = assign(rollout, junk, trainable, advantage="gae", num_groups=6, extra=extra, **settings)
+
+    counts = trainable & (rollout.stop_reason == STOP_EOS)
+    shaped = reward + 0.5 * ((reward >= 1) & (rollout.length - rollout.prompt_length <= 2))
+    mask = ~off & counts[:, None]
+    advantage = value_oracle.gae(extra["value"], shaped, mask, 0.9, 0.8)
+    np.testing.assert_allclose(experience.advantage, value_oracle.whitened(advantage, mask), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(experience.returns, np.where(mask, advantage + extra["value"], 0.0), rtol=1e-5)
+    assert (experience.advantage[~mask] == 0).all() and experience.value is None
+    assert sums["degenerate_groups"] == 0
+
+
+def test_a_critic_that_is_right_everywhere_leaves_nothing_to_learn():
+    rollout, reward = make_rollout([0, 0, 1, 1]), np.float32([1, 0, 1, 1])
+    extra = {"value": np.repeat(reward[:, None], WIDTH, axis=1)}
+    experience, sums = assign(rollout, reward, advantage="gae", num_groups=2, extra=extra)
+    assert (experience.advantage == 0).all() and sums["degenerate_groups"] == 2
 
 
 # ---- filters and shaping

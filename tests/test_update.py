@@ -7,11 +7,13 @@ import numpy as np
 import pytest
 from building import COMPLETION_TOKENS, CUBE, ONE, PROMPT_TOKENS, TINY, mesh_of
 from reference import corrections, losses, sampling, surrogates, transformer
+from reference import values as critics
 
 from jaxrl_llm import optim, sharding
 from jaxrl_llm.assembly import assemble
 from jaxrl_llm.config import MeshConfig, OptimizerConfig, freeze
 from jaxrl_llm.models.transformer import Model
+from jaxrl_llm.types import Critic, TrainState
 
 # --- the loss and its gradient ---
 
@@ -142,6 +144,73 @@ def test_policies_before_and_averaged_corrected_weights_and_the_scaled_step_are_
     near = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)  # noqa: E731
     jax.tree.map(near, after.params, moved)
     jax.tree.map(lambda new, a, p: near(new, (0.9 * a + p) / 1.9), after.average, average, moved)
+
+
+def oracle_value_loss(params, head, rows, objective):
+    """Token mean of the critic's loss, float64; and the values [B,S] it is of."""
+    rollout, mask = rows.rollout, mask_of(rows)
+    support = objective.value_bins, objective.value_low, objective.value_high
+    kernel, bias = (np.asarray(head[name], np.float64) for name in ("kernel", "bias"))
+    loss, value = np.zeros(mask.shape), np.zeros(mask.shape)
+    for i, (tokens, first, last) in enumerate(zip(rollout.tokens, rollout.prompt_length, rollout.length, strict=True)):
+        outputs = transformer.hidden(params, TINY, tokens[:last]) @ kernel + bias
+        for t in range(first, last):
+            value[i, t] = critics.value(outputs[t - 1], *support)
+            given = float(rows.returns[i, t]), *support, float(rows.value[i, t]), objective.value_clip
+            loss[i, t] = critics.loss(outputs[t - 1], *given)
+    return losses.aggregate(loss, mask, rows.trainable, "token_mean", COMPLETION_TOKENS), value
+
+
+@pytest.mark.parametrize(("name", "group_size"), [("critic, clipped value", 1), ("critic, bins", 2)])
+def test_the_critics_loss_and_its_gradients_are_those_of_a_float64_model(name, group_size):
+    # Without advantages the critic's loss is all there is.
+    update = building.make_update(building.CRITICS[name] | {"micro_batch_size": 8}, group_size=group_size)
+    rows = building.random_experience(with_reference=False, with_critic=True, group_size=group_size)
+    rows = rows.replace(advantage=np.zeros_like(rows.advantage))
+    params, head = building.host_params(update.model), building.host_head(update)
+    (of_params, of_head), sums = building.gradient(update, rows)
+    expected, value = oracle_value_loss(params, head, rows, update.objective)
+    np.testing.assert_allclose(sums["loss_sum"], expected, rtol=1e-5)
+    mask = mask_of(rows)
+    error = (rows.returns - value)[mask]
+    for sum_name, terms in {"return": rows.returns[mask], "value_error": error}.items():
+        np.testing.assert_allclose(sums[f"{sum_name}_sum"], terms.sum(), rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(sums[f"{sum_name}_square_sum"], np.square(terms).sum(), rtol=1e-5)
+
+    # Slope along a random direction of both by central differences; the trunk has value_coefficient of its gradient.
+    whole = jax.tree.map(lambda g: g / update.objective.value_coefficient, of_params), of_head
+    direction = jax.tree.map(lambda x, rng=np.random.default_rng(1): rng.normal(size=x.shape), (params, head))
+    ends = []
+    for step in (1e-6, -1e-6):
+        moved = jax.tree.map(lambda x, d, step=step: x + step * d, (params, head), direction)
+        ends.append(oracle_value_loss(*moved, rows, update.objective)[0])
+    slope = sum(jax.tree.leaves(jax.tree.map(lambda g, d: (g.astype(np.float64) * d).sum(), whole, direction)))
+    norms = [np.sqrt(sum((x.astype(np.float64) ** 2).sum() for x in jax.tree.leaves(tree))) for tree in whole]
+    assert min(norms) > 0.1 * max(norms) > 1e-3
+    np.testing.assert_allclose((ends[0] - ends[1]) / 2e-6, slope, rtol=0, atol=1e-4 * min(norms))
+
+
+def test_values_of_rollouts_are_those_of_a_float64_model_in_the_rows_order():
+    config = {
+        "model": {"path": "random:debug"},
+        "prompts": {"max_tokens": PROMPT_TOKENS},
+        "sampling": {"max_completion_tokens": COMPLETION_TOKENS},
+        "rollout": {"prompts_per_iteration": 8, "group_size": 2},
+        "replay": {"capacity": 16},
+        "update": {"batch_size": 16, "micro_batch_size": 8},
+        "credit": {"advantage": "gae"},
+        "objective": building.CRITICS["critic, bins"],
+        "mesh": {"data": 2},
+    }
+    run = assemble(freeze(config), TINY, (5,), mesh_of(MeshConfig(data=2)))
+    rows = building.random_experience(group_size=2, with_critic=True)
+    head = building.host_head(run.update)
+    with jax.sharding.use_abstract_mesh(run.mesh.abstract_mesh):
+        state = TrainState(building.learner_params(run.model, run.mesh), None, None, None, Critic(head, None))
+        program = jax.jit(run.programs()["values"].fn)
+        actual = program(state, jax.device_put(rows.rollout, sharding.leading(run.mesh, rows.rollout)))
+    _, expected = oracle_value_loss(building.host_params(run.model), head, rows, run.update.objective)
+    np.testing.assert_allclose(actual, expected, atol=1e-5)
 
 
 def test_groups_are_compared_and_the_second_moment_is_of_the_whole_batch():

@@ -13,6 +13,8 @@ Letters: B rows, G rows of a group, S row width, L = S - C prompt width, C compl
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
@@ -34,7 +36,8 @@ def row_logp(
     chunk_positions: int,
     group_size: int = 1,
     remat: bool = False,
-) -> tuple[jax.Array, jax.Array]:
+    readout: Callable[[jax.Array], jax.Array] | None = None,
+) -> tuple[jax.Array, ...]:
     """Log-probability of every completion token, and entropy, under the sampling distribution of ``params``.
 
     Args:
@@ -45,9 +48,10 @@ def row_logp(
         chunk_positions: positions of each row whose logits are live at once.
         group_size: each run of this many rows has one prompt, which is then computed once; 1 = each its own.
         remat: this is the forward of a backward pass.
+        readout: [B,C,D] -> [B,C,m] f32, something else to read off the hidden state that predicts each token.
 
     Returns:
-        logp, entropy: [B,S] f32 nats, 0.0 off the completion.
+        logp, entropy: [B,S] f32 nats, 0.0 off the completion; then with ``readout`` its outputs [B,S,m], likewise.
     """
     B, S = tokens_BS.shape
     target_BC = completion_window(tokens_BS, prompt_length, completion_width)
@@ -68,7 +72,10 @@ def row_logp(
         min_p=sampling.min_p,
     )
     logp, entropy = (place_completion(x, prompt_length, length, S) for x in both)
-    return logp, entropy
+    if readout is None:
+        return logp, entropy
+    place = jax.vmap(place_completion, in_axes=(2, None, None, None), out_axes=2)
+    return logp, entropy, place(readout(hidden_BCD), prompt_length, length, S)
 
 
 def _hidden_of_groups(model, params, tokens_BS, prompt_length, completion_BC, group_size, remat) -> jax.Array:

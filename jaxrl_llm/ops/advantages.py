@@ -119,6 +119,13 @@ def over_std(value: jax.Array, groups: Groups) -> jax.Array:
     return value / (jnp.sqrt(variance) + STD_EPSILON)
 
 
+def whiten(value: jax.Array, mask: jax.Array) -> jax.Array:
+    """``(value - mean) / (std + 1e-6)`` over all tokens of the mask, each [B, T]; 0 off it, and where all are equal."""
+    valid = mask.reshape(-1)
+    tokens = Groups(jnp.zeros(valid.shape, jnp.int32), valid[None, :])
+    return over_std(minus_mean(value.reshape(-1), tokens), tokens).reshape(value.shape)
+
+
 def estimate(
     reward: jax.Array,
     groups: Groups,
@@ -143,11 +150,12 @@ def estimate(
         "vcpo"           r - sum(w r) / sum(w), w = ``weight``                                         [9]
         "mssr"           a whitened over the batch, a = r - v, v = ``baseline`` of the row             [10]
         "poise"          r - mean of the others' g, g = ``baseline``                                   [11]
+        "gae"            r: what it is compared with differs by token (see ``ops.values``)
 
-    In a tied group (max == min) all but four are exactly 0, and so they are with fewer than 2 valid rows. The
-    four: "reinforce_pp" and "mssr" compare with the batch or with earlier answers and are 0 where the batch is
+    In a tied group (max == min) all but five are exactly 0, and so they are with fewer than 2 valid rows. The
+    five: "reinforce_pp" and "mssr" compare with the batch or with earlier answers and are 0 where the batch is
     tied; "poise" compares with a prediction; "asymre" gives every row of a tied group -delta_v, for at
-    delta_v < 0 it imitates what it cannot tell apart. The last two are 0 with fewer than 2 valid rows.
+    delta_v < 0 it imitates what it cannot tell apart; these two are 0 with fewer than 2 valid rows. "gae" is r.
 
     Args:
         reward: [B] f32, unitless; finite where valid, ignored elsewhere.
@@ -192,6 +200,7 @@ def estimate(
         "vcpo": lambda: minus_mean(reward, groups, weight),
         "mssr": lambda: over_std(minus_mean(reward - baseline, batch), batch),
         "poise": lambda: jnp.where(has_others, reward - mean_of_others(baseline, groups), 0.0),
+        "gae": lambda: reward,
     }
     if kind not in kinds:
         raise ValueError(f"kind={kind!r} is not one of {', '.join(map(repr, kinds))}")

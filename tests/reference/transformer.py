@@ -16,8 +16,8 @@ def _rotate(x, theta):
     return np.concatenate([a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)], axis=1)
 
 
-def logits(params, arch, tokens):
-    """[T, V] float64 of one row of T token ids; ``params`` is a nested dict of arrays, blocks stacked by layer."""
+def hidden(params, arch, tokens):
+    """[T, D] float64 of one row of T token ids; ``params`` is a nested dict of arrays, blocks stacked by layer."""
     p = {name: np.asarray(value, np.float64) for name, value in params["blocks"].items()}
     embedding = np.asarray(params["embedding"], np.float64)
     x = embedding[np.asarray(tokens)]
@@ -37,8 +37,13 @@ def logits(params, arch, tokens):
         h = _norm(x, p["mlp_norm"][layer], arch.norm_eps)
         gate = h @ p["gate"][layer]
         x = x + (gate / (1 + np.exp(-gate)) * (h @ p["up"][layer])) @ p["down"][layer]
-    x = _norm(x, np.asarray(params["final_norm"], np.float64), arch.norm_eps)
-    return x @ (embedding.T if arch.tied else np.asarray(params["head"], np.float64))
+    return _norm(x, np.asarray(params["final_norm"], np.float64), arch.norm_eps)
+
+
+def logits(params, arch, tokens):
+    """[T, V] float64 of one row of T token ids."""
+    head = np.asarray(params["embedding"], np.float64).T if arch.tied else np.asarray(params["head"], np.float64)
+    return hidden(params, arch, tokens) @ head
 
 
 def completion_logp(

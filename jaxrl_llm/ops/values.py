@@ -1,0 +1,165 @@
+"""What a critic predicts, what it should have, and the advantages that follow.
+
+The value V_t of token t is the discounted reward to be expected of the row before token t is drawn: it is read off
+the hidden state that also predicts token t.
+
+Owns: returns, the value head and its two losses. Does not know: the model, rewards, how losses are aggregated.
+Letters: B rows, T row width, D model width, m outputs of the head.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+# Standard deviation of a target's Gaussian in bin widths.
+SIGMA_BINS = 0.75
+
+
+class Support(NamedTuple):
+    """How a head's outputs become a value; Python constants.
+
+    Attributes:
+        bins: m; 0 = one output, which is the value. Otherwise logits of equal bins between ``low`` and ``high``.
+    """
+
+    bins: int
+    low: float
+    high: float
+
+    @property
+    def edges(self) -> jax.Array:
+        """[m + 1] f32."""
+        return jnp.linspace(self.low, self.high, self.bins + 1, dtype=jnp.float32)
+
+    @property
+    def centres(self) -> jax.Array:
+        """[m] f32."""
+        return 0.5 * (self.edges[1:] + self.edges[:-1])
+
+
+def lambda_returns(
+    value: jax.Array, reward: jax.Array, mask: jax.Array, *, discount: float, gae_lambda: float
+) -> jax.Array:
+    """What the value of each token is estimated to have been, from the reward at the row's last token.
+
+        G_t = r_t + discount ((1 - lambda) V_{t+1} + lambda G_{t+1}),   V = G = 0 after the last token
+
+    ``G - V`` is generalised advantage estimation, sum_l (discount lambda)^l delta_{t+l} with delta_t = r_t +
+    discount V_{t+1} - V_t. With discount = lambda = 1, G is exactly the reward. A row's end is an end: one that was
+    cut short is worth the reward it was given.
+
+    Args:
+        value: [B, T] f32 in units of reward; ignored off the mask.
+        reward: [B] f32; finite where the row has a token.
+        mask: [B, T] bool, the row's tokens, an unbroken run of them.
+        discount, gae_lambda: in [0, 1].
+
+    Returns:
+        [B, T] f32 in units of reward, 0.0 off the mask.
+
+    Source: Schulman et al. 2015, arXiv:1506.02438, eq. 16, in the form of Sutton & Barto's lambda-return; reward at
+        the last token, no bootstrap: Open-Reasoner-Zero, Hu et al. 2025, arXiv:2503.24290.
+    """
+    value = jnp.where(mask, value, 0.0)
+
+    def step(later, now):
+        later_value, later_return, has_later = later
+        value_B, mask_B = now
+        ahead = discount * ((1 - gae_lambda) * later_value + gae_lambda * later_return)
+        return_B = jnp.where(mask_B, jnp.where(has_later, ahead, reward), 0.0)
+        return (value_B, return_B, mask_B), return_B
+
+    end = (jnp.zeros_like(value[:, 0]), jnp.zeros_like(value[:, 0]), jnp.zeros_like(mask[:, 0]))
+    _, returns_TB = jax.lax.scan(step, end, (value.T, mask.T), reverse=True)
+    return returns_TB.T
+
+
+def new_head(width: int, support: Support) -> dict[str, jax.Array]:
+    """A head of zeros, "kernel" [D, m] and "bias" [m] f32: it predicts 0, or the middle of its support."""
+    outputs = max(support.bins, 1)
+    return {"kernel": jnp.zeros((width, outputs), jnp.float32), "bias": jnp.zeros(outputs, jnp.float32)}
+
+
+def head_outputs(head: dict[str, jax.Array], hidden: jax.Array, *, gradient_share: float = 1.0) -> jax.Array:
+    """hidden W + b in float32, [..., m] f32.
+
+    Args:
+        head: "kernel" [D, m] and "bias" [m].
+        hidden: [..., D].
+        gradient_share: what of the gradient goes on into ``hidden``; the head itself has all of it.
+    """
+    hidden = hidden.astype(jnp.float32)
+    constant = jax.lax.stop_gradient(hidden)
+    hidden = constant + gradient_share * (hidden - constant)
+    return _matmul(hidden, head["kernel"]) + _last(head["bias"], hidden.ndim)
+
+
+def expected_value(outputs: jax.Array, support: Support) -> jax.Array:
+    """The value [...] f32 of a head's outputs [..., m]: the output itself, or the mean of the bins' distribution.
+
+    V = sum_i softmax(outputs)_i centre_i
+    """
+    if not support.bins:
+        return outputs[..., 0]
+    return _matmul(jax.nn.softmax(outputs), support.centres)
+
+
+def hl_gauss_target(target: jax.Array, support: Support) -> jax.Array:
+    """Mass of a Gaussian about each target in each bin, [..., m] f32, which sums to 1.
+
+        p_i = (F(edge_{i+1}) - F(edge_i)) / (F(high) - F(low)),   F = CDF of N(target, (0.75 bin widths)^2)
+
+    A target outside of the support counts as its nearer end. The mean of p is the target within a bin width: inside,
+    two bins or more from an end, nearly exactly; at an end 0.6 bin widths within, for half of the Gaussian is cut off.
+
+    Source: Farebrother et al. 2024, arXiv:2403.03950, section 3.1 (0.75 as recalled).
+    """
+    sigma = SIGMA_BINS * (support.high - support.low) / support.bins
+    target = jnp.clip(target, support.low, support.high)
+    cdf = jax.scipy.special.ndtr((_last(support.edges, target.ndim + 1) - target[..., None]) / sigma)
+    return (cdf[..., 1:] - cdf[..., :-1]) / (cdf[..., -1:] - cdf[..., :1])
+
+
+def value_loss(
+    outputs: jax.Array, target: jax.Array, support: Support, *, old_value: jax.Array | None = None, clip: float = 0.0
+) -> jax.Array:
+    """Loss of each token's prediction against its return.
+
+        without bins   (V - G)^2 / 2, and with a clip the larger of that and (V_old + clip(V - V_old, +-clip) - G)^2 / 2
+        with bins      cross-entropy -sum_i p_i log softmax(outputs)_i, p = ``hl_gauss_target`` of G
+
+    Under the cross-entropy the best prediction for a state is the mean of its targets' distributions.
+
+    Args:
+        outputs: [B, T, m] f32 of the head, finite.
+        target: [B, T] f32 returns G, finite; a constant.
+        support: of the outputs.
+        old_value: [B, T] f32, the predictions that the returns were made with; for ``clip`` above 0.
+        clip: how far from the old value a prediction gains from moving, in units of reward; 0 = any distance.
+
+    Returns:
+        [B, T] f32.
+
+    Source: the clip, Schulman et al. 2017's code (openai/baselines, ppo2); cross-entropy, arXiv:2403.03950.
+    """
+    if support.bins:
+        return -jnp.sum(hl_gauss_target(target, support) * jax.nn.log_softmax(outputs), axis=-1)
+    value = expected_value(outputs, support)
+    error = jnp.square(value - target)
+    if clip:
+        near = old_value + jnp.clip(value - old_value, -clip, clip)
+        error = jnp.maximum(error, jnp.square(near - target))
+    return 0.5 * error
+
+
+def _matmul(x: jax.Array, y: jax.Array) -> jax.Array:
+    # The head is small and its values are differences of rewards: no bfloat16 passes on a TPU.
+    return jnp.matmul(x, y, precision=jax.lax.Precision.HIGHEST)
+
+
+def _last(x: jax.Array, ndim: int) -> jax.Array:
+    """[m] as the last of ``ndim`` dimensions."""
+    return x.reshape((1,) * (ndim - 1) + (-1,))
