@@ -39,11 +39,12 @@ class ModelConfig:
 
 @dataclasses.dataclass(frozen=True)
 class PromptsConfig:
-    # Where questions come from: "reasoning_gym", "jsonl", "parquet" or "letters" (built in, for debugging).
+    # Where questions come from: "reasoning_gym", "jsonl", "parquet", or built in: "arithmetic" (sums), "letters" (for
+    # debugging).
     source: str = "letters"
     # Name of the reasoning-gym dataset, or path of the file.
     name: str = ""
-    # Arguments of the reasoning-gym dataset.
+    # Arguments of the reasoning-gym dataset, or of "arithmetic" (tasks/arithmetic.py).
     arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
     # Questions to make (generated sources) or to read at most (files; 0 = all).
     size: int = 1024

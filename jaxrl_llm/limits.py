@@ -11,7 +11,7 @@ from typing import Any
 CHOICES = {
     "model.compute_dtype": ("float32", "bfloat16"),
     "model.remat": ("none", "dots", "full"),
-    "prompts.source": ("letters", "reasoning_gym", "jsonl", "parquet"),
+    "prompts.source": ("letters", "arithmetic", "reasoning_gym", "jsonl", "parquet"),
     "prompts.bad_row": ("error", "skip"),
     "prompts.long_prompt": ("error", "skip"),
     "replay.unit": ("rollout", "group"),
@@ -124,7 +124,7 @@ def _combinations(c: Any):
         f"rewards.functions={c.rewards.functions!r} must not name a function twice",
     )
     yield (
-        c.prompts.source == "letters" or c.prompts.name != "",
+        c.prompts.source in ("letters", "arithmetic") or c.prompts.name != "",
         f"prompts.name='' must name the {'dataset' if c.prompts.source == 'reasoning_gym' else 'file'} "
         f"for prompts.source={c.prompts.source!r}",
     )

@@ -14,6 +14,7 @@ from jaxrl_llm.tasks.protocol import Loaded
 
 TASKS = {
     "letters": "jaxrl_llm.tasks.letters",
+    "arithmetic": "jaxrl_llm.tasks.arithmetic",
     "reasoning_gym": "jaxrl_llm.tasks.reasoning_gym_task",
     "jsonl": "jaxrl_llm.tasks.files",
     "parquet": "jaxrl_llm.tasks.files",

@@ -1,0 +1,195 @@
+"""Supervised fine-tuning on a task's own answers: a model that reinforcement learning can begin with.
+
+    python -m jaxrl_llm.sft --config=configs/study_arithmetic_sft.py --out=DIR [--until=0.2]
+
+Cross-entropy of each question's column ``answer`` and the end after it: ``num_iterations`` optimizer steps on
+``update.batch_size`` questions each. Every ``eval.every_iterations`` steps it looks at the ``eval.num_prompts``
+held-out questions, and stops where their answers have at least the probability ``--until``. DIR is a Hugging Face
+folder that ``model.path`` reads. Of the config it uses model, prompts, optimizer, seed, mesh and what is named here.
+
+Owns: rows of questions and answers, this loop. Does not know: the model, its log-probs, the optimizer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from absl import flags
+from jax.sharding import Mesh
+from ml_collections import config_flags
+
+from jaxrl_llm import cli, optim, sharding
+from jaxrl_llm.assembly import place
+from jaxrl_llm.config import Config, ConfigError, SamplingConfig, freeze
+from jaxrl_llm.evaluate import questions
+from jaxrl_llm.models import hf, pretrained
+from jaxrl_llm.models.policy import row_logp
+from jaxrl_llm.models.transformer import Model
+from jaxrl_llm.ops.masks import completion_mask
+from jaxrl_llm.programs import Program, compile_all, use_cache
+from jaxrl_llm.prompts import PromptStream, batch_of
+from jaxrl_llm.sharding import leading, replicated
+from jaxrl_llm.types import Example, PromptBatch
+
+PLAIN = SamplingConfig()  # the model's own distribution: no temperature, no filter
+
+Rows = tuple[jax.Array, jax.Array, jax.Array]  # tokens [B,S], prompt_length [B], length [B], all i32
+
+
+def answer_tokens(example: Example, tokenizer: Any, width: int) -> list[int]:
+    """Token ids of the question's answer and the end after it.
+
+    Raises:
+        ConfigError: no column ``answer`` of text, or more than ``width`` tokens.
+    """
+    answer = example.columns.get("answer")
+    if not isinstance(answer, str):
+        raise ConfigError(f"{example.origin}: column answer={answer!r} must be a text to learn from")
+    ids = [*tokenizer.encode(answer), tokenizer.eos_ids[0]]
+    if len(ids) > width:
+        raise ConfigError(
+            f"{example.origin}: {len(ids)} tokens of answer and end are over sampling.max_completion_tokens={width}"
+        )
+    return ids
+
+
+def answer_rows(batch: PromptBatch, tokenizer: Any, width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """``Rows`` of question ++ answer ++ end, right-padded with 0 to L + width."""
+    tokens = np.pad(batch.tokens, ((0, 0), (0, width)))
+    length = np.array(batch.length)
+    for row, example in enumerate(batch.examples):
+        answer = answer_tokens(example, tokenizer, width)
+        tokens[row, length[row] : length[row] + len(answer)] = answer
+        length[row] += len(answer)
+    return tokens, np.array(batch.length), length
+
+
+@dataclasses.dataclass(frozen=True)
+class Supervised:
+    """The mathematics of a run; ``chunk`` positions of each row have live logits."""
+
+    model: Model
+    optimizer: optax.GradientTransformation
+    width: int
+    chunk: int
+
+    def logp(self, params: Any, rows: Rows, *, remat: bool = False) -> jax.Array:
+        """Log-probs of the answers' tokens [B,S] f32 nats, 0.0 elsewhere."""
+        given = dict(sampling=PLAIN, completion_width=self.width, chunk_positions=self.chunk, remat=remat)
+        return row_logp(self.model, params, *rows, **given)[0]
+
+    def loss(self, params: Any, rows: Rows) -> jax.Array:
+        """Cross-entropy in nats per answer token: one sum and one count over the batch."""
+        tokens, prompt_length, length = rows
+        count = jnp.sum(completion_mask(prompt_length, length, tokens.shape[1]))
+        return -jnp.sum(self.logp(params, rows, remat=True)) / count
+
+    def step(self, params: Any, opt_state: Any, rows: Rows) -> tuple[Any, Any, jax.Array]:
+        """One optimizer step; also the loss before it."""
+        value, gradient = jax.value_and_grad(self.loss)(params, rows)
+        updates, opt_state = self.optimizer.update(gradient, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, value
+
+    def probability(self, params: Any, rows: Rows) -> jax.Array:
+        """Probability of each row's whole answer [B]: the pass rate at temperature 1 where one text alone is right."""
+        return jnp.exp(jnp.sum(self.logp(params, rows), axis=1))
+
+    def programs(self, mesh: Mesh, batch_size: int, row_tokens: int) -> dict[str, Program]:
+        """The three functions of a run, for batches of one size."""
+        shapes = ((batch_size, row_tokens), (batch_size,), (batch_size,))
+        rows = tuple(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes)
+        rows = place(rows, leading(mesh, rows))
+        params = self.model.abstract_params(mesh)
+        opt_state = optim.abstract_state(self.optimizer, params, mesh)
+        layout = lambda tree: jax.tree.map(lambda x: x.sharding, tree)  # noqa: E731
+        whole = replicated(mesh, 0)
+        return {
+            "init": Program(self.optimizer.init, (params,), layout(opt_state)),
+            "step": Program(
+                self.step, (params, opt_state, rows), (layout(params), layout(opt_state), whole), donate=(0, 1)
+            ),
+            "probability": Program(self.probability, (params, rows), whole),
+        }
+
+
+def sft(config: Config, out: pathlib.Path, *, until: float = 1.0) -> float:
+    """Train and write the folder ``out``; see the module's text.
+
+    Returns:
+        Mean probability of the held-out answers at the end.
+
+    Raises:
+        ConfigError: bad input, before anything is compiled.
+    """
+    if config.eval.num_prompts == 0:
+        raise ConfigError("eval.num_prompts=0 must be at least 1: held-out questions tell how far training is")
+    use_cache(config.compilation_cache)
+    mesh = sharding.make_mesh(config.mesh)
+    source = pretrained.resolve(config.model.path)
+    tokenizer = source.tokenizer()
+    size, width = config.update.batch_size, config.sampling.max_completion_tokens
+    devices = sharding.num_data_shards(mesh)
+    if size % devices:
+        raise ConfigError(f"update.batch_size={size} must be a multiple of the {devices} devices it is split over")
+    train_set, held_out, _ = questions(config, tokenizer)
+    for row in (*train_set, *held_out):
+        answer_tokens(row.example, tokenizer, width)
+
+    model = Model(source.architecture(), config.model.compute_dtype, config.model.remat)
+    optimizer = optim.make(config.optimizer, config.num_iterations)
+    task = Supervised(model, optimizer, width, chunk=max(1, config.update.logp_chunk_tokens * devices // size))
+    compiled = compile_all(task.programs(mesh, size, config.row_tokens), mesh)
+    params = source.load_params(model, mesh, seed=config.seed)
+    opt_state = compiled["init"](params)
+    stream = PromptStream(train_set, config.prompts, seed=config.seed)
+
+    def rows(batch: PromptBatch) -> Rows:
+        made = answer_rows(batch, tokenizer, width)
+        return jax.device_put(made, leading(mesh, made))
+
+    def held_out_probability() -> float:
+        found: list[float] = []
+        for start in range(0, len(held_out), size):
+            index = [min(i, len(held_out) - 1) for i in range(start, start + size)]  # the last batch is filled up
+            found += compiled["probability"](params, rows(batch_of(held_out, index, start))).tolist()
+        return float(np.mean(found[: len(held_out)]))
+
+    started, reached = time.monotonic(), 0.0
+    for number in range(1, config.num_iterations + 1):
+        params, opt_state, loss = compiled["step"](params, opt_state, rows(stream.next_batch(size)))
+        last = number == config.num_iterations
+        if last or (config.eval.every_iterations and number % config.eval.every_iterations == 0):
+            reached = held_out_probability()
+            line = f"step {number} | loss {float(loss):.3f} | held-out answers {reached:.3f}"
+            print(f"{line} | {time.monotonic() - started:.0f} s", flush=True)
+            if reached >= until:
+                break
+    hf.export(params, model, tokenizer, out)
+    return reached
+
+
+def main() -> None:
+    if not 0.0 < UNTIL.value <= 1.0:
+        raise ConfigError(f"--until={UNTIL.value} must be more than 0 and at most 1")
+    out = pathlib.Path(OUT.value)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out={out} cannot be a folder: {error.strerror}") from error
+    sft(freeze(CONFIG.value), out, until=UNTIL.value)
+    print(f"model  {out}  (Hugging Face folder, for model.path)")
+
+
+if __name__ == "__main__":
+    CONFIG = config_flags.DEFINE_config_file("config", None, "Python file with get_config().")
+    OUT = flags.DEFINE_string("out", None, "Folder to write.")
+    UNTIL = flags.DEFINE_float("until", 1.0, "Stop where held-out answers have this probability.")
+    flags.mark_flags_as_required(["config", "out"])
+    cli.run(main)

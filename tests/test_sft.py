@@ -1,0 +1,131 @@
+"""Supervised fine-tuning: rows and loss by hand, and a folder that holds what was learned."""
+
+import json
+import pathlib
+
+import jax
+import numpy as np
+import optax
+import pytest
+from building import ONE, TINY, learner_params, mesh_of
+from command_line import run_command
+
+from jaxrl_llm import sharding
+from jaxrl_llm.config import ConfigError, freeze
+from jaxrl_llm.models import pretrained
+from jaxrl_llm.models.transformer import Model
+from jaxrl_llm.sft import Supervised, answer_rows, answer_tokens, sft
+from jaxrl_llm.tokenizer import ByteTokenizer
+from jaxrl_llm.types import Example, PromptBatch
+
+END = ByteTokenizer.eos_ids[0]
+
+
+def batch(*pairs, width=6):
+    """Questions and answers as a batch whose prompts are ``width`` wide."""
+    tokens = np.zeros((len(pairs), width), np.int32)
+    for row, (question, _) in enumerate(pairs):
+        tokens[row, : len(question)] = list(question.encode())
+    length = np.array([len(question) for question, _ in pairs], np.int32)
+    examples = tuple(Example(question, {"answer": answer}) for question, answer in pairs)
+    return PromptBatch(tokens, length, np.arange(len(pairs), dtype=np.int32), examples)
+
+
+def test_a_row_is_question_answer_and_end():
+    tokens, prompt_length, length = answer_rows(batch(("1+2=", "3"), ("7+8=", "15")), ByteTokenizer(), 4)
+    assert tokens.tolist() == [
+        [*b"1+2=3", END, 0, 0, 0, 0],
+        [*b"7+8=15", END, 0, 0, 0],
+    ]
+    assert prompt_length.tolist() == [4, 4] and length.tolist() == [6, 7]
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({}, "file:3: column answer=None must be a text"),
+        ({"answer": 3}, "file:3: column answer=3 must be a text"),
+        ({"answer": "abcd"}, "file:3: 5 tokens of answer and end are over sampling.max_completion_tokens=4"),
+    ],
+)
+def test_an_answer_that_cannot_be_learned_is_named(columns, message):
+    with pytest.raises(ConfigError, match=message):
+        answer_tokens(Example("?", columns, "file:3"), ByteTokenizer(), 4)
+
+
+def test_the_loss_is_the_cross_entropy_of_answer_and_end_alone():
+    model = Model(TINY, remat="none")
+    params = learner_params(model, mesh_of(ONE))
+    rows = answer_rows(batch(("1+2=", "3"), ("70+8=", "78")), ByteTokenizer(), 4)
+    task = Supervised(model, optax.sgd(0.1), width=4, chunk=2)
+
+    # Oracle: the whole softmax in float64 at every position, from the model's hidden states.
+    tokens, prompt_length, length = rows
+    positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
+    hidden, _ = jax.jit(model.forward)(params, tokens, positions)
+    logits = np.asarray(hidden, np.float64) @ np.asarray(model.head(params), np.float64)
+    logp = [[], []]
+    for row in range(2):
+        for at in range(prompt_length[row], length[row]):
+            z = logits[row, at - 1]
+            logp[row].append(z[tokens[row, at]] - z.max() - np.log(np.exp(z - z.max()).sum()))
+    assert [len(some) for some in logp] == [2, 3]
+    expected = -sum(map(sum, logp)) / 5
+    np.testing.assert_allclose(jax.jit(task.probability)(params, rows), [np.exp(sum(some)) for some in logp], rtol=1e-4)
+
+    state = task.optimizer.init(params)
+    step = jax.jit(task.step)
+    params, state, loss = step(params, state, rows)
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    assert step(params, state, rows)[2] < loss
+
+
+def settings(folder, **more):
+    lines = [json.dumps({"prompt": f"Question {i:02d}:", "answer": "yes"}) for i in range(40)]
+    (folder / "questions.jsonl").write_text("\n".join(lines) + "\n")
+    return {
+        "num_iterations": 60,
+        "model": {"remat": "none"},
+        "prompts": {"source": "jsonl", "name": str(folder / "questions.jsonl"), "chat_template": False},
+        "sampling": {"max_completion_tokens": 4},
+        "update": {"batch_size": 16, "micro_batch_size": 16},
+        "optimizer": {"learning_rate": 1e-2},
+        "eval": {"num_prompts": 10, "every_iterations": 20},
+    } | more
+
+
+def test_what_is_learned_is_in_the_folder(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(sharding, "make_mesh", lambda _: mesh_of(ONE))
+    config = freeze(settings(tmp_path))
+    reached = sft(config, tmp_path / "model", until=0.5)
+    assert reached >= 0.5  # by chance 260^-4
+    steps = [line for line in capfd.readouterr().out.splitlines() if line.startswith("step")]
+    assert 1 <= len(steps) <= 3 and f"{reached:.3f}" in steps[-1]
+
+    source = pretrained.resolve(str(tmp_path / "model"))
+    tokenizer, mesh = source.tokenizer(), mesh_of(ONE)
+    assert tokenizer.eos_ids == (END,) and tokenizer.encode("yes") == list(b"yes")
+    model = Model(source.architecture())
+    params = source.load_params(model, mesh, seed=0)
+    question = np.array([list(b"Question 99:")], np.int32)
+    hidden, _ = jax.jit(model.forward)(params, question, np.arange(question.shape[1], dtype=np.int32)[None])
+    assert jax.nn.softmax(hidden[0, -1] @ model.head(params))[ord("y")] > 0.5
+
+
+def test_bad_input_is_one_line(tmp_path, monkeypatch, capfd):
+    path = pathlib.Path(__file__).parents[1] / "configs" / "study_arithmetic_sft.py"
+
+    def command(*arguments):
+        given = (f"--config={path}", f"--out={tmp_path / 'out'}", *arguments)
+        done = run_command("sft", *given, monkeypatch=monkeypatch, capfd=capfd)
+        assert done.status == 2 and done.err.count("\n") == 1
+        return done.err
+
+    assert "--until=0.0 must be more than 0 and at most 1" in command("--until=0.0")
+    assert "eval.num_prompts=0 must be at least 1" in command("--config.eval.num_prompts=0")
+    assert "over sampling.max_completion_tokens=2" in command("--config.sampling.max_completion_tokens=2")
+    assert "update.batch_size=4 must be a multiple of the 8 devices" in command(
+        "--config.update.batch_size=4", "--config.update.micro_batch_size=4"
+    )
+    with pytest.raises(ConfigError, match="column answer=None"):
+        sft(freeze(settings(tmp_path) | {"prompts": {"source": "letters"}}), tmp_path)
