@@ -3,7 +3,7 @@
     python -m jaxrl_llm.sft --config=configs/study_arithmetic_sft.py --out=runs/study_model --until=0.25
     python -m jaxrl_llm.train --config=configs/study_arithmetic.py --workdir=runs/study
 
-TIME
+The sums of three digits are 1000 questions, of which one in eight is never trained on (prompts.name).
 """
 
 from jaxrl_llm.config import defaults

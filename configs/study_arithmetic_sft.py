@@ -2,7 +2,8 @@
 
     python -m jaxrl_llm.sft --config=configs/study_arithmetic_sft.py --out=runs/study_model --until=0.25
 
-TIME
+Half a minute on 2 cores, most of it compiling: 90 steps, after which the model gives 0.25 of its probability to the
+right answers of questions it has not seen. `--until` stops there.
 """
 
 from jaxrl_llm.config import defaults

@@ -147,6 +147,11 @@ METRICS: dict[str, Metric] = {
     "eval/pass_rate": Metric(
         "fraction", "Held-out completions with reward at least rewards.pass_threshold, over those that got a score."
     ),
+    "eval/pass_any_rate": Metric(
+        "fraction",
+        "Held-out questions with at least one passing completion among eval.num_samples (pass@num_samples), over those "
+        "whose completions all got a score.",
+    ),
     "eval/completion_length_tokens": Metric("tokens", "Completion length with EOS, mean over held-out completions."),
 }
 

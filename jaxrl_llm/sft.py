@@ -13,7 +13,6 @@ Owns: rows of questions and answers, this loop. Does not know: the model, its lo
 from __future__ import annotations
 
 import dataclasses
-import functools
 import pathlib
 import time
 from typing import Any
@@ -23,17 +22,20 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from absl import flags
+from jax.sharding import Mesh
 from ml_collections import config_flags
 
 from jaxrl_llm import cli, optim, sharding
+from jaxrl_llm.assembly import place
 from jaxrl_llm.config import Config, ConfigError, SamplingConfig, freeze
 from jaxrl_llm.evaluate import questions
 from jaxrl_llm.models import hf, pretrained
 from jaxrl_llm.models.policy import row_logp
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.ops.masks import completion_mask
-from jaxrl_llm.programs import use_cache
+from jaxrl_llm.programs import Program, compile_all, use_cache
 from jaxrl_llm.prompts import PromptStream, batch_of
+from jaxrl_llm.sharding import leading, replicated
 from jaxrl_llm.types import Example, PromptBatch
 
 PLAIN = SamplingConfig()  # the model's own distribution: no temperature, no filter
@@ -89,17 +91,32 @@ class Supervised:
         count = jnp.sum(completion_mask(prompt_length, length, tokens.shape[1]))
         return -jnp.sum(self.logp(params, rows, remat=True)) / count
 
-    @functools.partial(jax.jit, static_argnums=0, donate_argnums=(1, 2))
     def step(self, params: Any, opt_state: Any, rows: Rows) -> tuple[Any, Any, jax.Array]:
         """One optimizer step; also the loss before it."""
         value, gradient = jax.value_and_grad(self.loss)(params, rows)
         updates, opt_state = self.optimizer.update(gradient, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, value
 
-    @functools.partial(jax.jit, static_argnums=0)
     def probability(self, params: Any, rows: Rows) -> jax.Array:
         """Probability of each row's whole answer [B]: the pass rate at temperature 1 where one text alone is right."""
         return jnp.exp(jnp.sum(self.logp(params, rows), axis=1))
+
+    def programs(self, mesh: Mesh, batch_size: int, row_tokens: int) -> dict[str, Program]:
+        """The three functions of a run, for batches of one size."""
+        shapes = ((batch_size, row_tokens), (batch_size,), (batch_size,))
+        rows = tuple(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes)
+        rows = place(rows, leading(mesh, rows))
+        params = self.model.abstract_params(mesh)
+        opt_state = optim.abstract_state(self.optimizer, params, mesh)
+        layout = lambda tree: jax.tree.map(lambda x: x.sharding, tree)  # noqa: E731
+        whole = replicated(mesh, 0)
+        return {
+            "init": Program(self.optimizer.init, (params,), layout(opt_state)),
+            "step": Program(
+                self.step, (params, opt_state, rows), (layout(params), layout(opt_state), whole), donate=(0, 1)
+            ),
+            "probability": Program(self.probability, (params, rows), whole),
+        }
 
 
 def sft(config: Config, out: pathlib.Path, *, until: float = 1.0) -> float:
@@ -117,11 +134,8 @@ def sft(config: Config, out: pathlib.Path, *, until: float = 1.0) -> float:
     mesh = sharding.make_mesh(config.mesh)
     source = pretrained.resolve(config.model.path)
     tokenizer = source.tokenizer()
-    size, width, devices = (
-        config.update.batch_size,
-        config.sampling.max_completion_tokens,
-        sharding.num_data_shards(mesh),
-    )
+    size, width = config.update.batch_size, config.sampling.max_completion_tokens
+    devices = sharding.num_data_shards(mesh)
     if size % devices:
         raise ConfigError(f"update.batch_size={size} must be a multiple of the {devices} devices it is split over")
     train_set, held_out, _ = questions(config, tokenizer)
@@ -131,35 +145,32 @@ def sft(config: Config, out: pathlib.Path, *, until: float = 1.0) -> float:
     model = Model(source.architecture(), config.model.compute_dtype, config.model.remat)
     optimizer = optim.make(config.optimizer, config.num_iterations)
     task = Supervised(model, optimizer, width, chunk=max(1, config.update.logp_chunk_tokens * devices // size))
+    compiled = compile_all(task.programs(mesh, size, config.row_tokens), mesh)
     params = source.load_params(model, mesh, seed=config.seed)
-    opt_state = jax.jit(optimizer.init)(params)
+    opt_state = compiled["init"](params)
     stream = PromptStream(train_set, config.prompts, seed=config.seed)
 
     def rows(batch: PromptBatch) -> Rows:
         made = answer_rows(batch, tokenizer, width)
-        return jax.device_put(made, sharding.leading(mesh, made))
+        return jax.device_put(made, leading(mesh, made))
 
     def held_out_probability() -> float:
         found: list[float] = []
         for start in range(0, len(held_out), size):
             index = [min(i, len(held_out) - 1) for i in range(start, start + size)]  # the last batch is filled up
-            found += task.probability(params, rows(batch_of(held_out, index, start))).tolist()
+            found += compiled["probability"](params, rows(batch_of(held_out, index, start))).tolist()
         return float(np.mean(found[: len(held_out)]))
 
     started, reached = time.monotonic(), 0.0
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        for number in range(1, config.num_iterations + 1):
-            params, opt_state, loss = task.step(params, opt_state, rows(stream.next_batch(size)))
-            last = number == config.num_iterations
-            if last or (config.eval.every_iterations and number % config.eval.every_iterations == 0):
-                reached = held_out_probability()
-                spent = time.monotonic() - started
-                print(
-                    f"step {number} | loss {float(loss):.3f} | held-out answers {reached:.3f} | {spent:.0f} s",
-                    flush=True,
-                )
-                if reached >= until:
-                    break
+    for number in range(1, config.num_iterations + 1):
+        params, opt_state, loss = compiled["step"](params, opt_state, rows(stream.next_batch(size)))
+        last = number == config.num_iterations
+        if last or (config.eval.every_iterations and number % config.eval.every_iterations == 0):
+            reached = held_out_probability()
+            line = f"step {number} | loss {float(loss):.3f} | held-out answers {reached:.3f}"
+            print(f"{line} | {time.monotonic() - started:.0f} s", flush=True)
+            if reached >= until:
+                break
     hf.export(params, model, tokenizer, out)
     return reached
 

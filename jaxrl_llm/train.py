@@ -198,6 +198,7 @@ def train(config: Config, workdir: pathlib.Path, *, allow_config_changes: bool =
                 pass_rate = result["pass_rate"]
                 values["eval/pass_rate"] = pass_rate
                 values["eval/completion_length_tokens"] = result["completion_length_tokens"]
+                values["eval/pass_any_rate"] = result["pass_at_k"][str(config.eval.num_samples)]
             values["compile/recompiles_after_warmup"] = recompiles.after_warmup()
             values["time/iteration_s"] = time.monotonic() - t0
             metrics.write(iteration, values)

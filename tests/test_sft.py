@@ -10,6 +10,7 @@ import pytest
 from building import ONE, TINY, learner_params, mesh_of
 from command_line import run_command
 
+from jaxrl_llm import sharding
 from jaxrl_llm.config import ConfigError, freeze
 from jaxrl_llm.models import pretrained
 from jaxrl_llm.models.transformer import Model
@@ -53,7 +54,7 @@ def test_an_answer_that_cannot_be_learned_is_named(columns, message):
 
 
 def test_the_loss_is_the_cross_entropy_of_answer_and_end_alone():
-    model = Model(TINY)
+    model = Model(TINY, remat="none")
     params = learner_params(model, mesh_of(ONE))
     rows = answer_rows(batch(("1+2=", "3"), ("70+8=", "78")), ByteTokenizer(), 4)
     task = Supervised(model, optax.sgd(0.1), width=4, chunk=2)
@@ -70,12 +71,13 @@ def test_the_loss_is_the_cross_entropy_of_answer_and_end_alone():
             logp[row].append(z[tokens[row, at]] - z.max() - np.log(np.exp(z - z.max()).sum()))
     assert [len(some) for some in logp] == [2, 3]
     expected = -sum(map(sum, logp)) / 5
-    np.testing.assert_allclose(task.probability(params, rows), [np.exp(sum(some)) for some in logp], rtol=1e-4)
+    np.testing.assert_allclose(jax.jit(task.probability)(params, rows), [np.exp(sum(some)) for some in logp], rtol=1e-4)
 
     state = task.optimizer.init(params)
-    params, state, loss = task.step(params, state, rows)
+    step = jax.jit(task.step)
+    params, state, loss = step(params, state, rows)
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
-    assert task.step(params, state, rows)[2] < loss
+    assert step(params, state, rows)[2] < loss
 
 
 def settings(folder, **more):
@@ -83,6 +85,7 @@ def settings(folder, **more):
     (folder / "questions.jsonl").write_text("\n".join(lines) + "\n")
     return {
         "num_iterations": 60,
+        "model": {"remat": "none"},
         "prompts": {"source": "jsonl", "name": str(folder / "questions.jsonl"), "chat_template": False},
         "sampling": {"max_completion_tokens": 4},
         "update": {"batch_size": 16, "micro_batch_size": 16},
@@ -91,7 +94,8 @@ def settings(folder, **more):
     } | more
 
 
-def test_what_is_learned_is_in_the_folder(tmp_path, capfd):
+def test_what_is_learned_is_in_the_folder(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(sharding, "make_mesh", lambda _: mesh_of(ONE))
     config = freeze(settings(tmp_path))
     reached = sft(config, tmp_path / "model", until=0.5)
     assert reached >= 0.5  # by chance 260^-4
@@ -102,9 +106,10 @@ def test_what_is_learned_is_in_the_folder(tmp_path, capfd):
     tokenizer, mesh = source.tokenizer(), mesh_of(ONE)
     assert tokenizer.eos_ids == (END,) and tokenizer.encode("yes") == list(b"yes")
     model = Model(source.architecture())
-    task = Supervised(model, optax.identity(), width=4, chunk=4)
-    rows = answer_rows(batch(("Question 99:", "yes"), width=16), tokenizer, 4)
-    assert task.probability(source.load_params(model, mesh, seed=0), rows)[0] > 0.3
+    params = source.load_params(model, mesh, seed=0)
+    question = np.array([list(b"Question 99:")], np.int32)
+    hidden, _ = jax.jit(model.forward)(params, question, np.arange(question.shape[1], dtype=np.int32)[None])
+    assert jax.nn.softmax(hidden[0, -1] @ model.head(params))[ord("y")] > 0.5
 
 
 def test_bad_input_is_one_line(tmp_path, monkeypatch, capfd):
