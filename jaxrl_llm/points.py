@@ -38,8 +38,7 @@ class Sweep:
         points: a point that is there twice is run once.
         metrics: shown as curves and, by their last and best values, in the table.
         lower_is_better: those metrics, ``x_axis`` and ``pareto`` ones included, of which less is better.
-        x_axis: "iteration", or a metric that says what an iteration cost (tokens, seconds): curves are drawn over its
-            running sum too, which stands for it in the table, in ``thresholds`` and in ``pareto``.
+        x_axis: "iteration", or a metric that only grows (time/compute_rollouts, say): curves are drawn over it too.
         facet: a setting; one picture for each of its values instead of one for all points. "" = one picture.
         thresholds: {metric: value}; the table tells where on the x-axis the metric first reaches the value.
         pareto: (metric across, metric up) of each plot of last values against each other.

@@ -109,8 +109,6 @@ def write_results(
     for name, (point, config) in points.items():
         rows = rows_of(folder / name)
         done = rows[-1]["iteration"] if rows else 0
-        if sweep.x_axis != sweep_report.ITERATION:
-            rows = sweep_report.with_running_sum(rows, sweep.x_axis)
         status = "finished" if done >= config.num_iterations else "failed" if name in failed else "unfinished"
         runs.append(sweep_report.Run(name, point, status if rows or name in failed else "", rows))
     sweep_report.write_table(folder / "table.csv", runs, sweep)

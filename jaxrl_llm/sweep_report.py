@@ -47,12 +47,6 @@ class Band:
     high: np.ndarray
 
 
-def with_running_sum(rows: Sequence[Mapping[str, Any]], name: str) -> list[dict[str, Any]]:
-    """The rows with the metric's running sum in place of the metric; a row without it adds nothing."""
-    sums = itertools.accumulate(row.get(name) or 0 for row in rows)
-    return [{**row, name: total} for row, total in zip(rows, sums, strict=True)]
-
-
 # ---- figures ---------------------------------------------------------------------------------------------------
 
 
