@@ -115,7 +115,7 @@ class Run:
     def _init_critic(self) -> Critic | None:
         if not self.config.has_critic:
             return None
-        head = values.new_head(self.model.arch.width, self.update.support)
+        head = values.new_head(self.model.arch.width, self.update.bins)
         return Critic(head, self.update.critic_optimizer.init(head))
 
     def _init_ring(self) -> RingState:
@@ -139,10 +139,8 @@ class Run:
 
     def _values(self, state: TrainState, rollout: Rollout) -> jax.Array:
         """What the critic expects at each token of fresh rollouts, [B,S]."""
-        value = lambda rows, unit: self.update.predict_values(  # noqa: E731
-            state.params, state.critic.head, rows, group_size=unit
-        )
-        return self._by_micro_batch(value, rollout)
+        predict = functools.partial(self.update.predict_values, state.params, state.critic.head)
+        return self._by_micro_batch(lambda rows, unit: predict(rows, group_size=unit), rollout)
 
     def _by_micro_batch(self, look: Callable[[Rollout, int], jax.Array], rollout: Rollout) -> jax.Array:
         """``look(rows, group_size)`` [b,S] at all fresh rollouts, [B,S], as many at a time as in an update."""

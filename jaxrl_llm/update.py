@@ -223,16 +223,16 @@ class Update:
         )
 
     @property
-    def support(self) -> values.Support:
+    def bins(self) -> values.Bins:
         """How a value head's outputs become values."""
-        return values.Support(self.objective.value_bins, self.objective.value_low, self.objective.value_high)
+        return values.Bins(self.objective.value_bins, self.objective.value_low, self.objective.value_high)
 
     def predict_values(self, params: Any, head: Any, rollout: Rollout, *, group_size: int = 1) -> jax.Array:
         """What the critic expects at each token of rows, [B,S] f32 in units of reward, 0.0 off the completion."""
         # The log-probs are not used, and the compiler leaves them out.
         outputs = self.logp(params, rollout, group_size=group_size, head=head)[2]
         mask = completion_mask(rollout.prompt_length, rollout.length, rollout.tokens.shape[1])
-        return jnp.where(mask, values.expected_value(outputs, self.support), 0.0)
+        return jnp.where(mask, values.expected_value(outputs, self.bins), 0.0)
 
     def _loss(self, weights, rows: Experience, weight_BS, moment: Moment) -> tuple[jax.Array, dict[str, jax.Array]]:
         rollout, objective = rows.rollout, self.objective
@@ -305,9 +305,9 @@ class Update:
         keep = lambda x: None if x is None else jnp.where(mask, x, 0.0)  # noqa: E731
         returns = keep(rows.returns)
         loss = values.value_loss(
-            outputs, returns, self.support, old_value=keep(rows.value), clip=self.objective.value_clip
+            outputs, returns, self.bins, old_value=keep(rows.value), clip=self.objective.value_clip
         )
-        error = keep(returns - values.expected_value(outputs, self.support))
+        error = keep(returns - values.expected_value(outputs, self.bins))
         return keep(loss), {
             "value_loss_sum": jnp.sum(keep(loss)),
             "return_sum": jnp.sum(returns),

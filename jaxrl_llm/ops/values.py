@@ -18,21 +18,21 @@ import jax.numpy as jnp
 SIGMA_BINS = 0.75
 
 
-class Support(NamedTuple):
+class Bins(NamedTuple):
     """How a head's outputs become a value; Python constants.
 
     Attributes:
-        bins: m; 0 = one output, which is the value. Otherwise logits of equal bins between ``low`` and ``high``.
+        count: m; 0 = one output, which is the value. Otherwise logits of equal bins between ``low`` and ``high``.
     """
 
-    bins: int
+    count: int
     low: float
     high: float
 
     @property
     def edges(self) -> jax.Array:
         """[m + 1] f32."""
-        return jnp.linspace(self.low, self.high, self.bins + 1, dtype=jnp.float32)
+        return jnp.linspace(self.low, self.high, self.count + 1, dtype=jnp.float32)
 
     @property
     def centres(self) -> jax.Array:
@@ -77,9 +77,9 @@ def lambda_returns(
     return returns_TB.T
 
 
-def new_head(width: int, support: Support) -> dict[str, jax.Array]:
-    """A head of zeros, "kernel" [D, m] and "bias" [m] f32: it predicts 0, or the middle of its support."""
-    outputs = max(support.bins, 1)
+def new_head(width: int, bins: Bins) -> dict[str, jax.Array]:
+    """A head of zeros, "kernel" [D, m] and "bias" [m] f32: it predicts 0, or the middle of its bins."""
+    outputs = max(bins.count, 1)
     return {"kernel": jnp.zeros((width, outputs), jnp.float32), "bias": jnp.zeros(outputs, jnp.float32)}
 
 
@@ -97,34 +97,34 @@ def head_outputs(head: dict[str, jax.Array], hidden: jax.Array, *, gradient_shar
     return _matmul(hidden, head["kernel"]) + _last(head["bias"], hidden.ndim)
 
 
-def expected_value(outputs: jax.Array, support: Support) -> jax.Array:
+def expected_value(outputs: jax.Array, bins: Bins) -> jax.Array:
     """The value [...] f32 of a head's outputs [..., m]: the output itself, or the mean of the bins' distribution.
 
     V = sum_i softmax(outputs)_i centre_i
     """
-    if not support.bins:
+    if not bins.count:
         return outputs[..., 0]
-    return _matmul(jax.nn.softmax(outputs), support.centres)
+    return _matmul(jax.nn.softmax(outputs), bins.centres)
 
 
-def hl_gauss_target(target: jax.Array, support: Support) -> jax.Array:
+def hl_gauss_target(target: jax.Array, bins: Bins) -> jax.Array:
     """Mass of a Gaussian about each target in each bin, [..., m] f32, which sums to 1.
 
         p_i = (F(edge_{i+1}) - F(edge_i)) / (F(high) - F(low)),   F = CDF of N(target, (0.75 bin widths)^2)
 
-    A target outside of the support counts as its nearer end. The mean of p is the target within a bin width: inside,
+    A target outside of the bins counts as its nearer end. The mean of p is the target within a bin width: inside,
     two bins or more from an end, nearly exactly; at an end 0.6 bin widths within, for half of the Gaussian is cut off.
 
     Source: Farebrother et al. 2024, arXiv:2403.03950, section 3.1 (0.75 as recalled).
     """
-    sigma = SIGMA_BINS * (support.high - support.low) / support.bins
-    target = jnp.clip(target, support.low, support.high)
-    cdf = jax.scipy.special.ndtr((_last(support.edges, target.ndim + 1) - target[..., None]) / sigma)
+    sigma = SIGMA_BINS * (bins.high - bins.low) / bins.count
+    target = jnp.clip(target, bins.low, bins.high)
+    cdf = jax.scipy.special.ndtr((_last(bins.edges, target.ndim + 1) - target[..., None]) / sigma)
     return (cdf[..., 1:] - cdf[..., :-1]) / (cdf[..., -1:] - cdf[..., :1])
 
 
 def value_loss(
-    outputs: jax.Array, target: jax.Array, support: Support, *, old_value: jax.Array | None = None, clip: float = 0.0
+    outputs: jax.Array, target: jax.Array, bins: Bins, *, old_value: jax.Array | None = None, clip: float = 0.0
 ) -> jax.Array:
     """Loss of each token's prediction against its return.
 
@@ -136,7 +136,7 @@ def value_loss(
     Args:
         outputs: [B, T, m] f32 of the head, finite.
         target: [B, T] f32 returns G, finite; a constant.
-        support: of the outputs.
+        bins: of the outputs.
         old_value: [B, T] f32, the predictions that the returns were made with; for ``clip`` above 0.
         clip: how far from the old value a prediction gains from moving, in units of reward; 0 = any distance.
 
@@ -145,9 +145,9 @@ def value_loss(
 
     Source: the clip, Schulman et al. 2017's code (openai/baselines, ppo2); cross-entropy, arXiv:2403.03950.
     """
-    if support.bins:
-        return -jnp.sum(hl_gauss_target(target, support) * jax.nn.log_softmax(outputs), axis=-1)
-    value = expected_value(outputs, support)
+    if bins.count:
+        return -jnp.sum(hl_gauss_target(target, bins) * jax.nn.log_softmax(outputs), axis=-1)
+    value = expected_value(outputs, bins)
     error = jnp.square(value - target)
     if clip:
         near = old_value + jnp.clip(value - old_value, -clip, clip)

@@ -222,8 +222,13 @@ def test_a_prediction_of_the_row_itself_does_not_touch_its_own_advantage():
     assert (np.abs(other[1:] - advantage[1:]) > 1).all()
 
 
+def test_before_a_critic_compares_it_the_reward_is_taken_as_it_is():
+    reward, group, valid = [1, 0.5, 7, 1], [0, 0, 1, 1], np.array([True, True, False, True])
+    np.testing.assert_array_equal(advantages(reward, group, "gae", valid), [1, 0.5, 0, 1])
+
+
 def test_unknown_kind_is_named_and_the_others_are_those_of_the_config():
     with pytest.raises(ValueError, match="'ppo'") as error:
         advantages([1, 0], [0, 0], "ppo")
-    assert set(KINDS) == set(limits.CHOICES["credit.advantage"])
+    assert {*KINDS, "gae"} == set(limits.CHOICES["credit.advantage"])
     assert all(f"'{kind}'" in str(error.value) for kind in KINDS)

@@ -7,9 +7,9 @@ import pytest
 from reference import values as oracle
 
 from jaxrl_llm.ops import values
-from jaxrl_llm.ops.values import Support
+from jaxrl_llm.ops.values import Bins
 
-SCALAR, BINS = Support(0, 0.0, 1.0), Support(20, -0.5, 1.5)
+SCALAR, BINS = Bins(0, 0.0, 1.0), Bins(20, -0.5, 1.5)
 # Jitted as the program has them, and for one compilation in place of one per operation.
 lambda_returns = jax.jit(values.lambda_returns)
 head_outputs = jax.jit(values.head_outputs)
@@ -71,9 +71,9 @@ def test_returns_read_nothing_off_the_mask():
 
 def test_a_new_head_predicts_zero_or_the_middle_and_passes_on_a_share_of_its_gradient():
     hidden = np.random.default_rng(0).normal(size=(3, 5, 4)).astype(np.float32)
-    for support, expected in ((SCALAR, 0.0), (BINS, 0.5)):
-        outputs = head_outputs(values.new_head(4, support), hidden)
-        np.testing.assert_allclose(expected_value(outputs, support), expected, atol=1e-6)
+    for bins, expected in ((SCALAR, 0.0), (BINS, 0.5)):
+        outputs = head_outputs(values.new_head(4, bins), hidden)
+        np.testing.assert_allclose(expected_value(outputs, bins), expected, atol=1e-6)
     head = {"kernel": np.arange(4, dtype=np.float32)[:, None], "bias": np.float32([0.5])}
 
     total = lambda head, hidden, share: jnp.sum(head_outputs(head, hidden, gradient_share=share))  # noqa: E731
@@ -100,7 +100,7 @@ def test_targets_are_the_gaussians_mass_in_each_bin_and_sum_to_one():
 
 
 def test_the_mean_of_a_target_is_the_target_within_a_bin():
-    width = (BINS.high - BINS.low) / BINS.bins
+    width = (BINS.high - BINS.low) / BINS.count
     targets = np.linspace(BINS.low, BINS.high, 101, dtype=np.float32)
     mean = np.asarray(hl_gauss_target(targets, BINS)) @ oracle.centres(*BINS)
     assert np.abs(mean - targets).max() < width
@@ -111,18 +111,18 @@ def test_the_mean_of_a_target_is_the_target_within_a_bin():
 # ---- losses
 
 
-@pytest.mark.parametrize(("support", "clip"), [(SCALAR, 0.0), (SCALAR, 0.2), (BINS, 0.0)])
-def test_losses_of_tokens_are_those_of_the_loops(support, clip):
+@pytest.mark.parametrize(("bins", "clip"), [(SCALAR, 0.0), (SCALAR, 0.2), (BINS, 0.0)])
+def test_losses_of_tokens_are_those_of_the_loops(bins, clip):
     rng = np.random.default_rng(4)
-    outputs = rng.normal(size=(5, 7, max(support.bins, 1))).astype(np.float32)
+    outputs = rng.normal(size=(5, 7, max(bins.count, 1))).astype(np.float32)
     target, old = rng.normal(0.5, 0.5, (2, 5, 7)).astype(np.float32)
-    actual = value_loss(outputs, target, support, old_value=old, clip=clip)
+    actual = value_loss(outputs, target, bins, old_value=old, clip=clip)
     expected = np.zeros((5, 7))
     for i in np.ndindex(5, 7):
-        expected[i] = oracle.loss(outputs[i], float(target[i]), *support, float(old[i]), clip)
+        expected[i] = oracle.loss(outputs[i], float(target[i]), *bins, float(old[i]), clip)
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
-    value = [[oracle.value(token, *support) for token in row] for row in outputs]
-    np.testing.assert_allclose(expected_value(outputs, support), value, rtol=1e-5, atol=1e-6)
+    value = [[oracle.value(token, *bins) for token in row] for row in outputs]
+    np.testing.assert_allclose(expected_value(outputs, bins), value, rtol=1e-5, atol=1e-6)
 
 
 def test_gradients_are_the_error_of_the_value_or_of_the_distribution():
@@ -134,7 +134,7 @@ def test_gradients_are_the_error_of_the_value_or_of_the_distribution():
     # Both have moved 0.5 from the old value: the second, towards its target, beyond the clip. The first overshot.
     np.testing.assert_allclose(gradient(outputs, old_value=old, clip=0.2)[..., 0], [[0.2, 0.0]], rtol=1e-6)
 
-    logits = rng.normal(size=(1, 2, BINS.bins)).astype(np.float32)
+    logits = rng.normal(size=(1, 2, BINS.count)).astype(np.float32)
     gradient = jax.grad(lambda x: jnp.sum(value_loss(x, target, BINS)))(logits)
     expected = [np.subtract(oracle.softmax(logits[0, t]), oracle.hl_gauss(target[0, t], *BINS)) for t in range(2)]
     np.testing.assert_allclose(gradient[0], expected, atol=1e-6)
@@ -144,14 +144,14 @@ def test_a_head_of_bins_is_calibrated_on_noisy_rewards_of_0_and_1():
     # Five states with success rates of their own; the targets are single draws, never a rate.
     rng, rates = np.random.default_rng(6), np.array([0.05, 0.3, 0.5, 0.8, 1.0])
     drawn = (rng.random((5, 400)) < rates[:, None]).astype(np.float32)
-    support = Support(25, -0.2, 1.2)
+    bins = Bins(25, -0.2, 1.2)
 
     def loss(logits):
-        outputs = jnp.broadcast_to(logits[:, None, :], (*drawn.shape, support.bins))
-        return jnp.mean(value_loss(outputs, drawn, support), axis=1).sum()
+        outputs = jnp.broadcast_to(logits[:, None, :], (*drawn.shape, bins.count))
+        return jnp.mean(value_loss(outputs, drawn, bins), axis=1).sum()
 
-    logits = np.zeros((5, support.bins), np.float32)
+    logits = np.zeros((5, bins.count), np.float32)
     descend = jax.jit(lambda x: jax.lax.fori_loop(0, 400, lambda _, x: x - 2.0 * jax.grad(loss)(x), x))
-    predicted = expected_value(descend(logits), support)
+    predicted = expected_value(descend(logits), bins)
     # It converges to the mean of what was drawn, no bin width (0.056) away.
     np.testing.assert_allclose(predicted, drawn.mean(axis=1), atol=0.01)
