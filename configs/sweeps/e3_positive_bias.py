@@ -2,7 +2,7 @@
 
     python -m jaxrl_llm.sweep --config=configs/sweeps/e3_positive_bias.py --workdir=runs/e3 --workers=2
 
-FINDING
+Not run yet: no finding.
 """
 
 import runpy

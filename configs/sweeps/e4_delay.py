@@ -2,7 +2,7 @@
 
     python -m jaxrl_llm.sweep --config=configs/sweeps/e4_delay.py --workdir=runs/e4 --workers=2
 
-FINDING
+Not run yet: no finding.
 """
 
 import runpy

@@ -2,7 +2,7 @@
 
     python -m jaxrl_llm.sweep --config=configs/sweeps/e5_learning_rate.py --workdir=runs/e5 --workers=2
 
-FINDING
+Not run yet: no finding.
 """
 
 import runpy

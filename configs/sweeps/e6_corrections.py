@@ -2,7 +2,7 @@
 
     python -m jaxrl_llm.sweep --config=configs/sweeps/e6_corrections.py --workdir=runs/e6 --workers=2
 
-FINDING
+Not run yet: no finding.
 """
 
 import runpy

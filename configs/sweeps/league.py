@@ -2,7 +2,7 @@
 
     python -m jaxrl_llm.sweep --config=configs/sweeps/league.py --workdir=runs/league --workers=2
 
-FINDING
+Not run yet: no finding.
 """
 
 import pathlib
