@@ -125,7 +125,8 @@ def assign(
     teaches = jnp.any(groups.member & (advantage != 0)[None, :], axis=1)
     sums["degenerate_groups"] = num_groups - jnp.sum(teaches, dtype=jnp.int32)
     old_value = scores.value if config.objective.value_clip else None
-    return Experience(rollout, reward, advantage_BS, trainable, ref_logp, returns_BS, old_value), sums
+    experience = Experience(rollout, reward, advantage_BS, trainable, ref_logp, returns=returns_BS, value=old_value)
+    return experience, sums
 
 
 class Memory:
