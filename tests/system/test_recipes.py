@@ -28,8 +28,7 @@ from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.types import OUTCOME_ERROR, OUTCOME_SCORE, STOP_EOS, STOP_LENGTH, Rewards, Rollout, Scores, TrainState
 
 FOLDER = pathlib.Path(__file__).parents[2] / "configs" / "recipes"
-# The laws of a critic are tested where it is: test_invariance.py, test_learning.py, test_update.py.
-RECIPES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "ppo")
+RECIPES = sorted(path.stem for path in FOLDER.glob("*.py"))
 
 SMALL = Architecture(vocab_size=32, width=8, num_layers=1, num_heads=2, num_kv_heads=1, head_size=4, ffn=16)
 PROMPT_TOKENS, COMPLETION_TOKENS = 4, 8
@@ -48,6 +47,7 @@ TIED = dict.fromkeys(RECIPES, "silent") | {
     "remix": "deaf",  # KL
     "spo": "deaf",  # the soft value is the reward, and the log-ratio must be 0
     "mssr": "heard",  # the baseline is the question's past
+    "ppo": "heard",  # the baseline is the critic's, and the whole batch's mean
     "poise": "heard",  # the baseline is a prediction
     "reinforce_pp": "heard",  # the baseline is the batch's mean
 }
@@ -90,12 +90,16 @@ class Iteration:
 
     def __init__(self, config, mesh):
         run = assemble(config, SMALL, (5,), mesh_of(mesh))
-        run = dataclasses.replace(run, optimizer=RECORDER, update=dataclasses.replace(run.update, optimizer=RECORDER))
+        update = dataclasses.replace(run.update, optimizer=RECORDER, critic_optimizer=RECORDER)
+        run = dataclasses.replace(run, optimizer=RECORDER, update=update)
         programs = run.programs()
         insert, update = programs["insert"].fn, programs["update"].fn
         self._empty_ring = jax.device_get(programs["init_ring"].fn())
 
         def both(state, ring, rows, iteration, key):
+            if run.config.has_critic:
+                rollout, scores, ref_logp = rows
+                rows = rollout, scores.replace(value=programs["values"].fn(state, rollout)), ref_logp
             ring, made = insert(ring, *rows, iteration)
             state, ring, used = update(state, ring, iteration, key)
             return state, ring, made, used
@@ -106,7 +110,11 @@ class Iteration:
         params = learner_params(self._run.model, self._run.mesh)
         average = jax.tree.map(jnp.copy, params) if self._run.config.keeps_average else None
         ring = jax.device_put(self._empty_ring, sharding.leading(self._run.mesh, self._empty_ring))
-        return TrainState(params, RECORDER.init(params), self._whole(np.int32(0)), average), ring
+        return TrainState(params, RECORDER.init(params), self._whole(np.int32(0)), average, self._critic()), ring
+
+    def _critic(self):
+        critic = self._run._init_critic()
+        return jax.device_put(critic, sharding.replicated(self._run.mesh, critic))
 
     def __call__(self, state, ring, rows, iteration=0):
         """State, ring, sums of the inserted rows and of the updates."""
