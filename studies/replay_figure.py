@@ -1,6 +1,8 @@
 """The figure and the table of docs/replay_study.md, from the runs of sweep E2.
 
-    python -m studies.replay_figure --runs=runs/e2 --out=docs/replay_study.svg
+    python -m studies.replay_figure --runs=runs/e2 --out=docs/replay_study.svg [--mu=1.05]
+
+With another mu the same runs are counted anew: what they did does not depend on it.
 
 Owns: what of the runs is shown. Does not know: how they were made (jaxrl_llm.sweep).
 """
@@ -20,14 +22,16 @@ BATCH, GROUP = 128, 8
 METRIC, COST = "eval/pass_rate", "time/compute_rollouts"
 
 
-def finished(folder: pathlib.Path) -> dict[tuple[int, int], list[Run]]:
-    """Finished runs by (replay ratio, ring in batches)."""
+def finished(folder: pathlib.Path, mu: float) -> dict[tuple[int, int], list[Run]]:
+    """Finished runs by (replay ratio, ring in batches), their compute counted with ``mu``."""
     arms = collections.defaultdict(list)
     for path in sorted(folder.glob("*/config.json")):
         config = json.loads(path.read_text())
         rows = read_metrics(path.parent)
         if rows and rows[-1]["iteration"] == config["num_iterations"]:
-            ratio = BATCH // (config["rollout"]["prompts_per_iteration"] * GROUP)
+            generated = config["rollout"]["prompts_per_iteration"] * GROUP
+            ratio = BATCH // generated
+            rows = [row | {COST: row["iteration"] * (BATCH + mu * generated)} for row in rows]
             arms[ratio, config["replay"]["capacity"] // BATCH].append(Run(path.parent.name, {}, "finished", rows))
     return dict(sorted(arms.items()))
 
@@ -60,8 +64,10 @@ def table(arms: dict[tuple[int, int], list[Run]]) -> str:
     for (ratio, batches), runs in arms.items():
         spent = max(row[COST] for row in runs[0].rows) / BATCH
         reached = [compute_to(run, threshold) for run in runs]
-        to = statistics.median(reached) if None not in reached else None
-        share = f"{to:.0f} | {to / spent:.0%}" if to else f"not by {sum(r is None for r in reached)} of {len(runs)} | "
+        times = [r for r in reached if r is not None]
+        to = statistics.median(times) if times else float("nan")
+        missed = f" (never: {len(runs) - len(times)} of {len(runs)})" if len(times) < len(runs) else ""
+        share = f"{to:.0f}{missed} | {to / spent:.0%}"
         entropy, train = (
             statistics.median(last_tenth(run, name) for run in runs)
             for name in ("update/entropy_nats", "rollout/pass_rate")
@@ -71,7 +77,7 @@ def table(arms: dict[tuple[int, int], list[Run]]) -> str:
     return "\n".join(lines)
 
 
-def draw(arms: dict[tuple[int, int], list[Run]], out: pathlib.Path) -> None:
+def draw(arms: dict[tuple[int, int], list[Run]], out: pathlib.Path, mu: float) -> None:
     """Held-out pass rate over compute: medians and quartiles over seeds, a panel for each ring."""
     import matplotlib
 
@@ -89,7 +95,7 @@ def draw(arms: dict[tuple[int, int], list[Run]], out: pathlib.Path) -> None:
                 colour = f"C{(1, 2, 4, 8, 16).index(ratio)}" if ratio in (1, 2, 4, 8, 16) else f"C{i}"
                 axes.plot(shown.x / BATCH, shown.median, color=colour, label=f"y = {ratio}, N = {batches} B")
                 axes.fill_between(shown.x / BATCH, shown.low, shown.high, color=colour, alpha=0.15, linewidth=0)
-            axes.set_xlabel("compute: trained + 5.28 generated, in batches")
+            axes.set_xlabel(f"compute: trained + {mu:g} generated, in batches")
             axes.legend(frameon=False, fontsize=8)
             axes.grid(alpha=0.3)
         figure.axes[0].set_ylabel("held-out pass rate")
@@ -100,13 +106,14 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--runs", type=pathlib.Path, required=True)
     parser.add_argument("--out", type=pathlib.Path, required=True)
+    parser.add_argument("--mu", type=float, default=5.28)
     given = parser.parse_args()
-    arms = finished(given.runs)
+    arms = finished(given.runs, given.mu)
     if not arms:
         raise SystemExit(f"--runs={given.runs} has no finished run")
     print(table(arms))
     given.out.parent.mkdir(parents=True, exist_ok=True)
-    draw(arms, given.out)
+    draw(arms, given.out, given.mu)
 
 
 if __name__ == "__main__":
