@@ -202,8 +202,8 @@ def test_runs_with_other_settings_are_refused(tmp_path):
     run(tmp_path, make_points([{"seed": 1}]))
     (name,) = make_points([{"seed": 1}])
     sweep_module.check_folders(tmp_path, make_points([{"seed": 1}], num_iterations=9))
-    with pytest.raises(ConfigError, match=f"{name} was run with other settings: update.clip_low 0.2 -> 0.1"):
-        sweep_module.check_folders(tmp_path, make_points([{"seed": 1}], update={"clip_low": 0.1}))
+    with pytest.raises(ConfigError, match=f"{name} was run with other settings: objective.clip_low 0.2 -> 0.1"):
+        sweep_module.check_folders(tmp_path, make_points([{"seed": 1}], objective={"clip_low": 0.1}))
 
 
 # ---- elsewhere, and the command -----------------------------------------------------------------------------------
