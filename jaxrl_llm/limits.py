@@ -207,14 +207,14 @@ def _combinations(c: Any):
         f"replay.positive_fraction={r.positive_fraction}: a delayed batch has one age",
     )
     yield (
-        c.num_slots <= c.rollouts_per_iteration + c.rollout.lookahead_prompts * c.rollout.group_size,
-        f"rollout.slots={c.rollout.slots} must be at most the "
-        f"{c.rollouts_per_iteration + c.rollout.lookahead_prompts * c.rollout.group_size} rollouts that can be open",
-    )
-    yield (
         c.rollout.group_size > 1 or c.credit.advantage in NEED_NO_SIBLINGS,
         f"rollout.group_size={c.rollout.group_size} must be at least 2 for credit.advantage={c.credit.advantage!r}, "
         f"which compares siblings; {', '.join(map(repr, NEED_NO_SIBLINGS))} do not",
+    )
+    yield (
+        c.num_slots <= c.rollouts_per_iteration + c.rollout.lookahead_prompts * c.rollout.group_size,
+        f"rollout.slots={c.rollout.slots} must be at most the "
+        f"{c.rollouts_per_iteration + c.rollout.lookahead_prompts * c.rollout.group_size} rollouts that can be open",
     )
     for name in ("positive_amplification", "entropy_reweighting"):
         value = getattr(c.credit, name)

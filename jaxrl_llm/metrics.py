@@ -83,7 +83,7 @@ METRICS: dict[str, Metric] = {
         for label in AGE_LABELS
     },
     **{
-        f"update/ess_frac_age_{label}": Metric("fraction", f"Effective sample size of tokens of age {label}, fraction.")
+        f"update/ess_frac_age_{label}": Metric("fraction", f"update/ess_frac over tokens of age {label} alone.")
         for label in AGE_LABELS
     },
     "update/correction_weight": Metric(

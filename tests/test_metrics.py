@@ -19,7 +19,7 @@ QUIET = MetricsConfig(tensorboard=False)
 
 def test_every_metric_is_named_by_stage_and_quantity_and_says_what_it_is():
     for name, metric in METRICS.items():
-        assert re.fullmatch(r"[a-z]+/[a-z_]+", name), name
+        assert re.fullmatch(r"[a-z]+/[a-z_]+(age_[0-9]+(-[0-9]+|\+)?)?", name), name
         assert metric.unit and metric.meaning.endswith("."), name
         if metric.unit == "fraction":
             assert " over " in metric.meaning or " over the " in metric.meaning, name

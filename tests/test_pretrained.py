@@ -50,7 +50,7 @@ def test_a_hub_id_is_downloaded(monkeypatch):
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("random:huge", "no such preset; allowed: .*random:debug, random:debug_wide"),
+        ("random:huge", "no such preset; allowed: .*random:debug, .*random:debug_wide"),
         ("none.gguf", "no such file"),
         ("./none", "is not there; allowed: a Hugging Face folder, a .gguf file, smollm2-135m-instruct"),
         ("", "is not there; allowed"),

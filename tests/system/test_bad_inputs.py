@@ -238,7 +238,7 @@ def test_config_file_that_is_none(text, named, tmp_path, refused):
     [
         ("rollout.group_size=four", ["rollout.group_size", "four"]),
         ("rollout.group_size=4.5", ["rollout.group_size", "4.5"]),
-        ("credit.advantage=gae", ["credit.advantage='gae'", "'leave_one_out'"]),
+        ("credit.advantage=none", ["credit.advantage='none'", "'leave_one_out'"]),
         ("optimizer.learning_rate=-1", ["optimizer.learning_rate=-1.0", "at least 0"]),
         ("sampling.temperature=nan", ["sampling.temperature=nan"]),
         ("rewards.functions=('none.py:f',)", ["rewards.functions", "none.py"]),
