@@ -85,7 +85,7 @@ def test_a_full_run_is_one_page_without_external_resources(tmp_path):
     assert page.tags.count("svg") == len(shown) + len(COMPUTE_CHARTS)
     for chart in shown:
         assert chart.title in page.text
-    assert "Clipped tokens<" not in text  # its title
+    assert "<figcaption>Clipped tokens <" not in text
     for colour in ("#010101", "#020202", "#030303"):
         assert colour not in text
     for name, metric in METRICS.items():
