@@ -5,6 +5,9 @@ import tempfile
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+if "xla_backend_optimization_level" not in os.environ.get("XLA_FLAGS", ""):
+    # Most of a test's time went to compiling what runs a few times: LLVM unoptimised halves it.
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
 if "PYTEST_XDIST_WORKER" not in os.environ:
     # One compilation cache for the session, the processes it starts included; gone with it.
     CACHE = tempfile.TemporaryDirectory(prefix="jaxrl_llm_tests_")
