@@ -280,6 +280,7 @@ def assemble(config: Config, arch: Architecture, eos_ids: tuple[int, ...], mesh:
             optimizer=optimizer,
             num_devices=shards,
             group_size=config.rows_per_draw,
+            line_tokens=config.line_tokens,
             objective=config.objective,
             critic_optimizer=critic_optimizer,
         ),

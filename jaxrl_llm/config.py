@@ -187,6 +187,10 @@ class UpdateConfig:
     batch_size: int = 64
     # Rollouts in one forward and backward pass, over all devices.
     micro_batch_size: int = 16
+    # Tokens in one such pass instead: rollouts are packed side by side in lines, with no padding between; 0 = padded.
+    micro_batch_tokens: int = 0
+    # Tokens of such a line, at least what one draw takes at full length; 0 = twice that.
+    pack_width: int = 0
     # Optimizer steps per iteration, all in one dispatch.
     updates_per_iteration: int = 1
     # Positions whose logits are live at once in the learner.
@@ -346,6 +350,16 @@ class Config:
     def rows_per_draw(self) -> int:
         """Neighbouring rows of an update batch that share a prompt."""
         return self.rollout.group_size if self.replay.unit == "group" else 1
+
+    @property
+    def draw_tokens(self) -> int:
+        """Tokens of the rows of one draw at full length, their prompt counted once."""
+        return self.prompts.max_tokens + self.rows_per_draw * self.sampling.max_completion_tokens
+
+    @property
+    def line_tokens(self) -> int:
+        """Width of the lines that an update batch is packed in; 0 = it is padded."""
+        return (self.update.pack_width or 2 * self.draw_tokens) if self.update.micro_batch_tokens else 0
 
     @property
     def keeps_reference(self) -> bool:

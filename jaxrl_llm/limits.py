@@ -105,6 +105,8 @@ BOUNDS = {
     "replay.shards": (0, math.inf, True),
     "update.batch_size": (1, math.inf, True),
     "update.micro_batch_size": (1, math.inf, True),
+    "update.pack_width": (0, math.inf, True),
+    "update.micro_batch_tokens": (0, math.inf, True),
     "update.updates_per_iteration": (1, math.inf, True),
     "update.logp_chunk_tokens": (1, math.inf, True),
     "update.max_sampler_learner_gap_nats": (0.0, math.inf, False),
@@ -249,6 +251,16 @@ def _combinations(c: Any):
         c.replay.unit == "rollout" or c.update.micro_batch_size % c.rollout.group_size == 0,
         f"update.micro_batch_size={c.update.micro_batch_size} must be a multiple of rollout.group_size="
         f"{c.rollout.group_size} for replay.unit='group'",
+    )
+    yield (
+        c.update.pack_width == 0 or (c.update.micro_batch_tokens > 0 and c.update.pack_width >= c.draw_tokens),
+        f"update.pack_width={c.update.pack_width} must be 0, or with update.micro_batch_tokens at least the "
+        f"{c.draw_tokens} tokens that one draw of replay.unit={c.replay.unit!r} takes at full length",
+    )
+    yield (
+        c.update.micro_batch_tokens % max(c.line_tokens, 1) == 0,
+        f"update.micro_batch_tokens={c.update.micro_batch_tokens} must be a multiple of the {c.line_tokens} tokens of "
+        f"a line (update.pack_width)",
     )
     yield (
         c.checkpoint.keep_best == 0 or c.eval.num_prompts > 0,

@@ -82,6 +82,11 @@ def check_divisible(config: Config, mesh: Mesh) -> None:
                 f"{path}={value} must be a multiple of {shards}: it is split over {num_shards} data-parallel devices, "
                 f"{ring_shards} ring shards and groups of {config.rows_per_draw}"
             )
+    if config.update.micro_batch_tokens % (ring_shards * max(config.line_tokens, 1)):
+        raise ConfigError(
+            f"update.micro_batch_tokens={config.update.micro_batch_tokens} must be a multiple of {ring_shards} ring "
+            f"shards x the {config.line_tokens} tokens of a line (update.pack_width)"
+        )
     if config.rollouts_per_iteration % (ring_shards * config.rows_per_draw):
         raise ConfigError(
             f"replay.shards={ring_shards} must divide the {config.rollouts_per_iteration} rollouts of an iteration, "

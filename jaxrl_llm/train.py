@@ -244,7 +244,8 @@ def describe(run: Run, source: pretrained.Source, num_train: int, num_held_out: 
         f"  group size             {config.rollout.group_size:>6}   {config.rollouts_per_iteration} rollouts generated",
         f"  update batch           {config.update.batch_size:>6}   x {config.update.updates_per_iteration} updates = "
         f"{per_iteration} trained, each rollout {per_iteration / config.rollouts_per_iteration:.1f} times",
-        f"  micro-batch            {config.update.micro_batch_size:>6}",
+        f"  micro-batch            {config.update.micro_batch_tokens or config.update.micro_batch_size:>6}"
+        + (f"   tokens, packed in lines of {config.line_tokens}" if config.line_tokens else ""),
         f"  ring                   {config.ring_capacity:>6}   {config.ring_capacity // config.rollouts_per_iteration} "
         f"iterations of rollouts, {ring_bytes / config.ring_capacity / 2**10:.1f} KiB each",
     ]

@@ -5,7 +5,7 @@ loss and every metric is a sum under one denominator of the whole batch, so micr
 order and devices change nothing beyond float rounding.
 
     scan over U:   draw a batch [M, b] -> weights of the whole batch
-      scan over micro-batches:   forward, backward, add gradients and sums
+      loop over micro-batches:   forward, backward, add gradients and sums
         log-probs -> old policy -> correction -> surrogate -> sum by weights -> divergence, entropy, critic
       clip, AdamW, step + 1
 
@@ -24,8 +24,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxrl_llm import micro_batches as cut
 from jaxrl_llm.config import ObjectiveConfig, SamplingConfig, UpdateConfig
-from jaxrl_llm.models.policy import row_logp
+from jaxrl_llm.micro_batches import MicroBatches
+from jaxrl_llm.models.policy import packed_logp, row_logp
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.ops import corrections, values
 from jaxrl_llm.ops.losses import aggregation_weights, kl_estimate, reference_share
@@ -54,6 +56,7 @@ class Update:
     Attributes:
         sampling: the distribution completions were drawn from.
         num_devices: data-parallel devices a micro-batch is split over.
+        line_tokens: width of the lines that a batch is packed in; 0 = its rows are padded.
         group_size: each run of this many rows of a batch has one prompt; 1 = each its own.
         critic_optimizer: of the value head, where the state has one.
     """
@@ -64,6 +67,7 @@ class Update:
     optimizer: optax.GradientTransformation
     num_devices: int
     group_size: int = 1
+    line_tokens: int = 0
     objective: ObjectiveConfig = ObjectiveConfig()
     critic_optimizer: optax.GradientTransformation | None = None
 
@@ -145,19 +149,19 @@ class Update:
         if objective.correction != "second_moment":
             return moment
         # Of the whole batch, so that micro-batches change nothing: one forward more.
-        M, b = batch.reward.shape
-        n = M * b // self.config.micro_batch_size
-        split = lambda x: x.reshape(M, n, b // n, *x.shape[2:]).swapaxes(0, 1)  # noqa: E731
-        micros = jax.tree.map(lambda x: split(x).reshape(n, M * b // n, *x.shape[2:]), batch)
+        rollout = batch.rollout
+        mask = jax.vmap(completion_mask, (0, 0, None))(rollout.prompt_length, rollout.length, rollout.tokens.shape[2])
+        micros = self.micro_batches(batch, mask & batch.trainable[:, :, None])
 
-        def log_ratio(rows: Experience) -> tuple[jax.Array, jax.Array]:
-            rollout = rows.rollout
-            mask = completion_mask(rollout.prompt_length, rollout.length, rollout.tokens.shape[1])
-            mask = mask & rows.trainable[:, None]
-            policy_logp = self.logp(state.params, rollout, group_size=self.group_size)[0]
-            return self._correction_ratio(self._tokens(policy_logp, rows, mask, moment)), mask
+        def log_ratio(i: jax.Array, seen: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            rows, mask = micros.at(i)
+            policy_logp = self._micro_batch_logp(state.params, rows)[0]
+            found = self._correction_ratio(self._tokens(policy_logp, rows, mask, moment)), mask
+            return jax.tree.map(lambda x, new: x.at[i].set(new), seen, found)
 
-        ratio, mask = (x.reshape(-1, x.shape[-1]) for x in jax.lax.map(log_ratio, micros))
+        shape = (micros.most, *jax.eval_shape(micros.at, 0)[1].shape)
+        seen = jax.lax.fori_loop(0, micros.count, log_ratio, (jnp.zeros(shape), jnp.zeros(shape, bool)))
+        ratio, mask = (x.reshape(-1, x.shape[-1]) for x in seen)
         threshold = corrections.second_moment_threshold(ratio, mask, objective.correction_second_moment)
         return moment._replace(threshold=threshold)
 
@@ -166,61 +170,84 @@ class Update:
     ) -> tuple[tuple[Any, Any], dict[str, jax.Array]]:
         """Gradients of the aggregated loss over rows [M, b, ...] by params and value head, and sums for the metrics."""
         weights = (params, head)
-        M, b = batch.reward.shape
-        num_micro = M * b // self.config.micro_batch_size
-        flat = jax.tree.map(lambda x: x.reshape(M * b, *x.shape[2:]), batch)
+        flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)
         rollout = flat.rollout
-        mask = completion_mask(rollout.prompt_length, rollout.length, rollout.tokens.shape[1])
         weight = aggregation_weights(
-            mask,
+            completion_mask(rollout.prompt_length, rollout.length, rollout.tokens.shape[1]),
             flat.trainable,
             rollout.group_id,
             kind=self.objective.aggregation,
             max_completion_tokens=self.sampling.max_completion_tokens,
         )
+        micros = self.micro_batches(batch, weight.reshape(*batch.reward.shape, -1))
 
-        def split(x):  # [M*b, ...] -> [n, M * b/n, ...]: every micro-batch takes rows of every shard
-            x = x.reshape(M, num_micro, b // num_micro, *x.shape[1:]).swapaxes(0, 1)
-            return x.reshape(num_micro, M * (b // num_micro), *x.shape[3:])
-
-        def accumulate(carry, micro):
-            (_, sums), grads = jax.value_and_grad(self._loss, has_aux=True)(weights, *micro, moment)
-            new = jax.tree.map(jnp.add, carry[0], grads)
+        def accumulate(i, carry):
+            (_, sums), grads = jax.value_and_grad(self._loss, has_aux=True)(weights, *micros.at(i), moment)
             old = carry[1]
             merged = {k: jnp.maximum(old[k], v) if k.endswith("_max") else old[k] + v for k, v in sums.items()}
-            return (new, merged), None
+            return jax.tree.map(jnp.add, carry[0], grads), merged
 
-        micros = jax.tree.map(split, (flat, weight))
-        first = jax.tree.map(lambda x: x[0], micros)
-        shapes = jax.eval_shape(lambda *m: self._loss(weights, *m, moment)[1], *first)
+        shapes = jax.eval_shape(lambda: self._loss(weights, *micros.at(0), moment)[1])
         zero_sums = {k: jnp.zeros(v.shape, v.dtype) for k, v in shapes.items()}
         zero_grads = jax.tree.map(jnp.zeros_like, weights)
-        (gradient, sums), _ = jax.lax.scan(accumulate, (zero_grads, zero_sums), micros)
-        return gradient, sums
+        return jax.lax.fori_loop(0, micros.count, accumulate, (zero_grads, zero_sums))
 
-    def logp(self, params: Any, rollout: Rollout, *, group_size: int = 1, remat: bool = False, head: Any = None):
+    def micro_batches(self, batch: Experience, weight: jax.Array) -> MicroBatches:
+        """Cut rows [M, b, ...] and their weights [M, b, S] as the config says."""
+        config = self.config
+        if not self.num_lines:
+            return cut.padded(batch, weight, num_rows=config.micro_batch_size)
+        completion_width = self.sampling.max_completion_tokens
+        prompt_width = batch.rollout.tokens.shape[-1] - completion_width
+        return cut.packed(
+            batch,
+            weight,
+            num_lines=self.num_lines,
+            width=self.line_tokens,
+            unit_width=prompt_width + self.group_size * completion_width,
+            group_size=self.group_size,
+        )
+
+    def logp(
+        self,
+        params: Any,
+        rollout: Rollout,
+        *,
+        group_size: int = 1,
+        num_lines: int = 0,
+        remat: bool = False,
+        head: Any = None,
+    ):
         """Log-probs of rows [B,S] under ``params`` and entropies, each [B,S] f32 nats (see models.policy).
 
-        With a value head also its outputs [B,S,m].
+        With a value head also its outputs [B,S,m]. With ``num_lines`` the rows are those of packed lines.
         """
         readout = None
         if head is not None:
             share = self.objective.value_coefficient
             readout = lambda hidden: values.head_outputs(head, hidden, gradient_share=share)  # noqa: E731
-        rows_per_device = max(1, rollout.tokens.shape[0] // self.num_devices)
-        return row_logp(
-            self.model,
-            params,
-            rollout.tokens,
-            rollout.prompt_length,
-            rollout.length,
-            sampling=self.sampling,
-            completion_width=self.sampling.max_completion_tokens,
-            chunk_positions=max(1, self.config.logp_chunk_tokens // rows_per_device),
-            group_size=group_size,
-            remat=remat,
-            readout=readout,
-        )
+        rows = rollout.tokens, rollout.prompt_length, rollout.length
+        per_device = max(1, (num_lines or rollout.tokens.shape[0]) // self.num_devices)
+        common = {
+            "sampling": self.sampling,
+            "chunk_positions": max(1, self.config.logp_chunk_tokens // per_device),
+            "group_size": group_size,
+            "remat": remat,
+            "readout": readout,
+        }
+        if num_lines:
+            lines = (x.reshape(num_lines, -1, *x.shape[1:]) for x in rows)
+            return packed_logp(self.model, params, *lines, width=self.line_tokens, **common)
+        return row_logp(self.model, params, *rows, completion_width=self.sampling.max_completion_tokens, **common)
+
+    def _micro_batch_logp(self, params: Any, rows: Experience, **how: Any) -> tuple[jax.Array, ...]:
+        """``logp`` of the rows of one of ``micro_batches``."""
+        return self.logp(params, rows.rollout, group_size=self.group_size, num_lines=self.num_lines, **how)
+
+    @property
+    def num_lines(self) -> int:
+        """Lines of a micro-batch; 0 = its rows are padded."""
+        return self.config.micro_batch_tokens // self.line_tokens if self.line_tokens else 0
 
     @property
     def bins(self) -> values.Bins:
@@ -237,7 +264,7 @@ class Update:
     def _loss(self, weights, rows: Experience, weight_BS, moment: Moment) -> tuple[jax.Array, dict[str, jax.Array]]:
         rollout, objective = rows.rollout, self.objective
         params, head = weights
-        policy_logp, entropy, *outputs = self.logp(params, rollout, group_size=self.group_size, remat=True, head=head)
+        policy_logp, entropy, *outputs = self._micro_batch_logp(params, rows, remat=True, head=head)
         mask = weight_BS > 0
         tokens = self._tokens(policy_logp, rows, mask, moment)
         total = lambda x: jnp.sum(jnp.where(mask, x, 0).astype(jnp.float32))  # noqa: E731
@@ -339,7 +366,7 @@ class Update:
     def _constant_logp(self, params: Any, rows: Experience) -> jax.Array:
         """Log-probs [B,S] of rows under other weights, a constant to differentiation."""
         params = jax.lax.stop_gradient(params)
-        return jax.lax.stop_gradient(self.logp(params, rows.rollout, group_size=self.group_size)[0])
+        return jax.lax.stop_gradient(self._micro_batch_logp(params, rows)[0])
 
     @property
     def _weighed(self) -> str:

@@ -211,6 +211,7 @@ def make_update(config=None, sampling=None, *, num_devices=1, remat="none", grou
         optimizer=RECORDER,
         num_devices=num_devices,
         group_size=group_size,
+        line_tokens=sizes.get("pack_width", 0),
         objective=ObjectiveConfig(**objective),
         critic_optimizer=RECORDER if "value_coefficient" in objective else None,
     )

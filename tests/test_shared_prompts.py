@@ -44,7 +44,12 @@ def experience(seed: int) -> Experience:
     return jax.tree.map(lambda x: jnp.asarray(x)[None], rows)
 
 
-def test_gradient_is_that_of_unshared_prompts():
+def packing(update: Update, width: int) -> Update:
+    config = dataclasses.replace(update.config, micro_batch_tokens=2 * width)
+    return dataclasses.replace(update, config=config, line_tokens=width)
+
+
+def test_gradient_is_that_of_unshared_prompts_padded_or_packed():
     model = Model(ARCH)
     params = model.init(jax.random.key(0), jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1),
                                                              ("data", "fsdp", "tensor")))  # fmt: skip
@@ -52,15 +57,19 @@ def test_gradient_is_that_of_unshared_prompts():
     sampling = SamplingConfig(max_completion_tokens=C, top_k=40)
     apart = Update(config, sampling, model, optax.sgd(1.0), num_devices=1)
     shared = dataclasses.replace(apart, group_size=G)
-    programs = [jax.jit(update.gradient) for update in (apart, shared)]
+    # Two lines at a time, of two groups at full length; and of three rows.
+    packed = packing(shared, 2 * (L + G * C))
+    rows_packed = packing(apart, 3 * S)
+    programs = [jax.jit(update.gradient) for update in (apart, shared, packed, rows_packed)]
     for seed in range(2):
         rows = experience(seed)
-        (one, sums_one), (other, sums_other) = (program(params, rows, Moment(jnp.int32(0))) for program in programs)
+        (one, sums_one), *others = (program(params, rows, Moment(jnp.int32(0))) for program in programs)
         norm = float(optax.tree.norm(one))
-        # Measured: 3e-7 of the norm.
-        assert float(optax.tree.norm(jax.tree.map(jnp.subtract, one, other))) < 2e-6 * norm
-        for name, value in sums_one.items():
-            np.testing.assert_allclose(value, sums_other[name], rtol=2e-6, atol=2e-5, err_msg=name)
+        for other, sums_other in others:
+            # Measured: 3e-7 of the norm.
+            assert float(optax.tree.norm(jax.tree.map(jnp.subtract, one, other))) < 2e-6 * norm
+            for name, value in sums_one.items():
+                np.testing.assert_allclose(value, sums_other[name], rtol=2e-6, atol=2e-5, err_msg=name)
 
 
 def test_groups_are_drawn_whole_and_without_repeats():

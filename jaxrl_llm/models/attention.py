@@ -4,7 +4,7 @@ A query sees up to three pieces, each attended by its own matmuls and merged by 
 
     the prompt of its group      keys and values stored and read once for all rows of the group
     its row's own cache          tokens decoded before; only as much of it as is live
-    the new tokens, causally
+    the new tokens, causally, or by the rule of packed lines
 
 One function serves the learner (new tokens alone, or after a shared prompt), the prefill (new tokens alone) and the
 decode step (all three, one new token): the same arithmetic, so that sampler and learner agree. Rows are right-padded,
@@ -63,6 +63,7 @@ def attend(
     prompt: Prompt | None = None,
     cache: Cache | None = None,
     layer: jax.Array | int = 0,
+    visible: jax.Array | None = None,
     implementation: str = "xla",
 ) -> jax.Array:
     """Softmax attention, scores and softmax in float32.
@@ -73,17 +74,19 @@ def attend(
         prompt: of this layer.
         cache: of all layers; wants T = 1.
         layer: which of the cache's layers.
-        implementation: of rows without a cache: "xla", this module, or a kernel of ``kernels.choose``.
+        visible: [B,T,T] bool, which new tokens each new token sees where that is not all up to itself (ops.packing).
+        implementation: of rows without a cache: "xla", this module, or a kernel of ``kernels.choose``; what is
+            ``visible`` no kernel knows.
 
     Returns:
         [B,T,N,H] in the dtype of the queries.
     """
-    if implementation != "xla" and cache is None:
+    if implementation != "xla" and cache is None and visible is None:
         return kernels.attend(q_BTNH, k_BKTH, v_BKTH, prompt, implementation)
     B, T, N, H = q_BTNH.shape
     K = k_BKTH.shape[1]
     q = (q_BTNH * H**-0.5).reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4).reshape(B, K, N // K * T, H)
-    pieces = [_attend_new(q, k_BKTH, v_BKTH)]
+    pieces = [_attend_new(q, k_BKTH, v_BKTH, visible)]
     if prompt is not None:
         pieces.append(_attend_prompt(q, prompt))
     if cache is not None:
@@ -113,15 +116,16 @@ def _weights(scores, visible):
     return weights, jnp.sum(weights, axis=-1), peak
 
 
-def _attend_new(q_BKXH, k_BKTH, v_BKTH):
+def _attend_new(q_BKXH, k_BKTH, v_BKTH, visible=None):
     T, X = k_BKTH.shape[2], q_BKXH.shape[2]
     if T == 1:  # a token sees itself
         scores = jnp.sum(q_BKXH.astype(jnp.float32) * k_BKTH.astype(jnp.float32), axis=-1)
         ones = jnp.ones_like(scores)
         return jnp.broadcast_to(v_BKTH, q_BKXH.shape), ones, scores
     scores = jnp.einsum("BKXH,BKTH->BKXT", q_BKXH, k_BKTH, preferred_element_type=jnp.float32)
-    causal = jnp.tile(jnp.tril(jnp.ones((T, T), bool)), (X // T, 1))
-    weights, total, peak = _weights(scores, causal[None, None])
+    if visible is None:
+        visible = jnp.tril(jnp.ones((T, T), bool))[None]
+    weights, total, peak = _weights(scores, jnp.tile(visible, (1, X // T, 1))[:, None])
     return jnp.einsum("BKXT,BKTH->BKXH", weights.astype(v_BKTH.dtype), v_BKTH), total, peak
 
 

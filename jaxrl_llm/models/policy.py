@@ -8,7 +8,9 @@ completions attend to its keys and values as a decode step attends to its cache:
     prompts [B/G, L]      -> hidden states, keys and values        one forward and backward per group
     completions [B, C]    -> attend to their prompt and themselves
 
-Letters: B rows, G rows of a group, S row width, L = S - C prompt width, C completion width.
+Packed, both lie in lines of W tokens instead, without the padding between them (ops.packing).
+
+Letters: B rows, G rows of a group, S row width, L = S - C prompt width, C completion width, n lines of K rows.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import jax.numpy as jnp
 from jaxrl_llm.config import SamplingConfig
 from jaxrl_llm.models.attention import Prompt
 from jaxrl_llm.models.transformer import Model, Params
+from jaxrl_llm.ops import packing
 from jaxrl_llm.ops.logp import chunked_logp, completion_window, place_completion
 
 
@@ -66,16 +69,61 @@ def row_logp(
         model.head(params),
         target_BC,
         chunk=chunk_positions,
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        min_p=sampling.min_p,
+        **_distribution(sampling),
     )
     logp, entropy = (place_completion(x, prompt_length, length, S) for x in both)
     if readout is None:
         return logp, entropy
     place = jax.vmap(place_completion, in_axes=(2, None, None, None), out_axes=2)
     return logp, entropy, place(readout(hidden_BCD), prompt_length, length, S)
+
+
+def packed_logp(
+    model: Model,
+    params: Params,
+    tokens_nKS: jax.Array,
+    prompt_length: jax.Array,
+    length: jax.Array,
+    *,
+    sampling: SamplingConfig,
+    width: int,
+    chunk_positions: int,
+    group_size: int = 1,
+    remat: bool = False,
+    readout: Callable[[jax.Array], jax.Array] | None = None,
+) -> tuple[jax.Array, ...]:
+    """The same as ``row_logp`` of rows that lie side by side in lines.
+
+    Args:
+        tokens_nKS: [n,K,S] i32 rows of each line.
+        prompt_length, length: [n,K] i32, both 0 where there is no row.
+        width: W, which holds the units of every line.
+        chunk_positions: places of each line whose logits are live at once.
+
+    Returns:
+        As ``row_logp``, each [n*K,S,...].
+    """
+    line = packing.lay(tokens_nKS, prompt_length, length, width=width, group_size=group_size)
+    hidden_nWD, _ = model.forward(params, line.tokens, line.position, visible=packing.visible(line), remat=remat)
+    hidden_nWD = jnp.take_along_axis(
+        hidden_nWD, line.source[:, :, None], axis=1
+    )  # one after the other: chunks are full
+    seen = chunked_logp(
+        hidden_nWD,
+        model.head(params),
+        line.target,
+        chunk=chunk_positions,
+        live=jnp.max(line.count),
+        **_distribution(sampling),
+    )
+    if readout is not None:
+        seen = (*seen, readout(hidden_nWD))
+    rows = (packing.take_rows(x, line, prompt_length, length) for x in seen)
+    return tuple(x.reshape(-1, *x.shape[2:]) for x in rows)
+
+
+def _distribution(sampling: SamplingConfig) -> dict[str, float]:
+    return {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p", "min_p")}
 
 
 def _hidden_of_groups(model, params, tokens_BS, prompt_length, completion_BC, group_size, remat) -> jax.Array:

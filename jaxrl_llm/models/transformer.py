@@ -81,7 +81,7 @@ class Blocks(nnx.Module):
         self.up = _param(rngs, (layers, D, F), ("layers", "embed", "mlp"))
         self.down = _param(rngs, (layers, F, D), ("layers", "mlp", "embed"))
 
-    def __call__(self, x_BTD, cos, sin, prompt, cache, layer, attention):
+    def __call__(self, x_BTD, cos, sin, prompt, cache, visible, layer, attention):
         """One block. Returns the new activations and the new tokens' keys and values, each [B,K,T,H]."""
         dtype = x_BTD.dtype
         h = rms_norm(x_BTD, self.attention_norm[...], self.eps)
@@ -90,7 +90,8 @@ class Blocks(nnx.Module):
         v_BTKH = jnp.einsum("BTD,DKH->BTKH", h, self.v[...].astype(dtype))
         q_BTNH = sharding.constrain(q_BTNH, "batch", "length", "heads", "head_size")
         k_BKTH, v_BKTH = k_BTKH.swapaxes(1, 2), v_BTKH.swapaxes(1, 2)
-        out_BTNH = attend(q_BTNH, k_BKTH, v_BKTH, prompt=prompt, cache=cache, layer=layer, implementation=attention)
+        seen = {"prompt": prompt, "cache": cache, "layer": layer, "visible": visible}
+        out_BTNH = attend(q_BTNH, k_BKTH, v_BKTH, **seen, implementation=attention)
         x_BTD = x_BTD + jnp.einsum("BTNH,NHD->BTD", out_BTNH, self.o[...].astype(dtype))
         x_BTD = sharding.constrain(x_BTD, "batch", "length", "activation")
         h = rms_norm(x_BTD, self.mlp_norm[...], self.eps)
@@ -120,6 +121,7 @@ class Transformer(nnx.Module):
         compute_dtype,
         prompt=None,
         cache=None,
+        visible=None,
         remat="none",
         layers=None,
         attention="xla",
@@ -135,7 +137,7 @@ class Transformer(nnx.Module):
         def body(x, of_layer):
             layer, layer_params, keys, values = of_layer
             layer_prompt = None if prompt is None else prompt.replace(keys=keys, values=values)
-            return nnx.merge(graph, layer_params)(x, cos, sin, layer_prompt, cache, layer, attention)
+            return nnx.merge(graph, layer_params)(x, cos, sin, layer_prompt, cache, visible, layer, attention)
 
         if remat != "none":
             policies = {
@@ -190,6 +192,7 @@ class Model:
         *,
         prompt: Prompt | None = None,
         cache: Cache | None = None,
+        visible: jax.Array | None = None,
         remat: bool = False,
     ):
         """Hidden states after the final norm.
@@ -200,6 +203,7 @@ class Model:
             positions: [B,T] i32, 0-based position of each token in its row.
             prompt: what rows of a group have computed once; keys and values with a leading layer axis.
             cache: each row's earlier tokens; wants T = 1.
+            visible: [B,T,T] bool, what each token sees of the others; None = all up to itself.
             remat: apply the model's rematerialisation policy (for a backward pass).
 
         Returns:
@@ -217,6 +221,7 @@ class Model:
             compute_dtype=jnp.dtype(self.compute_dtype),
             prompt=prompt,
             cache=cache,
+            visible=visible,
             remat=policy,
             layers=layers,
             attention=self.attention,

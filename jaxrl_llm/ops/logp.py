@@ -85,6 +85,7 @@ def chunked_logp(
     top_k: int,
     top_p: float,
     min_p: float,
+    live: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Log-probability of each target and entropy of the distribution it was drawn from.
 
@@ -94,9 +95,10 @@ def chunked_logp(
         target_BC: [B,C] i32 token ids.
         chunk: positions of each row projected at once.
         temperature, top_k, top_p, min_p: settings of the distribution (see ops.sampling.filter_logits).
+        live: [] i32, positions that hold a target in any row; chunks past them are not computed. None = all.
 
     Returns:
-        logp and entropy, each [B,C] f32 nats.
+        logp and entropy, each [B,C] f32 nats; 0.0 in chunks that are not computed.
     """
     B, C, D = hidden_BCD.shape
     chunk = min(chunk, C)
@@ -104,16 +106,22 @@ def chunked_logp(
     spare = num_chunks * chunk - C
     settings = Filter(temperature, top_k, top_p, min_p)
 
-    def one_chunk(carry, xs):
-        hidden_Bcd, target_Bc = xs
+    def compute(hidden_Bcd, head_DV, target_Bc):
         logp, entropy = _projected_logp(settings, hidden_Bcd.reshape(B * chunk, D), head_DV, target_Bc.reshape(-1))
-        return carry, (logp.reshape(B, chunk), entropy.reshape(B, chunk))
+        return logp.reshape(B, chunk), entropy.reshape(B, chunk)
+
+    def one_chunk(first, xs):
+        hidden_Bcd, target_Bc = xs
+        if live is None:
+            return first, compute(hidden_Bcd, head_DV, target_Bc)
+        nothing = lambda *_: (jnp.zeros((B, chunk)), jnp.zeros((B, chunk)))  # noqa: E731
+        return first + chunk, jax.lax.cond(first < live, compute, nothing, hidden_Bcd, head_DV, target_Bc)
 
     def split(x):  # [B, C, ...] -> [chunks, B, chunk, ...]
         x = jnp.pad(x, ((0, 0), (0, spare)) + ((0, 0),) * (x.ndim - 2))
         return x.reshape(B, num_chunks, chunk, *x.shape[2:]).swapaxes(0, 1)
 
-    _, both = jax.lax.scan(one_chunk, None, (split(hidden_BCD), split(target_BC)))
+    _, both = jax.lax.scan(one_chunk, jnp.int32(0), (split(hidden_BCD), split(target_BC)))
     logp, entropy = (x.swapaxes(0, 1).reshape(B, num_chunks * chunk)[:, :C] for x in both)
     return logp, entropy
 

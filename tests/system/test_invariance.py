@@ -70,6 +70,17 @@ def test_microbatches_and_rematerialisation_do_not_change_loss_and_gradient():
     assert_same(building.gradient(micro, rows), expected)
 
 
+def test_packing_does_not_change_loss_and_gradient_on_one_device_or_eight():
+    settings = building.LOSSES["token mean, k3"]
+    rows = building.random_experience()
+    expected = building.gradient(building.make_update(settings), rows)
+    width = 2 * rows.rollout.tokens.shape[1]
+    packed = settings | {"pack_width": width, "micro_batch_tokens": 2 * width, "logp_chunk_tokens": 8}
+    assert_same(building.gradient(building.make_update(packed, remat="full"), garbage(wider(rows, 5))), expected)
+    eight = building.make_update(packed | {"micro_batch_tokens": 8 * width}, num_devices=8)
+    assert_same(building.gradient(eight, garbage(rows), mesh=EIGHT), expected)
+
+
 def test_sharded_parameters_do_not_change_loss_and_gradient():
     settings = building.LOSSES["token mean, k3"]
     rows = building.random_experience()

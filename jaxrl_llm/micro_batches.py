@@ -1,0 +1,82 @@
+"""Micro-batches: how a drawn batch is cut into pieces of one forward and backward pass each.
+
+Padded, a piece has a fixed number of rows, all of full width. Packed, it has a budget of tokens, and holds as many rows
+as fit in it side by side (ops.packing): how many pieces there are is then known when the batch is.
+
+Letters: M ring shards, b rows per shard, S row width, G rows of a unit, X units and K = X*G rows of a line.
+Owns: which rows go together. Does not know: losses, models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_llm.ops import packing
+from jaxrl_llm.types import Experience
+
+
+class MicroBatches(NamedTuple):
+    count: int | jax.Array  # how many there are
+    most: int  # and at most can be
+    at: Callable[[jax.Array], tuple[Experience, jax.Array]]  # the i-th's rows and weights; each has some of every shard
+
+
+def padded(batch: Experience, weight: jax.Array, *, num_rows: int) -> MicroBatches:
+    """Cut rows [M,b,...] and weights [M,b,S] into pieces of ``num_rows`` rows."""
+    M, b = batch.reward.shape
+    count = M * b // num_rows
+
+    def at(i):
+        def cut(x):
+            x = jax.lax.dynamic_slice_in_dim(x, i * (b // count), b // count, axis=1)
+            return x.reshape(num_rows, *x.shape[2:])
+
+        return jax.tree.map(cut, (batch, weight))
+
+    return MicroBatches(count, count, at)
+
+
+def packed(
+    batch: Experience, weight: jax.Array, *, num_lines: int, width: int, unit_width: int, group_size: int
+) -> MicroBatches:
+    """Cut rows [M,b,...] and weights [M,b,S] into pieces of ``num_lines`` lines, each of K rows that fit in it.
+
+    Units without a trainable row are left out. Where a line has fewer rows than it has place for, lengths and weights
+    are 0 and no row is trainable.
+
+    Args:
+        width: tokens of a line.
+        unit_width: tokens of the largest unit.
+        group_size: G.
+    """
+    M, b = batch.reward.shape
+    of_unit = lambda x: x.reshape(M, b // group_size, group_size)  # noqa: E731
+    prompt, length = of_unit(batch.rollout.prompt_length), of_unit(batch.rollout.length)
+    size = prompt[..., 0] + jnp.sum(length - prompt, axis=-1)
+    size = jnp.where(jnp.any(of_unit(batch.trainable), axis=-1), size, 0)
+    max_units = packing.units_per_line(width, unit_width)
+    unit_of, used = jax.vmap(lambda s: packing.first_fit(s, width=width, max_units=max_units))(size)
+    per_shard = num_lines // M
+    most = -(-unit_of.shape[1] // per_shard)
+    spare = most * per_shard - unit_of.shape[1]
+    unit_of = jnp.pad(unit_of, ((0, 0), (0, spare), (0, 0)), constant_values=-1)
+
+    def at(i):
+        unit = jax.lax.dynamic_slice_in_dim(unit_of, i * per_shard, per_shard, axis=1)
+        row = unit[..., None] * group_size + jnp.arange(group_size, dtype=jnp.int32)[None, None, None, :]
+        row = row.reshape(M, -1)  # [M, lines * K], negative where there is none
+        is_there = (row >= 0).reshape(-1)
+        take = jax.vmap(lambda x, index: x[index])
+        taken = jax.tree.map(lambda x: take(x, jnp.maximum(row, 0)), (batch, weight))
+        rows, weights = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), taken)
+        there = lambda x: jnp.where(is_there, x, jnp.zeros_like(x))  # noqa: E731
+        rollout = rows.rollout
+        rollout = rollout.replace(prompt_length=there(rollout.prompt_length), length=there(rollout.length))
+        rows = rows.replace(rollout=rollout, trainable=there(rows.trainable))
+        return rows, jnp.where(is_there[:, None], weights, jnp.zeros_like(weights))
+
+    return MicroBatches(-(-jnp.max(used) // per_shard), most, at)

@@ -1,0 +1,133 @@
+"""Packing: ragged rows laid side by side in lines, so that the learner computes few positions that hold no token.
+
+A unit is what shares a prompt: a group of G rows, or one row. It lies in its line whole: its prompt once, then its
+completions one after the other. Each position counts on from its prompt, and sees the prompt and its own completion:
+
+    line   | prompt a | a's 1st | a's 2nd | prompt b | b's 1st | b's 2nd | empty |
+
+Letters: U units, W tokens of a line, n lines, X units that a line has place for, K = X*G rows of a line, S row width.
+Does not know: models, what rows mean.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+# A line has place for this many times the units that fill it at full length: few batches are raggeder.
+DENSEST = 4
+
+
+class Line(NamedTuple):
+    """Where the tokens of n lines of K rows lie. Off the rows' tokens, places are W: nowhere."""
+
+    place: jax.Array  # [n,K,S] i32 place in the line of each token of a row; a group's rows have one prompt
+    position: jax.Array  # [n,W] i32 of each token in its row, 0 where a line is empty
+    unit: jax.Array  # [n,W] i32 1.. by unit, 0 where empty
+    row: jax.Array  # [n,W] i32 1.. by row, 0 of a prompt or where empty
+    source: jax.Array  # [n,W] i32 places that predict the completions' tokens, in the rows' order; 0 after the last
+    target: jax.Array  # [n,W] i32 the tokens they predict; 0 after the last
+    where: jax.Array  # [n,K] i32 how many of them come before each row's
+    count: jax.Array  # [n] i32 how many there are
+    tokens: jax.Array  # [n,W] i32, 0 where empty
+
+
+def units_per_line(width: int, unit_width: int) -> int:
+    """X = 4 W / unit_width: places for units of at most ``unit_width`` tokens in a line of W = ``width``."""
+    return DENSEST * (width // unit_width)
+
+
+def first_fit(size: jax.Array, *, width: int, max_units: int) -> tuple[jax.Array, jax.Array]:
+    """First-fit decreasing: units, the longest first, each to the first line that has room.
+
+    At most 11/9 as many lines as there must be, and one (Johnson 1973), where no line has ``max_units`` of them.
+
+    Args:
+        size: [U] i32 tokens of each unit, at most ``width``; a unit of 0 is left out.
+        width: W.
+        max_units: X.
+
+    Returns:
+        unit_of [U,X] i32, the units of each line, -1 = none; and how many lines are used, [] i32: the first ones.
+    """
+    U = size.shape[0]
+
+    def put(lines, unit):
+        filled, count, unit_of = lines
+        fits = (filled + size[unit] <= width) & (count < max_units)
+        line = jnp.where(size[unit] > 0, jnp.argmax(fits), U)  # one does, at the worst the last; line U is nowhere
+        unit_of = unit_of.at[line, count[line]].set(unit, mode="drop")
+        return (filled.at[line].add(size[unit], mode="drop"), count.at[line].add(1, mode="drop"), unit_of), None
+
+    nothing = jnp.zeros(U, jnp.int32)
+    order = jnp.argsort(-size, stable=True).astype(jnp.int32)
+    (_, count, unit_of), _ = jax.lax.scan(put, (nothing, nothing, jnp.full((U, max_units), -1, jnp.int32)), order)
+    return unit_of, jnp.sum(count > 0, dtype=jnp.int32)
+
+
+def lay(tokens: jax.Array, prompt_length: jax.Array, length: jax.Array, *, width: int, group_size: int) -> Line:
+    """Lay rows in their lines.
+
+    Args:
+        tokens: [n,K,S] i32 right-padded rows ``prompt ++ completion``; each run of ``group_size`` has one prompt.
+        prompt_length, length: [n,K] i32; both 0 where there is no row.
+        width: W, at least what the units of every line take.
+        group_size: G.
+    """
+    n, K, S = tokens.shape
+    own = length - prompt_length
+    before = jnp.cumsum(own, axis=1) - own  # completion tokens of the rows before, in the line
+    of_unit = lambda x: x.reshape(n, K // group_size, group_size)  # noqa: E731
+    prompt_once = of_unit(prompt_length)[..., 0]
+    prompts_before = jnp.cumsum(prompt_once, axis=1) - prompt_once
+    prompt_at = jnp.repeat(prompts_before + of_unit(before)[..., 0], group_size, axis=1)  # [n,K]
+    completion_at = jnp.repeat(prompts_before + prompt_once, group_size, axis=1) + before
+
+    at = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32), (n, K, S))
+    in_prompt = at < prompt_length[..., None]
+    place = jnp.where(in_prompt, prompt_at[..., None] + at, (completion_at - prompt_length)[..., None] + at)
+    held = at < length[..., None]
+    place = jnp.where(held, place, width)
+    predicted = held & ~in_prompt
+    index = jnp.where(predicted, (before - prompt_length)[..., None] + at, width)
+    # The prompt's last token predicts the first completion token, and each completion token the next.
+    is_first = at == prompt_length[..., None]
+    source = jnp.where(is_first, (prompt_at + prompt_length)[..., None] - 1, place - 1)
+    number = jnp.broadcast_to(1 + jnp.arange(K, dtype=jnp.int32)[None, :, None], (n, K, S))
+
+    def put(values: jax.Array, places: jax.Array) -> jax.Array:  # [n,K,S] to [n,W]; siblings write one prompt alike
+        one = lambda value, place: jnp.zeros(width, jnp.int32).at[place].set(value, mode="drop")  # noqa: E731
+        return jax.vmap(one)(values.reshape(n, -1), places.reshape(n, -1))
+
+    return Line(
+        place=place,
+        position=put(at, place),
+        unit=put((number - 1) // group_size + 1, place),
+        row=put(jnp.where(in_prompt, 0, number), place),
+        source=put(source, index),
+        target=put(tokens, index),
+        where=before,
+        count=jnp.sum(own, axis=1),
+        tokens=put(tokens, place),
+    )
+
+
+def visible(line: Line) -> jax.Array:
+    """Which places [n,W,W] each place sees: of its unit the prompt, and its own row, up to itself."""
+    W = line.unit.shape[1]
+    same_unit = line.unit[:, :, None] == line.unit[:, None, :]
+    own = (line.row[:, None, :] == 0) | (line.row[:, :, None] == line.row[:, None, :])
+    return same_unit & own & jnp.tril(jnp.ones((W, W), bool))[None]
+
+
+def take_rows(values: jax.Array, line: Line, prompt_length: jax.Array, length: jax.Array) -> jax.Array:
+    """Values [n,W,...] of the targets, to their rows [n,K,S,...]; 0 off the completions."""
+    S = line.place.shape[2]
+    at = jnp.arange(S, dtype=jnp.int32)[None, None, :]
+    is_completion = (at >= prompt_length[..., None]) & (at < length[..., None])
+    index = jnp.where(is_completion, (line.where - prompt_length)[..., None] + at, 0)
+    taken = jax.vmap(lambda x, i: x[i])(values, index)
+    is_completion = is_completion.reshape(*is_completion.shape, *(1,) * (taken.ndim - 3))
+    return jnp.where(is_completion, taken, jnp.zeros((), taken.dtype))
