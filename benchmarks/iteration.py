@@ -103,8 +103,8 @@ class Iteration:
         prompts = batch_of(self.encoded, range(wanted), self.index * wanted)
         return self.generator.generate(params, prompts, version=version, key=self.sample_key)
 
-    def random_rollout(self) -> Rollout:
-        """Rows as ``generate`` gives them, all of full length, of tokens that no model drew."""
+    def random_rollout(self, *, ragged: bool = False) -> Rollout:
+        """Rows as ``generate`` gives them, of tokens that no model drew: of full length, or of any (4 to all)."""
         shapes = self.run.abstract_rollout
         rows = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
         draw = np.random.default_rng(0)
@@ -113,6 +113,12 @@ class Iteration:
             prompt_length=rows.prompt_length + self.config.prompts.max_tokens,
             length=rows.length + self.config.row_tokens,
         )
+        if ragged:
+            longest, group = self.config.prompts.max_tokens, self.config.rollout.group_size
+            prompt = draw.integers(longest // 2, longest + 1, len(rows.length) // group, dtype=np.int32)
+            own = draw.integers(4, self.config.sampling.max_completion_tokens + 1, len(rows.length), dtype=np.int32)
+            prompt = np.repeat(prompt, group)
+            rows = rows.replace(prompt_length=prompt, length=prompt + own)
         return jax.device_put(rows, jax.tree.map(lambda x: x.sharding, shapes))
 
     def update(self, rollout: Rollout, rewards: np.ndarray) -> dict[str, Any]:

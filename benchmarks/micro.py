@@ -6,6 +6,8 @@
     decode         one decode step by number of slots, and by context length
     learner        16 rows of 52 + 64 tokens: log-prob (reference program), forward (prefill of prompts as long as the
                    rows), update, and backward = update - log-prob - optimizer; prompts shared by groups of 8
+    packing        an update of 32 ragged rows in padded micro-batches of 16 and in packed ones, by turns: in whole
+                   groups, then row by row (replay.unit); the floor is that of the tokens there are
     optimizer      the optimizer alone on a gradient of ones
     ring           insert and draw of 40 short rows by the ring's capacity: should be flat
     publish        cast of the float32 weights to bfloat16, split by layer
@@ -166,6 +168,31 @@ def learner(s: Setting) -> Iterator[Row]:
     yield Row(f"update/{name}", update, Work(flops))
 
 
+def packing(s: Setting) -> Iterator[Row]:
+    prompts, width = 4, 2 * (PROMPT + GROUP * COMPLETION)
+    ways = {"padded": {}, "packed": {"micro_batch_tokens": width}}
+    for unit in ("group", "rollout"):
+        made = {}
+        for way, settings in ways.items():
+            if settings and unit == "rollout":
+                settings = {"micro_batch_tokens": 8 * (PROMPT + COMPLETION), "pack_width": 2 * (PROMPT + COMPLETION)}
+            sizes = {"prompts": prompts, "group": GROUP, "prompt": PROMPT, "completion": COMPLETION}
+            config = config_of(**sizes, replay={"unit": unit}, update={"micro_batch_size": 2 * GROUP, **settings})
+            watch = Stopwatch()
+            made[way] = watch, Iteration(config, s.arch, random_params, [], wrap=watch.wrap, sampler=False)
+        for _ in range(s.repeats + 1):
+            for _, iteration in made.values():
+                rollout = iteration.random_rollout(ragged=True)
+                iteration.update(rollout, np.arange(prompts * GROUP) % 2)
+        prompt, own = np.asarray(rollout.prompt_length), np.asarray(rollout.length - rollout.prompt_length)
+        once = prompt[:: GROUP if unit == "group" else 1]
+        pairs = np.sum(once * (once + 1) / 2) + np.sum(own * prompt + own * (own + 1) / 2)
+        flops = floors.forward_flops(s.arch, tokens=once.sum() + own.sum(), pairs=pairs, predicted=own.sum())
+        for way, (watch, _) in made.items():
+            seconds = statistics.median(watch.seconds["update"][1:])
+            yield Row(f"update_{way}/{len(own)} ragged rows by {unit}", seconds, Work(floors.BACKWARD * flops))
+
+
 def optimizer(s: Setting) -> Iterator[Row]:
     config = config_of(prompts=2, group=2, prompt=2, completion=2)
     mesh = one_device()
@@ -267,6 +294,7 @@ BENCHMARKS: dict[str, Callable[[Setting], Iterator[Row]]] = {
     "prefill": prefill,
     "decode": decode,
     "learner": learner,
+    "packing": packing,
     "optimizer": optimizer,
     "ring": ring,
     "publish": publish,
