@@ -183,8 +183,8 @@ class ReplayConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ExternalConfig:
-    # Answers of others, taken from each in turn: JSONL files (jaxrl_llm/external.py says of what), gone through again
-    # and again, and workdirs of runs with metrics.share_rollouts, whose newest are taken.
+    # Answers of others, from each in turn: JSONL files (their form is in jaxrl_llm/external.py), gone through again and
+    # again, and workdirs of runs with metrics.share_rollouts, whose newest are taken.
     paths: tuple[str, ...] = ()
     # Groups of theirs that go into the ring in each iteration, besides the run's own.
     groups_per_iteration: int = 0
