@@ -24,6 +24,7 @@ from jaxrl_llm.models.presets import Architecture
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.ops import values
 from jaxrl_llm.ops.baselines import NUM_FEATURES
+from jaxrl_llm.ops.masks import completion_mask
 from jaxrl_llm.programs import Program, in_use_bytes, memory
 from jaxrl_llm.sampler import Sampler
 from jaxrl_llm.types import STOP_LENGTH, STOP_STRING, Critic, Experience, RingState, Rollout, Scores, TrainState
@@ -56,7 +57,17 @@ class Run:
 
     @functools.cached_property
     def abstract_rollout(self) -> Rollout:
-        B, S = self.config.rollouts_per_iteration, self.config.row_tokens
+        """What an iteration puts into the ring."""
+        return self._abstract_rows(self.config.rows_per_iteration)
+
+    @functools.cached_property
+    def abstract_external(self) -> Rollout:
+        """Rows of others, as the host has them: without what the current weights say of them."""
+        rows = self._abstract_rows(self.config.rows_per_iteration - self.config.rollouts_per_iteration)
+        return rows.replace(behaviour_logp=None, policy_version=None)
+
+    def _abstract_rows(self, B: int) -> Rollout:
+        S = self.config.row_tokens
         rows = Rollout(
             tokens=jax.ShapeDtypeStruct((B, S), jnp.int32),
             prompt_length=jax.ShapeDtypeStruct((B,), jnp.int32),
@@ -72,7 +83,7 @@ class Run:
     @functools.cached_property
     def abstract_scores(self) -> Scores:
         """What the host knows of them: all but the critic's values."""
-        B, kind = self.config.rollouts_per_iteration, self.config.credit.advantage
+        B, kind = self.config.rows_per_iteration, self.config.credit.advantage
         return Scores(
             reward=self.rows((B,), jnp.float32),
             trainable=self.rows((B,), bool),
@@ -119,7 +130,7 @@ class Run:
         return Critic(head, self.update.critic_optimizer.init(head))
 
     def _init_ring(self) -> RingState:
-        B, S = self.config.rollouts_per_iteration, self.config.row_tokens
+        B, S = self.config.rows_per_iteration, self.config.row_tokens
         tokens = jax.ShapeDtypeStruct((B, S), jnp.float32)
         shape = Experience(
             rollout=self.abstract_rollout,
@@ -133,9 +144,20 @@ class Run:
         shards = sharding.num_ring_shards(self.config, self.mesh)
         return replay.init(shape, capacity=self.config.ring_capacity, num_shards=shards)
 
-    def _reference(self, params: Any, rollout: Rollout) -> jax.Array:
-        """Log-probs of fresh rollouts under the frozen starting model, [B,S]; kept in the ring with them."""
+    def _logp(self, params: Any, rollout: Rollout) -> jax.Array:
+        """Log-probs of fresh rollouts, [B,S]; those under the frozen starting model are kept in the ring with them."""
         return self._by_micro_batch(lambda rows, unit: self.update.logp(params, rows, group_size=unit)[0], rollout)
+
+    def _join(self, params: Any, version: jax.Array, rollout: Rollout, external: Rollout) -> Rollout:
+        """Own rows and those of others beside each other, these as if the current weights had just drawn them."""
+        mask = completion_mask(external.prompt_length, external.length, external.tokens.shape[1])
+        external = external.replace(
+            behaviour_logp=self._logp(params, external), policy_version=jnp.where(mask, version, -1)
+        )
+        # Every device has its share of both: no row moves.
+        apart = lambda x: x.reshape(self.update.num_devices, -1, *x.shape[1:])  # noqa: E731
+        beside = lambda x, y: jnp.concatenate([apart(x), apart(y)], axis=1).reshape(-1, *x.shape[1:])  # noqa: E731
+        return jax.tree.map(beside, rollout, external)
 
     def _values(self, state: TrainState, rollout: Rollout) -> jax.Array:
         """What the critic expects at each token of fresh rollouts, [B,S]."""
@@ -156,12 +178,13 @@ class Run:
         return seen.reshape(num_micro, shards, -1, S).swapaxes(0, 1).reshape(B, S)
 
     def _insert(self, ring, rollout, scores, ref_logp, iteration):
-        """Credit, then the ring. Returns the ring and sums over the iteration's rollouts."""
+        """Credit, then the ring. Returns the ring and sums over the rollouts that the run has sampled."""
         experience, sums = credit.assign(rollout, scores, ref_logp, self.config)
+        own = rollout.group_id >= 0
         sums |= {
-            "completion_tokens": jnp.sum(rollout.length - rollout.prompt_length),
-            "truncated": jnp.sum(rollout.stop_reason == STOP_LENGTH),
-            "stop_string": jnp.sum(rollout.stop_reason == STOP_STRING),
+            "completion_tokens": jnp.sum(jnp.where(own, rollout.length - rollout.prompt_length, 0)),
+            "truncated": jnp.sum(own & (rollout.stop_reason == STOP_LENGTH)),
+            "stop_string": jnp.sum(own & (rollout.stop_reason == STOP_STRING)),
         }
         threshold = self.config.rewards.pass_threshold
         return replay.insert(ring, experience, iteration, self.config.replay, pass_threshold=threshold), sums
@@ -187,7 +210,7 @@ class Run:
         """Every program of the run by name."""
         layout = lambda tree: jax.tree.map(lambda x: x.sharding, tree)  # noqa: E731
         whole = sharding.replicated(self.mesh, 0)
-        B, S = self.config.rollouts_per_iteration, self.config.row_tokens
+        B, S = self.config.rows_per_iteration, self.config.row_tokens
         key = self.whole(jax.eval_shape(lambda: rng.stream(0, "draw")).dtype)
         iteration = self.whole(jnp.int32)
         tokens = self.rows((B, S), jnp.float32)
@@ -213,7 +236,12 @@ class Run:
             programs["copy_params"] = Program(
                 lambda params: jax.tree.map(jnp.copy, params), (self.learner_params,), layout(self.learner_params)
             )
-            programs["reference"] = Program(self._reference, (self.learner_params, rollout), ref_logp.sharding)
+            programs["reference"] = Program(self._logp, (self.learner_params, rollout), ref_logp.sharding)
+        if self.config.external.groups_per_iteration:
+            sampled = self._abstract_rows(self.config.rollouts_per_iteration)
+            programs["join"] = Program(
+                self._join, (self.learner_params, iteration, sampled, self.abstract_external), layout(rollout)
+            )
         if self.config.has_critic:
             programs["values"] = Program(self._values, (state, rollout), tokens.sharding)
         if self.eval_sampler is not None:

@@ -182,6 +182,15 @@ class ReplayConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class ExternalConfig:
+    # Answers of others, from each in turn: JSONL files (their form is in jaxrl_llm/external.py), gone through again and
+    # again, and workdirs of runs with metrics.share_rollouts, whose newest are taken.
+    paths: tuple[str, ...] = ()
+    # Groups of theirs that go into the ring in each iteration, besides the run's own.
+    groups_per_iteration: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
 class UpdateConfig:
     # Rollouts in one optimizer step.
     batch_size: int = 64
@@ -305,6 +314,8 @@ class MetricsConfig:
     tensorboard: bool = True
     # Rollouts of each iteration written to samples.jsonl.
     samples_per_iteration: int = 4
+    # Write all of them to shared_rollouts.jsonl, where other runs find them (external.paths).
+    share_rollouts: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -320,6 +331,7 @@ class Config:
     rewards: RewardsConfig = RewardsConfig()
     credit: CreditConfig = CreditConfig()
     replay: ReplayConfig = ReplayConfig()
+    external: ExternalConfig = ExternalConfig()
     update: UpdateConfig = UpdateConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -331,6 +343,11 @@ class Config:
     @property
     def rollouts_per_iteration(self) -> int:
         return self.rollout.prompts_per_iteration * self.rollout.group_size
+
+    @property
+    def rows_per_iteration(self) -> int:
+        """Rollouts that go into the ring: those generated, and those of others."""
+        return self.rollouts_per_iteration + self.external.groups_per_iteration * self.rollout.group_size
 
     @property
     def num_updates(self) -> int:
@@ -380,7 +397,7 @@ class Config:
 
     @property
     def ring_capacity(self) -> int:
-        return self.replay.capacity or self.rollouts_per_iteration
+        return self.replay.capacity or self.rows_per_iteration
 
 
 class Settings(ml_collections.ConfigDict):

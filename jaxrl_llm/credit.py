@@ -39,16 +39,18 @@ def assign(
     The reward that is stored is the one that was scored: what shapes it by length is in the advantage alone.
 
     Args:
-        rollout: B rows, with at most ``rollout.prompts_per_iteration`` = Q different group ids where trainable.
+        rollout: B rows, with at most Q different group ids where trainable: ``rollout.prompts_per_iteration`` from 0
+            on, and ``external.groups_per_iteration`` below 0.
         scores: what ``Memory.scores`` made of their rewards.
         ref_logp: [B, S] f32 nats of the frozen reference, or None.
         config: sections ``credit``, ``rewards`` and ``sampling``, and whether the objective clips values.
 
     Returns:
-        The experience, and ``{"degenerate_groups": [] i32}``, how many of the Q groups have no advantage other than
-        0 and teach nothing; with "poise" also ``"regression"`` [F, F + 1] f32, for ``Memory.observe``.
+        The experience, and ``{"degenerate_groups": [] i32}``, how many of the run's own groups have no advantage
+        other than 0 and teach nothing; with "poise" also ``"regression"`` [F, F + 1] f32, for ``Memory.observe``.
     """
-    settings, num_groups = config.credit, config.rollout.prompts_per_iteration
+    settings, num_own = config.credit, config.rollout.prompts_per_iteration
+    num_groups = num_own + config.external.groups_per_iteration
     mask_BS = completion_mask(rollout.prompt_length, rollout.length, rollout.tokens.shape[1])
     length = rollout.length - rollout.prompt_length
     trainable = scores.trainable
@@ -122,8 +124,8 @@ def assign(
             advantage_BS, surprise_BS, coefficient=settings.entropy_bonus, limit=settings.entropy_bonus_limit
         )
 
-    teaches = jnp.any(groups.member & (advantage != 0)[None, :], axis=1)
-    sums["degenerate_groups"] = num_groups - jnp.sum(teaches, dtype=jnp.int32)
+    teaches = jnp.any(groups.member & ((advantage != 0) & (rollout.group_id >= 0))[None, :], axis=1)
+    sums["degenerate_groups"] = num_own - jnp.sum(teaches, dtype=jnp.int32)
     old_value = scores.value if config.objective.value_clip else None
     experience = Experience(rollout, reward, advantage_BS, trainable, ref_logp, returns=returns_BS, value=old_value)
     return experience, sums

@@ -103,6 +103,7 @@ BOUNDS = {
     "replay.solved_fraction": (0.0, 1.0, True),
     "replay.cost_ratio": (0.0, math.inf, True),
     "replay.shards": (0, math.inf, True),
+    "external.groups_per_iteration": (0, math.inf, True),
     "update.batch_size": (1, math.inf, True),
     "update.micro_batch_size": (1, math.inf, True),
     "update.pack_width": (0, math.inf, True),
@@ -178,16 +179,16 @@ def _combinations(c: Any):
         "a batch does not repeat a rollout",
     )
     yield (
-        c.ring_capacity % c.rollouts_per_iteration == 0,
-        f"replay.capacity={c.ring_capacity} must be a multiple of the {c.rollouts_per_iteration} rollouts of an "
-        "iteration (rollout.prompts_per_iteration x rollout.group_size)",
+        c.ring_capacity % c.rows_per_iteration == 0,
+        f"replay.capacity={c.ring_capacity} must be a multiple of the {c.rows_per_iteration} rollouts of an iteration "
+        "((rollout.prompts_per_iteration + external.groups_per_iteration) x rollout.group_size)",
     )
     r = c.replay
     kept = round(r.positive_fraction * c.ring_capacity)
     yield (
-        c.ring_capacity - kept >= c.rollouts_per_iteration,
+        c.ring_capacity - kept >= c.rows_per_iteration,
         f"replay.positive_fraction={r.positive_fraction} of replay.capacity={c.ring_capacity} must leave room for the "
-        f"{c.rollouts_per_iteration} rollouts of an iteration",
+        f"{c.rows_per_iteration} rollouts of an iteration",
     )
     yield (
         r.positive_fraction == 0 or r.unit == "rollout",
@@ -195,9 +196,9 @@ def _combinations(c: Any):
         "correct rollouts are kept one by one",
     )
     yield (
-        r.delay_iterations == 0 or c.ring_capacity - kept > r.delay_iterations * c.rollouts_per_iteration,
+        r.delay_iterations == 0 or c.ring_capacity - kept > r.delay_iterations * c.rows_per_iteration,
         f"replay.delay_iterations={r.delay_iterations} must be less than the "
-        f"{c.ring_capacity // c.rollouts_per_iteration} iterations that replay.capacity={c.ring_capacity} holds",
+        f"{c.ring_capacity // c.rows_per_iteration} iterations that replay.capacity={c.ring_capacity} holds",
     )
     yield (
         r.delay_iterations == 0 or r.delay_iterations <= r.max_age_steps or r.max_age_steps == 0,
@@ -207,6 +208,17 @@ def _combinations(c: Any):
         r.delay_iterations == 0 or (r.fresh_fraction == 0 and r.positive_fraction == 0),
         f"replay.delay_iterations={r.delay_iterations} must be 0 with replay.fresh_fraction={r.fresh_fraction} or "
         f"replay.positive_fraction={r.positive_fraction}: a delayed batch has one age",
+    )
+    e, s = c.external, c.sampling
+    yield (
+        (e.groups_per_iteration > 0) == bool(e.paths),
+        f"external.groups_per_iteration={e.groups_per_iteration} and external.paths={e.paths!r} need each other: "
+        "both or neither",
+    )
+    yield (
+        e.groups_per_iteration == 0 or (s.top_k, s.top_p, s.min_p) == (0, 1.0, 0.0),
+        f"sampling.top_k={s.top_k}, sampling.top_p={s.top_p} and sampling.min_p={s.min_p} must be 0, 1 and 0 with "
+        "external.groups_per_iteration above 0: what others wrote may be what a filter never draws",
     )
     yield (
         c.rollout.group_size > 1 or c.credit.advantage in NEED_NO_SIBLINGS,

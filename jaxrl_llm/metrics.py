@@ -22,7 +22,7 @@ import rich.table
 import tensorboardX
 
 from jaxrl_llm.config import Config, ConfigError, MetricsConfig
-from jaxrl_llm.types import AGE_BUCKETS, OUTCOME_ERROR, OUTCOME_SCORE, OUTCOME_TIMEOUT, Rewards
+from jaxrl_llm.types import AGE_BUCKETS, OUTCOME_ERROR, OUTCOME_SCORE, OUTCOME_TIMEOUT, SHARED_FILE, Rewards
 
 # Ages of rollouts by bucket: "0", "1", "2-3", ..., "16+".
 _LOWEST = (0, *(highest + 1 for highest in AGE_BUCKETS))
@@ -99,7 +99,8 @@ METRICS: dict[str, Metric] = {
     "update/sampler_learner_gap_max_nats": Metric(
         "nats",
         "Largest |log-prob of the sampler - log-prob of the learner| of a token under the weights that sampled it. "
-        "With rollout.lookahead_prompts the sampler may have attended to keys of older weights, and this shows it.",
+        "With rollout.lookahead_prompts the sampler may have attended to keys of older weights, and this shows it. "
+        "External rollouts have no sampler: the learner's own log-probs stand for it, and they add nothing.",
     ),
     "optimizer/learning_rate": Metric("per step", "Learning rate of the iteration's last optimizer step."),
     "optimizer/rate_scale": Metric(
@@ -117,6 +118,10 @@ METRICS: dict[str, Metric] = {
     "replay/unique_prompts_mean": Metric(
         "prompts", "Different prompts in an update batch, mean over the iteration's optimizer steps."
     ),
+    "external/groups": Metric("groups", "Groups of external.paths that came into the ring in the iteration."),
+    "external/reward_mean": Metric("reward", "Total reward, mean over their completions that have one."),
+    "external/failed_rewards": Metric("rollouts", "Their completions without a reward, which are never drawn."),
+    "external/skipped_lines": Metric("lines", "Lines of other runs that this one cannot use, so far."),
     "time/cost_ratio": Metric(
         "ratio",
         "Seconds to generate a rollout (time/generate_s and time/reward_s) over seconds to train on one "
@@ -254,12 +259,16 @@ def cost_values(config: Config, values: dict[str, float], before: float) -> dict
 
 
 class MetricsWriter:
-    """Appends to metrics.jsonl, samples.jsonl and tensorboard/ in ``workdir``. One process of a run has one."""
+    """Appends to metrics.jsonl, samples.jsonl and tensorboard/ in ``workdir``, and to shared_rollouts.jsonl if asked.
+
+    One process of a run has one.
+    """
 
     def __init__(self, workdir: str | os.PathLike, config: MetricsConfig):
         self._workdir = pathlib.Path(workdir)
         self._workdir.mkdir(parents=True, exist_ok=True)
-        self._files = {name: open(self._workdir / name, "ab") for name in FILES}  # noqa: SIM115, closed in close()
+        names = (*FILES, SHARED_FILE) if config.share_rollouts else FILES
+        self._files = {name: open(self._workdir / name, "ab") for name in names}  # noqa: SIM115, closed in close()
         self._use_tensorboard = config.tensorboard
         self._tensorboard: tensorboardX.SummaryWriter | None = None
 
@@ -286,6 +295,10 @@ class MetricsWriter:
     def write_samples(self, rows: list[dict[str, Any]]) -> None:
         """Append sampled rollouts, one JSON object each."""
         self._append("samples.jsonl", rows)
+
+    def write_shared(self, rows: list[dict[str, Any]]) -> None:
+        """Append groups for other runs, one JSON object each; who reads meanwhile may see the last one in part."""
+        self._append(SHARED_FILE, rows)
 
     def state(self) -> dict[str, int]:
         """Size in bytes of each file, for the checkpoint."""

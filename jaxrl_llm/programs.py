@@ -101,7 +101,7 @@ def resident_bytes(memories: Mapping[str, Memory]) -> int:
     """
     whole = sum(memories[name].outputs for name in START_UP if name in memories)
     rollouts = memories["collect"].outputs - memories["collect"].aliased if "collect" in memories else 0
-    return whole + rollouts
+    return whole + rollouts + (memories["join"].outputs if "join" in memories else 0)
 
 
 def in_use_bytes(memories: Mapping[str, Memory]) -> dict[str, int]:

@@ -367,6 +367,18 @@ def _glossary() -> str:
     )
 
 
+def print_samples(workdir: pathlib.Path) -> None:
+    """Three held-out completions of the trained model, or of its last rollouts where nothing is held out."""
+    evaluation, rollouts = workdir / "eval_after.json", workdir / "samples.jsonl"
+    if evaluation.exists():
+        rows = json.loads(evaluation.read_text())["samples"][:3]
+    else:
+        rows = [json.loads(line) for line in rollouts.read_text().splitlines()[-3:]] if rollouts.exists() else []
+    for row in rows:
+        prompt = row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][-1]["content"]
+        print(f"  {prompt.strip()!r} -> {row['completion'].strip()!r}  reward {row['reward']}")
+
+
 def main() -> None:
     print(write_report(WORKDIR.value))
 

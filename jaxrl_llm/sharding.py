@@ -71,6 +71,7 @@ def check_divisible(config: Config, mesh: Mesh) -> None:
     numbers = {
         "rollout.prompts_per_iteration": (config.rollout.prompts_per_iteration, num_shards),
         "rollout.lookahead_prompts": (config.rollout.lookahead_prompts, num_shards),
+        "external.groups_per_iteration": (config.external.groups_per_iteration, num_shards),
         "rollout.slots": (config.num_slots, num_shards),
         "update.micro_batch_size": (config.update.micro_batch_size, ring_shards * config.rows_per_draw),
         "update.batch_size": (config.update.batch_size, ring_shards * config.rows_per_draw),
@@ -87,9 +88,9 @@ def check_divisible(config: Config, mesh: Mesh) -> None:
             f"update.micro_batch_tokens={config.update.micro_batch_tokens} must be a multiple of {ring_shards} ring "
             f"shards x the {config.line_tokens} tokens of a line (update.pack_width)"
         )
-    if config.rollouts_per_iteration % (ring_shards * config.rows_per_draw):
+    if config.rows_per_iteration % (ring_shards * config.rows_per_draw):
         raise ConfigError(
-            f"replay.shards={ring_shards} must divide the {config.rollouts_per_iteration} rollouts of an iteration, "
+            f"replay.shards={ring_shards} must divide the {config.rows_per_iteration} rollouts of an iteration, "
             f"in groups of {config.rows_per_draw}"
         )
 

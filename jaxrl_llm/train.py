@@ -30,6 +30,7 @@ from jaxrl_llm.checkpoint import Checkpointer, StopRequest
 from jaxrl_llm.config import Config, ConfigError, freeze, to_json
 from jaxrl_llm.credit import Memory
 from jaxrl_llm.evaluate import evaluate, questions
+from jaxrl_llm.external import External, shared_groups
 from jaxrl_llm.metrics import MetricsWriter, Progress, cost_values, rollout_values, update_values
 from jaxrl_llm.models import hf, pretrained
 from jaxrl_llm.programs import check_memory, compile_all, memory_limit, memory_table, use_cache
@@ -62,6 +63,7 @@ def train(config: Config, workdir: pathlib.Path, *, allow_config_changes: bool =
     memory = Memory(config)
     run = assemble(config, source.architecture(), tokenizer.eos_ids, mesh)
     source.check_weights(run.model, mesh)
+    external = External(run, tokenizer)
     checkpoints = Checkpointer(workdir, config.checkpoint)
     checkpoints.check_config(config, allow_changes=allow_config_changes)
     (workdir / "config.json").write_text(to_json(config))
@@ -100,6 +102,7 @@ def train(config: Config, workdir: pathlib.Path, *, allow_config_changes: bool =
             start, state, ring = restored.iteration, restored.device_state["train"], restored.device_state["ring"]
             stream.restore(restored.host_state["stream"])
             memory.restore(restored.host_state["memory"])
+            external.restore(restored.host_state["external"])
             compute = restored.host_state["compute"]
             metrics.restore(restored.host_state["metrics"])
             if config.rollout.lookahead_prompts:
@@ -134,6 +137,7 @@ def train(config: Config, workdir: pathlib.Path, *, allow_config_changes: bool =
             host = {
                 "stream": stream.state(),
                 "memory": memory.state(),
+                "external": external.state(),
                 "compute": compute,
                 "metrics": metrics.state(),
                 "open_prompts": [[*where, opened[0]] for where, opened in generator.open_prompts.items()],
@@ -152,6 +156,7 @@ def train(config: Config, workdir: pathlib.Path, *, allow_config_changes: bool =
         while iteration < config.num_iterations and not stop.requested and failure is None:
             t0 = time.monotonic()
             prompts = stream.next_batch(generator.prompts_wanted())
+            guests = external.next_groups(iteration, score)
             # The published weights live as long as the call: the update has their memory.
             rollout, groups = generator.generate(
                 compiled["publish"](state.params), prompts, version=state.step, key=sample_key, on_finished=score
@@ -160,18 +165,23 @@ def train(config: Config, workdir: pathlib.Path, *, allow_config_changes: bool =
             rewards = pool.collect([group.ticket for group in groups])
             t2 = time.monotonic()
             asked = [stream.question(group.prompt_id) for group in groups]
-            ref_logp = compiled["reference"](reference, rollout) if run.keeps_reference else None
+            # What goes into the ring: the run's own groups, and those of others beside them.
+            rows, known, about = rollout, rewards, asked
+            if guests:
+                rows = compiled["join"](state.params, state.step, rollout, guests.rows)
+                known, about = guests.join(rewards, asked, pool.collect)
+            ref_logp = compiled["reference"](reference, rows) if run.keeps_reference else None
             layout = jax.tree.map(lambda x: x.sharding, run.abstract_scores)
-            scores = jax.device_put(memory.scores(rewards, asked), layout)
+            scores = jax.device_put(memory.scores(known, about), layout)
             if config.has_critic:
-                scores = scores.replace(value=compiled["values"](state, rollout))
+                scores = scores.replace(value=compiled["values"](state, rows))
             now = on_device(np.int32(iteration))
-            ring, made = compiled["insert"](ring, rollout, scores, ref_logp, now)
+            ring, made = compiled["insert"](ring, rows, scores, ref_logp, now)
             state, ring, used = compiled["update"](state, ring, now, draw_key)
             made, used = jax.device_get((made, used))
             t3 = time.monotonic()
 
-            memory.observe(rewards, asked, made)
+            memory.observe(known, about, made)
             passed = rewards.total >= config.rewards.pass_threshold
             stream.observe(asked, passed, rewards.outcome == OUTCOME_SCORE)
             iteration += 1
@@ -185,11 +195,15 @@ def train(config: Config, workdir: pathlib.Path, *, allow_config_changes: bool =
                 "throughput/update_tokens_per_s": values["tokens/trained"] / (t3 - t2),
                 "memory/peak_bytes": profiling.peak_memory_bytes(mesh),
             }
+            if guests:
+                values |= guests.values()
             if config.prompts.retire_pass_rate:
                 values["prompts/retired"] = len(stream.retired())
             values |= cost_values(config, values, compute)
             compute = values["time/compute_rollouts"]
             metrics.write_samples(samples(config, iteration, tokenizer, rollout, groups, rewards))
+            if config.metrics.share_rollouts:
+                metrics.write_shared(shared_groups(groups, rewards, stream.lookup))
             failure = too_many_failures(config, rewards)
             final = iteration == config.num_iterations
             pass_rate = None
@@ -217,7 +231,7 @@ def train(config: Config, workdir: pathlib.Path, *, allow_config_changes: bool =
         print(f"stopped by {stop.requested} after iteration {iteration}; checkpoint in {checkpoints.directory}")
         print("run the same command again to continue")
         return 0
-    print_samples(workdir)
+    report.print_samples(workdir)
     print(f"checkpoint  {checkpoints.directory}")
     if config.checkpoint.export:
         hf.export(state.params, run.model, tokenizer, workdir / "hf")
@@ -232,6 +246,7 @@ def describe(run: Run, source: pretrained.Source, num_train: int, num_held_out: 
     axes = " x ".join(f"{name} {size}" for name, size in run.mesh.shape.items())
     kind = run.mesh.devices.flat[0].device_kind
     devices = f"{run.mesh.size} x {kind}"
+    others = config.rows_per_iteration - config.rollouts_per_iteration
     per_iteration = config.update.updates_per_iteration * config.update.batch_size
     ring_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(run.abstract_ring))
     lines = [
@@ -241,12 +256,13 @@ def describe(run: Run, source: pretrained.Source, num_train: int, num_held_out: 
         f"questions   {num_train} to train on, {num_held_out} held out ({config.prompts.source} {config.prompts.name})",
         "batches, in sequences over all devices",
         f"  prompts per iteration  {config.rollout.prompts_per_iteration:>6}",
-        f"  group size             {config.rollout.group_size:>6}   {config.rollouts_per_iteration} rollouts generated",
+        f"  group size             {config.rollout.group_size:>6}   {config.rollouts_per_iteration} rollouts generated"
+        + (f", {others} of others" if others else ""),
         f"  update batch           {config.update.batch_size:>6}   x {config.update.updates_per_iteration} updates = "
-        f"{per_iteration} trained, each rollout {per_iteration / config.rollouts_per_iteration:.1f} times",
+        f"{per_iteration} trained, each rollout {per_iteration / config.rows_per_iteration:.1f} times",
         f"  micro-batch            {config.update.micro_batch_tokens or config.update.micro_batch_size:>6}"
         + (f"   tokens, packed in lines of {config.line_tokens}" if config.line_tokens else ""),
-        f"  ring                   {config.ring_capacity:>6}   {config.ring_capacity // config.rollouts_per_iteration} "
+        f"  ring                   {config.ring_capacity:>6}   {config.ring_capacity // config.rows_per_iteration} "
         f"iterations of rollouts, {ring_bytes / config.ring_capacity / 2**10:.1f} KiB each",
     ]
     return "\n".join(lines)
@@ -312,18 +328,6 @@ def samples(
             }
         )
     return rows
-
-
-def print_samples(workdir: pathlib.Path) -> None:
-    """Three held-out completions of the trained model, or of its last rollouts where nothing is held out."""
-    evaluation, rollouts = workdir / "eval_after.json", workdir / "samples.jsonl"
-    if evaluation.exists():
-        rows = json.loads(evaluation.read_text())["samples"][:3]
-    else:
-        rows = [json.loads(line) for line in rollouts.read_text().splitlines()[-3:]] if rollouts.exists() else []
-    for row in rows:
-        prompt = row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][-1]["content"]
-        print(f"  {prompt.strip()!r} -> {row['completion'].strip()!r}  reward {row['reward']}")
 
 
 def main() -> None:

@@ -26,6 +26,9 @@ STOP_NAMES = ("none", "eos", "length", "stop_string")
 # Experience.age_bucket: upper ages of the buckets, in iterations; one more has all above.
 AGE_BUCKETS = (0, 1, 3, 7, 15)
 
+# In the workdir of a run that shares its rollouts (metrics.share_rollouts).
+SHARED_FILE = "shared_rollouts.jsonl"
+
 # Rewards.outcome
 OUTCOME_SCORE = 0
 OUTCOME_TIMEOUT = 1
@@ -65,7 +68,7 @@ class Rollout:
     prompt_length: jax.Array  # [B] i32
     length: jax.Array  # [B] i32, prompt + completion; EOS is counted
     behaviour_logp: jax.Array  # [B, S] f32 nats, 0.0 off the completion
-    group_id: jax.Array  # [B] i32, siblings of one prompt share it
+    group_id: jax.Array  # [B] i32, siblings of one prompt share it; below 0 where others than this run wrote them
     prompt_id: jax.Array  # [B] i32
     policy_version: jax.Array  # [B, S] i32 per token, -1 off the completion
     stop_reason: jax.Array  # [B] i8, STOP_*

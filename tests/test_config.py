@@ -28,6 +28,7 @@ from jaxrl_llm.assembly import assemble
 from jaxrl_llm.config import Config, ConfigError, differences, fingerprint, flatten, freeze, from_json, to_json
 from jaxrl_llm.credit import Memory
 from jaxrl_llm.evaluate import questions
+from jaxrl_llm.external import External
 from jaxrl_llm.metrics import cost_values, rollout_values
 from jaxrl_llm.models import pretrained
 from jaxrl_llm.prompts import PromptStream
@@ -112,6 +113,16 @@ def test_the_defaults_are_a_config():
         ({"replay": {"capacity": 96}}, "replay.capacity=96 must be a multiple of the 64 rollouts"),
         ({"replay": {"positive_fraction": 0.5}}, "replay.positive_fraction=0.5 of replay.capacity=64 must leave room"),
         ({"replay": {"capacity": 128, "positive_fraction": 0.5, "unit": "group"}}, "must be 0 for replay.unit='group'"),
+        ({"external": {"paths": ("a",)}}, "external.groups_per_iteration=0 and external.paths=('a',) need each other"),
+        ({"external": {"groups_per_iteration": 1}}, "external.groups_per_iteration=1 and external.paths=() need each"),
+        (
+            {"external": {"paths": ("a",), "groups_per_iteration": 8}, "sampling": {"top_p": 0.5}},
+            "sampling.top_k=0, sampling.top_p=0.5 and sampling.min_p=0.0 must be 0, 1 and 0 with external",
+        ),
+        (
+            {"external": {"paths": ("a",), "groups_per_iteration": 8}, "replay": {"capacity": 192}},
+            "replay.capacity=192 must be a multiple of the 128 rollouts",
+        ),
         ({"replay": {"delay_iterations": 1}}, "replay.delay_iterations=1 must be less than the 1 iterations"),
         (
             {"replay": {"capacity": 256, "delay_iterations": 3, "max_age_steps": 2}},
@@ -265,6 +276,12 @@ def cache(config, folder, monkeypatch):
         jax.config.update("jax_compilation_cache_dir", before)
 
 
+def guests(config, folder, monkeypatch):
+    """Token ids of others that an iteration would begin with."""
+    source = External(assemble(config, TINY, (257,), mesh_of(ONE)), ByteTokenizer())
+    return np.asarray(source.next_groups(0, lambda group: None).rows.tokens).tolist()
+
+
 def remembered(config, folder, monkeypatch):
     """What a question that was answered right once is expected to give."""
     rewards, memory = Rewards(np.ones(1, np.float32), {}, np.zeros(1, np.int8)), Memory(config)
@@ -327,6 +344,8 @@ FILES = {
     "messages.jsonl": rows({"messages": [{"role": "user", "content": "hi"}]}),
     "bad.jsonl": rows("a") + "{\n",
     "long.jsonl": rows("a", "b" * 40),
+    "shown.jsonl": rows({"prompt": "a", "completions": ["b", "c"]}),
+    "told.jsonl": rows({"prompt": "a", "completions": ["d", "e"]}),
 }
 FOUR = {"prompts.source": "jsonl", "prompts.name": "four.jsonl"}
 GYM = {"prompts.source": "reasoning_gym", "prompts.name": "chain_sum", "prompts.max_tokens": 128}
@@ -334,6 +353,7 @@ EVALUATED = {"eval.num_prompts": 8}
 CHECKPOINTED = {"checkpoint.every_iterations": 1, "checkpoint.keep_last": 1}
 WITH_KL = {"objective.kl_coefficient": 0.1}
 PLAIN = {"objective.surrogate": "reinforce"}
+SHOWN = {"external.paths": ("shown.jsonl",), "external.groups_per_iteration": 8, "replay.capacity": 64}
 CRITIC = {"credit.advantage": "gae"}
 BINS = CRITIC | {"objective.value_bins": 8}
 
@@ -403,6 +423,8 @@ ALIVE = {
     "replay.skip_tied": (True, program("update"), {}),
     "replay.cost_ratio": (5.28, costs, {}),
     "replay.shards": (2, shapes, {}),
+    "external.paths": (("told.jsonl",), guests, SHOWN),
+    "external.groups_per_iteration": (24, program("insert"), SHOWN),
     "update.batch_size": (8, program("update"), {}),
     "update.micro_batch_size": (4, program("update"), {}),
     "update.pack_width": (96, program("update"), {"update.micro_batch_tokens": 480}),
@@ -455,6 +477,7 @@ ALIVE = {
     "eval.name": ("five.jsonl", loaded, FOUR | {"eval.num_prompts": 2}),
     "metrics.tensorboard": (True, ghost_run, {}),
     "metrics.samples_per_iteration": (2, ghost_run, {}),
+    "metrics.share_rollouts": (True, ghost_run, {}),
 }
 
 
@@ -465,6 +488,9 @@ def seen(look, settings, folder, monkeypatch):
         if settings.get(name) in FILES:
             (folder / settings[name]).write_text(FILES[settings[name]])
             settings[name] = str(folder / settings[name])
+    for name in settings.get("external.paths", ()):
+        (folder / name).write_text(FILES[name])
+    settings["external.paths"] = tuple(str(folder / name) for name in settings.get("external.paths", ()))
     try:
         return look(freeze(with_settings(**settings)), folder, monkeypatch)
     except ConfigError as error:

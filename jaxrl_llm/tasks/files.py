@@ -17,7 +17,7 @@ from jaxrl_llm.tasks.protocol import Loaded
 SCORER = ""  # a file has no scorer of its own: rewards.functions names one
 
 
-class _BadRowError(Exception):
+class BadRowError(Exception):
     """Why one row is no question."""
 
 
@@ -38,9 +38,9 @@ def load(config: PromptsConfig, *, seed: int) -> Loaded:
         for number, row in (_parquet_rows if config.source == "parquet" else _json_rows)(path):
             origin = f"{path}:{number}"
             try:
-                prompt, columns = _question(row)
+                prompt, columns = question(parse(row) if isinstance(row, bytes) else row)
                 examples.append(Example(prompt, columns, origin))
-            except _BadRowError as error:
+            except BadRowError as error:
                 if config.bad_row == "error":
                     raise ConfigError(f"{origin}: {error} (prompts.bad_row='skip' leaves such rows out)") from error
                 bad_rows.append(f"{origin}: {error}")
@@ -78,30 +78,41 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             raise ConfigError(f"prompts.name={str(path)!r} is not a Parquet file: {reason}") from error
 
 
-def _question(row: bytes | dict[str, Any]) -> tuple[str | list[dict[str, str]], dict[str, Any]]:
-    """``(prompt, columns)`` of a row. A null is an absent value: Parquet has every column in every row."""
-    if isinstance(row, bytes):
-        try:
-            row = json.loads(row.decode("utf-8-sig"))
-        except json.JSONDecodeError as error:
-            raise _BadRowError(f"not JSON: {error.msg} at column {error.colno}") from error
-        except UnicodeDecodeError as error:
-            raise _BadRowError(f"not UTF-8: byte {error.object[error.start]:#04x} at {error.start}") from error
-        except RecursionError as error:
-            raise _BadRowError("not JSON: nested too deeply") from error
+def parse(line: bytes) -> Any:
+    """The JSON value of a line of a file.
+
+    Raises:
+        BadRowError: there is none.
+    """
+    try:
+        return json.loads(line.decode("utf-8-sig"))
+    except json.JSONDecodeError as error:
+        raise BadRowError(f"not JSON: {error.msg} at column {error.colno}") from error
+    except UnicodeDecodeError as error:
+        raise BadRowError(f"not UTF-8: byte {error.object[error.start]:#04x} at {error.start}") from error
+    except RecursionError as error:
+        raise BadRowError("not JSON: nested too deeply") from error
+
+
+def question(row: Any) -> tuple[str | list[dict[str, str]], dict[str, Any]]:
+    """``(prompt, columns)`` of a row. A null is an absent value: Parquet has every column in every row.
+
+    Raises:
+        BadRowError: it is no question.
+    """
     if not isinstance(row, dict):
-        raise _BadRowError(f"must be an object with `prompt` or `messages`, not {type(row).__name__}")
+        raise BadRowError(f"must be an object with `prompt` or `messages`, not {type(row).__name__}")
     given = [key for key in ("prompt", "messages") if row.get(key) is not None]
     if len(given) != 1:
-        raise _BadRowError(f"must have one of `prompt` and `messages`; its columns are {sorted(row)}")
+        raise BadRowError(f"must have one of `prompt` and `messages`; its columns are {sorted(row)}")
     for key in ("prompts", "completions"):
         if key in row:
-            raise _BadRowError(f"column `{key}` has the name of an argument of every reward function")
+            raise BadRowError(f"column `{key}` has the name of an argument of every reward function")
     prompt = row[given[0]]
     columns = {key: value for key, value in row.items() if key not in ("prompt", "messages")}
     if given == ["prompt"] and isinstance(prompt, str):
         if not prompt:
-            raise _BadRowError("`prompt` is empty")
+            raise BadRowError("`prompt` is empty")
         return prompt, columns
     return _messages(prompt, given[0]), columns
 
@@ -109,10 +120,10 @@ def _question(row: bytes | dict[str, Any]) -> tuple[str | list[dict[str, str]], 
 def _messages(messages: Any, key: str) -> list[dict[str, str]]:
     if not isinstance(messages, list) or not messages:
         kinds = "text or a list of messages" if key == "prompt" else "a list of messages"
-        raise _BadRowError(f"`{key}` must be {kinds}, not {messages!r:.60}")
+        raise BadRowError(f"`{key}` must be {kinds}, not {messages!r:.60}")
     for message in messages:
         if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
-            raise _BadRowError(f"a message must have texts `role` and `content`, not {message!r:.60}")
+            raise BadRowError(f"a message must have texts `role` and `content`, not {message!r:.60}")
     if messages[-1]["role"] == "assistant":
-        raise _BadRowError(f"`{key}` ends with the assistant's own message: nothing is left to answer")
+        raise BadRowError(f"`{key}` ends with the assistant's own message: nothing is left to answer")
     return [{"role": message["role"], "content": message["content"]} for message in messages]

@@ -193,6 +193,18 @@ def test_a_model_that_is_not_there(path, named, tmp_path, refused):
     assert f"model.path={path!r}" in line and named in line
 
 
+def test_answers_of_others_are_checked_before_anything_is_compiled(tmp_path, refused):
+    rows = '{"prompt": "a", "completions": ["a", "b"]}\n{"prompt": "a", "completions": ["a", "123456789"]}\n'
+    path = write(tmp_path / "shown.jsonl", rows)
+    overrides = [f"external.paths=('{path}',)", "external.groups_per_iteration=8"]
+    line = refused("train", *train_arguments(tmp_path, *overrides))
+    assert f"{path}:2: `completions[1]` has 10 tokens, over sampling.max_completion_tokens=8" in line
+    line = refused(
+        "train", *train_arguments(tmp_path, overrides[0], "external.groups_per_iteration=1", "replay.capacity=144")
+    )
+    assert "external.groups_per_iteration=1 must be a multiple of 8" in line
+
+
 # ---- flags and the config file -----------------------------------------------------------------------------------
 
 
