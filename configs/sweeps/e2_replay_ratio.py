@@ -2,14 +2,14 @@
 
     python -m jaxrl_llm.sweep --config=configs/sweeps/e2_replay_ratio.py --workdir=runs/e2 --workers=2
 
-Runs of 2026-11-21, 2 seeds an arm and 3 on-policy ones (of the 4 here), held-out pass rate at the end, and compute to
-0.51, where the on-policy arm ends, in batches (docs/replay_study.md):
+Runs of 2026-11-21, 4 seeds an arm: median of the held-out pass rate at the end, and compute to 0.48, where the on-policy
+arm ends, in batches (docs/replay_study.md has ranges, entropy and pass@32):
 
-    y = 1             0.51    1319, never for 1 of 3
-    y = 2, N 2 B, 8 B 0.80    650     0.79    557
-    y = 4             0.74    470     0.76    376
-    y = 8             0.77    563     0.75    375
-    y = 16            0.51    844     0.53    563, seeds far apart
+    y = 1             0.48    942
+    y = 2, N 2 B, 8 B 0.75    557     0.73    464
+    y = 4             0.69    470     0.76    376
+    y = 8             0.69    375     0.75    375
+    y = 16            0.52    563     0.72    563, seeds far apart
 """
 
 import runpy
