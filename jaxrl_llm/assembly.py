@@ -84,7 +84,7 @@ class Run:
     @functools.cached_property
     def abstract_state(self) -> TrainState:
         params = self.learner_params
-        optimizer = optim.abstract_state(self.optimizer, params, self.mesh)
+        optimizer = optim.abstract_state(self.optimizer, params, self.mesh, offload=self.config.optimizer.offload)
         average = params if self.config.keeps_average else None
         return TrainState(params, optimizer, self.whole(jnp.int32), average, self.abstract_critic)
 
@@ -249,6 +249,9 @@ def assemble(config: Config, arch: Architecture, eos_ids: tuple[int, ...], mesh:
     remat = "full" if config.model.remat == "auto" else config.model.remat
     model = Model(arch, config.model.compute_dtype, remat, attention)
     optimizer = optim.make(config.optimizer, config.num_updates)
+    if config.optimizer.offload:
+        sharding.check_host_memory(mesh, "optimizer.offload", True, otherwise=False)
+        optimizer = optim.offloaded(optimizer)
     critic_optimizer = None
     if config.has_critic:
         rate = config.optimizer.value_learning_rate

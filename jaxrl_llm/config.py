@@ -262,6 +262,8 @@ class OptimizerConfig:
     weight_decay: float = 0.0
     # Global-norm clip; 0 = none.
     max_grad_norm: float = 1.0
+    # Keep the moments in the host's pinned memory; an optimizer step moves them to the device and back.
+    offload: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -38,13 +38,32 @@ def make(config: OptimizerConfig, num_steps: int) -> optax.GradientTransformatio
     return optax.chain(clip, adamw)
 
 
-def abstract_state(optimizer: optax.GradientTransformation, abstract_params: Any, mesh: Mesh) -> Any:
-    """Shapes of the optimizer's state; moments lie where their parameters lie, counters everywhere."""
+def offloaded(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+    """The same with its moments in host memory but for the time of a step; numbers and structure stay the same."""
+
+    def update(gradient: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        move = lambda state, space: optax.tree_utils.tree_map_params(  # noqa: E731
+            optimizer, lambda moment: jax.device_put(moment, space), state
+        )
+        updates, state = optimizer.update(gradient, move(state, jax.memory.Space.Device), params)
+        return updates, move(state, jax.memory.Space.Host)
+
+    return optax.GradientTransformation(optimizer.init, update)
+
+
+def abstract_state(
+    optimizer: optax.GradientTransformation, abstract_params: Any, mesh: Mesh, *, offload: bool = False
+) -> Any:
+    """Shapes of the optimizer's state; moments lie where their parameters lie, counters everywhere.
+
+    Args:
+        offload: the moments lie in host memory, split as their parameters are.
+    """
     state = jax.eval_shape(optimizer.init, abstract_params)
     whole = sharding.replicated(mesh, 0)
     layouts = optax.tree_utils.tree_map_params(
         optimizer,
-        lambda _, param: param.sharding,
+        lambda _, param: sharding.on_host(param.sharding) if offload else param.sharding,
         state,
         abstract_params,
         transform_non_params=lambda _: whole,

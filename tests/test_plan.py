@@ -1,5 +1,6 @@
 """Plan: the TPU compiler takes every program of a run; what does not fit is named, and costs no traceback."""
 
+import dataclasses
 import importlib.util
 import types
 
@@ -11,7 +12,7 @@ from jaxrl_llm import plan, sharding
 from jaxrl_llm.assembly import assemble
 from jaxrl_llm.config import ConfigError, MeshConfig, freeze
 from jaxrl_llm.models import pretrained
-from jaxrl_llm.programs import Memory, Program, in_use_bytes, resident_bytes
+from jaxrl_llm.programs import Memory, Program, host_bytes, in_use_bytes, memory, resident_bytes
 
 MIB = 2**20
 
@@ -75,6 +76,22 @@ def test_memory_per_chip_does_not_grow_with_the_pod(eight_chips, name):
 
 
 @needs_libtpu
+def test_offloaded_moments_are_host_memory_to_the_tpu_compiler(eight_chips):
+    config = small_config(8)
+    config = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, offload=True))
+    run = run_of(config, "v5e:2x4")
+    found = {name: memory(run.programs()[name].lower(run.mesh).compile()) for name in ("init_state", "update")}
+    plain, moved = eight_chips["init_state"].memory, found["init_state"]
+    assert moved.outputs + moved.on_host == plain.outputs
+    # Two moments of the three copies of the weights.
+    assert moved.on_host == pytest.approx(2 / 3 * plain.outputs, rel=0.01)
+    update = found["update"]
+    assert update.on_host == moved.on_host
+    assert update.arguments + update.on_host == eight_chips["update"].memory.arguments
+    assert update.temporary < eight_chips["update"].memory.temporary + moved.on_host
+
+
+@needs_libtpu
 def test_a_program_beyond_the_chip_is_named_with_exit_status_1(monkeypatch, capsys):
     def huge(config, arch, eos_ids, mesh):
         whole = sharding.replicated(mesh, 0)
@@ -91,18 +108,18 @@ def test_a_program_beyond_the_chip_is_named_with_exit_status_1(monkeypatch, caps
 
 
 def test_memory_in_use_counts_what_lives_beside_the_program():
-    """Learner 30, ring 20, sampler 10, rollouts 5: 65 MiB stay while a program runs."""
+    """Learner 30, ring 20, sampler 10, rollouts 5: 65 MiB stay while a program runs, and 60 more with the host."""
 
     rows = {
         "init_sampler": (0, 10, 0, 0),
         "decode": (20, 10, 7, 10),  # half of its arguments are weights, which the learner owns
         "collect": (10, 15, 0, 10),
-        "init_state": (10, 30, 0, 10),
+        "init_state": (10, 30, 0, 10, 60),
         "init_ring": (0, 20, 0, 0),
         "update": (50, 51, 40, 50),
     }
     memories = {name: Memory(*(n * MIB for n in sizes)) for name, sizes in rows.items()}
-    assert resident_bytes(memories) == 65 * MIB
+    assert resident_bytes(memories) == 65 * MIB and host_bytes(memories) == 60 * MIB
     in_use = {name: size // MIB for name, size in in_use_bytes(memories).items()}
     # init_state runs before the rest exists: 10 + 30 - 10.
     assert in_use["decode"] == 72 and in_use["update"] == 106 and in_use["init_state"] == 30
