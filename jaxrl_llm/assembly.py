@@ -96,7 +96,10 @@ class Run:
     @functools.cached_property
     def abstract_ring(self) -> RingState:
         ring = jax.eval_shape(self._init_ring)
-        return place(ring, sharding.leading(self.mesh, ring))
+        layout = sharding.leading(self.mesh, ring)
+        if self.config.replay.memory == "host":
+            layout = layout.replace(slots=sharding.on_host(layout.slots))
+        return place(ring, layout)
 
     def whole(self, dtype: Any, shape: tuple[int, ...] = ()) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding.replicated(self.mesh, 0))
@@ -131,7 +134,8 @@ class Run:
             value=tokens if self.config.has_critic and self.config.objective.value_clip else None,
         )
         shards = sharding.num_ring_shards(self.config, self.mesh)
-        return replay.init(shape, capacity=self.config.ring_capacity, num_shards=shards)
+        on_host = self.config.replay.memory == "host"
+        return replay.init(shape, capacity=self.config.ring_capacity, num_shards=shards, on_host=on_host)
 
     def _reference(self, params: Any, rollout: Rollout) -> jax.Array:
         """Log-probs of fresh rollouts under the frozen starting model, [B,S]; kept in the ring with them."""
@@ -249,6 +253,8 @@ def assemble(config: Config, arch: Architecture, eos_ids: tuple[int, ...], mesh:
     remat = "full" if config.model.remat == "auto" else config.model.remat
     model = Model(arch, config.model.compute_dtype, remat, attention)
     optimizer = optim.make(config.optimizer, config.num_updates)
+    if config.replay.memory == "host":
+        sharding.check_host_memory(mesh, "replay.memory", "host", otherwise="device")
     if config.optimizer.offload:
         sharding.check_host_memory(mesh, "optimizer.offload", True, otherwise=False)
         optimizer = optim.offloaded(optimizer)

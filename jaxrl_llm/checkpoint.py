@@ -39,6 +39,7 @@ FREE_SETTINGS = (
     "metrics",
     "eval.every_iterations",
     "rewards.num_workers",
+    "replay.memory",
     "optimizer.offload",
 )
 

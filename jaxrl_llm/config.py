@@ -179,6 +179,9 @@ class ReplayConfig:
     cost_ratio: float = 0.0
     # Shards of the ring; 0 = the mesh's data-parallel size. Fix it to get the same draws on another mesh.
     shards: int = 0
+    # Where the rows lie: in the memory of the "device" or, for a large capacity, of the "host" (pinned; only the rows
+    # inserted or drawn move).
+    memory: str = "device"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,6 +26,7 @@ CHOICES = {
     "prompts.long_prompt": ("error", "skip"),
     "replay.draw": ("uniform", "priority", "age"),
     "replay.unit": ("rollout", "group"),
+    "replay.memory": ("device", "host"),
     "credit.advantage": (
         "grpo",
         "dr_grpo",

@@ -20,7 +20,7 @@ from jaxrl_llm.config import ConfigError
 # What to change when a program does not fit its device.
 MEMORY_SETTINGS = (
     "lower update.micro_batch_size, rollout.slots, replay.capacity or update.logp_chunk_tokens, set "
-    "model.remat='full' or optimizer.offload=True, or raise mesh.fsdp"
+    "model.remat='full', optimizer.offload=True or replay.memory='host', or raise mesh.fsdp"
 )
 
 # They run beside the published weights.

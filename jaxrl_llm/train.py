@@ -246,7 +246,8 @@ def describe(run: Run, source: pretrained.Source, num_train: int, num_held_out: 
         f"{per_iteration} trained, each rollout {per_iteration / config.rollouts_per_iteration:.1f} times",
         f"  micro-batch            {config.update.micro_batch_size:>6}",
         f"  ring                   {config.ring_capacity:>6}   {config.ring_capacity // config.rollouts_per_iteration} "
-        f"iterations of rollouts, {ring_bytes / config.ring_capacity / 2**10:.1f} KiB each",
+        f"iterations of rollouts, {ring_bytes / config.ring_capacity / 2**10:.1f} KiB each, "
+        f"in {config.replay.memory} memory",
     ]
     return "\n".join(lines)
 

@@ -111,7 +111,7 @@ class Experience:
 class RingState:
     """Device ring buffer. The shard axis M lies on the mesh's data axes, rings run over C (see ``replay``)."""
 
-    slots: Experience  # every leaf [M, C, ...]
+    slots: Experience  # every leaf [M, C, ...], on the device or in its host's memory
     num_inserted: jax.Array  # [M] i32, rows ever inserted: the main ring's cursor
     num_kept: jax.Array  # [M] i32, evicted rows ever moved to the ring of correct ones: its cursor
     num_draws: jax.Array  # [M] i32, batches ever drawn

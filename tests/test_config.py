@@ -400,6 +400,7 @@ ALIVE = {
     "replay.skip_tied": (True, program("update"), {}),
     "replay.cost_ratio": (5.28, costs, {}),
     "replay.shards": (2, shapes, {}),
+    "replay.memory": ("host", program("update"), {}),
     "update.batch_size": (8, program("update"), {}),
     "update.micro_batch_size": (4, program("update"), {}),
     "update.updates_per_iteration": (3, program("update"), {}),

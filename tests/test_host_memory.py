@@ -6,17 +6,28 @@ import types
 import jax
 import numpy as np
 import pytest
-from building import COMPLETION_TOKENS, EOS_IDS, ONE, PROMPT_TOKENS, TINY, learner_params, mesh_of, random_experience
+from building import (
+    COMPLETION_TOKENS,
+    EIGHT,
+    EOS_IDS,
+    ONE,
+    PROMPT_TOKENS,
+    TINY,
+    learner_params,
+    mesh_of,
+    random_experience,
+)
 
-from jaxrl_llm import rng
+from jaxrl_llm import replay, rng, sharding
 from jaxrl_llm.assembly import assemble
 from jaxrl_llm.checkpoint import Checkpointer
-from jaxrl_llm.config import CheckpointConfig, ConfigError, freeze
+from jaxrl_llm.config import CheckpointConfig, ConfigError, ReplayConfig, freeze
 from jaxrl_llm.programs import compile_all
 from jaxrl_llm.types import Scores
 
 # 16 rollouts of 8 prompts, a ring of two iterations, two updates of two micro-batches each.
 SETTINGS = {
+    "model": {"remat": "none"},
     "prompts": {"max_tokens": PROMPT_TOKENS},
     "sampling": {"max_completion_tokens": COMPLETION_TOKENS},
     "rollout": {"prompts_per_iteration": 8, "group_size": 2},
@@ -28,7 +39,8 @@ SETTINGS = {
 
 def config_of(on_host):
     settings = {group: dict(values) for group, values in SETTINGS.items()}
-    settings["optimizer"]["offload"] = on_host
+    if on_host:
+        settings["optimizer"]["offload"], settings["replay"]["memory"] = True, "host"
     return freeze(settings)
 
 
@@ -84,7 +96,8 @@ def test_not_a_bit_of_an_iteration_differs(plain):
         state, ring, sums = learner(True).iterate(state, ring, iteration)
         assert_same((state, ring, sums), expected)
         assert kinds(state.opt_state) == {"pinned_host"}
-        assert kinds(state.params) == {"device"}
+        assert kinds(ring.slots) == {"pinned_host"}
+        assert kinds(state.params) == kinds(ring.replace(slots=None)) == {"device"}
 
 
 @pytest.mark.parametrize("on_host", [True, False])
@@ -97,15 +110,51 @@ def test_a_checkpoint_of_one_kind_is_resumed_as_the_other(plain, on_host, tmp_pa
     abstract = {"train": reader.run.abstract_state, "ring": reader.run.abstract_ring}
     restored = checkpointer.restore(abstract, reader.run.config, allow_config_changes=False).device_state
     checkpointer.close()
-    assert kinds(restored["train"].opt_state) == {"device" if on_host else "pinned_host"}
+    moved = (restored["train"].opt_state, restored["ring"].slots)
+    assert kinds(moved) == {"device" if on_host else "pinned_host"}
     assert_same(reader.iterate(restored["train"], restored["ring"], 1), plain[1])
 
 
-def test_devices_without_such_memory_are_refused():
-    device = types.SimpleNamespace(
-        platform="cpu", device_kind="abacus", addressable_memories=lambda: [types.SimpleNamespace(kind="beads")]
-    )
+def rings(on_host):
+    """Five iterations of a ring of two lanes on eight devices: the ring and the rows drawn after each."""
+    mesh = mesh_of(EIGHT)
+    config = ReplayConfig(capacity=48, positive_fraction=1 / 3, draw="priority")
+    rows = random_experience(with_reference=False)
+    init = functools.partial(replay.init, rows, capacity=48, num_shards=8, on_host=on_host)
+    layout = sharding.leading(mesh, jax.eval_shape(init))
+    if on_host:
+        layout = layout.replace(slots=sharding.on_host(layout.slots))
+    insert = functools.partial(replay.insert, config=config, pass_threshold=0.0)
+    draw = functools.partial(replay.draw, config=config, batch_size=16)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        insert = jax.jit(insert, out_shardings=layout, donate_argnums=0)
+        draw = jax.jit(draw, out_shardings=(layout, None, None), donate_argnums=0)
+        ring, seen = jax.jit(init, out_shardings=layout)(), []
+        for iteration in range(5):
+            rows = random_experience(seed=iteration, with_reference=False)
+            ring = insert(ring, jax.device_put(rows, sharding.leading(mesh, rows)), np.int32(iteration))
+            ring, batch, info = draw(ring, jax.random.key(iteration), np.int32(iteration))
+            assert kinds(ring.slots) == {"pinned_host" if on_host else "device"} and kinds(batch) == {"device"}
+            seen.append(jax.device_get((ring, batch, info)))
+    return seen
+
+
+def test_a_ring_on_the_host_keeps_and_draws_the_same_rows():
+    on_device, on_host = rings(False), rings(True)
+    assert any((ring.num_kept > 0).all() for ring, _, _ in on_device)
+    assert_same(on_host, on_device)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"optimizer": {"offload": True}}, "optimizer.offload=True must be False on abacus"),
+        ({"replay": {"memory": "host"}}, "replay.memory='host' must be 'device' on abacus"),
+    ],
+)
+def test_devices_without_such_memory_are_refused(settings, message):
+    kinds = [types.SimpleNamespace(kind="beads")]
+    device = types.SimpleNamespace(platform="cpu", device_kind="abacus", addressable_memories=lambda: kinds)
     mesh = types.SimpleNamespace(shape=mesh_of(ONE).shape, devices=np.array([device]))
-    message = "optimizer.offload=True must be False on abacus: it has no memory 'pinned_host', only 'beads'"
-    with pytest.raises(ConfigError, match=message):
-        assemble(config_of(True), TINY, EOS_IDS, mesh)
+    with pytest.raises(ConfigError, match=message + ": it has no memory 'pinned_host', only 'beads'"):
+        assemble(freeze(settings), TINY, EOS_IDS, mesh)

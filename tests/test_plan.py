@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import re
 import types
 
 import jax
@@ -75,20 +76,40 @@ def test_memory_per_chip_does_not_grow_with_the_pod(eight_chips, name):
     assert stats.argument_size_in_bytes <= 1.1 * eight_chips[name].memory.arguments
 
 
-@needs_libtpu
-def test_offloaded_moments_are_host_memory_to_the_tpu_compiler(eight_chips):
+@pytest.fixture(scope="module")
+def eight_chips_with_hosts():
+    """The learner's programs with moments and ring in the hosts' memory: text and memory of each."""
     config = small_config(8)
-    config = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, offload=True))
+    optimizer = dataclasses.replace(config.optimizer, offload=True)
+    config = dataclasses.replace(config, optimizer=optimizer, replay=dataclasses.replace(config.replay, memory="host"))
     run = run_of(config, "v5e:2x4")
-    found = {name: memory(run.programs()[name].lower(run.mesh).compile()) for name in ("init_state", "update")}
-    plain, moved = eight_chips["init_state"].memory, found["init_state"]
-    assert moved.outputs + moved.on_host == plain.outputs
+    names = ("init_state", "init_ring", "insert", "update")
+    compiled = {name: run.programs()[name].lower(run.mesh).compile() for name in names}
+    return {name: (program.as_text(), memory(program)) for name, program in compiled.items()}
+
+
+@needs_libtpu
+def test_the_tpu_compiler_moves_moments_and_ring_to_the_hosts(eight_chips, eight_chips_with_hosts):
+    plain = {name: eight_chips[name].memory for name in eight_chips_with_hosts}
+    moved = {name: numbers for name, (_, numbers) in eight_chips_with_hosts.items()}
     # Two moments of the three copies of the weights.
-    assert moved.on_host == pytest.approx(2 / 3 * plain.outputs, rel=0.01)
-    update = found["update"]
-    assert update.on_host == moved.on_host
-    assert update.arguments + update.on_host == eight_chips["update"].memory.arguments
-    assert update.temporary < eight_chips["update"].memory.temporary + moved.on_host
+    assert moved["init_state"].on_host == pytest.approx(2 / 3 * plain["init_state"].outputs, rel=0.01)
+    on_host = {"insert": moved["init_ring"].on_host}
+    on_host["update"] = on_host["insert"] + moved["init_state"].on_host
+    for name, size in on_host.items():
+        assert moved[name].on_host == size > 0
+        # Tiles of the device are larger than the rows of so small a ring.
+        assert moved[name].arguments + size <= plain[name].arguments
+        assert moved[name].temporary < plain[name].temporary + size
+
+
+@needs_libtpu
+@pytest.mark.parametrize("name", ["init_ring", "insert", "update"])
+def test_no_chip_holds_the_rows_of_a_ring_on_the_host(eight_chips_with_hosts, name):
+    text, _ = eight_chips_with_hosts[name]
+    # 4 slots of 64 tokens a chip. The compiler tiles what a chip handles (":T("); memory space 5 is the host's.
+    layouts = re.findall(r"\[1,4,64\](\{[^}]*:T\([^}]*\})", text)
+    assert layouts and all("S(5)" in layout for layout in layouts)
 
 
 @needs_libtpu
