@@ -86,7 +86,8 @@ class Run:
         params = self.learner_params
         optimizer = optim.abstract_state(self.optimizer, params, self.mesh, offload=self.config.optimizer.offload)
         average = params if self.config.keeps_average else None
-        return TrainState(params, optimizer, self.whole(jnp.int32), average, self.abstract_critic)
+        coefficient = self.whole(jnp.float32) if self.config.objective.entropy_target else None
+        return TrainState(params, optimizer, self.whole(jnp.int32), average, self.abstract_critic, coefficient)
 
     @functools.cached_property
     def abstract_critic(self) -> Critic | None:
@@ -112,8 +113,9 @@ class Run:
 
     def _init_state(self, params: Any) -> TrainState:
         average = jax.tree.map(jnp.copy, params) if self.config.keeps_average else None
-        optimizer = self.optimizer.init(params)
-        return TrainState(params, optimizer, jnp.zeros((), jnp.int32), average, self._init_critic())
+        optimizer, objective = self.optimizer.init(params), self.config.objective
+        coefficient = jnp.float32(objective.entropy_coefficient) if objective.entropy_target else None
+        return TrainState(params, optimizer, jnp.zeros((), jnp.int32), average, self._init_critic(), coefficient)
 
     def _init_critic(self) -> Critic | None:
         if not self.config.has_critic:

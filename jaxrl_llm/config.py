@@ -237,8 +237,12 @@ class ObjectiveConfig:
     # What the penalty is to: "reference" (the frozen starting model), "convex" (it and the weights before the
     # iteration's updates, by schedule) or "ewma" (the moving average of the weights).
     kl_anchor: str = "reference"
-    # Weight of the policy's entropy as a bonus.
+    # Weight of the policy's entropy as a bonus; with entropy_target where it starts.
     entropy_coefficient: float = 0.0
+    # Entropy in nats per token that the weight is moved for, up where there is less, down where there is more, by
+    # entropy_rate after every optimizer step; 0 = the weight stays.
+    entropy_target: float = 0.0
+    entropy_rate: float = 1e-4
     # With credit.advantage "gae", what of the value loss's gradient the critic's head passes on into the policy's
     # hidden states, which it reads; 0 = none. The head itself always has all of it.
     value_coefficient: float = 0.1

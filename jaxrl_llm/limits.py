@@ -119,6 +119,8 @@ BOUNDS = {
     "objective.correction_second_moment": (0.0, math.inf, True),
     "objective.kl_coefficient": (0.0, math.inf, True),
     "objective.entropy_coefficient": (0.0, math.inf, True),
+    "objective.entropy_target": (0.0, math.inf, True),
+    "objective.entropy_rate": (0.0, math.inf, False),
     "objective.value_coefficient": (0.0, math.inf, True),
     "objective.value_clip": (0.0, math.inf, True),
     "objective.value_bins": (0, math.inf, True),

@@ -140,3 +140,4 @@ class TrainState:
     step: jax.Array  # [] i32, optimizer steps taken; also the policy version published next
     average: Any = None  # moving average of params where the objective asks for one
     critic: Critic | None = None  # where credit asks for one
+    entropy_coefficient: jax.Array | None = None  # [] f32, where the objective has a target for the entropy

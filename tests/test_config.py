@@ -418,6 +418,8 @@ ALIVE = {
     "objective.correction_high": (3.0, program("update"), PLAIN | {"objective.correction": "token_masked"}),
     "objective.correction_second_moment": (0.1, program("update"), PLAIN | {"objective.correction": "second_moment"}),
     "objective.ess_learning_rate": (True, program("update"), {}),
+    "objective.entropy_target": (0.5, program("update"), {}),
+    "objective.entropy_rate": (1e-3, program("update"), {"objective.entropy_target": 0.5}),
     "objective.aggregation": ("constant_length", program("update"), {}),
     "objective.kl_coefficient": (0.2, program("update"), WITH_KL),
     "objective.kl_estimator": ("k1", program("update"), WITH_KL),

@@ -113,6 +113,8 @@ def test_policies_before_and_averaged_corrected_weights_and_the_scaled_step_are_
         "kl_estimator": "k2",
         "kl_anchor": "ewma",
         "entropy_coefficient": 0.05,
+        "entropy_target": 9.0,
+        "entropy_rate": 0.01,
         "ess_learning_rate": True,
     }
     update = building.make_update(settings | {"micro_batch_size": 8})
@@ -132,6 +134,9 @@ def test_policies_before_and_averaged_corrected_weights_and_the_scaled_step_are_
     expected = losses.aggregate(term, mask, rows.trainable, "token_mean", COMPLETION_TOKENS)
     np.testing.assert_allclose(sums["loss_sum"], expected, rtol=1e-5)
     np.testing.assert_allclose(sums["correction_weight_sum"], np.sum(weight), rtol=1e-5)
+    # 264 tokens have less entropy than 9 nats: the bonus of the next step is larger by the rate.
+    np.testing.assert_allclose(sums["entropy_coefficient_sum"], 0.05, rtol=1e-6)
+    np.testing.assert_allclose(after.entropy_coefficient, 0.06, rtol=1e-6)
     assert 0 < np.sum(np.array(weight) == 2.0) < mask.sum()
 
     # The recorder's step is the gradient; averages of versions 0 and 1 weigh 0.9 and 1.
