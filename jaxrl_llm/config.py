@@ -269,6 +269,8 @@ class OptimizerConfig:
     weight_decay: float = 0.0
     # Global-norm clip; 0 = none.
     max_grad_norm: float = 1.0
+    # Start the moments anew every so many steps (Kimi k1.5: in every iteration), the schedule goes on; 0 = never.
+    reset_every_steps: int = 0
     # Keep the moments in the host's pinned memory; an optimizer step moves them to the device and back.
     offload: bool = False
 

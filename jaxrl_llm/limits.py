@@ -134,6 +134,7 @@ BOUNDS = {
     "optimizer.eps": (0.0, math.inf, False),
     "optimizer.weight_decay": (0.0, math.inf, True),
     "optimizer.max_grad_norm": (0.0, math.inf, True),
+    "optimizer.reset_every_steps": (0, math.inf, True),
     "mesh.data": (0, math.inf, True),
     "mesh.fsdp": (1, math.inf, True),
     "mesh.tensor": (1, math.inf, True),

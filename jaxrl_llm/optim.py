@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
@@ -35,7 +36,27 @@ def make(config: OptimizerConfig, num_steps: int) -> optax.GradientTransformatio
     adamw = optax.adamw(
         schedule(config, num_steps), b1=config.b1, b2=config.b2, eps=config.eps, weight_decay=config.weight_decay
     )
-    return optax.chain(clip, adamw)
+    optimizer = optax.chain(clip, adamw)
+    return _starting_anew(optimizer, config.reset_every_steps) if config.reset_every_steps else optimizer
+
+
+def _starting_anew(optimizer: optax.GradientTransformation, every: int) -> optax.GradientTransformation:
+    """The same whose Adam forgets its moments, and how many it has seen, before every ``every``-th step.
+
+    Source: Kimi k1.5, Kimi team 2025, arXiv:2501.12599, which resets the optimizer in each iteration. Differs: counted
+    in steps, so that a step that was skipped puts the resets off.
+    """
+    is_adam = lambda x: isinstance(x, optax.ScaleByAdamState)  # noqa: E731
+
+    def fresh(state: Any) -> Any:
+        if not is_adam(state):
+            return state
+        return jax.tree.map(lambda x: jnp.where(state.count < every, x, jnp.zeros_like(x)), state)
+
+    def update(gradient: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        return optimizer.update(gradient, jax.tree.map(fresh, state, is_leaf=is_adam), params)
+
+    return optax.GradientTransformation(optimizer.init, update)
 
 
 def offloaded(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:

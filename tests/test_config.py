@@ -439,6 +439,7 @@ ALIVE = {
     "optimizer.eps": (1e-6, program("update"), {}),
     "optimizer.weight_decay": (0.1, program("update"), {}),
     "optimizer.max_grad_norm": (0.5, program("update"), {}),
+    "optimizer.reset_every_steps": (2, program("update"), {}),
     "optimizer.offload": (True, program("update"), {}),
     "mesh.data": (4, mesh, {"mesh.fsdp": 2, "mesh.data": 2, "mesh.tensor": 2}),
     "mesh.fsdp": (2, mesh, {}),

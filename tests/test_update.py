@@ -368,6 +368,21 @@ def test_first_adamw_step_by_hand_and_the_clip_is_of_the_global_norm():
     np.testing.assert_allclose(step(max_grad_norm=6.0, eps=1.0)["a"], [-0.1 * 3 / 4, 0], rtol=1e-5)
 
 
+def test_moments_that_start_anew_make_a_first_step_at_the_schedules_place():
+    # A first Adam step is the rate times the gradient's sign; the second, of a gradient a tenth as large and the other
+    # way, still follows the first. The rate falls by 0.01 a step.
+    config = OptimizerConfig(learning_rate=0.1, schedule="linear", reset_every_steps=2, max_grad_norm=0.0)
+    optimizer = optim.make(config, 10)
+    params = jnp.zeros(2)
+    state, steps = optimizer.init(params), []
+    for size in (1.0, -0.1, -0.1, 1.0, -1.0):
+        updates, state = optimizer.update(size * jnp.array([1.0, -2.0]), state, params)
+        steps.append(updates)
+    anew = np.array([-0.1, 0.08, 0.06])[:, None] * [1, -1]
+    np.testing.assert_allclose(np.array(steps)[[0, 2, 4]], anew, rtol=1e-5)
+    assert (np.sign(steps[1]) == [-1, 1]).all()
+
+
 def test_moments_lie_where_their_parameters_lie():
     mesh = mesh_of(CUBE)
     params = Model(TINY).abstract_params(mesh)
