@@ -36,9 +36,9 @@ RULES = {
     "head_size": None,
     "activation": None,
 }
+SAMPLER_RULES = {**RULES, "embed": None}
 # JAX's name of the host memory that a device reads and writes by itself.
 HOST_MEMORY = "pinned_host"
-SAMPLER_RULES = {**RULES, "embed": None}
 
 
 def make_mesh(config: MeshConfig, devices: list[Any] | None = None) -> Mesh:
