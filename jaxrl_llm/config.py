@@ -179,8 +179,7 @@ class ReplayConfig:
     cost_ratio: float = 0.0
     # Shards of the ring; 0 = the mesh's data-parallel size. Fix it to get the same draws on another mesh.
     shards: int = 0
-    # Where the rows lie: in the memory of the "device" or, for a large capacity, of the "host" (pinned; only the rows
-    # inserted or drawn move).
+    # Where the rows lie: "device", or for a large capacity "host" (pinned memory; only rows inserted or drawn move).
     memory: str = "device"
 
 
@@ -239,8 +238,7 @@ class ObjectiveConfig:
     kl_anchor: str = "reference"
     # Weight of the policy's entropy as a bonus; with entropy_target where it starts.
     entropy_coefficient: float = 0.0
-    # Entropy in nats per token that the weight is moved for, up where there is less, down where there is more, by
-    # entropy_rate after every optimizer step; 0 = the weight stays.
+    # Nats per token below which the weight rises, above which it falls, by entropy_rate a step; 0 = the weight stays.
     entropy_target: float = 0.0
     entropy_rate: float = 1e-4
     # With credit.advantage "gae", what of the value loss's gradient the critic's head passes on into the policy's
