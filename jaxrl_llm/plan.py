@@ -82,6 +82,7 @@ def devices_of(topology: str) -> tuple[list[Any], Chip]:
     if importlib.util.find_spec("libtpu") is None:
         raise ConfigError("plan needs the TPU compiler libtpu (Linux x86-64): pip install 'jaxrl_llm[plan]'")
     os.environ.update(ENVIRONMENT)
+    os.environ.pop("XLA_FLAGS", None)  # of other compilers: libtpu ends the process over one that it does not know
     chip = CHIPS[generation]
     try:
         pod = topologies.get_topology_desc(topology_name=topology, platform="tpu", **chip.options)
