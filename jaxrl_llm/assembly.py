@@ -95,9 +95,10 @@ class Run:
     @functools.cached_property
     def abstract_state(self) -> TrainState:
         params = self.learner_params
-        optimizer = optim.abstract_state(self.optimizer, params, self.mesh)
+        optimizer = optim.abstract_state(self.optimizer, params, self.mesh, offload=self.config.optimizer.offload)
         average = params if self.config.keeps_average else None
-        return TrainState(params, optimizer, self.whole(jnp.int32), average, self.abstract_critic)
+        coefficient = self.whole(jnp.float32) if self.config.objective.entropy_target else None
+        return TrainState(params, optimizer, self.whole(jnp.int32), average, self.abstract_critic, coefficient)
 
     @functools.cached_property
     def abstract_critic(self) -> Critic | None:
@@ -107,7 +108,10 @@ class Run:
     @functools.cached_property
     def abstract_ring(self) -> RingState:
         ring = jax.eval_shape(self._init_ring)
-        return place(ring, sharding.leading(self.mesh, ring))
+        layout = sharding.leading(self.mesh, ring)
+        if self.config.replay.memory == "host":
+            layout = layout.replace(slots=sharding.on_host(layout.slots))
+        return place(ring, layout)
 
     def whole(self, dtype: Any, shape: tuple[int, ...] = ()) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding.replicated(self.mesh, 0))
@@ -120,8 +124,9 @@ class Run:
 
     def _init_state(self, params: Any) -> TrainState:
         average = jax.tree.map(jnp.copy, params) if self.config.keeps_average else None
-        optimizer = self.optimizer.init(params)
-        return TrainState(params, optimizer, jnp.zeros((), jnp.int32), average, self._init_critic())
+        optimizer, objective = self.optimizer.init(params), self.config.objective
+        coefficient = jnp.float32(objective.entropy_coefficient) if objective.entropy_target else None
+        return TrainState(params, optimizer, jnp.zeros((), jnp.int32), average, self._init_critic(), coefficient)
 
     def _init_critic(self) -> Critic | None:
         if not self.config.has_critic:
@@ -142,7 +147,8 @@ class Run:
             value=tokens if self.config.has_critic and self.config.objective.value_clip else None,
         )
         shards = sharding.num_ring_shards(self.config, self.mesh)
-        return replay.init(shape, capacity=self.config.ring_capacity, num_shards=shards)
+        on_host = self.config.replay.memory == "host"
+        return replay.init(shape, capacity=self.config.ring_capacity, num_shards=shards, on_host=on_host)
 
     def _logp(self, params: Any, rollout: Rollout) -> jax.Array:
         """Log-probs of fresh rollouts, [B,S]; those under the frozen starting model are kept in the ring with them."""
@@ -277,6 +283,11 @@ def assemble(config: Config, arch: Architecture, eos_ids: tuple[int, ...], mesh:
     remat = "full" if config.model.remat == "auto" else config.model.remat
     model = Model(arch, config.model.compute_dtype, remat, attention)
     optimizer = optim.make(config.optimizer, config.num_updates)
+    if config.replay.memory == "host":
+        sharding.check_host_memory(mesh, "replay.memory", "host", otherwise="device")
+    if config.optimizer.offload:
+        sharding.check_host_memory(mesh, "optimizer.offload", True, otherwise=False)
+        optimizer = optim.offloaded(optimizer)
     critic_optimizer = None
     if config.has_critic:
         rate = config.optimizer.value_learning_rate

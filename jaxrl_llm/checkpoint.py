@@ -30,8 +30,8 @@ from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 from jaxrl_llm.config import CheckpointConfig, Config, ConfigError, differences, fingerprint, from_json, to_json
 
-# Settings (or groups) that a resumed run may change freely: they say how long the run is, what it writes down and
-# with how many hands, and no parameter, ring byte or sampled token depends on them.
+# Settings (or groups) that a resumed run may change freely: they say how long the run is, what it writes down, with
+# how many hands and where arrays lie, and no parameter, ring byte or sampled token depends on them.
 FREE_SETTINGS = (
     "num_iterations",
     "compilation_cache",
@@ -39,6 +39,8 @@ FREE_SETTINGS = (
     "metrics",
     "eval.every_iterations",
     "rewards.num_workers",
+    "replay.memory",
+    "optimizer.offload",
 )
 
 

@@ -5,26 +5,21 @@ absl overrides it with ``--config.a.b=v``; ``freeze`` turns it into a ``Config``
 a wrong type or an impossible combination is a ``ConfigError`` naming the key, the value and what is
 allowed. No default stands in two places.
 
-Owns: names, types, defaults. Does not know: which values are allowed (limits), devices, files, models.
+Owns: names, types, defaults. Does not know: how a mapping becomes dataclasses (nested), which values are allowed
+(limits), devices, files, models.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import hashlib
 import json
-import types
-import typing
 from typing import Any
 
 import ml_collections
 
-from jaxrl_llm import limits
-
-
-class ConfigError(ValueError):
-    """Bad input from the user. Entry points print it as one line and exit with status 2."""
+from jaxrl_llm import limits, nested
+from jaxrl_llm.nested import ConfigError, flatten
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,6 +174,8 @@ class ReplayConfig:
     cost_ratio: float = 0.0
     # Shards of the ring; 0 = the mesh's data-parallel size. Fix it to get the same draws on another mesh.
     shards: int = 0
+    # Where the rows lie: "device", or for a large capacity "host" (pinned memory; only rows inserted or drawn move).
+    memory: str = "device"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -247,8 +244,11 @@ class ObjectiveConfig:
     # What the penalty is to: "reference" (the frozen starting model), "convex" (it and the weights before the
     # iteration's updates, by schedule) or "ewma" (the moving average of the weights).
     kl_anchor: str = "reference"
-    # Weight of the policy's entropy as a bonus.
+    # Weight of the policy's entropy as a bonus; with entropy_target where it starts.
     entropy_coefficient: float = 0.0
+    # Nats per token below which the weight rises, above which it falls, by entropy_rate a step; 0 = the weight stays.
+    entropy_target: float = 0.0
+    entropy_rate: float = 1e-4
     # With credit.advantage "gae", what of the value loss's gradient the critic's head passes on into the policy's
     # hidden states, which it reads; 0 = none. The head itself always has all of it.
     value_coefficient: float = 0.1
@@ -275,6 +275,10 @@ class OptimizerConfig:
     weight_decay: float = 0.0
     # Global-norm clip; 0 = none.
     max_grad_norm: float = 1.0
+    # Start the moments anew every so many steps (Kimi k1.5: in every iteration), the schedule goes on; 0 = never.
+    reset_every_steps: int = 0
+    # Keep the moments in the host's pinned memory; an optimizer step moves them to the device and back.
+    offload: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -424,60 +428,11 @@ def freeze(mapping: Any) -> Config:
     """
     if hasattr(mapping, "to_dict"):
         mapping = mapping.to_dict()
-    config = _freeze(Config, mapping, "")
+    config = nested.build(Config, mapping)
     complaint = limits.complaint(config, flatten(config))
     if complaint:
         raise ConfigError(complaint)
     return config
-
-
-def _freeze(cls: type, mapping: Any, prefix: str) -> Any:
-    if not isinstance(mapping, dict):
-        raise ConfigError(f"{prefix.rstrip('.') or 'config'}={mapping!r} must be a group of settings")
-    hints = typing.get_type_hints(cls)
-    names = [field.name for field in dataclasses.fields(cls)]
-    for key in mapping:
-        if key not in names:
-            near = difflib.get_close_matches(key, names, n=3, cutoff=0.5)
-            hint = f"did you mean {', '.join(prefix + n for n in near)}" if near else f"known: {', '.join(names)}"
-            raise ConfigError(f"unknown config key {prefix}{key}={mapping[key]!r}; {hint}")
-    return cls(**{key: _convert(hints[key], value, prefix + key) for key, value in mapping.items()})
-
-
-def _convert(hint: Any, value: Any, path: str) -> Any:
-    """``value`` as the declared type of its field; int is accepted for float, list for tuple."""
-    if dataclasses.is_dataclass(hint):
-        return _freeze(hint, value, path + ".")
-    origin = typing.get_origin(hint)
-    if origin is tuple:
-        if isinstance(value, (list, tuple)):
-            item = typing.get_args(hint)[0]
-            return tuple(_convert(item, v, f"{path}[{i}]") for i, v in enumerate(value))
-    elif origin is dict:
-        if isinstance(value, dict):
-            return value
-    elif hint is float:
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            return float(value)
-    elif hint is int:
-        if isinstance(value, int) and not isinstance(value, bool):
-            return value
-    elif isinstance(value, hint):
-        return value
-    name = hint.__name__ if not isinstance(hint, types.GenericAlias) else str(hint)
-    raise ConfigError(f"{path}={value!r} must be of type {name}, not {type(value).__name__}")
-
-
-def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
-    """``{"update.batch_size": 64, ...}`` of every leaf field."""
-    flat = {}
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if dataclasses.is_dataclass(value):
-            flat.update(flatten(value, prefix + field.name + "."))
-        else:
-            flat[prefix + field.name] = value
-    return flat
 
 
 def to_json(config: Config) -> str:

@@ -62,6 +62,9 @@ METRICS: dict[str, Metric] = {
     "update/entropy_nats": Metric(
         "nats per token", "Entropy of the current policy, mean over trained completion tokens."
     ),
+    "update/entropy_coefficient": Metric(
+        "weight", "Weight of the entropy bonus that objective.entropy_target moves, mean over the optimizer steps."
+    ),
     "update/kl_behaviour_nats": Metric(
         "nats per token", "k3 estimate of KL(behaviour || current policy), mean over trained completion tokens."
     ),
@@ -233,6 +236,8 @@ def update_values(config: Config, used: dict[str, Any]) -> dict[str, float]:
     if "value_loss_sum" in used:
         values["update/value_loss"] = ratio("value_loss_sum", "token_count")
         values["update/explained_variance"] = explained("return", "value_error", float(used["token_count"]))
+    if "entropy_coefficient_sum" in used:
+        values["update/entropy_coefficient"] = ratio("entropy_coefficient_sum", "update_count")
     if "rate_scale_sum" in used:
         values["optimizer/rate_scale"] = ratio("rate_scale_sum", "update_count")
     return values

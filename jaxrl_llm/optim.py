@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
@@ -35,16 +36,55 @@ def make(config: OptimizerConfig, num_steps: int) -> optax.GradientTransformatio
     adamw = optax.adamw(
         schedule(config, num_steps), b1=config.b1, b2=config.b2, eps=config.eps, weight_decay=config.weight_decay
     )
-    return optax.chain(clip, adamw)
+    optimizer = optax.chain(clip, adamw)
+    return _starting_anew(optimizer, config.reset_every_steps) if config.reset_every_steps else optimizer
 
 
-def abstract_state(optimizer: optax.GradientTransformation, abstract_params: Any, mesh: Mesh) -> Any:
-    """Shapes of the optimizer's state; moments lie where their parameters lie, counters everywhere."""
+def _starting_anew(optimizer: optax.GradientTransformation, every: int) -> optax.GradientTransformation:
+    """The same whose Adam forgets its moments, and how many it has seen, before every ``every``-th step.
+
+    Source: Kimi k1.5, Kimi team 2025, arXiv:2501.12599, which resets the optimizer in each iteration. Differs: counted
+    in steps, so that a step that was skipped puts the resets off.
+    """
+    is_adam = lambda x: isinstance(x, optax.ScaleByAdamState)  # noqa: E731
+
+    def fresh(state: Any) -> Any:
+        if not is_adam(state):
+            return state
+        return jax.tree.map(lambda x: jnp.where(state.count < every, x, jnp.zeros_like(x)), state)
+
+    def update(gradient: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        return optimizer.update(gradient, jax.tree.map(fresh, state, is_leaf=is_adam), params)
+
+    return optax.GradientTransformation(optimizer.init, update)
+
+
+def offloaded(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+    """The same with its moments in host memory but for the time of a step; numbers and structure stay the same."""
+
+    def update(gradient: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        move = lambda state, space: optax.tree_utils.tree_map_params(  # noqa: E731
+            optimizer, lambda moment: jax.device_put(moment, space), state
+        )
+        updates, state = optimizer.update(gradient, move(state, jax.memory.Space.Device), params)
+        return updates, move(state, jax.memory.Space.Host)
+
+    return optax.GradientTransformation(optimizer.init, update)
+
+
+def abstract_state(
+    optimizer: optax.GradientTransformation, abstract_params: Any, mesh: Mesh, *, offload: bool = False
+) -> Any:
+    """Shapes of the optimizer's state; moments lie where their parameters lie, counters everywhere.
+
+    Args:
+        offload: the moments lie in host memory, split as their parameters are.
+    """
     state = jax.eval_shape(optimizer.init, abstract_params)
     whole = sharding.replicated(mesh, 0)
     layouts = optax.tree_utils.tree_map_params(
         optimizer,
-        lambda _, param: param.sharding,
+        lambda _, param: sharding.on_host(param.sharding) if offload else param.sharding,
         state,
         abstract_params,
         transform_non_params=lambda _: whole,

@@ -30,7 +30,7 @@ from jaxrl_llm import cli, sharding
 from jaxrl_llm.assembly import Run, assemble
 from jaxrl_llm.config import Config, ConfigError, freeze
 from jaxrl_llm.models import pretrained
-from jaxrl_llm.programs import MEMORY_SETTINGS, Memory, in_use_bytes, memory, resident_bytes
+from jaxrl_llm.programs import MEMORY_SETTINGS, Memory, host_bytes, in_use_bytes, memory, resident_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +82,7 @@ def devices_of(topology: str) -> tuple[list[Any], Chip]:
     if importlib.util.find_spec("libtpu") is None:
         raise ConfigError("plan needs the TPU compiler libtpu (Linux x86-64): pip install 'jaxrl_llm[plan]'")
     os.environ.update(ENVIRONMENT)
+    os.environ.pop("XLA_FLAGS", None)  # of other compilers: libtpu ends the process over one that it does not know
     chip = CHIPS[generation]
     try:
         pod = topologies.get_topology_desc(topology_name=topology, platform="tpu", **chip.options)
@@ -140,6 +141,8 @@ def plan(config: Config, topology: str) -> int:
     need = in_use_bytes(compiled)
     largest = max(need, key=need.get)
     print(f"resident    {resident / 2**20:.1f} MiB a chip between programs: learner, ring, sampler, rollouts")
+    if on_host := host_bytes(compiled):
+        print(f"on hosts    {on_host / 2**20:.1f} MiB a chip between programs, in pinned memory")
     print(f"largest     {need[largest] / 2**20:.1f} MiB of {limit / 2**20:.1f} a chip, while {largest} runs")
     print(f"compiled in {time.monotonic() - started:.0f} s")
     over = [row.name for row in rows if not row.memory or need[row.name] > limit]

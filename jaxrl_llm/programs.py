@@ -20,7 +20,7 @@ from jaxrl_llm.config import ConfigError
 # What to change when a program does not fit its device.
 MEMORY_SETTINGS = (
     "lower update.micro_batch_size, rollout.slots, replay.capacity or update.logp_chunk_tokens, set "
-    "model.remat='full', or raise mesh.fsdp"
+    "model.remat='full', optimizer.offload=True or replay.memory='host', or raise mesh.fsdp"
 )
 
 # They run beside the published weights.
@@ -53,12 +53,13 @@ class Program:
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Bytes per device of one compiled program, as the compiler counts them."""
+    """Bytes of a device's memory in one compiled program, as the compiler counts them."""
 
     arguments: int
     outputs: int
     temporary: int
     aliased: int  # arguments whose buffers become outputs
+    on_host: int = 0  # outputs beside them that lie in the host's memory, where the device has one of its own
 
     @property
     def peak(self) -> int:
@@ -91,6 +92,7 @@ def memory(compiled: jax.stages.Compiled) -> Memory:
         outputs=stats.output_size_in_bytes,
         temporary=stats.temp_size_in_bytes,
         aliased=stats.alias_size_in_bytes,
+        on_host=stats.host_output_size_in_bytes,
     )
 
 
@@ -102,6 +104,11 @@ def resident_bytes(memories: Mapping[str, Memory]) -> int:
     whole = sum(memories[name].outputs for name in START_UP if name in memories)
     rollouts = memories["collect"].outputs - memories["collect"].aliased if "collect" in memories else 0
     return whole + rollouts + (memories["join"].outputs if "join" in memories else 0)
+
+
+def host_bytes(memories: Mapping[str, Memory]) -> int:
+    """What a device keeps in its host's memory all through an iteration."""
+    return sum(memories[name].on_host for name in START_UP if name in memories)
 
 
 def in_use_bytes(memories: Mapping[str, Memory]) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Replay: the last rollouts stay on the device, and update batches are drawn from them.
+"""Replay: the last rollouts stay on the device (or in its host's memory), and update batches are drawn from them.
 
 Owns: the ring's state, which rows are kept, use counts and ages. Does not know: how slots are chosen (replay_draws),
 credit, losses, the mesh (the shard axis M is laid on its data axes by whoever places the state).
@@ -42,21 +42,23 @@ class DrawInfo:
     question: jax.Array  # [M, b] i32 hash of the prompt
 
 
-def init(experience_shape: Experience, *, capacity: int, num_shards: int) -> RingState:
+def init(experience_shape: Experience, *, capacity: int, num_shards: int, on_host: bool = False) -> RingState:
     """An empty ring.
 
     Args:
         experience_shape: rows of any number (leaves [R, ...]), arrays or ``jax.ShapeDtypeStruct``.
         capacity: slots of all shards together.
         num_shards: M.
+        on_host: the rows lie in the host's memory; what is counted of them lies on the device all the same.
 
     Raises:
         ConfigError: the shards do not divide the capacity.
     """
     num_slots = _per_shard("replay.capacity", capacity, num_shards)
+    shape = lambda x: jax.ShapeDtypeStruct((num_shards, num_slots, *x.shape[1:]), x.dtype)  # noqa: E731
     column = lambda value, dtype: jnp.full((num_shards, num_slots), value, dtype)  # noqa: E731
     return RingState(
-        slots=jax.tree.map(lambda x: jnp.zeros((num_shards, num_slots, *x.shape[1:]), x.dtype), experience_shape),
+        slots=ring_buffer.zeros(jax.tree.map(shape, experience_shape), on_host=on_host),
         num_inserted=jnp.zeros(num_shards, jnp.int32),
         num_kept=jnp.zeros(num_shards, jnp.int32),
         num_draws=jnp.zeros(num_shards, jnp.int32),

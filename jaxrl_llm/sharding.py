@@ -37,6 +37,8 @@ RULES = {
     "activation": None,
 }
 SAMPLER_RULES = {**RULES, "embed": None}
+# JAX's name of the host memory that a device reads and writes by itself.
+HOST_MEMORY = "pinned_host"
 
 
 def make_mesh(config: MeshConfig, devices: list[Any] | None = None) -> Mesh:
@@ -146,6 +148,26 @@ def by_device(function: Callable, is_split: tuple[bool, ...]) -> Callable:
 
 def replicated(mesh: Mesh, tree: Any) -> Any:
     return jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), tree)
+
+
+def on_host(tree: Any) -> Any:
+    """The same shardings in the pinned memory of the devices' hosts."""
+    return jax.tree.map(lambda x: x.with_memory_kind(HOST_MEMORY), tree)
+
+
+def check_host_memory(mesh: Mesh, setting: str, value: Any, otherwise: Any) -> None:
+    """A setting that keeps arrays in host memory needs devices that can address it.
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    device = mesh.devices.flat[0]
+    kinds = [memory.kind for memory in device.addressable_memories()]
+    if HOST_MEMORY not in kinds:
+        raise ConfigError(
+            f"{setting}={value!r} must be {otherwise!r} on {device.device_kind}: it has no memory {HOST_MEMORY!r}, "
+            f"only {', '.join(map(repr, kinds))}"
+        )
 
 
 def constrain(x: jax.Array, *logical_axes: str | None) -> jax.Array:

@@ -263,7 +263,8 @@ def describe(run: Run, source: pretrained.Source, num_train: int, num_held_out: 
         f"  micro-batch            {config.update.micro_batch_tokens or config.update.micro_batch_size:>6}"
         + (f"   tokens, packed in lines of {config.line_tokens}" if config.line_tokens else ""),
         f"  ring                   {config.ring_capacity:>6}   {config.ring_capacity // config.rows_per_iteration} "
-        f"iterations of rollouts, {ring_bytes / config.ring_capacity / 2**10:.1f} KiB each",
+        f"iterations of rollouts, {ring_bytes / config.ring_capacity / 2**10:.1f} KiB each, in {config.replay.memory} "
+        "memory",
     ]
     return "\n".join(lines)
 

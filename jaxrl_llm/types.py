@@ -114,7 +114,7 @@ class Experience:
 class RingState:
     """Device ring buffer. The shard axis M lies on the mesh's data axes, rings run over C (see ``replay``)."""
 
-    slots: Experience  # every leaf [M, C, ...]
+    slots: Experience  # every leaf [M, C, ...], on the device or in its host's memory
     num_inserted: jax.Array  # [M] i32, rows ever inserted: the main ring's cursor
     num_kept: jax.Array  # [M] i32, evicted rows ever moved to the ring of correct ones: its cursor
     num_draws: jax.Array  # [M] i32, batches ever drawn
@@ -143,3 +143,4 @@ class TrainState:
     step: jax.Array  # [] i32, optimizer steps taken; also the policy version published next
     average: Any = None  # moving average of params where the objective asks for one
     critic: Critic | None = None  # where credit asks for one
+    entropy_coefficient: jax.Array | None = None  # [] f32, where the objective has a target for the entropy

@@ -30,7 +30,7 @@ from jaxrl_llm.micro_batches import MicroBatches
 from jaxrl_llm.models.policy import packed_logp, row_logp
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.ops import corrections, values
-from jaxrl_llm.ops.losses import aggregation_weights, kl_estimate, reference_share
+from jaxrl_llm.ops.losses import adapted_entropy_coefficient, aggregation_weights, kl_estimate, reference_share
 from jaxrl_llm.ops.masks import completion_mask
 from jaxrl_llm.ops.surrogates import LOG_RATIO_LIMIT, SURROGATES, Settings, Tokens
 from jaxrl_llm.types import AGE_BUCKETS, Critic, Experience, RingState, Rollout, TrainState
@@ -47,6 +47,7 @@ class Moment(NamedTuple):
     start: Any = None  # those weights, where the objective asks for them
     average: Any = None  # moving average of the weights, likewise
     threshold: jax.Array | None = None  # [] f32 of the correction "second_moment"
+    entropy_coefficient: jax.Array | None = None  # [] f32 weight of the entropy bonus, where it moves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,6 +108,7 @@ class Update:
             start: the state before the iteration's updates; None = this one.
         """
         moment = self._moment(state, batch, state if start is None else start)
+        moment = moment._replace(entropy_coefficient=state.entropy_coefficient)
         critic = state.critic
         (gradient, of_head), sums = self.gradient(state.params, batch, moment, critic.head if critic else None)
         norm = optax.tree.norm(gradient)
@@ -118,6 +120,8 @@ class Update:
                 sums["sequence_ratio_sum"], sums["sequence_ratio_square_sum"], sums["row_count"]
             )
             sums |= {"rate_scale_sum": scale}
+        if state.entropy_coefficient is not None:
+            sums |= {"entropy_coefficient_sum": state.entropy_coefficient}
 
         def apply(state: TrainState) -> TrainState:
             updates, opt_state = self.optimizer.update(gradient, state.opt_state, state.params)
@@ -132,7 +136,15 @@ class Update:
             if critic:
                 updates, head_state = self.critic_optimizer.update(of_head, critic.opt_state, critic.head)
                 critic = Critic(optax.apply_updates(critic.head, updates), head_state)
-            return TrainState(params, opt_state, state.step + 1, average, critic)
+            coefficient = state.entropy_coefficient
+            if coefficient is not None:
+                coefficient = adapted_entropy_coefficient(
+                    coefficient,
+                    sums["entropy_sum"] / sums["token_count"],
+                    target=self.objective.entropy_target,
+                    rate=self.objective.entropy_rate,
+                )
+            return TrainState(params, opt_state, state.step + 1, average, critic, coefficient)
 
         state = jax.lax.cond(usable, apply, lambda state: state, state)
         return state, sums | {
@@ -291,8 +303,9 @@ class Update:
         if kl is not None:
             loss += objective.kl_coefficient * jnp.sum(weight_BS * kl)
             sums["kl_reference_sum"] = jnp.sum(kl)
-        if objective.entropy_coefficient:
-            loss -= objective.entropy_coefficient * jnp.sum(weight_BS * jnp.where(mask, entropy, 0.0))
+        if objective.entropy_coefficient or objective.entropy_target:
+            coefficient = moment.entropy_coefficient if objective.entropy_target else objective.entropy_coefficient
+            loss -= coefficient * jnp.sum(weight_BS * jnp.where(mask, entropy, 0.0))
         if head is not None:
             value_loss, value_sums = self._value_loss(outputs[0], rows, mask)
             loss += jnp.sum(weight_BS * value_loss)

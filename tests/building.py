@@ -227,7 +227,10 @@ def train_state(update, mesh=ONE):
     if update.critic_optimizer:
         head = jax.device_put(host_head(update), sharding.replicated(mesh_of(mesh), 0))
         critic = Critic(head, jax.tree.map(jnp.zeros_like, head))
-    return TrainState(params, jax.tree.map(jnp.zeros_like, params), step, average, critic)
+    coefficient = None
+    if update.objective.entropy_target:
+        coefficient = jax.device_put(np.float32(update.objective.entropy_coefficient), step.sharding)
+    return TrainState(params, jax.tree.map(jnp.zeros_like, params), step, average, critic, coefficient)
 
 
 def host_head(update, seed=0):

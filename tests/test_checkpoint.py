@@ -240,6 +240,8 @@ def test_settings_that_change_no_result_may_change(checkpointer):
         checkpoint={"keep_last": 9},
         metrics={"tensorboard": False},
         rewards={"num_workers": 7},
+        optimizer={"offload": True},
+        replay={"memory": "host"},
         eval={"every_iterations": 5},
     )
     assert checkpointer.restore(abstract(make_state()), free, allow_config_changes=False).iteration == 1

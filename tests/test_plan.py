@@ -1,6 +1,8 @@
 """Plan: the TPU compiler takes every program of a run; what does not fit is named, and costs no traceback."""
 
+import dataclasses
 import importlib.util
+import re
 import types
 
 import jax
@@ -11,7 +13,7 @@ from jaxrl_llm import plan, sharding
 from jaxrl_llm.assembly import assemble
 from jaxrl_llm.config import ConfigError, MeshConfig, freeze
 from jaxrl_llm.models import pretrained
-from jaxrl_llm.programs import Memory, Program, in_use_bytes, resident_bytes
+from jaxrl_llm.programs import Memory, Program, host_bytes, in_use_bytes, memory, resident_bytes
 
 MIB = 2**20
 
@@ -74,6 +76,42 @@ def test_memory_per_chip_does_not_grow_with_the_pod(eight_chips, name):
     assert stats.argument_size_in_bytes <= 1.1 * eight_chips[name].memory.arguments
 
 
+@pytest.fixture(scope="module")
+def eight_chips_with_hosts():
+    """The learner's programs with moments and ring in the hosts' memory: text and memory of each."""
+    config = small_config(8)
+    optimizer = dataclasses.replace(config.optimizer, offload=True)
+    config = dataclasses.replace(config, optimizer=optimizer, replay=dataclasses.replace(config.replay, memory="host"))
+    run = run_of(config, "v5e:2x4")
+    names = ("init_state", "init_ring", "insert", "update")
+    compiled = {name: run.programs()[name].lower(run.mesh).compile() for name in names}
+    return {name: (program.as_text(), memory(program)) for name, program in compiled.items()}
+
+
+@needs_libtpu
+def test_the_tpu_compiler_moves_moments_and_ring_to_the_hosts(eight_chips, eight_chips_with_hosts):
+    plain = {name: eight_chips[name].memory for name in eight_chips_with_hosts}
+    moved = {name: numbers for name, (_, numbers) in eight_chips_with_hosts.items()}
+    # Two moments of the three copies of the weights.
+    assert moved["init_state"].on_host == pytest.approx(2 / 3 * plain["init_state"].outputs, rel=0.01)
+    on_host = {"insert": moved["init_ring"].on_host}
+    on_host["update"] = on_host["insert"] + moved["init_state"].on_host
+    for name, size in on_host.items():
+        assert moved[name].on_host == size > 0
+        # Tiles of the device are larger than the rows of so small a ring.
+        assert moved[name].arguments + size <= plain[name].arguments
+        assert moved[name].temporary < plain[name].temporary + size
+
+
+@needs_libtpu
+@pytest.mark.parametrize("name", ["init_ring", "insert", "update"])
+def test_no_chip_holds_the_rows_of_a_ring_on_the_host(eight_chips_with_hosts, name):
+    text, _ = eight_chips_with_hosts[name]
+    # 4 slots of 64 tokens a chip. The compiler tiles what a chip handles (":T("); memory space 5 is the host's.
+    layouts = re.findall(r"\[1,4,64\](\{[^}]*:T\([^}]*\})", text)
+    assert layouts and all("S(5)" in layout for layout in layouts)
+
+
 @needs_libtpu
 def test_a_program_beyond_the_chip_is_named_with_exit_status_1(monkeypatch, capsys):
     def huge(config, arch, eos_ids, mesh):
@@ -91,18 +129,18 @@ def test_a_program_beyond_the_chip_is_named_with_exit_status_1(monkeypatch, caps
 
 
 def test_memory_in_use_counts_what_lives_beside_the_program():
-    """Learner 30, ring 20, sampler 10, rollouts 5: 65 MiB stay while a program runs."""
+    """Learner 30, ring 20, sampler 10, rollouts 5: 65 MiB stay while a program runs, and 60 more with the host."""
 
     rows = {
         "init_sampler": (0, 10, 0, 0),
         "decode": (20, 10, 7, 10),  # half of its arguments are weights, which the learner owns
         "collect": (10, 15, 0, 10),
-        "init_state": (10, 30, 0, 10),
+        "init_state": (10, 30, 0, 10, 60),
         "init_ring": (0, 20, 0, 0),
         "update": (50, 51, 40, 50),
     }
     memories = {name: Memory(*(n * MIB for n in sizes)) for name, sizes in rows.items()}
-    assert resident_bytes(memories) == 65 * MIB
+    assert resident_bytes(memories) == 65 * MIB and host_bytes(memories) == 60 * MIB
     in_use = {name: size // MIB for name, size in in_use_bytes(memories).items()}
     # init_state runs before the rest exists: 10 + 30 - 10.
     assert in_use["decode"] == 72 and in_use["update"] == 106 and in_use["init_state"] == 30

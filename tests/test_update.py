@@ -113,6 +113,8 @@ def test_policies_before_and_averaged_corrected_weights_and_the_scaled_step_are_
         "kl_estimator": "k2",
         "kl_anchor": "ewma",
         "entropy_coefficient": 0.05,
+        "entropy_target": 9.0,
+        "entropy_rate": 0.01,
         "ess_learning_rate": True,
     }
     update = building.make_update(settings | {"micro_batch_size": 8})
@@ -132,6 +134,9 @@ def test_policies_before_and_averaged_corrected_weights_and_the_scaled_step_are_
     expected = losses.aggregate(term, mask, rows.trainable, "token_mean", COMPLETION_TOKENS)
     np.testing.assert_allclose(sums["loss_sum"], expected, rtol=1e-5)
     np.testing.assert_allclose(sums["correction_weight_sum"], np.sum(weight), rtol=1e-5)
+    # 264 tokens have less entropy than 9 nats: the bonus of the next step is larger by the rate.
+    np.testing.assert_allclose(sums["entropy_coefficient_sum"], 0.05, rtol=1e-6)
+    np.testing.assert_allclose(after.entropy_coefficient, 0.06, rtol=1e-6)
     assert 0 < np.sum(np.array(weight) == 2.0) < mask.sum()
 
     # The recorder's step is the gradient; averages of versions 0 and 1 weigh 0.9 and 1.
@@ -361,6 +366,21 @@ def test_first_adamw_step_by_hand_and_the_clip_is_of_the_global_norm():
     np.testing.assert_allclose(clipped["b"], [-0.1 * 0.8 / 1.8], rtol=1e-5)
     # A bound above the norm changes nothing: 0.1 * 3 / 4.
     np.testing.assert_allclose(step(max_grad_norm=6.0, eps=1.0)["a"], [-0.1 * 3 / 4, 0], rtol=1e-5)
+
+
+def test_moments_that_start_anew_make_a_first_step_at_the_schedules_place():
+    # A first Adam step is the rate times the gradient's sign; the second, of a gradient a tenth as large and the other
+    # way, still follows the first. The rate falls by 0.01 a step.
+    config = OptimizerConfig(learning_rate=0.1, schedule="linear", reset_every_steps=2, max_grad_norm=0.0)
+    optimizer = optim.make(config, 10)
+    params = jnp.zeros(2)
+    state, steps = optimizer.init(params), []
+    for size in (1.0, -0.1, -0.1, 1.0, -1.0):
+        updates, state = optimizer.update(size * jnp.array([1.0, -2.0]), state, params)
+        steps.append(updates)
+    anew = np.array([-0.1, 0.08, 0.06])[:, None] * [1, -1]
+    np.testing.assert_allclose(np.array(steps)[[0, 2, 4]], anew, rtol=1e-5)
+    assert (np.sign(steps[1]) == [-1, 1]).all()
 
 
 def test_moments_lie_where_their_parameters_lie():

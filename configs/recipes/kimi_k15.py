@@ -3,7 +3,7 @@
     python -m jaxrl_llm.train --config=configs/recipes/kimi_k15.py --workdir=runs/kimi_k15
 
 Reward minus group mean, a squared log-ratio to the weights before the iteration's updates, a reward for shorter
-answers among the group's.
+answers among the group's, an optimizer that starts anew in every iteration.
 Source: Kimi team 2025, arXiv:2501.12599.
 """
 
@@ -18,4 +18,5 @@ def get_config():
     config.objective.proximal = "start"
     config.objective.aggregation = "sequence_mean"
     config.update.updates_per_iteration = 2
+    config.optimizer.reset_every_steps = 2
     return config

@@ -2,8 +2,8 @@
 
     python -m jaxrl_llm.sweep --config=configs/sweeps/e2_replay_ratio.py --workdir=runs/e2 --workers=2
 
-Runs of 2026-11-21, 4 seeds an arm: median of the held-out pass rate at the end, and compute to 0.48, where the on-policy
-arm ends, in batches (docs/replay_study.md has ranges, entropy and pass@32):
+Runs of 2026-11-21, 4 seeds an arm: median of the held-out pass rate at the end, and compute to 0.48, where the
+on-policy arm ends, in batches (docs/replay_study.md has ranges, entropy and pass@32):
 
     y = 1             0.48    942
     y = 2, N 2 B, 8 B 0.75    557     0.73    464

@@ -1,6 +1,7 @@
 """The weights that add per-token loss terms up, and terms that hold a policy back.
 
-Owns: aggregation, estimators of the divergence to an anchor. Does not know: surrogates, models, micro-batches.
+Owns: aggregation, estimators of the divergence to an anchor, how the weight of the entropy moves. Does not know:
+surrogates, models, micro-batches.
 Letters: B rows, T row width.
 
 A loss is ``sum(weight * term)`` with the weights of ``aggregation_weights``, made once for the whole batch:
@@ -49,6 +50,27 @@ def reference_share(step: jax.Array) -> jax.Array:
     Source: ReMix, Liang et al. 2025, arXiv:2507.06892.
     """
     return jnp.maximum(1.0 - 0.1 * jnp.ceil(jnp.maximum(step - 50, 0) / 10), 0.5)
+
+
+def adapted_entropy_coefficient(coefficient: jax.Array, entropy: jax.Array, *, target: float, rate: float) -> jax.Array:
+    """Weight [] f32 of the entropy bonus after a step whose tokens had this entropy on average.
+
+        c' = max(c + rate * sign(target - entropy), 0)
+
+    Args:
+        coefficient: [] f32, the weight of that step.
+        entropy: [] f32 nats per token.
+        target: nats per token.
+        rate: how far the weight moves.
+
+    Source: Skywork-OR1, He et al. 2025, arXiv:2505.22312, "adaptive entropy control". Differs: there the bonus is left
+        out of a step whose rollouts have more entropy than the target, while c falls; here its weight is c always, for
+        a step's own entropy is known only after its forward pass. The released code bounds c above too, at 0.005.
+
+    Example:
+        A step with 0.5 nats where the target is 0.2 lowers a weight of 0.005 by the rate, one with 0.1 raises it.
+    """
+    return jnp.maximum(coefficient + rate * jnp.sign(target - entropy), 0.0)
 
 
 def aggregation_weights(

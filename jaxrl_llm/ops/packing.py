@@ -75,6 +75,9 @@ def lay(tokens: jax.Array, prompt_length: jax.Array, length: jax.Array, *, width
         prompt_length, length: [n,K] i32; both 0 where there is no row.
         width: W, at least what the units of every line take.
         group_size: G.
+
+    Returns:
+        The lines, whose fields ``Line`` describes.
     """
     n, K, S = tokens.shape
     own = length - prompt_length
@@ -115,7 +118,7 @@ def lay(tokens: jax.Array, prompt_length: jax.Array, length: jax.Array, *, width
 
 
 def visible(line: Line) -> jax.Array:
-    """Which places [n,W,W] each place sees: of its unit the prompt, and its own row, up to itself."""
+    """Which places, [N,W,W] bool, each place sees: of its unit the prompt, and its own row, up to itself."""
     W = line.unit.shape[1]
     same_unit = line.unit[:, :, None] == line.unit[:, None, :]
     own = (line.row[:, None, :] == 0) | (line.row[:, :, None] == line.row[:, None, :])

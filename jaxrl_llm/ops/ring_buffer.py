@@ -1,4 +1,4 @@
-"""FIFO rings of rows on the device, one or two per shard, in one array of slots.
+"""FIFO rings of rows, one or two per shard, in one array of slots, on the device or in its host's memory.
 
 Leaves are [M, C, ...]: the mesh shards M and a ring runs over C, so writing and reading need no collective. A ring
 is a ``Lane`` of the slots; a second one keeps some of what the first overwrites. A ring is filled in the order of
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.compute_on import compute_on
 
 
 class Lane(NamedTuple):
@@ -95,9 +96,45 @@ def put(slots: Any, slot_index: jax.Array, rows: Any) -> Any:
     def one(slot_C: jax.Array, index: jax.Array, row_b: jax.Array) -> jax.Array:
         return slot_C.at[index].set(row_b, mode="drop")
 
-    return jax.tree.map(lambda slot, row: jax.vmap(one)(slot, slot_index, row), slots, rows)
+    return jax.tree.map(lambda slot, row: _where_it_lies(jax.vmap(one), slot, slot_index, row), slots, rows)
 
 
 def take(slots: Any, slot_index: jax.Array) -> Any:
-    """Rows of a pytree of [M, C, ...] at ``slot_index`` [M, b] i32: a pytree of [M, b, ...]."""
-    return jax.tree.map(lambda leaf: jax.vmap(lambda slot_C, index: slot_C[index])(leaf, slot_index), slots)
+    """Rows of a pytree of [M, C, ...] at ``slot_index`` [M, b] i32: a pytree of [M, b, ...], on the device."""
+    rows_of = jax.vmap(lambda slot_C, index: slot_C[index])
+
+    def one(leaf: jax.Array) -> jax.Array:
+        rows = _where_it_lies(rows_of, leaf, slot_index)
+        return jax.device_put(rows, jax.memory.Space.Device) if _is_on_host(rows) else rows
+
+    return jax.tree.map(one, slots)
+
+
+def zeros(shapes: Any, *, on_host: bool = False) -> Any:
+    """Zeros of a pytree of shapes [M, C, ...], on the device or in the host's memory.
+
+    The host repeats a slot of the device: what is constant the TPU compiler would make on the device and move.
+    """
+
+    def one(x: jax.ShapeDtypeStruct) -> jax.Array:
+        slot = jnp.zeros((x.shape[0], 1, *x.shape[2:]), x.dtype)
+        if on_host:
+            slot = jax.device_put(slot, jax.memory.Space.Host)
+        return _where_it_lies(lambda slot: jnp.broadcast_to(slot, x.shape), slot)
+
+    return jax.tree.map(one, shapes)
+
+
+def _where_it_lies(function: Callable[..., jax.Array], leaf: jax.Array, *rows: jax.Array) -> jax.Array:
+    """``function(leaf, *rows)``, by the host's processor where the leaf lies in the host's memory.
+
+    Only what the rows hold then moves between host and device, never the leaf.
+    """
+    if not _is_on_host(leaf):
+        return function(leaf, *rows)
+    with compute_on("device_host"):
+        return jax.jit(function)(leaf, *jax.device_put(rows, jax.memory.Space.Host))
+
+
+def _is_on_host(x: jax.Array) -> bool:
+    return jax.typeof(x).memory_space == jax.memory.Space.Host

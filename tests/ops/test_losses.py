@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from reference import losses as oracle
 
-from jaxrl_llm.ops.losses import aggregation_weights, kl_estimate, reference_share
+from jaxrl_llm.ops.losses import adapted_entropy_coefficient, aggregation_weights, kl_estimate, reference_share
 
 kl = jax.jit(kl_estimate, static_argnames="kind")
 weights = jax.jit(aggregation_weights, static_argnames=("kind", "max_completion_tokens"))
@@ -107,3 +107,10 @@ def test_unknown_kinds_are_named():
         aggregation_weights(
             jnp.ones((1, 1), bool), jnp.ones(1, bool), jnp.zeros(1, int), kind="mean", max_completion_tokens=1
         )
+
+
+def test_the_entropy_coefficient_by_hand():
+    # Target 0.2 nats, rate 0.01. Below, above, at the target, and one that would fall below 0.
+    coefficient, entropy = jnp.array([0.05, 0.05, 0.05, 0.004]), jnp.array([0.1, 0.3, 0.2, 0.3])
+    moved = jax.vmap(lambda c, e: adapted_entropy_coefficient(c, e, target=0.2, rate=0.01))(coefficient, entropy)
+    np.testing.assert_allclose(moved, [0.06, 0.04, 0.05, 0.0], rtol=1e-6)
