@@ -19,6 +19,7 @@ def executable(name, temporary):
         output_size_in_bytes=RESIDENT,
         temp_size_in_bytes=temporary,
         alias_size_in_bytes=RESIDENT,
+        host_output_size_in_bytes=0,
     )
     return types.SimpleNamespace(name=name, memory_analysis=lambda: stats)
 

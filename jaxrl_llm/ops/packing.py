@@ -118,7 +118,11 @@ def lay(tokens: jax.Array, prompt_length: jax.Array, length: jax.Array, *, width
 
 
 def visible(line: Line) -> jax.Array:
-    """Which places, [N,W,W] bool, each place sees: of its unit the prompt, and its own row, up to itself."""
+    """Which places each place sees: of its unit the prompt, and its own row, up to itself.
+
+    Returns:
+        [n,W,W] bool.
+    """
     W = line.unit.shape[1]
     same_unit = line.unit[:, :, None] == line.unit[:, None, :]
     own = (line.row[:, None, :] == 0) | (line.row[:, :, None] == line.row[:, None, :])
@@ -126,7 +130,14 @@ def visible(line: Line) -> jax.Array:
 
 
 def take_rows(values: jax.Array, line: Line, prompt_length: jax.Array, length: jax.Array) -> jax.Array:
-    """Values [n,W,...] of the targets, to their rows [n,K,S,...]; 0 off the completions."""
+    """Values of the targets, in their rows.
+
+    Args:
+        values: [n,W,...].
+
+    Returns:
+        [n,K,S,...], 0 off the completions.
+    """
     S = line.place.shape[2]
     at = jnp.arange(S, dtype=jnp.int32)[None, None, :]
     is_completion = (at >= prompt_length[..., None]) & (at < length[..., None])

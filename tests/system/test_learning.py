@@ -39,7 +39,7 @@ def compiled():
     return {}
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
 def test_reward_climbs_from_chance_to_nearly_all(seed, compiled, tmp_path, monkeypatch):
     config = settings()
     config.seed = seed
