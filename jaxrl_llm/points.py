@@ -41,6 +41,8 @@ class Sweep:
         x_axis: "iteration", or a metric that only grows (time/compute_rollouts, say): curves are drawn over it too.
         facet: a setting; one picture for each of its values instead of one for all points. "" = one picture.
         thresholds: {metric: value}; the table tells where on the x-axis the metric first reaches the value.
+        label: what the page calls a point, given without its seed (and, in its pictures, the facet): its settings by
+            default. Points that differ in more must not be called the same.
         pareto: (metric across, metric up) of each plot of last values against each other.
     """
 
@@ -51,6 +53,7 @@ class Sweep:
     facet: str = ""
     thresholds: Mapping[str, float] = dataclasses.field(default_factory=dict)
     pareto: tuple[tuple[str, str], ...] = ()
+    label: Callable[[Point], str] = lambda point: ", ".join(f"{k.rsplit('.', 1)[-1]} {v}" for k, v in point.items())
 
     def named_metrics(self) -> tuple[str, ...]:
         """Every metric the sweep names, each once: its curves first."""

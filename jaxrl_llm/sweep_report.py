@@ -107,6 +107,12 @@ def front(points: Sequence[tuple[float, float]], *, lower_x: bool, lower_y: bool
     )
 
 
+def label(run: Run, sweep: Sweep, *, without: str = "") -> str:
+    """The run's settings to read, without the seed and one other."""
+    point = {field: value for field, value in sorted(run.point.items()) if field not in (SEED, without)}
+    return sweep.label(point) or "base"
+
+
 # ---- table.csv -------------------------------------------------------------------------------------------------
 
 
@@ -117,7 +123,8 @@ def write_table(path: pathlib.Path, runs: Sequence[Run], sweep: Sweep) -> None:
     for run in runs:
         settings = {field: run.point.get(field) for field in fields}
         done = run.rows[-1][ITERATION] if run.rows else 0
-        lines.append({"point": run.name, "status": run.status, "iterations": done} | settings | figures(run, sweep))
+        about = {"point": run.name, "label": label(run, sweep), "status": run.status, "iterations": done}
+        lines.append(about | settings | figures(run, sweep))
     unfinished = path.with_name(path.name + ".tmp")
     with open(unfinished, "w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(lines[0]))
@@ -153,9 +160,8 @@ def _row(cells: Sequence[str]) -> str:
     return "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
 
 
-def _shown(settings: Sequence[tuple[str, Any]]) -> str:
-    """Settings to read: the last part of each name, and its value."""
-    return html.escape(", ".join(f"{field.rsplit('.', 1)[-1]} {value}" for field, value in settings)) or "base"
+def _shown(run: Run, sweep: Sweep, *, without: str = "") -> str:
+    return html.escape(label(run, sweep, without=without))
 
 
 def _group_table(runs: Sequence[Run], sweep: Sweep) -> str:
@@ -163,8 +169,8 @@ def _group_table(runs: Sequence[Run], sweep: Sweep) -> str:
         return ""
     rows = []
     columns = list(figures(runs[0], sweep))
-    for settings, members in groups(runs).items():
-        cells = [_shown(settings), str(len(members))]
+    for members in groups(runs).values():
+        cells = [_shown(members[0], sweep), str(len(members))]
         all_figures = [figures(run, sweep) for run in members]
         for column in columns:
             there = [found[column] for found in all_figures if found[column] is not None]
@@ -194,19 +200,20 @@ def _curve_sections(runs: Sequence[Run], sweep: Sweep, units: Mapping[str, str])
 
 
 def _curves(runs: Sequence[Run], sweep: Sweep, metric: str, units: Mapping[str, str]) -> list[str]:
-    """One picture per x-axis and value of the facet; a group keeps its colour, and the pictures their scale."""
+    """One picture per x-axis and value of the facet; a group keeps its colour, and pictures their scales."""
     pictures = []
     for x_axis in dict.fromkeys((ITERATION, sweep.x_axis)):
         facets: dict[Any, dict[str, Band]] = {}
-        for settings, members in groups(runs).items():
+        for members in groups(runs).values():
             drawn = band([curve(run, metric, x_axis) for run in members])
             if drawn is not None:
-                label = _shown([(field, value) for field, value in settings if field != sweep.facet])
-                facets.setdefault(dict(settings).get(sweep.facet, ""), {})[label] = drawn
+                label = _shown(members[0], sweep, without=sweep.facet)
+                facets.setdefault(_hashable(members[0].point.get(sweep.facet, "")), {})[label] = drawn
         labels = list(dict.fromkeys(label for bands in facets.values() for label in bands))
-        ends = [edge for bands in facets.values() for b in bands.values() for edge in (b.low.min(), b.high.max())]
+        every = [b for bands in facets.values() for b in bands.values()]
+        limits = _limits([b.x for b in every]), _limits([edge for b in every for edge in (b.low, b.high)])
         for number, (value, bands) in enumerate(facets.items()):
-            draw = functools.partial(_draw_bands, bands=bands, labels=labels, limits=(min(ends), max(ends)))
+            draw = functools.partial(_draw_bands, bands=bands, labels=labels, limits=limits)
             svg = page.picture(
                 draw,
                 label=f"{metric} over {x_axis}",
@@ -214,32 +221,41 @@ def _curves(runs: Sequence[Run], sweep: Sweep, metric: str, units: Mapping[str, 
                 salt=f"{metric} {x_axis} {number}",
                 whole_x=x_axis == ITERATION,
             )
-            title = _shown([(sweep.facet, value)]) if sweep.facet else html.escape(metric)
+            title = html.escape(f"{sweep.facet.rsplit('.', 1)[-1]} {value}" if sweep.facet else metric)
+            if len(bands) == 1 < len(labels):
+                title += f" | {next(iter(bands))}"  # a single line has no key
             keys = [(i, label, "line") for i, label in enumerate(labels) if label in bands]
             pictures.append(page.figure(title, html.escape(units.get(metric, "")), page.legend(keys), svg))
     return pictures
 
 
-def _draw_bands(axes: Any, *, bands: Mapping[str, Band], labels: Sequence[str], limits: tuple[float, float]) -> None:
+def _limits(values: Sequence[np.ndarray]) -> tuple[float, float]:
+    """Ends of an axis that holds all values, with a margin."""
+    low, high = min((v.min() for v in values), default=0.0), max((v.max() for v in values), default=1.0)
+    margin = 0.05 * (high - low) or 0.5
+    return float(low - margin), float(high + margin)
+
+
+def _draw_bands(axes: Any, *, bands: Mapping[str, Band], labels: Sequence[str], limits: Sequence[tuple]) -> None:
     for i, label in enumerate(labels):
         if label in bands:
             b, (colour, dash) = bands[label], page.stroke(i)
             marker = "o" if len(b.x) < 3 else ""
             axes.plot(b.x, b.median, color=colour, linestyle=dash, linewidth=1.6, marker=marker, markersize=4)
             axes.fill_between(b.x, b.low, b.high, color=colour, alpha=0.15, linewidth=0)
-    margin = 0.05 * (limits[1] - limits[0]) or 0.5
-    axes.set_ylim(limits[0] - margin, limits[1] + margin)
+    axes.set_xlim(*limits[0])
+    axes.set_ylim(*limits[1])
 
 
 def _trade_offs(runs: Sequence[Run], sweep: Sweep, units: Mapping[str, str]) -> str:
     pictures = []
     for across, up in sweep.pareto:
         spots = {}
-        for settings, members in groups(runs).items():
+        for members in groups(runs).values():
             pairs = [(f[f"{across} last"], f[f"{up} last"]) for f in (figures(run, sweep) for run in members)]
             pairs = [pair for pair in pairs if None not in pair]
             if pairs:
-                spots[_shown(settings)] = np.quantile(pairs, (0.25, 0.5, 0.75), axis=0)
+                spots[_shown(members[0], sweep)] = np.quantile(pairs, (0.25, 0.5, 0.75), axis=0)
         if spots:
             draw = functools.partial(_draw_trade_off, spots=spots, sweep=sweep, across=across, up=up)
             svg = page.picture(

@@ -1,6 +1,7 @@
 """Sweeps: the figures by hand, and which points run, are skipped, go on, fail or are stopped."""
 
 import csv
+import dataclasses
 import json
 import os
 import pathlib
@@ -54,12 +55,12 @@ def read_table(path):
 
 def test_the_table_holds_what_one_computes_by_hand(tmp_path):
     write_table(tmp_path / "table.csv", RUNS, SWEEP)
-    columns = ("point", "status", "iterations", "x.lr", "x.name", "seed", f"{M} last", f"{M} best")
+    columns = ("point", "label", "status", "iterations", "x.lr", "x.name", "seed", f"{M} last", f"{M} best")
     columns += ("tokens/trained last", f"tokens/trained to {M} 0.4")
     expected = [
-        ("a0", "finished", "4", "1.0", "", "0", "0.4", "0.5", "40.0", "30.0"),
-        ("a1", "unfinished", "1", "1.0", "", "1", "0.3", "0.3", "10.0", ""),
-        ("b0", "", "0", "2.0", "<b>", "", "", "", "", ""),
+        ("a0", "lr 1.0", "finished", "4", "1.0", "", "0", "0.4", "0.5", "40.0", "30.0"),
+        ("a1", "lr 1.0", "unfinished", "1", "1.0", "", "1", "0.3", "0.3", "10.0", ""),
+        ("b0", "lr 2.0, name <b>", "", "0", "2.0", "<b>", "", "", "", "", ""),
     ]
     assert read_table(tmp_path / "table.csv") == [dict(zip(columns, line, strict=True)) for line in expected]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["table.csv"]
@@ -115,6 +116,9 @@ def test_the_page_is_self_contained_and_shows_text_as_text(tmp_path):
     ids = [value for name, value in page.attributes if name == "id"]
     assert len(ids) == len(set(ids))
     assert "1 of 2" not in page.text and "0.35" in page.text  # median of the last values 0.4 and 0.3
+    named = dataclasses.replace(sweep, label=lambda point: f"{point.get('x.name', 'plain')} ones")
+    page = Page(write_page(tmp_path / "sweep.html", [*RUNS, more], named, {}).read_text())
+    assert "lr 1.0 | plain ones" in page.text and "lr 3.0 | <i> ones" in page.text
     empty = Page(write_page(tmp_path / "sweep.html", RUNS[2:], SWEEP, {}).read_text())
     assert "svg" not in empty.tags
 
