@@ -26,6 +26,14 @@ def arm(ratio, batches, **settings):
     }
 
 
+def label(settings):
+    """What an arm is called: its replay ratio, its ring in batches, and what else it sets."""
+    budget = ("rollout.prompts_per_iteration", "replay.capacity", "num_iterations", "eval.every_iterations")
+    ratio = BATCH // (GROUP * settings["rollout.prompts_per_iteration"])
+    others = [f"{name.rsplit('.', 1)[-1]} {value}" for name, value in settings.items() if name not in budget]
+    return ", ".join((f"y {ratio}", f"N {settings['replay.capacity'] // BATCH} B", *others))
+
+
 def get_config():
     config = defaults()
     config.num_iterations = 300

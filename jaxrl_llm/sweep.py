@@ -29,7 +29,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Pipe, wait
 from typing import Any
 
@@ -42,6 +42,7 @@ from jaxrl_llm.checkpoint import StopRequest, changed_settings
 from jaxrl_llm.config import Config, ConfigError, differences, freeze, from_json, to_json
 from jaxrl_llm.metrics import METRICS, read_lines
 from jaxrl_llm.points import Point, Sweep, freeze_points
+from jaxrl_llm.sweep_report import Run
 from jaxrl_llm.sweep_worker import LOG
 
 Points = dict[str, tuple[Point, Config]]
@@ -101,21 +102,26 @@ def check_folders(folder: pathlib.Path, points: Points) -> None:
             raise ConfigError(f"{folder / name} was run with other settings: {listed}. Use another workdir")
 
 
-def write_results(
-    folder: pathlib.Path, points: Points, sweep: Sweep, failed: dict[str, str], *, page: bool = False
-) -> None:
-    """Write table.csv, and the page where asked, from the points' metrics."""
+def runs_of(folder: pathlib.Path, points: Points, failed: Mapping[str, str]) -> list[Run]:
+    """Every point, and what is on disk of it."""
     runs = []
     for name, (point, config) in points.items():
         rows = rows_of(folder / name)
         done = rows[-1]["iteration"] if rows else 0
         status = "finished" if done >= config.num_iterations else "failed" if name in failed else "unfinished"
-        runs.append(sweep_report.Run(name, point, status if rows or name in failed else "", rows))
+        runs.append(Run(name, point, status if rows or name in failed else "", rows))
+    return runs
+
+
+def write_results(
+    folder: pathlib.Path, points: Points, sweep: Sweep, failed: dict[str, str], *, page: bool = False
+) -> None:
+    """Write table.csv, and the page where asked, from the points' metrics."""
+    runs = runs_of(folder, points, failed)
     sweep_report.write_table(folder / "table.csv", runs, sweep)
     if page:
-        sweep_report.write_page(
-            folder / "sweep.html", runs, sweep, {name: metric.unit for name, metric in METRICS.items()}
-        )
+        units = {name: metric.unit for name, metric in METRICS.items()}
+        sweep_report.write_page(folder / "sweep.html", runs, sweep, units)
 
 
 # ---- elsewhere -------------------------------------------------------------------------------------------------

@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 
+from jaxrl_llm.sweep_report import Run
+from studies import arms
 from studies.bandit import REWARDS, gradient, limit, run, softmax, summary
 
 
@@ -31,3 +33,21 @@ def test_stale_data_keep_several_arms_below_zero_and_leave_one_above():
     behaviour = softmax(np.random.default_rng(2).normal(size=8))
     assert summary(run(behaviour, REWARDS, -0.3), REWARDS)[2] >= 2
     assert run(behaviour, REWARDS, 0.1).max() > 0.999
+
+
+def study_run(name, *passed, entropy=0.5):
+    rows = [
+        {"iteration": i, "time/compute_rollouts": 128.0 * i, "eval/pass_rate": rate, "update/entropy_nats": entropy}
+        for i, rate in enumerate(passed, 1)
+    ]
+    return Run(name, {}, "finished", rows)
+
+
+def test_the_table_of_arms_has_medians_over_seeds_the_best_arm_first():
+    slow = [study_run("a", 0.1, 0.2, 0.3, 0.4)]  # ends at (0.2 + 0.3 + 0.4) / 3
+    fast = [study_run("b", 0.2, 0.5, 0.6, 0.7), study_run("c", 0.1, 0.2, 0.3, 0.4, entropy=0.7)]
+    lines = arms.table([("slow", slow), ("fast", fast)], {"a": 0.5, "b": 1.0, "c": 0.5}, 0.48).splitlines()
+    assert lines[2:] == [
+        "| fast | 2 | 0.45 (0.30-0.60) | 0.55 | 0.75 | 2 (1 of 2) | 0.60 |",
+        "| slow | 1 | 0.30 | 0.40 | 0.50 | never | 0.50 |",
+    ]

@@ -25,6 +25,7 @@ ARMS = [arm(1, 1), *(arm(ratio, batches) for ratio in (2, 4, 8, 16) for batches 
 def get_sweep():
     return Sweep(
         product(seeds(4), ARMS),
+        label=STUDY["label"],
         metrics=("eval/pass_rate", "rollout/pass_rate", "update/entropy_nats", "replay/age_mean_steps"),
         x_axis="time/compute_rollouts",
         thresholds={"eval/pass_rate": 0.45},

@@ -24,6 +24,7 @@ ARMS = [
 def get_sweep():
     return Sweep(
         product(seeds(4), ARMS),
+        label=STUDY["label"],
         metrics=("eval/pass_rate", "rollout/pass_rate", "update/entropy_nats", "replay/age_mean_steps"),
         x_axis="time/compute_rollouts",
         thresholds={"eval/pass_rate": 0.45},

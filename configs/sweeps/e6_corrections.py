@@ -28,6 +28,7 @@ ARMS = [arm(8, 8, **correction) for correction in CORRECTIONS]
 def get_sweep():
     return Sweep(
         product(seeds(4), ARMS),
+        label=STUDY["label"],
         metrics=("eval/pass_rate", "rollout/pass_rate", "update/entropy_nats", "replay/age_mean_steps"),
         x_axis="time/compute_rollouts",
         thresholds={"eval/pass_rate": 0.45},

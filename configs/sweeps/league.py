@@ -32,8 +32,10 @@ def point(path):
 
 
 def get_sweep():
+    points = {path.stem: point(path) for path in RECIPES}
     return Sweep(
-        product(seeds(2), [point(path) for path in RECIPES]),
+        product(seeds(2), list(points.values())),
+        label=lambda settings: next(name for name, its in points.items() if its == settings),
         metrics=("eval/pass_rate", "rollout/pass_rate", "update/entropy_nats"),
         x_axis="time/compute_rollouts",
         pareto=(("update/entropy_nats", "eval/pass_rate"),),
