@@ -92,7 +92,8 @@ class Blocks(nnx.Module):
         k_BKTH, v_BKTH = k_BTKH.swapaxes(1, 2), v_BTKH.swapaxes(1, 2)
         seen = {"prompt": prompt, "cache": cache, "layer": layer, "visible": visible}
         out_BTNH = attend(q_BTNH, k_BKTH, v_BKTH, **seen, implementation=attention)
-        x_BTD = x_BTD + jnp.einsum("BTNH,NHD->BTD", out_BTNH, self.o[...].astype(dtype))
+        o_ND = self.o[...].astype(dtype).reshape(-1, x_BTD.shape[-1])
+        x_BTD = x_BTD + linear(out_BTNH.reshape(*out_BTNH.shape[:2], -1), o_ND)
         x_BTD = sharding.constrain(x_BTD, "batch", "length", "activation")
         h = rms_norm(x_BTD, self.mlp_norm[...], self.eps)
         gate_BTF = checkpoint_name(linear(h, self.gate[...].astype(dtype)), "mlp")
@@ -130,7 +131,8 @@ class Transformer(nnx.Module):
         table_VD = sharding.constrain(self.embedding[...].astype(compute_dtype), "vocab", "activation")
         x_BTD = table_VD[tokens_BT]
         x_BTD = sharding.constrain(x_BTD, "batch", "length", "activation")
-        cos, sin = rope_tables(self.arch, positions_BT)
+        # Behind a barrier, else blocks that run one by one would each compute the angles anew.
+        cos, sin = jax.lax.optimization_barrier(rope_tables(self.arch, positions_BT))
         graph, stacked = nnx.split(self.blocks)
         kv = (None, None) if prompt is None else (prompt.keys, prompt.values)
 
