@@ -30,7 +30,8 @@ def label(settings):
     """What an arm is called: its replay ratio, its ring in batches, and what else it sets."""
     budget = ("rollout.prompts_per_iteration", "replay.capacity", "num_iterations", "eval.every_iterations")
     ratio = BATCH // (GROUP * settings["rollout.prompts_per_iteration"])
-    others = [f"{name.rsplit('.', 1)[-1]} {value}" for name, value in settings.items() if name not in budget]
+    shown = lambda value: f"{value:.3g}" if isinstance(value, float) else value  # noqa: E731
+    others = [f"{name.rsplit('.', 1)[-1]} {shown(value)}" for name, value in settings.items() if name not in budget]
     return ", ".join((f"y {ratio}", f"N {settings['replay.capacity'] // BATCH} B", *others))
 
 

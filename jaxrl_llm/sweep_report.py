@@ -15,6 +15,7 @@ import html
 import itertools
 import os
 import pathlib
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -274,8 +275,8 @@ def _draw_trade_off(axes: Any, *, spots: Mapping[str, np.ndarray], sweep: Sweep,
         colour = SERIES[0] if i in best else FAINT
         axes.errorbar(x, y, xerr=spread[:, :1].reshape(2, 1), yerr=spread[:, 1:], fmt="o", color=colour, markersize=4)
         if i in best:
-            axes.annotate(
-                html.unescape(label), (x, y), xytext=(3, 4), textcoords="offset points", fontsize=6, color=INK
-            )
+            # A long name would leave the picture no room; the table has all of it.
+            name = textwrap.shorten(html.unescape(label), 40, placeholder=" ...")
+            axes.annotate(name, (x, y), xytext=(3, 4), textcoords="offset points", fontsize=6, color=INK)
     x, y = zip(*(medians[i] for i in best), strict=True)
     axes.plot(x, y, color=SERIES[0], linewidth=1)
