@@ -147,6 +147,9 @@ class CreditConfig:
 class ReplayConfig:
     # Rollouts the device ring holds; 0 = one iteration's worth (on-policy).
     capacity: int = 0
+    # Tokens it holds of them, without padding: the oldest rollouts go before the capacity is reached; 0 = room for
+    # every rollout at full length.
+    capacity_tokens: int = 0
     # Share of the capacity for the freshest correct rollouts (rewards.pass_threshold) that the rest has evicted.
     positive_fraction: float = 0.0
     # How likely a rollout is drawn: "uniform", "priority" (|advantage| ** priority_exponent) or "age"
@@ -402,6 +405,11 @@ class Config:
     @property
     def ring_capacity(self) -> int:
         return self.replay.capacity or self.rows_per_iteration
+
+    @property
+    def page_tokens(self) -> int:
+        """Tokens of a page of the ring with replay.capacity_tokens: a row of full width has at most 32 pages."""
+        return 2 ** max(0, (self.row_tokens - 1).bit_length() - 5)
 
 
 class Settings(ml_collections.ConfigDict):

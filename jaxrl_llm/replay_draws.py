@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm.config import ReplayConfig
-from jaxrl_llm.ops import draws, ring_buffer
+from jaxrl_llm.ops import draws, paged_log, ring_buffer
 from jaxrl_llm.ops.ring_buffer import Lane
 from jaxrl_llm.types import RingState
 
@@ -76,11 +76,19 @@ def choose(
         relative = WEIGHTS[config.draw](config, priority / largest, iteration - at(ring.inserted_step, slot))
         return jnp.max(jnp.where(is_open, relative, 0.0).reshape(*group.shape, group_size), axis=-1)
 
+    def is_held(group: jax.Array) -> jax.Array:
+        # The pages of a group's first row are overwritten before those of its others.
+        return paged_log.is_held(at(ring.first_page, group * group_size), ring.oldest_page)
+
+    held = [lane.filled if ring.first_page is None else lane.count_newest(is_held) for lane in rings]
+
     def aged(key_index: int, low: int, high: int | None, num: int, taken: draws.Drawn | None) -> draws.Drawn:
-        """Draw from the groups of low <= age <= high: an interval of every ring."""
+        """Draw from the groups of low <= age <= high that are held: an interval of every ring."""
         first = [lane.count_newest(lambda s: age(s) < low) if low else 0 * lane.filled for lane in rings]
         last = [lane.filled if high is None else lane.count_newest(lambda s: age(s) <= high) for lane in rings]
-        size = [end - start for start, end in zip(first, last, strict=True)]
+        # The rows of a delay may all be gone.
+        last = [jnp.minimum(end, most) for end, most in zip(last, held, strict=True)]
+        size = [jnp.maximum(end - start, 0) for start, end in zip(first, last, strict=True)]
 
         def slot_at(position: jax.Array) -> jax.Array:
             slot = rings[0].newest_first(first[0][:, None] + position)

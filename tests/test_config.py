@@ -113,6 +113,18 @@ def test_the_defaults_are_a_config():
         ({"replay": {"capacity": 96}}, "replay.capacity=96 must be a multiple of the 64 rollouts"),
         ({"replay": {"positive_fraction": 0.5}}, "replay.positive_fraction=0.5 of replay.capacity=64 must leave room"),
         ({"replay": {"capacity": 128, "positive_fraction": 0.5, "unit": "group"}}, "must be 0 for replay.unit='group'"),
+        (
+            {"replay": {"capacity": 256, "delay_iterations": 2, "capacity_tokens": 9000}},
+            "replay.capacity_tokens=9000 must be 0 or at least 9216: the 192 rollouts",
+        ),
+        (
+            {"replay": {"capacity_tokens": 3000}},
+            "replay.capacity_tokens=3000 must be 0 or at least 3072: the 64",
+        ),
+        (
+            {"replay": {"capacity": 128, "capacity_tokens": 6144, "positive_fraction": 0.5}},
+            "replay.positive_fraction=0.5 must be 0 with replay.capacity_tokens=6144",
+        ),
         ({"external": {"paths": ("a",)}}, "external.groups_per_iteration=0 and external.paths=('a',) need each other"),
         ({"external": {"groups_per_iteration": 1}}, "external.groups_per_iteration=1 and external.paths=() need each"),
         (
@@ -409,6 +421,7 @@ ALIVE = {
     "credit.entropy_bonus": (2.0, program("insert"), {}),
     "credit.entropy_bonus_limit": (2.0, program("insert"), {"credit.entropy_bonus": 2.0}),
     "replay.capacity": (64, shapes, {}),
+    "replay.capacity_tokens": (1280, shapes, {}),
     "replay.positive_fraction": (0.5, program("insert"), {}),
     "replay.draw": ("age", program("update"), {}),
     "replay.priority_exponent": (2.0, program("update"), {"replay.draw": "priority"}),
