@@ -152,9 +152,12 @@ class ReplayConfig:
     capacity_tokens: int = 0
     # Share of the capacity for the freshest correct rollouts (rewards.pass_threshold) that the rest has evicted.
     positive_fraction: float = 0.0
-    # How likely a rollout is drawn: "uniform", "priority" (|advantage| ** priority_exponent) or "age"
+    # How likely a rollout is drawn: "uniform", "priority" (priority ** priority_exponent) or "age"
     # (exp(-age / age_scale_iterations)).
     draw: str = "uniform"
+    # What "priority" looks at: "advantage" (its absolute value), "reward" (0 where negative), "length" (tokens of the
+    # completion) or "surprise" (minus the mean log-prob of its tokens when they were drawn).
+    priority: str = "advantage"
     priority_exponent: float = 1.0
     age_scale_iterations: float = 4.0
     # Oldest rollout that may be drawn, in iterations since insertion; 0 = no limit.

@@ -25,6 +25,7 @@ CHOICES = {
     "prompts.bad_row": ("error", "skip"),
     "prompts.long_prompt": ("error", "skip"),
     "replay.draw": ("uniform", "priority", "age"),
+    "replay.priority": ("advantage", "reward", "length", "surprise"),
     "replay.unit": ("rollout", "group"),
     "replay.memory": ("device", "host"),
     "credit.advantage": (

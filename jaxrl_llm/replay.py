@@ -108,8 +108,9 @@ def insert(
         ring: donate it.
         experience: leaves [R, ...].
         iteration: [] i32.
-        config: which rows are kept, and which are retired: by ``latest_visit`` those of a prompt that is inserted
-            anew, by ``solved_fraction`` those of a group that is solved.
+        config: which rows are kept, what is their priority, and which are retired: by ``skip_tied`` those without an
+            advantage, by ``latest_visit`` those of a prompt that is inserted anew, by ``solved_fraction`` those of a
+            group that is solved.
         pass_threshold: a rollout is correct when its reward is at least this.
 
     Raises:
@@ -127,19 +128,22 @@ def insert(
         raise ConfigError(f"replay.positive_fraction={config.positive_fraction} must be 0 for replay.capacity_tokens")
     question = question_hash(experience.rollout)
     retired = ~experience.trainable
+    if config.skip_tied:
+        retired |= ~jnp.any(experience.advantage != 0, axis=1)
     if config.solved_fraction:
         retired |= _pass_share(experience, pass_threshold) >= config.solved_fraction
     if config.latest_visit:
         ring = ring.replace(is_retired=ring.is_retired | jnp.isin(ring.question, question, method="binary_search"))
-    rows, question, retired = jax.tree.map(
-        lambda x: x.reshape(num_shards, num_rows, *x.shape[1:]), (experience, question, retired)
+    priority = replay_draws.PRIORITIES[config.priority](experience)
+    rows, question, retired, priority = jax.tree.map(
+        lambda x: x.reshape(num_shards, num_rows, *x.shape[1:]), (experience, question, retired, priority)
     )
     blank = jnp.zeros((num_shards, num_rows), jnp.int32)
     written = ring.replace(
         slots=rows,
         uses=blank,
         last_use=blank,
-        priority=jnp.max(jnp.abs(rows.advantage), axis=-1),
+        priority=priority,
         inserted_step=jnp.full_like(blank, iteration),
         question=question,
         is_retired=retired,
@@ -172,9 +176,8 @@ def draw(
     """Draw an update batch without repeats, with the weights of ``config.draw`` over the slots that may be drawn.
 
     A slot may be drawn when its row is trainable and not retired, at most ``max_age_steps`` iterations old and drawn
-    fewer than ``max_uses`` times (0 = no limit), with ``delay_iterations`` of just that age, and, with
-    ``skip_tied``, has an advantage that is not zero. ``fresh_fraction`` of the batch, rounded up per shard, comes
-    from the rows inserted in this iteration, as far as there are any.
+    fewer than ``max_uses`` times (0 = no limit), and with ``delay_iterations`` of just that age. ``fresh_fraction``
+    of the batch, rounded up per shard, comes from the rows inserted in this iteration, as far as there are any.
 
     With ``group_size`` above 1 whole groups are drawn instead of rollouts: runs of that many neighbouring slots,
     as ``insert`` was given them. A group may be drawn when any of its rows may, with the largest of their weights;

@@ -16,18 +16,34 @@ import jax.numpy as jnp
 
 from jaxrl_llm.config import ReplayConfig
 from jaxrl_llm.ops import draws, paged_log, ring_buffer
+from jaxrl_llm.ops.masks import completion_mask
 from jaxrl_llm.ops.ring_buffer import Lane
-from jaxrl_llm.types import RingState
+from jaxrl_llm.types import Experience, RingState, Rollout
+
+# Rows [R, ...] -> what a row is worth, [R] f32 >= 0, stored when it is inserted. The choice beside |advantage| is ours.
+PRIORITIES: dict[str, Callable[[Experience], jax.Array]] = {
+    "advantage": lambda rows: jnp.max(jnp.abs(rows.advantage), axis=1),
+    "reward": lambda rows: jnp.maximum(rows.reward, 0.0),
+    "length": lambda rows: (rows.rollout.length - rows.rollout.prompt_length).astype(jnp.float32),
+    "surprise": lambda rows: surprise(rows.rollout),
+}
 
 # (config, priority relative to the largest of the shard, age in iterations) -> weight in [0, 1]
 WEIGHTS: dict[str, Callable[[ReplayConfig, jax.Array, jax.Array], jax.Array]] = {
     "uniform": lambda c, priority, age: jnp.ones_like(priority),
-    # Source: Schaul et al. 2016, arXiv:1511.05952, P ~ p^alpha. Differs: p = |advantage| as stored, never
-    # refreshed; without repeats; no importance weights.
+    # Source: Schaul et al. 2016, arXiv:1511.05952, P ~ p^alpha. Differs: p is what was stored (their TD error is
+    # |advantage| here), never refreshed; without repeats; no importance weights.
     "priority": lambda c, priority, age: priority**c.priority_exponent,
     # The form is ours.
     "age": lambda c, priority, age: jnp.exp(-age / c.age_scale_iterations),
 }
+
+
+def surprise(rollout: Rollout) -> jax.Array:
+    """Minus the mean behaviour log-probability of each completion's tokens, [R] f32 nats; 0 where it is empty."""
+    mask = completion_mask(rollout.prompt_length, rollout.length, rollout.behaviour_logp.shape[1])
+    total = jnp.sum(jnp.where(mask, rollout.behaviour_logp, 0.0), axis=1)
+    return -total / jnp.maximum(jnp.sum(mask, axis=1), 1)
 
 
 def lanes(ring: RingState, config: ReplayConfig) -> tuple[Lane, Lane]:
@@ -71,8 +87,6 @@ def choose(
         is_open = ~at(ring.is_retired, slot)
         if config.max_uses:
             is_open &= at(ring.uses, slot) < config.max_uses
-        if config.skip_tied:
-            is_open &= priority > 0
         relative = WEIGHTS[config.draw](config, priority / largest, iteration - at(ring.inserted_step, slot))
         return jnp.max(jnp.where(is_open, relative, 0.0).reshape(*group.shape, group_size), axis=-1)
 

@@ -121,7 +121,7 @@ class RingState:
     num_draws: jax.Array  # [M] i32, batches ever drawn
     uses: jax.Array  # [M, C] i32, times drawn since insertion
     last_use: jax.Array  # [M, C] i32, number (from 1) of the draw it was last in, 0 = never drawn
-    priority: jax.Array  # [M, C] f32, stored scalar for prioritised draws; |advantage| at insertion
+    priority: jax.Array  # [M, C] f32, stored scalar for prioritised draws (replay.priority), as of insertion
     inserted_step: jax.Array  # [M, C] i32, iteration of insertion, -1 = empty
     question: jax.Array  # [M, C] i32, hash of the prompt's tokens
     is_retired: jax.Array  # [M, C] bool, never to be drawn (again)

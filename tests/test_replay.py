@@ -280,6 +280,30 @@ def test_a_row_is_drawn_in_proportion_to_its_weight(config, expected):
     assert (np.abs(share - expected) <= 5 * np.sqrt(np.array(expected) * (1 - np.array(expected)) / 4000)).all(), share
 
 
+@pytest.mark.parametrize(
+    ("priority", "expected"),
+    # Prompts of 1, 2, 0, 1 tokens, rows of 3, 4, 4, 1; log-probs -1, ..., -4 at the four positions.
+    [
+        ("reward", [0.5, 0, 0, 3]),
+        ("length", [2, 2, 4, 0]),
+        ("surprise", [2.5, 3.5, 2.5, 0]),
+        ("advantage", [1, 2, 0, 3]),
+    ],
+)
+def test_a_rows_priority_is_what_the_setting_says_of_its_completion(priority, expected):
+    rows = make_experience(np.arange(4))
+    logp = np.tile(-np.arange(1, 5, dtype=np.float32), (4, 1))
+    logp[3] = np.nan  # of a completion without tokens
+    rollout = rows.rollout.replace(
+        prompt_length=np.array([1, 2, 0, 1], np.int32), length=np.array([3, 4, 4, 1], np.int32), behaviour_logp=logp
+    )
+    reward = np.array([0.5, -1, 0, 3], np.float32)
+    advantage = np.array([[0, 1, 0, 0], [0, 0, 0, -2], [0, 0, 0, 0], [3, 0, 0, 0]], np.float32)
+    rows = rows.replace(rollout=rollout, reward=reward, advantage=advantage)
+    ring = jit_insert(jit_init(4, 1), rows, np.int32(0), ReplayConfig(priority=priority))
+    assert ring.priority.tolist() == [expected]
+
+
 # --- placement: 8 devices, no collective, no copy ------------------------------------------------------------------
 
 COLLECTIVES = re.compile(r"all-gather|all-reduce|collective-permute|all-to-all|reduce-scatter|collective-broadcast")
