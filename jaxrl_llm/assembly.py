@@ -22,7 +22,7 @@ from jaxrl_llm.config import Config, ConfigError
 from jaxrl_llm.models import kernels
 from jaxrl_llm.models.presets import Architecture
 from jaxrl_llm.models.transformer import Model
-from jaxrl_llm.ops import values
+from jaxrl_llm.ops import corrections, values
 from jaxrl_llm.ops.baselines import NUM_FEATURES
 from jaxrl_llm.ops.masks import completion_mask
 from jaxrl_llm.programs import Program, in_use_bytes, memory
@@ -215,6 +215,9 @@ class Run:
 
         key = jax.random.fold_in(key, iteration)
         state, ring, sums = self.update.step(state, ring, key, draw)
+        if self.config.replay.min_ess:
+            by_age = (sums[f"{name}_by_age"] for name in ("ratio_sum", "ratio_square_sum", "token_count"))
+            ring = replay.retire_stale(ring, iteration, corrections.effective_share(*by_age), self.config.replay)
         rate = optim.schedule(self.config.optimizer, self.config.num_updates)(jnp.maximum(state.step - 1, 0))
         sums |= {"filled_slots": replay.num_filled(ring), "wasted_share": replay.wasted_share(ring)}
         return state, ring, sums | {"learning_rate": rate}

@@ -174,6 +174,9 @@ class ReplayConfig:
     skip_tied: bool = False
     # Draw of each question only the rollouts of its latest visit.
     latest_visit: bool = False
+    # Give up the rollouts of an age whose effective sample size (update/ess_frac_age_...) fell below this in the
+    # iteration's updates; 0 = draw all.
+    min_ess: float = 0.0
     # Never draw a group of which at least this share is correct: its prompt is solved; 0 = draw all.
     solved_fraction: float = 0.0
     # Seconds to generate a rollout over seconds to train on one, for the compute axis of the curves; 0 = as measured.

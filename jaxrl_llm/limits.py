@@ -103,6 +103,7 @@ BOUNDS = {
     "replay.delay_iterations": (0, math.inf, True),
     "replay.max_uses": (0, math.inf, True),
     "replay.fresh_fraction": (0.0, 1.0, True),
+    "replay.min_ess": (0.0, 1.0, True),
     "replay.solved_fraction": (0.0, 1.0, True),
     "replay.cost_ratio": (0.0, math.inf, True),
     "replay.shards": (0, math.inf, True),

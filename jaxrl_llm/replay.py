@@ -238,8 +238,31 @@ def draw(
     new = (uses + 1, jnp.broadcast_to(draw_number[:, None], uses.shape))
     counted, last_use = ring_buffer.put((ring.uses, ring.last_use), used, new)
     ring = ring.replace(uses=counted, last_use=last_use, num_draws=draw_number)
-    bucket = real(jnp.searchsorted(jnp.asarray(AGE_BUCKETS), age).astype(jnp.int32))
+    bucket = real(_age_bucket(age))
     return ring, experience.replace(trainable=experience.trainable & is_real, age_bucket=bucket), info
+
+
+def retire_stale(ring: RingState, iteration: jax.Array, effective: jax.Array, config: ReplayConfig) -> RingState:
+    """Retire the rows of every age bucket of which too little counts: they are never drawn again.
+
+    Rows that grow into the bucket later are not meant: what is thought of them is asked when they have been drawn.
+
+    Args:
+        ring: donate it.
+        iteration: [] i32.
+        effective: [len(AGE_BUCKETS) + 1] f32, effective sample size of the ratios of drawn rows by their age, over the
+            number of their tokens; 1 where none was drawn.
+        config: rows go where it is below ``min_ess``.
+
+    The form is ours.
+    """
+    bucket = _age_bucket(iteration - ring.inserted_step)
+    return ring.replace(is_retired=ring.is_retired | (effective < config.min_ess)[bucket])
+
+
+def _age_bucket(age: jax.Array) -> jax.Array:
+    """Ages in iterations to 0..len(AGE_BUCKETS), i32 of the same shape."""
+    return jnp.searchsorted(jnp.asarray(AGE_BUCKETS), age).astype(jnp.int32)
 
 
 def sums(info: DrawInfo) -> dict[str, Any]:

@@ -429,6 +429,7 @@ ALIVE = {
     "replay.age_scale_iterations": (2.0, program("update"), {"replay.draw": "age"}),
     "replay.delay_iterations": (1, program("update"), {}),
     "replay.latest_visit": (True, program("insert"), {}),
+    "replay.min_ess": (0.5, program("update"), {}),
     "replay.solved_fraction": (0.5, program("insert"), {}),
     "replay.max_age_steps": (2, program("update"), {}),
     "replay.max_uses": (2, program("update"), {}),

@@ -304,6 +304,23 @@ def test_a_rows_priority_is_what_the_setting_says_of_its_completion(priority, ex
     assert ring.priority.tolist() == [expected]
 
 
+def test_rows_of_an_age_that_hardly_counts_are_retired_and_those_that_reach_it_later_are_not():
+    config = ReplayConfig(min_ess=0.5)
+    ring = jit_init(8, 2)
+    for iteration in range(4):
+        ring = jit_insert(ring, make_experience(np.arange(2) + 2 * iteration), np.int32(iteration), ReplayConfig())
+    # Ages 3 to 0 in buckets 2 (2-3), 2, 1 and 0. Bucket 2 counts by 0.4; of bucket 3 nothing was drawn, which is 1.
+    retire = jax.jit(replay.retire_stale, static_argnames="config")
+    effective = np.array([1, 0.5, 0.4, 1, 1, 1], np.float32)
+    ring = retire(ring, np.int32(3), effective, config)
+    assert ring.is_retired.tolist() == [[True, True, False, False]] * 2
+    ring, _, info = jit_draw(ring, jax.random.key(0), np.int32(4), config, batch_size=8)
+    assert info.is_real.sum() == 4 and sorted(info.age[0].tolist()) == [0, 0, 1, 2]
+    # An iteration later the row that has reached the bucket is drawn still; a new row takes a retired one's slot.
+    ring = jit_insert(ring, make_experience(np.arange(2) + 8), np.int32(4), ReplayConfig())
+    assert ring.is_retired.tolist() == [[False, True, False, False]] * 2
+
+
 # --- placement: 8 devices, no collective, no copy ------------------------------------------------------------------
 
 COLLECTIVES = re.compile(r"all-gather|all-reduce|collective-permute|all-to-all|reduce-scatter|collective-broadcast")
