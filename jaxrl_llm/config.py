@@ -152,6 +152,9 @@ class ReplayConfig:
     capacity_tokens: int = 0
     # Share of the capacity for the freshest correct rollouts (rewards.pass_threshold) that the rest has evicted.
     positive_fraction: float = 0.0
+    # Which it is for: "correct" ones, or "likely" ones, the mean log-prob of whose tokens is at least that of the
+    # rollouts that overwrite them.
+    admission: str = "correct"
     # How likely a rollout is drawn: "uniform", "priority" (priority ** priority_exponent) or "age"
     # (exp(-age / age_scale_iterations)).
     draw: str = "uniform"

@@ -24,6 +24,7 @@ CHOICES = {
     "prompts.source": ("letters", "arithmetic", "reasoning_gym", "jsonl", "parquet"),
     "prompts.bad_row": ("error", "skip"),
     "prompts.long_prompt": ("error", "skip"),
+    "replay.admission": ("correct", "likely"),
     "replay.draw": ("uniform", "priority", "age"),
     "replay.priority": ("advantage", "reward", "length", "surprise"),
     "replay.unit": ("rollout", "group"),

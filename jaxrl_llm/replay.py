@@ -12,7 +12,8 @@ is recomputed at replay: behaviour log-probabilities and advantages are those of
 On-policy training is a ring as large as one iteration.
 
 With ``positive_fraction`` d the last d*C slots of a shard are a second ring, of the correct rows that the first one
-overwrites: together they hold the freshest (1-d)*C rows and the freshest d*C correct ones not among those.
+overwrites: together they hold the freshest (1-d)*C rows and the freshest d*C correct ones not among those. With
+``admission`` "likely" it is of the likely ones instead.
 Source: Arnal et al. 2026, arXiv:2604.08706, section 3; the two rings are METHODS' form of its definition.
 
 With ``capacity_tokens`` the tokens of a row, and all that is kept per token, lie in a log of pages without padding
@@ -155,9 +156,9 @@ def insert(
     stored, written = _by_slot(ring), _by_slot(written)
     if kept.size:
         evicted = ring_buffer.take(stored, ring_buffer.next_slots(main, num_rows))
-        is_correct = evicted["slots"].trainable & (evicted["slots"].reward >= pass_threshold)
-        is_correct &= evicted["inserted_step"] >= 0
-        stored, kept = ring_buffer.write_some(stored, kept, evicted, is_correct)
+        is_kept = _is_admitted(evicted["slots"], rows, config.admission, pass_threshold)
+        is_kept &= evicted["slots"].trainable & (evicted["inserted_step"] >= 0)
+        stored, kept = ring_buffer.write_some(stored, kept, evicted, is_kept)
     stored, main = ring_buffer.write(stored, main, written)
     stored["slots"] = _together(stored["slots"], log)
     return ring.replace(num_inserted=main.num_written, num_kept=kept.num_written, **stored)
@@ -240,6 +241,21 @@ def draw(
     ring = ring.replace(uses=counted, last_use=last_use, num_draws=draw_number)
     bucket = real(_age_bucket(age))
     return ring, experience.replace(trainable=experience.trainable & is_real, age_bucket=bucket), info
+
+
+def _is_admitted(evicted: Experience, rows: Experience, admission: str, pass_threshold: float) -> jax.Array:
+    """Which of the rows [M, n, ...] that others overwrite go to the second ring, [M, n] bool.
+
+    "likely" stands for those that the current policy finds likely, without its forward: the mean log-prob of their
+    tokens when they were drawn is at least that of the rows which overwrite them in their shard, and which the current
+    policy has just drawn. Tokens that the behaviour policy found likely cannot get large ratios.
+
+    Source: the idea is of OER and MBES, which admit by the current policy's mean log-prob; the form is ours.
+    """
+    if admission == "correct":
+        return evicted.reward >= pass_threshold
+    surprise = jax.vmap(replay_draws.surprise)
+    return surprise(evicted.rollout) <= jnp.mean(surprise(rows.rollout), axis=1, keepdims=True)
 
 
 def retire_stale(ring: RingState, iteration: jax.Array, effective: jax.Array, config: ReplayConfig) -> RingState:

@@ -423,6 +423,7 @@ ALIVE = {
     "replay.capacity": (64, shapes, {}),
     "replay.capacity_tokens": (1280, shapes, {}),
     "replay.positive_fraction": (0.5, program("insert"), {}),
+    "replay.admission": ("likely", program("insert"), {"replay.positive_fraction": 0.5}),
     "replay.draw": ("age", program("update"), {}),
     "replay.priority": ("surprise", program("insert"), {}),
     "replay.priority_exponent": (2.0, program("update"), {"replay.draw": "priority"}),

@@ -321,6 +321,34 @@ def test_rows_of_an_age_that_hardly_counts_are_retired_and_those_that_reach_it_l
     assert ring.is_retired.tolist() == [[False, True, False, False]] * 2
 
 
+def test_likely_rollouts_are_kept_and_their_ratios_are_more_alike():
+    # 400 rows of three tokens, drawn by one policy; then as many by a second one overwrite them.
+    rng, size = np.random.default_rng(0), 400
+    old = rng.normal(size=8)
+    logp_of = lambda logits: logits - np.log(np.exp(logits).sum())  # noqa: E731
+    old_logp, new_logp = logp_of(old), logp_of(old + 0.5 * rng.normal(size=8))
+    ring, drawn = jit_init(2 * size, 1), []
+    config = ReplayConfig(positive_fraction=0.5, admission="likely")
+    for iteration, logp in enumerate((old_logp, new_logp)):
+        tokens = rng.choice(8, (size, 3), p=np.exp(logp))
+        drawn.append(tokens)
+        ids = np.arange(size) + size * iteration
+        rows = make_experience(ids, ["failed" if i == 7 else "right" for i in ids])
+        rollout = rows.rollout.replace(
+            prompt_length=np.ones(size, np.int32),
+            length=np.full(size, WIDTH, np.int32),
+            behaviour_logp=np.pad(logp[tokens], ((0, 0), (1, 0)), constant_values=np.nan).astype(np.float32),
+        )
+        ring = jit_insert(ring, rows.replace(rollout=rollout), np.int32(iteration), config)
+    bar = new_logp[drawn[1]].mean()
+    expected = [i for i in range(size) if old_logp[drawn[0][i]].mean() >= bar and i != 7]
+    kept = np.asarray(ring.slots.rollout.prompt_id)[0, size : size + int(ring.num_kept[0])].tolist()
+    assert kept == expected and 0 < len(kept) < size
+    ratio = np.exp((new_logp - old_logp)[drawn[0]].sum(axis=1))
+    effective = lambda w: w.sum() ** 2 / (len(w) * (w**2).sum())  # noqa: E731
+    assert effective(ratio[kept]) > effective(ratio)
+
+
 # --- placement: 8 devices, no collective, no copy ------------------------------------------------------------------
 
 COLLECTIVES = re.compile(r"all-gather|all-reduce|collective-permute|all-to-all|reduce-scatter|collective-broadcast")

@@ -36,6 +36,7 @@ SETTINGS = {
     "rollout.lookahead_prompts": 8,
     "replay.capacity": 32,
     "replay.capacity_tokens": 800,
+    "replay.min_ess": 0.5,
     "update.batch_size": 16,
     "update.micro_batch_size": 8,
     "eval.num_prompts": 0,
