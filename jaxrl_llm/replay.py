@@ -115,7 +115,7 @@ def insert(
         pass_threshold: a rollout is correct when its reward is at least this.
 
     Raises:
-        ConfigError: the shards do not divide R, or R exceeds the capacity.
+        ConfigError: the shards do not divide R, or R exceeds the capacity in slots or, at full length, in pages.
     """
     num_shards, num_slots = ring.uses.shape
     num_rows = _per_shard("rollouts per iteration", experience.reward.shape[0], num_shards)
