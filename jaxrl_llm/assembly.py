@@ -22,7 +22,7 @@ from jaxrl_llm.config import Config, ConfigError
 from jaxrl_llm.models import kernels
 from jaxrl_llm.models.presets import Architecture
 from jaxrl_llm.models.transformer import Model
-from jaxrl_llm.ops import values
+from jaxrl_llm.ops import corrections, values
 from jaxrl_llm.ops.baselines import NUM_FEATURES
 from jaxrl_llm.ops.masks import completion_mask
 from jaxrl_llm.programs import Program, in_use_bytes, memory
@@ -146,9 +146,14 @@ class Run:
             returns=tokens if self.config.has_critic else None,
             value=tokens if self.config.has_critic and self.config.objective.value_clip else None,
         )
-        shards = sharding.num_ring_shards(self.config, self.mesh)
-        on_host = self.config.replay.memory == "host"
-        return replay.init(shape, capacity=self.config.ring_capacity, num_shards=shards, on_host=on_host)
+        return replay.init(
+            shape,
+            capacity=self.config.ring_capacity,
+            num_shards=sharding.num_ring_shards(self.config, self.mesh),
+            on_host=self.config.replay.memory == "host",
+            capacity_tokens=self.config.replay.capacity_tokens,
+            page_tokens=self.config.page_tokens,
+        )
 
     def _logp(self, params: Any, rollout: Rollout) -> jax.Array:
         """Log-probs of fresh rollouts, [B,S]; those under the frozen starting model are kept in the ring with them."""
@@ -204,13 +209,18 @@ class Run:
                 self.config.replay,
                 batch_size=self.config.update.batch_size,
                 group_size=self.config.rows_per_draw,
+                row_tokens=self.config.row_tokens,
             )
             return ring, batch, replay.sums(info)
 
         key = jax.random.fold_in(key, iteration)
         state, ring, sums = self.update.step(state, ring, key, draw)
+        if self.config.replay.min_ess:
+            by_age = (sums[f"{name}_by_age"] for name in ("ratio_sum", "ratio_square_sum", "token_count"))
+            ring = replay.retire_stale(ring, iteration, corrections.effective_share(*by_age), self.config.replay)
         rate = optim.schedule(self.config.optimizer, self.config.num_updates)(jnp.maximum(state.step - 1, 0))
-        return state, ring, sums | {"filled_slots": replay.num_filled(ring), "learning_rate": rate}
+        sums |= {"filled_slots": replay.num_filled(ring), "wasted_share": replay.wasted_share(ring)}
+        return state, ring, sums | {"learning_rate": rate}
 
     def programs(self) -> dict[str, Program]:
         """Every program of the run by name."""

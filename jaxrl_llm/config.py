@@ -147,11 +147,20 @@ class CreditConfig:
 class ReplayConfig:
     # Rollouts the device ring holds; 0 = one iteration's worth (on-policy).
     capacity: int = 0
+    # Tokens it holds of them, without padding: the oldest rollouts go before the capacity is reached; 0 = room for
+    # every rollout at full length.
+    capacity_tokens: int = 0
     # Share of the capacity for the freshest correct rollouts (rewards.pass_threshold) that the rest has evicted.
     positive_fraction: float = 0.0
-    # How likely a rollout is drawn: "uniform", "priority" (|advantage| ** priority_exponent) or "age"
+    # Which it is for: "correct" ones, or "likely" ones, the mean log-prob of whose tokens is at least that of the
+    # rollouts that overwrite them.
+    admission: str = "correct"
+    # How likely a rollout is drawn: "uniform", "priority" (priority ** priority_exponent) or "age"
     # (exp(-age / age_scale_iterations)).
     draw: str = "uniform"
+    # What "priority" looks at: "advantage" (its absolute value), "reward" (0 where negative), "length" (tokens of the
+    # completion) or "surprise" (minus the mean log-prob of its tokens when they were drawn).
+    priority: str = "advantage"
     priority_exponent: float = 1.0
     age_scale_iterations: float = 4.0
     # Oldest rollout that may be drawn, in iterations since insertion; 0 = no limit.
@@ -168,6 +177,9 @@ class ReplayConfig:
     skip_tied: bool = False
     # Draw of each question only the rollouts of its latest visit.
     latest_visit: bool = False
+    # Give up the rollouts of an age whose effective sample size (update/ess_frac_age_...) fell below this in the
+    # iteration's updates; 0 = draw all.
+    min_ess: float = 0.0
     # Never draw a group of which at least this share is correct: its prompt is solved; 0 = draw all.
     solved_fraction: float = 0.0
     # Seconds to generate a rollout over seconds to train on one, for the compute axis of the curves; 0 = as measured.
@@ -402,6 +414,11 @@ class Config:
     @property
     def ring_capacity(self) -> int:
         return self.replay.capacity or self.rows_per_iteration
+
+    @property
+    def page_tokens(self) -> int:
+        """Tokens of a page of the ring with replay.capacity_tokens: a row of full width has at most 32 pages."""
+        return 2 ** max(0, (self.row_tokens - 1).bit_length() - 5)
 
 
 class Settings(ml_collections.ConfigDict):

@@ -24,7 +24,9 @@ CHOICES = {
     "prompts.source": ("letters", "arithmetic", "reasoning_gym", "jsonl", "parquet"),
     "prompts.bad_row": ("error", "skip"),
     "prompts.long_prompt": ("error", "skip"),
+    "replay.admission": ("correct", "likely"),
     "replay.draw": ("uniform", "priority", "age"),
+    "replay.priority": ("advantage", "reward", "length", "surprise"),
     "replay.unit": ("rollout", "group"),
     "replay.memory": ("device", "host"),
     "credit.advantage": (
@@ -94,6 +96,7 @@ BOUNDS = {
     "credit.entropy_bonus": (0.0, math.inf, True),
     "credit.entropy_bonus_limit": (0.0, math.inf, False),
     "replay.capacity": (0, math.inf, True),
+    "replay.capacity_tokens": (0, math.inf, True),
     "replay.positive_fraction": (0.0, 1.0, True),
     "replay.priority_exponent": (0.0, math.inf, True),
     "replay.age_scale_iterations": (0.0, math.inf, False),
@@ -101,6 +104,7 @@ BOUNDS = {
     "replay.delay_iterations": (0, math.inf, True),
     "replay.max_uses": (0, math.inf, True),
     "replay.fresh_fraction": (0.0, 1.0, True),
+    "replay.min_ess": (0.0, 1.0, True),
     "replay.solved_fraction": (0.0, 1.0, True),
     "replay.cost_ratio": (0.0, math.inf, True),
     "replay.shards": (0, math.inf, True),
@@ -198,6 +202,18 @@ def _combinations(c: Any):
         r.positive_fraction == 0 or r.unit == "rollout",
         f"replay.positive_fraction={r.positive_fraction} must be 0 for replay.unit='group': "
         "correct rollouts are kept one by one",
+    )
+    rows = max((r.delay_iterations + 1) * c.rows_per_iteration, c.update.batch_size)
+    full = -(-c.row_tokens // c.page_tokens) * c.page_tokens
+    yield (
+        r.capacity_tokens == 0 or r.capacity_tokens >= rows * full,
+        f"replay.capacity_tokens={r.capacity_tokens} must be 0 or at least {rows * full}: the {rows} rollouts of an "
+        f"update or of the iterations that wait, at their full length in pages of {c.page_tokens} tokens",
+    )
+    yield (
+        r.capacity_tokens == 0 or r.positive_fraction == 0,
+        f"replay.positive_fraction={r.positive_fraction} must be 0 with replay.capacity_tokens={r.capacity_tokens}: "
+        "the ring for correct rollouts has no pages",
     )
     yield (
         r.delay_iterations == 0 or c.ring_capacity - kept > r.delay_iterations * c.rows_per_iteration,

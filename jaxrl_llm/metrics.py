@@ -136,6 +136,10 @@ METRICS: dict[str, Metric] = {
         "time/cost_ratio where that is 0.",
     ),
     "replay/filled_frac": Metric("fraction", "Filled slots of the ring, over its capacity."),
+    "replay/wasted_share": Metric(
+        "fraction",
+        "Places for tokens in the ring that hold no token of a rollout, over all of them: padding, and what is empty.",
+    ),
     "replay/drawn_rows": Metric("rollouts", "Rollouts drawn in the iteration, over all its optimizer steps."),
     "reward/timeout_count": Metric("rollouts", "Rollouts whose reward ran past its deadline."),
     "reward/error_count": Metric("rollouts", "Rollouts whose reward raised, was not a number or lost its process."),
@@ -219,6 +223,7 @@ def update_values(config: Config, used: dict[str, Any]) -> dict[str, float]:
         "replay/unique_prompts_mean": ratio("unique_prompt_count", "update_count"),
         "replay/since_last_use_mean_steps": float(used["since_last_use_sum"]) / reused if reused else math.nan,
         "replay/filled_frac": float(used["filled_slots"]) / config.ring_capacity,
+        "replay/wasted_share": float(used["wasted_share"]),
         "replay/drawn_rows": int(used["real_count"]),
         "tokens/trained": int(used["token_count"]),
     }

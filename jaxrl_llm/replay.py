@@ -2,7 +2,8 @@
 
 Owns: the ring's state, which rows are kept, use counts and ages. Does not know: how slots are chosen (replay_draws),
 credit, losses, the mesh (the shard axis M is laid on its data axes by whoever places the state).
-Letters: R rows inserted, M shards, C slots per shard, b = batch_size / M rows drawn per shard. Device functions;
+Letters: R rows inserted, M shards, C slots per shard, b = batch_size / M rows drawn per shard, S row width; of a ring
+in pages, N pages of T tokens per shard. Device functions;
 nothing here needs a collective when M lies on the mesh's data axes (but for the two settings that look at all rows
 of an iteration: ``latest_visit`` and ``solved_fraction``).
 
@@ -11,8 +12,12 @@ is recomputed at replay: behaviour log-probabilities and advantages are those of
 On-policy training is a ring as large as one iteration.
 
 With ``positive_fraction`` d the last d*C slots of a shard are a second ring, of the correct rows that the first one
-overwrites: together they hold the freshest (1-d)*C rows and the freshest d*C correct ones not among those.
+overwrites: together they hold the freshest (1-d)*C rows and the freshest d*C correct ones not among those. With
+``admission`` "likely" it is of the likely ones instead.
 Source: Arnal et al. 2026, arXiv:2604.08706, section 3; the two rings are METHODS' form of its definition.
+
+With ``capacity_tokens`` the tokens of a row, and all that is kept per token, lie in a log of pages without padding
+(ops.paged_log), and only its other fields in its slot. The ring then holds the newest rows that fit both.
 """
 
 from __future__ import annotations
@@ -25,7 +30,7 @@ import jax.numpy as jnp
 
 from jaxrl_llm import replay_draws, sharding
 from jaxrl_llm.config import ConfigError, ReplayConfig
-from jaxrl_llm.ops import ring_buffer
+from jaxrl_llm.ops import paged_log, ring_buffer
 from jaxrl_llm.replay_draws import lanes
 from jaxrl_llm.types import AGE_BUCKETS, Experience, RingState, Rollout
 
@@ -42,7 +47,15 @@ class DrawInfo:
     question: jax.Array  # [M, b] i32 hash of the prompt
 
 
-def init(experience_shape: Experience, *, capacity: int, num_shards: int, on_host: bool = False) -> RingState:
+def init(
+    experience_shape: Experience,
+    *,
+    capacity: int,
+    num_shards: int,
+    on_host: bool = False,
+    capacity_tokens: int = 0,
+    page_tokens: int = 1,
+) -> RingState:
     """An empty ring.
 
     Args:
@@ -50,12 +63,19 @@ def init(experience_shape: Experience, *, capacity: int, num_shards: int, on_hos
         capacity: slots of all shards together.
         num_shards: M.
         on_host: the rows lie in the host's memory; what is counted of them lies on the device all the same.
+        capacity_tokens: tokens of all shards together, without padding; 0 = every slot has room for a row's S.
+        page_tokens: T.
 
     Raises:
         ConfigError: the shards do not divide the capacity.
     """
     num_slots = _per_shard("replay.capacity", capacity, num_shards)
-    shape = lambda x: jax.ShapeDtypeStruct((num_shards, num_slots, *x.shape[1:]), x.dtype)  # noqa: E731
+    in_pages, log = capacity_tokens > 0, (capacity_tokens // num_shards // page_tokens, page_tokens)
+
+    def shape(x: jax.Array) -> jax.ShapeDtypeStruct:
+        places = log if in_pages and len(x.shape) == 2 else (num_slots, *x.shape[1:])
+        return jax.ShapeDtypeStruct((num_shards, *places), x.dtype)
+
     column = lambda value, dtype: jnp.full((num_shards, num_slots), value, dtype)  # noqa: E731
     return RingState(
         slots=ring_buffer.zeros(jax.tree.map(shape, experience_shape), on_host=on_host),
@@ -68,6 +88,8 @@ def init(experience_shape: Experience, *, capacity: int, num_shards: int, on_hos
         inserted_step=column(-1, jnp.int32),
         question=column(0, jnp.int32),
         is_retired=column(False, bool),
+        first_page=column(-1, jnp.int32) if in_pages else None,
+        oldest_page=jnp.zeros(num_shards, jnp.int32) if in_pages else None,
     )
 
 
@@ -87,12 +109,13 @@ def insert(
         ring: donate it.
         experience: leaves [R, ...].
         iteration: [] i32.
-        config: which rows are kept, and which are retired: by ``latest_visit`` those of a prompt that is inserted
-            anew, by ``solved_fraction`` those of a group that is solved.
+        config: which rows are kept, what is their priority, and which are retired: by ``skip_tied`` those without an
+            advantage, by ``latest_visit`` those of a prompt that is inserted anew, by ``solved_fraction`` those of a
+            group that is solved.
         pass_threshold: a rollout is correct when its reward is at least this.
 
     Raises:
-        ConfigError: the shards do not divide R, or R exceeds the capacity.
+        ConfigError: the shards do not divide R, or R exceeds the capacity in slots or, at full length, in pages.
     """
     num_shards, num_slots = ring.uses.shape
     num_rows = _per_shard("rollouts per iteration", experience.reward.shape[0], num_shards)
@@ -102,32 +125,42 @@ def insert(
             f"replay.capacity={num_shards * num_slots} must be at least the {num_shards * num_rows} rollouts inserted, "
             f"besides the slots that replay.positive_fraction={config.positive_fraction} sets aside"
         )
+    if kept.size and ring.first_page is not None:
+        raise ConfigError(f"replay.positive_fraction={config.positive_fraction} must be 0 for replay.capacity_tokens")
     question = question_hash(experience.rollout)
     retired = ~experience.trainable
+    if config.skip_tied:
+        retired |= ~jnp.any(experience.advantage != 0, axis=1)
     if config.solved_fraction:
         retired |= _pass_share(experience, pass_threshold) >= config.solved_fraction
     if config.latest_visit:
         ring = ring.replace(is_retired=ring.is_retired | jnp.isin(ring.question, question, method="binary_search"))
-    rows, question, retired = jax.tree.map(
-        lambda x: x.reshape(num_shards, num_rows, *x.shape[1:]), (experience, question, retired)
+    priority = replay_draws.PRIORITIES[config.priority](experience)
+    rows, question, retired, priority = jax.tree.map(
+        lambda x: x.reshape(num_shards, num_rows, *x.shape[1:]), (experience, question, retired, priority)
     )
     blank = jnp.zeros((num_shards, num_rows), jnp.int32)
     written = ring.replace(
         slots=rows,
         uses=blank,
         last_use=blank,
-        priority=jnp.max(jnp.abs(rows.advantage), axis=-1),
+        priority=priority,
         inserted_step=jnp.full_like(blank, iteration),
         question=question,
         is_retired=retired,
     )
+    log = None
+    if ring.first_page is not None:
+        # Tokens go to the log; what follows sees the rest of the rows alone.
+        ring, written, log = _write_tokens(ring, written)
     stored, written = _by_slot(ring), _by_slot(written)
     if kept.size:
         evicted = ring_buffer.take(stored, ring_buffer.next_slots(main, num_rows))
-        is_correct = evicted["slots"].trainable & (evicted["slots"].reward >= pass_threshold)
-        is_correct &= evicted["inserted_step"] >= 0
-        stored, kept = ring_buffer.write_some(stored, kept, evicted, is_correct)
+        is_kept = _is_admitted(evicted["slots"], rows, config.admission, pass_threshold)
+        is_kept &= evicted["slots"].trainable & (evicted["inserted_step"] >= 0)
+        stored, kept = ring_buffer.write_some(stored, kept, evicted, is_kept)
     stored, main = ring_buffer.write(stored, main, written)
+    stored["slots"] = _together(stored["slots"], log)
     return ring.replace(num_inserted=main.num_written, num_kept=kept.num_written, **stored)
 
 
@@ -139,13 +172,13 @@ def draw(
     *,
     batch_size: int,
     group_size: int = 1,
+    row_tokens: int = 0,
 ) -> tuple[RingState, Experience, DrawInfo]:
     """Draw an update batch without repeats, with the weights of ``config.draw`` over the slots that may be drawn.
 
     A slot may be drawn when its row is trainable and not retired, at most ``max_age_steps`` iterations old and drawn
-    fewer than ``max_uses`` times (0 = no limit), with ``delay_iterations`` of just that age, and, with
-    ``skip_tied``, has an advantage that is not zero. ``fresh_fraction`` of the batch, rounded up per shard, comes
-    from the rows inserted in this iteration, as far as there are any.
+    fewer than ``max_uses`` times (0 = no limit), and with ``delay_iterations`` of just that age. ``fresh_fraction``
+    of the batch, rounded up per shard, comes from the rows inserted in this iteration, as far as there are any.
 
     With ``group_size`` above 1 whole groups are drawn instead of rollouts: runs of that many neighbouring slots,
     as ``insert`` was given them. A group may be drawn when any of its rows may, with the largest of their weights;
@@ -158,6 +191,7 @@ def draw(
         iteration: [] i32.
         config: limits, weights and fractions.
         batch_size: rows of all shards together.
+        row_tokens: S, of a ring in pages, which does not show it.
 
     Returns:
         The ring with uses counted, rows [M, b, ...], and what they are. Rows that are not real (too few slots
@@ -183,8 +217,13 @@ def draw(
     # Without its rows: what is drawn depends on the columns, and a device looks at those of its own shards.
     slot_index, is_real = sharding.by_device(choose, (True, True, False))(keys, ring.replace(slots=None), iteration)
 
-    columns = (ring.slots, ring.inserted_step, ring.uses, ring.last_use, ring.question)
-    experience, inserted, uses, last_use, question = ring_buffer.take(columns, slot_index)
+    slots, log = (ring.slots, None) if ring.first_page is None else _apart(ring.slots)
+    columns = (slots, ring.first_page, ring.inserted_step, ring.uses, ring.last_use, ring.question)
+    experience, first_page, inserted, uses, last_use, question = ring_buffer.take(columns, slot_index)
+    if log is not None:
+        length = experience.rollout.length
+        tokens = paged_log.take(log, first_page, length, width=row_tokens, padding=_padding(log))
+        experience = _together(experience, tokens)
     draw_number = ring.num_draws + 1
     real = lambda x: jnp.where(is_real, x, jnp.zeros_like(x))  # noqa: E731
     age, is_first = iteration - inserted, uses == 0
@@ -200,8 +239,46 @@ def draw(
     new = (uses + 1, jnp.broadcast_to(draw_number[:, None], uses.shape))
     counted, last_use = ring_buffer.put((ring.uses, ring.last_use), used, new)
     ring = ring.replace(uses=counted, last_use=last_use, num_draws=draw_number)
-    bucket = real(jnp.searchsorted(jnp.asarray(AGE_BUCKETS), age).astype(jnp.int32))
+    bucket = real(_age_bucket(age))
     return ring, experience.replace(trainable=experience.trainable & is_real, age_bucket=bucket), info
+
+
+def _is_admitted(evicted: Experience, rows: Experience, admission: str, pass_threshold: float) -> jax.Array:
+    """Which of the rows [M, n, ...] that others overwrite go to the second ring, [M, n] bool.
+
+    "likely" stands for those that the current policy finds likely, without its forward: the mean log-prob of their
+    tokens when they were drawn is at least that of the rows which overwrite them in their shard, and which the current
+    policy has just drawn. Tokens that the behaviour policy found likely cannot get large ratios.
+
+    Source: the idea is of OER and MBES, which admit by the current policy's mean log-prob; the form is ours.
+    """
+    if admission == "correct":
+        return evicted.reward >= pass_threshold
+    surprise = jax.vmap(replay_draws.surprise)
+    return surprise(evicted.rollout) <= jnp.mean(surprise(rows.rollout), axis=1, keepdims=True)
+
+
+def retire_stale(ring: RingState, iteration: jax.Array, effective: jax.Array, config: ReplayConfig) -> RingState:
+    """Retire the rows of every age bucket of which too little counts: they are never drawn again.
+
+    Rows that grow into the bucket later are not meant: what is thought of them is asked when they have been drawn.
+
+    Args:
+        ring: donate it.
+        iteration: [] i32.
+        effective: [len(AGE_BUCKETS) + 1] f32, effective sample size of the ratios of drawn rows by their age, over the
+            number of their tokens; 1 where none was drawn.
+        config: rows go where it is below ``min_ess``.
+
+    The form is ours.
+    """
+    bucket = _age_bucket(iteration - ring.inserted_step)
+    return ring.replace(is_retired=ring.is_retired | (effective < config.min_ess)[bucket])
+
+
+def _age_bucket(age: jax.Array) -> jax.Array:
+    """Ages in iterations to 0..len(AGE_BUCKETS), i32 of the same shape."""
+    return jnp.searchsorted(jnp.asarray(AGE_BUCKETS), age).astype(jnp.int32)
 
 
 def sums(info: DrawInfo) -> dict[str, Any]:
@@ -219,13 +296,63 @@ def sums(info: DrawInfo) -> dict[str, Any]:
 
 def num_filled(ring: RingState) -> jax.Array:
     """Slots [] i32 that hold a row."""
-    return jnp.sum(ring.inserted_step >= 0, dtype=jnp.int32)
+    return jnp.sum(_is_filled(ring), dtype=jnp.int32)
+
+
+def wasted_share(ring: RingState) -> jax.Array:
+    """Share [] f32 of the ring's places for tokens that hold none of a row that can be drawn."""
+    length = jax.device_put(ring.slots.rollout.length, jax.memory.Space.Device)
+    held = jnp.sum(jnp.where(_is_filled(ring), length, 0).astype(jnp.float32))
+    return 1 - held / ring.slots.rollout.tokens.size
+
+
+def _is_filled(ring: RingState) -> jax.Array:
+    if ring.first_page is None:
+        return ring.inserted_step >= 0
+    return paged_log.is_held(ring.first_page, ring.oldest_page)
 
 
 def _by_slot(ring: RingState) -> dict[str, Any]:
     """The leaves that have a slot axis, by field."""
-    names = ("slots", "uses", "last_use", "priority", "inserted_step", "question", "is_retired")
+    names = ("slots", "uses", "last_use", "priority", "inserted_step", "question", "is_retired", "first_page")
     return {name: getattr(ring, name) for name in names}
+
+
+def _write_tokens(ring: RingState, written: RingState) -> tuple[RingState, RingState, Experience]:
+    """Of a ring in pages and rows to be written to its slots: both without tokens, and the log with the rows' ones."""
+    (slots, log), (rows, tokens) = _apart(ring.slots), _apart(written.slots)
+    (num_shards, num_pages, page), (_, num_rows, width) = (jax.tree.leaves(x)[0].shape for x in (log, tokens))
+    if num_rows * -(-width // page) > num_pages:
+        raise ConfigError(
+            f"replay.capacity_tokens={num_shards * num_pages * page} must hold the {num_shards * num_rows} rollouts "
+            f"inserted at their full length of {width} tokens, in pages of {page}"
+        )
+    length = rows.rollout.length
+    first, oldest = paged_log.next_pages(ring.oldest_page, length, num_pages=num_pages, page=page)
+    log = paged_log.write(log, first, length, tokens)
+    return ring.replace(slots=slots, oldest_page=oldest), written.replace(slots=rows, first_page=first), log
+
+
+def _apart(rows: Experience) -> tuple[Experience, Experience]:
+    """What rows [M, n, ...] have once, and what they have for each token; None stands for the rest."""
+
+    def those(ndim: int) -> Experience:
+        return jax.tree.map(lambda x: x if x.ndim == ndim else None, rows)
+
+    return those(2), those(3)
+
+
+def _together(once: Experience, per_token: Experience | None) -> Experience:
+    """The inverse of ``_apart``."""
+    if per_token is None:
+        return once
+    return jax.tree.map(lambda x, y: y if x is None else x, once, per_token, is_leaf=lambda x: x is None)
+
+
+def _padding(log: Experience) -> Experience:
+    """What stands in a row past its length, by field."""
+    zero = jax.tree.map(lambda _: 0, log)
+    return zero.replace(rollout=zero.rollout.replace(policy_version=-1))
 
 
 def question_hash(rollout: Rollout) -> jax.Array:

@@ -15,19 +15,35 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm.config import ReplayConfig
-from jaxrl_llm.ops import draws, ring_buffer
+from jaxrl_llm.ops import draws, paged_log, ring_buffer
+from jaxrl_llm.ops.masks import completion_mask
 from jaxrl_llm.ops.ring_buffer import Lane
-from jaxrl_llm.types import RingState
+from jaxrl_llm.types import Experience, RingState, Rollout
+
+# Rows [R, ...] -> what a row is worth, [R] f32 >= 0, stored when it is inserted. The choice beside |advantage| is ours.
+PRIORITIES: dict[str, Callable[[Experience], jax.Array]] = {
+    "advantage": lambda rows: jnp.max(jnp.abs(rows.advantage), axis=1),
+    "reward": lambda rows: jnp.maximum(rows.reward, 0.0),
+    "length": lambda rows: (rows.rollout.length - rows.rollout.prompt_length).astype(jnp.float32),
+    "surprise": lambda rows: surprise(rows.rollout),
+}
 
 # (config, priority relative to the largest of the shard, age in iterations) -> weight in [0, 1]
 WEIGHTS: dict[str, Callable[[ReplayConfig, jax.Array, jax.Array], jax.Array]] = {
     "uniform": lambda c, priority, age: jnp.ones_like(priority),
-    # Source: Schaul et al. 2016, arXiv:1511.05952, P ~ p^alpha. Differs: p = |advantage| as stored, never
-    # refreshed; without repeats; no importance weights.
+    # Source: Schaul et al. 2016, arXiv:1511.05952, P ~ p^alpha. Differs: p is what was stored (their TD error is
+    # |advantage| here), never refreshed; without repeats; no importance weights.
     "priority": lambda c, priority, age: priority**c.priority_exponent,
     # The form is ours.
     "age": lambda c, priority, age: jnp.exp(-age / c.age_scale_iterations),
 }
+
+
+def surprise(rollout: Rollout) -> jax.Array:
+    """Minus the mean behaviour log-probability of each completion's tokens, [R] f32 nats; 0 where it is empty."""
+    mask = completion_mask(rollout.prompt_length, rollout.length, rollout.behaviour_logp.shape[1])
+    total = jnp.sum(jnp.where(mask, rollout.behaviour_logp, 0.0), axis=1)
+    return -total / jnp.maximum(jnp.sum(mask, axis=1), 1)
 
 
 def lanes(ring: RingState, config: ReplayConfig) -> tuple[Lane, Lane]:
@@ -71,16 +87,22 @@ def choose(
         is_open = ~at(ring.is_retired, slot)
         if config.max_uses:
             is_open &= at(ring.uses, slot) < config.max_uses
-        if config.skip_tied:
-            is_open &= priority > 0
         relative = WEIGHTS[config.draw](config, priority / largest, iteration - at(ring.inserted_step, slot))
         return jnp.max(jnp.where(is_open, relative, 0.0).reshape(*group.shape, group_size), axis=-1)
 
+    def is_held(group: jax.Array) -> jax.Array:
+        # The pages of a group's first row are overwritten before those of its others.
+        return paged_log.is_held(at(ring.first_page, group * group_size), ring.oldest_page)
+
+    held = [lane.filled if ring.first_page is None else lane.count_newest(is_held) for lane in rings]
+
     def aged(key_index: int, low: int, high: int | None, num: int, taken: draws.Drawn | None) -> draws.Drawn:
-        """Draw from the groups of low <= age <= high: an interval of every ring."""
+        """Draw from the groups of low <= age <= high that are held: an interval of every ring."""
         first = [lane.count_newest(lambda s: age(s) < low) if low else 0 * lane.filled for lane in rings]
         last = [lane.filled if high is None else lane.count_newest(lambda s: age(s) <= high) for lane in rings]
-        size = [end - start for start, end in zip(first, last, strict=True)]
+        # The rows of a delay may all be gone.
+        last = [jnp.minimum(end, most) for end, most in zip(last, held, strict=True)]
+        size = [jnp.maximum(end - start, 0) for start, end in zip(first, last, strict=True)]
 
         def slot_at(position: jax.Array) -> jax.Array:
             slot = rings[0].newest_first(first[0][:, None] + position)

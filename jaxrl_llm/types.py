@@ -1,9 +1,9 @@
 """The records that cross the seams between stages.
 
 Letters: B rollouts (rows), P prompts, L prompt width, S row width (prompt + completion),
-M replay shards, C slots per shard. Rows are right-padded ``prompt ++ completion``; masks come from
-``prompt_length`` and ``length``, never from the value of a token. ``logp[t]`` is the log-probability
-of ``tokens[t]``.
+M replay shards, C slots per shard, N pages of T tokens per shard. Rows are right-padded
+``prompt ++ completion``; masks come from ``prompt_length`` and ``length``, never from the value of a
+token. ``logp[t]`` is the log-probability of ``tokens[t]``.
 
 Owns: names, shapes, units, meaning of zero. Does not know: how any of it is computed.
 """
@@ -114,16 +114,19 @@ class Experience:
 class RingState:
     """Device ring buffer. The shard axis M lies on the mesh's data axes, rings run over C (see ``replay``)."""
 
-    slots: Experience  # every leaf [M, C, ...], on the device or in its host's memory
+    # Every leaf [M, C, ...], on the device or in its host's memory; what a ring in pages has for each token [M, N, T].
+    slots: Experience
     num_inserted: jax.Array  # [M] i32, rows ever inserted: the main ring's cursor
     num_kept: jax.Array  # [M] i32, evicted rows ever moved to the ring of correct ones: its cursor
     num_draws: jax.Array  # [M] i32, batches ever drawn
     uses: jax.Array  # [M, C] i32, times drawn since insertion
     last_use: jax.Array  # [M, C] i32, number (from 1) of the draw it was last in, 0 = never drawn
-    priority: jax.Array  # [M, C] f32, stored scalar for prioritised draws; |advantage| at insertion
+    priority: jax.Array  # [M, C] f32, stored scalar for prioritised draws (replay.priority), as of insertion
     inserted_step: jax.Array  # [M, C] i32, iteration of insertion, -1 = empty
     question: jax.Array  # [M, C] i32, hash of the prompt's tokens
     is_retired: jax.Array  # [M, C] bool, never to be drawn (again)
+    first_page: jax.Array | None = None  # [M, C] i32, of a ring in pages: number of the page where the row begins
+    oldest_page: jax.Array | None = None  # [M] i32, number of the oldest page held: a row that begins before is gone
 
 
 @flax.struct.dataclass

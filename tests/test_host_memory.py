@@ -12,6 +12,7 @@ from building import (
     EOS_IDS,
     ONE,
     PROMPT_TOKENS,
+    ROW_TOKENS,
     TINY,
     learner_params,
     mesh_of,
@@ -115,17 +116,17 @@ def test_a_checkpoint_of_one_kind_is_resumed_as_the_other(plain, on_host, tmp_pa
     assert_same(reader.iterate(restored["train"], restored["ring"], 1), plain[1])
 
 
-def rings(on_host):
-    """Five iterations of a ring of two lanes on eight devices: the ring and the rows drawn after each."""
+def rings(on_host, config):
+    """Five iterations of a ring on eight devices: the ring and the rows drawn after each."""
     mesh = mesh_of(EIGHT)
-    config = ReplayConfig(capacity=48, positive_fraction=1 / 3, draw="priority")
     rows = random_experience(with_reference=False)
-    init = functools.partial(replay.init, rows, capacity=48, num_shards=8, on_host=on_host)
+    sizes = {"capacity": 48, "num_shards": 8, "capacity_tokens": config.capacity_tokens}
+    init = functools.partial(replay.init, rows, on_host=on_host, **sizes)
     layout = sharding.leading(mesh, jax.eval_shape(init))
     if on_host:
         layout = layout.replace(slots=sharding.on_host(layout.slots))
     insert = functools.partial(replay.insert, config=config, pass_threshold=0.0)
-    draw = functools.partial(replay.draw, config=config, batch_size=16)
+    draw = functools.partial(replay.draw, config=config, batch_size=16, row_tokens=ROW_TOKENS)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         insert = jax.jit(insert, out_shardings=layout, donate_argnums=0)
         draw = jax.jit(draw, out_shardings=(layout, None, None), donate_argnums=0)
@@ -139,9 +140,13 @@ def rings(on_host):
     return seen
 
 
-def test_a_ring_on_the_host_keeps_and_draws_the_same_rows():
-    on_device, on_host = rings(False), rings(True)
-    assert any((ring.num_kept > 0).all() for ring, _, _ in on_device)
+# Two lanes; pages for little more than the rows of an iteration.
+@pytest.mark.parametrize("setting", [{"positive_fraction": 1 / 3}, {"capacity_tokens": 18 * ROW_TOKENS}])
+def test_a_ring_on_the_host_keeps_and_draws_the_same_rows(setting):
+    config = ReplayConfig(capacity=48, draw="priority", **setting)
+    on_device, on_host = rings(False, config), rings(True, config)
+    last = on_device[-1][0]
+    assert (last.num_kept > 0).all() if config.positive_fraction else (last.first_page.min(1) < last.oldest_page).all()
     assert_same(on_host, on_device)
 
 

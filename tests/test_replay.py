@@ -280,6 +280,75 @@ def test_a_row_is_drawn_in_proportion_to_its_weight(config, expected):
     assert (np.abs(share - expected) <= 5 * np.sqrt(np.array(expected) * (1 - np.array(expected)) / 4000)).all(), share
 
 
+@pytest.mark.parametrize(
+    ("priority", "expected"),
+    # Prompts of 1, 2, 0, 1 tokens, rows of 3, 4, 4, 1; log-probs -1, ..., -4 at the four positions.
+    [
+        ("reward", [0.5, 0, 0, 3]),
+        ("length", [2, 2, 4, 0]),
+        ("surprise", [2.5, 3.5, 2.5, 0]),
+        ("advantage", [1, 2, 0, 3]),
+    ],
+)
+def test_a_rows_priority_is_what_the_setting_says_of_its_completion(priority, expected):
+    rows = make_experience(np.arange(4))
+    logp = np.tile(-np.arange(1, 5, dtype=np.float32), (4, 1))
+    logp[3] = np.nan  # of a completion without tokens
+    rollout = rows.rollout.replace(
+        prompt_length=np.array([1, 2, 0, 1], np.int32), length=np.array([3, 4, 4, 1], np.int32), behaviour_logp=logp
+    )
+    reward = np.array([0.5, -1, 0, 3], np.float32)
+    advantage = np.array([[0, 1, 0, 0], [0, 0, 0, -2], [0, 0, 0, 0], [3, 0, 0, 0]], np.float32)
+    rows = rows.replace(rollout=rollout, reward=reward, advantage=advantage)
+    ring = jit_insert(jit_init(4, 1), rows, np.int32(0), ReplayConfig(priority=priority))
+    assert ring.priority.tolist() == [expected]
+
+
+def test_rows_of_an_age_that_hardly_counts_are_retired_and_those_that_reach_it_later_are_not():
+    config = ReplayConfig(min_ess=0.5)
+    ring = jit_init(8, 2)
+    for iteration in range(4):
+        ring = jit_insert(ring, make_experience(np.arange(2) + 2 * iteration), np.int32(iteration), ReplayConfig())
+    # Ages 3 to 0 in buckets 2 (2-3), 2, 1 and 0. Bucket 2 counts by 0.4; of bucket 3 nothing was drawn, which is 1.
+    retire = jax.jit(replay.retire_stale, static_argnames="config")
+    effective = np.array([1, 0.5, 0.4, 1, 1, 1], np.float32)
+    ring = retire(ring, np.int32(3), effective, config)
+    assert ring.is_retired.tolist() == [[True, True, False, False]] * 2
+    ring, _, info = jit_draw(ring, jax.random.key(0), np.int32(4), config, batch_size=8)
+    assert info.is_real.sum() == 4 and sorted(info.age[0].tolist()) == [0, 0, 1, 2]
+    # An iteration later the row that has reached the bucket is drawn still; a new row takes a retired one's slot.
+    ring = jit_insert(ring, make_experience(np.arange(2) + 8), np.int32(4), ReplayConfig())
+    assert ring.is_retired.tolist() == [[False, True, False, False]] * 2
+
+
+def test_likely_rollouts_are_kept_and_their_ratios_are_more_alike():
+    # 400 rows of three tokens, drawn by one policy; then as many by a second one overwrite them.
+    rng, size = np.random.default_rng(0), 400
+    old = rng.normal(size=8)
+    logp_of = lambda logits: logits - np.log(np.exp(logits).sum())  # noqa: E731
+    old_logp, new_logp = logp_of(old), logp_of(old + 0.5 * rng.normal(size=8))
+    ring, drawn = jit_init(2 * size, 1), []
+    config = ReplayConfig(positive_fraction=0.5, admission="likely")
+    for iteration, logp in enumerate((old_logp, new_logp)):
+        tokens = rng.choice(8, (size, 3), p=np.exp(logp))
+        drawn.append(tokens)
+        ids = np.arange(size) + size * iteration
+        rows = make_experience(ids, ["failed" if i == 7 else "right" for i in ids])
+        rollout = rows.rollout.replace(
+            prompt_length=np.ones(size, np.int32),
+            length=np.full(size, WIDTH, np.int32),
+            behaviour_logp=np.pad(logp[tokens], ((0, 0), (1, 0)), constant_values=np.nan).astype(np.float32),
+        )
+        ring = jit_insert(ring, rows.replace(rollout=rollout), np.int32(iteration), config)
+    bar = new_logp[drawn[1]].mean()
+    expected = [i for i in range(size) if old_logp[drawn[0][i]].mean() >= bar and i != 7]
+    kept = np.asarray(ring.slots.rollout.prompt_id)[0, size : size + int(ring.num_kept[0])].tolist()
+    assert kept == expected and 0 < len(kept) < size
+    ratio = np.exp((new_logp - old_logp)[drawn[0]].sum(axis=1))
+    effective = lambda w: w.sum() ** 2 / (len(w) * (w**2).sum())  # noqa: E731
+    assert effective(ratio[kept]) > effective(ratio)
+
+
 # --- placement: 8 devices, no collective, no copy ------------------------------------------------------------------
 
 COLLECTIVES = re.compile(r"all-gather|all-reduce|collective-permute|all-to-all|reduce-scatter|collective-broadcast")

@@ -134,6 +134,18 @@ def step_scale(ratio_sum: jax.Array, ratio_square_sum: jax.Array, num_rows: jax.
     return jnp.where(divisor > 0, ratio_sum / jnp.sqrt(jnp.maximum(divisor, jnp.finfo(jnp.float32).tiny)), 1.0)
 
 
+def effective_share(total: jax.Array, square_total: jax.Array, count: jax.Array) -> jax.Array:
+    """Effective sample size of weights over their number, f32 of the arguments' shape; 1 where there is none.
+
+        (sum w)^2 / (n sum w^2)
+
+    1 where all weights are equal, 1/n where one has everything.
+
+    Source: Kong 1992, the effective sample size of importance weights.
+    """
+    return jnp.square(step_scale(total, square_total, count))
+
+
 def moving_average_share(decay: float, step: jax.Array) -> jax.Array:
     """Share [] f32 of the new weights in their moving average after optimizer step number ``step`` (1, 2, ...).
 

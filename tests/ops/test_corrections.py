@@ -139,6 +139,8 @@ def test_step_scale_by_hand():
     np.testing.assert_allclose(scale(ratio, 5) ** 2, 256 / 740, rtol=1e-6)
     np.testing.assert_allclose(scale(np.ones(7, np.float32), 7), 1, rtol=1e-6)
     assert scale(np.zeros(3, np.float32), 0) == 1
+    share = corrections.effective_share(*np.float32([[16, 0, 7], [148, 0, 7], [5, 0, 7]]))
+    np.testing.assert_allclose(share, [256 / 740, 1, 1], rtol=1e-6)
     # A row is one sequence, cut at 40 nats; a row without a token has no part.
     log_ratio = np.array([[0.5, 0.25], [30.0, 30.0], [9.0, 9.0]], np.float32)
     mask = np.array([[True, True], [True, True], [False, False]])

@@ -35,6 +35,8 @@ SETTINGS = {
     "rollout.chunk_steps": 3,
     "rollout.lookahead_prompts": 8,
     "replay.capacity": 32,
+    "replay.capacity_tokens": 1000,
+    "replay.min_ess": 0.5,
     "update.batch_size": 16,
     "update.micro_batch_size": 8,
     "eval.num_prompts": 0,
