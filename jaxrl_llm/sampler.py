@@ -196,8 +196,8 @@ class Sampler:
             prompt_id=set_entries(state.prompt_id, prompt_id_P.reshape(M, P // M)),
         )
 
-    def _refill(self, state: SamplerState) -> SamplerState:
-        """Give idle slots the next pending rows, oldest prompt first."""
+    def _refill(self, state: SamplerState, is_wanted: jax.Array) -> SamplerState:
+        """Give idle slots the next pending rows, oldest prompt first; none unless ``is_wanted``, [] bool."""
         M, E, G, _ = state.tokens.shape
         Q = E * G
         pending = ((state.prompt_id >= 0)[:, :, None] & ~state.started & (state.stop_reason == STOP_NONE)).reshape(M, Q)
@@ -208,7 +208,7 @@ class Sampler:
             queue = jnp.lexsort((age, ~pending))
             idle = slot_row < 0
             turn = jnp.cumsum(idle) - 1
-            takes = idle & (turn < jnp.sum(pending))
+            takes = idle & (turn < jnp.sum(pending)) & is_wanted
             return jnp.where(takes, queue[jnp.clip(turn, 0, Q - 1)], slot_row), takes
 
         slot_row, takes = jax.vmap(one_shard)(state.slot_row, pending, age)
@@ -220,15 +220,20 @@ class Sampler:
     def _decode(self, params, state: SamplerState, version, key):
         """Refill, then up to ``chunk_steps`` decode steps; ends early when every slot is idle.
 
+        Where every shard has its share of finished prompts already, nothing is done: the host, which dispatches a
+        chunk before it knows what the one before has brought, may come with one too many.
+
         Returns the state and the table's stop reasons [M, E, G], which say what has finished.
         """
-        state = self._refill(state)
+        finished = (state.prompt_id >= 0) & jnp.all(state.stop_reason != STOP_NONE, axis=2)
+        is_wanted = jnp.any(jnp.sum(finished, axis=1) < self.num_prompts // self.shards)
+        state = self._refill(state, is_wanted)
         head = self.model.head(params)
         prompt = self._prompts(state)
 
         def busy(carry):
             step, state = carry
-            return (step < self.chunk_steps) & jnp.any(state.slot_row >= 0)
+            return (step < self.chunk_steps) & jnp.any(state.slot_row >= 0) & is_wanted
 
         def body(carry):
             step, state = carry
