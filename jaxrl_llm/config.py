@@ -90,6 +90,9 @@ class RolloutConfig:
     # Prompts started ahead of their iteration so that slots never idle. Their rollouts may span
     # policy versions (recorded per token). 0: every iteration starts and ends with empty slots.
     lookahead_prompts: int = 0
+    # How often at most an iteration asks prompts_per_iteration more prompts because groups of it are tied (no two
+    # rewards differ): mixed ones take their place. What is left out counts as generated. 0 = never.
+    max_resample_rounds: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

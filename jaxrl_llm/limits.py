@@ -78,6 +78,7 @@ BOUNDS = {
     "rollout.slots": (0, math.inf, True),
     "rollout.chunk_steps": (1, math.inf, True),
     "rollout.lookahead_prompts": (0, math.inf, True),
+    "rollout.max_resample_rounds": (0, math.inf, True),
     "rewards.num_workers": (1, math.inf, True),
     "rewards.timeout_s": (0.0, math.inf, False),
     "rewards.max_failure_frac": (0.0, 1.0, True),
@@ -228,6 +229,11 @@ def _combinations(c: Any):
         c.rollout.group_size > 1 or c.credit.advantage in NEED_NO_SIBLINGS,
         f"rollout.group_size={c.rollout.group_size} must be at least 2 for credit.advantage={c.credit.advantage!r}, "
         f"which compares siblings; {', '.join(map(repr, NEED_NO_SIBLINGS))} do not",
+    )
+    yield (
+        c.rollout.group_size > 1 or c.rollout.max_resample_rounds == 0,
+        f"rollout.max_resample_rounds={c.rollout.max_resample_rounds} must be 0 for rollout.group_size=1: "
+        "a single completion is always tied",
     )
     yield (
         c.num_slots <= c.rollouts_per_iteration + c.rollout.lookahead_prompts * c.rollout.group_size,

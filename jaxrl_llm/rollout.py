@@ -30,12 +30,13 @@ from jaxrl_llm.types import STOP_LENGTH, STOP_NONE, STOP_STRING, PromptBatch, Ro
 class FinishedGroup:
     """A prompt whose G completions have stopped, on the host.
 
-    ``ticket`` is whatever ``on_finished`` returned.
+    ``stop_reasons`` say why each ended (``types.STOP_*``); ``ticket`` is whatever ``on_finished`` returned.
     """
 
     prompt_id: int
     example: Any
     completions: list[list[int]]
+    stop_reasons: list[int]
     ticket: Any = None
 
 
@@ -89,7 +90,7 @@ class Generator:
         # A stop string is found on the host alone: there the next chunk waits for what the host has to say.
         ahead = 0 if sampler.sampling.stop_strings else 1
         unread: collections.deque[jax.Array] = collections.deque()  # stop reasons of the chunks dispatched
-        leaving: dict[tuple[int, int], Any] = {}  # tokens and lengths of groups on their way to the host
+        leaving: dict[tuple[int, int], Any] = {}  # of groups on their way to the host: what ``read_group`` gives
         while True:
             while len(unread) <= ahead:
                 self.state, reasons = self.run["decode"](params, self.state, version, key)
@@ -102,7 +103,8 @@ class Generator:
                 if (shard, entry) in self.finished or not (reasons[shard, entry] != STOP_NONE).all():
                     continue
                 where = jax.device_put((np.int32(shard), np.int32(entry)), sharding.replicated(sampler.mesh, (0, 0)))
-                leaving[shard, entry] = self.run["read_group"](self.state.tokens, self.state.length, *where)
+                table = self.state.tokens, self.state.length, self.state.stop_reason
+                leaving[shard, entry] = self.run["read_group"](*table, *where)
             # Every shard must have its share, oldest prompts first.
             stopped = [*self.finished, *leaving]
             done = [[where for where in stopped if where[0] == shard] for shard in range(sampler.shards)]
@@ -121,10 +123,10 @@ class Generator:
     def _receive(self, leaving: dict[tuple[int, int], Any], on_finished: Callable[[FinishedGroup], Any]) -> None:
         """Take what has been read of the groups that leave, and hand each out; ``leaving`` is empty after."""
         for where in list(leaving):
-            tokens, length = jax.device_get(leaving.pop(where))
+            tokens, length, reasons = jax.device_get(leaving.pop(where))
             prompt_id, example, prompt = self.open_prompts[where]
             rows = [row[len(prompt) : n].tolist() for row, n in zip(tokens, length, strict=True)]
-            group = FinishedGroup(prompt_id, example, rows)
+            group = FinishedGroup(prompt_id, example, rows, reasons.tolist())
             group.ticket = on_finished(group)
             self.finished[where] = group
 

@@ -156,7 +156,11 @@ class Sampler:
                 donate=(1,),
             ),
             "decode": Program(self._decode, (abstract_params, state, scalar, key), (state_layout, whole), donate=(1,)),
-            "read_group": Program(self._read_group, (state.tokens, state.length, scalar, scalar), out_shardings=whole),
+            "read_group": Program(
+                self._read_group,
+                (state.tokens, state.length, state.stop_reason, scalar, scalar),
+                out_shardings=whole,
+            ),
             "stop_rows": Program(self._stop_rows, (state, row_width), out_shardings=state_layout, donate=(0,)),
             "collect": Program(
                 self._collect, (state, entry), (sharding.leading(self.mesh, rollout), state_layout), donate=(0,)
@@ -328,9 +332,9 @@ class Sampler:
             slot_row=jnp.where(active_MZ & (reason_MZ == STOP_NONE), state.slot_row, -1),
         )
 
-    def _read_group(self, tokens, length, shard, entry):
-        """Tokens [G,S] and lengths [G] of one open prompt's rows, on every device."""
-        return tokens[shard, entry], length[shard, entry]
+    def _read_group(self, tokens, length, stop_reason, shard, entry):
+        """Tokens [G,S], lengths and stop reasons [G] of one open prompt's rows, on every device."""
+        return tokens[shard, entry], length[shard, entry], stop_reason[shard, entry]
 
     def _stop_rows(self, state: SamplerState, new_length) -> SamplerState:
         """Cut rows where ``new_length`` [M,E,G] is positive to that length, for a stop string; frees their slots."""
