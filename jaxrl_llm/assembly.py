@@ -25,6 +25,7 @@ from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.ops import values
 from jaxrl_llm.ops.baselines import NUM_FEATURES
 from jaxrl_llm.ops.masks import completion_mask
+from jaxrl_llm.ops.shaping import NUM_DIFFICULTIES
 from jaxrl_llm.programs import Program, in_use_bytes, memory
 from jaxrl_llm.sampler import Sampler
 from jaxrl_llm.types import Critic, Experience, RingState, Rollout, Scores, TrainState
@@ -83,13 +84,15 @@ class Run:
     @functools.cached_property
     def abstract_scores(self) -> Scores:
         """What the host knows of them: all but the critic's values."""
-        B, kind = self.config.rows_per_iteration, self.config.credit.advantage
+        B, settings = self.config.rows_per_iteration, self.config.credit
+        kind = settings.advantage
         return Scores(
             reward=self.rows((B,), jnp.float32),
             trainable=self.rows((B,), bool),
             parts=self.rows((B, len(self.config.rewards.functions)), jnp.float32) if kind == "gdpo" else None,
             baseline=self.rows((B,), jnp.float32) if kind == "mssr" else None,
             regression=self.whole(jnp.float32, (NUM_FEATURES, NUM_FEATURES + 1)) if kind == "poise" else None,
+            short_answer=self.whole(jnp.int32, (NUM_DIFFICULTIES,)) if settings.short_answer_iterations else None,
         )
 
     @functools.cached_property

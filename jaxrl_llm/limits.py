@@ -90,6 +90,7 @@ BOUNDS = {
     "credit.length_reward": (0.0, math.inf, True),
     "credit.short_answer_tokens": (0, math.inf, True),
     "credit.short_answer_bonus": (0.0, math.inf, True),
+    "credit.short_answer_iterations": (0, math.inf, True),
     "credit.positive_amplification": (0.0, math.inf, True),
     "credit.entropy_reweighting": (0.0, math.inf, True),
     "credit.entropy_bonus": (0.0, math.inf, True),
@@ -250,6 +251,11 @@ def _combinations(c: Any):
         c.credit.overlong_buffer_tokens <= c.sampling.max_completion_tokens,
         f"credit.overlong_buffer_tokens={c.credit.overlong_buffer_tokens} must be at most "
         f"sampling.max_completion_tokens={c.sampling.max_completion_tokens}",
+    )
+    yield (
+        c.credit.short_answer_iterations == 0 or c.credit.short_answer_tokens > 0,
+        f"credit.short_answer_iterations={c.credit.short_answer_iterations} needs credit.short_answer_tokens of at "
+        "least 1, the step of the lengths to choose from",
     )
     yield (
         len(c.rewards.functions) == len(c.rewards.weights) and len(c.rewards.functions) > 0,

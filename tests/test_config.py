@@ -99,6 +99,10 @@ def test_the_defaults_are_a_config():
             {"credit": {"overlong_buffer_tokens": 17}},
             "credit.overlong_buffer_tokens=17 must be at most sampling.max_completion_tokens=16",
         ),
+        (
+            {"credit": {"short_answer_iterations": 5}},
+            "credit.short_answer_iterations=5 needs credit.short_answer_tokens",
+        ),
         ({"credit": {"delta_v": float("nan")}}, "credit.delta_v=nan must be"),
         (
             {"credit": {"advantage": "gae", "entropy_reweighting": 1.0}},
@@ -420,6 +424,7 @@ ALIVE = {
     "credit.length_reward": (0.5, program("insert"), {}),
     "credit.short_answer_tokens": (4, program("insert"), {}),
     "credit.short_answer_bonus": (1.0, program("insert"), {"credit.short_answer_tokens": 4}),
+    "credit.short_answer_iterations": (1, program("insert"), {"credit.short_answer_tokens": 4}),
     "credit.positive_amplification": (3.0, program("insert"), {}),
     "credit.entropy_reweighting": (1.0, program("insert"), {}),
     "credit.entropy_bonus": (2.0, program("insert"), {}),
