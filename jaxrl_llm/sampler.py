@@ -200,8 +200,8 @@ class Sampler:
             prompt_id=set_entries(state.prompt_id, prompt_id_P.reshape(M, P // M)),
         )
 
-    def _refill(self, state: SamplerState, is_wanted: jax.Array) -> SamplerState:
-        """Give idle slots the next pending rows, oldest prompt first; none unless ``is_wanted``, [] bool."""
+    def _refill(self, state: SamplerState) -> SamplerState:
+        """Give idle slots the next pending rows, oldest prompt first."""
         M, E, G, _ = state.tokens.shape
         Q = E * G
         pending = ((state.prompt_id >= 0)[:, :, None] & ~state.started & (state.stop_reason == STOP_NONE)).reshape(M, Q)
@@ -212,7 +212,7 @@ class Sampler:
             queue = jnp.lexsort((age, ~pending))
             idle = slot_row < 0
             turn = jnp.cumsum(idle) - 1
-            takes = idle & (turn < jnp.sum(pending)) & is_wanted
+            takes = idle & (turn < jnp.sum(pending))
             return jnp.where(takes, queue[jnp.clip(turn, 0, Q - 1)], slot_row), takes
 
         slot_row, takes = jax.vmap(one_shard)(state.slot_row, pending, age)
@@ -231,20 +231,27 @@ class Sampler:
         """
         finished = (state.prompt_id >= 0) & jnp.all(state.stop_reason != STOP_NONE, axis=2)
         is_wanted = jnp.any(jnp.sum(finished, axis=1) < self.num_prompts // self.shards)
-        state = self._refill(state, is_wanted)
+        # Not a condition of the loop alone: what all its steps share, the head laid out anew above all, costs too.
+        state = jax.lax.cond(
+            is_wanted, self._decode_chunk, lambda params, state, *_: state, params, state, version, key
+        )
+        return state, state.stop_reason
+
+    def _decode_chunk(self, params, state: SamplerState, version, key) -> SamplerState:
+        state = self._refill(state)
         head = self.model.head(params)
         prompt = self._prompts(state)
 
         def busy(carry):
             step, state = carry
-            return (step < self.chunk_steps) & jnp.any(state.slot_row >= 0) & is_wanted
+            return (step < self.chunk_steps) & jnp.any(state.slot_row >= 0)
 
         def body(carry):
             step, state = carry
             return step + 1, self._decode_step(params, head, prompt, state, version, key)
 
         _, state = jax.lax.while_loop(busy, body, (jnp.int32(0), state))
-        return state, state.stop_reason
+        return state
 
     def _prompts(self, state: SamplerState) -> Prompt:
         """The open prompts as the slots attend to them, for a whole chunk: within it slots only go idle."""
