@@ -51,8 +51,8 @@ class Sampled:
         """A few of the rollouts that stay as rows of samples.jsonl, spread over their groups."""
         rewards, versions = self.rewards, jax.device_get(self.rollout.policy_version)
         num_rows, size = len(rewards.outcome), len(rewards.outcome) // len(self.groups)
-        rows = []
-        for i in (k * num_rows // count for k in range(min(count, num_rows))):
+        count, rows = min(count, num_rows), []
+        for i in (k * num_rows // count for k in range(count)):
             group = self.groups[i // size]
             own = versions[i][versions[i] >= 0]  # of the completion's tokens
             rows.append(

@@ -101,10 +101,12 @@ def test_a_failed_reward_neither_ties_nor_mixes():
 
 
 def test_what_is_shown_is_of_the_rows_that_stay():
-    rows = Script([[WRONG, MIXED, WRONG], [MIXED, WRONG, WRONG]]).sample(1).shown(4, 3, lambda ids: str(ids))
+    sampled = Script([[WRONG, MIXED, WRONG], [MIXED, WRONG, WRONG]]).sample(1)
+    rows = sampled.shown(4, 3, str)
     # Rows 0, 2 and 4 of groups 1, 3 and 0.
     assert [row["prompt"] for row in rows] == ["1?", "3?", "0?"]
     first = {"iteration": 4, "prompt_id": 1, "group_id": 1, "prompt": "1?", "completion": "[1]", "reward": 0.0}
+    assert len(sampled.shown(4, 99, str)) == P * G and sampled.shown(4, 0, str) == []
     assert rows[0] == first | {"parts": {"f": 0.0}, "stop_reason": "eos", "policy_version": 7, "age": 0}
 
 
