@@ -25,9 +25,10 @@ from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.ops import corrections, values
 from jaxrl_llm.ops.baselines import NUM_FEATURES
 from jaxrl_llm.ops.masks import completion_mask
+from jaxrl_llm.ops.shaping import NUM_DIFFICULTIES
 from jaxrl_llm.programs import Program, in_use_bytes, memory
 from jaxrl_llm.sampler import Sampler
-from jaxrl_llm.types import STOP_LENGTH, STOP_STRING, Critic, Experience, RingState, Rollout, Scores, TrainState
+from jaxrl_llm.types import Critic, Experience, RingState, Rollout, Scores, TrainState
 from jaxrl_llm.update import Update
 
 
@@ -83,13 +84,15 @@ class Run:
     @functools.cached_property
     def abstract_scores(self) -> Scores:
         """What the host knows of them: all but the critic's values."""
-        B, kind = self.config.rows_per_iteration, self.config.credit.advantage
+        B, settings = self.config.rows_per_iteration, self.config.credit
+        kind = settings.advantage
         return Scores(
             reward=self.rows((B,), jnp.float32),
             trainable=self.rows((B,), bool),
             parts=self.rows((B, len(self.config.rewards.functions)), jnp.float32) if kind == "gdpo" else None,
             baseline=self.rows((B,), jnp.float32) if kind == "mssr" else None,
             regression=self.whole(jnp.float32, (NUM_FEATURES, NUM_FEATURES + 1)) if kind == "poise" else None,
+            short_answer=self.whole(jnp.int32, (NUM_DIFFICULTIES,)) if settings.short_answer_iterations else None,
         )
 
     @functools.cached_property
@@ -170,6 +173,16 @@ class Run:
         beside = lambda x, y: jnp.concatenate([apart(x), apart(y)], axis=1).reshape(-1, *x.shape[1:])  # noqa: E731
         return jax.tree.map(beside, rollout, external)
 
+    def _choose(self, first: Rollout, second: Rollout, place: jax.Array) -> Rollout:
+        """The groups [P] i32 at these places among the 2P of two rounds, as one round's."""
+        size = self.config.rollout.group_size
+
+        def take(x, y):
+            groups = jnp.concatenate([x, y]).reshape(-1, size, *x.shape[1:])
+            return groups[place].reshape(x.shape)
+
+        return jax.tree.map(take, first, second)
+
     def _values(self, state: TrainState, rollout: Rollout) -> jax.Array:
         """What the critic expects at each token of fresh rollouts, [B,S]."""
         predict = functools.partial(self.update.predict_values, state.params, state.critic.head)
@@ -189,14 +202,8 @@ class Run:
         return seen.reshape(num_micro, shards, -1, S).swapaxes(0, 1).reshape(B, S)
 
     def _insert(self, ring, rollout, scores, ref_logp, iteration):
-        """Credit, then the ring. Returns the ring and sums over the rollouts that the run has sampled."""
+        """Credit, then the ring. Returns the ring and credit's sums."""
         experience, sums = credit.assign(rollout, scores, ref_logp, self.config)
-        own = rollout.group_id >= 0
-        sums |= {
-            "completion_tokens": jnp.sum(jnp.where(own, rollout.length - rollout.prompt_length, 0)),
-            "truncated": jnp.sum(own & (rollout.stop_reason == STOP_LENGTH)),
-            "stop_string": jnp.sum(own & (rollout.stop_reason == STOP_STRING)),
-        }
         threshold = self.config.rewards.pass_threshold
         return replay.insert(ring, experience, iteration, self.config.replay, pass_threshold=threshold), sums
 
@@ -253,8 +260,11 @@ class Run:
                 lambda params: jax.tree.map(jnp.copy, params), (self.learner_params,), layout(self.learner_params)
             )
             programs["reference"] = Program(self._logp, (self.learner_params, rollout), ref_logp.sharding)
+        sampled = self._abstract_rows(self.config.rollouts_per_iteration)
+        if self.config.rollout.max_resample_rounds:
+            place = self.whole(jnp.int32, (self.config.rollout.prompts_per_iteration,))
+            programs["choose"] = Program(self._choose, (sampled, sampled, place), layout(sampled))
         if self.config.external.groups_per_iteration:
-            sampled = self._abstract_rows(self.config.rollouts_per_iteration)
             programs["join"] = Program(
                 self._join, (self.learner_params, iteration, sampled, self.abstract_external), layout(rollout)
             )

@@ -90,6 +90,9 @@ class RolloutConfig:
     # Prompts started ahead of their iteration so that slots never idle. Their rollouts may span
     # policy versions (recorded per token). 0: every iteration starts and ends with empty slots.
     lookahead_prompts: int = 0
+    # How often at most an iteration asks prompts_per_iteration more prompts because groups of it are tied (no two
+    # rewards differ): mixed ones take their place. What is left out counts as generated. 0 = never.
+    max_resample_rounds: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,6 +137,9 @@ class CreditConfig:
     # Correct answers of at most this many tokens get short_answer_bonus more; 0 = none.
     short_answer_tokens: int = 0
     short_answer_bonus: float = 0.5
+    # Choose how long every so many iterations anew, for easy, middling and hard questions apart: the least multiple of
+    # short_answer_tokens within which a group has a correct answer on average. 0 = it stays.
+    short_answer_iterations: int = 0
     # Advantages above 0 are multiplied by this, those of correct answers set to 1; 0 = not.
     positive_amplification: float = 0.0
     # How much less an unsure answer weighs than a sure one of its group; 0 = equal, 1 = ETTRL's.
@@ -369,6 +375,12 @@ class Config:
     def num_updates(self) -> int:
         """Optimizer steps of the whole run."""
         return self.num_iterations * self.update.updates_per_iteration
+
+    @property
+    def short_answer_grid(self) -> tuple[int, ...]:
+        """Lengths among which credit.short_answer_iterations chooses; the last is any length."""
+        step, longest = self.credit.short_answer_tokens, self.sampling.max_completion_tokens
+        return (*range(step, longest, step), longest)
 
     @property
     def row_tokens(self) -> int:

@@ -47,7 +47,8 @@ def assign(
 
     Returns:
         The experience, and ``{"degenerate_groups": [] i32}``, how many of the run's own groups have no advantage
-        other than 0 and teach nothing; with "poise" also ``"regression"`` [F, F + 1] f32, for ``Memory.observe``.
+        other than 0 and teach nothing; and for ``Memory.observe``, with "poise" ``"regression"`` [F, F + 1] f32, with
+        ``credit.short_answer_iterations`` ``"correct_within"`` (``shaping.correct_within``).
     """
     settings, num_own = config.credit, config.rollout.prompts_per_iteration
     num_groups = num_own + config.external.groups_per_iteration
@@ -72,6 +73,10 @@ def assign(
         terms.append(settings.length_reward * shaping.length_reward(length, correct, groups))
     if settings.short_answer_tokens:
         target, bonus = settings.short_answer_tokens, settings.short_answer_bonus
+        if scores.short_answer is not None:
+            row_class, grid = shaping.difficulty(correct, groups), config.short_answer_grid
+            target = scores.short_answer[row_class]
+            sums["correct_within"] = shaping.correct_within(length, correct, row_class, groups, grid=grid)
         terms.append(shaping.short_bonus(length, correct, target=target, bonus=bonus))
     parts, part_weights = scores.parts, config.rewards.weights
     if parts is not None and terms:  # normalised like any other reward
@@ -137,17 +142,25 @@ class Memory:
         "mssr"   of each question, Beta counts: a <- decay a + r, b <- decay b + 1 - r from a = b = 1, and the
                  baseline a / (a + b) of its next visit. It is a running mean, so rewards need not lie in [0, 1].
         "poise"  discounted sums of the regression from a rollout's features to its siblings' rewards.
+        credit.short_answer_iterations
+                 of each difficulty, how many correct answers were within each length of the grid since the last
+                 choice, and the choice: the least length with one of them per group, else the longest.
 
     For the others it stays empty. What an iteration is compared with never knows its own rewards.
 
-    Source: arXiv:2512.18215; arXiv:2605.07579. Differs: the decay is fixed, where the first adapts it to the KL of
-        the last updates and the second keeps a window of recent rollouts; the start of the counts is ours.
+    Source: arXiv:2512.18215; arXiv:2605.07579; LASER-D, arXiv:2505.15612. Differs: the decay is fixed, where the first
+        adapts it to the KL of the last updates and the second keeps a window of recent rollouts; the start of the
+        counts is ours. The third counts on a set kept for it; here the run's own rollouts since the last choice
+        serve, and until the first any length is short.
     """
 
     def __init__(self, config: Config):
         self._config = config
         self._counts: dict[int, tuple[float, float]] = {}  # question -> a, b
         self._regression = np.zeros((baselines.NUM_FEATURES, baselines.NUM_FEATURES + 1))
+        self._correct_within = np.zeros((shaping.NUM_DIFFICULTIES, 1))
+        self._short_answer = [config.sampling.max_completion_tokens] * shaping.NUM_DIFFICULTIES
+        self._iterations = 0
 
     def scores(self, rewards: Rewards, questions: Sequence[int]) -> Scores:
         """The iteration's rewards as ``assign`` takes them, numpy.
@@ -158,7 +171,7 @@ class Memory:
         """
         kind, scored = self._config.credit.advantage, rewards.outcome == OUTCOME_SCORE
         known = lambda x: np.where(scored, x, 0.0).astype(np.float32)  # noqa: E731
-        parts = baseline = regression = None
+        parts = baseline = regression = short_answer = None
         if kind == "gdpo":
             parts = np.stack([known(rewards.parts[name]) for name in self._config.rewards.functions], axis=1)
         if kind == "mssr":
@@ -166,7 +179,9 @@ class Memory:
             baseline = np.repeat(np.float32(expected), len(scored) // len(questions))
         if kind == "poise":
             regression = self._regression.astype(np.float32)
-        return Scores(known(rewards.total), scored, parts, baseline, regression)
+        if self._config.credit.short_answer_iterations:
+            short_answer = np.array(self._short_answer, np.int32)
+        return Scores(known(rewards.total), scored, parts, baseline, regression, short_answer=short_answer)
 
     def observe(self, rewards: Rewards, questions: Sequence[int], sums: dict[str, Any]) -> None:
         """Learn from an iteration: its rewards, and the sums that ``assign`` returned."""
@@ -179,11 +194,33 @@ class Memory:
                 self._counts[question] = a, b
         if self._config.credit.advantage == "poise":
             self._regression = decay * self._regression + sums["regression"]
+        if self._config.credit.short_answer_iterations:
+            self._correct_within = self._correct_within + sums["correct_within"]
+            self._iterations += 1
+            if self._iterations % self._config.credit.short_answer_iterations == 0:
+                self._choose_short_answers()
+
+    def _choose_short_answers(self) -> None:
+        """A difficulty that nobody met keeps what it has."""
+        grid = self._config.short_answer_grid
+        for i, (*within, groups) in enumerate(self._correct_within.tolist()):
+            if groups > 0:
+                enough = (length for length, count in zip(grid, within, strict=True) if count >= round(groups))
+                self._short_answer[i] = next(enough, grid[-1])
+        self._correct_within = 0.0 * self._correct_within
 
     def state(self) -> dict[str, Any]:
         """What ``restore`` needs; plain JSON."""
-        return {"counts": [[q, *ab] for q, ab in self._counts.items()], "regression": self._regression.tolist()}
+        return {
+            "counts": [[q, *ab] for q, ab in self._counts.items()],
+            "regression": self._regression.tolist(),
+            "correct_within": self._correct_within.tolist(),
+            "short_answer": self._short_answer,
+            "iterations": self._iterations,
+        }
 
     def restore(self, state: dict[str, Any]) -> None:
         self._counts = {question: (a, b) for question, a, b in state["counts"]}
         self._regression = np.array(state["regression"])
+        self._correct_within = np.array(state["correct_within"])
+        self._short_answer, self._iterations = state["short_answer"], state["iterations"]

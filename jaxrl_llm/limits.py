@@ -80,6 +80,7 @@ BOUNDS = {
     "rollout.slots": (0, math.inf, True),
     "rollout.chunk_steps": (1, math.inf, True),
     "rollout.lookahead_prompts": (0, math.inf, True),
+    "rollout.max_resample_rounds": (0, math.inf, True),
     "rewards.num_workers": (1, math.inf, True),
     "rewards.timeout_s": (0.0, math.inf, False),
     "rewards.max_failure_frac": (0.0, 1.0, True),
@@ -91,6 +92,7 @@ BOUNDS = {
     "credit.length_reward": (0.0, math.inf, True),
     "credit.short_answer_tokens": (0, math.inf, True),
     "credit.short_answer_bonus": (0.0, math.inf, True),
+    "credit.short_answer_iterations": (0, math.inf, True),
     "credit.positive_amplification": (0.0, math.inf, True),
     "credit.entropy_reweighting": (0.0, math.inf, True),
     "credit.entropy_bonus": (0.0, math.inf, True),
@@ -246,6 +248,11 @@ def _combinations(c: Any):
         f"which compares siblings; {', '.join(map(repr, NEED_NO_SIBLINGS))} do not",
     )
     yield (
+        c.rollout.group_size > 1 or c.rollout.max_resample_rounds == 0,
+        f"rollout.max_resample_rounds={c.rollout.max_resample_rounds} must be 0 for rollout.group_size=1: "
+        "a single completion is always tied",
+    )
+    yield (
         c.num_slots <= c.rollouts_per_iteration + c.rollout.lookahead_prompts * c.rollout.group_size,
         f"rollout.slots={c.rollout.slots} must be at most the "
         f"{c.rollouts_per_iteration + c.rollout.lookahead_prompts * c.rollout.group_size} rollouts that can be open",
@@ -260,6 +267,11 @@ def _combinations(c: Any):
         c.credit.overlong_buffer_tokens <= c.sampling.max_completion_tokens,
         f"credit.overlong_buffer_tokens={c.credit.overlong_buffer_tokens} must be at most "
         f"sampling.max_completion_tokens={c.sampling.max_completion_tokens}",
+    )
+    yield (
+        c.credit.short_answer_iterations == 0 or c.credit.short_answer_tokens > 0,
+        f"credit.short_answer_iterations={c.credit.short_answer_iterations} needs credit.short_answer_tokens of at "
+        "least 1, the step of the lengths to choose from",
     )
     yield (
         len(c.rewards.functions) == len(c.rewards.weights) and len(c.rewards.functions) > 0,

@@ -8,12 +8,14 @@ how sums come about.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import json
 import math
 import os
 import pathlib
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import rich.console
@@ -22,7 +24,16 @@ import rich.table
 import tensorboardX
 
 from jaxrl_llm.config import Config, ConfigError, MetricsConfig
-from jaxrl_llm.types import AGE_BUCKETS, OUTCOME_ERROR, OUTCOME_SCORE, OUTCOME_TIMEOUT, SHARED_FILE, Rewards
+from jaxrl_llm.types import (
+    AGE_BUCKETS,
+    OUTCOME_ERROR,
+    OUTCOME_SCORE,
+    OUTCOME_TIMEOUT,
+    SHARED_FILE,
+    STOP_LENGTH,
+    STOP_STRING,
+    Rewards,
+)
 
 # Ages of rollouts by bucket: "0", "1", "2-3", ..., "16+".
 _LOWEST = (0, *(highest + 1 for highest in AGE_BUCKETS))
@@ -42,6 +53,11 @@ class Metric:
 
 # Name -> what it is. An iteration samples rollouts, scores them, puts them in the ring and takes U optimizer steps.
 METRICS: dict[str, Metric] = {
+    "rollout/generated_rows": Metric(
+        "rollouts",
+        "Rollouts sampled in the iteration, over which the rates below are; with rollout.max_resample_rounds more than "
+        "go into the ring.",
+    ),
     "rollout/reward_mean": Metric("reward", "Total reward, mean over the iteration's rollouts that got a score."),
     "rollout/reward_std": Metric("reward", "Standard deviation of the total reward over the same rollouts."),
     "rollout/pass_rate": Metric(
@@ -127,8 +143,8 @@ METRICS: dict[str, Metric] = {
     "external/skipped_lines": Metric("lines", "Lines of other runs that this one cannot use, so far."),
     "time/cost_ratio": Metric(
         "ratio",
-        "Seconds to generate a rollout (time/generate_s and time/reward_s) over seconds to train on one "
-        "(time/update_s by replay/drawn_rows): mu of replay_plan.",
+        "Seconds to generate a rollout (time/generate_s and time/reward_s by rollout/generated_rows) over seconds to "
+        "train on one (time/update_s by replay/drawn_rows): mu of replay_plan.",
     ),
     "time/compute_rollouts": Metric(
         "trained rollouts",
@@ -143,8 +159,10 @@ METRICS: dict[str, Metric] = {
     "replay/drawn_rows": Metric("rollouts", "Rollouts drawn in the iteration, over all its optimizer steps."),
     "reward/timeout_count": Metric("rollouts", "Rollouts whose reward ran past its deadline."),
     "reward/error_count": Metric("rollouts", "Rollouts whose reward raised, was not a number or lost its process."),
-    "time/generate_s": Metric("seconds", "From the first prefill to the last finished completion on the host."),
-    "time/reward_s": Metric("seconds", "Waiting for rewards after generation ended."),
+    "time/generate_s": Metric(
+        "seconds", "From the first prefill to the last finished completion on the host, without time/reward_s."
+    ),
+    "time/reward_s": Metric("seconds", "Waiting for rewards after generation ended, summed over its rounds."),
     "time/update_s": Metric("seconds", "From dispatch of the update until its metrics are on the host."),
     "time/checkpoint_s": Metric("seconds", "The loop held up by a checkpoint; the write itself runs beside it."),
     "time/iteration_s": Metric("seconds", "The whole iteration, evaluation and checkpoint included."),
@@ -170,21 +188,30 @@ METRICS: dict[str, Metric] = {
 FILES = ("metrics.jsonl", "samples.jsonl")
 
 
-def rollout_values(config: Config, rewards: Rewards, made: dict[str, Any]) -> dict[str, float]:
-    """Figures of the iteration's rollouts; names and denominators as in ``METRICS``."""
+def rollout_values(config: Config, groups: Sequence[Any], rewards: Rewards, num_tied: int) -> dict[str, float]:
+    """Figures of the iteration's rollouts; names and denominators as in ``METRICS``.
+
+    Args:
+        groups: all that were generated, with ``completions`` and ``stop_reasons``.
+        rewards: of their rows.
+        num_tied: groups of them that teach nothing.
+    """
     scored = rewards.total[rewards.outcome == OUTCOME_SCORE]
     num_rollouts = len(rewards.outcome)
+    tokens = sum(len(ids) for group in groups for ids in group.completions)
+    ended = collections.Counter(reason for group in groups for reason in group.stop_reasons)
     return {
+        "rollout/generated_rows": num_rollouts,
         "rollout/reward_mean": float(scored.mean()) if len(scored) else math.nan,
         "rollout/reward_std": float(scored.std()) if len(scored) else math.nan,
         "rollout/pass_rate": float((scored >= config.rewards.pass_threshold).mean()) if len(scored) else math.nan,
-        "rollout/completion_length_tokens": float(made["completion_tokens"]) / num_rollouts,
-        "rollout/truncated_frac": float(made["truncated"]) / num_rollouts,
-        "rollout/stop_string_frac": float(made["stop_string"]) / num_rollouts,
-        "rollout/degenerate_group_frac": float(made["degenerate_groups"]) / config.rollout.prompts_per_iteration,
+        "rollout/completion_length_tokens": tokens / num_rollouts,
+        "rollout/truncated_frac": ended[STOP_LENGTH] / num_rollouts,
+        "rollout/stop_string_frac": ended[STOP_STRING] / num_rollouts,
+        "rollout/degenerate_group_frac": num_tied / len(groups),
         "reward/timeout_count": int((rewards.outcome == OUTCOME_TIMEOUT).sum()),
         "reward/error_count": int((rewards.outcome == OUTCOME_ERROR).sum()),
-        "tokens/generated": int(made["completion_tokens"]),
+        "tokens/generated": tokens,
     }
 
 
@@ -259,7 +286,7 @@ def cost_values(config: Config, values: dict[str, float], before: float) -> dict
     Source: Arnal et al. 2026, arXiv:2604.08706, section 4. Differs: generation and training alternate on one mesh, so
     mu is a ratio of seconds, not of workers; B counts the rows that were really drawn.
     """
-    generated, trained = config.rollouts_per_iteration, values["replay/drawn_rows"]
+    generated, trained = values["rollout/generated_rows"], values["replay/drawn_rows"]
     generate_s = values["time/generate_s"] + values["time/reward_s"]
     update_s = values["time/update_s"]
     measured = generate_s / generated / (update_s / trained) if trained and update_s > 0 else math.nan

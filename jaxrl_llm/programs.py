@@ -24,7 +24,7 @@ MEMORY_SETTINGS = (
 )
 
 # They run beside the published weights.
-SAMPLING = ("prefill", "decode", "read_group", "stop_rows", "collect")
+SAMPLING = ("prefill", "decode", "read_group", "stop_rows", "collect", "choose")
 # They run before the rest of the state exists.
 START_UP = ("init_sampler", "init_ring", "init_state", "copy_params", "eval_init_sampler")
 
@@ -103,7 +103,8 @@ def resident_bytes(memories: Mapping[str, Memory]) -> int:
     """
     whole = sum(memories[name].outputs for name in START_UP if name in memories)
     rollouts = memories["collect"].outputs - memories["collect"].aliased if "collect" in memories else 0
-    return whole + rollouts + (memories["join"].outputs if "join" in memories else 0)
+    rounds = memories["choose"].arguments if "choose" in memories else 0
+    return whole + rollouts + rounds + (memories["join"].outputs if "join" in memories else 0)
 
 
 def host_bytes(memories: Mapping[str, Memory]) -> int:

@@ -1,11 +1,19 @@
 """Rollout: the host's side of generation, which opens prompts, runs the sampler's chunks and hands out what is done.
 
+    device   | chunk 1 | chunk 2                  | chunk 3                  | ...
+    host       chunk 2   flags of 1, chunk 3,       flags of 2, chunk 4, ...
+                         scoring of what ended in 1
+
+The next chunk is dispatched before the host looks at the flags of the one before, so the device does not wait for it.
+A chunk that comes after the last one needed finds nothing to do.
+
 Owns: which prompt is open where, stop strings, the order in which groups leave. Does not know: how a token is
 sampled (``sampler.py``), rewards, replay, where prompts come from.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -22,12 +30,13 @@ from jaxrl_llm.types import STOP_LENGTH, STOP_NONE, STOP_STRING, PromptBatch, Ro
 class FinishedGroup:
     """A prompt whose G completions have stopped, on the host.
 
-    ``ticket`` is whatever ``on_finished`` returned.
+    ``stop_reasons`` say why each ended (``types.STOP_*``); ``ticket`` is whatever ``on_finished`` returned.
     """
 
     prompt_id: int
     example: Any
     completions: list[list[int]]
+    stop_reasons: list[int]
     ticket: Any = None
 
 
@@ -68,7 +77,7 @@ class Generator:
             prompts: ``prompts_wanted()`` new prompts.
             version: [] i32 policy version of the weights, recorded per token.
             key: stream key of the noise.
-            on_finished: called with each group as soon as it is done, while others still decode.
+            on_finished: called with each group when it has stopped, while others still decode.
 
         Returns:
             P*G rows on the device, and their groups in the same order. To the host come the stop reasons of
@@ -77,34 +86,49 @@ class Generator:
         sampler = self.sampler
         self._open(params, prompts)
         per_shard = sampler.num_prompts // sampler.shards
-        finished = self.finished
         scanned = np.zeros((sampler.shards, sampler.entries, sampler.group_size), np.int64)
+        # A stop string is found on the host alone: there the next chunk waits for what the host has to say.
+        ahead = 0 if sampler.sampling.stop_strings else 1
+        unread: collections.deque[jax.Array] = collections.deque()  # stop reasons of the chunks dispatched
+        leaving: dict[tuple[int, int], Any] = {}  # of groups on their way to the host: what ``read_group`` gives
         while True:
-            self.state, reasons = self.run["decode"](params, self.state, version, key)
-            reasons = jax.device_get(reasons)
+            while len(unread) <= ahead:
+                self.state, reasons = self.run["decode"](params, self.state, version, key)
+                unread.append(reasons)
+            self._receive(leaving, on_finished)
+            reasons = jax.device_get(unread.popleft())
             if sampler.sampling.stop_strings:
                 reasons = self._apply_stop_strings(reasons, scanned)
-            for (shard, entry), (prompt_id, example, prompt) in self.open_prompts.items():
-                if (shard, entry) in finished or not (reasons[shard, entry] != STOP_NONE).all():
+            for shard, entry in self.open_prompts:
+                if (shard, entry) in self.finished or not (reasons[shard, entry] != STOP_NONE).all():
                     continue
                 where = jax.device_put((np.int32(shard), np.int32(entry)), sharding.replicated(sampler.mesh, (0, 0)))
-                tokens, length = jax.device_get(self.run["read_group"](self.state.tokens, self.state.length, *where))
-                rows = [row[len(prompt) : n].tolist() for row, n in zip(tokens, length, strict=True)]
-                group = FinishedGroup(prompt_id, example, rows)
-                group.ticket = on_finished(group)
-                finished[shard, entry] = group
+                table = self.state.tokens, self.state.length, self.state.stop_reason
+                leaving[shard, entry] = self.run["read_group"](*table, *where)
             # Every shard must have its share, oldest prompts first.
-            done = [[where for where in finished if where[0] == shard] for shard in range(sampler.shards)]
+            stopped = [*self.finished, *leaving]
+            done = [[where for where in stopped if where[0] == shard] for shard in range(sampler.shards)]
             if all(len(places) >= per_shard for places in done):
                 break
-        chosen = [sorted(places, key=lambda w: finished[w].prompt_id)[:per_shard] for places in done]
+        chosen = [sorted(places, key=lambda where: self.open_prompts[where][0])[:per_shard] for places in done]
         entries = np.asarray([[entry for _, entry in places] for places in chosen], np.int32)
         entries = jax.device_put(entries, sharding.leading(sampler.mesh, entries))
         rollout, self.state = self.run["collect"](self.state, entries)
+        self._receive(leaving, on_finished)
         order = [where for places in chosen for where in places]
         for where in order:
             del self.open_prompts[where]
-        return rollout, [finished.pop(where) for where in order]
+        return rollout, [self.finished.pop(where) for where in order]
+
+    def _receive(self, leaving: dict[tuple[int, int], Any], on_finished: Callable[[FinishedGroup], Any]) -> None:
+        """Take what has been read of the groups that leave, and hand each out; ``leaving`` is empty after."""
+        for where in list(leaving):
+            tokens, length, reasons = jax.device_get(leaving.pop(where))
+            prompt_id, example, prompt = self.open_prompts[where]
+            rows = [row[len(prompt) : n].tolist() for row, n in zip(tokens, length, strict=True)]
+            group = FinishedGroup(prompt_id, example, rows, reasons.tolist())
+            group.ticket = on_finished(group)
+            self.finished[where] = group
 
     def adopt(self, shard: int, entry: int, prompt_id: int, example: Any, prompt: list[int]) -> None:
         """Note a prompt that a restored device state has open."""

@@ -156,7 +156,11 @@ class Sampler:
                 donate=(1,),
             ),
             "decode": Program(self._decode, (abstract_params, state, scalar, key), (state_layout, whole), donate=(1,)),
-            "read_group": Program(self._read_group, (state.tokens, state.length, scalar, scalar), out_shardings=whole),
+            "read_group": Program(
+                self._read_group,
+                (state.tokens, state.length, state.stop_reason, scalar, scalar),
+                out_shardings=whole,
+            ),
             "stop_rows": Program(self._stop_rows, (state, row_width), out_shardings=state_layout, donate=(0,)),
             "collect": Program(
                 self._collect, (state, entry), (sharding.leading(self.mesh, rollout), state_layout), donate=(0,)
@@ -220,8 +224,20 @@ class Sampler:
     def _decode(self, params, state: SamplerState, version, key):
         """Refill, then up to ``chunk_steps`` decode steps; ends early when every slot is idle.
 
+        Where every shard has its share of finished prompts already, nothing is done: the host, which dispatches a
+        chunk before it knows what the one before has brought, may come with one too many.
+
         Returns the state and the table's stop reasons [M, E, G], which say what has finished.
         """
+        finished = (state.prompt_id >= 0) & jnp.all(state.stop_reason != STOP_NONE, axis=2)
+        is_wanted = jnp.any(jnp.sum(finished, axis=1) < self.num_prompts // self.shards)
+        # Not a condition of the loop alone: what all its steps share, the head laid out anew above all, costs too.
+        state = jax.lax.cond(
+            is_wanted, self._decode_chunk, lambda params, state, *_: state, params, state, version, key
+        )
+        return state, state.stop_reason
+
+    def _decode_chunk(self, params, state: SamplerState, version, key) -> SamplerState:
         state = self._refill(state)
         head = self.model.head(params)
         prompt = self._prompts(state)
@@ -235,7 +251,7 @@ class Sampler:
             return step + 1, self._decode_step(params, head, prompt, state, version, key)
 
         _, state = jax.lax.while_loop(busy, body, (jnp.int32(0), state))
-        return state, state.stop_reason
+        return state
 
     def _prompts(self, state: SamplerState) -> Prompt:
         """The open prompts as the slots attend to them, for a whole chunk: within it slots only go idle."""
@@ -323,9 +339,9 @@ class Sampler:
             slot_row=jnp.where(active_MZ & (reason_MZ == STOP_NONE), state.slot_row, -1),
         )
 
-    def _read_group(self, tokens, length, shard, entry):
-        """Tokens [G,S] and lengths [G] of one open prompt's rows, on every device."""
-        return tokens[shard, entry], length[shard, entry]
+    def _read_group(self, tokens, length, stop_reason, shard, entry):
+        """Tokens [G,S], lengths and stop reasons [G] of one open prompt's rows, on every device."""
+        return tokens[shard, entry], length[shard, entry], stop_reason[shard, entry]
 
     def _stop_rows(self, state: SamplerState, new_length) -> SamplerState:
         """Cut rows where ``new_length`` [M,E,G] is positive to that length, for a stop string; frees their slots."""

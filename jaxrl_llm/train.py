@@ -35,9 +35,10 @@ from jaxrl_llm.metrics import MetricsWriter, Progress, cost_values, rollout_valu
 from jaxrl_llm.models import hf, pretrained
 from jaxrl_llm.programs import check_memory, compile_all, memory_limit, memory_table, use_cache
 from jaxrl_llm.prompts import PromptStream
+from jaxrl_llm.resampling import sample
 from jaxrl_llm.rewards import RewardPool
 from jaxrl_llm.rollout import FinishedGroup, Generator
-from jaxrl_llm.types import OUTCOME_SCORE, STOP_NAMES, Rewards, Rollout
+from jaxrl_llm.types import OUTCOME_SCORE, Rewards
 
 
 def train(config: Config, workdir: pathlib.Path, *, allow_config_changes: bool = False) -> int:
@@ -116,6 +117,9 @@ def train(config: Config, workdir: pathlib.Path, *, allow_config_changes: bool =
         def score(group: FinishedGroup):
             return pool.submit(group.example, [tokenizer.decode(c) for c in group.completions])
 
+        def questions_of(groups: list[FinishedGroup]) -> list[int]:
+            return [stream.question(group.prompt_id) for group in groups]
+
         def measure(name: str) -> dict[str, Any]:
             """Evaluate, and keep the completions for the report."""
             result = evaluate(
@@ -155,21 +159,25 @@ def train(config: Config, workdir: pathlib.Path, *, allow_config_changes: bool =
         iteration = start
         while iteration < config.num_iterations and not stop.requested and failure is None:
             t0 = time.monotonic()
-            prompts = stream.next_batch(generator.prompts_wanted())
             guests = external.next_groups(iteration, score)
-            # The published weights live as long as the call: the update has their memory.
-            rollout, groups = generator.generate(
-                compiled["publish"](state.params), prompts, version=state.step, key=sample_key, on_finished=score
+            sampled = sample(
+                generator,
+                stream.next_batch,
+                pool.collect,
+                compiled.get("choose"),
+                compiled["publish"](state.params),  # lives as long as the call: the update has its memory
+                max_rounds=config.rollout.max_resample_rounds,
+                version=state.step,
+                key=sample_key,
+                on_finished=score,
             )
             t1 = time.monotonic()
-            rewards = pool.collect([group.ticket for group in groups])
-            t2 = time.monotonic()
-            asked = [stream.question(group.prompt_id) for group in groups]
+            rollout, groups, rewards = sampled.rollout, sampled.groups, sampled.rewards
             # What goes into the ring: the run's own groups, and those of others beside them.
-            rows, known, about = rollout, rewards, asked
+            rows, known, about = rollout, rewards, questions_of(groups)
             if guests:
                 rows = compiled["join"](state.params, state.step, rollout, guests.rows)
-                known, about = guests.join(rewards, asked, pool.collect)
+                known, about = guests.join(rewards, about, pool.collect)
             ref_logp = compiled["reference"](reference, rows) if run.keeps_reference else None
             layout = jax.tree.map(lambda x: x.sharding, run.abstract_scores)
             scores = jax.device_put(memory.scores(known, about), layout)
@@ -179,20 +187,23 @@ def train(config: Config, workdir: pathlib.Path, *, allow_config_changes: bool =
             ring, made = compiled["insert"](ring, rows, scores, ref_logp, now)
             state, ring, used = compiled["update"](state, ring, now, draw_key)
             made, used = jax.device_get((made, used))
-            t3 = time.monotonic()
+            t2 = time.monotonic()
 
             memory.observe(known, about, made)
-            passed = rewards.total >= config.rewards.pass_threshold
-            stream.observe(asked, passed, rewards.outcome == OUTCOME_SCORE)
+            answers = sampled.answers  # those that were left out too
+            passed = answers.total >= config.rewards.pass_threshold
+            stream.observe(questions_of(sampled.asked), passed, answers.outcome == OUTCOME_SCORE)
             iteration += 1
             check_gap(config, iteration, used)
-            values = rollout_values(config, rewards, made) | update_values(config, used)
+            num_tied = int(made["degenerate_groups"]) + sampled.num_tied_left_out
+            values = rollout_values(config, sampled.asked, answers, num_tied) | update_values(config, used)
+            generate_s, update_s = t1 - t0 - sampled.waited_s, t2 - t1
             values |= {
-                "time/generate_s": t1 - t0,
-                "time/reward_s": t2 - t1,
-                "time/update_s": t3 - t2,
-                "throughput/generate_tokens_per_s": values["tokens/generated"] / (t1 - t0),
-                "throughput/update_tokens_per_s": values["tokens/trained"] / (t3 - t2),
+                "time/generate_s": generate_s,
+                "time/reward_s": sampled.waited_s,
+                "time/update_s": update_s,
+                "throughput/generate_tokens_per_s": values["tokens/generated"] / generate_s,
+                "throughput/update_tokens_per_s": values["tokens/trained"] / update_s,
                 "memory/peak_bytes": profiling.peak_memory_bytes(mesh),
             }
             if guests:
@@ -201,10 +212,10 @@ def train(config: Config, workdir: pathlib.Path, *, allow_config_changes: bool =
                 values["prompts/retired"] = len(stream.retired())
             values |= cost_values(config, values, compute)
             compute = values["time/compute_rollouts"]
-            metrics.write_samples(samples(config, iteration, tokenizer, rollout, groups, rewards))
+            metrics.write_samples(sampled.shown(iteration, config.metrics.samples_per_iteration, tokenizer.decode))
             if config.metrics.share_rollouts:
                 metrics.write_shared(shared_groups(groups, rewards, stream.lookup))
-            failure = too_many_failures(config, rewards)
+            failure = too_many_failures(config, answers)
             final = iteration == config.num_iterations
             pass_rate = None
             if evals and (final or due(config.eval.every_iterations, iteration)):
@@ -300,35 +311,6 @@ def check_gap(config: Config, iteration: int, used: dict[str, Any]) -> None:
             f"the learner's log-probs differ from the sampler's by up to {used['gap_max']:.4f} nats, more than "
             f"update.max_sampler_learner_gap_nats={limit}"
         )
-
-
-def samples(
-    config: Config, iteration: int, tokenizer: Any, rollout: Rollout, groups: list[FinishedGroup], rewards: Rewards
-) -> list[dict[str, Any]]:
-    """A few rollouts of the iteration as rows of samples.jsonl, spread over its groups."""
-    size = config.rollout.group_size
-    count = min(config.metrics.samples_per_iteration, len(rewards.outcome))
-    picked = [i * len(rewards.outcome) // count for i in range(count)]
-    versions, reasons = jax.device_get((rollout.policy_version, rollout.stop_reason))
-    rows = []
-    for i in picked:
-        group = groups[i // size]
-        own = versions[i][versions[i] >= 0]  # of the completion's tokens
-        rows.append(
-            {
-                "iteration": iteration,
-                "prompt_id": group.prompt_id,
-                "group_id": group.prompt_id,
-                "prompt": group.example.prompt,
-                "completion": tokenizer.decode(group.completions[i % size]),
-                "reward": float(rewards.total[i]),
-                "parts": {name: float(part[i]) for name, part in rewards.parts.items()},
-                "stop_reason": STOP_NAMES[int(reasons[i])],
-                "policy_version": int(own.min()),
-                "age": int(own.max() - own.min()),  # policy versions between its first token and its last
-            }
-        )
-    return rows
 
 
 def main() -> None:

@@ -94,6 +94,7 @@ class Scores:
     baseline: jax.Array | None = None  # [B] f32, expected of the row's question before it was answered
     regression: jax.Array | None = None  # [F, F + 1] f32, sums that predict a row's siblings from its features
     value: jax.Array | None = None  # [B, S] f32 reward that the critic expected at each token, 0.0 off the completion
+    short_answer: jax.Array | None = None  # [D] i32 tokens, how long a short answer of each difficulty may be
 
 
 @flax.struct.dataclass

@@ -33,9 +33,9 @@ from jaxrl_llm.metrics import cost_values, rollout_values
 from jaxrl_llm.models import pretrained
 from jaxrl_llm.prompts import PromptStream
 from jaxrl_llm.rewards import RewardPool
-from jaxrl_llm.rollout import Generator
+from jaxrl_llm.rollout import FinishedGroup, Generator
 from jaxrl_llm.tokenizer import ByteTokenizer
-from jaxrl_llm.types import OUTCOME_ERROR, OUTCOME_SCORE, Example, Rewards
+from jaxrl_llm.types import OUTCOME_ERROR, OUTCOME_SCORE, STOP_EOS, Example, Rewards
 
 ROOT = pathlib.Path(__file__).parents[1]
 FUNCTIONS = ROOT / "tests" / "fixtures" / "reward_functions.py"
@@ -99,6 +99,10 @@ def test_the_defaults_are_a_config():
             {"credit": {"overlong_buffer_tokens": 17}},
             "credit.overlong_buffer_tokens=17 must be at most sampling.max_completion_tokens=16",
         ),
+        (
+            {"credit": {"short_answer_iterations": 5}},
+            "credit.short_answer_iterations=5 needs credit.short_answer_tokens",
+        ),
         ({"credit": {"delta_v": float("nan")}}, "credit.delta_v=nan must be"),
         (
             {"credit": {"advantage": "gae", "entropy_reweighting": 1.0}},
@@ -143,6 +147,14 @@ def test_the_defaults_are_a_config():
         (
             {"replay": {"capacity": 256, "delay_iterations": 3, "fresh_fraction": 0.5}},
             "replay.delay_iterations=3 must be 0 with replay.fresh_fraction=0.5",
+        ),
+        (
+            {
+                "rollout": {"group_size": 1, "max_resample_rounds": 1},
+                "credit": {"advantage": "mssr"},
+                "update": {"batch_size": 8, "micro_batch_size": 8},
+            },
+            "rollout.max_resample_rounds=1 must be 0 for rollout.group_size=1",
         ),
         ({"rollout": {"slots": 65}}, "rollout.slots=65 must be at most the 64 rollouts that can be open"),
         ({"rewards": {"weights": (1.0, 2.0)}}, "must have one weight for each of rewards.functions=('task',)"),
@@ -324,14 +336,14 @@ def gap(config, folder, monkeypatch):
 
 
 def passes(config, folder, monkeypatch):
-    made = dict.fromkeys(("completion_tokens", "truncated", "stop_string", "degenerate_groups"), 0)
     rewards = Rewards(np.array([0.25, 0.75]), {}, np.zeros(2, np.int8))
-    return rollout_values(config, rewards, made)["rollout/pass_rate"]
+    group = FinishedGroup(0, None, [[1], [1]], [STOP_EOS, STOP_EOS])
+    return rollout_values(config, [group], rewards, 0)["rollout/pass_rate"]
 
 
 def costs(config, folder, monkeypatch):
     seconds = {"time/generate_s": 1.0, "time/reward_s": 0.0, "time/update_s": 1.0}
-    return cost_values(config, seconds | {"replay/drawn_rows": 16}, 0.0)
+    return cost_values(config, seconds | {"replay/drawn_rows": 16, "rollout/generated_rows": 16}, 0.0)
 
 
 def ghost_run(config, folder, monkeypatch):
@@ -344,6 +356,13 @@ def ghost_run(config, folder, monkeypatch):
     evaluations = sum('"eval/pass_rate"' in line for line in (workdir / "metrics.jsonl").read_text().splitlines())
     checkpoints = sorted(path.name for path in (workdir / "checkpoints").iterdir())
     return sorted(path.name for path in workdir.iterdir()), checkpoints, lines, evaluations
+
+
+def asked(config, folder, monkeypatch):
+    """How many rollouts each iteration samples of a ghost, whose answers are all alike."""
+    ghost_run(config, folder, monkeypatch)
+    lines = (max(folder.glob("run*")) / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["rollout/generated_rows"] for line in lines]
 
 
 def rows(*prompts):
@@ -400,6 +419,7 @@ ALIVE = {
     "rollout.slots": (16, shapes, {}),
     "rollout.chunk_steps": (3, program("decode"), {}),
     "rollout.lookahead_prompts": (8, shapes, {}),
+    "rollout.max_resample_rounds": (2, asked, {}),
     "rewards.functions": ((f"{FUNCTIONS}:length",), scores, {}),
     "rewards.weights": ((0.5,), scores, {}),
     "rewards.num_workers": (2, scores, {}),
@@ -416,6 +436,7 @@ ALIVE = {
     "credit.length_reward": (0.5, program("insert"), {}),
     "credit.short_answer_tokens": (4, program("insert"), {}),
     "credit.short_answer_bonus": (1.0, program("insert"), {"credit.short_answer_tokens": 4}),
+    "credit.short_answer_iterations": (1, program("insert"), {"credit.short_answer_tokens": 4}),
     "credit.positive_amplification": (3.0, program("insert"), {}),
     "credit.entropy_reweighting": (1.0, program("insert"), {}),
     "credit.entropy_bonus": (2.0, program("insert"), {}),

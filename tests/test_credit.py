@@ -380,9 +380,47 @@ def test_the_regressions_target_is_the_mean_of_the_siblings():
     np.testing.assert_allclose(sums["regression"][0, -1], 0.25 + 0.75 + 0.5, rtol=1e-6)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+CHOSEN = {"short_answer_tokens": 1, "short_answer_bonus": 0.25, "short_answer_iterations": 2}
+
+
+def test_a_short_answer_is_what_its_difficulty_says():
+    # Three of three correct, then one, then none: easy, middling, hard, with 3, 1 and 4 tokens for the bonus.
+    group_id, reward = np.repeat([0, 1, 2], 3), np.float32([1, 1, 1, 1, 0, 0, 0, 0, 0])
+    rollout = make_rollout(group_id)
+    rollout = rollout.replace(length=rollout.prompt_length + np.int32([2, 3, 4, 1, 1, 1, 4, 4, 4]))
+    extra = {"short_answer": np.int32([3, 1, 4])}
+    experience, sums = assign(rollout, reward, advantage="dr_grpo", num_groups=3, extra=extra, **CHOSEN)
+    shaped = reward + 0.25 * np.array([1, 1, 0, 1, 0, 0, 0, 0, 0])
+    expected = oracle.group_advantages(shaped, group_id, np.ones(9, bool), "dr_grpo")
+    np.testing.assert_allclose(first(experience), expected, rtol=1e-5, atol=1e-6)
+    # Correct within 1, 2, 3 and 4 tokens, and groups.
+    np.testing.assert_allclose(sums["correct_within"], [[0, 1, 2, 3, 1], [1, 1, 1, 1, 1], [0, 0, 0, 0, 1]], rtol=1e-6)
+
+
+def test_lengths_are_chosen_every_so_many_iterations_and_survive_a_checkpoint():
+    memory, rewards = credit.Memory(config_of(**CHOSEN)), rewards_of([1.0])
+    lengths = lambda: memory.scores(rewards, [0]).short_answer.tolist()  # noqa: E731
+    # Over two iterations: 4 easy groups with 5 correct answers within 2 tokens; hard ones with fewer than one each.
+    within = np.array([[1, 3, 4, 6, 2], [0, 0, 0, 0, 0], [0, 1, 1, 1, 2]], np.float32)
+    more = np.array([[1, 2, 2, 2, 2], [0, 0, 0, 0, 0], [0, 0, 1, 1, 2]], np.float32)
+    assert lengths() == [4, 4, 4]
+    memory.observe(rewards, [0], {"correct_within": within})
+    assert lengths() == [4, 4, 4]
+    resumed = credit.Memory(config_of(**CHOSEN))
+    resumed.restore(json.loads(json.dumps(memory.state())))
+    memory.observe(rewards, [0], {"correct_within": more})
+    resumed.observe(rewards, [0], {"correct_within": more})
+    assert lengths() == [2, 4, 4] and resumed.state() == memory.state()
+    # Each choice is of what was seen since the last one: now middling groups have an answer of one token each.
+    for _ in range(2):
+        memory.observe(rewards, [0], {"correct_within": np.float32([[0] * 5, [3, 3, 3, 3, 3], [0, 0, 0, 0, 1]])})
+    assert lengths() == [2, 1, 4]
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "short answers by difficulty"])
 def test_the_program_takes_what_the_host_gives(kind):
-    config = config_of(8, functions=("a", "b"), weights=(1.0, 1.0), advantage=kind)
+    settings = {"advantage": kind} if kind in KINDS else CHOSEN
+    config = config_of(8, functions=("a", "b"), weights=(1.0, 1.0), **settings)
     expected = assemble(config, TINY, (257,), mesh_of(ONE)).abstract_scores
     given = credit.Memory(config).scores(rewards_of(np.ones(64), a=np.ones(64), b=np.ones(64)), range(8))
     assert jax.tree.map(lambda x: (x.shape, x.dtype), given) == jax.tree.map(lambda x: (x.shape, x.dtype), expected)

@@ -194,7 +194,7 @@ def test_sources_take_turns(tmp_path):
 def test_what_a_run_shares_is_what_another_reads(tmp_path):
     run = make_run(tmp_path)
     (asked,), _ = encode_examples([Example("p", {"answer": "x"})], ByteTokenizer(), run.config.prompts)
-    groups = [FinishedGroup(7, asked.example, [[97, END], [98], [99]])]
+    groups = [FinishedGroup(7, asked.example, [[97, END], [98], [99]], [STOP_EOS, STOP_LENGTH, STOP_LENGTH])]
     rewards = Rewards(np.array([1, np.nan, 0.5], np.float32), {}, np.array([0, OUTCOME_ERROR, 0], np.int8))
     (row,) = shared_groups(groups, rewards, {7: asked}.get)
     row["rewards"] = [None if np.isnan(r) else r for r in row["rewards"]]  # as MetricsWriter puts it

@@ -136,12 +136,16 @@ def test_reading_leaves_out_a_torn_last_line_and_names_a_broken_one(tmp_path):
 def test_the_cost_of_an_iteration_counts_generated_rollouts_at_mu():
     # 64 rollouts generated in 12 + 4 s, 128 trained in 8 s: mu = (16 / 64) / (8 / 128) = 4, 128 + 4 * 64 = 384.
     values = {"time/generate_s": 12.0, "time/reward_s": 4.0, "time/update_s": 8.0, "replay/drawn_rows": 128}
+    values |= {"rollout/generated_rows": 64}
     assert cost_values(freeze({}), values, 16.0) == {"time/cost_ratio": 4.0, "time/compute_rollouts": 400.0}
     declared = freeze({"replay": {"cost_ratio": 5.28}})
     assert cost_values(declared, values, 0.0) == {"time/cost_ratio": 4.0, "time/compute_rollouts": 128 + 5.28 * 64}
     none = cost_values(declared, values | {"replay/drawn_rows": 0}, 0.0)
     assert math.isnan(none["time/cost_ratio"]) and none["time/compute_rollouts"] == 5.28 * 64
     assert cost_values(freeze({}), values | {"replay/drawn_rows": 0}, 7.0)["time/compute_rollouts"] == 7.0
+    # What was generated and left out has been paid for too: of 128 rollouts each costs half as much.
+    resampled = cost_values(declared, values | {"rollout/generated_rows": 128}, 0.0)
+    assert resampled == {"time/cost_ratio": 2.0, "time/compute_rollouts": 128 + 5.28 * 128}
 
 
 VALUES = {

@@ -11,7 +11,7 @@ from reference import transformer
 
 from jaxrl_llm.config import MeshConfig
 from jaxrl_llm.models.policy import row_logp
-from jaxrl_llm.types import STOP_EOS, STOP_LENGTH, STOP_STRING
+from jaxrl_llm.types import STOP_EOS, STOP_LENGTH, STOP_NONE, STOP_STRING
 
 PROMPTS = range(8)
 
@@ -190,6 +190,61 @@ def test_a_stop_string_ends_a_completion_at_the_token_that_completes_it(settings
     assert (rollout.tokens[past] == 0).all() and (rollout.behaviour_logp[past] == 0).all()
     assert (rollout.policy_version[past] == -1).all()
     assert (sampling.generator.state.slot_row == -1).all()
+
+
+# --- the host beside the device ---
+
+
+class Watched:
+    """A generator's programs, with what they were called with and gave."""
+
+    def __init__(self, generator):
+        self.run, self.unfinished, self.reasons = generator.run, [], []
+        generator.run = generator.run | {"decode": self.decode}
+
+    def decode(self, params, state, version, key):
+        self.unfinished.append(int((np.asarray(state.stop_reason) == STOP_NONE).sum()))
+        state, reasons = self.run["decode"](params, state, version, key)
+        self.reasons.append(reasons)
+        return state, reasons
+
+
+def test_the_next_chunk_is_dispatched_before_the_host_looks_and_the_one_after_before_it_scores():
+    sampling, dispatched = Sampling(make_sampler(num_slots=5, chunk_steps=1)), {}
+    watched = Watched(sampling.generator)
+    sampling(make_prompts(PROMPTS), on_finished=lambda g: dispatched.update({g.prompt_id: len(watched.reasons)}))
+    # Prompt p lies in entry p; chunk k (from 1) is that which its last row stopped in.
+    stopped = np.asarray(watched.reasons)[:, 0].all(axis=-1)
+    ended = {p: 1 + stopped[:, p].tolist().index(True) for p in PROMPTS}
+    assert dispatched == {p: min(k + 2, max(ended.values()) + 1) for p, k in ended.items()}
+    # One chunk too many, and it found nothing to do.
+    assert len(watched.reasons) == max(ended.values()) + 1 and watched.unfinished.index(0) == max(ended.values())
+    assert len(set(ended.values())) > 2
+
+
+def test_a_stop_string_is_waited_for_and_no_chunk_is_one_too_many():
+    sampling = Sampling(make_sampler(sampling={"stop_strings": stops()[0]}, num_slots=5, chunk_steps=3))
+    watched = Watched(sampling.generator)
+    sampling(make_prompts(PROMPTS))
+    assert all(watched.unfinished) and len(watched.unfinished) > 3
+
+
+def test_a_chunk_that_comes_when_every_shard_has_its_share_changes_no_bit():
+    sampling = Sampling(make_sampler(mesh=MeshConfig(data=2), num_prompts=4, lookahead=2, num_slots=6, chunk_steps=2))
+    run, in_flight = sampling.generator.run, []
+
+    def collect(state, entries):
+        before = jax.device_get(state)
+        state, _ = run["decode"](sampling.params, state, sampling.put(np.int32(9)), sampling.key)
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), before)
+        in_flight.append(int((before.slot_row >= 0).sum()))
+        return run["collect"](state, entries)
+
+    sampling.generator.run = run | {"collect": collect}
+    for call in range(3):
+        ids = range(6) if call == 0 else range(2 + 4 * call, 6 + 4 * call)
+        sampling(make_prompts(ids))
+    assert max(in_flight) > 0
 
 
 # --- prompts ahead of their iteration ---

@@ -2,8 +2,8 @@
 
     python -m jaxrl_llm.train --config=configs/recipes/dapo.py --workdir=runs/dapo
 
-A higher upper clip, a mean over tokens, a soft penalty for overlong answers, no tied groups: batches are drawn from
-the mixed groups of the last four iterations, where the paper samples until a batch is full of them.
+A higher upper clip, a mean over tokens, a soft penalty for overlong answers, no tied groups: an iteration samples until
+it is full of mixed ones, or ten times as many as it needs have been asked; tied ones that are left then are not drawn.
 Source: Yu et al. 2025, arXiv:2503.14476.
 """
 
@@ -12,8 +12,8 @@ from jaxrl_llm.config import defaults
 
 def get_config():
     config = defaults()
+    config.rollout.max_resample_rounds = 9
     config.objective.clip_high = 0.28
     config.credit.overlong_buffer_tokens = 4
-    config.replay.capacity = 256
     config.replay.skip_tied = True
     return config

@@ -7,10 +7,14 @@ are estimated from one sample, the token that was taken: ``-behaviour_logp``, ne
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 
 from jaxrl_llm.ops.advantages import Groups, group_count, group_range, group_sum
+
+NUM_DIFFICULTIES = 3
 
 
 def overlong_penalty(length: jax.Array, *, max_length: int, buffer: int) -> jax.Array:
@@ -40,13 +44,43 @@ def length_reward(length: jax.Array, correct: jax.Array, groups: Groups) -> jax.
     return jnp.where(is_spread, jnp.where(correct, value, jnp.minimum(value, 0.0)), 0.0)
 
 
-def short_bonus(length: jax.Array, correct: jax.Array, *, target: int, bonus: float) -> jax.Array:
-    """``bonus`` for a correct answer of at most ``target`` tokens, else 0, [B] f32.
+def short_bonus(length: jax.Array, correct: jax.Array, *, target: jax.Array | int, bonus: float) -> jax.Array:
+    """``bonus`` for a correct answer of at most ``target`` tokens (one for all, or [B]), else 0, [B] f32.
 
-    Source: LASER, arXiv:2505.15612, with bonus 0.5. Differs: one target for all questions (its LASER-D has one per
-        difficulty, chosen again as training goes).
+    Source: LASER, arXiv:2505.15612, with bonus 0.5; a target of each difficulty is its LASER-D.
     """
     return jnp.where(correct & (length <= target), bonus, 0.0)
+
+
+def difficulty(correct: jax.Array, groups: Groups) -> jax.Array:
+    """Class of each row's question by the share of its group that is correct, [B] i32 below ``NUM_DIFFICULTIES``.
+
+        0 easy: at least two thirds, 1: at least one third, 2 hard: less
+
+    Source: the three classes of LASER-D, arXiv:2505.15612; their bounds are ours.
+    """
+    passed, count = group_sum(correct.astype(jnp.float32), groups), group_count(groups)
+    return ((3 * passed < 2 * count).astype(jnp.int32) + (3 * passed < count)).astype(jnp.int32)
+
+
+def correct_within(
+    length: jax.Array, correct: jax.Array, row_class: jax.Array, groups: Groups, *, grid: Sequence[int]
+) -> jax.Array:
+    """What a target of each class is chosen by, [NUM_DIFFICULTIES, len(grid) + 1] f32.
+
+        [d, j] = correct rows of class d with length <= grid[j];  [d, -1] = groups of class d
+
+    Args:
+        length, row_class: [B] i32.
+        correct: [B] bool.
+        groups: of the B rows; those that are not valid count nowhere.
+        grid: lengths in tokens, rising.
+    """
+    member_DB = (row_class[None, :] == jnp.arange(NUM_DIFFICULTIES)[:, None]) & groups.valid[None, :]
+    is_within_BN = (correct[:, None] & (length[:, None] <= jnp.asarray(grid)[None, :])).astype(jnp.float32)
+    # Every row is its share of its group.
+    share_B1 = (1.0 / jnp.maximum(group_count(groups), 1.0))[:, None]
+    return member_DB.astype(jnp.float32) @ jnp.concatenate([is_within_BN, share_B1], axis=1)
 
 
 def amplify_positive(advantage: jax.Array, correct: jax.Array, *, factor: float) -> jax.Array:

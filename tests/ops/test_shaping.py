@@ -43,6 +43,24 @@ def test_short_bonus_is_for_correct_answers_within_the_target():
     np.testing.assert_array_equal(shaping.short_bonus(length, correct, target=4, bonus=0.5), [0.5, 0, 0.5, 0])
 
 
+def test_a_question_is_as_hard_as_its_group_says():
+    # Of six rows 4, 3, 2 and 1 are correct; in the last group one of the six does not count.
+    group, correct = np.repeat([0, 1, 2, 3], 6), np.arange(24) % 6 < np.repeat([4, 3, 2, 1], 6)
+    valid = np.arange(24) != 20
+    row_class = shaping.difficulty(correct & valid, group_rows(group, valid, 4))
+    np.testing.assert_array_equal(row_class[valid], np.repeat([0, 1, 1, 2], 6)[valid])
+
+
+def test_correct_answers_within_each_length_are_counted_by_loops():
+    group, valid, length, correct, groups = rows(5)
+    correct = correct & valid
+    row_class = shaping.difficulty(correct, groups)
+    np.testing.assert_array_equal(row_class[valid], oracle.difficulty(correct, group, valid)[valid])
+    counted = shaping.correct_within(length, correct, row_class, groups, grid=(2, 8, 16))
+    np.testing.assert_allclose(counted, oracle.correct_within(length, correct, group, valid, (2, 8, 16)), rtol=1e-6)
+    assert np.asarray(counted)[:, -1].min() > 0
+
+
 def test_positive_amplification_by_the_rule():
     correct = np.array([True, True, False, False, False])
     amplified = shaping.amplify_positive(np.array([0.2, -0.3, 0.2, 0.0, -0.3]), correct, factor=3.0)

@@ -28,6 +28,26 @@ def length_reward(length, correct, group, valid):
     return result
 
 
+def difficulty(correct, group, valid):
+    """Class of each valid row's group, -1 elsewhere."""
+    result = np.full(len(correct), -1)
+    for members in members_of(group, valid):
+        share = mean([float(correct[i]) for i in members])
+        result[members] = 0 if share > 0.66 else 1 if share > 0.33 else 2
+    return result
+
+
+def correct_within(length, correct, group, valid, grid):
+    result = np.zeros((3, len(grid) + 1))
+    row_class = difficulty(correct, group, valid)
+    for members in members_of(group, valid):
+        result[row_class[members[0]], -1] += 1
+        for i in members:
+            for j, limit in enumerate(grid):
+                result[row_class[i], j] += bool(correct[i]) and int(length[i]) <= limit
+    return result
+
+
 def entropy_factor(row_entropy, group, valid, strength):
     result = np.ones(len(row_entropy))
     for members in members_of(group, valid):

@@ -70,10 +70,11 @@ def config_of(recipe, micro_batch_size=NUM_ROWS):
     spec.loader.exec_module(module)
     config = module.get_config()
     own = freeze(config)
-    assert own.update.batch_size == own.rollouts_per_iteration
+    assert own.update.batch_size == own.rows_per_iteration
     group_size = min(own.rollout.group_size, 4)
     config.rollout.group_size, config.rollout.prompts_per_iteration = group_size, NUM_ROWS // group_size
-    config.replay.capacity = own.ring_capacity // own.rollouts_per_iteration * NUM_ROWS
+    config.replay.capacity = own.ring_capacity // own.rows_per_iteration * NUM_ROWS
+    config.external.paths, config.external.groups_per_iteration = (), 0  # rows of others are rows like any
     config.update.batch_size, config.update.micro_batch_size = NUM_ROWS, micro_batch_size
     config.prompts.max_tokens, config.sampling.max_completion_tokens = PROMPT_TOKENS, COMPLETION_TOKENS
     if own.credit.advantage == "gdpo":  # one part would be like any other

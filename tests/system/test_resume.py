@@ -253,9 +253,10 @@ def test_a_finished_run_is_left_as_it_is(finished_copy, cache, undisturbed):
     ("devices", "changes"),
     [
         (1, {"rollout.lookahead_prompts": 0, "eval.num_prompts": 4, "eval.every_iterations": 2}),
+        (1, {"rollout.lookahead_prompts": 0, "rollout.max_resample_rounds": 2}),
         (4, {"mesh.fsdp": 2, "objective.kl_coefficient": 0.1, "model.compute_dtype": "bfloat16"}),
     ],
-    ids=["evaluations", "four_devices"],
+    ids=["evaluations", "resampling", "four_devices"],
 )
 def test_killed_at_random_moments_again_and_again(tmp_path, cache, devices, changes):
     settings = SETTINGS | {"num_iterations": 30} | changes

@@ -1,0 +1,24 @@
+"""SAPO: rollouts shared by a swarm.
+
+    mkdir -p runs/sapo_a runs/sapo_b
+    python -m jaxrl_llm.train --config=configs/recipes/sapo.py --workdir=runs/sapo_a
+    python -m jaxrl_llm.train --config=configs/recipes/sapo.py --workdir=runs/sapo_b \\
+        --config.seed=1 --config.external.paths='("runs/sapo_a",)'
+
+Two or more runs side by side, each with half its groups its own and half those of others, under its own log-probs;
+no tied groups, a higher upper clip, no KL. A run whose others have not written yet goes on with its own.
+Source: arXiv:2509.08721.
+"""
+
+from jaxrl_llm.config import defaults
+
+
+def get_config():
+    config = defaults()
+    config.rollout.prompts_per_iteration = 4
+    config.external.paths = ("runs/sapo_b",)
+    config.external.groups_per_iteration = 4
+    config.replay.skip_tied = True
+    config.objective.clip_high = 0.28
+    config.metrics.share_rollouts = True
+    return config

@@ -1,0 +1,133 @@
+"""Which groups an iteration keeps when tied ones are asked to make room, and what is counted of the others."""
+
+import types
+
+import jax
+import numpy as np
+import pytest
+from building import EIGHT, ONE, TINY, mesh_of
+
+from jaxrl_llm.assembly import assemble
+from jaxrl_llm.config import freeze
+from jaxrl_llm.programs import compile_all
+from jaxrl_llm.resampling import is_mixed, sample
+from jaxrl_llm.rollout import FinishedGroup
+from jaxrl_llm.types import OUTCOME_ERROR, OUTCOME_SCORE, OUTCOME_TIMEOUT, STOP_EOS, STOP_LENGTH, Rewards
+
+P, G = 3, 2
+
+
+class Script:
+    """A generator and a pool that give rounds of rewards by script; rows name themselves by (prompt, sample)."""
+
+    def __init__(self, rounds):
+        self.rounds, self.asked = rounds, 0
+        self.sampler = types.SimpleNamespace(mesh=mesh_of(ONE))
+
+    def prompts_wanted(self):
+        return P
+
+    def next_batch(self, num):
+        first, self.asked = self.asked, self.asked + num
+        return range(first, first + num)
+
+    def generate(self, params, prompts, *, version):
+        assert (params, version) == ("weights", 7)
+        rewards = self.rounds[prompts[0] // P]
+        question = lambda prompt: types.SimpleNamespace(prompt=f"{prompt}?")  # noqa: E731
+        groups = [
+            FinishedGroup(prompt, question(prompt), [[prompt], [prompt, 1]], [STOP_EOS, STOP_LENGTH], ticket)
+            for prompt, ticket in zip(prompts, rewards, strict=True)
+        ]
+        rows = np.array([10 * prompt + i for prompt in prompts for i in range(G)])
+        return types.SimpleNamespace(rows=rows, policy_version=np.full((P * G, 2), 7)), groups
+
+    def collect(self, tickets):
+        total = np.array(tickets, np.float32).ravel()
+        outcome = np.where(np.isnan(total), OUTCOME_ERROR, OUTCOME_SCORE).astype(np.int8)
+        return Rewards(total, {"f": 2 * total}, outcome)
+
+    def choose(self, first, second, place):
+        rows = np.concatenate([first.rows, second.rows]).reshape(-1, G)[np.asarray(place)]
+        return types.SimpleNamespace(rows=rows.ravel(), policy_version=first.policy_version)
+
+    def sample(self, max_rounds):
+        choose = self.choose if max_rounds else None
+        return sample(self, self.next_batch, self.collect, choose, "weights", max_rounds=max_rounds, version=7)
+
+
+MIXED, RIGHT, WRONG = (0.0, 1.0), (1.0, 1.0), (0.0, 0.0)
+
+
+def kept(sampled):
+    """Prompts that stay; rows and rewards must be theirs."""
+    prompts = [group.prompt_id for group in sampled.groups]
+    np.testing.assert_array_equal(sampled.rollout.rows, [10 * p + i for p in prompts for i in range(G)])
+    np.testing.assert_array_equal(sampled.rewards.total, np.ravel([group.ticket for group in sampled.groups]))
+    return prompts
+
+
+@pytest.mark.parametrize(
+    ("rounds", "max_rounds", "stay", "num_rounds", "num_tied_left_out"),
+    [
+        ([[RIGHT, MIXED, WRONG]], 0, [0, 1, 2], 1, 0),
+        ([[MIXED, MIXED, MIXED], [MIXED] * P], 5, [0, 1, 2], 1, 0),
+        ([[RIGHT, MIXED, WRONG], [WRONG, MIXED, MIXED]], 5, [1, 4, 5], 2, 3),
+        # A mixed group beyond need is left out, and is not tied.
+        ([[MIXED, MIXED, WRONG], [MIXED, RIGHT, MIXED]], 5, [0, 1, 3], 2, 2),
+        # Where mixed ones run out, tied ones in the order in which they came.
+        ([[RIGHT, WRONG, MIXED], [WRONG, MIXED, RIGHT]], 1, [2, 4, 0], 2, 3),
+        ([[RIGHT, WRONG, WRONG], [WRONG, WRONG, RIGHT], [WRONG, RIGHT, MIXED]], 2, [8, 0, 1], 3, 6),
+    ],
+)
+def test_mixed_groups_come_first_in_order_and_no_round_is_one_too_many(
+    rounds, max_rounds, stay, num_rounds, num_tied_left_out
+):
+    script = Script(rounds)
+    sampled = script.sample(max_rounds)
+    assert kept(sampled) == stay
+    assert script.asked == P * num_rounds
+    # All that was generated is there to be counted.
+    assert [group.prompt_id for group in sampled.asked] == list(range(P * num_rounds))
+    np.testing.assert_array_equal(sampled.answers.total, np.ravel(rounds[:num_rounds]))
+    assert sampled.num_tied_left_out == num_tied_left_out
+
+
+def test_a_failed_reward_neither_ties_nor_mixes():
+    nan = np.nan
+    total = np.array([0, 1, nan, 1, nan, 1, nan, nan, nan, 0, 0, nan, 0.5, 0.25, nan], np.float32)
+    outcome = np.where(np.isnan(total), OUTCOME_TIMEOUT, OUTCOME_SCORE)
+    np.testing.assert_array_equal(is_mixed(Rewards(total, {}, outcome), 5), [True, False, False, False, True])
+
+
+def test_what_is_shown_is_of_the_rows_that_stay():
+    sampled = Script([[WRONG, MIXED, WRONG], [MIXED, WRONG, WRONG]]).sample(1)
+    rows = sampled.shown(4, 3, str)
+    # Rows 0, 2 and 4 of groups 1, 3 and 0.
+    assert [row["prompt"] for row in rows] == ["1?", "3?", "0?"]
+    first = {"iteration": 4, "prompt_id": 1, "group_id": 1, "prompt": "1?", "completion": "[1]", "reward": 0.0}
+    assert len(sampled.shown(4, 99, str)) == P * G and sampled.shown(4, 0, str) == []
+    assert rows[0] == first | {"parts": {"f": 0.0}, "stop_reason": "eos", "policy_version": 7, "age": 0}
+
+
+@pytest.mark.parametrize("mesh", [ONE, EIGHT])
+def test_the_program_takes_whole_groups_wherever_they_lie(mesh):
+    settings = {"prompts_per_iteration": 8, "group_size": 2, "slots": 16, "max_resample_rounds": 1}
+    sizes = {"update": {"batch_size": 16, "micro_batch_size": 16}, "prompts": {"max_tokens": 2}}
+    run = assemble(
+        freeze({"rollout": settings, "sampling": {"max_completion_tokens": 2}} | sizes), TINY, (), mesh_of(mesh)
+    )
+    program = run.programs()["choose"]
+    rng = np.random.default_rng(0)
+    first, second = (
+        jax.tree.map(lambda x: rng.integers(0, 100, x.shape).astype(x.dtype), shapes) for shapes in program.args[:2]
+    )
+    place = np.int32([15, 0, 8, 7, 3, 9, 14, 1])
+    placed = [
+        jax.device_put(x, jax.tree.map(lambda s: s.sharding, a))
+        for x, a in zip((first, second, place), program.args, strict=True)
+    ]
+    chosen = compile_all({"choose": program}, run.mesh)["choose"](*placed)
+    for actual, one, other in zip(*map(jax.tree.leaves, (chosen, first, second)), strict=True):
+        expected = [(one, other)[group // 8][group % 8 * 2 + i] for group in place for i in range(2)]
+        np.testing.assert_array_equal(actual, expected)
