@@ -152,7 +152,7 @@ class Run:
 
     def _logp(self, params: Any, rollout: Rollout) -> jax.Array:
         """Log-probs of fresh rollouts, [B,S]; those under the frozen starting model are kept in the ring with them."""
-        return self._by_micro_batch(lambda rows, unit: self.update.logp(params, rows, group_size=unit)[0], rollout)
+        return self._by_micro_batch(lambda rows, unit: self.update.logp(params, rows, group_size=unit).logp, rollout)
 
     def _join(self, params: Any, version: jax.Array, rollout: Rollout, external: Rollout) -> Rollout:
         """Own rows and those of others beside each other, these as if the current weights had just drawn them."""
@@ -322,6 +322,7 @@ def assemble(config: Config, arch: Architecture, eos_ids: tuple[int, ...], mesh:
             line_tokens=config.line_tokens,
             objective=config.objective,
             critic_optimizer=critic_optimizer,
+            pass_threshold=config.rewards.pass_threshold,
         ),
     )
 

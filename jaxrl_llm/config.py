@@ -249,6 +249,11 @@ class ObjectiveConfig:
     # Nats per token below which the weight rises, above which it falls, by entropy_rate a step; 0 = the weight stays.
     entropy_target: float = 0.0
     entropy_rate: float = 1e-4
+    # Weight of the cross-entropy of the prompts' tokens, which the environment wrote: a model of it (ECHO: 0.05).
+    environment_coefficient: float = 0.0
+    # Weight of the cross-entropy of the correct rollouts among those of others (external.paths), beside what they get
+    # as rollouts.
+    imitation_coefficient: float = 0.0
     # With credit.advantage "gae", what of the value loss's gradient the critic's head passes on into the policy's
     # hidden states, which it reads; 0 = none. The head itself always has all of it.
     value_coefficient: float = 0.1

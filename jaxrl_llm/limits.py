@@ -124,6 +124,8 @@ BOUNDS = {
     "objective.entropy_coefficient": (0.0, math.inf, True),
     "objective.entropy_target": (0.0, math.inf, True),
     "objective.entropy_rate": (0.0, math.inf, False),
+    "objective.environment_coefficient": (0.0, math.inf, True),
+    "objective.imitation_coefficient": (0.0, math.inf, True),
     "objective.value_coefficient": (0.0, math.inf, True),
     "objective.value_clip": (0.0, math.inf, True),
     "objective.value_bins": (0, math.inf, True),
@@ -223,6 +225,16 @@ def _combinations(c: Any):
         e.groups_per_iteration == 0 or (s.top_k, s.top_p, s.min_p) == (0, 1.0, 0.0),
         f"sampling.top_k={s.top_k}, sampling.top_p={s.top_p} and sampling.min_p={s.min_p} must be 0, 1 and 0 with "
         "external.groups_per_iteration above 0: what others wrote may be what a filter never draws",
+    )
+    yield (
+        c.objective.imitation_coefficient == 0 or e.groups_per_iteration > 0,
+        f"objective.imitation_coefficient={c.objective.imitation_coefficient} must be 0 without "
+        "external.groups_per_iteration: what is imitated is what others wrote",
+    )
+    yield (
+        c.objective.environment_coefficient == 0 or c.prompts.max_tokens > 1,
+        f"prompts.max_tokens={c.prompts.max_tokens} must be at least 2 for objective.environment_coefficient="
+        f"{c.objective.environment_coefficient}: of a prompt's first token nothing is predicted",
     )
     yield (
         c.rollout.group_size > 1 or c.credit.advantage in NEED_NO_SIBLINGS,

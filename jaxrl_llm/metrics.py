@@ -92,6 +92,12 @@ METRICS: dict[str, Metric] = {
     "update/correction_weight": Metric(
         "weight", "Weight of objective.correction, 0 where it masks; mean over trained completion tokens."
     ),
+    "update/environment_nats": Metric(
+        "nats per token", "Cross-entropy of prompts, each a mean over its tokens; mean over the trained rollouts."
+    ),
+    "update/imitation_nats": Metric(
+        "nats per token", "Cross-entropy of the correct rollouts of others; mean over their tokens, 0 where none."
+    ),
     "update/value_loss": Metric("loss", "Loss of the critic's predictions, mean over trained completion tokens."),
     "update/explained_variance": Metric(
         "fraction",
@@ -236,6 +242,9 @@ def update_values(config: Config, used: dict[str, Any]) -> dict[str, float]:
     if "value_loss_sum" in used:
         values["update/value_loss"] = ratio("value_loss_sum", "token_count")
         values["update/explained_variance"] = explained("return", "value_error", float(used["token_count"]))
+    for name in ("environment", "imitation"):
+        if f"{name}_loss_sum" in used:
+            values[f"update/{name}_nats"] = ratio(f"{name}_loss_sum", "update_count")
     if "entropy_coefficient_sum" in used:
         values["update/entropy_coefficient"] = ratio("entropy_coefficient_sum", "update_count")
     if "rate_scale_sum" in used:

@@ -123,6 +123,11 @@ def test_the_defaults_are_a_config():
             {"external": {"paths": ("a",), "groups_per_iteration": 8}, "replay": {"capacity": 192}},
             "replay.capacity=192 must be a multiple of the 128 rollouts",
         ),
+        ({"objective": {"imitation_coefficient": 0.1}}, "imitation_coefficient=0.1 must be 0 without external.groups"),
+        (
+            {"objective": {"environment_coefficient": 0.1}, "prompts": {"max_tokens": 1}},
+            "prompts.max_tokens=1 must be at least 2 for objective.environment_coefficient=0.1",
+        ),
         ({"replay": {"delay_iterations": 1}}, "replay.delay_iterations=1 must be less than the 1 iterations"),
         (
             {"replay": {"capacity": 256, "delay_iterations": 3, "max_age_steps": 2}},
@@ -452,6 +457,8 @@ ALIVE = {
     "objective.kl_estimator": ("k1", program("update"), WITH_KL),
     "objective.kl_anchor": ("convex", program("update"), WITH_KL),
     "objective.entropy_coefficient": (0.01, program("update"), {}),
+    "objective.environment_coefficient": (0.05, program("update"), {}),
+    "objective.imitation_coefficient": (0.5, program("update"), SHOWN),
     "objective.value_coefficient": (0.2, program("update"), CRITIC),
     "objective.value_clip": (0.2, program("update"), CRITIC),
     "objective.value_bins": (8, program("values"), CRITIC),
