@@ -38,6 +38,7 @@ class Run:
     config: Config
     mesh: Mesh
     model: Model
+    reference_model: Model  # whose log-probs the objective's reference has; another than ``model`` for a teacher
     optimizer: optax.GradientTransformation
     sampler: Sampler
     eval_sampler: Sampler | None
@@ -151,8 +152,13 @@ class Run:
         return replay.init(shape, capacity=self.config.ring_capacity, num_shards=shards, on_host=on_host)
 
     def _logp(self, params: Any, rollout: Rollout) -> jax.Array:
-        """Log-probs of fresh rollouts, [B,S]; those under the frozen starting model are kept in the ring with them."""
+        """Log-probs of fresh rollouts, [B,S]."""
         return self._by_micro_batch(lambda rows, unit: self.update.logp(params, rows, group_size=unit).logp, rollout)
+
+    def _reference(self, params: Any, rollout: Rollout) -> jax.Array:
+        """Likewise under the frozen reference; they are kept in the ring with the rollouts."""
+        teacher = dataclasses.replace(self.update, model=self.reference_model)
+        return self._by_micro_batch(lambda rows, unit: teacher.logp(params, rows, group_size=unit).logp, rollout)
 
     def _join(self, params: Any, version: jax.Array, rollout: Rollout, external: Rollout) -> Rollout:
         """Own rows and those of others beside each other, these as if the current weights had just drawn them."""
@@ -238,11 +244,8 @@ class Run:
             ),
         }
         if self.keeps_reference:
-            # The reference starts as a copy: the learner's own buffers are donated to the first update.
-            programs["copy_params"] = Program(
-                lambda params: jax.tree.map(jnp.copy, params), (self.learner_params,), layout(self.learner_params)
-            )
-            programs["reference"] = Program(self._logp, (self.learner_params, rollout), ref_logp.sharding)
+            params = self.reference_model.abstract_params(self.mesh)
+            programs["reference"] = Program(self._reference, (params, rollout), ref_logp.sharding)
         if self.config.external.groups_per_iteration:
             sampled = self._abstract_rows(self.config.rollouts_per_iteration)
             programs["join"] = Program(
@@ -262,26 +265,20 @@ def place(shapes: Any, layouts: Any) -> Any:
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, layouts)
 
 
-def assemble(config: Config, arch: Architecture, eos_ids: tuple[int, ...], mesh: Mesh) -> Run:
+def assemble(
+    config: Config, arch: Architecture, eos_ids: tuple[int, ...], mesh: Mesh, reference: Architecture | None = None
+) -> Run:
     """The run of a config.
 
+    Args:
+        reference: shape of the frozen reference; None = as the model's.
+
     Raises:
-        ConfigError: a batch number does not divide over the mesh, or the model does not fit it or the row width.
+        ConfigError: a batch number does not divide over the mesh, or a model does not fit it or the row width.
     """
     sharding.check_divisible(config, mesh)
-    tensor = mesh.shape["tensor"]
-    if arch.num_heads % tensor or arch.num_kv_heads % tensor:
-        raise ConfigError(
-            f"mesh.tensor={tensor} must divide the model's {arch.num_heads} heads and {arch.num_kv_heads} key heads"
-        )
-    if config.row_tokens > arch.max_positions:
-        raise ConfigError(
-            f"prompts.max_tokens={config.prompts.max_tokens} + sampling.max_completion_tokens="
-            f"{config.sampling.max_completion_tokens} must be at most the model's {arch.max_positions} positions"
-        )
-    attention = kernels.choose(config.model.attention, mesh.devices.flat[0], config.model.compute_dtype, arch.head_size)
-    remat = "full" if config.model.remat == "auto" else config.model.remat
-    model = Model(arch, config.model.compute_dtype, remat, attention)
+    model = _model(config, arch, mesh, "model")
+    reference_model = _model(config, reference, mesh, "reference") if reference else model
     optimizer = optim.make(config.optimizer, config.num_updates)
     if config.replay.memory == "host":
         sharding.check_host_memory(mesh, "replay.memory", "host", otherwise="device")
@@ -309,6 +306,7 @@ def assemble(config: Config, arch: Architecture, eos_ids: tuple[int, ...], mesh:
         config=config,
         mesh=mesh,
         model=model,
+        reference_model=reference_model,
         optimizer=optimizer,
         sampler=sampler,
         eval_sampler=eval_sampler(config, sampler) if config.eval.num_prompts else None,
@@ -325,6 +323,22 @@ def assemble(config: Config, arch: Architecture, eos_ids: tuple[int, ...], mesh:
             pass_threshold=config.rewards.pass_threshold,
         ),
     )
+
+
+def _model(config: Config, arch: Architecture, mesh: Mesh, who: str) -> Model:
+    tensor = mesh.shape["tensor"]
+    if arch.num_heads % tensor or arch.num_kv_heads % tensor:
+        raise ConfigError(
+            f"mesh.tensor={tensor} must divide the {who}'s {arch.num_heads} heads and {arch.num_kv_heads} key heads"
+        )
+    if config.row_tokens > arch.max_positions:
+        raise ConfigError(
+            f"prompts.max_tokens={config.prompts.max_tokens} + sampling.max_completion_tokens="
+            f"{config.sampling.max_completion_tokens} must be at most the {who}'s {arch.max_positions} positions"
+        )
+    attention = kernels.choose(config.model.attention, mesh.devices.flat[0], config.model.compute_dtype, arch.head_size)
+    remat = "full" if config.model.remat == "auto" else config.model.remat
+    return Model(arch, config.model.compute_dtype, remat, attention)
 
 
 def keep_what_fits(

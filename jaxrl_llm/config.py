@@ -26,6 +26,9 @@ from jaxrl_llm.nested import ConfigError, flatten
 class ModelConfig:
     # Hugging Face folder, GGUF file, "smollm2-135m-instruct", hub id, or "random:PRESET".
     path: str = "random:debug"
+    # The frozen model that the objective's reference is, likewise, of the same token ids: a teacher, with
+    # objective.kl_coefficient (on-policy distillation). "" = path, as training finds it.
+    reference_path: str = ""
     # Arithmetic of the forward pass; master weights are always float32.
     compute_dtype: str = "float32"
     # What the backward pass recomputes: "none" keeps all, "dots" keeps matmul outputs, "full" keeps layer inputs;

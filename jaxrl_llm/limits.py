@@ -294,6 +294,12 @@ def _combinations(c: Any):
         c.checkpoint.keep_best == 0 or c.eval.num_prompts > 0,
         f"checkpoint.keep_best={c.checkpoint.keep_best} needs eval.num_prompts of at least 1 to know the best",
     )
+    yield (
+        c.model.reference_path == "" or c.keeps_reference,
+        f"model.reference_path={c.model.reference_path!r} must be '' where nothing reads the reference: neither "
+        f"objective.kl_coefficient={c.objective.kl_coefficient} to objective.kl_anchor={c.objective.kl_anchor!r} nor "
+        f"objective.surrogate={c.objective.surrogate!r}",
+    )
     yield (all(s for s in c.sampling.stop_strings), "sampling.stop_strings must not contain the empty string")
     yield from _objective(c.objective, c.replay.unit)
 

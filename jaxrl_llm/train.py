@@ -61,8 +61,10 @@ def train(config: Config, workdir: pathlib.Path, *, allow_config_changes: bool =
     train_set, held_out, skipped = questions(config, tokenizer)
     stream = PromptStream(train_set, config.prompts, seed=config.seed)
     memory = Memory(config)
-    run = assemble(config, source.architecture(), tokenizer.eos_ids, mesh)
+    teacher = pretrained.resolve_reference(config.model, source)
+    run = assemble(config, source.architecture(), tokenizer.eos_ids, mesh, teacher.architecture())
     source.check_weights(run.model, mesh)
+    teacher.check_weights(run.reference_model, mesh)
     external = External(run, tokenizer)
     checkpoints = Checkpointer(workdir, config.checkpoint)
     checkpoints.check_config(config, allow_changes=allow_config_changes)
@@ -91,12 +93,12 @@ def train(config: Config, workdir: pathlib.Path, *, allow_config_changes: bool =
         evals = {name.removeprefix("eval_"): p for name, p in compiled.items() if name.startswith("eval_")}
         abstract = {"train": run.abstract_state, "ring": run.abstract_ring, "sampler": carried_slots(run)}
         restored = checkpoints.restore(abstract, config, allow_config_changes=allow_config_changes)
-        reference, compute = None, 0.0
-        if restored is None or run.keeps_reference:
-            params = source.load_params(run.model, mesh, seed=config.seed)
-            reference = compiled["copy_params"](params) if run.keeps_reference else None
+        compute, reference = 0.0, None
+        if run.keeps_reference:  # buffers of its own: the learner's are donated
+            reference = teacher.load_params(run.reference_model, mesh, seed=config.seed)
         if restored is None:
-            start, state, ring = 0, compiled["init_state"](params), compiled["init_ring"]()
+            start, ring = 0, compiled["init_ring"]()
+            state = compiled["init_state"](source.load_params(run.model, mesh, seed=config.seed))
             metrics.restore({})
         else:
             start, state, ring = restored.iteration, restored.device_state["train"], restored.device_state["ring"]
@@ -111,7 +113,6 @@ def train(config: Config, workdir: pathlib.Path, *, allow_config_changes: bool =
                 row = stream.lookup(prompt_id)
                 generator.adopt(shard, entry, prompt_id, row.example, row.tokens[: row.length].tolist())
             progress.note(f"resumed at iteration {start} from {checkpoints.directory}")
-        params = None  # donated or superseded: the state owns the weights now
 
         def score(group: FinishedGroup):
             return pool.submit(group.example, [tokenizer.decode(c) for c in group.completions])

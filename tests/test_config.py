@@ -107,6 +107,10 @@ def test_the_defaults_are_a_config():
         ({"objective": {"value_bins": 1}}, "objective.value_bins=1 must be 0 or at least 2"),
         ({"objective": {"value_low": 1}}, "objective.value_low=1.0 below objective.value_high=1.0"),
         ({"objective": {"value_bins": 5, "value_clip": 0.2}}, "objective.value_clip=0.2 must be 0 for"),
+        (
+            {"model": {"reference_path": "random:debug"}},
+            "model.reference_path='random:debug' must be '' where nothing reads the reference: neither objective.kl_",
+        ),
         ({"model": {"remat": "some"}}, "model.remat='some' is not one of 'none', 'dots', 'full', 'auto'"),
         ({"update": {"micro_batch_size": 24}}, "update.micro_batch_size=24 must divide update.batch_size=64"),
         ({"replay": {"capacity": 32}}, "replay.capacity=32 must be at least update.batch_size=64"),
@@ -236,6 +240,21 @@ def mesh(config, folder, monkeypatch):
 
 def model(config, folder, monkeypatch):
     return pretrained.resolve(config.model.path).architecture()
+
+
+def loaded_models(config, folder, monkeypatch):
+    """Shapes of the models whose weights a run loads."""
+    shapes, random = [], pretrained._random
+
+    def noted(path, setting):
+        source = random(path, setting)
+        load = lambda model, mesh, *, seed: shapes.append(model.arch) or source.load_params(model, mesh, seed=seed)  # noqa: E731
+        return dataclasses.replace(source, load_params=load)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pretrained, "_random", noted)
+        ghost_run(config, folder, monkeypatch)
+    return shapes
 
 
 def kernel_of_a_tpu(config, folder, monkeypatch):
@@ -368,6 +387,7 @@ ALIVE = {
     "num_iterations": (4, ghost_run, {}),
     "compilation_cache": ("/tmp/other", cache, {}),
     "model.path": ("random:debug_wide", model, {}),
+    "model.reference_path": ("random:debug_wide", loaded_models, WITH_KL),
     "model.compute_dtype": ("bfloat16", program("decode"), {}),
     "model.remat": ("none", program("update"), {}),
     "model.attention": ("xla", kernel_of_a_tpu, {}),

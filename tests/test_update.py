@@ -1,5 +1,7 @@
 """The update against an independent float64 model and loss; what gives no gradient; the optimizer's arithmetic."""
 
+import dataclasses
+
 import building
 import jax
 import jax.numpy as jnp
@@ -23,11 +25,11 @@ CASES = {name: (loss, {}) for name, loss in building.LOSSES.items()} | {"no refe
 LOSS = building.LOSSES["token mean, k3"]
 
 
-def oracle_logp(params, rollout, **filters):
+def oracle_logp(params, rollout, arch=TINY, **filters):
     """[B,S] float64 by rows; a sampled token outside of today's filters joins the kept ones."""
     return np.stack(
         [
-            transformer.completion_logp(params, TINY, *row, keep_token=True, **filters)
+            transformer.completion_logp(params, arch, *row, keep_token=True, **filters)
             for row in zip(rollout.tokens, rollout.prompt_length, rollout.length, strict=True)
         ]
     )
@@ -68,8 +70,14 @@ def test_loss_and_gradient_are_those_of_a_float64_model(name):
     np.testing.assert_allclose((values[0] - values[1]) / 2e-7, slope, rtol=0, atol=1e-5 * norm)
 
 
-@pytest.mark.parametrize("micro_batch_size", [2, 8], ids=["rows_apart", "whole_groups"])
-def test_reference_log_probs_are_the_models_in_the_rows_order(micro_batch_size):
+# A teacher of another shape; its table has a row more than the learner's.
+TEACHER = dataclasses.replace(TINY, vocab_size=272, width=24, num_layers=1, num_heads=2, tied=False)
+
+
+@pytest.mark.parametrize(
+    ("micro_batch_size", "teacher"), [(2, None), (8, TEACHER)], ids=["rows_apart", "whole_groups_and_a_teacher"]
+)
+def test_reference_log_probs_are_the_models_in_the_rows_order(micro_batch_size, teacher):
     config = {
         "model": {"path": "random:debug"},
         "prompts": {"max_tokens": PROMPT_TOKENS},
@@ -80,12 +88,12 @@ def test_reference_log_probs_are_the_models_in_the_rows_order(micro_batch_size):
         "objective": {"kl_coefficient": 0.1},
         "mesh": {"data": 2},
     }
-    run = assemble(freeze(config), TINY, (5,), mesh_of(MeshConfig(data=2)))
+    run = assemble(freeze(config), TINY, (5,), mesh_of(MeshConfig(data=2)), teacher)
     rows = building.random_experience(group_size=2).rollout
     with jax.sharding.use_abstract_mesh(run.mesh.abstract_mesh):
-        params = building.learner_params(run.model, run.mesh)
+        params = building.learner_params(run.reference_model, run.mesh)
         actual = jax.jit(run.programs()["reference"].fn)(params, jax.device_put(rows, sharding.leading(run.mesh, rows)))
-    expected = oracle_logp(building.host_params(run.model), rows)
+    expected = oracle_logp(building.host_params(run.reference_model), rows, arch=teacher or TINY)
     np.testing.assert_allclose(actual, expected, atol=1e-5)  # measured: 2.0e-6
 
 

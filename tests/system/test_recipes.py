@@ -42,6 +42,7 @@ FAILED = np.arange(NUM_ROWS) % 8 == 5  # rows whose reward failed
 TIED = dict.fromkeys(RECIPES, "silent") | {
     "agro": "deaf",  # the log-ratio is still pulled to the reference's
     "asymre": "deaf",  # advantage -delta_v for every row: it imitates what it cannot tell apart
+    "distillation": "deaf",  # KL
     "grpo": "deaf",  # KL
     "kimi_k15": "still",  # the log-ratio is pulled to that of weights which nothing has moved yet
     "remix": "deaf",  # KL
