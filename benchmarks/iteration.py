@@ -21,7 +21,7 @@ from jaxrl_llm.prompts import EncodedExample, batch_of
 from jaxrl_llm.rollout import FinishedGroup, Generator
 from jaxrl_llm.types import Example, Rollout, Scores
 
-LEARNER = ("init_state", "init_ring", "insert", "update", "reference", "values")
+LEARNER = ("init_state", "init_ring", "insert", "update", "reference", "values", "old_logp")
 
 # (name, compiled program) -> something that is called in its place
 Wrap = Callable[[str, Any], Any]
@@ -128,6 +128,8 @@ class Iteration:
         scores = jax.device_put(scores, sharding.leading(self.mesh, scores))
         if "values" in self.programs:
             scores = scores.replace(value=self.programs["values"](self.state, rollout))
+        if "old_logp" in self.programs:
+            scores = scores.replace(old_logp=self.programs["old_logp"](self.state.params, rollout))
         ref_logp = self.programs["reference"](self.reference, rollout) if self.run.keeps_reference else None
         now = self.put(np.int32(self.index))
         self.ring, _ = self.programs["insert"](self.ring, rollout, scores, ref_logp, now)

@@ -83,7 +83,7 @@ class Run:
 
     @functools.cached_property
     def abstract_scores(self) -> Scores:
-        """What the host knows of them: all but the critic's values."""
+        """What the host knows of them: all but what the learner says."""
         B, kind = self.config.rows_per_iteration, self.config.credit.advantage
         return Scores(
             reward=self.rows((B,), jnp.float32),
@@ -146,6 +146,7 @@ class Run:
             ref_logp=tokens if self.keeps_reference else None,
             returns=tokens if self.config.has_critic else None,
             value=tokens if self.config.has_critic and self.config.objective.value_clip else None,
+            old_logp=tokens if self.config.keeps_old_logp else None,
         )
         shards = sharding.num_ring_shards(self.config, self.mesh)
         on_host = self.config.replay.memory == "host"
@@ -227,7 +228,9 @@ class Run:
         iteration = self.whole(jnp.int32)
         tokens = self.rows((B, S), jnp.float32)
         ref_logp = tokens if self.keeps_reference else None
-        scores = self.abstract_scores.replace(value=tokens if self.config.has_critic else None)
+        scores = self.abstract_scores.replace(
+            value=tokens if self.config.has_critic else None, old_logp=tokens if self.config.keeps_old_logp else None
+        )
         state, ring, rollout = self.abstract_state, self.abstract_ring, self.abstract_rollout
         programs = {"publish": publish.program(self.model, self.mesh)} | self.sampler.programs(self.sampler_params)
         programs |= {
@@ -246,6 +249,8 @@ class Run:
         if self.keeps_reference:
             params = self.reference_model.abstract_params(self.mesh)
             programs["reference"] = Program(self._reference, (params, rollout), ref_logp.sharding)
+        if self.config.keeps_old_logp:
+            programs["old_logp"] = Program(self._logp, (self.learner_params, rollout), tokens.sharding)
         if self.config.external.groups_per_iteration:
             sampled = self._abstract_rows(self.config.rollouts_per_iteration)
             programs["join"] = Program(

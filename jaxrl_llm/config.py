@@ -141,6 +141,9 @@ class CreditConfig:
     positive_amplification: float = 0.0
     # How much less an unsure answer weighs than a sure one of its group; 0 = equal, 1 = ETTRL's.
     entropy_reweighting: float = 0.0
+    # A row's advantage is multiplied by its completion's length over the iteration's mean, to this power; 0 = not. 1
+    # makes up for slow answers being fewer where rollouts come as they finish.
+    duration_weight: float = 0.0
     # Tokens get this many times their entropy more advantage, at most |advantage| / entropy_bonus_limit; 0 = none.
     entropy_bonus: float = 0.0
     entropy_bonus_limit: float = 0.4
@@ -221,8 +224,9 @@ class ObjectiveConfig:
     dual_clip: float = 0.0
     # Weight of the log-ratio against the reward in "agro", "gvpo", "kimi_k15", "opmd" (tau), "spo" and "inpo" (eta).
     regression_beta: float = 0.1
-    # The old policy, which ratios are against: "behaviour" (drew the token), "start" (weights before the iteration's
-    # updates), "interpolated" (the same between behaviour and current, without a forward) or "ewma" (averaged weights).
+    # The old policy, which ratios are against: "behaviour" (drew the token), "generation" (the same weights as the
+    # learner computes them, when the rollout goes into the ring), "start" (weights before the iteration's updates),
+    # "interpolated" (the same between behaviour and current, without a forward) or "ewma" (averaged weights).
     proximal: str = "behaviour"
     # Decay per optimizer step of the moving average of the weights.
     ewma_decay: float = 0.9
@@ -395,6 +399,11 @@ class Config:
         """Whether rollouts carry their log-probs under the frozen starting model."""
         to_reference = self.objective.kl_coefficient > 0 and self.objective.kl_anchor != "ewma"
         return to_reference or self.objective.surrogate in limits.REFERENCE_SURROGATES
+
+    @property
+    def keeps_old_logp(self) -> bool:
+        """Whether rollouts carry their log-probs under the learner's weights of when they went into the ring."""
+        return self.objective.proximal == "generation"
 
     @property
     def has_critic(self) -> bool:

@@ -119,6 +119,9 @@ def assign(
         )
         advantage_BS = advantages.whiten(returns_BS - jnp.where(active_BS, scores.value, 0.0), active_BS)
         advantage = jnp.max(jnp.abs(advantage_BS), axis=1)
+    if settings.duration_weight:
+        factor = shaping.duration_factor(length, trainable, exponent=settings.duration_weight)
+        advantage_BS *= factor[:, None]
     if settings.entropy_bonus:
         advantage_BS += shaping.entropy_bonus(
             advantage_BS, surprise_BS, coefficient=settings.entropy_bonus, limit=settings.entropy_bonus_limit
@@ -127,7 +130,16 @@ def assign(
     teaches = jnp.any(groups.member & ((advantage != 0) & (rollout.group_id >= 0))[None, :], axis=1)
     sums["degenerate_groups"] = num_own - jnp.sum(teaches, dtype=jnp.int32)
     old_value = scores.value if config.objective.value_clip else None
-    experience = Experience(rollout, reward, advantage_BS, trainable, ref_logp, returns=returns_BS, value=old_value)
+    experience = Experience(
+        rollout,
+        reward,
+        advantage_BS,
+        trainable,
+        ref_logp,
+        returns=returns_BS,
+        value=old_value,
+        old_logp=scores.old_logp,
+    )
     return experience, sums
 
 

@@ -42,7 +42,7 @@ CHOICES = {
         "gae",
     ),
     "objective.surrogate": (*OLD_POLICY_SURROGATES, *PLAIN_SURROGATES, "agro", "spo", "spo_cross_entropy"),
-    "objective.proximal": ("behaviour", "start", "interpolated", "ewma"),
+    "objective.proximal": ("behaviour", "generation", "start", "interpolated", "ewma"),
     "objective.correction": (
         "none",
         "importance",
@@ -91,6 +91,7 @@ BOUNDS = {
     "credit.short_answer_bonus": (0.0, math.inf, True),
     "credit.positive_amplification": (0.0, math.inf, True),
     "credit.entropy_reweighting": (0.0, math.inf, True),
+    "credit.duration_weight": (0.0, math.inf, True),
     "credit.entropy_bonus": (0.0, math.inf, True),
     "credit.entropy_bonus_limit": (0.0, math.inf, False),
     "replay.capacity": (0, math.inf, True),

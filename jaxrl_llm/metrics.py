@@ -71,6 +71,11 @@ METRICS: dict[str, Metric] = {
     "update/kl_reference_nats": Metric(
         "nats per token", "KL estimate (objective.kl_estimator) to objective.kl_anchor, mean over trained tokens."
     ),
+    "update/old_policy_gap_max_nats": Metric(
+        "nats",
+        "Largest |log-prob of the old policy (objective.proximal) - of the behaviour policy| of a trained token, at "
+        'most 40; with "generation" it is of sampler against learner, whatever the rollout\'s age.',
+    ),
     "update/clip_frac": Metric(
         "fraction", "Trained completion tokens whose ratio is clipped, over trained completion tokens."
     ),
@@ -237,6 +242,8 @@ def update_values(config: Config, used: dict[str, Any]) -> dict[str, float]:
             values[f"update/ess_frac_age_{label}"] = total**2 / (tokens * square) if square else math.nan
     if "kl_reference_sum" in used:
         values["update/kl_reference_nats"] = ratio("kl_reference_sum", "token_count")
+    if "old_gap_max" in used:
+        values["update/old_policy_gap_max_nats"] = float(used["old_gap_max"])
     if "correction_weight_sum" in used:
         values["update/correction_weight"] = ratio("correction_weight_sum", "token_count")
     if "value_loss_sum" in used:

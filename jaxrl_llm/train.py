@@ -93,9 +93,8 @@ def train(config: Config, workdir: pathlib.Path, *, allow_config_changes: bool =
         evals = {name.removeprefix("eval_"): p for name, p in compiled.items() if name.startswith("eval_")}
         abstract = {"train": run.abstract_state, "ring": run.abstract_ring, "sampler": carried_slots(run)}
         restored = checkpoints.restore(abstract, config, allow_config_changes=allow_config_changes)
-        compute, reference = 0.0, None
-        if run.keeps_reference:  # buffers of its own: the learner's are donated
-            reference = teacher.load_params(run.reference_model, mesh, seed=config.seed)
+        compute = 0.0
+        reference = teacher.load_params(run.reference_model, mesh, seed=config.seed) if run.keeps_reference else None
         if restored is None:
             start, ring = 0, compiled["init_ring"]()
             state = compiled["init_state"](source.load_params(run.model, mesh, seed=config.seed))
@@ -176,6 +175,8 @@ def train(config: Config, workdir: pathlib.Path, *, allow_config_changes: bool =
             scores = jax.device_put(memory.scores(known, about), layout)
             if config.has_critic:
                 scores = scores.replace(value=compiled["values"](state, rows))
+            if config.keeps_old_logp:
+                scores = scores.replace(old_logp=compiled["old_logp"](state.params, rows))
             now = on_device(np.int32(iteration))
             ring, made = compiled["insert"](ring, rows, scores, ref_logp, now)
             state, ring, used = compiled["update"](state, ring, now, draw_key)
@@ -245,13 +246,11 @@ def describe(run: Run, source: pretrained.Source, num_train: int, num_held_out: 
     """What the run is about to do, in words and in the four batch numbers."""
     config, arch = run.config, run.model.arch
     axes = " x ".join(f"{name} {size}" for name, size in run.mesh.shape.items())
-    kind = run.mesh.devices.flat[0].device_kind
-    devices = f"{run.mesh.size} x {kind}"
     others = config.rows_per_iteration - config.rollouts_per_iteration
     per_iteration = config.update.updates_per_iteration * config.update.batch_size
     ring_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(run.abstract_ring))
     lines = [
-        f"devices     {devices}; mesh {axes}",
+        f"devices     {run.mesh.size} x {run.mesh.devices.flat[0].device_kind}; mesh {axes}",
         f"model       {config.model.path}: {arch.num_params / 1e6:.1f} M parameters, {arch.num_layers} layers, "
         f"width {arch.width}, vocabulary {arch.vocab_size}, {config.model.compute_dtype}",
         f"questions   {num_train} to train on, {num_held_out} held out ({config.prompts.source} {config.prompts.name})",

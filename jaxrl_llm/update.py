@@ -375,6 +375,8 @@ class Update:
             "own_token_count": jnp.sum(own.astype(jnp.float32)),
             "gap_max": jnp.max(jnp.where(own, jnp.abs(policy_logp - behaviour_logp), 0.0)),
         }
+        if objective.proximal != "behaviour":
+            sums["old_gap_max"] = jnp.max(jnp.abs(tokens.old_logp - behaviour_logp))
         if rows.age_bucket is not None:
             in_bucket = rows.age_bucket[None, :] == jnp.arange(len(AGE_BUCKETS) + 1)[:, None]
             parts = {"token_count": mask, "clipped_count": mask & is_clipped, "ratio_sum": ratio}
@@ -406,6 +408,8 @@ class Update:
         proximal = self.objective.proximal
         if proximal == "behaviour":
             old_logp = behaviour_logp
+        elif proximal == "generation":
+            old_logp = rows.old_logp
         elif proximal == "interpolated":
             old_logp = corrections.interpolated_logp(
                 policy_logp, behaviour_logp, rollout.policy_version, moment.start_version, moment.version

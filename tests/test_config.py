@@ -431,6 +431,7 @@ ALIVE = {
     "credit.short_answer_bonus": (1.0, program("insert"), {"credit.short_answer_tokens": 4}),
     "credit.positive_amplification": (3.0, program("insert"), {}),
     "credit.entropy_reweighting": (1.0, program("insert"), {}),
+    "credit.duration_weight": (1.0, program("insert"), {}),
     "credit.entropy_bonus": (2.0, program("insert"), {}),
     "credit.entropy_bonus_limit": (2.0, program("insert"), {"credit.entropy_bonus": 2.0}),
     "replay.capacity": (64, shapes, {}),

@@ -247,7 +247,7 @@ def test_rewards_are_shaped_for_the_advantage_and_stored_as_scored(kind):
     np.testing.assert_array_equal(experience.reward, np.where(trainable, reward, 0))
 
 
-def test_advantages_are_amplified_then_weighed_by_confidence_then_lifted_by_entropy():
+def test_advantages_are_amplified_then_weighed_by_confidence_and_duration_then_lifted_by_entropy():
     group_id, reward = np.repeat([0, 1], 4), np.array([1, 0.5, 0, 0, 0, 0, 0, 0], np.float32)
     rollout = make_rollout(group_id, seed=4)
     experience, sums = assign(
@@ -257,6 +257,7 @@ def test_advantages_are_amplified_then_weighed_by_confidence_then_lifted_by_entr
         num_groups=2,
         positive_amplification=3.0,
         entropy_reweighting=1.0,
+        duration_weight=0.5,
         entropy_bonus=2.0,
         entropy_bonus_limit=0.4,
     )
@@ -266,6 +267,7 @@ def test_advantages_are_amplified_then_weighed_by_confidence_then_lifted_by_entr
     entropy = np.where(mask, -rollout.behaviour_logp, 0)
     row_entropy = entropy.sum(axis=1) / mask.sum(axis=1)
     row = row * shaping_oracle.entropy_factor(row_entropy, group_id, np.ones(8, bool), 1.0)
+    row = row * shaping_oracle.duration_factor(mask.sum(axis=1), np.ones(8, bool), 0.5)
     expected = np.where(mask, row[:, None], 0)
     expected = expected + shaping_oracle.entropy_bonus(expected, entropy, 2.0, 0.4)
     np.testing.assert_allclose(experience.advantage, expected, rtol=1e-5, atol=1e-6)

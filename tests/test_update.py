@@ -6,6 +6,7 @@ import building
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from building import COMPLETION_TOKENS, CUBE, ONE, PROMPT_TOKENS, TINY, mesh_of
 from reference import corrections, losses, sampling, surrogates, transformer
@@ -157,6 +158,36 @@ def test_policies_before_and_averaged_corrected_weights_and_the_scaled_step_are_
     near = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)  # noqa: E731
     jax.tree.map(near, after.params, moved)
     jax.tree.map(lambda new, a, p: near(new, (0.9 * a + p) / 1.9), after.average, average, moved)
+
+
+def test_what_sampler_and_learner_differ_by_and_what_was_learned_since_are_two_ratios():
+    """Staleness, current / old, is what the surrogate clips; discrepancy, old / behaviour, is the correction's."""
+    rows = building.random_experience(with_reference=False)
+    noise = np.random.default_rng(3).normal(0, 0.5, (2, *rows.advantage.shape)).astype(np.float32)
+    mask, behaviour = mask_of(rows), rows.rollout.behaviour_logp
+    old = [np.where(mask, behaviour + some, np.nan).astype(np.float32) for some in noise]
+    settings = {"proximal": "generation", "correction": "token_truncated", "correction_high": 1.3}
+    update = building.make_update(settings)
+    policy = oracle_logp(building.host_params(update.model), rows.rollout)
+    _, sums = building.gradient(update, rows.replace(old_logp=old[0]))
+    weight = np.array(corrections.weights(np.where(mask, noise[0], 0), mask, "token_truncated", 0.5, 1.3, None))
+    kept = np.where(mask, old[0], 0)
+    term = weight * losses.clipped_surrogate(policy, kept, rows.advantage, 0.2, 0.2)
+    expected = losses.aggregate(term, mask, rows.trainable, "token_mean", COMPLETION_TOKENS)
+    np.testing.assert_allclose(sums["loss_sum"], expected, rtol=1e-5)
+    np.testing.assert_allclose(sums["old_gap_max"], np.abs((old[0] - behaviour)[mask]).max(), rtol=1e-5)
+
+    # Neither truncated nor clipped, their product is the ratio to the behaviour policy, whatever lies between.
+    update = building.make_update(
+        {"proximal": "generation", "correction": "importance", "clip_low": 1.0, "clip_high": 1e9}
+    )
+    seen = [building.gradient(update, rows.replace(old_logp=x)) for x in old]
+    term = -np.exp(policy - behaviour) * rows.advantage
+    expected = losses.aggregate(term, mask, rows.trainable, "token_mean", COMPLETION_TOKENS)
+    for gradient, sums in seen:
+        np.testing.assert_allclose(sums["loss_sum"], expected, rtol=1e-5)
+        apart = optax.tree.norm(jax.tree.map(np.subtract, gradient, seen[0][0]))
+        assert apart < 1e-5 * optax.tree.norm(gradient)
 
 
 def oracle_value_loss(params, head, rows, objective):

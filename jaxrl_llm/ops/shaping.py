@@ -1,6 +1,7 @@
 """What is added to a reward before credit, and what is done to an advantage after it.
 
-Owns: length terms, positive amplification, entropy terms. Does not know: models, the ring, who combines them.
+Owns: length terms, positive amplification, entropy terms, weights by duration. Does not know: models, the ring, who
+combines them.
 Letters: B rows, T row width. Lengths are completion lengths in tokens, the end-of-sequence token counted; entropies
 are estimated from one sample, the token that was taken: ``-behaviour_logp``, never negative. That estimate is ours.
 """
@@ -91,3 +92,23 @@ def entropy_bonus(advantage: jax.Array, entropy: jax.Array, *, coefficient: floa
     Source: arXiv:2512.18215.
     """
     return jnp.minimum(jnp.abs(advantage) / limit, coefficient * entropy)
+
+
+def duration_factor(length: jax.Array, valid: jax.Array, *, exponent: float) -> jax.Array:
+    """What multiplies a row's advantage so that slow rows weigh as much as they are rare, [B] f32; 1 on average.
+
+        w = (length / mean length of the valid rows) ** exponent
+
+    Where rows come as they are finished, an action that takes d times as long comes 1/d as often: with exponent 1 the
+    weighted rows are in the proportion in which the policy chose them. 1 where no row is valid.
+
+    Args:
+        length: [B] i32, the time a row has taken, in tokens.
+        valid: [B] bool, rows that are trained on.
+
+    Source: after "RL for MLE agents", which weighs by an action's duration; its weight was not found, this form is
+        ours.
+    """
+    length, count = length.astype(jnp.float32), jnp.sum(valid)
+    mean = jnp.sum(jnp.where(valid, length, 0.0)) / jnp.maximum(count, 1)
+    return jnp.where(mean > 0, (length / jnp.where(mean > 0, mean, 1.0)) ** exponent, 1.0)

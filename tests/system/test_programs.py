@@ -80,7 +80,7 @@ def finished(tmp_path_factory):
             "sampling": SETTINGS["sampling"] | {"stop_strings": ("a", "e", "o")},
             "rollout": SETTINGS["rollout"] | {"chunk_steps": 3},
             "rewards": {"functions": (f"{scorer}:reward",), "num_workers": 1},
-            "objective": {"kl_coefficient": 0.01},
+            "objective": {"kl_coefficient": 0.01, "proximal": "generation"},
             "optimizer": {"learning_rate": 0.02},
             "checkpoint": {"every_iterations": 2, "export": False},
             "metrics": {"tensorboard": False},
@@ -187,3 +187,5 @@ def test_loop_compiles_nothing_after_warmup_and_samples_from_the_weights_of_the_
         # would be far off: the rollouts of earlier versions are, by kl_behaviour. Measured: 1.0e-6 nats.
         assert 0 < row["update/sampler_learner_gap_max_nats"] < 1e-5
         assert row["update/grad_norm"] > 0 and row["update/kl_behaviour_nats"] > 1e-3
+        # The learner's log-probs of when a rollout went into the ring are the sampler's, of replayed rollouts too.
+        assert 0 < row["update/old_policy_gap_max_nats"] < 1e-5

@@ -101,6 +101,9 @@ class Iteration:
             if run.config.has_critic:
                 rollout, scores, ref_logp = rows
                 rows = rollout, scores.replace(value=programs["values"].fn(state, rollout)), ref_logp
+            if run.config.keeps_old_logp:
+                rollout, scores, ref_logp = rows
+                rows = rollout, scores.replace(old_logp=programs["old_logp"].fn(state.params, rollout)), ref_logp
             ring, made = insert(ring, *rows, iteration)
             state, ring, used = update(state, ring, iteration, key)
             return state, ring, made, used
