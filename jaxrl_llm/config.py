@@ -124,6 +124,8 @@ class CreditConfig:
     delta_v: float = -0.1
     # For "mssr" and "poise", what earlier evidence keeps of its weight per answer ("mssr") or iteration ("poise").
     baseline_decay: float = 0.9
+    # For "gdpo": further reward functions count only where the first gives at least this; 0 = always.
+    gate_threshold: float = 0.0
     # For "gae": 1 judges each token by the row's reward, below it more by what the critic says soon after.
     gae_lambda: float = 1.0
     # For "gae", what a reward keeps of its worth per token that it is away.

@@ -74,6 +74,8 @@ def assign(
         target, bonus = settings.short_answer_tokens, settings.short_answer_bonus
         terms.append(shaping.short_bonus(length, correct, target=target, bonus=bonus))
     parts, part_weights = scores.parts, config.rewards.weights
+    if settings.gate_threshold:
+        parts = shaping.gated(parts, threshold=settings.gate_threshold)
     if parts is not None and terms:  # normalised like any other reward
         parts, part_weights = jnp.concatenate([parts, sum(terms)[:, None]], axis=1), (*part_weights, 1.0)
     shaped = reward + sum(terms)

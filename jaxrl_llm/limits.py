@@ -83,6 +83,7 @@ BOUNDS = {
     "rewards.max_failure_frac": (0.0, 1.0, True),
     "credit.delta_v": (-math.inf, math.inf, True),
     "credit.baseline_decay": (0.0, 1.0, True),
+    "credit.gate_threshold": (-math.inf, math.inf, True),
     "credit.gae_lambda": (0.0, 1.0, True),
     "credit.discount": (0.0, 1.0, True),
     "credit.overlong_buffer_tokens": (0, math.inf, True),
@@ -253,6 +254,11 @@ def _combinations(c: Any):
             c.credit.advantage != "gae" or value == 0,
             f"credit.{name}={value} must be 0 for credit.advantage='gae': it is of a row's advantage, not of a token's",
         )
+    yield (
+        c.credit.gate_threshold == 0 or (c.credit.advantage == "gdpo" and len(c.rewards.functions) > 1),
+        f"credit.gate_threshold={c.credit.gate_threshold} must be 0 but with credit.advantage='gdpo' and more than one "
+        "of rewards.functions, of which the first is the gate",
+    )
     yield (
         c.credit.overlong_buffer_tokens <= c.sampling.max_completion_tokens,
         f"credit.overlong_buffer_tokens={c.credit.overlong_buffer_tokens} must be at most "

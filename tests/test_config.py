@@ -99,6 +99,7 @@ def test_the_defaults_are_a_config():
             {"credit": {"overlong_buffer_tokens": 17}},
             "credit.overlong_buffer_tokens=17 must be at most sampling.max_completion_tokens=16",
         ),
+        ({"credit": {"gate_threshold": 0.5}}, "credit.gate_threshold=0.5 must be 0 but with credit.advantage='gdpo'"),
         ({"credit": {"delta_v": float("nan")}}, "credit.delta_v=nan must be"),
         (
             {"credit": {"advantage": "gae", "entropy_reweighting": 1.0}},
@@ -378,6 +379,7 @@ CHECKPOINTED = {"checkpoint.every_iterations": 1, "checkpoint.keep_last": 1}
 WITH_KL = {"objective.kl_coefficient": 0.1}
 PLAIN = {"objective.surrogate": "reinforce"}
 SHOWN = {"external.paths": ("shown.jsonl",), "external.groups_per_iteration": 8, "replay.capacity": 64}
+GDPO = {"credit.advantage": "gdpo", "rewards.functions": ("a:b", "c:d"), "rewards.weights": (1.0, 1.0)}
 CRITIC = {"credit.advantage": "gae"}
 BINS = CRITIC | {"objective.value_bins": 8}
 
@@ -422,6 +424,7 @@ ALIVE = {
     "credit.advantage": ("leave_one_out", program("insert"), {}),
     "credit.delta_v": (-0.2, program("insert"), {"credit.advantage": "asymre"}),
     "credit.baseline_decay": (0.5, remembered, {"credit.advantage": "mssr"}),
+    "credit.gate_threshold": (0.5, program("insert"), GDPO),
     "credit.gae_lambda": (0.9, program("insert"), CRITIC),
     "credit.discount": (0.9, program("insert"), CRITIC),
     "credit.overlong_filter": (True, program("insert"), {}),

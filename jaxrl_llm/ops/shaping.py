@@ -1,7 +1,7 @@
 """What is added to a reward before credit, and what is done to an advantage after it.
 
-Owns: length terms, positive amplification, entropy terms, weights by duration. Does not know: models, the ring, who
-combines them.
+Owns: length terms, gated rewards, positive amplification, entropy terms, weights by duration. Does not know: models,
+the ring, who combines them.
 Letters: B rows, T row width. Lengths are completion lengths in tokens, the end-of-sequence token counted; entropies
 are estimated from one sample, the token that was taken: ``-behaviour_logp``, never negative. That estimate is ours.
 """
@@ -48,6 +48,17 @@ def short_bonus(length: jax.Array, correct: jax.Array, *, target: int, bonus: fl
         difficulty, chosen again as training goes).
     """
     return jnp.where(correct & (length <= target), bonus, 0.0)
+
+
+def gated(parts: jax.Array, *, threshold: float) -> jax.Array:
+    """Rewards that count only where the first is there already: r_k 1[r_0 >= threshold] for k > 0, [B, K] f32.
+
+    Args:
+        parts: [B, K] f32, one column per reward function.
+
+    Source: GDPO, arXiv:2601.05242.
+    """
+    return jnp.where((parts[:, :1] >= threshold) | (jnp.arange(parts.shape[1]) == 0)[None, :], parts, 0.0)
 
 
 def amplify_positive(advantage: jax.Array, correct: jax.Array, *, factor: float) -> jax.Array:
