@@ -56,6 +56,11 @@ class Run:
     def keeps_reference(self) -> bool:
         return self.config.keeps_reference
 
+    @property
+    def loads_reference(self) -> bool:
+        """Whether the reference is beside the learner's state, the same all through; else it is a part of it."""
+        return self.keeps_reference and not self.config.objective.reference_reset_iterations
+
     @functools.cached_property
     def abstract_rollout(self) -> Rollout:
         """What an iteration puts into the ring."""
@@ -99,7 +104,10 @@ class Run:
         optimizer = optim.abstract_state(self.optimizer, params, self.mesh, offload=self.config.optimizer.offload)
         average = params if self.config.keeps_average else None
         coefficient = self.whole(jnp.float32) if self.config.objective.entropy_target else None
-        return TrainState(params, optimizer, self.whole(jnp.int32), average, self.abstract_critic, coefficient)
+        reference = params if self.config.objective.reference_reset_iterations else None
+        return TrainState(
+            params, optimizer, self.whole(jnp.int32), average, self.abstract_critic, coefficient, reference
+        )
 
     @functools.cached_property
     def abstract_critic(self) -> Critic | None:
@@ -124,10 +132,13 @@ class Run:
     # ---- the functions that are compiled -------------------------------------------------------------
 
     def _init_state(self, params: Any) -> TrainState:
-        average = jax.tree.map(jnp.copy, params) if self.config.keeps_average else None
+        copy = lambda: jax.tree.map(jnp.copy, params)  # noqa: E731
         optimizer, objective = self.optimizer.init(params), self.config.objective
+        average = copy() if self.config.keeps_average else None
         coefficient = jnp.float32(objective.entropy_coefficient) if objective.entropy_target else None
-        return TrainState(params, optimizer, jnp.zeros((), jnp.int32), average, self._init_critic(), coefficient)
+        reference = copy() if objective.reference_reset_iterations else None
+        step = jnp.zeros((), jnp.int32)
+        return TrainState(params, optimizer, step, average, self._init_critic(), coefficient, reference)
 
     def _init_critic(self) -> Critic | None:
         if not self.config.has_critic:
@@ -219,6 +230,11 @@ class Run:
         rate = optim.schedule(self.config.optimizer, self.config.num_updates)(jnp.maximum(state.step - 1, 0))
         return state, ring, sums | {"filled_slots": replay.num_filled(ring), "learning_rate": rate}
 
+    def _reset_reference(self, state: TrainState, ring: RingState) -> tuple[TrainState, RingState]:
+        """The policy as its own reference, and an empty ring: what is in the old one knows the old reference."""
+        del ring
+        return state.replace(reference=jax.tree.map(jnp.copy, state.params)), self._init_ring()
+
     def programs(self) -> dict[str, Program]:
         """Every program of the run by name."""
         layout = lambda tree: jax.tree.map(lambda x: x.sharding, tree)  # noqa: E731
@@ -249,6 +265,10 @@ class Run:
         if self.keeps_reference:
             params = self.reference_model.abstract_params(self.mesh)
             programs["reference"] = Program(self._reference, (params, rollout), ref_logp.sharding)
+        if self.config.objective.reference_reset_iterations:
+            programs["reset_reference"] = Program(
+                self._reset_reference, (state, ring), (layout(state), layout(ring)), donate=(0, 1)
+            )
         if self.config.keeps_old_logp:
             programs["old_logp"] = Program(self._logp, (self.learner_params, rollout), tokens.sharding)
         if self.config.external.groups_per_iteration:

@@ -253,6 +253,8 @@ class ObjectiveConfig:
     # What the penalty is to: "reference" (the frozen starting model), "convex" (it and the weights before the
     # iteration's updates, by schedule) or "ewma" (the moving average of the weights).
     kl_anchor: str = "reference"
+    # After these iterations the reference becomes the policy of then, and the ring is emptied (ReMix: 50 and 100).
+    reference_reset_iterations: tuple[int, ...] = ()
     # Weight of the policy's entropy as a bonus; with entropy_target where it starts.
     entropy_coefficient: float = 0.0
     # Nats per token below which the weight rises, above which it falls, by entropy_rate a step; 0 = the weight stays.

@@ -307,6 +307,12 @@ def _combinations(c: Any):
         f"objective.kl_coefficient={c.objective.kl_coefficient} to objective.kl_anchor={c.objective.kl_anchor!r} nor "
         f"objective.surrogate={c.objective.surrogate!r}",
     )
+    resets = c.objective.reference_reset_iterations
+    yield (
+        not resets or (c.keeps_reference and c.model.reference_path == "" and min(resets) > 0),
+        f"objective.reference_reset_iterations={resets} must be () or numbers from 1 on with a reference that is read "
+        f"(objective.kl_coefficient) and is the run's own (model.reference_path={c.model.reference_path!r})",
+    )
     yield (all(s for s in c.sampling.stop_strings), "sampling.stop_strings must not contain the empty string")
     yield from _objective(c.objective, c.replay.unit)
 

@@ -93,10 +93,9 @@ def train(config: Config, workdir: pathlib.Path, *, allow_config_changes: bool =
         evals = {name.removeprefix("eval_"): p for name, p in compiled.items() if name.startswith("eval_")}
         abstract = {"train": run.abstract_state, "ring": run.abstract_ring, "sampler": carried_slots(run)}
         restored = checkpoints.restore(abstract, config, allow_config_changes=allow_config_changes)
-        compute = 0.0
-        reference = teacher.load_params(run.reference_model, mesh, seed=config.seed) if run.keeps_reference else None
+        reference = teacher.load_params(run.reference_model, mesh, seed=config.seed) if run.loads_reference else None
         if restored is None:
-            start, ring = 0, compiled["init_ring"]()
+            start, compute, ring = 0, 0.0, compiled["init_ring"]()
             state = compiled["init_state"](source.load_params(run.model, mesh, seed=config.seed))
             metrics.restore({})
         else:
@@ -151,8 +150,7 @@ def train(config: Config, workdir: pathlib.Path, *, allow_config_changes: bool =
         # ---- the loop ----------------------------------------------------------------------------------
         recompiles = profiling.CompileCounter()
         progress.restart_clock()
-        failure = None
-        iteration = start
+        failure, iteration = None, start
         while iteration < config.num_iterations and not stop.requested and failure is None:
             t0 = time.monotonic()
             prompts = stream.next_batch(generator.prompts_wanted())
@@ -170,7 +168,7 @@ def train(config: Config, workdir: pathlib.Path, *, allow_config_changes: bool =
             if guests:
                 rows = compiled["join"](state.params, state.step, rollout, guests.rows)
                 known, about = guests.join(rewards, asked, pool.collect)
-            ref_logp = compiled["reference"](reference, rows) if run.keeps_reference else None
+            ref_logp = compiled["reference"](reference or state.reference, rows) if run.keeps_reference else None
             layout = jax.tree.map(lambda x: x.sharding, run.abstract_scores)
             scores = jax.device_put(memory.scores(known, about), layout)
             if config.has_critic:
@@ -187,6 +185,8 @@ def train(config: Config, workdir: pathlib.Path, *, allow_config_changes: bool =
             passed = rewards.total >= config.rewards.pass_threshold
             stream.observe(asked, passed, rewards.outcome == OUTCOME_SCORE)
             iteration += 1
+            if iteration in config.objective.reference_reset_iterations:
+                state, ring = compiled["reset_reference"](state, ring)
             check_gap(config, iteration, used)
             values = rollout_values(config, rewards, made) | update_values(config, used)
             values |= {

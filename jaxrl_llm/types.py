@@ -146,3 +146,4 @@ class TrainState:
     average: Any = None  # moving average of params where the objective asks for one
     critic: Critic | None = None  # where credit asks for one
     entropy_coefficient: jax.Array | None = None  # [] f32, where the objective has a target for the entropy
+    reference: Any = None  # weights of the reference, where it does not stay that of the start

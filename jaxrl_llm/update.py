@@ -156,7 +156,7 @@ class Update:
                     target=self.objective.entropy_target,
                     rate=self.objective.entropy_rate,
                 )
-            return TrainState(params, opt_state, state.step + 1, average, critic, coefficient)
+            return TrainState(params, opt_state, state.step + 1, average, critic, coefficient, state.reference)
 
         state = jax.lax.cond(usable, apply, lambda state: state, state)
         return state, sums | {

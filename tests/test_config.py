@@ -112,6 +112,14 @@ def test_the_defaults_are_a_config():
             {"model": {"reference_path": "random:debug"}},
             "model.reference_path='random:debug' must be '' where nothing reads the reference: neither objective.kl_",
         ),
+        (
+            {"objective": {"reference_reset_iterations": (50,)}},
+            "reset_iterations=(50,) must be () or numbers from 1 on",
+        ),
+        (
+            {"objective": {"reference_reset_iterations": (0,), "kl_coefficient": 0.1}},
+            "objective.reference_reset_iterations=(0,) must be () or numbers from 1 on",
+        ),
         ({"model": {"remat": "some"}}, "model.remat='some' is not one of 'none', 'dots', 'full', 'auto'"),
         ({"update": {"micro_batch_size": 24}}, "update.micro_batch_size=24 must divide update.batch_size=64"),
         ({"replay": {"capacity": 32}}, "replay.capacity=32 must be at least update.batch_size=64"),
@@ -480,6 +488,7 @@ ALIVE = {
     "objective.kl_coefficient": (0.2, program("update"), WITH_KL),
     "objective.kl_estimator": ("k1", program("update"), WITH_KL),
     "objective.kl_anchor": ("convex", program("update"), WITH_KL),
+    "objective.reference_reset_iterations": ((1,), program("update"), WITH_KL),
     "objective.entropy_coefficient": (0.01, program("update"), {}),
     "objective.environment_coefficient": (0.05, program("update"), {}),
     "objective.imitation_coefficient": (0.5, program("update"), SHOWN),
