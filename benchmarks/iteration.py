@@ -21,7 +21,7 @@ from jaxrl_llm.prompts import EncodedExample, batch_of
 from jaxrl_llm.rollout import FinishedGroup, Generator
 from jaxrl_llm.types import Example, Rollout, Scores
 
-LEARNER = ("init_state", "init_ring", "insert", "update", "copy_params", "reference", "values")
+LEARNER = ("init_state", "init_ring", "insert", "update", "reference", "values", "old_logp")
 
 # (name, compiled program) -> something that is called in its place
 Wrap = Callable[[str, Any], Any]
@@ -82,7 +82,8 @@ class Iteration:
         self.sample_key, self.draw_key = self.put([rng.stream(0, name) for name in ("sample", "draw")])
         self.generator = Generator(self.run.sampler, self.programs, lambda ids: "") if sampler else None
         params = load_params(self.run.model, self.mesh)
-        self.reference = self.programs["copy_params"](params) if learner and self.run.keeps_reference else None
+        needs_reference = learner and self.run.keeps_reference
+        self.reference = load_params(self.run.reference_model, self.mesh) if needs_reference else None
         self.index = 0
         if learner:
             self.state, self.ring = self.programs["init_state"](params), self.programs["init_ring"]()
@@ -127,6 +128,8 @@ class Iteration:
         scores = jax.device_put(scores, sharding.leading(self.mesh, scores))
         if "values" in self.programs:
             scores = scores.replace(value=self.programs["values"](self.state, rollout))
+        if "old_logp" in self.programs:
+            scores = scores.replace(old_logp=self.programs["old_logp"](self.state.params, rollout))
         ref_logp = self.programs["reference"](self.reference, rollout) if self.run.keeps_reference else None
         now = self.put(np.int32(self.index))
         self.ring, _ = self.programs["insert"](self.ring, rollout, scores, ref_logp, now)

@@ -39,6 +39,7 @@ class Run:
     config: Config
     mesh: Mesh
     model: Model
+    reference_model: Model  # whose log-probs the objective's reference has; another than ``model`` for a teacher
     optimizer: optax.GradientTransformation
     sampler: Sampler
     eval_sampler: Sampler | None
@@ -55,6 +56,11 @@ class Run:
     @property
     def keeps_reference(self) -> bool:
         return self.config.keeps_reference
+
+    @property
+    def loads_reference(self) -> bool:
+        """Whether the reference is beside the learner's state, the same all through; else it is a part of it."""
+        return self.keeps_reference and not self.config.objective.reference_reset_iterations
 
     @functools.cached_property
     def abstract_rollout(self) -> Rollout:
@@ -83,7 +89,7 @@ class Run:
 
     @functools.cached_property
     def abstract_scores(self) -> Scores:
-        """What the host knows of them: all but the critic's values."""
+        """What the host knows of them: all but what the learner says."""
         B, settings = self.config.rows_per_iteration, self.config.credit
         kind = settings.advantage
         return Scores(
@@ -101,7 +107,10 @@ class Run:
         optimizer = optim.abstract_state(self.optimizer, params, self.mesh, offload=self.config.optimizer.offload)
         average = params if self.config.keeps_average else None
         coefficient = self.whole(jnp.float32) if self.config.objective.entropy_target else None
-        return TrainState(params, optimizer, self.whole(jnp.int32), average, self.abstract_critic, coefficient)
+        reference = params if self.config.objective.reference_reset_iterations else None
+        return TrainState(
+            params, optimizer, self.whole(jnp.int32), average, self.abstract_critic, coefficient, reference
+        )
 
     @functools.cached_property
     def abstract_critic(self) -> Critic | None:
@@ -126,10 +135,13 @@ class Run:
     # ---- the functions that are compiled -------------------------------------------------------------
 
     def _init_state(self, params: Any) -> TrainState:
-        average = jax.tree.map(jnp.copy, params) if self.config.keeps_average else None
+        copy = lambda: jax.tree.map(jnp.copy, params)  # noqa: E731
         optimizer, objective = self.optimizer.init(params), self.config.objective
+        average = copy() if self.config.keeps_average else None
         coefficient = jnp.float32(objective.entropy_coefficient) if objective.entropy_target else None
-        return TrainState(params, optimizer, jnp.zeros((), jnp.int32), average, self._init_critic(), coefficient)
+        reference = copy() if objective.reference_reset_iterations else None
+        step = jnp.zeros((), jnp.int32)
+        return TrainState(params, optimizer, step, average, self._init_critic(), coefficient, reference)
 
     def _init_critic(self) -> Critic | None:
         if not self.config.has_critic:
@@ -148,6 +160,7 @@ class Run:
             ref_logp=tokens if self.keeps_reference else None,
             returns=tokens if self.config.has_critic else None,
             value=tokens if self.config.has_critic and self.config.objective.value_clip else None,
+            old_logp=tokens if self.config.keeps_old_logp else None,
         )
         return replay.init(
             shape,
@@ -159,8 +172,13 @@ class Run:
         )
 
     def _logp(self, params: Any, rollout: Rollout) -> jax.Array:
-        """Log-probs of fresh rollouts, [B,S]; those under the frozen starting model are kept in the ring with them."""
-        return self._by_micro_batch(lambda rows, unit: self.update.logp(params, rows, group_size=unit)[0], rollout)
+        """Log-probs of fresh rollouts, [B,S]."""
+        return self._by_micro_batch(lambda rows, unit: self.update.logp(params, rows, group_size=unit).logp, rollout)
+
+    def _reference(self, params: Any, rollout: Rollout) -> jax.Array:
+        """Likewise under the frozen reference; they are kept in the ring with the rollouts."""
+        teacher = dataclasses.replace(self.update, model=self.reference_model)
+        return self._by_micro_batch(lambda rows, unit: teacher.logp(params, rows, group_size=unit).logp, rollout)
 
     def _join(self, params: Any, version: jax.Array, rollout: Rollout, external: Rollout) -> Rollout:
         """Own rows and those of others beside each other, these as if the current weights had just drawn them."""
@@ -229,6 +247,11 @@ class Run:
         sums |= {"filled_slots": replay.num_filled(ring), "wasted_share": replay.wasted_share(ring)}
         return state, ring, sums | {"learning_rate": rate}
 
+    def _reset_reference(self, state: TrainState, ring: RingState) -> tuple[TrainState, RingState]:
+        """The policy as its own reference, and an empty ring: what is in the old one knows the old reference."""
+        del ring
+        return state.replace(reference=jax.tree.map(jnp.copy, state.params)), self._init_ring()
+
     def programs(self) -> dict[str, Program]:
         """Every program of the run by name."""
         layout = lambda tree: jax.tree.map(lambda x: x.sharding, tree)  # noqa: E731
@@ -238,7 +261,9 @@ class Run:
         iteration = self.whole(jnp.int32)
         tokens = self.rows((B, S), jnp.float32)
         ref_logp = tokens if self.keeps_reference else None
-        scores = self.abstract_scores.replace(value=tokens if self.config.has_critic else None)
+        scores = self.abstract_scores.replace(
+            value=tokens if self.config.has_critic else None, old_logp=tokens if self.config.keeps_old_logp else None
+        )
         state, ring, rollout = self.abstract_state, self.abstract_ring, self.abstract_rollout
         programs = {"publish": publish.program(self.model, self.mesh)} | self.sampler.programs(self.sampler_params)
         programs |= {
@@ -255,15 +280,18 @@ class Run:
             ),
         }
         if self.keeps_reference:
-            # The reference starts as a copy: the learner's own buffers are donated to the first update.
-            programs["copy_params"] = Program(
-                lambda params: jax.tree.map(jnp.copy, params), (self.learner_params,), layout(self.learner_params)
+            params = self.reference_model.abstract_params(self.mesh)
+            programs["reference"] = Program(self._reference, (params, rollout), ref_logp.sharding)
+        if self.config.objective.reference_reset_iterations:
+            programs["reset_reference"] = Program(
+                self._reset_reference, (state, ring), (layout(state), layout(ring)), donate=(0, 1)
             )
-            programs["reference"] = Program(self._logp, (self.learner_params, rollout), ref_logp.sharding)
         sampled = self._abstract_rows(self.config.rollouts_per_iteration)
         if self.config.rollout.max_resample_rounds:
             place = self.whole(jnp.int32, (self.config.rollout.prompts_per_iteration,))
             programs["choose"] = Program(self._choose, (sampled, sampled, place), layout(sampled))
+        if self.config.keeps_old_logp:
+            programs["old_logp"] = Program(self._logp, (self.learner_params, rollout), tokens.sharding)
         if self.config.external.groups_per_iteration:
             programs["join"] = Program(
                 self._join, (self.learner_params, iteration, sampled, self.abstract_external), layout(rollout)
@@ -282,26 +310,20 @@ def place(shapes: Any, layouts: Any) -> Any:
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, layouts)
 
 
-def assemble(config: Config, arch: Architecture, eos_ids: tuple[int, ...], mesh: Mesh) -> Run:
+def assemble(
+    config: Config, arch: Architecture, eos_ids: tuple[int, ...], mesh: Mesh, reference: Architecture | None = None
+) -> Run:
     """The run of a config.
 
+    Args:
+        reference: shape of the frozen reference; None = as the model's.
+
     Raises:
-        ConfigError: a batch number does not divide over the mesh, or the model does not fit it or the row width.
+        ConfigError: a batch number does not divide over the mesh, or a model does not fit it or the row width.
     """
     sharding.check_divisible(config, mesh)
-    tensor = mesh.shape["tensor"]
-    if arch.num_heads % tensor or arch.num_kv_heads % tensor:
-        raise ConfigError(
-            f"mesh.tensor={tensor} must divide the model's {arch.num_heads} heads and {arch.num_kv_heads} key heads"
-        )
-    if config.row_tokens > arch.max_positions:
-        raise ConfigError(
-            f"prompts.max_tokens={config.prompts.max_tokens} + sampling.max_completion_tokens="
-            f"{config.sampling.max_completion_tokens} must be at most the model's {arch.max_positions} positions"
-        )
-    attention = kernels.choose(config.model.attention, mesh.devices.flat[0], config.model.compute_dtype, arch.head_size)
-    remat = "full" if config.model.remat == "auto" else config.model.remat
-    model = Model(arch, config.model.compute_dtype, remat, attention)
+    model = _model(config, arch, mesh, "model")
+    reference_model = _model(config, reference, mesh, "reference") if reference else model
     optimizer = optim.make(config.optimizer, config.num_updates)
     if config.replay.memory == "host":
         sharding.check_host_memory(mesh, "replay.memory", "host", otherwise="device")
@@ -329,6 +351,7 @@ def assemble(config: Config, arch: Architecture, eos_ids: tuple[int, ...], mesh:
         config=config,
         mesh=mesh,
         model=model,
+        reference_model=reference_model,
         optimizer=optimizer,
         sampler=sampler,
         eval_sampler=eval_sampler(config, sampler) if config.eval.num_prompts else None,
@@ -342,8 +365,25 @@ def assemble(config: Config, arch: Architecture, eos_ids: tuple[int, ...], mesh:
             line_tokens=config.line_tokens,
             objective=config.objective,
             critic_optimizer=critic_optimizer,
+            pass_threshold=config.rewards.pass_threshold,
         ),
     )
+
+
+def _model(config: Config, arch: Architecture, mesh: Mesh, who: str) -> Model:
+    tensor = mesh.shape["tensor"]
+    if arch.num_heads % tensor or arch.num_kv_heads % tensor:
+        raise ConfigError(
+            f"mesh.tensor={tensor} must divide the {who}'s {arch.num_heads} heads and {arch.num_kv_heads} key heads"
+        )
+    if config.row_tokens > arch.max_positions:
+        raise ConfigError(
+            f"prompts.max_tokens={config.prompts.max_tokens} + sampling.max_completion_tokens="
+            f"{config.sampling.max_completion_tokens} must be at most the {who}'s {arch.max_positions} positions"
+        )
+    attention = kernels.choose(config.model.attention, mesh.devices.flat[0], config.model.compute_dtype, arch.head_size)
+    remat = "full" if config.model.remat == "auto" else config.model.remat
+    return Model(arch, config.model.compute_dtype, remat, attention)
 
 
 def keep_what_fits(

@@ -28,7 +28,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
-from jaxrl_llm.config import CheckpointConfig, Config, ConfigError, differences, fingerprint, from_json, to_json
+from jaxrl_llm.config import CheckpointConfig, Config, ConfigError, fingerprint, from_json, to_json
+from jaxrl_llm.nested import differences
 
 # Settings (or groups) that a resumed run may change freely: they say how long the run is, what it writes down, with
 # how many hands and where arrays lie, and no parameter, ring byte or sampled token depends on them.

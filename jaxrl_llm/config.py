@@ -26,6 +26,9 @@ from jaxrl_llm.nested import ConfigError, flatten
 class ModelConfig:
     # Hugging Face folder, GGUF file, "smollm2-135m-instruct", hub id, or "random:PRESET".
     path: str = "random:debug"
+    # The frozen model that the objective's reference is, likewise, of the same token ids: a teacher, with
+    # objective.kl_coefficient (on-policy distillation). "" = path, as training finds it.
+    reference_path: str = ""
     # Arithmetic of the forward pass; master weights are always float32.
     compute_dtype: str = "float32"
     # What the backward pass recomputes: "none" keeps all, "dots" keeps matmul outputs, "full" keeps layer inputs;
@@ -124,6 +127,8 @@ class CreditConfig:
     delta_v: float = -0.1
     # For "mssr" and "poise", what earlier evidence keeps of its weight per answer ("mssr") or iteration ("poise").
     baseline_decay: float = 0.9
+    # For "gdpo": further reward functions count only where the first gives at least this; 0 = always.
+    gate_threshold: float = 0.0
     # For "gae": 1 judges each token by the row's reward, below it more by what the critic says soon after.
     gae_lambda: float = 1.0
     # For "gae", what a reward keeps of its worth per token that it is away.
@@ -144,6 +149,9 @@ class CreditConfig:
     positive_amplification: float = 0.0
     # How much less an unsure answer weighs than a sure one of its group; 0 = equal, 1 = ETTRL's.
     entropy_reweighting: float = 0.0
+    # A row's advantage is multiplied by its completion's length over the iteration's mean, to this power; 0 = not. 1
+    # makes up for slow answers being fewer where rollouts come as they finish.
+    duration_weight: float = 0.0
     # Tokens get this many times their entropy more advantage, at most |advantage| / entropy_bonus_limit; 0 = none.
     entropy_bonus: float = 0.0
     entropy_bonus_limit: float = 0.4
@@ -236,8 +244,9 @@ class ObjectiveConfig:
     dual_clip: float = 0.0
     # Weight of the log-ratio against the reward in "agro", "gvpo", "kimi_k15", "opmd" (tau), "spo" and "inpo" (eta).
     regression_beta: float = 0.1
-    # The old policy, which ratios are against: "behaviour" (drew the token), "start" (weights before the iteration's
-    # updates), "interpolated" (the same between behaviour and current, without a forward) or "ewma" (averaged weights).
+    # The old policy, which ratios are against: "behaviour" (drew the token), "generation" (the same weights as the
+    # learner computes them, when the rollout goes into the ring), "start" (weights before the iteration's updates),
+    # "interpolated" (the same between behaviour and current, without a forward) or "ewma" (averaged weights).
     proximal: str = "behaviour"
     # Decay per optimizer step of the moving average of the weights.
     ewma_decay: float = 0.9
@@ -262,11 +271,18 @@ class ObjectiveConfig:
     # What the penalty is to: "reference" (the frozen starting model), "convex" (it and the weights before the
     # iteration's updates, by schedule) or "ewma" (the moving average of the weights).
     kl_anchor: str = "reference"
+    # After these iterations the reference becomes the policy of then, and the ring is emptied (ReMix: 50 and 100).
+    reference_reset_iterations: tuple[int, ...] = ()
     # Weight of the policy's entropy as a bonus; with entropy_target where it starts.
     entropy_coefficient: float = 0.0
     # Nats per token below which the weight rises, above which it falls, by entropy_rate a step; 0 = the weight stays.
     entropy_target: float = 0.0
     entropy_rate: float = 1e-4
+    # Weight of the cross-entropy of the prompts' tokens, which the environment wrote: a model of it (ECHO: 0.05).
+    environment_coefficient: float = 0.0
+    # Weight of the cross-entropy of the correct rollouts among those of others (external.paths), beside what they get
+    # as rollouts.
+    imitation_coefficient: float = 0.0
     # With credit.advantage "gae", what of the value loss's gradient the critic's head passes on into the policy's
     # hidden states, which it reads; 0 = none. The head itself always has all of it.
     value_coefficient: float = 0.1
@@ -413,6 +429,11 @@ class Config:
         return to_reference or self.objective.surrogate in limits.REFERENCE_SURROGATES
 
     @property
+    def keeps_old_logp(self) -> bool:
+        """Whether rollouts carry their log-probs under the learner's weights of when they went into the ring."""
+        return self.objective.proximal == "generation"
+
+    @property
     def has_critic(self) -> bool:
         """Whether the learner has a value head beside the policy."""
         return self.credit.advantage == "gae"
@@ -475,9 +496,3 @@ def from_json(text: str) -> Config:
 def fingerprint(config: Config) -> str:
     """Short hash of the resolved config; checkpoints carry it."""
     return hashlib.sha256(to_json(config).encode()).hexdigest()[:16]
-
-
-def differences(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
-    """``{path: (old, new)}`` of the fields that differ."""
-    a, b = flatten(old), flatten(new)
-    return {path: (a[path], b[path]) for path in a if a[path] != b[path]}

@@ -79,6 +79,8 @@ def assign(
             sums["correct_within"] = shaping.correct_within(length, correct, row_class, groups, grid=grid)
         terms.append(shaping.short_bonus(length, correct, target=target, bonus=bonus))
     parts, part_weights = scores.parts, config.rewards.weights
+    if settings.gate_threshold:
+        parts = shaping.gated(parts, threshold=settings.gate_threshold)
     if parts is not None and terms:  # normalised like any other reward
         parts, part_weights = jnp.concatenate([parts, sum(terms)[:, None]], axis=1), (*part_weights, 1.0)
     shaped = reward + sum(terms)
@@ -124,6 +126,9 @@ def assign(
         )
         advantage_BS = advantages.whiten(returns_BS - jnp.where(active_BS, scores.value, 0.0), active_BS)
         advantage = jnp.max(jnp.abs(advantage_BS), axis=1)
+    if settings.duration_weight:
+        factor = shaping.duration_factor(length, trainable, exponent=settings.duration_weight)
+        advantage_BS *= factor[:, None]
     if settings.entropy_bonus:
         advantage_BS += shaping.entropy_bonus(
             advantage_BS, surprise_BS, coefficient=settings.entropy_bonus, limit=settings.entropy_bonus_limit
@@ -132,7 +137,16 @@ def assign(
     teaches = jnp.any(groups.member & ((advantage != 0) & (rollout.group_id >= 0))[None, :], axis=1)
     sums["degenerate_groups"] = num_own - jnp.sum(teaches, dtype=jnp.int32)
     old_value = scores.value if config.objective.value_clip else None
-    experience = Experience(rollout, reward, advantage_BS, trainable, ref_logp, returns=returns_BS, value=old_value)
+    experience = Experience(
+        rollout,
+        reward,
+        advantage_BS,
+        trainable,
+        ref_logp,
+        returns=returns_BS,
+        value=old_value,
+        old_logp=scores.old_logp,
+    )
     return experience, sums
 
 

@@ -44,7 +44,7 @@ CHOICES = {
         "gae",
     ),
     "objective.surrogate": (*OLD_POLICY_SURROGATES, *PLAIN_SURROGATES, "agro", "spo", "spo_cross_entropy"),
-    "objective.proximal": ("behaviour", "start", "interpolated", "ewma"),
+    "objective.proximal": ("behaviour", "generation", "start", "interpolated", "ewma"),
     "objective.correction": (
         "none",
         "importance",
@@ -86,6 +86,7 @@ BOUNDS = {
     "rewards.max_failure_frac": (0.0, 1.0, True),
     "credit.delta_v": (-math.inf, math.inf, True),
     "credit.baseline_decay": (0.0, 1.0, True),
+    "credit.gate_threshold": (-math.inf, math.inf, True),
     "credit.gae_lambda": (0.0, 1.0, True),
     "credit.discount": (0.0, 1.0, True),
     "credit.overlong_buffer_tokens": (0, math.inf, True),
@@ -95,6 +96,7 @@ BOUNDS = {
     "credit.short_answer_iterations": (0, math.inf, True),
     "credit.positive_amplification": (0.0, math.inf, True),
     "credit.entropy_reweighting": (0.0, math.inf, True),
+    "credit.duration_weight": (0.0, math.inf, True),
     "credit.entropy_bonus": (0.0, math.inf, True),
     "credit.entropy_bonus_limit": (0.0, math.inf, False),
     "replay.capacity": (0, math.inf, True),
@@ -130,6 +132,8 @@ BOUNDS = {
     "objective.entropy_coefficient": (0.0, math.inf, True),
     "objective.entropy_target": (0.0, math.inf, True),
     "objective.entropy_rate": (0.0, math.inf, False),
+    "objective.environment_coefficient": (0.0, math.inf, True),
+    "objective.imitation_coefficient": (0.0, math.inf, True),
     "objective.value_coefficient": (0.0, math.inf, True),
     "objective.value_clip": (0.0, math.inf, True),
     "objective.value_bins": (0, math.inf, True),
@@ -243,6 +247,16 @@ def _combinations(c: Any):
         "external.groups_per_iteration above 0: what others wrote may be what a filter never draws",
     )
     yield (
+        c.objective.imitation_coefficient == 0 or e.groups_per_iteration > 0,
+        f"objective.imitation_coefficient={c.objective.imitation_coefficient} must be 0 without "
+        "external.groups_per_iteration: what is imitated is what others wrote",
+    )
+    yield (
+        c.objective.environment_coefficient == 0 or c.prompts.max_tokens > 1,
+        f"prompts.max_tokens={c.prompts.max_tokens} must be at least 2 for objective.environment_coefficient="
+        f"{c.objective.environment_coefficient}: of a prompt's first token nothing is predicted",
+    )
+    yield (
         c.rollout.group_size > 1 or c.credit.advantage in NEED_NO_SIBLINGS,
         f"rollout.group_size={c.rollout.group_size} must be at least 2 for credit.advantage={c.credit.advantage!r}, "
         f"which compares siblings; {', '.join(map(repr, NEED_NO_SIBLINGS))} do not",
@@ -263,6 +277,11 @@ def _combinations(c: Any):
             c.credit.advantage != "gae" or value == 0,
             f"credit.{name}={value} must be 0 for credit.advantage='gae': it is of a row's advantage, not of a token's",
         )
+    yield (
+        c.credit.gate_threshold == 0 or (c.credit.advantage == "gdpo" and len(c.rewards.functions) > 1),
+        f"credit.gate_threshold={c.credit.gate_threshold} must be 0 but with credit.advantage='gdpo' and more than one "
+        "of rewards.functions, of which the first is the gate",
+    )
     yield (
         c.credit.overlong_buffer_tokens <= c.sampling.max_completion_tokens,
         f"credit.overlong_buffer_tokens={c.credit.overlong_buffer_tokens} must be at most "
@@ -309,6 +328,18 @@ def _combinations(c: Any):
     yield (
         c.checkpoint.keep_best == 0 or c.eval.num_prompts > 0,
         f"checkpoint.keep_best={c.checkpoint.keep_best} needs eval.num_prompts of at least 1 to know the best",
+    )
+    yield (
+        c.model.reference_path == "" or c.keeps_reference,
+        f"model.reference_path={c.model.reference_path!r} must be '' where nothing reads the reference: neither "
+        f"objective.kl_coefficient={c.objective.kl_coefficient} to objective.kl_anchor={c.objective.kl_anchor!r} nor "
+        f"objective.surrogate={c.objective.surrogate!r}",
+    )
+    resets = c.objective.reference_reset_iterations
+    yield (
+        not resets or (c.keeps_reference and c.model.reference_path == "" and min(resets) > 0),
+        f"objective.reference_reset_iterations={resets} must be () or numbers from 1 on with a reference that is read "
+        f"(objective.kl_coefficient) and is the run's own (model.reference_path={c.model.reference_path!r})",
     )
     yield (all(s for s in c.sampling.stop_strings), "sampling.stop_strings must not contain the empty string")
     yield from _objective(c.objective, c.replay.unit)

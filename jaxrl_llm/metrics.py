@@ -87,6 +87,11 @@ METRICS: dict[str, Metric] = {
     "update/kl_reference_nats": Metric(
         "nats per token", "KL estimate (objective.kl_estimator) to objective.kl_anchor, mean over trained tokens."
     ),
+    "update/old_policy_gap_max_nats": Metric(
+        "nats",
+        "Largest |log-prob of the old policy (objective.proximal) - of the behaviour policy| of a trained token, at "
+        'most 40; with "generation" it is of sampler against learner, whatever the rollout\'s age.',
+    ),
     "update/clip_frac": Metric(
         "fraction", "Trained completion tokens whose ratio is clipped, over trained completion tokens."
     ),
@@ -107,6 +112,12 @@ METRICS: dict[str, Metric] = {
     },
     "update/correction_weight": Metric(
         "weight", "Weight of objective.correction, 0 where it masks; mean over trained completion tokens."
+    ),
+    "update/environment_nats": Metric(
+        "nats per token", "Cross-entropy of prompts, each a mean over its tokens; mean over the trained rollouts."
+    ),
+    "update/imitation_nats": Metric(
+        "nats per token", "Cross-entropy of the correct rollouts of others; mean over their tokens, 0 where none."
     ),
     "update/value_loss": Metric("loss", "Loss of the critic's predictions, mean over trained completion tokens."),
     "update/explained_variance": Metric(
@@ -263,11 +274,16 @@ def update_values(config: Config, used: dict[str, Any]) -> dict[str, float]:
             values[f"update/ess_frac_age_{label}"] = total**2 / (tokens * square) if square else math.nan
     if "kl_reference_sum" in used:
         values["update/kl_reference_nats"] = ratio("kl_reference_sum", "token_count")
+    if "old_gap_max" in used:
+        values["update/old_policy_gap_max_nats"] = float(used["old_gap_max"])
     if "correction_weight_sum" in used:
         values["update/correction_weight"] = ratio("correction_weight_sum", "token_count")
     if "value_loss_sum" in used:
         values["update/value_loss"] = ratio("value_loss_sum", "token_count")
         values["update/explained_variance"] = explained("return", "value_error", float(used["token_count"]))
+    for name in ("environment", "imitation"):
+        if f"{name}_loss_sum" in used:
+            values[f"update/{name}_nats"] = ratio(f"{name}_loss_sum", "update_count")
     if "entropy_coefficient_sum" in used:
         values["update/entropy_coefficient"] = ratio("entropy_coefficient_sum", "update_count")
     if "rate_scale_sum" in used:

@@ -10,7 +10,7 @@ Owns: which rows go together. Does not know: losses, models.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,11 +22,11 @@ from jaxrl_llm.types import Experience
 class MicroBatches(NamedTuple):
     count: int | jax.Array  # how many there are
     most: int  # and at most can be
-    at: Callable[[jax.Array], tuple[Experience, jax.Array]]  # the i-th's rows and weights; each has some of every shard
+    at: Callable[[jax.Array], tuple[Experience, Any]]  # the i-th's rows and weights; each has some of every shard
 
 
-def padded(batch: Experience, weight: jax.Array, *, num_rows: int) -> MicroBatches:
-    """Cut rows [M,b,...] and weights [M,b,S] into pieces of ``num_rows`` rows."""
+def padded(batch: Experience, weight: Any, *, num_rows: int) -> MicroBatches:
+    """Cut rows [M,b,...] and their weights, one or more arrays [M,b,S], into pieces of ``num_rows`` rows."""
     M, b = batch.reward.shape
     count = M * b // num_rows
 
@@ -41,9 +41,9 @@ def padded(batch: Experience, weight: jax.Array, *, num_rows: int) -> MicroBatch
 
 
 def packed(
-    batch: Experience, weight: jax.Array, *, num_lines: int, width: int, unit_width: int, group_size: int
+    batch: Experience, weight: Any, *, num_lines: int, width: int, unit_width: int, group_size: int
 ) -> MicroBatches:
-    """Cut rows [M,b,...] and weights [M,b,S] into pieces of ``num_lines`` lines, each of K rows that fit in it.
+    """Cut rows [M,b,...] and their weights into pieces of ``num_lines`` lines, each of K rows that fit in it.
 
     Units without a trainable row are left out. Where a line has fewer rows than it has place for, lengths and weights
     are 0 and no row is trainable.
@@ -73,10 +73,10 @@ def packed(
         take = jax.vmap(lambda x, index: x[index])
         taken = jax.tree.map(lambda x: take(x, jnp.maximum(row, 0)), (batch, weight))
         rows, weights = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), taken)
-        there = lambda x: jnp.where(is_there, x, jnp.zeros_like(x))  # noqa: E731
+        there = lambda x: jnp.where(is_there.reshape(-1, *(1,) * (x.ndim - 1)), x, jnp.zeros_like(x))  # noqa: E731
         rollout = rows.rollout
         rollout = rollout.replace(prompt_length=there(rollout.prompt_length), length=there(rollout.length))
         rows = rows.replace(rollout=rollout, trainable=there(rows.trainable))
-        return rows, jnp.where(is_there[:, None], weights, jnp.zeros_like(weights))
+        return rows, jax.tree.map(there, weights)
 
     return MicroBatches(-(-jnp.max(used) // per_shard), most, at)

@@ -72,3 +72,9 @@ def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
         else:
             flat[prefix + field.name] = value
     return flat
+
+
+def differences(old: Any, new: Any) -> dict[str, tuple[Any, Any]]:
+    """``{path: (old, new)}`` of the fields that differ."""
+    a, b = flatten(old), flatten(new)
+    return {path: (a[path], b[path]) for path in a if a[path] != b[path]}

@@ -26,7 +26,7 @@ MEMORY_SETTINGS = (
 # They run beside the published weights.
 SAMPLING = ("prefill", "decode", "read_group", "stop_rows", "collect", "choose")
 # They run before the rest of the state exists.
-START_UP = ("init_sampler", "init_ring", "init_state", "copy_params", "eval_init_sampler")
+START_UP = ("init_sampler", "init_ring", "init_state", "eval_init_sampler")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +104,9 @@ def resident_bytes(memories: Mapping[str, Memory]) -> int:
     whole = sum(memories[name].outputs for name in START_UP if name in memories)
     rollouts = memories["collect"].outputs - memories["collect"].aliased if "collect" in memories else 0
     rounds = memories["choose"].arguments if "choose" in memories else 0
-    return whole + rollouts + rounds + (memories["join"].outputs if "join" in memories else 0)
+    reference = memories["reference"].arguments if "reference" in memories else 0  # its weights, and rows: far less
+    joined = memories["join"].outputs if "join" in memories else 0
+    return whole + rollouts + rounds + reference + joined
 
 
 def host_bytes(memories: Mapping[str, Memory]) -> int:

@@ -20,9 +20,9 @@ import numpy as np
 from absl import flags
 
 from jaxrl_llm import cli, rows, sharding
-from jaxrl_llm.config import Config, ConfigError, MeshConfig, SamplingConfig
+from jaxrl_llm.config import Config, ConfigError, MeshConfig
 from jaxrl_llm.models import pretrained
-from jaxrl_llm.models.policy import row_logp
+from jaxrl_llm.models.policy import PLAIN, row_logp
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.programs import Program, compile_all, use_cache
 
@@ -62,10 +62,10 @@ def score(source: pretrained.Source, path: str, *, batch_size: int, compute_dtyp
                 tokens,
                 prompt_length,
                 length,
-                sampling=SamplingConfig(temperature=1.0),
+                sampling=PLAIN,
                 completion_width=width,
                 chunk_positions=CHUNK_POSITIONS,
-            )[0]
+            ).logp
 
         shapes = [jax.ShapeDtypeStruct(s, jnp.int32) for s in ((at_once, width), (at_once,), (at_once,))]
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding.leading(mesh, x)) for x in shapes]

@@ -27,18 +27,16 @@ from ml_collections import config_flags
 
 from jaxrl_llm import cli, optim, sharding
 from jaxrl_llm.assembly import place
-from jaxrl_llm.config import Config, ConfigError, SamplingConfig, freeze
+from jaxrl_llm.config import Config, ConfigError, freeze
 from jaxrl_llm.evaluate import questions
 from jaxrl_llm.models import hf, pretrained
-from jaxrl_llm.models.policy import row_logp
+from jaxrl_llm.models.policy import PLAIN, row_logp
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.ops.masks import completion_mask
 from jaxrl_llm.programs import Program, compile_all, use_cache
 from jaxrl_llm.prompts import PromptStream, batch_of
 from jaxrl_llm.sharding import leading, replicated
 from jaxrl_llm.types import Example, PromptBatch
-
-PLAIN = SamplingConfig()  # the model's own distribution: no temperature, no filter
 
 Rows = tuple[jax.Array, jax.Array, jax.Array]  # tokens [B,S], prompt_length [B], length [B], all i32
 
@@ -83,7 +81,7 @@ class Supervised:
     def logp(self, params: Any, rows: Rows, *, remat: bool = False) -> jax.Array:
         """Log-probs of the answers' tokens [B,S] f32 nats, 0.0 elsewhere."""
         given = dict(sampling=PLAIN, completion_width=self.width, chunk_positions=self.chunk, remat=remat)
-        return row_logp(self.model, params, *rows, **given)[0]
+        return row_logp(self.model, params, *rows, **given).logp
 
     def loss(self, params: Any, rows: Rows) -> jax.Array:
         """Cross-entropy in nats per answer token: one sum and one count over the batch."""

@@ -39,8 +39,9 @@ from ml_collections import config_flags
 
 from jaxrl_llm import cli, sweep_report
 from jaxrl_llm.checkpoint import StopRequest, changed_settings
-from jaxrl_llm.config import Config, ConfigError, differences, freeze, from_json, to_json
+from jaxrl_llm.config import Config, ConfigError, freeze, from_json, to_json
 from jaxrl_llm.metrics import METRICS, read_lines
+from jaxrl_llm.nested import differences
 from jaxrl_llm.points import Point, Sweep, freeze_points
 from jaxrl_llm.sweep_report import Run
 from jaxrl_llm.sweep_worker import LOG

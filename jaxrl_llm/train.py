@@ -62,8 +62,10 @@ def train(config: Config, workdir: pathlib.Path, *, allow_config_changes: bool =
     train_set, held_out, skipped = questions(config, tokenizer)
     stream = PromptStream(train_set, config.prompts, seed=config.seed)
     memory = Memory(config)
-    run = assemble(config, source.architecture(), tokenizer.eos_ids, mesh)
+    teacher = pretrained.resolve_reference(config.model, source)
+    run = assemble(config, source.architecture(), tokenizer.eos_ids, mesh, teacher.architecture())
     source.check_weights(run.model, mesh)
+    teacher.check_weights(run.reference_model, mesh)
     external = External(run, tokenizer)
     checkpoints = Checkpointer(workdir, config.checkpoint)
     checkpoints.check_config(config, allow_changes=allow_config_changes)
@@ -92,12 +94,10 @@ def train(config: Config, workdir: pathlib.Path, *, allow_config_changes: bool =
         evals = {name.removeprefix("eval_"): p for name, p in compiled.items() if name.startswith("eval_")}
         abstract = {"train": run.abstract_state, "ring": run.abstract_ring, "sampler": carried_slots(run)}
         restored = checkpoints.restore(abstract, config, allow_config_changes=allow_config_changes)
-        reference, compute = None, 0.0
-        if restored is None or run.keeps_reference:
-            params = source.load_params(run.model, mesh, seed=config.seed)
-            reference = compiled["copy_params"](params) if run.keeps_reference else None
+        reference = teacher.load_params(run.reference_model, mesh, seed=config.seed) if run.loads_reference else None
         if restored is None:
-            start, state, ring = 0, compiled["init_state"](params), compiled["init_ring"]()
+            start, compute, ring = 0, 0.0, compiled["init_ring"]()
+            state = compiled["init_state"](source.load_params(run.model, mesh, seed=config.seed))
             metrics.restore({})
         else:
             start, state, ring = restored.iteration, restored.device_state["train"], restored.device_state["ring"]
@@ -112,7 +112,6 @@ def train(config: Config, workdir: pathlib.Path, *, allow_config_changes: bool =
                 row = stream.lookup(prompt_id)
                 generator.adopt(shard, entry, prompt_id, row.example, row.tokens[: row.length].tolist())
             progress.note(f"resumed at iteration {start} from {checkpoints.directory}")
-        params = None  # donated or superseded: the state owns the weights now
 
         def score(group: FinishedGroup):
             return pool.submit(group.example, [tokenizer.decode(c) for c in group.completions])
@@ -155,8 +154,7 @@ def train(config: Config, workdir: pathlib.Path, *, allow_config_changes: bool =
         # ---- the loop ----------------------------------------------------------------------------------
         recompiles = profiling.CompileCounter()
         progress.restart_clock()
-        failure = None
-        iteration = start
+        failure, iteration = None, start
         while iteration < config.num_iterations and not stop.requested and failure is None:
             t0 = time.monotonic()
             guests = external.next_groups(iteration, score)
@@ -178,11 +176,13 @@ def train(config: Config, workdir: pathlib.Path, *, allow_config_changes: bool =
             if guests:
                 rows = compiled["join"](state.params, state.step, rollout, guests.rows)
                 known, about = guests.join(rewards, about, pool.collect)
-            ref_logp = compiled["reference"](reference, rows) if run.keeps_reference else None
+            ref_logp = compiled["reference"](reference or state.reference, rows) if run.keeps_reference else None
             layout = jax.tree.map(lambda x: x.sharding, run.abstract_scores)
             scores = jax.device_put(memory.scores(known, about), layout)
             if config.has_critic:
                 scores = scores.replace(value=compiled["values"](state, rows))
+            if config.keeps_old_logp:
+                scores = scores.replace(old_logp=compiled["old_logp"](state.params, rows))
             now = on_device(np.int32(iteration))
             ring, made = compiled["insert"](ring, rows, scores, ref_logp, now)
             state, ring, used = compiled["update"](state, ring, now, draw_key)
@@ -194,6 +194,8 @@ def train(config: Config, workdir: pathlib.Path, *, allow_config_changes: bool =
             passed = answers.total >= config.rewards.pass_threshold
             stream.observe(questions_of(sampled.asked), passed, answers.outcome == OUTCOME_SCORE)
             iteration += 1
+            if iteration in config.objective.reference_reset_iterations:
+                state, ring = compiled["reset_reference"](state, ring)
             check_gap(config, iteration, used)
             num_tied = int(made["degenerate_groups"]) + sampled.num_tied_left_out
             values = rollout_values(config, sampled.asked, answers, num_tied) | update_values(config, used)
@@ -255,13 +257,11 @@ def describe(run: Run, source: pretrained.Source, num_train: int, num_held_out: 
     """What the run is about to do, in words and in the four batch numbers."""
     config, arch = run.config, run.model.arch
     axes = " x ".join(f"{name} {size}" for name, size in run.mesh.shape.items())
-    kind = run.mesh.devices.flat[0].device_kind
-    devices = f"{run.mesh.size} x {kind}"
     others = config.rows_per_iteration - config.rollouts_per_iteration
     per_iteration = config.update.updates_per_iteration * config.update.batch_size
     ring_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(run.abstract_ring))
     lines = [
-        f"devices     {devices}; mesh {axes}",
+        f"devices     {run.mesh.size} x {run.mesh.devices.flat[0].device_kind}; mesh {axes}",
         f"model       {config.model.path}: {arch.num_params / 1e6:.1f} M parameters, {arch.num_layers} layers, "
         f"width {arch.width}, vocabulary {arch.vocab_size}, {config.model.compute_dtype}",
         f"questions   {num_train} to train on, {num_held_out} held out ({config.prompts.source} {config.prompts.name})",

@@ -86,7 +86,7 @@ class Rewards:
 
 @flax.struct.dataclass
 class Scores:
-    """What credit is told about B rollouts; None is what the config's advantage does not ask for."""
+    """What is known of B rollouts when they go into the ring; None is what the config does not ask for."""
 
     reward: jax.Array  # [B] f32, 0.0 where not trainable
     trainable: jax.Array  # [B] bool, False where the reward failed or the row is padding
@@ -95,6 +95,7 @@ class Scores:
     regression: jax.Array | None = None  # [F, F + 1] f32, sums that predict a row's siblings from its features
     value: jax.Array | None = None  # [B, S] f32 reward that the critic expected at each token, 0.0 off the completion
     short_answer: jax.Array | None = None  # [D] i32 tokens, how long a short answer of each difficulty may be
+    old_logp: jax.Array | None = None  # [B, S] f32 nats of the learner's weights of then, 0.0 off the completion
 
 
 @flax.struct.dataclass
@@ -109,6 +110,7 @@ class Experience:
     age_bucket: jax.Array | None = None  # [B] i32, 0..len(AGE_BUCKETS); of a drawn row, not stored in the ring
     returns: jax.Array | None = None  # [B, S] f32 what a critic should expect at each token, 0.0 off the completion
     value: jax.Array | None = None  # [B, S] f32 what it did expect, where its loss is clipped
+    old_logp: jax.Array | None = None  # [B, S] f32 nats of the learner when the row went into the ring
 
 
 @flax.struct.dataclass
@@ -148,3 +150,4 @@ class TrainState:
     average: Any = None  # moving average of params where the objective asks for one
     critic: Critic | None = None  # where credit asks for one
     entropy_coefficient: jax.Array | None = None  # [] f32, where the objective has a target for the entropy
+    reference: Any = None  # weights of the reference, where it does not stay that of the start

@@ -6,7 +6,8 @@ order and devices change nothing beyond float rounding.
 
     scan over U:   draw a batch [M, b] -> weights of the whole batch
       loop over micro-batches:   forward, backward, add gradients and sums
-        log-probs -> old policy -> correction -> surrogate -> sum by weights -> divergence, entropy, critic
+        log-probs -> old policy -> correction -> surrogate -> sum by weights -> divergence, entropy, critic,
+                     cross-entropy of prompts and of what others wrote
       clip, AdamW, step + 1
 
 Letters: M ring shards, b rows per shard, B = M*b rows, S row width, U updates, n micro-batches.
@@ -17,6 +18,7 @@ Owns: the loss's composition, gradient accumulation, the optimizer step. Does no
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -27,7 +29,7 @@ import optax
 from jaxrl_llm import micro_batches as cut
 from jaxrl_llm.config import ObjectiveConfig, SamplingConfig, UpdateConfig
 from jaxrl_llm.micro_batches import MicroBatches
-from jaxrl_llm.models.policy import packed_logp, row_logp
+from jaxrl_llm.models.policy import RowValues, packed_logp, row_logp
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.ops import corrections, values
 from jaxrl_llm.ops.losses import adapted_entropy_coefficient, aggregation_weights, kl_estimate, reference_share
@@ -50,6 +52,14 @@ class Moment(NamedTuple):
     entropy_coefficient: jax.Array | None = None  # [] f32 weight of the entropy bonus, where it moves
 
 
+class Weights(NamedTuple):
+    """What each token counts in the parts of the loss, [...,S] f32: every division has been done."""
+
+    policy: jax.Array  # in what completions are trained by
+    environment: jax.Array | None = None  # in the cross-entropy of prompts
+    imitation: jax.Array | None = None  # in that of correct completions which others wrote
+
+
 @dataclasses.dataclass(frozen=True)
 class Update:
     """Static description of the update; ``step`` is its one compiled program.
@@ -60,6 +70,7 @@ class Update:
         line_tokens: width of the lines that a batch is packed in; 0 = its rows are padded.
         group_size: each run of this many rows of a batch has one prompt; 1 = each its own.
         critic_optimizer: of the value head, where the state has one.
+        pass_threshold: a rollout is correct when its reward is at least this.
     """
 
     config: UpdateConfig
@@ -71,6 +82,7 @@ class Update:
     line_tokens: int = 0
     objective: ObjectiveConfig = ObjectiveConfig()
     critic_optimizer: optax.GradientTransformation | None = None
+    pass_threshold: float = 1.0
 
     def step(
         self, state: TrainState, ring: RingState, key: jax.Array, draw: Draw
@@ -144,7 +156,7 @@ class Update:
                     target=self.objective.entropy_target,
                     rate=self.objective.entropy_rate,
                 )
-            return TrainState(params, opt_state, state.step + 1, average, critic, coefficient)
+            return TrainState(params, opt_state, state.step + 1, average, critic, coefficient, state.reference)
 
         state = jax.lax.cond(usable, apply, lambda state: state, state)
         return state, sums | {
@@ -167,7 +179,7 @@ class Update:
 
         def log_ratio(i: jax.Array, seen: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             rows, mask = micros.at(i)
-            policy_logp = self._micro_batch_logp(state.params, rows)[0]
+            policy_logp = self._micro_batch_logp(state.params, rows).logp
             found = self._correction_ratio(self._tokens(policy_logp, rows, mask, moment)), mask
             return jax.tree.map(lambda x, new: x.at[i].set(new), seen, found)
 
@@ -181,31 +193,50 @@ class Update:
         self, params: Any, batch: Experience, moment: Moment, head: Any = None
     ) -> tuple[tuple[Any, Any], dict[str, jax.Array]]:
         """Gradients of the aggregated loss over rows [M, b, ...] by params and value head, and sums for the metrics."""
-        weights = (params, head)
+        learned = (params, head)
         flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)
-        rollout = flat.rollout
-        weight = aggregation_weights(
-            completion_mask(rollout.prompt_length, rollout.length, rollout.tokens.shape[1]),
-            flat.trainable,
-            rollout.group_id,
-            kind=self.objective.aggregation,
-            max_completion_tokens=self.sampling.max_completion_tokens,
-        )
-        micros = self.micro_batches(batch, weight.reshape(*batch.reward.shape, -1))
+        per_shard = lambda x: x.reshape(*batch.reward.shape, -1)  # noqa: E731
+        micros = self.micro_batches(batch, jax.tree.map(per_shard, self._weights(flat)))
 
         def accumulate(i, carry):
-            (_, sums), grads = jax.value_and_grad(self._loss, has_aux=True)(weights, *micros.at(i), moment)
+            (_, sums), grads = jax.value_and_grad(self._loss, has_aux=True)(learned, *micros.at(i), moment)
             old = carry[1]
             merged = {k: jnp.maximum(old[k], v) if k.endswith("_max") else old[k] + v for k, v in sums.items()}
             return jax.tree.map(jnp.add, carry[0], grads), merged
 
-        shapes = jax.eval_shape(lambda: self._loss(weights, *micros.at(0), moment)[1])
+        shapes = jax.eval_shape(lambda: self._loss(learned, *micros.at(0), moment)[1])
         zero_sums = {k: jnp.zeros(v.shape, v.dtype) for k, v in shapes.items()}
-        zero_grads = jax.tree.map(jnp.zeros_like, weights)
+        zero_grads = jax.tree.map(jnp.zeros_like, learned)
         return jax.lax.fori_loop(0, micros.count, accumulate, (zero_grads, zero_sums))
 
-    def micro_batches(self, batch: Experience, weight: jax.Array) -> MicroBatches:
-        """Cut rows [M, b, ...] and their weights [M, b, S] as the config says."""
+    def _weights(self, rows: Experience) -> Weights:
+        """Of rows [B, ...], the whole batch.
+
+            environment   w = 1 / (rows * tokens of the row's prompt but its first): each row's prompt is a mean, in
+                          which one that siblings share counts as often as it has siblings
+            imitation     w = 1 / tokens of the correct completions which others wrote, as in ``sft``
+
+        Source: environment, arXiv:2605.24517. Differs: nothing is left out of a prompt as a warning of the harness.
+        """
+        rollout, objective = rows.rollout, self.objective
+        width = rollout.tokens.shape[1]
+        mean = functools.partial(
+            aggregation_weights,
+            group_id=rollout.group_id,
+            max_completion_tokens=self.sampling.max_completion_tokens,
+        )
+        completion = completion_mask(rollout.prompt_length, rollout.length, width)
+        weights = Weights(mean(completion, rows.trainable, kind=objective.aggregation))
+        if objective.environment_coefficient:
+            predicted = completion_mask(jnp.ones_like(rollout.prompt_length), rollout.prompt_length, width)
+            weights = weights._replace(environment=mean(predicted, rows.trainable, kind="sequence_mean"))
+        if objective.imitation_coefficient:
+            shown = rows.trainable & (rollout.group_id < 0) & (rows.reward >= self.pass_threshold)
+            weights = weights._replace(imitation=mean(completion, shown, kind="token_mean"))
+        return weights
+
+    def micro_batches(self, batch: Experience, weight: Any) -> MicroBatches:
+        """Cut rows [M, b, ...] and their weights, arrays [M, b, S], as the config says."""
         config = self.config
         if not self.num_lines:
             return cut.padded(batch, weight, num_rows=config.micro_batch_size)
@@ -229,10 +260,11 @@ class Update:
         num_lines: int = 0,
         remat: bool = False,
         head: Any = None,
-    ):
-        """Log-probs of rows [B,S] under ``params`` and entropies, each [B,S] f32 nats (see models.policy).
+        with_prompts: bool = False,
+    ) -> RowValues:
+        """Log-probs of rows [B,S] under ``params`` and what else is read off them (see models.policy).
 
-        With a value head also its outputs [B,S,m]. With ``num_lines`` the rows are those of packed lines.
+        ``readout`` is of a value head. With ``num_lines`` the rows are those of packed lines.
         """
         readout = None
         if head is not None:
@@ -246,13 +278,14 @@ class Update:
             "group_size": group_size,
             "remat": remat,
             "readout": readout,
+            "with_prompts": with_prompts,
         }
         if num_lines:
             lines = (x.reshape(num_lines, -1, *x.shape[1:]) for x in rows)
             return packed_logp(self.model, params, *lines, width=self.line_tokens, **common)
         return row_logp(self.model, params, *rows, completion_width=self.sampling.max_completion_tokens, **common)
 
-    def _micro_batch_logp(self, params: Any, rows: Experience, **how: Any) -> tuple[jax.Array, ...]:
+    def _micro_batch_logp(self, params: Any, rows: Experience, **how: Any) -> RowValues:
         """``logp`` of the rows of one of ``micro_batches``."""
         return self.logp(params, rows.rollout, group_size=self.group_size, num_lines=self.num_lines, **how)
 
@@ -269,14 +302,19 @@ class Update:
     def predict_values(self, params: Any, head: Any, rollout: Rollout, *, group_size: int = 1) -> jax.Array:
         """What the critic expects at each token of rows, [B,S] f32 in units of reward, 0.0 off the completion."""
         # The log-probs are not used, and the compiler leaves them out.
-        outputs = self.logp(params, rollout, group_size=group_size, head=head)[2]
+        outputs = self.logp(params, rollout, group_size=group_size, head=head).readout
         mask = completion_mask(rollout.prompt_length, rollout.length, rollout.tokens.shape[1])
         return jnp.where(mask, values.expected_value(outputs, self.bins), 0.0)
 
-    def _loss(self, weights, rows: Experience, weight_BS, moment: Moment) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def _loss(self, learned, rows: Experience, weights: Weights, moment: Moment):
+        """The loss of a micro-batch [] f32, and sums; ``learned``: policy and value head."""
         rollout, objective = rows.rollout, self.objective
-        params, head = weights
-        policy_logp, entropy, *outputs = self._micro_batch_logp(params, rows, remat=True, head=head)
+        params, head = learned
+        with_prompts = objective.environment_coefficient > 0
+        policy_logp, entropy, outputs, prompt_logp = self._micro_batch_logp(
+            params, rows, remat=True, head=head, with_prompts=with_prompts
+        )
+        weight_BS = weights.policy
         mask = weight_BS > 0
         tokens = self._tokens(policy_logp, rows, mask, moment)
         total = lambda x: jnp.sum(jnp.where(mask, x, 0).astype(jnp.float32))  # noqa: E731
@@ -307,9 +345,15 @@ class Update:
             coefficient = moment.entropy_coefficient if objective.entropy_target else objective.entropy_coefficient
             loss -= coefficient * jnp.sum(weight_BS * jnp.where(mask, entropy, 0.0))
         if head is not None:
-            value_loss, value_sums = self._value_loss(outputs[0], rows, mask)
+            value_loss, value_sums = self._value_loss(outputs, rows, mask)
             loss += jnp.sum(weight_BS * value_loss)
             sums |= value_sums
+        if objective.environment_coefficient:
+            sums["environment_loss_sum"] = _cross_entropy(prompt_logp, weights.environment)
+            loss += objective.environment_coefficient * sums["environment_loss_sum"]
+        if objective.imitation_coefficient:
+            sums["imitation_loss_sum"] = _cross_entropy(policy_logp, weights.imitation)
+            loss += objective.imitation_coefficient * sums["imitation_loss_sum"]
 
         policy_logp, behaviour_logp = tokens.policy_logp, tokens.behaviour_logp
         ratio = jnp.where(mask, jnp.exp(policy_logp - behaviour_logp), 0.0)
@@ -331,6 +375,8 @@ class Update:
             "own_token_count": jnp.sum(own.astype(jnp.float32)),
             "gap_max": jnp.max(jnp.where(own, jnp.abs(policy_logp - behaviour_logp), 0.0)),
         }
+        if objective.proximal != "behaviour":
+            sums["old_gap_max"] = jnp.max(jnp.abs(tokens.old_logp - behaviour_logp))
         if rows.age_bucket is not None:
             in_bucket = rows.age_bucket[None, :] == jnp.arange(len(AGE_BUCKETS) + 1)[:, None]
             parts = {"token_count": mask, "clipped_count": mask & is_clipped, "ratio_sum": ratio}
@@ -362,6 +408,8 @@ class Update:
         proximal = self.objective.proximal
         if proximal == "behaviour":
             old_logp = behaviour_logp
+        elif proximal == "generation":
+            old_logp = rows.old_logp
         elif proximal == "interpolated":
             old_logp = corrections.interpolated_logp(
                 policy_logp, behaviour_logp, rollout.policy_version, moment.start_version, moment.version
@@ -379,7 +427,7 @@ class Update:
     def _constant_logp(self, params: Any, rows: Experience) -> jax.Array:
         """Log-probs [B,S] of rows under other weights, a constant to differentiation."""
         params = jax.lax.stop_gradient(params)
-        return jax.lax.stop_gradient(self._micro_batch_logp(params, rows)[0])
+        return jax.lax.stop_gradient(self._micro_batch_logp(params, rows).logp)
 
     @property
     def _weighed(self) -> str:
@@ -424,6 +472,10 @@ class Update:
             share = reference_share(moment.version)
             return share * to(rows.ref_logp) + (1 - share) * to_weights("start", moment.start)
         return to(rows.ref_logp)
+
+
+def _cross_entropy(logp: jax.Array, weight: jax.Array) -> jax.Array:
+    return -jnp.sum(weight * jnp.where(weight > 0, logp, 0.0))
 
 
 def _only(tokens: Tokens, mask: jax.Array) -> Tokens:

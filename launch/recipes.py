@@ -9,7 +9,8 @@ import importlib.util
 import pathlib
 import re
 
-from jaxrl_llm.config import Config, differences, freeze
+from jaxrl_llm.config import Config, freeze
+from jaxrl_llm.nested import differences
 
 FOLDER = pathlib.Path(__file__).resolve().parents[1] / "configs" / "recipes"
 

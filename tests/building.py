@@ -146,11 +146,24 @@ CRITICS = {
     "critic, bins": {"value_coefficient": 0.5, "value_bins": 9, "value_low": -1.0, "value_high": 1.0},
 }
 
+# Settings of what is learned of tokens beside their credit; the rows are then in part of others.
+CROSS_ENTROPIES = {"cross-entropies": {"environment_coefficient": 0.3, "imitation_coefficient": 0.5}}
 
-def random_experience(num_rows=NUM_ROWS, *, seed=0, arch=TINY, with_reference=True, with_critic=False, group_size=1):
+
+def random_experience(
+    num_rows=NUM_ROWS,
+    *,
+    seed=0,
+    arch=TINY,
+    with_reference=True,
+    with_critic=False,
+    with_others=False,
+    group_size=1,
+):
     """Ragged rows, numpy: a quarter not trainable, one of a single completion token, one as long as can be.
 
-    Each ``group_size`` neighbours have one prompt.
+    Each ``group_size`` neighbours have one prompt. The first half is of others where asked, and every other row then
+    correct.
     """
     rng = np.random.default_rng(seed)
     B, S = num_rows, ROW_TOKENS
@@ -178,6 +191,10 @@ def random_experience(num_rows=NUM_ROWS, *, seed=0, arch=TINY, with_reference=Tr
     )
     ref_logp = np.where(mask, rng.normal(-5.5, 0.5, (B, S)), 0.0).astype(np.float32)
     reward, advantage = rng.normal(size=B), rng.normal(size=(B, 1))
+    if with_others:
+        others = np.arange(B) < B // 2
+        rollout = rollout.replace(group_id=np.where(others, -1 - rollout.group_id, rollout.group_id))
+        reward = np.arange(B) % 2
     returns, value = (np.where(mask, rng.normal(0, 0.5, (B, S)), 0.0).astype(np.float32) for _ in range(2))
     return Experience(
         rollout=rollout,

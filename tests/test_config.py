@@ -25,12 +25,13 @@ from jaxrl_llm import config as config_module
 from jaxrl_llm import limits, sharding, tasks
 from jaxrl_llm import train as train_module
 from jaxrl_llm.assembly import assemble
-from jaxrl_llm.config import Config, ConfigError, differences, fingerprint, flatten, freeze, from_json, to_json
+from jaxrl_llm.config import Config, ConfigError, fingerprint, flatten, freeze, from_json, to_json
 from jaxrl_llm.credit import Memory
 from jaxrl_llm.evaluate import questions
 from jaxrl_llm.external import External
 from jaxrl_llm.metrics import cost_values, rollout_values
 from jaxrl_llm.models import pretrained
+from jaxrl_llm.nested import differences
 from jaxrl_llm.prompts import PromptStream
 from jaxrl_llm.rewards import RewardPool
 from jaxrl_llm.rollout import FinishedGroup, Generator
@@ -103,6 +104,7 @@ def test_the_defaults_are_a_config():
             {"credit": {"short_answer_iterations": 5}},
             "credit.short_answer_iterations=5 needs credit.short_answer_tokens",
         ),
+        ({"credit": {"gate_threshold": 0.5}}, "credit.gate_threshold=0.5 must be 0 but with credit.advantage='gdpo'"),
         ({"credit": {"delta_v": float("nan")}}, "credit.delta_v=nan must be"),
         (
             {"credit": {"advantage": "gae", "entropy_reweighting": 1.0}},
@@ -111,6 +113,18 @@ def test_the_defaults_are_a_config():
         ({"objective": {"value_bins": 1}}, "objective.value_bins=1 must be 0 or at least 2"),
         ({"objective": {"value_low": 1}}, "objective.value_low=1.0 below objective.value_high=1.0"),
         ({"objective": {"value_bins": 5, "value_clip": 0.2}}, "objective.value_clip=0.2 must be 0 for"),
+        (
+            {"model": {"reference_path": "random:debug"}},
+            "model.reference_path='random:debug' must be '' where nothing reads the reference: neither objective.kl_",
+        ),
+        (
+            {"objective": {"reference_reset_iterations": (50,)}},
+            "reset_iterations=(50,) must be () or numbers from 1 on",
+        ),
+        (
+            {"objective": {"reference_reset_iterations": (0,), "kl_coefficient": 0.1}},
+            "objective.reference_reset_iterations=(0,) must be () or numbers from 1 on",
+        ),
         ({"model": {"remat": "some"}}, "model.remat='some' is not one of 'none', 'dots', 'full', 'auto'"),
         ({"update": {"micro_batch_size": 24}}, "update.micro_batch_size=24 must divide update.batch_size=64"),
         ({"replay": {"capacity": 32}}, "replay.capacity=32 must be at least update.batch_size=64"),
@@ -138,6 +152,11 @@ def test_the_defaults_are_a_config():
         (
             {"external": {"paths": ("a",), "groups_per_iteration": 8}, "replay": {"capacity": 192}},
             "replay.capacity=192 must be a multiple of the 128 rollouts",
+        ),
+        ({"objective": {"imitation_coefficient": 0.1}}, "imitation_coefficient=0.1 must be 0 without external.groups"),
+        (
+            {"objective": {"environment_coefficient": 0.1}, "prompts": {"max_tokens": 1}},
+            "prompts.max_tokens=1 must be at least 2 for objective.environment_coefficient=0.1",
         ),
         ({"replay": {"delay_iterations": 1}}, "replay.delay_iterations=1 must be less than the 1 iterations"),
         (
@@ -255,6 +274,21 @@ def mesh(config, folder, monkeypatch):
 
 def model(config, folder, monkeypatch):
     return pretrained.resolve(config.model.path).architecture()
+
+
+def loaded_models(config, folder, monkeypatch):
+    """Shapes of the models whose weights a run loads."""
+    shapes, random = [], pretrained._random
+
+    def noted(path, setting):
+        source = random(path, setting)
+        load = lambda model, mesh, *, seed: shapes.append(model.arch) or source.load_params(model, mesh, seed=seed)  # noqa: E731
+        return dataclasses.replace(source, load_params=load)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pretrained, "_random", noted)
+        ghost_run(config, folder, monkeypatch)
+    return shapes
 
 
 def kernel_of_a_tpu(config, folder, monkeypatch):
@@ -385,6 +419,7 @@ CHECKPOINTED = {"checkpoint.every_iterations": 1, "checkpoint.keep_last": 1}
 WITH_KL = {"objective.kl_coefficient": 0.1}
 PLAIN = {"objective.surrogate": "reinforce"}
 SHOWN = {"external.paths": ("shown.jsonl",), "external.groups_per_iteration": 8, "replay.capacity": 64}
+GDPO = {"credit.advantage": "gdpo", "rewards.functions": ("a:b", "c:d"), "rewards.weights": (1.0, 1.0)}
 CRITIC = {"credit.advantage": "gae"}
 BINS = CRITIC | {"objective.value_bins": 8}
 
@@ -394,6 +429,7 @@ ALIVE = {
     "num_iterations": (4, ghost_run, {}),
     "compilation_cache": ("/tmp/other", cache, {}),
     "model.path": ("random:debug_wide", model, {}),
+    "model.reference_path": ("random:debug_wide", loaded_models, WITH_KL),
     "model.compute_dtype": ("bfloat16", program("decode"), {}),
     "model.remat": ("none", program("update"), {}),
     "model.attention": ("xla", kernel_of_a_tpu, {}),
@@ -429,6 +465,7 @@ ALIVE = {
     "credit.advantage": ("leave_one_out", program("insert"), {}),
     "credit.delta_v": (-0.2, program("insert"), {"credit.advantage": "asymre"}),
     "credit.baseline_decay": (0.5, remembered, {"credit.advantage": "mssr"}),
+    "credit.gate_threshold": (0.5, program("insert"), GDPO),
     "credit.gae_lambda": (0.9, program("insert"), CRITIC),
     "credit.discount": (0.9, program("insert"), CRITIC),
     "credit.overlong_filter": (True, program("insert"), {}),
@@ -439,6 +476,7 @@ ALIVE = {
     "credit.short_answer_iterations": (1, program("insert"), {"credit.short_answer_tokens": 4}),
     "credit.positive_amplification": (3.0, program("insert"), {}),
     "credit.entropy_reweighting": (1.0, program("insert"), {}),
+    "credit.duration_weight": (1.0, program("insert"), {}),
     "credit.entropy_bonus": (2.0, program("insert"), {}),
     "credit.entropy_bonus_limit": (2.0, program("insert"), {"credit.entropy_bonus": 2.0}),
     "replay.capacity": (64, shapes, {}),
@@ -488,7 +526,10 @@ ALIVE = {
     "objective.kl_coefficient": (0.2, program("update"), WITH_KL),
     "objective.kl_estimator": ("k1", program("update"), WITH_KL),
     "objective.kl_anchor": ("convex", program("update"), WITH_KL),
+    "objective.reference_reset_iterations": ((1,), program("update"), WITH_KL),
     "objective.entropy_coefficient": (0.01, program("update"), {}),
+    "objective.environment_coefficient": (0.05, program("update"), {}),
+    "objective.imitation_coefficient": (0.5, program("update"), SHOWN),
     "objective.value_coefficient": (0.2, program("update"), CRITIC),
     "objective.value_clip": (0.2, program("update"), CRITIC),
     "objective.value_bins": (8, program("values"), CRITIC),

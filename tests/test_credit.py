@@ -247,7 +247,19 @@ def test_rewards_are_shaped_for_the_advantage_and_stored_as_scored(kind):
     np.testing.assert_array_equal(experience.reward, np.where(trainable, reward, 0))
 
 
-def test_advantages_are_amplified_then_weighed_by_confidence_then_lifted_by_entropy():
+def test_a_gate_leaves_of_further_rewards_those_of_rows_whose_first_is_high_enough():
+    # First 1, 1, 0, 0; second 1, 0, 1, 0, of which the third's is lost: 1, 0, 0, 0.
+    rollout, parts = make_rollout([0] * 4), np.array([[1, 1], [1, 0], [0, 1], [0, 0]], np.float32)
+    given = {"advantage": "gdpo", "num_groups": 1, "functions": ("a", "b"), "weights": (1.0, 1.0)}
+    gated, _ = assign(rollout, [2, 1, 1, 0], extra={"parts": parts}, gate_threshold=0.5, **given)
+    expected, _ = assign(rollout, [2, 1, 0, 0], extra={"parts": parts * [[1, 1], [1, 1], [1, 0], [1, 1]]}, **given)
+    np.testing.assert_array_equal(gated.advantage, expected.advantage)
+    np.testing.assert_array_equal(gated.reward, [2, 1, 1, 0])  # as it was scored
+    # The third row, with the worst first reward, is now level with the fourth.
+    assert first(gated)[0] > first(gated)[1] > first(gated)[2] == first(gated)[3]
+
+
+def test_advantages_are_amplified_then_weighed_by_confidence_and_duration_then_lifted_by_entropy():
     group_id, reward = np.repeat([0, 1], 4), np.array([1, 0.5, 0, 0, 0, 0, 0, 0], np.float32)
     rollout = make_rollout(group_id, seed=4)
     experience, sums = assign(
@@ -257,6 +269,7 @@ def test_advantages_are_amplified_then_weighed_by_confidence_then_lifted_by_entr
         num_groups=2,
         positive_amplification=3.0,
         entropy_reweighting=1.0,
+        duration_weight=0.5,
         entropy_bonus=2.0,
         entropy_bonus_limit=0.4,
     )
@@ -266,6 +279,7 @@ def test_advantages_are_amplified_then_weighed_by_confidence_then_lifted_by_entr
     entropy = np.where(mask, -rollout.behaviour_logp, 0)
     row_entropy = entropy.sum(axis=1) / mask.sum(axis=1)
     row = row * shaping_oracle.entropy_factor(row_entropy, group_id, np.ones(8, bool), 1.0)
+    row = row * shaping_oracle.duration_factor(mask.sum(axis=1), np.ones(8, bool), 0.5)
     expected = np.where(mask, row[:, None], 0)
     expected = expected + shaping_oracle.entropy_bonus(expected, entropy, 2.0, 0.4)
     np.testing.assert_allclose(experience.advantage, expected, rtol=1e-5, atol=1e-6)

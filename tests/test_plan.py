@@ -114,7 +114,7 @@ def test_no_chip_holds_the_rows_of_a_ring_on_the_host(eight_chips_with_hosts, na
 
 @needs_libtpu
 def test_a_program_beyond_the_chip_is_named_with_exit_status_1(monkeypatch, capsys):
-    def huge(config, arch, eos_ids, mesh):
+    def huge(config, arch, eos_ids, mesh, reference):
         whole = sharding.replicated(mesh, 0)
         shape = jax.ShapeDtypeStruct((2**16, 2**18), jnp.float32, sharding=whole)  # 64 GiB on each chip
         update = Program(lambda x: x + 1, (shape,), whole)

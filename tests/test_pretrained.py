@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh
 
-from jaxrl_llm.config import ConfigError
+from jaxrl_llm.config import ConfigError, ModelConfig
 from jaxrl_llm.models import pretrained
 from jaxrl_llm.models.presets import PRESETS
 from jaxrl_llm.models.transformer import Model
@@ -61,6 +61,24 @@ def test_anything_else_is_refused_with_what_is_allowed(path, message):
     with pytest.raises(ConfigError, match=message) as caught:
         pretrained.resolve(path)
     assert f"model.path={path!r}" in str(caught.value)
+
+
+def test_a_reference_is_the_models_own_source_or_another_that_reads_its_token_ids(monkeypatch):
+    learner = pretrained.resolve("random:debug")
+    assert pretrained.resolve_reference(ModelConfig(), learner) is learner
+    # 264 rows of embeddings hold the 260 ids; the other way round there are too few.
+    wide = pretrained.resolve_reference(ModelConfig(reference_path="random:debug_wide"), learner)
+    assert wide.architecture() == PRESETS["debug_wide"]
+    with pytest.raises(
+        ConfigError, match=r"model.reference_path='random:debug' must read the token ids of model.path=.*260 rows"
+    ):
+        pretrained.resolve_reference(ModelConfig("random:debug_wide", reference_path="random:debug"), wide)
+    with pytest.raises(ConfigError, match=r"model.reference_path='random:huge': no such preset"):
+        pretrained.resolve_reference(ModelConfig(reference_path="random:huge"), learner)
+    monkeypatch.setattr(ByteTokenizer, "encode", lambda self, text: [len(text), *range(next(calls))])
+    calls = iter(range(9))  # each tokenizer cuts otherwise than the one before
+    with pytest.raises(ConfigError, match="cuts a text otherwise"):
+        pretrained.resolve_reference(ModelConfig(reference_path="random:debug_wide"), learner)
 
 
 def test_a_hub_that_cannot_be_reached_is_one_line(monkeypatch):

@@ -58,7 +58,7 @@ def test_sampler_logp_is_the_learners_and_that_of_a_float64_model(name):
         )
     )
     # Measured: 2.4e-6 nats at most, over the six settings.
-    learner_logp, _ = learner(sampling.params, *rows)
+    learner_logp = learner(sampling.params, *rows).logp
     np.testing.assert_allclose(rollout.behaviour_logp, learner_logp, rtol=0, atol=1e-5)
     # Measured: 2.6e-6 nats at most.
     params = building.host_params(sampler.model)

@@ -1,4 +1,7 @@
-"""A group's prompt computed once gives what computing it for every row gives: values, gradients, draws."""
+"""A group's prompt computed once gives what computing it for every row gives: values, gradients, draws.
+
+The loss has a term of the prompts' own tokens too.
+"""
 
 import dataclasses
 
@@ -8,7 +11,7 @@ import numpy as np
 import optax
 
 from jaxrl_llm import replay
-from jaxrl_llm.config import ReplayConfig, SamplingConfig, UpdateConfig
+from jaxrl_llm.config import ObjectiveConfig, ReplayConfig, SamplingConfig, UpdateConfig
 from jaxrl_llm.models.presets import Architecture
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.types import Experience, Rollout
@@ -55,7 +58,8 @@ def test_gradient_is_that_of_unshared_prompts_padded_or_packed():
                                                              ("data", "fsdp", "tensor")))  # fmt: skip
     config = UpdateConfig(batch_size=P * G, micro_batch_size=G, logp_chunk_tokens=2 * G)
     sampling = SamplingConfig(max_completion_tokens=C, top_k=40)
-    apart = Update(config, sampling, model, optax.sgd(1.0), num_devices=1)
+    objective = ObjectiveConfig(environment_coefficient=1.0)
+    apart = Update(config, sampling, model, optax.sgd(1.0), num_devices=1, objective=objective)
     shared = dataclasses.replace(apart, group_size=G)
     # Two lines at a time, of two groups at full length; and of three rows.
     packed = packing(shared, 2 * (L + G * C))

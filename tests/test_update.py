@@ -1,9 +1,12 @@
 """The update against an independent float64 model and loss; what gives no gradient; the optimizer's arithmetic."""
 
+import dataclasses
+
 import building
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from building import COMPLETION_TOKENS, CUBE, ONE, PROMPT_TOKENS, TINY, mesh_of
 from reference import corrections, losses, sampling, surrogates, transformer
@@ -23,11 +26,11 @@ CASES = {name: (loss, {}) for name, loss in building.LOSSES.items()} | {"no refe
 LOSS = building.LOSSES["token mean, k3"]
 
 
-def oracle_logp(params, rollout, **filters):
+def oracle_logp(params, rollout, arch=TINY, **filters):
     """[B,S] float64 by rows; a sampled token outside of today's filters joins the kept ones."""
     return np.stack(
         [
-            transformer.completion_logp(params, TINY, *row, keep_token=True, **filters)
+            transformer.completion_logp(params, arch, *row, keep_token=True, **filters)
             for row in zip(rollout.tokens, rollout.prompt_length, rollout.length, strict=True)
         ]
     )
@@ -68,8 +71,14 @@ def test_loss_and_gradient_are_those_of_a_float64_model(name):
     np.testing.assert_allclose((values[0] - values[1]) / 2e-7, slope, rtol=0, atol=1e-5 * norm)
 
 
-@pytest.mark.parametrize("micro_batch_size", [2, 8], ids=["rows_apart", "whole_groups"])
-def test_reference_log_probs_are_the_models_in_the_rows_order(micro_batch_size):
+# A teacher of another shape; its table has a row more than the learner's.
+TEACHER = dataclasses.replace(TINY, vocab_size=272, width=24, num_layers=1, num_heads=2, tied=False)
+
+
+@pytest.mark.parametrize(
+    ("micro_batch_size", "teacher"), [(2, None), (8, TEACHER)], ids=["rows_apart", "whole_groups_and_a_teacher"]
+)
+def test_reference_log_probs_are_the_models_in_the_rows_order(micro_batch_size, teacher):
     config = {
         "model": {"path": "random:debug"},
         "prompts": {"max_tokens": PROMPT_TOKENS},
@@ -80,12 +89,12 @@ def test_reference_log_probs_are_the_models_in_the_rows_order(micro_batch_size):
         "objective": {"kl_coefficient": 0.1},
         "mesh": {"data": 2},
     }
-    run = assemble(freeze(config), TINY, (5,), mesh_of(MeshConfig(data=2)))
+    run = assemble(freeze(config), TINY, (5,), mesh_of(MeshConfig(data=2)), teacher)
     rows = building.random_experience(group_size=2).rollout
     with jax.sharding.use_abstract_mesh(run.mesh.abstract_mesh):
-        params = building.learner_params(run.model, run.mesh)
+        params = building.learner_params(run.reference_model, run.mesh)
         actual = jax.jit(run.programs()["reference"].fn)(params, jax.device_put(rows, sharding.leading(run.mesh, rows)))
-    expected = oracle_logp(building.host_params(run.model), rows)
+    expected = oracle_logp(building.host_params(run.reference_model), rows, arch=teacher or TINY)
     np.testing.assert_allclose(actual, expected, atol=1e-5)  # measured: 2.0e-6
 
 
@@ -149,6 +158,36 @@ def test_policies_before_and_averaged_corrected_weights_and_the_scaled_step_are_
     near = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)  # noqa: E731
     jax.tree.map(near, after.params, moved)
     jax.tree.map(lambda new, a, p: near(new, (0.9 * a + p) / 1.9), after.average, average, moved)
+
+
+def test_what_sampler_and_learner_differ_by_and_what_was_learned_since_are_two_ratios():
+    """Staleness, current / old, is what the surrogate clips; discrepancy, old / behaviour, is the correction's."""
+    rows = building.random_experience(with_reference=False)
+    noise = np.random.default_rng(3).normal(0, 0.5, (2, *rows.advantage.shape)).astype(np.float32)
+    mask, behaviour = mask_of(rows), rows.rollout.behaviour_logp
+    old = [np.where(mask, behaviour + some, np.nan).astype(np.float32) for some in noise]
+    settings = {"proximal": "generation", "correction": "token_truncated", "correction_high": 1.3}
+    update = building.make_update(settings)
+    policy = oracle_logp(building.host_params(update.model), rows.rollout)
+    _, sums = building.gradient(update, rows.replace(old_logp=old[0]))
+    weight = np.array(corrections.weights(np.where(mask, noise[0], 0), mask, "token_truncated", 0.5, 1.3, None))
+    kept = np.where(mask, old[0], 0)
+    term = weight * losses.clipped_surrogate(policy, kept, rows.advantage, 0.2, 0.2)
+    expected = losses.aggregate(term, mask, rows.trainable, "token_mean", COMPLETION_TOKENS)
+    np.testing.assert_allclose(sums["loss_sum"], expected, rtol=1e-5)
+    np.testing.assert_allclose(sums["old_gap_max"], np.abs((old[0] - behaviour)[mask]).max(), rtol=1e-5)
+
+    # Neither truncated nor clipped, their product is the ratio to the behaviour policy, whatever lies between.
+    update = building.make_update(
+        {"proximal": "generation", "correction": "importance", "clip_low": 1.0, "clip_high": 1e9}
+    )
+    seen = [building.gradient(update, rows.replace(old_logp=x)) for x in old]
+    term = -np.exp(policy - behaviour) * rows.advantage
+    expected = losses.aggregate(term, mask, rows.trainable, "token_mean", COMPLETION_TOKENS)
+    for gradient, sums in seen:
+        np.testing.assert_allclose(sums["loss_sum"], expected, rtol=1e-5)
+        apart = optax.tree.norm(jax.tree.map(np.subtract, gradient, seen[0][0]))
+        assert apart < 1e-5 * optax.tree.norm(gradient)
 
 
 def oracle_value_loss(params, head, rows, objective):

@@ -3,7 +3,8 @@
     python -m jaxrl_llm.train --config=configs/recipes/remix.py --workdir=runs/remix
 
 A clip window about the current policy's ratio, a pull to the starting model and the previous weights by schedule, four
-tenths of a batch from the last two iterations, two updates. Resetting the reference is left to a second run.
+tenths of a batch from the last two iterations, two updates; after 50 and 100 iterations the policy becomes the
+starting model and the ring is empty.
 Source: Liang et al. 2025, arXiv:2507.06892.
 """
 
@@ -16,6 +17,7 @@ def get_config():
     config.objective.proximal = "start"
     config.objective.kl_coefficient = 0.01
     config.objective.kl_anchor = "convex"
+    config.objective.reference_reset_iterations = (50, 100)
     config.replay.capacity = 192
     config.replay.max_age_steps = 2
     config.replay.fresh_fraction = 0.6

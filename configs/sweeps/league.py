@@ -8,13 +8,15 @@ Not run yet: no finding.
 import pathlib
 import runpy
 
-from jaxrl_llm.config import defaults, differences, freeze
+from jaxrl_llm.config import defaults, freeze
+from jaxrl_llm.nested import differences
 from jaxrl_llm.points import Sweep, product, seeds
 
 STUDY = runpy.run_path("configs/study_arithmetic.py")
 get_config, BUDGET, COST_RATIO = STUDY["get_config"], STUDY["BUDGET"], STUDY["COST_RATIO"]
-# But for the one that needs another run beside it.
-RECIPES = sorted(path for path in pathlib.Path("configs/recipes").glob("*.py") if path.stem != "sapo")
+# Without the two that need something beside them: another run, a teacher.
+LEFT_OUT = ("sapo", "distillation")
+RECIPES = [path for path in sorted(pathlib.Path("configs/recipes").glob("*.py")) if path.stem not in LEFT_OUT]
 
 
 def point(path):

@@ -1,4 +1,4 @@
-"""The policy as the learner sees it: log-probabilities of the completions of whole rows.
+"""The policy as the learner sees it: log-probabilities of the completions of whole rows, and of prompts if asked.
 
 The one function behind the update, the reference's log-probs and the ``score`` command.
 
@@ -16,6 +16,7 @@ Letters: B rows, G rows of a group, S row width, L = S - C prompt width, C compl
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,18 @@ from jaxrl_llm.models.attention import Prompt
 from jaxrl_llm.models.transformer import Model, Params
 from jaxrl_llm.ops import packing
 from jaxrl_llm.ops.logp import chunked_logp, completion_window, place_completion
+
+# The model's own distribution, which what it did not sample is judged by: no temperature, no filter.
+PLAIN = SamplingConfig()
+
+
+class RowValues(NamedTuple):
+    """What is read off rows. [B,S] f32, 0.0 off the completion (``prompt_logp``: off the prompt)."""
+
+    logp: jax.Array  # nats, under the sampling distribution
+    entropy: jax.Array  # nats, likewise
+    readout: jax.Array | None = None  # [B,S,m]
+    prompt_logp: jax.Array | None = None  # nats of the prompt's tokens from the second on, under the model's own
 
 
 def row_logp(
@@ -40,21 +53,20 @@ def row_logp(
     group_size: int = 1,
     remat: bool = False,
     readout: Callable[[jax.Array], jax.Array] | None = None,
-) -> tuple[jax.Array, ...]:
+    with_prompts: bool = False,
+) -> RowValues:
     """Log-probability of every completion token, and entropy, under the sampling distribution of ``params``.
 
     Args:
         tokens_BS: [B,S] i32 right-padded rows ``prompt ++ completion``.
         prompt_length, length: [B] i32, prompt_length at least 1.
         sampling: temperature and filters; its temperature must be positive.
-        completion_width: the longest completion; with groups, prompts are at most S minus this.
+        completion_width: the longest completion; with groups or ``with_prompts``, prompts are at most S minus this.
         chunk_positions: positions of each row whose logits are live at once.
         group_size: each run of this many rows has one prompt, which is then computed once; 1 = each its own.
         remat: this is the forward of a backward pass.
         readout: [B,C,D] -> [B,C,m] f32, something else to read off the hidden state that predicts each token.
-
-    Returns:
-        logp, entropy: [B,S] f32 nats, 0.0 off the completion; then with ``readout`` its outputs [B,S,m], likewise.
+        with_prompts: the prompts' log-probs too, in the same forward; S - C is then at least 2.
     """
     B, S = tokens_BS.shape
     target_BC = completion_window(tokens_BS, prompt_length, completion_width)
@@ -62,20 +74,26 @@ def row_logp(
         positions = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32), (B, S))
         hidden_BSD, _ = model.forward(params, tokens_BS, positions, remat=remat)
         hidden_BCD = completion_window(hidden_BSD, prompt_length - 1, completion_width)
+        hidden_PLD = hidden_BSD[:, : S - completion_width]
     else:
-        hidden_BCD = _hidden_of_groups(model, params, tokens_BS, prompt_length, target_BC, group_size, remat)
-    both = chunked_logp(
-        hidden_BCD,
-        model.head(params),
-        target_BC,
-        chunk=chunk_positions,
-        **_distribution(sampling),
-    )
-    logp, entropy = (place_completion(x, prompt_length, length, S) for x in both)
-    if readout is None:
-        return logp, entropy
-    place = jax.vmap(place_completion, in_axes=(2, None, None, None), out_axes=2)
-    return logp, entropy, place(readout(hidden_BCD), prompt_length, length, S)
+        hidden_BCD, hidden_PLD = _hidden_of_groups(
+            model, params, tokens_BS, prompt_length, target_BC, group_size, remat
+        )
+    head_DV = model.head(params)
+    both = chunked_logp(hidden_BCD, head_DV, target_BC, chunk=chunk_positions, **_distribution(sampling))
+    seen = RowValues(*(place_completion(x, prompt_length, length, S) for x in both))
+    if readout is not None:
+        place = jax.vmap(place_completion, in_axes=(2, None, None, None), out_axes=2)
+        seen = seen._replace(readout=place(readout(hidden_BCD), prompt_length, length, S))
+    if with_prompts:
+        L = S - completion_width
+        target_PL = tokens_BS[::group_size, 1:L]
+        prompt_PL, _ = chunked_logp(
+            hidden_PLD[:, :-1], head_DV, target_PL, chunk=chunk_positions * group_size, **_distribution(PLAIN)
+        )
+        prompt_BL = jnp.repeat(prompt_PL, group_size, axis=0)  # siblings have one prompt
+        seen = seen._replace(prompt_logp=place_completion(prompt_BL, jnp.ones_like(length), prompt_length, S))
+    return seen
 
 
 def packed_logp(
@@ -91,7 +109,8 @@ def packed_logp(
     group_size: int = 1,
     remat: bool = False,
     readout: Callable[[jax.Array], jax.Array] | None = None,
-) -> tuple[jax.Array, ...]:
+    with_prompts: bool = False,
+) -> RowValues:
     """The same as ``row_logp`` of rows that lie side by side in lines.
 
     Args:
@@ -101,33 +120,38 @@ def packed_logp(
         chunk_positions: places of each line whose logits are live at once.
 
     Returns:
-        As ``row_logp``, each [n*K,S,...].
+        As ``row_logp``, of B = n*K rows.
     """
     line = packing.lay(tokens_nKS, prompt_length, length, width=width, group_size=group_size)
     hidden_nWD, _ = model.forward(params, line.tokens, line.position, visible=packing.visible(line), remat=remat)
-    hidden_nWD = jnp.take_along_axis(
-        hidden_nWD, line.source[:, :, None], axis=1
-    )  # one after the other: chunks are full
-    seen = chunked_logp(
-        hidden_nWD,
-        model.head(params),
-        line.target,
-        chunk=chunk_positions,
-        live=jnp.max(line.count),
-        **_distribution(sampling),
-    )
+    head_DV = model.head(params)
+
+    def logp(part: packing.Reading, sampling: SamplingConfig):
+        hidden = jnp.take_along_axis(hidden_nWD, part.source[:, :, None], axis=1)
+        live = jnp.max(part.count)
+        return hidden, *chunked_logp(
+            hidden, head_DV, part.target, chunk=chunk_positions, live=live, **_distribution(sampling)
+        )
+
+    def rows(values: jax.Array, part: packing.Reading) -> jax.Array:  # [n,W,...] to [n*K,S,...]
+        taken = packing.take_rows(values, part)
+        return taken.reshape(-1, *taken.shape[2:])
+
+    hidden, *both = logp(line.completions, sampling)
+    seen = RowValues(*(rows(x, line.completions) for x in both))
     if readout is not None:
-        seen = (*seen, readout(hidden_nWD))
-    rows = (packing.take_rows(x, line, prompt_length, length) for x in seen)
-    return tuple(x.reshape(-1, *x.shape[2:]) for x in rows)
+        seen = seen._replace(readout=rows(readout(hidden), line.completions))
+    if with_prompts:
+        seen = seen._replace(prompt_logp=rows(logp(line.prompts, PLAIN)[1], line.prompts))
+    return seen
 
 
 def _distribution(sampling: SamplingConfig) -> dict[str, float]:
     return {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p", "min_p")}
 
 
-def _hidden_of_groups(model, params, tokens_BS, prompt_length, completion_BC, group_size, remat) -> jax.Array:
-    """Hidden states that predict the completion tokens, [B,C,D], with each group's prompt computed once."""
+def _hidden_of_groups(model, params, tokens_BS, prompt_length, completion_BC, group_size, remat):
+    """Hidden states that predict the completion tokens, [B,C,D], and those of each group's prompt, [P,L,D]."""
     B, S = tokens_BS.shape
     C = completion_BC.shape[1]
     L, P = S - C, B // group_size
@@ -141,4 +165,4 @@ def _hidden_of_groups(model, params, tokens_BS, prompt_length, completion_BC, gr
     positions_BC = prompt_length[:, None] + jnp.arange(C, dtype=jnp.int32)[None, :]
     hidden_BCD, _ = model.forward(params, completion_BC, positions_BC, prompt=prompt, remat=remat)
     # The prompt's last token predicts the first completion token, and each completion token the next.
-    return jnp.concatenate([jnp.repeat(last_P1D, group_size, axis=0), hidden_BCD[:, :-1]], axis=1)
+    return jnp.concatenate([jnp.repeat(last_P1D, group_size, axis=0), hidden_BCD[:, :-1]], axis=1), hidden_PLD

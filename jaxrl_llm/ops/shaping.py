@@ -1,6 +1,7 @@
 """What is added to a reward before credit, and what is done to an advantage after it.
 
-Owns: length terms, positive amplification, entropy terms. Does not know: models, the ring, who combines them.
+Owns: length terms, gated rewards, positive amplification, entropy terms, weights by duration. Does not know: models,
+the ring, who combines them.
 Letters: B rows, T row width. Lengths are completion lengths in tokens, the end-of-sequence token counted; entropies
 are estimated from one sample, the token that was taken: ``-behaviour_logp``, never negative. That estimate is ours.
 """
@@ -83,6 +84,17 @@ def correct_within(
     return member_DB.astype(jnp.float32) @ jnp.concatenate([is_within_BN, share_B1], axis=1)
 
 
+def gated(parts: jax.Array, *, threshold: float) -> jax.Array:
+    """Rewards that count only where the first is there already: r_k 1[r_0 >= threshold] for k > 0, [B, K] f32.
+
+    Args:
+        parts: [B, K] f32, one column per reward function.
+
+    Source: GDPO, arXiv:2601.05242.
+    """
+    return jnp.where((parts[:, :1] >= threshold) | (jnp.arange(parts.shape[1]) == 0)[None, :], parts, 0.0)
+
+
 def amplify_positive(advantage: jax.Array, correct: jax.Array, *, factor: float) -> jax.Array:
     """1 for a correct row, ``factor`` times a positive advantage, and a negative one as it is; [B] f32.
 
@@ -125,3 +137,23 @@ def entropy_bonus(advantage: jax.Array, entropy: jax.Array, *, coefficient: floa
     Source: arXiv:2512.18215.
     """
     return jnp.minimum(jnp.abs(advantage) / limit, coefficient * entropy)
+
+
+def duration_factor(length: jax.Array, valid: jax.Array, *, exponent: float) -> jax.Array:
+    """What multiplies a row's advantage so that slow rows weigh as much as they are rare, [B] f32; 1 on average.
+
+        w = (length / mean length of the valid rows) ** exponent
+
+    Where rows come as they are finished, an action that takes d times as long comes 1/d as often: with exponent 1 the
+    weighted rows are in the proportion in which the policy chose them. 1 where no row is valid.
+
+    Args:
+        length: [B] i32, the time a row has taken, in tokens.
+        valid: [B] bool, rows that are trained on.
+
+    Source: after "RL for MLE agents", which weighs by an action's duration; its weight was not found, this form is
+        ours.
+    """
+    length, count = length.astype(jnp.float32), jnp.sum(valid)
+    mean = jnp.sum(jnp.where(valid, length, 0.0)) / jnp.maximum(count, 1)
+    return jnp.where(mean > 0, (length / jnp.where(mean > 0, mean, 1.0)) ** exponent, 1.0)

@@ -44,16 +44,32 @@ def test_a_line_by_hand():
     line = packing.lay(tokens, prompt_length, length, width=16, group_size=2)
     assert line.tokens[0].tolist() == [7, 8, 1, 2, 3, 4, 9, 5, 6] + [0] * 7
     assert line.position[0].tolist() == [0, 1, 2, 3, 4, 2, 0, 1, 2] + [0] * 7
-    assert line.target[0].tolist() == [1, 2, 3, 4, 5, 6] + [0] * 10
+    assert line.completions.target[0].tolist() == [1, 2, 3, 4, 5, 6] + [0] * 10
     # What predicts them: the prompt's last token twice, for it has two completions.
-    assert line.source[0].tolist() == [1, 2, 3, 1, 6, 7] + [0] * 10
-    assert line.count.tolist() == [6]
+    assert line.completions.source[0].tolist() == [1, 2, 3, 1, 6, 7] + [0] * 10
+    # Of the prompts (7 8) and (9) there is one token that another predicts, once.
+    assert line.prompts.target[0].tolist() == [8] + [0] * 15
+    assert line.prompts.source[0].tolist() == [0] * 16
+    assert [line.completions.count.tolist(), line.prompts.count.tolist()] == [[6], [1]]
     seen = packing.visible(line)[0]
     sees = [np.flatnonzero(seen[i]).tolist() for i in range(9)]
     assert sees == [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 3, 4], [0, 1, 5], [6], [6, 7], [6, 7, 8]]
     assert not np.asarray(seen[9:, :9]).any()
 
     values = jnp.arange(1.0, 17.0)[None]
-    rows = packing.take_rows(values, line, prompt_length, length)[0]
+    rows = packing.take_rows(values, line.completions)[0]
     expected = [[0, 0, 1, 2, 3], [0, 0, 4, 0, 0], [0, 5, 6, 0, 0], [0] * 5, [0] * 5, [0] * 5]
     np.testing.assert_array_equal(rows, expected)
+    rows = packing.take_rows(values, line.prompts)[0]
+    np.testing.assert_array_equal(rows, [[0, 1, 0, 0, 0]] * 2 + [[0] * 5] * 4)
+
+
+def test_the_prompts_of_a_line_are_read_one_after_the_other():
+    # Three units of one row, prompts (1 2 3), (4) and (5 6 7), a completion token each.
+    tokens = jnp.array([[[1, 2, 3, 9], [4, 9, 0, 0], [5, 6, 7, 9]]])
+    line = packing.lay(tokens, jnp.array([[3, 1, 3]]), jnp.array([[4, 2, 4]]), width=12, group_size=1)
+    assert line.tokens[0].tolist() == [1, 2, 3, 9, 4, 9, 5, 6, 7, 9, 0, 0]
+    assert line.prompts.target[0].tolist() == [2, 3, 6, 7] + [0] * 8
+    assert line.prompts.source[0].tolist() == [0, 1, 6, 7] + [0] * 8
+    rows = packing.take_rows(jnp.arange(1.0, 13.0)[None], line.prompts)[0]
+    np.testing.assert_array_equal(rows, [[0, 1, 2, 0], [0] * 4, [0, 3, 4, 0]])

@@ -1,5 +1,8 @@
+import functools
+
 import jax
 import numpy as np
+import pytest
 from reference import shaping as oracle
 
 from jaxrl_llm.ops import shaping
@@ -90,6 +93,31 @@ def test_entropy_bonus_is_the_smaller_of_both_and_nothing_where_there_is_no_adva
     # With a limit above 1 no sign turns round.
     gentle = advantage + shaping.entropy_bonus(advantage, 100 * entropy, coefficient=2.0, limit=2.0)
     np.testing.assert_array_equal(np.sign(gentle), np.sign(advantage))
+
+
+def test_duration_factor_is_the_length_over_the_mean_to_a_power():
+    factor = shaping.duration_factor(np.array([1, 3, 8]), np.array([True, True, False]), exponent=1.0)
+    np.testing.assert_allclose(factor, [0.5, 1.5, 4])  # the mean of what is trained on is 2
+    _, valid, length, _, _ = rows(5)
+    for exponent in (0.5, 2.0):
+        expected = oracle.duration_factor(length, valid, exponent)
+        np.testing.assert_allclose(shaping.duration_factor(length, valid, exponent=exponent), expected, rtol=1e-5)
+    np.testing.assert_array_equal(shaping.duration_factor(np.array([4, 2]), np.zeros(2, bool), exponent=1.0), [1, 1])
+
+
+@pytest.mark.parametrize(("exponent", "learns_the_slow_one"), [(0.0, False), (1.0, True)])
+def test_a_slow_good_action_is_learned_only_where_duration_weighs(exponent, learns_the_slow_one):
+    # A bandit whose pulls come as they finish: slow gives 1 after 10 tokens, fast 0.5 after one. Reward is advantage.
+    reward, duration = np.array([1.0, 0.5]), np.array([10, 1])
+    factor_of = jax.jit(functools.partial(shaping.duration_factor, exponent=exponent))
+    logits, rng = np.zeros(2), np.random.default_rng(0)
+    for _ in range(400):
+        policy = np.exp(logits) / np.exp(logits).sum()
+        finished = policy / duration
+        arm = rng.choice(2, 200, p=finished / finished.sum())
+        factor = np.asarray(factor_of(duration[arm], np.ones(200, bool)))
+        logits += 0.5 * ((factor * reward[arm])[:, None] * (np.eye(2)[arm] - policy)).mean(axis=0)
+    assert policy[0] > 0.9 if learns_the_slow_one else policy[0] < 0.1
 
 
 def test_order_of_rows_changes_nothing():

@@ -65,6 +65,12 @@ def entropy_bonus(advantage, entropy, coefficient, limit):
     return result
 
 
+def duration_factor(length, valid, exponent):
+    trained = [int(n) for n, v in zip(length, valid, strict=True) if v]
+    mean = sum(trained) / len(trained)
+    return np.array([(int(n) / mean) ** exponent for n in length])
+
+
 def beta_means(rewards, decay):
     """Baseline before each of a question's rewards, in order."""
     a = b = 1.0

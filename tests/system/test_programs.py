@@ -7,6 +7,7 @@ import math
 import re
 
 import building
+import ghosts
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -80,7 +81,7 @@ def finished(tmp_path_factory):
             "sampling": SETTINGS["sampling"] | {"stop_strings": ("a", "e", "o")},
             "rollout": SETTINGS["rollout"] | {"chunk_steps": 3},
             "rewards": {"functions": (f"{scorer}:reward",), "num_workers": 1},
-            "objective": {"kl_coefficient": 0.01},
+            "objective": {"kl_coefficient": 0.01, "proximal": "generation"},
             "optimizer": {"learning_rate": 0.02},
             "checkpoint": {"every_iterations": 2, "export": False},
             "metrics": {"tensorboard": False},
@@ -175,6 +176,46 @@ def test_published_weights_are_the_learners_cast_split_by_layer_and_laid_out_for
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(params))
 
 
+# --- the reference ---
+
+
+def test_a_reference_that_is_reset_is_the_policy_and_the_ring_is_empty():
+    objective = {"kl_coefficient": 0.1, "reference_reset_iterations": (1,)}
+    run = assemble(freeze(SETTINGS | {"objective": objective}), TINY, building.EOS_IDS, mesh_of(ONE))
+    wanted = ("init_state", "init_ring", "reset_reference")
+    compiled = compile_all({name: run.programs()[name] for name in wanted}, run.mesh)
+    state, ring = compiled["init_state"](building.learner_params(run.model, run.mesh)), compiled["init_ring"]()
+    jax.tree.map(np.testing.assert_array_equal, state.reference, building.host_params(run.model))
+    other = building.host_params(run.model, seed=1)
+    state = state.replace(params=jax.device_put(other, jax.tree.map(lambda x: x.sharding, run.learner_params)))
+    ring = ring.replace(inserted_step=ring.inserted_step + 1)
+    state, ring = compiled["reset_reference"](state, ring)
+    jax.tree.map(np.testing.assert_array_equal, (state.params, state.reference), (other, other))
+    assert (np.asarray(ring.inserted_step) == -1).all()
+    # Each has its own buffers: the update takes over the policy's.
+    places = [x.unsafe_buffer_pointer() for x in jax.tree.leaves((state.params, state.reference))]
+    assert len(set(places)) == len(places)
+
+
+def test_the_loop_resets_the_reference_after_the_iterations_that_are_said(tmp_path, monkeypatch):
+    called, ghost = [], ghosts.ghost
+    noted = lambda name, program: lambda *args: called.append(name) or ghost(name, program)(*args)  # noqa: E731
+    monkeypatch.setattr(ghosts, "ghost", noted)
+    ghosts.haunt(monkeypatch)
+    settings = SETTINGS | {
+        "num_iterations": 3,
+        "prompts": {"size": 8},
+        "rewards": {"num_workers": 1},
+        "objective": {"kl_coefficient": 0.1, "reference_reset_iterations": (1, 3)},
+        "checkpoint": {"export": False},
+        "metrics": {"tensorboard": False},
+    }
+    assert train_module.train(freeze(settings), tmp_path) == 0
+    seen = [name for name in called if name in ("reference", "update", "reset_reference")]
+    one, reset = ["reference", "update"], ["reset_reference"]
+    assert seen == one + reset + one + one + reset
+
+
 # --- the loop ---
 
 
@@ -187,3 +228,5 @@ def test_loop_compiles_nothing_after_warmup_and_samples_from_the_weights_of_the_
         # would be far off: the rollouts of earlier versions are, by kl_behaviour. Measured: 1.0e-6 nats.
         assert 0 < row["update/sampler_learner_gap_max_nats"] < 1e-5
         assert row["update/grad_norm"] > 0 and row["update/kl_behaviour_nats"] > 1e-3
+        # The learner's log-probs of when a rollout went into the ring are the sampler's, of replayed rollouts too.
+        assert 0 < row["update/old_policy_gap_max_nats"] < 1e-5

@@ -42,6 +42,8 @@ FAILED = np.arange(NUM_ROWS) % 8 == 5  # rows whose reward failed
 TIED = dict.fromkeys(RECIPES, "silent") | {
     "agro": "deaf",  # the log-ratio is still pulled to the reference's
     "asymre": "deaf",  # advantage -delta_v for every row: it imitates what it cannot tell apart
+    "distillation": "deaf",  # KL
+    "echo": "deaf",  # prompts
     "grpo": "deaf",  # KL
     "kimi_k15": "still",  # the log-ratio is pulled to that of weights which nothing has moved yet
     "remix": "deaf",  # KL
@@ -101,6 +103,9 @@ class Iteration:
             if run.config.has_critic:
                 rollout, scores, ref_logp = rows
                 rows = rollout, scores.replace(value=programs["values"].fn(state, rollout)), ref_logp
+            if run.config.keeps_old_logp:
+                rollout, scores, ref_logp = rows
+                rows = rollout, scores.replace(old_logp=programs["old_logp"].fn(state.params, rollout)), ref_logp
             ring, made = insert(ring, *rows, iteration)
             state, ring, used = update(state, ring, iteration, key)
             return state, ring, made, used
@@ -109,9 +114,12 @@ class Iteration:
 
     def start(self):
         params = learner_params(self._run.model, self._run.mesh)
-        average = jax.tree.map(jnp.copy, params) if self._run.config.keeps_average else None
+        config, copy = self._run.config, lambda: jax.tree.map(jnp.copy, params)
+        average = copy() if config.keeps_average else None
+        reference = copy() if config.objective.reference_reset_iterations else None
         ring = jax.device_put(self._empty_ring, sharding.leading(self._run.mesh, self._empty_ring))
-        return TrainState(params, RECORDER.init(params), self._whole(np.int32(0)), average, self._critic()), ring
+        state = TrainState(params, RECORDER.init(params), self._whole(np.int32(0)), average, self._critic())
+        return state.replace(reference=reference), ring
 
     def _critic(self):
         critic = self._run._init_critic()

@@ -1,0 +1,17 @@
+"""ECHO, a model of the environment.
+
+    python -m jaxrl_llm.train --config=configs/recipes/echo.py --workdir=runs/echo
+
+GRPO's loss of what the policy wrote, and in the same forward pass a little cross-entropy of what the environment wrote:
+here the prompts. So a group that all failed still teaches something.
+Source: arXiv:2605.24517. Differs: one turn, so the environment's tokens are the prompt's; warnings of the harness are
+not left out.
+"""
+
+from jaxrl_llm.config import defaults
+
+
+def get_config():
+    config = defaults()
+    config.objective.environment_coefficient = 0.05
+    return config
