@@ -72,8 +72,8 @@ def test_one_training_step_is_readable():
     depth = closure("jaxrl_llm.train")
     lines = {name: len(module_file(name).read_text().splitlines()) for name in depth}
     # 45 modules and 9,000 lines for the spine; the rest is the functions that objectives, credit and draws combine.
-    assert len(depth) <= 58, sorted(depth)
-    assert sum(lines.values()) <= 11000
+    assert len(depth) <= 60, sorted(depth)
+    assert sum(lines.values()) <= 11500
     assert max(depth.values()) <= 4, {k: v for k, v in depth.items() if v > 4}
 
 
