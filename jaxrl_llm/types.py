@@ -94,7 +94,7 @@ class Scores:
     baseline: jax.Array | None = None  # [B] f32, expected of the row's question before it was answered
     regression: jax.Array | None = None  # [F, F + 1] f32, sums that predict a row's siblings from its features
     value: jax.Array | None = None  # [B, S] f32 reward that the critic expected at each token, 0.0 off the completion
-    old_logp: jax.Array | None = None  # [B, S] f32 nats of the learner's weights, 0.0 off the completion
+    old_logp: jax.Array | None = None  # [B, S] f32 nats of the learner's weights of then, 0.0 off the completion
 
 
 @flax.struct.dataclass
@@ -109,7 +109,7 @@ class Experience:
     age_bucket: jax.Array | None = None  # [B] i32, 0..len(AGE_BUCKETS); of a drawn row, not stored in the ring
     returns: jax.Array | None = None  # [B, S] f32 what a critic should expect at each token, 0.0 off the completion
     value: jax.Array | None = None  # [B, S] f32 what it did expect, where its loss is clipped
-    old_logp: jax.Array | None = None  # [B, S] f32 nats of the learner's weights at insertion, 0.0 off the completion
+    old_logp: jax.Array | None = None  # [B, S] f32 nats of the learner when the row went into the ring
 
 
 @flax.struct.dataclass
