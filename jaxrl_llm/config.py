@@ -268,7 +268,7 @@ class ObjectiveConfig:
     kl_coefficient: float = 0.0
     # "k1", "k2" or "k3".
     kl_estimator: str = "k3"
-    # What the penalty is to: "reference" (the frozen starting model), "convex" (it and the weights before the
+    # What the penalty is to: "reference" (model.reference_path, frozen), "convex" (it and the weights before the
     # iteration's updates, by schedule) or "ewma" (the moving average of the weights).
     kl_anchor: str = "reference"
     # After these iterations the reference becomes the policy of then, and the ring is emptied (ReMix: 50 and 100).
@@ -278,7 +278,8 @@ class ObjectiveConfig:
     # Nats per token below which the weight rises, above which it falls, by entropy_rate a step; 0 = the weight stays.
     entropy_target: float = 0.0
     entropy_rate: float = 1e-4
-    # Weight of the cross-entropy of the prompts' tokens, which the environment wrote: a model of it (ECHO: 0.05).
+    # Weight of the cross-entropy of the prompts' tokens, which the environment wrote: a model of it (ECHO: 0.05). It
+    # learns from every rollout that is drawn, of a tied group too.
     environment_coefficient: float = 0.0
     # Weight of the cross-entropy of the correct rollouts among those of others (external.paths), beside what they get
     # as rollouts.
@@ -430,7 +431,10 @@ class Config:
 
     @property
     def keeps_old_logp(self) -> bool:
-        """Whether rollouts carry their log-probs under the learner's weights of when they went into the ring."""
+        """Whether rollouts carry their log-probs under the learner's weights of when they went into the ring.
+
+        Those are the weights that drew them, with rollout.lookahead_prompts the last of them.
+        """
         return self.objective.proximal == "generation"
 
     @property

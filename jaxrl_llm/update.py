@@ -475,6 +475,7 @@ class Update:
 
 
 def _cross_entropy(logp: jax.Array, weight: jax.Array) -> jax.Array:
+    """Nats [] f32 of tokens [B,S] by their weights; what has none may hold anything finite or not."""
     return -jnp.sum(weight * jnp.where(weight > 0, logp, 0.0))
 
 

@@ -87,7 +87,7 @@ def row_logp(
         seen = seen._replace(readout=place(readout(hidden_BCD), prompt_length, length, S))
     if with_prompts:
         L = S - completion_width
-        target_PL = tokens_BS[::group_size, 1:L]
+        target_PL = tokens_BS.reshape(-1, group_size, S)[:, 0, 1:L]
         prompt_PL, _ = chunked_logp(
             hidden_PLD[:, :-1], head_DV, target_PL, chunk=chunk_positions * group_size, **_distribution(PLAIN)
         )

@@ -140,12 +140,13 @@ def entropy_bonus(advantage: jax.Array, entropy: jax.Array, *, coefficient: floa
 
 
 def duration_factor(length: jax.Array, valid: jax.Array, *, exponent: float) -> jax.Array:
-    """What multiplies a row's advantage so that slow rows weigh as much as they are rare, [B] f32; 1 on average.
+    """What multiplies a row's advantage so that slow rows weigh as much as they are rare, [B] f32.
 
         w = (length / mean length of the valid rows) ** exponent
 
     Where rows come as they are finished, an action that takes d times as long comes 1/d as often: with exponent 1 the
-    weighted rows are in the proportion in which the policy chose them. 1 where no row is valid.
+    weighted rows are in the proportion in which the policy chose them, and the mean weight is 1. 1 where no row is
+    valid.
 
     Args:
         length: [B] i32, the time a row has taken, in tokens.
