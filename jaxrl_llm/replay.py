@@ -300,7 +300,7 @@ def num_filled(ring: RingState) -> jax.Array:
 
 
 def wasted_share(ring: RingState) -> jax.Array:
-    """Share [] f32 of the ring's places for tokens that hold none of a row that can be drawn."""
+    """Share [] f32 of the ring's places for tokens that hold no token of a row it has as a whole."""
     length = jax.device_put(ring.slots.rollout.length, jax.memory.Space.Device)
     held = jnp.sum(jnp.where(_is_filled(ring), length, 0).astype(jnp.float32))
     return 1 - held / ring.slots.rollout.tokens.size

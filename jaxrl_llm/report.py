@@ -72,6 +72,7 @@ CHARTS = (
     Chart("First uses", "fraction of draws", (("first use", "replay/first_use_frac"),), limits=(0, 1)),
     Chart("Since last use", "optimizer steps", (("mean", "replay/since_last_use_mean_steps"),), limits=(0, None)),
     Chart("Different prompts", "per update batch", (("mean", "replay/unique_prompts_mean"),), limits=(0, None)),
+    Chart("Places of the ring without a token", "fraction", (("wasted", "replay/wasted_share"),), limits=(0, 1)),
     Chart("Cost of generating", "over that of training, per rollout", (("mu", "time/cost_ratio"),), limits=(0, None)),
     Chart(
         "Time of an iteration",
