@@ -431,10 +431,7 @@ class Config:
 
     @property
     def keeps_old_logp(self) -> bool:
-        """Whether rollouts carry their log-probs under the learner's weights of when they went into the ring.
-
-        Those are the weights that drew them, with rollout.lookahead_prompts the last of them.
-        """
+        """Whether rollouts carry their log-probs under the weights that drew them, of several the last."""
         return self.objective.proximal == "generation"
 
     @property

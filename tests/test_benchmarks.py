@@ -315,7 +315,12 @@ def test_device_clock_sees_every_program_and_hides_none_of_its_attributes():
     ("command", "arguments", "expected"),
     [
         (micro.main, ["--only", "publish"], ["publish/bfloat16", "publish/bfloat16/share_of_floor"]),
-        (gpu.main, ["--preset=tiny"], ["tiny/decode_tokens_per_s/batch=4", "tiny/update_mfu"]),
+        pytest.param(
+            gpu.main,
+            ["--preset=tiny"],
+            ["tiny/decode_tokens_per_s/batch=4", "tiny/update_mfu"],
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_micro_and_gpu_run_on_a_cpu(tmp_path, monkeypatch, command, arguments, expected):

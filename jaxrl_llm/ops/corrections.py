@@ -135,11 +135,11 @@ def step_scale(ratio_sum: jax.Array, ratio_square_sum: jax.Array, num_rows: jax.
 
 
 def effective_share(total: jax.Array, square_total: jax.Array, count: jax.Array) -> jax.Array:
-    """Effective sample size of weights over their number, f32 of the arguments' shape; 1 where there is none.
+    """Effective sample size of weights over their number n.
 
-        (sum w)^2 / (n sum w^2)
+        share = (sum w)^2 / (n sum w^2)
 
-    1 where all weights are equal, 1/n where one has everything.
+    1 where all weights are equal, 1/n where one has everything; f32 of the arguments' shape, 1 where there is none.
 
     Source: Kong 1992, the effective sample size of importance weights.
     """

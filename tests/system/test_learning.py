@@ -71,6 +71,7 @@ def test_reward_climbs_from_chance_to_nearly_all(seed, compiled, tmp_path, monke
 OF_THE_LEARNER = {"init_state", "init_ring", "insert", "update", "values"}
 
 
+@pytest.mark.slow
 def test_reward_climbs_with_a_critic_that_is_resumed_bitwise_and_not_left_to_others(compiled, tmp_path, monkeypatch):
     config = settings()
     config.credit.advantage = "gae"
