@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from building import ONE, mesh_of
 
-from jaxrl_llm import sharding
+from jaxrl_llm import page, sharding
 from jaxrl_llm import train as train_module
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.types import STOP_LENGTH
@@ -22,6 +22,7 @@ def haunt(monkeypatch):
     monkeypatch.setattr(train_module, "check_memory", lambda *_: None)
     monkeypatch.setattr(train_module, "memory_table", lambda *_: "")
     monkeypatch.setattr(train_module.sharding, "make_mesh", lambda _: one)
+    monkeypatch.setattr(page, "picture", lambda *_, **__: "<svg></svg>")  # a second for each report
     monkeypatch.setattr(Model, "init", lambda self, key, mesh: zeros(self.abstract_params(mesh)))
 
 

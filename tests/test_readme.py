@@ -142,7 +142,15 @@ def test_the_table_of_recipes_is_what_its_command_prints(folder):
     assert table[2] == printed.stdout and table[2].count("\n") > 20
 
 
-@pytest.mark.parametrize("index", range(len(commands())), ids=commands())
+# What other tests run as well (test_plan, test_sweep, system) is slow here; nothing later reads what it writes.
+SLOW = ("jaxrl_llm.plan ", "jaxrl_llm.sweep ", "--config=mine.py ", "runs/capitals")
+
+
+def marked(index, command):
+    return pytest.param(index, id=command, marks=[pytest.mark.slow] if any(name in command for name in SLOW) else [])
+
+
+@pytest.mark.parametrize("index", [marked(i, command) for i, command in enumerate(commands())])
 def test_command_runs(index, folder):
     """In the README's order: later commands read what earlier ones wrote."""
     command = shortened(commands()[index])

@@ -168,7 +168,7 @@ class Model:
     attention: str = "xla"  # or a kernel of ``kernels.choose``
 
     def _abstract(self):
-        return nnx.split(nnx.eval_shape(lambda: Transformer(self.arch, rngs=nnx.Rngs(0))))
+        return _abstract(self.arch)
 
     def abstract_params(self, mesh: Mesh, *, rules=sharding.RULES, dtype=jnp.float32) -> Params:
         """Shapes of the parameters with their shardings on ``mesh``."""
@@ -232,6 +232,12 @@ class Model:
     def head(self, params: Params) -> jax.Array:
         """Output projection [D,V]."""
         return params["embedding"].T if self.arch.tied else params["head"]
+
+
+@functools.lru_cache
+def _abstract(arch: Architecture):
+    """The static graph, and the shapes of the parameters."""
+    return nnx.split(nnx.eval_shape(lambda: Transformer(arch, rngs=nnx.Rngs(0))))
 
 
 @functools.lru_cache
