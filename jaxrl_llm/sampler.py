@@ -231,7 +231,7 @@ class Sampler:
         """
         finished = (state.prompt_id >= 0) & jnp.all(state.stop_reason != STOP_NONE, axis=2)
         is_wanted = jnp.any(jnp.sum(finished, axis=1) < self.num_prompts // self.shards)
-        # Not a condition of the loop alone: what all its steps share, the head laid out anew above all, costs too.
+        # Not a condition of the loop alone: what all its steps share costs too.
         state = jax.lax.cond(
             is_wanted, self._decode_chunk, lambda params, state, *_: state, params, state, version, key
         )
@@ -239,7 +239,6 @@ class Sampler:
 
     def _decode_chunk(self, params, state: SamplerState, version, key) -> SamplerState:
         state = self._refill(state)
-        head = self.model.head(params)
         prompt = self._prompts(state)
 
         def busy(carry):
@@ -248,7 +247,7 @@ class Sampler:
 
         def body(carry):
             step, state = carry
-            return step + 1, self._decode_step(params, head, prompt, state, version, key)
+            return step + 1, self._decode_step(params, prompt, state, version, key)
 
         _, state = jax.lax.while_loop(busy, body, (jnp.int32(0), state))
         return state
@@ -269,7 +268,7 @@ class Sampler:
             place=jnp.maximum(state.slot_row, 0),
         )
 
-    def _decode_step(self, params, head, prompt: Prompt, state: SamplerState, version, key) -> SamplerState:
+    def _decode_step(self, params, prompt: Prompt, state: SamplerState, version, key) -> SamplerState:
         M, E, G, _ = state.tokens.shape
         Q = E * G
         sampling = self.sampling
@@ -298,7 +297,8 @@ class Sampler:
         cache_k = append(state.cache_k, new_k, lambda c, n, i: c.at[:, slot, :, :, i].set(n.swapaxes(0, 1)))
         cache_v = append(state.cache_v, new_v, lambda c, n, i: c.at[:, slot, :, i].set(n.swapaxes(0, 1)))
 
-        logits_ZV = sharding.constrain(project(hidden[:, 0], head), "batch", "vocab")
+        # Taken here, not before the loop: through its carry a tied head would be laid out anew in every chunk.
+        logits_ZV = sharding.constrain(project(hidden[:, 0], self.model.head(params)), "batch", "vocab")
         if sampling.temperature == 0.0:
             # Greedy has no distribution of its own: log-probs are the model's, at temperature 1.
             drawn_Z = jnp.argmax(logits_ZV, axis=-1).astype(jnp.int32)
