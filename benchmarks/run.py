@@ -184,7 +184,8 @@ def measure(
 
     say = Console(width=160).print
     folder = FOLDER / "smollm2-135m-instruct"
-    job, arch = workload.make_job(folder, num_questions=options.questions, threads=options.threads)
+    sizes = {"num_questions": options.questions, "threads": options.threads, "remat": options.remat}
+    job, arch = workload.make_job(folder, **sizes)
     probe = Probe(arch, decode_rows=job.samples)
 
     def floors_at(ceilings: Ceilings) -> tuple[Floor, Floor]:
@@ -255,6 +256,7 @@ def main(arguments: list[str]) -> int:
         "--questions", type=results.at_least(1), default=16, help="an even number; fewer for a quick look"
     )
     parser.add_argument("--threads", type=results.at_least(1), default=2, help="cores to use")
+    parser.add_argument("--remat", choices=("none", "dots", "full"), default="full", help="model.remat of ours")
     parser.add_argument("--max-others", type=results.share, default=0.1, help="share of CPU others may take in a step")
     parser.add_argument("--timeout", type=results.at_least(1), default=1800, help="seconds a worker may be silent")
     parser.add_argument("--json", type=Path, help="file for the result")

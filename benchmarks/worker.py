@@ -5,6 +5,7 @@ Owns: starting, waiting with a limit, ending, saying why one died. Does not know
 
 from __future__ import annotations
 
+import contextlib
 import json
 import queue
 import subprocess
@@ -74,7 +75,8 @@ class Worker:
     def close(self) -> None:
         """End the process; a second call does nothing."""
         for pipe in (self._process.stdin, self._process.stdout):
-            pipe.close()
+            with contextlib.suppress(BrokenPipeError):  # what it did not live to read is still in the buffer
+                pipe.close()
         try:
             self._process.wait(10)
         except subprocess.TimeoutExpired:
@@ -82,15 +84,14 @@ class Worker:
             self._process.wait()
 
     def _ask(self, line: str) -> dict[str, Any]:
-        try:
+        with contextlib.suppress(BrokenPipeError):  # it has ended: what it said last is the reply
             self._process.stdin.write(line + "\n")
             self._process.stdin.flush()
+        try:
             reply = self._replies.get(timeout=self._timeout_s)
             return json.loads(reply)
         except queue.Empty:
             reason = f"said nothing for {self._timeout_s:.0f} s"
-        except BrokenPipeError:
-            reason = self._end()
         except ValueError:
             reason = f"said {reply.strip()!r}" if reply else self._end()
         self._process.kill()

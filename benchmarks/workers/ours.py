@@ -20,7 +20,7 @@ def main() -> None:
     samples = len(job["questions"]) * job["samples_per_question"]
     config = freeze(
         {
-            "model": {"remat": "none"},  # as the peers, who recompute nothing
+            "model": {"remat": job["remat"]},
             "prompts": {"max_tokens": max(job["prompt_tokens"])},
             "sampling": {"max_completion_tokens": job["completion_tokens"]},
             "rollout": {
