@@ -2,8 +2,8 @@
 
     python -m jaxrl_llm.sweep --config=configs/sweeps/e4_delay.py --workdir=runs/e4 --workers=2
 
-Runs of 2026-11-21, one seed: a delay of 3 steps costs nothing (0.63 at the end, without delay 0.51), one of 13, 28 or 98
-does (0.31, 0.33, 0.36; the last has but 202 steps, for the first 98 have no rollouts that old).
+Runs of 2026-11-21, one seed: a delay of 3 steps costs nothing (0.63 at the end, without delay 0.51), one of 13, 28 or
+98 does (0.31, 0.33, 0.36; the last has but 202 steps, for the first 98 have no rollouts that old).
 """
 
 import runpy
