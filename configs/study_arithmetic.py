@@ -7,32 +7,7 @@ The sums of three digits are 1000 questions, of which one in eight is never trai
 """
 
 from jaxrl_llm.config import defaults
-
-COST_RATIO = 5.28  # mu of the paper's 7B runs: generating a rollout costs so many times training on it
-BATCH, GROUP = 128, 8
-BUDGET = 300 * BATCH * (1 + COST_RATIO)  # what 300 on-policy steps cost, in trained rollouts
-
-
-def arm(ratio, batches, **settings):
-    """Steps on 128 rollouts, 128 / ratio of them new, drawn from the last ``batches`` * 128; as many as the budget."""
-    generated = BATCH // ratio
-    steps = round(BUDGET / (BATCH + COST_RATIO * generated))
-    return {
-        "rollout.prompts_per_iteration": generated // GROUP,
-        "replay.capacity": BATCH * batches,
-        "num_iterations": steps,
-        "eval.every_iterations": steps // 10,
-        **settings,
-    }
-
-
-def label(settings):
-    """What an arm is called: its replay ratio, its ring in batches, and what else it sets."""
-    budget = ("rollout.prompts_per_iteration", "replay.capacity", "num_iterations", "eval.every_iterations")
-    ratio = BATCH // (GROUP * settings["rollout.prompts_per_iteration"])
-    shown = lambda value: f"{value:.3g}" if isinstance(value, float) else value  # noqa: E731
-    others = [f"{name.rsplit('.', 1)[-1]} {shown(value)}" for name, value in settings.items() if name not in budget]
-    return ", ".join((f"y {ratio}", f"N {settings['replay.capacity'] // BATCH} B", *others))
+from studies.design import COST_RATIO, GROUP, SUMS
 
 
 def get_config():
@@ -50,8 +25,8 @@ def get_config():
     config.rollout.group_size = GROUP
     config.rollout.chunk_steps = 4
     config.rewards.num_workers = 1
-    config.update.batch_size = BATCH
-    config.update.micro_batch_size = BATCH
+    config.update.batch_size = SUMS.batch
+    config.update.micro_batch_size = SUMS.batch
     config.update.logp_chunk_tokens = 512
     config.optimizer.learning_rate = 6e-4
     config.replay.cost_ratio = COST_RATIO

@@ -9,27 +9,12 @@ about an hour; the study's findings are of the small model (docs/replay_study.md
 
 import runpy
 
-COST_RATIO = 5.28  # mu of the paper's 7B runs: generating a rollout costs so many times training on it
-BATCH, GROUP = 64, 8
-BUDGET = 24 * BATCH * (1 + COST_RATIO)  # what 24 on-policy steps cost, in trained rollouts
-
-
-def arm(ratio, batches, **settings):
-    """Steps on 64 rollouts, 64 / ratio of them new, drawn from the last ``batches`` * 64; as many as the budget."""
-    generated = BATCH // ratio
-    steps = round(BUDGET / (BATCH + COST_RATIO * generated))
-    return {
-        "rollout.prompts_per_iteration": generated // GROUP,
-        "replay.capacity": BATCH * batches,
-        "num_iterations": steps,
-        "eval.every_iterations": steps // 6,
-        **settings,
-    }
+from studies.design import COST_RATIO, GROUP, SMOLLM2
 
 
 def get_config():
     config = runpy.run_path("configs/grpo_smollm2_135m_chain_sum.py")["get_config"]()
-    config.rollout.prompts_per_iteration = BATCH // GROUP
+    config.rollout.prompts_per_iteration = SMOLLM2.batch // GROUP
     config.replay.capacity = 0
     config.replay.unit = "group"
     config.replay.skip_tied = False

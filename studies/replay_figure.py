@@ -17,8 +17,9 @@ import statistics
 
 from jaxrl_llm.metrics import read_metrics
 from jaxrl_llm.sweep_report import Run, band, curve
+from studies.design import COST_RATIO, GROUP, SUMS
 
-BATCH, GROUP = 128, 8
+BATCH = SUMS.batch
 METRIC, COST = "eval/pass_rate", "time/compute_rollouts"
 
 
@@ -106,7 +107,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--runs", type=pathlib.Path, required=True)
     parser.add_argument("--out", type=pathlib.Path, required=True)
-    parser.add_argument("--mu", type=float, default=5.28)
+    parser.add_argument("--mu", type=float, default=COST_RATIO)
     given = parser.parse_args()
     arms = finished(given.runs, given.mu)
     if not arms:

@@ -15,17 +15,17 @@ on-policy arm ends, in batches (docs/replay_study.md has ranges, entropy and pas
 import runpy
 
 from jaxrl_llm.points import Sweep, product, seeds
+from studies.design import SUMS
 
-STUDY = runpy.run_path("configs/study_arithmetic.py")
-arm, get_config = STUDY["arm"], STUDY["get_config"]
+get_config = runpy.run_path("configs/study_arithmetic.py")["get_config"]
 
-ARMS = [arm(1, 1), *(arm(ratio, batches) for ratio in (2, 4, 8, 16) for batches in (2, 8))]
+ARMS = [SUMS.arm(1, 1), *(SUMS.arm(ratio, batches) for ratio in (2, 4, 8, 16) for batches in (2, 8))]
 
 
 def get_sweep():
     return Sweep(
         product(seeds(4), ARMS),
-        label=STUDY["label"],
+        label=SUMS.label,
         metrics=("eval/pass_rate", "rollout/pass_rate", "update/entropy_nats", "replay/age_mean_steps"),
         x_axis="time/compute_rollouts",
         thresholds={"eval/pass_rate": 0.45},

@@ -10,14 +10,14 @@ it ends at 0.69, 0.69 and 0.80, GRPO at 0.83, 0.78 and 0.84.
 import runpy
 
 from jaxrl_llm.points import Sweep, product, seeds
+from studies.design import SUMS
 
-STUDY = runpy.run_path("configs/study_arithmetic.py")
-arm, get_config = STUDY["arm"], STUDY["get_config"]
+get_config = runpy.run_path("configs/study_arithmetic.py")["get_config"]
 
 ASYMRE = {"credit.advantage": "asymre", "objective.surrogate": "reinforce", "objective.aggregation": "sequence_mean"}
 OBJECTIVES = [{}, *({**ASYMRE, "credit.delta_v": delta} for delta in (0.0, -0.1))]
 ARMS = [
-    arm(4, 8, **{"replay.positive_fraction": share}, **objective)
+    SUMS.arm(4, 8, **{"replay.positive_fraction": share}, **objective)
     for share in (0.0, 0.2, 0.5)
     for objective in OBJECTIVES
 ]
@@ -26,7 +26,7 @@ ARMS = [
 def get_sweep():
     return Sweep(
         product(seeds(4), ARMS),
-        label=STUDY["label"],
+        label=SUMS.label,
         metrics=("eval/pass_rate", "rollout/pass_rate", "update/entropy_nats", "replay/age_mean_steps"),
         x_axis="time/compute_rollouts",
         thresholds={"eval/pass_rate": 0.45},

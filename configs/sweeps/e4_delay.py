@@ -9,18 +9,18 @@ Runs of 2026-11-21, one seed: a delay of 3 steps costs nothing (0.63 at the end,
 import runpy
 
 from jaxrl_llm.points import Sweep, product, seeds
+from studies.design import SUMS
 
-STUDY = runpy.run_path("configs/study_arithmetic.py")
-arm, get_config = STUDY["arm"], STUDY["get_config"]
+get_config = runpy.run_path("configs/study_arithmetic.py")["get_config"]
 
 DELAYS = (0, 3, 13, 28, 98)
-ARMS = [arm(1, delay + 1, **{"replay.delay_iterations": delay}) for delay in DELAYS]
+ARMS = [SUMS.arm(1, delay + 1, **{"replay.delay_iterations": delay}) for delay in DELAYS]
 
 
 def get_sweep():
     return Sweep(
         product(seeds(4), ARMS),
-        label=STUDY["label"],
+        label=SUMS.label,
         metrics=("eval/pass_rate", "rollout/pass_rate", "update/entropy_nats", "replay/age_mean_steps"),
         x_axis="time/compute_rollouts",
         thresholds={"eval/pass_rate": 0.45},

@@ -10,18 +10,18 @@ budget of 1884 batches; four uses reach 0.60 with 750 at three of the six rates,
 import runpy
 
 from jaxrl_llm.points import Sweep, product, seeds
+from studies.design import SUMS
 
-STUDY = runpy.run_path("configs/study_arithmetic.py")
-arm, get_config = STUDY["arm"], STUDY["get_config"]
+get_config = runpy.run_path("configs/study_arithmetic.py")["get_config"]
 
 RATES = [6e-4 * 1.5**i for i in range(-3, 3)]
-ARMS = [arm(*how, **{"optimizer.learning_rate": rate}) for rate in RATES for how in ((1, 1), (4, 2))]
+ARMS = [SUMS.arm(*how, **{"optimizer.learning_rate": rate}) for rate in RATES for how in ((1, 1), (4, 2))]
 
 
 def get_sweep():
     return Sweep(
         product(seeds(4), ARMS),
-        label=STUDY["label"],
+        label=SUMS.label,
         metrics=("eval/pass_rate", "rollout/pass_rate", "update/entropy_nats", "replay/age_mean_steps"),
         x_axis="time/compute_rollouts",
         thresholds={"eval/pass_rate": 0.45},

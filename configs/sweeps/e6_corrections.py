@@ -10,9 +10,9 @@ sequence weights and the step scaled by the effective sample size (0.76, and slo
 import runpy
 
 from jaxrl_llm.points import Sweep, product, seeds
+from studies.design import SUMS
 
-STUDY = runpy.run_path("configs/study_arithmetic.py")
-arm, get_config = STUDY["arm"], STUDY["get_config"]
+get_config = runpy.run_path("configs/study_arithmetic.py")["get_config"]
 
 REINFORCE = {"objective.surrogate": "reinforce"}
 CORRECTIONS = [
@@ -24,13 +24,13 @@ CORRECTIONS = [
     {"objective.correction": "token_masked"},
     {"objective.correction": "second_moment"},
 ]
-ARMS = [arm(8, 8, **correction) for correction in CORRECTIONS]
+ARMS = [SUMS.arm(8, 8, **correction) for correction in CORRECTIONS]
 
 
 def get_sweep():
     return Sweep(
         product(seeds(4), ARMS),
-        label=STUDY["label"],
+        label=SUMS.label,
         metrics=("eval/pass_rate", "rollout/pass_rate", "update/entropy_nats", "replay/age_mean_steps"),
         x_axis="time/compute_rollouts",
         thresholds={"eval/pass_rate": 0.45},

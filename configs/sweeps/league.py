@@ -12,9 +12,9 @@ import runpy
 from jaxrl_llm.config import defaults, freeze
 from jaxrl_llm.nested import differences
 from jaxrl_llm.points import Sweep, product, seeds
+from studies.design import COST_RATIO, SUMS
 
-STUDY = runpy.run_path("configs/study_arithmetic.py")
-get_config, BUDGET, COST_RATIO = STUDY["get_config"], STUDY["BUDGET"], STUDY["COST_RATIO"]
+get_config = runpy.run_path("configs/study_arithmetic.py")["get_config"]
 # Without the two that need something beside them: another run, a teacher.
 LEFT_OUT = ("sapo", "distillation")
 RECIPES = [path for path in sorted(pathlib.Path("configs/recipes").glob("*.py")) if path.stem not in LEFT_OUT]
@@ -29,7 +29,7 @@ def point(path):
     changed.setdefault("rollout.group_size", config.rollout.group_size)
     changed.setdefault("rollout.prompts_per_iteration", config.rollout.prompts_per_iteration)
     trained = batch * config.update.updates_per_iteration
-    steps = round(BUDGET / (trained + COST_RATIO * config.rollouts_per_iteration))
+    steps = round(SUMS.budget / (trained + COST_RATIO * config.rollouts_per_iteration))
     if "credit.overlong_buffer_tokens" in changed:
         changed["credit.overlong_buffer_tokens"] = 1  # of 4 tokens
     return changed | {"num_iterations": steps, "eval.every_iterations": steps // 10}
