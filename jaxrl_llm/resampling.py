@@ -109,20 +109,24 @@ def sample(
     def ask() -> tuple[Rollout, list[Any]]:
         return generator.generate(params, next_batch(generator.prompts_wanted()), **how)
 
-    rollout, groups = ask()
-    asked, rewards = list(groups), score(groups)
+    rollout, asked = ask()
+    num_groups = len(asked)
+    answers, kept = score(asked), np.arange(num_groups)  # of all that were asked
+    mixed = is_mixed(answers, len(asked))
     for _ in range(max_rounds):
-        if is_mixed(rewards, len(groups)).all():
+        if mixed[kept].all():
             break
         more, new = ask()
-        asked += new
-        both = groups + new
-        place = np.argsort(~is_mixed(score(both), len(both)), kind="stable")[: len(groups)].astype(np.int32)
+        kept = np.concatenate([kept, len(asked) + np.arange(num_groups)])
+        asked = asked + new
+        answers = score(asked)
+        mixed = is_mixed(answers, len(asked))
+        place = np.argsort(~mixed[kept], kind="stable")[:num_groups].astype(np.int32)
         rollout = choose(rollout, more, jax.device_put(place, sharding.replicated(generator.sampler.mesh, 0)))
-        groups = [both[i] for i in place]
-        rewards = score(groups)
-    answers = score(asked)
-    tied_left_out = np.sum(~is_mixed(answers, len(asked))) - np.sum(~is_mixed(rewards, len(groups)))
+        kept = kept[place]
+    groups = [asked[i] for i in kept]
+    rewards = score(groups) if len(groups) < len(asked) else answers
+    tied_left_out = np.sum(~mixed) - np.sum(~mixed[kept])
     return Sampled(rollout, groups, rewards, asked, answers, int(tied_left_out), waited_s)
 
 
