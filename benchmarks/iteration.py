@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm import rng, sharding
@@ -82,8 +83,7 @@ class Iteration:
         self.sample_key, self.draw_key = self.put([rng.stream(0, name) for name in ("sample", "draw")])
         self.generator = Generator(self.run.sampler, self.programs, lambda ids: "") if sampler else None
         params = load_params(self.run.model, self.mesh)
-        needs_reference = learner and self.run.keeps_reference
-        self.reference = load_params(self.run.reference_model, self.mesh) if needs_reference else None
+        self.reference = jax.tree.map(jnp.copy, params) if learner and self.run.keeps_reference else None
         self.index = 0
         if learner:
             self.state, self.ring = self.programs["init_state"](params), self.programs["init_ring"]()

@@ -20,6 +20,7 @@ import time
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from absl import flags
 from ml_collections import config_flags
@@ -97,7 +98,11 @@ def train(config: Config, workdir: pathlib.Path, *, allow_config_changes: bool =
         reference = teacher.load_params(run.reference_model, mesh, seed=config.seed) if run.loads_reference else None
         if restored is None:
             start, compute, ring = 0, 0.0, compiled["init_ring"]()
-            state = compiled["init_state"](source.load_params(run.model, mesh, seed=config.seed))
+            if reference is not None and teacher is source:
+                params = jax.tree.map(jnp.copy, reference)  # the state takes the weights it is given over
+            else:
+                params = source.load_params(run.model, mesh, seed=config.seed)
+            state = compiled["init_state"](params)
             metrics.restore({})
         else:
             start, state, ring = restored.iteration, restored.device_state["train"], restored.device_state["ring"]
