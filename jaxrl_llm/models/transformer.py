@@ -167,12 +167,9 @@ class Model:
     remat: str = "none"
     attention: str = "xla"  # or a kernel of ``kernels.choose``
 
-    def _abstract(self):
-        return _abstract(self.arch)
-
     def abstract_params(self, mesh: Mesh, *, rules=sharding.RULES, dtype=jnp.float32) -> Params:
         """Shapes of the parameters with their shardings on ``mesh``."""
-        _, state = self._abstract()
+        _, state = _abstract(self.arch)
 
         def one(variable):
             shape = variable.get_value().shape
@@ -211,7 +208,7 @@ class Model:
         Returns:
             hidden [B,T,D] in the compute dtype, and the new tokens' (keys, values), each [layers,B,K,T,H].
         """
-        graph, _ = self._abstract()
+        graph, _ = _abstract(self.arch)
         layers = params.get("layers")
         if layers is not None:  # the graph wants some blocks; their shapes it does not look at
             params = {k: v for k, v in params.items() if k != "layers"} | {"blocks": layers[0]}
