@@ -30,9 +30,8 @@ from jax.sharding import Mesh
 
 from jaxrl_llm import rng, sharding
 from jaxrl_llm.config import SamplingConfig
-from jaxrl_llm.models.attention import Cache, Prompt
+from jaxrl_llm.models.attention import Cache, Prompt, rope_tables
 from jaxrl_llm.models.transformer import Model
-from jaxrl_llm.ops.logp import project
 from jaxrl_llm.ops.sampling import filter_logits, sample_inverse_cdf, token_logp
 from jaxrl_llm.programs import Program
 from jaxrl_llm.types import STOP_EOS, STOP_LENGTH, STOP_NONE, STOP_STRING, Rollout
@@ -240,6 +239,8 @@ class Sampler:
     def _decode_chunk(self, params, state: SamplerState, version, key) -> SamplerState:
         state = self._refill(state)
         prompt = self._prompts(state)
+        # Made before the loop: in it, every layer would compute its tokens' angles anew.
+        rope = rope_tables(self.model.arch, jnp.arange(self.row_tokens))
 
         def busy(carry):
             step, state = carry
@@ -247,7 +248,7 @@ class Sampler:
 
         def body(carry):
             step, state = carry
-            return step + 1, self._decode_step(params, prompt, state, version, key)
+            return step + 1, self._decode_step(params, prompt, rope, state, version, key)
 
         _, state = jax.lax.while_loop(busy, body, (jnp.int32(0), state))
         return state
@@ -268,7 +269,7 @@ class Sampler:
             place=jnp.maximum(state.slot_row, 0),
         )
 
-    def _decode_step(self, params, prompt: Prompt, state: SamplerState, version, key) -> SamplerState:
+    def _decode_step(self, params, prompt: Prompt, rope, state: SamplerState, version, key) -> SamplerState:
         M, E, G, _ = state.tokens.shape
         Q = E * G
         sampling = self.sampling
@@ -284,7 +285,7 @@ class Sampler:
         index_MZ = length_MZ - read(rows(state.prompt_length), row_MZ)  # of the token to draw, in the completion
         cache = Cache(state.cache_k, state.cache_v, flat(jnp.where(active_MZ, index_MZ, 0)))
         hidden, (new_k, new_v) = self.model.forward(
-            params, flat(token_MZ)[:, None], flat(position_MZ)[:, None], prompt=prompt, cache=cache
+            params, flat(token_MZ)[:, None], flat(position_MZ)[:, None], prompt=prompt, cache=cache, rope=rope
         )
 
         def append(cache, new, write):  # [layers, Z, K, ...] <- [layers, Z, K, 1, H] at each slot's index
@@ -297,8 +298,7 @@ class Sampler:
         cache_k = append(state.cache_k, new_k, lambda c, n, i: c.at[:, slot, :, :, i].set(n.swapaxes(0, 1)))
         cache_v = append(state.cache_v, new_v, lambda c, n, i: c.at[:, slot, :, i].set(n.swapaxes(0, 1)))
 
-        # Taken here, not before the loop: through its carry a tied head would be laid out anew in every chunk.
-        logits_ZV = sharding.constrain(project(hidden[:, 0], self.model.head(params)), "batch", "vocab")
+        logits_ZV = sharding.constrain(self.model.sampler_logits(params, hidden)[:, 0], "batch", "vocab")
         if sampling.temperature == 0.0:
             # Greedy has no distribution of its own: log-probs are the model's, at temperature 1.
             drawn_Z = jnp.argmax(logits_ZV, axis=-1).astype(jnp.int32)

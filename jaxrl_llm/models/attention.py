@@ -197,9 +197,8 @@ def rope_frequencies(arch: Architecture) -> np.ndarray:
 
 
 def rope_tables(arch: Architecture, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """cos and sin of each position's angles, two [B,T,H/2] float32."""
-    freq = jnp.asarray(rope_frequencies(arch), jnp.float32)
-    angle = positions[..., None].astype(jnp.float32) * freq[None, None, :]
+    """cos and sin of each position's angles, two [...,H/2] float32 of positions [...]."""
+    angle = jnp.multiply.outer(positions.astype(jnp.float32), jnp.asarray(rope_frequencies(arch), jnp.float32))
     return jnp.cos(angle), jnp.sin(angle)
 
 

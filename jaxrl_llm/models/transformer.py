@@ -28,6 +28,7 @@ from jaxrl_llm.models.presets import Architecture
 Params = dict[str, Any]
 
 INIT_STDDEV = 0.02
+FEW_ROWS = 64  # where the forms of a decode step's matmuls break even on a CPU (measured)
 
 
 def _param(rngs: nnx.Rngs, shape: tuple[int, ...], logical_axes: tuple[str, ...], *, norm: bool = False) -> nnx.Param:
@@ -64,13 +65,25 @@ def _linear_backward(kept, g_BTO):
 linear.defvjp(_linear_forward, _linear_backward)
 
 
+def linear_output_first(x_BTI: jax.Array, w_OI: jax.Array, **einsum: Any) -> jax.Array:
+    """x w^T, of weights as the sampler has them (publish).
+
+    Few rows are the matmul's columns: with them as its rows, XLA's CPU backend takes half as long again at 32 of
+    them. To other backends the two are one. The barrier keeps XLA from swapping the operands back.
+    """
+    if x_BTI.shape[1] > 1 or len(x_BTI) > FEW_ROWS:
+        return jnp.einsum("BTI,OI->BTO", x_BTI, w_OI, **einsum)
+    out_OB = jax.lax.optimization_barrier(jnp.einsum("OI,BI->OB", w_OI, x_BTI[:, 0], **einsum))
+    return out_OB.T[:, None]
+
+
 class Blocks(nnx.Module):
     """All transformer blocks; parameters are stacked [layers, ...], the call sees one layer's slice."""
 
     def __init__(self, arch: Architecture, *, rngs: nnx.Rngs):
         layers, D, F, H = arch.num_layers, arch.width, arch.ffn, arch.head_size
         N, K = arch.num_heads, arch.num_kv_heads
-        self.eps = arch.norm_eps
+        self.eps, self.head_size = arch.norm_eps, H
         self.attention_norm = _param(rngs, (layers, D), ("layers", "activation"), norm=True)
         self.q = _param(rngs, (layers, D, N, H), ("layers", "embed", "heads", "head_size"))
         self.k = _param(rngs, (layers, D, K, H), ("layers", "embed", "kv_heads", "head_size"))
@@ -81,25 +94,31 @@ class Blocks(nnx.Module):
         self.up = _param(rngs, (layers, D, F), ("layers", "embed", "mlp"))
         self.down = _param(rngs, (layers, F, D), ("layers", "mlp", "embed"))
 
-    def __call__(self, x_BTD, cos, sin, prompt, cache, visible, layer, attention):
+    def __call__(self, x_BTD, cos, sin, prompt, cache, visible, layer, attention, output_first):
         """One block. Returns the new activations and the new tokens' keys and values, each [B,K,T,H]."""
-        dtype = x_BTD.dtype
+
+        def times(x_BTI, param):
+            weight = param[...].astype(x_BTI.dtype)
+            if output_first:
+                return linear_output_first(x_BTI, weight.reshape(-1, x_BTI.shape[-1]))
+            return linear(x_BTI, weight.reshape(x_BTI.shape[-1], -1))
+
+        heads = lambda x_BTO: x_BTO.reshape(*x_BTO.shape[:2], -1, self.head_size)  # noqa: E731
         h = rms_norm(x_BTD, self.attention_norm[...], self.eps)
-        q_BTNH = rotate(jnp.einsum("BTD,DNH->BTNH", h, self.q[...].astype(dtype)), cos, sin)
-        k_BTKH = rotate(jnp.einsum("BTD,DKH->BTKH", h, self.k[...].astype(dtype)), cos, sin)
-        v_BTKH = jnp.einsum("BTD,DKH->BTKH", h, self.v[...].astype(dtype))
+        q_BTNH = rotate(heads(times(h, self.q)), cos, sin)
+        k_BTKH = rotate(heads(times(h, self.k)), cos, sin)
+        v_BTKH = heads(times(h, self.v))
         q_BTNH = sharding.constrain(q_BTNH, "batch", "length", "heads", "head_size")
         k_BKTH, v_BKTH = k_BTKH.swapaxes(1, 2), v_BTKH.swapaxes(1, 2)
         seen = {"prompt": prompt, "cache": cache, "layer": layer, "visible": visible}
         out_BTNH = attend(q_BTNH, k_BKTH, v_BKTH, **seen, implementation=attention)
-        o_ND = self.o[...].astype(dtype).reshape(-1, x_BTD.shape[-1])
-        x_BTD = x_BTD + linear(out_BTNH.reshape(*out_BTNH.shape[:2], -1), o_ND)
+        x_BTD = x_BTD + times(out_BTNH.reshape(*out_BTNH.shape[:2], -1), self.o)
         x_BTD = sharding.constrain(x_BTD, "batch", "length", "activation")
         h = rms_norm(x_BTD, self.mlp_norm[...], self.eps)
-        gate_BTF = checkpoint_name(linear(h, self.gate[...].astype(dtype)), "mlp")
-        up_BTF = checkpoint_name(linear(h, self.up[...].astype(dtype)), "mlp")
+        gate_BTF = checkpoint_name(times(h, self.gate), "mlp")
+        up_BTF = checkpoint_name(times(h, self.up), "mlp")
         h = sharding.constrain(jax.nn.silu(gate_BTF) * up_BTF, "batch", "length", "mlp")
-        x_BTD = x_BTD + linear(h, self.down[...].astype(dtype))
+        x_BTD = x_BTD + times(h, self.down)
         return sharding.constrain(x_BTD, "batch", "length", "activation"), (k_BKTH, v_BKTH)
 
 
@@ -126,20 +145,21 @@ class Transformer(nnx.Module):
         remat="none",
         layers=None,
         attention="xla",
+        rope=None,
     ):
         # Gathered along fsdp first: a lookup in a table split along its width would replicate the batch.
         table_VD = sharding.constrain(self.embedding[...].astype(compute_dtype), "vocab", "activation")
         x_BTD = table_VD[tokens_BT]
         x_BTD = sharding.constrain(x_BTD, "batch", "length", "activation")
-        # Behind a barrier, else blocks that run one by one would each compute the angles anew.
-        cos, sin = jax.lax.optimization_barrier(rope_tables(self.arch, positions_BT))
+        cos, sin = rope_tables(self.arch, positions_BT) if rope is None else (x[positions_BT] for x in rope)
         graph, stacked = nnx.split(self.blocks)
         kv = (None, None) if prompt is None else (prompt.keys, prompt.values)
 
         def body(x, of_layer):
             layer, layer_params, keys, values = of_layer
             layer_prompt = None if prompt is None else prompt.replace(keys=keys, values=values)
-            return nnx.merge(graph, layer_params)(x, cos, sin, layer_prompt, cache, visible, layer, attention)
+            block, output_first = nnx.merge(graph, layer_params), layers is not None
+            return block(x, cos, sin, layer_prompt, cache, visible, layer, attention, output_first)
 
         if remat != "none":
             policies = {
@@ -193,17 +213,19 @@ class Model:
         cache: Cache | None = None,
         visible: jax.Array | None = None,
         remat: bool = False,
+        rope: tuple[jax.Array, jax.Array] | None = None,
     ):
         """Hidden states after the final norm.
 
         Args:
-            params: blocks stacked and scanned over, or apart as "layers" and run one by one.
+            params: blocks stacked and scanned over, or apart as "layers", output first, and run one by one (publish).
             tokens: [B,T] i32.
             positions: [B,T] i32, 0-based position of each token in its row.
             prompt: what rows of a group have computed once; keys and values with a leading layer axis.
             cache: each row's earlier tokens; wants T = 1.
             visible: [B,T,T] bool, what each token sees of the others; None = all up to itself.
             remat: apply the model's rematerialisation policy (for a backward pass).
+            rope: cosine and sine of every position there is, each [S,H/2]; None = computed here.
 
         Returns:
             hidden [B,T,D] in the compute dtype, and the new tokens' (keys, values), each [layers,B,K,T,H].
@@ -224,10 +246,16 @@ class Model:
             remat=policy,
             layers=layers,
             attention=self.attention,
+            rope=rope,
         )
 
+    def sampler_logits(self, params: Params, hidden_BTD: jax.Array) -> jax.Array:
+        """Logits [B,T,V] in float32, from the sampler's weights."""
+        head_VD = params["embedding" if self.arch.tied else "head"]
+        return linear_output_first(hidden_BTD, head_VD, preferred_element_type=jnp.float32)
+
     def head(self, params: Params) -> jax.Array:
-        """Output projection [D,V]."""
+        """The learner's output projection [D,V]."""
         return params["embedding"].T if self.arch.tied else params["head"]
 
 

@@ -20,7 +20,7 @@ from jaxrl_llm.ops.sampling import filter_logits, token_logp
 
 
 def project(hidden_XD: jax.Array, head_DV: jax.Array) -> jax.Array:
-    """Logits [X,V] in float32; the one projection of sampler and learner."""
+    """Logits [X,V] in float32."""
     return jnp.einsum("XD,DV->XV", hidden_XD, head_DV.astype(hidden_XD.dtype), preferred_element_type=jnp.float32)
 
 

@@ -36,12 +36,12 @@ COLLECTIVE = re.compile(r"= (.*?) (?:all-gather|all-reduce|collective-permute|al
 
 
 @functools.cache
-def make_run(mesh=EIGHT, *, compute_dtype="float32", logp_chunk_tokens=8):
+def make_run(mesh=EIGHT, *, arch=TINY, compute_dtype="float32", logp_chunk_tokens=8):
     settings = SETTINGS | {
         "model": {"compute_dtype": compute_dtype},
         "update": SETTINGS["update"] | {"logp_chunk_tokens": logp_chunk_tokens},
     }
-    return assemble(freeze(settings), TINY, building.EOS_IDS, mesh_of(mesh))
+    return assemble(freeze(settings), arch, building.EOS_IDS, mesh_of(mesh))
 
 
 class GuardedCounter(profiling.CompileCounter):
@@ -153,8 +153,8 @@ def test_ring_train_state_and_sampler_state_are_donated_and_every_donated_byte_i
 
 
 @pytest.mark.parametrize(("shape", "dtype"), [(CUBE, jnp.bfloat16), (ONE, jnp.float32)])
-def test_published_weights_are_the_learners_cast_split_by_layer_and_laid_out_for_the_sampler(shape, dtype):
-    run = make_run(shape, compute_dtype=dtype.dtype.name)
+def test_published_weights_are_the_learners_cast_split_by_layer_and_laid_out_output_first(shape, dtype):
+    run = make_run(shape, arch=dataclasses.replace(TINY, tied=False), compute_dtype=dtype.dtype.name)
     params = building.learner_params(run.model, run.mesh)
     published = compile_all({"publish": run.programs()["publish"]}, run.mesh)["publish"](params)
 
@@ -165,10 +165,14 @@ def test_published_weights_are_the_learners_cast_split_by_layer_and_laid_out_for
     wanted = run.sampler_params
     check(params["embedding"], published["embedding"], wanted["embedding"])
     check(params["final_norm"], published["final_norm"], wanted["final_norm"])
+    check(params["head"].T, published["head"], wanted["head"])
+    # What each multiplies by it comes last: the width, or an output projection's heads.
+    turned = {name: lambda x: np.moveaxis(x, 0, -1) for name in ("q", "k", "v", "gate", "up", "down")}
+    turned["o"] = lambda x: np.moveaxis(x, -1, 0)
     assert len(published["layers"]) == run.model.arch.num_layers and "blocks" not in published
     for i, layer in enumerate(published["layers"]):
         for name, leaf in params["blocks"].items():
-            check(leaf[i], layer[name], wanted["layers"][i][name])
+            check(turned.get(name, np.asarray)(leaf[i]), layer[name], wanted["layers"][i][name])
     if shape is CUBE:
         query = published["layers"][0]["q"].sharding.spec
         assert "fsdp" not in query and "tensor" in query
