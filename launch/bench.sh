@@ -2,6 +2,7 @@
 # Sets up, then measures a training step of ours against its peers, each in a virtual environment of its own:
 #
 #   bash launch/bench.sh [ours] [trl] [trl-bf16] [tunix] [--steps N] [--json FILE]      default: all four
+#   bash launch/bench.sh race [ours] [trl] [--seeds N] [--json FILE]                    seconds until sums are learned
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash launch/setup.sh
@@ -17,6 +18,8 @@ peer() {
     echo "$packages" > "$venv/.installed"
 }
 
+measurement=run peers=" trl tunix "
+[[ ${1:-} != race ]] || { measurement=race peers=" trl "; shift; }
 wanted=" " value=""
 for argument in "$@"; do
     # A word after an option is its value.
@@ -24,10 +27,10 @@ for argument in "$@"; do
     value=""
     [[ $argument != --*=* && $argument == --* ]] && value=1
 done
-[[ $wanted != " " ]] || wanted=" trl tunix "
+[[ $wanted != " " ]] || wanted=$peers
 [[ $wanted != *" trl"* ]] || peer trl "trl==1.16.*" "torch==2.13.0" "transformers==5.23.*"
 [[ $wanted != *" tunix "* ]] || peer tunix "google-tunix==0.1.7" "jax==0.10.2" "jaxlib==0.10.2"
 
 # As launch/local.sh does, and for every system alike.
 export GLIBC_TUNABLES="glibc.malloc.hugetlb=1${GLIBC_TUNABLES:+:$GLIBC_TUNABLES}"
-exec .venv/bin/python -m benchmarks.run "$@"
+exec .venv/bin/python -m "benchmarks.$measurement" "$@"

@@ -14,11 +14,13 @@ import jax.numpy as jnp
 import pytest
 from test_launch import INSTALLS, checkout  # noqa: F401
 
-from benchmarks import compare, floors, gpu, machine, micro, results, run, stopwatch
+from benchmarks import compare, floors, gpu, machine, micro, race, results, run, stopwatch
 from benchmarks.floors import Ceilings, Floor
 from benchmarks.results import Figure
 from benchmarks.worker import Worker, WorkerError
+from benchmarks.workers import link
 from jaxrl_llm.models.presets import Architecture
+from jaxrl_llm.tasks import reasoning_gym_task
 
 REPOSITORY = pathlib.Path(__file__).parents[1]
 # Two layers of width 4: a token passes 2 * (4*2*2*(2+1) + 3*4*8) = 288 parameters; the head has 10 * 4.
@@ -162,6 +164,46 @@ def test_peers_are_measured_in_pairs_with_ours():
     assert run.pairs_of(["ours"]) == [("ours",)]
 
 
+# --- the race ---
+
+
+def test_a_run_has_learned_when_its_last_five_steps_have_on_average():
+    rates = [0.9, 0.3, 0.65, 0.65, 0.65, 0.65, 0.65, 1.0]  # 0.63, 0.58, then 0.65
+    result = race.until_learned((2.0, rate) for rate in rates)
+    assert result.learned and result.seconds == 14.0 and len(result.steps) == 7
+    assert not race.until_learned([(1.0, 1.0)] * 4).learned
+    slow = race.until_learned((1.0, 0.1) for _ in range(1000))
+    assert not slow.learned and len(slow.steps) == race.MAX_STEPS
+
+
+def test_a_race_gives_medians_of_the_seeds_and_none_where_one_has_not_learned():
+    runs = lambda *seconds: [race.Result(((s / 2, 1.0),) * 2, True, 1.0) for s in seconds]  # noqa: E731
+    value = {f.name: f.value for f in race.summarise({"ours": runs(1, 7, 2), "trl": runs(8, 4, 20)})}
+    assert value["ours/seconds"] == 2 and value["trl/seconds"] == 8 and value["ours/share_of_trl"] == 0.25
+    assert value["trl/seed_2/seconds"] == 20 and value["ours/steps"] == 2 and value["trl/learned"] == 3
+    late = [*runs(1), race.Result(((50.0, 0.1),), False, 1.0)]
+    value = {f.name: f.value for f in race.summarise({"ours": runs(3, 4), "trl": late})}
+    assert value["trl/learned"] == 1 and "trl/seconds" not in value and "ours/share_of_trl" not in value
+
+
+@pytest.mark.parametrize("text", ["4 - 1 = 3", "= -3", "5-2", "003", "none", "", "it is 3, not 4", "3.0"])
+def test_a_peers_answer_is_right_when_the_main_job_says_so(text):
+    last = reasoning_gym_task.last_integer(text)
+    for answer in ("3", "-3", "0"):
+        assert link.is_right(text, answer) == (last is not None and int(last) == int(answer))
+
+
+@pytest.mark.slow
+def test_the_races_own_run_is_the_main_command_and_ends_when_it_is_left(tmp_path, monkeypatch):
+    monkeypatch.setattr(race, "FOLDER", tmp_path)
+    monkeypatch.setattr(race, "MAIN_JOB", "configs/debug.py")
+    steps = race.ours(0, dict(os.environ))
+    seen = [next(steps), next(steps)]
+    steps.close()
+    assert all(seconds > 0 and 0 <= rate <= 1 for seconds, rate in seen)
+    assert len((tmp_path / "ours_0" / "metrics.jsonl").read_text().splitlines()) < race.MAX_STEPS
+
+
 # --- the line to a worker ---
 
 GOOD = """
@@ -284,6 +326,10 @@ def test_a_peer_that_is_not_installed_is_refused(monkeypatch, tmp_path, capsys):
         run.main(["trl"])
     assert capsys.readouterr().err == "error: trl needs .venv-trl: run bash launch/bench.sh trl\n"
 
+    with pytest.raises(SystemExit, match="2"):
+        race.main([])
+    assert capsys.readouterr().err == "error: trl needs .venv-trl: run bash launch/bench.sh race trl\n"
+
 
 # --- parts ---
 
@@ -374,6 +420,13 @@ def test_bench_installs_what_is_measured(bench, arguments, installs):
     assert bench.run("launch/bench.sh", *arguments).returncode == 0
     assert [line.split(" torch")[0].split(" jax")[0] for line in bench.log[2:-1]] == installs
     assert bench.log[-1] == "-m benchmarks.run " + " ".join(arguments)
+
+
+@pytest.mark.parametrize(("arguments", "installs"), [([], [TRL]), (["ours", "--seeds", "1"], [])])
+def test_bench_races_against_trl(bench, arguments, installs):
+    assert bench.run("launch/bench.sh", "race", *arguments).returncode == 0
+    assert [line.split(" torch")[0] for line in bench.log[2:-1]] == installs
+    assert bench.log[-1] == " ".join(["-m benchmarks.race", *arguments])
 
 
 def test_a_peer_whose_installation_failed_is_tried_again(bench):

@@ -17,6 +17,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import re
 import resource
 import sys
 from collections.abc import Iterator
@@ -44,11 +45,13 @@ class Link:
         """Wait for the next request; False when there is none any more."""
         return sys.stdin.readline() != ""
 
-    def report(self, *, generate_s: float, update_s: float, step_s: float, tokens: int, samples: int) -> None:
+    def report(
+        self, *, generate_s: float, update_s: float, step_s: float, tokens: int, samples: int, **others: float
+    ) -> None:
         """The figures of one step; tokens are those generated."""
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         figures = {"generate_s": generate_s, "update_s": update_s, "step_s": step_s}
-        self._send({**figures, "tokens": tokens, "samples": samples, "peak_bytes": peak})
+        self._send({**figures, "tokens": tokens, "samples": samples, "peak_bytes": peak, **others})
 
     def _send(self, message: dict[str, Any]) -> None:
         self._out.write(json.dumps(message) + "\n")
@@ -58,3 +61,9 @@ class Link:
 def reward(completion: str) -> float:
     """Share of digits and spaces: cheap, the same for every system, and hardly ever tied within a group."""
     return sum(letter.isdigit() or letter == " " for letter in completion) / max(1, len(completion))
+
+
+def is_right(completion: str, answer: str) -> bool:
+    """Whether the last integer written is the answer: what the main job rewards (tasks.reasoning_gym_task)."""
+    found = re.findall(r"(?:(?<![0-9])-)?[0-9]+", completion)
+    return bool(found) and int(found[-1]) == int(answer)

@@ -1,6 +1,7 @@
 """TRL's GRPOTrainer on the CPU, with transformers' own generation; ``bf16`` in the job is its default autocast.
 
-The trainer runs its own loop; a callback holds it between steps. Runs in .venv-trl.
+A job with ``answers`` is one of ``race``: completions may end early, and are right or wrong. The trainer runs its own
+loop; a callback holds it between steps. Runs in .venv-trl.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import transformers
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
-from benchmarks.workers.link import Link, reward
+from benchmarks.workers.link import Link, is_right, reward
 
 
 class Turns(transformers.TrainerCallback):
@@ -22,7 +23,7 @@ class Turns(transformers.TrainerCallback):
 
     def __init__(self, link: Link):
         self.link = link
-        self.generate_s, self.lengths = 0.0, []
+        self.generate_s, self.lengths, self.rewards = 0.0, [], []
 
     def timed(self, generate):
         """``generate`` with its seconds and the lengths of its completions noted."""
@@ -39,20 +40,34 @@ class Turns(transformers.TrainerCallback):
     def on_step_begin(self, args, state, control, **kwargs):
         if not self.link.next_step():
             sys.exit()
-        self.generate_s, self.lengths, self.start = 0.0, [], time.perf_counter()
+        self.generate_s, self.lengths, self.rewards, self.start = 0.0, [], [], time.perf_counter()
 
     def on_step_end(self, args, state, control, **kwargs):
         step_s = time.perf_counter() - self.start
         times = {"generate_s": self.generate_s, "update_s": step_s - self.generate_s, "step_s": step_s}
-        self.link.report(**times, tokens=sum(self.lengths), samples=len(self.lengths))
+        rate = sum(self.rewards) / len(self.rewards)
+        self.link.report(**times, tokens=sum(self.lengths), samples=len(self.lengths), pass_rate=rate)
 
 
 def main() -> None:
     link = Link()
     job = link.job
     torch.set_num_threads(job["threads"])
-    samples = len(job["questions"]) * job["samples_per_question"]
+    answers = job.get("answers")
+    samples = job["samples_per_step"] if answers else len(job["questions"]) * job["samples_per_question"]
+    rows = [{"prompt": [{"role": "user", "content": question}]} for question in job["questions"]]
+    if answers:
+        rows = [{**row, "answer": answer} for row, answer in zip(rows, answers, strict=True)]
     turns = Turns(link)
+
+    def score(completions, answer=None, **columns):
+        texts = [completion[0]["content"] for completion in completions]
+        if answers:
+            turns.rewards = [float(is_right(text, right)) for text, right in zip(texts, answer, strict=True)]
+        else:
+            turns.rewards = [reward(text) for text in texts]
+        return turns.rewards
+
     with tempfile.TemporaryDirectory() as folder:
         config = GRPOConfig(
             output_dir=folder,
@@ -63,7 +78,8 @@ def main() -> None:
             gradient_accumulation_steps=samples // job["micro_batch"],
             num_generations=job["samples_per_question"],
             max_completion_length=job["completion_tokens"],
-            generation_kwargs={"min_new_tokens": job["completion_tokens"]},
+            generation_kwargs={} if answers else {"min_new_tokens": job["completion_tokens"]},
+            seed=job.get("seed", 42),
             temperature=1.0,
             beta=0.0,
             learning_rate=job["learning_rate"],
@@ -79,8 +95,8 @@ def main() -> None:
         trainer = GRPOTrainer(
             model=job["model"],
             args=config,
-            reward_funcs=lambda completions, **columns: [reward(c[0]["content"]) for c in completions],
-            train_dataset=Dataset.from_list([{"prompt": [{"role": "user", "content": q}]} for q in job["questions"]]),
+            reward_funcs=score,
+            train_dataset=Dataset.from_list(rows),
             processing_class=transformers.AutoTokenizer.from_pretrained(job["model"]),
             callbacks=[turns],
         )
