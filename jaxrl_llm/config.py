@@ -40,8 +40,7 @@ class ModelConfig:
 
 @dataclasses.dataclass(frozen=True)
 class PromptsConfig:
-    # Where questions come from: "reasoning_gym", "jsonl", "parquet", or built in: "arithmetic" (sums), "letters" (for
-    # debugging).
+    # Where questions come from: "reasoning_gym", "jsonl", "parquet"; built in: "arithmetic" (sums), "letters" (a toy).
     source: str = "letters"
     # Name of the reasoning-gym dataset, or path of the file.
     name: str = ""
@@ -90,8 +89,7 @@ class RolloutConfig:
     slots: int = 0
     # Decode steps between refills of finished slots.
     chunk_steps: int = 8
-    # Prompts started ahead of their iteration so that slots never idle. Their rollouts may span
-    # policy versions (recorded per token). 0: every iteration starts and ends with empty slots.
+    # Prompts started ahead, so that slots never idle: their rollouts may span policy versions (recorded per token).
     lookahead_prompts: int = 0
     # How often at most an iteration asks prompts_per_iteration more prompts because groups of it are tied (no two
     # rewards differ): mixed ones take their place. What is left out counts as generated. 0 = never.
@@ -127,6 +125,9 @@ class CreditConfig:
     delta_v: float = -0.1
     # For "mssr" and "poise", what earlier evidence keeps of its weight per answer ("mssr") or iteration ("poise").
     baseline_decay: float = 0.9
+    # For "mssr": what that sinks to while the policy moves, wholly at a KL of 0.02 nats a token from what drew the rows
+    # (mean of 20 iterations); 0 = it stays.
+    baseline_decay_moving: float = 0.0
     # For "gdpo": further reward functions count only where the first gives at least this; 0 = always.
     gate_threshold: float = 0.0
     # For "gae": 1 judges each token by the row's reward, below it more by what the critic says soon after.
@@ -183,16 +184,17 @@ class ReplayConfig:
     delay_iterations: int = 0
     # Times a rollout may be drawn; 0 = no limit.
     max_uses: int = 0
-    # Share of each update batch taken from the rollouts inserted in this iteration.
+    # Share of each update batch taken from the rollouts inserted in this iteration; with fresh_batches the share of
+    # batches that are taken wholly from those, the others having none of them while there are older ones.
     fresh_fraction: float = 0.0
+    fresh_batches: bool = False
     # What is drawn: "rollout", or "group" (all samples of a prompt, whose prompt the learner then computes once).
     unit: str = "rollout"
     # Draw only rollouts whose advantage is not zero: a tied group teaches nothing.
     skip_tied: bool = False
     # Draw of each question only the rollouts of its latest visit.
     latest_visit: bool = False
-    # Give up the rollouts of an age whose effective sample size (update/ess_frac_age_...) fell below this in the
-    # iteration's updates; 0 = draw all.
+    # Give up rollouts of an age whose effective sample size (update/ess_frac_age_...) fell below this; 0 = draw all.
     min_ess: float = 0.0
     # Never draw a group of which at least this share is correct: its prompt is solved; 0 = draw all.
     solved_fraction: float = 0.0
@@ -227,8 +229,7 @@ class UpdateConfig:
     updates_per_iteration: int = 1
     # Positions whose logits are live at once in the learner.
     logp_chunk_tokens: int = 256
-    # Refuse to train when the learner's log-probs differ from the sampler's by more than this many nats
-    # on the first batch.
+    # Refuse to train when on the first batch log-probs of learner and sampler differ by more than this many nats.
     max_sampler_learner_gap_nats: float = 0.05
 
 

@@ -25,6 +25,8 @@ from jaxrl_llm.types import OUTCOME_SCORE, STOP_LENGTH, Experience, Rewards, Rol
 
 # Stands in for the group of rows without a reward; sorts after every real group_id.
 _NO_GROUP = jnp.iinfo(jnp.int32).max
+# Of the decay of "mssr" (arXiv:2512.18215): iterations, and nats a token.
+KL_WINDOW, KL_TARGET = 20, 0.01
 
 
 def assign(
@@ -155,6 +157,8 @@ class Memory:
 
         "mssr"   of each question, Beta counts: a <- decay a + r, b <- decay b + 1 - r from a = b = 1, and the
                  baseline a / (a + b) of its next visit. It is a running mean, so rewards need not lie in [0, 1].
+                 With baseline_decay_moving, decay = still + (moving - still) min(1, KL / (2 KL_TARGET)), where KL is
+                 the mean of the last KL_WINDOW iterations' update/kl_behaviour_nats.
         "poise"  discounted sums of the regression from a rollout's features to its siblings' rewards.
         credit.short_answer_iterations
                  of each difficulty, how many correct answers were within each length of the grid since the last
@@ -162,15 +166,16 @@ class Memory:
 
     For the others it stays empty. What an iteration is compared with never knows its own rewards.
 
-    Source: arXiv:2512.18215; arXiv:2605.07579; LASER-D, arXiv:2505.15612. Differs: the decay is fixed, where the first
-        adapts it to the KL of the last updates and the second keeps a window of recent rollouts; the start of the
-        counts is ours. The third counts on a set kept for it; here the run's own rollouts since the last choice
-        serve, and until the first any length is short.
+    Source: arXiv:2512.18215; arXiv:2605.07579; LASER-D, arXiv:2505.15612. Differs: how the decay follows the KL is
+        ours, and so is the start of the counts. The second's decay is fixed, where it keeps a window of recent
+        rollouts. The third counts on a set kept for it; here the run's own rollouts since the last choice serve, and
+        until the first any length is short.
     """
 
     def __init__(self, config: Config):
         self._config = config
         self._counts: dict[int, tuple[float, float]] = {}  # question -> a, b
+        self._drifts: list[float] = []  # KL of the last iterations, nats a token
         self._regression = np.zeros((baselines.NUM_FEATURES, baselines.NUM_FEATURES + 1))
         self._correct_within = np.zeros((shaping.NUM_DIFFICULTIES, 1))
         self._short_answer = [config.sampling.max_completion_tokens] * shaping.NUM_DIFFICULTIES
@@ -198,8 +203,8 @@ class Memory:
         return Scores(known(rewards.total), scored, parts, baseline, regression, short_answer=short_answer)
 
     def observe(self, rewards: Rewards, questions: Sequence[int], sums: dict[str, Any]) -> None:
-        """Learn from an iteration: its rewards, and the sums that ``assign`` returned."""
-        decay = self._config.credit.baseline_decay
+        """Learn from an iteration: its rewards, and the sums that ``assign`` and the update returned."""
+        decay = self._decay(sums)
         if self._config.credit.advantage == "mssr":
             for question, group in zip(questions, rewards.total.reshape(len(questions), -1), strict=True):
                 a, b = self._counts.get(question, (1.0, 1.0))
@@ -214,6 +219,14 @@ class Memory:
             if self._iterations % self._config.credit.short_answer_iterations == 0:
                 self._choose_short_answers()
 
+    def _decay(self, sums: dict[str, Any]) -> float:
+        still, moving = self._config.credit.baseline_decay, self._config.credit.baseline_decay_moving
+        if not moving:
+            return still
+        drift = float(sums["kl_behaviour_sum"]) / max(float(sums["token_count"]), 1.0)
+        self._drifts = [*self._drifts, drift][-KL_WINDOW:]
+        return still + (moving - still) * min(1.0, sum(self._drifts) / len(self._drifts) / (2 * KL_TARGET))
+
     def _choose_short_answers(self) -> None:
         """A difficulty that nobody met keeps what it has."""
         grid = self._config.short_answer_grid
@@ -227,6 +240,7 @@ class Memory:
         """What ``restore`` needs; plain JSON."""
         return {
             "counts": [[q, *ab] for q, ab in self._counts.items()],
+            "drifts": self._drifts,
             "regression": self._regression.tolist(),
             "correct_within": self._correct_within.tolist(),
             "short_answer": self._short_answer,
@@ -235,6 +249,7 @@ class Memory:
 
     def restore(self, state: dict[str, Any]) -> None:
         self._counts = {question: (a, b) for question, a, b in state["counts"]}
+        self._drifts = state["drifts"]
         self._regression = np.array(state["regression"])
         self._correct_within = np.array(state["correct_within"])
         self._short_answer, self._iterations = state["short_answer"], state["iterations"]

@@ -86,6 +86,7 @@ BOUNDS = {
     "rewards.max_failure_frac": (0.0, 1.0, True),
     "credit.delta_v": (-math.inf, math.inf, True),
     "credit.baseline_decay": (0.0, 1.0, True),
+    "credit.baseline_decay_moving": (0.0, 1.0, True),
     "credit.gate_threshold": (-math.inf, math.inf, True),
     "credit.gae_lambda": (0.0, 1.0, True),
     "credit.discount": (0.0, 1.0, True),
@@ -234,6 +235,16 @@ def _combinations(c: Any):
         r.delay_iterations == 0 or (r.fresh_fraction == 0 and r.positive_fraction == 0),
         f"replay.delay_iterations={r.delay_iterations} must be 0 with replay.fresh_fraction={r.fresh_fraction} or "
         f"replay.positive_fraction={r.positive_fraction}: a delayed batch has one age",
+    )
+    credit = c.credit
+    yield (
+        credit.baseline_decay_moving <= credit.baseline_decay,
+        f"credit.baseline_decay_moving={credit.baseline_decay_moving} must be at most "
+        f"credit.baseline_decay={credit.baseline_decay}",
+    )
+    yield (
+        not r.fresh_batches or 0 < r.fresh_fraction < 1,
+        f"replay.fresh_fraction={r.fresh_fraction} must lie between 0 and 1 with replay.fresh_batches",
     )
     e, s = c.external, c.sampling
     yield (

@@ -178,7 +178,8 @@ def draw(
 
     A slot may be drawn when its row is trainable and not retired, at most ``max_age_steps`` iterations old and drawn
     fewer than ``max_uses`` times (0 = no limit), and with ``delay_iterations`` of just that age. ``fresh_fraction``
-    of the batch, rounded up per shard, comes from the rows inserted in this iteration, as far as there are any.
+    of the batch, rounded up per shard, comes from the rows inserted in this iteration, as far as there are any; with
+    ``fresh_batches`` it is the chance of a batch to come from them, and else it comes from the rest, likewise.
 
     With ``group_size`` above 1 whole groups are drawn instead of rollouts: runs of that many neighbouring slots,
     as ``insert`` was given them. A group may be drawn when any of its rows may, with the largest of their weights;
@@ -211,11 +212,15 @@ def draw(
         )
     keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(num_shards))
 
-    def choose(keys, ring, iteration):
-        return replay_draws.choose(keys, ring, iteration, config, num=num_rows // group_size, group_size=group_size)
+    # One coin for all shards.
+    is_fresh = jax.random.uniform(jax.random.fold_in(key, num_shards)) < config.fresh_fraction
+
+    def choose(keys, ring, *others):
+        return replay_draws.choose(keys, ring, *others, config, num=num_rows // group_size, group_size=group_size)
 
     # Without its rows: what is drawn depends on the columns, and a device looks at those of its own shards.
-    slot_index, is_real = sharding.by_device(choose, (True, True, False))(keys, ring.replace(slots=None), iteration)
+    by_device = sharding.by_device(choose, (True, True, False, False))
+    slot_index, is_real = by_device(keys, ring.replace(slots=None), iteration, is_fresh)
 
     slots, log = (ring.slots, None) if ring.first_page is None else _apart(ring.slots)
     columns = (slots, ring.first_page, ring.inserted_step, ring.uses, ring.last_use, ring.question)

@@ -57,11 +57,21 @@ def lanes(ring: RingState, config: ReplayConfig) -> tuple[Lane, Lane]:
 
 
 def choose(
-    keys: jax.Array, ring: RingState, iteration: jax.Array, config: ReplayConfig, *, num: int, group_size: int
+    keys: jax.Array,
+    ring: RingState,
+    iteration: jax.Array,
+    is_fresh: jax.Array,
+    config: ReplayConfig,
+    *,
+    num: int,
+    group_size: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """Slots [M, num * group_size] i32 and whether they are real: the fresh ones, then the rest.
+    """Slots [M, num * group_size] i32 and whether they are real: those that come first by the config, then the rest.
 
     Positions and indices are those of groups until the last line.
+
+    Args:
+        is_fresh: [] bool, for ``config.fresh_batches``: the fresh ones come first, else all others.
     """
     num_slots = ring.uses.shape[1]
     rings = [
@@ -96,9 +106,10 @@ def choose(
 
     held = [lane.filled if ring.first_page is None else lane.count_newest(is_held) for lane in rings]
 
-    def aged(key_index: int, low: int, high: int | None, num: int, taken: draws.Drawn | None) -> draws.Drawn:
+    def aged(key_index: int, low, high, num: int, taken: draws.Drawn | None) -> draws.Drawn:
         """Draw from the groups of low <= age <= high that are held: an interval of every ring."""
-        first = [lane.count_newest(lambda s: age(s) < low) if low else 0 * lane.filled for lane in rings]
+        from_newest = isinstance(low, int) and low == 0
+        first = [0 * lane.filled if from_newest else lane.count_newest(lambda s: age(s) < low) for lane in rings]
         last = [lane.filled if high is None else lane.count_newest(lambda s: age(s) <= high) for lane in rings]
         # The rows of a delay may all be gone.
         last = [jnp.minimum(end, most) for end, most in zip(last, held, strict=True)]
@@ -122,12 +133,15 @@ def choose(
         )
 
     # Less a rounding error, lest 0.1 * 30 become 4.
-    num_fresh = math.ceil(config.fresh_fraction * num - 1e-9)
+    num_first, first_ages = math.ceil(config.fresh_fraction * num - 1e-9), (0, 0)
     low = config.delay_iterations
     high = config.delay_iterations or config.max_age_steps or None
-    fresh = aged(0, 0, 0, num_fresh, None) if num_fresh else None
-    chosen = aged(1, low, high, num, fresh)
-    if fresh is not None:
-        chosen = draws.chain(fresh, chosen)
+    if config.fresh_batches:
+        oldest = jnp.iinfo(jnp.int32).max if high is None else high
+        num_first, first_ages = num, (jnp.where(is_fresh, 0, 1), jnp.where(is_fresh, 0, oldest))
+    first = aged(0, *first_ages, num_first, None) if num_first else None
+    chosen = aged(1, low, high, num, first)
+    if first is not None:
+        chosen = draws.chain(first, chosen)
     group, is_real = chosen
     return rows_of(group), jnp.repeat(is_real, group_size, axis=1)

@@ -194,7 +194,7 @@ def train(config: Config, workdir: pathlib.Path, *, allow_config_changes: bool =
             made, used = jax.device_get((made, used))
             t2 = time.monotonic()
 
-            memory.observe(known, about, made)
+            memory.observe(known, about, used | made)
             answers = sampled.answers  # those that were left out too
             passed = answers.total >= config.rewards.pass_threshold
             stream.observe(questions_of(sampled.asked), passed, answers.outcome == OUTCOME_SCORE)

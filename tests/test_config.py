@@ -164,6 +164,14 @@ def test_the_defaults_are_a_config():
             "replay.delay_iterations=3 must be at most replay.max_age_steps=2",
         ),
         (
+            {"credit": {"advantage": "mssr", "baseline_decay": 0.8, "baseline_decay_moving": 0.9}},
+            "credit.baseline_decay_moving=0.9 must be at most credit.baseline_decay=0.8",
+        ),
+        (
+            {"replay": {"fresh_batches": True}},
+            "replay.fresh_fraction=0.0 must lie between 0 and 1 with replay.fresh_batches",
+        ),
+        (
             {"replay": {"capacity": 256, "delay_iterations": 3, "fresh_fraction": 0.5}},
             "replay.delay_iterations=3 must be 0 with replay.fresh_fraction=0.5",
         ),
@@ -341,9 +349,9 @@ def guests(config, folder, monkeypatch):
 
 
 def remembered(config, folder, monkeypatch):
-    """What a question that was answered right once is expected to give."""
+    """What a question that was answered right once, while the policy moved, is expected to give."""
     rewards, memory = Rewards(np.ones(1, np.float32), {}, np.zeros(1, np.int8)), Memory(config)
-    memory.observe(rewards, [0], {})
+    memory.observe(rewards, [0], {"kl_behaviour_sum": 1.0, "token_count": 10})
     return memory.scores(rewards, [0]).baseline.tolist()
 
 
@@ -465,6 +473,7 @@ ALIVE = {
     "credit.advantage": ("leave_one_out", program("insert"), {}),
     "credit.delta_v": (-0.2, program("insert"), {"credit.advantage": "asymre"}),
     "credit.baseline_decay": (0.5, remembered, {"credit.advantage": "mssr"}),
+    "credit.baseline_decay_moving": (0.5, remembered, {"credit.advantage": "mssr"}),
     "credit.gate_threshold": (0.5, program("insert"), GDPO),
     "credit.gae_lambda": (0.9, program("insert"), CRITIC),
     "credit.discount": (0.9, program("insert"), CRITIC),
@@ -494,6 +503,7 @@ ALIVE = {
     "replay.max_age_steps": (2, program("update"), {}),
     "replay.max_uses": (2, program("update"), {}),
     "replay.fresh_fraction": (0.5, program("update"), {}),
+    "replay.fresh_batches": (True, program("update"), {"replay.fresh_fraction": 0.5}),
     "replay.unit": ("group", program("update"), {}),
     "replay.skip_tied": (True, program("insert"), {}),
     "replay.cost_ratio": (5.28, costs, {}),

@@ -347,6 +347,22 @@ def test_the_beta_baseline_of_a_question_is_that_before_its_answers_and_survives
         np.testing.assert_allclose(baseline, expected, rtol=1e-6)
 
 
+def test_the_beta_baseline_forgets_faster_while_the_policy_moves():
+    memory = credit.Memory(config_of(advantage="mssr", baseline_decay=0.9, baseline_decay_moving=0.5))
+    right, a, b = rewards_of([1.0]), 1.0, 1.0
+    # 22 iterations: the first two leave the mean of the last 20 again. Above 0.02 nats a token it forgets no faster.
+    kl = [0.5, 0.02, *[0.0] * 18, 0.0, 0.1]
+    for i, one in enumerate(kl):
+        window = kl[max(0, i - 19) : i + 1]
+        decay = 0.9 + (0.5 - 0.9) * min(1.0, np.mean(window) / 0.02)
+        a, b = decay * a + 1, decay * b
+        memory.observe(right, [0], {"kl_behaviour_sum": np.float32(8 * one), "token_count": np.int32(8)})
+        np.testing.assert_allclose(memory.scores(right, [0]).baseline, a / (a + b), rtol=1e-6)
+        resumed = credit.Memory(config_of(advantage="mssr", baseline_decay=0.9, baseline_decay_moving=0.5))
+        resumed.restore(json.loads(json.dumps(memory.state())))
+        memory = resumed
+
+
 def test_the_beta_baseline_follows_a_question_that_becomes_easier():
     memory, rng = credit.Memory(config_of(advantage="mssr", baseline_decay=0.96)), np.random.default_rng(0)
     errors = []

@@ -51,6 +51,9 @@ jit_insert = jax.jit(replay.insert, static_argnames=("config", "pass_threshold")
 jit_draw = jax.jit(replay.draw, static_argnames=("config", "batch_size", "group_size"), donate_argnums=0)
 
 
+jit_copy = jax.jit(lambda ring: jax.tree.map(jnp.copy, ring))
+
+
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def jit_init(num_slots, num_shards):
     return replay.init(shape_of(1), capacity=num_slots, num_shards=num_shards)
@@ -64,8 +67,9 @@ CONFIGS = [
     ReplayConfig(max_age_steps=1, positive_fraction=0.4),  # 3 slots and 2 for correct ones
     ReplayConfig(max_uses=1, fresh_fraction=0.34, positive_fraction=0.4),  # ceil(0.34 * 3) = 2 of each shard's 3
     ReplayConfig(max_age_steps=2, max_uses=2, fresh_fraction=1.0),
+    ReplayConfig(max_age_steps=2, fresh_fraction=0.5, fresh_batches=True),
 ]
-FRESH_WANTED = [0, 0, 2, 3]
+FRESH_WANTED = [0, 0, 2, 3, 0]
 # Rows per shard 1 and 3 into 5 or 3 slots: the cursor wraps at every offset, and one insert fills a lane.
 inserts = st.sampled_from([2, 6]).flatmap(
     lambda n: st.lists(st.sampled_from(["right", "wrong", "failed"]), min_size=n, max_size=n)
@@ -96,6 +100,34 @@ def test_ring_equals_its_definition_over_any_insert_evict_draw(which, steps):
             ring, rows, info = jit_draw(ring, key, np.int32(iteration), config, batch_size=BATCH)
             check_draw(model, rows, info, iteration, config, fresh_wanted)
         check_contents(model, ring)
+
+
+def test_a_batch_is_wholly_fresh_or_wholly_not_with_the_chance_that_is_said():
+    config = ReplayConfig(fresh_fraction=0.6, fresh_batches=True)
+    ring, kinds = jit_init(24, SHARDS), []
+
+    def ages(ring, seed, iteration):
+        ring, _, info = jit_draw(ring, jax.random.key(seed), np.int32(iteration), config, batch_size=BATCH)
+        assert info.is_real.all()
+        return ring, np.asarray(info.age)
+
+    def insert(ring, first, number, iteration):
+        rows = make_experience(list(range(first, first + number)), ["right"] * number)
+        return jit_insert(ring, rows, np.int32(iteration), ReplayConfig(), pass_threshold=0.5)
+
+    ring = insert(ring, 1, 6, 1)
+    for seed in range(20):  # there are no others yet
+        ring, age = ages(ring, seed, 1)
+        assert (age == 0).all()
+    ring = insert(ring, 7, 6, 2)
+    for seed in range(300):
+        ring, age = ages(ring, seed, 2)
+        assert len(np.unique(age)) == 1  # in all shards
+        kinds.append(age[0, 0] == 0)
+    assert abs(np.mean(kinds) - 0.6) < 4 * np.sqrt(0.6 * 0.4 / 300)
+    ring = insert(ring, 13, 2, 3)  # one in each shard: what is missing comes from the others
+    seen = {int((ages(jit_copy(ring), seed, 3)[1] == 0).sum()) for seed in range(20)}
+    assert seen == {0, 2}
 
 
 def check_contents(model, ring):

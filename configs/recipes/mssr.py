@@ -2,7 +2,9 @@
 
     python -m jaxrl_llm.train --config=configs/recipes/mssr.py --workdir=runs/mssr
 
-One answer a prompt against the question's running mean, whitened over the batch, with a bonus for uncertain tokens.
+One answer a prompt against the question's running mean, which forgets faster while the policy moves, whitened over the
+batch, with a bonus for uncertain tokens. A policy that is updated once from rollouts of its own has not moved between
+the two: the KL needs replay, or several updates an iteration.
 Source: arXiv:2512.18215.
 """
 
@@ -12,6 +14,8 @@ from jaxrl_llm.config import defaults
 def get_config():
     config = defaults()
     config.credit.advantage = "mssr"
+    config.credit.baseline_decay = 0.96
+    config.credit.baseline_decay_moving = 0.875
     config.credit.entropy_bonus = 2.0
     config.rollout.prompts_per_iteration = 64
     config.rollout.group_size = 1

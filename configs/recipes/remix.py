@@ -2,9 +2,9 @@
 
     python -m jaxrl_llm.train --config=configs/recipes/remix.py --workdir=runs/remix
 
-A clip window about the current policy's ratio, a pull to the starting model and the previous weights by schedule, four
-tenths of a batch from the last two iterations, two updates; after 50 and 100 iterations the policy becomes the
-starting model and the ring is empty.
+A clip window about the current policy's ratio, a pull to the starting model and the previous weights by schedule; two
+updates, each of which has a chance of four tenths to be of rollouts of the two iterations before; after 50 and 100
+iterations the policy becomes the starting model and the ring is empty.
 Source: Liang et al. 2025, arXiv:2507.06892.
 """
 
@@ -21,5 +21,6 @@ def get_config():
     config.replay.capacity = 192
     config.replay.max_age_steps = 2
     config.replay.fresh_fraction = 0.6
+    config.replay.fresh_batches = True
     config.update.updates_per_iteration = 2
     return config
