@@ -4,7 +4,8 @@
 
     python -m jaxrl_llm.train --config=configs/grpo_smollm2_135m_chain_sum.py --workdir=runs/local
 
-Runs of 2026-11-21, 2 CPU cores, float32; from start to report with the packages installed:
+Runs of 2026-11-21, 2 CPU cores, float32; from start to report with the packages installed, and with padded rows in the
+update, which since then are packed:
 
     seed 0   7 min 24 s   held-out pass rate 0.164 before, 0.672 after (128 questions, sampled at temperature 1)
     seed 1   7 min  1 s   held-out pass rate 0.141 before, 0.625 after
@@ -52,7 +53,8 @@ def get_config():
     config.replay.unit = "group"
     config.replay.skip_tied = True
     config.update.batch_size = 64
-    config.update.micro_batch_size = 32
+    config.update.micro_batch_tokens = 640
+    config.update.pack_width = 320
     config.objective.clip_high = 0.28
     config.optimizer.learning_rate = 3e-5
     config.eval.num_prompts = 128
