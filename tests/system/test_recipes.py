@@ -331,7 +331,7 @@ def test_stopped_and_resumed_is_bitwise_the_whole(recipe, tmp_path):
         rewards = Rewards(total, parts, outcome)
         rows = rollout, memory.scores(rewards, questions), make_reference(config, rollout, rng)
         state, ring, made, used = iteration(state, ring, rows, index)
-        memory.observe(rewards, questions, jax.device_get(made))
+        memory.observe(rewards, questions, jax.device_get(used | made))
         return state, ring, made, used
 
     memory = Memory(config)
