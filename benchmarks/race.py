@@ -115,10 +115,8 @@ def trl(seed: int, environment: dict[str, str]) -> Iterator[Step]:
         "threads": int(environment["OMP_NUM_THREADS"]),
         "bf16": False,
     }
-    system = run.SYSTEMS["trl"]
-    command = [str(machine.ROOT / system.venv / "bin" / "python"), "-m", system.worker]
     log = FOLDER / f"trl_{seed}.log"
-    worker = Worker("trl", command, told, environment=environment, log=log, timeout_s=1800)
+    worker = Worker("trl", run.command("trl"), told, environment=environment, log=log, timeout_s=1800)
     with contextlib.closing(worker):
         for _ in range(MAX_STEPS):
             figures, _ = worker.step()
@@ -168,7 +166,7 @@ def main(arguments: list[str]) -> int:
     names = list(dict.fromkeys(options.systems)) or list(RUNNERS)
     if unknown := [name for name in names if name not in RUNNERS]:
         parser.error(f"no system {unknown[0]!r}; known: {', '.join(RUNNERS)}")
-    if "trl" in names and not (machine.ROOT / run.SYSTEMS["trl"].venv / "bin" / "python").exists():
+    if "trl" in names and not Path(run.command("trl")[0]).exists():
         parser.error(f"trl needs {run.SYSTEMS['trl'].venv}: run bash launch/bench.sh race trl")
     machine.use_cores(options.threads)
     environment = run.environment(options.threads)
@@ -186,7 +184,7 @@ def main(arguments: list[str]) -> int:
     for figure in figures:
         say(f"{figure.name:<24} {figure.value:8.2f} {figure.unit}")
     if options.json:
-        curves = {name: [run.steps for run in runs] for name, runs in reached.items()}
+        curves = {name: [result.steps for result in runs] for name, runs in reached.items()}
         settings = {"target": TARGET, "window": WINDOW, "seeds": options.seeds, "curves": curves}
         results.write(options.json, "race", figures, versions={}, settings=settings)
     return 0

@@ -69,6 +69,13 @@ class Step:
     shared: Floor
 
 
+def command(name: str) -> list[str]:
+    """What starts a system's worker; the first word is the Python of its virtual environment, there or not."""
+    system = SYSTEMS[name]
+    python = machine.ROOT / system.venv / "bin" / "python" if system.venv else Path(sys.executable)
+    return [str(python), "-m", system.worker]
+
+
 def pairs_of(systems: Sequence[str]) -> list[tuple[str, ...]]:
     """Which systems run side by side: all together do not fit in the memory of a small machine."""
     peers = [name for name in systems if name != OURS]
@@ -279,11 +286,9 @@ def main(arguments: list[str]) -> int:
     for name in systems:
         if name not in SYSTEMS:
             parser.error(f"no system {name!r}; known: {', '.join(SYSTEMS)}")
-        system = SYSTEMS[name]
-        python = machine.ROOT / system.venv / "bin" / "python" if system.venv else Path(sys.executable)
-        if not python.exists():
-            parser.error(f"{name} needs {system.venv}: run bash launch/bench.sh {name}")
-        commands[name] = [str(python), "-m", system.worker]
+        commands[name] = command(name)
+        if not Path(commands[name][0]).exists():
+            parser.error(f"{name} needs {SYSTEMS[name].venv}: run bash launch/bench.sh {name}")
 
     machine.use_cores(options.threads)
     try:

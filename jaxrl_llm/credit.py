@@ -204,15 +204,15 @@ class Memory:
 
     def observe(self, rewards: Rewards, questions: Sequence[int], sums: dict[str, Any]) -> None:
         """Learn from an iteration: its rewards, and the sums that ``assign`` and the update returned."""
-        decay = self._decay(sums)
         if self._config.credit.advantage == "mssr":
+            decay = self._decay(sums)
             for question, group in zip(questions, rewards.total.reshape(len(questions), -1), strict=True):
                 a, b = self._counts.get(question, (1.0, 1.0))
                 for reward in group[np.isfinite(group)].tolist():
                     a, b = decay * a + reward, decay * b + 1 - reward
                 self._counts[question] = a, b
         if self._config.credit.advantage == "poise":
-            self._regression = decay * self._regression + sums["regression"]
+            self._regression = self._config.credit.baseline_decay * self._regression + sums["regression"]
         if self._config.credit.short_answer_iterations:
             self._correct_within = self._correct_within + sums["correct_within"]
             self._iterations += 1
@@ -220,6 +220,7 @@ class Memory:
                 self._choose_short_answers()
 
     def _decay(self, sums: dict[str, Any]) -> float:
+        """Of "mssr" in this iteration."""
         still, moving = self._config.credit.baseline_decay, self._config.credit.baseline_decay_moving
         if not moving:
             return still

@@ -2,7 +2,8 @@
 
 The learner scans over stacked blocks. The sampler holds every block's weights apart and runs the blocks one after
 another in its program: a scan copies a layer's weights before it multiplies by them, and a decode step is bound by
-the weights it reads. For the same reason its projections lie output first (transformer.linear_output_first).
+the weights it reads. For the same reason its projections lie output first, as in files (layout,
+transformer.linear_output_first).
 
 Owns: the form, layout and dtype of the sampler's weights, the program that makes them. Does not know: what they are.
 """
@@ -16,11 +17,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm import sharding
+from jaxrl_llm.models import layout
 from jaxrl_llm.models.transformer import Model, Params
 from jaxrl_llm.programs import Program
-
-# How many dimensions of a projection, the first ones, are summed over.
-INPUTS = {"head": 1, "q": 1, "k": 1, "v": 1, "o": 2, "gate": 1, "up": 1, "down": 1}
 
 
 def sampler_form(params: Params) -> Params:
@@ -28,15 +27,10 @@ def sampler_form(params: Params) -> Params:
     num_layers = jax.tree.leaves(params["blocks"])[0].shape[0]
 
     def layer(i: int) -> Params:
-        return {name: x[i].transpose(_output_first(name, x.ndim - 1)) for name, x in params["blocks"].items()}
+        return {name: x[i].transpose(layout.order(f"blocks.{name}")) for name, x in params["blocks"].items()}
 
-    others = {name: x.transpose(_output_first(name, x.ndim)) for name, x in params.items() if name != "blocks"}
+    others = {name: x.transpose(layout.order(name)) for name, x in params.items() if name != "blocks"}
     return others | {"layers": tuple(layer(i) for i in range(num_layers))}
-
-
-def _output_first(name: str, ndim: int) -> tuple[int, ...]:
-    inputs = INPUTS.get(name, 0)
-    return (*range(inputs, ndim), *range(inputs))
 
 
 def abstract_params(model: Model, mesh: Mesh) -> Params:
@@ -44,13 +38,13 @@ def abstract_params(model: Model, mesh: Mesh) -> Params:
     dtype = jnp.dtype(model.compute_dtype)
     stacked = model.abstract_params(mesh, rules=sharding.SAMPLER_RULES, dtype=dtype)
 
-    def one(name: str, x: Any, skip: int = 0) -> jax.ShapeDtypeStruct:
-        shape, spec = x.shape[skip:], (*x.sharding.spec, *(None,) * x.ndim)[skip : x.ndim]
-        order = _output_first(name, len(shape))
-        layout = NamedSharding(mesh, PartitionSpec(*(spec[dim] for dim in order)))
-        return jax.ShapeDtypeStruct(tuple(shape[dim] for dim in order), x.dtype, sharding=layout)
+    def one(path: str, x: Any, skip: int = 0) -> jax.ShapeDtypeStruct:
+        dims = [skip + dim for dim in layout.order(path)]
+        spec = (*x.sharding.spec, *(None,) * x.ndim)  # it may end early
+        place = NamedSharding(mesh, PartitionSpec(*(spec[dim] for dim in dims)))
+        return jax.ShapeDtypeStruct(tuple(x.shape[dim] for dim in dims), x.dtype, sharding=place)
 
-    layer = {name: one(name, x, skip=1) for name, x in stacked["blocks"].items()}
+    layer = {name: one(f"blocks.{name}", x, skip=1) for name, x in stacked["blocks"].items()}
     others = {name: one(name, x) for name, x in stacked.items() if name != "blocks"}
     return others | {"layers": (layer,) * model.arch.num_layers}
 

@@ -107,9 +107,8 @@ def choose(
     held = [lane.filled if ring.first_page is None else lane.count_newest(is_held) for lane in rings]
 
     def aged(key_index: int, low, high, num: int, taken: draws.Drawn | None) -> draws.Drawn:
-        """Draw from the groups of low <= age <= high that are held: an interval of every ring."""
-        from_newest = isinstance(low, int) and low == 0
-        first = [0 * lane.filled if from_newest else lane.count_newest(lambda s: age(s) < low) for lane in rings]
+        """Draw from the groups of low <= age <= high (None = any) that are held: an interval of every ring."""
+        first = [0 * lane.filled if low is None else lane.count_newest(lambda s: age(s) < low) for lane in rings]
         last = [lane.filled if high is None else lane.count_newest(lambda s: age(s) <= high) for lane in rings]
         # The rows of a delay may all be gone.
         last = [jnp.minimum(end, most) for end, most in zip(last, held, strict=True)]
@@ -133,8 +132,8 @@ def choose(
         )
 
     # Less a rounding error, lest 0.1 * 30 become 4.
-    num_first, first_ages = math.ceil(config.fresh_fraction * num - 1e-9), (0, 0)
-    low = config.delay_iterations
+    num_first, first_ages = math.ceil(config.fresh_fraction * num - 1e-9), (None, 0)
+    low = config.delay_iterations or None
     high = config.delay_iterations or config.max_age_steps or None
     if config.fresh_batches:
         oldest = jnp.iinfo(jnp.int32).max if high is None else high

@@ -109,8 +109,7 @@ def stored_tensors(params: Params, names: Mapping[str, str]) -> Iterator[Stored]
 
     def one(path: str, layer: int | None) -> np.ndarray:
         value = fetch(path) if layer is None else fetch(path)[layer]
-        order, shape = _order(path), _stored_shape(path, value.shape)
-        return np.ascontiguousarray(value.transpose(order).reshape(shape))
+        return np.ascontiguousarray(value.transpose(order(path)).reshape(_stored_shape(path, value.shape)))
 
     flat = {}
     for keys, leaf in jax.tree_util.tree_leaves_with_path(params):
@@ -128,7 +127,12 @@ def _is_stacked(path: str) -> bool:
     return path.startswith("blocks.")
 
 
-def _order(path: str) -> tuple[int, ...]:
+def order(path: str) -> tuple[int, ...]:
+    """Our dimensions, without the layer axis, in the order of the file's: what a projection gives before what it takes.
+
+    Args:
+        path: a name of ``LAYOUT``.
+    """
     return tuple(dim for group in LAYOUT[path] for dim in group)
 
 
@@ -161,6 +165,5 @@ def _read(file: TensorFile, name: str, path: str, index: tuple[slice, ...], shap
         inner = math.prod(shape[dim] for dim in folded)
         assert all(index[dim] == slice(0, shape[dim]) for dim in folded), "heads are not split inside"
         stored_index.append(slice(index[first].start * inner, index[first].stop * inner))
-    order = _order(path)
-    sizes = [index[dim].stop - index[dim].start for dim in order]
-    return file.read(name, tuple(stored_index)).reshape(sizes).transpose(np.argsort(order))
+    sizes = [index[dim].stop - index[dim].start for dim in order(path)]
+    return file.read(name, tuple(stored_index)).reshape(sizes).transpose(np.argsort(order(path)))
