@@ -17,7 +17,7 @@ from jaxrl_llm.assembly import Run, assemble
 from jaxrl_llm.config import Config, MeshConfig
 from jaxrl_llm.models.presets import Architecture
 from jaxrl_llm.models.transformer import Model
-from jaxrl_llm.programs import compile_all
+from jaxrl_llm.programs import compile_all, release_freed
 from jaxrl_llm.prompts import EncodedExample, batch_of
 from jaxrl_llm.rollout import FinishedGroup, Generator
 from jaxrl_llm.types import Example, Rollout, Scores
@@ -102,7 +102,10 @@ class Iteration:
             params, version = self.sampler_params, self.put(np.int32(0))
         wanted = self.generator.prompts_wanted()
         prompts = batch_of(self.encoded, range(wanted), self.index * wanted)
-        return self.generator.generate(params, prompts, version=version, key=self.sample_key)
+        made = self.generator.generate(params, prompts, version=version, key=self.sample_key)
+        del params
+        release_freed()
+        return made
 
     def random_rollout(self, *, ragged: bool = False) -> Rollout:
         """Rows as ``generate`` gives them, of tokens that no model drew: of full length, or of any (4 to all)."""

@@ -6,6 +6,8 @@ Owns: lowering, compiling, what is in memory while a program runs. Does not know
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
+import ctypes
 import dataclasses
 import os
 import pathlib
@@ -81,8 +83,19 @@ def compile_all(programs: Mapping[str, Program], mesh: Mesh) -> dict[str, jax.st
     """Compile every program; XLA compiles several at once."""
     lowered = {name: program.lower(mesh) for name, program in programs.items()}
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        compiled = pool.map(lambda item: item.compile(), lowered.values())
-        return dict(zip(lowered, compiled, strict=True))
+        compiled = dict(zip(lowered, pool.map(lambda item: item.compile(), lowered.values()), strict=True))
+    release_freed()
+    return compiled
+
+
+def release_freed() -> None:
+    """Give memory that was freed back to the system, where glibc would keep it in its heaps.
+
+    Compiling leaves gigabytes there, and so do the published weights, whose arrays are small: beside an update, which
+    cannot use them, they are the peak of a run on CPU.
+    """
+    with contextlib.suppress(OSError, AttributeError):  # another libc
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def memory(compiled: jax.stages.Compiled) -> Memory:

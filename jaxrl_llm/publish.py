@@ -29,7 +29,7 @@ def sampler_form(params: Params) -> Params:
     def layer(i: int) -> Params:
         return {name: x[i].transpose(layout.order(f"blocks.{name}")) for name, x in params["blocks"].items()}
 
-    others = {name: x.transpose(layout.order(name)) for name, x in params.items() if name != "blocks"}
+    others = {name: x for name, x in params.items() if name != "blocks"}
     return others | {"layers": tuple(layer(i) for i in range(num_layers))}
 
 
@@ -38,14 +38,14 @@ def abstract_params(model: Model, mesh: Mesh) -> Params:
     dtype = jnp.dtype(model.compute_dtype)
     stacked = model.abstract_params(mesh, rules=sharding.SAMPLER_RULES, dtype=dtype)
 
-    def one(path: str, x: Any, skip: int = 0) -> jax.ShapeDtypeStruct:
-        dims = [skip + dim for dim in layout.order(path)]
+    def one(path: str, x: Any) -> jax.ShapeDtypeStruct:
+        dims = [1 + dim for dim in layout.order(path)]
         spec = (*x.sharding.spec, *(None,) * x.ndim)  # it may end early
         place = NamedSharding(mesh, PartitionSpec(*(spec[dim] for dim in dims)))
         return jax.ShapeDtypeStruct(tuple(x.shape[dim] for dim in dims), x.dtype, sharding=place)
 
-    layer = {name: one(f"blocks.{name}", x, skip=1) for name, x in stacked["blocks"].items()}
-    others = {name: one(name, x) for name, x in stacked.items() if name != "blocks"}
+    layer = {name: one(f"blocks.{name}", x) for name, x in stacked["blocks"].items()}
+    others = {name: x for name, x in stacked.items() if name != "blocks"}
     return others | {"layers": (layer,) * model.arch.num_layers}
 
 

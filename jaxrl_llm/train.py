@@ -34,7 +34,7 @@ from jaxrl_llm.evaluate import evaluate, questions
 from jaxrl_llm.external import External, shared_groups
 from jaxrl_llm.metrics import MetricsWriter, Progress, cost_values, rollout_values, update_values
 from jaxrl_llm.models import hf, pretrained
-from jaxrl_llm.programs import check_memory, compile_all, memory_limit, memory_table, use_cache
+from jaxrl_llm.programs import check_memory, compile_all, memory_limit, memory_table, release_freed, use_cache
 from jaxrl_llm.prompts import PromptStream
 from jaxrl_llm.resampling import sample
 from jaxrl_llm.rewards import RewardPool
@@ -174,6 +174,7 @@ def train(config: Config, workdir: pathlib.Path, *, allow_config_changes: bool =
                 key=sample_key,
                 on_finished=score,
             )
+            release_freed()  # the published weights
             t1 = time.monotonic()
             rollout, groups, rewards = sampled.rollout, sampled.groups, sampled.rewards
             # What goes into the ring: the run's own groups, and those of others beside them.

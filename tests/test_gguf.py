@@ -103,7 +103,7 @@ def test_smollm2_gives_the_reference_log_probs_and_greedy_tokens(smollm2):
     @jax.jit
     def logp_of(params, tokens):
         hidden, _ = model.forward(params, tokens, jnp.arange(tokens.shape[1])[None])
-        return jax.nn.log_softmax(hidden[0] @ model.head(params))
+        return jax.nn.log_softmax(hidden[0] @ model.head(params).T)
 
     for row in rows:
         prompt, greedy = row["prompt_ids"], row["greedy_ids"]

@@ -43,7 +43,7 @@ def logits_of(model, params, tokens):
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
     with jax.default_matmul_precision("highest"):
         hidden, _ = jax.jit(model.forward)(params, tokens, positions)
-        return np.asarray(hidden @ model.head(params))
+        return np.asarray(hidden @ model.head(params).T)
 
 
 def assert_same(left, right):

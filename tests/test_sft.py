@@ -63,7 +63,7 @@ def test_the_loss_is_the_cross_entropy_of_answer_and_end_alone():
     tokens, prompt_length, length = rows
     positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
     hidden, _ = jax.jit(model.forward)(params, tokens, positions)
-    logits = np.asarray(hidden, np.float64) @ np.asarray(model.head(params), np.float64)
+    logits = np.asarray(hidden, np.float64) @ np.asarray(model.head(params), np.float64).T
     logp = [[], []]
     for row in range(2):
         for at in range(prompt_length[row], length[row]):
@@ -109,7 +109,7 @@ def test_what_is_learned_is_in_the_folder(tmp_path, monkeypatch, capfd):
     params = source.load_params(model, mesh, seed=0)
     question = np.array([list(b"Question 99:")], np.int32)
     hidden, _ = jax.jit(model.forward)(params, question, np.arange(question.shape[1], dtype=np.int32)[None])
-    assert jax.nn.softmax(hidden[0, -1] @ model.head(params))[ord("y")] > 0.5
+    assert jax.nn.softmax(hidden[0, -1] @ model.head(params).T)[ord("y")] > 0.5
 
 
 def test_bad_input_is_one_line(tmp_path, monkeypatch, capfd):

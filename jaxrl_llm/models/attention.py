@@ -4,7 +4,7 @@ A query sees up to three pieces, each attended by its own matmuls and merged by 
 
     the prompt of its group      keys and values stored and read once for all rows of the group
     its row's own cache          tokens decoded before; only as much of it as is live
-    the new tokens, causally, or by the rule of packed lines
+    the new tokens, causally, or by the rule of packed lines or of whole groups
 
 One function serves the learner (new tokens alone, or after a shared prompt), the prefill (new tokens alone) and the
 decode step (all three, one new token): the same arithmetic, so that sampler and learner agree. Rows are right-padded,
@@ -44,6 +44,18 @@ class Prompt:
 
 
 @flax.struct.dataclass
+class Groups:
+    """The rule of rows that are a whole group each: its prompt, then its G completions, all as wide as they can be.
+
+    A completion sees its prompt and itself, as if it followed the prompt alone.
+    """
+
+    prompt_length: jax.Array  # [B] i32
+    prompt_width: int = flax.struct.field(pytree_node=False)  # L
+    size: int = flax.struct.field(pytree_node=False)  # G
+
+
+@flax.struct.dataclass
 class Cache:
     """Keys (rotated) and values of each row's earlier tokens, all layers: a layer is read in place.
 
@@ -63,7 +75,7 @@ def attend(
     prompt: Prompt | None = None,
     cache: Cache | None = None,
     layer: jax.Array | int = 0,
-    visible: jax.Array | None = None,
+    visible: jax.Array | Groups | None = None,
     implementation: str = "xla",
 ) -> jax.Array:
     """Softmax attention, scores and softmax in float32.
@@ -74,13 +86,16 @@ def attend(
         prompt: of this layer.
         cache: of all layers; wants T = 1.
         layer: which of the cache's layers.
-        visible: [B,T,T] bool, which new tokens each new token sees where that is not all up to itself (ops.packing).
-        implementation: of rows without a cache: "xla", this module, or a kernel of ``kernels.choose``; what is
-            ``visible`` no kernel knows.
+        visible: which new tokens each new token sees where that is not all up to itself: [B,T,T] bool (ops.packing),
+            or the rule of whole groups.
+        implementation: of rows without a cache: "xla", this module, or a kernel of ``kernels.choose``; no kernel knows
+            a [B,T,T].
 
     Returns:
         [B,T,N,H] in the dtype of the queries.
     """
+    if isinstance(visible, Groups):
+        return _attend_groups(q_BTNH, k_BKTH, v_BKTH, visible, implementation)
     if implementation != "xla" and cache is None and visible is None:
         return kernels.attend(q_BTNH, k_BKTH, v_BKTH, prompt, implementation)
     B, T, N, H = q_BTNH.shape
@@ -93,6 +108,26 @@ def attend(
         pieces.append(_attend_cache(q, cache, layer))
     out = _merge(pieces).astype(q_BTNH.dtype)
     return out.reshape(B, K, N // K, T, H).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
+
+
+def _attend_groups(q_BTNH, k_BKTH, v_BKTH, groups: Groups, implementation: str) -> jax.Array:
+    L = groups.prompt_width
+    keys, values = k_BKTH[:, :, :L], v_BKTH[:, :, :L]
+    of_prompt = attend(q_BTNH[:, :L], keys, values, implementation=implementation)
+
+    def rows(x):  # [B,K,G*C,H] -> [B*G,K,C,H]
+        B, K, _, H = x.shape
+        return x.reshape(B, K, groups.size, -1, H).swapaxes(1, 2).reshape(B * groups.size, K, -1, H)
+
+    q = q_BTNH[:, L:]
+    of_completions = attend(
+        q.reshape(q.shape[0] * groups.size, -1, *q.shape[2:]),
+        rows(k_BKTH[:, :, L:]),
+        rows(v_BKTH[:, :, L:]),
+        prompt=Prompt(keys, values, visible=jnp.arange(L)[None, :] < groups.prompt_length[:, None]),
+        implementation=implementation,
+    )
+    return jnp.concatenate([of_prompt, of_completions.reshape(q.shape)], axis=1)
 
 
 def _merge(pieces) -> jax.Array:

@@ -35,7 +35,7 @@ LAYOUT = {
     "blocks.up": ((1,), (0,)),
     "blocks.down": ((1,), (0,)),
     "final_norm": ((0,),),
-    "head": ((1,), (0,)),
+    "head": ((0,), (1,)),
 }
 
 

@@ -2,11 +2,8 @@
 
 The one function behind the update, the reference's log-probs and the ``score`` command.
 
-Rows of a group have one prompt. Where a batch comes in whole groups, the prompt runs once per group, and the
-completions attend to its keys and values as a decode step attends to its cache:
-
-    prompts [B/G, L]      -> hidden states, keys and values        one forward and backward per group
-    completions [B, C]    -> attend to their prompt and themselves
+Rows of a group have one prompt. Where a batch comes in whole groups, each is one row of the forward, and its prompt
+runs once: prompt [L] ++ completions [G*C], each of which attends to the prompt and to itself.
 
 Packed, both lie in lines of W tokens instead, without the padding between them (ops.packing).
 
@@ -22,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm.config import SamplingConfig
-from jaxrl_llm.models.attention import Prompt
+from jaxrl_llm.models.attention import Groups
 from jaxrl_llm.models.transformer import Model, Params
 from jaxrl_llm.ops import packing
 from jaxrl_llm.ops.logp import chunked_logp, completion_window, place_completion
@@ -79,8 +76,8 @@ def row_logp(
         hidden_BCD, hidden_PLD = _hidden_of_groups(
             model, params, tokens_BS, prompt_length, target_BC, group_size, remat
         )
-    head_DV = model.head(params)
-    both = chunked_logp(hidden_BCD, head_DV, target_BC, chunk=chunk_positions, **_distribution(sampling))
+    head_VD = model.head(params)
+    both = chunked_logp(hidden_BCD, head_VD, target_BC, chunk=chunk_positions, **_distribution(sampling))
     seen = RowValues(*(place_completion(x, prompt_length, length, S) for x in both))
     if readout is not None:
         place = jax.vmap(place_completion, in_axes=(2, None, None, None), out_axes=2)
@@ -89,7 +86,7 @@ def row_logp(
         L = S - completion_width
         target_PL = tokens_BS.reshape(-1, group_size, S)[:, 0, 1:L]
         prompt_PL, _ = chunked_logp(
-            hidden_PLD[:, :-1], head_DV, target_PL, chunk=chunk_positions * group_size, **_distribution(PLAIN)
+            hidden_PLD[:, :-1], head_VD, target_PL, chunk=chunk_positions * group_size, **_distribution(PLAIN)
         )
         prompt_BL = jnp.repeat(prompt_PL, group_size, axis=0)  # siblings have one prompt
         seen = seen._replace(prompt_logp=place_completion(prompt_BL, jnp.ones_like(length), prompt_length, S))
@@ -124,13 +121,13 @@ def packed_logp(
     """
     line = packing.lay(tokens_nKS, prompt_length, length, width=width, group_size=group_size)
     hidden_nWD, _ = model.forward(params, line.tokens, line.position, visible=packing.visible(line), remat=remat)
-    head_DV = model.head(params)
+    head_VD = model.head(params)
 
     def logp(part: packing.Reading, sampling: SamplingConfig):
         hidden = jnp.take_along_axis(hidden_nWD, part.source[:, :, None], axis=1)
         live = jnp.max(part.count)
         return hidden, *chunked_logp(
-            hidden, head_DV, part.target, chunk=chunk_positions, live=live, **_distribution(sampling)
+            hidden, head_VD, part.target, chunk=chunk_positions, live=live, **_distribution(sampling)
         )
 
     def rows(values: jax.Array, part: packing.Reading) -> jax.Array:  # [n,W,...] to [n*K,S,...]
@@ -157,12 +154,17 @@ def _hidden_of_groups(model, params, tokens_BS, prompt_length, completion_BC, gr
     L, P = S - C, B // group_size
     # Past its prompt a group's row goes on with a completion; nothing that is used attends to it.
     prompts_PL = tokens_BS.reshape(P, group_size, S)[:, 0, :L]
-    positions = jnp.broadcast_to(jnp.arange(L, dtype=jnp.int32), (P, L))
-    hidden_PLD, kv = model.forward(params, prompts_PL, positions, remat=remat)
-    last_P1D = completion_window(hidden_PLD, prompt_length[::group_size] - 1, 1)
-
-    prompt = Prompt(*kv, visible=jnp.arange(L)[None, :] < prompt_length[::group_size, None])
-    positions_BC = prompt_length[:, None] + jnp.arange(C, dtype=jnp.int32)[None, :]
-    hidden_BCD, _ = model.forward(params, completion_BC, positions_BC, prompt=prompt, remat=remat)
+    own_length = prompt_length[::group_size]
+    position_PL = jnp.broadcast_to(jnp.arange(L, dtype=jnp.int32), (P, L))
+    position_PC = own_length[:, None] + jnp.arange(C, dtype=jnp.int32)[None, :]
+    hidden_PWD, _ = model.forward(
+        params,
+        jnp.concatenate([prompts_PL, completion_BC.reshape(P, -1)], axis=1),
+        jnp.concatenate([position_PL, jnp.tile(position_PC, group_size)], axis=1),
+        visible=Groups(own_length, prompt_width=L, size=group_size),
+        remat=remat,
+    )
+    hidden_PLD, hidden_BCD = hidden_PWD[:, :L], hidden_PWD[:, L:].reshape(B, C, -1)
+    last_P1D = completion_window(hidden_PLD, own_length - 1, 1)
     # The prompt's last token predicts the first completion token, and each completion token the next.
     return jnp.concatenate([jnp.repeat(last_P1D, group_size, axis=0), hidden_BCD[:, :-1]], axis=1), hidden_PLD

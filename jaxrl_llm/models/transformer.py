@@ -22,7 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 
 from jaxrl_llm import sharding
-from jaxrl_llm.models.attention import Cache, Prompt, attend, rope_tables, rotate
+from jaxrl_llm.models.attention import Cache, Groups, Prompt, attend, rope_tables, rotate
 from jaxrl_llm.models.presets import Architecture
 
 Params = dict[str, Any]
@@ -123,7 +123,7 @@ class Blocks(nnx.Module):
 
 
 class Transformer(nnx.Module):
-    """Embedding, blocks, final norm, head (its own, or the embedding's transpose when tied)."""
+    """Embedding, blocks, final norm, head (its own, or the embedding when tied)."""
 
     def __init__(self, arch: Architecture, *, rngs: nnx.Rngs):
         self.arch = arch
@@ -131,7 +131,7 @@ class Transformer(nnx.Module):
         self.blocks = Blocks(arch, rngs=rngs)
         self.final_norm = _param(rngs, (arch.width,), ("activation",), norm=True)
         if not arch.tied:
-            self.head = _param(rngs, (arch.width, arch.vocab_size), ("embed", "vocab"))
+            self.head = _param(rngs, (arch.vocab_size, arch.width), ("vocab", "embed"))
 
     def __call__(
         self,
@@ -211,7 +211,7 @@ class Model:
         *,
         prompt: Prompt | None = None,
         cache: Cache | None = None,
-        visible: jax.Array | None = None,
+        visible: jax.Array | Groups | None = None,
         remat: bool = False,
         rope: tuple[jax.Array, jax.Array] | None = None,
     ):
@@ -223,7 +223,7 @@ class Model:
             positions: [B,T] i32, 0-based position of each token in its row.
             prompt: what rows of a group have computed once; keys and values with a leading layer axis.
             cache: each row's earlier tokens; wants T = 1.
-            visible: [B,T,T] bool, what each token sees of the others; None = all up to itself.
+            visible: what each token sees of the others, [B,T,T] bool or a rule; None = all up to itself.
             remat: apply the model's rematerialisation policy (for a backward pass).
             rope: cosine and sine of every position there is, each [S,H/2]; None = computed here.
 
@@ -251,12 +251,11 @@ class Model:
 
     def sampler_logits(self, params: Params, hidden_BTD: jax.Array) -> jax.Array:
         """Logits [B,T,V] in float32, from the sampler's weights."""
-        head_VD = params["embedding" if self.arch.tied else "head"]
-        return linear_output_first(hidden_BTD, head_VD, preferred_element_type=jnp.float32)
+        return linear_output_first(hidden_BTD, self.head(params), preferred_element_type=jnp.float32)
 
     def head(self, params: Params) -> jax.Array:
-        """The learner's output projection [D,V]."""
-        return params["embedding"].T if self.arch.tied else params["head"]
+        """The output projection [V,D], the learner's or the sampler's."""
+        return params["embedding" if self.arch.tied else "head"]
 
 
 @functools.lru_cache

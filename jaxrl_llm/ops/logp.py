@@ -19,9 +19,9 @@ from jaxrl_llm.ops.masks import completion_mask
 from jaxrl_llm.ops.sampling import filter_logits, token_logp
 
 
-def project(hidden_XD: jax.Array, head_DV: jax.Array) -> jax.Array:
+def project(hidden_XD: jax.Array, head_VD: jax.Array) -> jax.Array:
     """Logits [X,V] in float32."""
-    return jnp.einsum("XD,DV->XV", hidden_XD, head_DV.astype(hidden_XD.dtype), preferred_element_type=jnp.float32)
+    return jnp.einsum("XD,VD->XV", hidden_XD, head_VD.astype(hidden_XD.dtype), preferred_element_type=jnp.float32)
 
 
 class Filter(NamedTuple):
@@ -33,13 +33,13 @@ class Filter(NamedTuple):
     min_p: float
 
 
-def _filtered_logits(settings: Filter, hidden_XD: jax.Array, head_DV: jax.Array, target_X: jax.Array) -> jax.Array:
+def _filtered_logits(settings: Filter, hidden_XD: jax.Array, head_VD: jax.Array, target_X: jax.Array) -> jax.Array:
     # The sampled token stays in: a replayed one may be outside the support the filters leave today.
-    return filter_logits(project(hidden_XD, head_DV), **settings._asdict(), keep_token=target_X)
+    return filter_logits(project(hidden_XD, head_VD), **settings._asdict(), keep_token=target_X)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _projected_logp(settings: Filter, hidden_XD: jax.Array, head_DV: jax.Array, target_X: jax.Array):
+def _projected_logp(settings: Filter, hidden_XD: jax.Array, head_VD: jax.Array, target_X: jax.Array):
     """Log-probability of each target, and entropy, [X] f32.
 
     Its gradient is written out: from one more projection and the two results it needs no maximum and no sum over the
@@ -47,29 +47,29 @@ def _projected_logp(settings: Filter, hidden_XD: jax.Array, head_DV: jax.Array, 
 
         dlogp/dlogit_v = [v = target] - p_v,     dentropy/dlogit_v = -p_v (log p_v + entropy)
     """
-    return token_logp(_filtered_logits(settings, hidden_XD, head_DV, target_X), target_X)
+    return token_logp(_filtered_logits(settings, hidden_XD, head_VD, target_X), target_X)
 
 
-def _projected_logp_forward(settings, hidden_XD, head_DV, target_X):
-    filtered_XV = _filtered_logits(settings, hidden_XD, head_DV, target_X)
+def _projected_logp_forward(settings, hidden_XD, head_VD, target_X):
+    filtered_XV = _filtered_logits(settings, hidden_XD, head_VD, target_X)
     logp, entropy = token_logp(filtered_XV, target_X)
     log_total = jnp.take_along_axis(filtered_XV, target_X[:, None], axis=-1)[:, 0] - logp
-    return (logp, entropy), (hidden_XD, head_DV, target_X, log_total, entropy)
+    return (logp, entropy), (hidden_XD, head_VD, target_X, log_total, entropy)
 
 
 def _projected_logp_backward(settings, kept, gradients):
-    hidden_XD, head_DV, target_X, log_total, entropy = kept
+    hidden_XD, head_VD, target_X, log_total, entropy = kept
     g_logp, g_entropy = gradients
-    logp_XV = _filtered_logits(settings, hidden_XD, head_DV, target_X) - log_total[:, None]
+    logp_XV = _filtered_logits(settings, hidden_XD, head_VD, target_X) - log_total[:, None]
     p_XV = jnp.exp(logp_XV)
     finite_XV = jnp.where(logp_XV > -jnp.inf, logp_XV, 0.0)
     is_target = jnp.arange(logp_XV.shape[-1])[None, :] == target_X[:, None]
     g_XV = g_logp[:, None] * (is_target - p_XV) - g_entropy[:, None] * p_XV * (finite_XV + entropy[:, None])
     g_XV = (g_XV / settings.temperature).astype(hidden_XD.dtype)
-    head_DV_cast = head_DV.astype(hidden_XD.dtype)
-    g_hidden = jnp.einsum("XV,DV->XD", g_XV, head_DV_cast, preferred_element_type=jnp.float32)
-    g_head = jnp.einsum("XD,XV->DV", hidden_XD, g_XV, preferred_element_type=jnp.float32)
-    return g_hidden.astype(hidden_XD.dtype), g_head.astype(head_DV.dtype), None
+    head_VD_cast = head_VD.astype(hidden_XD.dtype)
+    g_hidden = jnp.einsum("XV,VD->XD", g_XV, head_VD_cast, preferred_element_type=jnp.float32)
+    g_head = jnp.einsum("XV,XD->VD", g_XV, hidden_XD, preferred_element_type=jnp.float32)
+    return g_hidden.astype(hidden_XD.dtype), g_head.astype(head_VD.dtype), None
 
 
 _projected_logp.defvjp(_projected_logp_forward, _projected_logp_backward)
@@ -77,7 +77,7 @@ _projected_logp.defvjp(_projected_logp_forward, _projected_logp_backward)
 
 def chunked_logp(
     hidden_BCD: jax.Array,
-    head_DV: jax.Array,
+    head_VD: jax.Array,
     target_BC: jax.Array,
     *,
     chunk: int,
@@ -91,7 +91,7 @@ def chunked_logp(
 
     Args:
         hidden_BCD: final hidden states, each the one that predicts its target.
-        head_DV: output projection.
+        head_VD: output projection, as the embedding lies: no transpose of it is made, nor of its gradient.
         target_BC: [B,C] i32 token ids.
         chunk: positions of each row projected at once.
         temperature, top_k, top_p, min_p: settings of the distribution (see ops.sampling.filter_logits).
@@ -106,16 +106,16 @@ def chunked_logp(
     spare = num_chunks * chunk - C
     settings = Filter(temperature, top_k, top_p, min_p)
 
-    def compute(hidden_Bcd, head_DV, target_Bc):
-        logp, entropy = _projected_logp(settings, hidden_Bcd.reshape(B * chunk, D), head_DV, target_Bc.reshape(-1))
+    def compute(hidden_Bcd, head_VD, target_Bc):
+        logp, entropy = _projected_logp(settings, hidden_Bcd.reshape(B * chunk, D), head_VD, target_Bc.reshape(-1))
         return logp.reshape(B, chunk), entropy.reshape(B, chunk)
 
     def one_chunk(first, xs):
         hidden_Bcd, target_Bc = xs
         if live is None:
-            return first, compute(hidden_Bcd, head_DV, target_Bc)
+            return first, compute(hidden_Bcd, head_VD, target_Bc)
         nothing = lambda *_: (jnp.zeros((B, chunk)), jnp.zeros((B, chunk)))  # noqa: E731
-        return first + chunk, jax.lax.cond(first < live, compute, nothing, hidden_Bcd, head_DV, target_Bc)
+        return first + chunk, jax.lax.cond(first < live, compute, nothing, hidden_Bcd, head_VD, target_Bc)
 
     def split(x):  # [B, C, ...] -> [chunks, B, chunk, ...]
         x = jnp.pad(x, ((0, 0), (0, spare)) + ((0, 0),) * (x.ndim - 2))

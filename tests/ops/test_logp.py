@@ -18,7 +18,7 @@ def weighted_sum(hidden, head, target, weights, settings):
     """Sum of weight_0 logp + weight_1 entropy over the positions, by loops in float64. The target stays a candidate."""
     total = 0.0
     for b, c in np.ndindex(target.shape):
-        logits = hidden[b, c] @ head
+        logits = head @ hidden[b, c]
         kept = oracle.kept_tokens(logits, **settings) | {int(target[b, c])}
         p = oracle.softmax([x / settings["temperature"] if v in kept else -np.inf for v, x in enumerate(logits)])
         entropy = -sum(x * np.log(x) for x in p if x > 0)
@@ -30,7 +30,7 @@ def weighted_sum(hidden, head, target, weights, settings):
 def test_the_written_gradient_of_logp_and_entropy_is_that_of_finite_differences(settings):
     # A chunk of 2 of 5 positions: the last chunk has one to spare.
     draw = np.random.default_rng(3)
-    hidden, head = draw.normal(size=(B, C, D)), draw.normal(size=(D, V))
+    hidden, head = draw.normal(size=(B, C, D)), draw.normal(size=(V, D))
     weights, target = draw.normal(size=(2, B, C)), draw.integers(0, V, (B, C))
 
     def loss(hidden, head):

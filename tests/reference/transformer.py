@@ -42,7 +42,7 @@ def hidden(params, arch, tokens):
 
 def logits(params, arch, tokens):
     """[T, V] float64 of one row of T token ids."""
-    head = np.asarray(params["embedding"], np.float64).T if arch.tied else np.asarray(params["head"], np.float64)
+    head = np.asarray(params["embedding" if arch.tied else "head"], np.float64).T
     return hidden(params, arch, tokens) @ head
 
 

@@ -165,7 +165,7 @@ def test_published_weights_are_the_learners_cast_split_by_layer_and_laid_out_out
     wanted = run.sampler_params
     check(params["embedding"], published["embedding"], wanted["embedding"])
     check(params["final_norm"], published["final_norm"], wanted["final_norm"])
-    check(params["head"].T, published["head"], wanted["head"])
+    check(params["head"], published["head"], wanted["head"])
     # What each multiplies by it comes last: the width, or an output projection's heads.
     turned = {name: lambda x: np.moveaxis(x, 0, -1) for name in ("q", "k", "v", "gate", "up", "down")}
     turned["o"] = lambda x: np.moveaxis(x, -1, 0)
