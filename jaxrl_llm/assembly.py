@@ -85,6 +85,8 @@ class Run:
             policy_version=jax.ShapeDtypeStruct((B, S), jnp.int32),
             stop_reason=jax.ShapeDtypeStruct((B,), jnp.int8),
         )
+        if size := self.sampler.support_tokens:
+            rows = rows.replace(support=jax.ShapeDtypeStruct((B, S, size), jnp.int32))
         return place(rows, sharding.leading(self.mesh, rows))
 
     @functools.cached_property

@@ -192,11 +192,11 @@ class ReplayConfig:
     unit: str = "rollout"
     # Draw only rollouts whose advantage is not zero: a tied group teaches nothing.
     skip_tied: bool = False
-    # Draw of each question only the rollouts of its latest visit.
+    # Draw of each question only the rollouts of its latest visit that left any to draw.
     latest_visit: bool = False
     # Give up rollouts of an age whose effective sample size (update/ess_frac_age_...) fell below this; 0 = draw all.
     min_ess: float = 0.0
-    # Never draw a group of which at least this share is correct: its prompt is solved; 0 = draw all.
+    # Never draw a group of which at least this share is correct, nor earlier ones of its prompt; 0 = draw all.
     solved_fraction: float = 0.0
     # Seconds to generate a rollout over seconds to train on one, for the compute axis of the curves; 0 = as measured.
     cost_ratio: float = 0.0

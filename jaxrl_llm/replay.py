@@ -73,7 +73,7 @@ def init(
     in_pages, log = capacity_tokens > 0, (capacity_tokens // num_shards // page_tokens, page_tokens)
 
     def shape(x: jax.Array) -> jax.ShapeDtypeStruct:
-        places = log if in_pages and len(x.shape) == 2 else (num_slots, *x.shape[1:])
+        places = (*log, *x.shape[2:]) if in_pages and len(x.shape) > 1 else (num_slots, *x.shape[1:])
         return jax.ShapeDtypeStruct((num_shards, *places), x.dtype)
 
     column = lambda value, dtype: jnp.full((num_shards, num_slots), value, dtype)  # noqa: E731
@@ -110,8 +110,8 @@ def insert(
         experience: leaves [R, ...].
         iteration: [] i32.
         config: which rows are kept, what is their priority, and which are retired: by ``skip_tied`` those without an
-            advantage, by ``latest_visit`` those of a prompt that is inserted anew, by ``solved_fraction`` those of a
-            group that is solved.
+            advantage, by ``latest_visit`` the earlier ones of a prompt of which there are new ones that may be drawn,
+            by ``solved_fraction`` those of a group that is solved and the earlier ones of its prompt.
         pass_threshold: a rollout is correct when its reward is at least this.
 
     Raises:
@@ -131,10 +131,15 @@ def insert(
     retired = ~experience.trainable
     if config.skip_tied:
         retired |= ~jnp.any(experience.advantage != 0, axis=1)
-    if config.solved_fraction:
-        retired |= _pass_share(experience, pass_threshold) >= config.solved_fraction
+    past = []  # whose earlier rows go too
     if config.latest_visit:
-        ring = ring.replace(is_retired=ring.is_retired | jnp.isin(ring.question, question, method="binary_search"))
+        past.append((question, ~retired))
+    if config.solved_fraction:
+        solved = _pass_share(experience, pass_threshold) >= config.solved_fraction
+        past.append((question, solved))
+        retired |= solved
+    for asked, counts in past:
+        ring = ring.replace(is_retired=ring.is_retired | _is_among(ring.question, asked, counts))
     priority = replay_draws.PRIORITIES[config.priority](experience)
     rows, question, retired, priority = jax.tree.map(
         lambda x: x.reshape(num_shards, num_rows, *x.shape[1:]), (experience, question, retired, priority)
@@ -157,7 +162,7 @@ def insert(
     if kept.size:
         evicted = ring_buffer.take(stored, ring_buffer.next_slots(main, num_rows))
         is_kept = _is_admitted(evicted["slots"], rows, config.admission, pass_threshold)
-        is_kept &= evicted["slots"].trainable & (evicted["inserted_step"] >= 0)
+        is_kept &= evicted["slots"].trainable & ~evicted["is_retired"] & (evicted["inserted_step"] >= 0)
         stored, kept = ring_buffer.write_some(stored, kept, evicted, is_kept)
     stored, main = ring_buffer.write(stored, main, written)
     stored["slots"] = _together(stored["slots"], log)
@@ -260,7 +265,8 @@ def _is_admitted(evicted: Experience, rows: Experience, admission: str, pass_thr
     if admission == "correct":
         return evicted.reward >= pass_threshold
     surprise = jax.vmap(replay_draws.surprise)
-    return surprise(evicted.rollout) <= jnp.mean(surprise(rows.rollout), axis=1, keepdims=True)
+    newest = jnp.mean(surprise(rows.rollout), axis=1, keepdims=True, where=rows.trainable)
+    return surprise(evicted.rollout) <= newest  # nan where no newcomer is trainable: none is admitted
 
 
 def retire_stale(ring: RingState, iteration: jax.Array, effective: jax.Array, config: ReplayConfig) -> RingState:
@@ -326,7 +332,7 @@ def _by_slot(ring: RingState) -> dict[str, Any]:
 def _write_tokens(ring: RingState, written: RingState) -> tuple[RingState, RingState, Experience]:
     """Of a ring in pages and rows to be written to its slots: both without tokens, and the log with the rows' ones."""
     (slots, log), (rows, tokens) = _apart(ring.slots), _apart(written.slots)
-    (num_shards, num_pages, page), (_, num_rows, width) = (jax.tree.leaves(x)[0].shape for x in (log, tokens))
+    (num_shards, num_pages, page), (_, num_rows, width) = (x.rollout.tokens.shape for x in (log, tokens))
     if num_rows * -(-width // page) > num_pages:
         raise ConfigError(
             f"replay.capacity_tokens={num_shards * num_pages * page} must hold the {num_shards * num_rows} rollouts "
@@ -341,10 +347,10 @@ def _write_tokens(ring: RingState, written: RingState) -> tuple[RingState, RingS
 def _apart(rows: Experience) -> tuple[Experience, Experience]:
     """What rows [M, n, ...] have once, and what they have for each token; None stands for the rest."""
 
-    def those(ndim: int) -> Experience:
-        return jax.tree.map(lambda x: x if x.ndim == ndim else None, rows)
+    def those(per_token: bool) -> Experience:
+        return jax.tree.map(lambda x: x if (x.ndim > 2) == per_token else None, rows)
 
-    return those(2), those(3)
+    return those(False), those(True)
 
 
 def _together(once: Experience, per_token: Experience | None) -> Experience:
@@ -387,6 +393,13 @@ def _pass_share(experience: Experience, pass_threshold: float) -> jax.Array:
     same = ((group[:, None] == group[None, :]) & experience.trainable[None, :]).astype(jnp.float32)
     correct = (experience.reward >= pass_threshold).astype(jnp.float32)
     return (same @ correct) / jnp.maximum(jnp.sum(same, axis=1), 1.0)
+
+
+def _is_among(values: jax.Array, others: jax.Array, counts: jax.Array) -> jax.Array:
+    """Which of ``values`` are one of ``others`` [R] that ``counts`` [R] bool, bool of their shape."""
+    # Those that do not count stand for the largest that does: shapes stay what they are.
+    others = jnp.where(counts, others, jnp.max(jnp.where(counts, others, jnp.iinfo(others.dtype).min)))
+    return jnp.isin(values, others, method="binary_search") & jnp.any(counts)
 
 
 def _num_different(values: jax.Array, counts: jax.Array) -> jax.Array:

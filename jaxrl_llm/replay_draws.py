@@ -28,6 +28,9 @@ PRIORITIES: dict[str, Callable[[Experience], jax.Array]] = {
     "surprise": lambda rows: surprise(rows.rollout),
 }
 
+# In scales of draw="age": older ones still have a weight, where float32 would give them none.
+LARGEST_AGE = 80.0
+
 # (config, priority relative to the largest of the shard, age in iterations) -> weight in [0, 1]
 WEIGHTS: dict[str, Callable[[ReplayConfig, jax.Array, jax.Array], jax.Array]] = {
     "uniform": lambda c, priority, age: jnp.ones_like(priority),
@@ -35,7 +38,7 @@ WEIGHTS: dict[str, Callable[[ReplayConfig, jax.Array, jax.Array], jax.Array]] = 
     # |advantage| here), never refreshed; without repeats; no importance weights.
     "priority": lambda c, priority, age: priority**c.priority_exponent,
     # The form is ours.
-    "age": lambda c, priority, age: jnp.exp(-age / c.age_scale_iterations),
+    "age": lambda c, priority, age: jnp.exp(-jnp.minimum(age / c.age_scale_iterations, LARGEST_AGE)),
 }
 
 

@@ -14,7 +14,7 @@ data shard m: no collective moves a rollout. With ``lookahead_prompts`` the tabl
 iterations, which keep the slots busy while stragglers finish; their state stays here between iterations.
 
 Letters: M data shards, E open prompts and Q = E*G rows per shard, G samples per prompt, Z slots of all
-shards, L prompt width, C completion width, S row width, K key heads, H head size.
+shards, L prompt width, C completion width, S row width, K key heads, H head size, N ids of a support.
 Owns: sampler state and its programs. Does not know: the host loop that runs them, text.
 """
 
@@ -32,7 +32,7 @@ from jaxrl_llm import rng, sharding
 from jaxrl_llm.config import SamplingConfig
 from jaxrl_llm.models.attention import Cache, Prompt, rope_tables
 from jaxrl_llm.models.transformer import Model
-from jaxrl_llm.ops.sampling import filter_logits, sample_inverse_cdf, token_logp
+from jaxrl_llm.ops.sampling import filter_logits, keep_support, sample_inverse_cdf, support_of, token_logp
 from jaxrl_llm.programs import Program
 from jaxrl_llm.types import STOP_EOS, STOP_LENGTH, STOP_NONE, STOP_STRING, Rollout
 
@@ -56,6 +56,7 @@ class SamplerState:
     stop_reason: jax.Array  # [M, E, G] i8
     started: jax.Array  # [M, E, G] bool, has had a slot
     prompt_id: jax.Array  # [M, E] i32, NO_PROMPT = the entry is free
+    support: jax.Array | None = None  # [M, E, G, S, N] i32, as a Rollout has it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,12 +93,18 @@ class Sampler:
     def row_tokens(self) -> int:
         return self.max_prompt_tokens + self.sampling.max_completion_tokens
 
+    @property
+    def support_tokens(self) -> int:
+        """N: ids kept with each token, for the learner to weigh it among the same; 0 = none are."""
+        is_kept = self.sampling.temperature > 0 and self.sampling.top_k < self.model.arch.vocab_size
+        return self.sampling.top_k if is_kept else 0
+
     # ---- state -------------------------------------------------------------------------------------
 
     def _empty(self) -> SamplerState:
         arch, M, E, G = self.model.arch, self.shards, self.entries, self.group_size
         L, C, S = self.max_prompt_tokens, self.sampling.max_completion_tokens, self.row_tokens
-        H = arch.head_size
+        H, N = arch.head_size, self.support_tokens
         kv = lambda *shape: jnp.zeros((arch.num_layers, *shape), self.model.compute_dtype)  # noqa: E731
         return SamplerState(
             cache_k=kv(self.num_slots, arch.num_kv_heads, H, C),
@@ -113,6 +120,7 @@ class Sampler:
             stop_reason=jnp.zeros((M, E, G), jnp.int8),
             started=jnp.zeros((M, E, G), bool),
             prompt_id=jnp.full((M, E), NO_PROMPT, jnp.int32),
+            support=jnp.zeros((M, E, G, S, N), jnp.int32) if N else None,
         )
 
     def abstract_state(self) -> SamplerState:
@@ -197,6 +205,7 @@ class Sampler:
             stop_reason=put(state.stop_reason, zeros),
             started=put(state.started, zeros),
             prompt_id=set_entries(state.prompt_id, prompt_id_P.reshape(M, P // M)),
+            support=None if state.support is None else put(state.support, jnp.zeros((P, *state.support.shape[3:]))),
         )
 
     def _refill(self, state: SamplerState) -> SamplerState:
@@ -298,6 +307,7 @@ class Sampler:
         cache_k = append(state.cache_k, new_k, lambda c, n, i: c.at[:, slot, :, :, i].set(n.swapaxes(0, 1)))
         cache_v = append(state.cache_v, new_v, lambda c, n, i: c.at[:, slot, :, i].set(n.swapaxes(0, 1)))
 
+        support_Z = None
         logits_ZV = sharding.constrain(self.model.sampler_logits(params, hidden)[:, 0], "batch", "vocab")
         if sampling.temperature == 0.0:
             # Greedy has no distribution of its own: log-probs are the model's, at temperature 1.
@@ -313,6 +323,9 @@ class Sampler:
                 top_p=sampling.top_p,
                 min_p=sampling.min_p,
             )
+            if self.support_tokens:
+                support_Z = support_of(logits_ZV, self.support_tokens)
+                logits_ZV = keep_support(logits_ZV, support_Z)
             drawn_Z, logp_Z = sample_inverse_cdf(logits_ZV, uniform_Z)
         drawn_MZ, logp_MZ = drawn_Z.reshape(row_MZ.shape), logp_Z.reshape(row_MZ.shape)
 
@@ -328,6 +341,9 @@ class Sampler:
         unrows = lambda x: x.reshape(M, E, G, *x.shape[2:])  # noqa: E731
         write_token = lambda t, x: unrows(at_token(rows(t), target_MZ, length_MZ, x))  # noqa: E731
         write_row = lambda t, x: unrows(at_row(rows(t), target_MZ, x))  # noqa: E731
+        support = state.support
+        if support is not None:
+            support = write_token(support, support_Z.reshape(*row_MZ.shape, -1))
         return state.replace(
             cache_k=cache_k,
             cache_v=cache_v,
@@ -337,6 +353,7 @@ class Sampler:
             length=write_row(state.length, length_MZ + 1),
             stop_reason=write_row(state.stop_reason, reason_MZ),
             slot_row=jnp.where(active_MZ & (reason_MZ == STOP_NONE), state.slot_row, -1),
+            support=support,
         )
 
     def _read_group(self, tokens, length, stop_reason, shard, entry):
@@ -358,6 +375,7 @@ class Sampler:
             policy_version=jnp.where(keep, state.policy_version, -1),
             stop_reason=jnp.where(cut, STOP_STRING, state.stop_reason).astype(jnp.int8),
             slot_row=jnp.where(slot_cut, -1, state.slot_row),
+            support=None if state.support is None else jnp.where(keep[..., None], state.support, 0),
         )
 
     def _collect(self, state: SamplerState, entry_MP) -> tuple[Rollout, SamplerState]:
@@ -375,6 +393,7 @@ class Sampler:
             prompt_id=prompt_id,
             policy_version=flat(state.policy_version),
             stop_reason=flat(state.stop_reason),
+            support=None if state.support is None else flat(state.support),
         )
         free = jax.vmap(lambda ids, e: ids.at[e].set(NO_PROMPT))(state.prompt_id, entry_MP)
         return rollout, state.replace(prompt_id=free)

@@ -270,7 +270,7 @@ class Update:
         if head is not None:
             share = self.objective.value_coefficient
             readout = lambda hidden: values.head_outputs(head, hidden, gradient_share=share)  # noqa: E731
-        rows = rollout.tokens, rollout.prompt_length, rollout.length
+        rows = rollout.tokens, rollout.prompt_length, rollout.length, rollout.support
         per_device = max(1, (num_lines or rollout.tokens.shape[0]) // self.num_devices)
         common = {
             "sampling": self.sampling,
@@ -281,7 +281,7 @@ class Update:
             "with_prompts": with_prompts,
         }
         if num_lines:
-            lines = (x.reshape(num_lines, -1, *x.shape[1:]) for x in rows)
+            lines = jax.tree.map(lambda x: x.reshape(num_lines, -1, *x.shape[1:]), rows)
             return packed_logp(self.model, params, *lines, width=self.line_tokens, **common)
         return row_logp(self.model, params, *rows, completion_width=self.sampling.max_completion_tokens, **common)
 

@@ -75,7 +75,8 @@ def abstract_sampler_params(sampler):
 def compile_sampler(sampler):
     """Its programs, compiled; those that a sampler of the same shapes has compiled already are taken from it."""
     programs = sampler.programs(abstract_sampler_params(sampler))
-    plain = dataclasses.replace(sampler, sampling=SamplingConfig(max_completion_tokens=COMPLETION_TOKENS))
+    plain = SamplingConfig(max_completion_tokens=COMPLETION_TOKENS, top_k=sampler.support_tokens)
+    plain = dataclasses.replace(sampler, sampling=plain)
     stops = dataclasses.replace(sampler, sampling=dataclasses.replace(sampler.sampling, stop_strings=()))
     if sampler == plain:
         return compile_all({k: v for k, v in programs.items() if k != "stop_rows"}, sampler.mesh)
@@ -159,11 +160,12 @@ def random_experience(
     with_critic=False,
     with_others=False,
     group_size=1,
+    support_size=0,
 ):
     """Ragged rows, numpy: a quarter not trainable, one of a single completion token, one as long as can be.
 
     Each ``group_size`` neighbours have one prompt. The first half is of others where asked, and every other row then
-    correct.
+    correct. With ``support_size`` each token was drawn among at most so many ids.
     """
     rng = np.random.default_rng(seed)
     B, S = num_rows, ROW_TOKENS
@@ -189,6 +191,11 @@ def random_experience(
         policy_version=np.where(mask, 0, -1).astype(np.int32),
         stop_reason=np.ones(B, np.int8),
     )
+    if support_size:
+        others = rng.integers(0, arch.vocab_size, (B, S, support_size - 1))
+        others = np.where(rng.random(others.shape) < 0.2, arch.vocab_size, others)
+        support = np.sort(np.concatenate([rollout.tokens[..., None], others], axis=-1), axis=-1)
+        rollout = rollout.replace(support=np.where(mask[..., None], support, 0).astype(np.int32))
     ref_logp = np.where(mask, rng.normal(-5.5, 0.5, (B, S)), 0.0).astype(np.float32)
     reward, advantage = rng.normal(size=B), rng.normal(size=(B, 1))
     if with_others:

@@ -271,6 +271,36 @@ def test_a_solved_group_and_the_earlier_visits_of_a_question_are_retired():
     assert ring.is_retired[:, :4].tolist() == [[True, True, False, False], [True, True, True, True]]
 
 
+def test_a_visit_that_cannot_be_drawn_leaves_the_earlier_one_and_a_solved_one_takes_it_along():
+    tied_out = ReplayConfig(latest_visit=True, skip_tied=True)
+    ring = jit_insert(jit_init(12, 1), rows_of_questions([7, 8], ["right", "wrong"] * 2, 2), np.int32(0), tied_out)
+    # 7 anew, tied; 8 anew, without a reward.
+    tied = rows_of_questions([7, 8], ["wrong", "wrong", "failed", "failed"], 6, advantage=[0, 0, 1, 1])
+    ring = jit_insert(ring, tied, np.int32(1), tied_out)
+    assert ring.is_retired[0, :8].tolist() == [False] * 4 + [True] * 4
+    solved_out = ReplayConfig(solved_fraction=1.0)
+    insert = functools.partial(jit_insert, config=solved_out, pass_threshold=0.5)
+    ring = insert(jit_init(12, 1), rows_of_questions([7, 8], ["right", "wrong"] * 2, 2), np.int32(0))
+    ring = insert(ring, rows_of_questions([8, 9], ["right", "right", "wrong", "wrong"], 6), np.int32(1))
+    assert ring.is_retired[0, :8].tolist() == [False, False, True, True, True, True, False, False]
+
+
+def test_the_ring_of_correct_rows_takes_none_that_would_never_be_drawn():
+    config = ReplayConfig(positive_fraction=0.5, skip_tied=True)
+    insert = functools.partial(jit_insert, config=config, pass_threshold=0.5)
+    rows = make_experience(np.arange(4), ["right"] * 4)
+    ring = insert(jit_init(8, 1), rows.replace(advantage=rows.advantage * (np.arange(4) % 2)[:, None]), np.int32(0))
+    ring = insert(ring, make_experience(np.arange(4, 8), ["right"] * 4), np.int32(1))
+    assert ring.num_kept[0] == 2 and ring.slots.rollout.prompt_id[0, 4:6].tolist() == [1, 3]
+
+
+def test_however_old_a_row_is_it_may_be_drawn_by_age():
+    config = ReplayConfig(draw="age", age_scale_iterations=0.5)
+    ring = jit_insert(jit_init(4, 1), make_experience(np.arange(4)), np.int32(0), ReplayConfig())
+    _, _, info = jit_draw(ring, jax.random.key(0), np.int32(60), config, batch_size=4)
+    assert info.is_real.all() and set(info.age.ravel().tolist()) == {60}
+
+
 def test_prompts_are_told_apart_by_their_tokens_alone():
     tokens = np.array([[1, 2, 9], [1, 2, 5], [2, 1, 9], [1, 2, 9], [0, 0, 9], [0, 7, 9]], np.int32)
     rows = make_experience(np.arange(6)).rollout

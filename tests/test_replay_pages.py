@@ -37,6 +37,7 @@ def make_rows(ids, length, width=WIDTH, xp=np):
             prompt_id=ids,
             policy_version=xp.where(is_token & (at >= length[:, None] // 2), wide, -1),
             stop_reason=(ids % 4).astype(xp.int8),
+            support=xp.where(is_token[..., None], wide[..., None] + xp.arange(3, dtype=xp.int32), 0),
         ),
         reward=ids.astype(xp.float32),
         advantage=number,

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 from building import COMPLETION_TOKENS, CUBE, EIGHT, EOS_IDS, PROMPT_TOKENS, Sampling, make_prompts, make_sampler
+from reference import sampling as oracle
 from reference import transformer
 
 from jaxrl_llm.config import MeshConfig
@@ -67,6 +68,34 @@ def test_sampler_logp_is_the_learners_and_that_of_a_float64_model(name):
         np.testing.assert_allclose(rollout.behaviour_logp[row], oracle, rtol=0, atol=1e-5)
     if name == "plain":
         assert building.completions(rollout) == of(base_rollout(), PROMPTS)
+
+
+def test_what_a_token_was_drawn_among_is_kept_and_a_learner_that_moved_weighs_it_among_the_same():
+    sampler = make_sampler(num_slots=5, chunk_steps=3, sampling=SETTINGS["all"])
+    sampling = Sampling(sampler)
+    rollout, _ = sampling(make_prompts(PROMPTS))
+    arch, temperature = sampler.model.arch, SETTINGS["all"]["temperature"]
+    assert rollout.support.shape == (*rollout.tokens.shape, SETTINGS["all"]["top_k"])
+    moved = jax.tree.map(lambda x: x * 1.2, building.learner_params(sampler.model, sampler.mesh))
+    rows = (rollout.tokens, rollout.prompt_length, rollout.length)
+    learner = functools.partial(
+        row_logp, sampler.model, sampling=sampler.sampling, completion_width=COMPLETION_TOKENS, chunk_positions=3
+    )
+    logp = jax.jit(learner)(moved, *rows, rollout.support).logp
+    without = jax.jit(learner)(moved, *rows).logp
+    params, host_moved = building.host_params(sampler.model), jax.tree.map(np.asarray, moved)
+    for row in range(0, 24, 4):
+        tokens, start, end = (x[row] for x in rows)
+        logits = transformer.logits(params, arch, tokens[:end])
+        support = {t: set(rollout.support[row, t].tolist()) - {arch.vocab_size} for t in range(start, end)}
+        for t in range(start, end):
+            assert support[t] == oracle.kept_tokens(logits[t - 1], **SETTINGS["all"])
+        expected = transformer.completion_logp(
+            host_moved, arch, tokens, start, end, temperature=temperature, support=support
+        )
+        np.testing.assert_allclose(logp[row], expected, rtol=0, atol=1e-5)
+    # What today's weights would leave is another set.
+    assert np.abs(np.asarray(logp - without)).max() > 0.01
 
 
 def test_greedy_takes_the_most_likely_token_and_its_logp_at_temperature_1():

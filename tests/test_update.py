@@ -21,19 +21,24 @@ from jaxrl_llm.types import Critic, TrainState
 # --- the loss and its gradient ---
 
 FILTERS = {"temperature": 1.2, "top_k": 60, "min_p": 0.01}
-CASES = {name: (loss, {}) for name, loss in building.LOSSES.items()} | {"no reference, filters": ({}, FILTERS)}
+AMONG = {"temperature": 1.2, "top_k": 9}  # whose support is kept with the rows
+CASES = {name: (loss, {}) for name, loss in building.LOSSES.items()} | {
+    "no reference, filters": ({}, FILTERS),
+    "kept support": ({}, AMONG),
+}
 
 LOSS = building.LOSSES["token mean, k3"]
 
 
 def oracle_logp(params, rollout, arch=TINY, **filters):
     """[B,S] float64 by rows; a sampled token outside of today's filters joins the kept ones."""
-    return np.stack(
-        [
-            transformer.completion_logp(params, arch, *row, keep_token=True, **filters)
-            for row in zip(rollout.tokens, rollout.prompt_length, rollout.length, strict=True)
-        ]
-    )
+
+    def row(i):
+        among = None if rollout.support is None else [set(x) - {arch.vocab_size} for x in rollout.support[i].tolist()]
+        columns = (x[i] for x in (rollout.tokens, rollout.prompt_length, rollout.length))
+        return transformer.completion_logp(params, arch, *columns, keep_token=True, support=among, **filters)
+
+    return np.stack([row(i) for i in range(len(rollout.length))])
 
 
 def oracle_loss(policy_logp, rows, config):
@@ -52,7 +57,8 @@ def oracle_loss(policy_logp, rows, config):
 def test_loss_and_gradient_are_those_of_a_float64_model(name):
     settings, filters = CASES[name]
     update = building.make_update(settings, filters)
-    rows = building.random_experience(with_reference="kl_coefficient" in settings)
+    support_size = filters["top_k"] if filters is AMONG else 0
+    rows = building.random_experience(with_reference="kl_coefficient" in settings, support_size=support_size)
     params = building.host_params(update.model)
     gradient, sums = building.gradient(update, rows)
     logp = oracle_logp(params, rows.rollout, **filters)

@@ -7,7 +7,8 @@ runs once: prompt [L] ++ completions [G*C], each of which attends to the prompt 
 
 Packed, both lie in lines of W tokens instead, without the padding between them (ops.packing).
 
-Letters: B rows, G rows of a group, S row width, L = S - C prompt width, C completion width, n lines of K rows.
+Letters: B rows, G rows of a group, S row width, L = S - C prompt width, C completion width, n lines of K rows, N ids
+of a support.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ def row_logp(
     tokens_BS: jax.Array,
     prompt_length: jax.Array,
     length: jax.Array,
+    support_BSN: jax.Array | None = None,
     *,
     sampling: SamplingConfig,
     completion_width: int,
@@ -57,6 +59,7 @@ def row_logp(
     Args:
         tokens_BS: [B,S] i32 right-padded rows ``prompt ++ completion``.
         prompt_length, length: [B] i32, prompt_length at least 1.
+        support_BSN: [B,S,N] i32 ids that each token was drawn among (``Rollout.support``), if they were kept.
         sampling: temperature and filters; its temperature must be positive.
         completion_width: the longest completion; with groups or ``with_prompts``, prompts are at most S minus this.
         chunk_positions: positions of each row whose logits are live at once.
@@ -77,7 +80,10 @@ def row_logp(
             model, params, tokens_BS, prompt_length, target_BC, group_size, remat
         )
     head_VD = model.head(params)
-    both = chunked_logp(hidden_BCD, head_VD, target_BC, chunk=chunk_positions, **_distribution(sampling))
+    support = None if support_BSN is None else completion_window(support_BSN, prompt_length, completion_width)
+    both = chunked_logp(
+        hidden_BCD, head_VD, target_BC, chunk=chunk_positions, support_BCK=support, **_distribution(sampling)
+    )
     seen = RowValues(*(place_completion(x, prompt_length, length, S) for x in both))
     if readout is not None:
         place = jax.vmap(place_completion, in_axes=(2, None, None, None), out_axes=2)
@@ -99,6 +105,7 @@ def packed_logp(
     tokens_nKS: jax.Array,
     prompt_length: jax.Array,
     length: jax.Array,
+    support_nKSN: jax.Array | None = None,
     *,
     sampling: SamplingConfig,
     width: int,
@@ -113,6 +120,7 @@ def packed_logp(
     Args:
         tokens_nKS: [n,K,S] i32 rows of each line.
         prompt_length, length: [n,K] i32, both 0 where there is no row.
+        support_nKSN: [n,K,S,N] i32 as ``row_logp`` takes it.
         width: W, which holds the units of every line.
         chunk_positions: places of each line whose logits are live at once.
 
@@ -123,18 +131,18 @@ def packed_logp(
     hidden_nWD, _ = model.forward(params, line.tokens, line.position, visible=packing.visible(line), remat=remat)
     head_VD = model.head(params)
 
-    def logp(part: packing.Reading, sampling: SamplingConfig):
+    def logp(part: packing.Reading, sampling: SamplingConfig, support: jax.Array | None = None):
         hidden = jnp.take_along_axis(hidden_nWD, part.source[:, :, None], axis=1)
         live = jnp.max(part.count)
-        return hidden, *chunked_logp(
-            hidden, head_VD, part.target, chunk=chunk_positions, live=live, **_distribution(sampling)
-        )
+        how = {"chunk": chunk_positions, "live": live, "support_BCK": support}
+        return hidden, *chunked_logp(hidden, head_VD, part.target, **how, **_distribution(sampling))
 
     def rows(values: jax.Array, part: packing.Reading) -> jax.Array:  # [n,W,...] to [n*K,S,...]
         taken = packing.take_rows(values, part)
         return taken.reshape(-1, *taken.shape[2:])
 
-    hidden, *both = logp(line.completions, sampling)
+    support = None if support_nKSN is None else packing.of_targets(support_nKSN, line.completions)
+    hidden, *both = logp(line.completions, sampling, support)
     seen = RowValues(*(rows(x, line.completions) for x in both))
     if readout is not None:
         seen = seen._replace(readout=rows(readout(hidden), line.completions))

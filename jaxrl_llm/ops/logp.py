@@ -4,7 +4,7 @@ Only completion positions are projected to the vocabulary, a chunk of them at on
 makes each chunk's logits again: no [rows, length, vocabulary] array ever lives. A chunk holds whole
 vocabulary rows: a top-p filter needs them, and on a mesh the vocabulary may be split over devices.
 
-Letters: B rows, S row width, C completion width, X positions, D model width, V vocabulary.
+Letters: B rows, S row width, C completion width, X positions, D model width, V vocabulary, K ids of a support.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm.ops.masks import completion_mask
-from jaxrl_llm.ops.sampling import filter_logits, token_logp
+from jaxrl_llm.ops.sampling import filter_logits, keep_support, token_logp
 
 
 def project(hidden_XD: jax.Array, head_VD: jax.Array) -> jax.Array:
@@ -33,13 +33,17 @@ class Filter(NamedTuple):
     min_p: float
 
 
-def _filtered_logits(settings: Filter, hidden_XD: jax.Array, head_VD: jax.Array, target_X: jax.Array) -> jax.Array:
-    # The sampled token stays in: a replayed one may be outside the support the filters leave today.
-    return filter_logits(project(hidden_XD, head_VD), **settings._asdict(), keep_token=target_X)
+def _filtered_logits(settings: Filter, hidden_XD, head_VD, target_X, support_XK) -> jax.Array:
+    logits_XV = project(hidden_XD, head_VD)
+    # The sampled token stays in: a replayed one may be outside the support the filters leave today, and where there is
+    # no token there is no support.
+    if support_XK is None:
+        return filter_logits(logits_XV, **settings._asdict(), keep_token=target_X)
+    return keep_support(logits_XV / settings.temperature, jnp.append(support_XK, target_X[:, None], axis=1))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _projected_logp(settings: Filter, hidden_XD: jax.Array, head_VD: jax.Array, target_X: jax.Array):
+def _projected_logp(settings: Filter, hidden_XD, head_VD, target_X, support_XK):
     """Log-probability of each target, and entropy, [X] f32.
 
     Its gradient is written out: from one more projection and the two results it needs no maximum and no sum over the
@@ -47,20 +51,20 @@ def _projected_logp(settings: Filter, hidden_XD: jax.Array, head_VD: jax.Array, 
 
         dlogp/dlogit_v = [v = target] - p_v,     dentropy/dlogit_v = -p_v (log p_v + entropy)
     """
-    return token_logp(_filtered_logits(settings, hidden_XD, head_VD, target_X), target_X)
+    return token_logp(_filtered_logits(settings, hidden_XD, head_VD, target_X, support_XK), target_X)
 
 
-def _projected_logp_forward(settings, hidden_XD, head_VD, target_X):
-    filtered_XV = _filtered_logits(settings, hidden_XD, head_VD, target_X)
+def _projected_logp_forward(settings, hidden_XD, head_VD, target_X, support_XK):
+    filtered_XV = _filtered_logits(settings, hidden_XD, head_VD, target_X, support_XK)
     logp, entropy = token_logp(filtered_XV, target_X)
     log_total = jnp.take_along_axis(filtered_XV, target_X[:, None], axis=-1)[:, 0] - logp
-    return (logp, entropy), (hidden_XD, head_VD, target_X, log_total, entropy)
+    return (logp, entropy), (hidden_XD, head_VD, target_X, support_XK, log_total, entropy)
 
 
 def _projected_logp_backward(settings, kept, gradients):
-    hidden_XD, head_VD, target_X, log_total, entropy = kept
+    hidden_XD, head_VD, target_X, support_XK, log_total, entropy = kept
     g_logp, g_entropy = gradients
-    logp_XV = _filtered_logits(settings, hidden_XD, head_VD, target_X) - log_total[:, None]
+    logp_XV = _filtered_logits(settings, hidden_XD, head_VD, target_X, support_XK) - log_total[:, None]
     p_XV = jnp.exp(logp_XV)
     finite_XV = jnp.where(logp_XV > -jnp.inf, logp_XV, 0.0)
     is_target = jnp.arange(logp_XV.shape[-1])[None, :] == target_X[:, None]
@@ -69,7 +73,7 @@ def _projected_logp_backward(settings, kept, gradients):
     head_VD_cast = head_VD.astype(hidden_XD.dtype)
     g_hidden = jnp.einsum("XV,VD->XD", g_XV, head_VD_cast, preferred_element_type=jnp.float32)
     g_head = jnp.einsum("XV,XD->VD", g_XV, hidden_XD, preferred_element_type=jnp.float32)
-    return g_hidden.astype(hidden_XD.dtype), g_head.astype(head_VD.dtype), None
+    return g_hidden.astype(hidden_XD.dtype), g_head.astype(head_VD.dtype), None, None
 
 
 _projected_logp.defvjp(_projected_logp_forward, _projected_logp_backward)
@@ -85,6 +89,7 @@ def chunked_logp(
     top_k: int,
     top_p: float,
     min_p: float,
+    support_BCK: jax.Array | None = None,
     live: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Log-probability of each target and entropy of the distribution it was drawn from.
@@ -95,33 +100,36 @@ def chunked_logp(
         target_BC: [B,C] i32 token ids.
         chunk: positions of each row projected at once.
         temperature, top_k, top_p, min_p: settings of the distribution (see ops.sampling.filter_logits).
+        support_BCK: [B,C,K] i32 ids that each target was drawn among (``ops.sampling.support_of``); the filters are
+            then not asked. None = what they leave of today's logits, and the target.
         live: [] i32, positions that hold a target in any row; chunks past them are not computed. None = all.
 
     Returns:
         logp and entropy, each [B,C] f32 nats; 0.0 in chunks that are not computed.
     """
-    B, C, D = hidden_BCD.shape
+    B, C, _ = hidden_BCD.shape
     chunk = min(chunk, C)
     num_chunks = -(-C // chunk)
     spare = num_chunks * chunk - C
     settings = Filter(temperature, top_k, top_p, min_p)
 
-    def compute(hidden_Bcd, head_VD, target_Bc):
-        logp, entropy = _projected_logp(settings, hidden_Bcd.reshape(B * chunk, D), head_VD, target_Bc.reshape(-1))
+    def compute(head_VD, *of_positions):
+        hidden, target, support = (x if x is None else x.reshape(B * chunk, *x.shape[2:]) for x in of_positions)
+        logp, entropy = _projected_logp(settings, hidden, head_VD, target, support)
         return logp.reshape(B, chunk), entropy.reshape(B, chunk)
 
     def one_chunk(first, xs):
-        hidden_Bcd, target_Bc = xs
         if live is None:
-            return first, compute(hidden_Bcd, head_VD, target_Bc)
+            return first, compute(head_VD, *xs)
         nothing = lambda *_: (jnp.zeros((B, chunk)), jnp.zeros((B, chunk)))  # noqa: E731
-        return first + chunk, jax.lax.cond(first < live, compute, nothing, hidden_Bcd, head_VD, target_Bc)
+        return first + chunk, jax.lax.cond(first < live, compute, nothing, head_VD, *xs)
 
     def split(x):  # [B, C, ...] -> [chunks, B, chunk, ...]
         x = jnp.pad(x, ((0, 0), (0, spare)) + ((0, 0),) * (x.ndim - 2))
         return x.reshape(B, num_chunks, chunk, *x.shape[2:]).swapaxes(0, 1)
 
-    _, both = jax.lax.scan(one_chunk, jnp.int32(0), (split(hidden_BCD), split(target_BC)))
+    of_chunks = (split(hidden_BCD), split(target_BC), None if support_BCK is None else split(support_BCK))
+    _, both = jax.lax.scan(one_chunk, jnp.int32(0), of_chunks)
     logp, entropy = (x.swapaxes(0, 1).reshape(B, num_chunks * chunk)[:, :C] for x in both)
     return logp, entropy
 

@@ -138,6 +138,14 @@ def visible(line: Line) -> jax.Array:
     return same_unit & own & jnp.tril(jnp.ones((W, W), bool))[None]
 
 
+def of_targets(values: jax.Array, reading: Reading) -> jax.Array:
+    """What each target has, [n,W,...], of what the rows' tokens have, [n,K,S,...]: the inverse of ``take_rows``."""
+    n, K, S, *rest = values.shape
+    W = reading.target.shape[1]
+    one = lambda value, index: jnp.zeros((W, *rest), value.dtype).at[index].set(value, mode="drop")  # noqa: E731
+    return jax.vmap(one)(values.reshape(n, K * S, *rest), reading.index.reshape(n, K * S))
+
+
 def take_rows(values: jax.Array, reading: Reading) -> jax.Array:
     """Put what is of the targets back to the tokens of the rows.
 

@@ -40,40 +40,40 @@ def write(log: Any, first: jax.Array, length: jax.Array, rows: Any) -> Any:
     """The log with these rows in their pages.
 
     Args:
-        log: pytree of [M, N, T]. Donate it: the cost is then that of the rows.
+        log: pytree of [M, N, T, ...]. Donate it: the cost is then that of the rows.
         first: [M, n] i32, as ``next_pages`` gave them.
         length: [M, n] i32; a row's tokens from there on are not kept.
-        rows: pytree of [M, n, W], same structure and dtypes, n * k <= N: else a row would overwrite another of them.
+        rows: pytree of [M, n, W, ...], same structure and dtypes, n * k <= N: else one would overwrite another.
     """
-    _, num_pages, page = jax.tree.leaves(log)[0].shape
+    num_pages, page = jax.tree.leaves(log)[0].shape[1:3]
     width = jax.tree.leaves(rows)[0].shape[2]
     index, is_used = _pages(first, length, num_pages=num_pages, page=page, width=width)
     index = jnp.where(is_used, index, num_pages)  # that page is nowhere
 
     def cut(x: jax.Array) -> jax.Array:
-        x = jnp.pad(x, ((0, 0), (0, 0), (0, -width % page)))
-        return x.reshape(x.shape[0], -1, page)
+        x = jnp.pad(x, ((0, 0), (0, 0), (0, -width % page)) + ((0, 0),) * (x.ndim - 3))
+        return x.reshape(x.shape[0], -1, page, *x.shape[3:])
 
     return ring_buffer.put(log, index, jax.tree.map(cut, rows))
 
 
 def take(log: Any, first: jax.Array, length: jax.Array, *, width: int, padding: Any) -> Any:
-    """Rows of the log, padded: a pytree of [M, n, W], on the device.
+    """Rows of the log, padded: a pytree of [M, n, W, ...], on the device.
 
     Args:
-        log: pytree of [M, N, T].
+        log: pytree of [M, N, T, ...].
         first: [M, n] i32; of a row that is not held comes what has been written over it.
         length: [M, n] i32.
         width: W.
         padding: same structure, what stands in a row from its length on.
     """
-    _, num_pages, page = jax.tree.leaves(log)[0].shape
+    num_pages, page = jax.tree.leaves(log)[0].shape[1:3]
     index, _ = _pages(first, length, num_pages=num_pages, page=page, width=width)
     is_token = jnp.arange(width)[None, None, :] < length[:, :, None]
 
     def join(x: jax.Array, fill: Any) -> jax.Array:
-        x = x.reshape(*length.shape, -1)[:, :, :width]
-        return jnp.where(is_token, x, jnp.asarray(fill, x.dtype))
+        x = x.reshape(*length.shape, -1, *x.shape[3:])[:, :, :width]
+        return jnp.where(is_token.reshape(*is_token.shape, *(1,) * (x.ndim - 3)), x, jnp.asarray(fill, x.dtype))
 
     return jax.tree.map(join, ring_buffer.take(log, index), padding)
 

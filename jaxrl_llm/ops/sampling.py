@@ -1,8 +1,9 @@
 """The distribution tokens are drawn from, one draw from it, and its log-probabilities.
 
 Sampler and learner pass their logits through the same ``filter_logits``, so that a log-probability is
-always of the distribution that was sampled. Owns: temperature, top-k, top-p, min-p, the inverse-CDF draw,
-log-probability and entropy. Does not know: models, keys (a draw takes a uniform number), greedy decoding.
+always of the distribution that was sampled. Owns: temperature, top-k, top-p, min-p, what they leave of the
+vocabulary, the inverse-CDF draw, log-probability and entropy. Does not know: models, keys (a draw takes a uniform
+number), greedy decoding.
 Letters: S rows, V vocabulary, N blocks, K tokens per block. Log-probabilities and entropies are in nats, float32.
 """
 
@@ -42,7 +43,8 @@ def filter_logits(
         min_p: in [0, 1]; 0.0 = all.
         keep_token: [...] i32, a token of each row that stays whatever the filters say. For the learner: as
             the policy moves, or by rounding at the threshold, a token sampled earlier can leave the
-            support, and its log-probability would be -inf.
+            support, and its log-probability would be -inf. (With ``top_k`` the support itself is kept with
+            the token: ``support_of``.)
 
     Returns:
         [..., V] f32.
@@ -70,6 +72,26 @@ def filter_logits(
         token_ids = jnp.arange(logits.shape[-1]).reshape((1,) * (logits.ndim - 1) + (-1,))
         is_kept = is_kept | (token_ids == keep_token[..., None])
     return jnp.where(is_kept, tempered, -jnp.inf)
+
+
+def support_of(logits: jax.Array, size: int) -> jax.Array:
+    """The tokens that may be sampled, ``size`` of them at most: of more that are tied at the end, the first ones.
+
+    Args:
+        logits: [S, V], already filtered; -inf = impossible.
+
+    Returns:
+        [S, size] i32 ascending ids, V past the last.
+    """
+    value, token = jax.lax.top_k(logits, size)
+    return jnp.sort(jnp.where(value > -jnp.inf, token, logits.shape[-1]).astype(jnp.int32), axis=-1)
+
+
+def keep_support(logits: jax.Array, support: jax.Array) -> jax.Array:
+    """``logits`` [S, V] at the ids ``support`` [S, K] i32, -inf elsewhere; an id of V is nobody's."""
+    rows = jnp.arange(logits.shape[0])[:, None]
+    is_kept = jnp.zeros(logits.shape, bool).at[rows, support].set(True, mode="drop")
+    return jnp.where(is_kept, logits, -jnp.inf)
 
 
 def _keep_largest(values: jax.Array, weight: jax.Array, target: float) -> jax.Array:

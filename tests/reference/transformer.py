@@ -47,16 +47,27 @@ def logits(params, arch, tokens):
 
 
 def completion_logp(
-    params, arch, tokens, prompt_length, length, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, keep_token=False
+    params,
+    arch,
+    tokens,
+    prompt_length,
+    length,
+    temperature=1.0,
+    top_k=0,
+    top_p=1.0,
+    min_p=0.0,
+    keep_token=False,
+    support=None,
 ):
     """[S] float64 nats of one row's tokens under the filtered distribution; 0 off the completion.
 
-    With ``keep_token`` the row's own token joins those that the filters keep.
+    With ``keep_token`` the row's own token joins those that the filters keep. With ``support``, a set of ids for each
+    of the row's tokens, the filters are not asked.
     """
     result = np.zeros(len(tokens))
     rows = logits(params, arch, tokens[:length])
     for t in range(prompt_length, length):
-        kept = sampling.kept_tokens(rows[t - 1], temperature, top_k, top_p, min_p)
+        kept = sampling.kept_tokens(rows[t - 1], temperature, top_k, top_p, min_p) if support is None else support[t]
         if keep_token:
             kept = kept | {int(tokens[t])}
         probability = sampling.softmax([x / temperature if v in kept else -np.inf for v, x in enumerate(rows[t - 1])])

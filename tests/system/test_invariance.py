@@ -25,13 +25,14 @@ def garbage(rows, seed=0):
             tokens=np.where(past, random_ids, rollout.tokens),
             behaviour_logp=spoil(rollout.behaviour_logp, np.nan),
             policy_version=spoil(rollout.policy_version, 0),
+            support=None if rollout.support is None else np.where(past[..., None], 3, rollout.support),
         ),
     )
 
 
 def wider(rows, extra):
     """The same rows with ``extra`` more positions of padding."""
-    pad = lambda x: np.pad(x, ((0, 0), (0, extra))) if x.ndim == 2 else x  # noqa: E731
+    pad = lambda x: np.pad(x, ((0, 0), (0, extra)) + ((0, 0),) * (x.ndim - 2)) if x.ndim > 1 else x  # noqa: E731
     return jax.tree.map(pad, rows)
 
 
@@ -72,9 +73,10 @@ def test_microbatches_and_rematerialisation_do_not_change_loss_and_gradient():
     assert_same(building.gradient(micro, rows), expected)
 
 
-def test_packing_does_not_change_loss_and_gradient_on_one_device_or_eight():
+@pytest.mark.parametrize("support_size", [0, 9])
+def test_packing_does_not_change_loss_and_gradient_on_one_device_or_eight(support_size):
     settings = building.LOSSES["token mean, k3"]
-    rows = building.random_experience()
+    rows = building.random_experience(support_size=support_size)
     expected = building.gradient(building.make_update(settings), rows)
     width = 2 * rows.rollout.tokens.shape[1]
     packed = settings | {"pack_width": width, "micro_batch_tokens": 2 * width, "logp_chunk_tokens": 8}
