@@ -162,13 +162,11 @@ class CreditConfig:
 class ReplayConfig:
     # Rollouts the device ring holds; 0 = one iteration's worth (on-policy).
     capacity: int = 0
-    # Tokens it holds of them, without padding: the oldest rollouts go before the capacity is reached; 0 = room for
-    # every rollout at full length.
+    # Tokens it holds of them, without padding: the oldest go where there are more; 0 = every rollout at full length.
     capacity_tokens: int = 0
     # Share of the capacity for the freshest correct rollouts (rewards.pass_threshold) that the rest has evicted.
     positive_fraction: float = 0.0
-    # Which it is for: "correct" ones, or "likely" ones, the mean log-prob of whose tokens is at least that of the
-    # rollouts that overwrite them.
+    # Which it is for: "correct" ones, or "likely" ones, a token of which was no less likely than of their successors.
     admission: str = "correct"
     # How likely a rollout is drawn: "uniform", "priority" (priority ** priority_exponent) or "age"
     # (exp(-age / age_scale_iterations)).
@@ -188,6 +186,8 @@ class ReplayConfig:
     # batches that are taken wholly from those, the others having none of them while there are older ones.
     fresh_fraction: float = 0.0
     fresh_batches: bool = False
+    # From this iteration on draw the rollouts of the same iteration alone; 0 = never.
+    fresh_from_iteration: int = 0
     # What is drawn: "rollout", or "group" (all samples of a prompt, whose prompt the learner then computes once).
     unit: str = "rollout"
     # Draw only rollouts whose advantage is not zero: a tied group teaches nothing.
@@ -235,8 +235,8 @@ class UpdateConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ObjectiveConfig:
-    # A name of ops.surrogates.SURROGATES: "clipped", "gspo", "cispo", "reinforce", "opmd", "remix_centred", "agro",
-    # "gvpo", "kimi_k15", "spo", "spo_cross_entropy" or "inpo".
+    # A name of ops.surrogates.SURROGATES: "clipped", "sequence_clipped", "gspo", "cispo", "reinforce", "opmd",
+    # "remix_centred", "agro", "gvpo", "kimi_k15", "spo", "spo_cross_entropy" or "inpo".
     surrogate: str = "clipped"
     # The policy ratio is clipped to [1 - clip_low, 1 + clip_high].
     clip_low: float = 0.2

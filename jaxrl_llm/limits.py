@@ -9,10 +9,25 @@ import math
 from typing import Any
 
 # Surrogates whose ratio is against the old policy, and all that read it.
-RATIO_SURROGATES = ("clipped", "gspo", "cispo")
+CLIP_SURROGATES = ("clipped", "sequence_clipped", "gspo")
+RATIO_SURROGATES = (*CLIP_SURROGATES, "cispo")
 OLD_POLICY_SURROGATES = (*RATIO_SURROGATES, "remix_centred", "gvpo", "kimi_k15", "inpo")
 # Those without a ratio: the policy gradient of tokens drawn by the current policy.
 PLAIN_SURROGATES = ("reinforce", "opmd")
+# Those that read the reward itself, and no advantage.
+REWARD_SURROGATES = ("spo", "spo_cross_entropy", "inpo")
+# Advantages that a tied group may have all the same.
+NEED_NO_MIXED_GROUP = ("asymre", "reinforce_pp", "mssr", "poise", "gae")
+# Settings that are heard in the advantage alone.
+ADVANTAGE_SETTINGS = (
+    "length_reward",
+    "overlong_buffer_tokens",
+    "short_answer_tokens",
+    "positive_amplification",
+    "entropy_reweighting",
+    "entropy_bonus",
+    "duration_weight",
+)
 # Those that read the frozen reference, and those that compare the rows of a group.
 REFERENCE_SURROGATES = ("agro", "spo", "spo_cross_entropy", "inpo")
 GROUP_SURROGATES = (*REFERENCE_SURROGATES, "gvpo")
@@ -103,6 +118,7 @@ BOUNDS = {
     "replay.capacity": (0, math.inf, True),
     "replay.capacity_tokens": (0, math.inf, True),
     "replay.positive_fraction": (0.0, 1.0, True),
+    "replay.fresh_from_iteration": (0, math.inf, True),
     "replay.priority_exponent": (0.0, math.inf, True),
     "replay.age_scale_iterations": (0.0, math.inf, False),
     "replay.max_age_steps": (0, math.inf, True),
@@ -278,6 +294,23 @@ def _combinations(c: Any):
         "a single completion is always tied",
     )
     yield (
+        c.rollout.max_resample_rounds == 0 or c.credit.advantage not in NEED_NO_MIXED_GROUP,
+        f"rollout.max_resample_rounds={c.rollout.max_resample_rounds} must be 0 for credit.advantage="
+        f"{c.credit.advantage!r}: a tied group teaches it something",
+    )
+    for name in ADVANTAGE_SETTINGS:
+        value = getattr(c.credit, name)
+        yield (
+            value == 0 or c.objective.surrogate not in REWARD_SURROGATES,
+            f"credit.{name}={value} must be 0 for objective.surrogate={c.objective.surrogate!r}, which reads rewards "
+            "and no advantages",
+        )
+    yield (
+        c.objective.proximal != "generation" or c.rollout.lookahead_prompts == 0,
+        f"rollout.lookahead_prompts={c.rollout.lookahead_prompts} must be 0 for objective.proximal='generation': the "
+        "weights that drew a rollout's first tokens are gone when it is whole",
+    )
+    yield (
         c.num_slots <= c.rollouts_per_iteration + c.rollout.lookahead_prompts * c.rollout.group_size,
         f"rollout.slots={c.rollout.slots} must be at most the "
         f"{c.rollouts_per_iteration + c.rollout.lookahead_prompts * c.rollout.group_size} rollouts that can be open",
@@ -364,8 +397,8 @@ def _objective(o: Any, unit: str):
         f"replay.unit={unit!r} must be 'group' for {surrogate}, which compares the rows of a group",
     )
     yield (
-        o.dual_clip == 0 or (o.dual_clip > 1 and o.surrogate in ("clipped", "gspo")),
-        f"objective.dual_clip={o.dual_clip} must be 0, or above 1 with objective.surrogate 'clipped' or 'gspo'",
+        o.dual_clip == 0 or (o.dual_clip > 1 and o.surrogate in CLIP_SURROGATES),
+        f"objective.dual_clip={o.dual_clip} must be 0, or above 1 with objective.surrogate one of {CLIP_SURROGATES!r}",
     )
     yield (
         o.proximal == "behaviour" or o.surrogate in OLD_POLICY_SURROGATES,

@@ -80,6 +80,7 @@ def sample(
     params: Any,
     *,
     max_rounds: int,
+    by_part: bool = False,
     **how: Any,
 ) -> Sampled:
     """Generate until P groups are mixed, at most ``max_rounds`` times beyond the first.
@@ -91,6 +92,7 @@ def sample(
         generator: a ``rollout.Generator``.
         next_batch: that many further questions.
         collect: scores of tickets, one after the other.
+        by_part: a group is mixed where its rewards by one of the functions are, whatever their sum is.
         choose: program that takes P groups out of two rounds'; None where there is but one round.
         params, how: for ``generator.generate``.
 
@@ -112,7 +114,7 @@ def sample(
     rollout, asked = ask()
     num_groups = len(asked)
     answers, kept = score(asked), np.arange(num_groups)  # of all that were asked
-    mixed = is_mixed(answers, len(asked))
+    mixed = is_mixed(answers, len(asked), by_part=by_part)
     for _ in range(max_rounds):
         if mixed[kept].all():
             break
@@ -120,7 +122,7 @@ def sample(
         kept = np.concatenate([kept, len(asked) + np.arange(num_groups)])
         asked = asked + new
         answers = score(asked)
-        mixed = is_mixed(answers, len(asked))
+        mixed = is_mixed(answers, len(asked), by_part=by_part)
         place = np.argsort(~mixed[kept], kind="stable")[:num_groups].astype(np.int32)
         rollout = choose(rollout, more, jax.device_put(place, sharding.replicated(generator.sampler.mesh, 0)))
         kept = kept[place]
@@ -130,8 +132,13 @@ def sample(
     return Sampled(rollout, groups, rewards, asked, answers, int(tied_left_out), waited_s)
 
 
-def is_mixed(rewards: Rewards, num_groups: int) -> np.ndarray:
+def is_mixed(rewards: Rewards, num_groups: int, *, by_part: bool = False) -> np.ndarray:
     """Whether two of a group's scored rewards differ, [groups] bool; rows of a group are neighbours."""
-    total, scored = (x.reshape(num_groups, -1) for x in (rewards.total, rewards.outcome == OUTCOME_SCORE))
-    highest = np.max(np.where(scored, total, -np.inf), axis=1)
-    return np.min(np.where(scored, total, np.inf), axis=1) < highest
+    scored = (rewards.outcome == OUTCOME_SCORE).reshape(num_groups, -1)
+
+    def differ(value: np.ndarray) -> np.ndarray:
+        value = value.reshape(num_groups, -1)
+        highest = np.max(np.where(scored, value, -np.inf), axis=1)
+        return np.min(np.where(scored, value, np.inf), axis=1) < highest
+
+    return np.any([differ(value) for value in (rewards.parts.values() if by_part else [rewards.total])], axis=0)

@@ -170,6 +170,7 @@ def train(config: Config, workdir: pathlib.Path, *, allow_config_changes: bool =
                 compiled.get("choose"),
                 compiled["publish"](state.params),  # lives as long as the call: the update has its memory
                 max_rounds=config.rollout.max_resample_rounds,
+                by_part=config.credit.advantage == "gdpo",
                 version=state.step,
                 key=sample_key,
                 on_finished=score,

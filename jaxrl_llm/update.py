@@ -469,7 +469,7 @@ class Update:
         if objective.kl_anchor == "ewma":
             return to_weights("ewma", moment.average)
         if objective.kl_anchor == "convex":
-            share = reference_share(moment.version)
+            share = reference_share(moment.version // self.config.updates_per_iteration)
             return share * to(rows.ref_logp) + (1 - share) * to_weights("start", moment.start)
         return to(rows.ref_logp)
 

@@ -168,6 +168,22 @@ def test_the_defaults_are_a_config():
             "credit.baseline_decay_moving=0.9 must be at most credit.baseline_decay=0.8",
         ),
         (
+            {"credit": {"advantage": "asymre"}, "rollout": {"max_resample_rounds": 1}},
+            "rollout.max_resample_rounds=1 must be 0 for credit.advantage='asymre': a tied group teaches",
+        ),
+        (
+            {
+                "credit": {"positive_amplification": 0.5},
+                "objective": {"surrogate": "spo"},
+                "replay": {"unit": "group"},
+            },
+            "credit.positive_amplification=0.5 must be 0 for objective.surrogate='spo', which reads rewards",
+        ),
+        (
+            {"objective": {"proximal": "generation"}, "rollout": {"lookahead_prompts": 4}},
+            "rollout.lookahead_prompts=4 must be 0 for objective.proximal='generation'",
+        ),
+        (
             {"replay": {"fresh_batches": True}},
             "replay.fresh_fraction=0.0 must lie between 0 and 1 with replay.fresh_batches",
         ),
@@ -504,6 +520,7 @@ ALIVE = {
     "replay.max_uses": (2, program("update"), {}),
     "replay.fresh_fraction": (0.5, program("update"), {}),
     "replay.fresh_batches": (True, program("update"), {"replay.fresh_fraction": 0.5}),
+    "replay.fresh_from_iteration": (3, program("update"), {}),
     "replay.unit": ("group", program("update"), {}),
     "replay.skip_tied": (True, program("insert"), {}),
     "replay.cost_ratio": (5.28, costs, {}),

@@ -294,6 +294,21 @@ def test_the_ring_of_correct_rows_takes_none_that_would_never_be_drawn():
     assert ring.num_kept[0] == 2 and ring.slots.rollout.prompt_id[0, 4:6].tolist() == [1, 3]
 
 
+def test_from_an_iteration_on_only_fresh_rows_are_drawn():
+    for batches in (False, True):
+        config = ReplayConfig(fresh_from_iteration=2, fresh_fraction=0.5 if batches else 0.0, fresh_batches=batches)
+        ring, ages = jit_init(12, 1), []
+        for iteration in range(4):
+            rows = make_experience(np.arange(4) + 4 * iteration)
+            ring = jit_insert(ring, rows, np.int32(iteration), ReplayConfig())
+            for seed in range(6):
+                key = jax.random.key(seed)
+                ring, _, info = jit_draw(ring, key, np.int32(iteration), config, batch_size=4)
+                ages.append((iteration, info.age[info.is_real].tolist()))
+        assert all(set(age) == {0} and len(age) == 4 for iteration, age in ages if iteration >= 2)
+        assert any(1 in age for iteration, age in ages if iteration == 1)
+
+
 def test_however_old_a_row_is_it_may_be_drawn_by_age():
     config = ReplayConfig(draw="age", age_scale_iterations=0.5)
     ring = jit_insert(jit_init(4, 1), make_experience(np.arange(4)), np.int32(0), ReplayConfig())

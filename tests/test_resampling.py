@@ -98,6 +98,10 @@ def test_a_failed_reward_neither_ties_nor_mixes():
     total = np.array([0, 1, nan, 1, nan, 1, nan, nan, nan, 0, 0, nan, 0.5, 0.25, nan], np.float32)
     outcome = np.where(np.isnan(total), OUTCOME_TIMEOUT, OUTCOME_SCORE)
     np.testing.assert_array_equal(is_mixed(Rewards(total, {}, outcome), 5), [True, False, False, False, True])
+    # Parts that differ where their sum does not.
+    parts = {"a": np.where(np.arange(15) == 9, 0.25, 0), "b": 0 * total}
+    mixed = is_mixed(Rewards(total, parts, outcome), 5, by_part=True)
+    np.testing.assert_array_equal(mixed, np.arange(5) == 3)
 
 
 def test_what_is_shown_is_of_the_rows_that_stay():

@@ -4,7 +4,7 @@
 
 A higher upper clip, a mean over tokens, a soft penalty for overlong answers, no tied groups: an iteration samples until
 it is full of mixed ones, or ten times as many as it needs have been asked; tied ones that are left then are not drawn.
-Source: Yu et al. 2025, arXiv:2503.14476.
+Source: Yu et al. 2025, arXiv:2503.14476 (rewards of -1 and 1: with 0 and 1 the penalty weighs twice as much).
 """
 
 from jaxrl_llm.config import defaults

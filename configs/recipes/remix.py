@@ -3,9 +3,9 @@
     python -m jaxrl_llm.train --config=configs/recipes/remix.py --workdir=runs/remix
 
 A clip window about the current policy's ratio, a pull to the starting model and the previous weights by schedule; two
-updates, each of which has a chance of four tenths to be of rollouts of the two iterations before; after 50 and 100
-iterations the policy becomes the starting model and the ring is empty.
-Source: Liang et al. 2025, arXiv:2507.06892.
+updates, each of which has a chance of four tenths to be of rollouts of the two iterations before; after 50 iterations
+the policy becomes the starting model, and goes on with fresh rollouts alone.
+Source: Liang et al. 2025, arXiv:2507.06892 (50 or 100 iterations).
 """
 
 from jaxrl_llm.config import defaults
@@ -17,10 +17,11 @@ def get_config():
     config.objective.proximal = "start"
     config.objective.kl_coefficient = 0.01
     config.objective.kl_anchor = "convex"
-    config.objective.reference_reset_iterations = (50, 100)
+    config.objective.reference_reset_iterations = (50,)
     config.replay.capacity = 192
     config.replay.max_age_steps = 2
     config.replay.fresh_fraction = 0.6
     config.replay.fresh_batches = True
+    config.replay.fresh_from_iteration = 50
     config.update.updates_per_iteration = 2
     return config

@@ -2,7 +2,8 @@
 
     python -m jaxrl_llm.train --config=configs/recipes/replay_positive_bias.py --workdir=runs/replay_positive_bias
 
-GRPO of the central paper on a ring of 32 batches that keeps correct answers longer, four uses of a rollout.
+GRPO of the central paper, whose clipped ratio is the whole sequence's, on a ring of 32 batches that keeps correct
+answers longer; four uses of a rollout.
 Source: Arnal et al. 2026, arXiv:2604.08706.
 """
 
@@ -11,6 +12,7 @@ from jaxrl_llm.config import defaults
 
 def get_config():
     config = defaults()
+    config.objective.surrogate = "sequence_clipped"
     config.objective.aggregation = "sequence_mean"
     config.replay.capacity = 2048
     config.replay.positive_fraction = 0.2

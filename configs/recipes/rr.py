@@ -2,8 +2,8 @@
 
     python -m jaxrl_llm.train --config=configs/recipes/rr.py --workdir=runs/rr
 
-Half a batch fresh, half from the latest mixed groups of each question: one fresh use and one replay; no standard
-deviation.
+Half of a batch is generated, and half comes from the latest mixed group of each question, among 512 groups; a group is
+replayed once at most; no standard deviation.
 Source: Sun et al. 2025, arXiv:2506.05316.
 """
 
@@ -13,7 +13,8 @@ from jaxrl_llm.config import defaults
 def get_config():
     config = defaults()
     config.credit.advantage = "dr_grpo"
-    config.replay.capacity = 512
+    config.rollout.prompts_per_iteration = 4
+    config.replay.capacity = 4096
     config.replay.unit = "group"
     config.replay.skip_tied = True
     config.replay.latest_visit = True

@@ -2,7 +2,8 @@
 
     python -m jaxrl_llm.train --config=configs/recipes/spo.py --workdir=runs/spo
 
-The sum of log-ratios and a prompt's soft value must be the reward: no ratio, no value network, any data.
+The sum of log-ratios and a prompt's soft value must be the reward: no ratio, no value network, any data. The square of
+what is left; their cross-entropy ("spo_cross_entropy") wants rewards that are log-probabilities.
 Source: Cohen et al. 2025, arXiv:2503.05453.
 """
 

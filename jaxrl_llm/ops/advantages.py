@@ -178,7 +178,8 @@ def estimate(
     Differs: the explicit tie, the valid rows, 1e-6 in every divisor ([8] has 1e-4). [7] divides by the median
         absolute deviation + 1e-3, which is 0 for two-valued rewards in an odd group, and would give 1000; here the
         scale is 1. It samples one rollout more and drops the median one; here that row is in the loss with
-        advantage 0. [11] has two rollouts a prompt; the mean over the others for more is ours.
+        advantage 0. [9] weighs by the squared importance weight too, which is 1 here: advantages are those of the
+        time of generation. [11] has two rollouts a prompt; the mean over the others for more is ours.
     """
     batch = whole_batch(groups)
     has_others = groups.valid & (group_count(groups) > 1)

@@ -42,14 +42,14 @@ def kl_estimate(policy_logp: jax.Array, ref_logp: jax.Array, *, kind: str) -> ja
     raise ValueError(f"kind={kind!r} is not one of 'k1', 'k2', 'k3'")
 
 
-def reference_share(step: jax.Array) -> jax.Array:
-    """Share [] f32 of the reference in a divergence to reference and previous policy, after ``step`` optimizer steps.
+def reference_share(iteration: jax.Array) -> jax.Array:
+    """Share [] f32 of the reference in a divergence to reference and previous policy, by iteration.
 
-        share = max(1 - 0.1 ceil(max(step - 50, 0) / 10), 0.5)
+        share = max(1 - 0.1 ceil(max(iteration - 50, 0) / 10), 0.5)
 
     Source: ReMix, Liang et al. 2025, arXiv:2507.06892.
     """
-    return jnp.maximum(1.0 - 0.1 * jnp.ceil(jnp.maximum(step - 50, 0) / 10), 0.5)
+    return jnp.maximum(1.0 - 0.1 * jnp.ceil(jnp.maximum(iteration - 50, 0) / 10), 0.5)
 
 
 def adapted_entropy_coefficient(coefficient: jax.Array, entropy: jax.Array, *, target: float, rate: float) -> jax.Array:

@@ -139,7 +139,11 @@ def visible(line: Line) -> jax.Array:
 
 
 def of_targets(values: jax.Array, reading: Reading) -> jax.Array:
-    """What each target has, [n,W,...], of what the rows' tokens have, [n,K,S,...]: the inverse of ``take_rows``."""
+    """What the rows' tokens [n,K,S,...] have, by target: the inverse of ``take_rows``.
+
+    Returns:
+        [n,W,...], 0 after the last target.
+    """
     n, K, S, *rest = values.shape
     W = reading.target.shape[1]
     one = lambda value, index: jnp.zeros((W, *rest), value.dtype).at[index].set(value, mode="drop")  # noqa: E731

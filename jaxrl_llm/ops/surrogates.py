@@ -79,6 +79,14 @@ def clipped(x: Tokens, s: Settings) -> tuple[jax.Array, jax.Array]:
     return _clip(log_ratio, x.advantage, 1 - s.clip_low, 1 + s.clip_high, s.dual_clip)
 
 
+def sequence_clipped(x: Tokens, s: Settings) -> tuple[jax.Array, jax.Array]:
+    """The clipped surrogate of the row's ratio, u = exp(sum_t(policy_logp - old_logp)); its form is that of ``gspo``.
+
+    Source: the loss of Arnal et al. 2026, arXiv:2604.08706.
+    """
+    return _of_row_ratio(x, s, power=_length(x))
+
+
 def gspo(x: Tokens, s: Settings) -> tuple[jax.Array, jax.Array]:
     """The clipped surrogate of the row's ratio, length-normalised; in the form that keeps an advantage per token.
 
@@ -89,10 +97,15 @@ def gspo(x: Tokens, s: Settings) -> tuple[jax.Array, jax.Array]:
 
     Source: Zheng et al. 2025, arXiv:2507.18071, sections 4.1 and 4.3.
     """
-    length = jnp.maximum(jnp.sum(x.mask, axis=1), 1).astype(jnp.float32)
-    mean = _row_sum(x.policy_logp - x.old_logp, x) / length
+    return _of_row_ratio(x, s, power=1.0)
+
+
+def _of_row_ratio(x: Tokens, s: Settings, power: jax.Array | float) -> tuple[jax.Array, jax.Array]:
+    """``gspo`` with its ratio to a power, [B] f32 or a number."""
+    mean = _row_sum(x.policy_logp - x.old_logp, x) / _length(x)
     own = x.policy_logp - jax.lax.stop_gradient(x.policy_logp)
-    log_ratio = jnp.where(x.mask, own + jax.lax.stop_gradient(mean)[:, None], 0.0)
+    log_ratio = (own + jax.lax.stop_gradient(mean)[:, None]) * jnp.reshape(power, (-1, 1))
+    log_ratio = jnp.where(x.mask, log_ratio, 0.0)
     return _clip(log_ratio, x.advantage, 1 - s.clip_low, 1 + s.clip_high, s.dual_clip)
 
 
@@ -266,6 +279,7 @@ def inpo(x: Tokens, s: Settings) -> tuple[jax.Array, jax.Array]:
 
 SURROGATES = {
     "clipped": Surrogate(clipped, "old"),
+    "sequence_clipped": Surrogate(sequence_clipped, "old"),
     "gspo": Surrogate(gspo, "old"),
     "cispo": Surrogate(cispo, "old"),
     "reinforce": Surrogate(reinforce, "policy"),
@@ -294,6 +308,10 @@ def _clip(log_ratio, advantage, low, high, dual_clip) -> tuple[jax.Array, jax.Ar
 
 def _row_sum(value_BT: jax.Array, x: Tokens) -> jax.Array:
     return jnp.sum(jnp.where(x.mask, value_BT, 0.0), axis=1)
+
+
+def _length(x: Tokens) -> jax.Array:
+    return jnp.maximum(jnp.sum(x.mask, axis=1), 1).astype(jnp.float32)
 
 
 def _is_row(x: Tokens) -> jax.Array:

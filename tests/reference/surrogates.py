@@ -26,10 +26,18 @@ def clipped(rows, s):
 
 
 def gspo(rows, s):
+    return _of_row_ratio(rows, s, lambda n: 1 / n)
+
+
+def sequence_clipped(rows, s):
+    return _of_row_ratio(rows, s, lambda n: 1.0)
+
+
+def _of_row_ratio(rows, s, power):
     result = []
     for row in rows:
         n = len(row["policy"])
-        ratio = math.exp((sum(row["policy"]) - sum(row["old"])) / n) if n else 1.0
+        ratio = math.exp((sum(row["policy"]) - sum(row["old"])) * power(n)) if n else 1.0
         bounds = 1 - s["clip_low"], 1 + s["clip_high"], s["dual_clip"]
         result.append([_clip(ratio, a, *bounds) for a in row["advantage"]])
     return result

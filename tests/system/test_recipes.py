@@ -72,7 +72,7 @@ def config_of(recipe, micro_batch_size=NUM_ROWS):
     spec.loader.exec_module(module)
     config = module.get_config()
     own = freeze(config)
-    assert own.update.batch_size == own.rows_per_iteration
+    assert own.update.batch_size % own.rows_per_iteration == 0
     group_size = min(own.rollout.group_size, 4)
     config.rollout.group_size, config.rollout.prompts_per_iteration = group_size, NUM_ROWS // group_size
     config.replay.capacity = own.ring_capacity // own.rows_per_iteration * NUM_ROWS
