@@ -88,6 +88,11 @@ def iterations_of(workdir: pathlib.Path) -> int:
     return rows[-1]["iteration"] if rows else 0
 
 
+def is_finished(workdir: pathlib.Path, config: Config) -> bool:
+    """Whether the run came to its end: the report is what it writes last."""
+    return iterations_of(workdir) >= config.num_iterations and (workdir / "report.html").is_file()
+
+
 def check_folders(folder: pathlib.Path, points: Points) -> None:
     """Refuse a folder whose runs were made with other settings: they would stand beside the new ones in one table.
 
@@ -108,8 +113,8 @@ def runs_of(folder: pathlib.Path, points: Points, failed: Mapping[str, str]) -> 
     runs = []
     for name, (point, config) in points.items():
         rows = rows_of(folder / name)
-        done = rows[-1]["iteration"] if rows else 0
-        status = "finished" if done >= config.num_iterations else "failed" if name in failed else "unfinished"
+        finished = is_finished(folder / name, config)
+        status = "finished" if finished else "failed" if name in failed else "unfinished"
         runs.append(Run(name, point, status if rows or name in failed else "", rows))
     return runs
 
@@ -267,7 +272,7 @@ def run_points(
                             worker.kill()
                             workers[workers.index(worker)] = None
                             note = f"\nits process ended with status {worker.process.returncode}"
-                        finished = iterations_of(folder / name) >= points[name].num_iterations
+                        finished = is_finished(folder / name, points[name])
                         if good is False or not (finished or stop.requested):
                             failed[name] = last_lines(folder / name / LOG) + note
         finally:
@@ -286,7 +291,7 @@ class _Display:
 
     def __init__(self, folder: pathlib.Path, points: Points, on_end: Callable[[dict[str, str]], None]):
         self._folder, self._on_end = folder, on_end
-        self._total = {name: config.num_iterations for name, (_, config) in points.items()}
+        self._configs = {name: config for name, (_, config) in points.items()}
         self._first = {name: self._share(name) for name in points}
         self._done = dict(self._first)  # share of each point's iterations
         self._running: set[str] = set()
@@ -302,7 +307,10 @@ class _Display:
         self._status.stop()
 
     def _share(self, name: str) -> float:
-        return min(1.0, iterations_of(self._folder / name) / self._total[name])
+        config = self._configs[name]
+        if is_finished(self._folder / name, config):
+            return 1.0
+        return min(0.99, iterations_of(self._folder / name) / config.num_iterations)
 
     def show(self, running: list[str], failed: dict[str, str]) -> None:
         ended = self._running - set(running)
@@ -342,9 +350,7 @@ def run_sweep(
 ) -> tuple[dict[str, str], str | None]:
     """Run what is not finished and write table and page; returns as ``run_points``."""
     todo = {
-        name: config
-        for name, (_, config) in points.items()
-        if iterations_of(folder / name) < config.num_iterations and num_workers
+        name: config for name, (_, config) in points.items() if num_workers and not is_finished(folder / name, config)
     }
     write = functools.partial(write_results, folder, points, sweep)
     failed, stopped = {}, None
@@ -371,7 +377,7 @@ def main() -> None:
         commands = {
             name: train_command(config_file, base, config, folder / name)
             for name, (_, config) in points.items()
-            if iterations_of(folder / name) < config.num_iterations
+            if not is_finished(folder / name, config)
         }
         sys.exit(launch(LAUNCH.value, commands, folder) > 0)
     failed, stopped = run_sweep(folder, points, sweep, num_workers=WORKERS.value)

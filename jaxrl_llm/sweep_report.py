@@ -139,15 +139,15 @@ def write_table(path: pathlib.Path, runs: Sequence[Run], sweep: Sweep) -> None:
 
 def write_page(path: pathlib.Path, runs: Sequence[Run], sweep: Sweep, units: Mapping[str, str]) -> pathlib.Path:
     """The page; ``units`` are the metrics' by name."""
-    begun = [run for run in runs if run.rows]
+    begun, ended = [run for run in runs if run.rows], [run for run in runs if run.status == "finished"]
     counts = {status: sum(run.status == status for run in runs) for status in ("finished", "unfinished", "failed")}
     note = f"{len(runs)} points: " + ", ".join(f"{count} {status}" for status, count in counts.items() if count)
     title = path.resolve().parent.name
     sections = [
         page.header(title, note),
-        page.section("Median over seeds", _group_table(begun, sweep)),
+        page.section("Median over the seeds that have ended", _group_table(ended, sweep)),
         *_curve_sections(begun, sweep, units),
-        page.section("Trade-offs of last values", _trade_offs(begun, sweep, units)),
+        page.section("Trade-offs of last values", _trade_offs(ended, sweep, units)),
         page.section("Points", _point_table(runs, sweep)),
     ]
     return page.write_page(path, title, sections)

@@ -1,4 +1,4 @@
-"""Stands in for training in the processes of a sweep: writes metrics at once, or does what its settings ask for."""
+"""Stands in for training in a sweep's processes: writes metrics and a report, or does what its settings ask for."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from jaxrl_llm.config import ConfigError, to_json
 
 SERVE = "from stand_in_training import serve; serve(CONNECTION)"
 # optimizer.learning_rate -> what happens
-REFUSE, RAISE, DIE, WAIT, EARLY = 1.0, 2.0, 3.0, 4.0, 5.0
+REFUSE, RAISE, DIE, WAIT, EARLY, NO_END = 1.0, 2.0, 3.0, 4.0, 5.0, 6.0
 
 
 def train(config, workdir):
@@ -34,6 +34,8 @@ def train(config, workdir):
             time.sleep(0.01)
         return 0
     write(workdir, config, 1 if kind == EARLY else config.num_iterations)
+    if kind not in (EARLY, NO_END):
+        (workdir / "report.html").touch()
     return 0
 
 
