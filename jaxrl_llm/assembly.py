@@ -225,7 +225,9 @@ class Run:
         """Credit, then the ring. Returns the ring and credit's sums."""
         experience, sums = credit.assign(rollout, scores, ref_logp, self.config)
         threshold = self.config.rewards.pass_threshold
-        return replay.insert(ring, experience, iteration, self.config.replay, pass_threshold=threshold), sums
+        imitates = self.config.objective.imitation_coefficient > 0
+        how = {"pass_threshold": threshold, "imitates": imitates}
+        return replay.insert(ring, experience, iteration, self.config.replay, **how), sums
 
     def _update(self, state, ring, iteration, key):
         def draw(ring, key):

@@ -254,7 +254,8 @@ class _Reader:
 
     def _completions(self, given: Any) -> list[list[int]]:
         kind, size = self.config.credit.advantage, self.config.rollout.group_size
-        least = 1 if kind in NEED_NO_SIBLINGS else 2
+        # One alone has no advantage where siblings are compared, and can be imitated all the same.
+        least = 1 if kind in NEED_NO_SIBLINGS or self.config.objective.imitation_coefficient else 2
         if not isinstance(given, list) or not least <= len(given) <= size:
             raise BadRowError(
                 f"`completions` must be a list of {least} (credit.advantage={kind!r}) to {size} (rollout.group_size)"

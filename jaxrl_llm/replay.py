@@ -100,6 +100,7 @@ def insert(
     config: ReplayConfig,
     *,
     pass_threshold: float = 1.0,
+    imitates: bool = False,
 ) -> RingState:
     """Write R rows over the oldest. Row r goes to shard r // (R / M).
 
@@ -113,6 +114,7 @@ def insert(
             advantage, by ``latest_visit`` the earlier ones of a prompt of which there are new ones that may be drawn,
             by ``solved_fraction`` those of a group that is solved and the earlier ones of its prompt.
         pass_threshold: a rollout is correct when its reward is at least this.
+        imitates: what others wrote and is correct teaches without an advantage, and so stays.
 
     Raises:
         ConfigError: the shards do not divide R, or R exceeds the capacity in slots or, at full length, in pages.
@@ -130,7 +132,10 @@ def insert(
     question = question_hash(experience.rollout)
     retired = ~experience.trainable
     if config.skip_tied:
-        retired |= ~jnp.any(experience.advantage != 0, axis=1)
+        teaches = jnp.any(experience.advantage != 0, axis=1)
+        if imitates:
+            teaches |= (experience.rollout.group_id < 0) & (experience.reward >= pass_threshold)
+        retired |= ~teaches
     past = []  # whose earlier rows go too
     if config.latest_visit:
         past.append((question, ~retired))

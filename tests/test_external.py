@@ -134,6 +134,7 @@ def test_a_file_with_a_line_that_is_no_group_is_refused_and_a_runs_is_skipped_an
 def test_one_answer_is_enough_where_siblings_are_not_compared(tmp_path):
     path = written(tmp_path, line(completions=["one"]))
     assert external(path, credit={"advantage": "reinforce_pp"})
+    assert external(path, objective={"imitation_coefficient": 0.1})
 
 
 def test_totals_are_no_rewards_where_each_function_counts(tmp_path):

@@ -294,6 +294,17 @@ def test_the_ring_of_correct_rows_takes_none_that_would_never_be_drawn():
     assert ring.num_kept[0] == 2 and ring.slots.rollout.prompt_id[0, 4:6].tolist() == [1, 3]
 
 
+def test_a_demonstration_stays_where_it_is_imitated_though_its_group_is_tied():
+    rows = make_experience(np.arange(4), ["right", "right", "wrong", "right"])
+    group = np.array([-1, -1, -1, 7], np.int32)
+    rows = rows.replace(advantage=0 * rows.advantage, rollout=rows.rollout.replace(group_id=group))
+    for imitates, retired in ((False, [True] * 4), (True, [False, False, True, True])):
+        ring = replay.insert(
+            jit_init(4, 1), rows, np.int32(0), ReplayConfig(skip_tied=True), pass_threshold=0.0, imitates=imitates
+        )
+        assert ring.is_retired[0].tolist() == retired
+
+
 def test_from_an_iteration_on_only_fresh_rows_are_drawn():
     for batches in (False, True):
         config = ReplayConfig(fresh_from_iteration=2, fresh_fraction=0.5 if batches else 0.0, fresh_batches=batches)
