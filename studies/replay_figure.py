@@ -20,6 +20,7 @@ from jaxrl_llm.sweep_report import Run, band, curve
 from studies.design import COST_RATIO, GROUP, SUMS
 
 BATCH = SUMS.batch
+COLUMNS = 3  # of the figure
 METRIC, COST = "eval/pass_rate", "time/compute_rollouts"
 
 
@@ -85,21 +86,27 @@ def draw(arms: dict[tuple[int, int], list[Run]], out: pathlib.Path, mu: float) -
     matplotlib.use("Agg")
     from matplotlib.figure import Figure
 
-    rings = sorted({batches for _, batches in arms if batches > 1})
+    rings, ratios = (sorted(set(values)) for values in zip(*((n, y) for y, n in arms), strict=True))
+    num_rows = -(-len(rings) // COLUMNS)
     with matplotlib.rc_context({"svg.hashsalt": "replay", "font.size": 9}):
-        figure = Figure(figsize=(4.2 * len(rings), 3.2), layout="constrained")
-        for axes, ring in zip(figure.subplots(1, len(rings), sharey=True, squeeze=False)[0], rings, strict=True):
-            for i, ((ratio, batches), runs) in enumerate(arms.items()):
-                if batches not in (1, ring):
+        figure = Figure(figsize=(3.6 * min(COLUMNS, len(rings)), 2.9 * num_rows), layout="constrained")
+        panels = figure.subplots(num_rows, min(COLUMNS, len(rings)), sharex=True, sharey=True, squeeze=False).ravel()
+        for axes, ring in zip(panels, rings, strict=False):
+            for (ratio, batches), runs in arms.items():
+                on_policy = (ratio, batches) == (1, 1)
+                if batches != ring and not on_policy:
                     continue
                 shown = band([curve(run, METRIC, COST) for run in runs])
-                colour = f"C{(1, 2, 4, 8, 16).index(ratio)}" if ratio in (1, 2, 4, 8, 16) else f"C{i}"
-                axes.plot(shown.x / BATCH, shown.median, color=colour, label=f"y = {ratio}, N = {batches} B")
-                axes.fill_between(shown.x / BATCH, shown.low, shown.high, color=colour, alpha=0.15, linewidth=0)
-            axes.set_xlabel(f"compute: trained + {mu:g} generated, in batches")
-            axes.legend(frameon=False, fontsize=8)
+                how = {"color": "black", "linestyle": ":"} if on_policy else {"color": f"C{ratios.index(ratio)}"}
+                axes.plot(shown.x / BATCH, shown.median, label="on-policy" if on_policy else f"y = {ratio}", **how)
+                axes.fill_between(shown.x / BATCH, shown.low, shown.high, alpha=0.15, linewidth=0, color=how["color"])
+            axes.set_title(f"ring of {ring} B", fontsize=9)
+            axes.legend(frameon=False, fontsize=7)
             axes.grid(alpha=0.3)
-        figure.axes[0].set_ylabel("held-out pass rate")
+        for axes in panels[len(rings) :]:
+            axes.set_visible(False)
+        figure.supxlabel(f"compute: trained + {mu:g} generated, in batches")
+        figure.supylabel("held-out pass rate")
         figure.savefig(out, metadata={"Date": None})
 
 

@@ -2,9 +2,9 @@
 
     python -m jaxrl_llm.sweep --config=configs/sweeps/e3_positive_bias.py --workdir=runs/e3 --workers=2
 
-Runs of 2026-11-21, one seed: half a ring of correct rollouts is best for each objective, and what saves AsymRE with
-delta_V = 0, which collapses without (held-out pass rate 0.16, with a fifth 0.37, with half 0.67). With delta_V = -0.1
-it ends at 0.69, 0.69 and 0.80, GRPO at 0.83, 0.78 and 0.84.
+Runs of 2026-11-21 and 22, medians of 4 seeds: with shares of 0, 0.2 and 0.5 AsymRE ends at 0.09, 0.37 and 0.64 with
+delta_V = 0, which collapses without, and at 0.61, 0.71 and 0.78 with delta_V = -0.1; GRPO at 0.79, 0.78 and 0.65, where
+half a ring parts the seeds.
 """
 
 import runpy
