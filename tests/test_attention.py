@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import attention as oracle
 
-from jaxrl_llm.models.attention import Cache, Prompt, attend, cache_widths
+from jaxrl_llm.models.attention import Cache, Groups, Prompt, attend, cache_widths
 
 H, K = 4, 2
 
@@ -44,6 +44,42 @@ def test_rows_of_groups_attend_to_their_prompt_and_causally_to_themselves(seed, 
     values[hidden[:, None].repeat(K, 1)] = np.nan
     out = attend(q, k, v, prompt=Prompt(keys, values, visible=~hidden))
     np.testing.assert_allclose(out, truth, atol=2e-6)
+
+
+@settings(max_examples=4, deadline=None)
+@given(seed=st.integers(0, 2**31), groups=st.integers(1, 3), size=st.integers(1, 4))
+def test_a_row_that_is_a_whole_group_is_its_rows_behind_their_prompt_gradients_included(seed, groups, size):
+    rng = np.random.default_rng(seed)
+    L, C, N = int(rng.integers(1, 7)), int(rng.integers(1, 5)), K * int(rng.integers(1, 4))
+    T, length = L + size * C, rng.integers(1, L + 1, groups)
+    q, k, v = normal(rng, groups, T, N, H), normal(rng, groups, K, T, H), normal(rng, groups, K, T, H)
+    # What stands past a prompt means nothing: neither the completions see it nor the prompt.
+    at = np.arange(T)[None, :]
+    padding = (at >= length[:, None]) & (at < L)
+    k, v = (np.where(padding[:, None, :, None], 1e4, x).astype(np.float32) for x in (k, v))
+
+    def seen(p, t):
+        """Places that token t of row p sees: up to itself of its prompt, or the prompt and its own completion."""
+        own = (t - L) // C
+        return [j for j in range(t + 1) if j < min(L, length[p]) or (t >= L and j >= L and (j - L) // C == own)]
+
+    truth = np.zeros(q.shape)
+    for p, t, n in np.ndindex(groups, T, N):
+        kept = seen(p, t)
+        truth[p, t, n] = oracle.attend(q[p, t, n], k[p, n // (N // K)][kept], v[p, n // (N // K)][kept])
+    rule = Groups(jax.numpy.asarray(length), prompt_width=L, size=size)
+    out = np.asarray(attend(q, k, v, visible=rule))
+    real = ~padding
+    np.testing.assert_allclose(out[real], truth[real], atol=2e-6)
+
+    mask = np.zeros((groups, T, T), bool)
+    for p, t in np.ndindex(groups, T):
+        mask[p, t, seen(p, t)] = True
+    weight = np.where(real[..., None, None], normal(rng, *q.shape), 0)
+    loss = lambda rule: lambda *qkv: (weight * attend(*qkv, visible=rule)).sum()  # noqa: E731
+    by_rule, by_mask = (jax.grad(loss(x), (0, 1, 2))(q, k, v) for x in (rule, mask))
+    for a, b in zip(by_rule, by_mask, strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5)
 
 
 @settings(max_examples=6, deadline=None)
