@@ -428,4 +428,5 @@ def eval_sampler(config: Config, sampler: Sampler) -> Sampler:
         group_size=samples,
         num_slots=min(at_once * samples, config.num_slots),
         lookahead=0,
+        keeps_support=False,
     )

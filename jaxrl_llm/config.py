@@ -166,7 +166,7 @@ class ReplayConfig:
     capacity_tokens: int = 0
     # Share of the capacity for the freshest correct rollouts (rewards.pass_threshold) that the rest has evicted.
     positive_fraction: float = 0.0
-    # Which it is for: "correct" ones, or "likely" ones, a token of which was no less likely than of their successors.
+    # Which it is for: "correct" ones, or "likely" ones, in mean log-prob a token no less than those that follow them.
     admission: str = "correct"
     # How likely a rollout is drawn: "uniform", "priority" (priority ** priority_exponent) or "age"
     # (exp(-age / age_scale_iterations)).
@@ -186,7 +186,7 @@ class ReplayConfig:
     # batches that are taken wholly from those, the others having none of them while there are older ones.
     fresh_fraction: float = 0.0
     fresh_batches: bool = False
-    # From this iteration on draw the rollouts of the same iteration alone; 0 = never.
+    # From this iteration on (the first is 0) draw the rollouts of the same iteration alone; 0 = never.
     fresh_from_iteration: int = 0
     # What is drawn: "rollout", or "group" (all samples of a prompt, whose prompt the learner then computes once).
     unit: str = "rollout"

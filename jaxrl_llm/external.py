@@ -17,7 +17,7 @@ A file is checked as a whole before the run and gone through again and again. Of
 They become ordinary rows: the program ``join`` gives them the log-probs of the current weights, so that they count as
 drawn by this run's policy just now, and from there on credit, ring and update know no difference. With less than two
 rewards a group teaches nothing where credit compares siblings: an expert's demonstration needs a worse answer beside
-it, or an advantage with another baseline.
+it, an advantage with another baseline, or ``objective.imitation_coefficient``.
 
 Source: SAPO, arXiv:2509.08721. Differs: of a run's unread groups the newest are taken, not a sample of those that are
 untied (``replay.skip_tied`` leaves the tied ones undrawn); rewards may be taken over.

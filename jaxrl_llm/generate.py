@@ -75,6 +75,7 @@ def generate(
             max_prompt_tokens=width,
             num_slots=at_once,
             chunk_steps=16,
+            keeps_support=False,
         )
         generator = Generator(sampler, compile_all(sampler.programs(shapes), mesh), tokenizer.decode)
         for start in range(0, len(members), at_once):

@@ -247,10 +247,12 @@ def _combinations(c: Any):
         r.delay_iterations == 0 or r.delay_iterations <= r.max_age_steps or r.max_age_steps == 0,
         f"replay.delay_iterations={r.delay_iterations} must be at most replay.max_age_steps={r.max_age_steps}",
     )
+    others = ("fresh_fraction", "fresh_from_iteration", "positive_fraction")
     yield (
-        r.delay_iterations == 0 or (r.fresh_fraction == 0 and r.positive_fraction == 0),
-        f"replay.delay_iterations={r.delay_iterations} must be 0 with replay.fresh_fraction={r.fresh_fraction} or "
-        f"replay.positive_fraction={r.positive_fraction}: a delayed batch has one age",
+        r.delay_iterations == 0 or not any(getattr(r, name) for name in others),
+        f"replay.delay_iterations={r.delay_iterations} must be 0 with "
+        + " or ".join(f"replay.{name}={getattr(r, name)}" for name in others)
+        + ": a delayed batch has one age",
     )
     credit = c.credit
     yield (
@@ -294,7 +296,9 @@ def _combinations(c: Any):
         "a single completion is always tied",
     )
     yield (
-        c.rollout.max_resample_rounds == 0 or c.credit.advantage not in NEED_NO_MIXED_GROUP,
+        c.rollout.max_resample_rounds == 0
+        or c.credit.advantage not in NEED_NO_MIXED_GROUP
+        or (c.credit.advantage == "asymre" and c.credit.delta_v == 0),
         f"rollout.max_resample_rounds={c.rollout.max_resample_rounds} must be 0 for credit.advantage="
         f"{c.credit.advantage!r}: a tied group teaches it something",
     )

@@ -117,7 +117,9 @@ def resident_bytes(memories: Mapping[str, Memory]) -> int:
     whole = sum(memories[name].outputs for name in START_UP if name in memories)
     rollouts = memories["collect"].outputs - memories["collect"].aliased if "collect" in memories else 0
     rounds = memories["choose"].arguments if "choose" in memories else 0
-    reference = memories["reference"].arguments if "reference" in memories else 0  # its weights, and rows: far less
+    reference = (
+        memories["reference"].arguments if "reference" in memories else 0
+    )  # its weights; rows are few beside them
     joined = memories["join"].outputs if "join" in memories else 0
     return whole + rollouts + rounds + reference + joined
 

@@ -66,6 +66,7 @@ class Sampler:
     Attributes:
         num_prompts: P, prompts collected per call of ``generate``.
         lookahead: further prompts that may be open.
+        keeps_support: a learner will want the log-probs of what is drawn.
         eos_ids: tokens that end a completion; () never stops early.
     """
 
@@ -79,6 +80,7 @@ class Sampler:
     num_slots: int
     chunk_steps: int
     lookahead: int = 0
+    keeps_support: bool = True
 
     @property
     def shards(self) -> int:
@@ -96,8 +98,8 @@ class Sampler:
     @property
     def support_tokens(self) -> int:
         """N: ids kept with each token, for the learner to weigh it among the same; 0 = none are."""
-        is_kept = self.sampling.temperature > 0 and self.sampling.top_k < self.model.arch.vocab_size
-        return self.sampling.top_k if is_kept else 0
+        is_cut = self.sampling.temperature > 0 and self.sampling.top_k < self.model.arch.vocab_size
+        return self.sampling.top_k if is_cut and self.keeps_support else 0
 
     # ---- state -------------------------------------------------------------------------------------
 
@@ -324,7 +326,9 @@ class Sampler:
                 min_p=sampling.min_p,
             )
             if self.support_tokens:
-                support_Z = support_of(logits_ZV, self.support_tokens)
+                # By device: a top-k that XLA shards itself gathers its operand.
+                size = self.support_tokens
+                support_Z = sharding.by_device(lambda logits: support_of(logits, size), (True,))(logits_ZV)
                 logits_ZV = keep_support(logits_ZV, support_Z)
             drawn_Z, logp_Z = sample_inverse_cdf(logits_ZV, uniform_Z)
         drawn_MZ, logp_MZ = drawn_Z.reshape(row_MZ.shape), logp_Z.reshape(row_MZ.shape)

@@ -71,6 +71,7 @@ def train(config: Config, workdir: pathlib.Path, *, allow_config_changes: bool =
     checkpoints = Checkpointer(workdir, config.checkpoint)
     checkpoints.check_config(config, allow_changes=allow_config_changes)
     (workdir / "config.json").write_text(to_json(config))
+    (workdir / "report.html").unlink(missing_ok=True)  # it says that the run came to its end
 
     progress = Progress(config.num_iterations, checkpoints.latest_iteration() or 0)
     progress.note(describe(run, source, len(train_set), len(held_out)))

@@ -72,7 +72,7 @@ class Rollout:
     prompt_id: jax.Array  # [B] i32
     policy_version: jax.Array  # [B, S] i32 per token, -1 off the completion
     stop_reason: jax.Array  # [B] i8, STOP_*
-    # [B, S, K] i32 ids that each completion token was drawn among, V past the last; None without sampling.top_k.
+    # [B, S, K] i32 ids that each completion token was drawn among (ops.sampling); None without sampling.top_k.
     support: jax.Array | None = None
 
 

@@ -15,6 +15,7 @@ from jaxrl_llm import publish, sharding
 from jaxrl_llm.config import MeshConfig, ObjectiveConfig, SamplingConfig, UpdateConfig
 from jaxrl_llm.models.presets import Architecture
 from jaxrl_llm.models.transformer import Model
+from jaxrl_llm.ops.sampling import NO_TOKEN
 from jaxrl_llm.programs import compile_all
 from jaxrl_llm.rollout import Generator
 from jaxrl_llm.sampler import Sampler
@@ -193,7 +194,7 @@ def random_experience(
     )
     if support_size:
         others = rng.integers(0, arch.vocab_size, (B, S, support_size - 1))
-        others = np.where(rng.random(others.shape) < 0.2, arch.vocab_size, others)
+        others = np.where(rng.random(others.shape) < 0.2, NO_TOKEN, others)
         support = np.sort(np.concatenate([rollout.tokens[..., None], others], axis=-1), axis=-1)
         rollout = rollout.replace(support=np.where(mask[..., None], support, 0).astype(np.int32))
     ref_logp = np.where(mask, rng.normal(-5.5, 0.5, (B, S)), 0.0).astype(np.float32)

@@ -325,6 +325,10 @@ def test_however_old_a_row_is_it_may_be_drawn_by_age():
     ring = jit_insert(jit_init(4, 1), make_experience(np.arange(4)), np.int32(0), ReplayConfig())
     _, _, info = jit_draw(ring, jax.random.key(0), np.int32(60), config, batch_size=4)
     assert info.is_real.all() and set(info.age.ravel().tolist()) == {60}
+    ring = jit_insert(jit_init(8, 1), make_experience(np.arange(4)), np.int32(0), ReplayConfig())
+    ring = jit_insert(ring, make_experience(np.arange(4, 8)), np.int32(58), ReplayConfig())
+    _, _, info = jit_draw(ring, jax.random.key(0), np.int32(60), config, batch_size=4)
+    assert set(info.age.ravel().tolist()) == {2}
 
 
 def test_prompts_are_told_apart_by_their_tokens_alone():

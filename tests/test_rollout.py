@@ -12,6 +12,7 @@ from reference import transformer
 
 from jaxrl_llm.config import MeshConfig
 from jaxrl_llm.models.policy import row_logp
+from jaxrl_llm.ops.sampling import NO_TOKEN
 from jaxrl_llm.types import STOP_EOS, STOP_LENGTH, STOP_NONE, STOP_STRING
 
 PROMPTS = range(8)
@@ -87,7 +88,7 @@ def test_what_a_token_was_drawn_among_is_kept_and_a_learner_that_moved_weighs_it
     for row in range(0, 24, 4):
         tokens, start, end = (x[row] for x in rows)
         logits = transformer.logits(params, arch, tokens[:end])
-        support = {t: set(rollout.support[row, t].tolist()) - {arch.vocab_size} for t in range(start, end)}
+        support = {t: set(rollout.support[row, t].tolist()) - {NO_TOKEN} for t in range(start, end)}
         for t in range(start, end):
             assert support[t] == oracle.kept_tokens(logits[t - 1], **SETTINGS["all"])
         expected = transformer.completion_logp(

@@ -16,6 +16,7 @@ from jaxrl_llm import optim, sharding
 from jaxrl_llm.assembly import assemble
 from jaxrl_llm.config import MeshConfig, OptimizerConfig, freeze
 from jaxrl_llm.models.transformer import Model
+from jaxrl_llm.ops.sampling import NO_TOKEN
 from jaxrl_llm.types import Critic, TrainState
 
 # --- the loss and its gradient ---
@@ -34,7 +35,7 @@ def oracle_logp(params, rollout, arch=TINY, **filters):
     """[B,S] float64 by rows; a sampled token outside of today's filters joins the kept ones."""
 
     def row(i):
-        among = None if rollout.support is None else [set(x) - {arch.vocab_size} for x in rollout.support[i].tolist()]
+        among = None if rollout.support is None else [set(x) - {NO_TOKEN} for x in rollout.support[i].tolist()]
         columns = (x[i] for x in (rollout.tokens, rollout.prompt_length, rollout.length))
         return transformer.completion_logp(params, arch, *columns, keep_token=True, support=among, **filters)
 

@@ -1,9 +1,9 @@
 """The distribution tokens are drawn from, one draw from it, and its log-probabilities.
 
-Sampler and learner pass their logits through the same ``filter_logits``, so that a log-probability is
-always of the distribution that was sampled. Owns: temperature, top-k, top-p, min-p, what they leave of the
-vocabulary, the inverse-CDF draw, log-probability and entropy. Does not know: models, keys (a draw takes a uniform
-number), greedy decoding.
+Sampler and learner pass their logits through the same ``filter_logits``, or where there is a ``top_k`` the learner
+takes what the sampler kept (``support_of``), so that a log-probability is always of the distribution that was
+sampled. Owns: temperature, top-k, top-p, min-p, what they leave of the vocabulary, the inverse-CDF draw,
+log-probability and entropy. Does not know: models, keys (a draw takes a uniform number), greedy decoding.
 Letters: S rows, V vocabulary, N blocks, K tokens per block. Log-probabilities and entropies are in nats, float32.
 """
 
@@ -16,6 +16,8 @@ import jax.numpy as jnp
 
 # Tokens per block of the two-level search: about the square root of a vocabulary of 50-250 thousand.
 BLOCK_TOKENS = 256
+# Among the ids of a support: nothing, in a vocabulary of any size.
+NO_TOKEN = jnp.iinfo(jnp.int32).max
 
 
 def filter_logits(
@@ -29,10 +31,10 @@ def filter_logits(
 ) -> jax.Array:
     """Tempered logits with the tokens that may not be sampled at ``-inf``.
 
-    In this order: divide by the temperature; keep the ``top_k`` largest; of what is left, renormalised, keep
-    the smallest set with mass of at least ``top_p``; keep ``p >= min_p * max p``. Tokens equal to the
-    last one kept are kept too, so the result does not depend on the order of the vocabulary. The most likely
-    token always stays. The settings are Python numbers: one that is off (0, 1.0, 0.0) adds nothing to the
+    In this order: divide by the temperature; keep the ``top_k`` largest; of what is left, renormalised, keep the
+    smallest set with mass of at least ``top_p``; keep ``p >= min_p * max p``. Tokens equal to the last one kept are
+    kept too (here: ``support_of`` cuts them), so the result does not depend on the order of the vocabulary. The most
+    likely token always stays. The settings are Python numbers: one that is off (0, 1.0, 0.0) adds nothing to the
     program. Which tokens stay is a constant to differentiation.
 
     Args:
@@ -81,16 +83,16 @@ def support_of(logits: jax.Array, size: int) -> jax.Array:
         logits: [S, V], already filtered; -inf = impossible.
 
     Returns:
-        [S, size] i32 ascending ids, V past the last.
+        [S, size] i32 ascending ids, ``NO_TOKEN`` past the last.
     """
     value, token = jax.lax.top_k(logits, size)
-    return jnp.sort(jnp.where(value > -jnp.inf, token, logits.shape[-1]).astype(jnp.int32), axis=-1)
+    return jnp.sort(jnp.where(value > -jnp.inf, token, NO_TOKEN).astype(jnp.int32), axis=-1)
 
 
 def keep_support(logits: jax.Array, support: jax.Array) -> jax.Array:
-    """``logits`` [S, V] at the ids ``support`` [S, K] i32, -inf elsewhere; an id of V is nobody's."""
-    rows = jnp.arange(logits.shape[0])[:, None]
-    is_kept = jnp.zeros(logits.shape, bool).at[rows, support].set(True, mode="drop")
+    """``logits`` [S, V] at the ids ``support`` [S, K] i32, -inf elsewhere."""
+    # Row by row: with the rows in the index, a mesh would gather it.
+    is_kept = jax.vmap(lambda ids: jnp.zeros(logits.shape[1], bool).at[ids].set(True, mode="drop"))(support)
     return jnp.where(is_kept, logits, -jnp.inf)
 
 

@@ -36,9 +36,10 @@ COLLECTIVE = re.compile(r"= (.*?) (?:all-gather|all-reduce|collective-permute|al
 
 
 @functools.cache
-def make_run(mesh=EIGHT, *, arch=TINY, compute_dtype="float32", logp_chunk_tokens=8):
+def make_run(mesh=EIGHT, *, arch=TINY, compute_dtype="float32", logp_chunk_tokens=8, top_k=0):
     settings = SETTINGS | {
         "model": {"compute_dtype": compute_dtype},
+        "sampling": SETTINGS["sampling"] | {"top_k": top_k},
         "update": SETTINGS["update"] | {"logp_chunk_tokens": logp_chunk_tokens},
     }
     return assemble(freeze(settings), arch, building.EOS_IDS, mesh_of(mesh))
@@ -137,6 +138,18 @@ def test_insert_moves_no_row_between_devices(finished):
     moved = [size for shapes in COLLECTIVE.findall(finished.compiled["insert"].as_text()) for size in sizes(shapes)]
     B = make_run().config.rollouts_per_iteration
     assert moved and max(moved) <= B < ROWS_PER_DEVICE * ROW_TOKENS
+
+
+def test_what_a_token_was_drawn_among_is_found_and_used_without_moving_logits():
+    run = make_run(top_k=5)
+    programs = run.programs()
+    compiled = compile_all({name: programs[name] for name in ("decode", "update")}, run.mesh)
+    decode, update = (compiled[name].as_text() for name in ("decode", "update"))
+    moved = [size for shapes in COLLECTIVE.findall(decode) for size in sizes(shapes)]
+    assert max(moved, default=0) < TINY.vocab_size
+    # Gradients are added up over the devices; nothing else of that size travels.
+    gathered = [size for shapes in re.findall(r"= (.*?) all-gather(?:-start)?\(", update) for size in sizes(shapes)]
+    assert max(gathered, default=0) < TINY.vocab_size
 
 
 def test_ring_train_state_and_sampler_state_are_donated_and_every_donated_byte_is_reused(finished):
