@@ -2,8 +2,8 @@
 
     python -m jaxrl_llm.sweep --config=configs/sweeps/league.py --workdir=runs/league --workers=2
 
-Runs of 2026-11-21, one seed (docs/replay_study.md has the table): replay_positive_bias 0.77 at the end and 0.87 at
-best, vcpo 0.75, remix 0.74, decoupled_ppo 0.71; grpo 0.62; agro, kimi_k15, spo and mssr below 0.4.
+Runs of 2026-11-22, medians of two seeds (docs/replay_study.md has the table): replay_positive_bias 0.85 at the end,
+vcpo 0.76, decoupled_ppo 0.71, ppo_ewma and poise 0.68; grpo 0.55; agro, spo and mssr below 0.35.
 """
 
 import pathlib
