@@ -1,26 +1,32 @@
 """How much to replay: the replay ratio and the ring's horizon that spend a budget of compute best.
 
     python -m jaxrl_llm.replay_plan --mu=5.28 --rho=0.05 --alpha=0.1 [--rollouts=64]
+    python -m jaxrl_llm.replay_plan --workdir=runs/local --rho=0.05 --alpha=0.1
 
 An iteration generates R rollouts and trains on B drawn from the last N; with x = N/R (horizon, iterations) and
 y = B/R (times a rollout is trained on), a budget of sum(B + mu R) reaches a squared gradient norm that scales with
 
     J(x, y) = x^(2 alpha) (1 + y/mu) (1/y + 1/x + rho)
 
-mu: seconds to generate a rollout over seconds to train on one (``time/cost_ratio`` of a run). rho: correlation of the
-noise of rollouts made by nearly the same weights, 0..1. alpha: growth of the noise with age, sigma ~ age^alpha, below
-1/2. A batch does not repeat a rollout, so N >= B: x >= y.
-Source: Arnal et al. 2026, arXiv:2604.08706, theorem 4.5 and its corollary for a power law; the case x = y is ours.
+mu: seconds to generate a rollout over seconds to train on one (of a run, the median of its ``time/cost_ratio``). rho:
+correlation of the noise of rollouts made by nearly the same weights, 0..1. alpha: growth of the noise with age, sigma
+~ age^alpha, below 1/2. A batch does not repeat a rollout, so N >= B: x >= y; and the ring holds what an iteration
+generates: x >= 1.
+Source: Arnal et al. 2026, arXiv:2604.08706, theorem 4.5 and its corollary for a power law; the cases x = y and x = 1
+are ours.
 
-Owns: the closed forms and their table. Does not know: runs, rings, configs.
+Owns: the closed forms and their table. Does not know: rings, configs.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import pathlib
+import statistics
 
 from jaxrl_llm.config import ConfigError
+from jaxrl_llm.metrics import read_metrics
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,22 +65,23 @@ class Costs:
         return (math.inf if y == math.inf else _ratio(y**2, 2 * alpha * (mu + y))), y
 
     def optimum(self) -> tuple[float, float]:
-        """(x*, y*) with x >= y: where the unconstrained one has x < y, the root of dJ(y, y)/dy,
+        """(x*, y*) with x >= y and x >= 1: where the unconstrained one has x < y, the root of dJ(y, y)/dy,
 
-        (1 + 2 alpha) rho y^2 + 2 alpha (2 + mu rho) y = 2 mu (1 - 2 alpha)
+            (1 + 2 alpha) rho y^2 + 2 alpha (2 + mu rho) y = 2 mu (1 - 2 alpha)
+
+        and where that x is below 1, x = 1 and the y of least J there, sqrt(mu / (1 + rho)), at most 1.
         """
         x, y = self.unconstrained()
-        if x >= y:
-            return x, y
-        a = (1 + 2 * self.alpha) * self.rho
-        b = 2 * self.alpha * (2 + self.mu * self.rho)
-        c = 2 * self.mu * (1 - 2 * self.alpha)
-        y = 2 * c / (b + math.sqrt(b**2 + 4 * a * c))
-        return y, y
+        if x < y:
+            a = (1 + 2 * self.alpha) * self.rho
+            b = 2 * self.alpha * (2 + self.mu * self.rho)
+            c = 2 * self.mu * (1 - 2 * self.alpha)
+            x = y = 2 * c / (b + math.sqrt(b**2 + 4 * a * c))
+        return (x, y) if x >= 1 else (1.0, min(1.0, math.sqrt(self.mu / (1 + self.rho))))
 
     def best_horizon(self, y: float) -> float:
-        """The x >= y of least J at this y; infinite where the noise does not grow with age."""
-        return max(y, _ratio(1 - 2 * self.alpha, 2 * self.alpha * (1 / y + self.rho)))
+        """The x >= y, 1 of least J at this y; infinite where the noise does not grow with age."""
+        return max(y, 1.0, _ratio(1 - 2 * self.alpha, 2 * self.alpha * (1 / y + self.rho)))
 
 
 def _ratio(numerator: float, denominator: float) -> float:
@@ -101,8 +108,23 @@ def _shown(value: float, form: str) -> str:
     return "no limit" if value == math.inf else format(value, form)
 
 
+def measured_mu(workdir: str) -> float:
+    """The median of what a run's iterations measured; the first, which warms up, left out where there are more.
+
+    Raises:
+        ConfigError: the folder has no metrics.
+    """
+    measured = [row["time/cost_ratio"] for row in read_metrics(pathlib.Path(workdir))]
+    if not measured:
+        raise ConfigError(f"--workdir={workdir} has no finished iteration")
+    return statistics.median(measured[1:] or measured)
+
+
 def main() -> None:
-    print(table(Costs(MU.value, RHO.value, ALPHA.value), ROLLOUTS.value))
+    if (MU.value is None) == (WORKDIR.value is None):
+        raise ConfigError(f"--mu={MU.value} and --workdir={WORKDIR.value}: give one of the two")
+    mu = MU.value if WORKDIR.value is None else measured_mu(WORKDIR.value)
+    print(f"mu {mu:.3g}\n{table(Costs(mu, RHO.value, ALPHA.value), ROLLOUTS.value)}")
 
 
 if __name__ == "__main__":
@@ -110,7 +132,8 @@ if __name__ == "__main__":
 
     from jaxrl_llm import cli
 
-    MU = flags.DEFINE_float("mu", None, "Seconds to generate a rollout over seconds to train on one.", required=True)
+    MU = flags.DEFINE_float("mu", None, "Seconds to generate a rollout over seconds to train on one.")
+    WORKDIR = flags.DEFINE_string("workdir", None, "Of a run, which measured that.")
     RHO = flags.DEFINE_float("rho", None, "Correlation of rollouts of nearly the same weights, 0..1.", required=True)
     ALPHA = flags.DEFINE_float("alpha", None, "Growth of the noise with age, sigma ~ age^alpha.", required=True)
     ROLLOUTS = flags.DEFINE_integer("rollouts", 0, "Rollouts generated in an iteration, R: show B and N too.")

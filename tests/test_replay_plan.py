@@ -1,6 +1,7 @@
 """The closed forms of how much to replay, against the paper's figures and a minimiser that knows J alone."""
 
 import itertools
+import json
 import math
 import subprocess
 import sys
@@ -43,19 +44,19 @@ def test_the_examples_of_the_theory(alpha, x, y, cost):
 
 
 def test_both_optima_are_those_of_a_numeric_minimiser():
-    constrained = 0
+    constrained = []
     for mu, rho, alpha in SETTINGS:
         costs = Costs(mu, rho, alpha)
         for (x, y), function in (
             (costs.unconstrained(), lambda x, y: j(mu, rho, alpha, x, y)),  # noqa: B023
-            (costs.optimum(), lambda x, y: j(mu, rho, alpha, np.maximum(x, y), y)),  # noqa: B023
+            (costs.optimum(), lambda x, y: j(mu, rho, alpha, np.maximum(np.maximum(x, y), 1), y)),  # noqa: B023
         ):
             at, least = minimum(function, 2)
             assert j(mu, rho, alpha, x, y) == pytest.approx(least, rel=1e-9)
             assert y == pytest.approx(at[1], rel=1e-3)
-        assert x >= y
-        constrained += x == y
-    assert 0 < constrained < len(SETTINGS)  # both cases are there
+        assert x >= y and x >= 1
+        constrained.append("as long as a batch" if x == y else "one iteration" if x == 1 else "free")
+    assert len(set(constrained)) == 3  # all cases are there
 
 
 def test_without_noise_growth_the_ring_has_no_limit_and_the_ratio_is_the_square_root():
@@ -78,6 +79,17 @@ def test_the_best_horizon_of_a_ratio_is_that_of_a_minimiser():
 def test_what_the_theory_has_no_answer_for_is_named(values, message):
     with pytest.raises(ConfigError, match=message):
         Costs(*values)
+
+
+def test_what_a_run_measured_is_taken_from_its_metrics(tmp_path):
+    rows = [{"iteration": i + 1, "time/cost_ratio": value} for i, value in enumerate((90.0, 3.0, 5.0, 4.0))]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = [sys.executable, "-m", "jaxrl_llm.replay_plan", "--rho=0.05", "--alpha=0.1"]
+    done = subprocess.run([*command, f"--workdir={tmp_path}"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"mu 4\n{table(Costs(4.0, 0.05, 0.1))}\n"
+    for given in ([], ["--mu=5", f"--workdir={tmp_path}"]):
+        refused = subprocess.run([*command, *given], capture_output=True, text=True, check=False)
+        assert refused.returncode == 2 and "give one of the two" in refused.stderr
 
 
 def test_the_command_prints_the_sizes():
