@@ -42,7 +42,7 @@ def test_rows_of_groups_attend_to_their_prompt_and_causally_to_themselves(seed, 
     hidden = np.arange(L)[None, :] >= length[:, None]
     keys[hidden[:, None].repeat(K, 1)] = np.nan
     values[hidden[:, None].repeat(K, 1)] = np.nan
-    out = attend(q, k, v, prompt=Prompt(keys, values, visible=~hidden))
+    out = jax.jit(attend)(q, k, v, prompt=Prompt(keys, values, visible=~hidden))
     np.testing.assert_allclose(out, truth, atol=2e-6)
 
 
@@ -68,7 +68,7 @@ def test_a_row_that_is_a_whole_group_is_its_rows_behind_their_prompt_gradients_i
         kept = seen(p, t)
         truth[p, t, n] = oracle.attend(q[p, t, n], k[p, n // (N // K)][kept], v[p, n // (N // K)][kept])
     rule = Groups(jax.numpy.asarray(length), prompt_width=L, size=size)
-    out = np.asarray(attend(q, k, v, visible=rule))
+    out = np.asarray(jax.jit(attend)(q, k, v, visible=rule))
     real = ~padding
     np.testing.assert_allclose(out[real], truth[real], atol=2e-6)
 
@@ -77,7 +77,7 @@ def test_a_row_that_is_a_whole_group_is_its_rows_behind_their_prompt_gradients_i
         mask[p, t, seen(p, t)] = True
     weight = np.where(real[..., None, None], normal(rng, *q.shape), 0)
     loss = lambda rule: lambda *qkv: (weight * attend(*qkv, visible=rule)).sum()  # noqa: E731
-    by_rule, by_mask = (jax.grad(loss(x), (0, 1, 2))(q, k, v) for x in (rule, mask))
+    by_rule, by_mask = (jax.jit(jax.grad(loss(x), (0, 1, 2)))(q, k, v) for x in (rule, mask))
     for a, b in zip(by_rule, by_mask, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5)
 
@@ -115,7 +115,7 @@ def test_slots_in_any_order_attend_to_their_groups_prompt_their_cache_and_the_ne
     prompt_k, prompt_v = (np.where(visible[:, None, :, None], x, np.nan) for x in (prompt_k, prompt_v))
     seen = (np.arange(C)[None, :] < live[:, None])[None, :, None, :, None]
     cache_k, cache_v = (np.where(seen, x, np.nan).astype(np.float32) for x in (cache_k, cache_v))
-    out = attend(
+    out = jax.jit(attend)(
         q,
         k,
         v,

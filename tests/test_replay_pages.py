@@ -1,6 +1,7 @@
 """A ring in pages (``replay.capacity_tokens``) is the padded ring, but for the rows that its pages have no room for."""
 
 import functools
+import math
 
 import hypothesis
 import hypothesis.strategies as st
@@ -37,7 +38,7 @@ def make_rows(ids, length, width=WIDTH, xp=np):
             prompt_id=ids,
             policy_version=xp.where(is_token & (at >= length[:, None] // 2), wide, -1),
             stop_reason=(ids % 4).astype(xp.int8),
-            support=xp.where(is_token[..., None], wide[..., None] + xp.arange(3, dtype=xp.int32), 0),
+            support=xp.where(is_token[..., None], wide[..., None] + xp.arange(3, dtype=xp.int32)[None, None, :], 0),
         ),
         reward=ids.astype(xp.float32),
         advantage=number,
@@ -168,7 +169,7 @@ def test_at_most_a_quarter_of_the_bytes_is_wasted_on_mixed_lengths():
     held = sum(model.tokens() for model in models)
     np.testing.assert_allclose(replay.wasted_share(paged), 1 - held / tokens, rtol=1e-5)
     # What those rows need: all that is kept for each of their tokens, and all that is kept of each row.
-    per_token = sum(x.dtype.itemsize for x in jax.tree.leaves(paged.slots) if x.ndim == 3)
+    per_token = sum(x.dtype.itemsize * math.prod(x.shape[3:]) for x in jax.tree.leaves(paged.slots) if x.ndim > 2)
     per_row = sum(x.dtype.itemsize for x in jax.tree.leaves(paged) if x.ndim == 2)
     needed = held * per_token + sum(len(model.rows) for model in models) * per_row
     assert 1 - needed / sum(x.nbytes for x in jax.tree.leaves(paged)) < 0.25

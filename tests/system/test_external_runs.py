@@ -79,6 +79,7 @@ def train(folder, compiled, monkeypatch):
     return run
 
 
+@pytest.mark.slow
 def test_demonstrations_teach_what_is_not_found_by_chance_and_resuming_is_bitwise(train, folder, tmp_path):
     shown = train(tmp_path / "whole", folder / "shown.jsonl", 10, export=True)
     # Measured: 0 for four iterations, 0.9 in the seventh.

@@ -73,7 +73,7 @@ def test_microbatches_and_rematerialisation_do_not_change_loss_and_gradient():
     assert_same(building.gradient(micro, rows), expected)
 
 
-@pytest.mark.parametrize("support_size", [0, 9])
+@pytest.mark.parametrize("support_size", [0, pytest.param(9, marks=pytest.mark.slow)])
 def test_packing_does_not_change_loss_and_gradient_on_one_device_or_eight(support_size):
     settings = building.LOSSES["token mean, k3"]
     rows = building.random_experience(support_size=support_size)
