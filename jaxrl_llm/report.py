@@ -116,7 +116,8 @@ CHARTS = (
     ),
 )
 
-# All is drawn over compute too: steps that reuse rollouts are cheaper than steps that do not.
+# What is also drawn over compute: steps that reuse rollouts are cheaper than steps that do not.
+COMPUTE_CHARTS = tuple(chart for chart in CHARTS if chart.title in ("Reward", "Pass rate", "Entropy"))
 COMPUTE = "compute in trained rollouts, sum of B + mu R"
 
 
@@ -138,7 +139,7 @@ def write_report(workdir: str | os.PathLike) -> pathlib.Path:
         _header(workdir, metrics, config),
         _cards(metrics, config, before, after),
         page.section("Curves", _charts(metrics)),
-        page.section("Curves over compute", _charts(_over_compute(metrics), COMPUTE)),
+        page.section("Curves over compute", _charts(_over_compute(metrics), COMPUTE, COMPUTE_CHARTS)),
         page.section("Before and after", _before_after(before, after)),
         page.section("Rollouts during training", _rollouts(samples)),
         page.section("Settings", _settings(config) if config is not None else ""),

@@ -13,7 +13,7 @@ import pytest
 ROOT = pathlib.Path(__file__).parent.parent
 PACKAGE = ROOT / "jaxrl_llm"
 STAGES = {"prompts", "rollout", "rewards", "credit", "replay", "update", "publish", "checkpoint", "metrics"}
-ENTRY_POINTS = {"train", "evaluate", "generate", "score", "plan", "sft", "sweep", "export", "report"}
+ENTRY_POINTS = {"train", "evaluate", "generate", "score", "plan", "replay_plan", "sft", "sweep", "export", "report"}
 ASSEMBLY = {"assembly"}  # puts the stages' programs together for the entry points
 STANDARD_LIBRARY_OF_OPS = {"__future__", "collections", "functools", "math", "typing"}
 

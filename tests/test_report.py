@@ -10,7 +10,7 @@ import pytest
 
 from jaxrl_llm.config import ConfigError, MetricsConfig, freeze, to_json
 from jaxrl_llm.metrics import METRICS, MetricsWriter
-from jaxrl_llm.report import CHARTS, _over_compute, write_report
+from jaxrl_llm.report import CHARTS, COMPUTE_CHARTS, _over_compute, write_report
 
 EVIL = '<script>alert("x")</script> & more'
 
@@ -82,7 +82,7 @@ def test_a_full_run_is_one_page_without_external_resources(tmp_path):
     assert len(ids) == len(set(ids))  # clip paths of one chart do not cut another
 
     shown = [chart for chart in CHARTS if chart.title != "Clipped tokens"]  # all null: no chart
-    assert page.tags.count("svg") == 2 * len(shown)
+    assert page.tags.count("svg") == len(shown) + len(COMPUTE_CHARTS)
     for chart in shown:
         assert chart.title in page.text
     assert "<figcaption>Clipped tokens <" not in text
