@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-# Surrogates whose ratio is against the old policy, and all that read it.
+# Surrogates that clip their ratio on the loss, all whose ratio is against the old policy, and all that read it.
 CLIP_SURROGATES = ("clipped", "sequence_clipped", "gspo")
 RATIO_SURROGATES = (*CLIP_SURROGATES, "cispo")
 OLD_POLICY_SURROGATES = (*RATIO_SURROGATES, "remix_centred", "gvpo", "kimi_k15", "inpo")
@@ -16,8 +16,6 @@ OLD_POLICY_SURROGATES = (*RATIO_SURROGATES, "remix_centred", "gvpo", "kimi_k15",
 PLAIN_SURROGATES = ("reinforce", "opmd")
 # Those that read the reward itself, and no advantage.
 REWARD_SURROGATES = ("spo", "spo_cross_entropy", "inpo")
-# Advantages that a tied group may have all the same.
-NEED_NO_MIXED_GROUP = ("asymre", "reinforce_pp", "mssr", "poise", "gae")
 # Settings that are heard in the advantage alone.
 ADVANTAGE_SETTINGS = (
     "length_reward",
@@ -29,7 +27,7 @@ ADVANTAGE_SETTINGS = (
     "duration_weight",
 )
 # Those that read the frozen reference, and those that compare the rows of a group.
-REFERENCE_SURROGATES = ("agro", "spo", "spo_cross_entropy", "inpo")
+REFERENCE_SURROGATES = ("agro", *REWARD_SURROGATES)
 GROUP_SURROGATES = (*REFERENCE_SURROGATES, "gvpo")
 
 CHOICES = {
@@ -77,6 +75,8 @@ CHOICES = {
 
 # Advantages that compare a rollout with other things than its siblings.
 NEED_NO_SIBLINGS = ("reinforce_pp", "mssr", "gae")
+# And those that a tied group may have all the same.
+NEED_NO_MIXED_GROUP = (*NEED_NO_SIBLINGS, "asymre", "poise")
 
 # field -> (lowest, highest, whether the lowest itself is allowed)
 BOUNDS = {

@@ -25,6 +25,9 @@ MEMORY_SETTINGS = (
     "model.remat='full', optimizer.offload=True or replay.memory='host', or raise mesh.fsdp"
 )
 
+# Bytes that are given back: less than them in an iteration costs more time than it frees memory.
+WORTH_RELEASING = 64 * 2**20
+
 # They run beside the published weights.
 SAMPLING = ("prefill", "decode", "read_group", "stop_rows", "collect", "choose")
 # They run before the rest of the state exists.
@@ -88,12 +91,17 @@ def compile_all(programs: Mapping[str, Program], mesh: Mesh) -> dict[str, jax.st
     return compiled
 
 
-def release_freed() -> None:
+def release_freed(freed: int | None = None) -> None:
     """Give memory that was freed back to the system, where glibc would keep it in its heaps.
 
     Compiling leaves gigabytes there, and so do the published weights, whose arrays are small: beside an update, which
     cannot use them, they are the peak of a run on CPU.
+
+    Args:
+        freed: bytes there may be of it; few are left where they are, for the call takes milliseconds. None = many.
     """
+    if freed is not None and freed < WORTH_RELEASING:
+        return
     with contextlib.suppress(OSError, AttributeError):  # another libc
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 
@@ -117,9 +125,8 @@ def resident_bytes(memories: Mapping[str, Memory]) -> int:
     whole = sum(memories[name].outputs for name in START_UP if name in memories)
     rollouts = memories["collect"].outputs - memories["collect"].aliased if "collect" in memories else 0
     rounds = memories["choose"].arguments if "choose" in memories else 0
-    reference = (
-        memories["reference"].arguments if "reference" in memories else 0
-    )  # its weights; rows are few beside them
+    # Its weights; the rows beside them are few.
+    reference = memories["reference"].arguments if "reference" in memories else 0
     joined = memories["join"].outputs if "join" in memories else 0
     return whole + rollouts + rounds + reference + joined
 

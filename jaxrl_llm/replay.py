@@ -136,15 +136,12 @@ def insert(
         if imitates:
             teaches |= (experience.rollout.group_id < 0) & (experience.reward >= pass_threshold)
         retired |= ~teaches
-    past = []  # whose earlier rows go too
-    if config.latest_visit:
-        past.append((question, ~retired))
+    supersedes = ~retired if config.latest_visit else jnp.zeros_like(retired)  # the earlier rows of its prompt
     if config.solved_fraction:
         solved = _pass_share(experience, pass_threshold) >= config.solved_fraction
-        past.append((question, solved))
-        retired |= solved
-    for asked, counts in past:
-        ring = ring.replace(is_retired=ring.is_retired | _is_among(ring.question, asked, counts))
+        supersedes, retired = supersedes | solved, retired | solved
+    if config.latest_visit or config.solved_fraction:
+        ring = ring.replace(is_retired=ring.is_retired | _is_among(ring.question, question, supersedes))
     priority = replay_draws.PRIORITIES[config.priority](experience)
     rows, question, retired, priority = jax.tree.map(
         lambda x: x.reshape(num_shards, num_rows, *x.shape[1:]), (experience, question, retired, priority)

@@ -138,11 +138,10 @@ def choose(
     num_first, first_ages = math.ceil(config.fresh_fraction * num - 1e-9), (None, 0)
     low = config.delay_iterations or None
     high = config.delay_iterations or config.max_age_steps or None
+    oldest = jnp.iinfo(jnp.int32).max if high is None else high
     if config.fresh_from_iteration:
-        oldest = jnp.iinfo(jnp.int32).max if high is None else high
-        high = jnp.where(iteration >= config.fresh_from_iteration, 0, oldest)
+        high = oldest = jnp.where(iteration >= config.fresh_from_iteration, 0, oldest)
     if config.fresh_batches:
-        oldest = jnp.iinfo(jnp.int32).max if high is None else high
         num_first, first_ages = num, (jnp.where(is_fresh, 0, 1), jnp.where(is_fresh, 0, oldest))
     first = aged(0, *first_ages, num_first, None) if num_first else None
     chosen = aged(1, low, high, num, first)

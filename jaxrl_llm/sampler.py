@@ -207,7 +207,7 @@ class Sampler:
             stop_reason=put(state.stop_reason, zeros),
             started=put(state.started, zeros),
             prompt_id=set_entries(state.prompt_id, prompt_id_P.reshape(M, P // M)),
-            support=None if state.support is None else put(state.support, jnp.zeros((P, *state.support.shape[3:]))),
+            support=jax.tree.map(lambda x: put(x, jnp.zeros((P, *x.shape[3:]))), state.support),
         )
 
     def _refill(self, state: SamplerState) -> SamplerState:
@@ -345,9 +345,6 @@ class Sampler:
         unrows = lambda x: x.reshape(M, E, G, *x.shape[2:])  # noqa: E731
         write_token = lambda t, x: unrows(at_token(rows(t), target_MZ, length_MZ, x))  # noqa: E731
         write_row = lambda t, x: unrows(at_row(rows(t), target_MZ, x))  # noqa: E731
-        support = state.support
-        if support is not None:
-            support = write_token(support, support_Z.reshape(*row_MZ.shape, -1))
         return state.replace(
             cache_k=cache_k,
             cache_v=cache_v,
@@ -357,7 +354,7 @@ class Sampler:
             length=write_row(state.length, length_MZ + 1),
             stop_reason=write_row(state.stop_reason, reason_MZ),
             slot_row=jnp.where(active_MZ & (reason_MZ == STOP_NONE), state.slot_row, -1),
-            support=support,
+            support=jax.tree.map(lambda t, x: write_token(t, x.reshape(*row_MZ.shape, -1)), state.support, support_Z),
         )
 
     def _read_group(self, tokens, length, stop_reason, shard, entry):
@@ -379,7 +376,7 @@ class Sampler:
             policy_version=jnp.where(keep, state.policy_version, -1),
             stop_reason=jnp.where(cut, STOP_STRING, state.stop_reason).astype(jnp.int8),
             slot_row=jnp.where(slot_cut, -1, state.slot_row),
-            support=None if state.support is None else jnp.where(keep[..., None], state.support, 0),
+            support=jax.tree.map(lambda x: jnp.where(keep[..., None], x, 0), state.support),
         )
 
     def _collect(self, state: SamplerState, entry_MP) -> tuple[Rollout, SamplerState]:
@@ -397,7 +394,7 @@ class Sampler:
             prompt_id=prompt_id,
             policy_version=flat(state.policy_version),
             stop_reason=flat(state.stop_reason),
-            support=None if state.support is None else flat(state.support),
+            support=jax.tree.map(flat, state.support),
         )
         free = jax.vmap(lambda ids, e: ids.at[e].set(NO_PROMPT))(state.prompt_id, entry_MP)
         return rollout, state.replace(prompt_id=free)

@@ -83,14 +83,14 @@ def rows_of(workdir: pathlib.Path) -> list[dict[str, Any]]:
     return read_lines(path) if path.is_file() else []
 
 
-def iterations_of(workdir: pathlib.Path) -> int:
-    rows = rows_of(workdir)
-    return rows[-1]["iteration"] if rows else 0
+def share_done(workdir: pathlib.Path, rows: list[dict[str, Any]], config: Config) -> float:
+    """Share of a run's iterations on disk; 1 only where it came to its end: the report is what it writes last."""
+    share = rows[-1]["iteration"] / config.num_iterations if rows else 0.0
+    return min(share, 1.0 if (workdir / "report.html").is_file() else 0.99)
 
 
 def is_finished(workdir: pathlib.Path, config: Config) -> bool:
-    """Whether the run came to its end: the report is what it writes last."""
-    return iterations_of(workdir) >= config.num_iterations and (workdir / "report.html").is_file()
+    return share_done(workdir, rows_of(workdir), config) == 1
 
 
 def check_folders(folder: pathlib.Path, points: Points) -> None:
@@ -113,7 +113,7 @@ def runs_of(folder: pathlib.Path, points: Points, failed: Mapping[str, str]) -> 
     runs = []
     for name, (point, config) in points.items():
         rows = rows_of(folder / name)
-        finished = is_finished(folder / name, config)
+        finished = share_done(folder / name, rows, config) == 1
         status = "finished" if finished else "failed" if name in failed else "unfinished"
         runs.append(Run(name, point, status if rows or name in failed else "", rows))
     return runs
@@ -307,10 +307,8 @@ class _Display:
         self._status.stop()
 
     def _share(self, name: str) -> float:
-        config = self._configs[name]
-        if is_finished(self._folder / name, config):
-            return 1.0
-        return min(0.99, iterations_of(self._folder / name) / config.num_iterations)
+        workdir = self._folder / name
+        return share_done(workdir, rows_of(workdir), self._configs[name])
 
     def show(self, running: list[str], failed: dict[str, str]) -> None:
         ended = self._running - set(running)

@@ -176,7 +176,7 @@ def train(config: Config, workdir: pathlib.Path, *, allow_config_changes: bool =
                 key=sample_key,
                 on_finished=score,
             )
-            release_freed()  # the published weights
+            release_freed(num_bytes(state.params))  # the published copy
             t1 = time.monotonic()
             rollout, groups, rewards = sampled.rollout, sampled.groups, sampled.rewards
             # What goes into the ring: the run's own groups, and those of others beside them.
@@ -267,7 +267,7 @@ def describe(run: Run, source: pretrained.Source, num_train: int, num_held_out: 
     axes = " x ".join(f"{name} {size}" for name, size in run.mesh.shape.items())
     others = config.rows_per_iteration - config.rollouts_per_iteration
     per_iteration = config.update.updates_per_iteration * config.update.batch_size
-    ring_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(run.abstract_ring))
+    ring_bytes = num_bytes(run.abstract_ring)
     lines = [
         f"devices     {run.mesh.size} x {run.mesh.devices.flat[0].device_kind}; mesh {axes}",
         f"model       {config.model.path}: {arch.num_params / 1e6:.1f} M parameters, {arch.num_layers} layers, "
@@ -286,6 +286,10 @@ def describe(run: Run, source: pretrained.Source, num_train: int, num_held_out: 
         "memory",
     ]
     return "\n".join(lines)
+
+
+def num_bytes(tree: Any) -> int:
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 def carried_slots(run: Run) -> Any:

@@ -131,11 +131,8 @@ def test_without_a_step_every_one_is_reinforce(name):
     gradient, (_, is_clipped) = compiled(name, SETTINGS._replace(clip_low=0.0, clip_high=0.0, dual_clip=0.0))(
         same, np.asarray(x.mask, np.float32) / np.maximum(x.mask.sum(axis=1, keepdims=True), 1)
     )
-    spread = (
-        1
-        if name in ("agro", "gvpo", "kimi_k15", "sequence_clipped")
-        else np.maximum(x.mask.sum(axis=1, keepdims=True), 1)
-    )
+    is_of_row = name in ("agro", "gvpo", "kimi_k15", "sequence_clipped")  # each token bears the row's whole loss
+    spread = 1 if is_of_row else np.maximum(x.mask.sum(axis=1, keepdims=True), 1)
     np.testing.assert_allclose(gradient, np.where(x.mask, -x.advantage / spread, 0), rtol=1e-6)
     assert not is_clipped[x.mask].any()
 
