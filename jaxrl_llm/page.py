@@ -73,19 +73,28 @@ def figures(all_of_them: Sequence[str]) -> str:
     return f'<div class="charts">{"".join(all_of_them)}</div>' if all_of_them else ""
 
 
-def picture(draw: Callable[[Any], None], *, label: str, x_label: str, salt: str, whole_x: bool = True) -> str:
+def picture(
+    draw: Callable[[Any], None],
+    *,
+    label: str,
+    x_label: str,
+    salt: str,
+    whole_x: bool = True,
+    second_x: Callable[[float], str] | None = None,
+) -> str:
     """What ``draw(axes)`` draws, as an inline ``<svg>`` whose colours are the style sheet's.
 
     Args:
         label: read out instead of the picture.
         salt: keeps the ids of two pictures of a page apart.
         whole_x: ticks at whole numbers alone.
+        second_x: what stands below the number of a tick, from that number: another measure of the same axis.
     """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     # Text stays text, in the page's font.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": salt, "font.size": 9}):
@@ -93,6 +102,8 @@ def picture(draw: Callable[[Any], None], *, label: str, x_label: str, salt: str,
         axes = drawn.add_subplot()
         draw(axes)
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=whole_x))
+        if second_x:
+            axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}\n{second_x(x)}"))
         axes.grid(axis="y", color=FAINT, linewidth=0.8)
         axes.set_axisbelow(True)
         axes.spines[["top", "right", "left"]].set_visible(False)

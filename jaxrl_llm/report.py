@@ -11,13 +11,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import html
-import itertools
 import json
 import math
 import os
 import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
+
+import numpy as np
 
 from jaxrl_llm import page
 from jaxrl_llm.config import Config, ConfigError, flatten, freeze
@@ -116,9 +117,9 @@ CHARTS = (
     ),
 )
 
-# What is also drawn over compute: steps that reuse rollouts are cheaper than steps that do not.
-COMPUTE_CHARTS = tuple(chart for chart in CHARTS if chart.title in ("Reward", "Pass rate", "Entropy"))
-COMPUTE = "compute in trained rollouts, sum of B + mu R"
+X_AXIS = "iteration"
+# Stands below the iterations: those that reuse rollouts are cheaper than those that do not.
+COMPUTE_AXIS = "iteration / compute until then: sum of B + mu R, in rollouts trained"
 
 
 def write_report(workdir: str | os.PathLike) -> pathlib.Path:
@@ -139,7 +140,6 @@ def write_report(workdir: str | os.PathLike) -> pathlib.Path:
         _header(workdir, metrics, config),
         _cards(metrics, config, before, after),
         page.section("Curves", _charts(metrics)),
-        page.section("Curves over compute", _charts(_over_compute(metrics), COMPUTE, COMPUTE_CHARTS)),
         page.section("Before and after", _before_after(before, after)),
         page.section("Rollouts during training", _rollouts(samples)),
         page.section("Settings", _settings(config) if config is not None else ""),
@@ -221,21 +221,27 @@ def _duration(seconds: float) -> str:
     return f"{hours} h {m} min" if hours else f"{m} min {s} s" if m else f"{s} s"
 
 
-def _over_compute(metrics: Rows) -> Rows:
-    """Rows whose place is the compute spent until then; none where the run has not measured it."""
-    costs = [row.get("time/compute_rollouts") for row in metrics]
-    if not metrics or any(cost is None for cost in costs):
-        return []
-    return [row | {"iteration": cost} for row, cost in zip(metrics, costs, strict=True)]
+def _compute_at(metrics: Rows) -> Callable[[float], str] | None:
+    """The compute spent until an iteration, as text; "" between iterations. None where the run has not measured it."""
+    spent = dict(_values(metrics, "time/compute_rollouts"))
+
+    def shown(x: float) -> str:
+        for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+            if spent[x] >= size:
+                return f"{spent[x] / size:.3g}{unit}"
+        return f"{spent[x]:.3g}"
+
+    return (lambda x: shown(x) if x in spent else "") if spent else None
 
 
-def _charts(metrics: Rows, axis: str = "iteration", charts: tuple[Chart, ...] = CHARTS) -> str:
+def _charts(metrics: Rows) -> str:
     figures = []
-    for chart in charts:
+    compute_at = _compute_at(metrics)
+    axis = COMPUTE_AXIS if compute_at else X_AXIS
+    for chart in CHARTS:
         if any(_values(metrics, name) for _, name in chart.lines):
             draw = functools.partial(_draw, chart=chart, metrics=metrics)
-            whole = axis == "iteration"
-            svg = page.picture(draw, label=chart.title, x_label=axis, salt=chart.title + axis, whole_x=whole)
+            svg = page.picture(draw, label=chart.title, x_label=axis, salt=chart.title, second_x=compute_at)
             figures.append(page.figure(chart.title, chart.unit, _legend(chart, metrics), svg))
     return page.figures(figures)
 
@@ -272,15 +278,16 @@ def _draw_lines(axes: Any, chart: Chart, series: list, band: list) -> None:
 
 
 def _draw_stack(axes: Any, series: list) -> None:
-    """Bars: each iteration is a whole that is divided."""
-    iterations = sorted({x for _, values in series for x, _ in values})
-    floor = dict.fromkeys(iterations, 0.0)
-    step = min((b - a for a, b in itertools.pairwise(iterations)), default=1)
+    """Steps one upon the other: each iteration is a whole that is divided."""
+    seen = [x for _, values in series for x, _ in values]
+    iterations = np.arange(min(seen), max(seen) + 1)
+    floor = np.zeros(len(iterations))
     for i, values in series:
-        x, y = zip(*values, strict=True)
-        axes.bar(x, y, bottom=[floor[k] for k in x], width=0.9 * step, color=SERIES[i], linewidth=0)
-        for k, value in values:
-            floor[k] += value
+        known = dict(values)
+        top = floor + [known.get(x, 0.0) for x in iterations.tolist()]
+        # One shape of all iterations: a bar each takes seconds from a thousand on.
+        axes.stairs(top, np.append(iterations - 0.5, iterations[-1] + 0.5), baseline=floor, fill=True, color=SERIES[i])
+        floor = top
     if len(iterations) == 1:
         axes.set_xlim(iterations[0] - 3, iterations[0] + 3)
 

@@ -10,7 +10,7 @@ import pytest
 
 from jaxrl_llm.config import ConfigError, MetricsConfig, freeze, to_json
 from jaxrl_llm.metrics import METRICS, MetricsWriter
-from jaxrl_llm.report import CHARTS, COMPUTE_CHARTS, _over_compute, write_report
+from jaxrl_llm.report import CHARTS, write_report
 
 EVIL = '<script>alert("x")</script> & more'
 
@@ -82,7 +82,7 @@ def test_a_full_run_is_one_page_without_external_resources(tmp_path):
     assert len(ids) == len(set(ids))  # clip paths of one chart do not cut another
 
     shown = [chart for chart in CHARTS if chart.title != "Clipped tokens"]  # all null: no chart
-    assert page.tags.count("svg") == len(shown) + len(COMPUTE_CHARTS)
+    assert page.tags.count("svg") == len(shown)
     for chart in shown:
         assert chart.title in page.text
     assert "<figcaption>Clipped tokens <" not in text
@@ -104,14 +104,29 @@ def test_one_iteration_without_evaluation_config_or_samples_is_a_page(tmp_path):
     writer.write(1, {"rollout/reward_mean": 0.5, "time/generate_s": 2.0})
     writer.close()
     page = Page(write_report(tmp_path).read_text())
-    assert page.tags.count("svg") == 2
+    assert page.tags.count("svg") == 2 and "compute until then" not in page.text
     assert "Before and after" not in page.text and "0.50" in page.text
 
 
-def test_curves_over_compute_stand_at_the_cost_summed_until_then():
-    rows = [{"iteration": i, "time/compute_rollouts": cost} for i, cost in ((1, 3.0), (2, 8.0), (4, 9.5))]
-    assert [row["iteration"] for row in _over_compute(rows)] == [3.0, 8.0, 9.5]
-    assert _over_compute([*rows, {"iteration": 5}]) == []  # an iteration whose cost is not known
+def test_every_curve_names_the_compute_spent_until_each_iteration_below_it(tmp_path):
+    writer = MetricsWriter(tmp_path, MetricsConfig(tensorboard=False))
+    for i, cost in ((1, 3.0), (2, 8.25), (3, 1250.0), (4, 2.5e6)):
+        values = {"time/generate_s": 1.0, "time/update_s": 2.0 * i}
+        writer.write(i, values | {"rollout/reward_mean": 0.5 * i, "time/compute_rollouts": cost})
+    writer.close()
+    pictures = re.findall("<svg.*?</svg>", write_report(tmp_path).read_text(), flags=re.DOTALL)
+    assert len(pictures) == 2
+    for svg in pictures:
+        words = re.findall("<text[^>]*>([^<]*)</text>", svg)
+        places = re.findall(r'translate\(([0-9.]+) ([0-9.]+)\)">([^<]*)</text>', svg)
+        at = {word: (float(x), float(y)) for x, y, word in places}
+        assert any("compute until then" in word for word in words)
+        for iteration, cost in (("1", "3"), ("2", "8.25"), ("3", "1.25k"), ("4", "2.5M")):
+            words.remove(iteration)
+            words.remove(cost)
+        # The places of a pair: one below the other.
+        assert abs(at["4"][0] - at["2.5M"][0]) < 15 and at["2.5M"][1] > at["4"][1]
+        assert abs(at["2"][0] - at["8.25"][0]) < 15 and at["8.25"][1] > at["2"][1]
 
 
 def test_the_same_run_gives_the_same_page(tmp_path):
