@@ -10,7 +10,8 @@ Letters: B rows, S row width, C completion width, X positions, D model width, V 
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -42,38 +43,54 @@ def _filtered_logits(settings: Filter, hidden_XD, head_VD, target_X, support_XK)
     return keep_support(logits_XV / settings.temperature, jnp.append(support_XK, target_X[:, None], axis=1))
 
 
+def _if_live(is_live: jax.Array | None, compute: Callable[..., Any], *operands: Any) -> Any:
+    """``compute(*operands)`` where the chunk is live, zeros where it is not; None = it is."""
+    if is_live is None:
+        return compute(*operands)
+    nothing = lambda *_: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(compute, *operands))  # noqa: E731
+    return jax.lax.cond(is_live, compute, nothing, *operands)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _projected_logp(settings: Filter, hidden_XD, head_VD, target_X, support_XK):
-    """Log-probability of each target, and entropy, [X] f32.
+def _projected_logp(settings: Filter, hidden_XD, head_VD, target_X, support_XK, is_live):
+    """Log-probability of each target, and entropy, [X] f32; 0.0 where the chunk is not live.
 
     Its gradient is written out: from one more projection and the two results it needs no maximum and no sum over the
-    vocabulary, and what autodiff would keep or redo for them is one pass.
+    vocabulary, and what autodiff would keep or redo for them is one pass. Whether the chunk is live is asked in here,
+    for autodiff of a condition would keep a copy of the head with every chunk.
 
         dlogp/dlogit_v = [v = target] - p_v,     dentropy/dlogit_v = -p_v (log p_v + entropy)
     """
-    return token_logp(_filtered_logits(settings, hidden_XD, head_VD, target_X, support_XK), target_X)
+    return _projected_logp_forward(settings, hidden_XD, head_VD, target_X, support_XK, is_live)[0]
 
 
-def _projected_logp_forward(settings, hidden_XD, head_VD, target_X, support_XK):
-    filtered_XV = _filtered_logits(settings, hidden_XD, head_VD, target_X, support_XK)
-    logp, entropy = token_logp(filtered_XV, target_X)
-    log_total = jnp.take_along_axis(filtered_XV, target_X[:, None], axis=-1)[:, 0] - logp
-    return (logp, entropy), (hidden_XD, head_VD, target_X, support_XK, log_total, entropy)
+def _projected_logp_forward(settings, hidden_XD, head_VD, target_X, support_XK, is_live):
+    def compute(hidden_XD, head_VD, target_X, support_XK):
+        filtered_XV = _filtered_logits(settings, hidden_XD, head_VD, target_X, support_XK)
+        logp, entropy = token_logp(filtered_XV, target_X)
+        return logp, entropy, jnp.take_along_axis(filtered_XV, target_X[:, None], axis=-1)[:, 0] - logp
+
+    inputs = (hidden_XD, head_VD, target_X, support_XK)
+    logp, entropy, log_total = _if_live(is_live, compute, *inputs)
+    return (logp, entropy), (inputs, is_live, log_total, entropy)
 
 
 def _projected_logp_backward(settings, kept, gradients):
-    hidden_XD, head_VD, target_X, support_XK, log_total, entropy = kept
-    g_logp, g_entropy = gradients
-    logp_XV = _filtered_logits(settings, hidden_XD, head_VD, target_X, support_XK) - log_total[:, None]
-    p_XV = jnp.exp(logp_XV)
-    finite_XV = jnp.where(logp_XV > -jnp.inf, logp_XV, 0.0)
-    is_target = jnp.arange(logp_XV.shape[-1])[None, :] == target_X[:, None]
-    g_XV = g_logp[:, None] * (is_target - p_XV) - g_entropy[:, None] * p_XV * (finite_XV + entropy[:, None])
-    g_XV = (g_XV / settings.temperature).astype(hidden_XD.dtype)
-    head_VD_cast = head_VD.astype(hidden_XD.dtype)
-    g_hidden = jnp.einsum("XV,VD->XD", g_XV, head_VD_cast, preferred_element_type=jnp.float32)
-    g_head = jnp.einsum("XV,XD->VD", g_XV, hidden_XD, preferred_element_type=jnp.float32)
-    return g_hidden.astype(hidden_XD.dtype), g_head.astype(head_VD.dtype), None, None
+    inputs, is_live, *of_vocabulary = kept
+
+    def compute(hidden_XD, head_VD, target_X, support_XK, log_total, entropy, g_logp, g_entropy):
+        logp_XV = _filtered_logits(settings, hidden_XD, head_VD, target_X, support_XK) - log_total[:, None]
+        p_XV = jnp.exp(logp_XV)
+        finite_XV = jnp.where(logp_XV > -jnp.inf, logp_XV, 0.0)
+        is_target = jnp.arange(logp_XV.shape[-1])[None, :] == target_X[:, None]
+        g_XV = g_logp[:, None] * (is_target - p_XV) - g_entropy[:, None] * p_XV * (finite_XV + entropy[:, None])
+        g_XV = (g_XV / settings.temperature).astype(hidden_XD.dtype)
+        head_VD_cast = head_VD.astype(hidden_XD.dtype)
+        g_hidden = jnp.einsum("XV,VD->XD", g_XV, head_VD_cast, preferred_element_type=jnp.float32)
+        g_head = jnp.einsum("XV,XD->VD", g_XV, hidden_XD, preferred_element_type=jnp.float32)
+        return g_hidden.astype(hidden_XD.dtype), g_head.astype(head_VD.dtype)
+
+    return *_if_live(is_live, compute, *inputs, *of_vocabulary, *gradients), None, None, None
 
 
 _projected_logp.defvjp(_projected_logp_forward, _projected_logp_backward)
@@ -113,16 +130,11 @@ def chunked_logp(
     spare = num_chunks * chunk - C
     settings = Filter(temperature, top_k, top_p, min_p)
 
-    def compute(head_VD, *of_positions):
-        hidden, target, support = (x if x is None else x.reshape(B * chunk, *x.shape[2:]) for x in of_positions)
-        logp, entropy = _projected_logp(settings, hidden, head_VD, target, support)
-        return logp.reshape(B, chunk), entropy.reshape(B, chunk)
-
-    def one_chunk(first, xs):
-        if live is None:
-            return first, compute(head_VD, *xs)
-        nothing = lambda *_: (jnp.zeros((B, chunk)), jnp.zeros((B, chunk)))  # noqa: E731
-        return first + chunk, jax.lax.cond(first < live, compute, nothing, head_VD, *xs)
+    def one_chunk(first, of_positions):
+        hidden, target, support = jax.tree.map(lambda x: x.reshape(B * chunk, *x.shape[2:]), of_positions)
+        is_live = None if live is None else first < live
+        logp, entropy = _projected_logp(settings, hidden, head_VD, target, support, is_live)
+        return first + chunk, (logp.reshape(B, chunk), entropy.reshape(B, chunk))
 
     def split(x):  # [B, C, ...] -> [chunks, B, chunk, ...]
         x = jnp.pad(x, ((0, 0), (0, spare)) + ((0, 0),) * (x.ndim - 2))

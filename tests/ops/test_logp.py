@@ -50,3 +50,26 @@ def test_the_written_gradient_of_logp_and_entropy_is_that_of_finite_differences(
             array[index] = kept
             expected[index] = (ends[0] - ends[1]) / (2 * step)
         np.testing.assert_allclose(gradient, expected, rtol=2e-4, atol=2e-5)
+
+
+def test_chunks_past_the_last_target_change_nothing_and_keep_no_copy_of_the_head():
+    # Chunks of 2 of 5 positions, of which 3 hold a target: the last chunk is not computed.
+    draw = np.random.default_rng(5)
+    hidden, head = np.float32(draw.normal(size=(B, C, D))), np.float32(draw.normal(size=(V, D)))
+    weights, target = draw.normal(size=(2, B, C)).astype(np.float32), draw.integers(0, V, (B, C)).astype(np.int32)
+    weights[:, :, 3:] = 0
+    poisoned = hidden.copy()
+    poisoned[:, 4:] = np.nan
+
+    def loss(hidden, head, live):
+        logp, entropy = chunked_logp(hidden, head, target, chunk=2, live=live, **FILTERS[0])
+        return jnp.sum(weights[0] * logp + weights[1] * entropy), (logp, entropy)
+
+    of_live = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True)).lower(hidden, head, jnp.int32(3)).compile()
+    (value, both), (g_hidden, g_head) = of_live(poisoned, head, jnp.int32(3))
+    (expected, _), (all_hidden, all_head) = jax.value_and_grad(loss, (0, 1), has_aux=True)(hidden, head, None)
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    np.testing.assert_allclose(g_hidden, all_hidden, rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose(g_head, all_head, rtol=1e-6, atol=1e-7)
+    assert not g_hidden[:, 4:].any() and not any(x[:, 4:].any() for x in both)
+    assert f"f32[{V},{D}]" in of_live.as_text() and f"f32[3,{V},{D}]" not in of_live.as_text()
