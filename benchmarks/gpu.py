@@ -1,38 +1,45 @@
 """One accelerator against its data sheet: decode tokens per second and model FLOP utilisation of the update, bfloat16.
 
     python -m benchmarks.gpu [--shape NAME ...] [--json FILE]
+    bash launch/bench.sh gpu [--shape NAME ...] [--json FILE]      after setup.sh gpu: transformers and TRL beside ours
 
 For each shape, with random weights: completions of 128 tokens after prompts of 64 at batch 64 and 256, in groups of 8,
 and optimizer steps on 64 rows of 256 + 256 tokens in micro-batches of 16 (--preset tiny: everything small, for tests).
 Decode is held against the larger of its FLOPs and its bytes: weights, and cached keys with prompts once per group.
 The update's utilisation counts 6 operations per parameter and token and the attention, with every row computing its
-own prompt, and no recomputation. Peaks are the data sheet's; on a CPU they are measured.
+own prompt, and no recomputation. Peaks are the data sheet's; on a CPU they are measured. The peers have the same
+shapes, sizes and accelerator: transformers' generate in bfloat16, and TRL's optimizer step in its mixed precision.
 
-Owns: sizes and peaks. Does not know: how programs are built (iteration).
+Owns: sizes and peaks. Does not know: how programs are built (iteration), how a peer makes its step (workers).
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import os
 import statistics
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import floors, machine, results
+from benchmarks import floors, machine, results, run, workload
 from benchmarks.ceilings import Probe
 from benchmarks.floors import Ceilings
 from benchmarks.iteration import Iteration, random_params, random_prompts
 from benchmarks.results import Figure
 from benchmarks.shapes import SHAPES
 from benchmarks.stopwatch import Stopwatch
+from benchmarks.worker import Worker, WorkerError
 from jaxrl_llm.config import Config, freeze
+from jaxrl_llm.models import hf
 from jaxrl_llm.models.presets import Architecture
 
 # Part of the device's name -> bytes per second of its memory, dense bfloat16 operations per second.
@@ -57,8 +64,9 @@ class Sizes:
 
 SIZES = {
     "full": Sizes(),
-    "tiny": Sizes((4,), 2, 4, 4, 4, update_rows=4, update_prompt=4, update_completion=4, micro_batch=2),
+    "tiny": Sizes((4,), 2, 4, 4, 4, update_rows=4, update_prompt=64, update_completion=4, micro_batch=2),
 }
+PEER_TIMEOUT_S = 1800  # of one step
 
 
 def peaks(device: jax.Device, arch: Architecture) -> Ceilings:
@@ -88,7 +96,7 @@ def config_of(rows: int, group: int, prompt: int, completion: int, *, chunk: int
 
 
 def decode(name: str, arch: Architecture, ceilings: Ceilings, sizes: Sizes, repeats: int) -> Iterator[Figure]:
-    """Tokens per second of the decode program, prefill apart, and the share of the floor."""
+    """Tokens per second of the decode program, prefill apart, and the share of the floor; and of all of generation."""
     for rows in sizes.batches:
         config = config_of(
             rows, sizes.group, sizes.prompt, sizes.completion, chunk=sizes.chunk, micro_batch=sizes.group
@@ -97,18 +105,22 @@ def decode(name: str, arch: Architecture, ceilings: Ceilings, sizes: Sizes, repe
         prompts = random_prompts(config, arch)
         iteration = Iteration(config, arch, random_params, prompts, wrap=watch.wrap, learner=False)
         iteration.generate()
-        seconds = []
+        seconds, whole = [], []
         for _ in range(repeats):
             watch.seconds.clear()
+            start = time.perf_counter()
             iteration.generate()
+            whole.append(time.perf_counter() - start)
             seconds.append(watch.total("decode"))
-        taken = statistics.median(seconds)
+        taken, tokens = statistics.median(seconds), rows * sizes.completion
         least = 0.0
         for step in range(1, sizes.completion + 1):
             read = rows // sizes.group * sizes.prompt + rows * step
             work = floors.decode_step(arch, rows=rows, context=sizes.prompt + step, read=read, itemsize=2)
             least += work.seconds(ceilings.decode_flops, ceilings.read_bytes)
-        yield Figure(f"{name}/decode_tokens_per_s/batch={rows}", rows * sizes.completion / taken, "tokens/s", "more")
+        per_s = tokens / statistics.median(whole)
+        yield Figure(f"{name}/generate_tokens_per_s/batch={rows}", per_s, "tokens/s", "more")
+        yield Figure(f"{name}/decode_tokens_per_s/batch={rows}", tokens / taken, "tokens/s", "more")
         yield Figure(f"{name}/decode_share_of_floor/batch={rows}", least / taken, "", "more")
 
 
@@ -128,6 +140,64 @@ def update(name: str, arch: Architecture, ceilings: Ceilings, sizes: Sizes, repe
     yield Figure(f"{name}/update_mfu", flops / taken / ceilings.batch_flops, "", "more")
 
 
+def peers(name: str, arch: Architecture, sizes: Sizes, repeats: int) -> Iterator[Figure]:
+    """Tokens per second of transformers' generate, and of TRL's step without its generation.
+
+    Raises:
+        WorkerError: one did not get ready, or ended.
+    """
+    config = hf.config_json(arch)
+    generations = {
+        f"hf/generate_tokens_per_s/batch={rows}": {
+            "rows": rows,
+            "prompt_tokens": sizes.prompt,
+            "completion_tokens": sizes.completion,
+        }
+        for rows in sizes.batches
+    }
+    for figure, job in generations.items():
+        taken = _median("hf", {"config": config, **job}, "generate_s", repeats)
+        yield Figure(f"{name}/{figure}", job["rows"] * sizes.completion / taken, "tokens/s", "more")
+    job = {
+        "config": config,
+        "model": str(workload.exported(run.FOLDER / "smollm2-135m-instruct").resolve()),  # its tokenizer
+        "num_questions": sizes.update_rows // sizes.group,
+        "prompt_tokens": sizes.update_prompt,
+        "samples_per_question": sizes.group,
+        "completion_tokens": sizes.update_completion,
+        "micro_batch": sizes.micro_batch,
+        "learning_rate": 1e-5,
+        "threads": os.cpu_count(),
+        "bf16": True,
+    }
+    tokens = sizes.update_rows * (sizes.update_prompt + sizes.update_completion)
+    taken = _median("trl", job, "update_s", repeats)
+    yield Figure(f"{name}/trl/update_tokens_per_s", tokens / taken, "tokens/s", "more")
+
+
+def _median(worker: str, job: dict[str, Any], part: str, repeats: int) -> float:
+    """Seconds that a part of a peer's step takes, after one that does not count."""
+    python = run.command("trl")[0]
+    log = run.FOLDER / f"gpu_{worker}.log"
+    command = [python, "-m", f"benchmarks.workers.{worker}"]
+    with contextlib.closing(
+        Worker(worker, command, job, environment=dict(os.environ), log=log, timeout_s=PEER_TIMEOUT_S)
+    ) as peer:
+        return statistics.median([peer.step()[0][part] for _ in range(repeats + 1)][1:])
+
+
+def compared(figures: list[Figure]) -> Iterator[Figure]:
+    """How many times a peer's rate ours is."""
+    value = {figure.name: figure.value for figure in figures}
+    for name in value:
+        shape, _, rest = name.partition("/")
+        peer, _, ours = rest.partition("/")
+        if f"{shape}/{ours}" in value:
+            yield Figure(
+                f"{shape}/times_faster_than_{peer}/{ours}", value[f"{shape}/{ours}"] / value[name], "x", "more"
+            )
+
+
 def main(arguments: list[str]) -> int:
     parser = results.Arguments(prog="python -m benchmarks.gpu", description=__doc__.splitlines()[0])
     parser.add_argument(
@@ -135,8 +205,13 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("--preset", choices=SIZES, default="full", help="sizes of the measurement")
     parser.add_argument("--repeats", type=results.at_least(1), default=3)
+    parser.add_argument("--peers", action="store_true", help="measure transformers and TRL too, of .venv-trl")
     parser.add_argument("--json", type=Path, help="file for the result")
     options = parser.parse_args(arguments)
+    if options.peers and not Path(run.command("trl")[0]).exists():
+        parser.error("--peers needs .venv-trl: run bash launch/bench.sh gpu")
+    if options.peers:  # they share the memory
+        os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     sizes, device = SIZES[options.preset], jax.devices()[0]
     table = Table("figure", "value", "unit", title=f"{device.device_kind}, bfloat16, random weights")
     figures = []
@@ -151,6 +226,13 @@ def main(arguments: list[str]) -> int:
             started = time.monotonic()
             figures += measure(name, arch, ceilings, sizes, options.repeats)
             print(f"{name} {measure.__name__}: {time.monotonic() - started:.0f} s", flush=True)
+        if options.peers:
+            try:
+                figures += peers(name, arch, sizes, options.repeats)
+            except WorkerError as error:
+                print(f"error: {error}", file=sys.stderr)
+                return 1
+    figures += compared(figures)
     for figure in figures:
         table.add_row(figure.name, f"{figure.value:.4g}", figure.unit)
     Console(width=120).print(table)

@@ -3,6 +3,7 @@
 #
 #   bash launch/bench.sh [ours] [trl] [trl-bf16] [tunix] [--steps N] [--json FILE]      default: all four
 #   bash launch/bench.sh race [ours] [trl] [--seeds N] [--json FILE]                    seconds until sums are learned
+#   bash launch/bench.sh gpu [--shape NAME ...] [--json FILE]                           one accelerator (benchmarks.gpu)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash launch/setup.sh
@@ -19,7 +20,7 @@ peer() {
 }
 
 measurement=run peers=" trl tunix "
-[[ ${1:-} != race ]] || { measurement=race peers=" trl "; shift; }
+[[ ${1:-} != race && ${1:-} != gpu ]] || { measurement=$1 peers=" trl "; shift; }
 wanted=" " value=""
 for argument in "$@"; do
     # A word after an option is its value.
@@ -28,6 +29,7 @@ for argument in "$@"; do
     [[ $argument != --*=* && $argument == --* ]] && value=1
 done
 [[ $wanted != " " ]] || wanted=$peers
+[[ $measurement != gpu ]] || { wanted=$peers; set -- --peers "$@"; }
 [[ $wanted != *" trl"* ]] || peer trl "trl==1.16.*" "torch==2.13.0" "transformers==5.23.*"
 [[ $wanted != *" tunix "* ]] || peer tunix "google-tunix==0.1.7" "jax==0.10.2" "jaxlib==0.10.2"
 

@@ -381,6 +381,49 @@ def test_micro_and_gpu_run_on_a_cpu(tmp_path, monkeypatch, command, arguments, e
     assert all(value[name] > 0 for name in expected)
 
 
+def test_peers_of_an_accelerator_are_told_the_same_sizes_and_compared(tmp_path, monkeypatch, capsys):
+    """Stand-ins for their processes; ours is a figure given."""
+    told = []
+
+    class Peer:
+        def __init__(self, name, command, job, **rest):
+            self.name = name
+            told.append((name, command[-1], job))
+
+        def step(self):
+            return {"generate_s": 2.0, "update_s": 0.5}, 0.0
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr(gpu, "Worker", Peer)
+    monkeypatch.setattr(gpu.workload, "exported", lambda folder: tmp_path)
+    sizes = gpu.Sizes(batches=(64, 256))
+    figures = list(gpu.peers("small", SMALL, sizes, 2))
+    assert [(name, module) for name, module, _ in told] == [
+        ("hf", "benchmarks.workers.hf"),
+        ("hf", "benchmarks.workers.hf"),
+        ("trl", "benchmarks.workers.trl"),
+    ]
+    assert all(job["config"]["hidden_size"] == 4 for _, _, job in told)
+    assert [told[i][2]["rows"] for i in (0, 1)] == [64, 256] and told[2][2]["num_questions"] == 8
+    # 64 x 128 tokens in 2 s, 256 x 128 in 2 s; 64 x 512 in half a second.
+    assert [figure.value for figure in figures] == [4096, 16384, 65536]
+    ours = [Figure("small/generate_tokens_per_s/batch=64", 8192, ""), Figure("small/update_tokens_per_s", 32768, "")]
+    value = {figure.name: figure.value for figure in gpu.compared([*ours, *figures])}
+    assert value == {
+        "small/times_faster_than_hf/generate_tokens_per_s/batch=64": 2.0,
+        "small/times_faster_than_trl/update_tokens_per_s": 0.5,
+    }
+
+
+def test_peers_of_an_accelerator_want_their_environment(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(gpu.run, "command", lambda name: [str(tmp_path / "python")])
+    with pytest.raises(SystemExit):
+        gpu.main(["--shape", "tiny", "--peers"])
+    assert "--peers needs .venv-trl: run bash launch/bench.sh gpu" in capsys.readouterr().err
+
+
 def test_unknown_accelerators_have_no_peaks():
     Device = dataclasses.make_dataclass("Device", ["platform", "device_kind"])
     assert gpu.peaks(Device("gpu", "NVIDIA H200"), SMALL) == Ceilings(989e12, 989e12, 4.8e12)
@@ -427,6 +470,12 @@ def test_bench_races_against_trl(bench, arguments, installs):
     assert bench.run("launch/bench.sh", "race", *arguments).returncode == 0
     assert [line.split(" torch")[0] for line in bench.log[2:-1]] == installs
     assert bench.log[-1] == " ".join(["-m benchmarks.race", *arguments])
+
+
+def test_bench_measures_an_accelerator_beside_trl(bench):
+    assert bench.run("launch/bench.sh", "gpu", "--shape", "smollm2-135m", "qwen2-1.5b").returncode == 0
+    assert [line.split(" torch")[0] for line in bench.log[2:-1]] == [TRL]
+    assert bench.log[-1] == "-m benchmarks.gpu --peers --shape smollm2-135m qwen2-1.5b"
 
 
 def test_a_peer_whose_installation_failed_is_tried_again(bench):

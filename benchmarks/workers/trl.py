@@ -1,7 +1,8 @@
-"""TRL's GRPOTrainer on the CPU, with transformers' own generation; ``bf16`` in the job is its default autocast.
+"""TRL's GRPOTrainer with transformers' own generation; ``bf16`` in the job is its default autocast.
 
-A job with ``answers`` is one of ``race``: completions may end early, and are right or wrong. The trainer runs its own
-loop; a callback holds it between steps. Runs in .venv-trl.
+A job with ``answers`` is one of ``race``: completions may end early, and are right or wrong. One with ``config`` is of
+``gpu``: random weights of that shape, on the GPU if there is one, after questions of ``prompt_tokens`` tokens; all
+others run on the CPU. The trainer runs its own loop; a callback holds it between steps. Runs in .venv-trl.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import transformers
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
+from benchmarks.workers.hf import random_model
 from benchmarks.workers.link import Link, is_right, reward
 
 
@@ -49,11 +51,26 @@ class Turns(transformers.TrainerCallback):
         self.link.report(**times, tokens=sum(self.lengths), samples=len(self.lengths), pass_rate=rate)
 
 
+def question_of(tokenizer, number: int, tokens: int) -> str:
+    """A question that is ``tokens`` long with the chat template around it, or as short as it gets."""
+
+    def length(text: str) -> int:
+        messages = [{"role": "user", "content": text}]
+        return len(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+
+    return f"{number}" + " a" * (tokens - length(f"{number}"))
+
+
 def main() -> None:
     link = Link()
     job = link.job
-    torch.set_num_threads(job["threads"])
-    answers = job.get("answers")
+    answers, shape = job.get("answers"), job.get("config")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(job["model"])
+    on_cpu = not (shape and torch.cuda.is_available())
+    if on_cpu:
+        torch.set_num_threads(job["threads"])
+    if shape:
+        job["questions"] = [question_of(tokenizer, i, job["prompt_tokens"]) for i in range(job["num_questions"])]
     samples = job["samples_per_step"] if answers else len(job["questions"]) * job["samples_per_question"]
     rows = [{"prompt": [{"role": "user", "content": question}]} for question in job["questions"]]
     if answers:
@@ -71,7 +88,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         config = GRPOConfig(
             output_dir=folder,
-            use_cpu=True,
+            use_cpu=on_cpu,
             bf16=job["bf16"],
             gradient_checkpointing=False,
             per_device_train_batch_size=job["micro_batch"],
@@ -86,18 +103,18 @@ def main() -> None:
             lr_scheduler_type="constant",
             shuffle_dataset=False,
             max_steps=10**6,
-            model_init_kwargs={"dtype": "float32"},
+            model_init_kwargs=None if shape else {"dtype": "float32"},
             logging_strategy="no",
             save_strategy="no",
             report_to="none",
             disable_tqdm=True,
         )
         trainer = GRPOTrainer(
-            model=job["model"],
+            model=random_model(shape, torch.float32) if shape else job["model"],
             args=config,
             reward_funcs=score,
             train_dataset=Dataset.from_list(rows),
-            processing_class=transformers.AutoTokenizer.from_pretrained(job["model"]),
+            processing_class=tokenizer,
             callbacks=[turns],
         )
         trainer._generate = turns.timed(trainer._generate)

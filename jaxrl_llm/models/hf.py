@@ -176,7 +176,7 @@ def export(params: Params, model: Model, tokenizer: Tokenizer | ByteTokenizer, f
     tokenizer.save(folder)
     tokens = {"bos_token_id": tokenizer.bos_id, "eos_token_id": list(tokenizer.eos_ids)}
     _write_json(folder / "generation_config.json", {**tokens, "pad_token_id": tokenizer.pad_id})
-    _write_json(folder / "config.json", {**_config(model.arch), **tokens})
+    _write_json(folder / "config.json", {**config_json(model.arch), **tokens})
 
 
 def _write_weights(params: Params, folder: Path) -> None:
@@ -205,7 +205,7 @@ def _write_weights(params: Params, folder: Path) -> None:
         _write_json(folder / "model.safetensors.index.json", index)
 
 
-def _config(arch: Architecture) -> dict[str, Any]:
+def config_json(arch: Architecture) -> dict[str, Any]:
     """config.json in the spelling that every version of transformers reads."""
     scaling = arch.rope_scaling
     return {
