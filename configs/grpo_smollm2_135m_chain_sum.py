@@ -54,8 +54,8 @@ def get_config():
     config.replay.unit = "group"
     config.replay.skip_tied = True
     config.update.batch_size = 64
-    config.update.micro_batch_tokens = 640
-    config.update.pack_width = 320
+    config.update.micro_batch_tokens = 448
+    config.update.pack_width = 448
     config.objective.clip_high = 0.28
     config.optimizer.learning_rate = 3e-5
     config.eval.num_prompts = 128
