@@ -4,7 +4,7 @@
 
     python -m jaxrl_llm.train --config=configs/grpo_smollm2_135m_chain_sum.py --workdir=runs/local
 
-Seed 0 ran on 2026-11-22, 2 CPU cores, float32, all caches empty; seed 1 on 2026-11-21, with padded rows in the update,
+Seed 0 ran on 2026-11-22, 2 CPU cores, float32, programs compiled anew; seed 1 on 2026-11-21, padded rows in the update,
 which since then are packed. From start to report with the packages installed:
 
     seed 0   7 min 35 s   held-out pass rate 0.164 before, 0.641 after (128 questions, sampled at temperature 1)
