@@ -147,20 +147,14 @@ def peers(name: str, arch: Architecture, sizes: Sizes, repeats: int) -> Iterator
         WorkerError: one did not get ready, or ended.
     """
     config = hf.config_json(arch)
-    generations = {
-        f"hf/generate_tokens_per_s/batch={rows}": {
-            "rows": rows,
-            "prompt_tokens": sizes.prompt,
-            "completion_tokens": sizes.completion,
-        }
-        for rows in sizes.batches
-    }
-    for figure, job in generations.items():
+    for rows in sizes.batches:
+        job = {"rows": rows, "prompt_tokens": sizes.prompt, "completion_tokens": sizes.completion}
         taken = _median("hf", {"config": config, **job}, "generate_s", repeats)
-        yield Figure(f"{name}/{figure}", job["rows"] * sizes.completion / taken, "tokens/s", "more")
+        per_s = rows * sizes.completion / taken
+        yield Figure(f"{name}/hf/generate_tokens_per_s/batch={rows}", per_s, "tokens/s", "more")
     job = {
         "config": config,
-        "model": str(workload.exported(run.FOLDER / "smollm2-135m-instruct").resolve()),  # its tokenizer
+        "model": str(workload.exported(run.WEIGHTS).resolve()),  # its tokenizer
         "num_questions": sizes.update_rows // sizes.group,
         "prompt_tokens": sizes.update_prompt,
         "samples_per_question": sizes.group,
@@ -192,10 +186,8 @@ def compared(figures: list[Figure]) -> Iterator[Figure]:
     for name in value:
         shape, _, rest = name.partition("/")
         peer, _, ours = rest.partition("/")
-        if f"{shape}/{ours}" in value:
-            yield Figure(
-                f"{shape}/times_faster_than_{peer}/{ours}", value[f"{shape}/{ours}"] / value[name], "x", "more"
-            )
+        if mine := value.get(f"{shape}/{ours}"):
+            yield Figure(f"{shape}/times_faster_than_{peer}/{ours}", mine / value[name], "x", "more")
 
 
 def main(arguments: list[str]) -> int:

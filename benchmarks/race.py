@@ -103,7 +103,7 @@ def trl(seed: int, environment: dict[str, str]) -> Iterator[Step]:
     config = freeze(runpy.run_path(str(machine.ROOT / MAIN_JOB))["get_config"]())
     examples = tasks.load(config.prompts, seed=seed).examples
     told = {
-        "model": str(workload.exported(run.FOLDER / "smollm2-135m-instruct").resolve()),
+        "model": str(workload.exported(run.WEIGHTS).resolve()),
         "questions": [example.prompt for example in examples],
         "answers": [example.columns["answer"] for example in examples],
         "seed": seed,

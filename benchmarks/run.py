@@ -50,6 +50,7 @@ SYSTEMS = {
     "tunix": System("benchmarks.workers.tunix", ".venv-tunix"),
 }
 FOLDER = machine.ROOT / "runs" / "bench"
+WEIGHTS = FOLDER / "smollm2-135m-instruct"  # as workload.exported leaves them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,9 +191,8 @@ def measure(
     from benchmarks.ceilings import Probe
 
     say = Console(width=160).print
-    folder = FOLDER / "smollm2-135m-instruct"
     sizes = {"num_questions": options.questions, "threads": options.threads, "remat": options.remat}
-    job, arch = workload.make_job(folder, **sizes)
+    job, arch = workload.make_job(WEIGHTS, **sizes)
     probe = Probe(arch, decode_rows=job.samples)
 
     def floors_at(ceilings: Ceilings) -> tuple[Floor, Floor]:

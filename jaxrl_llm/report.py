@@ -224,14 +224,18 @@ def _duration(seconds: float) -> str:
 def _compute_at(metrics: Rows) -> Callable[[float], str] | None:
     """The compute spent until an iteration, as text; "" between iterations. None where the run has not measured it."""
     spent = dict(_values(metrics, "time/compute_rollouts"))
+    if not spent:
+        return None
 
     def shown(x: float) -> str:
+        if x not in spent:
+            return ""
         for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
             if spent[x] >= size:
                 return f"{spent[x] / size:.3g}{unit}"
         return f"{spent[x]:.3g}"
 
-    return (lambda x: shown(x) if x in spent else "") if spent else None
+    return shown
 
 
 def _charts(metrics: Rows) -> str:

@@ -381,13 +381,12 @@ def test_micro_and_gpu_run_on_a_cpu(tmp_path, monkeypatch, command, arguments, e
     assert all(value[name] > 0 for name in expected)
 
 
-def test_peers_of_an_accelerator_are_told_the_same_sizes_and_compared(tmp_path, monkeypatch, capsys):
+def test_peers_of_an_accelerator_are_told_the_same_sizes_and_compared(tmp_path, monkeypatch):
     """Stand-ins for their processes; ours is a figure given."""
     told = []
 
     class Peer:
         def __init__(self, name, command, job, **rest):
-            self.name = name
             told.append((name, command[-1], job))
 
         def step(self):

@@ -30,10 +30,10 @@ def main() -> None:
     for _ in link.steps():
         start = time.perf_counter()
         rows = model.generate(prompts, attention_mask=torch.ones_like(prompts), pad_token_id=0, **how)
-        tokens = int((rows.shape[1] - prompts.shape[1]) * rows.shape[0])  # waits for the device
         if device == "cuda":
             torch.cuda.synchronize()
         seconds = time.perf_counter() - start
+        tokens = rows.numel() - prompts.numel()
         link.report(generate_s=seconds, update_s=0.0, step_s=seconds, tokens=tokens, samples=len(rows))
 
 

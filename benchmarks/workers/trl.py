@@ -71,6 +71,9 @@ def main() -> None:
         torch.set_num_threads(job["threads"])
     if shape:
         job["questions"] = [question_of(tokenizer, i, job["prompt_tokens"]) for i in range(job["num_questions"])]
+        model, model_settings = random_model(shape, torch.float32), None
+    else:
+        model, model_settings = job["model"], {"dtype": "float32"}
     samples = job["samples_per_step"] if answers else len(job["questions"]) * job["samples_per_question"]
     rows = [{"prompt": [{"role": "user", "content": question}]} for question in job["questions"]]
     if answers:
@@ -103,14 +106,14 @@ def main() -> None:
             lr_scheduler_type="constant",
             shuffle_dataset=False,
             max_steps=10**6,
-            model_init_kwargs=None if shape else {"dtype": "float32"},
+            model_init_kwargs=model_settings,
             logging_strategy="no",
             save_strategy="no",
             report_to="none",
             disable_tqdm=True,
         )
         trainer = GRPOTrainer(
-            model=random_model(shape, torch.float32) if shape else job["model"],
+            model=model,
             args=config,
             reward_funcs=score,
             train_dataset=Dataset.from_list(rows),
