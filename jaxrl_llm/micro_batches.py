@@ -45,8 +45,8 @@ def packed(
 ) -> MicroBatches:
     """Cut rows [M,b,...] and their weights into pieces of ``num_lines`` lines, each of K rows that fit in it.
 
-    Units without a trainable row are left out. Where a line has fewer rows than it has place for, lengths and weights
-    are 0 and no row is trainable.
+    Units without a trainable row are left out, and so are the completions of rows that are not trainable. Where a line
+    has fewer rows than it has place for, lengths and weights are 0 and no row is trainable.
 
     Args:
         width: tokens of a line.
@@ -55,7 +55,11 @@ def packed(
     """
     M, b = batch.reward.shape
     of_unit = lambda x: x.reshape(M, b // group_size, group_size)  # noqa: E731
-    prompt, length = of_unit(batch.rollout.prompt_length), of_unit(batch.rollout.length)
+    rollout = batch.rollout
+    batch = batch.replace(
+        rollout=rollout.replace(length=jnp.where(batch.trainable, rollout.length, rollout.prompt_length))
+    )
+    prompt, length = of_unit(rollout.prompt_length), of_unit(batch.rollout.length)
     size = prompt[..., 0] + jnp.sum(length - prompt, axis=-1)
     size = jnp.where(jnp.any(of_unit(batch.trainable), axis=-1), size, 0)
     max_units = packing.units_per_line(width, unit_width)

@@ -76,6 +76,23 @@ def test_gradient_is_that_of_unshared_prompts_padded_or_packed():
                 np.testing.assert_allclose(value, sums_other[name], rtol=2e-6, atol=2e-5, err_msg=name)
 
 
+def test_completions_that_are_not_trained_take_no_room_in_a_line():
+    # Groups at full length fill a line of 31 each; with one completion of four, 7 + 6 tokens, two share one.
+    config = UpdateConfig(batch_size=P * G, micro_batch_size=G)
+    update = Update(config, SamplingConfig(max_completion_tokens=C), Model(ARCH), optax.sgd(1.0), num_devices=1)
+    update = packing(dataclasses.replace(update, group_size=G), L + G * C)
+    rows = experience(0)
+    full = jnp.full((1, P * G), L)
+    rows = rows.replace(rollout=rows.rollout.replace(prompt_length=full, length=full + C))
+    pieces = {}
+    for name, trainable in {
+        "all": jnp.ones((1, P * G), bool),
+        "one of four": jnp.arange(P * G)[None, :] % G == 1,
+    }.items():
+        pieces[name] = int(update.micro_batches(rows.replace(trainable=trainable), jnp.ones((1, P * G, S))).count)
+    assert pieces == {"all": 2, "one of four": 1}  # of two lines each
+
+
 def test_groups_are_drawn_whole_and_without_repeats():
     rows = jax.tree.map(lambda x: jnp.concatenate([x[0]] * 4), experience(0))  # 12 groups
     group = jnp.repeat(jnp.arange(12), G)

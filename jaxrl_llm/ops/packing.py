@@ -43,7 +43,7 @@ class Line(NamedTuple):
 
 def units_per_line(width: int, unit_width: int) -> int:
     """X = 4 W / unit_width: places for units of at most ``unit_width`` tokens in a line of W = ``width``."""
-    return DENSEST * (width // unit_width)
+    return DENSEST * width // unit_width
 
 
 def first_fit(size: jax.Array, *, width: int, max_units: int) -> tuple[jax.Array, jax.Array]:
