@@ -55,12 +55,10 @@ def packed(
     """
     M, b = batch.reward.shape
     of_unit = lambda x: x.reshape(M, b // group_size, group_size)  # noqa: E731
-    rollout = batch.rollout
-    batch = batch.replace(
-        rollout=rollout.replace(length=jnp.where(batch.trainable, rollout.length, rollout.prompt_length))
-    )
-    prompt, length = of_unit(rollout.prompt_length), of_unit(batch.rollout.length)
-    size = prompt[..., 0] + jnp.sum(length - prompt, axis=-1)
+    prompt_length = batch.rollout.prompt_length
+    length = jnp.where(batch.trainable, batch.rollout.length, prompt_length)
+    batch = batch.replace(rollout=batch.rollout.replace(length=length))
+    size = of_unit(prompt_length)[..., 0] + jnp.sum(of_unit(length - prompt_length), axis=-1)
     size = jnp.where(jnp.any(of_unit(batch.trainable), axis=-1), size, 0)
     max_units = packing.units_per_line(width, unit_width)
     unit_of, used = jax.vmap(lambda s: packing.first_fit(s, width=width, max_units=max_units))(size)
