@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import attention as oracle
 
-from jaxrl_llm.models.attention import Cache, Groups, Prompt, attend, cache_widths
+from jaxrl_llm.models.attention import Cache, Groups, Prompt, attend, cache_widths, query_blocks
 
 H, K = 4, 2
 
@@ -80,6 +80,24 @@ def test_a_row_that_is_a_whole_group_is_its_rows_behind_their_prompt_gradients_i
     by_rule, by_mask = (jax.jit(jax.grad(loss(x), (0, 1, 2)))(q, k, v) for x in (rule, mask))
     for a, b in zip(by_rule, by_mask, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5)
+
+
+@settings(max_examples=6, deadline=None)
+@given(seed=st.integers(0, 2**31), T=st.integers(150, 800), masked=st.booleans())
+def test_many_new_tokens_are_attended_block_by_block_and_nothing_changes_gradients_included(seed, T, masked):
+    rng = np.random.default_rng(seed)
+    N = K * int(rng.integers(1, 4))
+    q, k, v, grad_out = (normal(rng, 1, *shape, H) for shape in ((T, N), (K, T), (K, T), (T, N)))
+    seen = np.tril(rng.random((T, T)) < 0.2) | np.eye(T, dtype=bool) if masked else np.tril(np.ones((T, T), bool))
+    truth, gradients = oracle.attend_whole(q[0], k[0], v[0], seen, grad_out[0])
+    out, pull = jax.vjp(jax.jit(lambda *qkv: attend(*qkv, visible=seen[None] if masked else None)), q, k, v)
+    np.testing.assert_allclose(out[0], truth, atol=4e-6)
+    for ours, theirs in zip(pull(grad_out), gradients, strict=True):
+        np.testing.assert_allclose(ours[0], theirs, atol=1e-5)
+
+
+def test_long_lines_are_attended_in_up_to_four_blocks():
+    assert [query_blocks(T) for T in (2, 192, 193, 432, 577, 4096)] == [1, 1, 2, 3, 4, 4]
 
 
 @settings(max_examples=6, deadline=None)
