@@ -6,6 +6,9 @@
     decode         one decode step by number of slots, and by context length
     learner        16 rows of 52 + 64 tokens: log-prob (reference program), forward (prefill of prompts as long as the
                    rows), update, and backward = update - log-prob - optimizer; prompts shared by groups of 8
+    logp           log-probs of 512 tokens and their gradient, by turns: the learner's, and what autodiff makes of the
+                   definition, in one piece or in chunks that it computes twice; and the memory of each beside its
+                   arguments and results
     packing        an update of 32 ragged rows in padded micro-batches of 16 and in packed ones, by turns: in whole
                    groups, then row by row (replay.unit); the floor is that of the tokens there are
     optimizer      the optimizer alone on a gradient of ones
@@ -55,6 +58,8 @@ from jaxrl_llm.assembly import assemble
 from jaxrl_llm.config import Config, freeze
 from jaxrl_llm.models.presets import PRESETS, Architecture
 from jaxrl_llm.models.transformer import Model
+from jaxrl_llm.ops.logp import chunked_logp, project
+from jaxrl_llm.ops.sampling import token_logp
 from jaxrl_llm.programs import compile_all
 
 PROMPT, COMPLETION, GROUP = 52, 64, 8
@@ -166,6 +171,46 @@ def learner(s: Setting) -> Iterator[Row]:
     yield Row(f"logprob/{name}", logprob, Work(flops / floors.BACKWARD))
     yield Row(f"backward/{name}", update - logprob - step, Work(flops * 2 / floors.BACKWARD))
     yield Row(f"update/{name}", update, Work(flops))
+
+
+def logp(s: Setting) -> Iterator[Row]:
+    tokens, chunk, D, V = 512, 128, s.arch.width, s.arch.vocab_size
+    keys = jax.random.split(jax.random.key(0), 4)
+    hidden, head = jax.random.normal(keys[0], (1, tokens, D)), jax.random.normal(keys[1], (V, D)) / D**0.5
+    target = jax.random.randint(keys[2], (1, tokens), 0, V)
+    weight = jax.random.normal(keys[3], (1, tokens))
+    everything = {"temperature": 1.0, "top_k": V, "top_p": 1.0, "min_p": 0.0}
+
+    def in_chunks(hidden, head):
+        @jax.checkpoint
+        def one(part):
+            hidden, target = part
+            return token_logp(project(hidden, head), target)
+
+        parts = (hidden.reshape(-1, chunk, D), target.reshape(-1, chunk))
+        return [x.reshape(1, tokens) for x in jax.lax.map(one, parts)]
+
+    ways = {
+        "ours": lambda hidden, head: chunked_logp(hidden, head, target, chunk=chunk, **everything),
+        "autodiff, in one piece": lambda hidden, head: token_logp(jax.vmap(lambda h: project(h, head))(hidden), target),
+        "autodiff, in chunks": in_chunks,
+    }
+    watch, programs = Stopwatch(), {}
+    for name, way in ways.items():
+
+        def loss(hidden, head, way=way):
+            logp, entropy = way(hidden, head)
+            return jnp.sum(weight * logp), entropy
+
+        gradient = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
+        programs[name] = gradient.lower(hidden, head).compile()
+    for _ in range(s.repeats + 1):
+        for name, program in programs.items():
+            watch.wrap(name, program)(hidden, head)
+    for name, program in programs.items():
+        work = Work(floors.BACKWARD * 2.0 * tokens * D * V)
+        yield Row(f"logp/{name}", statistics.median(watch.seconds[name][1:]), work)
+        yield Row(f"logp/{name}, memory", program.memory_analysis().temp_size_in_bytes / 1e6, unit="MB")
 
 
 def packing(s: Setting) -> Iterator[Row]:
@@ -294,6 +339,7 @@ BENCHMARKS: dict[str, Callable[[Setting], Iterator[Row]]] = {
     "prefill": prefill,
     "decode": decode,
     "learner": learner,
+    "logp": logp,
     "packing": packing,
     "optimizer": optimizer,
     "ring": ring,
@@ -325,7 +371,7 @@ def main(arguments: list[str]) -> int:
         for row in rows:
             figures.append(Figure(row.name, row.value, row.unit, "less"))
             if row.work is None:
-                table.add_row(row.name, f"{row.value:.2%} {row.unit}")
+                table.add_row(row.name, f"{row.value:,.0f} MB" if row.unit == "MB" else f"{row.value:.2%} {row.unit}")
                 continue
             least = row.floor(ceilings)
             figures.append(Figure(f"{row.name}/share_of_floor", least / row.value, "", "more"))
