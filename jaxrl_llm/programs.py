@@ -83,10 +83,10 @@ def use_cache(folder: str) -> None:
 
 
 def compile_all(programs: Mapping[str, Program], mesh: Mesh) -> dict[str, jax.stages.Compiled]:
-    """Compile every program; XLA compiles several at once."""
-    lowered = {name: program.lower(mesh) for name, program in programs.items()}
+    """Compile every program; XLA compiles several at once, while the next ones are traced."""
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        compiled = dict(zip(lowered, pool.map(lambda item: item.compile(), lowered.values()), strict=True))
+        compiling = {name: pool.submit(program.lower(mesh).compile) for name, program in programs.items()}
+        compiled = {name: program.result() for name, program in compiling.items()}
     release_freed()
     return compiled
 

@@ -299,16 +299,6 @@ class Sampler:
             params, flat(token_MZ)[:, None], flat(position_MZ)[:, None], prompt=prompt, cache=cache, rope=rope
         )
 
-        def append(cache, new, write):  # [layers, Z, K, ...] <- [layers, Z, K, 1, H] at each slot's index
-            local = cache.reshape(cache.shape[0], M, -1, *cache.shape[2:])
-            new = new.reshape(*local.shape[:4], new.shape[-1])
-            # One scatter per shard with both indices explicit: 50 times faster on CPU than a vmapped slice update.
-            return jax.vmap(write, in_axes=(1, 1, 0), out_axes=1)(local, new, index_MZ).reshape(cache.shape)
-
-        slot = jnp.arange(row_MZ.shape[1])
-        cache_k = append(state.cache_k, new_k, lambda c, n, i: c.at[:, slot, :, :, i].set(n.swapaxes(0, 1)))
-        cache_v = append(state.cache_v, new_v, lambda c, n, i: c.at[:, slot, :, i].set(n.swapaxes(0, 1)))
-
         support_Z = None
         logits_ZV = sharding.constrain(self.model.sampler_logits(params, hidden)[:, 0], "batch", "vocab")
         if sampling.temperature == 0.0:
@@ -339,6 +329,23 @@ class Sampler:
         is_full = index_MZ + 1 >= sampling.max_completion_tokens
         reason_MZ = jnp.where(is_eos, STOP_EOS, jnp.where(is_full, STOP_LENGTH, STOP_NONE)).astype(jnp.int8)
 
+        # Of rows that go on alone: the others are not read again. Who goes on is known after attention has read the
+        # cache, so that XLA writes in place; an index known before has it copied twice a step.
+        goes_on_MZ = active_MZ & (reason_MZ == STOP_NONE)
+        at_MZ = jnp.where(goes_on_MZ, index_MZ, sampling.max_completion_tokens)
+        slot = jnp.arange(row_MZ.shape[1])
+
+        def append(cache, new, place):  # [layers, Z, K, ...] <- [layers, Z, K, 1, H] at each slot's index
+            local = cache.reshape(cache.shape[0], M, -1, *cache.shape[2:])
+            new = new.reshape(*local.shape[:4], new.shape[-1])
+            # One scatter per shard with both indices explicit: 50 times faster on CPU than a vmapped slice update.
+            write = lambda c, n, i: c.at[place(i)].set(n.swapaxes(0, 1), mode="drop")  # noqa: E731
+            return jax.vmap(write, in_axes=(1, 1, 0), out_axes=1)(local, new, at_MZ).reshape(cache.shape)
+
+        every = slice(None)
+        cache_k = append(state.cache_k, new_k, lambda i: (every, slot, every, every, i))
+        cache_v = append(state.cache_v, new_v, lambda i: (every, slot, every, i))
+
         target_MZ = jnp.where(active_MZ, row_MZ, Q)  # out of range: an idle slot writes nothing
         at_token = jax.vmap(lambda t, r, p, x: t.at[r, p].set(x, mode="drop"))
         at_row = jax.vmap(lambda t, r, x: t.at[r].set(x, mode="drop"))
@@ -353,7 +360,7 @@ class Sampler:
             policy_version=write_token(state.policy_version, jnp.broadcast_to(version, row_MZ.shape)),
             length=write_row(state.length, length_MZ + 1),
             stop_reason=write_row(state.stop_reason, reason_MZ),
-            slot_row=jnp.where(active_MZ & (reason_MZ == STOP_NONE), state.slot_row, -1),
+            slot_row=jnp.where(goes_on_MZ, state.slot_row, -1),
             support=jax.tree.map(lambda t, x: write_token(t, x.reshape(*row_MZ.shape, -1)), state.support, support_Z),
         )
 

@@ -170,10 +170,11 @@ class Transformer(nnx.Module):
         if layers is None:  # else as the sampler has them (publish)
             x_BTD, new_kv = jax.lax.scan(body, x_BTD, (jnp.arange(self.arch.num_layers), stacked, *kv))
         else:
-            made = []
+            made, block = [], jax.jit(body)  # traced once for all layers; XLA inlines it
             for i, layer_params in enumerate(layers):
-                x_BTD, of_layer = body(x_BTD, (i, layer_params, *(x if x is None else x[i] for x in kv)))
-                made.append(of_layer)
+                of_layer = (jnp.int32(i), layer_params, *(x if x is None else x[i] for x in kv))
+                x_BTD, new = block(x_BTD, of_layer)
+                made.append(new)
             new_kv = jax.tree.map(lambda *x: jnp.stack(x), *made)
         return rms_norm(x_BTD, self.final_norm[...], self.arch.norm_eps), new_kv
 
