@@ -329,10 +329,10 @@ class Sampler:
         is_full = index_MZ + 1 >= sampling.max_completion_tokens
         reason_MZ = jnp.where(is_eos, STOP_EOS, jnp.where(is_full, STOP_LENGTH, STOP_NONE)).astype(jnp.int8)
 
-        # Of rows that go on alone: the others are not read again. Who goes on is known after attention has read the
-        # cache, so that XLA writes in place; an index known before has it copied twice a step.
+        # Of rows that go on alone: the others are not read again. Asked of the drawn token, which comes after attention
+        # has read the cache, so that XLA writes in place; an index known before has it copied twice a step.
         goes_on_MZ = active_MZ & (reason_MZ == STOP_NONE)
-        at_MZ = jnp.where(goes_on_MZ, index_MZ, sampling.max_completion_tokens)
+        at_MZ = jnp.where(goes_on_MZ & (drawn_MZ >= 0), index_MZ, sampling.max_completion_tokens)
         slot = jnp.arange(row_MZ.shape[1])
 
         def append(cache, new, place):  # [layers, Z, K, ...] <- [layers, Z, K, 1, H] at each slot's index

@@ -152,12 +152,14 @@ def test_what_a_token_was_drawn_among_is_found_and_used_without_moving_logits():
     assert max(gathered, default=0) < TINY.vocab_size
 
 
-def test_a_decode_step_writes_the_cache_in_place():
+@pytest.mark.parametrize("eos_ids", [(), building.EOS_IDS])
+def test_a_decode_step_writes_the_cache_in_place(eos_ids):
     run = make_run(ONE)
-    decode = compile_all({"decode": run.programs()["decode"]}, run.mesh)["decode"].as_text()
+    sampler = dataclasses.replace(run.sampler, eos_ids=eos_ids)
+    program = sampler.programs(run.programs()["decode"].args[0])["decode"]
+    decode = compile_all({"decode": program}, run.mesh)["decode"].as_text()
     copied = [size for shapes in re.findall(r"= (\S+) copy\(", decode) for size in sizes(shapes)]
-    cache = run.sampler.abstract_state().cache_k
-    assert copied and cache.size not in copied
+    assert copied and sampler.abstract_state().cache_k.size not in copied
 
 
 def test_ring_train_state_and_sampler_state_are_donated_and_every_donated_byte_is_reused(finished):
