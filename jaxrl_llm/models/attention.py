@@ -151,6 +151,13 @@ def _weights(scores, visible):
     return weights, jnp.sum(weights, axis=-1), peak
 
 
+def _attend_keys(q_BKXH, keys_BKSH, values_BKSH, visible):
+    """A piece by matmuls: of S keys those that are visible."""
+    scores = jnp.einsum("BKXH,BKSH->BKXS", q_BKXH, keys_BKSH, preferred_element_type=jnp.float32)
+    weights, total, peak = _weights(scores, visible)
+    return jnp.einsum("BKXS,BKSH->BKXH", weights.astype(values_BKSH.dtype), values_BKSH), total, peak
+
+
 def _attend_new(q_BKXH, k_BKTH, v_BKTH, visible=None):
     T, X = k_BKTH.shape[2], q_BKXH.shape[2]
     if T == 1:  # a token sees itself
@@ -160,14 +167,12 @@ def _attend_new(q_BKXH, k_BKTH, v_BKTH, visible=None):
     if visible is None:
         visible = jnp.tril(jnp.ones((T, T), bool))[None]
     by_token = lambda x_BKX: x_BKX.reshape(*x_BKX.shape[:2], X // T, -1, *x_BKX.shape[3:])  # noqa: E731
-    pieces, size = [], -(-T // query_blocks(T))
+    q, pieces, size = by_token(q_BKXH), [], -(-T // query_blocks(T))
     for start in range(0, T, size):
         stop = min(start + size, T)  # of its queries, and so of the keys that one of them sees
-        q = by_token(q_BKXH)[:, :, :, start:stop].reshape(*q_BKXH.shape[:2], -1, q_BKXH.shape[-1])
-        scores = jnp.einsum("BKXH,BKTH->BKXT", q, k_BKTH[:, :, :stop], preferred_element_type=jnp.float32)
-        weights, total, peak = _weights(scores, jnp.tile(visible[:, start:stop, :stop], (1, X // T, 1))[:, None])
-        out = jnp.einsum("BKXT,BKTH->BKXH", weights.astype(v_BKTH.dtype), v_BKTH[:, :, :stop])
-        pieces.append([by_token(x) for x in (out, total, peak)])
+        block = q[:, :, :, start:stop].reshape(*q_BKXH.shape[:2], -1, q_BKXH.shape[-1])
+        seen = jnp.tile(visible[:, start:stop, :stop], (1, X // T, 1))[:, None]
+        pieces.append([by_token(x) for x in _attend_keys(block, k_BKTH[:, :, :stop], v_BKTH[:, :, :stop], seen)])
     whole = [jnp.concatenate(blocks, axis=3) for blocks in zip(*pieces, strict=True)]
     return tuple(x.reshape(*x.shape[:2], X, *x.shape[4:]) for x in whole)
 
@@ -185,10 +190,8 @@ def _attend_prompt(q_BKXH, prompt: Prompt):
         M = prompt.member.shape[0]
         q = jax.vmap(lambda rows, member: rows[member])(q.reshape(M, B // M, K, X, H), prompt.member)
     q_PKYH = q.reshape(P, -1, K, X, H).swapaxes(1, 2).reshape(P, K, -1, H)  # Y = G*X
-    scores = jnp.einsum("PKYH,PKLH->PKYL", q_PKYH, prompt.keys, preferred_element_type=jnp.float32)
-    weights, total, peak = _weights(scores, prompt.visible[:, None, None, :])
     values = jnp.where(prompt.visible[:, None, :, None], prompt.values, 0)  # 0 * nan is nan
-    out = jnp.einsum("PKYL,PKLH->PKYH", weights.astype(values.dtype), values)
+    out, total, peak = _attend_keys(q_PKYH, prompt.keys, values, prompt.visible[:, None, None, :])
 
     def to_rows(x):  # [P,K,G*X,...] -> [B,K,X,...]
         x = x.reshape(P, K, -1, X, *x.shape[3:]).swapaxes(1, 2)
