@@ -199,10 +199,13 @@ class Update:
         micros = self.micro_batches(batch, jax.tree.map(per_shard, self._weights(flat)))
 
         def accumulate(i, carry):
-            (_, sums), grads = jax.value_and_grad(self._loss, has_aux=True)(learned, *micros.at(i), moment)
-            old = carry[1]
+            # Each layer adds to the gradient where it lies: there is no second one of a micro-batch.
+            gradient, old = jax.tree.map(jax.new_ref, carry[0]), carry[1]
+            micro = micros.at(i)
+            _, backward, sums = jax.vjp(lambda learned: self._loss(learned, *micro, moment), learned, has_aux=True)
+            backward.with_refs(gradient)(jnp.float32(1))
             merged = {k: jnp.maximum(old[k], v) if k.endswith("_max") else old[k] + v for k, v in sums.items()}
-            return jax.tree.map(jnp.add, carry[0], grads), merged
+            return jax.tree.map(jax.freeze, gradient), merged
 
         shapes = jax.eval_shape(lambda: self._loss(learned, *micros.at(0), moment)[1])
         zero_sums = {k: jnp.zeros(v.shape, v.dtype) for k, v in shapes.items()}
