@@ -32,25 +32,17 @@ def schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
 
 def make(config: OptimizerConfig, num_steps: int) -> optax.GradientTransformation:
     """AdamW behind a global-norm clip (none where ``max_grad_norm`` is 0)."""
-    clip = _clip(config.max_grad_norm) if config.max_grad_norm else optax.identity()
+
+    def clip(gradient: Any, _: Any) -> Any:
+        # By a factor: a quotient that is used twice, as in optax's, XLA writes out, one more gradient in memory.
+        scale = jnp.minimum(1.0, config.max_grad_norm / optax.tree.norm(gradient))
+        return jax.tree.map(lambda g: g * scale, gradient)
+
     adamw = optax.adamw(
         schedule(config, num_steps), b1=config.b1, b2=config.b2, eps=config.eps, weight_decay=config.weight_decay
     )
-    optimizer = optax.chain(clip, adamw)
+    optimizer = optax.chain(optax.stateless(clip) if config.max_grad_norm else optax.identity(), adamw)
     return _starting_anew(optimizer, config.reset_every_steps) if config.reset_every_steps else optimizer
-
-
-def _clip(max_norm: float) -> optax.GradientTransformation:
-    """Gradient times min(1, max_norm / its global norm).
-
-    optax divides each entry, and XLA writes out a quotient that is used twice: one more gradient in memory.
-    """
-
-    def clip(gradient: Any, params: Any = None) -> Any:
-        scale = jnp.minimum(1.0, max_norm / optax.tree.norm(gradient))
-        return jax.tree.map(lambda g: g * scale.astype(g.dtype), gradient)
-
-    return optax.stateless(clip)
 
 
 def _starting_anew(optimizer: optax.GradientTransformation, every: int) -> optax.GradientTransformation:

@@ -199,18 +199,15 @@ class Update:
         micros = self.micro_batches(batch, jax.tree.map(per_shard, self._weights(flat)))
 
         def accumulate(i, carry):
-            # Each layer adds to the gradient where it lies: there is no second one of a micro-batch.
-            gradient, old = jax.tree.map(jax.new_ref, carry[0]), carry[1]
-            micro = micros.at(i)
+            # Each layer adds to the gradient where it lies: a micro-batch has none of its own.
+            gradient, micro = jax.tree.map(jax.ref.new_ref, carry[0]), micros.at(i)
             _, backward, sums = jax.vjp(lambda learned: self._loss(learned, *micro, moment), learned, has_aux=True)
             backward.with_refs(gradient)(jnp.float32(1))
-            merged = {k: jnp.maximum(old[k], v) if k.endswith("_max") else old[k] + v for k, v in sums.items()}
-            return jax.tree.map(jax.freeze, gradient), merged
+            merge = lambda name, old, new: jnp.maximum(old, new) if name.endswith("_max") else old + new  # noqa: E731
+            return jax.tree.map(jax.ref.freeze, gradient), {k: merge(k, v, sums[k]) for k, v in carry[1].items()}
 
-        shapes = jax.eval_shape(lambda: self._loss(learned, *micros.at(0), moment)[1])
-        zero_sums = {k: jnp.zeros(v.shape, v.dtype) for k, v in shapes.items()}
-        zero_grads = jax.tree.map(jnp.zeros_like, learned)
-        return jax.lax.fori_loop(0, micros.count, accumulate, (zero_grads, zero_sums))
+        sums = jax.eval_shape(lambda: self._loss(learned, *micros.at(0), moment)[1])
+        return jax.lax.fori_loop(0, micros.count, accumulate, jax.tree.map(jnp.zeros_like, (learned, sums)))
 
     def _weights(self, rows: Experience) -> Weights:
         """Of rows [B, ...], the whole batch.

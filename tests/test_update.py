@@ -393,6 +393,19 @@ def test_schedules_by_hand():
     assert [rate("linear", 0, s) for s in (0, 3, 12)] == [0.5, 0.375, 0]
 
 
+def test_an_update_keeps_one_gradient():
+    # Of weights that outweigh all activations. A micro-batch's own gradient would be a second, a clipped one too.
+    model = Model(dataclasses.replace(TINY, width=64, num_layers=64, ffn=256), remat="full")
+    optimizer = optim.make(OptimizerConfig(max_grad_norm=1.0), 10)
+    update = dataclasses.replace(building.make_update({"micro_batch_size": 2}), model=model, optimizer=optimizer)
+    params = model.abstract_params(mesh_of(ONE))
+    state = TrainState(params, optim.abstract_state(optimizer, params, mesh_of(ONE)), jax.ShapeDtypeStruct((), "int32"))
+    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), building.random_experience())
+    compiled = jax.jit(update.apply_batch, donate_argnums=0).lower(state, batch).compile()
+    size = sum(4 * np.prod(x.shape) for x in jax.tree.leaves(params))
+    assert size <= compiled.memory_analysis().temp_size_in_bytes < 1.5 * size
+
+
 def test_first_adamw_step_by_hand_and_the_clip_is_of_the_global_norm():
     params = {"a": jnp.array([1.0, 2.0]), "b": jnp.array([-3.0])}
     gradient = {"a": jnp.array([3.0, 0.0]), "b": jnp.array([4.0])}  # norm 5

@@ -162,11 +162,8 @@ class Transformer(nnx.Module):
             return block(x, cos, sin, layer_prompt, cache, visible, layer, attention, output_first)
 
         if remat != "none":
-            policies = {
-                "dots": jax.checkpoint_policies.save_only_these_names("mlp"),
-                "full": jax.checkpoint_policies.nothing_saveable,
-            }
-            body = jax.checkpoint(body, policy=policies[remat], prevent_cse=False)
+            kept = {"dots": ("mlp",), "full": ()}[remat]
+            body = jax.checkpoint(body, policy=jax.checkpoint_policies.save_only_these_names(*kept), prevent_cse=False)
         if layers is None:  # else as the sampler has them (publish)
             x_BTD, new_kv = jax.lax.scan(body, x_BTD, (jnp.arange(self.arch.num_layers), stacked, *kv))
         else:
@@ -235,16 +232,14 @@ class Model:
         layers = params.get("layers")
         if layers is not None:  # the graph wants some blocks; their shapes it does not look at
             params = {k: v for k, v in params.items() if k != "layers"} | {"blocks": layers[0]}
-        module = nnx.merge(graph, params)
-        policy = self.remat if remat else "none"
-        return module(
+        return nnx.merge(graph, params)(
             tokens,
             positions,
             compute_dtype=jnp.dtype(self.compute_dtype),
             prompt=prompt,
             cache=cache,
             visible=visible,
-            remat=policy,
+            remat=self.remat if remat else "none",
             layers=layers,
             attention=self.attention,
             rope=rope,
