@@ -1,39 +1,41 @@
-"""The pieces of the model that have two forms: a projection of the learner's weights and of the sampler's."""
+"""Pieces of the model: projections, logits, the table of rotations."""
 
 import jax
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrl_llm.models.attention import rope_tables
 from jaxrl_llm.models.presets import PRESETS
-from jaxrl_llm.models.transformer import FEW_ROWS, linear, linear_output_first
+from jaxrl_llm.models.transformer import Model, linear
 
 
 @settings(max_examples=12, deadline=None)
 @given(
-    rows=st.sampled_from([1, 3, FEW_ROWS, FEW_ROWS + 1]),
+    rows=st.integers(1, 5),
     T=st.integers(1, 3),
     inputs=st.integers(1, 40),
     outputs=st.integers(1, 40),
 )
-def test_both_forms_of_a_projection_are_the_product(rows, T, inputs, outputs):
+def test_a_projection_and_its_gradients_are_the_products(rows, T, inputs, outputs):
     rng = np.random.default_rng([rows, T, inputs, outputs])
-    x, w = rng.normal(size=(rows, T, inputs)), rng.normal(size=(inputs, outputs))
-    for got in (
-        linear(x.astype(np.float32), w.astype(np.float32)),
-        linear_output_first(x.astype(np.float32), w.T.astype(np.float32)),
-    ):
-        np.testing.assert_allclose(got, x @ w, rtol=1e-5, atol=1e-5)
+    x, w, g = (
+        rng.normal(size=(rows, T, inputs)),
+        rng.normal(size=(inputs, outputs)),
+        rng.normal(size=(rows, T, outputs)),
+    )
+    out, backward = jax.vjp(linear, x.astype(np.float32), w.astype(np.float32))
+    g_x, g_w = backward(g.astype(np.float32))
+    np.testing.assert_allclose(out, x @ w, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(g_x, g @ w.T, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(g_w, x.reshape(-1, inputs).T @ g.reshape(-1, outputs), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("rows", [FEW_ROWS, FEW_ROWS + 1])
-def test_a_projection_of_bfloat16_adds_up_in_the_type_it_is_asked_for(rows):
-    x, w = np.ones((rows, 1, 1024), jax.numpy.bfloat16), np.ones((2, 1024), jax.numpy.bfloat16)
+def test_logits_of_bfloat16_add_up_in_float32():
+    x, w = np.ones((3, 1, 1024), jax.numpy.bfloat16), np.ones((2, 1024), jax.numpy.bfloat16)
     w[1, 0] = 1 / 128  # the sum, 1023 + 1/128, has 17 bits
-    out = linear_output_first(x, w, preferred_element_type=np.float32)
-    np.testing.assert_array_equal(out, np.broadcast_to(np.float32([1024, 1023 + 1 / 128]), (rows, 1, 2)))
+    out = Model(PRESETS["debug"], compute_dtype="bfloat16").sampler_logits({"embedding": w}, x)
+    np.testing.assert_array_equal(out, np.broadcast_to(np.float32([1024, 1023 + 1 / 128]), (3, 1, 2)))
 
 
 def test_angles_of_a_table_are_those_of_each_position():

@@ -28,7 +28,6 @@ from jaxrl_llm.models.presets import Architecture
 Params = dict[str, Any]
 
 INIT_STDDEV = 0.02
-FEW_ROWS = 64  # where the forms of a decode step's matmuls break even on a CPU (measured)
 
 
 def _param(rngs: nnx.Rngs, shape: tuple[int, ...], logical_axes: tuple[str, ...], *, norm: bool = False) -> nnx.Param:
@@ -65,18 +64,6 @@ def _linear_backward(kept, g_BTO):
 linear.defvjp(_linear_forward, _linear_backward)
 
 
-def linear_output_first(x_BTI: jax.Array, w_OI: jax.Array, **einsum: Any) -> jax.Array:
-    """x w^T, of weights as the sampler has them (publish).
-
-    Few rows are the matmul's columns: with them as its rows, XLA's CPU backend takes half as long again at 32 of
-    them. To other backends the two are one. The barrier keeps XLA from swapping the operands back.
-    """
-    if x_BTI.shape[1] > 1 or len(x_BTI) > FEW_ROWS:
-        return jnp.einsum("BTI,OI->BTO", x_BTI, w_OI, **einsum)
-    out_OB = jax.lax.optimization_barrier(jnp.einsum("OI,BI->OB", w_OI, x_BTI[:, 0], **einsum))
-    return out_OB.T[:, None]
-
-
 class Blocks(nnx.Module):
     """All transformer blocks; parameters are stacked [layers, ...], the call sees one layer's slice."""
 
@@ -100,7 +87,7 @@ class Blocks(nnx.Module):
         def times(x_BTI, param):
             weight = param[...].astype(x_BTI.dtype)
             if output_first:
-                return linear_output_first(x_BTI, weight.reshape(-1, x_BTI.shape[-1]))
+                return jnp.einsum("BTI,OI->BTO", x_BTI, weight.reshape(-1, x_BTI.shape[-1]))
             return linear(x_BTI, weight.reshape(x_BTI.shape[-1], -1))
 
         heads = lambda x_BTO: x_BTO.reshape(*x_BTO.shape[:2], -1, self.head_size)  # noqa: E731
@@ -247,7 +234,7 @@ class Model:
 
     def sampler_logits(self, params: Params, hidden_BTD: jax.Array) -> jax.Array:
         """Logits [B,T,V] in float32, from the sampler's weights."""
-        return linear_output_first(hidden_BTD, self.head(params), preferred_element_type=jnp.float32)
+        return jnp.einsum("BTD,VD->BTV", hidden_BTD, self.head(params), preferred_element_type=jnp.float32)
 
     def head(self, params: Params) -> jax.Array:
         """The output projection [V,D], the learner's or the sampler's."""
