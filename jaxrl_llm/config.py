@@ -31,7 +31,7 @@ class ModelConfig:
     reference_path: str = ""
     # Arithmetic of the forward pass; master weights are always float32.
     compute_dtype: str = "float32"
-    # What the backward pass recomputes: "none" keeps all, "dots" the MLP's matmuls and input, "full" the layers';
+    # What the backward pass recomputes: "none" keeps all, "dots" the MLP's matmuls, "full" the layers' inputs;
     # "auto" keeps as much as fits the device ("full" on CPU, which states no limit).
     remat: str = "full"
     # "auto" takes a flash kernel where the devices have one (TPU; NVIDIA in bfloat16), "xla" plain matmuls everywhere.

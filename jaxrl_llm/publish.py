@@ -2,7 +2,8 @@
 
 The learner scans over stacked blocks. The sampler holds every block's weights apart and runs the blocks one after
 another in its program: a scan copies a layer's weights before it multiplies by them, and a decode step is bound by
-the weights it reads: projections lie output first too, as in files (layout), for that is read faster (measured).
+the weights it reads. For the same reason its projections lie output first, as in files (layout): few rows times such
+weights take XLA's CPU backend less time (measured).
 
 Owns: the form, layout and dtype of the sampler's weights, the program that makes them. Does not know: what they are.
 """
