@@ -32,6 +32,7 @@ from jaxrl_llm import rng, sharding
 from jaxrl_llm.config import SamplingConfig
 from jaxrl_llm.models.attention import Cache, Prompt, rope_tables
 from jaxrl_llm.models.transformer import Model
+from jaxrl_llm.ops.logp import project
 from jaxrl_llm.ops.sampling import filter_logits, keep_support, sample_inverse_cdf, support_of, token_logp
 from jaxrl_llm.programs import Program
 from jaxrl_llm.types import STOP_EOS, STOP_LENGTH, STOP_NONE, STOP_STRING, Rollout
@@ -300,7 +301,7 @@ class Sampler:
         )
 
         support_Z = None
-        logits_ZV = sharding.constrain(self.model.sampler_logits(params, hidden)[:, 0], "batch", "vocab")
+        logits_ZV = sharding.constrain(project(hidden[:, 0], self.model.head(params)), "batch", "vocab")
         if sampling.temperature == 0.0:
             # Greedy has no distribution of its own: log-probs are the model's, at temperature 1.
             drawn_Z = jnp.argmax(logits_ZV, axis=-1).astype(jnp.int32)

@@ -203,8 +203,9 @@ class Update:
             gradient, micro = jax.tree.map(jax.ref.new_ref, carry[0]), micros.at(i)
             _, backward, sums = jax.vjp(lambda learned: self._loss(learned, *micro, moment), learned, has_aux=True)
             backward.with_refs(gradient)(jnp.float32(1))
-            merge = lambda name, old, new: jnp.maximum(old, new) if name.endswith("_max") else old + new  # noqa: E731
-            return jax.tree.map(jax.ref.freeze, gradient), {k: merge(k, v, sums[k]) for k, v in carry[1].items()}
+            old = carry[1]
+            merged = {k: jnp.maximum(old[k], v) if k.endswith("_max") else old[k] + v for k, v in sums.items()}
+            return jax.tree.map(jax.ref.freeze, gradient), merged
 
         sums = jax.eval_shape(lambda: self._loss(learned, *micros.at(0), moment)[1])
         return jax.lax.fori_loop(0, micros.count, accumulate, jax.tree.map(jnp.zeros_like, (learned, sums)))

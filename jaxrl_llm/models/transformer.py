@@ -232,10 +232,6 @@ class Model:
             rope=rope,
         )
 
-    def sampler_logits(self, params: Params, hidden_BTD: jax.Array) -> jax.Array:
-        """Logits [B,T,V] in float32, from the sampler's weights."""
-        return jnp.einsum("BTD,VD->BTV", hidden_BTD, self.head(params), preferred_element_type=jnp.float32)
-
     def head(self, params: Params) -> jax.Array:
         """The output projection [V,D], the learner's or the sampler's."""
         return params["embedding" if self.arch.tied else "head"]
