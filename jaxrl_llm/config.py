@@ -31,8 +31,8 @@ class ModelConfig:
     reference_path: str = ""
     # Arithmetic of the forward pass; master weights are always float32.
     compute_dtype: str = "float32"
-    # What the backward pass recomputes: "none" keeps all, "dots" the MLP's matmuls, "full" the layers' inputs;
-    # "auto" keeps as much as fits the device ("full" on CPU, which states no limit).
+    # What the backward pass keeps: "none" all, "dots" the layers' inputs, the MLPs' and their matmuls, "full" the
+    # layers' inputs alone; "auto" as much as fits the device ("full" on CPU, which states no limit).
     remat: str = "full"
     # "auto" takes a flash kernel where the devices have one (TPU; NVIDIA in bfloat16), "xla" plain matmuls everywhere.
     attention: str = "auto"

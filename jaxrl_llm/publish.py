@@ -17,20 +17,15 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm import sharding
-from jaxrl_llm.models import layout
 from jaxrl_llm.models.transformer import Model, Params
 from jaxrl_llm.programs import Program
 
 
 def sampler_form(params: Params) -> Params:
-    """Parameters with "layers", one dict for each block, in place of the stacked "blocks"; projections output first."""
+    """Parameters with "layers", one dict for each block, in place of the stacked "blocks"."""
     num_layers = jax.tree.leaves(params["blocks"])[0].shape[0]
-
-    def layer(i: int) -> Params:
-        return {name: x[i].transpose(layout.order(f"blocks.{name}")) for name, x in params["blocks"].items()}
-
-    others = {name: x for name, x in params.items() if name != "blocks"}
-    return others | {"layers": tuple(layer(i) for i in range(num_layers))}
+    layers = tuple({name: x[i] for name, x in params["blocks"].items()} for i in range(num_layers))
+    return {name: x for name, x in params.items() if name != "blocks"} | {"layers": layers}
 
 
 def abstract_params(model: Model, mesh: Mesh) -> Params:
@@ -38,13 +33,11 @@ def abstract_params(model: Model, mesh: Mesh) -> Params:
     dtype = jnp.dtype(model.compute_dtype)
     stacked = model.abstract_params(mesh, rules=sharding.SAMPLER_RULES, dtype=dtype)
 
-    def one(path: str, x: Any) -> jax.ShapeDtypeStruct:
-        dims = [1 + dim for dim in layout.order(path)]
-        spec = (*x.sharding.spec, *(None,) * x.ndim)  # it may end early
-        place = NamedSharding(mesh, PartitionSpec(*(spec[dim] for dim in dims)))
-        return jax.ShapeDtypeStruct(tuple(x.shape[dim] for dim in dims), x.dtype, sharding=place)
+    def one(x: Any) -> jax.ShapeDtypeStruct:  # of a layer
+        spec = (*x.sharding.spec, *(None,) * x.ndim)[1 : x.ndim]  # it may end early
+        return jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=NamedSharding(mesh, PartitionSpec(*spec)))
 
-    layer = {name: one(f"blocks.{name}", x) for name, x in stacked["blocks"].items()}
+    layer = jax.tree.map(one, stacked["blocks"])
     others = {name: x for name, x in stacked.items() if name != "blocks"}
     return others | {"layers": (layer,) * model.arch.num_layers}
 

@@ -37,7 +37,7 @@ def test_random_weights_come_from_the_seed(mesh, monkeypatch):
 def test_a_folder_is_a_model(mesh):
     source = pretrained.resolve(str(TINY))
     model = Model(source.architecture())
-    assert source.load_params(model, mesh, seed=0)["blocks"]["q"].shape == (2, 32, 4, 12)
+    assert source.load_params(model, mesh, seed=0)["blocks"]["q"].shape == (2, 4, 12, 32)
     with pytest.raises(ConfigError, match=r"tokenizer.json: no such file"):
         source.tokenizer()  # the fixture has none
 

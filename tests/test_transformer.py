@@ -22,14 +22,14 @@ def test_a_projection_and_its_gradients_are_the_products(rows, T, inputs, output
     rng = np.random.default_rng([rows, T, inputs, outputs])
     x, w, g = (
         rng.normal(size=(rows, T, inputs)),
-        rng.normal(size=(inputs, outputs)),
+        rng.normal(size=(outputs, inputs)),
         rng.normal(size=(rows, T, outputs)),
     )
     out, backward = jax.vjp(linear, x.astype(np.float32), w.astype(np.float32))
     g_x, g_w = backward(g.astype(np.float32))
-    np.testing.assert_allclose(out, x @ w, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(g_x, g @ w.T, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(g_w, x.reshape(-1, inputs).T @ g.reshape(-1, outputs), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(out, x @ w.T, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(g_x, g @ w, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(g_w, g.reshape(-1, outputs).T @ x.reshape(-1, inputs), rtol=1e-5, atol=1e-5)
 
 
 def test_logits_of_bfloat16_add_up_in_float32():

@@ -1,7 +1,7 @@
 """How a Llama's parameters lie in files, and how they travel from there to their shards and back.
 
 Files store one matrix per layer, [out, in] with the heads folded into a dimension; ours are stacked
-[layers, in, ..., out]. Each shard is put together from the slices of the stored tensors that it needs,
+[layers, out, ..., in]. Each shard is put together from the slices of the stored tensors that it needs,
 so the host never holds more than one parameter besides the arrays themselves.
 
 Owns: that correspondence. Does not know: file formats, the names tensors have in them.
@@ -21,19 +21,19 @@ from jax.sharding import Mesh
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models.transformer import Model, Params
 
-# For each dimension of a stored tensor, the dimensions of ours that are folded into it, slowest first.
+# For each dimension of a stored tensor, the dimensions of ours that are folded into it.
 # Ours are counted without the layer axis.
 LAYOUT = {
     "embedding": ((0,), (1,)),
     "blocks.attention_norm": ((0,),),
-    "blocks.q": ((1, 2), (0,)),
-    "blocks.k": ((1, 2), (0,)),
-    "blocks.v": ((1, 2), (0,)),
-    "blocks.o": ((2,), (0, 1)),
+    "blocks.q": ((0, 1), (2,)),
+    "blocks.k": ((0, 1), (2,)),
+    "blocks.v": ((0, 1), (2,)),
+    "blocks.o": ((0,), (1, 2)),
     "blocks.mlp_norm": ((0,),),
-    "blocks.gate": ((1,), (0,)),
-    "blocks.up": ((1,), (0,)),
-    "blocks.down": ((1,), (0,)),
+    "blocks.gate": ((0,), (1,)),
+    "blocks.up": ((0,), (1,)),
+    "blocks.down": ((0,), (1,)),
     "final_norm": ((0,),),
     "head": ((0,), (1,)),
 }
@@ -109,7 +109,7 @@ def stored_tensors(params: Params, names: Mapping[str, str]) -> Iterator[Stored]
 
     def one(path: str, layer: int | None) -> np.ndarray:
         value = fetch(path) if layer is None else fetch(path)[layer]
-        return np.ascontiguousarray(value.transpose(order(path)).reshape(_stored_shape(path, value.shape)))
+        return np.ascontiguousarray(value.reshape(_stored_shape(path, value.shape)))
 
     flat = {}
     for keys, leaf in jax.tree_util.tree_leaves_with_path(params):
@@ -125,15 +125,6 @@ def stored_tensors(params: Params, names: Mapping[str, str]) -> Iterator[Stored]
 
 def _is_stacked(path: str) -> bool:
     return path.startswith("blocks.")
-
-
-def order(path: str) -> tuple[int, ...]:
-    """Our dimensions, without the layer axis, in the order of the file's: what a projection gives before what it takes.
-
-    Args:
-        path: a name of ``LAYOUT``.
-    """
-    return tuple(dim for group in LAYOUT[path] for dim in group)
 
 
 def _stored_shape(path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -165,5 +156,4 @@ def _read(file: TensorFile, name: str, path: str, index: tuple[slice, ...], shap
         inner = math.prod(shape[dim] for dim in folded)
         assert all(index[dim] == slice(0, shape[dim]) for dim in folded), "heads are not split inside"
         stored_index.append(slice(index[first].start * inner, index[first].stop * inner))
-    sizes = [index[dim].stop - index[dim].start for dim in order(path)]
-    return file.read(name, tuple(stored_index)).reshape(sizes).transpose(np.argsort(order(path)))
+    return file.read(name, tuple(stored_index)).reshape([part.stop - part.start for part in index])

@@ -42,26 +42,17 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
     return (x32 * scale.astype(jnp.float32)[None, None, :]).astype(x.dtype)
 
 
-@jax.custom_vjp
-def linear(x_BTI: jax.Array, w_IO: jax.Array) -> jax.Array:
-    """x w. Its weight gradient is written input times output gradient, as the weight lies.
+def linear(x_BTI: jax.Array, w: jax.Array) -> jax.Array:
+    """x w^T for a weight [O, I] whose O or I may be heads by head size: as files store it, what it gives first.
 
-    Autodiff writes the transpose, for which XLA's CPU backend recomputes what makes the output gradient with its
-    innermost dimension strided: 6 times slower there for a SwiGLU (measured), and no different elsewhere.
+    The tokens are one dimension: a gradient that contracts rows and places as two has XLA's CPU backend transpose x
+    first, and compute what makes it with its innermost dimension strided, a SwiGLU 13 times slower (measured).
+
+    Returns:
+        [B,T,O].
     """
-    return jnp.einsum("BTI,IO->BTO", x_BTI, w_IO)
-
-
-def _linear_forward(x_BTI, w_IO):
-    return linear(x_BTI, w_IO), (x_BTI, w_IO)
-
-
-def _linear_backward(kept, g_BTO):
-    x_BTI, w_IO = kept
-    return jnp.einsum("BTO,IO->BTI", g_BTO, w_IO), jnp.einsum("BTI,BTO->IO", x_BTI, g_BTO)
-
-
-linear.defvjp(_linear_forward, _linear_backward)
+    x_XI = x_BTI.reshape(-1, x_BTI.shape[-1])
+    return jnp.einsum("XI,OI->XO", x_XI, w.reshape(-1, x_XI.shape[-1])).reshape(*x_BTI.shape[:2], -1)
 
 
 class Blocks(nnx.Module):
@@ -72,24 +63,19 @@ class Blocks(nnx.Module):
         N, K = arch.num_heads, arch.num_kv_heads
         self.eps, self.head_size = arch.norm_eps, H
         self.attention_norm = _param(rngs, (layers, D), ("layers", "activation"), norm=True)
-        self.q = _param(rngs, (layers, D, N, H), ("layers", "embed", "heads", "head_size"))
-        self.k = _param(rngs, (layers, D, K, H), ("layers", "embed", "kv_heads", "head_size"))
-        self.v = _param(rngs, (layers, D, K, H), ("layers", "embed", "kv_heads", "head_size"))
-        self.o = _param(rngs, (layers, N, H, D), ("layers", "heads", "head_size", "embed"))
+        self.q = _param(rngs, (layers, N, H, D), ("layers", "heads", "head_size", "embed"))
+        self.k = _param(rngs, (layers, K, H, D), ("layers", "kv_heads", "head_size", "embed"))
+        self.v = _param(rngs, (layers, K, H, D), ("layers", "kv_heads", "head_size", "embed"))
+        self.o = _param(rngs, (layers, D, N, H), ("layers", "embed", "heads", "head_size"))
         self.mlp_norm = _param(rngs, (layers, D), ("layers", "activation"), norm=True)
-        self.gate = _param(rngs, (layers, D, F), ("layers", "embed", "mlp"))
-        self.up = _param(rngs, (layers, D, F), ("layers", "embed", "mlp"))
-        self.down = _param(rngs, (layers, F, D), ("layers", "mlp", "embed"))
+        self.gate = _param(rngs, (layers, F, D), ("layers", "mlp", "embed"))
+        self.up = _param(rngs, (layers, F, D), ("layers", "mlp", "embed"))
+        self.down = _param(rngs, (layers, D, F), ("layers", "embed", "mlp"))
 
-    def __call__(self, x_BTD, cos, sin, prompt, cache, visible, layer, attention, output_first):
+    def __call__(self, x_BTD, cos, sin, prompt, cache, visible, layer, attention):
         """One block. Returns the new activations and the new tokens' keys and values, each [B,K,T,H]."""
 
-        def times(x_BTI, param):
-            weight = param[...].astype(x_BTI.dtype)
-            if output_first:
-                return jnp.einsum("BTI,OI->BTO", x_BTI, weight.reshape(-1, x_BTI.shape[-1]))
-            return linear(x_BTI, weight.reshape(x_BTI.shape[-1], -1))
-
+        times = lambda x_BTI, param: linear(x_BTI, param[...].astype(x_BTI.dtype))  # noqa: E731
         heads = lambda x_BTO: x_BTO.reshape(*x_BTO.shape[:2], -1, self.head_size)  # noqa: E731
         h = rms_norm(x_BTD, self.attention_norm[...], self.eps)
         q_BTNH = rotate(heads(times(h, self.q)), cos, sin)
@@ -100,7 +86,7 @@ class Blocks(nnx.Module):
         seen = {"prompt": prompt, "cache": cache, "layer": layer, "visible": visible}
         out_BTNH = attend(q_BTNH, k_BKTH, v_BKTH, **seen, implementation=attention)
         x_BTD = x_BTD + times(out_BTNH.reshape(*out_BTNH.shape[:2], -1), self.o)
-        x_BTD = sharding.constrain(x_BTD, "batch", "length", "activation")
+        x_BTD = checkpoint_name(sharding.constrain(x_BTD, "batch", "length", "activation"), "mlp")
         h = rms_norm(x_BTD, self.mlp_norm[...], self.eps)
         gate_BTF = checkpoint_name(times(h, self.gate), "mlp")
         up_BTF = checkpoint_name(times(h, self.up), "mlp")
@@ -145,8 +131,8 @@ class Transformer(nnx.Module):
         def body(x, of_layer):
             layer, layer_params, keys, values = of_layer
             layer_prompt = None if prompt is None else prompt.replace(keys=keys, values=values)
-            block, output_first = nnx.merge(graph, layer_params), layers is not None
-            return block(x, cos, sin, layer_prompt, cache, visible, layer, attention, output_first)
+            block = nnx.merge(graph, layer_params)
+            return block(x, cos, sin, layer_prompt, cache, visible, layer, attention)
 
         if remat != "none":
             kept = {"dots": ("mlp",), "full": ()}[remat]
@@ -203,7 +189,7 @@ class Model:
         """Hidden states after the final norm.
 
         Args:
-            params: blocks stacked and scanned over, or apart as "layers", output first, and run one by one (publish).
+            params: blocks stacked and scanned over, or apart as "layers" and run one by one (publish).
             tokens: [B,T] i32.
             positions: [B,T] i32, 0-based position of each token in its row.
             prompt: what rows of a group have computed once; keys and values with a leading layer axis.

@@ -27,16 +27,16 @@ def hidden(params, arch, tokens):
         h = _norm(x, p["attention_norm"][layer], arch.norm_eps)
         out = np.zeros_like(x)
         for n in range(arch.num_heads):
-            q = _rotate(h @ p["q"][layer, :, n], arch.rope_theta)
-            k = _rotate(h @ p["k"][layer, :, n // per_kv], arch.rope_theta)
-            v = h @ p["v"][layer, :, n // per_kv]
+            q = _rotate(h @ p["q"][layer, n].T, arch.rope_theta)
+            k = _rotate(h @ p["k"][layer, n // per_kv].T, arch.rope_theta)
+            v = h @ p["v"][layer, n // per_kv].T
             for t in range(T):
                 weight = sampling.softmax(k[: t + 1] @ q[t] / np.sqrt(arch.head_size))
-                out[t] += (weight @ v[: t + 1]) @ p["o"][layer, n]
+                out[t] += (weight @ v[: t + 1]) @ p["o"][layer, :, n].T
         x = x + out
         h = _norm(x, p["mlp_norm"][layer], arch.norm_eps)
-        gate = h @ p["gate"][layer]
-        x = x + (gate / (1 + np.exp(-gate)) * (h @ p["up"][layer])) @ p["down"][layer]
+        gate = h @ p["gate"][layer].T
+        x = x + (gate / (1 + np.exp(-gate)) * (h @ p["up"][layer].T)) @ p["down"][layer].T
     return _norm(x, np.asarray(params["final_norm"], np.float64), arch.norm_eps)
 
 
