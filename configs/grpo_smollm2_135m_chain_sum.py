@@ -40,6 +40,7 @@ def get_config():
     config = defaults()
     config.num_iterations = 12
     config.model.path = "smollm2-135m-instruct"
+    config.model.remat = "dots"
     config.prompts.source = "reasoning_gym"
     config.prompts.name = "chain_sum"
     config.prompts.arguments = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
