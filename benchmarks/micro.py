@@ -13,7 +13,7 @@
                    groups, then row by row (replay.unit); the floor is that of the tokens there are
     optimizer      the optimizer alone on a gradient of ones
     ring           insert and draw of 40 short rows by the ring's capacity: should be flat
-    publish        cast of the float32 weights to bfloat16, split by layer
+    publish        copy of the float32 weights, and cast to bfloat16, split by layer
     host_gap       share of an iteration of the main job in which the device has nothing to do, measured in ``train``
                    itself: a thread sees when each program ends (stopwatch.DeviceClock), so that nothing is
                    serialised; from there until the next program is dispatched is the gap
@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import io
 import os
 import statistics
@@ -305,12 +306,13 @@ def ring(s: Setting) -> Iterator[Row]:
 
 
 def publish(s: Setting) -> Iterator[Row]:
-    config = config_of(prompts=2, group=2, prompt=2, completion=2, model={"compute_dtype": "bfloat16"})
     mesh = one_device()
-    program = compile_all({"publish": assemble(config, s.arch, (), mesh).programs()["publish"]}, mesh)["publish"]
-    params = weights(s.arch, mesh)
-    seconds = median_seconds(lambda: program(params), s.repeats)
-    yield Row("publish/bfloat16", seconds, Work(0, (4 + 2) * s.arch.num_params))
+    for dtype, size in (("float32", 4), ("bfloat16", 2)):
+        config = config_of(prompts=2, group=2, prompt=2, completion=2, model={"compute_dtype": dtype})
+        program = compile_all({"publish": assemble(config, s.arch, (), mesh).programs()["publish"]}, mesh)["publish"]
+        params = weights(s.arch, mesh)
+        seconds = median_seconds(functools.partial(program, params), s.repeats)
+        yield Row(f"publish/{dtype}", seconds, Work(0, (4 + size) * s.arch.num_params))
 
 
 def host_gap(s: Setting) -> Iterator[Row]:

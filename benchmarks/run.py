@@ -274,7 +274,7 @@ def main(arguments: list[str]) -> int:
         "--questions", type=results.at_least(1), default=16, help="an even number; fewer for a quick look"
     )
     parser.add_argument("--threads", type=results.at_least(1), default=2, help="cores to use")
-    parser.add_argument("--remat", choices=("none", "dots", "full"), default="full", help="model.remat of ours")
+    parser.add_argument("--remat", choices=("none", "dots", "full"), default="dots", help="model.remat of ours")
     parser.add_argument("--max-others", type=results.share, default=0.1, help="share of CPU others may take in a step")
     parser.add_argument("--timeout", type=results.at_least(1), default=1800, help="seconds a worker may be silent")
     parser.add_argument("--json", type=Path, help="file for the result")

