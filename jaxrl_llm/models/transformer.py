@@ -43,7 +43,7 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
 
 
 def linear(x_BTI: jax.Array, w: jax.Array) -> jax.Array:
-    """x w^T for a weight [O, I] whose O or I may be heads by head size: as files store it, what it gives first.
+    """x w^T in the dtype of x, for a weight [O, I] whose O or I may be heads by head size: as files store it.
 
     The tokens are one dimension: a gradient that contracts rows and places as two has XLA's CPU backend transpose x
     first, and compute what makes it with its innermost dimension strided, a SwiGLU 13 times slower (measured).
@@ -52,7 +52,8 @@ def linear(x_BTI: jax.Array, w: jax.Array) -> jax.Array:
         [B,T,O].
     """
     x_XI = x_BTI.reshape(-1, x_BTI.shape[-1])
-    return jnp.einsum("XI,OI->XO", x_XI, w.reshape(-1, x_XI.shape[-1])).reshape(*x_BTI.shape[:2], -1)
+    w_OI = w.reshape(-1, x_XI.shape[-1]).astype(x_XI.dtype)
+    return jnp.einsum("XI,OI->XO", x_XI, w_OI).reshape(*x_BTI.shape[:2], -1)
 
 
 class Blocks(nnx.Module):
@@ -75,23 +76,22 @@ class Blocks(nnx.Module):
     def __call__(self, x_BTD, cos, sin, prompt, cache, visible, layer, attention):
         """One block. Returns the new activations and the new tokens' keys and values, each [B,K,T,H]."""
 
-        times = lambda x_BTI, param: linear(x_BTI, param[...].astype(x_BTI.dtype))  # noqa: E731
         heads = lambda x_BTO: x_BTO.reshape(*x_BTO.shape[:2], -1, self.head_size)  # noqa: E731
         h = rms_norm(x_BTD, self.attention_norm[...], self.eps)
-        q_BTNH = rotate(heads(times(h, self.q)), cos, sin)
-        k_BTKH = rotate(heads(times(h, self.k)), cos, sin)
-        v_BTKH = heads(times(h, self.v))
+        q_BTNH = rotate(heads(linear(h, self.q[...])), cos, sin)
+        k_BTKH = rotate(heads(linear(h, self.k[...])), cos, sin)
+        v_BTKH = heads(linear(h, self.v[...]))
         q_BTNH = sharding.constrain(q_BTNH, "batch", "length", "heads", "head_size")
         k_BKTH, v_BKTH = k_BTKH.swapaxes(1, 2), v_BTKH.swapaxes(1, 2)
         seen = {"prompt": prompt, "cache": cache, "layer": layer, "visible": visible}
         out_BTNH = attend(q_BTNH, k_BKTH, v_BKTH, **seen, implementation=attention)
-        x_BTD = x_BTD + times(out_BTNH.reshape(*out_BTNH.shape[:2], -1), self.o)
+        x_BTD = x_BTD + linear(out_BTNH.reshape(*out_BTNH.shape[:2], -1), self.o[...])
         x_BTD = checkpoint_name(sharding.constrain(x_BTD, "batch", "length", "activation"), "mlp")
         h = rms_norm(x_BTD, self.mlp_norm[...], self.eps)
-        gate_BTF = checkpoint_name(times(h, self.gate), "mlp")
-        up_BTF = checkpoint_name(times(h, self.up), "mlp")
+        gate_BTF = checkpoint_name(linear(h, self.gate[...]), "mlp")
+        up_BTF = checkpoint_name(linear(h, self.up[...]), "mlp")
         h = sharding.constrain(jax.nn.silu(gate_BTF) * up_BTF, "batch", "length", "mlp")
-        x_BTD = x_BTD + times(h, self.down)
+        x_BTD = x_BTD + linear(h, self.down[...])
         return sharding.constrain(x_BTD, "batch", "length", "activation"), (k_BKTH, v_BKTH)
 
 
