@@ -58,7 +58,7 @@ def packed(
     prompt_length = batch.rollout.prompt_length
     length = jnp.where(batch.trainable, batch.rollout.length, prompt_length)
     batch = batch.replace(rollout=batch.rollout.replace(length=length))
-    size = of_unit(prompt_length)[..., 0] + jnp.sum(of_unit(length - prompt_length), axis=-1)
+    size = packing.unit_size(of_unit(prompt_length)[..., 0], of_unit(length - prompt_length))
     size = jnp.where(jnp.any(of_unit(batch.trainable), axis=-1), size, 0)
     max_units = packing.units_per_line(width, unit_width)
     unit_of, used = jax.vmap(lambda s: packing.first_fit(s, width=width, max_units=max_units))(size)

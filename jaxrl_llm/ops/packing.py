@@ -5,6 +5,8 @@ completions one after the other. Each position counts on from its prompt, and se
 
     line   | prompt a | a's 1st | a's 2nd | prompt b | b's 1st | b's 2nd | empty |
 
+A completion's last token predicts nothing, and so it has no place.
+
 Letters: U units, W tokens of a line, n lines, X units that a line has place for, K = X*G rows of a line, S row width.
 Does not know: models, what rows mean.
 """
@@ -32,7 +34,7 @@ class Reading(NamedTuple):
 class Line(NamedTuple):
     """Where the tokens of n lines of K rows lie. Off the rows' tokens, places are W: nowhere."""
 
-    place: jax.Array  # [n,K,S] i32 place in the line of each token of a row; a group's rows have one prompt
+    place: jax.Array  # [n,K,S] i32 of each token of a row that predicts another; a group's rows have one prompt
     position: jax.Array  # [n,W] i32 of each token in its row, 0 where a line is empty
     unit: jax.Array  # [n,W] i32 1.. by unit, 0 where empty
     row: jax.Array  # [n,W] i32 1.. by row, 0 of a prompt or where empty
@@ -46,13 +48,27 @@ def units_per_line(width: int, unit_width: int) -> int:
     return DENSEST * width // unit_width
 
 
+def unit_size(prompt_length: jax.Array, own: jax.Array) -> jax.Array:
+    """What units take of their lines: places, or targets where those are more (short prompts of many rows).
+
+    Args:
+        prompt_length: [...] i32 of each unit's prompt.
+        own: [...,G] i32 completion tokens of its rows.
+
+    Returns:
+        [...] i32 ``max(prompt + sum(own - 1), sum(own))`` over rows with a completion.
+    """
+    targets = jnp.sum(own, axis=-1)
+    return jnp.maximum(prompt_length + targets - jnp.sum(own > 0, axis=-1), targets)
+
+
 def first_fit(size: jax.Array, *, width: int, max_units: int) -> tuple[jax.Array, jax.Array]:
     """First-fit decreasing: units, the longest first, each to the first line that has room.
 
     At most 11/9 as many lines as there must be, and one (Johnson 1973), where no line has ``max_units`` of them.
 
     Args:
-        size: [U] i32 tokens of each unit, at most ``width``; a unit of 0 is left out.
+        size: [U] i32 of each unit (``unit_size``), at most ``width``; a unit of 0 is left out.
         width: W.
         max_units: X.
 
@@ -88,21 +104,21 @@ def lay(tokens: jax.Array, prompt_length: jax.Array, length: jax.Array, *, width
     """
     n, K, S = tokens.shape
     own = length - prompt_length
-    before = jnp.cumsum(own, axis=1) - own  # completion tokens of the rows before, in the line
+    laid = jnp.maximum(own - 1, 0)
+    before, laid_before = (jnp.cumsum(x, axis=1) - x for x in (own, laid))  # of the rows before, in the line
     of_unit = lambda x: x.reshape(n, K // group_size, group_size)  # noqa: E731
     prompt_once = of_unit(prompt_length)[..., 0]
     prompts_before = jnp.cumsum(prompt_once, axis=1) - prompt_once
-    prompt_at = jnp.repeat(prompts_before + of_unit(before)[..., 0], group_size, axis=1)  # [n,K]
-    completion_at = jnp.repeat(prompts_before + prompt_once, group_size, axis=1) + before
+    prompt_at = jnp.repeat(prompts_before + of_unit(laid_before)[..., 0], group_size, axis=1)  # [n,K]
+    completion_at = jnp.repeat(prompts_before + prompt_once, group_size, axis=1) + laid_before
 
     at = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32), (n, K, S))
     in_prompt = at < prompt_length[..., None]
     place = jnp.where(in_prompt, prompt_at[..., None] + at, (completion_at - prompt_length)[..., None] + at)
-    held = at < length[..., None]
-    place = jnp.where(held, place, width)
     # The prompt's last token predicts the first completion token, and each other token the next.
     is_first = at == prompt_length[..., None]
     source = jnp.where(is_first, (prompt_at + prompt_length)[..., None] - 1, place - 1)
+    place = jnp.where(in_prompt | (at + 1 < length[..., None]), place, width)
     predicted_once = jnp.maximum(prompt_once - 1, 0)  # of a prompt, all but its first token
     prompts_read_before = jnp.repeat(jnp.cumsum(predicted_once, axis=1) - predicted_once, group_size, axis=1)
     number = jnp.broadcast_to(1 + jnp.arange(K, dtype=jnp.int32)[None, :, None], (n, K, S))
@@ -121,7 +137,7 @@ def lay(tokens: jax.Array, prompt_length: jax.Array, length: jax.Array, *, width
         unit=put((number - 1) // group_size + 1, place),
         row=put(jnp.where(in_prompt, 0, number), place),
         tokens=put(tokens, place),
-        completions=read(held & ~in_prompt, prompt_length, before, jnp.sum(own, axis=1)),
+        completions=read((at < length[..., None]) & ~in_prompt, prompt_length, before, jnp.sum(own, axis=1)),
         prompts=read(in_prompt & (at > 0), 1, prompts_read_before, jnp.sum(predicted_once, axis=1)),
     )
 
