@@ -30,6 +30,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm import rng, sharding
 from jaxrl_llm.config import SamplingConfig
+from jaxrl_llm.models import kernels
 from jaxrl_llm.models.attention import Cache, Prompt, rope_tables
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.ops.logp import project
@@ -44,10 +45,11 @@ NO_PROMPT = -1
 class SamplerState:
     """Everything the sampler carries between chunks, and between iterations."""
 
-    cache_k: jax.Array  # [layers, Z, K, H, C] from the last prompt token on
+    cache_k: jax.Array  # [layers, Z, K, H, C] from the last prompt token on, round the end (attention.Cache)
     cache_v: jax.Array  # [layers, Z, K, C, H]
     prompt_k: jax.Array  # [layers, M*E, K, L, H], one per prompt
     prompt_v: jax.Array
+    cache_end: jax.Array  # [] i32 place where the next tokens of all slots go
     slot_row: jax.Array  # [M, Z/M] i32 row of the shard's table, -1 = idle
     tokens: jax.Array  # [M, E, G, S] i32
     prompt_length: jax.Array  # [M, E, G] i32
@@ -114,6 +116,7 @@ class Sampler:
             cache_v=kv(self.num_slots, arch.num_kv_heads, C, H),
             prompt_k=kv(M * E, arch.num_kv_heads, L, H),
             prompt_v=kv(M * E, arch.num_kv_heads, L, H),
+            cache_end=jnp.int32(0),
             slot_row=jnp.full((M, self.num_slots // M), -1, jnp.int32),
             tokens=jnp.zeros((M, E, G, S), jnp.int32),
             prompt_length=jnp.ones((M, E, G), jnp.int32),
@@ -134,7 +137,7 @@ class Sampler:
             if path[-1].name in ("cache_k", "cache_v", "prompt_k", "prompt_v"):
                 axes = ("layers", "batch", "kv_heads", None, None)
             else:
-                axes = ("shards",) + (None,) * (len(x.shape) - 1)
+                axes = (("shards",) + (None,) * len(x.shape))[: len(x.shape)]
             layout = sharding.named(self.mesh, x.shape, axes)
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout)
 
@@ -249,6 +252,8 @@ class Sampler:
         return state, state.stop_reason
 
     def _decode_chunk(self, params, state: SamplerState, version, key) -> SamplerState:
+        # Slots that all begin together fill their caches from the start: the live part is the least there is to read.
+        state = state.replace(cache_end=jnp.where(jnp.any(state.slot_row >= 0), state.cache_end, 0))
         state = self._refill(state)
         prompt = self._prompts(state)
         # Made before the loop: in it, every layer would compute its tokens' angles anew.
@@ -295,7 +300,7 @@ class Sampler:
         flat = lambda x: sharding.constrain(x.reshape(-1, *x.shape[2:]), "batch", *(None,) * (x.ndim - 2))  # noqa: E731
 
         index_MZ = length_MZ - read(rows(state.prompt_length), row_MZ)  # of the token to draw, in the completion
-        cache = Cache(state.cache_k, state.cache_v, flat(jnp.where(active_MZ, index_MZ, 0)))
+        cache = Cache(state.cache_k, state.cache_v, flat(jnp.where(active_MZ, index_MZ, 0)), state.cache_end)
         hidden, (new_k, new_v) = self.model.forward(
             params, flat(token_MZ)[:, None], flat(position_MZ)[:, None], prompt=prompt, cache=cache, rope=rope
         )
@@ -330,22 +335,18 @@ class Sampler:
         is_full = index_MZ + 1 >= sampling.max_completion_tokens
         reason_MZ = jnp.where(is_eos, STOP_EOS, jnp.where(is_full, STOP_LENGTH, STOP_NONE)).astype(jnp.int8)
 
-        # Of rows that go on alone: the others are not read again. Asked of the drawn token, which comes after attention
-        # has read the cache, so that XLA writes in place; an index known before has it copied twice a step.
+        # All slots' new tokens go to one place, each slot's after its last: no scatter, whose layout a TPU would copy
+        # the caches to and from. Asked of the drawn token, which comes after attention has read the cache, so that
+        # XLA writes in place; what is known before has it copied twice a step.
         goes_on_MZ = active_MZ & (reason_MZ == STOP_NONE)
-        at_MZ = jnp.where(goes_on_MZ & (drawn_MZ >= 0), index_MZ, sampling.max_completion_tokens)
-        slot = jnp.arange(row_MZ.shape[1])
+        is_drawn = flat(drawn_MZ >= 0)[None, :, None, None, None]
 
-        def append(cache, new, place):  # [layers, Z, K, ...] <- [layers, Z, K, 1, H] at each slot's index
-            local = cache.reshape(cache.shape[0], M, -1, *cache.shape[2:])
-            new = new.reshape(*local.shape[:4], new.shape[-1])
-            # One scatter per shard with both indices explicit: 50 times faster on CPU than a vmapped slice update.
-            write = lambda c, n, i: c.at[place(i)].set(n.swapaxes(0, 1), mode="drop")  # noqa: E731
-            return jax.vmap(write, in_axes=(1, 1, 0), out_axes=1)(local, new, at_MZ).reshape(cache.shape)
+        def append(cache, new, dim):  # [layers, Z, K, ...] <- [layers, Z, K, 1, H]
+            new = jnp.where(is_drawn, new, 0)
+            cache = jax.lax.dynamic_update_slice_in_dim(cache, new, state.cache_end, dim)
+            return kernels.keep_layout(cache, self.mesh.devices.flat[0])
 
-        every = slice(None)
-        cache_k = append(state.cache_k, new_k, lambda i: (every, slot, every, every, i))
-        cache_v = append(state.cache_v, new_v, lambda i: (every, slot, every, i))
+        cache_k, cache_v = append(state.cache_k, new_k.swapaxes(3, 4), 4), append(state.cache_v, new_v, 3)
 
         target_MZ = jnp.where(active_MZ, row_MZ, Q)  # out of range: an idle slot writes nothing
         at_token = jax.vmap(lambda t, r, p, x: t.at[r, p].set(x, mode="drop"))
@@ -356,6 +357,7 @@ class Sampler:
         return state.replace(
             cache_k=cache_k,
             cache_v=cache_v,
+            cache_end=(state.cache_end + 1) % sampling.max_completion_tokens,
             tokens=write_token(state.tokens, drawn_MZ),
             behaviour_logp=write_token(state.behaviour_logp, logp_MZ),
             policy_version=write_token(state.policy_version, jnp.broadcast_to(version, row_MZ.shape)),

@@ -60,11 +60,13 @@ class Cache:
     """Keys (rotated) and values of each row's earlier tokens, all layers: a layer is read in place.
 
     Keys lie with their tokens innermost: a decode step is bound by the bytes it reads, and so it reads both in order.
+    A row's tokens lie one after the other up to ``end``, and come round from the cache's end to its beginning.
     """
 
     keys: jax.Array  # [layers,B,K,H,C]
     values: jax.Array  # [layers,B,K,C,H]
     length: jax.Array  # [B] i32 tokens to see
+    end: jax.Array  # [] i32 place after the newest token, of all rows alike
 
 
 def attend(
@@ -205,14 +207,18 @@ def _attend_prompt(q_BKXH, prompt: Prompt):
 
 def _attend_cache(q_BKXH, cache: Cache, layer):
     """A multiply and a sum: the few queries of a row make no matmul worth its name, and nothing is copied."""
-    widths = cache_widths(cache.keys.shape[-1])
+    C = cache.keys.shape[-1]
+    widths, longest = cache_widths(C), jnp.max(cache.length)
     q = q_BKXH.astype(jnp.float32)
 
-    def first(width):
+    def newest(width):
         def read():
-            keys = jax.lax.dynamic_index_in_dim(cache.keys, layer, keepdims=False)[..., :width]
-            values = jax.lax.dynamic_index_in_dim(cache.values, layer, keepdims=False)[:, :, :width]
-            visible = jnp.arange(width)[None, :] < cache.length[:, None]
+            # Of the layer and its live part at once: a TPU's program would read the whole layer first.
+            start, (_, B, K, H, _) = jnp.maximum(cache.end - width, 0), cache.keys.shape
+            keys = jax.lax.dynamic_slice(cache.keys, (layer, 0, 0, 0, start), (1, B, K, H, width))[0]
+            values = jax.lax.dynamic_slice(cache.values, (layer, 0, 0, start, 0), (1, B, K, width, H))[0]
+            age = (cache.end - 1 - start - jnp.arange(width)) % C
+            visible = age[None, :] < cache.length[:, None]
             values = jnp.where(visible[:, None, :, None], values, 0)
             scores = jnp.sum(q[..., None] * keys[:, :, None].astype(jnp.float32), axis=-2)
             weights, total, peak = _weights(scores, visible[:, None, None, :])
@@ -221,13 +227,18 @@ def _attend_cache(q_BKXH, cache: Cache, layer):
 
         return read
 
-    live = jnp.searchsorted(jnp.asarray(widths), jnp.max(cache.length))
-    return jax.lax.switch(live, [first(width) for width in widths])
+    comes_round = longest > cache.end
+    live = jnp.where(comes_round, len(widths) - 1, jnp.searchsorted(jnp.asarray(widths), longest))
+    return jax.lax.switch(live, [newest(width) for width in widths])
 
 
 def cache_widths(C: int) -> list[int]:
-    """How much of a cache may be read: all of it, and quarters of it where those are worth a branch."""
-    return sorted({C, *(w for part in (1, 2, 3) if (w := -(-C * part // 4 // 8) * 8) < C)})
+    """How much of a cache may be read: all of it, and quarters of it where those are worth a branch.
+
+    Quarters of long caches are whole lanes: for narrower ones a TPU's program would lay out the cache anew.
+    """
+    step = 8 if C < 2 * kernels.LANES else kernels.LANES
+    return sorted({C, *(w for part in (1, 2, 3) if (w := -(-C * part // 4 // step) * step) < C)})
 
 
 def rope_frequencies(arch: Architecture) -> np.ndarray:

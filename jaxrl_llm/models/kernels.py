@@ -1,14 +1,16 @@
-"""Attention of whole rows by kernels that libraries keep: Splash on TPU, cuDNN on NVIDIA GPUs.
+"""What attention does otherwise on one kind of device: kernels that libraries keep, and how a TPU's caches lie.
+
+Whole rows are attended by Splash on TPU and by cuDNN on NVIDIA GPUs.
 
 Flash kernels hold no scores in memory. They serve the rows of the learner and of the prefill: new tokens alone, or
 after their group's prompt, whose keys are laid before each row's own (the gradients sum over the group again).
 
 Pieces merged by their softmax sums, as the reference path has them, would need the gradient of the log-sum-exp, which
-these kernels refuse (Splash) or drop (cuDNN). The decode step has no gradient, but no kernel that fits: the paged ones
-want pages with tokens outermost and return no softmax sums to merge a shared prompt by. It stays with XLA.
+these kernels refuse (Splash) or drop (cuDNN). The decode step stays with XLA, which reads the live part of a layer's
+cache where it lies; a kernel wants a copy of it, and the paged ones return no softmax sums to merge a prompt by.
 
 Letters as in attention; S = L + T keys a row.
-Owns: which kernel serves which device, and how rows are laid out for it. Does not know: parameters, caches.
+Owns: which kernel serves which device, and how rows and caches are laid out for it. Does not know: parameters, caches.
 """
 
 from __future__ import annotations
@@ -17,10 +19,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from jaxrl_llm import sharding
 
-LANES = 128
+SUBLANES, LANES = 8, 128
 # Of the block sizes that divide a row, the largest: fewer passes over the keys. Compiled for chips, not timed on one.
 BLOCKS = (512, 256, 128)
 
@@ -41,6 +44,19 @@ def choose(setting: str, device: Any, compute_dtype: str, head_size: int) -> str
     ampere = device.platform == "gpu" and generation.isdigit() and int(generation) >= 8
     fits = compute_dtype == "bfloat16" and head_size % 8 == 0 and head_size <= 128  # what cuDNN's kernels take
     return "cudnn" if ampere and fits else "xla"
+
+
+def keep_layout(cache: jax.Array, device: Any) -> jax.Array:
+    """A cache that a loop carries, laid out on TPU as its argument is: of its last two dimensions the least padded so.
+
+    Left to XLA it would lie in the loop as its writes would have it, and be copied whole for every layer's read.
+    """
+    if device.platform != "tpu":
+        return cache
+    padded = lambda rows, lanes: -(-rows // SUBLANES) * SUBLANES * -(-lanes // LANES) * LANES  # noqa: E731
+    *outer, rows, lanes = range(cache.ndim)
+    is_turned = padded(*cache.shape[:-3:-1]) < padded(*cache.shape[-2:])
+    return with_layout_constraint(cache, Layout((*outer, lanes, rows) if is_turned else (*outer, rows, lanes)))
 
 
 def attend(q_BTNH, k_BKTH, v_BKTH, prompt, implementation: str) -> jax.Array:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib.util
 import json
 import math
 import re
@@ -14,11 +15,11 @@ import numpy as np
 import pytest
 from building import COMPLETION_TOKENS, CUBE, EIGHT, ONE, PROMPT_TOKENS, ROW_TOKENS, TINY, mesh_of
 
-from jaxrl_llm import profiling
+from jaxrl_llm import plan, profiling, sharding
 from jaxrl_llm import train as train_module
 from jaxrl_llm.assembly import assemble
-from jaxrl_llm.config import freeze
-from jaxrl_llm.models.presets import PRESETS
+from jaxrl_llm.config import MeshConfig, freeze
+from jaxrl_llm.models.presets import PRESETS, Architecture
 from jaxrl_llm.programs import compile_all, memory
 from jaxrl_llm.sampler import SamplerState
 from jaxrl_llm.types import RingState, TrainState
@@ -160,6 +161,20 @@ def test_a_decode_step_writes_the_cache_in_place(eos_ids):
     decode = compile_all({"decode": program}, run.mesh)["decode"].as_text()
     copied = [size for shapes in re.findall(r"= (\S+) copy\(", decode) for size in sizes(shapes)]
     assert copied and sampler.abstract_state().cache_k.size not in copied
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="the TPU compiler libtpu is not installed")
+@pytest.mark.parametrize(("head_size", "completion"), [(64, 256), (128, 1024)])
+def test_a_tpus_decode_program_copies_no_cache(head_size, completion):
+    """Neither for a layer's read nor for a write; a layout of XLA's own choice has each read copy all layers."""
+    arch = Architecture(260, width=256, num_layers=2, num_heads=4, num_kv_heads=2, head_size=head_size, ffn=256)
+    mesh = sharding.make_mesh(MeshConfig(data=4), plan.devices_of("v5e:2x2")[0])
+    settings = SETTINGS | {"model": {"compute_dtype": "bfloat16"}, "sampling": {"max_completion_tokens": completion}}
+    program = assemble(freeze(settings), arch, (0,), mesh).programs()["decode"]
+    cache = program.args[1].cache_k
+    text = program.lower(mesh).compile().as_text()
+    copied = [size for shapes in re.findall(r"= (\S+) copy\(", text) for size in sizes(shapes)]
+    assert copied and max(copied) < cache.size // 4
 
 
 def test_ring_train_state_and_sampler_state_are_donated_and_every_donated_byte_is_reused(finished):
