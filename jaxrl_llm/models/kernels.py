@@ -10,7 +10,7 @@ these kernels refuse (Splash) or drop (cuDNN). The decode step stays with XLA, w
 cache where it lies; a kernel wants a copy of it, and the paged ones return no softmax sums to merge a prompt by.
 
 Letters as in attention; S = L + T keys a row.
-Owns: which kernel serves which device, and how rows and caches are laid out for it. Does not know: parameters, caches.
+Owns: which kernel serves which device, and how rows and caches are laid out for it. Does not know: parameters, slots.
 """
 
 from __future__ import annotations
