@@ -338,8 +338,7 @@ class Sampler:
         # All slots' new tokens go to one place, each slot's after its last: no scatter, whose layout a TPU would copy
         # the caches to and from. Asked of the drawn token, which comes after attention has read the cache, so that
         # XLA writes in place; what is known before has it copied twice a step.
-        goes_on_MZ = active_MZ & (reason_MZ == STOP_NONE)
-        is_drawn = flat(drawn_MZ >= 0)[None, :, None, None, None]
+        is_drawn = (drawn_Z >= 0)[None, :, None, None, None]
 
         def append(cache, new, dim):  # [layers, Z, K, ...] <- [layers, Z, K, 1, H]
             new = jnp.where(is_drawn, new, 0)
@@ -348,6 +347,7 @@ class Sampler:
 
         cache_k, cache_v = append(state.cache_k, new_k.swapaxes(3, 4), 4), append(state.cache_v, new_v, 3)
 
+        goes_on_MZ = active_MZ & (reason_MZ == STOP_NONE)
         target_MZ = jnp.where(active_MZ, row_MZ, Q)  # out of range: an idle slot writes nothing
         at_token = jax.vmap(lambda t, r, p, x: t.at[r, p].set(x, mode="drop"))
         at_row = jax.vmap(lambda t, r, x: t.at[r].set(x, mode="drop"))

@@ -5,11 +5,13 @@ Owns: sizes and shorthands. Expected values come from elsewhere.
 
 import dataclasses
 import functools
+import importlib.util
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 from jaxrl_llm import publish, sharding
 from jaxrl_llm.config import MeshConfig, ObjectiveConfig, SamplingConfig, UpdateConfig
@@ -29,6 +31,10 @@ ROW_TOKENS = PROMPT_TOKENS + COMPLETION_TOKENS
 # A tenth of the vocabulary ends a completion, so that lengths differ.
 EOS_IDS = tuple(range(5, 264, 10))
 ONE, EIGHT, CUBE = MeshConfig(data=1), MeshConfig(data=8), MeshConfig(data=2, fsdp=2, tensor=2)
+
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="the TPU compiler libtpu (extra [plan]) is not installed"
+)
 
 
 @functools.cache

@@ -4,13 +4,13 @@ Splash runs in Pallas' interpreter here, cuDNN's half by the XLA implementation 
 """
 
 import functools
-import importlib.util
 import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from building import needs_libtpu
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental.pallas.ops.tpu import splash_attention
@@ -122,7 +122,7 @@ def test_a_gpus_program_calls_cudnn_forward_and_backward(monkeypatch):
         assert "__cudnn$fmhaSoftmax(" in text and "__cudnn$fmhaSoftmaxBackward(" in text
 
 
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="the TPU compiler libtpu is not installed")
+@needs_libtpu
 def test_a_tpus_program_calls_splash_forward_and_backward(monkeypatch):
     """Heads of 64 and an odd width, split over four chips."""
     monkeypatch.setattr(splash_attention, "make_splash_mha_single_device", ON_TPU)

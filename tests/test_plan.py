@@ -8,6 +8,7 @@ import types
 import jax
 import jax.numpy as jnp
 import pytest
+from building import needs_libtpu
 
 from jaxrl_llm import plan, sharding
 from jaxrl_llm.assembly import assemble
@@ -16,10 +17,6 @@ from jaxrl_llm.models import pretrained
 from jaxrl_llm.programs import Memory, Program, host_bytes, in_use_bytes, memory, resident_bytes
 
 MIB = 2**20
-
-needs_libtpu = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="the TPU compiler libtpu (extra [plan]) is not installed"
-)
 
 
 def small_config(num_chips):

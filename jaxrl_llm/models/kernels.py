@@ -55,7 +55,7 @@ def keep_layout(cache: jax.Array, device: Any) -> jax.Array:
         return cache
     padded = lambda rows, lanes: -(-rows // SUBLANES) * SUBLANES * -(-lanes // LANES) * LANES  # noqa: E731
     *outer, rows, lanes = range(cache.ndim)
-    is_turned = padded(*cache.shape[:-3:-1]) < padded(*cache.shape[-2:])
+    is_turned = padded(cache.shape[lanes], cache.shape[rows]) < padded(cache.shape[rows], cache.shape[lanes])
     return with_layout_constraint(cache, Layout((*outer, lanes, rows) if is_turned else (*outer, rows, lanes)))
 
 

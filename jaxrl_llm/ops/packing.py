@@ -32,9 +32,8 @@ class Reading(NamedTuple):
 
 
 class Line(NamedTuple):
-    """Where the tokens of n lines of K rows lie. Off the rows' tokens, places are W: nowhere."""
+    """What lies at each place of n lines of K rows: the tokens that predict another."""
 
-    place: jax.Array  # [n,K,S] i32 of each token of a row that predicts another; a group's rows have one prompt
     position: jax.Array  # [n,W] i32 of each token in its row, 0 where a line is empty
     unit: jax.Array  # [n,W] i32 1.. by unit, 0 where empty
     row: jax.Array  # [n,W] i32 1.. by row, 0 of a prompt or where empty
@@ -58,8 +57,8 @@ def unit_size(prompt_length: jax.Array, own: jax.Array) -> jax.Array:
     Returns:
         [...] i32 ``max(prompt + sum(own - 1), sum(own))`` over rows with a completion.
     """
-    targets = jnp.sum(own, axis=-1)
-    return jnp.maximum(prompt_length + targets - jnp.sum(own > 0, axis=-1), targets)
+    places = prompt_length + jnp.sum(jnp.maximum(own - 1, 0), axis=-1)
+    return jnp.maximum(places, jnp.sum(own, axis=-1))
 
 
 def first_fit(size: jax.Array, *, width: int, max_units: int) -> tuple[jax.Array, jax.Array]:
@@ -118,7 +117,7 @@ def lay(tokens: jax.Array, prompt_length: jax.Array, length: jax.Array, *, width
     # The prompt's last token predicts the first completion token, and each other token the next.
     is_first = at == prompt_length[..., None]
     source = jnp.where(is_first, (prompt_at + prompt_length)[..., None] - 1, place - 1)
-    place = jnp.where(in_prompt | (at + 1 < length[..., None]), place, width)
+    place = jnp.where(in_prompt | (at + 1 < length[..., None]), place, width)  # W is nowhere
     predicted_once = jnp.maximum(prompt_once - 1, 0)  # of a prompt, all but its first token
     prompts_read_before = jnp.repeat(jnp.cumsum(predicted_once, axis=1) - predicted_once, group_size, axis=1)
     number = jnp.broadcast_to(1 + jnp.arange(K, dtype=jnp.int32)[None, :, None], (n, K, S))
@@ -132,7 +131,6 @@ def lay(tokens: jax.Array, prompt_length: jax.Array, length: jax.Array, *, width
         return Reading(put(source, index), put(tokens, index), count, index)
 
     return Line(
-        place=place,
         position=put(at, place),
         unit=put((number - 1) // group_size + 1, place),
         row=put(jnp.where(in_prompt, 0, number), place),

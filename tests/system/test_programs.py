@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import importlib.util
 import json
 import math
 import re
@@ -13,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from building import COMPLETION_TOKENS, CUBE, EIGHT, ONE, PROMPT_TOKENS, ROW_TOKENS, TINY, mesh_of
+from building import COMPLETION_TOKENS, CUBE, EIGHT, ONE, PROMPT_TOKENS, ROW_TOKENS, TINY, mesh_of, needs_libtpu
 
 from jaxrl_llm import plan, profiling, sharding
 from jaxrl_llm import train as train_module
@@ -163,7 +162,7 @@ def test_a_decode_step_writes_the_cache_in_place(eos_ids):
     assert copied and sampler.abstract_state().cache_k.size not in copied
 
 
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="the TPU compiler libtpu is not installed")
+@needs_libtpu
 @pytest.mark.parametrize(("head_size", "completion"), [(64, 256), (128, 1024)])
 def test_a_tpus_decode_program_copies_no_cache(head_size, completion):
     """Neither for a layer's read nor for a write; a layout of XLA's own choice has each read copy all layers."""
