@@ -90,16 +90,15 @@ def attend(
         layer: which of the cache's layers.
         visible: which new tokens each new token sees where that is not all up to itself: [B,T,T] bool (ops.packing),
             or the rule of whole groups.
-        implementation: of rows without a cache: "xla", this module, or a kernel of ``kernels.choose``; no kernel knows
-            a [B,T,T].
+        implementation: of rows without a cache: "xla", this module, or a kernel of ``kernels.choose``.
 
     Returns:
         [B,T,N,H] in the dtype of the queries.
     """
     if isinstance(visible, Groups):
         return _attend_groups(q_BTNH, k_BKTH, v_BKTH, visible, implementation)
-    if implementation != "xla" and cache is None and visible is None:
-        return kernels.attend(q_BTNH, k_BKTH, v_BKTH, prompt, implementation)
+    if implementation != "xla" and cache is None:
+        return kernels.attend(q_BTNH, k_BKTH, v_BKTH, prompt, visible, implementation)
     B, T, N, H = q_BTNH.shape
     K = k_BKTH.shape[1]
     q = (q_BTNH * H**-0.5).reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4).reshape(B, K, N // K * T, H)

@@ -1,9 +1,9 @@
 """What attention does otherwise on one kind of device: kernels that libraries keep, and how a TPU's caches lie.
 
-Whole rows are attended by Splash on TPU and by cuDNN on NVIDIA GPUs.
-
-Flash kernels hold no scores in memory. They serve the rows of the learner and of the prefill: new tokens alone, or
-after their group's prompt, whose keys are laid before each row's own (the gradients sum over the group again).
+The rows of the learner and of the prefill are attended by Splash on TPU and by cuDNN on NVIDIA GPUs, which hold no
+scores in memory: new tokens alone, after their group's prompt, whose keys are laid before each row's own (the gradients
+sum over the group again), or packed lines, by a mask of [B,T,T]. Splash passes over its blocks that show nothing; to
+cuDNN it is a bias, with a gradient of its own.
 
 Pieces merged by their softmax sums, as the reference path has them, would need the gradient of the log-sum-exp, which
 these kernels refuse (Splash) or drop (cuDNN). The decode step stays with XLA, which reads the live part of a layer's
@@ -59,8 +59,11 @@ def keep_layout(cache: jax.Array, device: Any) -> jax.Array:
     return with_layout_constraint(cache, Layout((*outer, lanes, rows) if is_turned else (*outer, rows, lanes)))
 
 
-def attend(q_BTNH, k_BKTH, v_BKTH, prompt, implementation: str) -> jax.Array:
+def attend(q_BTNH, k_BKTH, v_BKTH, prompt, visible_BTT, implementation: str) -> jax.Array:
     """``attention.attend`` without a cache: rotated queries and keys, and a prompt of groups of consecutive rows.
+
+    Args:
+        visible_BTT: of packed lines, which have no prompt: each token sees itself, and none sees a later one.
 
     Returns:
         [B,T,N,H] in the dtype of the queries.
@@ -78,53 +81,51 @@ def attend(q_BTNH, k_BKTH, v_BKTH, prompt, implementation: str) -> jax.Array:
         k_BKSH, v_BKSH = before(prompt.keys, k_BKTH), before(prompt.values, v_BKTH)
         visible_BL = jnp.repeat(prompt.visible, group, axis=0)
     kernel = {"splash": _splash, "cudnn": _cudnn}[implementation]
-    args = (q_BTNH, k_BKSH, v_BKSH, visible_BL)
+    args = (q_BTNH, k_BKSH, v_BKSH, visible_BL, visible_BTT)
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return kernel(*args)
     # The partitioner does not look into a kernel: each device calls it on its own rows and heads.
-    axes = (("batch", None, "heads", None), *2 * (("batch", "kv_heads", None, None),), ("batch", None))
+    rows, of_keys = ("batch", None, None), ("batch", "kv_heads", None, None)
+    axes = (("batch", None, "heads", None), of_keys, of_keys, rows[:2], rows)
     specs = tuple(
         x if x is None else sharding.partition_spec(x.shape, names, mesh) for x, names in zip(args, axes, strict=True)
     )
     return jax.shard_map(kernel, in_specs=specs, out_specs=specs[0], check_vma=False)(*args)
 
 
-def _splash(q_BTNH, k_BKSH, v_BKSH, visible_BL):
+def _splash(q_BTNH, k_BKSH, v_BKSH, visible_BL, visible_BTT):
     from jax.experimental.pallas.ops.tpu import splash_attention as splash  # half a second that a CPU can spare
 
     (_, T, N, H), S = q_BTNH.shape, k_BKSH.shape[2]
     queries, keys = (-(-n // LANES) * LANES for n in (T, S))
     fill = lambda x, width: jnp.pad(x, ((0, 0), (0, 0), (0, width - x.shape[2]), (0, 0)))  # noqa: E731
     q = fill((q_BTNH * H**-0.5).swapaxes(1, 2), queries)
-    # Query t is token S - T + t of its row. What fills up the keys comes after every real query.
-    mask = splash.CausalMask((queries, keys), offset=S - T)
     bq, bk = (next(size for size in BLOCKS if n % size == 0) for n in (queries, keys))
-    kernel = splash.make_splash_mha_single_device(
-        splash.MultiHeadMask([mask] * N),
-        block_sizes=splash.BlockSizes(
-            block_q=bq,
-            block_kv=bk,
-            block_q_dkv=bq,
-            block_kv_dkv=bk,
-            block_q_dq=bq,
-            block_kv_dq=bk,
-        ),
-    )
+    sizes = {f"block_{of}{way}": n for of, n in (("q", bq), ("kv", bk)) for way in ("", "_dkv", "_dq")}
+    # Query t is token S - T + t of its row. What fills up the keys comes after every real query.
+    causal = splash.MultiHeadMask([splash.CausalMask((queries, keys), offset=S - T)] * N)
+
+    def of_row(q, k, v, shown, visible):
+        mask = causal if visible is None else jnp.pad(visible, ((0, queries - T), (0, keys - S)))[None]
+        kernel = splash.make_splash_mha_single_device(mask, block_sizes=splash.BlockSizes(**sizes))
+        # Of a traced mask it is a traced True, which jax 0.10 then asks for the name of a scope.
+        kernel.fwd_mask_info = kernel.fwd_mask_info._replace(is_dynamic_mask=None)
+        return kernel(q, k, v, shown)
+
     shown = None
     if visible_BL is not None:  # a query sees the keys of its segment
         own = ((0, 0), (0, keys - visible_BL.shape[1]))
         shown_BS = jnp.pad(visible_BL.astype(jnp.int32), own, constant_values=1)
         shown = splash.SegmentIds(q=jnp.ones_like(shown_BS, shape=(shown_BS.shape[0], queries)), kv=shown_BS)
-    out = jax.vmap(kernel)(q, fill(k_BKSH, keys), fill(v_BKSH, keys), shown)
+    out = jax.vmap(of_row)(q, fill(k_BKSH, keys), fill(v_BKSH, keys), shown, visible_BTT)
     return out[:, :, :T].swapaxes(1, 2)
 
 
-def _cudnn(q_BTNH, k_BKSH, v_BKSH, visible_BL):
+def _cudnn(q_BTNH, k_BKSH, v_BKSH, visible_BL, visible_BTT):
     """Plain causal attention, which cuDNN does best: a row's own tokens are moved to its prompt's end.
 
-    Queries at the prompt's places are filled up and thrown away. A mask instead would be a bias of T*S numbers a row,
-    with a gradient of its own.
+    Queries at the prompt's places are filled up and thrown away.
     """
     T, S = q_BTNH.shape[1], k_BKSH.shape[2]
     q, k, v = q_BTNH, k_BKSH.swapaxes(1, 2), v_BKSH.swapaxes(1, 2)
@@ -139,5 +140,6 @@ def _cudnn(q_BTNH, k_BKSH, v_BKSH, visible_BL):
         q, k, v = take(q, jnp.clip(at - length_B1, 0, T - 1)), take(k, source), take(v, source)
     even = ((0, 0), (0, S % 2), (0, 0), (0, 0))  # as the backward kernel wants it
     q, k, v = (jnp.pad(x, even) for x in (q, k, v))
-    out = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
+    mask = None if visible_BTT is None else jnp.pad(visible_BTT, ((0, 0), *2 * ((0, S % 2),)))[:, None]
+    out = jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation="cudnn")
     return out[:, :T] if visible_BL is None else take(out, length_B1 + jnp.arange(T)[None, :])
