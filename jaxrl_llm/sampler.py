@@ -45,10 +45,11 @@ NO_PROMPT = -1
 class SamplerState:
     """Everything the sampler carries between chunks, and between iterations."""
 
-    cache_k: jax.Array  # [layers, Z, K, H, C] from the last prompt token on, round the end (attention.Cache)
-    cache_v: jax.Array  # [layers, Z, K, C, H]
-    prompt_k: jax.Array  # [layers, M*E, K, L, H], one per prompt
-    prompt_v: jax.Array
+    # By layer, each in an array of its own: what a layer reads of an array of all, some compilers copy first.
+    cache_k: tuple[jax.Array, ...]  # [Z, K, C or more, H] from the last prompt token on, round the end
+    cache_v: tuple[jax.Array, ...]
+    prompt_k: tuple[jax.Array, ...]  # [M*E, K, L, H], one per prompt
+    prompt_v: tuple[jax.Array, ...]
     cache_end: jax.Array  # [] i32 place where the next tokens of all slots go
     slot_row: jax.Array  # [M, Z/M] i32 row of the shard's table, -1 = idle
     tokens: jax.Array  # [M, E, G, S] i32
@@ -108,12 +109,13 @@ class Sampler:
 
     def _empty(self) -> SamplerState:
         arch, M, E, G = self.model.arch, self.shards, self.entries, self.group_size
-        L, C, S = self.max_prompt_tokens, self.sampling.max_completion_tokens, self.row_tokens
-        H, N = arch.head_size, self.support_tokens
-        kv = lambda *shape: jnp.zeros((arch.num_layers, *shape), self.model.compute_dtype)  # noqa: E731
+        L, S, H, N = self.max_prompt_tokens, self.row_tokens, arch.head_size, self.support_tokens
+        places = kernels.cache_length(self.sampling.max_completion_tokens, self.mesh.devices.flat[0])
+        zeros = lambda *shape: jnp.zeros(shape, self.model.compute_dtype)  # noqa: E731
+        kv = lambda *shape: tuple(zeros(*shape) for _ in range(arch.num_layers))  # noqa: E731
         return SamplerState(
-            cache_k=kv(self.num_slots, arch.num_kv_heads, H, C),
-            cache_v=kv(self.num_slots, arch.num_kv_heads, C, H),
+            cache_k=kv(self.num_slots, arch.num_kv_heads, places, H),
+            cache_v=kv(self.num_slots, arch.num_kv_heads, places, H),
             prompt_k=kv(M * E, arch.num_kv_heads, L, H),
             prompt_v=kv(M * E, arch.num_kv_heads, L, H),
             cache_end=jnp.int32(0),
@@ -134,8 +136,8 @@ class Sampler:
         shape = jax.eval_shape(self._empty)
 
         def place(path, x):
-            if path[-1].name in ("cache_k", "cache_v", "prompt_k", "prompt_v"):
-                axes = ("layers", "batch", "kv_heads", None, None)
+            if path[0].name in ("cache_k", "cache_v", "prompt_k", "prompt_v"):
+                axes = ("batch", "kv_heads", None, None)
             else:
                 axes = (("shards",) + (None,) * len(x.shape))[: len(x.shape)]
             layout = sharding.named(self.mesh, x.shape, axes)
@@ -182,17 +184,15 @@ class Sampler:
 
     def _prefill(self, params, state: SamplerState, tokens_PL, length_P, prompt_id_P, entry_MP) -> SamplerState:
         """Open P prompts in the given entries of their shards; an entry of E drops a padding prompt."""
-        M, E, G, S = state.tokens.shape
+        M, _, G, S = state.tokens.shape
         P, L = tokens_PL.shape
         set_entries = lambda t, n: jax.vmap(lambda t, n, e: t.at[e].set(n, mode="drop"))(t, n, entry_MP)  # noqa: E731
         positions = jnp.broadcast_to(jnp.arange(L, dtype=jnp.int32), (P, L))
         _, (k, v) = self.model.forward(params, tokens_PL, positions)
 
-        def put_kv(cache, new):  # [layers, M*E, ...] <- [layers, P, ...]
-            local = cache.reshape(cache.shape[0], M, E, *cache.shape[2:])
-            new = new.reshape(new.shape[0], M, P // M, *new.shape[2:])
-            write = jax.vmap(lambda c, n, e: c.at[:, e].set(n, mode="drop"), in_axes=(1, 1, 0), out_axes=1)
-            return write(local, new, entry_MP).reshape(cache.shape)
+        def put_kv(cache, new):  # [M*E, ...] <- [P, ...]
+            by_shard = lambda x: x.reshape(M, -1, *x.shape[1:])  # noqa: E731
+            return set_entries(by_shard(cache), by_shard(new)).reshape(cache.shape)
 
         def put(table, value_P):  # [M, E, G, ...] <- [P, ...], the same for every sample of the group
             value = value_P.reshape(M, P // M, 1, *value_P.shape[1:])
@@ -201,8 +201,8 @@ class Sampler:
 
         zeros = jnp.zeros((P,), jnp.int32)
         return state.replace(
-            prompt_k=put_kv(state.prompt_k, k),
-            prompt_v=put_kv(state.prompt_v, v),
+            prompt_k=tuple(map(put_kv, state.prompt_k, k)),
+            prompt_v=tuple(map(put_kv, state.prompt_v, v)),
             tokens=put(state.tokens, jnp.pad(tokens_PL, ((0, 0), (0, S - L)))),
             prompt_length=put(state.prompt_length, length_P),
             length=put(state.length, length_P),
@@ -245,9 +245,11 @@ class Sampler:
         """
         finished = (state.prompt_id >= 0) & jnp.all(state.stop_reason != STOP_NONE, axis=2)
         is_wanted = jnp.any(jnp.sum(finished, axis=1) < self.num_prompts // self.shards)
-        # Not a condition of the loop alone: what all its steps share costs too.
-        state = jax.lax.cond(
-            is_wanted, self._decode_chunk, lambda params, state, *_: state, params, state, version, key
+        # Not a condition of the loop alone: what all its steps share costs too. No branch: GPUs copy caches for one.
+        _, state = jax.lax.while_loop(
+            lambda carry: carry[0],
+            lambda carry: (jnp.bool_(False), self._decode_chunk(params, carry[1], version, key)),
+            (is_wanted, state),
         )
         return state, state.stop_reason
 
@@ -338,14 +340,12 @@ class Sampler:
         # All slots' new tokens go to one place, each slot's after its last: no scatter, whose layout a TPU would copy
         # the caches to and from. Asked of the drawn token, which comes after attention has read the cache, so that
         # XLA writes in place; what is known before has it copied twice a step.
-        is_drawn = (drawn_Z >= 0)[None, :, None, None, None]
+        is_drawn = (drawn_Z >= 0)[:, None, None, None]
 
-        def append(cache, new, dim):  # [layers, Z, K, ...] <- [layers, Z, K, 1, H]
+        def append(cache, new):  # [Z, K, C, H] <- [Z, K, 1, H]
             new = jnp.where(is_drawn, new, 0)
-            cache = jax.lax.dynamic_update_slice_in_dim(cache, new, state.cache_end, dim)
+            cache = jax.lax.dynamic_update_slice_in_dim(cache, new, state.cache_end, axis=2)
             return kernels.keep_layout(cache, self.mesh.devices.flat[0])
-
-        cache_k, cache_v = append(state.cache_k, new_k.swapaxes(3, 4), 4), append(state.cache_v, new_v, 3)
 
         goes_on_MZ = active_MZ & (reason_MZ == STOP_NONE)
         target_MZ = jnp.where(active_MZ, row_MZ, Q)  # out of range: an idle slot writes nothing
@@ -355,9 +355,9 @@ class Sampler:
         write_token = lambda t, x: unrows(at_token(rows(t), target_MZ, length_MZ, x))  # noqa: E731
         write_row = lambda t, x: unrows(at_row(rows(t), target_MZ, x))  # noqa: E731
         return state.replace(
-            cache_k=cache_k,
-            cache_v=cache_v,
-            cache_end=(state.cache_end + 1) % sampling.max_completion_tokens,
+            cache_k=tuple(map(append, state.cache_k, new_k)),
+            cache_v=tuple(map(append, state.cache_v, new_v)),
+            cache_end=(state.cache_end + 1) % state.cache_k[0].shape[2],
             tokens=write_token(state.tokens, drawn_MZ),
             behaviour_logp=write_token(state.behaviour_logp, logp_MZ),
             policy_version=write_token(state.policy_version, jnp.broadcast_to(version, row_MZ.shape)),

@@ -71,9 +71,10 @@ def modules() -> list[pathlib.Path]:
 def test_one_training_step_is_readable():
     depth = closure("jaxrl_llm.train")
     lines = {name: len(module_file(name).read_text().splitlines()) for name in depth}
-    # 45 modules and 9,000 lines for the spine; the rest is the functions that objectives, credit and draws combine.
+    # 45 modules and 9,000 lines for the spine; the rest is the functions that objectives, credit and draws combine, and
+    # the kernels of each device.
     assert len(depth) <= 60, sorted(depth)
-    assert sum(lines.values()) <= 11750
+    assert sum(lines.values()) <= 11800
     assert max(depth.values()) <= 4, {k: v for k, v in depth.items() if v > 4}
 
 

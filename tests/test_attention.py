@@ -105,13 +105,13 @@ def test_long_lines_are_attended_in_up_to_four_blocks():
 def test_slots_in_any_order_attend_to_their_groups_prompt_their_cache_and_the_new_token(seed, shards):
     rng = np.random.default_rng(seed)
     entries, size, slots = int(rng.integers(1, 4)), int(rng.integers(1, 4)), int(rng.integers(1, 8))
-    L, C, N, layers = int(rng.integers(1, 7)), int(rng.choice([1, 7, 40])), K * int(rng.integers(1, 4)), 2
+    L, C, N = int(rng.integers(1, 7)), int(rng.choice([1, 7, 40])), K * int(rng.integers(1, 4))
     Z, P = shards * slots, shards * entries
     q, k, v = normal(rng, Z, 1, N, H), normal(rng, Z, K, 1, H), normal(rng, Z, K, 1, H)
     prompt_length = rng.integers(0, L + 1, P)  # none is visible to a row that starts at a prompt's only token
     live = rng.integers(0, min(C, int(rng.integers(1, C + 1))) + 1, Z)
     prompt_k, prompt_v = normal(rng, P, K, L, H), normal(rng, P, K, L, H)
-    cache_k, cache_v = normal(rng, layers, Z, K, C, H), normal(rng, layers, Z, K, C, H)
+    cache_k, cache_v = normal(rng, Z, K, C, H), normal(rng, Z, K, C, H)
 
     # Each shard's slots take some of its rows, each row at most once; the other slots are idle.
     member = np.zeros((shards, entries * size), np.int32)
@@ -125,8 +125,8 @@ def test_slots_in_any_order_attend_to_their_groups_prompt_their_cache_and_the_ne
 
     def before(z):
         n, c = prompt_length[entry[z]], live[z]
-        keys = np.concatenate([prompt_k[entry[z], :, :n], cache_k[1, z, :, :c]], axis=1)
-        return keys, np.concatenate([prompt_v[entry[z], :, :n], cache_v[1, z, :, :c]], axis=1)
+        keys = np.concatenate([prompt_k[entry[z], :, :n], cache_k[z, :, :c]], axis=1)
+        return keys, np.concatenate([prompt_v[entry[z], :, :n], cache_v[z, :, :c]], axis=1)
 
     truth = expected(q, k, v, before)
     visible = np.arange(L)[None, :] < prompt_length[:, None]
@@ -134,16 +134,15 @@ def test_slots_in_any_order_attend_to_their_groups_prompt_their_cache_and_the_ne
     # A row's tokens lie up to a place that is one for all, maybe round the cache's end.
     end = int(rng.integers(0, C))
     token = live[:, None] - 1 - (end - 1 - np.arange(C)[None, :]) % C  # at each place, negative where none is
-    lie = lambda x: np.take_along_axis(x, np.maximum(token, 0)[None, :, None, :, None], axis=3)  # noqa: E731
-    cache_k, cache_v = (np.where(token[None, :, None, :, None] >= 0, lie(x), np.nan) for x in (cache_k, cache_v))
+    lie = lambda x: np.take_along_axis(x, np.maximum(token, 0)[:, None, :, None], axis=2)  # noqa: E731
+    cache_k, cache_v = (np.where(token[:, None, :, None] >= 0, lie(x), np.nan) for x in (cache_k, cache_v))
     cache_k, cache_v = cache_k.astype(np.float32), cache_v.astype(np.float32)
     out = jax.jit(attend)(
         q,
         k,
         v,
         prompt=Prompt(prompt_k.astype(np.float32), prompt_v.astype(np.float32), visible, member, place),
-        cache=Cache(cache_k.swapaxes(-1, -2), cache_v, live, end),
-        layer=1,
+        cache=Cache(cache_k, cache_v, live, end),
     )
     busy = busy.reshape(-1)
     np.testing.assert_allclose(np.asarray(out)[busy], truth[busy], atol=2e-6)

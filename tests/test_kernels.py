@@ -1,8 +1,9 @@
 """Attention by kernels is the reference path's, prompts padded with NaN, gradients included; compilers take them.
 
-Splash runs in Pallas' interpreter here, cuDNN's half by the XLA implementation of the same function.
+Pallas' kernels run in its interpreter here, cuDNN's half by the XLA implementation of the same function.
 """
 
+import dataclasses
 import functools
 import types
 
@@ -10,19 +11,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from building import needs_libtpu
+from building import TINY, Sampling, completions, make_prompts, make_sampler, needs_libtpu
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.experimental.pallas.ops.gpu import decode_attention
 from jax.experimental.pallas.ops.tpu import splash_attention
 from reference import attention as oracle
 
 from jaxrl_llm import plan, sharding
 from jaxrl_llm.config import MeshConfig
 from jaxrl_llm.models import kernels
-from jaxrl_llm.models.attention import Prompt, attend
+from jaxrl_llm.models.attention import Cache, Prompt, attend
+from jaxrl_llm.models.transformer import Model
 
 B, P, T, L, N, K, H = 4, 2, 5, 6, 4, 2, 8
 ON_TPU, ON_GPU = splash_attention.make_splash_mha_single_device, jax.nn.dot_product_attention
+DECODE = decode_attention.gqa
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -31,6 +35,7 @@ def on_cpu():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(splash_attention, "make_splash_mha_single_device", functools.partial(ON_TPU, interpret=True))
         patch.setattr(jax.nn, "dot_product_attention", lambda *args, implementation, **kwargs: ON_GPU(*args, **kwargs))
+        patch.setattr(decode_attention, "gqa", functools.partial(DECODE, interpret=True))
         yield
 
 
@@ -120,6 +125,70 @@ def test_each_device_calls_the_kernel_on_its_own_rows_and_heads(rows):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), alone, together)
 
 
+def cached(seed, C):
+    """One new token a row and caches of up to C tokens, whose end is anywhere, and the attention of the definition.
+
+    What is not to be seen is large: the kernel weighs it with zero.
+    """
+    rng = np.random.default_rng(seed)
+    q, k, v = (rng.normal(size=shape).astype(np.float32) for shape in ((B, 1, N, H), (B, K, 1, H), (B, K, 1, H)))
+    keys, values = rng.normal(size=(2, B, K, C, H)).astype(np.float32)
+    end, length = int(rng.integers(0, C)), rng.integers(0, C + 1, B).astype(np.int32)
+    places = [(end - 1 - np.arange(n)) % C for n in length]
+    truth = np.zeros(q.shape)
+    for b, n in np.ndindex(B, N):
+        head = n // (N // K)
+        both = [np.concatenate([x[b, head, places[b]], y[b, head]]) for x, y in ((keys, k), (values, v))]
+        truth[b, 0, n] = oracle.attend(q[b, 0, n], *both)
+    for b in range(B):
+        hidden = np.setdiff1d(np.arange(C), places[b])
+        keys[b, :, hidden], values[b, :, hidden] = 1e4, 1e4
+    return (q, k, v, Cache(keys, values, length, np.int32(end))), truth
+
+
+def decode(q, k, v, cache):
+    return attend(q, k, v, cache=cache, implementation="cudnn")
+
+
+@pytest.mark.parametrize("C", [16, 384, 512])
+@settings(max_examples=4, deadline=None)
+@given(seed=st.integers(0, 2**31))
+def test_a_gpus_decode_step_attends_to_the_live_part_of_each_rows_cache(C, seed):
+    """In one block of 16 places, three of 128 and two of 256."""
+    given, truth = cached(seed, C)
+    np.testing.assert_allclose(jax.jit(decode)(*given), truth, atol=3e-6)
+
+
+def test_each_device_decodes_its_own_rows_and_heads():
+    given, truth = cached(0, 128)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 1, 2), ("data", "fsdp", "tensor"))
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        given = jax.device_put(given, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
+        np.testing.assert_allclose(jax.jit(decode)(*given), truth, atol=3e-6)
+
+
+def test_a_sampler_with_a_gpus_kernels_draws_what_one_without_draws(monkeypatch):
+    """Slots are taken anew, and their caches come round."""
+    monkeypatch.setattr(kernels, "cache_length", lambda tokens, device: 16)
+    plain = make_sampler(num_slots=8, chunk_steps=7)
+    on_gpu = dataclasses.replace(plain, model=Model(TINY, attention="cudnn"))
+    prompts = make_prompts(range(8))
+    (one, _), (other, _) = Sampling(plain)(prompts), Sampling(on_gpu)(prompts)
+    assert completions(one) == completions(other)
+    np.testing.assert_allclose(one.behaviour_logp, other.behaviour_logp, atol=1e-5)
+
+
+def test_a_cache_has_whole_lanes_on_accelerators():
+    cpu, gpu, tpu = (types.SimpleNamespace(platform=name) for name in ("cpu", "gpu", "tpu"))
+    assert [kernels.cache_length(700, x) for x in (cpu, gpu, tpu)] == [700, 768, 768]
+    assert [kernels.cache_length(n, gpu) for n in (1, 24, 128, 129)] == [16, 32, 128, 256]
+
+
+def test_heads_of_a_power_of_two_decode_by_the_gpus_kernel():
+    assert kernels.reads_caches("cudnn", 64) and not kernels.reads_caches("cudnn", 96)
+    assert not kernels.reads_caches("splash", 128) and not kernels.reads_caches("xla", 64)
+
+
 @pytest.mark.parametrize(
     ("setting", "device", "dtype", "head_size", "expected"),
     [
@@ -150,6 +219,15 @@ def test_a_gpus_program_calls_cudnn_forward_and_backward(monkeypatch, rows, call
     traced = program.__wrapped__("cudnn", rows).trace(given, visible_to(rows), given[0])
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert f"__cudnn${calls}(" in text and f"__cudnn${calls}Backward(" in text
+
+
+def test_a_gpus_decode_step_calls_the_triton_kernel(monkeypatch):
+    monkeypatch.setattr(decode_attention, "gqa", DECODE)
+    bf16 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)  # noqa: E731
+    row, cache = bf16(B, K, 1, 64), bf16(B, K, 384, 64)
+    cache = Cache(cache, cache, jax.ShapeDtypeStruct((B,), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32))
+    text = jax.jit(decode).trace(bf16(B, 1, N, 64), row, row, cache).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("__gpu$xla.gpu.triton") == 1
 
 
 @needs_libtpu

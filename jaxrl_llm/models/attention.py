@@ -31,7 +31,7 @@ HIDDEN = -1e30
 
 @flax.struct.dataclass
 class Prompt:
-    """Keys (rotated) and values of prompts; with a leading layer axis until a block takes its own.
+    """Keys (rotated) and values of prompts; those of each layer until a block takes its own.
 
     Without ``member`` the batch is P groups of G consecutive rows.
     """
@@ -57,14 +57,13 @@ class Groups:
 
 @flax.struct.dataclass
 class Cache:
-    """Keys (rotated) and values of each row's earlier tokens, all layers: a layer is read in place.
+    """Keys (rotated) and values of each row's earlier tokens; those of each layer until a block takes its own.
 
-    Keys lie with their tokens innermost: a decode step is bound by the bytes it reads, and so it reads both in order.
     A row's tokens lie one after the other up to ``end``, and come round from the cache's end to its beginning.
     """
 
-    keys: jax.Array  # [layers,B,K,H,C]
-    values: jax.Array  # [layers,B,K,C,H]
+    keys: jax.Array  # [B,K,C,H]
+    values: jax.Array  # [B,K,C,H]
     length: jax.Array  # [B] i32 tokens to see
     end: jax.Array  # [] i32 place after the newest token, of all rows alike
 
@@ -76,7 +75,6 @@ def attend(
     *,
     prompt: Prompt | None = None,
     cache: Cache | None = None,
-    layer: jax.Array | int = 0,
     visible: jax.Array | Groups | None = None,
     implementation: str = "xla",
 ) -> jax.Array:
@@ -85,12 +83,10 @@ def attend(
     Args:
         q_BTNH: queries, rotated.
         k_BKTH, v_BKTH: keys (rotated) and values of the same T new tokens.
-        prompt: of this layer.
-        cache: of all layers; wants T = 1.
-        layer: which of the cache's layers.
+        prompt, cache: of this layer; a cache wants T = 1.
         visible: which new tokens each new token sees where that is not all up to itself: [B,T,T] bool (ops.packing),
             or the rule of whole groups.
-        implementation: of rows without a cache: "xla", this module, or a kernel of ``kernels.choose``.
+        implementation: "xla", this module, or the kernels of ``kernels.choose``.
 
     Returns:
         [B,T,N,H] in the dtype of the queries.
@@ -105,8 +101,10 @@ def attend(
     pieces = [_attend_new(q, k_BKTH, v_BKTH, visible)]
     if prompt is not None:
         pieces.append(_attend_prompt(q, prompt))
-    if cache is not None:
-        pieces.append(_attend_cache(q, cache, layer))
+    if cache is not None and kernels.reads_caches(implementation, H):
+        pieces += kernels.attend_cache(q, cache.keys, cache.values, cache.length, cache.end)
+    elif cache is not None:
+        pieces.append(_attend_cache(q, cache))
     out = _merge(pieces).astype(q_BTNH.dtype)
     return out.reshape(B, K, N // K, T, H).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
 
@@ -204,25 +202,18 @@ def _attend_prompt(q_BKXH, prompt: Prompt):
     return to_rows(out), to_rows(total), to_rows(peak)
 
 
-def _attend_cache(q_BKXH, cache: Cache, layer):
-    """A multiply and a sum: the few queries of a row make no matmul worth its name, and nothing is copied."""
-    C = cache.keys.shape[-1]
+def _attend_cache(q_BKXH, cache: Cache):
+    C = cache.keys.shape[2]
     widths, longest = cache_widths(C), jnp.max(cache.length)
-    q = q_BKXH.astype(jnp.float32)
 
     def newest(width):
         def read():
-            # Of the layer and its live part at once: a TPU's program would read the whole layer first.
-            start, (_, B, K, H, _) = jnp.maximum(cache.end - width, 0), cache.keys.shape
-            keys = jax.lax.dynamic_slice(cache.keys, (layer, 0, 0, 0, start), (1, B, K, H, width))[0]
-            values = jax.lax.dynamic_slice(cache.values, (layer, 0, 0, start, 0), (1, B, K, width, H))[0]
+            start = jnp.maximum(cache.end - width, 0)
+            live = lambda x: jax.lax.dynamic_slice_in_dim(x, start, width, axis=2)  # noqa: E731
             age = (cache.end - 1 - start - jnp.arange(width)) % C
             visible = age[None, :] < cache.length[:, None]
-            values = jnp.where(visible[:, None, :, None], values, 0)
-            scores = jnp.sum(q[..., None] * keys[:, :, None].astype(jnp.float32), axis=-2)
-            weights, total, peak = _weights(scores, visible[:, None, None, :])
-            out = jnp.sum(weights[..., None] * values[:, :, None].astype(jnp.float32), axis=-2)
-            return out, total, peak
+            values = jnp.where(visible[:, None, :, None], live(cache.values), 0)
+            return _attend_keys(q_BKXH, live(cache.keys), values, visible[:, None, None, :])
 
         return read
 

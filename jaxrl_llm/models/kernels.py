@@ -6,8 +6,9 @@ sum over the group again), or packed lines, by a mask of [B,T,T]. Splash passes 
 cuDNN it is a bias, with a gradient of its own.
 
 Pieces merged by their softmax sums, as the reference path has them, would need the gradient of the log-sum-exp, which
-these kernels refuse (Splash) or drop (cuDNN). The decode step stays with XLA, which reads the live part of a layer's
-cache where it lies; a kernel wants a copy of it, and the paged ones return no softmax sums to merge a prompt by.
+these kernels refuse (Splash) or drop (cuDNN). In a decode step, on GPUs, Pallas' Triton kernel attends to each row's
+cache and reads what is live of it; XLA would read the longest row's part of all, and ask the host which in every layer.
+On TPU that step stays with XLA: no kernel there returns the softmax sums that a prompt is merged by.
 
 Letters as in attention; S = L + T keys a row.
 Owns: which kernel serves which device, and how rows and caches are laid out for it. Does not know: parameters, slots.
@@ -15,6 +16,7 @@ Owns: which kernel serves which device, and how rows and caches are laid out for
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -23,6 +25,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 from jaxrl_llm import sharding
 
+CACHE_BLOCK = 256  # tokens of a cache that one block of the GPU's threads reads, in parts of 64
 SUBLANES, LANES = 8, 128
 # Of the block sizes that divide a row, the largest: fewer passes over the keys. Compiled for chips, not timed on one.
 BLOCKS = (512, 256, 128)
@@ -44,6 +47,14 @@ def choose(setting: str, device: Any, compute_dtype: str, head_size: int) -> str
     ampere = device.platform == "gpu" and generation.isdigit() and int(generation) >= 8
     fits = compute_dtype == "bfloat16" and head_size % 8 == 0 and head_size <= 128  # what cuDNN's kernels take
     return "cudnn" if ampere and fits else "xla"
+
+
+def cache_length(tokens: int, device: Any) -> int:
+    """Places of a cache for so many tokens: on accelerators whole lanes, which kernels and layouts want."""
+    if device.platform == "cpu":
+        return tokens
+    step = LANES if tokens > LANES else 16
+    return -(-tokens // step) * step
 
 
 def keep_layout(cache: jax.Array, device: Any) -> jax.Array:
@@ -81,17 +92,56 @@ def attend(q_BTNH, k_BKTH, v_BKTH, prompt, visible_BTT, implementation: str) -> 
         k_BKSH, v_BKSH = before(prompt.keys, k_BKTH), before(prompt.values, v_BKTH)
         visible_BL = jnp.repeat(prompt.visible, group, axis=0)
     kernel = {"splash": _splash, "cudnn": _cudnn}[implementation]
-    args = (q_BTNH, k_BKSH, v_BKSH, visible_BL, visible_BTT)
+    rows, of_keys = ("batch", None, None), ("batch", "kv_heads", None, None)
+    axes = (("batch", None, "heads", None), of_keys, of_keys, rows[:2], rows)
+    return _by_device(kernel, (q_BTNH, k_BKSH, v_BKSH, visible_BL, visible_BTT), axes, lambda specs: specs[0])
+
+
+def reads_caches(implementation: str, head_size: int) -> bool:
+    """Whether ``attend_cache`` does: on GPUs, of heads whose size is a power of two."""
+    return implementation == "cudnn" and head_size & (head_size - 1) == 0
+
+
+def attend_cache(q_BKRH, keys_BKCH, values_BKCH, length, end) -> list[tuple[jax.Array, jax.Array, jax.Array]]:
+    """The two pieces of attention to rows' caches, before and after the place where those come round.
+
+    Args:
+        q_BKRH: rotated queries of one token a row, scaled.
+        length, end: as ``attention.Cache`` has them.
+
+    Returns:
+        Of each piece the sum of e^(score - max) values [B,K,R,H], that sum [B,K,R] f32, the max [B,K,R] f32.
+    """
+    of_keys = ("batch", "kv_heads", None, None)
+    pieces = lambda specs: [(specs[0], *2 * (jax.P(*specs[0][:3]),))] * 2  # noqa: E731
+    args = (q_BKRH, keys_BKCH, values_BKCH, length, end)
+    return _by_device(_triton, args, (of_keys, of_keys, of_keys, ("batch",), ()), pieces)
+
+
+def _by_device(kernel, args, axes, out_specs):
+    """The partitioner does not look into a kernel: each device calls it on its own rows and heads."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return kernel(*args)
-    # The partitioner does not look into a kernel: each device calls it on its own rows and heads.
-    rows, of_keys = ("batch", None, None), ("batch", "kv_heads", None, None)
-    axes = (("batch", None, "heads", None), of_keys, of_keys, rows[:2], rows)
     specs = tuple(
         x if x is None else sharding.partition_spec(x.shape, names, mesh) for x, names in zip(args, axes, strict=True)
     )
-    return jax.shard_map(kernel, in_specs=specs, out_specs=specs[0], check_vma=False)(*args)
+    return jax.shard_map(kernel, in_specs=specs, out_specs=out_specs(specs), check_vma=False)(*args)
+
+
+def _triton(q_BKRH, keys_BKCH, values_BKCH, length, end):
+    from jax.experimental.pallas.ops.gpu import decode_attention
+
+    (B, K, R, _), C = q_BKRH.shape, keys_BKCH.shape[2]
+    first = end - length  # negative where the row's tokens come round
+    start = jnp.stack([jnp.maximum(first, 0), jnp.where(first < 0, C + first, C)])
+    stop = jnp.stack([jnp.broadcast_to(end, first.shape), jnp.full_like(first, C)])
+    block = next(size for size in (CACHE_BLOCK, 128, 64, 32, 16) if C % size == 0)
+    how = {"sm_scale": 1.0, "k_splits": C // block, "block_k": min(64, block), "return_residuals": True}
+    attend = functools.partial(decode_attention.gqa, **how, normalize_output=False)
+    rows = (q_BKRH.reshape(B, K * R, -1), keys_BKCH.swapaxes(1, 2), values_BKCH.swapaxes(1, 2))
+    out, (total, peak) = jax.vmap(attend, in_axes=(None, None, None, 0, 0))(*rows, start, stop)
+    return [tuple(x[i].reshape(B, K, R, *x.shape[3:]) for x in (out, total, peak)) for i in range(2)]
 
 
 def _splash(q_BTNH, k_BKSH, v_BKSH, visible_BL, visible_BTT):

@@ -73,8 +73,8 @@ class Blocks(nnx.Module):
         self.up = _param(rngs, (layers, F, D), ("layers", "mlp", "embed"))
         self.down = _param(rngs, (layers, D, F), ("layers", "embed", "mlp"))
 
-    def __call__(self, x_BTD, cos, sin, prompt, cache, visible, layer, attention):
-        """One block. Returns the new activations and the new tokens' keys and values, each [B,K,T,H]."""
+    def __call__(self, x_BTD, cos, sin, **seen):
+        """One block, ``seen`` as ``attend`` takes it. Returns activations and the new keys and values, [B,K,T,H]."""
 
         heads = lambda x_BTO: x_BTO.reshape(*x_BTO.shape[:2], -1, self.head_size)  # noqa: E731
         h = rms_norm(x_BTD, self.attention_norm[...], self.eps)
@@ -83,8 +83,7 @@ class Blocks(nnx.Module):
         v_BTKH = heads(linear(h, self.v[...]))
         q_BTNH = sharding.constrain(q_BTNH, "batch", "length", "heads", "head_size")
         k_BKTH, v_BKTH = k_BTKH.swapaxes(1, 2), v_BTKH.swapaxes(1, 2)
-        seen = {"prompt": prompt, "cache": cache, "layer": layer, "visible": visible}
-        out_BTNH = attend(q_BTNH, k_BKTH, v_BKTH, **seen, implementation=attention)
+        out_BTNH = attend(q_BTNH, k_BKTH, v_BKTH, **seen)
         x_BTD = x_BTD + linear(out_BTNH.reshape(*out_BTNH.shape[:2], -1), self.o[...])
         x_BTD = checkpoint_name(sharding.constrain(x_BTD, "batch", "length", "activation"), "mlp")
         h = rms_norm(x_BTD, self.mlp_norm[...], self.eps)
@@ -126,26 +125,26 @@ class Transformer(nnx.Module):
         x_BTD = sharding.constrain(x_BTD, "batch", "length", "activation")
         cos, sin = rope_tables(self.arch, positions_BT) if rope is None else (x[positions_BT] for x in rope)
         graph, stacked = nnx.split(self.blocks)
-        kv = (None, None) if prompt is None else (prompt.keys, prompt.values)
+        before = {name: x for name, x in (("prompt", prompt), ("cache", cache)) if x is not None}
+        kv = {name: (x.keys, x.values) for name, x in before.items()}
 
         def body(x, of_layer):
-            layer, layer_params, keys, values = of_layer
-            layer_prompt = None if prompt is None else prompt.replace(keys=keys, values=values)
-            block = nnx.merge(graph, layer_params)
-            return block(x, cos, sin, layer_prompt, cache, visible, layer, attention)
+            layer_params, layer_kv = of_layer
+            seen = {name: before[name].replace(keys=k, values=v) for name, (k, v) in layer_kv.items()}
+            return nnx.merge(graph, layer_params)(x, cos, sin, **seen, visible=visible, implementation=attention)
 
         if remat != "none":
             kept = {"dots": ("mlp",), "full": ()}[remat]
             body = jax.checkpoint(body, policy=jax.checkpoint_policies.save_only_these_names(*kept), prevent_cse=False)
         if layers is None:  # else as the sampler has them (publish)
-            x_BTD, new_kv = jax.lax.scan(body, x_BTD, (jnp.arange(self.arch.num_layers), stacked, *kv))
+            x_BTD, new_kv = jax.lax.scan(body, x_BTD, (stacked, kv))
         else:
             made, block = [], jax.jit(body)  # traced once for all layers; XLA inlines it
             for i, layer_params in enumerate(layers):
-                of_layer = (jnp.int32(i), layer_params, *(x if x is None else x[i] for x in kv))
-                x_BTD, new = block(x_BTD, of_layer)
+                layer_kv = {name: (keys[i], values[i]) for name, (keys, values) in kv.items()}
+                x_BTD, new = block(x_BTD, (layer_params, layer_kv))
                 made.append(new)
-            new_kv = jax.tree.map(lambda *x: jnp.stack(x), *made)
+            new_kv = tuple(zip(*made, strict=True))
         return rms_norm(x_BTD, self.final_norm[...], self.arch.norm_eps), new_kv
 
 
@@ -192,14 +191,15 @@ class Model:
             params: blocks stacked and scanned over, or apart as "layers" and run one by one (publish).
             tokens: [B,T] i32.
             positions: [B,T] i32, 0-based position of each token in its row.
-            prompt: what rows of a group have computed once; keys and values with a leading layer axis.
-            cache: each row's earlier tokens; wants T = 1.
+            prompt: what rows of a group have computed once; keys and values by layer.
+            cache: each row's earlier tokens, by layer; wants T = 1.
             visible: what each token sees of the others, [B,T,T] bool or a rule; None = all up to itself.
             remat: apply the model's rematerialisation policy (for a backward pass).
             rope: cosine and sine of every position there is, each [S,H/2]; None = computed here.
 
         Returns:
-            hidden [B,T,D] in the compute dtype, and the new tokens' (keys, values), each [layers,B,K,T,H].
+            hidden [B,T,D] in the compute dtype, and the new tokens' (keys, values), [B,K,T,H] by layer: one array with
+            a leading layer axis where blocks are stacked, a tuple where they are apart.
         """
         graph, _ = _abstract(self.arch)
         layers = params.get("layers")
