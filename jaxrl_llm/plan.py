@@ -1,10 +1,11 @@
-"""Plan: whether a run fits a TPU pod, found out on a machine that has none.
+"""Plan: whether a run fits a TPU pod or some GPUs, found out on a machine that has none.
 
     python -m jaxrl_llm.plan --config=FILE --topology=v5e:2x4 [--config.mesh.fsdp=8 ...]
+    python -m jaxrl_llm.plan --config=FILE --topology=h100:8
 
-The real TPU compiler (package libtpu, extra ``[plan]``, Linux x86-64) compiles every program of the run for the
-named pod from shapes alone: no weight is read and no question is loaded. Prints the memory of each program per
-chip; exit status 1 when one does not fit.
+The real compiler (package libtpu, extra ``[plan]``, or jax-cuda13-pjrt, extra ``[plan-gpu]``; Linux x86-64) compiles
+every program of the run for the named devices from shapes alone: no weight is read and no question is loaded. Prints
+the memory of each program per chip; exit status 1 when one does not fit.
 
 Owns: chips and topologies. Does not know: how long a step takes.
 """
@@ -23,6 +24,7 @@ from typing import Any
 
 import jax
 from absl import flags
+from jax._src.cudnn import fused_attention_stablehlo
 from jax.experimental import topologies
 from ml_collections import config_flags
 
@@ -35,18 +37,42 @@ from jaxrl_llm.programs import MEMORY_SETTINGS, Memory, host_bytes, in_use_bytes
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """A TPU generation. ``hbm_gib``: what its compiler (libtpu 0.0.51) lets one program use."""
+    """A TPU generation or a GPU. ``hbm_gib``: what one program may use."""
 
     hbm_gib: float
     options: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
+def _nvidia(gib: float, generation: int, cores: int, shared_kib: int, l2_mib: int, bandwidth_gb: int) -> Chip:
+    """A GPU as XLA's compiler describes one (GpuTargetConfigProto). JAX takes three quarters of its memory."""
+    target = f"""
+        gpu_device_info {{
+          threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048 core_count: {cores}
+          shared_memory_per_block: 49152 shared_memory_per_core: {shared_kib * 1024}
+          shared_memory_per_block_optin: {(shared_kib - 1) * 1024} fpus_per_core: {128 if generation > 8 else 64}
+          block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+          memory_bandwidth: {bandwidth_gb}000000000 l2_cache_size: {l2_mib * 2**20} clock_rate_ghz: 1.5
+          device_memory_size: {int(gib * 2**30)} cuda_compute_capability {{ major: {generation} }}
+          registers_per_core_limit: 65536 registers_per_block_limit: 65536
+        }}
+        platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 12 }} runtime_version {{ major: 13 }}
+        """
+    return Chip(0.75 * gib, {"target_config": target})
+
+
+# What their compiler (libtpu 0.0.51) lets one program use.
 CHIPS = {
     # Both cores as one device, as JAX uses the chip.
     "v4": Chip(30.75, {"chip_config_name": "megacore"}),
     "v5e": Chip(15.75),
     "v5p": Chip(95.73),
     "v6e": Chip(31.24),
+}
+
+GPUS = {
+    "a100": _nvidia(80.0, 8, 108, 164, 40, 2039),
+    "h100": _nvidia(79.6, 9, 132, 228, 50, 3352),
+    "h200": _nvidia(140.4, 9, 132, 228, 50, 4800),
 }
 
 # Without them libtpu asks Google's metadata server who it is, and complains when there is none. Two plans may run.
@@ -68,16 +94,18 @@ class Row:
 
 
 def devices_of(topology: str) -> tuple[list[Any], Chip]:
-    """The devices of a pod by name, such as "v5e:2x4" or "v5p:2x2x4", for compiling alone.
+    """The devices of a pod by name, such as "v5e:2x4" or "v5p:2x2x4", or GPUs of a host, "h100:8"; to compile for.
 
     Raises:
-        ConfigError: no such pod, or no libtpu.
+        ConfigError: no such devices, or no compiler for them.
     """
-    generation = topology.partition(":")[0]
+    generation, _, count = topology.partition(":")
+    if generation in GPUS and re.fullmatch(r"[1-9]\d*", count):
+        return _gpus(GPUS[generation], count), GPUS[generation]
     if generation not in CHIPS or not re.fullmatch(r"\w+:\d+x\d+(x\d+)?", topology):
         raise ConfigError(
             f"--topology={topology!r} must be {', '.join(CHIPS)} with a shape in chips, such as v5e:2x4, v5e:16x16, "
-            "v6e:4x8, v4:2x2x4 or v5p:2x2x4"
+            f"v6e:4x8, v4:2x2x4 or v5p:2x2x4, or {', '.join(GPUS)} with a number of GPUs, such as h100:8"
         )
     if importlib.util.find_spec("libtpu") is None:
         raise ConfigError("plan needs the TPU compiler libtpu (Linux x86-64): pip install 'jaxrl_llm[plan]'")
@@ -89,6 +117,15 @@ def devices_of(topology: str) -> tuple[list[Any], Chip]:
     except jax.errors.JaxRuntimeError as error:
         raise ConfigError(f"--topology={topology!r}: {str(error).splitlines()[0]}") from error
     return list(pod.devices), chip
+
+
+def _gpus(chip: Chip, count: str) -> list[Any]:
+    if importlib.util.find_spec("jax_cuda13_plugin") is None:
+        raise ConfigError("plan needs NVIDIA's compiler (Linux x86-64): pip install 'jaxrl_llm[plan-gpu]'")
+    # Compiling for cuDNN does not take the library, whose version JAX asks all the same.
+    fused_attention_stablehlo.check_cudnn_version = lambda: 91200
+    topology = f"1x1x{count}"  # of processes' groups, processes, and devices of each
+    return list(topologies.get_topology_desc(platform="cuda", topology=topology, **chip.options).devices)
 
 
 def compile_rows(run: Run) -> Iterator[Row]:
@@ -126,7 +163,9 @@ def plan(config: Config, topology: str) -> int:
     run = assemble(config, arch, source.tokenizer().eos_ids, mesh, reference)
     hosts = len({device.process_index for device in devices})
     axes = " x ".join(f"{name} {size}" for name, size in mesh.shape.items())
-    print(f"topology    {topology}: {len(devices)} chips, {hosts} hosts, {chip.hbm_gib} GiB of HBM a chip; mesh {axes}")
+    print(
+        f"topology    {topology}: {len(devices)} chips, {hosts} hosts, {chip.hbm_gib:g} GiB of HBM a chip; mesh {axes}"
+    )
     print(f"model       {config.model.path}: {arch.num_params / 1e6:.1f} M parameters, {config.model.compute_dtype}")
     print("program           arguments    outputs  temporary    aliased       peak  (MiB per chip)", flush=True)
     rows = []
@@ -161,6 +200,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     CONFIG = config_flags.DEFINE_config_file("config", None, "Python file with get_config().")
-    TOPOLOGY = flags.DEFINE_string("topology", None, "TPU pod by name, such as v5e:2x4 or v5p:2x2x4.")
+    TOPOLOGY = flags.DEFINE_string("topology", None, "TPU pod or GPUs by name, such as v5e:2x4 or h100:8.")
     flags.mark_flags_as_required(["config", "topology"])
     cli.run(main)

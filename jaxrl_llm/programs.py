@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxrl_llm.config import ConfigError
@@ -54,6 +55,15 @@ class Program:
         jitted = jax.jit(self.fn, out_shardings=self.out_shardings, donate_argnums=self.donate)
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             return jitted.lower(*self.args)
+
+
+def run_if(condition: jax.Array, function: Callable[[Any], Any], state: Any) -> Any:
+    """``function(state)`` where the condition holds, else ``state``, in place.
+
+    A loop of one turn or none: a branch's results a GPU's program copies, in the branch and after it.
+    """
+    once = lambda carry: (jnp.bool_(False), function(carry[1]))  # noqa: E731
+    return jax.lax.while_loop(lambda carry: carry[0], once, (condition, state))[1]
 
 
 @dataclasses.dataclass(frozen=True)

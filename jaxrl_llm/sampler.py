@@ -35,7 +35,7 @@ from jaxrl_llm.models.attention import Cache, Prompt, rope_tables
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.ops.logp import project
 from jaxrl_llm.ops.sampling import filter_logits, keep_support, sample_inverse_cdf, support_of, token_logp
-from jaxrl_llm.programs import Program
+from jaxrl_llm.programs import Program, run_if
 from jaxrl_llm.types import STOP_EOS, STOP_LENGTH, STOP_NONE, STOP_STRING, Rollout
 
 NO_PROMPT = -1
@@ -245,12 +245,8 @@ class Sampler:
         """
         finished = (state.prompt_id >= 0) & jnp.all(state.stop_reason != STOP_NONE, axis=2)
         is_wanted = jnp.any(jnp.sum(finished, axis=1) < self.num_prompts // self.shards)
-        # Not a condition of the loop alone: what all its steps share costs too. No branch: GPUs copy caches for one.
-        _, state = jax.lax.while_loop(
-            lambda carry: carry[0],
-            lambda carry: (jnp.bool_(False), self._decode_chunk(params, carry[1], version, key)),
-            (is_wanted, state),
-        )
+        # Not a condition of the loop alone: what all its steps share costs too.
+        state = run_if(is_wanted, lambda state: self._decode_chunk(params, state, version, key), state)
         return state, state.stop_reason
 
     def _decode_chunk(self, params, state: SamplerState, version, key) -> SamplerState:

@@ -35,6 +35,7 @@ from jaxrl_llm.ops import corrections, values
 from jaxrl_llm.ops.losses import adapted_entropy_coefficient, aggregation_weights, kl_estimate, reference_share
 from jaxrl_llm.ops.masks import completion_mask
 from jaxrl_llm.ops.surrogates import LOG_RATIO_LIMIT, SURROGATES, Settings, Tokens
+from jaxrl_llm.programs import run_if
 from jaxrl_llm.types import AGE_BUCKETS, Critic, Experience, RingState, Rollout, TrainState
 
 # draw(ring, key) -> ring, rows [M, b, ...], sums of what was drawn
@@ -158,8 +159,7 @@ class Update:
                 )
             return TrainState(params, opt_state, state.step + 1, average, critic, coefficient, state.reference)
 
-        state = jax.lax.cond(usable, apply, lambda state: state, state)
-        return state, sums | {
+        return run_if(usable, apply, state), sums | {
             "grad_norm_sum": norm,
             "update_count": jnp.float32(1),
             "skipped_count": 1.0 - usable.astype(jnp.float32),

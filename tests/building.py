@@ -35,6 +35,10 @@ ONE, EIGHT, CUBE = MeshConfig(data=1), MeshConfig(data=8), MeshConfig(data=2, fs
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="the TPU compiler libtpu (extra [plan]) is not installed"
 )
+needs_cuda_compiler = pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda13_plugin") is None,
+    reason="XLA's compiler for GPUs (extra [plan-gpu]) is missing",
+)
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Plan: the TPU compiler takes every program of a run; what does not fit is named, and costs no traceback."""
+"""Plan: the compilers take every program of a run; what does not fit is named, and costs no traceback."""
 
 import dataclasses
 import importlib.util
@@ -8,7 +8,7 @@ import types
 import jax
 import jax.numpy as jnp
 import pytest
-from building import needs_libtpu
+from building import needs_cuda_compiler, needs_libtpu
 
 from jaxrl_llm import plan, sharding
 from jaxrl_llm.assembly import assemble
@@ -109,6 +109,38 @@ def test_no_chip_holds_the_rows_of_a_ring_on_the_host(eight_chips_with_hosts, na
     assert layouts and all("S(5)" in layout for layout in layouts)
 
 
+@pytest.fixture(scope="module")
+def four_gpus():
+    """Each program, packed, in the dtype that kernels take; and the run."""
+    config = small_config(4)
+    update = dataclasses.replace(config.update, micro_batch_tokens=4 * 128)
+    config = dataclasses.replace(
+        config, update=update, model=dataclasses.replace(config.model, compute_dtype="bfloat16")
+    )
+    run = run_of(config, "h100:4")
+    return {name: program.lower(run.mesh).compile() for name, program in run.programs().items()}, run
+
+
+@needs_cuda_compiler
+def test_a_gpus_compiler_takes_every_program_with_its_kernels(four_gpus):
+    compiled, _ = four_gpus
+    assert {"prefill", "decode", "insert", "update", "publish", "reference"} <= set(compiled)
+    assert "__cudnn$fmhaScaleBiasSoftmaxBackward" in compiled["update"].as_text()
+    assert "__cudnn$fmhaSoftmax" in compiled["prefill"].as_text() and "gqa" in compiled["decode"].as_text()
+
+
+@needs_cuda_compiler
+def test_a_gpus_programs_copy_no_cache_and_no_weights(four_gpus):
+    compiled, run = four_gpus
+    cache = run.sampler.abstract_state().cache_k[0]
+    weights = run.abstract_state.params["blocks"]["gate"]
+    for name, x in (("decode", cache), ("update", weights)):
+        # As they lie; to gather what fsdp has split along its innermost dimension takes another layout.
+        shape = ",".join(map(str, x.sharding.shard_shape(x.shape))) + r"\]{" + ",".join(map(str, range(x.ndim)[::-1]))
+        text = compiled[name].as_text()
+        assert re.search(rf"= \w+\[{shape}}} ", text) and not re.search(rf"= \w+\[{shape}}} copy\(", text)
+
+
 @needs_libtpu
 def test_a_program_beyond_the_chip_is_named_with_exit_status_1(monkeypatch, capsys):
     def huge(config, arch, eos_ids, mesh, reference):
@@ -145,7 +177,12 @@ def test_memory_in_use_counts_what_lives_beside_the_program():
 
 @pytest.mark.parametrize(
     ("topology", "message"),
-    [("v9:2x4", "must be v4, v5e, v5p, v6e"), ("v5e", "must be v4"), ("v5e:3x5", "not divisible by the given")],
+    [
+        ("v9:2x4", "must be v4, v5e, v5p, v6e"),
+        ("v5e", "must be v4"),
+        ("v5e:3x5", "not divisible by the given"),
+        ("h100:0", "or a100, h100, h200 with a number of GPUs"),
+    ],
 )
 def test_an_unknown_topology_is_refused(topology, message):
     if "not divisible" in message and importlib.util.find_spec("libtpu") is None:
@@ -154,10 +191,11 @@ def test_an_unknown_topology_is_refused(topology, message):
         plan.devices_of(topology)
 
 
-def test_without_libtpu_the_extra_is_named(monkeypatch):
+def test_without_a_compiler_the_extra_is_named(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install 'jaxrl_llm\[plan\]'"):
-        plan.devices_of("v5e:2x4")
+    for topology, extra in (("v5e:2x4", "plan"), ("h100:8", "plan-gpu")):
+        with pytest.raises(ConfigError, match=rf"pip install 'jaxrl_llm\[{extra}\]'"):
+            plan.devices_of(topology)
 
 
 @needs_libtpu

@@ -9,6 +9,7 @@ import re
 import building
 import ghosts
 import jax
+import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -160,6 +161,30 @@ def test_a_decode_step_writes_the_cache_in_place(eos_ids):
     decode = compile_all({"decode": program}, run.mesh)["decode"].as_text()
     copied = [size for shapes in re.findall(r"= (\S+) copy\(", decode) for size in sizes(shapes)]
     assert copied and sampler.abstract_state().cache_k[0].size not in copied
+
+
+def results_of_branches(jaxpr):
+    """Shapes, those of the programs in it included."""
+    found = set()
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "cond":
+            found |= {x.aval.shape for x in equation.outvars}
+        for inner in jax.extend.core.jaxprs_in_params(equation.params):
+            found |= results_of_branches(inner)
+    return found
+
+
+def test_no_branch_results_in_caches_or_weights():
+    """A GPU's program would copy them, in the branch and after it."""
+    run = make_run(ONE)
+    sampler, params = run.sampler.abstract_state(), run.abstract_state.params
+    owned = {x.shape for x in jax.tree.leaves((sampler.cache_k, sampler.tokens, params["blocks"]))}
+    for name in ("decode", "update"):
+        program = run.programs()[name]
+        assert not results_of_branches(jax.make_jaxpr(program.fn)(*program.args).jaxpr) & owned
+    # The search does find one.
+    cond = jax.jit(lambda is_so, x: jax.lax.cond(is_so, jnp.sin, jnp.cos, x))
+    assert (3, 5) in results_of_branches(jax.make_jaxpr(cond)(True, jnp.ones((3, 5))).jaxpr)
 
 
 @needs_libtpu
