@@ -24,7 +24,6 @@ from typing import Any
 
 import jax
 from absl import flags
-from jax._src.cudnn import fused_attention_stablehlo
 from jax.experimental import topologies
 from ml_collections import config_flags
 
@@ -86,7 +85,7 @@ ENVIRONMENT = {
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One program as the TPU compiler sees it. ``refused``: its words, where it found no way to fit; else ""."""
+    """One program as the compiler sees it. ``refused``: its words, where it found no way to fit; else ""."""
 
     name: str
     memory: Memory | None
@@ -122,7 +121,9 @@ def devices_of(topology: str) -> tuple[list[Any], Chip]:
 def _gpus(chip: Chip, count: str) -> list[Any]:
     if importlib.util.find_spec("jax_cuda13_plugin") is None:
         raise ConfigError("plan needs NVIDIA's compiler (Linux x86-64): pip install 'jaxrl_llm[plan-gpu]'")
-    # Compiling for cuDNN does not take the library, whose version JAX asks all the same.
+    # Compiling for cuDNN does not take the library, whose version JAX asks all the same, and has no setting for.
+    from jax._src.cudnn import fused_attention_stablehlo
+
     fused_attention_stablehlo.check_cudnn_version = lambda: 91200
     topology = f"1x1x{count}"  # of processes' groups, processes, and devices of each
     return list(topologies.get_topology_desc(platform="cuda", topology=topology, **chip.options).devices)

@@ -169,12 +169,15 @@ def test_each_device_decodes_its_own_rows_and_heads():
 
 def test_a_sampler_with_a_gpus_kernels_draws_what_one_without_draws(monkeypatch):
     """Slots are taken anew, and their caches come round."""
+    called, arch = [], dataclasses.replace(TINY, head_size=16)
     monkeypatch.setattr(kernels, "cache_length", lambda tokens, device: 16)
-    plain = make_sampler(num_slots=8, chunk_steps=7)
-    on_gpu = dataclasses.replace(plain, model=Model(TINY, attention="cudnn"))
-    prompts = make_prompts(range(8))
-    (one, _), (other, _) = Sampling(plain)(prompts), Sampling(on_gpu)(prompts)
-    assert completions(one) == completions(other)
+    monkeypatch.setattr(
+        decode_attention, "gqa", lambda *args, **kwargs: called.append(1) or DECODE(*args, **kwargs, interpret=True)
+    )
+    plain = make_sampler(arch=arch, num_slots=8)
+    on_gpu = dataclasses.replace(plain, model=Model(arch, attention="cudnn"))
+    (one, _), (other, _) = Sampling(plain)(make_prompts(range(8))), Sampling(on_gpu)(make_prompts(range(8)))
+    assert called and completions(one) == completions(other)
     np.testing.assert_allclose(one.behaviour_logp, other.behaviour_logp, atol=1e-5)
 
 
@@ -184,7 +187,7 @@ def test_a_cache_has_whole_lanes_on_accelerators():
     assert [kernels.cache_length(n, gpu) for n in (1, 24, 128, 129)] == [16, 32, 128, 256]
 
 
-def test_heads_of_a_power_of_two_decode_by_the_gpus_kernel():
+def test_heads_of_some_sizes_decode_by_the_gpus_kernel():
     assert kernels.reads_caches("cudnn", 64) and not kernels.reads_caches("cudnn", 96)
     assert not kernels.reads_caches("splash", 128) and not kernels.reads_caches("xla", 64)
 

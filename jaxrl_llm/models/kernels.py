@@ -98,8 +98,8 @@ def attend(q_BTNH, k_BKTH, v_BKTH, prompt, visible_BTT, implementation: str) -> 
 
 
 def reads_caches(implementation: str, head_size: int) -> bool:
-    """Whether ``attend_cache`` does: on GPUs, of heads whose size is a power of two."""
-    return implementation == "cudnn" and head_size & (head_size - 1) == 0
+    """Whether ``attend_cache`` does: on GPUs, of heads whose size Triton multiplies."""
+    return implementation == "cudnn" and head_size in (16, 32, 64, 128)
 
 
 def attend_cache(q_BKRH, keys_BKCH, values_BKCH, length, end) -> list[tuple[jax.Array, jax.Array, jax.Array]]:
