@@ -32,7 +32,7 @@ BLOCKS = (512, 256, 128)
 
 
 def choose(setting: str, device: Any, compute_dtype: str, head_size: int) -> str:
-    """The implementation for a device: "xla", "splash" or "cudnn".
+    """The implementation for a device: "xla", "splash", or "cudnn" with Triton for caches.
 
     Args:
         setting: ``model.attention``.
