@@ -102,7 +102,7 @@ def attend(
     if prompt is not None:
         pieces.append(_attend_prompt(q, prompt))
     if cache is not None and kernels.reads_caches(implementation, H):
-        pieces += kernels.attend_cache(q, cache.keys, cache.values, cache.length, cache.end)
+        pieces += kernels.attend_cache(q, cache)
     elif cache is not None:
         pieces.append(_attend_cache(q, cache))
     out = _merge(pieces).astype(q_BTNH.dtype)
@@ -209,11 +209,11 @@ def _attend_cache(q_BKXH, cache: Cache):
     def newest(width):
         def read():
             start = jnp.maximum(cache.end - width, 0)
-            live = lambda x: jax.lax.dynamic_slice_in_dim(x, start, width, axis=2)  # noqa: E731
+            take = lambda x: jax.lax.dynamic_slice_in_dim(x, start, width, axis=2)  # noqa: E731
             age = (cache.end - 1 - start - jnp.arange(width)) % C
             visible = age[None, :] < cache.length[:, None]
-            values = jnp.where(visible[:, None, :, None], live(cache.values), 0)
-            return _attend_keys(q_BKXH, live(cache.keys), values, visible[:, None, None, :])
+            values = jnp.where(visible[:, None, :, None], take(cache.values), 0)
+            return _attend_keys(q_BKXH, take(cache.keys), values, visible[:, None, None, :])
 
         return read
 

@@ -94,7 +94,7 @@ def attend(q_BTNH, k_BKTH, v_BKTH, prompt, visible_BTT, implementation: str) -> 
     kernel = {"splash": _splash, "cudnn": _cudnn}[implementation]
     rows, of_keys = ("batch", None, None), ("batch", "kv_heads", None, None)
     axes = (("batch", None, "heads", None), of_keys, of_keys, rows[:2], rows)
-    return _by_device(kernel, (q_BTNH, k_BKSH, v_BKSH, visible_BL, visible_BTT), axes, lambda specs: specs[0])
+    return _by_device(kernel, (q_BTNH, k_BKSH, v_BKSH, visible_BL, visible_BTT), axes)
 
 
 def reads_caches(implementation: str, head_size: int) -> bool:
@@ -102,31 +102,33 @@ def reads_caches(implementation: str, head_size: int) -> bool:
     return implementation == "cudnn" and head_size in (16, 32, 64, 128)
 
 
-def attend_cache(q_BKRH, keys_BKCH, values_BKCH, length, end) -> list[tuple[jax.Array, jax.Array, jax.Array]]:
+def attend_cache(q_BKRH, cache) -> list[tuple[jax.Array, jax.Array, jax.Array]]:
     """The two pieces of attention to rows' caches, before and after the place where those come round.
 
     Args:
         q_BKRH: rotated queries of one token a row, scaled.
-        length, end: as ``attention.Cache`` has them.
+        cache: an ``attention.Cache``.
 
     Returns:
         Of each piece the sum of e^(score - max) values [B,K,R,H], that sum [B,K,R] f32, the max [B,K,R] f32.
     """
     of_keys = ("batch", "kv_heads", None, None)
-    pieces = lambda specs: [(specs[0], *2 * (jax.P(*specs[0][:3]),))] * 2  # noqa: E731
-    args = (q_BKRH, keys_BKCH, values_BKCH, length, end)
-    return _by_device(_triton, args, (of_keys, of_keys, of_keys, ("batch",), ()), pieces)
+    args = (q_BKRH, cache.keys, cache.values, cache.length, cache.end)
+    return _by_device(_triton, args, (of_keys, of_keys, of_keys, ("batch",), ()))
 
 
-def _by_device(kernel, args, axes, out_specs):
-    """The partitioner does not look into a kernel: each device calls it on its own rows and heads."""
+def _by_device(kernel, args, axes):
+    """The partitioner does not look into a kernel: each device calls it on its own rows and heads.
+
+    What comes out is split as the queries are, whose last dimension, heads' size, is whole.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return kernel(*args)
     specs = tuple(
         x if x is None else sharding.partition_spec(x.shape, names, mesh) for x, names in zip(args, axes, strict=True)
     )
-    return jax.shard_map(kernel, in_specs=specs, out_specs=out_specs(specs), check_vma=False)(*args)
+    return jax.shard_map(kernel, in_specs=specs, out_specs=jax.P(*specs[0][:3]), check_vma=False)(*args)
 
 
 def _triton(q_BKRH, keys_BKCH, values_BKCH, length, end):
@@ -153,11 +155,13 @@ def _splash(q_BTNH, k_BKSH, v_BKSH, visible_BL, visible_BTT):
     q = fill((q_BTNH * H**-0.5).swapaxes(1, 2), queries)
     bq, bk = (next(size for size in BLOCKS if n % size == 0) for n in (queries, keys))
     sizes = {f"block_{of}{way}": n for of, n in (("q", bq), ("kv", bk)) for way in ("", "_dkv", "_dq")}
-    # Query t is token S - T + t of its row. What fills up the keys comes after every real query.
-    causal = splash.MultiHeadMask([splash.CausalMask((queries, keys), offset=S - T)] * N)
 
     def of_row(q, k, v, shown, visible):
-        mask = causal if visible is None else jnp.pad(visible, ((0, queries - T), (0, keys - S)))[None]
+        if visible is None:
+            # Query t is token S - T + t of its row. What fills up the keys comes after every real query.
+            mask = splash.MultiHeadMask([splash.CausalMask((queries, keys), offset=S - T)] * N)
+        else:
+            mask = jnp.pad(visible, ((0, queries - T), (0, keys - S)))[None]
         kernel = splash.make_splash_mha_single_device(mask, block_sizes=splash.BlockSizes(**sizes))
         # Of a traced mask it is a traced True, which jax 0.10 then asks for the name of a scope.
         kernel.fwd_mask_info = kernel.fwd_mask_info._replace(is_dynamic_mask=None)
