@@ -5,6 +5,7 @@ Pallas' kernels run in its interpreter here, cuDNN's half by the XLA implementat
 
 import dataclasses
 import functools
+import re
 import types
 
 import jax
@@ -14,6 +15,8 @@ import pytest
 from building import TINY, Sampling, completions, make_prompts, make_sampler, needs_libtpu
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.experimental import pallas
+from jax.experimental.layout import Format, Layout
 from jax.experimental.pallas.ops.gpu import decode_attention
 from jax.experimental.pallas.ops.tpu import splash_attention
 from reference import attention as oracle
@@ -26,7 +29,7 @@ from jaxrl_llm.models.transformer import Model
 
 B, P, T, L, N, K, H = 4, 2, 5, 6, 4, 2, 8
 ON_TPU, ON_GPU = splash_attention.make_splash_mha_single_device, jax.nn.dot_product_attention
-DECODE = decode_attention.gqa
+DECODE, CALL = decode_attention.gqa, pallas.pallas_call
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -36,6 +39,7 @@ def on_cpu():
         patch.setattr(splash_attention, "make_splash_mha_single_device", functools.partial(ON_TPU, interpret=True))
         patch.setattr(jax.nn, "dot_product_attention", lambda *args, implementation, **kwargs: ON_GPU(*args, **kwargs))
         patch.setattr(decode_attention, "gqa", functools.partial(DECODE, interpret=True))
+        patch.setattr(pallas, "pallas_call", functools.partial(CALL, interpret=True))
         yield
 
 
@@ -125,10 +129,10 @@ def test_each_device_calls_the_kernel_on_its_own_rows_and_heads(rows):
     jax.tree.map(same, (alone, of_alone), (together, of_together))
 
 
-def cached(seed, C):
+def cached(seed, C, poison=1e4, H=H, B=B):
     """One new token a row and caches of up to C tokens, whose end is anywhere, and the attention of the definition.
 
-    What is not to be seen is large: the kernel weighs it with zero.
+    What is not to be seen is large: Triton's kernel weighs it with zero, which would not rid it of NaN.
     """
     rng = np.random.default_rng(seed)
     q, k, v = (rng.normal(size=shape).astype(np.float32) for shape in ((B, 1, N, H), (B, K, 1, H), (B, K, 1, H)))
@@ -142,41 +146,56 @@ def cached(seed, C):
         truth[b, 0, n] = oracle.attend(q[b, 0, n], *both)
     for b in range(B):
         hidden = np.setdiff1d(np.arange(C), places[b])
-        keys[b, :, hidden], values[b, :, hidden] = 1e4, 1e4
+        keys[b, :, hidden], values[b, :, hidden] = poison, poison
     return (q, k, v, Cache(keys, values, length, np.int32(end))), truth
 
 
-def decode(q, k, v, cache):
-    return attend(q, k, v, cache=cache, implementation="cudnn")
+def decode(implementation):
+    return jax.jit(functools.partial(decode_step, implementation=implementation))
+
+
+def decode_step(q, k, v, cache, implementation):
+    return attend(q, k, v, cache=cache, implementation=implementation)
 
 
 @pytest.mark.parametrize("C", [16, 384, 512])
+@pytest.mark.parametrize(("implementation", "poison"), [("cudnn", 1e4), ("splash", np.nan)])
 @settings(max_examples=4, deadline=None)
 @given(seed=st.integers(0, 2**31))
-def test_a_gpus_decode_step_attends_to_the_live_part_of_each_rows_cache(C, seed):
+def test_a_decode_step_attends_to_the_live_part_of_each_rows_cache(implementation, poison, C, seed):
     """In one block of 16 places, three of 128 and two of 256."""
-    given, truth = cached(seed, C)
-    np.testing.assert_allclose(jax.jit(decode)(*given), truth, atol=3e-6)
+    given, truth = cached(seed, C, poison)
+    np.testing.assert_allclose(decode(implementation)(*given), truth, atol=3e-6)
 
 
-def test_each_device_decodes_its_own_rows_and_heads():
+@pytest.mark.parametrize(("H", "B", "turned"), [(64, 3, True), (128, 12, False)])
+def test_a_tpus_kernel_reads_caches_as_they_lie(H, B, turned):
+    """Of an odd number of rows one at a time, of 12 four at a time."""
+    assert kernels._is_turned(256, H) == turned
+    for seed in range(3):
+        given, truth = cached(seed, 256, np.nan, H, B)
+        np.testing.assert_allclose(decode("splash")(*given), truth, atol=3e-6)
+
+
+@pytest.mark.parametrize("implementation", ["cudnn", "splash"])
+def test_each_device_decodes_its_own_rows_and_heads(implementation):
     given, truth = cached(0, 128)
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 1, 2), ("data", "fsdp", "tensor"))
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         given = jax.device_put(given, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
-        np.testing.assert_allclose(jax.jit(decode)(*given), truth, atol=3e-6)
+        np.testing.assert_allclose(decode(implementation)(*given), truth, atol=3e-6)
 
 
-def test_a_sampler_with_a_gpus_kernels_draws_what_one_without_draws(monkeypatch):
+@pytest.mark.parametrize("implementation", ["cudnn", "splash"])
+def test_a_sampler_with_kernels_draws_what_one_without_draws(monkeypatch, implementation):
     """Slots are taken anew, and their caches come round."""
     called, arch = [], dataclasses.replace(TINY, head_size=16)
     monkeypatch.setattr(kernels, "cache_length", lambda tokens, device: 16)
-    monkeypatch.setattr(
-        decode_attention, "gqa", lambda *args, **kwargs: called.append(1) or DECODE(*args, **kwargs, interpret=True)
-    )
+    read = kernels.attend_cache
+    monkeypatch.setattr(kernels, "attend_cache", lambda *args: called.append(1) or read(*args))
     plain = make_sampler(arch=arch, num_slots=8)
-    on_gpu = dataclasses.replace(plain, model=Model(arch, attention="cudnn"))
-    (one, _), (other, _) = Sampling(plain)(make_prompts(range(8))), Sampling(on_gpu)(make_prompts(range(8)))
+    by_kernels = dataclasses.replace(plain, model=Model(arch, attention=implementation))
+    (one, _), (other, _) = Sampling(plain)(make_prompts(range(8))), Sampling(by_kernels)(make_prompts(range(8)))
     assert called and completions(one) == completions(other)
     np.testing.assert_allclose(one.behaviour_logp, other.behaviour_logp, atol=1e-5)
 
@@ -187,9 +206,9 @@ def test_a_cache_has_whole_lanes_on_accelerators():
     assert [kernels.cache_length(n, gpu) for n in (1, 24, 128, 129)] == [16, 32, 128, 256]
 
 
-def test_heads_of_some_sizes_decode_by_the_gpus_kernel():
+def test_heads_of_some_sizes_decode_by_the_gpus_kernel_and_of_all_by_the_tpus():
     assert kernels.reads_caches("cudnn", 64) and not kernels.reads_caches("cudnn", 96)
-    assert not kernels.reads_caches("splash", 128) and not kernels.reads_caches("xla", 64)
+    assert kernels.reads_caches("splash", 96) and not kernels.reads_caches("xla", 64)
 
 
 @pytest.mark.parametrize(
@@ -224,13 +243,41 @@ def test_a_gpus_program_calls_cudnn_forward_and_backward(monkeypatch, rows, call
     assert f"__cudnn${calls}(" in text and f"__cudnn${calls}Backward(" in text
 
 
+def decoded(R=N // K, C=384, H=64):
+    """Shapes of a decode step's queries, new keys and values, and caches."""
+    bf16 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)  # noqa: E731
+    row, cache = bf16(B, K, 1, H), bf16(B, K, C, H)
+    cache = Cache(cache, cache, jax.ShapeDtypeStruct((B,), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32))
+    return bf16(B, 1, K * R, H), row, row, cache
+
+
 def test_a_gpus_decode_step_calls_the_triton_kernel(monkeypatch):
     monkeypatch.setattr(decode_attention, "gqa", DECODE)
-    bf16 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)  # noqa: E731
-    row, cache = bf16(B, K, 1, 64), bf16(B, K, 384, 64)
-    cache = Cache(cache, cache, jax.ShapeDtypeStruct((B,), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32))
-    text = jax.jit(decode).trace(bf16(B, 1, N, 64), row, row, cache).lower(lowering_platforms=("cuda",)).as_text()
+    text = decode("cudnn").trace(*decoded()).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("__gpu$xla.gpu.triton") == 1
+
+
+@needs_libtpu
+@pytest.mark.parametrize(
+    "shape", [{}, {"R": 1, "H": 80}, {"C": 256, "H": 128}, {"C": 48, "H": 32}, {"C": 16, "R": 8, "H": 128}], ids=str
+)
+def test_a_tpus_decode_step_calls_the_kernel_and_turns_no_cache(monkeypatch, shape):
+    """Split over four chips, of caches that lie as the sampler's do."""
+    monkeypatch.setattr(pallas, "pallas_call", CALL)
+    mesh = sharding.make_mesh(MeshConfig(data=2, tensor=2), plan.devices_of("v5e:2x2")[0])
+    given = q, k, _, cache = decoded(**shape)
+    C, size = cache.keys.shape[2:]
+    lies = Layout((0, 1, 3, 2) if kernels._is_turned(C, size) else (0, 1, 2, 3))
+    placed = {q.shape: ("data", None, "tensor"), k.shape: ("data", "tensor"), cache.length.shape: ("data",)}
+
+    def place(x):
+        if x.shape == cache.keys.shape:
+            return x.update(sharding=Format(lies, jax.NamedSharding(mesh, jax.P("data", "tensor"))))
+        return x.update(sharding=jax.NamedSharding(mesh, jax.P(*placed.get(x.shape, ()))))
+
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        text = decode("splash").lower(*jax.tree.map(place, given)).compile().as_text()
+    assert "decode_attention" in text and not re.search(rf"= bf16\[2,1,{C},{size}\]\S* copy\(", text)
 
 
 @needs_libtpu

@@ -25,9 +25,6 @@ import numpy as np
 from jaxrl_llm.models import kernels
 from jaxrl_llm.models.presets import Architecture
 
-# Stands for minus infinity where a whole piece may be hidden: inf - inf is nan.
-HIDDEN = -1e30
-
 
 @flax.struct.dataclass
 class Prompt:
@@ -102,7 +99,7 @@ def attend(
     if prompt is not None:
         pieces.append(_attend_prompt(q, prompt))
     if cache is not None and kernels.reads_caches(implementation, H):
-        pieces += kernels.attend_cache(q, cache)
+        pieces += kernels.attend_cache(q, cache, implementation)
     elif cache is not None:
         pieces.append(_attend_cache(q, cache))
     out = _merge(pieces).astype(q_BTNH.dtype)
@@ -144,7 +141,7 @@ def _merge(pieces) -> jax.Array:
 
 def _weights(scores, visible):
     """e^(score - max) off the hidden keys, their sum, the max."""
-    scores = jnp.where(visible, scores, HIDDEN)
+    scores = jnp.where(visible, scores, kernels.HIDDEN)
     peak = jax.lax.stop_gradient(jnp.max(scores, axis=-1))
     weights = jnp.exp(scores - peak[..., None])
     return weights, jnp.sum(weights, axis=-1), peak
