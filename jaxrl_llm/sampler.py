@@ -299,7 +299,7 @@ class Sampler:
 
         index_MZ = length_MZ - read(rows(state.prompt_length), row_MZ)  # of the token to draw, in the completion
         cache = Cache(state.cache_k, state.cache_v, flat(jnp.where(active_MZ, index_MZ, 0)), state.cache_end)
-        hidden, (new_k, new_v) = self.model.forward(
+        hidden, (cache_k, cache_v) = self.model.forward(
             params, flat(token_MZ)[:, None], flat(position_MZ)[:, None], prompt=prompt, cache=cache, rope=rope
         )
 
@@ -333,16 +333,6 @@ class Sampler:
         is_full = index_MZ + 1 >= sampling.max_completion_tokens
         reason_MZ = jnp.where(is_eos, STOP_EOS, jnp.where(is_full, STOP_LENGTH, STOP_NONE)).astype(jnp.int8)
 
-        # All slots' new tokens go to one place, each slot's after its last: no scatter, whose layout a TPU would copy
-        # the caches to and from. Asked of the drawn token, which comes after attention has read the cache, so that
-        # XLA writes in place; what is known before has it copied twice a step.
-        is_drawn = (drawn_Z >= 0)[:, None, None, None]
-
-        def append(cache, new):  # [Z, K, C, H] <- [Z, K, 1, H]
-            new = jnp.where(is_drawn, new, 0)
-            cache = jax.lax.dynamic_update_slice_in_dim(cache, new, state.cache_end, axis=2)
-            return kernels.keep_layout(cache, self.mesh.devices.flat[0])
-
         goes_on_MZ = active_MZ & (reason_MZ == STOP_NONE)
         target_MZ = jnp.where(active_MZ, row_MZ, Q)  # out of range: an idle slot writes nothing
         at_token = jax.vmap(lambda t, r, p, x: t.at[r, p].set(x, mode="drop"))
@@ -351,8 +341,8 @@ class Sampler:
         write_token = lambda t, x: unrows(at_token(rows(t), target_MZ, length_MZ, x))  # noqa: E731
         write_row = lambda t, x: unrows(at_row(rows(t), target_MZ, x))  # noqa: E731
         return state.replace(
-            cache_k=tuple(map(append, state.cache_k, new_k)),
-            cache_v=tuple(map(append, state.cache_v, new_v)),
+            cache_k=cache_k,
+            cache_v=cache_v,
             cache_end=(state.cache_end + 1) % state.cache_k[0].shape[2],
             tokens=write_token(state.tokens, drawn_MZ),
             behaviour_logp=write_token(state.behaviour_logp, logp_MZ),

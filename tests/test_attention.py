@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import attention as oracle
 
-from jaxrl_llm.models.attention import Cache, Groups, Prompt, attend, cache_widths, query_blocks
+from jaxrl_llm.models.attention import Cache, Groups, Prompt, attend, attend_next, cache_widths, query_blocks
 
 H, K = 4, 2
 
@@ -137,7 +137,7 @@ def test_slots_in_any_order_attend_to_their_groups_prompt_their_cache_and_the_ne
     lie = lambda x: np.take_along_axis(x, np.maximum(token, 0)[:, None, :, None], axis=2)  # noqa: E731
     cache_k, cache_v = (np.where(token[:, None, :, None] >= 0, lie(x), np.nan) for x in (cache_k, cache_v))
     cache_k, cache_v = cache_k.astype(np.float32), cache_v.astype(np.float32)
-    out = jax.jit(attend)(
+    out, kept = jax.jit(attend_next)(
         q,
         k,
         v,
@@ -146,12 +146,15 @@ def test_slots_in_any_order_attend_to_their_groups_prompt_their_cache_and_the_ne
     )
     busy = busy.reshape(-1)
     np.testing.assert_allclose(np.asarray(out)[busy], truth[busy], atol=2e-6)
+    for before, new, after in zip((cache_k, cache_v), (k, v), kept, strict=True):
+        before[:, :, end] = new[:, :, 0]
+        np.testing.assert_array_equal(after, before)
 
 
-def test_a_cache_is_read_in_quarters_of_at_least_eight_a_long_one_of_whole_lanes():
+def test_a_cache_is_read_in_quarters_of_at_least_eight():
     assert cache_widths(64) == [16, 32, 48, 64] and cache_widths(24) == [8, 16, 24]
     assert cache_widths(8) == [8] and cache_widths(7) == [7] and cache_widths(100) == [32, 56, 80, 100]
-    assert cache_widths(256) == [128, 256] and cache_widths(600) == [256, 384, 512, 600]
+    assert cache_widths(600) == [152, 304, 456, 600]
 
 
 def test_gradients_pass_through_the_pieces():

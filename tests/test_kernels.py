@@ -16,7 +16,6 @@ from building import TINY, Sampling, completions, make_prompts, make_sampler, ne
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental import pallas
-from jax.experimental.layout import Format, Layout
 from jax.experimental.pallas.ops.gpu import decode_attention
 from jax.experimental.pallas.ops.tpu import splash_attention
 from reference import attention as oracle
@@ -24,7 +23,7 @@ from reference import attention as oracle
 from jaxrl_llm import plan, sharding
 from jaxrl_llm.config import MeshConfig
 from jaxrl_llm.models import kernels
-from jaxrl_llm.models.attention import Cache, Prompt, attend
+from jaxrl_llm.models.attention import Cache, Prompt, attend, attend_next
 from jaxrl_llm.models.transformer import Model
 
 B, P, T, L, N, K, H = 4, 2, 5, 6, 4, 2, 8
@@ -130,51 +129,66 @@ def test_each_device_calls_the_kernel_on_its_own_rows_and_heads(rows):
 
 
 def cached(seed, C, poison=1e4, H=H, B=B):
-    """One new token a row and caches of up to C tokens, whose end is anywhere, and the attention of the definition.
+    """One new token a row, its group's prompt, caches of up to C tokens whose end is anywhere.
 
-    What is not to be seen is large: Triton's kernel weighs it with zero, which would not rid it of NaN.
+    What is not to be seen of a cache is large: Triton's kernel weighs it with zero, which would not rid it of NaN.
+
+    Returns:
+        What ``attend_next`` takes, and the attention of the definition.
     """
-    rng = np.random.default_rng(seed)
+    rng, groups = np.random.default_rng(seed), P if B % P == 0 else 1
     q, k, v = (rng.normal(size=shape).astype(np.float32) for shape in ((B, 1, N, H), (B, K, 1, H), (B, K, 1, H)))
+    prompts = rng.normal(size=(2, groups, K, L, H)).astype(np.float32)
+    shown = np.arange(L)[None, :] < rng.integers(0, L + 1, groups)[:, None]
     keys, values = rng.normal(size=(2, B, K, C, H)).astype(np.float32)
     end, length = int(rng.integers(0, C)), rng.integers(0, C + 1, B).astype(np.int32)
     places = [(end - 1 - np.arange(n)) % C for n in length]
     truth = np.zeros(q.shape)
     for b, n in np.ndindex(B, N):
-        head = n // (N // K)
-        both = [np.concatenate([x[b, head, places[b]], y[b, head]]) for x, y in ((keys, k), (values, v))]
+        of, head = b * groups // B, n // (N // K)
+        pieces = zip(prompts, (keys, values), (k, v), strict=True)
+        both = [np.concatenate([x[of, head, shown[of]], y[b, head, places[b]], z[b, head]]) for x, y, z in pieces]
         truth[b, 0, n] = oracle.attend(q[b, 0, n], *both)
     for b in range(B):
         hidden = np.setdiff1d(np.arange(C), places[b])
         keys[b, :, hidden], values[b, :, hidden] = poison, poison
-    return (q, k, v, Cache(keys, values, length, np.int32(end))), truth
+    prompts = np.where(shown[None, :, None, :, None], prompts, np.nan)
+    return (q, k, v, Prompt(*prompts, shown), Cache(keys, values, length, np.int32(end))), truth
 
 
 def decode(implementation):
     return jax.jit(functools.partial(decode_step, implementation=implementation))
 
 
-def decode_step(q, k, v, cache, implementation):
-    return attend(q, k, v, cache=cache, implementation=implementation)
+def decode_step(q, k, v, prompt, cache, implementation):
+    return attend_next(q, k, v, prompt=prompt, cache=cache, implementation=implementation)
+
+
+def check_decoded(implementation, given, truth):
+    """Nothing but the new token is written."""
+    out, kept = decode(implementation)(*given)
+    np.testing.assert_allclose(out, truth, atol=3e-6)
+    *_, cache = given
+    for before, new, after in zip((cache.keys, cache.values), given[1:3], kept, strict=True):
+        expected = np.array(before)
+        expected[:, :, int(cache.end)] = np.array(new)[:, :, 0]
+        np.testing.assert_array_equal(after, expected)
 
 
 @pytest.mark.parametrize("C", [16, 384, 512])
-@pytest.mark.parametrize(("implementation", "poison"), [("cudnn", 1e4), ("splash", np.nan)])
+@pytest.mark.parametrize(("implementation", "poison"), [("xla", np.nan), ("cudnn", 1e4), ("splash", np.nan)])
 @settings(max_examples=4, deadline=None)
 @given(seed=st.integers(0, 2**31))
 def test_a_decode_step_attends_to_the_live_part_of_each_rows_cache(implementation, poison, C, seed):
     """In one block of 16 places, three of 128 and two of 256."""
-    given, truth = cached(seed, C, poison)
-    np.testing.assert_allclose(decode(implementation)(*given), truth, atol=3e-6)
+    check_decoded(implementation, *cached(seed, C, poison))
 
 
-@pytest.mark.parametrize(("H", "B", "turned"), [(64, 3, True), (128, 12, False)])
-def test_a_tpus_kernel_reads_caches_as_they_lie(H, B, turned):
-    """Of an odd number of rows one at a time, of 12 four at a time."""
-    assert kernels._is_turned(256, H) == turned
+@pytest.mark.parametrize(("H", "B"), [(64, 3), (128, 12)])
+def test_a_tpus_kernel_reads_caches_as_they_lie(H, B):
+    """With their tokens innermost and not, of an odd number of rows one at a time, of 12 four at a time."""
     for seed in range(3):
-        given, truth = cached(seed, 256, np.nan, H, B)
-        np.testing.assert_allclose(decode("splash")(*given), truth, atol=3e-6)
+        check_decoded("splash", *cached(seed, 256, np.nan, H, B))
 
 
 @pytest.mark.parametrize("implementation", ["cudnn", "splash"])
@@ -183,16 +197,16 @@ def test_each_device_decodes_its_own_rows_and_heads(implementation):
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 1, 2), ("data", "fsdp", "tensor"))
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         given = jax.device_put(given, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
-        np.testing.assert_allclose(decode(implementation)(*given), truth, atol=3e-6)
+        check_decoded(implementation, given, truth)
 
 
-@pytest.mark.parametrize("implementation", ["cudnn", "splash"])
-def test_a_sampler_with_kernels_draws_what_one_without_draws(monkeypatch, implementation):
+@pytest.mark.parametrize(("implementation", "name"), [("cudnn", "attend_cache"), ("splash", "decode")])
+def test_a_sampler_with_kernels_draws_what_one_without_draws(monkeypatch, implementation, name):
     """Slots are taken anew, and their caches come round."""
     called, arch = [], dataclasses.replace(TINY, head_size=16)
     monkeypatch.setattr(kernels, "cache_length", lambda tokens, device: 16)
-    read = kernels.attend_cache
-    monkeypatch.setattr(kernels, "attend_cache", lambda *args: called.append(1) or read(*args))
+    kernel = getattr(kernels, name)
+    monkeypatch.setattr(kernels, name, lambda *args: called.append(1) or kernel(*args))
     plain = make_sampler(arch=arch, num_slots=8)
     by_kernels = dataclasses.replace(plain, model=Model(arch, attention=implementation))
     (one, _), (other, _) = Sampling(plain)(make_prompts(range(8))), Sampling(by_kernels)(make_prompts(range(8)))
@@ -206,9 +220,9 @@ def test_a_cache_has_whole_lanes_on_accelerators():
     assert [kernels.cache_length(n, gpu) for n in (1, 24, 128, 129)] == [16, 32, 128, 256]
 
 
-def test_heads_of_some_sizes_decode_by_the_gpus_kernel_and_of_all_by_the_tpus():
+def test_heads_of_some_sizes_decode_by_the_gpus_kernel():
     assert kernels.reads_caches("cudnn", 64) and not kernels.reads_caches("cudnn", 96)
-    assert kernels.reads_caches("splash", 96) and not kernels.reads_caches("xla", 64)
+    assert not kernels.reads_caches("xla", 64)
 
 
 @pytest.mark.parametrize(
@@ -244,11 +258,11 @@ def test_a_gpus_program_calls_cudnn_forward_and_backward(monkeypatch, rows, call
 
 
 def decoded(R=N // K, C=384, H=64):
-    """Shapes of a decode step's queries, new keys and values, and caches."""
+    """Shapes of what ``attend_next`` takes."""
     bf16 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)  # noqa: E731
-    row, cache = bf16(B, K, 1, H), bf16(B, K, C, H)
+    row, cache, prompt = bf16(B, K, 1, H), bf16(B, K, C, H), bf16(P, K, L, H)
     cache = Cache(cache, cache, jax.ShapeDtypeStruct((B,), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32))
-    return bf16(B, 1, K * R, H), row, row, cache
+    return bf16(B, 1, K * R, H), row, row, Prompt(prompt, prompt, jax.ShapeDtypeStruct((P, L), bool)), cache
 
 
 def test_a_gpus_decode_step_calls_the_triton_kernel(monkeypatch):
@@ -262,21 +276,23 @@ def test_a_gpus_decode_step_calls_the_triton_kernel(monkeypatch):
     "shape", [{}, {"R": 1, "H": 80}, {"C": 256, "H": 128}, {"C": 48, "H": 32}, {"C": 16, "R": 8, "H": 128}], ids=str
 )
 def test_a_tpus_decode_step_calls_the_kernel_and_turns_no_cache(monkeypatch, shape):
-    """Split over four chips, of caches that lie as the sampler's do."""
+    """Split over four chips, of caches that lie as a program's arguments do."""
     monkeypatch.setattr(pallas, "pallas_call", CALL)
     mesh = sharding.make_mesh(MeshConfig(data=2, tensor=2), plan.devices_of("v5e:2x2")[0])
-    given = q, k, _, cache = decoded(**shape)
-    C, size = cache.keys.shape[2:]
-    lies = Layout((0, 1, 3, 2) if kernels._is_turned(C, size) else (0, 1, 2, 3))
-    placed = {q.shape: ("data", None, "tensor"), k.shape: ("data", "tensor"), cache.length.shape: ("data",)}
+    q, k, v, prompt, cache = decoded(**shape)
+    rows = {q.shape: ("data", None, "tensor"), cache.length.shape: ("data",)}
+    rows |= {x.shape: ("data", "tensor") for x in (k, prompt.keys, cache.keys)}
+    split = lambda x: jax.NamedSharding(mesh, jax.P(*rows.get(x.shape, ())))  # noqa: E731
 
-    def place(x):
-        if x.shape == cache.keys.shape:
-            return x.update(sharding=Format(lies, jax.NamedSharding(mesh, jax.P("data", "tensor"))))
-        return x.update(sharding=jax.NamedSharding(mesh, jax.P(*placed.get(x.shape, ()))))
+    def step(q, k, v, prompt, end, length, keys, values):
+        return decode_step(q, k, v, prompt, Cache(keys, values, length, end), "splash")
 
+    given = (q, k, v, prompt, cache.end, cache.length, cache.keys, cache.values)
+    given = jax.tree.map(lambda x: x.update(sharding=split(x)), given)
+    out = (split(q), (split(cache.keys), split(cache.values)))
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        text = decode("splash").lower(*jax.tree.map(place, given)).compile().as_text()
+        text = jax.jit(step, donate_argnums=(6, 7), out_shardings=out).lower(*given).compile().as_text()
+    _, _, C, size = cache.keys.shape
     assert "decode_attention" in text and not re.search(rf"= bf16\[2,1,{C},{size}\]\S* copy\(", text)
 
 

@@ -6,7 +6,7 @@ A query sees up to three pieces, each attended by its own matmuls and merged by 
     its row's own cache          tokens decoded before; only as much of it as is live
     the new tokens, causally, or by the rule of packed lines or of whole groups
 
-One function serves the learner (new tokens alone, or after a shared prompt), the prefill (new tokens alone) and the
+The same pieces serve the learner (new tokens alone, or after a shared prompt), the prefill (new tokens alone) and the
 decode step (all three, one new token): the same arithmetic, so that sampler and learner agree. Rows are right-padded,
 so a real query never sees padding among the new tokens: padding comes after it.
 
@@ -24,6 +24,9 @@ import numpy as np
 
 from jaxrl_llm.models import kernels
 from jaxrl_llm.models.presets import Architecture
+
+# Stands for minus infinity where a whole piece may be hidden: inf - inf is nan.
+HIDDEN = -1e30
 
 
 @flax.struct.dataclass
@@ -71,7 +74,6 @@ def attend(
     v_BKTH: jax.Array,
     *,
     prompt: Prompt | None = None,
-    cache: Cache | None = None,
     visible: jax.Array | Groups | None = None,
     implementation: str = "xla",
 ) -> jax.Array:
@@ -80,7 +82,7 @@ def attend(
     Args:
         q_BTNH: queries, rotated.
         k_BKTH, v_BKTH: keys (rotated) and values of the same T new tokens.
-        prompt, cache: of this layer; a cache wants T = 1.
+        prompt: of this layer.
         visible: which new tokens each new token sees where that is not all up to itself: [B,T,T] bool (ops.packing),
             or the rule of whole groups.
         implementation: "xla", this module, or the kernels of ``kernels.choose``.
@@ -90,7 +92,7 @@ def attend(
     """
     if isinstance(visible, Groups):
         return _attend_groups(q_BTNH, k_BKTH, v_BKTH, visible, implementation)
-    if implementation != "xla" and cache is None:
+    if implementation != "xla":
         return kernels.attend(q_BTNH, k_BKTH, v_BKTH, prompt, visible, implementation)
     B, T, N, H = q_BTNH.shape
     K = k_BKTH.shape[1]
@@ -98,12 +100,40 @@ def attend(
     pieces = [_attend_new(q, k_BKTH, v_BKTH, visible)]
     if prompt is not None:
         pieces.append(_attend_prompt(q, prompt))
-    if cache is not None and kernels.reads_caches(implementation, H):
-        pieces += kernels.attend_cache(q, cache, implementation)
-    elif cache is not None:
-        pieces.append(_attend_cache(q, cache))
     out = _merge(pieces).astype(q_BTNH.dtype)
     return out.reshape(B, K, N // K, T, H).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
+
+
+def attend_next(q_B1NH, k_BK1H, v_BK1H, *, prompt: Prompt, cache: Cache, implementation: str = "xla"):
+    """``attend`` of one new token a row, which goes into the caches.
+
+    Args:
+        q_B1NH, k_BK1H, v_BK1H: as ``attend`` has them.
+        prompt, cache: of this layer.
+
+    Returns:
+        [B,1,N,H] in the dtype of the queries, and the caches' keys and values with the token at ``cache.end``.
+    """
+    B, _, N, H = q_B1NH.shape
+    q = (q_B1NH * H**-0.5).reshape(B, k_BK1H.shape[1], -1, H)
+    of_prompt = _attend_prompt(q, prompt)
+    if implementation == "splash":
+        out, *kept = kernels.decode(q, k_BK1H, v_BK1H, of_prompt, cache)
+        return out.reshape(B, 1, N, H), tuple(kept)
+    pieces = [_attend_new(q, k_BK1H, v_BK1H), of_prompt]
+    if kernels.reads_caches(implementation, H):
+        pieces += kernels.attend_cache(q, cache)
+    else:
+        pieces.append(_attend_cache(q, cache))
+    out = _merge(pieces).astype(q.dtype)
+
+    # All rows' tokens go to one place: no scatter. Asked of what attention gave, so that the caches are written when
+    # they have been read, in place: what is known before has XLA copy them.
+    def put(x_BKCH, new_BK1H):
+        new_BK1H = jnp.where(jnp.isnan(out[:, :, :1]), out[:, :, :1], new_BK1H)
+        return jax.lax.dynamic_update_slice_in_dim(x_BKCH, new_BK1H, cache.end, axis=2)
+
+    return out.reshape(B, 1, N, H), (put(cache.keys, k_BK1H), put(cache.values, v_BK1H))
 
 
 def _attend_groups(q_BTNH, k_BKTH, v_BKTH, groups: Groups, implementation: str) -> jax.Array:
@@ -141,7 +171,7 @@ def _merge(pieces) -> jax.Array:
 
 def _weights(scores, visible):
     """e^(score - max) off the hidden keys, their sum, the max."""
-    scores = jnp.where(visible, scores, kernels.HIDDEN)
+    scores = jnp.where(visible, scores, HIDDEN)
     peak = jax.lax.stop_gradient(jnp.max(scores, axis=-1))
     weights = jnp.exp(scores - peak[..., None])
     return weights, jnp.sum(weights, axis=-1), peak
@@ -220,12 +250,8 @@ def _attend_cache(q_BKXH, cache: Cache):
 
 
 def cache_widths(C: int) -> list[int]:
-    """How much of a cache may be read: all of it, and quarters of it where those are worth a branch.
-
-    Quarters of long caches are whole lanes: for narrower ones a TPU's program would lay out the cache anew.
-    """
-    step = 8 if C < 2 * kernels.LANES else kernels.LANES
-    return sorted({C, *(w for part in (1, 2, 3) if (w := -(-C * part // 4 // step) * step) < C)})
+    """How much of a cache may be read: all of it, and quarters of it where those are worth a branch."""
+    return sorted({C, *(w for part in (1, 2, 3) if (w := -(-C * part // 32) * 8) < C)})
 
 
 def rope_frequencies(arch: Architecture) -> np.ndarray:

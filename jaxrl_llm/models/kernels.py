@@ -1,4 +1,4 @@
-"""What attention does otherwise on one kind of device: kernels that libraries keep, and how a TPU's caches lie.
+"""What attention does otherwise on one kind of device: kernels, most of them kept by libraries.
 
 The rows of the learner and of the prefill are attended by Splash on TPU and by cuDNN on NVIDIA GPUs, which hold no
 scores in memory: new tokens alone, after their group's prompt, whose keys are laid before each row's own (the gradients
@@ -8,10 +8,10 @@ cuDNN it is a bias, with a gradient of its own.
 Pieces merged by their softmax sums, as the reference path has them, would need the gradient of the log-sum-exp, which
 these kernels refuse (Splash) or drop (cuDNN). In a decode step a kernel attends to each row's cache and reads what is
 live of it, where XLA would read the longest row's part of all, on GPUs asking the host which in every layer: Pallas'
-Triton kernel there, on TPU one of our own, for the libraries' do not return the sums that a prompt is merged by.
+Triton kernel there, on TPU one of our own (tpu_decode).
 
 Letters as in attention; S = L + T keys a row.
-Owns: which kernel serves which device, and how rows and caches are laid out for it. Does not know: parameters, slots.
+Owns: which kernel serves which device, and how rows are laid out for it. Does not know: parameters, slots.
 """
 
 from __future__ import annotations
@@ -21,14 +21,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.layout import Layout, with_layout_constraint
 
 from jaxrl_llm import sharding
 
-CACHE_BLOCK = 256  # tokens of a cache that one block of a GPU's threads reads, in parts of 64, or one step of a TPU's
-CACHE_BYTES = 2**20  # of keys, and of values, that one step of a TPU's kernel reads, while the next ones are fetched
-HIDDEN = -1e30  # stands for minus infinity where a whole piece may be hidden: inf - inf is nan
-SUBLANES, LANES = 8, 128
+CACHE_BLOCK = 256  # tokens of a cache that one block of the GPU's threads reads, in parts of 64
+LANES = 128
 # Of the block sizes that divide a row, the largest: fewer passes over the keys. Compiled for chips, not timed on one.
 BLOCKS = (512, 256, 128)
 
@@ -57,24 +54,6 @@ def cache_length(tokens: int, device: Any) -> int:
         return tokens
     step = LANES if tokens > LANES else 16
     return -(-tokens // step) * step
-
-
-def keep_layout(cache: jax.Array, device: Any) -> jax.Array:
-    """A cache that a loop carries, laid out on TPU as its argument is.
-
-    Left to XLA it would lie in the loop as its writes would have it, and be copied whole for every layer's read.
-    """
-    if device.platform != "tpu":
-        return cache
-    *outer, rows, lanes = range(cache.ndim)
-    turned = _is_turned(*cache.shape[-2:])
-    return with_layout_constraint(cache, Layout((*outer, lanes, rows) if turned else (*outer, rows, lanes)))
-
-
-def _is_turned(rows: int, lanes: int) -> bool:
-    """Whether a TPU pads an array of these last two dimensions less with the first of them innermost: then it is so."""
-    padded = lambda rows, lanes: -(-rows // SUBLANES) * SUBLANES * -(-lanes // LANES) * LANES  # noqa: E731
-    return padded(lanes, rows) < padded(rows, lanes)
 
 
 def attend(q_BTNH, k_BKTH, v_BKTH, prompt, visible_BTT, implementation: str) -> jax.Array:
@@ -106,11 +85,11 @@ def attend(q_BTNH, k_BKTH, v_BKTH, prompt, visible_BTT, implementation: str) -> 
 
 def reads_caches(implementation: str, head_size: int) -> bool:
     """Whether ``attend_cache`` does: on GPUs, of heads whose size Triton multiplies."""
-    return implementation == "splash" or (implementation == "cudnn" and head_size in (16, 32, 64, 128))
+    return implementation == "cudnn" and head_size in (16, 32, 64, 128)
 
 
-def attend_cache(q_BKRH, cache, implementation: str) -> list[tuple[jax.Array, jax.Array, jax.Array]]:
-    """Attention to rows' caches: on GPUs two pieces, before and after the place where those come round.
+def attend_cache(q_BKRH, cache) -> list[tuple[jax.Array, jax.Array, jax.Array]]:
+    """The two pieces of attention to rows' caches, before and after the place where those come round.
 
     Args:
         q_BKRH: rotated queries of one token a row, scaled.
@@ -121,8 +100,26 @@ def attend_cache(q_BKRH, cache, implementation: str) -> list[tuple[jax.Array, ja
     """
     of_keys = ("batch", "kv_heads", None, None)
     args = (q_BKRH, cache.keys, cache.values, cache.length, cache.end)
-    kernel = {"splash": _mosaic, "cudnn": _triton}[implementation]
-    return _by_device(kernel, args, (of_keys, of_keys, of_keys, ("batch",), ()))
+    return _by_device(_triton, args, (of_keys, of_keys, of_keys, ("batch",), ()))
+
+
+def decode(q_BKRH, k_BK1H, v_BK1H, of_prompt, cache):
+    """A decode step's attention on TPU: to a prompt attended before, the row's cache and its new token, kept there.
+
+    Args:
+        q_BKRH: rotated queries of one token a row, scaled.
+        of_prompt: a piece, as ``attend_cache`` returns them.
+        cache: an ``attention.Cache``.
+
+    Returns:
+        [B,K,R,H] in the dtype of the queries, and the caches' keys and values with the token at ``cache.end``.
+    """
+    from jaxrl_llm.models import tpu_decode  # as splash, below
+
+    out, total, peak = of_prompt
+    args = (q_BKRH, k_BK1H, v_BK1H, out, total[..., None], peak[..., None], cache.keys, cache.values)
+    axes = (*(("batch", "kv_heads", None, None) for _ in args), ("batch",), ())
+    return _by_device(tpu_decode.attend, (*args, cache.length, cache.end), axes)
 
 
 def _by_device(kernel, args, axes):
@@ -152,73 +149,6 @@ def _triton(q_BKRH, keys_BKCH, values_BKCH, length, end):
     rows = (q_BKRH.reshape(B, K * R, -1), keys_BKCH.swapaxes(1, 2), values_BKCH.swapaxes(1, 2))
     out, (total, peak) = jax.vmap(attend, in_axes=(None, None, None, 0, 0))(*rows, start, stop)
     return [tuple(x[i].reshape(B, K, R, *x.shape[3:]) for x in (out, total, peak)) for i in range(2)]
-
-
-def _mosaic(q_BKRH, keys_BKCH, values_BKCH, length, end):
-    """Flash decoding: some rows at a time read their caches block by block, from the newest to the oldest live one."""
-    from jax.experimental import pallas as pl  # as splash, below
-    from jax.experimental.pallas import tpu as pltpu
-
-    (B, K, R, H), C = q_BKRH.shape, keys_BKCH.shape[2]
-    block = next(size for size in (CACHE_BLOCK, LANES, C) if C % size == 0)
-    rows = min(8, B & -B)  # their matmuls are unrolled
-    while rows > 1 and rows * K * block * H * keys_BKCH.dtype.itemsize > CACHE_BYTES:
-        rows //= 2
-    turned = _is_turned(C, H)  # as the caches lie, so that none is copied
-    keys, values = (x.swapaxes(2, 3) if turned else x for x in (keys_BKCH, values_BKCH))
-    tokens = 3 if turned else 2  # their axis
-    newest = (end - 1) % C
-    older = jnp.max(length.reshape(-1, rows), axis=1) - newest % block - 1  # than the newest token's block
-    live = jnp.clip(1 + -(-older // block), 1, C // block)  # blocks
-    # Past the live blocks comes the last of them again, which is there already.
-    order = (newest // block - jnp.minimum(jnp.arange(C // block)[None], live[:, None] - 1)) % (C // block)
-
-    def kernel(newest, live, order, length, q, keys, values, out, total, peak):
-        z, step = pl.program_id(0), pl.program_id(1)
-
-        @pl.when(step == 0)
-        def _():
-            out[...], total[...], peak[...] = (
-                jnp.full(x.shape, n) for x, n in ((out, 0.0), (total, 0.0), (peak, HIDDEN))
-            )
-
-        @pl.when(step < live[z])
-        def _():
-            def visible(axis):
-                shape = tuple(block if i == axis else 1 for i in range(4))
-                age = newest[0] - order[z, step] * block - jax.lax.broadcasted_iota(jnp.int32, shape, axis)
-                return jnp.where(age < 0, age + C, age) < length[...]
-
-            def dot(x, y, contracts):  # [rows,K,R,.] of x and what it meets of y
-                x, y = (x.reshape(rows * K, *x.shape[2:]) for x in (x, y))
-                how = (((2,), (contracts - 1,)), ((0,), (0,)))
-                out = jax.lax.dot_general(x, y, how, preferred_element_type=jnp.float32)
-                return out.reshape(rows, K, R, -1)
-
-            scores = jnp.where(visible(3), dot(q[...], keys[...], 5 - tokens), HIDDEN)
-            shown = jnp.where(visible(tokens), values[...], 0)
-            top = jnp.maximum(peak[...], jnp.max(scores, axis=3, keepdims=True))
-            weights, scale = jnp.exp(scores - top), jnp.exp(peak[...] - top)
-            total[...] = total[...] * scale + jnp.sum(weights, axis=3, keepdims=True)
-            out[...] = out[...] * scale + dot(weights.astype(shown.dtype), shown, tokens)
-            peak[...] = top
-
-    def of_cache(z, step, newest, live, order):
-        return (z, 0, 0, order[z, step]) if turned else (z, 0, order[z, step], 0)
-
-    of_rows = lambda *shape: pl.BlockSpec((rows, *shape), lambda z, *_: (z, 0, 0, 0))  # noqa: E731
-    cache = pl.BlockSpec((rows, K, H, block) if turned else (rows, K, block, H), of_cache)
-    grid = pltpu.PrefetchScalarGridSpec(
-        num_scalar_prefetch=3,
-        grid=(B // rows, C // block),
-        in_specs=[of_rows(1, 1, 1), of_rows(K, R, H), cache, cache],
-        out_specs=[of_rows(K, R, size) for size in (H, 1, 1)],
-    )
-    shapes = [jax.ShapeDtypeStruct((B, K, R, size), jnp.float32) for size in (H, 1, 1)]
-    how = pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"))
-    attend = pl.pallas_call(kernel, grid_spec=grid, out_shape=shapes, compiler_params=how, name="decode_attention")
-    out, total, peak = attend(newest[None], live, order, length[:, None, None, None], q_BKRH, keys, values)
-    return [(out, total[..., 0], peak[..., 0])]
 
 
 def _splash(q_BTNH, k_BKSH, v_BKSH, visible_BL, visible_BTT):

@@ -22,7 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 
 from jaxrl_llm import sharding
-from jaxrl_llm.models.attention import Cache, Groups, Prompt, attend, rope_tables, rotate
+from jaxrl_llm.models.attention import Cache, Groups, Prompt, attend, attend_next, rope_tables, rotate
 from jaxrl_llm.models.presets import Architecture
 
 Params = dict[str, Any]
@@ -73,8 +73,8 @@ class Blocks(nnx.Module):
         self.up = _param(rngs, (layers, F, D), ("layers", "mlp", "embed"))
         self.down = _param(rngs, (layers, D, F), ("layers", "embed", "mlp"))
 
-    def __call__(self, x_BTD, cos, sin, **seen):
-        """One block, ``seen`` as ``attend`` takes it. Returns activations and the new keys and values, [B,K,T,H]."""
+    def __call__(self, x_BTD, cos, sin, *, prompt=None, cache=None, visible=None, implementation="xla"):
+        """One block. Returns activations and keys and values, the new tokens' [B,K,T,H] or, with them, the caches'."""
 
         heads = lambda x_BTO: x_BTO.reshape(*x_BTO.shape[:2], -1, self.head_size)  # noqa: E731
         h = rms_norm(x_BTD, self.attention_norm[...], self.eps)
@@ -83,7 +83,11 @@ class Blocks(nnx.Module):
         v_BTKH = heads(linear(h, self.v[...]))
         q_BTNH = sharding.constrain(q_BTNH, "batch", "length", "heads", "head_size")
         k_BKTH, v_BKTH = k_BTKH.swapaxes(1, 2), v_BTKH.swapaxes(1, 2)
-        out_BTNH = attend(q_BTNH, k_BKTH, v_BKTH, **seen)
+        kv, how = (k_BKTH, v_BKTH), {"prompt": prompt, "implementation": implementation}
+        if cache is None:
+            out_BTNH = attend(q_BTNH, *kv, visible=visible, **how)
+        else:
+            out_BTNH, kv = attend_next(q_BTNH, *kv, cache=cache, **how)
         x_BTD = x_BTD + linear(out_BTNH.reshape(*out_BTNH.shape[:2], -1), self.o[...])
         x_BTD = checkpoint_name(sharding.constrain(x_BTD, "batch", "length", "activation"), "mlp")
         h = rms_norm(x_BTD, self.mlp_norm[...], self.eps)
@@ -91,7 +95,7 @@ class Blocks(nnx.Module):
         up_BTF = checkpoint_name(linear(h, self.up[...]), "mlp")
         h = sharding.constrain(jax.nn.silu(gate_BTF) * up_BTF, "batch", "length", "mlp")
         x_BTD = x_BTD + linear(h, self.down[...])
-        return sharding.constrain(x_BTD, "batch", "length", "activation"), (k_BKTH, v_BKTH)
+        return sharding.constrain(x_BTD, "batch", "length", "activation"), kv
 
 
 class Transformer(nnx.Module):
@@ -198,8 +202,9 @@ class Model:
             rope: cosine and sine of every position there is, each [S,H/2]; None = computed here.
 
         Returns:
-            hidden [B,T,D] in the compute dtype, and the new tokens' (keys, values), [B,K,T,H] by layer: one array with
-            a leading layer axis where blocks are stacked, a tuple where they are apart.
+            hidden [B,T,D] in the compute dtype, and the new tokens' (keys, values), [B,K,T,H] by layer, or the
+            caches' with those: one array with a leading layer axis where blocks are stacked, a tuple where they are
+            apart.
         """
         graph, _ = _abstract(self.arch)
         layers = params.get("layers")
