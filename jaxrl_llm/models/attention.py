@@ -279,7 +279,7 @@ def rope_tables(arch: Architecture, positions: jax.Array) -> tuple[jax.Array, ja
 
 def rotate(x_BTNH: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """Rotary embedding on the two halves of the head, as Hugging Face lays Llama's weights out."""
-    first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
-    cos, sin = cos[:, :, None, :], sin[:, :, None, :]
-    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    halves = x_BTNH.astype(jnp.float32).reshape(*x_BTNH.shape[:-1], 2, -1)
+    cos, sin = cos[:, :, None, None, :], jnp.stack([-sin, sin], axis=2)[:, :, None]
+    rotated = (halves * cos + halves[..., ::-1, :] * sin).reshape(x_BTNH.shape)  # not split: a TPU would pad each half
     return rotated.astype(x_BTNH.dtype)
