@@ -15,7 +15,9 @@ import pytest
 from building import TINY, Sampling, completions, make_prompts, make_sampler, needs_libtpu
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental import pallas
+from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.gpu import decode_attention
 from jax.experimental.pallas.ops.tpu import splash_attention
 from reference import attention as oracle
@@ -185,10 +187,16 @@ def test_a_decode_step_attends_to_the_live_part_of_each_rows_cache(implementatio
 
 
 @pytest.mark.parametrize(("H", "B"), [(64, 3), (128, 12)])
-def test_a_tpus_kernel_reads_caches_as_they_lie(H, B):
-    """With their tokens innermost and not, of an odd number of rows one at a time, of 12 four at a time."""
+def test_a_tpus_kernel_reads_caches_as_they_lie_on_both_cores_of_a_chip(monkeypatch, H, B):
+    """With their tokens innermost and not, of an odd number of rows one at a time, of 12 four at a time.
+
+    Fetched and written while others are computed, in memory that is NaN before; a read out of bounds raises.
+    """
+    chip = pltpu.InterpretParams(num_cores_or_threads=2, detect_races=True)
+    monkeypatch.setattr(pallas, "pallas_call", functools.partial(CALL, interpret=chip))
     for seed in range(3):
         check_decoded("splash", *cached(seed, 256, np.nan, H, B))
+    assert not interpret_pallas_call.races.races_found
 
 
 @pytest.mark.parametrize("implementation", ["cudnn", "splash"])
