@@ -31,7 +31,7 @@ BLOCKS = (512, 256, 128)
 
 
 def choose(setting: str, device: Any, compute_dtype: str, head_size: int) -> str:
-    """The implementation for a device: "xla", "splash", or "cudnn" with Triton for caches.
+    """The implementation for a device: "xla", or with a kernel for caches beside it "splash" or "cudnn".
 
     Args:
         setting: ``model.attention``.
@@ -57,7 +57,7 @@ def cache_length(tokens: int, device: Any) -> int:
 
 
 def attend(q_BTNH, k_BKTH, v_BKTH, prompt, visible_BTT, implementation: str) -> jax.Array:
-    """``attention.attend`` without a cache: rotated queries and keys, and a prompt of groups of consecutive rows.
+    """``attention.attend``: rotated queries and keys, and a prompt of groups of consecutive rows.
 
     Args:
         visible_BTT: of packed lines, which have no prompt: each token sees itself, and none sees a later one.

@@ -190,7 +190,7 @@ def test_no_branch_results_in_caches_or_weights():
 @needs_libtpu
 @pytest.mark.parametrize(("head_size", "completion"), [(64, 256), (128, 700), (128, 1024)])
 def test_a_tpus_decode_program_copies_no_cache(head_size, completion):
-    """Neither for a layer's read nor for a write; a layout of XLA's own choice has each read copy all layers."""
+    """Neither for a layer's read nor for a write: the kernel takes them as they lie."""
     arch = Architecture(260, width=256, num_layers=2, num_heads=4, num_kv_heads=2, head_size=head_size, ffn=256)
     mesh = sharding.make_mesh(MeshConfig(data=4), plan.devices_of("v5e:2x2")[0])
     settings = SETTINGS | {"model": {"compute_dtype": "bfloat16"}, "sampling": {"max_completion_tokens": completion}}
