@@ -1,8 +1,9 @@
-"""Publish: the learner's weights become the sampler's, in one compiled cast, reshard and split by layer.
+"""Publish: the learner's weights become the sampler's, in one compiled cast, reshard, split by layer and transpose.
 
 The learner scans over stacked blocks. The sampler holds every block's weights apart and runs the blocks one after
 another in its program: a scan copies a layer's weights before it multiplies by them, and a decode step is bound by
-the weights it reads.
+the weights it reads. Its matrices lie input first: a CPU multiplies few rows by such where they lie, and lays out anew,
+in every step, what lies as in the learner.
 
 Owns: the form and dtype of the sampler's weights, the program that makes them. Does not know: what they are.
 """
@@ -17,30 +18,37 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm import sharding
+from jaxrl_llm.models.layout import LAYOUT, stored_shape
 from jaxrl_llm.models.transformer import Model, Params
 from jaxrl_llm.programs import Program
 
 
-def sampler_form(params: Params, take: Callable[[Any, int], Any] = lambda x, i: x[i]) -> Params:
-    """Parameters with "layers", one dict for each block, in place of the stacked "blocks".
+def _turned(name: str, x: jax.Array, i: int) -> jax.Array:
+    return x[i].reshape(stored_shape(f"blocks.{name}", x.shape[1:])).T
+
+
+def sampler_form(params: Params, take: Callable[[str, Any, int], Any] = _turned) -> Params:
+    """Parameters with "layers", one dict for each block, in place of the stacked "blocks"; their matrices are [I,O].
 
     Args:
-        take: the i-th layer of a stacked parameter.
+        take: (name, stacked parameter, i) -> that of the i-th layer.
     """
     num_layers = jax.tree.leaves(params["blocks"])[0].shape[0]
-    layers = tuple({name: take(x, i) for name, x in params["blocks"].items()} for i in range(num_layers))
+    layers = tuple({name: take(name, x, i) for name, x in params["blocks"].items()} for i in range(num_layers))
     return {name: x for name, x in params.items() if name != "blocks"} | {"layers": layers}
 
 
 def abstract_params(model: Model, mesh: Mesh) -> Params:
     """Shapes of the sampler's weights with their shardings: in the compute dtype, whole along ``fsdp``."""
+
+    def take(name: str, x: jax.ShapeDtypeStruct, _: int) -> jax.ShapeDtypeStruct:
+        path, spec = f"blocks.{name}", tuple(x.sharding.spec)[1:]
+        layout = PartitionSpec(*(spec[first] for first, *_ in reversed(LAYOUT[path])))
+        shape = stored_shape(path, x.shape[1:])[::-1]
+        return jax.ShapeDtypeStruct(shape, x.dtype, sharding=NamedSharding(mesh, layout))
+
     dtype = jnp.dtype(model.compute_dtype)
-
-    def one(x: jax.ShapeDtypeStruct, _: int) -> jax.ShapeDtypeStruct:
-        layout = NamedSharding(mesh, PartitionSpec(*tuple(x.sharding.spec)[1:]))
-        return jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=layout)
-
-    return sampler_form(model.abstract_params(mesh, rules=sharding.SAMPLER_RULES, dtype=dtype), one)
+    return sampler_form(model.abstract_params(mesh, rules=sharding.SAMPLER_RULES, dtype=dtype), take)
 
 
 def program(model: Model, mesh: Mesh) -> Program:

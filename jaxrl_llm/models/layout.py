@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import jax
@@ -69,13 +69,7 @@ def check(file: TensorFile, names: Mapping[str, str], model: Model, mesh: Mesh) 
     Raises:
         ConfigError: as ``load``.
     """
-    expected = {}
-    for path, leaf in _leaves(model, mesh)[0]:
-        if _is_stacked(path):
-            for layer in range(leaf.shape[0]):
-                expected[names[path].format(layer=layer)] = _stored_shape(path, leaf.shape[1:])
-        else:
-            expected[names[path]] = _stored_shape(path, leaf.shape)
+    expected = {name: shape for name, shape, _, _ in _tensors(_leaves(model, mesh)[0], names)}
     for name, shape in expected.items():
         if name not in file.shapes:
             raise ConfigError(f"{file.path}: tensor {name} is missing")
@@ -109,25 +103,25 @@ def stored_tensors(params: Params, names: Mapping[str, str]) -> Iterator[Stored]
 
     def one(path: str, layer: int | None) -> np.ndarray:
         value = fetch(path) if layer is None else fetch(path)[layer]
-        return np.ascontiguousarray(value.reshape(_stored_shape(path, value.shape)))
+        return np.ascontiguousarray(value.reshape(stored_shape(path, value.shape)))
 
-    flat = {}
-    for keys, leaf in jax.tree_util.tree_leaves_with_path(params):
-        flat[".".join(key.key for key in keys)] = leaf
-    for path, leaf in flat.items():
-        if _is_stacked(path):
-            for layer in range(leaf.shape[0]):
-                shape = _stored_shape(path, leaf.shape[1:])
-                yield names[path].format(layer=layer), shape, functools.partial(one, path, layer)
-        else:
-            yield names[path], _stored_shape(path, leaf.shape), functools.partial(one, path, None)
+    flat = {".".join(key.key for key in keys): leaf for keys, leaf in jax.tree_util.tree_leaves_with_path(params)}
+    for name, shape, path, layer in _tensors(flat.items(), names):
+        yield name, shape, functools.partial(one, path, layer)
+
+
+def _tensors(leaves: Iterable[tuple[str, Any]], names: Mapping[str, str]) -> Iterator[tuple]:
+    """Name and shape of every tensor in a file, path and layer (None where it is not stacked) of what it stores."""
+    for path, leaf in leaves:
+        layers, shape = (range(leaf.shape[0]), leaf.shape[1:]) if _is_stacked(path) else ((None,), leaf.shape)
+        yield from ((names[path].format(layer=i), stored_shape(path, shape), path, i) for i in layers)
 
 
 def _is_stacked(path: str) -> bool:
     return path.startswith("blocks.")
 
 
-def _stored_shape(path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+def stored_shape(path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(math.prod(shape[dim] for dim in group) for group in LAYOUT[path])
 
 

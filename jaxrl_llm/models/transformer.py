@@ -144,7 +144,8 @@ class Transformer(nnx.Module):
             x_BTD, new_kv = jax.lax.scan(body, x_BTD, (stacked, kv))
         else:
             made, block = [], jax.jit(body)  # traced once for all layers; XLA inlines it
-            for i, layer_params in enumerate(layers):
+            for i, turned in enumerate(layers):
+                layer_params = jax.tree.map(jnp.transpose, turned)  # no copy: XLA's matmuls contract either way
                 layer_kv = {name: (keys[i], values[i]) for name, (keys, values) in kv.items()}
                 x_BTD, new = block(x_BTD, (layer_params, layer_kv))
                 made.append(new)
@@ -192,7 +193,7 @@ class Model:
         """Hidden states after the final norm.
 
         Args:
-            params: blocks stacked and scanned over, or apart as "layers" and run one by one (publish).
+            params: blocks stacked and scanned over, or apart as "layers", turned, and run one by one (publish).
             tokens: [B,T] i32.
             positions: [B,T] i32, 0-based position of each token in its row.
             prompt: what rows of a group have computed once; keys and values by layer.

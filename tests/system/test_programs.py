@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from building import COMPLETION_TOKENS, CUBE, EIGHT, ONE, PROMPT_TOKENS, ROW_TOKENS, TINY, mesh_of, needs_libtpu
+from jax.sharding import PartitionSpec
 
 from jaxrl_llm import plan, profiling, sharding
 from jaxrl_llm import train as train_module
@@ -215,7 +216,7 @@ def test_ring_train_state_and_sampler_state_are_donated_and_every_donated_byte_i
 
 
 @pytest.mark.parametrize(("shape", "dtype"), [(CUBE, jnp.bfloat16), (ONE, jnp.float32)])
-def test_published_weights_are_the_learners_cast_and_split_by_layer(shape, dtype):
+def test_published_weights_are_the_learners_cast_split_by_layer_and_turned(shape, dtype):
     run = make_run(shape, arch=dataclasses.replace(TINY, tied=False), compute_dtype=dtype.dtype.name)
     params = building.learner_params(run.model, run.mesh)
     published = compile_all({"publish": run.programs()["publish"]}, run.mesh)["publish"](params)
@@ -231,10 +232,16 @@ def test_published_weights_are_the_learners_cast_and_split_by_layer(shape, dtype
     assert len(published["layers"]) == run.model.arch.num_layers and "blocks" not in published
     for i, layer in enumerate(published["layers"]):
         for name, leaf in params["blocks"].items():
-            check(leaf[i], layer[name], wanted["layers"][i][name])
+            mine = np.asarray(leaf[i])
+            if name in ("q", "k", "v"):  # [N,H,D]
+                mine = mine.reshape(-1, run.model.arch.width).T
+            elif "norm" not in name:  # [D,N,H], [F,D] and [D,F]
+                mine = mine.reshape(len(mine), -1).T
+            check(mine, layer[name], wanted["layers"][i][name])
     if shape is CUBE:
-        query = published["layers"][0]["q"].sharding.spec
-        assert "fsdp" not in query and "tensor" in query
+        layer = published["layers"][0]
+        assert layer["q"].sharding.spec == layer["gate"].sharding.spec == PartitionSpec(None, "tensor")
+        assert layer["o"].sharding.spec == layer["down"].sharding.spec == PartitionSpec("tensor", None)
     # The learner keeps its own.
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(params))
 
