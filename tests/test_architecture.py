@@ -74,7 +74,7 @@ def test_one_training_step_is_readable():
     # 45 modules and 9,000 lines for the spine; the rest is the functions that objectives, credit and draws combine, and
     # the kernels of each device.
     assert len(depth) <= 60, sorted(depth)
-    assert sum(lines.values()) <= 11940
+    assert sum(lines.values()) <= 11980
     assert max(depth.values()) <= 4, {k: v for k, v in depth.items() if v > 4}
 
 

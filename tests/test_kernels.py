@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from building import TINY, Sampling, completions, make_prompts, make_sampler, needs_libtpu
+from building import TINY, Sampling, completions, host_params, make_prompts, make_sampler, needs_libtpu
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
@@ -304,6 +304,31 @@ def test_a_tpus_decode_step_calls_the_kernel_and_turns_no_cache(monkeypatch, sha
         text = jax.jit(step, donate_argnums=(6, 7), out_shardings=out).lower(*given).compile().as_text()
     _, _, C, size = cache.keys.shape
     assert "decode_attention" in text and not re.search(rf"= bf16\[2,1,{C},{size}\]\S* copy\(", text)
+
+
+def test_a_models_layers_share_one_mask_of_packed_lines_and_give_what_the_reference_path_gives():
+    """Lines of 3 x 3 blocks: no layer sees the mask that those were made of."""
+    width, arch = 300, dataclasses.replace(TINY, num_layers=2)
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, arch.vocab_size, (2, width))
+    positions = np.broadcast_to(np.arange(width), tokens.shape)
+    seen = np.tril(rng.random((2, width, width)) < 0.1) | np.eye(width, dtype=bool)
+    weight = 0.01 * rng.normal(size=(2, width, arch.width)).astype(np.float32)
+    params = host_params(Model(arch))
+
+    def total(params, attention):
+        model = Model(arch, remat="dots", attention=attention)
+        hidden, _ = model.forward(params, tokens, positions, visible=jnp.asarray(seen), remat=True)
+        return jnp.sum(hidden * weight), hidden
+
+    (_, hidden), gradient = jax.value_and_grad(total, has_aux=True)(params, "splash")
+    (_, expected), of_reference = jax.value_and_grad(total, has_aux=True)(params, "xla")
+    np.testing.assert_allclose(hidden, expected, atol=1e-5)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), gradient, of_reference)
+    whole = re.compile(r"bool\[[\d,]*384,384\]")
+    traced = jax.make_jaxpr(functools.partial(total, attention="splash"))(params)
+    layers = [str(eqn.params["jaxpr"]) for eqn in traced.eqns if eqn.primitive.name == "scan"]
+    assert whole.search(str(traced)) and len(layers) == 1 and not whole.search(layers[0])
 
 
 @needs_libtpu

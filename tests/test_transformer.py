@@ -1,5 +1,7 @@
 """Pieces of the model: projections, logits, the table of rotations."""
 
+import functools
+
 import jax
 import numpy as np
 from hypothesis import given, settings
@@ -17,15 +19,17 @@ from jaxrl_llm.ops.logp import project
     T=st.integers(1, 3),
     inputs=st.integers(1, 40),
     outputs=st.integers(1, 40),
+    merged=st.booleans(),
 )
-def test_a_projection_and_its_gradients_are_the_products(rows, T, inputs, outputs):
+def test_a_projection_and_its_gradients_are_the_products(rows, T, inputs, outputs, merged):
     rng = np.random.default_rng([rows, T, inputs, outputs])
     x, w, g = (
         rng.normal(size=(rows, T, inputs)),
         rng.normal(size=(outputs, inputs)),
         rng.normal(size=(rows, T, outputs)),
     )
-    out, backward = jax.vjp(linear, x.astype(np.float32), w.astype(np.float32))
+    project = functools.partial(linear, merged=merged)
+    out, backward = jax.vjp(project, x.astype(np.float32), w.astype(np.float32))
     g_x, g_w = backward(g.astype(np.float32))
     np.testing.assert_allclose(out, x @ w.T, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(g_x, g @ w, rtol=1e-5, atol=1e-5)

@@ -83,8 +83,8 @@ def attend(
         q_BTNH: queries, rotated.
         k_BKTH, v_BKTH: keys (rotated) and values of the same T new tokens.
         prompt: of this layer.
-        visible: which new tokens each new token sees where that is not all up to itself: [B,T,T] bool (ops.packing),
-            or the rule of whole groups.
+        visible: which new tokens each new token sees where that is not all up to itself: [B,T,T] bool (ops.packing)
+            or what ``kernels.of_lines`` made of it, or the rule of whole groups.
         implementation: "xla", this module, or the kernels of ``kernels.choose``.
 
     Returns:
@@ -145,15 +145,17 @@ def _attend_groups(q_BTNH, k_BKTH, v_BKTH, groups: Groups, implementation: str) 
         B, K, _, H = x.shape
         return x.reshape(B, K, groups.size, -1, H).swapaxes(1, 2).reshape(B * groups.size, K, -1, H)
 
-    q = q_BTNH[:, L:]
+    # Queries are cut, and put together, with heads before tokens, as keys are: a TPU moves them twice otherwise.
     of_completions = attend(
-        q.reshape(q.shape[0] * groups.size, -1, *q.shape[2:]),
+        rows(q_BTNH[:, L:].swapaxes(1, 2)).swapaxes(1, 2),
         rows(k_BKTH[:, :, L:]),
         rows(v_BKTH[:, :, L:]),
         prompt=Prompt(keys, values, visible=jnp.arange(L)[None, :] < groups.prompt_length[:, None]),
         implementation=implementation,
     )
-    return jnp.concatenate([of_prompt, of_completions.reshape(q.shape)], axis=1)
+    _, C, N, H = of_completions.shape
+    out_BNGCH = of_completions.reshape(-1, groups.size, C, N, H).transpose(0, 3, 1, 2, 4)
+    return jnp.concatenate([of_prompt, out_BNGCH.reshape(-1, N, groups.size * C, H).swapaxes(1, 2)], axis=1)
 
 
 def _merge(pieces) -> jax.Array:

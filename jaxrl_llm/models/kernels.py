@@ -56,15 +56,32 @@ def cache_length(tokens: int, device: Any) -> int:
     return -(-tokens // step) * step
 
 
-def attend(q_BTNH, k_BKTH, v_BKTH, prompt, visible_BTT, implementation: str) -> jax.Array:
+def of_lines(visible: Any, implementation: str) -> Any:
+    """The mask of packed lines as the kernel takes it, made once for all layers; any other rule as it is.
+
+    Args:
+        visible: [B,T,T] bool of lines, which have no prompt: each token sees itself, and none sees a later one.
+    """
+    if implementation != "splash" or not isinstance(visible, jax.Array):
+        return visible
+    fill = -visible.shape[1] % LANES
+    mask = jnp.pad(visible, ((0, 0), (0, fill), (0, fill)))[:, None]
+    kernel = _by_device(jax.vmap(_splash_of), (mask,), (("batch", None, None, None),))
+    # XLA would make the mask anew in every layer if it might. The kernel takes it in words: kept are bytes.
+    as_bytes = jax.tree.map(lambda x: x.astype(jnp.uint8) if x.dtype == bool else x, kernel)
+    return jax.lax.optimization_barrier(as_bytes)
+
+
+def attend(q_BTNH, k_BKTH, v_BKTH, prompt, visible, implementation: str) -> jax.Array:
     """``attention.attend``: rotated queries and keys, and a prompt of groups of consecutive rows.
 
     Args:
-        visible_BTT: of packed lines, which have no prompt: each token sees itself, and none sees a later one.
+        visible: of packed lines, [B,T,T] bool or what ``of_lines`` made of it.
 
     Returns:
         [B,T,N,H] in the dtype of the queries.
     """
+    visible = of_lines(visible, implementation)
     k_BKSH, v_BKSH, visible_BL = k_BKTH, v_BKTH, None
     if prompt is not None:
         assert prompt.member is None, "rows of a group are neighbours"
@@ -80,7 +97,7 @@ def attend(q_BTNH, k_BKTH, v_BKTH, prompt, visible_BTT, implementation: str) -> 
     kernel = {"splash": _splash, "cudnn": _cudnn}[implementation]
     rows, of_keys = ("batch", None, None), ("batch", "kv_heads", None, None)
     axes = (("batch", None, "heads", None), of_keys, of_keys, rows[:2], rows)
-    return _by_device(kernel, (q_BTNH, k_BKSH, v_BKSH, visible_BL, visible_BTT), axes)
+    return _by_device(kernel, (q_BTNH, k_BKSH, v_BKSH, visible_BL, visible), axes)
 
 
 def reads_caches(implementation: str, head_size: int) -> bool:
@@ -125,14 +142,16 @@ def decode(q_BKRH, k_BK1H, v_BK1H, of_prompt, cache):
 def _by_device(kernel, args, axes):
     """The partitioner does not look into a kernel: each device calls it on its own rows and heads.
 
-    What comes out is split as the queries are, whose last dimension, heads' size, is whole.
+    What comes out is split as the first argument is, whose last dimension is whole; so is what has further dimensions.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return kernel(*args)
-    specs = tuple(
-        x if x is None else sharding.partition_spec(x.shape, names, mesh) for x, names in zip(args, axes, strict=True)
-    )
+
+    def split(names, x):
+        return sharding.partition_spec(x.shape, (*names, *(None,) * (x.ndim - len(names))), mesh)
+
+    specs = tuple(jax.tree.map(functools.partial(split, names), x) for x, names in zip(args, axes, strict=True))
     return jax.shard_map(kernel, in_specs=specs, out_specs=jax.P(*specs[0][:3]), check_vma=False)(*args)
 
 
@@ -151,25 +170,32 @@ def _triton(q_BKRH, keys_BKCH, values_BKCH, length, end):
     return [tuple(x[i].reshape(B, K, R, *x.shape[3:]) for x in (out, total, peak)) for i in range(2)]
 
 
-def _splash(q_BTNH, k_BKSH, v_BKSH, visible_BL, visible_BTT):
+def _splash_of(mask: Any) -> Any:
+    """Splash of one row, by the mask of its heads: [1,Q,S] bool of whole lanes, or a rule of that shape."""
     from jax.experimental.pallas.ops.tpu import splash_attention as splash  # half a second that a CPU can spare
+
+    bq, bk = (next(size for size in BLOCKS if n % size == 0) for n in mask.shape[1:])
+    sizes = {f"block_{of}{way}": n for of, n in (("q", bq), ("kv", bk)) for way in ("", "_dkv", "_dq")}
+    kernel = splash.make_splash_mha_single_device(mask, block_sizes=splash.BlockSizes(**sizes))
+    for name in ("fwd_mask_info", "dq_mask_info", "dkv_mask_info"):
+        # Of a traced mask it is a traced True, which jax 0.10 then asks for the name of a scope.
+        setattr(kernel, name, getattr(kernel, name)._replace(is_dynamic_mask=None))
+    return kernel
+
+
+def _splash(q_BTNH, k_BKSH, v_BKSH, visible_BL, of_lines):
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     (_, T, N, H), S = q_BTNH.shape, k_BKSH.shape[2]
     queries, keys = (-(-n // LANES) * LANES for n in (T, S))
     fill = lambda x, width: jnp.pad(x, ((0, 0), (0, 0), (0, width - x.shape[2]), (0, 0)))  # noqa: E731
     q = fill((q_BTNH * H**-0.5).swapaxes(1, 2), queries)
-    bq, bk = (next(size for size in BLOCKS if n % size == 0) for n in (queries, keys))
-    sizes = {f"block_{of}{way}": n for of, n in (("q", bq), ("kv", bk)) for way in ("", "_dkv", "_dq")}
 
-    def of_row(q, k, v, shown, visible):
-        if visible is None:
+    def of_row(q, k, v, shown, kernel):
+        if kernel is None:
             # Query t is token S - T + t of its row. What fills up the keys comes after every real query.
-            mask = splash.MultiHeadMask([splash.CausalMask((queries, keys), offset=S - T)] * N)
-        else:
-            mask = jnp.pad(visible, ((0, queries - T), (0, keys - S)))[None]
-        kernel = splash.make_splash_mha_single_device(mask, block_sizes=splash.BlockSizes(**sizes))
-        # Of a traced mask it is a traced True, which jax 0.10 then asks for the name of a scope.
-        kernel.fwd_mask_info = kernel.fwd_mask_info._replace(is_dynamic_mask=None)
+            kernel = _splash_of(splash.MultiHeadMask([splash.CausalMask((queries, keys), offset=S - T)] * N))
+        kernel = jax.tree.map(lambda x: x.astype(bool) if x.dtype == jnp.uint8 else x, kernel)
         return kernel(q, k, v, shown)
 
     shown = None
@@ -177,7 +203,9 @@ def _splash(q_BTNH, k_BKSH, v_BKSH, visible_BL, visible_BTT):
         own = ((0, 0), (0, keys - visible_BL.shape[1]))
         shown_BS = jnp.pad(visible_BL.astype(jnp.int32), own, constant_values=1)
         shown = splash.SegmentIds(q=jnp.ones_like(shown_BS, shape=(shown_BS.shape[0], queries)), kv=shown_BS)
-    out = jax.vmap(of_row)(q, fill(k_BKSH, keys), fill(v_BKSH, keys), shown, visible_BTT)
+    if of_lines is not None:
+        of_lines, q = jax.lax.optimization_barrier((of_lines, q))  # or the words would be there before the first layer
+    out = jax.vmap(of_row)(q, fill(k_BKSH, keys), fill(v_BKSH, keys), shown, of_lines)
     return out[:, :, :T].swapaxes(1, 2)
 
 

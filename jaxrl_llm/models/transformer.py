@@ -22,6 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 
 from jaxrl_llm import sharding
+from jaxrl_llm.models import kernels
 from jaxrl_llm.models.attention import Cache, Groups, Prompt, attend, attend_next, rope_tables, rotate
 from jaxrl_llm.models.presets import Architecture
 
@@ -42,18 +43,21 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
     return (x32 * scale.astype(jnp.float32)[None, None, :]).astype(x.dtype)
 
 
-def linear(x_BTI: jax.Array, w: jax.Array) -> jax.Array:
+def linear(x_BTI: jax.Array, w: jax.Array, *, merged: bool = True) -> jax.Array:
     """x w^T in the dtype of x, for a weight [O, I] whose O or I may be heads by head size: as files store it.
 
-    The tokens are one dimension: a gradient that contracts rows and places as two has XLA's CPU backend transpose x
-    first, and compute what makes it with its innermost dimension strided, a SwiGLU 13 times slower (measured).
+    Args:
+        merged: rows and places are one dimension. A gradient that contracts two has XLA's CPU backend transpose x
+            first, and compute what makes it with its innermost dimension strided, a SwiGLU 13 times slower (measured);
+            to make one of them, XLA's TPU backend moves x and its gradient, a sixth of a layer's cycles (its estimate).
 
     Returns:
         [B,T,O].
     """
-    x_XI = x_BTI.reshape(-1, x_BTI.shape[-1])
-    w_OI = w.reshape(-1, x_XI.shape[-1]).astype(x_XI.dtype)
-    return jnp.einsum("XI,OI->XO", x_XI, w_OI).reshape(*x_BTI.shape[:2], -1)
+    w_OI = w.reshape(-1, x_BTI.shape[-1]).astype(x_BTI.dtype)
+    if not merged:
+        return jnp.einsum("BTI,OI->BTO", x_BTI, w_OI)
+    return jnp.einsum("XI,OI->XO", x_BTI.reshape(-1, x_BTI.shape[-1]), w_OI).reshape(*x_BTI.shape[:2], -1)
 
 
 class Blocks(nnx.Module):
@@ -76,11 +80,12 @@ class Blocks(nnx.Module):
     def __call__(self, x_BTD, cos, sin, *, prompt=None, cache=None, visible=None, implementation="xla"):
         """One block. Returns activations and keys and values, the new tokens' [B,K,T,H] or, with them, the caches'."""
 
+        project = functools.partial(linear, merged=implementation == "xla")
         heads = lambda x_BTO: x_BTO.reshape(*x_BTO.shape[:2], -1, self.head_size)  # noqa: E731
         h = rms_norm(x_BTD, self.attention_norm[...], self.eps)
-        q_BTNH = rotate(heads(linear(h, self.q[...])), cos, sin)
-        k_BTKH = rotate(heads(linear(h, self.k[...])), cos, sin)
-        v_BTKH = heads(linear(h, self.v[...]))
+        q_BTNH = rotate(heads(project(h, self.q[...])), cos, sin)
+        k_BTKH = rotate(heads(project(h, self.k[...])), cos, sin)
+        v_BTKH = heads(project(h, self.v[...]))
         q_BTNH = sharding.constrain(q_BTNH, "batch", "length", "heads", "head_size")
         k_BKTH, v_BKTH = k_BTKH.swapaxes(1, 2), v_BTKH.swapaxes(1, 2)
         kv, how = (k_BKTH, v_BKTH), {"prompt": prompt, "implementation": implementation}
@@ -88,13 +93,13 @@ class Blocks(nnx.Module):
             out_BTNH = attend(q_BTNH, *kv, visible=visible, **how)
         else:
             out_BTNH, kv = attend_next(q_BTNH, *kv, cache=cache, **how)
-        x_BTD = x_BTD + linear(out_BTNH.reshape(*out_BTNH.shape[:2], -1), self.o[...])
+        x_BTD = x_BTD + project(out_BTNH.reshape(*out_BTNH.shape[:2], -1), self.o[...])
         x_BTD = checkpoint_name(sharding.constrain(x_BTD, "batch", "length", "activation"), "mlp")
         h = rms_norm(x_BTD, self.mlp_norm[...], self.eps)
-        gate_BTF = checkpoint_name(linear(h, self.gate[...]), "mlp")
-        up_BTF = checkpoint_name(linear(h, self.up[...]), "mlp")
+        gate_BTF = checkpoint_name(project(h, self.gate[...]), "mlp")
+        up_BTF = checkpoint_name(project(h, self.up[...]), "mlp")
         h = sharding.constrain(jax.nn.silu(gate_BTF) * up_BTF, "batch", "length", "mlp")
-        x_BTD = x_BTD + linear(h, self.down[...])
+        x_BTD = x_BTD + project(h, self.down[...])
         return sharding.constrain(x_BTD, "batch", "length", "activation"), kv
 
 
@@ -128,6 +133,7 @@ class Transformer(nnx.Module):
         x_BTD = table_VD[tokens_BT]
         x_BTD = sharding.constrain(x_BTD, "batch", "length", "activation")
         cos, sin = rope_tables(self.arch, positions_BT) if rope is None else (x[positions_BT] for x in rope)
+        visible = kernels.of_lines(visible, attention)
         graph, stacked = nnx.split(self.blocks)
         before = {name: x for name, x in (("prompt", prompt), ("cache", cache)) if x is not None}
         kv = {name: (x.keys, x.values) for name, x in before.items()}
