@@ -57,7 +57,10 @@ def linear(x_BTI: jax.Array, w: jax.Array, *, merged: bool = True) -> jax.Array:
     w_OI = w.reshape(-1, x_BTI.shape[-1]).astype(x_BTI.dtype)
     if not merged:
         return jnp.einsum("BTI,OI->BTO", x_BTI, w_OI)
-    return jnp.einsum("XI,OI->XO", x_BTI.reshape(-1, x_BTI.shape[-1]), w_OI).reshape(*x_BTI.shape[:2], -1)
+    x_XI, X = x_BTI.reshape(-1, x_BTI.shape[-1]), x_BTI.shape[0] * x_BTI.shape[1]
+    if X == 1:  # XLA would fuse a vector's product, and read what the sampler turned (publish) with strides
+        x_XI = jnp.repeat(x_XI, 2, axis=0)
+    return jnp.einsum("XI,OI->XO", x_XI, w_OI)[:X].reshape(*x_BTI.shape[:2], -1)
 
 
 class Blocks(nnx.Module):
