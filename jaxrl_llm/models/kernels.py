@@ -183,7 +183,7 @@ def _splash_of(mask: Any) -> Any:
     return kernel
 
 
-def _splash(q_BTNH, k_BKSH, v_BKSH, visible_BL, of_lines):
+def _splash(q_BTNH, k_BKSH, v_BKSH, visible_BL, lines):
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     (_, T, N, H), S = q_BTNH.shape, k_BKSH.shape[2]
@@ -203,9 +203,9 @@ def _splash(q_BTNH, k_BKSH, v_BKSH, visible_BL, of_lines):
         own = ((0, 0), (0, keys - visible_BL.shape[1]))
         shown_BS = jnp.pad(visible_BL.astype(jnp.int32), own, constant_values=1)
         shown = splash.SegmentIds(q=jnp.ones_like(shown_BS, shape=(shown_BS.shape[0], queries)), kv=shown_BS)
-    if of_lines is not None:
-        of_lines, q = jax.lax.optimization_barrier((of_lines, q))  # or the words would be there before the first layer
-    out = jax.vmap(of_row)(q, fill(k_BKSH, keys), fill(v_BKSH, keys), shown, of_lines)
+    if lines is not None:
+        lines, q = jax.lax.optimization_barrier((lines, q))  # or the words would be there before the first layer
+    out = jax.vmap(of_row)(q, fill(k_BKSH, keys), fill(v_BKSH, keys), shown, lines)
     return out[:, :, :T].swapaxes(1, 2)
 
 

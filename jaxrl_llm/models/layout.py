@@ -122,6 +122,7 @@ def _is_stacked(path: str) -> bool:
 
 
 def stored_shape(path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Of a parameter in a file; ``shape`` is its own, of one layer."""
     return tuple(math.prod(shape[dim] for dim in group) for group in LAYOUT[path])
 
 
