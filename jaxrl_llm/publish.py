@@ -2,8 +2,8 @@
 
 The learner scans over stacked blocks. The sampler holds every block's weights apart and runs the blocks one after
 another in its program: a scan copies a layer's weights before it multiplies by them, and a decode step is bound by
-the weights it reads. Its matrices lie input first: a CPU multiplies few rows by such where they lie, and lays out anew,
-in every step, what lies as in the learner.
+the weights it reads. The blocks' matrices lie input first: a CPU multiplies few rows by such where they lie, and lays
+out anew, in every step, what lies as in the learner. The head does: it is the embedding too, where it is tied.
 
 Owns: the form and dtype of the sampler's weights, the program that makes them. Does not know: what they are.
 """
@@ -28,7 +28,7 @@ def _turned(name: str, x: jax.Array, i: int) -> jax.Array:
 
 
 def sampler_form(params: Params, take: Callable[[str, Any, int], Any] = _turned) -> Params:
-    """Parameters with "layers", one dict for each block, in place of the stacked "blocks"; their matrices are [I,O].
+    """Parameters with "layers", one dict for each block, in place of the stacked "blocks"; matrices are [I,O].
 
     Args:
         take: (name, stacked parameter, i) -> that of the i-th layer.

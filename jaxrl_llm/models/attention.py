@@ -153,9 +153,9 @@ def _attend_groups(q_BTNH, k_BKTH, v_BKTH, groups: Groups, implementation: str) 
         prompt=Prompt(keys, values, visible=jnp.arange(L)[None, :] < groups.prompt_length[:, None]),
         implementation=implementation,
     )
-    _, C, N, H = of_completions.shape
-    out_BNGCH = of_completions.reshape(-1, groups.size, C, N, H).transpose(0, 3, 1, 2, 4)
-    return jnp.concatenate([of_prompt, out_BNGCH.reshape(-1, N, groups.size * C, H).swapaxes(1, 2)], axis=1)
+    B, _, N, H = q_BTNH.shape
+    out_BNGCH = of_completions.reshape(B, groups.size, -1, N, H).transpose(0, 3, 1, 2, 4)
+    return jnp.concatenate([of_prompt, out_BNGCH.reshape(B, N, -1, H).swapaxes(1, 2)], axis=1)
 
 
 def _merge(pieces) -> jax.Array:

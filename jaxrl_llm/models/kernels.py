@@ -195,7 +195,8 @@ def _splash(q_BTNH, k_BKSH, v_BKSH, visible_BL, lines):
         if kernel is None:
             # Query t is token S - T + t of its row. What fills up the keys comes after every real query.
             kernel = _splash_of(splash.MultiHeadMask([splash.CausalMask((queries, keys), offset=S - T)] * N))
-        kernel = jax.tree.map(lambda x: x.astype(bool) if x.dtype == jnp.uint8 else x, kernel)
+        else:
+            kernel = jax.tree.map(lambda x: x.astype(bool) if x.dtype == jnp.uint8 else x, kernel)
         return kernel(q, k, v, shown)
 
     shown = None

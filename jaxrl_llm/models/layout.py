@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import jax
@@ -59,8 +59,9 @@ def load(file: TensorFile, names: Mapping[str, str], model: Model, mesh: Mesh) -
         ConfigError: a tensor is missing, has the wrong shape, or belongs to another kind of model.
     """
     check(file, names, model, mesh)
-    leaves, treedef = _leaves(model, mesh)
-    return jax.tree.unflatten(treedef, [_load_one(file, names[path], path, leaf) for path, leaf in leaves])
+    shapes = model.abstract_params(mesh)
+    loaded = [_load_one(file, names[path], path, leaf) for path, leaf in _by_path(shapes).items()]
+    return jax.tree.unflatten(jax.tree.structure(shapes), loaded)
 
 
 def check(file: TensorFile, names: Mapping[str, str], model: Model, mesh: Mesh) -> None:
@@ -69,7 +70,7 @@ def check(file: TensorFile, names: Mapping[str, str], model: Model, mesh: Mesh) 
     Raises:
         ConfigError: as ``load``.
     """
-    expected = {name: shape for name, shape, _, _ in _tensors(_leaves(model, mesh)[0], names)}
+    expected = {name: shape for name, shape, _, _ in _tensors(_by_path(model.abstract_params(mesh)), names)}
     for name, shape in expected.items():
         if name not in file.shapes:
             raise ConfigError(f"{file.path}: tensor {name} is missing")
@@ -85,10 +86,9 @@ def check(file: TensorFile, names: Mapping[str, str], model: Model, mesh: Mesh) 
         )
 
 
-def _leaves(model: Model, mesh: Mesh) -> tuple[list[tuple[str, jax.ShapeDtypeStruct]], Any]:
-    """Every parameter's path with its shape and layout, and the tree they are of."""
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(model.abstract_params(mesh))
-    return [(".".join(key.key for key in keys), leaf) for keys, leaf in leaves], treedef
+def _by_path(params: Params) -> dict[str, Any]:
+    """Every parameter, or its shape, in the tree's order."""
+    return {".".join(key.key for key in keys): leaf for keys, leaf in jax.tree_util.tree_leaves_with_path(params)}
 
 
 Stored = tuple[str, tuple[int, ...], Callable[[], np.ndarray]]
@@ -105,14 +105,14 @@ def stored_tensors(params: Params, names: Mapping[str, str]) -> Iterator[Stored]
         value = fetch(path) if layer is None else fetch(path)[layer]
         return np.ascontiguousarray(value.reshape(stored_shape(path, value.shape)))
 
-    flat = {".".join(key.key for key in keys): leaf for keys, leaf in jax.tree_util.tree_leaves_with_path(params)}
-    for name, shape, path, layer in _tensors(flat.items(), names):
+    flat = _by_path(params)
+    for name, shape, path, layer in _tensors(flat, names):
         yield name, shape, functools.partial(one, path, layer)
 
 
-def _tensors(leaves: Iterable[tuple[str, Any]], names: Mapping[str, str]) -> Iterator[tuple]:
+def _tensors(by_path: Mapping[str, Any], names: Mapping[str, str]) -> Iterator[tuple]:
     """Name and shape of every tensor in a file, path and layer (None where it is not stacked) of what it stores."""
-    for path, leaf in leaves:
+    for path, leaf in by_path.items():
         layers, shape = (range(leaf.shape[0]), leaf.shape[1:]) if _is_stacked(path) else ((None,), leaf.shape)
         yield from ((names[path].format(layer=i), stored_shape(path, shape), path, i) for i in layers)
 

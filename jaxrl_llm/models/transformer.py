@@ -82,7 +82,6 @@ class Blocks(nnx.Module):
 
     def __call__(self, x_BTD, cos, sin, *, prompt=None, cache=None, visible=None, implementation="xla"):
         """One block. Returns activations and keys and values, the new tokens' [B,K,T,H] or, with them, the caches'."""
-
         project = functools.partial(linear, merged=implementation == "xla")
         heads = lambda x_BTO: x_BTO.reshape(*x_BTO.shape[:2], -1, self.head_size)  # noqa: E731
         h = rms_norm(x_BTD, self.attention_norm[...], self.eps)
