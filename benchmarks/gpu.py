@@ -86,7 +86,7 @@ def peaks(device: jax.Device, arch: Architecture) -> Ceilings:
 def config_of(rows: int, group: int, prompt: int, completion: int, *, chunk: int, micro_batch: int) -> Config:
     return freeze(
         {
-            "model": {"compute_dtype": "bfloat16"},
+            "model": {"compute_dtype": "bfloat16", "remat": "auto"},
             "prompts": {"max_tokens": prompt},
             "sampling": {"max_completion_tokens": completion},
             "rollout": {"prompts_per_iteration": rows // group, "group_size": group, "chunk_steps": chunk},

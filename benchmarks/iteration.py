@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm import rng, sharding
-from jaxrl_llm.assembly import Run, assemble
+from jaxrl_llm.assembly import Run, assemble, keep_what_fits
 from jaxrl_llm.config import Config, MeshConfig
 from jaxrl_llm.models.presets import Architecture
 from jaxrl_llm.models.transformer import Model
-from jaxrl_llm.programs import compile_all, release_freed
+from jaxrl_llm.programs import compile_all, memory_limit, release_freed
 from jaxrl_llm.prompts import EncodedExample, batch_of
 from jaxrl_llm.rollout import FinishedGroup, Generator
 from jaxrl_llm.types import Example, Rollout, Scores
@@ -79,6 +79,8 @@ class Iteration:
             if wanted[name in LEARNER] or name == "publish"
         }
         compiled = compile_all(programs, self.mesh)
+        if learner:
+            compiled = keep_what_fits(self.run, compiled, memory_limit(self.mesh.devices.flatten().tolist()))
         self.programs: Mapping[str, Any] = {name: wrap(name, program) for name, program in compiled.items()}
         self.sample_key, self.draw_key = self.put([rng.stream(0, name) for name in ("sample", "draw")])
         self.generator = Generator(self.run.sampler, self.programs, lambda ids: "") if sampler else None

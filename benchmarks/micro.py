@@ -60,7 +60,7 @@ from jaxrl_llm.config import Config, freeze
 from jaxrl_llm.models.presets import PRESETS, Architecture
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.ops.logp import chunked_logp, project
-from jaxrl_llm.ops.sampling import token_logp
+from jaxrl_llm.ops.sampling import Filter, token_logp
 from jaxrl_llm.programs import compile_all
 
 PROMPT, COMPLETION, GROUP = 52, 64, 8
@@ -180,7 +180,7 @@ def logp(s: Setting) -> Iterator[Row]:
     hidden, head = jax.random.normal(keys[0], (1, tokens, D)), jax.random.normal(keys[1], (V, D)) / D**0.5
     target = jax.random.randint(keys[2], (1, tokens), 0, V)
     weight = jax.random.normal(keys[3], (1, tokens))
-    everything = {"temperature": 1.0, "top_k": V, "top_p": 1.0, "min_p": 0.0}
+    everything = Filter(temperature=1.0, top_k=V, top_p=1.0, min_p=0.0)
 
     def in_chunks(hidden, head):
         @jax.checkpoint
@@ -192,7 +192,7 @@ def logp(s: Setting) -> Iterator[Row]:
         return [x.reshape(1, tokens) for x in jax.lax.map(one, parts)]
 
     ways = {
-        "ours": lambda hidden, head: chunked_logp(hidden, head, target, chunk=chunk, **everything),
+        "ours": lambda hidden, head: chunked_logp(hidden, head, target, chunk=chunk, settings=everything),
         "autodiff, in one piece": lambda hidden, head: token_logp(jax.vmap(lambda h: project(h, head))(hidden), target),
         "autodiff, in chunks": in_chunks,
     }

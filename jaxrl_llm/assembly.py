@@ -20,6 +20,7 @@ from jax.sharding import Mesh
 from jaxrl_llm import credit, optim, publish, replay, rng, sharding
 from jaxrl_llm.config import Config, ConfigError
 from jaxrl_llm.models import kernels
+from jaxrl_llm.models.policy import chunk_tokens
 from jaxrl_llm.models.presets import Architecture
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.ops import corrections, values
@@ -326,8 +327,8 @@ def assemble(
         ConfigError: a batch number does not divide over the mesh, or a model does not fit it or the row width.
     """
     sharding.check_divisible(config, mesh)
-    model = _model(config, arch, mesh, "model")
-    reference_model = _model(config, reference, mesh, "reference") if reference else model
+    model = model_of(config, arch, mesh)
+    reference_model = model_of(config, reference, mesh, "reference") if reference else model
     optimizer = optim.make(config.optimizer, config.num_updates)
     if config.replay.memory == "host":
         sharding.check_host_memory(mesh, "replay.memory", "host", otherwise="device")
@@ -360,7 +361,9 @@ def assemble(
         sampler=sampler,
         eval_sampler=eval_sampler(config, sampler) if config.eval.num_prompts else None,
         update=Update(
-            config=config.update,
+            config=dataclasses.replace(
+                config.update, logp_chunk_tokens=chunk_tokens(config.update.logp_chunk_tokens, mesh.devices.flat[0])
+            ),
             sampling=config.sampling,
             model=model,
             optimizer=optimizer,
@@ -374,7 +377,8 @@ def assemble(
     )
 
 
-def _model(config: Config, arch: Architecture, mesh: Mesh, who: str) -> Model:
+def model_of(config: Config, arch: Architecture, mesh: Mesh, who: str = "model") -> Model:
+    """The model of a config; ConfigError where it does not fit the mesh or the row width."""
     tensor = mesh.shape["tensor"]
     if arch.num_heads % tensor or arch.num_kv_heads % tensor:
         raise ConfigError(
@@ -393,27 +397,25 @@ def _model(config: Config, arch: Architecture, mesh: Mesh, who: str) -> Model:
 def keep_what_fits(
     run: Run, compiled: dict[str, jax.stages.Compiled], limit: int | None
 ) -> dict[str, jax.stages.Compiled]:
-    """For ``model.remat="auto"``: the run's compiled programs with the update that recomputes least and fits.
+    """For ``model.remat="auto"``: the run's compiled programs, with the update that keeps the MLPs if it fits.
 
     Args:
         compiled: every program of the run, its update recomputing all.
         limit: bytes of a device; None = not known, and then all is recomputed.
     """
+    # What "none" keeps beside takes longer to write and read than to compute (BENCHMARKS).
     if run.config.model.remat != "auto" or limit is None:
         return compiled
-    memories = {name: memory(program) for name, program in compiled.items()}
-    for remat in ("none", "dots"):
-        model = dataclasses.replace(run.model, remat=remat)
-        other = dataclasses.replace(run, model=model, update=dataclasses.replace(run.update, model=model))
-        try:
-            update = other.programs()["update"].lower(run.mesh).compile()
-        except jax.errors.JaxRuntimeError as error:
-            if "Ran out of memory" not in str(error):
-                raise
-            continue  # the TPU compiler refuses what a chip cannot hold
-        if in_use_bytes(memories | {"update": memory(update)})["update"] <= limit:
-            return compiled | {"update": update}
-    return compiled
+    model = dataclasses.replace(run.model, remat="dots")
+    other = dataclasses.replace(run, model=model, update=dataclasses.replace(run.update, model=model))
+    try:
+        update = other.programs()["update"].lower(run.mesh).compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "Ran out of memory" not in str(error):
+            raise
+        return compiled  # the TPU compiler refuses what a chip cannot hold
+    memories = {name: memory(program) for name, program in compiled.items()} | {"update": memory(update)}
+    return compiled | {"update": update} if in_use_bytes(memories)["update"] <= limit else compiled
 
 
 def eval_sampler(config: Config, sampler: Sampler) -> Sampler:

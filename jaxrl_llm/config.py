@@ -32,7 +32,7 @@ class ModelConfig:
     # Arithmetic of the forward pass; master weights are always float32.
     compute_dtype: str = "float32"
     # What the backward pass keeps: "none" all, "dots" the layers' inputs, the MLPs' and their matmuls, "full" the
-    # layers' inputs alone; "auto" as much as fits the device ("full" on CPU, which states no limit).
+    # layers' inputs alone; "auto" is "dots" where that fits the device, else "full" (on CPU, which states no limit).
     remat: str = "full"
     # "auto" takes a flash kernel where the devices have one (TPU; NVIDIA in bfloat16), "xla" plain matmuls everywhere.
     attention: str = "auto"
@@ -227,8 +227,8 @@ class UpdateConfig:
     pack_width: int = 0
     # Optimizer steps per iteration, all in one dispatch.
     updates_per_iteration: int = 1
-    # Positions whose logits are live at once in the learner.
-    logp_chunk_tokens: int = 256
+    # Positions whose logits are live at once in the learner, of each device; 0 = 128 on CPU, 1024 elsewhere.
+    logp_chunk_tokens: int = 0
     # Refuse to train when on the first batch log-probs of learner and sampler differ by more than this many nats.
     max_sampler_learner_gap_nats: float = 0.05
 

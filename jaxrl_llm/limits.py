@@ -135,7 +135,7 @@ BOUNDS = {
     "update.pack_width": (0, math.inf, True),
     "update.micro_batch_tokens": (0, math.inf, True),
     "update.updates_per_iteration": (1, math.inf, True),
-    "update.logp_chunk_tokens": (1, math.inf, True),
+    "update.logp_chunk_tokens": (0, math.inf, True),
     "update.max_sampler_learner_gap_nats": (0.0, math.inf, False),
     "objective.clip_low": (0.0, 1.0, True),
     "objective.clip_high": (0.0, math.inf, True),

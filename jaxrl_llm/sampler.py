@@ -34,7 +34,7 @@ from jaxrl_llm.models import kernels
 from jaxrl_llm.models.attention import Cache, Prompt, rope_tables
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.ops.logp import project
-from jaxrl_llm.ops.sampling import filter_logits, keep_support, sample_inverse_cdf, support_of, token_logp
+from jaxrl_llm.ops.sampling import Filter, filter_logits, keep_support, sample_inverse_cdf, support_of, token_logp
 from jaxrl_llm.programs import Program, run_if
 from jaxrl_llm.types import STOP_EOS, STOP_LENGTH, STOP_NONE, STOP_STRING, Rollout
 
@@ -312,13 +312,7 @@ class Sampler:
         else:
             prompt_Z = flat(read(state.prompt_id, row_MZ // G))
             uniform_Z = rng.token_uniform(key, prompt_Z, flat(row_MZ % G), flat(index_MZ))
-            logits_ZV = filter_logits(
-                logits_ZV,
-                temperature=sampling.temperature,
-                top_k=sampling.top_k,
-                top_p=sampling.top_p,
-                min_p=sampling.min_p,
-            )
+            logits_ZV = filter_logits(logits_ZV, Filter.of(sampling))
             if self.support_tokens:
                 # By device: a top-k that XLA shards itself gathers its operand.
                 size = self.support_tokens

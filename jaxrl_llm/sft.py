@@ -26,11 +26,11 @@ from jax.sharding import Mesh
 from ml_collections import config_flags
 
 from jaxrl_llm import cli, optim, sharding
-from jaxrl_llm.assembly import place
+from jaxrl_llm.assembly import model_of, place
 from jaxrl_llm.config import Config, ConfigError, freeze
 from jaxrl_llm.evaluate import questions
 from jaxrl_llm.models import hf, pretrained
-from jaxrl_llm.models.policy import PLAIN, row_logp
+from jaxrl_llm.models.policy import PLAIN, chunk_tokens, row_logp
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.ops.masks import completion_mask
 from jaxrl_llm.programs import Program, compile_all, use_cache
@@ -140,9 +140,10 @@ def sft(config: Config, out: pathlib.Path, *, until: float = 1.0) -> float:
     for row in (*train_set, *held_out):
         answer_tokens(row.example, tokenizer, width)
 
-    model = Model(source.architecture(), config.model.compute_dtype, config.model.remat)
+    model = model_of(config, source.architecture(), mesh)
     optimizer = optim.make(config.optimizer, config.num_iterations)
-    task = Supervised(model, optimizer, width, chunk=max(1, config.update.logp_chunk_tokens * devices // size))
+    tokens = chunk_tokens(config.update.logp_chunk_tokens, mesh.devices.flat[0])
+    task = Supervised(model, optimizer, width, chunk=max(1, tokens * devices // size))
     compiled = compile_all(task.programs(mesh, size, config.row_tokens), mesh)
     params = source.load_params(model, mesh, seed=config.seed)
     opt_state = compiled["init"](params)

@@ -1,4 +1,4 @@
-"""model.remat="auto": of the updates that fit a device, the one that recomputes least."""
+"""model.remat="auto": the update that keeps the MLPs where that fits a device, else the one that recomputes all."""
 
 import types
 
@@ -9,7 +9,7 @@ from building import ONE, TINY, mesh_of
 from jaxrl_llm.assembly import Run, assemble, keep_what_fits
 from jaxrl_llm.config import freeze
 
-RESIDENT, TEMPORARY = 100, {"none": 300, "dots": 200, "full": 50}
+RESIDENT, TEMPORARY = 100, {"dots": 200, "full": 50}
 
 
 def executable(name, temporary):
@@ -55,15 +55,15 @@ def taken(remat, limit):
 
 @pytest.mark.parametrize(
     ("limit", "expected"),
-    [(400, "none"), (399, "dots"), (300, "dots"), (299, "full"), (1, "full"), (None, "full")],
+    [(301, "dots"), (300, "dots"), (299, "full"), (1, "full"), (None, "full")],
 )
-def test_the_update_that_recomputes_least_and_fits_is_taken(refused, limit, expected):
+def test_the_update_that_keeps_the_mlps_is_taken_where_it_fits(refused, limit, expected):
     assert taken("auto", limit) == expected
 
 
 def test_an_update_that_the_compiler_refuses_for_its_size_does_not_fit(refused):
-    refused.add("none")
-    assert taken("auto", 1000) == "dots"
+    refused.add("dots")
+    assert taken("auto", 1000) == "full"
 
 
 def test_a_setting_other_than_auto_is_kept(refused):

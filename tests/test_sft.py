@@ -85,7 +85,7 @@ def settings(folder, **more):
     (folder / "questions.jsonl").write_text("\n".join(lines) + "\n")
     return {
         "num_iterations": 60,
-        "model": {"remat": "none"},
+        "model": {"remat": "auto"},
         "prompts": {"source": "jsonl", "name": str(folder / "questions.jsonl"), "chat_template": False},
         "sampling": {"max_completion_tokens": 4},
         "update": {"batch_size": 16, "micro_batch_size": 16},
@@ -124,6 +124,9 @@ def test_bad_input_is_one_line(tmp_path, monkeypatch, capfd):
     assert "--until=0.0 must be more than 0 and at most 1" in command("--until=0.0")
     assert "eval.num_prompts=0 must be at least 1" in command("--config.eval.num_prompts=0")
     assert "over sampling.max_completion_tokens=2" in command("--config.sampling.max_completion_tokens=2")
+    assert "prompts.max_tokens=9000 + sampling.max_completion_tokens=6 must be at most the model's" in command(
+        "--config.prompts.max_tokens=9000", "--config.sampling.max_completion_tokens=6"
+    )
     assert "update.batch_size=4 must be a multiple of the 8 devices" in command(
         "--config.update.batch_size=4", "--config.update.micro_batch_size=4"
     )

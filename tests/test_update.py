@@ -1,6 +1,7 @@
 """The update against an independent float64 model and loss; what gives no gradient; the optimizer's arithmetic."""
 
 import dataclasses
+import types
 
 import building
 import jax
@@ -15,6 +16,7 @@ from reference import values as critics
 from jaxrl_llm import optim, sharding
 from jaxrl_llm.assembly import assemble
 from jaxrl_llm.config import MeshConfig, OptimizerConfig, freeze
+from jaxrl_llm.models.policy import chunk_tokens
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.ops.sampling import NO_TOKEN
 from jaxrl_llm.types import Critic, TrainState
@@ -458,3 +460,11 @@ def test_moments_lie_where_their_parameters_lie():
     # The shapes are those of a real state.
     real = jax.eval_shape(optimizer.init, Model(TINY).abstract_params(mesh_of(ONE)))
     assert jax.tree.map(lambda x: x.shape, real) == jax.tree.map(lambda x: x.shape, state)
+
+
+def test_positions_projected_at_once_are_by_device_where_nobody_sets_them():
+    cpu, tpu = (types.SimpleNamespace(platform=name) for name in ("cpu", "tpu"))
+    assert (chunk_tokens(0, cpu), chunk_tokens(0, tpu), chunk_tokens(7, cpu), chunk_tokens(7, tpu)) == (128, 1024, 7, 7)
+    for given, taken in ((0, 128), (7, 7)):
+        run = assemble(freeze({"update": {"logp_chunk_tokens": given}}), TINY, (5,), mesh_of(ONE))
+        assert run.update.config.logp_chunk_tokens == taken

@@ -14,7 +14,7 @@ of a support.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ from jaxrl_llm.models.attention import Groups
 from jaxrl_llm.models.transformer import Model, Params
 from jaxrl_llm.ops import packing
 from jaxrl_llm.ops.logp import chunked_logp, completion_window, place_completion
+from jaxrl_llm.ops.sampling import Filter
 
 # The model's own distribution, which what it did not sample is judged by: no temperature, no filter.
 PLAIN = SamplingConfig()
@@ -36,6 +37,14 @@ class RowValues(NamedTuple):
     entropy: jax.Array  # nats, likewise
     readout: jax.Array | None = None  # [B,S,m]
     prompt_logp: jax.Array | None = None  # nats of the prompt's tokens from the second on, under the model's own
+
+
+def chunk_tokens(setting: int, device: Any) -> int:
+    """Positions projected to the vocabulary at once: ``update.logp_chunk_tokens``, or where that is 0 by device.
+
+    Every chunk reads and writes the head's gradient, which an accelerator's matmuls of few positions do not hide.
+    """
+    return setting or (128 if device.platform == "cpu" else 1024)
 
 
 def row_logp(
@@ -81,9 +90,8 @@ def row_logp(
         )
     head_VD = model.head(params)
     support = None if support_BSN is None else completion_window(support_BSN, prompt_length, completion_width)
-    both = chunked_logp(
-        hidden_BCD, head_VD, target_BC, chunk=chunk_positions, support_BCK=support, **_distribution(sampling)
-    )
+    how = {"chunk": chunk_positions, "settings": Filter.of(sampling), "support_BCK": support}
+    both = chunked_logp(hidden_BCD, head_VD, target_BC, **how)
     seen = RowValues(*(place_completion(x, prompt_length, length, S) for x in both))
     if readout is not None:
         place = jax.vmap(place_completion, in_axes=(2, None, None, None), out_axes=2)
@@ -91,9 +99,8 @@ def row_logp(
     if with_prompts:
         L = S - completion_width
         target_PL = tokens_BS.reshape(-1, group_size, S)[:, 0, 1:L]
-        prompt_PL, _ = chunked_logp(
-            hidden_PLD[:, :-1], head_VD, target_PL, chunk=chunk_positions * group_size, **_distribution(PLAIN)
-        )
+        how = {"chunk": chunk_positions * group_size, "settings": Filter.of(PLAIN)}
+        prompt_PL, _ = chunked_logp(hidden_PLD[:, :-1], head_VD, target_PL, **how)
         prompt_BL = jnp.repeat(prompt_PL, group_size, axis=0)  # siblings have one prompt
         seen = seen._replace(prompt_logp=place_completion(prompt_BL, jnp.ones_like(length), prompt_length, S))
     return seen
@@ -134,8 +141,8 @@ def packed_logp(
     def logp(part: packing.Reading, sampling: SamplingConfig, support: jax.Array | None = None):
         hidden = jnp.take_along_axis(hidden_nWD, part.source[:, :, None], axis=1)
         live = jnp.max(part.count)
-        how = {"chunk": chunk_positions, "live": live, "support_BCK": support}
-        return hidden, *chunked_logp(hidden, head_VD, part.target, **how, **_distribution(sampling))
+        how = {"chunk": chunk_positions, "settings": Filter.of(sampling), "live": live, "support_BCK": support}
+        return hidden, *chunked_logp(hidden, head_VD, part.target, **how)
 
     def rows(values: jax.Array, part: packing.Reading) -> jax.Array:  # [n,W,...] to [n*K,S,...]
         taken = packing.take_rows(values, part)
@@ -149,10 +156,6 @@ def packed_logp(
     if with_prompts:
         seen = seen._replace(prompt_logp=rows(logp(line.prompts, PLAIN)[1], line.prompts))
     return seen
-
-
-def _distribution(sampling: SamplingConfig) -> dict[str, float]:
-    return {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p", "min_p")}
 
 
 def _hidden_of_groups(model, params, tokens_BS, prompt_length, completion_BC, group_size, remat):

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxrl_llm.ops.masks import completion_mask
-from jaxrl_llm.ops.sampling import filter_logits, keep_support, token_logp
+from jaxrl_llm.ops.sampling import Filter, filter_logits, keep_support, token_logp
 
 
 def project(hidden_XD: jax.Array, head_VD: jax.Array) -> jax.Array:
@@ -25,21 +25,12 @@ def project(hidden_XD: jax.Array, head_VD: jax.Array) -> jax.Array:
     return jnp.einsum("XD,VD->XV", hidden_XD, head_VD.astype(hidden_XD.dtype), preferred_element_type=jnp.float32)
 
 
-class Filter(NamedTuple):
-    """Settings of the distribution tokens are drawn from (see ops.sampling.filter_logits)."""
-
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-
-
-def _filtered_logits(settings: Filter, hidden_XD, head_VD, target_X, support_XK) -> jax.Array:
-    logits_XV = project(hidden_XD, head_VD)
+def _filtered_logits(settings: Filter, hidden_XD, cast_VD, target_X, support_XK) -> jax.Array:
+    logits_XV = project(hidden_XD, cast_VD)
     # The sampled token stays in: a replayed one may be outside the support the filters leave today, and where there is
     # no token there is no support.
     if support_XK is None:
-        return filter_logits(logits_XV, **settings._asdict(), keep_token=target_X)
+        return filter_logits(logits_XV, settings, keep_token=target_X)
     return keep_support(logits_XV / settings.temperature, jnp.append(support_XK, target_X[:, None], axis=1))
 
 
@@ -52,8 +43,10 @@ def _if_live(is_live: jax.Array | None, compute: Callable[..., Any], *operands: 
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _projected_logp(settings: Filter, hidden_XD, head_VD, target_X, support_XK, is_live):
+def _projected_logp(settings: Filter, head_VD, hidden_XD, cast_VD, target_X, support_XK, is_live):
     """Log-probability of each target, and entropy, [X] f32; 0.0 where the chunk is not live.
+
+    ``head_VD`` takes the gradient, so that chunks add up in its float32; ``cast_VD`` is read, cast once for all.
 
     Its gradient is written out: from one more projection and the two results it needs no maximum and no sum over the
     vocabulary, and what autodiff would keep or redo for them is one pass. Whether the chunk is live is asked in here,
@@ -61,16 +54,16 @@ def _projected_logp(settings: Filter, hidden_XD, head_VD, target_X, support_XK, 
 
         dlogp/dlogit_v = [v = target] - p_v,     dentropy/dlogit_v = -p_v (log p_v + entropy)
     """
-    return _projected_logp_forward(settings, hidden_XD, head_VD, target_X, support_XK, is_live)[0]
+    return _projected_logp_forward(settings, head_VD, hidden_XD, cast_VD, target_X, support_XK, is_live)[0]
 
 
-def _projected_logp_forward(settings, hidden_XD, head_VD, target_X, support_XK, is_live):
-    def compute(hidden_XD, head_VD, target_X, support_XK):
-        filtered_XV = _filtered_logits(settings, hidden_XD, head_VD, target_X, support_XK)
+def _projected_logp_forward(settings, head_VD, hidden_XD, cast_VD, target_X, support_XK, is_live):
+    def compute(hidden_XD, cast_VD, target_X, support_XK):
+        filtered_XV = _filtered_logits(settings, hidden_XD, cast_VD, target_X, support_XK)
         logp, entropy = token_logp(filtered_XV, target_X)
         return logp, entropy, jnp.take_along_axis(filtered_XV, target_X[:, None], axis=-1)[:, 0] - logp
 
-    inputs = (hidden_XD, head_VD, target_X, support_XK)
+    inputs = (hidden_XD, cast_VD, target_X, support_XK)
     logp, entropy, log_total = _if_live(is_live, compute, *inputs)
     return (logp, entropy), (inputs, is_live, log_total, entropy)
 
@@ -78,19 +71,18 @@ def _projected_logp_forward(settings, hidden_XD, head_VD, target_X, support_XK, 
 def _projected_logp_backward(settings, kept, gradients):
     inputs, is_live, *of_vocabulary = kept
 
-    def compute(hidden_XD, head_VD, target_X, support_XK, log_total, entropy, g_logp, g_entropy):
-        logp_XV = _filtered_logits(settings, hidden_XD, head_VD, target_X, support_XK) - log_total[:, None]
+    def compute(hidden_XD, cast_VD, target_X, support_XK, log_total, entropy, g_logp, g_entropy):
+        logp_XV = _filtered_logits(settings, hidden_XD, cast_VD, target_X, support_XK) - log_total[:, None]
         p_XV = jnp.exp(logp_XV)
         finite_XV = jnp.where(logp_XV > -jnp.inf, logp_XV, 0.0)
         is_target = jnp.arange(logp_XV.shape[-1])[None, :] == target_X[:, None]
         g_XV = g_logp[:, None] * (is_target - p_XV) - g_entropy[:, None] * p_XV * (finite_XV + entropy[:, None])
         g_XV = (g_XV / settings.temperature).astype(hidden_XD.dtype)
-        head_VD_cast = head_VD.astype(hidden_XD.dtype)
-        g_hidden = jnp.einsum("XV,VD->XD", g_XV, head_VD_cast, preferred_element_type=jnp.float32)
+        g_hidden = jnp.einsum("XV,VD->XD", g_XV, cast_VD, preferred_element_type=jnp.float32)
         g_head = jnp.einsum("XV,XD->VD", g_XV, hidden_XD, preferred_element_type=jnp.float32)
-        return g_hidden.astype(hidden_XD.dtype), g_head.astype(head_VD.dtype)
+        return g_head, g_hidden.astype(hidden_XD.dtype)
 
-    return *_if_live(is_live, compute, *inputs, *of_vocabulary, *gradients), None, None, None
+    return *_if_live(is_live, compute, *inputs, *of_vocabulary, *gradients), None, None, None, None
 
 
 _projected_logp.defvjp(_projected_logp_forward, _projected_logp_backward)
@@ -102,10 +94,7 @@ def chunked_logp(
     target_BC: jax.Array,
     *,
     chunk: int,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    min_p: float,
+    settings: Filter,
     support_BCK: jax.Array | None = None,
     live: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -116,7 +105,7 @@ def chunked_logp(
         head_VD: output projection, as the embedding lies: no transpose of it is made, nor of its gradient.
         target_BC: [B,C] i32 token ids.
         chunk: positions of each row projected at once.
-        temperature, top_k, top_p, min_p: settings of the distribution (see ops.sampling.filter_logits).
+        settings: of the distribution the targets were drawn from.
         support_BCK: [B,C,K] i32 ids that each target was drawn among (``ops.sampling.support_of``); the filters are
             then not asked. None = what they leave of today's logits, and the target.
         live: [] i32, positions that hold a target in any row; chunks past them are not computed. None = all.
@@ -128,12 +117,12 @@ def chunked_logp(
     chunk = min(chunk, C)
     num_chunks = -(-C // chunk)
     spare = num_chunks * chunk - C
-    settings = Filter(temperature, top_k, top_p, min_p)
+    cast_VD = jax.lax.stop_gradient(head_VD.astype(hidden_BCD.dtype))
 
     def one_chunk(first, of_positions):
         hidden, target, support = jax.tree.map(lambda x: x.reshape(B * chunk, *x.shape[2:]), of_positions)
         is_live = None if live is None else first < live
-        logp, entropy = _projected_logp(settings, hidden, head_VD, target, support, is_live)
+        logp, entropy = _projected_logp(settings, head_VD, hidden, cast_VD, target, support, is_live)
         return first + chunk, (logp.reshape(B, chunk), entropy.reshape(B, chunk))
 
     def split(x):  # [B, C, ...] -> [chunks, B, chunk, ...]

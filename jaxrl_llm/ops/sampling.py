@@ -10,6 +10,7 @@ Letters: S rows, V vocabulary, N blocks, K tokens per block. Log-probabilities a
 from __future__ import annotations
 
 import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,15 +21,21 @@ BLOCK_TOKENS = 256
 NO_TOKEN = jnp.iinfo(jnp.int32).max
 
 
-def filter_logits(
-    logits: jax.Array,
-    *,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    min_p: float,
-    keep_token: jax.Array | None = None,
-) -> jax.Array:
+class Filter(NamedTuple):
+    """Settings of the distribution that tokens are drawn from."""
+
+    temperature: float  # above 0
+    top_k: int  # 0 = all
+    top_p: float  # in (0, 1]; 1.0 = all
+    min_p: float  # in [0, 1]; 0.0 = all
+
+    @classmethod
+    def of(cls, sampling: Any) -> Filter:
+        """Those of a config that calls them so."""
+        return cls(*(getattr(sampling, name) for name in cls._fields))
+
+
+def filter_logits(logits: jax.Array, settings: Filter, *, keep_token: jax.Array | None = None) -> jax.Array:
     """Tempered logits with the tokens that may not be sampled at ``-inf``.
 
     In this order: divide by the temperature; keep the ``top_k`` largest; of what is left, renormalised, keep the
@@ -39,10 +46,6 @@ def filter_logits(
 
     Args:
         logits: [..., V]; computed in float32.
-        temperature: above 0.
-        top_k: 0 = all.
-        top_p: in (0, 1]; 1.0 = all.
-        min_p: in [0, 1]; 0.0 = all.
         keep_token: [...] i32, a token of each row that stays whatever the filters say. For the learner: as
             the policy moves, or by rounding at the threshold, a token sampled earlier can leave the
             support, and its log-probability would be -inf. (With ``top_k`` the support itself is kept with
@@ -54,6 +57,7 @@ def filter_logits(
     Source: top-p, Holtzman et al. 2020, arXiv:1904.09751, section 3.1; min-p, Nguyen et al. 2024,
         arXiv:2407.01082, section 3. Differs: ties at a threshold are kept.
     """
+    temperature, top_k, top_p, min_p = settings
     assert temperature > 0 and top_k >= 0 and 0 < top_p <= 1 and 0 <= min_p <= 1
     tempered = logits.astype(jnp.float32)
     if temperature != 1:

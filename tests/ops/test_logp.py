@@ -5,6 +5,7 @@ import pytest
 from reference import sampling as oracle
 
 from jaxrl_llm.ops.logp import chunked_logp
+from jaxrl_llm.ops.sampling import Filter
 
 B, C, D, V = 2, 5, 3, 7
 FILTERS = [
@@ -34,7 +35,7 @@ def test_the_written_gradient_of_logp_and_entropy_is_that_of_finite_differences(
     weights, target = draw.normal(size=(2, B, C)), draw.integers(0, V, (B, C))
 
     def loss(hidden, head):
-        logp, entropy = chunked_logp(hidden, head, jnp.asarray(target, jnp.int32), chunk=2, **settings)
+        logp, entropy = chunked_logp(hidden, head, jnp.asarray(target, jnp.int32), chunk=2, settings=Filter(**settings))
         return jnp.sum(weights[0].astype(np.float32) * logp + weights[1].astype(np.float32) * entropy)
 
     value, gradients = jax.jit(jax.value_and_grad(loss, (0, 1)))(jnp.float32(hidden), jnp.float32(head))
@@ -62,7 +63,7 @@ def test_chunks_past_the_last_target_change_nothing_and_keep_no_copy_of_the_head
     poisoned[:, 4:] = np.nan
 
     def loss(hidden, head, live):
-        logp, entropy = chunked_logp(hidden, head, target, chunk=2, live=live, **FILTERS[0])
+        logp, entropy = chunked_logp(hidden, head, target, chunk=2, live=live, settings=Filter(**FILTERS[0]))
         return jnp.sum(weights[0] * logp + weights[1] * entropy), (logp, entropy)
 
     of_live = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True)).lower(hidden, head, jnp.int32(3)).compile()
@@ -73,3 +74,14 @@ def test_chunks_past_the_last_target_change_nothing_and_keep_no_copy_of_the_head
     np.testing.assert_allclose(g_head, all_head, rtol=1e-6, atol=1e-7)
     assert not g_hidden[:, 4:].any() and not any(x[:, 4:].any() for x in both)
     assert f"f32[{V},{D}]" in of_live.as_text() and f"f32[3,{V},{D}]" not in of_live.as_text()
+
+
+def test_chunks_add_the_heads_gradient_up_in_float32():
+    # 64 positions that predict one token: in bfloat16, of 8 bits, the sum of the chunks' gradients would stop growing.
+    hidden, target = jnp.ones((1, 64, 1), jnp.bfloat16), jnp.zeros((1, 64), jnp.int32)
+    head = jnp.zeros((3, 1), jnp.float32)
+    one_at_a_time = {"chunk": 1, "settings": Filter(**FILTERS[0])}
+    gradient = jax.jit(jax.grad(lambda head: jnp.sum(chunked_logp(hidden, head, target, **one_at_a_time)[0])))
+    # By hand: each position adds 1 - 1/3, -1/3, -1/3, which a chunk has rounded to bfloat16: 171/256 and -171/512.
+    expected = 64 * np.array([[171 / 256], [-171 / 512], [-171 / 512]])
+    np.testing.assert_array_equal(gradient(head), expected)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from reference import sampling as oracle
 
-from jaxrl_llm.ops.sampling import filter_logits, sample_inverse_cdf, token_logp
+from jaxrl_llm.ops.sampling import Filter, filter_logits, sample_inverse_cdf, token_logp
 
 OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 LARGEST_UNIFORM = np.float32(1 - 2**-24)
@@ -17,8 +17,12 @@ SETTINGS = [
     {"temperature": 1.3, "top_k": 20, "top_p": 0.9, "min_p": 0.05},
 ]
 draw = jax.jit(sample_inverse_cdf)
-jit_filter = jax.jit(filter_logits, static_argnames=("temperature", "top_k", "top_p", "min_p"))
+jit_with = jax.jit(filter_logits, static_argnames="settings")
 jit_logp = jax.jit(token_logp)
+
+
+def jit_filter(logits, *, keep_token=None, **settings):
+    return jit_with(logits, Filter(**settings), keep_token=keep_token)
 
 
 def test_filters_by_hand():
@@ -65,7 +69,7 @@ def test_filters_match_float64_loops(settings):
 
 
 def test_filters_that_are_off_cost_nothing():
-    program = str(jax.make_jaxpr(functools.partial(filter_logits, **OFF))(jnp.zeros((2, 8))))
+    program = str(jax.make_jaxpr(functools.partial(filter_logits, settings=Filter(**OFF)))(jnp.zeros((2, 8))))
     assert not any(word in program for word in ("sort", "top_k", "max", "select", "div", "exp"))
 
 
@@ -91,7 +95,7 @@ def test_logp_and_entropy_match_float64_and_their_gradients_are_finite(settings)
 
     @jax.jit
     def values_and_gradients(x):
-        values, pull_back = jax.vjp(lambda y: token_logp(filter_logits(y, **settings), jnp.asarray(token)), x)
+        values, pull_back = jax.vjp(lambda y: token_logp(filter_logits(y, Filter(**settings)), jnp.asarray(token)), x)
         one, zero = jnp.ones(12), jnp.zeros(12)
         return *values, pull_back((one, zero))[0], pull_back((zero, one))[0]
 
@@ -115,7 +119,7 @@ def test_entropy_of_a_certain_token_is_zero_and_an_impossible_token_has_no_nan_g
     logits = jnp.array([0.5, -5.0, 0.1])
     settings = {**OFF, "top_k": 2}
     assert jit_logp(jit_filter(logits, **settings), jnp.int32(1))[0] == -jnp.inf
-    ratio = jax.jit(jax.grad(lambda x: jnp.exp(token_logp(filter_logits(x, **settings), jnp.int32(1))[0])))
+    ratio = jax.jit(jax.grad(lambda x: jnp.exp(token_logp(filter_logits(x, Filter(**settings)), jnp.int32(1))[0])))
     gradient = ratio(logits)
     np.testing.assert_array_equal(gradient, np.zeros(3))
 
