@@ -95,12 +95,35 @@ def config_of(rows: int, group: int, prompt: int, completion: int, *, chunk: int
     )
 
 
+def decode_config(rows: int, sizes: Sizes) -> Config:
+    return config_of(rows, sizes.group, sizes.prompt, sizes.completion, chunk=sizes.chunk, micro_batch=sizes.group)
+
+
+def update_config(sizes: Sizes) -> Config:
+    rows, prompt, completion = sizes.update_rows, sizes.update_prompt, sizes.update_completion
+    return config_of(rows, sizes.group, prompt, completion, chunk=completion, micro_batch=sizes.micro_batch)
+
+
+def least_decode_s(arch: Architecture, rows: int, sizes: Sizes, ceilings: Ceilings) -> float:
+    """The floor of all steps of a batch."""
+    least = 0.0
+    for step in range(1, sizes.completion + 1):
+        read = rows // sizes.group * sizes.prompt + rows * step
+        work = floors.decode_step(arch, rows=rows, context=sizes.prompt + step, read=read, itemsize=2)
+        least += work.seconds(ceilings.decode_flops, ceilings.read_bytes)
+    return least
+
+
+def update_flops(arch: Architecture, sizes: Sizes) -> float:
+    """What the utilisation counts."""
+    prompts = [sizes.update_prompt] * (sizes.update_rows // sizes.group)
+    return floors.update_flops(arch, prompts, sizes.group, sizes.update_completion, shared=False)
+
+
 def decode(name: str, arch: Architecture, ceilings: Ceilings, sizes: Sizes, repeats: int) -> Iterator[Figure]:
     """Tokens per second of the decode program, prefill apart, and the share of the floor; and of all of generation."""
     for rows in sizes.batches:
-        config = config_of(
-            rows, sizes.group, sizes.prompt, sizes.completion, chunk=sizes.chunk, micro_batch=sizes.group
-        )
+        config = decode_config(rows, sizes)
         watch = Stopwatch()
         prompts = random_prompts(config, arch)
         iteration = Iteration(config, arch, random_params, prompts, wrap=watch.wrap, learner=False)
@@ -113,11 +136,7 @@ def decode(name: str, arch: Architecture, ceilings: Ceilings, sizes: Sizes, repe
             whole.append(time.perf_counter() - start)
             seconds.append(watch.total("decode"))
         taken, tokens = statistics.median(seconds), rows * sizes.completion
-        least = 0.0
-        for step in range(1, sizes.completion + 1):
-            read = rows // sizes.group * sizes.prompt + rows * step
-            work = floors.decode_step(arch, rows=rows, context=sizes.prompt + step, read=read, itemsize=2)
-            least += work.seconds(ceilings.decode_flops, ceilings.read_bytes)
+        least = least_decode_s(arch, rows, sizes, ceilings)
         per_s = tokens / statistics.median(whole)
         yield Figure(f"{name}/generate_tokens_per_s/batch={rows}", per_s, "tokens/s", "more")
         yield Figure(f"{name}/decode_tokens_per_s/batch={rows}", tokens / taken, "tokens/s", "more")
@@ -126,18 +145,15 @@ def decode(name: str, arch: Architecture, ceilings: Ceilings, sizes: Sizes, repe
 
 def update(name: str, arch: Architecture, ceilings: Ceilings, sizes: Sizes, repeats: int) -> Iterator[Figure]:
     """Model FLOP utilisation of the update program, its draw and optimizer step included."""
-    rows, group = sizes.update_rows, sizes.group
-    prompt, completion = sizes.update_prompt, sizes.update_completion
-    config = config_of(rows, group, prompt, completion, chunk=completion, micro_batch=sizes.micro_batch)
-    watch = Stopwatch()
-    iteration = Iteration(config, arch, random_params, [], wrap=watch.wrap, sampler=False)
+    rows, watch = sizes.update_rows, Stopwatch()
+    iteration = Iteration(update_config(sizes), arch, random_params, [], wrap=watch.wrap, sampler=False)
     rollout = iteration.random_rollout()
     for _ in range(repeats + 1):
         iteration.update(rollout, np.arange(rows) % 2)
     taken = statistics.median(watch.seconds["update"][1:])
-    flops = floors.update_flops(arch, [prompt] * (rows // group), group, completion, shared=False)
-    yield Figure(f"{name}/update_tokens_per_s", rows * (prompt + completion) / taken, "tokens/s", "more")
-    yield Figure(f"{name}/update_mfu", flops / taken / ceilings.batch_flops, "", "more")
+    tokens = rows * (sizes.update_prompt + sizes.update_completion)
+    yield Figure(f"{name}/update_tokens_per_s", tokens / taken, "tokens/s", "more")
+    yield Figure(f"{name}/update_mfu", update_flops(arch, sizes) / taken / ceilings.batch_flops, "", "more")
 
 
 def peers(name: str, arch: Architecture, sizes: Sizes, repeats: int) -> Iterator[Figure]:
