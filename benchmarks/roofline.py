@@ -165,11 +165,11 @@ def _moved_by_fusion(fused: Computation) -> int:
     return sum(read(name) for name, one in fused.items() if one.kind == "parameter") + written(root)
 
 
-def report(title: str, text: str, peaks: Ceilings, least_s: float, top: int) -> Table:
-    """The operations that take longest, and their sum beside the floor."""
+def report(text: str, peaks: Ceilings, least_s: float, top: int) -> tuple[str, Table]:
+    """The sum of all operations beside the floor, and those that take longest."""
     found = sorted(costs(*parse(text)), key=lambda cost: -cost.seconds(peaks))
     total = sum(cost.seconds(peaks) for cost in found)
-    table = Table("ms", "times", "MB", "GFLOP", "operation", "result", "of", title=title, title_justify="left")
+    table = Table("ms", "times", "MB", "GFLOP", "operation", "result", "of")
     for cost in found[:top]:
         place = re.search(r'op_name="([^"]*)"', cost.operation.rest)
         table.add_row(
@@ -181,12 +181,11 @@ def report(title: str, text: str, peaks: Ceilings, least_s: float, top: int) -> 
             cost.operation.type[:32],
             place[1][-40:] if place else "",
         )
-    table.caption = (
+    return (
         f"{total * 1e3:.3g} ms in all: {sum(c.bytes for c in found) / 1e9:.1f} GB, "
         f"{sum(c.flops for c in found) / 1e12:.2f} TFLOP, {sum(c.times for c in found)} operations; "
         f"at best {least_s / total:.0%} of the floor, {least_s * 1e3:.3g} ms"
-    )
-    return table
+    ), table
 
 
 def main(arguments: list[str]) -> int:
@@ -206,26 +205,26 @@ def main(arguments: list[str]) -> int:
         devices, _ = plan.devices_of(options.topology)
     except ConfigError as error:
         parser.error(str(error))
-    peaks, sizes = known[0], gpu.SIZES["full"]
+    peaks, sizes, console = known[0], gpu.SIZES["full"], Console(width=150)
     for name in options.shape:
         arch = SHAPES[name]
 
-        def text(config: Config, program: str, arch=arch) -> str:
+        def show(program: str, config: Config, least_s: float, of: str, arch=arch, name=name) -> None:
             run = assemble(config, arch, (), sharding.make_mesh(config.mesh, devices[:1]), arch)
-            return run.programs()[program].lower(run.mesh).compile().as_text()
+            text = run.programs()[program].lower(run.mesh).compile().as_text()
+            summary, table = report(text, peaks, least_s, options.top)
+            print(f"{name}, {of}: {summary}")
+            if options.top:
+                console.print(table)
 
         config = gpu.update_config(sizes)
-        config = dataclasses.replace(
-            config,
-            model=dataclasses.replace(config.model, remat=options.remat),
-            update=dataclasses.replace(config.update, logp_chunk_tokens=options.logp_chunk_tokens),
-        )
-        least_s = gpu.update_flops(arch, sizes) / peaks.batch_flops
-        Console(width=160).print(report(f"{name}: update", text(config, "update"), peaks, least_s, options.top))
+        model = dataclasses.replace(config.model, remat=options.remat)
+        update = dataclasses.replace(config.update, logp_chunk_tokens=options.logp_chunk_tokens)
+        config = dataclasses.replace(config, model=model, update=update)
+        show("update", config, gpu.update_flops(arch, sizes) / peaks.batch_flops, "an update")
         for rows in sizes.batches:
-            least_s = gpu.least_decode_s(arch, rows, sizes, peaks) / sizes.completion
-            compiled = text(gpu.decode_config(rows, sizes), "decode")
-            Console(width=160).print(report(f"{name}: a step of {rows} rows", compiled, peaks, least_s, options.top))
+            step_s = gpu.least_decode_s(arch, rows, sizes, peaks) / sizes.completion
+            show("decode", gpu.decode_config(rows, sizes), step_s, f"a step of {rows} rows")
     return 0
 
 

@@ -12,9 +12,10 @@ import sys
 
 import jax.numpy as jnp
 import pytest
+from building import needs_cuda_compiler
 from test_launch import INSTALLS, checkout  # noqa: F401
 
-from benchmarks import compare, floors, gpu, machine, micro, race, results, run, stopwatch
+from benchmarks import compare, floors, gpu, machine, micro, race, results, roofline, run, stopwatch
 from benchmarks.floors import Ceilings, Floor
 from benchmarks.results import Figure
 from benchmarks.worker import Worker, WorkerError
@@ -308,6 +309,9 @@ def test_tolerance_is_given(tmp_path):
         (compare.main, ["a", "b", "--tolerance=-1"], "argument --tolerance: '-1' must be a number of at least 0"),
         (micro.main, ["--only", "speed"], "argument --only: invalid choice: 'speed'"),
         (gpu.main, ["--shape", "gpt2"], "argument --shape: invalid choice: 'gpt2'"),
+        (roofline.main, ["--topology=v5e:2x2"], "--topology='v5e:2x2' must be of GPUs whose peaks are known: h200:1"),
+        (roofline.main, ["--topology=h200:x"], "--topology='h200:x' must be"),
+        (roofline.main, ["--remat=auto"], "argument --remat: invalid choice: 'auto'"),
     ],
 )
 def test_bad_arguments_are_one_line_and_status_2(tmp_path, capsys, command, arguments, message):
@@ -380,6 +384,79 @@ def test_micro_and_gpu_run_on_a_cpu(tmp_path, monkeypatch, command, arguments, e
     assert command(["--shape=tiny", *arguments, "--repeats=1", f"--json={path}"]) == 0
     value = {figure["name"]: figure["value"] for figure in json.loads(path.read_text())["figures"]}
     assert all(value[name] > 0 for name in expected)
+
+
+# As XLA writes it: a loop of 3 turns in which a fusion takes one row of four and writes it into another array, and a
+# library's matmul with a workspace; after it a copy, and a branch of two.
+COMPILED = """
+HloModule example
+
+%fused (param_0: f32[4,8], param_1: f32[4,8], param_2: s32[]) -> f32[4,8] {
+  %param_0 = f32[4,8]{1,0} parameter(0)
+  %param_1 = f32[4,8]{1,0} parameter(1)
+  %param_2 = s32[] parameter(2)
+  %row = f32[1,8]{1,0} dynamic-slice(%param_0, %param_2, %param_2), dynamic_slice_sizes={1,8}
+  ROOT %put = f32[4,8]{1,0} dynamic-update-slice(%param_1, %row, %param_2, %param_2)
+}
+
+%body (state: (f32[4,8], f32[4,8], s32[])) -> (f32[4,8], f32[4,8], s32[]) {
+  %state = (f32[4,8]{1,0}, f32[4,8]{1,0}, s32[]) parameter(0)
+  %a = f32[4,8]{1,0} get-tuple-element(%state), index=0
+  %b = f32[4,8]{1,0} get-tuple-element(%state), index=1
+  %i = s32[] get-tuple-element(%state), index=2
+  %moved = f32[4,8]{1,0} fusion(%a, %b, %i), kind=kLoop, calls=%fused, metadata={op_name="put"}
+  %w = bf16[8,2]{1,0} constant({...})
+  %gemm = (bf16[4,2]{1,0}, s8[1000]{0}) custom-call(%moved, %w), custom_call_target="__cublas$gemm", backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"]}}}
+  ROOT %next = (f32[4,8]{1,0}, f32[4,8]{1,0}, s32[]) tuple(%a, %moved, %i)
+}
+
+%left (x.1: f32[4,8]) -> f32[4,8] {
+  ROOT %x.1 = f32[4,8]{1,0} parameter(0)
+}
+
+%right (x.2: f32[4,8]) -> f32[4,8] {
+  %x.2 = f32[4,8]{1,0} parameter(0)
+  ROOT %negated = f32[4,8]{1,0} negate(%x.2)
+}
+
+ENTRY %main (p: f32[4,8], which: pred[]) -> f32[4,8] {
+  %p = f32[4,8]{1,0} parameter(0)
+  %which = pred[] parameter(1)
+  %zero = s32[] constant(0)
+  %start = (f32[4,8]{1,0}, f32[4,8]{1,0}, s32[]) tuple(%p, %p, %zero)
+  %loop = (f32[4,8]{1,0}, f32[4,8]{1,0}, s32[]) while(%start), condition=%more, body=%body, backend_config={"known_trip_count":{"n":"3"}}
+  %end = f32[4,8]{1,0} get-tuple-element(%loop), index=1
+  %same = f32[4,8]{0,1} copy(%end)
+  ROOT %out = f32[4,8]{1,0} conditional(%which, %same, %same), branch_computations={%left, %right}
+}
+"""  # noqa: E501
+
+
+def test_what_an_operation_moves_and_multiplies_is_read_from_the_compiled_text():
+    found = {cost.operation.name: cost for cost in roofline.costs(*roofline.parse(COMPILED))}
+    seen = {name: (cost.times, cost.bytes, cost.flops) for name, cost in found.items()}
+    assert seen == {
+        # A row of 32 bytes is read, and where to, and a row is written.
+        "moved": (3, 3 * (32 + 4 + 32), 0),
+        # 128 + 32 bytes are read, 16 written, the workspace not counted; 4 x 2 sums of 8 products.
+        "gemm": (3, 3 * (128 + 32 + 16), 3 * 2 * 4 * 2 * 8),
+        "same": (1, 256, 0),
+        "negated": (1, 256, 0),
+    }
+    peaks = Ceilings(decode_flops=1.0, batch_flops=64.0, read_bytes=128.0)
+    assert found["same"].seconds(peaks) == 2.0 and found["gemm"].seconds(peaks) == 6.0  # 384 / 64, more than 528 / 128
+    summary, table = roofline.report(COMPILED, peaks, 3.25, top=1)
+    assert table.row_count == 1
+    # 204 / 128 + 6 + 2 + 2 = 11.6 s.
+    assert summary.startswith("1.16e+04 ms in all: 0.0 GB, 0.00 TFLOP, 8 operations; at best 28% of the floor")
+
+
+@needs_cuda_compiler
+def test_the_programs_of_a_gpu_that_is_not_here_are_listed(monkeypatch, capsys):
+    monkeypatch.setattr(gpu, "SIZES", {"full": gpu.SIZES["tiny"]})
+    assert roofline.main(["--shape", "tiny", "--top", "2"]) == 0
+    said = capsys.readouterr().out
+    assert said.count("ms in all") == 2 and "tiny, a step of 4 rows: " in said and "gemm_fusion" in said
 
 
 def test_peers_of_an_accelerator_are_told_the_same_sizes_and_compared(tmp_path, monkeypatch):

@@ -124,10 +124,11 @@ def sample_inverse_cdf(logits: jax.Array, uniform: jax.Array) -> tuple[jax.Array
 
         token = min{v : F(v) > u},   F(v) = sum_{w <= v} softmax(logits)_w
 
-    The search has two levels, the sums of blocks and the tokens of one block: noise over the whole
-    vocabulary would cost more than the rest of the draw. A token of probability zero is never returned,
-    whatever the rounding of sums and whatever ``u``. float32 resolves u to 2**-24, so probabilities are exact
-    to about 1e-7 of the whole mass.
+    The search has two levels, the sums of blocks and the tokens of one block: noise over the whole vocabulary would
+    cost more than the rest of the draw. The vocabulary's weights have one use, so that none are kept, and the total is
+    the last running sum, for of the blocks' sums XLA would make it of all weights again. A token of probability zero is
+    never returned, whatever the rounding of sums and whatever ``u``. float32 resolves u to 2**-24, so probabilities are
+    exact to about 1e-7 of the whole mass.
 
     Args:
         logits: [S, V] f32, already filtered; -inf = impossible. Each row has a finite entry.
@@ -139,27 +140,26 @@ def sample_inverse_cdf(logits: jax.Array, uniform: jax.Array) -> tuple[jax.Array
     """
     num_rows, num_tokens = logits.shape
     top_S1 = jnp.max(logits, axis=-1, keepdims=True)
-    weight_SV = jnp.exp(logits - top_S1)
-    padding = -num_tokens % BLOCK_TOKENS
-    weight_SNK = jnp.pad(weight_SV, ((0, 0), (0, padding))).reshape(num_rows, -1, BLOCK_TOKENS)
-    weight_SN = jnp.sum(weight_SNK, axis=-1)
-    total = jnp.sum(weight_SN, axis=-1)
+    weight_SV = jnp.pad(jnp.exp(logits - top_S1), ((0, 0), (0, -num_tokens % BLOCK_TOKENS)))
+    weight_SN = jnp.sum(weight_SV.reshape(num_rows, -1, BLOCK_TOKENS), axis=-1)
+    running_SN = jnp.cumsum(weight_SN, axis=-1)
+    total = running_SN[:, -1]
     target = uniform * total
-    block, before = _first_above(weight_SN, target)
-    weight_SK = jnp.take_along_axis(weight_SNK, block[:, None, None], axis=1)[:, 0]
-    offset, _ = _first_above(weight_SK, target - before)
-    token = block * BLOCK_TOKENS + offset
-    chosen_S1 = jnp.take_along_axis(logits, token[:, None], axis=-1)
-    return token, (chosen_S1 - top_S1)[:, 0] - jnp.log(total)
+    block, before = _first_above(weight_SN, running_SN, target)
+    token_SK = block[:, None] * BLOCK_TOKENS + jnp.arange(BLOCK_TOKENS, dtype=jnp.int32)[None, :]
+    shifted_SK = jnp.take_along_axis(logits, jnp.minimum(token_SK, num_tokens - 1), axis=-1) - top_S1
+    weight_SK = jnp.where(token_SK < num_tokens, jnp.exp(shifted_SK), 0.0)
+    offset, _ = _first_above(weight_SK, jnp.cumsum(weight_SK, axis=-1), target - before)
+    chosen = jnp.take_along_axis(shifted_SK, offset[:, None], axis=-1)[:, 0]
+    return block * BLOCK_TOKENS + offset, chosen - jnp.log(total)
 
 
-def _first_above(weight: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Per row the first index of positive weight whose running sum exceeds ``target``, and the sum before it.
+def _first_above(weight: jax.Array, running: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Per row the first index of positive weight whose ``running`` sum exceeds ``target``, and the sum before it.
 
     A float32 running sum is rounded, maybe not even monotone (XLA adds in a tree), and ``target`` may round up
     to the total: so weights of zero are excluded explicitly, and the last positive index is the fallback.
     """
-    running = jnp.cumsum(weight, axis=-1)
     is_positive = weight > 0
     is_above = is_positive & (running > target[:, None])
     last = weight.shape[-1] - 1 - jnp.argmax(is_positive[:, ::-1], axis=-1)
