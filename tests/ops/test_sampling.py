@@ -86,6 +86,21 @@ def test_a_token_to_keep_stays_and_changes_nothing_else():
     np.testing.assert_array_equal(jit_filter(logits, **settings, keep_token=inside), plain)
 
 
+@pytest.mark.parametrize("num_tokens", [1000, 1024])  # with a block to fill up, and without
+def test_a_token_without_mass_is_not_drawn_where_weights_end(num_tokens):
+    # The first block's few tokens have weights at and below the least that float32 has; the number drawn is 0.
+    random = np.random.default_rng(7)
+    logits = random.normal(size=(64, num_tokens)).astype(np.float32)
+    logits[:, 700] = 10.0
+    edge = random.uniform(-100.0, -70.0, (64, 256))
+    logits[:, :256] = np.where(random.random((64, 256)) < 0.05, edge, -np.inf)
+    token, logp = draw(logits, np.zeros(64, np.float32))
+    chosen = logits[np.arange(64), token]
+    assert np.isfinite(chosen).all()
+    exact = np.log(np.exp(logits.astype(np.float64)).sum(-1))
+    np.testing.assert_allclose(logp, chosen - exact, rtol=1e-6)
+
+
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_logp_and_entropy_match_float64_and_their_gradients_are_finite(settings):
     logits = np.random.default_rng(3).normal(size=(12, 97)).astype(np.float32) * 2
