@@ -51,7 +51,8 @@ class Generator:
         self.sampler = sampler
         self.run = compiled
         self.decode_text = decode_text
-        self.state = compiled["init_sampler"]()
+        # On the device; without lookahead prompts while they are sampled alone: no update has caches beside it.
+        self.state: Any = compiled["init_sampler"]() if sampler.lookahead else None
         # entry (shard, index) -> (prompt_id, example, prompt token ids)
         self.open_prompts: dict[tuple[int, int], tuple[int, Any, list[int]]] = {}
         # Groups that finished beyond an iteration's share wait here, tickets included.
@@ -84,6 +85,8 @@ class Generator:
             each chunk and the token ids of each finished group.
         """
         sampler = self.sampler
+        if self.state is None:
+            self.state = self.run["init_sampler"]()
         self._open(params, prompts)
         per_shard = sampler.num_prompts // sampler.shards
         scanned = np.zeros((sampler.shards, sampler.entries, sampler.group_size), np.int64)
@@ -118,6 +121,8 @@ class Generator:
         order = [where for places in chosen for where in places]
         for where in order:
             del self.open_prompts[where]
+        if not sampler.lookahead:
+            self.state = None
         return rollout, [self.finished.pop(where) for where in order]
 
     def _receive(self, leaving: dict[tuple[int, int], Any], on_finished: Callable[[FinishedGroup], Any]) -> None:

@@ -123,6 +123,19 @@ def test_logp_changes_when_the_weights_do_with_nothing_called_in_between():
 # --- what a sample depends on ---
 
 
+def states_left(sampling):
+    """The device states that are left when rollouts have been collected, from now on."""
+    left, collect = [], sampling.generator.run["collect"]
+
+    def watched(*arguments):
+        rollout, state = collect(*arguments)
+        left.append(jax.device_get(state))
+        return rollout, state
+
+    sampling.generator.run = {**sampling.generator.run, "collect": watched}
+    return left
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -133,11 +146,13 @@ def test_logp_changes_when_the_weights_do_with_nothing_called_in_between():
 )
 def test_samples_do_not_depend_on_slots_chunks_widths_or_the_order_of_prompts(settings):
     sampling = Sampling(make_sampler(**settings))
+    left = states_left(sampling)
     order = np.random.default_rng(0).permutation(8).tolist()
     rollout, groups = sampling(make_prompts(order, width=sampling.sampler.max_prompt_tokens))
     assert building.completions(rollout) == of(base_rollout(), PROMPTS)
     assert [group.prompt_id for group in groups] == rollout.prompt_id[::3].tolist()
-    assert (sampling.generator.state.slot_row == -1).all()
+    assert len(left) == 1 and (left[0].slot_row == -1).all()
+    assert sampling.generator.state is None  # its caches are freed
 
 
 @pytest.mark.parametrize(
@@ -203,6 +218,7 @@ def stops():
 def test_a_stop_string_ends_a_completion_at_the_token_that_completes_it(settings):
     stop_strings, at_limit = stops()
     sampling = Sampling(make_sampler(sampling={"stop_strings": stop_strings}, **settings))
+    left = states_left(sampling)
     rollout, groups = sampling(make_prompts(PROMPTS))
     reasons = dict(zip(building.completions(rollout), rollout.stop_reason.tolist(), strict=True))
     expected = {}
@@ -219,7 +235,8 @@ def test_a_stop_string_ends_a_completion_at_the_token_that_completes_it(settings
     past = at >= rollout.length[:, None]
     assert (rollout.tokens[past] == 0).all() and (rollout.behaviour_logp[past] == 0).all()
     assert (rollout.policy_version[past] == -1).all()
-    assert (sampling.generator.state.slot_row == -1).all()
+    assert len(left) == 1 and (left[0].slot_row == -1).all()
+    assert sampling.generator.state is None  # its caches are freed
 
 
 # --- the host beside the device ---
