@@ -340,6 +340,8 @@ def assemble(
         rate = config.optimizer.value_learning_rate
         critic_optimizer = optim.make(dataclasses.replace(config.optimizer, learning_rate=rate), config.num_updates)
     shards = sharding.num_data_shards(mesh)
+    setting, packed = config.update.logp_chunk_tokens, config.line_tokens > 0
+    chunk = chunk_tokens(setting, mesh.devices.flat[0], packed=packed)
     sampler = Sampler(
         model=model,
         mesh=mesh,
@@ -361,9 +363,7 @@ def assemble(
         sampler=sampler,
         eval_sampler=eval_sampler(config, sampler) if config.eval.num_prompts else None,
         update=Update(
-            config=dataclasses.replace(
-                config.update, logp_chunk_tokens=chunk_tokens(config.update.logp_chunk_tokens, mesh.devices.flat[0])
-            ),
+            config=dataclasses.replace(config.update, logp_chunk_tokens=chunk),
             sampling=config.sampling,
             model=model,
             optimizer=optimizer,

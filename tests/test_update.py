@@ -464,7 +464,9 @@ def test_moments_lie_where_their_parameters_lie():
 
 def test_positions_projected_at_once_are_by_device_where_nobody_sets_them():
     cpu, tpu = (types.SimpleNamespace(platform=name) for name in ("cpu", "tpu"))
-    assert (chunk_tokens(0, cpu), chunk_tokens(0, tpu), chunk_tokens(7, cpu), chunk_tokens(7, tpu)) == (128, 1024, 7, 7)
-    for given, taken in ((0, 128), (7, 7)):
-        run = assemble(freeze({"update": {"logp_chunk_tokens": given}}), TINY, (5,), mesh_of(ONE))
+    assert [chunk_tokens(n, tpu, packed=p) for n in (0, 7) for p in (False, True)] == [1024, 1024, 7, 7]
+    assert [chunk_tokens(n, cpu, packed=p) for n in (0, 7) for p in (False, True)] == [256, 128, 7, 7]
+    for given, micro_batch_tokens, taken in ((0, 0, 256), (0, 960, 128), (7, 960, 7)):
+        update = {"logp_chunk_tokens": given, "micro_batch_tokens": micro_batch_tokens}
+        run = assemble(freeze({"update": update}), TINY, (5,), mesh_of(ONE))
         assert run.update.config.logp_chunk_tokens == taken

@@ -39,12 +39,13 @@ class RowValues(NamedTuple):
     prompt_logp: jax.Array | None = None  # nats of the prompt's tokens from the second on, under the model's own
 
 
-def chunk_tokens(setting: int, device: Any) -> int:
+def chunk_tokens(setting: int, device: Any, *, packed: bool) -> int:
     """Positions projected to the vocabulary at once: ``update.logp_chunk_tokens``, or where that is 0 by device.
 
-    Every chunk reads and writes the head's gradient, which an accelerator's matmuls of few positions do not hide.
+    Every chunk reads and writes the head's gradient, which an accelerator's matmuls of few positions do not hide. Of
+    packed lines, chunks past the last target are left out.
     """
-    return setting or (128 if device.platform == "cpu" else 1024)
+    return setting or (1024 if device.platform != "cpu" else 128 if packed else 256)
 
 
 def row_logp(
