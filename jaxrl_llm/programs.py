@@ -128,9 +128,9 @@ def memory(compiled: jax.stages.Compiled) -> Memory:
 
 
 def resident_bytes(memories: Mapping[str, Memory]) -> int:
-    """What lives in a device's memory all through an iteration.
+    """What lives in a device's memory all through an iteration: learner, ring, the last rollouts, reference.
 
-    Learner, ring, sampler, the last rollouts, and where the run has them the reference and the evaluation's sampler.
+    Too high by the samplers, which it counts too: a run's without lookahead and the evaluation's do not outlive theirs.
     """
     whole = sum(memories[name].outputs for name in START_UP if name in memories)
     rollouts = memories["collect"].outputs - memories["collect"].aliased if "collect" in memories else 0

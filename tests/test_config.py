@@ -342,7 +342,8 @@ def stops(config, folder, monkeypatch):
     state = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), jax.eval_shape(sampler._empty))
     state.tokens[0, 0, 0, 1:4] = list(b"a;b")
     state.length[0, 0] = 4
-    generator = Generator(sampler, {"init_sampler": lambda: state, "stop_rows": lambda s, _: s}, ByteTokenizer().decode)
+    generator = Generator(sampler, {"stop_rows": lambda s, _: s}, ByteTokenizer().decode)
+    generator.state = state
     generator.adopt(0, 0, 0, None, [0])
     return generator._apply_stop_strings(state.stop_reason, np.zeros(state.stop_reason.shape, np.int64)).tolist()
 
