@@ -42,9 +42,13 @@ from jaxrl_llm.config import Config, freeze
 from jaxrl_llm.models import hf
 from jaxrl_llm.models.presets import Architecture
 
-# Part of the device's name -> bytes per second of its memory, dense bfloat16 operations per second.
+# Part of the device's name -> dense bfloat16 operations and bytes of its memory per second.
 # Source: NVIDIA's data sheets of the SXM modules.
-PEAKS = {"H200": (4.8e12, 989e12), "H100": (3.35e12, 989e12), "A100-SXM4-80GB": (2.039e12, 312e12)}
+PEAKS = {
+    "H200": Ceilings(989e12, 989e12, 4.8e12),
+    "H100": Ceilings(989e12, 989e12, 3.35e12),
+    "A100-SXM4-80GB": Ceilings(312e12, 312e12, 2.039e12),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,9 +81,9 @@ def peaks(device: jax.Device, arch: Architecture) -> Ceilings:
     """
     if device.platform == "cpu":
         return Probe(arch, dtype="bfloat16").measure()
-    for name, (memory, flops) in PEAKS.items():
+    for name, ceilings in PEAKS.items():
         if name in device.device_kind.replace(" ", "-"):
-            return Ceilings(flops, flops, memory)
+            return ceilings
     raise ValueError(f"no peak figures for {device.device_kind!r}; known: {', '.join(PEAKS)} (benchmarks/gpu.py)")
 
 

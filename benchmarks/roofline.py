@@ -47,16 +47,23 @@ class Operation:
     is_root: bool
 
     @property
+    def arrays(self) -> list[tuple[str, list[int]]]:
+        """Kind of number and shape of each array of the result."""
+        found = re.findall(r"\b([a-z]+\d*\w*)\[([\d,]*)\]", self.type)
+        return [(kind, [int(n) for n in dims.split(",") if n]) for kind, dims in found]
+
+    @property
     def bytes(self) -> int:
         """Of its result, and of no library's workspace beside it."""
-        parts = re.findall(r"\b([a-z]+\d*\w*)\[([\d,]*)\]", self.type)
-        if self.kind == "custom-call" and len(parts) > 1:
-            parts = [part for part in parts if part[0] != "s8"]
-        return sum(math.prod(map(int, filter(None, dims.split(",")))) * _bits(kind) // 8 for kind, dims in parts)
+        arrays = self.arrays
+        if self.kind == "custom-call" and len(arrays) > 1:
+            arrays = [array for array in arrays if array[0] != "s8"]
+        return sum(math.prod(shape) * _bits(kind) // 8 for kind, shape in arrays)
 
     @property
     def shape(self) -> list[int]:
-        return [int(n) for n in re.search(r"\[([\d,]*)\]", self.type)[1].split(",") if n]
+        """Of its result, the first array of several."""
+        return self.arrays[0][1]
 
     def names(self, attribute: str) -> list[str]:
         """Computations that an attribute gives."""
@@ -113,20 +120,20 @@ def costs(computations: Mapping[str, Computation], name: str, times: int = 1) ->
             branches = operation.names("branch_computations") or operation.names("to_apply")
             yield from costs(computations, branches[-1], times)
         else:
-            fused = [computations[c] for c in operation.names("calls")]
-            flops = sum(map(_flops, fused or [computation], [None] if fused else [operation]))
-            moved = _moved_by_fusion(fused[0]) if fused else _moved(operation, computation)
+            if operation.kind == "fusion":
+                fused = computations[operation.names("calls")[0]]
+                moved, flops = _moved_by_fusion(fused), sum(_flops(one, fused) for one in fused.values())
+            else:
+                moved, flops = _moved(operation, computation), _flops(operation, computation)
             yield Cost(operation, times, times * moved, times * flops)
 
 
-def _flops(computation: Computation, operation: Operation | None) -> int:
-    """Multiplications and additions of an operation; None = of all matmuls of a computation."""
-    total = 0
-    for one in computation.values() if operation is None else [operation]:
-        over = re.search(r'lhs_contracting_dim(?:ension)?s"?[=:][\[{]"?(\d+)', one.rest)
-        if over and one.operands[0] in computation:
-            total += 2 * math.prod(one.shape) * computation[one.operands[0]].shape[int(over[1])]
-    return total
+def _flops(operation: Operation, computation: Computation) -> int:
+    """Multiplications and additions of a matmul, XLA's or a library's; 0 of anything else."""
+    over = re.search(r'lhs_contracting_dim(?:ension)?s"?[=:][\[{]"?(\d+)', operation.rest)
+    if not over or operation.operands[0] not in computation:
+        return 0
+    return 2 * math.prod(operation.shape) * computation[operation.operands[0]].shape[int(over[1])]
 
 
 def _moved(operation: Operation, computation: Computation) -> int:
@@ -198,7 +205,7 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     jax.config.update("jax_platforms", "cpu")  # it only compiles
     generation = options.topology.partition(":")[0].upper()
-    known = [Ceilings(flops, flops, memory) for module, (memory, flops) in gpu.PEAKS.items() if generation in module]
+    known = [ceilings for module, ceilings in gpu.PEAKS.items() if generation in module]
     if not generation or not known:
         parser.error(f"--topology={options.topology!r} must be of GPUs whose peaks are known: h200:1, h100:1, a100:1")
     try:

@@ -403,9 +403,9 @@ def keep_what_fits(
         compiled: every program of the run, its update recomputing all.
         limit: bytes of a device; None = not known, and then all is recomputed.
     """
-    # What "none" keeps beside takes longer to write and read than to compute (BENCHMARKS).
     if run.config.model.remat != "auto" or limit is None:
         return compiled
+    # What "none" keeps beside takes longer to write and read than to compute (BENCHMARKS).
     model = dataclasses.replace(run.model, remat="dots")
     other = dataclasses.replace(run, model=model, update=dataclasses.replace(run.update, model=model))
     try:

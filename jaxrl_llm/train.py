@@ -128,7 +128,7 @@ def train(config: Config, workdir: pathlib.Path, *, allow_config_changes: bool =
         def measure(name: str) -> dict[str, Any]:
             """Evaluate, and keep the completions for the report."""
             result = evaluate(
-                Generator(run.eval_sampler, evals, tokenizer.decode),  # made anew: its slots are freed after
+                Generator(run.eval_sampler, evals, tokenizer.decode),
                 compiled["publish"](state.params),
                 held_out,
                 pool,
@@ -142,7 +142,6 @@ def train(config: Config, workdir: pathlib.Path, *, allow_config_changes: bool =
             return result
 
         def save(iteration: int, pass_rate: float | None) -> None:
-            sampler_state = generator.state if config.rollout.lookahead_prompts else None
             host = {
                 "stream": stream.state(),
                 "memory": memory.state(),
@@ -151,7 +150,7 @@ def train(config: Config, workdir: pathlib.Path, *, allow_config_changes: bool =
                 "metrics": metrics.state(),
                 "open_prompts": [[*where, opened[0]] for where, opened in generator.open_prompts.items()],
             }
-            arrays = {"train": state, "ring": ring, "sampler": sampler_state}
+            arrays = {"train": state, "ring": ring, "sampler": generator.state}
             checkpoints.save(iteration, arrays, host, config, pass_rate=pass_rate)
 
         if evals and start == 0:

@@ -78,7 +78,7 @@ def test_gradient_is_that_of_unshared_prompts_padded_or_packed():
 
 def test_completions_that_are_not_trained_take_no_room_in_a_line():
     # Groups at full length fill a line of 31 each; with one completion of four, 7 + 6 tokens, two share one.
-    config = UpdateConfig(batch_size=P * G, micro_batch_size=G, logp_chunk_tokens=256)
+    config = UpdateConfig(batch_size=P * G, micro_batch_size=G)
     update = Update(config, SamplingConfig(max_completion_tokens=C), Model(ARCH), optax.sgd(1.0), num_devices=1)
     update = packing(dataclasses.replace(update, group_size=G), L + G * C)
     rows = experience(0)
