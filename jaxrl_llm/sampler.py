@@ -30,8 +30,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm import rng, sharding
 from jaxrl_llm.config import SamplingConfig
-from jaxrl_llm.models import kernels
-from jaxrl_llm.models.attention import Cache, Prompt, rope_tables
+from jaxrl_llm.models.attention import Cache, Prompt, block_shapes, rope_tables
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.ops.logp import project
 from jaxrl_llm.ops.sampling import Filter, filter_logits, keep_support, sample_inverse_cdf, support_of, token_logp
@@ -45,9 +44,9 @@ NO_PROMPT = -1
 class SamplerState:
     """Everything the sampler carries between chunks, and between iterations."""
 
-    # By layer, each in an array of its own: what a layer reads of an array of all, some compilers copy first.
-    cache_k: tuple[jax.Array, ...]  # [Z, K, C or more, H] from the last prompt token on, round the end
-    cache_v: tuple[jax.Array, ...]
+    # By layer, each in arrays of its own: what a layer reads of an array of all, some compilers copy first.
+    cache_k: tuple[tuple[jax.Array, ...], ...]  # blocks of an attention.Cache, from the last prompt token on
+    cache_v: tuple[tuple[jax.Array, ...], ...]
     prompt_k: tuple[jax.Array, ...]  # [M*E, K, L, H], one per prompt
     prompt_v: tuple[jax.Array, ...]
     cache_end: jax.Array  # [] i32 place where the next tokens of all slots go
@@ -110,14 +109,15 @@ class Sampler:
     def _empty(self) -> SamplerState:
         arch, M, E, G = self.model.arch, self.shards, self.entries, self.group_size
         L, S, H, N = self.max_prompt_tokens, self.row_tokens, arch.head_size, self.support_tokens
-        places = kernels.cache_length(self.sampling.max_completion_tokens, self.mesh.devices.flat[0])
-        zeros = lambda *shape: jnp.zeros(shape, self.model.compute_dtype)  # noqa: E731
-        kv = lambda *shape: tuple(zeros(*shape) for _ in range(arch.num_layers))  # noqa: E731
+        blocks, *cache = block_shapes(self.sampling.max_completion_tokens, H, self.model.attention)
+        zeros = lambda rows, size: jnp.zeros((rows, arch.num_kv_heads, *size), self.model.compute_dtype)  # noqa: E731
+        by_layer = lambda make: tuple(make() for _ in range(arch.num_layers))  # noqa: E731
+        cache_k, cache_v = (by_layer(lambda x=x: tuple(zeros(self.num_slots, x) for _ in range(blocks))) for x in cache)
         return SamplerState(
-            cache_k=kv(self.num_slots, arch.num_kv_heads, places, H),
-            cache_v=kv(self.num_slots, arch.num_kv_heads, places, H),
-            prompt_k=kv(M * E, arch.num_kv_heads, L, H),
-            prompt_v=kv(M * E, arch.num_kv_heads, L, H),
+            cache_k=cache_k,
+            cache_v=cache_v,
+            prompt_k=by_layer(lambda: zeros(M * E, (L, H))),
+            prompt_v=by_layer(lambda: zeros(M * E, (L, H))),
             cache_end=jnp.int32(0),
             slot_row=jnp.full((M, self.num_slots // M), -1, jnp.int32),
             tokens=jnp.zeros((M, E, G, S), jnp.int32),
@@ -337,7 +337,7 @@ class Sampler:
         return state.replace(
             cache_k=cache_k,
             cache_v=cache_v,
-            cache_end=(state.cache_end + 1) % state.cache_k[0].shape[2],
+            cache_end=(state.cache_end + 1) % sum(x.shape[2] for x in cache_v[0]),
             tokens=write_token(state.tokens, drawn_MZ),
             behaviour_logp=write_token(state.behaviour_logp, logp_MZ),
             policy_version=write_token(state.policy_version, jnp.broadcast_to(version, row_MZ.shape)),

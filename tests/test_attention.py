@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import attention as oracle
 
-from jaxrl_llm.models.attention import Cache, Groups, Prompt, attend, attend_next, cache_widths, query_blocks
+from jaxrl_llm.models.attention import Cache, Groups, Prompt, attend, attend_next, block_shapes, query_blocks
 
 H, K = 4, 2
 
@@ -105,7 +105,9 @@ def test_long_lines_are_attended_in_up_to_four_blocks():
 def test_slots_in_any_order_attend_to_their_groups_prompt_their_cache_and_the_new_token(seed, shards):
     rng = np.random.default_rng(seed)
     entries, size, slots = int(rng.integers(1, 4)), int(rng.integers(1, 4)), int(rng.integers(1, 8))
-    L, C, N = int(rng.integers(1, 7)), int(rng.choice([1, 7, 40])), K * int(rng.integers(1, 4))
+    L, N = int(rng.integers(1, 7)), K * int(rng.integers(1, 4))
+    count, W = int(rng.integers(1, 4)), int(rng.choice([1, 7, 16]))
+    C = count * W
     Z, P = shards * slots, shards * entries
     q, k, v = normal(rng, Z, 1, N, H), normal(rng, Z, K, 1, H), normal(rng, Z, K, 1, H)
     prompt_length = rng.integers(0, L + 1, P)  # none is visible to a row that starts at a prompt's only token
@@ -135,8 +137,10 @@ def test_slots_in_any_order_attend_to_their_groups_prompt_their_cache_and_the_ne
     end = int(rng.integers(0, C))
     token = live[:, None] - 1 - (end - 1 - np.arange(C)[None, :]) % C  # at each place, negative where none is
     lie = lambda x: np.take_along_axis(x, np.maximum(token, 0)[:, None, :, None], axis=2)  # noqa: E731
-    cache_k, cache_v = (np.where(token[:, None, :, None] >= 0, lie(x), np.nan) for x in (cache_k, cache_v))
-    cache_k, cache_v = cache_k.astype(np.float32), cache_v.astype(np.float32)
+    # What is not to be seen weighs nothing, however large.
+    cache_k, cache_v = (np.where(token[:, None, :, None] >= 0, lie(x), 1e30) for x in (cache_k, cache_v))
+    blocks = lambda x: tuple(np.split(x.astype(np.float32), count, axis=2))  # noqa: E731
+    cache_k, cache_v = tuple(x.swapaxes(2, 3) for x in blocks(cache_k)), blocks(cache_v)
     out, kept = jax.jit(attend_next)(
         q,
         k,
@@ -146,15 +150,28 @@ def test_slots_in_any_order_attend_to_their_groups_prompt_their_cache_and_the_ne
     )
     busy = busy.reshape(-1)
     np.testing.assert_allclose(np.asarray(out)[busy], truth[busy], atol=2e-6)
-    for before, new, after in zip((cache_k, cache_v), (k, v), kept, strict=True):
-        before[:, :, end] = new[:, :, 0]
-        np.testing.assert_array_equal(after, before)
+    cache_k[end // W][:, :, :, end % W] = k[:, :, 0]
+    cache_v[end // W][:, :, end % W] = v[:, :, 0]
+    jax.tree.map(np.testing.assert_array_equal, kept, (cache_k, cache_v))
 
 
-def test_a_cache_is_read_in_quarters_of_at_least_eight():
-    assert cache_widths(64) == [16, 32, 48, 64] and cache_widths(24) == [8, 16, 24]
-    assert cache_widths(8) == [8] and cache_widths(7) == [7] and cache_widths(100) == [32, 56, 80, 100]
-    assert cache_widths(600) == [152, 304, 456, 600]
+def test_a_row_gone_wrong_shows_it_and_leaves_nothing_to_the_next_in_its_slot():
+    rng, wrong = np.random.default_rng(0), np.array([0, np.nan, np.inf, 0], np.float32)[:, None, None, None]
+    q, k, v = normal(rng, 4, 1, K, H), normal(rng, 4, K, 1, H), normal(rng, 4, K, 1, H)
+    prompt = Prompt(normal(rng, 4, K, 2, H), normal(rng, 4, K, 2, H), np.ones((4, 2), bool))
+    blocks = lambda *shape: tuple(normal(rng, 4, K, *shape) for _ in range(2))  # noqa: E731
+    cache = Cache(blocks(H, 8), blocks(8, H), np.full(4, 3, np.int32), np.int32(9))
+    (sound, kept), (out, after) = (attend_next(q, k, v + x, prompt=prompt, cache=cache) for x in (0 * wrong[:1], wrong))
+    assert not np.isfinite(out[1:3]).any() and all(np.isfinite(x).all() for x in jax.tree.leaves(after))
+    keep = lambda tree: jax.tree.map(lambda x: x[np.array([0, 3])], tree)  # noqa: E731
+    jax.tree.map(np.testing.assert_array_equal, keep((out, after)), keep((sound, kept)))
+
+
+def test_a_cache_lies_in_up_to_four_blocks_of_at_least_64_places_and_in_one_for_a_kernel():
+    blocks = {7: (1, 8), 64: (1, 64), 100: (2, 56), 256: (4, 64), 600: (4, 152)}
+    for tokens, (count, width) in blocks.items():
+        assert block_shapes(tokens, 16, "xla") == (count, (16, width), (width, 16))
+    assert block_shapes(600, 16, "splash") == block_shapes(600, 16, "cudnn") == (1, (640, 16), (640, 16))
 
 
 def test_gradients_pass_through_the_pieces():

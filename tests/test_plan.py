@@ -132,7 +132,7 @@ def test_a_gpus_compiler_takes_every_program_with_its_kernels(four_gpus):
 @needs_cuda_compiler
 def test_a_gpus_programs_copy_no_cache_and_no_weights(four_gpus):
     compiled, run = four_gpus
-    cache = run.sampler.abstract_state().cache_k[0]
+    cache = run.sampler.abstract_state().cache_k[0][0]
     weights = run.abstract_state.params["blocks"]["gate"]
     for name, x in (("decode", cache), ("update", weights)):
         # As they lie; to gather what fsdp has split along its innermost dimension takes another layout.

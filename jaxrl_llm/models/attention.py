@@ -11,7 +11,7 @@ decode step (all three, one new token): the same arithmetic, so that sampler and
 so a real query never sees padding among the new tokens: padding comes after it.
 
 Letters: B rows, P prompts, G rows of a group, T new tokens, L prompt width, C cache width, N query heads, K key heads,
-R = N/K, X = R*T queries of a key head, H head size, M data shards.
+R = N/K, X = R*T queries of a key head, H head size, M data shards, W places of a block.
 Does not know: parameters, where prompts and caches come from.
 """
 
@@ -27,6 +27,7 @@ from jaxrl_llm.models.presets import Architecture
 
 # Stands for minus infinity where a whole piece may be hidden: inf - inf is nan.
 HIDDEN = -1e30
+BLOCK_PLACES = 64  # the least that a block of a cache is worth being asked for, on a CPU
 
 
 @flax.struct.dataclass
@@ -59,11 +60,12 @@ class Groups:
 class Cache:
     """Keys (rotated) and values of each row's earlier tokens; those of each layer until a block takes its own.
 
-    A row's tokens lie one after the other up to ``end``, and come round from the cache's end to its beginning.
+    A row's tokens lie one after the other up to ``end``, and come round from the cache's end to its beginning. What
+    lies elsewhere is finite: it is weighed with zero.
     """
 
-    keys: jax.Array  # [B,K,C,H]
-    values: jax.Array  # [B,K,C,H]
+    keys: tuple[jax.Array, ...]  # blocks of [B,K,H,W]; where a kernel reads them one, of [B,K,C,H] (``block_shapes``)
+    values: tuple[jax.Array, ...]  # blocks of [B,K,W,H]
     length: jax.Array  # [B] i32 tokens to see
     end: jax.Array  # [] i32 place after the newest token, of all rows alike
 
@@ -118,22 +120,27 @@ def attend_next(q_B1NH, k_BK1H, v_BK1H, *, prompt: Prompt, cache: Cache, impleme
     q = (q_B1NH * H**-0.5).reshape(B, k_BK1H.shape[1], -1, H)
     of_prompt = _attend_prompt(q, prompt)
     if implementation == "splash":
-        out, *kept = kernels.decode(q, k_BK1H, v_BK1H, of_prompt, cache)
-        return out.reshape(B, 1, N, H), tuple(kept)
-    pieces = [_attend_new(q, k_BK1H, v_BK1H), of_prompt]
-    if kernels.reads_caches(implementation, H):
-        pieces += kernels.attend_cache(q, cache)
-    else:
-        pieces.append(_attend_cache(q, cache))
-    out = _merge(pieces).astype(q.dtype)
+        out, keys, values = kernels.decode(q, k_BK1H, v_BK1H, of_prompt, cache)
+        return out.reshape(B, 1, N, H), ((keys,), (values,))
+    is_whole = kernels.reads_caches(implementation, H)
+    of_cache = kernels.attend_cache(q, cache) if is_whole else _attend_cache(q, cache)
+    out = _merge([_attend_new(q, k_BK1H, v_BK1H), of_prompt, *of_cache]).astype(q.dtype)
 
-    # All rows' tokens go to one place: no scatter. Asked of what attention gave, so that the caches are written when
-    # they have been read, in place: what is known before has XLA copy them.
-    def put(x_BKCH, new_BK1H):
-        new_BK1H = jnp.where(jnp.isnan(out[:, :, :1]), out[:, :, :1], new_BK1H)
-        return jax.lax.dynamic_update_slice_in_dim(x_BKCH, new_BK1H, cache.end, axis=2)
+    # All rows' tokens go to one place: no scatter. What goes there asks for what attention gave: so caches are written
+    # when they have been read, in place, or XLA would copy them; and a row gone wrong leaves nothing to its slot's next.
+    def put(blocks, new_BK1H, axis):
+        W = blocks[0].shape[axis]
+        new = jnp.moveaxis(jnp.where(jnp.isfinite(new_BK1H) & ~jnp.isnan(out[:, :, :1]), new_BK1H, 0), 2, axis)
 
-    return out.reshape(B, 1, N, H), (put(cache.keys, k_BK1H), put(cache.values, v_BK1H))
+        def into(i, x):
+            place = jnp.clip(cache.end - i * W, 0, W - 1)
+            old = jax.lax.dynamic_slice_in_dim(x, place, 1, axis)
+            token = new if len(blocks) == 1 else jnp.where(cache.end // W == i, new, old)
+            return jax.lax.dynamic_update_slice_in_dim(x, token, place, axis)
+
+        return tuple(into(i, x) for i, x in enumerate(blocks))
+
+    return out.reshape(B, 1, N, H), (put(cache.keys, k_BK1H, 2 if is_whole else 3), put(cache.values, v_BK1H, 2))
 
 
 def _attend_groups(q_BTNH, k_BKTH, v_BKTH, groups: Groups, implementation: str) -> jax.Array:
@@ -171,19 +178,14 @@ def _merge(pieces) -> jax.Array:
     return out / sum(t * w for (_, t, _), w in zip(pieces, scale, strict=True))[..., None]
 
 
-def _weights(scores, visible):
-    """e^(score - max) off the hidden keys, their sum, the max."""
-    scores = jnp.where(visible, scores, HIDDEN)
-    peak = jax.lax.stop_gradient(jnp.max(scores, axis=-1))
-    weights = jnp.exp(scores - peak[..., None])
-    return weights, jnp.sum(weights, axis=-1), peak
-
-
 def _attend_keys(q_BKXH, keys_BKSH, values_BKSH, visible):
     """A piece by matmuls: of S keys those that are visible."""
     scores = jnp.einsum("BKXH,BKSH->BKXS", q_BKXH, keys_BKSH, preferred_element_type=jnp.float32)
-    weights, total, peak = _weights(scores, visible)
-    return jnp.einsum("BKXS,BKSH->BKXH", weights.astype(values_BKSH.dtype), values_BKSH), total, peak
+    scores = jnp.where(visible, scores, HIDDEN)
+    peak = jax.lax.stop_gradient(jnp.max(scores, axis=-1))
+    weights = jnp.exp(scores - peak[..., None])
+    out = jnp.einsum("BKXS,BKSH->BKXH", weights.astype(values_BKSH.dtype), values_BKSH)
+    return out, jnp.sum(weights, axis=-1), peak
 
 
 def _attend_new(q_BKXH, k_BKTH, v_BKTH, visible=None):
@@ -232,28 +234,31 @@ def _attend_prompt(q_BKXH, prompt: Prompt):
 
 
 def _attend_cache(q_BKXH, cache: Cache):
-    C = cache.keys.shape[2]
-    widths, longest = cache_widths(C), jnp.max(cache.length)
+    """A piece of each block; one that is not live is not read."""
+    count, W = len(cache.values), cache.values[0].shape[2]
+    age = (cache.end - 1 - jnp.arange(count * W)) % (count * W)
+    visible = (age[None, :] < cache.length[:, None]).reshape(-1, 1, 1, count, W)
 
-    def newest(width):
-        def read():
-            start = jnp.maximum(cache.end - width, 0)
-            take = lambda x: jax.lax.dynamic_slice_in_dim(x, start, width, axis=2)  # noqa: E731
-            age = (cache.end - 1 - start - jnp.arange(width)) % C
-            visible = age[None, :] < cache.length[:, None]
-            values = jnp.where(visible[:, None, :, None], take(cache.values), 0)
-            return _attend_keys(q_BKXH, take(cache.keys), values, visible[:, None, None, :])
+    def read(i):
+        return _attend_keys(q_BKXH, cache.keys[i].swapaxes(2, 3), cache.values[i], visible[:, :, :, i])
 
-        return read
-
-    comes_round = longest > cache.end
-    live = jnp.where(comes_round, len(widths) - 1, jnp.searchsorted(jnp.asarray(widths), longest))
-    return jax.lax.switch(live, [newest(width) for width in widths])
+    if count == 1:
+        return [read(0)]
+    nothing = (jnp.zeros_like(q_BKXH), *(jnp.full(q_BKXH.shape[:3], x) for x in (0.0, HIDDEN)))
+    return [jax.lax.cond(jnp.any(visible[:, :, :, i]), lambda i=i: read(i), lambda: nothing) for i in range(count)]
 
 
-def cache_widths(C: int) -> list[int]:
-    """How much of a cache may be read: all of it, and quarters of it where those are worth a branch."""
-    return sorted({C, *(w for part in (1, 2, 3) if (w := -(-C * part // 32) * 8) < C)})
+def block_shapes(tokens: int, head_size: int, implementation: str) -> tuple[int, tuple[int, int], tuple[int, int]]:
+    """How many blocks a cache of so many tokens has, and the last two dimensions of its keys and of its values.
+
+    Up to four, each an array of its own: of one array XLA would copy what is read. Keys have their tokens innermost
+    there, as matmuls on a CPU want them.
+    """
+    if kernels.reads_caches(implementation, head_size):
+        return 1, *[(kernels.cache_length(tokens), head_size)] * 2
+    count = min(4, -(-tokens // BLOCK_PLACES))
+    width = -(-tokens // (8 * count)) * 8
+    return count, (head_size, width), (width, head_size)
 
 
 def rope_frequencies(arch: Architecture) -> np.ndarray:

@@ -48,10 +48,8 @@ def choose(setting: str, device: Any, compute_dtype: str, head_size: int) -> str
     return "cudnn" if ampere and fits else "xla"
 
 
-def cache_length(tokens: int, device: Any) -> int:
-    """Places of a cache for so many tokens: on accelerators whole lanes, which kernels and layouts want."""
-    if device.platform == "cpu":
-        return tokens
+def cache_length(tokens: int) -> int:
+    """Places of a cache for so many tokens: whole lanes, which kernels and layouts want."""
     step = LANES if tokens > LANES else 16
     return -(-tokens // step) * step
 
@@ -101,8 +99,8 @@ def attend(q_BTNH, k_BKTH, v_BKTH, prompt, visible, implementation: str) -> jax.
 
 
 def reads_caches(implementation: str, head_size: int) -> bool:
-    """Whether ``attend_cache`` does: on GPUs, of heads whose size Triton multiplies."""
-    return implementation == "cudnn" and head_size in (16, 32, 64, 128)
+    """Whether a kernel does, of one array [B,K,C,H]: on TPU, and on GPUs where Triton multiplies heads of that size."""
+    return implementation == "splash" or (implementation == "cudnn" and head_size in (16, 32, 64, 128))
 
 
 def attend_cache(q_BKRH, cache) -> list[tuple[jax.Array, jax.Array, jax.Array]]:
@@ -116,7 +114,7 @@ def attend_cache(q_BKRH, cache) -> list[tuple[jax.Array, jax.Array, jax.Array]]:
         Of each piece the sum of e^(score - max) values [B,K,R,H], that sum [B,K,R] f32, the max [B,K,R] f32.
     """
     of_keys = ("batch", "kv_heads", None, None)
-    args = (q_BKRH, cache.keys, cache.values, cache.length, cache.end)
+    args = (q_BKRH, cache.keys[0], cache.values[0], cache.length, cache.end)
     return _by_device(_triton, args, (of_keys, of_keys, of_keys, ("batch",), ()))
 
 
@@ -134,7 +132,7 @@ def decode(q_BKRH, k_BK1H, v_BK1H, of_prompt, cache):
     from jaxrl_llm.models import tpu_decode  # as splash, below
 
     out, total, peak = of_prompt
-    args = (q_BKRH, k_BK1H, v_BK1H, out, total[..., None], peak[..., None], cache.keys, cache.values)
+    args = (q_BKRH, k_BK1H, v_BK1H, out, total[..., None], peak[..., None], cache.keys[0], cache.values[0])
     axes = (*(("batch", "kv_heads", None, None) for _ in args), ("batch",), ())
     return _by_device(tpu_decode.attend, (*args, cache.length, cache.end), axes)
 

@@ -161,7 +161,7 @@ def test_a_decode_step_writes_the_cache_in_place(eos_ids):
     program = sampler.programs(run.programs()["decode"].args[0])["decode"]
     decode = compile_all({"decode": program}, run.mesh)["decode"].as_text()
     copied = [size for shapes in re.findall(r"= (\S+) copy\(", decode) for size in sizes(shapes)]
-    assert copied and sampler.abstract_state().cache_k[0].size not in copied
+    assert copied and sampler.abstract_state().cache_k[0][0].size not in copied
 
 
 def results_of_branches(jaxpr):
@@ -196,7 +196,7 @@ def test_a_tpus_decode_program_copies_no_cache(head_size, completion):
     mesh = sharding.make_mesh(MeshConfig(data=4), plan.devices_of("v5e:2x2")[0])
     settings = SETTINGS | {"model": {"compute_dtype": "bfloat16"}, "sampling": {"max_completion_tokens": completion}}
     program = assemble(freeze(settings), arch, (0,), mesh).programs()["decode"]
-    cache = program.args[1].cache_k[0]
+    cache = program.args[1].cache_k[0][0]
     text = program.lower(mesh).compile().as_text()
     copied = [size for shapes in re.findall(r"= (\S+) copy\(", text) for size in sizes(shapes)]
     assert copied and max(copied) < cache.size // 4
