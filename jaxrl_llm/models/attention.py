@@ -127,7 +127,7 @@ def attend_next(q_B1NH, k_BK1H, v_BK1H, *, prompt: Prompt, cache: Cache, impleme
     out = _merge([_attend_new(q, k_BK1H, v_BK1H), of_prompt, *of_cache]).astype(q.dtype)
 
     # All rows' tokens go to one place: no scatter. What goes there asks for what attention gave: so caches are written
-    # when they have been read, in place, or XLA would copy them; and a row gone wrong leaves nothing to its slot's next.
+    # when they have been read, in place, or XLA would copy them, and a row gone wrong leaves nothing in its slot.
     def put(blocks, new_BK1H, axis):
         W = blocks[0].shape[axis]
         new = jnp.moveaxis(jnp.where(jnp.isfinite(new_BK1H) & ~jnp.isnan(out[:, :, :1]), new_BK1H, 0), 2, axis)
