@@ -415,7 +415,8 @@ def keep_what_fits(
             raise
         return compiled  # the TPU compiler refuses what a chip cannot hold
     memories = {name: memory(program) for name, program in compiled.items()} | {"update": memory(update)}
-    return compiled | {"update": update} if in_use_bytes(memories)["update"] <= limit else compiled
+    in_use = in_use_bytes(memories, keeps_slots=run.config.rollout.lookahead_prompts > 0)
+    return compiled | {"update": update} if in_use["update"] <= limit else compiled
 
 
 def eval_sampler(config: Config, sampler: Sampler) -> Sampler:

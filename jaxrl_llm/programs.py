@@ -127,18 +127,17 @@ def memory(compiled: jax.stages.Compiled) -> Memory:
     )
 
 
-def resident_bytes(memories: Mapping[str, Memory]) -> int:
+def resident_bytes(memories: Mapping[str, Memory], *, keeps_slots: bool) -> int:
     """What lives in a device's memory all through an iteration: learner, ring, the last rollouts, reference.
 
-    Too high by the samplers, which it counts too: a run's without lookahead and the evaluation's do not outlive theirs.
+    The sampler's slots too where it keeps them, as with lookahead; else they go when their rollouts are collected.
     """
-    whole = sum(memories[name].outputs for name in START_UP if name in memories)
+    names = ("init_ring", "init_state", "join", *(["init_sampler"] if keeps_slots else []))
+    whole = sum(memories[name].outputs for name in names if name in memories)
     rollouts = memories["collect"].outputs - memories["collect"].aliased if "collect" in memories else 0
     rounds = memories["choose"].arguments if "choose" in memories else 0
-    # Its weights; the rows beside them are few.
-    reference = memories["reference"].arguments if "reference" in memories else 0
-    joined = memories["join"].outputs if "join" in memories else 0
-    return whole + rollouts + rounds + reference + joined
+    reference = memories["reference"].arguments if "reference" in memories else 0  # its weights; its rows are few
+    return whole + rollouts + rounds + reference
 
 
 def host_bytes(memories: Mapping[str, Memory]) -> int:
@@ -146,16 +145,17 @@ def host_bytes(memories: Mapping[str, Memory]) -> int:
     return sum(memories[name].on_host for name in START_UP if name in memories)
 
 
-def in_use_bytes(memories: Mapping[str, Memory]) -> dict[str, int]:
-    """A device's memory while each program runs: its own peak, and what lives on beside it."""
-    resident = resident_bytes(memories)
-    published = memories["publish"].outputs if "publish" in memories else 0
+def in_use_bytes(memories: Mapping[str, Memory], *, keeps_slots: bool) -> dict[str, int]:
+    """A device's memory while each program runs: its own peak, and what lives on beside it (``resident_bytes``)."""
+    resident = resident_bytes(memories, keeps_slots=keeps_slots)
 
     def one(name: str, m: Memory) -> int:
         if name in START_UP:
             return m.peak
-        beside = resident + (published if name.removeprefix("eval_") in SAMPLING else 0)
-        return max(m.peak, beside + m.temporary + m.outputs - m.aliased)
+        whose = "eval_" if name.startswith("eval_") else ""
+        more = {"publish"} if keeps_slots and not whose else {"publish", f"{whose}init_sampler"}
+        beside = more & memories.keys() if name.removeprefix(whose) in SAMPLING else ()
+        return max(m.peak, resident + sum(memories[x].outputs for x in beside) + m.temporary + m.outputs - m.aliased)
 
     return {name: one(name, m) for name, m in memories.items()}
 
@@ -166,7 +166,7 @@ def memory_limit(devices: list[Any]) -> int | None:
     return min(limits, default=None)
 
 
-def check_memory(compiled: Mapping[str, jax.stages.Compiled], limit: int | None) -> None:
+def check_memory(compiled: Mapping[str, jax.stages.Compiled], limit: int | None, *, keeps_slots: bool) -> None:
     """Refuse a run that does not fit a device of ``limit`` bytes.
 
     Raises:
@@ -174,7 +174,7 @@ def check_memory(compiled: Mapping[str, jax.stages.Compiled], limit: int | None)
     """
     if limit is None:
         return
-    in_use = in_use_bytes({name: memory(c) for name, c in compiled.items()})
+    in_use = in_use_bytes({name: memory(c) for name, c in compiled.items()}, keeps_slots=keeps_slots)
     name = max(in_use, key=in_use.get)
     if in_use[name] > limit:
         raise ConfigError(

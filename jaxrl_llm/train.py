@@ -86,7 +86,7 @@ def train(config: Config, workdir: pathlib.Path, *, allow_config_changes: bool =
         started = time.monotonic()
         limit = memory_limit(mesh.devices.flatten().tolist())
         compiled = keep_what_fits(run, compile_all(run.programs(), mesh), limit)
-        check_memory(compiled, limit)
+        check_memory(compiled, limit, keeps_slots=config.rollout.lookahead_prompts > 0)
         progress.note(memory_table(compiled) + f"\ncompiled in {time.monotonic() - started:.0f} s")
         on_device = lambda x: jax.device_put(x, sharding.replicated(mesh, x))  # noqa: E731
         sample_key, draw_key, eval_key = on_device([rng.stream(config.seed, s) for s in ("sample", "draw", "eval")])

@@ -19,7 +19,7 @@ def haunt(monkeypatch):
     one = mesh_of(ONE)
     compiled = lambda programs, mesh: {name: ghost(name, program) for name, program in programs.items()}  # noqa: E731
     monkeypatch.setattr(train_module, "compile_all", compiled)
-    monkeypatch.setattr(train_module, "check_memory", lambda *_: None)
+    monkeypatch.setattr(train_module, "check_memory", lambda *_, **__: None)
     monkeypatch.setattr(train_module, "memory_table", lambda *_: "")
     monkeypatch.setattr(train_module.sharding, "make_mesh", lambda _: one)
     monkeypatch.setattr(page, "picture", lambda *_, **__: "<svg></svg>")  # a second for each report

@@ -158,21 +158,32 @@ def test_a_program_beyond_the_chip_is_named_with_exit_status_1(monkeypatch, caps
 
 
 def test_memory_in_use_counts_what_lives_beside_the_program():
-    """Learner 30, ring 20, sampler 10, rollouts 5: 65 MiB stay while a program runs, and 60 more with the host."""
+    """Learner 30, ring 20, rollouts 5: 55 MiB stay while a program runs, and 60 more with the host.
+
+    A sampler has 10, an evaluation's 4. It looks ahead, or its slots go with what it sampled.
+    """
 
     rows = {
         "init_sampler": (0, 10, 0, 0),
         "decode": (20, 10, 7, 10),  # half of its arguments are weights, which the learner owns
+        "eval_init_sampler": (0, 4, 0, 0),
+        "eval_decode": (9, 4, 3, 4),
         "collect": (10, 15, 0, 10),
+        "publish": (30, 6, 0, 0),
         "init_state": (10, 30, 0, 10, 60),
         "init_ring": (0, 20, 0, 0),
         "update": (50, 51, 40, 50),
     }
     memories = {name: Memory(*(n * MIB for n in sizes)) for name, sizes in rows.items()}
-    assert resident_bytes(memories) == 65 * MIB and host_bytes(memories) == 60 * MIB
-    in_use = {name: size // MIB for name, size in in_use_bytes(memories).items()}
-    # init_state runs before the rest exists: 10 + 30 - 10.
-    assert in_use["decode"] == 72 and in_use["update"] == 106 and in_use["init_state"] == 30
+    assert host_bytes(memories) == 60 * MIB
+    for keeps_slots, expected in (
+        (False, {"decode": 55 + 6 + 10 + 7, "eval_decode": 55 + 6 + 4 + 3, "update": 55 + 40 + 1}),
+        (True, {"decode": 65 + 6 + 7, "eval_decode": 65 + 6 + 4 + 3, "update": 65 + 40 + 1}),
+    ):
+        assert resident_bytes(memories, keeps_slots=keeps_slots) == (65 if keeps_slots else 55) * MIB
+        in_use = in_use_bytes(memories, keeps_slots=keeps_slots)
+        # init_state runs before the rest exists: 10 + 30 - 10.
+        assert {n: in_use[n] // MIB for n in (*expected, "init_state")} == expected | {"init_state": 30}
 
 
 @pytest.mark.parametrize(

@@ -192,8 +192,7 @@ def _attend_new(q_BKXH, k_BKTH, v_BKTH, visible=None):
     T, X = k_BKTH.shape[2], q_BKXH.shape[2]
     if T == 1:  # a token sees itself
         scores = jnp.sum(q_BKXH.astype(jnp.float32) * k_BKTH.astype(jnp.float32), axis=-1)
-        ones = jnp.ones_like(scores)
-        return jnp.broadcast_to(v_BKTH, q_BKXH.shape), ones, scores
+        return jnp.broadcast_to(v_BKTH, q_BKXH.shape), jnp.ones_like(scores), scores
     if visible is None:
         visible = jnp.tril(jnp.ones((T, T), bool))[None]
     by_token = lambda x_BKX: x_BKX.reshape(*x_BKX.shape[:2], X // T, -1, *x_BKX.shape[3:])  # noqa: E731
