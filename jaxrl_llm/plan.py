@@ -178,10 +178,12 @@ def plan(config: Config, topology: str) -> int:
 
     limit = chip.hbm_gib * 2**30
     compiled = {row.name: row.memory for row in rows if row.memory}
-    slots = {"keeps_slots": config.rollout.lookahead_prompts > 0}
-    resident, need = resident_bytes(compiled, **slots), in_use_bytes(compiled, **slots)
+    keeps_slots = config.rollout.lookahead_prompts > 0
+    resident = resident_bytes(compiled, keeps_slots=keeps_slots)
+    need = in_use_bytes(compiled, keeps_slots=keeps_slots)
     largest = max(need, key=need.get)
-    print(f"resident    {resident / 2**20:.1f} MiB a chip between iterations: learner, ring, rollouts")
+    what = "learner, ring, rollouts" + (", sampler" if keeps_slots else "")
+    print(f"resident    {resident / 2**20:.1f} MiB a chip between iterations: {what}")
     if on_host := host_bytes(compiled):
         print(f"on hosts    {on_host / 2**20:.1f} MiB a chip between programs, in pinned memory")
     print(f"largest     {need[largest] / 2**20:.1f} MiB of {limit / 2**20:.1f} a chip, while {largest} runs")

@@ -153,8 +153,8 @@ def in_use_bytes(memories: Mapping[str, Memory], *, keeps_slots: bool) -> dict[s
         if name in START_UP:
             return m.peak
         whose = "eval_" if name.startswith("eval_") else ""
-        more = {"publish"} if keeps_slots and not whose else {"publish", f"{whose}init_sampler"}
-        beside = more & memories.keys() if name.removeprefix(whose) in SAMPLING else ()
+        own = {"publish"} if keeps_slots and not whose else {"publish", f"{whose}init_sampler"}
+        beside = own & memories.keys() if name.removeprefix(whose) in SAMPLING else ()
         return max(m.peak, resident + sum(memories[x].outputs for x in beside) + m.temporary + m.outputs - m.aliased)
 
     return {name: one(name, m) for name, m in memories.items()}

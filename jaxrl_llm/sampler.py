@@ -109,13 +109,13 @@ class Sampler:
     def _empty(self) -> SamplerState:
         arch, M, E, G = self.model.arch, self.shards, self.entries, self.group_size
         L, S, H, N = self.max_prompt_tokens, self.row_tokens, arch.head_size, self.support_tokens
-        blocks, *cache = block_shapes(self.sampling.max_completion_tokens, H, self.model.attention)
+        blocks, keys, values = block_shapes(self.sampling.max_completion_tokens, H, self.model.attention)
         zeros = lambda rows, size: jnp.zeros((rows, arch.num_kv_heads, *size), self.model.compute_dtype)  # noqa: E731
         by_layer = lambda make: tuple(make() for _ in range(arch.num_layers))  # noqa: E731
-        cache_k, cache_v = (by_layer(lambda x=x: tuple(zeros(self.num_slots, x) for _ in range(blocks))) for x in cache)
+        slots = lambda size: by_layer(lambda: tuple(zeros(self.num_slots, size) for _ in range(blocks)))  # noqa: E731
         return SamplerState(
-            cache_k=cache_k,
-            cache_v=cache_v,
+            cache_k=slots(keys),
+            cache_v=slots(values),
             prompt_k=by_layer(lambda: zeros(M * E, (L, H))),
             prompt_v=by_layer(lambda: zeros(M * E, (L, H))),
             cache_end=jnp.int32(0),

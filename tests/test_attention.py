@@ -106,7 +106,7 @@ def test_slots_in_any_order_attend_to_their_groups_prompt_their_cache_and_the_ne
     rng = np.random.default_rng(seed)
     entries, size, slots = int(rng.integers(1, 4)), int(rng.integers(1, 4)), int(rng.integers(1, 8))
     L, N = int(rng.integers(1, 7)), K * int(rng.integers(1, 4))
-    count, W = int(rng.integers(1, 4)), int(rng.choice([1, 7, 16]))
+    count, W = int(rng.integers(1, 4)), int(rng.choice([1, 7, 16, 128]))
     C = count * W
     Z, P = shards * slots, shards * entries
     q, k, v = normal(rng, Z, 1, N, H), normal(rng, Z, K, 1, H), normal(rng, Z, K, 1, H)
