@@ -47,8 +47,7 @@ def _projected_logp(settings: Filter, head_VD, hidden_XD, cast_VD, target_X, sup
     """Log-probability of each target, and entropy, [X] f32; 0.0 where the chunk is not live.
 
     ``head_VD`` takes the gradient, so that chunks add up in its float32; ``cast_VD`` is read, cast once for all.
-
-    Its gradient is written out: from one more projection and the two results it needs no maximum and no sum over the
+    The gradient is written out: from one more projection and the two results it needs no maximum and no sum over the
     vocabulary, and what autodiff would keep or redo for them is one pass. Whether the chunk is live is asked in here,
     for autodiff of a condition would keep a copy of the head with every chunk.
 

@@ -46,10 +46,9 @@ def filter_logits(logits: jax.Array, settings: Filter, *, keep_token: jax.Array 
 
     Args:
         logits: [..., V]; computed in float32.
-        keep_token: [...] i32, a token of each row that stays whatever the filters say. For the learner: as
-            the policy moves, or by rounding at the threshold, a token sampled earlier can leave the
-            support, and its log-probability would be -inf. (With ``top_k`` the support itself is kept with
-            the token: ``support_of``.)
+        keep_token: [...] i32, a token of each row that stays whatever the filters say. For the learner: as the policy
+            moves, or by rounding at the threshold, a token sampled earlier can leave the support, and its
+            log-probability would be -inf. (With ``top_k`` the support itself is kept with the token: ``support_of``.)
 
     Returns:
         [..., V] f32.
@@ -183,10 +182,12 @@ def token_logp(logits: jax.Array, token: jax.Array) -> tuple[jax.Array, jax.Arra
         logp, entropy: [...] f32 nats.
     """
     # The maximum cancels in both results: no gradient needs to pass through it.
-    shifted = logits - jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
-    weight = jnp.exp(shifted)
+    maximum = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
+    shifted = logits - maximum
+    weight, possible = jnp.exp(shifted), shifted > -jnp.inf
     total = jnp.sum(weight, axis=-1)
     log_total = jnp.log(total)
-    chosen = jnp.take_along_axis(shifted, token[..., None], axis=-1)[..., 0]
-    finite = jnp.where(shifted > -jnp.inf, shifted, 0.0)
-    return chosen - log_total, log_total - jnp.sum(weight * finite, axis=-1) / total
+    # Of ``logits``, and the sum of a choice: XLA's CPU backend would keep ``shifted``, and sums a product 8 x slower.
+    chosen = (jnp.take_along_axis(logits, token[..., None], axis=-1) - maximum)[..., 0]
+    summand = jnp.where(possible, weight * jnp.where(possible, shifted, 0.0), 0.0)
+    return chosen - log_total, log_total - jnp.sum(summand, axis=-1) / total
