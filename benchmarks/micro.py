@@ -175,12 +175,12 @@ def learner(s: Setting) -> Iterator[Row]:
 
 
 def logp(s: Setting) -> Iterator[Row]:
-    tokens, chunk, D, V = 512, 128, s.arch.width, s.arch.vocab_size
+    tokens, chunk, D, V = 512, 256, s.arch.width, s.arch.vocab_size
     keys = jax.random.split(jax.random.key(0), 4)
     hidden, head = jax.random.normal(keys[0], (1, tokens, D)), jax.random.normal(keys[1], (V, D)) / D**0.5
     target = jax.random.randint(keys[2], (1, tokens), 0, V)
     weight = jax.random.normal(keys[3], (1, tokens))
-    everything = Filter(temperature=1.0, top_k=V, top_p=1.0, min_p=0.0)
+    everything = Filter(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
 
     def in_chunks(hidden, head):
         @jax.checkpoint

@@ -341,7 +341,9 @@ def assemble(
         critic_optimizer = optim.make(dataclasses.replace(config.optimizer, learning_rate=rate), config.num_updates)
     shards = sharding.num_data_shards(mesh)
     setting, packed = config.update.logp_chunk_tokens, config.line_tokens > 0
-    chunk = chunk_tokens(setting, mesh.devices.flat[0], packed=packed)
+    padded_tokens = config.update.micro_batch_size * config.sampling.max_completion_tokens
+    most = (config.update.micro_batch_tokens if packed else padded_tokens) // shards
+    chunk = chunk_tokens(setting, mesh.devices.flat[0], most=most, vocab=model.arch.vocab_size, packed=packed)
     sampler = Sampler(
         model=model,
         mesh=mesh,

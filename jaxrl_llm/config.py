@@ -227,7 +227,7 @@ class UpdateConfig:
     pack_width: int = 0
     # Optimizer steps per iteration, all in one dispatch.
     updates_per_iteration: int = 1
-    # Positions of a device whose logits are live at once in the learner; 0 = 1024, on CPU 256, of packed lines 128.
+    # Positions of a device whose logits are live at once in the learner; 0 = by device (models.policy.chunk_tokens).
     logp_chunk_tokens: int = 0
     # Refuse to train when on the first batch log-probs of learner and sampler differ by more than this many nats.
     max_sampler_learner_gap_nats: float = 0.05

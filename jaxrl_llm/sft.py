@@ -142,7 +142,8 @@ def sft(config: Config, out: pathlib.Path, *, until: float = 1.0) -> float:
 
     model = model_of(config, source.architecture(), mesh)
     optimizer = optim.make(config.optimizer, config.num_iterations)
-    tokens = chunk_tokens(config.update.logp_chunk_tokens, mesh.devices.flat[0], packed=False)
+    how = {"most": size * width // devices, "vocab": model.arch.vocab_size, "packed": False}
+    tokens = chunk_tokens(config.update.logp_chunk_tokens, mesh.devices.flat[0], **how)
     task = Supervised(model, optimizer, width, chunk=max(1, tokens * devices // size))
     compiled = compile_all(task.programs(mesh, size, config.row_tokens), mesh)
     params = source.load_params(model, mesh, seed=config.seed)

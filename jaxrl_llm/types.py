@@ -1,9 +1,8 @@
 """The records that cross the seams between stages.
 
-Letters: B rollouts (rows), P prompts, L prompt width, S row width (prompt + completion),
-M replay shards, C slots per shard, N pages of T tokens per shard. Rows are right-padded
-``prompt ++ completion``; masks come from ``prompt_length`` and ``length``, never from the value of a
-token. ``logp[t]`` is the log-probability of ``tokens[t]``.
+Letters: B rollouts (rows), P prompts, L prompt width, S row width (prompt + completion), M replay shards, C slots per
+shard, N pages of T tokens per shard. Rows are right-padded ``prompt ++ completion``; masks come from ``prompt_length``
+and ``length``, never from the value of a token. ``logp[t]`` is the log-probability of ``tokens[t]``.
 
 Owns: names, shapes, units, meaning of zero. Does not know: how any of it is computed.
 """

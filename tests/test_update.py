@@ -464,9 +464,12 @@ def test_moments_lie_where_their_parameters_lie():
 
 def test_positions_projected_at_once_are_by_device_where_nobody_sets_them():
     cpu, tpu = (types.SimpleNamespace(platform=name) for name in ("cpu", "tpu"))
-    assert [chunk_tokens(n, tpu, packed=p) for n in (0, 7) for p in (False, True)] == [1024, 1024, 7, 7]
-    assert [chunk_tokens(n, cpu, packed=p) for n in (0, 7) for p in (False, True)] == [256, 128, 7, 7]
-    for given, micro_batch_tokens, taken in ((0, 0, 256), (0, 960, 128), (7, 960, 7)):
+    cases = [(setting, packed) for setting in (0, 7) for packed in (False, True)]
+    for most, of_cpu in ((1365, [1365, 1365, 7, 7]), (1366, [256, 128, 7, 7])):  # 2**26 / 49152 = 1365.3
+        for device, expected in ((cpu, of_cpu), (tpu, [1024, 1024, 7, 7])):
+            assert [chunk_tokens(n, device, most=most, vocab=49152, packed=p) for n, p in cases] == expected
+    # A micro-batch of the default config is 16 completions of 16 tokens.
+    for given, micro_batch_tokens, taken in ((0, 0, 256), (0, 960, 960), (7, 960, 7)):
         update = {"logp_chunk_tokens": given, "micro_batch_tokens": micro_batch_tokens}
         run = assemble(freeze({"update": update}), TINY, (5,), mesh_of(ONE))
         assert run.update.config.logp_chunk_tokens == taken

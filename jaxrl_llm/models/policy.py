@@ -3,9 +3,8 @@
 The one function behind the update, the reference's log-probs and the ``score`` command.
 
 Rows of a group have one prompt. Where a batch comes in whole groups, each is one row of the forward, and its prompt
-runs once: prompt [L] ++ completions [G*C], each of which attends to the prompt and to itself.
-
-Packed, both lie in lines of W tokens instead, without the padding between them (ops.packing).
+runs once: prompt [L] ++ completions [G*C], each of which attends to the prompt and to itself. Packed, both lie in lines
+of W tokens instead, without the padding between them (ops.packing).
 
 Letters: B rows, G rows of a group, S row width, L = S - C prompt width, C completion width, n lines of K rows, N ids
 of a support.
@@ -39,13 +38,15 @@ class RowValues(NamedTuple):
     prompt_logp: jax.Array | None = None  # nats of the prompt's tokens from the second on, under the model's own
 
 
-def chunk_tokens(setting: int, device: Any, *, packed: bool) -> int:
+def chunk_tokens(setting: int, device: Any, *, most: int, vocab: int, packed: bool) -> int:
     """Positions projected to the vocabulary at once: ``update.logp_chunk_tokens``, or where that is 0 by device.
 
-    Every chunk reads and writes the head's gradient, which an accelerator's matmuls of few positions do not hide. Of
-    packed lines, chunks past the last target are left out.
+    Every chunk reads and writes the head's gradient, which an accelerator's matmuls of few positions do not hide. On a
+    CPU a lone chunk of the ``most`` there are keeps its logits, while they take up to 256 MiB: XLA sees that its
+    gradient makes them again. Of packed lines, chunks past the last target are left out.
     """
-    return setting or (1024 if device.platform != "cpu" else 128 if packed else 256)
+    by_cpu = most if most * vocab <= 2**26 else 128 if packed else 256
+    return setting or (by_cpu if device.platform == "cpu" else 1024)
 
 
 def row_logp(

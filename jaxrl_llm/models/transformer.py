@@ -211,9 +211,8 @@ class Model:
             rope: cosine and sine of every position there is, each [S,H/2]; None = computed here.
 
         Returns:
-            hidden [B,T,D] in the compute dtype, and the new tokens' (keys, values), [B,K,T,H] by layer, or the
-            caches' with those: one array with a leading layer axis where blocks are stacked, a tuple where they are
-            apart.
+            hidden [B,T,D] in the compute dtype, and the new tokens' (keys, values), [B,K,T,H] by layer, or the caches'
+            with those: one array with a leading layer axis where blocks are stacked, a tuple where they are apart.
         """
         graph, _ = _abstract(self.arch)
         layers = params.get("layers")

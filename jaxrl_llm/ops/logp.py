@@ -120,7 +120,7 @@ def chunked_logp(
 
     def one_chunk(first, of_positions):
         hidden, target, support = jax.tree.map(lambda x: x.reshape(B * chunk, *x.shape[2:]), of_positions)
-        is_live = None if live is None else first < live
+        is_live = None if live is None or num_chunks == 1 else first < live
         logp, entropy = _projected_logp(settings, head_VD, hidden, cast_VD, target, support, is_live)
         return first + chunk, (logp.reshape(B, chunk), entropy.reshape(B, chunk))
 

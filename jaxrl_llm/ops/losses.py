@@ -83,8 +83,7 @@ def aggregation_weights(
         "constant_length"  w = 1 / (rows of the batch * max_completion_tokens)
         "prompt_mean"      w = 1 / (prompts of the batch * tokens of the prompt's rows)
 
-    Tokens are those of the mask in trainable rows; rows are those with at least one. Without any, all
-    weights are 0.
+    Tokens are those of the mask in trainable rows; rows are those with at least one. Without any, all weights are 0.
 
     Args:
         mask: [B, T] bool, tokens with a loss.
