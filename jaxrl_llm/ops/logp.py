@@ -1,8 +1,8 @@
 """Log-probability and entropy of tokens from hidden states, a few positions at a time.
 
-Only completion positions are projected to the vocabulary, a chunk of them at once, and the backward pass
-makes each chunk's logits again: no [rows, length, vocabulary] array ever lives. A chunk holds whole
-vocabulary rows: a top-p filter needs them, and on a mesh the vocabulary may be split over devices.
+Only completion positions are projected to the vocabulary, a chunk of them at once, and the backward pass makes each
+chunk's logits again: of several chunks no [rows, length, vocabulary] array ever lives. A chunk holds whole vocabulary
+rows: a top-p filter needs them, and on a mesh the vocabulary may be split over devices.
 
 Letters: B rows, S row width, C completion width, X positions, D model width, V vocabulary, K ids of a support.
 """
