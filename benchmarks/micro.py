@@ -57,6 +57,7 @@ from benchmarks.stopwatch import DeviceClock, Stopwatch, idle_shares, median_sec
 from jaxrl_llm import replay, rng
 from jaxrl_llm.assembly import assemble
 from jaxrl_llm.config import Config, freeze
+from jaxrl_llm.models.policy import PLAIN
 from jaxrl_llm.models.presets import PRESETS, Architecture
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.ops.logp import chunked_logp, project
@@ -180,7 +181,6 @@ def logp(s: Setting) -> Iterator[Row]:
     hidden, head = jax.random.normal(keys[0], (1, tokens, D)), jax.random.normal(keys[1], (V, D)) / D**0.5
     target = jax.random.randint(keys[2], (1, tokens), 0, V)
     weight = jax.random.normal(keys[3], (1, tokens))
-    everything = Filter(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
 
     def in_chunks(hidden, head):
         @jax.checkpoint
@@ -192,7 +192,7 @@ def logp(s: Setting) -> Iterator[Row]:
         return [x.reshape(1, tokens) for x in jax.lax.map(one, parts)]
 
     ways = {
-        "ours": lambda hidden, head: chunked_logp(hidden, head, target, chunk=chunk, settings=everything),
+        "ours": lambda hidden, head: chunked_logp(hidden, head, target, chunk=chunk, settings=Filter.of(PLAIN)),
         "autodiff, in one piece": lambda hidden, head: token_logp(jax.vmap(lambda h: project(h, head))(hidden), target),
         "autodiff, in chunks": in_chunks,
     }

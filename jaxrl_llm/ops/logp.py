@@ -107,7 +107,7 @@ def chunked_logp(
         settings: of the distribution the targets were drawn from.
         support_BCK: [B,C,K] i32 ids that each target was drawn among (``ops.sampling.support_of``); the filters are
             then not asked. None = what they leave of today's logits, and the target.
-        live: [] i32, positions that hold a target in any row; chunks past them are not computed. None = all.
+        live: [] i32, positions that hold a target in any row; of several chunks, later ones are left out. None = all.
 
     Returns:
         logp and entropy, each [B,C] f32 nats; 0.0 in chunks that are not computed.
