@@ -66,7 +66,7 @@ class Checkpointer:
     """Saves to and restores from ``workdir/checkpoints``. Every process of a multi-host run makes the same calls."""
 
     def __init__(self, workdir: str | os.PathLike, config: CheckpointConfig):
-        self.directory = pathlib.Path(workdir).resolve() / "checkpoints"
+        self.directory = pathlib.Path(workdir) / "checkpoints"
         keep = [preservation_policy.LatestN(config.keep_last)]
         if config.keep_best:
             best = preservation_policy.BestN(
@@ -79,7 +79,7 @@ class Checkpointer:
             preservation_policy=preservation_policy.AnyPreservationPolicy(keep),
             cleanup_tmp_directories=True,  # what a killed run left half-written
         )
-        self._manager = _open(self.directory, options)
+        self._manager = _open(self.directory.resolve(), options)
         self._current: int | None = None  # iteration on disk that equals the caller's state
 
     def save(
