@@ -162,6 +162,7 @@ def test_command_runs(index, folder):
         pytest.skip("reasoning_gym (extra [reasoning]) is not installed")
     done = run(command, folder)
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    assert str(folder) not in done.stdout  # paths are shown as they were given
 
 
 def test_the_reward_of_the_readme_scores_as_it_says(folder):
