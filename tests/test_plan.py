@@ -73,13 +73,18 @@ def test_memory_per_chip_does_not_grow_with_the_pod(eight_chips, name):
     assert stats.argument_size_in_bytes <= 1.1 * eight_chips[name].memory.arguments
 
 
+def run_with_hosts(times=1):
+    """A run with moments and ring in the hosts' memory, the ring so many times as large as ``small_config`` has it."""
+    config = small_config(8)
+    optimizer = dataclasses.replace(config.optimizer, offload=True)
+    replay = dataclasses.replace(config.replay, memory="host", capacity=times * config.ring_capacity)
+    return run_of(dataclasses.replace(config, optimizer=optimizer, replay=replay), "v5e:2x4")
+
+
 @pytest.fixture(scope="module")
 def eight_chips_with_hosts():
     """The learner's programs with moments and ring in the hosts' memory: text and memory of each."""
-    config = small_config(8)
-    optimizer = dataclasses.replace(config.optimizer, offload=True)
-    config = dataclasses.replace(config, optimizer=optimizer, replay=dataclasses.replace(config.replay, memory="host"))
-    run = run_of(config, "v5e:2x4")
+    run = run_with_hosts()
     names = ("init_state", "init_ring", "insert", "update")
     compiled = {name: run.programs()[name].lower(run.mesh).compile() for name in names}
     return {name: (program.as_text(), memory(program)) for name, program in compiled.items()}
@@ -97,7 +102,11 @@ def test_the_tpu_compiler_moves_moments_and_ring_to_the_hosts(eight_chips, eight
         assert moved[name].on_host == size > 0
         # Tiles of the device are larger than the rows of so small a ring.
         assert moved[name].arguments + size <= plain[name].arguments
-        assert moved[name].temporary < plain[name].temporary + size
+    # What moves goes through tiles: some of them more, 5.0 MB here where a ring on the device has 4.1, but not a ring.
+    run = run_with_hosts(times=1024)
+    large = memory(run.programs()["update"].lower(run.mesh).compile())
+    growth = large.on_host - moved["update"].on_host
+    assert growth > 5e6 and large.temporary - moved["update"].temporary < growth / 20
 
 
 @needs_libtpu

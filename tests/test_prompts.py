@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -404,6 +406,32 @@ def test_dataset_that_takes_any_valid_answer_has_none_of_its_own(gym):
     columns = {key: [value] for key, value in example.columns.items()}
     assert example.columns["answer"] is None
     assert gym.reward([example.prompt], ["nonsense"], **columns) == [0.01]  # rush_hour's own score of a wrong answer
+
+
+# As on a machine whose compiler has built none of the packages that come as source.
+WITHOUT_SOURCE_PACKAGES = """
+import importlib.util, json, sys
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name in ("pycosat", "cellpylib", "zss") else find(name, *rest)
+from jaxrl_llm import tasks
+from jaxrl_llm.config import ConfigError, PromptsConfig
+for name in json.loads(sys.argv[1]):
+    try:
+        print(name, len(tasks.load(PromptsConfig(source="reasoning_gym", name=name, size=2), seed=0).examples))
+    except ConfigError as error:
+        print(error)
+"""
+
+
+def test_a_game_whose_package_is_not_there_is_refused_and_the_others_are_played(gym):
+    lost = {game: package for package, games in gym.SOURCE_PACKAGES.items() for game in games}
+    played = ["chain_sum", "rubiks_cube", "knights_knaves"]
+    names = json.dumps([*lost, *played])
+    command = [sys.executable, "-c", WITHOUT_SOURCE_PACKAGES, names]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    how = "which is built from source: bash launch/setup.sh reasoning (with a C compiler)"
+    refused = [f"prompts.name={game!r} needs {package}, {how}" for game, package in lost.items()]
+    assert done.stdout.splitlines() == refused + [f"{name} 2" for name in played]
 
 
 @pytest.mark.parametrize(

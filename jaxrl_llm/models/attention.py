@@ -122,9 +122,7 @@ def attend_next(q_B1NH, k_BK1H, v_BK1H, *, prompt: Prompt, cache: Cache, impleme
     if implementation == "splash":
         out, keys, values = kernels.decode(q, k_BK1H, v_BK1H, of_prompt, cache)
         return out.reshape(B, 1, N, H), ((keys,), (values,))
-    is_whole = kernels.reads_caches(implementation, H)
-    of_cache = kernels.attend_cache(q, cache) if is_whole else _attend_cache(q, cache)
-    out = _merge([_attend_new(q, k_BK1H, v_BK1H), of_prompt, *of_cache]).astype(q.dtype)
+    out = _merge([_attend_new(q, k_BK1H, v_BK1H), of_prompt, *_attend_cache(q, cache)]).astype(q.dtype)
 
     # All rows' tokens go to one place: no scatter. What goes there asks for what attention gave: so caches are written
     # when they have been read, in place, or XLA would copy them, and a row gone wrong leaves nothing in its slot.
@@ -140,7 +138,7 @@ def attend_next(q_B1NH, k_BK1H, v_BK1H, *, prompt: Prompt, cache: Cache, impleme
 
         return tuple(into(i, x) for i, x in enumerate(blocks))
 
-    return out.reshape(B, 1, N, H), (put(cache.keys, k_BK1H, 2 if is_whole else 3), put(cache.values, v_BK1H, 2))
+    return out.reshape(B, 1, N, H), (put(cache.keys, k_BK1H, 3), put(cache.values, v_BK1H, 2))
 
 
 def _attend_groups(q_BTNH, k_BKTH, v_BKTH, groups: Groups, implementation: str) -> jax.Array:
@@ -251,11 +249,12 @@ def block_shapes(tokens: int, head_size: int, implementation: str) -> tuple[int,
     """How many blocks a cache of so many tokens has, and the last two dimensions of its keys and of its values.
 
     Up to four, each an array of its own: of one array XLA would copy what is read. Keys have their tokens innermost
-    there, as matmuls on a CPU want them.
+    there, as matmuls on a CPU want them. Where kernels serve the rest of a GPU's attention there is one block, which is
+    read without a branch.
     """
-    if kernels.reads_caches(implementation, head_size):
+    if implementation == "splash":
         return 1, *[(kernels.cache_length(tokens), head_size)] * 2
-    count = min(4, -(-tokens // BLOCK_PLACES))
+    count = 1 if implementation == "cudnn" else min(4, -(-tokens // BLOCK_PLACES))
     width = -(-tokens // (8 * count)) * 8
     return count, (head_size, width), (width, head_size)
 

@@ -6,9 +6,9 @@ sum over the group again), or packed lines, by a mask of [B,T,T]. Splash passes 
 cuDNN it is a bias, with a gradient of its own.
 
 Pieces merged by their softmax sums, as the reference path has them, would need the gradient of the log-sum-exp, which
-these kernels refuse (Splash) or drop (cuDNN). In a decode step a kernel attends to each row's cache and reads what is
-live of it, where XLA would read the longest row's part of all, on GPUs asking the host which in every layer: Pallas'
-Triton kernel there, on TPU one of our own (tpu_decode).
+these kernels refuse (Splash) or drop (cuDNN). In a decode step on TPU a kernel of our own (tpu_decode) attends to each
+row's cache and reads what is live of it. On GPUs plain matmuls read all of it: Pallas' lowering by Triton is
+deprecated, and to read the longest row's part alone XLA would ask the host which, in every layer.
 
 Letters as in attention; S = L + T keys a row.
 Owns: which kernel serves which device, and how rows are laid out for it. Does not know: parameters, slots.
@@ -24,7 +24,6 @@ import jax.numpy as jnp
 
 from jaxrl_llm import sharding
 
-CACHE_BLOCK = 256  # tokens of a cache that one block of the GPU's threads reads, in parts of 64
 LANES = 128
 # Of the block sizes that divide a row, the largest: fewer passes over the keys. Compiled for chips, not timed on one.
 BLOCKS = (512, 256, 128)
@@ -98,26 +97,6 @@ def attend(q_BTNH, k_BKTH, v_BKTH, prompt, visible, implementation: str) -> jax.
     return _by_device(kernel, (q_BTNH, k_BKSH, v_BKSH, visible_BL, visible), axes)
 
 
-def reads_caches(implementation: str, head_size: int) -> bool:
-    """Whether a kernel does, of one array [B,K,C,H]: on TPU, and on GPUs where Triton multiplies heads of that size."""
-    return implementation == "splash" or (implementation == "cudnn" and head_size in (16, 32, 64, 128))
-
-
-def attend_cache(q_BKRH, cache) -> list[tuple[jax.Array, jax.Array, jax.Array]]:
-    """The two pieces of attention to rows' caches, before and after the place where those come round.
-
-    Args:
-        q_BKRH: rotated queries of one token a row, scaled.
-        cache: an ``attention.Cache``.
-
-    Returns:
-        Of each piece the sum of e^(score - max) values [B,K,R,H], that sum [B,K,R] f32, the max [B,K,R] f32.
-    """
-    of_keys = ("batch", "kv_heads", None, None)
-    args = (q_BKRH, cache.keys[0], cache.values[0], cache.length, cache.end)
-    return _by_device(_triton, args, (of_keys, of_keys, of_keys, ("batch",), ()))
-
-
 def decode(q_BKRH, k_BK1H, v_BK1H, of_prompt, cache):
     """A decode step's attention on TPU: to a prompt attended before, the row's cache and its new token, kept there.
 
@@ -151,21 +130,6 @@ def _by_device(kernel, args, axes):
 
     specs = tuple(jax.tree.map(functools.partial(split, names), x) for x, names in zip(args, axes, strict=True))
     return jax.shard_map(kernel, in_specs=specs, out_specs=jax.P(*specs[0][:3]), check_vma=False)(*args)
-
-
-def _triton(q_BKRH, keys_BKCH, values_BKCH, length, end):
-    from jax.experimental.pallas.ops.gpu import decode_attention
-
-    (B, K, R, _), C = q_BKRH.shape, keys_BKCH.shape[2]
-    first = end - length  # negative where the row's tokens come round
-    start = jnp.stack([jnp.maximum(first, 0), jnp.where(first < 0, C + first, C)])
-    stop = jnp.stack([jnp.broadcast_to(end, first.shape), jnp.full_like(first, C)])
-    block = next(size for size in (CACHE_BLOCK, 128, 64, 32, 16) if C % size == 0)
-    how = {"sm_scale": 1.0, "k_splits": C // block, "block_k": min(64, block), "return_residuals": True}
-    attend = functools.partial(decode_attention.gqa, **how, normalize_output=False)
-    rows = (q_BKRH.reshape(B, K * R, -1), keys_BKCH.swapaxes(1, 2), values_BKCH.swapaxes(1, 2))
-    out, (total, peak) = jax.vmap(attend, in_axes=(None, None, None, 0, 0))(*rows, start, stop)
-    return [tuple(x[i].reshape(B, K, R, *x.shape[3:]) for x in (out, total, peak)) for i in range(2)]
 
 
 def _splash_of(mask: Any) -> Any:

@@ -14,7 +14,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.compute_on import compute_on
+from jax.experimental import compute_on as _compute_on
+
+# jax 0.10 has two of them; what the second takes, the only one of 0.12 takes.
+compute_on = getattr(_compute_on, "compute_on2", _compute_on.compute_on)
 
 
 class Lane(NamedTuple):
@@ -132,8 +135,8 @@ def _where_it_lies(function: Callable[..., jax.Array], leaf: jax.Array, *rows: j
     """
     if not _is_on_host(leaf):
         return function(leaf, *rows)
-    with compute_on("device_host"):
-        return jax.jit(function)(leaf, *jax.device_put(rows, jax.memory.Space.Host))
+    by_host = compute_on(function, compute_type="device_host", out_memory_spaces=jax.memory.Space.Host)
+    return by_host(leaf, *jax.device_put(rows, jax.memory.Space.Host))
 
 
 def _is_on_host(x: jax.Array) -> bool:

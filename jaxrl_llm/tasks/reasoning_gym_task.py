@@ -10,19 +10,45 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import importlib.util
 import json
 import re
+import sys
+import types
 from typing import Any
 
 from jaxrl_llm.config import ConfigError, PromptsConfig
 from jaxrl_llm.tasks.protocol import Loaded
 
+# Packages of reasoning-gym that come as source alone, so that not every machine has them: the games that need each.
+SOURCE_PACKAGES = {
+    "pycosat": ("zebra_puzzles",),
+    "cellpylib": ("game_of_life", "game_of_life_halting"),
+    "zss": ("codeio",),
+}
+
+
+class _Absent(types.ModuleType):
+    """Stands for a package that is not installed: reasoning-gym imports all of them, whichever game is played."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise ModuleNotFoundError(_how_to_get(self.__name__), name=self.__name__)
+
+
+def _how_to_get(package: str) -> str:
+    return f"needs {package}, which is built from source: bash launch/setup.sh reasoning (with a C compiler)"
+
+
+ABSENT = [package for package in SOURCE_PACKAGES if importlib.util.find_spec(package) is None]
+sys.modules.update({package: _Absent(package) for package in ABSENT})
 try:
     import reasoning_gym
     from reasoning_gym.factory import DATASETS
 except ModuleNotFoundError as error:
     raise ConfigError(
-        f"prompts.source='reasoning_gym' needs {error.name}: pip install 'jaxrl_llm[reasoning]'"
+        f"prompts.source='reasoning_gym' needs {error.name}: bash launch/setup.sh installs it"
     ) from error
 
 SCORER = "jaxrl_llm.tasks.reasoning_gym_task:reward"
@@ -39,7 +65,7 @@ def load(config: PromptsConfig, *, seed: int) -> Loaded:
     dataset's whole row), ``dataset`` and ``dataset_arguments`` (what makes the same dataset again).
 
     Raises:
-        ConfigError: unknown dataset, or arguments that it does not take.
+        ConfigError: unknown dataset, one whose package is not installed, or arguments that it does not take.
     """
     from jaxrl_llm.types import Example  # here, for reward workers import this module and must not pay for jax
 
@@ -48,6 +74,9 @@ def load(config: PromptsConfig, *, seed: int) -> Loaded:
         near = difflib.get_close_matches(name, DATASETS, n=3, cutoff=0.4)
         hint = f"did you mean {', '.join(near)}" if near else "names: reasoning_gym.factory.DATASETS"
         raise ConfigError(f"prompts.name={name!r} is not a reasoning-gym dataset; {hint}")
+    for package in ABSENT:
+        if name in SOURCE_PACKAGES[package]:
+            raise ConfigError(f"prompts.name={name!r} {_how_to_get(package)}")
     known = [field.name for field in dataclasses.fields(DATASETS[name][1]) if field.name not in ("seed", "size")]
     for key, value in config.arguments.items():
         if key not in known:
@@ -56,7 +85,7 @@ def load(config: PromptsConfig, *, seed: int) -> Loaded:
     try:
         dataset = reasoning_gym.create_dataset(name, **arguments)
         entries = [dataset[i] for i in range(config.size)]
-    except (AssertionError, TypeError, ValueError, LookupError) as error:
+    except (AssertionError, ImportError, TypeError, ValueError, LookupError) as error:
         reason = str(error) or type(error).__name__
         raise ConfigError(f"prompts.arguments={config.arguments!r} do not suit {name}: {reason}") from error
     return Loaded(

@@ -16,6 +16,7 @@ import numpy as np
 import optax
 import pytest
 from building import EIGHT, ONE, host_params, learner_params, mesh_of
+from conftest import QUICK_TO_COMPILE
 from reference import transformer
 
 from jaxrl_llm import sharding
@@ -82,10 +83,6 @@ def config_of(recipe, micro_batch_size=NUM_ROWS):
     if own.credit.advantage == "gdpo":  # one part would be like any other
         config.rewards.functions, config.rewards.weights = ("a", "b"), (1.0, 0.5)
     return freeze(config)
-
-
-# These programs run a dozen times and are compiled for every recipe: most of the time is the compiler's.
-QUICK_TO_COMPILE = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
 
 
 class Iteration:
