@@ -1,6 +1,7 @@
 """Programs: functions with the shapes they are compiled for, compiled ahead of time, with their memory known.
 
-Owns: lowering, compiling, what is in memory while a program runs. Does not know: what the programs compute.
+Owns: lowering, compiling, counting what is compiled later, what is in memory while a program runs. Does not know: what
+the programs compute.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import ctypes
 import dataclasses
 import os
 import pathlib
+import resource
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -191,3 +193,27 @@ def memory_table(compiled: Mapping[str, jax.stages.Compiled]) -> str:
         sizes = (m.arguments, m.outputs, m.temporary, m.aliased, m.peak)
         lines.append(f"{name:<16}" + "".join(f"{size / 2**20:11.1f}" for size in sizes))
     return "\n".join(lines)
+
+
+class CompileCounter:
+    """Counts programs XLA compiles once the first iteration is over."""
+
+    def __init__(self):
+        self.count = 0
+        self.warm = None
+        jax.monitoring.register_event_duration_secs_listener(self._listen)
+
+    def _listen(self, event: str, duration: float, **_: Any) -> None:
+        self.count += event == "/jax/core/compile/backend_compile_duration"
+
+    def after_warmup(self) -> int:
+        """Call once per iteration; the first call ends the warm-up."""
+        if self.warm is None:
+            self.warm = self.count
+        return self.count - self.warm
+
+
+def peak_memory_bytes(mesh: jax.sharding.Mesh) -> int:
+    """Peak of the fullest device; of this process where devices do not say (CPU)."""
+    peaks = [stats["peak_bytes_in_use"] for d in mesh.local_devices if (stats := d.memory_stats())]
+    return max(peaks) if peaks else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -25,7 +25,7 @@ import numpy as np
 from absl import flags
 from ml_collections import config_flags
 
-from jaxrl_llm import cli, profiling, report, rng, sharding, tasks
+from jaxrl_llm import cli, programs, report, rng, sharding, tasks
 from jaxrl_llm.assembly import Run, assemble, keep_what_fits
 from jaxrl_llm.checkpoint import Checkpointer, StopRequest
 from jaxrl_llm.config import Config, ConfigError, freeze, to_json
@@ -157,7 +157,7 @@ def train(config: Config, workdir: pathlib.Path, *, allow_config_changes: bool =
             measure("eval_before")
 
         # ---- the loop ----------------------------------------------------------------------------------
-        recompiles = profiling.CompileCounter()
+        recompiles = programs.CompileCounter()
         progress.restart_clock()
         failure, iteration = None, start
         while iteration < config.num_iterations and not stop.requested and failure is None:
@@ -213,7 +213,7 @@ def train(config: Config, workdir: pathlib.Path, *, allow_config_changes: bool =
                 "time/update_s": update_s,
                 "throughput/generate_tokens_per_s": values["tokens/generated"] / generate_s,
                 "throughput/update_tokens_per_s": values["tokens/trained"] / update_s,
-                "memory/peak_bytes": profiling.peak_memory_bytes(mesh),
+                "memory/peak_bytes": programs.peak_memory_bytes(mesh),
             }
             if guests:
                 values |= guests.values()

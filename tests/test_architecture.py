@@ -71,9 +71,9 @@ def modules() -> list[pathlib.Path]:
 # What a table or a setting offers, and no run has all of: the functions that methods combine, what is special to one
 # kind of device, of file or of question.
 MENU = {
-    *(f"ops.{name}" for name in ("advantages", "baselines", "corrections", "losses", "shaping", "surrogates", "values")),
-    *(f"models.{name}" for name in ("gguf", "kernels", "tpu_decode")),
-    *("tasks.files", "external", "resampling"),
+    *("ops.advantages", "ops.baselines", "ops.corrections", "ops.losses", "ops.shaping", "ops.surrogates", "ops.values"),
+    *("models.gguf", "models.kernels", "models.tpu_decode"),
+    *("tasks.files", "external", "method_config", "resampling"),
 }
 
 

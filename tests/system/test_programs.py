@@ -16,7 +16,7 @@ import pytest
 from building import COMPLETION_TOKENS, CUBE, EIGHT, ONE, PROMPT_TOKENS, ROW_TOKENS, TINY, mesh_of, needs_libtpu
 from jax.sharding import PartitionSpec
 
-from jaxrl_llm import plan, profiling, sharding
+from jaxrl_llm import plan, programs, sharding
 from jaxrl_llm import train as train_module
 from jaxrl_llm.assembly import assemble
 from jaxrl_llm.config import MeshConfig, freeze
@@ -47,7 +47,7 @@ def make_run(mesh=EIGHT, *, arch=TINY, compute_dtype="float32", logp_chunk_token
     return assemble(freeze(settings), arch, building.EOS_IDS, mesh_of(mesh))
 
 
-class GuardedCounter(profiling.CompileCounter):
+class GuardedCounter(programs.CompileCounter):
     """``train`` makes its counter as the last thing before the loop: from there on only explicit transfers pass."""
 
     def __init__(self):
@@ -98,7 +98,7 @@ def finished(tmp_path_factory):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(PRESETS, "debug", TINY)
-        patch.setattr(train_module.profiling, "CompileCounter", GuardedCounter)
+        patch.setattr(train_module.programs, "CompileCounter", GuardedCounter)
         patch.setattr(train_module, "compile_all", compile_and_record)
         try:
             status = train_module.train(config, tmp_path / "run")

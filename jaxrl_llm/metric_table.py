@@ -1,0 +1,173 @@
+"""The metrics of a run: names, units, meanings.
+
+``METRICS`` is the one place where a metric has them; writing a name that is not there raises.
+
+Owns: that table. Does not know: how a value comes about (metrics).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jaxrl_llm.types import AGE_BUCKETS
+
+# Ages of rollouts by bucket: "0", "1", "2-3", ..., "16+".
+_LOWEST = (0, *(highest + 1 for highest in AGE_BUCKETS))
+AGE_LABELS = (
+    *(f"{low}-{high}" if low < high else f"{high}" for low, high in zip(_LOWEST, AGE_BUCKETS, strict=False)),
+    f"{_LOWEST[-1]}+",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Metric:
+    """Unit, and meaning with its denominator, of one value per iteration."""
+
+    unit: str
+    meaning: str
+
+
+# Name -> what it is. An iteration samples rollouts, scores them, puts them in the ring and takes U optimizer steps.
+METRICS: dict[str, Metric] = {
+    "rollout/generated_rows": Metric(
+        "rollouts",
+        "Rollouts sampled in the iteration, over which the rates below are; with rollout.max_resample_rounds more than "
+        "go into the ring.",
+    ),
+    "rollout/reward_mean": Metric("reward", "Total reward, mean over the iteration's rollouts that got a score."),
+    "rollout/reward_std": Metric("reward", "Standard deviation of the total reward over the same rollouts."),
+    "rollout/pass_rate": Metric(
+        "fraction", "Scored rollouts with reward at least rewards.pass_threshold, over scored rollouts."
+    ),
+    "rollout/completion_length_tokens": Metric("tokens", "Completion length with EOS, mean over finished rollouts."),
+    "rollout/truncated_frac": Metric(
+        "fraction", "Rollouts cut at sampling.max_completion_tokens, over finished rollouts."
+    ),
+    "rollout/stop_string_frac": Metric("fraction", "Rollouts ended by a stop string, over finished rollouts."),
+    "rollout/degenerate_group_frac": Metric(
+        "fraction",
+        "Groups whose advantages are all 0, over groups. Such is a group of equal rewards, or of fewer than two, "
+        "where credit.advantage compares siblings: nothing to learn.",
+    ),
+    "prompts/retired": Metric("questions", "Questions that prompts.retire_pass_rate keeps from being asked again."),
+    "update/loss": Metric("loss", "What the optimizer descends, mean over the iteration's optimizer steps."),
+    "update/entropy_nats": Metric(
+        "nats per token", "Entropy of the current policy, mean over trained completion tokens."
+    ),
+    "update/entropy_coefficient": Metric(
+        "weight", "Weight of the entropy bonus that objective.entropy_target moves, mean over the optimizer steps."
+    ),
+    "update/kl_behaviour_nats": Metric(
+        "nats per token", "k3 estimate of KL(behaviour || current policy), mean over trained completion tokens."
+    ),
+    "update/kl_reference_nats": Metric(
+        "nats per token", "KL estimate (objective.kl_estimator) to objective.kl_anchor, mean over trained tokens."
+    ),
+    "update/old_policy_gap_max_nats": Metric(
+        "nats",
+        "Largest |log-prob of the old policy (objective.proximal) - of the behaviour policy| of a trained token, at "
+        'most 40; with "generation" it is of sampler against learner, whatever the rollout\'s age.',
+    ),
+    "update/clip_frac": Metric(
+        "fraction", "Trained completion tokens whose ratio is clipped, over trained completion tokens."
+    ),
+    "update/ratio_max": Metric("ratio", "Largest current/behaviour probability ratio of a trained token."),
+    "update/ess_frac": Metric(
+        "fraction", "Effective sample size of the ratios, (sum w)^2 / sum w^2, over the trained tokens; 1 = on-policy."
+    ),
+    "update/sequence_ess_frac": Metric(
+        "fraction", "The same of whole completions: ratios of their probabilities, over the trained rollouts."
+    ),
+    **{
+        f"update/clip_frac_age_{label}": Metric("fraction", f"Clipped tokens of rollouts of age {label}, over theirs.")
+        for label in AGE_LABELS
+    },
+    **{
+        f"update/ess_frac_age_{label}": Metric("fraction", f"update/ess_frac over tokens of age {label} alone.")
+        for label in AGE_LABELS
+    },
+    "update/correction_weight": Metric(
+        "weight", "Weight of objective.correction, 0 where it masks; mean over trained completion tokens."
+    ),
+    "update/environment_nats": Metric(
+        "nats per token", "Cross-entropy of prompts, each a mean over its tokens; mean over the trained rollouts."
+    ),
+    "update/imitation_nats": Metric(
+        "nats per token", "Cross-entropy of the correct rollouts of others; mean over their tokens, 0 where none."
+    ),
+    "update/value_loss": Metric("loss", "Loss of the critic's predictions, mean over trained completion tokens."),
+    "update/explained_variance": Metric(
+        "fraction",
+        "1 - variance of (return - critic's value) / variance of the return, over trained tokens.",
+    ),
+    "update/grad_norm": Metric("norm", "Global gradient norm before clipping, mean over the optimizer steps."),
+    "update/skipped_steps": Metric("steps", "Optimizer steps skipped because nothing trainable could be drawn."),
+    "update/sampler_learner_gap_max_nats": Metric(
+        "nats",
+        "Largest |log-prob of the sampler - log-prob of the learner| of a token under the weights that sampled it. "
+        "With rollout.lookahead_prompts the sampler may have attended to keys of older weights, and this shows it. "
+        "External rollouts have no sampler: the learner's own log-probs stand for it, and they add nothing.",
+    ),
+    "optimizer/learning_rate": Metric("per step", "Learning rate of the iteration's last optimizer step."),
+    "optimizer/rate_scale": Metric(
+        "factor", "What objective.ess_learning_rate multiplies the learning rate by, mean over the optimizer steps."
+    ),
+    "replay/age_mean_steps": Metric("iterations", "Iterations since insertion, mean over rollouts drawn."),
+    "replay/age_max_steps": Metric("iterations", "Iterations since insertion of the oldest rollout drawn."),
+    "replay/uses_mean": Metric(
+        "draws", "Times a drawn rollout has been drawn, this draw counted; mean over rollouts drawn."
+    ),
+    "replay/first_use_frac": Metric("fraction", "Draws that were the first of their rollout, over draws."),
+    "replay/since_last_use_mean_steps": Metric(
+        "optimizer steps", "Since a drawn rollout was last drawn, mean over draws that were not the first."
+    ),
+    "replay/unique_prompts_mean": Metric(
+        "prompts", "Different prompts in an update batch, mean over the iteration's optimizer steps."
+    ),
+    "external/groups": Metric("groups", "Groups of external.paths that came into the ring in the iteration."),
+    "external/reward_mean": Metric("reward", "Total reward, mean over their completions that have one."),
+    "external/failed_rewards": Metric("rollouts", "Their completions without a reward, which are never drawn."),
+    "external/skipped_lines": Metric("lines", "Lines of other runs that this one cannot use, so far."),
+    "time/cost_ratio": Metric(
+        "ratio",
+        "Seconds to generate a rollout (time/generate_s and time/reward_s by rollout/generated_rows) over seconds to "
+        "train on one (time/update_s by replay/drawn_rows): mu of replay_plan.",
+    ),
+    "time/compute_rollouts": Metric(
+        "trained rollouts",
+        "Cost of the run so far, the sum of rollouts trained + mu * rollouts generated; mu is replay.cost_ratio, or "
+        "time/cost_ratio where that is 0.",
+    ),
+    "replay/filled_frac": Metric("fraction", "Filled slots of the ring, over its capacity."),
+    "replay/wasted_share": Metric(
+        "fraction",
+        "Places for tokens in the ring that hold no token of a rollout, over all of them: padding, and what is empty.",
+    ),
+    "replay/drawn_rows": Metric("rollouts", "Rollouts drawn in the iteration, over all its optimizer steps."),
+    "reward/timeout_count": Metric("rollouts", "Rollouts whose reward ran past its deadline."),
+    "reward/error_count": Metric("rollouts", "Rollouts whose reward raised, was not a number or lost its process."),
+    "time/generate_s": Metric(
+        "seconds", "From the first prefill to the last finished completion on the host, without time/reward_s."
+    ),
+    "time/reward_s": Metric("seconds", "Waiting for rewards after generation ended, summed over its rounds."),
+    "time/update_s": Metric("seconds", "From dispatch of the update until its metrics are on the host."),
+    "time/checkpoint_s": Metric("seconds", "The loop held up by a checkpoint; the write itself runs beside it."),
+    "time/iteration_s": Metric("seconds", "The whole iteration, evaluation and checkpoint included."),
+    "tokens/generated": Metric("tokens", "Completion tokens sampled in the iteration."),
+    "tokens/trained": Metric(
+        "tokens", "Completion tokens in the iteration's update batches; one drawn twice counts 2."
+    ),
+    "throughput/generate_tokens_per_s": Metric("tokens/s", "tokens/generated over time/generate_s."),
+    "throughput/update_tokens_per_s": Metric("tokens/s", "tokens/trained over time/update_s."),
+    "memory/peak_bytes": Metric("bytes", "Peak memory so far: of the fullest device, or of the process on CPU."),
+    "compile/recompiles_after_warmup": Metric("programs", "Programs compiled after the first iteration, so far."),
+    "eval/pass_rate": Metric(
+        "fraction", "Held-out completions with reward at least rewards.pass_threshold, over those that got a score."
+    ),
+    "eval/pass_any_rate": Metric(
+        "fraction",
+        "Held-out questions with at least one passing completion among eval.num_samples (pass@num_samples), over those "
+        "whose completions all got a score.",
+    ),
+    "eval/completion_length_tokens": Metric("tokens", "Completion length with EOS, mean over held-out completions."),
+}
