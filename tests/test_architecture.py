@@ -71,7 +71,8 @@ def modules() -> list[pathlib.Path]:
 # What a table or a setting offers, and no run has all of: the functions that methods combine, what is special to one
 # kind of device, of file or of question.
 MENU = {
-    *("ops.advantages", "ops.baselines", "ops.corrections", "ops.losses", "ops.shaping", "ops.surrogates", "ops.values"),
+    *("ops.advantages", "ops.baselines", "ops.corrections", "ops.losses"),
+    *("ops.shaping", "ops.surrogates", "ops.values"),
     *("models.gguf", "models.kernels", "models.tpu_decode"),
     *("tasks.files", "external", "method_config", "resampling"),
 }
