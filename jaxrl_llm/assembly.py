@@ -28,7 +28,7 @@ from jaxrl_llm.ops.baselines import NUM_FEATURES
 from jaxrl_llm.ops.masks import completion_mask
 from jaxrl_llm.ops.shaping import NUM_DIFFICULTIES
 from jaxrl_llm.programs import Program, in_use_bytes, memory
-from jaxrl_llm.sampler import Sampler
+from jaxrl_llm.sampler import Sampler, SamplerState
 from jaxrl_llm.types import Critic, Experience, RingState, Rollout, Scores, TrainState
 from jaxrl_llm.update import Update
 
@@ -72,7 +72,7 @@ class Run:
     def abstract_external(self) -> Rollout:
         """Rows of others, as the host has them: without what the current weights say of them."""
         rows = self._abstract_rows(self.config.rows_per_iteration - self.config.rollouts_per_iteration)
-        return rows.replace(behaviour_logp=None, policy_version=None)
+        return rows.replace(behaviour_logp=None, policy_version=None, entropy=None, old_logp=None)
 
     def _abstract_rows(self, B: int) -> Rollout:
         S = self.config.row_tokens
@@ -88,6 +88,10 @@ class Run:
         )
         if size := self.sampler.support_tokens:
             rows = rows.replace(support=jax.ShapeDtypeStruct((B, S, size), jnp.int32))
+        if self.sampler.keeps_entropy:
+            rows = rows.replace(entropy=jax.ShapeDtypeStruct((B, S), jnp.float32))
+        if self.sampler.keeps_old_logp:
+            rows = rows.replace(old_logp=jax.ShapeDtypeStruct((B, S), jnp.float32))
         return place(rows, sharding.leading(self.mesh, rows))
 
     @functools.cached_property
@@ -156,7 +160,7 @@ class Run:
         B, S = self.config.rows_per_iteration, self.config.row_tokens
         tokens = jax.ShapeDtypeStruct((B, S), jnp.float32)
         shape = Experience(
-            rollout=self.abstract_rollout,
+            rollout=self.abstract_rollout.replace(entropy=None, old_logp=None),
             reward=jax.ShapeDtypeStruct((B,), jnp.float32),
             advantage=tokens,
             trainable=jax.ShapeDtypeStruct((B,), bool),
@@ -174,9 +178,29 @@ class Run:
             page_tokens=self.config.page_tokens,
         )
 
-    def _logp(self, params: Any, rollout: Rollout) -> jax.Array:
-        """Log-probs of fresh rollouts, [B,S]."""
-        return self._by_micro_batch(lambda rows, unit: self.update.logp(params, rows, group_size=unit).logp, rollout)
+    def _logp(self, params: Any, rollout: Rollout, *, with_entropy: bool = False) -> Any:
+        """Log-probs of fresh rollouts, [B,S], or those and entropies."""
+
+        def look(rows: Rollout, unit: int) -> Any:
+            seen = self.update.logp(params, rows, group_size=unit)
+            return (seen.logp, seen.entropy) if with_entropy else seen.logp
+
+        return self._by_micro_batch(look, rollout)
+
+    def _old_logp(self, params: Any, version: jax.Array, rollout: Rollout) -> jax.Array:
+        """Log-probs [B,S] by the learner of the weights that drew each token; of older ones they are there already."""
+        logp, before = self._logp(params, rollout), rollout.old_logp
+        return logp if before is None else jnp.where(rollout.policy_version == version, logp, before)
+
+    def _score_open(self, params: Any, version: jax.Array, state: SamplerState) -> SamplerState:
+        """What ``_old_logp`` of a later iteration wants of these weights: of open rollouts, the tokens they drew."""
+        table = state.tokens
+        flat = lambda x: x.reshape(-1, *x.shape[3:])  # noqa: E731  [M, E, G, ...]
+        names = ("tokens", "prompt_length", "length", "behaviour_logp", "policy_version", "stop_reason", "support")
+        rows = {name: jax.tree.map(flat, getattr(state, name)) for name in names}
+        group = jnp.arange(table.shape[0] * table.shape[1] * table.shape[2], dtype=jnp.int32) // table.shape[2]
+        logp = self._logp(params, Rollout(**rows, group_id=group, prompt_id=group)).reshape(table.shape)
+        return state.replace(old_logp=jnp.where(state.policy_version == version, logp, state.old_logp))
 
     def _reference(self, params: Any, rollout: Rollout) -> jax.Array:
         """Likewise under the frozen reference; they are kept in the ring with the rollouts."""
@@ -186,8 +210,12 @@ class Run:
     def _join(self, params: Any, version: jax.Array, rollout: Rollout, external: Rollout) -> Rollout:
         """Own rows and those of others beside each other, these as if the current weights had just drawn them."""
         mask = completion_mask(external.prompt_length, external.length, external.tokens.shape[1])
+        behaviour_logp, entropy = self._logp(params, external, with_entropy=True)
         external = external.replace(
-            behaviour_logp=self._logp(params, external), policy_version=jnp.where(mask, version, -1)
+            behaviour_logp=behaviour_logp,
+            policy_version=jnp.where(mask, version, -1),
+            entropy=None if rollout.entropy is None else entropy,
+            old_logp=None if rollout.old_logp is None else jnp.zeros_like(behaviour_logp),
         )
         # Every device has its share of both: no row moves.
         apart = lambda x: x.reshape(self.update.num_devices, -1, *x.shape[1:])  # noqa: E731
@@ -209,9 +237,9 @@ class Run:
         predict = functools.partial(self.update.predict_values, state.params, state.critic.head)
         return self._by_micro_batch(lambda rows, unit: predict(rows, group_size=unit), rollout)
 
-    def _by_micro_batch(self, look: Callable[[Rollout, int], jax.Array], rollout: Rollout) -> jax.Array:
-        """``look(rows, group_size)`` [b,S] at all fresh rollouts, [B,S], as many at a time as in an update."""
-        B, S = rollout.tokens.shape
+    def _by_micro_batch(self, look: Callable[[Rollout, int], Any], rollout: Rollout) -> Any:
+        """``look(rows, group_size)``, [b,...], at all fresh rollouts, [B,...], as many at a time as in an update."""
+        B = rollout.tokens.shape[0]
         shards, group, micro = self.update.num_devices, self.config.rollout.group_size, self.config.update
         unit = group if group * shards <= micro.micro_batch_size else 1  # whole groups share their prompt
         units = B // shards // unit
@@ -220,7 +248,8 @@ class Run:
         split = lambda x: x.reshape(shards, num_micro, -1, *x.shape[1:]).swapaxes(0, 1)  # noqa: E731
         micros = jax.tree.map(lambda x: split(x).reshape(num_micro, B // num_micro, *x.shape[1:]), rollout)
         seen = jax.lax.map(lambda rows: look(rows, unit), micros)
-        return seen.reshape(num_micro, shards, -1, S).swapaxes(0, 1).reshape(B, S)
+        whole = lambda x: x.reshape(num_micro, shards, -1, *x.shape[2:]).swapaxes(0, 1).reshape(B, *x.shape[2:])  # noqa: E731
+        return jax.tree.map(whole, seen)
 
     def _insert(self, ring, rollout, scores, ref_logp, iteration):
         """Credit, then the ring. Returns the ring and credit's sums."""
@@ -296,7 +325,12 @@ class Run:
             place = self.whole(jnp.int32, (self.config.rollout.prompts_per_iteration,))
             programs["choose"] = Program(self._choose, (sampled, sampled, place), layout(sampled))
         if self.config.keeps_old_logp:
-            programs["old_logp"] = Program(self._logp, (self.learner_params, rollout), tokens.sharding)
+            given = (self.learner_params, iteration, rollout)
+            programs["old_logp"] = Program(self._old_logp, given, tokens.sharding)
+        if self.sampler.keeps_old_logp:
+            slots = self.sampler.abstract_state()
+            given = (self.learner_params, iteration, slots)
+            programs["score_open"] = Program(self._score_open, given, layout(slots), donate=(2,))
         if self.config.external.groups_per_iteration:
             programs["join"] = Program(
                 self._join, (self.learner_params, iteration, sampled, self.abstract_external), layout(rollout)
@@ -355,6 +389,8 @@ def assemble(
         num_slots=config.num_slots,
         chunk_steps=config.rollout.chunk_steps,
         lookahead=config.rollout.lookahead_prompts,
+        keeps_entropy=config.keeps_entropy,
+        keeps_old_logp=config.keeps_old_logp and config.rollout.lookahead_prompts > 0,
     )
     return Run(
         config=config,
@@ -434,4 +470,6 @@ def eval_sampler(config: Config, sampler: Sampler) -> Sampler:
         num_slots=min(at_once * samples, config.num_slots),
         lookahead=0,
         keeps_support=False,
+        keeps_entropy=False,
+        keeps_old_logp=False,
     )

@@ -75,6 +75,9 @@ class SamplingConfig:
     top_p: float = 1.0
     # Keep tokens at least this fraction as likely as the most likely; 0.0 = all.
     min_p: float = 0.0
+    # Where one of these leaves tokens out, a token is drawn among the most likely ids of those left, so many at most:
+    # they are kept with it, 4 bytes each, for the learner's ratio to be over the same ones.
+    support_tokens: int = 64
     # Longest completion in tokens, EOS counted.
     max_completion_tokens: int = 16
     # Completions end at the first of these texts (kept in the completion).
@@ -92,6 +95,9 @@ class RolloutConfig:
     chunk_steps: int = 8
     # Prompts started ahead, so that slots never idle: their rollouts may span policy versions (recorded per token).
     lookahead_prompts: int = 0
+    # Staleness gate: no prompt stays open for more than so many iterations beyond its first. Stragglers are waited for,
+    # and fewer prompts started ahead if need be; 0 = it may stay.
+    max_lag_iterations: int = 0
     # How often at most an iteration asks prompts_per_iteration more prompts because groups of it are tied (no two
     # rewards differ): mixed ones take their place. What is left out counts as generated. 0 = never.
     max_resample_rounds: int = 0
@@ -276,8 +282,14 @@ class Config:
 
     @property
     def keeps_old_logp(self) -> bool:
-        """Whether rollouts carry their log-probs under the weights that drew them, of several the last."""
+        """Whether rollouts carry the learner's log-probs under the weights that drew each token."""
         return self.objective.proximal == "generation"
+
+    @property
+    def keeps_entropy(self) -> bool:
+        """Whether rollouts carry the entropy of what each token was drawn from, for credit."""
+        credit = self.credit
+        return credit.advantage == "poise" or credit.entropy_bonus > 0 or credit.entropy_reweighting > 0
 
     @property
     def has_critic(self) -> bool:

@@ -89,12 +89,14 @@ BOUNDS = {
     "sampling.top_k": (0, math.inf, True),
     "sampling.top_p": (0.0, 1.0, False),
     "sampling.min_p": (0.0, 1.0, True),
+    "sampling.support_tokens": (1, math.inf, True),
     "sampling.max_completion_tokens": (1, math.inf, True),
     "rollout.prompts_per_iteration": (1, math.inf, True),
     "rollout.group_size": (1, math.inf, True),
     "rollout.slots": (0, math.inf, True),
     "rollout.chunk_steps": (1, math.inf, True),
     "rollout.lookahead_prompts": (0, math.inf, True),
+    "rollout.max_lag_iterations": (0, math.inf, True),
     "rollout.max_resample_rounds": (0, math.inf, True),
     "rewards.num_workers": (1, math.inf, True),
     "rewards.timeout_s": (0.0, math.inf, False),
@@ -266,6 +268,11 @@ def _combinations(c: Any):
     )
     e, s = c.external, c.sampling
     yield (
+        s.top_k <= s.support_tokens,
+        f"sampling.top_k={s.top_k} must be at most sampling.support_tokens={s.support_tokens}: the ids that a token is "
+        "drawn among are kept with it",
+    )
+    yield (
         (e.groups_per_iteration > 0) == bool(e.paths),
         f"external.groups_per_iteration={e.groups_per_iteration} and external.paths={e.paths!r} need each other: "
         "both or neither",
@@ -310,9 +317,9 @@ def _combinations(c: Any):
             "and no advantages",
         )
     yield (
-        c.objective.proximal != "generation" or c.rollout.lookahead_prompts == 0,
-        f"rollout.lookahead_prompts={c.rollout.lookahead_prompts} must be 0 for objective.proximal='generation': the "
-        "weights that drew a rollout's first tokens are gone when it is whole",
+        c.rollout.max_lag_iterations == 0 or c.rollout.lookahead_prompts > 0,
+        f"rollout.max_lag_iterations={c.rollout.max_lag_iterations} must be 0 without rollout.lookahead_prompts: no "
+        "prompt stays open",
     )
     yield (
         c.num_slots <= c.rollouts_per_iteration + c.rollout.lookahead_prompts * c.rollout.group_size,

@@ -49,6 +49,20 @@ METRICS: dict[str, Metric] = {
         "Groups whose advantages are all 0, over groups. Such is a group of equal rewards, or of fewer than two, "
         "where credit.advantage compares siblings: nothing to learn.",
     ),
+    "rollout/sampled_entropy_nats": Metric(
+        "nats per token", "Mean of -log p of the tokens that were drawn, p as the sampler recorded it."
+    ),
+    "rollout/model_entropy_nats": Metric(
+        "nats per token",
+        "Mean entropy of the distributions that the same tokens were drawn from. A sampler that draws from another "
+        "distribution than it says (another temperature) shows here.",
+    ),
+    "rollout/sampled_entropy_error_nats": Metric(
+        "nats per token", "Standard error of the difference of these two: a run warns beyond six of them."
+    ),
+    "rollout/support_cut_frac": Metric(
+        "fraction", "Tokens whose filter left more ids than sampling.support_tokens, over tokens drawn."
+    ),
     "prompts/retired": Metric("questions", "Questions that prompts.retire_pass_rate keeps from being asked again."),
     "update/loss": Metric("loss", "What the optimizer descends, mean over the iteration's optimizer steps."),
     "update/entropy_nats": Metric(

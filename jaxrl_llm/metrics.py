@@ -29,6 +29,7 @@ from jaxrl_llm.types import (
     SHARED_FILE,
     STOP_LENGTH,
     STOP_STRING,
+    DrawSums,
     Rewards,
 )
 
@@ -60,6 +61,35 @@ def rollout_values(config: Config, groups: Sequence[Any], rewards: Rewards, num_
         "reward/error_count": int((rewards.outcome == OUTCOME_ERROR).sum()),
         "tokens/generated": tokens,
     }
+
+
+def draw_values(config: Config, draws: DrawSums) -> dict[str, float]:
+    """Figures of the tokens that the iteration drew, of rollouts that are left out or still open too."""
+    tokens = max(draws.tokens, 1.0)
+    sampling = config.sampling
+    values = {
+        "rollout/sampled_entropy_nats": draws.surprise / tokens,
+        "rollout/model_entropy_nats": draws.entropy / tokens,
+        "rollout/sampled_entropy_error_nats": math.sqrt(draws.error_square) / tokens,
+    }
+    if sampling.top_k or sampling.top_p < 1 or sampling.min_p:
+        values["rollout/support_cut_frac"] = draws.cut / tokens
+    return values
+
+
+def draw_warning(values: dict[str, float]) -> str | None:
+    """What to say of a sampler whose tokens are not what its distributions say; None where they are.
+
+    By chance it is said of one iteration in a hundred million: six standard errors. A thousandth of a nat is rounding.
+    """
+    names = ("sampled_entropy_nats", "model_entropy_nats", "sampled_entropy_error_nats")
+    sampled, model, error = (values.get(f"rollout/{name}", 0.0) for name in names)
+    if not abs(sampled - model) > max(6 * error, 1e-3):
+        return None
+    return (
+        f"warning: the tokens that were drawn have an entropy of {sampled:.4f} nats, the distributions they were drawn "
+        f"from one of {model:.4f} (standard error {error:.4f}): the sampler does not draw what it says"
+    )
 
 
 def update_values(config: Config, used: dict[str, Any]) -> dict[str, float]:
@@ -294,6 +324,8 @@ class Progress:
     def update(self, iteration: int, values: dict[str, Any]) -> None:
         """Show the state after ``iteration`` iterations; values as given to ``MetricsWriter.write``, any may lack."""
         self._times.append(time.monotonic())
+        if warning := draw_warning(values):
+            self.note(warning)
         line = progress_line(iteration, self._total, values, self._remaining_s(iteration))
         if self._bar is None:
             self.note(line)

@@ -23,7 +23,7 @@ import numpy as np
 
 from jaxrl_llm import sharding
 from jaxrl_llm.sampler import Sampler
-from jaxrl_llm.types import STOP_LENGTH, STOP_NONE, STOP_STRING, PromptBatch, Rollout
+from jaxrl_llm.types import STOP_LENGTH, STOP_NONE, STOP_STRING, DrawSums, PromptBatch, Rollout
 
 
 @dataclasses.dataclass
@@ -45,22 +45,52 @@ class Generator:
 
     ``open_prompts`` mirrors which entry holds which prompt; with the device state it is what a
     checkpoint must carry for rollouts in flight.
+
+    Args:
+        max_lag: calls of ``generate`` that a prompt may stay open after the one that opened it; 0 = any number. Prompts
+            are opened up to
+
+                capacity = min(free entries, (max_lag + calls so far + 1) * P - opened so far)
+
+            and a call waits for those that must leave with it.
+
+    Source: the capacity is that of AReaL, Fu et al. 2025, arXiv:2505.24298, whose version counts batches. Differs:
+        stragglers are waited for, so that the bound is on what is trained and not on what is submitted alone.
     """
 
-    def __init__(self, sampler: Sampler, compiled: dict[str, Any], decode_text: Callable[[list[int]], str]):
+    def __init__(
+        self,
+        sampler: Sampler,
+        compiled: dict[str, Any],
+        decode_text: Callable[[list[int]], str],
+        max_lag: int = 0,
+    ):
         self.sampler = sampler
         self.run = compiled
         self.decode_text = decode_text
+        self.max_lag = max_lag
+        self.calls = 0
         # On the device; without lookahead prompts while they are sampled alone: no update has caches beside it.
         self.state: Any = compiled["init_sampler"]() if sampler.lookahead else None
-        # entry (shard, index) -> (prompt_id, example, prompt token ids)
-        self.open_prompts: dict[tuple[int, int], tuple[int, Any, list[int]]] = {}
+        # entry (shard, index) -> (prompt_id, example, prompt token ids, the call that opened it)
+        self.open_prompts: dict[tuple[int, int], tuple[int, Any, list[int], int]] = {}
         # Groups that finished beyond an iteration's share wait here, tickets included.
         self.finished: dict[tuple[int, int], FinishedGroup] = {}
+        self._draws: list[DrawSums] = []  # of the calls since ``take_draws``
 
     def prompts_wanted(self) -> int:
         """Prompts the next ``generate`` call needs to fill its free entries."""
-        return self.sampler.entries * self.sampler.shards - len(self.open_prompts)
+        return sum(map(len, self._free()))
+
+    def _free(self) -> list[list[tuple[int, int]]]:
+        """Entries of each shard that new prompts may take."""
+        M, E = self.sampler.shards, self.sampler.entries
+        free = [[(m, e) for e in range(E) if (m, e) not in self.open_prompts] for m in range(M)]
+        if self.max_lag:
+            # Every call so far has collected its share of those opened; what is left of the capacity by shard.
+            most = (self.max_lag + 1) * (self.sampler.num_prompts // M)
+            free = [entries[: max(0, most - (E - len(entries)))] for entries in free]
+        return free
 
     def generate(
         self,
@@ -94,9 +124,12 @@ class Generator:
         ahead = 0 if sampler.sampling.stop_strings else 1
         unread: collections.deque[jax.Array] = collections.deque()  # stop reasons of the chunks dispatched
         leaving: dict[tuple[int, int], Any] = {}  # of groups on their way to the host: what ``read_group`` gives
+        due = {where for where, opened in self.open_prompts.items() if 0 < self.max_lag <= self.calls - opened[3]}
+        is_due = np.array([[(m, e) in due for e in range(sampler.entries)] for m in range(sampler.shards)])
+        is_due = jax.device_put(is_due, sharding.leading(sampler.mesh, is_due))
         while True:
             while len(unread) <= ahead:
-                self.state, reasons = self.run["decode"](params, self.state, version, key)
+                self.state, reasons = self.run["decode"](params, self.state, version, key, is_due)
                 unread.append(reasons)
             self._receive(leaving, on_finished)
             reasons = jax.device_get(unread.popleft())
@@ -108,42 +141,53 @@ class Generator:
                 where = jax.device_put((np.int32(shard), np.int32(entry)), sharding.replicated(sampler.mesh, (0, 0)))
                 table = self.state.tokens, self.state.length, self.state.stop_reason
                 leaving[shard, entry] = self.run["read_group"](*table, *where)
-            # Every shard must have its share, oldest prompts first.
+            # Every shard must have its share, oldest prompts first, and with it those that may not stay.
             stopped = [*self.finished, *leaving]
             done = [[where for where in stopped if where[0] == shard] for shard in range(sampler.shards)]
-            if all(len(places) >= per_shard for places in done):
+            if all(len(places) >= per_shard for places in done) and due <= set(stopped):
                 break
         chosen = [sorted(places, key=lambda where: self.open_prompts[where][0])[:per_shard] for places in done]
         entries = np.asarray([[entry for _, entry in places] for places in chosen], np.int32)
         entries = jax.device_put(entries, sharding.leading(sampler.mesh, entries))
-        rollout, self.state = self.run["collect"](self.state, entries)
+        rollout, draws, self.state = self.run["collect"](self.state, entries)
+        self._draws.append(draws)
         self._receive(leaving, on_finished)
         order = [where for places in chosen for where in places]
         for where in order:
             del self.open_prompts[where]
+        self.calls += 1
         if not sampler.lookahead:
             self.state = None
         return rollout, [self.finished.pop(where) for where in order]
+
+    def take_draws(self) -> DrawSums:
+        """Sums over all tokens drawn since the last call of this, numbers; of the rows that are still open too."""
+        draws, self._draws = jax.device_get(self._draws), []
+        return jax.tree.map(lambda *sums: float(np.sum(sums)), *draws)
 
     def _receive(self, leaving: dict[tuple[int, int], Any], on_finished: Callable[[FinishedGroup], Any]) -> None:
         """Take what has been read of the groups that leave, and hand each out; ``leaving`` is empty after."""
         for where in list(leaving):
             tokens, length, reasons = jax.device_get(leaving.pop(where))
-            prompt_id, example, prompt = self.open_prompts[where]
+            prompt_id, example, prompt, _ = self.open_prompts[where]
             rows = [row[len(prompt) : n].tolist() for row, n in zip(tokens, length, strict=True)]
             group = FinishedGroup(prompt_id, example, rows, reasons.tolist())
             group.ticket = on_finished(group)
             self.finished[where] = group
 
-    def adopt(self, shard: int, entry: int, prompt_id: int, example: Any, prompt: list[int]) -> None:
-        """Note a prompt that a restored device state has open."""
-        self.open_prompts[shard, entry] = (prompt_id, example, prompt)
+    def opened(self) -> list[list[int]]:
+        """What ``adopt`` takes of each open prompt but its text: shard, entry, calls since it was opened, prompt_id."""
+        return [[*where, self.calls - call, name] for where, (name, _, _, call) in self.open_prompts.items()]
+
+    def adopt(self, shard: int, entry: int, lag: int, prompt_id: int, example: Any, prompt: list[int]) -> None:
+        """Note a prompt that a restored device state has open, since so many calls."""
+        self.open_prompts[shard, entry] = (prompt_id, example, prompt, self.calls - lag)
 
     def _open(self, params: Any, prompts: PromptBatch) -> None:
         """Prefill new prompts into free entries, P at a time, dealt contiguously over the shards."""
         sampler = self.sampler
         P, M, E = sampler.num_prompts, sampler.shards, sampler.entries
-        free = [[(m, e) for e in range(E) if (m, e) not in self.open_prompts] for m in range(M)]
+        free = self._free()
         total = len(prompts.examples)
         assert total == sum(map(len, free)), "one prompt for every free entry"
         starts = np.cumsum([0, *map(len, free)])
@@ -156,7 +200,7 @@ class Generator:
                     i = starts[m] + wave * (P // M) + j
                     index[m, j], entry[m, j] = i, where[1]
                     prompt = prompts.tokens[i, : prompts.length[i]].tolist()
-                    self.open_prompts[where] = (int(prompts.prompt_id[i]), prompts.examples[i], prompt)
+                    self.open_prompts[where] = (int(prompts.prompt_id[i]), prompts.examples[i], prompt, self.calls)
             flat = index.reshape(-1)
             arrays = (prompts.tokens[flat], prompts.length[flat], prompts.prompt_id[flat], entry)
             arrays = jax.device_put(arrays, sharding.leading(sampler.mesh, arrays))
@@ -167,7 +211,7 @@ class Generator:
         stops = self.sampler.sampling.stop_strings
         tokens, lengths = jax.device_get((self.state.tokens, self.state.length))
         new_length = np.zeros(lengths.shape, np.int32)
-        for (shard, entry), (_, _, prompt) in self.open_prompts.items():
+        for (shard, entry), (_, _, prompt, _) in self.open_prompts.items():
             for g in range(self.sampler.group_size):
                 row = tokens[shard, entry, g, len(prompt) : lengths[shard, entry, g]].tolist()
                 if any(stop in self.decode_text(row) for stop in stops):

@@ -21,6 +21,8 @@ Owns: sampler state and its programs. Does not know: the host loop that runs the
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import flax.struct
@@ -35,7 +37,7 @@ from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.ops.logp import project
 from jaxrl_llm.ops.sampling import Filter, filter_logits, keep_support, sample_inverse_cdf, support_of, token_logp
 from jaxrl_llm.programs import Program, run_if
-from jaxrl_llm.types import STOP_EOS, STOP_LENGTH, STOP_NONE, STOP_STRING, Rollout
+from jaxrl_llm.types import STOP_EOS, STOP_LENGTH, STOP_NONE, STOP_STRING, DrawSums, Rollout
 
 NO_PROMPT = -1
 
@@ -59,7 +61,11 @@ class SamplerState:
     stop_reason: jax.Array  # [M, E, G] i8
     started: jax.Array  # [M, E, G] bool, has had a slot
     prompt_id: jax.Array  # [M, E] i32, NO_PROMPT = the entry is free
-    support: jax.Array | None = None  # [M, E, G, S, N] i32, as a Rollout has it
+    drawn: DrawSums  # since the last groups were collected
+    # [M, E, G, S, N] i32 and [M, E, G, S] f32, as a Rollout has them
+    support: jax.Array | None = None
+    entropy: jax.Array | None = None
+    old_logp: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +76,8 @@ class Sampler:
         num_prompts: P, prompts collected per call of ``generate``.
         lookahead: further prompts that may be open.
         keeps_support: a learner will want the log-probs of what is drawn.
+        keeps_entropy: credit will want the entropies of what it was drawn from.
+        keeps_old_logp: rows may span versions, and the learner's log-probs under each are wanted.
         eos_ids: tokens that end a completion; () never stops early.
     """
 
@@ -84,6 +92,8 @@ class Sampler:
     chunk_steps: int
     lookahead: int = 0
     keeps_support: bool = True
+    keeps_entropy: bool = False
+    keeps_old_logp: bool = False
 
     @property
     def shards(self) -> int:
@@ -101,8 +111,10 @@ class Sampler:
     @property
     def support_tokens(self) -> int:
         """N: ids kept with each token, for the learner to weigh it among the same; 0 = none are."""
-        is_cut = self.sampling.temperature > 0 and self.sampling.top_k < self.model.arch.vocab_size
-        return self.sampling.top_k if is_cut and self.keeps_support else 0
+        sampling, vocab_size = self.sampling, self.model.arch.vocab_size
+        if sampling.temperature == 0 or not self.keeps_support or not Filter.of(sampling).leaves_out(vocab_size):
+            return 0
+        return min(sampling.support_tokens, sampling.top_k or vocab_size, vocab_size)
 
     # ---- state -------------------------------------------------------------------------------------
 
@@ -128,8 +140,14 @@ class Sampler:
             stop_reason=jnp.zeros((M, E, G), jnp.int8),
             started=jnp.zeros((M, E, G), bool),
             prompt_id=jnp.full((M, E), NO_PROMPT, jnp.int32),
+            drawn=self._no_draws(),
             support=jnp.zeros((M, E, G, S, N), jnp.int32) if N else None,
+            entropy=jnp.zeros((M, E, G, S), jnp.float32) if self.keeps_entropy else None,
+            old_logp=jnp.zeros((M, E, G, S), jnp.float32) if self.keeps_old_logp else None,
         )
+
+    def _no_draws(self) -> DrawSums:
+        return DrawSums(*(jnp.zeros(self.shards, jnp.float32) for _ in dataclasses.fields(DrawSums)))
 
     def abstract_state(self) -> SamplerState:
         """Shapes of the state with their shardings."""
@@ -160,7 +178,7 @@ class Sampler:
         key = jax.eval_shape(lambda: rng.stream(0, "sample"))
         key = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=whole)
         entry = rows((M, P // M), jnp.int32)
-        rollout = jax.eval_shape(self._collect, state, entry)[0]
+        rollout, drawn, _ = jax.eval_shape(self._collect, state, entry)
         row_width = rows((M, self.entries, self.group_size), jnp.int32)
         return {
             "init_sampler": Program(self._empty, (), out_shardings=state_layout),
@@ -170,7 +188,12 @@ class Sampler:
                 out_shardings=state_layout,
                 donate=(1,),
             ),
-            "decode": Program(self._decode, (abstract_params, state, scalar, key), (state_layout, whole), donate=(1,)),
+            "decode": Program(
+                self._decode,
+                (abstract_params, state, scalar, key, rows((M, self.entries), jnp.bool)),
+                (state_layout, whole),
+                donate=(1,),
+            ),
             "read_group": Program(
                 self._read_group,
                 (state.tokens, state.length, state.stop_reason, scalar, scalar),
@@ -178,7 +201,10 @@ class Sampler:
             ),
             "stop_rows": Program(self._stop_rows, (state, row_width), out_shardings=state_layout, donate=(0,)),
             "collect": Program(
-                self._collect, (state, entry), (sharding.leading(self.mesh, rollout), state_layout), donate=(0,)
+                self._collect,
+                (state, entry),
+                (*sharding.leading(self.mesh, (rollout, drawn)), state_layout),
+                donate=(0,),
             ),
         }
 
@@ -211,8 +237,13 @@ class Sampler:
             stop_reason=put(state.stop_reason, zeros),
             started=put(state.started, zeros),
             prompt_id=set_entries(state.prompt_id, prompt_id_P.reshape(M, P // M)),
-            support=jax.tree.map(lambda x: put(x, jnp.zeros((P, *x.shape[3:]))), state.support),
+            **self._optional(state, lambda x: put(x, jnp.zeros((P, *x.shape[3:])))),
         )
+
+    def _optional(self, state: SamplerState, change: Callable[[jax.Array], jax.Array]) -> dict[str, jax.Array]:
+        """The tables of tokens that only some runs have, changed."""
+        tables = {name: getattr(state, name) for name in ("support", "entropy", "old_logp")}
+        return {name: change(table) for name, table in tables.items() if table is not None}
 
     def _refill(self, state: SamplerState) -> SamplerState:
         """Give idle slots the next pending rows, oldest prompt first."""
@@ -235,16 +266,17 @@ class Sampler:
         ).reshape(M, E, G)
         return state.replace(slot_row=slot_row, started=started)
 
-    def _decode(self, params, state: SamplerState, version, key):
+    def _decode(self, params, state: SamplerState, version, key, due):
         """Refill, then up to ``chunk_steps`` decode steps; ends early when every slot is idle.
 
-        Where every shard has its share of finished prompts already, nothing is done: the host, which dispatches a
-        chunk before it knows what the one before has brought, may come with one too many.
+        Where every shard has its share of finished prompts already, and none that is ``due`` [M, E] bool is unfinished,
+        nothing is done: the host, which dispatches a chunk before it knows what the one before has brought, may come
+        with one too many.
 
         Returns the state and the table's stop reasons [M, E, G], which say what has finished.
         """
         finished = (state.prompt_id >= 0) & jnp.all(state.stop_reason != STOP_NONE, axis=2)
-        is_wanted = jnp.any(jnp.sum(finished, axis=1) < self.num_prompts // self.shards)
+        is_wanted = jnp.any(jnp.sum(finished, axis=1) < self.num_prompts // self.shards) | jnp.any(due & ~finished)
         # Not a condition of the loop alone: what all its steps share costs too.
         state = run_if(is_wanted, lambda state: self._decode_chunk(params, state, version, key), state)
         return state, state.stop_reason
@@ -303,7 +335,8 @@ class Sampler:
             params, flat(token_MZ)[:, None], flat(position_MZ)[:, None], prompt=prompt, cache=cache, rope=rope
         )
 
-        support_Z = None
+        support_Z = entropy_Z = None
+        drawn_sums = state.drawn
         logits_ZV = sharding.constrain(project(hidden[:, 0], self.model.head(params)), "batch", "vocab")
         if sampling.temperature == 0.0:
             # Greedy has no distribution of its own: log-probs are the model's, at temperature 1.
@@ -312,13 +345,17 @@ class Sampler:
         else:
             prompt_Z = flat(read(state.prompt_id, row_MZ // G))
             uniform_Z = rng.token_uniform(key, prompt_Z, flat(row_MZ % G), flat(index_MZ))
-            logits_ZV = filter_logits(logits_ZV, Filter.of(sampling))
+            logits_ZV, is_cut_Z = filter_logits(logits_ZV, Filter.of(sampling)), False
             if self.support_tokens:
                 # By device: a top-k that XLA shards itself gathers its operand.
                 size = self.support_tokens
+                is_cut_Z = jnp.sum(logits_ZV > -jnp.inf, axis=-1) > size
                 support_Z = sharding.by_device(lambda logits: support_of(logits, size), (True,))(logits_ZV)
                 logits_ZV = keep_support(logits_ZV, support_Z)
             drawn_Z, logp_Z = sample_inverse_cdf(logits_ZV, uniform_Z)
+            _, entropy_Z = token_logp(logits_ZV, drawn_Z)
+            new = DrawSums(1.0, -logp_Z, entropy_Z, jnp.square(logp_Z + entropy_Z), is_cut_Z)
+            drawn_sums = jax.tree.map(functools.partial(_add, active_MZ), drawn_sums, new)
         drawn_MZ, logp_MZ = drawn_Z.reshape(row_MZ.shape), logp_Z.reshape(row_MZ.shape)
 
         is_eos = jnp.zeros(drawn_MZ.shape, bool)
@@ -344,7 +381,9 @@ class Sampler:
             length=write_row(state.length, length_MZ + 1),
             stop_reason=write_row(state.stop_reason, reason_MZ),
             slot_row=jnp.where(goes_on_MZ, state.slot_row, -1),
+            drawn=drawn_sums,
             support=jax.tree.map(lambda t, x: write_token(t, x.reshape(*row_MZ.shape, -1)), state.support, support_Z),
+            entropy=None if state.entropy is None else write_token(state.entropy, entropy_Z.reshape(row_MZ.shape)),
         )
 
     def _read_group(self, tokens, length, stop_reason, shard, entry):
@@ -366,10 +405,10 @@ class Sampler:
             policy_version=jnp.where(keep, state.policy_version, -1),
             stop_reason=jnp.where(cut, STOP_STRING, state.stop_reason).astype(jnp.int8),
             slot_row=jnp.where(slot_cut, -1, state.slot_row),
-            support=jax.tree.map(lambda x: jnp.where(keep[..., None], x, 0), state.support),
+            **self._optional(state, lambda x: jnp.where(keep.reshape(*keep.shape, *(1,) * (x.ndim - 4)), x, 0)),
         )
 
-    def _collect(self, state: SamplerState, entry_MP) -> tuple[Rollout, SamplerState]:
+    def _collect(self, state: SamplerState, entry_MP) -> tuple[Rollout, DrawSums, SamplerState]:
         """Take P finished groups out of the table, shard by shard in the order given, and free their entries."""
         G = self.group_size
         take = lambda x: jax.vmap(lambda t, e: t[e])(x, entry_MP)  # noqa: E731  [M, P/M, G, ...]
@@ -384,7 +423,13 @@ class Sampler:
             prompt_id=prompt_id,
             policy_version=flat(state.policy_version),
             stop_reason=flat(state.stop_reason),
-            support=jax.tree.map(flat, state.support),
+            **self._optional(state, flat),
         )
         free = jax.vmap(lambda ids, e: ids.at[e].set(NO_PROMPT))(state.prompt_id, entry_MP)
-        return rollout, state.replace(prompt_id=free)
+        return rollout, state.drawn, state.replace(prompt_id=free, drawn=self._no_draws())
+
+
+def _add(is_drawn_MZ: jax.Array, total_M: jax.Array, value: Any) -> jax.Array:
+    """``total`` with the values of the slots that drew a token; one number for all, or one a slot [Z]."""
+    value_MZ = jnp.broadcast_to(value, is_drawn_MZ.size).reshape(is_drawn_MZ.shape)
+    return total_M + jnp.sum(jnp.where(is_drawn_MZ, value_MZ, 0), axis=1, dtype=jnp.float32)

@@ -32,7 +32,7 @@ from jaxrl_llm.config import Config, ConfigError, freeze, to_json
 from jaxrl_llm.credit import Memory
 from jaxrl_llm.evaluate import evaluate, questions
 from jaxrl_llm.external import External, shared_groups
-from jaxrl_llm.metrics import MetricsWriter, Progress, cost_values, rollout_values, update_values
+from jaxrl_llm.metrics import MetricsWriter, Progress, cost_values, draw_values, rollout_values, update_values
 from jaxrl_llm.models import hf, pretrained
 from jaxrl_llm.programs import check_memory, compile_all, memory_limit, memory_table, release_freed, use_cache
 from jaxrl_llm.prompts import PromptStream
@@ -92,7 +92,7 @@ def train(config: Config, workdir: pathlib.Path, *, allow_config_changes: bool =
         sample_key, draw_key, eval_key = on_device([rng.stream(config.seed, s) for s in ("sample", "draw", "eval")])
 
         # ---- state: fresh, or the checkpoint's --------------------------------------------------------
-        generator = Generator(run.sampler, compiled, tokenizer.decode)
+        generator = Generator(run.sampler, compiled, tokenizer.decode, config.rollout.max_lag_iterations)
         evals = {name.removeprefix("eval_"): p for name, p in compiled.items() if name.startswith("eval_")}
         abstract = {"train": run.abstract_state, "ring": run.abstract_ring, "sampler": carried_slots(run)}
         restored = checkpoints.restore(abstract, config, allow_config_changes=allow_config_changes)
@@ -114,9 +114,9 @@ def train(config: Config, workdir: pathlib.Path, *, allow_config_changes: bool =
             metrics.restore(restored.host_state["metrics"])
             if config.rollout.lookahead_prompts:
                 generator.state = restored.device_state["sampler"]
-            for shard, entry, prompt_id in restored.host_state["open_prompts"]:
+            for *where, prompt_id in restored.host_state["open_prompts"]:
                 row = stream.lookup(prompt_id)
-                generator.adopt(shard, entry, prompt_id, row.example, row.tokens[: row.length].tolist())
+                generator.adopt(*where, prompt_id, row.example, row.tokens[: row.length].tolist())
             progress.note(f"resumed at iteration {start} from {checkpoints.directory}")
 
         def score(group: FinishedGroup):
@@ -148,7 +148,7 @@ def train(config: Config, workdir: pathlib.Path, *, allow_config_changes: bool =
                 "external": external.state(),
                 "compute": compute,
                 "metrics": metrics.state(),
-                "open_prompts": [[*where, opened[0]] for where, opened in generator.open_prompts.items()],
+                "open_prompts": generator.opened(),
             }
             arrays = {"train": state, "ring": ring, "sampler": generator.state}
             checkpoints.save(iteration, arrays, host, config, pass_rate=pass_rate)
@@ -189,7 +189,9 @@ def train(config: Config, workdir: pathlib.Path, *, allow_config_changes: bool =
             if config.has_critic:
                 scores = scores.replace(value=compiled["values"](state, rows))
             if config.keeps_old_logp:
-                scores = scores.replace(old_logp=compiled["old_logp"](state.params, rows))
+                scores = scores.replace(old_logp=compiled["old_logp"](state.params, state.step, rows))
+            if run.sampler.keeps_old_logp:
+                generator.state = compiled["score_open"](state.params, state.step, generator.state)
             now = on_device(np.int32(iteration))
             ring, made = compiled["insert"](ring, rows, scores, ref_logp, now)
             state, ring, used = compiled["update"](state, ring, now, draw_key)
@@ -206,6 +208,7 @@ def train(config: Config, workdir: pathlib.Path, *, allow_config_changes: bool =
             check_gap(config, iteration, used)
             num_tied = int(made["degenerate_groups"]) + sampled.num_tied_left_out
             values = rollout_values(config, sampled.asked, answers, num_tied) | update_values(config, used)
+            values |= draw_values(config, generator.take_draws())
             generate_s, update_s = t1 - t0 - sampled.waited_s, t2 - t1
             values |= {
                 "time/generate_s": generate_s,

@@ -71,8 +71,29 @@ class Rollout:
     prompt_id: jax.Array  # [B] i32
     policy_version: jax.Array  # [B, S] i32 per token, -1 off the completion
     stop_reason: jax.Array  # [B] i8, STOP_*
-    # [B, S, K] i32 ids that each completion token was drawn among (ops.sampling); None without sampling.top_k.
+    # [B, S, K] i32 ids that each completion token was drawn among (ops.sampling); None where no filter leaves any out.
     support: jax.Array | None = None
+    # [B, S] f32 nats, of the distribution that each completion token was drawn from, 0.0 off the completion; None where
+    # nothing asks for it. Credit reads it, the ring does not keep it.
+    entropy: jax.Array | None = None
+    # [B, S] f32 nats by the learner of the older weights that drew the token, 0.0 elsewhere; None where nothing asks
+    # for it, or no rollout spans versions.
+    old_logp: jax.Array | None = None
+
+
+@flax.struct.dataclass
+class DrawSums:
+    """Sums over the tokens that were drawn, [M] f32 by shard: whether they are what their distribution says.
+
+    Given what came before a token, its d = -log p - entropy has mean 0: so the sum of all d has mean 0, and as its
+    variance that of the sum of all d^2, whatever their number depends on.
+    """
+
+    tokens: jax.Array
+    surprise: jax.Array  # of -log p, nats
+    entropy: jax.Array  # of their distributions, nats
+    error_square: jax.Array  # of d^2, nats^2
+    cut: jax.Array  # tokens whose filter left more ids than sampling.support_tokens
 
 
 @dataclasses.dataclass(frozen=True)

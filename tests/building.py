@@ -86,7 +86,8 @@ def abstract_sampler_params(sampler):
 def compile_sampler(sampler):
     """Its programs, compiled; those that a sampler of the same shapes has compiled already are taken from it."""
     programs = sampler.programs(abstract_sampler_params(sampler))
-    plain = SamplingConfig(max_completion_tokens=COMPLETION_TOKENS, top_k=sampler.support_tokens)
+    N = sampler.support_tokens
+    plain = SamplingConfig(max_completion_tokens=COMPLETION_TOKENS, min_p=1e-9 if N else 0.0, support_tokens=N or 64)
     plain = dataclasses.replace(sampler, sampling=plain)
     stops = dataclasses.replace(sampler, sampling=dataclasses.replace(sampler.sampling, stop_strings=()))
     if sampler == plain:

@@ -344,7 +344,7 @@ def stops(config, folder, monkeypatch):
     state.length[0, 0] = 4
     generator = Generator(sampler, {"stop_rows": lambda s, _: s}, ByteTokenizer().decode)
     generator.state = state
-    generator.adopt(0, 0, 0, None, [0])
+    generator.adopt(0, 0, 0, 0, None, [0])
     return generator._apply_stop_strings(state.stop_reason, np.zeros(state.stop_reason.shape, np.int64)).tolist()
 
 

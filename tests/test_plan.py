@@ -135,7 +135,7 @@ def test_a_gpus_compiler_takes_every_program_with_its_kernels(four_gpus):
     compiled, _ = four_gpus
     assert {"prefill", "decode", "insert", "update", "publish", "reference"} <= set(compiled)
     assert "__cudnn$fmhaScaleBiasSoftmaxBackward" in compiled["update"].as_text()
-    assert "__cudnn$fmhaSoftmax" in compiled["prefill"].as_text() and "gqa" in compiled["decode"].as_text()
+    assert "__cudnn$fmhaSoftmax" in compiled["prefill"].as_text()
 
 
 @needs_cuda_compiler

@@ -1,5 +1,6 @@
 """The sampler's laws: its log-probs are the learner's, and samples are a function of seed, prompt and index alone."""
 
+import dataclasses
 import functools
 
 import building
@@ -10,10 +11,12 @@ from building import COMPLETION_TOKENS, CUBE, EIGHT, EOS_IDS, PROMPT_TOKENS, Sam
 from reference import sampling as oracle
 from reference import transformer
 
-from jaxrl_llm.config import MeshConfig
+from jaxrl_llm import metrics, sharding
+from jaxrl_llm import sampler as sampler_module
+from jaxrl_llm.config import Config, MeshConfig
 from jaxrl_llm.models import attention
 from jaxrl_llm.models.policy import row_logp
-from jaxrl_llm.ops.sampling import NO_TOKEN
+from jaxrl_llm.ops.sampling import NO_TOKEN, token_logp
 from jaxrl_llm.types import STOP_EOS, STOP_LENGTH, STOP_NONE, STOP_STRING
 
 PROMPTS = range(8)
@@ -50,8 +53,9 @@ SETTINGS = {
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_sampler_logp_is_the_learners_and_that_of_a_float64_model(name):
-    # 5 slots for 24 rollouts and chunks of 3 steps: slots refill again and again.
-    sampler = make_sampler(num_slots=5, chunk_steps=3, sampling=SETTINGS[name])
+    # 5 slots for 24 rollouts and chunks of 3 steps: slots refill again and again. No support is too small.
+    every_id = {"support_tokens": building.TINY.vocab_size}
+    sampler = make_sampler(num_slots=5, chunk_steps=3, sampling=SETTINGS[name] | every_id)
     sampling = Sampling(sampler)
     rollout, _ = sampling(make_prompts(PROMPTS))
     rows = (rollout.tokens, rollout.prompt_length, rollout.length)
@@ -72,12 +76,16 @@ def test_sampler_logp_is_the_learners_and_that_of_a_float64_model(name):
         assert building.completions(rollout) == of(base_rollout(), PROMPTS)
 
 
-def test_what_a_token_was_drawn_among_is_kept_and_a_learner_that_moved_weighs_it_among_the_same():
-    sampler = make_sampler(num_slots=5, chunk_steps=3, sampling=SETTINGS["all"])
+@pytest.mark.parametrize(("name", "at_most"), [("all", 40), ("all", 64), ("top_k", 64), ("top_p", 24), ("min_p", 7)])
+def test_what_a_token_was_drawn_among_is_kept_and_a_learner_that_moved_weighs_it_among_the_same(name, at_most):
+    """Under every filter. Of more ids than are kept the most likely ones are what it is drawn among, and it is counted."""
+    filters = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | SETTINGS[name]
+    size = min(at_most, filters["top_k"] or at_most)
+    sampler = make_sampler(num_slots=5, chunk_steps=3, sampling=SETTINGS[name] | {"support_tokens": at_most})
     sampling = Sampling(sampler)
     rollout, _ = sampling(make_prompts(PROMPTS))
-    arch, temperature = sampler.model.arch, SETTINGS["all"]["temperature"]
-    assert rollout.support.shape == (*rollout.tokens.shape, SETTINGS["all"]["top_k"])
+    arch, temperature = sampler.model.arch, filters["temperature"]
+    assert rollout.support.shape == (*rollout.tokens.shape, size)
     moved = jax.tree.map(lambda x: x * 1.2, building.learner_params(sampler.model, sampler.mesh))
     rows = (rollout.tokens, rollout.prompt_length, rollout.length)
     learner = functools.partial(
@@ -86,18 +94,53 @@ def test_what_a_token_was_drawn_among_is_kept_and_a_learner_that_moved_weighs_it
     logp = jax.jit(learner)(moved, *rows, rollout.support).logp
     without = jax.jit(learner)(moved, *rows).logp
     params, host_moved = building.host_params(sampler.model), jax.tree.map(np.asarray, moved)
-    for row in range(0, 24, 4):
+    num_cut = 0
+    for row in range(24):
         tokens, start, end = (x[row] for x in rows)
         logits = transformer.logits(params, arch, tokens[:end])
         support = {t: set(rollout.support[row, t].tolist()) - {NO_TOKEN} for t in range(start, end)}
         for t in range(start, end):
-            assert support[t] == oracle.kept_tokens(logits[t - 1], **SETTINGS["all"])
+            left = oracle.kept_tokens(logits[t - 1], **filters)
+            assert support[t] == set(sorted(left, key=lambda v: -logits[t - 1][v])[:size])
+            num_cut += len(left) > size
+        if row % 4:
+            continue
+        among = transformer.completion_logp(
+            params, arch, tokens, start, end, temperature=temperature, support=support
+        )
+        np.testing.assert_allclose(rollout.behaviour_logp[row], among, rtol=0, atol=1e-5)
         expected = transformer.completion_logp(
             host_moved, arch, tokens, start, end, temperature=temperature, support=support
         )
         np.testing.assert_allclose(logp[row], expected, rtol=0, atol=1e-5)
     # What today's weights would leave is another set.
     assert np.abs(np.asarray(logp - without)).max() > 0.01
+    assert sampling.generator.take_draws().cut == num_cut and (num_cut > 0) == (name in ("top_p", "min_p"))
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_p"])
+def test_entropies_are_those_of_what_was_drawn_from_and_sums_are_of_every_token(name):
+    sampler = make_sampler(num_slots=5, chunk_steps=3, sampling=SETTINGS[name], keeps_entropy=True)
+    sampling = Sampling(sampler)
+    rollout, _ = sampling(make_prompts(PROMPTS))
+    params, temperature = building.host_params(sampler.model), SETTINGS[name].get("temperature", 1.0)
+    expected = np.zeros(rollout.entropy.shape)
+    for row in range(24):
+        start, end = rollout.prompt_length[row], rollout.length[row]
+        logits = transformer.logits(params, sampler.model.arch, rollout.tokens[row, :end])
+        for t in range(start, end):
+            kept = range(len(logits[t - 1]))
+            if rollout.support is not None:
+                kept = sorted(set(rollout.support[row, t].tolist()) - {NO_TOKEN})
+            p = oracle.softmax(logits[t - 1][kept] / temperature)
+            expected[row, t] = -np.sum(p * np.log(p))
+    np.testing.assert_allclose(rollout.entropy, expected, rtol=0, atol=1e-5)
+    sums, surprise = sampling.generator.take_draws(), -rollout.behaviour_logp.astype(np.float64)
+    lengths = rollout.length - rollout.prompt_length
+    assert sums.tokens == lengths.sum()
+    np.testing.assert_allclose(sums.surprise, surprise.sum(), rtol=1e-5)
+    np.testing.assert_allclose(sums.entropy, expected.sum(), rtol=1e-5)
+    np.testing.assert_allclose(sums.error_square, np.square(surprise - expected).sum(), rtol=1e-4)
 
 
 def test_greedy_takes_the_most_likely_token_and_its_logp_at_temperature_1():
@@ -129,9 +172,9 @@ def states_left(sampling):
     left, collect = [], sampling.generator.run["collect"]
 
     def watched(*arguments):
-        rollout, state = collect(*arguments)
+        *collected, state = collect(*arguments)
         left.append(jax.device_get(state))
-        return rollout, state
+        return *collected, state
 
     sampling.generator.run = {**sampling.generator.run, "collect": watched}
     return left
@@ -261,9 +304,9 @@ class Watched:
         self.run, self.unfinished, self.reasons = generator.run, [], []
         generator.run = generator.run | {"decode": self.decode}
 
-    def decode(self, params, state, version, key):
+    def decode(self, params, state, *how):
         self.unfinished.append(int((np.asarray(state.stop_reason) == STOP_NONE).sum()))
-        state, reasons = self.run["decode"](params, state, version, key)
+        state, reasons = self.run["decode"](params, state, *how)
         self.reasons.append(reasons)
         return state, reasons
 
@@ -294,7 +337,9 @@ def test_a_chunk_that_comes_when_every_shard_has_its_share_changes_no_bit():
 
     def collect(state, entries):
         before = jax.device_get(state)
-        state, _ = run["decode"](sampling.params, state, sampling.put(np.int32(9)), sampling.key)
+        nothing_due = sampling.put(np.zeros((2, 3), bool))
+        nothing_due = jax.device_put(nothing_due, sharding.leading(sampling.sampler.mesh, nothing_due))
+        state, _ = run["decode"](sampling.params, state, sampling.put(np.int32(9)), sampling.key, nothing_due)
         jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), before)
         in_flight.append(int((before.slot_row >= 0).sum()))
         return run["collect"](state, entries)
@@ -304,6 +349,28 @@ def test_a_chunk_that_comes_when_every_shard_has_its_share_changes_no_bit():
         ids = range(6) if call == 0 else range(2 + 4 * call, 6 + 4 * call)
         sampling(make_prompts(ids))
     assert max(in_flight) > 0
+
+
+def test_a_sampler_that_ignores_its_temperature_is_warned_of_and_another_is_not(monkeypatch):
+    """Of 120 rollouts each; a false alarm is as likely as a normal deviate beyond 6 (2e-9)."""
+    settings = dict(num_slots=5, chunk_steps=3, sampling={"temperature": 0.6})
+    config = dataclasses.replace(Config(), sampling=make_sampler(**settings).sampling)
+
+    def said(sampler):
+        sampling = Sampling(sampler)
+        for call in range(5):
+            sampling(make_prompts(range(8 * call, 8 * call + 8)))
+        return metrics.draw_warning(metrics.draw_values(config, sampling.generator.take_draws()))
+
+    assert said(make_sampler(**settings)) is None
+    draw = sampler_module.sample_inverse_cdf
+    wrong = lambda logits, uniform: (  # noqa: E731
+        token := draw(0.6 * logits, uniform)[0],
+        token_logp(logits, token)[0],
+    )
+    monkeypatch.setattr(sampler_module, "sample_inverse_cdf", wrong)
+    # One more step in a chunk: programs of its own.
+    assert "the sampler does not draw what it says" in said(make_sampler(**settings | {"chunk_steps": 4}))
 
 
 # --- prompts ahead of their iteration ---
@@ -321,7 +388,7 @@ def test_with_lookahead_every_prompt_comes_out_once_with_the_same_tokens_and_ver
         collected.append(rollout)
         assert [group.prompt_id for group in groups] == rollout.prompt_id[::3].tolist()
     rows = jax.tree.map(lambda *x: np.concatenate(x), *collected)
-    out, still_open = rows.prompt_id[::3].tolist(), [p for p, _, _ in sampling.generator.open_prompts.values()]
+    out, still_open = rows.prompt_id[::3].tolist(), [p for p, *_ in sampling.generator.open_prompts.values()]
     assert sorted(out + still_open) == list(opened) and len(out) == 20
     assert len(set(tickets)) == len(tickets) and set(out) <= set(tickets)
     assert building.completions(rows) == of(base_rollout(), out)
@@ -334,3 +401,30 @@ def test_with_lookahead_every_prompt_comes_out_once_with_the_same_tokens_and_ver
         assert (np.delete(rows.policy_version[row], np.s_[rows.prompt_length[row] : rows.length[row]]) == -1).all()
         spans += len(set(versions.tolist())) > 1
     assert spans > 0
+
+
+def straggling(max_lag):
+    """The largest lag of a token, in calls, and the most prompts open after one.
+
+    Two of eight rows side by side are collected as soon as they have ended, so that a long one is overtaken.
+    """
+    sampler = make_sampler(num_prompts=2, group_size=1, lookahead=6, num_slots=8, chunk_steps=1)
+    sampling = Sampling(sampler)
+    sampling.generator.max_lag = max_lag
+    opened, lag, most_open = {}, 0, 0
+    for call in range(12):
+        ids = range(len(opened), len(opened) + sampling.generator.prompts_wanted())
+        # The capacity of the source: (eta + version + 1) * batch is never passed by what has been submitted.
+        if max_lag:
+            assert len(opened) + len(ids) == min((max_lag + call + 1) * 2, 2 * call + 8)
+        opened |= dict.fromkeys(ids, call)
+        rollout, _ = sampling(make_prompts(list(ids)), version=call)
+        versions = np.where(rollout.policy_version >= 0, rollout.policy_version, call)
+        lag, most_open = max(lag, int(call - versions.min())), max(most_open, len(sampling.generator.open_prompts))
+    return lag, most_open
+
+
+def test_no_token_is_older_than_the_staleness_gate_allows_and_the_capacity_is_the_sources():
+    free, freely_open = straggling(0)
+    assert free > 3 and freely_open == 6
+    assert [straggling(most) for most in (1, 2, 3)] == [(1, 2), (2, 4), (3, 6)]

@@ -1,7 +1,7 @@
 """The distribution tokens are drawn from, one draw from it, and its log-probabilities.
 
-Sampler and learner pass their logits through the same ``filter_logits``, or where there is a ``top_k`` the learner
-takes what the sampler kept (``support_of``), so that a log-probability is always of the distribution that was
+Sampler and learner pass their logits through the same ``filter_logits``, or where a filter leaves tokens out the
+learner takes what the sampler kept (``support_of``), so that a log-probability is always of the distribution that was
 sampled. Owns: temperature, top-k, top-p, min-p, what they leave of the vocabulary, the inverse-CDF draw,
 log-probability and entropy. Does not know: models, keys (a draw takes a uniform number), greedy decoding.
 Letters: S rows, V vocabulary, N blocks, K tokens per block. Log-probabilities and entropies are in nats, float32.
@@ -34,6 +34,10 @@ class Filter(NamedTuple):
         """Those of a config that calls them so."""
         return cls(*(getattr(sampling, name) for name in cls._fields))
 
+    def leaves_out(self, vocab_size: int) -> bool:
+        """Whether any token may be impossible."""
+        return 0 < self.top_k < vocab_size or self.top_p < 1 or self.min_p > 0
+
 
 def filter_logits(logits: jax.Array, settings: Filter, *, keep_token: jax.Array | None = None) -> jax.Array:
     """Tempered logits with the tokens that may not be sampled at ``-inf``.
@@ -48,7 +52,7 @@ def filter_logits(logits: jax.Array, settings: Filter, *, keep_token: jax.Array 
         logits: [..., V]; computed in float32.
         keep_token: [...] i32, a token of each row that stays whatever the filters say. For the learner: as the policy
             moves, or by rounding at the threshold, a token sampled earlier can leave the support, and its
-            log-probability would be -inf. (With ``top_k`` the support itself is kept with the token: ``support_of``.)
+            log-probability would be -inf. (Of a run's rollouts the support itself is kept: ``support_of``.)
 
     Returns:
         [..., V] f32.
