@@ -285,9 +285,7 @@ def ring(s: Setting) -> Iterator[Row]:
         )
         # As a run long under way has it: full, and any row may be drawn.
         empty = compiled["init_ring"]()
-        full = empty.replace(
-            num_inserted=jnp.full_like(empty.num_inserted, capacity), inserted_step=jnp.zeros_like(empty.inserted_step)
-        )
+        full = empty.replace(inserted_step=jnp.zeros_like(empty.inserted_step))
         held = [full]
         key = rng.stream(0, "draw")
         now = arguments[-1]

@@ -256,8 +256,10 @@ class Run:
         experience, sums = credit.assign(rollout, scores, ref_logp, self.config)
         threshold = self.config.rewards.pass_threshold
         imitates = self.config.objective.imitation_coefficient > 0
-        how = {"pass_threshold": threshold, "imitates": imitates}
-        return replay.insert(ring, experience, iteration, self.config.replay, **how), sums
+        how = {"pass_threshold": threshold, "imitates": imitates, "group_size": self.config.rows_per_draw}
+        before = replay.usage(ring)
+        ring = replay.insert(ring, experience, iteration, self.config.replay, **how)
+        return ring, sums | replay.ended(before, ring, num_new=experience.reward.size)
 
     def _update(self, state, ring, iteration, key):
         def draw(ring, key):

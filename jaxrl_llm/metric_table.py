@@ -131,6 +131,9 @@ METRICS: dict[str, Metric] = {
     "replay/uses_mean": Metric(
         "draws", "Times a drawn rollout has been drawn, this draw counted; mean over rollouts drawn."
     ),
+    "replay/replay_ratio": Metric(
+        "draws", "Times a rollout was drawn in its whole life, mean over those that new ones have overwritten."
+    ),
     "replay/first_use_frac": Metric("fraction", "Draws that were the first of their rollout, over draws."),
     "replay/since_last_use_mean_steps": Metric(
         "optimizer steps", "Since a drawn rollout was last drawn, mean over draws that were not the first."

@@ -93,7 +93,7 @@ def draw_warning(values: dict[str, float]) -> str | None:
 
 
 def update_values(config: Config, used: dict[str, Any]) -> dict[str, float]:
-    """Figures of the iteration's updates from their sums and counts: the one place where means are taken."""
+    """Figures of the iteration's updates from its sums and counts: the one place where means are taken."""
 
     def ratio(numerator: str, denominator: str) -> float:
         return float(used[numerator]) / float(used[denominator]) if used[denominator] > 0 else math.nan
@@ -123,6 +123,7 @@ def update_values(config: Config, used: dict[str, Any]) -> dict[str, float]:
         "replay/age_mean_steps": ratio("age_sum", "real_count"),
         "replay/age_max_steps": int(used["age_max"]),
         "replay/uses_mean": ratio("uses_sum", "real_count"),
+        "replay/replay_ratio": ratio("ended_uses", "ended_rows"),
         "replay/first_use_frac": ratio("first_use_count", "real_count"),
         "replay/unique_prompts_mean": ratio("unique_prompt_count", "update_count"),
         "replay/since_last_use_mean_steps": float(used["since_last_use_sum"]) / reused if reused else math.nan,

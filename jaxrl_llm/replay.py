@@ -7,9 +7,9 @@ in pages, N pages of T tokens per shard. Device functions;
 nothing here needs a collective when M lies on the mesh's data axes (but for the two settings that look at all rows
 of an iteration: ``latest_visit`` and ``solved_fraction``).
 
-A draw does not remove, and does not repeat a row within a batch; the oldest rows are overwritten. Nothing
-is recomputed at replay: behaviour log-probabilities and advantages are those of the rollout's time.
-On-policy training is a ring as large as one iteration.
+A draw does not remove, and does not repeat a row within a batch. New rows overwrite those that can never be drawn
+again (tied, superseded, used up, too old), then the oldest. Nothing is recomputed at replay: behaviour
+log-probabilities and advantages are those of the rollout's time. On-policy training is a ring of one iteration.
 
 With ``positive_fraction`` d the last d*C slots of a shard are a second ring, of the correct rows that the first one
 overwrites: together they hold the freshest (1-d)*C rows and the freshest d*C correct ones not among those. With
@@ -79,8 +79,7 @@ def init(
     column = lambda value, dtype: jnp.full((num_shards, num_slots), value, dtype)  # noqa: E731
     return RingState(
         slots=ring_buffer.zeros(jax.tree.map(shape, experience_shape), on_host=on_host),
-        num_inserted=jnp.zeros(num_shards, jnp.int32),
-        num_kept=jnp.zeros(num_shards, jnp.int32),
+        order=jnp.broadcast_to(jnp.arange(num_slots, dtype=jnp.int32), (num_shards, num_slots)),
         num_draws=jnp.zeros(num_shards, jnp.int32),
         uses=column(0, jnp.int32),
         last_use=column(0, jnp.int32),
@@ -101,8 +100,9 @@ def insert(
     *,
     pass_threshold: float = 1.0,
     imitates: bool = False,
+    group_size: int = 1,
 ) -> RingState:
-    """Write R rows over the oldest. Row r goes to shard r // (R / M).
+    """Write R rows over those that are spent, and then over the oldest. Row r goes to shard r // (R / M).
 
     A row that is not trainable takes a slot (shapes and ages stay those of the iteration) and is never drawn.
 
@@ -115,6 +115,7 @@ def insert(
             by ``solved_fraction`` those of a group that is solved and the earlier ones of its prompt.
         pass_threshold: a rollout is correct when its reward is at least this.
         imitates: what others wrote and is correct teaches without an advantage, and so stays.
+        group_size: so many neighbouring rows are drawn together, and overwritten together.
 
     Raises:
         ConfigError: the shards do not divide R, or R exceeds the capacity in slots or, at full length, in pages.
@@ -160,15 +161,18 @@ def insert(
     if ring.first_page is not None:
         # Tokens go to the log; what follows sees the rest of the rows alone.
         ring, written, log = _write_tokens(ring, written)
+    spent = replay_draws.is_spent(ring, iteration, config)
     stored, written = _by_slot(ring), _by_slot(written)
+    order = ring_buffer.renew(main, spent, num_rows, group_size=group_size)
+    target, kept_order = order[:, main.size - num_rows :], kept.order
     if kept.size:
-        evicted = ring_buffer.take(stored, ring_buffer.next_slots(main, num_rows))
+        evicted = ring_buffer.take(stored, target)
         is_kept = _is_admitted(evicted["slots"], rows, config.admission, pass_threshold)
-        is_kept &= evicted["slots"].trainable & ~evicted["is_retired"] & (evicted["inserted_step"] >= 0)
-        stored, kept = ring_buffer.write_some(stored, kept, evicted, is_kept)
-    stored, main = ring_buffer.write(stored, main, written)
+        is_kept &= evicted["slots"].trainable & ~ring_buffer.take(spent, target)
+        stored, kept_order = ring_buffer.write_some(stored, kept, spent, evicted, is_kept)
+    stored = ring_buffer.put(stored, target, written)
     stored["slots"] = _together(stored["slots"], log)
-    return ring.replace(num_inserted=main.num_written, num_kept=kept.num_written, **stored)
+    return ring.replace(order=jnp.concatenate([order, kept_order], axis=1), **stored)
 
 
 def draw(
@@ -306,6 +310,18 @@ def sums(info: DrawInfo) -> dict[str, Any]:
         "real_count": jnp.sum(info.is_real, dtype=jnp.int32),
         "unique_prompt_count": _num_different(info.question, info.is_real),
     }
+
+
+def usage(ring: RingState) -> tuple[jax.Array, jax.Array]:
+    """Rows in the slots, and how often they have been drawn altogether, each [] i32."""
+    is_there = ring.inserted_step >= 0
+    return jnp.sum(is_there, dtype=jnp.int32), jnp.sum(jnp.where(is_there, ring.uses, 0))
+
+
+def ended(before: tuple[jax.Array, jax.Array], ring: RingState, *, num_new: int) -> dict[str, jax.Array]:
+    """Of the rows that left the ring when so many new ones came: their number, and the draws of their lives, [] i32."""
+    rows, uses = usage(ring)
+    return {"ended_rows": before[0] + num_new - rows, "ended_uses": before[1] - uses}
 
 
 def num_filled(ring: RingState) -> jax.Array:

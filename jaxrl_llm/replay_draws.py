@@ -52,11 +52,30 @@ def surprise(rollout: Rollout) -> jax.Array:
 def lanes(ring: RingState, config: ReplayConfig) -> tuple[Lane, Lane]:
     """The main ring, and behind it that of the correct rows it has overwritten."""
     num_slots = ring.uses.shape[1]
-    num_kept = round(config.positive_fraction * num_slots)
-    return (
-        Lane(0, num_slots - num_kept, ring.num_inserted),
-        Lane(num_slots - num_kept, num_kept, ring.num_kept),
-    )
+    num_main = num_slots - round(config.positive_fraction * num_slots)
+
+    def lane(order: jax.Array) -> Lane:
+        is_filled = ring_buffer.take(ring.inserted_step, order) >= 0
+        return Lane(order, jnp.sum(is_filled, axis=1, dtype=jnp.int32))
+
+    return lane(ring.order[:, :num_main]), lane(ring.order[:, num_main:])
+
+
+def is_spent(ring: RingState, iteration: jax.Array, config: ReplayConfig) -> jax.Array:
+    """Which slots [M, C] bool no draw from this iteration on can give: what they hold may be overwritten first."""
+    age = iteration - ring.inserted_step
+    spent = (ring.inserted_step < 0) | ring.is_retired
+    if config.max_uses:
+        spent |= ring.uses >= config.max_uses
+    if oldest := config.delay_iterations or config.max_age_steps:
+        spent |= age > oldest
+    if config.fresh_from_iteration:
+        spent |= (iteration >= config.fresh_from_iteration) & (age > 0)
+    if config.draw == "priority" and config.priority_exponent:
+        spent |= ring.priority <= 0
+    if ring.first_page is not None:
+        spent |= ~paged_log.is_held(ring.first_page, ring.oldest_page)
+    return spent
 
 
 def choose(
@@ -77,11 +96,7 @@ def choose(
         is_fresh: [] bool, for ``config.fresh_batches``: the fresh ones come first, else all others.
     """
     num_slots = ring.uses.shape[1]
-    rings = [
-        Lane(lane.start // group_size, lane.size // group_size, lane.num_written // group_size)
-        for lane in lanes(ring, config)
-        if lane.size
-    ]
+    rings = [lane.of_groups(group_size) for lane in lanes(ring, config) if lane.size]
     largest = jnp.maximum(jnp.max(ring.priority, axis=1, keepdims=True), jnp.finfo(jnp.float32).tiny)
 
     def at(column: jax.Array, slot: jax.Array) -> jax.Array:

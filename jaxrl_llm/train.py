@@ -207,7 +207,7 @@ def train(config: Config, workdir: pathlib.Path, *, allow_config_changes: bool =
                 state, ring = compiled["reset_reference"](state, ring)
             check_gap(config, iteration, used)
             num_tied = int(made["degenerate_groups"]) + sampled.num_tied_left_out
-            values = rollout_values(config, sampled.asked, answers, num_tied) | update_values(config, used)
+            values = rollout_values(config, sampled.asked, answers, num_tied) | update_values(config, used | made)
             values |= draw_values(config, generator.take_draws())
             generate_s, update_s = t1 - t0 - sampled.waited_s, t2 - t1
             values |= {

@@ -141,8 +141,7 @@ class RingState:
 
     # Every leaf [M, C, ...], on the device or in its host's memory; what a ring in pages has for each token [M, N, T].
     slots: Experience
-    num_inserted: jax.Array  # [M] i32, rows ever inserted: the main ring's cursor
-    num_kept: jax.Array  # [M] i32, evicted rows ever moved to the ring of correct ones: its cursor
+    order: jax.Array  # [M, C] i32, slots of the main ring and then of that of correct ones, each oldest row first
     num_draws: jax.Array  # [M] i32, batches ever drawn
     uses: jax.Array  # [M, C] i32, times drawn since insertion
     last_use: jax.Array  # [M, C] i32, number (from 1) of the draw it was last in, 0 = never drawn

@@ -83,9 +83,9 @@ operations = st.lists(
 @hypothesis.given(st.integers(0, len(CONFIGS) - 1), operations)
 def test_ring_equals_its_definition_over_any_insert_evict_draw(which, steps):
     config, fresh_wanted = CONFIGS[which], FRESH_WANTED[which]
-    keeping = ReplayConfig(positive_fraction=config.positive_fraction)  # all that insert looks at
     ring = jit_init(CAPACITY, SHARDS)
-    model = DequeRing(CAPACITY, SHARDS, 2 if config.positive_fraction else 0)
+    num_positive = 2 if config.positive_fraction else 0
+    model = DequeRing(CAPACITY, SHARDS, num_positive, config.max_age_steps, config.max_uses)
     iteration, next_id = 0, 1
     for name, argument in steps:
         if name == "insert":
@@ -93,8 +93,11 @@ def test_ring_equals_its_definition_over_any_insert_evict_draw(which, steps):
             ids = list(range(next_id, next_id + len(argument)))
             next_id += len(argument)
             rows = make_experience(ids, argument)
-            ring = jit_insert(ring, rows, np.int32(iteration), keeping, pass_threshold=0.5)
+            before, ended = replay.usage(ring), len(model.ended)
+            ring = jit_insert(ring, rows, np.int32(iteration), config, pass_threshold=0.5)
             model.insert(ids, argument, iteration)
+            found = replay.ended(before, ring, num_new=len(ids))
+            assert found == {"ended_rows": len(model.ended) - ended, "ended_uses": sum(model.ended[ended:])}
         else:
             key = jax.random.key(argument)
             ring, rows, info = jit_draw(ring, key, np.int32(iteration), config, batch_size=BATCH)
@@ -131,19 +134,13 @@ def test_a_batch_is_wholly_fresh_or_wholly_not_with_the_chance_that_is_said():
 
 
 def check_contents(model, ring):
-    """Every shard holds exactly the rows of the definition, oldest first from the cursors on, and no others."""
+    """Every shard holds exactly the rows of the definition, oldest first in the order of its lanes, and no others."""
     ring = jax.tree.map(np.asarray, ring)
     for m in range(SHARDS):
-        order = []
-        for rows, start, size, written in zip(
-            model.lanes(m),
-            (0, model.num_main),
-            (model.num_main, model.num_positive),
-            (ring.num_inserted[m], ring.num_kept[m]),
-            strict=True,
-        ):
-            assert min(written, size) == len(rows)
-            order += [start + (written - len(rows) + i) % size for i in range(len(rows))]
+        assert sorted(ring.order[m]) == list(range(CAPACITY // SHARDS))
+        main, kept = np.split(ring.order[m], [model.sizes[0]])
+        order = [lane[len(lane) - len(rows) :] for lane, rows in zip((main, kept), model.lanes(m), strict=True)]
+        order = np.concatenate(order).tolist()
         rows = [row for lane in model.lanes(m) for row in lane]
         expected = make_experience([r["id"] for r in rows], [r["state"] for r in rows])
         stored = jax.tree.map(lambda x, m=m, order=order: x[m][order], ring.slots)
@@ -160,7 +157,7 @@ def check_draw(model, rows, info, iteration, config, fresh_wanted):
     rows, info = jax.tree.map(np.asarray, (rows, info))
     model.num_draws += 1
     for m in range(SHARDS):
-        allowed = model.drawable(m, iteration, config.max_age_steps, config.max_uses)
+        allowed = model.drawable(m, iteration)
         real = info.is_real[m]
         ids = rows.rollout.prompt_id[m][real].tolist()
         assert len(ids) == min(BATCH // SHARDS, len(allowed)) == len(set(ids))
@@ -182,6 +179,35 @@ def check_draw(model, rows, info, iteration, config, fresh_wanted):
             allowed[i]["last_use"] = model.num_draws
 
 
+def test_a_ring_of_groups_gives_the_slots_of_tied_superseded_and_used_up_ones_first():
+    """Four groups of two fit. The oldest that may still be drawn is there when the fifth comes, and is drawn."""
+    config = ReplayConfig(skip_tied=True, latest_visit=True, max_uses=1)
+    insert = functools.partial(replay.insert, config=config, pass_threshold=0.5, group_size=2)
+
+    def ids(ring):
+        return np.asarray(ring.slots.rollout.prompt_id)[0].tolist()
+
+    ring = replay.init(shape_of(1), capacity=8, num_shards=1)
+    ring = insert(ring, rows_of_questions([5, 6], ["right", "wrong"] * 2, 0), iteration=np.int32(0))
+    tied = rows_of_questions([7, 8], ["right", "wrong"] * 2, 4, advantage=[1, 1, 0, 0])
+    ring = insert(ring, tied, iteration=np.int32(1))
+    assert ids(ring) == list(range(8))
+    # 6 comes again, so that its first visit (slots 2, 3) goes; then that of 8, which is tied.
+    ring = insert(ring, rows_of_questions([6], ["right", "wrong"], 8), iteration=np.int32(2))
+    assert ids(ring) == [0, 1, 8, 9, 4, 5, 6, 7]
+    ring = insert(ring, rows_of_questions([9], ["right", "wrong"], 10), iteration=np.int32(3))
+    assert ids(ring) == [0, 1, 8, 9, 4, 5, 10, 11]
+    # The newest group is used up: the next goes there, though the oldest has been in the ring for four iterations.
+    fresh = ReplayConfig(**{**vars(config), "fresh_fraction": 1.0})
+    ring, batch, _ = replay.draw(ring, jax.random.key(0), np.int32(3), fresh, batch_size=2, group_size=2)
+    assert batch.rollout.prompt_id.tolist() == [[10, 11]]
+    ring = insert(ring, rows_of_questions([10], ["right", "wrong"], 12), iteration=np.int32(4))
+    assert ids(ring) == [0, 1, 8, 9, 4, 5, 12, 13]
+    # Nothing is spent: now the oldest goes.
+    ring = insert(ring, rows_of_questions([11], ["right", "wrong"], 14), iteration=np.int32(5))
+    assert ids(ring) == [14, 15, 8, 9, 4, 5, 12, 13]
+
+
 # --- statistics of the synchronous FIFO ----------------------------------------------------------------------------
 
 
@@ -195,10 +221,12 @@ def test_uses_ages_and_first_uses_follow_the_closed_forms():
     def simulate():
         def step(ring, iteration):
             rows = make_experience(iteration * num_in + jnp.arange(num_in), xp=jnp)
+            before = replay.usage(ring)
             ring = replay.insert(ring, rows, iteration, ReplayConfig())
+            ended = replay.ended(before, ring, num_new=num_in)
             key = jax.random.fold_in(jax.random.key(0), iteration)
             ring, rows, info = replay.draw(ring, key, iteration, ReplayConfig(), batch_size=num_out)
-            return ring, (rows.rollout.prompt_id, info, replay.sums(info))
+            return ring, (rows.rollout.prompt_id, info, replay.sums(info) | ended)
 
         ring = replay.init(shape_of(1), capacity=num_slots, num_shards=2)
         return jax.lax.scan(step, ring, jnp.arange(steps))[1]
@@ -213,6 +241,11 @@ def test_uses_ages_and_first_uses_follow_the_closed_forms():
     # deviations: false alarm below 4 * 6e-7.
     n = len(cohort)
     assert abs(uses.mean() - num_out / num_in) < 5 * np.sqrt(life * q * (1 - q) / n)
+    # The replay ratio as it is logged, of the rows that left: all lived to the end but those of the first steps.
+    gone = sums["ended_rows"][2 * life :]
+    assert (gone == num_in).all() and not sums["ended_rows"][:life].any()
+    ratio = sums["ended_uses"][2 * life :].sum() / gone.sum()
+    assert abs(ratio - num_out / num_in) < 5 * np.sqrt(life * q * (1 - q) / gone.sum())
     never = (1 - q) ** life  # 0.0233
     assert abs((uses == 0).mean() - never) < 5 * np.sqrt(never * (1 - never) / n)
     # First uses counted by the row's cohort: each row has one or none; the share is of the draws per row, B / R.
@@ -291,7 +324,8 @@ def test_the_ring_of_correct_rows_takes_none_that_would_never_be_drawn():
     rows = make_experience(np.arange(4), ["right"] * 4)
     ring = insert(jit_init(8, 1), rows.replace(advantage=rows.advantage * (np.arange(4) % 2)[:, None]), np.int32(0))
     ring = insert(ring, make_experience(np.arange(4, 8), ["right"] * 4), np.int32(1))
-    assert ring.num_kept[0] == 2 and ring.slots.rollout.prompt_id[0, 4:6].tolist() == [1, 3]
+    assert ring.inserted_step[0, 4:].tolist() == [0, 0, -1, -1]
+    assert ring.slots.rollout.prompt_id[0, 4:6].tolist() == [1, 3]
 
 
 def test_a_demonstration_stays_where_it_is_imitated_though_its_group_is_tied():
@@ -434,7 +468,8 @@ def test_likely_rollouts_are_kept_and_their_ratios_are_more_alike():
         ring = jit_insert(ring, rows.replace(rollout=rollout), np.int32(iteration), config)
     bar = new_logp[drawn[1]].mean()
     expected = [i for i in range(size) if old_logp[drawn[0][i]].mean() >= bar and i != 7]
-    kept = np.asarray(ring.slots.rollout.prompt_id)[0, size : size + int(ring.num_kept[0])].tolist()
+    is_kept = np.asarray(ring.inserted_step)[0, size:] >= 0
+    kept = np.asarray(ring.slots.rollout.prompt_id)[0, size:][is_kept].tolist()
     assert kept == expected and 0 < len(kept) < size
     ratio = np.exp((new_logp - old_logp)[drawn[0]].sum(axis=1))
     effective = lambda w: w.sum() ** 2 / (len(w) * (w**2).sum())  # noqa: E731

@@ -1,9 +1,9 @@
-"""FIFO rings of rows, one or two per shard, in one array of slots, on the device or in its host's memory.
+"""Rings of rows, one or two per shard, in one array of slots, on the device or in its host's memory.
 
 Leaves are [M, C, ...]: the mesh shards M and a ring runs over C, so writing and reading need no collective. A ring
-is a ``Lane`` of the slots; a second one keeps some of what the first overwrites. A ring is filled in the order of
-time, so any limit on ages is an interval of it.
-Letters: M data shards, C slots per shard, n rows written per shard, b rows read per shard.
+is a ``Lane`` of the slots; a second one keeps some of what the first overwrites. A lane knows its slots in the order of
+time, so any limit on ages is an interval of it; new rows go over those that are spent, then over the oldest.
+Letters: M data shards, C slots per shard, L slots of a lane, n rows written per shard, b rows read per shard.
 Owns: where rows are written and in which order they stand. Does not know: what a row is, what is drawn, the mesh.
 """
 
@@ -24,23 +24,24 @@ class Lane(NamedTuple):
     """A ring of every shard.
 
     Attributes:
-        start: its first slot.
-        size: its slots.
-        num_written: [M] i32, rows ever written; the next one goes to start + num_written % size.
+        order: [M, L] i32, its slots, the one with the oldest row first; those that hold none before all others.
+        filled: [M] i32, slots that hold a row.
     """
 
-    start: int
-    size: int
-    num_written: jax.Array
+    order: jax.Array
+    filled: jax.Array
 
     @property
-    def filled(self) -> jax.Array:
-        """[M] i32, slots that hold a row."""
-        return jnp.minimum(self.num_written, self.size)
+    def size(self) -> int:
+        return self.order.shape[1]
+
+    def of_groups(self, group_size: int) -> Lane:
+        """The same of groups, each so many neighbouring slots that were written together."""
+        return Lane(self.order[:, ::group_size] // group_size, self.filled // group_size)
 
     def newest_first(self, position: jax.Array) -> jax.Array:
         """Slots [M, k] i32 of positions [M, k] i32; 0 = the last row written."""
-        return self.start + (self.num_written[:, None] - 1 - position) % self.size
+        return take(self.order, (self.size - 1 - position) % self.size)
 
     def count_newest(self, is_in: Callable[[jax.Array], jax.Array]) -> jax.Array:
         """Rows [M] i32 before the first one, newest first, that is not in; all after it are not in either.
@@ -60,37 +61,45 @@ class Lane(NamedTuple):
         return jax.lax.fori_loop(0, self.size.bit_length(), halve, bounds)[0]
 
 
-def write(slots: Any, lane: Lane, rows: Any) -> tuple[Any, Lane]:
-    """Write n rows into each shard's lane, over the oldest, wrapping round the end.
+def renew(lane: Lane, is_spent: jax.Array, count: jax.Array | int, *, group_size: int = 1) -> jax.Array:
+    """The lane's order with the next ``count`` slots to be written at its end: spent ones first, then the oldest.
 
     Args:
-        slots: pytree of [M, C, ...]. Donate it: the cost is then that of the rows, not of the capacity.
-        rows: pytree of [M, n, ...], n <= the lane's size, same structure and dtypes.
+        is_spent: [M, C] bool, slots that hold no row that will be read.
+        count: [M, 1] i32 or a number, at most L.
+        group_size: so many neighbouring slots are renewed together, as spent when all of them are.
 
     Returns:
-        The slots and the lane with its count advanced.
+        [M, L] i32.
     """
-    num_rows = jax.tree.leaves(rows)[0].shape[1]
-    target_MN = next_slots(lane, num_rows)
-    return put(slots, target_MN, rows), lane._replace(num_written=lane.num_written + num_rows)
+    groups = lane.of_groups(group_size)
+    num_groups, count = groups.size, count // group_size
+    spent = jnp.all(is_spent.reshape(is_spent.shape[0], -1, group_size), axis=2)
+    spent = take(spent, groups.order)
+    rank = lambda x: jnp.cumsum(x, axis=1, dtype=jnp.int32)  # noqa: E731
+    spare = rank(spent)
+    is_next = jnp.where(spent, spare <= count, rank(~spent) <= count - spare[:, -1:])
+    place = jnp.where(is_next, num_groups - count + rank(is_next), rank(~is_next)) - 1
+    order = jax.vmap(lambda place, slot: jnp.zeros_like(slot).at[place].set(slot, unique_indices=True))(
+        place, groups.order
+    )
+    slots = order[:, :, None] * group_size + jnp.arange(group_size, dtype=jnp.int32)[None, None, :]
+    return slots.reshape(lane.order.shape)
 
 
-def next_slots(lane: Lane, num_rows: int) -> jax.Array:
-    """Slots [M, n] i32 that the next ``num_rows`` rows go to: they hold the oldest rows, oldest first."""
-    if num_rows > lane.size:
-        raise ValueError(f"{num_rows} rows per shard do not fit the {lane.size} slots of a shard")
-    ahead = jnp.arange(num_rows, dtype=jnp.int32)[None, :]
-    return lane.start + (lane.num_written[:, None] + ahead) % lane.size
+def write_some(
+    slots: Any, lane: Lane, is_spent: jax.Array, rows: Any, is_kept: jax.Array
+) -> tuple[Any, jax.Array]:
+    """The slots with those of the rows [M, n] that are kept, in their order, and the lane's new order [M, L].
 
-
-def write_some(slots: Any, lane: Lane, rows: Any, is_kept: jax.Array) -> tuple[Any, Lane]:
-    """As ``write``, of the rows [M, n] that are kept alone, in their order; of too many for the lane the last ones."""
+    Of too many for the lane the last ones.
+    """
     rank = jnp.cumsum(is_kept, axis=1, dtype=jnp.int32)
     total = rank[:, -1:]
     is_kept = is_kept & (total - rank < lane.size)
-    target = lane.start + (lane.num_written[:, None] + rank - 1) % lane.size
-    slots = put(slots, jnp.where(is_kept, target, jax.tree.leaves(slots)[0].shape[1]), rows)
-    return slots, lane._replace(num_written=lane.num_written + total[:, 0])
+    order = renew(lane, is_spent, jnp.minimum(total, lane.size))
+    target = take(order, jnp.maximum(lane.size - 1 - (total - rank), 0))
+    return put(slots, jnp.where(is_kept, target, jax.tree.leaves(slots)[0].shape[1]), rows), order
 
 
 def put(slots: Any, slot_index: jax.Array, rows: Any) -> Any:

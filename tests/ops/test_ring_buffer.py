@@ -1,33 +1,52 @@
+"""Where rows go in a shard's slots, and in which order they stand."""
+
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
-from jaxrl_llm.ops.ring_buffer import Lane, next_slots, put, take, write, write_some
+from jaxrl_llm.ops.ring_buffer import Lane, put, renew, take, write_some
+
+NONE_SPENT = jnp.zeros((2, 5), bool)
 
 
-def test_rows_are_written_at_the_cursor_and_wrap_round_the_end():
-    # C = 5, two shards that have had 3 and 0 rows, n = 3: shard 0 writes slots 3, 4, 0.
-    slots = {"x": jnp.zeros((2, 5), jnp.int32), "y": jnp.zeros((2, 5, 2), jnp.int8)}
-    rows = {"x": jnp.array([[1, 2, 3], [4, 5, 6]]), "y": jnp.arange(12, dtype=jnp.int8).reshape(2, 3, 2)}
-    lane = Lane(0, 5, jnp.array([3, 0]))
-    assert next_slots(lane, 3).tolist() == [[3, 4, 0], [0, 1, 2]]
-    slots, lane = write(slots, lane, rows)
-    np.testing.assert_array_equal(slots["x"], [[3, 0, 0, 1, 2], [4, 5, 6, 0, 0]])
-    np.testing.assert_array_equal(slots["y"][0], [[4, 5], [0, 0], [0, 0], [0, 1], [2, 3]])
-    assert lane.num_written.tolist() == [6, 3] and lane.filled.tolist() == [5, 3]
-    assert lane.newest_first(jnp.array([[0, 1], [0, 1]])).tolist() == [[0, 4], [2, 1]]
+def test_the_oldest_slots_are_renewed_and_then_the_newest():
+    # Slots 3, 4, 0, 1, 2 of shard 0 from the oldest row on; of shard 1 as they lie.
+    lane = Lane(jnp.array([[3, 4, 0, 1, 2], [0, 1, 2, 3, 4]]), jnp.array([5, 5]))
+    order = renew(lane, NONE_SPENT, 3)
+    assert order.tolist() == [[1, 2, 3, 4, 0], [3, 4, 0, 1, 2]]
+    lane = lane._replace(order=order)
+    assert lane.newest_first(jnp.array([[0, 1], [0, 4]])).tolist() == [[0, 4], [2, 3]]
+    for count in (0, 5):
+        assert renew(lane, NONE_SPENT, count).tolist() == order.tolist()
+
+
+def test_spent_slots_are_renewed_before_the_oldest_and_those_that_stay_keep_their_order():
+    lane = Lane(jnp.array([[3, 4, 0, 1, 2], [0, 1, 2, 3, 4]]), jnp.array([5, 5]))
+    spent = jnp.array([[False, True, True, False, False], [False, False, False, True, False]])
+    # Shard 0: 1 and 2 are spent; shard 1: 3 is, and then the oldest goes.
+    assert renew(lane, spent, 2).tolist() == [[3, 4, 0, 1, 2], [1, 2, 4, 0, 3]]
+    # Of more spent ones than are wanted the oldest.
+    assert renew(lane, spent, 1).tolist() == [[3, 4, 0, 2, 1], [0, 1, 2, 4, 3]]
+    # A number of its own for each shard.
+    assert renew(lane, spent, jnp.array([[3], [0]])).tolist() == [[4, 0, 3, 1, 2], [0, 1, 2, 3, 4]]
+
+
+def test_a_group_is_renewed_as_a_whole_and_is_spent_when_all_of_it_is():
+    lane = Lane(jnp.array([[2, 3, 4, 5, 0, 1]]), jnp.array([6]))
+    spent = jnp.array([[True, True, True, False, False, False]])
+    assert renew(lane, spent, 2, group_size=2).tolist() == [[2, 3, 4, 5, 0, 1]]
+    assert renew(lane, spent, 4, group_size=2).tolist() == [[4, 5, 2, 3, 0, 1]]
 
 
 def test_of_rows_kept_the_last_that_fit_are_written_behind_the_first_lane():
-    # Slots 0-1 are another lane's; this one has 3, at 2-4, and has had 1 row: the next go to 3, 4, 2.
-    lane = Lane(2, 3, jnp.array([1, 1]))
+    # Slots 0-1 are another lane's; this one has 3, at 2-4, and a row at 2: the next go to 3, 4, 2.
+    lane = Lane(jnp.array([[3, 4, 2], [3, 4, 2]]), jnp.array([1, 1]))
     rows = jnp.array([[1, 2, 3, 4, 5], [6, 7, 8, 9, 10]])
     kept = jnp.array([[True, False, True, False, False], [True, True, True, False, True]])
-    slots, lane = write_some(jnp.zeros((2, 5), jnp.int32), lane, rows, kept)
-    # Four are kept of shard 1: the first, 6, is at once overwritten by the fourth, 10.
-    np.testing.assert_array_equal(slots, [[0, 0, 0, 1, 3], [0, 0, 8, 10, 7]])
-    assert lane.num_written.tolist() == [3, 5]
+    slots, order = write_some(jnp.zeros((2, 5), jnp.int32), lane, NONE_SPENT, rows, kept)
+    # Four are kept of shard 1, for which there is room for three: the first, 6, is not written.
+    np.testing.assert_array_equal(slots, [[0, 0, 0, 1, 3], [0, 0, 10, 7, 8]])
+    assert order.tolist() == [[2, 3, 4], [3, 4, 2]]
 
 
 def test_take_and_put_use_each_shards_own_slots_and_the_slot_behind_the_last_is_nowhere():
@@ -40,20 +59,16 @@ def test_take_and_put_use_each_shards_own_slots_and_the_slot_behind_the_last_is_
     )
 
 
-def test_an_age_limit_is_found_by_halving_whatever_the_fill_and_the_cursor():
-    # Rows 0, 1, ... written one by one into a lane of 5 slots from slot 1 on; row r is "in" when r >= bound. A shard
-    # for every number of rows and every bound.
-    size = 5
-    num_written, bound = (x.ravel() for x in np.meshgrid(np.arange(12), np.arange(13)))
+def test_an_age_limit_is_found_by_halving_whatever_the_fill_and_the_order():
+    # Rows 0, 1, ... in a lane of 5 of 6 slots, in any order; row r is "in" when r >= bound. A shard for every number
+    # of rows and every bound.
+    size, rng = 5, np.random.default_rng(0)
+    filled, bound = (x.ravel() for x in np.meshgrid(np.arange(6), np.arange(7)))
+    order = np.stack([rng.permutation(size) + 1 for _ in bound])
     slots = np.full((len(bound), size + 1), -1)
-    for shard, number in enumerate(num_written):
+    for shard, number in enumerate(filled):
         for r in range(number):
-            slots[shard, 1 + r % size] = r
-    lane = Lane(1, size, jnp.asarray(num_written))
+            slots[shard, order[shard, size - number + r]] = r
+    lane = Lane(jnp.asarray(order), jnp.asarray(filled))
     got = jax.jit(lambda: lane.count_newest(lambda slot: take(jnp.asarray(slots), slot) >= bound[:, None]))()
     np.testing.assert_array_equal(got, ((slots >= bound[:, None]) & (slots >= 0)).sum(axis=1))
-
-
-def test_what_cannot_fit_is_refused():
-    with pytest.raises(ValueError, match="6 rows per shard do not fit the 5 slots"):
-        write(jnp.zeros((1, 5)), Lane(0, 5, jnp.zeros(1, jnp.int32)), jnp.zeros((1, 6)))
