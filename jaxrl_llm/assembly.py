@@ -24,7 +24,7 @@ from jaxrl_llm.models.policy import chunk_tokens
 from jaxrl_llm.models.presets import Architecture
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.ops import corrections, values
-from jaxrl_llm.ops.baselines import NUM_FEATURES
+from jaxrl_llm.ops.baselines import num_features
 from jaxrl_llm.ops.masks import completion_mask
 from jaxrl_llm.ops.shaping import NUM_DIFFICULTIES
 from jaxrl_llm.programs import Program, in_use_bytes, memory
@@ -98,13 +98,14 @@ class Run:
     def abstract_scores(self) -> Scores:
         """What the host knows of them: all but what the learner says."""
         B, settings = self.config.rows_per_iteration, self.config.credit
-        kind = settings.advantage
+        kind, features = settings.advantage, num_features(self.model.arch.width)
         return Scores(
             reward=self.rows((B,), jnp.float32),
             trainable=self.rows((B,), bool),
             parts=self.rows((B, len(self.config.rewards.functions)), jnp.float32) if kind == "gdpo" else None,
             baseline=self.rows((B,), jnp.float32) if kind == "mssr" else None,
-            regression=self.whole(jnp.float32, (NUM_FEATURES, NUM_FEATURES + 1)) if kind == "poise" else None,
+            regression=self.whole(jnp.float32, (features, features + 1)) if kind == "poise" else None,
+            moments=self.whole(jnp.float32, (3,)) if settings.advantage_norm_decay else None,
             short_answer=self.whole(jnp.int32, (NUM_DIFFICULTIES,)) if settings.short_answer_iterations else None,
         )
 
@@ -115,8 +116,9 @@ class Run:
         average = params if self.config.keeps_average else None
         coefficient = self.whole(jnp.float32) if self.config.objective.entropy_target else None
         reference = params if self.config.objective.reference_reset_iterations else None
+        previous = params if self.config.keeps_previous else None
         return TrainState(
-            params, optimizer, self.whole(jnp.int32), average, self.abstract_critic, coefficient, reference
+            params, optimizer, self.whole(jnp.int32), average, self.abstract_critic, coefficient, reference, previous
         )
 
     @functools.cached_property
@@ -147,8 +149,9 @@ class Run:
         average = copy() if self.config.keeps_average else None
         coefficient = jnp.float32(objective.entropy_coefficient) if objective.entropy_target else None
         reference = copy() if objective.reference_reset_iterations else None
+        previous = copy() if self.config.keeps_previous else None
         step = jnp.zeros((), jnp.int32)
-        return TrainState(params, optimizer, step, average, self._init_critic(), coefficient, reference)
+        return TrainState(params, optimizer, step, average, self._init_critic(), coefficient, reference, previous)
 
     def _init_critic(self) -> Critic | None:
         if not self.config.has_critic:
@@ -164,6 +167,8 @@ class Run:
             reward=jax.ShapeDtypeStruct((B,), jnp.float32),
             advantage=tokens,
             trainable=jax.ShapeDtypeStruct((B,), bool),
+            tied=jax.ShapeDtypeStruct((B,), bool),
+            group_mean=jax.ShapeDtypeStruct((B,), jnp.float32),
             ref_logp=tokens if self.keeps_reference else None,
             returns=tokens if self.config.has_critic else None,
             value=tokens if self.config.has_critic and self.config.objective.value_clip else None,
@@ -237,6 +242,11 @@ class Run:
         predict = functools.partial(self.update.predict_values, state.params, state.critic.head)
         return self._by_micro_batch(lambda rows, unit: predict(rows, group_size=unit), rollout)
 
+    def _hidden(self, params: Any, rollout: Rollout) -> jax.Array:
+        """Mean hidden state of the completions of fresh rollouts, [B,D] f32."""
+        look = lambda rows, unit: self.update.mean_hidden(params, rows, group_size=unit)  # noqa: E731
+        return self._by_micro_batch(look, rollout)
+
     def _by_micro_batch(self, look: Callable[[Rollout, int], Any], rollout: Rollout) -> Any:
         """``look(rows, group_size)``, [b,...], at all fresh rollouts, [B,...], as many at a time as in an update."""
         B = rollout.tokens.shape[0]
@@ -297,8 +307,11 @@ class Run:
         iteration = self.whole(jnp.int32)
         tokens = self.rows((B, S), jnp.float32)
         ref_logp = tokens if self.keeps_reference else None
+        hidden = self.rows((B, self.model.arch.width), jnp.float32)
         scores = self.abstract_scores.replace(
-            value=tokens if self.config.has_critic else None, old_logp=tokens if self.config.keeps_old_logp else None
+            value=tokens if self.config.has_critic else None,
+            old_logp=tokens if self.config.keeps_old_logp else None,
+            hidden=hidden if self.config.keeps_hidden else None,
         )
         state, ring, rollout = self.abstract_state, self.abstract_ring, self.abstract_rollout
         programs = {"publish": publish.program(self.model, self.mesh)} | self.sampler.programs(self.sampler_params)
@@ -337,6 +350,8 @@ class Run:
             programs["join"] = Program(
                 self._join, (self.learner_params, iteration, sampled, self.abstract_external), layout(rollout)
             )
+        if self.config.keeps_hidden:
+            programs["hidden"] = Program(self._hidden, (self.learner_params, rollout), hidden.sharding)
         if self.config.has_critic:
             programs["values"] = Program(self._values, (state, rollout), tokens.sharding)
         if self.eval_sampler is not None:
@@ -363,6 +378,7 @@ def assemble(
         ConfigError: a batch number does not divide over the mesh, or a model does not fit it or the row width.
     """
     sharding.check_divisible(config, mesh)
+    config = config.scaled()
     model = model_of(config, arch, mesh)
     reference_model = model_of(config, reference, mesh, "reference") if reference else model
     optimizer = optim.make(config.optimizer, config.num_updates)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 from typing import Any
 
 import ml_collections
@@ -143,6 +144,10 @@ class UpdateConfig:
     updates_per_iteration: int = 1
     # Positions of a device whose logits are live at once in the learner; 0 = by device (models.policy.chunk_tokens).
     logp_chunk_tokens: int = 0
+    # Batch size that learning rates and decays of averages (objective.ewma_decay, credit.advantage_norm_decay) are
+    # meant for; with c times that many rollouts in a step, rates are multiplied by sqrt(c) and what a decay averages
+    # over is divided by c, so that a run does the same per rollout. 0 = they are meant for batch_size.
+    scaled_from_batch_size: int = 0
     # Refuse to train when on the first batch log-probs of learner and sampler differ by more than this many nats.
     max_sampler_learner_gap_nats: float = 0.05
 
@@ -244,6 +249,26 @@ class Config:
         """Optimizer steps of the whole run."""
         return self.num_iterations * self.update.updates_per_iteration
 
+    def scaled(self) -> Config:
+        """The same with ``update.scaled_from_batch_size`` carried out.
+
+        Source: Hilton et al. 2021, arXiv:2110.00641, batch size-invariance with Adam: its step times sqrt(c), the
+        centre of mass d / (1 - d) of averages over c. Differs: Adam's own decays stay.
+        """
+        if not self.update.scaled_from_batch_size:
+            return self
+        c = self.update.batch_size / self.update.scaled_from_batch_size
+        decay = lambda d: d / (c * (1 - d) + d)  # noqa: E731
+        o, replace = self.optimizer, dataclasses.replace
+        rates = {name: math.sqrt(c) * getattr(o, name) for name in ("learning_rate", "value_learning_rate")}
+        return replace(
+            self,
+            update=replace(self.update, scaled_from_batch_size=0),
+            optimizer=replace(o, **rates),
+            objective=replace(self.objective, ewma_decay=decay(self.objective.ewma_decay)),
+            credit=replace(self.credit, advantage_norm_decay=decay(self.credit.advantage_norm_decay)),
+        )
+
     @property
     def short_answer_grid(self) -> tuple[int, ...]:
         """Lengths among which credit.short_answer_iterations chooses; the last is any length."""
@@ -286,6 +311,11 @@ class Config:
         return self.objective.proximal == "generation"
 
     @property
+    def keeps_hidden(self) -> bool:
+        """Whether credit reads the mean hidden state of completions."""
+        return self.credit.advantage == "poise"
+
+    @property
     def keeps_entropy(self) -> bool:
         """Whether rollouts carry the entropy of what each token was drawn from, for credit."""
         credit = self.credit
@@ -301,6 +331,11 @@ class Config:
         """Whether the learner keeps a moving average of its weights."""
         to_average = self.objective.kl_coefficient > 0 and self.objective.kl_anchor == "ewma"
         return to_average or self.objective.proximal == "ewma"
+
+    @property
+    def keeps_previous(self) -> bool:
+        """Whether the learner keeps the weights from before the last iteration's updates."""
+        return self.objective.kl_coefficient > 0 and self.objective.kl_anchor == "convex"
 
     @property
     def ring_capacity(self) -> int:

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.config import Config
+from jaxrl_llm.limits import NEED_NO_MIXED_GROUP
 from jaxrl_llm.ops import advantages, baselines, shaping, values
 from jaxrl_llm.ops.masks import completion_mask
 from jaxrl_llm.types import OUTCOME_SCORE, STOP_LENGTH, Experience, Rewards, Rollout, Scores
@@ -43,14 +44,15 @@ def assign(
     Args:
         rollout: B rows, with at most Q different group ids where trainable: ``rollout.prompts_per_iteration`` from 0
             on, and ``external.groups_per_iteration`` below 0.
-        scores: what ``Memory.scores`` made of their rewards.
+        scores: what ``Memory.scores`` made of their rewards, and what the learner says of the rows.
         ref_logp: [B, S] f32 nats of the frozen reference, or None.
         config: sections ``credit``, ``rewards`` and ``sampling``, and whether the objective clips values.
 
     Returns:
         The experience, and ``{"degenerate_groups": [] i32}``, how many of the run's own groups have no advantage
         other than 0 and teach nothing; and for ``Memory.observe``, with "poise" ``"regression"`` [F, F + 1] f32, with
-        ``credit.short_answer_iterations`` ``"correct_within"`` (``shaping.correct_within``).
+        ``credit.short_answer_iterations`` ``"correct_within"`` (``shaping.correct_within``), with
+        ``credit.advantage_norm_decay`` ``"moments"`` [3] f32.
     """
     settings, num_own = config.credit, config.rollout.prompts_per_iteration
     num_groups = num_own + config.external.groups_per_iteration
@@ -90,16 +92,24 @@ def assign(
     # ---- the advantage of the row
     weight, baseline = None, scores.baseline
     if settings.advantage == "vcpo":
+        # Of what the loss has of a row: the sum over its tokens, or their mean.
         weight = baselines.gradient_square(rollout.behaviour_logp, mask_BS)
+        if config.objective.aggregation == "sequence_mean":
+            weight /= jnp.square(jnp.maximum(length, 1).astype(jnp.float32))
     if scores.regression is not None:
-        features = baselines.row_features(
-            rollout.behaviour_logp, mask_BS, max_length=config.sampling.max_completion_tokens
-        )
+        rows = rollout.behaviour_logp, rollout.entropy, scores.hidden, mask_BS
+        features = baselines.row_features(*rows, max_length=config.sampling.max_completion_tokens)
         baseline = baselines.ridge_predict(features, scores.regression)
         # A rollout predicts its siblings: what it learns from is their mean reward.
         has_others = trainable & (advantages.group_count(groups) > 1)
         target = advantages.mean_of_others(shaped, groups)
         sums["regression"] = baselines.regression_sums(features, target, has_others)
+
+    def over_running(value: jax.Array, centre: bool, valid: jax.Array = groups.valid) -> jax.Array:
+        decay = settings.advantage_norm_decay
+        sums["moments"] = advantages.running_moments(value, valid, scores.moments, decay=decay)
+        return jnp.where(valid, advantages.over_moments(value, sums["moments"], centre=centre), 0.0)
+
     advantage = advantages.estimate(
         shaped,
         groups,
@@ -109,14 +119,19 @@ def assign(
         part_weights=part_weights,
         weight=weight,
         baseline=baseline,
+        over_batch=None if scores.moments is None else over_running,
     )
+    # By the rewards as scored, as what is sampled anew is (resampling): lengths untie nothing, and tie nothing.
+    compared = reward[:, None] if scores.parts is None else scores.parts
+    mixed = jnp.any(jnp.stack([advantages.is_untied(x, groups) for x in jnp.moveaxis(compared, 1, 0)]), axis=0)
+    if config.replay.skip_tied and settings.advantage not in NEED_NO_MIXED_GROUP:
+        advantage = jnp.where(mixed, advantage, 0.0)
 
     # ---- what is done to it
-    surprise_BS = jnp.where(mask_BS, -rollout.behaviour_logp, 0.0)
     if settings.positive_amplification:
         advantage = shaping.amplify_positive(advantage, correct, factor=settings.positive_amplification)
     if settings.entropy_reweighting:
-        row_entropy = jnp.sum(surprise_BS, axis=1) / jnp.maximum(length, 1)
+        row_entropy = jnp.sum(jnp.where(mask_BS, rollout.entropy, 0.0), axis=1) / jnp.maximum(length, 1)
         advantage *= shaping.entropy_factor(row_entropy, groups, strength=settings.entropy_reweighting)
     returns_BS = None
     if scores.value is None:
@@ -126,24 +141,34 @@ def assign(
         returns_BS = values.lambda_returns(
             scores.value, advantage, active_BS, discount=settings.discount, gae_lambda=settings.gae_lambda
         )
-        advantage_BS = advantages.whiten(returns_BS - jnp.where(active_BS, scores.value, 0.0), active_BS)
+        gain_BS = returns_BS - jnp.where(active_BS, scores.value, 0.0)
+        whiten = advantages.whiten if scores.moments is None else lambda gain, valid: over_running(gain, True, valid)
+        advantage_BS = whiten(gain_BS, active_BS)
         advantage = jnp.max(jnp.abs(advantage_BS), axis=1)
     if settings.duration_weight:
         factor = shaping.duration_factor(length, trainable, exponent=settings.duration_weight)
         advantage_BS *= factor[:, None]
     if settings.entropy_bonus:
+        entropy_BS = jnp.where(mask_BS, rollout.entropy, 0.0)
         advantage_BS += shaping.entropy_bonus(
-            advantage_BS, surprise_BS, coefficient=settings.entropy_bonus, limit=settings.entropy_bonus_limit
+            advantage_BS, entropy_BS, coefficient=settings.entropy_bonus, limit=settings.entropy_bonus_limit
         )
 
-    teaches = jnp.any(groups.member & ((advantage != 0) & (rollout.group_id >= 0))[None, :], axis=1)
-    sums["degenerate_groups"] = num_own - jnp.sum(teaches, dtype=jnp.int32)
+    teaches_Q = jnp.any(groups.member & (advantage != 0)[None, :], axis=1)
+    is_own_Q = jnp.any(groups.member & (rollout.group_id >= 0)[None, :], axis=1)
+    sums["degenerate_groups"] = num_own - jnp.sum(teaches_Q & is_own_Q, dtype=jnp.int32)
+    tied = ~teaches_Q[groups.index]
+    if settings.advantage not in NEED_NO_MIXED_GROUP:
+        tied &= ~mixed
     old_value = scores.value if config.objective.value_clip else None
+    group_mean = advantages.group_sum(reward, groups) / jnp.maximum(advantages.group_count(groups), 1.0)
     experience = Experience(
-        rollout,
+        rollout.replace(entropy=None, old_logp=None),
         reward,
         advantage_BS,
         trainable,
+        tied,
+        jnp.where(trainable, group_mean, 0.0),
         ref_logp,
         returns=returns_BS,
         value=old_value,
@@ -160,23 +185,30 @@ class Memory:
                  With baseline_decay_moving, decay = still + (moving - still) min(1, KL / (2 KL_TARGET)), where KL is
                  the mean of the last KL_WINDOW iterations' update/kl_behaviour_nats.
         "poise"  discounted sums of the regression from a rollout's features to its siblings' rewards.
+        credit.advantage_norm_decay
+                 discounted count, sum and sum of squares of the advantages.
         credit.short_answer_iterations
                  of each difficulty, how many correct answers were within each length of the grid since the last
                  choice, and the choice: the least length with one of them per group, else the longest.
 
     For the others it stays empty. What an iteration is compared with never knows its own rewards.
 
-    Source: arXiv:2512.18215; arXiv:2605.07579; LASER-D, arXiv:2505.15612. Differs: how the decay follows the KL is
-        ours, and so is the start of the counts. The second's decay is fixed, where it keeps a window of recent
-        rollouts. The third counts on a set kept for it; here the run's own rollouts since the last choice serve, and
-        until the first any length is short.
+    Source: arXiv:2512.18215; arXiv:2605.07579; arXiv:2110.00641; LASER-D, arXiv:2505.15612. Differs: how the decay
+        follows the KL is ours, and so is the start of the counts. The second's decay is fixed, where it keeps a window
+        of recent rollouts. The last counts on a set kept for it; here the run's own rollouts since the last choice
+        serve, and until the first any length is short.
+
+    Args:
+        hidden_size: width of the model, for "poise".
     """
 
-    def __init__(self, config: Config):
+    def __init__(self, config: Config, hidden_size: int = 0):
         self._config = config
         self._counts: dict[int, tuple[float, float]] = {}  # question -> a, b
         self._drifts: list[float] = []  # KL of the last iterations, nats a token
-        self._regression = np.zeros((baselines.NUM_FEATURES, baselines.NUM_FEATURES + 1))
+        features = baselines.num_features(hidden_size)
+        self._regression = np.zeros((features, features + 1))
+        self._moments = np.zeros(3)
         self._correct_within = np.zeros((shaping.NUM_DIFFICULTIES, 1))
         self._short_answer = [config.sampling.max_completion_tokens] * shaping.NUM_DIFFICULTIES
         self._iterations = 0
@@ -190,7 +222,7 @@ class Memory:
         """
         kind, scored = self._config.credit.advantage, rewards.outcome == OUTCOME_SCORE
         known = lambda x: np.where(scored, x, 0.0).astype(np.float32)  # noqa: E731
-        parts = baseline = regression = short_answer = None
+        parts = baseline = regression = short_answer = moments = None
         if kind == "gdpo":
             parts = np.stack([known(rewards.parts[name]) for name in self._config.rewards.functions], axis=1)
         if kind == "mssr":
@@ -200,7 +232,10 @@ class Memory:
             regression = self._regression.astype(np.float32)
         if self._config.credit.short_answer_iterations:
             short_answer = np.array(self._short_answer, np.int32)
-        return Scores(known(rewards.total), scored, parts, baseline, regression, short_answer=short_answer)
+        if self._config.credit.advantage_norm_decay:
+            moments = self._moments.astype(np.float32)
+        total = known(rewards.total)
+        return Scores(total, scored, parts, baseline, regression, short_answer=short_answer, moments=moments)
 
     def observe(self, rewards: Rewards, questions: Sequence[int], sums: dict[str, Any]) -> None:
         """Learn from an iteration: its rewards, and the sums that ``assign`` and the update returned."""
@@ -213,6 +248,8 @@ class Memory:
                 self._counts[question] = a, b
         if self._config.credit.advantage == "poise":
             self._regression = self._config.credit.baseline_decay * self._regression + sums["regression"]
+        if self._config.credit.advantage_norm_decay:
+            self._moments = np.asarray(sums["moments"])
         if self._config.credit.short_answer_iterations:
             self._correct_within = self._correct_within + sums["correct_within"]
             self._iterations += 1
@@ -243,6 +280,7 @@ class Memory:
             "counts": [[q, *ab] for q, ab in self._counts.items()],
             "drifts": self._drifts,
             "regression": self._regression.tolist(),
+            "moments": self._moments.tolist(),
             "correct_within": self._correct_within.tolist(),
             "short_answer": self._short_answer,
             "iterations": self._iterations,
@@ -252,5 +290,6 @@ class Memory:
         self._counts = {question: (a, b) for question, a, b in state["counts"]}
         self._drifts = state["drifts"]
         self._regression = np.array(state["regression"])
+        self._moments = np.array(state["moments"])
         self._correct_within = np.array(state["correct_within"])
         self._short_answer, self._iterations = state["short_answer"], state["iterations"]

@@ -75,6 +75,8 @@ CHOICES = {
 
 # Advantages that compare a rollout with other things than its siblings.
 NEED_NO_SIBLINGS = ("reinforce_pp", "mssr", "gae")
+# Those that are divided by the batch's standard deviation.
+OVER_THE_BATCH = ("reinforce_pp", "mssr", "gae", "brorl", "gdpo")
 # And those that a tied group may have all the same.
 NEED_NO_MIXED_GROUP = (*NEED_NO_SIBLINGS, "asymre", "poise")
 
@@ -104,6 +106,7 @@ BOUNDS = {
     "credit.delta_v": (-math.inf, math.inf, True),
     "credit.baseline_decay": (0.0, 1.0, True),
     "credit.baseline_decay_moving": (0.0, 1.0, True),
+    "credit.advantage_norm_decay": (0.0, 0.9999, True),
     "credit.gate_threshold": (-math.inf, math.inf, True),
     "credit.gae_lambda": (0.0, 1.0, True),
     "credit.discount": (0.0, 1.0, True),
@@ -138,6 +141,7 @@ BOUNDS = {
     "update.micro_batch_tokens": (0, math.inf, True),
     "update.updates_per_iteration": (1, math.inf, True),
     "update.logp_chunk_tokens": (0, math.inf, True),
+    "update.scaled_from_batch_size": (0, math.inf, True),
     "update.max_sampler_learner_gap_nats": (0.0, math.inf, False),
     "objective.clip_low": (0.0, 1.0, True),
     "objective.clip_high": (0.0, math.inf, True),
@@ -336,6 +340,11 @@ def _combinations(c: Any):
         c.credit.gate_threshold == 0 or (c.credit.advantage == "gdpo" and len(c.rewards.functions) > 1),
         f"credit.gate_threshold={c.credit.gate_threshold} must be 0 but with credit.advantage='gdpo' and more than one "
         "of rewards.functions, of which the first is the gate",
+    )
+    yield (
+        c.credit.advantage_norm_decay == 0 or c.credit.advantage in OVER_THE_BATCH,
+        f"credit.advantage_norm_decay={c.credit.advantage_norm_decay} must be 0 for credit.advantage="
+        f"{c.credit.advantage!r}, which no standard deviation of the batch divides; {', '.join(OVER_THE_BATCH)} are",
     )
     yield (
         c.credit.overlong_buffer_tokens <= c.sampling.max_completion_tokens,

@@ -23,6 +23,10 @@ class CreditConfig:
     # For "mssr": what that sinks to while the policy moves, wholly at a KL of 0.02 nats a token from what drew the rows
     # (mean of 20 iterations); 0 = it stays.
     baseline_decay_moving: float = 0.0
+    # Of the advantages that are divided by a standard deviation of the batch ("reinforce_pp", "mssr", "gae", "brorl",
+    # "gdpo"): take it, and the mean where that goes first, over this and earlier iterations, an earlier one counting so
+    # many times as much; 0 = over this one.
+    advantage_norm_decay: float = 0.0
     # For "gdpo": further reward functions count only where the first gives at least this; 0 = always.
     gate_threshold: float = 0.0
     # For "gae": 1 judges each token by the row's reward, below it more by what the critic says soon after.
@@ -85,7 +89,7 @@ class ReplayConfig:
     fresh_from_iteration: int = 0
     # What is drawn: "rollout", or "group" (all samples of a prompt, whose prompt the learner then computes once).
     unit: str = "rollout"
-    # Draw only rollouts whose advantage is not zero: a tied group teaches nothing.
+    # Draw no rollouts of tied groups, whose rewards as scored are all equal where siblings are compared.
     skip_tied: bool = False
     # Draw of each question only the rollouts of its latest visit that left any to draw.
     latest_visit: bool = False
@@ -137,8 +141,8 @@ class ObjectiveConfig:
     kl_coefficient: float = 0.0
     # "k1", "k2" or "k3".
     kl_estimator: str = "k3"
-    # What the penalty is to: "reference" (model.reference_path, frozen), "convex" (it and the weights before the
-    # iteration's updates, by schedule) or "ewma" (the moving average of the weights).
+    # What the penalty is to: "reference" (model.reference_path, frozen), "convex" (it and, by schedule, the weights
+    # that the iteration before began with) or "ewma" (the moving average of the weights).
     kl_anchor: str = "reference"
     # After these iterations the reference becomes the policy of then, and the ring is emptied (ReMix: 50 and 100).
     reference_reset_iterations: tuple[int, ...] = ()

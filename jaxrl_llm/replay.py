@@ -110,8 +110,8 @@ def insert(
         ring: donate it.
         experience: leaves [R, ...].
         iteration: [] i32.
-        config: which rows are kept, what is their priority, and which are retired: by ``skip_tied`` those without an
-            advantage, by ``latest_visit`` the earlier ones of a prompt of which there are new ones that may be drawn,
+        config: which rows are kept, what is their priority, and which are retired: by ``skip_tied`` those of
+            tied groups, by ``latest_visit`` the earlier ones of a prompt of which there are new ones that may be drawn,
             by ``solved_fraction`` those of a group that is solved and the earlier ones of its prompt.
         pass_threshold: a rollout is correct when its reward is at least this.
         imitates: what others wrote and is correct teaches without an advantage, and so stays.
@@ -133,10 +133,10 @@ def insert(
     question = question_hash(experience.rollout)
     retired = ~experience.trainable
     if config.skip_tied:
-        teaches = jnp.any(experience.advantage != 0, axis=1)
+        tied = experience.tied
         if imitates:
-            teaches |= (experience.rollout.group_id < 0) & (experience.reward >= pass_threshold)
-        retired |= ~teaches
+            tied &= (experience.rollout.group_id >= 0) | (experience.reward < pass_threshold)
+        retired |= tied
     supersedes = ~retired if config.latest_visit else jnp.zeros_like(retired)  # the earlier rows of its prompt
     if config.solved_fraction:
         solved = _pass_share(experience, pass_threshold) >= config.solved_fraction

@@ -62,9 +62,9 @@ def train(config: Config, workdir: pathlib.Path, *, allow_config_changes: bool =
     tokenizer = source.tokenizer()
     train_set, held_out, skipped = questions(config, tokenizer)
     stream = PromptStream(train_set, config.prompts, seed=config.seed)
-    memory = Memory(config)
     teacher = pretrained.resolve_reference(config.model, source)
     run = assemble(config, source.architecture(), tokenizer.eos_ids, mesh, teacher.architecture())
+    memory = Memory(config, run.model.arch.width)
     source.check_weights(run.model, mesh)
     teacher.check_weights(run.reference_model, mesh)
     external = External(run, tokenizer)
@@ -188,6 +188,8 @@ def train(config: Config, workdir: pathlib.Path, *, allow_config_changes: bool =
             scores = jax.device_put(memory.scores(known, about), layout)
             if config.has_critic:
                 scores = scores.replace(value=compiled["values"](state, rows))
+            if config.keeps_hidden:
+                scores = scores.replace(hidden=compiled["hidden"](state.params, rows))
             if config.keeps_old_logp:
                 scores = scores.replace(old_logp=compiled["old_logp"](state.params, state.step, rows))
             if run.sampler.keeps_old_logp:

@@ -117,6 +117,8 @@ class Scores:
     regression: jax.Array | None = None  # [F, F + 1] f32, sums that predict a row's siblings from its features
     value: jax.Array | None = None  # [B, S] f32 reward that the critic expected at each token, 0.0 off the completion
     short_answer: jax.Array | None = None  # [D] i32 tokens, how long a short answer of each difficulty may be
+    moments: jax.Array | None = None  # [3] f32 of earlier advantages (ops.advantages.running_moments)
+    hidden: jax.Array | None = None  # [B, D] f32, mean hidden state of the completion by the learner
     old_logp: jax.Array | None = None  # [B, S] f32 nats of the learner's weights of then, 0.0 off the completion
 
 
@@ -128,6 +130,8 @@ class Experience:
     reward: jax.Array  # [B] f32 as scored, before any shaping; 0.0 where not trainable
     advantage: jax.Array  # [B, S] f32, 0.0 off the completion
     trainable: jax.Array  # [B] bool, False where the reward failed, the row is filtered out or is padding
+    tied: jax.Array | None = None  # [B] bool, of a group that compares its rows and has nothing to tell them apart by
+    group_mean: jax.Array | None = None  # [B] f32, mean of the group's rewards at that time, 0.0 where not trainable
     ref_logp: jax.Array | None = None  # [B, S] f32 nats of the frozen reference, 0.0 off the completion
     age_bucket: jax.Array | None = None  # [B] i32, 0..len(AGE_BUCKETS); of a drawn row, not stored in the ring
     returns: jax.Array | None = None  # [B, S] f32 what a critic should expect at each token, 0.0 off the completion
@@ -172,3 +176,4 @@ class TrainState:
     critic: Critic | None = None  # where credit asks for one
     entropy_coefficient: jax.Array | None = None  # [] f32, where the objective has a target for the entropy
     reference: Any = None  # weights of the reference, where it does not stay that of the start
+    previous: Any = None  # weights before the updates of the iteration before, where the objective is held to them

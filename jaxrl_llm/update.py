@@ -32,7 +32,13 @@ from jaxrl_llm.micro_batches import MicroBatches
 from jaxrl_llm.models.policy import RowValues, packed_logp, row_logp
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.ops import corrections, values
-from jaxrl_llm.ops.losses import adapted_entropy_coefficient, aggregation_weights, kl_estimate, reference_share
+from jaxrl_llm.ops.losses import (
+    adapted_entropy_coefficient,
+    aggregation_weights,
+    cross_entropy,
+    kl_estimate,
+    reference_share,
+)
 from jaxrl_llm.ops.masks import completion_mask
 from jaxrl_llm.ops.surrogates import LOG_RATIO_LIMIT, SURROGATES, Settings, Tokens
 from jaxrl_llm.programs import run_if
@@ -49,6 +55,7 @@ class Moment(NamedTuple):
     start_version: jax.Array | None = None  # [] i32 of the weights before the iteration's updates
     start: Any = None  # those weights, where the objective asks for them
     average: Any = None  # moving average of the weights, likewise
+    previous: Any = None  # weights before the updates of the iteration before, likewise
     threshold: jax.Array | None = None  # [] f32 of the correction "second_moment"
     entropy_coefficient: jax.Array | None = None  # [] f32 weight of the entropy bonus, where it moves
 
@@ -110,6 +117,8 @@ class Update:
 
         updates = jnp.arange(self.config.updates_per_iteration)
         (state, ring), sums = jax.lax.scan(one, (state, ring), updates)
+        if state.previous is not None:
+            state = state.replace(previous=start.params)
         return state, ring, {k: jnp.max(v) if k.endswith("_max") else jnp.sum(v, axis=0) for k, v in sums.items()}
 
     def apply_batch(
@@ -157,7 +166,8 @@ class Update:
                     target=self.objective.entropy_target,
                     rate=self.objective.entropy_rate,
                 )
-            return TrainState(params, opt_state, state.step + 1, average, critic, coefficient, state.reference)
+            new = {"average": average, "critic": critic, "entropy_coefficient": coefficient}
+            return state.replace(params=params, opt_state=opt_state, step=state.step + 1, **new)
 
         return run_if(usable, apply, state), sums | {
             "grad_norm_sum": norm,
@@ -168,8 +178,9 @@ class Update:
     def _moment(self, state: TrainState, batch: Experience, start: TrainState) -> Moment:
         """What the loss of a batch may look at; weights only where the objective asks for them."""
         objective = self.objective
-        needs_start = objective.proximal == "start" or (objective.kl_coefficient and objective.kl_anchor == "convex")
-        moment = Moment(state.step, start.step, start.params if needs_start else None, state.average)
+        needs_start = objective.proximal == "start"
+        start_params = start.params if needs_start else None
+        moment = Moment(state.step, start.step, start_params, state.average, state.previous)
         if objective.correction != "second_moment":
             return moment
         # Of the whole batch, so that micro-batches change nothing: one forward more.
@@ -261,13 +272,13 @@ class Update:
         num_lines: int = 0,
         remat: bool = False,
         head: Any = None,
+        readout: Callable[[jax.Array], jax.Array] | None = None,
         with_prompts: bool = False,
     ) -> RowValues:
         """Log-probs of rows [B,S] under ``params`` and what else is read off them (see models.policy).
 
-        ``readout`` is of a value head. With ``num_lines`` the rows are those of packed lines.
+        ``readout`` is that of a value ``head`` where there is one. With ``num_lines`` the rows are of packed lines.
         """
-        readout = None
         if head is not None:
             share = self.objective.value_coefficient
             readout = lambda hidden: values.head_outputs(head, hidden, gradient_share=share)  # noqa: E731
@@ -307,6 +318,12 @@ class Update:
         mask = completion_mask(rollout.prompt_length, rollout.length, rollout.tokens.shape[1])
         return jnp.where(mask, values.expected_value(outputs, self.bins), 0.0)
 
+    def mean_hidden(self, params: Any, rollout: Rollout, *, group_size: int = 1) -> jax.Array:
+        """Mean of the hidden states that predict a row's completion tokens, [B,D] f32; 0.0 where there are none."""
+        states = lambda hidden: hidden.astype(jnp.float32)  # noqa: E731
+        total = jnp.sum(self.logp(params, rollout, group_size=group_size, readout=states).readout, axis=1)
+        return total / jnp.maximum(rollout.length - rollout.prompt_length, 1)[:, None]
+
     def _loss(self, learned, rows: Experience, weights: Weights, moment: Moment):
         """The loss of a micro-batch [] f32, and sums; ``learned``: policy and value head."""
         rollout, objective = rows.rollout, self.objective
@@ -324,7 +341,7 @@ class Update:
         used = tokens  # those the correction keeps; the others have no part in a row's sums either
         if objective.correction != "none":
             correction, is_kept = self._correction(tokens, moment)
-            used = _only(tokens, is_kept)
+            used = tokens.only(is_kept)
             sums["correction_weight_sum"] = total(correction)
         settings = Settings(
             clip_low=objective.clip_low,
@@ -350,10 +367,10 @@ class Update:
             loss += jnp.sum(weight_BS * value_loss)
             sums |= value_sums
         if objective.environment_coefficient:
-            sums["environment_loss_sum"] = _cross_entropy(prompt_logp, weights.environment)
+            sums["environment_loss_sum"] = cross_entropy(prompt_logp, weights.environment)
             loss += objective.environment_coefficient * sums["environment_loss_sum"]
         if objective.imitation_coefficient:
-            sums["imitation_loss_sum"] = _cross_entropy(policy_logp, weights.imitation)
+            sums["imitation_loss_sum"] = cross_entropy(policy_logp, weights.imitation)
             loss += objective.imitation_coefficient * sums["imitation_loss_sum"]
 
         policy_logp, behaviour_logp = tokens.policy_logp, tokens.behaviour_logp
@@ -423,7 +440,7 @@ class Update:
             away = jnp.clip(old_logp - behaviour_logp, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
             old_logp = behaviour_logp + away
         tokens = Tokens(policy_logp, old_logp, behaviour_logp, rows.ref_logp, rows.advantage, rows.reward, mask)
-        return _only(tokens, mask)
+        return tokens.only(mask)
 
     def _constant_logp(self, params: Any, rows: Experience) -> jax.Array:
         """Log-probs [B,S] of rows under other weights, a constant to differentiation."""
@@ -463,32 +480,11 @@ class Update:
             anchor_logp = jnp.where(tokens.mask, anchor_logp, 0.0)
             return kl_estimate(tokens.policy_logp, anchor_logp, kind=objective.kl_estimator)
 
-        def to_weights(proximal: str, params: Any) -> jax.Array:
-            is_old = objective.proximal == proximal  # whose log-probs are there already
-            return to(tokens.old_logp if is_old else self._constant_logp(params, rows))
-
         if objective.kl_anchor == "ewma":
-            return to_weights("ewma", moment.average)
+            is_old = objective.proximal == "ewma"  # whose log-probs are there already
+            return to(tokens.old_logp if is_old else self._constant_logp(moment.average, rows))
         if objective.kl_anchor == "convex":
             share = reference_share(moment.version // self.config.updates_per_iteration)
-            return share * to(rows.ref_logp) + (1 - share) * to_weights("start", moment.start)
+            return share * to(rows.ref_logp) + (1 - share) * to(self._constant_logp(moment.previous, rows))
         return to(rows.ref_logp)
 
-
-def _cross_entropy(logp: jax.Array, weight: jax.Array) -> jax.Array:
-    """Nats [] f32 of tokens [B,S] by their weights; what has none may hold anything finite or not."""
-    return -jnp.sum(weight * jnp.where(weight > 0, logp, 0.0))
-
-
-def _only(tokens: Tokens, mask: jax.Array) -> Tokens:
-    """Tokens of the mask alone, with constants elsewhere: 0 * nan is nan."""
-    keep = lambda x: None if x is None else jnp.where(mask, x, 0.0)  # noqa: E731
-    return tokens._replace(
-        policy_logp=keep(tokens.policy_logp),
-        old_logp=keep(tokens.old_logp),
-        behaviour_logp=keep(tokens.behaviour_logp),
-        ref_logp=keep(tokens.ref_logp),
-        advantage=keep(tokens.advantage),
-        reward=jnp.where(jnp.any(mask, axis=1), tokens.reward, 0.0),
-        mask=mask,
-    )

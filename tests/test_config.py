@@ -16,7 +16,9 @@ import types
 
 import ghosts
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import psutil
 import pytest
 from building import ONE, TINY, mesh_of
@@ -244,6 +246,41 @@ def test_a_config_survives_json_and_its_fingerprint_tells_it_from_another():
     assert differences(config, config) == {}
 
 
+def test_rates_and_averages_are_scaled_from_the_batch_size_that_they_are_meant_for():
+    """Four times the rollouts in a step: rates doubled, averages over a quarter of the steps: of as many rollouts."""
+    given = {"objective": {"ewma_decay": 0.9}, "credit": {"advantage": "reinforce_pp", "advantage_norm_decay": 0.8}}
+    config = freeze(given | {"update": {"scaled_from_batch_size": 16}}).scaled()  # the default is 64
+    assert (config.optimizer.learning_rate, config.optimizer.value_learning_rate) == (2e-5, 2e-3)
+    # Centres of mass 9 and 4 steps become 9/4 and 1.
+    assert config.objective.ewma_decay == pytest.approx(2.25 / 3.25)
+    assert config.credit.advantage_norm_decay == pytest.approx(0.5)
+    plain = freeze(given)
+    assert plain.scaled() == plain and config.scaled() == config
+
+
+def test_a_smaller_batch_at_a_scaled_rate_goes_as_far_on_as_many_rollouts():
+    """Adam where noise dominates: batches of 64 and 16 of the same gradients, of mean 0.02 and standard deviation 1."""
+
+    def distance(batch_size, rate):
+        optimizer, steps = optax.adam(rate), 65536 // batch_size
+        noise = jax.random.normal(jax.random.key(0), (steps, 256)) / np.sqrt(batch_size)
+
+        def step(carry, noise):
+            x, state = carry
+            updates, state = optimizer.update(0.02 + noise, state)
+            return (x + updates, state), None
+
+        start = jnp.zeros(256)
+        return -float(jnp.mean(jax.lax.scan(step, (start, optimizer.init(start)), noise)[0][0]))
+
+    small = freeze({"update": {"batch_size": 16, "micro_batch_size": 16, "scaled_from_batch_size": 64}}).scaled()
+    large = distance(64, 1e-5)
+    assert small.optimizer.learning_rate == pytest.approx(0.5e-5)
+    # Measured: 1.01; with the rate as it was 2.02.
+    assert distance(16, small.optimizer.learning_rate) == pytest.approx(large, rel=0.05)
+    assert distance(16, 1e-5) > 1.9 * large
+
+
 def test_every_bound_and_choice_is_of_a_setting():
     assert set(limits.BOUNDS) | set(limits.CHOICES) <= set(flatten(Config()))
 
@@ -417,6 +454,15 @@ def ghost_run(config, folder, monkeypatch):
     return sorted(path.name for path in workdir.iterdir()), checkpoints, lines, evaluations
 
 
+def opened(config, folder, monkeypatch):
+    """How many questions a ghost takes from the stream in each iteration."""
+    taken, take = [], PromptStream.next_batch
+    with monkeypatch.context() as patch:
+        patch.setattr(PromptStream, "next_batch", lambda self, n: taken.append(n) or take(self, n))
+        ghost_run(config, folder, monkeypatch)
+    return taken
+
+
 def asked(config, folder, monkeypatch):
     """How many rollouts each iteration samples of a ghost, whose answers are all alike."""
     ghost_run(config, folder, monkeypatch)
@@ -473,6 +519,7 @@ ALIVE = {
     "sampling.top_k": (3, program("decode"), {}),
     "sampling.top_p": (0.9, program("update"), {}),
     "sampling.min_p": (0.1, program("decode"), {}),
+    "sampling.support_tokens": (8, shapes, {"sampling.top_p": 0.9}),
     "sampling.max_completion_tokens": (6, shapes, {}),
     "sampling.stop_strings": ((";",), stops, {}),
     "rollout.prompts_per_iteration": (16, shapes, {}),
@@ -480,6 +527,7 @@ ALIVE = {
     "rollout.slots": (16, shapes, {}),
     "rollout.chunk_steps": (3, program("decode"), {}),
     "rollout.lookahead_prompts": (8, shapes, {}),
+    "rollout.max_lag_iterations": (1, opened, {"rollout.lookahead_prompts": 16}),
     "rollout.max_resample_rounds": (2, asked, {}),
     "rewards.functions": ((f"{FUNCTIONS}:length",), scores, {}),
     "rewards.weights": ((0.5,), scores, {}),
@@ -491,6 +539,7 @@ ALIVE = {
     "credit.delta_v": (-0.2, program("insert"), {"credit.advantage": "asymre"}),
     "credit.baseline_decay": (0.5, remembered, {"credit.advantage": "mssr"}),
     "credit.baseline_decay_moving": (0.5, remembered, {"credit.advantage": "mssr"}),
+    "credit.advantage_norm_decay": (0.9, program("insert"), {"credit.advantage": "reinforce_pp"}),
     "credit.gate_threshold": (0.5, program("insert"), GDPO),
     "credit.gae_lambda": (0.9, program("insert"), CRITIC),
     "credit.discount": (0.9, program("insert"), CRITIC),
@@ -535,6 +584,7 @@ ALIVE = {
     "update.micro_batch_tokens": (480, program("update"), {}),
     "update.updates_per_iteration": (3, program("update"), {}),
     "update.logp_chunk_tokens": (64, program("update"), {}),
+    "update.scaled_from_batch_size": (4, program("update"), {}),
     "update.max_sampler_learner_gap_nats": (0.001, gap, {}),
     "objective.surrogate": ("cispo", program("update"), {}),
     "objective.clip_low": (0.1, program("update"), {}),

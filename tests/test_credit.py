@@ -16,7 +16,7 @@ from jaxrl_llm.config import freeze, from_json, to_json
 from jaxrl_llm.ops import baselines
 from jaxrl_llm.types import OUTCOME_ERROR, STOP_EOS, STOP_LENGTH, Rewards, Rollout, Scores
 
-WIDTH, COMPLETION_TOKENS = 7, 4
+WIDTH, COMPLETION_TOKENS, HIDDEN = 7, 4, 5
 SHAPED = {"overlong_buffer_tokens": 2, "length_reward": 0.5, "short_answer_tokens": 2, "short_answer_bonus": 0.25}
 RESHAPED = {"positive_amplification": 3.0, "entropy_reweighting": 1.0, "entropy_bonus": 2.0, "overlong_filter": True}
 KINDS = limits.CHOICES["credit.advantage"]
@@ -35,16 +35,20 @@ def make_rollout(group_id, seed=0):
         prompt_id=np.asarray(group_id, np.int32),
         policy_version=np.zeros((num_rows, WIDTH), np.int32),
         stop_reason=np.where(completion == COMPLETION_TOKENS, STOP_LENGTH, STOP_EOS).astype(np.int8),
+        entropy=2 * rng.random((num_rows, WIDTH)).astype(np.float32),  # nothing that the token's own log-prob says
     )
 
 
-def config_of(num_groups=1, functions=("a",), weights=(1.0,), **settings):
+def config_of(
+    num_groups=1, functions=("a",), weights=(1.0,), aggregation="token_mean", skip_tied=False, **settings
+):
     return freeze(
         {
             "credit": settings,
             "rewards": {"functions": functions, "weights": weights},
             "rollout": {"prompts_per_iteration": num_groups},
-            "replay": {"capacity": 8 * num_groups},
+            "replay": {"capacity": 8 * num_groups, "skip_tied": skip_tied},
+            "objective": {"aggregation": aggregation},
             "update": {"batch_size": 8, "micro_batch_size": 8},
             "sampling": {"max_completion_tokens": COMPLETION_TOKENS},
         }
@@ -80,8 +84,9 @@ def extra_of(kind, reward, seed=0):
     if kind == "mssr":
         return {"baseline": rng.random(len(reward)).astype(np.float32)}
     if kind == "poise":
-        x, y = rng.random((30, baselines.NUM_FEATURES)), rng.random(30)
-        return {"regression": np.concatenate([x.T @ x, (x.T @ y)[:, None]], axis=1).astype(np.float32)}
+        x, y = rng.random((30, baselines.num_features(HIDDEN))), rng.random(30)
+        sums = np.concatenate([x.T @ x, (x.T @ y)[:, None]], axis=1).astype(np.float32)
+        return {"regression": sums, "hidden": rng.normal(size=(len(reward), HIDDEN)).astype(np.float32)}
     if kind == "gae":
         return {"value": rng.random((len(reward), WIDTH)).astype(np.float32)}
     return {}
@@ -113,15 +118,20 @@ def test_groups_are_named_by_group_id_wherever_the_rows_stand(kind):
     np.testing.assert_allclose(shuffled.advantage, straight.advantage[order], rtol=1e-5, atol=1e-6)
 
     given = {"delta_v": -0.1, "parts": extra.get("parts"), "part_weights": (1.0,), "baseline": extra.get("baseline")}
+    ends = rollout.prompt_length, rollout.length
     completions = [
-        -rollout.behaviour_logp[i, p:n].astype(np.float64)
-        for i, (p, n) in enumerate(zip(rollout.prompt_length, rollout.length, strict=True))
+        -rollout.behaviour_logp[i, p:n].astype(np.float64) for i, (p, n) in enumerate(zip(*ends, strict=True))
     ]
     given["weight"] = [np.sum((1 - np.exp(-x)) ** 2) for x in completions]
     if kind == "poise":
-        features = np.array([[1, len(x) / COMPLETION_TOKENS, x.mean(), x.std()] for x in completions])
+        entropies = [rollout.entropy[i, p:n] for i, (p, n) in enumerate(zip(*ends, strict=True))]
+        features = [
+            [1, len(x) / COMPLETION_TOKENS, x.mean(), x.std(), e.mean(), e.std(), *(h / np.sqrt(HIDDEN))]
+            for x, e, h in zip(completions, entropies, extra["hidden"].astype(np.float64), strict=True)
+        ]
         sums = extra["regression"].astype(np.float64)
-        given["baseline"] = features @ np.linalg.solve(sums[:, :-1] + baselines.RIDGE * np.eye(4), sums[:, -1])
+        ridge = baselines.RIDGE * np.eye(6 + HIDDEN)
+        given["baseline"] = np.array(features) @ np.linalg.solve(sums[:, :-1] + ridge, sums[:, -1])
     expected = oracle.group_advantages(reward, group_id, np.ones(16, bool), kind, **given)
     np.testing.assert_allclose(first(straight), expected, rtol=1e-4, atol=1e-5)
 
@@ -173,8 +183,8 @@ def test_devices_change_nothing(kind, more):
     expected, sums = assign(rollout, reward, trainable, extra=extra, **settings)
     mesh = mesh_of(EIGHT)
     rows = jax.device_put((rollout, reward, trainable), sharding.leading(mesh, (rollout, reward, trainable)))
-    place = sharding.replicated if kind == "poise" else sharding.leading
-    experience, sharded_sums = assign(*rows, extra=jax.device_put(extra, place(mesh, extra)), **settings)
+    layout = {n: (sharding.replicated if n == "regression" else sharding.leading)(mesh, x) for n, x in extra.items()}
+    experience, sharded_sums = assign(*rows, extra=jax.device_put(extra, layout), **settings)
     np.testing.assert_allclose(experience.advantage, expected.advantage, rtol=1e-5, atol=1e-6)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), sharded_sums, sums)
 
@@ -211,6 +221,114 @@ def test_a_critic_that_is_right_everywhere_leaves_nothing_to_learn():
     extra = {"value": np.repeat(reward[:, None], WIDTH, axis=1)}
     experience, sums = assign(rollout, reward, advantage="gae", num_groups=2, extra=extra)
     assert (experience.advantage == 0).all() and sums["degenerate_groups"] == 2
+
+
+# ---- what the papers' equations say, by hand
+
+
+def test_single_rollouts_are_lifted_by_the_entropy_of_what_they_were_drawn_from_and_not_by_their_own_surprise():
+    """An unlikely token of a sure distribution: p = .01 of two, A = -1 gives -1 + min(1 / .4, 2 H) = -.89."""
+    p = 0.01
+    entropy = -(p * np.log(p) + (1 - p) * np.log(1 - p))
+    rollout = make_rollout([0, 1], seed=2)
+    rollout = rollout.replace(
+        behaviour_logp=np.full_like(rollout.behaviour_logp, np.log(p)),
+        entropy=np.full_like(rollout.entropy, entropy),
+    )
+    # Rewards 0 and 1 against baselines of 1/2, whitened: -1 and 1.
+    extra = {"baseline": np.float32([0.5, 0.5])}
+    settings = {"advantage": "mssr", "entropy_bonus": 2.0, "entropy_bonus_limit": 0.4, "num_groups": 2}
+    experience, _ = assign(rollout, [0, 1], extra=extra, **settings)
+    np.testing.assert_allclose(first(experience), [-1 + 2 * entropy, 1 + 2 * entropy], rtol=1e-5)
+    assert round(first(experience)[0], 2) == -0.89
+    # A distribution with much choice: the bonus ends at |A| / .4.
+    wide = rollout.replace(entropy=np.full_like(rollout.entropy, 3.0))
+    np.testing.assert_allclose(first(assign(wide, [0, 1], extra=extra, **settings)[0]), [1.5, 3.5], rtol=1e-5)
+
+
+@pytest.mark.parametrize(("aggregation", "expected"), [("constant_length", 1 / 5), ("sequence_mean", 4 / 5)])
+def test_the_gradients_baseline_has_the_least_variance_of_what_the_loss_adds_up(aggregation, expected):
+    """Rows of 1 and 4 tokens of p = 1/2, rewards 1 and 0: of the sum over tokens 1 / 5, of their mean 1 / (1 + 1/4)."""
+    rollout = make_rollout([0, 0])
+    rollout = rollout.replace(
+        prompt_length=np.int32([2, 2]),
+        length=np.int32([3, 6]),
+        behaviour_logp=np.full((2, WIDTH), np.log(0.5), np.float32),
+    )
+    experience, _ = assign(rollout, [1, 0], advantage="vcpo", num_groups=1, aggregation=aggregation)
+    np.testing.assert_allclose(first(experience), [1 - expected, -expected], rtol=1e-6)
+    # A row's gradient has length^(1/2) times a token's norm, or length^(-1/2) times.
+    square = np.array([1, 4.0]) ** (1 if aggregation == "constant_length" else -1)
+    grid = np.linspace(0, 1, 1001)
+    variance = ((np.array([1, 0])[:, None] - grid) ** 2 * square[:, None]).sum(axis=0)
+    assert grid[variance.argmin()] == pytest.approx(expected)
+
+
+def test_a_group_that_is_all_wrong_teaches_nothing_where_tied_groups_are_left_out_whatever_its_lengths():
+    """Dynamic sampling leaves out by the rewards as scored; the length penalty would say -1 and 0."""
+    rollout = make_rollout([0, 0, 1, 1]).replace(prompt_length=np.int32([1] * 4), length=np.int32([5, 2, 5, 2]))
+    settings = {"advantage": "grpo", "num_groups": 2, "overlong_buffer_tokens": 2}
+    penalised, sums = assign(rollout, [0, 0, 1, 0], **settings)
+    np.testing.assert_allclose(first(penalised), [-1, 1, 0, 0], atol=1e-5)
+    assert sums["degenerate_groups"] == 1
+    np.testing.assert_array_equal(penalised.tied, [False] * 4)
+    # Of the mixed group the right answer is as long as can be, so that its penalty makes it equal: it is mixed still.
+    left_out, sums = assign(rollout, [0, 0, 1, 0], skip_tied=True, **settings)
+    np.testing.assert_array_equal(first(left_out), [0, 0, 0, 0])
+    np.testing.assert_array_equal(left_out.tied, [True, True, False, False])
+    mixed, sums = assign(rollout, [0, 0, 2, 0], skip_tied=True, **settings)
+    np.testing.assert_allclose(first(mixed), [0, 0, 1, -1], atol=1e-5)
+    np.testing.assert_array_equal(mixed.tied, [True, True, False, False])
+    assert sums["degenerate_groups"] == 1
+    # Where a group does not compare its rows, it is tied when nothing is heard of any of them.
+    alone, _ = assign(rollout, [0, 0, 1, 1], advantage="reinforce_pp", num_groups=2)
+    np.testing.assert_array_equal(alone.tied, [False] * 4)
+
+
+def test_the_groups_mean_reward_is_kept_and_an_advantage_can_be_made_anew_from_it():
+    group_id, trainable = np.repeat([5, 2], 4), np.arange(8) != 3
+    reward = np.random.default_rng(1).random(8).astype(np.float32)
+    experience, _ = assign(make_rollout(group_id), reward, trainable, advantage="asymre", num_groups=2)
+    expected = [reward[:3].mean()] * 3 + [0] + [reward[4:].mean()] * 4
+    np.testing.assert_allclose(experience.group_mean, expected, rtol=1e-6)
+    again = np.where(trainable, experience.reward - (experience.group_mean - 0.1), 0)
+    np.testing.assert_allclose(first(experience), again, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["reinforce_pp", "brorl", "gae"])
+def test_advantages_over_the_moments_of_several_iterations_are_those_of_the_source(kind):
+    """Three iterations of unequal means and spreads; sums of the released code, by hand in float64."""
+    config, rng = config_of(2, advantage=kind, advantage_norm_decay=0.8), np.random.default_rng(3)
+    memory, n, total, squares = credit.Memory(config), 0.0, 0.0, 0.0
+    for iteration in range(3):
+        rollout = make_rollout([0, 0, 0, 1, 1, 1], seed=iteration)
+        reward = rng.normal(iteration, 1 + iteration, 6).astype(np.float32)
+        trainable = np.arange(6) != 4
+        extra = {"moments": memory.scores(rewards_of(reward), [0, 1]).moments} | extra_of(kind, reward)
+        settings = {"advantage": kind, "advantage_norm_decay": 0.8, "num_groups": 2}
+        experience, sums = assign(rollout, reward, trainable, extra=extra, **settings)
+        memory.observe(rewards_of(reward), [0, 1], sums)
+
+        mask = (np.arange(WIDTH) >= rollout.prompt_length[:, None]) & (np.arange(WIDTH) < rollout.length[:, None])
+        mask &= trainable[:, None]
+        if kind == "gae":
+            values = (reward[:, None] - extra["value"])[mask].astype(np.float64)
+        elif kind == "brorl":
+            means = np.where(np.arange(6) < 3, reward[:3].mean(), reward[[3, 5]].mean())
+            values = (reward - means)[trainable].astype(np.float64)
+        else:
+            values = reward[trainable].astype(np.float64)
+        n, total = 0.8 * n + len(values), 0.8 * total + values.sum()
+        squares = 0.8 * squares + (values**2).sum()
+        std = np.sqrt(squares / n - (total / n) ** 2)
+        expected = (values - (0 if kind == "brorl" else total / n)) / (std + 1e-6)
+        got = experience.advantage[mask] if kind == "gae" else first(experience)[trainable]
+        np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
+        assert (experience.advantage[4] == 0).all()
+    resumed = credit.Memory(config)
+    resumed.restore(json.loads(json.dumps(memory.state())))
+    scores = [one.scores(rewards_of(reward), [0, 1]).moments for one in (memory, resumed)]
+    np.testing.assert_array_equal(*scores)
 
 
 # ---- filters and shaping
@@ -276,7 +394,7 @@ def test_advantages_are_amplified_then_weighed_by_confidence_and_duration_then_l
     # Mean 3/8: the correct row gets 1, the next 3/8, the others -3/8; group 1 is tied and wrong.
     row = np.array([1, 0.375, -0.375, -0.375, 0, 0, 0, 0])
     mask = (np.arange(WIDTH) >= rollout.prompt_length[:, None]) & (np.arange(WIDTH) < rollout.length[:, None])
-    entropy = np.where(mask, -rollout.behaviour_logp, 0)
+    entropy = np.where(mask, rollout.entropy, 0)
     row_entropy = entropy.sum(axis=1) / mask.sum(axis=1)
     row = row * shaping_oracle.entropy_factor(row_entropy, group_id, np.ones(8, bool), 1.0)
     row = row * shaping_oracle.duration_factor(mask.sum(axis=1), np.ones(8, bool), 0.5)
@@ -300,7 +418,8 @@ def test_what_lies_off_the_completion_moves_nothing():
     rollout = make_rollout(group_id, seed=6)
     at = np.arange(WIDTH)[None, :]
     off = (at < rollout.prompt_length[:, None]) | (at >= rollout.length[:, None])
-    spoilt = rollout.replace(behaviour_logp=np.where(off, np.nan, rollout.behaviour_logp).astype(np.float32))
+    spoil = lambda x: np.where(off, np.nan, x).astype(np.float32)  # noqa: E731
+    spoilt = rollout.replace(behaviour_logp=spoil(rollout.behaviour_logp), entropy=spoil(rollout.entropy))
     settings = {"advantage": "poise", "entropy_reweighting": 1.0, "entropy_bonus": 2.0, "num_groups": 2}
     extra = extra_of("poise", reward)
     experience, sums = assign(spoilt, reward, extra=extra, **settings)
@@ -381,12 +500,14 @@ def test_the_regression_learns_siblings_rewards_after_use_and_survives_a_checkpo
     rollout = make_rollout(np.repeat([0, 1, 2, 3], 4))
     hard = rollout.group_id % 2 == 1
     rollout = rollout.replace(length=rollout.prompt_length + np.where(hard, 4, 1).astype(np.int32))
-    reward, memory = np.where(hard, 0.0, 1.0), credit.Memory(config)
+    reward, memory = np.where(hard, 0.0, 1.0), credit.Memory(config, HIDDEN)
     settings = {"advantage": "poise", "baseline_decay": 0.5, "num_groups": 4}
+    hidden = extra_of("poise", reward)["hidden"]
 
     def iterate():
         scores = memory.scores(rewards_of(reward), range(4))
-        experience, sums = assign(rollout, reward, extra={"regression": scores.regression}, **settings)
+        extra = {"regression": scores.regression, "hidden": hidden}
+        experience, sums = assign(rollout, reward, extra=extra, **settings)
         memory.observe(rewards_of(reward), range(4), sums)
         return first(experience), sums["regression"]
 
@@ -396,7 +517,7 @@ def test_the_regression_learns_siblings_rewards_after_use_and_survives_a_checkpo
         advantage, _ = iterate()
     assert np.abs(advantage).max() < 0.25  # it is predicted now, less what the ridge holds back
     np.testing.assert_allclose(memory.state()["regression"], (1 + 0.5 + 0.25 + 0.125) * sums, rtol=1e-5)
-    resumed = credit.Memory(config)
+    resumed = credit.Memory(config, HIDDEN)
     resumed.restore(json.loads(json.dumps(memory.state())))
     assert resumed.state() == memory.state()
 
@@ -452,7 +573,8 @@ def test_the_program_takes_what_the_host_gives(kind):
     settings = {"advantage": kind} if kind in KINDS else CHOSEN
     config = config_of(8, functions=("a", "b"), weights=(1.0, 1.0), **settings)
     expected = assemble(config, TINY, (257,), mesh_of(ONE)).abstract_scores
-    given = credit.Memory(config).scores(rewards_of(np.ones(64), a=np.ones(64), b=np.ones(64)), range(8))
+    memory = credit.Memory(config, TINY.width)
+    given = memory.scores(rewards_of(np.ones(64), a=np.ones(64), b=np.ones(64)), range(8))
     assert jax.tree.map(lambda x: (x.shape, x.dtype), given) == jax.tree.map(lambda x: (x.shape, x.dtype), expected)
 
 

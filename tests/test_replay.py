@@ -39,6 +39,7 @@ def make_experience(ids, states=None, width=WIDTH, xp=np):
         reward=(ids * xp.asarray([-1 if s == "wrong" else 1 for s in states])).astype(xp.float32),
         advantage=wide.astype(xp.float32) / 8,
         trainable=xp.asarray([s != "failed" for s in states]),
+        tied=ids < 0,
         ref_logp=wide.astype(xp.float32) / 4,
     )
 
@@ -289,6 +290,7 @@ def rows_of_questions(questions, states, first_id, advantage=None):
     rollout = rows.rollout.replace(tokens=tokens, prompt_length=np.full(len(states), 2, np.int32))
     if advantage is not None:
         rows = rows.replace(advantage=np.repeat(np.float32(advantage)[:, None], WIDTH, axis=1))
+        rows = rows.replace(tied=~rows.advantage.any(axis=1))
     return rows.replace(rollout=rollout)
 
 
@@ -322,7 +324,7 @@ def test_the_ring_of_correct_rows_takes_none_that_would_never_be_drawn():
     config = ReplayConfig(positive_fraction=0.5, skip_tied=True)
     insert = functools.partial(jit_insert, config=config, pass_threshold=0.5)
     rows = make_experience(np.arange(4), ["right"] * 4)
-    ring = insert(jit_init(8, 1), rows.replace(advantage=rows.advantage * (np.arange(4) % 2)[:, None]), np.int32(0))
+    ring = insert(jit_init(8, 1), rows.replace(tied=np.arange(4) % 2 == 0), np.int32(0))
     ring = insert(ring, make_experience(np.arange(4, 8), ["right"] * 4), np.int32(1))
     assert ring.inserted_step[0, 4:].tolist() == [0, 0, -1, -1]
     assert ring.slots.rollout.prompt_id[0, 4:6].tolist() == [1, 3]
@@ -331,7 +333,7 @@ def test_the_ring_of_correct_rows_takes_none_that_would_never_be_drawn():
 def test_a_demonstration_stays_where_it_is_imitated_though_its_group_is_tied():
     rows = make_experience(np.arange(4), ["right", "right", "wrong", "right"])
     group = np.array([-1, -1, -1, 7], np.int32)
-    rows = rows.replace(advantage=0 * rows.advantage, rollout=rows.rollout.replace(group_id=group))
+    rows = rows.replace(tied=np.ones(4, bool), rollout=rows.rollout.replace(group_id=group))
     for imitates, retired in ((False, [True] * 4), (True, [False, False, True, True])):
         ring = replay.insert(
             jit_init(4, 1), rows, np.int32(0), ReplayConfig(skip_tied=True), pass_threshold=0.0, imitates=imitates

@@ -111,8 +111,7 @@ def test_groups_are_drawn_whole_and_without_repeats():
 
 def test_tied_groups_are_not_drawn():
     rows = jax.tree.map(lambda x: x[0], experience(0))
-    tied = jnp.where(jnp.arange(P * G)[:, None] < 2 * G, 0.0, jnp.nan_to_num(rows.advantage))
-    rows = rows.replace(advantage=tied, trainable=jnp.ones(P * G, bool))
+    rows = rows.replace(tied=jnp.arange(P * G) < 2 * G, trainable=jnp.ones(P * G, bool))
     config = ReplayConfig(skip_tied=True)
     ring = replay.insert(replay.init(rows, capacity=P * G, num_shards=1), rows, jnp.int32(0), config)
     _, batch, info = replay.draw(ring, jax.random.key(0), jnp.int32(0), config, batch_size=2 * G, group_size=G)

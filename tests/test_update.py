@@ -1,6 +1,7 @@
 """The update against an independent float64 model and loss; what gives no gradient; the optimizer's arithmetic."""
 
 import dataclasses
+import itertools
 import types
 
 import building
@@ -167,6 +168,50 @@ def test_policies_before_and_averaged_corrected_weights_and_the_scaled_step_are_
     near = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)  # noqa: E731
     jax.tree.map(near, after.params, moved)
     jax.tree.map(lambda new, a, p: near(new, (0.9 * a + p) / 1.9), after.average, average, moved)
+
+
+def test_remix_clips_about_the_iterations_policy_and_is_held_to_the_start_and_to_the_policy_before():
+    """By the paper's equations, of three policies: r within c -+ 0.2, + 0.3 (l KL(base) + (1 - l) KL(pi_(k-1)))."""
+    settings = {
+        "surrogate": "remix_centred",
+        "proximal": "start",
+        "kl_coefficient": 0.3,
+        "kl_estimator": "k2",
+        "kl_anchor": "convex",
+    }
+    update, rows = building.make_update(settings | {"micro_batch_size": 8}), building.random_experience()
+    params, start, previous = (building.host_params(update.model, seed) for seed in range(3))
+    compiled, mask, behaviour = jax.jit(update.apply_batch), mask_of(rows), rows.rollout.behaviour_logp
+    policy, current, before = (oracle_logp(p, rows.rollout) for p in (params, start, previous))
+    ratio, centre = np.exp(policy - behaviour), np.exp(current - behaviour)
+    # Of 50 iterations and fewer all of the penalty is to the start; then a tenth less every ten, down to a half.
+    for iteration, share in ((50, 1.0), (51, 0.9), (65, 0.8), (500, 0.5)):
+        step = jax.device_put(np.int32(iteration), sharding.replicated(mesh_of(ONE), 0))
+        state = building.train_state(update).replace(step=step, previous=previous)
+        with jax.sharding.use_abstract_mesh(mesh_of(ONE).abstract_mesh):
+            after, sums = compiled(state, building.on_mesh(update, rows), state.replace(params=start))
+        window = np.minimum(np.maximum(ratio, centre - 0.2), centre + 0.2)
+        term = -np.minimum(ratio * rows.advantage, window * rows.advantage)
+        term += 0.3 * (share * (policy - rows.ref_logp) ** 2 + (1 - share) * (policy - before) ** 2) / 2
+        expected = losses.aggregate(term, mask, rows.trainable, "token_mean", COMPLETION_TOKENS)
+        np.testing.assert_allclose(sums["loss_sum"], expected, rtol=1e-5)
+        jax.tree.map(np.testing.assert_array_equal, after.previous, previous)
+
+
+def test_the_policy_before_is_what_the_iteration_before_began_with():
+    update = building.make_update({"kl_anchor": "convex", "kl_coefficient": 0.3, "updates_per_iteration": 2})
+    update = dataclasses.replace(update, optimizer=optax.sgd(1e-3))
+    rows = building.on_mesh(update, building.random_experience())
+    draw = lambda ring, key: (ring, rows, {})  # noqa: E731
+    step = jax.jit(lambda state: update.step(state, None, jax.random.key(0), draw)[0])
+    first = building.train_state(update)
+    states = [first.replace(previous=first.params, opt_state=update.optimizer.init(first.params))]
+    with jax.sharding.use_abstract_mesh(mesh_of(ONE).abstract_mesh):
+        for _ in range(2):
+            states.append(step(states[-1]))
+    for before, after in itertools.pairwise(states):
+        jax.tree.map(np.testing.assert_array_equal, after.previous, before.params)
+        assert optax.tree.norm(jax.tree.map(np.subtract, after.params, before.params)) > 0
 
 
 def test_what_sampler_and_learner_differ_by_and_what_was_learned_since_are_two_ratios():

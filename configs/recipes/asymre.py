@@ -2,7 +2,8 @@
 
     python -m jaxrl_llm.train --config=configs/recipes/asymre.py --workdir=runs/asymre
 
-REINFORCE without ratio or clip on replayed data, its baseline lowered so that successes weigh more than failures.
+REINFORCE of whole sequences without ratio or clip on replayed data, its baseline lowered so that successes weigh more
+than failures.
 Source: Arnal et al. 2025, arXiv:2506.20520.
 """
 
@@ -14,7 +15,7 @@ def get_config():
     config.credit.advantage = "asymre"
     config.credit.delta_v = -0.1
     config.objective.surrogate = "reinforce"
-    config.objective.aggregation = "sequence_mean"
+    config.objective.aggregation = "constant_length"
     config.replay.capacity = 512
     config.update.updates_per_iteration = 2
     return config

@@ -2,9 +2,11 @@
 
     python -m jaxrl_llm.train --config=configs/recipes/cispo.py --workdir=runs/cispo
 
-Clipped weights instead of clipped gradients, a mean over prompts, the batch's standard deviation, no tied groups,
-solved questions asked no more. The upper bound of the weight is ours.
-Source: Khatri et al. 2025, arXiv:2510.13786.
+Weights with an upper bound instead of clipped gradients, a mean over prompts, the batch's standard deviation, no tied
+groups, solved questions asked no more.
+Source: Khatri et al. 2025, arXiv:2510.13786. Differs: the bound of 5 is ours; logits are in float32 from bfloat16
+hidden states and weights where model.compute_dtype is bfloat16; long answers are cut off, not interrupted to answer;
+rollouts are an iteration old at most, not 8.
 """
 
 from jaxrl_llm.config import defaults

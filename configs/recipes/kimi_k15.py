@@ -4,7 +4,9 @@
 
 Reward minus group mean, a squared log-ratio to the weights before the iteration's updates, a reward for shorter
 answers among the group's, an optimizer that starts anew in every iteration.
-Source: Kimi team 2025, arXiv:2501.12599.
+Source: Kimi team 2025, arXiv:2501.12599. Differs: questions are drawn alike, without a curriculum or a preference for
+those that fail; the length reward is there from the start; questions that can be guessed without reasoning are not
+sorted out.
 """
 
 from jaxrl_llm.config import defaults

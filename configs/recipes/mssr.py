@@ -3,8 +3,8 @@
     python -m jaxrl_llm.train --config=configs/recipes/mssr.py --workdir=runs/mssr
 
 One answer a prompt against the question's running mean, which forgets faster while the policy moves, whitened over the
-batch, with a bonus for uncertain tokens. A policy that is updated once from rollouts of its own has not moved between
-the two: the KL needs replay, or several updates an iteration.
+batch, with a bonus for tokens that were drawn from uncertain distributions, by their entropy. A policy that is updated
+once from rollouts of its own has not moved between the two: the KL needs replay, or several updates an iteration.
 Source: arXiv:2512.18215.
 """
 

@@ -2,8 +2,10 @@
 
     python -m jaxrl_llm.train --config=configs/recipes/poise.py --workdir=runs/poise
 
-Two answers a prompt, each against what the other's features predict.
-Source: arXiv:2605.07579.
+Two answers a prompt, each against what the other's features predict: its length, the surprise and the entropies of its
+tokens, its mean hidden state.
+Source: arXiv:2605.07579. Differs: ridge regression on the hidden state itself, where it is on principal components; one
+regression for all questions, where it is by domain.
 """
 
 from jaxrl_llm.config import defaults

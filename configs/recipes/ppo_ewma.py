@@ -2,9 +2,10 @@
 
     python -m jaxrl_llm.train --config=configs/recipes/ppo_ewma.py --workdir=runs/ppo_ewma
 
-Clipped against averaged weights, so that the trust region does not depend on how old the data are.
-Source: Hilton et al. 2021, arXiv:2110.00641. Differs: what is cut at 100 is the ratio of the averaged policy to
-the behaviour policy, where it is that of the current one there; learning rate and decay do not scale with the batch.
+Clipped against averaged weights, so that the trust region does not depend on how old the data are; rewards over the
+mean and the standard deviation of several iterations; rate and decays for a batch of 64, scaled to the one that is set.
+Source: Hilton et al. 2021, arXiv:2110.00641. Differs: what is cut at 100 is the ratio of the averaged policy to the
+behaviour policy, where it is that of the current one there; no critic; the decays of Adam do not scale.
 """
 
 from jaxrl_llm.config import defaults
@@ -12,9 +13,12 @@ from jaxrl_llm.config import defaults
 
 def get_config():
     config = defaults()
+    config.credit.advantage = "reinforce_pp"
+    config.credit.advantage_norm_decay = 0.9
     config.objective.proximal = "ewma"
     config.objective.correction = "token_truncated"
     config.objective.correction_high = 100.0
     config.replay.capacity = 512
     config.update.updates_per_iteration = 2
+    config.update.scaled_from_batch_size = 64
     return config

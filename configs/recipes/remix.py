@@ -2,9 +2,10 @@
 
     python -m jaxrl_llm.train --config=configs/recipes/remix.py --workdir=runs/remix
 
-A clip window about the current policy's ratio, a pull to the starting model and the previous weights by schedule; two
-updates, each of which has a chance of four tenths to be of rollouts of the two iterations before; after 50 iterations
-the policy becomes the starting model, and goes on with fresh rollouts alone.
+A clip window about the ratio of the weights that the iteration began with, a pull to the starting model and, by
+schedule, to the weights that the iteration before began with; two updates, each of which has a chance of four tenths to
+be of rollouts of the two iterations before; after 50 iterations the policy becomes the starting model, and goes on with
+fresh rollouts alone.
 Source: Liang et al. 2025, arXiv:2507.06892 (50 or 100 iterations).
 """
 

@@ -10,7 +10,7 @@ not valid takes no part in any sum and comes out 0.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -126,6 +126,26 @@ def whiten(value: jax.Array, mask: jax.Array) -> jax.Array:
     return over_std(minus_mean(value.reshape(-1), tokens), tokens).reshape(value.shape)
 
 
+def running_moments(value: jax.Array, valid: jax.Array, moments: jax.Array, *, decay: float) -> jax.Array:
+    """Sums over the valid values [...] of this and of earlier batches, which fade by ``decay`` a batch.
+
+        [n, s, q] <- decay [n, s, q] + [number, sum, sum of squares of the valid values],   [3] f32
+
+    Source: Hilton et al. 2021, arXiv:2110.00641 (released code, ``EwmaMoments``).
+    """
+    value = jnp.where(valid, value, 0.0).ravel()
+    new = jnp.stack([jnp.sum(valid, dtype=jnp.float32), jnp.sum(value), jnp.sum(jnp.square(value))])
+    return decay * moments + new
+
+
+def over_moments(value: jax.Array, moments: jax.Array, *, centre: bool) -> jax.Array:
+    """``(value - s / n) / (sqrt(q / n - (s / n)^2) + 1e-6)`` of ``running_moments``; not ``centre``: divided alone."""
+    n, total, squares = moments[0], moments[1], moments[2]
+    mean = total / jnp.maximum(n, 1.0)
+    std = jnp.sqrt(jnp.maximum(squares / jnp.maximum(n, 1.0) - jnp.square(mean), 0.0))
+    return (value - mean if centre else value) / (std + STD_EPSILON)
+
+
 def estimate(
     reward: jax.Array,
     groups: Groups,
@@ -136,6 +156,7 @@ def estimate(
     part_weights: Sequence[float] = (),
     weight: jax.Array | None = None,
     baseline: jax.Array | None = None,
+    over_batch: Callable[[jax.Array, bool], jax.Array] | None = None,
 ) -> jax.Array:
     """Advantage of each row; mean, std and n are over the valid rows of the group, or of the batch where it says so.
 
@@ -167,6 +188,8 @@ def estimate(
         weight: [B] f32 for "vcpo", squared norm of the gradient of the row's log-probability.
         baseline: [B] f32; for "mssr" the reward expected of the row's question before it was answered, for
             "poise" the reward that the row's own features predict of its siblings.
+        over_batch: (value [B], whether the mean goes first) to the value over the batch's standard deviation, for those
+            that are; None = the mean and standard deviation of this batch.
 
     Returns:
         [B] f32, 0.0 where not valid; in units of reward or, where divided by one, of a standard deviation.
@@ -181,7 +204,9 @@ def estimate(
         advantage 0. [9] weighs by the squared importance weight too, which is 1 here: advantages are those of the
         time of generation. [11] has two rollouts a prompt; the mean over the others for more is ours.
     """
-    batch = whole_batch(groups)
+    if over_batch is None:
+        batch = whole_batch(groups)
+        over_batch = lambda value, centre: over_std(minus_mean(value, batch) if centre else value, batch)  # noqa: E731
     has_others = groups.valid & (group_count(groups) > 1)
     reward = jnp.where(groups.valid, reward, 0.0)
 
@@ -193,13 +218,13 @@ def estimate(
         "grpo": lambda: over_std(minus_mean(reward, groups), groups),
         "dr_grpo": lambda: minus_mean(reward, groups),
         "leave_one_out": lambda: minus_mean(reward, groups) * _over_others(group_count(groups)),
-        "reinforce_pp": lambda: over_std(minus_mean(reward, batch), batch),
-        "brorl": lambda: over_std(minus_mean(reward, groups), batch),
+        "reinforce_pp": lambda: over_batch(reward, True),
+        "brorl": lambda: over_batch(minus_mean(reward, groups), False),
         "asymre": lambda: jnp.where(has_others, minus_mean(reward, groups) - delta_v, 0.0),
         "mc_grpo": lambda: minus_median(reward, groups),
-        "gdpo": lambda: over_std(parts_over_their_std(), batch),
+        "gdpo": lambda: over_batch(parts_over_their_std(), False),
         "vcpo": lambda: minus_mean(reward, groups, weight),
-        "mssr": lambda: over_std(minus_mean(reward - baseline, batch), batch),
+        "mssr": lambda: over_batch(reward - baseline, True),
         "poise": lambda: jnp.where(has_others, reward - mean_of_others(baseline, groups), 0.0),
         "gae": lambda: reward,
     }

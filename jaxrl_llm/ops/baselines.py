@@ -1,7 +1,7 @@
 """Baselines that need more than the rewards of a group: gradient norms and predictions from a row's features.
 
 Owns: features of a row, ridge regression from running sums, a stand-in for gradient norms. Does not know: how a
-baseline is used (advantages), who keeps the sums. Letters: B rows, T row width, F features.
+baseline is used (advantages), who keeps the sums. Letters: B rows, T row width, D model width, F features.
 """
 
 from __future__ import annotations
@@ -9,8 +9,13 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-NUM_FEATURES = 4
+ROW_FEATURES = 6  # and the hidden state's
 RIDGE = 1.0
+
+
+def num_features(hidden_size: int) -> int:
+    """F of rows whose mean hidden state has so many numbers, as in ``row_features`` = 6 + D."""
+    return ROW_FEATURES + hidden_size
 
 
 def gradient_square(logp: jax.Array, mask: jax.Array) -> jax.Array:
@@ -32,27 +37,38 @@ def gradient_square(logp: jax.Array, mask: jax.Array) -> jax.Array:
     return jnp.sum(jnp.where(mask, jnp.square(jnp.expm1(jnp.where(mask, logp, 0.0))), 0.0), axis=1)
 
 
-def row_features(logp: jax.Array, mask: jax.Array, *, max_length: int) -> jax.Array:
+def row_features(
+    logp: jax.Array, entropy: jax.Array, hidden: jax.Array, mask: jax.Array, *, max_length: int
+) -> jax.Array:
     """What a rollout tells about how hard its question is.
 
-        1, length / max_length, mean and standard deviation of -logp over the completion
+        1, length / max_length, mean and standard deviation of -logp and of the entropy over the completion,
+        mean hidden state / sqrt(D)
 
     Args:
         logp: [B, T] f32 nats of the taken tokens under the policy that took them.
+        entropy: [B, T] f32 nats of what they were drawn from.
+        hidden: [B, D] f32, the mean over the completion of the states that predict its tokens.
         mask: [B, T] bool, the completion.
         max_length: longest completion, tokens.
 
     Returns:
         [B, F] f32.
 
-    Source: arXiv:2605.07579 (hidden states and statistics of token entropies). Differs: what a rollout carries
-        already; the choice is ours.
+    Source: arXiv:2605.07579 (hidden states and statistics of token entropies). Differs: which statistics is ours, as
+        are the length and the surprise beside them; hidden states are not reduced to principal components first, for
+        ridge regression shrinks the directions that hardly vary by itself.
     """
     length = jnp.sum(mask, axis=1).astype(jnp.float32)
-    surprise = jnp.where(mask, -logp, 0.0)
-    mean = jnp.sum(surprise, axis=1) / jnp.maximum(length, 1.0)
-    square = jnp.sum(jnp.where(mask, jnp.square(surprise - mean[:, None]), 0.0), axis=1) / jnp.maximum(length, 1.0)
-    return jnp.stack([jnp.ones_like(length), length / max_length, mean, jnp.sqrt(square)], axis=1)
+    count = jnp.maximum(length, 1.0)
+
+    def moments(value: jax.Array) -> tuple[jax.Array, jax.Array]:
+        mean = jnp.sum(jnp.where(mask, value, 0.0), axis=1) / count
+        square = jnp.sum(jnp.where(mask, jnp.square(value - mean[:, None]), 0.0), axis=1) / count
+        return mean, jnp.sqrt(square)
+
+    columns = (jnp.ones_like(length), length / max_length, *moments(-logp), *moments(entropy))
+    return jnp.concatenate([jnp.stack(columns, axis=1), hidden * hidden.shape[1] ** -0.5], axis=1)
 
 
 def regression_sums(features: jax.Array, target: jax.Array, valid: jax.Array) -> jax.Array:

@@ -42,6 +42,11 @@ def kl_estimate(policy_logp: jax.Array, ref_logp: jax.Array, *, kind: str) -> ja
     raise ValueError(f"kind={kind!r} is not one of 'k1', 'k2', 'k3'")
 
 
+def cross_entropy(logp: jax.Array, weight: jax.Array) -> jax.Array:
+    """``-sum weight logp`` [] f32 nats of tokens [B, T]; where the weight is 0, ``logp`` may be anything."""
+    return -jnp.sum(weight * jnp.where(weight > 0, logp, 0.0))
+
+
 def reference_share(iteration: jax.Array) -> jax.Array:
     """Share [] f32 of the reference in a divergence to reference and previous policy, by iteration.
 

@@ -3,7 +3,7 @@
 Owns: length terms, gated rewards, positive amplification, entropy terms, weights by duration. Does not know: models,
 the ring, who combines them.
 Letters: B rows, T row width. Lengths are completion lengths in tokens, the end-of-sequence token counted; entropies
-are estimated from one sample, the token that was taken: ``-behaviour_logp``, never negative. That estimate is ours.
+are those of the distributions that tokens were drawn from.
 """
 
 from __future__ import annotations

@@ -38,6 +38,13 @@ class Tokens(NamedTuple):
     reward: jax.Array  # [B] f32
     mask: jax.Array  # [B,T] bool, tokens with a loss; a row without any is no sibling of its group
 
+    def only(self, mask: jax.Array) -> Tokens:
+        """Those of a mask alone, with constants elsewhere: 0 * nan is nan."""
+        reward = jnp.where(jnp.any(mask, axis=1), self.reward, 0.0)
+        kept = {name: x for name, x in self._asdict().items() if name not in ("reward", "mask") and x is not None}
+        kept = {name: jnp.where(mask, x, 0.0) for name, x in kept.items()}
+        return self._replace(**kept, reward=reward, mask=mask)
+
 
 class Settings(NamedTuple):
     """Numbers of the surrogates, Python constants; each says which it reads."""
@@ -136,7 +143,8 @@ def opmd(x: Tokens, s: Settings) -> tuple[jax.Array, jax.Array]:
 
     The pairwise form of the same method, the mean of (R_i - R_j)^2 over a group, is ``agro``.
 
-    Source: R3L 2026, arXiv:2601.03715 (released code); the family, Tomar et al. 2020, arXiv:2005.09814.
+    Source: R3L 2026, arXiv:2601.03715 (released code); the family, Tomar et al. 2020, arXiv:2005.09814. R3L's other
+        half, retries from a step after a reflection with the shared prefix masked, wants an environment: not there yet.
     """
     return -x.advantage * x.policy_logp / (1 + s.beta), jnp.zeros_like(x.mask)
 

@@ -25,9 +25,13 @@ def test_gradient_square_is_at_most_the_squared_norm_of_the_softmax_gradient():
 
 def test_row_features_by_hand():
     logp = -np.array([[1.0, 3.0, np.nan], [np.nan, 2.0, 2.0]])
+    entropy = np.array([[0.5, 0.5, np.nan], [np.nan, 1.0, 2.0]])
+    hidden = np.array([[2.0, 0, 0, 4], [0, 6, 0, 0]])
     mask = np.array([[True, True, False], [False, True, True]])
-    features = baselines.row_features(logp, mask, max_length=4)
-    np.testing.assert_allclose(features, [[1, 0.5, 2, 1], [1, 0.5, 2, 0]], rtol=1e-6)
+    features = baselines.row_features(logp, entropy, hidden, mask, max_length=4)
+    expected = [[1, 0.5, 2, 1, 0.5, 0, 1, 0, 0, 2], [1, 0.5, 2, 0, 1.5, 0.5, 0, 3, 0, 0]]
+    np.testing.assert_allclose(features, expected, rtol=1e-6)
+    assert features.shape[1] == baselines.num_features(4)
 
 
 def test_ridge_from_running_sums_is_the_fit_to_all_rows():

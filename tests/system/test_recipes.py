@@ -17,6 +17,8 @@ import optax
 import pytest
 from building import EIGHT, ONE, host_params, learner_params, mesh_of
 from conftest import QUICK_TO_COMPILE
+from reference import recipes as oracle
+from reference import sampling as sampling_oracle
 from reference import transformer
 
 from jaxrl_llm import sharding
@@ -26,6 +28,7 @@ from jaxrl_llm.config import freeze
 from jaxrl_llm.credit import Memory
 from jaxrl_llm.models.presets import Architecture
 from jaxrl_llm.models.transformer import Model
+from jaxrl_llm.ops.baselines import num_features
 from jaxrl_llm.types import OUTCOME_ERROR, OUTCOME_SCORE, STOP_EOS, STOP_LENGTH, Rewards, Rollout, Scores, TrainState
 
 FOLDER = pathlib.Path(__file__).parents[2] / "configs" / "recipes"
@@ -49,9 +52,11 @@ TIED = dict.fromkeys(RECIPES, "silent") | {
     "kimi_k15": "still",  # the log-ratio is pulled to that of weights which nothing has moved yet
     "remix": "deaf",  # KL
     "spo": "deaf",  # the soft value is the reward, and the log-ratio must be 0
+    "t1": "deaf",  # entropy
     "mssr": "heard",  # the baseline is the question's past
     "ppo": "heard",  # the baseline is the critic's, and the whole batch's mean
     "poise": "heard",  # the baseline is a prediction
+    "ppo_ewma": "heard",  # the baseline is the mean of several batches
     "reinforce_pp": "heard",  # the baseline is the batch's mean
 }
 
@@ -66,8 +71,11 @@ RECORDER = optax.GradientTransformation(
 
 
 @functools.cache
-def config_of(recipe, micro_batch_size=NUM_ROWS):
-    """The recipe's settings on 32 rollouts an iteration, a ring of as many iterations as its own has."""
+def config_of(recipe, micro_batch_size=NUM_ROWS, updates=0):
+    """The recipe's settings on 32 rollouts an iteration, a ring of as many iterations as its own has.
+
+    ``updates`` in an iteration; 0 = its own.
+    """
     spec = importlib.util.spec_from_file_location(recipe, FOLDER / f"{recipe}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -78,6 +86,9 @@ def config_of(recipe, micro_batch_size=NUM_ROWS):
     config.rollout.group_size, config.rollout.prompts_per_iteration = group_size, NUM_ROWS // group_size
     config.replay.capacity = own.ring_capacity // own.rows_per_iteration * NUM_ROWS
     config.external.paths, config.external.groups_per_iteration = (), 0  # rows of others are rows like any
+    config.rollout.lookahead_prompts = config.rollout.max_lag_iterations = 0  # rollouts are made by hand
+    config.update.updates_per_iteration = updates or own.update.updates_per_iteration
+    config.update.scaled_from_batch_size = 0
     config.update.batch_size, config.update.micro_batch_size = NUM_ROWS, micro_batch_size
     config.prompts.max_tokens, config.sampling.max_completion_tokens = PROMPT_TOKENS, COMPLETION_TOKENS
     if own.credit.advantage == "gdpo":  # one part would be like any other
@@ -100,9 +111,9 @@ class Iteration:
             if run.config.has_critic:
                 rollout, scores, ref_logp = rows
                 rows = rollout, scores.replace(value=programs["values"].fn(state, rollout)), ref_logp
-            if run.config.keeps_old_logp:
+            if run.config.keeps_hidden:
                 rollout, scores, ref_logp = rows
-                rows = rollout, scores.replace(old_logp=programs["old_logp"].fn(state.params, rollout)), ref_logp
+                rows = rollout, scores.replace(hidden=programs["hidden"].fn(state.params, rollout)), ref_logp
             ring, made = insert(ring, *rows, iteration)
             state, ring, used = update(state, ring, iteration, key)
             return state, ring, made, used
@@ -114,12 +125,17 @@ class Iteration:
         config, copy = self._run.config, lambda: jax.tree.map(jnp.copy, params)
         average = copy() if config.keeps_average else None
         reference = copy() if config.objective.reference_reset_iterations else None
+        previous = copy() if config.keeps_previous else None
         ring = jax.device_put(self._empty_ring, sharding.leading(self._run.mesh, self._empty_ring))
         state = TrainState(params, RECORDER.init(params), self._whole(np.int32(0)), average, self._critic())
-        return state.replace(reference=reference), ring
+        return state.replace(reference=reference, previous=previous), ring
 
     def _critic(self):
         critic = self._run._init_critic()
+        if critic is not None:  # one that has learned something
+            rng = np.random.default_rng(7)
+            draw = lambda x: (0.3 * rng.normal(size=x.shape)).astype(np.float32)  # noqa: E731
+            critic = critic.replace(head=jax.tree.map(draw, critic.head))
         return jax.device_put(critic, sharding.replicated(self._run.mesh, critic))
 
     def __call__(self, state, ring, rows, iteration=0):
@@ -189,10 +205,16 @@ def make_rows(config, rollout, reward=None, *, seed=0):
     if kind == "mssr":
         baseline = rng.uniform(0.2, 0.8, NUM_ROWS).astype(np.float32)
     if kind == "poise":
-        x, y = rng.random((30, 4)), rng.random((30, 1))
+        x, y = rng.random((30, num_features(SMALL.width))), rng.random((30, 1))
         regression = (x.T @ np.concatenate([x, y], axis=1)).astype(np.float32)
-    scores = Scores(np.where(FAILED, 0, reward).astype(np.float32), ~FAILED, parts, baseline, regression)
-    return rollout, scores, make_reference(config, rollout, rng)
+    moments = np.zeros(3, np.float32) if config.credit.advantage_norm_decay else None
+    known = np.where(FAILED, 0, reward).astype(np.float32)
+    scores = Scores(known, ~FAILED, parts, baseline, regression, moments=moments)
+    reference = make_reference(config, rollout, rng)
+    if config.keeps_entropy:
+        entropy = np.where(rollout.behaviour_logp < 0, rng.uniform(0, 3, rollout.behaviour_logp.shape), 0)
+        rollout = rollout.replace(entropy=entropy.astype(np.float32))
+    return rollout, scores, reference
 
 
 def make_reference(config, rollout, rng):
@@ -213,6 +235,7 @@ def poisoned(rows, seed=1):
         tokens=spoil(rollout.tokens, off & ~prompt, rng.integers(0, SMALL.vocab_size, off.shape)),
         behaviour_logp=spoil(rollout.behaviour_logp, off, np.nan),
         policy_version=spoil(rollout.policy_version, off, 0),
+        entropy=spoil(rollout.entropy, off, np.nan),
     )
     scores = scores.replace(
         reward=spoil(scores.reward, FAILED, np.nan), parts=spoil(scores.parts, FAILED[:, None], np.nan)
@@ -223,9 +246,10 @@ def poisoned(rows, seed=1):
 def reordered(rows, order):
     """The same rows in another order; what is no row's stays."""
     rollout, scores, ref_logp = rows
-    regression = scores.regression
-    rollout, scores, ref_logp = jax.tree.map(lambda x: x[order], (rollout, scores.replace(regression=None), ref_logp))
-    return rollout, scores.replace(regression=regression), ref_logp
+    whole = {"regression": scores.regression, "moments": scores.moments}
+    rows = rollout, scores.replace(regression=None, moments=None), ref_logp
+    rollout, scores, ref_logp = jax.tree.map(lambda x: x[order], rows)
+    return rollout, scores.replace(**whole), ref_logp
 
 
 # --- the laws ---
@@ -255,6 +279,69 @@ def most_are_slow(*quick):
     return pytest.mark.parametrize("recipe", [r if r in quick else pytest.param(r, marks=slow) for r in RECIPES])
 
 
+# --- what the papers say ---
+
+
+def batch_of(config, rows, critic):
+    """Rows with a reward as tests/reference/recipes.py has them, by a float64 model."""
+    rollout, scores, ref_logp = rows
+    params, batch = host_params(Model(SMALL)), []
+    for i in np.flatnonzero(~FAILED):
+        tokens, first, end = rollout.tokens[i], rollout.prompt_length[i], rollout.length[i]
+        states = transformer.hidden(params, SMALL, tokens[:end])[:-1]
+        logits = transformer.logits(params, SMALL, tokens[:end])[:-1]
+
+        def of_tokens(x, i=i, first=first, end=end):
+            return None if x is None else x[i, first:end].astype(float).tolist()
+
+        def taken(temperature, logits=logits, tokens=tokens, end=end):
+            """Log-probabilities [T - 1, V] and those of the tokens that follow."""
+            logp = np.log([sampling_oracle.softmax(x / temperature) for x in logits])
+            return logp, logp[np.arange(end - 1), tokens[1:end]]
+
+        logp, policy = taken(config.sampling.temperature)
+        row = {
+            "group": int(rollout.group_id[i]),
+            "reward": float(scores.reward[i]),
+            "policy": policy[first - 1 :].tolist(),
+            "policy_entropy": -(np.exp(logp) * logp).sum(axis=1)[first - 1 :],
+            "prompt": taken(1.0)[1][: first - 1].tolist(),
+            "behaviour": of_tokens(rollout.behaviour_logp),
+            "ref": of_tokens(ref_logp),
+            "entropy": of_tokens(rollout.entropy),
+            "hidden": states[first - 1 :].mean(axis=0).tolist(),
+        }
+        for name in ("parts", "baseline"):
+            value = getattr(scores, name)
+            row[name] = None if value is None else value[i].astype(float).tolist()
+        if critic is not None:
+            kernel, bias = critic.head["kernel"].astype(float), critic.head["bias"].astype(float)
+            row["value"] = (states[first - 1 :] @ kernel + bias)[:, 0].tolist()
+        batch.append(row)
+    return batch
+
+
+# One of each kind of advantage and of sum; a compilation of its own for those with several updates in an iteration.
+@most_are_slow("asymre", "cispo", "dapo", "mssr", "poise", "vcpo")
+def test_the_first_loss_is_that_of_the_papers_equation(recipe):
+    """On rows of unequal lengths and probabilities, of which every other one is another policy's."""
+    config = config_of(recipe, updates=1)
+    iteration = Iteration(config, ONE)
+    rows = make_rows(config, make_rollout(config.rollout.group_size))
+    state, ring = iteration.start()
+    critic = jax.device_get(state.critic)
+    _, _, _, used = iteration(state, ring, rows)
+    batch = batch_of(config, rows, critic)
+    given = {"regression": rows[1].regression} if recipe == "poise" else {}
+    expected = oracle.LOSSES[recipe](batch, COMPLETION_TOKENS, **given)
+    # Measured: 3e-6 at most.
+    np.testing.assert_allclose(used["loss_sum"], expected, rtol=3e-5)
+
+
+def test_every_recipe_has_its_equation():
+    assert set(RECIPES) <= set(oracle.LOSSES)
+
+
 # Those that differ most: each surrogate, old policy, advantage and way to draw that has a law of its own.
 every_recipe = most_are_slow("agro", "asymre", "cispo", "dapo", "mssr", "poise", "ppo_ewma", "rr", "vcpo")
 
@@ -269,8 +356,9 @@ def test_padding_prompts_and_failed_rows_change_no_bit(recipe):
 @every_recipe
 def test_order_changes_nothing(recipe):
     config, iteration, rows, expected = first(recipe)
-    # Rows of a group stay together where the learner is told that neighbours are one.
-    unit, rng = config.rows_per_draw, np.random.default_rng(2)
+    # Rows of a group stay together where the learner is told that neighbours are one, or asked about fresh rollouts.
+    is_asked = config.has_critic or config.keeps_hidden
+    unit, rng = config.rollout.group_size if is_asked else config.rows_per_draw, np.random.default_rng(2)
     order = rng.permutation(np.arange(NUM_ROWS).reshape(-1, unit)).ravel()
     assert_same(iteration.gradient(reordered(rows, order)), expected)
 
@@ -321,7 +409,7 @@ def test_stopped_and_resumed_is_bitwise_the_whole(recipe, tmp_path):
 
     def advance(state, ring, memory, index):
         rng = np.random.default_rng(index)
-        rollout = make_rollout(config.rollout.group_size, seed=index)
+        rollout, _, _ = make_rows(config, make_rollout(config.rollout.group_size, seed=index), seed=index)
         total = np.where(FAILED, np.nan, rng.choice([0.0, 0.25, 1.0], NUM_ROWS)).astype(np.float32)
         parts = {name: total**power for power, name in enumerate(config.rewards.functions, start=1)}
         outcome = np.where(FAILED, OUTCOME_ERROR, OUTCOME_SCORE).astype(np.int8)
@@ -331,7 +419,7 @@ def test_stopped_and_resumed_is_bitwise_the_whole(recipe, tmp_path):
         memory.observe(rewards, questions, jax.device_get(used | made))
         return state, ring, made, used
 
-    memory = Memory(config)
+    memory = Memory(config, SMALL.width)
     state, ring, *_ = advance(*iteration.start(), memory, 0)
     arrays, checkpoints = {"train": state, "ring": ring}, Checkpointer(tmp_path, config.checkpoint)
     checkpoints.save(1, arrays, {"memory": memory.state()}, config, pass_rate=None)
@@ -340,7 +428,7 @@ def test_stopped_and_resumed_is_bitwise_the_whole(recipe, tmp_path):
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), arrays)
     restored = checkpoints.restore(abstract, config, allow_config_changes=False)
     checkpoints.close()
-    memory = Memory(config)
+    memory = Memory(config, SMALL.width)
     memory.restore(restored.host_state["memory"])
     actual = *advance(restored.device_state["train"], restored.device_state["ring"], memory, 1), memory.state()
     jax.tree.map(np.testing.assert_array_equal, actual, expected)

@@ -1,0 +1,22 @@
+"""T1.
+
+    python -m jaxrl_llm.train --config=configs/recipes/t1.py --workdir=runs/t1
+
+Many answers to each question at a high temperature, a bonus for entropy, and a pull to the policy's own moving average
+instead of the starting model.
+Source: Hou et al. 2025, arXiv:2501.11651. Differs: its coefficients were not found; these are ours.
+"""
+
+from jaxrl_llm.config import defaults
+
+
+def get_config():
+    config = defaults()
+    config.sampling.temperature = 1.2
+    config.rollout.prompts_per_iteration = 4
+    config.rollout.group_size = 16
+    config.objective.entropy_coefficient = 0.005
+    config.objective.kl_coefficient = 0.01
+    config.objective.kl_anchor = "ewma"
+    config.objective.ewma_decay = 0.99
+    return config

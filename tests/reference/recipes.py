@@ -1,0 +1,370 @@
+"""The first loss of each recipe from its paper's equations, by loops in float64.
+
+A batch is a list of rows, dicts with ``group``, ``reward``, ``parts``, ``baseline``, ``hidden`` of a rollout and lists
+over its completion's tokens: ``policy`` (the current weights'), ``behaviour``, ``ref`` log-probs, ``entropy`` of what
+each was drawn from, ``value`` of a critic; ``prompt`` has the current weights' log-probs of the prompt's tokens but the
+first. Rows without a reward are not in it. ``longest`` is the most tokens that a completion may have.
+
+At the first loss of a run the weights are those that it started with: the old, averaged and previous policies are the
+current one.
+"""
+
+import math
+
+import numpy as np
+
+
+def mean(values):
+    values = list(values)
+    return math.fsum(values) / len(values)
+
+
+def std(values):
+    centre = mean(values)
+    return math.sqrt(mean((v - centre) ** 2 for v in values))
+
+
+def groups(batch):
+    named = {}
+    for row in batch:
+        named.setdefault(row["group"], []).append(row)
+    return list(named.values())
+
+
+def siblings(batch, row):
+    return [other for other in batch if other["group"] == row["group"]]
+
+
+def rewards(rows, name="reward"):
+    return [row[name] for row in rows]
+
+
+def is_tied(rows):
+    return len({row["reward"] for row in rows}) == 1
+
+
+def ratio(row, t, old="behaviour"):
+    return math.exp(row["policy"][t] - row[old][t])
+
+
+def ppo(r, a, low=0.2, high=0.2):
+    """-min(r A, clip(r, 1 - low, 1 + high) A)"""
+    return -min(r * a, min(max(r, 1 - low), 1 + high) * a)
+
+
+def k2(row, t, other="ref"):
+    return (row["policy"][t] - row[other][t]) ** 2 / 2
+
+
+def k3(row, t, other="ref"):
+    d = row["policy"][t] - row[other][t]
+    return math.exp(-d) - 1 + d
+
+
+# ---- advantages
+
+
+def grpo_advantage(batch, row, reward=None):
+    value = reward or (lambda r: r["reward"])
+    values = [value(r) for r in siblings(batch, row)]
+    if len(set(values)) == 1:
+        return 0.0
+    return (value(row) - mean(values)) / (std(values) + 1e-6)
+
+
+def centred(batch, row):
+    return row["reward"] - mean(rewards(siblings(batch, row)))
+
+
+def leave_one_out(batch, row):
+    others = [r["reward"] for r in siblings(batch, row) if r is not row]
+    return row["reward"] - mean(others)
+
+
+# ---- sums over the batch
+
+
+def token_mean(batch, term):
+    terms = [term(row, t) for row in batch for t in range(len(row["policy"]))]
+    return mean(terms)
+
+
+def sequence_mean(batch, term):
+    return mean(mean(term(row, t) for t in range(len(row["policy"]))) for row in batch)
+
+
+def by_longest(batch, term, longest):
+    return mean(math.fsum(term(row, t) for t in range(len(row["policy"]))) / longest for row in batch)
+
+
+def prompt_mean(batch, term):
+    return mean(token_mean(rows, term) for rows in groups(batch))
+
+
+def without_tied(batch):
+    return [row for rows in groups(batch) if not is_tied(rows) for row in rows]
+
+
+# ---- the recipes
+
+
+def grpo(batch, longest):
+    """Shao et al. 2024, eq. 3 and 4: 1/G sum_i 1/|o_i| sum_t (min(..) - beta D_KL), beta = 0.04."""
+    a = {id(row): grpo_advantage(batch, row) for row in batch}
+    return sequence_mean(batch, lambda row, t: ppo(ratio(row, t), a[id(row)]) + 0.04 * k3(row, t))
+
+
+def dr_grpo(batch, longest):
+    """Liu et al. 2025: neither the standard deviation nor a row's own length divide."""
+    return by_longest(batch, lambda row, t: ppo(ratio(row, t), centred(batch, row)), longest)
+
+
+def dapo(batch, longest):
+    """Yu et al. 2025: the soft punishment of the last 4 tokens; groups of 0 < correct < G alone; a mean over tokens."""
+
+    def shaped(row):
+        over = len(row["policy"]) - (longest - 4)
+        return row["reward"] - min(max(over / 4, 0), 1)
+
+    kept = without_tied(batch)
+    return token_mean(kept, lambda row, t: ppo(ratio(row, t), grpo_advantage(batch, row, shaped), 0.2, 0.28))
+
+
+def sapo(batch, longest):
+    """arXiv:2509.08721: DAPO's clip, no groups without an advantage."""
+    kept = without_tied(batch)
+    return token_mean(kept, lambda row, t: ppo(ratio(row, t), grpo_advantage(batch, row), 0.2, 0.28))
+
+
+def echo(batch, longest):
+    """arXiv:2605.24517: beside GRPO's loss 0.05 of the cross-entropy of what the environment wrote."""
+    of_prompts = mean(-mean(row["prompt"]) for row in batch if row["prompt"])
+    # A prompt of one token has nothing to predict and counts in no mean.
+    return token_mean(batch, lambda row, t: ppo(ratio(row, t), grpo_advantage(batch, row))) + 0.05 * of_prompts
+
+
+def gdpo(batch, longest, weights=(1.0, 0.5)):
+    """arXiv:2601.05242: each reward normalised in its group, added by weight, over the batch's standard deviation."""
+    total = {}
+    for row in batch:
+        parts = [grpo_advantage(batch, row, lambda r, k=k: r["parts"][k]) for k in range(len(weights))]
+        total[id(row)] = math.fsum(w * a for w, a in zip(weights, parts, strict=True))
+    scale = std(list(total.values())) + 1e-6
+    return token_mean(batch, lambda row, t: ppo(ratio(row, t), total[id(row)] / scale))
+
+
+def gspo(batch, longest):
+    """Zheng et al. 2025: s_i = (pi / pi_old)^(1/|y_i|), a mean over sequences."""
+
+    def term(row, t):
+        s = math.exp(mean(p - b for p, b in zip(row["policy"], row["behaviour"], strict=True)))
+        return ppo(s, grpo_advantage(batch, row), 3e-4, 4e-4)
+
+    return sequence_mean(batch, term)
+
+
+def replay_positive_bias(batch, longest):
+    """Arnal et al. 2026: the whole sequence's ratio, clipped to [0.8, 1.2]."""
+
+    def term(row, t):
+        u = math.exp(math.fsum(row["policy"]) - math.fsum(row["behaviour"]))
+        return ppo(u, grpo_advantage(batch, row))
+
+    return sequence_mean(batch, term)
+
+
+def cispo(batch, longest):
+    """Khatri et al. 2025: -sg(min(rho, 5)) A log pi, a mean over prompts, A over the batch's std, no tied groups."""
+    scale = std([centred(batch, row) for row in batch]) + 1e-6
+    kept = without_tied(batch)
+    return prompt_mean(
+        kept, lambda row, t: -min(ratio(row, t), 5.0) * centred(batch, row) / scale * row["policy"][t]
+    )
+
+
+def rloo(batch, longest):
+    """Ahmadian et al. 2024: -(r - mean of the others) log pi(y), of whole sequences."""
+    return by_longest(batch, lambda row, t: -leave_one_out(batch, row) * row["policy"][t], longest)
+
+
+def asymre(batch, longest):
+    """Arnal et al. 2025: -(r - (V - 0.1)) log pi(y), of whole sequences; no ratio."""
+    return by_longest(batch, lambda row, t: -(centred(batch, row) + 0.1) * row["policy"][t], longest)
+
+
+def vcpo(batch, longest):
+    """arXiv:2602.17616: -min(W, 8) (r - b) log pi(y), b = sum |g|^2 r / sum |g|^2 of g = grad log pi(y).
+
+    The norm's stand-in is the recipe's own: tokens of (1 - p)^2 that add up.
+    """
+
+    def term(row, t):
+        square = {id(r): math.fsum((1 - math.exp(b)) ** 2 for b in r["behaviour"]) for r in siblings(batch, row)}
+        b = math.fsum(square[id(r)] * r["reward"] for r in siblings(batch, row)) / math.fsum(square.values())
+        w = math.exp(math.fsum(row["policy"]) - math.fsum(row["behaviour"]))
+        advantage = 0.0 if is_tied(siblings(batch, row)) else row["reward"] - b
+        return -min(w, 8.0) * advantage * row["policy"][t]
+
+    return by_longest(batch, term, longest)
+
+
+def reinforce_pp(batch, longest):
+    """Hu 2025: (r - mean) / std of the whole batch; the pull to the start as a term of the loss."""
+    centre, scale = mean(rewards(batch)), std(rewards(batch)) + 1e-6
+    return token_mean(batch, lambda row, t: ppo(ratio(row, t), (row["reward"] - centre) / scale) + 0.01 * k2(row, t))
+
+
+def ppo_ewma(batch, longest):
+    """Hilton et al. 2021: w PPO(pi / pi_prox), w = min(pi_prox / pi_behaviour, 100); there was no batch before."""
+    centre, scale = mean(rewards(batch)), std(rewards(batch)) + 1e-6
+
+    def term(row, t):
+        return min(ratio(row, t), 100.0) * ppo(1.0, (row["reward"] - centre) / scale)
+
+    return token_mean(batch, term)
+
+
+def decoupled_ppo(batch, longest):
+    """Fu et al. 2025: the same with weights of at most 5."""
+    return token_mean(batch, lambda row, t: min(ratio(row, t), 5.0) * ppo(1.0, grpo_advantage(batch, row)))
+
+
+def loop(batch, longest):
+    """Chen et al. 2025: leave-one-out under a clip of 0.1."""
+    kept = without_tied(batch)
+    return token_mean(kept, lambda row, t: ppo(ratio(row, t), leave_one_out(batch, row), 0.1, 0.1))
+
+
+def rr(batch, longest):
+    """Sun et al. 2025: mixed groups alone, no standard deviation, the ratio to the behaviour policy."""
+    kept = without_tied(batch)
+    return token_mean(kept, lambda row, t: ppo(ratio(row, t), centred(batch, row)))
+
+
+def mc_grpo(batch, longest):
+    """arXiv:2601.22582: rewards against the group's median."""
+
+    def term(row, t):
+        rows = siblings(batch, row)
+        advantage = 0.0 if is_tied(rows) else row["reward"] - float(np.median(rewards(rows)))
+        return ppo(ratio(row, t), advantage)
+
+    return token_mean(batch, term)
+
+
+def mssr(batch, longest):
+    """arXiv:2512.18215: A = (r - v) whitened, + min(|A| / .4, 2 H) at each token; KL .01."""
+    gains = [row["reward"] - row["baseline"] for row in batch]
+    centre, scale = mean(gains), std(gains) + 1e-6
+
+    def term(row, t):
+        a = (row["reward"] - row["baseline"] - centre) / scale
+        return ppo(ratio(row, t), a + min(abs(a) / 0.4, 2 * row["entropy"][t])) + 0.01 * k3(row, t)
+
+    return token_mean(batch, term)
+
+
+def poise(batch, longest, regression):
+    """arXiv:2605.07579: A_i = r_i - mean of the others' g, g = ridge regression on what a rollout tells."""
+    sums = np.asarray(regression, np.float64)
+    coefficients = np.linalg.solve(sums[:, :-1] + np.eye(len(sums)), sums[:, -1])
+
+    def g(row):
+        surprise, entropy = [-x for x in row["behaviour"]], row["entropy"]
+        state = [x / math.sqrt(len(row["hidden"])) for x in row["hidden"]]
+        tells = [1, len(surprise) / longest, mean(surprise), std(surprise), mean(entropy), std(entropy), *state]
+        return float(np.dot(tells, coefficients))
+
+    def term(row, t):
+        others = [r for r in siblings(batch, row) if r is not row]
+        return ppo(ratio(row, t), row["reward"] - mean(map(g, others)) if others else 0.0)
+
+    return token_mean(batch, term)
+
+
+def ppo_critic(batch, longest):
+    """Hu et al. 2025: A_t = r - V_t whitened over the batch's tokens, and the critic's squared error."""
+    gains = {(id(row), t): row["reward"] - v for row in batch for t, v in enumerate(row["value"])}
+    centre, scale = mean(gains.values()), std(list(gains.values())) + 1e-6
+
+    def term(row, t):
+        return ppo(ratio(row, t), (gains[id(row), t] - centre) / scale) + gains[id(row), t] ** 2 / 2
+
+    return token_mean(batch, term)
+
+
+def _pulled(batch, beta, anchor, centre):
+    """beta / 2 (l - m)^2 - sum_t A l_t of each sequence, l = log pi - log anchor, m its group's mean or 0."""
+
+    def gap(row):
+        return math.fsum(row["policy"]) - math.fsum(row[anchor])
+
+    def value(row):
+        middle = mean(gap(r) for r in siblings(batch, row)) if centre else 0.0
+        return beta / 2 * (gap(row) - middle) ** 2 - row["advantage"] * gap(row)
+
+    return mean(value(row) for row in batch)
+
+
+def agro(batch, longest):
+    """After the theorem of Tang et al. 2025: half the variance over the group of r - beta log(pi / ref), over beta."""
+    for row in batch:
+        row["advantage"] = centred(batch, row)
+    return _pulled(batch, 0.1, "ref", True)
+
+
+def kimi_k15(batch, longest):
+    """Kimi team 2025: gradients of log pi (r - mean r) - tau / 2 grad (log pi / pi_i)^2; a length reward of 0.1."""
+    for row in batch:
+        rows = siblings(batch, row)
+        lengths = [len(r["policy"]) for r in rows]
+
+        def shaped(r, lengths=lengths):
+            if max(lengths) == min(lengths):
+                return r["reward"]
+            value = 0.5 - (len(r["policy"]) - min(lengths)) / (max(lengths) - min(lengths))
+            return r["reward"] + 0.1 * (value if r["reward"] >= 1 else min(0, value))
+
+        row["advantage"] = shaped(row) - mean(map(shaped, rows))
+        row["start"] = row["policy"]
+    return _pulled(batch, 0.1, "start", False)
+
+
+def spo(batch, longest):
+    """Cohen et al. 2025: (Q - r)^2, Q = V + beta log(pi / ref), V = beta log E_ref e^(r / beta) from the group."""
+
+    def value(row):
+        rows = siblings(batch, row)
+        weights = [math.exp(math.fsum(r["ref"]) - math.fsum(r["behaviour"])) for r in rows]
+        soft = math.fsum(w * math.exp(r["reward"]) for w, r in zip(weights, rows, strict=True)) / math.fsum(weights)
+        return (math.log(soft) + math.fsum(row["policy"]) - math.fsum(row["ref"]) - row["reward"]) ** 2
+
+    return mean(map(value, batch))
+
+
+def remix(batch, longest):
+    """Liang et al. 2025: r = pi / pi_(k-i) within [c - .2, c + .2], c = pi_k / pi_(k-i); KL to the start, .01."""
+
+    def term(row, t):
+        r, a = ratio(row, t), grpo_advantage(batch, row)
+        return -min(r * a, min(max(r, r - 0.2), r + 0.2) * a) + 0.01 * k3(row, t)
+
+    return token_mean(batch, term)
+
+
+def distillation(batch, longest):
+    """Agarwal et al. 2024: the reverse KL to a teacher at the student's tokens, beside the reward."""
+    return token_mean(batch, lambda row, t: ppo(ratio(row, t), grpo_advantage(batch, row)) + k2(row, t))
+
+
+def t1(batch, longest):
+    """Hou et al. 2025: an entropy bonus, and KL to the moving average of the policy, which is the policy itself yet."""
+
+    def term(row, t):
+        return ppo(ratio(row, t), grpo_advantage(batch, row)) - 0.005 * row["policy_entropy"][t]
+
+    return token_mean(batch, term)
+
+
+LOSSES = {name: value for name, value in globals().items() if callable(value) and not name.startswith("_")}
+LOSSES["ppo"] = ppo_critic
