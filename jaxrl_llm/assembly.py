@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,6 +17,7 @@ import optax
 from jax.sharding import Mesh
 
 from jaxrl_llm import credit, optim, publish, replay, rng, sharding
+from jaxrl_llm.annotation import Annotation
 from jaxrl_llm.config import Config, ConfigError
 from jaxrl_llm.models import kernels
 from jaxrl_llm.models.policy import chunk_tokens
@@ -25,10 +25,9 @@ from jaxrl_llm.models.presets import Architecture
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.ops import corrections, values
 from jaxrl_llm.ops.baselines import num_features
-from jaxrl_llm.ops.masks import completion_mask
 from jaxrl_llm.ops.shaping import NUM_DIFFICULTIES
 from jaxrl_llm.programs import Program, in_use_bytes, memory
-from jaxrl_llm.sampler import Sampler, SamplerState
+from jaxrl_llm.sampler import Sampler
 from jaxrl_llm.types import Critic, Experience, RingState, Rollout, Scores, TrainState
 from jaxrl_llm.update import Update
 
@@ -45,6 +44,10 @@ class Run:
     sampler: Sampler
     eval_sampler: Sampler | None
     update: Update
+
+    @functools.cached_property
+    def annotation(self) -> Annotation:
+        return Annotation(self.update, self.reference_model, self.config.rollout.group_size)
 
     @functools.cached_property
     def learner_params(self) -> Any:
@@ -183,50 +186,6 @@ class Run:
             page_tokens=self.config.page_tokens,
         )
 
-    def _logp(self, params: Any, rollout: Rollout, *, with_entropy: bool = False) -> Any:
-        """Log-probs of fresh rollouts, [B,S], or those and entropies."""
-
-        def look(rows: Rollout, unit: int) -> Any:
-            seen = self.update.logp(params, rows, group_size=unit)
-            return (seen.logp, seen.entropy) if with_entropy else seen.logp
-
-        return self._by_micro_batch(look, rollout)
-
-    def _old_logp(self, params: Any, version: jax.Array, rollout: Rollout) -> jax.Array:
-        """Log-probs [B,S] by the learner of the weights that drew each token; of older ones they are there already."""
-        logp, before = self._logp(params, rollout), rollout.old_logp
-        return logp if before is None else jnp.where(rollout.policy_version == version, logp, before)
-
-    def _score_open(self, params: Any, version: jax.Array, state: SamplerState) -> SamplerState:
-        """What ``_old_logp`` of a later iteration wants of these weights: of open rollouts, the tokens they drew."""
-        table = state.tokens
-        flat = lambda x: x.reshape(-1, *x.shape[3:])  # noqa: E731  [M, E, G, ...]
-        names = ("tokens", "prompt_length", "length", "behaviour_logp", "policy_version", "stop_reason", "support")
-        rows = {name: jax.tree.map(flat, getattr(state, name)) for name in names}
-        group = jnp.arange(table.shape[0] * table.shape[1] * table.shape[2], dtype=jnp.int32) // table.shape[2]
-        logp = self._logp(params, Rollout(**rows, group_id=group, prompt_id=group)).reshape(table.shape)
-        return state.replace(old_logp=jnp.where(state.policy_version == version, logp, state.old_logp))
-
-    def _reference(self, params: Any, rollout: Rollout) -> jax.Array:
-        """Likewise under the frozen reference; they are kept in the ring with the rollouts."""
-        teacher = dataclasses.replace(self.update, model=self.reference_model)
-        return self._by_micro_batch(lambda rows, unit: teacher.logp(params, rows, group_size=unit).logp, rollout)
-
-    def _join(self, params: Any, version: jax.Array, rollout: Rollout, external: Rollout) -> Rollout:
-        """Own rows and those of others beside each other, these as if the current weights had just drawn them."""
-        mask = completion_mask(external.prompt_length, external.length, external.tokens.shape[1])
-        behaviour_logp, entropy = self._logp(params, external, with_entropy=True)
-        external = external.replace(
-            behaviour_logp=behaviour_logp,
-            policy_version=jnp.where(mask, version, -1),
-            entropy=None if rollout.entropy is None else entropy,
-            old_logp=None if rollout.old_logp is None else jnp.zeros_like(behaviour_logp),
-        )
-        # Every device has its share of both: no row moves.
-        apart = lambda x: x.reshape(self.update.num_devices, -1, *x.shape[1:])  # noqa: E731
-        beside = lambda x, y: jnp.concatenate([apart(x), apart(y)], axis=1).reshape(-1, *x.shape[1:])  # noqa: E731
-        return jax.tree.map(beside, rollout, external)
-
     def _choose(self, first: Rollout, second: Rollout, place: jax.Array) -> Rollout:
         """The groups [P] i32 at these places among the 2P of two rounds, as one round's."""
         size = self.config.rollout.group_size
@@ -236,30 +195,6 @@ class Run:
             return groups[place].reshape(x.shape)
 
         return jax.tree.map(take, first, second)
-
-    def _values(self, state: TrainState, rollout: Rollout) -> jax.Array:
-        """What the critic expects at each token of fresh rollouts, [B,S]."""
-        predict = functools.partial(self.update.predict_values, state.params, state.critic.head)
-        return self._by_micro_batch(lambda rows, unit: predict(rows, group_size=unit), rollout)
-
-    def _hidden(self, params: Any, rollout: Rollout) -> jax.Array:
-        """Mean hidden state of the completions of fresh rollouts, [B,D] f32."""
-        look = lambda rows, unit: self.update.mean_hidden(params, rows, group_size=unit)  # noqa: E731
-        return self._by_micro_batch(look, rollout)
-
-    def _by_micro_batch(self, look: Callable[[Rollout, int], Any], rollout: Rollout) -> Any:
-        """``look(rows, group_size)``, [b,...], at all fresh rollouts, [B,...], as many at a time as in an update."""
-        B = rollout.tokens.shape[0]
-        shards, group, micro = self.update.num_devices, self.config.rollout.group_size, self.config.update
-        unit = group if group * shards <= micro.micro_batch_size else 1  # whole groups share their prompt
-        units = B // shards // unit
-        num_micro = min(n for n in range(1, units + 1) if units % n == 0 and B // n <= micro.micro_batch_size)
-        # Every micro-batch takes rows of every shard: [B, ...] -> [n, shards * rows, ...]
-        split = lambda x: x.reshape(shards, num_micro, -1, *x.shape[1:]).swapaxes(0, 1)  # noqa: E731
-        micros = jax.tree.map(lambda x: split(x).reshape(num_micro, B // num_micro, *x.shape[1:]), rollout)
-        seen = jax.lax.map(lambda rows: look(rows, unit), micros)
-        whole = lambda x: x.reshape(num_micro, shards, -1, *x.shape[2:]).swapaxes(0, 1).reshape(B, *x.shape[2:])  # noqa: E731
-        return jax.tree.map(whole, seen)
 
     def _insert(self, ring, rollout, scores, ref_logp, iteration):
         """Credit, then the ring. Returns the ring and credit's sums."""
@@ -330,7 +265,7 @@ class Run:
         }
         if self.keeps_reference:
             params = self.reference_model.abstract_params(self.mesh)
-            programs["reference"] = Program(self._reference, (params, rollout), ref_logp.sharding)
+            programs["reference"] = Program(self.annotation.reference, (params, rollout), ref_logp.sharding)
         if self.config.objective.reference_reset_iterations:
             programs["reset_reference"] = Program(
                 self._reset_reference, (state, ring), (layout(state), layout(ring)), donate=(0, 1)
@@ -341,19 +276,19 @@ class Run:
             programs["choose"] = Program(self._choose, (sampled, sampled, place), layout(sampled))
         if self.config.keeps_old_logp:
             given = (self.learner_params, iteration, rollout)
-            programs["old_logp"] = Program(self._old_logp, given, tokens.sharding)
+            programs["old_logp"] = Program(self.annotation.old_logp, given, tokens.sharding)
         if self.sampler.keeps_old_logp:
             slots = self.sampler.abstract_state()
             given = (self.learner_params, iteration, slots)
-            programs["score_open"] = Program(self._score_open, given, layout(slots), donate=(2,))
+            programs["score_open"] = Program(self.annotation.score_open, given, layout(slots), donate=(2,))
         if self.config.external.groups_per_iteration:
             programs["join"] = Program(
-                self._join, (self.learner_params, iteration, sampled, self.abstract_external), layout(rollout)
+                self.annotation.join, (self.learner_params, iteration, sampled, self.abstract_external), layout(rollout)
             )
         if self.config.keeps_hidden:
-            programs["hidden"] = Program(self._hidden, (self.learner_params, rollout), hidden.sharding)
+            programs["hidden"] = Program(self.annotation.hidden, (self.learner_params, rollout), hidden.sharding)
         if self.config.has_critic:
-            programs["values"] = Program(self._values, (state, rollout), tokens.sharding)
+            programs["values"] = Program(self.annotation.values, (state, rollout), tokens.sharding)
         if self.eval_sampler is not None:
             needed = ("init_sampler", "prefill", "decode", "read_group", "stop_rows", "collect")
             evals = self.eval_sampler.programs(self.sampler_params)

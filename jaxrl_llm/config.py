@@ -11,10 +11,15 @@ Owns: names, types, defaults. Does not know: methods' settings (method_config), 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
+import importlib.metadata
 import json
 import math
+import pathlib
+import platform
+import subprocess
 from typing import Any
 
 import ml_collections
@@ -383,7 +388,36 @@ def to_json(config: Config) -> str:
 
 
 def from_json(text: str) -> Config:
-    return freeze(json.loads(text))
+    """Of ``to_json`` or ``record``."""
+    mapping = json.loads(text)
+    mapping.pop("made_with", None)
+    return freeze(mapping)
+
+
+# Packages that a run's numbers depend on.
+PACKAGES = ("jaxrl_llm", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "tokenizers")
+
+
+def record(config: Config) -> str:
+    """config.json of a run: every setting, and under "made_with" the versions and the commit that it was run with."""
+    versions = {"python": platform.python_version()}
+    for package in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    made_with = {"versions": versions, "commit": _commit()}
+    return json.dumps({**dataclasses.asdict(config), "made_with": made_with}, indent=2, sort_keys=True)
+
+
+def _commit() -> str:
+    """Of the checkout that this module is a file of, "+" where files differ from it; "" where there is none."""
+    here = pathlib.Path(__file__)
+    asked = ("ls-files", "--error-unmatch", here.name), ("rev-parse", "HEAD"), ("status", "--porcelain", "-uno")
+    git = {"cwd": here.parent, "capture_output": True, "text": True, "check": True, "timeout": 10}
+    try:
+        _, commit, changes = [subprocess.run(["git", *what], **git).stdout.strip() for what in asked]
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return commit + ("+" if changes else "")
 
 
 def fingerprint(config: Config) -> str:

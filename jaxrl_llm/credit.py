@@ -1,33 +1,27 @@
 """Credit: rewards of rollouts become advantages of tokens.
 
-    what the host knows of the rewards (Memory.scores)
+    what the host knows of the rewards (credit_memory)
       -> shaped by length -> advantage of the row -> reshaped by confidence -> spread over its completion, or less
          what a critic expected at each of its tokens (assign)
 
 Owns: grouping by ``group_id``, which functions of ``ops`` a config combines, what a failed reward means (no part in
-the group, no training), what is remembered of earlier rewards. Does not know: how rewards are scored, the ring, the
-loss. Letters: B rows, S row width, Q groups, K reward functions.
+the group, no training). Does not know: how rewards are scored, what is remembered of earlier ones, the ring, the loss.
+Letters: B rows, S row width, Q groups, K reward functions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxrl_llm.config import Config
 from jaxrl_llm.limits import NEED_NO_MIXED_GROUP
 from jaxrl_llm.ops import advantages, baselines, shaping, values
 from jaxrl_llm.ops.masks import completion_mask
-from jaxrl_llm.types import OUTCOME_SCORE, STOP_LENGTH, Experience, Rewards, Rollout, Scores
+from jaxrl_llm.types import STOP_LENGTH, Experience, Rollout, Scores
 
 # Stands in for the group of rows without a reward; sorts after every real group_id.
 _NO_GROUP = jnp.iinfo(jnp.int32).max
-# Of the decay of "mssr" (arXiv:2512.18215): iterations, and nats a token.
-KL_WINDOW, KL_TARGET = 20, 0.01
 
 
 def assign(
@@ -44,13 +38,13 @@ def assign(
     Args:
         rollout: B rows, with at most Q different group ids where trainable: ``rollout.prompts_per_iteration`` from 0
             on, and ``external.groups_per_iteration`` below 0.
-        scores: what ``Memory.scores`` made of their rewards, and what the learner says of the rows.
+        scores: what ``credit_memory.Memory.scores`` made of their rewards, and what the learner says of the rows.
         ref_logp: [B, S] f32 nats of the frozen reference, or None.
         config: sections ``credit``, ``rewards`` and ``sampling``, and whether the objective clips values.
 
     Returns:
         The experience, and ``{"degenerate_groups": [] i32}``, how many of the run's own groups have no advantage
-        other than 0 and teach nothing; and for ``Memory.observe``, with "poise" ``"regression"`` [F, F + 1] f32, with
+        other than 0 and teach nothing; and for ``credit_memory``, with "poise" ``"regression"`` [F, F + 1] f32, with
         ``credit.short_answer_iterations`` ``"correct_within"`` (``shaping.correct_within``), with
         ``credit.advantage_norm_decay`` ``"moments"`` [3] f32.
     """
@@ -175,121 +169,3 @@ def assign(
         old_logp=scores.old_logp,
     )
     return experience, sums
-
-
-class Memory:
-    """What is remembered of earlier rewards, for the advantages that compare with them. On the host.
-
-        "mssr"   of each question, Beta counts: a <- decay a + r, b <- decay b + 1 - r from a = b = 1, and the
-                 baseline a / (a + b) of its next visit. It is a running mean, so rewards need not lie in [0, 1].
-                 With baseline_decay_moving, decay = still + (moving - still) min(1, KL / (2 KL_TARGET)), where KL is
-                 the mean of the last KL_WINDOW iterations' update/kl_behaviour_nats.
-        "poise"  discounted sums of the regression from a rollout's features to its siblings' rewards.
-        credit.advantage_norm_decay
-                 discounted count, sum and sum of squares of the advantages.
-        credit.short_answer_iterations
-                 of each difficulty, how many correct answers were within each length of the grid since the last
-                 choice, and the choice: the least length with one of them per group, else the longest.
-
-    For the others it stays empty. What an iteration is compared with never knows its own rewards.
-
-    Source: arXiv:2512.18215; arXiv:2605.07579; arXiv:2110.00641; LASER-D, arXiv:2505.15612. Differs: how the decay
-        follows the KL is ours, and so is the start of the counts. The second's decay is fixed, where it keeps a window
-        of recent rollouts. The last counts on a set kept for it; here the run's own rollouts since the last choice
-        serve, and until the first any length is short.
-
-    Args:
-        hidden_size: width of the model, for "poise".
-    """
-
-    def __init__(self, config: Config, hidden_size: int = 0):
-        self._config = config
-        self._counts: dict[int, tuple[float, float]] = {}  # question -> a, b
-        self._drifts: list[float] = []  # KL of the last iterations, nats a token
-        features = baselines.num_features(hidden_size)
-        self._regression = np.zeros((features, features + 1))
-        self._moments = np.zeros(3)
-        self._correct_within = np.zeros((shaping.NUM_DIFFICULTIES, 1))
-        self._short_answer = [config.sampling.max_completion_tokens] * shaping.NUM_DIFFICULTIES
-        self._iterations = 0
-
-    def scores(self, rewards: Rewards, questions: Sequence[int]) -> Scores:
-        """The iteration's rewards as ``assign`` takes them, numpy.
-
-        Args:
-            rewards: of B rows, those of a question beside each other.
-            questions: which question of the data each of the P groups of rows answers.
-        """
-        kind, scored = self._config.credit.advantage, rewards.outcome == OUTCOME_SCORE
-        known = lambda x: np.where(scored, x, 0.0).astype(np.float32)  # noqa: E731
-        parts = baseline = regression = short_answer = moments = None
-        if kind == "gdpo":
-            parts = np.stack([known(rewards.parts[name]) for name in self._config.rewards.functions], axis=1)
-        if kind == "mssr":
-            expected = [a / (a + b) for a, b in (self._counts.get(question, (1.0, 1.0)) for question in questions)]
-            baseline = np.repeat(np.float32(expected), len(scored) // len(questions))
-        if kind == "poise":
-            regression = self._regression.astype(np.float32)
-        if self._config.credit.short_answer_iterations:
-            short_answer = np.array(self._short_answer, np.int32)
-        if self._config.credit.advantage_norm_decay:
-            moments = self._moments.astype(np.float32)
-        total = known(rewards.total)
-        return Scores(total, scored, parts, baseline, regression, short_answer=short_answer, moments=moments)
-
-    def observe(self, rewards: Rewards, questions: Sequence[int], sums: dict[str, Any]) -> None:
-        """Learn from an iteration: its rewards, and the sums that ``assign`` and the update returned."""
-        if self._config.credit.advantage == "mssr":
-            decay = self._decay(sums)
-            for question, group in zip(questions, rewards.total.reshape(len(questions), -1), strict=True):
-                a, b = self._counts.get(question, (1.0, 1.0))
-                for reward in group[np.isfinite(group)].tolist():
-                    a, b = decay * a + reward, decay * b + 1 - reward
-                self._counts[question] = a, b
-        if self._config.credit.advantage == "poise":
-            self._regression = self._config.credit.baseline_decay * self._regression + sums["regression"]
-        if self._config.credit.advantage_norm_decay:
-            self._moments = np.asarray(sums["moments"])
-        if self._config.credit.short_answer_iterations:
-            self._correct_within = self._correct_within + sums["correct_within"]
-            self._iterations += 1
-            if self._iterations % self._config.credit.short_answer_iterations == 0:
-                self._choose_short_answers()
-
-    def _decay(self, sums: dict[str, Any]) -> float:
-        """Of "mssr" in this iteration."""
-        still, moving = self._config.credit.baseline_decay, self._config.credit.baseline_decay_moving
-        if not moving:
-            return still
-        drift = float(sums["kl_behaviour_sum"]) / max(float(sums["token_count"]), 1.0)
-        self._drifts = [*self._drifts, drift][-KL_WINDOW:]
-        return still + (moving - still) * min(1.0, sum(self._drifts) / len(self._drifts) / (2 * KL_TARGET))
-
-    def _choose_short_answers(self) -> None:
-        """A difficulty that nobody met keeps what it has."""
-        grid = self._config.short_answer_grid
-        for i, (*within, groups) in enumerate(self._correct_within.tolist()):
-            if groups > 0:
-                enough = (length for length, count in zip(grid, within, strict=True) if count >= round(groups))
-                self._short_answer[i] = next(enough, grid[-1])
-        self._correct_within = 0.0 * self._correct_within
-
-    def state(self) -> dict[str, Any]:
-        """What ``restore`` needs; plain JSON."""
-        return {
-            "counts": [[q, *ab] for q, ab in self._counts.items()],
-            "drifts": self._drifts,
-            "regression": self._regression.tolist(),
-            "moments": self._moments.tolist(),
-            "correct_within": self._correct_within.tolist(),
-            "short_answer": self._short_answer,
-            "iterations": self._iterations,
-        }
-
-    def restore(self, state: dict[str, Any]) -> None:
-        self._counts = {question: (a, b) for question, a, b in state["counts"]}
-        self._drifts = state["drifts"]
-        self._regression = np.array(state["regression"])
-        self._moments = np.array(state["moments"])
-        self._correct_within = np.array(state["correct_within"])
-        self._short_answer, self._iterations = state["short_answer"], state["iterations"]

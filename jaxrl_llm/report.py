@@ -55,7 +55,16 @@ CHARTS = (
         dots=("held-out", "eval/pass_rate"),
         limits=(0, 1),
     ),
-    Chart("Entropy", "nats per token", (("policy", "update/entropy_nats"),), limits=(0, None)),
+    Chart(
+        "Entropy",
+        "nats per token",
+        (
+            ("of trained tokens", "update/entropy_nats"),
+            ("of tokens as drawn", "rollout/sampled_entropy_nats"),
+            ("of what they were drawn from", "rollout/model_entropy_nats"),
+        ),
+        limits=(0, None),
+    ),
     Chart("Completion length", "tokens", (("mean", "rollout/completion_length_tokens"),), limits=(0, None)),
     Chart(
         "Truncated and degenerate",
@@ -69,7 +78,12 @@ CHARTS = (
         (("mean age", "replay/age_mean_steps"), ("oldest", "replay/age_max_steps")),
         limits=(0, None),
     ),
-    Chart("Uses of a rollout", "draws", (("mean", "replay/uses_mean"),), limits=(0, None)),
+    Chart(
+        "Uses of a rollout",
+        "draws",
+        (("of those drawn, so far", "replay/uses_mean"), ("of those that left, in all", "replay/replay_ratio")),
+        limits=(0, None),
+    ),
     Chart("First uses", "fraction of draws", (("first use", "replay/first_use_frac"),), limits=(0, 1)),
     Chart("Since last use", "optimizer steps", (("mean", "replay/since_last_use_mean_steps"),), limits=(0, None)),
     Chart("Different prompts", "per update batch", (("mean", "replay/unique_prompts_mean"),), limits=(0, None)),
@@ -135,6 +149,7 @@ def write_report(workdir: str | os.PathLike) -> pathlib.Path:
     settings = _read_json(workdir / "config.json")
     before, after = _read_json(workdir / "eval_before.json"), _read_json(workdir / "eval_after.json")
     samples = read_lines(workdir / "samples.jsonl") if (workdir / "samples.jsonl").is_file() else []
+    made_with = (settings or {}).pop("made_with", {})
     config = freeze(settings) if settings is not None else None
     sections = [
         _header(workdir, metrics, config),
@@ -143,6 +158,7 @@ def write_report(workdir: str | os.PathLike) -> pathlib.Path:
         page.section("Before and after", _before_after(before, after)),
         page.section("Rollouts during training", _rollouts(samples)),
         page.section("Settings", _settings(config) if config is not None else ""),
+        page.section("Made with", _made_with(made_with)),
         page.section("What the metrics mean", _glossary()),
     ]
     return page.write_page(workdir / "report.html", workdir.resolve().name, sections)
@@ -367,6 +383,13 @@ def _settings(config: Config) -> str:
     return (
         f"{first if changed else ''}<details><summary>{len(same)} settings at their default</summary>{rest}</details>"
     )
+
+
+def _made_with(made_with: dict[str, Any]) -> str:
+    """Versions and commit, as config.json has them."""
+    named = {**made_with.get("versions", {}), "commit": made_with.get("commit", "")}
+    rows = [f"<tr><td>{html.escape(k)}</td><td>{html.escape(str(v))}</td></tr>" for k, v in named.items() if v]
+    return page.table(("package", "version"), rows) if rows else ""
 
 
 def _glossary() -> str:

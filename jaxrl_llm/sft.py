@@ -28,7 +28,7 @@ from ml_collections import config_flags
 from jaxrl_llm import cli, optim, sharding
 from jaxrl_llm.assembly import model_of, place
 from jaxrl_llm.config import Config, ConfigError, freeze
-from jaxrl_llm.evaluate import questions
+from jaxrl_llm.evaluation import questions
 from jaxrl_llm.models import hf, pretrained
 from jaxrl_llm.models.policy import PLAIN, chunk_tokens, row_logp
 from jaxrl_llm.models.transformer import Model

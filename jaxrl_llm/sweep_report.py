@@ -108,6 +108,68 @@ def front(points: Sequence[tuple[float, float]], *, lower_x: bool, lower_y: bool
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class Knob:
+    """What a setting does to a figure over all runs that differ in it.
+
+    Attributes:
+        rows: (value, runs, mean, low, high) of each of its values; the last two bound 95 % of the resampled means.
+        effect: (between its best and its worst value, low, high): where 0 lies between, chance may have made it.
+    """
+
+    field: str
+    rows: list[tuple[str, int, float, float, float]]
+    effect: tuple[float, float, float]
+
+
+RESAMPLES = 2000
+# Of more different numbers than this a setting's values are taken together in thirds.
+MOST_VALUES = 6
+
+
+def knobs(runs: Sequence[Run], sweep: Sweep, column: str) -> list[Knob]:
+    """Settings of a sweep by what they do to a figure, the one that does most first, with bootstrap intervals.
+
+    Runs are resampled with replacement, whatever else they differ in: with settings drawn at random the other ones are
+    alike on average. The best and the worst value are those of the runs themselves, which of several values that are
+    alike favours one a little.
+
+    Args:
+        column: of ``figures``; runs without a number are left out.
+
+    Source: percentile bootstrap, Efron 1979; for settings of reinforcement learning, after the statistical diagnosis of
+        1,370 random configurations of web agents.
+    """
+    measured = [(run, value) for run in runs if (value := figures(run, sweep)[column]) is not None]
+    y, found = np.array([value for _, value in measured]), []
+    picks = np.random.default_rng(0).integers(0, len(y), (RESAMPLES, len(y))) if len(y) else None
+    for field in sweep.fields():
+        values = _bins([run.point.get(field) for run, _ in measured])
+        names = list(dict.fromkeys(values))
+        if field == SEED or len(names) < 2:
+            continue
+        member = np.array([[value == name for value in values] for name in names])
+        means = member @ y / member.sum(axis=1)
+        drawn = member[:, picks]  # [names, resamples, runs]
+        with np.errstate(invalid="ignore"):
+            resampled = (drawn * y[picks]).sum(axis=2) / drawn.sum(axis=2)
+        bounds = np.nanquantile(resampled, (0.025, 0.975), axis=1)
+        rows = list(zip(names, member.sum(axis=1).tolist(), means.tolist(), *bounds.tolist(), strict=True))
+        best, worst = means.argmax(), means.argmin()
+        spread = np.nanquantile(resampled[best] - resampled[worst], (0.025, 0.975)).tolist()
+        found.append(Knob(field, rows, (float(means[best] - means[worst]), *spread)))
+    return sorted(found, key=lambda knob: -knob.effect[0])
+
+
+def _bins(values: Sequence[Any]) -> list[str]:
+    """A name for each value: itself, or of many different numbers the third of them that it is in."""
+    if len(set(map(_hashable, values))) <= MOST_VALUES or not all(isinstance(v, (int, float)) for v in values):
+        return [str(value) for value in values]
+    edges = np.quantile(values, (0, 1 / 3, 2 / 3, 1))
+    names = [f"{low:.3g} to {high:.3g}" for low, high in itertools.pairwise(edges)]
+    return [names[int(np.searchsorted(edges[1:3], value, side="right"))] for value in values]
+
+
 def label(run: Run, sweep: Sweep, *, without: str = "") -> str:
     """The run's settings to read, without the seed and one other."""
     point = {field: value for field, value in sorted(run.point.items()) if field not in (SEED, without)}
@@ -146,6 +208,7 @@ def write_page(path: pathlib.Path, runs: Sequence[Run], sweep: Sweep, units: Map
     sections = [
         page.header(title, note),
         page.section("Median over the seeds that have ended", _group_table(ended, sweep)),
+        page.section(f"What each setting does to {html.escape(sweep.metrics[0])}", _knob_table(ended, sweep)),
         *_curve_sections(begun, sweep, units),
         page.section("Trade-offs of last values", _trade_offs(ended, sweep, units)),
         page.section("Points", _point_table(runs, sweep)),
@@ -181,6 +244,22 @@ def _group_table(runs: Sequence[Run], sweep: Sweep) -> str:
             cells.append(_number(median) + spread + missing)
         rows.append(_row(cells))
     return page.table(("settings", "seeds", *map(html.escape, columns)), rows, "groups")
+
+
+def _knob_table(runs: Sequence[Run], sweep: Sweep) -> str:
+    """Of the first metric's last values; nothing where no setting but the seed differs."""
+    rows = []
+    for knob in knobs(runs, sweep, f"{sweep.metrics[0]} last"):
+        effect, low, high = map(_number, knob.effect)
+        first = f"<td rowspan={len(knob.rows)}>{html.escape(knob.field)}</td>"
+        first += f"<td rowspan={len(knob.rows)}>{effect} <small>{low} to {high}</small></td>"
+        for name, count, *numbers in knob.rows:
+            mean, low, high = map(_number, numbers)
+            cells = f"<td>{html.escape(name)}</td><td>{count}</td><td>{mean} <small>{low} to {high}</small></td>"
+            rows.append(f"<tr>{first}{cells}</tr>")
+            first = ""
+    head = ("setting", "best less worst", "value", "runs", "mean, and 95 % of bootstrapped means")
+    return page.table(head, rows, "knobs") if rows else ""
 
 
 def _point_table(runs: Sequence[Run], sweep: Sweep) -> str:

@@ -28,9 +28,9 @@ from ml_collections import config_flags
 from jaxrl_llm import cli, programs, report, rng, sharding, tasks
 from jaxrl_llm.assembly import Run, assemble, keep_what_fits
 from jaxrl_llm.checkpoint import Checkpointer, StopRequest
-from jaxrl_llm.config import Config, ConfigError, freeze, to_json
-from jaxrl_llm.credit import Memory
-from jaxrl_llm.evaluate import evaluate, questions
+from jaxrl_llm.config import Config, ConfigError, freeze, record
+from jaxrl_llm.credit_memory import Memory
+from jaxrl_llm.evaluation import evaluate, questions
 from jaxrl_llm.external import External, shared_groups
 from jaxrl_llm.metrics import MetricsWriter, Progress, cost_values, draw_values, rollout_values, update_values
 from jaxrl_llm.models import hf, pretrained
@@ -70,7 +70,7 @@ def train(config: Config, workdir: pathlib.Path, *, allow_config_changes: bool =
     external = External(run, tokenizer)
     checkpoints = Checkpointer(workdir, config.checkpoint)
     checkpoints.check_config(config, allow_changes=allow_config_changes)
-    (workdir / "config.json").write_text(to_json(config))
+    (workdir / "config.json").write_text(record(config))
     (workdir / "report.html").unlink(missing_ok=True)  # it says that the run came to its end
 
     progress = Progress(config.num_iterations, checkpoints.latest_iteration() or 0)

@@ -14,7 +14,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 PACKAGE = ROOT / "jaxrl_llm"
 STAGES = {"prompts", "rollout", "rewards", "credit", "replay", "update", "publish", "checkpoint", "metrics"}
 ENTRY_POINTS = {"train", "evaluate", "generate", "score", "plan", "replay_plan", "sft", "sweep", "export", "report"}
-ASSEMBLY = {"assembly"}  # puts the stages' programs together for the entry points
+ASSEMBLY = {"annotation", "assembly", "evaluation"}  # put the stages together for the entry points
 STANDARD_LIBRARY_OF_OPS = {"__future__", "collections", "functools", "math", "typing"}
 
 
@@ -74,7 +74,7 @@ MENU = {
     *("ops.advantages", "ops.baselines", "ops.corrections", "ops.losses"),
     *("ops.shaping", "ops.surrogates", "ops.values"),
     *("models.gguf", "models.kernels", "models.tpu_decode"),
-    *("tasks.files", "external", "method_config", "resampling"),
+    *("annotation", "credit_memory", "tasks.files", "external", "method_config", "resampling"),
 }
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from jaxrl_llm import tasks
 from jaxrl_llm.config import ConfigError, PromptsConfig, freeze
-from jaxrl_llm.evaluate import questions
+from jaxrl_llm.evaluation import questions
 from jaxrl_llm.tasks import arithmetic
 from jaxrl_llm.tokenizer import ByteTokenizer
 

@@ -28,8 +28,8 @@ from jaxrl_llm import limits, sharding, tasks
 from jaxrl_llm import train as train_module
 from jaxrl_llm.assembly import assemble
 from jaxrl_llm.config import Config, ConfigError, fingerprint, flatten, freeze, from_json, to_json
-from jaxrl_llm.credit import Memory
-from jaxrl_llm.evaluate import questions
+from jaxrl_llm.credit_memory import Memory
+from jaxrl_llm.evaluation import questions
 from jaxrl_llm.external import External
 from jaxrl_llm.metrics import cost_values, rollout_values
 from jaxrl_llm.models import pretrained

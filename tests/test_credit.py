@@ -10,7 +10,7 @@ from reference import advantages as oracle
 from reference import shaping as shaping_oracle
 from reference import values as value_oracle
 
-from jaxrl_llm import credit, limits, sharding, train
+from jaxrl_llm import credit, credit_memory, limits, sharding, train
 from jaxrl_llm.assembly import assemble
 from jaxrl_llm.config import freeze, from_json, to_json
 from jaxrl_llm.ops import baselines
@@ -299,7 +299,7 @@ def test_the_groups_mean_reward_is_kept_and_an_advantage_can_be_made_anew_from_i
 def test_advantages_over_the_moments_of_several_iterations_are_those_of_the_source(kind):
     """Three iterations of unequal means and spreads; sums of the released code, by hand in float64."""
     config, rng = config_of(2, advantage=kind, advantage_norm_decay=0.8), np.random.default_rng(3)
-    memory, n, total, squares = credit.Memory(config), 0.0, 0.0, 0.0
+    memory, n, total, squares = credit_memory.Memory(config), 0.0, 0.0, 0.0
     for iteration in range(3):
         rollout = make_rollout([0, 0, 0, 1, 1, 1], seed=iteration)
         reward = rng.normal(iteration, 1 + iteration, 6).astype(np.float32)
@@ -325,7 +325,7 @@ def test_advantages_over_the_moments_of_several_iterations_are_those_of_the_sour
         got = experience.advantage[mask] if kind == "gae" else first(experience)[trainable]
         np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
         assert (experience.advantage[4] == 0).all()
-    resumed = credit.Memory(config)
+    resumed = credit_memory.Memory(config)
     resumed.restore(json.loads(json.dumps(memory.state())))
     scores = [one.scores(rewards_of(reward), [0, 1]).moments for one in (memory, resumed)]
     np.testing.assert_array_equal(*scores)
@@ -441,24 +441,24 @@ def rewards_of(total, failed=(), **parts):
 
 def test_scores_hold_what_the_advantage_asks_for_and_no_failed_reward():
     rewards = rewards_of([1, 9, 0.5], failed=[1], a=[0, np.nan, 1], b=[1, 9, 0])
-    scores = credit.Memory(config_of()).scores(rewards, [4])
+    scores = credit_memory.Memory(config_of()).scores(rewards, [4])
     assert scores.parts is scores.baseline is scores.regression is None
     np.testing.assert_array_equal(scores.reward, [1, 0, 0.5])
     np.testing.assert_array_equal(scores.trainable, [True, False, True])
     # Columns in the order of rewards.functions.
     config = config_of(functions=("b", "a"), weights=(1.0, 0.5), advantage="gdpo")
-    scores = credit.Memory(config).scores(rewards, [4])
+    scores = credit_memory.Memory(config).scores(rewards, [4])
     np.testing.assert_array_equal(scores.parts, [[1, 0], [0, 0], [0, 1]])
 
 
 def test_the_beta_baseline_of_a_question_is_that_before_its_answers_and_survives_a_checkpoint():
     config = config_of(advantage="mssr", baseline_decay=0.9)
-    memory = credit.Memory(config)
+    memory = credit_memory.Memory(config)
     # Question 3 is answered by 1 and by one that failed, question 5 by 0 and 0.
     seen = memory.scores(rewards_of([1, 0, 0, 0], failed=[1]), [3, 5]).baseline
     np.testing.assert_array_equal(seen, [0.5] * 4)
     memory.observe(rewards_of([1, 0, 0, 0], failed=[1]), [3, 5], {})
-    resumed = credit.Memory(config)
+    resumed = credit_memory.Memory(config)
     resumed.restore(json.loads(json.dumps(memory.state())))
     for one in (memory, resumed):
         baseline = one.scores(rewards_of([1, 1]), [5, 3]).baseline
@@ -467,7 +467,7 @@ def test_the_beta_baseline_of_a_question_is_that_before_its_answers_and_survives
 
 
 def test_the_beta_baseline_forgets_faster_while_the_policy_moves():
-    memory = credit.Memory(config_of(advantage="mssr", baseline_decay=0.9, baseline_decay_moving=0.5))
+    memory = credit_memory.Memory(config_of(advantage="mssr", baseline_decay=0.9, baseline_decay_moving=0.5))
     right, a, b = rewards_of([1.0]), 1.0, 1.0
     # 22 iterations: the first two leave the mean of the last 20 again. Above 0.02 nats a token it forgets no faster.
     kl = [0.5, 0.02, *[0.0] * 18, 0.0, 0.1]
@@ -477,13 +477,13 @@ def test_the_beta_baseline_forgets_faster_while_the_policy_moves():
         a, b = decay * a + 1, decay * b
         memory.observe(right, [0], {"kl_behaviour_sum": np.float32(8 * one), "token_count": np.int32(8)})
         np.testing.assert_allclose(memory.scores(right, [0]).baseline, a / (a + b), rtol=1e-6)
-        resumed = credit.Memory(config_of(advantage="mssr", baseline_decay=0.9, baseline_decay_moving=0.5))
+        resumed = credit_memory.Memory(config_of(advantage="mssr", baseline_decay=0.9, baseline_decay_moving=0.5))
         resumed.restore(json.loads(json.dumps(memory.state())))
         memory = resumed
 
 
 def test_the_beta_baseline_follows_a_question_that_becomes_easier():
-    memory, rng = credit.Memory(config_of(advantage="mssr", baseline_decay=0.96)), np.random.default_rng(0)
+    memory, rng = credit_memory.Memory(config_of(advantage="mssr", baseline_decay=0.96)), np.random.default_rng(0)
     errors = []
     for step in range(400):
         rate = min(1.0, 0.1 + step / 300)
@@ -500,7 +500,7 @@ def test_the_regression_learns_siblings_rewards_after_use_and_survives_a_checkpo
     rollout = make_rollout(np.repeat([0, 1, 2, 3], 4))
     hard = rollout.group_id % 2 == 1
     rollout = rollout.replace(length=rollout.prompt_length + np.where(hard, 4, 1).astype(np.int32))
-    reward, memory = np.where(hard, 0.0, 1.0), credit.Memory(config, HIDDEN)
+    reward, memory = np.where(hard, 0.0, 1.0), credit_memory.Memory(config, HIDDEN)
     settings = {"advantage": "poise", "baseline_decay": 0.5, "num_groups": 4}
     hidden = extra_of("poise", reward)["hidden"]
 
@@ -517,7 +517,7 @@ def test_the_regression_learns_siblings_rewards_after_use_and_survives_a_checkpo
         advantage, _ = iterate()
     assert np.abs(advantage).max() < 0.25  # it is predicted now, less what the ridge holds back
     np.testing.assert_allclose(memory.state()["regression"], (1 + 0.5 + 0.25 + 0.125) * sums, rtol=1e-5)
-    resumed = credit.Memory(config, HIDDEN)
+    resumed = credit_memory.Memory(config, HIDDEN)
     resumed.restore(json.loads(json.dumps(memory.state())))
     assert resumed.state() == memory.state()
 
@@ -549,7 +549,7 @@ def test_a_short_answer_is_what_its_difficulty_says():
 
 
 def test_lengths_are_chosen_every_so_many_iterations_and_survive_a_checkpoint():
-    memory, rewards = credit.Memory(config_of(**CHOSEN)), rewards_of([1.0])
+    memory, rewards = credit_memory.Memory(config_of(**CHOSEN)), rewards_of([1.0])
     lengths = lambda: memory.scores(rewards, [0]).short_answer.tolist()  # noqa: E731
     # Over two iterations: 4 easy groups with 5 correct answers within 2 tokens; hard ones with fewer than one each.
     within = np.array([[1, 3, 4, 6, 2], [0, 0, 0, 0, 0], [0, 1, 1, 1, 2]], np.float32)
@@ -557,7 +557,7 @@ def test_lengths_are_chosen_every_so_many_iterations_and_survive_a_checkpoint():
     assert lengths() == [4, 4, 4]
     memory.observe(rewards, [0], {"correct_within": within})
     assert lengths() == [4, 4, 4]
-    resumed = credit.Memory(config_of(**CHOSEN))
+    resumed = credit_memory.Memory(config_of(**CHOSEN))
     resumed.restore(json.loads(json.dumps(memory.state())))
     memory.observe(rewards, [0], {"correct_within": more})
     resumed.observe(rewards, [0], {"correct_within": more})
@@ -573,7 +573,7 @@ def test_the_program_takes_what_the_host_gives(kind):
     settings = {"advantage": kind} if kind in KINDS else CHOSEN
     config = config_of(8, functions=("a", "b"), weights=(1.0, 1.0), **settings)
     expected = assemble(config, TINY, (257,), mesh_of(ONE)).abstract_scores
-    memory = credit.Memory(config, TINY.width)
+    memory = credit_memory.Memory(config, TINY.width)
     given = memory.scores(rewards_of(np.ones(64), a=np.ones(64), b=np.ones(64)), range(8))
     assert jax.tree.map(lambda x: (x.shape, x.dtype), given) == jax.tree.map(lambda x: (x.shape, x.dtype), expected)
 

@@ -139,7 +139,10 @@ def running_moments(value: jax.Array, valid: jax.Array, moments: jax.Array, *, d
 
 
 def over_moments(value: jax.Array, moments: jax.Array, *, centre: bool) -> jax.Array:
-    """``(value - s / n) / (sqrt(q / n - (s / n)^2) + 1e-6)`` of ``running_moments``; not ``centre``: divided alone."""
+    """Values over the mean and standard deviation that ``running_moments`` [n, s, q] say, f32 of their shape.
+
+        out = (value - m) / (sqrt(q / n - m^2) + 1e-6),   m = s / n;   not ``centre``: nothing is taken away
+    """
     n, total, squares = moments[0], moments[1], moments[2]
     mean = total / jnp.maximum(n, 1.0)
     std = jnp.sqrt(jnp.maximum(squares / jnp.maximum(n, 1.0) - jnp.square(mean), 0.0))

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from jaxrl_llm import evaluate, generate, rows, score
+from jaxrl_llm import evaluation, generate, rows, score
 from jaxrl_llm.config import ConfigError, SamplingConfig
 from jaxrl_llm.models import pretrained
 
@@ -81,18 +81,18 @@ def test_bad_rows_are_named_with_file_and_line(source, tmp_path, text, names):
 
 
 def test_pass_at_k_counts_draws_without_replacement():
-    assert evaluate.pass_at_k(4, 1, 1) == 0.25
-    assert evaluate.pass_at_k(4, 1, 2) == 0.5  # 3 of the 6 pairs hold the one that passes
-    assert evaluate.pass_at_k(4, 2, 2) == pytest.approx(5 / 6)
-    assert evaluate.pass_at_k(5, 0, 3) == 0.0
-    assert evaluate.pass_at_k(5, 3, 3) == 1.0  # of 5 with 2 failures any 3 hold a pass
-    assert math.isclose(evaluate.pass_at_k(10, 3, 4), 1 - (7 * 6 * 5 * 4) / (10 * 9 * 8 * 7))
+    assert evaluation.pass_at_k(4, 1, 1) == 0.25
+    assert evaluation.pass_at_k(4, 1, 2) == 0.5  # 3 of the 6 pairs hold the one that passes
+    assert evaluation.pass_at_k(4, 2, 2) == pytest.approx(5 / 6)
+    assert evaluation.pass_at_k(5, 0, 3) == 0.0
+    assert evaluation.pass_at_k(5, 3, 3) == 1.0  # of 5 with 2 failures any 3 hold a pass
+    assert math.isclose(evaluation.pass_at_k(10, 3, 4), 1 - (7 * 6 * 5 * 4) / (10 * 9 * 8 * 7))
 
 
 def test_majority_is_of_answers_not_of_texts():
-    assert evaluate.majority_passes(["it is 7", "7", "8"], [True, True, False])
-    assert not evaluate.majority_passes(["8", "it is 8.", "7"], [False, False, True])
-    assert evaluate.majority_passes(["yes", "no"], [True, False])  # a tie goes to the earlier answer
-    assert evaluate.answer_of("between 1,200 and -3.5") == "-3.5"
-    assert evaluate.answer_of("sums to 1,200") == "1200"
-    assert evaluate.answer_of("  none ") == "none"
+    assert evaluation.majority_passes(["it is 7", "7", "8"], [True, True, False])
+    assert not evaluation.majority_passes(["8", "it is 8.", "7"], [False, False, True])
+    assert evaluation.majority_passes(["yes", "no"], [True, False])  # a tie goes to the earlier answer
+    assert evaluation.answer_of("between 1,200 and -3.5") == "-3.5"
+    assert evaluation.answer_of("sums to 1,200") == "1200"
+    assert evaluation.answer_of("  none ") == "none"

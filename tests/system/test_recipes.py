@@ -25,7 +25,7 @@ from jaxrl_llm import sharding
 from jaxrl_llm.assembly import assemble
 from jaxrl_llm.checkpoint import Checkpointer
 from jaxrl_llm.config import freeze
-from jaxrl_llm.credit import Memory
+from jaxrl_llm.credit_memory import Memory
 from jaxrl_llm.models.presets import Architecture
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.ops.baselines import num_features

@@ -17,6 +17,7 @@ import sys
 import time
 
 import ghosts
+import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
@@ -186,6 +187,8 @@ def finished_copy(tmp_path, undisturbed):
     """A copy of the finished run, and its config as the test process reads it."""
     shutil.copytree(undisturbed, tmp_path / "copy")
     mapping = json.loads((undisturbed / "config.json").read_text())
+    made_with = mapping.pop("made_with")
+    assert made_with["versions"]["jax"] == jax.__version__ and len(made_with["commit"]) in (0, 40, 41)
     return tmp_path / "copy", mapping
 
 
