@@ -182,8 +182,16 @@ def test_the_defaults_are_a_config():
             "credit.positive_amplification=0.5 must be 0 for objective.surrogate='spo', which reads rewards",
         ),
         (
-            {"objective": {"proximal": "generation"}, "rollout": {"lookahead_prompts": 4}},
-            "rollout.lookahead_prompts=4 must be 0 for objective.proximal='generation'",
+            {"rollout": {"max_lag_iterations": 2}},
+            "rollout.max_lag_iterations=2 must be 0 without rollout.lookahead_prompts: no prompt stays open",
+        ),
+        (
+            {"sampling": {"top_k": 65}},
+            "sampling.top_k=65 must be at most sampling.support_tokens=64: the ids that a token is drawn among are",
+        ),
+        (
+            {"credit": {"advantage_norm_decay": 0.5}},
+            "credit.advantage_norm_decay=0.5 must be 0 for credit.advantage='grpo', which no standard deviation of the",
         ),
         (
             {"replay": {"fresh_batches": True}},

@@ -370,7 +370,7 @@ def test_a_sampler_that_ignores_its_temperature_is_warned_of_and_another_is_not(
     )
     monkeypatch.setattr(sampler_module, "sample_inverse_cdf", wrong)
     # One more step in a chunk: programs of its own.
-    assert "the sampler does not draw what it says" in said(make_sampler(**settings | {"chunk_steps": 4}))
+    assert "the sampler does not draw what it says" in said(make_sampler(**settings | {"chunk_steps": 7}))
 
 
 # --- prompts ahead of their iteration ---
