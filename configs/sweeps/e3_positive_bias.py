@@ -14,7 +14,7 @@ from studies.design import SUMS
 
 get_config = runpy.run_path("configs/study_arithmetic.py")["get_config"]
 
-ASYMRE = {"credit.advantage": "asymre", "objective.surrogate": "reinforce", "objective.aggregation": "sequence_mean"}
+ASYMRE = {"credit.advantage": "asymre", "objective.surrogate": "reinforce", "objective.aggregation": "constant_length"}
 OBJECTIVES = [{}, *({**ASYMRE, "credit.delta_v": delta} for delta in (0.0, -0.1))]
 ARMS = [
     SUMS.arm(4, 8, **{"replay.positive_fraction": share}, **objective)

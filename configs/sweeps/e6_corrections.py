@@ -17,7 +17,7 @@ get_config = runpy.run_path("configs/study_arithmetic.py")["get_config"]
 REINFORCE = {"objective.surrogate": "reinforce"}
 CORRECTIONS = [
     {},
-    {"objective.surrogate": "cispo"},
+    {"objective.surrogate": "cispo", "objective.clip_low": 1.0, "objective.clip_high": 4.0},  # as the recipe has it
     {"objective.proximal": "ewma", "objective.correction": "importance"},
     {**REINFORCE, "objective.correction": "token_truncated"},
     {**REINFORCE, "objective.correction": "sequence_truncated", "objective.ess_learning_rate": True},
