@@ -62,6 +62,7 @@ CHOICES = {
         "none",
         "importance",
         "token_truncated",
+        "policy_truncated",
         "token_masked",
         "sequence_truncated",
         "sequence_masked",

@@ -124,9 +124,10 @@ class ObjectiveConfig:
     # Decay per optimizer step of the moving average of the weights.
     ewma_decay: float = 0.9
     # What becomes of tokens that the behaviour policy drew and the old one (without a ratio in the surrogate: the
-    # current one) did not: "none", "importance" (weighed by that ratio), "token_truncated", "token_masked",
-    # "sequence_truncated", "sequence_masked" or "second_moment". Where the surrogate's own ratio is to the behaviour
-    # policy, or it needs none, a correction can but mask, by the current policy's ratio.
+    # current one) did not: "none", "importance" (weighed by that ratio), "token_truncated", "policy_truncated" (where
+    # the current policy's ratio is too large), "token_masked", "sequence_truncated", "sequence_masked" or
+    # "second_moment". Where the surrogate's own ratio is to the behaviour policy, or it needs none, a correction can
+    # but mask, by the current policy's ratio.
     correction: str = "none"
     # Bounds of that ratio: what is outside is masked, or truncated at the upper one.
     correction_low: float = 0.5

@@ -467,6 +467,7 @@ class Update:
             low=self.objective.correction_low,
             high=self.objective.correction_high,
             threshold=moment.threshold,
+            policy_log_ratio=jax.lax.stop_gradient(tokens.policy_logp - tokens.behaviour_logp),
             is_carried=not self._weighed,
         )
 

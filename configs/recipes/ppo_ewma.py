@@ -4,8 +4,7 @@
 
 Clipped against averaged weights, so that the trust region does not depend on how old the data are; rewards over the
 mean and the standard deviation of several iterations; rate and decays for a batch of 64, scaled to the one that is set.
-Source: Hilton et al. 2021, arXiv:2110.00641. Differs: what is cut at 100 is the ratio of the averaged policy to the
-behaviour policy, where it is that of the current one there; no critic; the decays of Adam do not scale.
+Source: Hilton et al. 2021, arXiv:2110.00641. Differs: no critic; the decays of Adam do not scale.
 """
 
 from jaxrl_llm.config import defaults
@@ -16,7 +15,7 @@ def get_config():
     config.credit.advantage = "reinforce_pp"
     config.credit.advantage_norm_decay = 0.9
     config.objective.proximal = "ewma"
-    config.objective.correction = "token_truncated"
+    config.objective.correction = "policy_truncated"
     config.objective.correction_high = 100.0
     config.replay.capacity = 512
     config.update.updates_per_iteration = 2

@@ -48,12 +48,15 @@ def correction_weight(
     low: float,
     high: float,
     threshold: jax.Array | None = None,
+    policy_log_ratio: jax.Array | None = None,
     is_carried: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Importance weight of each token and which tokens stay, from w = exp(log_ratio).
 
         "importance"          w
         "token_truncated"     min(w, high)
+        "policy_truncated"    min(w, high w / v),   v = exp(policy_log_ratio): the whole ratio, a term's own times w, is
+                              at most high
         "token_masked"        w where low <= w <= high, else 0
         "sequence_truncated"  min(W, high),   W = exp of the row's sum of log-ratios, for every token of the row
         "sequence_masked"     W where low <= W <= high, else 0
@@ -65,6 +68,7 @@ def correction_weight(
         kind: one of the above.
         low, high: bounds of a ratio.
         threshold: [] f32 nats^2, for "second_moment".
+        policy_log_ratio: [B, T] f32 of the current policy to the behaviour policy, for "policy_truncated".
         is_carried: the term it multiplies carries the ratio already (or needs none): the weight of a token that
             stays is then 1. For the kinds that mask.
 
@@ -72,7 +76,8 @@ def correction_weight(
         weight: [B, T] f32, 0.0 where not kept.
         is_kept: [B, T] bool.
 
-    Source: truncated, Ionides 2008, and per sequence VCPO 2026, arXiv:2602.17616; masked, Fu et al. 2025,
+    Source: truncated, Ionides 2008, by the current policy Hilton et al. 2021, arXiv:2110.00641 (lp_adj of the released
+        code), and per sequence VCPO 2026, arXiv:2602.17616; masked, Fu et al. 2025,
         arXiv:2505.24298; second moment, Zheng et al. 2025, arXiv:2510.01161.
     """
     log_ratio = jax.lax.stop_gradient(jnp.where(mask, log_ratio, 0.0))
@@ -81,6 +86,9 @@ def correction_weight(
     is_kept, highest = mask, LOG_RATIO_LIMIT
     if kind.endswith("_masked"):
         is_kept = mask & (log_ratio >= (math.log(low) if low else -math.inf)) & (log_ratio <= math.log(high))
+    elif kind == "policy_truncated":
+        surplus = jax.lax.stop_gradient(jnp.where(mask, policy_log_ratio, 0.0)) - math.log(high)
+        log_ratio = log_ratio - jnp.maximum(surplus, 0.0)
     elif kind.endswith("_truncated"):
         highest = math.log(high)
     elif kind == "second_moment":

@@ -26,12 +26,14 @@ def test_weights_are_those_of_float64_loops(kind):
     log_ratio, mask = random_ratios()
     bounds = dict(kind=kind, low=0.5, high=2.0)
     poisoned = np.where(mask, log_ratio, np.nan)
-    weight, is_kept = weigh(poisoned, mask, **bounds, threshold=0.3)
-    expected = np.array(oracle.weights(log_ratio, mask, **bounds, threshold=0.3))
+    policy = log_ratio + np.random.default_rng(4).normal(0, 0.6, mask.shape).astype(np.float32)
+    seen = np.where(mask, policy, np.nan)
+    weight, is_kept = weigh(poisoned, mask, **bounds, threshold=0.3, policy_log_ratio=seen)
+    expected = np.array(oracle.weights(log_ratio, mask, **bounds, threshold=0.3, policy=policy))
     np.testing.assert_allclose(weight, expected, rtol=1e-5)
     np.testing.assert_array_equal(is_kept, expected > 0)
     # Where the term carries the ratio itself only the choice is left.
-    weight, _ = weigh(poisoned, mask, **bounds, threshold=0.3, is_carried=True)
+    weight, _ = weigh(poisoned, mask, **bounds, threshold=0.3, policy_log_ratio=seen, is_carried=True)
     np.testing.assert_array_equal(weight, (expected > 0).astype(np.float32))
     assert (expected[mask] != np.exp(log_ratio[mask])).any() or kind == "importance"
 
@@ -39,7 +41,8 @@ def test_weights_are_those_of_float64_loops(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_token_that_the_behaviour_policy_drew_has_weight_one(kind):
     _, mask = random_ratios()
-    weight, _ = weigh(np.zeros(mask.shape, np.float32), mask, kind=kind, low=0.5, high=2.0, threshold=0.0)
+    own = np.zeros(mask.shape, np.float32)
+    weight, _ = weigh(own, mask, kind=kind, low=0.5, high=2.0, threshold=0.0, policy_log_ratio=own)
     np.testing.assert_array_equal(weight, mask.astype(np.float32))
 
 
@@ -81,7 +84,23 @@ def test_decoupled_with_the_behaviour_as_old_policy_is_the_plain_clip():
 
     plain = jax.grad(lambda p: jnp.sum(clipped(x._replace(policy_logp=p), SETTINGS)[0]))(policy)
     for kind in KINDS:
-        np.testing.assert_array_equal(jax.grad(loss)(policy, kind), plain)
+        if kind != "policy_truncated":  # it looks at the current policy, whose ratio is cut below
+            np.testing.assert_array_equal(jax.grad(loss)(policy, kind), plain)
+
+
+def test_the_whole_ratio_of_the_current_policy_is_cut_as_the_released_code_cuts_it():
+    """max(-A e^(lp - adj), -A e^(clip(lp - prox) + prox - adj)), adj = max(behaviour, lp - log 3)."""
+    rng = np.random.default_rng(5)
+    policy, old, behaviour, advantage = rng.normal(size=(4, 6, 5)).astype(np.float32)
+    mask = np.ones(policy.shape, bool)
+    x = Tokens(policy, old, behaviour, None, advantage, np.zeros(6), mask)
+    ratios = {"policy_log_ratio": policy - behaviour, "kind": "policy_truncated", "low": 0.5, "high": 3.0}
+    term = weigh(old - behaviour, mask, **ratios)[0] * clipped(x, SETTINGS)[0]
+    adjusted = np.maximum(behaviour, policy - np.log(3.0))
+    near = np.clip(policy - old, np.log(0.8), np.log(1.2)) + old
+    expected = np.maximum(-advantage * np.exp(policy - adjusted), -advantage * np.exp(near - adjusted))
+    np.testing.assert_allclose(term, expected, rtol=1e-5)
+    assert (policy - behaviour > np.log(3.0)).sum() > 3
 
 
 def test_discrepancy_and_staleness_are_factors_of_the_whole_ratio_until_one_is_masked():

@@ -3,16 +3,19 @@
 import math
 
 
-def weights(log_ratio, mask, kind, low, high, threshold):
-    """Lists [B][T] of weights; 0 off the mask."""
+def weights(log_ratio, mask, kind, low, high, threshold, policy=None):
+    """Lists [B][T] of weights; 0 off the mask. ``policy`` are log-ratios of the current policy."""
     result = []
-    for row, keep in zip(log_ratio, mask, strict=True):
+    for i, (row, keep) in enumerate(zip(log_ratio, mask, strict=True)):
         whole = sum(float(x) for x, m in zip(row, keep, strict=True) if m)
         terms = []
-        for x, m in zip(row, keep, strict=True):
+        for t, (x, m) in enumerate(zip(row, keep, strict=True)):
             log_w = whole if kind.startswith("sequence") else float(x)
             w = math.exp(log_w)
-            if kind.endswith("truncated"):
+            if kind == "policy_truncated":
+                # pi_old / max(pi_behaviour, pi / high)
+                w = 1 / max(math.exp(-float(x)), math.exp(float(policy[i][t]) - float(x)) / high)
+            elif kind.endswith("truncated"):
                 w = min(w, high)
             if kind.endswith("masked") and not low <= w <= high:
                 w = 0.0
