@@ -91,14 +91,15 @@ def _ratio(numerator: float, denominator: float) -> float:
 def table(costs: Costs, rollouts: int = 0) -> str:
     """One line per replay ratio and one for the optimum; ``rollouts`` (R) adds the sizes B and N."""
     on_policy = costs.relative_cost(1, 1)
-    lines = [f"{'':10}{'y = B/R':>10}{'x = N/R':>10}{'J':>10}{'compute':>10}"]
+    lines = [f"{'':10}{'y = B/R':>10}{'x = N/R':>10}{'N/B':>10}{'J':>10}{'compute':>10}"]
     lines[0] += f"{'B':>10}{'N':>10}" if rollouts else ""
     plans = [("on-policy", (1.0, 1.0))]
     plans += [("", (costs.best_horizon(ratio), ratio)) for ratio in (1.0, 2.0, 4.0, 8.0, 16.0)]
     for name, (x, y) in [*plans, ("best", costs.optimum())]:
         cost = costs.relative_cost(min(x, 1e12), min(y, 1e12))
         sizes = "".join(f"{_shown(size * rollouts, '.0f'):>10}" for size in (y, x)) if rollouts else ""
-        shown = f"{_shown(y, '.2f'):>10}{_shown(x, '.2f'):>10}{cost:>10.3f}{cost / on_policy:>10.0%}"
+        batches = x / y if math.isfinite(y) else math.nan
+        shown = f"{_shown(y, '.2f'):>10}{_shown(x, '.2f'):>10}{batches:>10.2f}{cost:>10.3f}{cost / on_policy:>10.0%}"
         lines.append(f"{name:10}{shown}{sizes}")
     lines.append("compute: of the on-policy run's, for an equal bound on the gradient norm")
     return "\n".join(lines)
