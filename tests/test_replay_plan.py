@@ -96,5 +96,5 @@ def test_the_command_prints_the_sizes():
     command = [sys.executable, "-m", "jaxrl_llm.replay_plan", "--mu=5.28", "--rho=0.05", "--alpha=0.1"]
     done = subprocess.run([*command, "--rollouts=64"], capture_output=True, text=True, check=True)
     best = done.stdout.splitlines()[-2].split()
-    assert best[:5] == ["best", "7.41", "21.62", "1.028", "42%"]
-    assert [int(size) for size in best[5:]] == pytest.approx([7.41 * 64, 21.62 * 64], abs=1)
+    assert best[:6] == ["best", "7.41", "21.62", "2.92", "1.028", "42%"]
+    assert [int(size) for size in best[6:]] == pytest.approx([7.41 * 64, 21.62 * 64], abs=1)
