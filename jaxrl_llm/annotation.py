@@ -59,7 +59,7 @@ class Annotation:
         return state.replace(old_logp=jnp.where(state.policy_version == version, logp, state.old_logp))
 
     def reference(self, params: Any, rollout: Rollout) -> jax.Array:
-        """Likewise under the frozen reference; they are kept in the ring with the rollouts."""
+        """Log-probs of fresh rollouts under the frozen reference, [B,S]; the ring keeps them with the rollouts."""
         teacher = dataclasses.replace(self.update, model=self.reference_model)
         return self._by_micro_batch(lambda rows, unit: teacher.logp(params, rows, group_size=unit).logp, rollout)
 

@@ -170,7 +170,6 @@ class Run:
             reward=jax.ShapeDtypeStruct((B,), jnp.float32),
             advantage=tokens,
             trainable=jax.ShapeDtypeStruct((B,), bool),
-            tied=jax.ShapeDtypeStruct((B,), bool),
             group_mean=jax.ShapeDtypeStruct((B,), jnp.float32),
             ref_logp=tokens if self.keeps_reference else None,
             returns=tokens if self.config.has_critic else None,

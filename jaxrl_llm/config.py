@@ -82,8 +82,9 @@ class SamplingConfig:
     # Keep tokens at least this fraction as likely as the most likely; 0.0 = all.
     min_p: float = 0.0
     # Where one of these leaves tokens out, a token is drawn among the most likely ids of those left, so many at most:
-    # they are kept with it, 4 bytes each, for the learner's ratio to be over the same ones.
-    support_tokens: int = 64
+    # they are kept with it, 4 bytes each, for the learner's ratio to be over the same ones. 0 = top_k, or else 64.
+    # Evaluations and generate have no learner, and draw among all that are left.
+    support_tokens: int = 0
     # Longest completion in tokens, EOS counted.
     max_completion_tokens: int = 16
     # Completions end at the first of these texts (kept in the completion).
@@ -102,7 +103,7 @@ class RolloutConfig:
     # Prompts started ahead, so that slots never idle: their rollouts may span policy versions (recorded per token).
     lookahead_prompts: int = 0
     # Staleness gate: no prompt stays open for more than so many iterations beyond its first. Stragglers are waited for,
-    # and fewer prompts started ahead if need be; 0 = it may stay.
+    # and fewer prompts started ahead if need be; a round of max_resample_rounds counts like one. 0 = it may stay.
     max_lag_iterations: int = 0
     # How often at most an iteration asks prompts_per_iteration more prompts because groups of it are tied (no two
     # rewards differ): mixed ones take their place. What is left out counts as generated. 0 = never.
@@ -150,8 +151,8 @@ class UpdateConfig:
     # Positions of a device whose logits are live at once in the learner; 0 = by device (models.policy.chunk_tokens).
     logp_chunk_tokens: int = 0
     # Batch size that learning rates and decays of averages (objective.ewma_decay, credit.advantage_norm_decay) are
-    # meant for; with c times that many rollouts in a step, rates are multiplied by sqrt(c) and what a decay averages
-    # over is divided by c, so that a run does the same per rollout. 0 = they are meant for batch_size.
+    # meant for; with c times that many rollouts in a step (and in an iteration), rates are multiplied by sqrt(c) and
+    # what a decay averages over is divided by c, so that a run does the same per rollout. 0 = meant for batch_size.
     scaled_from_batch_size: int = 0
     # Refuse to train when on the first batch log-probs of learner and sampler differ by more than this many nats.
     max_sampler_learner_gap_nats: float = 0.05
@@ -395,7 +396,10 @@ def from_json(text: str) -> Config:
 
 
 # Packages that a run's numbers depend on.
-PACKAGES = ("jaxrl_llm", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "tokenizers")
+PACKAGES = (
+    *("jaxrl_llm", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy"),
+    *("tokenizers", "transformers", "math-verify", "reasoning-gym"),
+)
 
 
 def record(config: Config) -> str:

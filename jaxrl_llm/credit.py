@@ -79,6 +79,10 @@ def assign(
     parts, part_weights = scores.parts, config.rewards.weights
     if settings.gate_threshold:
         parts = shaping.gated(parts, threshold=settings.gate_threshold)
+    compared = [reward]
+    if parts is not None:
+        columns = zip(jnp.moveaxis(parts, 1, 0), part_weights, strict=True)
+        compared = [column for column, weight in columns if weight]
     if parts is not None and terms:  # normalised like any other reward
         parts, part_weights = jnp.concatenate([parts, sum(terms)[:, None]], axis=1), (*part_weights, 1.0)
     shaped = reward + sum(terms)
@@ -115,9 +119,8 @@ def assign(
         baseline=baseline,
         over_batch=None if scores.moments is None else over_running,
     )
-    # By the rewards as scored, as what is sampled anew is (resampling): lengths untie nothing, and tie nothing.
-    compared = reward[:, None] if scores.parts is None else scores.parts
-    mixed = jnp.any(jnp.stack([advantages.is_untied(x, groups) for x in jnp.moveaxis(compared, 1, 0)]), axis=0)
+    # By the rewards as scored, as resampling.is_mixed has it: lengths untie nothing, and tie nothing.
+    mixed = jnp.any(jnp.stack([advantages.is_untied(column, groups) for column in compared]), axis=0)
     if config.replay.skip_tied and settings.advantage not in NEED_NO_MIXED_GROUP:
         advantage = jnp.where(mixed, advantage, 0.0)
 

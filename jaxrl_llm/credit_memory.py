@@ -27,7 +27,7 @@ class Memory:
                  the mean of the last KL_WINDOW iterations' update/kl_behaviour_nats.
         "poise"  discounted sums of the regression from a rollout's features to its siblings' rewards.
         credit.advantage_norm_decay
-                 discounted count, sum and sum of squares of the advantages.
+                 count, mean and squared deviations of the advantages of iterations, the earlier ones faded.
         credit.short_answer_iterations
                  of each difficulty, how many correct answers were within each length of the grid since the last
                  choice, and the choice: the least length with one of them per group, else the longest.
@@ -47,7 +47,7 @@ class Memory:
         self._config = config
         self._counts: dict[int, tuple[float, float]] = {}  # question -> a, b
         self._drifts: list[float] = []  # KL of the last iterations, nats a token
-        features = baselines.num_features(hidden_size)
+        features = baselines.num_features(hidden_size) if config.credit.advantage == "poise" else 0
         self._regression = np.zeros((features, features + 1))
         self._moments = np.zeros(3)
         self._correct_within = np.zeros((shaping.NUM_DIFFICULTIES, 1))

@@ -92,7 +92,7 @@ BOUNDS = {
     "sampling.top_k": (0, math.inf, True),
     "sampling.top_p": (0.0, 1.0, False),
     "sampling.min_p": (0.0, 1.0, True),
-    "sampling.support_tokens": (1, math.inf, True),
+    "sampling.support_tokens": (0, math.inf, True),
     "sampling.max_completion_tokens": (1, math.inf, True),
     "rollout.prompts_per_iteration": (1, math.inf, True),
     "rollout.group_size": (1, math.inf, True),
@@ -273,7 +273,7 @@ def _combinations(c: Any):
     )
     e, s = c.external, c.sampling
     yield (
-        s.top_k <= s.support_tokens,
+        s.support_tokens == 0 or s.top_k <= s.support_tokens,
         f"sampling.top_k={s.top_k} must be at most sampling.support_tokens={s.support_tokens}: the ids that a token is "
         "drawn among are kept with it",
     )
@@ -443,4 +443,8 @@ def _objective(o: Any, unit: str):
         has_weight or o.correction in ("none", "token_masked", "sequence_masked", "second_moment"),
         f"objective.correction={o.correction!r} must be 'none' or one that masks for {surrogate} with "
         f"objective.proximal={o.proximal!r}, which leaves no importance weight over",
+    )
+    yield (
+        o.correction != "policy_truncated" or o.surrogate in ("clipped", "cispo"),
+        f"objective.correction='policy_truncated' must be another for {surrogate}: it bounds the ratio of a token",
     )

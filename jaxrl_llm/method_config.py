@@ -24,8 +24,8 @@ class CreditConfig:
     # (mean of 20 iterations); 0 = it stays.
     baseline_decay_moving: float = 0.0
     # Of the advantages that are divided by a standard deviation of the batch ("reinforce_pp", "mssr", "gae", "brorl",
-    # "gdpo"): take it, and the mean where that goes first, over this and earlier iterations, an earlier one counting so
-    # many times as much; 0 = over this one.
+    # "gdpo"): take it, and the mean where that goes first, over this and earlier iterations, whose weight fades by this
+    # factor an iteration; 0 = over this one.
     advantage_norm_decay: float = 0.0
     # For "gdpo": further reward functions count only where the first gives at least this; 0 = always.
     gate_threshold: float = 0.0
@@ -89,7 +89,8 @@ class ReplayConfig:
     fresh_from_iteration: int = 0
     # What is drawn: "rollout", or "group" (all samples of a prompt, whose prompt the learner then computes once).
     unit: str = "rollout"
-    # Draw no rollouts of tied groups, whose rewards as scored are all equal where siblings are compared.
+    # Draw no rollouts of tied groups: where siblings are compared, those whose rewards as scored are all equal (but for
+    # those that positive_amplification gives an advantage), elsewhere those without an advantage.
     skip_tied: bool = False
     # Draw of each question only the rollouts of its latest visit that left any to draw.
     latest_visit: bool = False
@@ -124,10 +125,10 @@ class ObjectiveConfig:
     # Decay per optimizer step of the moving average of the weights.
     ewma_decay: float = 0.9
     # What becomes of tokens that the behaviour policy drew and the old one (without a ratio in the surrogate: the
-    # current one) did not: "none", "importance" (weighed by that ratio), "token_truncated", "policy_truncated" (where
-    # the current policy's ratio is too large), "token_masked", "sequence_truncated", "sequence_masked" or
-    # "second_moment". Where the surrogate's own ratio is to the behaviour policy, or it needs none, a correction can
-    # but mask, by the current policy's ratio.
+    # current one) did not: "none", "importance" (weighed by that ratio), "token_truncated", "policy_truncated" (the
+    # same, but the bound is on the current policy's ratio to the behaviour policy), "token_masked",
+    # "sequence_truncated", "sequence_masked" or "second_moment". Where the surrogate's own ratio is to the behaviour
+    # policy, or it needs none, a correction can but mask, by the current policy's ratio.
     correction: str = "none"
     # Bounds of that ratio: what is outside is masked, or truncated at the upper one.
     correction_low: float = 0.5

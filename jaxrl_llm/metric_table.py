@@ -61,7 +61,9 @@ METRICS: dict[str, Metric] = {
         "nats per token", "Standard error of the difference of these two: a run warns beyond six of them."
     ),
     "rollout/support_cut_frac": Metric(
-        "fraction", "Tokens whose filter left more ids than sampling.support_tokens, over tokens drawn."
+        "fraction",
+        "Tokens whose filter left more ids than are kept (sampling.support_tokens), over tokens drawn. They were drawn "
+        "among the most likely ones; evaluations draw among all.",
     ),
     "prompts/retired": Metric("questions", "Questions that prompts.retire_pass_rate keeps from being asked again."),
     "update/loss": Metric("loss", "What the optimizer descends, mean over the iteration's optimizer steps."),

@@ -70,7 +70,7 @@ def draw_values(config: Config, draws: DrawSums) -> dict[str, float]:
     values = {
         "rollout/sampled_entropy_nats": draws.surprise / tokens,
         "rollout/model_entropy_nats": draws.entropy / tokens,
-        "rollout/sampled_entropy_error_nats": math.sqrt(draws.error_square) / tokens,
+        "rollout/sampled_entropy_error_nats": math.sqrt(max(draws.error_square, draws.variance)) / tokens,
     }
     if sampling.top_k or sampling.top_p < 1 or sampling.min_p:
         values["rollout/support_cut_frac"] = draws.cut / tokens
@@ -80,11 +80,12 @@ def draw_values(config: Config, draws: DrawSums) -> dict[str, float]:
 def draw_warning(values: dict[str, float]) -> str | None:
     """What to say of a sampler whose tokens are not what its distributions say; None where they are.
 
-    By chance it is said of one iteration in a hundred million: six standard errors. A thousandth of a nat is rounding.
+    Beyond six standard errors, which no honest sampler reaches by chance (a normal deviate does once in 5e8 times); a
+    thousandth of a nat is rounding. Not a number is not what they say either.
     """
     names = ("sampled_entropy_nats", "model_entropy_nats", "sampled_entropy_error_nats")
     sampled, model, error = (values.get(f"rollout/{name}", 0.0) for name in names)
-    if not abs(sampled - model) > max(6 * error, 1e-3):
+    if abs(sampled - model) <= max(6 * error, 1e-3):
         return None
     return (
         f"warning: the tokens that were drawn have an entropy of {sampled:.4f} nats, the distributions they were drawn "

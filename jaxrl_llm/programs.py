@@ -24,8 +24,9 @@ from jaxrl_llm.config import ConfigError
 
 # What to change when a program does not fit its device.
 MEMORY_SETTINGS = (
-    "lower update.micro_batch_size, rollout.slots, replay.capacity or update.logp_chunk_tokens, set "
-    "model.remat='full', optimizer.offload=True or replay.memory='host', or raise mesh.fsdp"
+    "lower update.micro_batch_size, rollout.slots, replay.capacity, sampling.support_tokens or "
+    "update.logp_chunk_tokens, set model.remat='full', optimizer.offload=True or replay.memory='host', or raise "
+    "mesh.fsdp"
 )
 
 # Bytes that are given back: less than them in an iteration costs more time than it frees memory.

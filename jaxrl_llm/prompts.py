@@ -96,7 +96,7 @@ def batch_of(encoded: Sequence[EncodedExample], indices: Iterable[int], first_pr
 
 def _batch(rows: Sequence[EncodedExample], prompt_ids: Sequence[int]) -> PromptBatch:
     return PromptBatch(
-        tokens=np.stack([row.tokens for row in rows]),
+        tokens=np.stack([row.tokens for row in rows]) if rows else np.zeros((0, 0), np.int32),
         length=np.array([row.length for row in rows], np.int32),
         prompt_id=np.array(prompt_ids, np.int32),
         examples=tuple(row.example for row in rows),

@@ -12,12 +12,13 @@ again (tied, superseded, used up, too old), then the oldest. Nothing is recomput
 log-probabilities and advantages are those of the rollout's time. On-policy training is a ring of one iteration.
 
 With ``positive_fraction`` d the last d*C slots of a shard are a second ring, of the correct rows that the first one
-overwrites: together they hold the freshest (1-d)*C rows and the freshest d*C correct ones not among those. With
-``admission`` "likely" it is of the likely ones instead.
+overwrites: together they hold the freshest (1-d)*C rows and the freshest d*C correct ones not among those, all of which
+may be drawn. With ``admission`` "likely" it is of the likely ones instead.
 Source: Arnal et al. 2026, arXiv:2604.08706, section 3; the two rings are METHODS' form of its definition.
 
 With ``capacity_tokens`` the tokens of a row, and all that is kept per token, lie in a log of pages without padding
-(ops.paged_log), and only its other fields in its slot. The ring then holds the newest rows that fit both.
+(ops.paged_log), and only its other fields in its slot. Pages go from the oldest on, whether their row may be drawn or
+not: the ring then holds of its rows those whose pages are there.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def init(
 
     column = lambda value, dtype: jnp.full((num_shards, num_slots), value, dtype)  # noqa: E731
     return RingState(
-        slots=ring_buffer.zeros(jax.tree.map(shape, experience_shape), on_host=on_host),
+        slots=ring_buffer.zeros(jax.tree.map(shape, experience_shape.replace(tied=None)), on_host=on_host),
         order=jnp.broadcast_to(jnp.arange(num_slots, dtype=jnp.int32), (num_shards, num_slots)),
         num_draws=jnp.zeros(num_shards, jnp.int32),
         uses=column(0, jnp.int32),
@@ -144,6 +145,7 @@ def insert(
     if config.latest_visit or config.solved_fraction:
         ring = ring.replace(is_retired=ring.is_retired | _is_among(ring.question, question, supersedes))
     priority = replay_draws.PRIORITIES[config.priority](experience)
+    experience = experience.replace(tied=None)  # as in ``init``
     rows, question, retired, priority = jax.tree.map(
         lambda x: x.reshape(num_shards, num_rows, *x.shape[1:]), (experience, question, retired, priority)
     )

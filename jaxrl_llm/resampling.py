@@ -22,7 +22,8 @@ import jax
 import numpy as np
 
 from jaxrl_llm import sharding
-from jaxrl_llm.types import OUTCOME_SCORE, STOP_NAMES, PromptBatch, Rewards, Rollout
+from jaxrl_llm.config import Config
+from jaxrl_llm.types import OUTCOME_SCORE, STOP_LENGTH, STOP_NAMES, PromptBatch, Rewards, Rollout
 
 
 @dataclasses.dataclass
@@ -79,21 +80,20 @@ def sample(
     choose: Callable[[Rollout, Rollout, jax.Array], Rollout] | None,
     params: Any,
     *,
-    max_rounds: int,
-    by_part: bool = False,
+    config: Config,
     **how: Any,
 ) -> Sampled:
-    """Generate until P groups are mixed, at most ``max_rounds`` times beyond the first.
+    """Generate until P groups are mixed, at most ``rollout.max_resample_rounds`` times beyond the first.
 
     Mixed groups stay in the order in which they were generated, then, where they are fewer than P, tied ones. They
-    are told apart by the rewards as scored: shaping by length unties nothing here.
+    are told apart by what credit compares of the rewards as scored: shaping by length unties nothing here.
 
     Args:
         generator: a ``rollout.Generator``.
         next_batch: that many further questions.
         collect: scores of tickets, one after the other.
-        by_part: a group is mixed where its rewards by one of the functions are, whatever their sum is.
         choose: program that takes P groups out of two rounds'; None where there is but one round.
+        config: its sections ``rollout``, ``credit`` and ``rewards``.
         params, how: for ``generator.generate``.
 
     Source: dynamic sampling of DAPO, Yu et al. 2025, arXiv:2503.14476. Differs: it is mixed rewards that count, not
@@ -114,15 +114,15 @@ def sample(
     rollout, asked = ask()
     num_groups = len(asked)
     answers, kept = score(asked), np.arange(num_groups)  # of all that were asked
-    mixed = is_mixed(answers, len(asked), by_part=by_part)
-    for _ in range(max_rounds):
+    mixed = is_mixed(answers, asked, config)
+    for _ in range(config.rollout.max_resample_rounds):
         if mixed[kept].all():
             break
         more, new = ask()
         kept = np.concatenate([kept, len(asked) + np.arange(num_groups)])
         asked = asked + new
         answers = score(asked)
-        mixed = is_mixed(answers, len(asked), by_part=by_part)
+        mixed = is_mixed(answers, asked, config)
         place = np.argsort(~mixed[kept], kind="stable")[:num_groups].astype(np.int32)
         rollout = choose(rollout, more, jax.device_put(place, sharding.replicated(generator.sampler.mesh, 0)))
         kept = kept[place]
@@ -132,13 +132,27 @@ def sample(
     return Sampled(rollout, groups, rewards, asked, answers, int(tied_left_out), waited_s)
 
 
-def is_mixed(rewards: Rewards, num_groups: int, *, by_part: bool = False) -> np.ndarray:
-    """Whether two of a group's scored rewards differ, [groups] bool; rows of a group are neighbours."""
-    scored = (rewards.outcome == OUTCOME_SCORE).reshape(num_groups, -1)
+def is_mixed(rewards: Rewards, groups: list[Any], config: Config) -> np.ndarray:
+    """Whether two of a group's rewards differ, [groups] bool; rows of a group are neighbours.
+
+    Of those that credit compares: scored, not cut off under ``credit.overlong_filter``, and with "gdpo" each function's
+    by itself, behind the gate, where its weight is not 0.
+    """
+    counts = rewards.outcome == OUTCOME_SCORE
+    if config.credit.overlong_filter:
+        counts &= np.array([reason != STOP_LENGTH for group in groups for reason in group.stop_reasons])
+    columns = [rewards.total]
+    if config.credit.advantage == "gdpo":
+        named = zip(config.rewards.functions, config.rewards.weights, strict=True)
+        first, *others = [rewards.parts[name] for name, _ in named]
+        gate = config.credit.gate_threshold
+        others = [np.where(first >= gate, part, 0.0) if gate else part for part in others]
+        columns = [part for part, weight in zip([first, *others], config.rewards.weights, strict=True) if weight]
+    counts = counts.reshape(len(groups), -1)
 
     def differ(value: np.ndarray) -> np.ndarray:
-        value = value.reshape(num_groups, -1)
-        highest = np.max(np.where(scored, value, -np.inf), axis=1)
-        return np.min(np.where(scored, value, np.inf), axis=1) < highest
+        value = value.reshape(len(groups), -1)
+        highest = np.max(np.where(counts, value, -np.inf), axis=1)
+        return np.min(np.where(counts, value, np.inf), axis=1) < highest
 
-    return np.any([differ(value) for value in (rewards.parts.values() if by_part else [rewards.total])], axis=0)
+    return np.any([differ(value) for value in columns], axis=0)

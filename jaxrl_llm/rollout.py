@@ -124,7 +124,7 @@ class Generator:
         ahead = 0 if sampler.sampling.stop_strings else 1
         unread: collections.deque[jax.Array] = collections.deque()  # stop reasons of the chunks dispatched
         leaving: dict[tuple[int, int], Any] = {}  # of groups on their way to the host: what ``read_group`` gives
-        due = {where for where, opened in self.open_prompts.items() if 0 < self.max_lag <= self.calls - opened[3]}
+        due = self._due()
         is_due = np.array([[(m, e) in due for e in range(sampler.entries)] for m in range(sampler.shards)])
         is_due = jax.device_put(is_due, sharding.leading(sampler.mesh, is_due))
         while True:
@@ -159,6 +159,21 @@ class Generator:
         if not sampler.lookahead:
             self.state = None
         return rollout, [self.finished.pop(where) for where in order]
+
+    def _due(self) -> set[tuple[int, int]]:
+        """Open prompts that this call must wait for, lest one stay open for too long.
+
+        Those whose time has come, and of those whose time comes in the next calls the oldest that these have no room
+        for: a call collects P / M of each shard.
+        """
+        due, per_shard = set(), self.sampler.num_prompts // self.sampler.shards
+        for shard in range(self.sampler.shards if self.max_lag else 0):
+            mine = [(where, opened) for where, opened in self.open_prompts.items() if where[0] == shard]
+            by_age = sorted((name, call, where) for where, (name, _, _, call) in mine)
+            for later in range(self.max_lag):
+                late = [where for _, call, where in by_age if call + self.max_lag <= self.calls + later]
+                due |= set(late[: max(0, len(late) - later * per_shard)])
+        return due
 
     def take_draws(self) -> DrawSums:
         """Sums over all tokens drawn since the last call of this, numbers; of the rows that are still open too."""

@@ -35,11 +35,21 @@ from jaxrl_llm.config import SamplingConfig
 from jaxrl_llm.models.attention import Cache, Prompt, block_shapes, rope_tables
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.ops.logp import project
-from jaxrl_llm.ops.sampling import Filter, filter_logits, keep_support, sample_inverse_cdf, support_of, token_logp
+from jaxrl_llm.ops.sampling import (
+    Filter,
+    filter_logits,
+    keep_support,
+    sample_inverse_cdf,
+    support_of,
+    surprise_moments,
+    token_logp,
+)
 from jaxrl_llm.programs import Program, run_if
 from jaxrl_llm.types import STOP_EOS, STOP_LENGTH, STOP_NONE, STOP_STRING, DrawSums, Rollout
 
 NO_PROMPT = -1
+# Ids kept with each token where no setting says how many.
+SUPPORT_TOKENS = 64
 
 
 @flax.struct.dataclass
@@ -114,7 +124,8 @@ class Sampler:
         sampling, vocab_size = self.sampling, self.model.arch.vocab_size
         if sampling.temperature == 0 or not self.keeps_support or not Filter.of(sampling).leaves_out(vocab_size):
             return 0
-        return min(sampling.support_tokens, sampling.top_k or vocab_size, vocab_size)
+        most = sampling.support_tokens or sampling.top_k or SUPPORT_TOKENS
+        return min(most, sampling.top_k or vocab_size, vocab_size)
 
     # ---- state -------------------------------------------------------------------------------------
 
@@ -353,8 +364,8 @@ class Sampler:
                 support_Z = sharding.by_device(lambda logits: support_of(logits, size), (True,))(logits_ZV)
                 logits_ZV = keep_support(logits_ZV, support_Z)
             drawn_Z, logp_Z = sample_inverse_cdf(logits_ZV, uniform_Z)
-            _, entropy_Z = token_logp(logits_ZV, drawn_Z)
-            new = DrawSums(1.0, -logp_Z, entropy_Z, jnp.square(logp_Z + entropy_Z), is_cut_Z)
+            entropy_Z, variance_Z = surprise_moments(logits_ZV)
+            new = DrawSums(1.0, -logp_Z, entropy_Z, jnp.square(logp_Z + entropy_Z), variance_Z, is_cut_Z)
             drawn_sums = jax.tree.map(functools.partial(_add, active_MZ), drawn_sums, new)
         drawn_MZ, logp_MZ = drawn_Z.reshape(row_MZ.shape), logp_Z.reshape(row_MZ.shape)
 

@@ -141,7 +141,7 @@ def sft(config: Config, out: pathlib.Path, *, until: float = 1.0) -> float:
         answer_tokens(row.example, tokenizer, width)
 
     model = model_of(config, source.architecture(), mesh)
-    optimizer = optim.make(config.optimizer, config.num_iterations)
+    optimizer = optim.make(config.scaled().optimizer, config.num_iterations)
     how = {"most": size * width // devices, "vocab": model.arch.vocab_size, "packed": False}
     tokens = chunk_tokens(config.update.logp_chunk_tokens, mesh.devices.flat[0], **how)
     task = Supervised(model, optimizer, width, chunk=max(1, tokens * devices // size))

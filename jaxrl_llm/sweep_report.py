@@ -114,7 +114,7 @@ class Knob:
 
     Attributes:
         rows: (value, runs, mean, low, high) of each of its values; the last two bound 95 % of the resampled means.
-        effect: (between its best and its worst value, low, high): where 0 lies between, chance may have made it.
+        effect: (best value's mean less the worst one's, low, high): where 0 lies between, chance may have made it.
     """
 
     field: str
@@ -125,6 +125,8 @@ class Knob:
 RESAMPLES = 2000
 # Of more different numbers than this a setting's values are taken together in thirds.
 MOST_VALUES = 6
+# A setting of more values that are no numbers is left out.
+MOST_NAMES = 50
 
 
 def knobs(runs: Sequence[Run], sweep: Sweep, column: str) -> list[Knob]:
@@ -146,7 +148,7 @@ def knobs(runs: Sequence[Run], sweep: Sweep, column: str) -> list[Knob]:
     for field in sweep.fields():
         values = _bins([run.point.get(field) for run, _ in measured])
         names = list(dict.fromkeys(values))
-        if field == SEED or len(names) < 2:
+        if field == SEED or not 2 <= len(names) <= MOST_NAMES:
             continue
         member = np.array([[value == name for value in values] for name in names])
         means = member @ y / member.sum(axis=1)
@@ -156,6 +158,8 @@ def knobs(runs: Sequence[Run], sweep: Sweep, column: str) -> list[Knob]:
         bounds = np.nanquantile(resampled, (0.025, 0.975), axis=1)
         rows = list(zip(names, member.sum(axis=1).tolist(), means.tolist(), *bounds.tolist(), strict=True))
         best, worst = means.argmax(), means.argmin()
+        if column.removesuffix(" last").removesuffix(" best") in sweep.lower_is_better:
+            best, worst = worst, best
         spread = np.nanquantile(resampled[best] - resampled[worst], (0.025, 0.975)).tolist()
         found.append(Knob(field, rows, (float(means[best] - means[worst]), *spread)))
     return sorted(found, key=lambda knob: -knob.effect[0])

@@ -169,8 +169,7 @@ def train(config: Config, workdir: pathlib.Path, *, allow_config_changes: bool =
                 pool.collect,
                 compiled.get("choose"),
                 compiled["publish"](state.params),  # lives as long as the call: the update has its memory
-                max_rounds=config.rollout.max_resample_rounds,
-                by_part=config.credit.advantage == "gdpo",
+                config=config,
                 version=state.step,
                 key=sample_key,
                 on_finished=score,

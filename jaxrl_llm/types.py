@@ -85,14 +85,16 @@ class Rollout:
 class DrawSums:
     """Sums over the tokens that were drawn, [M] f32 by shard: whether they are what their distribution says.
 
-    Given what came before a token, its d = -log p - entropy has mean 0: so the sum of all d has mean 0, and as its
-    variance that of the sum of all d^2, whatever their number depends on.
+    Given what came before a token, its d = -log p - entropy has mean 0 and the variance that log p has under its
+    distribution: so the sum of all d has mean 0, and the sum of their variances, whatever their number depends on.
+    Where likely tokens alone were drawn the sum of d^2 is far less, where unlikely ones were it is more.
     """
 
     tokens: jax.Array
     surprise: jax.Array  # of -log p, nats
     entropy: jax.Array  # of their distributions, nats
     error_square: jax.Array  # of d^2, nats^2
+    variance: jax.Array  # of the variances of log p under their distributions, nats^2
     cut: jax.Array  # tokens whose filter left more ids than sampling.support_tokens
 
 
@@ -130,7 +132,9 @@ class Experience:
     reward: jax.Array  # [B] f32 as scored, before any shaping; 0.0 where not trainable
     advantage: jax.Array  # [B, S] f32, 0.0 off the completion
     trainable: jax.Array  # [B] bool, False where the reward failed, the row is filtered out or is padding
-    tied: jax.Array | None = None  # [B] bool, of a group that compares its rows and has nothing to tell them apart by
+    # [B] bool: where siblings are compared, of a group of equal rewards, elsewhere of one without an advantage. Asked
+    # for as the row comes: the ring does not keep it.
+    tied: jax.Array | None = None
     group_mean: jax.Array | None = None  # [B] f32, mean of the group's rewards at that time, 0.0 where not trainable
     ref_logp: jax.Array | None = None  # [B, S] f32 nats of the frozen reference, 0.0 off the completion
     age_bucket: jax.Array | None = None  # [B] i32, 0..len(AGE_BUCKETS); of a drawn row, not stored in the ring

@@ -488,4 +488,3 @@ class Update:
             share = reference_share(moment.version // self.config.updates_per_iteration)
             return share * to(rows.ref_logp) + (1 - share) * to(self._constant_logp(moment.previous, rows))
         return to(rows.ref_logp)
-

@@ -186,7 +186,7 @@ def test_the_defaults_are_a_config():
             "rollout.max_lag_iterations=2 must be 0 without rollout.lookahead_prompts: no prompt stays open",
         ),
         (
-            {"sampling": {"top_k": 65}},
+            {"sampling": {"top_k": 65, "support_tokens": 64}},
             "sampling.top_k=65 must be at most sampling.support_tokens=64: the ids that a token is drawn among are",
         ),
         (

@@ -39,9 +39,7 @@ def make_rollout(group_id, seed=0):
     )
 
 
-def config_of(
-    num_groups=1, functions=("a",), weights=(1.0,), aggregation="token_mean", skip_tied=False, **settings
-):
+def config_of(num_groups=1, functions=("a",), weights=(1.0,), aggregation="token_mean", skip_tied=False, **settings):
     return freeze(
         {
             "credit": settings,
@@ -293,6 +291,24 @@ def test_the_groups_mean_reward_is_kept_and_an_advantage_can_be_made_anew_from_i
     np.testing.assert_allclose(experience.group_mean, expected, rtol=1e-6)
     again = np.where(trainable, experience.reward - (experience.group_mean - 0.1), 0)
     np.testing.assert_allclose(first(experience), again, atol=1e-6)
+
+
+def test_moments_of_equal_rewards_give_exactly_nothing_and_those_far_from_zero_keep_their_spread():
+    config, settings = config_of(1, advantage="reinforce_pp", advantage_norm_decay=0.9), {}
+    settings = {"advantage": "reinforce_pp", "advantage_norm_decay": 0.9, "num_groups": 1}
+    for reward in (0.3, 1.1, 12.3):
+        memory, rewards = credit_memory.Memory(config), np.full(7, reward, np.float32)
+        for _ in range(8):
+            extra = {"moments": memory.scores(rewards_of(rewards), [0]).moments}
+            experience, sums = assign(make_rollout([0] * 7), rewards, extra=extra, **settings)
+            memory.observe(rewards_of(rewards), [0], sums)
+            assert not experience.advantage.any()
+    memory, rewards = credit_memory.Memory(config), np.float32([999.9, 1000.1] * 4)
+    for _ in range(3):
+        extra = {"moments": memory.scores(rewards_of(rewards), [0]).moments}
+        experience, sums = assign(make_rollout([0] * 8), rewards, extra=extra, **settings)
+        memory.observe(rewards_of(rewards), [0], sums)
+    np.testing.assert_allclose(first(experience), [-1, 1] * 4, rtol=1e-3)
 
 
 @pytest.mark.parametrize("kind", ["reinforce_pp", "brorl", "gae"])

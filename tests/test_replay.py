@@ -15,6 +15,7 @@ from reference.deque_ring import DequeRing
 
 from jaxrl_llm import replay, sharding
 from jaxrl_llm.config import ConfigError, ReplayConfig
+from jaxrl_llm.replay_draws import is_spent
 from jaxrl_llm.types import Experience, Rollout
 
 WIDTH = 4
@@ -143,7 +144,7 @@ def check_contents(model, ring):
         order = [lane[len(lane) - len(rows) :] for lane, rows in zip((main, kept), model.lanes(m), strict=True)]
         order = np.concatenate(order).tolist()
         rows = [row for lane in model.lanes(m) for row in lane]
-        expected = make_experience([r["id"] for r in rows], [r["state"] for r in rows])
+        expected = make_experience([r["id"] for r in rows], [r["state"] for r in rows]).replace(tied=None)
         stored = jax.tree.map(lambda x, m=m, order=order: x[m][order], ring.slots)
         jax.tree.map(np.testing.assert_array_equal, stored, expected)
         assert ring.uses[m][order].tolist() == [r["uses"] for r in rows]
@@ -171,7 +172,7 @@ def check_draw(model, rows, info, iteration, config, fresh_wanted):
         assert info.uses[m][real].tolist() == [allowed[i]["uses"] + 1 for i in ids]
         assert not (info.age[m][~real].any() or info.uses[m][~real].any() or info.first_use[m][~real].any())
         got = jax.tree.map(lambda x, m=m, real=real: x[m][real], rows)
-        expected = make_experience(ids, [allowed[i]["state"] for i in ids])
+        expected = make_experience(ids, [allowed[i]["state"] for i in ids]).replace(tied=None)
         jax.tree.map(np.testing.assert_array_equal, got.replace(age_bucket=None), expected)
         since = [model.num_draws - allowed[i]["last_use"] if allowed[i]["uses"] else 0 for i in ids]
         assert info.since_last_use[m][real].tolist() == since
@@ -207,6 +208,54 @@ def test_a_ring_of_groups_gives_the_slots_of_tied_superseded_and_used_up_ones_fi
     # Nothing is spent: now the oldest goes.
     ring = insert(ring, rows_of_questions([11], ["right", "wrong"], 14), iteration=np.int32(5))
     assert ids(ring) == [14, 15, 8, 9, 4, 5, 12, 13]
+
+
+@pytest.mark.parametrize(
+    ("config", "gone"),
+    [
+        # Ages 3, 2, 1 and 0 when the fourth iteration's row comes into four slots, of which the oldest goes otherwise.
+        ({}, 0),
+        ({"delay_iterations": 3}, 0),
+        ({"delay_iterations": 2}, 0),
+        # Advantages 2, 0, 1, 2 as priorities: the second can never be drawn.
+        ({"draw": "priority"}, 1),
+        ({"draw": "priority", "priority_exponent": 0.0}, 0),
+        # Retired by hand: the third. From iteration 9 on only fresh rows are drawn, but not yet.
+        ({"fresh_from_iteration": 9}, 0),
+    ],
+)
+def test_which_slot_a_new_row_takes(config, gone):
+    config, ring = ReplayConfig(**config), jit_init(4, 1)
+    for iteration, advantage in enumerate((2, 0, 1, 2)):
+        rows = make_experience([iteration])
+        rows = rows.replace(advantage=np.full_like(rows.advantage, advantage))
+        ring = jit_insert(ring, rows, np.int32(iteration), config)
+    assert ring.slots.rollout.prompt_id.tolist() == [[0, 1, 2, 3]]
+    ring = jit_insert(ring, make_experience([4]), np.int32(4), config)
+    assert ring.slots.rollout.prompt_id.tolist() == [[4 if i == gone else i for i in range(4)]]
+
+
+def test_whatever_can_be_drawn_is_not_overwritten_before_what_cannot():
+    """Random rings: the slots that ``is_spent`` names are never drawn in this iteration or later ones."""
+    rng = np.random.default_rng(0)
+    configs = [
+        ReplayConfig(delay_iterations=1),
+        ReplayConfig(fresh_from_iteration=4, max_age_steps=2),
+        ReplayConfig(draw="priority", max_uses=1),
+        ReplayConfig(max_age_steps=1, fresh_fraction=0.5),
+    ]
+    for config in configs:
+        ring = jit_init(8, 1)
+        for iteration in range(7):
+            rows = make_experience(np.arange(2) + 2 * iteration + 1)
+            advantage = rng.integers(0, 2, (2, 1)) * np.ones_like(rows.advantage)
+            ring = jit_insert(ring, rows.replace(advantage=advantage), np.int32(iteration), config)
+            spent = np.asarray(is_spent(ring, np.int32(iteration), config))[0]
+            names = set(np.asarray(ring.slots.rollout.prompt_id)[0][spent].tolist()) - {0}  # slots never written
+            for later in range(iteration, iteration + 3):
+                key = jax.random.key(later)
+                _, batch, info = jit_draw(jit_copy(ring), key, np.int32(later), config, batch_size=8)
+                assert not names & set(batch.rollout.prompt_id[info.is_real].tolist())
 
 
 # --- statistics of the synchronous FIFO ----------------------------------------------------------------------------

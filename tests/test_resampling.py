@@ -7,12 +7,14 @@ import numpy as np
 import pytest
 from building import EIGHT, ONE, TINY, mesh_of
 
+from jaxrl_llm import credit
 from jaxrl_llm.assembly import assemble
 from jaxrl_llm.config import freeze
+from jaxrl_llm.credit_memory import Memory
 from jaxrl_llm.programs import compile_all
 from jaxrl_llm.resampling import is_mixed, sample
 from jaxrl_llm.rollout import FinishedGroup
-from jaxrl_llm.types import OUTCOME_ERROR, OUTCOME_SCORE, OUTCOME_TIMEOUT, STOP_EOS, STOP_LENGTH, Rewards
+from jaxrl_llm.types import OUTCOME_ERROR, OUTCOME_SCORE, OUTCOME_TIMEOUT, STOP_EOS, STOP_LENGTH, Rewards, Rollout
 
 P, G = 3, 2
 
@@ -53,7 +55,8 @@ class Script:
 
     def sample(self, max_rounds):
         choose = self.choose if max_rounds else None
-        return sample(self, self.next_batch, self.collect, choose, "weights", max_rounds=max_rounds, version=7)
+        config = freeze({"rollout": {"max_resample_rounds": max_rounds}})
+        return sample(self, self.next_batch, self.collect, choose, "weights", config=config, version=7)
 
 
 MIXED, RIGHT, WRONG = (0.0, 1.0), (1.0, 1.0), (0.0, 0.0)
@@ -97,11 +100,67 @@ def test_a_failed_reward_neither_ties_nor_mixes():
     nan = np.nan
     total = np.array([0, 1, nan, 1, nan, 1, nan, nan, nan, 0, 0, nan, 0.5, 0.25, nan], np.float32)
     outcome = np.where(np.isnan(total), OUTCOME_TIMEOUT, OUTCOME_SCORE)
-    np.testing.assert_array_equal(is_mixed(Rewards(total, {}, outcome), 5), [True, False, False, False, True])
+    groups = [FinishedGroup(i, None, [[1]] * 3, [STOP_EOS] * 3) for i in range(5)]
+    mixed = is_mixed(Rewards(total, {}, outcome), groups, freeze({}))
+    np.testing.assert_array_equal(mixed, [True, False, False, False, True])
     # Parts that differ where their sum does not.
     parts = {"a": np.where(np.arange(15) == 9, 0.25, 0), "b": 0 * total}
-    mixed = is_mixed(Rewards(total, parts, outcome), 5, by_part=True)
+    mixed = is_mixed(Rewards(total, parts, outcome), groups, of_parts())
     np.testing.assert_array_equal(mixed, np.arange(5) == 3)
+
+
+def of_parts(weights=(1.0, 1.0), **settings):
+    credit = {"advantage": "gdpo", **settings}
+    return freeze({"credit": credit, "rewards": {"functions": ("a", "b"), "weights": weights}})
+
+
+CASES = {
+    "plain": {},
+    "cut off rows left out": {"overlong_filter": True},
+    "by part": {"advantage": "gdpo"},
+    "by part, behind a gate": {"advantage": "gdpo", "gate_threshold": 0.5},
+    "by part, the second of no weight": {"advantage": "gdpo", "weights": (1.0, 0.0)},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_asked_anew_is_what_credit_says_is_tied(case):
+    """Over random groups of few values, of which some rows failed and some were cut off."""
+    settings, rng = dict(CASES[case]), np.random.default_rng(0)
+    weights = settings.pop("weights", (1.0, 1.0))
+    num_groups, size, width = 40, 4, 3
+    config = freeze(
+        {
+            "credit": settings,
+            "rewards": {"functions": ("a", "b"), "weights": weights},
+            "rollout": {"prompts_per_iteration": num_groups, "group_size": size},
+            "replay": {"skip_tied": True},
+        }
+    )
+    parts = rng.integers(0, 2, (2, num_groups * size)).astype(np.float32)
+    outcome = np.where(rng.random(num_groups * size) < 0.2, OUTCOME_ERROR, OUTCOME_SCORE).astype(np.int8)
+    total = np.where(outcome == OUTCOME_SCORE, np.array(weights) @ parts, np.nan).astype(np.float32)
+    reasons = rng.choice([STOP_EOS, STOP_LENGTH], num_groups * size).astype(np.int8)
+    rewards = Rewards(total, dict(zip("ab", parts, strict=True)), outcome)
+    groups = [FinishedGroup(i, None, [[1]] * size, r) for i, r in enumerate(reasons.reshape(-1, size).tolist())]
+    mixed = is_mixed(rewards, groups, config)
+
+    zeros = np.zeros((num_groups * size, width))
+    rollout = Rollout(
+        tokens=zeros.astype(np.int32),
+        prompt_length=np.ones(num_groups * size, np.int32),
+        length=np.full(num_groups * size, width, np.int32),
+        behaviour_logp=zeros.astype(np.float32),
+        group_id=np.repeat(np.arange(num_groups, dtype=np.int32), size),
+        prompt_id=np.repeat(np.arange(num_groups, dtype=np.int32), size),
+        policy_version=zeros.astype(np.int32),
+        stop_reason=reasons,
+    )
+    scores = Memory(config).scores(rewards, range(num_groups))
+    rows, _ = jax.jit(lambda *given: credit.assign(*given, None, config))(rollout, scores)
+    tied = np.asarray(rows.tied | ~rows.trainable).reshape(-1, size).all(axis=1)
+    np.testing.assert_array_equal(mixed, ~tied)
+    assert 3 < mixed.sum() < num_groups - 3
 
 
 def test_what_is_shown_is_of_the_rows_that_stay():

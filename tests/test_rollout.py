@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import types
 
 import building
 import jax
@@ -17,7 +18,8 @@ from jaxrl_llm.config import Config, MeshConfig
 from jaxrl_llm.models import attention
 from jaxrl_llm.models.policy import row_logp
 from jaxrl_llm.ops.sampling import NO_TOKEN, token_logp
-from jaxrl_llm.types import STOP_EOS, STOP_LENGTH, STOP_NONE, STOP_STRING
+from jaxrl_llm.rollout import Generator
+from jaxrl_llm.types import STOP_EOS, STOP_LENGTH, STOP_NONE, STOP_STRING, DrawSums
 
 PROMPTS = range(8)
 
@@ -105,9 +107,7 @@ def test_what_a_token_was_drawn_among_is_kept_and_a_learner_that_moved_weighs_it
             num_cut += len(left) > size
         if row % 4:
             continue
-        among = transformer.completion_logp(
-            params, arch, tokens, start, end, temperature=temperature, support=support
-        )
+        among = transformer.completion_logp(params, arch, tokens, start, end, temperature=temperature, support=support)
         np.testing.assert_allclose(rollout.behaviour_logp[row], among, rtol=0, atol=1e-5)
         expected = transformer.completion_logp(
             host_moved, arch, tokens, start, end, temperature=temperature, support=support
@@ -124,7 +124,7 @@ def test_entropies_are_those_of_what_was_drawn_from_and_sums_are_of_every_token(
     sampling = Sampling(sampler)
     rollout, _ = sampling(make_prompts(PROMPTS))
     params, temperature = building.host_params(sampler.model), SETTINGS[name].get("temperature", 1.0)
-    expected = np.zeros(rollout.entropy.shape)
+    expected, variance = np.zeros(rollout.entropy.shape), 0.0
     for row in range(24):
         start, end = rollout.prompt_length[row], rollout.length[row]
         logits = transformer.logits(params, sampler.model.arch, rollout.tokens[row, :end])
@@ -134,6 +134,7 @@ def test_entropies_are_those_of_what_was_drawn_from_and_sums_are_of_every_token(
                 kept = sorted(set(rollout.support[row, t].tolist()) - {NO_TOKEN})
             p = oracle.softmax(logits[t - 1][kept] / temperature)
             expected[row, t] = -np.sum(p * np.log(p))
+            variance += np.sum(p * (np.log(p) + expected[row, t]) ** 2)
     np.testing.assert_allclose(rollout.entropy, expected, rtol=0, atol=1e-5)
     sums, surprise = sampling.generator.take_draws(), -rollout.behaviour_logp.astype(np.float64)
     lengths = rollout.length - rollout.prompt_length
@@ -141,6 +142,7 @@ def test_entropies_are_those_of_what_was_drawn_from_and_sums_are_of_every_token(
     np.testing.assert_allclose(sums.surprise, surprise.sum(), rtol=1e-5)
     np.testing.assert_allclose(sums.entropy, expected.sum(), rtol=1e-5)
     np.testing.assert_allclose(sums.error_square, np.square(surprise - expected).sum(), rtol=1e-4)
+    np.testing.assert_allclose(sums.variance, variance, rtol=1e-4)
 
 
 def test_greedy_takes_the_most_likely_token_and_its_logp_at_temperature_1():
@@ -373,6 +375,21 @@ def test_a_sampler_that_ignores_its_temperature_is_warned_of_and_another_is_not(
     assert "the sampler does not draw what it says" in said(make_sampler(**settings | {"chunk_steps": 7}))
 
 
+@pytest.mark.parametrize(("tokens", "rare"), [(512, 1e-3), (1024, 1e-3), (4096, 5e-4), (64, 0.3)])
+def test_an_honest_sampler_is_not_warned_of_however_rare_a_token_is(tokens, rare):
+    """2,000 iterations of tokens from two; what was drawn alone would be too sure of itself."""
+    rng, p = np.random.default_rng(0), np.array([1 - rare, rare])
+    entropy, config = -np.sum(p * np.log(p)), Config()
+    variance = np.sum(p * (np.log(p) + entropy) ** 2)
+    for count in rng.binomial(tokens, rare, 2000):
+        drawn = np.array([tokens - count, count])
+        squares = drawn @ np.square(-np.log(p) - entropy)
+        sums = DrawSums(tokens, drawn @ -np.log(p), tokens * entropy, squares, tokens * variance, 0)
+        assert metrics.draw_warning(metrics.draw_values(config, sums)) is None
+    broken = DrawSums(tokens, np.nan, tokens * entropy, 1.0, tokens * variance, 0)
+    assert metrics.draw_warning(metrics.draw_values(config, broken)) is not None
+
+
 # --- prompts ahead of their iteration ---
 
 
@@ -401,6 +418,51 @@ def test_with_lookahead_every_prompt_comes_out_once_with_the_same_tokens_and_ver
         assert (np.delete(rows.policy_version[row], np.s_[rows.prompt_length[row] : rows.length[row]]) == -1).all()
         spans += len(set(versions.tolist())) > 1
     assert spans > 0
+
+
+class Stragglers:
+    """Programs in which prompts stop when a script says so: each after so many chunks from its opening."""
+
+    def __init__(self, sampler, chunks):
+        self.sampler, self.chunks, self.left = sampler, chunks, {}
+        self.programs = {"init_sampler": lambda: types.SimpleNamespace(tokens=None, length=None, stop_reason=None)}
+        self.programs |= {"prefill": self.prefill, "decode": self.decode, "collect": self.collect}
+        self.programs["read_group"] = lambda *_: (np.zeros((1, 8), int), np.ones(1, int), np.ones(1, int))
+        self.collected = []
+
+    def prefill(self, params, state, tokens, length, prompt_id, entry):
+        for name, where in zip(np.asarray(prompt_id).tolist(), np.asarray(entry).ravel().tolist(), strict=True):
+            if where < self.sampler.entries:
+                self.left[where] = [name, self.chunks(name)]
+        return state
+
+    def decode(self, params, state, version, key, due):
+        reasons = np.zeros((1, self.sampler.entries, 1), np.int8)
+        for where, one in self.left.items():
+            one[1] -= 1
+            reasons[0, where] = one[1] <= 0
+        return state, reasons
+
+    def collect(self, state, entries):
+        self.collected.append([self.left.pop(where)[0] for where in np.asarray(entries).ravel().tolist()])
+        return None, DrawSums(*[np.zeros(1)] * 6), state
+
+
+@pytest.mark.parametrize(("P", "lookahead", "max_lag"), [(2, 4, 2), (8, 16, 4), (2, 6, 3), (2, 2, 1), (3, 9, 2)])
+def test_the_gate_holds_where_many_prompts_come_due_together(P, lookahead, max_lag):
+    """All that the first call opened ahead are stragglers; what comes after stops at once."""
+    sampler = make_sampler(num_prompts=P, group_size=1, lookahead=lookahead, num_slots=P, chunk_steps=1)
+    script = Stragglers(sampler, lambda name: 40 if P <= name < P + lookahead else 1)
+    generator = Generator(sampler, script.programs, str, max_lag)
+    opened = {}
+    for call in range(14):
+        wanted = generator.prompts_wanted()
+        ids = list(range(len(opened), len(opened) + wanted))
+        opened |= dict.fromkeys(ids, call)
+        assert len(opened) <= (max_lag + call + 1) * P
+        generator.generate(None, make_prompts(ids), version=None, key=None)
+    lags = [call - opened[name] for call, names in enumerate(script.collected) for name in names]
+    assert max(lags) == max_lag and len(lags) == 14 * P
 
 
 def straggling(max_lag):

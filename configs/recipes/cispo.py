@@ -3,10 +3,9 @@
     python -m jaxrl_llm.train --config=configs/recipes/cispo.py --workdir=runs/cispo
 
 Weights with an upper bound instead of clipped gradients, a mean over prompts, the batch's standard deviation, no tied
-groups, solved questions asked no more.
+groups, solved questions asked no more; rollouts are at most 8 iterations old.
 Source: Khatri et al. 2025, arXiv:2510.13786. Differs: the bound of 5 is ours; logits are in float32 from bfloat16
-hidden states and weights where model.compute_dtype is bfloat16; long answers are cut off, not interrupted to answer;
-rollouts are an iteration old at most, not 8.
+hidden states and weights where model.compute_dtype is bfloat16; long answers are cut off, not interrupted to answer.
 """
 
 from jaxrl_llm.config import defaults
@@ -22,4 +21,5 @@ def get_config():
     config.prompts.retire_pass_rate = 0.9
     config.replay.skip_tied = True
     config.replay.capacity = 128
+    config.replay.max_age_steps = 8
     return config

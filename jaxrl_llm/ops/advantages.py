@@ -127,26 +127,40 @@ def whiten(value: jax.Array, mask: jax.Array) -> jax.Array:
 
 
 def running_moments(value: jax.Array, valid: jax.Array, moments: jax.Array, *, decay: float) -> jax.Array:
-    """Sums over the valid values [...] of this and of earlier batches, which fade by ``decay`` a batch.
+    """Count, mean and sum of squared deviations of the valid values [...] of this and earlier batches, [3] f32.
 
-        [n, s, q] <- decay [n, s, q] + [number, sum, sum of squares of the valid values],   [3] f32
+        n = d n0 + n1,   mean = m0 + (m1 - m0) n1 / n,   sum = d s0 + s1 + (m1 - m0)^2 d n0 n1 / n
 
-    Source: Hilton et al. 2021, arXiv:2110.00641 (released code, ``EwmaMoments``).
+    where d n0 values of mean m0 came before, each batch counting ``decay`` times as much with every one that follows,
+    and n1 of mean m1 come now. Of values that were all equal the mean is exactly theirs and the sum exactly 0.
+
+    Source: Hilton et al. 2021, arXiv:2110.00641 (released code, ``EwmaMoments``); merged as Chan et al. 1979 do, for a
+        float32 sum of squares loses the deviations of values far from 0.
     """
-    value = jnp.where(valid, value, 0.0).ravel()
-    new = jnp.stack([jnp.sum(valid, dtype=jnp.float32), jnp.sum(value), jnp.sum(jnp.square(value))])
-    return decay * moments + new
+    valid, value = valid.ravel(), value.ravel()
+    count = jnp.sum(valid, dtype=jnp.float32)
+    lowest = jnp.min(jnp.where(valid, value, jnp.inf))
+    highest = jnp.max(jnp.where(valid, value, -jnp.inf))
+    mean = jnp.where(lowest == highest, highest, jnp.sum(jnp.where(valid, value, 0.0)) / jnp.maximum(count, 1.0))
+    squares = jnp.sum(jnp.where(valid, jnp.square(value - mean), 0.0))
+    before = decay * moments[0]
+    total = jnp.maximum(before + count, jnp.finfo(jnp.float32).tiny)
+    gap = jnp.where(before > 0, mean - moments[1], 0.0)
+    both = [
+        before + count,
+        jnp.where(before > 0, moments[1] + gap * (count / total), mean),
+        decay * moments[2] + squares + jnp.square(gap) * (before * (count / total)),
+    ]
+    return jnp.where(count > 0, jnp.stack(both), jnp.stack([before, moments[1], decay * moments[2]]))
 
 
 def over_moments(value: jax.Array, moments: jax.Array, *, centre: bool) -> jax.Array:
-    """Values over the mean and standard deviation that ``running_moments`` [n, s, q] say, f32 of their shape.
+    """Values over the mean and standard deviation of ``running_moments`` [n, mean, sum], f32 of their shape.
 
-        out = (value - m) / (sqrt(q / n - m^2) + 1e-6),   m = s / n;   not ``centre``: nothing is taken away
+    out = (value - mean) / (sqrt(sum / n) + 1e-6);   not ``centre``: nothing is taken away
     """
-    n, total, squares = moments[0], moments[1], moments[2]
-    mean = total / jnp.maximum(n, 1.0)
-    std = jnp.sqrt(jnp.maximum(squares / jnp.maximum(n, 1.0) - jnp.square(mean), 0.0))
-    return (value - mean if centre else value) / (std + STD_EPSILON)
+    std = jnp.sqrt(moments[2] / jnp.maximum(moments[0], jnp.finfo(jnp.float32).tiny))
+    return (value - moments[1] if centre else value) / (std + STD_EPSILON)
 
 
 def estimate(

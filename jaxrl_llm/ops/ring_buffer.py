@@ -87,9 +87,7 @@ def renew(lane: Lane, is_spent: jax.Array, count: jax.Array | int, *, group_size
     return slots.reshape(lane.order.shape)
 
 
-def write_some(
-    slots: Any, lane: Lane, is_spent: jax.Array, rows: Any, is_kept: jax.Array
-) -> tuple[Any, jax.Array]:
+def write_some(slots: Any, lane: Lane, is_spent: jax.Array, rows: Any, is_kept: jax.Array) -> tuple[Any, jax.Array]:
     """The slots with those of the rows [M, n] that are kept, in their order, and the lane's new order [M, L].
 
     Of too many for the lane the last ones.

@@ -171,6 +171,22 @@ def _first_above(weight: jax.Array, running: jax.Array, target: jax.Array) -> tu
     return index, before
 
 
+def surprise_moments(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Mean and variance of ``-log p`` of a token of the distribution, each [...] f32 nats: its entropy, and
+
+        variance = sum_v p_v (log p_v)^2 - entropy^2
+
+    Args:
+        logits: [..., V] f32, already filtered; -inf = impossible. Each row has a finite entry.
+    """
+    shifted = logits - jnp.max(logits, axis=-1, keepdims=True)
+    weight, surprise = jnp.exp(shifted), jnp.where(shifted > -jnp.inf, -shifted, 0.0)
+    total = jnp.sum(weight, axis=-1)
+    mean = jnp.sum(weight * surprise, axis=-1) / total
+    square = jnp.sum(weight * jnp.square(surprise), axis=-1) / total
+    return mean + jnp.log(total), jnp.maximum(square - jnp.square(mean), 0.0)
+
+
 def token_logp(logits: jax.Array, token: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Log-probability of a token and entropy of the distribution.
 

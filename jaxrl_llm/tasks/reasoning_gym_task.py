@@ -47,9 +47,7 @@ try:
     import reasoning_gym
     from reasoning_gym.factory import DATASETS
 except ModuleNotFoundError as error:
-    raise ConfigError(
-        f"prompts.source='reasoning_gym' needs {error.name}: bash launch/setup.sh installs it"
-    ) from error
+    raise ConfigError(f"prompts.source='reasoning_gym' needs {error.name}: bash launch/setup.sh installs it") from error
 
 SCORER = "jaxrl_llm.tasks.reasoning_gym_task:reward"
 

@@ -177,9 +177,7 @@ def cispo(batch, longest):
     """Khatri et al. 2025: -sg(min(rho, 5)) A log pi, a mean over prompts, A over the batch's std, no tied groups."""
     scale = std([centred(batch, row) for row in batch]) + 1e-6
     kept = without_tied(batch)
-    return prompt_mean(
-        kept, lambda row, t: -min(ratio(row, t), 5.0) * centred(batch, row) / scale * row["policy"][t]
-    )
+    return prompt_mean(kept, lambda row, t: -min(ratio(row, t), 5.0) * centred(batch, row) / scale * row["policy"][t])
 
 
 def rloo(batch, longest):
