@@ -88,12 +88,7 @@ def assign(
     shaped = reward + sum(terms)
 
     # ---- the advantage of the row
-    weight, baseline = None, scores.baseline
-    if settings.advantage == "vcpo":
-        # Of what the loss has of a row: the sum over its tokens, or their mean.
-        weight = baselines.gradient_square(rollout.behaviour_logp, mask_BS)
-        if config.objective.aggregation == "sequence_mean":
-            weight /= jnp.square(jnp.maximum(length, 1).astype(jnp.float32))
+    baseline = scores.baseline
     if scores.regression is not None:
         rows = rollout.behaviour_logp, rollout.entropy, scores.hidden, mask_BS
         features = baselines.row_features(*rows, max_length=config.sampling.max_completion_tokens)
@@ -115,7 +110,6 @@ def assign(
         delta_v=settings.delta_v,
         parts=parts,
         part_weights=part_weights,
-        weight=weight,
         baseline=baseline,
         over_batch=None if scores.moments is None else over_running,
     )

@@ -15,7 +15,7 @@ OLD_POLICY_SURROGATES = (*RATIO_SURROGATES, "remix_centred", "gvpo", "kimi_k15",
 # Those without a ratio: the policy gradient of tokens drawn by the current policy.
 PLAIN_SURROGATES = ("reinforce", "opmd")
 # Those that read the reward itself, and no advantage.
-REWARD_SURROGATES = ("spo", "spo_cross_entropy", "inpo")
+REWARD_SURROGATES = ("spo", "spo_cross_entropy", "inpo", "vcpo")
 # Settings that are heard in the advantage alone.
 ADVANTAGE_SETTINGS = (
     "length_reward",
@@ -27,8 +27,8 @@ ADVANTAGE_SETTINGS = (
     "duration_weight",
 )
 # Those that read the frozen reference, and those that compare the rows of a group.
-REFERENCE_SURROGATES = ("agro", *REWARD_SURROGATES)
-GROUP_SURROGATES = (*REFERENCE_SURROGATES, "gvpo")
+REFERENCE_SURROGATES = ("agro", "spo", "spo_cross_entropy", "inpo")
+GROUP_SURROGATES = (*REFERENCE_SURROGATES, "gvpo", "vcpo")
 
 CHOICES = {
     "model.compute_dtype": ("float32", "bfloat16"),
@@ -51,12 +51,11 @@ CHOICES = {
         "asymre",
         "mc_grpo",
         "gdpo",
-        "vcpo",
         "mssr",
         "poise",
         "gae",
     ),
-    "objective.surrogate": (*OLD_POLICY_SURROGATES, *PLAIN_SURROGATES, "agro", "spo", "spo_cross_entropy"),
+    "objective.surrogate": (*OLD_POLICY_SURROGATES, *PLAIN_SURROGATES, "agro", "spo", "spo_cross_entropy", "vcpo"),
     "objective.proximal": ("behaviour", "generation", "start", "interpolated", "ewma"),
     "objective.correction": (
         "none",

@@ -12,9 +12,9 @@ import dataclasses
 class CreditConfig:
     # What a reward is compared with, and over which scale: "grpo" (mean and std of the group), "dr_grpo" (its mean),
     # "leave_one_out", "reinforce_pp" (mean and std of the batch), "brorl" (mean of the group, std of the batch),
-    # "asymre" (mean of the group + delta_v), "mc_grpo" (median), "gdpo" (each reward function by itself), "vcpo" (mean
-    # weighted by gradient size), "mssr" (running mean of the question), "poise" (prediction from sibling rollouts),
-    # "gae" (what a critic expects at each token; mean and std of the batch's tokens).
+    # "asymre" (mean of the group + delta_v), "mc_grpo" (median), "gdpo" (each reward function by itself), "mssr"
+    # (running mean of the question), "poise" (prediction from sibling rollouts), "gae" (what a critic expects at each
+    # token; mean and std of the batch's tokens).
     advantage: str = "grpo"
     # For "asymre", added to the baseline: below 0 successes weigh more than failures.
     delta_v: float = -0.1
@@ -109,9 +109,9 @@ class ReplayConfig:
 @dataclasses.dataclass(frozen=True)
 class ObjectiveConfig:
     # A name of ops.surrogates.SURROGATES: "clipped", "sequence_clipped", "gspo", "cispo", "reinforce", "opmd",
-    # "remix_centred", "agro", "gvpo", "kimi_k15", "spo", "spo_cross_entropy" or "inpo".
+    # "remix_centred", "agro", "gvpo", "kimi_k15", "spo", "spo_cross_entropy", "inpo" or "vcpo".
     surrogate: str = "clipped"
-    # The policy ratio is clipped to [1 - clip_low, 1 + clip_high].
+    # The policy ratio is clipped to [1 - clip_low, 1 + clip_high]; "vcpo" has the upper bound alone.
     clip_low: float = 0.2
     clip_high: float = 0.2
     # Bound of the ratio where the advantage is negative, above 1; 0 = none.

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from jaxrl_llm.points import freeze_points
 from jaxrl_llm.sweep import read_sweep, runs_of
 from jaxrl_llm.sweep_report import Run, groups, label
-from studies.replay_figure import BATCH, compute_to, end, last_tenth
+from studies.replay_figure import BATCH, COST, compute_to, end, last_tenth
 
 
 def table(labelled: Sequence[tuple[str, Sequence[Run]]], pass_at_32: dict[str, float], threshold: float) -> str:
@@ -29,8 +29,8 @@ def table(labelled: Sequence[tuple[str, Sequence[Run]]], pass_at_32: dict[str, f
         threshold: held-out pass rate up to which compute is counted.
     """
     lines = [
-        f"| arm | seeds | held-out pass rate | best | pass@32 | batches to {threshold:.2f} | entropy |",
-        "|---|---|---|---|---|---|---|",
+        f"| arm | seeds | held-out pass rate | best | pass@32 | batches to {threshold:.2f} | spent | entropy |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for name, runs in sorted(labelled, key=lambda arm: -statistics.median(end(run) for run in arm[1])):
         ends = [end(run) for run in runs]
@@ -42,8 +42,9 @@ def table(labelled: Sequence[tuple[str, Sequence[Run]]], pass_at_32: dict[str, f
             reached += f" ({len(times)} of {len(runs)})"
         any_right = statistics.median(pass_at_32[run.name] for run in runs)
         entropy = statistics.median(last_tenth(run, "update/entropy_nats") for run in runs)
+        spent = statistics.median(run.rows[-1][COST] for run in runs) / BATCH
         cells = (name, len(runs), f"{statistics.median(ends):.2f}{spread}", f"{best:.2f}", f"{any_right:.2f}")
-        lines.append("| " + " | ".join(map(str, (*cells, reached, f"{entropy:.2f}"))) + " |")
+        lines.append("| " + " | ".join(map(str, (*cells, reached, f"{spent:.0f}", f"{entropy:.2f}"))) + " |")
     return "\n".join(lines)
 
 

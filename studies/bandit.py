@@ -4,7 +4,8 @@
 
 A softmax policy over a few arms climbs the expected gradient of (r - (V + delta_V)) log pi(arm) on arms that an old
 policy draws, as a FIFO of rollouts far behind would give them; V is that policy's mean reward. The table tells where
-it ends: below 0 it keeps every arm that is good enough, at 0 and above it ends on one, the best or not.
+it ends: well below 0 it keeps several arms, just below 0 most runs end on one, at 0 and above all do, on the best arm
+or not.
 
 Source: Arnal et al. 2025, arXiv:2506.20520; the limit under a fixed behaviour, ``limit``, is derived there.
 Owns: the bandit, its dynamics. Does not know: anything of the package.
@@ -61,12 +62,13 @@ def summary(policy: np.ndarray, rewards: np.ndarray) -> tuple[float, float, int]
 
 
 def main() -> None:
-    print("delta_V   reward   entropy   arms with 1 %   ends on one arm that is not the best   (20 behaviours)")
+    print("delta_V   reward   entropy   arms with 1 %   end on one arm   on one that is not the best   (20 behaviours)")
     for delta_v in DELTAS:
         ends = [run(softmax(2 * np.random.default_rng(s).normal(size=8)), REWARDS, delta_v) for s in range(20)]
         reward, entropy, arms = np.median([summary(policy, REWARDS) for policy in ends], axis=0)
-        wrong = sum(policy.max() > 0.99 and REWARDS[policy.argmax()] < REWARDS.max() for policy in ends)
-        print(f"{delta_v:7.2f}  {reward:7.3f}  {entropy:8.3f}  {arms:14.0f}  {wrong:14d} of 20")
+        collapsed = [policy for policy in ends if policy.max() > 0.99]
+        wrong = sum(REWARDS[policy.argmax()] < REWARDS.max() for policy in collapsed)
+        print(f"{delta_v:7.2f}  {reward:7.3f}  {entropy:8.3f}  {arms:14.0f}  {len(collapsed):14d}  {wrong:27d}")
 
 
 if __name__ == "__main__":

@@ -102,7 +102,7 @@ def test_a_rows_advantage_stands_on_its_completion_and_zero_elsewhere():
     assert experience.ref_logp is None
 
 
-@pytest.mark.parametrize("kind", ["grpo", "asymre", "gdpo", "vcpo", "mssr", "poise"])
+@pytest.mark.parametrize("kind", ["grpo", "asymre", "gdpo", "mssr", "poise"])
 def test_groups_are_named_by_group_id_wherever_the_rows_stand(kind):
     rng = np.random.default_rng(1)
     group_id = np.repeat([900, 3, 2**31 - 2, 41], 4)
@@ -120,7 +120,6 @@ def test_groups_are_named_by_group_id_wherever_the_rows_stand(kind):
     completions = [
         -rollout.behaviour_logp[i, p:n].astype(np.float64) for i, (p, n) in enumerate(zip(*ends, strict=True))
     ]
-    given["weight"] = [np.sum((1 - np.exp(-x)) ** 2) for x in completions]
     if kind == "poise":
         entropies = [rollout.entropy[i, p:n] for i, (p, n) in enumerate(zip(*ends, strict=True))]
         features = [
@@ -242,24 +241,6 @@ def test_single_rollouts_are_lifted_by_the_entropy_of_what_they_were_drawn_from_
     # A distribution with much choice: the bonus ends at |A| / .4.
     wide = rollout.replace(entropy=np.full_like(rollout.entropy, 3.0))
     np.testing.assert_allclose(first(assign(wide, [0, 1], extra=extra, **settings)[0]), [1.5, 3.5], rtol=1e-5)
-
-
-@pytest.mark.parametrize(("aggregation", "expected"), [("constant_length", 1 / 5), ("sequence_mean", 4 / 5)])
-def test_the_gradients_baseline_has_the_least_variance_of_what_the_loss_adds_up(aggregation, expected):
-    """Rows of 1 and 4 tokens of p = 1/2, rewards 1 and 0: of the sum over tokens 1 / 5, of their mean 1 / (1 + 1/4)."""
-    rollout = make_rollout([0, 0])
-    rollout = rollout.replace(
-        prompt_length=np.int32([2, 2]),
-        length=np.int32([3, 6]),
-        behaviour_logp=np.full((2, WIDTH), np.log(0.5), np.float32),
-    )
-    experience, _ = assign(rollout, [1, 0], advantage="vcpo", num_groups=1, aggregation=aggregation)
-    np.testing.assert_allclose(first(experience), [1 - expected, -expected], rtol=1e-6)
-    # A row's gradient has length^(1/2) times a token's norm, or length^(-1/2) times.
-    square = np.array([1, 4.0]) ** (1 if aggregation == "constant_length" else -1)
-    grid = np.linspace(0, 1, 1001)
-    variance = ((np.array([1, 0])[:, None] - grid) ** 2 * square[:, None]).sum(axis=0)
-    assert grid[variance.argmin()] == pytest.approx(expected)
 
 
 def test_a_group_that_is_all_wrong_teaches_nothing_where_tied_groups_are_left_out_whatever_its_lengths():

@@ -48,6 +48,6 @@ def test_the_table_of_arms_has_medians_over_seeds_the_best_arm_first():
     fast = [study_run("b", 0.2, 0.5, 0.6, 0.7), study_run("c", 0.1, 0.2, 0.3, 0.4, entropy=0.7)]
     lines = arms.table([("slow", slow), ("fast", fast)], {"a": 0.5, "b": 1.0, "c": 0.5}, 0.48).splitlines()
     assert lines[2:] == [
-        "| fast | 2 | 0.45 (0.30-0.60) | 0.55 | 0.75 | 2 (1 of 2) | 0.60 |",
-        "| slow | 1 | 0.30 | 0.40 | 0.50 | never | 0.50 |",
+        "| fast | 2 | 0.45 (0.30-0.60) | 0.55 | 0.75 | 2 (1 of 2) | 4 | 0.60 |",
+        "| slow | 1 | 0.30 | 0.40 | 0.50 | never | 4 | 0.50 |",
     ]

@@ -2,9 +2,8 @@
 
     python -m jaxrl_llm.train --config=configs/recipes/agro.py --workdir=runs/agro
 
-The variance over a group of reward minus log-ratio, zero at the optimum on any data. The loss follows from the
-paper's theorem; its form is ours.
-Source: Tang et al. 2025, arXiv:2503.19612.
+The variance over a group of reward minus log-ratio, zero at the optimum on any data.
+Source: Tang et al. 2025, arXiv:2503.19612. Differs: its loss was not found; ours follows from its theorem.
 """
 
 from jaxrl_llm.config import defaults

@@ -4,7 +4,8 @@
 
 REINFORCE of whole sequences without ratio or clip on replayed data, its baseline lowered so that successes weigh more
 than failures.
-Source: Arnal et al. 2025, arXiv:2506.20520.
+Source: Arnal et al. 2025, arXiv:2506.20520. Differs: a row's log-probability is its sum over
+sampling.max_completion_tokens, which scales the gradient that is clipped.
 """
 
 from jaxrl_llm.config import defaults

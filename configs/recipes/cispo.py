@@ -3,9 +3,11 @@
     python -m jaxrl_llm.train --config=configs/recipes/cispo.py --workdir=runs/cispo
 
 Weights with an upper bound instead of clipped gradients, a mean over prompts, the batch's standard deviation, no tied
-groups, solved questions asked no more; rollouts are at most 8 iterations old.
+groups, solved questions asked no more; answers are begun ahead, go on under newer weights, and lag eight iterations at
+most.
 Source: Khatri et al. 2025, arXiv:2510.13786. Differs: the bound of 5 is ours; logits are in float32 from bfloat16
-hidden states and weights where model.compute_dtype is bfloat16; long answers are cut off, not interrupted to answer.
+hidden states and weights where model.compute_dtype is bfloat16; long answers are cut off, not interrupted to answer;
+the standard deviation is over tied groups too; generation waits for the update, where theirs goes on beside it.
 """
 
 from jaxrl_llm.config import defaults
@@ -20,6 +22,6 @@ def get_config():
     config.objective.aggregation = "prompt_mean"
     config.prompts.retire_pass_rate = 0.9
     config.replay.skip_tied = True
-    config.replay.capacity = 128
-    config.replay.max_age_steps = 8
+    config.rollout.lookahead_prompts = 16
+    config.rollout.max_lag_iterations = 8
     return config

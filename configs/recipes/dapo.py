@@ -5,7 +5,8 @@
 A higher upper clip, a mean over tokens, a soft penalty for overlong answers, no tied groups: an iteration samples until
 it is full of mixed ones, or ten times as many as it needs have been asked; those left then whose rewards are tied are
 not drawn, whatever their lengths.
-Source: Yu et al. 2025, arXiv:2503.14476 (rewards of -1 and 1: with 0 and 1 the penalty weighs twice as much).
+Source: Yu et al. 2025, arXiv:2503.14476. Differs: rewards of 0 and 1 weigh the penalty twice as much as its
+-1 and 1 do.
 """
 
 from jaxrl_llm.config import defaults

@@ -2,9 +2,10 @@
 
     python -m jaxrl_llm.train --config=configs/recipes/decoupled_ppo.py --workdir=runs/decoupled_ppo
 
-Clipped against the weights before the iteration's updates; what they would not have drawn is weighed, truncated.
-Two batches of prompts are sampled ahead, and none stays open for more than four iterations.
-Source: Fu et al. 2025, arXiv:2505.24298.
+Clipped against the weights before the iteration's updates; what those would have drawn more or less often than the
+policy that did is weighed, and left out where it is more than five times as likely. Two batches of prompts are sampled
+ahead, none stays open for more than four iterations, and each rollout is trained on once, in one of two minibatches.
+Source: Fu et al. 2025, arXiv:2505.24298. Differs: two minibatches, where the released configs have four.
 """
 
 from jaxrl_llm.config import defaults
@@ -13,10 +14,12 @@ from jaxrl_llm.config import defaults
 def get_config():
     config = defaults()
     config.objective.proximal = "start"
-    config.objective.correction = "token_truncated"
+    config.objective.correction = "token_masked"
+    config.objective.correction_low = 0.0
     config.objective.correction_high = 5.0
-    config.replay.capacity = 512
     config.rollout.lookahead_prompts = 16
     config.rollout.max_lag_iterations = 4
+    config.replay.max_uses = 1
+    config.update.batch_size = 32
     config.update.updates_per_iteration = 2
     return config

@@ -5,8 +5,8 @@
 Reward minus group mean, a squared log-ratio to the weights before the iteration's updates, a reward for shorter
 answers among the group's, an optimizer that starts anew in every iteration.
 Source: Kimi team 2025, arXiv:2501.12599. Differs: questions are drawn alike, without a curriculum or a preference for
-those that fail; the length reward is there from the start; questions that can be guessed without reasoning are not
-sorted out.
+those that fail; the length reward is there from the start, its weight of 0.1 and that of the log-ratio are ours;
+questions that can be guessed without reasoning are not sorted out; long answers are not continued in a later iteration.
 """
 
 from jaxrl_llm.config import defaults

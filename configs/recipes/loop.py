@@ -2,9 +2,9 @@
 
     python -m jaxrl_llm.train --config=configs/recipes/loop.py --workdir=runs/loop
 
-Leave-one-out advantages under a narrow clip, two passes over the data, small gradients. The filter of small
-advantages is that of tied groups here.
-Source: Chen et al. 2025, arXiv:2502.01600.
+Leave-one-out advantages under a narrow clip, two passes over the data, small gradients, no tied groups.
+Source: Chen et al. 2025, arXiv:2502.01600. Differs: groups are left out where they are tied, advantages where they are
+below 0.01 there: the same where rewards are 0 and 1.
 """
 
 from jaxrl_llm.config import defaults

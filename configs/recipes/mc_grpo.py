@@ -3,7 +3,9 @@
     python -m jaxrl_llm.train --config=configs/recipes/mc_grpo.py --workdir=runs/mc_grpo
 
 Rewards against the group's median, for small groups: four answers and one more, so that the median is an answer's own.
-Source: arXiv:2601.22582.
+Source: arXiv:2601.22582. Differs: nothing divides by the median absolute deviation, which is 0 for two-valued rewards
+in an odd group; the median's own answer stays in the batch, with an advantage of 0, where it is dropped there, so that
+a mean over tokens is over a fifth more.
 """
 
 from jaxrl_llm.config import defaults

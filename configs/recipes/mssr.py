@@ -3,9 +3,10 @@
     python -m jaxrl_llm.train --config=configs/recipes/mssr.py --workdir=runs/mssr
 
 One answer a prompt against the question's running mean, which forgets faster while the policy moves, whitened over the
-batch, with a bonus for tokens that were drawn from uncertain distributions, by their entropy. A policy that is updated
-once from rollouts of its own has not moved between the two: the KL needs replay, or several updates an iteration.
-Source: arXiv:2512.18215.
+batch, with a bonus for tokens that were drawn from uncertain distributions, by their entropy.
+Source: arXiv:2512.18215. Differs: how the decay follows the KL is ours, as is that a question starts with one answer of
+each kind; the KL is measured before an update, so that with one update of fresh rollouts, as here, it is 0 and the
+decay stays 0.96: replay, or several updates an iteration, move it.
 """
 
 from jaxrl_llm.config import defaults

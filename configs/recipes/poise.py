@@ -5,7 +5,8 @@
 Two answers a prompt, each against what the other's features predict: its length, the surprise and the entropies of its
 tokens, its mean hidden state.
 Source: arXiv:2605.07579. Differs: ridge regression on the hidden state itself, where it is on principal components; one
-regression for all questions, where it is by domain.
+regression for all questions, where it is by domain; its sums fade, where it keeps a window of recent rollouts; which
+statistics of the entropies, and that length and surprise are beside them, is ours.
 """
 
 from jaxrl_llm.config import defaults

@@ -2,9 +2,9 @@
 
     python -m jaxrl_llm.train --config=configs/recipes/reinforce_pp.py --workdir=runs/reinforce_pp
 
-Advantages whitened over the whole batch, a clipped ratio, a small pull to the starting model. The pull is a term of
-the loss here, of the reward in the paper.
-Source: Hu 2025, arXiv:2501.03262.
+Advantages whitened over the whole batch, a clipped ratio, a small pull to the starting model.
+Source: Hu 2025, arXiv:2501.03262. Differs: the pull is a term of the loss, where it is one of the reward: a token is
+held for its own divergence, not for that of the tokens after it.
 """
 
 from jaxrl_llm.config import defaults

@@ -4,7 +4,8 @@
 
 Half of a batch is generated, and half comes from the latest mixed group of each question, among 512 groups; a group is
 replayed once at most; no standard deviation.
-Source: Sun et al. 2025, arXiv:2506.05316.
+Source: Sun et al. 2025, arXiv:2506.05316. Differs: its other half, DOTS, which predicts how hard questions are and asks
+those of middling difficulty, is not there.
 """
 
 from jaxrl_llm.config import defaults

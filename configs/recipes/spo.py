@@ -4,7 +4,10 @@
 
 The sum of log-ratios and a prompt's soft value must be the reward: no ratio, no value network, any data. The square of
 what is left; their cross-entropy ("spo_cross_entropy") wants rewards that are log-probabilities.
-Source: Cohen et al. 2025, arXiv:2503.05453.
+Source: Cohen et al. 2025, arXiv:2503.05453. Differs: a prompt's soft value is estimated from the answers of the group
+that is trained on, the answer itself among them, weighed by reference over behaviour policy, where it is estimated once
+from other samples of the reference; no half of the data is of others, and the behaviour policy is new in every
+iteration, where it is refreshed every 10 batches.
 """
 
 from jaxrl_llm.config import defaults

@@ -71,22 +71,9 @@ def is_untied(value: jax.Array, groups: Groups) -> jax.Array:
     return groups.valid & (highest > lowest)
 
 
-def minus_mean(value: jax.Array, groups: Groups, weight: jax.Array | None = None) -> jax.Array:
-    """``value - sum(w value) / sum(w)`` over the group; exactly 0 in a tied group.
-
-    Args:
-        value: [B] f32; finite where valid.
-        groups: of the B rows.
-        weight: [B] f32, not negative; None = all 1, and so for a group whose weights are all 0.
-
-    Returns:
-        [B] f32.
-    """
-    weight = jnp.ones_like(value) if weight is None else weight
-    weight = jnp.where(group_sum(weight, groups) > 0, weight, 1.0)
-    mean = group_sum(weight * jnp.where(groups.valid, value, 0.0), groups) / jnp.maximum(
-        group_sum(weight, groups), jnp.finfo(jnp.float32).tiny
-    )
+def minus_mean(value: jax.Array, groups: Groups) -> jax.Array:
+    """``value - mean`` over the group, [B] f32; exactly 0 in a tied group. ``value`` [B] f32 is finite where valid."""
+    mean = group_sum(jnp.where(groups.valid, value, 0.0), groups) / jnp.maximum(group_count(groups), 1.0)
     return jnp.where(is_untied(value, groups), value - mean, 0.0)
 
 
@@ -171,7 +158,6 @@ def estimate(
     delta_v: float = 0.0,
     parts: jax.Array | None = None,
     part_weights: Sequence[float] = (),
-    weight: jax.Array | None = None,
     baseline: jax.Array | None = None,
     over_batch: Callable[[jax.Array, bool], jax.Array] | None = None,
 ) -> jax.Array:
@@ -185,9 +171,8 @@ def estimate(
         "asymre"         r - (mean + delta_v)                                                          [6]
         "mc_grpo"        r - median                                                                    [7]
         "gdpo"           a / std of the batch, a = sum_k weight_k (r_k - mean) / std of part k         [8]
-        "vcpo"           r - sum(w r) / sum(w), w = ``weight``                                         [9]
-        "mssr"           a whitened over the batch, a = r - v, v = ``baseline`` of the row             [10]
-        "poise"          r - mean of the others' g, g = ``baseline``                                   [11]
+        "mssr"           a whitened over the batch, a = r - v, v = ``baseline`` of the row             [9]
+        "poise"          r - mean of the others' g, g = ``baseline``                                   [10]
         "gae"            r: what it is compared with differs by token (see ``ops.values``)
 
     In a tied group (max == min) all but five are exactly 0, and so they are with fewer than 2 valid rows. The
@@ -202,7 +187,6 @@ def estimate(
         delta_v: for "asymre", below 0: successes weigh more than failures.
         parts: [B, K] f32 for "gdpo", the rewards that were added up; finite where valid.
         part_weights: K of them.
-        weight: [B] f32 for "vcpo", squared norm of the gradient of the row's log-probability.
         baseline: [B] f32; for "mssr" the reward expected of the row's question before it was answered, for
             "poise" the reward that the row's own features predict of its siblings.
         over_batch: (value [B], whether the mean goes first) to the value over the batch's standard deviation, for those
@@ -214,12 +198,12 @@ def estimate(
     Source: [1] Shao et al. 2024, arXiv:2402.03300, section 4.1.2; [2] Liu et al. 2025, arXiv:2503.20783;
         [3] Ahmadian et al. 2024, arXiv:2402.14740; [4] Hu 2025, arXiv:2501.03262, global normalisation;
         [5] arXiv:2510.01180; [6] Arnal et al. 2025, arXiv:2506.20520; [7] arXiv:2601.22582;
-        [8] arXiv:2601.05242; [9] arXiv:2602.17616; [10] arXiv:2512.18215; [11] arXiv:2605.07579.
+        [8] arXiv:2601.05242; [9] arXiv:2512.18215; [10] arXiv:2605.07579.
     Differs: the explicit tie, the valid rows, 1e-6 in every divisor ([8] has 1e-4). [7] divides by the median
         absolute deviation + 1e-3, which is 0 for two-valued rewards in an odd group, and would give 1000; here the
         scale is 1. It samples one rollout more and drops the median one; here that row is in the loss with
-        advantage 0. [9] weighs by the squared importance weight too, which is 1 here: advantages are those of the
-        time of generation. [11] has two rollouts a prompt; the mean over the others for more is ours.
+        advantage 0, for of several that are equal none is the one. [10] has two rollouts a prompt; the mean over the
+        others for more is ours.
     """
     if over_batch is None:
         batch = whole_batch(groups)
@@ -240,7 +224,6 @@ def estimate(
         "asymre": lambda: jnp.where(has_others, minus_mean(reward, groups) - delta_v, 0.0),
         "mc_grpo": lambda: minus_median(reward, groups),
         "gdpo": lambda: over_batch(parts_over_their_std(), False),
-        "vcpo": lambda: minus_mean(reward, groups, weight),
         "mssr": lambda: over_batch(reward - baseline, True),
         "poise": lambda: jnp.where(has_others, reward - mean_of_others(baseline, groups), 0.0),
         "gae": lambda: reward,

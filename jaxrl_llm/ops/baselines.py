@@ -24,8 +24,8 @@ def gradient_square(logp: jax.Array, mask: jax.Array) -> jax.Array:
         sum over the completion of (1 - p)^2,   p = exp(logp)
 
     The gradient by the logits of one token is onehot - probabilities; (1 - p)^2 is the share of the taken token in
-    its squared norm. The other tokens' share, the Jacobian below the logits and the products of different
-    positions are left out: exact norms need a backward pass for every row. The form is ours.
+    its squared norm, between a half and the whole of it. The other tokens' share, the Jacobian below the logits and the
+    products of different positions are left out: exact norms need a backward pass for every row. The form is ours.
 
     Args:
         logp: [B, T] f32 nats of the taken tokens.

@@ -19,6 +19,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxrl_llm.ops.baselines import gradient_square
+
 # A log-ratio is cut here before its exponential where nothing else bounds it: nats.
 LOG_RATIO_LIMIT = 20.0
 # Where the log-probability of success of "spo_cross_entropy" goes on as a straight line.
@@ -248,7 +250,9 @@ def soft_value(x: Tokens, s: Settings) -> jax.Array:
         Q0 = beta log(sum_i w_i e^(r_i / beta) / sum_i w_i),   w = reference / behaviour probability of the completion
 
     Differs: the source takes one estimate per prompt from the reference's own samples. Ours weighs the group as it
-    was sampled, so that it stays right as the behaviour moves away; on samples of the reference all weights are 1.
+    was sampled, so that it stays right as the behaviour moves away; on samples of the reference all weights are 1. The
+    row itself is among them, which draws its value to its own reward: at the reference the gradient of a group of 8 is
+    0.8 to 0.9 of what it is in expectation (tests/test_deviations.py), and less where one weight outweighs the others.
     """
     log_weight = _row_sum(x.ref_logp - x.behaviour_logp, x)
     is_valid = _is_row(x)
@@ -285,6 +289,36 @@ def inpo(x: Tokens, s: Settings) -> tuple[jax.Array, jax.Array]:
     return _on_tokens(row.reshape(-1), x)
 
 
+def vcpo(x: Tokens, s: Settings) -> tuple[jax.Array, jax.Array]:
+    """REINFORCE of whole sequences under truncated weights, less the baseline of the group that leaves least variance.
+
+        W = min(exp(sum_t(policy_logp - behaviour_logp)), 1 + clip_high)
+        b = sum W^2 q r / sum W^2 q,   q = ``gradient_square``, for |grad log policy|^2 of the row
+        loss = -W (r - b) policy_logp
+
+    A sum over tokens: take the aggregation "constant_length". Tied groups are exactly 0. ``is_clipped``: tokens of rows
+    whose weight is cut.
+
+    Source: VCPO 2026, arXiv:2602.17616, with weights of at most 8. Differs: q is a stand-in for the norm of a whole
+        row's gradient, see ``gradient_square``.
+    """
+    log_ratio = jax.lax.stop_gradient(_row_sum(x.policy_logp - x.behaviour_logp, x))
+    weight = jnp.exp(jnp.clip(log_ratio, -LOG_RATIO_LIMIT, jnp.log1p(s.clip_high)))
+    # In units of the group's largest: squares of small weights would be 0 in float32.
+    is_row_PG = _is_row(x).reshape(-1, s.group_size)
+    relative_PG = jnp.where(is_row_PG, weight.reshape(-1, s.group_size), 0.0)
+    relative_PG /= jnp.maximum(jnp.max(relative_PG, axis=1, keepdims=True), jnp.finfo(jnp.float32).tiny)
+    square_PG = gradient_square(jax.lax.stop_gradient(x.policy_logp), x.mask).reshape(-1, s.group_size)
+    share_PG, reward_PG = jnp.square(relative_PG) * square_PG, x.reward.reshape(-1, s.group_size)
+    total_P1 = jnp.maximum(jnp.sum(share_PG, axis=1, keepdims=True), jnp.finfo(jnp.float32).tiny)
+    gain_PG = reward_PG - jnp.sum(share_PG * reward_PG, axis=1, keepdims=True) / total_P1
+    highest = jnp.max(jnp.where(is_row_PG, reward_PG, -jnp.inf), axis=1, keepdims=True)
+    lowest = jnp.min(jnp.where(is_row_PG, reward_PG, jnp.inf), axis=1, keepdims=True)
+    gain = jnp.where(highest > lowest, gain_PG, 0.0).reshape(-1)
+    is_cut = log_ratio > jnp.log1p(s.clip_high)
+    return -(weight * gain)[:, None] * x.policy_logp, is_cut[:, None] & x.mask
+
+
 SURROGATES = {
     "clipped": Surrogate(clipped, "old"),
     "sequence_clipped": Surrogate(sequence_clipped, "old"),
@@ -299,6 +333,7 @@ SURROGATES = {
     "spo": Surrogate(spo, "behaviour"),
     "spo_cross_entropy": Surrogate(spo_cross_entropy, "behaviour"),
     "inpo": Surrogate(inpo, "behaviour"),
+    "vcpo": Surrogate(vcpo, "behaviour"),
 }
 
 

@@ -8,7 +8,7 @@ from reference import advantages as oracle
 from jaxrl_llm import limits
 from jaxrl_llm.ops import advantages as ops
 
-RELATIVE = ["grpo", "dr_grpo", "leave_one_out", "brorl", "mc_grpo", "gdpo", "vcpo"]  # siblings against each other
+RELATIVE = ["grpo", "dr_grpo", "leave_one_out", "brorl", "mc_grpo", "gdpo"]  # siblings against each other
 KINDS = [*RELATIVE, "reinforce_pp", "asymre", "mssr", "poise"]
 DELTA_V, PART_WEIGHTS = -0.1, (1.0, 0.5)
 ROWS, GROUPS = 64, 9
@@ -21,11 +21,11 @@ def compute(reward, group, valid, extra, kind):
 
 
 def extra_of(reward, seed=0):
-    """Parts that add up to the reward and are tied where it is, weights and baselines; all of a row alone."""
+    """Parts that add up to the reward and are tied where it is, and baselines; all of a row alone."""
     rng, n = np.random.default_rng(seed), len(reward)
     reward = np.asarray(reward, np.float32)
     parts = np.stack([0.75 * reward, 0.5 * reward], axis=1)
-    return {"parts": parts, "weight": 0.1 + rng.random(n).astype(np.float32), "baseline": rng.random(n)}
+    return {"parts": parts, "baseline": rng.random(n)}
 
 
 def advantages(reward, group, kind, valid=None, extra=None):
@@ -114,7 +114,6 @@ def test_matches_float64_loops_on_ragged_scattered_groups_in_any_order(kind):
     reward, group = rng.normal(size=61).astype(np.float32), rng.integers(0, GROUPS, 61)
     valid, order = rng.random(61) < 0.8, rng.permutation(61)
     extra = extra_of(reward) | {"parts": rng.normal(size=(61, 2)).astype(np.float32)}
-    extra["weight"][group == 3] = 0  # falls back on equal weights
     settings = {"delta_v": DELTA_V, "part_weights": PART_WEIGHTS, **extra}
     expected = oracle.group_advantages(reward, group, valid, kind, **settings)
     # Groups of about 7 with rewards of order 1: centring loses at most a few float32 ulps of 1.
@@ -181,28 +180,6 @@ def test_gdpo_tells_apart_what_the_total_cannot():
     parts = np.array([[1, 0], [0, 1]])
     advantage = advantages([1, 1], [0, 0], "gdpo", extra=extra_of([1, 1]) | {"parts": parts})
     np.testing.assert_allclose(advantage, [1, -1], rtol=1e-5)  # +-1 -+1/2, whitened
-
-
-def test_vcpos_baseline_has_the_least_variance_and_leaves_the_mean_gradient():
-    # A bandit of 5 actions: mu drew, pi learns. Per action the gradient of log pi by the logits is onehot - pi, and
-    # the weight of its row is mu w^2 |gradient|^2, so that the group's weighted mean is the b* of the expectation.
-    rng = np.random.default_rng(5)
-    mu, pi, reward = rng.dirichlet(np.ones(5)), rng.dirichlet(np.ones(5)), rng.normal(size=5)
-    score = np.eye(5) - pi
-    ratio, square = pi / mu, np.sum(score**2, axis=1)
-    extra = extra_of(reward) | {"weight": mu * ratio**2 * square}
-    best = (reward - advantages(reward, np.zeros(5), "vcpo", extra=extra)).mean()
-
-    def moments(baseline):
-        gradient = ratio[:, None] * score * (reward - baseline)[:, None]
-        mean = mu @ gradient
-        return mean, mu @ np.sum(gradient**2, axis=1) - mean @ mean
-
-    mean, least = moments(best)
-    for baseline in (0.0, mu @ reward, pi @ reward, best + 0.05, best - 0.05):
-        other_mean, variance = moments(baseline)
-        np.testing.assert_allclose(other_mean, mean, atol=1e-7)  # best is a float32
-        assert variance > least
 
 
 def test_mssr_and_poise_do_not_need_the_siblings_to_differ():

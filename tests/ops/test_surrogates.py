@@ -220,6 +220,23 @@ def test_a_tied_group_at_its_anchor_has_no_gradient_at_all():
         assert (compiled(name)(x, row_weights(x))[0] == 0).all(), name
 
 
+@pytest.mark.parametrize(("behind", "baseline"), [(0.0, 10 / 11), (np.log(0.5), 40 / 41), (np.log(0.01), 640 / 641)])
+def test_vcpos_baseline_leaves_the_least_variance_of_what_the_loss_adds_up(behind, baseline):
+    """Rows of 1 and 10 tokens of p = 1/2, rewards 0 and 1; the second's ratio to what drew it is 1, 2 and cut at 8."""
+    mask = np.arange(10)[None, :] < np.array([1, 10])[:, None]
+    logp = np.where(mask, np.log(0.5), 0).astype(np.float32)
+    behaviour = logp + np.where(mask, [[0.0], [behind / 10]], 0).astype(np.float32)
+    x = Tokens(logp, logp, behaviour, None, 0 * logp, np.array([0, 1], np.float32), mask)
+    settings = SETTINGS._replace(clip_high=7.0, group_size=2)
+    slope = jax.grad(lambda p: jnp.sum(SURROGATES["vcpo"].term(x._replace(policy_logp=p), settings)[0]))(logp)
+    weight = np.array([1.0, min(np.exp(-behind), 8.0)])
+    np.testing.assert_allclose(slope[[0, 1], 0], -weight * (np.array([0, 1]) - baseline), rtol=1e-5, atol=2e-6)
+    # The variance of a row's gradient is that of W (r - b) times the norm, here length^(1/2) of a token's.
+    grid = np.linspace(0, 1, 100_001)
+    variance = (weight[:, None] ** 2 * np.array([[1], [10]]) * (np.array([[0], [1]]) - grid) ** 2).sum(axis=0)
+    assert grid[variance.argmin()] == pytest.approx(baseline, abs=1e-5)
+
+
 # --- the table and the rules of the settings ---
 
 

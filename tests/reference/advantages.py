@@ -33,9 +33,7 @@ def standardised(values):
     return [(v - mean(values)) / (std(values) + EPSILON) for v in values]
 
 
-def group_advantages(
-    reward, group, valid, kind, *, delta_v=0.0, parts=None, part_weights=(), weight=None, baseline=None
-):
+def group_advantages(reward, group, valid, kind, *, delta_v=0.0, parts=None, part_weights=(), baseline=None):
     """reward, group, valid and the rest: sequences of B. Returns [B] float64."""
     reward = np.asarray(reward, np.float64)
     result = np.zeros(len(reward))
@@ -65,11 +63,6 @@ def group_advantages(
                 result[i] = reward[i] - mean([reward[j] for j in others])
             elif kind == "mc_grpo":
                 result[i] = reward[i] - median(rewards)
-            elif kind == "vcpo":
-                weights = [float(weight[j]) for j in members]
-                if sum(weights) == 0:
-                    weights = [1.0] * n
-                result[i] = reward[i] - math.fsum(w * r for w, r in zip(weights, rewards, strict=True)) / sum(weights)
             else:
                 result[i] = reward[i] - mean(rewards)
                 if kind == "grpo":

@@ -1,12 +1,13 @@
 """The first loss of each recipe from its paper's equations, by loops in float64.
 
 A batch is a list of rows, dicts with ``group``, ``reward``, ``parts``, ``baseline``, ``hidden`` of a rollout and lists
-over its completion's tokens: ``policy`` (the current weights'), ``behaviour``, ``ref`` log-probs, ``entropy`` of what
-each was drawn from, ``value`` of a critic; ``prompt`` has the current weights' log-probs of the prompt's tokens but the
-first. Rows without a reward are not in it. ``longest`` is the most tokens that a completion may have.
+over its completion's tokens: ``policy`` (the current weights'), ``behaviour``, ``ref`` log-probs, those of the weights
+before the iteration's updates (``start``), before the iteration before (``previous``) and of their moving average
+(``average``), ``entropy`` of what each was drawn from, ``value`` of a critic; ``prompt`` has the current weights'
+log-probs of the prompt's tokens but the first. Rows without a reward are not in it. ``longest`` is the most tokens that
+a completion may have, ``iteration`` how many came before.
 
-At the first loss of a run the weights are those that it started with: the old, averaged and previous policies are the
-current one.
+At the first loss of a run the weights are those that it started with: these policies are all the current one.
 """
 
 import math
@@ -191,17 +192,21 @@ def asymre(batch, longest):
 
 
 def vcpo(batch, longest):
-    """arXiv:2602.17616: -min(W, 8) (r - b) log pi(y), b = sum |g|^2 r / sum |g|^2 of g = grad log pi(y).
+    """arXiv:2602.17616: -W (r - b) log pi(y), W = min(pi / mu, 8), b = sum W^2 |g|^2 r / sum W^2 |g|^2.
 
-    The norm's stand-in is the recipe's own: tokens of (1 - p)^2 that add up.
+    g = grad log pi(y). For its norm stands what the recipe says: tokens of (1 - p)^2 that add up.
     """
 
+    def weight(row):
+        return min(math.exp(math.fsum(row["policy"]) - math.fsum(row["behaviour"])), 8.0)
+
+    def share(row):
+        return weight(row) ** 2 * math.fsum((1 - math.exp(p)) ** 2 for p in row["policy"])
+
     def term(row, t):
-        square = {id(r): math.fsum((1 - math.exp(b)) ** 2 for b in r["behaviour"]) for r in siblings(batch, row)}
-        b = math.fsum(square[id(r)] * r["reward"] for r in siblings(batch, row)) / math.fsum(square.values())
-        w = math.exp(math.fsum(row["policy"]) - math.fsum(row["behaviour"]))
-        advantage = 0.0 if is_tied(siblings(batch, row)) else row["reward"] - b
-        return -min(w, 8.0) * advantage * row["policy"][t]
+        rows = siblings(batch, row)
+        b = math.fsum(share(r) * r["reward"] for r in rows) / math.fsum(map(share, rows))
+        return -weight(row) * (0.0 if is_tied(rows) else row["reward"] - b) * row["policy"][t]
 
     return by_longest(batch, term, longest)
 
@@ -213,18 +218,29 @@ def reinforce_pp(batch, longest):
 
 
 def ppo_ewma(batch, longest):
-    """Hilton et al. 2021: w PPO(pi / pi_prox), w = min(pi_prox / pi_behaviour, 100); there was no batch before."""
+    """Hilton et al. 2021: max(-A e^(lp - lp_adj), -A e^(clip(lp - lp_prox, log .8, log 1.2) + lp_prox - lp_adj)).
+
+    lp_adj = max(lp_behaviour, sg(lp) - log 100). There was no batch before.
+    """
     centre, scale = mean(rewards(batch)), std(rewards(batch)) + 1e-6
 
     def term(row, t):
-        return min(ratio(row, t), 100.0) * ppo(1.0, (row["reward"] - centre) / scale)
+        a, lp, prox = (row["reward"] - centre) / scale, row["policy"][t], row["average"][t]
+        adjusted = max(row["behaviour"][t], lp - math.log(100))
+        near = min(max(lp - prox, math.log(0.8)), math.log(1.2))
+        return max(-a * math.exp(lp - adjusted), -a * math.exp(near + prox - adjusted))
 
     return token_mean(batch, term)
 
 
 def decoupled_ppo(batch, longest):
-    """Fu et al. 2025: the same with weights of at most 5."""
-    return token_mean(batch, lambda row, t: min(ratio(row, t), 5.0) * ppo(1.0, grpo_advantage(batch, row)))
+    """Fu et al. 2025: w max(-A u, -A clip(u)), u = pi / pi_prox, w = pi_prox / pi_behaviour; 0 where that is over 5."""
+
+    def term(row, t):
+        w = math.exp(row["start"][t] - row["behaviour"][t])
+        return w * ppo(ratio(row, t, "start"), grpo_advantage(batch, row)) if w <= 5 else 0.0
+
+    return token_mean(batch, term)
 
 
 def loop(batch, longest):
@@ -324,7 +340,6 @@ def kimi_k15(batch, longest):
             return r["reward"] + 0.1 * (value if r["reward"] >= 1 else min(0, value))
 
         row["advantage"] = shaped(row) - mean(map(shaped, rows))
-        row["start"] = row["policy"]
     return _pulled(batch, 0.1, "start", False)
 
 
@@ -340,12 +355,17 @@ def spo(batch, longest):
     return mean(map(value, batch))
 
 
-def remix(batch, longest):
-    """Liang et al. 2025: r = pi / pi_(k-i) within [c - .2, c + .2], c = pi_k / pi_(k-i); KL to the start, .01."""
+def remix(batch, longest, iteration=0):
+    """Liang et al. 2025: r = pi / pi_(k-i) within [c - .2, c + .2], c = pi_k / pi_(k-i); the two KLs, .01.
+
+    l KL(pi | base) + (1 - l) KL(pi | pi_(k-1)),   l = max(1 - .1 ceil(max(iteration - 50, 0) / 10), .5)
+    """
+    share = max(1 - 0.1 * math.ceil(max(iteration - 50, 0) / 10), 0.5)
 
     def term(row, t):
-        r, a = ratio(row, t), grpo_advantage(batch, row)
-        return -min(r * a, min(max(r, r - 0.2), r + 0.2) * a) + 0.01 * k3(row, t)
+        r, c, a = ratio(row, t), math.exp(row["start"][t] - row["behaviour"][t]), grpo_advantage(batch, row)
+        held = share * k3(row, t) + (1 - share) * k3(row, t, "previous")
+        return -min(r * a, min(max(r, c - 0.2), c + 0.2) * a) + 0.01 * held
 
     return token_mean(batch, term)
 
@@ -356,10 +376,11 @@ def distillation(batch, longest):
 
 
 def t1(batch, longest):
-    """Hou et al. 2025: an entropy bonus, and KL to the moving average of the policy, which is the policy itself yet."""
+    """Hou et al. 2025: an entropy bonus, and KL to the moving average of the policy."""
 
     def term(row, t):
-        return ppo(ratio(row, t), grpo_advantage(batch, row)) - 0.005 * row["policy_entropy"][t]
+        pull = 0.01 * k3(row, t, "average") - 0.005 * row["policy_entropy"][t]
+        return ppo(ratio(row, t), grpo_advantage(batch, row)) + pull
 
     return token_mean(batch, term)
 

@@ -136,6 +136,22 @@ def spo_cross_entropy(rows, s):
     return _spread(values, rows)
 
 
+def vcpo(rows, s):
+    """Weights, and what they are squared for, are constants to a gradient, which ``fixed`` rows give."""
+    cap, result = 1 + s["clip_high"], []
+    for group, fixed in zip(_groups(rows, s), _groups(s.get("fixed", rows), s), strict=True):
+        members = [row for row in fixed if row["policy"]]
+        rewards = [row["reward"] for row in members]
+        weight = {id(row): min(math.exp(_difference(row, "behaviour")), cap) for row in members}
+        norm = {id(row): sum((1 - math.exp(p)) ** 2 for p in row["policy"]) for row in members}
+        share = {name: weight[name] ** 2 * norm[name] for name in weight}
+        baseline = sum(share[id(row)] * row["reward"] for row in members) / sum(share.values()) if members else 0.0
+        for row, constant in zip(group, fixed, strict=True):
+            gain = row["reward"] - baseline if len(set(rewards)) > 1 else 0.0
+            result.append([-weight[id(constant)] * gain * p for p in row["policy"]])
+    return result
+
+
 def inpo(rows, s):
     values = []
     for group in _groups(rows, s):

@@ -21,7 +21,7 @@ from reference import recipes as oracle
 from reference import sampling as sampling_oracle
 from reference import transformer
 
-from jaxrl_llm import sharding
+from jaxrl_llm import credit, sharding
 from jaxrl_llm.assembly import assemble
 from jaxrl_llm.checkpoint import Checkpointer
 from jaxrl_llm.config import freeze
@@ -81,7 +81,7 @@ def config_of(recipe, micro_batch_size=NUM_ROWS, updates=0):
     spec.loader.exec_module(module)
     config = module.get_config()
     own = freeze(config)
-    assert own.update.batch_size % own.rows_per_iteration == 0
+    config.replay.max_uses = 0 if own.update.batch_size < own.rows_per_iteration else own.replay.max_uses  # minibatches
     group_size = min(own.rollout.group_size, 4)
     config.rollout.group_size, config.rollout.prompts_per_iteration = group_size, NUM_ROWS // group_size
     config.replay.capacity = own.ring_capacity // own.rows_per_iteration * NUM_ROWS
@@ -275,15 +275,22 @@ def first(recipe):
 
 def most_are_slow(*quick):
     """Every recipe, a compilation of its own each; the plain suite has those named."""
+    return most_are_slow_of(RECIPES, *quick)
+
+
+def most_are_slow_of(recipes, *quick):
     slow = pytest.mark.slow
-    return pytest.mark.parametrize("recipe", [r if r in quick else pytest.param(r, marks=slow) for r in RECIPES])
+    return pytest.mark.parametrize("recipe", [r if r in quick else pytest.param(r, marks=slow) for r in recipes])
 
 
 # --- what the papers say ---
 
 
-def batch_of(config, rows, critic):
-    """Rows with a reward as tests/reference/recipes.py has them, by a float64 model."""
+def batch_of(config, rows, critic, others=None):
+    """Rows with a reward as tests/reference/recipes.py has them, by a float64 model.
+
+    ``others``: the weights of other policies by name; those that are not named are the current one.
+    """
     rollout, scores, ref_logp = rows
     params, batch = host_params(Model(SMALL)), []
     for i in np.flatnonzero(~FAILED):
@@ -311,6 +318,12 @@ def batch_of(config, rows, critic):
             "entropy": of_tokens(rollout.entropy),
             "hidden": states[first - 1 :].mean(axis=0).tolist(),
         }
+        for name in ("start", "average", "previous"):
+            row[name] = row["policy"]
+            if others and name in others:
+                how = {"temperature": config.sampling.temperature}
+                given = others[name], SMALL, tokens, int(first), int(end)
+                row[name] = transformer.completion_logp(*given, **how)[first:end].tolist()
         for name in ("parts", "baseline"):
             value = getattr(scores, name)
             row[name] = None if value is None else value[i].astype(float).tolist()
@@ -336,6 +349,46 @@ def test_the_first_loss_is_that_of_the_papers_equation(recipe):
     expected = oracle.LOSSES[recipe](batch, COMPLETION_TOKENS, **given)
     # Measured: 3e-6 at most.
     np.testing.assert_allclose(used["loss_sum"], expected, rtol=3e-5)
+
+
+# Those that look at policies beside the current one.
+@most_are_slow_of(["decoupled_ppo", "kimi_k15", "ppo_ewma", "remix", "t1"], "kimi_k15", "ppo_ewma", "remix")
+def test_a_later_loss_is_that_of_the_papers_equation(recipe):
+    """The same with weights before the iteration, before the one before and on average that are others than these."""
+    config, iterations = config_of(recipe), 65
+    run = assemble(config, SMALL, (5,), mesh_of(ONE))
+    rows = make_rows(config, make_rollout(config.rollout.group_size))
+    params = host_params(run.model)
+    noise = lambda name, x: 0.3 * np.random.default_rng(len(name)).normal(size=x.shape)  # noqa: E731
+    others = {
+        name: jax.tree.map(lambda x, name=name: (x + noise(name, x)).astype(np.float32), params)
+        for name in ("start", "average", "previous")
+    }
+    state = TrainState(
+        params,
+        RECORDER.init(params),
+        np.int32(iterations * config.update.updates_per_iteration),
+        others["average"] if config.keeps_average else None,
+        previous=others["previous"] if config.keeps_previous else None,
+    )
+
+    @jax.jit
+    def loss(state, start, rows):
+        experience, _ = credit.assign(*rows, config)
+        update = dataclasses.replace(run.update, optimizer=RECORDER)
+        batch = jax.tree.map(lambda x: x[None], experience.replace(tied=None, group_mean=None))
+        return update.apply_batch(state, batch, state.replace(params=start))[1]
+
+    with jax.sharding.use_abstract_mesh(run.mesh.abstract_mesh):
+        used = loss(*jax.device_put((state, others["start"], rows), sharding.replicated(run.mesh, 0)))
+    batch = batch_of(config, rows, None, others)
+    given = {"iteration": iterations} if recipe == "remix" else {}
+    expected = oracle.LOSSES[recipe](batch, COMPLETION_TOKENS, **given)
+    # Measured: 2e-6 at most.
+    np.testing.assert_allclose(used["loss_sum"], expected, rtol=2e-5)
+    assert used["clipped_count"] > 0 or recipe == "kimi_k15"
+    # Without the other policies it would be another loss.
+    assert abs(oracle.LOSSES[recipe](batch_of(config, rows, None), COMPLETION_TOKENS, **given) / expected - 1) > 1e-3
 
 
 def test_every_recipe_has_its_equation():
