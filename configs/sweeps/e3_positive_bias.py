@@ -2,9 +2,9 @@
 
     python -m jaxrl_llm.sweep --config=configs/sweeps/e3_positive_bias.py --workdir=runs/e3 --workers=2
 
-Runs of 2026-11-21 and 22, medians of 4 seeds: with shares of 0, 0.2 and 0.5 AsymRE ends at 0.09, 0.37 and 0.64 with
-delta_V = 0, which collapses without, and at 0.61, 0.71 and 0.78 with delta_V = -0.1; GRPO at 0.79, 0.78 and 0.65, where
-half a ring parts the seeds.
+Runs of 2026-11-24, medians of 4 seeds: with shares of 0, 0.2 and 0.5 AsymRE of whole sequences ends at 0.04, 0.39 and
+0.66 with delta_V = 0, which collapses without, and at 0.57, 0.77 and 0.78 with delta_V = -0.1; GRPO at 0.69, 0.72 and
+0.72.
 """
 
 import runpy
@@ -23,10 +23,15 @@ ARMS = [
 ]
 
 
+def label(settings):
+    method = f"AsymRE, delta_V {settings['credit.delta_v']:g}" if "credit.delta_v" in settings else "GRPO"
+    return f"{method}, share {settings['replay.positive_fraction']:g}"
+
+
 def get_sweep():
     return Sweep(
         product(seeds(4), ARMS),
-        label=SUMS.label,
+        label=label,
         metrics=("eval/pass_rate", "rollout/pass_rate", "update/entropy_nats", "replay/age_mean_steps"),
         x_axis="time/compute_rollouts",
         thresholds={"eval/pass_rate": 0.45},
