@@ -399,6 +399,14 @@ def test_what_cannot_be_mended_is_counted_and_the_next_call_has_another_process(
     assert len(processes) == len(deeds) and not np.isnan(list(processes)).any()
 
 
+def test_an_answer_after_the_deadline_is_nobodys():
+    with pool(user("late"), timeout_s=1.0) as rewards:
+        calls = [rewards.submit(EXAMPLE, completions) for completions in (["1.05", "9"], ["0", "2"]) * 2]
+        got = rewards.collect(calls)
+    np.testing.assert_array_equal(got.outcome, [T, T, S, S] * 2)
+    np.testing.assert_array_equal(got.total, [NAN, NAN, 0, 2] * 2)
+
+
 def test_a_worker_that_is_stopped_while_idle_does_not_stop_the_pool():
     # More than a socket takes unread: who hands that to a process that does not read waits.
     huge = Example("2+2=", {"answer": "4" * 2**24})
@@ -434,7 +442,7 @@ def test_columns_that_cannot_be_handed_over_are_errors_and_huge_ones_are_handed_
     with pool(user("length"), timeout_s=30.0) as rewards:
         got = rewards.collect([rewards.submit(Example("2+2=", c, "sums.jsonl:7"), ["four"]) for c in columns])
     assert got.outcome.tolist() == [E, E, S, S]
-    assert "Can't pickle" in got.errors[0] and "RecursionError" in got.errors[1] and len(got.errors) == 2
+    assert "local object" in got.errors[0] and "RecursionError" in got.errors[1] and len(got.errors) == 2
     assert all("on sums.jsonl:7: " in line and "\n" not in line for line in got.errors)
 
 
