@@ -130,7 +130,7 @@ def main(descriptor: int, specs: list[str]) -> None:
     os.register_at_fork(after_in_child=lambda: os.close(descriptor))
     calls: queue.SimpleQueue = queue.SimpleQueue()
     threading.Thread(target=_read, args=(descriptor, calls), daemon=True).start()
-    process, folder, depth, printed = os.getpid(), os.getcwd(), sys.getrecursionlimit(), os.dup(1)
+    process, folder, depth, kept = os.getpid(), os.getcwd(), sys.getrecursionlimit(), [os.dup(i) for i in range(3)]
     answers = os.fdopen(descriptor, "w", closefd=False)
     try:
         functions = {spec: resolve(spec) for spec in specs}
@@ -145,10 +145,10 @@ def main(descriptor: int, specs: list[str]) -> None:
             os._exit(0)  # a copy that the function forked and that came back from it
         signal.setitimer(signal.ITIMER_REAL, 0)
         sys.setrecursionlimit(depth)
-        for number, name in ((1, "stdout"), (2, "stderr")):
-            os.dup2(printed, number)
+        for number, name in enumerate(("stdin", "stdout", "stderr")):
+            os.dup2(kept[number], number)
             if getattr(sys, name).closed:
-                setattr(sys, name, os.fdopen(number, "w", buffering=1, closefd=False))
+                setattr(sys, name, os.fdopen(number, "rww"[number], buffering=1, closefd=False))
         print(dumps(answer), file=answers, flush=True)
 
 

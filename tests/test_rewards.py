@@ -333,7 +333,7 @@ def test_only_numbers_in_their_order_are_scores_and_anything_else_is_an_error_an
 
 def test_what_a_function_does_to_its_process_is_mended_before_the_next(monkeypatch, capfd):
     monkeypatch.chdir(FUNCTIONS.parents[2])
-    deeds = ["chdir", "close the streams", "close 0 to 2", "low recursion limit", "leave an alarm", "own alarm",
+    deeds = ["chdir", *["close the streams", "close 0 to 2"] * 2, "low recursion limit", "leave an alarm", "own alarm",
              "signal handlers", "thread", "print bytes", "processes", "event loop",
              "fork and come back", "C fork and come back", "environment", "eat memory", "float"]  # fmt: skip
     functions = user("misbehaves"), user("upright")
