@@ -45,18 +45,19 @@ def command(config: Config, model: str, checkpoint: str, num_samples: int) -> di
     source = pretrained.resolve(model or config.model.path)
     tokenizer = source.tokenizer()
     _, held_out, _ = questions(config, tokenizer)
-    run = assemble(config, source.architecture(), tokenizer.eos_ids, mesh)
-    sampler = run.eval_sampler
-    params = (
-        restore_params(checkpoint, run.learner_params)[0]
-        if checkpoint
-        else source.load_params(run.model, mesh, seed=config.seed)
-    )
-    programs = sampler.programs(run.sampler_params) | {"publish": publish.program(run.model, mesh)}
-    compiled = compile_all(programs, mesh)
-    params = compiled["publish"](params)
-    version, key = jax.device_put((np.int32(0), rng.stream(config.seed, "eval")), sharding.replicated(mesh, (0, 0)))
-    with RewardPool(config.rewards, task_scorer=tasks.scorer(config.prompts)) as pool:
+    examples = [row.example for row in held_out]
+    with RewardPool(config.rewards, task_scorer=tasks.scorer(config.prompts), examples=examples) as pool:
+        run = assemble(config, source.architecture(), tokenizer.eos_ids, mesh)
+        sampler = run.eval_sampler
+        params = (
+            restore_params(checkpoint, run.learner_params)[0]
+            if checkpoint
+            else source.load_params(run.model, mesh, seed=config.seed)
+        )
+        programs = sampler.programs(run.sampler_params) | {"publish": publish.program(run.model, mesh)}
+        compiled = compile_all(programs, mesh)
+        params = compiled["publish"](params)
+        version, key = jax.device_put((np.int32(0), rng.stream(config.seed, "eval")), sharding.replicated(mesh, (0, 0)))
         generator = Generator(sampler, compiled, tokenizer.decode)
         return evaluate(
             generator,

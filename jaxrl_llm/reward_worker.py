@@ -7,33 +7,43 @@
     start the clock; the call        ---->     reader thread --queue--> main thread runs the function
                                      <----     the answer: scores and reasons, plain numbers and text
 
-The reader thread sees the pipe close when the parent is gone, however it went, and ends the process, even
-one that hangs in a function. Functions run in the main thread, where those that use signals work.
+Calls are pickled, what comes back is a line of JSON. The reader thread sees the socket close when the parent is
+gone, however it went, and ends the process, even one that hangs in a function, and what it has started. Functions
+run in the main thread, where those that use signals work.
 
-Owns: import and call of a function, and what counts as a score. Does not know: deadlines, weights, jax
-(the standard library is all that it imports: a worker must start fast and stay small).
+Owns: import and call of a function, what counts as a score, what one call leaves to the next. Does not know:
+deadlines, weights, jax (the standard library is all that it imports: a worker must start fast and stay small).
 """
 
 from __future__ import annotations
 
+import builtins
+import contextlib
 import importlib
 import importlib.util
-import math
 import os
 import queue
 import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Mapping, Set
+from itertools import islice
+from json import dumps
+from math import nan
+from numbers import Complex, Real
+from operator import length_hint
 from pathlib import Path
+from pickle import load
 from types import ModuleType
 from typing import Any
 
+__builtins__ = dict(vars(builtins))  # our own: a function that takes `float` for itself must not change a score
+
 READY = "ready"
-MAX_SCORE = 3.4e38  # scores are stored as float32
+MAX_SCORE = 1e12  # gradients grow with scores, and the sum of their squares is a float32
 MAX_MESSAGE_CHARS = 300
+TEXTS = (str, bytes, bytearray, memoryview)
 
 
 def resolve(spec: str) -> Callable:
@@ -76,11 +86,11 @@ def _import_file(path: Path) -> ModuleType:
 
 def call(
     function: Callable, prompt: Any, columns: dict[str, Any], completions: list[str]
-) -> tuple[list[float], list[str]]:
+) -> tuple[list[float | None], list[str]]:
     """``function`` on the completions of one prompt, as TRL and Tunix call it.
 
     Returns:
-        One score per completion, NaN where there is none, and a message for each reason.
+        One score per completion, None where there is none, and a message for each reason.
     """
     num = len(completions)
     try:
@@ -89,64 +99,82 @@ def call(
             completions=completions,
             **{key: [value] * num for key, value in columns.items()},
         )
-        values = list(returned)
+        if hasattr(returned, "__await__"):
+            returned = importlib.import_module("asyncio").run(returned)
+        if isinstance(returned, (*TEXTS, Mapping, Set)):
+            raise TypeError(f"returned {type(returned).__name__}, not a list of scores")
+        values = list(islice(returned, num + 1))  # of a generator that may not end
+        if len(values) != num:
+            raise ValueError(f"returned {length_hint(returned, len(values))} scores for {num} completions")
     except BaseException as error:  # SystemExit too: a function that exits must not take the process along
-        return [math.nan] * num, [_message(error)]
-    if len(values) != num:
-        return [math.nan] * num, [f"returned {len(values)} scores for {num} completions"]
+        return [None] * num, [message(error)]
     scores, reasons = [], []
     for value in values:
-        try:
-            if isinstance(value, (str, bytes)):
-                raise TypeError
-            score = float(value)
-        except BaseException:
-            score, reason = math.nan, f"returned {type(value).__name__} for a score"
-        else:
-            reason = f"returned {score} for a score"
-        if abs(score) <= MAX_SCORE:  # false for NaN
-            scores.append(score)
-        else:
-            scores.append(math.nan)
-            reasons.append(reason)
+        score, given = nan, type(value).__name__
+        with contextlib.suppress(BaseException):
+            # float() takes some of what is no number: "1", an array of one, numpy's complex.
+            if isinstance(value, Real) or not (isinstance(value, (*TEXTS, Complex)) or getattr(value, "ndim", 0)):
+                score = given = float(value)
+        scores.append(score if abs(score) <= MAX_SCORE else None)  # false for NaN
+        if scores[-1] is None:
+            reasons.append(_line(f"returned {given} for a score"))
     return scores, reasons
 
 
 def main(descriptor: int, specs: list[str]) -> None:
-    """Serve calls ``(spec, prompt, columns, completions)`` from the connection until it closes."""
+    """Serve calls ``(spec, prompt, columns, completions)`` from the socket until it closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
-    os.set_inheritable(descriptor, False)  # a child of a reward function must not keep the connection open
-    connection = Connection(descriptor)
+    with contextlib.suppress(OSError):  # Linux alone has it: out of memory, it kills us and not the run
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    os.set_inheritable(descriptor, False)  # a child of a function must not keep the connection open
+    os.register_at_fork(after_in_child=lambda: os.close(descriptor))
     calls: queue.SimpleQueue = queue.SimpleQueue()
-    threading.Thread(target=_read, args=(connection, calls), daemon=True).start()
+    threading.Thread(target=_read, args=(descriptor, calls), daemon=True).start()
+    process, folder, depth, kept = os.getpid(), os.getcwd(), sys.getrecursionlimit(), [os.dup(i) for i in range(3)]
+    answers = os.fdopen(descriptor, "w", closefd=False)
     try:
         functions = {spec: resolve(spec) for spec in specs}
     except BaseException as error:
-        connection.send(_message(error))
-        os._exit(1)
-    connection.send(READY)
+        return print(dumps(message(error)), file=answers, flush=True)
+    print(dumps(READY), file=answers, flush=True)
     while True:
         spec, prompt, columns, completions = calls.get()
+        os.chdir(folder)
         answer = call(functions[spec], prompt, columns, completions)
-        try:
-            connection.send(answer)
-        except OSError:  # the parent is gone
-            os._exit(0)
+        if os.getpid() != process:
+            os._exit(0)  # a copy that the function forked and that came back from it
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        sys.setrecursionlimit(depth)
+        for number, name in enumerate(("stdin", "stdout", "stderr")):
+            os.dup2(kept[number], number)
+            if getattr(sys, name).closed:
+                setattr(sys, name, os.fdopen(number, "rww"[number], buffering=1, closefd=False))
+        print(dumps(answer), file=answers, flush=True)
 
 
-def _read(connection: Connection, calls: queue.SimpleQueue) -> None:
+def _read(descriptor: int, calls: queue.SimpleQueue) -> None:
     try:
-        while True:
-            calls.put(connection.recv())
-    except (EOFError, OSError):  # the parent is gone
-        os._exit(0)
-    except BaseException:  # a call that cannot be read: without this thread the process would be deaf
-        traceback.print_exc()
-        os._exit(1)
+        with os.fdopen(descriptor, "rb", closefd=False) as reader:
+            while True:
+                calls.put(load(reader))
+    except BaseException as error:
+        if not isinstance(error, (EOFError, OSError)):  # not that the parent is gone, but a call that cannot be read
+            traceback.print_exc()
+    finally:
+        os.killpg(0, signal.SIGKILL)  # this process, and what it has started
 
 
-def _message(error: BaseException) -> str:
+def message(error: BaseException) -> str:
     """One line: type, text, and where it was raised."""
-    text = " ".join(traceback.format_exception_only(error)[-1].split())[:MAX_MESSAGE_CHARS]
-    files = [frame for frame in traceback.extract_tb(error.__traceback__)[1:] if not frame.filename.startswith("<")]
-    return f"{text} ({Path(files[-1].filename).name}:{files[-1].lineno})" if files else text
+    text = "its text cannot be had"
+    with contextlib.suppress(BaseException):
+        text = str(error)[:MAX_MESSAGE_CHARS]
+    text = _line(f"{type(error).__name__}: {text}").removesuffix(":")
+    own = ("<", __file__.removesuffix("_worker.py"))  # what is frozen, this file, rewards.py
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__, -20) if not frame.filename.startswith(own)]
+    return f"{text} ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else text
+
+
+def _line(text: str) -> str:
+    """The beginning of a text, as one line without what a terminal obeys."""
+    return " ".join("".join(c if c.isprintable() else " " for c in text[:MAX_MESSAGE_CHARS]).split())

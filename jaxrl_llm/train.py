@@ -78,8 +78,9 @@ def train(config: Config, workdir: pathlib.Path, *, allow_config_changes: bool =
     for message in skipped[:10] + ([f"... and {len(skipped) - 10} more"] if len(skipped) > 10 else []):
         progress.note(f"skipped {message}")
 
+    examples = [row.example for row in train_set + held_out]
     with (
-        RewardPool(config.rewards, task_scorer=tasks.scorer(config.prompts)) as pool,
+        RewardPool(config.rewards, task_scorer=tasks.scorer(config.prompts), examples=examples) as pool,
         StopRequest() as stop,
         contextlib.closing(MetricsWriter(workdir, config.metrics)) as metrics,
     ):

@@ -1,6 +1,7 @@
 """Laws of the reward pool: every way a function can fail is counted as what it is, and the run goes on."""
 
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -19,11 +20,11 @@ FUNCTIONS = Path(__file__).parent / "fixtures" / "reward_functions.py"
 EXAMPLE = Example("2+2=", {"answer": "4"}, "sums.jsonl:7")
 
 
-def pool(*names, weights=None, num_workers=1, timeout_s=10.0, task_scorer=""):
+def pool(*names, weights=None, num_workers=1, timeout_s=10.0, task_scorer="", examples=()):
     config = RewardsConfig(
         functions=names, weights=weights or (1.0,) * len(names), num_workers=num_workers, timeout_s=timeout_s
     )
-    return RewardPool(config, task_scorer=task_scorer)
+    return RewardPool(config, task_scorer=task_scorer, examples=examples)
 
 
 def user(function):
@@ -270,3 +271,307 @@ def test_reasoning_gym_scorer_in_the_pool_judges_the_last_integer():
     with pool("task", task_scorer="jaxrl_llm.tasks.reasoning_gym_task:reward") as rewards:
         got = rewards.collect([rewards.submit(Example("4 - 7 =", columns), ["4 - 7 = -3", "3", "-3 or 4", "", "-3."])])
     assert got.total.tolist() == [1.0, 0.0, 0.0, 0.0, 1.0] and got.errors == ()
+
+
+# ---- hostile and unlucky functions -------------------------------------------------------------------------------
+
+S, T, E, NAN = OUTCOME_SCORE, OUTCOME_TIMEOUT, OUTCOME_ERROR, np.nan
+BOTH, NEITHER = ([S, S], [0.25, 1.0]), ([E, E], [NAN, NAN])
+
+
+def test_only_numbers_in_their_order_are_scores_and_anything_else_is_an_error_and_no_luck():
+    # what is returned for two completions -> outcomes, scores, words of the message
+    cases = {
+        "list": (*BOTH, ""),
+        "tuple": (*BOTH, ""),
+        "decimals": ([S, E], [0.25, NAN], "returned Decimal for a score"),
+        "fractions": ([S, E], [0.25, NAN], "returned Fraction for a score"),
+        "numpy scalars": (*BOTH, ""),
+        "booleans": ([S, S], [1.0, 0.0], ""),
+        "array [n]": (*BOTH, ""),
+        "arrays []": (*BOTH, ""),
+        "array [n, 1]": (*NEITHER, "returned ndarray for a score"),
+        "arrays [1]": ([E, S], [NAN, 1.0], "returned ndarray for a score"),
+        "array []": (*NEITHER, "0-d array"),
+        "number": (*NEITHER, "'float' object is not iterable"),
+        "tensors": ([S, E], [0.25, NAN], "returned nan for a score"),
+        "tensors that raise": ([S, E], [0.25, NAN], "returned Number for a score"),
+        "infinities": (*NEITHER, "returned inf for a score"),
+        "NaN": (*NEITHER, "returned nan for a score"),
+        "too large": ([E, S], [NAN, -1e12], "returned 1100000000000.0 for a score"),
+        "None": ([E, S], [NAN, 1.0], "returned NoneType for a score"),
+        "complex": (*NEITHER, "returned complex for a score"),
+        "numpy complex": (*NEITHER, "returned complex64 for a score"),
+        "int without end": ([E, S], [NAN, 1.0], "returned int for a score"),
+        "texts": (*NEITHER, "returned str for a score"),
+        "bytes": (*NEITHER, "returned bytes for a score"),
+        "huge texts": (*NEITHER, "returned str for a score"),
+        "text": (*NEITHER, "returned str, not a list of scores"),
+        "huge text": (*NEITHER, "returned str, not a list of scores"),
+        "byte string": (*NEITHER, "returned bytes, not a list of scores"),
+        "dict": (*NEITHER, "returned dict, not a list of scores"),
+        "set": (*NEITHER, "returned set, not a list of scores"),
+        "values of a dict": (*BOTH, ""),
+        "generator": (*BOTH, ""),
+        "short generator": (*NEITHER, "returned 1 scores for 2 completions"),
+        "generator without end": (*NEITHER, "returned 3 scores for 2 completions"),
+        "repeat": (*NEITHER, "returned 3 scores for 2 completions"),
+        "generator that raises": (*NEITHER, "OSError: no more after the first (reward_functions.py:"),
+    }
+    assert set(cases) == set(runpy.run_path(str(FUNCTIONS))["RETURNED"])
+    with pool(user("returned"), user("process_id")) as rewards:
+        processes = set()
+        for name, (outcome, scores, words) in cases.items():
+            got = rewards.collect([rewards.submit(EXAMPLE, [name, "1"])])
+            np.testing.assert_array_equal(got.outcome, outcome, err_msg=name)
+            expected = np.array(scores, np.float32)
+            np.testing.assert_array_equal(got.parts[user("returned")], expected, err_msg=name)
+            assert words in "".join(got.errors) and bool(words) == bool(got.errors), (name, got.errors)
+            processes |= set(got.parts[user("process_id")])
+    assert len(processes) == 1  # none of it costs a worker
+
+
+def test_what_a_function_does_to_its_process_is_mended_before_the_next(monkeypatch, capfd):
+    monkeypatch.chdir(FUNCTIONS.parents[2])
+    deeds = ["chdir", *["close the streams", "close 0 to 2"] * 2, "low recursion limit", "leave an alarm", "own alarm",
+             "signal handlers", "thread", "print bytes", "processes", "event loop",
+             "fork and come back", "C fork and come back", "environment", "eat memory", "float"]  # fmt: skip
+    functions = user("misbehaves"), user("upright")
+    with pool(*functions) as rewards:
+        capfd.readouterr()
+        calls = [rewards.submit(EXAMPLE, [deed, "1"]) for deed in deeds]
+        got = rewards.collect(calls)
+        assert "MemoryError" in rewards.collect([calls[-2]]).errors[0]
+    failed = ["eat memory", "float"]  # of those two nothing is a score, least of all 0
+    expected = np.repeat([NAN if deed in failed else 1.0 for deed in deeds], 2)
+    np.testing.assert_array_equal(got.parts[functions[0]], expected)
+    assert len(set(got.parts[functions[1]])) == 1 and not np.isnan(got.parts[functions[1]]).any(), got.errors
+    printed = capfd.readouterr()
+    assert printed.out == "" and "\x1b" not in printed.err
+    assert printed.err.count("upright on stdout") == printed.err.count("upright on stderr") == len(deeds)
+
+
+def test_whatever_is_raised_is_one_line_and_costs_no_worker(monkeypatch):
+    monkeypatch.chdir(FUNCTIONS.parents[2])
+    deeds = {
+        "KeyboardInterrupt": "KeyboardInterrupt (reward_functions.py:",
+        "GeneratorExit": "GeneratorExit (reward_functions.py:",
+        "BaseException": "Plain: of the user's own (reward_functions.py:",
+        "missing package": "No module named 'no_such_package' (reward_functions.py:",
+        "deep": "RecursionError: ",
+        "huge error": "ValueError: x x x",
+        "odd error": "ValueError: one two [2J (reward_functions.py:",
+        "error whose text raises": "Text: its text cannot be had (reward_functions.py:",
+        "error of huge text": "Text: y y y",
+    }
+    with pool(user("misbehaves"), user("upright")) as rewards:
+        calls = {deed: rewards.submit(EXAMPLE, [deed, "1"]) for deed in deeds}
+        for deed, words in deeds.items():
+            got = rewards.collect([calls[deed]])
+            assert got.outcome.tolist() == [E, E] and np.isnan(got.total).all(), deed
+            (line,) = got.errors
+            assert words in line and len(line) < 600 and line.isprintable(), line
+        processes = set(rewards.collect(list(calls.values())).parts[user("upright")])
+    assert len(processes) == 1 and not np.isnan(list(processes)).any()
+
+
+def test_what_cannot_be_mended_is_counted_and_the_next_call_has_another_process(monkeypatch):
+    monkeypatch.chdir(FUNCTIONS.parents[2])
+    deeds = {
+        "close all": (E, "its process died"),
+        "reopen all": (T, "no answer after 1 s"),
+        "builtins": (E, "its process died"),
+        "junk": (E, "its process died"),
+        "stop": (T, "no answer after 1 s"),
+        "fork and die": (E, "its process died"),
+        "crash": (E, "its process died"),
+        "stuck in C": (T, "no answer after 1 s"),
+        "error whose text hangs": (T, "no answer after 1 s"),
+    }
+    with pool(user("misbehaves"), user("upright"), timeout_s=1.0) as rewards:
+        calls = {deed: rewards.submit(EXAMPLE, [deed, "1"]) for deed in deeds}
+        for deed, (outcome, words) in deeds.items():
+            got = rewards.collect([calls[deed]])
+            assert got.outcome.tolist() == [outcome] * 2 and np.isnan(got.total).all(), deed
+            (line,) = got.errors
+            assert line.endswith(words), line
+        processes = set(rewards.collect(list(calls.values())).parts[user("upright")])
+    assert len(processes) == len(deeds) and not np.isnan(list(processes)).any()
+
+
+def test_an_answer_after_the_deadline_is_nobodys():
+    with pool(user("late"), timeout_s=1.0) as rewards:
+        calls = [rewards.submit(EXAMPLE, completions) for completions in (["1.05", "9"], ["0", "2"]) * 2]
+        got = rewards.collect(calls)
+    np.testing.assert_array_equal(got.outcome, [T, T, S, S] * 2)
+    np.testing.assert_array_equal(got.total, [NAN, NAN, 0, 2] * 2)
+
+
+def test_a_worker_that_is_stopped_while_idle_does_not_stop_the_pool():
+    # More than a socket takes unread: who hands that to a process that does not read waits.
+    huge = Example("2+2=", {"answer": "4" * 2**24})
+    with pool(user("stops_itself_later"), timeout_s=1.0) as rewards:
+        assert rewards.collect([rewards.submit(EXAMPLE, ["1"] * 2)]).outcome.tolist() == [S, S]
+        time.sleep(0.5)
+        began = time.monotonic()
+        got = rewards.collect([rewards.submit(huge, ["1"] * 2), rewards.submit(huge, ["1"] * 2)])
+    assert got.outcome.tolist() == [T, T, S, S] and got.errors == (
+        f"{user('stops_itself_later')} on a prompt: no answer after 1 s",
+    )
+    assert time.monotonic() - began < 5
+
+
+def test_arguments_that_a_function_spoils_or_keeps_are_whole_for_the_next():
+    columns = {"answer": ["4", ["four"]]}
+    example, completions = Example([{"role": "user", "content": "2+2="}], columns), ["4", "5"]
+    with pool(user("spoils"), user("upright"), user("spoils"), user("upright")) as rewards:
+        got = rewards.collect([rewards.submit(example, completions) for _ in range(2)])
+    assert got.outcome.tolist() == [S] * 4, got.errors
+    assert (example.prompt, columns, completions) == (
+        [{"role": "user", "content": "2+2="}],
+        {"answer": ["4", ["four"]]},
+        ["4", "5"],
+    )
+
+
+def test_columns_that_cannot_be_handed_over_are_errors_and_huge_ones_are_handed_over():
+    nested = []
+    for _ in range(100_000):
+        nested = [nested]
+    columns = [{"answer": lambda: 4}, {"answer": nested}, {"answer": "4" * 10**8}, {"answer": "4"}]
+    with pool(user("length"), timeout_s=30.0) as rewards:
+        got = rewards.collect([rewards.submit(Example("2+2=", c, "sums.jsonl:7"), ["four"]) for c in columns])
+    assert got.outcome.tolist() == [E, E, S, S]
+    assert "local object" in got.errors[0] and "RecursionError" in got.errors[1] and len(got.errors) == 2
+    assert all("on sums.jsonl:7: " in line and "\n" not in line for line in got.errors)
+
+
+@pytest.mark.parametrize("how", ["child", "group", "session", "daemon"])
+@pytest.mark.parametrize("end", ["close", "hangs", "dies"])
+def test_what_a_function_starts_ends_with_its_worker_wherever_it_went(how, end, tmp_path):
+    started = tmp_path / "started"
+    with pool(user("starts"), timeout_s=1.5) as rewards:
+        got = rewards.collect([rewards.submit(EXAMPLE, [f"{how} {end}", str(started)])])
+        assert got.outcome.tolist() == [{"close": S, "hangs": T, "dies": E}[end]] * 2
+        if end == "close":
+            assert psutil.pid_exists(int(started.read_text()))  # it has the worker's life, not the call's
+            rewards.close()
+        wait_until_gone(int(started.read_text()))
+
+
+def test_what_is_printed_without_end_is_cut_and_blocks_nothing():
+    program = (
+        "from jaxrl_llm.config import RewardsConfig; from jaxrl_llm.rewards import RewardPool\n"
+        "from jaxrl_llm.types import Example; import resource\n"
+        f"config = RewardsConfig(functions=({user('misbehaves')!r},), weights=(1.0,), num_workers=1)\n"
+        "with RewardPool(config, task_scorer='') as pool:\n"
+        "    for words in (['huge print', ''], ['event loop', '']):\n"
+        "        print(pool.collect([pool.submit(Example('', {}), words)]).total.tolist())\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    *scores, most_kib = done.stdout.splitlines()
+    assert scores == ["[1.0, 1.0]"] * 2
+    assert done.stderr.startswith("about to: huge print\nxxx") and done.stderr.endswith("...\nabout to: event loop\n")
+    assert 2**16 <= len(done.stderr) < 2**16 + 100
+    assert int(most_kib) < 2**20
+
+
+def test_output_that_nobody_reads_holds_up_a_call_until_its_deadline_and_no_longer():
+    # The error stream is a pipe that is full: whoever writes into it waits.
+    program = (
+        "import os, time; from jaxrl_llm.config import RewardsConfig; from jaxrl_llm.rewards import RewardPool\n"
+        "from jaxrl_llm.types import Example\n"
+        "os.set_blocking(2, False)\n"
+        "try:\n"
+        "    while True: os.write(2, b'x' * 4096)\n"
+        "except BlockingIOError: os.set_blocking(2, True)\n"
+        f"config = RewardsConfig(functions=({user('misbehaves')!r},), weights=(1.0,), num_workers=1, timeout_s=1.0)\n"
+        "with RewardPool(config, task_scorer='') as pool:\n"
+        "    for words in (['huge print', ''], ['event loop', '']):\n"
+        "        print(pool.collect([pool.submit(Example('', {}), words)]).outcome.tolist())\n"
+        "os._exit(0)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-u", "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout.read().splitlines()[0] == str([T, T])
+        process.stderr.close()
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/oom_score_adj"), reason="Linux alone has it")
+def test_out_of_memory_the_kernel_kills_a_worker_and_its_children_first():
+    with pool(user("first_to_be_killed")) as rewards:
+        got = rewards.collect([rewards.submit(EXAMPLE, ["1", "1"])])
+    assert got.total.tolist() == [1000.0, 1000.0]
+    assert int(Path("/proc/self/oom_score_adj").read_text()) < 1000
+
+
+def test_a_process_that_cannot_be_started_is_an_error_until_one_can(monkeypatch):
+    with pool(user("score")) as rewards:
+        assert rewards.collect([rewards.submit(EXAMPLE, ["1"])]).total.tolist() == [1.0]
+
+        def none_left(*_, **__):
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+
+        monkeypatch.setattr(subprocess, "Popen", none_left)
+        failed = rewards.collect([rewards.submit(EXAMPLE, ["die"]), rewards.submit(EXAMPLE, ["1"])])
+        monkeypatch.undo()
+        got = rewards.collect([rewards.submit(EXAMPLE, ["1"])])
+    assert failed.outcome.tolist() == [E, E] and "Resource temporarily unavailable" in failed.errors[1]
+    assert got.total.tolist() == [1.0]
+
+
+@pytest.mark.parametrize("name", ["coroutine", "instance", "part", "of_trl", "wrapped"])
+def test_any_callable_that_takes_the_arguments_by_name_is_a_reward_function(name):
+    with pool(user(name), examples=[EXAMPLE]) as rewards:
+        got = rewards.collect([rewards.submit(EXAMPLE, ["4", "5"])])
+    assert got.total.tolist() == [1.0, 0.0] and got.errors == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("no_columns", "'answer'"),
+        ("only_completions", "'prompts'"),
+        ("other_names", "'questions'"),
+        ("wants_solution", "'solution'"),
+        ("not_a_function", "not a function but int"),
+    ],
+)
+def test_a_function_that_cannot_take_the_columns_is_refused_before_any_process_starts(name, words, monkeypatch):
+    monkeypatch.setattr(subprocess, "Popen", None)
+    with pytest.raises(ConfigError, match=r"rewards\.functions") as error:
+        pool(user(name), examples=[EXAMPLE])
+    assert words in str(error.value) and name in str(error.value) and "\n" not in str(error.value)
+    if "not" not in words:
+        assert "sums.jsonl:7" in str(error.value) and "prompts, completions, answer" in str(error.value)
+
+
+def test_a_column_that_some_rows_lack_is_refused_with_the_first_of_them():
+    rows = [Example("2+2=", {"answer": "4"} if i < 3 else {}, f"sums.jsonl:{i}") for i in range(9)]
+    with pytest.raises(ConfigError, match=r"'answer'") as error:
+        pool(user("echo"), examples=rows)
+    assert "sums.jsonl:3:" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("import sys; sys.exit(0)", "SystemExit: 0 (mine.py:1)"),
+        ("raise type('Odd', (BaseException,), {})('no licence')", "Odd: no licence (mine.py:1)"),
+        ("raise ValueError('x ' * 10**6)", "ValueError: x x x"),
+        ("import os; os.chdir('/')", ""),
+    ],
+)
+def test_a_file_that_ends_the_process_or_moves_it_when_imported_does_neither_to_the_run(text, words, tmp_path):
+    path, before = tmp_path / "mine.py", os.getcwd()
+    path.write_text(f"{text}\nimport os\ndef f(prompts, completions, **columns): return [len(os.getcwd())]\n")
+    if words:
+        with pytest.raises(ConfigError) as error:
+            pool(f"{path}:f")
+        assert words in str(error.value) and "\n" not in str(error.value) and len(str(error.value)) < 600
+    else:
+        with pool(f"{path}:f") as rewards:
+            assert rewards.collect([rewards.submit(EXAMPLE, ["1"])]).total.tolist() == [len(before)]
+    assert os.getcwd() == before

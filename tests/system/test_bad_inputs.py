@@ -13,6 +13,7 @@ from command_line import DEBUG_CONFIG
 from jaxrl_llm import programs
 from jaxrl_llm.models.presets import PRESETS
 
+FUNCTIONS = DEBUG_CONFIG.parents[1] / "tests" / "fixtures" / "reward_functions.py"
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
@@ -261,6 +262,17 @@ def test_config_file_that_is_none(text, named, tmp_path, refused):
 def test_settings_that_cannot_be(override, named, tmp_path, refused):
     line = refused("train", *train_arguments(tmp_path, override))
     assert all(part in line for part in named), line
+
+
+@pytest.mark.parametrize(
+    ("name", "argument"), [("no_columns", "allowed"), ("wants_solution", "solution"), ("only_completions", "prompts")]
+)
+def test_a_reward_function_that_does_not_take_the_columns(name, argument, tmp_path, refused):
+    override = f"rewards.functions=('{FUNCTIONS}:{name}',)"
+    evaluation = [f"--config={DEBUG_CONFIG}", "--model=random:debug", f"--config.{override}"]
+    for line in (refused("train", *train_arguments(tmp_path, override)), refused("evaluate", *evaluation)):
+        assert f"{name}' cannot score letters:" in line and f"'{argument}'" in line
+        assert "given: prompts, completions, allowed" in line
 
 
 def test_a_workdir_that_is_a_file(tmp_path, refused):
