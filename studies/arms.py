@@ -1,6 +1,6 @@
 """A table of docs/replay_study.md from the raw metrics of a sweep (studies.raw): a line for each of its arms.
 
-    python -m studies.arms --config=configs/sweeps/e2_replay_ratio.py --raw=docs/runs/e2.json.xz [--mu=1.2]
+    python -m studies.arms --config=configs/sweeps/e2_replay_ratio.py --raw=docs/raw/e2.json.xz [--mu=1.2]
 
 Medians over seeds, with lowest and highest where there are several. With --mu the runs' compute is counted anew: what
 they did does not depend on it.

@@ -1,6 +1,6 @@
 """Raw metrics of published runs: what a sweep's tables and figures are made from, in one compressed file.
 
-    python -m studies.raw --config=configs/sweeps/e3_positive_bias.py --runs=runs/e3 --out=docs/runs/e3.json.xz
+    python -m studies.raw --config=configs/sweeps/e3_positive_bias.py --runs=runs/e3 --out=docs/raw/e3.json.xz
 
 The file has every finished run's settings, the metrics below at every iteration and its last evaluation, and the
 versions and the commit that made them. Tables read it in place of the runs' folder.

@@ -1,6 +1,6 @@
 """The figure of docs/replay_study.md, from the raw metrics of sweep E2.
 
-    python -m studies.replay_figure --raw=docs/runs/e2.json.xz --out=docs/replay_study.svg [--mu=1.2]
+    python -m studies.replay_figure --raw=docs/raw/e2.json.xz --out=docs/replay_study.svg [--mu=1.2]
 
 Owns: what of the runs is drawn. Does not know: how they were made (jaxrl_llm.sweep).
 """
