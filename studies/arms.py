@@ -61,7 +61,7 @@ def table(labelled: Sequence[tuple[str, Sequence[Run]]], pass_at_32: dict[str, f
         threshold: held-out pass rate up to which compute is counted.
     """
     lines = [
-        f"| arm | seeds | held-out pass rate | best | pass@32 | batches to {threshold:.2f} | spent | entropy | trained |",
+        f"| arm | seeds | held-out pass rate | best | pass@32 | batches to {threshold:.2f} | spent | entropy | train |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for name, runs in labelled:
