@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
+import os
 from typing import Any
 
 import jax
@@ -18,7 +20,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm import credit, optim, publish, replay, rng, sharding
 from jaxrl_llm.annotation import Annotation
-from jaxrl_llm.config import Config, ConfigError
+from jaxrl_llm.config import Config, ConfigError, flatten
 from jaxrl_llm.models import kernels
 from jaxrl_llm.models.policy import chunk_tokens
 from jaxrl_llm.models.presets import Architecture
@@ -26,7 +28,7 @@ from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.ops import corrections, values
 from jaxrl_llm.ops.baselines import num_features
 from jaxrl_llm.ops.shaping import NUM_DIFFICULTIES
-from jaxrl_llm.programs import Program, in_use_bytes, memory
+from jaxrl_llm.programs import Program, in_use_bytes, memory, memory_limit
 from jaxrl_llm.sampler import Sampler
 from jaxrl_llm.types import Critic, Experience, RingState, Rollout, Scores, TrainState
 from jaxrl_llm.update import Update
@@ -365,6 +367,24 @@ def assemble(
             pass_threshold=config.rewards.pass_threshold,
         ),
     )
+
+
+def check_room(run: Run) -> None:
+    """Refuse, before anything is compiled, what by itself has no room on a device; ConfigError names its settings."""
+    # Devices of a CPU do not say how much they have: they share their host's.
+    on_host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // len(run.mesh.local_devices)
+    limit, c = memory_limit(run.mesh.devices.flatten().tolist()) or on_host, flatten(run.config)
+    for tree, *names in (
+        (run.abstract_state, "model.path"),
+        (run.abstract_ring, "replay.capacity", "replay.capacity_tokens"),
+        (run.sampler.abstract_state(), "rollout.group_size", "rollout.lookahead_prompts", "sampling.support_tokens"),
+        (run.eval_sampler and run.eval_sampler.abstract_state(), "eval.num_samples"),
+    ):
+        there = [x for x in jax.tree.leaves(tree) if x.sharding.memory_kind != sharding.HOST_MEMORY]
+        need = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in there)
+        if need > limit:
+            given = ", ".join(f"{name}={c[name]!r}" for name in names)
+            raise ConfigError(f"{given} need {need / 2**30:.2f} GiB per device, which has {limit / 2**30:.2f} GiB")
 
 
 def model_of(config: Config, arch: Architecture, mesh: Mesh, who: str = "model") -> Model:

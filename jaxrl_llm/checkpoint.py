@@ -202,11 +202,11 @@ def restore_params(directory: str | os.PathLike, abstract_params: Any = None) ->
         ConfigError: no finished checkpoint there, or its arrays do not fit.
     """
     path = pathlib.Path(directory).resolve()
-    root = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    root = path / "checkpoints" if os.path.isdir(path / "checkpoints") else path
     iteration = None
-    if path.name.isdigit() and (path / "state").is_dir():
+    if path.name.isdigit() and os.path.isdir(path / "state"):
         root, iteration = path.parent, int(path.name)
-    if not root.is_dir():
+    if not os.path.isdir(root):
         raise ConfigError(f"no checkpoint in {directory}: no such directory")
     manager = _open(root, ocp.CheckpointManagerOptions(create=False))
     try:

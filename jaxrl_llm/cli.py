@@ -8,16 +8,16 @@ from __future__ import annotations
 import gc
 import glob
 import os
-import pathlib
 import runpy
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from absl import app, flags, logging
 
 from jaxrl_llm import distributed
 from jaxrl_llm.config import Config, ConfigError, flatten, freeze
+from jaxrl_llm.nested import visible
 
 # Device nodes of TPUs (older and newer drivers) and of NVIDIA and AMD GPUs.
 ACCELERATORS = ("/dev/accel*", "/dev/vfio/[0-9]*", "/dev/nvidia[0-9]*", "/dev/kfd")
@@ -49,9 +49,12 @@ def _parse(argv: list[str]) -> list[str]:
     try:
         rest = flags.FLAGS(argv)
         for name in flags.FLAGS:
-            hasattr(flags.FLAGS[name].value, "to_dict")  # a config file that is not there is missed when looked at
+            value = flags.FLAGS[name].value
+            hasattr(value, "to_dict")  # a config file that is not there is missed when looked at
+            if name in ("workdir", "out") and value is not None and not (value and value.isprintable()):
+                raise ConfigError(f"--{name}={value!r} must name a folder, in printable text")
         return rest
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a config file may leave the process
         # What went wrong inside a config file or with the key of an override, ml_collections does not say.
         try:
             _check_config_files(argv)
@@ -67,11 +70,13 @@ def _check_config_files(argv: list[str]) -> None:
     """Raise a ``ConfigError`` for a ``--config=FILE`` whose code or ``get_config()`` raises, with file and line."""
     for argument in argv:
         name, _, path = argument.partition("=")
-        path = path.split(":", 1)[0]
-        if name.lstrip("-") == "config" and pathlib.Path(path).is_file():
+        path, *given = path.split(":", 1)
+        if name.lstrip("-") == "config" and os.path.exists(path) and not os.path.isdir(path):
             try:
-                runpy.run_path(path)["get_config"]()
-            except Exception as error:
+                settings = runpy.run_path(path)["get_config"](*given)
+                if not isinstance(settings, Mapping) and not hasattr(settings, "to_dict"):
+                    raise TypeError(f"get_config() returned {settings!r:.60}, which is no group of settings")
+            except (Exception, SystemExit) as error:
                 lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
                 where = f"{path}:{lines[-1]}" if lines else path
                 raise ConfigError(f"{where}: {type(error).__name__}: {error}") from error
@@ -92,7 +97,7 @@ def _check_overrides(argv: list[str]) -> None:
 
 
 def _fail(error: Exception | str) -> None:
-    print("error: " + " ".join(str(error).split()), file=sys.stderr)
+    print("error: " + visible(" ".join(str(error).split())[:2000]), file=sys.stderr)
     sys.exit(2)
 
 

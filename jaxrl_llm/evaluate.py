@@ -21,7 +21,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from jaxrl_llm import cli, publish, rng, rows, sharding, tasks
-from jaxrl_llm.assembly import assemble
+from jaxrl_llm.assembly import assemble, check_room
 from jaxrl_llm.checkpoint import restore_params
 from jaxrl_llm.config import Config, ConfigError, freeze
 from jaxrl_llm.evaluation import evaluate, questions
@@ -35,8 +35,8 @@ def command(config: Config, model: str, checkpoint: str, num_samples: int) -> di
     """The command's work; see the module's docstring."""
     if bool(model) == bool(checkpoint):
         raise ConfigError("give one of --model=PATH and --checkpoint=DIR")
-    if num_samples < 1:
-        raise ConfigError(f"--num_samples={num_samples} must be at least 1")
+    if not 1 <= num_samples <= 1_000_000:
+        raise ConfigError(f"--num_samples={num_samples} must be at least 1 and at most 1000000")
     if config.eval.num_prompts == 0:
         raise ConfigError("eval.num_prompts=0 must be at least 1 to evaluate")
     config = dataclasses.replace(config, eval=dataclasses.replace(config.eval, num_samples=num_samples))
@@ -48,6 +48,7 @@ def command(config: Config, model: str, checkpoint: str, num_samples: int) -> di
     examples = [row.example for row in held_out]
     with RewardPool(config.rewards, task_scorer=tasks.scorer(config.prompts), examples=examples) as pool:
         run = assemble(config, source.architecture(), tokenizer.eos_ids, mesh)
+        check_room(run)
         sampler = run.eval_sampler
         params = (
             restore_params(checkpoint, run.learner_params)[0]

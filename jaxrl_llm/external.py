@@ -31,6 +31,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
+import os
 import pathlib
 import zlib
 from collections.abc import Callable, Sequence
@@ -368,7 +369,7 @@ class _Feed:
 
 def _source(path: str, reader: _Reader) -> _File | _Feed:
     where = pathlib.Path(path).expanduser()
-    if not where.exists():
+    if not os.path.exists(where):
         raise ConfigError(
             f"external.paths: {path} is neither a file nor the workdir of a run (make the folder if that run is still "
             "to be started)"

@@ -269,7 +269,7 @@ def read_metrics(workdir: str | os.PathLike) -> list[dict[str, Any]]:
         ConfigError: no such file, or a line that is not JSON.
     """
     path = pathlib.Path(workdir) / "metrics.jsonl"
-    if not path.is_file():
+    if not os.path.isfile(path):  # False too for a name that no file can have
         raise ConfigError(f"no metrics.jsonl in {workdir}")
     return read_lines(path)
 

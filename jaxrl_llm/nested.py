@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
+import re
 import types
 import typing
 from typing import Any
@@ -14,6 +16,12 @@ from typing import Any
 
 class ConfigError(ValueError):
     """Bad input from the user. Entry points print it as one line and exit with status 2."""
+
+
+def visible(text: str) -> str:
+    """The same with escape codes, turns of the direction of writing and halves of a character as their numbers."""
+    hidden = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+    return re.sub(hidden, lambda found: ascii(found[0])[1:-1], text)
 
 
 def build(cls: type, mapping: Any, prefix: str = "") -> Any:
@@ -27,14 +35,14 @@ def build(cls: type, mapping: Any, prefix: str = "") -> Any:
         ConfigError: unknown key or wrong type.
     """
     if not isinstance(mapping, dict):
-        raise ConfigError(f"{prefix.rstrip('.') or 'config'}={mapping!r} must be a group of settings")
+        raise ConfigError(f"{prefix.rstrip('.') or 'config'}={mapping!r:.200} must be a group of settings")
     hints = typing.get_type_hints(cls)
     names = [field.name for field in dataclasses.fields(cls)]
     for key in mapping:
         if key not in names:
             near = difflib.get_close_matches(key, names, n=3, cutoff=0.5)
             hint = f"did you mean {', '.join(prefix + n for n in near)}" if near else f"known: {', '.join(names)}"
-            raise ConfigError(f"unknown config key {prefix}{key}={mapping[key]!r}; {hint}")
+            raise ConfigError(f"unknown config key {prefix}{key}={mapping[key]!r:.200}; {hint}")
     return cls(**{key: _convert(hints[key], value, prefix + key) for key, value in mapping.items()})
 
 
@@ -52,14 +60,14 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
             return value
     elif hint is float:
         if isinstance(value, (int, float)) and not isinstance(value, bool):
-            return float(value)
+            return math.inf if value > 1e308 else -math.inf if value < -1e308 else float(value)
     elif hint is int:
         if isinstance(value, int) and not isinstance(value, bool):
             return value
     elif isinstance(value, hint):
         return value
     name = hint.__name__ if not isinstance(hint, types.GenericAlias) else str(hint)
-    raise ConfigError(f"{path}={value!r} must be of type {name}, not {type(value).__name__}")
+    raise ConfigError(f"{path}={value!r:.200} must be of type {name}, not {type(value).__name__}")
 
 
 def flatten(config: Any, prefix: str = "") -> dict[str, Any]:

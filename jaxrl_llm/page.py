@@ -16,6 +16,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from jaxrl_llm.nested import visible
+
 # Drawn colour -> style-sheet variable. Matplotlib writes colours in lower case.
 INK, FAINT = "#010101", "#020202"
 SERIES = tuple(f"#{3 + i:02x}{3 + i:02x}{3 + i:02x}" for i in range(8))
@@ -25,6 +27,11 @@ COLOURS = {INK: "var(--muted)", FAINT: "var(--line)"} | {c: f"var(--series-{i})"
 DASHES = ("-", "--", ":", "-.")  # series beyond the colours begin the colours again, broken
 
 
+def text(value: Any) -> str:
+    """Any value as text between tags or in an attribute, whatever it has in it."""
+    return html.escape(visible(str(value)))
+
+
 def stroke(number: int) -> tuple[str, str]:
     """Colour and line style of a picture's ``number``-th series."""
     return SERIES[number % len(SERIES)], DASHES[number // len(SERIES) % len(DASHES)]
@@ -32,7 +39,8 @@ def stroke(number: int) -> tuple[str, str]:
 
 def write_page(path: pathlib.Path, title: str, sections: Sequence[str]) -> pathlib.Path:
     """Write the page at ``path`` in one go and return the path; ``title`` is text, sections are HTML."""
-    page = PAGE.replace("{{title}}", html.escape(title)).replace("{{body}}", "\n".join(sections))
+    before, after = PAGE.split("{{body}}")
+    page = before.replace("{{title}}", text(title)) + "\n".join(sections) + after
     unfinished = path.with_name(path.name + ".tmp")
     unfinished.write_text(page, encoding="utf-8")
     os.replace(unfinished, path)
@@ -44,7 +52,7 @@ def section(title: str, body: str) -> str:
 
 
 def header(title: str, note: str) -> str:
-    return f"<header><h1>{html.escape(title)}</h1><p>{html.escape(note)}</p></header>"
+    return f"<header><h1>{text(title)}</h1><p>{text(note)}</p></header>"
 
 
 def table(head: Sequence[str], rows: Sequence[str], classes: str = "") -> str:
@@ -119,7 +127,7 @@ def picture(
     svg = re.sub(r'<g id="[^"]*"', "<g", svg[svg.index("<svg") :])
     for placeholder, shown in COLOURS.items():
         svg = svg.replace(placeholder, shown)
-    return svg.replace("<svg ", f'<svg role="img" aria-label="{html.escape(label)}" ', 1)
+    return svg.replace("<svg ", f'<svg role="img" aria-label="{text(label)}" ', 1)
 
 
 PAGE = """<!DOCTYPE html>

@@ -151,7 +151,7 @@ def freeze_points(base: Mapping[str, Any], points: Sequence[Point]) -> dict[str,
     """
     frozen = {}
     for point in points:
-        if not isinstance(point, dict):
+        if not isinstance(point, dict) or not all(isinstance(field, str) for field in point):
             raise ConfigError(f"a point of a sweep is {{setting: value}}, not {point!r}")
         try:
             frozen[point_name(point)] = (point, freeze(with_point(base, point)))

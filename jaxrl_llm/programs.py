@@ -88,10 +88,13 @@ def use_cache(folder: str) -> None:
     """Keep what is compiled from now on in a folder ("" = do not), and take from it what is there.
 
     A program is found by its text, its compiler options, the compiler's version and the device; the environment's
-    JAX_COMPILATION_CACHE_DIR wins over ``folder``.
+    JAX_COMPILATION_CACHE_DIR wins over ``folder``. ConfigError where that is a file.
     """
     if folder and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(folder).expanduser()))
+        path = pathlib.Path(folder).expanduser()
+        if path.is_file():
+            raise ConfigError(f"compilation_cache={folder!r} is no folder")
+        jax.config.update("jax_compilation_cache_dir", str(path))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 

@@ -48,7 +48,7 @@ def split_held_out(
     if num_held_out >= len(by_prompt):
         raise ConfigError(
             f"eval.num_prompts={num_held_out} must be less than the {len(by_prompt)} distinct questions of the "
-            "source: the rest is for training"
+            "source (prompts.size): the rest is for training"
         )
     keys = list(by_prompt)
     held_out = [keys[i] for i in np.random.default_rng(seed).permutation(len(keys))[:num_held_out]]

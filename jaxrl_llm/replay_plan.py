@@ -42,8 +42,8 @@ class Costs:
     alpha: float
 
     def __post_init__(self):
-        if not (0 < self.mu < math.inf):
-            raise ConfigError(f"--mu={self.mu} must be more than 0")
+        if not (1e-9 <= self.mu <= 1e9):
+            raise ConfigError(f"--mu={self.mu} must be more than 0: at least 1e-9 and at most 1e9")
         if not (0 <= self.rho <= 1):
             raise ConfigError(f"--rho={self.rho} must be at least 0 and at most 1")
         if not (0 <= self.alpha < 0.5):
@@ -124,6 +124,8 @@ def measured_mu(workdir: str) -> float:
 def main() -> None:
     if (MU.value is None) == (WORKDIR.value is None):
         raise ConfigError(f"--mu={MU.value} and --workdir={WORKDIR.value}: give one of the two")
+    if not 0 <= ROLLOUTS.value < 2**31:
+        raise ConfigError(f"--rollouts={ROLLOUTS.value} must be at least 0 and less than 2147483648")
     mu = MU.value if WORKDIR.value is None else measured_mu(WORKDIR.value)
     print(f"mu {mu:.3g}\n{table(Costs(mu, RHO.value, ALPHA.value), ROLLOUTS.value)}")
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import html
 import json
 import math
 import os
@@ -316,7 +315,7 @@ def _text(value: Any) -> str:
     """A prompt or completion, escaped; messages are joined."""
     if isinstance(value, list):
         value = "\n".join(f"{message['role']}: {message['content']}" for message in value)
-    return f"<pre>{html.escape(str(value))}</pre>"
+    return f"<pre>{page.text(value)}</pre>"
 
 
 def _reward(value: float | None) -> str:
@@ -352,7 +351,7 @@ def _rollouts(samples: Rows, each: int = 4) -> str:
             parts = ", ".join(f"{name} {_plain(value)}" for name, value in row["parts"].items())
             facts = [f"iteration {iteration}", f"stop: {row['stop_reason']}", f"policy {_plain(row['policy_version'])}"]
             facts += [f"age {_plain(row['age'])}"] + ([parts] if len(row["parts"]) > 1 else [])
-            notes = "<br>".join(html.escape(fact) for fact in facts)
+            notes = "<br>".join(page.text(fact) for fact in facts)
             rows.append(
                 f"<tr><td>{_text(row['prompt'])}</td><td>{_reward(row['reward'])}{_text(row['completion'])}</td>"
                 f"<td><small>{notes}</small></td></tr>"
@@ -371,7 +370,7 @@ def _settings(config: Config) -> str:
     def rows(names: list[str], columns: Callable[[str], tuple]) -> list[str]:
         return [
             f"<tr><td><code>{name}</code></td>"
-            + "".join(f"<td>{html.escape(json.dumps(value, ensure_ascii=False))}</td>" for value in columns(name))
+            + "".join(f"<td>{page.text(json.dumps(value, ensure_ascii=False))}</td>" for value in columns(name))
             + "</tr>"
             for name in names
         ]
@@ -388,13 +387,13 @@ def _settings(config: Config) -> str:
 def _made_with(made_with: dict[str, Any]) -> str:
     """Versions and commit, as config.json has them."""
     named = {**made_with.get("versions", {}), "commit": made_with.get("commit", "")}
-    rows = [f"<tr><td>{html.escape(k)}</td><td>{html.escape(str(v))}</td></tr>" for k, v in named.items() if v]
+    rows = [f"<tr><td>{page.text(k)}</td><td>{page.text(v)}</td></tr>" for k, v in named.items() if v]
     return page.table(("package", "version"), rows) if rows else ""
 
 
 def _glossary() -> str:
     rows = [
-        f"<tr><td><code>{name}</code></td><td>{html.escape(metric.unit)}</td><td>{html.escape(metric.meaning)}</td></tr>"
+        f"<tr><td><code>{name}</code></td><td>{page.text(metric.unit)}</td><td>{page.text(metric.meaning)}</td></tr>"
         for name, metric in METRICS.items()
     ]
     return (

@@ -6,6 +6,7 @@ Owns: reading rows with errors that name file and line, lengths in buckets. Does
 from __future__ import annotations
 
 import json
+import os
 import pathlib
 from collections.abc import Iterable
 from typing import Any
@@ -31,6 +32,8 @@ def read(path: str) -> list[dict[str, Any]]:
             row = json.loads(line)
         except json.JSONDecodeError as error:
             raise ConfigError(f"{path}:{number}: not JSON: {error.msg} at column {error.colno}") from error
+        except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets in brackets
+            raise ConfigError(f"{path}:{number}: not JSON: {error}") from error
         if not isinstance(row, dict):
             raise ConfigError(f"{path}:{number}: must be an object, not {type(row).__name__}")
         rows.append(row | {"_line": number})
@@ -45,7 +48,7 @@ def check_output(path: str) -> None:
     Raises:
         ConfigError: the folder is not there.
     """
-    if not pathlib.Path(path).parent.is_dir() or pathlib.Path(path).is_dir():
+    if not path or not os.path.isdir(pathlib.Path(path).parent) or os.path.isdir(path):
         raise ConfigError(f"--output={path} must be a file in a folder that exists")
 
 

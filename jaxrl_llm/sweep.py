@@ -41,7 +41,7 @@ from jaxrl_llm import cli, sweep_report
 from jaxrl_llm.checkpoint import StopRequest, changed_settings
 from jaxrl_llm.config import Config, ConfigError, freeze, from_json, to_json
 from jaxrl_llm.metrics import METRICS, read_lines
-from jaxrl_llm.nested import differences
+from jaxrl_llm.nested import differences, visible
 from jaxrl_llm.points import Point, Sweep, freeze_points
 from jaxrl_llm.sweep_report import Run
 from jaxrl_llm.sweep_worker import LOG
@@ -61,7 +61,7 @@ def read_sweep(path: str) -> Sweep:
     try:
         module = runpy.run_path(path)
         sweep = module["get_sweep"]() if "get_sweep" in module else None
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
         raise ConfigError(f"{path}:{lines[-1] if lines else 1}: {type(error).__name__}: {error}") from error
     if not isinstance(sweep, Sweep):
@@ -147,7 +147,10 @@ def train_command(config_file: str, base: Config, config: Config, workdir: pathl
         if isinstance(new, dict):
             if set(new) != set(old):
                 raise ConfigError(f"{field}={new!r}: --launch needs its keys to be in get_config() too")
-            words += [f"--config.{field}.{key}={new[key]}" for key in new if new[key] != old[key]]
+            for key in (key for key in new if new[key] != old[key]):
+                if type(new[key]) not in (bool, int, float, str) or type(new[key]) is not type(old[key]):
+                    raise ConfigError(f"{field}.{key}={new[key]!r}: --launch gives no such thing for {old[key]!r}")
+                words.append(f"--config.{field}.{key}={new[key]}")
         else:
             words.append(f"--config.{field}={new}")
     return shlex.join(words)
@@ -163,7 +166,7 @@ def launch(template: str, commands: dict[str, str], folder: pathlib.Path) -> int
         values = {"command": command, "name": name, "workdir": str(folder / name)}
         try:
             filled = template.format(**{key: shlex.quote(value) for key, value in values.items()})
-        except (LookupError, ValueError) as error:
+        except (LookupError, ValueError, AttributeError, TypeError) as error:
             raise ConfigError(
                 f"--launch={template!r}: {error}; it may name {{command}}, {{name}}, {{workdir}}"
             ) from None
@@ -283,7 +286,7 @@ def run_points(
 
 def last_lines(path: pathlib.Path) -> str:
     lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
-    return "\n".join([line for line in lines if line.strip()][-LAST_LINES:])
+    return "\n".join([visible(line) for line in lines if line.strip()][-LAST_LINES:])
 
 
 class _Display:
@@ -378,7 +381,7 @@ def main() -> None:
             if not is_finished(folder / name, config)
         }
         sys.exit(launch(LAUNCH.value, commands, folder) > 0)
-    failed, stopped = run_sweep(folder, points, sweep, num_workers=WORKERS.value)
+    failed, stopped = run_sweep(folder, points, sweep, num_workers=min(WORKERS.value, len(points)))
     print(f"table  {folder / 'table.csv'}\npage   {folder / 'sweep.html'}")
     if stopped:
         print(f"stopped by {stopped}; run the same command again to continue")

@@ -191,13 +191,19 @@ def write_table(path: pathlib.Path, runs: Sequence[Run], sweep: Sweep) -> None:
         settings = {field: run.point.get(field) for field in fields}
         done = run.rows[-1][ITERATION] if run.rows else 0
         about = {"point": run.name, "label": label(run, sweep), "status": run.status, "iterations": done}
-        lines.append(about | settings | figures(run, sweep))
+        line = about | settings | figures(run, sweep)
+        lines.append({column: _no_formula(value) for column, value in line.items()})
     unfinished = path.with_name(path.name + ".tmp")
     with open(unfinished, "w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(lines[0]))
         writer.writeheader()
         writer.writerows(lines)
     os.replace(unfinished, path)
+
+
+def _no_formula(value: Any) -> Any:
+    """The value of a cell: a text that a spreadsheet would compute has an apostrophe before it."""
+    return "'" + value if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r", "\n")) else value
 
 
 # ---- sweep.html ------------------------------------------------------------------------------------------------
@@ -212,7 +218,7 @@ def write_page(path: pathlib.Path, runs: Sequence[Run], sweep: Sweep, units: Map
     sections = [
         page.header(title, note),
         page.section("Median over the seeds that have ended", _group_table(ended, sweep)),
-        page.section(f"What each setting does to {html.escape(sweep.metrics[0])}", _knob_table(ended, sweep)),
+        page.section(f"What each setting does to {page.text(sweep.metrics[0])}", _knob_table(ended, sweep)),
         *_curve_sections(begun, sweep, units),
         page.section("Trade-offs of last values", _trade_offs(ended, sweep, units)),
         page.section("Points", _point_table(runs, sweep)),
@@ -229,7 +235,7 @@ def _row(cells: Sequence[str]) -> str:
 
 
 def _shown(run: Run, sweep: Sweep, *, without: str = "") -> str:
-    return html.escape(label(run, sweep, without=without))
+    return page.text(label(run, sweep, without=without))
 
 
 def _group_table(runs: Sequence[Run], sweep: Sweep) -> str:
@@ -247,7 +253,7 @@ def _group_table(runs: Sequence[Run], sweep: Sweep) -> str:
             missing = f" <small>{len(there)} of {len(members)}</small>" if 0 < len(there) < len(members) else ""
             cells.append(_number(median) + spread + missing)
         rows.append(_row(cells))
-    return page.table(("settings", "seeds", *map(html.escape, columns)), rows, "groups")
+    return page.table(("settings", "seeds", *map(page.text, columns)), rows, "groups")
 
 
 def _knob_table(runs: Sequence[Run], sweep: Sweep) -> str:
@@ -255,11 +261,11 @@ def _knob_table(runs: Sequence[Run], sweep: Sweep) -> str:
     rows = []
     for knob in knobs(runs, sweep, f"{sweep.metrics[0]} last"):
         effect, low, high = map(_number, knob.effect)
-        first = f"<td rowspan={len(knob.rows)}>{html.escape(knob.field)}</td>"
+        first = f"<td rowspan={len(knob.rows)}>{page.text(knob.field)}</td>"
         first += f"<td rowspan={len(knob.rows)}>{effect} <small>{low} to {high}</small></td>"
         for name, count, *numbers in knob.rows:
             mean, low, high = map(_number, numbers)
-            cells = f"<td>{html.escape(name)}</td><td>{count}</td><td>{mean} <small>{low} to {high}</small></td>"
+            cells = f"<td>{page.text(name)}</td><td>{count}</td><td>{mean} <small>{low} to {high}</small></td>"
             rows.append(f"<tr>{first}{cells}</tr>")
             first = ""
     head = ("setting", "best less worst", "value", "runs", "mean, and 95 % of bootstrapped means")
@@ -270,16 +276,16 @@ def _point_table(runs: Sequence[Run], sweep: Sweep) -> str:
     head = ("point", "status", *sweep.fields(), *figures(runs[0], sweep))
     rows = []
     for run in runs:
-        settings = [html.escape(str(run.point.get(field, ""))) for field in sweep.fields()]
+        settings = [page.text(run.point.get(field, "")) for field in sweep.fields()]
         numbers = [_number(value) for value in figures(run, sweep).values()]
-        rows.append(_row([f"<code>{html.escape(run.name)}</code>", run.status, *settings, *numbers]))
-    return f"<details><summary>{len(runs)} points</summary>{page.table([html.escape(h) for h in head], rows)}</details>"
+        rows.append(_row([f"<code>{page.text(run.name)}</code>", run.status, *settings, *numbers]))
+    return f"<details><summary>{len(runs)} points</summary>{page.table([page.text(h) for h in head], rows)}</details>"
 
 
 def _curve_sections(runs: Sequence[Run], sweep: Sweep, units: Mapping[str, str]) -> list[str]:
     pictures = {metric: _curves(runs, sweep, metric, units) for metric in sweep.metrics}
     if sweep.facet:
-        return [page.section(html.escape(metric), page.figures(some)) for metric, some in pictures.items()]
+        return [page.section(page.text(metric), page.figures(some)) for metric, some in pictures.items()]
     return [page.section("Curves", page.figures(list(itertools.chain.from_iterable(pictures.values()))))]
 
 
@@ -305,11 +311,11 @@ def _curves(runs: Sequence[Run], sweep: Sweep, metric: str, units: Mapping[str, 
                 salt=f"{metric} {x_axis} {number}",
                 whole_x=x_axis == ITERATION,
             )
-            title = html.escape(f"{sweep.facet.rsplit('.', 1)[-1]} {value}" if sweep.facet else metric)
+            title = page.text(f"{sweep.facet.rsplit('.', 1)[-1]} {value}" if sweep.facet else metric)
             if len(bands) == 1 < len(labels):
                 title += f" | {next(iter(bands))}"  # a single line has no key
             keys = [(i, label, "line") for i, label in enumerate(labels) if label in bands]
-            pictures.append(page.figure(title, html.escape(units.get(metric, "")), page.legend(keys), svg))
+            pictures.append(page.figure(title, page.text(units.get(metric, "")), page.legend(keys), svg))
     return pictures
 
 
@@ -345,7 +351,7 @@ def _trade_offs(runs: Sequence[Run], sweep: Sweep, units: Mapping[str, str]) -> 
             svg = page.picture(
                 draw, label=f"{up} against {across}", x_label=across, salt=f"{across} {up}", whole_x=False
             )
-            pictures.append(page.figure(html.escape(up), html.escape(units.get(up, "")), "", svg))
+            pictures.append(page.figure(page.text(up), page.text(units.get(up, "")), "", svg))
     return page.figures(pictures)
 
 
@@ -360,6 +366,8 @@ def _draw_trade_off(axes: Any, *, spots: Mapping[str, np.ndarray], sweep: Sweep,
         if i in best:
             # A long name would leave the picture no room; the table has all of it.
             name = textwrap.shorten(html.unescape(label), 40, placeholder=" ...")
-            axes.annotate(name, (x, y), xytext=(3, 4), textcoords="offset points", fontsize=6, color=INK)
+            axes.annotate(
+                name, (x, y), xytext=(3, 4), textcoords="offset points", fontsize=6, color=INK, parse_math=False
+            )
     x, y = zip(*(medians[i] for i in best), strict=True)
     axes.plot(x, y, color=SERIES[0], linewidth=1)

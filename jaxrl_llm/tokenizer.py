@@ -6,8 +6,11 @@ is imported when a tokenizer is made. Does not know: prompts of a task, batches,
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ PRE_TOKENIZERS = {"gpt-2": False, "smollm": True}
 # Tokens that end a turn in the chat templates of the Llama family, besides the tokenizer's own EOS.
 END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|end|>")
 
+TEMPLATE_SECONDS = 10.0  # that a prompt may take
 # A template for models that were never taught one: the contents, one after the other.
 PLAIN_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
@@ -37,11 +41,11 @@ class Tokenizer:
     def __init__(self, fast: Any, eos_ids: tuple[int, ...] = ()):
         """``eos_ids``: further ids that end a completion (from a generation config)."""
         self._fast = fast
-        self.vocab_size: int = len(fast)
         self.bos_id: int | None = fast.bos_token_id
         self.pad_id: int | None = fast.pad_token_id
         vocabulary = fast.get_vocab()
-        template = fast.chat_template or ""
+        self.vocab_size: int = 1 + max((i for token, i in vocabulary.items() if token != fast.pad_token), default=0)
+        template = str(fast.chat_template or "")
         turn_ends = [vocabulary[token] for token in END_OF_TURN if token in vocabulary and token in template]
         own = [] if fast.eos_token_id is None else [fast.eos_token_id]
         self.eos_ids: tuple[int, ...] = tuple(dict.fromkeys([*own, *eos_ids, *turn_ends]))
@@ -64,10 +68,27 @@ class Tokenizer:
             raise ConfigError("prompts.chat_template=True, but the model's tokenizer has no chat template")
         messages = _messages(prompt, system_prompt)
         try:
-            text = self._fast.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            return self.encode(self._rendered(messages))
         except Exception as error:  # templates raise jinja's errors, of a package we need not know
-            raise ConfigError(f"the model's chat template refuses the messages {messages!r}: {error}") from error
-        return self.encode(text)
+            raise ConfigError(
+                f"the chat template refuses the messages {messages!r:.200}: {str(error) or error!r}"
+            ) from error
+
+    def _rendered(self, messages: Messages) -> str:
+        """By the template, a program of the model's maker: a sandbox bounds what it reaches, this how long it runs."""
+
+        def stop(*_: Any) -> None:
+            raise TimeoutError(f"it runs for more than {TEMPLATE_SECONDS:g} s")
+
+        render = functools.partial(self._fast.apply_chat_template, messages, add_generation_prompt=True, tokenize=False)
+        if threading.current_thread() is not threading.main_thread():  # which alone has signals
+            return render()
+        handler, timer = signal.signal(signal.SIGALRM, stop), signal.setitimer(signal.ITIMER_REAL, TEMPLATE_SECONDS)
+        try:
+            return render()
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, *timer)
+            signal.signal(signal.SIGALRM, handler)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of the text and nothing else."""
@@ -155,7 +176,10 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
         eos = json.loads(generation.read_text(encoding="utf-8")).get("eos_token_id") if generation.is_file() else None
     except Exception as error:  # transformers and tokenizers raise many kinds, the latter plain Exception
         raise ConfigError(f"{folder}: its tokenizer cannot be read ({error})") from error
-    return Tokenizer(fast, () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,))
+    eos = [] if eos is None else eos if isinstance(eos, list) else [eos]
+    if not all(type(i) is int and 0 <= i < 2**31 for i in eos):
+        raise ConfigError(f"{generation}: eos_token_id={eos!r:.60} must be a token id, or a list of them")
+    return Tokenizer(fast, tuple(eos))
 
 
 def make_bpe_tokenizer(

@@ -26,7 +26,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from jaxrl_llm import cli, programs, report, rng, sharding, tasks
-from jaxrl_llm.assembly import Run, assemble, keep_what_fits
+from jaxrl_llm.assembly import Run, assemble, check_room, keep_what_fits
 from jaxrl_llm.checkpoint import Checkpointer, StopRequest
 from jaxrl_llm.config import Config, ConfigError, freeze, record
 from jaxrl_llm.credit_memory import Memory
@@ -34,6 +34,7 @@ from jaxrl_llm.evaluation import evaluate, questions
 from jaxrl_llm.external import External, shared_groups
 from jaxrl_llm.metrics import MetricsWriter, Progress, cost_values, draw_values, rollout_values, update_values
 from jaxrl_llm.models import hf, pretrained
+from jaxrl_llm.nested import visible
 from jaxrl_llm.programs import check_memory, compile_all, memory_limit, memory_table, release_freed, use_cache
 from jaxrl_llm.prompts import PromptStream
 from jaxrl_llm.resampling import sample
@@ -60,10 +61,11 @@ def train(config: Config, workdir: pathlib.Path, *, allow_config_changes: bool =
     mesh = sharding.make_mesh(config.mesh)
     source = pretrained.resolve(config.model.path)
     tokenizer = source.tokenizer()
-    train_set, held_out, skipped = questions(config, tokenizer)
-    stream = PromptStream(train_set, config.prompts, seed=config.seed)
     teacher = pretrained.resolve_reference(config.model, source)
     run = assemble(config, source.architecture(), tokenizer.eos_ids, mesh, teacher.architecture())
+    check_room(run)
+    train_set, held_out, skipped = questions(config, tokenizer)
+    stream = PromptStream(train_set, config.prompts, seed=config.seed)
     memory = Memory(config, run.model.arch.width)
     source.check_weights(run.model, mesh)
     teacher.check_weights(run.reference_model, mesh)
@@ -311,7 +313,7 @@ def too_many_failures(config: Config, rewards: Rewards) -> str | None:
         return None
     return (
         f"{failed:.0%} of the rewards failed, more than rewards.max_failure_frac="
-        f"{config.rewards.max_failure_frac}: " + "; ".join(rewards.errors)
+        f"{config.rewards.max_failure_frac}: " + "; ".join(map(visible, rewards.errors))
     )
 
 

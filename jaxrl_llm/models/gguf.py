@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models import layout
-from jaxrl_llm.models.presets import Architecture
+from jaxrl_llm.models.presets import Architecture, positive
 from jaxrl_llm.models.transformer import Model, Params
 from jaxrl_llm.tokenizer import PRE_TOKENIZERS, Tokenizer, make_bpe_tokenizer
 
@@ -52,22 +52,25 @@ def read_architecture(path: str | Path) -> Architecture:
         raise ConfigError(f"{path}: scaled rope in GGUF is not supported; use the model's Hugging Face folder")
     if NAMES["embedding"] not in file.shapes:
         raise ConfigError(f"{path}: tensor {NAMES['embedding']} is missing")
-    width, num_heads = get("llama.embedding_length"), get("llama.attention.head_count")
-    head_size = file.metadata.get("llama.attention.key_length", width // num_heads)
+    size = lambda key, value, **how: positive(path, f"llama.{key}", value, **how)  # noqa: E731
+    given = lambda key, **how: size(key, get(f"llama.{key}"), **how)  # noqa: E731
+    given_or = lambda key, other: size(key, file.metadata.get(f"llama.{key}", other))  # noqa: E731
+    width, num_heads = given("embedding_length"), given("attention.head_count")
+    head_size = given_or("attention.key_length", width // num_heads)
     if file.metadata.get("llama.rope.dimension_count", head_size) != head_size:
         raise ConfigError(f"{path}: llama.rope.dimension_count must be the head size {head_size}")
     return Architecture(
         vocab_size=file.shapes[NAMES["embedding"]][0],
         width=width,
-        num_layers=get("llama.block_count"),
+        num_layers=given("block_count", most=1000),
         num_heads=num_heads,
-        num_kv_heads=file.metadata.get("llama.attention.head_count_kv", num_heads),
+        num_kv_heads=given_or("attention.head_count_kv", num_heads),
         head_size=head_size,
-        ffn=get("llama.feed_forward_length"),
-        rope_theta=_decimal(file.metadata.get("llama.rope.freq_base", 10000.0)),
-        norm_eps=_decimal(get("llama.attention.layer_norm_rms_epsilon")),
+        ffn=given("feed_forward_length"),
+        rope_theta=_decimal(size("rope.freq_base", file.metadata.get("llama.rope.freq_base", 1e4), whole=False)),
+        norm_eps=_decimal(given("attention.layer_norm_rms_epsilon", whole=False, most=1.0)),
         tied=NAMES["head"] not in file.shapes,
-        max_positions=get("llama.context_length"),
+        max_positions=given("context_length"),
     )
 
 
@@ -89,33 +92,57 @@ def read_tokenizer(path: str | Path) -> Tokenizer:
     """The byte-level BPE tokenizer and chat template stored in a GGUF file.
 
     Raises:
-        ConfigError: another kind of tokenizer.
+        ConfigError: another kind of tokenizer, or one whose parts do not fit each other.
     """
     file = _open(path)
     model, pre = file.get("tokenizer.ggml.model"), file.get("tokenizer.ggml.pre")
-    if model != "gpt2" or pre not in PRE_TOKENIZERS:
+    if model != "gpt2" or pre not in list(PRE_TOKENIZERS):
         raise ConfigError(
             f"{path}: tokenizer.ggml.model={model!r} with tokenizer.ggml.pre={pre!r} is not supported; "
             f"supported: gpt2 with {' or '.join(PRE_TOKENIZERS)}. Use the model's Hugging Face folder"
         )
     tokens, types = file.get("tokenizer.ggml.tokens"), file.get("tokenizer.ggml.token_type")
-    control = [token for token, kind in zip(tokens, types, strict=True) if kind == gguf.TokenType.CONTROL]
     known = {key: file.metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("bos", "eos", "padding")}
-    known = {key: None if token_id is None else tokens[token_id] for key, token_id in known.items()}
-    return make_bpe_tokenizer(
-        tokens=tokens,
-        merges=[tuple(merge.split(" ", 1)) for merge in file.get("tokenizer.ggml.merges")],
-        special=control,
-        pre_tokenizer=pre,
-        chat_template=file.metadata.get("tokenizer.chat_template"),
-        bos=known["bos"],
-        eos=known["eos"],
-        pad=known["padding"],
-    )
+    try:
+        control = [token for token, kind in zip(tokens, types, strict=True) if kind == gguf.TokenType.CONTROL]
+        known = {key: None if token_id is None else tokens[token_id] for key, token_id in known.items()}
+        merges = [tuple(merge.split(" ", 1)) for merge in file.get("tokenizer.ggml.merges")]
+        vocabulary = set(tokens)
+        if wrong := [pair for pair in merges if "".join(pair) not in vocabulary]:
+            raise ValueError(f"merge {wrong[0]!r:.60} makes no token")  # the library would end the thread
+        return make_bpe_tokenizer(
+            tokens=tokens,
+            merges=merges,
+            special=control,
+            pre_tokenizer=pre,
+            chat_template=file.metadata.get("tokenizer.chat_template"),
+            bos=known["bos"],
+            eos=known["eos"],
+            pad=known["padding"],
+        )
+    except Exception as error:  # tokenizers raises plain ones
+        raise ConfigError(f"{path}: its tokenizer cannot be read ({error})") from error
+
+
+# The reader makes an object of each item of a list.
+MOST_ITEMS = 2**22
 
 
 class _Reader(gguf.GGUFReader):
-    """Holds its map of the file as a plain array: slices of ``np.memmap`` cost 2 s for 150,000 tokens and merges."""
+    """Holds its map of the file as a plain array: slices of ``np.memmap`` cost 2 s for 150,000 tokens and merges.
+
+    And counts what it reads: a header may say that there is more than the file has.
+    """
+
+    def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> np.ndarray:
+        if offset + np.dtype(dtype).itemsize * int(count) > len(self.data):
+            raise ValueError("it ends before what its header says it has")
+        return super()._get(offset, dtype, count, override_order)
+
+    def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
+        if raw_type == gguf.GGUFValueType.ARRAY and self._get(orig_offs + 4, np.uint64)[0] > MOST_ITEMS:
+            raise ValueError(f"it says that it has a list of more than {MOST_ITEMS} items")
+        return super()._get_field_parts(orig_offs, raw_type)
 
     @property
     def data(self) -> np.ndarray:
@@ -129,12 +156,13 @@ class _Reader(gguf.GGUFReader):
 class _File:
     def __init__(self, path: str):
         try:
-            reader = _Reader(path)
+            with np.errstate(over="raise"):  # of offsets
+                reader = _Reader(path)
             # The reader's fields are many small arrays; these are plain Python values.
             self.metadata: dict[str, Any] = {name: field.contents() for name, field in reader.fields.items()}
         except FileNotFoundError as error:
             raise ConfigError(f"{path}: no such file") from error
-        except (OSError, ValueError, LookupError) as error:
+        except (OSError, ValueError, LookupError, RecursionError, ArithmeticError) as error:
             raise ConfigError(f"{path}: not a readable GGUF file ({error})") from error
         self.path = path
         self._tensors = {tensor.name: tensor for tensor in reader.tensors}

@@ -7,6 +7,7 @@ Does not know: tokenizers (but for the token ids in the config), how parameters 
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models import layout
-from jaxrl_llm.models.presets import Architecture, RopeScaling
+from jaxrl_llm.models.presets import Architecture, RopeScaling, positive
 from jaxrl_llm.models.transformer import Model, Params
 from jaxrl_llm.tokenizer import ByteTokenizer, Tokenizer
 
@@ -71,28 +72,33 @@ def read_architecture(folder: str | Path) -> Architecture:
     path = Path(folder) / "config.json"
     config = _read_json(path)
     model_type = config.get("model_type")
-    if model_type not in ABSENT:
+    if model_type not in list(ABSENT):
         raise ConfigError(f"{path}: model_type={model_type!r} is not supported; supported: {', '.join(ABSENT)}")
     config = {**ABSENT[model_type], **config}
     for key, value in REQUIRED.items():
         if config[key] != value:
             raise ConfigError(f"{path}: {key}={config[key]!r} is not supported; supported: {value!r}")
+    if type(config["tie_word_embeddings"]) is not bool:
+        raise ConfigError(f"{path}: tie_word_embeddings={config['tie_word_embeddings']!r:.60} must be true or false")
     try:
-        width, num_heads = config["hidden_size"], config["num_attention_heads"]
+        get = lambda key, **how: positive(path, key, config[key], **how)  # noqa: E731
+        width, num_heads = get("hidden_size"), get("num_attention_heads")
+        for key, usual in (("num_key_value_heads", num_heads), ("head_dim", width // num_heads)):
+            config[key] = usual if config[key] is None else config[key]
         theta, scaling = _rope(config, path)
         return Architecture(
-            vocab_size=config["vocab_size"],
+            vocab_size=get("vocab_size"),
             width=width,
-            num_layers=config["num_hidden_layers"],
+            num_layers=get("num_hidden_layers", most=1000),
             num_heads=num_heads,
-            num_kv_heads=config["num_key_value_heads"] or num_heads,
-            head_size=config["head_dim"] or width // num_heads,
-            ffn=config["intermediate_size"],
+            num_kv_heads=get("num_key_value_heads"),
+            head_size=get("head_dim"),
+            ffn=get("intermediate_size"),
             rope_theta=theta,
             rope_scaling=scaling,
-            norm_eps=config["rms_norm_eps"],
+            norm_eps=get("rms_norm_eps", whole=False, most=1.0),
             tied=config["tie_word_embeddings"],
-            max_positions=config["max_position_embeddings"],
+            max_positions=get("max_position_embeddings"),
         )
     except KeyError as error:
         raise ConfigError(f"{path}: {error.args[0]} is missing") from error
@@ -100,18 +106,20 @@ def read_architecture(folder: str | Path) -> Architecture:
 
 def _rope(config: dict[str, Any], path: Path) -> tuple[float, RopeScaling | None]:
     """Base and scaling. transformers 5 folds ``rope_theta`` and ``rope_scaling`` into ``rope_parameters``."""
-    rope = {"rope_theta": config["rope_theta"], **(config["rope_parameters"] or config["rope_scaling"] or {})}
+    given = config["rope_parameters"] or config["rope_scaling"] or {}
+    if not isinstance(given, dict):
+        raise ConfigError(f"{path}: rope_parameters={given!r:.60} must be an object or null")
+    rope = {"rope_theta": config["rope_theta"], **given}
+    get = lambda key, **how: positive(path, key, rope[key], whole=False, **how)  # noqa: E731
     kind = rope.get("rope_type", rope.get("type", "default"))  # "type" until 2024
     if kind == "default":
-        return float(rope["rope_theta"]), None
+        return get("rope_theta"), None
     if kind != "llama3":
         raise ConfigError(f"{path}: rope_type={kind!r} is not supported; supported: default, llama3")
-    return float(rope["rope_theta"]), RopeScaling(
-        factor=rope["factor"],
-        low_freq_factor=rope["low_freq_factor"],
-        high_freq_factor=rope["high_freq_factor"],
-        original_max_positions=rope["original_max_position_embeddings"],
-    )
+    low, high = get("low_freq_factor"), get("high_freq_factor")
+    positive(path, "high_freq_factor - low_freq_factor", high - low, whole=False)
+    most = positive(path, "original_max_position_embeddings", rope["original_max_position_embeddings"])
+    return get("rope_theta"), RopeScaling(get("factor"), low, high, original_max_positions=most)
 
 
 def load_params(folder: str | Path, model: Model, mesh: Mesh) -> Params:
@@ -137,7 +145,8 @@ class _Folder:
             files = [single]
         elif index.exists():
             try:
-                files = [folder / name for name in sorted(set(_read_json(index)["weight_map"].values()))]
+                # Their names alone: an index has no say about what is elsewhere.
+                files = [folder / Path(name).name for name in sorted(set(_read_json(index)["weight_map"].values()))]
             except (KeyError, TypeError, AttributeError) as error:
                 raise ConfigError(f"{index}: has no weight_map of tensor names to files") from error
         else:
@@ -146,6 +155,8 @@ class _Folder:
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._files = {}  # of each tensor
         for path in files:
+            if not os.path.isfile(path):
+                raise ConfigError(f"{path}: no such file")
             try:
                 file = safetensors.safe_open(path, framework="numpy")
             except (OSError, safetensors.SafetensorError) as error:
@@ -156,6 +167,8 @@ class _Folder:
                     continue
                 if part.get_dtype() not in ("F32", "BF16", "F16"):
                     raise ConfigError(f"{path}: tensor {name} is {part.get_dtype()}; supported: F32, BF16, F16")
+                if name in self.shapes:
+                    raise ConfigError(f"{path}: tensor {name} is in another file too")
                 self.shapes[name] = tuple(part.get_shape())
                 self._files[name] = file
 
@@ -239,10 +252,13 @@ def config_json(arch: Architecture) -> dict[str, Any]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(value, dict):
+            raise ValueError(f"{value!r:.60} is no object")
+        return value
     except FileNotFoundError as error:
         raise ConfigError(f"{path}: no such file") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: not readable JSON ({error})") from error
 
 

@@ -151,4 +151,7 @@ def _read(file: TensorFile, name: str, path: str, index: tuple[slice, ...], shap
         inner = math.prod(shape[dim] for dim in folded)
         assert all(index[dim] == slice(0, shape[dim]) for dim in folded), "heads are not split inside"
         stored_index.append(slice(index[first].start * inner, index[first].stop * inner))
-    return file.read(name, tuple(stored_index)).reshape([part.stop - part.start for part in index])
+    value = file.read(name, tuple(stored_index))
+    if not np.isfinite(value.min()) or not np.isfinite(value.max()):
+        raise ConfigError(f"{file.path}: tensor {name} holds values that are no numbers (NaN or infinite)")
+    return value.reshape([part.stop - part.start for part in index])

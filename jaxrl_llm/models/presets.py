@@ -1,11 +1,14 @@
 """Shapes of the models: what a file's header or a preset name says, and nothing about arrays.
 
-Owns: ``Architecture`` and the named random models. Does not know: parameters, files, devices.
+Owns: ``Architecture``, what its numbers may be, the named random models. Does not know: parameters, files, devices.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
+
+from jaxrl_llm.nested import ConfigError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +39,9 @@ class Architecture:
     max_positions: int = 2048
 
     def __post_init__(self):
-        assert self.num_heads % self.num_kv_heads == 0, "query heads share key heads evenly"
+        if self.num_heads % self.num_kv_heads or self.head_size % 2:
+            sizes = f"{self.num_heads} heads, {self.num_kv_heads} key heads of size {self.head_size}"
+            raise ConfigError(f"a model of {sizes}: heads must be a multiple of key heads, and their size be even")
 
     @property
     def num_params(self) -> int:
@@ -44,6 +49,14 @@ class Architecture:
         block = attention + 3 * self.width * self.ffn + 2 * self.width
         embeddings = self.vocab_size * self.width * (1 if self.tied else 2)
         return self.num_layers * block + embeddings + self.width
+
+
+def positive(path: Any, key: str, value: Any, *, whole: bool = True, most: float = 2**31 - 1) -> Any:
+    """The value that the file ``path`` has for ``key``; ConfigError where it is no (whole) number above 0."""
+    if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)) or not 0 < value <= most:
+        kind = "a whole number" if whole else "a number"
+        raise ConfigError(f"{path}: {key}={value!r:.60} must be {kind} above 0 and at most {most}")
+    return value if whole else float(value)
 
 
 # Random weights and a byte tokenizer (260 ids): no download. Sizes for tests and a first look.

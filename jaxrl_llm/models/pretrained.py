@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -58,15 +60,15 @@ def resolve(path: str, *, setting: str = "model.path") -> Source:
     if path.startswith("random:"):
         return _random(path, setting)
     if path == SMOLLM2:
-        return _gguf(_find_smollm2(setting))
+        return _files(_find_smollm2(setting), gguf, gguf.read_tokenizer)
     if path.endswith(".gguf"):
-        if not Path(path).is_file():
+        if not os.path.isfile(path):  # False too for a name that no file can have
             raise ConfigError(f"{setting}={path!r}: no such file")
-        return _gguf(path)
-    if path and Path(path).is_dir():
-        return _folder(path)
+        return _files(path, gguf, gguf.read_tokenizer)
+    if os.path.isdir(path):
+        return _files(path, hf, load_tokenizer)
     if re.fullmatch(r"[\w.-]+/[\w.-]+", path) and not path.startswith("."):
-        return _folder(_download(path, setting))
+        return _files(_download(path, setting), hf, load_tokenizer)
     raise ConfigError(f"{setting}={path!r} is not there; allowed: {ALLOWED}")
 
 
@@ -106,22 +108,22 @@ def _random(path: str, setting: str) -> Source:
     return Source(lambda: PRESETS[name], ByteTokenizer, lambda model, mesh: None, init)
 
 
-def _gguf(path: str) -> Source:
+def _files(path: str, reader: Any, read_tokenizer: Callable[[str], Tokenizer]) -> Source:
+    """A folder or a GGUF file; ``reader`` is the module for such."""
+
     def load(model: Model, mesh: Mesh, *, seed: int) -> Params:
         del seed
-        return gguf.load_params(path, model, mesh)
+        return reader.load_params(path, model, mesh)
+
+    def tokenizer() -> Tokenizer:
+        found, rows = read_tokenizer(path), reader.read_architecture(path).vocab_size
+        if found.vocab_size > rows or not found.eos_ids:
+            ids = f"ids up to {found.vocab_size - 1}, of which {found.eos_ids} end a text"
+            raise ConfigError(f"{path}: the tokenizer has {ids}; one must, and the model has {rows} embeddings")
+        return found
 
     of = functools.partial
-    return Source(of(gguf.read_architecture, path), of(gguf.read_tokenizer, path), of(gguf.check_weights, path), load)
-
-
-def _folder(path: str) -> Source:
-    def load(model: Model, mesh: Mesh, *, seed: int) -> Params:
-        del seed
-        return hf.load_params(path, model, mesh)
-
-    of = functools.partial
-    return Source(of(hf.read_architecture, path), of(load_tokenizer, path), of(hf.check_weights, path), load)
+    return Source(of(reader.read_architecture, path), tokenizer, of(reader.check_weights, path), load)
 
 
 def _find_smollm2(setting: str = "model.path") -> str:

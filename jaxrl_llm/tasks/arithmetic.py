@@ -19,8 +19,8 @@ from jaxrl_llm.tasks.protocol import Loaded
 
 SCORER = "jaxrl_llm.tasks.arithmetic:reward"
 
-# argument -> (default, least)
-ARGUMENTS = {"terms": (2, 2), "largest": (99, 1), "modulus": (0, 0)}
+# argument -> (default, least, most)
+ARGUMENTS = {"terms": (2, 2, 100), "largest": (99, 1, 10**9), "modulus": (0, 0, 10**9)}
 PARTS = {"": range(8), "train": range(1, 8), "test": range(1)}  # remainders of the question's checksum
 
 
@@ -37,15 +37,16 @@ def load(config: PromptsConfig, *, seed: int) -> Loaded:
     for name, value in config.arguments.items():
         if name not in ARGUMENTS:
             raise ConfigError(f"prompts.arguments.{name}={value!r} is not one of {', '.join(ARGUMENTS)}")
-        if not isinstance(value, int) or isinstance(value, bool) or value < ARGUMENTS[name][1]:
+        _, least, most = ARGUMENTS[name]
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
             raise ConfigError(
-                f"prompts.arguments.{name}={value!r} must be a whole number of at least {ARGUMENTS[name][1]}"
+                f"prompts.arguments.{name}={value!r} must be a whole number of at least {least} and at most {most}"
             )
     if config.name not in PARTS:
         raise ConfigError(
             f"{config.name!r} is no part of the sums; prompts.name and eval.name take '', 'train', 'test'"
         )
-    terms, largest, modulus = ({k: v for k, (v, _) in ARGUMENTS.items()} | config.arguments).values()
+    terms, largest, modulus = ({k: v for k, (v, *_) in ARGUMENTS.items()} | config.arguments).values()
     examples = []
     for i, row in enumerate(np.random.default_rng(seed).integers(0, largest + 1, (config.size, terms)).tolist(), 1):
         total = sum(row) % modulus if modulus else sum(row)

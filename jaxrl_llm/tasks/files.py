@@ -85,13 +85,21 @@ def parse(line: bytes) -> Any:
         BadRowError: there is none.
     """
     try:
-        return json.loads(line.decode("utf-8-sig"))
+        text = line.decode("utf-8-sig")
+        value = json.loads(text)
+        if "\\u" in text:
+            json.dumps(value, ensure_ascii=False).encode()
+        return value
+    except UnicodeEncodeError as error:
+        raise BadRowError("half a character (a surrogate by itself)") from error
     except json.JSONDecodeError as error:
         raise BadRowError(f"not JSON: {error.msg} at column {error.colno}") from error
     except UnicodeDecodeError as error:
         raise BadRowError(f"not UTF-8: byte {error.object[error.start]:#04x} at {error.start}") from error
     except RecursionError as error:
         raise BadRowError("not JSON: nested too deeply") from error
+    except ValueError as error:
+        raise BadRowError(f"not JSON: {error}") from error  # a number of thousands of digits
 
 
 def question(row: Any) -> tuple[str | list[dict[str, str]], dict[str, Any]]:
