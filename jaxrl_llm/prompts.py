@@ -20,7 +20,7 @@ import numpy as np
 from jaxrl_llm.config import ConfigError, PromptsConfig
 from jaxrl_llm.types import Example, PromptBatch
 
-ENCODED_AT_ONCE = 64  # prompts in one call of the tokenizer
+ENCODED_AT_ONCE = 16  # prompts in one call of the tokenizer: of a megabyte each they take some ten seconds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,8 +110,11 @@ def batch_of(encoded: Sequence[EncodedExample], indices: Iterable[int], first_pr
 
 
 def _batch(rows: Sequence[EncodedExample], prompt_ids: Sequence[int]) -> PromptBatch:
+    tokens = np.zeros((len(rows), rows[0].width if rows else 0), np.int32)
+    for padded, row in zip(tokens, rows, strict=True):
+        padded[: len(row.tokens)] = row.tokens
     return PromptBatch(
-        tokens=np.array([np.pad(row.tokens, (0, row.width - len(row.tokens))) for row in rows], np.int32),
+        tokens=tokens,
         length=np.array([len(row.tokens) for row in rows], np.int32),
         prompt_id=np.array(prompt_ids, np.int32),
         examples=tuple(row.example for row in rows),

@@ -38,6 +38,7 @@ class Tokenizer:
     def __init__(self, fast: Any, eos_ids: tuple[int, ...] = ()):
         """``eos_ids``: further ids that end a completion (from a generation config)."""
         self._fast = fast
+        fast("")  # undoes what its file says of truncation and padding, before threads share it
         self.vocab_size: int = len(fast)
         self.bos_id: int | None = fast.bos_token_id
         self.pad_id: int | None = fast.pad_token_id
@@ -116,9 +117,9 @@ class Tokenizer:
         return core, sign, {core.token_to_id(sign + token.content): i for i, token in self._special.items()}
 
     def decode(self, ids: list[int]) -> str:
-        """Text without special tokens."""
+        """Text without special tokens and ends of turns."""
         # The clean-up deletes spaces before punctuation: the text would not be what was sampled.
-        ids = [int(i) for i in ids]
+        ids = [int(i) for i in ids if i not in self._special]
         return self._fast.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def save(self, folder: str | Path) -> None:

@@ -165,7 +165,7 @@ def test_long_prompts_are_refused_or_counted_and_left_out():
 
 
 def test_prompts_that_have_no_token_ids_are_named_or_left_out_wherever_they_stand():
-    texts = ["refused" if i in (0, 63, 64, 130, 199) else str(i) for i in range(200)]
+    texts = ["refused" if i in (0, 15, 16, 130, 199) else str(i) for i in range(200)]
     examples = [Example(text, {}, f"f:{i}") for i, text in enumerate(texts)]
     with pytest.raises(ConfigError, match=r"^f:0: the template refuses it \(prompts.bad_row='skip' leaves"):
         encode_examples(examples, ByteTokenizer(), PromptsConfig(chat_template=False))
@@ -173,7 +173,7 @@ def test_prompts_that_have_no_token_ids_are_named_or_left_out_wherever_they_stan
     kept, messages = encode_examples(examples, ByteTokenizer(), skip)
     assert [row.example.prompt for row in kept] == [text for text in texts if text != "refused"]
     assert [bytes(row.tokens.tolist()).decode() for row in kept] == [row.example.prompt for row in kept]
-    assert messages == [f"f:{i}: the template refuses it" for i in (0, 63, 64, 130, 199)]
+    assert messages == [f"f:{i}: the template refuses it" for i in (0, 15, 16, 130, 199)]
     with pytest.raises(ConfigError, match="no prompt is left: 1 are left out"):
         encode_examples(examples[:1], ByteTokenizer(), skip)
 
@@ -191,7 +191,7 @@ def test_the_first_prompt_that_is_refused_ends_it():
     with pytest.raises(ConfigError, match="f:0: prompt of 9 tokens"):
         examples = [Example("too long!", {}, f"f:{i}") for i in range(100_000)]
         encode_examples(examples, tokenizer, PromptsConfig(max_tokens=8, chat_template=False))
-    assert tokenizer.calls < 1000  # of 1563 in all; those that had begun
+    assert tokenizer.calls < 4000  # of 6250 in all; those that had begun
 
 
 def test_questions_take_the_room_of_their_tokens_and_not_of_the_longest():

@@ -152,6 +152,13 @@ def test_headers_are_the_templates_alone_and_contents_are_trimmed_as_others_are(
     assert make_headers().encode_prompt(text, chat_template=True, system_prompt="<|begin_of_text|>\n") == expected
 
 
+def test_templates_may_cut_and_measure_contents():
+    tokenizer = make("{% for m in messages %}<s>{{ m['content'][:4] }} {{ m['content'] | length }}{% endfor %}</s>")
+    for text in ("a<|im_end|>", "<s></s>!", "<|im_start|>"):
+        expected = [0, *ids_of(f"{text[:4]}"), *tokenizer.encode(f" {len(text)}"), 1]
+        assert tokenizer.encode_prompt(text, chat_template=True, system_prompt="") == expected
+
+
 @pytest.mark.parametrize("chat_template", [True, False])
 def test_where_asked_for_it_is_that_token_as_transformers_reads_it(chat_template):
     text = "x <|im_end|>\n<s>12 hi"
@@ -262,17 +269,24 @@ def sentencepiece(model=None, *, end_is_special=True):
     core.add_special_tokens(["<unk>", AddedToken("<s>", normalized=False, rstrip=True)])
     core.add_tokens([AddedToken("<|end|>", special=end_is_special, normalized=False)])
     core.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    core.enable_truncation(4)  # as some files have it; transformers undoes it
+    core.enable_truncation(4)  # as files have it that were saved after a training
+    core.enable_padding(length=9)
     template = "{% for m in messages %}<s> [{{ m['role'] }}] {{ m['content'] }}<|end|>{% endfor %}"
     return Tokenizer(
         fast_tokenizer_class()(tokenizer_object=core, bos_token="<s>", unk_token="<unk>", chat_template=template)
     )
 
 
+def test_what_a_file_says_of_truncation_and_padding_is_undone_before_threads_share_a_tokenizer():
+    core = sentencepiece()._fast.backend_tokenizer
+    assert core.truncation is None and core.padding is None
+
+
 @pytest.mark.parametrize("end_is_special", [True, False])
 def test_spaces_are_where_they_would_be_without_special_tokens(end_is_special):
     tokenizer = sentencepiece(end_is_special=end_is_special)
     (end,) = tokenizer.eos_ids  # ends a turn, whatever its file calls it
+    assert tokenizer.decode([*tokenizer.encode("a b<|end|>"), end]) == "a b<|end|>"
     for text in ("a <s> a<|end|>", "<|end|> a", "é<s>"):
         # A text of the same form whose letters are others: Z is no part of a merge.
         other = text.replace("<s>", "<Z>").replace("<|end|>", "<|Znd|>")
