@@ -519,6 +519,9 @@ def test_a_damaged_parquet_file_is_one_line(load_table, tmp_path):
     pyarrow, path = pytest.importorskip("pyarrow"), tmp_path / "q.parquet"
     load_table({"prompt": (["a"] * 50,), "answer": ([1] * 50,), "x": ([[1]] * 50, pyarrow.list_(pyarrow.int64()))})
     whole, random, refused = path.read_bytes(), np.random.default_rng(0), 0
+    path.write_bytes(whole.replace(b"answer", b"\xffnswer"))
+    with pytest.raises(ConfigError, match=f"prompts.name='{path}' is not a Parquet file: 'utf-8' codec"):
+        tasks.load(PromptsConfig(source="parquet", name=str(path)), seed=0)
     for _ in range(300):
         damaged = bytearray(whole)
         for _ in range(random.integers(1, 6)):
