@@ -14,7 +14,7 @@
     optimizer      the optimizer alone on a gradient of ones
     ring           insert and draw of 40 short rows by the ring's capacity: should be flat
     publish        copy of the float32 weights, and cast to bfloat16, split by layer
-    questions      100,000 questions of 120 tokens: read from JSONL, 128 held out, tokenised by SmolLM2's tokenizer (as
+    questions      100,000 questions of 87 tokens: read from JSONL, 128 held out, tokenised by SmolLM2's tokenizer (as
                    a run does, and one by one), their order made, 16 drawn; and the memory that they then take
     host_gap       share of an iteration of the main job in which the device has nothing to do, measured in ``train``
                    itself: a thread sees when each program ends (stopwatch.DeviceClock), so that nothing is
