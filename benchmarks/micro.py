@@ -14,6 +14,8 @@
     optimizer      the optimizer alone on a gradient of ones
     ring           insert and draw of 40 short rows by the ring's capacity: should be flat
     publish        copy of the float32 weights, and cast to bfloat16, split by layer
+    questions      100,000 questions of 87 tokens: read from JSONL, 128 held out, tokenised by SmolLM2's tokenizer (as
+                   a run does, and one by one), their order made, 16 drawn; and the memory that they then take
     host_gap       share of an iteration of the main job in which the device has nothing to do, measured in ``train``
                    itself: a thread sees when each program ends (stopwatch.DeviceClock), so that nothing is
                    serialised; from there until the next program is dispatched is the gap
@@ -27,10 +29,12 @@ Owns: what is measured with which sizes. Does not know: how programs are built (
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
 import io
+import json
 import os
 import statistics
 import sys
@@ -44,6 +48,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import psutil
 from rich.console import Console
 from rich.table import Table
 
@@ -54,15 +59,18 @@ from benchmarks.iteration import Iteration, one_device, random_params, random_pr
 from benchmarks.results import Figure
 from benchmarks.shapes import SHAPES
 from benchmarks.stopwatch import DeviceClock, Stopwatch, idle_shares, median_seconds
-from jaxrl_llm import replay, rng
+from jaxrl_llm import replay, rng, tasks
 from jaxrl_llm.assembly import assemble
-from jaxrl_llm.config import Config, freeze
+from jaxrl_llm.config import Config, PromptsConfig, freeze
+from jaxrl_llm.models import pretrained
 from jaxrl_llm.models.policy import PLAIN
 from jaxrl_llm.models.presets import PRESETS, Architecture
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.ops.logp import chunked_logp, project
 from jaxrl_llm.ops.sampling import Filter, token_logp
 from jaxrl_llm.programs import compile_all
+from jaxrl_llm.prompts import PromptStream, encode_examples, split_held_out
+from jaxrl_llm.tokenizer import ByteTokenizer
 
 PROMPT, COMPLETION, GROUP = 52, 64, 8
 SLOTS = (1, 16, 64, 128)
@@ -313,6 +321,43 @@ def publish(s: Setting) -> Iterator[Row]:
         yield Row(f"publish/{dtype}", seconds, Work(0, (4 + size) * s.arch.num_params))
 
 
+def questions(s: Setting) -> Iterator[Row]:
+    num, tokenizer = 300, ByteTokenizer()
+    if s.arch is not SHAPES["tiny"]:
+        num, tokenizer = 100_000, pretrained.resolve(pretrained.SMOLLM2).tokenizer()
+    random, words = np.random.default_rng(0), __doc__.split()
+    seconds, memory, process = collections.defaultdict(list), [], psutil.Process()
+
+    def timed(name: str, call: Callable[..., Any], *arguments: Any, **settings: Any) -> Any:
+        start = time.perf_counter()
+        result = call(*arguments, **settings)
+        seconds[name].append(time.perf_counter() - start)
+        return result
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "questions.jsonl"
+        with path.open("w") as file:
+            for i in range(num):
+                text = " ".join(random.choice(words, random.integers(10, 60)))
+                file.write(json.dumps({"prompt": f"Question {i}: {text}", "answer": i}) + "\n")
+        config = PromptsConfig(source="jsonl", name=str(path), size=0, max_tokens=1024)
+        how = {"chat_template": True, "system_prompt": ""}
+        for _ in range(s.repeats):
+            before = process.memory_info().rss
+            examples = timed("read", tasks.load, config, seed=0).examples
+            examples, _ = timed("held out", split_held_out, examples, 128, seed=0)
+            encoded, _ = timed("tokenised", encode_examples, examples, tokenizer, config)
+            stream = timed("ordered", PromptStream, encoded, config, seed=0)
+            memory.append(process.memory_info().rss - before)
+            for _ in range(20):
+                timed("next 16", stream.next_batch, 16)
+            timed("tokenised one by one", lambda e=examples: [tokenizer.encode_prompt(x.prompt, **how) for x in e])
+            del examples, encoded, stream
+    for name, found in seconds.items():
+        yield Row(f"questions/{num} {name}", statistics.median(found))
+    yield Row(f"questions/{num} memory", memory[0] / 1e6, unit="MB")  # later turns find it in the process
+
+
 def host_gap(s: Setting) -> Iterator[Row]:
     del s  # the main job's own model
     from configs import grpo_smollm2_135m_chain_sum as main_job
@@ -344,6 +389,7 @@ BENCHMARKS: dict[str, Callable[[Setting], Iterator[Row]]] = {
     "optimizer": optimizer,
     "ring": ring,
     "publish": publish,
+    "questions": questions,
     "host_gap": host_gap,
 }
 
@@ -371,7 +417,8 @@ def main(arguments: list[str]) -> int:
         for row in rows:
             figures.append(Figure(row.name, row.value, row.unit, "less"))
             if row.work is None:
-                table.add_row(row.name, f"{row.value:,.0f} MB" if row.unit == "MB" else f"{row.value:.2%} {row.unit}")
+                shown = {"MB": f"{row.value:,.0f} MB", "s": f"{row.value * 1e3:,.3f} ms"}
+                table.add_row(row.name, shown.get(row.unit, f"{row.value:.2%} {row.unit}"))
                 continue
             least = row.floor(ceilings)
             figures.append(Figure(f"{row.name}/share_of_floor", least / row.value, "", "more"))

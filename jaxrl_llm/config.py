@@ -61,6 +61,8 @@ class PromptsConfig:
     system_prompt: str = ""
     # Wrap prompts in the model's chat template. False: the text is the prompt.
     chat_template: bool = True
+    # Read what looks like a special token ("<|im_end|>") in these texts, or answers of others, as one. False: as text.
+    special_tokens: bool = False
     # A row that cannot be read: "error" stops before the run, "skip" reports, counts and goes on.
     bad_row: str = "error"
     # A prompt over max_tokens: likewise.

@@ -43,7 +43,7 @@ import numpy as np
 from jaxrl_llm.assembly import Run
 from jaxrl_llm.config import Config, ConfigError
 from jaxrl_llm.limits import NEED_NO_SIBLINGS
-from jaxrl_llm.tasks.files import BadRowError, parse, question
+from jaxrl_llm.tasks.files import BadRowError, json_lines, parse, question
 from jaxrl_llm.types import (
     OUTCOME_ERROR,
     OUTCOME_SCORE,
@@ -204,8 +204,7 @@ def shared_groups(groups: Sequence[Any], rewards: Rewards, lookup: Callable[[int
     """
     lines = []
     for group, total in zip(groups, rewards.total.reshape(len(groups), -1).tolist(), strict=True):
-        asked = lookup(group.prompt_id)
-        ids = asked.tokens[: asked.length].tolist()
+        ids = lookup(group.prompt_id).tokens.tolist()
         lines.append(
             {"prompt": group.example.prompt, "prompt_ids": ids, "completions": group.completions, "rewards": total}
         )
@@ -234,17 +233,16 @@ class _Reader:
             own = {name: row.pop(name, None) for name in ("completions", "rewards", "prompt_ids")}
         prompt, columns = question(row)
         prompts = self.config.prompts
+        how = {name: getattr(prompts, name) for name in ("chat_template", "system_prompt", "special_tokens")}
         try:
-            ids = self.tokenizer.encode_prompt(
-                prompt, chat_template=prompts.chat_template, system_prompt=prompts.system_prompt
-            )
+            ids = self.tokenizer.encode_prompt(prompt, **how)
+            completions = self._completions(own["completions"])
         except ConfigError as error:
             raise BadRowError(str(error)) from error
         if not 1 <= len(ids) <= prompts.max_tokens:
             raise BadRowError(f"`prompt` has {len(ids)} tokens, and prompts.max_tokens={prompts.max_tokens}")
         if own["prompt_ids"] not in (None, ids):
             raise BadRowError("`prompt_ids` are not what this run's tokenizer and chat template make of the prompt")
-        completions = self._completions(own["completions"])
         return Group(
             Example(prompt, columns, origin),
             ids,
@@ -265,7 +263,8 @@ class _Reader:
         for i, ids in enumerate(given):
             where = f"`completions[{i}]`"
             if isinstance(ids, str):
-                ids = [*self.tokenizer.encode(ids), self.tokenizer.eos_ids[0]]
+                special = self.config.prompts.special_tokens
+                ids = [*self.tokenizer.encode(ids, special_tokens=special), self.tokenizer.eos_ids[0]]
             if not isinstance(ids, list) or not ids or not all(type(i) is int for i in ids):
                 raise BadRowError(f"{where} must be a text or a list of token ids")
             wrong = [i for i in ids if not 0 <= i < self.vocab_size]
@@ -305,15 +304,13 @@ class _File:
     def __init__(self, path: pathlib.Path, reader: _Reader):
         self._groups, self._position = [], 0
         try:
-            lines = path.read_bytes().split(b"\n")
-        except OSError as error:
-            raise ConfigError(f"external.paths: {path} cannot be read: {error.strerror or error}") from error
-        for number, line in enumerate(lines, 1):
-            if line.strip():
+            for number, line in json_lines(path):
                 try:
                     self._groups.append(reader.group(line, f"{path}:{number}"))
                 except BadRowError as error:
                     raise ConfigError(f"{path}:{number}: {error}") from error
+        except OSError as error:
+            raise ConfigError(f"external.paths: {path} cannot be read: {error.strerror or error}") from error
         if not self._groups:
             raise ConfigError(f"external.paths: {path} is empty")
 

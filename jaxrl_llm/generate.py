@@ -26,6 +26,7 @@ from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.programs import compile_all, use_cache
 from jaxrl_llm.rollout import Generator
 from jaxrl_llm.sampler import Sampler
+from jaxrl_llm.tasks.files import BadRowError, prompt_of
 from jaxrl_llm.types import STOP_NAMES, Example, PromptBatch
 
 
@@ -39,6 +40,7 @@ def generate(
     seed: int,
     compute_dtype: str,
     system_prompt: str = "",
+    special_tokens: bool = False,
 ) -> list[dict[str, Any]]:
     """Output rows for the input rows of ``path``, in their order.
 
@@ -46,12 +48,14 @@ def generate(
         ConfigError: a row that is no prompt, or a prompt longer than the model allows.
     """
     arch, tokenizer = source.architecture(), source.tokenizer()
-    table = rows.read(path)
-    prompts = [_prompt_ids(path, row, tokenizer, arch.vocab_size, system_prompt) for row in table]
-    buckets = collections.defaultdict(list)
-    for index, ids in enumerate(prompts):
-        where = f"{path}:{table[index]['_line']}: prompt and --max_tokens={sampling.max_completion_tokens}"
-        rows.check_positions(where, len(ids) + sampling.max_completion_tokens, arch.max_positions)
+    table, prompts, buckets = [], [], collections.defaultdict(list)
+    how = {"chat_template": True, "system_prompt": system_prompt, "special_tokens": special_tokens}
+    for index, (where, row) in enumerate(rows.read(path)):
+        ids = _prompt_ids(where, row, tokenizer, arch.vocab_size, how)
+        both = f"{where}: prompt and --max_tokens={sampling.max_completion_tokens}"
+        rows.check_positions(both, len(ids) + sampling.max_completion_tokens, arch.max_positions)
+        table.append(row)
+        prompts.append(ids)
         buckets[min(rows.bucket(len(ids)), arch.max_positions - sampling.max_completion_tokens)].append(index)
 
     use_cache(Config().compilation_cache)
@@ -101,17 +105,13 @@ def generate(
     return output
 
 
-def _prompt_ids(path: str, row: dict[str, Any], tokenizer: Any, vocab_size: int, system_prompt: str) -> list[int]:
+def _prompt_ids(where: str, row: dict[str, Any], tokenizer: Any, vocab_size: int, how: dict[str, Any]) -> list[int]:
     if "prompt_ids" in row:
-        return rows.token_ids(path, row, "prompt_ids", vocab_size, minimum=1)
-    prompt = row.get("prompt", row.get("messages"))
-    if not isinstance(prompt, (str, list)) or not prompt:
-        raise ConfigError(f"{path}:{row['_line']}: must have `prompt_ids`, or a non-empty `prompt` or `messages`")
-    for message in prompt if isinstance(prompt, list) else ():
-        if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
-            where = f"{path}:{row['_line']}"
-            raise ConfigError(f"{where}: a message must have texts `role` and `content`, not {message!r:.60}")
-    return tokenizer.encode_prompt(prompt, chat_template=True, system_prompt=system_prompt)
+        return rows.token_ids(where, row, "prompt_ids", vocab_size, minimum=1)
+    try:
+        return tokenizer.encode_prompt(prompt_of(row), **how)
+    except (BadRowError, ConfigError) as error:
+        raise ConfigError(f"{where}: without `prompt_ids`: {error}") from error
 
 
 def main() -> None:
@@ -147,6 +147,7 @@ def main() -> None:
         seed=SEED.value,
         compute_dtype=DTYPE.value,
         system_prompt=SYSTEM_PROMPT.value,
+        special_tokens=SPECIAL_TOKENS.value,
     )
     rows.write(OUTPUT.value, output)
     tokens = sum(len(row["completion_ids"]) for row in output)
@@ -169,5 +170,6 @@ if __name__ == "__main__":
     BATCH_SIZE = flags.DEFINE_integer("batch_size", 64, "Rows decoded side by side.")
     DTYPE = flags.DEFINE_string("compute_dtype", "float32", "float32 or bfloat16.")
     SYSTEM_PROMPT = flags.DEFINE_string("system_prompt", "", "System message before a text prompt.")
+    SPECIAL_TOKENS = flags.DEFINE_bool("special_tokens", False, "Read what looks like a special token as that token.")
     flags.mark_flags_as_required(["model", "prompts", "output"])
     cli.run(main)

@@ -6,8 +6,10 @@ Owns: which questions are held out, their token ids, their order. Does not know:
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import hashlib
+import itertools
 import json
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -18,14 +20,16 @@ import numpy as np
 from jaxrl_llm.config import ConfigError, PromptsConfig
 from jaxrl_llm.types import Example, PromptBatch
 
+ENCODED_AT_ONCE = 16  # prompts in one call of the tokenizer: of a megabyte each they take some ten seconds
+
 
 @dataclasses.dataclass(frozen=True)
 class EncodedExample:
-    """A question with its token ids, as wide as every prompt of the run."""
+    """A question with its token ids."""
 
     example: Example
-    tokens: Any  # [L] i32 numpy, right-padded with 0
-    length: int  # 1..L
+    tokens: Any  # [1..width] i32 numpy
+    width: int  # L, of every prompt of the run
 
 
 def split_held_out(
@@ -57,35 +61,47 @@ def split_held_out(
 
 
 def encode_examples(
-    examples: Iterable[Example], tokenizer: Any, config: PromptsConfig
+    examples: Sequence[Example], tokenizer: Any, config: PromptsConfig
 ) -> tuple[list[EncodedExample], list[str]]:
-    """Token ids of each question that fits ``config.max_tokens``, and a message for each that does not.
+    """Token ids of each question that fits ``config.max_tokens``, and a message for each that is left out.
 
     Raises:
-        ConfigError: a prompt is too long under ``prompts.long_prompt="error"``, none is left, or one has no token.
+        ConfigError: a prompt is too long under ``prompts.long_prompt="error"``, or has no token ids under
+            ``prompts.bad_row="error"``; or none is left.
     """
-    encoded, long_prompts = [], []
-    for example in examples:
-        ids = tokenizer.encode_prompt(
-            example.prompt, chat_template=config.chat_template, system_prompt=config.system_prompt
-        )
-        if len(ids) > config.max_tokens:
-            message = f"{example.origin}: prompt of {len(ids)} tokens is over prompts.max_tokens={config.max_tokens}"
-            if config.long_prompt == "error":
-                raise ConfigError(f"{message} (prompts.long_prompt='skip' leaves such rows out)")
-            long_prompts.append(message)
-            continue
-        if not len(ids):
-            raise ConfigError(f"{example.origin}: the prompt has no token")
-        tokens = np.zeros(config.max_tokens, np.int32)
-        tokens[: len(ids)] = ids
-        encoded.append(EncodedExample(example, tokens, len(ids)))
+    encoded, left_out = [], []
+    how = {name: getattr(config, name) for name in ("chat_template", "system_prompt", "special_tokens")}
+
+    def leave_out(example: Example, reason: object, setting: str) -> None:
+        message = f"{example.origin}: {reason}"
+        if getattr(config, setting) == "error":
+            raise ConfigError(f"{message} (prompts.{setting}='skip' leaves such rows out)")
+        left_out.append(message)
+
+    def token_ids(some: Sequence[Example]) -> list[list[int] | ConfigError]:
+        try:
+            return tokenizer.encode_prompts([example.prompt for example in some], **how)
+        except ConfigError as error:  # of one of them
+            return [error] if len(some) == 1 else [ids for example in some for ids in token_ids([example])]
+
+    pool = concurrent.futures.ThreadPoolExecutor()  # tokenizers work outside the interpreter's lock
+    try:
+        token_ids(examples[:1])  # here: a template that does not end is ended in the main thread alone
+        parts = [examples[i : i + ENCODED_AT_ONCE] for i in range(0, len(examples), ENCODED_AT_ONCE)]
+        made = itertools.chain.from_iterable(pool.map(token_ids, parts))
+        for example, ids in zip(examples, made, strict=True):
+            if isinstance(ids, ConfigError) or not ids:
+                leave_out(example, ids or "the prompt has no token", "bad_row")
+            elif len(ids) > config.max_tokens:
+                reason = f"prompt of {len(ids)} tokens is over prompts.max_tokens={config.max_tokens}"
+                leave_out(example, reason, "long_prompt")
+            else:
+                encoded.append(EncodedExample(example, np.array(ids, np.int32), config.max_tokens))
+    finally:
+        pool.shutdown(cancel_futures=True)
     if not encoded:
-        raise ConfigError(
-            f"prompts.max_tokens={config.max_tokens}: no prompt is left; {len(long_prompts)} are longer"
-            + (f" ({long_prompts[0]})" if long_prompts else "")
-        )
-    return encoded, long_prompts
+        raise ConfigError(f"no prompt is left: {len(left_out)} are left out ({left_out[0]})")
+    return encoded, left_out
 
 
 def batch_of(encoded: Sequence[EncodedExample], indices: Iterable[int], first_prompt_id: int) -> PromptBatch:
@@ -95,9 +111,12 @@ def batch_of(encoded: Sequence[EncodedExample], indices: Iterable[int], first_pr
 
 
 def _batch(rows: Sequence[EncodedExample], prompt_ids: Sequence[int]) -> PromptBatch:
+    tokens = np.zeros((len(rows), rows[0].width if rows else 0), np.int32)
+    for padded, row in zip(tokens, rows, strict=True):
+        padded[: len(row.tokens)] = row.tokens
     return PromptBatch(
-        tokens=np.stack([row.tokens for row in rows]) if rows else np.zeros((0, 0), np.int32),
-        length=np.array([row.length for row in rows], np.int32),
+        tokens=tokens,
+        length=np.array([len(row.tokens) for row in rows], np.int32),
         prompt_id=np.array(prompt_ids, np.int32),
         examples=tuple(row.example for row in rows),
     )
@@ -125,7 +144,7 @@ class PromptStream:
         self._answers: dict[int, tuple[int, int]] = {}  # question -> passed, scored; kept where one may retire
         digest = hashlib.sha256(json.dumps([len(encoded), config.shuffle, seed]).encode())
         for row in encoded:
-            digest.update(row.tokens[: row.length].tobytes() + b"/")
+            digest.update(row.tokens.tobytes() + b"/")
         self._fingerprint = digest.hexdigest()[:16]
 
     def next_batch(self, num_prompts: int) -> PromptBatch:

@@ -6,37 +6,33 @@ Owns: reading rows with errors that name file and line, lengths in buckets. Does
 from __future__ import annotations
 
 import json
-import os
 import pathlib
 from collections.abc import Iterable
 from typing import Any
 
 from jaxrl_llm.config import ConfigError
+from jaxrl_llm.tasks.files import BadRowError, json_lines, parse
 
 
-def read(path: str) -> list[dict[str, Any]]:
-    """The objects of a JSONL file; blank lines are passed over.
+def read(path: str) -> list[tuple[str, dict[str, Any]]]:
+    """The objects of a JSONL file, each with its place, "file:line"; blank lines are passed over.
 
     Raises:
         ConfigError: no such file, no row, or a line that is not a JSON object.
     """
     rows = []
     try:
-        text = pathlib.Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from error
-    for number, line in enumerate(text.splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"{path}:{number}: not JSON: {error.msg} at column {error.colno}") from error
-        except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets in brackets
-            raise ConfigError(f"{path}:{number}: not JSON: {error}") from error
-        if not isinstance(row, dict):
-            raise ConfigError(f"{path}:{number}: must be an object, not {type(row).__name__}")
-        rows.append(row | {"_line": number})
+        for number, line in json_lines(pathlib.Path(path)):
+            where = f"{path}:{number}"
+            try:
+                row = parse(line)
+            except BadRowError as error:
+                raise ConfigError(f"{where}: {error}") from error
+            if not isinstance(row, dict):
+                raise ConfigError(f"{where}: must be an object, not {type(row).__name__}")
+            rows.append((where, row))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
     if not rows:
         raise ConfigError(f"{path}: holds no row")
     return rows
@@ -48,23 +44,22 @@ def check_output(path: str) -> None:
     Raises:
         ConfigError: the folder is not there.
     """
-    if not path or not os.path.isdir(pathlib.Path(path).parent) or os.path.isdir(path):
+    if not pathlib.Path(path).parent.is_dir() or pathlib.Path(path).is_dir():
         raise ConfigError(f"--output={path} must be a file in a folder that exists")
 
 
 def write(path: str, rows: Iterable[dict[str, Any]]) -> None:
-    """One object a line, without the reader's own field."""
-    lines = (json.dumps({k: v for k, v in row.items() if k != "_line"}) for row in rows)
-    pathlib.Path(path).write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    """One object a line."""
+    pathlib.Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def token_ids(path: str, row: dict[str, Any], field: str, vocab_size: int, *, minimum: int) -> list[int]:
-    """The list of token ids in a row's field.
+def token_ids(where: str, row: dict[str, Any], field: str, vocab_size: int, *, minimum: int) -> list[int]:
+    """The list of token ids in the field of a row at ``where``.
 
     Raises:
         ConfigError: not a list of ids of this model, or shorter than ``minimum``.
     """
-    where = f"{path}:{row['_line']}: `{field}`"
+    where = f"{where}: `{field}`"
     ids = row.get(field)
     if not isinstance(ids, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
         raise ConfigError(f"{where} must be a list of token ids")

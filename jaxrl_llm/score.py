@@ -36,12 +36,12 @@ def score(source: pretrained.Source, path: str, *, batch_size: int, compute_dtyp
         ConfigError: a row without token ids of this model, or longer than it allows.
     """
     arch = source.architecture()
-    table = rows.read(path)
-    pairs = []
-    for row in table:
-        prompt = rows.token_ids(path, row, "prompt_ids", arch.vocab_size, minimum=1)
-        completion = rows.token_ids(path, row, "completion_ids", arch.vocab_size, minimum=0)
-        rows.check_positions(f"{path}:{row['_line']}", len(prompt) + len(completion), arch.max_positions)
+    table, pairs = [], []
+    for where, row in rows.read(path):
+        prompt = rows.token_ids(where, row, "prompt_ids", arch.vocab_size, minimum=1)
+        completion = rows.token_ids(where, row, "completion_ids", arch.vocab_size, minimum=0)
+        rows.check_positions(where, len(prompt) + len(completion), arch.max_positions)
+        table.append(row)
         pairs.append((prompt, completion))
     buckets = collections.defaultdict(list)
     for index, (prompt, completion) in enumerate(pairs):

@@ -41,8 +41,8 @@ from jaxrl_llm.types import Example, PromptBatch
 Rows = tuple[jax.Array, jax.Array, jax.Array]  # tokens [B,S], prompt_length [B], length [B], all i32
 
 
-def answer_tokens(example: Example, tokenizer: Any, width: int) -> list[int]:
-    """Token ids of the question's answer and the end after it.
+def answer_tokens(example: Example, tokenizer: Any, width: int, special_tokens: bool = False) -> list[int]:
+    """Token ids of the question's answer and the end after it; ``special_tokens`` as in ``prompts``.
 
     Raises:
         ConfigError: no column ``answer`` of text, or more than ``width`` tokens.
@@ -50,7 +50,7 @@ def answer_tokens(example: Example, tokenizer: Any, width: int) -> list[int]:
     answer = example.columns.get("answer")
     if not isinstance(answer, str):
         raise ConfigError(f"{example.origin}: column answer={answer!r} must be a text to learn from")
-    ids = [*tokenizer.encode(answer), tokenizer.eos_ids[0]]
+    ids = [*tokenizer.encode(answer, special_tokens=special_tokens), tokenizer.eos_ids[0]]
     if len(ids) > width:
         raise ConfigError(
             f"{example.origin}: {len(ids)} tokens of answer and end are over sampling.max_completion_tokens={width}"
@@ -58,12 +58,14 @@ def answer_tokens(example: Example, tokenizer: Any, width: int) -> list[int]:
     return ids
 
 
-def answer_rows(batch: PromptBatch, tokenizer: Any, width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def answer_rows(
+    batch: PromptBatch, tokenizer: Any, width: int, special_tokens: bool = False
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """``Rows`` of question ++ answer ++ end, right-padded with 0 to L + width."""
     tokens = np.pad(batch.tokens, ((0, 0), (0, width)))
     length = np.array(batch.length)
     for row, example in enumerate(batch.examples):
-        answer = answer_tokens(example, tokenizer, width)
+        answer = answer_tokens(example, tokenizer, width, special_tokens)
         tokens[row, length[row] : length[row] + len(answer)] = answer
         length[row] += len(answer)
     return tokens, np.array(batch.length), length
@@ -138,7 +140,7 @@ def sft(config: Config, out: pathlib.Path, *, until: float = 1.0) -> float:
         raise ConfigError(f"update.batch_size={size} must be a multiple of the {devices} devices it is split over")
     train_set, held_out, _ = questions(config, tokenizer)
     for row in (*train_set, *held_out):
-        answer_tokens(row.example, tokenizer, width)
+        answer_tokens(row.example, tokenizer, width, config.prompts.special_tokens)
 
     model = model_of(config, source.architecture(), mesh)
     optimizer = optim.make(config.scaled().optimizer, config.num_iterations)
@@ -151,7 +153,7 @@ def sft(config: Config, out: pathlib.Path, *, until: float = 1.0) -> float:
     stream = PromptStream(train_set, config.prompts, seed=config.seed)
 
     def rows(batch: PromptBatch) -> Rows:
-        made = answer_rows(batch, tokenizer, width)
+        made = answer_rows(batch, tokenizer, width, config.prompts.special_tokens)
         return jax.device_put(made, leading(mesh, made))
 
     def held_out_probability() -> float:

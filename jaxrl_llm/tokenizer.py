@@ -6,9 +6,12 @@ is imported when a tokenizer is made. Does not know: prompts of a task, batches,
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import os
+import re
+import secrets
 import signal
 import threading
 from pathlib import Path
@@ -18,15 +21,13 @@ from jaxrl_llm.config import ConfigError
 
 Messages = list[dict[str, str]]
 
-# How text is cut before byte-level BPE, by the name llama.cpp gives it. True: digits stand alone.
-PRE_TOKENIZERS = {"gpt-2": False, "smollm": True}
-
 # Tokens that end a turn in the chat templates of the Llama family, besides the tokenizer's own EOS.
 END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|end|>")
 
+# No text has halves of surrogate pairs: they hide what looks special in a user's text while a template is rendered.
+_HALF_PAIR = re.compile("[\ud800-\udfff]")
+
 TEMPLATE_SECONDS = 10.0  # that a prompt may take
-# A template for models that were never taught one: the contents, one after the other.
-PLAIN_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
 class Tokenizer:
@@ -41,6 +42,7 @@ class Tokenizer:
     def __init__(self, fast: Any, eos_ids: tuple[int, ...] = ()):
         """``eos_ids``: further ids that end a completion (from a generation config)."""
         self._fast = fast
+        fast("")  # undoes what its file says of truncation and padding, before threads share it
         self.bos_id: int | None = fast.bos_token_id
         self.pad_id: int | None = fast.pad_token_id
         vocabulary = fast.get_vocab()
@@ -49,30 +51,42 @@ class Tokenizer:
         turn_ends = [vocabulary[token] for token in END_OF_TURN if token in vocabulary and token in template]
         own = [] if fast.eos_token_id is None else [fast.eos_token_id]
         self.eos_ids: tuple[int, ...] = tuple(dict.fromkeys([*own, *eos_ids, *turn_ends]))
+        added = fast.added_tokens_decoder.items()
+        self._special = {i: token for i, token in added if token.special or i in self.eos_ids}
+        texts = sorted((token.content for token in self._special.values()), key=len, reverse=True)
+        self._looks_special = re.compile("|".join(map(re.escape, texts)) or "(?!)")
+        self._halves = {ord(x): 0xD800 + n for n, x in enumerate(dict.fromkeys("".join(texts)))}
 
-    def encode_prompt(self, prompt: str | Messages, *, chat_template: bool, system_prompt: str) -> list[int]:
-        """Token ids of a prompt, ready for a completion.
+    def encode_prompts(
+        self, prompts: list[str | Messages], *, chat_template: bool, system_prompt: str, special_tokens: bool = False
+    ) -> list[list[int]]:
+        """Token ids of prompts, ready for a completion each.
 
         Args:
-            prompt: text, or messages with "role" and "content".
+            prompts: texts, or messages with "role" and "content".
             chat_template: True wraps text as a user's message and renders the template up to the assistant's
                 turn. False: the text is the prompt, with the special tokens the tokenizer puts at a start.
             system_prompt: a system message before a text prompt; "" leaves it to the template.
+            special_tokens: what looks like a special token in these texts is one, not the template's own alone.
 
         Raises:
-            ConfigError: messages, or a system prompt, without a chat template.
+            ConfigError: messages, or a system prompt, without a chat template; one that the template refuses.
         """
+        hide = _checked if special_tokens else self._hide
         if not chat_template:
-            return self._fast(_plain_text(prompt, system_prompt))["input_ids"]
+            return self._encode([hide(_plain_text(prompt, system_prompt)) for prompt in prompts], at_start=True)
         if not self._fast.chat_template:
             raise ConfigError("prompts.chat_template=True, but the model's tokenizer has no chat template")
-        messages = _messages(prompt, system_prompt)
-        try:
-            return self.encode(self._rendered(messages))
-        except Exception as error:  # templates raise jinja's errors, of a package we need not know
-            raise ConfigError(
-                f"the chat template refuses the messages {messages!r:.200}: {str(error) or error!r}"
-            ) from error
+        texts = []
+        for prompt in prompts:
+            messages = [{key: hide(text) for key, text in m.items()} for m in _messages(prompt, system_prompt)]
+            try:
+                texts.append(self._rendered(messages))
+            except Exception as error:  # templates raise jinja's errors, of a package we need not know
+                raise ConfigError(
+                    f"the chat template refuses the messages {prompt!r:.200}: {str(error) or error!r}"
+                ) from error
+        return self._encode(texts, at_start=False)
 
     def _rendered(self, messages: Messages) -> str:
         """By the template, a program of the model's maker: a sandbox bounds what it reaches, this how long it runs."""
@@ -90,22 +104,45 @@ class Tokenizer:
             signal.setitimer(signal.ITIMER_REAL, *timer)
             signal.signal(signal.SIGALRM, handler)
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of the text and nothing else."""
-        return self._fast(text, add_special_tokens=False)["input_ids"]
+    def encode_prompt(self, prompt: str | Messages, **how: Any) -> list[int]:
+        """Token ids of one prompt; see ``encode_prompts``."""
+        return self.encode_prompts([prompt], **how)[0]
+
+    def encode(self, text: str, *, special_tokens: bool = False) -> list[int]:
+        """Token ids of the text and nothing else; ``special_tokens``: what looks like one is one."""
+        return self._encode([_checked(text) if special_tokens else self._hide(text)], at_start=False)[0]
+
+    def _encode(self, texts: list[str], *, at_start: bool) -> list[list[int]]:
+        ids = self._fast([_HALF_PAIR.sub("", text) for text in texts], add_special_tokens=at_start)["input_ids"]
+        return [self._spell(t, at_start) if _HALF_PAIR.search(t) else i for t, i in zip(texts, ids, strict=True)]
+
+    def _hide(self, text: str) -> str:
+        return self._looks_special.sub(lambda found: found[0].translate(self._halves), _checked(text))
+
+    def _spell(self, text: str, at_start: bool) -> list[int]:
+        core, sign, meant = self._speller
+        shown = self._looks_special.sub(sign + r"\g<0>", text).translate({h: x for x, h in self._halves.items()})
+        ids = core.encode(shown, add_special_tokens=at_start).ids
+        read = [self._special[i].content for i in ids if i in self._special and i != self._fast.unk_token_id]
+        if len(read) > at_start * core.num_special_tokens_to_add(False):
+            raise ConfigError(f"the tokenizer cannot spell {read[-1]!r}; prompts.special_tokens=True leaves it a token")
+        return [meant.get(i, i) for i in ids]
+
+    @functools.cached_property
+    def _speller(self) -> tuple[Any, str, dict[int, int]]:
+        """A copy that spells special tokens, except after a sign that no text foresees; the sign; the ids of these."""
+        core, sign = copy.deepcopy(self._fast.backend_tokenizer), secrets.token_hex(16)
+        core.encode_special_tokens = True
+        core.add_special_tokens([token.content for token in self._special.values()])
+        for token in self._special.values():
+            core.add_tokens([type(token)(**token.__getstate__() | {"content": sign + token.content, "special": False})])
+        return core, sign, {core.token_to_id(sign + token.content): i for i, token in self._special.items()}
 
     def decode(self, ids: list[int]) -> str:
-        """Text without special tokens."""
-        return self._decode(ids, skip_special_tokens=True)
-
-    def decode_raw(self, ids: list[int]) -> str:
-        """Text with special tokens."""
-        return self._decode(ids, skip_special_tokens=False)
-
-    def _decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
+        """Text without special tokens and ends of turns."""
         # The clean-up deletes spaces before punctuation: the text would not be what was sampled.
-        ids = [int(i) for i in ids]
-        return self._fast.decode(ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
+        ids = [int(i) for i in ids if i not in self._special]
+        return self._fast.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def save(self, folder: str | Path) -> None:
         """Write the tokenizer's files; ``load_tokenizer`` and transformers read them."""
@@ -124,41 +161,24 @@ class ByteTokenizer:
     eos_ids = (257,)
     special = ("<|bos|>", "<|eos|>", "<|pad|>", "<|unused|>")  # ids 256..259
 
-    def encode_prompt(self, prompt: str | Messages, *, chat_template: bool, system_prompt: str) -> list[int]:
+    def encode_prompts(self, prompts: list, *, chat_template: bool, system_prompt: str, **_: Any) -> list[list[int]]:
         if not chat_template:
-            return self.encode(_plain_text(prompt, system_prompt))
-        return self.encode("".join(message["content"] for message in _messages(prompt, system_prompt)))
+            return [self.encode(_plain_text(prompt, system_prompt)) for prompt in prompts]
+        return [self.encode("".join(m["content"] for m in _messages(prompt, system_prompt))) for prompt in prompts]
 
-    def encode(self, text: str) -> list[int]:
-        return list(text.encode("utf-8"))
+    encode_prompt = Tokenizer.encode_prompt
+
+    def encode(self, text: str, **_: Any) -> list[int]:
+        return list(_checked(text).encode("utf-8"))
 
     def decode(self, ids: list[int]) -> str:
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
 
-    def decode_raw(self, ids: list[int]) -> str:
-        parts = (bytes([i]) if i < 256 else self.special[i - 256].encode() for i in ids if i < self.vocab_size)
-        return b"".join(parts).decode("utf-8", errors="replace")
-
     def save(self, folder: str | Path) -> None:
         """Write the same map as a byte-level BPE without merges."""
-        from tokenizers.pre_tokenizers import ByteLevel
+        from jaxrl_llm.models.gguf import make_byte_tokenizer
 
-        # GPT-2's printable stand-ins: bytes that print stand for themselves, the others follow from 256 on.
-        printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-        others = [byte for byte in range(256) if byte not in printable]
-        stand_in = {byte: chr(byte) for byte in printable} | {b: chr(256 + n) for n, b in enumerate(others)}
-        assert sorted(stand_in.values()) == sorted(ByteLevel.alphabet())
-        bos, eos, pad, _ = self.special
-        make_bpe_tokenizer(
-            tokens=[*(stand_in[byte] for byte in range(256)), *self.special],
-            merges=[],
-            special=list(self.special),
-            pre_tokenizer="gpt-2",
-            chat_template=PLAIN_TEMPLATE,
-            bos=bos,
-            eos=eos,
-            pad=pad,
-        ).save(folder)
+        make_byte_tokenizer(self.special).save(folder)
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
@@ -172,7 +192,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
         raise ConfigError(f"{folder / 'tokenizer.json'}: no such file (only fast tokenizers are read)")
     generation = folder / "generation_config.json"
     try:
-        fast = _fast_class().from_pretrained(str(folder))
+        fast = fast_tokenizer_class().from_pretrained(str(folder))
         eos = json.loads(generation.read_text(encoding="utf-8")).get("eos_token_id") if generation.is_file() else None
     except Exception as error:  # transformers and tokenizers raise many kinds, the latter plain Exception
         raise ConfigError(f"{folder}: its tokenizer cannot be read ({error})") from error
@@ -182,42 +202,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     return Tokenizer(fast, tuple(eos))
 
 
-def make_bpe_tokenizer(
-    *,
-    tokens: list[str],
-    merges: list[tuple[str, str]],
-    special: list[str],
-    pre_tokenizer: str,
-    chat_template: str | None,
-    bos: str | None,
-    eos: str | None,
-    pad: str | None,
-) -> Tokenizer:
-    """A byte-level BPE tokenizer from its tables.
-
-    Args:
-        tokens: text of every id, bytes written with GPT-2's stand-ins.
-        merges: pairs of tokens, most frequent first.
-        special: those of ``tokens`` that text is never encoded to by merging.
-        pre_tokenizer: a key of ``PRE_TOKENIZERS``.
-    """
-    fast_class = _fast_class()
-    from tokenizers import AddedToken, decoders, models, pre_tokenizers
-    from tokenizers import Tokenizer as Core
-
-    core = Core(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    if PRE_TOKENIZERS[pre_tokenizer]:
-        byte_level = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
-    core.pre_tokenizer = byte_level
-    core.decoder = decoders.ByteLevel()
-    core.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
-    settings = {"bos_token": bos, "eos_token": eos, "pad_token": pad, "chat_template": chat_template}
-    settings = {key: value for key, value in settings.items() if value is not None}
-    return Tokenizer(fast_class(tokenizer_object=core, clean_up_tokenization_spaces=False, **settings))
-
-
-def _fast_class() -> type:
+def fast_tokenizer_class() -> type:
     # Before the first import. A forked reward worker would otherwise print a warning at every start, and
     # without torch transformers advises to install it.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -226,6 +211,13 @@ def _fast_class() -> type:
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast
+
+
+def _checked(text: str) -> str:
+    half = _HALF_PAIR.search(text)
+    if half:
+        raise ConfigError(f"{text!r:.60} has half a surrogate pair, {half[0]!r} at {half.start()}, which is no text")
+    return text
 
 
 def _plain_text(prompt: str | Messages, system_prompt: str) -> str:

@@ -64,7 +64,9 @@ def train(config: Config, workdir: pathlib.Path, *, allow_config_changes: bool =
     teacher = pretrained.resolve_reference(config.model, source)
     run = assemble(config, source.architecture(), tokenizer.eos_ids, mesh, teacher.architecture())
     check_room(run)
+    started = time.monotonic()
     train_set, held_out, skipped = questions(config, tokenizer)
+    read_s = time.monotonic() - started
     stream = PromptStream(train_set, config.prompts, seed=config.seed)
     memory = Memory(config, run.model.arch.width)
     source.check_weights(run.model, mesh)
@@ -76,7 +78,7 @@ def train(config: Config, workdir: pathlib.Path, *, allow_config_changes: bool =
     (workdir / "report.html").unlink(missing_ok=True)  # it says that the run came to its end
 
     progress = Progress(config.num_iterations, checkpoints.latest_iteration() or 0)
-    progress.note(describe(run, source, len(train_set), len(held_out)))
+    progress.note(describe(run, source, len(train_set), len(held_out), read_s))
     for message in skipped[:10] + ([f"... and {len(skipped) - 10} more"] if len(skipped) > 10 else []):
         progress.note(f"skipped {message}")
 
@@ -119,7 +121,7 @@ def train(config: Config, workdir: pathlib.Path, *, allow_config_changes: bool =
                 generator.state = restored.device_state["sampler"]
             for *where, prompt_id in restored.host_state["open_prompts"]:
                 row = stream.lookup(prompt_id)
-                generator.adopt(*where, prompt_id, row.example, row.tokens[: row.length].tolist())
+                generator.adopt(*where, prompt_id, row.example, row.tokens.tolist())
             progress.note(f"resumed at iteration {start} from {checkpoints.directory}")
 
         def score(group: FinishedGroup):
@@ -267,7 +269,7 @@ def train(config: Config, workdir: pathlib.Path, *, allow_config_changes: bool =
     return 0
 
 
-def describe(run: Run, source: pretrained.Source, num_train: int, num_held_out: int) -> str:
+def describe(run: Run, source: pretrained.Source, num_train: int, num_held_out: int, read_s: float) -> str:
     """What the run is about to do, in words and in the four batch numbers."""
     config, arch = run.config, run.model.arch
     axes = " x ".join(f"{name} {size}" for name, size in run.mesh.shape.items())
@@ -278,7 +280,8 @@ def describe(run: Run, source: pretrained.Source, num_train: int, num_held_out: 
         f"devices     {run.mesh.size} x {run.mesh.devices.flat[0].device_kind}; mesh {axes}",
         f"model       {config.model.path}: {arch.num_params / 1e6:.1f} M parameters, {arch.num_layers} layers, "
         f"width {arch.width}, vocabulary {arch.vocab_size}, {config.model.compute_dtype}",
-        f"questions   {num_train} to train on, {num_held_out} held out ({config.prompts.source} {config.prompts.name})",
+        f"questions   {num_train} to train on, {num_held_out} held out ({config.prompts.source} {config.prompts.name})"
+        + (f", read in {read_s:.0f} s" if read_s > 3 else ""),
         "batches, in sequences over all devices",
         f"  prompts per iteration  {config.rollout.prompts_per_iteration:>6}",
         f"  group size             {config.rollout.group_size:>6}   {config.rollouts_per_iteration} rollouts generated"

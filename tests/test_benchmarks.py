@@ -365,6 +365,11 @@ def test_device_clock_sees_every_program_and_hides_none_of_its_attributes():
     ("command", "arguments", "expected"),
     [
         (micro.main, ["--only", "publish"], ["publish/bfloat16", "publish/bfloat16/share_of_floor"]),
+        (
+            micro.main,
+            ["--only", "questions"],
+            ["questions/300 read", "questions/300 tokenised", "questions/300 next 16"],
+        ),
         (micro.main, ["--only", "logp"], ["logp/ours", "logp/autodiff, in chunks", "logp/ours, memory"]),
         pytest.param(
             gpu.main,

@@ -33,6 +33,7 @@ from jaxrl_llm.evaluation import questions
 from jaxrl_llm.external import External
 from jaxrl_llm.metrics import cost_values, rollout_values
 from jaxrl_llm.models import pretrained
+from jaxrl_llm.models.gguf import make_byte_tokenizer
 from jaxrl_llm.nested import differences
 from jaxrl_llm.prompts import PromptStream
 from jaxrl_llm.rewards import RewardPool
@@ -372,6 +373,11 @@ def loaded(config, folder, monkeypatch):
     return [[row.tokens.tolist() for row in rows] for rows in (train, held_out)], skipped, order.tokens.tolist()
 
 
+def spelled(config, folder, monkeypatch):
+    """Token ids of the questions by a tokenizer that has special tokens in its vocabulary."""
+    return [row.tokens.tolist() for row in questions(config, make_byte_tokenizer(ByteTokenizer.special))[0]]
+
+
 def scores(config, folder, monkeypatch):
     """What the reward pool makes of two completions, one of them slow, and with how many processes."""
     with RewardPool(config.rewards, task_scorer=tasks.scorer(config.prompts)) as pool:
@@ -488,6 +494,7 @@ FILES = {
     "messages.jsonl": rows({"messages": [{"role": "user", "content": "hi"}]}),
     "bad.jsonl": rows("a") + "{\n",
     "long.jsonl": rows("a", "b" * 40),
+    "special.jsonl": rows("a<|eos|>"),
     "shown.jsonl": rows({"prompt": "a", "completions": ["b", "c"]}),
     "told.jsonl": rows({"prompt": "a", "completions": ["d", "e"]}),
 }
@@ -519,6 +526,7 @@ ALIVE = {
     "prompts.max_tokens": (40, shapes, {}),
     "prompts.system_prompt": ("Be kind.", loaded, {}),
     "prompts.chat_template": (False, loaded, {"prompts.source": "jsonl", "prompts.name": "messages.jsonl"}),
+    "prompts.special_tokens": (True, spelled, {"prompts.source": "jsonl", "prompts.name": "special.jsonl"}),
     "prompts.bad_row": ("skip", loaded, {"prompts.source": "jsonl", "prompts.name": "bad.jsonl"}),
     "prompts.long_prompt": ("skip", loaded, {"prompts.source": "jsonl", "prompts.name": "long.jsonl"}),
     "prompts.shuffle": (False, loaded, {}),

@@ -18,6 +18,7 @@ from jaxrl_llm import credit, sharding
 from jaxrl_llm.assembly import assemble
 from jaxrl_llm.config import ConfigError, freeze
 from jaxrl_llm.external import External, shared_groups
+from jaxrl_llm.models.gguf import make_byte_tokenizer
 from jaxrl_llm.programs import compile_all
 from jaxrl_llm.prompts import encode_examples
 from jaxrl_llm.rollout import FinishedGroup
@@ -93,6 +94,17 @@ def test_a_line_becomes_the_rows_of_a_group(tmp_path):
     assert guests.groups[0].rewards[0] == 1 and np.isnan(guests.groups[0].rewards[1])
 
 
+@pytest.mark.parametrize(("special_tokens", "in_text"), [(False, [*b"<|eos|>"]), (True, [END])])
+def test_what_looks_like_an_end_in_an_answer_is_text_unless_asked_for(special_tokens, in_text, tmp_path):
+    path = written(tmp_path, line("p<|eos|>", ["a<|eos|>", "<|eos|>b"], rewards=[0, 1]))
+    sizes = {"prompts": {"max_tokens": 8, "special_tokens": special_tokens}, "sampling": {"max_completion_tokens": 9}}
+    source = External(make_run(path, groups=1, **sizes), make_byte_tokenizer(ByteTokenizer.special))
+    rows = jax.device_get(source.next_groups(0, unasked).rows)
+    found = [row[:n].tolist() for row, n in zip(rows.tokens, rows.length, strict=True)]
+    asked = [*b"p", *in_text]
+    assert found == [[*asked, 97, *in_text, END], [*asked, *in_text, 98, END], asked]
+
+
 def test_a_completion_that_ends_in_a_stop_string_was_not_cut(tmp_path):
     path = written(tmp_path, line(completions=[[97, 98], [97, 99]], rewards=[0, 1]))
     guests = external(path, groups=1, sampling={"stop_strings": ("b",)}).next_groups(0, unasked)
@@ -115,6 +127,8 @@ def test_a_completion_that_ends_in_a_stop_string_was_not_cut(tmp_path):
         (line(completions=["a", [True]]), "`completions[1]` must be a text or a list of token ids"),
         (line(completions=["a", [1, 264]]), "`completions[1]`: token id 264 is not in the model's vocabulary 0..263"),
         (line(completions=["a", "12345678"]), "`completions[1]` has 9 tokens, over sampling.max_completion_tokens=8"),
+        (line("\udc00"), "'\\udc00' has half a surrogate pair"),
+        (line(completions=["a", "\udc00"]), "'\\udc00' has half a surrogate pair"),
         (line(rewards=[1]), "`rewards` must be a list of 2 numbers"),
         (line(rewards=["1", 0]), "`rewards` must be a list of 2 numbers"),
         (line(rewards=[float("nan"), 0]), "`rewards` must be a list of 2 numbers"),

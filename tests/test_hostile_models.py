@@ -277,7 +277,6 @@ def encode(folder):
         "{% for i in range(10**12) %}{% endfor %}",
         "{{ 'a' * 10**11 }}",
         "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
-        "{{ '\\ud800' }}",
         "{% if %}",
         "{{ raise_exception('no\nway') }}",
         3,
@@ -454,7 +453,7 @@ def test_a_ggufs_tokenizer_whose_parts_do_not_fit_is_one_line(key, value, tmp_pa
     path = with_metadata(tmp_path / "x.gguf", **TOKENS | {f"tokenizer.ggml.{key}": value})
     refused(gguf.read_tokenizer, path, names=[f"{path}: "])
     good = with_metadata(tmp_path / "good.gguf", **TOKENS)
-    assert gguf.read_tokenizer(good).encode("ab") == [2]
+    assert gguf.read_tokenizer(good).encode("ab", special_tokens=True) == [2]
 
 
 def test_a_ggufs_weights_that_are_no_numbers_are_said(tmp_path):

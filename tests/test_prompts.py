@@ -1,14 +1,21 @@
 """Laws of the prompt stream and of the tasks behind it."""
 
+import datetime
+import decimal
+import gzip
 import json
+import math
+import os
+import pathlib
 import re
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
 
-from jaxrl_llm import tasks
+from jaxrl_llm import reward_worker, tasks
 from jaxrl_llm.config import ConfigError, PromptsConfig
 from jaxrl_llm.prompts import PromptStream, batch_of, encode_examples, split_held_out
 from jaxrl_llm.tasks import letters
@@ -18,9 +25,11 @@ from jaxrl_llm.types import Example
 class ByteTokenizer:
     """UTF-8 bytes; a template puts "<system>" before and ">" after."""
 
-    def encode_prompt(self, prompt, *, chat_template, system_prompt):
-        text = prompt if isinstance(prompt, str) else "|".join(m["content"] for m in prompt)
-        return list((system_prompt + text + ">" if chat_template else text).encode())
+    def encode_prompts(self, prompts, *, chat_template, system_prompt, special_tokens):
+        texts = [p if isinstance(p, str) else "|".join(m["content"] for m in p) for p in prompts]
+        if "refused" in texts:
+            raise ConfigError("the template refuses it")
+        return [list((system_prompt + text + ">" if chat_template else text).encode()) for text in texts]
 
 
 def numbered(num, prefix="q"):
@@ -149,8 +158,46 @@ def test_long_prompts_are_refused_or_counted_and_left_out():
     kept, messages = encode_examples(examples, ByteTokenizer(), skip)
     assert [row.example.prompt for row in kept] == ["ab", "abcde"]
     assert messages == ["f.jsonl:2: prompt of 6 tokens is over prompts.max_tokens=5"]
-    with pytest.raises(ConfigError, match=r"prompts\.max_tokens=1: no prompt is left; 3 are longer"):
+    with pytest.raises(
+        ConfigError, match=r"no prompt is left: 3 are left out \(f\.jsonl:1: prompt of 3 tokens is over"
+    ):
         encode_examples(examples, ByteTokenizer(), PromptsConfig(max_tokens=1, long_prompt="skip"))
+
+
+def test_prompts_that_have_no_token_ids_are_named_or_left_out_wherever_they_stand():
+    texts = ["refused" if i in (0, 15, 16, 130, 199) else str(i) for i in range(200)]
+    examples = [Example(text, {}, f"f:{i}") for i, text in enumerate(texts)]
+    with pytest.raises(ConfigError, match=r"^f:0: the template refuses it \(prompts.bad_row='skip' leaves"):
+        encode_examples(examples, ByteTokenizer(), PromptsConfig(chat_template=False))
+    skip = PromptsConfig(chat_template=False, bad_row="skip")
+    kept, messages = encode_examples(examples, ByteTokenizer(), skip)
+    assert [row.example.prompt for row in kept] == [text for text in texts if text != "refused"]
+    assert [bytes(row.tokens.tolist()).decode() for row in kept] == [row.example.prompt for row in kept]
+    assert messages == [f"f:{i}: the template refuses it" for i in (0, 15, 16, 130, 199)]
+    with pytest.raises(ConfigError, match="no prompt is left: 1 are left out"):
+        encode_examples(examples[:1], ByteTokenizer(), skip)
+
+
+def test_the_first_prompt_that_is_refused_ends_it():
+    class Counting(ByteTokenizer):
+        calls = 0
+
+        def encode_prompts(self, prompts, **how):
+            self.calls += 1
+            time.sleep(0.001)
+            return super().encode_prompts(prompts, **how)
+
+    tokenizer = Counting()
+    with pytest.raises(ConfigError, match="f:0: prompt of 9 tokens"):
+        examples = [Example("too long!", {}, f"f:{i}") for i in range(100_000)]
+        encode_examples(examples, tokenizer, PromptsConfig(max_tokens=8, chat_template=False))
+    assert tokenizer.calls < 4000  # of 6250 in all; those that had begun
+
+
+def test_questions_take_the_room_of_their_tokens_and_not_of_the_longest():
+    wide = encode_examples(numbered(3), ByteTokenizer(), PromptsConfig(max_tokens=10**6, chat_template=False))[0]
+    assert [row.tokens.nbytes for row in wide] == [8, 8, 8]
+    assert batch_of(wide, [2], 0).tokens.shape == (1, 10**6)
 
 
 def retiring(num, rate=0.75, **settings):
@@ -202,6 +249,14 @@ def test_a_prompt_without_tokens_is_refused():
         encode_examples([Example("", {}, "f:1")], ByteTokenizer(), PromptsConfig(chat_template=False))
 
 
+def test_a_question_that_was_changed_since_the_checkpoint_is_noticed():
+    state = stream(7).state()
+    changed = [*numbered(6), Example("q7", {"answer": 6}, "file.jsonl:7")]
+    rows = encode_examples(changed, ByteTokenizer(), PromptsConfig(max_tokens=6))[0]
+    with pytest.raises(ConfigError, match="not those of the checkpoint"):
+        PromptStream(rows, PromptsConfig(max_tokens=6), seed=0).restore(state)
+
+
 # Files
 
 
@@ -245,6 +300,24 @@ BAD_ROWS = [
     (b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}', "nothing is left"),
     (b'{"prompt": "a", "completions": 1}', "column `completions` has the name of an argument"),
     (b"[" * 100_000, "not JSON: nested too deeply"),
+    # Half of it is more than what hands columns to the reward functions can take.
+    (b'{"prompt": "a", "x": ' + b"[" * 600 + b"]" * 600 + b"}", "not JSON: nested too deeply"),
+    (b'{"prompt": "a", "x": ' + b'{"x": ' * 101 + b"1" + b"}" * 102, "not JSON: nested too deeply"),
+    (b'{"prompt": "a\0"}', "not JSON: Invalid control character at column 14"),
+    (b'{"prompt": "a"}\r{"prompt": "b"}', "not JSON: Extra data at column 17"),
+    (b'{"prompt": "a", "x": ' + b"1" * 5000 + b"}", "not JSON: Exceeds the limit (4300 digits)"),
+    (b'{"prompt": "a", "prompt": "b"}', "key 'prompt' stands in an object twice"),
+    (b'{"prompt": "a", "x": [{"y": 1, "z": 2, "y": 1}]}', "key 'y' stands in an object twice"),
+    (b'{"prompt": NaN}', "`prompt` must be text or a list of messages, not nan"),
+    (b'{"prompt": ["a"]}', "a message must have texts `role` and `content`, not 'a'"),
+    (
+        b'{"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}',
+        "texts `role` and `content`, not",
+    ),
+    (b'{"messages": [{"role": "assistant", "content": null, "tool_calls": []}]}', "texts `role` and `content`, not"),
+    ('{"prompt": "a"}'.encode("utf-16"), "not UTF-8: byte 0xff at 0; a line must be JSON in UTF-8, not compressed"),
+    (gzip.compress(b'{"prompt": "a"}', mtime=0).replace(b"\n", b""), "not UTF-8: byte 0x8b at 1"),
+    (b'{"prompt": "\xed\xa0\x80"}', "not UTF-8: byte 0xed at 12"),
 ]
 
 
@@ -263,6 +336,44 @@ def test_bad_row_is_named_by_file_and_line_and_refused_or_skipped(tmp_path, row,
     assert len(loaded.bad_rows) == 1 and loaded.bad_rows[0].startswith(f"{path}:3: ") and words in loaded.bad_rows[0]
 
 
+def test_unusual_texts_and_columns_come_through_as_they_are(tmp_path):
+    rows = [
+        ('{"prompt": "a\\u0000b"}', "a\0b", {}),
+        ('{"prompt": "a\u2028b\x85c\\ud83d\\ude42"}\r', "a\u2028b\x85c🙂", {}),
+        ('\ufeff{"prompt": " ", "x": 123456789012345678901234567890}', " ", {"x": 123456789012345678901234567890}),
+        ('{"prompt": "p", "x": 1e400, "y": -Infinity}', "p", {"x": math.inf, "y": -math.inf}),
+        ('{"prompt": "p", "x": "now a text"}', "p", {"x": "now a text"}),
+        ('{"prompt": "p", "x": [[{"y": [1]}], {}], "messages": null}', "p", {"x": [[{"y": [1]}], {}]}),
+        ('{"prompt": "p", "\\ud800": "\\ud800"}', "p", {"\ud800": "\ud800"}),
+    ]
+    loaded = load_jsonl(tmp_path / "q.jsonl", "\n".join(row for row, _, _ in rows))
+    assert [(e.prompt, e.columns) for e in loaded.examples] == [(prompt, columns) for _, prompt, columns in rows]
+    # JSON has no such number, Python writes it all the same.
+    (example,) = load_jsonl(tmp_path / "q.jsonl", '{"prompt": "p", "x": NaN}').examples
+    assert math.isnan(example.columns["x"])
+
+
+def test_columns_of_any_name_reach_the_reward_function(tmp_path):
+    names = ["self", "function", "columns", "completion", "**", "a b", "", "class", "é", "1", "_line", "\n"]
+    row = {"prompt": "p"} | {name: [i] for i, name in enumerate(names)}
+    (example,) = load_jsonl(tmp_path / "q.jsonl", json.dumps(row)).examples
+    seen = []
+
+    def reward(prompts, completions, **columns):
+        seen.append(columns)
+        return [1.0] * len(completions)
+
+    assert reward_worker.call(reward, example.prompt, example.columns, ["a", "b"]) == ([1.0, 1.0], [])
+    assert seen == [{name: [[i], [i]] for i, name in enumerate(names)}]
+
+
+def test_messages_may_have_any_role_and_what_a_template_does_not_know_is_dropped(tmp_path):
+    roles = ["system", "developer", "user", "tool", "function", "assistant", "system", "", "<|x|>", "user"]
+    turns = [{"role": role, "content": str(i), "name": "n", "tool_calls": [1]} for i, role in enumerate(roles)]
+    (example,) = load_jsonl(tmp_path / "q.jsonl", json.dumps({"messages": turns})).examples
+    assert example.prompt == [{"role": role, "content": str(i)} for i, role in enumerate(roles)]
+
+
 def test_size_limits_the_questions_read_and_zero_reads_all(tmp_path):
     text = '{"prompt": "a"}\noops\n{"prompt": "b"}\n{"prompt": "c"}\n'
     path = tmp_path / "q.jsonl"
@@ -279,10 +390,38 @@ def test_file_without_questions_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("source", ["jsonl", "parquet"])
-def test_file_that_cannot_be_read_is_refused(tmp_path, source):
-    for path, words in ((tmp_path / "none", "No such file"), (tmp_path, "Is a directory")):
+def test_file_that_cannot_be_read_is_refused(tmp_path, source, monkeypatch):
+    if source == "parquet":
+        pytest.importorskip("pyarrow")
+    os.mkfifo(tmp_path / "fifo")  # nobody writes to it: to open it would take forever
+    special = "it must be a regular file, for a run that goes on reads it again; it is a FIFO or a device"
+    cases = [
+        (tmp_path / "none", "No such file"),
+        (tmp_path, "Is a directory"),
+        ("~nobody_of_this_name/q.jsonl", "No such file"),
+        (tmp_path / "fifo", special),
+        ("/dev/zero", special),
+        ("/dev/null", special),
+    ]
+    for path, words in cases:
         with pytest.raises(ConfigError, match=f"prompts.name='{re.escape(str(path))}' cannot be read: {words}"):
             tasks.load(PromptsConfig(source=source, name=str(path)), seed=0)
+
+    def forbidden(*_):
+        raise PermissionError(13, "Permission denied")  # as to all but root
+
+    monkeypatch.setattr(pathlib.Path, "open", forbidden)
+    with pytest.raises(ConfigError, match=r"prompts\.name='x' cannot be read: Permission denied"):
+        tasks.load(PromptsConfig(source=source, name="x"), seed=0)
+
+
+def test_a_file_without_line_ends_is_not_read_into_memory(tmp_path):
+    path = tmp_path / "endless"
+    path.write_bytes(b'{"prompt": "a"}\n')
+    os.truncate(path, 2**30)  # a hole: nothing is on the disk
+    with pytest.raises(ConfigError, match=f"{path}:2: a line may have 64 MiB, and this has more"):
+        tasks.load(PromptsConfig(source="jsonl", name=str(path)), seed=0)
+    assert len(tasks.load(PromptsConfig(source="jsonl", name=str(path), size=1), seed=0).examples) == 1
 
 
 def test_parquet_rows_become_prompts_and_columns(tmp_path):
@@ -308,6 +447,91 @@ def test_parquet_rows_become_prompts_and_columns(tmp_path):
     path.write_text("these are not columns")
     with pytest.raises(ConfigError, match="is not a Parquet file"):
         tasks.load(config, seed=0)
+
+
+@pytest.fixture
+def load_table(tmp_path):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+
+    def load(columns, **settings):
+        """Of ``{name: (values, type)}``, or of a table."""
+        if isinstance(columns, dict):
+            columns = pyarrow.table({name: pyarrow.array(*given) for name, given in columns.items()})
+        parquet.write_table(columns, tmp_path / "q.parquet")
+        return tasks.load(PromptsConfig(source="parquet", name=str(tmp_path / "q.parquet"), **settings), seed=0)
+
+    return load
+
+
+def test_parquet_columns_of_any_type_come_through_as_python_has_them(load_table):
+    pyarrow = pytest.importorskip("pyarrow")
+    day = datetime.datetime(2020, 1, 2, 3, 4, 5)
+    columns = {
+        "prompt": (["a"], pyarrow.large_string()),
+        "self": ([day], pyarrow.timestamp("us")),
+        "a b": ([day.replace(tzinfo=datetime.UTC)], pyarrow.timestamp("us", tz="UTC")),
+        "": ([decimal.Decimal("1.50")], pyarrow.decimal128(5, 2)),
+        "class": ([b"\xff\0"], pyarrow.binary()),
+        "**": (
+            [[[{"x": [1]}], None]],
+            pyarrow.list_(pyarrow.list_(pyarrow.struct({"x": pyarrow.list_(pyarrow.int8())}))),
+        ),
+        "map": ([[("k", 1)]], pyarrow.map_(pyarrow.string(), pyarrow.int64())),
+        "u": ([2**64 - 1], pyarrow.uint64()),
+        "nothing": ([None], pyarrow.null()),
+    }
+    (example,) = load_table(columns).examples
+    expected = [day, day.replace(tzinfo=datetime.UTC), decimal.Decimal("1.50"), b"\xff\0", [[{"x": [1]}], None]]
+    assert [*example.columns.values()] == [*expected, [("k", 1)], 2**64 - 1, None]
+    assert [*example.columns] == ["self", "a b", "", "class", "**", "map", "u", "nothing"]
+
+
+def test_parquet_rows_that_are_no_questions_are_named(load_table):
+    pyarrow = pytest.importorskip("pyarrow")
+    not_text = pyarrow.Array.from_buffers(
+        pyarrow.string(), 2, [None, pyarrow.py_buffer(b"\0\0\0\0\1\0\0\0\2\0\0\0"), pyarrow.py_buffer(b"a\xff")]
+    )
+    prompts = ["a", "b"], pyarrow.string()
+    turns = [[{"role": "user", "content": "a"}], [{"role": "user", "content": None}]]
+    times = pyarrow.timestamp("us")
+    for columns, row, words in [
+        ({"prompt": ([1, 2], pyarrow.int64())}, 1, "`prompt` must be text or a list of messages, not 1"),
+        ({"prompt": ([b"a"], pyarrow.binary())}, 1, "`prompt` must be text or a list of messages, not b'a'"),
+        ({"prompt": (["a", None], pyarrow.string())}, 2, "must have one of `prompt` and `messages`"),
+        ({"messages": (turns,)}, 2, "a message must have texts `role` and `content`"),
+        ({"prompt": prompts, "t": ([0, 2**62], times)}, 2, "column `t` of timestamp[us] is no value of Python: "),
+        ({"prompt": prompts, "d": ([0, 2**31 - 1], pyarrow.date32())}, 2, "column `d` of date32[day] is no value"),
+        (pyarrow.table({"prompt": not_text}), 2, "column `prompt` of string is no value of Python: 'utf-8' codec"),
+    ]:
+        with pytest.raises(ConfigError, match=rf"q\.parquet:{row}: {re.escape(words)}.* \(prompts.bad_row='skip'"):
+            load_table(columns)
+        if row == 2:
+            loaded = load_table(columns, bad_row="skip")
+            assert [example.origin[-2:] for example in loaded.examples] == [":1"] and len(loaded.bad_rows) == 1
+    with pytest.raises(ConfigError, match="holds no question: it is empty"):
+        load_table({"prompt": ([], pyarrow.string())})
+    twice = pyarrow.Table.from_arrays([pyarrow.array(["a"]), pyarrow.array(["b"])], names=["prompt", "prompt"])
+    with pytest.raises(ConfigError, match=r"has two columns of a name: \['prompt', 'prompt'\]"):
+        load_table(twice)
+
+
+def test_a_damaged_parquet_file_is_one_line(load_table, tmp_path):
+    pyarrow, path = pytest.importorskip("pyarrow"), tmp_path / "q.parquet"
+    load_table({"prompt": (["a"] * 50,), "answer": ([1] * 50,), "x": ([[1]] * 50, pyarrow.list_(pyarrow.int64()))})
+    whole, random, refused = path.read_bytes(), np.random.default_rng(0), 0
+    path.write_bytes(whole.replace(b"answer", b"\xffnswer"))
+    with pytest.raises(ConfigError, match=f"prompts.name='{path}' is not a Parquet file: 'utf-8' codec"):
+        tasks.load(PromptsConfig(source="parquet", name=str(path)), seed=0)
+    for _ in range(300):
+        damaged = bytearray(whole)
+        for _ in range(random.integers(1, 6)):
+            damaged[random.integers(len(whole))] = random.integers(256)
+        path.write_bytes(damaged)
+        try:
+            tasks.load(PromptsConfig(source="parquet", name=str(path)), seed=0)
+        except ConfigError:  # and nothing else
+            refused += 1
+    assert refused > 100
 
 
 # Letters
@@ -413,7 +637,7 @@ WITHOUT_SOURCE_PACKAGES = """
 import importlib.util, json, sys
 find = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *rest: None if name in ("pycosat", "cellpylib", "zss") else find(name, *rest)
-from jaxrl_llm import tasks
+from jaxrl_llm import reward_worker, tasks
 from jaxrl_llm.config import ConfigError, PromptsConfig
 for name in json.loads(sys.argv[1]):
     try:

@@ -1,6 +1,6 @@
 """GGUF files of Llama models: shape, tokenizer, and weights dequantised slice by slice onto the shards.
 
-Owns: the names and conventions of llama.cpp's converter. Does not know: other model families.
+Owns: the names and conventions of llama.cpp's converter, byte-level BPE from tables. Does not know: other families.
 """
 
 from __future__ import annotations
@@ -18,7 +18,13 @@ from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models import layout
 from jaxrl_llm.models.presets import Architecture, positive
 from jaxrl_llm.models.transformer import Model, Params
-from jaxrl_llm.tokenizer import PRE_TOKENIZERS, Tokenizer, make_bpe_tokenizer
+from jaxrl_llm.tokenizer import Tokenizer, fast_tokenizer_class
+
+# How text is cut before byte-level BPE, by the name llama.cpp gives it. True: digits stand alone.
+PRE_TOKENIZERS = {"gpt-2": False, "smollm": True}
+
+# A template for models that were never taught one: the contents, one after the other.
+PLAIN_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 NAMES = {
     "embedding": "token_embd.weight",
@@ -126,6 +132,63 @@ def read_tokenizer(path: str | Path) -> Tokenizer:
 
 # The reader makes an object of each item of a list.
 MOST_ITEMS = 2**22
+
+
+def make_bpe_tokenizer(
+    *,
+    tokens: list[str],
+    merges: list[tuple[str, str]],
+    special: list[str],
+    pre_tokenizer: str,
+    chat_template: str | None,
+    bos: str | None,
+    eos: str | None,
+    pad: str | None,
+) -> Tokenizer:
+    """A byte-level BPE tokenizer from its tables.
+
+    Args:
+        tokens: text of every id, bytes written with GPT-2's stand-ins.
+        merges: pairs of tokens, most frequent first.
+        special: those of ``tokens`` that text is never encoded to by merging.
+        pre_tokenizer: a key of ``PRE_TOKENIZERS``.
+    """
+    fast_class = fast_tokenizer_class()
+    from tokenizers import AddedToken, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer as Core
+
+    core = Core(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if PRE_TOKENIZERS[pre_tokenizer]:
+        byte_level = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
+    core.pre_tokenizer = byte_level
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    settings = {"bos_token": bos, "eos_token": eos, "pad_token": pad, "chat_template": chat_template}
+    settings = {key: value for key, value in settings.items() if value is not None}
+    return Tokenizer(fast_class(tokenizer_object=core, clean_up_tokenization_spaces=False, **settings))
+
+
+def make_byte_tokenizer(special: tuple[str, str, str, str]) -> Tokenizer:
+    """The map of ``tokenizer.ByteTokenizer``: ids 0..255 are bytes, and after them come the special tokens."""
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    # GPT-2's printable stand-ins: bytes that print stand for themselves, the others follow from 256 on.
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    stand_in = {byte: chr(byte) for byte in printable} | {b: chr(256 + n) for n, b in enumerate(others)}
+    assert sorted(stand_in.values()) == sorted(ByteLevel.alphabet())
+    bos, eos, pad, _ = special
+    return make_bpe_tokenizer(
+        tokens=[*(stand_in[byte] for byte in range(256)), *special],
+        merges=[],
+        special=list(special),
+        pre_tokenizer="gpt-2",
+        chat_template=PLAIN_TEMPLATE,
+        bos=bos,
+        eos=eos,
+        pad=pad,
+    )
 
 
 class _Reader(gguf.GGUFReader):

@@ -1,20 +1,25 @@
 """Questions from a JSONL or Parquet file: ``prompt`` (text or messages) or ``messages``, and any other columns.
 
-Owns: which rows are questions, and how a bad one is reported. Does not know: what the columns mean (reward
-functions do), tokenizers.
+Owns: which rows are questions, what a line of JSON is, and how a bad one is reported. Does not know: what the columns
+mean (reward functions do), tokenizers.
 """
 
 from __future__ import annotations
 
+import collections
+import functools
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from jaxrl_llm.config import ConfigError, PromptsConfig
 from jaxrl_llm.tasks.protocol import Loaded
 
 SCORER = ""  # a file has no scorer of its own: rewards.functions names one
+MAX_LINE_BYTES = 2**26  # a file without line ends is not read into memory
+MAX_DEPTH = 100  # of lists and objects in a row: columns go on to other processes, by functions that call themselves
 
 
 class BadRowError(Exception):
@@ -32,13 +37,14 @@ def load(config: PromptsConfig, *, seed: int) -> Loaded:
     from jaxrl_llm.types import Example  # here: scorers live in task modules, which stay free of jax
 
     del seed
-    path = Path(config.name).expanduser()
+    path = Path(os.path.expanduser(config.name))
     examples, bad_rows = [], []
+    read, parse_row = (_parquet_rows, _parse_scalars) if config.source == "parquet" else (json_lines, parse)
     try:
-        for number, row in (_parquet_rows if config.source == "parquet" else _json_rows)(path):
+        for number, row in read(path):
             origin = f"{path}:{number}"
             try:
-                prompt, columns = question(parse(row) if isinstance(row, bytes) else row)
+                prompt, columns = question(parse_row(row))
                 examples.append(Example(prompt, columns, origin))
             except BadRowError as error:
                 if config.bad_row == "error":
@@ -54,28 +60,51 @@ def load(config: PromptsConfig, *, seed: int) -> Loaded:
     return Loaded(tuple(examples), tuple(bad_rows))
 
 
-def _json_rows(path: Path) -> Iterator[tuple[int, bytes]]:
-    with path.open("rb") as file:  # bytes, so that text in another encoding is one bad row and not the end
-        for number, line in enumerate(file, 1):
+def json_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Lines of a file that are not blank, numbered from 1; OSError where it cannot be read."""
+    with _open(path) as file:  # bytes, so that text in another encoding is one bad row and not the end
+        for number, line in enumerate(iter(functools.partial(file.readline, MAX_LINE_BYTES + 1), b""), 1):
+            if len(line) > MAX_LINE_BYTES:
+                raise ConfigError(f"{path}:{number}: a line may have {MAX_LINE_BYTES >> 20} MiB, and this has more")
             if line.strip():
                 yield number, line.rstrip()
 
 
+def _open(path: Path) -> BinaryIO:
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise OSError("it must be a regular file, for a run that goes on reads it again; it is a FIFO or a device")
+    return path.open("rb")
+
+
 def _parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Rows of Arrow's scalars."""
     try:
         import pyarrow.parquet
     except ModuleNotFoundError as error:
         raise ConfigError(f"prompts.source='parquet' needs {error.name}: pip install 'jaxrl_llm[parquet]'") from error
-    with path.open("rb") as file:
+    with _open(path) as file:
         try:
             number = 0
             for batch in pyarrow.parquet.ParquetFile(file).iter_batches(batch_size=1024):
-                for row in batch.to_pylist():
+                names = batch.schema.names
+                if len(set(names)) < len(names):
+                    raise ConfigError(f"prompts.name={str(path)!r} has two columns of a name: {names}")
+                for row in zip(*batch.columns, strict=True):
                     number += 1
-                    yield number, row
-        except pyarrow.ArrowInvalid as error:
+                    yield number, dict(zip(names, row, strict=True))
+        except (pyarrow.ArrowException, UnicodeDecodeError) as error:  # the latter of a column's name
             reason = str(error).splitlines()[0]
             raise ConfigError(f"prompts.name={str(path)!r} is not a Parquet file: {reason}") from error
+
+
+def _parse_scalars(row: dict[str, Any]) -> dict[str, Any]:
+    values = {}
+    for name, scalar in row.items():
+        try:
+            values[name] = scalar.as_py()
+        except Exception as error:  # text that is not UTF-8, times that Python has not: each of another kind
+            raise BadRowError(f"column `{name}` of {scalar.type} is no value of Python: {error}") from error
+    return values
 
 
 def parse(line: bytes) -> Any:
@@ -85,44 +114,60 @@ def parse(line: bytes) -> Any:
         BadRowError: there is none.
     """
     try:
-        text = line.decode("utf-8-sig")
-        value = json.loads(text)
-        if "\\u" in text:
-            json.dumps(value, ensure_ascii=False).encode()
+        value = json.loads(line.decode("utf-8-sig"), object_pairs_hook=_object)
+        if line.count(b"[") + line.count(b"{") > MAX_DEPTH and _depth(value) > MAX_DEPTH:
+            raise RecursionError
         return value
-    except UnicodeEncodeError as error:
-        raise BadRowError("half a character (a surrogate by itself)") from error
     except json.JSONDecodeError as error:
-        raise BadRowError(f"not JSON: {error.msg} at column {error.colno}") from error
+        raise BadRowError(f"not JSON: {error.msg.removesuffix(' at')} at column {error.colno}") from error
     except UnicodeDecodeError as error:
-        raise BadRowError(f"not UTF-8: byte {error.object[error.start]:#04x} at {error.start}") from error
+        where = f"byte {error.object[error.start]:#04x} at {error.start}"
+        raise BadRowError(f"not UTF-8: {where}; a line must be JSON in UTF-8, not compressed") from error
     except RecursionError as error:
         raise BadRowError("not JSON: nested too deeply") from error
-    except ValueError as error:
-        raise BadRowError(f"not JSON: {error}") from error  # a number of thousands of digits
+    except ValueError as error:  # a number of more digits than Python reads
+        raise BadRowError(f"not JSON: {error}") from error
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        twice = collections.Counter(key for key, _ in pairs).most_common(1)[0][0]
+        raise BadRowError(f"key {twice!r:.60} stands in an object twice")
+    return made
+
+
+def _depth(value: Any) -> int:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    return 0 if inner is None else 1 + max(map(_depth, inner), default=0)
 
 
 def question(row: Any) -> tuple[str | list[dict[str, str]], dict[str, Any]]:
-    """``(prompt, columns)`` of a row. A null is an absent value: Parquet has every column in every row.
+    """``(prompt, columns)`` of a row.
 
     Raises:
         BadRowError: it is no question.
     """
+    prompt = prompt_of(row)
+    for key in ("prompts", "completions"):
+        if key in row:
+            raise BadRowError(f"column `{key}` has the name of an argument of every reward function")
+    return prompt, {key: value for key, value in row.items() if key not in ("prompt", "messages")}
+
+
+def prompt_of(row: Any) -> str | list[dict[str, str]]:
+    """Text or messages of a row, or BadRowError. A null is an absent value: Parquet has every column in every row."""
     if not isinstance(row, dict):
         raise BadRowError(f"must be an object with `prompt` or `messages`, not {type(row).__name__}")
     given = [key for key in ("prompt", "messages") if row.get(key) is not None]
     if len(given) != 1:
-        raise BadRowError(f"must have one of `prompt` and `messages`; its columns are {sorted(row)}")
-    for key in ("prompts", "completions"):
-        if key in row:
-            raise BadRowError(f"column `{key}` has the name of an argument of every reward function")
+        raise BadRowError(f"must have one of `prompt` and `messages`; its columns are {sorted(row)!s:.300}")
     prompt = row[given[0]]
-    columns = {key: value for key, value in row.items() if key not in ("prompt", "messages")}
     if given == ["prompt"] and isinstance(prompt, str):
         if not prompt:
             raise BadRowError("`prompt` is empty")
-        return prompt, columns
-    return _messages(prompt, given[0]), columns
+        return prompt
+    return _messages(prompt, given[0])
 
 
 def _messages(messages: Any, key: str) -> list[dict[str, str]]:

@@ -4,13 +4,14 @@ import json
 import os
 import subprocess
 import sys
+import time
 
 import command_line
 import jax
 import pytest
 from command_line import DEBUG_CONFIG
 
-from jaxrl_llm import programs
+from jaxrl_llm import programs, rows
 from jaxrl_llm.models.presets import PRESETS
 
 FUNCTIONS = DEBUG_CONFIG.parents[1] / "tests" / "fixtures" / "reward_functions.py"
@@ -134,6 +135,50 @@ def test_bad_inputs_in_a_process_of_its_own(case, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     line = one_line(done.returncode, done.stderr)
     assert done.stdout == "" and all(part in line for part in named), line
+
+
+# ---- questions -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        (r'{"prompt": "a\udc00b"}', [":1: ", "half a surrogate pair", "prompts.bad_row='skip'"]),
+        (json.dumps({"prompt": "a b " * 250_000}), [":1: prompt of 1000000 tokens is over prompts.max_tokens=32"]),
+        ('{"prompt": "a", "x": ' + "[" * 900 + "]" * 900 + "}", [":1: not JSON: nested too deeply"]),
+        ('{"prompt": "a", "prompt": "b"}', [":1: key 'prompt' stands in an object twice"]),
+    ],
+    ids=["surrogate", "megabyte", "deep", "twice"],
+)
+def test_questions_that_are_none(text, named, tmp_path, refused):
+    path = write(tmp_path / "q.jsonl", text)
+    start = time.monotonic()
+    overrides = ["prompts.source=jsonl", f"prompts.name={path}", "eval.num_prompts=0"]
+    line = refused("train", *train_arguments(tmp_path, *overrides))
+    assert str(path) in line and all(part in line for part in named)
+    assert len(line) < 400 and time.monotonic() - start < 60  # measured: a second
+
+
+@pytest.mark.parametrize("source", ["jsonl", "parquet", "external", "generate", "score"])
+def test_a_pipe_is_refused_and_not_waited_for(source, tmp_path, refused):
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    if source in ("generate", "score"):
+        flag = {"generate": "prompts", "score": "input"}[source]
+        line = refused(source, "--model=random:debug", f"--{flag}={path}", f"--output={tmp_path / 'out.jsonl'}")
+    elif source == "external":
+        overrides = [f"external.paths=('{path}',)", "external.groups_per_iteration=8"]
+        line = refused("train", *train_arguments(tmp_path, *overrides))
+    else:
+        pytest.importorskip("pyarrow")
+        line = refused("train", *train_arguments(tmp_path, f"prompts.source={source}", f"prompts.name={path}"))
+    assert str(path) in line and "must be a regular file" in line
+
+
+def test_a_system_prompt_of_bytes_that_are_no_text(tmp_path, refused):
+    shell = b"\xff".decode("utf-8", "surrogateescape")  # what Python makes of such an argument
+    line = refused("train", *train_arguments(tmp_path, f"prompts.system_prompt={shell}"))
+    assert "prompts.system_prompt='\\udcff' must be printable text" in line
 
 
 # ---- weights ---------------------------------------------------------------------------------------------------
@@ -289,6 +334,12 @@ NO_PROMPT = [
     ('{"text": "a"}\n', "`prompt_ids`"),
     ('{"messages": []}\n', ":1: "),
     ('{"messages": [{"role": "user"}]}\n', ":1: "),
+    ('{"messages": [{"role": "assistant", "content": "a"}]}\n', "nothing is left to answer"),
+    ('{"prompt": "a", "messages": []}\n', "must have one of `prompt` and `messages`"),
+    ('{"prompt": "\\ud800"}\n', ":1: without `prompt_ids`: '\\ud800' has half a surrogate pair"),
+    ('{"prompt": "a", "prompt": "b"}\n', ":1: key 'prompt' stands in an object twice"),
+    ("[" * 100_000, ":1: not JSON: nested too deeply"),
+    ("\x00\n", ":1: not JSON"),
     ('{"prompt_ids": []}\n', "at least 1 token"),
     ('{"prompt_ids": [1, 260]}\n', "token id 260 is not in the model's vocabulary 0..259"),
     ('{"prompt_ids": "12"}\n', "list of token ids"),
@@ -311,6 +362,16 @@ def test_rows_that_are_none_are_refused_with_their_line(command, flag, text, nam
     path = write(tmp_path / "rows.jsonl", text)
     line = refused(command, "--model=random:debug", f"--{flag}={path}", f"--output={tmp_path / 'out.jsonl'}")
     assert str(path) in line and named in line
+
+
+def test_rows_are_cut_at_line_ends_alone(tmp_path):
+    texts = ["a\u2028b\x85c\x0bd\x1ee", "\ufeff", "f"]  # what str.splitlines takes for line ends, and a mark
+    path = tmp_path / "rows.jsonl"
+    made = [{"prompt": text, "_line": 3} for text in texts]
+    path.write_text("\ufeff" + "\n\n".join(json.dumps(row, ensure_ascii=False) for row in made), encoding="utf-8")
+    assert rows.read(str(path)) == [(f"{path}:{number}", row) for number, row in zip((1, 3, 5), made, strict=True)]
+    rows.write(str(path), made)
+    assert [row for _, row in rows.read(str(path))] == made
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ def test_greedy_takes_the_likeliest_token_whatever_the_seed(source, tmp_path):
         ('{"prompt": "x"}\n{"prompt": \n', ":2: not JSON"),
         ("[1]\n", ":1: must be an object"),
         ("\n", "holds no row"),
-        ('{"prompt": ""}\n', ":1: must have"),
+        ('{"prompt": ""}\n', ":1: without `prompt_ids`: `prompt` is empty"),
         ('{"prompt_ids": [1, 999]}\n', ":1: `prompt_ids`: token id 999 is not in the model's vocabulary 0..259"),
         ('{"prompt_ids": []}\n', ":1: `prompt_ids` must hold at least 1"),
         ('{"prompt": "' + "x" * 3000 + '"}\n', "more than the model's 2048 positions"),

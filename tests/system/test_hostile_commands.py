@@ -177,6 +177,7 @@ BROKEN = ['{"prompt": "a\\ud800"}', '{"prompt": "a", "answer": ' + "9" * 5000 + 
 def test_rows_that_python_cannot_hold_are_refused_with_their_line(row, tmp_path, refused):
     (tmp_path / "rows.jsonl").write_text('{"prompt": "b"}\n' + row + "\n")
     words = [f"--config={DEBUG_CONFIG}", "--workdir=run", "--config.prompts.source=jsonl"]
+    words.append("--config.eval.num_prompts=0")
     assert "rows.jsonl:2: " in refused("train", *words, f"--config.prompts.name={tmp_path / 'rows.jsonl'}")
     if row is not BROKEN[0]:
         line = refused("generate", "--model=random:debug", f"--prompts={tmp_path / 'rows.jsonl'}", "--output=out.jsonl")
