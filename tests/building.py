@@ -41,6 +41,12 @@ needs_cuda_compiler = pytest.mark.skipif(
 )
 
 
+def needs_reasoning_gym():
+    """Skips where it is not installed. Not by its import: some of its packages are ours to stand in for."""
+    if importlib.util.find_spec("reasoning_gym") is None:
+        pytest.skip("reasoning_gym is not installed")
+
+
 @functools.cache
 def mesh_of(config):
     """Mesh over as many of the simulated devices as the config's axes need."""

@@ -21,7 +21,7 @@ import numpy as np
 import optax
 import psutil
 import pytest
-from building import ONE, TINY, mesh_of
+from building import ONE, TINY, mesh_of, needs_reasoning_gym
 
 from jaxrl_llm import config as config_module
 from jaxrl_llm import limits, sharding, tasks
@@ -679,7 +679,7 @@ def test_every_setting_changes_something(path, tmp_path, monkeypatch):
     assert path in ALIVE, f"{path} is a new setting: say in ALIVE where it can be seen"
     other, look, given = ALIVE[path]
     if given.get("prompts.source") == "reasoning_gym":
-        pytest.importorskip("reasoning_gym")
+        needs_reasoning_gym()
     settings = SETTINGS | given
     assert flatten(freeze(with_settings(**settings)))[path] != other
     before = seen(look, settings, tmp_path, monkeypatch)

@@ -14,6 +14,7 @@ import time
 
 import numpy as np
 import pytest
+from building import needs_reasoning_gym
 
 from jaxrl_llm import reward_worker, tasks
 from jaxrl_llm.config import ConfigError, PromptsConfig
@@ -554,7 +555,7 @@ def test_letters_are_learnable_by_hand():
 
 @pytest.fixture
 def gym():
-    pytest.importorskip("reasoning_gym")
+    needs_reasoning_gym()
     from jaxrl_llm.tasks import reasoning_gym_task
 
     return reasoning_gym_task

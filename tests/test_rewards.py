@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+from building import needs_reasoning_gym
 
 from jaxrl_llm.config import ConfigError, RewardsConfig
 from jaxrl_llm.rewards import RewardPool
@@ -260,7 +261,7 @@ def test_math_without_its_extra_names_it(monkeypatch):
 
 
 def test_reasoning_gym_scorer_in_the_pool_judges_the_last_integer():
-    pytest.importorskip("reasoning_gym")
+    needs_reasoning_gym()
     entry = {"question": "4 - 7 =", "answer": "-3", "metadata": {}}
     columns = {
         "answer": "-3",
