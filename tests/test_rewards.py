@@ -463,12 +463,12 @@ def test_what_a_function_starts_ends_with_its_worker_wherever_it_went(how, end, 
 def test_what_is_printed_without_end_is_cut_and_blocks_nothing():
     program = (
         "from jaxrl_llm.config import RewardsConfig; from jaxrl_llm.rewards import RewardPool\n"
-        "from jaxrl_llm.types import Example; import resource\n"
+        "from jaxrl_llm.types import Example\n"
         f"config = RewardsConfig(functions=({user('misbehaves')!r},), weights=(1.0,), num_workers=1)\n"
         "with RewardPool(config, task_scorer='') as pool:\n"
         "    for words in (['huge print', ''], ['event loop', '']):\n"
         "        print(pool.collect([pool.submit(Example('', {}), words)]).total.tolist())\n"
-        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)\n"
+        "print(open('/proc/self/status').read().split('VmHWM:')[1].split()[0])\n"  # getrusage counts who started it
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     *scores, most_kib = done.stdout.splitlines()

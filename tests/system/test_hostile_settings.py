@@ -87,9 +87,9 @@ class CompilesError(Exception):
 class Pool:
     """Looks the reward functions up as the real one does, and starts no process."""
 
-    def __init__(self, config, *, task_scorer):
+    def __init__(self, config, *, task_scorer, examples):
         for name in config.functions:
-            rewards._checked_spec(name, task_scorer)
+            rewards._checked_spec(name, task_scorer, examples)
 
     def __enter__(self):
         return self
