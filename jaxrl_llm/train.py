@@ -78,16 +78,15 @@ def train(config: Config, workdir: pathlib.Path, *, allow_config_changes: bool =
     (workdir / "report.html").unlink(missing_ok=True)  # it says that the run came to its end
 
     progress = Progress(config.num_iterations, checkpoints.latest_iteration() or 0)
-    progress.note(describe(run, source, len(train_set), len(held_out), read_s))
-    for message in skipped[:10] + ([f"... and {len(skipped) - 10} more"] if len(skipped) > 10 else []):
-        progress.note(f"skipped {message}")
-
     examples = [row.example for row in train_set + held_out]
     with (
         RewardPool(config.rewards, task_scorer=tasks.scorer(config.prompts), examples=examples) as pool,
         StopRequest() as stop,
         contextlib.closing(MetricsWriter(workdir, config.metrics)) as metrics,
     ):
+        progress.note(describe(run, source, len(train_set), len(held_out), read_s))
+        for message in skipped[:10] + ([f"... and {len(skipped) - 10} more"] if len(skipped) > 10 else []):
+            progress.note(f"skipped {message}")
         started = time.monotonic()
         limit = memory_limit(mesh.devices.flatten().tolist())
         compiled = keep_what_fits(run, compile_all(run.programs(), mesh), limit)
