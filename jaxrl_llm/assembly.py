@@ -27,6 +27,7 @@ from jaxrl_llm.models.presets import Architecture
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.ops import corrections, values
 from jaxrl_llm.ops.baselines import num_features
+from jaxrl_llm.ops.checksum import checksums
 from jaxrl_llm.ops.shaping import NUM_DIFFICULTIES
 from jaxrl_llm.programs import Program, in_use_bytes, memory, memory_limit
 from jaxrl_llm.sampler import Sampler
@@ -138,6 +139,12 @@ class Run:
         if self.config.replay.memory == "host":
             layout = layout.replace(slots=sharding.on_host(layout.slots))
         return place(ring, layout)
+
+    @property
+    def abstract_checkpoint(self) -> dict[str, Any]:
+        """What a checkpoint has; of the sampler nothing where every iteration starts with empty slots."""
+        slots = self.sampler.abstract_state() if self.config.rollout.lookahead_prompts else None
+        return {"train": self.abstract_state, "ring": self.abstract_ring, "sampler": slots}
 
     def whole(self, dtype: Any, shape: tuple[int, ...] = ()) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding.replicated(self.mesh, 0))
@@ -263,6 +270,7 @@ class Run:
             "update": Program(
                 self._update, (state, ring, iteration, key), (layout(state), layout(ring), whole), donate=(0, 1)
             ),
+            "checksums": Program(checksums, (self.abstract_checkpoint,), whole),
         }
         if self.keeps_reference:
             params = self.reference_model.abstract_params(self.mesh)

@@ -3,33 +3,44 @@
     workdir/checkpoints/12/            12 = iterations finished
         state/     every array of the device state, by name ("train/params/embed")
         host/      JSON: prompt iterator, RNG root, positions in the metric files
-        config/    JSON: the resolved config and its fingerprint
-        metrics/   JSON: the pass rate, where one was measured; decides which checkpoints are best
+        config/    JSON: the resolved config, the pass rate where one was measured, dtype, shape and checksum of every
+                   array, and a digest of all this and of host/
 
 A step is written in a temporary directory and renamed when every file is there, so one that a crash cut short
-is never found. Arrays are stored under their tree paths and without compression: float weights do not shrink,
-and the processor has better things to do.
+is never found. One that was damaged later has other checksums, and the one before it is taken. Arrays are stored
+under their tree paths and without compression: float weights do not shrink, and the processor has better things to do.
 
-Owns: the layout above, what is kept, which settings may differ on resume. Does not know: what the state means,
-except that a subtree named ``params`` holds the weights.
+Owns: the layout above, what is kept, which settings may differ on resume, who may write into a workdir. Does not
+know: what the state means, except that a subtree named ``params`` holds the weights.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
 import dataclasses
+import fcntl
+import hashlib
 import json
 import os
 import pathlib
 import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import flax.traverse_util
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-from orbax.checkpoint.checkpoint_managers import preservation_policy
+import tensorstore
+from absl import logging
 
-from jaxrl_llm.config import CheckpointConfig, Config, ConfigError, fingerprint, from_json, to_json
+from jaxrl_llm.config import CheckpointConfig, Config, ConfigError, freeze, from_json, to_json
 from jaxrl_llm.nested import differences
+from jaxrl_llm.ops.checksum import checksums
 
 # Settings (or groups) that a resumed run may change freely: they say how long the run is, what it writes down, with
 # how many hands and where arrays lie, and no parameter, ring byte or sampled token depends on them.
@@ -67,20 +78,20 @@ class Checkpointer:
 
     def __init__(self, workdir: str | os.PathLike, config: CheckpointConfig):
         self.directory = pathlib.Path(workdir) / "checkpoints"
-        keep = [preservation_policy.LatestN(config.keep_last)]
-        if config.keep_best:
-            best = preservation_policy.BestN(
-                get_metric_fn=lambda metrics: metrics["pass_rate"],
-                n=config.keep_best,
-                keep_checkpoints_without_metrics=False,
-            )
-            keep.append(best)
-        options = ocp.CheckpointManagerOptions(
-            preservation_policy=preservation_policy.AnyPreservationPolicy(keep),
-            cleanup_tmp_directories=True,  # what a killed run left half-written
-        )
-        self._manager = _open(self.directory.resolve(), options)
+        self._config = config
+        self._pass_rates: dict[int, float | None] = {}
+        for step in _steps(self.directory):
+            with contextlib.suppress(DamagedError):
+                self._pass_rates[step] = _read_text(self.directory / str(step))[1]["pass_rate"]
+        self._manager = _open(self.directory.resolve(), self)
         self._current: int | None = None  # iteration on disk that equals the caller's state
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        """For orbax: the last ones are kept, and the best of those whose pass rate is known."""
+        steps = [checkpoint.step for checkpoint in checkpoints]
+        rated = [step for step in steps if self._pass_rates.get(step) is not None]
+        best = sorted(rated, key=self._pass_rates.get, reverse=True)[: self._config.keep_best]
+        return [step in best or step in steps[-self._config.keep_last :] for step in steps]
 
     def save(
         self,
@@ -90,6 +101,7 @@ class Checkpointer:
         config: Config,
         *,
         pass_rate: float | None,
+        checksums: Callable[[Any], jax.Array] = checksums,
     ) -> None:
         """Start writing a checkpoint and return; the arrays may be donated at once.
 
@@ -104,23 +116,31 @@ class Checkpointer:
             config: the resolved config.
             pass_rate: fraction in [0, 1] of the last evaluation, None where there was none; without one a
                 checkpoint is never among the best.
+            checksums: of the leaves of such a state, in their order.
 
         Host/device: copies to the host (on CPU: holds the buffers, so that a donated one is copied when overwritten).
         """
         if iteration == self._current:
             return
+        arrays = _by_name(device_state)
+        sums = zip(arrays.items(), jax.device_get(checksums(device_state)).tolist(), strict=True)
+        self._pass_rates[iteration] = None if pass_rate is None else float(pass_rate)
+        text = {
+            "config": json.loads(to_json(config)),
+            "pass_rate": self._pass_rates[iteration],
+            "arrays": {name: [str(x.dtype), list(x.shape), value] for (name, x), value in sums},
+        }
+        # Through text now: the caller goes on changing its dictionaries while the write runs.
+        host = json.loads(json.dumps(host_state))
         for newer in [step for step in self._manager.all_steps() if step >= iteration]:
             self._manager.delete(newer)
-        settings = {"config": json.loads(to_json(config)), "fingerprint": fingerprint(config)}
         self._manager.save(
             iteration,
             args=ocp.args.Composite(
-                state=ocp.args.PyTreeSave(_by_name(device_state)),
-                # Through text now: the caller goes on changing its dictionaries while the write runs.
-                host=ocp.args.JsonSave(json.loads(json.dumps(host_state))),
-                config=ocp.args.JsonSave(settings),
+                state=ocp.args.PyTreeSave(arrays),
+                host=ocp.args.JsonSave(host),
+                config=ocp.args.JsonSave(text | {"digest": _digest(host, text)}),
             ),
-            metrics=None if pass_rate is None else {"pass_rate": float(pass_rate)},
             force=True,
         )
         self._current = iteration
@@ -132,6 +152,7 @@ class Checkpointer:
         *,
         allow_config_changes: bool,
         iteration: int | None = None,
+        checksums: Callable[[Any], jax.Array] = checksums,
     ) -> Restored | None:
         """Read a checkpoint onto the shardings of ``abstract_state``, which may be those of another mesh.
 
@@ -139,40 +160,49 @@ class Checkpointer:
             abstract_state: pytree of ``ShapeDtypeStruct`` with shardings.
             config: the config of the run that resumes; None: any will do.
             allow_config_changes: accept settings that differ, as long as the arrays fit.
-            iteration: which; None = the latest.
+            iteration: which; None = the latest that is whole.
+            checksums: as for ``save``.
 
         Returns:
             None when no checkpoint was ever finished.
 
         Raises:
-            ConfigError: no such iteration, settings differ, or arrays do not fit.
+            ConfigError: no such iteration, none that is whole, settings differ, or arrays do not fit.
         """
-        latest = self.latest_iteration()
-        if iteration is None and latest is None:
+        if iteration is None and self.latest_iteration() is None:
             return None
-        iteration = latest if iteration is None else iteration
-        saved = _read_config(self._manager, self.directory, iteration)
-        if config is not None and not allow_config_changes:
-            _check_settings(saved, config, self.directory / str(iteration))
         names = _by_name(abstract_state)
-        metadata = _metadata(self._manager, iteration)
-        _check_arrays(metadata, names, self.directory / str(iteration), same_dtype=True)
-        arrays = _restore_arrays(self._manager, iteration, names)
-        host = self._manager.restore(iteration, args=ocp.args.Composite(host=ocp.args.JsonRestore())).host
-        self._current = iteration
-        leaves = [arrays[name] for name in names]
-        return Restored(iteration, jax.tree.unflatten(jax.tree.structure(abstract_state), leaves), host, saved)
+
+        def read(path: pathlib.Path) -> Restored:
+            host, text = _read_text(path)
+            saved = freeze(text["config"])
+            if config is not None and not allow_config_changes:
+                _check_settings(saved, config, path)
+            _check_arrays(text["arrays"], names, path, same_dtype=True)
+            arrays = _read_arrays(path, names)
+            state = jax.tree.unflatten(jax.tree.structure(abstract_state), arrays.values())
+            _compare(text["arrays"], arrays, checksums(state))
+            return Restored(int(path.name), state, host, saved)
+
+        restored = _read_whole(self.directory, iteration, read)
+        self._current = restored.iteration
+        return restored
 
     def check_config(self, config: Config, *, allow_changes: bool) -> None:
         """Refuse to resume under other settings; reads no array, so it may come before anything is compiled.
 
         Raises:
-            ConfigError: settings differ from those of the latest checkpoint.
+            ConfigError: settings differ from those of the latest checkpoint, or none is whole.
         """
         latest = self.latest_iteration()
         if latest is not None and not allow_changes:
-            path = self.directory / str(latest)
-            _check_settings(_read_config(self._manager, self.directory, latest), config, path)
+            read = lambda path: _check_settings(freeze(_read_text(path)[1]["config"]), config, path)  # noqa: E731
+            _read_whole(self.directory, None, read, say=False)
+
+    def check(self) -> None:
+        """Raise what has gone wrong in the background by now."""
+        if not self._manager.is_saving_in_progress():
+            self.wait()
 
     def wait(self) -> None:
         """Return when nothing is being written; raises what went wrong in the background."""
@@ -184,7 +214,7 @@ class Checkpointer:
 
     def latest_iteration(self) -> int | None:
         """Iteration of the newest finished checkpoint, None when there is none."""
-        return self._manager.latest_step()
+        return max(_steps(self.directory), default=None)
 
 
 def restore_params(directory: str | os.PathLike, abstract_params: Any = None) -> tuple[Any, Config]:
@@ -199,37 +229,40 @@ def restore_params(directory: str | os.PathLike, abstract_params: Any = None) ->
         The parameters and the config of the run.
 
     Raises:
-        ConfigError: no finished checkpoint there, or its arrays do not fit.
+        ConfigError: no finished checkpoint there that is whole, or its arrays do not fit. An array that is cast is not
+            compared with its checksum.
     """
     path = pathlib.Path(directory).resolve()
     root = path / "checkpoints" if os.path.isdir(path / "checkpoints") else path
     iteration = None
     if path.name.isdigit() and os.path.isdir(path / "state"):
         root, iteration = path.parent, int(path.name)
-    if not os.path.isdir(root):
-        raise ConfigError(f"no checkpoint in {directory}: no such directory")
-    manager = _open(root, ocp.CheckpointManagerOptions(create=False))
-    try:
-        iteration = manager.latest_step() if iteration is None else iteration
-        if iteration is None:
-            raise ConfigError(f"no finished checkpoint in {directory}")
-        config = _read_config(manager, root, iteration)
-        metadata = _metadata(manager, iteration)
-        prefix = _params_prefix(metadata)
+    if not _steps(root):
+        raise ConfigError(f"no finished checkpoint in {directory}")
+
+    def read(path: pathlib.Path) -> tuple[Any, Config]:
+        text = _read_text(path)[1]
+        # The shallowest subtree of this name: the optimizer may have its own further down.
+        heads = [f"/{name}".partition("/params/") for name in text["arrays"]]
+        prefix = min((head for head, found, _ in heads if found), key=lambda head: head.count("/"))[1:] + "/params/"
+        saved = {name: about for name, about in text["arrays"].items() if name.startswith(prefix)}
+        wanted = dict.fromkeys(saved)
+        if abstract_params is not None:
+            wanted = {prefix + name: leaf for name, leaf in _by_name(abstract_params).items()}
+            _check_arrays(saved, wanted, path, same_dtype=False)
+        arrays = _read_arrays(path, wanted)
+        as_saved = {name: x for name, x in arrays.items() if str(x.dtype) == saved[name][0]}
+        _compare(saved, as_saved, checksums(as_saved))
         if abstract_params is None:
-            wanted = {name: None for name in metadata if name.startswith(prefix)}
-            return _nested(_restore_arrays(manager, iteration, wanted), prefix), config
-        wanted = {prefix + name: leaf for name, leaf in _by_name(abstract_params).items()}
-        saved = {name: leaf for name, leaf in metadata.items() if name.startswith(prefix)}
-        _check_arrays(saved, wanted, root / str(iteration), same_dtype=False)
-        arrays = _restore_arrays(manager, iteration, wanted)
-        leaves = [arrays[name] for name in wanted]
-        return jax.tree.unflatten(jax.tree.structure(abstract_params), leaves), config
-    finally:
-        manager.close()
+            arrays = {name.removeprefix(prefix): x for name, x in arrays.items()}
+            return flax.traverse_util.unflatten_dict(arrays, sep="/"), freeze(text["config"])
+        return jax.tree.unflatten(jax.tree.structure(abstract_params), arrays.values()), freeze(text["config"])
+
+    return _read_whole(root, iteration, read)
 
 
-def _open(directory: pathlib.Path, options: ocp.CheckpointManagerOptions) -> ocp.CheckpointManager:
+def _open(directory: pathlib.Path, kept: Any) -> ocp.CheckpointManager:
+    logging.set_verbosity(logging.FATAL)  # orbax tells every step of its work, and what it raises as well
     # One replica writes each array whole: splitting the work over replicas compiles a slice per shape, on the devices.
     arrays = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
     state = ocp.PyTreeCheckpointHandler(
@@ -238,14 +271,10 @@ def _open(directory: pathlib.Path, options: ocp.CheckpointManagerOptions) -> ocp
             (jax.Array, arrays), (np.ndarray, ocp.type_handlers.NumpyHandler())
         ),
     )
-    registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
-    registry.add("state", ocp.args.PyTreeSave, state)
-    registry.add("state", ocp.args.PyTreeRestore, state)
-    for item in ("host", "config", "metrics"):
-        handler = ocp.JsonCheckpointHandler()
-        registry.add(item, ocp.args.JsonSave, handler)
-        registry.add(item, ocp.args.JsonRestore, handler)
-    return ocp.CheckpointManager(directory, options=options, handler_registry=registry)
+    handlers = {"state": state, "host": ocp.JsonCheckpointHandler(), "config": ocp.JsonCheckpointHandler()}
+    # Temporary directories are what a killed run left half-written.
+    options = ocp.CheckpointManagerOptions(preservation_policy=kept, cleanup_tmp_directories=True)
+    return ocp.CheckpointManager(directory, options=options, item_names=tuple(handlers), item_handlers=handlers)
 
 
 def _by_name(tree: Any) -> dict[str, Any]:
@@ -256,51 +285,82 @@ def _by_name(tree: Any) -> dict[str, Any]:
     return named
 
 
-def _nested(named: dict[str, Any], prefix: str) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for name, leaf in named.items():
-        *parents, last = name.removeprefix(prefix).split("/")
-        node = tree
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[last] = leaf
-    return tree
+class DamagedError(Exception):
+    """A part of a checkpoint is not what was saved."""
 
 
-def _metadata(manager: ocp.CheckpointManager, iteration: int) -> dict[str, Any]:
-    """Name -> object with ``shape`` and ``dtype``, of every saved array."""
-    return dict(manager.item_metadata(iteration).state.tree)
+@contextlib.contextmanager
+def _reading(part: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, NotImplementedError) as error:
+        said = str(error).split(" [")[0]  # tensorstore adds places in its source
+        raise DamagedError(f"{part}: {said}") from error
 
 
-def _params_prefix(names: dict[str, Any]) -> str:
-    """The shallowest subtree called ``params``: the optimizer may have its own further down."""
-    found = [name.split("/") for name in names if "params" in name.split("/")[:-1]]
-    parts = min(found, key=lambda parts: parts.index("params"))
-    return "/".join(parts[: parts.index("params") + 1]) + "/"
+def _steps(directory: pathlib.Path) -> list[int]:
+    """Iterations whose checkpoints are finished, the newest first."""
+    names = [path.name for path in directory.iterdir()] if directory.is_dir() else []
+    return sorted((int(name) for name in names if name.isdigit()), reverse=True)
 
 
-def _restore_arrays(manager: ocp.CheckpointManager, iteration: int, wanted: dict[str, Any]) -> dict[str, Any]:
+def _read_whole(root: pathlib.Path, iteration: int | None, read: Callable[[pathlib.Path], Any], *, say: bool = True):
+    """``read(path)`` of the checkpoint of an iteration; None = of the newest that is whole.
+
+    Raises:
+        ConfigError: no such iteration, or none is whole.
+    """
+    steps = _steps(root)
+    if iteration is not None and iteration not in steps:
+        raise ConfigError(f"no checkpoint of iteration {iteration} in {root}; there are {sorted(steps)}")
+    for step in steps if iteration is None else [iteration]:
+        path = root / str(step)
+        try:
+            return read(path)
+        except DamagedError as error:
+            damaged = " ".join(f"checkpoint {path} is damaged: {error}".split())
+        if say and iteration is None and step != steps[-1]:
+            print(f"warning: {damaged}; taking the one before", file=sys.stderr)
+    raise ConfigError(damaged)
+
+
+def _digest(host: Any, text: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps([host, text], sort_keys=True).encode()).hexdigest()
+
+
+def _read_text(path: pathlib.Path) -> tuple[Any, dict[str, Any]]:
+    """What ``save`` put into host/ and config/."""
+    with _reading("host/ or config/"):
+        host, text = [json.loads((path / item / "metadata").read_bytes()) for item in ("host", "config")]
+        if text.pop("digest") != _digest(host, text):
+            raise ValueError("another digest than they were saved with")
+    return host, text
+
+
+def _read_arrays(path: pathlib.Path, wanted: dict[str, Any]) -> dict[str, Any]:
     """Arrays by name: where ``wanted`` gives a ``ShapeDtypeStruct``, on its sharding; where None, numpy."""
 
-    def restore_args(leaf: Any) -> ocp.RestoreArgs:
-        if leaf is None:
-            return ocp.RestoreArgs(restore_type=np.ndarray)
-        sharding = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        return ocp.ArrayRestoreArgs(sharding=sharding, global_shape=leaf.shape, dtype=leaf.dtype)
+    def read(name: str) -> Any:
+        base = {"driver": "file", "path": str(path / "state")}
+        with _reading(f"array {name}"):
+            kvstore = {"driver": "ocdbt", "base": base, "path": name}
+            stored = tensorstore.open({"driver": "zarr", "kvstore": kvstore}, open=True, read=True).result()
+            if (leaf := wanted[name]) is None:
+                return stored.read().result()
+            sharding = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
+            part = lambda index: stored[index].read().result().astype(leaf.dtype, copy=False)  # noqa: E731
+            return jax.make_array_from_callback(leaf.shape, sharding, part)
 
-    item = {name: 0 if leaf is None else leaf for name, leaf in wanted.items()}
-    args = ocp.args.PyTreeRestore(
-        item, restore_args={name: restore_args(leaf) for name, leaf in wanted.items()}, partial_restore=True
-    )
-    return manager.restore(iteration, args=ocp.args.Composite(state=args)).state
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        return dict(zip(wanted, pool.map(read, wanted), strict=True))
 
 
-def _read_config(manager: ocp.CheckpointManager, directory: pathlib.Path, iteration: int) -> Config:
-    steps = manager.all_steps()
-    if iteration not in steps:
-        raise ConfigError(f"no checkpoint of iteration {iteration} in {directory}; there are {sorted(steps)}")
-    settings = manager.restore(iteration, args=ocp.args.Composite(config=ocp.args.JsonRestore())).config
-    return from_json(json.dumps(settings["config"]))
+def _compare(saved: dict[str, Any], arrays: dict[str, Any], sums: jax.Array) -> None:
+    """Raise a ``DamagedError`` where the arrays do not have the checksums they were saved with."""
+    now = zip(arrays, jax.device_get(sums).tolist(), strict=True)
+    if wrong := [name for name, value in now if value != saved[name][2]]:
+        more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+        raise DamagedError(f"array {wrong[0]}{more} has another checksum than when it was saved")
 
 
 def changed_settings(saved: Config, config: Config) -> dict[str, tuple[Any, Any]]:
@@ -330,12 +390,38 @@ def _check_arrays(saved: dict[str, Any], wanted: dict[str, Any], path: pathlib.P
     wrong += [f"{name} is not expected" for name in saved if name not in wanted]
     for name in wanted:
         if name in saved:
-            old, new = saved[name], wanted[name]
-            if tuple(old.shape) != tuple(new.shape) or (same_dtype and np.dtype(old.dtype) != np.dtype(new.dtype)):
-                wrong.append(f"{name} is {old.dtype}{list(old.shape)}, not {new.dtype}{list(new.shape)}")
+            (dtype, shape, _), new = saved[name], wanted[name]
+            if shape != list(new.shape) or (same_dtype and dtype != str(new.dtype)):
+                wrong.append(f"{name} is {dtype}{shape}, not {new.dtype}{list(new.shape)}")
     if wrong:
         more = f" (and {len(wrong) - 3} more)" if len(wrong) > 3 else ""
         raise ConfigError(f"checkpoint {path} does not fit: {'; '.join(wrong[:3])}{more}")
+
+
+@contextlib.contextmanager
+def claim(workdir: pathlib.Path) -> Iterator[None]:
+    """Make the folder and hold it for one run while entered, or until the process ends, however it ends.
+
+    Raises:
+        ConfigError: no file can be written there, or another run holds it.
+    """
+    where, path = str(workdir.resolve()), workdir / "lock"
+    if "[" in where or not where.isprintable():  # orbax would take the one for a pattern, tensorstore wants UTF-8
+        raise ConfigError(f"--workdir={where!r} must be without '[' and characters that cannot be printed")
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        lock = open(path, "a")  # noqa: SIM115, closed below
+    except OSError as error:
+        raise ConfigError(f"--workdir={workdir} cannot be written: {error.strerror}") from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(f"--workdir={workdir} is in use by {path.read_text()}") from error
+        except OSError as error:
+            print(f"warning: {path}: {error.strerror}; nothing keeps another run out", file=sys.stderr)
+        path.write_text(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}")
+        yield
 
 
 class StopRequest:

@@ -5,15 +5,18 @@ Does not know: what the commands do.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import gc
 import glob
 import os
+import re
 import runpy
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
-from absl import app, flags, logging
+from absl import app, flags
 
 from jaxrl_llm import distributed
 from jaxrl_llm.config import Config, ConfigError, flatten, freeze
@@ -27,25 +30,47 @@ def run(main: Callable[[], None]) -> None:
     """Parse the flags and call ``main()``; never returns.
 
     Bad input (a ``ConfigError``, an unknown or malformed flag) prints one line on stderr and exits with
-    status 2. Any other exception is ours and keeps its traceback.
+    status 2, a full disk (``DiskError``) with status 1. Any other exception is ours and keeps its traceback.
     """
     _choose_platform()
+    # Where a write fails, those beside it find their event loop closed, and say so beside the error that is raised.
+    sys.unraisablehook = lambda x: "Event loop is closed" in str(x.exc_value) or sys.__unraisablehook__(x)
     gc.set_threshold(100_000)  # set-up makes millions of objects that stay: looking for others takes 7 % of it
 
     def guarded(argv: list[str]) -> None:
         if argv[1:]:
             _fail(f"unexpected argument {argv[1]!r}; settings are given as --name=value")
-        logging.set_verbosity(logging.WARNING)  # orbax tells every step of its work at INFO
         try:
             distributed.initialize()
-            main()
-        except ConfigError as error:
-            _fail(error)
+            with writing("output"):
+                main()
+        except (ConfigError, DiskError) as error:
+            _fail(error, status=1 if isinstance(error, DiskError) else 2)
 
     app.run(guarded, flags_parser=_parse)
 
 
+class DiskError(RuntimeError):
+    """A disk takes no more."""
+
+
+@contextlib.contextmanager
+def writing(folder: str | os.PathLike) -> Iterator[None]:
+    """While entered, an exception that says that a disk takes no more becomes a ``DiskError`` that names the path."""
+    try:
+        yield
+    except (ConfigError, DiskError):
+        raise
+    except Exception as error:
+        for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
+            if os.strerror(code) in str(error):  # by its words: tensorstore and safetensors have errors of their own
+                raise DiskError(f"{getattr(error, 'filename', None) or folder}: {os.strerror(code)}") from error
+        raise
+
+
 def _parse(argv: list[str]) -> list[str]:
+    # A shell leaves --workdir=~/run as it is.
+    argv = [re.sub("^(--?[a-z_]+=)(~/.*)", lambda m: m[1] + os.path.expanduser(m[2]), word) for word in argv]
     try:
         rest = flags.FLAGS(argv)
         for name in flags.FLAGS:
@@ -96,9 +121,9 @@ def _check_overrides(argv: list[str]) -> None:
         raise ConfigError(f"{', '.join(unlisted)}: the config file has no such key to override")
 
 
-def _fail(error: Exception | str) -> None:
+def _fail(error: Exception | str, status: int = 2) -> None:
     print("error: " + visible(" ".join(str(error).split())[:2000]), file=sys.stderr)
-    sys.exit(2)
+    sys.exit(status)
 
 
 def _choose_platform() -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import importlib.metadata
 import json
 import math
@@ -424,8 +423,3 @@ def _commit() -> str:
     except (OSError, subprocess.SubprocessError):
         return ""
     return commit + ("+" if changes else "")
-
-
-def fingerprint(config: Config) -> str:
-    """Short hash of the resolved config; checkpoints carry it."""
-    return hashlib.sha256(to_json(config).encode()).hexdigest()[:16]

@@ -15,7 +15,8 @@ from jaxrl_llm.models.transformer import Model
 def main() -> None:
     params, config = checkpoint.restore_params(CHECKPOINT.value)
     source = pretrained.resolve(config.model.path)
-    hf.export(params, Model(source.architecture()), source.tokenizer(), OUTPUT.value)
+    with cli.writing(OUTPUT.value):
+        hf.export(params, Model(source.architecture()), source.tokenizer(), OUTPUT.value)
     print(f"exported {CHECKPOINT.value} to {OUTPUT.value}")
 
 

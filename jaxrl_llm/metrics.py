@@ -7,6 +7,7 @@ Owns: the division of sums by counts, the files, cutting them back on resume. Do
 from __future__ import annotations
 
 import collections
+import contextlib
 import json
 import math
 import os
@@ -18,7 +19,9 @@ from typing import Any
 import rich.console
 import rich.progress
 import rich.table
-import tensorboardX
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.record_writer import RecordWriter
+from tensorboardX.summary import scalar
 
 from jaxrl_llm.config import Config, ConfigError, MetricsConfig
 from jaxrl_llm.metric_table import AGE_LABELS, METRICS
@@ -191,7 +194,7 @@ class MetricsWriter:
         names = (*FILES, SHARED_FILE) if config.share_rollouts else FILES
         self._files = {name: open(self._workdir / name, "ab") for name in names}  # noqa: SIM115, closed in close()
         self._use_tensorboard = config.tensorboard
-        self._tensorboard: tensorboardX.SummaryWriter | None = None
+        self._tensorboard: RecordWriter | None = None
 
     def write(self, iteration: int, values: dict[str, Any]) -> None:
         """Append one object: ``iteration`` and the values, numbers that are not finite and None as null.
@@ -205,12 +208,17 @@ class MetricsWriter:
         numbers = {name: _number(value) for name, value in values.items()}
         self._append("metrics.jsonl", [{"iteration": iteration, **numbers}])
         if self._use_tensorboard:
+            named = [item for item in numbers.items() if item[1] is not None]
+            events = [Event(step=iteration, wall_time=time.time(), summary=scalar(*item)) for item in named]
             if self._tensorboard is None:
+                (self._workdir / "tensorboard").mkdir(exist_ok=True)
+                path = self._workdir / "tensorboard" / f"events.out.tfevents.{time.time_ns()}"
+                self._tensorboard = RecordWriter(str(path))
                 # What a killed run wrote from this iteration on is not shown.
-                self._tensorboard = tensorboardX.SummaryWriter(str(self._workdir / "tensorboard"), purge_step=iteration)
-            for name, number in numbers.items():
-                if number is not None:
-                    self._tensorboard.add_scalar(name, number, iteration)
+                start = Event(step=iteration, session_log=SessionLog(status=SessionLog.START))
+                events = [Event(file_version="brain.Event:2"), start, *events]
+            for event in events:
+                self._tensorboard.write(event.SerializeToString())
             self._tensorboard.flush()
 
     def write_samples(self, rows: list[dict[str, Any]]) -> None:
@@ -225,20 +233,30 @@ class MetricsWriter:
         """Size in bytes of each file, for the checkpoint."""
         return {name: file.tell() for name, file in self._files.items()}
 
-    def restore(self, state: dict[str, int]) -> None:
+    def restore(self, state: dict[str, int]) -> list[str]:
         """Cut the files back to a checkpoint's ``state()``, so that a resumed run repeats no line.
 
-        ``{}`` (no checkpoint) empties them. A file that is shorter already is left as it is.
+        ``{}`` (no checkpoint) empties them. Lines that cannot be read go too.
+
+        Returns:
+            What to say of a file that has less than it had then.
         """
+        said = []
         for name, file in self._files.items():
-            file.truncate(min(state.get(name, 0), file.tell()))
-            file.seek(0, os.SEEK_END)
+            path, size = self._workdir / name, state.get(name, 0)
+            file.truncate(min(size, file.tell()))
+            lines = path.read_bytes().splitlines(keepends=True) if name in FILES else []
+            if not all(map(_is_row, lines)):
+                file.truncate(0)
+                file.writelines(filter(_is_row, lines))
+            if lost := size - file.seek(0, os.SEEK_END):
+                said.append(f"warning: {path} has lost {lost} of {size} bytes: there is a gap in what it tells")
+        return said
 
     def close(self) -> None:
-        for file in self._files.values():
-            file.close()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
+        with contextlib.ExitStack() as stack:  # every one, whatever a full disk says of another
+            for file in (*self._files.values(), *([self._tensorboard] if self._tensorboard else [])):
+                stack.callback(file.close)
 
     def _append(self, name: str, rows: list[dict[str, Any]]) -> None:
         text = "".join(json.dumps(_finite(row), ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
@@ -281,15 +299,22 @@ def read_lines(path: pathlib.Path) -> list[dict[str, Any]]:
         ConfigError: a line that is not a JSON object.
     """
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n")[:-1], start=1):
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
         try:
             row = json.loads(line)
-        except json.JSONDecodeError as error:
+        except ValueError as error:
             raise ConfigError(f"{path}:{number}: not JSON: {error}") from None
         if not isinstance(row, dict):
             raise ConfigError(f"{path}:{number}: not a JSON object")
         rows.append(row)
     return rows
+
+
+def _is_row(line: bytes) -> bool:
+    try:
+        return line.endswith(b"\n") and isinstance(json.loads(line), dict)
+    except ValueError:
+        return False
 
 
 class Progress:

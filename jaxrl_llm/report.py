@@ -148,11 +148,15 @@ def write_report(workdir: str | os.PathLike) -> pathlib.Path:
     settings = _read_json(workdir / "config.json")
     before, after = _read_json(workdir / "eval_before.json"), _read_json(workdir / "eval_after.json")
     samples = read_lines(workdir / "samples.jsonl") if (workdir / "samples.jsonl").is_file() else []
+    newest = max((int(path.name) for path in workdir.glob("checkpoints/*") if path.name.isdigit()), default=0)
     made_with = (settings or {}).pop("made_with", {})
-    config = freeze(settings) if settings is not None else None
+    try:
+        config = freeze(settings) if settings is not None else None
+    except ConfigError as error:
+        raise ConfigError(f"{workdir / 'config.json'}: {error}") from None
     sections = [
         _header(workdir, metrics, config),
-        _cards(metrics, config, before, after),
+        _cards(metrics, config, before, after, newest),
         page.section("Curves", _charts(metrics)),
         page.section("Before and after", _before_after(before, after)),
         page.section("Rollouts during training", _rollouts(samples)),
@@ -168,7 +172,7 @@ def _read_json(path: pathlib.Path) -> dict[str, Any] | None:
         return None
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
+    except ValueError as error:
         raise ConfigError(f"{path}: not JSON: {error}") from None
     if not isinstance(value, dict):
         raise ConfigError(f"{path}: not a JSON object")
@@ -188,8 +192,8 @@ def _header(workdir: pathlib.Path, metrics: Rows, config: Config | None) -> str:
     return page.header(workdir.resolve().name, made_of)
 
 
-def _cards(metrics: Rows, config: Config | None, before: dict | None, after: dict | None) -> str:
-    """The few numbers one asks for first."""
+def _cards(metrics: Rows, config: Config | None, before: dict | None, after: dict | None, newest: int) -> str:
+    """The few numbers one asks for first; ``newest`` is the iteration of the newest checkpoint."""
 
     def card(title: str, value: str, note: str = "") -> str:
         return f'<div class="card"><span>{title}</span><b>{value}</b><small>{note}</small></div>'
@@ -223,6 +227,8 @@ def _cards(metrics: Rows, config: Config | None, before: dict | None, after: dic
         if values := [value for _, value in _values(metrics, name)]:
             cards.append(card(title, change(values, form), "first and last iteration"))
     planned = f"of {config.num_iterations} planned" if config is not None else ""
+    if missing := max(metrics[-1]["iteration"], newest) - len(metrics):
+        planned += f"; {missing} more are not in metrics.jsonl"
     cards.append(card("Iterations", f"{len(metrics)}", planned))
     if seconds := sum_of("time/iteration_s"):
         generated = sum_of("tokens/generated")
@@ -403,18 +409,15 @@ def _glossary() -> str:
 
 def print_samples(workdir: pathlib.Path) -> None:
     """Three held-out completions of the trained model, or of its last rollouts where nothing is held out."""
-    evaluation, rollouts = workdir / "eval_after.json", workdir / "samples.jsonl"
-    if evaluation.exists():
-        rows = json.loads(evaluation.read_text())["samples"][:3]
-    else:
-        rows = [json.loads(line) for line in rollouts.read_text().splitlines()[-3:]] if rollouts.exists() else []
-    for row in rows:
+    evaluation = _read_json(workdir / "eval_after.json")
+    for row in evaluation["samples"][:3] if evaluation else read_lines(workdir / "samples.jsonl")[-3:]:
         prompt = row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][-1]["content"]
         print(f"  {prompt.strip()!r} -> {row['completion'].strip()!r}  reward {row['reward']}")
 
 
 def main() -> None:
-    print(write_report(WORKDIR.value))
+    with cli.writing(WORKDIR.value):
+        print(write_report(WORKDIR.value))
 
 
 if __name__ == "__main__":

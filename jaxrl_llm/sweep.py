@@ -103,7 +103,11 @@ def check_folders(folder: pathlib.Path, points: Points) -> None:
         path = folder / name / "config.json"
         if not rows_of(folder / name) or not path.is_file():
             continue
-        if changed := changed_settings(from_json(path.read_text()), config):
+        try:
+            before = from_json(path.read_text())
+        except ValueError as error:
+            raise ConfigError(f"{path}: {error}") from error
+        if changed := changed_settings(before, config):
             listed = "; ".join(f"{field} {old!r} -> {new!r}" for field, (old, new) in changed.items())
             raise ConfigError(f"{folder / name} was run with other settings: {listed}. Use another workdir")
 

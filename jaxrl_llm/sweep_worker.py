@@ -21,8 +21,7 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
-from absl import logging
-
+from jaxrl_llm.cli import DiskError
 from jaxrl_llm.config import Config, ConfigError, from_json
 
 LOG = "log.txt"
@@ -34,7 +33,6 @@ def main(fileno: int, train: Callable[[Config, pathlib.Path], int] | None = None
     Args:
         train: (config, workdir) -> exit status; None for the real one.
     """
-    logging.set_verbosity(logging.WARNING)  # as for every command (cli)
     with Connection(fileno) as connection:
         while True:
             try:
@@ -53,7 +51,7 @@ def run_point(config: Config, workdir: pathlib.Path, train: Callable[[Config, pa
     sys.stdout.reconfigure(line_buffering=True)  # a log that is read while it grows
     try:
         return train(config, workdir) == 0
-    except ConfigError as error:
+    except (ConfigError, DiskError) as error:
         print(f"error: {error}", file=sys.stderr)
     except Exception:
         traceback.print_exc()

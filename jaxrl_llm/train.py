@@ -27,7 +27,7 @@ from ml_collections import config_flags
 
 from jaxrl_llm import cli, programs, report, rng, sharding, tasks
 from jaxrl_llm.assembly import Run, assemble, check_room, keep_what_fits
-from jaxrl_llm.checkpoint import Checkpointer, StopRequest
+from jaxrl_llm.checkpoint import Checkpointer, StopRequest, claim
 from jaxrl_llm.config import Config, ConfigError, freeze, record
 from jaxrl_llm.credit_memory import Memory
 from jaxrl_llm.evaluation import evaluate, questions
@@ -51,12 +51,18 @@ def train(config: Config, workdir: pathlib.Path, *, allow_config_changes: bool =
 
     Raises:
         ConfigError: bad input, before anything is compiled.
+        DiskError: a disk takes no more; what is in the last checkpoint is safe.
     """
-    # ---- what the run is made of: data and model first, for their errors cost nothing ------------------
     if jax.process_count() > 1:
         raise ConfigError(
             f"a job of {jax.process_count()} hosts: train runs on one host (all its devices), several are not ready yet"
         )
+    with cli.writing(workdir), claim(workdir):
+        return _train(config, workdir, allow_config_changes)
+
+
+def _train(config: Config, workdir: pathlib.Path, allow_config_changes: bool) -> int:
+    # ---- what the run is made of: data and model first, for their errors cost nothing ------------------
     use_cache(config.compilation_cache)
     mesh = sharding.make_mesh(config.mesh)
     source = pretrained.resolve(config.model.path)
@@ -83,6 +89,7 @@ def train(config: Config, workdir: pathlib.Path, *, allow_config_changes: bool =
         RewardPool(config.rewards, task_scorer=tasks.scorer(config.prompts), examples=examples) as pool,
         StopRequest() as stop,
         contextlib.closing(MetricsWriter(workdir, config.metrics)) as metrics,
+        contextlib.closing(checkpoints),
     ):
         progress.note(describe(run, source, len(train_set), len(held_out), read_s))
         for message in skipped[:10] + ([f"... and {len(skipped) - 10} more"] if len(skipped) > 10 else []):
@@ -98,8 +105,8 @@ def train(config: Config, workdir: pathlib.Path, *, allow_config_changes: bool =
         # ---- state: fresh, or the checkpoint's --------------------------------------------------------
         generator = Generator(run.sampler, compiled, tokenizer.decode, config.rollout.max_lag_iterations)
         evals = {name.removeprefix("eval_"): p for name, p in compiled.items() if name.startswith("eval_")}
-        abstract = {"train": run.abstract_state, "ring": run.abstract_ring, "sampler": carried_slots(run)}
-        restored = checkpoints.restore(abstract, config, allow_config_changes=allow_config_changes)
+        how = {"allow_config_changes": allow_config_changes, "checksums": compiled["checksums"]}
+        restored = checkpoints.restore(run.abstract_checkpoint, config, **how)
         reference = teacher.load_params(run.reference_model, mesh, seed=config.seed) if run.loads_reference else None
         if restored is None:
             start, compute, ring = 0, 0.0, compiled["init_ring"]()
@@ -115,7 +122,8 @@ def train(config: Config, workdir: pathlib.Path, *, allow_config_changes: bool =
             memory.restore(restored.host_state["memory"])
             external.restore(restored.host_state["external"])
             compute = restored.host_state["compute"]
-            metrics.restore(restored.host_state["metrics"])
+            for warning in metrics.restore(restored.host_state["metrics"]):
+                progress.note(warning)
             if config.rollout.lookahead_prompts:
                 generator.state = restored.device_state["sampler"]
             for *where, prompt_id in restored.host_state["open_prompts"]:
@@ -155,7 +163,7 @@ def train(config: Config, workdir: pathlib.Path, *, allow_config_changes: bool =
                 "open_prompts": generator.opened(),
             }
             arrays = {"train": state, "ring": ring, "sampler": generator.state}
-            checkpoints.save(iteration, arrays, host, config, pass_rate=pass_rate)
+            checkpoints.save(iteration, arrays, host, config, pass_rate=pass_rate, checksums=compiled["checksums"])
 
         if evals and start == 0:
             measure("eval_before")
@@ -244,11 +252,11 @@ def train(config: Config, workdir: pathlib.Path, *, allow_config_changes: bool =
             values["compile/recompiles_after_warmup"] = recompiles.after_warmup()
             values["time/iteration_s"] = time.monotonic() - t0
             metrics.write(iteration, values)
+            checkpoints.check()
             progress.update(iteration, values)
             last = final or stop.requested or failure is not None
             if last or due(config.checkpoint.every_iterations, iteration):
                 save(iteration, pass_rate)
-        checkpoints.wait()
         progress.close()
 
     # ---- what is left behind -------------------------------------------------------------------------------
@@ -300,11 +308,6 @@ def num_bytes(tree: Any) -> int:
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
-def carried_slots(run: Run) -> Any:
-    """The sampler state a checkpoint needs: none where every iteration starts with empty slots."""
-    return run.sampler.abstract_state() if run.config.rollout.lookahead_prompts else None
-
-
 def due(every: int, iteration: int) -> bool:
     return every > 0 and iteration % every == 0
 
@@ -335,12 +338,7 @@ def check_gap(config: Config, iteration: int, used: dict[str, Any]) -> None:
 
 def main() -> None:
     workdir = pathlib.Path(WORKDIR.value)
-    config = freeze(CONFIG.value)
-    try:
-        workdir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--workdir={WORKDIR.value} cannot be a folder: {error.strerror}") from error
-    sys.exit(train(config, workdir, allow_config_changes=ALLOW_CONFIG_CHANGES.value))
+    sys.exit(train(freeze(CONFIG.value), workdir, allow_config_changes=ALLOW_CONFIG_CHANGES.value))
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ class Done:
 def run_command(name, *arguments, monkeypatch, capfd):
     """``python -m jaxrl_llm.<name> <arguments>``; exceptions that the command does not catch come through."""
     monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)  # the command's is its own
     app.define_help_flags()  # once per process; the command's own flags are taken away again
     before = set(flags.FLAGS)
     sys.modules.pop("config_config", None)  # what ml_collections calls the file of --config: a process has one

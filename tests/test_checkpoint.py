@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import pathlib
 import shutil
 import signal
 import subprocess
@@ -18,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxrl_llm.checkpoint import Checkpointer, StopRequest, restore_params
 from jaxrl_llm.config import CheckpointConfig, Config, ConfigError, freeze, to_json
+from jaxrl_llm.ops.checksum import checksums
 from jaxrl_llm.types import Critic, TrainState
 
 CONFIG = freeze({"prompts": {"arguments": {"terms": (1, 2)}}})
@@ -118,8 +120,9 @@ def test_saved_bytes_are_those_at_the_time_of_save_though_the_buffers_are_donate
 def test_saving_compiles_nothing(checkpointer, caplog):
     replicated = jax.device_put(jnp.ones((24, 40)), NamedSharding(mesh(8, 1), P()))
     state = jax.block_until_ready({"train": place(make_state(), mesh(2, 4)), "replicated": replicated})
+    program = jax.jit(checksums).lower(state).compile()
     with jax.log_compiles():
-        save(checkpointer, 1, state)
+        checkpointer.save(1, state, {}, CONFIG, pass_rate=None, checksums=program)
         checkpointer.wait()
     assert "ompil" not in caplog.text
 
@@ -150,6 +153,15 @@ def test_the_last_n_and_the_best_are_kept(tmp_path):
     assert int(restore(checkpointer, iteration=2).device_state["train"].step) == 2
     assert int(restore(checkpointer).device_state["train"].step) == 5
     checkpointer.close()
+
+
+def test_the_best_is_kept_when_a_resumed_run_saves_on(tmp_path):
+    for steps in ({1: 0.9, 2: 0.1}, {3: None}, {4: 0.5}):
+        checkpointer = Checkpointer(tmp_path, CheckpointConfig(keep_last=1, keep_best=1))
+        for iteration, pass_rate in steps.items():
+            save(checkpointer, iteration, make_state(iteration), pass_rate)
+        checkpointer.close()
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["1", "4"]
 
 
 def test_saving_an_iteration_again_is_harmless_and_going_back_forgets_the_future(checkpointer):
@@ -270,6 +282,145 @@ def test_arrays_that_do_not_fit_are_named(checkpointer):
     message = str(error.value)
     assert "ring/ref_logp is missing" in message and "slots/1 is not expected" in message
     assert "ring/tokens is int32[8, 8], not int32[16, 8]" in message
+
+
+# ---- damage --------------------------------------------------------------------------------------------------------
+
+
+def large_state(seed: int) -> Any:
+    """Of each dtype more than orbax writes among its indices, so that the bytes of each lie in files of their own."""
+    rng = np.random.default_rng(seed)
+    small = {"q": rng.normal(size=(64, 64)), "k": rng.normal(size=4096).astype(jnp.bfloat16)}
+    params = {name: jnp.asarray(x, x.dtype if name == "k" else jnp.float32) for name, x in small.items()}
+    ring = {
+        "reason": rng.integers(-100, 100, 5000).astype(np.int8),
+        "trainable": rng.random(5000) < 0.5,
+        "tokens": rng.integers(0, 2**31, (40, 50)).astype(np.int32),
+    }
+    return {"train": {"params": params}, "ring": jax.tree.map(jnp.asarray, ring)}
+
+
+@pytest.fixture(scope="module")
+def two_saved(tmp_path_factory):
+    """A workdir with the checkpoints 1 and 2."""
+    workdir = tmp_path_factory.mktemp("two_saved")
+    checkpointer = Checkpointer(workdir, CheckpointConfig(keep_last=2))
+    for iteration in (1, 2):
+        save(checkpointer, iteration, large_state(iteration), cursor=[iteration])
+    checkpointer.close()
+    return workdir
+
+
+@pytest.fixture
+def copy(two_saved, tmp_path):
+    shutil.copytree(two_saved, tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+def resume(workdir):
+    checkpointer = Checkpointer(workdir, CheckpointConfig(keep_last=2))
+    try:
+        target = abstract(large_state(0))
+        checkpointer.check_config(CONFIG, allow_changes=False)
+        return checkpointer.restore(target, CONFIG, allow_config_changes=False)
+    finally:
+        checkpointer.close()
+
+
+def cut(path):
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def flip(path, at=None):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2 if at is None else at] ^= 1
+    path.write_bytes(data)
+
+
+def files_of(checkpoint):
+    """Each file that is read again, by a name that stays: those of the arrays have names of chance."""
+    texts = {"host": "host/metadata", "config": "config/metadata", "index": "state/manifest.ocdbt"}
+    arrays = sorted((checkpoint / "state").glob("**/d/*"), key=lambda path: path.stat().st_size)
+    return {name: checkpoint / path for name, path in texts.items()} | {"arrays": arrays[-1]}
+
+
+@pytest.mark.parametrize("harm", [pathlib.Path.unlink, cut, flip, lambda path: path.write_bytes(b"")],
+                         ids=["missing", "cut", "flipped", "empty"])  # fmt: skip
+@pytest.mark.parametrize("name", ["host", "config", "index", "arrays"])
+def test_a_damaged_file_makes_the_checkpoint_before_it_be_taken_and_is_named(name, harm, copy, capfd):
+    harm(files_of(copy / "checkpoints" / "2")[name])
+    restored = resume(copy)
+    assert (restored.iteration, restored.host_state) == (1, {"cursor": [1]})
+    assert_same_bytes(restored.device_state, large_state(1))
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) == 1 and lines[0].startswith(f"warning: checkpoint {copy / 'checkpoints' / '2'} is damaged: ")
+    assert lines[0].endswith("; taking the one before") and len(lines[0]) < 700
+
+    shutil.rmtree(copy / "checkpoints" / "1")
+    with pytest.raises(ConfigError) as error:
+        resume(copy)
+    assert str(error.value).startswith(f"checkpoint {copy / 'checkpoints' / '2'} is damaged: ")
+    assert "\n" not in str(error.value) and capfd.readouterr().err == ""
+
+
+def test_files_that_orbax_alone_reads_are_not_missed(copy, capfd):
+    """Sharding, tree and marks of its own: all that they say is in the rest."""
+    step = copy / "checkpoints" / "2"
+    needed = {*files_of(step).values(), *(step / "state").glob("**/d/*"), *(step / "state").glob("**/manifest.ocdbt")}
+    for path in (path for path in step.rglob("*") if path.is_file() and path not in needed):
+        path.unlink()
+    assert resume(copy).iteration == 2 and capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("name", ["train/params/q", "train/params/k", "ring/reason", "ring/trainable", "ring/tokens"])
+def test_one_bit_of_an_array_that_flips_is_seen(name, copy, capfd):
+    array = large_state(2)
+    for part in name.split("/"):
+        array = array[part]
+    raw = np.asarray(array).tobytes()
+    found = [(path, path.read_bytes().find(raw)) for path in (copy / "checkpoints" / "2" / "state").glob("**/d/*")]
+    (path, start), = [place for place in found if place[1] >= 0]  # fmt: skip
+    flip(path, start + len(raw) // 3)
+    assert resume(copy).iteration == 1
+    assert f"array {name} has another checksum than when it was saved" in capfd.readouterr().err
+    if "params" not in name:  # the weights alone are whole
+        restore_params(copy)
+        assert capfd.readouterr().err == ""
+        return
+    for target in (None, abstract(large_state(0)["train"]["params"])):
+        params, _ = restore_params(copy, target)
+        assert_same_bytes(params, large_state(1)["train"]["params"])
+        assert "checkpoints/2 is damaged" in capfd.readouterr().err
+    with pytest.raises(ConfigError, match=f"checkpoints/2 is damaged: array {name}"):
+        restore_params(copy / "checkpoints" / "2")
+
+
+def test_what_is_cast_is_not_compared_and_the_rest_is(copy):
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), large_state(0)["train"]["params"])
+    params, _ = restore_params(copy, like)
+    assert_same_bytes(params["q"], large_state(2)["train"]["params"]["q"].astype(jnp.bfloat16))
+
+
+def test_a_damaged_checkpoint_is_replaced_when_its_iteration_comes_again(copy, capfd):
+    flip(files_of(copy / "checkpoints" / "2")["host"])
+    checkpointer = Checkpointer(copy, CheckpointConfig(keep_last=2))
+    assert checkpointer.restore(abstract(large_state(0)), CONFIG, allow_config_changes=False).iteration == 1
+    save(checkpointer, 2, large_state(5), cursor=[5])
+    checkpointer.close()
+    capfd.readouterr()
+    restored = resume(copy)
+    assert (restored.iteration, restored.host_state, capfd.readouterr().err) == (2, {"cursor": [5]}, "")
+
+
+def test_settings_that_changed_are_no_damage(copy, capfd):
+    checkpointer = Checkpointer(copy, CheckpointConfig(keep_last=2))
+    with pytest.raises(ConfigError, match=r"checkpoints/2 was made with other settings: seed 0 -> 3"):
+        checkpointer.restore(abstract(large_state(0)), change(seed=3), allow_config_changes=False)
+    checkpointer.close()
+    assert capfd.readouterr().err == ""
+
+
+# ---- weights alone -------------------------------------------------------------------------------------------------
 
 
 def test_params_alone_are_restored_from_workdir_checkpoints_or_one_checkpoint(tmp_path):

@@ -20,6 +20,13 @@ def main():
         raise ConfigError("a.b=2 is not\\nallowed")
     if NUMBER.value == 3:
         raise ValueError("ours")
+    if NUMBER.value == 4:
+        raise OSError(28, "No space left on device", "/disk/file")
+    if NUMBER.value == 5:
+        with cli.writing("/disk"):
+            raise RuntimeError("RESOURCE_EXHAUSTED: No space left on device [places in its source]")
+    if NUMBER.value == 6:
+        raise ConfigError("/disk: No space left on device")
     print(NUMBER.value, os.environ["JAX_PLATFORMS"])
 
 cli.run(main)
@@ -65,6 +72,25 @@ def test_a_config_file_or_key_that_is_not_there_is_one_line_and_status_2(tmp_pat
         done = run(*arguments)
         assert done.returncode == 2 and done.stdout == "", done
         assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and message in done.stderr, done
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "message"),
+    [
+        (4, 1, "error: /disk/file: No space left on device\n"),
+        (5, 1, "error: /disk: No space left on device\n"),
+        (6, 2, "error: /disk: No space left on device\n"),
+    ],
+)
+def test_a_full_disk_is_one_line_and_status_1(number, status, message):
+    done = run(f"--number={number}")
+    assert (done.returncode, done.stdout, done.stderr) == (status, "", message)
+
+
+def test_home_is_found_where_the_shell_leaves_the_tilde(tmp_path):
+    (tmp_path / "it's.py").write_text("from jaxrl_llm.config import defaults as get_config\n")
+    assert run("--config=~/it's.py", HOME=str(tmp_path)).returncode == 0
+    assert "'~no/config.py'" in run("--config=~no/config.py", HOME=str(tmp_path)).stderr
 
 
 def test_our_own_errors_keep_their_traceback():

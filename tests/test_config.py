@@ -27,7 +27,7 @@ from jaxrl_llm import config as config_module
 from jaxrl_llm import limits, sharding, tasks
 from jaxrl_llm import train as train_module
 from jaxrl_llm.assembly import assemble
-from jaxrl_llm.config import Config, ConfigError, fingerprint, flatten, freeze, from_json, to_json
+from jaxrl_llm.config import Config, ConfigError, flatten, freeze, from_json, to_json
 from jaxrl_llm.credit_memory import Memory
 from jaxrl_llm.evaluation import questions
 from jaxrl_llm.external import External
@@ -245,12 +245,10 @@ def test_freeze_converts_what_means_the_same():
     assert isinstance(config.optimizer.learning_rate, float) and config.sampling.stop_strings == ("a",)
 
 
-def test_a_config_survives_json_and_its_fingerprint_tells_it_from_another():
+def test_a_config_survives_json_and_what_differs_is_named():
     config = freeze({"seed": 3, "prompts": {"arguments": {"a": [1, 2]}}, "sampling": {"stop_strings": ("x", "y")}})
     assert from_json(to_json(config)) == config
-    assert fingerprint(from_json(to_json(config))) == fingerprint(config)
     other = dataclasses.replace(config, objective=dataclasses.replace(config.objective, clip_low=0.1))
-    assert fingerprint(other) != fingerprint(config)
     assert differences(config, other) == {"objective.clip_low": (0.2, 0.1)}
     assert differences(config, config) == {}
 

@@ -18,6 +18,7 @@ from building import (
     mesh_of,
     random_experience,
 )
+from reference import checksum as oracle
 
 from jaxrl_llm import replay, rng, sharding
 from jaxrl_llm.assembly import assemble
@@ -52,7 +53,7 @@ class Learner:
         self.run = assemble(config_of(on_host), TINY, EOS_IDS, mesh_of(ONE))
         programs = self.run.programs()
         self.programs = compile_all(
-            {k: programs[k] for k in ("init_state", "init_ring", "insert", "update")}, mesh_of(ONE)
+            {k: programs[k] for k in ("init_state", "init_ring", "insert", "update", "checksums")}, mesh_of(ONE)
         )
 
     def start(self):
@@ -99,6 +100,11 @@ def test_not_a_bit_of_an_iteration_differs(plain):
         assert kinds(state.opt_state) == {"pinned_host"}
         assert kinds(ring.slots) == {"pinned_host"}
         assert kinds(state.params) == kinds(ring.replace(slots=None)) == {"device"}
+        arrays = {"train": state, "ring": ring, "sampler": None}
+        on_device = jax.device_put(arrays, jax.tree.map(lambda x: x.sharding, learner(False).run.abstract_checkpoint))
+        sums = [each.programs["checksums"](x) for each, x in ((learner(True), arrays), (learner(False), on_device))]
+        assert_same(*sums)
+        assert sums[0].tolist() == [oracle.checksum(np.asarray(x)) for x in jax.tree.leaves(arrays)]
 
 
 @pytest.mark.parametrize("on_host", [True, False])

@@ -133,6 +133,12 @@ def test_local_trains_the_main_job_with_the_arguments_given(checkout):
     ]
 
 
+@pytest.mark.parametrize("path", ['runs/it\'s "so" $HOME', "-dash é", "~tilde/*", "~/run"])
+def test_local_hands_odd_paths_on_as_they_are(checkout, path):
+    checkout.run("launch/local.sh", f"--workdir={path}", "--config", path)
+    assert checkout.log[2:] == [f"-m jaxrl_llm.train --workdir=runs/local --workdir={path} --config {path}"]
+
+
 def test_local_with_another_config_has_no_two(checkout):
     checkout.run("launch/local.sh", "--config=configs/debug.py")
     assert checkout.log[2:] == ["-m jaxrl_llm.train --workdir=runs/local --config=configs/debug.py"]

@@ -119,6 +119,36 @@ def test_without_a_checkpoint_a_run_starts_with_empty_files_and_none_is_ever_len
     again.close()
 
 
+@pytest.mark.parametrize(
+    ("harm", "kept"),
+    [
+        (lambda data: b"", []),
+        (lambda data: data[:-20], [0, 1]),
+        (lambda data: b"\xff\x00" * len(data), []),
+        (lambda data: data.replace(b'"iteration": 1', b'"iteration" 1 '), [0, 2]),
+        (lambda data: data[:-20] + bytes(20), [0, 1]),
+        (lambda data: data.replace(b"{", b"[").replace(b"}", b"]"), []),
+    ],
+    ids=["empty", "cut", "binary", "one_line", "zeros", "no_objects"],
+)
+def test_what_a_damaged_file_has_left_is_kept_and_the_gap_is_said(harm, kept, tmp_path):
+    writer = MetricsWriter(tmp_path, QUIET)
+    write_iterations(writer, range(3))
+    state = writer.state()
+    writer.close()
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(harm(path.read_bytes()))
+    resumed = MetricsWriter(tmp_path, QUIET)
+    (said,) = resumed.restore(state)
+    lost = state["metrics.jsonl"] - path.stat().st_size
+    assert said == f"warning: {path} has lost {lost} of {state['metrics.jsonl']} bytes: there is a gap in what it tells"
+    write_iterations(resumed, [3])
+    assert resumed.restore(resumed.state()) == []
+    resumed.close()
+    assert [row["iteration"] for row in read_metrics(tmp_path)] == [*kept, 3]
+    assert len((tmp_path / "samples.jsonl").read_text().splitlines()) == 4
+
+
 def test_reading_leaves_out_a_torn_last_line_and_names_a_broken_one(tmp_path):
     path = tmp_path / "metrics.jsonl"
     with pytest.raises(ConfigError, match=r"no metrics\.jsonl in"):

@@ -10,7 +10,7 @@ import pytest
 
 from jaxrl_llm.config import ConfigError, MetricsConfig, freeze, to_json
 from jaxrl_llm.metrics import METRICS, MetricsWriter
-from jaxrl_llm.report import CHARTS, write_report
+from jaxrl_llm.report import CHARTS, print_samples, write_report
 
 EVIL = '<script>alert("x")</script> & more'
 
@@ -108,6 +108,28 @@ def test_one_iteration_without_evaluation_config_or_samples_is_a_page(tmp_path):
     assert "Before and after" not in page.text and "0.50" in page.text
 
 
+def test_iterations_that_metrics_have_lost_are_counted(tmp_path):
+    """Between others, and at the end where a checkpoint knows more."""
+    writer = MetricsWriter(tmp_path, MetricsConfig(tensorboard=False))
+    for i in (1, 2, 5):
+        writer.write(i, {"rollout/reward_mean": 0.5})
+    writer.close()
+    assert "2 more are not in metrics.jsonl" in write_report(tmp_path).read_text()
+    (tmp_path / "checkpoints" / "9").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "12.orbax-checkpoint-tmp").mkdir()
+    assert "6 more are not in metrics.jsonl" in write_report(tmp_path).read_text()
+
+
+def test_samples_are_printed_whatever_is_in_them(tmp_path, capsys):
+    writer = MetricsWriter(tmp_path, MetricsConfig(tensorboard=False))
+    rows = [{"iteration": 1, "prompt": f"{i}?", "completion": "a\u2028b\x85c", "reward": 1.0} for i in range(4)]
+    writer.write_samples(rows)
+    writer.close()
+    print_samples(tmp_path)
+    lines = capsys.readouterr().out.split("\n")
+    assert len(lines) == 4 and lines[0] == "  '1?' -> 'a\\u2028b\\x85c'  reward 1.0"
+
+
 def test_every_curve_names_the_compute_spent_until_each_iteration_below_it(tmp_path):
     writer = MetricsWriter(tmp_path, MetricsConfig(tensorboard=False))
     for i, cost in ((1, 3.0), (2, 8.25), (3, 1250.0), (4, 2.5e6)):
@@ -140,14 +162,18 @@ def test_the_same_run_gives_the_same_page(tmp_path):
     [
         ("metrics.jsonl", "", "is empty"),
         ("metrics.jsonl", '{"iteration": 1\n', r"metrics\.jsonl:1: not JSON"),
+        ("metrics.jsonl", b"\xff\xfe\n", r"metrics\.jsonl:1: not JSON"),
+        ("samples.jsonl", bytes(9) + b"\n", r"samples\.jsonl:1: not JSON"),
         ("config.json", "{", r"config\.json: not JSON"),
-        ("config.json", '{"sed": 1}', "unknown config key sed"),
+        ("config.json", b"", r"config\.json: not JSON"),
+        ("config.json", b"{\x80", r"config\.json: not JSON"),
+        ("config.json", '{"sed": 1}', r"config\.json: unknown config key sed"),
         ("eval_after.json", "[]", r"eval_after\.json: not a JSON object"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_named(tmp_path, name, text, message):
     (tmp_path / "metrics.jsonl").write_text('{"iteration": 1, "update/loss": 1.0}\n')
-    (tmp_path / name).write_text(text)
+    (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ConfigError, match=message):
         write_report(tmp_path)
 

@@ -106,7 +106,7 @@ def put(slots: Any, slot_index: jax.Array, rows: Any) -> Any:
     def one(slot_C: jax.Array, index: jax.Array, row_b: jax.Array) -> jax.Array:
         return slot_C.at[index].set(row_b, mode="drop")
 
-    return jax.tree.map(lambda slot, row: _where_it_lies(jax.vmap(one), slot, slot_index, row), slots, rows)
+    return jax.tree.map(lambda slot, row: where_it_lies(jax.vmap(one), slot, slot_index, row), slots, rows)
 
 
 def take(slots: Any, slot_index: jax.Array) -> Any:
@@ -114,7 +114,7 @@ def take(slots: Any, slot_index: jax.Array) -> Any:
     rows_of = jax.vmap(lambda slot_C, index: slot_C[index])
 
     def one(leaf: jax.Array) -> jax.Array:
-        rows = _where_it_lies(rows_of, leaf, slot_index)
+        rows = where_it_lies(rows_of, leaf, slot_index)
         return jax.device_put(rows, jax.memory.Space.Device) if _is_on_host(rows) else rows
 
     return jax.tree.map(one, slots)
@@ -130,15 +130,15 @@ def zeros(shapes: Any, *, on_host: bool = False) -> Any:
         slot = jnp.zeros((x.shape[0], 1, *x.shape[2:]), x.dtype)
         if on_host:
             slot = jax.device_put(slot, jax.memory.Space.Host)
-        return _where_it_lies(lambda slot: jnp.broadcast_to(slot, x.shape), slot)
+        return where_it_lies(lambda slot: jnp.broadcast_to(slot, x.shape), slot)
 
     return jax.tree.map(one, shapes)
 
 
-def _where_it_lies(function: Callable[..., jax.Array], leaf: jax.Array, *rows: jax.Array) -> jax.Array:
+def where_it_lies(function: Callable[..., jax.Array], leaf: jax.Array, *rows: jax.Array) -> jax.Array:
     """``function(leaf, *rows)``, by the host's processor where the leaf lies in the host's memory.
 
-    Only what the rows hold then moves between host and device, never the leaf.
+    Only what the rows hold then moves between host and device, never the leaf. Returns: what lies where the leaf lies.
     """
     if not _is_on_host(leaf):
         return function(leaf, *rows)

@@ -12,6 +12,7 @@ import pytest
 from command_line import DEBUG_CONFIG
 
 from jaxrl_llm import programs, rows
+from jaxrl_llm.checkpoint import claim
 from jaxrl_llm.models.presets import PRESETS
 
 FUNCTIONS = DEBUG_CONFIG.parents[1] / "tests" / "fixtures" / "reward_functions.py"
@@ -320,9 +321,50 @@ def test_a_reward_function_that_does_not_take_the_columns(name, argument, tmp_pa
         assert "given: prompts, completions, allowed" in line
 
 
-def test_a_workdir_that_is_a_file(tmp_path, refused):
+def test_a_workdir_that_is_a_file_or_in_one(tmp_path, refused):
     path = write(tmp_path / "file", "")
-    assert str(path) in refused("train", f"--config={DEBUG_CONFIG}", f"--workdir={path}")
+    for workdir, why in ((path, "File exists"), (path / "run", "Not a directory")):
+        line = refused("train", f"--config={DEBUG_CONFIG}", f"--workdir={workdir}")
+        assert line == f"error: --workdir={workdir} cannot be written: {why}"
+
+
+@pytest.fixture(params=["a folder", "the folder above"])
+def read_only(request, tmp_path):
+    """A workdir that nothing can be written into, or that cannot be made; for root a disk that is mounted so."""
+    folder = tmp_path / "disk"
+    workdir = folder / "run"
+    (workdir if request.param == "a folder" else folder).mkdir(parents=True)
+    if os.getuid() != 0:
+        (workdir if workdir.exists() else folder).chmod(0o555)
+        yield workdir, "Permission denied"
+        return
+    bind = subprocess.run(["mount", "--bind", folder, folder], capture_output=True, check=False)
+    if bind.returncode != 0:
+        pytest.skip("root may not mount here, and permissions do not bind root")
+    subprocess.run(["mount", "-o", "remount,ro,bind", folder], check=True)
+    yield workdir, "Read-only file system"
+    subprocess.run(["umount", folder], check=True)
+
+
+def test_a_workdir_that_cannot_be_written(read_only, refused):
+    workdir, why = read_only
+    line = refused("train", f"--config={DEBUG_CONFIG}", f"--workdir={workdir}")
+    assert line == f"error: --workdir={workdir} cannot be written: {why}"
+
+
+def test_a_workdir_that_another_run_holds(tmp_path, refused):
+    with claim(tmp_path):
+        line = refused("train", f"--config={DEBUG_CONFIG}", f"--workdir={tmp_path}")
+    assert (
+        line.startswith(f"error: --workdir={tmp_path} is in use by process {os.getpid()} on ") and " since 20" in line
+    )
+
+
+@pytest.mark.parametrize("name", ["a[b]", "caf\udce9", "a\nb"])
+def test_a_workdir_whose_name_checkpoints_could_not_be_read_back_from(name, tmp_path, refused):
+    line = refused("train", f"--config={DEBUG_CONFIG}", f"--workdir={tmp_path / name}")
+    assert repr(str(tmp_path / name)) in line and "must be without '['" in line
+    assert not (tmp_path / name).exists()
 
 
 # ---- the other commands ------------------------------------------------------------------------------------------

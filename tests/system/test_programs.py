@@ -142,6 +142,13 @@ def test_insert_moves_no_row_between_devices(finished):
     assert moved and max(moved) <= B < ROWS_PER_DEVICE * ROW_TOKENS
 
 
+def test_checksums_gather_no_array(finished):
+    text = finished.compiled["checksums"].as_text()
+    moved = [size for shapes in COLLECTIVE.findall(text) for size in sizes(shapes)]
+    num_arrays = len(jax.tree.leaves(finished.programs["checksums"].args))
+    assert moved and max(moved) <= num_arrays and memory(finished.compiled["checksums"]).temporary < 2**20
+
+
 def test_what_a_token_was_drawn_among_is_found_and_used_without_moving_logits():
     run = make_run(top_k=5)
     programs = run.programs()

@@ -54,7 +54,7 @@ DEADLINE_S = 300
 class Process:
     """One process of the train command, its standard output read line by line."""
 
-    def __init__(self, workdir, cache, settings, *, devices=1):
+    def __init__(self, workdir, cache, settings, *, devices=1, largest_file=None):
         environment = {
             **os.environ,
             "JAX_PLATFORMS": "cpu",
@@ -66,6 +66,8 @@ class Process:
         overrides = [f"--config.{name}={value}" for name, value in settings.items()]
         command = [sys.executable, "-m", "jaxrl_llm.train", f"--config={CONFIG}", f"--workdir={workdir}", *overrides]
         self.workdir = workdir
+        if largest_file:  # bytes; more is refused as a full disk refuses it
+            command = ["prlimit", f"--fsize={largest_file}", *command]
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
         )
@@ -180,6 +182,26 @@ def test_killed_and_interrupted_is_the_run_that_never_was(tmp_path, cache, undis
     _, arrays, host, _, _ = left_behind(tmp_path)
     in_flight = (arrays["sampler/stop_reason"] == 0) & (arrays["sampler/length"] > arrays["sampler/prompt_length"])
     assert in_flight.any() and len(host["open_prompts"]) == SETTINGS["rollout.lookahead_prompts"]
+
+
+def test_after_a_damaged_checkpoint_and_a_full_disk_it_is_the_run_that_never_was(tmp_path, cache, undisturbed):
+    workdir = tmp_path / "copy"
+    shutil.copytree(undisturbed, workdir)
+    last = workdir / "checkpoints" / str(NUM_ITERATIONS)
+    largest = max((last / "state").glob("**/d/*"), key=lambda path: path.stat().st_size)
+    data = bytearray(largest.read_bytes())
+    data[len(data) // 2] ^= 4
+    largest.write_bytes(data)
+    # The last iteration again, and its checkpoint does not fit.
+    status, out, err = Process(workdir, cache, SETTINGS, largest_file=200_000).finish()
+    assert status == 1 and f"resumed at iteration {NUM_ITERATIONS - 1}" in out, err
+    damaged, full = err.splitlines()
+    assert damaged.startswith(f"warning: checkpoint {last} is damaged: array ")
+    assert full == f"error: {workdir}: File too large"
+    assert f"iteration {NUM_ITERATIONS}/" in out and not last.exists()
+    status, out, err = Process(workdir, cache, SETTINGS).finish()
+    assert (status, err) == (0, "") and f"resumed at iteration {NUM_ITERATIONS - 1}" in out
+    assert_same_run(workdir, undisturbed)
 
 
 @pytest.fixture

@@ -1,0 +1,271 @@
+"""An unlucky operator: full disks, folders in use, damaged files, odd names. One line says so, and nothing is lost.
+
+The loop is real, its programs are ghosts; bitwise resuming after such events is in test_resume.
+"""
+
+import contextlib
+import json
+import os
+import pathlib
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+
+import command_line
+import ghosts
+import pytest
+
+from jaxrl_llm import checkpoint
+from jaxrl_llm import train as train_module
+from jaxrl_llm.checkpoint import claim, restore_params
+from jaxrl_llm.cli import DiskError
+from jaxrl_llm.config import ConfigError, freeze
+from jaxrl_llm.metrics import read_metrics
+
+SETTINGS = {
+    "prompts": {"size": 8},
+    "sampling": {"max_completion_tokens": 8},
+    "rollout": {"prompts_per_iteration": 4, "group_size": 4, "chunk_steps": 4},
+    "update": {"batch_size": 16, "micro_batch_size": 16},
+    "rewards": {"num_workers": 1},
+    "checkpoint": {"every_iterations": 1, "export": False},
+    "metrics": {"tensorboard": False, "samples_per_iteration": 0},
+}
+
+
+@pytest.fixture
+def train(monkeypatch):
+    """Trains until an iteration: ``train(workdir, 3, metrics={...})``; the exit status."""
+    ghosts.haunt(monkeypatch)
+
+    def run(workdir, num_iterations, **changes):
+        groups = {name: SETTINGS.get(name, {}) | value for name, value in changes.items()}
+        return train_module.train(freeze(SETTINGS | groups | {"num_iterations": num_iterations}), workdir)
+
+    return run
+
+
+@contextlib.contextmanager
+def files_of_at_most(size):
+    """As on a disk that is full, for any user: what would make a file longer fails."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk of 3 MB, and what makes it larger."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(path)]
+    if os.getuid() != 0 or shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("needs a user who may mount")
+    yield path, lambda: subprocess.run(["mount", "-o", "remount,size=50m", str(path)], check=True)
+    subprocess.run(["umount", str(path)], check=True)
+
+
+def steps(workdir):
+    return sorted(int(path.name) for path in (workdir / "checkpoints").iterdir() if path.name.isdigit())
+
+
+def iterations(workdir):
+    return [row["iteration"] for row in read_metrics(workdir)]
+
+
+# ---- full disks ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "metrics"),
+    [
+        ("config.json", 1000, {}),
+        ("metrics.jsonl", 6000, {}),
+        ("samples.jsonl", 8000, {"samples_per_iteration": 16}),
+        ("tensorboard/*", 8000, {"tensorboard": True}),
+    ],
+)
+def test_a_full_disk_is_one_error_that_names_the_folder(name, size, metrics, train, tmp_path):
+    changes = {"metrics": metrics, "checkpoint": {"every_iterations": 0}}
+    with files_of_at_most(size), pytest.raises(DiskError) as error:
+        train(tmp_path, 9, **changes)
+    assert str(error.value) == f"{tmp_path}: File too large"
+    (full,) = tmp_path.glob(name)
+    assert full.stat().st_size == size  # it was this one, and the last line is torn
+    assert name == "config.json" or iterations(tmp_path) == [*range(1, len(iterations(tmp_path)) + 1)]
+    assert train(tmp_path, 9, **changes) == 0
+    assert iterations(tmp_path) == [*range(1, 10)]
+
+
+# Writes beside the one that fails, to nobody; the commands keep quiet about them (test_resume).
+ORPHANS = pytest.mark.filterwarnings("ignore:Exception ignored in. None:pytest.PytestUnraisableExceptionWarning")
+
+
+@ORPHANS
+def test_a_checkpoint_that_does_not_fit_leaves_those_before_and_ends_the_run_at_once(train, tmp_path, capfd):
+    assert train(tmp_path, 2) == 0
+    with files_of_at_most(100_000), pytest.raises(DiskError, match=f"^{tmp_path}: File too large$"):
+        train(tmp_path, 30)
+    assert steps(tmp_path) == [1, 2] and len(iterations(tmp_path)) < 10
+    out, err = capfd.readouterr()
+    assert "Traceback" not in err and "resumed at iteration 2" in out
+    assert train(tmp_path, 4) == 0
+    assert "resumed at iteration 2" in capfd.readouterr().out and steps(tmp_path) == [3, 4]
+    assert iterations(tmp_path) == [1, 2, 3, 4]
+
+
+@ORPHANS
+def test_a_disk_that_is_full_and_gets_room(train, small_disk, capfd):
+    disk, enlarge = small_disk
+    for _ in range(2):
+        with pytest.raises(DiskError, match=f"^{disk}/run: No space left on device$"):
+            train(disk / "run", 9)
+        before = steps(disk / "run")
+        assert before[0] == 1
+    enlarge()
+    assert train(disk / "run", 9) == 0
+    out, err = capfd.readouterr()
+    assert f"resumed at iteration {before[-1]}" in out and "Traceback" not in err
+    assert iterations(disk / "run") == [*range(1, 10)]
+
+
+def test_a_report_that_does_not_fit_leaves_the_old_one(tmp_path, monkeypatch, capfd):
+    (tmp_path / "metrics.jsonl").write_text('{"iteration": 1, "update/loss": 1.0}\n')
+    (tmp_path / "report.html").write_text("the old one")
+    with files_of_at_most(5000):
+        done = command_line.run_command("report", f"--workdir={tmp_path}", monkeypatch=monkeypatch, capfd=capfd)
+    assert (done.status, done.out, done.err) == (1, "", f"error: {tmp_path}: File too large\n")
+    assert (tmp_path / "report.html").read_text() == "the old one"
+
+
+# ---- damaged files ---------------------------------------------------------------------------------------------------
+
+
+def test_a_resumed_run_says_that_its_curves_have_a_gap_and_mends_its_config(train, tmp_path, monkeypatch, capfd):
+    assert train(tmp_path, 3) == 0
+    config = json.loads((tmp_path / "config.json").read_text())
+    for harm in (b"", b"\xff\x00{", (tmp_path / "metrics.jsonl").read_bytes()[:-100]):
+        (tmp_path / "metrics.jsonl").write_bytes(harm)
+        (tmp_path / "config.json").write_bytes(harm)
+        shutil.rmtree(tmp_path / "checkpoints" / "4", ignore_errors=True)
+        capfd.readouterr()
+        assert train(tmp_path, 4) == 0
+        said = [line for line in capfd.readouterr().out.splitlines() if line.startswith("warning: ")]
+        assert len(said) == 1 and f"{tmp_path / 'metrics.jsonl'} has lost " in said[0] and "a gap" in said[0]
+        assert iterations(tmp_path) == ([1, 2, 4] if len(harm) > 10 else [4])
+        assert json.loads((tmp_path / "config.json").read_text()) == config | {"num_iterations": 4}
+        missing = 4 - len(iterations(tmp_path))
+        assert f"{missing} more are not in metrics.jsonl" in (tmp_path / "report.html").read_text()
+
+
+def test_without_a_whole_checkpoint_nothing_is_compiled(train, tmp_path, monkeypatch):
+    assert train(tmp_path, 2) == 0
+    for step in (1, 2):
+        os.truncate(tmp_path / "checkpoints" / str(step) / "host" / "metadata", 5)
+    monkeypatch.setattr(train_module, "compile_all", None)
+    with pytest.raises(ConfigError, match=r"checkpoints/1 is damaged: host/ or config/: "):
+        train(tmp_path, 3)
+    assert steps(tmp_path) == [1, 2]
+
+
+# ---- two runs --------------------------------------------------------------------------------------------------------
+
+HOLDER = """
+import pathlib, sys, time
+from jaxrl_llm.checkpoint import claim
+with claim(pathlib.Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """A process that holds ``tmp_path``."""
+    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "held\n"
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def test_a_second_run_is_refused_until_the_first_is_gone_however_it_went(train, holder, tmp_path, monkeypatch):
+    monkeypatch.setattr(train_module, "use_cache", None)  # what a run begins with
+    with pytest.raises(ConfigError) as error:
+        train(tmp_path, 1)
+    named = f"--workdir={tmp_path} is in use by process {holder.pid} on {os.uname().nodename} since 20"
+    assert str(error.value).startswith(named) and "\n" not in str(error.value)
+    assert not (tmp_path / "checkpoints").exists()
+    holder.send_signal(signal.SIGKILL)
+    holder.wait()
+    monkeypatch.undo()
+    with claim(tmp_path):
+        assert f"process {os.getpid()} on " in (tmp_path / "lock").read_text()
+    with claim(tmp_path):
+        pass
+
+
+def test_the_folder_is_free_again_after_an_error(train, tmp_path, monkeypatch):
+    monkeypatch.setattr(train_module.pretrained, "resolve", lambda *_: 1 / 0)
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError) as kept:  # and with it the frames of the run
+            train(tmp_path, 1)
+    assert kept.traceback
+
+
+def test_a_folder_in_use_may_be_read(train, tmp_path, monkeypatch, capfd):
+    assert train(tmp_path, 1) == 0
+    with claim(tmp_path):
+        params, _ = restore_params(tmp_path)
+        for command, flags in (("report", [f"--workdir={tmp_path}"]),
+                               ("export", [f"--checkpoint={tmp_path}", f"--output={tmp_path / 'hf'}"])):  # fmt: skip
+            done = command_line.run_command(command, *flags, monkeypatch=monkeypatch, capfd=capfd)
+            assert (done.status, done.err) == (0, "")
+    assert params and (tmp_path / "hf" / "config.json").exists()
+
+
+def test_where_files_cannot_be_locked_that_is_said_and_the_run_goes_on(train, tmp_path, monkeypatch, capfd):
+    def flock(*_):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(checkpoint.fcntl, "flock", flock)
+    assert train(tmp_path, 1) == 0
+    expected = f"warning: {tmp_path / 'lock'}: Function not implemented; nothing keeps another run out\n"
+    assert capfd.readouterr().err == expected
+
+
+# ---- names -----------------------------------------------------------------------------------------------------------
+
+# A dash and a tilde in front, spaces, quotes, letters of others, and what URLs and shells take for something else.
+ODD = ["-é ü", "~o", 'it\'s "so" 100%41 #?*{x}$HOME;&|']
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_every_command_takes_odd_names(name, train, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    workdir = pathlib.Path(name) / "ru n"
+    config = pathlib.Path(f"{name}.py")
+    shutil.copy(command_line.DEBUG_CONFIG, config)
+    assert train(workdir, 1) == 0
+    assert train(workdir, 2) == 0
+    assert "resumed at iteration 1" in capfd.readouterr().out and iterations(workdir) == [1, 2]
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+
+    def run(command, *flags):
+        done = command_line.run_command(command, *flags, monkeypatch=monkeypatch, capfd=capfd)
+        assert (done.status, done.err) == (0, "")
+        return done.out
+
+    assert run("report", f"--workdir={workdir}") == f"{workdir / 'report.html'}\n"
+    assert str(workdir) in run("export", f"--checkpoint={workdir}", f"--output={workdir / 'h f'}")
+    assert (workdir / "h f" / "model.safetensors").exists()
+    if name == ODD[-1]:  # compiles
+        few = ["--config.eval.num_prompts=8", "--config.eval.num_samples=1"]
+        run("evaluate", f"--checkpoint={workdir}", f"--config={config}", f"--output={workdir / 'e.json'}", *few)
+        assert json.loads((workdir / "e.json").read_text())["num_prompts"] == 8
