@@ -40,7 +40,7 @@ from absl import logging
 
 from jaxrl_llm.config import CheckpointConfig, Config, ConfigError, freeze, from_json, to_json
 from jaxrl_llm.nested import differences
-from jaxrl_llm.ops.checksum import checksums
+from jaxrl_llm.ops.checksum import checksum, checksums
 
 # Settings (or groups) that a resumed run may change freely: they say how long the run is, what it writes down, with
 # how many hands and where arrays lie, and no parameter, ring byte or sampled token depends on them.
@@ -244,7 +244,8 @@ def restore_params(directory: str | os.PathLike, abstract_params: Any = None) ->
         text = _read_text(path)[1]
         # The shallowest subtree of this name: the optimizer may have its own further down.
         heads = [f"/{name}".partition("/params/") for name in text["arrays"]]
-        prefix = min((head for head, found, _ in heads if found), key=lambda head: head.count("/"))[1:] + "/params/"
+        prefix = min((head for head, found, _ in heads if found), key=lambda head: head.count("/"))
+        prefix = f"{prefix}/params/"[1:]
         saved = {name: about for name, about in text["arrays"].items() if name.startswith(prefix)}
         wanted = dict.fromkeys(saved)
         if abstract_params is not None:
@@ -252,7 +253,9 @@ def restore_params(directory: str | os.PathLike, abstract_params: Any = None) ->
             _check_arrays(saved, wanted, path, same_dtype=False)
         arrays = _read_arrays(path, wanted)
         as_saved = {name: x for name, x in arrays.items() if str(x.dtype) == saved[name][0]}
-        _compare(saved, as_saved, checksums(as_saved))
+        _compare(
+            saved, as_saved, np.array([checksum(x).item() for x in as_saved.values()])
+        )  # one at a time on the device
         if abstract_params is None:
             arrays = {name.removeprefix(prefix): x for name, x in arrays.items()}
             return flax.traverse_util.unflatten_dict(arrays, sep="/"), freeze(text["config"])

@@ -395,10 +395,17 @@ def test_one_bit_of_an_array_that_flips_is_seen(name, copy, capfd):
         restore_params(copy / "checkpoints" / "2")
 
 
-def test_what_is_cast_is_not_compared_and_the_rest_is(copy):
-    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), large_state(0)["train"]["params"])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_what_is_cast_is_not_compared_and_the_rest_is(dtype, copy, capfd):
+    saved = large_state(2)["train"]["params"]
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), saved)
     params, _ = restore_params(copy, like)
-    assert_same_bytes(params["q"], large_state(2)["train"]["params"]["q"].astype(jnp.bfloat16))
+    assert_same_bytes(params, jax.tree.map(lambda x: x.astype(dtype), saved))
+    (path,) = [path for path in (copy / "checkpoints" / "2" / "state").glob("**/d/*")
+               if np.asarray(saved["k"]).tobytes() in path.read_bytes()]  # fmt: skip
+    flip(path, path.read_bytes().find(np.asarray(saved["k"]).tobytes()))
+    restore_params(copy, like)
+    assert ("array train/params/k has another" in capfd.readouterr().err) == (dtype == jnp.bfloat16)
 
 
 def test_a_damaged_checkpoint_is_replaced_when_its_iteration_comes_again(copy, capfd):

@@ -47,6 +47,7 @@ def checksum(x: jax.Array) -> jax.Array:
     return jnp.sum(jax.device_put(sums, jax.memory.Space.Device), dtype=jnp.uint32)
 
 
+@jax.jit
 def checksums(tree: Any) -> jax.Array:
     """[K] u32, ``checksum`` of each of the K leaves in the order of ``jax.tree.leaves``."""
-    return jnp.stack([checksum(leaf) for leaf in jax.tree.leaves(tree)])
+    return jnp.array([checksum(leaf) for leaf in jax.tree.leaves(tree)], jnp.uint32)
