@@ -169,6 +169,7 @@ class Checkpointer:
         Raises:
             ConfigError: no such iteration, none that is whole, settings differ, or arrays do not fit.
         """
+        self.wait()
         if iteration is None and self.latest_iteration() is None:
             return None
         names = _by_name(abstract_state)

@@ -177,6 +177,12 @@ def test_saving_an_iteration_again_is_harmless_and_going_back_forgets_the_future
         restore(checkpointer, iteration=9)
 
 
+def test_what_is_still_being_written_is_waited_for(checkpointer):
+    save(checkpointer, 1, make_state(1))
+    target = abstract(make_state())
+    assert checkpointer.restore(target, CONFIG, allow_config_changes=False).iteration == 1
+
+
 def test_a_half_written_checkpoint_is_never_found(tmp_path):
     first = Checkpointer(tmp_path, CheckpointConfig())
     save(first, 1, make_state(1))
