@@ -66,8 +66,8 @@ class Process:
         overrides = [f"--config.{name}={value}" for name, value in settings.items()]
         command = [sys.executable, "-m", "jaxrl_llm.train", f"--config={CONFIG}", f"--workdir={workdir}", *overrides]
         self.workdir = workdir
-        if largest_file:  # bytes; more is refused as a full disk refuses it
-            command = ["prlimit", f"--fsize={largest_file}", *command]
+        if largest_file:  # KiB; more is refused as a full disk refuses it
+            command = ["bash", "-c", f'ulimit -f {largest_file} && exec "$@"', "bash", *command]
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
         )
@@ -193,7 +193,7 @@ def test_after_a_damaged_checkpoint_and_a_full_disk_it_is_the_run_that_never_was
     data[len(data) // 2] ^= 4
     largest.write_bytes(data)
     # The last iteration again, and its checkpoint does not fit.
-    status, out, err = Process(workdir, cache, SETTINGS, largest_file=200_000).finish()
+    status, out, err = Process(workdir, cache, SETTINGS, largest_file=200).finish()
     assert status == 1 and f"resumed at iteration {NUM_ITERATIONS - 1}" in out, err
     damaged, full = err.splitlines()
     assert damaged.startswith(f"warning: checkpoint {last} is damaged: array ")
