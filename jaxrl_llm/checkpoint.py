@@ -254,9 +254,8 @@ def restore_params(directory: str | os.PathLike, abstract_params: Any = None) ->
             _check_arrays(saved, wanted, path, same_dtype=False)
         arrays = _read_arrays(path, wanted)
         as_saved = {name: x for name, x in arrays.items() if str(x.dtype) == saved[name][0]}
-        _compare(
-            saved, as_saved, np.array([checksum(x).item() for x in as_saved.values()])
-        )  # one at a time on the device
+        # One at a time on the device.
+        _compare(saved, as_saved, np.array([checksum(x).item() for x in as_saved.values()]))
         if abstract_params is None:
             arrays = {name.removeprefix(prefix): x for name, x in arrays.items()}
             return flax.traverse_util.unflatten_dict(arrays, sep="/"), freeze(text["config"])
