@@ -122,9 +122,9 @@ def test_flags_that_are_none_are_named(words, named, refused):
         ("", "--workdir='' must name a folder"),
         ("run\n\x1b[31m", "--workdir='run\\n\\x1b[31m' must name a folder, in printable text"),
         (os.fsdecode(b"run\xff"), "--workdir='run\\udcff' must name a folder, in printable text"),
-        ("file/below", "--workdir=file/below cannot be a folder: Not a directory"),
+        ("file/below", "--workdir=file/below cannot be written: Not a directory"),
         ("x" * 300, "File name too long"),
-        ("/proc/none/below", "--workdir=/proc/none/below cannot be a folder"),
+        ("/proc/none/below", "--workdir=/proc/none/below cannot be written"),
     ],
 )
 def test_a_workdir_that_cannot_be_is_named(workdir, named, tmp_path, refused):
