@@ -77,7 +77,6 @@ def _train(config: Config, workdir: pathlib.Path, allow_config_changes: bool) ->
     source.check_weights(run.model, mesh)
     teacher.check_weights(run.reference_model, mesh)
     external = External(run, tokenizer)
-    check_room(run)
     checkpoints = Checkpointer(workdir, config.checkpoint)
     checkpoints.check_config(config, allow_changes=allow_config_changes)
     (workdir / "config.json").write_text(record(config))
@@ -91,6 +90,7 @@ def _train(config: Config, workdir: pathlib.Path, allow_config_changes: bool) ->
         contextlib.closing(MetricsWriter(workdir, config.metrics)) as metrics,
         contextlib.closing(checkpoints),
     ):
+        check_room(run)
         progress.note(describe(run, source, len(train_set), len(held_out), read_s))
         for message in skipped[:10] + ([f"... and {len(skipped) - 10} more"] if len(skipped) > 10 else []):
             progress.note(f"skipped {message}")
