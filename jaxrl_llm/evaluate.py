@@ -48,13 +48,13 @@ def command(config: Config, model: str, checkpoint: str, num_samples: int) -> di
     examples = [row.example for row in held_out]
     with RewardPool(config.rewards, task_scorer=tasks.scorer(config.prompts), examples=examples) as pool:
         run = assemble(config, source.architecture(), tokenizer.eos_ids, mesh)
-        check_room(run)
         sampler = run.eval_sampler
         params = (
             restore_params(checkpoint, run.learner_params)[0]
             if checkpoint
             else source.load_params(run.model, mesh, seed=config.seed)
         )
+        check_room(run)
         programs = sampler.programs(run.sampler_params) | {"publish": publish.program(run.model, mesh)}
         compiled = compile_all(programs, mesh)
         params = compiled["publish"](params)
