@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.floors import Ceilings
-from jaxrl_llm.models.presets import Architecture
+from jaxrl_llm.models.architecture import Architecture
 
 BURSTS = 5
 READ_BYTES = 2**28  # far above the caches

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from jaxrl_llm.models.presets import Architecture
+from jaxrl_llm.models.architecture import Architecture
 
 BACKWARD = 3  # operations of forward and backward over those of the forward pass
 

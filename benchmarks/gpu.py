@@ -39,8 +39,8 @@ from benchmarks.shapes import SHAPES
 from benchmarks.stopwatch import Stopwatch
 from benchmarks.worker import Worker, WorkerError
 from jaxrl_llm.config import Config, freeze
-from jaxrl_llm.models import hf
-from jaxrl_llm.models.presets import Architecture
+from jaxrl_llm.models.architecture import Architecture
+from jaxrl_llm.models.files import hf
 
 # Part of the device's name -> dense bfloat16 operations and bytes of its memory per second.
 # Source: NVIDIA's data sheets of the SXM modules.

@@ -12,14 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm import rng, sharding
-from jaxrl_llm.assembly import Run, assemble, keep_what_fits
+from jaxrl_llm.actor.generator import FinishedGroup, Generator
 from jaxrl_llm.config import Config, MeshConfig
-from jaxrl_llm.models.presets import Architecture
+from jaxrl_llm.models.architecture import Architecture
 from jaxrl_llm.models.transformer import Model
-from jaxrl_llm.programs import compile_all, memory_limit, release_freed
-from jaxrl_llm.prompts import EncodedExample, batch_of
-from jaxrl_llm.rollout import FinishedGroup, Generator
+from jaxrl_llm.questions.stream import EncodedExample, batch_of
+from jaxrl_llm.run import Run, assemble, keep_what_fits
+from jaxrl_llm.runtime import rng, sharding
+from jaxrl_llm.runtime.programs import compile_all, memory_limit, release_freed
 from jaxrl_llm.types import Example, Rollout, Scores
 
 LEARNER = ("init_state", "init_ring", "insert", "update", "reference", "values", "old_logp")

@@ -59,18 +59,20 @@ from benchmarks.iteration import Iteration, one_device, random_params, random_pr
 from benchmarks.results import Figure
 from benchmarks.shapes import SHAPES
 from benchmarks.stopwatch import DeviceClock, Stopwatch, idle_shares, median_seconds
-from jaxrl_llm import replay, rng, tasks
-from jaxrl_llm.assembly import assemble
 from jaxrl_llm.config import Config, PromptsConfig, freeze
-from jaxrl_llm.models import pretrained
-from jaxrl_llm.models.policy import PLAIN
-from jaxrl_llm.models.presets import PRESETS, Architecture
+from jaxrl_llm.models.architecture import PRESETS, Architecture
+from jaxrl_llm.models.files import pretrained
+from jaxrl_llm.models.files.tokenizer import ByteTokenizer
+from jaxrl_llm.models.row_logp import PLAIN
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.ops.logp import chunked_logp, project
 from jaxrl_llm.ops.sampling import Filter, token_logp
-from jaxrl_llm.programs import compile_all
-from jaxrl_llm.prompts import PromptStream, encode_examples, split_held_out
-from jaxrl_llm.tokenizer import ByteTokenizer
+from jaxrl_llm.questions import tasks
+from jaxrl_llm.questions.stream import PromptStream, encode_examples, split_held_out
+from jaxrl_llm.replay import ring as replay
+from jaxrl_llm.run import assemble
+from jaxrl_llm.runtime import rng
+from jaxrl_llm.runtime.programs import compile_all
 
 PROMPT, COMPLETION, GROUP = 52, 64, 8
 SLOTS = (1, 16, 64, 128)

@@ -70,7 +70,7 @@ def until_learned(steps: Iterable[Step]) -> Result:
 
 def ours(seed: int, environment: dict[str, str]) -> Iterator[Step]:
     """Iterations of the main job as its metrics file reports them; ends the run when closed."""
-    from jaxrl_llm.metrics import read_lines
+    from jaxrl_llm.reports.metrics import read_lines
 
     workdir = FOLDER / f"ours_{seed}"
     shutil.rmtree(workdir, ignore_errors=True)
@@ -97,8 +97,8 @@ def ours(seed: int, environment: dict[str, str]) -> Iterator[Step]:
 def trl(seed: int, environment: dict[str, str]) -> Iterator[Step]:
     """Steps of TRL's trainer; ends it when closed."""
     from benchmarks import workload
-    from jaxrl_llm import tasks
     from jaxrl_llm.config import freeze
+    from jaxrl_llm.questions import tasks
 
     config = freeze(runpy.run_path(str(machine.ROOT / MAIN_JOB))["get_config"]())
     examples = tasks.load(config.prompts, seed=seed).examples

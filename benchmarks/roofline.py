@@ -26,9 +26,10 @@ from rich.table import Table
 from benchmarks import gpu, results
 from benchmarks.floors import Ceilings
 from benchmarks.shapes import SHAPES
-from jaxrl_llm import plan, sharding
-from jaxrl_llm.assembly import assemble
+from jaxrl_llm import plan
 from jaxrl_llm.config import Config, ConfigError
+from jaxrl_llm.run import assemble
+from jaxrl_llm.runtime import sharding
 
 BITS = {"pred": 8, "bf16": 16}  # others have theirs in their name
 MOVE_NOTHING = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "iota"}

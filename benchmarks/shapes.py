@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxrl_llm.models.presets import PRESETS, Architecture
+from jaxrl_llm.models.architecture import PRESETS, Architecture
 
 SHAPES = {
     # HuggingFaceTB/SmolLM2-135M-Instruct, config.json

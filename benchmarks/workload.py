@@ -12,11 +12,11 @@ import dataclasses
 from pathlib import Path
 
 from benchmarks.iteration import one_device
-from jaxrl_llm import tasks
 from jaxrl_llm.config import PromptsConfig
-from jaxrl_llm.models import hf, pretrained
-from jaxrl_llm.models.presets import Architecture
+from jaxrl_llm.models.architecture import Architecture
+from jaxrl_llm.models.files import hf, pretrained
 from jaxrl_llm.models.transformer import Model
+from jaxrl_llm.questions import tasks
 
 # Two or three terms of two or three digits: prompts of 48 to 55 tokens.
 CHAIN_SUM = {"min_terms": 2, "max_terms": 3, "min_digits": 2, "max_digits": 3}

@@ -23,9 +23,10 @@ from typing import Any
 
 import ml_collections
 
-from jaxrl_llm import limits, nested
+from jaxrl_llm import limits
 from jaxrl_llm.method_config import CreditConfig, ObjectiveConfig, ReplayConfig
-from jaxrl_llm.nested import ConfigError, flatten
+from jaxrl_llm.runtime import nested
+from jaxrl_llm.runtime.nested import ConfigError, flatten
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,8 +131,8 @@ class RewardsConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ExternalConfig:
-    # Answers of others, from each in turn: JSONL files (their form is in jaxrl_llm/external.py), gone through again and
-    # again, and workdirs of runs with metrics.share_rollouts, whose newest are taken.
+    # Answers of others, from each in turn: JSONL files (their form is in jaxrl_llm/actor/guests.py), gone through again
+    # and again, and workdirs of runs with metrics.share_rollouts, whose newest are taken.
     paths: tuple[str, ...] = ()
     # Groups of theirs that go into the ring in each iteration, besides the run's own.
     groups_per_iteration: int = 0

@@ -20,15 +20,17 @@ import numpy as np
 from absl import flags
 from ml_collections import config_flags
 
-from jaxrl_llm import cli, publish, rng, rows, sharding, tasks
-from jaxrl_llm.assembly import assemble, check_room
-from jaxrl_llm.checkpoint import restore_params
+from jaxrl_llm.actor.evaluation import evaluate, questions
+from jaxrl_llm.actor.generator import Generator
+from jaxrl_llm.actor.rewards import RewardPool
 from jaxrl_llm.config import Config, ConfigError, freeze
-from jaxrl_llm.evaluation import evaluate, questions
-from jaxrl_llm.models import pretrained
-from jaxrl_llm.programs import compile_all, use_cache
-from jaxrl_llm.rewards import RewardPool
-from jaxrl_llm.rollout import Generator
+from jaxrl_llm.learner import publish
+from jaxrl_llm.models.files import pretrained
+from jaxrl_llm.questions import tasks
+from jaxrl_llm.run import assemble, check_room
+from jaxrl_llm.runtime import cli, jsonl, rng, sharding
+from jaxrl_llm.runtime.checkpoint import restore_params
+from jaxrl_llm.runtime.programs import compile_all, use_cache
 
 
 def command(config: Config, model: str, checkpoint: str, num_samples: int) -> dict[str, Any]:
@@ -74,7 +76,7 @@ def command(config: Config, model: str, checkpoint: str, num_samples: int) -> di
 
 def main() -> None:
     if OUTPUT.value:
-        rows.check_output(OUTPUT.value)
+        jsonl.check_output(OUTPUT.value)
     result = command(freeze(CONFIG.value), MODEL.value, CHECKPOINT.value, NUM_SAMPLES.value)
     text = json.dumps(result, indent=1)
     if OUTPUT.value:

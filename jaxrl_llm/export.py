@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from absl import flags
 
-from jaxrl_llm import checkpoint, cli
-from jaxrl_llm.models import hf, pretrained
+from jaxrl_llm.models.files import hf, pretrained
 from jaxrl_llm.models.transformer import Model
+from jaxrl_llm.runtime import checkpoint, cli
 
 
 def main() -> None:

@@ -19,14 +19,15 @@ import jax
 import numpy as np
 from absl import flags
 
-from jaxrl_llm import cli, publish, rng, rows, sharding
+from jaxrl_llm.actor.generator import Generator
+from jaxrl_llm.actor.sampler import Sampler
 from jaxrl_llm.config import Config, ConfigError, MeshConfig, SamplingConfig, freeze
-from jaxrl_llm.models import pretrained
+from jaxrl_llm.learner import publish
+from jaxrl_llm.models.files import pretrained
 from jaxrl_llm.models.transformer import Model
-from jaxrl_llm.programs import compile_all, use_cache
-from jaxrl_llm.rollout import Generator
-from jaxrl_llm.sampler import Sampler
-from jaxrl_llm.tasks.files import BadRowError, prompt_of
+from jaxrl_llm.questions.tasks.files import BadRowError, prompt_of
+from jaxrl_llm.runtime import cli, jsonl, rng, sharding
+from jaxrl_llm.runtime.programs import compile_all, use_cache
 from jaxrl_llm.types import STOP_NAMES, Example, PromptBatch
 
 
@@ -50,13 +51,13 @@ def generate(
     arch, tokenizer = source.architecture(), source.tokenizer()
     table, prompts, buckets = [], [], collections.defaultdict(list)
     how = {"chat_template": True, "system_prompt": system_prompt, "special_tokens": special_tokens}
-    for index, (where, row) in enumerate(rows.read(path)):
+    for index, (where, row) in enumerate(jsonl.read(path)):
         ids = _prompt_ids(where, row, tokenizer, arch.vocab_size, how)
         both = f"{where}: prompt and --max_tokens={sampling.max_completion_tokens}"
-        rows.check_positions(both, len(ids) + sampling.max_completion_tokens, arch.max_positions)
+        jsonl.check_positions(both, len(ids) + sampling.max_completion_tokens, arch.max_positions)
         table.append(row)
         prompts.append(ids)
-        buckets[min(rows.bucket(len(ids)), arch.max_positions - sampling.max_completion_tokens)].append(index)
+        buckets[min(jsonl.bucket(len(ids)), arch.max_positions - sampling.max_completion_tokens)].append(index)
 
     use_cache(Config().compilation_cache)
     mesh = sharding.make_mesh(MeshConfig())
@@ -107,7 +108,7 @@ def generate(
 
 def _prompt_ids(where: str, row: dict[str, Any], tokenizer: Any, vocab_size: int, how: dict[str, Any]) -> list[int]:
     if "prompt_ids" in row:
-        return rows.token_ids(where, row, "prompt_ids", vocab_size, minimum=1)
+        return jsonl.token_ids(where, row, "prompt_ids", vocab_size, minimum=1)
     try:
         return tokenizer.encode_prompt(prompt_of(row), **how)
     except (BadRowError, ConfigError) as error:
@@ -137,7 +138,7 @@ def main() -> None:
             max_completion_tokens=sampling.max_completion_tokens,
             stop_strings=sampling.stop_strings,
         )
-    rows.check_output(OUTPUT.value)
+    jsonl.check_output(OUTPUT.value)
     output = generate(
         pretrained.resolve(MODEL.value),
         PROMPTS.value,
@@ -149,7 +150,7 @@ def main() -> None:
         system_prompt=SYSTEM_PROMPT.value,
         special_tokens=SPECIAL_TOKENS.value,
     )
-    rows.write(OUTPUT.value, output)
+    jsonl.write(OUTPUT.value, output)
     tokens = sum(len(row["completion_ids"]) for row in output)
     print(json.dumps({"rows": len(output), "completion_tokens": tokens, "output": OUTPUT.value}))
 

@@ -27,11 +27,11 @@ from absl import flags
 from jax.experimental import topologies
 from ml_collections import config_flags
 
-from jaxrl_llm import cli, sharding
-from jaxrl_llm.assembly import Run, assemble
 from jaxrl_llm.config import Config, ConfigError, freeze
-from jaxrl_llm.models import pretrained
-from jaxrl_llm.programs import MEMORY_SETTINGS, Memory, host_bytes, in_use_bytes, memory, resident_bytes
+from jaxrl_llm.models.files import pretrained
+from jaxrl_llm.run import Run, assemble
+from jaxrl_llm.runtime import cli, sharding
+from jaxrl_llm.runtime.programs import MEMORY_SETTINGS, Memory, host_bytes, in_use_bytes, memory, resident_bytes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,7 +26,7 @@ import pathlib
 import statistics
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.metrics import read_metrics
+from jaxrl_llm.reports.metrics import read_metrics
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +133,7 @@ def main() -> None:
 if __name__ == "__main__":
     from absl import flags
 
-    from jaxrl_llm import cli
+    from jaxrl_llm.runtime import cli
 
     MU = flags.DEFINE_float("mu", None, "Seconds to generate a rollout over seconds to train on one.")
     WORKDIR = flags.DEFINE_string("workdir", None, "Of a run, which measured that.")

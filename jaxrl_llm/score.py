@@ -19,12 +19,12 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
-from jaxrl_llm import cli, rows, sharding
 from jaxrl_llm.config import Config, ConfigError, MeshConfig
-from jaxrl_llm.models import pretrained
-from jaxrl_llm.models.policy import PLAIN, row_logp
+from jaxrl_llm.models.files import pretrained
+from jaxrl_llm.models.row_logp import PLAIN, row_logp
 from jaxrl_llm.models.transformer import Model
-from jaxrl_llm.programs import Program, compile_all, use_cache
+from jaxrl_llm.runtime import cli, jsonl, sharding
+from jaxrl_llm.runtime.programs import Program, compile_all, use_cache
 
 CHUNK_POSITIONS = 16  # of each row; logits of batch_size * this many positions are live at once
 
@@ -37,15 +37,15 @@ def score(source: pretrained.Source, path: str, *, batch_size: int, compute_dtyp
     """
     arch = source.architecture()
     table, pairs = [], []
-    for where, row in rows.read(path):
-        prompt = rows.token_ids(where, row, "prompt_ids", arch.vocab_size, minimum=1)
-        completion = rows.token_ids(where, row, "completion_ids", arch.vocab_size, minimum=0)
-        rows.check_positions(where, len(prompt) + len(completion), arch.max_positions)
+    for where, row in jsonl.read(path):
+        prompt = jsonl.token_ids(where, row, "prompt_ids", arch.vocab_size, minimum=1)
+        completion = jsonl.token_ids(where, row, "completion_ids", arch.vocab_size, minimum=0)
+        jsonl.check_positions(where, len(prompt) + len(completion), arch.max_positions)
         table.append(row)
         pairs.append((prompt, completion))
     buckets = collections.defaultdict(list)
     for index, (prompt, completion) in enumerate(pairs):
-        buckets[min(rows.bucket(len(prompt) + len(completion)), arch.max_positions)].append(index)
+        buckets[min(jsonl.bucket(len(prompt) + len(completion)), arch.max_positions)].append(index)
 
     use_cache(Config().compilation_cache)
     mesh = sharding.make_mesh(MeshConfig())
@@ -93,10 +93,10 @@ def main() -> None:
         raise ConfigError(f"--batch_size={BATCH_SIZE.value} must be at least 1")
     if DTYPE.value not in ("float32", "bfloat16"):
         raise ConfigError(f"--compute_dtype={DTYPE.value!r} is not one of 'float32', 'bfloat16'")
-    rows.check_output(OUTPUT.value)
+    jsonl.check_output(OUTPUT.value)
     source = pretrained.resolve(MODEL.value)
     output = score(source, INPUT.value, batch_size=BATCH_SIZE.value, compute_dtype=DTYPE.value)
-    rows.write(OUTPUT.value, output)
+    jsonl.write(OUTPUT.value, output)
     tokens = sum(len(row["logp"]) for row in output)
     mean = sum(sum(row["logp"]) for row in output) / max(1, tokens)
     print(json.dumps({"rows": len(output), "tokens": tokens, "mean_logp_nats": mean, "output": OUTPUT.value}))

@@ -25,17 +25,18 @@ from absl import flags
 from jax.sharding import Mesh
 from ml_collections import config_flags
 
-from jaxrl_llm import cli, optim, sharding
-from jaxrl_llm.assembly import model_of, place
+from jaxrl_llm.actor.evaluation import questions
 from jaxrl_llm.config import Config, ConfigError, freeze
-from jaxrl_llm.evaluation import questions
-from jaxrl_llm.models import hf, pretrained
-from jaxrl_llm.models.policy import PLAIN, chunk_tokens, row_logp
+from jaxrl_llm.learner import optim
+from jaxrl_llm.models.files import hf, pretrained
+from jaxrl_llm.models.row_logp import PLAIN, chunk_tokens, row_logp
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.ops.masks import completion_mask
-from jaxrl_llm.programs import Program, compile_all, use_cache
-from jaxrl_llm.prompts import PromptStream, batch_of
-from jaxrl_llm.sharding import leading, replicated
+from jaxrl_llm.questions.stream import PromptStream, batch_of
+from jaxrl_llm.run import model_of, place
+from jaxrl_llm.runtime import cli, sharding
+from jaxrl_llm.runtime.programs import Program, compile_all, use_cache
+from jaxrl_llm.runtime.sharding import leading, replicated
 from jaxrl_llm.types import Example, PromptBatch
 
 Rows = tuple[jax.Array, jax.Array, jax.Array]  # tokens [B,S], prompt_length [B], length [B], all i32

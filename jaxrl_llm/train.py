@@ -25,21 +25,23 @@ import numpy as np
 from absl import flags
 from ml_collections import config_flags
 
-from jaxrl_llm import cli, programs, report, rng, sharding, tasks
-from jaxrl_llm.assembly import Run, assemble, check_room, keep_what_fits
-from jaxrl_llm.checkpoint import Checkpointer, StopRequest, claim
+from jaxrl_llm.actor.evaluation import evaluate, questions
+from jaxrl_llm.actor.generator import FinishedGroup, Generator
+from jaxrl_llm.actor.guests import External, shared_groups
+from jaxrl_llm.actor.resampling import sample
+from jaxrl_llm.actor.rewards import RewardPool
+from jaxrl_llm.algorithms.memory import Memory
 from jaxrl_llm.config import Config, ConfigError, freeze, record
-from jaxrl_llm.credit_memory import Memory
-from jaxrl_llm.evaluation import evaluate, questions
-from jaxrl_llm.external import External, shared_groups
-from jaxrl_llm.metrics import MetricsWriter, Progress, cost_values, draw_values, rollout_values, update_values
-from jaxrl_llm.models import hf, pretrained
-from jaxrl_llm.nested import visible
-from jaxrl_llm.programs import check_memory, compile_all, memory_limit, memory_table, release_freed, use_cache
-from jaxrl_llm.prompts import PromptStream
-from jaxrl_llm.resampling import sample
-from jaxrl_llm.rewards import RewardPool
-from jaxrl_llm.rollout import FinishedGroup, Generator
+from jaxrl_llm.models.files import hf, pretrained
+from jaxrl_llm.questions import tasks
+from jaxrl_llm.questions.stream import PromptStream
+from jaxrl_llm.reports import html as report
+from jaxrl_llm.reports.metrics import MetricsWriter, Progress, cost_values, draw_values, rollout_values, update_values
+from jaxrl_llm.run import Run, assemble, check_room, keep_what_fits
+from jaxrl_llm.runtime import cli, programs, rng, sharding
+from jaxrl_llm.runtime.checkpoint import Checkpointer, StopRequest, claim
+from jaxrl_llm.runtime.nested import visible
+from jaxrl_llm.runtime.programs import check_memory, compile_all, memory_limit, memory_table, release_freed, use_cache
 from jaxrl_llm.types import OUTCOME_SCORE, Rewards
 
 

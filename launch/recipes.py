@@ -10,7 +10,7 @@ import pathlib
 import re
 
 from jaxrl_llm.config import Config, freeze
-from jaxrl_llm.nested import differences
+from jaxrl_llm.runtime.nested import differences
 
 FOLDER = pathlib.Path(__file__).resolve().parents[1] / "configs" / "recipes"
 

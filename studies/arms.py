@@ -15,8 +15,8 @@ import pathlib
 import statistics
 from collections.abc import Sequence
 
-from jaxrl_llm.sweep import read_sweep
-from jaxrl_llm.sweep_report import Run, curve, groups, label
+from jaxrl_llm.sweep.__main__ import read_sweep
+from jaxrl_llm.sweep.table import Run, curve, groups, label
 from studies import raw
 from studies.design import GROUP, SUMS
 

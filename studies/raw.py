@@ -17,9 +17,9 @@ import pathlib
 import runpy
 from typing import Any
 
-from jaxrl_llm.points import Point, freeze_points
-from jaxrl_llm.sweep import read_sweep, runs_of
-from jaxrl_llm.sweep_report import Run
+from jaxrl_llm.sweep.__main__ import read_sweep, runs_of
+from jaxrl_llm.sweep.points import Point, freeze_points
+from jaxrl_llm.sweep.table import Run
 
 METRICS = (
     *("time/compute_rollouts", "time/cost_ratio", "time/iteration_s", "tokens/generated", "tokens/trained"),

@@ -11,7 +11,7 @@ import argparse
 import collections
 import pathlib
 
-from jaxrl_llm.sweep_report import Run, band, curve
+from jaxrl_llm.sweep.table import Run, band, curve
 from studies import raw
 from studies.arms import BATCH, COST, METRIC, counted
 from studies.design import COST_RATIO, GROUP

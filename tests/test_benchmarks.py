@@ -12,7 +12,7 @@ import sys
 
 import jax.numpy as jnp
 import pytest
-from building import needs_cuda_compiler
+from support.building import needs_cuda_compiler
 from test_launch import INSTALLS, checkout  # noqa: F401
 
 from benchmarks import compare, floors, gpu, machine, micro, race, results, roofline, run, stopwatch
@@ -20,8 +20,8 @@ from benchmarks.floors import Ceilings, Floor
 from benchmarks.results import Figure
 from benchmarks.worker import Worker, WorkerError
 from benchmarks.workers import link
-from jaxrl_llm.models.presets import Architecture
-from jaxrl_llm.tasks import reasoning_gym_task
+from jaxrl_llm.models.architecture import Architecture
+from jaxrl_llm.questions.tasks import reasoning_gym_task
 
 REPOSITORY = pathlib.Path(__file__).parents[1]
 # Two layers of width 4: a token passes 2 * (4*2*2*(2+1) + 3*4*8) = 288 parameters; the head has 10 * 4.

@@ -14,31 +14,33 @@ import re
 import time
 import types
 
-import ghosts
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import psutil
 import pytest
-from building import ONE, TINY, mesh_of, needs_reasoning_gym
+from support import ghosts
+from support.building import ONE, TINY, mesh_of, needs_reasoning_gym
 
 from jaxrl_llm import config as config_module
-from jaxrl_llm import limits, sharding, tasks
+from jaxrl_llm import limits
 from jaxrl_llm import train as train_module
-from jaxrl_llm.assembly import assemble
+from jaxrl_llm.actor.evaluation import questions
+from jaxrl_llm.actor.generator import FinishedGroup, Generator
+from jaxrl_llm.actor.guests import External
+from jaxrl_llm.actor.rewards import RewardPool
+from jaxrl_llm.algorithms.memory import Memory
 from jaxrl_llm.config import Config, ConfigError, flatten, freeze, from_json, to_json
-from jaxrl_llm.credit_memory import Memory
-from jaxrl_llm.evaluation import questions
-from jaxrl_llm.external import External
-from jaxrl_llm.metrics import cost_values, rollout_values
-from jaxrl_llm.models import pretrained
-from jaxrl_llm.models.gguf import make_byte_tokenizer
-from jaxrl_llm.nested import differences
-from jaxrl_llm.prompts import PromptStream
-from jaxrl_llm.rewards import RewardPool
-from jaxrl_llm.rollout import FinishedGroup, Generator
-from jaxrl_llm.tokenizer import ByteTokenizer
+from jaxrl_llm.models.files import pretrained
+from jaxrl_llm.models.files.gguf import make_byte_tokenizer
+from jaxrl_llm.models.files.tokenizer import ByteTokenizer
+from jaxrl_llm.questions import tasks
+from jaxrl_llm.questions.stream import PromptStream
+from jaxrl_llm.reports.metrics import cost_values, rollout_values
+from jaxrl_llm.run import assemble
+from jaxrl_llm.runtime import sharding
+from jaxrl_llm.runtime.nested import differences
 from jaxrl_llm.types import OUTCOME_ERROR, OUTCOME_SCORE, STOP_EOS, Example, Rewards
 
 ROOT = pathlib.Path(__file__).parents[1]

@@ -223,7 +223,7 @@ def test_pod_refuses_with_the_usage_and_status_2(checkout, arguments, message):
 
 JOB = """
 import sys
-from jaxrl_llm import cli
+from jaxrl_llm.runtime import cli
 def main():
     import jax
     print(jax.process_index(), jax.process_count(), len(jax.devices()), flush=True)

@@ -8,13 +8,14 @@ import types
 import jax
 import jax.numpy as jnp
 import pytest
-from building import needs_cuda_compiler, needs_libtpu
+from support.building import needs_cuda_compiler, needs_libtpu
 
-from jaxrl_llm import plan, sharding
-from jaxrl_llm.assembly import assemble
+from jaxrl_llm import plan
 from jaxrl_llm.config import ConfigError, MeshConfig, freeze
-from jaxrl_llm.models import pretrained
-from jaxrl_llm.programs import Memory, Program, host_bytes, in_use_bytes, memory, resident_bytes
+from jaxrl_llm.models.files import pretrained
+from jaxrl_llm.run import assemble
+from jaxrl_llm.runtime import sharding
+from jaxrl_llm.runtime.programs import Memory, Program, host_bytes, in_use_bytes, memory, resident_bytes
 
 MIB = 2**20
 

@@ -20,7 +20,7 @@ import sys
 import pytest
 
 from jaxrl_llm.config import Config, flatten
-from jaxrl_llm.metrics import METRICS
+from jaxrl_llm.reports.metrics import METRICS
 
 REPOSITORY = pathlib.Path(__file__).parents[1]
 README = (REPOSITORY / "README.md").read_text()

@@ -34,7 +34,7 @@ def test_the_readme_names_the_pythons_that_are_supported():
 
 
 def test_every_package_of_reasoning_gym_has_a_wheel_or_says_which_games_want_it():
-    gym = pytest.importorskip("jaxrl_llm.tasks.reasoning_gym_task")
+    gym = pytest.importorskip("jaxrl_llm.questions.tasks.reasoning_gym_task")
     wanted = {name_of(line) for line in importlib.metadata.requires("reasoning-gym") if "extra ==" not in line}
     installed = {name_of(line) for line in PROJECT["optional-dependencies"]["reasoning-wheels"]}
     assert wanted == installed | set(gym.SOURCE_PACKAGES) and not installed & set(gym.SOURCE_PACKAGES)

@@ -7,15 +7,15 @@ import jax
 import numpy as np
 import optax
 import pytest
-from building import ONE, TINY, learner_params, mesh_of
-from command_line import run_command
+from support.building import ONE, TINY, learner_params, mesh_of
+from support.command_line import run_command
 
-from jaxrl_llm import sharding
 from jaxrl_llm.config import ConfigError, freeze
-from jaxrl_llm.models import pretrained
+from jaxrl_llm.models.files import pretrained
+from jaxrl_llm.models.files.tokenizer import ByteTokenizer
 from jaxrl_llm.models.transformer import Model
+from jaxrl_llm.runtime import sharding
 from jaxrl_llm.sft import Supervised, answer_rows, answer_tokens, sft
-from jaxrl_llm.tokenizer import ByteTokenizer
 from jaxrl_llm.types import Example, PromptBatch
 
 END = ByteTokenizer.eos_ids[0]

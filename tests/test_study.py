@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 
-from jaxrl_llm.sweep_report import Run
+from jaxrl_llm.sweep.table import Run
 from studies import arms, raw
 from studies.bandit import REWARDS, gradient, limit, run, softmax, summary
 

@@ -9,8 +9,8 @@ import numpy as np
 from benchmarks.iteration import Iteration
 from benchmarks.workers.link import Link, reward
 from jaxrl_llm.config import PromptsConfig, freeze
-from jaxrl_llm.models import pretrained
-from jaxrl_llm.prompts import encode_examples
+from jaxrl_llm.models.files import pretrained
+from jaxrl_llm.questions.stream import encode_examples
 from jaxrl_llm.types import Example
 
 

@@ -15,7 +15,7 @@ on-policy arm ends, in batches (docs/replay_study.md has ranges, entropy and pas
 
 import runpy
 
-from jaxrl_llm.points import Sweep, product, seeds
+from jaxrl_llm.sweep.points import Sweep, product, seeds
 from studies.design import SUMS
 
 get_config = runpy.run_path("configs/study_arithmetic.py")["get_config"]

@@ -7,7 +7,7 @@ Not run: about an hour for each of its nine runs on 2 CPU cores.
 
 import runpy
 
-from jaxrl_llm.points import Sweep, product, seeds
+from jaxrl_llm.sweep.points import Sweep, product, seeds
 from studies.design import SMOLLM2
 
 get_config = runpy.run_path("configs/study_smollm2.py")["get_config"]

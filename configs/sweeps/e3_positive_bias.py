@@ -9,7 +9,7 @@ Runs of 2026-11-24, medians of 4 seeds: with shares of 0, 0.2 and 0.5 AsymRE of 
 
 import runpy
 
-from jaxrl_llm.points import Sweep, product, seeds
+from jaxrl_llm.sweep.points import Sweep, product, seeds
 from studies.design import SUMS
 
 get_config = runpy.run_path("configs/study_arithmetic.py")["get_config"]

@@ -8,7 +8,7 @@ Runs of 2026-11-21, one seed: a delay of 3 steps costs nothing (0.63 at the end,
 
 import runpy
 
-from jaxrl_llm.points import Sweep, product, seeds
+from jaxrl_llm.sweep.points import Sweep, product, seeds
 from studies.design import SUMS
 
 get_config = runpy.run_path("configs/study_arithmetic.py")["get_config"]

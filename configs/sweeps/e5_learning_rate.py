@@ -9,7 +9,7 @@ budget of 1884 batches; four uses reach 0.60 with 750 at three of the six rates,
 
 import runpy
 
-from jaxrl_llm.points import Sweep, product, seeds
+from jaxrl_llm.sweep.points import Sweep, product, seeds
 from studies.design import SUMS
 
 get_config = runpy.run_path("configs/study_arithmetic.py")["get_config"]

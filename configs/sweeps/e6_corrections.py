@@ -9,7 +9,7 @@ size, at 0.78; masks at 0.71 and 0.72, CISPO at 0.69, truncated token weights at
 
 import runpy
 
-from jaxrl_llm.points import Sweep, product, seeds
+from jaxrl_llm.sweep.points import Sweep, product, seeds
 from studies.design import SUMS
 
 get_config = runpy.run_path("configs/study_arithmetic.py")["get_config"]

@@ -10,8 +10,8 @@ import pathlib
 import runpy
 
 from jaxrl_llm.config import defaults, freeze
-from jaxrl_llm.nested import differences
-from jaxrl_llm.points import Sweep, product, seeds
+from jaxrl_llm.runtime.nested import differences
+from jaxrl_llm.sweep.points import Sweep, product, seeds
 from studies.design import COST_RATIO, SUMS
 
 get_config = runpy.run_path("configs/study_arithmetic.py")["get_config"]

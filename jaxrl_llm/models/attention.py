@@ -22,8 +22,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm.models import kernels
-from jaxrl_llm.models.presets import Architecture
+from jaxrl_llm.models.architecture import Architecture
+from jaxrl_llm.models.kernels import learner as kernels
 
 # Stands for minus infinity where a whole piece may be hidden: inf - inf is nan.
 HIDDEN = -1e30

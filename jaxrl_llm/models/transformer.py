@@ -21,10 +21,10 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 
-from jaxrl_llm import sharding
-from jaxrl_llm.models import kernels
+from jaxrl_llm.models.architecture import Architecture
 from jaxrl_llm.models.attention import Cache, Groups, Prompt, attend, attend_next, rope_tables, rotate
-from jaxrl_llm.models.presets import Architecture
+from jaxrl_llm.models.kernels import learner as kernels
+from jaxrl_llm.runtime import sharding
 
 Params = dict[str, Any]
 

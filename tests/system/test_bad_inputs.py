@@ -6,14 +6,14 @@ import subprocess
 import sys
 import time
 
-import command_line
 import jax
 import pytest
-from command_line import DEBUG_CONFIG
+from support import command_line
+from support.command_line import DEBUG_CONFIG
 
-from jaxrl_llm import programs, rows
-from jaxrl_llm.checkpoint import claim
-from jaxrl_llm.models.presets import PRESETS
+from jaxrl_llm.models.architecture import PRESETS
+from jaxrl_llm.runtime import jsonl, programs
+from jaxrl_llm.runtime.checkpoint import claim
 
 FUNCTIONS = DEBUG_CONFIG.parents[1] / "tests" / "fixtures" / "reward_functions.py"
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
@@ -187,7 +187,7 @@ def test_a_system_prompt_of_bytes_that_are_no_text(tmp_path, refused):
 
 def debug_folder(path):
     """A Hugging Face folder of the debug preset, whose weights are still to be written."""
-    from jaxrl_llm.tokenizer import ByteTokenizer
+    from jaxrl_llm.models.files.tokenizer import ByteTokenizer
 
     arch = PRESETS["debug"]
     path.mkdir()
@@ -361,7 +361,8 @@ def test_a_workdir_that_another_run_holds(tmp_path, refused):
 
 
 @pytest.mark.parametrize(
-    ("name", "why"), [("a[b]", "must be without '['"), ("caf\udce9", "in printable text"), ("a\nb", "in printable text")]
+    ("name", "why"),
+    [("a[b]", "must be without '['"), ("caf\udce9", "in printable text"), ("a\nb", "in printable text")],
 )
 def test_a_workdir_whose_name_checkpoints_could_not_be_read_back_from(name, why, tmp_path, refused):
     line = refused("train", f"--config={DEBUG_CONFIG}", f"--workdir={tmp_path / name}")
@@ -413,9 +414,9 @@ def test_rows_are_cut_at_line_ends_alone(tmp_path):
     path = tmp_path / "rows.jsonl"
     made = [{"prompt": text, "_line": 3} for text in texts]
     path.write_text("\ufeff" + "\n\n".join(json.dumps(row, ensure_ascii=False) for row in made), encoding="utf-8")
-    assert rows.read(str(path)) == [(f"{path}:{number}", row) for number, row in zip((1, 3, 5), made, strict=True)]
-    rows.write(str(path), made)
-    assert [row for _, row in rows.read(str(path))] == made
+    assert jsonl.read(str(path)) == [(f"{path}:{number}", row) for number, row in zip((1, 3, 5), made, strict=True)]
+    jsonl.write(str(path), made)
+    assert [row for _, row in jsonl.read(str(path))] == made
 
 
 @pytest.mark.parametrize(

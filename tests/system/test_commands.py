@@ -5,9 +5,11 @@ import math
 
 import pytest
 
-from jaxrl_llm import evaluation, generate, rows, score
+from jaxrl_llm import generate, score
+from jaxrl_llm.actor import evaluation
 from jaxrl_llm.config import ConfigError, SamplingConfig
-from jaxrl_llm.models import pretrained
+from jaxrl_llm.models.files import pretrained
+from jaxrl_llm.runtime import jsonl
 
 PROMPTS = [
     {"prompt": "a long question that needs a wider bucket of tokens", "tag": 1},
@@ -37,7 +39,7 @@ def test_score_gives_the_log_probs_that_generate_sampled_with(source, tmp_path):
     for row in made:
         assert row["completion"] == source.tokenizer().decode(row["completion_ids"])
         assert len(row["logp"]) == len(row["completion_ids"]) <= 6
-    rows.write(str(tmp_path / "made.jsonl"), made)
+    jsonl.write(str(tmp_path / "made.jsonl"), made)
     scored = score.score(source, str(tmp_path / "made.jsonl"), batch_size=3, compute_dtype="float32")
     for row, again in zip(made, scored, strict=True):
         assert again["tag" if "tag" in row else "prompt_ids"] == row["tag" if "tag" in row else "prompt_ids"]
@@ -54,7 +56,7 @@ def test_greedy_takes_the_likeliest_token_whatever_the_seed(source, tmp_path):
     row = one[0]
     first, best = row["completion_ids"][0], row["logp"][0]
     rivals = [{"prompt_ids": row["prompt_ids"], "completion_ids": [i]} for i in range(0, 260, 13) if i != first]
-    rows.write(str(tmp_path / "rivals.jsonl"), rivals)
+    jsonl.write(str(tmp_path / "rivals.jsonl"), rivals)
     scored = score.score(source, str(tmp_path / "rivals.jsonl"), batch_size=32, compute_dtype="float32")
     assert all(rival["logp"][0] <= best for rival in scored)
 

@@ -5,11 +5,11 @@ import json
 import jax
 import pytest
 
-from jaxrl_llm import sharding
 from jaxrl_llm import train as train_module
 from jaxrl_llm.config import MeshConfig, freeze
-from jaxrl_llm.metrics import read_metrics
-from jaxrl_llm.programs import compile_all
+from jaxrl_llm.reports.metrics import read_metrics
+from jaxrl_llm.runtime import sharding
+from jaxrl_llm.runtime.programs import compile_all
 from jaxrl_llm.types import SHARED_FILE
 
 # 12 rollouts of its own and 4 of others an iteration.

@@ -9,11 +9,11 @@ import numpy as np
 import psutil
 import pytest
 
-from jaxrl_llm import sharding
 from jaxrl_llm import train as train_module
 from jaxrl_llm.config import MeshConfig, freeze
-from jaxrl_llm.metrics import read_metrics
-from jaxrl_llm.programs import compile_all
+from jaxrl_llm.reports.metrics import read_metrics
+from jaxrl_llm.runtime import sharding
+from jaxrl_llm.runtime.programs import compile_all
 
 ROOT = pathlib.Path(__file__).parents[2]
 FAILS = {"missing package": "error", "stop": "timeout", "junk": "error", "KeyboardInterrupt": "error",

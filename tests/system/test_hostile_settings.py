@@ -11,14 +11,15 @@ import os
 import random
 import resource
 
-import command_line
 import pytest
-from command_line import DEBUG_CONFIG
+from support import command_line
+from support.command_line import DEBUG_CONFIG
 
-from jaxrl_llm import programs, rewards
 from jaxrl_llm import train as train_module
+from jaxrl_llm.actor import rewards
 from jaxrl_llm.config import Config, ConfigError, flatten, freeze
 from jaxrl_llm.limits import LARGEST, MOST, SMALLEST
+from jaxrl_llm.runtime import programs
 
 INTEGERS = [0, 1, -1, 7, 64, 10**9, MOST, MOST + 1, 2**63, 10**30, True, 1.5, "4", None, math.nan, {}, [1], ()]
 NUMBERS = [0, -0.0, 1, -1.0, 0.5, 1e-30, 1e-320, 1e6, 1e30, 1e39, 1e308, 10**400, math.nan, math.inf, -math.inf, True]

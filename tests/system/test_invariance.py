@@ -1,10 +1,10 @@
 """Padding, row order, micro-batches and devices change nothing in the loss and gradient of the real update."""
 
-import building
 import jax
 import numpy as np
 import pytest
-from building import CUBE, EIGHT, TINY
+from support import building
+from support.building import CUBE, EIGHT, TINY
 
 
 def garbage(rows, seed=0):

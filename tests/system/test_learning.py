@@ -7,11 +7,11 @@ import pathlib
 import jax
 import pytest
 
-from jaxrl_llm import checkpoint, sharding
 from jaxrl_llm import train as train_module
 from jaxrl_llm.config import MeshConfig, freeze
-from jaxrl_llm.metrics import read_metrics
-from jaxrl_llm.programs import compile_all
+from jaxrl_llm.reports.metrics import read_metrics
+from jaxrl_llm.runtime import checkpoint, sharding
+from jaxrl_llm.runtime.programs import compile_all
 
 CONFIG = pathlib.Path(__file__).parents[2] / "configs" / "debug.py"
 

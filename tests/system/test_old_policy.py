@@ -3,14 +3,15 @@
 import jax
 import numpy as np
 import pytest
-from building import EIGHT, EOS_IDS, ONE, PROMPT_TOKENS, TINY, host_params, make_prompts, mesh_of
 from reference import transformer
+from support.building import EIGHT, EOS_IDS, ONE, PROMPT_TOKENS, TINY, host_params, make_prompts, mesh_of
 
-from jaxrl_llm import publish, sharding
-from jaxrl_llm.assembly import assemble
+from jaxrl_llm.actor.generator import Generator
 from jaxrl_llm.config import freeze
-from jaxrl_llm.programs import compile_all
-from jaxrl_llm.rollout import Generator
+from jaxrl_llm.learner import publish
+from jaxrl_llm.run import assemble
+from jaxrl_llm.runtime import sharding
+from jaxrl_llm.runtime.programs import compile_all
 
 NAMES = ("init_sampler", "prefill", "decode", "read_group", "collect", "old_logp", "score_open")
 

@@ -6,23 +6,23 @@ import json
 import math
 import re
 
-import building
-import ghosts
 import jax
 import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from building import COMPLETION_TOKENS, CUBE, EIGHT, ONE, PROMPT_TOKENS, ROW_TOKENS, TINY, mesh_of, needs_libtpu
 from jax.sharding import PartitionSpec
+from support import building, ghosts
+from support.building import COMPLETION_TOKENS, CUBE, EIGHT, ONE, PROMPT_TOKENS, ROW_TOKENS, TINY, mesh_of, needs_libtpu
 
-from jaxrl_llm import plan, programs, sharding
+from jaxrl_llm import plan
 from jaxrl_llm import train as train_module
-from jaxrl_llm.assembly import assemble
+from jaxrl_llm.actor.sampler import SamplerState
 from jaxrl_llm.config import MeshConfig, freeze
-from jaxrl_llm.models.presets import PRESETS, Architecture
-from jaxrl_llm.programs import compile_all, memory
-from jaxrl_llm.sampler import SamplerState
+from jaxrl_llm.models.architecture import PRESETS, Architecture
+from jaxrl_llm.run import assemble
+from jaxrl_llm.runtime import programs, sharding
+from jaxrl_llm.runtime.programs import compile_all, memory
 from jaxrl_llm.types import RingState, TrainState
 
 # 32 rollouts of 8 prompts in a ring of 64, all 32 rows of an update in one micro-batch: 4 rows per device of eight.

@@ -15,20 +15,21 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from building import EIGHT, ONE, host_params, learner_params, mesh_of
 from conftest import QUICK_TO_COMPILE
 from reference import recipes as oracle
 from reference import sampling as sampling_oracle
 from reference import transformer
+from support.building import EIGHT, ONE, host_params, learner_params, mesh_of
 
-from jaxrl_llm import credit, sharding
-from jaxrl_llm.assembly import assemble
-from jaxrl_llm.checkpoint import Checkpointer
+from jaxrl_llm.algorithms import credit
+from jaxrl_llm.algorithms.baselines import num_features
+from jaxrl_llm.algorithms.memory import Memory
 from jaxrl_llm.config import freeze
-from jaxrl_llm.credit_memory import Memory
-from jaxrl_llm.models.presets import Architecture
+from jaxrl_llm.models.architecture import Architecture
 from jaxrl_llm.models.transformer import Model
-from jaxrl_llm.ops.baselines import num_features
+from jaxrl_llm.run import assemble
+from jaxrl_llm.runtime import sharding
+from jaxrl_llm.runtime.checkpoint import Checkpointer
 from jaxrl_llm.types import OUTCOME_ERROR, OUTCOME_SCORE, STOP_EOS, STOP_LENGTH, Rewards, Rollout, Scores, TrainState
 
 FOLDER = pathlib.Path(__file__).parents[2] / "configs" / "recipes"

@@ -16,11 +16,11 @@ import subprocess
 import sys
 import time
 
-import ghosts
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from support import ghosts
 
 from jaxrl_llm import train as train_module
 from jaxrl_llm.config import ConfigError, freeze

@@ -13,16 +13,15 @@ import signal
 import subprocess
 import sys
 
-import command_line
-import ghosts
 import pytest
+from support import command_line, ghosts
 
-from jaxrl_llm import checkpoint
 from jaxrl_llm import train as train_module
-from jaxrl_llm.checkpoint import claim, restore_params
-from jaxrl_llm.cli import DiskError
 from jaxrl_llm.config import ConfigError, freeze
-from jaxrl_llm.metrics import read_metrics
+from jaxrl_llm.reports.metrics import read_metrics
+from jaxrl_llm.runtime import checkpoint
+from jaxrl_llm.runtime.checkpoint import claim, restore_params
+from jaxrl_llm.runtime.cli import DiskError
 
 SETTINGS = {
     "prompts": {"size": 8},
@@ -177,7 +176,7 @@ def test_without_a_whole_checkpoint_nothing_is_compiled(train, tmp_path, monkeyp
 
 HOLDER = """
 import pathlib, sys, time
-from jaxrl_llm.checkpoint import claim
+from jaxrl_llm.runtime.checkpoint import claim
 with claim(pathlib.Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(600)

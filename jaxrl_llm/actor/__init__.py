@@ -1,0 +1,1 @@
+"""Published weights and questions become scored rollouts."""

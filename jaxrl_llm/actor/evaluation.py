@@ -1,0 +1,124 @@
+"""Evaluation: completions of held-out questions, scored: pass@1, pass@k, majority vote, length.
+
+Owns: which questions are held out, the estimators. Does not know: training, files.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+import re
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxrl_llm.actor.generator import Generator
+from jaxrl_llm.actor.rewards import RewardPool
+from jaxrl_llm.config import Config
+from jaxrl_llm.questions import stream as prompts_lib
+from jaxrl_llm.questions import tasks
+from jaxrl_llm.types import OUTCOME_ERROR, OUTCOME_SCORE, OUTCOME_TIMEOUT
+
+
+def pass_at_k(num_samples: int, num_passes: int, k: int) -> float:
+    """Probability that at least one of k samples drawn from n without replacement passes, c of n passing.
+
+        1 - C(n-c, k) / C(n, k)
+
+    Source: Chen et al. 2021, arXiv:2107.03374, eq. 1.
+    """
+    return 1.0 - math.comb(num_samples - num_passes, k) / math.comb(num_samples, k)
+
+
+def answer_of(completion: str) -> str:
+    """What a completion answers, for the majority vote: its last number, or else its text."""
+    numbers = re.findall(r"-?\d[\d,]*(?:\.\d+)?", completion)
+    return numbers[-1].replace(",", "") if numbers else completion.strip()
+
+
+def majority_passes(completions: list[str], passes: list[bool]) -> bool:
+    """Whether the most frequent answer passes; the earliest wins a tie."""
+    answers = [answer_of(c) for c in completions]
+    winner = collections.Counter(answers).most_common(1)[0][0]
+    return any(p for a, p in zip(answers, passes, strict=True) if a == winner)
+
+
+def evaluate(
+    generator: Generator,
+    params: Any,
+    held_out: list[prompts_lib.EncodedExample],
+    pool: RewardPool,
+    decode: Any,
+    *,
+    version: jax.Array,
+    key: jax.Array,
+    threshold: float,
+) -> dict[str, Any]:
+    """Score ``group_size`` completions of every held-out question.
+
+    Args:
+        generator: its sampler's ``num_prompts`` questions run at a time; the last batch is filled up.
+        params: sampler weights.
+        threshold: a completion passes at this reward or more.
+
+    Returns:
+        JSON-able figures and every completion. Completions without a score count in no rate.
+    """
+    at_once = generator.sampler.num_prompts
+    tickets, groups, texts = [], [], []
+    for start in range(0, len(held_out), at_once):
+        index = [min(i, len(held_out) - 1) for i in range(start, start + at_once)]
+        batch = prompts_lib.batch_of(held_out, index, first_prompt_id=start)
+        _, done = generator.generate(params, batch, version=version, key=key)
+        for group in done[: len(held_out) - start]:
+            groups.append(group)
+            texts.append([decode(c) for c in group.completions])
+            tickets.append(pool.submit(group.example, texts[-1]))
+    rewards = pool.collect(tickets)
+    num_samples = generator.sampler.group_size
+    total = rewards.total.reshape(-1, num_samples)
+    scored = (rewards.outcome == OUTCOME_SCORE).reshape(-1, num_samples)
+    passed = scored & (np.where(scored, total, -np.inf) >= threshold)
+    whole = scored.all(axis=1)  # pass@k and maj@k need all samples of a question
+    ks = [k for k in (2**i for i in range(num_samples.bit_length())) if k <= num_samples]
+    ks += [num_samples] if num_samples not in ks else []
+    mean = lambda values: float(np.mean(values)) if len(values) else math.nan  # noqa: E731
+    return {
+        "num_prompts": len(groups),
+        "num_samples": num_samples,
+        "pass_rate": mean(passed[scored]),
+        "reward_mean": mean(total[scored]),
+        "pass_at_k": {str(k): mean([pass_at_k(num_samples, int(row.sum()), k) for row in passed[whole]]) for k in ks},
+        f"maj_at_{num_samples}": mean([majority_passes(texts[i], passed[i].tolist()) for i in np.flatnonzero(whole)]),
+        "completion_length_tokens": mean([len(c) for group in groups for c in group.completions]),
+        "timeout_count": int((rewards.outcome == OUTCOME_TIMEOUT).sum()),
+        "error_count": int((rewards.outcome == OUTCOME_ERROR).sum()),
+        "samples": [
+            {"prompt": group.example.prompt, "completion": text, "reward": float(total[i, j]) if scored[i, j] else None}
+            for i, group in enumerate(groups)
+            for j, text in enumerate(texts[i])
+        ],
+    }
+
+
+def questions(config: Config, tokenizer: Any) -> tuple[list[Any], list[Any], list[str]]:
+    """Training and held-out questions, tokenised, and what was skipped.
+
+    Returns:
+        (training, held out, one message per skipped row).
+    """
+    loaded = tasks.load(config.prompts, seed=config.seed)
+    examples, held_out, messages = loaded.examples, (), list(loaded.bad_rows)
+    if config.eval.num_prompts:
+        if config.eval.name:
+            other = dataclasses.replace(config.prompts, name=config.eval.name)
+            more = tasks.load(other, seed=config.seed)
+            held_out = more.examples[: config.eval.num_prompts]
+            messages += more.bad_rows
+        else:
+            examples, held_out = prompts_lib.split_held_out(examples, config.eval.num_prompts, seed=config.seed)
+    train, long_train = prompts_lib.encode_examples(examples, tokenizer, config.prompts)
+    held, long_held = prompts_lib.encode_examples(held_out, tokenizer, config.prompts) if held_out else ([], [])
+    return train, held, messages + long_train + long_held

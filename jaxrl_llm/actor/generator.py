@@ -1,0 +1,244 @@
+"""Rollout: the host's side of generation, which opens prompts, runs the sampler's chunks and hands out what is done.
+
+    device   | chunk 1 | chunk 2                  | chunk 3                  | ...
+    host       chunk 2   flags of 1, chunk 3,       flags of 2, chunk 4, ...
+                         scoring of what ended in 1
+
+The next chunk is dispatched before the host looks at the flags of the one before, so the device does not wait for it.
+A chunk that comes after the last one needed finds nothing to do.
+
+Owns: which prompt is open where, stop strings, the order in which groups leave. Does not know: how a token is
+sampled (``sampler.py``), rewards, replay, where prompts come from.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxrl_llm.actor.sampler import Sampler
+from jaxrl_llm.runtime import sharding
+from jaxrl_llm.types import STOP_LENGTH, STOP_NONE, STOP_STRING, DrawSums, PromptBatch, Rollout
+
+
+@dataclasses.dataclass
+class FinishedGroup:
+    """A prompt whose G completions have stopped, on the host.
+
+    ``stop_reasons`` say why each ended (``types.STOP_*``); ``ticket`` is whatever ``on_finished`` returned.
+    """
+
+    prompt_id: int
+    example: Any
+    completions: list[list[int]]
+    stop_reasons: list[int]
+    ticket: Any = None
+
+
+class Generator:
+    """Host side of a sampler: opens prompts, runs chunks until P groups are done, hands them out.
+
+    ``open_prompts`` mirrors which entry holds which prompt; with the device state it is what a
+    checkpoint must carry for rollouts in flight.
+
+    Args:
+        max_lag: calls of ``generate`` that a prompt may stay open after the one that opened it; 0 = any number. Prompts
+            are opened up to
+
+                capacity = min(free entries, (max_lag + calls so far + 1) * P - opened so far)
+
+            and a call waits for those that must leave with it.
+
+    Source: the capacity is that of AReaL, Fu et al. 2025, arXiv:2505.24298, whose version counts batches. Differs:
+        stragglers are waited for, so that the bound is on what is trained and not on what is submitted alone.
+    """
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        compiled: dict[str, Any],
+        decode_text: Callable[[list[int]], str],
+        max_lag: int = 0,
+    ):
+        self.sampler = sampler
+        self.run = compiled
+        self.decode_text = decode_text
+        self.max_lag = max_lag
+        self.calls = 0
+        # On the device; without lookahead prompts while they are sampled alone: no update has caches beside it.
+        self.state: Any = compiled["init_sampler"]() if sampler.lookahead else None
+        # entry (shard, index) -> (prompt_id, example, prompt token ids, the call that opened it)
+        self.open_prompts: dict[tuple[int, int], tuple[int, Any, list[int], int]] = {}
+        # Groups that finished beyond an iteration's share wait here, tickets included.
+        self.finished: dict[tuple[int, int], FinishedGroup] = {}
+        self._draws: list[DrawSums] = []  # of the calls since ``take_draws``
+
+    def prompts_wanted(self) -> int:
+        """Prompts the next ``generate`` call needs to fill its free entries."""
+        return sum(map(len, self._free()))
+
+    def _free(self) -> list[list[tuple[int, int]]]:
+        """Entries of each shard that new prompts may take."""
+        M, E = self.sampler.shards, self.sampler.entries
+        free = [[(m, e) for e in range(E) if (m, e) not in self.open_prompts] for m in range(M)]
+        if self.max_lag:
+            # Every call so far has collected its share of those opened; what is left of the capacity by shard.
+            most = (self.max_lag + 1) * (self.sampler.num_prompts // M)
+            free = [entries[: max(0, most - (E - len(entries)))] for entries in free]
+        return free
+
+    def generate(
+        self,
+        params: Any,
+        prompts: PromptBatch,
+        *,
+        version: jax.Array,
+        key: jax.Array,
+        on_finished: Callable[[FinishedGroup], Any] = lambda group: None,
+    ) -> tuple[Rollout, list[FinishedGroup]]:
+        """Sample completions until P prompts have all of theirs.
+
+        Args:
+            params: sampler weights, as published.
+            prompts: ``prompts_wanted()`` new prompts.
+            version: [] i32 policy version of the weights, recorded per token.
+            key: stream key of the noise.
+            on_finished: called with each group when it has stopped, while others still decode.
+
+        Returns:
+            P*G rows on the device, and their groups in the same order. To the host come the stop reasons of
+            each chunk and the token ids of each finished group.
+        """
+        sampler = self.sampler
+        if self.state is None:
+            self.state = self.run["init_sampler"]()
+        self._open(params, prompts)
+        per_shard = sampler.num_prompts // sampler.shards
+        scanned = np.zeros((sampler.shards, sampler.entries, sampler.group_size), np.int64)
+        # A stop string is found on the host alone: there the next chunk waits for what the host has to say.
+        ahead = 0 if sampler.sampling.stop_strings else 1
+        unread: collections.deque[jax.Array] = collections.deque()  # stop reasons of the chunks dispatched
+        leaving: dict[tuple[int, int], Any] = {}  # of groups on their way to the host: what ``read_group`` gives
+        due = self._due()
+        is_due = np.array([[(m, e) in due for e in range(sampler.entries)] for m in range(sampler.shards)])
+        is_due = jax.device_put(is_due, sharding.leading(sampler.mesh, is_due))
+        while True:
+            while len(unread) <= ahead:
+                self.state, reasons = self.run["decode"](params, self.state, version, key, is_due)
+                unread.append(reasons)
+            self._receive(leaving, on_finished)
+            reasons = jax.device_get(unread.popleft())
+            if sampler.sampling.stop_strings:
+                reasons = self._apply_stop_strings(reasons, scanned)
+            for shard, entry in self.open_prompts:
+                if (shard, entry) in self.finished or not (reasons[shard, entry] != STOP_NONE).all():
+                    continue
+                where = jax.device_put((np.int32(shard), np.int32(entry)), sharding.replicated(sampler.mesh, (0, 0)))
+                table = self.state.tokens, self.state.length, self.state.stop_reason
+                leaving[shard, entry] = self.run["read_group"](*table, *where)
+            # Every shard must have its share, oldest prompts first, and with it those that may not stay.
+            stopped = [*self.finished, *leaving]
+            done = [[where for where in stopped if where[0] == shard] for shard in range(sampler.shards)]
+            if all(len(places) >= per_shard for places in done) and due <= set(stopped):
+                break
+        chosen = [sorted(places, key=lambda where: self.open_prompts[where][0])[:per_shard] for places in done]
+        entries = np.asarray([[entry for _, entry in places] for places in chosen], np.int32)
+        entries = jax.device_put(entries, sharding.leading(sampler.mesh, entries))
+        rollout, draws, self.state = self.run["collect"](self.state, entries)
+        self._draws.append(draws)
+        self._receive(leaving, on_finished)
+        order = [where for places in chosen for where in places]
+        for where in order:
+            del self.open_prompts[where]
+        self.calls += 1
+        if not sampler.lookahead:
+            self.state = None
+        return rollout, [self.finished.pop(where) for where in order]
+
+    def _due(self) -> set[tuple[int, int]]:
+        """Open prompts that this call must wait for, lest one stay open for too long.
+
+        Those whose time has come, and of those whose time comes in the next calls the oldest that these have no room
+        for: a call collects P / M of each shard.
+        """
+        due, per_shard = set(), self.sampler.num_prompts // self.sampler.shards
+        for shard in range(self.sampler.shards if self.max_lag else 0):
+            mine = [(where, opened) for where, opened in self.open_prompts.items() if where[0] == shard]
+            by_age = sorted((name, call, where) for where, (name, _, _, call) in mine)
+            for later in range(self.max_lag):
+                late = [where for _, call, where in by_age if call + self.max_lag <= self.calls + later]
+                due |= set(late[: max(0, len(late) - later * per_shard)])
+        return due
+
+    def take_draws(self) -> DrawSums:
+        """Sums over all tokens drawn since the last call of this, numbers; of the rows that are still open too."""
+        draws, self._draws = jax.device_get(self._draws), []
+        return jax.tree.map(lambda *sums: float(np.sum(sums)), *draws)
+
+    def _receive(self, leaving: dict[tuple[int, int], Any], on_finished: Callable[[FinishedGroup], Any]) -> None:
+        """Take what has been read of the groups that leave, and hand each out; ``leaving`` is empty after."""
+        for where in list(leaving):
+            tokens, length, reasons = jax.device_get(leaving.pop(where))
+            prompt_id, example, prompt, _ = self.open_prompts[where]
+            rows = [row[len(prompt) : n].tolist() for row, n in zip(tokens, length, strict=True)]
+            group = FinishedGroup(prompt_id, example, rows, reasons.tolist())
+            group.ticket = on_finished(group)
+            self.finished[where] = group
+
+    def opened(self) -> list[list[int]]:
+        """What ``adopt`` takes of each open prompt but its text: shard, entry, calls since it was opened, prompt_id."""
+        return [[*where, self.calls - call, name] for where, (name, _, _, call) in self.open_prompts.items()]
+
+    def adopt(self, shard: int, entry: int, lag: int, prompt_id: int, example: Any, prompt: list[int]) -> None:
+        """Note a prompt that a restored device state has open, since so many calls."""
+        self.open_prompts[shard, entry] = (prompt_id, example, prompt, self.calls - lag)
+
+    def _open(self, params: Any, prompts: PromptBatch) -> None:
+        """Prefill new prompts into free entries, P at a time, dealt contiguously over the shards."""
+        sampler = self.sampler
+        P, M, E = sampler.num_prompts, sampler.shards, sampler.entries
+        free = self._free()
+        total = len(prompts.examples)
+        assert total == sum(map(len, free)), "one prompt for every free entry"
+        starts = np.cumsum([0, *map(len, free)])
+        waves = -(-max(map(len, free)) // (P // M))
+        for wave in range(waves):
+            index = np.zeros((M, P // M), np.int64)
+            entry = np.full((M, P // M), E, np.int32)  # E: dropped on the device
+            for m in range(M):
+                for j, where in enumerate(free[m][wave * (P // M) : (wave + 1) * (P // M)]):
+                    i = starts[m] + wave * (P // M) + j
+                    index[m, j], entry[m, j] = i, where[1]
+                    prompt = prompts.tokens[i, : prompts.length[i]].tolist()
+                    self.open_prompts[where] = (int(prompts.prompt_id[i]), prompts.examples[i], prompt, self.calls)
+            flat = index.reshape(-1)
+            arrays = (prompts.tokens[flat], prompts.length[flat], prompts.prompt_id[flat], entry)
+            arrays = jax.device_put(arrays, sharding.leading(sampler.mesh, arrays))
+            self.state = self.run["prefill"](params, self.state, *arrays)
+
+    def _apply_stop_strings(self, reasons: np.ndarray, scanned: np.ndarray) -> np.ndarray:
+        """Cut rows at the first token whose text completes a stop string; later tokens never count."""
+        stops = self.sampler.sampling.stop_strings
+        tokens, lengths = jax.device_get((self.state.tokens, self.state.length))
+        new_length = np.zeros(lengths.shape, np.int32)
+        for (shard, entry), (_, _, prompt, _) in self.open_prompts.items():
+            for g in range(self.sampler.group_size):
+                row = tokens[shard, entry, g, len(prompt) : lengths[shard, entry, g]].tolist()
+                if any(stop in self.decode_text(row) for stop in stops):
+                    first = int(scanned[shard, entry, g]) + 1
+                    while not any(stop in self.decode_text(row[:first]) for stop in stops):
+                        first += 1
+                    # Completed by the last token allowed it is no truncation.
+                    if first < len(row) or reasons[shard, entry, g] in (STOP_NONE, STOP_LENGTH):
+                        new_length[shard, entry, g] = len(prompt) + first
+                scanned[shard, entry, g] = len(row)
+        if not new_length.any():
+            return reasons
+        placed = jax.device_put(new_length, sharding.leading(self.sampler.mesh, new_length))
+        self.state = self.run["stop_rows"](self.state, placed)
+        return np.where(new_length > 0, STOP_STRING, reasons)

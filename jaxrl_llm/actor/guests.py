@@ -1,0 +1,404 @@
+"""External rollouts: groups of answers by others, from files or from runs beside this one, on their way to the ring.
+
+A line of a file of ``external.paths`` is a group:
+
+    {"prompt": "...", "completions": ["...", [3, 1, 4]], "rewards": [1.0, 0.0], ...}
+
+    prompt         text or messages (or the latter as ``messages``)
+    completions    at most rollout.group_size: texts, which get an end, or token ids of this model, taken as they are
+    rewards        a number for each, or null: that completion is not trained on. Without them rewards.functions score,
+                   with the row's other columns, as they do for the run's own rollouts.
+    prompt_ids     may be there: what the prompt must be in this run's tokens, so that a run with another tokenizer or
+                   chat template is noticed
+
+A file is checked as a whole before the run and gone through again and again. Of a run that shares its rollouts
+(its workdir) each iteration takes the newest groups written since the one before, and passes over the others.
+
+They become ordinary rows: the program ``join`` gives them the log-probs of the current weights, so that they count as
+drawn by this run's policy just now, and from there on credit, ring and update know no difference. With less than two
+rewards a group teaches nothing where credit compares siblings: an expert's demonstration needs a worse answer beside
+it, an advantage with another baseline, or ``objective.imitation_coefficient``.
+
+Source: SAPO, arXiv:2509.08721. Differs: of a run's unread groups the newest are taken, not a sample of those that are
+untied (``replay.skip_tied`` leaves the tied ones undrawn); rewards may be taken over.
+
+Owns: which lines are groups, which come next, where reading stands. Does not know: the ring, how rewards are scored.
+Letters: J groups an iteration, G rows of a group, S row width.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+import os
+import pathlib
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxrl_llm.config import Config, ConfigError
+from jaxrl_llm.limits import NEED_NO_SIBLINGS
+from jaxrl_llm.questions.tasks.files import BadRowError, json_lines, parse, question
+from jaxrl_llm.run import Run
+from jaxrl_llm.types import (
+    OUTCOME_ERROR,
+    OUTCOME_SCORE,
+    SHARED_FILE,
+    STOP_EOS,
+    STOP_LENGTH,
+    STOP_NONE,
+    STOP_STRING,
+    Example,
+    Rewards,
+    Rollout,
+)
+
+
+@dataclasses.dataclass
+class Group:
+    """Answers to one prompt. ``rewards`` are NaN where there is none; where it is None, ``ticket`` is for them."""
+
+    example: Example
+    prompt: list[int]
+    completions: list[list[int]]
+    stop_reasons: list[int]
+    rewards: list[float] | None
+    ticket: Any = None
+
+
+class External:
+    """The groups of ``external.paths``, and where reading them stands.
+
+    Raises:
+        ConfigError: a path is neither file nor folder, or a line of a file is no group: its file, line and field.
+    """
+
+    def __init__(self, run: Run, tokenizer: Any):
+        reader = _Reader(run.config, tokenizer, run.model.arch.vocab_size)
+        self._run = run
+        self._sources = {path: _source(path, reader) for path in run.config.external.paths}
+
+    def next_groups(self, iteration: int, score: Callable[[Group], Any]) -> Guests | None:
+        """The next J groups, from each source in turn; fewer where runs have not written as many.
+
+        Args:
+            iteration: names the groups: their ids are below 0 and unique over the run.
+            score: called with each group that brings no rewards; returns its ticket.
+
+        Returns:
+            None where the run wants none.
+        """
+        num_groups = self._run.config.external.groups_per_iteration
+        if not num_groups:
+            return None
+        turns = collections.deque(self._sources.values())
+        for source in turns:
+            source.look()
+        turns.rotate(-iteration)
+        groups: list[Group | None] = []
+        while turns and len(groups) < num_groups:
+            group = turns[0].take()
+            if group is None:
+                turns.popleft()
+            else:
+                groups.append(group)
+                turns.rotate(-1)
+        for group in groups:
+            if group.rewards is None:
+                group.ticket = score(group)
+        groups += [None] * (num_groups - len(groups))
+        rows = _rows(groups, self._run.config, first_id=-1 - iteration * num_groups)
+        layout = jax.tree.map(lambda x: x.sharding, self._run.abstract_external)
+        skipped = sum(source.skipped for source in self._sources.values())
+        return Guests(jax.device_put(rows, layout), groups, self._run, skipped)
+
+    def state(self) -> dict[str, Any]:
+        """What ``restore`` needs to go on from here; plain JSON."""
+        return {path: source.state() for path, source in self._sources.items()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        for path in self._sources.keys() & state.keys():
+            self._sources[path].restore(state[path])
+
+
+@dataclasses.dataclass
+class Guests:
+    """The groups of one iteration.
+
+    Attributes:
+        rows: [J*G, S] on the device; completions of no token where a group, or a completion of one, is missing.
+        groups: J of them.
+        skipped_lines: of runs, so far.
+        rewards: of the J*G rows, once ``join`` has collected them.
+    """
+
+    rows: Rollout
+    groups: list[Group | None]
+    run: Run
+    skipped_lines: int
+    rewards: Rewards | None = None
+
+    def join(
+        self, rewards: Rewards, questions: Sequence[int], collect: Callable[[list[Any]], Rewards]
+    ) -> tuple[Rewards, list[int]]:
+        """Rewards and questions of the run's own groups with those of the guests, in the order of program ``join``.
+
+        Args:
+            rewards: of the own rows.
+            questions: of the own groups, from 0 on.
+            collect: scores of tickets. Questions of others are numbers below 0, the same on every visit.
+        """
+        self.rewards = self._rewards(collect)
+        about = [-1 - zlib.crc32(np.asarray(group.prompt if group else [], np.int32)) for group in self.groups]
+        both = lambda own, theirs: _beside(own, theirs, self.run.update.num_devices)  # noqa: E731
+        joined = Rewards(
+            total=both(rewards.total, self.rewards.total),
+            parts={name: both(part, self.rewards.parts[name]) for name, part in rewards.parts.items()},
+            outcome=both(rewards.outcome, self.rewards.outcome),
+            errors=rewards.errors,
+        )
+        return joined, both(questions, about).tolist()
+
+    def values(self) -> dict[str, float]:
+        """Figures for the metrics."""
+        came = [group for group in self.groups if group]
+        scored = self.rewards.total[self.rewards.outcome == OUTCOME_SCORE]
+        return {
+            "external/groups": len(came),
+            "external/reward_mean": float(scored.mean()) if len(scored) else math.nan,
+            "external/failed_rewards": sum(len(group.completions) for group in came) - len(scored),
+            "external/skipped_lines": self.skipped_lines,
+        }
+
+    def _rewards(self, collect: Callable[[list[Any]], Rewards]) -> Rewards:
+        shape = len(self.groups), self.run.config.rollout.group_size
+        total = np.full(shape, np.nan, np.float32)
+        outcome = np.full(shape, OUTCOME_ERROR, np.int8)
+        parts = {name: total.copy() for name in self.run.config.rewards.functions}
+        for j, group in enumerate(self.groups):
+            if group is None:
+                continue
+            num = len(group.completions)
+            if group.rewards is None:
+                scored = collect([group.ticket])
+                total[j, :num], outcome[j, :num] = scored.total, scored.outcome
+                for name, part in scored.parts.items():
+                    parts[name][j, :num] = part
+            else:
+                total[j, :num] = group.rewards
+                outcome[j, :num] = np.where(np.isfinite(group.rewards), OUTCOME_SCORE, OUTCOME_ERROR)
+        return Rewards(total.ravel(), {name: part.ravel() for name, part in parts.items()}, outcome.ravel())
+
+
+def shared_groups(groups: Sequence[Any], rewards: Rewards, lookup: Callable[[int], Any]) -> list[dict[str, Any]]:
+    """The run's own finished groups as lines that another run reads.
+
+    Args:
+        groups: with ``prompt_id``, ``example`` and ``completions``.
+        rewards: of their rows, in this order.
+        lookup: the tokenised prompt of an id.
+    """
+    lines = []
+    for group, total in zip(groups, rewards.total.reshape(len(groups), -1).tolist(), strict=True):
+        ids = lookup(group.prompt_id).tokens.tolist()
+        lines.append(
+            {"prompt": group.example.prompt, "prompt_ids": ids, "completions": group.completions, "rewards": total}
+        )
+    return lines
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Reader:
+    """What makes a group of a line."""
+
+    config: Config
+    tokenizer: Any
+    vocab_size: int
+
+    def group(self, line: bytes, origin: str) -> Group:
+        """
+        Raises:
+            BadRowError: the line is no group of this run.
+        """
+        row = parse(line)
+        own = {}
+        if isinstance(row, dict):
+            own = {name: row.pop(name, None) for name in ("completions", "rewards", "prompt_ids")}
+        prompt, columns = question(row)
+        prompts = self.config.prompts
+        how = {name: getattr(prompts, name) for name in ("chat_template", "system_prompt", "special_tokens")}
+        try:
+            ids = self.tokenizer.encode_prompt(prompt, **how)
+            completions = self._completions(own["completions"])
+        except ConfigError as error:
+            raise BadRowError(str(error)) from error
+        if not 1 <= len(ids) <= prompts.max_tokens:
+            raise BadRowError(f"`prompt` has {len(ids)} tokens, and prompts.max_tokens={prompts.max_tokens}")
+        if own["prompt_ids"] not in (None, ids):
+            raise BadRowError("`prompt_ids` are not what this run's tokenizer and chat template make of the prompt")
+        return Group(
+            Example(prompt, columns, origin),
+            ids,
+            completions,
+            [self._stop_reason(ids) for ids in completions],
+            self._rewards(own["rewards"], len(completions)),
+        )
+
+    def _completions(self, given: Any) -> list[list[int]]:
+        kind, size = self.config.credit.advantage, self.config.rollout.group_size
+        # One alone has no advantage where siblings are compared, and can be imitated all the same.
+        least = 1 if kind in NEED_NO_SIBLINGS or self.config.objective.imitation_coefficient else 2
+        if not isinstance(given, list) or not least <= len(given) <= size:
+            raise BadRowError(
+                f"`completions` must be a list of {least} (credit.advantage={kind!r}) to {size} (rollout.group_size)"
+            )
+        completions, limit = [], self.config.sampling.max_completion_tokens
+        for i, ids in enumerate(given):
+            where = f"`completions[{i}]`"
+            if isinstance(ids, str):
+                special = self.config.prompts.special_tokens
+                ids = [*self.tokenizer.encode(ids, special_tokens=special), self.tokenizer.eos_ids[0]]
+            if not isinstance(ids, list) or not ids or not all(type(i) is int for i in ids):
+                raise BadRowError(f"{where} must be a text or a list of token ids")
+            wrong = [i for i in ids if not 0 <= i < self.vocab_size]
+            if wrong:
+                raise BadRowError(
+                    f"{where}: token id {wrong[0]} is not in the model's vocabulary 0..{self.vocab_size - 1}"
+                )
+            if len(ids) > limit:
+                raise BadRowError(f"{where} has {len(ids)} tokens, over sampling.max_completion_tokens={limit}")
+            completions.append(ids)
+        return completions
+
+    def _rewards(self, given: Any, num: int) -> list[float] | None:
+        if given is None:
+            return None
+        if self.config.credit.advantage == "gdpo":
+            raise BadRowError("`rewards` are totals, and credit.advantage='gdpo' needs each function's: leave them out")
+        is_number = lambda r: type(r) in (int, float) and abs(r) < 3e38  # noqa: E731
+        if not isinstance(given, list) or len(given) != num or not all(r is None or is_number(r) for r in given):
+            raise BadRowError(f"`rewards` must be a list of {num} numbers, one for each completion, or null")
+        return [math.nan if r is None else float(r) for r in given]
+
+    def _stop_reason(self, ids: list[int]) -> int:
+        """Why it ends where it ends; nobody says, but without an end or a stop string it was cut."""
+        if ids[-1] in self.tokenizer.eos_ids:
+            return STOP_EOS
+        stops = self.config.sampling.stop_strings
+        text = self.tokenizer.decode(ids) if stops else ""
+        return STOP_STRING if any(stop in text for stop in stops) else STOP_LENGTH
+
+
+class _File:
+    """The groups of a file in its order, again and again."""
+
+    skipped = 0
+
+    def __init__(self, path: pathlib.Path, reader: _Reader):
+        self._groups, self._position = [], 0
+        try:
+            for number, line in json_lines(path):
+                try:
+                    self._groups.append(reader.group(line, f"{path}:{number}"))
+                except BadRowError as error:
+                    raise ConfigError(f"{path}:{number}: {error}") from error
+        except OSError as error:
+            raise ConfigError(f"external.paths: {path} cannot be read: {error.strerror or error}") from error
+        if not self._groups:
+            raise ConfigError(f"external.paths: {path} is empty")
+
+    def look(self) -> None:
+        """Nothing is new."""
+
+    def take(self) -> Group:
+        group = self._groups[self._position % len(self._groups)]
+        self._position += 1
+        return dataclasses.replace(group)  # its ticket is of one visit
+
+    def state(self) -> dict[str, int]:
+        return {"position": self._position}
+
+    def restore(self, state: dict[str, int]) -> None:
+        self._position = state["position"]
+
+
+class _Feed:
+    """What a run writes while this one reads. A file that is shorter than it was is one that a resumed run repeats."""
+
+    def __init__(self, folder: pathlib.Path, reader: _Reader):
+        self._path, self._reader = folder / SHARED_FILE, reader
+        self._offset, self._unread = 0, []
+        self.skipped = 0
+
+    def look(self) -> None:
+        """Read what is new; what was left of the last time is passed over."""
+        self._unread = []
+        if self._path.exists():
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                new = file.read()
+            whole = new[: new.rfind(b"\n") + 1]  # the rest of a line may still be on its way
+            self._offset += len(whole)
+            self._unread = whole.splitlines()
+
+    def take(self) -> Group | None:
+        """The newest; None where there is none."""
+        while self._unread:
+            try:
+                return self._reader.group(self._unread.pop(), str(self._path))
+            except BadRowError:
+                self.skipped += 1
+        return None
+
+    def state(self) -> dict[str, int]:
+        return {"offset": self._offset, "skipped": self.skipped}
+
+    def restore(self, state: dict[str, int]) -> None:
+        self._offset, self.skipped = state["offset"], state["skipped"]
+
+
+def _source(path: str, reader: _Reader) -> _File | _Feed:
+    where = pathlib.Path(path).expanduser()
+    if not os.path.exists(where):
+        raise ConfigError(
+            f"external.paths: {path} is neither a file nor the workdir of a run (make the folder if that run is still "
+            "to be started)"
+        )
+    return (_Feed if where.is_dir() else _File)(where, reader)
+
+
+# ---- rows ------------------------------------------------------------------------------------------------------
+
+
+def _rows(groups: Sequence[Group | None], config: Config, *, first_id: int) -> Rollout:
+    """Rows of the groups, numpy, but for what the weights say of them; see ``Guests``."""
+    num_rows, size = len(groups) * config.rollout.group_size, config.rollout.group_size
+    tokens = np.zeros((num_rows, config.row_tokens), np.int32)
+    prompt_length = np.ones(num_rows, np.int32)
+    length = np.ones(num_rows, np.int32)
+    stop_reason = np.full(num_rows, STOP_NONE, np.int8)
+    for j, group in enumerate(groups):
+        if group is None:
+            continue
+        prompt = slice(j * size, (j + 1) * size)  # a missing completion has its siblings' prompt
+        tokens[prompt, : len(group.prompt)] = group.prompt
+        prompt_length[prompt] = length[prompt] = len(group.prompt)
+        for row, (ids, reason) in enumerate(zip(group.completions, group.stop_reasons, strict=True), j * size):
+            length[row] += len(ids)
+            tokens[row, prompt_length[row] : length[row]] = ids
+            stop_reason[row] = reason
+    ids = np.repeat(first_id - np.arange(len(groups), dtype=np.int32), size)
+    return Rollout(tokens, prompt_length, length, None, ids, ids, None, stop_reason)
+
+
+def _beside(own: Any, theirs: Any, num_devices: int) -> np.ndarray:
+    """Numbers of own rows, or groups, and of others': those of each device beside each other."""
+    parts = [np.asarray(x).reshape(num_devices, -1) for x in (own, theirs)]
+    return np.concatenate(parts, axis=1).reshape(-1)

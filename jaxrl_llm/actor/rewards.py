@@ -1,0 +1,257 @@
+"""Scores of completions, from functions that run in a pool of processes of their own.
+
+    caller              threads, one for each worker              workers (reward_worker.py)
+    ------              ----------------------------              --------------------------
+    submit --queue-->   hand a call to a worker that is free ---> run the function
+                        check what comes back                <--- answer
+                        past the deadline, or the socket closed: kill the worker with all that it started, start another
+    collect <--------   scores, outcomes, reasons
+
+Workers are plain subprocesses, not multiprocessing's: those would import the caller's main module, and jax
+with it. Nothing waits for one without a deadline, whatever the user's code does to its own process.
+
+Owns: which functions score, their deadlines and outcomes, the weighted sum. Does not know: what is scored,
+what becomes of a failure (train).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import json
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import psutil
+
+from jaxrl_llm.actor import reward_worker
+from jaxrl_llm.config import ConfigError, RewardsConfig
+from jaxrl_llm.types import OUTCOME_ERROR, OUTCOME_SCORE, OUTCOME_TIMEOUT, Example, Rewards
+
+MATH_SCORER = "jaxrl_llm.questions.tasks.math_answers:reward"
+MAX_ERRORS_KEPT = 5
+MAX_START_S = 300.0
+MAX_PRINTED_BYTES = 2**16  # shown of what functions print from the start of one call to that of the next
+MARK = "JAXRL_REWARD_WORKER"  # in the environment of a worker and of what it starts, wherever that goes: which it is
+SHOWN = bytes(x if x in b"\t\n" or x >= 32 else ord("?") for x in range(256))  # what no terminal obeys
+
+# Of one call, for each completion: score (f64, NaN where there is none), outcome; and what went wrong.
+Answer = tuple[np.ndarray, np.ndarray, list[str]]
+Ticket = list[Future[Answer]]  # of the completions of one prompt, for each function. Opaque to callers.
+
+
+class RewardPool:
+    """Runs reward functions ``reward(prompts, completions, **columns) -> list[float]`` on groups of completions.
+
+    One call scores the completions of one prompt with one function: ``prompts`` and every column of the
+    example come repeated to the length of ``completions``. A completion's outcome is the worst of its functions':
+
+        score    every function gave a number of at most 1e12 in size
+        timeout  a function took longer than ``timeout_s`` (all completions of that call)
+        error    a function raised or returned the wrong number of scores, or its process died (all completions
+                 of that call), or it returned no such number (that completion)
+
+    A failed completion has total NaN, never 0. What functions print goes to stderr, the first 64 KiB of a call.
+
+    Args:
+        task_scorer: the spec that "task" stands for; "" when the task has none.
+        examples: what is known of what will be scored.
+
+    Raises:
+        ConfigError: a function that cannot be found or does not take the examples' columns, before any process starts.
+    """
+
+    def __init__(self, config: RewardsConfig, *, task_scorer: str, examples: Sequence[Example] = ()):
+        self._config = config
+        self._specs = [_checked_spec(name, task_scorer, examples) for name in config.functions]
+        self._closed, self._room = False, 0
+        printed, self._print_to = os.pipe()
+        self._printer = threading.Thread(target=self._show, args=(printed,), daemon=True)
+        self._printer.start()
+        self._workers = [_Worker(self._specs, self._print_to) for _ in range(config.num_workers)]
+        self._free = list(self._workers)
+        self._threads = ThreadPoolExecutor(config.num_workers, "rewards")
+
+    def submit(self, example: Example, completions: Sequence[str]) -> Ticket:
+        """Queue the completions of one prompt; returns at once."""
+        if self._closed:
+            raise RuntimeError("the reward pool is closed")
+        functions = zip(self._config.functions, self._specs, strict=True)
+        return [self._threads.submit(self._score, *names, example, list(completions)) for names in functions]
+
+    def collect(self, tickets: Sequence[Ticket]) -> Rewards:
+        """Wait for the tickets; their scores one after the other, in the order given."""
+        with contextlib.suppress(CancelledError):
+            answers = [[call.result() for call in ticket] for ticket in tickets]
+        if self._closed:
+            raise RuntimeError("the reward pool is closed")
+        none = np.empty((len(self._specs), 0))
+        parts, outcome = (  # [functions, completions]
+            np.concatenate([none, *([answer[i] for answer in calls] for calls in answers)], axis=1) for i in (0, 1)
+        )
+        errors = dict.fromkeys(reason for calls in answers for answer in calls for reason in answer[2])
+        return Rewards(
+            total=(np.array(self._config.weights) @ parts).astype(np.float32),  # NaN where any part is
+            parts=dict(zip(self._config.functions, parts.astype(np.float32), strict=True)),
+            outcome=outcome.max(axis=0).astype(np.int8),
+            errors=tuple(errors)[:MAX_ERRORS_KEPT],
+        )
+
+    def close(self) -> None:
+        """End every worker, whatever it is doing, and all that it started."""
+        if self._closed:
+            return
+        self._closed = True
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        while len(self._free) < len(self._workers):  # a thread waits for an answer, or starts another process
+            _end(self._workers)
+        self._threads.shutdown()
+        _end(self._workers)
+        for worker in self._workers:
+            worker.socket.close()
+        os.close(self._print_to)
+        self._printer.join(1.0)
+
+    def __enter__(self) -> RewardPool:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    # Below: in other threads.
+
+    def _score(self, name: str, spec: str, example: Example, completions: list[str]) -> Answer:
+        scores, failure, worker = np.full(len(completions), np.nan), OUTCOME_ERROR, self._free.pop()
+        try:
+            if self._closed:
+                raise EOFError
+            payload = pickle.dumps((spec, example.prompt, example.columns, completions))
+            self._room = MAX_PRINTED_BYTES
+            scores, reasons = worker.ask(payload, len(completions), self._config.timeout_s)
+        except TimeoutError as error:
+            failure, reasons = OUTCOME_TIMEOUT, [str(error)]
+        except (EOFError, ConnectionError, UnicodeDecodeError, json.JSONDecodeError):
+            reasons = ["its process died"]
+        except Exception as error:
+            reasons = [reward_worker.message(error)]
+        self._free.append(worker)
+        outcome = np.where(np.isnan(scores), failure, OUTCOME_SCORE)
+        return scores, outcome, [f"{name} on {example.origin or 'a prompt'}: {reason}" for reason in reasons]
+
+    def _show(self, printed: int) -> None:
+        """Pass on what functions print; what is too much is read as well, for a full pipe would block them."""
+        with open(printed, "rb", buffering=0) as pipe:
+            while text := pipe.read(2**16):
+                with contextlib.suppress(OSError):  # stderr may be closed
+                    os.write(2, text[: self._room].translate(SHOWN) + b"...\n" * (0 < self._room < len(text)))
+                self._room = max(0, self._room - len(text))
+
+
+class _Worker:
+    """A process and the socket to it, and the next one when it fails. Used by one thread at a time."""
+
+    def __init__(self, specs: list[str], print_to: int):
+        self._specs, self._print_to, self.process = specs, print_to, None
+        self._start()
+
+    def _start(self) -> None:
+        if self.process:
+            _end([self])
+            self.socket.close()
+        self.socket, theirs = socket.socketpair()
+        self._ready, self.mark = False, f"{os.getpid()}.{time.monotonic_ns()}"
+        program = f"from jaxrl_llm.actor.reward_worker import main; main({theirs.fileno()}, {self._specs!r})"
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-u", "-c", f"import sys; sys.path[:] = {sys.path!r}; {program}"],
+                stdin=subprocess.DEVNULL,
+                stdout=self._print_to,  # not the run's own
+                stderr=subprocess.STDOUT,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # Ctrl-C does not reach it
+                # A function that uses jax must not take the accelerator from the run.
+                env={**os.environ, "JAX_PLATFORMS": "cpu", MARK: self.mark},
+            )
+
+    def ask(self, payload: bytes, num: int, timeout_s: float) -> tuple[np.ndarray, list[str]]:
+        """Scores, NaN where there is none, and reasons. When it raises, there is another process."""
+        try:
+            if self.process.poll() is not None:  # it died while idle, which is not this call's fault
+                self._start()
+            if not self._ready and (said := self._hear(b"", MAX_START_S)) != reward_worker.READY:
+                raise OSError(f"no process starts: {said}")
+            self._ready = True
+            scores, reasons = self._hear(payload, timeout_s)
+            return np.array(scores, np.float64).reshape(num), reasons  # None becomes NaN
+        except Exception:
+            with contextlib.suppress(OSError):  # the next call says that none starts
+                self._start()
+            raise
+
+    def _hear(self, payload: bytes, timeout_s: float) -> Any:
+        """Send the payload; the line of JSON that comes back."""
+        line, deadline = bytearray(), time.monotonic() + timeout_s
+        try:
+            self.socket.settimeout(timeout_s)
+            self.socket.sendall(payload)
+            while not line.endswith(b"\n"):
+                self.socket.settimeout(max(1e-3, deadline - time.monotonic()))
+                received = self.socket.recv(2**20)
+                if not received or len(line) > 2**26:
+                    raise EOFError
+                line += received
+        except TimeoutError:
+            raise TimeoutError(f"no answer after {timeout_s:g} s") from None
+        return json.loads(line)
+
+
+def _end(workers: Sequence[_Worker]) -> None:
+    """Kill processes with all that they started."""
+    processes, marks = [worker.process for worker in workers], {worker.mark for worker in workers}
+    for process in processes:
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    for _ in range(100):  # for what has left its group, until there is none: it may start others meanwhile
+        left = [p for p in psutil.process_iter(["environ"]) if (p.info["environ"] or {}).get(MARK) in marks]
+        if not left:
+            break
+        for other in left:
+            with contextlib.suppress(psutil.Error):
+                other.kill()
+        time.sleep(0.01)
+    for process in processes:
+        process.wait()
+
+
+def _checked_spec(name: str, task_scorer: str, examples: Sequence[Example]) -> str:
+    """The spec that ``name`` stands for; it imports, is a function, and takes every column that an example has."""
+    if name == "task" and not task_scorer:
+        raise ConfigError("rewards.functions: 'task' means nothing here: this prompts.source has no scorer of its own")
+    spec: Any = {"task": task_scorer, "math": MATH_SCORER}.get(name, name)
+    try:
+        with contextlib.chdir("."):  # what the file does to the working folder is undone
+            function = reward_worker.resolve(spec)
+    except (ConfigError, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        raise ConfigError(f"rewards.functions: {name!r} cannot be used: {reward_worker.message(error)}") from error
+    for columns, origin in {tuple(example.columns): example.origin for example in reversed(examples)}.items():
+        try:
+            inspect.signature(function, follow_wrapped=False).bind(prompts=0, completions=0, **dict.fromkeys(columns))
+        except ValueError:  # a function in C that does not say what it takes
+            break
+        except TypeError as error:
+            given = ", ".join(("prompts", "completions", *columns))
+            raise ConfigError(f"rewards.functions: {name!r} cannot score {origin}: {error}; given: {given}") from error
+    return spec

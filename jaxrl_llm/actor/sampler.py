@@ -1,0 +1,446 @@
+"""The sampler: jitted prefill, and jitted chunks of decode steps over slots that refill as rollouts finish.
+
+    table of open rollouts [M, E, G]        slots [M, Z/M]: which row of the table each decodes
+      tokens, lengths, logp, version          + its KV cache
+              |  prefill: one forward per prompt fills the prompt cache [E], which its group shares
+              |  refill:  an idle slot takes the next pending row
+              |  step:    every busy slot decodes one token and appends it to its row
+              v
+            collect: groups whose G rows have all stopped leave as a Rollout
+
+A slot starts at the last prompt token (its own cache takes that token's key, the prompt's is hidden), so
+every completion token, the first one too, is drawn in the one decode step. All bookkeeping is local to a
+data shard m: no collective moves a rollout. With ``lookahead_prompts`` the table holds prompts of later
+iterations, which keep the slots busy while stragglers finish; their state stays here between iterations.
+
+Letters: M data shards, E open prompts and Q = E*G rows per shard, G samples per prompt, Z slots of all
+shards, L prompt width, C completion width, S row width, K key heads, H head size, N ids of a support.
+Owns: sampler state and its programs. Does not know: the host loop that runs them, text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxrl_llm.config import SamplingConfig
+from jaxrl_llm.models.attention import Cache, Prompt, block_shapes, rope_tables
+from jaxrl_llm.models.transformer import Model
+from jaxrl_llm.ops.logp import project
+from jaxrl_llm.ops.sampling import (
+    Filter,
+    filter_logits,
+    keep_support,
+    sample_inverse_cdf,
+    support_of,
+    surprise_moments,
+    token_logp,
+)
+from jaxrl_llm.runtime import rng, sharding
+from jaxrl_llm.runtime.programs import Program, run_if
+from jaxrl_llm.types import STOP_EOS, STOP_LENGTH, STOP_NONE, STOP_STRING, DrawSums, Rollout
+
+NO_PROMPT = -1
+# Ids kept with each token where no setting says how many.
+SUPPORT_TOKENS = 64
+
+
+@flax.struct.dataclass
+class SamplerState:
+    """Everything the sampler carries between chunks, and between iterations."""
+
+    # By layer, each in arrays of its own: what a layer reads of an array of all, some compilers copy first.
+    cache_k: tuple[tuple[jax.Array, ...], ...]  # blocks of an attention.Cache, from the last prompt token on
+    cache_v: tuple[tuple[jax.Array, ...], ...]
+    prompt_k: tuple[jax.Array, ...]  # [M*E, K, L, H], one per prompt
+    prompt_v: tuple[jax.Array, ...]
+    cache_end: jax.Array  # [] i32 place where the next tokens of all slots go
+    slot_row: jax.Array  # [M, Z/M] i32 row of the shard's table, -1 = idle
+    tokens: jax.Array  # [M, E, G, S] i32
+    prompt_length: jax.Array  # [M, E, G] i32
+    length: jax.Array  # [M, E, G] i32
+    behaviour_logp: jax.Array  # [M, E, G, S] f32
+    policy_version: jax.Array  # [M, E, G, S] i32
+    stop_reason: jax.Array  # [M, E, G] i8
+    started: jax.Array  # [M, E, G] bool, has had a slot
+    prompt_id: jax.Array  # [M, E] i32, NO_PROMPT = the entry is free
+    drawn: DrawSums  # since the last groups were collected
+    # [M, E, G, S, N] i32 and [M, E, G, S] f32, as a Rollout has them
+    support: jax.Array | None = None
+    entropy: jax.Array | None = None
+    old_logp: jax.Array | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampler:
+    """Static description of a sampler; its programs are compiled from it.
+
+    Attributes:
+        num_prompts: P, prompts collected per call of ``generate``.
+        lookahead: further prompts that may be open.
+        keeps_support: a learner will want the log-probs of what is drawn.
+        keeps_entropy: credit will want the entropies of what it was drawn from.
+        keeps_old_logp: rows may span versions, and the learner's log-probs under each are wanted.
+        eos_ids: tokens that end a completion; () never stops early.
+    """
+
+    model: Model
+    mesh: Mesh
+    sampling: SamplingConfig
+    eos_ids: tuple[int, ...]
+    num_prompts: int
+    group_size: int
+    max_prompt_tokens: int
+    num_slots: int
+    chunk_steps: int
+    lookahead: int = 0
+    keeps_support: bool = True
+    keeps_entropy: bool = False
+    keeps_old_logp: bool = False
+
+    @property
+    def shards(self) -> int:
+        return sharding.num_data_shards(self.mesh)
+
+    @property
+    def entries(self) -> int:
+        """E: open prompts per shard."""
+        return (self.num_prompts + self.lookahead) // self.shards
+
+    @property
+    def row_tokens(self) -> int:
+        return self.max_prompt_tokens + self.sampling.max_completion_tokens
+
+    @property
+    def support_tokens(self) -> int:
+        """N: ids kept with each token, for the learner to weigh it among the same; 0 = none are."""
+        sampling, vocab_size = self.sampling, self.model.arch.vocab_size
+        if sampling.temperature == 0 or not self.keeps_support or not Filter.of(sampling).leaves_out(vocab_size):
+            return 0
+        most = sampling.support_tokens or sampling.top_k or SUPPORT_TOKENS
+        return min(most, sampling.top_k or vocab_size, vocab_size)
+
+    # ---- state -------------------------------------------------------------------------------------
+
+    def _empty(self) -> SamplerState:
+        arch, M, E, G = self.model.arch, self.shards, self.entries, self.group_size
+        L, S, H, N = self.max_prompt_tokens, self.row_tokens, arch.head_size, self.support_tokens
+        blocks, keys, values = block_shapes(self.sampling.max_completion_tokens, H, self.model.attention)
+        zeros = lambda rows, size: jnp.zeros((rows, arch.num_kv_heads, *size), self.model.compute_dtype)  # noqa: E731
+        by_layer = lambda make: tuple(make() for _ in range(arch.num_layers))  # noqa: E731
+        slots = lambda size: by_layer(lambda: tuple(zeros(self.num_slots, size) for _ in range(blocks)))  # noqa: E731
+        return SamplerState(
+            cache_k=slots(keys),
+            cache_v=slots(values),
+            prompt_k=by_layer(lambda: zeros(M * E, (L, H))),
+            prompt_v=by_layer(lambda: zeros(M * E, (L, H))),
+            cache_end=jnp.int32(0),
+            slot_row=jnp.full((M, self.num_slots // M), -1, jnp.int32),
+            tokens=jnp.zeros((M, E, G, S), jnp.int32),
+            prompt_length=jnp.ones((M, E, G), jnp.int32),
+            length=jnp.ones((M, E, G), jnp.int32),
+            behaviour_logp=jnp.zeros((M, E, G, S), jnp.float32),
+            policy_version=jnp.full((M, E, G, S), -1, jnp.int32),
+            stop_reason=jnp.zeros((M, E, G), jnp.int8),
+            started=jnp.zeros((M, E, G), bool),
+            prompt_id=jnp.full((M, E), NO_PROMPT, jnp.int32),
+            drawn=self._no_draws(),
+            support=jnp.zeros((M, E, G, S, N), jnp.int32) if N else None,
+            entropy=jnp.zeros((M, E, G, S), jnp.float32) if self.keeps_entropy else None,
+            old_logp=jnp.zeros((M, E, G, S), jnp.float32) if self.keeps_old_logp else None,
+        )
+
+    def _no_draws(self) -> DrawSums:
+        return DrawSums(*(jnp.zeros(self.shards, jnp.float32) for _ in dataclasses.fields(DrawSums)))
+
+    def abstract_state(self) -> SamplerState:
+        """Shapes of the state with their shardings."""
+        shape = jax.eval_shape(self._empty)
+
+        def place(path, x):
+            if path[0].name in ("cache_k", "cache_v", "prompt_k", "prompt_v"):
+                axes = ("batch", "kv_heads", None, None)
+            else:
+                axes = (("shards",) + (None,) * len(x.shape))[: len(x.shape)]
+            layout = sharding.named(self.mesh, x.shape, axes)
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout)
+
+        return jax.tree_util.tree_map_with_path(place, shape)
+
+    # ---- programs ----------------------------------------------------------------------------------
+
+    def programs(self, abstract_params: Any) -> dict[str, Program]:
+        """The sampler's compiled programs by name, from shapes alone."""
+        P, L, M = self.num_prompts, self.max_prompt_tokens, self.shards
+        state = self.abstract_state()
+        state_layout = jax.tree.map(lambda x: x.sharding, state)
+        rows = lambda shape, dtype: jax.ShapeDtypeStruct(  # noqa: E731
+            shape, dtype, sharding=sharding.named(self.mesh, shape, ("batch",) + (None,) * (len(shape) - 1))
+        )
+        whole = sharding.replicated(self.mesh, 0)
+        scalar = jax.ShapeDtypeStruct((), jnp.int32, sharding=whole)
+        key = jax.eval_shape(lambda: rng.stream(0, "sample"))
+        key = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=whole)
+        entry = rows((M, P // M), jnp.int32)
+        rollout, drawn, _ = jax.eval_shape(self._collect, state, entry)
+        row_width = rows((M, self.entries, self.group_size), jnp.int32)
+        return {
+            "init_sampler": Program(self._empty, (), out_shardings=state_layout),
+            "prefill": Program(
+                self._prefill,
+                (abstract_params, state, rows((P, L), jnp.int32), rows((P,), jnp.int32), rows((P,), jnp.int32), entry),
+                out_shardings=state_layout,
+                donate=(1,),
+            ),
+            "decode": Program(
+                self._decode,
+                (abstract_params, state, scalar, key, rows((M, self.entries), jnp.bool)),
+                (state_layout, whole),
+                donate=(1,),
+            ),
+            "read_group": Program(
+                self._read_group,
+                (state.tokens, state.length, state.stop_reason, scalar, scalar),
+                out_shardings=whole,
+            ),
+            "stop_rows": Program(self._stop_rows, (state, row_width), out_shardings=state_layout, donate=(0,)),
+            "collect": Program(
+                self._collect,
+                (state, entry),
+                (*sharding.leading(self.mesh, (rollout, drawn)), state_layout),
+                donate=(0,),
+            ),
+        }
+
+    def _prefill(self, params, state: SamplerState, tokens_PL, length_P, prompt_id_P, entry_MP) -> SamplerState:
+        """Open P prompts in the given entries of their shards; an entry of E drops a padding prompt."""
+        M, _, G, S = state.tokens.shape
+        P, L = tokens_PL.shape
+        set_entries = lambda t, n: jax.vmap(lambda t, n, e: t.at[e].set(n, mode="drop"))(t, n, entry_MP)  # noqa: E731
+        positions = jnp.broadcast_to(jnp.arange(L, dtype=jnp.int32), (P, L))
+        _, (k, v) = self.model.forward(params, tokens_PL, positions)
+
+        def put_kv(cache, new):  # [M*E, ...] <- [P, ...]
+            by_shard = lambda x: x.reshape(M, -1, *x.shape[1:])  # noqa: E731
+            return set_entries(by_shard(cache), by_shard(new)).reshape(cache.shape)
+
+        def put(table, value_P):  # [M, E, G, ...] <- [P, ...], the same for every sample of the group
+            value = value_P.reshape(M, P // M, 1, *value_P.shape[1:])
+            value = jnp.broadcast_to(value, (M, P // M, G, *value_P.shape[1:])).astype(table.dtype)
+            return set_entries(table, value)
+
+        zeros = jnp.zeros((P,), jnp.int32)
+        return state.replace(
+            prompt_k=tuple(map(put_kv, state.prompt_k, k)),
+            prompt_v=tuple(map(put_kv, state.prompt_v, v)),
+            tokens=put(state.tokens, jnp.pad(tokens_PL, ((0, 0), (0, S - L)))),
+            prompt_length=put(state.prompt_length, length_P),
+            length=put(state.length, length_P),
+            behaviour_logp=put(state.behaviour_logp, jnp.zeros((P, S))),
+            policy_version=put(state.policy_version, jnp.full((P, S), -1)),
+            stop_reason=put(state.stop_reason, zeros),
+            started=put(state.started, zeros),
+            prompt_id=set_entries(state.prompt_id, prompt_id_P.reshape(M, P // M)),
+            **self._optional(state, lambda x: put(x, jnp.zeros((P, *x.shape[3:])))),
+        )
+
+    def _optional(self, state: SamplerState, change: Callable[[jax.Array], jax.Array]) -> dict[str, jax.Array]:
+        """The tables of tokens that only some runs have, changed."""
+        tables = {name: getattr(state, name) for name in ("support", "entropy", "old_logp")}
+        return {name: change(table) for name, table in tables.items() if table is not None}
+
+    def _refill(self, state: SamplerState) -> SamplerState:
+        """Give idle slots the next pending rows, oldest prompt first."""
+        M, E, G, _ = state.tokens.shape
+        Q = E * G
+        pending = ((state.prompt_id >= 0)[:, :, None] & ~state.started & (state.stop_reason == STOP_NONE)).reshape(M, Q)
+        age = jnp.repeat(state.prompt_id, G, axis=1)  # the prompt stream's position: smaller is older
+
+        def one_shard(slot_row, pending, age):
+            # Stable: the samples of a prompt stay in order. Pending rows first, then the rest.
+            queue = jnp.lexsort((age, ~pending))
+            idle = slot_row < 0
+            turn = jnp.cumsum(idle) - 1
+            takes = idle & (turn < jnp.sum(pending))
+            return jnp.where(takes, queue[jnp.clip(turn, 0, Q - 1)], slot_row), takes
+
+        slot_row, takes = jax.vmap(one_shard)(state.slot_row, pending, age)
+        started = jax.vmap(lambda s, r, t: s.at[jnp.where(t, r, Q)].set(True, mode="drop"))(
+            state.started.reshape(M, Q), slot_row, takes
+        ).reshape(M, E, G)
+        return state.replace(slot_row=slot_row, started=started)
+
+    def _decode(self, params, state: SamplerState, version, key, due):
+        """Refill, then up to ``chunk_steps`` decode steps; ends early when every slot is idle.
+
+        Where every shard has its share of finished prompts already, and none that is ``due`` [M, E] bool is unfinished,
+        nothing is done: the host, which dispatches a chunk before it knows what the one before has brought, may come
+        with one too many.
+
+        Returns the state and the table's stop reasons [M, E, G], which say what has finished.
+        """
+        finished = (state.prompt_id >= 0) & jnp.all(state.stop_reason != STOP_NONE, axis=2)
+        is_wanted = jnp.any(jnp.sum(finished, axis=1) < self.num_prompts // self.shards) | jnp.any(due & ~finished)
+        # Not a condition of the loop alone: what all its steps share costs too.
+        state = run_if(is_wanted, lambda state: self._decode_chunk(params, state, version, key), state)
+        return state, state.stop_reason
+
+    def _decode_chunk(self, params, state: SamplerState, version, key) -> SamplerState:
+        # Slots that all begin together fill their caches from the start: the live part is the least there is to read.
+        state = state.replace(cache_end=jnp.where(jnp.any(state.slot_row >= 0), state.cache_end, 0))
+        state = self._refill(state)
+        prompt = self._prompts(state)
+        # Made before the loop: in it, every layer would compute its tokens' angles anew.
+        rope = rope_tables(self.model.arch, jnp.arange(self.row_tokens))
+
+        def busy(carry):
+            step, state = carry
+            return (step < self.chunk_steps) & jnp.any(state.slot_row >= 0)
+
+        def body(carry):
+            step, state = carry
+            return step + 1, self._decode_step(params, prompt, rope, state, version, key)
+
+        _, state = jax.lax.while_loop(busy, body, (jnp.int32(0), state))
+        return state
+
+    def _prompts(self, state: SamplerState) -> Prompt:
+        """The open prompts as the slots attend to them, for a whole chunk: within it slots only go idle."""
+        M, E, G, _ = state.tokens.shape
+        row_MZ = jnp.where(state.slot_row >= 0, state.slot_row, E * G)
+        slots = jnp.broadcast_to(jnp.arange(row_MZ.shape[1]), row_MZ.shape)
+        member = jnp.zeros((M, E * G), jnp.int32)
+        member = jax.vmap(lambda m, row, slot: m.at[row].set(slot, mode="drop"))(member, row_MZ, slots)
+        before_last = state.prompt_length[:, :, 0].reshape(M * E, 1) - 1
+        return Prompt(
+            keys=state.prompt_k,
+            values=state.prompt_v,
+            visible=jnp.arange(self.max_prompt_tokens)[None, :] < before_last,
+            member=member,
+            place=jnp.maximum(state.slot_row, 0),
+        )
+
+    def _decode_step(self, params, prompt: Prompt, rope, state: SamplerState, version, key) -> SamplerState:
+        M, E, G, _ = state.tokens.shape
+        Q = E * G
+        sampling = self.sampling
+        rows = lambda x: x.reshape(M, Q, *x.shape[3:])  # noqa: E731
+        active_MZ = state.slot_row >= 0
+        row_MZ = jnp.maximum(state.slot_row, 0)
+        read = jax.vmap(lambda table, row: table[row])
+        length_MZ = read(rows(state.length), row_MZ)
+        position_MZ = length_MZ - 1
+        token_MZ = jax.vmap(lambda t, r, p: t[r, p])(rows(state.tokens), row_MZ, position_MZ)
+        flat = lambda x: sharding.constrain(x.reshape(-1, *x.shape[2:]), "batch", *(None,) * (x.ndim - 2))  # noqa: E731
+
+        index_MZ = length_MZ - read(rows(state.prompt_length), row_MZ)  # of the token to draw, in the completion
+        cache = Cache(state.cache_k, state.cache_v, flat(jnp.where(active_MZ, index_MZ, 0)), state.cache_end)
+        hidden, (cache_k, cache_v) = self.model.forward(
+            params, flat(token_MZ)[:, None], flat(position_MZ)[:, None], prompt=prompt, cache=cache, rope=rope
+        )
+
+        support_Z = entropy_Z = None
+        drawn_sums = state.drawn
+        logits_ZV = sharding.constrain(project(hidden[:, 0], self.model.head(params)), "batch", "vocab")
+        if sampling.temperature == 0.0:
+            # Greedy has no distribution of its own: log-probs are the model's, at temperature 1.
+            drawn_Z = jnp.argmax(logits_ZV, axis=-1).astype(jnp.int32)
+            logp_Z, _ = token_logp(logits_ZV, drawn_Z)
+        else:
+            prompt_Z = flat(read(state.prompt_id, row_MZ // G))
+            uniform_Z = rng.token_uniform(key, prompt_Z, flat(row_MZ % G), flat(index_MZ))
+            logits_ZV, is_cut_Z = filter_logits(logits_ZV, Filter.of(sampling)), False
+            if self.support_tokens:
+                # By device: a top-k that XLA shards itself gathers its operand.
+                size = self.support_tokens
+                is_cut_Z = jnp.sum(logits_ZV > -jnp.inf, axis=-1) > size
+                support_Z = sharding.by_device(lambda logits: support_of(logits, size), (True,))(logits_ZV)
+                logits_ZV = keep_support(logits_ZV, support_Z)
+            drawn_Z, logp_Z = sample_inverse_cdf(logits_ZV, uniform_Z)
+            entropy_Z, variance_Z = surprise_moments(logits_ZV)
+            new = DrawSums(1.0, -logp_Z, entropy_Z, jnp.square(logp_Z + entropy_Z), variance_Z, is_cut_Z)
+            drawn_sums = jax.tree.map(functools.partial(_add, active_MZ), drawn_sums, new)
+        drawn_MZ, logp_MZ = drawn_Z.reshape(row_MZ.shape), logp_Z.reshape(row_MZ.shape)
+
+        is_eos = jnp.zeros(drawn_MZ.shape, bool)
+        for eos in self.eos_ids:
+            is_eos |= drawn_MZ == eos
+        is_full = index_MZ + 1 >= sampling.max_completion_tokens
+        reason_MZ = jnp.where(is_eos, STOP_EOS, jnp.where(is_full, STOP_LENGTH, STOP_NONE)).astype(jnp.int8)
+
+        goes_on_MZ = active_MZ & (reason_MZ == STOP_NONE)
+        target_MZ = jnp.where(active_MZ, row_MZ, Q)  # out of range: an idle slot writes nothing
+        at_token = jax.vmap(lambda t, r, p, x: t.at[r, p].set(x, mode="drop"))
+        at_row = jax.vmap(lambda t, r, x: t.at[r].set(x, mode="drop"))
+        unrows = lambda x: x.reshape(M, E, G, *x.shape[2:])  # noqa: E731
+        write_token = lambda t, x: unrows(at_token(rows(t), target_MZ, length_MZ, x))  # noqa: E731
+        write_row = lambda t, x: unrows(at_row(rows(t), target_MZ, x))  # noqa: E731
+        return state.replace(
+            cache_k=cache_k,
+            cache_v=cache_v,
+            cache_end=(state.cache_end + 1) % sum(x.shape[2] for x in cache_v[0]),
+            tokens=write_token(state.tokens, drawn_MZ),
+            behaviour_logp=write_token(state.behaviour_logp, logp_MZ),
+            policy_version=write_token(state.policy_version, jnp.broadcast_to(version, row_MZ.shape)),
+            length=write_row(state.length, length_MZ + 1),
+            stop_reason=write_row(state.stop_reason, reason_MZ),
+            slot_row=jnp.where(goes_on_MZ, state.slot_row, -1),
+            drawn=drawn_sums,
+            support=jax.tree.map(lambda t, x: write_token(t, x.reshape(*row_MZ.shape, -1)), state.support, support_Z),
+            entropy=None if state.entropy is None else write_token(state.entropy, entropy_Z.reshape(row_MZ.shape)),
+        )
+
+    def _read_group(self, tokens, length, stop_reason, shard, entry):
+        """Tokens [G,S], lengths and stop reasons [G] of one open prompt's rows, on every device."""
+        return tokens[shard, entry], length[shard, entry], stop_reason[shard, entry]
+
+    def _stop_rows(self, state: SamplerState, new_length) -> SamplerState:
+        """Cut rows where ``new_length`` [M,E,G] is positive to that length, for a stop string; frees their slots."""
+        M, E, G, S = state.tokens.shape
+        cut = new_length > 0
+        length = jnp.where(cut, new_length, state.length)
+        keep = jnp.arange(S)[None, None, None, :] < length[..., None]
+        cut_rows = cut.reshape(M, E * G)
+        slot_cut = jax.vmap(lambda c, r: c[jnp.maximum(r, 0)])(cut_rows, state.slot_row)
+        return state.replace(
+            length=length,
+            tokens=jnp.where(keep, state.tokens, 0),
+            behaviour_logp=jnp.where(keep, state.behaviour_logp, 0.0),
+            policy_version=jnp.where(keep, state.policy_version, -1),
+            stop_reason=jnp.where(cut, STOP_STRING, state.stop_reason).astype(jnp.int8),
+            slot_row=jnp.where(slot_cut, -1, state.slot_row),
+            **self._optional(state, lambda x: jnp.where(keep.reshape(*keep.shape, *(1,) * (x.ndim - 4)), x, 0)),
+        )
+
+    def _collect(self, state: SamplerState, entry_MP) -> tuple[Rollout, DrawSums, SamplerState]:
+        """Take P finished groups out of the table, shard by shard in the order given, and free their entries."""
+        G = self.group_size
+        take = lambda x: jax.vmap(lambda t, e: t[e])(x, entry_MP)  # noqa: E731  [M, P/M, G, ...]
+        flat = lambda x: take(x).reshape(-1, *x.shape[3:])  # noqa: E731
+        prompt_id = jnp.repeat(take(state.prompt_id).reshape(-1), G)
+        rollout = Rollout(
+            tokens=flat(state.tokens),
+            prompt_length=flat(state.prompt_length),
+            length=flat(state.length),
+            behaviour_logp=flat(state.behaviour_logp),
+            group_id=prompt_id,  # the stream's position is unique over the run
+            prompt_id=prompt_id,
+            policy_version=flat(state.policy_version),
+            stop_reason=flat(state.stop_reason),
+            **self._optional(state, flat),
+        )
+        free = jax.vmap(lambda ids, e: ids.at[e].set(NO_PROMPT))(state.prompt_id, entry_MP)
+        return rollout, state.drawn, state.replace(prompt_id=free, drawn=self._no_draws())
+
+
+def _add(is_drawn_MZ: jax.Array, total_M: jax.Array, value: Any) -> jax.Array:
+    """``total`` with the values of the slots that drew a token; one number for all, or one a slot [Z]."""
+    value_MZ = jnp.broadcast_to(value, is_drawn_MZ.size).reshape(is_drawn_MZ.shape)
+    return total_M + jnp.sum(jnp.where(is_drawn_MZ, value_MZ, 0), axis=1, dtype=jnp.float32)

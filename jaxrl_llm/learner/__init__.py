@@ -1,0 +1,1 @@
+"""Scored rollouts become new weights."""

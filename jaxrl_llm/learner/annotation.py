@@ -1,0 +1,103 @@
+"""Annotation: what the learner says of fresh rollouts before they are trained on, as many at a time as in an update.
+
+Owns: those functions of whole iterations, which a run compiles where its method asks for them. Does not know: which
+ask for which (assembly), the ring, credit. Letters: B rows, S row width, D model width, P prompts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_llm.actor.sampler import SamplerState
+from jaxrl_llm.learner.update import Update
+from jaxrl_llm.models.transformer import Model
+from jaxrl_llm.ops.masks import completion_mask
+from jaxrl_llm.types import Rollout, TrainState
+
+
+@dataclasses.dataclass(frozen=True)
+class Annotation:
+    """The functions of a run.
+
+    Attributes:
+        reference_model: whose log-probs the objective's reference has.
+        group_size: so many neighbouring rows of fresh rollouts have one prompt.
+    """
+
+    update: Update
+    reference_model: Model
+    group_size: int
+
+    def logp(self, params: Any, rollout: Rollout, *, with_entropy: bool = False) -> Any:
+        """Log-probs of fresh rollouts, [B,S], or those and entropies."""
+
+        def look(rows: Rollout, unit: int) -> Any:
+            seen = self.update.logp(params, rows, group_size=unit)
+            return (seen.logp, seen.entropy) if with_entropy else seen.logp
+
+        return self._by_micro_batch(look, rollout)
+
+    def old_logp(self, params: Any, version: jax.Array, rollout: Rollout) -> jax.Array:
+        """Log-probs [B,S] by the learner of the weights that drew each token; of older ones they are there already."""
+        logp, before = self.logp(params, rollout), rollout.old_logp
+        return logp if before is None else jnp.where(rollout.policy_version == version, logp, before)
+
+    def score_open(self, params: Any, version: jax.Array, state: SamplerState) -> SamplerState:
+        """What ``old_logp`` of a later iteration wants of these weights: of open rollouts, the tokens they drew."""
+        table = state.tokens
+        flat = lambda x: x.reshape(-1, *x.shape[3:])  # noqa: E731  [M, E, G, ...]
+        names = ("tokens", "prompt_length", "length", "behaviour_logp", "policy_version", "stop_reason", "support")
+        rows = {name: jax.tree.map(flat, getattr(state, name)) for name in names}
+        group = jnp.arange(table.shape[0] * table.shape[1] * table.shape[2], dtype=jnp.int32) // table.shape[2]
+        logp = self.logp(params, Rollout(**rows, group_id=group, prompt_id=group)).reshape(table.shape)
+        return state.replace(old_logp=jnp.where(state.policy_version == version, logp, state.old_logp))
+
+    def reference(self, params: Any, rollout: Rollout) -> jax.Array:
+        """Log-probs of fresh rollouts under the frozen reference, [B,S]; the ring keeps them with the rollouts."""
+        teacher = dataclasses.replace(self.update, model=self.reference_model)
+        return self._by_micro_batch(lambda rows, unit: teacher.logp(params, rows, group_size=unit).logp, rollout)
+
+    def join(self, params: Any, version: jax.Array, rollout: Rollout, external: Rollout) -> Rollout:
+        """Own rows and those of others beside each other, these as if the current weights had just drawn them."""
+        mask = completion_mask(external.prompt_length, external.length, external.tokens.shape[1])
+        behaviour_logp, entropy = self.logp(params, external, with_entropy=True)
+        external = external.replace(
+            behaviour_logp=behaviour_logp,
+            policy_version=jnp.where(mask, version, -1),
+            entropy=None if rollout.entropy is None else entropy,
+            old_logp=None if rollout.old_logp is None else jnp.zeros_like(behaviour_logp),
+        )
+        # Every device has its share of both: no row moves.
+        apart = lambda x: x.reshape(self.update.num_devices, -1, *x.shape[1:])  # noqa: E731
+        beside = lambda x, y: jnp.concatenate([apart(x), apart(y)], axis=1).reshape(-1, *x.shape[1:])  # noqa: E731
+        return jax.tree.map(beside, rollout, external)
+
+    def values(self, state: TrainState, rollout: Rollout) -> jax.Array:
+        """What the critic expects at each token of fresh rollouts, [B,S]."""
+        predict = functools.partial(self.update.predict_values, state.params, state.critic.head)
+        return self._by_micro_batch(lambda rows, unit: predict(rows, group_size=unit), rollout)
+
+    def hidden(self, params: Any, rollout: Rollout) -> jax.Array:
+        """Mean hidden state of the completions of fresh rollouts, [B,D] f32."""
+        look = lambda rows, unit: self.update.mean_hidden(params, rows, group_size=unit)  # noqa: E731
+        return self._by_micro_batch(look, rollout)
+
+    def _by_micro_batch(self, look: Callable[[Rollout, int], Any], rollout: Rollout) -> Any:
+        """``look(rows, group_size)``, [b,...], at all fresh rollouts, [B,...], as many at a time as in an update."""
+        B = rollout.tokens.shape[0]
+        shards, group, most = self.update.num_devices, self.group_size, self.update.config.micro_batch_size
+        unit = group if group * shards <= most else 1  # whole groups share their prompt
+        units = B // shards // unit
+        num_micro = min(n for n in range(1, units + 1) if units % n == 0 and B // n <= most)
+        # Every micro-batch takes rows of every shard: [B, ...] -> [n, shards * rows, ...]
+        split = lambda x: x.reshape(shards, num_micro, -1, *x.shape[1:]).swapaxes(0, 1)  # noqa: E731
+        micros = jax.tree.map(lambda x: split(x).reshape(num_micro, B // num_micro, *x.shape[1:]), rollout)
+        seen = jax.lax.map(lambda rows: look(rows, unit), micros)
+        whole = lambda x: x.reshape(num_micro, shards, -1, *x.shape[2:]).swapaxes(0, 1).reshape(B, *x.shape[2:])  # noqa: E731
+        return jax.tree.map(whole, seen)

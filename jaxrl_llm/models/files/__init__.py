@@ -1,0 +1,1 @@
+"""Models and tokenizers as files: Hugging Face folders, GGUF."""

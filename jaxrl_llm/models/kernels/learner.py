@@ -1,0 +1,195 @@
+"""What attention does otherwise on one kind of device: kernels, most of them kept by libraries.
+
+The rows of the learner and of the prefill are attended by Splash on TPU and by cuDNN on NVIDIA GPUs, which hold no
+scores in memory: new tokens alone, after their group's prompt, whose keys are laid before each row's own (the gradients
+sum over the group again), or packed lines, by a mask of [B,T,T]. Splash passes over its blocks that show nothing; to
+cuDNN it is a bias, with a gradient of its own.
+
+Pieces merged by their softmax sums, as the reference path has them, would need the gradient of the log-sum-exp, which
+these kernels refuse (Splash) or drop (cuDNN). In a decode step on TPU a kernel of our own (tpu_decode) attends to each
+row's cache and reads what is live of it. On GPUs plain matmuls read all of it: Pallas' lowering by Triton is
+deprecated, and to read the longest row's part alone XLA would ask the host which, in every layer.
+
+Letters as in attention; S = L + T keys a row.
+Owns: which kernel serves which device, and how rows are laid out for it. Does not know: parameters, slots.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_llm.runtime import sharding
+
+LANES = 128
+# Of the block sizes that divide a row, the largest: fewer passes over the keys. Compiled for chips, not timed on one.
+BLOCKS = (512, 256, 128)
+
+
+def choose(setting: str, device: Any, compute_dtype: str, head_size: int) -> str:
+    """The implementation for a device: "xla", or with a kernel for caches beside it "splash" or "cudnn".
+
+    Args:
+        setting: ``model.attention``.
+        device: one of the mesh's; a compile-only one will do.
+    """
+    if setting == "xla":
+        return "xla"
+    if device.platform == "tpu":
+        return "splash"
+    # A number on NVIDIA; AMD's are called gfx90a and such.
+    generation = str(getattr(device, "compute_capability", "")).partition(".")[0]
+    ampere = device.platform == "gpu" and generation.isdigit() and int(generation) >= 8
+    fits = compute_dtype == "bfloat16" and head_size % 8 == 0 and head_size <= 128  # what cuDNN's kernels take
+    return "cudnn" if ampere and fits else "xla"
+
+
+def cache_length(tokens: int) -> int:
+    """Places of a cache for so many tokens: whole lanes, which kernels and layouts want."""
+    step = LANES if tokens > LANES else 16
+    return -(-tokens // step) * step
+
+
+def of_lines(visible: Any, implementation: str) -> Any:
+    """The mask of packed lines as the kernel takes it, made once for all layers; any other rule as it is.
+
+    Args:
+        visible: [B,T,T] bool of lines, which have no prompt: each token sees itself, and none sees a later one.
+    """
+    if implementation != "splash" or not isinstance(visible, jax.Array):
+        return visible
+    fill = -visible.shape[1] % LANES
+    mask = jnp.pad(visible, ((0, 0), (0, fill), (0, fill)))[:, None]
+    kernel = _by_device(jax.vmap(_splash_of), (mask,), (("batch", None, None, None),))
+    # XLA would make the mask anew in every layer if it might. The kernel takes it in words: kept are bytes.
+    as_bytes = jax.tree.map(lambda x: x.astype(jnp.uint8) if x.dtype == bool else x, kernel)
+    return jax.lax.optimization_barrier(as_bytes)
+
+
+def attend(q_BTNH, k_BKTH, v_BKTH, prompt, visible, implementation: str) -> jax.Array:
+    """``attention.attend``: rotated queries and keys, and a prompt of groups of consecutive rows.
+
+    Args:
+        visible: of packed lines, [B,T,T] bool or what ``of_lines`` made of it.
+
+    Returns:
+        [B,T,N,H] in the dtype of the queries.
+    """
+    visible = of_lines(visible, implementation)
+    k_BKSH, v_BKSH, visible_BL = k_BKTH, v_BKTH, None
+    if prompt is not None:
+        assert prompt.member is None, "rows of a group are neighbours"
+        group = q_BTNH.shape[0] // prompt.keys.shape[0]
+        shown = prompt.visible[:, None, :, None]
+
+        def before(x_PKLH, x_BKTH):
+            x_BKLH = jnp.repeat(jnp.where(shown, x_PKLH, 0), group, axis=0)  # 0 * nan is nan
+            return jnp.concatenate([x_BKLH, x_BKTH], axis=2)
+
+        k_BKSH, v_BKSH = before(prompt.keys, k_BKTH), before(prompt.values, v_BKTH)
+        visible_BL = jnp.repeat(prompt.visible, group, axis=0)
+    kernel = {"splash": _splash, "cudnn": _cudnn}[implementation]
+    rows, of_keys = ("batch", None, None), ("batch", "kv_heads", None, None)
+    axes = (("batch", None, "heads", None), of_keys, of_keys, rows[:2], rows)
+    return _by_device(kernel, (q_BTNH, k_BKSH, v_BKSH, visible_BL, visible), axes)
+
+
+def decode(q_BKRH, k_BK1H, v_BK1H, of_prompt, cache):
+    """A decode step's attention on TPU: to a prompt attended before, the row's cache and its new token, kept there.
+
+    Args:
+        q_BKRH: rotated queries of one token a row, scaled.
+        of_prompt: a piece, as ``attend_cache`` returns them.
+        cache: an ``attention.Cache``.
+
+    Returns:
+        [B,K,R,H] in the dtype of the queries, and the caches' keys and values with the token at ``cache.end``.
+    """
+    from jaxrl_llm.models.kernels import tpu_decode  # as splash, below
+
+    out, total, peak = of_prompt
+    args = (q_BKRH, k_BK1H, v_BK1H, out, total[..., None], peak[..., None], cache.keys[0], cache.values[0])
+    axes = (*(("batch", "kv_heads", None, None) for _ in args), ("batch",), ())
+    return _by_device(tpu_decode.attend, (*args, cache.length, cache.end), axes)
+
+
+def _by_device(kernel, args, axes):
+    """The partitioner does not look into a kernel: each device calls it on its own rows and heads.
+
+    What comes out is split as the first argument is, whose last dimension is whole; so is what has further dimensions.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return kernel(*args)
+
+    def split(names, x):
+        return sharding.partition_spec(x.shape, (*names, *(None,) * (x.ndim - len(names))), mesh)
+
+    specs = tuple(jax.tree.map(functools.partial(split, names), x) for x, names in zip(args, axes, strict=True))
+    return jax.shard_map(kernel, in_specs=specs, out_specs=jax.P(*specs[0][:3]), check_vma=False)(*args)
+
+
+def _splash_of(mask: Any) -> Any:
+    """Splash of one row, by the mask of its heads: [1,Q,S] bool of whole lanes, or a rule of that shape."""
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash  # half a second that a CPU can spare
+
+    bq, bk = (next(size for size in BLOCKS if n % size == 0) for n in mask.shape[1:])
+    sizes = {f"block_{of}{way}": n for of, n in (("q", bq), ("kv", bk)) for way in ("", "_dkv", "_dq")}
+    kernel = splash.make_splash_mha_single_device(mask, block_sizes=splash.BlockSizes(**sizes))
+    for name in ("fwd_mask_info", "dq_mask_info", "dkv_mask_info"):
+        # Of a traced mask it is a traced True, which jax 0.10 then asks for the name of a scope.
+        setattr(kernel, name, getattr(kernel, name)._replace(is_dynamic_mask=None))
+    return kernel
+
+
+def _splash(q_BTNH, k_BKSH, v_BKSH, visible_BL, lines):
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+    (_, T, N, H), S = q_BTNH.shape, k_BKSH.shape[2]
+    queries, keys = (-(-n // LANES) * LANES for n in (T, S))
+    fill = lambda x, width: jnp.pad(x, ((0, 0), (0, 0), (0, width - x.shape[2]), (0, 0)))  # noqa: E731
+    q = fill((q_BTNH * H**-0.5).swapaxes(1, 2), queries)
+
+    def of_row(q, k, v, shown, kernel):
+        if kernel is None:
+            # Query t is token S - T + t of its row. What fills up the keys comes after every real query.
+            kernel = _splash_of(splash.MultiHeadMask([splash.CausalMask((queries, keys), offset=S - T)] * N))
+        else:
+            kernel = jax.tree.map(lambda x: x.astype(bool) if x.dtype == jnp.uint8 else x, kernel)
+        return kernel(q, k, v, shown)
+
+    shown = None
+    if visible_BL is not None:  # a query sees the keys of its segment
+        own = ((0, 0), (0, keys - visible_BL.shape[1]))
+        shown_BS = jnp.pad(visible_BL.astype(jnp.int32), own, constant_values=1)
+        shown = splash.SegmentIds(q=jnp.ones_like(shown_BS, shape=(shown_BS.shape[0], queries)), kv=shown_BS)
+    if lines is not None:
+        lines, q = jax.lax.optimization_barrier((lines, q))  # or the words would be there before the first layer
+    out = jax.vmap(of_row)(q, fill(k_BKSH, keys), fill(v_BKSH, keys), shown, lines)
+    return out[:, :, :T].swapaxes(1, 2)
+
+
+def _cudnn(q_BTNH, k_BKSH, v_BKSH, visible_BL, visible_BTT):
+    """Plain causal attention, which cuDNN does best: a row's own tokens are moved to its prompt's end.
+
+    Queries at the prompt's places are filled up and thrown away.
+    """
+    T, S = q_BTNH.shape[1], k_BKSH.shape[2]
+    q, k, v = q_BTNH, k_BKSH.swapaxes(1, 2), v_BKSH.swapaxes(1, 2)
+
+    def take(x, index_BS):
+        return jnp.take_along_axis(x, index_BS[:, :, None, None], axis=1)
+
+    if visible_BL is not None:
+        length_B1 = jnp.sum(visible_BL, axis=1, keepdims=True, dtype=jnp.int32)
+        at = jnp.arange(S)[None, :]
+        source = jnp.minimum(jnp.where(at < length_B1, at, at - length_B1 + S - T), S - 1)
+        q, k, v = take(q, jnp.clip(at - length_B1, 0, T - 1)), take(k, source), take(v, source)
+    even = ((0, 0), (0, S % 2), (0, 0), (0, 0))  # as the backward kernel wants it
+    q, k, v = (jnp.pad(x, even) for x in (q, k, v))
+    mask = None if visible_BTT is None else jnp.pad(visible_BTT, ((0, 0), *2 * ((0, S % 2),)))[:, None]
+    out = jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation="cudnn")
+    return out[:, :T] if visible_BL is None else take(out, length_B1 + jnp.arange(T)[None, :])

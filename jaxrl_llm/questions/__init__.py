@@ -1,0 +1,1 @@
+"""What is asked: where questions come from, their order, what is known of them."""

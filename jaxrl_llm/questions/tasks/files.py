@@ -1,0 +1,182 @@
+"""Questions from a JSONL or Parquet file: ``prompt`` (text or messages) or ``messages``, and any other columns.
+
+Owns: which rows are questions, what a line of JSON is, and how a bad one is reported. Does not know: what the columns
+mean (reward functions do), tokenizers.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from jaxrl_llm.config import ConfigError, PromptsConfig
+from jaxrl_llm.questions.tasks.protocol import Loaded
+
+SCORER = ""  # a file has no scorer of its own: rewards.functions names one
+MAX_LINE_BYTES = 2**26  # a file without line ends is not read into memory
+MAX_DEPTH = 100  # of lists and objects in a row: columns go on to other processes, by functions that call themselves
+
+
+class BadRowError(Exception):
+    """Why one row is no question."""
+
+
+def load(config: PromptsConfig, *, seed: int) -> Loaded:
+    """The first ``config.size`` questions of the file ``config.name`` (0 = all), in file order.
+
+    Host; ``columns`` is everything beside ``prompt`` and ``messages``; ``origin`` is "file:row", from 1.
+
+    Raises:
+        ConfigError: the file cannot be read, holds no question, or (``prompts.bad_row="error"``) has a bad row.
+    """
+    from jaxrl_llm.types import Example  # here: scorers live in task modules, which stay free of jax
+
+    del seed
+    path = Path(os.path.expanduser(config.name))
+    examples, bad_rows = [], []
+    read, parse_row = (_parquet_rows, _parse_scalars) if config.source == "parquet" else (json_lines, parse)
+    try:
+        for number, row in read(path):
+            origin = f"{path}:{number}"
+            try:
+                prompt, columns = question(parse_row(row))
+                examples.append(Example(prompt, columns, origin))
+            except BadRowError as error:
+                if config.bad_row == "error":
+                    raise ConfigError(f"{origin}: {error} (prompts.bad_row='skip' leaves such rows out)") from error
+                bad_rows.append(f"{origin}: {error}")
+            if len(examples) == config.size > 0:
+                break
+    except OSError as error:
+        raise ConfigError(f"prompts.name={config.name!r} cannot be read: {error.strerror or error}") from error
+    if not examples:
+        reason = f"none of its {len(bad_rows)} rows can be used; {bad_rows[0]}" if bad_rows else "it is empty"
+        raise ConfigError(f"prompts.name={config.name!r} holds no question: {reason}")
+    return Loaded(tuple(examples), tuple(bad_rows))
+
+
+def json_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Lines of a file that are not blank, numbered from 1; OSError where it cannot be read."""
+    with _open(path) as file:  # bytes, so that text in another encoding is one bad row and not the end
+        for number, line in enumerate(iter(functools.partial(file.readline, MAX_LINE_BYTES + 1), b""), 1):
+            if len(line) > MAX_LINE_BYTES:
+                raise ConfigError(f"{path}:{number}: a line may have {MAX_LINE_BYTES >> 20} MiB, and this has more")
+            if line.strip():
+                yield number, line.rstrip()
+
+
+def _open(path: Path) -> BinaryIO:
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise OSError("it must be a regular file, for a run that goes on reads it again; it is a FIFO or a device")
+    return path.open("rb")
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Rows of Arrow's scalars."""
+    try:
+        import pyarrow.parquet
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"prompts.source='parquet' needs {error.name}: pip install 'jaxrl_llm[parquet]'") from error
+    with _open(path) as file:
+        try:
+            number = 0
+            for batch in pyarrow.parquet.ParquetFile(file).iter_batches(batch_size=1024):
+                names = batch.schema.names
+                if len(set(names)) < len(names):
+                    raise ConfigError(f"prompts.name={str(path)!r} has two columns of a name: {names}")
+                for row in zip(*batch.columns, strict=True):
+                    number += 1
+                    yield number, dict(zip(names, row, strict=True))
+        except (pyarrow.ArrowException, UnicodeDecodeError) as error:  # the latter of a column's name
+            reason = str(error).splitlines()[0]
+            raise ConfigError(f"prompts.name={str(path)!r} is not a Parquet file: {reason}") from error
+
+
+def _parse_scalars(row: dict[str, Any]) -> dict[str, Any]:
+    values = {}
+    for name, scalar in row.items():
+        try:
+            values[name] = scalar.as_py()
+        except Exception as error:  # text that is not UTF-8, times that Python has not: each of another kind
+            raise BadRowError(f"column `{name}` of {scalar.type} is no value of Python: {error}") from error
+    return values
+
+
+def parse(line: bytes) -> Any:
+    """The JSON value of a line of a file.
+
+    Raises:
+        BadRowError: there is none.
+    """
+    try:
+        value = json.loads(line.decode("utf-8-sig"), object_pairs_hook=_object)
+        if line.count(b"[") + line.count(b"{") > MAX_DEPTH and _depth(value) > MAX_DEPTH:
+            raise RecursionError
+        return value
+    except json.JSONDecodeError as error:
+        raise BadRowError(f"not JSON: {error.msg.removesuffix(' at')} at column {error.colno}") from error
+    except UnicodeDecodeError as error:
+        where = f"byte {error.object[error.start]:#04x} at {error.start}"
+        raise BadRowError(f"not UTF-8: {where}; a line must be JSON in UTF-8, not compressed") from error
+    except RecursionError as error:
+        raise BadRowError("not JSON: nested too deeply") from error
+    except ValueError as error:  # a number of more digits than Python reads
+        raise BadRowError(f"not JSON: {error}") from error
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        twice = collections.Counter(key for key, _ in pairs).most_common(1)[0][0]
+        raise BadRowError(f"key {twice!r:.60} stands in an object twice")
+    return made
+
+
+def _depth(value: Any) -> int:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    return 0 if inner is None else 1 + max(map(_depth, inner), default=0)
+
+
+def question(row: Any) -> tuple[str | list[dict[str, str]], dict[str, Any]]:
+    """``(prompt, columns)`` of a row.
+
+    Raises:
+        BadRowError: it is no question.
+    """
+    prompt = prompt_of(row)
+    for key in ("prompts", "completions"):
+        if key in row:
+            raise BadRowError(f"column `{key}` has the name of an argument of every reward function")
+    return prompt, {key: value for key, value in row.items() if key not in ("prompt", "messages")}
+
+
+def prompt_of(row: Any) -> str | list[dict[str, str]]:
+    """Text or messages of a row, or BadRowError. A null is an absent value: Parquet has every column in every row."""
+    if not isinstance(row, dict):
+        raise BadRowError(f"must be an object with `prompt` or `messages`, not {type(row).__name__}")
+    given = [key for key in ("prompt", "messages") if row.get(key) is not None]
+    if len(given) != 1:
+        raise BadRowError(f"must have one of `prompt` and `messages`; its columns are {sorted(row)!s:.300}")
+    prompt = row[given[0]]
+    if given == ["prompt"] and isinstance(prompt, str):
+        if not prompt:
+            raise BadRowError("`prompt` is empty")
+        return prompt
+    return _messages(prompt, given[0])
+
+
+def _messages(messages: Any, key: str) -> list[dict[str, str]]:
+    if not isinstance(messages, list) or not messages:
+        kinds = "text or a list of messages" if key == "prompt" else "a list of messages"
+        raise BadRowError(f"`{key}` must be {kinds}, not {messages!r:.60}")
+    for message in messages:
+        if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
+            raise BadRowError(f"a message must have texts `role` and `content`, not {message!r:.60}")
+    if messages[-1]["role"] == "assistant":
+        raise BadRowError(f"`{key}` ends with the assistant's own message: nothing is left to answer")
+    return [{"role": message["role"], "content": message["content"]} for message in messages]

@@ -1,0 +1,39 @@
+"""A task that a tiny random model learns in seconds: write lower-case letters. For debugging; no dependency.
+
+One behaviour suits every question, so that it can be learned without learning to read first.
+
+Owns: its questions and their dense reward. Does not know: tokenizers, models.
+"""
+
+from __future__ import annotations
+
+import string
+
+from jaxrl_llm.config import PromptsConfig
+from jaxrl_llm.questions.tasks.protocol import Loaded
+
+SCORER = "jaxrl_llm.questions.tasks.letters:reward"
+
+
+def load(config: PromptsConfig, *, seed: int) -> Loaded:
+    """``config.size`` questions that walk through the alphabet, 26 of them distinct; the same for every seed.
+
+    Host; ``columns`` is ``{"allowed": str}``, the characters that score.
+    """
+    from jaxrl_llm.types import Example  # here, for reward workers import this module and must not pay for jax
+
+    del seed
+    letters = [string.ascii_lowercase[i % 26] for i in range(config.size)]
+    columns = {"allowed": string.ascii_lowercase}
+    return Loaded(tuple(Example(f"Write letters like {x}:", columns, f"letters:{i}") for i, x in enumerate(letters, 1)))
+
+
+def reward(prompts: list, completions: list[str], *, allowed: list[str], **columns) -> list[float]:
+    """Fraction of the completion's characters that are allowed, in [0, 1]; an empty completion scores 0.
+
+    By chance a model with the byte tokenizer scores 0.1 (26 of 256 bytes).
+    """
+    return [
+        sum(x in good for x in text) / len(text) if text else 0.0
+        for text, good in zip(completions, allowed, strict=True)
+    ]

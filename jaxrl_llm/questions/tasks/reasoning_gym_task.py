@@ -1,0 +1,145 @@
+"""Any reasoning-gym dataset, by name and arguments, with its own scorer.
+
+Owns: how questions are made and how the answer is read out of a completion. Does not know: chat templates.
+
+Source: Stojanovski et al. 2025, arXiv:2505.24760 (https://github.com/open-thought/reasoning-gym).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import importlib.util
+import json
+import re
+import sys
+import types
+from typing import Any
+
+from jaxrl_llm.config import ConfigError, PromptsConfig
+from jaxrl_llm.questions.tasks.protocol import Loaded
+
+# Packages of reasoning-gym that come as source alone, so that not every machine has them: the games that need each.
+SOURCE_PACKAGES = {
+    "pycosat": ("zebra_puzzles",),
+    "cellpylib": ("game_of_life", "game_of_life_halting"),
+    "zss": ("codeio",),
+}
+
+
+class _Absent(types.ModuleType):
+    """Stands for a package that is not installed: reasoning-gym imports all of them, whichever game is played."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise ModuleNotFoundError(_how_to_get(self.__name__), name=self.__name__)
+
+
+def _how_to_get(package: str) -> str:
+    return f"needs {package}, which is built from source: bash launch/setup.sh reasoning (with a C compiler)"
+
+
+ABSENT = [package for package in SOURCE_PACKAGES if importlib.util.find_spec(package) is None]
+sys.modules.update({package: _Absent(package) for package in ABSENT})
+try:
+    import reasoning_gym
+    from reasoning_gym.factory import DATASETS
+except ModuleNotFoundError as error:
+    raise ConfigError(f"prompts.source='reasoning_gym' needs {error.name}: bash launch/setup.sh installs it") from error
+
+SCORER = "jaxrl_llm.questions.tasks.reasoning_gym_task:reward"
+
+# A minus directly after a digit is an operator: the integers of "5-2" are 5 and 2.
+_INTEGER = re.compile(r"(?:(?<![0-9])-)?[0-9]+")
+_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+
+
+def load(config: PromptsConfig, *, seed: int) -> Loaded:
+    """``config.size`` questions of the dataset ``config.name`` made from ``seed``.
+
+    Host; ``columns`` is ``answer`` (str, or None where the dataset accepts any valid answer), ``entry`` (the
+    dataset's whole row), ``dataset`` and ``dataset_arguments`` (what makes the same dataset again).
+
+    Raises:
+        ConfigError: unknown dataset, one whose package is not installed, or arguments that it does not take.
+    """
+    from jaxrl_llm.types import Example  # here, for reward workers import this module and must not pay for jax
+
+    name = config.name
+    if name not in DATASETS:
+        near = difflib.get_close_matches(name, DATASETS, n=3, cutoff=0.4)
+        hint = f"did you mean {', '.join(near)}" if near else "names: reasoning_gym.factory.DATASETS"
+        raise ConfigError(f"prompts.name={name!r} is not a reasoning-gym dataset; {hint}")
+    for package in ABSENT:
+        if name in SOURCE_PACKAGES[package]:
+            raise ConfigError(f"prompts.name={name!r} {_how_to_get(package)}")
+    known = [field.name for field in dataclasses.fields(DATASETS[name][1]) if field.name not in ("seed", "size")]
+    for key, value in config.arguments.items():
+        if key not in known:
+            raise ConfigError(f"prompts.arguments.{key}={value!r} is not one of the arguments of {name}: {known}")
+    arguments = {**config.arguments, "seed": seed, "size": config.size}
+    try:
+        dataset = reasoning_gym.create_dataset(name, **arguments)
+        entries = [dataset[i] for i in range(config.size)]
+    except (AssertionError, ImportError, TypeError, ValueError, LookupError) as error:
+        reason = str(error) or type(error).__name__
+        raise ConfigError(f"prompts.arguments={config.arguments!r} do not suit {name}: {reason}") from error
+    return Loaded(
+        tuple(
+            Example(
+                prompt=entry["question"],
+                columns={"answer": entry["answer"], "entry": entry, "dataset": name, "dataset_arguments": arguments},
+                origin=f"{name}:{i}",
+            )
+            for i, entry in enumerate(entries, 1)
+        )
+    )
+
+
+def reward(
+    prompts: list, completions: list[str], *, entry: list, dataset: list, dataset_arguments: list, **columns
+) -> list[float]:
+    """The dataset's own ``score_answer`` applied to the answer in each completion.
+
+    Where the right answer is an integer: 1.0 if the last integer of the completion gets the full score, else
+    0.0 (no partial credit, nothing for format). Otherwise the dataset's raw score of ``free_answer``.
+    """
+    return [
+        _score(text, row, _dataset(name, json.dumps(arguments, sort_keys=True)))
+        for text, row, name, arguments in zip(completions, entry, dataset, dataset_arguments, strict=True)
+    ]
+
+
+def _score(completion: str, entry: dict[str, Any], dataset: Any) -> float:
+    answer = entry["answer"]
+    if isinstance(answer, str) and re.fullmatch(r"-?[0-9]+", answer.strip()):
+        return float(dataset.score_answer(last_integer(completion), entry) >= 1.0)
+    return float(dataset.score_answer(free_answer(completion), entry))
+
+
+def last_integer(completion: str) -> str | None:
+    """The last integer written in the text, None without one: "4 - 1 = 3" has "3", "= -3" has "-3", "5-2" has "2"."""
+    found = _INTEGER.findall(completion)
+    return found[-1] if found else None
+
+
+def free_answer(completion: str) -> str:
+    r"""The inside of the last ``<answer></answer>``, else of the last ``\boxed{}``, else the text; stripped."""
+    tagged = _TAGGED.findall(completion)
+    if tagged:
+        return tagged[-1].strip()
+    _, box, inside = completion.rpartition(r"\boxed{")
+    depth = 1
+    for i, letter in enumerate(inside if box else ""):
+        depth += (letter == "{") - (letter == "}")
+        if depth == 0:
+            return inside[:i].strip()
+    return completion.strip()
+
+
+@functools.lru_cache(maxsize=8)
+def _dataset(name: str, arguments: str) -> Any:
+    """One dataset per process: some read word lists when they are made."""
+    return reasoning_gym.create_dataset(name, **json.loads(arguments))

@@ -1,0 +1,167 @@
+"""Which slots of the replay ring are drawn: the choice from the ring's columns alone, rows unseen.
+
+A rollout's chance is a pure function of its columns: whether it may be drawn, and its weight in ``WEIGHTS``. Limits on
+age are intervals of a ring that is filled in the order of time, so a batch is found without a look at the rest.
+Letters: M shards, C slots per shard.
+Owns: what may be drawn and how likely, by a run's settings. Does not know: rows, how columns come about.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_llm.config import ReplayConfig
+from jaxrl_llm.ops import paged_log, ring_buffer
+from jaxrl_llm.ops import weighted_draws as draws
+from jaxrl_llm.ops.masks import completion_mask
+from jaxrl_llm.ops.ring_buffer import Lane
+from jaxrl_llm.types import Experience, RingState, Rollout
+
+# Rows [R, ...] -> what a row is worth, [R] f32 >= 0, stored when it is inserted. The choice beside |advantage| is ours.
+PRIORITIES: dict[str, Callable[[Experience], jax.Array]] = {
+    "advantage": lambda rows: jnp.max(jnp.abs(rows.advantage), axis=1),
+    "reward": lambda rows: jnp.maximum(rows.reward, 0.0),
+    "length": lambda rows: (rows.rollout.length - rows.rollout.prompt_length).astype(jnp.float32),
+    "surprise": lambda rows: surprise(rows.rollout),
+}
+
+# In scales of draw="age": older ones still have a weight, where float32 would give them none.
+LARGEST_AGE = 80.0
+
+# (config, priority relative to the largest of the shard, age in iterations) -> weight in [0, 1]
+WEIGHTS: dict[str, Callable[[ReplayConfig, jax.Array, jax.Array], jax.Array]] = {
+    "uniform": lambda c, priority, age: jnp.ones_like(priority),
+    # Source: Schaul et al. 2016, arXiv:1511.05952, P ~ p^alpha. Differs: p is what was stored (their TD error is
+    # |advantage| here), never refreshed; without repeats; no importance weights.
+    "priority": lambda c, priority, age: priority**c.priority_exponent,
+    # The form is ours.
+    "age": lambda c, priority, age: jnp.exp(-jnp.minimum(age / c.age_scale_iterations, LARGEST_AGE)),
+}
+
+
+def surprise(rollout: Rollout) -> jax.Array:
+    """Minus the mean behaviour log-probability of each completion's tokens, [R] f32 nats; 0 where it is empty."""
+    mask = completion_mask(rollout.prompt_length, rollout.length, rollout.behaviour_logp.shape[1])
+    total = jnp.sum(jnp.where(mask, rollout.behaviour_logp, 0.0), axis=1)
+    return -total / jnp.maximum(jnp.sum(mask, axis=1), 1)
+
+
+def lanes(ring: RingState, config: ReplayConfig) -> tuple[Lane, Lane]:
+    """The main ring, and behind it that of the correct rows it has overwritten."""
+    num_slots = ring.uses.shape[1]
+    num_main = num_slots - round(config.positive_fraction * num_slots)
+
+    def lane(order: jax.Array) -> Lane:
+        is_filled = ring_buffer.take(ring.inserted_step, order) >= 0
+        return Lane(order, jnp.sum(is_filled, axis=1, dtype=jnp.int32))
+
+    return lane(ring.order[:, :num_main]), lane(ring.order[:, num_main:])
+
+
+def is_spent(ring: RingState, iteration: jax.Array, config: ReplayConfig) -> jax.Array:
+    """Which slots [M, C] bool no draw from this iteration on can give: what they hold may be overwritten first."""
+    age = iteration - ring.inserted_step
+    spent = (ring.inserted_step < 0) | ring.is_retired
+    if config.max_uses:
+        spent |= ring.uses >= config.max_uses
+    if oldest := config.delay_iterations or config.max_age_steps:
+        spent |= age > oldest
+    if config.fresh_from_iteration:
+        spent |= (iteration >= config.fresh_from_iteration) & (age > 0)
+    if config.draw == "priority" and config.priority_exponent:
+        spent |= ring.priority <= 0
+    if ring.first_page is not None:
+        spent |= ~paged_log.is_held(ring.first_page, ring.oldest_page)
+    return spent
+
+
+def choose(
+    keys: jax.Array,
+    ring: RingState,
+    iteration: jax.Array,
+    is_fresh: jax.Array,
+    config: ReplayConfig,
+    *,
+    num: int,
+    group_size: int,
+) -> tuple[jax.Array, jax.Array]:
+    """Slots [M, num * group_size] i32 and whether they are real: those that come first by the config, then the rest.
+
+    Positions and indices are those of groups until the last line.
+
+    Args:
+        is_fresh: [] bool, for ``config.fresh_batches``: the fresh ones come first, else all others.
+    """
+    num_slots = ring.uses.shape[1]
+    rings = [lane.of_groups(group_size) for lane in lanes(ring, config) if lane.size]
+    largest = jnp.maximum(jnp.max(ring.priority, axis=1, keepdims=True), jnp.finfo(jnp.float32).tiny)
+
+    def at(column: jax.Array, slot: jax.Array) -> jax.Array:
+        return ring_buffer.take(column, slot)
+
+    def rows_of(group: jax.Array) -> jax.Array:
+        rows = group[:, :, None] * group_size + jnp.arange(group_size, dtype=jnp.int32)[None, None, :]
+        return rows.reshape(group.shape[0], -1)
+
+    def age(group: jax.Array) -> jax.Array:
+        return iteration - at(ring.inserted_step, group * group_size)
+
+    def weight(group: jax.Array) -> jax.Array:
+        slot = rows_of(group)
+        priority = at(ring.priority, slot)
+        is_open = ~at(ring.is_retired, slot)
+        if config.max_uses:
+            is_open &= at(ring.uses, slot) < config.max_uses
+        relative = WEIGHTS[config.draw](config, priority / largest, iteration - at(ring.inserted_step, slot))
+        return jnp.max(jnp.where(is_open, relative, 0.0).reshape(*group.shape, group_size), axis=-1)
+
+    def is_held(group: jax.Array) -> jax.Array:
+        # The pages of a group's first row are overwritten before those of its others.
+        return paged_log.is_held(at(ring.first_page, group * group_size), ring.oldest_page)
+
+    held = [lane.filled if ring.first_page is None else lane.count_newest(is_held) for lane in rings]
+
+    def aged(key_index: int, low, high, num: int, taken: draws.Drawn | None) -> draws.Drawn:
+        """Draw from the groups of low <= age <= high (None = any) that are held: an interval of every ring."""
+        first = [0 * lane.filled if low is None else lane.count_newest(lambda s: age(s) < low) for lane in rings]
+        last = [lane.filled if high is None else lane.count_newest(lambda s: age(s) <= high) for lane in rings]
+        # The rows of a delay may all be gone.
+        last = [jnp.minimum(end, most) for end, most in zip(last, held, strict=True)]
+        size = [jnp.maximum(end - start, 0) for start, end in zip(first, last, strict=True)]
+
+        def slot_at(position: jax.Array) -> jax.Array:
+            slot = rings[0].newest_first(first[0][:, None] + position)
+            if len(rings) == 2:
+                behind = rings[1].newest_first(first[1][:, None] + position - size[0][:, None])
+                slot = jnp.where(position < size[0][:, None], slot, behind)
+            return slot
+
+        return draws.draw(
+            jax.vmap(jax.random.fold_in, (0, None))(keys, key_index),
+            slot_at,
+            sum(size),
+            weight,
+            num=num,
+            max_length=num_slots // group_size,
+            taken=taken,
+        )
+
+    # Less a rounding error, lest 0.1 * 30 become 4.
+    num_first, first_ages = math.ceil(config.fresh_fraction * num - 1e-9), (None, 0)
+    low = config.delay_iterations or None
+    high = config.delay_iterations or config.max_age_steps or None
+    oldest = jnp.iinfo(jnp.int32).max if high is None else high
+    if config.fresh_from_iteration:
+        high = oldest = jnp.where(iteration >= config.fresh_from_iteration, 0, oldest)
+    if config.fresh_batches:
+        num_first, first_ages = num, (jnp.where(is_fresh, 0, 1), jnp.where(is_fresh, 0, oldest))
+    first = aged(0, *first_ages, num_first, None) if num_first else None
+    chosen = aged(1, low, high, num, first)
+    if first is not None:
+        chosen = draws.chain(first, chosen)
+    group, is_real = chosen
+    return rows_of(group), jnp.repeat(is_real, group_size, axis=1)

@@ -1,0 +1,437 @@
+"""Replay: the last rollouts stay on the device (or in its host's memory), and update batches are drawn from them.
+
+Owns: the ring's state, which rows are kept, use counts and ages. Does not know: how slots are chosen (replay_draws),
+credit, losses, the mesh (the shard axis M is laid on its data axes by whoever places the state).
+Letters: R rows inserted, M shards, C slots per shard, b = batch_size / M rows drawn per shard, S row width; of a ring
+in pages, N pages of T tokens per shard. Device functions;
+nothing here needs a collective when M lies on the mesh's data axes (but for the two settings that look at all rows
+of an iteration: ``latest_visit`` and ``solved_fraction``).
+
+A draw does not remove, and does not repeat a row within a batch. New rows overwrite those that can never be drawn
+again (tied, superseded, used up, too old), then the oldest. Nothing is recomputed at replay: behaviour
+log-probabilities and advantages are those of the rollout's time. On-policy training is a ring of one iteration.
+
+With ``positive_fraction`` d the last d*C slots of a shard are a second ring, of the correct rows that the first one
+overwrites: together they hold the freshest (1-d)*C rows and the freshest d*C correct ones not among those, all of which
+may be drawn. With ``admission`` "likely" it is of the likely ones instead.
+Source: Arnal et al. 2026, arXiv:2604.08706, section 3; the two rings are METHODS' form of its definition.
+
+With ``capacity_tokens`` the tokens of a row, and all that is kept per token, lie in a log of pages without padding
+(ops.paged_log), and only its other fields in its slot. Pages go from the oldest on, whether their row may be drawn or
+not: the ring then holds of its rows those whose pages are there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from jaxrl_llm.config import ConfigError, ReplayConfig
+from jaxrl_llm.ops import paged_log, ring_buffer
+from jaxrl_llm.replay import choice as replay_draws
+from jaxrl_llm.replay.choice import lanes
+from jaxrl_llm.runtime import sharding
+from jaxrl_llm.types import AGE_BUCKETS, Experience, RingState, Rollout
+
+
+@flax.struct.dataclass
+class DrawInfo:
+    """What was drawn; all 0 or False where not ``is_real``."""
+
+    is_real: jax.Array  # [M, b] bool, False = fewer than b slots of the shard could be drawn
+    age: jax.Array  # [M, b] i32 iterations since insertion
+    uses: jax.Array  # [M, b] i32 times drawn, this one counted
+    first_use: jax.Array  # [M, b] bool
+    since_last_use: jax.Array  # [M, b] i32 optimizer steps since it was last drawn, 0 on the first use
+    question: jax.Array  # [M, b] i32 hash of the prompt
+
+
+def init(
+    experience_shape: Experience,
+    *,
+    capacity: int,
+    num_shards: int,
+    on_host: bool = False,
+    capacity_tokens: int = 0,
+    page_tokens: int = 1,
+) -> RingState:
+    """An empty ring.
+
+    Args:
+        experience_shape: rows of any number (leaves [R, ...]), arrays or ``jax.ShapeDtypeStruct``.
+        capacity: slots of all shards together.
+        num_shards: M.
+        on_host: the rows lie in the host's memory; what is counted of them lies on the device all the same.
+        capacity_tokens: tokens of all shards together, without padding; 0 = every slot has room for a row's S.
+        page_tokens: T.
+
+    Raises:
+        ConfigError: the shards do not divide the capacity.
+    """
+    num_slots = _per_shard("replay.capacity", capacity, num_shards)
+    in_pages, log = capacity_tokens > 0, (capacity_tokens // num_shards // page_tokens, page_tokens)
+
+    def shape(x: jax.Array) -> jax.ShapeDtypeStruct:
+        places = (*log, *x.shape[2:]) if in_pages and len(x.shape) > 1 else (num_slots, *x.shape[1:])
+        return jax.ShapeDtypeStruct((num_shards, *places), x.dtype)
+
+    column = lambda value, dtype: jnp.full((num_shards, num_slots), value, dtype)  # noqa: E731
+    return RingState(
+        slots=ring_buffer.zeros(jax.tree.map(shape, experience_shape.replace(tied=None)), on_host=on_host),
+        order=jnp.broadcast_to(jnp.arange(num_slots, dtype=jnp.int32), (num_shards, num_slots)),
+        num_draws=jnp.zeros(num_shards, jnp.int32),
+        uses=column(0, jnp.int32),
+        last_use=column(0, jnp.int32),
+        priority=column(0, jnp.float32),
+        inserted_step=column(-1, jnp.int32),
+        question=column(0, jnp.int32),
+        is_retired=column(False, bool),
+        first_page=column(-1, jnp.int32) if in_pages else None,
+        oldest_page=jnp.zeros(num_shards, jnp.int32) if in_pages else None,
+    )
+
+
+def insert(
+    ring: RingState,
+    experience: Experience,
+    iteration: jax.Array,
+    config: ReplayConfig,
+    *,
+    pass_threshold: float = 1.0,
+    imitates: bool = False,
+    group_size: int = 1,
+) -> RingState:
+    """Write R rows over those that are spent, and then over the oldest. Row r goes to shard r // (R / M).
+
+    A row that is not trainable takes a slot (shapes and ages stay those of the iteration) and is never drawn.
+
+    Args:
+        ring: donate it.
+        experience: leaves [R, ...].
+        iteration: [] i32.
+        config: which rows are kept, what is their priority, and which are retired: by ``skip_tied`` those of
+            tied groups, by ``latest_visit`` the earlier ones of a prompt of which there are new ones that may be drawn,
+            by ``solved_fraction`` those of a group that is solved and the earlier ones of its prompt.
+        pass_threshold: a rollout is correct when its reward is at least this.
+        imitates: what others wrote and is correct teaches without an advantage, and so stays.
+        group_size: so many neighbouring rows are drawn together, and overwritten together.
+
+    Raises:
+        ConfigError: the shards do not divide R, or R exceeds the capacity in slots or, at full length, in pages.
+    """
+    num_shards, num_slots = ring.uses.shape
+    num_rows = _per_shard("rollouts per iteration", experience.reward.shape[0], num_shards)
+    main, kept = lanes(ring, config)
+    if num_rows > main.size:
+        raise ConfigError(
+            f"replay.capacity={num_shards * num_slots} must be at least the {num_shards * num_rows} rollouts inserted, "
+            f"besides the slots that replay.positive_fraction={config.positive_fraction} sets aside"
+        )
+    if kept.size and ring.first_page is not None:
+        raise ConfigError(f"replay.positive_fraction={config.positive_fraction} must be 0 for replay.capacity_tokens")
+    question = question_hash(experience.rollout)
+    retired = ~experience.trainable
+    if config.skip_tied:
+        tied = experience.tied
+        if imitates:
+            tied &= (experience.rollout.group_id >= 0) | (experience.reward < pass_threshold)
+        retired |= tied
+    supersedes = ~retired if config.latest_visit else jnp.zeros_like(retired)  # the earlier rows of its prompt
+    if config.solved_fraction:
+        solved = _pass_share(experience, pass_threshold) >= config.solved_fraction
+        supersedes, retired = supersedes | solved, retired | solved
+    if config.latest_visit or config.solved_fraction:
+        ring = ring.replace(is_retired=ring.is_retired | _is_among(ring.question, question, supersedes))
+    priority = replay_draws.PRIORITIES[config.priority](experience)
+    experience = experience.replace(tied=None)  # as in ``init``
+    rows, question, retired, priority = jax.tree.map(
+        lambda x: x.reshape(num_shards, num_rows, *x.shape[1:]), (experience, question, retired, priority)
+    )
+    blank = jnp.zeros((num_shards, num_rows), jnp.int32)
+    written = ring.replace(
+        slots=rows,
+        uses=blank,
+        last_use=blank,
+        priority=priority,
+        inserted_step=jnp.full_like(blank, iteration),
+        question=question,
+        is_retired=retired,
+    )
+    log = None
+    if ring.first_page is not None:
+        # Tokens go to the log; what follows sees the rest of the rows alone.
+        ring, written, log = _write_tokens(ring, written)
+    spent = replay_draws.is_spent(ring, iteration, config)
+    stored, written = _by_slot(ring), _by_slot(written)
+    order = ring_buffer.renew(main, spent, num_rows, group_size=group_size)
+    target, kept_order = order[:, main.size - num_rows :], kept.order
+    if kept.size:
+        evicted = ring_buffer.take(stored, target)
+        is_kept = _is_admitted(evicted["slots"], rows, config.admission, pass_threshold)
+        is_kept &= evicted["slots"].trainable & ~ring_buffer.take(spent, target)
+        stored, kept_order = ring_buffer.write_some(stored, kept, spent, evicted, is_kept)
+    stored = ring_buffer.put(stored, target, written)
+    stored["slots"] = _together(stored["slots"], log)
+    return ring.replace(order=jnp.concatenate([order, kept_order], axis=1), **stored)
+
+
+def draw(
+    ring: RingState,
+    key: jax.Array,
+    iteration: jax.Array,
+    config: ReplayConfig,
+    *,
+    batch_size: int,
+    group_size: int = 1,
+    row_tokens: int = 0,
+) -> tuple[RingState, Experience, DrawInfo]:
+    """Draw an update batch without repeats, with the weights of ``config.draw`` over the slots that may be drawn.
+
+    A slot may be drawn when its row is trainable and not retired, at most ``max_age_steps`` iterations old and drawn
+    fewer than ``max_uses`` times (0 = no limit), and with ``delay_iterations`` of just that age. ``fresh_fraction``
+    of the batch, rounded up per shard, comes from the rows inserted in this iteration, as far as there are any; with
+    ``fresh_batches`` it is the chance of a batch to come from them, and else it comes from the rest, likewise. From
+    ``fresh_from_iteration`` on there are no others.
+
+    With ``group_size`` above 1 whole groups are drawn instead of rollouts: runs of that many neighbouring slots,
+    as ``insert`` was given them. A group may be drawn when any of its rows may, with the largest of their weights;
+    its rows come out side by side.
+
+    Args:
+        ring: donate it.
+        key: one random key; the draw depends on it and on the ring alone, not on the mesh. Shard m uses
+            ``fold_in(key, m)``.
+        iteration: [] i32.
+        config: limits, weights and fractions.
+        batch_size: rows of all shards together.
+        row_tokens: S, of a ring in pages, which does not show it.
+
+    Returns:
+        The ring with uses counted, rows [M, b, ...], and what they are. Rows that are not real (too few slots
+        could be drawn) have ``trainable`` False.
+
+    Raises:
+        ConfigError: the shards do not divide the batch, or it exceeds the capacity.
+    """
+    num_shards, num_slots = ring.uses.shape
+    num_rows = _per_shard("update.batch_size", batch_size, num_shards)
+    if num_rows > num_slots:
+        raise ConfigError(f"update.batch_size={batch_size} must be at most replay.capacity={num_shards * num_slots}")
+    if num_slots % group_size or num_rows % group_size:
+        raise ConfigError(
+            f"replay.unit='group': rollout.group_size={group_size} must divide the {num_slots} slots and the "
+            f"{num_rows} drawn rows of each of {num_shards} ring shards"
+        )
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(num_shards))
+
+    # One coin for all shards.
+    is_fresh = jax.random.uniform(jax.random.fold_in(key, num_shards)) < config.fresh_fraction
+
+    def choose(keys, ring, *others):
+        return replay_draws.choose(keys, ring, *others, config, num=num_rows // group_size, group_size=group_size)
+
+    # Without its rows: what is drawn depends on the columns, and a device looks at those of its own shards.
+    by_device = sharding.by_device(choose, (True, True, False, False))
+    slot_index, is_real = by_device(keys, ring.replace(slots=None), iteration, is_fresh)
+
+    slots, log = (ring.slots, None) if ring.first_page is None else _apart(ring.slots)
+    columns = (slots, ring.first_page, ring.inserted_step, ring.uses, ring.last_use, ring.question)
+    experience, first_page, inserted, uses, last_use, question = ring_buffer.take(columns, slot_index)
+    if log is not None:
+        length = experience.rollout.length
+        tokens = paged_log.take(log, first_page, length, width=row_tokens, padding=_padding(log))
+        experience = _together(experience, tokens)
+    draw_number = ring.num_draws + 1
+    real = lambda x: jnp.where(is_real, x, jnp.zeros_like(x))  # noqa: E731
+    age, is_first = iteration - inserted, uses == 0
+    info = DrawInfo(
+        is_real=is_real,
+        age=real(age),
+        uses=real(uses + 1),
+        first_use=is_real & is_first,
+        since_last_use=real(jnp.where(is_first, 0, draw_number[:, None] - last_use)),
+        question=real(question),
+    )
+    used = jnp.where(is_real, slot_index, num_slots)  # that slot is nowhere
+    new = (uses + 1, jnp.broadcast_to(draw_number[:, None], uses.shape))
+    counted, last_use = ring_buffer.put((ring.uses, ring.last_use), used, new)
+    ring = ring.replace(uses=counted, last_use=last_use, num_draws=draw_number)
+    bucket = real(_age_bucket(age))
+    return ring, experience.replace(trainable=experience.trainable & is_real, age_bucket=bucket), info
+
+
+def _is_admitted(evicted: Experience, rows: Experience, admission: str, pass_threshold: float) -> jax.Array:
+    """Which of the rows [M, n, ...] that others overwrite go to the second ring, [M, n] bool.
+
+    "likely" stands for those that the current policy finds likely, without its forward: the mean log-prob of their
+    tokens when they were drawn is at least that of the rows which overwrite them in their shard, and which the current
+    policy has just drawn. Tokens that the behaviour policy found likely cannot get large ratios.
+
+    Source: the idea is of OER and MBES, which admit by the current policy's mean log-prob; the form is ours.
+    """
+    if admission == "correct":
+        return evicted.reward >= pass_threshold
+    surprise = jax.vmap(replay_draws.surprise)
+    newest = jnp.mean(surprise(rows.rollout), axis=1, keepdims=True, where=rows.trainable)
+    return surprise(evicted.rollout) <= newest  # nan where no newcomer is trainable: none is admitted
+
+
+def retire_stale(ring: RingState, iteration: jax.Array, effective: jax.Array, config: ReplayConfig) -> RingState:
+    """Retire the rows of every age bucket of which too little counts: they are never drawn again.
+
+    Rows that grow into the bucket later are not meant: what is thought of them is asked when they have been drawn.
+
+    Args:
+        ring: donate it.
+        iteration: [] i32.
+        effective: [len(AGE_BUCKETS) + 1] f32, effective sample size of the ratios of drawn rows by their age, over the
+            number of their tokens; 1 where none was drawn.
+        config: rows go where it is below ``min_ess``.
+
+    The form is ours.
+    """
+    bucket = _age_bucket(iteration - ring.inserted_step)
+    return ring.replace(is_retired=ring.is_retired | (effective < config.min_ess)[bucket])
+
+
+def _age_bucket(age: jax.Array) -> jax.Array:
+    """Ages in iterations to 0..len(AGE_BUCKETS), i32 of the same shape."""
+    return jnp.searchsorted(jnp.asarray(AGE_BUCKETS), age).astype(jnp.int32)
+
+
+def sums(info: DrawInfo) -> dict[str, Any]:
+    """Sums, a maximum and counts [] i32 over the real rows of a draw; means are taken by the metrics."""
+    return {
+        "age_sum": jnp.sum(info.age),
+        "age_max": jnp.max(info.age),
+        "uses_sum": jnp.sum(info.uses),
+        "first_use_count": jnp.sum(info.first_use, dtype=jnp.int32),
+        "since_last_use_sum": jnp.sum(info.since_last_use),
+        "real_count": jnp.sum(info.is_real, dtype=jnp.int32),
+        "unique_prompt_count": _num_different(info.question, info.is_real),
+    }
+
+
+def usage(ring: RingState) -> tuple[jax.Array, jax.Array]:
+    """Rows in the slots, and how often they have been drawn altogether, each [] i32."""
+    is_there = ring.inserted_step >= 0
+    return jnp.sum(is_there, dtype=jnp.int32), jnp.sum(jnp.where(is_there, ring.uses, 0))
+
+
+def ended(before: tuple[jax.Array, jax.Array], ring: RingState, *, num_new: int) -> dict[str, jax.Array]:
+    """Of the rows that left the ring when so many new ones came: their number, and the draws of their lives, [] i32."""
+    rows, uses = usage(ring)
+    return {"ended_rows": before[0] + num_new - rows, "ended_uses": before[1] - uses}
+
+
+def num_filled(ring: RingState) -> jax.Array:
+    """Slots [] i32 that hold a row."""
+    return jnp.sum(_is_filled(ring), dtype=jnp.int32)
+
+
+def wasted_share(ring: RingState) -> jax.Array:
+    """Share [] f32 of the ring's places for tokens that hold no token of a row it has as a whole."""
+    length = jax.device_put(ring.slots.rollout.length, jax.memory.Space.Device)
+    held = jnp.sum(jnp.where(_is_filled(ring), length, 0).astype(jnp.float32))
+    return 1 - held / ring.slots.rollout.tokens.size
+
+
+def _is_filled(ring: RingState) -> jax.Array:
+    if ring.first_page is None:
+        return ring.inserted_step >= 0
+    return paged_log.is_held(ring.first_page, ring.oldest_page)
+
+
+def _by_slot(ring: RingState) -> dict[str, Any]:
+    """The leaves that have a slot axis, by field."""
+    names = ("slots", "uses", "last_use", "priority", "inserted_step", "question", "is_retired", "first_page")
+    return {name: getattr(ring, name) for name in names}
+
+
+def _write_tokens(ring: RingState, written: RingState) -> tuple[RingState, RingState, Experience]:
+    """Of a ring in pages and rows to be written to its slots: both without tokens, and the log with the rows' ones."""
+    (slots, log), (rows, tokens) = _apart(ring.slots), _apart(written.slots)
+    (num_shards, num_pages, page), (_, num_rows, width) = (x.rollout.tokens.shape for x in (log, tokens))
+    if num_rows * -(-width // page) > num_pages:
+        raise ConfigError(
+            f"replay.capacity_tokens={num_shards * num_pages * page} must hold the {num_shards * num_rows} rollouts "
+            f"inserted at their full length of {width} tokens, in pages of {page}"
+        )
+    length = rows.rollout.length
+    first, oldest = paged_log.next_pages(ring.oldest_page, length, num_pages=num_pages, page=page)
+    log = paged_log.write(log, first, length, tokens)
+    return ring.replace(slots=slots, oldest_page=oldest), written.replace(slots=rows, first_page=first), log
+
+
+def _apart(rows: Experience) -> tuple[Experience, Experience]:
+    """What rows [M, n, ...] have once, and what they have for each token; None stands for the rest."""
+
+    def those(per_token: bool) -> Experience:
+        return jax.tree.map(lambda x: x if (x.ndim > 2) == per_token else None, rows)
+
+    return those(False), those(True)
+
+
+def _together(once: Experience, per_token: Experience | None) -> Experience:
+    """The inverse of ``_apart``."""
+    if per_token is None:
+        return once
+    return jax.tree.map(lambda x, y: y if x is None else x, once, per_token, is_leaf=lambda x: x is None)
+
+
+def _padding(log: Experience) -> Experience:
+    """What stands in a row past its length, by field."""
+    zero = jax.tree.map(lambda _: 0, log)
+    return zero.replace(rollout=zero.rollout.replace(policy_version=-1))
+
+
+def question_hash(rollout: Rollout) -> jax.Array:
+    """A hash [R] i32 of each prompt's tokens: the same question has the same on every visit.
+
+    Two questions agree with probability 2^-32, and would then count as one: with ``latest_visit`` a rollout is
+    retired early, nothing worse.
+    """
+    place = jnp.arange(rollout.tokens.shape[1], dtype=jnp.uint32)
+    token = jnp.where(place[None, :] < rollout.prompt_length[:, None].astype(jnp.uint32), rollout.tokens + 1, 0)
+    # Every (place, token) is mixed to 32 bits of its own, then they are added.
+    mixed = _mix(token.astype(jnp.uint32) ^ _mix(place + 1)[None, :])
+    total = jnp.sum(jnp.where(token > 0, mixed, 0), axis=1, dtype=jnp.uint32)
+    return jax.lax.bitcast_convert_type(_mix(total), jnp.int32)
+
+
+def _mix(x: jax.Array) -> jax.Array:
+    """The finaliser of MurmurHash3 on u32."""
+    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
+    return x ^ (x >> 16)
+
+
+def _pass_share(experience: Experience, pass_threshold: float) -> jax.Array:
+    """Of each row's group, the share [R] f32 of trainable rows that are correct."""
+    group = experience.rollout.group_id
+    same = ((group[:, None] == group[None, :]) & experience.trainable[None, :]).astype(jnp.float32)
+    correct = (experience.reward >= pass_threshold).astype(jnp.float32)
+    return (same @ correct) / jnp.maximum(jnp.sum(same, axis=1), 1.0)
+
+
+def _is_among(values: jax.Array, others: jax.Array, counts: jax.Array) -> jax.Array:
+    """Which of ``values`` are one of ``others`` [R] that ``counts`` [R] bool, bool of their shape."""
+    # Those that do not count stand for the largest that does: shapes stay what they are.
+    others = jnp.where(counts, others, jnp.max(jnp.where(counts, others, jnp.iinfo(others.dtype).min)))
+    return jnp.isin(values, others, method="binary_search") & jnp.any(counts)
+
+
+def _num_different(values: jax.Array, counts: jax.Array) -> jax.Array:
+    """How many different values [] i32 stand where it counts."""
+    flag, value = jax.lax.sort(((~counts).astype(jnp.int32).ravel(), values.ravel()), num_keys=2)
+    is_new = jnp.concatenate([jnp.ones(1, bool), value[1:] != value[:-1]])
+    return jnp.sum(is_new & (flag == 0), dtype=jnp.int32)
+
+
+def _per_shard(name: str, total: int, num_shards: int) -> int:
+    if total % num_shards:
+        raise ConfigError(f"{name}={total} must be a multiple of the {num_shards} shards of the ring (replay.shards)")
+    return total // num_shards

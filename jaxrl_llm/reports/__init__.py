@@ -1,0 +1,1 @@
+"""What a run says about itself: metrics, the live line, the page."""

@@ -1,0 +1,395 @@
+"""What a run says about itself: metrics.jsonl, samples.jsonl, TensorBoard and a live line.
+
+Owns: the division of sums by counts, the files, cutting them back on resume. Does not know: what a metric means
+(metric_table), how sums come about.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import json
+import math
+import os
+import pathlib
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import rich.console
+import rich.progress
+import rich.table
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.record_writer import RecordWriter
+from tensorboardX.summary import scalar
+
+from jaxrl_llm.config import Config, ConfigError, MetricsConfig
+from jaxrl_llm.reports.metric_table import AGE_LABELS, METRICS
+from jaxrl_llm.types import (
+    OUTCOME_ERROR,
+    OUTCOME_SCORE,
+    OUTCOME_TIMEOUT,
+    SHARED_FILE,
+    STOP_LENGTH,
+    STOP_STRING,
+    DrawSums,
+    Rewards,
+)
+
+FILES = ("metrics.jsonl", "samples.jsonl")
+
+
+def rollout_values(config: Config, groups: Sequence[Any], rewards: Rewards, num_tied: int) -> dict[str, float]:
+    """Figures of the iteration's rollouts; names and denominators as in ``METRICS``.
+
+    Args:
+        groups: all that were generated, with ``completions`` and ``stop_reasons``.
+        rewards: of their rows.
+        num_tied: groups of them that teach nothing.
+    """
+    scored = rewards.total[rewards.outcome == OUTCOME_SCORE]
+    num_rollouts = len(rewards.outcome)
+    tokens = sum(len(ids) for group in groups for ids in group.completions)
+    ended = collections.Counter(reason for group in groups for reason in group.stop_reasons)
+    return {
+        "rollout/generated_rows": num_rollouts,
+        "rollout/reward_mean": float(scored.mean()) if len(scored) else math.nan,
+        "rollout/reward_std": float(scored.std()) if len(scored) else math.nan,
+        "rollout/pass_rate": float((scored >= config.rewards.pass_threshold).mean()) if len(scored) else math.nan,
+        "rollout/completion_length_tokens": tokens / num_rollouts,
+        "rollout/truncated_frac": ended[STOP_LENGTH] / num_rollouts,
+        "rollout/stop_string_frac": ended[STOP_STRING] / num_rollouts,
+        "rollout/degenerate_group_frac": num_tied / len(groups),
+        "reward/timeout_count": int((rewards.outcome == OUTCOME_TIMEOUT).sum()),
+        "reward/error_count": int((rewards.outcome == OUTCOME_ERROR).sum()),
+        "tokens/generated": tokens,
+    }
+
+
+def draw_values(config: Config, draws: DrawSums) -> dict[str, float]:
+    """Figures of the tokens that the iteration drew, of rollouts that are left out or still open too."""
+    tokens = max(draws.tokens, 1.0)
+    sampling = config.sampling
+    values = {
+        "rollout/sampled_entropy_nats": draws.surprise / tokens,
+        "rollout/model_entropy_nats": draws.entropy / tokens,
+        "rollout/sampled_entropy_error_nats": math.sqrt(max(draws.error_square, draws.variance)) / tokens,
+    }
+    if sampling.top_k or sampling.top_p < 1 or sampling.min_p:
+        values["rollout/support_cut_frac"] = draws.cut / tokens
+    return values
+
+
+def draw_warning(values: dict[str, float]) -> str | None:
+    """What to say of a sampler whose tokens are not what its distributions say; None where they are.
+
+    Beyond six standard errors, which no honest sampler reaches by chance (a normal deviate does once in 5e8 times); a
+    thousandth of a nat is rounding. Not a number is not what they say either.
+    """
+    names = ("sampled_entropy_nats", "model_entropy_nats", "sampled_entropy_error_nats")
+    sampled, model, error = (values.get(f"rollout/{name}", 0.0) for name in names)
+    if abs(sampled - model) <= max(6 * error, 1e-3):
+        return None
+    return (
+        f"warning: the tokens that were drawn have an entropy of {sampled:.4f} nats, the distributions they were drawn "
+        f"from one of {model:.4f} (standard error {error:.4f}): the sampler does not draw what it says"
+    )
+
+
+def update_values(config: Config, used: dict[str, Any]) -> dict[str, float]:
+    """Figures of the iteration's updates from its sums and counts: the one place where means are taken."""
+
+    def ratio(numerator: str, denominator: str) -> float:
+        return float(used[numerator]) / float(used[denominator]) if used[denominator] > 0 else math.nan
+
+    reused = int(used["real_count"]) - int(used["first_use_count"])
+
+    def effective(name: str, count: float) -> float:
+        square = count * float(used[f"{name}_square_sum"])
+        return float(used[f"{name}_sum"]) ** 2 / square if square else math.nan
+
+    def explained(whole: str, rest: str, count: float) -> float:
+        moment = lambda name: count * float(used[f"{name}_square_sum"]) - float(used[f"{name}_sum"]) ** 2  # noqa: E731
+        return 1 - moment(rest) / moment(whole) if moment(whole) > 0 else math.nan
+
+    values = {
+        "update/loss": ratio("loss_sum", "update_count"),
+        "update/entropy_nats": ratio("entropy_sum", "token_count"),
+        "update/kl_behaviour_nats": ratio("kl_behaviour_sum", "token_count"),
+        "update/clip_frac": ratio("clipped_count", "token_count"),
+        "update/ratio_max": float(used["ratio_max"]),
+        "update/ess_frac": effective("ratio", float(used["token_count"])),
+        "update/sequence_ess_frac": effective("sequence_ratio", float(used["row_count"])),
+        "update/grad_norm": ratio("grad_norm_sum", "update_count"),
+        "update/skipped_steps": int(used["skipped_count"]),
+        "update/sampler_learner_gap_max_nats": float(used["gap_max"]) if used["own_token_count"] else math.nan,
+        "optimizer/learning_rate": float(used["learning_rate"]),
+        "replay/age_mean_steps": ratio("age_sum", "real_count"),
+        "replay/age_max_steps": int(used["age_max"]),
+        "replay/uses_mean": ratio("uses_sum", "real_count"),
+        "replay/replay_ratio": ratio("ended_uses", "ended_rows"),
+        "replay/first_use_frac": ratio("first_use_count", "real_count"),
+        "replay/unique_prompts_mean": ratio("unique_prompt_count", "update_count"),
+        "replay/since_last_use_mean_steps": float(used["since_last_use_sum"]) / reused if reused else math.nan,
+        "replay/filled_frac": float(used["filled_slots"]) / config.ring_capacity,
+        "replay/wasted_share": float(used["wasted_share"]),
+        "replay/drawn_rows": int(used["real_count"]),
+        "tokens/trained": int(used["token_count"]),
+    }
+    for i, label in enumerate(AGE_LABELS):
+        tokens, total, square = (
+            float(used[f"{name}_by_age"][i]) for name in ("token_count", "ratio_sum", "ratio_square_sum")
+        )
+        if tokens:
+            values[f"update/clip_frac_age_{label}"] = float(used["clipped_count_by_age"][i]) / tokens
+            values[f"update/ess_frac_age_{label}"] = total**2 / (tokens * square) if square else math.nan
+    if "kl_reference_sum" in used:
+        values["update/kl_reference_nats"] = ratio("kl_reference_sum", "token_count")
+    if "old_gap_max" in used:
+        values["update/old_policy_gap_max_nats"] = float(used["old_gap_max"])
+    if "correction_weight_sum" in used:
+        values["update/correction_weight"] = ratio("correction_weight_sum", "token_count")
+    if "value_loss_sum" in used:
+        values["update/value_loss"] = ratio("value_loss_sum", "token_count")
+        values["update/explained_variance"] = explained("return", "value_error", float(used["token_count"]))
+    for name in ("environment", "imitation"):
+        if f"{name}_loss_sum" in used:
+            values[f"update/{name}_nats"] = ratio(f"{name}_loss_sum", "update_count")
+    if "entropy_coefficient_sum" in used:
+        values["update/entropy_coefficient"] = ratio("entropy_coefficient_sum", "update_count")
+    if "rate_scale_sum" in used:
+        values["optimizer/rate_scale"] = ratio("rate_scale_sum", "update_count")
+    return values
+
+
+def cost_values(config: Config, values: dict[str, float], before: float) -> dict[str, float]:
+    """What the run has cost in trained rollouts, the sum of B + mu R, from the iteration's seconds and counts.
+
+    Where mu is not declared, an iteration that trained on nothing has none and adds nothing.
+
+    Args:
+        before: what the run had cost before this iteration.
+
+    Source: Arnal et al. 2026, arXiv:2604.08706, section 4. Differs: generation and training alternate on one mesh, so
+    mu is a ratio of seconds, not of workers; B counts the rows that were really drawn.
+    """
+    generated, trained = values["rollout/generated_rows"], values["replay/drawn_rows"]
+    generate_s = values["time/generate_s"] + values["time/reward_s"]
+    update_s = values["time/update_s"]
+    measured = generate_s / generated / (update_s / trained) if trained and update_s > 0 else math.nan
+    ratio = config.replay.cost_ratio or measured
+    cost = trained + ratio * generated
+    return {"time/cost_ratio": measured, "time/compute_rollouts": before + (cost if math.isfinite(cost) else 0.0)}
+
+
+class MetricsWriter:
+    """Appends to metrics.jsonl, samples.jsonl and tensorboard/ in ``workdir``, and to shared_rollouts.jsonl if asked.
+
+    One process of a run has one.
+    """
+
+    def __init__(self, workdir: str | os.PathLike, config: MetricsConfig):
+        self._workdir = pathlib.Path(workdir)
+        self._workdir.mkdir(parents=True, exist_ok=True)
+        names = (*FILES, SHARED_FILE) if config.share_rollouts else FILES
+        self._files = {name: open(self._workdir / name, "ab") for name in names}  # noqa: SIM115, closed in close()
+        self._use_tensorboard = config.tensorboard
+        self._tensorboard: RecordWriter | None = None
+
+    def write(self, iteration: int, values: dict[str, Any]) -> None:
+        """Append one object: ``iteration`` and the values, numbers that are not finite and None as null.
+
+        Raises:
+            KeyError: a name that ``METRICS`` does not declare.
+        """
+        for name in values:
+            if name not in METRICS:
+                raise KeyError(f"metric {name!r} is not declared in METRICS")
+        numbers = {name: _number(value) for name, value in values.items()}
+        self._append("metrics.jsonl", [{"iteration": iteration, **numbers}])
+        if self._use_tensorboard:
+            named = [item for item in numbers.items() if item[1] is not None]
+            events = [Event(step=iteration, wall_time=time.time(), summary=scalar(*item)) for item in named]
+            if self._tensorboard is None:
+                (self._workdir / "tensorboard").mkdir(exist_ok=True)
+                path = self._workdir / "tensorboard" / f"events.out.tfevents.{time.time_ns()}"
+                self._tensorboard = RecordWriter(str(path))
+                # What a killed run wrote from this iteration on is not shown.
+                start = Event(step=iteration, session_log=SessionLog(status=SessionLog.START))
+                events = [Event(file_version="brain.Event:2"), start, *events]
+            for event in events:
+                self._tensorboard.write(event.SerializeToString())
+            self._tensorboard.flush()
+
+    def write_samples(self, rows: list[dict[str, Any]]) -> None:
+        """Append sampled rollouts, one JSON object each."""
+        self._append("samples.jsonl", rows)
+
+    def write_shared(self, rows: list[dict[str, Any]]) -> None:
+        """Append groups for other runs, one JSON object each; who reads meanwhile may see the last one in part."""
+        self._append(SHARED_FILE, rows)
+
+    def state(self) -> dict[str, int]:
+        """Size in bytes of each file, for the checkpoint."""
+        return {name: file.tell() for name, file in self._files.items()}
+
+    def restore(self, state: dict[str, int]) -> list[str]:
+        """Cut the files back to a checkpoint's ``state()``, so that a resumed run repeats no line.
+
+        ``{}`` (no checkpoint) empties them. Lines that cannot be read go too.
+
+        Returns:
+            What to say of a file that has less than it had then.
+        """
+        said = []
+        for name, file in self._files.items():
+            path, size = self._workdir / name, state.get(name, 0)
+            file.truncate(min(size, file.tell()))
+            lines = path.read_bytes().splitlines(keepends=True) if name in FILES else []
+            if not all(map(_is_row, lines)):
+                file.truncate(0)
+                file.writelines(filter(_is_row, lines))
+            if lost := size - file.seek(0, os.SEEK_END):
+                said.append(f"warning: {path} has lost {lost} of {size} bytes: there is a gap in what it tells")
+        return said
+
+    def close(self) -> None:
+        with contextlib.ExitStack() as stack:  # every one, whatever a full disk says of another
+            for file in (*self._files.values(), *([self._tensorboard] if self._tensorboard else [])):
+                stack.callback(file.close)
+
+    def _append(self, name: str, rows: list[dict[str, Any]]) -> None:
+        text = "".join(json.dumps(_finite(row), ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
+        self._files[name].write(text.encode())
+        self._files[name].flush()
+
+
+def _number(value: Any) -> float | int | None:
+    if value is None:
+        return None
+    number = value if isinstance(value, int) else float(value)
+    return number if math.isfinite(number) else None
+
+
+def _finite(value: Any) -> Any:
+    """``value`` with null for every float that JSON cannot hold (the reward of a rollout that failed is NaN)."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def read_metrics(workdir: str | os.PathLike) -> list[dict[str, Any]]:
+    """The objects of ``workdir/metrics.jsonl``, one per iteration.
+
+    Raises:
+        ConfigError: no such file, or a line that is not JSON.
+    """
+    path = pathlib.Path(workdir) / "metrics.jsonl"
+    if not os.path.isfile(path):  # False too for a name that no file can have
+        raise ConfigError(f"no metrics.jsonl in {workdir}")
+    return read_lines(path)
+
+
+def read_lines(path: pathlib.Path) -> list[dict[str, Any]]:
+    """JSON objects, one a line. A last line without its newline was cut short by a kill and is left out.
+
+    Raises:
+        ConfigError: a line that is not a JSON object.
+    """
+    rows = []
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ConfigError(f"{path}:{number}: not JSON: {error}") from None
+        if not isinstance(row, dict):
+            raise ConfigError(f"{path}:{number}: not a JSON object")
+        rows.append(row)
+    return rows
+
+
+def _is_row(line: bytes) -> bool:
+    try:
+        return line.endswith(b"\n") and isinstance(json.loads(line), dict)
+    except ValueError:
+        return False
+
+
+class Progress:
+    """One live line on a terminal, one line per iteration elsewhere.
+
+    Args:
+        num_iterations: of the whole run.
+        start: iterations finished before this process began.
+        console: where to write; default standard output.
+    """
+
+    def __init__(self, num_iterations: int, start: int = 0, console: rich.console.Console | None = None):
+        self._total = num_iterations
+        self._console = rich.console.Console(highlight=False) if console is None else console
+        self._times = [time.monotonic()]  # at the start, and after each iteration of this process
+        self._bar: rich.progress.Progress | None = None
+        if self._console.is_terminal:
+            self._bar = rich.progress.Progress(
+                rich.progress.BarColumn(bar_width=12),
+                # A narrow terminal folds the line instead of losing its end.
+                rich.progress.TextColumn("{task.description}", markup=False, table_column=rich.table.Column()),
+                console=self._console,
+                auto_refresh=False,
+            )
+            self._task = self._bar.add_task(
+                f"iteration {start}/{num_iterations}", total=num_iterations, completed=start
+            )
+            self._bar.start()
+
+    def restart_clock(self) -> None:
+        """The loop begins now: what came before (compiling, loading) has no part in the estimate."""
+        self._times = [time.monotonic()]
+
+    def update(self, iteration: int, values: dict[str, Any]) -> None:
+        """Show the state after ``iteration`` iterations; values as given to ``MetricsWriter.write``, any may lack."""
+        self._times.append(time.monotonic())
+        if warning := draw_warning(values):
+            self.note(warning)
+        line = progress_line(iteration, self._total, values, self._remaining_s(iteration))
+        if self._bar is None:
+            self.note(line)
+        else:
+            self._bar.update(self._task, completed=iteration, description=line, refresh=True)
+
+    def note(self, text: str) -> None:
+        """Print above the live line."""
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def _remaining_s(self, iteration: int) -> float:
+        # The first iteration compiles: it counts only while there is no other.
+        times = self._times[1:] if len(self._times) > 2 else self._times
+        return (times[-1] - times[0]) / (len(times) - 1) * (self._total - iteration)
+
+
+def progress_line(iteration: int, total: int, values: dict[str, Any], remaining_s: float) -> str:
+    """``iteration 3/20 | reward 0.41 | pass 0.38 | ... | ETA 4:05``; "-" where there is no number."""
+
+    def shown(name: str, form: str) -> str:
+        number = _number(values[name]) if name in values else None
+        return "-" if number is None else format(number, form)
+
+    minutes, seconds = divmod(round(remaining_s), 60)
+    hours, minutes = divmod(minutes, 60)
+    eta = f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+    parts = (
+        f"iteration {iteration}/{total}",
+        f"reward {shown('rollout/reward_mean', '.3f')}",
+        f"pass {shown('rollout/pass_rate', '.3f')}",
+        f"generate {shown('throughput/generate_tokens_per_s', ',.0f')} tok/s",
+        f"update {shown('throughput/update_tokens_per_s', ',.0f')} tok/s",
+        f"staleness {shown('replay/age_mean_steps', '.2f')}",
+        f"ETA {eta}",
+    )
+    return " | ".join(parts)

@@ -1,0 +1,455 @@
+"""Checkpoints: the whole state of a run as one orbax step, written in the background, and stop requests.
+
+    workdir/checkpoints/12/            12 = iterations finished
+        state/     every array of the device state, by name ("train/params/embed")
+        host/      JSON: prompt iterator, RNG root, positions in the metric files
+        config/    JSON: the resolved config, the pass rate where one was measured, dtype, shape and checksum of every
+                   array, and a digest of all this and of host/
+
+A step is written in a temporary directory and renamed when every file is there, so one that a crash cut short
+is never found. One that was damaged later has other checksums, and the one before it is taken. Arrays are stored
+under their tree paths and without compression: float weights do not shrink, and the processor has better things to do.
+
+Owns: the layout above, what is kept, which settings may differ on resume, who may write into a workdir. Does not
+know: what the state means, except that a subtree named ``params`` holds the weights.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import fcntl
+import hashlib
+import json
+import os
+import pathlib
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import flax.traverse_util
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import tensorstore
+from absl import logging
+
+from jaxrl_llm.config import CheckpointConfig, Config, ConfigError, freeze, from_json, to_json
+from jaxrl_llm.ops.checksum import checksum, checksums
+from jaxrl_llm.runtime.nested import differences
+
+# Settings (or groups) that a resumed run may change freely: they say how long the run is, what it writes down, with
+# how many hands and where arrays lie, and no parameter, ring byte or sampled token depends on them.
+FREE_SETTINGS = (
+    "num_iterations",
+    "compilation_cache",
+    "checkpoint",
+    "metrics",
+    "eval.every_iterations",
+    "rewards.num_workers",
+    "replay.memory",
+    "optimizer.offload",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Restored:
+    """A checkpoint that was read.
+
+    Attributes:
+        iteration: iterations finished when it was saved.
+        device_state: as saved, with the structure and shardings of the abstract state.
+        host_state: the JSON object given to ``save``.
+        config: the config it was saved with.
+    """
+
+    iteration: int
+    device_state: Any
+    host_state: dict[str, Any]
+    config: Config
+
+
+class Checkpointer:
+    """Saves to and restores from ``workdir/checkpoints``. Every process of a multi-host run makes the same calls."""
+
+    def __init__(self, workdir: str | os.PathLike, config: CheckpointConfig):
+        self.directory = pathlib.Path(workdir) / "checkpoints"
+        self._config = config
+        self._pass_rates: dict[int, float | None] = {}
+        for step in _steps(self.directory):
+            with contextlib.suppress(DamagedError):
+                self._pass_rates[step] = _read_text(self.directory / str(step))[1]["pass_rate"]
+        self._manager = _open(self.directory.resolve(), self)
+        self._current: int | None = None  # iteration on disk that equals the caller's state
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        """For orbax: the last ones are kept, and the best of those whose pass rate is known."""
+        steps = [checkpoint.step for checkpoint in checkpoints]
+        rated = [step for step in steps if self._pass_rates.get(step) is not None]
+        best = sorted(rated, key=self._pass_rates.get, reverse=True)[: self._config.keep_best]
+        return [step in best or step in steps[-self._config.keep_last :] for step in steps]
+
+    def save(
+        self,
+        iteration: int,
+        device_state: Any,
+        host_state: dict[str, Any],
+        config: Config,
+        *,
+        pass_rate: float | None,
+        checksums: Callable[[Any], jax.Array] = checksums,
+    ) -> None:
+        """Start writing a checkpoint and return; the arrays may be donated at once.
+
+        Waits for the write before, if that still runs, and raises what went wrong in it. Saving the iteration just
+        saved or restored does nothing. After going back to an older iteration, the newer checkpoints are another
+        run's future: they are removed.
+
+        Args:
+            iteration: iterations finished; names the checkpoint.
+            device_state: pytree of arrays (of a typed PRNG key, its data); None and empty subtrees are allowed.
+            host_state: JSON object.
+            config: the resolved config.
+            pass_rate: fraction in [0, 1] of the last evaluation, None where there was none; without one a
+                checkpoint is never among the best.
+            checksums: of the leaves of such a state, in their order.
+
+        Host/device: copies to the host (on CPU: holds the buffers, so that a donated one is copied when overwritten).
+        """
+        if iteration == self._current:
+            return
+        arrays = _by_name(device_state)
+        sums = zip(arrays.items(), jax.device_get(checksums(device_state)).tolist(), strict=True)
+        self._pass_rates[iteration] = None if pass_rate is None else float(pass_rate)
+        text = {
+            "config": json.loads(to_json(config)),
+            "pass_rate": self._pass_rates[iteration],
+            "arrays": {name: [str(x.dtype), list(x.shape), value] for (name, x), value in sums},
+        }
+        # Through text now: the caller goes on changing its dictionaries while the write runs.
+        host = json.loads(json.dumps(host_state))
+        for newer in [step for step in self._manager.all_steps() if step >= iteration]:
+            self._manager.delete(newer)
+        self._manager.save(
+            iteration,
+            args=ocp.args.Composite(
+                state=ocp.args.PyTreeSave(arrays),
+                host=ocp.args.JsonSave(host),
+                config=ocp.args.JsonSave(text | {"digest": _digest(host, text)}),
+            ),
+            force=True,
+        )
+        self._current = iteration
+
+    def restore(
+        self,
+        abstract_state: Any,
+        config: Config | None,
+        *,
+        allow_config_changes: bool,
+        iteration: int | None = None,
+        checksums: Callable[[Any], jax.Array] = checksums,
+    ) -> Restored | None:
+        """Read a checkpoint onto the shardings of ``abstract_state``, which may be those of another mesh.
+
+        Args:
+            abstract_state: pytree of ``ShapeDtypeStruct`` with shardings.
+            config: the config of the run that resumes; None: any will do.
+            allow_config_changes: accept settings that differ, as long as the arrays fit.
+            iteration: which; None = the latest that is whole.
+            checksums: as for ``save``.
+
+        Returns:
+            None when no checkpoint was ever finished.
+
+        Raises:
+            ConfigError: no such iteration, none that is whole, settings differ, or arrays do not fit.
+        """
+        self.wait()
+        if iteration is None and self.latest_iteration() is None:
+            return None
+        names = _by_name(abstract_state)
+
+        def read(path: pathlib.Path) -> Restored:
+            host, text = _read_text(path)
+            saved = freeze(text["config"])
+            if config is not None and not allow_config_changes:
+                _check_settings(saved, config, path)
+            _check_arrays(text["arrays"], names, path, same_dtype=True)
+            arrays = _read_arrays(path, names)
+            state = jax.tree.unflatten(jax.tree.structure(abstract_state), arrays.values())
+            _compare(text["arrays"], arrays, checksums(state))
+            return Restored(int(path.name), state, host, saved)
+
+        restored = _read_whole(self.directory, iteration, read)
+        self._current = restored.iteration
+        return restored
+
+    def check_config(self, config: Config, *, allow_changes: bool) -> None:
+        """Refuse to resume under other settings; reads no array, so it may come before anything is compiled.
+
+        Raises:
+            ConfigError: settings differ from those of the latest checkpoint, or none is whole.
+        """
+        latest = self.latest_iteration()
+        if latest is not None and not allow_changes:
+            read = lambda path: _check_settings(freeze(_read_text(path)[1]["config"]), config, path)  # noqa: E731
+            _read_whole(self.directory, None, read, say=False)
+
+    def check(self) -> None:
+        """Raise what has gone wrong in the background by now."""
+        if not self._manager.is_saving_in_progress():
+            self.wait()
+
+    def wait(self) -> None:
+        """Return when nothing is being written; raises what went wrong in the background."""
+        self._manager.wait_until_finished()
+
+    def close(self) -> None:
+        """``wait``, then end the threads."""
+        self._manager.close()
+
+    def latest_iteration(self) -> int | None:
+        """Iteration of the newest finished checkpoint, None when there is none."""
+        return max(_steps(self.directory), default=None)
+
+
+def restore_params(directory: str | os.PathLike, abstract_params: Any = None) -> tuple[Any, Config]:
+    """Read the weights alone, for evaluation and export.
+
+    Args:
+        directory: a workdir, its ``checkpoints`` directory (the latest is read) or one checkpoint in it.
+        abstract_params: pytree of ``ShapeDtypeStruct`` with shardings, cast to its dtypes; None gives nested
+            dictionaries of numpy arrays on the host, as they were saved.
+
+    Returns:
+        The parameters and the config of the run.
+
+    Raises:
+        ConfigError: no finished checkpoint there that is whole, or its arrays do not fit. An array that is cast is not
+            compared with its checksum.
+    """
+    path = pathlib.Path(directory).resolve()
+    root = path / "checkpoints" if os.path.isdir(path / "checkpoints") else path
+    iteration = None
+    if path.name.isdigit() and os.path.isdir(path / "state"):
+        root, iteration = path.parent, int(path.name)
+    if not _steps(root):
+        raise ConfigError(f"no finished checkpoint in {directory}")
+
+    def read(path: pathlib.Path) -> tuple[Any, Config]:
+        text = _read_text(path)[1]
+        # The shallowest subtree of this name: the optimizer may have its own further down.
+        heads = [f"/{name}".partition("/params/") for name in text["arrays"]]
+        prefix = min((head for head, found, _ in heads if found), key=lambda head: head.count("/"))
+        prefix = f"{prefix}/params/"[1:]
+        saved = {name: about for name, about in text["arrays"].items() if name.startswith(prefix)}
+        wanted = dict.fromkeys(saved)
+        if abstract_params is not None:
+            wanted = {prefix + name: leaf for name, leaf in _by_name(abstract_params).items()}
+            _check_arrays(saved, wanted, path, same_dtype=False)
+        arrays = _read_arrays(path, wanted)
+        as_saved = {name: x for name, x in arrays.items() if str(x.dtype) == saved[name][0]}
+        # One at a time on the device.
+        _compare(saved, as_saved, np.array([checksum(x).item() for x in as_saved.values()]))
+        if abstract_params is None:
+            arrays = {name.removeprefix(prefix): x for name, x in arrays.items()}
+            return flax.traverse_util.unflatten_dict(arrays, sep="/"), freeze(text["config"])
+        return jax.tree.unflatten(jax.tree.structure(abstract_params), arrays.values()), freeze(text["config"])
+
+    return _read_whole(root, iteration, read)
+
+
+def _open(directory: pathlib.Path, kept: Any) -> ocp.CheckpointManager:
+    logging.set_verbosity(logging.FATAL)  # orbax tells every step of its work, and what it raises as well
+    # One replica writes each array whole: splitting the work over replicas compiles a slice per shape, on the devices.
+    arrays = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
+    state = ocp.PyTreeCheckpointHandler(
+        use_compression=False,
+        type_handler_registry=ocp.type_handlers.create_type_handler_registry(
+            (jax.Array, arrays), (np.ndarray, ocp.type_handlers.NumpyHandler())
+        ),
+    )
+    handlers = {"state": state, "host": ocp.JsonCheckpointHandler(), "config": ocp.JsonCheckpointHandler()}
+    # Temporary directories are what a killed run left half-written.
+    options = ocp.CheckpointManagerOptions(preservation_policy=kept, cleanup_tmp_directories=True)
+    return ocp.CheckpointManager(directory, options=options, item_names=tuple(handlers), item_handlers=handlers)
+
+
+def _by_name(tree: Any) -> dict[str, Any]:
+    """``{"train/params/embed": leaf}`` in the order of ``jax.tree.leaves``: None and empty subtrees leave no entry."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    named = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+    assert len(named) == len(leaves), "two leaves of the state share a name"
+    return named
+
+
+class DamagedError(Exception):
+    """A part of a checkpoint is not what was saved."""
+
+
+@contextlib.contextmanager
+def _reading(part: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, NotImplementedError) as error:
+        said = str(error).split(" [")[0]  # tensorstore adds places in its source
+        raise DamagedError(f"{part}: {said}") from error
+
+
+def _steps(directory: pathlib.Path) -> list[int]:
+    """Iterations whose checkpoints are finished, the newest first."""
+    names = [path.name for path in directory.iterdir()] if directory.is_dir() else []
+    return sorted((int(name) for name in names if name.isdigit()), reverse=True)
+
+
+def _read_whole(root: pathlib.Path, iteration: int | None, read: Callable[[pathlib.Path], Any], *, say: bool = True):
+    """``read(path)`` of the checkpoint of an iteration; None = of the newest that is whole.
+
+    Raises:
+        ConfigError: no such iteration, or none is whole.
+    """
+    steps = _steps(root)
+    if iteration is not None and iteration not in steps:
+        raise ConfigError(f"no checkpoint of iteration {iteration} in {root}; there are {sorted(steps)}")
+    for step in steps if iteration is None else [iteration]:
+        path = root / str(step)
+        try:
+            return read(path)
+        except DamagedError as error:
+            damaged = " ".join(f"checkpoint {path} is damaged: {error}".split())
+        if say and iteration is None and step != steps[-1]:
+            print(f"warning: {damaged}; taking the one before", file=sys.stderr)
+    raise ConfigError(damaged)
+
+
+def _digest(host: Any, text: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps([host, text], sort_keys=True).encode()).hexdigest()
+
+
+def _read_text(path: pathlib.Path) -> tuple[Any, dict[str, Any]]:
+    """What ``save`` put into host/ and config/."""
+    with _reading("host/ or config/"):
+        host, text = [json.loads((path / item / "metadata").read_bytes()) for item in ("host", "config")]
+        if text.pop("digest") != _digest(host, text):
+            raise ValueError("another digest than they were saved with")
+    return host, text
+
+
+def _read_arrays(path: pathlib.Path, wanted: dict[str, Any]) -> dict[str, Any]:
+    """Arrays by name: where ``wanted`` gives a ``ShapeDtypeStruct``, on its sharding; where None, numpy."""
+
+    def read(name: str) -> Any:
+        base = {"driver": "file", "path": str(path / "state")}
+        with _reading(f"array {name}"):
+            kvstore = {"driver": "ocdbt", "base": base, "path": name}
+            stored = tensorstore.open({"driver": "zarr", "kvstore": kvstore}, open=True, read=True).result()
+            if (leaf := wanted[name]) is None:
+                return stored.read().result()
+            sharding = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
+            part = lambda index: stored[index].read().result().astype(leaf.dtype, copy=False)  # noqa: E731
+            return jax.make_array_from_callback(leaf.shape, sharding, part)
+
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        return dict(zip(wanted, pool.map(read, wanted), strict=True))
+
+
+def _compare(saved: dict[str, Any], arrays: dict[str, Any], sums: jax.Array) -> None:
+    """Raise a ``DamagedError`` where the arrays do not have the checksums they were saved with."""
+    now = zip(arrays, jax.device_get(sums).tolist(), strict=True)
+    if wrong := [name for name, value in now if value != saved[name][2]]:
+        more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+        raise DamagedError(f"array {wrong[0]}{more} has another checksum than when it was saved")
+
+
+def changed_settings(saved: Config, config: Config) -> dict[str, tuple[Any, Any]]:
+    """``{setting: (saved, now)}`` of the settings that differ and may not where a run is resumed."""
+    free = FREE_SETTINGS
+    if config.optimizer.schedule != "constant":
+        free = tuple(name for name in free if name != "num_iterations")  # a decay ends at the last iteration
+    # Through JSON as the saved one went: a tuple in a dictionary of arguments comes back as a list.
+    return {
+        name: values
+        for name, values in differences(saved, from_json(to_json(config))).items()
+        if name not in free and name.split(".")[0] not in free
+    }
+
+
+def _check_settings(saved: Config, config: Config, path: pathlib.Path) -> None:
+    if changed := changed_settings(saved, config):
+        listed = "; ".join(f"{name} {old!r} -> {new!r}" for name, (old, new) in changed.items())
+        raise ConfigError(
+            f"checkpoint {path} was made with other settings: {listed}. "
+            "Set them back, use another workdir, or pass --allow_config_changes"
+        )
+
+
+def _check_arrays(saved: dict[str, Any], wanted: dict[str, Any], path: pathlib.Path, *, same_dtype: bool) -> None:
+    wrong = [f"{name} is missing" for name in wanted if name not in saved]
+    wrong += [f"{name} is not expected" for name in saved if name not in wanted]
+    for name in wanted:
+        if name in saved:
+            (dtype, shape, _), new = saved[name], wanted[name]
+            if shape != list(new.shape) or (same_dtype and dtype != str(new.dtype)):
+                wrong.append(f"{name} is {dtype}{shape}, not {new.dtype}{list(new.shape)}")
+    if wrong:
+        more = f" (and {len(wrong) - 3} more)" if len(wrong) > 3 else ""
+        raise ConfigError(f"checkpoint {path} does not fit: {'; '.join(wrong[:3])}{more}")
+
+
+@contextlib.contextmanager
+def claim(workdir: pathlib.Path) -> Iterator[None]:
+    """Make the folder and hold it for one run while entered, or until the process ends, however it ends.
+
+    Raises:
+        ConfigError: no file can be written there, or another run holds it.
+    """
+    where, path = str(workdir.resolve()), workdir / "lock"
+    if "[" in where or not where.isprintable():  # orbax would take the one for a pattern, tensorstore wants UTF-8
+        raise ConfigError(f"--workdir={where!r} must be without '[' and characters that cannot be printed")
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        lock = open(path, "a")  # noqa: SIM115, closed below
+    except OSError as error:
+        raise ConfigError(f"--workdir={workdir} cannot be written: {error.strerror}") from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(f"--workdir={workdir} is in use by {path.read_text()}") from error
+        except OSError as error:
+            print(f"warning: {path}: {error.strerror}; nothing keeps another run out", file=sys.stderr)
+        path.write_text(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}")
+        yield
+
+
+class StopRequest:
+    """While entered, SIGTERM and SIGINT only set ``requested`` to the signal's name; the loop stops where it can save.
+
+    A SIGINT after a request raises KeyboardInterrupt at once: for a user who does not want to wait.
+    """
+
+    def __init__(self) -> None:
+        self.requested: str | None = None
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> StopRequest:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, _: object) -> None:
+        if self.requested is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.requested = signal.Signals(number).name
+        # Not print: a handler may interrupt one. Says that Ctrl-C was heard while an iteration runs on.
+        note = f"\n{self.requested}: finishing this iteration, then saving (Ctrl-C again stops at once)\n"
+        os.write(2, note.encode())  # standard error; in a notebook sys.stderr is no file

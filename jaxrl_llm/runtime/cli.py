@@ -1,0 +1,135 @@
+"""What every command shares: flags, one-line errors with exit status 2, and a platform that exists.
+
+Does not know: what the commands do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import gc
+import glob
+import os
+import re
+import runpy
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+
+from absl import app, flags
+
+from jaxrl_llm.config import Config, ConfigError, flatten, freeze
+from jaxrl_llm.runtime import hosts as distributed
+from jaxrl_llm.runtime.nested import visible
+
+# Device nodes of TPUs (older and newer drivers) and of NVIDIA and AMD GPUs.
+ACCELERATORS = ("/dev/accel*", "/dev/vfio/[0-9]*", "/dev/nvidia[0-9]*", "/dev/kfd")
+
+
+def run(main: Callable[[], None]) -> None:
+    """Parse the flags and call ``main()``; never returns.
+
+    Bad input (a ``ConfigError``, an unknown or malformed flag) prints one line on stderr and exits with
+    status 2, a full disk (``DiskError``) with status 1. Any other exception is ours and keeps its traceback.
+    """
+    _choose_platform()
+    # Where a write fails, those beside it find their event loop closed, and say so beside the error that is raised.
+    sys.unraisablehook = lambda x: "Event loop is closed" in str(x.exc_value) or sys.__unraisablehook__(x)
+    gc.set_threshold(100_000)  # set-up makes millions of objects that stay: looking for others takes 7 % of it
+
+    def guarded(argv: list[str]) -> None:
+        if argv[1:]:
+            _fail(f"unexpected argument {argv[1]!r}; settings are given as --name=value")
+        try:
+            distributed.initialize()
+            with writing("output"):
+                main()
+        except (ConfigError, DiskError) as error:
+            _fail(error, status=1 if isinstance(error, DiskError) else 2)
+
+    app.run(guarded, flags_parser=_parse)
+
+
+class DiskError(RuntimeError):
+    """A disk takes no more."""
+
+
+@contextlib.contextmanager
+def writing(folder: str | os.PathLike) -> Iterator[None]:
+    """While entered, an exception that says that a disk takes no more becomes a ``DiskError`` that names the path."""
+    try:
+        yield
+    except (ConfigError, DiskError):
+        raise
+    except Exception as error:
+        for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
+            if os.strerror(code) in str(error):  # by its words: tensorstore and safetensors have errors of their own
+                raise DiskError(f"{getattr(error, 'filename', None) or folder}: {os.strerror(code)}") from error
+        raise
+
+
+def _parse(argv: list[str]) -> list[str]:
+    # A shell leaves --workdir=~/run as it is.
+    argv = [re.sub("^(--?[a-z_]+=)(~/.*)", lambda m: m[1] + os.path.expanduser(m[2]), word) for word in argv]
+    try:
+        rest = flags.FLAGS(argv)
+        for name in flags.FLAGS:
+            value = flags.FLAGS[name].value
+            hasattr(value, "to_dict")  # a config file that is not there is missed when looked at
+            if name in ("workdir", "out") and value is not None and not (value and value.isprintable()):
+                raise ConfigError(f"--{name}={value!r} must name a folder, in printable text")
+        return rest
+    except (Exception, SystemExit) as error:  # a config file may leave the process
+        # What went wrong inside a config file or with the key of an override, ml_collections does not say.
+        try:
+            _check_config_files(argv)
+            _check_overrides(argv)
+        except ConfigError as better:
+            _fail(better)
+        if isinstance(error, (flags.Error, ConfigError, OSError)):
+            _fail(error)
+        raise
+
+
+def _check_config_files(argv: list[str]) -> None:
+    """Raise a ``ConfigError`` for a ``--config=FILE`` whose code or ``get_config()`` raises, with file and line."""
+    for argument in argv:
+        name, _, path = argument.partition("=")
+        path, *given = path.split(":", 1)
+        if name.lstrip("-") == "config" and os.path.exists(path) and not os.path.isdir(path):
+            try:
+                settings = runpy.run_path(path)["get_config"](*given)
+                if not isinstance(settings, Mapping) and not hasattr(settings, "to_dict"):
+                    raise TypeError(f"get_config() returned {settings!r:.60}, which is no group of settings")
+            except (Exception, SystemExit) as error:
+                lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
+                where = f"{path}:{lines[-1]}" if lines else path
+                raise ConfigError(f"{where}: {type(error).__name__}: {error}") from error
+
+
+def _check_overrides(argv: list[str]) -> None:
+    """Raise the ``ConfigError`` of a ``--config.a.b=value`` whose key does not exist."""
+    known, unlisted = flatten(Config()), []
+    for argument in argv:
+        key, _, mapping = argument.lstrip("-").partition("=")
+        if argument.startswith("-") and key.startswith("config.") and key.removeprefix("config.") not in known:
+            for part in reversed(key.split(".")[1:]):
+                mapping = {part: mapping}
+            freeze(mapping)
+            unlisted.append(key)  # inside a free-form group, such as prompts.arguments
+    if unlisted:
+        raise ConfigError(f"{', '.join(unlisted)}: the config file has no such key to override")
+
+
+def _fail(error: Exception | str, status: int = 2) -> None:
+    print("error: " + visible(" ".join(str(error).split())[:2000]), file=sys.stderr)
+    sys.exit(status)
+
+
+def _choose_platform() -> None:
+    """Without an accelerator, CPU: an installed libtpu would otherwise look for its chips and complain."""
+    if "JAX_PLATFORMS" in os.environ or any(glob.glob(pattern) for pattern in ACCELERATORS):
+        return
+    os.environ["JAX_PLATFORMS"] = "cpu"  # for whoever imports jax from now on, child processes included
+    if "jax" in sys.modules:
+        sys.modules["jax"].config.update("jax_platforms", "cpu")

@@ -1,0 +1,81 @@
+"""JSONL in and out of the commands ``generate`` and ``score``.
+
+Owns: reading rows with errors that name file and line, lengths in buckets. Does not know: models.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Iterable
+from typing import Any
+
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.questions.tasks.files import BadRowError, json_lines, parse
+
+
+def read(path: str) -> list[tuple[str, dict[str, Any]]]:
+    """The objects of a JSONL file, each with its place, "file:line"; blank lines are passed over.
+
+    Raises:
+        ConfigError: no such file, no row, or a line that is not a JSON object.
+    """
+    rows = []
+    try:
+        for number, line in json_lines(pathlib.Path(path)):
+            where = f"{path}:{number}"
+            try:
+                row = parse(line)
+            except BadRowError as error:
+                raise ConfigError(f"{where}: {error}") from error
+            if not isinstance(row, dict):
+                raise ConfigError(f"{where}: must be an object, not {type(row).__name__}")
+            rows.append((where, row))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
+    if not rows:
+        raise ConfigError(f"{path}: holds no row")
+    return rows
+
+
+def check_output(path: str) -> None:
+    """Before any work is done: that a file can be written there.
+
+    Raises:
+        ConfigError: the folder is not there.
+    """
+    if not pathlib.Path(path).parent.is_dir() or pathlib.Path(path).is_dir():
+        raise ConfigError(f"--output={path} must be a file in a folder that exists")
+
+
+def write(path: str, rows: Iterable[dict[str, Any]]) -> None:
+    """One object a line."""
+    pathlib.Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def token_ids(where: str, row: dict[str, Any], field: str, vocab_size: int, *, minimum: int) -> list[int]:
+    """The list of token ids in the field of a row at ``where``.
+
+    Raises:
+        ConfigError: not a list of ids of this model, or shorter than ``minimum``.
+    """
+    where = f"{where}: `{field}`"
+    ids = row.get(field)
+    if not isinstance(ids, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+        raise ConfigError(f"{where} must be a list of token ids")
+    if len(ids) < minimum:
+        raise ConfigError(f"{where} must hold at least {minimum} token ids")
+    wrong = [i for i in ids if not 0 <= i < vocab_size]
+    if wrong:
+        raise ConfigError(f"{where}: token id {wrong[0]} is not in the model's vocabulary 0..{vocab_size - 1}")
+    return ids
+
+
+def bucket(length: int) -> int:
+    """The power of two, 16 or more, that rows of this length are padded to: few programs serve all lengths."""
+    return max(16, 1 << (length - 1).bit_length())
+
+
+def check_positions(where: str, tokens: int, limit: int) -> None:
+    if tokens > limit:
+        raise ConfigError(f"{where}: {tokens} tokens are more than the model's {limit} positions")

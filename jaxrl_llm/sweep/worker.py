@@ -1,0 +1,71 @@
+"""The process that runs points of a sweep, one after the other.
+
+    parent (sweep.py)                          this process
+    -----------------                          ------------
+    hand out a point             ---->         train in its workdir, everything it prints into log.txt there
+    mark it, hand out the next   <----         how it ended
+    close the connection         ---->         end
+
+One process for many points: jax is imported once. A parent that is gone closes the connection too: the point that
+runs is finished, and no other is begun. SIGTERM ends a point as it ends any run, with a checkpoint.
+
+Owns: one point's turn. Does not know: which points there are.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import sys
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+
+from jaxrl_llm.config import Config, ConfigError, from_json
+from jaxrl_llm.runtime.cli import DiskError
+
+LOG = "log.txt"
+
+
+def main(fileno: int, train: Callable[[Config, pathlib.Path], int] | None = None) -> None:
+    """Serve the connection until it closes.
+
+    Args:
+        train: (config, workdir) -> exit status; None for the real one.
+    """
+    with Connection(fileno) as connection:
+        while True:
+            try:
+                config, workdir = connection.recv()
+            except EOFError:
+                return
+            connection.send(run_point(from_json(config), pathlib.Path(workdir), train or _train))
+
+
+def run_point(config: Config, workdir: pathlib.Path, train: Callable[[Config, pathlib.Path], int]) -> bool:
+    """Run a point with standard output and error at the end of ``workdir/log.txt``; whether it came to a good end."""
+    workdir.mkdir(parents=True, exist_ok=True)
+    with open(workdir / LOG, "ab") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    sys.stdout.reconfigure(line_buffering=True)  # a log that is read while it grows
+    try:
+        return train(config, workdir) == 0
+    except (ConfigError, DiskError) as error:
+        print(f"error: {error}", file=sys.stderr)
+    except Exception:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+    return False
+
+
+def _train(config: Config, workdir: pathlib.Path) -> int:
+    import jax
+
+    from jaxrl_llm.train import train
+
+    try:
+        return train(config, workdir)
+    finally:
+        jax.clear_caches()  # traces of programs that the next point does not have

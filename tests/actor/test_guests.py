@@ -1,0 +1,315 @@
+"""Answers of others: which lines are groups, what is read when, and the rows they become.
+
+Log-probabilities come from the oracle in loops and float64; orders and positions are by hand.
+"""
+
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from reference import transformer
+from support import building
+from support.building import COMPLETION_TOKENS, CUBE, EOS_IDS, ONE, PROMPT_TOKENS, TINY, mesh_of
+
+from jaxrl_llm.actor.generator import FinishedGroup
+from jaxrl_llm.actor.guests import External, shared_groups
+from jaxrl_llm.algorithms import credit
+from jaxrl_llm.config import ConfigError, freeze
+from jaxrl_llm.models.files.gguf import make_byte_tokenizer
+from jaxrl_llm.models.files.tokenizer import ByteTokenizer
+from jaxrl_llm.questions.stream import encode_examples
+from jaxrl_llm.run import assemble
+from jaxrl_llm.runtime import sharding
+from jaxrl_llm.runtime.programs import compile_all
+from jaxrl_llm.types import (
+    OUTCOME_ERROR,
+    OUTCOME_SCORE,
+    SHARED_FILE,
+    STOP_EOS,
+    STOP_LENGTH,
+    STOP_STRING,
+    Example,
+    Rewards,
+    Scores,
+)
+
+G = 3
+(END,) = ByteTokenizer.eos_ids
+
+
+def make_run(*paths, groups=2, mesh=ONE, own=4, **sections):
+    settings = {
+        "prompts": {"max_tokens": PROMPT_TOKENS},
+        "sampling": {"max_completion_tokens": COMPLETION_TOKENS},
+        "rollout": {"prompts_per_iteration": own, "group_size": G},
+        "external": {"paths": tuple(map(str, paths)), "groups_per_iteration": groups},
+        "update": {"batch_size": 4, "micro_batch_size": 4},
+    }
+    settings |= {name: settings.get(name, {}) | values for name, values in sections.items()}
+    return assemble(freeze(settings), TINY, EOS_IDS, mesh_of(mesh))
+
+
+def external(*paths, **settings):
+    return External(make_run(*paths, **settings), ByteTokenizer())
+
+
+def line(prompt="p", completions=("a", "b"), **fields):
+    return json.dumps({"prompt": prompt, "completions": completions} | fields) + "\n"
+
+
+def written(folder, *lines, name="shown.jsonl"):
+    (folder / name).write_text("".join(lines))
+    return folder / name
+
+
+def prompts(guests):
+    return [group and group.example.prompt for group in guests.groups]
+
+
+def unasked(group):
+    raise AssertionError("nothing is to be scored")
+
+
+# ---- which lines are groups ----------------------------------------------------------------------------------------
+
+
+def test_a_line_becomes_the_rows_of_a_group(tmp_path):
+    path = written(tmp_path, line("hi", ["ab", [7, 250]], rewards=[1, None]), "\n", line(prompt_ids=[112]))
+    source = external(path, sampling={"stop_strings": ("b",)})
+    tickets = []
+    guests = source.next_groups(5, lambda group: tickets.append(group) or len(tickets))
+    rows = jax.device_get(guests.rows)
+    hi, p = (104, 105), 112
+    expected = [[*hi, 97, 98, END], [*hi, 7, 250], [*hi], [p, 97, END], [p, 98, END], [p]]
+    assert [row[:n].tolist() for row, n in zip(rows.tokens, rows.length, strict=True)] == expected
+    assert not any(row[n:].any() for row, n in zip(rows.tokens, rows.length, strict=True))
+    assert rows.prompt_length.tolist() == [2, 2, 2, 1, 1, 1]
+    # Two groups an iteration and this the sixth: ten groups came before.
+    assert rows.group_id.tolist() == rows.prompt_id.tolist() == [-11] * 3 + [-12] * 3
+    assert rows.stop_reason[[0, 1, 3, 4]].tolist() == [STOP_EOS, STOP_LENGTH, STOP_EOS, STOP_EOS]
+    # Of the second alone rewards are asked for, with the texts.
+    assert [group.example.prompt for group in tickets] == ["p"] and guests.groups[1].ticket == 1
+    assert guests.groups[0].rewards[0] == 1 and np.isnan(guests.groups[0].rewards[1])
+
+
+@pytest.mark.parametrize(("special_tokens", "in_text"), [(False, [*b"<|eos|>"]), (True, [END])])
+def test_what_looks_like_an_end_in_an_answer_is_text_unless_asked_for(special_tokens, in_text, tmp_path):
+    path = written(tmp_path, line("p<|eos|>", ["a<|eos|>", "<|eos|>b"], rewards=[0, 1]))
+    sizes = {"prompts": {"max_tokens": 8, "special_tokens": special_tokens}, "sampling": {"max_completion_tokens": 9}}
+    source = External(make_run(path, groups=1, **sizes), make_byte_tokenizer(ByteTokenizer.special))
+    rows = jax.device_get(source.next_groups(0, unasked).rows)
+    found = [row[:n].tolist() for row, n in zip(rows.tokens, rows.length, strict=True)]
+    asked = [*b"p", *in_text]
+    assert found == [[*asked, 97, *in_text, END], [*asked, *in_text, 98, END], asked]
+
+
+def test_a_completion_that_ends_in_a_stop_string_was_not_cut(tmp_path):
+    path = written(tmp_path, line(completions=[[97, 98], [97, 99]], rewards=[0, 1]))
+    guests = external(path, groups=1, sampling={"stop_strings": ("b",)}).next_groups(0, unasked)
+    assert np.asarray(guests.rows.stop_reason)[:2].tolist() == [STOP_STRING, STOP_LENGTH]
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("{", "not JSON"),
+        ("[1]", "must be an object"),
+        ('{"completions": ["a", "b"]}', "must have one of `prompt` and `messages`"),
+        (line("seven b"), "`prompt` has 7 tokens, and prompts.max_tokens=6"),
+        (line(prompt_ids=[1]), "`prompt_ids` are not what this run's tokenizer"),
+        ('{"prompt": "p"}', "`completions` must be a list of 2 (credit.advantage='grpo') to 3 (rollout.group_size)"),
+        (line(completions=["one"]), "`completions` must be a list of 2"),
+        (line(completions=["a"] * 4), "`completions` must be a list of 2"),
+        (line(completions=["a", 3]), "`completions[1]` must be a text or a list of token ids"),
+        (line(completions=["a", []]), "`completions[1]` must be a text or a list of token ids"),
+        (line(completions=["a", [True]]), "`completions[1]` must be a text or a list of token ids"),
+        (line(completions=["a", [1, 264]]), "`completions[1]`: token id 264 is not in the model's vocabulary 0..263"),
+        (line(completions=["a", "12345678"]), "`completions[1]` has 9 tokens, over sampling.max_completion_tokens=8"),
+        (line("\udc00"), "'\\udc00' has half a surrogate pair"),
+        (line(completions=["a", "\udc00"]), "'\\udc00' has half a surrogate pair"),
+        (line(rewards=[1]), "`rewards` must be a list of 2 numbers"),
+        (line(rewards=["1", 0]), "`rewards` must be a list of 2 numbers"),
+        (line(rewards=[float("nan"), 0]), "`rewards` must be a list of 2 numbers"),
+        (line(rewards=[10**400, 0]), "`rewards` must be a list of 2 numbers"),
+    ],
+)
+def test_a_file_with_a_line_that_is_no_group_is_refused_and_a_runs_is_skipped_and_counted(text, named, tmp_path):
+    path = written(tmp_path, line(), "\n", text)
+    with pytest.raises(ConfigError, match=re.escape(f"{path}:3: {named}")):
+        external(path)
+    (tmp_path / "peer").mkdir()
+    written(tmp_path / "peer", line(rewards=[0, 1]), text.strip() + "\n", name=SHARED_FILE)
+    guests = external(tmp_path / "peer").next_groups(0, unasked)
+    assert prompts(guests) == ["p", None] and guests.skipped_lines == 1
+
+
+def test_one_answer_is_enough_where_siblings_are_not_compared(tmp_path):
+    path = written(tmp_path, line(completions=["one"]))
+    assert external(path, credit={"advantage": "reinforce_pp"})
+    assert external(path, objective={"imitation_coefficient": 0.1})
+
+
+def test_totals_are_no_rewards_where_each_function_counts(tmp_path):
+    path = written(tmp_path, line(rewards=[0, 1]))
+    with pytest.raises(ConfigError, match=r"credit\.advantage='gdpo' needs each function's"):
+        external(path, credit={"advantage": "gdpo"})
+
+
+def test_paths_that_hold_nothing_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"nowhere is neither a file nor the workdir of a run \(make the folder"):
+        external(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match=r"empty\.jsonl is empty"):
+        external(written(tmp_path, "\n", name="empty.jsonl"))
+
+
+# ---- what is read when ---------------------------------------------------------------------------------------------
+
+
+def test_a_file_goes_round_and_a_restored_one_goes_on(tmp_path):
+    path = written(tmp_path, *(line(name, rewards=[0, 1]) for name in "abc"))
+    source = external(path)
+    assert [prompts(source.next_groups(i, unasked)) for i in range(3)] == [["a", "b"], ["c", "a"], ["b", "c"]]
+    source.next_groups(3, unasked)
+    other = external(path)
+    other.restore(json.loads(json.dumps(source.state())))
+    assert prompts(other.next_groups(4, unasked)) == prompts(source.next_groups(4, unasked)) == ["c", "a"]
+
+
+def test_of_a_run_the_newest_whole_lines_are_taken_once(tmp_path):
+    source = external(tmp_path)
+    assert prompts(source.next_groups(0, unasked)) == [None, None]  # it has not begun
+    a, b, c, d = (line(name, rewards=[0, 1]) for name in "abcd")
+    path = written(tmp_path, a, b, c, d[:9], name=SHARED_FILE)
+    assert prompts(source.next_groups(1, unasked)) == ["c", "b"]  # and "a" is passed over
+    assert prompts(source.next_groups(2, unasked)) == [None, None]  # the last line is not whole
+    before = source.state()
+    path.write_text(a + b + c + d)
+    guests = source.next_groups(3, unasked)
+    assert prompts(guests) == ["d", None] and guests.skipped_lines == 0
+    other = external(tmp_path)
+    other.restore(json.loads(json.dumps(before)))
+    assert prompts(other.next_groups(3, unasked)) == ["d", None]
+    # A run that was resumed from before writes its lines again: none of them is new.
+    path.write_text(a + b)
+    assert prompts(source.next_groups(4, unasked)) == [None, None]
+    path.write_text(a + b + c + d + a)
+    assert prompts(source.next_groups(5, unasked)) == ["a", None]
+
+
+def test_sources_take_turns(tmp_path):
+    one, two = (written(tmp_path, line(x, rewards=[0, 1]), name=f"{x}.jsonl") for x in "ab")
+    (tmp_path / "peer").mkdir()
+    source = external(one, tmp_path / "peer", two, groups=1)
+    assert [prompts(source.next_groups(i, unasked)) for i in range(6)] == [[x] for x in ("a", "b", "b", "a", "b", "b")]
+    assert prompts(external(one, two, groups=3).next_groups(0, unasked)) == ["a", "b", "a"]
+
+
+def test_what_a_run_shares_is_what_another_reads(tmp_path):
+    run = make_run(tmp_path)
+    (asked,), _ = encode_examples([Example("p", {"answer": "x"})], ByteTokenizer(), run.config.prompts)
+    groups = [FinishedGroup(7, asked.example, [[97, END], [98], [99]], [STOP_EOS, STOP_LENGTH, STOP_LENGTH])]
+    rewards = Rewards(np.array([1, np.nan, 0.5], np.float32), {}, np.array([0, OUTCOME_ERROR, 0], np.int8))
+    (row,) = shared_groups(groups, rewards, {7: asked}.get)
+    row["rewards"] = [None if np.isnan(r) else r for r in row["rewards"]]  # as MetricsWriter puts it
+    written(tmp_path, json.dumps(row) + "\n", name=SHARED_FILE)
+    (group, _) = External(run, ByteTokenizer()).next_groups(0, unasked).groups
+    assert (group.example.prompt, group.prompt, group.completions) == ("p", [112], groups[0].completions)
+    np.testing.assert_array_equal(group.rewards, [1, np.nan, 0.5])
+
+
+# ---- the rows ------------------------------------------------------------------------------------------------------
+
+
+def own_rollout(run):
+    """What the sampler made, numpy: ids from 0 on, log-probs that no model has."""
+    sampled = run._abstract_rows(run.config.rollouts_per_iteration)
+    rows = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), sampled)
+    ids = np.arange(len(rows.length), dtype=np.int32) // G
+    return rows.replace(length=2 * rows.length, group_id=ids, prompt_id=ids), sampled
+
+
+# Measured: 1.1e-6 nats.
+@pytest.mark.parametrize("mesh", [ONE, CUBE], ids=["one device", "eight devices"])
+def test_rows_of_others_count_as_drawn_by_the_current_weights(mesh, tmp_path):
+    rng = np.random.default_rng(0)
+    texts = [[rng.integers(0, 264, rng.integers(1, 9)).tolist() for _ in range(2 + i % 2)] for i in range(3)]
+    lines = [line("abcdef"[: 2 * i + 1], x, rewards=[0.5] * len(x)) for i, x in enumerate(texts)]
+    (tmp_path / "peer").mkdir()
+    written(tmp_path / "peer", *lines, name=SHARED_FILE)
+    run = make_run(tmp_path / "peer", groups=4, mesh=mesh)  # one of them does not come
+    guests = External(run, ByteTokenizer()).next_groups(0, unasked)
+    join = compile_all({"join": run.programs()["join"]}, run.mesh)["join"]
+    own, sampled = own_rollout(run)
+    params = building.learner_params(run.model, run.mesh)
+    version = jax.device_put(np.int32(9), sharding.replicated(run.mesh, 0))
+    own_rows = jax.device_put(own, jax.tree.map(lambda x: x.sharding, sampled))
+    rows = jax.device_get(join(params, version, own_rows, guests.rows))
+
+    theirs = rows.group_id < 0
+    assert theirs.sum() == len(theirs) / 2 and sorted(set(rows.group_id.tolist())) == list(range(-4, 4))
+    assert all(len(set(group)) == 1 for group in rows.group_id.reshape(-1, G).tolist())
+    shards = run.update.num_devices
+    assert (theirs.reshape(shards, -1).sum(axis=1) == theirs.sum() // shards).all()
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(lambda x: x[~theirs], rows), own)
+
+    host, seen = building.host_params(run.model), 0
+    for i in np.flatnonzero(theirs):
+        prompt, length = rows.prompt_length[i], rows.length[i]
+        inside = (np.arange(rows.tokens.shape[1]) >= prompt) & (np.arange(rows.tokens.shape[1]) < length)
+        expected = transformer.completion_logp(host, TINY, rows.tokens[i], prompt, length)
+        np.testing.assert_allclose(rows.behaviour_logp[i], np.where(inside, expected, 0.0), atol=1e-5)
+        np.testing.assert_array_equal(rows.policy_version[i], np.where(inside, 9, -1))
+        seen += inside.sum()
+    assert seen == sum(len(ids) for group in texts for ids in group)
+
+    # Rewards and questions find the same order.
+    rewards = Rewards(own.group_id.astype(np.float32), {"task": 2.0 * own.group_id}, np.zeros(len(own.length), np.int8))
+    joined, about = guests.join(rewards, list(range(4)), None)
+    np.testing.assert_array_equal(joined.total[~theirs], rows.group_id[~theirs])
+    np.testing.assert_array_equal(joined.parts["task"][~theirs], 2.0 * rows.group_id[~theirs])
+    counts = theirs & (rows.length > rows.prompt_length)
+    np.testing.assert_array_equal(joined.outcome == OUTCOME_SCORE, ~theirs | counts)
+    assert (joined.total[counts] == 0.5).all() and np.isnan(joined.total[theirs & ~counts]).all()
+    for question, group in zip(about, rows.group_id[::G].tolist(), strict=True):
+        assert question == group if group >= 0 else question < 0
+    values = guests.values()
+    assert values["external/groups"] == 3 and values["external/reward_mean"] == 0.5
+    assert values["external/failed_rewards"] == 0
+
+
+def test_scores_of_the_own_functions_are_taken_by_ticket(tmp_path):
+    path = written(tmp_path, line("a"), line("b", ["x", "y", "z"], rewards=[1, None, 0]))
+    guests = external(path, groups=4).next_groups(0, lambda group: group.example.prompt)
+    scored = Rewards(
+        np.array([0.25, np.nan], np.float32), {"task": np.array([0.25, np.nan])}, np.array([0, OUTCOME_ERROR], np.int8)
+    )
+    asked = []
+    own = Rewards(np.zeros(12, np.float32), {"task": np.zeros(12)}, np.zeros(12, np.int8))
+    joined, about = guests.join(own, [0, 1, 2, 3], lambda tickets: asked.append(tickets) or scored)
+    assert asked == [["a"], ["a"]]
+    np.testing.assert_array_equal(joined.total[12:], [0.25, np.nan, np.nan, 1, np.nan, 0] * 2)
+    assert about[:4] == [0, 1, 2, 3] and about[4:6] == about[6:] and about[4] != about[5] and max(about[4:]) < 0
+    assert guests.values()["external/failed_rewards"] == 4
+    np.testing.assert_allclose(guests.values()["external/reward_mean"], 1.25 / 3, rtol=1e-6)
+
+
+def test_credit_sees_groups_of_others_as_groups_and_counts_the_own_tied_ones(tmp_path):
+    run = make_run(tmp_path, own=2, groups=2)
+    rows = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), run.abstract_rollout)
+    rows = rows.replace(length=2 * rows.length)
+    reward = np.array([0, 1, 1, 5, 5, 5, 1, 0, 0, 3, 3, 3], np.float32)  # the second and the last are tied
+
+    @jax.jit
+    def assign(ids):
+        scores = Scores(reward, np.ones(12, bool))
+        return credit.assign(rows.replace(group_id=jnp.repeat(ids, G)), scores, None, run.config)
+
+    experience, sums = assign(np.int32([4, 5, -1, -2]))
+    up, down = 2**-0.5, -(2**0.5)  # rewards 0, 1, 1 less 2/3 over sqrt(2)/3
+    expected = [down, up, up, 0, 0, 0, -down, -up, -up, 0, 0, 0]
+    np.testing.assert_allclose(experience.advantage[:, 1], expected, rtol=1e-5)
+    assert sums["degenerate_groups"] == 1
+    assert assign(np.int32([-1, 4, -2, 5]))[1]["degenerate_groups"] == 2

@@ -1,0 +1,601 @@
+import functools
+import json
+
+import jax
+import numpy as np
+import pytest
+from reference import advantages as oracle
+from reference import shaping as shaping_oracle
+from reference import values as value_oracle
+from support import ghosts
+from support.building import EIGHT, ONE, TINY, mesh_of
+
+from jaxrl_llm import limits, train
+from jaxrl_llm.algorithms import baselines, credit
+from jaxrl_llm.algorithms import memory as credit_memory
+from jaxrl_llm.config import freeze, from_json, to_json
+from jaxrl_llm.run import assemble
+from jaxrl_llm.runtime import sharding
+from jaxrl_llm.types import OUTCOME_ERROR, STOP_EOS, STOP_LENGTH, Rewards, Rollout, Scores
+
+WIDTH, COMPLETION_TOKENS, HIDDEN = 7, 4, 5
+SHAPED = {"overlong_buffer_tokens": 2, "length_reward": 0.5, "short_answer_tokens": 2, "short_answer_bonus": 0.25}
+RESHAPED = {"positive_amplification": 3.0, "entropy_reweighting": 1.0, "entropy_bonus": 2.0, "overlong_filter": True}
+KINDS = limits.CHOICES["credit.advantage"]
+
+
+def make_rollout(group_id, seed=0):
+    num_rows, rng = len(group_id), np.random.default_rng(seed)
+    prompt_length = rng.integers(1, 4, num_rows).astype(np.int32)
+    completion = rng.integers(1, COMPLETION_TOKENS + 1, num_rows)
+    return Rollout(
+        tokens=rng.integers(0, 9, (num_rows, WIDTH)).astype(np.int32),
+        prompt_length=prompt_length,
+        length=(prompt_length + completion).astype(np.int32),
+        behaviour_logp=-rng.random((num_rows, WIDTH)).astype(np.float32),
+        group_id=np.asarray(group_id, np.int32),
+        prompt_id=np.asarray(group_id, np.int32),
+        policy_version=np.zeros((num_rows, WIDTH), np.int32),
+        stop_reason=np.where(completion == COMPLETION_TOKENS, STOP_LENGTH, STOP_EOS).astype(np.int8),
+        entropy=2 * rng.random((num_rows, WIDTH)).astype(np.float32),  # nothing that the token's own log-prob says
+    )
+
+
+def config_of(num_groups=1, functions=("a",), weights=(1.0,), aggregation="token_mean", skip_tied=False, **settings):
+    return freeze(
+        {
+            "credit": settings,
+            "rewards": {"functions": functions, "weights": weights},
+            "rollout": {"prompts_per_iteration": num_groups},
+            "replay": {"capacity": 8 * num_groups, "skip_tied": skip_tied},
+            "objective": {"aggregation": aggregation},
+            "update": {"batch_size": 8, "micro_batch_size": 8},
+            "sampling": {"max_completion_tokens": COMPLETION_TOKENS},
+        }
+    )
+
+
+@functools.cache
+def compiled(json_text):
+    config = from_json(json_text)
+    return jax.jit(lambda rollout, scores: credit.assign(rollout, scores, None, config))
+
+
+def assign(rollout, reward, trainable=None, *, num_groups, extra=None, **settings):
+    """Rows' experience and sums; ``extra`` are the other fields of the scores."""
+    reward = reward if isinstance(reward, jax.Array) else np.asarray(reward, np.float32)
+    trainable = np.ones(len(reward), bool) if trainable is None else trainable
+    trainable = trainable if isinstance(trainable, jax.Array) else np.asarray(trainable)
+    run = compiled(to_json(config_of(num_groups, **settings)))
+    experience, sums = run(rollout, Scores(reward, trainable, **extra or {}))
+    return jax.tree.map(np.asarray, experience), jax.tree.map(np.asarray, sums)
+
+
+def first(experience):
+    """The advantage at each row's first token."""
+    return experience.advantage[np.arange(len(experience.reward)), experience.rollout.prompt_length]
+
+
+def extra_of(kind, reward, seed=0):
+    """What the host gives besides rewards; of equal rewards nothing differs."""
+    rng = np.random.default_rng(seed)
+    if kind == "gdpo":
+        return {"parts": np.asarray(reward, np.float32)[:, None]}
+    if kind == "mssr":
+        return {"baseline": rng.random(len(reward)).astype(np.float32)}
+    if kind == "poise":
+        x, y = rng.random((30, baselines.num_features(HIDDEN))), rng.random(30)
+        sums = np.concatenate([x.T @ x, (x.T @ y)[:, None]], axis=1).astype(np.float32)
+        return {"regression": sums, "hidden": rng.normal(size=(len(reward), HIDDEN)).astype(np.float32)}
+    if kind == "gae":
+        return {"value": rng.random((len(reward), WIDTH)).astype(np.float32)}
+    return {}
+
+
+def test_a_rows_advantage_stands_on_its_completion_and_zero_elsewhere():
+    rollout = make_rollout([5, 5])
+    # Dr. GRPO on rewards 1, 0: +-1/2.
+    experience, _ = assign(rollout, [1, 0], advantage="dr_grpo", num_groups=1)
+    for row, value in enumerate([0.5, -0.5]):
+        expected = np.zeros(WIDTH)
+        expected[rollout.prompt_length[row] : rollout.length[row]] = value
+        np.testing.assert_array_equal(experience.advantage[row], expected)
+    np.testing.assert_array_equal(experience.rollout.tokens, rollout.tokens)
+    assert experience.ref_logp is None
+
+
+@pytest.mark.parametrize("kind", ["grpo", "asymre", "gdpo", "mssr", "poise"])
+def test_groups_are_named_by_group_id_wherever_the_rows_stand(kind):
+    rng = np.random.default_rng(1)
+    group_id = np.repeat([900, 3, 2**31 - 2, 41], 4)
+    reward, order = rng.random(16).astype(np.float32), rng.permutation(16)
+    rollout, extra = make_rollout(group_id), extra_of(kind, reward)
+    shuffled_extra = {name: x if name == "regression" else x[order] for name, x in extra.items()}
+    straight, _ = assign(rollout, reward, advantage=kind, num_groups=4, extra=extra)
+    shuffled, _ = assign(
+        jax.tree.map(lambda x: x[order], rollout), reward[order], advantage=kind, num_groups=4, extra=shuffled_extra
+    )
+    np.testing.assert_allclose(shuffled.advantage, straight.advantage[order], rtol=1e-5, atol=1e-6)
+
+    given = {"delta_v": -0.1, "parts": extra.get("parts"), "part_weights": (1.0,), "baseline": extra.get("baseline")}
+    ends = rollout.prompt_length, rollout.length
+    completions = [
+        -rollout.behaviour_logp[i, p:n].astype(np.float64) for i, (p, n) in enumerate(zip(*ends, strict=True))
+    ]
+    if kind == "poise":
+        entropies = [rollout.entropy[i, p:n] for i, (p, n) in enumerate(zip(*ends, strict=True))]
+        features = [
+            [1, len(x) / COMPLETION_TOKENS, x.mean(), x.std(), e.mean(), e.std(), *(h / np.sqrt(HIDDEN))]
+            for x, e, h in zip(completions, entropies, extra["hidden"].astype(np.float64), strict=True)
+        ]
+        sums = extra["regression"].astype(np.float64)
+        ridge = baselines.RIDGE * np.eye(6 + HIDDEN)
+        given["baseline"] = np.array(features) @ np.linalg.solve(sums[:, :-1] + ridge, sums[:, -1])
+    expected = oracle.group_advantages(reward, group_id, np.ones(16, bool), kind, **given)
+    np.testing.assert_allclose(first(straight), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_equal_text_does_not_merge_groups():
+    rollout = make_rollout([0, 0, 1, 1])
+    same = jax.tree.map(lambda x: np.repeat(x[:1], 4, axis=0), rollout).replace(group_id=rollout.group_id)
+    # Merged, the mean would be 1/2 for all; apart, group 0 is tied at 1 and group 1 is +-1/2 around 1/2.
+    experience, sums = assign(same, [1, 1, 1, 0], advantage="dr_grpo", num_groups=2)
+    np.testing.assert_array_equal(experience.advantage[:, rollout.prompt_length[0]], [0, 0, 0.5, -0.5])
+    assert sums["degenerate_groups"] == 1
+
+
+@pytest.mark.parametrize("kind", ["grpo", "mc_grpo", "gdpo"])
+def test_tied_groups_are_exactly_zero_and_counted(kind):
+    rollout, reward = make_rollout([0, 0, 0, 1, 1, 1]), [0.1, 0.1, 0.1, 0.1, 0.1, 0.2]
+    extra = extra_of(kind, reward)
+    experience, sums = assign(rollout, reward, advantage=kind, num_groups=2, extra=extra)
+    assert (experience.advantage[:3] == 0).all() and (experience.advantage[3:] != 0).any()
+    assert sums["degenerate_groups"] == 1
+
+
+def test_failed_rewards_take_no_part_and_a_group_without_rewards_is_degenerate():
+    # Group 7: rewards 1, failed, 0. Group 8: one known reward. Group 9: none.
+    group_id, trainable = [7, 7, 7, 8, 8, 9, 9], np.array([1, 0, 1, 1, 0, 0, 0], bool)
+    rollout = make_rollout(group_id)
+    for junk in (0.0, np.nan, 5.0):
+        reward = np.where(trainable, [1, 0, 0, 1, 0, 0, 0], junk)
+        experience, sums = assign(rollout, reward, trainable, advantage="dr_grpo", num_groups=3)
+        np.testing.assert_array_equal(first(experience), [0.5, 0, -0.5, 0, 0, 0, 0])
+        np.testing.assert_array_equal(experience.reward, [1, 0, 0, 1, 0, 0, 0])
+        np.testing.assert_array_equal(experience.trainable, trainable)
+        assert sums["degenerate_groups"] == 2
+
+
+def test_padding_rows_may_carry_any_group_id():
+    # Three padding rows with ids of their own, sorting before the two groups of the iteration.
+    rollout, trainable = make_rollout([-3, -2, -1, 0, 4, 0, 4]), [False] * 3 + [True] * 4
+    experience, sums = assign(rollout, [9, 9, 9, 1, 0, 0, 1], trainable, advantage="dr_grpo", num_groups=2)
+    np.testing.assert_array_equal(first(experience), [0, 0, 0, 0.5, -0.5, -0.5, 0.5])
+    assert sums["degenerate_groups"] == 0
+
+
+@pytest.mark.parametrize(("kind", "more"), [("gdpo", True), ("mc_grpo", False), ("poise", False), ("gae", False)])
+def test_devices_change_nothing(kind, more):
+    group_id, reward = np.repeat([0, 1, 2, 3], 4), np.random.default_rng(7).random(16).astype(np.float32)
+    rollout, trainable, extra = make_rollout(group_id, seed=8), np.arange(16) % 5 != 3, extra_of(kind, reward)
+    settings = {"advantage": kind, "num_groups": 4} | (SHAPED | RESHAPED if more else {})
+    expected, sums = assign(rollout, reward, trainable, extra=extra, **settings)
+    mesh = mesh_of(EIGHT)
+    rows = jax.device_put((rollout, reward, trainable), sharding.leading(mesh, (rollout, reward, trainable)))
+    layout = {n: (sharding.replicated if n == "regression" else sharding.leading)(mesh, x) for n, x in extra.items()}
+    experience, sharded_sums = assign(*rows, extra=jax.device_put(extra, layout), **settings)
+    np.testing.assert_allclose(experience.advantage, expected.advantage, rtol=1e-5, atol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), sharded_sums, sums)
+
+
+# ---- advantages of tokens
+
+
+def test_a_critics_advantages_are_of_each_token_and_whitened_over_those_that_count():
+    # Rows 3 and 7 have no reward, one row in two was cut short and is left out, short answers are worth more.
+    reward, trainable = np.random.default_rng(9).random(12), np.arange(12) % 4 != 3
+    rollout = make_rollout(np.arange(12) // 2, seed=9).replace(
+        stop_reason=np.where(np.arange(12) % 2, STOP_LENGTH, STOP_EOS).astype(np.int8)
+    )
+    extra = extra_of("gae", reward)
+    at = np.arange(WIDTH)[None, :]
+    off = (at < rollout.prompt_length[:, None]) | (at >= rollout.length[:, None])
+    extra["value"] = np.where(off, np.nan, extra["value"]).astype(np.float32)
+    settings = {"discount": 0.9, "gae_lambda": 0.8, "short_answer_tokens": 2, "overlong_filter": True}
+    junk = np.where(trainable, reward, np.nan)
+    experience, sums = assign(rollout, junk, trainable, advantage="gae", num_groups=6, extra=extra, **settings)
+
+    counts = trainable & (rollout.stop_reason == STOP_EOS)
+    shaped = reward + 0.5 * ((reward >= 1) & (rollout.length - rollout.prompt_length <= 2))
+    mask = ~off & counts[:, None]
+    advantage = value_oracle.gae(extra["value"], shaped, mask, 0.9, 0.8)
+    np.testing.assert_allclose(experience.advantage, value_oracle.whitened(advantage, mask), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(experience.returns, np.where(mask, advantage + extra["value"], 0.0), rtol=1e-5)
+    assert (experience.advantage[~mask] == 0).all() and experience.value is None
+    assert sums["degenerate_groups"] == 0
+
+
+def test_a_critic_that_is_right_everywhere_leaves_nothing_to_learn():
+    rollout, reward = make_rollout([0, 0, 1, 1]), np.float32([1, 0, 1, 1])
+    extra = {"value": np.repeat(reward[:, None], WIDTH, axis=1)}
+    experience, sums = assign(rollout, reward, advantage="gae", num_groups=2, extra=extra)
+    assert (experience.advantage == 0).all() and sums["degenerate_groups"] == 2
+
+
+# ---- what the papers' equations say, by hand
+
+
+def test_single_rollouts_are_lifted_by_the_entropy_of_what_they_were_drawn_from_and_not_by_their_own_surprise():
+    """An unlikely token of a sure distribution: p = .01 of two, A = -1 gives -1 + min(1 / .4, 2 H) = -.89."""
+    p = 0.01
+    entropy = -(p * np.log(p) + (1 - p) * np.log(1 - p))
+    rollout = make_rollout([0, 1], seed=2)
+    rollout = rollout.replace(
+        behaviour_logp=np.full_like(rollout.behaviour_logp, np.log(p)),
+        entropy=np.full_like(rollout.entropy, entropy),
+    )
+    # Rewards 0 and 1 against baselines of 1/2, whitened: -1 and 1.
+    extra = {"baseline": np.float32([0.5, 0.5])}
+    settings = {"advantage": "mssr", "entropy_bonus": 2.0, "entropy_bonus_limit": 0.4, "num_groups": 2}
+    experience, _ = assign(rollout, [0, 1], extra=extra, **settings)
+    np.testing.assert_allclose(first(experience), [-1 + 2 * entropy, 1 + 2 * entropy], rtol=1e-5)
+    assert round(first(experience)[0], 2) == -0.89
+    # A distribution with much choice: the bonus ends at |A| / .4.
+    wide = rollout.replace(entropy=np.full_like(rollout.entropy, 3.0))
+    np.testing.assert_allclose(first(assign(wide, [0, 1], extra=extra, **settings)[0]), [1.5, 3.5], rtol=1e-5)
+
+
+def test_a_group_that_is_all_wrong_teaches_nothing_where_tied_groups_are_left_out_whatever_its_lengths():
+    """Dynamic sampling leaves out by the rewards as scored; the length penalty would say -1 and 0."""
+    rollout = make_rollout([0, 0, 1, 1]).replace(prompt_length=np.int32([1] * 4), length=np.int32([5, 2, 5, 2]))
+    settings = {"advantage": "grpo", "num_groups": 2, "overlong_buffer_tokens": 2}
+    penalised, sums = assign(rollout, [0, 0, 1, 0], **settings)
+    np.testing.assert_allclose(first(penalised), [-1, 1, 0, 0], atol=1e-5)
+    assert sums["degenerate_groups"] == 1
+    np.testing.assert_array_equal(penalised.tied, [False] * 4)
+    # Of the mixed group the right answer is as long as can be, so that its penalty makes it equal: it is mixed still.
+    left_out, sums = assign(rollout, [0, 0, 1, 0], skip_tied=True, **settings)
+    np.testing.assert_array_equal(first(left_out), [0, 0, 0, 0])
+    np.testing.assert_array_equal(left_out.tied, [True, True, False, False])
+    mixed, sums = assign(rollout, [0, 0, 2, 0], skip_tied=True, **settings)
+    np.testing.assert_allclose(first(mixed), [0, 0, 1, -1], atol=1e-5)
+    np.testing.assert_array_equal(mixed.tied, [True, True, False, False])
+    assert sums["degenerate_groups"] == 1
+    # Where a group does not compare its rows, it is tied when nothing is heard of any of them.
+    alone, _ = assign(rollout, [0, 0, 1, 1], advantage="reinforce_pp", num_groups=2)
+    np.testing.assert_array_equal(alone.tied, [False] * 4)
+
+
+def test_the_groups_mean_reward_is_kept_and_an_advantage_can_be_made_anew_from_it():
+    group_id, trainable = np.repeat([5, 2], 4), np.arange(8) != 3
+    reward = np.random.default_rng(1).random(8).astype(np.float32)
+    experience, _ = assign(make_rollout(group_id), reward, trainable, advantage="asymre", num_groups=2)
+    expected = [reward[:3].mean()] * 3 + [0] + [reward[4:].mean()] * 4
+    np.testing.assert_allclose(experience.group_mean, expected, rtol=1e-6)
+    again = np.where(trainable, experience.reward - (experience.group_mean - 0.1), 0)
+    np.testing.assert_allclose(first(experience), again, atol=1e-6)
+
+
+def test_moments_of_equal_rewards_give_exactly_nothing_and_those_far_from_zero_keep_their_spread():
+    config, settings = config_of(1, advantage="reinforce_pp", advantage_norm_decay=0.9), {}
+    settings = {"advantage": "reinforce_pp", "advantage_norm_decay": 0.9, "num_groups": 1}
+    for reward in (0.3, 1.1, 12.3):
+        memory, rewards = credit_memory.Memory(config), np.full(7, reward, np.float32)
+        for _ in range(8):
+            extra = {"moments": memory.scores(rewards_of(rewards), [0]).moments}
+            experience, sums = assign(make_rollout([0] * 7), rewards, extra=extra, **settings)
+            memory.observe(rewards_of(rewards), [0], sums)
+            assert not experience.advantage.any()
+    memory, rewards = credit_memory.Memory(config), np.float32([999.9, 1000.1] * 4)
+    for _ in range(3):
+        extra = {"moments": memory.scores(rewards_of(rewards), [0]).moments}
+        experience, sums = assign(make_rollout([0] * 8), rewards, extra=extra, **settings)
+        memory.observe(rewards_of(rewards), [0], sums)
+    np.testing.assert_allclose(first(experience), [-1, 1] * 4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["reinforce_pp", "brorl", "gae"])
+def test_advantages_over_the_moments_of_several_iterations_are_those_of_the_source(kind):
+    """Three iterations of unequal means and spreads; sums of the released code, by hand in float64."""
+    config, rng = config_of(2, advantage=kind, advantage_norm_decay=0.8), np.random.default_rng(3)
+    memory, n, total, squares = credit_memory.Memory(config), 0.0, 0.0, 0.0
+    for iteration in range(3):
+        rollout = make_rollout([0, 0, 0, 1, 1, 1], seed=iteration)
+        reward = rng.normal(iteration, 1 + iteration, 6).astype(np.float32)
+        trainable = np.arange(6) != 4
+        extra = {"moments": memory.scores(rewards_of(reward), [0, 1]).moments} | extra_of(kind, reward)
+        settings = {"advantage": kind, "advantage_norm_decay": 0.8, "num_groups": 2}
+        experience, sums = assign(rollout, reward, trainable, extra=extra, **settings)
+        memory.observe(rewards_of(reward), [0, 1], sums)
+
+        mask = (np.arange(WIDTH) >= rollout.prompt_length[:, None]) & (np.arange(WIDTH) < rollout.length[:, None])
+        mask &= trainable[:, None]
+        if kind == "gae":
+            values = (reward[:, None] - extra["value"])[mask].astype(np.float64)
+        elif kind == "brorl":
+            means = np.where(np.arange(6) < 3, reward[:3].mean(), reward[[3, 5]].mean())
+            values = (reward - means)[trainable].astype(np.float64)
+        else:
+            values = reward[trainable].astype(np.float64)
+        n, total = 0.8 * n + len(values), 0.8 * total + values.sum()
+        squares = 0.8 * squares + (values**2).sum()
+        std = np.sqrt(squares / n - (total / n) ** 2)
+        expected = (values - (0 if kind == "brorl" else total / n)) / (std + 1e-6)
+        got = experience.advantage[mask] if kind == "gae" else first(experience)[trainable]
+        np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
+        assert (experience.advantage[4] == 0).all()
+    resumed = credit_memory.Memory(config)
+    resumed.restore(json.loads(json.dumps(memory.state())))
+    scores = [one.scores(rewards_of(reward), [0, 1]).moments for one in (memory, resumed)]
+    np.testing.assert_array_equal(*scores)
+
+
+# ---- filters and shaping
+
+
+def test_truncated_rows_are_left_out_of_loss_and_baseline():
+    rollout = make_rollout([0, 0, 0, 1, 1, 1]).replace(
+        stop_reason=np.array([STOP_EOS, STOP_EOS, STOP_LENGTH] + [STOP_LENGTH] * 3, np.int8)
+    )
+    experience, sums = assign(
+        rollout, [1, 0, 0, 1, 0, 0], advantage="dr_grpo", num_groups=2, overlong_filter=True, entropy_bonus=2.0
+    )
+    np.testing.assert_array_equal(experience.trainable, [True, True, False, False, False, False])
+    # Of group 0 the first two are left, +-1/2, to which the entropy adds; of group 1 nothing.
+    assert first(experience)[0] >= 0.5 and first(experience)[1] >= -0.5
+    assert (experience.advantage[2:] == 0).all() and sums["degenerate_groups"] == 1
+    everything, _ = assign(rollout, [1, 0, 0, 1, 0, 0], advantage="dr_grpo", num_groups=2)
+    assert everything.trainable.all()
+
+
+@pytest.mark.parametrize("kind", ["dr_grpo", "gdpo"])
+def test_rewards_are_shaped_for_the_advantage_and_stored_as_scored(kind):
+    group_id, reward = np.repeat([0, 1, 2], 5), np.random.default_rng(2).integers(0, 2, 15).astype(np.float32)
+    rollout, trainable = make_rollout(group_id, seed=3), np.arange(15) % 7 != 4
+    extra = extra_of(kind, reward)
+    experience, _ = assign(rollout, reward, trainable, advantage=kind, num_groups=3, extra=extra, **SHAPED)
+    length, correct = rollout.length - rollout.prompt_length, reward >= 1
+    term = shaping_oracle.overlong_penalty(length, COMPLETION_TOKENS, 2)
+    term = term + 0.5 * shaping_oracle.length_reward(length, correct, group_id, trainable)
+    term = term + np.where(correct & (length <= 2), 0.25, 0)
+    given = {"parts": np.stack([reward, term], axis=1), "part_weights": (1.0, 1.0)} if kind == "gdpo" else {}
+    expected = oracle.group_advantages(reward + term, group_id, trainable, kind, **given)
+    np.testing.assert_allclose(first(experience), expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(experience.reward, np.where(trainable, reward, 0))
+
+
+def test_a_gate_leaves_of_further_rewards_those_of_rows_whose_first_is_high_enough():
+    # First 1, 1, 0, 0; second 1, 0, 1, 0, of which the third's is lost: 1, 0, 0, 0.
+    rollout, parts = make_rollout([0] * 4), np.array([[1, 1], [1, 0], [0, 1], [0, 0]], np.float32)
+    given = {"advantage": "gdpo", "num_groups": 1, "functions": ("a", "b"), "weights": (1.0, 1.0)}
+    gated, _ = assign(rollout, [2, 1, 1, 0], extra={"parts": parts}, gate_threshold=0.5, **given)
+    expected, _ = assign(rollout, [2, 1, 0, 0], extra={"parts": parts * [[1, 1], [1, 1], [1, 0], [1, 1]]}, **given)
+    np.testing.assert_array_equal(gated.advantage, expected.advantage)
+    np.testing.assert_array_equal(gated.reward, [2, 1, 1, 0])  # as it was scored
+    # The third row, with the worst first reward, is now level with the fourth.
+    assert first(gated)[0] > first(gated)[1] > first(gated)[2] == first(gated)[3]
+
+
+def test_advantages_are_amplified_then_weighed_by_confidence_and_duration_then_lifted_by_entropy():
+    group_id, reward = np.repeat([0, 1], 4), np.array([1, 0.5, 0, 0, 0, 0, 0, 0], np.float32)
+    rollout = make_rollout(group_id, seed=4)
+    experience, sums = assign(
+        rollout,
+        reward,
+        advantage="dr_grpo",
+        num_groups=2,
+        positive_amplification=3.0,
+        entropy_reweighting=1.0,
+        duration_weight=0.5,
+        entropy_bonus=2.0,
+        entropy_bonus_limit=0.4,
+    )
+    # Mean 3/8: the correct row gets 1, the next 3/8, the others -3/8; group 1 is tied and wrong.
+    row = np.array([1, 0.375, -0.375, -0.375, 0, 0, 0, 0])
+    mask = (np.arange(WIDTH) >= rollout.prompt_length[:, None]) & (np.arange(WIDTH) < rollout.length[:, None])
+    entropy = np.where(mask, rollout.entropy, 0)
+    row_entropy = entropy.sum(axis=1) / mask.sum(axis=1)
+    row = row * shaping_oracle.entropy_factor(row_entropy, group_id, np.ones(8, bool), 1.0)
+    row = row * shaping_oracle.duration_factor(mask.sum(axis=1), np.ones(8, bool), 0.5)
+    expected = np.where(mask, row[:, None], 0)
+    expected = expected + shaping_oracle.entropy_bonus(expected, entropy, 2.0, 0.4)
+    np.testing.assert_allclose(experience.advantage, expected, rtol=1e-5, atol=1e-6)
+    assert (experience.advantage[~mask] == 0).all() and (experience.advantage[4:] == 0).all()
+    assert sums["degenerate_groups"] == 1
+
+
+def test_a_group_that_is_all_correct_is_imitated_under_positive_amplification():
+    experience, sums = assign(
+        make_rollout([0, 0, 1, 1]), [1, 1, 0, 0], advantage="grpo", num_groups=2, positive_amplification=3.0
+    )
+    np.testing.assert_array_equal(first(experience), [1, 1, 0, 0])
+    assert sums["degenerate_groups"] == 1
+
+
+def test_what_lies_off_the_completion_moves_nothing():
+    group_id, reward = np.repeat([0, 1], 4), np.random.default_rng(5).random(8)
+    rollout = make_rollout(group_id, seed=6)
+    at = np.arange(WIDTH)[None, :]
+    off = (at < rollout.prompt_length[:, None]) | (at >= rollout.length[:, None])
+    spoil = lambda x: np.where(off, np.nan, x).astype(np.float32)  # noqa: E731
+    spoilt = rollout.replace(behaviour_logp=spoil(rollout.behaviour_logp), entropy=spoil(rollout.entropy))
+    settings = {"advantage": "poise", "entropy_reweighting": 1.0, "entropy_bonus": 2.0, "num_groups": 2}
+    extra = extra_of("poise", reward)
+    experience, sums = assign(spoilt, reward, extra=extra, **settings)
+    expected, sums_expected = assign(rollout, reward, extra=extra, **settings)
+    np.testing.assert_array_equal(experience.advantage, expected.advantage)
+    jax.tree.map(np.testing.assert_array_equal, sums, sums_expected)
+
+
+# ---- what is remembered
+
+
+def rewards_of(total, failed=(), **parts):
+    total = np.array(total, np.float32)
+    outcome = np.zeros(len(total), np.int8)
+    outcome[list(failed)] = OUTCOME_ERROR
+    total[list(failed)] = np.nan
+    return Rewards(total, {name: np.array(part, np.float32) for name, part in parts.items()}, outcome)
+
+
+def test_scores_hold_what_the_advantage_asks_for_and_no_failed_reward():
+    rewards = rewards_of([1, 9, 0.5], failed=[1], a=[0, np.nan, 1], b=[1, 9, 0])
+    scores = credit_memory.Memory(config_of()).scores(rewards, [4])
+    assert scores.parts is scores.baseline is scores.regression is None
+    np.testing.assert_array_equal(scores.reward, [1, 0, 0.5])
+    np.testing.assert_array_equal(scores.trainable, [True, False, True])
+    # Columns in the order of rewards.functions.
+    config = config_of(functions=("b", "a"), weights=(1.0, 0.5), advantage="gdpo")
+    scores = credit_memory.Memory(config).scores(rewards, [4])
+    np.testing.assert_array_equal(scores.parts, [[1, 0], [0, 0], [0, 1]])
+
+
+def test_the_beta_baseline_of_a_question_is_that_before_its_answers_and_survives_a_checkpoint():
+    config = config_of(advantage="mssr", baseline_decay=0.9)
+    memory = credit_memory.Memory(config)
+    # Question 3 is answered by 1 and by one that failed, question 5 by 0 and 0.
+    seen = memory.scores(rewards_of([1, 0, 0, 0], failed=[1]), [3, 5]).baseline
+    np.testing.assert_array_equal(seen, [0.5] * 4)
+    memory.observe(rewards_of([1, 0, 0, 0], failed=[1]), [3, 5], {})
+    resumed = credit_memory.Memory(config)
+    resumed.restore(json.loads(json.dumps(memory.state())))
+    for one in (memory, resumed):
+        baseline = one.scores(rewards_of([1, 1]), [5, 3]).baseline
+        expected = [shaping_oracle.beta_means([0, 0, 1], 0.9)[2], shaping_oracle.beta_means([1, 1], 0.9)[1]]
+        np.testing.assert_allclose(baseline, expected, rtol=1e-6)
+
+
+def test_the_beta_baseline_forgets_faster_while_the_policy_moves():
+    memory = credit_memory.Memory(config_of(advantage="mssr", baseline_decay=0.9, baseline_decay_moving=0.5))
+    right, a, b = rewards_of([1.0]), 1.0, 1.0
+    # 22 iterations: the first two leave the mean of the last 20 again. Above 0.02 nats a token it forgets no faster.
+    kl = [0.5, 0.02, *[0.0] * 18, 0.0, 0.1]
+    for i, one in enumerate(kl):
+        window = kl[max(0, i - 19) : i + 1]
+        decay = 0.9 + (0.5 - 0.9) * min(1.0, np.mean(window) / 0.02)
+        a, b = decay * a + 1, decay * b
+        memory.observe(right, [0], {"kl_behaviour_sum": np.float32(8 * one), "token_count": np.int32(8)})
+        np.testing.assert_allclose(memory.scores(right, [0]).baseline, a / (a + b), rtol=1e-6)
+        resumed = credit_memory.Memory(config_of(advantage="mssr", baseline_decay=0.9, baseline_decay_moving=0.5))
+        resumed.restore(json.loads(json.dumps(memory.state())))
+        memory = resumed
+
+
+def test_the_beta_baseline_follows_a_question_that_becomes_easier():
+    memory, rng = credit_memory.Memory(config_of(advantage="mssr", baseline_decay=0.96)), np.random.default_rng(0)
+    errors = []
+    for step in range(400):
+        rate = min(1.0, 0.1 + step / 300)
+        reward = rewards_of([float(rng.random() < rate)])
+        errors.append(float(memory.scores(reward, [0]).baseline[0]) - rate)
+        memory.observe(reward, [0], {})
+    # 25 answers are remembered: it lags by about 25 steps of 1/300, with a deviation of about 0.1 / sqrt(2).
+    assert abs(np.mean(errors[50:])) < 0.1 and np.sqrt(np.mean(np.square(errors[50:]))) < 0.15
+
+
+def test_the_regression_learns_siblings_rewards_after_use_and_survives_a_checkpoint():
+    # Questions 0 and 2 get short answers and are right, 1 and 3 get long ones and are wrong.
+    config = config_of(4, advantage="poise", baseline_decay=0.5)
+    rollout = make_rollout(np.repeat([0, 1, 2, 3], 4))
+    hard = rollout.group_id % 2 == 1
+    rollout = rollout.replace(length=rollout.prompt_length + np.where(hard, 4, 1).astype(np.int32))
+    reward, memory = np.where(hard, 0.0, 1.0), credit_memory.Memory(config, HIDDEN)
+    settings = {"advantage": "poise", "baseline_decay": 0.5, "num_groups": 4}
+    hidden = extra_of("poise", reward)["hidden"]
+
+    def iterate():
+        scores = memory.scores(rewards_of(reward), range(4))
+        extra = {"regression": scores.regression, "hidden": hidden}
+        experience, sums = assign(rollout, reward, extra=extra, **settings)
+        memory.observe(rewards_of(reward), range(4), sums)
+        return first(experience), sums["regression"]
+
+    advantage, sums = iterate()
+    np.testing.assert_array_equal(advantage, reward)  # nothing is known yet: the baseline is 0
+    for _ in range(3):
+        advantage, _ = iterate()
+    assert np.abs(advantage).max() < 0.25  # it is predicted now, less what the ridge holds back
+    np.testing.assert_allclose(memory.state()["regression"], (1 + 0.5 + 0.25 + 0.125) * sums, rtol=1e-5)
+    resumed = credit_memory.Memory(config, HIDDEN)
+    resumed.restore(json.loads(json.dumps(memory.state())))
+    assert resumed.state() == memory.state()
+
+
+def test_the_regressions_target_is_the_mean_of_the_siblings():
+    rollout = make_rollout([0, 0, 0, 1, 2, 2])
+    reward, trainable = np.array([1, 0, 0.5, 1, 1, 7]), np.array([1, 1, 1, 1, 1, 0], bool)
+    _, sums = assign(rollout, reward, trainable, advantage="poise", num_groups=3, extra=extra_of("poise", reward))
+    # Rows alone in their group take no part. The first feature is 1, so its row counts and adds up.
+    np.testing.assert_allclose(sums["regression"][0, 0], 3)
+    np.testing.assert_allclose(sums["regression"][0, -1], 0.25 + 0.75 + 0.5, rtol=1e-6)
+
+
+CHOSEN = {"short_answer_tokens": 1, "short_answer_bonus": 0.25, "short_answer_iterations": 2}
+
+
+def test_a_short_answer_is_what_its_difficulty_says():
+    # Three of three correct, then one, then none: easy, middling, hard, with 3, 1 and 4 tokens for the bonus.
+    group_id, reward = np.repeat([0, 1, 2], 3), np.float32([1, 1, 1, 1, 0, 0, 0, 0, 0])
+    rollout = make_rollout(group_id)
+    rollout = rollout.replace(length=rollout.prompt_length + np.int32([2, 3, 4, 1, 1, 1, 4, 4, 4]))
+    extra = {"short_answer": np.int32([3, 1, 4])}
+    experience, sums = assign(rollout, reward, advantage="dr_grpo", num_groups=3, extra=extra, **CHOSEN)
+    shaped = reward + 0.25 * np.array([1, 1, 0, 1, 0, 0, 0, 0, 0])
+    expected = oracle.group_advantages(shaped, group_id, np.ones(9, bool), "dr_grpo")
+    np.testing.assert_allclose(first(experience), expected, rtol=1e-5, atol=1e-6)
+    # Correct within 1, 2, 3 and 4 tokens, and groups.
+    np.testing.assert_allclose(sums["correct_within"], [[0, 1, 2, 3, 1], [1, 1, 1, 1, 1], [0, 0, 0, 0, 1]], rtol=1e-6)
+
+
+def test_lengths_are_chosen_every_so_many_iterations_and_survive_a_checkpoint():
+    memory, rewards = credit_memory.Memory(config_of(**CHOSEN)), rewards_of([1.0])
+    lengths = lambda: memory.scores(rewards, [0]).short_answer.tolist()  # noqa: E731
+    # Over two iterations: 4 easy groups with 5 correct answers within 2 tokens; hard ones with fewer than one each.
+    within = np.array([[1, 3, 4, 6, 2], [0, 0, 0, 0, 0], [0, 1, 1, 1, 2]], np.float32)
+    more = np.array([[1, 2, 2, 2, 2], [0, 0, 0, 0, 0], [0, 0, 1, 1, 2]], np.float32)
+    assert lengths() == [4, 4, 4]
+    memory.observe(rewards, [0], {"correct_within": within})
+    assert lengths() == [4, 4, 4]
+    resumed = credit_memory.Memory(config_of(**CHOSEN))
+    resumed.restore(json.loads(json.dumps(memory.state())))
+    memory.observe(rewards, [0], {"correct_within": more})
+    resumed.observe(rewards, [0], {"correct_within": more})
+    assert lengths() == [2, 4, 4] and resumed.state() == memory.state()
+    # Each choice is of what was seen since the last one: now middling groups have an answer of one token each.
+    for _ in range(2):
+        memory.observe(rewards, [0], {"correct_within": np.float32([[0] * 5, [3, 3, 3, 3, 3], [0, 0, 0, 0, 1]])})
+    assert lengths() == [2, 1, 4]
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "short answers by difficulty"])
+def test_the_program_takes_what_the_host_gives(kind):
+    settings = {"advantage": kind} if kind in KINDS else CHOSEN
+    config = config_of(8, functions=("a", "b"), weights=(1.0, 1.0), **settings)
+    expected = assemble(config, TINY, (257,), mesh_of(ONE)).abstract_scores
+    memory = credit_memory.Memory(config, TINY.width)
+    given = memory.scores(rewards_of(np.ones(64), a=np.ones(64), b=np.ones(64)), range(8))
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), given) == jax.tree.map(lambda x: (x.shape, x.dtype), expected)
+
+
+def test_a_run_remembers_over_a_stop_what_was_answered(tmp_path, monkeypatch):
+    ghosts.haunt(monkeypatch)
+    settings = {
+        "prompts": {"size": 8, "retire_pass_rate": 0.9},
+        "rollout": {"prompts_per_iteration": 8, "group_size": 1},
+        "update": {"batch_size": 8, "micro_batch_size": 8},
+        "rewards": {"num_workers": 1},
+        "credit": {"advantage": "mssr"},
+        "checkpoint": {"export": False},
+        "metrics": {"tensorboard": False},
+    }
+    for iterations in (1, 2):
+        assert train.train(freeze(settings | {"num_iterations": iterations}), tmp_path) == 0
+        saved = json.loads((tmp_path / "checkpoints" / str(iterations) / "host" / "metadata").read_text())
+        # Every question is asked once an iteration, and ghosts are wrong: a = 0.9 a, b = 0.9 b + 1 from 1, 1.
+        assert len(saved["memory"]["counts"]) == 8
+        expected = {1: [0.9, 1.9], 2: [0.81, 2.71]}[iterations]
+        for _, *counts in saved["memory"]["counts"]:
+            np.testing.assert_allclose(counts, expected, rtol=1e-6)
+        assert sorted(saved["stream"]["answers"]) == [[q, 0, iterations] for q in range(8)]
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["prompts/retired"] for row in rows] == [0, 0]

@@ -1,0 +1,187 @@
+"""How large it is where a recipe is not what its paper says: what the headers of configs/recipes have under "Differs".
+
+Numbers from the papers' equations by hand or in float64; the package's own where it is the one that differs.
+"""
+
+import itertools
+import math
+import pathlib
+import re
+import runpy
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from reference import transformer
+from support.building import TINY, host_params
+
+from jaxrl_llm.algorithms import advantages, baselines, shaping
+from jaxrl_llm.algorithms.memory import Memory
+from jaxrl_llm.algorithms.surrogates import SURROGATES, Settings, Tokens
+from jaxrl_llm.config import freeze
+from jaxrl_llm.models.transformer import Model
+from jaxrl_llm.types import OUTCOME_SCORE, Rewards
+
+RECIPES = pathlib.Path(__file__).parents[2] / "configs" / "recipes"
+SETTINGS = Settings(clip_low=0.2, clip_high=7.0, dual_clip=0.0, beta=1.0, group_size=4)
+
+
+def estimate(kind, reward, group=None, **given):
+    group = np.zeros(len(reward), np.int32) if group is None else np.int32(group)
+    groups = advantages.group_rows(group, np.ones(len(reward), bool), int(group.max()) + 1)
+    return np.asarray(advantages.estimate(np.float32(reward), groups, kind=kind, **given))
+
+
+def test_every_deviation_stands_where_the_table_of_recipes_finds_it():
+    """The README's table takes the header from "Source:" on; what differs must not stand before it."""
+    for path in sorted(RECIPES.glob("*.py")):
+        before, source = re.split(r"^Source:", path.read_text().split('"""')[1], maxsplit=1, flags=re.MULTILINE)
+        assert not re.search(r"\b(ours|in the paper|its paper|the source)\b", before), path.name
+        assert re.search(r"arXiv:\d{4}\.\d{5}", source), path.name
+
+
+def test_cispo_scales_by_the_batch_with_its_tied_groups():
+    # A mixed group of +-1/2 and a tied one: standard deviation 1/2 of the first alone, sqrt(1/8) of both.
+    advantage = estimate("brorl", [0, 1, 1, 1], [0, 0, 1, 1])
+    np.testing.assert_allclose(advantage, [-(2**0.5), 2**0.5, 0, 0], rtol=1e-5)
+
+
+def test_dapos_length_penalty_weighs_twice_as_much_on_rewards_of_0_and_1():
+    length = np.int32([8, 6, 5, 7])
+    penalty = np.asarray(shaping.overlong_penalty(length, max_length=8, buffer=4))
+    wrong_or_right = np.float32([0, 1, 0, 1])
+    ours, papers = (estimate("grpo", r) for r in (wrong_or_right + penalty, 2 * wrong_or_right - 1 + penalty))
+    np.testing.assert_allclose(estimate("grpo", wrong_or_right + 0.5 * penalty), papers, rtol=1e-4)
+    assert np.abs(ours - papers).max() > 0.2
+
+
+def test_gdpos_smaller_epsilon_is_a_part_in_a_thousand_where_rewards_hardly_differ():
+    # Of a standard deviation of 0.1, 1e-4 is a thousandth; of 1/2, as rewards of 0 and 1 have, a fifth of that.
+    for std, expected in ((0.1, 1e-3), (0.5, 2e-4)):
+        reward = np.array([-std, std])
+        np.testing.assert_allclose(1 - reward / (std + 1e-4) / (reward / (std + 1e-6)), expected, rtol=0.02)
+
+
+@pytest.mark.parametrize("size", range(2, 9))
+def test_loops_filter_and_tied_groups_are_the_same_for_rewards_of_0_and_1(size):
+    for right in range(size + 1):
+        advantage = np.abs(estimate("leave_one_out", [1] * right + [0] * (size - right)))
+        assert (advantage < 0.01).all() == (right in (0, size))
+        assert (advantage >= 0.01).all() == (right not in (0, size))
+
+
+def test_mc_grpos_median_answer_adds_a_row_without_an_advantage():
+    # Five answers of which one is the median's own: the mean over their tokens is over 5/4 as many as without it.
+    reward = np.array([0, 0.2, 0.5, 0.9, 1])
+    advantage = estimate("mc_grpo", reward)
+    np.testing.assert_allclose(advantage, reward - 0.5, atol=1e-6)
+    assert np.sum(advantage == 0) == 1
+    # Divided by the median absolute deviation (0.5, 0.3, 0, 0.4, 0.5: 0.4) it would be 2.5 times as large; rewards of
+    # 0 and 1 have none: 1000 times.
+    assert np.median(np.abs(reward - 0.5)) == pytest.approx(0.4)
+    for right in range(6):
+        two_valued = np.array([1.0] * right + [0.0] * (5 - right))
+        assert np.median(np.abs(two_valued - np.median(two_valued))) == 0
+
+
+def test_mssrs_decay_moves_with_several_updates_alone():
+    """The KL is of the rows as they are trained on: of fresh ones, at the first update, it is 0."""
+    credit = {"advantage": "mssr", "baseline_decay": 0.96, "baseline_decay_moving": 0.875}
+    memory = Memory(freeze({"credit": credit, "rollout": {"group_size": 1, "prompts_per_iteration": 64}}))
+    question, reward = [7], Rewards(np.float32([1]), {}, np.int8([OUTCOME_SCORE]))
+    a = b = 1.0
+    # The mean over the iterations so far: 0, and then 0.02 nats a token, at which it has moved wholly.
+    for drift, decay in ((0.0, 0.96), (0.04, 0.875)):
+        memory.observe(reward, question, {"kl_behaviour_sum": 10 * drift, "token_count": 10})
+        a, b = decay * a + 1, decay * b
+        np.testing.assert_allclose(memory.scores(reward, question).baseline, a / (a + b), rtol=1e-6)
+
+
+def test_poises_regression_on_states_predicts_what_one_on_their_principal_components_does():
+    """States whose variance falls off, a reward that hears their first components; correlation over new rows."""
+    rng, scale = np.random.default_rng(0), 2.0 ** -np.arange(16)
+    draw = lambda n: rng.normal(size=(n, 16)) * scale  # noqa: E731
+    states, fresh, truth = draw(200), draw(200), np.zeros(16)
+    truth[:3] = (1.0, -2.0, 2.0)
+    target = states @ truth + 0.5 * rng.normal(size=200)
+    sums = np.concatenate([states.T @ states, (states.T @ target)[:, None]], axis=1).astype(np.float32)
+    ours = np.asarray(baselines.ridge_predict(fresh.astype(np.float32), sums))
+    axes = np.linalg.svd(states, full_matrices=False)[2][:4]
+    reduced = states @ axes.T
+    papers = fresh @ axes.T @ np.linalg.solve(reduced.T @ reduced + np.eye(4), reduced.T @ target)
+    assert np.corrcoef(ours, papers)[0, 1] > 0.98
+    assert abs(np.corrcoef(ours, fresh @ truth)[0, 1] - np.corrcoef(papers, fresh @ truth)[0, 1]) < 0.02
+
+
+def test_reinforce_pps_pull_in_the_loss_leaves_out_what_follows_a_token():
+    """Divergences of .2, .1 and .3 nats at three tokens: in the reward each is held for those after it too."""
+    d = np.array([0.2, 0.1, 0.3])
+    in_the_loss, in_the_reward = d, d[::-1].cumsum()[::-1]
+    np.testing.assert_allclose(in_the_reward, [0.6, 0.4, 0.3])
+    # The gradient of d^2 / 2 by a token's log-prob is its d.
+    slope = jax.grad(lambda p: jnp.sum(0.5 * jnp.square(p)))(jnp.asarray(d))
+    np.testing.assert_allclose(slope, in_the_loss, rtol=1e-6)
+
+
+def test_spos_value_that_hears_the_row_itself_has_less_than_the_whole_gradient():
+    """On samples of the reference, at the reference: 0.67 to 0.76 of it in groups of 4, 0.83 to 0.88 in groups of 8."""
+    for size, chance, expected in ((4, 0.1, 0.67), (4, 0.5, 0.76), (8, 0.1, 0.83), (8, 0.5, 0.88)):
+        settings = SETTINGS._replace(group_size=size)
+
+        @jax.jit
+        def slope(reward, settings=settings):
+            zero, mask = jnp.zeros((len(reward), 1)), jnp.ones((len(reward), 1), bool)
+            x = Tokens(zero, zero, zero, zero, zero, reward, mask)
+            term = lambda p: jnp.sum(SURROGATES["spo"].term(x._replace(policy_logp=p), settings)[0])  # noqa: E731
+            return jax.grad(term)(zero)[:, 0]
+
+        # All groups by how many of its answers are right; the score of a right answer is (1 - chance), else -chance.
+        ours = exact = 0.0
+        value = math.log(chance * math.e + 1 - chance)
+        for right in range(size + 1):
+            reward = np.float32([1] * right + [0] * (size - right))
+            weight = math.comb(size, right) * chance**right * (1 - chance) ** (size - right)
+            score = reward - chance
+            ours += weight * float(score @ np.asarray(slope(reward))) / size
+            exact += weight * float(score @ (2 * (value - reward))) / size
+        assert ours / exact == pytest.approx(expected, abs=0.01)
+
+
+def test_vcpos_stand_in_for_gradient_norms_orders_rows_but_does_not_measure_them():
+    """Exact squared norms of the gradients of rows' log-probs, by differences of a float64 model's."""
+    model, rng = Model(TINY), np.random.default_rng(0)
+    params = host_params(model)
+    leaves, form = jax.tree.flatten(jax.tree.map(lambda x: x.astype(np.float64), params))
+    prompt, lengths = rng.integers(0, 264, 3), (1, 2, 4, 8)
+    exact, ours = [], []
+    for length in lengths:
+        tokens = np.concatenate([prompt, rng.integers(0, 264, length)])
+
+        def logp(flat, tokens=tokens):
+            weights = jax.tree.unflatten(form, flat)
+            return transformer.completion_logp(weights, TINY, tokens, 3, len(tokens))[3:]
+
+        # The mean square of slopes along random directions is the squared norm.
+        slopes = []
+        for _ in range(24):
+            direction = [rng.normal(size=leaf.shape) for leaf in leaves]
+            ends = [logp([x + s * d for x, d in zip(leaves, direction, strict=True)]).sum() for s in (1e-6, -1e-6)]
+            slopes.append((ends[0] - ends[1]) / 2e-6)
+        exact.append(np.mean(np.square(slopes)))
+        mask = np.ones((1, length), bool)
+        ours.append(float(baselines.gradient_square(logp(leaves).astype(np.float32)[None], mask)[0]))
+    factor = np.array(exact) / np.array(ours)
+    assert factor.max() / factor.min() > 1.5  # not one scale for all, which a baseline would not hear
+    assert all(a < b for a, b in itertools.pairwise(ours))
+
+
+def test_rollouts_of_decoupled_ppo_and_cispo_are_trained_on_once():
+    """By their rings: no more rows than an iteration has, drawn once."""
+    for name in ("decoupled_ppo", "cispo"):
+        config = freeze(runpy.run_path(str(RECIPES / f"{name}.py"))["get_config"]())
+        assert config.ring_capacity == config.rows_per_iteration
+        drawn = config.update.batch_size * config.update.updates_per_iteration
+        assert drawn == config.rows_per_iteration and (
+            config.update.updates_per_iteration == 1 or config.replay.max_uses
+        )

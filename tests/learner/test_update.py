@@ -1,0 +1,521 @@
+"""The update against an independent float64 model and loss; what gives no gradient; the optimizer's arithmetic."""
+
+import dataclasses
+import itertools
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from reference import corrections, losses, sampling, surrogates, transformer
+from reference import values as critics
+from support import building
+from support.building import COMPLETION_TOKENS, CUBE, ONE, PROMPT_TOKENS, TINY, mesh_of
+
+from jaxrl_llm.config import MeshConfig, OptimizerConfig, freeze
+from jaxrl_llm.learner import optim
+from jaxrl_llm.models.row_logp import chunk_tokens
+from jaxrl_llm.models.transformer import Model
+from jaxrl_llm.ops.sampling import NO_TOKEN
+from jaxrl_llm.run import assemble
+from jaxrl_llm.runtime import sharding
+from jaxrl_llm.types import Critic, TrainState
+
+# --- the loss and its gradient ---
+
+FILTERS = {"temperature": 1.2, "top_k": 60, "min_p": 0.01}
+AMONG = {"temperature": 1.2, "top_k": 9}  # whose support is kept with the rows
+CASES = {name: (loss, {}) for name, loss in building.LOSSES.items()} | {
+    "no reference, filters": ({}, FILTERS),
+    "kept support": ({}, AMONG),
+}
+
+LOSS = building.LOSSES["token mean, k3"]
+
+
+def oracle_logp(params, rollout, arch=TINY, **filters):
+    """[B,S] float64 by rows; a sampled token outside of today's filters joins the kept ones."""
+
+    def row(i):
+        among = None if rollout.support is None else [set(x) - {NO_TOKEN} for x in rollout.support[i].tolist()]
+        columns = (x[i] for x in (rollout.tokens, rollout.prompt_length, rollout.length))
+        return transformer.completion_logp(params, arch, *columns, keep_token=True, support=among, **filters)
+
+    return np.stack([row(i) for i in range(len(rollout.length))])
+
+
+def oracle_loss(policy_logp, rows, config):
+    at = np.arange(rows.rollout.tokens.shape[1])[None, :]
+    mask = (at >= rows.rollout.prompt_length[:, None]) & (at < rows.rollout.length[:, None])
+    term = losses.clipped_surrogate(
+        policy_logp, rows.rollout.behaviour_logp, rows.advantage, config.clip_low, config.clip_high
+    )
+    if config.kl_coefficient:
+        d = policy_logp - rows.ref_logp
+        term += config.kl_coefficient * {"k1": d, "k2": d**2 / 2, "k3": np.exp(-d) - 1 + d}[config.kl_estimator]
+    return losses.aggregate(term, mask, rows.trainable, config.aggregation, COMPLETION_TOKENS)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_loss_and_gradient_are_those_of_a_float64_model(name):
+    settings, filters = CASES[name]
+    update = building.make_update(settings, filters)
+    support_size = filters["top_k"] if filters is AMONG else 0
+    rows = building.random_experience(with_reference="kl_coefficient" in settings, support_size=support_size)
+    params = building.host_params(update.model)
+    gradient, sums = building.gradient(update, rows)
+    logp = oracle_logp(params, rows.rollout, **filters)
+    np.testing.assert_allclose(sums["loss_sum"], oracle_loss(logp, rows, update.objective), rtol=1e-5)
+
+    # Slope of the float64 loss along a random direction by central differences (their own error is below 1e-7).
+    # Measured disagreement with the float32 gradient: 1.1e-6 of its norm at most.
+    direction = jax.tree.map(lambda x, rng=np.random.default_rng(1): rng.normal(size=x.shape), params)
+    values = []
+    for step in (1e-7, -1e-7):
+        moved = jax.tree.map(lambda x, d, step=step: x + step * d, params, direction)
+        values.append(oracle_loss(oracle_logp(moved, rows.rollout, **filters), rows, update.objective))
+    slope = sum(jax.tree.leaves(jax.tree.map(lambda g, d: (g.astype(np.float64) * d).sum(), gradient, direction)))
+    norm = np.sqrt(sum((leaf.astype(np.float64) ** 2).sum() for leaf in jax.tree.leaves(gradient)))
+    assert norm > 1e-2
+    np.testing.assert_allclose((values[0] - values[1]) / 2e-7, slope, rtol=0, atol=1e-5 * norm)
+
+
+# A teacher of another shape; its table has a row more than the learner's.
+TEACHER = dataclasses.replace(TINY, vocab_size=272, width=24, num_layers=1, num_heads=2, tied=False)
+
+
+@pytest.mark.parametrize(
+    ("micro_batch_size", "teacher"), [(2, None), (8, TEACHER)], ids=["rows_apart", "whole_groups_and_a_teacher"]
+)
+def test_reference_log_probs_are_the_models_in_the_rows_order(micro_batch_size, teacher):
+    config = {
+        "model": {"path": "random:debug"},
+        "prompts": {"max_tokens": PROMPT_TOKENS},
+        "sampling": {"max_completion_tokens": COMPLETION_TOKENS},
+        "rollout": {"prompts_per_iteration": 8, "group_size": 2},
+        "replay": {"capacity": 16},
+        "update": {"batch_size": 16, "micro_batch_size": micro_batch_size},
+        "objective": {"kl_coefficient": 0.1},
+        "mesh": {"data": 2},
+    }
+    run = assemble(freeze(config), TINY, (5,), mesh_of(MeshConfig(data=2)), teacher)
+    rows = building.random_experience(group_size=2).rollout
+    with jax.sharding.use_abstract_mesh(run.mesh.abstract_mesh):
+        params = building.learner_params(run.reference_model, run.mesh)
+        actual = jax.jit(run.programs()["reference"].fn)(params, jax.device_put(rows, sharding.leading(run.mesh, rows)))
+    expected = oracle_logp(building.host_params(run.reference_model), rows, arch=teacher or TINY)
+    np.testing.assert_allclose(actual, expected, atol=1e-5)  # measured: 2.0e-6
+
+
+def mask_of(rows):
+    at = np.arange(rows.rollout.tokens.shape[1])[None, :]
+    inside = (at >= rows.rollout.prompt_length[:, None]) & (at < rows.rollout.length[:, None])
+    return inside & rows.trainable[:, None]
+
+
+def oracle_entropy(params, rollout):
+    """[B,S] float64 of the distributions that the completions' tokens were drawn from."""
+    result = np.zeros(rollout.tokens.shape)
+    for i, (tokens, first, last) in enumerate(zip(rollout.tokens, rollout.prompt_length, rollout.length, strict=True)):
+        for t, row in enumerate(transformer.logits(params, TINY, tokens[:last])[first - 1 : last - 1], start=first):
+            probability = sampling.softmax(row)
+            result[i, t] = -(probability * np.log(probability)).sum()
+    return result
+
+
+def test_policies_before_and_averaged_corrected_weights_and_the_scaled_step_are_those_of_a_float64_model():
+    settings = {
+        "proximal": "start",
+        "correction": "token_truncated",
+        "kl_coefficient": 0.3,
+        "kl_estimator": "k2",
+        "kl_anchor": "ewma",
+        "entropy_coefficient": 0.05,
+        "entropy_target": 9.0,
+        "entropy_rate": 0.01,
+        "ess_learning_rate": True,
+    }
+    update = building.make_update(settings | {"micro_batch_size": 8})
+    rows = building.random_experience(with_reference=False)
+    params, start, average = (building.host_params(update.model, seed) for seed in range(3))
+    state = building.train_state(update).replace(average=average)
+    compiled = jax.jit(update.apply_batch)
+    with jax.sharding.use_abstract_mesh(mesh_of(ONE).abstract_mesh):
+        after, sums = compiled(state, building.on_mesh(update, rows), state.replace(params=start))
+
+    mask = mask_of(rows)
+    policy, old, averaged = (oracle_logp(p, rows.rollout) for p in (params, start, average))
+    behaviour = rows.rollout.behaviour_logp
+    weight = corrections.weights(old - behaviour, mask, "token_truncated", 0.5, 2.0, None)
+    term = np.array(weight) * losses.clipped_surrogate(policy, old, rows.advantage, 0.2, 0.2)
+    term += 0.3 * (policy - averaged) ** 2 / 2 - 0.05 * oracle_entropy(params, rows.rollout)
+    expected = losses.aggregate(term, mask, rows.trainable, "token_mean", COMPLETION_TOKENS)
+    np.testing.assert_allclose(sums["loss_sum"], expected, rtol=1e-5)
+    np.testing.assert_allclose(sums["correction_weight_sum"], np.sum(weight), rtol=1e-5)
+    # 264 tokens have less entropy than 9 nats: the bonus of the next step is larger by the rate.
+    np.testing.assert_allclose(sums["entropy_coefficient_sum"], 0.05, rtol=1e-6)
+    np.testing.assert_allclose(after.entropy_coefficient, 0.06, rtol=1e-6)
+    assert 0 < np.sum(np.array(weight) == 2.0) < mask.sum()
+
+    # The recorder's step is the gradient; averages of versions 0 and 1 weigh 0.9 and 1.
+    ratio = np.array(
+        [np.exp(row[keep].sum()) for row, keep in zip(policy - behaviour, mask, strict=True) if keep.any()]
+    )
+    scale = np.sqrt(ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum()))
+    np.testing.assert_allclose(sums["rate_scale_sum"], scale, rtol=1e-4)
+    moved = jax.tree.map(lambda x, g: x + scale * np.asarray(g), params, after.opt_state)
+    near = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)  # noqa: E731
+    jax.tree.map(near, after.params, moved)
+    jax.tree.map(lambda new, a, p: near(new, (0.9 * a + p) / 1.9), after.average, average, moved)
+
+
+def test_remix_clips_about_the_iterations_policy_and_is_held_to_the_start_and_to_the_policy_before():
+    """By the paper's equations, of three policies: r within c -+ 0.2, + 0.3 (l KL(base) + (1 - l) KL(pi_(k-1)))."""
+    settings = {
+        "surrogate": "remix_centred",
+        "proximal": "start",
+        "kl_coefficient": 0.3,
+        "kl_estimator": "k2",
+        "kl_anchor": "convex",
+    }
+    update, rows = building.make_update(settings | {"micro_batch_size": 8}), building.random_experience()
+    params, start, previous = (building.host_params(update.model, seed) for seed in range(3))
+    compiled, mask, behaviour = jax.jit(update.apply_batch), mask_of(rows), rows.rollout.behaviour_logp
+    policy, current, before = (oracle_logp(p, rows.rollout) for p in (params, start, previous))
+    ratio, centre = np.exp(policy - behaviour), np.exp(current - behaviour)
+    # Of 50 iterations and fewer all of the penalty is to the start; then a tenth less every ten, down to a half.
+    for iteration, share in ((50, 1.0), (51, 0.9), (65, 0.8), (500, 0.5)):
+        step = jax.device_put(np.int32(iteration), sharding.replicated(mesh_of(ONE), 0))
+        state = building.train_state(update).replace(step=step, previous=previous)
+        with jax.sharding.use_abstract_mesh(mesh_of(ONE).abstract_mesh):
+            after, sums = compiled(state, building.on_mesh(update, rows), state.replace(params=start))
+        window = np.minimum(np.maximum(ratio, centre - 0.2), centre + 0.2)
+        term = -np.minimum(ratio * rows.advantage, window * rows.advantage)
+        term += 0.3 * (share * (policy - rows.ref_logp) ** 2 + (1 - share) * (policy - before) ** 2) / 2
+        expected = losses.aggregate(term, mask, rows.trainable, "token_mean", COMPLETION_TOKENS)
+        np.testing.assert_allclose(sums["loss_sum"], expected, rtol=1e-5)
+        jax.tree.map(np.testing.assert_array_equal, after.previous, previous)
+
+
+def test_the_policy_before_is_what_the_iteration_before_began_with():
+    update = building.make_update({"kl_anchor": "convex", "kl_coefficient": 0.3, "updates_per_iteration": 2})
+    update = dataclasses.replace(update, optimizer=optax.sgd(1e-3))
+    rows = building.on_mesh(update, building.random_experience())
+    draw = lambda ring, key: (ring, rows, {})  # noqa: E731
+    step = jax.jit(lambda state: update.step(state, None, jax.random.key(0), draw)[0])
+    first = building.train_state(update)
+    states = [first.replace(previous=first.params, opt_state=update.optimizer.init(first.params))]
+    with jax.sharding.use_abstract_mesh(mesh_of(ONE).abstract_mesh):
+        for _ in range(2):
+            states.append(step(states[-1]))
+    for before, after in itertools.pairwise(states):
+        jax.tree.map(np.testing.assert_array_equal, after.previous, before.params)
+        assert optax.tree.norm(jax.tree.map(np.subtract, after.params, before.params)) > 0
+
+
+def test_what_sampler_and_learner_differ_by_and_what_was_learned_since_are_two_ratios():
+    """Staleness, current / old, is what the surrogate clips; discrepancy, old / behaviour, is the correction's."""
+    rows = building.random_experience(with_reference=False)
+    noise = np.random.default_rng(3).normal(0, 0.5, (2, *rows.advantage.shape)).astype(np.float32)
+    mask, behaviour = mask_of(rows), rows.rollout.behaviour_logp
+    old = [np.where(mask, behaviour + some, np.nan).astype(np.float32) for some in noise]
+    settings = {"proximal": "generation", "correction": "token_truncated", "correction_high": 1.3}
+    update = building.make_update(settings)
+    policy = oracle_logp(building.host_params(update.model), rows.rollout)
+    _, sums = building.gradient(update, rows.replace(old_logp=old[0]))
+    weight = np.array(corrections.weights(np.where(mask, noise[0], 0), mask, "token_truncated", 0.5, 1.3, None))
+    kept = np.where(mask, old[0], 0)
+    term = weight * losses.clipped_surrogate(policy, kept, rows.advantage, 0.2, 0.2)
+    expected = losses.aggregate(term, mask, rows.trainable, "token_mean", COMPLETION_TOKENS)
+    np.testing.assert_allclose(sums["loss_sum"], expected, rtol=1e-5)
+    np.testing.assert_allclose(sums["old_gap_max"], np.abs((old[0] - behaviour)[mask]).max(), rtol=1e-5)
+
+    # Neither truncated nor clipped, their product is the ratio to the behaviour policy, whatever lies between.
+    update = building.make_update(
+        {"proximal": "generation", "correction": "importance", "clip_low": 1.0, "clip_high": 1e9}
+    )
+    seen = [building.gradient(update, rows.replace(old_logp=x)) for x in old]
+    term = -np.exp(policy - behaviour) * rows.advantage
+    expected = losses.aggregate(term, mask, rows.trainable, "token_mean", COMPLETION_TOKENS)
+    for gradient, sums in seen:
+        np.testing.assert_allclose(sums["loss_sum"], expected, rtol=1e-5)
+        apart = optax.tree.norm(jax.tree.map(np.subtract, gradient, seen[0][0]))
+        assert apart < 1e-5 * optax.tree.norm(gradient)
+
+
+def oracle_value_loss(params, head, rows, objective):
+    """Token mean of the critic's loss, float64; and the values [B,S] it is of."""
+    rollout, mask = rows.rollout, mask_of(rows)
+    support = objective.value_bins, objective.value_low, objective.value_high
+    kernel, bias = (np.asarray(head[name], np.float64) for name in ("kernel", "bias"))
+    loss, value = np.zeros(mask.shape), np.zeros(mask.shape)
+    for i, (tokens, first, last) in enumerate(zip(rollout.tokens, rollout.prompt_length, rollout.length, strict=True)):
+        outputs = transformer.hidden(params, TINY, tokens[:last]) @ kernel + bias
+        for t in range(first, last):
+            value[i, t] = critics.value(outputs[t - 1], *support)
+            given = float(rows.returns[i, t]), *support, float(rows.value[i, t]), objective.value_clip
+            loss[i, t] = critics.loss(outputs[t - 1], *given)
+    return losses.aggregate(loss, mask, rows.trainable, "token_mean", COMPLETION_TOKENS), value
+
+
+@pytest.mark.parametrize(("name", "group_size"), [("critic, clipped value", 1), ("critic, bins", 2)])
+def test_the_critics_loss_and_its_gradients_are_those_of_a_float64_model(name, group_size):
+    # Without advantages the critic's loss is all there is.
+    update = building.make_update(building.CRITICS[name] | {"micro_batch_size": 8}, group_size=group_size)
+    rows = building.random_experience(with_reference=False, with_critic=True, group_size=group_size)
+    rows = rows.replace(advantage=np.zeros_like(rows.advantage))
+    params, head = building.host_params(update.model), building.host_head(update)
+    (of_params, of_head), sums = building.gradient(update, rows)
+    expected, value = oracle_value_loss(params, head, rows, update.objective)
+    np.testing.assert_allclose(sums["loss_sum"], expected, rtol=1e-5)
+    mask = mask_of(rows)
+    error = (rows.returns - value)[mask]
+    for sum_name, terms in {"return": rows.returns[mask], "value_error": error}.items():
+        np.testing.assert_allclose(sums[f"{sum_name}_sum"], terms.sum(), rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(sums[f"{sum_name}_square_sum"], np.square(terms).sum(), rtol=1e-5)
+
+    # Slope along a random direction of both by central differences; the trunk has value_coefficient of its gradient.
+    whole = jax.tree.map(lambda g: g / update.objective.value_coefficient, of_params), of_head
+    direction = jax.tree.map(lambda x, rng=np.random.default_rng(1): rng.normal(size=x.shape), (params, head))
+    ends = []
+    for step in (1e-6, -1e-6):
+        moved = jax.tree.map(lambda x, d, step=step: x + step * d, (params, head), direction)
+        ends.append(oracle_value_loss(*moved, rows, update.objective)[0])
+    slope = sum(jax.tree.leaves(jax.tree.map(lambda g, d: (g.astype(np.float64) * d).sum(), whole, direction)))
+    norms = [np.sqrt(sum((x.astype(np.float64) ** 2).sum() for x in jax.tree.leaves(tree))) for tree in whole]
+    assert min(norms) > 0.1 * max(norms) > 1e-3
+    np.testing.assert_allclose((ends[0] - ends[1]) / 2e-6, slope, rtol=0, atol=1e-4 * min(norms))
+
+
+def test_values_of_rollouts_are_those_of_a_float64_model_in_the_rows_order():
+    config = {
+        "model": {"path": "random:debug"},
+        "prompts": {"max_tokens": PROMPT_TOKENS},
+        "sampling": {"max_completion_tokens": COMPLETION_TOKENS},
+        "rollout": {"prompts_per_iteration": 8, "group_size": 2},
+        "replay": {"capacity": 16},
+        "update": {"batch_size": 16, "micro_batch_size": 8},
+        "credit": {"advantage": "gae"},
+        "objective": building.CRITICS["critic, bins"],
+        "mesh": {"data": 2},
+    }
+    run = assemble(freeze(config), TINY, (5,), mesh_of(MeshConfig(data=2)))
+    rows = building.random_experience(group_size=2, with_critic=True)
+    head = building.host_head(run.update)
+    with jax.sharding.use_abstract_mesh(run.mesh.abstract_mesh):
+        state = TrainState(building.learner_params(run.model, run.mesh), None, None, None, Critic(head, None))
+        program = jax.jit(run.programs()["values"].fn)
+        actual = program(state, jax.device_put(rows.rollout, sharding.leading(run.mesh, rows.rollout)))
+    _, expected = oracle_value_loss(building.host_params(run.model), head, rows, run.update.objective)
+    np.testing.assert_allclose(actual, expected, atol=1e-5)
+
+
+def test_groups_are_compared_and_the_second_moment_is_of_the_whole_batch():
+    # Two rows of a group share a prompt; a micro-batch holds two groups.
+    settings = {"surrogate": "agro", "regression_beta": 0.3, "aggregation": "sequence_mean"}
+    settings |= {"correction": "second_moment", "correction_second_moment": 0.5, "micro_batch_size": 4}
+    update = building.make_update(settings, group_size=2)
+    rows = building.random_experience(group_size=2)
+    gradient, sums = building.gradient(update, rows)
+
+    mask = mask_of(rows)
+    policy = oracle_logp(building.host_params(update.model), rows.rollout)
+    kept = corrections.second_moment_kept(policy - rows.rollout.behaviour_logp, mask, 0.5)
+    assert 0 < len(kept) < mask.sum()
+    keep = np.zeros_like(mask)
+    keep[tuple(np.array(sorted(kept)).T)] = True
+    row = lambda i: {  # noqa: E731
+        "policy": policy[i][keep[i]].tolist(),
+        "ref": rows.ref_logp[i][keep[i]].tolist(),
+        "advantage": rows.advantage[i][keep[i]].tolist(),
+    }
+    terms = surrogates.agro([row(i) for i in range(len(mask))], {"beta": 0.3, "group_size": 2})
+    whole = np.zeros(mask.shape)
+    for i, values in enumerate(terms):
+        whole[i][keep[i]] = values
+    expected = losses.aggregate(whole, mask, rows.trainable, "sequence_mean", COMPLETION_TOKENS)
+    np.testing.assert_allclose(sums["loss_sum"], expected, rtol=1e-5)
+    assert sums["correction_weight_sum"] == len(kept)
+    assert np.isfinite(jax.tree.leaves(jax.tree.map(np.sum, gradient))).all()
+
+
+def test_metrics_are_sums_over_the_trained_tokens():
+    update = building.make_update(LOSS)
+    rows = building.random_experience()
+    bucket = np.arange(len(rows.reward), dtype=np.int32) % 3
+    rows = rows.replace(age_bucket=bucket)
+    _, sums = building.gradient(update, rows)
+    size = (rows.rollout.length - rows.rollout.prompt_length)[rows.trainable].sum()
+    at = np.arange(rows.rollout.tokens.shape[1])[None, :]
+    mask = (at >= rows.rollout.prompt_length[:, None]) & (at < rows.rollout.length[:, None]) & rows.trainable[:, None]
+    d = (oracle_logp(building.host_params(update.model), rows.rollout) - rows.rollout.behaviour_logp)[mask]
+    ratio, advantage = np.exp(d), rows.advantage[mask]
+    clipped = ((advantage > 0) & (ratio > 1.2)) | ((advantage < 0) & (ratio < 0.8))
+    expected = {
+        "token_count": size,
+        "own_token_count": size,
+        "clipped_count": clipped.sum(),
+        "ratio_sum": ratio.sum(),
+        "ratio_square_sum": (ratio**2).sum(),
+        "ratio_max": ratio.max(),
+        "row_count": rows.trainable.sum(),
+        "kl_behaviour_sum": (np.exp(d) - 1 - d).sum(),
+        "gap_max": np.abs(d).max(),
+    }
+    assert 0 < clipped.sum() < size
+    for name, value in expected.items():
+        np.testing.assert_allclose(sums[name], value, rtol=1e-5, err_msg=name)
+    bucket = np.broadcast_to(bucket[:, None], mask.shape)[mask]
+    for name, value in {"clipped_count": clipped, "ratio_sum": ratio, "ratio_square_sum": ratio**2}.items():
+        by_age = [value[bucket == k].sum() for k in range(6)]
+        np.testing.assert_allclose(sums[f"{name}_by_age"], by_age, rtol=1e-5, err_msg=name)
+
+
+def test_rows_that_are_not_trainable_give_nothing_whatever_they_hold():
+    update = building.make_update(LOSS)
+    rows = building.random_experience()
+    gradient, sums = building.gradient(update, rows)
+    out = ~rows.trainable
+    rng = np.random.default_rng(2)
+    spoilt = rows.replace(
+        advantage=np.where(out[:, None], np.nan, rows.advantage).astype(np.float32),
+        ref_logp=np.where(out[:, None], -np.inf, rows.ref_logp).astype(np.float32),
+        reward=np.where(out, np.nan, rows.reward).astype(np.float32),
+        rollout=rows.rollout.replace(
+            behaviour_logp=np.where(out[:, None], np.inf, rows.rollout.behaviour_logp).astype(np.float32),
+            tokens=np.where(out[:, None], rng.integers(0, 264, rows.rollout.tokens.shape), rows.rollout.tokens).astype(
+                np.int32
+            ),
+        ),
+    )
+    again, sums_again = building.gradient(update, spoilt)
+    jax.tree.map(np.testing.assert_array_equal, (gradient, sums), (again, sums_again))
+
+
+def test_the_decision_to_stop_is_trained():
+    # Advantage at one token alone, the last of a row: the end of sequence.
+    update, rows = building.make_update(LOSS), building.random_experience()
+    last = np.arange(rows.rollout.tokens.shape[1])[None, :] == rows.rollout.length[:, None] - 1
+    advantage = np.where(last & (np.arange(building.NUM_ROWS) == 2)[:, None], 1.0, 0.0).astype(np.float32)
+    with_eos, _ = building.gradient(update, rows.replace(advantage=advantage))
+    without, _ = building.gradient(update, rows.replace(advantage=0 * advantage))
+    token = rows.rollout.tokens[2, rows.rollout.length[2] - 1]
+    change = np.abs(with_eos["embedding"] - without["embedding"]).max(axis=1)
+    # The tied embedding of the token itself moves the most.
+    assert change.argmax() == token and change[token] > 1e-3
+
+
+@pytest.mark.parametrize("reason", ["no trainable row", "gradient not finite"])
+def test_a_batch_that_teaches_nothing_skips_the_step(reason):
+    update = building.make_update(LOSS)
+    rows = building.random_experience()
+    if reason == "no trainable row":
+        rows = rows.replace(trainable=np.zeros(building.NUM_ROWS, bool))
+    else:
+        rows = rows.replace(advantage=np.where(rows.advantage != 0, np.inf, 0.0).astype(np.float32))
+    before = building.train_state(update)
+    kept = jax.tree.map(np.asarray, before)
+    state, sums = building.compile_update(update)(before, building.on_mesh(update, rows))
+    jax.tree.map(np.testing.assert_array_equal, state, kept)
+    assert (sums["skipped_count"], sums["update_count"]) == (1, 1)
+    state, sums = building.compile_update(update)(before, building.on_mesh(update, building.random_experience()))
+    assert (int(state.step), sums["skipped_count"]) == (1, 0)
+
+
+# --- the optimizer ---
+
+
+def rate(kind, warmup, step, num_steps=12):
+    config = OptimizerConfig(learning_rate=0.5, schedule=kind, warmup_steps=warmup)
+    return float(optim.schedule(config, num_steps)(step))
+
+
+def test_schedules_by_hand():
+    # Warm-up of 4 steps to 0.5: 0, 1/8, 1/4, 3/8, then the peak; 8 steps are left of 12.
+    assert [rate("constant", 4, s) for s in (0, 1, 2, 3, 4, 11)] == [0, 0.125, 0.25, 0.375, 0.5, 0.5]
+    assert [rate("linear", 4, s) for s in (4, 6, 8, 12)] == [0.5, 0.375, 0.25, 0]
+    # 0.5 * (1 + cos(pi * x)) / 2 at x = 0, 1/3, 1/2, 1.
+    np.testing.assert_allclose([rate("cosine", 0, s) for s in (0, 4, 6, 12)], [0.5, 0.375, 0.25, 0], atol=1e-7)
+    assert [rate("linear", 0, s) for s in (0, 3, 12)] == [0.5, 0.375, 0]
+
+
+def test_an_update_keeps_one_gradient():
+    # Of weights that outweigh all activations. A micro-batch's own gradient would be a second, a clipped one too.
+    model = Model(dataclasses.replace(TINY, width=64, num_layers=64, ffn=256), remat="full")
+    optimizer = optim.make(OptimizerConfig(max_grad_norm=1.0), 10)
+    update = dataclasses.replace(building.make_update({"micro_batch_size": 2}), model=model, optimizer=optimizer)
+    params = model.abstract_params(mesh_of(ONE))
+    state = TrainState(params, optim.abstract_state(optimizer, params, mesh_of(ONE)), jax.ShapeDtypeStruct((), "int32"))
+    batch = building.on_mesh(update, building.random_experience())
+    compiled = jax.jit(update.apply_batch, donate_argnums=0).lower(state, batch).compile()
+    size = 4 * model.arch.num_params
+    assert size <= compiled.memory_analysis().temp_size_in_bytes < 1.5 * size
+
+
+def test_first_adamw_step_by_hand_and_the_clip_is_of_the_global_norm():
+    params = {"a": jnp.array([1.0, 2.0]), "b": jnp.array([-3.0])}
+    gradient = {"a": jnp.array([3.0, 0.0]), "b": jnp.array([4.0])}  # norm 5
+
+    def step(**settings):
+        optimizer = optim.make(OptimizerConfig(learning_rate=0.1, **settings), 10)
+        updates, _ = optimizer.update(gradient, optimizer.init(params), params)
+        return jax.tree.map(np.asarray, updates)
+
+    # Bias-corrected, the first step is g / (|g| + eps) whatever the betas; weight decay adds rate * decay * w.
+    plain = step(max_grad_norm=0.0, eps=1e-8, weight_decay=0.5)
+    np.testing.assert_allclose(plain["a"], [-0.1 - 0.05, -0.1], rtol=1e-5)
+    np.testing.assert_allclose(plain["b"], [-0.1 + 0.15], atol=1e-6)
+    # Clipped to norm 1 the gradient is (0.6, 0), 0.8; with eps = 1 a step is 0.1 * g / (g + 1).
+    clipped = step(max_grad_norm=1.0, eps=1.0)
+    np.testing.assert_allclose(clipped["a"], [-0.1 * 0.6 / 1.6, 0], rtol=1e-5)
+    np.testing.assert_allclose(clipped["b"], [-0.1 * 0.8 / 1.8], rtol=1e-5)
+    # A bound above the norm changes nothing: 0.1 * 3 / 4.
+    np.testing.assert_allclose(step(max_grad_norm=6.0, eps=1.0)["a"], [-0.1 * 3 / 4, 0], rtol=1e-5)
+
+
+def test_moments_that_start_anew_make_a_first_step_at_the_schedules_place():
+    # A first Adam step is the rate times the gradient's sign; the second, of a gradient a tenth as large and the other
+    # way, still follows the first. The rate falls by 0.01 a step.
+    config = OptimizerConfig(learning_rate=0.1, schedule="linear", reset_every_steps=2, max_grad_norm=0.0)
+    optimizer = optim.make(config, 10)
+    params = jnp.zeros(2)
+    state, steps = optimizer.init(params), []
+    for size in (1.0, -0.1, -0.1, 1.0, -1.0):
+        updates, state = optimizer.update(size * jnp.array([1.0, -2.0]), state, params)
+        steps.append(updates)
+    anew = np.array([-0.1, 0.08, 0.06])[:, None] * [1, -1]
+    np.testing.assert_allclose(np.array(steps)[[0, 2, 4]], anew, rtol=1e-5)
+    assert (np.sign(steps[1]) == [-1, 1]).all()
+
+
+def test_moments_lie_where_their_parameters_lie():
+    mesh = mesh_of(CUBE)
+    params = Model(TINY).abstract_params(mesh)
+    optimizer = optim.make(OptimizerConfig(), 10)
+    state = optim.abstract_state(optimizer, params, mesh)
+    adam = [s for s in jax.tree.leaves(state, is_leaf=lambda x: hasattr(x, "mu")) if hasattr(s, "mu")]
+    assert len(adam) == 1
+    for moments in (adam[0].mu, adam[0].nu):
+        jax.tree.map(
+            lambda m, p: (m.shape, m.dtype, m.sharding) == (p.shape, p.dtype, p.sharding) or 1 / 0, moments, params
+        )
+    assert adam[0].count.sharding.is_fully_replicated
+    assert not adam[0].mu["blocks"]["q"].sharding.is_fully_replicated
+    # The shapes are those of a real state.
+    real = jax.eval_shape(optimizer.init, Model(TINY).abstract_params(mesh_of(ONE)))
+    assert jax.tree.map(lambda x: x.shape, real) == jax.tree.map(lambda x: x.shape, state)
+
+
+def test_positions_projected_at_once_are_by_device_where_nobody_sets_them():
+    cpu, tpu = (types.SimpleNamespace(platform=name) for name in ("cpu", "tpu"))
+    cases = [(setting, packed) for setting in (0, 7) for packed in (False, True)]
+    for most, of_cpu in ((1365, [1365, 1365, 7, 7]), (1366, [256, 128, 7, 7])):  # 2**26 / 49152 = 1365.3
+        for device, expected in ((cpu, of_cpu), (tpu, [1024, 1024, 7, 7])):
+            assert [chunk_tokens(n, device, most=most, vocab=49152, packed=p) for n, p in cases] == expected
+    # A micro-batch of the default config is 16 completions of 16 tokens.
+    for given, micro_batch_tokens, taken in ((0, 0, 256), (0, 960, 960), (7, 960, 7)):
+        update = {"logp_chunk_tokens": given, "micro_batch_tokens": micro_batch_tokens}
+        run = assemble(freeze({"update": update}), TINY, (5,), mesh_of(ONE))
+        assert run.update.config.logp_chunk_tokens == taken

@@ -1,0 +1,257 @@
+"""Hugging Face folders: against logits that transformers computed, and against transformers itself where torch is."""
+
+import json
+import pathlib
+import shutil
+import subprocess
+import sys
+import tracemalloc
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+from jax.sharding import AxisType, Mesh
+from support.command_line import run_command
+
+from jaxrl_llm.config import CheckpointConfig, ConfigError, freeze
+from jaxrl_llm.models.architecture import PRESETS, Architecture, RopeScaling
+from jaxrl_llm.models.files import hf
+from jaxrl_llm.models.files.tokenizer import ByteTokenizer, load_tokenizer
+from jaxrl_llm.models.transformer import Model
+from jaxrl_llm.runtime.checkpoint import Checkpointer
+
+TINY = pathlib.Path(__file__).parents[1] / "fixtures" / "tiny_llama"
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+def make_mesh(data=1, fsdp=1, tensor=1):
+    devices = np.asarray(jax.devices()[: data * fsdp * tensor]).reshape(data, fsdp, tensor)
+    return Mesh(devices, ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+
+
+def logits_of(model, params, tokens):
+    tokens = jnp.asarray(tokens, jnp.int32)
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
+    with jax.default_matmul_precision("highest"):
+        hidden, _ = jax.jit(model.forward)(params, tokens, positions)
+        return np.asarray(hidden @ model.head(params).T)
+
+
+def assert_same(left, right):
+    assert jax.tree.structure(left) == jax.tree.structure(right)
+    jax.tree.map(np.testing.assert_array_equal, left, right)
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    """A copy of the fixture to break."""
+    return pathlib.Path(shutil.copytree(TINY, tmp_path / "tiny"))
+
+
+def edit_config(folder, *, drop=(), **changes):
+    config = json.loads((folder / "config.json").read_text())
+    config = {key: value for key, value in {**config, **changes}.items() if key not in drop}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def edit_weights(folder, change):
+    tensors = safetensors.numpy.load_file(folder / "model.safetensors")
+    safetensors.numpy.save_file(change(tensors), folder / "model.safetensors")
+
+
+def test_logits_equal_those_that_transformers_stored():
+    model = Model(hf.read_architecture(TINY))
+    stored = np.load(TINY / "logits.npz")
+    logits = logits_of(model, hf.load_params(TINY, model, make_mesh()), stored["tokens"])
+    np.testing.assert_allclose(logits, stored["logits"], atol=1e-4)  # measured 5e-6; logits reach 4
+
+
+def test_parameters_do_not_depend_on_the_mesh():
+    model = Model(hf.read_architecture(TINY))
+    whole = hf.load_params(TINY, model, make_mesh())
+    for shape in [dict(data=8), dict(fsdp=8), dict(data=2, fsdp=2, tensor=2)]:
+        mesh = make_mesh(**shape)
+        params = hf.load_params(TINY, model, mesh)
+        assert_same(params, whole)
+        jax.tree.map(lambda x, want: x.sharding == want.sharding or pytest.fail(), params, model.abstract_params(mesh))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+def test_several_files_and_every_dtype_load_as_one_float32_file(tiny, dtype):
+    model = Model(hf.read_architecture(TINY))
+    tensors = safetensors.numpy.load_file(tiny / "model.safetensors")
+    (tiny / "model.safetensors").unlink()
+    weight_map = {}
+    for number in range(3):
+        part = {name: tensors[name].astype(dtype) for name in sorted(tensors)[number::3]}
+        file = f"model-{number + 1:05d}-of-00003.safetensors"
+        safetensors.numpy.save_file(part, tiny / file)
+        weight_map |= dict.fromkeys(part, file)
+    (tiny / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    params = hf.load_params(tiny, model, make_mesh(fsdp=2))
+    expected = hf.load_params(TINY, model, make_mesh())
+    # The fixture's bfloat16 values, rounded once more by the dtype of the files.
+    expected = jax.tree.map(lambda x: np.asarray(x).astype(dtype).astype(np.float32), expected)
+    assert_same(params, expected)
+
+
+def test_rope_settings_mean_the_same_in_old_and_new_spelling(tiny):
+    new = hf.read_architecture(tiny)
+    assert new.rope_scaling == RopeScaling(4.0, 1.0, 4.0, 64)
+    for key in ("rope_type", "type"):
+        scaling = {key: "llama3", **{k: v for k, v in LLAMA3.items() if k != "rope_type"}}
+        edit_config(tiny, drop=("rope_parameters",), rope_theta=1000.0, rope_scaling=scaling)
+        assert hf.read_architecture(tiny) == new
+
+
+def test_absent_keys_mean_what_transformers_says(tiny):
+    drop = ("rope_parameters", "num_key_value_heads", "head_dim", "tie_word_embeddings", "rms_norm_eps")
+    edit_config(tiny, drop=(*drop, "max_position_embeddings"))
+    assert hf.read_architecture(tiny) == Architecture(
+        vocab_size=96, width=32, num_layers=2, num_heads=4, num_kv_heads=4, head_size=8, ffn=48,
+        rope_theta=10000.0, norm_eps=1e-6, tied=False, max_positions=2048,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("max_file_bytes", [hf.MAX_FILE_BYTES, 20_000])
+def test_export_loads_back_to_the_same_parameters_and_architecture(tmp_path, monkeypatch, max_file_bytes):
+    model = Model(hf.read_architecture(TINY))
+    params = hf.load_params(TINY, model, make_mesh(fsdp=2, tensor=2))
+    hf.export(params, model, ByteTokenizer(), tmp_path)  # what is there already is replaced
+    monkeypatch.setattr(hf, "MAX_FILE_BYTES", max_file_bytes)
+    hf.export(params, model, ByteTokenizer(), tmp_path)
+    files = sorted(path.name for path in tmp_path.glob("model*"))
+    # 98,944 bytes of float32; the largest tensors are the embedding and the head with 12,288 each.
+    if max_file_bytes == 20_000:
+        assert files[0] == "model-00001-of-00006.safetensors" and files[-1] == "model.safetensors.index.json"
+        assert all(path.stat().st_size < 20_000 + 2_000 for path in tmp_path.glob("*.safetensors"))
+    else:
+        assert files == ["model.safetensors"]
+    assert hf.read_architecture(tmp_path) == model.arch
+    assert_same(hf.load_params(tmp_path, model, make_mesh()), params)
+
+
+def _truncate(path):
+    path.write_bytes(path.read_bytes()[:-9])
+
+
+def _drop(name):
+    return lambda tensors: {key: value for key, value in tensors.items() if key != name}
+
+
+@pytest.mark.parametrize(
+    ("break_it", "message"),
+    [
+        (lambda f: edit_weights(f, _drop("model.layers.1.mlp.up_proj.weight")), "1.mlp.up_proj.weight is missing"),
+        (lambda f: edit_weights(f, lambda t: {**t, "lm_head.weight": t["lm_head.weight"][:9]}), r"\(9, 32\), not \(96"),
+        (lambda f: edit_weights(f, lambda t: {**t, "x.bias": np.ones(3)}), "x.bias is F64"),
+        (lambda f: edit_weights(f, lambda t: {**t, "x.bias": np.ones(3, np.float32)}), "x.bias .* not part of a plain"),
+        (lambda f: _truncate(f / "model.safetensors"), "model.safetensors: not a readable"),
+        (lambda f: (f / "model.safetensors").unlink(), "neither model.safetensors nor"),
+        (lambda f: (f / "config.json").unlink(), "config.json: no such file"),
+        (lambda f: (f / "config.json").write_text("{"), "not readable JSON"),
+        (lambda f: edit_config(f, model_type="qwen2"), "'qwen2' is not supported; supported: llama, mistral"),
+        (lambda f: edit_config(f, model_type="mistral"), "sliding_window=4096"),
+        (lambda f: edit_config(f, attention_bias=True), "attention_bias=True"),
+        (lambda f: edit_config(f, rope_parameters={**LLAMA3, "rope_type": "yarn"}), "rope_type='yarn'"),
+        (lambda f: edit_config(f, rope_parameters={"rope_type": "llama3"}), "factor is missing"),
+        (lambda f: edit_config(f, drop=("hidden_size",)), "hidden_size is missing"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_loaded_is_named_in_one_line(tiny, break_it, message):
+    break_it(tiny)
+    with pytest.raises(ConfigError, match=message) as caught:
+        hf.load_params(tiny, Model(hf.read_architecture(tiny)), make_mesh())
+    assert str(tiny) in str(caught.value)
+
+
+def test_loading_holds_no_second_copy_of_the_weights(tmp_path):
+    arch = Architecture(
+        vocab_size=512, width=128, num_layers=16, num_heads=8, num_kv_heads=8, head_size=16, ffn=256, tied=True
+    )
+    model, mesh = Model(arch), make_mesh(fsdp=8)
+    random = np.random.default_rng(0)
+    params = jax.tree.map(lambda x: random.normal(size=x.shape).astype(np.float32), model.abstract_params(mesh))
+    hf.export(params, model, ByteTokenizer(), tmp_path)
+    tracemalloc.start()
+    try:
+        jax.block_until_ready(hf.load_params(tmp_path, model, mesh))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    # The arrays themselves (on CPU they keep numpy's buffers), and one stacked parameter: 20 % of the whole.
+    assert peak < 1.3 * 4 * arch.num_params
+
+
+def test_export_command_writes_the_folder_of_a_checkpoint(tmp_path, monkeypatch, capfd):
+    model = Model(PRESETS["debug"])
+    random = np.random.default_rng(3)
+    params = jax.tree.map(lambda x: random.normal(size=x.shape).astype(np.float32), model.abstract_params(make_mesh()))
+    checkpointer = Checkpointer(tmp_path / "run", CheckpointConfig())
+    checkpointer.save(1, {"params": params}, {}, freeze({"model": {"path": "random:debug"}}), pass_rate=None)
+    checkpointer.close()
+    flags = (f"--checkpoint={tmp_path / 'run'}", f"--output={tmp_path / 'out'}")
+    done = run_command("export", *flags, monkeypatch=monkeypatch, capfd=capfd)
+    assert (done.status, done.err) == (0, "")
+    assert_same(hf.load_params(tmp_path / "out", model, make_mesh()), params)
+    assert load_tokenizer(tmp_path / "out").encode("hé") == [104, 195, 169]
+
+
+def test_export_command_refuses_a_missing_checkpoint_in_one_line(tmp_path):
+    command = [sys.executable, "-m", "jaxrl_llm.export", f"--checkpoint={tmp_path}/no", f"--output={tmp_path}/out"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and f"{tmp_path}/no" in done.stderr
+
+
+SHAPE = dict(vocab_size=80, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+PLAIN = dict(rope_parameters={"rope_type": "default", "rope_theta": 500.0})
+TORCH_CONFIGS = {
+    "tied": dict(num_key_value_heads=4, tie_word_embeddings=True, **PLAIN),
+    "grouped_untied": dict(num_key_value_heads=2, tie_word_embeddings=False, rms_norm_eps=1e-3, **PLAIN),
+    "one_key_head_wide": dict(num_key_value_heads=1, head_dim=16, tie_word_embeddings=True, **PLAIN),
+    "llama3": dict(num_key_value_heads=2, head_dim=12, rope_parameters={**LLAMA3, "rope_theta": 1000.0}),
+    "mistral": dict(model_type="mistral", num_key_value_heads=2, sliding_window=None, **PLAIN),
+}
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("name", TORCH_CONFIGS)
+def test_transformers_computes_the_same_logits_before_loading_and_after_export(tmp_path, name):
+    torch = pytest.importorskip("torch")
+    import transformers
+
+    torch.manual_seed(1)
+    settings = {"model_type": "llama", "initializer_range": 0.2, **SHAPE, **TORCH_CONFIGS[name]}
+    theirs = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(**settings), attn_implementation="eager"
+    ).eval()
+    for key, parameter in theirs.named_parameters():
+        if "norm" in key:
+            torch.nn.init.normal_(parameter, 1.0, 0.2)
+    theirs.save_pretrained(tmp_path / "theirs")
+    tokens = np.random.default_rng(2).integers(0, 80, (3, 70))
+    with torch.no_grad():
+        before = theirs(torch.from_numpy(tokens)).logits.numpy()
+
+    model = Model(hf.read_architecture(tmp_path / "theirs"))
+    params = hf.load_params(tmp_path / "theirs", model, make_mesh(fsdp=2, tensor=2))
+    ours = logits_of(model, jax.device_get(params), tokens)
+    np.testing.assert_allclose(ours, before, atol=1e-4)  # measured 2e-5; logits reach 12
+
+    hf.export(params, model, ByteTokenizer(), tmp_path / "ours")
+    back, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
+    assert back.dtype == torch.float32 and back.generation_config.eos_token_id == [257]
+    with torch.no_grad():
+        after = back(torch.from_numpy(tokens)).logits.numpy()
+    np.testing.assert_allclose(after, before, atol=1e-4)

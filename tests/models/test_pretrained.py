@@ -1,0 +1,110 @@
+"""What ``model.path`` may be."""
+
+import pathlib
+import subprocess
+import sys
+
+import huggingface_hub
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh
+
+from jaxrl_llm.config import ConfigError, ModelConfig
+from jaxrl_llm.models.architecture import PRESETS
+from jaxrl_llm.models.files import pretrained
+from jaxrl_llm.models.files.tokenizer import ByteTokenizer
+from jaxrl_llm.models.transformer import Model
+
+TINY = pathlib.Path(__file__).parents[1] / "fixtures" / "tiny_llama"
+
+
+@pytest.fixture
+def mesh():
+    devices = np.asarray(jax.devices()[:1]).reshape(1, 1, 1)
+    return Mesh(devices, ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+
+
+def test_random_weights_come_from_the_seed(mesh, monkeypatch):
+    monkeypatch.setattr(Model, "init", lambda model, key, mesh: (model.arch, key, mesh))
+    source = pretrained.resolve("random:debug")
+    model = Model(source.architecture())
+    assert model.arch == PRESETS["debug"] and isinstance(source.tokenizer(), ByteTokenizer)
+    arch, key, on = source.load_params(model, mesh, seed=7)
+    assert (arch, on) == (model.arch, mesh) and key == jax.random.key(7)
+
+
+def test_a_folder_is_a_model(mesh):
+    source = pretrained.resolve(str(TINY))
+    model = Model(source.architecture())
+    assert source.load_params(model, mesh, seed=0)["blocks"]["q"].shape == (2, 4, 12, 32)
+    with pytest.raises(ConfigError, match=r"tokenizer.json: no such file"):
+        source.tokenizer()  # the fixture has none
+
+
+def test_a_hub_id_is_downloaded(monkeypatch):
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **_: {"some/model": str(TINY)}[name])
+    assert pretrained.resolve("some/model").architecture().width == 32
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("random:huge", "no such preset; allowed: .*random:debug, .*random:debug_wide"),
+        ("none.gguf", "no such file"),
+        ("./none", "is not there; allowed: a Hugging Face folder, a .gguf file, smollm2-135m-instruct"),
+        ("", "is not there; allowed"),
+        ("gpt2", "is not there; allowed"),
+    ],
+)
+def test_anything_else_is_refused_with_what_is_allowed(path, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        pretrained.resolve(path)
+    assert f"model.path={path!r}" in str(caught.value)
+
+
+def test_a_reference_is_the_models_own_source_or_another_that_reads_its_token_ids(monkeypatch):
+    learner = pretrained.resolve("random:debug")
+    assert pretrained.resolve_reference(ModelConfig(), learner) is learner
+    # 264 rows of embeddings hold the 260 ids; the other way round there are too few.
+    wide = pretrained.resolve_reference(ModelConfig(reference_path="random:debug_wide"), learner)
+    assert wide.architecture() == PRESETS["debug_wide"]
+    with pytest.raises(
+        ConfigError, match=r"model.reference_path='random:debug' must read the token ids of model.path=.*260 rows"
+    ):
+        pretrained.resolve_reference(ModelConfig("random:debug_wide", reference_path="random:debug"), wide)
+    with pytest.raises(ConfigError, match=r"model.reference_path='random:huge': no such preset"):
+        pretrained.resolve_reference(ModelConfig(reference_path="random:huge"), learner)
+    monkeypatch.setattr(ByteTokenizer, "encode", lambda self, text: [len(text), *range(next(calls))])
+    calls = iter(range(9))  # each tokenizer cuts otherwise than the one before
+    with pytest.raises(ConfigError, match="cuts a text otherwise"):
+        pretrained.resolve_reference(ModelConfig(reference_path="random:debug_wide"), learner)
+
+
+def test_a_hub_that_cannot_be_reached_is_one_line(monkeypatch):
+    def fail(name, **_):
+        raise OSError("no network\nlong explanation")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    with pytest.raises(ConfigError, match=r"model.path='out/folder' is no folder here .*no network") as caught:
+        pretrained.resolve("out/folder")
+    assert "\n" not in str(caught.value)
+
+
+def test_smollm2_is_found_without_importing_its_engine(tmp_path, monkeypatch):
+    package = tmp_path / pretrained.SMOLLM2_PACKAGE
+    package.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError('imported')")
+    (package / pretrained.SMOLLM2_FILE).write_bytes(b"x")
+    code = f"""
+import sys
+sys.path.insert(0, {str(tmp_path)!r})
+from jaxrl_llm.models.files import pretrained
+assert pretrained._find_smollm2() == {str(package / pretrained.SMOLLM2_FILE)!r}
+assert "transformers" not in sys.modules and "torch" not in sys.modules, "imports stay light"
+"""
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    monkeypatch.setattr(pretrained, "SMOLLM2_PACKAGE", "no_such_package_here")
+    with pytest.raises(ConfigError, match=r"is not installed; run bash launch/setup.sh"):
+        pretrained.resolve(pretrained.SMOLLM2)

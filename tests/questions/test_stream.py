@@ -1,0 +1,677 @@
+"""Laws of the prompt stream and of the tasks behind it."""
+
+import datetime
+import decimal
+import gzip
+import json
+import math
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from support.building import needs_reasoning_gym
+
+from jaxrl_llm.actor import reward_worker
+from jaxrl_llm.config import ConfigError, PromptsConfig
+from jaxrl_llm.questions import tasks
+from jaxrl_llm.questions.stream import PromptStream, batch_of, encode_examples, split_held_out
+from jaxrl_llm.questions.tasks import letters
+from jaxrl_llm.types import Example
+
+
+class ByteTokenizer:
+    """UTF-8 bytes; a template puts "<system>" before and ">" after."""
+
+    def encode_prompts(self, prompts, *, chat_template, system_prompt, special_tokens):
+        texts = [p if isinstance(p, str) else "|".join(m["content"] for m in p) for p in prompts]
+        if "refused" in texts:
+            raise ConfigError("the template refuses it")
+        return [list((system_prompt + text + ">" if chat_template else text).encode()) for text in texts]
+
+
+def numbered(num, prefix="q"):
+    return [Example(f"{prefix}{i}", {"answer": i}, f"file.jsonl:{i + 1}") for i in range(num)]
+
+
+def encoded(num, **settings):
+    return encode_examples(numbered(num), ByteTokenizer(), PromptsConfig(max_tokens=6, **settings))[0]
+
+
+def stream(num, *, seed=0, shuffle=True):
+    return PromptStream(encoded(num), PromptsConfig(max_tokens=6, shuffle=shuffle), seed=seed)
+
+
+def answers(batch):
+    return [example.columns["answer"] for example in batch.examples]
+
+
+def assert_equal_batches(a, b):
+    for x, y in ((a.tokens, b.tokens), (a.length, b.length), (a.prompt_id, b.prompt_id)):
+        np.testing.assert_array_equal(x, y, strict=True)
+    assert a.examples == b.examples
+
+
+# The stream
+
+
+def test_batch_holds_padded_tokens_lengths_and_ids():
+    examples, messages = encode_examples(
+        [Example("ab", {}), Example("", {})], ByteTokenizer(), PromptsConfig(max_tokens=5, system_prompt="s")
+    )
+    batch = batch_of(examples, [1, 0], first_prompt_id=7)
+    np.testing.assert_array_equal(
+        batch.tokens, np.array([[115, 62, 0, 0, 0], [115, 97, 98, 62, 0]], np.int32), strict=True
+    )
+    np.testing.assert_array_equal(batch.length, np.array([2, 4], np.int32), strict=True)
+    np.testing.assert_array_equal(batch.prompt_id, np.array([7, 8], np.int32), strict=True)
+    assert [e.prompt for e in batch.examples] == ["", "ab"] and messages == []
+
+
+def test_each_pass_holds_every_question_once_in_a_new_order():
+    order = answers(stream(50).next_batch(150))
+    passes = [order[i : i + 50] for i in (0, 50, 100)]
+    assert all(sorted(one) == list(range(50)) for one in passes)
+    # Equal or unshuffled passes: 1 in 50!.
+    assert passes[0] != passes[1] != passes[2] != passes[0] and list(range(50)) not in passes
+    assert order == answers(stream(50).next_batch(150)) != answers(stream(50, seed=1).next_batch(150))
+
+
+def test_without_shuffle_the_order_is_that_of_the_file():
+    questions = stream(3, shuffle=False)
+    assert answers(questions.next_batch(2)) + answers(questions.next_batch(5)) == [0, 1, 2, 0, 1, 2, 0]
+
+
+def test_prompt_ids_count_the_stream_and_never_repeat():
+    questions = stream(4)
+    ids = np.concatenate([questions.next_batch(3).prompt_id for _ in range(5)])
+    np.testing.assert_array_equal(ids, np.arange(15, dtype=np.int32), strict=True)
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_stream_restored_at_any_step_goes_on_bitwise(shuffle):
+    uninterrupted = stream(7, shuffle=shuffle)
+    states, batches = [], []
+    for _ in range(8):  # three questions a step: over two ends of a pass
+        states.append(json.dumps(uninterrupted.state()))
+        batches.append(uninterrupted.next_batch(3))
+    for step, state in enumerate(states):
+        resumed = stream(7, shuffle=shuffle)
+        resumed.next_batch(step % 3 + 1)  # whatever it did before
+        resumed.restore(json.loads(state))
+        for expected in batches[step:]:
+            assert_equal_batches(resumed.next_batch(3), expected)
+
+
+def test_order_does_not_depend_on_the_batch_size():
+    one, many = stream(7), stream(7)
+    assert [answers(one.next_batch(1))[0] for _ in range(20)] == answers(many.next_batch(20))
+
+
+def test_stream_of_other_questions_is_not_restored():
+    state = stream(7).state()
+    for other in (stream(8), stream(7, seed=1), stream(7, shuffle=False)):
+        with pytest.raises(ConfigError, match="not those of the checkpoint"):
+            other.restore(state)
+
+
+# Held-out questions
+
+
+def test_no_held_out_question_is_trained_on():
+    examples = [Example(f"q{i % 10}", {"answer": i}) for i in range(35)]
+    train, held_out = split_held_out(examples, 4, seed=3)
+    out = {e.prompt for e in held_out}
+    assert len(held_out) == len(out) == 4 and not out & {e.prompt for e in train}
+    assert [e for e in examples if e.prompt not in out] == list(train)  # the rest, in order, repetitions too
+    assert all(e.columns["answer"] < 10 for e in held_out)  # the first of its kind
+    assert split_held_out(examples, 4, seed=3) == (train, held_out) != split_held_out(examples, 4, seed=4)
+
+
+def test_conversations_are_the_same_question_when_their_messages_are():
+    def asked(text):
+        return Example([{"role": "user", "content": text}], {})
+
+    train, held_out = split_held_out([asked("a"), asked("b"), asked("a")], 1, seed=0)
+    assert {e.prompt[0]["content"] for e in train}.isdisjoint(e.prompt[0]["content"] for e in held_out)
+
+
+def test_holding_out_nothing_keeps_everything_and_everything_is_refused():
+    examples = numbered(5) + numbered(5)
+    assert split_held_out(examples, 0, seed=0) == (tuple(examples), ())
+    assert len(split_held_out(examples, 4, seed=0)[0]) == 2
+    with pytest.raises(ConfigError, match=r"eval\.num_prompts=5 must be less than the 5 distinct"):
+        split_held_out(examples, 5, seed=0)
+
+
+# Long prompts
+
+
+def test_long_prompts_are_refused_or_counted_and_left_out():
+    examples = [Example("ab", {}, "f.jsonl:1"), Example("abcdef", {}, "f.jsonl:2"), Example("abcde", {}, "f.jsonl:3")]
+    refuse = PromptsConfig(max_tokens=5, chat_template=False)
+    with pytest.raises(ConfigError, match=r"f\.jsonl:2: prompt of 6 tokens is over prompts\.max_tokens=5"):
+        encode_examples(examples, ByteTokenizer(), refuse)
+    skip = PromptsConfig(max_tokens=5, chat_template=False, long_prompt="skip")
+    kept, messages = encode_examples(examples, ByteTokenizer(), skip)
+    assert [row.example.prompt for row in kept] == ["ab", "abcde"]
+    assert messages == ["f.jsonl:2: prompt of 6 tokens is over prompts.max_tokens=5"]
+    with pytest.raises(
+        ConfigError, match=r"no prompt is left: 3 are left out \(f\.jsonl:1: prompt of 3 tokens is over"
+    ):
+        encode_examples(examples, ByteTokenizer(), PromptsConfig(max_tokens=1, long_prompt="skip"))
+
+
+def test_prompts_that_have_no_token_ids_are_named_or_left_out_wherever_they_stand():
+    texts = ["refused" if i in (0, 15, 16, 130, 199) else str(i) for i in range(200)]
+    examples = [Example(text, {}, f"f:{i}") for i, text in enumerate(texts)]
+    with pytest.raises(ConfigError, match=r"^f:0: the template refuses it \(prompts.bad_row='skip' leaves"):
+        encode_examples(examples, ByteTokenizer(), PromptsConfig(chat_template=False))
+    skip = PromptsConfig(chat_template=False, bad_row="skip")
+    kept, messages = encode_examples(examples, ByteTokenizer(), skip)
+    assert [row.example.prompt for row in kept] == [text for text in texts if text != "refused"]
+    assert [bytes(row.tokens.tolist()).decode() for row in kept] == [row.example.prompt for row in kept]
+    assert messages == [f"f:{i}: the template refuses it" for i in (0, 15, 16, 130, 199)]
+    with pytest.raises(ConfigError, match="no prompt is left: 1 are left out"):
+        encode_examples(examples[:1], ByteTokenizer(), skip)
+
+
+def test_the_first_prompt_that_is_refused_ends_it():
+    class Counting(ByteTokenizer):
+        calls = 0
+
+        def encode_prompts(self, prompts, **how):
+            self.calls += 1
+            time.sleep(0.001)
+            return super().encode_prompts(prompts, **how)
+
+    tokenizer = Counting()
+    with pytest.raises(ConfigError, match="f:0: prompt of 9 tokens"):
+        examples = [Example("too long!", {}, f"f:{i}") for i in range(100_000)]
+        encode_examples(examples, tokenizer, PromptsConfig(max_tokens=8, chat_template=False))
+    assert tokenizer.calls < 4000  # of 6250 in all; those that had begun
+
+
+def test_questions_take_the_room_of_their_tokens_and_not_of_the_longest():
+    wide = encode_examples(numbered(3), ByteTokenizer(), PromptsConfig(max_tokens=10**6, chat_template=False))[0]
+    assert [row.tokens.nbytes for row in wide] == [8, 8, 8]
+    assert batch_of(wide, [2], 0).tokens.shape == (1, 10**6)
+
+
+def retiring(num, rate=0.75, **settings):
+    return PromptStream(encoded(num), PromptsConfig(max_tokens=6, retire_pass_rate=rate, **settings), seed=0)
+
+
+def observe(questions, outcomes):
+    """``outcomes``: question -> passes of its answers, None where the reward failed."""
+    flat = [passed for group in outcomes.values() for passed in group]
+    passed, scored = np.array([p is True for p in flat]), np.array([p is not None for p in flat])
+    questions.observe(list(outcomes), passed, scored)
+
+
+def test_solved_questions_are_not_asked_again_and_ids_stay_positions():
+    questions = retiring(4, shuffle=False)
+    assert answers(questions.next_batch(4)) == [0, 1, 2, 3]
+    # Pass rates 1, 3/4, 1/2; of question 3 nothing is known.
+    observe(questions, {0: [True] * 4, 1: [True] * 3 + [False], 2: [True, False] * 2, 3: [None] * 4})
+    assert questions.retired() == {0, 1}
+    batch = questions.next_batch(3)
+    assert answers(batch) == [2, 3, 2] and batch.prompt_id.tolist() == [6, 7, 10]
+    assert [questions.question(i) for i in batch.prompt_id] == [2, 3, 2]
+    # All answers count: 5 of 8, then 9 of 12.
+    observe(questions, {2: [True] * 3 + [False]})
+    assert questions.retired() == {0, 1}
+    observe(questions, {2: [True] * 4})
+    assert questions.retired() == {0, 1, 2}
+
+
+def test_when_everything_is_solved_everything_is_asked_again():
+    questions = retiring(3, shuffle=False)
+    observe(questions, {i: [True] for i in range(3)})
+    assert answers(questions.next_batch(4)) == [0, 1, 2, 0]
+
+
+def test_what_was_solved_survives_a_checkpoint_and_nothing_is_counted_unasked():
+    questions, resumed = retiring(50), retiring(50)
+    observe(questions, {questions.question(i): [True, i % 2 == 0] for i in range(10)})
+    resumed.restore(json.loads(json.dumps(questions.state())))
+    assert len(resumed.retired()) == 5
+    assert_equal_batches(resumed.next_batch(100), questions.next_batch(100))
+    plain = stream(3)
+    observe(plain, {0: [True]})
+    assert plain.state()["answers"] == []
+
+
+def test_a_prompt_without_tokens_is_refused():
+    with pytest.raises(ConfigError, match="f:1: the prompt has no token"):
+        encode_examples([Example("", {}, "f:1")], ByteTokenizer(), PromptsConfig(chat_template=False))
+
+
+def test_a_question_that_was_changed_since_the_checkpoint_is_noticed():
+    state = stream(7).state()
+    changed = [*numbered(6), Example("q7", {"answer": 6}, "file.jsonl:7")]
+    rows = encode_examples(changed, ByteTokenizer(), PromptsConfig(max_tokens=6))[0]
+    with pytest.raises(ConfigError, match="not those of the checkpoint"):
+        PromptStream(rows, PromptsConfig(max_tokens=6), seed=0).restore(state)
+
+
+# Files
+
+
+def load_jsonl(path, text, **settings):
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return tasks.load(PromptsConfig(source="jsonl", name=str(path), **settings), seed=0)
+
+
+def test_jsonl_rows_become_prompts_and_columns(tmp_path):
+    path = tmp_path / "q.jsonl"
+    conversation = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "1+1?"}]
+    text = "\n".join(
+        [
+            json.dumps({"prompt": "Grüße", "answer": 3, "tags": ["a"]}),
+            "",
+            json.dumps({"messages": conversation, "answer": 2}),
+            json.dumps({"prompt": conversation}),
+        ]
+    )
+    loaded = load_jsonl(path, "\ufeff" + text)
+    assert loaded.bad_rows == ()
+    assert loaded.examples == (
+        Example("Grüße", {"answer": 3, "tags": ["a"]}, f"{path}:1"),
+        Example(conversation, {"answer": 2}, f"{path}:3"),
+        Example(conversation, {}, f"{path}:4"),
+    )
+    assert tasks.scorer(PromptsConfig(source="jsonl", name="x")) == ""
+
+
+BAD_ROWS = [
+    (b'{"prompt": "a"', "not JSON: Expecting ',' delimiter at column 15"),
+    (b'{"prompt": "\xe4"}', "not UTF-8: byte 0xe4"),
+    (b"[1]", "must be an object with `prompt` or `messages`, not list"),
+    (b'{"question": "a"}', "must have one of `prompt` and `messages`; its columns are ['question']"),
+    (b'{"prompt": "a", "messages": [{"role": "user", "content": "a"}]}', "must have one of"),
+    (b'{"prompt": 3}', "`prompt` must be text or a list of messages, not 3"),
+    (b'{"prompt": ""}', "`prompt` is empty"),
+    (b'{"messages": "a"}', "`messages` must be a list of messages"),
+    (b'{"messages": []}', "`messages` must be a list of messages"),
+    (b'{"messages": [{"role": "user"}]}', "texts `role` and `content`"),
+    (b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}', "nothing is left"),
+    (b'{"prompt": "a", "completions": 1}', "column `completions` has the name of an argument"),
+    (b"[" * 100_000, "not JSON: nested too deeply"),
+    # Half of it is more than what hands columns to the reward functions can take.
+    (b'{"prompt": "a", "x": ' + b"[" * 600 + b"]" * 600 + b"}", "not JSON: nested too deeply"),
+    (b'{"prompt": "a", "x": ' + b'{"x": ' * 101 + b"1" + b"}" * 102, "not JSON: nested too deeply"),
+    (b'{"prompt": "a\0"}', "not JSON: Invalid control character at column 14"),
+    (b'{"prompt": "a"}\r{"prompt": "b"}', "not JSON: Extra data at column 17"),
+    (b'{"prompt": "a", "x": ' + b"1" * 5000 + b"}", "not JSON: Exceeds the limit (4300 digits)"),
+    (b'{"prompt": "a", "prompt": "b"}', "key 'prompt' stands in an object twice"),
+    (b'{"prompt": "a", "x": [{"y": 1, "z": 2, "y": 1}]}', "key 'y' stands in an object twice"),
+    (b'{"prompt": NaN}', "`prompt` must be text or a list of messages, not nan"),
+    (b'{"prompt": ["a"]}', "a message must have texts `role` and `content`, not 'a'"),
+    (
+        b'{"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}',
+        "texts `role` and `content`, not",
+    ),
+    (b'{"messages": [{"role": "assistant", "content": null, "tool_calls": []}]}', "texts `role` and `content`, not"),
+    ('{"prompt": "a"}'.encode("utf-16"), "not UTF-8: byte 0xff at 0; a line must be JSON in UTF-8, not compressed"),
+    (gzip.compress(b'{"prompt": "a"}', mtime=0).replace(b"\n", b""), "not UTF-8: byte 0x8b at 1"),
+    (b'{"prompt": "\xed\xa0\x80"}', "not UTF-8: byte 0xed at 12"),
+]
+
+
+@pytest.mark.parametrize(("row", "words"), BAD_ROWS, ids=range(len(BAD_ROWS)))
+def test_bad_row_is_named_by_file_and_line_and_refused_or_skipped(tmp_path, row, words):
+    path = tmp_path / "q.jsonl"
+    text = b'{"prompt": "a"}\n\n' + row + b'\n{"prompt": "b"}\n'
+    with pytest.raises(ConfigError) as error:
+        load_jsonl(path, text)
+    message = str(error.value)
+    assert message.startswith(f"{path}:3: ") and words in message and "prompts.bad_row" in message
+    assert "\n" not in message
+    loaded = load_jsonl(path, text, bad_row="skip")
+    assert [e.prompt for e in loaded.examples] == ["a", "b"]
+    assert [e.origin for e in loaded.examples] == [f"{path}:1", f"{path}:4"]
+    assert len(loaded.bad_rows) == 1 and loaded.bad_rows[0].startswith(f"{path}:3: ") and words in loaded.bad_rows[0]
+
+
+def test_unusual_texts_and_columns_come_through_as_they_are(tmp_path):
+    rows = [
+        ('{"prompt": "a\\u0000b"}', "a\0b", {}),
+        ('{"prompt": "a\u2028b\x85c\\ud83d\\ude42"}\r', "a\u2028b\x85c🙂", {}),
+        ('\ufeff{"prompt": " ", "x": 123456789012345678901234567890}', " ", {"x": 123456789012345678901234567890}),
+        ('{"prompt": "p", "x": 1e400, "y": -Infinity}', "p", {"x": math.inf, "y": -math.inf}),
+        ('{"prompt": "p", "x": "now a text"}', "p", {"x": "now a text"}),
+        ('{"prompt": "p", "x": [[{"y": [1]}], {}], "messages": null}', "p", {"x": [[{"y": [1]}], {}]}),
+        ('{"prompt": "p", "\\ud800": "\\ud800"}', "p", {"\ud800": "\ud800"}),
+    ]
+    loaded = load_jsonl(tmp_path / "q.jsonl", "\n".join(row for row, _, _ in rows))
+    assert [(e.prompt, e.columns) for e in loaded.examples] == [(prompt, columns) for _, prompt, columns in rows]
+    # JSON has no such number, Python writes it all the same.
+    (example,) = load_jsonl(tmp_path / "q.jsonl", '{"prompt": "p", "x": NaN}').examples
+    assert math.isnan(example.columns["x"])
+
+
+def test_columns_of_any_name_reach_the_reward_function(tmp_path):
+    names = ["self", "function", "columns", "completion", "**", "a b", "", "class", "é", "1", "_line", "\n"]
+    row = {"prompt": "p"} | {name: [i] for i, name in enumerate(names)}
+    (example,) = load_jsonl(tmp_path / "q.jsonl", json.dumps(row)).examples
+    seen = []
+
+    def reward(prompts, completions, **columns):
+        seen.append(columns)
+        return [1.0] * len(completions)
+
+    assert reward_worker.call(reward, example.prompt, example.columns, ["a", "b"]) == ([1.0, 1.0], [])
+    assert seen == [{name: [[i], [i]] for i, name in enumerate(names)}]
+
+
+def test_messages_may_have_any_role_and_what_a_template_does_not_know_is_dropped(tmp_path):
+    roles = ["system", "developer", "user", "tool", "function", "assistant", "system", "", "<|x|>", "user"]
+    turns = [{"role": role, "content": str(i), "name": "n", "tool_calls": [1]} for i, role in enumerate(roles)]
+    (example,) = load_jsonl(tmp_path / "q.jsonl", json.dumps({"messages": turns})).examples
+    assert example.prompt == [{"role": role, "content": str(i)} for i, role in enumerate(roles)]
+
+
+def test_size_limits_the_questions_read_and_zero_reads_all(tmp_path):
+    text = '{"prompt": "a"}\noops\n{"prompt": "b"}\n{"prompt": "c"}\n'
+    path = tmp_path / "q.jsonl"
+    assert [e.prompt for e in load_jsonl(path, text, size=2, bad_row="skip").examples] == ["a", "b"]
+    assert len(load_jsonl(path, text, size=0, bad_row="skip").examples) == 3
+
+
+def test_file_without_questions_is_refused(tmp_path):
+    path = tmp_path / "q.jsonl"
+    with pytest.raises(ConfigError, match="holds no question: it is empty"):
+        load_jsonl(path, "\n\n")
+    with pytest.raises(ConfigError, match=r"none of its 2 rows can be used; .*q\.jsonl:1: "):
+        load_jsonl(path, "1\n2\n", bad_row="skip")
+
+
+@pytest.mark.parametrize("source", ["jsonl", "parquet"])
+def test_file_that_cannot_be_read_is_refused(tmp_path, source, monkeypatch):
+    if source == "parquet":
+        pytest.importorskip("pyarrow")
+    os.mkfifo(tmp_path / "fifo")  # nobody writes to it: to open it would take forever
+    special = "it must be a regular file, for a run that goes on reads it again; it is a FIFO or a device"
+    cases = [
+        (tmp_path / "none", "No such file"),
+        (tmp_path, "Is a directory"),
+        ("~nobody_of_this_name/q.jsonl", "No such file"),
+        (tmp_path / "fifo", special),
+        ("/dev/zero", special),
+        ("/dev/null", special),
+    ]
+    for path, words in cases:
+        with pytest.raises(ConfigError, match=f"prompts.name='{re.escape(str(path))}' cannot be read: {words}"):
+            tasks.load(PromptsConfig(source=source, name=str(path)), seed=0)
+
+    def forbidden(*_):
+        raise PermissionError(13, "Permission denied")  # as to all but root
+
+    monkeypatch.setattr(pathlib.Path, "open", forbidden)
+    with pytest.raises(ConfigError, match=r"prompts\.name='x' cannot be read: Permission denied"):
+        tasks.load(PromptsConfig(source=source, name="x"), seed=0)
+
+
+def test_a_file_without_line_ends_is_not_read_into_memory(tmp_path):
+    path = tmp_path / "endless"
+    path.write_bytes(b'{"prompt": "a"}\n')
+    os.truncate(path, 2**30)  # a hole: nothing is on the disk
+    with pytest.raises(ConfigError, match=f"{path}:2: a line may have 64 MiB, and this has more"):
+        tasks.load(PromptsConfig(source="jsonl", name=str(path)), seed=0)
+    assert len(tasks.load(PromptsConfig(source="jsonl", name=str(path), size=1), seed=0).examples) == 1
+
+
+def test_parquet_rows_become_prompts_and_columns(tmp_path):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "q.parquet"
+    turn = {"role": "user", "content": "1+1?", "name": None}
+    rows = {
+        "prompt": ["a", None, None, "d"],
+        "messages": [None, [turn], None, None],
+        "answer": [1, 2, 3, None],
+        "grid": [[[1, 2]], [], None, [[3]]],
+    }
+    parquet.write_table(pyarrow.table(rows), path)
+    config = PromptsConfig(source="parquet", name=str(path), bad_row="skip")
+    loaded = tasks.load(config, seed=0)
+    assert loaded.examples == (
+        Example("a", {"answer": 1, "grid": [[1, 2]]}, f"{path}:1"),
+        Example([{"role": "user", "content": "1+1?"}], {"answer": 2, "grid": []}, f"{path}:2"),
+        Example("d", {"answer": None, "grid": [[3]]}, f"{path}:4"),
+    )
+    assert len(loaded.bad_rows) == 1 and loaded.bad_rows[0].startswith(f"{path}:3: must have one of")
+
+    path.write_text("these are not columns")
+    with pytest.raises(ConfigError, match="is not a Parquet file"):
+        tasks.load(config, seed=0)
+
+
+@pytest.fixture
+def load_table(tmp_path):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+
+    def load(columns, **settings):
+        """Of ``{name: (values, type)}``, or of a table."""
+        if isinstance(columns, dict):
+            columns = pyarrow.table({name: pyarrow.array(*given) for name, given in columns.items()})
+        parquet.write_table(columns, tmp_path / "q.parquet")
+        return tasks.load(PromptsConfig(source="parquet", name=str(tmp_path / "q.parquet"), **settings), seed=0)
+
+    return load
+
+
+def test_parquet_columns_of_any_type_come_through_as_python_has_them(load_table):
+    pyarrow = pytest.importorskip("pyarrow")
+    day = datetime.datetime(2020, 1, 2, 3, 4, 5)
+    columns = {
+        "prompt": (["a"], pyarrow.large_string()),
+        "self": ([day], pyarrow.timestamp("us")),
+        "a b": ([day.replace(tzinfo=datetime.UTC)], pyarrow.timestamp("us", tz="UTC")),
+        "": ([decimal.Decimal("1.50")], pyarrow.decimal128(5, 2)),
+        "class": ([b"\xff\0"], pyarrow.binary()),
+        "**": (
+            [[[{"x": [1]}], None]],
+            pyarrow.list_(pyarrow.list_(pyarrow.struct({"x": pyarrow.list_(pyarrow.int8())}))),
+        ),
+        "map": ([[("k", 1)]], pyarrow.map_(pyarrow.string(), pyarrow.int64())),
+        "u": ([2**64 - 1], pyarrow.uint64()),
+        "nothing": ([None], pyarrow.null()),
+    }
+    (example,) = load_table(columns).examples
+    expected = [day, day.replace(tzinfo=datetime.UTC), decimal.Decimal("1.50"), b"\xff\0", [[{"x": [1]}], None]]
+    assert [*example.columns.values()] == [*expected, [("k", 1)], 2**64 - 1, None]
+    assert [*example.columns] == ["self", "a b", "", "class", "**", "map", "u", "nothing"]
+
+
+def test_parquet_rows_that_are_no_questions_are_named(load_table):
+    pyarrow = pytest.importorskip("pyarrow")
+    not_text = pyarrow.Array.from_buffers(
+        pyarrow.string(), 2, [None, pyarrow.py_buffer(b"\0\0\0\0\1\0\0\0\2\0\0\0"), pyarrow.py_buffer(b"a\xff")]
+    )
+    prompts = ["a", "b"], pyarrow.string()
+    turns = [[{"role": "user", "content": "a"}], [{"role": "user", "content": None}]]
+    times = pyarrow.timestamp("us")
+    for columns, row, words in [
+        ({"prompt": ([1, 2], pyarrow.int64())}, 1, "`prompt` must be text or a list of messages, not 1"),
+        ({"prompt": ([b"a"], pyarrow.binary())}, 1, "`prompt` must be text or a list of messages, not b'a'"),
+        ({"prompt": (["a", None], pyarrow.string())}, 2, "must have one of `prompt` and `messages`"),
+        ({"messages": (turns,)}, 2, "a message must have texts `role` and `content`"),
+        ({"prompt": prompts, "t": ([0, 2**62], times)}, 2, "column `t` of timestamp[us] is no value of Python: "),
+        ({"prompt": prompts, "d": ([0, 2**31 - 1], pyarrow.date32())}, 2, "column `d` of date32[day] is no value"),
+        (pyarrow.table({"prompt": not_text}), 2, "column `prompt` of string is no value of Python: 'utf-8' codec"),
+    ]:
+        with pytest.raises(ConfigError, match=rf"q\.parquet:{row}: {re.escape(words)}.* \(prompts.bad_row='skip'"):
+            load_table(columns)
+        if row == 2:
+            loaded = load_table(columns, bad_row="skip")
+            assert [example.origin[-2:] for example in loaded.examples] == [":1"] and len(loaded.bad_rows) == 1
+    with pytest.raises(ConfigError, match="holds no question: it is empty"):
+        load_table({"prompt": ([], pyarrow.string())})
+    twice = pyarrow.Table.from_arrays([pyarrow.array(["a"]), pyarrow.array(["b"])], names=["prompt", "prompt"])
+    with pytest.raises(ConfigError, match=r"has two columns of a name: \['prompt', 'prompt'\]"):
+        load_table(twice)
+
+
+def test_a_damaged_parquet_file_is_one_line(load_table, tmp_path):
+    pyarrow, path = pytest.importorskip("pyarrow"), tmp_path / "q.parquet"
+    load_table({"prompt": (["a"] * 50,), "answer": ([1] * 50,), "x": ([[1]] * 50, pyarrow.list_(pyarrow.int64()))})
+    whole, random, refused = path.read_bytes(), np.random.default_rng(0), 0
+    path.write_bytes(whole.replace(b"answer", b"\xffnswer"))
+    with pytest.raises(ConfigError, match=f"prompts.name='{path}' is not a Parquet file: 'utf-8' codec"):
+        tasks.load(PromptsConfig(source="parquet", name=str(path)), seed=0)
+    for _ in range(300):
+        damaged = bytearray(whole)
+        for _ in range(random.integers(1, 6)):
+            damaged[random.integers(len(whole))] = random.integers(256)
+        path.write_bytes(damaged)
+        try:
+            tasks.load(PromptsConfig(source="parquet", name=str(path)), seed=0)
+        except ConfigError:  # and nothing else
+            refused += 1
+    assert refused > 100
+
+
+# Letters
+
+
+def test_letters_are_learnable_by_hand():
+    config = PromptsConfig(size=28)
+    loaded = tasks.load(config, seed=0)
+    assert loaded == tasks.load(config, seed=1)
+    assert [e.prompt for e in loaded.examples[:2]] == ["Write letters like a:", "Write letters like b:"]
+    assert loaded.examples[26].columns == {"allowed": "abcdefghijklmnopqrstuvwxyz"}
+    assert len({e.prompt for e in loaded.examples}) == 26
+    assert max(len(e.prompt.encode()) for e in loaded.examples) <= PromptsConfig().max_tokens
+    assert letters.reward(["?"] * 4, ["", "a", "aBzB", "X 1"], allowed=["az"] * 4) == [0.0, 1.0, 0.5, 0.0]
+    assert tasks.scorer(config) == "jaxrl_llm.questions.tasks.letters:reward"
+
+
+# Reasoning gym
+
+
+@pytest.fixture
+def gym():
+    needs_reasoning_gym()
+    from jaxrl_llm.questions.tasks import reasoning_gym_task
+
+    return reasoning_gym_task
+
+
+def gym_config(name="chain_sum", size=40, **arguments):
+    return PromptsConfig(source="reasoning_gym", name=name, size=size, arguments=arguments)
+
+
+def test_reasoning_gym_questions_are_right_and_follow_the_seed(gym):
+    config = gym_config(min_terms=2, max_terms=2, min_digits=1, max_digits=1)
+    loaded = tasks.load(config, seed=5)
+    assert loaded == tasks.load(config, seed=5) != tasks.load(config, seed=6)
+    assert len(loaded.examples) == 40
+    for example in loaded.examples:
+        a, sign, b = re.search(r"(\d) ([+-]) (\d) =$", example.prompt).groups()
+        right = int(a) + int(b) if sign == "+" else int(a) - int(b)
+        assert example.columns["answer"] == str(right)
+        completions = [f"{a} {sign} {b} = {right}", f"It is {right}.", str(right + 1), f"{right}, or {right + 1}", ""]
+        columns = {key: [value] * 5 for key, value in json.loads(json.dumps(example.columns)).items()}
+        assert gym.reward([example.prompt] * 5, completions, **columns) == [1.0, 1.0, 0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "integer"),
+    [
+        ("4 - 1 = 3", "3"),
+        ("= -3", "-3"),
+        ("-3.", "-3"),
+        ("5-2", "2"),  # a minus directly after a digit is an operator
+        ("5 -2", "-2"),
+        ("5 - 2", "2"),
+        ("(-12)", "-12"),
+        ("x=-7 is the answer", "-7"),
+        ("007", "007"),
+        ("no number - none", None),
+        ("", None),
+    ],
+)
+def test_last_integer(gym, text, integer):
+    assert gym.last_integer(text) == integer
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("  yes \n", "yes"),
+        (r"thus \boxed{\frac{1}{2}} holds", r"\frac{1}{2}"),
+        (r"\boxed{a} then \boxed{b}", "b"),
+        (r"never closed \boxed{a", r"never closed \boxed{a"),
+        ("x <answer>no</answer> <answer>\nyes\n</answer> y", "yes"),
+        (r"<answer>a</answer> \boxed{b}", "a"),
+        ("", ""),
+    ],
+)
+def test_free_answer(gym, text, answer):
+    assert gym.free_answer(text) == answer
+
+
+def test_answers_that_are_no_integers_get_the_raw_score_of_the_dataset(gym):
+    example = tasks.load(gym_config("letter_counting", size=1), seed=0).examples[0]
+    assert re.fullmatch("[0-9]+", example.columns["answer"])  # an integer: binary
+    example = tasks.load(gym_config("spell_backward", size=1), seed=0).examples[0]
+    answer = re.search(r"Spell this word backward \(.*\): (\w+)$", example.prompt).group(1)[::-1]
+    assert example.columns["answer"] == answer
+    columns = {key: [value] * 3 for key, value in example.columns.items()}
+    scores = gym.reward([example.prompt] * 3, [f" {answer}\n", f"<answer>{answer}</answer>", ""], **columns)
+    assert scores == [1.0, 1.0, 0.0]
+
+
+def test_dataset_that_takes_any_valid_answer_has_none_of_its_own(gym):
+    example = tasks.load(gym_config("rush_hour", size=1), seed=0).examples[0]
+    columns = {key: [value] for key, value in example.columns.items()}
+    assert example.columns["answer"] is None
+    assert gym.reward([example.prompt], ["nonsense"], **columns) == [0.01]  # rush_hour's own score of a wrong answer
+
+
+# As on a machine whose compiler has built none of the packages that come as source.
+WITHOUT_SOURCE_PACKAGES = """
+import importlib.util, json, sys
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name in ("pycosat", "cellpylib", "zss") else find(name, *rest)
+from jaxrl_llm.actor import reward_worker
+from jaxrl_llm.questions import tasks
+from jaxrl_llm.config import ConfigError, PromptsConfig
+for name in json.loads(sys.argv[1]):
+    try:
+        print(name, len(tasks.load(PromptsConfig(source="reasoning_gym", name=name, size=2), seed=0).examples))
+    except ConfigError as error:
+        print(error)
+"""
+
+
+def test_a_game_whose_package_is_not_there_is_refused_and_the_others_are_played(gym):
+    lost = {game: package for package, games in gym.SOURCE_PACKAGES.items() for game in games}
+    played = ["chain_sum", "rubiks_cube", "knights_knaves"]
+    names = json.dumps([*lost, *played])
+    command = [sys.executable, "-c", WITHOUT_SOURCE_PACKAGES, names]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    how = "which is built from source: bash launch/setup.sh reasoning (with a C compiler)"
+    refused = [f"prompts.name={game!r} needs {package}, {how}" for game, package in lost.items()]
+    assert done.stdout.splitlines() == refused + [f"{name} 2" for name in played]
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (gym_config("chain_summ"), r"prompts\.name='chain_summ' is not a reasoning-gym.*; did you mean chain_sum"),
+        (gym_config(min_term=2), r"prompts\.arguments\.min_term=2 is not one of the arguments of chain_sum.*min_terms"),
+        (gym_config(seed=2), r"prompts\.arguments\.seed=2 is not one"),
+        (gym_config(min_terms=3, max_terms=2), r"do not suit chain_sum: max_terms must be >= min_terms"),
+        (gym_config(min_terms="two"), r"do not suit chain_sum: "),
+    ],
+)
+def test_reasoning_gym_settings_that_mean_nothing_are_refused(gym, config, words):
+    with pytest.raises(ConfigError, match=words) as error:
+        tasks.load(config, seed=0)
+    assert "\n" not in str(error.value)

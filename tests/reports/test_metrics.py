@@ -1,0 +1,227 @@
+"""Metrics: declared names only, valid JSON always, and files of a resumed run equal those of an uninterrupted one."""
+
+import io
+import json
+import math
+import re
+import struct
+
+import numpy as np
+import pytest
+import rich.console
+
+from jaxrl_llm.config import ConfigError, MetricsConfig, freeze
+from jaxrl_llm.reports import metrics
+from jaxrl_llm.reports.metrics import METRICS, MetricsWriter, Progress, cost_values, progress_line, read_metrics
+
+QUIET = MetricsConfig(tensorboard=False)
+
+
+def test_every_metric_is_named_by_stage_and_quantity_and_says_what_it_is():
+    for name, metric in METRICS.items():
+        assert re.fullmatch(r"[a-z]+/[a-z_]+(age_[0-9]+(-[0-9]+|\+)?)?", name), name
+        assert metric.unit and metric.meaning.endswith("."), name
+        if metric.unit == "fraction":
+            assert " over " in metric.meaning or " over the " in metric.meaning, name
+        for suffix, unit in (("_nats", "nats"), ("_s", "s"), ("_tokens", "tokens"), ("_frac", "fraction")):
+            if name.endswith(suffix):
+                assert metric.unit.startswith(unit) or metric.unit.endswith("/s"), name
+
+
+def test_an_undeclared_name_is_refused_and_nothing_is_written(tmp_path):
+    writer = MetricsWriter(tmp_path, QUIET)
+    with pytest.raises(KeyError, match="rollout/rewrad_mean"):
+        writer.write(0, {"rollout/reward_mean": 1.0, "rollout/rewrad_mean": 1.0})
+    writer.close()
+    assert read_metrics(tmp_path) == []
+
+
+def test_numbers_that_json_cannot_hold_are_null(tmp_path):
+    writer = MetricsWriter(tmp_path, MetricsConfig(tensorboard=True))
+    values = {
+        "update/loss": float("nan"),
+        "update/ratio_max": np.float32("inf"),
+        "eval/pass_rate": None,
+        "rollout/pass_rate": np.float32(0.25),
+        "tokens/generated": np.int64(7),
+    }
+    writer.write(3, values)
+    writer.write_samples([{"reward": float("nan"), "parts": {"task": float("-inf")}, "prompt": 'a "b" <c> é'}])
+    writer.close()
+
+    def strict(text):
+        return json.loads(text, parse_constant=lambda name: pytest.fail(name))
+
+    expected = {"iteration": 3, "update/loss": None, "update/ratio_max": None, "eval/pass_rate": None}
+    assert strict((tmp_path / "metrics.jsonl").read_text()) == {
+        **expected,
+        "rollout/pass_rate": 0.25,
+        "tokens/generated": 7,
+    }
+    sample = strict((tmp_path / "samples.jsonl").read_text())
+    assert sample == {"reward": None, "parts": {"task": None}, "prompt": 'a "b" <c> é'}
+    tags = scalars(tmp_path)
+    assert tags == [(3, "rollout/pass_rate", 0.25), (3, "tokens/generated", 7.0)]
+
+
+def scalars(workdir):
+    """(step, tag, value) of every scalar in the event files: records are length u64, crc u32, bytes, crc u32."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    found = []
+    for path in sorted((workdir / "tensorboard").iterdir()):
+        data = path.read_bytes()
+        while data:
+            (length,) = struct.unpack("<Q", data[:8])
+            event = Event.FromString(data[12 : 12 + length])
+            found += [(event.step, value.tag, value.simple_value) for value in event.summary.value]
+            data = data[16 + length :]
+    return found
+
+
+def write_iterations(writer, iterations):
+    for i in iterations:
+        writer.write(i, {"rollout/reward_mean": i / 3})
+        writer.write_samples([{"iteration": i, "prompt": "é" * i}])
+
+
+def test_files_of_a_resumed_run_are_those_of_the_uninterrupted_one(tmp_path):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    writer = MetricsWriter(whole, QUIET)
+    write_iterations(writer, range(6))
+    writer.close()
+
+    writer = MetricsWriter(killed, QUIET)
+    write_iterations(writer, range(3))
+    state = json.loads(json.dumps(writer.state()))
+    write_iterations(writer, range(3, 5))
+    with open(killed / "metrics.jsonl", "ab") as torn:  # killed in the middle of a line
+        torn.write(b'{"iteration": 5, "rollo')
+    resumed = MetricsWriter(killed, QUIET)
+    resumed.restore(state)
+    write_iterations(resumed, range(3, 6))
+    writer.close()
+    resumed.close()
+    for name in metrics.FILES:
+        assert (killed / name).read_bytes() == (whole / name).read_bytes()
+
+
+def test_without_a_checkpoint_a_run_starts_with_empty_files_and_none_is_ever_lengthened(tmp_path):
+    writer = MetricsWriter(tmp_path, QUIET)
+    write_iterations(writer, range(3))
+    writer.close()
+    again = MetricsWriter(tmp_path, QUIET)
+    before = again.state()
+    again.restore({name: size + 1000 for name, size in before.items()})
+    assert again.state() == before
+    again.restore({})
+    assert again.state() == {"metrics.jsonl": 0, "samples.jsonl": 0}
+    again.close()
+
+
+@pytest.mark.parametrize(
+    ("harm", "kept"),
+    [
+        (lambda data: b"", []),
+        (lambda data: data[:-20], [0, 1]),
+        (lambda data: b"\xff\x00" * len(data), []),
+        (lambda data: data.replace(b'"iteration": 1', b'"iteration" 1 '), [0, 2]),
+        (lambda data: data[:-20] + bytes(20), [0, 1]),
+        (lambda data: data.replace(b"{", b"[").replace(b"}", b"]"), []),
+    ],
+    ids=["empty", "cut", "binary", "one_line", "zeros", "no_objects"],
+)
+def test_what_a_damaged_file_has_left_is_kept_and_the_gap_is_said(harm, kept, tmp_path):
+    writer = MetricsWriter(tmp_path, QUIET)
+    write_iterations(writer, range(3))
+    state = writer.state()
+    writer.close()
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(harm(path.read_bytes()))
+    resumed = MetricsWriter(tmp_path, QUIET)
+    (said,) = resumed.restore(state)
+    lost = state["metrics.jsonl"] - path.stat().st_size
+    assert said == f"warning: {path} has lost {lost} of {state['metrics.jsonl']} bytes: there is a gap in what it tells"
+    write_iterations(resumed, [3])
+    assert resumed.restore(resumed.state()) == []
+    resumed.close()
+    assert [row["iteration"] for row in read_metrics(tmp_path)] == [*kept, 3]
+    assert len((tmp_path / "samples.jsonl").read_text().splitlines()) == 4
+
+
+def test_reading_leaves_out_a_torn_last_line_and_names_a_broken_one(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with pytest.raises(ConfigError, match=r"no metrics\.jsonl in"):
+        read_metrics(tmp_path)
+    path.write_text('{"iteration": 0}\n{"iteration": 1}\n{"iter')
+    assert read_metrics(tmp_path) == [{"iteration": 0}, {"iteration": 1}]
+    path.write_text('{"iteration": 0}\n{"iter\n{"iteration": 2}\n')
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl:2: not JSON"):
+        read_metrics(tmp_path)
+    path.write_text("[1]\n")
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl:1: not a JSON object"):
+        read_metrics(tmp_path)
+
+
+def test_the_cost_of_an_iteration_counts_generated_rollouts_at_mu():
+    # 64 rollouts generated in 12 + 4 s, 128 trained in 8 s: mu = (16 / 64) / (8 / 128) = 4, 128 + 4 * 64 = 384.
+    values = {"time/generate_s": 12.0, "time/reward_s": 4.0, "time/update_s": 8.0, "replay/drawn_rows": 128}
+    values |= {"rollout/generated_rows": 64}
+    assert cost_values(freeze({}), values, 16.0) == {"time/cost_ratio": 4.0, "time/compute_rollouts": 400.0}
+    declared = freeze({"replay": {"cost_ratio": 5.28}})
+    assert cost_values(declared, values, 0.0) == {"time/cost_ratio": 4.0, "time/compute_rollouts": 128 + 5.28 * 64}
+    none = cost_values(declared, values | {"replay/drawn_rows": 0}, 0.0)
+    assert math.isnan(none["time/cost_ratio"]) and none["time/compute_rollouts"] == 5.28 * 64
+    assert cost_values(freeze({}), values | {"replay/drawn_rows": 0}, 7.0)["time/compute_rollouts"] == 7.0
+    # What was generated and left out has been paid for too: of 128 rollouts each costs half as much.
+    resampled = cost_values(declared, values | {"rollout/generated_rows": 128}, 0.0)
+    assert resampled == {"time/cost_ratio": 2.0, "time/compute_rollouts": 128 + 5.28 * 128}
+
+
+VALUES = {
+    "rollout/reward_mean": 0.4111,
+    "rollout/pass_rate": float("nan"),
+    "throughput/generate_tokens_per_s": 1234.5,
+    "replay/age_mean_steps": 1.5,
+}
+
+
+def test_progress_line_shows_what_is_known():
+    assert progress_line(3, 20, VALUES, 245.2) == (
+        "iteration 3/20 | reward 0.411 | pass - | generate 1,234 tok/s | update - tok/s | staleness 1.50 | ETA 4:05"
+    )
+    assert progress_line(3, 20, {}, 3723).endswith("ETA 1:02:03")
+
+
+def test_progress_is_one_plain_line_per_iteration_off_a_terminal(capsys):
+    out = io.StringIO()
+    progress = Progress(2, console=rich.console.Console(file=out, width=40))
+    progress.update(1, VALUES)
+    progress.note("[bold]as it is[/bold] 1 + 1")
+    progress.update(2, VALUES)
+    progress.close()
+    lines = out.getvalue().splitlines()
+    assert len(lines) == 3 and lines[1] == "[bold]as it is[/bold] 1 + 1"
+    assert lines[0].startswith("iteration 1/2 | reward 0.411") and lines[2].endswith("ETA 0:00")
+
+
+def test_progress_on_a_terminal_keeps_notes_above_the_live_line():
+    out = io.StringIO()
+    console = rich.console.Console(file=out, force_terminal=True, width=160, color_system=None)
+    progress = Progress(4, start=2, console=console)
+    progress.note("a note")
+    progress.update(3, VALUES)
+    progress.close()
+    note, live = out.getvalue().index("a note\n"), out.getvalue().index("iteration 3/4 | reward 0.411")
+    assert note < live
+
+
+def test_eta_leaves_out_the_first_iteration_once_there_is_another(monkeypatch):
+    clock = iter([0.0, 100.0, 110.0, 130.0])  # start; the first takes 100 s, then 10 s, then 20 s
+    monkeypatch.setattr(metrics.time, "monotonic", lambda: next(clock))
+    out = io.StringIO()
+    progress = Progress(5, console=rich.console.Console(file=out))
+    for iteration in (1, 2, 3):
+        progress.update(iteration, {})
+    # 4 left at 100 s; 3 left at 10 s; 2 left at (10 + 20) / 2 s
+    assert re.findall(r"ETA (\S+)", out.getvalue()) == ["6:40", "0:30", "0:30"]

@@ -1,0 +1,481 @@
+"""Checkpoints: what is saved is what was there, nothing half-written is found, changed settings are refused."""
+
+import dataclasses
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxrl_llm.config import CheckpointConfig, Config, ConfigError, freeze, to_json
+from jaxrl_llm.ops.checksum import checksums
+from jaxrl_llm.runtime.checkpoint import Checkpointer, StopRequest, restore_params
+from jaxrl_llm.types import Critic, TrainState
+
+CONFIG = freeze({"prompts": {"arguments": {"terms": (1, 2)}}})
+
+
+def mesh(data: int, fsdp: int) -> jax.sharding.Mesh:
+    return jax.make_mesh((data, fsdp), ("data", "fsdp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+
+def make_state(seed: int = 0) -> Any:
+    """Weights, AdamW state, a critic, a ring on the data axis with small integer types, a None and an empty subtree."""
+    key = jax.random.key(seed)
+    params = {"layers": {"q": jax.random.normal(key, (16, 8))}, "norm": jnp.arange(8, dtype=jnp.bfloat16)}
+    head = {"kernel": jnp.full((8, 2), seed, jnp.float32), "bias": jnp.ones(2)}
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    return {
+        "train": TrainState(params, optimizer.init(params), jnp.int32(seed), None, Critic(head, optimizer.init(head))),
+        "ring": {"tokens": jnp.arange(64, dtype=jnp.int32).reshape(8, 8) + seed, "ref_logp": None, "extra": {}},
+        "slots": (jnp.full((4,), seed, jnp.int8), jnp.array([True, False])),
+    }
+
+
+def place(state: Any, m: jax.sharding.Mesh) -> Any:
+    def spec(x: jax.Array) -> P:
+        return P(("data", "fsdp")) if x.ndim and x.shape[0] % 8 == 0 else P()
+
+    return jax.tree.map(lambda x: jax.device_put(x, NamedSharding(m, spec(x))), state)
+
+
+def abstract(state: Any) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+
+
+def host_copy(tree: Any) -> Any:
+    return jax.tree.map(lambda x: np.array(x, copy=True), tree)
+
+
+def assert_same_bytes(actual: Any, expected: Any) -> None:
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert a.dtype == b.dtype and a.shape == b.shape
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+def save(checkpointer: Checkpointer, iteration: int, state: Any, pass_rate: float | None = None, **host: Any) -> None:
+    checkpointer.save(iteration, state, host, CONFIG, pass_rate=pass_rate)
+
+
+@pytest.fixture
+def checkpointer(tmp_path):
+    with_two = Checkpointer(tmp_path, CheckpointConfig(keep_last=2))
+    yield with_two
+    with_two.close()
+
+
+def test_restored_state_is_bitwise_the_saved_one_on_the_same_and_on_another_mesh(checkpointer, tmp_path):
+    state = place(make_state(), mesh(8, 1))
+    save(checkpointer, 3, state, cursor={"epoch": 1}, seed=7)
+    checkpointer.wait()
+    for m in (mesh(8, 1), mesh(2, 4)):
+        target = abstract(place(make_state(1), m))
+        restored = checkpointer.restore(target, CONFIG, allow_config_changes=False)
+        assert (restored.iteration, restored.host_state) == (3, {"cursor": {"epoch": 1}, "seed": 7})
+        assert restored.config == freeze({"prompts": {"arguments": {"terms": [1, 2]}}})
+        assert_same_bytes(restored.device_state, state)
+        shardings = jax.tree.map(lambda x: x.sharding, restored.device_state)
+        assert shardings == jax.tree.map(lambda x: x.sharding, target)
+
+
+@pytest.mark.parametrize("layout", ["one device", "sharded", "replicated"])
+def test_saved_bytes_are_those_at_the_time_of_save_though_the_buffers_are_donated_at_once(checkpointer, layout):
+    m = mesh(8, 1)
+    sharding = {
+        "one device": jax.sharding.SingleDeviceSharding(jax.devices()[0]),
+        "sharded": NamedSharding(m, P("data")),
+        "replicated": NamedSharding(m, P()),
+    }[layout]
+    # 8 MB each: large enough that nothing is copied for being small, and that the write takes longer than the updates.
+    fill = jax.jit(
+        lambda k: {f"w{i}": jax.random.normal(k, (2048, 1024)) + i for i in range(4)},
+        out_shardings={f"w{i}": sharding for i in range(4)},
+    )
+    state = jax.block_until_ready(fill(jax.random.key(0)))
+    expected = host_copy(fill(jax.random.key(0)))
+    overwrite = jax.jit(lambda tree: jax.tree.map(lambda x: x * 0.5 - 7.0, tree), donate_argnums=0)
+    target = abstract(state)
+    jax.block_until_ready(overwrite(fill(jax.random.key(1))))  # compiled before, so that it runs at once below
+
+    save(checkpointer, 1, state)
+    for _ in range(3):
+        state = overwrite(state)
+    jax.block_until_ready(state)
+    checkpointer.wait()
+    restored = checkpointer.restore(target, CONFIG, allow_config_changes=False)
+    assert_same_bytes(restored.device_state, expected)
+
+
+def test_saving_compiles_nothing(checkpointer, caplog):
+    replicated = jax.device_put(jnp.ones((24, 40)), NamedSharding(mesh(8, 1), P()))
+    state = jax.block_until_ready({"train": place(make_state(), mesh(2, 4)), "replicated": replicated})
+    program = jax.jit(checksums).lower(state).compile()
+    with jax.log_compiles():
+        checkpointer.save(1, state, {}, CONFIG, pass_rate=None, checksums=program)
+        checkpointer.wait()
+    assert "ompil" not in caplog.text
+
+
+def test_host_state_is_that_at_the_time_of_save(checkpointer):
+    host = {"cursor": [1]}
+    checkpointer.save(1, make_state(), host, CONFIG, pass_rate=None)
+    host["cursor"].append(2)
+    assert restore(checkpointer).host_state == {"cursor": [1]}
+
+
+def restore(checkpointer: Checkpointer, **kwargs: Any):
+    checkpointer.wait()
+    return checkpointer.restore(abstract(make_state()), CONFIG, allow_config_changes=False, **kwargs)
+
+
+def test_without_a_checkpoint_restore_is_none(checkpointer):
+    assert restore(checkpointer) is None
+    assert checkpointer.latest_iteration() is None
+
+
+def test_the_last_n_and_the_best_are_kept(tmp_path):
+    checkpointer = Checkpointer(tmp_path, CheckpointConfig(keep_last=1, keep_best=1))
+    for iteration, pass_rate in enumerate((0.2, 0.9, None, 0.5, None), start=1):
+        save(checkpointer, iteration, make_state(iteration), pass_rate)
+    checkpointer.wait()
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["2", "5"]
+    assert int(restore(checkpointer, iteration=2).device_state["train"].step) == 2
+    assert int(restore(checkpointer).device_state["train"].step) == 5
+    checkpointer.close()
+
+
+def test_the_best_is_kept_when_a_resumed_run_saves_on(tmp_path):
+    for steps in ({1: 0.9, 2: 0.1}, {3: None}, {4: 0.5}):
+        checkpointer = Checkpointer(tmp_path, CheckpointConfig(keep_last=1, keep_best=1))
+        for iteration, pass_rate in steps.items():
+            save(checkpointer, iteration, make_state(iteration), pass_rate)
+        checkpointer.close()
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["1", "4"]
+
+
+def test_saving_an_iteration_again_is_harmless_and_going_back_forgets_the_future(checkpointer):
+    for iteration in (1, 2):
+        save(checkpointer, iteration, make_state(iteration))
+        save(checkpointer, iteration, make_state(iteration))
+    restore(checkpointer, iteration=1)
+    save(checkpointer, 1, make_state(1))
+    assert checkpointer.latest_iteration() == 2
+    save(checkpointer, 2, make_state(5))
+    assert int(restore(checkpointer).device_state["train"].step) == 5
+    with pytest.raises(ConfigError, match=r"no checkpoint of iteration 9 .*\[1, 2\]"):
+        restore(checkpointer, iteration=9)
+
+
+def test_what_is_still_being_written_is_waited_for(checkpointer):
+    save(checkpointer, 1, make_state(1))
+    target = abstract(make_state())
+    assert checkpointer.restore(target, CONFIG, allow_config_changes=False).iteration == 1
+
+
+def test_a_half_written_checkpoint_is_never_found(tmp_path):
+    first = Checkpointer(tmp_path, CheckpointConfig())
+    save(first, 1, make_state(1))
+    first.close()
+    root = tmp_path / "checkpoints"
+    for name in ("2.orbax-checkpoint-tmp", "2.orbax-checkpoint-tmp-1234"):
+        shutil.copytree(root / "1", root / name)
+        shutil.rmtree(root / name / "state")
+    params, _ = restore_params(tmp_path)
+    assert params["norm"].shape == (8,)
+    second = Checkpointer(tmp_path, CheckpointConfig())
+    assert second.latest_iteration() == 1
+    save(second, 2, make_state(2))
+    assert int(restore(second).device_state["train"].step) == 2
+    second.close()
+
+
+KILLED = """
+import os, signal, sys
+import jax, jax.numpy as jnp
+from jaxrl_llm.runtime.checkpoint import Checkpointer
+from jaxrl_llm.config import CheckpointConfig, Config
+checkpointer = Checkpointer(sys.argv[1], CheckpointConfig())
+state = lambda i: jax.block_until_ready({"w": jnp.full((4096, 4096), float(i))})
+checkpointer.save(1, state(1), {"i": 1}, Config(), pass_rate=None)
+checkpointer.wait()
+checkpointer.save(2, state(2), {"i": 2}, Config(), pass_rate=None)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_process_killed_while_writing_leaves_a_whole_checkpoint(tmp_path):
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], env={**os.environ, "JAX_PLATFORMS": "cpu"})
+    assert killed.returncode == -signal.SIGKILL
+    checkpointer = Checkpointer(tmp_path, CheckpointConfig())
+    target = {"w": jax.ShapeDtypeStruct((4096, 4096), jnp.float32)}
+    restored = checkpointer.restore(target, Config(), allow_config_changes=False)
+    # The write of 2 may have won the race; whichever is found is whole.
+    assert restored.host_state == {"i": restored.iteration}
+    assert np.all(np.asarray(restored.device_state["w"]) == restored.iteration)
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir() if "tmp" in p.name] == []
+    checkpointer.close()
+
+
+def change(**sections: Any) -> Config:
+    return dataclasses.replace(
+        CONFIG,
+        **{
+            name: dataclasses.replace(getattr(CONFIG, name), **value) if isinstance(value, dict) else value
+            for name, value in sections.items()
+        },
+    )
+
+
+def test_changed_settings_are_refused_by_name_unless_allowed(checkpointer):
+    save(checkpointer, 1, make_state())
+    checkpointer.wait()
+    target = abstract(make_state())
+    changed = change(seed=3, optimizer={"learning_rate": 0.5})
+    with pytest.raises(ConfigError) as error:
+        checkpointer.restore(target, changed, allow_config_changes=False)
+    assert "seed 0 -> 3" in str(error.value) and "optimizer.learning_rate 1e-05 -> 0.5" in str(error.value)
+    assert "\n" not in str(error.value)
+    assert checkpointer.restore(target, changed, allow_config_changes=True).iteration == 1
+    assert checkpointer.restore(target, None, allow_config_changes=False).iteration == 1
+
+
+def test_settings_that_change_no_result_may_change(checkpointer):
+    save(checkpointer, 1, make_state())
+    checkpointer.wait()
+    free = change(
+        num_iterations=99,
+        checkpoint={"keep_last": 9},
+        metrics={"tensorboard": False},
+        rewards={"num_workers": 7},
+        optimizer={"offload": True},
+        replay={"memory": "host"},
+        eval={"every_iterations": 5},
+    )
+    assert checkpointer.restore(abstract(make_state()), free, allow_config_changes=False).iteration == 1
+
+
+def test_a_decaying_schedule_makes_the_length_of_the_run_matter(tmp_path):
+    decaying = change(optimizer={"schedule": "cosine"})
+    checkpointer = Checkpointer(tmp_path, CheckpointConfig())
+    checkpointer.save(1, make_state(), {}, decaying, pass_rate=None)
+    checkpointer.wait()
+    longer = dataclasses.replace(decaying, num_iterations=99)
+    with pytest.raises(ConfigError, match="num_iterations 10 -> 99"):
+        checkpointer.restore(abstract(make_state()), longer, allow_config_changes=False)
+    checkpointer.close()
+
+
+def test_arrays_that_do_not_fit_are_named(checkpointer):
+    save(checkpointer, 1, make_state())
+    checkpointer.wait()
+    other = make_state()
+    other["ring"]["tokens"] = jnp.zeros((16, 8), jnp.int32)
+    other["ring"]["ref_logp"] = jnp.zeros((8, 8))
+    other["slots"] = other["slots"][:1]
+    with pytest.raises(ConfigError) as error:
+        checkpointer.restore(abstract(other), CONFIG, allow_config_changes=False)
+    message = str(error.value)
+    assert "ring/ref_logp is missing" in message and "slots/1 is not expected" in message
+    assert "ring/tokens is int32[8, 8], not int32[16, 8]" in message
+
+
+# ---- damage --------------------------------------------------------------------------------------------------------
+
+
+def large_state(seed: int) -> Any:
+    """Of each dtype more than orbax writes among its indices, so that the bytes of each lie in files of their own."""
+    rng = np.random.default_rng(seed)
+    small = {"q": rng.normal(size=(64, 64)), "k": rng.normal(size=4096).astype(jnp.bfloat16)}
+    params = {name: jnp.asarray(x, x.dtype if name == "k" else jnp.float32) for name, x in small.items()}
+    ring = {
+        "reason": rng.integers(-100, 100, 5000).astype(np.int8),
+        "trainable": rng.random(5000) < 0.5,
+        "tokens": rng.integers(0, 2**31, (40, 50)).astype(np.int32),
+    }
+    return {"train": {"params": params}, "ring": jax.tree.map(jnp.asarray, ring)}
+
+
+@pytest.fixture(scope="module")
+def two_saved(tmp_path_factory):
+    """A workdir with the checkpoints 1 and 2."""
+    workdir = tmp_path_factory.mktemp("two_saved")
+    checkpointer = Checkpointer(workdir, CheckpointConfig(keep_last=2))
+    for iteration in (1, 2):
+        save(checkpointer, iteration, large_state(iteration), cursor=[iteration])
+    checkpointer.close()
+    return workdir
+
+
+@pytest.fixture
+def copy(two_saved, tmp_path):
+    shutil.copytree(two_saved, tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+def resume(workdir):
+    checkpointer = Checkpointer(workdir, CheckpointConfig(keep_last=2))
+    try:
+        target = abstract(large_state(0))
+        checkpointer.check_config(CONFIG, allow_changes=False)
+        return checkpointer.restore(target, CONFIG, allow_config_changes=False)
+    finally:
+        checkpointer.close()
+
+
+def cut(path):
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def flip(path, at=None):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2 if at is None else at] ^= 1
+    path.write_bytes(data)
+
+
+def files_of(checkpoint):
+    """Each file that is read again, by a name that stays: those of the arrays have names of chance."""
+    texts = {"host": "host/metadata", "config": "config/metadata", "index": "state/manifest.ocdbt"}
+    arrays = sorted((checkpoint / "state").glob("**/d/*"), key=lambda path: path.stat().st_size)
+    return {name: checkpoint / path for name, path in texts.items()} | {"arrays": arrays[-1]}
+
+
+@pytest.mark.parametrize("harm", [pathlib.Path.unlink, cut, flip, lambda path: path.write_bytes(b"")],
+                         ids=["missing", "cut", "flipped", "empty"])  # fmt: skip
+@pytest.mark.parametrize("name", ["host", "config", "index", "arrays"])
+def test_a_damaged_file_makes_the_checkpoint_before_it_be_taken_and_is_named(name, harm, copy, capfd):
+    harm(files_of(copy / "checkpoints" / "2")[name])
+    restored = resume(copy)
+    assert (restored.iteration, restored.host_state) == (1, {"cursor": [1]})
+    assert_same_bytes(restored.device_state, large_state(1))
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) == 1 and lines[0].startswith(f"warning: checkpoint {copy / 'checkpoints' / '2'} is damaged: ")
+    assert lines[0].endswith("; taking the one before") and len(lines[0]) < 700
+
+    shutil.rmtree(copy / "checkpoints" / "1")
+    with pytest.raises(ConfigError) as error:
+        resume(copy)
+    assert str(error.value).startswith(f"checkpoint {copy / 'checkpoints' / '2'} is damaged: ")
+    assert "\n" not in str(error.value) and capfd.readouterr().err == ""
+
+
+def test_files_that_orbax_alone_reads_are_not_missed(copy, capfd):
+    """Sharding, tree and marks of its own: all that they say is in the rest."""
+    step = copy / "checkpoints" / "2"
+    needed = {*files_of(step).values(), *(step / "state").glob("**/d/*"), *(step / "state").glob("**/manifest.ocdbt")}
+    for path in (path for path in step.rglob("*") if path.is_file() and path not in needed):
+        path.unlink()
+    assert resume(copy).iteration == 2 and capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("name", ["train/params/q", "train/params/k", "ring/reason", "ring/trainable", "ring/tokens"])
+def test_one_bit_of_an_array_that_flips_is_seen(name, copy, capfd):
+    array = large_state(2)
+    for part in name.split("/"):
+        array = array[part]
+    raw = np.asarray(array).tobytes()
+    found = [(path, path.read_bytes().find(raw)) for path in (copy / "checkpoints" / "2" / "state").glob("**/d/*")]
+    (path, start), = [place for place in found if place[1] >= 0]  # fmt: skip
+    flip(path, start + len(raw) // 3)
+    assert resume(copy).iteration == 1
+    assert f"array {name} has another checksum than when it was saved" in capfd.readouterr().err
+    if "params" not in name:  # the weights alone are whole
+        restore_params(copy)
+        assert capfd.readouterr().err == ""
+        return
+    for target in (None, abstract(large_state(0)["train"]["params"])):
+        params, _ = restore_params(copy, target)
+        assert_same_bytes(params, large_state(1)["train"]["params"])
+        assert "checkpoints/2 is damaged" in capfd.readouterr().err
+    with pytest.raises(ConfigError, match=f"checkpoints/2 is damaged: array {name}"):
+        restore_params(copy / "checkpoints" / "2")
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_what_is_cast_is_not_compared_and_the_rest_is(dtype, copy, capfd):
+    saved = large_state(2)["train"]["params"]
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), saved)
+    params, _ = restore_params(copy, like)
+    assert_same_bytes(params, jax.tree.map(lambda x: x.astype(dtype), saved))
+    (path,) = [path for path in (copy / "checkpoints" / "2" / "state").glob("**/d/*")
+               if np.asarray(saved["k"]).tobytes() in path.read_bytes()]  # fmt: skip
+    flip(path, path.read_bytes().find(np.asarray(saved["k"]).tobytes()))
+    restore_params(copy, like)
+    assert ("array train/params/k has another" in capfd.readouterr().err) == (dtype == jnp.bfloat16)
+
+
+def test_a_damaged_checkpoint_is_replaced_when_its_iteration_comes_again(copy, capfd):
+    flip(files_of(copy / "checkpoints" / "2")["host"])
+    checkpointer = Checkpointer(copy, CheckpointConfig(keep_last=2))
+    assert checkpointer.restore(abstract(large_state(0)), CONFIG, allow_config_changes=False).iteration == 1
+    save(checkpointer, 2, large_state(5), cursor=[5])
+    checkpointer.close()
+    capfd.readouterr()
+    restored = resume(copy)
+    assert (restored.iteration, restored.host_state, capfd.readouterr().err) == (2, {"cursor": [5]}, "")
+
+
+def test_settings_that_changed_are_no_damage(copy, capfd):
+    checkpointer = Checkpointer(copy, CheckpointConfig(keep_last=2))
+    with pytest.raises(ConfigError, match=r"checkpoints/2 was made with other settings: seed 0 -> 3"):
+        checkpointer.restore(abstract(large_state(0)), change(seed=3), allow_config_changes=False)
+    checkpointer.close()
+    assert capfd.readouterr().err == ""
+
+
+# ---- weights alone -------------------------------------------------------------------------------------------------
+
+
+def test_params_alone_are_restored_from_workdir_checkpoints_or_one_checkpoint(tmp_path):
+    checkpointer = Checkpointer(tmp_path, CheckpointConfig())
+    for iteration in (1, 2):
+        save(checkpointer, iteration, place(make_state(iteration), mesh(8, 1)))
+    checkpointer.close()
+    for directory, seed in ((tmp_path, 2), (tmp_path / "checkpoints", 2), (tmp_path / "checkpoints" / "1", 1)):
+        expected = host_copy(make_state(seed)["train"].params)
+        on_host, config = restore_params(directory)
+        assert isinstance(on_host["norm"], np.ndarray)
+        assert_same_bytes(on_host, expected)
+        assert to_json(config) == to_json(CONFIG)
+    target = abstract(place(make_state()["train"].params, mesh(2, 4)))
+    on_device, _ = restore_params(tmp_path, target)
+    assert on_device["layers"]["q"].sharding == target["layers"]["q"].sharding
+    assert_same_bytes(on_device, expected := host_copy(make_state(2)["train"].params))
+    half = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), expected)
+    assert restore_params(tmp_path, half)[0]["layers"]["q"].dtype == jnp.bfloat16
+    with pytest.raises(ConfigError, match="extra is missing"):
+        restore_params(tmp_path, {**target, "extra": target["norm"]})
+
+
+@pytest.mark.parametrize("name", ["absent", "empty"])
+def test_params_of_a_directory_without_checkpoints_are_an_error_that_names_it(tmp_path, name):
+    (tmp_path / "empty" / "checkpoints").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=f"no .*checkpoint in .*{name}"):
+        restore_params(tmp_path / name)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_only_asks_and_the_handlers_come_back(number):
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    with StopRequest() as stop:
+        assert stop.requested is None
+        signal.raise_signal(number)
+        assert stop.requested == number.name
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+
+
+def test_an_interrupt_after_a_request_is_immediate():
+    with pytest.raises(KeyboardInterrupt), StopRequest():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGINT)

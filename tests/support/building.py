@@ -1,0 +1,309 @@
+"""What the tests of whole steps are built from: a tiny model with outspoken weights, ragged prompts, random rows.
+
+Owns: sizes and shorthands. Expected values come from elsewhere.
+"""
+
+import dataclasses
+import functools
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxrl_llm.actor.generator import Generator
+from jaxrl_llm.actor.sampler import Sampler
+from jaxrl_llm.config import MeshConfig, ObjectiveConfig, SamplingConfig, UpdateConfig
+from jaxrl_llm.learner import publish
+from jaxrl_llm.learner.update import Update
+from jaxrl_llm.models.architecture import Architecture
+from jaxrl_llm.models.transformer import Model
+from jaxrl_llm.ops.sampling import NO_TOKEN
+from jaxrl_llm.runtime import sharding
+from jaxrl_llm.runtime.programs import compile_all
+from jaxrl_llm.types import Critic, Example, Experience, PromptBatch, Rollout, TrainState
+
+# Two blocks of the inverse-CDF search (264 > 256); heads and vocabulary divide over tensor = 2.
+TINY = Architecture(vocab_size=264, width=16, num_layers=2, num_heads=4, num_kv_heads=2, head_size=4, ffn=32)
+PROMPT_TOKENS, COMPLETION_TOKENS = 6, 8
+ROW_TOKENS = PROMPT_TOKENS + COMPLETION_TOKENS
+# A tenth of the vocabulary ends a completion, so that lengths differ.
+EOS_IDS = tuple(range(5, 264, 10))
+ONE, EIGHT, CUBE = MeshConfig(data=1), MeshConfig(data=8), MeshConfig(data=2, fsdp=2, tensor=2)
+
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="the TPU compiler libtpu (extra [plan]) is not installed"
+)
+needs_cuda_compiler = pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda13_plugin") is None,
+    reason="XLA's compiler for GPUs (extra [plan-gpu]) is missing",
+)
+
+
+def needs_reasoning_gym():
+    """Skips where it is not installed. Not by its import: some of its packages are ours to stand in for."""
+    if importlib.util.find_spec("reasoning_gym") is None:
+        pytest.skip("reasoning_gym is not installed")
+
+
+@functools.cache
+def mesh_of(config):
+    """Mesh over as many of the simulated devices as the config's axes need."""
+    return sharding.make_mesh(config, jax.devices()[: config.data * config.fsdp * config.tensor])
+
+
+def host_params(model, seed=0):
+    """Float32 numpy weights whose norms scale and whose logits spread (std 1); larger ones amplify rounding."""
+    rng = np.random.default_rng(seed)
+
+    def draw(path, leaf):
+        if "norm" in path[-1].key:
+            return (1 + 0.2 * rng.normal(size=leaf.shape)).astype(np.float32)
+        return (rng.normal(size=leaf.shape) / np.sqrt(model.arch.width)).astype(np.float32)
+
+    return jax.tree_util.tree_map_with_path(draw, model.abstract_params(mesh_of(ONE)))
+
+
+def learner_params(model, mesh, seed=0):
+    return jax.device_put(host_params(model, seed), jax.tree.map(lambda x: x.sharding, model.abstract_params(mesh)))
+
+
+# --- sampling ---
+
+
+def make_sampler(mesh=ONE, arch=TINY, *, sampling=None, **settings):
+    """A sampler of 8 prompts x 3 samples; ``settings`` are its fields."""
+    defaults = dict(num_prompts=8, group_size=3, max_prompt_tokens=PROMPT_TOKENS, num_slots=24, chunk_steps=16)
+    return Sampler(
+        model=Model(arch),
+        mesh=mesh_of(mesh),
+        sampling=dataclasses.replace(SamplingConfig(max_completion_tokens=COMPLETION_TOKENS), **sampling or {}),
+        eos_ids=EOS_IDS,
+        **defaults | settings,
+    )
+
+
+def abstract_sampler_params(sampler):
+    return publish.abstract_params(sampler.model, sampler.mesh)
+
+
+@functools.cache
+def compile_sampler(sampler):
+    """Its programs, compiled; those that a sampler of the same shapes has compiled already are taken from it."""
+    programs = sampler.programs(abstract_sampler_params(sampler))
+    N = sampler.support_tokens
+    plain = SamplingConfig(max_completion_tokens=COMPLETION_TOKENS, min_p=1e-9 if N else 0.0, support_tokens=N or 64)
+    plain = dataclasses.replace(sampler, sampling=plain)
+    stops = dataclasses.replace(sampler, sampling=dataclasses.replace(sampler.sampling, stop_strings=()))
+    if sampler == plain:
+        return compile_all({k: v for k, v in programs.items() if k != "stop_rows"}, sampler.mesh)
+    if sampler == stops:
+        return compile_sampler(plain) | compile_all({"decode": programs["decode"]}, sampler.mesh)
+    return compile_sampler(stops) | compile_all({"stop_rows": programs["stop_rows"]}, sampler.mesh)
+
+
+def letters(ids):
+    """Text of token ids: one letter each, ends of sequence left out."""
+    return "".join(chr(ord("a") + i % 26) for i in ids if i not in EOS_IDS)
+
+
+class Sampling:
+    """A generator with weights and a key; ``__call__`` generates once and returns numpy rows."""
+
+    def __init__(self, sampler, *, seed=0):
+        self.sampler = sampler
+        self.generator = Generator(sampler, compile_sampler(sampler), letters)
+        layout = jax.tree.map(lambda x: x.sharding, abstract_sampler_params(sampler))
+        self.params = jax.device_put(publish.sampler_form(host_params(sampler.model)), layout)
+        self.key = self.put(jax.random.key(seed))
+
+    def put(self, x):
+        return jax.device_put(x, sharding.replicated(self.sampler.mesh, 0))
+
+    def __call__(self, prompts, *, version=0, on_finished=lambda group: None):
+        rollout, groups = self.generator.generate(
+            self.params, prompts, version=self.put(np.int32(version)), key=self.key, on_finished=on_finished
+        )
+        return jax.tree.map(np.asarray, rollout), groups
+
+
+def make_prompts(ids, *, width=PROMPT_TOKENS, arch=TINY):
+    """Prompts of 1 to 6 tokens, each a function of its id alone."""
+    tokens, length = np.zeros((len(ids), width), np.int32), np.zeros(len(ids), np.int32)
+    for row, name in enumerate(ids):
+        rng = np.random.default_rng([7, name])
+        length[row] = 1 + name % PROMPT_TOKENS
+        tokens[row, : length[row]] = rng.integers(0, arch.vocab_size, length[row])
+    examples = tuple(Example(f"prompt {name}", {}) for name in ids)
+    return PromptBatch(tokens, length, np.asarray(ids, np.int32), examples)
+
+
+def completions(rollout):
+    """{(prompt_id, sample index): completion's token ids}."""
+    seen, result = {}, {}
+    for row, name in enumerate(rollout.prompt_id.tolist()):
+        sample = seen[name] = seen.get(name, -1) + 1
+        result[name, sample] = tuple(rollout.tokens[row, rollout.prompt_length[row] : rollout.length[row]].tolist())
+    return result
+
+
+# --- rows for the update ---
+
+
+NUM_ROWS = 16
+# Settings of the loss; every aggregation and every estimator once.
+LOSSES = {
+    "token mean, k3": {"aggregation": "token_mean", "kl_coefficient": 0.3, "kl_estimator": "k3"},
+    "sequence mean, k1": {"aggregation": "sequence_mean", "kl_coefficient": 0.3, "kl_estimator": "k1"},
+    "constant length, k2": {"aggregation": "constant_length", "kl_coefficient": 0.3, "kl_estimator": "k2"},
+}
+
+# Settings of a critic; where they are given, the state has a head and the rows have returns.
+CRITICS = {
+    "critic, clipped value": {"value_coefficient": 0.3, "value_clip": 0.2},
+    "critic, bins": {"value_coefficient": 0.5, "value_bins": 9, "value_low": -1.0, "value_high": 1.0},
+}
+
+# Settings of what is learned of tokens beside their credit; the rows are then in part of others.
+CROSS_ENTROPIES = {"cross-entropies": {"environment_coefficient": 0.3, "imitation_coefficient": 0.5}}
+
+
+def random_experience(
+    num_rows=NUM_ROWS,
+    *,
+    seed=0,
+    arch=TINY,
+    with_reference=True,
+    with_critic=False,
+    with_others=False,
+    group_size=1,
+    support_size=0,
+):
+    """Ragged rows, numpy: a quarter not trainable, one of a single completion token, one as long as can be.
+
+    Each ``group_size`` neighbours have one prompt. The first half is of others where asked, and every other row then
+    correct. With ``support_size`` each token was drawn among at most so many ids.
+    """
+    rng = np.random.default_rng(seed)
+    B, S = num_rows, ROW_TOKENS
+    first = np.arange(B) // group_size * group_size
+    prompt_length = rng.integers(1, PROMPT_TOKENS + 1, B).astype(np.int32)[first]
+    completion = rng.integers(1, COMPLETION_TOKENS + 1, B)
+    completion[0], completion[1] = 1, COMPLETION_TOKENS
+    length = (prompt_length + completion).astype(np.int32)
+    at = np.arange(S)[None, :]
+    mask = (at >= prompt_length[:, None]) & (at < length[:, None])
+    # Near the log-probs such a model gives, so that ratios lie on both sides of both bounds.
+    behaviour_logp = rng.normal(-5.5, 1.0, (B, S))
+    trainable = np.arange(B) % 4 != 3
+    tokens = rng.integers(0, arch.vocab_size, (B, S))
+    tokens = np.where(at < prompt_length[:, None], tokens[first], tokens)
+    rollout = Rollout(
+        tokens=np.where(at < length[:, None], tokens, 0).astype(np.int32),
+        prompt_length=prompt_length,
+        length=length,
+        behaviour_logp=np.where(mask, behaviour_logp, 0.0).astype(np.float32),
+        group_id=np.arange(B, dtype=np.int32) // 2,
+        prompt_id=np.arange(B, dtype=np.int32) // 2,
+        policy_version=np.where(mask, 0, -1).astype(np.int32),
+        stop_reason=np.ones(B, np.int8),
+    )
+    if support_size:
+        others = rng.integers(0, arch.vocab_size, (B, S, support_size - 1))
+        others = np.where(rng.random(others.shape) < 0.2, NO_TOKEN, others)
+        support = np.sort(np.concatenate([rollout.tokens[..., None], others], axis=-1), axis=-1)
+        rollout = rollout.replace(support=np.where(mask[..., None], support, 0).astype(np.int32))
+    ref_logp = np.where(mask, rng.normal(-5.5, 0.5, (B, S)), 0.0).astype(np.float32)
+    reward, advantage = rng.normal(size=B), rng.normal(size=(B, 1))
+    if with_others:
+        others = np.arange(B) < B // 2
+        rollout = rollout.replace(group_id=np.where(others, -1 - rollout.group_id, rollout.group_id))
+        reward = np.arange(B) % 2
+    returns, value = (np.where(mask, rng.normal(0, 0.5, (B, S)), 0.0).astype(np.float32) for _ in range(2))
+    return Experience(
+        rollout=rollout,
+        reward=reward.astype(np.float32),
+        advantage=np.where(mask, advantage, 0.0).astype(np.float32),
+        trainable=trainable,
+        ref_logp=ref_logp if with_reference else None,
+        returns=returns if with_critic else None,
+        value=value if with_critic else None,
+    )
+
+
+# The optimizer's "state" is the last gradient, as the real update handed it over.
+RECORDER = optax.GradientTransformation(
+    init=lambda params: jax.tree.map(jnp.zeros_like, params),
+    update=lambda gradient, state, params: (gradient, gradient),
+)
+
+
+def make_update(config=None, sampling=None, *, num_devices=1, remat="none", group_size=1):
+    """``config`` names fields of the update's and of the objective's settings."""
+    config = config or {}
+    objective = {k: v for k, v in config.items() if k in ObjectiveConfig.__dataclass_fields__}
+    sizes = {k: v for k, v in config.items() if k not in objective}
+    return Update(
+        config=dataclasses.replace(
+            UpdateConfig(batch_size=NUM_ROWS, micro_batch_size=NUM_ROWS, logp_chunk_tokens=32), **sizes
+        ),
+        sampling=SamplingConfig(max_completion_tokens=COMPLETION_TOKENS, **sampling or {}),
+        model=Model(TINY, remat=remat),
+        optimizer=RECORDER,
+        num_devices=num_devices,
+        group_size=group_size,
+        line_tokens=sizes.get("pack_width", 0),
+        objective=ObjectiveConfig(**objective),
+        critic_optimizer=RECORDER if "value_coefficient" in objective else None,
+    )
+
+
+def train_state(update, mesh=ONE):
+    params = learner_params(update.model, mesh_of(mesh))
+    step = jax.device_put(np.int32(0), sharding.replicated(mesh_of(mesh), 0))
+    average = None
+    if update.objective.proximal == "ewma":
+        average = jax.tree.map(jnp.copy, params)
+    critic = None
+    if update.critic_optimizer:
+        head = jax.device_put(host_head(update), sharding.replicated(mesh_of(mesh), 0))
+        critic = Critic(head, jax.tree.map(jnp.zeros_like, head))
+    coefficient = None
+    if update.objective.entropy_target:
+        coefficient = jax.device_put(np.float32(update.objective.entropy_coefficient), step.sharding)
+    return TrainState(params, jax.tree.map(jnp.zeros_like, params), step, average, critic, coefficient)
+
+
+def host_head(update, seed=0):
+    """Float32 numpy weights of a value head whose outputs spread."""
+    rng, outputs = np.random.default_rng(seed), max(update.objective.value_bins, 1)
+    draw = lambda *shape: rng.normal(0, 0.3, shape).astype(np.float32)  # noqa: E731
+    return {"kernel": draw(update.model.arch.width, outputs), "bias": draw(outputs)}
+
+
+def on_mesh(update, rows, mesh=ONE):
+    """Rows [B, ...] as a batch [M, b, ...] on the mesh's data axes."""
+    M = sharding.num_data_shards(mesh_of(mesh))
+    batch = jax.tree.map(lambda x: x.reshape(M, -1, *x.shape[1:]), rows)
+    return jax.device_put(batch, sharding.leading(mesh_of(mesh), batch))
+
+
+@functools.cache
+def compile_update(update, mesh=ONE):
+    """``apply_batch``, traced in the mesh as the run's programs are."""
+    jitted = jax.jit(update.apply_batch)
+
+    def call(state, batch):
+        with jax.sharding.use_abstract_mesh(mesh_of(mesh).abstract_mesh):
+            return jitted(state, batch)
+
+    return call
+
+
+def gradient(update, rows, mesh=ONE):
+    """Gradient and sums of the real update, numpy; with a critic, the gradients of policy and head."""
+    state, sums = compile_update(update, mesh)(train_state(update, mesh), on_mesh(update, rows, mesh))
+    of = state.opt_state if state.critic is None else (state.opt_state, state.critic.opt_state)
+    return jax.tree.map(np.asarray, (of, sums))

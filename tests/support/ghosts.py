@@ -1,0 +1,54 @@
+"""Runs whose loop is real and whose programs are ghosts: zeros of the right shapes, nothing compiled.
+
+For tests of what surrounds the programs: files, signals, settings of the loop.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from support.building import ONE, mesh_of
+
+from jaxrl_llm import train as train_module
+from jaxrl_llm.models.transformer import Model
+from jaxrl_llm.reports import page
+from jaxrl_llm.runtime import sharding
+from jaxrl_llm.types import STOP_LENGTH
+
+
+def haunt(monkeypatch):
+    """Every program that ``train`` compiles from now on is a ghost, on one device."""
+    one = mesh_of(ONE)
+    compiled = lambda programs, mesh: {name: ghost(name, program) for name, program in programs.items()}  # noqa: E731
+    monkeypatch.setattr(train_module, "compile_all", compiled)
+    monkeypatch.setattr(train_module, "check_memory", lambda *_, **__: None)
+    monkeypatch.setattr(train_module, "memory_table", lambda *_: "")
+    monkeypatch.setattr(train_module.sharding, "make_mesh", lambda _: one)
+    monkeypatch.setattr(page, "picture", lambda *_, **__: "<svg></svg>")  # a second for each report
+    monkeypatch.setattr(Model, "init", lambda self, key, mesh: zeros(self.abstract_params(mesh)))
+
+
+GHOST_SHAPES = {}  # tracing the update takes a second
+
+
+def zeros(abstract):
+    return jax.tree.map(lambda x: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding), abstract)
+
+
+def ghost(name, program):
+    """Stands in for a compiled program: zeros of the right shapes; every completion stops at once."""
+    key = name, str(jax.tree.map(lambda x: (x.shape, x.dtype), program.args))
+
+    def call(*_):
+        if key not in GHOST_SHAPES:
+            mesh = mesh_of(ONE)
+            with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+                out = jax.eval_shape(program.fn, *program.args)
+            whole = sharding.replicated(mesh, 0)
+            GHOST_SHAPES[key] = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), out)
+        out = zeros(GHOST_SHAPES[key])
+        if name.endswith("decode"):
+            state, reasons = out
+            return state, jnp.full_like(reasons, STOP_LENGTH)
+        return out
+
+    return call

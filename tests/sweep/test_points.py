@@ -1,0 +1,110 @@
+"""Points of a sweep: how they are made, what they are called, and that a wrong one is named before anything runs."""
+
+import re
+
+import pytest
+
+from jaxrl_llm.config import Config, ConfigError, freeze
+from jaxrl_llm.sweep.points import (
+    Sweep,
+    freeze_points,
+    grid,
+    log_uniform,
+    point_name,
+    product,
+    random,
+    seeds,
+    uniform,
+    with_point,
+    zipped,
+)
+
+
+def test_each_way_to_make_points_gives_what_one_writes_by_hand():
+    assert grid({"a": [1, 2], "b.c": ["x", "y"]}) == [
+        {"a": 1, "b.c": "x"},
+        {"a": 1, "b.c": "y"},
+        {"a": 2, "b.c": "x"},
+        {"a": 2, "b.c": "y"},
+    ]
+    assert grid({}) == [{}]
+    assert zipped({"a": [1, 2], "b": [3, 4]}) == [{"a": 1, "b": 3}, {"a": 2, "b": 4}]
+    assert seeds(2) == [{"seed": 0}, {"seed": 1}] and seeds(2, first=5) == [{"seed": 5}, {"seed": 6}]
+    assert product([{"a": 1}, {"b": 2}], seeds(2)) == [
+        {"a": 1, "seed": 0},
+        {"a": 1, "seed": 1},
+        {"b": 2, "seed": 0},
+        {"b": 2, "seed": 1},
+    ]
+
+
+def test_parts_that_do_not_fit_are_refused():
+    with pytest.raises(ConfigError, match=re.escape("equally many values; they have {'a': 1, 'b': 2}")):
+        zipped({"a": [1], "b": [3, 4]})
+    with pytest.raises(ConfigError, match="more than one part sets seed"):
+        product(seeds(2), seeds(2))
+
+
+def test_random_points_are_of_the_seed_and_their_place_alone():
+    choices = {"a": ["x", "y", "z"], "b": log_uniform(1e-4, 1e-2), "c": uniform(2, 3)}
+    points = random(choices, num=40, seed=0)
+    assert points[:10] == random(choices, num=10, seed=0) != random(choices, num=10, seed=1)
+    assert {point["a"] for point in points} == {"x", "y", "z"}
+    assert all(1e-4 <= point["b"] < 1e-2 and 2 <= point["c"] < 3 for point in points)
+    # Half of the logarithms below the middle: fewer than 8 or more than 32 of 40 has probability 1e-4.
+    assert 8 <= sum(point["b"] < 1e-3 for point in points) <= 32
+    freeze_points({}, random({"optimizer.learning_rate": log_uniform(1e-4, 1e-2)}, num=2, seed=0))
+
+
+def test_a_name_is_of_the_point_alone_and_stays():
+    point = {"seed": 3, "replay.capacity": 128}
+    # A change of these names would orphan the runs people have.
+    assert point_name(point) == point_name(dict(reversed(point.items()))) == "capacity=128_seed=3_2362e89a"
+    assert point_name({}).startswith("base_")
+    name = point_name({"model.path": "a/b c'$" + "x" * 200})
+    assert re.fullmatch(r"path=a_b_c_x+_[0-9a-f]{8}", name) and len(name) < 100
+    assert point_name({"model.path": "a/b"}) != point_name({"model.path": "a_b"})
+
+
+def test_points_become_configs_and_one_that_is_there_twice_is_one():
+    base = {"prompts": {"arguments": {"a": 1}}, "num_iterations": 5}
+    points = [{"seed": 1}, {"update.batch_size": 32, "prompts.arguments.b": 2}, {"seed": 1}]
+    frozen = freeze_points(base, points)
+    assert [point for point, _ in frozen.values()] == points[:2]
+    first, second = (config for _, config in frozen.values())
+    assert (first.seed, first.num_iterations, second.update.batch_size) == (1, 5, 32)
+    assert second.prompts.arguments == {"a": 1, "b": 2} and first.prompts.arguments == {"a": 1}
+    assert base == {"prompts": {"arguments": {"a": 1}}, "num_iterations": 5}
+    assert freeze(with_point({}, {})) == Config()
+
+
+@pytest.mark.parametrize(
+    ("point", "message"),
+    [
+        ({"update.bach_size": 4}, "did you mean update.batch_size"),
+        ({"seed.x": 4}, "seed={'x': 4} must be of type int"),
+        ({"seed": -1}, "seed=-1 must be at least 0"),
+        ({"seed": 1.5}, "seed=1.5 must be of type int"),
+        ({"update.batch_size": 24}, "update.micro_batch_size=16 must divide update.batch_size=24"),
+        ({"prompts.arguments": {"a": object()}}, "not JSON serializable"),
+        ("seed=1", "a point of a sweep is {setting: value}"),
+    ],
+)
+def test_a_point_that_cannot_be_is_named_with_its_setting(point, message):
+    with pytest.raises(ConfigError, match=re.escape(message)) as refused:
+        freeze_points({}, [{"seed": 0}, point])
+    assert str(point)[:20] in str(refused.value)
+    with pytest.raises(ConfigError, match="no point"):
+        freeze_points({}, [])
+
+
+def test_a_sweep_lists_its_metrics_and_settings_once():
+    sweep = Sweep(
+        [{"seed": 1, "a": 2}, {"b": 3}],
+        metrics=("m", "n"),
+        x_axis="c",
+        thresholds={"m": 0.5, "o": 1},
+        pareto=(("c", "m"),),
+    )
+    assert sweep.named_metrics() == ("m", "n", "o", "c") and sweep.fields() == ("a", "b", "seed")
+    assert Sweep([]).named_metrics() == ("eval/pass_rate",)

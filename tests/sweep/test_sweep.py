@@ -1,0 +1,365 @@
+"""Sweeps: the figures by hand, and which points run, are skipped, go on, fail or are stopped."""
+
+import csv
+import dataclasses
+import json
+import os
+import pathlib
+import re
+import runpy
+import shlex
+import signal
+import sys
+
+import numpy as np
+import pytest
+from absl import flags
+from ml_collections import config_flags
+from support import stand_in_training as stand_in
+from support.command_line import run_command
+from support.page import Page
+
+from jaxrl_llm.config import Config, ConfigError, freeze
+from jaxrl_llm.sweep import __main__ as sweep_module
+from jaxrl_llm.sweep.points import Sweep, freeze_points, grid, product, seeds
+from jaxrl_llm.sweep.table import Run, band, curve, figures, front, groups, knobs, write_page, write_table
+
+M = "eval/pass_rate"
+
+
+def rows(*values, cost=10):
+    """Iterations 1, 2, ... with a pass rate (None: not measured) and a cost that grows."""
+    return [{"iteration": i, M: v, "tokens/trained": cost * i} for i, v in enumerate(values, 1)]
+
+
+RUNS = [
+    Run("a0", {"x.lr": 1.0, "seed": 0}, "finished", rows(0.1, None, 0.5, 0.4)),
+    Run("a1", {"x.lr": 1.0, "seed": 1}, "unfinished", rows(0.3)),
+    Run("b0", {"x.lr": 2.0, "x.name": "<b>"}, "", []),
+]
+SWEEP = Sweep(
+    [run.point for run in RUNS],
+    lower_is_better=("tokens/trained",),
+    x_axis="tokens/trained",
+    thresholds={M: 0.4},
+    pareto=(("tokens/trained", M),),
+)
+
+
+def read_table(path):
+    return list(csv.DictReader(path.read_text().splitlines()))
+
+
+# ---- figures ---------------------------------------------------------------------------------------------------
+
+
+def test_the_table_holds_what_one_computes_by_hand(tmp_path):
+    write_table(tmp_path / "table.csv", RUNS, SWEEP)
+    columns = ("point", "label", "status", "iterations", "x.lr", "x.name", "seed", f"{M} last", f"{M} best")
+    columns += ("tokens/trained last", f"tokens/trained to {M} 0.4")
+    expected = [
+        ("a0", "lr 1.0", "finished", "4", "1.0", "", "0", "0.4", "0.5", "40.0", "30.0"),
+        ("a1", "lr 1.0", "unfinished", "1", "1.0", "", "1", "0.3", "0.3", "10.0", ""),
+        ("b0", "lr 2.0, name <b>", "", "0", "2.0", "<b>", "", "", "", "", ""),
+    ]
+    assert read_table(tmp_path / "table.csv") == [dict(zip(columns, line, strict=True)) for line in expected]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["table.csv"]
+
+
+def test_less_is_better_where_the_sweep_says_so():
+    sweep = Sweep([{}], lower_is_better=(M,), thresholds={M: 0.2})
+    run = Run("a", {}, "finished", rows(0.3, 0.2, 0.1, 0.25))
+    assert figures(run, sweep) == {f"{M} last": 0.25, f"{M} best": 0.1, f"iteration to {M} 0.2": 2.0}
+
+
+def test_a_group_is_a_point_without_its_seed():
+    assert [[run.name for run in members] for members in groups(RUNS).values()] == [["a0", "a1"], ["b0"]]
+    listed = [Run("c", {"x.w": [1, 2], "seed": s}, "", []) for s in (0, 1)]
+    assert [len(members) for members in groups(listed).values()] == [2]
+
+
+def test_a_curve_has_the_rows_with_both_numbers():
+    x, y = curve(RUNS[0], M, "tokens/trained")
+    assert (x.tolist(), y.tolist()) == ([10, 30, 40], [0.1, 0.5, 0.4])
+    assert len(curve(RUNS[0], M, "absent/metric")[0]) == 0
+
+
+def test_bands_are_quartiles_over_the_seeds_that_got_that_far():
+    one = (np.array([1.0, 3.0]), np.array([0.0, 1.0]))
+    two = (np.array([1.0, 2.0]), np.array([1.0, 1.0]))
+    b = band([one, two, (np.array([]), np.array([]))])
+    # x = 1: {0, 1}; x = 2: {0.5 on the line, 1}; x = 3: {1} alone.
+    assert b.x.tolist() == [1, 2, 3]
+    assert (
+        b.low.tolist() == [0.25, 0.625, 1]
+        and b.median.tolist() == [0.5, 0.75, 1]
+        and b.high.tolist() == [0.75, 0.875, 1]
+    )
+    assert band([]) is None
+
+
+def test_the_front_holds_the_points_that_nothing_beats():
+    points = [(1, 1), (2, 3), (3, 2), (2, 1), (4, 3), (2, 3)]
+    assert front(points, lower_x=True, lower_y=False) == [0, 1, 5]
+    assert front(points, lower_x=False, lower_y=False) == [4]
+    assert front(points, lower_x=True, lower_y=True) == [0]
+
+
+def test_the_page_is_self_contained_and_shows_text_as_text(tmp_path):
+    sweep = Sweep([run.point for run in RUNS], x_axis="tokens/trained", facet="x.lr", pareto=SWEEP.pareto)
+    more = Run("c", {"x.lr": 3.0, "x.name": "<i>"}, "failed", rows(0.2, 0.9))
+    text = write_page(tmp_path / "sweep.html", [*RUNS, more], sweep, {M: "fraction"}).read_text()
+    page = Page(text)
+    assert page.tags.count("svg") == 2 * 2 + 1  # two values of the facet over two axes, and the trade-off
+    assert "script" not in page.tags and "img" not in page.tags
+    assert "4 points: 1 finished, 1 unfinished, 1 failed" in page.text and "name <i>" in page.text
+    ids = [value for name, value in page.attributes if name == "id"]
+    assert len(ids) == len(set(ids))
+    ended = page.text.split("that have ended")[1].split("points")[0]
+    assert "0.35" not in page.text and "0.4" in ended  # of the two seeds' last values, that of the one that has ended
+    named = dataclasses.replace(sweep, label=lambda point: f"{point.get('x.name', 'plain')} ones")
+    page = Page(write_page(tmp_path / "sweep.html", [*RUNS, more], named, {}).read_text())
+    assert "lr 1.0 | plain ones" in page.text and "lr 3.0 | <i> ones" in page.text
+    empty = Page(write_page(tmp_path / "sweep.html", RUNS[2:], SWEEP, {}).read_text())
+    assert "svg" not in empty.tags
+
+
+# ---- running ---------------------------------------------------------------------------------------------------
+
+
+def make_points(points, **base):
+    return freeze_points({"num_iterations": 3} | base, points)
+
+
+def turns(folder, name):
+    path = folder / name / "turns.txt"
+    return path.read_text().split() if path.exists() else []
+
+
+def run(folder, points, workers=1):
+    given = Sweep([point for point, _ in points.values()])
+    return sweep_module.run_sweep(folder, points, given, num_workers=workers, serve=stand_in.SERVE)
+
+
+def test_points_run_once_in_few_processes_and_failures_stop_nothing(tmp_path, capfd):
+    rate = "optimizer.learning_rate"
+    kinds = [0.1, stand_in.REFUSE, stand_in.RAISE, stand_in.DIE, stand_in.EARLY, 0.2]
+    points = make_points(grid({rate: kinds}))
+    names = dict(zip(kinds, points, strict=True))
+    failed, stopped = run(tmp_path, points)
+    assert stopped is None and set(failed) == {names[kind] for kind in kinds[1:5]}
+    assert failed[names[stand_in.REFUSE]].splitlines()[-1] == "error: no such thing"
+    assert failed[names[stand_in.RAISE]].splitlines()[-1] == "ZeroDivisionError: ours"
+    assert failed[names[stand_in.DIE]].endswith("its process ended with status -9")
+    assert failed[names[stand_in.EARLY]] == f"training in {names[stand_in.EARLY]}"
+    # One process until it dies, another after.
+    pids = [turns(tmp_path, name) for name in points]
+    assert len({pid for (pid,) in pids}) == 2 and pids[0] == pids[3] and pids[4] == pids[5]
+
+    out = capfd.readouterr().out
+    assert f"finished {names[0.1]}" in out and f"FAILED {names[stand_in.RAISE]}" in out
+    assert "    ZeroDivisionError: ours" in out and "points 2/6 finished | 0 running | 4 failed" in out
+    status = [line["status"] for line in read_table(tmp_path / "table.csv")]
+    assert status == ["finished", *["failed"] * 4, "finished"] and (tmp_path / "sweep.html").exists()
+
+    # Again: what is finished is left alone, what broke is tried again, and what had begun goes on.
+    run(tmp_path, points)
+    assert [len(turns(tmp_path, name)) for name in points] == [1, 2, 2, 2, 2, 1]
+    # Longer than before: nothing is lost, two iterations are added.
+    run(tmp_path, make_points([{rate: 0.1}], num_iterations=5))
+    lines = [json.loads(line) for line in (tmp_path / names[0.1] / "metrics.jsonl").read_text().splitlines()]
+    assert [line["iteration"] for line in lines] == [1, 2, 3, 4, 5]
+
+
+def test_a_point_that_wrote_its_last_row_and_no_report_is_not_finished(tmp_path):
+    points = make_points(grid({"optimizer.learning_rate": [stand_in.NO_END]}))
+    failed, _ = run(tmp_path, points)
+    (name,) = points
+    assert set(failed) == {name} and read_table(tmp_path / "table.csv")[0]["status"] == "failed"
+    run(tmp_path, points)
+    assert len(turns(tmp_path, name)) == 2
+
+
+def test_two_workers_run_side_by_side_and_a_signal_lets_them_end(tmp_path, monkeypatch):
+    points = make_points(product(grid({"optimizer.learning_rate": [stand_in.WAIT]}), seeds(3)))
+    first = [tmp_path / name / "metrics.jsonl" for name in points]
+    calls = []
+
+    def on_change(running, failed):
+        calls.append(running)
+        if first[0].exists() and first[1].exists() and first[1].read_text():
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    configs = {name: config for name, (_, config) in points.items()}
+    failed, stopped = sweep_module.run_points(
+        tmp_path, configs, num_workers=2, on_change=on_change, serve=stand_in.SERVE
+    )
+    assert (failed, stopped) == ({}, "SIGTERM")
+    assert calls[0] == list(points)[:2] and calls[-1] == []
+    assert not (tmp_path / list(points)[2]).exists()  # not begun after the signal
+    pids = [turns(tmp_path, name)[0] for name in list(points)[:2]]
+    assert len(set(pids)) == 2 and not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+
+
+def test_workers_divide_the_cores_of_a_cpu(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 5}, raising=False)
+    monkeypatch.setattr(os, "sched_setaffinity", lambda *_: None, raising=False)
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    assert sweep_module.cores_of_workers(1) == [set()]
+    assert sweep_module.cores_of_workers(2) == [{0, 2}, {1, 5}]
+    assert sweep_module.cores_of_workers(5) == [{0}, {1}, {2}, {5}, {0}]
+    monkeypatch.delenv("JAX_PLATFORMS")
+    assert sweep_module.cores_of_workers(2) == [set(), set()]
+
+
+def test_runs_with_other_settings_are_refused(tmp_path):
+    run(tmp_path, make_points([{"seed": 1}]))
+    (name,) = make_points([{"seed": 1}])
+    sweep_module.check_folders(tmp_path, make_points([{"seed": 1}], num_iterations=9))
+    with pytest.raises(ConfigError, match=f"{name} was run with other settings: objective.clip_low 0.2 -> 0.1"):
+        sweep_module.check_folders(tmp_path, make_points([{"seed": 1}], objective={"clip_low": 0.1}))
+
+
+# ---- elsewhere, and the command -----------------------------------------------------------------------------------
+
+FILE = """
+from jaxrl_llm.config import defaults
+from jaxrl_llm.sweep.points import Sweep, grid, product, seeds
+
+
+def get_config():
+    config = defaults()
+    config.num_iterations = 3
+    config.prompts.arguments = {"min_terms": 2, "max_terms": 2}
+    return config
+
+
+def get_sweep():
+    return Sweep(product(grid({"optimizer.learning_rate": [1e-5, 3e-4]}), seeds(2)))
+"""
+
+
+FILES = sorted((pathlib.Path(__file__).parents[2] / "configs" / "sweeps").glob("*.py"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_every_sweep_file_has_points_that_can_be(path):
+    sweep = sweep_module.read_sweep(str(path))
+    module = runpy.run_path(str(path))
+    assert len(freeze_points(module["get_config"]().to_dict(), sweep.points)) >= 2
+    assert f"--config=configs/sweeps/{path.name}" in module["__doc__"]
+
+
+@pytest.fixture
+def sweep_file(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(FILE)
+    return path
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of ml_collections
+def test_a_launched_command_gives_the_config_of_its_point(sweep_file, tmp_path, monkeypatch):
+    point = {
+        "optimizer.learning_rate": 3e-05,
+        "replay.skip_tied": True,
+        "sampling.stop_strings": ("a'b", "\n"),
+        "rewards.functions": ("my file.py:f",),
+        "prompts.arguments.max_terms": 4,
+        "prompts.system_prompt": "Be kind; 'now'.",
+    }
+    base = {"prompts": {"arguments": {"min_terms": 2, "max_terms": 2}}, "num_iterations": 3}
+    ((_, config),) = freeze_points(base, [point]).values()
+    words = shlex.split(sweep_module.train_command(str(sweep_file), freeze(base), config, tmp_path / "w"))
+    assert words[:3] == ["python", "-m", "jaxrl_llm.train"] and f"--workdir={tmp_path / 'w'}" in words
+    known = flags.FlagValues()
+    parsed = config_flags.DEFINE_config_file("config", flag_values=known)
+    monkeypatch.setattr(sys, "argv", ["train", *(word for word in words if word.startswith("--config"))])
+    known(sys.argv)
+    assert freeze(parsed.value) == config
+    with pytest.raises(ConfigError, match=re.escape("prompts.arguments={'x': 1}: --launch needs its keys")):
+        sweep_module.train_command("f.py", Config(), freeze({"prompts": {"arguments": {"x": 1}}}), tmp_path)
+
+
+def test_the_command_launches_prints_and_writes_what_is_there(sweep_file, tmp_path, monkeypatch, capfd):
+    def command(*arguments):
+        return run_command("sweep", f"--config={sweep_file}", *arguments, monkeypatch=monkeypatch, capfd=capfd)
+
+    folder = tmp_path / "runs"
+    points = freeze_points(
+        {"num_iterations": 3, "prompts": {"arguments": {"min_terms": 2, "max_terms": 2}}},
+        grid({"optimizer.learning_rate": [1e-5], "seed": [0, 1]}),
+    )
+    run(folder, points)  # half of the sweep's points
+    done = command(f"--workdir={folder}", "--launch=print")
+    assert (
+        done.status == 0 and len(done.out.splitlines()) == 2 and "--config.optimizer.learning_rate=0.0003" in done.out
+    )
+    done = command(f"--workdir={folder}", f"--launch=echo {{command}} >> {tmp_path}/asked; test {{name}} != x")
+    assert done.status == 0 and len((tmp_path / "asked").read_text().splitlines()) == 2
+    assert command(f"--workdir={folder}", "--launch=false").status == 1
+
+    done = command(f"--workdir={folder}", "--workers=0")
+    assert done.status == 0 and str(folder / "table.csv") in done.out
+    assert [line["status"] for line in read_table(folder / "table.csv")] == ["finished", "finished", "", ""]
+    assert "4 points: 2 finished" in (folder / "sweep.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "arguments", "message"),
+    [
+        ("get_sweep", "sweep", [], "get_sweep() must return a jaxrl_llm.sweep.points.Sweep, not NoneType"),
+        ("return Sweep(", "return list(", [], "not list"),
+        ("seeds(2)))", "seeds(2)), metrics=('eval/pass',))", [], "'eval/pass', which is no metric"),
+        ("seeds(2)))", "seeds(2)), facet='replay.capacity')", [], "facet='replay.capacity' is not set by any point"),
+        ("1e-5", "1e-5 / 0", [], "mine.py:14: ZeroDivisionError"),
+        ("1e-5", "-1.0", [], "'optimizer.learning_rate': -1.0, 'seed': 0}: optimizer.learning_rate=-1.0 must be"),
+        ("", "", ["--workers=-1"], "--workers=-1 must be at least 0"),
+        ("", "", ["--launch={nmae}"], "--launch='{nmae}': 'nmae'; it may name {command}, {name}, {workdir}"),
+        ("", "", ["--config.sede=1"], "unknown config key sede='1'; did you mean seed"),
+    ],
+)
+def test_bad_input_is_one_line_and_nothing_runs(sweep_file, tmp_path, monkeypatch, capfd, old, new, arguments, message):
+    sweep_file.write_text(FILE.replace(old, new, 1) if old else FILE)
+    words = [f"--config={sweep_file}", f"--workdir={tmp_path / 'runs'}", *arguments]
+    done = run_command("sweep", *words, monkeypatch=monkeypatch, capfd=capfd)
+    assert done.status == 2 and done.err.count("\n") == 1 and message in done.err, done
+    assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").iterdir())
+
+
+def test_a_worker_trains_and_says_why_it_cannot(tmp_path):
+    """The real worker, as far as a run gets whose model is not there."""
+    points = make_points([{"model.path": "/nowhere"}])
+    given = Sweep([point for point, _ in points.values()])
+    failed, _ = sweep_module.run_sweep(tmp_path, points, given, num_workers=1)
+    assert list(failed) == list(points) and "error: model.path='/nowhere' is not there" in failed[next(iter(points))]
+
+
+def test_what_each_setting_does_is_found_with_bounds_that_hold_it():
+    """600 runs at random: the rate adds 0.3 from its lowest third to its highest, the clip 0.1, the third nothing."""
+    rng = np.random.default_rng(0)
+    runs = []
+    for i in range(600):
+        point = {"optimizer.learning_rate": float(rng.uniform(0, 1)), "objective.clip_high": 0.2 + 0.1 * (i % 2)}
+        point |= {"objective.kl_estimator": str(rng.choice(["k1", "k2", "k3"])), "seed": i}
+        y = 0.45 * point["optimizer.learning_rate"] + 0.1 * (i % 2) + rng.normal(0, 0.1)
+        runs.append(Run(str(i), point, "finished", rows(y)))
+    sweep = Sweep([run.point for run in runs])
+    found = knobs(runs, sweep, "eval/pass_rate last")
+    assert [knob.field for knob in found] == [
+        "optimizer.learning_rate",
+        "objective.clip_high",
+        "objective.kl_estimator",
+    ]
+    for knob, effect in zip(found, (0.3, 0.1, 0.0), strict=True):
+        _, low, high = knob.effect
+        # Of three values that are alike the best one is somewhat better by chance.
+        assert low < effect + 0.02 and effect - 0.02 < high and (low > 0.02) == (effect > 0)
+        assert sum(count for _, count, *_ in knob.rows) == 600
+        for name, count, mean, low, high in knob.rows:
+            # The bootstrap's interval of a mean is the normal one's, here to a fifth of its width.
+            mine = [figures(r, sweep)["eval/pass_rate last"] for r in runs if name in (str(r.point[knob.field]), "")]
+            if mine:
+                half = 1.96 * np.std(mine) / np.sqrt(count)
+                assert abs((high - low) / 2 - half) < 0.2 * half and mean == pytest.approx(np.mean(mine))
+    assert len(found[0].rows) == 3  # thirds of 600 different rates
+    assert knobs(runs[:1], sweep, "eval/pass_rate last") == []
