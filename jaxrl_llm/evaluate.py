@@ -26,9 +26,9 @@ from jaxrl_llm.actor.rewards import RewardPool
 from jaxrl_llm.config import Config, ConfigError, freeze
 from jaxrl_llm.learner import publish
 from jaxrl_llm.models.files import pretrained
-from jaxrl_llm.questions import tasks
+from jaxrl_llm.questions import jsonl, tasks
 from jaxrl_llm.run import assemble, check_room
-from jaxrl_llm.runtime import cli, jsonl, rng, sharding
+from jaxrl_llm.runtime import cli, rng, sharding
 from jaxrl_llm.runtime.checkpoint import restore_params
 from jaxrl_llm.runtime.programs import compile_all, use_cache
 

@@ -25,8 +25,9 @@ from jaxrl_llm.config import Config, ConfigError, MeshConfig, SamplingConfig, fr
 from jaxrl_llm.learner import publish
 from jaxrl_llm.models.files import pretrained
 from jaxrl_llm.models.transformer import Model
+from jaxrl_llm.questions import jsonl
 from jaxrl_llm.questions.tasks.files import BadRowError, prompt_of
-from jaxrl_llm.runtime import cli, jsonl, rng, sharding
+from jaxrl_llm.runtime import cli, rng, sharding
 from jaxrl_llm.runtime.programs import compile_all, use_cache
 from jaxrl_llm.types import STOP_NAMES, Example, PromptBatch
 

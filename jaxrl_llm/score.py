@@ -23,7 +23,8 @@ from jaxrl_llm.config import Config, ConfigError, MeshConfig
 from jaxrl_llm.models.files import pretrained
 from jaxrl_llm.models.row_logp import PLAIN, row_logp
 from jaxrl_llm.models.transformer import Model
-from jaxrl_llm.runtime import cli, jsonl, sharding
+from jaxrl_llm.questions import jsonl
+from jaxrl_llm.runtime import cli, sharding
 from jaxrl_llm.runtime.programs import Program, compile_all, use_cache
 
 CHUNK_POSITIONS = 16  # of each row; logits of batch_size * this many positions are live at once

@@ -96,8 +96,7 @@ def _train(config: Config, workdir: pathlib.Path, allow_config_changes: bool) ->
         progress.note(describe(run, source, len(train_set), len(held_out), read_s))
         for message in skipped[:10] + ([f"... and {len(skipped) - 10} more"] if len(skipped) > 10 else []):
             progress.note(f"skipped {message}")
-        started = time.monotonic()
-        limit = memory_limit(mesh.devices.flatten().tolist())
+        started, limit = time.monotonic(), memory_limit(mesh.devices.flatten().tolist())
         compiled = keep_what_fits(run, compile_all(run.programs(), mesh), limit)
         check_memory(compiled, limit, keeps_slots=config.rollout.lookahead_prompts > 0)
         progress.note(memory_table(compiled) + f"\ncompiled in {time.monotonic() - started:.0f} s")

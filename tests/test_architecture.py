@@ -27,7 +27,8 @@ FLOORS = [
     {"questions", "replay", "reports"},
     {"learner", "actor"},
     {"run"},
-    {"train", "evaluate", "generate", "score", "export", "sft", "plan", "replay_plan", "report", "sweep"},
+    {"train", "evaluate", "generate", "score", "export", "sft", "plan", "replay_plan", "report"},
+    {"sweep"},
 ]
 
 
@@ -88,6 +89,7 @@ MENU = {
     *("algorithms.shaping", "algorithms.surrogates"),
     *("models.files.gguf", "models.kernels.learner", "models.kernels.tpu_decode"),
     *("learner.annotation", "questions.tasks.files", "actor.guests", "method_config", "actor.resampling"),
+    *("actor.evaluation", "ops.paged_log"),
 }
 
 

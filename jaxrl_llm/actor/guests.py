@@ -35,7 +35,7 @@ import os
 import pathlib
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -43,7 +43,6 @@ import numpy as np
 from jaxrl_llm.config import Config, ConfigError
 from jaxrl_llm.limits import NEED_NO_SIBLINGS
 from jaxrl_llm.questions.tasks.files import BadRowError, json_lines, parse, question
-from jaxrl_llm.run import Run
 from jaxrl_llm.types import (
     OUTCOME_ERROR,
     OUTCOME_SCORE,
@@ -56,6 +55,9 @@ from jaxrl_llm.types import (
     Rewards,
     Rollout,
 )
+
+if TYPE_CHECKING:
+    from jaxrl_llm.run import Run
 
 
 @dataclasses.dataclass

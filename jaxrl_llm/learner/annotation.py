@@ -9,16 +9,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm.actor.sampler import SamplerState
 from jaxrl_llm.learner.update import Update
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.ops.masks import completion_mask
 from jaxrl_llm.types import Rollout, TrainState
+
+if TYPE_CHECKING:
+    from jaxrl_llm.actor.sampler import SamplerState
 
 
 @dataclasses.dataclass(frozen=True)

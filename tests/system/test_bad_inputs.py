@@ -12,7 +12,8 @@ from support import command_line
 from support.command_line import DEBUG_CONFIG
 
 from jaxrl_llm.models.architecture import PRESETS
-from jaxrl_llm.runtime import jsonl, programs
+from jaxrl_llm.questions import jsonl
+from jaxrl_llm.runtime import programs
 from jaxrl_llm.runtime.checkpoint import claim
 
 FUNCTIONS = DEBUG_CONFIG.parents[1] / "tests" / "fixtures" / "reward_functions.py"

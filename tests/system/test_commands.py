@@ -9,7 +9,7 @@ from jaxrl_llm import generate, score
 from jaxrl_llm.actor import evaluation
 from jaxrl_llm.config import ConfigError, SamplingConfig
 from jaxrl_llm.models.files import pretrained
-from jaxrl_llm.runtime import jsonl
+from jaxrl_llm.questions import jsonl
 
 PROMPTS = [
     {"prompt": "a long question that needs a wider bucket of tokens", "tag": 1},
