@@ -21,6 +21,7 @@ import inspect
 import json
 import os
 import pickle
+import select
 import signal
 import socket
 import subprocess
@@ -41,6 +42,7 @@ from jaxrl_llm.types import OUTCOME_ERROR, OUTCOME_SCORE, OUTCOME_TIMEOUT, Examp
 MATH_SCORER = "jaxrl_llm.questions.tasks.math_answers:reward"
 MAX_ERRORS_KEPT = 5
 MAX_START_S = 300.0
+MAX_PRINTER_S = 0.5  # that a call waits for what earlier ones have printed to be passed on
 MAX_PRINTED_BYTES = 2**16  # shown of what functions print from the start of one call to that of the next
 MARK = "JAXRL_REWARD_WORKER"  # in the environment of a worker and of what it starts, wherever that goes: which it is
 SHOWN = bytes(x if x in b"\t\n" or x >= 32 else ord("?") for x in range(256))  # what no terminal obeys
@@ -74,9 +76,9 @@ class RewardPool:
     def __init__(self, config: RewardsConfig, *, task_scorer: str, examples: Sequence[Example] = ()):
         self._config = config
         self._specs = [_checked_spec(name, task_scorer, examples) for name in config.functions]
-        self._closed, self._room = False, 0
-        printed, self._print_to = os.pipe()
-        self._printer = threading.Thread(target=self._show, args=(printed,), daemon=True)
+        self._closed, self._room, self._is_printing = False, 0, False
+        self._printed, self._print_to = os.pipe()
+        self._printer = threading.Thread(target=self._show, daemon=True)
         self._printer.start()
         self._workers = [_Worker(self._specs, self._print_to) for _ in range(config.num_workers)]
         self._free = list(self._workers)
@@ -136,7 +138,7 @@ class RewardPool:
             if self._closed:
                 raise EOFError
             payload = pickle.dumps((spec, example.prompt, example.columns, completions))
-            self._room = MAX_PRINTED_BYTES
+            self._pass_on_what_is_printed()
             scores, reasons = worker.ask(payload, len(completions), self._config.timeout_s)
         except TimeoutError as error:
             failure, reasons = OUTCOME_TIMEOUT, [str(error)]
@@ -148,13 +150,33 @@ class RewardPool:
         outcome = np.where(np.isnan(scores), failure, OUTCOME_SCORE)
         return scores, outcome, [f"{name} on {example.origin or 'a prompt'}: {reason}" for reason in reasons]
 
-    def _show(self, printed: int) -> None:
+    def _pass_on_what_is_printed(self) -> None:
+        """Before a call: what earlier ones have printed has their room, and this one room of its own."""
+        until = time.monotonic() + MAX_PRINTER_S
+        while (self._is_printing or _is_readable(self._printed, 0)) and time.monotonic() < until:
+            time.sleep(1e-3)
+        self._room = MAX_PRINTED_BYTES
+
+    def _show(self) -> None:
         """Pass on what functions print; what is too much is read as well, for a full pipe would block them."""
-        with open(printed, "rb", buffering=0) as pipe:
-            while text := pipe.read(2**16):
+        with open(self._printed, "rb", buffering=0) as pipe:
+            while _is_readable(self._printed, None):
+                self._is_printing = True
+                if not (text := pipe.read(2**16)):
+                    break
+                room, is_cut = max(0, self._room), 0 <= self._room < len(text)
                 with contextlib.suppress(OSError):  # stderr may be closed
-                    os.write(2, text[: self._room].translate(SHOWN) + b"...\n" * (0 < self._room < len(text)))
-                self._room = max(0, self._room - len(text))
+                    os.write(2, text[:room].translate(SHOWN) + b"...\n" * is_cut)
+                self._room = -1 if is_cut else self._room - (self._room >= 0) * len(text)
+                self._is_printing = False
+        self._is_printing = False
+
+
+def _is_readable(pipe: int, wait_ms: int | None) -> bool:
+    """Whether there is something to read, or its end has come."""
+    poll = select.poll()
+    poll.register(pipe, select.POLLIN)
+    return bool(poll.poll(wait_ms))
 
 
 class _Worker:
