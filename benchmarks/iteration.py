@@ -14,15 +14,14 @@ import numpy as np
 
 from jaxrl_llm.actor.generator import FinishedGroup, Generator
 from jaxrl_llm.config import Config, MeshConfig
+from jaxrl_llm.learner.learner import Learner
 from jaxrl_llm.models.architecture import Architecture
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.questions.stream import EncodedExample, batch_of
 from jaxrl_llm.run import Run, assemble, keep_what_fits
 from jaxrl_llm.runtime import rng, sharding
 from jaxrl_llm.runtime.programs import compile_all, memory_limit, release_freed
-from jaxrl_llm.types import Example, Rollout, Scores
-
-LEARNER = ("init_state", "init_ring", "insert", "update", "reference", "values", "old_logp")
+from jaxrl_llm.types import Example, Rewards, Rollout, ScoredRollouts
 
 # (name, compiled program) -> something that is called in its place
 Wrap = Callable[[str, Any], Any]
@@ -72,23 +71,22 @@ class Iteration:
         self.config, self.encoded = config, encoded
         self.mesh = one_device()
         self.run: Run = assemble(config, arch, (), self.mesh)
-        wanted = {True: learner, False: sampler}
-        programs = {
-            name: program
-            for name, program in self.run.programs().items()
-            if wanted[name in LEARNER] or name == "publish"
-        }
+        of_learner = self.run.learner.programs()
+        programs = of_learner if learner else {"publish": of_learner["publish"]}
+        if sampler:
+            programs = programs | self.run.sampler.programs(self.run.sampler_params)
         compiled = compile_all(programs, self.mesh)
         if learner:
             compiled = keep_what_fits(self.run, compiled, memory_limit(self.mesh.devices.flatten().tolist()))
         self.programs: Mapping[str, Any] = {name: wrap(name, program) for name, program in compiled.items()}
-        self.sample_key, self.draw_key = self.put([rng.stream(0, name) for name in ("sample", "draw")])
+        self.sample_key = self.put(rng.stream(0, "sample"))
         self.generator = Generator(self.run.sampler, self.programs, lambda ids: "") if sampler else None
         params = load_params(self.run.model, self.mesh)
-        self.reference = jax.tree.map(jnp.copy, params) if learner and self.run.keeps_reference else None
-        self.index = 0
+        self.index = 1  # at 0 a learner looks whether the rows are its own, and random ones are not
         if learner:
-            self.state, self.ring = self.programs["init_state"](params), self.programs["init_ring"]()
+            reference = jax.tree.map(jnp.copy, params) if self.run.learner.loads_reference else None
+            self.learner = Learner(self.run.learner, self.programs, reference=reference)
+            self.learner.start(params)
         else:
             self.sampler_params = self.programs["publish"](params)
 
@@ -98,8 +96,8 @@ class Iteration:
 
     def generate(self) -> tuple[Rollout, list[FinishedGroup]]:
         """Completions of every question, on the device, and their groups; waits for the last token."""
-        if hasattr(self, "state"):
-            params, version = self.programs["publish"](self.state.params), self.state.step
+        if hasattr(self, "learner"):
+            params, version = self.learner.publish(), self.learner.version
         else:
             params, version = self.sampler_params, self.put(np.int32(0))
         wanted = self.generator.prompts_wanted()
@@ -111,7 +109,7 @@ class Iteration:
 
     def random_rollout(self, *, ragged: bool = False) -> Rollout:
         """Rows as ``generate`` gives them, of tokens that no model drew: of full length, or of any (4 to all)."""
-        shapes = self.run.abstract_rollout
+        shapes = self.run.learner.abstract_rollout
         rows = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
         draw = np.random.default_rng(0)
         rows = rows.replace(
@@ -128,16 +126,9 @@ class Iteration:
         return jax.device_put(rows, jax.tree.map(lambda x: x.sharding, shapes))
 
     def update(self, rollout: Rollout, rewards: np.ndarray) -> dict[str, Any]:
-        """Insert, and ``updates_per_iteration`` optimizer steps; waits for them. Returns the update's sums."""
-        scores = Scores(rewards.astype(np.float32), np.ones(len(rewards), bool))
-        scores = jax.device_put(scores, sharding.leading(self.mesh, scores))
-        if "values" in self.programs:
-            scores = scores.replace(value=self.programs["values"](self.state, rollout))
-        if "old_logp" in self.programs:
-            scores = scores.replace(old_logp=self.programs["old_logp"](self.state.params, rollout))
-        ref_logp = self.programs["reference"](self.reference, rollout) if self.run.keeps_reference else None
-        now = self.put(np.int32(self.index))
-        self.ring, _ = self.programs["insert"](self.ring, rollout, scores, ref_logp, now)
-        self.state, self.ring, sums = self.programs["update"](self.state, self.ring, now, self.draw_key)
+        """Insert, and ``updates_per_iteration`` optimizer steps; waits for them. Returns the sums of both."""
+        scored = Rewards(rewards.astype(np.float32), {}, np.zeros(len(rewards), np.int8))
+        questions = list(range(len(rewards) // self.config.rollout.group_size))
+        sums = self.learner.learn(ScoredRollouts(rollout, scored, questions), self.index)
         self.index += 1
-        return jax.device_get(sums)
+        return sums

@@ -15,7 +15,6 @@ import contextlib
 import dataclasses
 import importlib.metadata
 import json
-import math
 import pathlib
 import platform
 import subprocess
@@ -24,7 +23,7 @@ from typing import Any
 import ml_collections
 
 from jaxrl_llm import limits
-from jaxrl_llm.method_config import CreditConfig, ObjectiveConfig, ReplayConfig
+from jaxrl_llm.method_config import CreditConfig, MethodFacts, ObjectiveConfig, ReplayConfig
 from jaxrl_llm.runtime import nested
 from jaxrl_llm.runtime.nested import ConfigError, flatten
 
@@ -222,7 +221,7 @@ class MetricsConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(MethodFacts):
     seed: int = 0
     num_iterations: int = 10
     # Folder that keeps compiled programs for the next start; "" keeps none. JAX_COMPILATION_CACHE_DIR wins over it.
@@ -257,32 +256,6 @@ class Config:
         """Optimizer steps of the whole run."""
         return self.num_iterations * self.update.updates_per_iteration
 
-    def scaled(self) -> Config:
-        """The same with ``update.scaled_from_batch_size`` carried out.
-
-        Source: Hilton et al. 2021, arXiv:2110.00641, batch size-invariance with Adam: its step times sqrt(c), the
-        centre of mass d / (1 - d) of averages over c. Differs: Adam's own decays stay.
-        """
-        if not self.update.scaled_from_batch_size:
-            return self
-        c = self.update.batch_size / self.update.scaled_from_batch_size
-        decay = lambda d: d / (c * (1 - d) + d)  # noqa: E731
-        o, replace = self.optimizer, dataclasses.replace
-        rates = {name: math.sqrt(c) * getattr(o, name) for name in ("learning_rate", "value_learning_rate")}
-        return replace(
-            self,
-            update=replace(self.update, scaled_from_batch_size=0),
-            optimizer=replace(o, **rates),
-            objective=replace(self.objective, ewma_decay=decay(self.objective.ewma_decay)),
-            credit=replace(self.credit, advantage_norm_decay=decay(self.credit.advantage_norm_decay)),
-        )
-
-    @property
-    def short_answer_grid(self) -> tuple[int, ...]:
-        """Lengths among which credit.short_answer_iterations chooses; the last is any length."""
-        step, longest = self.credit.short_answer_tokens, self.sampling.max_completion_tokens
-        return (*range(step, longest, step), longest)
-
     @property
     def row_tokens(self) -> int:
         """Width S of every row: prompt + completion."""
@@ -306,44 +279,6 @@ class Config:
     def line_tokens(self) -> int:
         """Width of the lines that an update batch is packed in; 0 = it is padded."""
         return (self.update.pack_width or 2 * self.draw_tokens) if self.update.micro_batch_tokens else 0
-
-    @property
-    def keeps_reference(self) -> bool:
-        """Whether rollouts carry their log-probs under the frozen starting model."""
-        to_reference = self.objective.kl_coefficient > 0 and self.objective.kl_anchor != "ewma"
-        return to_reference or self.objective.surrogate in limits.REFERENCE_SURROGATES
-
-    @property
-    def keeps_old_logp(self) -> bool:
-        """Whether rollouts carry the learner's log-probs under the weights that drew each token."""
-        return self.objective.proximal == "generation"
-
-    @property
-    def keeps_hidden(self) -> bool:
-        """Whether credit reads the mean hidden state of completions."""
-        return self.credit.advantage == "poise"
-
-    @property
-    def keeps_entropy(self) -> bool:
-        """Whether rollouts carry the entropy of what each token was drawn from, for credit."""
-        credit = self.credit
-        return credit.advantage == "poise" or credit.entropy_bonus > 0 or credit.entropy_reweighting > 0
-
-    @property
-    def has_critic(self) -> bool:
-        """Whether the learner has a value head beside the policy."""
-        return self.credit.advantage == "gae"
-
-    @property
-    def keeps_average(self) -> bool:
-        """Whether the learner keeps a moving average of its weights."""
-        to_average = self.objective.kl_coefficient > 0 and self.objective.kl_anchor == "ewma"
-        return to_average or self.objective.proximal == "ewma"
-
-    @property
-    def keeps_previous(self) -> bool:
-        """Whether the learner keeps the weights from before the last iteration's updates."""
-        return self.objective.kl_coefficient > 0 and self.objective.kl_anchor == "convex"
 
     @property
     def ring_capacity(self) -> int:

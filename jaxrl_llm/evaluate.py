@@ -52,7 +52,7 @@ def command(config: Config, model: str, checkpoint: str, num_samples: int) -> di
         run = assemble(config, source.architecture(), tokenizer.eos_ids, mesh)
         sampler = run.eval_sampler
         params = (
-            restore_params(checkpoint, run.learner_params)[0]
+            restore_params(checkpoint, run.learner.params)[0]
             if checkpoint
             else source.load_params(run.model, mesh, seed=config.seed)
         )

@@ -1,6 +1,7 @@
-"""Which values of the settings are allowed: choices, bounds, and what must fit together.
+"""Which values of the settings are allowed: choices, bounds, and which sizes fit together.
 
-Owns: those rules and their words. Does not know: names' types and defaults (config), devices, files.
+Owns: those rules and their words. Does not know: what methods ask of each other (method_limits), names' types and
+defaults (config), devices, files.
 """
 
 from __future__ import annotations
@@ -9,57 +10,18 @@ import math
 import re
 from typing import Any
 
-# Surrogates that clip their ratio on the loss, all whose ratio is against the old policy, and all that read it.
-CLIP_SURROGATES = ("clipped", "sequence_clipped", "gspo")
-RATIO_SURROGATES = (*CLIP_SURROGATES, "cispo")
-OLD_POLICY_SURROGATES = (*RATIO_SURROGATES, "remix_centred", "gvpo", "kimi_k15", "inpo")
-# Those without a ratio: the policy gradient of tokens drawn by the current policy.
-PLAIN_SURROGATES = ("reinforce", "opmd")
-# Those that read the reward itself, and no advantage.
-REWARD_SURROGATES = ("spo", "spo_cross_entropy", "inpo", "vcpo")
-# Settings that are heard in the advantage alone.
-ADVANTAGE_SETTINGS = (
-    *("length_reward", "overlong_buffer_tokens", "short_answer_tokens", "positive_amplification"),
-    *("entropy_reweighting", "entropy_bonus", "duration_weight"),
-)
-# Those that read the frozen reference, and those that compare the rows of a group.
-REFERENCE_SURROGATES = ("agro", "spo", "spo_cross_entropy", "inpo")
-GROUP_SURROGATES = (*REFERENCE_SURROGATES, "gvpo", "vcpo")
+from jaxrl_llm import method_limits
 
 CHOICES = {
+    **method_limits.CHOICES,
     "model.compute_dtype": ("float32", "bfloat16"),
     "model.remat": ("none", "dots", "full", "auto"),
     "model.attention": ("auto", "xla"),
     "prompts.source": ("letters", "arithmetic", "reasoning_gym", "jsonl", "parquet"),
     "prompts.bad_row": ("error", "skip"),
     "prompts.long_prompt": ("error", "skip"),
-    "replay.admission": ("correct", "likely"),
-    "replay.draw": ("uniform", "priority", "age"),
-    "replay.priority": ("advantage", "reward", "length", "surprise"),
-    "replay.unit": ("rollout", "group"),
-    "replay.memory": ("device", "host"),
-    "credit.advantage": (
-        *("grpo", "dr_grpo", "leave_one_out", "reinforce_pp", "brorl", "asymre"),
-        *("mc_grpo", "gdpo", "mssr", "poise", "gae"),
-    ),
-    "objective.surrogate": (*OLD_POLICY_SURROGATES, *PLAIN_SURROGATES, "agro", "spo", "spo_cross_entropy", "vcpo"),
-    "objective.proximal": ("behaviour", "generation", "start", "interpolated", "ewma"),
-    "objective.correction": (
-        *("none", "importance", "token_truncated", "policy_truncated", "token_masked"),
-        *("sequence_truncated", "sequence_masked", "second_moment"),
-    ),
-    "objective.aggregation": ("token_mean", "sequence_mean", "constant_length", "prompt_mean"),
-    "objective.kl_estimator": ("k1", "k2", "k3"),
-    "objective.kl_anchor": ("reference", "convex", "ewma"),
     "optimizer.schedule": ("constant", "linear", "cosine"),
 }
-
-# Advantages that compare a rollout with other things than its siblings.
-NEED_NO_SIBLINGS = ("reinforce_pp", "mssr", "gae")
-# Those that are divided by the batch's standard deviation.
-OVER_THE_BATCH = ("reinforce_pp", "mssr", "gae", "brorl", "gdpo")
-# And those that a tied group may have all the same.
-NEED_NO_MIXED_GROUP = (*NEED_NO_SIBLINGS, "asymre", "poise")
 
 # Counts are int32 on the devices. What is not 0 keeps a size that float32 can multiply and divide by.
 MOST = 2**31 - 1
@@ -171,7 +133,7 @@ def _combinations(c: Any, flat: dict[str, Any]):
     ):
         given = " x ".join(f"[{name}]" for name in names)
         yield count <= MOST, f"{given} make {count} steps, questions or rollouts, and int32 counts to {MOST}"
-    u, r, credit = c.update, c.replay, c.credit
+    u, r, functions = c.update, c.replay, c.rewards.functions
     yield u.batch_size % u.micro_batch_size == 0, "[update.micro_batch_size] must divide [update.batch_size]"
     yield (
         c.ring_capacity >= u.batch_size,
@@ -227,47 +189,11 @@ def _combinations(c: Any, flat: dict[str, Any]):
         "[sampling.top_k], [sampling.top_p] and [sampling.min_p] must be 0, 1 and 0 with "
         "external.groups_per_iteration above 0: what others wrote may be what a filter never draws",
     )
-    teaches = credit.advantage in NEED_NO_MIXED_GROUP and not (credit.advantage == "asymre" and credit.delta_v == 0)
-    of_rows = "for credit.advantage='gae': it is of a row's advantage, not of a token's"
-    of_batch = "for [credit.advantage], which no standard deviation of the batch divides; " + ", ".join(OVER_THE_BATCH)
-    of_advantages = "for [objective.surrogate], which reads rewards and no advantages"
-    ahead, reads_rewards = c.rollout.lookahead_prompts, c.objective.surrogate in REWARD_SURROGATES
-    gated, functions = credit.advantage == "gdpo" and len(c.rewards.functions) > 1, c.rewards.functions
-    for name, must, why in (
-        ("replay.positive_fraction", r.unit == "group", "for replay.unit='group': correct rows are kept one by one"),
-        ("replay.positive_fraction", r.capacity_tokens > 0, "with [replay.capacity_tokens]: that part has no pages"),
-        ("objective.imitation_coefficient", not e.paths, "without external.groups_per_iteration to imitate"),
-        ("rollout.max_resample_rounds", c.rollout.group_size == 1, "for rollout.group_size=1, which is always tied"),
-        ("rollout.max_resample_rounds", teaches, "for [credit.advantage]: a tied group teaches it something"),
-        ("rollout.max_lag_iterations", ahead == 0, "without rollout.lookahead_prompts: no prompt stays open"),
-        ("credit.positive_amplification", credit.advantage == "gae", of_rows),
-        ("credit.entropy_reweighting", credit.advantage == "gae", of_rows),
-        ("objective.value_clip", c.objective.value_bins > 0, "for [objective.value_bins]: a clip is of a number"),
-        ("credit.gate_threshold", not gated, "but with credit.advantage='gdpo' and several rewards.functions"),
-        ("credit.advantage_norm_decay", credit.advantage not in OVER_THE_BATCH, of_batch + " are"),
-        *((f"credit.{name}", reads_rewards, of_advantages) for name in ADVANTAGE_SETTINGS),
-    ):
-        yield not must or flat[name] == 0, f"[{name}] must be 0 {why}"
-    yield (
-        c.objective.environment_coefficient == 0 or c.prompts.max_tokens > 1,
-        "[prompts.max_tokens] must be at least 2 for [objective.environment_coefficient]: of a prompt's first token "
-        "nothing is predicted",
-    )
-    yield (
-        c.rollout.group_size > 1 or credit.advantage in NEED_NO_SIBLINGS,
-        "[rollout.group_size] must be at least 2 for [credit.advantage], which compares siblings; "
-        f"{', '.join(map(repr, NEED_NO_SIBLINGS))} do not",
-    )
     most_open = c.rollouts_per_iteration + c.rollout.lookahead_prompts * c.rollout.group_size
     yield (
         c.num_slots <= most_open,
         f"[rollout.slots] must be at most the {most_open} rollouts that can be open ((rollout.prompts_per_iteration + "
         "rollout.lookahead_prompts) x rollout.group_size)",
-    )
-    yield (
-        credit.short_answer_iterations == 0 or credit.short_answer_tokens > 0,
-        "[credit.short_answer_iterations] needs credit.short_answer_tokens of at least 1, the step of the lengths to "
-        "choose from",
     )
     yield (
         len(functions) == len(c.rewards.weights) > 0,
@@ -306,51 +232,5 @@ def _combinations(c: Any, flat: dict[str, Any]):
         c.checkpoint.keep_best == 0 or c.eval.num_prompts > 0,
         "[checkpoint.keep_best] needs eval.num_prompts of at least 1 to know the best",
     )
-    yield (
-        c.model.reference_path == "" or c.keeps_reference,
-        "[model.reference_path] must be '' where nothing reads the reference: neither [objective.kl_coefficient] to "
-        "[objective.kl_anchor] nor [objective.surrogate]",
-    )
-    resets = c.objective.reference_reset_iterations
-    yield (
-        not resets or (c.keeps_reference and c.model.reference_path == "" and min(resets) > 0),
-        "[objective.reference_reset_iterations] must be () or numbers from 1 on with a reference that is read "
-        "(objective.kl_coefficient) and is the run's own ([model.reference_path])",
-    )
     yield all(s for s in c.sampling.stop_strings), "sampling.stop_strings must not contain the empty string"
-    yield from _objective(c.objective, c.replay.unit)
-
-
-def _objective(o: Any, unit: str):
-    """Likewise, of the objective: no setting that its surrogate cannot hear."""
-    surrogate = f"objective.surrogate={o.surrogate!r}"
-    yield (
-        o.surrogate not in GROUP_SURROGATES or unit == "group",
-        f"[replay.unit] must be 'group' for {surrogate}, which compares the rows of a group",
-    )
-    yield (
-        o.dual_clip == 0 or (o.dual_clip > 1 and o.surrogate in CLIP_SURROGATES),
-        f"[objective.dual_clip] must be 0, or above 1 with objective.surrogate one of {CLIP_SURROGATES!r}",
-    )
-    yield (
-        o.proximal == "behaviour" or o.surrogate in OLD_POLICY_SURROGATES,
-        f"[objective.proximal] must be 'behaviour' for {surrogate}, which has no old policy",
-    )
-    yield (
-        o.proximal != "behaviour" or o.surrogate != "remix_centred",
-        f"objective.proximal='behaviour' must be another for {surrogate}: the window would lie about 1",
-    )
-    yield (
-        o.value_bins != 1 and o.value_low < o.value_high,
-        "[objective.value_bins] must be 0 or at least 2, and [objective.value_low] below [objective.value_high]",
-    )
-    has_weight = o.surrogate in PLAIN_SURROGATES or (o.surrogate in RATIO_SURROGATES and o.proximal != "behaviour")
-    yield (
-        has_weight or o.correction in ("none", "token_masked", "sequence_masked", "second_moment"),
-        f"[objective.correction] must be 'none' or one that masks for {surrogate} with [objective.proximal], which "
-        "leaves no importance weight over",
-    )
-    yield (
-        o.correction != "policy_truncated" or o.surrogate in ("clipped", "cispo"),
-        f"objective.correction='policy_truncated' must be another for {surrogate}: it bounds the ratio of a token",
-    )
+    yield from method_limits.rules(c, flat)

@@ -6,6 +6,10 @@ Owns: names, types, defaults. Does not know: which values are allowed (limits), 
 from __future__ import annotations
 
 import dataclasses
+import math
+from typing import Any
+
+from jaxrl_llm import method_limits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,3 +173,74 @@ class ObjectiveConfig:
     # The bins' range, which should hold all returns.
     value_low: float = 0.0
     value_high: float = 1.0
+
+
+class MethodFacts:
+    """What the methods of a config ask for, as its properties."""
+
+    credit: CreditConfig
+    objective: ObjectiveConfig
+
+    def scaled(self) -> Any:
+        """The same with ``update.scaled_from_batch_size`` carried out.
+
+        Source: Hilton et al. 2021, arXiv:2110.00641, batch size-invariance with Adam: its step times sqrt(c), the
+        centre of mass d / (1 - d) of averages over c. Differs: Adam's own decays stay.
+        """
+        if not self.update.scaled_from_batch_size:
+            return self
+        c = self.update.batch_size / self.update.scaled_from_batch_size
+        decay = lambda d: d / (c * (1 - d) + d)  # noqa: E731
+        o, replace = self.optimizer, dataclasses.replace
+        rates = {name: math.sqrt(c) * getattr(o, name) for name in ("learning_rate", "value_learning_rate")}
+        return replace(
+            self,
+            update=replace(self.update, scaled_from_batch_size=0),
+            optimizer=replace(o, **rates),
+            objective=replace(self.objective, ewma_decay=decay(self.objective.ewma_decay)),
+            credit=replace(self.credit, advantage_norm_decay=decay(self.credit.advantage_norm_decay)),
+        )
+
+    @property
+    def short_answer_grid(self) -> tuple[int, ...]:
+        """Lengths among which credit.short_answer_iterations chooses; the last is any length."""
+        step, longest = self.credit.short_answer_tokens, self.sampling.max_completion_tokens
+        return (*range(step, longest, step), longest)
+
+    @property
+    def keeps_reference(self) -> bool:
+        """Whether rollouts carry their log-probs under the frozen starting model."""
+        to_reference = self.objective.kl_coefficient > 0 and self.objective.kl_anchor != "ewma"
+        return to_reference or self.objective.surrogate in method_limits.REFERENCE_SURROGATES
+
+    @property
+    def keeps_old_logp(self) -> bool:
+        """Whether rollouts carry the learner's log-probs under the weights that drew each token."""
+        return self.objective.proximal == "generation"
+
+    @property
+    def keeps_hidden(self) -> bool:
+        """Whether credit reads the mean hidden state of completions."""
+        return self.credit.advantage == "poise"
+
+    @property
+    def keeps_entropy(self) -> bool:
+        """Whether rollouts carry the entropy of what each token was drawn from, for credit."""
+        credit = self.credit
+        return credit.advantage == "poise" or credit.entropy_bonus > 0 or credit.entropy_reweighting > 0
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether the learner has a value head beside the policy."""
+        return self.credit.advantage == "gae"
+
+    @property
+    def keeps_average(self) -> bool:
+        """Whether the learner keeps a moving average of its weights."""
+        to_average = self.objective.kl_coefficient > 0 and self.objective.kl_anchor == "ewma"
+        return to_average or self.objective.proximal == "ewma"
+
+    @property
+    def keeps_previous(self) -> bool:
+        """Whether the learner keeps the weights from before the last iteration's updates."""
+        return self.objective.kl_coefficient > 0 and self.objective.kl_anchor == "convex"

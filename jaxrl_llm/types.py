@@ -10,10 +10,16 @@ Owns: names, shapes, units, meaning of zero. Does not know: how any of it is com
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
 import flax.struct
 import jax
+
+# Two kinds of values where several hosts run one job. What is Agreed enters a program, or decides whether one is
+# called: were it another on one host, the others would wait for it without end. What is PerHost is of that host's rows.
+T = TypeVar("T")
+Agreed = Annotated[T, "the same on every host"]
+PerHost = Annotated[T, "of this host's rows alone"]
 
 # Rollout.stop_reason
 STOP_NONE = 0  # not finished
@@ -106,6 +112,25 @@ class Rewards:
     parts: dict[str, Any]  # name -> [B] f32, NaN where that function failed
     outcome: Any  # [B] i8, OUTCOME_*
     errors: tuple[str, ...] = ()  # first few messages of failures, for the log
+
+
+@dataclasses.dataclass
+class ScoredRollouts:
+    """What an actor gives the learner in one iteration.
+
+    Attributes:
+        rollout: P*G rows that the run's own policy drew, on the device.
+        rewards: of all rows that go into the ring: these, and those of others beside them.
+        questions: which question of the data each of their groups answers; below 0, one that others brought.
+        guests: rows of others, on the device, without what the current weights say of them; None where there are none.
+        open_rollouts: holder of the sampler's ``state``, whose open rollouts the learner scores; None = nobody's.
+    """
+
+    rollout: Agreed[Rollout]
+    rewards: PerHost[Rewards]
+    questions: PerHost[list[int]]
+    guests: Agreed[Rollout | None] = None
+    open_rollouts: Agreed[Any] = None
 
 
 @flax.struct.dataclass

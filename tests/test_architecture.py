@@ -18,6 +18,7 @@ STANDARD_LIBRARY_OF_OPS = {"__future__", "collections", "functools", "math", "ty
 FLOORS = [
     {"types", "runtime.nested"},
     {"ops"},
+    {"method_limits"},
     {"limits"},
     {"method_config"},
     {"config"},
@@ -88,8 +89,8 @@ MENU = {
     *(f"algorithms.{name}" for name in ("advantages", "baselines", "corrections", "critic", "losses", "memory")),
     *("algorithms.shaping", "algorithms.surrogates"),
     *("models.files.gguf", "models.kernels.learner", "models.kernels.tpu_decode"),
-    *("learner.annotation", "questions.tasks.files", "actor.guests", "method_config", "actor.resampling"),
-    *("actor.evaluation", "ops.paged_log"),
+    *("learner.annotation", "questions.tasks.files", "actor.guests", "actor.resampling", "actor.evaluation"),
+    *("method_config", "method_limits", "ops.paged_log", "ops.packing"),
 }
 
 
@@ -99,8 +100,8 @@ def test_one_training_step_is_readable():
     assert set(lines) >= MENU
     # The spine is what every run goes through.
     spine = {name: n for name, n in lines.items() if name not in MENU}
-    assert len(spine) <= 47, sorted(spine)
-    assert sum(spine.values()) <= 9550
+    assert len(spine) <= 46, sorted(spine)
+    assert sum(spine.values()) <= 9450
     assert max(n for name, n in lines.items() if name in MENU) <= 410
     assert max(depth.values()) <= 4, {k: v for k, v in depth.items() if v > 4}
 
@@ -108,7 +109,7 @@ def test_one_training_step_is_readable():
 def test_no_module_is_long():
     long = {path.name: n for path in modules() if (n := len(path.read_text().splitlines())) > 500}
     assert not long
-    assert len((PACKAGE / "train.py").read_text().splitlines()) <= 350
+    assert len((PACKAGE / "train.py").read_text().splitlines()) <= 200
 
 
 def floor_of(name: str) -> tuple[int, str]:

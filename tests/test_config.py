@@ -26,12 +26,14 @@ from support.building import ONE, TINY, mesh_of, needs_reasoning_gym
 from jaxrl_llm import config as config_module
 from jaxrl_llm import limits
 from jaxrl_llm import train as train_module
+from jaxrl_llm.actor import actor
 from jaxrl_llm.actor.evaluation import questions
 from jaxrl_llm.actor.generator import FinishedGroup, Generator
 from jaxrl_llm.actor.guests import External
 from jaxrl_llm.actor.rewards import RewardPool
 from jaxrl_llm.algorithms.memory import Memory
 from jaxrl_llm.config import Config, ConfigError, flatten, freeze, from_json, to_json
+from jaxrl_llm.learner import learner
 from jaxrl_llm.models.files import pretrained
 from jaxrl_llm.models.files.gguf import make_byte_tokenizer
 from jaxrl_llm.models.files.tokenizer import ByteTokenizer
@@ -334,7 +336,11 @@ def program(name):
 def shapes(config, folder, monkeypatch):
     """Every array a run keeps on the device."""
     run = assemble(config, TINY, (257,), mesh_of(ONE))
-    kept = (run.abstract_ring, run.sampler.abstract_state(), run.eval_sampler and run.eval_sampler.abstract_state())
+    kept = (
+        run.learner.abstract_ring,
+        run.sampler.abstract_state(),
+        run.eval_sampler and run.eval_sampler.abstract_state(),
+    )
     return [(x.shape, x.dtype) for x in jax.tree.leaves(kept)]
 
 
@@ -433,14 +439,14 @@ def retires(config, folder, monkeypatch):
 def failures(config, folder, monkeypatch):
     """Whether a run stops when half its rewards failed."""
     outcome = np.array([OUTCOME_SCORE, OUTCOME_ERROR], np.int8)
-    return train_module.too_many_failures(config, Rewards(np.array([1.0, np.nan]), {}, outcome))
+    return actor.too_many_failures(config, Rewards(np.array([1.0, np.nan]), {}, outcome))
 
 
 def gap(config, folder, monkeypatch):
     """Whether a run stops when sampler and learner differ by 0.01 nats."""
     try:
-        train_module.check_gap(config, 1, {"own_token_count": 1, "gap_max": 0.01})
-    except train_module.SamplerLearnerGapError as error:
+        learner.check_gap(config, {"own_token_count": 1, "gap_max": 0.01})
+    except learner.SamplerLearnerGapError as error:
         return str(error)
     return None
 

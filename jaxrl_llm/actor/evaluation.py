@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import json
 import math
+import pathlib
 import re
 from typing import Any
 
@@ -19,6 +21,7 @@ from jaxrl_llm.actor.rewards import RewardPool
 from jaxrl_llm.config import Config
 from jaxrl_llm.questions import stream as prompts_lib
 from jaxrl_llm.questions import tasks
+from jaxrl_llm.runtime import rng, sharding
 from jaxrl_llm.types import OUTCOME_ERROR, OUTCOME_SCORE, OUTCOME_TIMEOUT
 
 
@@ -101,6 +104,46 @@ def evaluate(
             for j, text in enumerate(texts[i])
         ],
     }
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """One evaluation: figures for the metrics, and what to say of it."""
+
+    values: dict[str, float]
+    line: str
+
+
+class Evaluation:
+    """The held-out questions of a run, asked as often as it wants.
+
+    Args:
+        run: a ``Run`` with an ``eval_sampler``.
+        compiled: its programs by name, compiled.
+        workdir: where each result is written with every completion.
+    """
+
+    def __init__(
+        self, run: Any, compiled: Any, tokenizer: Any, held_out: list[Any], pool: RewardPool, workdir: pathlib.Path
+    ):
+        evals = {name.removeprefix("eval_"): p for name, p in compiled.items() if name.startswith("eval_")}
+        self._generator = Generator(run.eval_sampler, evals, tokenizer.decode)
+        self._how = {"threshold": run.config.rewards.pass_threshold}
+        self._how["key"] = jax.device_put(rng.stream(run.config.seed, "eval"), sharding.replicated(run.mesh, 0))
+        self._given = held_out, pool, tokenizer.decode
+        self._workdir = workdir
+
+    def measure(self, name: str, params: Any, version: jax.Array) -> Measured:
+        """Evaluate these published weights; NAME.json has the result."""
+        result = evaluate(self._generator, params, *self._given, version=version, **self._how)
+        (self._workdir / f"{name}.json").write_text(json.dumps(result, indent=1))
+        rate, count = result["pass_rate"], result["num_prompts"]
+        values = {
+            "eval/pass_rate": rate,
+            "eval/completion_length_tokens": result["completion_length_tokens"],
+            "eval/pass_any_rate": result["pass_at_k"][str(result["num_samples"])],
+        }
+        return Measured(values, f"held-out pass rate {rate:.3f} over {count} questions ({name})")
 
 
 def questions(config: Config, tokenizer: Any) -> tuple[list[Any], list[Any], list[str]]:

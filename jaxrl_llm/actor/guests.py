@@ -41,7 +41,7 @@ import jax
 import numpy as np
 
 from jaxrl_llm.config import Config, ConfigError
-from jaxrl_llm.limits import NEED_NO_SIBLINGS
+from jaxrl_llm.method_limits import NEED_NO_SIBLINGS
 from jaxrl_llm.questions.tasks.files import BadRowError, json_lines, parse, question
 from jaxrl_llm.types import (
     OUTCOME_ERROR,
@@ -114,7 +114,7 @@ class External:
                 group.ticket = score(group)
         groups += [None] * (num_groups - len(groups))
         rows = _rows(groups, self._run.config, first_id=-1 - iteration * num_groups)
-        layout = jax.tree.map(lambda x: x.sharding, self._run.abstract_external)
+        layout = jax.tree.map(lambda x: x.sharding, self._run.learner.abstract_external)
         skipped = sum(source.skipped for source in self._sources.values())
         return Guests(jax.device_put(rows, layout), groups, self._run, skipped)
 

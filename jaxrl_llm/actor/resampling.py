@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.config import Config
@@ -130,6 +131,16 @@ def sample(
     rewards = score(groups) if len(groups) < len(asked) else answers
     tied_left_out = np.sum(~mixed) - np.sum(~mixed[kept])
     return Sampled(rollout, groups, rewards, asked, answers, int(tied_left_out), waited_s)
+
+
+def choose(first: Rollout, second: Rollout, place: jax.Array, *, group_size: int) -> Rollout:
+    """The groups [P] i32 at these places among the 2P of two rounds, as one round's. On the device."""
+
+    def take(x, y):
+        groups = jnp.concatenate([x, y]).reshape(-1, group_size, *x.shape[1:])
+        return groups[place].reshape(x.shape)
+
+    return jax.tree.map(take, first, second)
 
 
 def is_mixed(rewards: Rewards, groups: list[Any], config: Config) -> np.ndarray:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxrl_llm.algorithms import advantages, baselines, shaping
 from jaxrl_llm.algorithms import critic as values
 from jaxrl_llm.config import Config
-from jaxrl_llm.limits import NEED_NO_MIXED_GROUP
+from jaxrl_llm.method_limits import NEED_NO_MIXED_GROUP
 from jaxrl_llm.ops.masks import completion_mask
 from jaxrl_llm.types import STOP_LENGTH, Experience, Rollout, Scores
 

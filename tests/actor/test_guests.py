@@ -225,7 +225,7 @@ def test_what_a_run_shares_is_what_another_reads(tmp_path):
 
 def own_rollout(run):
     """What the sampler made, numpy: ids from 0 on, log-probs that no model has."""
-    sampled = run._abstract_rows(run.config.rollouts_per_iteration)
+    sampled = run.sampled
     rows = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), sampled)
     ids = np.arange(len(rows.length), dtype=np.int32) // G
     return rows.replace(length=2 * rows.length, group_id=ids, prompt_id=ids), sampled
@@ -298,7 +298,7 @@ def test_scores_of_the_own_functions_are_taken_by_ticket(tmp_path):
 
 def test_credit_sees_groups_of_others_as_groups_and_counts_the_own_tied_ones(tmp_path):
     run = make_run(tmp_path, own=2, groups=2)
-    rows = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), run.abstract_rollout)
+    rows = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), run.learner.abstract_rollout)
     rows = rows.replace(length=2 * rows.length)
     reward = np.array([0, 1, 1, 5, 5, 5, 1, 0, 0, 3, 3, 3], np.float32)  # the second and the last are tied
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from reference import advantages as oracle
 
-from jaxrl_llm import limits
+from jaxrl_llm import method_limits
 from jaxrl_llm.algorithms import advantages as ops
 
 RELATIVE = ["grpo", "dr_grpo", "leave_one_out", "brorl", "mc_grpo", "gdpo"]  # siblings against each other
@@ -207,5 +207,5 @@ def test_before_a_critic_compares_it_the_reward_is_taken_as_it_is():
 def test_unknown_kind_is_named_and_the_others_are_those_of_the_config():
     with pytest.raises(ValueError, match="'ppo'") as error:
         advantages([1, 0], [0, 0], "ppo")
-    assert {*KINDS, "gae"} == set(limits.CHOICES["credit.advantage"])
+    assert {*KINDS, "gae"} == set(method_limits.CHOICES["credit.advantage"])
     assert all(f"'{kind}'" in str(error.value) for kind in KINDS)

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from reference import corrections as oracle
 
-from jaxrl_llm import limits
+from jaxrl_llm import method_limits
 from jaxrl_llm.algorithms import corrections
 from jaxrl_llm.algorithms.surrogates import Settings, Tokens, clipped, reinforce
 
-KINDS = [kind for kind in limits.CHOICES["objective.correction"] if kind != "none"]
+KINDS = [kind for kind in method_limits.CHOICES["objective.correction"] if kind != "none"]
 SETTINGS = Settings(clip_low=0.2, clip_high=0.2, dual_clip=0.0, beta=0.0, group_size=1)
 weigh = jax.jit(corrections.correction_weight, static_argnames=("kind", "low", "high", "is_carried"))
 threshold_of = jax.jit(corrections.second_moment_threshold, static_argnames="limit")

@@ -10,7 +10,7 @@ from reference import values as value_oracle
 from support import ghosts
 from support.building import EIGHT, ONE, TINY, mesh_of
 
-from jaxrl_llm import limits, train
+from jaxrl_llm import method_limits, train
 from jaxrl_llm.algorithms import baselines, credit
 from jaxrl_llm.algorithms import memory as credit_memory
 from jaxrl_llm.config import freeze, from_json, to_json
@@ -21,7 +21,7 @@ from jaxrl_llm.types import OUTCOME_ERROR, STOP_EOS, STOP_LENGTH, Rewards, Rollo
 WIDTH, COMPLETION_TOKENS, HIDDEN = 7, 4, 5
 SHAPED = {"overlong_buffer_tokens": 2, "length_reward": 0.5, "short_answer_tokens": 2, "short_answer_bonus": 0.25}
 RESHAPED = {"positive_amplification": 3.0, "entropy_reweighting": 1.0, "entropy_bonus": 2.0, "overlong_filter": True}
-KINDS = limits.CHOICES["credit.advantage"]
+KINDS = method_limits.CHOICES["credit.advantage"]
 
 
 def make_rollout(group_id, seed=0):

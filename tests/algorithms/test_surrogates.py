@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from reference import surrogates as oracle
 
-from jaxrl_llm import limits
+from jaxrl_llm import method_limits
 from jaxrl_llm.algorithms.losses import kl_estimate
 from jaxrl_llm.algorithms.surrogates import SURROGATES, Settings, Tokens
 
@@ -124,7 +124,9 @@ def test_gradient_at_a_masked_token_is_exactly_zero_and_what_it_holds_changes_no
 # --- identities ---
 
 
-@pytest.mark.parametrize("name", [*limits.RATIO_SURROGATES, "reinforce", "remix_centred", "agro", "gvpo", "kimi_k15"])
+@pytest.mark.parametrize(
+    "name", [*method_limits.RATIO_SURROGATES, "reinforce", "remix_centred", "agro", "gvpo", "kimi_k15"]
+)
 def test_without_a_step_every_one_is_reinforce(name):
     x = random_tokens()
     same = x._replace(old_logp=x.policy_logp, behaviour_logp=x.policy_logp, ref_logp=x.policy_logp)
@@ -241,23 +243,23 @@ def test_vcpos_baseline_leaves_the_least_variance_of_what_the_loss_adds_up(behin
 
 
 def test_the_rules_of_the_settings_name_the_table():
-    assert set(limits.CHOICES["objective.surrogate"]) == set(SURROGATES)
+    assert set(method_limits.CHOICES["objective.surrogate"]) == set(SURROGATES)
     bases = {base: {n for n, row in SURROGATES.items() if row.base == base} for base in ("old", "policy", "behaviour")}
-    assert bases["old"] == set(limits.RATIO_SURROGATES)
-    assert bases["policy"] == set(limits.PLAIN_SURROGATES)
+    assert bases["old"] == set(method_limits.RATIO_SURROGATES)
+    assert bases["policy"] == set(method_limits.PLAIN_SURROGATES)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_a_surrogate_reads_is_what_the_rules_say(name):
     x = random_tokens()
     term = SURROGATES[name].term
-    if name in limits.REFERENCE_SURROGATES:
+    if name in method_limits.REFERENCE_SURROGATES:
         with pytest.raises(TypeError):
             term(x._replace(ref_logp=None), SETTINGS)
     else:
         term(x._replace(ref_logp=None), SETTINGS)
     moved = term(x._replace(old_logp=x.old_logp - x.mask), SETTINGS)[0]
-    assert bool((moved != term(x, SETTINGS)[0]).any()) == (name in limits.OLD_POLICY_SURROGATES)
+    assert bool((moved != term(x, SETTINGS)[0]).any()) == (name in method_limits.OLD_POLICY_SURROGATES)
     # Groups: another row's log-probs change this row's term.
     other = np.array(x.policy_logp)
     other[1] -= 1.0
@@ -265,7 +267,7 @@ def test_what_a_surrogate_reads_is_what_the_rules_say(name):
     other_reward = x._replace(reward=x.reward - np.eye(B, dtype=np.float32)[1])
     seen_reward = term(other_reward, SETTINGS)[0][2]
     coupled = bool((seen[0] != seen[1]).any() | (seen_reward != seen[1]).any())
-    assert coupled == (name in limits.GROUP_SURROGATES)
+    assert coupled == (name in method_limits.GROUP_SURROGATES)
 
 
 def test_every_surrogate_names_its_source():

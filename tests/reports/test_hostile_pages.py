@@ -15,6 +15,7 @@ from support.command_line import run_command
 from support.page import Page
 from test_report import make_run
 
+from jaxrl_llm.actor.actor import too_many_failures
 from jaxrl_llm.config import ConfigError, freeze, to_json
 from jaxrl_llm.reports import html as report
 from jaxrl_llm.runtime.nested import visible
@@ -22,7 +23,6 @@ from jaxrl_llm.sweep import __main__ as sweep_module
 from jaxrl_llm.sweep import table as sweep_report
 from jaxrl_llm.sweep.points import Sweep, freeze_points, point_name
 from jaxrl_llm.sweep.table import Run
-from jaxrl_llm.train import too_many_failures
 from jaxrl_llm.types import OUTCOME_ERROR, Rewards
 
 # Markup, an end of script, quotes, an entity; a turn of the direction, an escape code, a bell, half a character.

@@ -64,9 +64,9 @@ class Learner:
     def iterate(self, state, ring, iteration):
         rows = random_experience(seed=iteration, with_reference=False)
         put = lambda tree, like: jax.device_put(tree, jax.tree.map(lambda x: x.sharding, like))  # noqa: E731
-        scores = put(Scores(rows.reward, rows.trainable), self.run.abstract_scores)
-        rollout = put(rows.rollout, self.run.abstract_rollout)
-        now, key = put((np.int32(iteration), rng.stream(0, "draw")), (self.run.whole(np.int32),) * 2)
+        scores = put(Scores(rows.reward, rows.trainable), self.run.learner.abstract_scores)
+        rollout = put(rows.rollout, self.run.learner.abstract_rollout)
+        now, key = put((np.int32(iteration), rng.stream(0, "draw")), (self.run.learner._whole(np.int32),) * 2)
         ring, _ = self.programs["insert"](ring, rollout, scores, None, now)
         return self.programs["update"](state, ring, now, key)
 
@@ -115,7 +115,7 @@ def test_a_checkpoint_of_one_kind_is_resumed_as_the_other(plain, on_host, tmp_pa
     checkpointer = Checkpointer(tmp_path, CheckpointConfig())
     checkpointer.save(1, {"train": state, "ring": ring}, {}, saver.run.config, pass_rate=None)
     checkpointer.wait()
-    abstract = {"train": reader.run.abstract_state, "ring": reader.run.abstract_ring}
+    abstract = {"train": reader.run.learner.abstract_state, "ring": reader.run.learner.abstract_ring}
     restored = checkpointer.restore(abstract, reader.run.config, allow_config_changes=False).device_state
     checkpointer.close()
     moved = (restored["train"].opt_state, restored["ring"].slots)

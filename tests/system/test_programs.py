@@ -185,7 +185,7 @@ def results_of_branches(jaxpr):
 def test_no_branch_results_in_caches_or_weights():
     """A GPU's program would copy them, in the branch and after it."""
     run = make_run(ONE)
-    sampler, params = run.sampler.abstract_state(), run.abstract_state.params
+    sampler, params = run.sampler.abstract_state(), run.learner.abstract_state.params
     owned = {x.shape for x in jax.tree.leaves((sampler.cache_k, sampler.tokens, params["blocks"]))}
     for name in ("decode", "update"):
         program = run.programs()[name]
@@ -264,7 +264,7 @@ def test_a_reference_that_is_reset_is_the_policy_and_the_ring_is_empty():
     state, ring = compiled["init_state"](building.learner_params(run.model, run.mesh)), compiled["init_ring"]()
     jax.tree.map(np.testing.assert_array_equal, state.reference, building.host_params(run.model))
     other = building.host_params(run.model, seed=1)
-    state = state.replace(params=jax.device_put(other, jax.tree.map(lambda x: x.sharding, run.learner_params)))
+    state = state.replace(params=jax.device_put(other, jax.tree.map(lambda x: x.sharding, run.learner.params)))
     ring = ring.replace(inserted_step=ring.inserted_step + 1)
     state, ring = compiled["reset_reference"](state, ring)
     jax.tree.map(np.testing.assert_array_equal, (state.params, state.reference), (other, other))

@@ -132,7 +132,7 @@ class Iteration:
         return state.replace(reference=reference, previous=previous), ring
 
     def _critic(self):
-        critic = self._run._init_critic()
+        critic = self._run.learner._init_critic()
         if critic is not None:  # one that has learned something
             rng = np.random.default_rng(7)
             draw = lambda x: (0.3 * rng.normal(size=x.shape)).astype(np.float32)  # noqa: E731
@@ -142,7 +142,7 @@ class Iteration:
     def __call__(self, state, ring, rows, iteration=0):
         """State, ring, sums of the inserted rows and of the updates."""
         run, (rollout, scores, ref_logp) = self._run, rows
-        layout = jax.tree.map(lambda x: x.sharding, (run.abstract_rollout, run.abstract_scores))
+        layout = jax.tree.map(lambda x: x.sharding, (run.learner.abstract_rollout, run.learner.abstract_scores))
         rows = (
             *jax.device_put((rollout, scores), layout),
             jax.device_put(ref_logp, sharding.leading(run.mesh, ref_logp)),

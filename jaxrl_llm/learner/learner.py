@@ -1,0 +1,356 @@
+"""The learner: scored rollouts become new weights.
+
+    scored rollouts -> what the learner says of them (annotation) -> credit -> ring -> U updates
+
+Owns: the programs of that half of an iteration, their order, the state and the ring they work on. Does not know: where
+rollouts come from, weights' files, time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh
+
+from jaxrl_llm.algorithms import corrections, credit
+from jaxrl_llm.algorithms import critic as values
+from jaxrl_llm.algorithms.baselines import num_features
+from jaxrl_llm.algorithms.memory import Memory
+from jaxrl_llm.algorithms.shaping import NUM_DIFFICULTIES
+from jaxrl_llm.config import Config
+from jaxrl_llm.learner import optim, publish
+from jaxrl_llm.learner.annotation import Annotation
+from jaxrl_llm.learner.update import Update
+from jaxrl_llm.models.transformer import Model
+from jaxrl_llm.replay import ring as replay
+from jaxrl_llm.runtime import rng, sharding
+from jaxrl_llm.runtime.programs import Program, release_freed
+from jaxrl_llm.types import Critic, Experience, RingState, Rollout, ScoredRollouts, Scores, TrainState
+
+
+@dataclasses.dataclass(frozen=True)
+class LearnerPrograms:
+    """The static parts of a learner. Abstract values are ``jax.ShapeDtypeStruct`` with shardings.
+
+    Attributes:
+        reference_model: whose log-probs the objective's reference has; another than ``model`` for a teacher.
+        sampled: abstract rollouts that an actor generates in an iteration.
+        open_rollouts: abstract state of those that it leaves open, where the learner is to score them; else None.
+    """
+
+    config: Config
+    mesh: Mesh
+    model: Model
+    reference_model: Model
+    optimizer: optax.GradientTransformation
+    update: Update
+    sampled: Rollout
+    open_rollouts: Any
+
+    @functools.cached_property
+    def annotation(self) -> Annotation:
+        return Annotation(self.update, self.reference_model, self.config.rollout.group_size)
+
+    @functools.cached_property
+    def params(self) -> Any:
+        return self.model.abstract_params(self.mesh)
+
+    @property
+    def loads_reference(self) -> bool:
+        """Whether the reference is beside the state, the same all through; else it is a part of it."""
+        return self.config.keeps_reference and not self.config.objective.reference_reset_iterations
+
+    @functools.cached_property
+    def abstract_rollout(self) -> Rollout:
+        """What an iteration puts into the ring."""
+        return self._resized(self.config.rows_per_iteration)
+
+    @functools.cached_property
+    def abstract_external(self) -> Rollout:
+        """Rows of others, as the host has them: without what the current weights say of them."""
+        rows = self._resized(self.config.rows_per_iteration - self.config.rollouts_per_iteration)
+        return rows.replace(behaviour_logp=None, policy_version=None, entropy=None, old_logp=None)
+
+    def _resized(self, B: int) -> Rollout:
+        rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((B, *x.shape[1:]), x.dtype), self.sampled)
+        return place(rows, sharding.leading(self.mesh, rows))
+
+    @functools.cached_property
+    def abstract_scores(self) -> Scores:
+        """What the host knows of them: all but what the learner says."""
+        B, settings = self.config.rows_per_iteration, self.config.credit
+        kind, features = settings.advantage, num_features(self.model.arch.width)
+        return Scores(
+            reward=self._rows((B,), jnp.float32),
+            trainable=self._rows((B,), bool),
+            parts=self._rows((B, len(self.config.rewards.functions)), jnp.float32) if kind == "gdpo" else None,
+            baseline=self._rows((B,), jnp.float32) if kind == "mssr" else None,
+            regression=self._whole(jnp.float32, (features, features + 1)) if kind == "poise" else None,
+            moments=self._whole(jnp.float32, (3,)) if settings.advantage_norm_decay else None,
+            short_answer=self._whole(jnp.int32, (NUM_DIFFICULTIES,)) if settings.short_answer_iterations else None,
+        )
+
+    @functools.cached_property
+    def abstract_state(self) -> TrainState:
+        optimizer = optim.abstract_state(self.optimizer, self.params, self.mesh, offload=self.config.optimizer.offload)
+        critic = jax.eval_shape(self._init_critic)
+        return TrainState(
+            self.params,
+            optimizer,
+            self._whole(jnp.int32),
+            average=self.params if self.config.keeps_average else None,
+            critic=place(critic, sharding.replicated(self.mesh, critic)),
+            entropy_coefficient=self._whole(jnp.float32) if self.config.objective.entropy_target else None,
+            reference=self.params if self.config.objective.reference_reset_iterations else None,
+            previous=self.params if self.config.keeps_previous else None,
+        )
+
+    @functools.cached_property
+    def abstract_ring(self) -> RingState:
+        ring = jax.eval_shape(self._init_ring)
+        layout = sharding.leading(self.mesh, ring)
+        if self.config.replay.memory == "host":
+            layout = layout.replace(slots=sharding.on_host(layout.slots))
+        return place(ring, layout)
+
+    def _whole(self, dtype: Any, shape: tuple[int, ...] = ()) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding.replicated(self.mesh, 0))
+
+    def _rows(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        x = jax.ShapeDtypeStruct(shape, dtype)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding.leading(self.mesh, x))
+
+    # ---- the functions that are compiled -------------------------------------------------------------
+
+    def _init_state(self, params: Any) -> TrainState:
+        copy = lambda: jax.tree.map(jnp.copy, params)  # noqa: E731
+        objective = self.config.objective
+        return TrainState(
+            params,
+            self.optimizer.init(params),
+            jnp.zeros((), jnp.int32),
+            average=copy() if self.config.keeps_average else None,
+            critic=self._init_critic(),
+            entropy_coefficient=jnp.float32(objective.entropy_coefficient) if objective.entropy_target else None,
+            reference=copy() if objective.reference_reset_iterations else None,
+            previous=copy() if self.config.keeps_previous else None,
+        )
+
+    def _init_critic(self) -> Critic | None:
+        if not self.config.has_critic:
+            return None
+        head = values.new_head(self.model.arch.width, self.update.bins)
+        return Critic(head, self.update.critic_optimizer.init(head))
+
+    def _init_ring(self) -> RingState:
+        B, S = self.config.rows_per_iteration, self.config.row_tokens
+        tokens = jax.ShapeDtypeStruct((B, S), jnp.float32)
+        shape = Experience(
+            rollout=self.abstract_rollout.replace(entropy=None, old_logp=None),
+            reward=jax.ShapeDtypeStruct((B,), jnp.float32),
+            advantage=tokens,
+            trainable=jax.ShapeDtypeStruct((B,), bool),
+            group_mean=jax.ShapeDtypeStruct((B,), jnp.float32),
+            ref_logp=tokens if self.config.keeps_reference else None,
+            returns=tokens if self.config.has_critic else None,
+            value=tokens if self.config.has_critic and self.config.objective.value_clip else None,
+            old_logp=tokens if self.config.keeps_old_logp else None,
+        )
+        return replay.init(
+            shape,
+            capacity=self.config.ring_capacity,
+            num_shards=sharding.num_ring_shards(self.config, self.mesh),
+            on_host=self.config.replay.memory == "host",
+            capacity_tokens=self.config.replay.capacity_tokens,
+            page_tokens=self.config.page_tokens,
+        )
+
+    def _insert(self, ring, rollout, scores, ref_logp, iteration):
+        """Credit, then the ring. Returns the ring and credit's sums."""
+        experience, sums = credit.assign(rollout, scores, ref_logp, self.config)
+        threshold = self.config.rewards.pass_threshold
+        imitates = self.config.objective.imitation_coefficient > 0
+        how = {"pass_threshold": threshold, "imitates": imitates, "group_size": self.config.rows_per_draw}
+        before = replay.usage(ring)
+        ring = replay.insert(ring, experience, iteration, self.config.replay, **how)
+        return ring, sums | replay.ended(before, ring, num_new=experience.reward.size)
+
+    def _update(self, state, ring, iteration, key):
+        def draw(ring, key):
+            ring, batch, info = replay.draw(
+                ring,
+                key,
+                iteration,
+                self.config.replay,
+                batch_size=self.config.update.batch_size,
+                group_size=self.config.rows_per_draw,
+                row_tokens=self.config.row_tokens,
+            )
+            return ring, batch, replay.sums(info)
+
+        key = jax.random.fold_in(key, iteration)
+        state, ring, sums = self.update.step(state, ring, key, draw)
+        if self.config.replay.min_ess:
+            by_age = (sums[f"{name}_by_age"] for name in ("ratio_sum", "ratio_square_sum", "token_count"))
+            ring = replay.retire_stale(ring, iteration, corrections.effective_share(*by_age), self.config.replay)
+        rate = optim.schedule(self.config.optimizer, self.config.num_updates)(jnp.maximum(state.step - 1, 0))
+        sums |= {"filled_slots": replay.num_filled(ring), "wasted_share": replay.wasted_share(ring)}
+        return state, ring, sums | {"learning_rate": rate}
+
+    def _reset_reference(self, state: TrainState, ring: RingState) -> tuple[TrainState, RingState]:
+        """The policy as its own reference, and an empty ring: what is in the old one knows the old reference."""
+        del ring
+        return state.replace(reference=jax.tree.map(jnp.copy, state.params)), self._init_ring()
+
+    def programs(self) -> dict[str, Program]:
+        """Every program of the learner by name."""
+        config, annotation = self.config, self.annotation
+        layout = lambda tree: jax.tree.map(lambda x: x.sharding, tree)  # noqa: E731
+        whole = sharding.replicated(self.mesh, 0)
+        B, S = config.rows_per_iteration, config.row_tokens
+        key = self._whole(jax.eval_shape(lambda: rng.stream(0, "draw")).dtype)
+        iteration = version = self._whole(jnp.int32)
+        tokens = self._rows((B, S), jnp.float32)
+        ref_logp = tokens if config.keeps_reference else None
+        hidden = self._rows((B, self.model.arch.width), jnp.float32)
+        scores = self.abstract_scores.replace(
+            value=tokens if config.has_critic else None,
+            old_logp=tokens if config.keeps_old_logp else None,
+            hidden=hidden if config.keeps_hidden else None,
+        )
+        params, state, ring, rollout = self.params, self.abstract_state, self.abstract_ring, self.abstract_rollout
+        both = layout(state), layout(ring)
+        programs = {
+            "publish": publish.program(self.model, self.mesh),
+            "init_state": Program(self._init_state, (params,), layout(state), donate=(0,)),
+            "init_ring": Program(self._init_ring, (), layout(ring)),
+            "insert": Program(
+                self._insert, (ring, rollout, scores, ref_logp, iteration), (layout(ring), whole), donate=(0,)
+            ),
+            "update": Program(self._update, (state, ring, iteration, key), (*both, whole), donate=(0, 1)),
+        }
+        if config.keeps_reference:
+            reference = self.reference_model.abstract_params(self.mesh)
+            programs["reference"] = Program(annotation.reference, (reference, rollout), tokens.sharding)
+        if config.objective.reference_reset_iterations:
+            programs["reset_reference"] = Program(self._reset_reference, (state, ring), both, donate=(0, 1))
+        if config.keeps_old_logp:
+            programs["old_logp"] = Program(annotation.old_logp, (params, version, rollout), tokens.sharding)
+        if self.open_rollouts is not None:
+            given = (params, version, self.open_rollouts)
+            programs["score_open"] = Program(annotation.score_open, given, layout(self.open_rollouts), donate=(2,))
+        if config.external.groups_per_iteration:
+            given = (params, version, self.sampled, self.abstract_external)
+            programs["join"] = Program(annotation.join, given, layout(rollout))
+        if config.keeps_hidden:
+            programs["hidden"] = Program(annotation.hidden, (params, rollout), hidden.sharding)
+        if config.has_critic:
+            programs["values"] = Program(annotation.values, (state, rollout), tokens.sharding)
+        return programs
+
+
+class Learner:
+    """The learner's half of every iteration, with its state.
+
+    Args:
+        programs: the static parts.
+        compiled: their programs by name, compiled.
+        reference: weights of the objective's reference where they stay the same; else None.
+
+    Attributes:
+        state, ring: what the optimizer owns, and stored rollouts; the arrays of before a call are given over to it.
+        memory: what methods remember of earlier rewards.
+    """
+
+    def __init__(self, programs: LearnerPrograms, compiled: dict[str, Any], *, reference: Any = None):
+        self.config, self._compiled, self._reference = programs.config, compiled, reference
+        self._layout = jax.tree.map(lambda x: x.sharding, programs.abstract_scores)
+        self._everywhere = sharding.replicated(programs.mesh, 0)
+        self._draw_key = jax.device_put(rng.stream(self.config.seed, "draw"), self._everywhere)
+        self.memory = Memory(self.config, programs.model.arch.width)
+        self.state: TrainState | None = None
+        self.ring: RingState | None = None
+
+    def start(self, params: Any) -> None:
+        """From these weights, which are given over, and an empty ring."""
+        self.state, self.ring = self._compiled["init_state"](params), self._compiled["init_ring"]()
+
+    def restore(self, host_state: dict[str, Any], state: TrainState, ring: RingState) -> None:
+        """As ``host_state()``, ``state`` and ``ring`` were."""
+        self.memory.restore(host_state["memory"])
+        self.state, self.ring = state, ring
+
+    def host_state(self) -> dict[str, Any]:
+        """What ``restore`` needs besides ``state`` and ``ring``; plain JSON."""
+        return {"memory": self.memory.state()}
+
+    @property
+    def version(self) -> jax.Array:
+        """[] i32 of the weights: optimizer steps taken."""
+        return self.state.step
+
+    def publish(self) -> Any:
+        """A copy of the weights as a sampler takes them."""
+        return self._compiled["publish"](self.state.params)
+
+    def learn(self, scored: ScoredRollouts, iteration: int) -> dict[str, Any]:
+        """Put an iteration's rollouts into the ring and take U optimizer steps on what is drawn from it.
+
+        Returns:
+            Sums of credit, ring and update by name, numpy (``reports.metrics``).
+        """
+        compiled, state, config = self._compiled, self.state, self.config
+        release_freed(num_bytes(state.params))  # the copy that was published, if it is gone
+        rows = scored.rollout
+        if scored.guests is not None:
+            rows = compiled["join"](state.params, state.step, rows, scored.guests)
+        scores = jax.device_put(self.memory.scores(scored.rewards, scored.questions), self._layout)
+        reference = state.reference if self._reference is None else self._reference
+        ref_logp = compiled["reference"](reference, rows) if config.keeps_reference else None
+        if config.has_critic:
+            scores = scores.replace(value=compiled["values"](state, rows))
+        if config.keeps_hidden:
+            scores = scores.replace(hidden=compiled["hidden"](state.params, rows))
+        if config.keeps_old_logp:
+            scores = scores.replace(old_logp=compiled["old_logp"](state.params, state.step, rows))
+        if "score_open" in compiled and scored.open_rollouts is not None:
+            scored.open_rollouts.state = compiled["score_open"](state.params, state.step, scored.open_rollouts.state)
+        now = jax.device_put(np.int32(iteration), self._everywhere)
+        self.ring, insert_sums = compiled["insert"](self.ring, rows, scores, ref_logp, now)
+        self.state, self.ring, update_sums = compiled["update"](state, self.ring, now, self._draw_key)
+        sums = jax.device_get(update_sums | insert_sums)
+        self.memory.observe(scored.rewards, scored.questions, sums)
+        if iteration + 1 in config.objective.reference_reset_iterations:
+            self.state, self.ring = compiled["reset_reference"](self.state, self.ring)
+        if iteration == 0:
+            check_gap(config, sums)
+        return sums
+
+
+class SamplerLearnerGapError(RuntimeError):
+    """Sampler and learner disagree about the probability of what was sampled."""
+
+
+def check_gap(config: Config, sums: dict[str, Any]) -> None:
+    """Stop a run whose first batch shows that sampler and learner are not the same model."""
+    limit = config.update.max_sampler_learner_gap_nats
+    if sums["own_token_count"] > 0 and not sums["gap_max"] <= limit:
+        raise SamplerLearnerGapError(
+            f"the learner's log-probs differ from the sampler's by up to {sums['gap_max']:.4f} nats, more than "
+            f"update.max_sampler_learner_gap_nats={limit}"
+        )
+
+
+def num_bytes(tree: Any) -> int:
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def place(shapes: Any, layouts: Any) -> Any:
+    """Attach shardings to abstract arrays."""
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, layouts)
