@@ -17,6 +17,7 @@ from jaxrl_llm.config import Config, MeshConfig
 from jaxrl_llm.learner.learner import Learner
 from jaxrl_llm.models.architecture import Architecture
 from jaxrl_llm.models.transformer import Model
+from jaxrl_llm.questions.ledger import Ledger
 from jaxrl_llm.questions.stream import EncodedExample, batch_of
 from jaxrl_llm.run import Run, assemble, keep_what_fits
 from jaxrl_llm.runtime import rng, sharding
@@ -85,7 +86,7 @@ class Iteration:
         self.index = 1  # at 0 a learner looks whether the rows are its own, and random ones are not
         if learner:
             reference = jax.tree.map(jnp.copy, params) if self.run.learner.loads_reference else None
-            self.learner = Learner(self.run.learner, self.programs, reference=reference)
+            self.learner = Learner(self.run.learner, self.programs, Ledger(), reference=reference)
             self.learner.start(params)
         else:
             self.sampler_params = self.programs["publish"](params)

@@ -90,7 +90,7 @@ def generate(
             batch = PromptBatch(
                 tokens=np.asarray([prompts[i] + [0] * (width - len(prompts[i])) for i in padded], np.int32),
                 length=np.asarray([len(prompts[i]) for i in padded], np.int32),
-                prompt_id=np.asarray(padded, np.int32),  # the row's place in the file keys its noise
+                group_id=np.asarray(padded, np.int32),  # the row's place in the file keys its noise
                 examples=tuple(Example("", {}) for _ in padded),
             )
             rollout, groups = generator.generate(params, batch, version=version, key=key)

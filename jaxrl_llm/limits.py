@@ -189,6 +189,7 @@ def _combinations(c: Any, flat: dict[str, Any]):
         "[sampling.top_k], [sampling.top_p] and [sampling.min_p] must be 0, 1 and 0 with "
         "external.groups_per_iteration above 0: what others wrote may be what a filter never draws",
     )
+    yield from method_limits.rules(c, flat)
     most_open = c.rollouts_per_iteration + c.rollout.lookahead_prompts * c.rollout.group_size
     yield (
         c.num_slots <= most_open,
@@ -233,4 +234,3 @@ def _combinations(c: Any, flat: dict[str, Any]):
         "[checkpoint.keep_best] needs eval.num_prompts of at least 1 to know the best",
     )
     yield all(s for s in c.sampling.stop_strings), "sampling.stop_strings must not contain the empty string"
-    yield from method_limits.rules(c, flat)

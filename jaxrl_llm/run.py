@@ -75,7 +75,6 @@ class Run:
             length=jax.ShapeDtypeStruct((B,), jnp.int32),
             behaviour_logp=jax.ShapeDtypeStruct((B, S), jnp.float32),
             group_id=jax.ShapeDtypeStruct((B,), jnp.int32),
-            prompt_id=jax.ShapeDtypeStruct((B,), jnp.int32),
             policy_version=jax.ShapeDtypeStruct((B, S), jnp.int32),
             stop_reason=jax.ShapeDtypeStruct((B,), jnp.int8),
         )

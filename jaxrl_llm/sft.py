@@ -32,6 +32,7 @@ from jaxrl_llm.models.files import hf, pretrained
 from jaxrl_llm.models.row_logp import PLAIN, chunk_tokens, row_logp
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.ops.masks import completion_mask
+from jaxrl_llm.questions.ledger import Ledger
 from jaxrl_llm.questions.stream import PromptStream, batch_of
 from jaxrl_llm.run import model_of, place
 from jaxrl_llm.runtime import cli, sharding
@@ -151,7 +152,7 @@ def sft(config: Config, out: pathlib.Path, *, until: float = 1.0) -> float:
     compiled = compile_all(task.programs(mesh, size, config.row_tokens), mesh)
     params = source.load_params(model, mesh, seed=config.seed)
     opt_state = compiled["init"](params)
-    stream = PromptStream(train_set, config.prompts, seed=config.seed)
+    stream = PromptStream(train_set, config.prompts, Ledger(), seed=config.seed)
 
     def rows(batch: PromptBatch) -> Rows:
         made = answer_rows(batch, tokenizer, width, config.prompts.special_tokens)

@@ -30,6 +30,7 @@ from jaxrl_llm.config import Config, ConfigError, freeze, record
 from jaxrl_llm.learner.learner import Learner
 from jaxrl_llm.models.files import hf, pretrained
 from jaxrl_llm.questions import tasks
+from jaxrl_llm.questions.ledger import Ledger
 from jaxrl_llm.questions.stream import PromptStream
 from jaxrl_llm.reports import html as report
 from jaxrl_llm.reports.metrics import MetricsWriter, Progress, cost_values, update_values
@@ -66,7 +67,8 @@ def _train(config: Config, workdir: pathlib.Path, allow_config_changes: bool) ->
     started = time.monotonic()
     train_set, held_out, skipped = questions(config, tokenizer)
     read_s = time.monotonic() - started
-    stream = PromptStream(train_set, config.prompts, seed=config.seed)
+    ledger = Ledger()
+    stream = PromptStream(train_set, config.prompts, ledger, seed=config.seed)
     teacher = pretrained.resolve_reference(config.model, source)
     run = assemble(config, source.architecture(), tokenizer.eos_ids, mesh, teacher.architecture())
     source.check_weights(run.model, mesh)
@@ -100,7 +102,7 @@ def _train(config: Config, workdir: pathlib.Path, allow_config_changes: bool) ->
         teaches = run.learner.loads_reference
         reference = teacher.load_params(run.reference_model, mesh, seed=config.seed) if teaches else None
         actor = Actor(run, compiled, tokenizer, stream, pool, external)
-        learner = Learner(run.learner, compiled, reference=reference)
+        learner = Learner(run.learner, compiled, ledger, reference=reference)
         evaluation = Evaluation(run, compiled, tokenizer, held_out, pool, workdir) if held_out else None
         if restored is None:
             iteration, compute = 0, 0.0

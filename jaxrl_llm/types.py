@@ -61,7 +61,7 @@ class PromptBatch:
 
     tokens: Any  # [P, L] i32, right-padded with 0
     length: Any  # [P] i32, 1..L
-    prompt_id: Any  # [P] i32, position in the prompt stream: unique over the run, keys the noise
+    group_id: Any  # [P] i32, position in the prompt stream: unique over the run, keys the noise
     examples: tuple[Example, ...]  # P of them
 
 
@@ -74,7 +74,6 @@ class Rollout:
     length: jax.Array  # [B] i32, prompt + completion; EOS is counted
     behaviour_logp: jax.Array  # [B, S] f32 nats, 0.0 off the completion
     group_id: jax.Array  # [B] i32, siblings of one prompt share it; below 0 where others than this run wrote them
-    prompt_id: jax.Array  # [B] i32
     policy_version: jax.Array  # [B, S] i32 per token, -1 off the completion
     stop_reason: jax.Array  # [B] i8, STOP_*
     # [B, S, K] i32 ids that each completion token was drawn among (ops.sampling); None where no filter leaves any out.
@@ -121,7 +120,7 @@ class ScoredRollouts:
     Attributes:
         rollout: P*G rows that the run's own policy drew, on the device.
         rewards: of all rows that go into the ring: these, and those of others beside them.
-        questions: which question of the data each of their groups answers; below 0, one that others brought.
+        questions: the question_id of each of their groups (``questions.ledger``).
         guests: rows of others, on the device, without what the current weights say of them; None where there are none.
         open_rollouts: holder of the sampler's ``state``, whose open rollouts the learner scores; None = nobody's.
     """
@@ -139,6 +138,7 @@ class Scores:
 
     reward: jax.Array  # [B] f32, 0.0 where not trainable
     trainable: jax.Array  # [B] bool, False where the reward failed or the row is padding
+    question_id: jax.Array  # [B] i32, of the row's question: the same on every visit
     parts: jax.Array | None = None  # [B, K] f32 before weighting, one column per reward function
     baseline: jax.Array | None = None  # [B] f32, expected of the row's question before it was answered
     regression: jax.Array | None = None  # [F, F + 1] f32, sums that predict a row's siblings from its features
@@ -160,6 +160,7 @@ class Experience:
     # [B] bool: where siblings are compared, of a group of equal rewards, elsewhere of one without an advantage. Asked
     # for as the row comes: the ring does not keep it.
     tied: jax.Array | None = None
+    question_id: jax.Array | None = None  # [B] i32; the ring keeps it beside the rows (``RingState.question``)
     group_mean: jax.Array | None = None  # [B] f32, mean of the group's rewards at that time, 0.0 where not trainable
     ref_logp: jax.Array | None = None  # [B, S] f32 nats of the frozen reference, 0.0 off the completion
     age_bucket: jax.Array | None = None  # [B] i32, 0..len(AGE_BUCKETS); of a drawn row, not stored in the ring
@@ -180,7 +181,7 @@ class RingState:
     last_use: jax.Array  # [M, C] i32, number (from 1) of the draw it was last in, 0 = never drawn
     priority: jax.Array  # [M, C] f32, stored scalar for prioritised draws (replay.priority), as of insertion
     inserted_step: jax.Array  # [M, C] i32, iteration of insertion, -1 = empty
-    question: jax.Array  # [M, C] i32, hash of the prompt's tokens
+    question: jax.Array  # [M, C] i32, question_id
     is_retired: jax.Array  # [M, C] bool, never to be drawn (again)
     first_page: jax.Array | None = None  # [M, C] i32, of a ring in pages: number of the page where the row begins
     oldest_page: jax.Array | None = None  # [M] i32, number of the oldest page held: a row that begins before is gone

@@ -38,6 +38,7 @@ from jaxrl_llm.models.files import pretrained
 from jaxrl_llm.models.files.gguf import make_byte_tokenizer
 from jaxrl_llm.models.files.tokenizer import ByteTokenizer
 from jaxrl_llm.questions import tasks
+from jaxrl_llm.questions.ledger import Ledger
 from jaxrl_llm.questions.stream import PromptStream
 from jaxrl_llm.reports.metrics import cost_values, rollout_values
 from jaxrl_llm.run import assemble
@@ -375,7 +376,7 @@ def kernel_of_a_tpu(config, folder, monkeypatch):
 def loaded(config, folder, monkeypatch):
     """Token ids of the questions, held out and in the stream's order, and what was skipped."""
     train, held_out, skipped = questions(config, ByteTokenizer())
-    order = PromptStream(train, config.prompts, seed=config.seed).next_batch(8)
+    order = PromptStream(train, config.prompts, Ledger(), seed=config.seed).next_batch(8)
     return [[row.tokens.tolist() for row in rows] for rows in (train, held_out)], skipped, order.tokens.tolist()
 
 
@@ -424,16 +425,16 @@ def guests(config, folder, monkeypatch):
 
 def remembered(config, folder, monkeypatch):
     """What a question that was answered right once, while the policy moved, is expected to give."""
-    rewards, memory = Rewards(np.ones(1, np.float32), {}, np.zeros(1, np.int8)), Memory(config)
+    rewards, memory = Rewards(np.ones(1, np.float32), {}, np.zeros(1, np.int8)), Memory(config, 0, Ledger())
     memory.observe(rewards, [0], {"kl_behaviour_sum": 1.0, "token_count": 10})
     return memory.scores(rewards, [0]).baseline.tolist()
 
 
 def retires(config, folder, monkeypatch):
     """What is asked after one question has been answered right."""
-    stream = PromptStream(questions(config, ByteTokenizer())[0], config.prompts, seed=config.seed)
-    stream.observe([stream.question(0)], np.ones(1, bool), np.ones(1, bool))
-    return stream.next_batch(4).prompt_id.tolist()
+    stream = PromptStream(questions(config, ByteTokenizer())[0], config.prompts, Ledger(), seed=config.seed)
+    stream.ledger.observe([stream.question_id(0)], np.ones(1, bool), np.ones(1, bool))
+    return stream.next_batch(4).group_id.tolist()
 
 
 def failures(config, folder, monkeypatch):

@@ -93,20 +93,22 @@ class Actor:
         scored = ScoredRollouts(sampled.rollout, sampled.rewards, self._questions(sampled.groups))
         if guests:
             scored.guests = guests.rows
-            scored.rewards, scored.questions = guests.join(scored.rewards, scored.questions, self._pool.collect)
+            scored.rewards, scored.questions = guests.join(
+                scored.rewards, scored.questions, self._pool.collect, self._stream.ledger.question_id
+            )
         if self._config.keeps_old_logp and self._config.rollout.lookahead_prompts:
             scored.open_rollouts = self.generator
         draws = self.generator.take_draws()
         answers = sampled.answers  # those that were left out too
         passed = answers.total >= self._config.rewards.pass_threshold
-        self._stream.observe(self._questions(sampled.asked), passed, answers.outcome == OUTCOME_SCORE)
+        self._stream.ledger.observe(self._questions(sampled.asked), passed, answers.outcome == OUTCOME_SCORE)
         return Acted(scored, sampled, draws, guests, generate_s)
 
     def _score(self, group: FinishedGroup) -> Any:
         return self._pool.submit(group.example, [self._decode(c) for c in group.completions])
 
     def _questions(self, groups: list[FinishedGroup]) -> list[int]:
-        return [self._stream.question(group.prompt_id) for group in groups]
+        return [self._stream.question_id(group.group_id) for group in groups]
 
     def values(self, acted: Acted, *, num_tied: int) -> dict[str, float]:
         """Figures of an iteration for the metrics.
@@ -143,17 +145,23 @@ class Actor:
     def state(self) -> dict[str, Any]:
         """What ``restore`` needs to go on from here, besides ``generator.state``; plain JSON."""
         open_prompts = self.generator.opened()
-        return {"stream": self._stream.state(), "external": self._external.state(), "open_prompts": open_prompts}
+        return {
+            "stream": self._stream.state(),
+            "ledger": self._stream.ledger.state(),
+            "external": self._external.state(),
+            "open_prompts": open_prompts,
+        }
 
     def restore(self, state: dict[str, Any], slots: Any) -> None:
         """``slots``: the arrays of ``generator.state``, with rollouts that are open."""
         self._stream.restore(state["stream"])
+        self._stream.ledger.restore(state["ledger"])
         self._external.restore(state["external"])
         if self._config.rollout.lookahead_prompts:
             self.generator.state = slots
-        for *where, prompt_id in state["open_prompts"]:
-            row = self._stream.lookup(prompt_id)
-            self.generator.adopt(*where, prompt_id, row.example, row.tokens.tolist())
+        for *where, group_id in state["open_prompts"]:
+            row = self._stream.lookup(group_id)
+            self.generator.adopt(*where, group_id, row.example, row.tokens.tolist())
 
 
 def too_many_failures(config: Any, rewards: Any) -> str | None:

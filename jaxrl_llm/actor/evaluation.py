@@ -73,7 +73,7 @@ def evaluate(
     tickets, groups, texts = [], [], []
     for start in range(0, len(held_out), at_once):
         index = [min(i, len(held_out) - 1) for i in range(start, start + at_once)]
-        batch = prompts_lib.batch_of(held_out, index, first_prompt_id=start)
+        batch = prompts_lib.batch_of(held_out, index, first_group_id=start)
         _, done = generator.generate(params, batch, version=version, key=key)
         for group in done[: len(held_out) - start]:
             groups.append(group)

@@ -33,7 +33,7 @@ class FinishedGroup:
     ``stop_reasons`` say why each ended (``types.STOP_*``); ``ticket`` is whatever ``on_finished`` returned.
     """
 
-    prompt_id: int
+    group_id: int
     example: Any
     completions: list[list[int]]
     stop_reasons: list[int]
@@ -72,7 +72,7 @@ class Generator:
         self.calls = 0
         # On the device; without lookahead prompts while they are sampled alone: no update has caches beside it.
         self.state: Any = compiled["init_sampler"]() if sampler.lookahead else None
-        # entry (shard, index) -> (prompt_id, example, prompt token ids, the call that opened it)
+        # entry (shard, index) -> (group_id, example, prompt token ids, the call that opened it)
         self.open_prompts: dict[tuple[int, int], tuple[int, Any, list[int], int]] = {}
         # Groups that finished beyond an iteration's share wait here, tickets included.
         self.finished: dict[tuple[int, int], FinishedGroup] = {}
@@ -184,19 +184,19 @@ class Generator:
         """Take what has been read of the groups that leave, and hand each out; ``leaving`` is empty after."""
         for where in list(leaving):
             tokens, length, reasons = jax.device_get(leaving.pop(where))
-            prompt_id, example, prompt, _ = self.open_prompts[where]
+            group_id, example, prompt, _ = self.open_prompts[where]
             rows = [row[len(prompt) : n].tolist() for row, n in zip(tokens, length, strict=True)]
-            group = FinishedGroup(prompt_id, example, rows, reasons.tolist())
+            group = FinishedGroup(group_id, example, rows, reasons.tolist())
             group.ticket = on_finished(group)
             self.finished[where] = group
 
     def opened(self) -> list[list[int]]:
-        """What ``adopt`` takes of each open prompt but its text: shard, entry, calls since it was opened, prompt_id."""
+        """What ``adopt`` takes of each open prompt but its text: shard, entry, calls since it was opened, group_id."""
         return [[*where, self.calls - call, name] for where, (name, _, _, call) in self.open_prompts.items()]
 
-    def adopt(self, shard: int, entry: int, lag: int, prompt_id: int, example: Any, prompt: list[int]) -> None:
+    def adopt(self, shard: int, entry: int, lag: int, group_id: int, example: Any, prompt: list[int]) -> None:
         """Note a prompt that a restored device state has open, since so many calls."""
-        self.open_prompts[shard, entry] = (prompt_id, example, prompt, self.calls - lag)
+        self.open_prompts[shard, entry] = (group_id, example, prompt, self.calls - lag)
 
     def _open(self, params: Any, prompts: PromptBatch) -> None:
         """Prefill new prompts into free entries, P at a time, dealt contiguously over the shards."""
@@ -215,9 +215,9 @@ class Generator:
                     i = starts[m] + wave * (P // M) + j
                     index[m, j], entry[m, j] = i, where[1]
                     prompt = prompts.tokens[i, : prompts.length[i]].tolist()
-                    self.open_prompts[where] = (int(prompts.prompt_id[i]), prompts.examples[i], prompt, self.calls)
+                    self.open_prompts[where] = (int(prompts.group_id[i]), prompts.examples[i], prompt, self.calls)
             flat = index.reshape(-1)
-            arrays = (prompts.tokens[flat], prompts.length[flat], prompts.prompt_id[flat], entry)
+            arrays = (prompts.tokens[flat], prompts.length[flat], prompts.group_id[flat], entry)
             arrays = jax.device_put(arrays, sharding.leading(sampler.mesh, arrays))
             self.state = self.run["prefill"](params, self.state, *arrays)
 

@@ -33,7 +33,6 @@ import dataclasses
 import math
 import os
 import pathlib
-import zlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -145,17 +144,22 @@ class Guests:
     rewards: Rewards | None = None
 
     def join(
-        self, rewards: Rewards, questions: Sequence[int], collect: Callable[[list[Any]], Rewards]
+        self,
+        rewards: Rewards,
+        questions: Sequence[int],
+        collect: Callable[[list[Any]], Rewards],
+        question_id: Callable[[list[int]], int],
     ) -> tuple[Rewards, list[int]]:
         """Rewards and questions of the run's own groups with those of the guests, in the order of program ``join``.
 
         Args:
             rewards: of the own rows.
-            questions: of the own groups, from 0 on.
-            collect: scores of tickets. Questions of others are numbers below 0, the same on every visit.
+            questions: ids of the own groups'.
+            collect: scores of tickets.
+            question_id: of a prompt's token ids.
         """
         self.rewards = self._rewards(collect)
-        about = [-1 - zlib.crc32(np.asarray(group.prompt if group else [], np.int32)) for group in self.groups]
+        about = [question_id(group.prompt) if group else -1 for group in self.groups]
         both = lambda own, theirs: _beside(own, theirs, self.run.update.num_devices)  # noqa: E731
         joined = Rewards(
             total=both(rewards.total, self.rewards.total),
@@ -200,13 +204,13 @@ def shared_groups(groups: Sequence[Any], rewards: Rewards, lookup: Callable[[int
     """The run's own finished groups as lines that another run reads.
 
     Args:
-        groups: with ``prompt_id``, ``example`` and ``completions``.
+        groups: with ``group_id``, ``example`` and ``completions``.
         rewards: of their rows, in this order.
         lookup: the tokenised prompt of an id.
     """
     lines = []
     for group, total in zip(groups, rewards.total.reshape(len(groups), -1).tolist(), strict=True):
-        ids = lookup(group.prompt_id).tokens.tolist()
+        ids = lookup(group.group_id).tokens.tolist()
         lines.append(
             {"prompt": group.example.prompt, "prompt_ids": ids, "completions": group.completions, "rewards": total}
         )

@@ -60,8 +60,8 @@ class Sampled:
             rows.append(
                 {
                     "iteration": iteration,
-                    "prompt_id": group.prompt_id,
-                    "group_id": group.prompt_id,
+                    "prompt_id": group.group_id,
+                    "group_id": group.group_id,
                     "prompt": group.example.prompt,
                     "completion": decode(group.completions[i % size]),
                     "reward": float(rewards.total[i]),

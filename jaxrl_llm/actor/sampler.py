@@ -70,7 +70,7 @@ class SamplerState:
     policy_version: jax.Array  # [M, E, G, S] i32
     stop_reason: jax.Array  # [M, E, G] i8
     started: jax.Array  # [M, E, G] bool, has had a slot
-    prompt_id: jax.Array  # [M, E] i32, NO_PROMPT = the entry is free
+    group_id: jax.Array  # [M, E] i32, NO_PROMPT = the entry is free
     drawn: DrawSums  # since the last groups were collected
     # [M, E, G, S, N] i32 and [M, E, G, S] f32, as a Rollout has them
     support: jax.Array | None = None
@@ -150,7 +150,7 @@ class Sampler:
             policy_version=jnp.full((M, E, G, S), -1, jnp.int32),
             stop_reason=jnp.zeros((M, E, G), jnp.int8),
             started=jnp.zeros((M, E, G), bool),
-            prompt_id=jnp.full((M, E), NO_PROMPT, jnp.int32),
+            group_id=jnp.full((M, E), NO_PROMPT, jnp.int32),
             drawn=self._no_draws(),
             support=jnp.zeros((M, E, G, S, N), jnp.int32) if N else None,
             entropy=jnp.zeros((M, E, G, S), jnp.float32) if self.keeps_entropy else None,
@@ -219,7 +219,7 @@ class Sampler:
             ),
         }
 
-    def _prefill(self, params, state: SamplerState, tokens_PL, length_P, prompt_id_P, entry_MP) -> SamplerState:
+    def _prefill(self, params, state: SamplerState, tokens_PL, length_P, group_id_P, entry_MP) -> SamplerState:
         """Open P prompts in the given entries of their shards; an entry of E drops a padding prompt."""
         M, _, G, S = state.tokens.shape
         P, L = tokens_PL.shape
@@ -247,7 +247,7 @@ class Sampler:
             policy_version=put(state.policy_version, jnp.full((P, S), -1)),
             stop_reason=put(state.stop_reason, zeros),
             started=put(state.started, zeros),
-            prompt_id=set_entries(state.prompt_id, prompt_id_P.reshape(M, P // M)),
+            group_id=set_entries(state.group_id, group_id_P.reshape(M, P // M)),
             **self._optional(state, lambda x: put(x, jnp.zeros((P, *x.shape[3:])))),
         )
 
@@ -260,8 +260,8 @@ class Sampler:
         """Give idle slots the next pending rows, oldest prompt first."""
         M, E, G, _ = state.tokens.shape
         Q = E * G
-        pending = ((state.prompt_id >= 0)[:, :, None] & ~state.started & (state.stop_reason == STOP_NONE)).reshape(M, Q)
-        age = jnp.repeat(state.prompt_id, G, axis=1)  # the prompt stream's position: smaller is older
+        pending = ((state.group_id >= 0)[:, :, None] & ~state.started & (state.stop_reason == STOP_NONE)).reshape(M, Q)
+        age = jnp.repeat(state.group_id, G, axis=1)  # the prompt stream's position: smaller is older
 
         def one_shard(slot_row, pending, age):
             # Stable: the samples of a prompt stay in order. Pending rows first, then the rest.
@@ -286,7 +286,7 @@ class Sampler:
 
         Returns the state and the table's stop reasons [M, E, G], which say what has finished.
         """
-        finished = (state.prompt_id >= 0) & jnp.all(state.stop_reason != STOP_NONE, axis=2)
+        finished = (state.group_id >= 0) & jnp.all(state.stop_reason != STOP_NONE, axis=2)
         is_wanted = jnp.any(jnp.sum(finished, axis=1) < self.num_prompts // self.shards) | jnp.any(due & ~finished)
         # Not a condition of the loop alone: what all its steps share costs too.
         state = run_if(is_wanted, lambda state: self._decode_chunk(params, state, version, key), state)
@@ -354,7 +354,7 @@ class Sampler:
             drawn_Z = jnp.argmax(logits_ZV, axis=-1).astype(jnp.int32)
             logp_Z, _ = token_logp(logits_ZV, drawn_Z)
         else:
-            prompt_Z = flat(read(state.prompt_id, row_MZ // G))
+            prompt_Z = flat(read(state.group_id, row_MZ // G))
             uniform_Z = rng.token_uniform(key, prompt_Z, flat(row_MZ % G), flat(index_MZ))
             logits_ZV, is_cut_Z = filter_logits(logits_ZV, Filter.of(sampling)), False
             if self.support_tokens:
@@ -424,20 +424,19 @@ class Sampler:
         G = self.group_size
         take = lambda x: jax.vmap(lambda t, e: t[e])(x, entry_MP)  # noqa: E731  [M, P/M, G, ...]
         flat = lambda x: take(x).reshape(-1, *x.shape[3:])  # noqa: E731
-        prompt_id = jnp.repeat(take(state.prompt_id).reshape(-1), G)
+        group_id = jnp.repeat(take(state.group_id).reshape(-1), G)
         rollout = Rollout(
             tokens=flat(state.tokens),
             prompt_length=flat(state.prompt_length),
             length=flat(state.length),
             behaviour_logp=flat(state.behaviour_logp),
-            group_id=prompt_id,  # the stream's position is unique over the run
-            prompt_id=prompt_id,
+            group_id=group_id,
             policy_version=flat(state.policy_version),
             stop_reason=flat(state.stop_reason),
             **self._optional(state, flat),
         )
-        free = jax.vmap(lambda ids, e: ids.at[e].set(NO_PROMPT))(state.prompt_id, entry_MP)
-        return rollout, state.drawn, state.replace(prompt_id=free, drawn=self._no_draws())
+        free = jax.vmap(lambda ids, e: ids.at[e].set(NO_PROMPT))(state.group_id, entry_MP)
+        return rollout, state.drawn, state.replace(group_id=free, drawn=self._no_draws())
 
 
 def _add(is_drawn_MZ: jax.Array, total_M: jax.Array, value: Any) -> jax.Array:

@@ -165,5 +165,6 @@ def assign(
         returns=returns_BS,
         value=old_value,
         old_logp=scores.old_logp,
+        question_id=scores.question_id,
     )
     return experience, sums

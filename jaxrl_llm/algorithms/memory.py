@@ -41,11 +41,12 @@ class Memory:
 
     Args:
         hidden_size: width of the model, for "poise".
+        ledger: keeps what is remembered of a question (``questions.ledger.Ledger``).
     """
 
-    def __init__(self, config: Config, hidden_size: int = 0):
-        self._config = config
-        self._counts: dict[int, tuple[float, float]] = {}  # question -> a, b
+    def __init__(self, config: Config, hidden_size: int, ledger: Any):
+        self._config, self.ledger = config, ledger
+        self._counts = ledger.numbers("mssr", (1.0, 1.0)) if config.credit.advantage == "mssr" else None  # a, b
         self._drifts: list[float] = []  # KL of the last iterations, nats a token
         features = baselines.num_features(hidden_size) if config.credit.advantage == "poise" else 0
         self._regression = np.zeros((features, features + 1))
@@ -59,7 +60,7 @@ class Memory:
 
         Args:
             rewards: of B rows, those of a question beside each other.
-            questions: which question of the data each of the P groups of rows answers.
+            questions: the question_id of each of the P groups of rows.
         """
         kind, scored = self._config.credit.advantage, rewards.outcome == OUTCOME_SCORE
         known = lambda x: np.where(scored, x, 0.0).astype(np.float32)  # noqa: E731
@@ -67,7 +68,7 @@ class Memory:
         if kind == "gdpo":
             parts = np.stack([known(rewards.parts[name]) for name in self._config.rewards.functions], axis=1)
         if kind == "mssr":
-            expected = [a / (a + b) for a, b in (self._counts.get(question, (1.0, 1.0)) for question in questions)]
+            expected = [a / (a + b) for a, b in map(self._counts.of, questions)]
             baseline = np.repeat(np.float32(expected), len(scored) // len(questions))
         if kind == "poise":
             regression = self._regression.astype(np.float32)
@@ -76,17 +77,18 @@ class Memory:
         if self._config.credit.advantage_norm_decay:
             moments = self._moments.astype(np.float32)
         total = known(rewards.total)
-        return Scores(total, scored, parts, baseline, regression, short_answer=short_answer, moments=moments)
+        question = np.repeat(np.int32(questions), len(scored) // len(questions))
+        return Scores(total, scored, question, parts, baseline, regression, short_answer=short_answer, moments=moments)
 
     def observe(self, rewards: Rewards, questions: Sequence[int], sums: dict[str, Any]) -> None:
         """Learn from an iteration: its rewards, and the sums that ``assign`` and the update returned."""
         if self._config.credit.advantage == "mssr":
             decay = self._decay(sums)
             for question, group in zip(questions, rewards.total.reshape(len(questions), -1), strict=True):
-                a, b = self._counts.get(question, (1.0, 1.0))
+                a, b = self._counts.of(question)
                 for reward in group[np.isfinite(group)].tolist():
                     a, b = decay * a + reward, decay * b + 1 - reward
-                self._counts[question] = a, b
+                self._counts.set(question, (a, b))
         if self._config.credit.advantage == "poise":
             self._regression = self._config.credit.baseline_decay * self._regression + sums["regression"]
         if self._config.credit.advantage_norm_decay:
@@ -118,7 +120,6 @@ class Memory:
     def state(self) -> dict[str, Any]:
         """What ``restore`` needs; plain JSON."""
         return {
-            "counts": [[q, *ab] for q, ab in self._counts.items()],
             "drifts": self._drifts,
             "regression": self._regression.tolist(),
             "moments": self._moments.tolist(),
@@ -128,7 +129,6 @@ class Memory:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        self._counts = {question: (a, b) for question, a, b in state["counts"]}
         self._drifts = state["drifts"]
         self._regression = np.array(state["regression"])
         self._moments = np.array(state["moments"])

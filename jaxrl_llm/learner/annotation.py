@@ -57,7 +57,7 @@ class Annotation:
         names = ("tokens", "prompt_length", "length", "behaviour_logp", "policy_version", "stop_reason", "support")
         rows = {name: jax.tree.map(flat, getattr(state, name)) for name in names}
         group = jnp.arange(table.shape[0] * table.shape[1] * table.shape[2], dtype=jnp.int32) // table.shape[2]
-        logp = self.logp(params, Rollout(**rows, group_id=group, prompt_id=group)).reshape(table.shape)
+        logp = self.logp(params, Rollout(**rows, group_id=group)).reshape(table.shape)
         return state.replace(old_logp=jnp.where(state.policy_version == version, logp, state.old_logp))
 
     def reference(self, params: Any, rollout: Rollout) -> jax.Array:

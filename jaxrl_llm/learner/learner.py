@@ -28,6 +28,7 @@ from jaxrl_llm.learner import optim, publish
 from jaxrl_llm.learner.annotation import Annotation
 from jaxrl_llm.learner.update import Update
 from jaxrl_llm.models.transformer import Model
+from jaxrl_llm.questions.ledger import Ledger
 from jaxrl_llm.replay import ring as replay
 from jaxrl_llm.runtime import rng, sharding
 from jaxrl_llm.runtime.programs import Program, release_freed
@@ -89,6 +90,7 @@ class LearnerPrograms:
         return Scores(
             reward=self._rows((B,), jnp.float32),
             trainable=self._rows((B,), bool),
+            question_id=self._rows((B,), jnp.int32),
             parts=self._rows((B, len(self.config.rewards.functions)), jnp.float32) if kind == "gdpo" else None,
             baseline=self._rows((B,), jnp.float32) if kind == "mssr" else None,
             regression=self._whole(jnp.float32, (features, features + 1)) if kind == "poise" else None,
@@ -261,6 +263,7 @@ class Learner:
     Args:
         programs: the static parts.
         compiled: their programs by name, compiled.
+        ledger: what is known of questions.
         reference: weights of the objective's reference where they stay the same; else None.
 
     Attributes:
@@ -268,12 +271,19 @@ class Learner:
         memory: what methods remember of earlier rewards.
     """
 
-    def __init__(self, programs: LearnerPrograms, compiled: dict[str, Any], *, reference: Any = None):
+    def __init__(
+        self,
+        programs: LearnerPrograms,
+        compiled: dict[str, Any],
+        *,
+        reference: Any = None,
+        ledger: Ledger | None = None,
+    ):
         self.config, self._compiled, self._reference = programs.config, compiled, reference
         self._layout = jax.tree.map(lambda x: x.sharding, programs.abstract_scores)
         self._everywhere = sharding.replicated(programs.mesh, 0)
         self._draw_key = jax.device_put(rng.stream(self.config.seed, "draw"), self._everywhere)
-        self.memory = Memory(self.config, programs.model.arch.width)
+        self.memory = Memory(self.config, programs.model.arch.width, ledger)
         self.state: TrainState | None = None
         self.ring: RingState | None = None
 

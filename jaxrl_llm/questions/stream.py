@@ -18,6 +18,7 @@ import grain
 import numpy as np
 
 from jaxrl_llm.config import ConfigError, PromptsConfig
+from jaxrl_llm.questions.ledger import Ledger
 from jaxrl_llm.types import Example, PromptBatch
 
 ENCODED_AT_ONCE = 16  # prompts in one call of the tokenizer: of a megabyte each they take some ten seconds
@@ -104,20 +105,20 @@ def encode_examples(
     return encoded, left_out
 
 
-def batch_of(encoded: Sequence[EncodedExample], indices: Iterable[int], first_prompt_id: int) -> PromptBatch:
-    """The questions at ``indices``, in that order, with ids counted from ``first_prompt_id``."""
+def batch_of(encoded: Sequence[EncodedExample], indices: Iterable[int], first_group_id: int) -> PromptBatch:
+    """The questions at ``indices``, in that order, with ids counted from ``first_group_id``."""
     rows = [encoded[i] for i in indices]
-    return _batch(rows, range(first_prompt_id, first_prompt_id + len(rows)))
+    return _batch(rows, range(first_group_id, first_group_id + len(rows)))
 
 
-def _batch(rows: Sequence[EncodedExample], prompt_ids: Sequence[int]) -> PromptBatch:
+def _batch(rows: Sequence[EncodedExample], group_ids: Sequence[int]) -> PromptBatch:
     tokens = np.zeros((len(rows), rows[0].width if rows else 0), np.int32)
     for padded, row in zip(tokens, rows, strict=True):
         padded[: len(row.tokens)] = row.tokens
     return PromptBatch(
         tokens=tokens,
         length=np.array([len(row.tokens) for row in rows], np.int32),
-        prompt_id=np.array(prompt_ids, np.int32),
+        group_id=np.array(group_ids, np.int32),
         examples=tuple(row.example for row in rows),
     )
 
@@ -125,23 +126,27 @@ def _batch(rows: Sequence[EncodedExample], prompt_ids: Sequence[int]) -> PromptB
 class PromptStream:
     """Endless passes over the questions; with ``shuffle`` each pass in a new order drawn from the seed.
 
-    The order is a grain pipeline, which answers for any position without walking to it; the position is the
-    ``prompt_id``. With ``prompts.retire_pass_rate`` a question that ``observe`` has seen pass at that rate, over all
-    its answers so far, is passed over from then on; when nothing else is left, everything is asked again.
+    The order is a grain pipeline, which answers for any position without walking to it; the position is the group's id.
+    With ``prompts.retire_pass_rate`` a question of which the ledger knows that it passes at that rate is passed over
+    from then on; when nothing else is left, everything is asked again.
 
     Source of the retirement: ScaleRL, arXiv:2510.13786, no positive resampling at 0.9.
+
+    Args:
+        ledger: has met no question yet.
 
     Raises:
         ConfigError: (``restore``) the state is of other questions, another seed or another order.
     """
 
-    def __init__(self, encoded: Sequence[EncodedExample], config: PromptsConfig, *, seed: int):
-        self._encoded = encoded
+    def __init__(self, encoded: Sequence[EncodedExample], config: PromptsConfig, ledger: Ledger, *, seed: int):
+        self._encoded, self.ledger = encoded, ledger
+        self._question_ids = [self.ledger.question_id(row.tokens) for row in encoded]
+        self.ledger.close_data()
         order = grain.MapDataset.source(range(len(encoded))).seed(seed)
         self._order = (order.shuffle() if config.shuffle else order).repeat()
         self._position = 0
         self._retire_pass_rate = config.retire_pass_rate
-        self._answers: dict[int, tuple[int, int]] = {}  # question -> passed, scored; kept where one may retire
         digest = hashlib.sha256(json.dumps([len(encoded), config.shuffle, seed]).encode())
         for row in encoded:
             digest.update(row.tokens.tobytes() + b"/")
@@ -150,39 +155,29 @@ class PromptStream:
     def next_batch(self, num_prompts: int) -> PromptBatch:
         """The next ``num_prompts`` questions of the stream; a batch may run over the end of a pass."""
         retired = self.retired()
-        asks_all = len(retired) == len(self._encoded)
-        prompt_ids = []
-        while len(prompt_ids) < num_prompts:
-            if asks_all or self.question(self._position) not in retired:
-                prompt_ids.append(self._position)
+        asks_all = len(retired) == len(set(self._question_ids))
+        group_ids = []
+        while len(group_ids) < num_prompts:
+            if asks_all or self.question_id(self._position) not in retired:
+                group_ids.append(self._position)
             self._position += 1
-        return _batch([self.lookup(i) for i in prompt_ids], prompt_ids)
+        return _batch([self.lookup(i) for i in group_ids], group_ids)
 
-    def question(self, prompt_id: int) -> int:
-        """Which question, 0 to their number - 1, the stream gives, or gave, at this position."""
-        return int(self._order[prompt_id])
-
-    def lookup(self, prompt_id: int) -> EncodedExample:
+    def lookup(self, group_id: int) -> EncodedExample:
         """The question that the stream gives, or gave, at this position."""
-        return self._encoded[self.question(prompt_id)]
+        return self._encoded[int(self._order[group_id])]
 
-    def observe(self, questions: Sequence[int], passed: np.ndarray, scored: np.ndarray) -> None:
-        """Count answers, [B] bool each, those of a question beside each other; does nothing where none may retire."""
-        if not self._retire_pass_rate:
-            return
-        counts = (np.sum(x.reshape(len(questions), -1), axis=1).tolist() for x in (passed & scored, scored))
-        for question, num_passed, num_scored in zip(questions, *counts, strict=True):
-            before = self._answers.get(question, (0, 0))
-            self._answers[question] = before[0] + num_passed, before[1] + num_scored
+    def question_id(self, group_id: int) -> int:
+        """Its id in the ledger."""
+        return self._question_ids[int(self._order[group_id])]
 
     def retired(self) -> set[int]:
-        """Questions that are not asked again."""
-        return {q for q, (passed, n) in self._answers.items() if n and passed >= self._retire_pass_rate * n}
+        """Ids of questions that are not asked again."""
+        return self.ledger.passing(self._retire_pass_rate) if self._retire_pass_rate else set()
 
     def state(self) -> dict[str, Any]:
         """What ``restore`` needs to go on from here; plain JSON."""
-        answers = [[question, *counts] for question, counts in self._answers.items()]
-        return {"position": self._position, "fingerprint": self._fingerprint, "answers": answers}
+        return {"position": self._position, "fingerprint": self._fingerprint}
 
     def restore(self, state: dict[str, Any]) -> None:
         if state["fingerprint"] != self._fingerprint:
@@ -191,7 +186,6 @@ class PromptStream:
                 f"changed): fingerprint {self._fingerprint} here, {state['fingerprint']} there"
             )
         self._position = state["position"]
-        self._answers = {question: (passed, scored) for question, passed, scored in state["answers"]}
 
 
 def _prompt_key(example: Example) -> str:

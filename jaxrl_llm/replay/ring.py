@@ -34,7 +34,7 @@ from jaxrl_llm.ops import paged_log, ring_buffer
 from jaxrl_llm.replay import choice as replay_draws
 from jaxrl_llm.replay.choice import lanes
 from jaxrl_llm.runtime import sharding
-from jaxrl_llm.types import AGE_BUCKETS, Experience, RingState, Rollout
+from jaxrl_llm.types import AGE_BUCKETS, Experience, RingState
 
 
 @flax.struct.dataclass
@@ -46,7 +46,7 @@ class DrawInfo:
     uses: jax.Array  # [M, b] i32 times drawn, this one counted
     first_use: jax.Array  # [M, b] bool
     since_last_use: jax.Array  # [M, b] i32 optimizer steps since it was last drawn, 0 on the first use
-    question: jax.Array  # [M, b] i32 hash of the prompt
+    question: jax.Array  # [M, b] i32 question_id
 
 
 def init(
@@ -80,7 +80,9 @@ def init(
 
     column = lambda value, dtype: jnp.full((num_shards, num_slots), value, dtype)  # noqa: E731
     return RingState(
-        slots=ring_buffer.zeros(jax.tree.map(shape, experience_shape.replace(tied=None)), on_host=on_host),
+        slots=ring_buffer.zeros(
+            jax.tree.map(shape, experience_shape.replace(tied=None, question_id=None)), on_host=on_host
+        ),
         order=jnp.broadcast_to(jnp.arange(num_slots, dtype=jnp.int32), (num_shards, num_slots)),
         num_draws=jnp.zeros(num_shards, jnp.int32),
         uses=column(0, jnp.int32),
@@ -132,7 +134,7 @@ def insert(
         )
     if kept.size and ring.first_page is not None:
         raise ConfigError(f"replay.positive_fraction={config.positive_fraction} must be 0 for replay.capacity_tokens")
-    question = question_hash(experience.rollout)
+    question = experience.question_id
     retired = ~experience.trainable
     if config.skip_tied:
         tied = experience.tied
@@ -146,7 +148,7 @@ def insert(
     if config.latest_visit or config.solved_fraction:
         ring = ring.replace(is_retired=ring.is_retired | _is_among(ring.question, question, supersedes))
     priority = replay_draws.PRIORITIES[config.priority](experience)
-    experience = experience.replace(tied=None)  # as in ``init``
+    experience = _stored(experience)
     rows, question, retired, priority = jax.tree.map(
         lambda x: x.reshape(num_shards, num_rows, *x.shape[1:]), (experience, question, retired, priority)
     )
@@ -388,25 +390,9 @@ def _padding(log: Experience) -> Experience:
     return zero.replace(rollout=zero.rollout.replace(policy_version=-1))
 
 
-def question_hash(rollout: Rollout) -> jax.Array:
-    """A hash [R] i32 of each prompt's tokens: the same question has the same on every visit.
-
-    Two questions agree with probability 2^-32, and would then count as one: with ``latest_visit`` a rollout is
-    retired early, nothing worse.
-    """
-    place = jnp.arange(rollout.tokens.shape[1], dtype=jnp.uint32)
-    token = jnp.where(place[None, :] < rollout.prompt_length[:, None].astype(jnp.uint32), rollout.tokens + 1, 0)
-    # Every (place, token) is mixed to 32 bits of its own, then they are added.
-    mixed = _mix(token.astype(jnp.uint32) ^ _mix(place + 1)[None, :])
-    total = jnp.sum(jnp.where(token > 0, mixed, 0), axis=1, dtype=jnp.uint32)
-    return jax.lax.bitcast_convert_type(_mix(total), jnp.int32)
-
-
-def _mix(x: jax.Array) -> jax.Array:
-    """The finaliser of MurmurHash3 on u32."""
-    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
-    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
-    return x ^ (x >> 16)
+def _stored(experience: Experience) -> Experience:
+    """What slots keep of rows."""
+    return experience.replace(tied=None, question_id=None)
 
 
 def _pass_share(experience: Experience, pass_threshold: float) -> jax.Array:

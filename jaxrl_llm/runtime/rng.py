@@ -16,12 +16,12 @@ def stream(seed: int, name: str) -> jax.Array:
     return jax.random.fold_in(jax.random.key(seed), STREAMS[name])
 
 
-def token_uniform(key: jax.Array, prompt_id: jax.Array, sample_index: jax.Array, token_index: jax.Array) -> jax.Array:
+def token_uniform(key: jax.Array, group_id: jax.Array, sample_index: jax.Array, token_index: jax.Array) -> jax.Array:
     """One uniform in [0,1) per row, of (stream, prompt, sample, token) alone.
 
     Args:
         key: a stream's key.
-        prompt_id, sample_index, token_index: [Z] i32.
+        group_id, sample_index, token_index: [Z] i32.
 
     Returns:
         [Z] f32.
@@ -31,4 +31,4 @@ def token_uniform(key: jax.Array, prompt_id: jax.Array, sample_index: jax.Array,
         row = jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(key, prompt), sample), token)
         return jax.random.uniform(row)
 
-    return jax.vmap(one)(prompt_id, sample_index, token_index)
+    return jax.vmap(one)(group_id, sample_index, token_index)

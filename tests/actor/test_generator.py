@@ -206,7 +206,7 @@ def test_samples_do_not_depend_on_slots_chunks_widths_or_the_order_of_prompts(se
     order = np.random.default_rng(0).permutation(8).tolist()
     rollout, groups = sampling(make_prompts(order, width=sampling.sampler.max_prompt_tokens))
     assert building.completions(rollout) == of(base_rollout(), PROMPTS)
-    assert [group.prompt_id for group in groups] == rollout.prompt_id[::3].tolist()
+    assert [group.group_id for group in groups] == rollout.group_id[::3].tolist()
     assert len(left) == 1 and (left[0].slot_row == -1).all()
     assert sampling.generator.state is None  # its caches are freed
 
@@ -326,7 +326,7 @@ class Watched:
 def test_the_next_chunk_is_dispatched_before_the_host_looks_and_the_one_after_before_it_scores():
     sampling, dispatched = Sampling(make_sampler(num_slots=5, chunk_steps=1)), {}
     watched = Watched(sampling.generator)
-    sampling(make_prompts(PROMPTS), on_finished=lambda g: dispatched.update({g.prompt_id: len(watched.reasons)}))
+    sampling(make_prompts(PROMPTS), on_finished=lambda g: dispatched.update({g.group_id: len(watched.reasons)}))
     # Prompt p lies in entry p; chunk k (from 1) is that which its last row stopped in.
     stopped = np.asarray(watched.reasons)[:, 0].all(axis=-1)
     ended = {p: 1 + stopped[:, p].tolist().index(True) for p in PROMPTS}
@@ -411,11 +411,11 @@ def test_with_lookahead_every_prompt_comes_out_once_with_the_same_tokens_and_ver
         assert wanted == (6 if call == 0 else 4)
         ids = range(len(opened), len(opened) + wanted)
         opened |= dict.fromkeys(ids, call)
-        rollout, groups = sampling(make_prompts(ids), version=call, on_finished=lambda g: tickets.append(g.prompt_id))
+        rollout, groups = sampling(make_prompts(ids), version=call, on_finished=lambda g: tickets.append(g.group_id))
         collected.append(rollout)
-        assert [group.prompt_id for group in groups] == rollout.prompt_id[::3].tolist()
+        assert [group.group_id for group in groups] == rollout.group_id[::3].tolist()
     rows = jax.tree.map(lambda *x: np.concatenate(x), *collected)
-    out, still_open = rows.prompt_id[::3].tolist(), [p for p, *_ in sampling.generator.open_prompts.values()]
+    out, still_open = rows.group_id[::3].tolist(), [p for p, *_ in sampling.generator.open_prompts.values()]
     assert sorted(out + still_open) == list(opened) and len(out) == 20
     assert len(set(tickets)) == len(tickets) and set(out) <= set(tickets)
     assert building.completions(rows) == of(base_rollout(), out)
@@ -423,7 +423,7 @@ def test_with_lookahead_every_prompt_comes_out_once_with_the_same_tokens_and_ver
     for row in range(len(rows.length)):
         versions = rows.policy_version[row, rows.prompt_length[row] : rows.length[row]]
         # Of the calls from the one that opened the prompt to the one that handed the rollout out, in order.
-        assert opened[rows.prompt_id[row]] <= versions[0] and versions[-1] <= row // 12
+        assert opened[rows.group_id[row]] <= versions[0] and versions[-1] <= row // 12
         assert (np.diff(versions) >= 0).all()
         assert (np.delete(rows.policy_version[row], np.s_[rows.prompt_length[row] : rows.length[row]]) == -1).all()
         spans += len(set(versions.tolist())) > 1
@@ -440,8 +440,8 @@ class Stragglers:
         self.programs["read_group"] = lambda *_: (np.zeros((1, 8), int), np.ones(1, int), np.ones(1, int))
         self.collected = []
 
-    def prefill(self, params, state, tokens, length, prompt_id, entry):
-        for name, where in zip(np.asarray(prompt_id).tolist(), np.asarray(entry).ravel().tolist(), strict=True):
+    def prefill(self, params, state, tokens, length, group_id, entry):
+        for name, where in zip(np.asarray(group_id).tolist(), np.asarray(entry).ravel().tolist(), strict=True):
             if where < self.sampler.entries:
                 self.left[where] = [name, self.chunks(name)]
         return state

@@ -20,6 +20,7 @@ from jaxrl_llm.algorithms import credit
 from jaxrl_llm.config import ConfigError, freeze
 from jaxrl_llm.models.files.gguf import make_byte_tokenizer
 from jaxrl_llm.models.files.tokenizer import ByteTokenizer
+from jaxrl_llm.questions.ledger import Ledger
 from jaxrl_llm.questions.stream import encode_examples
 from jaxrl_llm.run import assemble
 from jaxrl_llm.runtime import sharding
@@ -88,7 +89,7 @@ def test_a_line_becomes_the_rows_of_a_group(tmp_path):
     assert not any(row[n:].any() for row, n in zip(rows.tokens, rows.length, strict=True))
     assert rows.prompt_length.tolist() == [2, 2, 2, 1, 1, 1]
     # Two groups an iteration and this the sixth: ten groups came before.
-    assert rows.group_id.tolist() == rows.prompt_id.tolist() == [-11] * 3 + [-12] * 3
+    assert rows.group_id.tolist() == [-11] * 3 + [-12] * 3
     assert rows.stop_reason[[0, 1, 3, 4]].tolist() == [STOP_EOS, STOP_LENGTH, STOP_EOS, STOP_EOS]
     # Of the second alone rewards are asked for, with the texts.
     assert [group.example.prompt for group in tickets] == ["p"] and guests.groups[1].ticket == 1
@@ -223,12 +224,20 @@ def test_what_a_run_shares_is_what_another_reads(tmp_path):
 # ---- the rows ------------------------------------------------------------------------------------------------------
 
 
+def met(num_questions):
+    """A ledger that knows so many questions."""
+    ledger = Ledger()
+    for question in range(num_questions):
+        ledger.question_id([1000 + question])
+    return ledger
+
+
 def own_rollout(run):
     """What the sampler made, numpy: ids from 0 on, log-probs that no model has."""
     sampled = run.sampled
     rows = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), sampled)
     ids = np.arange(len(rows.length), dtype=np.int32) // G
-    return rows.replace(length=2 * rows.length, group_id=ids, prompt_id=ids), sampled
+    return rows.replace(length=2 * rows.length, group_id=ids), sampled
 
 
 # Measured: 1.1e-6 nats.
@@ -267,14 +276,14 @@ def test_rows_of_others_count_as_drawn_by_the_current_weights(mesh, tmp_path):
 
     # Rewards and questions find the same order.
     rewards = Rewards(own.group_id.astype(np.float32), {"task": 2.0 * own.group_id}, np.zeros(len(own.length), np.int8))
-    joined, about = guests.join(rewards, list(range(4)), None)
+    joined, about = guests.join(rewards, list(range(4)), None, met(4).question_id)
     np.testing.assert_array_equal(joined.total[~theirs], rows.group_id[~theirs])
     np.testing.assert_array_equal(joined.parts["task"][~theirs], 2.0 * rows.group_id[~theirs])
     counts = theirs & (rows.length > rows.prompt_length)
     np.testing.assert_array_equal(joined.outcome == OUTCOME_SCORE, ~theirs | counts)
     assert (joined.total[counts] == 0.5).all() and np.isnan(joined.total[theirs & ~counts]).all()
     for question, group in zip(about, rows.group_id[::G].tolist(), strict=True):
-        assert question == group if group >= 0 else question < 0
+        assert question == group if group >= 0 else question not in range(4)
     values = guests.values()
     assert values["external/groups"] == 3 and values["external/reward_mean"] == 0.5
     assert values["external/failed_rewards"] == 0
@@ -288,10 +297,10 @@ def test_scores_of_the_own_functions_are_taken_by_ticket(tmp_path):
     )
     asked = []
     own = Rewards(np.zeros(12, np.float32), {"task": np.zeros(12)}, np.zeros(12, np.int8))
-    joined, about = guests.join(own, [0, 1, 2, 3], lambda tickets: asked.append(tickets) or scored)
+    joined, about = guests.join(own, [0, 1, 2, 3], lambda tickets: asked.append(tickets) or scored, met(4).question_id)
     assert asked == [["a"], ["a"]]
     np.testing.assert_array_equal(joined.total[12:], [0.25, np.nan, np.nan, 1, np.nan, 0] * 2)
-    assert about[:4] == [0, 1, 2, 3] and about[4:6] == about[6:] and about[4] != about[5] and max(about[4:]) < 0
+    assert about[:4] == [0, 1, 2, 3] and about[4:] == [4, 5, 4, 5]
     assert guests.values()["external/failed_rewards"] == 4
     np.testing.assert_allclose(guests.values()["external/reward_mean"], 1.25 / 3, rtol=1e-6)
 
@@ -304,7 +313,7 @@ def test_credit_sees_groups_of_others_as_groups_and_counts_the_own_tied_ones(tmp
 
     @jax.jit
     def assign(ids):
-        scores = Scores(reward, np.ones(12, bool))
+        scores = Scores(reward, np.ones(12, bool), np.zeros(12, np.int32))
         return credit.assign(rows.replace(group_id=jnp.repeat(ids, G)), scores, None, run.config)
 
     experience, sums = assign(np.int32([4, 5, -1, -2]))

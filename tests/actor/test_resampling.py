@@ -12,6 +12,7 @@ from jaxrl_llm.actor.resampling import is_mixed, sample
 from jaxrl_llm.algorithms import credit
 from jaxrl_llm.algorithms.memory import Memory
 from jaxrl_llm.config import freeze
+from jaxrl_llm.questions.ledger import Ledger
 from jaxrl_llm.run import assemble
 from jaxrl_llm.runtime.programs import compile_all
 from jaxrl_llm.types import OUTCOME_ERROR, OUTCOME_SCORE, OUTCOME_TIMEOUT, STOP_EOS, STOP_LENGTH, Rewards, Rollout
@@ -64,7 +65,7 @@ MIXED, RIGHT, WRONG = (0.0, 1.0), (1.0, 1.0), (0.0, 0.0)
 
 def kept(sampled):
     """Prompts that stay; rows and rewards must be theirs."""
-    prompts = [group.prompt_id for group in sampled.groups]
+    prompts = [group.group_id for group in sampled.groups]
     np.testing.assert_array_equal(sampled.rollout.rows, [10 * p + i for p in prompts for i in range(G)])
     np.testing.assert_array_equal(sampled.rewards.total, np.ravel([group.ticket for group in sampled.groups]))
     return prompts
@@ -91,7 +92,7 @@ def test_mixed_groups_come_first_in_order_and_no_round_is_one_too_many(
     assert kept(sampled) == stay
     assert script.asked == P * num_rounds
     # All that was generated is there to be counted.
-    assert [group.prompt_id for group in sampled.asked] == list(range(P * num_rounds))
+    assert [group.group_id for group in sampled.asked] == list(range(P * num_rounds))
     np.testing.assert_array_equal(sampled.answers.total, np.ravel(rounds[:num_rounds]))
     assert sampled.num_tied_left_out == num_tied_left_out
 
@@ -152,11 +153,10 @@ def test_what_is_asked_anew_is_what_credit_says_is_tied(case):
         length=np.full(num_groups * size, width, np.int32),
         behaviour_logp=zeros.astype(np.float32),
         group_id=np.repeat(np.arange(num_groups, dtype=np.int32), size),
-        prompt_id=np.repeat(np.arange(num_groups, dtype=np.int32), size),
         policy_version=zeros.astype(np.int32),
         stop_reason=reasons,
     )
-    scores = Memory(config).scores(rewards, range(num_groups))
+    scores = Memory(config, 0, Ledger()).scores(rewards, range(num_groups))
     rows, _ = jax.jit(lambda *given: credit.assign(*given, None, config))(rollout, scores)
     tied = np.asarray(rows.tied | ~rows.trainable).reshape(-1, size).all(axis=1)
     np.testing.assert_array_equal(mixed, ~tied)

@@ -14,6 +14,7 @@ from jaxrl_llm import method_limits, train
 from jaxrl_llm.algorithms import baselines, credit
 from jaxrl_llm.algorithms import memory as credit_memory
 from jaxrl_llm.config import freeze, from_json, to_json
+from jaxrl_llm.questions.ledger import Ledger
 from jaxrl_llm.run import assemble
 from jaxrl_llm.runtime import sharding
 from jaxrl_llm.types import OUTCOME_ERROR, STOP_EOS, STOP_LENGTH, Rewards, Rollout, Scores
@@ -22,6 +23,18 @@ WIDTH, COMPLETION_TOKENS, HIDDEN = 7, 4, 5
 SHAPED = {"overlong_buffer_tokens": 2, "length_reward": 0.5, "short_answer_tokens": 2, "short_answer_bonus": 0.25}
 RESHAPED = {"positive_amplification": 3.0, "entropy_reweighting": 1.0, "entropy_bonus": 2.0, "overlong_filter": True}
 KINDS = method_limits.CHOICES["credit.advantage"]
+
+
+def memory_of(config, hidden_size=0):
+    return credit_memory.Memory(config, hidden_size, Ledger())
+
+
+def resumed_from(memory, config, hidden_size=0):
+    """Another one, after a stop."""
+    resumed = memory_of(config, hidden_size)
+    resumed.restore(json.loads(json.dumps(memory.state())))
+    resumed.ledger.restore(json.loads(json.dumps(memory.ledger.state())))
+    return resumed
 
 
 def make_rollout(group_id, seed=0):
@@ -34,7 +47,6 @@ def make_rollout(group_id, seed=0):
         length=(prompt_length + completion).astype(np.int32),
         behaviour_logp=-rng.random((num_rows, WIDTH)).astype(np.float32),
         group_id=np.asarray(group_id, np.int32),
-        prompt_id=np.asarray(group_id, np.int32),
         policy_version=np.zeros((num_rows, WIDTH), np.int32),
         stop_reason=np.where(completion == COMPLETION_TOKENS, STOP_LENGTH, STOP_EOS).astype(np.int8),
         entropy=2 * rng.random((num_rows, WIDTH)).astype(np.float32),  # nothing that the token's own log-prob says
@@ -67,7 +79,7 @@ def assign(rollout, reward, trainable=None, *, num_groups, extra=None, **setting
     trainable = np.ones(len(reward), bool) if trainable is None else trainable
     trainable = trainable if isinstance(trainable, jax.Array) else np.asarray(trainable)
     run = compiled(to_json(config_of(num_groups, **settings)))
-    experience, sums = run(rollout, Scores(reward, trainable, **extra or {}))
+    experience, sums = run(rollout, Scores(reward, trainable, np.zeros(len(reward), np.int32), **extra or {}))
     return jax.tree.map(np.asarray, experience), jax.tree.map(np.asarray, sums)
 
 
@@ -280,13 +292,13 @@ def test_moments_of_equal_rewards_give_exactly_nothing_and_those_far_from_zero_k
     config, settings = config_of(1, advantage="reinforce_pp", advantage_norm_decay=0.9), {}
     settings = {"advantage": "reinforce_pp", "advantage_norm_decay": 0.9, "num_groups": 1}
     for reward in (0.3, 1.1, 12.3):
-        memory, rewards = credit_memory.Memory(config), np.full(7, reward, np.float32)
+        memory, rewards = memory_of(config), np.full(7, reward, np.float32)
         for _ in range(8):
             extra = {"moments": memory.scores(rewards_of(rewards), [0]).moments}
             experience, sums = assign(make_rollout([0] * 7), rewards, extra=extra, **settings)
             memory.observe(rewards_of(rewards), [0], sums)
             assert not experience.advantage.any()
-    memory, rewards = credit_memory.Memory(config), np.float32([999.9, 1000.1] * 4)
+    memory, rewards = memory_of(config), np.float32([999.9, 1000.1] * 4)
     for _ in range(3):
         extra = {"moments": memory.scores(rewards_of(rewards), [0]).moments}
         experience, sums = assign(make_rollout([0] * 8), rewards, extra=extra, **settings)
@@ -298,7 +310,7 @@ def test_moments_of_equal_rewards_give_exactly_nothing_and_those_far_from_zero_k
 def test_advantages_over_the_moments_of_several_iterations_are_those_of_the_source(kind):
     """Three iterations of unequal means and spreads; sums of the released code, by hand in float64."""
     config, rng = config_of(2, advantage=kind, advantage_norm_decay=0.8), np.random.default_rng(3)
-    memory, n, total, squares = credit_memory.Memory(config), 0.0, 0.0, 0.0
+    memory, n, total, squares = memory_of(config), 0.0, 0.0, 0.0
     for iteration in range(3):
         rollout = make_rollout([0, 0, 0, 1, 1, 1], seed=iteration)
         reward = rng.normal(iteration, 1 + iteration, 6).astype(np.float32)
@@ -324,8 +336,7 @@ def test_advantages_over_the_moments_of_several_iterations_are_those_of_the_sour
         got = experience.advantage[mask] if kind == "gae" else first(experience)[trainable]
         np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
         assert (experience.advantage[4] == 0).all()
-    resumed = credit_memory.Memory(config)
-    resumed.restore(json.loads(json.dumps(memory.state())))
+    resumed = resumed_from(memory, config)
     scores = [one.scores(rewards_of(reward), [0, 1]).moments for one in (memory, resumed)]
     np.testing.assert_array_equal(*scores)
 
@@ -440,25 +451,24 @@ def rewards_of(total, failed=(), **parts):
 
 def test_scores_hold_what_the_advantage_asks_for_and_no_failed_reward():
     rewards = rewards_of([1, 9, 0.5], failed=[1], a=[0, np.nan, 1], b=[1, 9, 0])
-    scores = credit_memory.Memory(config_of()).scores(rewards, [4])
+    scores = memory_of(config_of()).scores(rewards, [4])
     assert scores.parts is scores.baseline is scores.regression is None
     np.testing.assert_array_equal(scores.reward, [1, 0, 0.5])
     np.testing.assert_array_equal(scores.trainable, [True, False, True])
     # Columns in the order of rewards.functions.
     config = config_of(functions=("b", "a"), weights=(1.0, 0.5), advantage="gdpo")
-    scores = credit_memory.Memory(config).scores(rewards, [4])
+    scores = memory_of(config).scores(rewards, [4])
     np.testing.assert_array_equal(scores.parts, [[1, 0], [0, 0], [0, 1]])
 
 
 def test_the_beta_baseline_of_a_question_is_that_before_its_answers_and_survives_a_checkpoint():
     config = config_of(advantage="mssr", baseline_decay=0.9)
-    memory = credit_memory.Memory(config)
+    memory = memory_of(config)
     # Question 3 is answered by 1 and by one that failed, question 5 by 0 and 0.
     seen = memory.scores(rewards_of([1, 0, 0, 0], failed=[1]), [3, 5]).baseline
     np.testing.assert_array_equal(seen, [0.5] * 4)
     memory.observe(rewards_of([1, 0, 0, 0], failed=[1]), [3, 5], {})
-    resumed = credit_memory.Memory(config)
-    resumed.restore(json.loads(json.dumps(memory.state())))
+    resumed = resumed_from(memory, config)
     for one in (memory, resumed):
         baseline = one.scores(rewards_of([1, 1]), [5, 3]).baseline
         expected = [shaping_oracle.beta_means([0, 0, 1], 0.9)[2], shaping_oracle.beta_means([1, 1], 0.9)[1]]
@@ -466,7 +476,8 @@ def test_the_beta_baseline_of_a_question_is_that_before_its_answers_and_survives
 
 
 def test_the_beta_baseline_forgets_faster_while_the_policy_moves():
-    memory = credit_memory.Memory(config_of(advantage="mssr", baseline_decay=0.9, baseline_decay_moving=0.5))
+    config = config_of(advantage="mssr", baseline_decay=0.9, baseline_decay_moving=0.5)
+    memory = memory_of(config)
     right, a, b = rewards_of([1.0]), 1.0, 1.0
     # 22 iterations: the first two leave the mean of the last 20 again. Above 0.02 nats a token it forgets no faster.
     kl = [0.5, 0.02, *[0.0] * 18, 0.0, 0.1]
@@ -476,13 +487,11 @@ def test_the_beta_baseline_forgets_faster_while_the_policy_moves():
         a, b = decay * a + 1, decay * b
         memory.observe(right, [0], {"kl_behaviour_sum": np.float32(8 * one), "token_count": np.int32(8)})
         np.testing.assert_allclose(memory.scores(right, [0]).baseline, a / (a + b), rtol=1e-6)
-        resumed = credit_memory.Memory(config_of(advantage="mssr", baseline_decay=0.9, baseline_decay_moving=0.5))
-        resumed.restore(json.loads(json.dumps(memory.state())))
-        memory = resumed
+        memory = resumed_from(memory, config)
 
 
 def test_the_beta_baseline_follows_a_question_that_becomes_easier():
-    memory, rng = credit_memory.Memory(config_of(advantage="mssr", baseline_decay=0.96)), np.random.default_rng(0)
+    memory, rng = memory_of(config_of(advantage="mssr", baseline_decay=0.96)), np.random.default_rng(0)
     errors = []
     for step in range(400):
         rate = min(1.0, 0.1 + step / 300)
@@ -499,7 +508,7 @@ def test_the_regression_learns_siblings_rewards_after_use_and_survives_a_checkpo
     rollout = make_rollout(np.repeat([0, 1, 2, 3], 4))
     hard = rollout.group_id % 2 == 1
     rollout = rollout.replace(length=rollout.prompt_length + np.where(hard, 4, 1).astype(np.int32))
-    reward, memory = np.where(hard, 0.0, 1.0), credit_memory.Memory(config, HIDDEN)
+    reward, memory = np.where(hard, 0.0, 1.0), memory_of(config, HIDDEN)
     settings = {"advantage": "poise", "baseline_decay": 0.5, "num_groups": 4}
     hidden = extra_of("poise", reward)["hidden"]
 
@@ -516,8 +525,7 @@ def test_the_regression_learns_siblings_rewards_after_use_and_survives_a_checkpo
         advantage, _ = iterate()
     assert np.abs(advantage).max() < 0.25  # it is predicted now, less what the ridge holds back
     np.testing.assert_allclose(memory.state()["regression"], (1 + 0.5 + 0.25 + 0.125) * sums, rtol=1e-5)
-    resumed = credit_memory.Memory(config, HIDDEN)
-    resumed.restore(json.loads(json.dumps(memory.state())))
+    resumed = resumed_from(memory, config, HIDDEN)
     assert resumed.state() == memory.state()
 
 
@@ -548,7 +556,7 @@ def test_a_short_answer_is_what_its_difficulty_says():
 
 
 def test_lengths_are_chosen_every_so_many_iterations_and_survive_a_checkpoint():
-    memory, rewards = credit_memory.Memory(config_of(**CHOSEN)), rewards_of([1.0])
+    memory, rewards = memory_of(config_of(**CHOSEN)), rewards_of([1.0])
     lengths = lambda: memory.scores(rewards, [0]).short_answer.tolist()  # noqa: E731
     # Over two iterations: 4 easy groups with 5 correct answers within 2 tokens; hard ones with fewer than one each.
     within = np.array([[1, 3, 4, 6, 2], [0, 0, 0, 0, 0], [0, 1, 1, 1, 2]], np.float32)
@@ -556,8 +564,7 @@ def test_lengths_are_chosen_every_so_many_iterations_and_survive_a_checkpoint():
     assert lengths() == [4, 4, 4]
     memory.observe(rewards, [0], {"correct_within": within})
     assert lengths() == [4, 4, 4]
-    resumed = credit_memory.Memory(config_of(**CHOSEN))
-    resumed.restore(json.loads(json.dumps(memory.state())))
+    resumed = resumed_from(memory, config_of(**CHOSEN))
     memory.observe(rewards, [0], {"correct_within": more})
     resumed.observe(rewards, [0], {"correct_within": more})
     assert lengths() == [2, 4, 4] and resumed.state() == memory.state()
@@ -571,8 +578,8 @@ def test_lengths_are_chosen_every_so_many_iterations_and_survive_a_checkpoint():
 def test_the_program_takes_what_the_host_gives(kind):
     settings = {"advantage": kind} if kind in KINDS else CHOSEN
     config = config_of(8, functions=("a", "b"), weights=(1.0, 1.0), **settings)
-    expected = assemble(config, TINY, (257,), mesh_of(ONE)).abstract_scores
-    memory = credit_memory.Memory(config, TINY.width)
+    expected = assemble(config, TINY, (257,), mesh_of(ONE)).learner.abstract_scores
+    memory = memory_of(config, TINY.width)
     given = memory.scores(rewards_of(np.ones(64), a=np.ones(64), b=np.ones(64)), range(8))
     assert jax.tree.map(lambda x: (x.shape, x.dtype), given) == jax.tree.map(lambda x: (x.shape, x.dtype), expected)
 
@@ -592,7 +599,7 @@ def test_a_run_remembers_over_a_stop_what_was_answered(tmp_path, monkeypatch):
         assert train.train(freeze(settings | {"num_iterations": iterations}), tmp_path) == 0
         saved = json.loads((tmp_path / "checkpoints" / str(iterations) / "host" / "metadata").read_text())
         # Every question is asked once an iteration, and ghosts are wrong: a = 0.9 a, b = 0.9 b + 1 from 1, 1.
-        assert len(saved["memory"]["counts"]) == 8
+        assert len(saved["ledger"]["numbers"]["mssr"]) == 8
         expected = {1: [0.9, 1.9], 2: [0.81, 2.71]}[iterations]
         for _, *counts in saved["memory"]["counts"]:
             np.testing.assert_allclose(counts, expected, rtol=1e-6)

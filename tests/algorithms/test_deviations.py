@@ -21,6 +21,7 @@ from jaxrl_llm.algorithms.memory import Memory
 from jaxrl_llm.algorithms.surrogates import SURROGATES, Settings, Tokens
 from jaxrl_llm.config import freeze
 from jaxrl_llm.models.transformer import Model
+from jaxrl_llm.questions.ledger import Ledger
 from jaxrl_llm.types import OUTCOME_SCORE, Rewards
 
 RECIPES = pathlib.Path(__file__).parents[2] / "configs" / "recipes"
@@ -88,7 +89,7 @@ def test_mc_grpos_median_answer_adds_a_row_without_an_advantage():
 def test_mssrs_decay_moves_with_several_updates_alone():
     """The KL is of the rows as they are trained on: of fresh ones, at the first update, it is 0."""
     credit = {"advantage": "mssr", "baseline_decay": 0.96, "baseline_decay_moving": 0.875}
-    memory = Memory(freeze({"credit": credit, "rollout": {"group_size": 1, "prompts_per_iteration": 64}}))
+    memory = Memory(freeze({"credit": credit, "rollout": {"group_size": 1, "prompts_per_iteration": 64}}), 0, Ledger())
     question, reward = [7], Rewards(np.float32([1]), {}, np.int8([OUTCOME_SCORE]))
     a = b = 1.0
     # The mean over the iterations so far: 0, and then 0.02 nats a token, at which it has moved wholly.

@@ -39,7 +39,6 @@ def experience(seed: int) -> Experience:
         length=length.astype(np.int32),
         behaviour_logp=np.where(mask, rng.normal(-4, 0.3, (P * G, S)), np.nan).astype(np.float32),
         group_id=np.repeat(np.arange(P), G).astype(np.int32),
-        prompt_id=np.repeat(np.arange(P), G).astype(np.int32),
         policy_version=np.zeros((P * G, S), np.int32),
         stop_reason=np.ones(P * G, np.int8),
     )

@@ -19,6 +19,7 @@ from support.building import needs_reasoning_gym
 from jaxrl_llm.actor import reward_worker
 from jaxrl_llm.config import ConfigError, PromptsConfig
 from jaxrl_llm.questions import tasks
+from jaxrl_llm.questions.ledger import Ledger
 from jaxrl_llm.questions.stream import PromptStream, batch_of, encode_examples, split_held_out
 from jaxrl_llm.questions.tasks import letters
 from jaxrl_llm.types import Example
@@ -43,7 +44,7 @@ def encoded(num, **settings):
 
 
 def stream(num, *, seed=0, shuffle=True):
-    return PromptStream(encoded(num), PromptsConfig(max_tokens=6, shuffle=shuffle), seed=seed)
+    return PromptStream(encoded(num), PromptsConfig(max_tokens=6, shuffle=shuffle), Ledger(), seed=seed)
 
 
 def answers(batch):
@@ -51,7 +52,7 @@ def answers(batch):
 
 
 def assert_equal_batches(a, b):
-    for x, y in ((a.tokens, b.tokens), (a.length, b.length), (a.prompt_id, b.prompt_id)):
+    for x, y in ((a.tokens, b.tokens), (a.length, b.length), (a.group_id, b.group_id)):
         np.testing.assert_array_equal(x, y, strict=True)
     assert a.examples == b.examples
 
@@ -63,12 +64,12 @@ def test_batch_holds_padded_tokens_lengths_and_ids():
     examples, messages = encode_examples(
         [Example("ab", {}), Example("", {})], ByteTokenizer(), PromptsConfig(max_tokens=5, system_prompt="s")
     )
-    batch = batch_of(examples, [1, 0], first_prompt_id=7)
+    batch = batch_of(examples, [1, 0], first_group_id=7)
     np.testing.assert_array_equal(
         batch.tokens, np.array([[115, 62, 0, 0, 0], [115, 97, 98, 62, 0]], np.int32), strict=True
     )
     np.testing.assert_array_equal(batch.length, np.array([2, 4], np.int32), strict=True)
-    np.testing.assert_array_equal(batch.prompt_id, np.array([7, 8], np.int32), strict=True)
+    np.testing.assert_array_equal(batch.group_id, np.array([7, 8], np.int32), strict=True)
     assert [e.prompt for e in batch.examples] == ["", "ab"] and messages == []
 
 
@@ -88,7 +89,7 @@ def test_without_shuffle_the_order_is_that_of_the_file():
 
 def test_prompt_ids_count_the_stream_and_never_repeat():
     questions = stream(4)
-    ids = np.concatenate([questions.next_batch(3).prompt_id for _ in range(5)])
+    ids = np.concatenate([questions.next_batch(3).group_id for _ in range(5)])
     np.testing.assert_array_equal(ids, np.arange(15, dtype=np.int32), strict=True)
 
 
@@ -203,14 +204,14 @@ def test_questions_take_the_room_of_their_tokens_and_not_of_the_longest():
 
 
 def retiring(num, rate=0.75, **settings):
-    return PromptStream(encoded(num), PromptsConfig(max_tokens=6, retire_pass_rate=rate, **settings), seed=0)
+    return PromptStream(encoded(num), PromptsConfig(max_tokens=6, retire_pass_rate=rate, **settings), Ledger(), seed=0)
 
 
 def observe(questions, outcomes):
     """``outcomes``: question -> passes of its answers, None where the reward failed."""
     flat = [passed for group in outcomes.values() for passed in group]
     passed, scored = np.array([p is True for p in flat]), np.array([p is not None for p in flat])
-    questions.observe(list(outcomes), passed, scored)
+    questions.ledger.observe(list(outcomes), passed, scored)
 
 
 def test_solved_questions_are_not_asked_again_and_ids_stay_positions():
@@ -220,8 +221,8 @@ def test_solved_questions_are_not_asked_again_and_ids_stay_positions():
     observe(questions, {0: [True] * 4, 1: [True] * 3 + [False], 2: [True, False] * 2, 3: [None] * 4})
     assert questions.retired() == {0, 1}
     batch = questions.next_batch(3)
-    assert answers(batch) == [2, 3, 2] and batch.prompt_id.tolist() == [6, 7, 10]
-    assert [questions.question(i) for i in batch.prompt_id] == [2, 3, 2]
+    assert answers(batch) == [2, 3, 2] and batch.group_id.tolist() == [6, 7, 10]
+    assert [questions.question_id(i) for i in batch.group_id] == [2, 3, 2]
     # All answers count: 5 of 8, then 9 of 12.
     observe(questions, {2: [True] * 3 + [False]})
     assert questions.retired() == {0, 1}
@@ -235,15 +236,16 @@ def test_when_everything_is_solved_everything_is_asked_again():
     assert answers(questions.next_batch(4)) == [0, 1, 2, 0]
 
 
-def test_what_was_solved_survives_a_checkpoint_and_nothing_is_counted_unasked():
+def test_what_was_solved_survives_a_checkpoint_and_nothing_retires_unasked():
     questions, resumed = retiring(50), retiring(50)
-    observe(questions, {questions.question(i): [True, i % 2 == 0] for i in range(10)})
+    observe(questions, {questions.question_id(i): [True, i % 2 == 0] for i in range(10)})
     resumed.restore(json.loads(json.dumps(questions.state())))
+    resumed.ledger.restore(json.loads(json.dumps(questions.ledger.state())))
     assert len(resumed.retired()) == 5
     assert_equal_batches(resumed.next_batch(100), questions.next_batch(100))
     plain = stream(3)
     observe(plain, {0: [True]})
-    assert plain.state()["answers"] == []
+    assert plain.retired() == set()
 
 
 def test_a_prompt_without_tokens_is_refused():
@@ -256,7 +258,7 @@ def test_a_question_that_was_changed_since_the_checkpoint_is_noticed():
     changed = [*numbered(6), Example("q7", {"answer": 6}, "file.jsonl:7")]
     rows = encode_examples(changed, ByteTokenizer(), PromptsConfig(max_tokens=6))[0]
     with pytest.raises(ConfigError, match="not those of the checkpoint"):
-        PromptStream(rows, PromptsConfig(max_tokens=6), seed=0).restore(state)
+        PromptStream(rows, PromptsConfig(max_tokens=6), Ledger(), seed=0).restore(state)
 
 
 # Files

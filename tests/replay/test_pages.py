@@ -36,7 +36,6 @@ def make_rows(ids, length, width=WIDTH, xp=np):
             length=length,
             behaviour_logp=0 - number / 8,
             group_id=ids // 2,
-            prompt_id=ids,
             policy_version=xp.where(is_token & (at >= length[:, None] // 2), wide, -1),
             stop_reason=(ids % 4).astype(xp.int8),
             support=xp.where(is_token[..., None], wide[..., None] + xp.arange(3, dtype=xp.int32)[None, None, :], 0),
@@ -45,6 +44,7 @@ def make_rows(ids, length, width=WIDTH, xp=np):
         advantage=number,
         trainable=ids >= 0,
         returns=number / 4,
+        question_id=ids,
     )
 
 
@@ -117,7 +117,7 @@ def test_it_holds_the_newest_rows_that_fit_slots_and_pages_and_draws_no_others(b
         for m, model in enumerate(models):
             real = np.asarray(info.is_real[m])
             got = jax.tree.map(lambda x, m=m, real=real: np.asarray(x[m])[real], batch.replace(age_bucket=None))
-            order = np.argsort(got.rollout.prompt_id)
+            order = np.argsort(got.reward.astype(int))
             expected = make_rows(model.ids(), [size for _, size in model.rows])
             assert_same(jax.tree.map(lambda x, order=order: x[order], got), expected)
         assert int(replay.num_filled(ring)) == sum(len(model.rows) for model in models)
@@ -133,7 +133,7 @@ def test_a_group_whose_first_row_is_gone_is_not_drawn():
         ring = insert(ring, make_rows(ids, length * SHARDS), np.int32(iteration))
     assert int(replay.num_filled(ring)) == SHARDS * 5
     _, batch, info = draw(ring, jax.random.key(0), np.int32(2), ReplayConfig(), batch_size=12, group_size=2)
-    for ids, real in zip(np.asarray(batch.rollout.prompt_id), np.asarray(info.is_real), strict=True):
+    for ids, real in zip(np.asarray(batch.reward, int), np.asarray(info.is_real), strict=True):
         assert sorted(ids[real].tolist()) == [2, 3, 4, 5]
 
 
@@ -144,7 +144,7 @@ def test_a_delay_that_the_pages_do_not_hold_draws_nothing():
         ring = insert(ring, make_rows(np.arange(4) + 4 * iteration, length), np.int32(iteration))
     _, batch, info = draw(ring, jax.random.key(0), np.int32(2), config, batch_size=4)
     assert info.is_real.tolist() == [[True, True], [False, False]]
-    assert sorted(batch.rollout.prompt_id[0].tolist()) == [0, 1]
+    assert sorted(batch.reward.astype(int)[0].tolist()) == [0, 1]
 
 
 def test_a_row_of_full_width_has_17_to_32_pages_where_it_has_as_many_tokens():

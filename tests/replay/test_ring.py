@@ -34,7 +34,6 @@ def make_experience(ids, states=None, width=WIDTH, xp=np):
             length=ids % 5,
             behaviour_logp=-wide.astype(xp.float32),
             group_id=ids // 2,
-            prompt_id=ids,
             policy_version=wide + 1,
             stop_reason=(ids % 4).astype(xp.int8),
         ),
@@ -42,8 +41,14 @@ def make_experience(ids, states=None, width=WIDTH, xp=np):
         advantage=wide.astype(xp.float32) / 8,
         trainable=xp.asarray([s != "failed" for s in states]),
         tied=ids < 0,
+        question_id=ids // 2,
         ref_logp=wide.astype(xp.float32) / 4,
     )
+
+
+def ids_of(rows):
+    """Of rows of ``make_experience``, in whatever shape they come."""
+    return abs(rows.reward).astype(int)
 
 
 def shape_of(num_rows, width=WIDTH):
@@ -162,7 +167,7 @@ def check_draw(model, rows, info, iteration, config, fresh_wanted):
     for m in range(SHARDS):
         allowed = model.drawable(m, iteration)
         real = info.is_real[m]
-        ids = rows.rollout.prompt_id[m][real].tolist()
+        ids = ids_of(rows)[m][real].tolist()
         assert len(ids) == min(BATCH // SHARDS, len(allowed)) == len(set(ids))
         assert set(ids) <= set(allowed)
         num_fresh = sum(allowed[i]["inserted"] == iteration for i in ids)
@@ -188,7 +193,7 @@ def test_a_ring_of_groups_gives_the_slots_of_tied_superseded_and_used_up_ones_fi
     insert = functools.partial(replay.insert, config=config, pass_threshold=0.5, group_size=2)
 
     def ids(ring):
-        return np.asarray(ring.slots.rollout.prompt_id)[0].tolist()
+        return ids_of(ring.slots)[0].tolist()
 
     ring = replay.init(shape_of(1), capacity=8, num_shards=1)
     ring = insert(ring, rows_of_questions([5, 6], ["right", "wrong"] * 2, 0), iteration=np.int32(0))
@@ -203,7 +208,7 @@ def test_a_ring_of_groups_gives_the_slots_of_tied_superseded_and_used_up_ones_fi
     # The newest group is used up: the next goes there, though the oldest has been in the ring for four iterations.
     fresh = ReplayConfig(**{**vars(config), "fresh_fraction": 1.0})
     ring, batch, _ = replay.draw(ring, jax.random.key(0), np.int32(3), fresh, batch_size=2, group_size=2)
-    assert batch.rollout.prompt_id.tolist() == [[10, 11]]
+    assert ids_of(batch).tolist() == [[10, 11]]
     ring = insert(ring, rows_of_questions([10], ["right", "wrong"], 12), iteration=np.int32(4))
     assert ids(ring) == [0, 1, 8, 9, 4, 5, 12, 13]
     # Nothing is spent: now the oldest goes.
@@ -231,9 +236,9 @@ def test_which_slot_a_new_row_takes(config, gone):
         rows = make_experience([iteration])
         rows = rows.replace(advantage=np.full_like(rows.advantage, advantage))
         ring = jit_insert(ring, rows, np.int32(iteration), config)
-    assert ring.slots.rollout.prompt_id.tolist() == [[0, 1, 2, 3]]
+    assert ids_of(ring.slots).tolist() == [[0, 1, 2, 3]]
     ring = jit_insert(ring, make_experience([4]), np.int32(4), config)
-    assert ring.slots.rollout.prompt_id.tolist() == [[4 if i == gone else i for i in range(4)]]
+    assert ids_of(ring.slots).tolist() == [[4 if i == gone else i for i in range(4)]]
 
 
 def test_whatever_can_be_drawn_is_not_overwritten_before_what_cannot():
@@ -252,11 +257,11 @@ def test_whatever_can_be_drawn_is_not_overwritten_before_what_cannot():
             advantage = rng.integers(0, 2, (2, 1)) * np.ones_like(rows.advantage)
             ring = jit_insert(ring, rows.replace(advantage=advantage), np.int32(iteration), config)
             spent = np.asarray(is_spent(ring, np.int32(iteration), config))[0]
-            names = set(np.asarray(ring.slots.rollout.prompt_id)[0][spent].tolist()) - {0}  # slots never written
+            names = set(ids_of(ring.slots)[0][spent].tolist()) - {0}  # slots never written
             for later in range(iteration, iteration + 3):
                 key = jax.random.key(later)
                 _, batch, info = jit_draw(jit_copy(ring), key, np.int32(later), config, batch_size=8)
-                assert not names & set(batch.rollout.prompt_id[info.is_real].tolist())
+                assert not names & set(ids_of(batch)[info.is_real].tolist())
 
 
 # --- statistics of the synchronous FIFO ----------------------------------------------------------------------------
@@ -277,7 +282,7 @@ def test_uses_ages_and_first_uses_follow_the_closed_forms():
             ended = replay.ended(before, ring, num_new=num_in)
             key = jax.random.fold_in(jax.random.key(0), iteration)
             ring, rows, info = replay.draw(ring, key, iteration, ReplayConfig(), batch_size=num_out)
-            return ring, (rows.rollout.prompt_id, info, replay.sums(info) | ended)
+            return ring, (ids_of(rows), info, replay.sums(info) | ended)
 
         ring = replay.init(shape_of(1), capacity=num_slots, num_shards=2)
         return jax.lax.scan(step, ring, jnp.arange(steps))[1]
@@ -321,10 +326,10 @@ def test_a_ring_of_one_iteration_is_on_policy():
         ring = jit_insert(ring, make_experience(ids), np.int32(iteration), ReplayConfig())
         key = jax.random.key(iteration)
         ring, rows, info = jit_draw(ring, key, np.int32(iteration), ReplayConfig(), batch_size=8)
-        assert sorted(np.asarray(rows.rollout.prompt_id).ravel().tolist()) == ids.tolist()
+        assert sorted(ids_of(rows).ravel().tolist()) == ids.tolist()
         sums = {name: int(value) for name, value in replay.sums(info).items()}
         unique = sums.pop("unique_prompt_count")
-        assert unique == len({tuple(range(10 * i, 10 * i + i % 3)) for i in ids.tolist()})
+        assert unique == 4  # two rows of each question
         expected = {"age_sum": 0, "age_max": 0, "uses_sum": 8, "first_use_count": 8, "real_count": 8}
         assert sums == expected | {"since_last_use_sum": 0}
 
@@ -333,15 +338,13 @@ def test_a_ring_of_one_iteration_is_on_policy():
 
 
 def rows_of_questions(questions, states, first_id, advantage=None):
-    """Rows in groups of two whose prompts are [q, q]; the first question may be any number."""
+    """Rows in groups of two."""
     rows = make_experience(np.arange(first_id, first_id + len(states)), states)
-    tokens = rows.rollout.tokens.copy()
-    tokens[:, :2] = np.repeat(questions, 2)[:, None]
-    rollout = rows.rollout.replace(tokens=tokens, prompt_length=np.full(len(states), 2, np.int32))
+    rows = rows.replace(question_id=np.repeat(np.int32(questions), 2))
     if advantage is not None:
         rows = rows.replace(advantage=np.repeat(np.float32(advantage)[:, None], WIDTH, axis=1))
         rows = rows.replace(tied=~rows.advantage.any(axis=1))
-    return rows.replace(rollout=rollout)
+    return rows
 
 
 def test_a_solved_group_and_the_earlier_visits_of_a_question_are_retired():
@@ -377,7 +380,7 @@ def test_the_ring_of_correct_rows_takes_none_that_would_never_be_drawn():
     ring = insert(jit_init(8, 1), rows.replace(tied=np.arange(4) % 2 == 0), np.int32(0))
     ring = insert(ring, make_experience(np.arange(4, 8), ["right"] * 4), np.int32(1))
     assert ring.inserted_step[0, 4:].tolist() == [0, 0, -1, -1]
-    assert ring.slots.rollout.prompt_id[0, 4:6].tolist() == [1, 3]
+    assert ids_of(ring.slots)[0, 4:6].tolist() == [1, 3]
 
 
 def test_a_demonstration_stays_where_it_is_imitated_though_its_group_is_tied():
@@ -417,14 +420,6 @@ def test_however_old_a_row_is_it_may_be_drawn_by_age():
     assert set(info.age.ravel().tolist()) == {2}
 
 
-def test_prompts_are_told_apart_by_their_tokens_alone():
-    tokens = np.array([[1, 2, 9], [1, 2, 5], [2, 1, 9], [1, 2, 9], [0, 0, 9], [0, 7, 9]], np.int32)
-    rows = make_experience(np.arange(6)).rollout
-    question = replay.question_hash(rows.replace(tokens=tokens, prompt_length=np.array([2, 2, 2, 3, 2, 1], np.int32)))
-    assert question[0] == question[1]  # completions do not matter
-    assert len(set(question.tolist())) == 5  # order, length and zeros do
-
-
 def test_a_delayed_batch_has_one_age_and_before_that_there_is_none():
     config = ReplayConfig(delay_iterations=2, max_uses=1)
     ring = jit_init(8, 2)
@@ -435,7 +430,7 @@ def test_a_delayed_batch_has_one_age_and_before_that_there_is_none():
         ring, rows, info = jit_draw(ring, key, np.int32(iteration), config, batch_size=2)
         assert info.is_real.tolist() == [[iteration >= 2]] * 2
         if iteration >= 2:
-            assert rows.rollout.prompt_id.ravel().tolist() == (ids - 4).tolist()
+            assert ids_of(rows).ravel().tolist() == (ids - 4).tolist()
             assert info.age.tolist() == [[2], [2]] and rows.age_bucket.tolist() == [[2], [2]]
 
 
@@ -452,7 +447,7 @@ def test_a_row_is_drawn_in_proportion_to_its_weight(config, expected):
     for iteration, advantage in enumerate(([1, -2], [0, 1])):
         rows = rows_of_questions([5], ["right", "right"], 2 * iteration, advantage)
         ring = jit_insert(ring, rows, np.int32(iteration), ReplayConfig())
-    draw = jax.jit(jax.vmap(lambda key: replay.draw(ring, key, 1, config, batch_size=1)[1].rollout.prompt_id[0, 0]))
+    draw = jax.jit(jax.vmap(lambda key: ids_of(replay.draw(ring, key, 1, config, batch_size=1)[1])[0, 0]))
     share = np.bincount(np.asarray(draw(jax.random.split(jax.random.key(0), 4000))), minlength=4) / 4000
     # Binomial: 5 standard deviations, 4 rows: false alarm < 3e-6.
     assert (np.abs(share - expected) <= 5 * np.sqrt(np.array(expected) * (1 - np.array(expected)) / 4000)).all(), share
@@ -521,7 +516,7 @@ def test_likely_rollouts_are_kept_and_their_ratios_are_more_alike():
     bar = new_logp[drawn[1]].mean()
     expected = [i for i in range(size) if old_logp[drawn[0][i]].mean() >= bar and i != 7]
     is_kept = np.asarray(ring.inserted_step)[0, size:] >= 0
-    kept = np.asarray(ring.slots.rollout.prompt_id)[0, size:][is_kept].tolist()
+    kept = ids_of(ring.slots)[0, size:][is_kept].tolist()
     assert kept == expected and 0 < len(kept) < size
     ratio = np.exp((new_logp - old_logp)[drawn[0]].sum(axis=1))
     effective = lambda w: w.sum() ** 2 / (len(w) * (w**2).sum())  # noqa: E731

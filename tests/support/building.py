@@ -141,9 +141,9 @@ def make_prompts(ids, *, width=PROMPT_TOKENS, arch=TINY):
 
 
 def completions(rollout):
-    """{(prompt_id, sample index): completion's token ids}."""
+    """{(group_id, sample index): completion's token ids}."""
     seen, result = {}, {}
-    for row, name in enumerate(rollout.prompt_id.tolist()):
+    for row, name in enumerate(rollout.group_id.tolist()):
         sample = seen[name] = seen.get(name, -1) + 1
         result[name, sample] = tuple(rollout.tokens[row, rollout.prompt_length[row] : rollout.length[row]].tolist())
     return result
@@ -206,7 +206,6 @@ def random_experience(
         length=length,
         behaviour_logp=np.where(mask, behaviour_logp, 0.0).astype(np.float32),
         group_id=np.arange(B, dtype=np.int32) // 2,
-        prompt_id=np.arange(B, dtype=np.int32) // 2,
         policy_version=np.where(mask, 0, -1).astype(np.int32),
         stop_reason=np.ones(B, np.int8),
     )

@@ -27,6 +27,7 @@ from jaxrl_llm.algorithms.memory import Memory
 from jaxrl_llm.config import freeze
 from jaxrl_llm.models.architecture import Architecture
 from jaxrl_llm.models.transformer import Model
+from jaxrl_llm.questions.ledger import Ledger
 from jaxrl_llm.run import assemble
 from jaxrl_llm.runtime import sharding
 from jaxrl_llm.runtime.checkpoint import Checkpointer
@@ -190,7 +191,6 @@ def make_rollout(group_size, *, lengths="ragged", seed=0):
         length=length.astype(np.int32),
         behaviour_logp=np.where(mask, np.minimum(logp, -0.01), 0.0).astype(np.float32),
         group_id=(100 + group).astype(np.int32),
-        prompt_id=(100 + group).astype(np.int32),
         policy_version=np.where(mask, 0, -1).astype(np.int32),
         stop_reason=np.where(completion == COMPLETION_TOKENS, STOP_LENGTH, STOP_EOS).astype(np.int8),
     )
@@ -210,7 +210,7 @@ def make_rows(config, rollout, reward=None, *, seed=0):
         regression = (x.T @ np.concatenate([x, y], axis=1)).astype(np.float32)
     moments = np.zeros(3, np.float32) if config.credit.advantage_norm_decay else None
     known = np.where(FAILED, 0, reward).astype(np.float32)
-    scores = Scores(known, ~FAILED, parts, baseline, regression, moments=moments)
+    scores = Scores(known, ~FAILED, rollout.group_id, parts, baseline, regression, moments=moments)
     reference = make_reference(config, rollout, rng)
     if config.keeps_entropy:
         entropy = np.where(rollout.behaviour_logp < 0, rng.uniform(0, 3, rollout.behaviour_logp.shape), 0)
@@ -473,18 +473,22 @@ def test_stopped_and_resumed_is_bitwise_the_whole(recipe, tmp_path):
         memory.observe(rewards, questions, jax.device_get(used | made))
         return state, ring, made, used
 
-    memory = Memory(config, SMALL.width)
+    ledger = Ledger()
+    memory = Memory(config, SMALL.width, ledger)
     state, ring, *_ = advance(*iteration.start(), memory, 0)
     arrays, checkpoints = {"train": state, "ring": ring}, Checkpointer(tmp_path, config.checkpoint)
-    checkpoints.save(1, arrays, {"memory": memory.state()}, config, pass_rate=None)
-    expected = *advance(state, ring, memory, 1), memory.state()
+    checkpoints.save(1, arrays, {"memory": memory.state(), "ledger": ledger.state()}, config, pass_rate=None)
+    expected = *advance(state, ring, memory, 1), memory.state(), ledger.state()
 
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), arrays)
     restored = checkpoints.restore(abstract, config, allow_config_changes=False)
     checkpoints.close()
-    memory = Memory(config, SMALL.width)
+    ledger = Ledger()
+    memory = Memory(config, SMALL.width, ledger)
     memory.restore(restored.host_state["memory"])
-    actual = *advance(restored.device_state["train"], restored.device_state["ring"], memory, 1), memory.state()
+    ledger.restore(restored.host_state["ledger"])
+    arrays = advance(restored.device_state["train"], restored.device_state["ring"], memory, 1)
+    actual = *arrays, memory.state(), ledger.state()
     jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 

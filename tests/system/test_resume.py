@@ -23,6 +23,7 @@ import pytest
 from support import ghosts
 
 from jaxrl_llm import train as train_module
+from jaxrl_llm.actor import evaluation
 from jaxrl_llm.config import ConfigError, freeze
 
 CONFIG = pathlib.Path(__file__).parents[2] / "configs" / "debug.py"
@@ -241,16 +242,16 @@ def test_a_stop_asked_for_during_an_evaluation_saves_that_iteration(finished_cop
     mapping["eval"] |= {"num_prompts": 2, "every_iterations": 2}
     mapping["rollout"]["lookahead_prompts"] = 0
     mapping["checkpoint"]["every_iterations"] = 4
-    versions = []
+    versions, sizes = [], {"num_prompts": 2, "num_samples": 4}
 
     def evaluate(*_, **__):
         versions.append(len(versions))
         if len(versions) == 2:  # the first is before training, this one after iteration 2
             signal.raise_signal(signal.SIGTERM)
-        return {"pass_rate": 0.5, "completion_length_tokens": 1.0, "pass_at_k": {"4": 0.5}}
+        return {"pass_rate": 0.5, "completion_length_tokens": 1.0, "pass_at_k": {"4": 0.5}, **sizes}
 
     ghosts.haunt(monkeypatch)
-    monkeypatch.setattr(train_module, "evaluate", evaluate)
+    monkeypatch.setattr(evaluation, "evaluate", evaluate)
     assert train_module.train(freeze(mapping), tmp_path / "run") == 0
     assert "stopped by SIGTERM after iteration 2" in capfd.readouterr().out
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["2"]

@@ -1,0 +1,98 @@
+"""The ledger: which question is which, and what is remembered of each.
+
+A question is its prompt's token ids: its ``question_id`` is the same on every visit, in every copy of it in the data,
+and for the answers of others to it. A ``group_id`` is one visit.
+
+Owns: identity of questions, counts of answers, numbers that methods keep by question, their form in a checkpoint. Does
+not know: which questions are asked, what the numbers mean.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+
+class Answers(NamedTuple):
+    """Of one question, so far."""
+
+    passed: int
+    scored: int
+
+
+class Numbers:
+    """A few numbers per question; those of a question that has none yet are ``start``."""
+
+    def __init__(self, start: tuple[float, ...]):
+        self.start = start
+        self._by_question: dict[int, tuple[float, ...]] = {}
+
+    def of(self, question: int) -> tuple[float, ...]:
+        return self._by_question.get(question, self.start)
+
+    def set(self, question: int, numbers: Iterable[float]) -> None:
+        self._by_question[question] = tuple(numbers)
+
+    def state(self) -> list[list[float]]:
+        return [[question, *numbers] for question, numbers in self._by_question.items()]
+
+    def restore(self, state: list[list[float]]) -> None:
+        self._by_question = {int(question): tuple(numbers) for question, *numbers in state}
+
+
+class Ledger:
+    """What a run knows of questions. Ids count from 0 in the order in which questions are first met."""
+
+    def __init__(self) -> None:
+        self._ids: dict[bytes, int] = {}
+        self._of_data = 0
+        self._answers: dict[int, Answers] = {}
+        self._numbers: dict[str, Numbers] = {}
+
+    def question_id(self, tokens: Any) -> int:
+        """Of a prompt's token ids, [n] integers without padding."""
+        digest = hashlib.blake2b(np.asarray(tokens, np.int32).tobytes(), digest_size=16).digest()
+        return self._ids.setdefault(digest, len(self._ids))
+
+    def close_data(self) -> None:
+        """All questions of the data have been met: those that come now are others' and go into checkpoints."""
+        self._of_data = len(self._ids)
+
+    def observe(self, questions: Sequence[int], passed: np.ndarray, scored: np.ndarray) -> None:
+        """Count answers, [B] bool each; the rows of a question's group are neighbours."""
+        counts = (np.sum(x.reshape(len(questions), -1), axis=1).tolist() for x in (passed & scored, scored))
+        for question, num_passed, num_scored in zip(questions, *counts, strict=True):
+            before = self.answers(question)
+            self._answers[question] = Answers(before.passed + num_passed, before.scored + num_scored)
+
+    def answers(self, question: int) -> Answers:
+        return self._answers.get(question, Answers(0, 0))
+
+    def passing(self, rate: float) -> set[int]:
+        """Questions whose answers so far have passed at this rate or a higher one."""
+        return {q for q, (passed, scored) in self._answers.items() if scored and passed >= rate * scored}
+
+    def numbers(self, name: str, start: tuple[float, ...]) -> Numbers:
+        """Those kept under this name."""
+        numbers = self._numbers.setdefault(name, Numbers(start))
+        numbers.start = start  # a restored ledger does not know it
+        return numbers
+
+    def state(self) -> dict[str, Any]:
+        """What ``restore`` needs to go on from here; plain JSON."""
+        return {
+            "others": [digest.hex() for digest in list(self._ids)[self._of_data :]],
+            "answers": [[question, *counts] for question, counts in self._answers.items()],
+            "numbers": {name: numbers.state() for name, numbers in self._numbers.items()},
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Into a ledger that has met the same data."""
+        for digest in state["others"]:
+            self._ids.setdefault(bytes.fromhex(digest), len(self._ids))
+        self._answers = {question: Answers(*counts) for question, *counts in state["answers"]}
+        for name, numbers in state["numbers"].items():
+            self.numbers(name, ()).restore(numbers)
