@@ -68,6 +68,7 @@ from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.ops.logp import chunked_logp, project
 from jaxrl_llm.ops.sampling import Filter, token_logp
 from jaxrl_llm.questions import tasks
+from jaxrl_llm.questions.ledger import Ledger
 from jaxrl_llm.questions.stream import PromptStream, encode_examples, split_held_out
 from jaxrl_llm.replay import ring as replay
 from jaxrl_llm.run import assemble
@@ -349,7 +350,7 @@ def questions(s: Setting) -> Iterator[Row]:
             examples = timed("read", tasks.load, config, seed=0).examples
             examples, _ = timed("held out", split_held_out, examples, 128, seed=0)
             encoded, _ = timed("tokenised", encode_examples, examples, tokenizer, config)
-            stream = timed("ordered", PromptStream, encoded, config, seed=0)
+            stream = timed("ordered", PromptStream, encoded, config, Ledger(), seed=0)
             memory.append(process.memory_info().rss - before)
             for _ in range(20):
                 timed("next 16", stream.next_batch, 16)

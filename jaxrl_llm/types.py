@@ -160,13 +160,13 @@ class Experience:
     # [B] bool: where siblings are compared, of a group of equal rewards, elsewhere of one without an advantage. Asked
     # for as the row comes: the ring does not keep it.
     tied: jax.Array | None = None
-    question_id: jax.Array | None = None  # [B] i32; the ring keeps it beside the rows (``RingState.question``)
     group_mean: jax.Array | None = None  # [B] f32, mean of the group's rewards at that time, 0.0 where not trainable
     ref_logp: jax.Array | None = None  # [B, S] f32 nats of the frozen reference, 0.0 off the completion
     age_bucket: jax.Array | None = None  # [B] i32, 0..len(AGE_BUCKETS); of a drawn row, not stored in the ring
     returns: jax.Array | None = None  # [B, S] f32 what a critic should expect at each token, 0.0 off the completion
     value: jax.Array | None = None  # [B, S] f32 what it did expect, where its loss is clipped
     old_logp: jax.Array | None = None  # [B, S] f32 nats of the learner when the row went into the ring
+    question_id: jax.Array | None = None  # [B] i32; the ring keeps it beside the rows (``RingState.question``)
 
 
 @flax.struct.dataclass

@@ -401,7 +401,7 @@ def _rows(groups: Sequence[Group | None], config: Config, *, first_id: int) -> R
             tokens[row, prompt_length[row] : length[row]] = ids
             stop_reason[row] = reason
     ids = np.repeat(first_id - np.arange(len(groups), dtype=np.int32), size)
-    return Rollout(tokens, prompt_length, length, None, ids, ids, None, stop_reason)
+    return Rollout(tokens, prompt_length, length, None, ids, None, stop_reason)
 
 
 def _beside(own: Any, theirs: Any, num_devices: int) -> np.ndarray:

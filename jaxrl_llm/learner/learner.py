@@ -271,14 +271,7 @@ class Learner:
         memory: what methods remember of earlier rewards.
     """
 
-    def __init__(
-        self,
-        programs: LearnerPrograms,
-        compiled: dict[str, Any],
-        *,
-        reference: Any = None,
-        ledger: Ledger | None = None,
-    ):
+    def __init__(self, programs: LearnerPrograms, compiled: dict[str, Any], ledger: Ledger, *, reference: Any = None):
         self.config, self._compiled, self._reference = programs.config, compiled, reference
         self._layout = jax.tree.map(lambda x: x.sharding, programs.abstract_scores)
         self._everywhere = sharding.replicated(programs.mesh, 0)

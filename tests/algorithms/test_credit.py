@@ -601,8 +601,8 @@ def test_a_run_remembers_over_a_stop_what_was_answered(tmp_path, monkeypatch):
         # Every question is asked once an iteration, and ghosts are wrong: a = 0.9 a, b = 0.9 b + 1 from 1, 1.
         assert len(saved["ledger"]["numbers"]["mssr"]) == 8
         expected = {1: [0.9, 1.9], 2: [0.81, 2.71]}[iterations]
-        for _, *counts in saved["memory"]["counts"]:
+        for _, *counts in saved["ledger"]["numbers"]["mssr"]:
             np.testing.assert_allclose(counts, expected, rtol=1e-6)
-        assert sorted(saved["stream"]["answers"]) == [[q, 0, iterations] for q in range(8)]
+        assert sorted(saved["ledger"]["answers"]) == [[q, 0, iterations] for q in range(8)]
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["prompts/retired"] for row in rows] == [0, 0]

@@ -42,7 +42,9 @@ def experience(seed: int) -> Experience:
         policy_version=np.zeros((P * G, S), np.int32),
         stop_reason=np.ones(P * G, np.int8),
     )
-    rows = Experience(rollout, np.zeros(P * G, np.float32), advantage.astype(np.float32), np.arange(P * G) % 5 != 3)
+    trainable = np.arange(P * G) % 5 != 3
+    rows = Experience(rollout, np.zeros(P * G, np.float32), advantage.astype(np.float32), trainable)
+    rows = rows.replace(question_id=rollout.group_id)
     return jax.tree.map(lambda x: jnp.asarray(x)[None], rows)
 
 

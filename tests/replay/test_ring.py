@@ -46,6 +46,11 @@ def make_experience(ids, states=None, width=WIDTH, xp=np):
     )
 
 
+def stored_of(ids, states):
+    """The same rows as slots keep them."""
+    return make_experience(ids, states).replace(tied=None, question_id=None)
+
+
 def ids_of(rows):
     """Of rows of ``make_experience``, in whatever shape they come."""
     return abs(rows.reward).astype(int)
@@ -150,7 +155,7 @@ def check_contents(model, ring):
         order = [lane[len(lane) - len(rows) :] for lane, rows in zip((main, kept), model.lanes(m), strict=True)]
         order = np.concatenate(order).tolist()
         rows = [row for lane in model.lanes(m) for row in lane]
-        expected = make_experience([r["id"] for r in rows], [r["state"] for r in rows]).replace(tied=None)
+        expected = stored_of([r["id"] for r in rows], [r["state"] for r in rows])
         stored = jax.tree.map(lambda x, m=m, order=order: x[m][order], ring.slots)
         jax.tree.map(np.testing.assert_array_equal, stored, expected)
         assert ring.uses[m][order].tolist() == [r["uses"] for r in rows]
@@ -178,7 +183,7 @@ def check_draw(model, rows, info, iteration, config, fresh_wanted):
         assert info.uses[m][real].tolist() == [allowed[i]["uses"] + 1 for i in ids]
         assert not (info.age[m][~real].any() or info.uses[m][~real].any() or info.first_use[m][~real].any())
         got = jax.tree.map(lambda x, m=m, real=real: x[m][real], rows)
-        expected = make_experience(ids, [allowed[i]["state"] for i in ids]).replace(tied=None)
+        expected = stored_of(ids, [allowed[i]["state"] for i in ids])
         jax.tree.map(np.testing.assert_array_equal, got.replace(age_bucket=None), expected)
         since = [model.num_draws - allowed[i]["last_use"] if allowed[i]["uses"] else 0 for i in ids]
         assert info.since_last_use[m][real].tolist() == since

@@ -127,6 +127,7 @@ def rings(on_host, config):
     """Five iterations of a ring on eight devices: the ring and the rows drawn after each."""
     mesh = mesh_of(EIGHT)
     rows = random_experience(with_reference=False)
+    rows = rows.replace(question_id=rows.rollout.group_id)
     sizes = {"capacity": 48, "num_shards": 8, "capacity_tokens": config.capacity_tokens}
     init = functools.partial(replay.init, rows, on_host=on_host, **sizes)
     layout = sharding.leading(mesh, jax.eval_shape(init))
@@ -140,6 +141,7 @@ def rings(on_host, config):
         ring, seen = jax.jit(init, out_shardings=layout)(), []
         for iteration in range(5):
             rows = random_experience(seed=iteration, with_reference=False)
+            rows = rows.replace(question_id=rows.rollout.group_id)
             ring = insert(ring, jax.device_put(rows, sharding.leading(mesh, rows)), np.int32(iteration))
             ring, batch, info = draw(ring, jax.random.key(iteration), np.int32(iteration))
             assert kinds(ring.slots) == {"pinned_host" if on_host else "device"} and kinds(batch) == {"device"}

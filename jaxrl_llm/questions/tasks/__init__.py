@@ -1,16 +1,29 @@
-"""Where questions come from: one module per family of tasks, each as ``protocol`` says.
+"""Where questions come from: one module per family of tasks, which has
 
-Owns: which module serves which ``prompts.source``. Does not know: what is in them. A module is imported when
-it is asked for, so that a task's dependencies are needed by its users alone.
+    SCORER: str                                  # "package.module:function", or "" when the task has no scorer
+    load(config: PromptsConfig, *, seed: int) -> Loaded
+
+and its scorer has the signature of every reward function, ``reward(prompts, completions, **columns)
+-> list[float]``, where each column of ``Example.columns`` arrives as a list beside the completions.
+
+Reward workers import the scorer's module in a process of their own: nothing here, nor in a task module
+outside ``load``, may import jax.
+
+Owns: which module serves which ``prompts.source``, what it gives. Does not know: what is in them. A module is imported
+when it is asked for, so that a task's dependencies are needed by its users alone.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 from jaxrl_llm.config import PromptsConfig
-from jaxrl_llm.questions.tasks.protocol import Loaded
+
+if TYPE_CHECKING:
+    from jaxrl_llm.types import Example
 
 TASKS = {
     "letters": "jaxrl_llm.questions.tasks.letters",
@@ -19,6 +32,19 @@ TASKS = {
     "jsonl": "jaxrl_llm.questions.tasks.files",
     "parquet": "jaxrl_llm.questions.tasks.files",
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """The questions of a task, in its own order.
+
+    Attributes:
+        examples: at least one.
+        bad_rows: one message ("file:line: why") for each row skipped under ``prompts.bad_row="skip"``.
+    """
+
+    examples: tuple[Example, ...]
+    bad_rows: tuple[str, ...] = ()
 
 
 def load(config: PromptsConfig, *, seed: int) -> Loaded:

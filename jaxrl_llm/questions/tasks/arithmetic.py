@@ -15,7 +15,7 @@ import zlib
 import numpy as np
 
 from jaxrl_llm.config import ConfigError, PromptsConfig
-from jaxrl_llm.questions.tasks.protocol import Loaded
+from jaxrl_llm.questions.tasks import Loaded
 
 SCORER = "jaxrl_llm.questions.tasks.arithmetic:reward"
 

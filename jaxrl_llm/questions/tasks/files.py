@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from jaxrl_llm.config import ConfigError, PromptsConfig
-from jaxrl_llm.questions.tasks.protocol import Loaded
+from jaxrl_llm.questions.tasks import Loaded
 
 SCORER = ""  # a file has no scorer of its own: rewards.functions names one
 MAX_LINE_BYTES = 2**26  # a file without line ends is not read into memory

@@ -10,7 +10,7 @@ from __future__ import annotations
 import string
 
 from jaxrl_llm.config import PromptsConfig
-from jaxrl_llm.questions.tasks.protocol import Loaded
+from jaxrl_llm.questions.tasks import Loaded
 
 SCORER = "jaxrl_llm.questions.tasks.letters:reward"
 

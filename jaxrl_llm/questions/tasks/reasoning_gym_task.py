@@ -18,7 +18,7 @@ import types
 from typing import Any
 
 from jaxrl_llm.config import ConfigError, PromptsConfig
-from jaxrl_llm.questions.tasks.protocol import Loaded
+from jaxrl_llm.questions.tasks import Loaded
 
 # Packages of reasoning-gym that come as source alone, so that not every machine has them: the games that need each.
 SOURCE_PACKAGES = {
