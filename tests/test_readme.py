@@ -1,11 +1,14 @@
-"""What the README says is run. Its files are written, its commands are typed into one folder, in their order.
+"""What the documents say is run. Their files are written, their commands are typed into one folder, in their order.
 
-Commands run as they stand, with these exceptions, which make a minute of an hour:
+Of README.md and then the pages of docs, in the order of ``PAGES``. Commands run as they stand, with these exceptions,
+which make minutes of hours:
   - ``train`` gets ``TINY`` instead of what it gives for those settings: two iterations of the tiny random model;
   - ``sweep`` gets them too, and one learning rate instead of two;
+  - ``sft`` takes two steps;
   - ``--model=smollm2-135m-instruct`` becomes the tiny random model;
   - ``plan`` leaves out the evaluation's programs;
   - ``launch/{setup,local,test}.sh`` are not run: ``test_launch`` does, with stand-ins for pip and Python.
+Not run are the commands of ``MEASURED``, which take hours or another machine: what they name must be there.
 """
 
 import dataclasses
@@ -24,6 +27,13 @@ from jaxrl_llm.reports.metrics import METRICS
 
 REPOSITORY = pathlib.Path(__file__).parents[1]
 README = (REPOSITORY / "README.md").read_text()
+# In the order in which their commands are run: later ones read what earlier ones wrote.
+PAGES = ("README.md", "docs/questions.md", "docs/methods.md", "docs/replay.md", "docs/sweeps.md", "docs/running.md")
+MEASURED = ("BENCHMARKS.md", "docs/replay_study.md")
+# Of the past: what it names may be gone.
+DATED = ("docs/log.md", "CHANGELOG.md")
+TEXTS = {name: (REPOSITORY / name).read_text() for name in (*PAGES, *MEASURED, *DATED)}
+TODAY = "\n".join(TEXTS[name] for name in PAGES + MEASURED)
 
 GROUPS = "|".join(rf"{field.name}\." for field in dataclasses.fields(Config))
 
@@ -52,13 +62,27 @@ TINY = [
 ]
 
 
-def blocks(language):
-    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+def blocks(text, language):
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+
+
+def lines(block):
+    """A backslash continues a line."""
+    return [line.strip() for line in block.replace("\\\n", " ").splitlines() if line.strip()]
 
 
 def commands():
-    """Every line of every bash block; a backslash continues a line."""
-    return [line for block in blocks("bash") for line in block.replace("\\\n", " ").splitlines() if line.strip()]
+    """Every line of every bash block of the pages."""
+    return [line for name in PAGES for block in blocks(TEXTS[name], "bash") for line in lines(block)]
+
+
+def measured():
+    """Commands of the other pages, in blocks or indented, and of all pages in backquotes."""
+    found = [line for name in MEASURED for block in blocks(TEXTS[name], "") for line in lines(block)]
+    indented = [re.findall(r"(?:^    .*\n)+", TEXTS[name], re.MULTILINE) for name in MEASURED]
+    found += [line for texts in indented for block in texts for line in lines(block)]
+    found += re.findall(r"`((?:python -m|bash) [^`]+)`", TODAY)
+    return [command for command in found if re.match(r"(python|bash) ", command)]
 
 
 def files():
@@ -71,21 +95,22 @@ def shortened(command):
     """The command that is run for a command of the README; "" for none."""
     if re.match(r"source |bash launch/(setup|local|test)\.sh", command):
         return ""
-    command = command.replace("smollm2-135m-instruct", "random:debug")
+    command = command.replace("=smollm2-135m-instruct", "=random:debug")
     given = shlex.split(command)
     if given[:3] in (["python", "-m", "jaxrl_llm.train"], ["python", "-m", "jaxrl_llm.sweep"]):
         given = [word.replace("configs/sweeps/debug.py", "short_sweep.py") for word in given]
         # ml_collections takes no setting twice.
         names = {word.partition("=")[0] for word in TINY}
         return shlex.join([*(word for word in given if word.partition("=")[0] not in names), *TINY])
-    return f"{command} --config.eval.num_prompts=0" if "jaxrl_llm.plan" in command else command
+    more = {"jaxrl_llm.plan": " --config.eval.num_prompts=0", "jaxrl_llm.sft": " --config.num_iterations=2"}
+    return command + more.get(given[2], "")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """An empty folder with the repository's configs and scripts, the README's files, and this Python as ``python``."""
     folder = tmp_path_factory.mktemp("readme")
-    for name in ("configs", "launch"):
+    for name in ("configs", "launch", "docs"):
         (folder / name).symlink_to(REPOSITORY / name)
     for name, text in files().items():
         (folder / name).write_text(text)
@@ -113,37 +138,81 @@ def run(command, folder):
 
 def test_the_readme_shows_files_and_commands():
     assert set(files()) == {"questions.jsonl", "rewards.py", "mine.py"}
-    assert len(commands()) >= 12
+    assert len([line for block in blocks(README, "bash") for line in lines(block)]) >= 9
+    assert len(commands()) >= 18 and len(measured()) >= 20
+
+
+def test_the_readme_can_be_read_in_ten_minutes():
+    assert README.count("\n") <= 180 and TEXTS["BENCHMARKS.md"].count("\n") <= 150
+
+
+def test_every_page_is_one_of_these():
+    pages = {path.relative_to(REPOSITORY).as_posix() for path in REPOSITORY.glob("docs/*.md")}
+    assert pages | {"README.md", "BENCHMARKS.md", "CHANGELOG.md"} == set(TEXTS)
+
+
+def anchors(text):
+    """Of its headings, as pages on the web name them."""
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_links_lead_somewhere(name):
+    links = re.findall(r"\]\(([^)\s]+)\)", TEXTS[name])
+    assert links or name in ("CHANGELOG.md", "docs/questions.md", "docs/running.md"), name
+    for link in links:
+        path, _, anchor = link.partition("#")
+        target = (REPOSITORY / name).parent / path if path else REPOSITORY / name
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target.read_text()), link
 
 
 def test_scripts_that_are_named_exist():
-    for path in re.findall(r"launch/\w+\.sh|jaxrl_llm/\w+\.py|configs/[\w/]+\.py", README):
-        assert (REPOSITORY / path).exists() or path == "configs/x.py", path
+    pattern = r"launch/\w+\.(?:sh|py)|jaxrl_llm/[\w/]+\.py|configs/[\w/]+\.py|docs/raw/[\w.]+"
+    for path in re.findall(pattern, TODAY):
+        assert (REPOSITORY / path).exists(), path
+
+
+def test_programs_that_are_named_exist():
+    for command in measured() + commands():
+        words = shlex.split(command)
+        if words[0] == "bash":
+            assert (REPOSITORY / words[1]).exists(), command
+        if words[:2] == ["python", "-m"] and "NAME" not in words[2]:
+            assert importlib.util.find_spec(words[2]), command
+
+
+def test_results_that_are_named_exist():
+    """Of the commands that wrote them, and by their names alone."""
+    for name in re.findall(r"(\d{4}-\d\d-\d\d_[\w.]+\.json)\b", TODAY):
+        assert (REPOSITORY / "benchmarks" / "baselines" / name).exists(), name
 
 
 def test_settings_that_are_named_exist():
     known = flatten(Config())
-    named = {word[9:].partition("=")[0] for word in re.findall(r"--config\.[\w.]+=", README)}
-    quoted = [name for name in re.findall(r"`(\w+\.\w+)(?:=\w+)?`", README) if re.match(GROUPS, name)]
+    named = {word[9:].partition("=")[0] for word in re.findall(r"--config\.[\w.]+=", TODAY)}
+    quoted = [name for name in re.findall(r"`(\w+\.\w+)(?:=\w+)?`", TODAY) if re.match(GROUPS, name)]
     named |= {name for name in quoted if not name.endswith((".py", ".jsonl"))}
     assert len(named) >= 15 and named <= set(known), named - set(known)
 
 
 def test_metrics_that_are_named_exist():
     stages = "rollout|update|replay|reward|time|tokens|throughput|memory|compile|eval"
-    named = set(re.findall(rf"`((?:{stages})/\w+)`", README))
+    named = set(re.findall(rf"`((?:{stages})/\w+)`", TODAY))
     assert len(named) >= 10 and named <= set(METRICS)
 
 
 def test_the_table_of_recipes_is_what_its_command_prints(folder):
-    table = re.search(r"<!-- printed by (python launch/recipes.py) -->\n(.*?)<!-- end -->", README, re.DOTALL)
+    page = TEXTS["docs/methods.md"]
+    table = re.search(r"<!-- printed by (python launch/recipes.py) -->\n(.*?)<!-- end -->", page, re.DOTALL)
     printed = run(table[1], folder)
     assert printed.returncode == 0, printed.stderr
     assert table[2] == printed.stdout and table[2].count("\n") > 20
 
 
 # What other tests run as well (test_plan, test_sweep, system) is slow here; nothing later reads what it writes.
-SLOW = ("jaxrl_llm.plan ", "jaxrl_llm.sweep ", "--config=mine.py ", "runs/capitals")
+SLOW = ("jaxrl_llm.plan ", "jaxrl_llm.sweep ", "jaxrl_llm.sft ", "--config=mine.py ", "runs/capitals", "runs/loop")
 
 
 def marked(index, command):
@@ -152,7 +221,7 @@ def marked(index, command):
 
 @pytest.mark.parametrize("index", [marked(i, command) for i, command in enumerate(commands())])
 def test_command_runs(index, folder):
-    """In the README's order: later commands read what earlier ones wrote."""
+    """In the order of the pages: later commands read what earlier ones wrote."""
     command = shortened(commands()[index])
     if not command:
         return
@@ -163,6 +232,11 @@ def test_command_runs(index, folder):
     done = run(command, folder)
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     assert str(folder) not in done.stdout  # paths are shown as they were given
+
+
+def test_the_sweep_that_is_shown_is_the_shipped_one():
+    (shown,) = blocks(TEXTS["docs/sweeps.md"], "python")
+    assert shown in (REPOSITORY / "configs/sweeps/debug.py").read_text()
 
 
 def test_the_reward_of_the_readme_scores_as_it_says(folder):

@@ -35,7 +35,7 @@ def estimate(kind, reward, group=None, **given):
 
 
 def test_every_deviation_stands_where_the_table_of_recipes_finds_it():
-    """The README's table takes the header from "Source:" on; what differs must not stand before it."""
+    """docs/methods.md takes them from "Source:" on; what differs must not stand before it."""
     for path in sorted(RECIPES.glob("*.py")):
         before, source = re.split(r"^Source:", path.read_text().split('"""')[1], maxsplit=1, flags=re.MULTILINE)
         assert not re.search(r"\b(ours|in the paper|its paper|the source)\b", before), path.name
