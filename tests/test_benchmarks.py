@@ -7,15 +7,17 @@ import dataclasses
 import json
 import os
 import pathlib
+import re
 import shutil
 import sys
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from support.building import needs_cuda_compiler
 from test_launch import INSTALLS, checkout  # noqa: F401
 
-from benchmarks import compare, floors, gpu, machine, micro, race, results, roofline, run, stopwatch
+from benchmarks import compare, floors, gpu, machine, micro, race, race_figure, results, roofline, run, stopwatch
 from benchmarks.floors import Ceilings, Floor
 from benchmarks.results import Figure
 from benchmarks.worker import Worker, WorkerError
@@ -185,6 +187,36 @@ def test_a_race_gives_medians_of_the_seeds_and_none_where_one_has_not_learned():
     late = [*runs(1), race.Result(((50.0, 0.1),), False, 1.0)]
     value = {f.name: f.value for f in race.summarise({"ours": runs(3, 4), "trl": late})}
     assert value["trl/learned"] == 1 and "trl/seconds" not in value and "ours/share_of_trl" not in value
+
+
+def test_the_picture_counts_minutes_from_the_start_of_the_program():
+    figures = [{"name": "ours/seed_0/first_update_s", "value": 60.0}]
+    steps = [[10.0, 0.0], [30.0, 1.0], [30.0, 0.5], [30.0, 0.5], [30.0, 0.5], [30.0, 1.0]]
+    record = {"figures": figures, "settings": {"curves": {"ours": [steps]}}}
+    ((minutes, rates, recent),) = race_figure.curves(record, "ours")
+    assert minutes == [1.0, 1.5, 2.0, 2.5, 3.0, 3.5]  # the first step ends where it did, compiling included
+    assert rates == [rate for _, rate in steps]
+    np.testing.assert_allclose(recent, [0, 0.5, 0.5, 0.5, 0.5, 0.7])
+
+
+def test_the_picture_is_drawn_from_the_stored_records(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["race_figure", f"--out={tmp_path / 'docs' / 'main_job.svg'}"])
+    race_figure.main()
+    lines = {}
+    for path in (tmp_path / "docs" / "main_job.svg", REPOSITORY / "docs" / "main_job.svg"):
+        lines[path] = re.findall(r'<g id="((?:ours|trl) seed \d [\d-]+)"', path.read_text())
+    drawn, shown = lines.values()
+    assert drawn == shown and len(set(drawn)) == 12
+
+
+@pytest.mark.parametrize("path", race_figure.RECORDS, ids=lambda path: path.stem)
+def test_the_table_of_the_race_is_what_its_records_say(path):
+    figures = {figure["name"]: figure["value"] for figure in json.loads(path.read_text())["figures"]}
+    page = (REPOSITORY / "BENCHMARKS.md").read_text()
+    for row, name in [("median", ""), *((f"seed {seed}", f"seed_{seed}/") for seed in range(3))]:
+        ours, trl = (figures[f"{system}/{name}seconds"] for system in ("ours", "trl"))
+        said = rf"^\| {row} \|.* {ours:.0f} \(\d+\) \| {trl:.0f} \(\d+\) \| {100 * ours / trl:.0f} %"
+        assert re.search(said, page, re.MULTILINE), row
 
 
 @pytest.mark.parametrize("text", ["4 - 1 = 3", "= -3", "5-2", "003", "none", "", "it is 3, not 4", "3.0"])

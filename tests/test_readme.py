@@ -50,6 +50,8 @@ TINY = [
     "--config.replay.capacity=4",
     "--config.update.batch_size=4",
     "--config.update.micro_batch_size=4",
+    "--config.update.micro_batch_tokens=0",
+    "--config.update.pack_width=0",
     "--config.eval.num_prompts=2",
     # From here on so that all the runs have the same programs, which are then compiled once.
     "--config.eval.num_samples=1",
