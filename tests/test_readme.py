@@ -236,6 +236,12 @@ def test_command_runs(index, folder):
     assert str(folder) not in done.stdout  # paths are shown as they were given
 
 
+def test_the_readme_counts_the_recipes():
+    count = len(list(REPOSITORY.glob("configs/recipes/*.py")))
+    said = " ".join(README.split())
+    assert f"has {count} published methods" in said and f"GRPO and {count - 1} other methods" in said
+
+
 def test_the_sweep_that_is_shown_is_the_shipped_one():
     (shown,) = blocks(TEXTS["docs/sweeps.md"], "python")
     assert shown in (REPOSITORY / "configs/sweeps/debug.py").read_text()
