@@ -1,6 +1,6 @@
 """One iteration of a run through the project's own programs: sample, insert, update; no rewards pool, no metrics.
 
-Owns: the one place where benchmarks touch the project's seams (assembly, programs, Generator). Does not know: clocks.
+Owns: the one place where benchmarks touch the project's seams (run, Generator, Learner). Does not know: clocks.
 """
 
 from __future__ import annotations

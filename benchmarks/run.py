@@ -130,8 +130,8 @@ def summarise(accepted: Sequence[Step]) -> list[Figure]:
     figures = []
     for system in dict.fromkeys(step.system for step in accepted):
         mine = [step for step in accepted if step.system == system]
-        median = lambda of, mine=mine: statistics.median(of(step) for step in mine)  # noqa: E731
-        add = lambda name, value, unit, better, s=system: figures.append(Figure(f"{s}/{name}", value, unit, better))  # noqa: E731
+        median = lambda of, mine=mine: statistics.median(of(step) for step in mine)
+        add = lambda name, value, unit, better, s=system: figures.append(Figure(f"{s}/{name}", value, unit, better))
         for part in ("step_s", "generate_s", "update_s"):
             add(part, median(lambda step, part=part: step.figures[part]), "s", "less")
         add("tokens_per_s", median(lambda s: s.figures["tokens"] / s.figures["generate_s"]), "tokens/s", "more")

@@ -149,7 +149,7 @@ class UpdateConfig:
     pack_width: int = 0
     # Optimizer steps per iteration, all in one dispatch.
     updates_per_iteration: int = 1
-    # Positions of a device whose logits are live at once in the learner; 0 = by device (models.policy.chunk_tokens).
+    # Positions of a device whose logits are live at once in the learner; 0 = by device (models.row_logp.chunk_tokens).
     logp_chunk_tokens: int = 0
     # Batch size that learning rates and decays of averages (objective.ewma_decay, credit.advantage_norm_decay) are
     # meant for; with c times that many rollouts in a step (and in an iteration), rates are multiplied by sqrt(c) and

@@ -112,7 +112,7 @@ class ReplayConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ObjectiveConfig:
-    # A name of ops.surrogates.SURROGATES: "clipped", "sequence_clipped", "gspo", "cispo", "reinforce", "opmd",
+    # A name of algorithms.surrogates.SURROGATES: "clipped", "sequence_clipped", "gspo", "cispo", "reinforce", "opmd",
     # "remix_centred", "agro", "gvpo", "kimi_k15", "spo", "spo_cross_entropy", "inpo" or "vcpo".
     surrogate: str = "clipped"
     # The policy ratio is clipped to [1 - clip_low, 1 + clip_high]; "vcpo" has the upper bound alone.
@@ -190,7 +190,7 @@ class MethodFacts:
         if not self.update.scaled_from_batch_size:
             return self
         c = self.update.batch_size / self.update.scaled_from_batch_size
-        decay = lambda d: d / (c * (1 - d) + d)  # noqa: E731
+        decay = lambda d: d / (c * (1 - d) + d)
         o, replace = self.optimizer, dataclasses.replace
         rates = {name: math.sqrt(c) * getattr(o, name) for name in ("learning_rate", "value_learning_rate")}
         return replace(

@@ -110,7 +110,7 @@ class Supervised:
         rows = place(rows, leading(mesh, rows))
         params = self.model.abstract_params(mesh)
         opt_state = optim.abstract_state(self.optimizer, params, mesh)
-        layout = lambda tree: jax.tree.map(lambda x: x.sharding, tree)  # noqa: E731
+        layout = lambda tree: jax.tree.map(lambda x: x.sharding, tree)
         whole = replicated(mesh, 0)
         return {
             "init": Program(self.optimizer.init, (params,), layout(opt_state)),

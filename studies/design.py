@@ -48,7 +48,7 @@ class Design:
         """What an arm is called: its replay ratio, its ring in batches, and what else it sets."""
         budget = ("rollout.prompts_per_iteration", "replay.capacity", "num_iterations", "eval.every_iterations")
         ratio = self.batch // (GROUP * settings["rollout.prompts_per_iteration"])
-        shown = lambda value: f"{value:.3g}" if isinstance(value, float) else value  # noqa: E731
+        shown = lambda value: f"{value:.3g}" if isinstance(value, float) else value
         others = [f"{name.rsplit('.', 1)[-1]} {shown(value)}" for name, value in settings.items() if name not in budget]
         return ", ".join((f"y {ratio}", f"N {settings['replay.capacity'] // self.batch} B", *others))
 

@@ -135,7 +135,7 @@ def test_a_machine_that_is_never_quiet_ends_the_run():
 
 
 def test_figures_are_medians_and_ratios_are_of_one_pair():
-    step = lambda system, pair, seconds: run.Step(  # noqa: E731
+    step = lambda system, pair, seconds: run.Step(
         system,
         pair,
         {
@@ -180,7 +180,7 @@ def test_a_run_has_learned_when_its_last_five_steps_have_on_average():
 
 
 def test_a_race_gives_medians_of_the_seeds_and_none_where_one_has_not_learned():
-    runs = lambda *seconds: [race.Result(((s / 2, 1.0),) * 2, True, 1.0) for s in seconds]  # noqa: E731
+    runs = lambda *seconds: [race.Result(((s / 2, 1.0),) * 2, True, 1.0) for s in seconds]
     value = {f.name: f.value for f in race.summarise({"ours": runs(1, 7, 2), "trl": runs(8, 4, 20)})}
     assert value["ours/seconds"] == 2 and value["trl/seconds"] == 8 and value["ours/share_of_trl"] == 0.25
     assert value["trl/seed_2/seconds"] == 20 and value["ours/steps"] == 2 and value["trl/learned"] == 3

@@ -359,7 +359,7 @@ def loaded_models(config, folder, monkeypatch):
 
     def noted(path, setting):
         source = random(path, setting)
-        load = lambda model, mesh, *, seed: shapes.append(model.arch) or source.load_params(model, mesh, seed=seed)  # noqa: E731
+        load = lambda model, mesh, *, seed: shapes.append(model.arch) or source.load_params(model, mesh, seed=seed)
         return dataclasses.replace(source, load_params=load)
 
     with monkeypatch.context() as patch:

@@ -2,8 +2,8 @@
 
     python -m jaxrl_llm.sweep --config=configs/sweeps/league.py --workdir=runs/league --workers=2
 
-Runs of 2026-11-22, medians of two seeds (docs/replay_study.md has the table): replay_positive_bias 0.85 at the end,
-vcpo 0.76, decoupled_ppo 0.71, ppo_ewma and poise 0.68; grpo 0.55; agro, spo and mssr below 0.35.
+Runs of 2026-11-24, held-out pass rate at the end, medians of two seeds (docs/replay_study.md has the table): ppo_ewma
+0.72, poise 0.68, rr 0.63; grpo 0.54; replay_positive_bias 0.34, with 0.75 as its best; spo, agro and vcpo at most 0.30.
 """
 
 import pathlib

@@ -87,7 +87,7 @@ def evaluate(
     whole = scored.all(axis=1)  # pass@k and maj@k need all samples of a question
     ks = [k for k in (2**i for i in range(num_samples.bit_length())) if k <= num_samples]
     ks += [num_samples] if num_samples not in ks else []
-    mean = lambda values: float(np.mean(values)) if len(values) else math.nan  # noqa: E731
+    mean = lambda values: float(np.mean(values)) if len(values) else math.nan
     return {
         "num_prompts": len(groups),
         "num_samples": num_samples,

@@ -160,7 +160,7 @@ class Guests:
         """
         self.rewards = self._rewards(collect)
         about = [question_id(group.prompt) if group else -1 for group in self.groups]
-        both = lambda own, theirs: _beside(own, theirs, self.run.update.num_devices)  # noqa: E731
+        both = lambda own, theirs: _beside(own, theirs, self.run.update.num_devices)
         joined = Rewards(
             total=both(rewards.total, self.rewards.total),
             parts={name: both(part, self.rewards.parts[name]) for name, part in rewards.parts.items()},
@@ -288,7 +288,7 @@ class _Reader:
             return None
         if self.config.credit.advantage == "gdpo":
             raise BadRowError("`rewards` are totals, and credit.advantage='gdpo' needs each function's: leave them out")
-        is_number = lambda r: type(r) in (int, float) and abs(r) < 3e38  # noqa: E731
+        is_number = lambda r: type(r) in (int, float) and abs(r) < 3e38
         if not isinstance(given, list) or len(given) != num or not all(r is None or is_number(r) for r in given):
             raise BadRowError(f"`rewards` must be a list of {num} numbers, one for each completion, or null")
         return [math.nan if r is None else float(r) for r in given]

@@ -133,9 +133,9 @@ class Sampler:
         arch, M, E, G = self.model.arch, self.shards, self.entries, self.group_size
         L, S, H, N = self.max_prompt_tokens, self.row_tokens, arch.head_size, self.support_tokens
         blocks, keys, values = block_shapes(self.sampling.max_completion_tokens, H, self.model.attention)
-        zeros = lambda rows, size: jnp.zeros((rows, arch.num_kv_heads, *size), self.model.compute_dtype)  # noqa: E731
-        by_layer = lambda make: tuple(make() for _ in range(arch.num_layers))  # noqa: E731
-        slots = lambda size: by_layer(lambda: tuple(zeros(self.num_slots, size) for _ in range(blocks)))  # noqa: E731
+        zeros = lambda rows, size: jnp.zeros((rows, arch.num_kv_heads, *size), self.model.compute_dtype)
+        by_layer = lambda make: tuple(make() for _ in range(arch.num_layers))
+        slots = lambda size: by_layer(lambda: tuple(zeros(self.num_slots, size) for _ in range(blocks)))
         return SamplerState(
             cache_k=slots(keys),
             cache_v=slots(values),
@@ -181,7 +181,7 @@ class Sampler:
         P, L, M = self.num_prompts, self.max_prompt_tokens, self.shards
         state = self.abstract_state()
         state_layout = jax.tree.map(lambda x: x.sharding, state)
-        rows = lambda shape, dtype: jax.ShapeDtypeStruct(  # noqa: E731
+        rows = lambda shape, dtype: jax.ShapeDtypeStruct(
             shape, dtype, sharding=sharding.named(self.mesh, shape, ("batch",) + (None,) * (len(shape) - 1))
         )
         whole = sharding.replicated(self.mesh, 0)
@@ -223,12 +223,12 @@ class Sampler:
         """Open P prompts in the given entries of their shards; an entry of E drops a padding prompt."""
         M, _, G, S = state.tokens.shape
         P, L = tokens_PL.shape
-        set_entries = lambda t, n: jax.vmap(lambda t, n, e: t.at[e].set(n, mode="drop"))(t, n, entry_MP)  # noqa: E731
+        set_entries = lambda t, n: jax.vmap(lambda t, n, e: t.at[e].set(n, mode="drop"))(t, n, entry_MP)
         positions = jnp.broadcast_to(jnp.arange(L, dtype=jnp.int32), (P, L))
         _, (k, v) = self.model.forward(params, tokens_PL, positions)
 
         def put_kv(cache, new):  # [M*E, ...] <- [P, ...]
-            by_shard = lambda x: x.reshape(M, -1, *x.shape[1:])  # noqa: E731
+            by_shard = lambda x: x.reshape(M, -1, *x.shape[1:])
             return set_entries(by_shard(cache), by_shard(new)).reshape(cache.shape)
 
         def put(table, value_P):  # [M, E, G, ...] <- [P, ...], the same for every sample of the group
@@ -331,14 +331,14 @@ class Sampler:
         M, E, G, _ = state.tokens.shape
         Q = E * G
         sampling = self.sampling
-        rows = lambda x: x.reshape(M, Q, *x.shape[3:])  # noqa: E731
+        rows = lambda x: x.reshape(M, Q, *x.shape[3:])
         active_MZ = state.slot_row >= 0
         row_MZ = jnp.maximum(state.slot_row, 0)
         read = jax.vmap(lambda table, row: table[row])
         length_MZ = read(rows(state.length), row_MZ)
         position_MZ = length_MZ - 1
         token_MZ = jax.vmap(lambda t, r, p: t[r, p])(rows(state.tokens), row_MZ, position_MZ)
-        flat = lambda x: sharding.constrain(x.reshape(-1, *x.shape[2:]), "batch", *(None,) * (x.ndim - 2))  # noqa: E731
+        flat = lambda x: sharding.constrain(x.reshape(-1, *x.shape[2:]), "batch", *(None,) * (x.ndim - 2))
 
         index_MZ = length_MZ - read(rows(state.prompt_length), row_MZ)  # of the token to draw, in the completion
         cache = Cache(state.cache_k, state.cache_v, flat(jnp.where(active_MZ, index_MZ, 0)), state.cache_end)
@@ -379,9 +379,9 @@ class Sampler:
         target_MZ = jnp.where(active_MZ, row_MZ, Q)  # out of range: an idle slot writes nothing
         at_token = jax.vmap(lambda t, r, p, x: t.at[r, p].set(x, mode="drop"))
         at_row = jax.vmap(lambda t, r, x: t.at[r].set(x, mode="drop"))
-        unrows = lambda x: x.reshape(M, E, G, *x.shape[2:])  # noqa: E731
-        write_token = lambda t, x: unrows(at_token(rows(t), target_MZ, length_MZ, x))  # noqa: E731
-        write_row = lambda t, x: unrows(at_row(rows(t), target_MZ, x))  # noqa: E731
+        unrows = lambda x: x.reshape(M, E, G, *x.shape[2:])
+        write_token = lambda t, x: unrows(at_token(rows(t), target_MZ, length_MZ, x))
+        write_row = lambda t, x: unrows(at_row(rows(t), target_MZ, x))
         return state.replace(
             cache_k=cache_k,
             cache_v=cache_v,
@@ -422,8 +422,8 @@ class Sampler:
     def _collect(self, state: SamplerState, entry_MP) -> tuple[Rollout, DrawSums, SamplerState]:
         """Take P finished groups out of the table, shard by shard in the order given, and free their entries."""
         G = self.group_size
-        take = lambda x: jax.vmap(lambda t, e: t[e])(x, entry_MP)  # noqa: E731  [M, P/M, G, ...]
-        flat = lambda x: take(x).reshape(-1, *x.shape[3:])  # noqa: E731
+        take = lambda x: jax.vmap(lambda t, e: t[e])(x, entry_MP)  # [M, P/M, G, ...]
+        flat = lambda x: take(x).reshape(-1, *x.shape[3:])
         group_id = jnp.repeat(take(state.group_id).reshape(-1), G)
         rollout = Rollout(
             tokens=flat(state.tokens),

@@ -84,7 +84,7 @@ def minus_median(value: jax.Array, groups: Groups) -> jax.Array:
     _, ordered = jax.lax.sort((jnp.where(groups.valid, groups.index, num_groups), value), num_keys=2)
     count = jnp.sum(groups.member, axis=1)
     start = jnp.cumsum(count) - count
-    at = lambda i: ordered[jnp.minimum(start + jnp.maximum(i, 0), value.shape[0] - 1)]  # noqa: E731
+    at = lambda i: ordered[jnp.minimum(start + jnp.maximum(i, 0), value.shape[0] - 1)]
     median = (0.5 * (at((count - 1) // 2) + at(count // 2)))[groups.index]
     return jnp.where(is_untied(value, groups), value - median, 0.0)
 
@@ -207,7 +207,7 @@ def estimate(
     """
     if over_batch is None:
         batch = whole_batch(groups)
-        over_batch = lambda value, centre: over_std(minus_mean(value, batch) if centre else value, batch)  # noqa: E731
+        over_batch = lambda value, centre: over_std(minus_mean(value, batch) if centre else value, batch)
     has_others = groups.valid & (group_count(groups) > 1)
     reward = jnp.where(groups.valid, reward, 0.0)
 

@@ -1,10 +1,10 @@
 """Credit: rewards of rollouts become advantages of tokens.
 
-    what the host knows of the rewards (credit_memory)
+    what the host knows of the rewards (memory)
       -> shaped by length -> advantage of the row -> reshaped by confidence -> spread over its completion, or less
          what a critic expected at each of its tokens (assign)
 
-Owns: grouping by ``group_id``, which functions of ``ops`` a config combines, what a failed reward means (no part in
+Owns: grouping by ``group_id``, which functions a config combines, what a failed reward means (no part in
 the group, no training). Does not know: how rewards are scored, what is remembered of earlier ones, the ring, the loss.
 Letters: B rows, S row width, Q groups, K reward functions.
 """
@@ -39,13 +39,13 @@ def assign(
     Args:
         rollout: B rows, with at most Q different group ids where trainable: ``rollout.prompts_per_iteration`` from 0
             on, and ``external.groups_per_iteration`` below 0.
-        scores: what ``credit_memory.Memory.scores`` made of their rewards, and what the learner says of the rows.
+        scores: what ``memory.Memory.scores`` made of their rewards, and what the learner says of the rows.
         ref_logp: [B, S] f32 nats of the frozen reference, or None.
         config: sections ``credit``, ``rewards`` and ``sampling``, and whether the objective clips values.
 
     Returns:
         The experience, and ``{"degenerate_groups": [] i32}``, how many of the run's own groups have no advantage
-        other than 0 and teach nothing; and for ``credit_memory``, with "poise" ``"regression"`` [F, F + 1] f32, with
+        other than 0 and teach nothing; and for ``memory``, with "poise" ``"regression"`` [F, F + 1] f32, with
         ``credit.short_answer_iterations`` ``"correct_within"`` (``shaping.correct_within``), with
         ``credit.advantage_norm_decay`` ``"moments"`` [3] f32.
     """

@@ -63,7 +63,7 @@ class Memory:
             questions: the question_id of each of the P groups of rows.
         """
         kind, scored = self._config.credit.advantage, rewards.outcome == OUTCOME_SCORE
-        known = lambda x: np.where(scored, x, 0.0).astype(np.float32)  # noqa: E731
+        known = lambda x: np.where(scored, x, 0.0).astype(np.float32)
         parts = baseline = regression = short_answer = moments = None
         if kind == "gdpo":
             parts = np.stack([known(rewards.parts[name]) for name in self._config.rewards.functions], axis=1)

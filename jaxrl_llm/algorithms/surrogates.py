@@ -280,7 +280,7 @@ def inpo(x: Tokens, s: Settings) -> tuple[jax.Array, jax.Array]:
     share = INPO_REFERENCE_SHARE
     score = _row_sum(x.policy_logp - share * x.ref_logp - (1 - share) * x.old_logp, x)
     score_PG, reward_PG, valid_PG = (v.reshape(-1, s.group_size) for v in (score, x.reward, _is_row(x)))
-    pair = lambda v: (v[:, :, None], v[:, None, :])  # noqa: E731
+    pair = lambda v: (v[:, :, None], v[:, None, :])
     (score_i, score_j), (reward_i, reward_j), (valid_i, valid_j) = map(pair, (score_PG, reward_PG, valid_PG))
     wins_PGG = (reward_i > reward_j) & valid_i & valid_j
     loss_PGG = jnp.where(wins_PGG, jnp.square(score_i - score_j - 1 / (2 * s.beta)), 0.0)

@@ -1,7 +1,7 @@
 """Annotation: what the learner says of fresh rollouts before they are trained on, as many at a time as in an update.
 
 Owns: those functions of whole iterations, which a run compiles where its method asks for them. Does not know: which
-ask for which (assembly), the ring, credit. Letters: B rows, S row width, D model width, P prompts.
+ask for which (run), the ring, credit. Letters: B rows, S row width, D model width, P prompts.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Annotation:
     def score_open(self, params: Any, version: jax.Array, state: SamplerState) -> SamplerState:
         """What ``old_logp`` of a later iteration wants of these weights: of open rollouts, the tokens they drew."""
         table = state.tokens
-        flat = lambda x: x.reshape(-1, *x.shape[3:])  # noqa: E731  [M, E, G, ...]
+        flat = lambda x: x.reshape(-1, *x.shape[3:])  # [M, E, G, ...]
         names = ("tokens", "prompt_length", "length", "behaviour_logp", "policy_version", "stop_reason", "support")
         rows = {name: jax.tree.map(flat, getattr(state, name)) for name in names}
         group = jnp.arange(table.shape[0] * table.shape[1] * table.shape[2], dtype=jnp.int32) // table.shape[2]
@@ -76,8 +76,8 @@ class Annotation:
             old_logp=None if rollout.old_logp is None else jnp.zeros_like(behaviour_logp),
         )
         # Every device has its share of both: no row moves.
-        apart = lambda x: x.reshape(self.update.num_devices, -1, *x.shape[1:])  # noqa: E731
-        beside = lambda x, y: jnp.concatenate([apart(x), apart(y)], axis=1).reshape(-1, *x.shape[1:])  # noqa: E731
+        apart = lambda x: x.reshape(self.update.num_devices, -1, *x.shape[1:])
+        beside = lambda x, y: jnp.concatenate([apart(x), apart(y)], axis=1).reshape(-1, *x.shape[1:])
         return jax.tree.map(beside, rollout, external)
 
     def values(self, state: TrainState, rollout: Rollout) -> jax.Array:
@@ -87,7 +87,7 @@ class Annotation:
 
     def hidden(self, params: Any, rollout: Rollout) -> jax.Array:
         """Mean hidden state of the completions of fresh rollouts, [B,D] f32."""
-        look = lambda rows, unit: self.update.mean_hidden(params, rows, group_size=unit)  # noqa: E731
+        look = lambda rows, unit: self.update.mean_hidden(params, rows, group_size=unit)
         return self._by_micro_batch(look, rollout)
 
     def _by_micro_batch(self, look: Callable[[Rollout, int], Any], rollout: Rollout) -> Any:
@@ -98,8 +98,8 @@ class Annotation:
         units = B // shards // unit
         num_micro = min(n for n in range(1, units + 1) if units % n == 0 and B // n <= most)
         # Every micro-batch takes rows of every shard: [B, ...] -> [n, shards * rows, ...]
-        split = lambda x: x.reshape(shards, num_micro, -1, *x.shape[1:]).swapaxes(0, 1)  # noqa: E731
+        split = lambda x: x.reshape(shards, num_micro, -1, *x.shape[1:]).swapaxes(0, 1)
         micros = jax.tree.map(lambda x: split(x).reshape(num_micro, B // num_micro, *x.shape[1:]), rollout)
         seen = jax.lax.map(lambda rows: look(rows, unit), micros)
-        whole = lambda x: x.reshape(num_micro, shards, -1, *x.shape[2:]).swapaxes(0, 1).reshape(B, *x.shape[2:])  # noqa: E731
+        whole = lambda x: x.reshape(num_micro, shards, -1, *x.shape[2:]).swapaxes(0, 1).reshape(B, *x.shape[2:])
         return jax.tree.map(whole, seen)

@@ -131,7 +131,7 @@ class LearnerPrograms:
     # ---- the functions that are compiled -------------------------------------------------------------
 
     def _init_state(self, params: Any) -> TrainState:
-        copy = lambda: jax.tree.map(jnp.copy, params)  # noqa: E731
+        copy = lambda: jax.tree.map(jnp.copy, params)
         objective = self.config.objective
         return TrainState(
             params,
@@ -213,7 +213,7 @@ class LearnerPrograms:
     def programs(self) -> dict[str, Program]:
         """Every program of the learner by name."""
         config, annotation = self.config, self.annotation
-        layout = lambda tree: jax.tree.map(lambda x: x.sharding, tree)  # noqa: E731
+        layout = lambda tree: jax.tree.map(lambda x: x.sharding, tree)
         whole = sharding.replicated(self.mesh, 0)
         B, S = config.rows_per_iteration, config.row_tokens
         key = self._whole(jax.eval_shape(lambda: rng.stream(0, "draw")).dtype)

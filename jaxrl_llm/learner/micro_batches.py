@@ -54,7 +54,7 @@ def packed(
         group_size: G.
     """
     M, b = batch.reward.shape
-    of_unit = lambda x: x.reshape(M, b // group_size, group_size)  # noqa: E731
+    of_unit = lambda x: x.reshape(M, b // group_size, group_size)
     prompt_length = batch.rollout.prompt_length
     length = jnp.where(batch.trainable, batch.rollout.length, prompt_length)
     batch = batch.replace(rollout=batch.rollout.replace(length=length))
@@ -75,7 +75,7 @@ def packed(
         take = jax.vmap(lambda x, index: x[index])
         taken = jax.tree.map(lambda x: take(x, jnp.maximum(row, 0)), (batch, weight))
         rows, weights = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), taken)
-        there = lambda x: jnp.where(is_there.reshape(-1, *(1,) * (x.ndim - 1)), x, jnp.zeros_like(x))  # noqa: E731
+        there = lambda x: jnp.where(is_there.reshape(-1, *(1,) * (x.ndim - 1)), x, jnp.zeros_like(x))
         rollout = rows.rollout
         rollout = rollout.replace(prompt_length=there(rollout.prompt_length), length=there(rollout.length))
         rows = rows.replace(rollout=rollout, trainable=there(rows.trainable))

@@ -51,7 +51,7 @@ def _starting_anew(optimizer: optax.GradientTransformation, every: int) -> optax
     Source: Kimi k1.5, Kimi team 2025, arXiv:2501.12599, which resets the optimizer in each iteration. Differs: counted
     in steps, so that a step that was skipped puts the resets off.
     """
-    is_adam = lambda x: isinstance(x, optax.ScaleByAdamState)  # noqa: E731
+    is_adam = lambda x: isinstance(x, optax.ScaleByAdamState)
 
     def fresh(state: Any) -> Any:
         if not is_adam(state):
@@ -68,7 +68,7 @@ def offloaded(optimizer: optax.GradientTransformation) -> optax.GradientTransfor
     """The same with its moments in host memory but for the time of a step; numbers and structure stay the same."""
 
     def update(gradient: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        move = lambda state, space: optax.tree_utils.tree_map_params(  # noqa: E731
+        move = lambda state, space: optax.tree_utils.tree_map_params(
             optimizer, lambda moment: jax.device_put(moment, space), state
         )
         updates, state = optimizer.update(gradient, move(state, jax.memory.Space.Device), params)

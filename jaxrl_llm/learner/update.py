@@ -207,7 +207,7 @@ class Update:
         """Gradients of the aggregated loss over rows [M, b, ...] by params and value head, and sums for the metrics."""
         learned = (params, head)
         flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)
-        per_shard = lambda x: x.reshape(*batch.reward.shape, -1)  # noqa: E731
+        per_shard = lambda x: x.reshape(*batch.reward.shape, -1)
         micros = self.micro_batches(batch, jax.tree.map(per_shard, self._weights(flat)))
 
         def accumulate(i, carry):
@@ -282,7 +282,7 @@ class Update:
         """
         if head is not None:
             share = self.objective.value_coefficient
-            readout = lambda hidden: values.head_outputs(head, hidden, gradient_share=share)  # noqa: E731
+            readout = lambda hidden: values.head_outputs(head, hidden, gradient_share=share)
         rows = rollout.tokens, rollout.prompt_length, rollout.length, rollout.support
         per_device = max(1, (num_lines or rollout.tokens.shape[0]) // self.num_devices)
         common = {
@@ -321,7 +321,7 @@ class Update:
 
     def mean_hidden(self, params: Any, rollout: Rollout, *, group_size: int = 1) -> jax.Array:
         """Mean of the hidden states that predict a row's completion tokens, [B,D] f32; 0.0 where there are none."""
-        states = lambda hidden: hidden.astype(jnp.float32)  # noqa: E731
+        states = lambda hidden: hidden.astype(jnp.float32)
         total = jnp.sum(self.logp(params, rollout, group_size=group_size, readout=states).readout, axis=1)
         return total / jnp.maximum(rollout.length - rollout.prompt_length, 1)[:, None]
 
@@ -336,7 +336,7 @@ class Update:
         weight_BS = weights.policy
         mask = weight_BS > 0
         tokens = self._tokens(policy_logp, rows, mask, moment)
-        total = lambda x: jnp.sum(jnp.where(mask, x, 0).astype(jnp.float32))  # noqa: E731
+        total = lambda x: jnp.sum(jnp.where(mask, x, 0).astype(jnp.float32))
         sums = {}
 
         used = tokens  # those the correction keeps; the others have no part in a row's sums either
@@ -407,7 +407,7 @@ class Update:
         self, outputs: jax.Array, rows: Experience, mask: jax.Array
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Loss [B,S] of the critic's predictions, 0.0 off the mask, and sums of what they explain."""
-        keep = lambda x: None if x is None else jnp.where(mask, x, 0.0)  # noqa: E731
+        keep = lambda x: None if x is None else jnp.where(mask, x, 0.0)
         returns = keep(rows.returns)
         loss = values.value_loss(
             outputs, returns, self.bins, old_value=keep(rows.value), clip=self.objective.value_clip

@@ -193,7 +193,7 @@ def _attend_new(q_BKXH, k_BKTH, v_BKTH, visible=None):
         return jnp.broadcast_to(v_BKTH, q_BKXH.shape), jnp.ones_like(scores), scores
     if visible is None:
         visible = jnp.tril(jnp.ones((T, T), bool))[None]
-    by_token = lambda x_BKX: x_BKX.reshape(*x_BKX.shape[:2], X // T, -1, *x_BKX.shape[3:])  # noqa: E731
+    by_token = lambda x_BKX: x_BKX.reshape(*x_BKX.shape[:2], X // T, -1, *x_BKX.shape[3:])
     q, pieces, size = by_token(q_BKXH), [], -(-T // query_blocks(T))
     for start in range(0, T, size):
         stop = min(start + size, T)  # of its queries, and so of the keys that one of them sees

@@ -83,7 +83,7 @@ class Blocks(nnx.Module):
     def __call__(self, x_BTD, cos, sin, *, prompt=None, cache=None, visible=None, implementation="xla"):
         """One block. Returns activations and keys and values, the new tokens' [B,K,T,H] or, with them, the caches'."""
         project = functools.partial(linear, merged=implementation == "xla")
-        heads = lambda x_BTO: x_BTO.reshape(*x_BTO.shape[:2], -1, self.head_size)  # noqa: E731
+        heads = lambda x_BTO: x_BTO.reshape(*x_BTO.shape[:2], -1, self.head_size)
         h = rms_norm(x_BTD, self.attention_norm[...], self.eps)
         q_BTNH = rotate(heads(project(h, self.q[...])), cos, sin)
         k_BTKH = rotate(heads(project(h, self.k[...])), cos, sin)
@@ -179,7 +179,7 @@ class Model:
             layout = sharding.named(mesh, shape, variable.get_metadata()["logical_axes"], rules)
             return jax.ShapeDtypeStruct(shape, dtype, sharding=layout)
 
-        is_variable = lambda x: isinstance(x, nnx.Variable)  # noqa: E731
+        is_variable = lambda x: isinstance(x, nnx.Variable)
         return nnx.to_pure_dict(jax.tree.map(one, state, is_leaf=is_variable))
 
     def init(self, key: jax.Array, mesh: Mesh) -> Params:

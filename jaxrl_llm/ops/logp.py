@@ -38,7 +38,7 @@ def _if_live(is_live: jax.Array | None, compute: Callable[..., Any], *operands: 
     """``compute(*operands)`` where the chunk is live, zeros where it is not; None = it is."""
     if is_live is None:
         return compute(*operands)
-    nothing = lambda *_: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(compute, *operands))  # noqa: E731
+    nothing = lambda *_: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(compute, *operands))
     return jax.lax.cond(is_live, compute, nothing, *operands)
 
 

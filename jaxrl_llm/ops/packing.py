@@ -105,7 +105,7 @@ def lay(tokens: jax.Array, prompt_length: jax.Array, length: jax.Array, *, width
     own = length - prompt_length
     laid = jnp.maximum(own - 1, 0)
     before, laid_before = (jnp.cumsum(x, axis=1) - x for x in (own, laid))  # of the rows before, in the line
-    of_unit = lambda x: x.reshape(n, K // group_size, group_size)  # noqa: E731
+    of_unit = lambda x: x.reshape(n, K // group_size, group_size)
     prompt_once = of_unit(prompt_length)[..., 0]
     prompts_before = jnp.cumsum(prompt_once, axis=1) - prompt_once
     prompt_at = jnp.repeat(prompts_before + of_unit(laid_before)[..., 0], group_size, axis=1)  # [n,K]
@@ -123,7 +123,7 @@ def lay(tokens: jax.Array, prompt_length: jax.Array, length: jax.Array, *, width
     number = jnp.broadcast_to(1 + jnp.arange(K, dtype=jnp.int32)[None, :, None], (n, K, S))
 
     def put(values: jax.Array, places: jax.Array) -> jax.Array:  # [n,K,S] to [n,W]; siblings write one prompt alike
-        one = lambda value, place: jnp.zeros(width, jnp.int32).at[place].set(value, mode="drop")  # noqa: E731
+        one = lambda value, place: jnp.zeros(width, jnp.int32).at[place].set(value, mode="drop")
         return jax.vmap(one)(values.reshape(n, -1), places.reshape(n, -1))
 
     def read(part: jax.Array, first: jax.Array, read_before: jax.Array, count: jax.Array) -> Reading:
@@ -160,7 +160,7 @@ def of_targets(values: jax.Array, reading: Reading) -> jax.Array:
     """
     n, K, S, *rest = values.shape
     W = reading.target.shape[1]
-    one = lambda value, index: jnp.zeros((W, *rest), value.dtype).at[index].set(value, mode="drop")  # noqa: E731
+    one = lambda value, index: jnp.zeros((W, *rest), value.dtype).at[index].set(value, mode="drop")
     return jax.vmap(one)(values.reshape(n, K * S, *rest), reading.index.reshape(n, K * S))
 
 

@@ -76,7 +76,7 @@ def renew(lane: Lane, is_spent: jax.Array, count: jax.Array | int, *, group_size
     num_groups, count = groups.size, count // group_size
     spent = jnp.all(is_spent.reshape(is_spent.shape[0], -1, group_size), axis=2)
     spent = take(spent, groups.order)
-    rank = lambda x: jnp.cumsum(x, axis=1, dtype=jnp.int32)  # noqa: E731
+    rank = lambda x: jnp.cumsum(x, axis=1, dtype=jnp.int32)
     spare = rank(spent)
     is_next = jnp.where(spent, spare <= count, rank(~spent) <= count - spare[:, -1:])
     place = jnp.where(is_next, num_groups - count + rank(is_next), rank(~is_next)) - 1

@@ -1,6 +1,6 @@
 """Replay: the last rollouts stay on the device (or in its host's memory), and update batches are drawn from them.
 
-Owns: the ring's state, which rows are kept, use counts and ages. Does not know: how slots are chosen (replay_draws),
+Owns: the ring's state, which rows are kept, use counts and ages. Does not know: how slots are chosen (choice),
 credit, losses, the mesh (the shard axis M is laid on its data axes by whoever places the state).
 Letters: R rows inserted, M shards, C slots per shard, b = batch_size / M rows drawn per shard, S row width; of a ring
 in pages, N pages of T tokens per shard. Device functions;
@@ -14,7 +14,7 @@ log-probabilities and advantages are those of the rollout's time. On-policy trai
 With ``positive_fraction`` d the last d*C slots of a shard are a second ring, of the correct rows that the first one
 overwrites: together they hold the freshest (1-d)*C rows and the freshest d*C correct ones not among those, all of which
 may be drawn. With ``admission`` "likely" it is of the likely ones instead.
-Source: Arnal et al. 2026, arXiv:2604.08706, section 3; the two rings are METHODS' form of its definition.
+Source: Arnal et al. 2026, arXiv:2604.08706, section 3; two rings are one form of its definition.
 
 With ``capacity_tokens`` the tokens of a row, and all that is kept per token, lie in a log of pages without padding
 (ops.paged_log), and only its other fields in its slot. Pages go from the oldest on, whether their row may be drawn or
@@ -31,7 +31,7 @@ import jax.numpy as jnp
 
 from jaxrl_llm.config import ConfigError, ReplayConfig
 from jaxrl_llm.ops import paged_log, ring_buffer
-from jaxrl_llm.replay import choice as replay_draws
+from jaxrl_llm.replay import choice
 from jaxrl_llm.replay.choice import lanes
 from jaxrl_llm.runtime import sharding
 from jaxrl_llm.types import AGE_BUCKETS, Experience, RingState
@@ -78,7 +78,7 @@ def init(
         places = (*log, *x.shape[2:]) if in_pages and len(x.shape) > 1 else (num_slots, *x.shape[1:])
         return jax.ShapeDtypeStruct((num_shards, *places), x.dtype)
 
-    column = lambda value, dtype: jnp.full((num_shards, num_slots), value, dtype)  # noqa: E731
+    column = lambda value, dtype: jnp.full((num_shards, num_slots), value, dtype)
     return RingState(
         slots=ring_buffer.zeros(
             jax.tree.map(shape, experience_shape.replace(tied=None, question_id=None)), on_host=on_host
@@ -147,7 +147,7 @@ def insert(
         supersedes, retired = supersedes | solved, retired | solved
     if config.latest_visit or config.solved_fraction:
         ring = ring.replace(is_retired=ring.is_retired | _is_among(ring.question, question, supersedes))
-    priority = replay_draws.PRIORITIES[config.priority](experience)
+    priority = choice.PRIORITIES[config.priority](experience)
     experience = _stored(experience)
     rows, question, retired, priority = jax.tree.map(
         lambda x: x.reshape(num_shards, num_rows, *x.shape[1:]), (experience, question, retired, priority)
@@ -166,7 +166,7 @@ def insert(
     if ring.first_page is not None:
         # Tokens go to the log; what follows sees the rest of the rows alone.
         ring, written, log = _write_tokens(ring, written)
-    spent = replay_draws.is_spent(ring, iteration, config)
+    spent = choice.is_spent(ring, iteration, config)
     stored, written = _by_slot(ring), _by_slot(written)
     order = ring_buffer.renew(main, spent, num_rows, group_size=group_size)
     target, kept_order = order[:, main.size - num_rows :], kept.order
@@ -233,7 +233,7 @@ def draw(
     is_fresh = jax.random.uniform(jax.random.fold_in(key, num_shards)) < config.fresh_fraction
 
     def choose(keys, ring, *others):
-        return replay_draws.choose(keys, ring, *others, config, num=num_rows // group_size, group_size=group_size)
+        return choice.choose(keys, ring, *others, config, num=num_rows // group_size, group_size=group_size)
 
     # Without its rows: what is drawn depends on the columns, and a device looks at those of its own shards.
     by_device = sharding.by_device(choose, (True, True, False, False))
@@ -247,7 +247,7 @@ def draw(
         tokens = paged_log.take(log, first_page, length, width=row_tokens, padding=_padding(log))
         experience = _together(experience, tokens)
     draw_number = ring.num_draws + 1
-    real = lambda x: jnp.where(is_real, x, jnp.zeros_like(x))  # noqa: E731
+    real = lambda x: jnp.where(is_real, x, jnp.zeros_like(x))
     age, is_first = iteration - inserted, uses == 0
     info = DrawInfo(
         is_real=is_real,
@@ -276,7 +276,7 @@ def _is_admitted(evicted: Experience, rows: Experience, admission: str, pass_thr
     """
     if admission == "correct":
         return evicted.reward >= pass_threshold
-    surprise = jax.vmap(replay_draws.surprise)
+    surprise = jax.vmap(choice.surprise)
     newest = jnp.mean(surprise(rows.rollout), axis=1, keepdims=True, where=rows.trainable)
     return surprise(evicted.rollout) <= newest  # nan where no newcomer is trainable: none is admitted
 

@@ -109,7 +109,7 @@ def update_values(config: Config, used: dict[str, Any]) -> dict[str, float]:
         return float(used[f"{name}_sum"]) ** 2 / square if square else math.nan
 
     def explained(whole: str, rest: str, count: float) -> float:
-        moment = lambda name: count * float(used[f"{name}_square_sum"]) - float(used[f"{name}_sum"]) ** 2  # noqa: E731
+        moment = lambda name: count * float(used[f"{name}_square_sum"]) - float(used[f"{name}_sum"]) ** 2
         return 1 - moment(rest) / moment(whole) if moment(whole) > 0 else math.nan
 
     values = {

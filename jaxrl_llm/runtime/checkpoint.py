@@ -197,7 +197,7 @@ class Checkpointer:
         """
         latest = self.latest_iteration()
         if latest is not None and not allow_changes:
-            read = lambda path: _check_settings(freeze(_read_text(path)[1]["config"]), config, path)  # noqa: E731
+            read = lambda path: _check_settings(freeze(_read_text(path)[1]["config"]), config, path)
             _read_whole(self.directory, None, read, say=False)
 
     def check(self) -> None:
@@ -351,7 +351,7 @@ def _read_arrays(path: pathlib.Path, wanted: dict[str, Any]) -> dict[str, Any]:
             if (leaf := wanted[name]) is None:
                 return stored.read().result()
             sharding = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
-            part = lambda index: stored[index].read().result().astype(leaf.dtype, copy=False)  # noqa: E731
+            part = lambda index: stored[index].read().result().astype(leaf.dtype, copy=False)
             return jax.make_array_from_callback(leaf.shape, sharding, part)
 
     with concurrent.futures.ThreadPoolExecutor() as pool:

@@ -65,7 +65,7 @@ def run_if(condition: jax.Array, function: Callable[[Any], Any], state: Any) -> 
 
     A loop of one turn or none: a branch's results a GPU's program copies, in the branch and after it.
     """
-    once = lambda carry: (jnp.bool_(False), function(carry[1]))  # noqa: E731
+    once = lambda carry: (jnp.bool_(False), function(carry[1]))
     return jax.lax.while_loop(lambda carry: carry[0], once, (condition, state))[1]
 
 

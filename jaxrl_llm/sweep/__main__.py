@@ -12,7 +12,7 @@ command that is run once per point, with {command}, {name} and {workdir} filled 
 
     --launch='sbatch --job-name={name} --wrap={command}'
 
-Owns: which points run when, and where. Does not know: what a run does (train), what the page shows (sweep_report).
+Owns: which points run when, and where. Does not know: what a run does (train), what the page shows (table).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from jaxrl_llm.reports.metrics import METRICS, read_lines
 from jaxrl_llm.runtime import cli
 from jaxrl_llm.runtime.checkpoint import StopRequest, changed_settings
 from jaxrl_llm.runtime.nested import differences, visible
-from jaxrl_llm.sweep import table as sweep_report
+from jaxrl_llm.sweep import table
 from jaxrl_llm.sweep.points import Point, Sweep, freeze_points
 from jaxrl_llm.sweep.table import Run
 from jaxrl_llm.sweep.worker import LOG
@@ -129,10 +129,10 @@ def write_results(
 ) -> None:
     """Write table.csv, and the page where asked, from the points' metrics."""
     runs = runs_of(folder, points, failed)
-    sweep_report.write_table(folder / "table.csv", runs, sweep)
+    table.write_table(folder / "table.csv", runs, sweep)
     if page:
         units = {name: metric.unit for name, metric in METRICS.items()}
-        sweep_report.write_page(folder / "sweep.html", runs, sweep, units)
+        table.write_page(folder / "sweep.html", runs, sweep, units)
 
 
 # ---- elsewhere -------------------------------------------------------------------------------------------------

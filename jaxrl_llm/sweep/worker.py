@@ -1,6 +1,6 @@
 """The process that runs points of a sweep, one after the other.
 
-    parent (sweep.py)                          this process
+    parent (__main__)                          this process
     -----------------                          ------------
     hand out a point             ---->         train in its workdir, everything it prints into log.txt there
     mark it, hand out the next   <----         how it ended

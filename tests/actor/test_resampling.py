@@ -37,7 +37,7 @@ class Script:
     def generate(self, params, prompts, *, version):
         assert (params, version) == ("weights", 7)
         rewards = self.rounds[prompts[0] // P]
-        question = lambda prompt: types.SimpleNamespace(prompt=f"{prompt}?")  # noqa: E731
+        question = lambda prompt: types.SimpleNamespace(prompt=f"{prompt}?")
         groups = [
             FinishedGroup(prompt, question(prompt), [[prompt], [prompt, 1]], [STOP_EOS, STOP_LENGTH], ticket)
             for prompt, ticket in zip(prompts, rewards, strict=True)

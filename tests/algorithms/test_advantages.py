@@ -32,7 +32,7 @@ def advantages(reward, group, kind, valid=None, extra=None):
     """In a table of 64 rows and 9 groups, the rest invalid or empty, so that one program serves every test."""
     n = len(reward)
     valid = np.ones(n, bool) if valid is None else valid
-    pad = lambda x, dtype: np.pad(np.asarray(x, dtype), [(0, ROWS - n)] + [(0, 0)] * (np.ndim(x) - 1))  # noqa: E731
+    pad = lambda x, dtype: np.pad(np.asarray(x, dtype), [(0, ROWS - n)] + [(0, 0)] * (np.ndim(x) - 1))
     extra = {name: pad(x, np.float32) for name, x in (extra or extra_of(reward)).items()}
     result = np.asarray(compute(pad(reward, np.float32), pad(group, np.int32), pad(valid, bool), extra, kind))
     assert (result[n:] == 0).all()

@@ -154,7 +154,7 @@ def test_interpolated_policy_by_hand():
 def test_step_scale_by_hand():
     # Weights 1, 1, 1, 1, 12: 16^2 / (5 * 148) = 0.3459.
     ratio = np.array([1, 1, 1, 1, 12], np.float32)
-    scale = lambda w, n: float(corrections.step_scale(w.sum(), np.square(w).sum(), np.float32(n)))  # noqa: E731
+    scale = lambda w, n: float(corrections.step_scale(w.sum(), np.square(w).sum(), np.float32(n)))
     np.testing.assert_allclose(scale(ratio, 5) ** 2, 256 / 740, rtol=1e-6)
     np.testing.assert_allclose(scale(np.ones(7, np.float32), 7), 1, rtol=1e-6)
     assert scale(np.zeros(3, np.float32), 0) == 1

@@ -428,7 +428,7 @@ def test_what_lies_off_the_completion_moves_nothing():
     rollout = make_rollout(group_id, seed=6)
     at = np.arange(WIDTH)[None, :]
     off = (at < rollout.prompt_length[:, None]) | (at >= rollout.length[:, None])
-    spoil = lambda x: np.where(off, np.nan, x).astype(np.float32)  # noqa: E731
+    spoil = lambda x: np.where(off, np.nan, x).astype(np.float32)
     spoilt = rollout.replace(behaviour_logp=spoil(rollout.behaviour_logp), entropy=spoil(rollout.entropy))
     settings = {"advantage": "poise", "entropy_reweighting": 1.0, "entropy_bonus": 2.0, "num_groups": 2}
     extra = extra_of("poise", reward)
@@ -557,7 +557,7 @@ def test_a_short_answer_is_what_its_difficulty_says():
 
 def test_lengths_are_chosen_every_so_many_iterations_and_survive_a_checkpoint():
     memory, rewards = memory_of(config_of(**CHOSEN)), rewards_of([1.0])
-    lengths = lambda: memory.scores(rewards, [0]).short_answer.tolist()  # noqa: E731
+    lengths = lambda: memory.scores(rewards, [0]).short_answer.tolist()
     # Over two iterations: 4 easy groups with 5 correct answers within 2 tokens; hard ones with fewer than one each.
     within = np.array([[1, 3, 4, 6, 2], [0, 0, 0, 0, 0], [0, 1, 1, 1, 2]], np.float32)
     more = np.array([[1, 2, 2, 2, 2], [0, 0, 0, 0, 0], [0, 0, 1, 1, 2]], np.float32)

@@ -76,7 +76,7 @@ def test_a_new_head_predicts_zero_or_the_middle_and_passes_on_a_share_of_its_gra
         np.testing.assert_allclose(expected_value(outputs, bins), expected, atol=1e-6)
     head = {"kernel": np.arange(4, dtype=np.float32)[:, None], "bias": np.float32([0.5])}
 
-    total = lambda head, hidden, share: jnp.sum(head_outputs(head, hidden, gradient_share=share))  # noqa: E731
+    total = lambda head, hidden, share: jnp.sum(head_outputs(head, hidden, gradient_share=share))
     gradients = jax.jit(jax.grad(total, argnums=(0, 1)))
     (of_head, of_hidden), (same, half), (_, none) = (gradients(head, hidden, share) for share in (1.0, 0.5, 0.0))
     jax.tree.map(np.testing.assert_array_equal, of_head, same)
@@ -128,7 +128,7 @@ def test_losses_of_tokens_are_those_of_the_loops(bins, clip):
 def test_gradients_are_the_error_of_the_value_or_of_the_distribution():
     rng = np.random.default_rng(5)
     target, old = np.float32([[0.3, 0.9]]), np.float32([[0.0, 0.0]])
-    gradient = lambda x, **kw: jax.grad(lambda x: jnp.sum(value_loss(x, target, SCALAR, **kw)))(x)  # noqa: E731
+    gradient = lambda x, **kw: jax.grad(lambda x: jnp.sum(value_loss(x, target, SCALAR, **kw)))(x)
     outputs = np.float32([[[0.5], [0.5]]])
     np.testing.assert_allclose(gradient(outputs)[..., 0], [[0.2, -0.4]], rtol=1e-6)
     # Both have moved 0.5 from the old value: the second, towards its target, beyond the clip. The first overshot.

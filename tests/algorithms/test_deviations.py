@@ -102,7 +102,7 @@ def test_mssrs_decay_moves_with_several_updates_alone():
 def test_poises_regression_on_states_predicts_what_one_on_their_principal_components_does():
     """States whose variance falls off, a reward that hears their first components; correlation over new rows."""
     rng, scale = np.random.default_rng(0), 2.0 ** -np.arange(16)
-    draw = lambda n: rng.normal(size=(n, 16)) * scale  # noqa: E731
+    draw = lambda n: rng.normal(size=(n, 16)) * scale
     states, fresh, truth = draw(200), draw(200), np.zeros(16)
     truth[:3] = (1.0, -2.0, 2.0)
     target = states @ truth + 0.5 * rng.normal(size=200)
@@ -134,7 +134,7 @@ def test_spos_value_that_hears_the_row_itself_has_less_than_the_whole_gradient()
         def slope(reward, settings=settings):
             zero, mask = jnp.zeros((len(reward), 1)), jnp.ones((len(reward), 1), bool)
             x = Tokens(zero, zero, zero, zero, zero, reward, mask)
-            term = lambda p: jnp.sum(SURROGATES["spo"].term(x._replace(policy_logp=p), settings)[0])  # noqa: E731
+            term = lambda p: jnp.sum(SURROGATES["spo"].term(x._replace(policy_logp=p), settings)[0])
             return jax.grad(term)(zero)[:, 0]
 
         # All groups by how many of its answers are right; the score of a right answer is (1 - chance), else -chance.

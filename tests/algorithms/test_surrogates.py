@@ -24,7 +24,7 @@ def random_tokens(seed=0, *, spread=0.4):
     rng = np.random.default_rng(seed)
     mask = np.arange(T)[None, :] < np.array([1, 6, 3, 4, 5, 0, 2, 6])[:, None]
     base = rng.normal(-1.5, 0.5, (B, T))
-    near = lambda: np.where(mask, base + rng.normal(0, spread, (B, T)), 0).astype(np.float32)  # noqa: E731
+    near = lambda: np.where(mask, base + rng.normal(0, spread, (B, T)), 0).astype(np.float32)
     reward = np.array([0, 1, 0.5, -1, -0.3, 1, -0.3, -2], np.float32)
     advantage = np.where(mask, rng.normal(size=(B, 1)), 0).astype(np.float32)
     return Tokens(near(), near(), near(), near(), advantage, reward, mask)
@@ -112,7 +112,7 @@ def test_the_token_form_of_the_sequence_ratio_has_the_sequences_gradient(name):
 def test_gradient_at_a_masked_token_is_exactly_zero_and_what_it_holds_changes_nothing(name):
     x = random_tokens()
     weight = np.where(x.mask, np.float32(0.5), 0)
-    junk = lambda v, seed: np.where(x.mask, v, np.random.default_rng(seed).normal(-2, 1, (B, T))).astype("f")  # noqa: E731
+    junk = lambda v, seed: np.where(x.mask, v, np.random.default_rng(seed).normal(-2, 1, (B, T))).astype("f")
     fields = ("policy_logp", "old_logp", "behaviour_logp", "ref_logp", "advantage")
     spoilt = x._replace(**{field: junk(getattr(x, field), seed) for seed, field in enumerate(fields)})
     (expected, (term_expected, _)), (value, (term, _)) = (compiled(name)(rows, weight) for rows in (x, spoilt))
@@ -140,7 +140,7 @@ def test_without_a_step_every_one_is_reinforce(name):
 
 
 def one_token(policy, old, behaviour, advantage):
-    as_row = lambda v: np.full((1, 1), v, np.float32)  # noqa: E731
+    as_row = lambda v: np.full((1, 1), v, np.float32)
     return Tokens(
         *map(as_row, (policy, old, behaviour, 0.0, advantage)), np.zeros(1, np.float32), np.ones((1, 1), bool)
     )
@@ -291,7 +291,7 @@ def bandit(name, rate, steps):
 
     def loss(logits, action, behaviour_logp, step_is_on_policy):
         logp = jax.nn.log_softmax(logits)
-        column = lambda v: v[action][:, None]  # noqa: E731
+        column = lambda v: v[action][:, None]
         reward = jnp.asarray(REWARD)[action]
         ref_logp, advantage = column(jnp.asarray(REFERENCE)), (reward - jnp.mean(reward))[:, None]
         mask = jnp.ones((16, 1), bool)
@@ -354,7 +354,7 @@ def test_pairwise_regression_finds_the_nash_policy_of_rock_paper_scissors():
     settings = SETTINGS._replace(beta=1.0, group_size=2)
 
     def loss(logits, old):
-        column = lambda v: jax.nn.log_softmax(v)[action][:, None]  # noqa: E731
+        column = lambda v: jax.nn.log_softmax(v)[action][:, None]
         policy = column(logits)
         mask = jnp.ones((18, 1), bool)
         x = Tokens(policy, column(old), column(old), column(jnp.zeros(3)), 0 * policy, reward, mask)

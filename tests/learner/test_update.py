@@ -166,7 +166,7 @@ def test_policies_before_and_averaged_corrected_weights_and_the_scaled_step_are_
     scale = np.sqrt(ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum()))
     np.testing.assert_allclose(sums["rate_scale_sum"], scale, rtol=1e-4)
     moved = jax.tree.map(lambda x, g: x + scale * np.asarray(g), params, after.opt_state)
-    near = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)  # noqa: E731
+    near = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
     jax.tree.map(near, after.params, moved)
     jax.tree.map(lambda new, a, p: near(new, (0.9 * a + p) / 1.9), after.average, average, moved)
 
@@ -203,7 +203,7 @@ def test_the_policy_before_is_what_the_iteration_before_began_with():
     update = building.make_update({"kl_anchor": "convex", "kl_coefficient": 0.3, "updates_per_iteration": 2})
     update = dataclasses.replace(update, optimizer=optax.sgd(1e-3))
     rows = building.on_mesh(update, building.random_experience())
-    draw = lambda ring, key: (ring, rows, {})  # noqa: E731
+    draw = lambda ring, key: (ring, rows, {})
     step = jax.jit(lambda state: update.step(state, None, jax.random.key(0), draw)[0])
     first = building.train_state(update)
     states = [first.replace(previous=first.params, opt_state=update.optimizer.init(first.params))]
@@ -326,7 +326,7 @@ def test_groups_are_compared_and_the_second_moment_is_of_the_whole_batch():
     assert 0 < len(kept) < mask.sum()
     keep = np.zeros_like(mask)
     keep[tuple(np.array(sorted(kept)).T)] = True
-    row = lambda i: {  # noqa: E731
+    row = lambda i: {
         "policy": policy[i][keep[i]].tolist(),
         "ref": rows.ref_logp[i][keep[i]].tolist(),
         "advantage": rows.advantage[i][keep[i]].tolist(),

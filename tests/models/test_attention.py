@@ -76,7 +76,7 @@ def test_a_row_that_is_a_whole_group_is_its_rows_behind_their_prompt_gradients_i
     for p, t in np.ndindex(groups, T):
         mask[p, t, seen(p, t)] = True
     weight = np.where(real[..., None, None], normal(rng, *q.shape), 0)
-    loss = lambda rule: lambda *qkv: (weight * attend(*qkv, visible=rule)).sum()  # noqa: E731
+    loss = lambda rule: lambda *qkv: (weight * attend(*qkv, visible=rule)).sum()
     by_rule, by_mask = (jax.jit(jax.grad(loss(x), (0, 1, 2)))(q, k, v) for x in (rule, mask))
     for a, b in zip(by_rule, by_mask, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5)
@@ -136,10 +136,10 @@ def test_slots_in_any_order_attend_to_their_groups_prompt_their_cache_and_the_ne
     # A row's tokens lie up to a place that is one for all, maybe round the cache's end.
     end = int(rng.integers(0, C))
     token = live[:, None] - 1 - (end - 1 - np.arange(C)[None, :]) % C  # at each place, negative where none is
-    lie = lambda x: np.take_along_axis(x, np.maximum(token, 0)[:, None, :, None], axis=2)  # noqa: E731
+    lie = lambda x: np.take_along_axis(x, np.maximum(token, 0)[:, None, :, None], axis=2)
     # What is not to be seen weighs nothing, however large.
     cache_k, cache_v = (np.where(token[:, None, :, None] >= 0, lie(x), 1e30) for x in (cache_k, cache_v))
-    blocks = lambda x: tuple(np.split(x.astype(np.float32), count, axis=2))  # noqa: E731
+    blocks = lambda x: tuple(np.split(x.astype(np.float32), count, axis=2))
     cache_k, cache_v = tuple(x.swapaxes(2, 3) for x in blocks(cache_k)), blocks(cache_v)
     out, kept = jax.jit(attend_next)(
         q,
@@ -159,11 +159,11 @@ def test_a_row_gone_wrong_shows_it_and_leaves_nothing_to_the_next_in_its_slot():
     rng, wrong = np.random.default_rng(0), np.array([0, np.nan, np.inf, 0], np.float32)[:, None, None, None]
     q, k, v = normal(rng, 4, 1, K, H), normal(rng, 4, K, 1, H), normal(rng, 4, K, 1, H)
     prompt = Prompt(normal(rng, 4, K, 2, H), normal(rng, 4, K, 2, H), np.ones((4, 2), bool))
-    blocks = lambda *shape: tuple(normal(rng, 4, K, *shape) for _ in range(2))  # noqa: E731
+    blocks = lambda *shape: tuple(normal(rng, 4, K, *shape) for _ in range(2))
     cache = Cache(blocks(H, 8), blocks(8, H), np.full(4, 3, np.int32), np.int32(9))
     (sound, kept), (out, after) = (attend_next(q, k, v + x, prompt=prompt, cache=cache) for x in (0 * wrong[:1], wrong))
     assert not np.isfinite(out[1:3]).any() and all(np.isfinite(x).all() for x in jax.tree.leaves(after))
-    keep = lambda tree: jax.tree.map(lambda x: x[np.array([0, 3])], tree)  # noqa: E731
+    keep = lambda tree: jax.tree.map(lambda x: x[np.array([0, 3])], tree)
     jax.tree.map(np.testing.assert_array_equal, keep((out, after)), keep((sound, kept)))
 
 

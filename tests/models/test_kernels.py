@@ -125,7 +125,7 @@ def test_each_device_calls_the_kernel_on_its_own_rows_and_heads(rows):
         split = jax.jit(program.__wrapped__("cudnn", rows))
         given = jax.device_put(given, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
         (_, together), of_together = split(given, visible, weight)
-    same = lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5)  # noqa: E731
+    same = lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5)
     jax.tree.map(same, (alone, of_alone), (together, of_together))
 
 
@@ -259,7 +259,7 @@ def test_a_gpus_program_calls_cudnn_forward_and_backward(monkeypatch, rows, call
 
 def decoded(R=N // K, C=384, H=64):
     """Shapes of what ``attend_next`` takes."""
-    bf16 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)  # noqa: E731
+    bf16 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
     row, cache, prompt = bf16(B, K, 1, H), bf16(B, K, C, H), bf16(P, K, L, H)
     cache = Cache((cache,), (cache,), jax.ShapeDtypeStruct((B,), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32))
     return bf16(B, 1, K * R, H), row, row, Prompt(prompt, prompt, jax.ShapeDtypeStruct((P, L), bool)), cache
@@ -276,7 +276,7 @@ def test_a_tpus_decode_step_calls_the_kernel_and_turns_no_cache(monkeypatch, sha
     q, k, v, prompt, cache = decoded(**shape)
     rows = {q.shape: ("data", None, "tensor"), cache.length.shape: ("data",)}
     rows |= {x.shape: ("data", "tensor") for x in (k, prompt.keys, *cache.keys)}
-    split = lambda x: jax.NamedSharding(mesh, jax.P(*rows.get(x.shape, ())))  # noqa: E731
+    split = lambda x: jax.NamedSharding(mesh, jax.P(*rows.get(x.shape, ())))
 
     def step(q, k, v, prompt, end, length, keys, values):
         return decode_step(q, k, v, prompt, Cache(keys, values, length, end), "splash")

@@ -89,7 +89,7 @@ def test_with_pages_for_all_its_slots_it_is_the_padded_ring_bit_by_bit(config, b
         (batch, info), (batch_expected, info_expected) = jax.device_get((drawn, expected))
         assert_same(info, info_expected)
         # What is drawn where there is nothing to draw is no row.
-        real = lambda tree, is_real=info.is_real: jax.tree.map(lambda x: x[is_real], tree)  # noqa: E731
+        real = lambda tree, is_real=info.is_real: jax.tree.map(lambda x: x[is_real], tree)
         assert_same(real(batch), real(batch_expected))
         assert_same(paged.replace(slots=None, first_page=None, oldest_page=None), padded.replace(slots=None))
 
@@ -195,8 +195,8 @@ def test_on_eight_devices_it_needs_no_collective_copies_nothing_and_holds_and_dr
     write = functools.partial(replay.insert, config=config)
     read = functools.partial(replay.draw, config=config, batch_size=16, row_tokens=width)
     sharded, single = jax.device_put(init(), sharding.leading(mesh, jax.eval_shape(init))), init()
-    whole = lambda x: jax.device_put(x, sharding.replicated(mesh, 0))  # noqa: E731
-    split = lambda x: jax.device_put(x, sharding.leading(mesh, x))  # noqa: E731
+    whole = lambda x: jax.device_put(x, sharding.replicated(mesh, 0))
+    split = lambda x: jax.device_put(x, sharding.leading(mesh, x))
     rows, now, key = make_rows(np.arange(num_rows), np.arange(num_rows) + 1, width), np.int32(0), jax.random.key(0)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         sharded_write = jax.jit(write, donate_argnums=0).lower(sharded, split(rows), whole(now)).compile()

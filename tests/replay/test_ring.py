@@ -503,7 +503,7 @@ def test_likely_rollouts_are_kept_and_their_ratios_are_more_alike():
     # 400 rows of three tokens, drawn by one policy; then as many by a second one overwrite them.
     rng, size = np.random.default_rng(0), 400
     old = rng.normal(size=8)
-    logp_of = lambda logits: logits - np.log(np.exp(logits).sum())  # noqa: E731
+    logp_of = lambda logits: logits - np.log(np.exp(logits).sum())
     old_logp, new_logp = logp_of(old), logp_of(old + 0.5 * rng.normal(size=8))
     ring, drawn = jit_init(2 * size, 1), []
     config = ReplayConfig(positive_fraction=0.5, admission="likely")
@@ -524,7 +524,7 @@ def test_likely_rollouts_are_kept_and_their_ratios_are_more_alike():
     kept = ids_of(ring.slots)[0, size:][is_kept].tolist()
     assert kept == expected and 0 < len(kept) < size
     ratio = np.exp((new_logp - old_logp)[drawn[0]].sum(axis=1))
-    effective = lambda w: w.sum() ** 2 / (len(w) * (w**2).sum())  # noqa: E731
+    effective = lambda w: w.sum() ** 2 / (len(w) * (w**2).sum())
     assert effective(ratio[kept]) > effective(ratio)
 
 

@@ -63,7 +63,7 @@ class Learner:
 
     def iterate(self, state, ring, iteration):
         rows = random_experience(seed=iteration, with_reference=False)
-        put = lambda tree, like: jax.device_put(tree, jax.tree.map(lambda x: x.sharding, like))  # noqa: E731
+        put = lambda tree, like: jax.device_put(tree, jax.tree.map(lambda x: x.sharding, like))
         scores = put(Scores(rows.reward, rows.trainable, rows.rollout.group_id), self.run.learner.abstract_scores)
         rollout = put(rows.rollout, self.run.learner.abstract_rollout)
         now, key = put((np.int32(iteration), rng.stream(0, "draw")), (self.run.learner._whole(np.int32),) * 2)

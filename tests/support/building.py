@@ -278,7 +278,7 @@ def train_state(update, mesh=ONE):
 def host_head(update, seed=0):
     """Float32 numpy weights of a value head whose outputs spread."""
     rng, outputs = np.random.default_rng(seed), max(update.objective.value_bins, 1)
-    draw = lambda *shape: rng.normal(0, 0.3, shape).astype(np.float32)  # noqa: E731
+    draw = lambda *shape: rng.normal(0, 0.3, shape).astype(np.float32)
     return {"kernel": draw(update.model.arch.width, outputs), "bias": draw(outputs)}
 
 

@@ -18,7 +18,7 @@ from jaxrl_llm.types import STOP_LENGTH
 def haunt(monkeypatch):
     """Every program that ``train`` compiles from now on is a ghost, on one device."""
     one = mesh_of(ONE)
-    compiled = lambda programs, mesh: {name: ghost(name, program) for name, program in programs.items()}  # noqa: E731
+    compiled = lambda programs, mesh: {name: ghost(name, program) for name, program in programs.items()}
     monkeypatch.setattr(train_module, "compile_all", compiled)
     monkeypatch.setattr(train_module, "check_memory", lambda *_, **__: None)
     monkeypatch.setattr(train_module, "memory_table", lambda *_: "")

@@ -29,7 +29,7 @@ def refused(monkeypatch, capfd):
 
     monkeypatch.setattr(programs, "compile_all", compiles)
     events = []
-    listener = lambda event, duration, **_: events.append(event)  # noqa: E731
+    listener = lambda event, duration, **_: events.append(event)
     jax.monitoring.register_event_duration_secs_listener(listener)
 
     def run(name, *arguments):

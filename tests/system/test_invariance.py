@@ -15,7 +15,7 @@ def garbage(rows, seed=0):
     past = at >= rollout.length[:, None]
     off = past | (at < rollout.prompt_length[:, None])
     random_ids = rng.integers(0, TINY.vocab_size, rollout.tokens.shape).astype(np.int32)
-    spoil = lambda x, value: np.where(off, value, x).astype(x.dtype)  # noqa: E731
+    spoil = lambda x, value: np.where(off, value, x).astype(x.dtype)
     return rows.replace(
         advantage=spoil(rows.advantage, np.nan),
         ref_logp=None if rows.ref_logp is None else spoil(rows.ref_logp, np.nan),
@@ -32,7 +32,7 @@ def garbage(rows, seed=0):
 
 def wider(rows, extra):
     """The same rows with ``extra`` more positions of padding."""
-    pad = lambda x: np.pad(x, ((0, 0), (0, extra)) + ((0, 0),) * (x.ndim - 2)) if x.ndim > 1 else x  # noqa: E731
+    pad = lambda x: np.pad(x, ((0, 0), (0, extra)) + ((0, 0),) * (x.ndim - 2)) if x.ndim > 1 else x
     return jax.tree.map(pad, rows)
 
 
@@ -42,7 +42,7 @@ def assert_same(actual, expected):
     assert sums.keys() == sums_expected.keys()
     for name, value in sums_expected.items():
         np.testing.assert_allclose(sums[name], value, rtol=1e-5, err_msg=name)
-    flat = lambda tree: np.concatenate([x.astype(np.float64).ravel() for x in jax.tree.leaves(tree)])  # noqa: E731
+    flat = lambda tree: np.concatenate([x.astype(np.float64).ravel() for x in jax.tree.leaves(tree)])
     difference = np.linalg.norm(flat(gradient) - flat(gradient_expected))
     assert difference <= 1e-5 * np.linalg.norm(flat(gradient_expected))
 

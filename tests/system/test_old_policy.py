@@ -41,7 +41,7 @@ def test_the_old_log_probs_of_rollouts_that_span_versions_are_those_of_the_versi
     run = assemble(config_of(num_prompts, lookahead), TINY, EOS_IDS, mesh_of(mesh))
     compiled = compile_all({name: run.programs()[name] for name in NAMES}, run.mesh)
     generator = Generator(run.sampler, compiled, str)
-    put = lambda x, like: jax.device_put(x, jax.tree.map(lambda y: y.sharding, like))  # noqa: E731
+    put = lambda x, like: jax.device_put(x, jax.tree.map(lambda y: y.sharding, like))
     key = jax.device_put(jax.random.key(0), sharding.replicated(run.mesh, 0))
     weights, spans, first_id = [], 0, 0
     for version in range(4):

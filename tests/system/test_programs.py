@@ -276,7 +276,7 @@ def test_a_reference_that_is_reset_is_the_policy_and_the_ring_is_empty():
 
 def test_the_loop_resets_the_reference_after_the_iterations_that_are_said(tmp_path, monkeypatch):
     called, ghost = [], ghosts.ghost
-    noted = lambda name, program: lambda *args: called.append(name) or ghost(name, program)(*args)  # noqa: E731
+    noted = lambda name, program: lambda *args: called.append(name) or ghost(name, program)(*args)
     monkeypatch.setattr(ghosts, "ghost", noted)
     ghosts.haunt(monkeypatch)
     settings = SETTINGS | {

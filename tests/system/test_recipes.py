@@ -136,7 +136,7 @@ class Iteration:
         critic = self._run.learner._init_critic()
         if critic is not None:  # one that has learned something
             rng = np.random.default_rng(7)
-            draw = lambda x: (0.3 * rng.normal(size=x.shape)).astype(np.float32)  # noqa: E731
+            draw = lambda x: (0.3 * rng.normal(size=x.shape)).astype(np.float32)
             critic = critic.replace(head=jax.tree.map(draw, critic.head))
         return jax.device_put(critic, sharding.replicated(self._run.mesh, critic))
 
@@ -231,7 +231,7 @@ def poisoned(rows, seed=1):
     at = np.arange(ROW_TOKENS)[None, :]
     past, prompt = at >= rollout.length[:, None], at < rollout.prompt_length[:, None]
     off = past | prompt | FAILED[:, None]
-    spoil = lambda x, where, value: None if x is None else np.where(where, value, x).astype(x.dtype)  # noqa: E731
+    spoil = lambda x, where, value: None if x is None else np.where(where, value, x).astype(x.dtype)
     rollout = rollout.replace(
         tokens=spoil(rollout.tokens, off & ~prompt, rng.integers(0, SMALL.vocab_size, off.shape)),
         behaviour_logp=spoil(rollout.behaviour_logp, off, np.nan),
@@ -360,7 +360,7 @@ def test_a_later_loss_is_that_of_the_papers_equation(recipe):
     run = assemble(config, SMALL, (5,), mesh_of(ONE))
     rows = make_rows(config, make_rollout(config.rollout.group_size))
     params = host_params(run.model)
-    noise = lambda name, x: 0.3 * np.random.default_rng(len(name)).normal(size=x.shape)  # noqa: E731
+    noise = lambda name, x: 0.3 * np.random.default_rng(len(name)).normal(size=x.shape)
     others = {
         name: jax.tree.map(lambda x, name=name: (x + noise(name, x)).astype(np.float32), params)
         for name in ("start", "average", "previous")

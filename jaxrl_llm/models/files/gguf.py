@@ -58,9 +58,9 @@ def read_architecture(path: str | Path) -> Architecture:
         raise ConfigError(f"{path}: scaled rope in GGUF is not supported; use the model's Hugging Face folder")
     if NAMES["embedding"] not in file.shapes:
         raise ConfigError(f"{path}: tensor {NAMES['embedding']} is missing")
-    size = lambda key, value, **how: positive(path, f"llama.{key}", value, **how)  # noqa: E731
-    given = lambda key, **how: size(key, get(f"llama.{key}"), **how)  # noqa: E731
-    given_or = lambda key, other: size(key, file.metadata.get(f"llama.{key}", other))  # noqa: E731
+    size = lambda key, value, **how: positive(path, f"llama.{key}", value, **how)
+    given = lambda key, **how: size(key, get(f"llama.{key}"), **how)
+    given_or = lambda key, other: size(key, file.metadata.get(f"llama.{key}", other))
     width, num_heads = given("embedding_length"), given("attention.head_count")
     head_size = given_or("attention.key_length", width // num_heads)
     if file.metadata.get("llama.rope.dimension_count", head_size) != head_size:

@@ -81,7 +81,7 @@ def read_architecture(folder: str | Path) -> Architecture:
     if type(config["tie_word_embeddings"]) is not bool:
         raise ConfigError(f"{path}: tie_word_embeddings={config['tie_word_embeddings']!r:.60} must be true or false")
     try:
-        get = lambda key, **how: positive(path, key, config[key], **how)  # noqa: E731
+        get = lambda key, **how: positive(path, key, config[key], **how)
         width, num_heads = get("hidden_size"), get("num_attention_heads")
         for key, usual in (("num_key_value_heads", num_heads), ("head_dim", width // num_heads)):
             config[key] = usual if config[key] is None else config[key]
@@ -110,7 +110,7 @@ def _rope(config: dict[str, Any], path: Path) -> tuple[float, RopeScaling | None
     if not isinstance(given, dict):
         raise ConfigError(f"{path}: rope_parameters={given!r:.60} must be an object or null")
     rope = {"rope_theta": config["rope_theta"], **given}
-    get = lambda key, **how: positive(path, key, rope[key], whole=False, **how)  # noqa: E731
+    get = lambda key, **how: positive(path, key, rope[key], whole=False, **how)
     kind = rope.get("rope_type", rope.get("type", "default"))  # "type" until 2024
     if kind == "default":
         return get("rope_theta"), None

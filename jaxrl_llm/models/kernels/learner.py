@@ -150,7 +150,7 @@ def _splash(q_BTNH, k_BKSH, v_BKSH, visible_BL, lines):
 
     (_, T, N, H), S = q_BTNH.shape, k_BKSH.shape[2]
     queries, keys = (-(-n // LANES) * LANES for n in (T, S))
-    fill = lambda x, width: jnp.pad(x, ((0, 0), (0, 0), (0, width - x.shape[2]), (0, 0)))  # noqa: E731
+    fill = lambda x, width: jnp.pad(x, ((0, 0), (0, 0), (0, width - x.shape[2]), (0, 0)))
     q = fill((q_BTNH * H**-0.5).swapaxes(1, 2), queries)
 
     def of_row(q, k, v, shown, kernel):

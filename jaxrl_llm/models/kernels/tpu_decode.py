@@ -27,13 +27,13 @@ BYTES = 2**20  # of keys, and of values, in one step
 def attend(q_BKRH, k_BK1H, v_BK1H, out_BKRH, total_BKR1, peak_BKR1, keys_BKCH, values_BKCH, length, end):
     """See ``kernels.decode``; the prompt's piece is apart here."""
     (B, K, R, H), C = q_BKRH.shape, keys_BKCH.shape[2]
-    fits = lambda rows, tokens: rows * tokens * K * H * keys_BKCH.dtype.itemsize <= BYTES  # noqa: E731
+    fits = lambda rows, tokens: rows * tokens * K * H * keys_BKCH.dtype.itemsize <= BYTES
     block = next((n for n in (BLOCK, LANES) if C % n == 0 and (fits(1, n) or n == LANES)), C)
     rows = next(n for n in (8, 4, 2, 1) if B % n == 0 and (fits(n, block) or n == 1))  # their matmuls are unrolled
     # A TPU lays an array out with that one of its last two dimensions innermost which pads it least.
-    padded = lambda rows, lanes: -(-rows // SUBLANES) * SUBLANES * -(-lanes // LANES) * LANES  # noqa: E731
+    padded = lambda rows, lanes: -(-rows // SUBLANES) * SUBLANES * -(-lanes // LANES) * LANES
     turned = padded(H, C) < padded(C, H)
-    lie = lambda x: x.swapaxes(2, 3) if turned else x  # noqa: E731  [., K, C, H] as it lies
+    lie = lambda x: x.swapaxes(2, 3) if turned else x  # [., K, C, H] as it lies
     axis = 3 if turned else 2  # of tokens, there
     tile = min(block, LANES if turned else 2 * SUBLANES)  # of tokens, the least that is written
 
@@ -87,10 +87,10 @@ def attend(q_BKRH, k_BK1H, v_BK1H, out_BKRH, total_BKR1, peak_BKR1, keys_BKCH, v
             out[...] = (sums[...] / total[...]).astype(out.dtype)
 
     def of_cache(size, at):
-        place = lambda *where: (where[0], 0, 0, at(*where)) if turned else (where[0], 0, at(*where), 0)  # noqa: E731
+        place = lambda *where: (where[0], 0, 0, at(*where)) if turned else (where[0], 0, at(*where), 0)
         return pl.BlockSpec((rows, K, H, size) if turned else (rows, K, size, H), place)
 
-    of_rows = lambda *shape: pl.BlockSpec((rows, *shape), lambda z, *_: (z, 0, 0, 0))  # noqa: E731
+    of_rows = lambda *shape: pl.BlockSpec((rows, *shape), lambda z, *_: (z, 0, 0, 0))
     piece = [(K, R, H), (K, R, 1), (K, R, 1)]
     read = of_cache(block, lambda z, step, end, live, order: order[z, step])
     written = of_cache(tile, lambda z, step, end, live, order: end[0] // tile)
