@@ -68,7 +68,7 @@ def test_reward_climbs_from_chance_to_nearly_all(seed, compiled, tmp_path, monke
 
 
 # What a critic changes; the sampler is that of the run above.
-OF_THE_LEARNER = {"init_state", "init_ring", "insert", "update", "values"}
+OF_THE_LEARNER = {"init_state", "init_ring", "insert", "update", "values", "checksums"}
 
 
 @pytest.mark.slow
