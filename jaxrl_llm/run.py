@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import Mesh
 
 from jaxrl_llm.actor import resampling
@@ -40,51 +39,17 @@ class Run:
 
     config: Config
     mesh: Mesh
-    model: Model
-    reference_model: Model  # whose log-probs the objective's reference has; another than ``model`` for a teacher
-    optimizer: optax.GradientTransformation
     sampler: Sampler
     eval_sampler: Sampler | None
-    update: Update
+    learner: LearnerPrograms
 
-    @functools.cached_property
-    def learner(self) -> LearnerPrograms:
-        sampler = self.sampler
-        return LearnerPrograms(
-            self.config,
-            self.mesh,
-            self.model,
-            self.reference_model,
-            self.optimizer,
-            self.update,
-            sampled=self.sampled,
-            open_rollouts=sampler.abstract_state() if sampler.keeps_old_logp else None,
-        )
+    @property
+    def model(self) -> Model:
+        return self.learner.model
 
     @functools.cached_property
     def sampler_params(self) -> Any:
         return publish.abstract_params(self.model, self.mesh)
-
-    @functools.cached_property
-    def sampled(self) -> Rollout:
-        """Abstract rollouts that an iteration generates."""
-        B, S = self.config.rollouts_per_iteration, self.config.row_tokens
-        rows = Rollout(
-            tokens=jax.ShapeDtypeStruct((B, S), jnp.int32),
-            prompt_length=jax.ShapeDtypeStruct((B,), jnp.int32),
-            length=jax.ShapeDtypeStruct((B,), jnp.int32),
-            behaviour_logp=jax.ShapeDtypeStruct((B, S), jnp.float32),
-            group_id=jax.ShapeDtypeStruct((B,), jnp.int32),
-            policy_version=jax.ShapeDtypeStruct((B, S), jnp.int32),
-            stop_reason=jax.ShapeDtypeStruct((B,), jnp.int8),
-        )
-        if size := self.sampler.support_tokens:
-            rows = rows.replace(support=jax.ShapeDtypeStruct((B, S, size), jnp.int32))
-        if self.sampler.keeps_entropy:
-            rows = rows.replace(entropy=jax.ShapeDtypeStruct((B, S), jnp.float32))
-        if self.sampler.keeps_old_logp:
-            rows = rows.replace(old_logp=jax.ShapeDtypeStruct((B, S), jnp.float32))
-        return place(rows, sharding.leading(self.mesh, rows))
 
     @property
     def abstract_checkpoint(self) -> dict[str, Any]:
@@ -100,9 +65,10 @@ class Run:
         if self.config.rollout.max_resample_rounds:
             P = self.config.rollout.prompts_per_iteration
             place = jax.ShapeDtypeStruct((P,), jnp.int32, sharding=whole)
-            layout = jax.tree.map(lambda x: x.sharding, self.sampled)
+            sampled = self.learner.sampled
+            layout = jax.tree.map(lambda x: x.sharding, sampled)
             choose = functools.partial(resampling.choose, group_size=self.config.rollout.group_size)
-            programs["choose"] = Program(choose, (self.sampled, self.sampled, place), layout)
+            programs["choose"] = Program(choose, (sampled, sampled, place), layout)
         if self.eval_sampler is not None:
             needed = ("init_sampler", "prefill", "decode", "read_group", "stop_rows", "collect")
             evals = self.eval_sampler.programs(self.sampler_params)
@@ -154,27 +120,41 @@ def assemble(
         keeps_entropy=config.keeps_entropy,
         keeps_old_logp=config.keeps_old_logp and config.rollout.lookahead_prompts > 0,
     )
-    return Run(
-        config=config,
-        mesh=mesh,
+    update = Update(
+        config=dataclasses.replace(config.update, logp_chunk_tokens=chunk),
+        sampling=config.sampling,
         model=model,
-        reference_model=reference_model,
         optimizer=optimizer,
-        sampler=sampler,
-        eval_sampler=eval_sampler(config, sampler) if config.eval.num_prompts else None,
-        update=Update(
-            config=dataclasses.replace(config.update, logp_chunk_tokens=chunk),
-            sampling=config.sampling,
-            model=model,
-            optimizer=optimizer,
-            num_devices=shards,
-            group_size=config.rows_per_draw,
-            line_tokens=config.line_tokens,
-            objective=config.objective,
-            critic_optimizer=critic_optimizer,
-            pass_threshold=config.rewards.pass_threshold,
-        ),
+        num_devices=shards,
+        group_size=config.rows_per_draw,
+        line_tokens=config.line_tokens,
+        objective=config.objective,
+        critic_optimizer=critic_optimizer,
+        pass_threshold=config.rewards.pass_threshold,
     )
+    slots = sampler.abstract_state() if sampler.keeps_old_logp else None
+    learner = LearnerPrograms(config, mesh, reference_model, update, abstract_rollout(config, sampler), slots)
+    return Run(config, mesh, sampler, eval_sampler(config, sampler) if config.eval.num_prompts else None, learner)
+
+
+def abstract_rollout(config: Config, sampler: Sampler) -> Rollout:
+    """What an iteration generates."""
+    B, S = config.rollouts_per_iteration, config.row_tokens
+    array = lambda dtype, *rest: jax.ShapeDtypeStruct((B, *rest), dtype)
+    size = sampler.support_tokens
+    rows = Rollout(
+        tokens=array(jnp.int32, S),
+        prompt_length=array(jnp.int32),
+        length=array(jnp.int32),
+        behaviour_logp=array(jnp.float32, S),
+        group_id=array(jnp.int32),
+        policy_version=array(jnp.int32, S),
+        stop_reason=array(jnp.int8),
+        support=array(jnp.int32, S, size) if size else None,
+        entropy=array(jnp.float32, S) if sampler.keeps_entropy else None,
+        old_logp=array(jnp.float32, S) if sampler.keeps_old_logp else None,
+    )
+    return place(rows, sharding.leading(sampler.mesh, rows))
 
 
 def describe(run: Run, num_train: int, num_held_out: int, read_s: float) -> str:
@@ -252,10 +232,9 @@ def keep_what_fits(
     if run.config.model.remat != "auto" or limit is None:
         return compiled
     # What "none" keeps beside takes longer to write and read than to compute (BENCHMARKS).
-    model = dataclasses.replace(run.model, remat="dots")
-    other = dataclasses.replace(run, model=model, update=dataclasses.replace(run.update, model=model))
+    update = dataclasses.replace(run.learner.update, model=dataclasses.replace(run.model, remat="dots"))
     try:
-        update = other.programs()["update"].lower(run.mesh).compile()
+        update = dataclasses.replace(run.learner, update=update).programs()["update"].lower(run.mesh).compile()
     except jax.errors.JaxRuntimeError as error:
         if "Ran out of memory" not in str(error):
             raise

@@ -72,7 +72,7 @@ def _train(config: Config, workdir: pathlib.Path, allow_config_changes: bool) ->
     teacher = pretrained.resolve_reference(config.model, source)
     run = assemble(config, source.architecture(), tokenizer.eos_ids, mesh, teacher.architecture())
     source.check_weights(run.model, mesh)
-    teacher.check_weights(run.reference_model, mesh)
+    teacher.check_weights(run.learner.reference_model, mesh)
     external = External(run, tokenizer)
     checkpoints = Checkpointer(workdir, config.checkpoint)
     checkpoints.check_config(config, allow_changes=allow_config_changes)
@@ -100,7 +100,7 @@ def _train(config: Config, workdir: pathlib.Path, allow_config_changes: bool) ->
         how = {"allow_config_changes": allow_config_changes, "checksums": compiled["checksums"]}
         restored = checkpoints.restore(run.abstract_checkpoint, config, **how)
         teaches = run.learner.loads_reference
-        reference = teacher.load_params(run.reference_model, mesh, seed=config.seed) if teaches else None
+        reference = teacher.load_params(run.learner.reference_model, mesh, seed=config.seed) if teaches else None
         actor = Actor(run, compiled, tokenizer, stream, pool, external)
         learner = Learner(run.learner, compiled, ledger, reference=reference)
         evaluation = Evaluation(run, compiled, tokenizer, held_out, pool, workdir) if held_out else None

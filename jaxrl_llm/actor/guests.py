@@ -160,7 +160,7 @@ class Guests:
         """
         self.rewards = self._rewards(collect)
         about = [question_id(group.prompt) if group else -1 for group in self.groups]
-        both = lambda own, theirs: _beside(own, theirs, self.run.update.num_devices)
+        both = lambda own, theirs: _beside(own, theirs, self.run.learner.update.num_devices)
         joined = Rewards(
             total=both(rewards.total, self.rewards.total),
             parts={name: both(part, self.rewards.parts[name]) for name, part in rewards.parts.items()},

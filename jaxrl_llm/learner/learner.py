@@ -15,7 +15,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import Mesh
 
 from jaxrl_llm.algorithms import corrections, credit
@@ -47,16 +46,14 @@ class LearnerPrograms:
 
     config: Config
     mesh: Mesh
-    model: Model
     reference_model: Model
-    optimizer: optax.GradientTransformation
     update: Update
     sampled: Rollout
     open_rollouts: Any
 
-    @functools.cached_property
-    def annotation(self) -> Annotation:
-        return Annotation(self.update, self.reference_model, self.config.rollout.group_size)
+    @property
+    def model(self) -> Model:
+        return self.update.model
 
     @functools.cached_property
     def params(self) -> Any:
@@ -100,7 +97,9 @@ class LearnerPrograms:
 
     @functools.cached_property
     def abstract_state(self) -> TrainState:
-        optimizer = optim.abstract_state(self.optimizer, self.params, self.mesh, offload=self.config.optimizer.offload)
+        optimizer = optim.abstract_state(
+            self.update.optimizer, self.params, self.mesh, offload=self.config.optimizer.offload
+        )
         critic = jax.eval_shape(self._init_critic)
         return TrainState(
             self.params,
@@ -135,7 +134,7 @@ class LearnerPrograms:
         objective = self.config.objective
         return TrainState(
             params,
-            self.optimizer.init(params),
+            self.update.optimizer.init(params),
             jnp.zeros((), jnp.int32),
             average=copy() if self.config.keeps_average else None,
             critic=self._init_critic(),
@@ -212,7 +211,8 @@ class LearnerPrograms:
 
     def programs(self) -> dict[str, Program]:
         """Every program of the learner by name."""
-        config, annotation = self.config, self.annotation
+        config, update = self.config, self.update
+        annotation = Annotation(update, self.reference_model, config.rollout.group_size)
         layout = lambda tree: jax.tree.map(lambda x: x.sharding, tree)
         whole = sharding.replicated(self.mesh, 0)
         B, S = config.rows_per_iteration, config.row_tokens

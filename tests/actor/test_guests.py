@@ -234,7 +234,7 @@ def met(num_questions):
 
 def own_rollout(run):
     """What the sampler made, numpy: ids from 0 on, log-probs that no model has."""
-    sampled = run.sampled
+    sampled = run.learner.sampled
     rows = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), sampled)
     ids = np.arange(len(rows.length), dtype=np.int32) // G
     return rows.replace(length=2 * rows.length, group_id=ids), sampled
@@ -260,7 +260,7 @@ def test_rows_of_others_count_as_drawn_by_the_current_weights(mesh, tmp_path):
     theirs = rows.group_id < 0
     assert theirs.sum() == len(theirs) / 2 and sorted(set(rows.group_id.tolist())) == list(range(-4, 4))
     assert all(len(set(group)) == 1 for group in rows.group_id.reshape(-1, G).tolist())
-    shards = run.update.num_devices
+    shards = run.learner.update.num_devices
     assert (theirs.reshape(shards, -1).sum(axis=1) == theirs.sum() // shards).all()
     jax.tree.map(np.testing.assert_array_equal, jax.tree.map(lambda x: x[~theirs], rows), own)
 

@@ -30,7 +30,7 @@ def refused(monkeypatch):
     refused = set()
 
     def programs(run):
-        remat = run.update.model.remat
+        remat = run.learner.update.model.remat
 
         def compile_it():
             if remat in refused:

@@ -103,9 +103,9 @@ def test_reference_log_probs_are_the_models_in_the_rows_order(micro_batch_size, 
     run = assemble(freeze(config), TINY, (5,), mesh_of(MeshConfig(data=2)), teacher)
     rows = building.random_experience(group_size=2).rollout
     with jax.sharding.use_abstract_mesh(run.mesh.abstract_mesh):
-        params = building.learner_params(run.reference_model, run.mesh)
+        params = building.learner_params(run.learner.reference_model, run.mesh)
         actual = jax.jit(run.programs()["reference"].fn)(params, jax.device_put(rows, sharding.leading(run.mesh, rows)))
-    expected = oracle_logp(building.host_params(run.reference_model), rows, arch=teacher or TINY)
+    expected = oracle_logp(building.host_params(run.learner.reference_model), rows, arch=teacher or TINY)
     np.testing.assert_allclose(actual, expected, atol=1e-5)  # measured: 2.0e-6
 
 
@@ -303,12 +303,12 @@ def test_values_of_rollouts_are_those_of_a_float64_model_in_the_rows_order():
     }
     run = assemble(freeze(config), TINY, (5,), mesh_of(MeshConfig(data=2)))
     rows = building.random_experience(group_size=2, with_critic=True)
-    head = building.host_head(run.update)
+    head = building.host_head(run.learner.update)
     with jax.sharding.use_abstract_mesh(run.mesh.abstract_mesh):
         state = TrainState(building.learner_params(run.model, run.mesh), None, None, None, Critic(head, None))
         program = jax.jit(run.programs()["values"].fn)
         actual = program(state, jax.device_put(rows.rollout, sharding.leading(run.mesh, rows.rollout)))
-    _, expected = oracle_value_loss(building.host_params(run.model), head, rows, run.update.objective)
+    _, expected = oracle_value_loss(building.host_params(run.model), head, rows, run.learner.update.objective)
     np.testing.assert_allclose(actual, expected, atol=1e-5)
 
 
@@ -518,4 +518,4 @@ def test_positions_projected_at_once_are_by_device_where_nobody_sets_them():
     for given, micro_batch_tokens, taken in ((0, 0, 256), (0, 960, 960), (7, 960, 7)):
         update = {"logp_chunk_tokens": given, "micro_batch_tokens": micro_batch_tokens}
         run = assemble(freeze({"update": update}), TINY, (5,), mesh_of(ONE))
-        assert run.update.config.logp_chunk_tokens == taken
+        assert run.learner.update.config.logp_chunk_tokens == taken

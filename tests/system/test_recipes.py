@@ -103,8 +103,8 @@ class Iteration:
 
     def __init__(self, config, mesh):
         run = assemble(config, SMALL, (5,), mesh_of(mesh))
-        update = dataclasses.replace(run.update, optimizer=RECORDER, critic_optimizer=RECORDER)
-        run = dataclasses.replace(run, optimizer=RECORDER, update=update)
+        update = dataclasses.replace(run.learner.update, optimizer=RECORDER, critic_optimizer=RECORDER)
+        run = dataclasses.replace(run, learner=dataclasses.replace(run.learner, update=update))
         programs = run.programs()
         insert, update = programs["insert"].fn, programs["update"].fn
         self._empty_ring = jax.device_get(programs["init_ring"].fn())
@@ -376,7 +376,7 @@ def test_a_later_loss_is_that_of_the_papers_equation(recipe):
     @jax.jit
     def loss(state, start, rows):
         experience, _ = credit.assign(*rows, config)
-        update = dataclasses.replace(run.update, optimizer=RECORDER)
+        update = dataclasses.replace(run.learner.update, optimizer=RECORDER)
         batch = jax.tree.map(lambda x: x[None], experience.replace(tied=None, group_mean=None))
         return update.apply_batch(state, batch, state.replace(params=start))[1]
 
