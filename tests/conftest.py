@@ -21,6 +21,12 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
 
 import jax  # noqa: E402, what is above is read when it is imported
+import jaxtyping  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# The signatures in these are checked at every call, arrays' shapes and types too; in this process alone. Where they say
+# float, an int is one.
+CHECK = "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))"
+jaxtyping.install_import_hook(["jaxrl_llm.ops", "jaxrl_llm.algorithms"], CHECK)

@@ -137,7 +137,7 @@ def test_ops_import_jax_alone():
     for path in sorted((PACKAGE / "ops").glob("*.py")):
         for name in imports(path):
             top = name.split(".")[0]
-            fine = top in {"jax", "numpy"} | STANDARD_LIBRARY_OF_OPS or name.startswith("jaxrl_llm.ops")
+            fine = top in {"jax", "jaxtyping", "numpy"} | STANDARD_LIBRARY_OF_OPS or name.startswith("jaxrl_llm.ops")
             assert fine, f"{path.name} imports {name}"
 
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
 STD_EPSILON = 1e-6
 
@@ -29,12 +30,12 @@ class Groups(NamedTuple):
     member: jax.Array  # [Q, B] bool, valid rows of each group
 
     @property
-    def valid(self) -> jax.Array:
+    def valid(self) -> Bool[Array, " B"]:
         """[B] bool."""
         return jnp.any(self.member, axis=0)
 
 
-def group_rows(index: jax.Array, valid: jax.Array, num_groups: int) -> Groups:
+def group_rows(index: Int[ArrayLike, " B"], valid: Bool[ArrayLike, " B"], num_groups: int) -> Groups:
     """``Groups`` of rows with ``index`` [B] i32 in [0, Q) and ``valid`` [B] bool."""
     return Groups(index, (index[None, :] == jnp.arange(num_groups)[:, None]) & valid[None, :])
 
@@ -44,24 +45,24 @@ def whole_batch(groups: Groups) -> Groups:
     return Groups(jnp.zeros_like(groups.index), groups.valid[None, :])
 
 
-def group_sum(value: jax.Array, groups: Groups) -> jax.Array:
+def group_sum(value: Float[ArrayLike, " B"], groups: Groups) -> Float[Array, " B"]:
     """Sum of ``value`` [B] f32 over the valid rows of each row's group, [B] f32."""
     return jnp.sum(jnp.where(groups.member, value[None, :], 0.0), axis=1)[groups.index]
 
 
-def group_count(groups: Groups) -> jax.Array:
+def group_count(groups: Groups) -> Float[Array, " B"]:
     """Valid rows of each row's group, [B] f32."""
     return jnp.sum(groups.member, axis=1).astype(jnp.float32)[groups.index]
 
 
-def group_range(value: jax.Array, groups: Groups) -> tuple[jax.Array, jax.Array]:
+def group_range(value: Float[ArrayLike, " B"], groups: Groups) -> tuple[Float[Array, " B"], Float[Array, " B"]]:
     """Lowest and highest ``value`` [B] f32 of each row's group, each [B] f32; inf and -inf for an empty group."""
     lowest = jnp.min(jnp.where(groups.member, value[None, :], jnp.inf), axis=1)
     highest = jnp.max(jnp.where(groups.member, value[None, :], -jnp.inf), axis=1)
     return lowest[groups.index], highest[groups.index]
 
 
-def is_untied(value: jax.Array, groups: Groups) -> jax.Array:
+def is_untied(value: Float[ArrayLike, " B"], groups: Groups) -> Bool[Array, " B"]:
     """[B] bool, valid rows in whose group not all values are equal (so there are at least two).
 
     Tested by comparison: in float32 the mean of equal values need not equal them, and a tiny standard deviation
@@ -71,13 +72,13 @@ def is_untied(value: jax.Array, groups: Groups) -> jax.Array:
     return groups.valid & (highest > lowest)
 
 
-def minus_mean(value: jax.Array, groups: Groups) -> jax.Array:
+def minus_mean(value: Float[ArrayLike, " B"], groups: Groups) -> Float[Array, " B"]:
     """``value - mean`` over the group, [B] f32; exactly 0 in a tied group. ``value`` [B] f32 is finite where valid."""
     mean = group_sum(jnp.where(groups.valid, value, 0.0), groups) / jnp.maximum(group_count(groups), 1.0)
     return jnp.where(is_untied(value, groups), value - mean, 0.0)
 
 
-def minus_median(value: jax.Array, groups: Groups) -> jax.Array:
+def minus_median(value: Float[ArrayLike, " B"], groups: Groups) -> Float[Array, " B"]:
     """``value - median`` of the group (of an even number, the mean of the middle two), [B] f32; 0 in a tied group."""
     # One sort of the rows by group and value; a sort of the table would gather it over the mesh.
     num_groups = groups.member.shape[0]
@@ -89,14 +90,14 @@ def minus_median(value: jax.Array, groups: Groups) -> jax.Array:
     return jnp.where(is_untied(value, groups), value - median, 0.0)
 
 
-def mean_of_others(value: jax.Array, groups: Groups) -> jax.Array:
+def mean_of_others(value: Float[ArrayLike, " B"], groups: Groups) -> Float[Array, " B"]:
     """Mean of ``value`` [B] f32 over the other valid rows of the group, [B] f32; 0 where there is none."""
     own = jnp.where(groups.valid, value, 0.0)
     others = group_count(groups) - groups.valid.astype(jnp.float32)
     return jnp.where(others > 0, (group_sum(value, groups) - own) / jnp.maximum(others, 1.0), 0.0)
 
 
-def over_std(value: jax.Array, groups: Groups) -> jax.Array:
+def over_std(value: Float[ArrayLike, " B"], groups: Groups) -> Float[Array, " B"]:
     """``value / (std + 1e-6)`` with the population standard deviation of the group's values, [B] f32.
 
     Take the mean away first: where all values are equal, only zeros stay what they are.
@@ -106,14 +107,16 @@ def over_std(value: jax.Array, groups: Groups) -> jax.Array:
     return value / (jnp.sqrt(variance) + STD_EPSILON)
 
 
-def whiten(value: jax.Array, mask: jax.Array) -> jax.Array:
+def whiten(value: Float[ArrayLike, "B T"], mask: Bool[ArrayLike, "B T"]) -> Float[Array, "B T"]:
     """``(value - mean) / (std + 1e-6)`` over all tokens of the mask, each [B, T]; 0 off it, and where all are equal."""
     valid = mask.reshape(-1)
     tokens = Groups(jnp.zeros(valid.shape, jnp.int32), valid[None, :])
     return over_std(minus_mean(value.reshape(-1), tokens), tokens).reshape(value.shape)
 
 
-def running_moments(value: jax.Array, valid: jax.Array, moments: jax.Array, *, decay: float) -> jax.Array:
+def running_moments(
+    value: Float[ArrayLike, "*any"], valid: Bool[ArrayLike, "*any"], moments: Float[ArrayLike, "3"], *, decay: float
+) -> Float[Array, "3"]:
     """Count, mean and sum of squared deviations of the valid values [...] of this and earlier batches, [3] f32.
 
         n = d n0 + n1,   mean = m0 + (m1 - m0) n1 / n,   sum = d s0 + s1 + (m1 - m0)^2 d n0 n1 / n
@@ -141,7 +144,9 @@ def running_moments(value: jax.Array, valid: jax.Array, moments: jax.Array, *, d
     return jnp.where(count > 0, jnp.stack(both), jnp.stack([before, moments[1], decay * moments[2]]))
 
 
-def over_moments(value: jax.Array, moments: jax.Array, *, centre: bool) -> jax.Array:
+def over_moments(
+    value: Float[ArrayLike, "*any"], moments: Float[ArrayLike, "3"], *, centre: bool
+) -> Float[Array, "*any"]:
     """Values over the mean and standard deviation of ``running_moments`` [n, mean, sum], f32 of their shape.
 
     out = (value - mean) / (sqrt(sum / n) + 1e-6);   not ``centre``: nothing is taken away
@@ -151,16 +156,16 @@ def over_moments(value: jax.Array, moments: jax.Array, *, centre: bool) -> jax.A
 
 
 def estimate(
-    reward: jax.Array,
+    reward: Float[ArrayLike, " B"],
     groups: Groups,
     *,
     kind: str,
     delta_v: float = 0.0,
-    parts: jax.Array | None = None,
+    parts: Float[ArrayLike, "B K"] | None = None,
     part_weights: Sequence[float] = (),
-    baseline: jax.Array | None = None,
-    over_batch: Callable[[jax.Array, bool], jax.Array] | None = None,
-) -> jax.Array:
+    baseline: Float[ArrayLike, " B"] | None = None,
+    over_batch: Callable[[Float[Array, " B"], bool], Float[Array, " B"]] | None = None,
+) -> Float[Array, " B"]:
     """Advantage of each row; mean, std and n are over the valid rows of the group, or of the batch where it says so.
 
         "grpo"           (r - mean) / std                                                              [1]
@@ -211,7 +216,7 @@ def estimate(
     has_others = groups.valid & (group_count(groups) > 1)
     reward = jnp.where(groups.valid, reward, 0.0)
 
-    def parts_over_their_std() -> jax.Array:
+    def parts_over_their_std() -> Float[Array, " B"]:
         columns = zip(part_weights, jnp.moveaxis(jnp.where(groups.valid[:, None], parts, 0.0), 1, 0), strict=True)
         return sum(w * over_std(minus_mean(part, groups), groups) for w, part in columns)
 
@@ -233,5 +238,5 @@ def estimate(
     return kinds[kind]()
 
 
-def _over_others(count: jax.Array) -> jax.Array:
+def _over_others(count: Float[Array, " B"]) -> Float[Array, " B"]:
     return count / jnp.maximum(count - 1.0, 1.0)

@@ -6,8 +6,8 @@ baseline is used (advantages), who keeps the sums. Letters: B rows, T row width,
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Bool, Float
 
 ROW_FEATURES = 6  # and the hidden state's
 RIDGE = 1.0
@@ -18,7 +18,7 @@ def num_features(hidden_size: int) -> int:
     return ROW_FEATURES + hidden_size
 
 
-def gradient_square(logp: jax.Array, mask: jax.Array) -> jax.Array:
+def gradient_square(logp: Float[ArrayLike, "B T"], mask: Bool[ArrayLike, "B T"]) -> Float[Array, " B"]:
     """Stand-in for the squared norm of the gradient of a row's log-probability.
 
         sum over the completion of (1 - p)^2,   p = exp(logp)
@@ -38,8 +38,13 @@ def gradient_square(logp: jax.Array, mask: jax.Array) -> jax.Array:
 
 
 def row_features(
-    logp: jax.Array, entropy: jax.Array, hidden: jax.Array, mask: jax.Array, *, max_length: int
-) -> jax.Array:
+    logp: Float[ArrayLike, "B T"],
+    entropy: Float[ArrayLike, "B T"],
+    hidden: Float[ArrayLike, "B D"],
+    mask: Bool[ArrayLike, "B T"],
+    *,
+    max_length: int,
+) -> Float[Array, "B F"]:
     """What a rollout tells about how hard its question is.
 
         1, length / max_length, mean and standard deviation of -logp and of the entropy over the completion,
@@ -62,7 +67,7 @@ def row_features(
     length = jnp.sum(mask, axis=1).astype(jnp.float32)
     count = jnp.maximum(length, 1.0)
 
-    def moments(value: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def moments(value: Float[ArrayLike, "B T"]) -> tuple[Float[Array, " B"], Float[Array, " B"]]:
         mean = jnp.sum(jnp.where(mask, value, 0.0), axis=1) / count
         square = jnp.sum(jnp.where(mask, jnp.square(value - mean[:, None]), 0.0), axis=1) / count
         return mean, jnp.sqrt(square)
@@ -71,7 +76,9 @@ def row_features(
     return jnp.concatenate([jnp.stack(columns, axis=1), hidden * hidden.shape[1] ** -0.5], axis=1)
 
 
-def regression_sums(features: jax.Array, target: jax.Array, valid: jax.Array) -> jax.Array:
+def regression_sums(
+    features: Float[ArrayLike, "B F"], target: Float[ArrayLike, " B"], valid: Bool[ArrayLike, " B"]
+) -> Float[Array, "F F+1"]:
     """``sum_b x_b [x_b, y_b]`` over valid rows: all that least squares needs to know, [F, F + 1] f32.
 
     Sums of several batches add up, and old ones may be discounted.
@@ -81,7 +88,9 @@ def regression_sums(features: jax.Array, target: jax.Array, valid: jax.Array) ->
     return jnp.sum(features[:, :, None] * columns[:, None, :], axis=0)
 
 
-def ridge_predict(features: jax.Array, sums: jax.Array, *, ridge: float = RIDGE) -> jax.Array:
+def ridge_predict(
+    features: Float[ArrayLike, "B F"], sums: Float[ArrayLike, "F F+1"], *, ridge: float = RIDGE
+) -> Float[Array, " B"]:
     """``x (X'X + ridge I)^-1 X'y`` of each row, [B] f32, with X'X and X'y from ``sums`` [F, F + 1]; 0 without data."""
     coefficients = jnp.linalg.solve(sums[:, :-1] + ridge * jnp.eye(sums.shape[0]), sums[:, -1])
     return jnp.sum(features * coefficients[None, :], axis=1)

@@ -11,18 +11,19 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Bool, Float, Int, Real
 
 # A log-ratio is cut here before its exponential: e^40 squared is still a float32.
 LOG_RATIO_LIMIT = 40.0
 
 
 def interpolated_logp(
-    policy_logp: jax.Array,
-    behaviour_logp: jax.Array,
-    behaviour_version: jax.Array,
-    old_version: jax.Array,
-    version: jax.Array,
-) -> jax.Array:
+    policy_logp: Float[ArrayLike, "B T"],
+    behaviour_logp: Float[ArrayLike, "B T"],
+    behaviour_version: Int[ArrayLike, "B T"],
+    old_version: Int[ArrayLike, ""],
+    version: Int[ArrayLike, ""],
+) -> Float[Array, "B T"]:
     """Log-prob of a policy of version ``old_version`` between behaviour and current one, without a forward pass.
 
         behaviour_logp + alpha (sg(policy_logp) - behaviour_logp),
@@ -41,16 +42,16 @@ def interpolated_logp(
 
 
 def correction_weight(
-    log_ratio: jax.Array,
-    mask: jax.Array,
+    log_ratio: Float[ArrayLike, "B T"],
+    mask: Bool[ArrayLike, "B T"],
     *,
     kind: str,
     low: float,
     high: float,
-    threshold: jax.Array | None = None,
-    policy_log_ratio: jax.Array | None = None,
+    threshold: Float[ArrayLike, ""] | None = None,
+    policy_log_ratio: Float[ArrayLike, "B T"] | None = None,
     is_carried: bool = False,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
     """Importance weight of each token and which tokens stay, from w = exp(log_ratio).
 
         "importance"          w
@@ -99,7 +100,9 @@ def correction_weight(
     return jnp.where(is_kept, weight, 0.0), is_kept
 
 
-def second_moment_threshold(log_ratio: jax.Array, mask: jax.Array, limit: float) -> jax.Array:
+def second_moment_threshold(
+    log_ratio: Float[ArrayLike, "B T"], mask: Bool[ArrayLike, "B T"], limit: float
+) -> Float[Array, ""]:
     """Threshold [] f32 such that the tokens with log_ratio^2 up to it are as many as have a mean of at most ``limit``.
 
     Tokens leave from the largest on; equal ones leave together. It lies halfway to the smallest that leaves, so that
@@ -123,13 +126,15 @@ def second_moment_threshold(log_ratio: jax.Array, mask: jax.Array, limit: float)
     return jnp.where(last >= 0, 0.5 * (square[last] + smallest_out), -1.0)
 
 
-def sequence_ratio(log_ratio: jax.Array, mask: jax.Array) -> jax.Array:
+def sequence_ratio(log_ratio: Float[ArrayLike, "B T"], mask: Bool[ArrayLike, "B T"]) -> Float[Array, " B"]:
     """exp of each row's sum of log-ratios [B,T], cut to +-40 nats: [B] f32, 0.0 for a row without a token."""
     total = jnp.clip(jnp.sum(jnp.where(mask, log_ratio, 0.0), axis=1), -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     return jnp.where(jnp.any(mask, axis=1), jnp.exp(total), 0.0)
 
 
-def step_scale(ratio_sum: jax.Array, ratio_square_sum: jax.Array, num_rows: jax.Array) -> jax.Array:
+def step_scale(
+    ratio_sum: Float[ArrayLike, "*any"], ratio_square_sum: Float[ArrayLike, "*any"], num_rows: Real[ArrayLike, "*any"]
+) -> Float[Array, "*any"]:
     """Factor [] f32 of the learning rate: the square root of the effective share of the batch's sequences.
 
         scale = sqrt((sum W)^2 / (n sum W^2))
@@ -142,7 +147,9 @@ def step_scale(ratio_sum: jax.Array, ratio_square_sum: jax.Array, num_rows: jax.
     return jnp.where(divisor > 0, ratio_sum / jnp.sqrt(jnp.maximum(divisor, jnp.finfo(jnp.float32).tiny)), 1.0)
 
 
-def effective_share(total: jax.Array, square_total: jax.Array, count: jax.Array) -> jax.Array:
+def effective_share(
+    total: Float[ArrayLike, "*any"], square_total: Float[ArrayLike, "*any"], count: Real[ArrayLike, "*any"]
+) -> Float[Array, "*any"]:
     """Effective sample size of weights over their number n.
 
         share = (sum w)^2 / (n sum w^2)
@@ -154,7 +161,7 @@ def effective_share(total: jax.Array, square_total: jax.Array, count: jax.Array)
     return jnp.square(step_scale(total, square_total, count))
 
 
-def moving_average_share(decay: float, step: jax.Array) -> jax.Array:
+def moving_average_share(decay: float, step: Int[ArrayLike, ""]) -> Float[ArrayLike, ""]:
     """Share [] f32 of the new weights in their moving average after optimizer step number ``step`` (1, 2, ...).
 
         average <- (1 - share) average + share params,   share = 1 / sum_{k=0}^{step} decay^k

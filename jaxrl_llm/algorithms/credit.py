@@ -11,8 +11,8 @@ Letters: B rows, S row width, Q groups, K reward functions.
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Bool, Float, Num
 
 from jaxrl_llm.algorithms import advantages, baselines, shaping
 from jaxrl_llm.algorithms import critic as values
@@ -26,8 +26,8 @@ _NO_GROUP = jnp.iinfo(jnp.int32).max
 
 
 def assign(
-    rollout: Rollout, scores: Scores, ref_logp: jax.Array | None, config: Config
-) -> tuple[Experience, dict[str, jax.Array]]:
+    rollout: Rollout, scores: Scores, ref_logp: Float[ArrayLike, "B S"] | None, config: Config
+) -> tuple[Experience, dict[str, Num[Array, "..."]]]:
     """Advantages of one iteration's rollouts. On the device.
 
     Rows of a group are those of equal ``group_id``, wherever they stand; equal text does not merge groups. A
@@ -99,7 +99,9 @@ def assign(
         target = advantages.mean_of_others(shaped, groups)
         sums["regression"] = baselines.regression_sums(features, target, has_others)
 
-    def over_running(value: jax.Array, centre: bool, valid: jax.Array = groups.valid) -> jax.Array:
+    def over_running(
+        value: Float[Array, "*any"], centre: bool, valid: Bool[Array, "*any"] = groups.valid
+    ) -> Float[Array, "*any"]:
         decay = settings.advantage_norm_decay
         sums["moments"] = advantages.running_moments(value, valid, scores.moments, decay=decay)
         return jnp.where(valid, advantages.over_moments(value, sums["moments"], centre=centre), 0.0)

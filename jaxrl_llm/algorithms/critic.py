@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Bool, Float, Float32
 
 # Standard deviation of a target's Gaussian in bin widths.
 SIGMA_BINS = 0.75
@@ -30,19 +31,24 @@ class Bins(NamedTuple):
     high: float
 
     @property
-    def edges(self) -> jax.Array:
+    def edges(self) -> Float32[Array, " {self.count+1}"]:
         """[m + 1] f32."""
         return jnp.linspace(self.low, self.high, self.count + 1, dtype=jnp.float32)
 
     @property
-    def centres(self) -> jax.Array:
+    def centres(self) -> Float32[Array, " {self.count}"]:
         """[m] f32."""
         return 0.5 * (self.edges[1:] + self.edges[:-1])
 
 
 def lambda_returns(
-    value: jax.Array, reward: jax.Array, mask: jax.Array, *, discount: float, gae_lambda: float
-) -> jax.Array:
+    value: Float[ArrayLike, "B T"],
+    reward: Float[ArrayLike, " B"],
+    mask: Bool[ArrayLike, "B T"],
+    *,
+    discount: Float[ArrayLike, ""],
+    gae_lambda: Float[ArrayLike, ""],
+) -> Float[Array, "B T"]:
     """What the value of each token is estimated to have been, from the reward at the row's last token.
 
         G_t = r_t + discount ((1 - lambda) V_{t+1} + lambda G_{t+1}),   V = G = 0 after the last token
@@ -77,13 +83,18 @@ def lambda_returns(
     return returns_TB.T
 
 
-def new_head(width: int, bins: Bins) -> dict[str, jax.Array]:
+def new_head(width: int, bins: Bins) -> dict[str, Float32[Array, "..."]]:
     """A head of zeros, "kernel" [D, m] and "bias" [m] f32: it predicts 0, or the middle of its bins."""
     outputs = max(bins.count, 1)
     return {"kernel": jnp.zeros((width, outputs), jnp.float32), "bias": jnp.zeros(outputs, jnp.float32)}
 
 
-def head_outputs(head: dict[str, jax.Array], hidden: jax.Array, *, gradient_share: float = 1.0) -> jax.Array:
+def head_outputs(
+    head: dict[str, Float[ArrayLike, "..."]],
+    hidden: Float[ArrayLike, "*rows D"],
+    *,
+    gradient_share: Float[ArrayLike, ""] = 1.0,
+) -> Float32[Array, "*rows m"]:
     """hidden W + b in float32, [..., m] f32.
 
     Args:
@@ -97,7 +108,7 @@ def head_outputs(head: dict[str, jax.Array], hidden: jax.Array, *, gradient_shar
     return _matmul(hidden, head["kernel"]) + _last(head["bias"], hidden.ndim)
 
 
-def expected_value(outputs: jax.Array, bins: Bins) -> jax.Array:
+def expected_value(outputs: Float[ArrayLike, "*rows m"], bins: Bins) -> Float[ArrayLike, "*rows"]:
     """The value [...] f32 of a head's outputs [..., m]: the output itself, or the mean of the bins' distribution.
 
     V = sum_i softmax(outputs)_i centre_i
@@ -107,7 +118,7 @@ def expected_value(outputs: jax.Array, bins: Bins) -> jax.Array:
     return _matmul(jax.nn.softmax(outputs), bins.centres)
 
 
-def hl_gauss_target(target: jax.Array, bins: Bins) -> jax.Array:
+def hl_gauss_target(target: Float[ArrayLike, "*rows"], bins: Bins) -> Float[Array, "*rows {bins.count}"]:
     """Mass of a Gaussian about each target in each bin, [..., m] f32, which sums to 1.
 
         p_i = (F(edge_{i+1}) - F(edge_i)) / (F(high) - F(low)),   F = CDF of N(target, (0.75 bin widths)^2)
@@ -124,8 +135,13 @@ def hl_gauss_target(target: jax.Array, bins: Bins) -> jax.Array:
 
 
 def value_loss(
-    outputs: jax.Array, target: jax.Array, bins: Bins, *, old_value: jax.Array | None = None, clip: float = 0.0
-) -> jax.Array:
+    outputs: Float[ArrayLike, "B T m"],
+    target: Float[ArrayLike, "B T"],
+    bins: Bins,
+    *,
+    old_value: Float[ArrayLike, "B T"] | None = None,
+    clip: float = 0.0,
+) -> Float[Array, "B T"]:
     """Loss of each token's prediction against its return.
 
         without bins   (V - G)^2 / 2, and with a clip the larger of that and (V_old + clip(V - V_old, +-clip) - G)^2 / 2

@@ -11,11 +11,13 @@ replaces the inputs by finite constants (``jnp.where``) before calling: ``0 * na
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
 
-def kl_estimate(policy_logp: jax.Array, ref_logp: jax.Array, *, kind: str) -> jax.Array:
+def kl_estimate(
+    policy_logp: Float[ArrayLike, "*any"], ref_logp: Float[ArrayLike, "*any"], *, kind: str
+) -> Float[ArrayLike, "*any"]:
     """Estimate of KL(policy || reference) from each token drawn from the policy.
 
         d = policy_logp - ref_logp
@@ -24,11 +26,11 @@ def kl_estimate(policy_logp: jax.Array, ref_logp: jax.Array, *, kind: str) -> ja
         "k3" = exp(-d) - 1 + d   unbiased, never negative; its gradient is that of KL(reference || policy)
 
     Args:
-        policy_logp, ref_logp: [B, T] f32 nats of the taken tokens, finite.
+        policy_logp, ref_logp: f32 nats of the taken tokens, finite.
         kind: "k1", "k2" or "k3".
 
     Returns:
-        [B, T] f32 nats.
+        f32 nats of each token.
 
     Source: Schulman 2020, http://joschu.net/blog/kl-approx.html.
     """
@@ -42,12 +44,12 @@ def kl_estimate(policy_logp: jax.Array, ref_logp: jax.Array, *, kind: str) -> ja
     raise ValueError(f"kind={kind!r} is not one of 'k1', 'k2', 'k3'")
 
 
-def cross_entropy(logp: jax.Array, weight: jax.Array) -> jax.Array:
+def cross_entropy(logp: Float[ArrayLike, "B T"], weight: Float[ArrayLike, "B T"]) -> Float[Array, ""]:
     """``-sum weight logp`` [] f32 nats of tokens [B, T]; where the weight is 0, ``logp`` may be anything."""
     return -jnp.sum(weight * jnp.where(weight > 0, logp, 0.0))
 
 
-def reference_share(iteration: jax.Array) -> jax.Array:
+def reference_share(iteration: Int[ArrayLike, ""]) -> Float[Array, ""]:
     """Share [] f32 of the reference in a divergence to reference and previous policy, by iteration.
 
         share = max(1 - 0.1 ceil(max(iteration - 50, 0) / 10), 0.5)
@@ -57,7 +59,9 @@ def reference_share(iteration: jax.Array) -> jax.Array:
     return jnp.maximum(1.0 - 0.1 * jnp.ceil(jnp.maximum(iteration - 50, 0) / 10), 0.5)
 
 
-def adapted_entropy_coefficient(coefficient: jax.Array, entropy: jax.Array, *, target: float, rate: float) -> jax.Array:
+def adapted_entropy_coefficient(
+    coefficient: Float[ArrayLike, ""], entropy: Float[ArrayLike, ""], *, target: float, rate: float
+) -> Float[Array, ""]:
     """Weight [] f32 of the entropy bonus after a step whose tokens had this entropy on average.
 
         c' = max(c + rate * sign(target - entropy), 0)
@@ -79,8 +83,13 @@ def adapted_entropy_coefficient(coefficient: jax.Array, entropy: jax.Array, *, t
 
 
 def aggregation_weights(
-    mask: jax.Array, trainable: jax.Array, group_id: jax.Array, *, kind: str, max_completion_tokens: int
-) -> jax.Array:
+    mask: Bool[ArrayLike, "B T"],
+    trainable: Bool[ArrayLike, " B"],
+    group_id: Int[ArrayLike, " B"],
+    *,
+    kind: str,
+    max_completion_tokens: int,
+) -> Float[Array, "B T"]:
     """Weights w with ``loss = sum(w * term)``: one denominator for the whole batch.
 
         "token_mean"       w = 1 / tokens of the batch

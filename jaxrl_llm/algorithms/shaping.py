@@ -10,15 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import jax
 import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
 from jaxrl_llm.algorithms.advantages import Groups, group_count, group_range, group_sum
 
 NUM_DIFFICULTIES = 3
 
 
-def overlong_penalty(length: jax.Array, *, max_length: int, buffer: int) -> jax.Array:
+def overlong_penalty(length: Int[ArrayLike, " B"], *, max_length: int, buffer: int) -> Float[Array, " B"]:
     """Soft punishment of the last ``buffer`` tokens before the limit, [B] f32 in [-1, 0].
 
         0 where length <= max_length - buffer, else (max_length - buffer - length) / buffer
@@ -30,7 +30,7 @@ def overlong_penalty(length: jax.Array, *, max_length: int, buffer: int) -> jax.
     return -jnp.clip((length - (max_length - buffer)).astype(jnp.float32) / buffer, 0.0, 1.0)
 
 
-def length_reward(length: jax.Array, correct: jax.Array, groups: Groups) -> jax.Array:
+def length_reward(length: Int[ArrayLike, " B"], correct: Bool[ArrayLike, " B"], groups: Groups) -> Float[Array, " B"]:
     """Short answers of a group before long ones, [B] f32 in [-1/2, 1/2].
 
         l = 1/2 - (length - shortest) / (longest - shortest);  l where correct, else min(l, 0)
@@ -45,7 +45,9 @@ def length_reward(length: jax.Array, correct: jax.Array, groups: Groups) -> jax.
     return jnp.where(is_spread, jnp.where(correct, value, jnp.minimum(value, 0.0)), 0.0)
 
 
-def short_bonus(length: jax.Array, correct: jax.Array, *, target: jax.Array | int, bonus: float) -> jax.Array:
+def short_bonus(
+    length: Int[ArrayLike, " B"], correct: Bool[ArrayLike, " B"], *, target: Int[ArrayLike, " B"] | int, bonus: float
+) -> Float[Array, " B"]:
     """``bonus`` for a correct answer of at most ``target`` tokens (one for all, or [B]), else 0, [B] f32.
 
     Source: LASER, arXiv:2505.15612, with bonus 0.5; a target of each difficulty is its LASER-D.
@@ -53,7 +55,7 @@ def short_bonus(length: jax.Array, correct: jax.Array, *, target: jax.Array | in
     return jnp.where(correct & (length <= target), bonus, 0.0)
 
 
-def difficulty(correct: jax.Array, groups: Groups) -> jax.Array:
+def difficulty(correct: Bool[ArrayLike, " B"], groups: Groups) -> Int[Array, " B"]:
     """Class of each row's question by the share of its group that is correct, [B] i32 below ``NUM_DIFFICULTIES``.
 
         0 easy: at least two thirds, 1: at least one third, 2 hard: less
@@ -65,8 +67,13 @@ def difficulty(correct: jax.Array, groups: Groups) -> jax.Array:
 
 
 def correct_within(
-    length: jax.Array, correct: jax.Array, row_class: jax.Array, groups: Groups, *, grid: Sequence[int]
-) -> jax.Array:
+    length: Int[ArrayLike, " B"],
+    correct: Bool[ArrayLike, " B"],
+    row_class: Int[ArrayLike, " B"],
+    groups: Groups,
+    *,
+    grid: Sequence[int],
+) -> Float[Array, "D {len(grid)+1}"]:
     """What a target of each class is chosen by, [NUM_DIFFICULTIES, len(grid) + 1] f32.
 
         [d, j] = correct rows of class d with length <= grid[j];  [d, -1] = groups of class d
@@ -84,7 +91,7 @@ def correct_within(
     return member_DB.astype(jnp.float32) @ jnp.concatenate([is_within_BN, share_B1], axis=1)
 
 
-def gated(parts: jax.Array, *, threshold: float) -> jax.Array:
+def gated(parts: Float[ArrayLike, "B K"], *, threshold: float) -> Float[Array, "B K"]:
     """Rewards that count only where the first is there already: r_k 1[r_0 >= threshold] for k > 0, [B, K] f32.
 
     Args:
@@ -95,7 +102,9 @@ def gated(parts: jax.Array, *, threshold: float) -> jax.Array:
     return jnp.where((parts[:, :1] >= threshold) | (jnp.arange(parts.shape[1]) == 0)[None, :], parts, 0.0)
 
 
-def amplify_positive(advantage: jax.Array, correct: jax.Array, *, factor: float) -> jax.Array:
+def amplify_positive(
+    advantage: Float[ArrayLike, " B"], correct: Bool[ArrayLike, " B"], *, factor: float
+) -> Float[Array, " B"]:
     """1 for a correct row, ``factor`` times a positive advantage, and a negative one as it is; [B] f32.
 
     A group that is correct throughout is then imitated (advantage 1), although it is tied.
@@ -105,7 +114,9 @@ def amplify_positive(advantage: jax.Array, correct: jax.Array, *, factor: float)
     return jnp.where(correct, 1.0, jnp.where(advantage > 0, factor * advantage, advantage))
 
 
-def entropy_factor(row_entropy: jax.Array, groups: Groups, *, strength: float) -> jax.Array:
+def entropy_factor(
+    row_entropy: Float[ArrayLike, " B"], groups: Groups, *, strength: Float[ArrayLike, ""]
+) -> Float[Array, " B"]:
     """What multiplies a row's advantage so that confident answers weigh more, [B] f32.
 
         Y = max(0, 1 + strength (mean H - H) / mean H),   mean over the valid rows of the group
@@ -124,7 +135,9 @@ def entropy_factor(row_entropy: jax.Array, groups: Groups, *, strength: float) -
     return jnp.where(is_known, jnp.maximum(1.0 + strength * relative, 0.0), 1.0)
 
 
-def entropy_bonus(advantage: jax.Array, entropy: jax.Array, *, coefficient: float, limit: float) -> jax.Array:
+def entropy_bonus(
+    advantage: Float[ArrayLike, "B T"], entropy: Float[ArrayLike, "B T"], *, coefficient: float, limit: float
+) -> Float[Array, "B T"]:
     """What is added to a token's advantage for its entropy, [B, T] f32, not negative, 0 where the advantage is 0.
 
         psi = min(|A| / limit, coefficient H)
@@ -139,7 +152,9 @@ def entropy_bonus(advantage: jax.Array, entropy: jax.Array, *, coefficient: floa
     return jnp.minimum(jnp.abs(advantage) / limit, coefficient * entropy)
 
 
-def duration_factor(length: jax.Array, valid: jax.Array, *, exponent: float) -> jax.Array:
+def duration_factor(
+    length: Int[ArrayLike, " B"], valid: Bool[ArrayLike, " B"], *, exponent: float
+) -> Float[Array, " B"]:
     """What multiplies a row's advantage so that slow rows weigh as much as they are rare, [B] f32.
 
         w = (length / mean length of the valid rows) ** exponent

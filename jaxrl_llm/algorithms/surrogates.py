@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Bool, Float
 
 from jaxrl_llm.algorithms.baselines import gradient_square
 
@@ -27,6 +28,9 @@ LOG_RATIO_LIMIT = 20.0
 CROSS_ENTROPY_EDGE = -1e-2
 # INPO's tau / eta.
 INPO_REFERENCE_SHARE = 1 / 3
+
+# Loss of each token, and which tokens have no gradient because of a bound.
+Term = tuple[Float[ArrayLike, "B T"], Bool[ArrayLike, "B T"]]
 
 
 class Tokens(NamedTuple):
@@ -40,7 +44,7 @@ class Tokens(NamedTuple):
     reward: jax.Array  # [B] f32
     mask: jax.Array  # [B,T] bool, tokens with a loss; a row without any is no sibling of its group
 
-    def only(self, mask: jax.Array) -> Tokens:
+    def only(self, mask: Bool[ArrayLike, "B T"]) -> Tokens:
         """Those of a mask alone, with constants elsewhere: 0 * nan is nan."""
         reward = jnp.where(jnp.any(mask, axis=1), self.reward, 0.0)
         kept = {name: x for name, x in self._asdict().items() if name not in ("reward", "mask") and x is not None}
@@ -67,11 +71,11 @@ class Surrogate(NamedTuple):
             "old" (old / behaviour), "policy" (current / behaviour), or "behaviour" (none: the term holds on any data).
     """
 
-    term: Callable[[Tokens, Settings], tuple[jax.Array, jax.Array]]
+    term: Callable[[Tokens, Settings], Term]
     base: str
 
 
-def clipped(x: Tokens, s: Settings) -> tuple[jax.Array, jax.Array]:
+def clipped(x: Tokens, s: Settings) -> Term:
     """Negated clipped surrogate objective of each token.
 
         u = exp(policy_logp - old_logp)
@@ -88,7 +92,7 @@ def clipped(x: Tokens, s: Settings) -> tuple[jax.Array, jax.Array]:
     return _clip(log_ratio, x.advantage, 1 - s.clip_low, 1 + s.clip_high, s.dual_clip)
 
 
-def sequence_clipped(x: Tokens, s: Settings) -> tuple[jax.Array, jax.Array]:
+def sequence_clipped(x: Tokens, s: Settings) -> Term:
     """The clipped surrogate of the row's ratio, u = exp(sum_t(policy_logp - old_logp)); its form is that of ``gspo``.
 
     Source: the loss of Arnal et al. 2026, arXiv:2604.08706.
@@ -96,7 +100,7 @@ def sequence_clipped(x: Tokens, s: Settings) -> tuple[jax.Array, jax.Array]:
     return _of_row_ratio(x, s, power=_length(x))
 
 
-def gspo(x: Tokens, s: Settings) -> tuple[jax.Array, jax.Array]:
+def gspo(x: Tokens, s: Settings) -> Term:
     """The clipped surrogate of the row's ratio, length-normalised; in the form that keeps an advantage per token.
 
         u_t = exp(sg(mean_t(policy_logp - old_logp)) + policy_logp_t - sg(policy_logp_t))
@@ -109,7 +113,7 @@ def gspo(x: Tokens, s: Settings) -> tuple[jax.Array, jax.Array]:
     return _of_row_ratio(x, s, power=1.0)
 
 
-def _of_row_ratio(x: Tokens, s: Settings, power: jax.Array | float) -> tuple[jax.Array, jax.Array]:
+def _of_row_ratio(x: Tokens, s: Settings, power: Float[ArrayLike, " B"] | float) -> Term:
     """``gspo`` with its ratio to a power, [B] f32 or a number."""
     mean = _row_sum(x.policy_logp - x.old_logp, x) / _length(x)
     own = x.policy_logp - jax.lax.stop_gradient(x.policy_logp)
@@ -118,7 +122,7 @@ def _of_row_ratio(x: Tokens, s: Settings, power: jax.Array | float) -> tuple[jax
     return _clip(log_ratio, x.advantage, 1 - s.clip_low, 1 + s.clip_high, s.dual_clip)
 
 
-def cispo(x: Tokens, s: Settings) -> tuple[jax.Array, jax.Array]:
+def cispo(x: Tokens, s: Settings) -> Term:
     """REINFORCE under a clipped weight: every token keeps a gradient.
 
         loss = -sg(clip(u, 1 - clip_low, 1 + clip_high)) A policy_logp,   u = exp(policy_logp - old_logp)
@@ -132,7 +136,7 @@ def cispo(x: Tokens, s: Settings) -> tuple[jax.Array, jax.Array]:
     return -weight * x.advantage * x.policy_logp, weight != ratio
 
 
-def reinforce(x: Tokens, s: Settings) -> tuple[jax.Array, jax.Array]:
+def reinforce(x: Tokens, s: Settings) -> Term:
     """loss = -A policy_logp: no ratio, no clip. AsymRE is this with its own advantage.
 
     Source: Williams 1992; off-policy with a lowered baseline, Arnal et al. 2025, arXiv:2506.20520.
@@ -140,7 +144,7 @@ def reinforce(x: Tokens, s: Settings) -> tuple[jax.Array, jax.Array]:
     return -x.advantage * x.policy_logp, jnp.zeros_like(x.mask)
 
 
-def opmd(x: Tokens, s: Settings) -> tuple[jax.Array, jax.Array]:
+def opmd(x: Tokens, s: Settings) -> Term:
     """loss = -A policy_logp / (1 + beta): mirror descent with the pull to the old policy as a smaller step.
 
     The pairwise form of the same method, the mean of (R_i - R_j)^2 over a group, is ``agro``.
@@ -151,7 +155,7 @@ def opmd(x: Tokens, s: Settings) -> tuple[jax.Array, jax.Array]:
     return -x.advantage * x.policy_logp / (1 + s.beta), jnp.zeros_like(x.mask)
 
 
-def remix_centred(x: Tokens, s: Settings) -> tuple[jax.Array, jax.Array]:
+def remix_centred(x: Tokens, s: Settings) -> Term:
     """The clipped surrogate against the behaviour policy, its window about the old policy's ratio.
 
         u = exp(policy_logp - behaviour_logp),   c = exp(old_logp - behaviour_logp)
@@ -166,7 +170,7 @@ def remix_centred(x: Tokens, s: Settings) -> tuple[jax.Array, jax.Array]:
     return _clip(log_ratio, x.advantage, centre - s.clip_low, centre + s.clip_high, 0.0)
 
 
-def agro(x: Tokens, s: Settings) -> tuple[jax.Array, jax.Array]:
+def agro(x: Tokens, s: Settings) -> Term:
     """Half the variance over the group of R = r - beta log(policy / reference), over beta: its optimum on any data.
 
     ``_regression`` against the reference, centred. At the optimum of E[r] - beta KL(policy || reference), R is the
@@ -178,7 +182,7 @@ def agro(x: Tokens, s: Settings) -> tuple[jax.Array, jax.Array]:
     return _regression(x, x.ref_logp, s.beta, s.group_size)
 
 
-def gvpo(x: Tokens, s: Settings) -> tuple[jax.Array, jax.Array]:
+def gvpo(x: Tokens, s: Settings) -> Term:
     """``_regression`` against the old policy, centred.
 
         weight of a row = (r - mean r) - beta (log-ratio - its mean)
@@ -188,7 +192,7 @@ def gvpo(x: Tokens, s: Settings) -> tuple[jax.Array, jax.Array]:
     return _regression(x, x.old_logp, s.beta, s.group_size)
 
 
-def kimi_k15(x: Tokens, s: Settings) -> tuple[jax.Array, jax.Array]:
+def kimi_k15(x: Tokens, s: Settings) -> Term:
     """``_regression`` against the old policy, not centred; beta is their tau.
 
         weight of a row = (r - mean r) - beta log-ratio
@@ -198,7 +202,7 @@ def kimi_k15(x: Tokens, s: Settings) -> tuple[jax.Array, jax.Array]:
     return _regression(x, x.old_logp, s.beta, None)
 
 
-def _regression(x: Tokens, anchor_logp: jax.Array, beta: float, group_size: int | None) -> tuple[jax.Array, jax.Array]:
+def _regression(x: Tokens, anchor_logp: Float[ArrayLike, "B T"], beta: float, group_size: int | None) -> Term:
     """The term of each row whose gradient is that of a regression of log-ratios on rewards; no ratio, any data.
 
         l = sum_t(policy_logp - anchor_logp),   m = sg(mean of l over the group), or 0 without a group size
@@ -215,7 +219,7 @@ def _regression(x: Tokens, anchor_logp: jax.Array, beta: float, group_size: int 
     return _on_tokens(row, x)
 
 
-def spo(x: Tokens, s: Settings) -> tuple[jax.Array, jax.Array]:
+def spo(x: Tokens, s: Settings) -> Term:
     """The last soft value of a row is its reward.
 
         loss = (Q - r)^2,   Q = Q0 + beta sum_t(policy_logp - ref_logp)
@@ -228,7 +232,7 @@ def spo(x: Tokens, s: Settings) -> tuple[jax.Array, jax.Array]:
     return _on_tokens(jnp.square(value - x.reward), x)
 
 
-def spo_cross_entropy(x: Tokens, s: Settings) -> tuple[jax.Array, jax.Array]:
+def spo_cross_entropy(x: Tokens, s: Settings) -> Term:
     """Cross-entropy of the Q of ``spo``; the reward is a log-probability, at most 0.
 
         loss = -(e^r Q + (1 - e^r) log(1 - e^Q))
@@ -244,7 +248,7 @@ def spo_cross_entropy(x: Tokens, s: Settings) -> tuple[jax.Array, jax.Array]:
     return _on_tokens(-(success * value + (1 - success) * failure), x)
 
 
-def soft_value(x: Tokens, s: Settings) -> jax.Array:
+def soft_value(x: Tokens, s: Settings) -> Float[Array, " B"]:
     """Q0 = beta log E_reference[e^(r / beta)] of each row's prompt [B], from the group's stored rewards.
 
         Q0 = beta log(sum_i w_i e^(r_i / beta) / sum_i w_i),   w = reference / behaviour probability of the completion
@@ -257,7 +261,7 @@ def soft_value(x: Tokens, s: Settings) -> jax.Array:
     log_weight = _row_sum(x.ref_logp - x.behaviour_logp, x)
     is_valid = _is_row(x)
 
-    def log_sum(exponent: jax.Array) -> jax.Array:  # [B] -> [P,1]
+    def log_sum(exponent: Float[Array, " B"]) -> Float[Array, "P 1"]:  # [B] -> [P,1]
         exponent = jnp.where(is_valid, exponent, -jnp.inf).reshape(-1, s.group_size)
         return jax.nn.logsumexp(exponent, axis=1, keepdims=True)
 
@@ -266,7 +270,7 @@ def soft_value(x: Tokens, s: Settings) -> jax.Array:
     return jnp.where(is_valid, value, 0.0)
 
 
-def inpo(x: Tokens, s: Settings) -> tuple[jax.Array, jax.Array]:
+def inpo(x: Tokens, s: Settings) -> Term:
     """Pairwise regression to the Nash policy of a preference; the row of higher reward wins, ties are no pairs.
 
         h = D log policy - (tau / eta) D log reference - (1 - tau / eta) D log old,   D = winner - loser
@@ -289,7 +293,7 @@ def inpo(x: Tokens, s: Settings) -> tuple[jax.Array, jax.Array]:
     return _on_tokens(row.reshape(-1), x)
 
 
-def vcpo(x: Tokens, s: Settings) -> tuple[jax.Array, jax.Array]:
+def vcpo(x: Tokens, s: Settings) -> Term:
     """REINFORCE of whole sequences under truncated weights, less the baseline of the group that leaves least variance.
 
         W = min(exp(sum_t(policy_logp - behaviour_logp)), 1 + clip_high)
@@ -337,7 +341,7 @@ SURROGATES = {
 }
 
 
-def _clip(log_ratio, advantage, low, high, dual_clip) -> tuple[jax.Array, jax.Array]:
+def _clip(log_ratio, advantage, low, high, dual_clip) -> Term:
     ratio = jnp.exp(log_ratio)
     is_clipped = ((advantage > 0) & (ratio > high)) | ((advantage < 0) & (ratio < low))
     bound = jnp.where(advantage > 0, high, low)
@@ -349,19 +353,19 @@ def _clip(log_ratio, advantage, low, high, dual_clip) -> tuple[jax.Array, jax.Ar
     return -ratio * advantage, is_clipped
 
 
-def _row_sum(value_BT: jax.Array, x: Tokens) -> jax.Array:
+def _row_sum(value_BT: Float[ArrayLike, "B T"], x: Tokens) -> Float[Array, " B"]:
     return jnp.sum(jnp.where(x.mask, value_BT, 0.0), axis=1)
 
 
-def _length(x: Tokens) -> jax.Array:
+def _length(x: Tokens) -> Float[Array, " B"]:
     return jnp.maximum(jnp.sum(x.mask, axis=1), 1).astype(jnp.float32)
 
 
-def _is_row(x: Tokens) -> jax.Array:
+def _is_row(x: Tokens) -> Bool[Array, " B"]:
     return jnp.any(x.mask, axis=1)
 
 
-def _group_mean(value_B: jax.Array, x: Tokens, group_size: int) -> jax.Array:
+def _group_mean(value_B: Float[Array, " B"], x: Tokens, group_size: int) -> Float[Array, " B"]:
     """Mean over the group's rows that have a token, at each of its rows: [B]."""
     valid_PG = _is_row(x).reshape(-1, group_size)
     total_P1 = jnp.sum(jnp.where(valid_PG, value_B.reshape(-1, group_size), 0.0), axis=1, keepdims=True)
@@ -369,6 +373,6 @@ def _group_mean(value_B: jax.Array, x: Tokens, group_size: int) -> jax.Array:
     return jnp.broadcast_to(mean_P1, valid_PG.shape).reshape(-1)
 
 
-def _on_tokens(row_B: jax.Array, x: Tokens) -> tuple[jax.Array, jax.Array]:
+def _on_tokens(row_B: Float[Array, " B"], x: Tokens) -> Term:
     """The row's term on each of its tokens; nothing is clipped."""
     return jnp.where(x.mask, row_B[:, None], 0.0), jnp.zeros_like(x.mask)

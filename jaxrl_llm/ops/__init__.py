@@ -1,1 +1,1 @@
-"""Pure mathematics on arrays. Imports jax alone; knows nothing of models, files or configs."""
+"""Pure mathematics on arrays. Imports jax, and jaxtyping for signatures; knows nothing of models, files or configs."""

@@ -6,17 +6,17 @@ Owns: the sum. Does not know: files, devices, what is compared with what.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, ArrayLike, PyTree, Shaped, UInt32
 
 from jaxrl_llm.ops.ring_buffer import where_it_lies
 
 
 @jax.jit
-def checksum(x: jax.Array) -> jax.Array:
+def checksum(x: Shaped[ArrayLike, "..."]) -> UInt32[Array, ""]:
     """Sum of the elements' bits b_i, each weighted by an odd number of its place i in row-major order.
 
         sum_i w_i m(b_i),  m(b) = b xor (b >> 16),  w_i = h_i xor (h_i >> 16) or 1,  h_i = 2654435769 i   (all mod 2^32)
@@ -48,6 +48,6 @@ def checksum(x: jax.Array) -> jax.Array:
 
 
 @jax.jit
-def checksums(tree: Any) -> jax.Array:
+def checksums(tree: PyTree[Shaped[ArrayLike, "..."]]) -> UInt32[Array, " K"]:
     """[K] u32, ``checksum`` of each of the K leaves in the order of ``jax.tree.leaves``."""
     return jnp.array([checksum(leaf) for leaf in jax.tree.leaves(tree)], jnp.uint32)

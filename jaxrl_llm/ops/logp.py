@@ -15,12 +15,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Float, Float32, Int, Shaped
 
 from jaxrl_llm.ops.masks import completion_mask
 from jaxrl_llm.ops.sampling import Filter, filter_logits, keep_support, token_logp
 
 
-def project(hidden_XD: jax.Array, head_VD: jax.Array) -> jax.Array:
+def project(hidden_XD: Float[ArrayLike, "X D"], head_VD: Float[ArrayLike, "V D"]) -> Float32[Array, "X V"]:
     """Logits [X,V] in float32."""
     return jnp.einsum("XD,VD->XV", hidden_XD, head_VD.astype(hidden_XD.dtype), preferred_element_type=jnp.float32)
 
@@ -88,15 +89,15 @@ _projected_logp.defvjp(_projected_logp_forward, _projected_logp_backward)
 
 
 def chunked_logp(
-    hidden_BCD: jax.Array,
-    head_VD: jax.Array,
-    target_BC: jax.Array,
+    hidden_BCD: Float[ArrayLike, "B C D"],
+    head_VD: Float[ArrayLike, "V D"],
+    target_BC: Int[ArrayLike, "B C"],
     *,
     chunk: int,
     settings: Filter,
-    support_BCK: jax.Array | None = None,
-    live: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array]:
+    support_BCK: Int[ArrayLike, "B C K"] | None = None,
+    live: Int[ArrayLike, ""] | None = None,
+) -> tuple[Float32[Array, "B C"], Float32[Array, "B C"]]:
     """Log-probability of each target and entropy of the distribution it was drawn from.
 
     Args:
@@ -134,13 +135,17 @@ def chunked_logp(
     return logp, entropy
 
 
-def completion_window(x_BS: jax.Array, first: jax.Array, width: int) -> jax.Array:
+def completion_window(
+    x_BS: Shaped[ArrayLike, "B S *rest"], first: Int[ArrayLike, " B"], width: int
+) -> Shaped[Array, "B {width} *rest"]:
     """``width`` positions of each row [B,S,...] from position ``first`` [B] on, clipped to the row: [B,width,...]."""
     at = jnp.minimum(first[:, None] + jnp.arange(width)[None, :], x_BS.shape[1] - 1)
     return jnp.take_along_axis(x_BS, at.reshape(*at.shape, *(1,) * (x_BS.ndim - 2)), axis=1)
 
 
-def place_completion(x_BC: jax.Array, prompt_length: jax.Array, length: jax.Array, row_width: int) -> jax.Array:
+def place_completion(
+    x_BC: Float[ArrayLike, "B C"], prompt_length: Int[ArrayLike, " B"], length: Int[ArrayLike, " B"], row_width: int
+) -> Float[Array, "B {row_width}"]:
     """Values of completion tokens [B,C] at their places in rows [B,S]; 0.0 off the completion."""
     back = jnp.clip(jnp.arange(row_width)[None, :] - prompt_length[:, None], 0, x_BC.shape[1] - 1)
     mask_BS = completion_mask(prompt_length, length, row_width)

@@ -6,11 +6,13 @@ tokens, end-of-sequence ids, who reads the mask. Letters: B rows, T row width.
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Bool, Int
 
 
-def completion_mask(prompt_length: jax.Array, length: jax.Array, width: int) -> jax.Array:
+def completion_mask(
+    prompt_length: Int[ArrayLike, " B"], length: Int[ArrayLike, " B"], width: int
+) -> Bool[Array, "B {width}"]:
     """True at ``prompt_length <= t < length``: the sampled tokens, the end-of-sequence token among them.
 
     Args:

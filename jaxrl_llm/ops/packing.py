@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Bool, Int, Shaped
 
 # A line has place for this many times the units that fill it at full length: few batches are raggeder.
 DENSEST = 4
@@ -47,7 +48,7 @@ def units_per_line(width: int, unit_width: int) -> int:
     return DENSEST * width // unit_width
 
 
-def unit_size(prompt_length: jax.Array, own: jax.Array) -> jax.Array:
+def unit_size(prompt_length: Int[ArrayLike, "*units"], own: Int[ArrayLike, "*units G"]) -> Int[Array, "*units"]:
     """What units take of their lines: places, or targets where those are more (short prompts of many rows).
 
     Args:
@@ -61,7 +62,9 @@ def unit_size(prompt_length: jax.Array, own: jax.Array) -> jax.Array:
     return jnp.maximum(places, jnp.sum(own, axis=-1))
 
 
-def first_fit(size: jax.Array, *, width: int, max_units: int) -> tuple[jax.Array, jax.Array]:
+def first_fit(
+    size: Int[ArrayLike, " U"], *, width: int, max_units: int
+) -> tuple[Int[Array, "U {max_units}"], Int[Array, ""]]:
     """First-fit decreasing: units, the longest first, each to the first line that has room.
 
     At most 11/9 as many lines as there must be, and one (Johnson 1973), where no line has ``max_units`` of them.
@@ -89,7 +92,14 @@ def first_fit(size: jax.Array, *, width: int, max_units: int) -> tuple[jax.Array
     return unit_of, jnp.sum(count > 0, dtype=jnp.int32)
 
 
-def lay(tokens: jax.Array, prompt_length: jax.Array, length: jax.Array, *, width: int, group_size: int) -> Line:
+def lay(
+    tokens: Int[ArrayLike, "n K S"],
+    prompt_length: Int[ArrayLike, "n K"],
+    length: Int[ArrayLike, "n K"],
+    *,
+    width: int,
+    group_size: int,
+) -> Line:
     """Lay rows in their lines.
 
     Args:
@@ -126,7 +136,7 @@ def lay(tokens: jax.Array, prompt_length: jax.Array, length: jax.Array, *, width
         one = lambda value, place: jnp.zeros(width, jnp.int32).at[place].set(value, mode="drop")
         return jax.vmap(one)(values.reshape(n, -1), places.reshape(n, -1))
 
-    def read(part: jax.Array, first: jax.Array, read_before: jax.Array, count: jax.Array) -> Reading:
+    def read(part: jax.Array, first: jax.Array | int, read_before: jax.Array, count: jax.Array) -> Reading:
         index = jnp.where(part, (read_before - first)[..., None] + at, width)
         return Reading(put(source, index), put(tokens, index), count, index)
 
@@ -140,7 +150,7 @@ def lay(tokens: jax.Array, prompt_length: jax.Array, length: jax.Array, *, width
     )
 
 
-def visible(line: Line) -> jax.Array:
+def visible(line: Line) -> Bool[Array, "n W W"]:
     """Which places each place sees: of its unit the prompt, and its own row, up to itself.
 
     Returns:
@@ -152,7 +162,7 @@ def visible(line: Line) -> jax.Array:
     return same_unit & own & jnp.tril(jnp.ones((W, W), bool))[None]
 
 
-def of_targets(values: jax.Array, reading: Reading) -> jax.Array:
+def of_targets(values: Shaped[ArrayLike, "n K S *rest"], reading: Reading) -> Shaped[Array, "n W *rest"]:
     """What the rows' tokens [n,K,S,...] have, by target: the inverse of ``take_rows``.
 
     Returns:
@@ -164,7 +174,7 @@ def of_targets(values: jax.Array, reading: Reading) -> jax.Array:
     return jax.vmap(one)(values.reshape(n, K * S, *rest), reading.index.reshape(n, K * S))
 
 
-def take_rows(values: jax.Array, reading: Reading) -> jax.Array:
+def take_rows(values: Shaped[ArrayLike, "n W *rest"], reading: Reading) -> Shaped[Array, "n K S *rest"]:
     """Put what is of the targets back to the tokens of the rows.
 
     Args:

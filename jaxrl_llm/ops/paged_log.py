@@ -13,11 +13,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Bool, Int, PyTree, Shaped
 
 from jaxrl_llm.ops import ring_buffer
 
 
-def next_pages(oldest: jax.Array, length: jax.Array, *, num_pages: int, page: int) -> tuple[jax.Array, jax.Array]:
+def next_pages(
+    oldest: Int[ArrayLike, " M"], length: Int[ArrayLike, "M n"], *, num_pages: int, page: int
+) -> tuple[Int[Array, "M n"], Int[Array, " M"]]:
     """The pages that the next rows begin at, [M, n] i32, and then the oldest one that the log holds, [M] i32.
 
     Args:
@@ -31,12 +34,17 @@ def next_pages(oldest: jax.Array, length: jax.Array, *, num_pages: int, page: in
     return oldest[:, None] + num_pages + end - pages, oldest + end[:, -1]
 
 
-def is_held(first: jax.Array, oldest: jax.Array) -> jax.Array:
+def is_held(first: Int[ArrayLike, "M n"], oldest: Int[ArrayLike, " M"]) -> Bool[ArrayLike, "M n"]:
     """Whether rows that begin at pages ``first`` [M, n] are there as a whole, [M, n] bool."""
     return first - oldest[:, None] >= 0
 
 
-def write(log: Any, first: jax.Array, length: jax.Array, rows: Any) -> Any:
+def write(
+    log: PyTree[Shaped[ArrayLike, "M N T ..."], " L"],
+    first: Int[ArrayLike, "M n"],
+    length: Int[ArrayLike, "M n"],
+    rows: PyTree[Shaped[ArrayLike, "M n W ..."], " L"],
+) -> PyTree[Shaped[Array, "M N T ..."], " L"]:
     """The log with these rows in their pages.
 
     Args:
@@ -57,7 +65,14 @@ def write(log: Any, first: jax.Array, length: jax.Array, rows: Any) -> Any:
     return ring_buffer.put(log, index, jax.tree.map(cut, rows))
 
 
-def take(log: Any, first: jax.Array, length: jax.Array, *, width: int, padding: Any) -> Any:
+def take(
+    log: PyTree[Shaped[ArrayLike, "M N T ..."], " L"],
+    first: Int[ArrayLike, "M n"],
+    length: Int[ArrayLike, "M n"],
+    *,
+    width: int,
+    padding: PyTree[Shaped[ArrayLike, ""], " L"],
+) -> PyTree[Shaped[Array, "M n {width} ..."], " L"]:
     """Rows of the log, padded: a pytree of [M, n, W, ...], on the device.
 
     Args:

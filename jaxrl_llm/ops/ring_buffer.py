@@ -10,11 +10,12 @@ Owns: where rows are written and in which order they stand. Does not know: what 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import compute_on as _compute_on
+from jaxtyping import Array, ArrayLike, Bool, Int, PyTree, Shaped
 
 # jax 0.10 has two of them; what the second takes, the only one of 0.12 takes.
 compute_on = getattr(_compute_on, "compute_on2", _compute_on.compute_on)
@@ -39,11 +40,11 @@ class Lane(NamedTuple):
         """The same of groups, each so many neighbouring slots that were written together."""
         return Lane(self.order[:, ::group_size] // group_size, self.filled // group_size)
 
-    def newest_first(self, position: jax.Array) -> jax.Array:
+    def newest_first(self, position: Int[ArrayLike, "M k"]) -> Int[Array, "M k"]:
         """Slots [M, k] i32 of positions [M, k] i32; 0 = the last row written."""
         return take(self.order, (self.size - 1 - position) % self.size)
 
-    def count_newest(self, is_in: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    def count_newest(self, is_in: Callable[[Int[Array, "M 1"]], Bool[Array, "M 1"]]) -> Int[Array, " M"]:
         """Rows [M] i32 before the first one, newest first, that is not in; all after it are not in either.
 
         Args:
@@ -61,7 +62,9 @@ class Lane(NamedTuple):
         return jax.lax.fori_loop(0, self.size.bit_length(), halve, bounds)[0]
 
 
-def renew(lane: Lane, is_spent: jax.Array, count: jax.Array | int, *, group_size: int = 1) -> jax.Array:
+def renew(
+    lane: Lane, is_spent: Bool[ArrayLike, "M C"], count: Int[ArrayLike, "M 1"] | int, *, group_size: int = 1
+) -> Int[Array, "M L"]:
     """The lane's order with the next ``count`` slots to be written at its end: spent ones first, then the oldest.
 
     Args:
@@ -87,7 +90,13 @@ def renew(lane: Lane, is_spent: jax.Array, count: jax.Array | int, *, group_size
     return slots.reshape(lane.order.shape)
 
 
-def write_some(slots: Any, lane: Lane, is_spent: jax.Array, rows: Any, is_kept: jax.Array) -> tuple[Any, jax.Array]:
+def write_some(
+    slots: PyTree[Shaped[ArrayLike, "M C ..."]],
+    lane: Lane,
+    is_spent: Bool[ArrayLike, "M C"],
+    rows: PyTree[Shaped[ArrayLike, "M n ..."]],
+    is_kept: Bool[ArrayLike, "M n"],
+) -> tuple[PyTree[Shaped[Array, "M C ..."]], Int[Array, "M L"]]:
     """The slots with those of the rows [M, n] that are kept, in their order, and the lane's new order [M, L].
 
     Of too many for the lane the last ones.
@@ -100,7 +109,11 @@ def write_some(slots: Any, lane: Lane, is_spent: jax.Array, rows: Any, is_kept: 
     return put(slots, jnp.where(is_kept, target, jax.tree.leaves(slots)[0].shape[1]), rows), order
 
 
-def put(slots: Any, slot_index: jax.Array, rows: Any) -> Any:
+def put(
+    slots: PyTree[Shaped[ArrayLike, "M C ..."]],
+    slot_index: Int[ArrayLike, "M b"],
+    rows: PyTree[Shaped[ArrayLike, "M b ..."]],
+) -> PyTree[Shaped[Array, "M C ..."]]:
     """Slots [M, C, ...] with rows [M, b, ...] at ``slot_index`` [M, b] i32; index C is nowhere."""
 
     def one(slot_C: jax.Array, index: jax.Array, row_b: jax.Array) -> jax.Array:
@@ -109,7 +122,9 @@ def put(slots: Any, slot_index: jax.Array, rows: Any) -> Any:
     return jax.tree.map(lambda slot, row: where_it_lies(jax.vmap(one), slot, slot_index, row), slots, rows)
 
 
-def take(slots: Any, slot_index: jax.Array) -> Any:
+def take(
+    slots: PyTree[Shaped[ArrayLike, "M C ..."]], slot_index: Int[ArrayLike, "M b"]
+) -> PyTree[Shaped[Array, "M b ..."]]:
     """Rows of a pytree of [M, C, ...] at ``slot_index`` [M, b] i32: a pytree of [M, b, ...], on the device."""
     rows_of = jax.vmap(lambda slot_C, index: slot_C[index])
 
@@ -120,7 +135,9 @@ def take(slots: Any, slot_index: jax.Array) -> Any:
     return jax.tree.map(one, slots)
 
 
-def zeros(shapes: Any, *, on_host: bool = False) -> Any:
+def zeros(
+    shapes: PyTree[Shaped[jax.ShapeDtypeStruct, "M _ ..."]], *, on_host: bool = False
+) -> PyTree[Shaped[Array, "M _ ..."]]:
     """Zeros of a pytree of shapes [M, C, ...], on the device or in the host's memory.
 
     The host repeats a slot of the device: what is constant the TPU compiler would make on the device and move.
@@ -135,7 +152,9 @@ def zeros(shapes: Any, *, on_host: bool = False) -> Any:
     return jax.tree.map(one, shapes)
 
 
-def where_it_lies(function: Callable[..., jax.Array], leaf: jax.Array, *rows: jax.Array) -> jax.Array:
+def where_it_lies(
+    function: Callable[..., Shaped[Array, "..."]], leaf: Shaped[ArrayLike, "..."], *rows: Shaped[ArrayLike, "..."]
+) -> Shaped[Array, "..."]:
     """``function(leaf, *rows)``, by the host's processor where the leaf lies in the host's memory.
 
     Only what the rows hold then moves between host and device, never the leaf. Returns: what lies where the leaf lies.

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Float, Float32, Int
 
 # Tokens per block of the two-level search: about the square root of a vocabulary of 50-250 thousand.
 BLOCK_TOKENS = 256
@@ -39,7 +40,9 @@ class Filter(NamedTuple):
         return 0 < self.top_k < vocab_size or self.top_p < 1 or self.min_p > 0
 
 
-def filter_logits(logits: jax.Array, settings: Filter, *, keep_token: jax.Array | None = None) -> jax.Array:
+def filter_logits(
+    logits: Float[ArrayLike, "*rows V"], settings: Filter, *, keep_token: Int[ArrayLike, "*rows"] | None = None
+) -> Float32[ArrayLike, "*rows V"]:
     """Tempered logits with the tokens that may not be sampled at ``-inf``.
 
     In this order: divide by the temperature; keep the ``top_k`` largest; of what is left, renormalised, keep the
@@ -83,7 +86,7 @@ def filter_logits(logits: jax.Array, settings: Filter, *, keep_token: jax.Array 
     return jnp.where(is_kept, tempered, -jnp.inf)
 
 
-def support_of(logits: jax.Array, size: int) -> jax.Array:
+def support_of(logits: Float[ArrayLike, "S V"], size: int) -> Int[Array, "S {size}"]:
     """The tokens that may be sampled, ``size`` of them at most: of more that are tied at the end, the first ones.
 
     Args:
@@ -96,14 +99,16 @@ def support_of(logits: jax.Array, size: int) -> jax.Array:
     return jnp.sort(jnp.where(value > -jnp.inf, token, NO_TOKEN).astype(jnp.int32), axis=-1)
 
 
-def keep_support(logits: jax.Array, support: jax.Array) -> jax.Array:
+def keep_support(logits: Float[ArrayLike, "S V"], support: Int[ArrayLike, "S K"]) -> Float[Array, "S V"]:
     """``logits`` [S, V] at the ids ``support`` [S, K] i32, -inf elsewhere."""
     # Row by row: with the rows in the index, a mesh would gather it.
     is_kept = jax.vmap(lambda ids: jnp.zeros(logits.shape[1], bool).at[ids].set(True, mode="drop"))(support)
     return jnp.where(is_kept, logits, -jnp.inf)
 
 
-def _keep_largest(values: jax.Array, weight: jax.Array, target: float) -> jax.Array:
+def _keep_largest(
+    values: Float[ArrayLike, "*rows V"], weight: Float[ArrayLike, "*rows V"], target: float
+) -> Float[Array, "*rows V"]:
     """``values`` [..., V] down to the largest t with ``sum(weight where values >= t) >= target``, -inf below it.
 
     t is built bit by bit, on integers in the order of the floats: 32 sums over the vocabulary. Exact, and on a CPU
@@ -122,7 +127,9 @@ def _keep_largest(values: jax.Array, weight: jax.Array, target: float) -> jax.Ar
     return jnp.where(rank >= jax.lax.fori_loop(0, 32, set_bit, lowest), values, -jnp.inf)
 
 
-def sample_inverse_cdf(logits: jax.Array, uniform: jax.Array) -> tuple[jax.Array, jax.Array]:
+def sample_inverse_cdf(
+    logits: Float[ArrayLike, "S V"], uniform: Float[ArrayLike, " S"]
+) -> tuple[Int[Array, " S"], Float[Array, " S"]]:
     """Draw one token per row by inverse CDF, from one uniform number per row.
 
         token = min{v : F(v) > u},   F(v) = sum_{w <= v} softmax(logits)_w
@@ -157,7 +164,9 @@ def sample_inverse_cdf(logits: jax.Array, uniform: jax.Array) -> tuple[jax.Array
     return block * BLOCK_TOKENS + offset, chosen - jnp.log(total)
 
 
-def _first_above(weight: jax.Array, running: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _first_above(
+    weight: Float[Array, "S N"], running: Float[Array, "S N"], target: Float[Array, " S"]
+) -> tuple[Int[Array, " S"], Float[Array, " S"]]:
     """Per row the first index of positive weight whose ``running`` sum exceeds ``target``, and the sum before it.
 
     A float32 running sum is rounded, maybe not even monotone (XLA adds in a tree), and ``target`` may round up
@@ -171,7 +180,7 @@ def _first_above(weight: jax.Array, running: jax.Array, target: jax.Array) -> tu
     return index, before
 
 
-def surprise_moments(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+def surprise_moments(logits: Float[ArrayLike, "*rows V"]) -> tuple[Float[Array, "*rows"], Float[Array, "*rows"]]:
     """Mean and variance of ``-log p`` of a token of the distribution, each [...] f32 nats: its entropy, and
 
         variance = sum_v p_v (log p_v)^2 - entropy^2
@@ -187,7 +196,9 @@ def surprise_moments(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
     return mean + jnp.log(total), jnp.maximum(square - jnp.square(mean), 0.0)
 
 
-def token_logp(logits: jax.Array, token: jax.Array) -> tuple[jax.Array, jax.Array]:
+def token_logp(
+    logits: Float[ArrayLike, "*rows V"], token: Int[ArrayLike, "*rows"]
+) -> tuple[Float[Array, "*rows"], Float[Array, "*rows"]]:
     """Log-probability of a token and entropy of the distribution.
 
         logp = l_token - max - log Z,   entropy = log Z - sum_v p_v (l_v - max),   Z = sum_v exp(l_v - max)

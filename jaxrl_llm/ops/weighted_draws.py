@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Key
 
 # Candidates per draw. A share 1/8 of full weight fills a batch from a large ring with probability about one half.
 CANDIDATES_PER_DRAW = 8
@@ -23,14 +24,14 @@ CANDIDATES_PER_DRAW = 8
 MIN_CANDIDATES = 128
 
 # Slots [M, k] i32 and whether each was drawn [M, k] bool, the drawn ones first.
-Drawn = tuple[jax.Array, jax.Array]
+Drawn = tuple[Int[Array, "M _"], Bool[Array, "M _"]]
 
 
 def draw(
-    keys: jax.Array,
-    slot_at: Callable[[jax.Array], jax.Array],
-    length: jax.Array,
-    weight: Callable[[jax.Array], jax.Array],
+    keys: Key[Array, " M"],
+    slot_at: Callable[[Int[Array, "M k"]], Int[Array, "M k"]],
+    length: Int[Array, " M"],
+    weight: Callable[[Int[Array, "M k"]], Float[Array, "M k"]],
     *,
     num: int,
     max_length: int,

@@ -1,0 +1,132 @@
+"""Signatures say what shape arrays have, and in the tests every call is held to it."""
+
+import ast
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import pytest
+
+from jaxrl_llm.algorithms import advantages
+from jaxrl_llm.ops import masks, ring_buffer, sampling
+
+PACKAGE = pathlib.Path(masks.__file__).parents[1]
+OF_ALGORITHMS = ("advantages", "baselines", "corrections", "critic", "losses", "shaping", "surrogates")
+MODULES = [
+    *sorted((PACKAGE / "ops").glob("[!_]*.py")),
+    *(PACKAGE / "algorithms" / f"{name}.py" for name in OF_ALGORITHMS),
+]
+# These say nothing of a shape. ``Drawn`` and ``Term`` stand for tuples that do.
+BARE = {"Any", "Array", "ArrayLike", "PyTree", "ndarray", "object"}
+SHAPED = {"Bool", "Float", "Float32", "Int", "Key", "Num", "Real", "Shaped", "UInt32"}
+# Arguments that are no arrays.
+EXCEPTIONS = {
+    "sampling.Filter.of: sampling": "a section of a config, of which there are several types",
+}
+
+
+def public_functions(body, prefix):
+    """Name and node of each function and method, without those that begin with an underscore."""
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+            if isinstance(node, ast.FunctionDef):
+                yield f"{prefix}.{node.name}", node
+            else:
+                yield from public_functions(node.body, f"{prefix}.{node.name}")
+
+
+def says_its_shape(annotation):
+    """Whether every array that an annotation speaks of is in one of jaxtyping's."""
+    if annotation is None:
+        return False
+    if isinstance(annotation, ast.Subscript):
+        name = getattr(annotation.value, "id", None)
+        if name in SHAPED:
+            kind, shape = annotation.slice.elts
+            return isinstance(shape, ast.Constant) and isinstance(shape.value, str) and ast.unparse(kind) != "Any"
+        if name == "PyTree":
+            leaf = annotation.slice.elts[0] if isinstance(annotation.slice, ast.Tuple) else annotation.slice
+            return says_its_shape(leaf)
+    if isinstance(annotation, ast.Name | ast.Attribute):
+        return ast.unparse(annotation).rpartition(".")[2] not in BARE
+    return all(says_its_shape(part) for part in ast.iter_child_nodes(annotation) if isinstance(part, ast.expr))
+
+
+def without_shape(source, module):
+    """What in the public signatures of a module may be an array and does not say its shape."""
+    found = []
+    for name, node in public_functions(ast.parse(source).body, module):
+        every = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs, node.args.vararg, node.args.kwarg]
+        found += [
+            f"{name}: {arg.arg}"
+            for arg in every
+            if arg and arg.arg not in ("self", "cls") and not says_its_shape(arg.annotation)
+        ]
+        if not says_its_shape(node.returns):
+            found.append(f"{name}: its result")
+    return found
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: f"{path.parent.name}.{path.stem}")
+def test_public_functions_say_the_shape_of_every_array(path):
+    left = [name for name in without_shape(path.read_text(), path.stem) if name not in EXCEPTIONS]
+    assert not left, left
+
+
+def test_the_exceptions_are_still_there():
+    found = {name for path in MODULES for name in without_shape(path.read_text(), path.stem)}
+    assert found == set(EXCEPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("argument", "is_fine"),
+    [
+        ("", False),
+        (": Any", False),
+        (": jax.Array", False),
+        (": jax.Array | None", False),
+        (": np.ndarray", False),
+        (": tuple[Array, int]", False),
+        (": Callable[[jax.Array], int]", False),
+        (": PyTree", False),
+        (": PyTree[Array]", False),
+        (": int | None", True),
+        (': Float[Array, "B T"] | None', True),
+        (': PyTree[Shaped[Array, "..."], " L"]', True),
+        (': Callable[[Int[Array, " B"]], Bool[Array, " B"]]', True),
+    ],
+)
+def test_what_counts_as_saying_it(argument, is_fine):
+    assert without_shape(f"def f(x{argument}) -> int: ...", "m") == ([] if is_fine else ["m.f: x"])
+    assert without_shape(f"def _f(x{argument}): ...", "m") == []
+
+
+def test_shapes_and_types_that_do_not_fit_are_refused():
+    three, two = jnp.ones(3, jnp.int32), jnp.ones(2, jnp.int32)
+    refused = [
+        lambda: masks.completion_mask(three, two, 4),
+        lambda: masks.completion_mask(three, jnp.ones(3), 4),
+        lambda: sampling.token_logp(jnp.zeros((2, 5)), three),
+        lambda: ring_buffer.put({"x": jnp.zeros((2, 4, 3))}, jnp.zeros((2, 1), jnp.int32), {"x": jnp.zeros((2, 2, 3))}),
+        lambda: advantages.group_rows(three, jnp.ones(2, bool), 1),
+    ]
+    for call in refused:
+        with pytest.raises(jaxtyping.TypeCheckError):
+            call()
+        with pytest.raises(jaxtyping.TypeCheckError):
+            jax.eval_shape(call)
+
+
+def test_a_process_of_its_own_checks_nothing():
+    code = """
+import sys
+import jax.numpy as jnp
+from jaxrl_llm.algorithms import losses
+from jaxrl_llm.ops.masks import completion_mask
+print(completion_mask(jnp.ones(3), jnp.ones(1), 4).shape, "beartype" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent, capture_output=True, text=True, check=False)
+    assert done.stdout.split("\n")[0] == "(3, 4) False", done.stderr
