@@ -97,9 +97,8 @@ class LearnerPrograms:
 
     @functools.cached_property
     def abstract_state(self) -> TrainState:
-        optimizer = optim.abstract_state(
-            self.update.optimizer, self.params, self.mesh, offload=self.config.optimizer.offload
-        )
+        offload = self.config.optimizer.offload
+        optimizer = optim.abstract_state(self.update.optimizer, self.params, self.mesh, offload=offload)
         critic = jax.eval_shape(self._init_critic)
         return TrainState(
             self.params,

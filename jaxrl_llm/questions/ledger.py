@@ -11,16 +11,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-
-
-class Answers(NamedTuple):
-    """Of one question, so far."""
-
-    passed: int
-    scored: int
 
 
 class Numbers:
@@ -49,7 +42,7 @@ class Ledger:
     def __init__(self) -> None:
         self._ids: dict[bytes, int] = {}
         self._of_data = 0
-        self._answers: dict[int, Answers] = {}
+        self._answers: dict[int, tuple[int, int]] = {}  # passed, scored
         self._numbers: dict[str, Numbers] = {}
 
     def question_id(self, tokens: Any) -> int:
@@ -65,11 +58,12 @@ class Ledger:
         """Count answers, [B] bool each; the rows of a question's group are neighbours."""
         counts = (np.sum(x.reshape(len(questions), -1), axis=1).tolist() for x in (passed & scored, scored))
         for question, num_passed, num_scored in zip(questions, *counts, strict=True):
-            before = self.answers(question)
-            self._answers[question] = Answers(before.passed + num_passed, before.scored + num_scored)
+            passed_before, scored_before = self.answers(question)
+            self._answers[question] = passed_before + num_passed, scored_before + num_scored
 
-    def answers(self, question: int) -> Answers:
-        return self._answers.get(question, Answers(0, 0))
+    def answers(self, question: int) -> tuple[int, int]:
+        """How many have passed, and how many have a score."""
+        return self._answers.get(question, (0, 0))
 
     def passing(self, rate: float) -> set[int]:
         """Questions whose answers so far have passed at this rate or a higher one."""
@@ -93,6 +87,6 @@ class Ledger:
         """Into a ledger that has met the same data."""
         for digest in state["others"]:
             self._ids.setdefault(bytes.fromhex(digest), len(self._ids))
-        self._answers = {question: Answers(*counts) for question, *counts in state["answers"]}
+        self._answers = {question: tuple(counts) for question, *counts in state["answers"]}
         for name, numbers in state["numbers"].items():
             self.numbers(name, ()).restore(numbers)
