@@ -21,7 +21,7 @@ from jaxrl_llm.actor import resampling
 from jaxrl_llm.actor.sampler import Sampler
 from jaxrl_llm.config import Config, ConfigError, flatten
 from jaxrl_llm.learner import optim, publish
-from jaxrl_llm.learner.learner import LearnerPrograms, num_bytes, place
+from jaxrl_llm.learner.learner import LearnerPrograms, num_bytes
 from jaxrl_llm.learner.update import Update
 from jaxrl_llm.models.architecture import Architecture
 from jaxrl_llm.models.kernels import learner as kernels
@@ -138,11 +138,11 @@ def assemble(
 
 
 def abstract_rollout(config: Config, sampler: Sampler) -> Rollout:
-    """What an iteration generates."""
+    """What an iteration generates; on no device yet."""
     B, S = config.rollouts_per_iteration, config.row_tokens
     array = lambda dtype, *rest: jax.ShapeDtypeStruct((B, *rest), dtype)
     size = sampler.support_tokens
-    rows = Rollout(
+    return Rollout(
         tokens=array(jnp.int32, S),
         prompt_length=array(jnp.int32),
         length=array(jnp.int32),
@@ -154,7 +154,6 @@ def abstract_rollout(config: Config, sampler: Sampler) -> Rollout:
         entropy=array(jnp.float32, S) if sampler.keeps_entropy else None,
         old_logp=array(jnp.float32, S) if sampler.keeps_old_logp else None,
     )
-    return place(rows, sharding.leading(sampler.mesh, rows))
 
 
 def describe(run: Run, num_train: int, num_held_out: int, read_s: float) -> str:

@@ -101,7 +101,7 @@ def _train(config: Config, workdir: pathlib.Path, allow_config_changes: bool) ->
         restored = checkpoints.restore(run.abstract_checkpoint, config, **how)
         teaches = run.learner.loads_reference
         reference = teacher.load_params(run.learner.reference_model, mesh, seed=config.seed) if teaches else None
-        actor = Actor(run, compiled, tokenizer, stream, pool, external)
+        actor = Actor(run, compiled, tokenizer.decode, stream, pool, external)
         learner = Learner(run.learner, compiled, ledger, reference=reference)
         evaluation = Evaluation(run, compiled, tokenizer, held_out, pool, workdir) if held_out else None
         if restored is None:

@@ -52,22 +52,17 @@ class Actor:
     Args:
         run: a ``Run``.
         compiled: its programs by name, compiled.
+        decode: token ids to text.
         external: the answers of others.
     """
 
     def __init__(
-        self,
-        run: Any,
-        compiled: dict[str, Any],
-        tokenizer: Any,
-        stream: PromptStream,
-        pool: RewardPool,
-        external: External,
+        self, run: Any, compiled: Any, decode: Any, stream: PromptStream, pool: RewardPool, external: External
     ):
         self._config, self._stream, self._pool, self._external = run.config, stream, pool, external
-        self._decode, self._choose = tokenizer.decode, compiled.get("choose")
+        self._decode, self._choose = decode, compiled.get("choose")
         self._key = jax.device_put(rng.stream(run.config.seed, "sample"), sharding.replicated(run.mesh, 0))
-        self.generator = Generator(run.sampler, compiled, tokenizer.decode, run.config.rollout.max_lag_iterations)
+        self.generator = Generator(run.sampler, compiled, decode, run.config.rollout.max_lag_iterations)
 
     def act(self, params: Any, version: jax.Array, iteration: int) -> Acted:
         """Ask, sample and score what one iteration trains on.

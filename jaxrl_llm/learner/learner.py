@@ -40,7 +40,7 @@ class LearnerPrograms:
 
     Attributes:
         reference_model: whose log-probs the objective's reference has; another than ``model`` for a teacher.
-        sampled: abstract rollouts that an actor generates in an iteration.
+        row_shapes: of rollouts that an actor generates, however many.
         open_rollouts: abstract state of those that it leaves open, where the learner is to score them; else None.
     """
 
@@ -48,7 +48,7 @@ class LearnerPrograms:
     mesh: Mesh
     reference_model: Model
     update: Update
-    sampled: Rollout
+    row_shapes: Rollout
     open_rollouts: Any
 
     @property
@@ -65,6 +65,11 @@ class LearnerPrograms:
         return self.config.keeps_reference and not self.config.objective.reference_reset_iterations
 
     @functools.cached_property
+    def sampled(self) -> Rollout:
+        """What an actor generates in an iteration."""
+        return self._resized(self.config.rollouts_per_iteration)
+
+    @functools.cached_property
     def abstract_rollout(self) -> Rollout:
         """What an iteration puts into the ring."""
         return self._resized(self.config.rows_per_iteration)
@@ -76,7 +81,7 @@ class LearnerPrograms:
         return rows.replace(behaviour_logp=None, policy_version=None, entropy=None, old_logp=None)
 
     def _resized(self, B: int) -> Rollout:
-        rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((B, *x.shape[1:]), x.dtype), self.sampled)
+        rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((B, *x.shape[1:]), x.dtype), self.row_shapes)
         return place(rows, sharding.leading(self.mesh, rows))
 
     @functools.cached_property

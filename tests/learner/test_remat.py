@@ -7,7 +7,8 @@ import pytest
 from support.building import ONE, TINY, mesh_of
 
 from jaxrl_llm.config import freeze
-from jaxrl_llm.run import Run, assemble, keep_what_fits
+from jaxrl_llm.learner.learner import LearnerPrograms
+from jaxrl_llm.run import assemble, keep_what_fits
 
 RESIDENT, TEMPORARY = 100, {"dots": 200, "full": 50}
 
@@ -29,8 +30,8 @@ def refused(monkeypatch):
     """Programs of known sizes; the settings in this set do not compile."""
     refused = set()
 
-    def programs(run):
-        remat = run.learner.update.model.remat
+    def programs(learner):
+        remat = learner.update.model.remat
 
         def compile_it():
             if remat in refused:
@@ -40,13 +41,13 @@ def refused(monkeypatch):
         lowered = types.SimpleNamespace(compile=compile_it)
         return {"update": types.SimpleNamespace(lower=lambda mesh: lowered)}
 
-    monkeypatch.setattr(Run, "programs", programs)
+    monkeypatch.setattr(LearnerPrograms, "programs", programs)
     return refused
 
 
 def taken(remat, limit):
     run = assemble(freeze({"model": {"remat": remat}}), TINY, (5,), mesh_of(ONE))
-    first = run.programs()["update"].lower(run.mesh).compile()
+    first = run.learner.programs()["update"].lower(run.mesh).compile()
     compiled = {"init_state": executable("init_state", 0), "update": first}
     kept = keep_what_fits(run, compiled, limit)
     assert kept["init_state"] is compiled["init_state"]
