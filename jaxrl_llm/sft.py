@@ -28,13 +28,14 @@ from ml_collections import config_flags
 from jaxrl_llm.actor.evaluation import questions
 from jaxrl_llm.config import Config, ConfigError, freeze
 from jaxrl_llm.learner import optim
+from jaxrl_llm.learner.learner import place
 from jaxrl_llm.models.files import hf, pretrained
 from jaxrl_llm.models.row_logp import PLAIN, chunk_tokens, row_logp
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.ops.masks import completion_mask
 from jaxrl_llm.questions.ledger import Ledger
 from jaxrl_llm.questions.stream import PromptStream, batch_of
-from jaxrl_llm.run import model_of, place
+from jaxrl_llm.run import model_of
 from jaxrl_llm.runtime import cli, sharding
 from jaxrl_llm.runtime.programs import Program, compile_all, use_cache
 from jaxrl_llm.runtime.sharding import leading, replicated
