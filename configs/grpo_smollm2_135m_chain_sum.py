@@ -11,7 +11,10 @@ report with the packages installed:
     seed 0   2 min 25 s   held-out pass rate 0.164 before, 0.648 after (128 questions, sampled at temperature 1)
     seed 1   7 min  1 s   held-out pass rate 0.141 before, 0.625 after
 
-Pass rate while training, entropy in nats, completion length in tokens, and seconds, of seed 0 and of seed 1:
+Since 2026-11-24 slots that can never be drawn again are overwritten first. Seed 0 of that day, on 2 cores: 0.164 before
+and 0.562 after in 2 min 6 s (Python 3.11, jax 0.10.2), 0.617 after with jax 0.12.0.1.
+
+Before that: pass rate while training, entropy in nats, completion length in tokens, and seconds, of seeds 0 and 1:
 
     iteration      pass  ent.   len.   s      pass  ent.   len.   s
             1     0.104  1.98  17.9    8      0.156  1.97  19.4   26
