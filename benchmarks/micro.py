@@ -162,9 +162,8 @@ def decode_row(s: Setting, name: str, slots: int, prompt: int, *, completion: in
 
 def learner(s: Setting) -> Iterator[Row]:
     prompts = 2
-    config = config_of(
-        prompts=prompts, group=GROUP, prompt=PROMPT, completion=COMPLETION, objective={"kl_coefficient": 0.1}
-    )
+    method = {"divergence": {"name": "reference", "coefficient": 0.1}}
+    config = config_of(prompts=prompts, group=GROUP, prompt=PROMPT, completion=COMPLETION, algorithm=method)
     rows = prompts * GROUP
     watch = Stopwatch()
     iteration = Iteration(config, s.arch, random_params, [], wrap=watch.wrap, sampler=False)
@@ -172,7 +171,7 @@ def learner(s: Setting) -> Iterator[Row]:
     rollout = iteration.random_rollout()
     for _ in range(s.repeats + 1):
         iteration.update(rollout, rewards)
-    logprob, update = (statistics.median(watch.seconds[name][1:]) for name in ("reference", "update"))
+    logprob, update = (statistics.median(watch.seconds[name][1:]) for name in ("annotate", "update"))
     del iteration
     whole = config_of(prompts=rows, group=2, prompt=PROMPT + COMPLETION, completion=2)
     forward = statistics.median(generated(s, whole).seconds["prefill"])
@@ -253,7 +252,7 @@ def packing(s: Setting) -> Iterator[Row]:
 def optimizer(s: Setting) -> Iterator[Row]:
     config = config_of(prompts=2, group=2, prompt=2, completion=2)
     mesh = one_device()
-    transform = assemble(config, s.arch, (), mesh).optimizer
+    transform = assemble(config, s.arch, (), mesh).learner.update.optimizer
     gradient = jax.tree.map(jnp.ones_like, weights(s.arch, mesh))
     state = [weights(s.arch, mesh)]
     state.append(transform.init(state[0]))

@@ -60,7 +60,7 @@ def get_config():
     config.update.batch_size = 64
     config.update.micro_batch_tokens = 416
     config.update.pack_width = 416
-    config.objective.clip_high = 0.28
+    config.algorithm.surrogate.high = 0.28
     config.optimizer.learning_rate = 3e-5
     config.eval.num_prompts = 128
     return config

@@ -1,7 +1,7 @@
 """Configuration: frozen dataclasses, and ``freeze`` from a ``ConfigDict`` with every check.
 
 A file in ``configs/`` takes ``defaults()`` and sets what differs;
-absl overrides it with ``--config.a.b=v``; ``freeze`` turns it into a ``Config`` once. An unknown key,
+the command line overrides it with ``--config.a.b=v``; ``freeze`` turns it into a ``Config`` once. An unknown key,
 a wrong type or an impossible combination is a ``ConfigError`` naming the key, the value and what is
 allowed. No default stands in two places.
 
@@ -23,17 +23,17 @@ from typing import Any
 import ml_collections
 
 from jaxrl_llm import limits
-from jaxrl_llm.method_config import CreditConfig, MethodFacts, ObjectiveConfig, ReplayConfig
+from jaxrl_llm.method_config import AlgorithmConfig, MethodFacts, ReplayConfig
 from jaxrl_llm.runtime import nested
-from jaxrl_llm.runtime.nested import ConfigError, flatten
+from jaxrl_llm.runtime.nested import ConfigError, as_mapping, flatten
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
     # Hugging Face folder, GGUF file, "smollm2-135m-instruct", hub id, or "random:PRESET".
     path: str = "random:debug"
-    # The frozen model that the objective's reference is, likewise, of the same token ids: a teacher, with
-    # objective.kl_coefficient (on-policy distillation). "" = path, as training finds it.
+    # Reference model, frozen, named like `path` and of the same token ids: a teacher, with algorithm.divergence
+    # (on-policy distillation). "" = path, as training finds it.
     reference_path: str = ""
     # Arithmetic of the forward pass; master weights are always float32.
     compute_dtype: str = "float32"
@@ -95,7 +95,7 @@ class SamplingConfig:
 @dataclasses.dataclass(frozen=True)
 class RolloutConfig:
     prompts_per_iteration: int = 8
-    # Completions sampled for each prompt; 1 only where credit.advantage does not compare siblings.
+    # Completions sampled for each prompt; 1 only where algorithm.advantage does not compare siblings.
     group_size: int = 8
     # Sequences decoded side by side; 0 = one for every rollout of the iteration.
     slots: int = 0
@@ -151,7 +151,7 @@ class UpdateConfig:
     updates_per_iteration: int = 1
     # Positions of a device whose logits are live at once in the learner; 0 = by device (models.row_logp.chunk_tokens).
     logp_chunk_tokens: int = 0
-    # Batch size that learning rates and decays of averages (objective.ewma_decay, credit.advantage_norm_decay) are
+    # Batch size that learning rates and decays of averages (of weights, `norm_decay` of advantages) are
     # meant for; with c times that many rollouts in a step (and in an iteration), rates are multiplied by sqrt(c) and
     # what a decay averages over is divided by c, so that a run does the same per rollout. 0 = meant for batch_size.
     scaled_from_batch_size: int = 0
@@ -162,8 +162,6 @@ class UpdateConfig:
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
     learning_rate: float = 1e-5
-    # Of the critic's head with credit.advantage "gae"; else as the policy's (schedule, clip, decay).
-    value_learning_rate: float = 1e-3
     # "constant", "linear" or "cosine" (to zero at the last step), after the warm-up.
     schedule: str = "constant"
     warmup_steps: int = 0
@@ -231,11 +229,10 @@ class Config(MethodFacts):
     sampling: SamplingConfig = SamplingConfig()
     rollout: RolloutConfig = RolloutConfig()
     rewards: RewardsConfig = RewardsConfig()
-    credit: CreditConfig = CreditConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
     replay: ReplayConfig = ReplayConfig()
     external: ExternalConfig = ExternalConfig()
     update: UpdateConfig = UpdateConfig()
-    objective: ObjectiveConfig = ObjectiveConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     mesh: MeshConfig = MeshConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -300,7 +297,7 @@ class Settings(ml_collections.ConfigDict):
 
 def defaults() -> Settings:
     """Every setting with its default, locked: what ``get_config()`` of a config file starts from."""
-    return Settings(dataclasses.asdict(Config())).lock()
+    return Settings(as_mapping(Config())).lock()
 
 
 def freeze(mapping: Any) -> Config:
@@ -322,7 +319,7 @@ def freeze(mapping: Any) -> Config:
 
 
 def to_json(config: Config) -> str:
-    return json.dumps(dataclasses.asdict(config), indent=2, sort_keys=True)
+    return json.dumps(as_mapping(config), indent=2, sort_keys=True)
 
 
 def from_json(text: str) -> Config:
@@ -346,7 +343,7 @@ def record(config: Config) -> str:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
     made_with = {"versions": versions, "commit": _commit()}
-    return json.dumps({**dataclasses.asdict(config), "made_with": made_with}, indent=2, sort_keys=True)
+    return json.dumps({**as_mapping(config), "made_with": made_with}, indent=2, sort_keys=True)
 
 
 def _commit() -> str:

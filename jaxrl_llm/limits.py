@@ -1,7 +1,7 @@
 """Which values of the settings are allowed: choices, bounds, and which sizes fit together.
 
-Owns: those rules and their words. Does not know: what methods ask of each other (method_limits), names' types and
-defaults (config), devices, files.
+Owns: those rules and their words. Does not know: settings of functions, which have their bounds with them
+(algorithms.use), what functions need of each other (method_config), types and defaults (config), devices, files.
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ import math
 import re
 from typing import Any
 
-from jaxrl_llm import method_limits
+from jaxrl_llm.runtime.nested import LARGEST, MOST, flatten, out_of_bounds
 
 CHOICES = {
-    **method_limits.CHOICES,
     "model.compute_dtype": ("float32", "bfloat16"),
     "model.remat": ("none", "dots", "full", "auto"),
     "model.attention": ("auto", "xla"),
@@ -21,11 +20,9 @@ CHOICES = {
     "prompts.bad_row": ("error", "skip"),
     "prompts.long_prompt": ("error", "skip"),
     "optimizer.schedule": ("constant", "linear", "cosine"),
+    "replay.unit": ("rollout", "group"),
+    "replay.memory": ("device", "host"),
 }
-
-# Counts are int32 on the devices. What is not 0 keeps a size that float32 can multiply and divide by.
-MOST = 2**31 - 1
-SMALLEST, LARGEST = 1e-20, 1e12
 
 AT_LEAST_ONE = (
     *("num_iterations", "prompts.max_tokens", "sampling.max_completion_tokens"),
@@ -34,40 +31,26 @@ AT_LEAST_ONE = (
     *("checkpoint.keep_last", "eval.num_samples"),
 )
 SHARES = (
-    *("prompts.retire_pass_rate", "sampling.min_p", "rewards.max_failure_frac", "credit.baseline_decay"),
-    *("credit.baseline_decay_moving", "credit.gae_lambda", "credit.discount", "replay.positive_fraction"),
-    *("replay.fresh_fraction", "replay.min_ess", "replay.solved_fraction", "objective.clip_low"),
-    "objective.correction_low",
+    *("prompts.retire_pass_rate", "sampling.min_p", "rewards.max_failure_frac", "replay.positive_fraction"),
+    *("replay.fresh_fraction", "replay.min_ess", "replay.solved_fraction"),
 )
-POSITIVE = (
-    *("credit.entropy_bonus_limit", "replay.age_scale_iterations", "update.max_sampler_learner_gap_nats"),
-    *("objective.regression_beta", "objective.entropy_rate"),
-)
-OF_ANY_SIGN = (
-    *("rewards.weights", "rewards.pass_threshold", "credit.delta_v", "credit.gate_threshold"),
-    *("objective.value_low", "objective.value_high"),
-)
+OF_ANY_SIGN = ("rewards.weights", "rewards.pass_threshold", "algorithm.critic.low", "algorithm.critic.high")
 # field -> (lowest, highest, whether the lowest itself is allowed); of a field that is not there, by its type.
 BY_TYPE = {int: (0, MOST, True), float: (0.0, LARGEST, True)}
 BOUNDS = {
     **dict.fromkeys(AT_LEAST_ONE, (1, MOST, True)),
     **dict.fromkeys(SHARES, (0.0, 1.0, True)),
-    **dict.fromkeys(POSITIVE, (0.0, LARGEST, False)),
     **dict.fromkeys(OF_ANY_SIGN, (-LARGEST, LARGEST, True)),
     "sampling.temperature": (0.01, 100.0, True),
     "sampling.top_p": (0.0, 1.0, False),
     "rollout.max_resample_rounds": (0, 1000, True),
     "rewards.num_workers": (1, 1024, True),
     "rewards.timeout_s": (0.01, 86400.0, True),
-    "credit.advantage_norm_decay": (0.0, 0.9999, True),
-    "credit.duration_weight": (0.0, 100.0, True),
-    "replay.priority_exponent": (0.0, 100.0, True),
-    "objective.ewma_decay": (0.0, 0.9999, True),
-    "objective.correction_high": (1.0, LARGEST, True),
-    "objective.value_bins": (0, 10_000, True),
+    "update.max_sampler_learner_gap_nats": (0.0, LARGEST, False),
+    "algorithm.critic.bins": (0, 10_000, True),
+    "algorithm.critic.learning_rate": (0.0, 10.0, True),
     # Adam moves a weight by up to the rate in a step, and divides by what its averages forget.
     "optimizer.learning_rate": (0.0, 10.0, True),
-    "optimizer.value_learning_rate": (0.0, 10.0, True),
     "optimizer.b1": (0.0, 0.9999, True),
     "optimizer.b2": (0.0, 0.999999, True),
     "optimizer.eps": (0.0, 1.0, False),
@@ -90,22 +73,19 @@ def complaint(config: Any, flat: dict[str, Any]) -> str | None:
     for path, allowed in CHOICES.items():
         if flat[path] not in allowed:
             return f"{path}={flat[path]!r:.200} is not one of {', '.join(map(repr, allowed))}"
-    for path, value in flat.items():
+    for path, value in flatten(config, whole=True).items():  # functions have checked their own
         for item in value if isinstance(value, tuple) else (value,):
             if wrong := _wrong(path, item):
                 return f"{path}={value!r:.200} {wrong}"
     values = flat | {"replay.capacity": config.ring_capacity}
     broken = (message for is_kept, message in _combinations(config, flat) if not is_kept)
-    return re.sub(r"\[([a-z_.]+)\]", lambda name: f"{name[1]}={values[name[1]]!r:.200}", next(broken, "")) or None
+    return re.sub(r"\[([a-z_.]+)\]", lambda name: f"{name[1]}={values.get(name[1])!r:.200}", next(broken, "")) or None
 
 
 def _wrong(path: str, item: Any) -> str | None:
     """What a value, or one of several, must be and is not."""
     if type(item) in BY_TYPE:
-        low, high, closed = BOUNDS.get(path, BY_TYPE[type(item)])
-        if not low <= item <= high or (item == low and not closed):
-            return f"must be {'at least' if closed else 'more than'} {low} and at most {high}"
-        return f"must be 0 or of a size of at least {SMALLEST}" if 0 < abs(item) < SMALLEST else None
+        return out_of_bounds(item, *BOUNDS.get(path, BY_TYPE[type(item)])) or None
     if isinstance(item, str):
         is_text = path in TEXTS and not re.search("[\ud800-\udfff]", item)
         return None if is_text or (item.isprintable() and len(item) < 4096) else "must be printable text, and not long"
@@ -176,8 +156,6 @@ def _combinations(c: Any, flat: dict[str, Any]):
     for name, most, is_bound, why in (
         ("replay.delay_iterations", "replay.max_age_steps", r.max_age_steps > 0, ""),
         ("sampling.top_k", "sampling.support_tokens", s.support_tokens > 0, ids),
-        ("credit.baseline_decay_moving", "credit.baseline_decay", True, ""),
-        ("credit.overlong_buffer_tokens", "sampling.max_completion_tokens", True, ""),
     ):
         yield not is_bound or flat[name] <= flat[most], f"[{name}] must be at most [{most}]{why}"
     yield (
@@ -189,7 +167,7 @@ def _combinations(c: Any, flat: dict[str, Any]):
         "[sampling.top_k], [sampling.top_p] and [sampling.min_p] must be 0, 1 and 0 with "
         "external.groups_per_iteration above 0: what others wrote may be what a filter never draws",
     )
-    yield from method_limits.rules(c, flat)
+    yield from c.rules_of_method(flat)
     most_open = c.rollouts_per_iteration + c.rollout.lookahead_prompts * c.rollout.group_size
     yield (
         c.num_slots <= most_open,

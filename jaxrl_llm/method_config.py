@@ -1,64 +1,140 @@
-"""Settings of methods: how rewards become advantages, what the ring keeps and gives, what the loss is made of.
+"""Settings of methods: the functions a method is made of (algorithms), and what the ring keeps and gives.
 
-Owns: names, types, defaults. Does not know: which values are allowed (limits), the rest of a run (config).
+Owns: names, types, defaults of both, what the chosen functions need together and of the rest. Does not know: sizes that
+fit together (limits), the rest of a run (config).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+from collections.abc import Iterator
 from typing import Any
 
-from jaxrl_llm import method_limits
+from jaxrl_llm.algorithms.advantages import ADVANTAGES
+from jaxrl_llm.algorithms.aggregation import AGGREGATIONS, CROSS_ENTROPIES
+from jaxrl_llm.algorithms.anchors import ANCHORS, ENTROPY_BONUSES
+from jaxrl_llm.algorithms.corrections import CORRECTIONS, STEP_SIZES
+from jaxrl_llm.algorithms.draws import ADMISSIONS, DRAWS, PRIORITIES
+from jaxrl_llm.algorithms.old_policies import OLD_POLICIES
+from jaxrl_llm.algorithms.shaping import RESHAPINGS, REWARD_TERMS
+from jaxrl_llm.algorithms.surrogates import SURROGATES
+from jaxrl_llm.algorithms.use import Chosen, NotNegative, slot
 
 
 @dataclasses.dataclass(frozen=True)
-class CreditConfig:
-    # What a reward is compared with, and over which scale: "grpo" (mean and std of the group), "dr_grpo" (its mean),
-    # "leave_one_out", "reinforce_pp" (mean and std of the batch), "brorl" (mean of the group, std of the batch),
-    # "asymre" (mean of the group + delta_v), "mc_grpo" (median), "gdpo" (each reward function by itself), "mssr"
-    # (running mean of the question), "poise" (prediction from sibling rollouts), "gae" (what a critic expects at each
-    # token; mean and std of the batch's tokens).
-    advantage: str = "grpo"
-    # For "asymre", added to the baseline: below 0 successes weigh more than failures.
-    delta_v: float = -0.1
-    # For "mssr" and "poise", what earlier evidence keeps of its weight per answer ("mssr") or iteration ("poise").
-    baseline_decay: float = 0.9
-    # For "mssr": what that sinks to while the policy moves, wholly at a KL of 0.02 nats a token from what drew the rows
-    # (mean of 20 iterations); 0 = it stays.
-    baseline_decay_moving: float = 0.0
-    # Of the advantages that are divided by a standard deviation of the batch ("reinforce_pp", "mssr", "gae", "brorl",
-    # "gdpo"): take it, and the mean where that goes first, over this and earlier iterations, whose weight fades by this
-    # factor an iteration; 0 = over this one.
-    advantage_norm_decay: float = 0.0
-    # For "gdpo": further reward functions count only where the first gives at least this; 0 = always.
-    gate_threshold: float = 0.0
-    # For "gae": 1 judges each token by the row's reward, below it more by what the critic says soon after.
-    gae_lambda: float = 1.0
-    # For "gae", what a reward keeps of its worth per token that it is away.
-    discount: float = 1.0
-    # Leave truncated completions out of the loss and out of their group's baseline.
+class CriticConfig:
+    """Heard where a function needs "value"."""
+
+    # Gradient share: what of the value loss's gradient the critic's head passes on into the policy's hidden states,
+    # which it reads; 0 = none. The head itself always has all of it.
+    gradient_share: float = 0.1
+    # Learning rate of the head; else as the policy's (schedule, clip, decay).
+    learning_rate: float = 1e-3
+    # Value clip: how far from its value at rollout time a prediction gains from moving, in units of reward; 0 = any
+    # distance.
+    clip: float = 0.0
+    # Bins: values are the mean of a distribution over this many equal bins (HL-Gauss); 0 = one number, squared error.
+    bins: int = 0
+    # Range of the bins, which should hold all returns.
+    low: float = 0.0
+    high: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class AlgorithmConfig:
+    """A method: a function in each place, with its keywords as settings (``algorithms.use``)."""
+
+    # Advantage: what a reward is compared with, and over which scale.
+    advantage: Chosen = slot(ADVANTAGES, "rows", "grpo")
+    # Reward terms, added to the reward before the advantage is taken: length penalties and the like.
+    reward_terms: tuple[Chosen, ...] = slot(REWARD_TERMS, "rows", (), several=True)
+    # Reshapings of the advantage, one after the other.
+    reshaping: tuple[Chosen, ...] = slot(RESHAPINGS, "advantage, rows", (), several=True)
+    # Overlong filter: leave truncated completions out of the loss and out of their group's baseline.
     overlong_filter: bool = False
-    # Reward falls by up to 1 over this many last tokens before sampling.max_completion_tokens; 0 = not.
-    overlong_buffer_tokens: int = 0
-    # Weight of a reward for short answers among those of the group; 0 = none.
-    length_reward: float = 0.0
-    # Correct answers of at most this many tokens get short_answer_bonus more; 0 = none.
-    short_answer_tokens: int = 0
-    short_answer_bonus: float = 0.5
-    # Choose how long every so many iterations anew, for easy, middling and hard questions apart: the least multiple of
-    # short_answer_tokens within which a group has a correct answer on average. 0 = it stays.
-    short_answer_iterations: int = 0
-    # Advantages above 0 are multiplied by this, those of correct answers set to 1; 0 = not.
-    positive_amplification: float = 0.0
-    # How much less an unsure answer weighs than a sure one of its group; 0 = equal, 1 = ETTRL's.
-    entropy_reweighting: float = 0.0
-    # A row's advantage is multiplied by its completion's length over the iteration's mean, to this power; 0 = not. 1
-    # makes up for slow answers being fewer where rollouts come as they finish.
-    duration_weight: float = 0.0
-    # Tokens get this many times their entropy more advantage, at most |advantage| / entropy_bonus_limit; 0 = none.
-    entropy_bonus: float = 0.0
-    entropy_bonus_limit: float = 0.4
+    # Surrogate objective: the loss term of each token.
+    surrogate: Chosen = slot(SURROGATES, "tokens", "clipped")
+    # Old (proximal) policy, which ratios are against.
+    old_policy: Chosen = slot(OLD_POLICIES, "tokens", "behaviour")
+    # Off-policy correction: what becomes of tokens that the behaviour policy drew and the old one (without a ratio in
+    # the surrogate: the current one) did not. Where the surrogate's own ratio is to the behaviour policy, or it needs
+    # none, a correction can but mask, by the current policy's ratio.
+    correction: Chosen = slot(CORRECTIONS, "ratios")
+    # Step size: what the learning rate is multiplied by in a step.
+    step_size: Chosen = slot(STEP_SIZES, "ratio_sum, ratio_square_sum, num_rows")
+    # Aggregation: the weights that tokens are added up by.
+    aggregation: Chosen = slot(AGGREGATIONS, "mask, batch", "token_mean")
+    # KL penalty, by what it is to.
+    divergence: Chosen = slot(ANCHORS, "tokens", settings={"coefficient": (NotNegative, 0.04)})
+    # Reference reset: after these iterations the reference becomes the policy of then, and the ring is emptied (ReMix:
+    # 50 and 100).
+    reference_reset_iterations: tuple[int, ...] = ()
+    # Entropy bonus, by how its weight moves; the coefficient is where it starts.
+    entropy_bonus: Chosen = slot(
+        ENTROPY_BONUSES, "coefficient, entropy", settings={"coefficient": (NotNegative, 0.001)}
+    )
+    # Cross-entropies that are trained on besides.
+    cross_entropies: tuple[Chosen, ...] = slot(
+        CROSS_ENTROPIES, "batch", (), several=True, settings={"coefficient": (NotNegative, 0.05)}
+    )
+    # Critic of an advantage that needs one.
+    critic: CriticConfig = CriticConfig()
+
+    @functools.cached_property
+    def of_credit(self) -> tuple[Chosen, ...]:
+        """Functions that see an iteration's rollouts, once."""
+        return (self.advantage, *self.reward_terms, *self.reshaping)
+
+    @functools.cached_property
+    def of_loss(self) -> tuple[Chosen, ...]:
+        """Functions that see the tokens of each batch."""
+        return tuple(one for one in (self.surrogate, self.old_policy, self.divergence) if one)
+
+    @functools.cached_property
+    def columns(self) -> frozenset[str]:
+        """What its functions need of each row (types.COLUMNS, types.OTHER_POLICIES)."""
+        return frozenset().union(*(one.needs.columns for one in (*self.of_credit, *self.of_loss)))
+
+    def functions(self) -> Iterator[tuple[str, Chosen]]:
+        """(path, function) of every place."""
+        for field in dataclasses.fields(self):
+            value, path = getattr(self, field.name), f"algorithm.{field.name}"
+            if isinstance(value, Chosen):
+                yield path, value
+            elif "slot" in field.metadata:
+                yield from ((f"{path}.{one.name}", one) for one in value)
+
+    def loss_needs(self, name: str) -> bool:
+        """Whether the loss reads a column."""
+        return any(name in one.needs.columns for one in self.of_loss)
+
+    @property
+    def imitates(self) -> bool:
+        """Whether answers of others are trained on as they are."""
+        return any(one.fact("others", False) for one in self.cross_entropies)
+
+    @property
+    def looks_at_parts(self) -> bool:
+        """Whether scores of reward functions are looked at one by one."""
+        return bool(self.advantage.fact("by_part", False))
+
+    @property
+    def tied_teaches(self) -> bool:
+        """Whether a group of equal rewards has an advantage."""
+        teaches = self.advantage.fact("tied_teaches", lambda settings: False)
+        return not self.advantage.needs.siblings or teaches(self.advantage.settings)
+
+    def compared(self, parts: Any, where: Any) -> Any:
+        """What of (values, weight) by reward function the advantage compares; ``where`` is jax's or numpy's."""
+        by_part = self.advantage.fact("by_part")
+        return by_part(parts, self.advantage.settings, where) if callable(by_part) else parts
+
+    @property
+    def average_decay(self) -> float:
+        """Decay of the moving average of the weights, per optimizer step."""
+        return next(one["decay"] for one in self.of_loss if "average_logp" in one.needs.columns)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,16 +145,15 @@ class ReplayConfig:
     capacity_tokens: int = 0
     # Share of the capacity for the freshest correct rollouts (rewards.pass_threshold) that the rest has evicted.
     positive_fraction: float = 0.0
-    # Which it is for: "correct" ones, or "likely" ones, in mean log-prob a token no less than those that follow them.
-    admission: str = "correct"
-    # How likely a rollout is drawn: "uniform", "priority" (priority ** priority_exponent) or "age"
-    # (exp(-age / age_scale_iterations)).
-    draw: str = "uniform"
-    # What "priority" looks at: "advantage" (its absolute value), "reward" (0 where negative), "length" (tokens of the
-    # completion) or "surprise" (minus the mean log-prob of its tokens when they were drawn).
-    priority: str = "advantage"
-    priority_exponent: float = 1.0
-    age_scale_iterations: float = 4.0
+    # Admission to that share: "correct" rollouts, or "likely" ones, in mean log-prob a token no less than their
+    # successors.
+    admission: Chosen = slot(ADMISSIONS, "evicted, rows, pass_threshold", "correct")
+    # Draw weights, how likely a rollout is drawn: "uniform", "priority" (priority ** exponent) or "age"
+    # (exp(-age / scale_iterations)).
+    draw: Chosen = slot(DRAWS, "stored", "uniform")
+    # Priority, what draw="priority" looks at: "advantage" (its absolute value), "reward" (0 where negative), "length"
+    # (tokens of the completion) or "surprise" (minus the mean log-prob of its tokens when they were drawn).
+    priority: Chosen = slot(PRIORITIES, "rows", "advantage")
     # Oldest rollout that may be drawn, in iterations since insertion; 0 = no limit.
     max_age_steps: int = 0
     # Draw only rollouts exactly this old, in iterations: staleness without reuse; 0 = no delay.
@@ -94,7 +169,7 @@ class ReplayConfig:
     # What is drawn: "rollout", or "group" (all samples of a prompt, whose prompt the learner then computes once).
     unit: str = "rollout"
     # Draw no rollouts of tied groups: where siblings are compared, those whose rewards as scored are all equal (but for
-    # those that positive_amplification gives an advantage), elsewhere those without an advantage.
+    # those that "amplify_positive" gives an advantage), elsewhere those without an advantage.
     skip_tied: bool = False
     # Draw of each question only the rollouts of its latest visit that left any to draw.
     latest_visit: bool = False
@@ -110,76 +185,10 @@ class ReplayConfig:
     memory: str = "device"
 
 
-@dataclasses.dataclass(frozen=True)
-class ObjectiveConfig:
-    # A name of algorithms.surrogates.SURROGATES: "clipped", "sequence_clipped", "gspo", "cispo", "reinforce", "opmd",
-    # "remix_centred", "agro", "gvpo", "kimi_k15", "spo", "spo_cross_entropy", "inpo" or "vcpo".
-    surrogate: str = "clipped"
-    # The policy ratio is clipped to [1 - clip_low, 1 + clip_high]; "vcpo" has the upper bound alone.
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    # Bound of the ratio where the advantage is negative, above 1; 0 = none.
-    dual_clip: float = 0.0
-    # Weight of the log-ratio against the reward in "agro", "gvpo", "kimi_k15", "opmd" (tau), "spo" and "inpo" (eta).
-    regression_beta: float = 0.1
-    # The old policy, which ratios are against: "behaviour" (drew the token), "generation" (the same weights as the
-    # learner computes them, when the rollout goes into the ring), "start" (weights before the iteration's updates),
-    # "interpolated" (the same between behaviour and current, without a forward) or "ewma" (averaged weights).
-    proximal: str = "behaviour"
-    # Decay per optimizer step of the moving average of the weights.
-    ewma_decay: float = 0.9
-    # What becomes of tokens that the behaviour policy drew and the old one (without a ratio in the surrogate: the
-    # current one) did not: "none", "importance" (weighed by that ratio), "token_truncated", "policy_truncated" (the
-    # same, but the bound is on the current policy's ratio to the behaviour policy), "token_masked",
-    # "sequence_truncated", "sequence_masked" or "second_moment". Where the surrogate's own ratio is to the behaviour
-    # policy, or it needs none, a correction can but mask, by the current policy's ratio.
-    correction: str = "none"
-    # Bounds of that ratio: what is outside is masked, or truncated at the upper one.
-    correction_low: float = 0.5
-    correction_high: float = 2.0
-    # "second_moment" masks the largest until the mean squared log-ratio of the batch is at most this, nats^2.
-    correction_second_moment: float = 0.04
-    # Scale the step by the square root of the effective sample size of the batch's sequence ratios.
-    ess_learning_rate: bool = False
-    # "token_mean", "sequence_mean", "constant_length" or "prompt_mean".
-    aggregation: str = "token_mean"
-    # Weight of the KL penalty; 0 = none.
-    kl_coefficient: float = 0.0
-    # "k1", "k2" or "k3".
-    kl_estimator: str = "k3"
-    # What the penalty is to: "reference" (model.reference_path, frozen), "convex" (it and, by schedule, the weights
-    # that the iteration before began with) or "ewma" (the moving average of the weights).
-    kl_anchor: str = "reference"
-    # After these iterations the reference becomes the policy of then, and the ring is emptied (ReMix: 50 and 100).
-    reference_reset_iterations: tuple[int, ...] = ()
-    # Weight of the policy's entropy as a bonus; with entropy_target where it starts.
-    entropy_coefficient: float = 0.0
-    # Nats per token below which the weight rises, above which it falls, by entropy_rate a step; 0 = the weight stays.
-    entropy_target: float = 0.0
-    entropy_rate: float = 1e-4
-    # Weight of the cross-entropy of the prompts' tokens, which the environment wrote: a model of it (ECHO: 0.05). It
-    # learns from every rollout that is drawn, of a tied group too.
-    environment_coefficient: float = 0.0
-    # Weight of the cross-entropy of the correct rollouts among those of others (external.paths), beside what they get
-    # as rollouts.
-    imitation_coefficient: float = 0.0
-    # With credit.advantage "gae", what of the value loss's gradient the critic's head passes on into the policy's
-    # hidden states, which it reads; 0 = none. The head itself always has all of it.
-    value_coefficient: float = 0.1
-    # How far from its value at rollout time a prediction gains from moving, in units of reward; 0 = any distance.
-    value_clip: float = 0.0
-    # Values are the mean of a distribution over this many equal bins (HL-Gauss); 0 = one number, squared error.
-    value_bins: int = 0
-    # The bins' range, which should hold all returns.
-    value_low: float = 0.0
-    value_high: float = 1.0
-
-
 class MethodFacts:
-    """What the methods of a config ask for, as its properties."""
+    """What the method of a config asks for, as its properties."""
 
-    credit: CreditConfig
-    objective: ObjectiveConfig
+    algorithm: AlgorithmConfig
 
     def scaled(self) -> Any:
         """The same with ``update.scaled_from_batch_size`` carried out.
@@ -191,56 +200,137 @@ class MethodFacts:
             return self
         c = self.update.batch_size / self.update.scaled_from_batch_size
         decay = lambda d: d / (c * (1 - d) + d)
-        o, replace = self.optimizer, dataclasses.replace
-        rates = {name: math.sqrt(c) * getattr(o, name) for name in ("learning_rate", "value_learning_rate")}
+        a, replace = self.algorithm, dataclasses.replace
+        average = {
+            name: one.replace(decay=decay(one["decay"]))
+            for name, one in (("old_policy", a.old_policy), ("divergence", a.divergence))
+            if "average_logp" in one.needs.columns
+        }
+        if "norm_decay" in a.advantage.settings:
+            average["advantage"] = a.advantage.replace(norm_decay=decay(a.advantage["norm_decay"]))
+        critic = replace(a.critic, learning_rate=math.sqrt(c) * a.critic.learning_rate)
         return replace(
             self,
             update=replace(self.update, scaled_from_batch_size=0),
-            optimizer=replace(o, **rates),
-            objective=replace(self.objective, ewma_decay=decay(self.objective.ewma_decay)),
-            credit=replace(self.credit, advantage_norm_decay=decay(self.credit.advantage_norm_decay)),
+            optimizer=replace(self.optimizer, learning_rate=math.sqrt(c) * self.optimizer.learning_rate),
+            algorithm=replace(a, critic=critic, **average),
         )
-
-    @property
-    def short_answer_grid(self) -> tuple[int, ...]:
-        """Lengths among which credit.short_answer_iterations chooses; the last is any length."""
-        step, longest = self.credit.short_answer_tokens, self.sampling.max_completion_tokens
-        return (*range(step, longest, step), longest)
 
     @property
     def keeps_reference(self) -> bool:
         """Whether rollouts carry their log-probs under the frozen starting model."""
-        to_reference = self.objective.kl_coefficient > 0 and self.objective.kl_anchor != "ewma"
-        return to_reference or self.objective.surrogate in method_limits.REFERENCE_SURROGATES
+        return "ref_logp" in self.algorithm.columns
 
     @property
     def keeps_old_logp(self) -> bool:
         """Whether rollouts carry the learner's log-probs under the weights that drew each token."""
-        return self.objective.proximal == "generation"
+        return "generation_logp" in self.algorithm.columns
 
     @property
     def keeps_hidden(self) -> bool:
         """Whether credit reads the mean hidden state of completions."""
-        return self.credit.advantage == "poise"
+        return "hidden" in self.algorithm.columns
 
     @property
     def keeps_entropy(self) -> bool:
         """Whether rollouts carry the entropy of what each token was drawn from, for credit."""
-        credit = self.credit
-        return credit.advantage == "poise" or credit.entropy_bonus > 0 or credit.entropy_reweighting > 0
+        return "entropy" in self.algorithm.columns
 
     @property
     def has_critic(self) -> bool:
         """Whether the learner has a value head beside the policy."""
-        return self.credit.advantage == "gae"
+        return "value" in self.algorithm.columns
 
     @property
     def keeps_average(self) -> bool:
         """Whether the learner keeps a moving average of its weights."""
-        to_average = self.objective.kl_coefficient > 0 and self.objective.kl_anchor == "ewma"
-        return to_average or self.objective.proximal == "ewma"
+        return "average_logp" in self.algorithm.columns
 
     @property
     def keeps_previous(self) -> bool:
         """Whether the learner keeps the weights from before the last iteration's updates."""
-        return self.objective.kl_coefficient > 0 and self.objective.kl_anchor == "convex"
+        return "previous_logp" in self.algorithm.columns
+
+    def rules_of_method(self, flat: dict[str, Any]) -> Iterator[tuple[bool, str]]:
+        """(is kept, what to say otherwise) of what functions need of each other and of the rest, as in ``limits``."""
+        c, a, r, e = self, self.algorithm, self.replay, self.external
+        if any(one and one.function is None for _, one in a.functions()):
+            return  # a run of elsewhere, to be read and not to be run
+        lone, in_groups = c.rollout.group_size == 1, r.unit == "group"
+        for name, must, why in (
+            ("replay.positive_fraction", in_groups, "for replay.unit='group': correct rows are kept one by one"),
+            ("replay.positive_fraction", r.capacity_tokens > 0, "with [replay.capacity_tokens]: it has no pages"),
+            ("rollout.max_resample_rounds", lone, "for rollout.group_size=1, which is always tied"),
+            ("rollout.max_resample_rounds", a.tied_teaches, "for [algorithm.advantage]: a tied group teaches it"),
+            ("rollout.max_lag_iterations", not c.rollout.lookahead_prompts, "without rollout.lookahead_prompts"),
+            ("algorithm.critic.clip", a.critic.bins > 0, "for [algorithm.critic.bins]: a clip is of a number"),
+        ):
+            yield not must or flat[name] == 0, f"[{name}] must be 0 {why}"
+        yield (
+            not a.imitates or bool(e.paths),
+            "[algorithm.cross_entropies] has nothing to imitate without external.groups_per_iteration",
+        )
+        yield (
+            c.prompts.max_tokens > 1 or all(x.fact("reads") != "prompt_logp" for x in a.cross_entropies),
+            "[prompts.max_tokens] must be at least 2 for [algorithm.cross_entropies]: a prompt's first token is not "
+            "predicted",
+        )
+        yield (
+            c.rollout.group_size > 1 or not a.advantage.needs.siblings,
+            "[rollout.group_size] must be at least 2 for [algorithm.advantage], which compares siblings",
+        )
+        yield (
+            r.unit == "group" or not a.surrogate.needs.siblings,
+            "[replay.unit] must be 'group' for [algorithm.surrogate], which compares the rows of a group",
+        )
+        yield (
+            c.model.reference_path == "" or c.keeps_reference,
+            "[model.reference_path] must be '' where nothing reads the reference: neither [algorithm.divergence] nor "
+            "[algorithm.surrogate]",
+        )
+        resets = a.reference_reset_iterations
+        yield (
+            not resets or (c.keeps_reference and c.model.reference_path == "" and min(resets) > 0),
+            "[algorithm.reference_reset_iterations] must be () or numbers from 1 on with a reference that is read "
+            "(algorithm.divergence) and is the run's own ([model.reference_path])",
+        )
+        yield (
+            a.critic.bins != 1 and a.critic.low < a.critic.high,
+            "[algorithm.critic.bins] must be 0 or at least 2, and [algorithm.critic.low] below [algorithm.critic.high]",
+        )
+        is_behaviour, reads_old = a.old_policy.fact("is_behaviour", False), a.surrogate.fact("base") == "old"
+        yield (
+            is_behaviour or reads_old or a.surrogate.fact("reads_old", False),
+            "[algorithm.old_policy] must be 'behaviour' for [algorithm.surrogate], which has no old policy",
+        )
+        yield (
+            not (is_behaviour and a.surrogate.fact("centred_on_old", False)),
+            "[algorithm.old_policy] must be another for [algorithm.surrogate]: the window would lie about 1",
+        )
+        has_weight = a.surrogate.fact("base") == "policy" or (reads_old and not is_behaviour)
+        yield (
+            not a.correction or has_weight or a.correction.fact("masks", False),
+            "[algorithm.correction] must be 'none' or one that masks for [algorithm.surrogate] with "
+            "[algorithm.old_policy], which leaves no importance weight over",
+        )
+        yield (
+            not a.correction.fact("of_token", False) or a.surrogate.fact("of_token", False),
+            "[algorithm.correction] must be another for [algorithm.surrogate]: it bounds the ratio of a token",
+        )
+        for name in ("reward_terms", "reshaping"):
+            yield (
+                a.surrogate.fact("reads") != "reward" or not getattr(a, name),
+                f"[algorithm.{name}] must be () for [algorithm.surrogate], which reads rewards and no advantages",
+            )
+        yield (
+            "value" not in a.advantage.needs.columns or not any(x.fact("of_row", False) for x in a.reshaping),
+            "[algorithm.reshaping] is of a row's advantage, and that of [algorithm.advantage] is of a token",
+        )
+        decays = {x["decay"] for x in a.of_loss if "average_logp" in x.needs.columns and "decay" in x.settings}
+        yield (
+            len(decays) < 2,
+            "[algorithm.old_policy.decay] and [algorithm.divergence.decay] must be equal: there is one average",
+        )
+        for path, one in a.functions():
+            rule = one.fact("rule", lambda path, settings, config: "")(path, one.settings, c)
+            yield not rule, rule

@@ -99,7 +99,7 @@ def assemble(
         optimizer = optim.offloaded(optimizer)
     critic_optimizer = None
     if config.has_critic:
-        rate = config.optimizer.value_learning_rate
+        rate = config.algorithm.critic.learning_rate
         critic_optimizer = optim.make(dataclasses.replace(config.optimizer, learning_rate=rate), config.num_updates)
     shards = sharding.num_data_shards(mesh)
     setting, packed = config.update.logp_chunk_tokens, config.line_tokens > 0
@@ -128,7 +128,7 @@ def assemble(
         num_devices=shards,
         group_size=config.rows_per_draw,
         line_tokens=config.line_tokens,
-        objective=config.objective,
+        algorithm=config.algorithm,
         critic_optimizer=critic_optimizer,
         pass_threshold=config.rewards.pass_threshold,
     )

@@ -10,10 +10,12 @@ Owns: names, shapes, units, meaning of zero. Does not know: how any of it is com
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Any, TypeVar
+from collections.abc import Mapping
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import flax.struct
 import jax
+import jax.numpy as jnp
 
 # Two kinds of values where several hosts run one job. What is Agreed enters a program, or decides whether one is
 # called: were it another on one host, the others would wait for it without end. What is PerHost is of that host's rows.
@@ -30,6 +32,9 @@ STOP_NAMES = ("none", "eos", "length", "stop_string")
 
 # Experience.age_bucket: upper ages of the buckets, in iterations; one more has all above.
 AGE_BUCKETS = (0, 1, 3, 7, 15)
+
+# Classes of questions by how many answers are right: easy, middling, hard.
+NUM_DIFFICULTIES = 3
 
 # In the workdir of a run that shares its rollouts (metrics.share_rollouts).
 SHARED_FILE = "shared_rollouts.jsonl"
@@ -134,19 +139,14 @@ class ScoredRollouts:
 
 @flax.struct.dataclass
 class Scores:
-    """What is known of B rollouts when they go into the ring; None is what the config does not ask for."""
+    """What the host knows of B rollouts when they go into the ring."""
 
     reward: jax.Array  # [B] f32, 0.0 where not trainable
     trainable: jax.Array  # [B] bool, False where the reward failed or the row is padding
     question_id: jax.Array  # [B] i32, of the row's question: the same on every visit
-    parts: jax.Array | None = None  # [B, K] f32 before weighting, one column per reward function
-    baseline: jax.Array | None = None  # [B] f32, expected of the row's question before it was answered
-    regression: jax.Array | None = None  # [F, F + 1] f32, sums that predict a row's siblings from its features
-    value: jax.Array | None = None  # [B, S] f32 reward that the critic expected at each token, 0.0 off the completion
-    short_answer: jax.Array | None = None  # [D] i32 tokens, how long a short answer of each difficulty may be
-    moments: jax.Array | None = None  # [3] f32 of earlier advantages (ops.advantages.running_moments)
-    hidden: jax.Array | None = None  # [B, D] f32, mean hidden state of the completion by the learner
-    old_logp: jax.Array | None = None  # [B, S] f32 nats of the learner's weights of then, 0.0 off the completion
+    parts: tuple[jax.Array, ...]  # [B] f32 before weighting, one a reward function; () where their sum alone counts
+    columns: Mapping[str, jax.Array]  # [B] f32, what memories of methods know of each row
+    memory: Mapping[str, jax.Array]  # and of no row, f32
 
 
 @flax.struct.dataclass
@@ -207,3 +207,109 @@ class TrainState:
     entropy_coefficient: jax.Array | None = None  # [] f32, where the objective has a target for the entropy
     reference: Any = None  # weights of the reference, where it does not stay that of the start
     previous: Any = None  # weights before the updates of the iteration before, where the objective is held to them
+
+
+# ---- what the functions of a method see (algorithms)
+
+# What a function may ask for with ``algorithms.use.needs``. Log-probabilities in nats, 0.0 off the completion.
+COLUMNS = {
+    "entropy": "[B, S] nats, of the distribution that each token was drawn from; for credit",
+    "hidden": "[B, D] mean hidden state of the completion, by the learner; for credit",
+    "value": "[B, S] reward that the critic expected at each token; for credit",
+    "ref_logp": "[B, S] of the frozen reference",
+    "generation_logp": "[B, S] of the weights that drew each token, as the learner computes them",
+}
+# And of policies whose weights the learner then keeps; for a loss.
+OTHER_POLICIES = {
+    "start_logp": "[B, T] of the weights before the iteration's updates",
+    "average_logp": "[B, T] of the moving average of the weights, whose setting `decay` the function has",
+    "previous_logp": "[B, T] of the weights before the updates of the iteration before",
+}
+
+
+class Sizes(NamedTuple):
+    """Numbers of a run that a memory needs."""
+
+    width: int  # of the model
+    max_length: int  # longest completion, tokens
+
+
+class Rows(NamedTuple):
+    """An iteration's rollouts as advantages, reward terms and reshapings see them; [B] but where it says so."""
+
+    reward: jax.Array  # f32, what was scored and what reward terms have added; 0.0 where not valid
+    added: jax.Array | None  # f32, what reward terms have added; None where there are none
+    parts: tuple[tuple[jax.Array, float], ...]  # values by reward function, and its weight; () where their sum counts
+    correct: jax.Array  # bool
+    groups: Any  # ops.groups.Groups; its valid rows are those that are trained on
+    length: jax.Array  # i32, of the completion
+    mask: jax.Array  # [B, S] bool, the completion
+    behaviour_logp: jax.Array  # [B, S] f32
+    columns: Mapping[str, jax.Array]  # what the function ``needs``
+    memory: Mapping[str, jax.Array]
+    max_length: int  # longest completion there may be, tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokens:
+    """Rows [B, T] as the functions of a loss see them; 0.0 off the mask.
+
+    What a function ``needs`` is an attribute too: ``x.ref_logp``.
+    """
+
+    policy_logp: jax.Array  # [B, T] current policy, differentiated
+    old_logp: jax.Array  # [B, T] old policy
+    behaviour_logp: jax.Array  # [B, T] policy that drew the tokens
+    advantage: jax.Array  # [B, T] f32
+    reward: jax.Array  # [B] f32
+    mask: jax.Array  # [B, T] bool, tokens with a loss; a row without any is no sibling of its group
+    policy_version: jax.Array | None = None  # [B, T] i32 that drew the token
+    version: jax.Array | None = None  # [] i32 of the current weights
+    start_version: jax.Array | None = None  # [] i32 of the weights before the iteration's updates
+    iteration: jax.Array | None = None  # [] i32
+    group_size: int = 1  # neighbouring rows that are siblings
+    columns: Mapping[str, jax.Array] = dataclasses.field(default_factory=dict)  # [B, T]
+
+    def __getattr__(self, name: str) -> jax.Array:
+        columns = self.__dict__.get("columns", {})
+        if name in columns:
+            return columns[name]
+        raise AttributeError(f"{name!r} is not there: a function that reads it says so, @needs({name!r})")
+
+    def only(self, mask: jax.Array) -> Tokens:
+        """Those of a mask alone, with constants elsewhere: 0 * nan is nan."""
+        keep = lambda x: jnp.where(mask, x, 0.0)
+        names = ("policy_logp", "old_logp", "behaviour_logp", "advantage")
+        kept = {name: keep(getattr(self, name)) for name in names}
+        columns = {name: keep(x) for name, x in self.columns.items()}
+        reward = jnp.where(jnp.any(mask, axis=1), self.reward, 0.0)
+        return dataclasses.replace(self, **kept, columns=columns, reward=reward, mask=mask)
+
+
+class Ratios(NamedTuple):
+    """What a correction judges, [B, T]; constants to differentiation, 0.0 off the mask."""
+
+    log_ratio: jax.Array  # f32 nats: old / behaviour, or current / behaviour where the term has no ratio to an old one
+    policy_log_ratio: jax.Array  # f32 nats: current / behaviour
+    mask: jax.Array  # bool, tokens with a loss
+    over_batch: jax.Array | None = None  # [] f32 of the whole batch, for corrections that ask for it
+
+
+class Batch(NamedTuple):
+    """Rows of a whole batch as aggregations see them; [B]."""
+
+    trainable: jax.Array  # bool
+    group_id: jax.Array  # i32
+    correct: jax.Array  # bool
+    prompt_length: jax.Array  # i32
+    length: jax.Array  # i32
+    width: int  # S
+    max_length: int  # longest completion there may be, tokens
+
+
+class Stored(NamedTuple):
+    """Slots of the ring as draws see them, all of one shape."""
+
+    priority: jax.Array  # f32 in [0, 1], over the largest of the shard
+    age: jax.Array  # i32 iterations since insertion
+    uses: jax.Array  # i32 times drawn

@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import importlib.util
 import pathlib
+from typing import Any
 
 from jaxrl_llm.config import Config, freeze
 from jaxrl_llm.runtime.nested import differences
@@ -41,11 +42,16 @@ def read(path: pathlib.Path) -> Recipe:
     tail = " ".join(line.strip() for line in tail.splitlines() if not line.startswith("    "))
     about, _, source = tail.partition("Source: ")
     source, _, differs = source.partition("Differs: ")
-    changed = differences(Config(), freeze(module.get_config()))
-    settings = ", ".join(f"`{name}={value}`" for name, (_, value) in changed.items())
+    changed = differences(Config(), freeze(module.get_config()), whole=True)
+    settings = ", ".join(f"`{name}={shown(value)}`" for name, (_, value) in changed.items())
     return Recipe(
         path.stem, head.rstrip("."), about.strip(), settings, source.strip().rstrip("."), differs.strip().rstrip(".")
     )
+
+
+def shown(value: Any) -> str:
+    """A setting's value; of functions their names and what of their settings is not the default."""
+    return f"({', '.join(map(str, value))})" if isinstance(value, tuple) else str(value)
 
 
 def page() -> str:

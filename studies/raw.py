@@ -66,7 +66,8 @@ def read(path: pathlib.Path) -> tuple[list[Run], dict[str, dict[str, float]]]:
         columns = record["metrics"]
         rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
         rows = [{"iteration": i, **row} for i, row in enumerate(rows, 1)]
-        point: Point = {name: tuple(v) if isinstance(v, list) else v for name, v in record["point"].items()}
+        is_tuple = lambda v: isinstance(v, list) and not any(isinstance(x, dict) for x in v)  # and no list of functions
+        point: Point = {name: tuple(v) if is_tuple(v) else v for name, v in record["point"].items()}
         runs.append(Run(record["name"], point, "finished", rows))
         pass_at_k[record["name"]] = record["pass_at_k"]
     return runs, pass_at_k

@@ -16,13 +16,12 @@ STANDARD_LIBRARY_OF_OPS = {"__future__", "collections", "functools", "math", "ty
 
 # From the bottom up: a module imports what stands above it here, and of its own line its own wing alone.
 FLOORS = [
-    {"types", "runtime.nested"},
+    {"types", "runtime.nested", "runtime.functions"},
     {"ops"},
-    {"method_limits"},
+    {"algorithms"},
     {"limits"},
     {"method_config"},
     {"config"},
-    {"algorithms"},
     {"runtime"},
     {"models"},
     {"questions", "replay", "reports"},
@@ -86,11 +85,11 @@ def modules() -> list[pathlib.Path]:
 # What a table or a setting offers, and no run has all of: the functions that methods combine, what is special to one
 # kind of device, of file or of question.
 MENU = {
-    *(f"algorithms.{name}" for name in ("advantages", "baselines", "corrections", "critic", "losses", "memory")),
-    *("algorithms.shaping", "algorithms.surrogates"),
+    *(f"algorithms.{name}" for name in ("advantages", "aggregation", "anchors", "baselines", "corrections", "critic")),
+    *(f"algorithms.{name}" for name in ("draws", "memory", "old_policies", "shaping", "surrogates")),
     *("models.files.gguf", "models.files.hf", "models.kernels.learner", "models.kernels.tpu_decode"),
     *("learner.annotation", "questions.tasks.files", "actor.guests", "actor.resampling", "actor.evaluation"),
-    *("method_config", "method_limits", "ops.paged_log", "ops.packing"),
+    *("method_config", "ops.groups", "ops.paged_log", "ops.packing", "reports.metric_table", "runtime.functions"),
 }
 
 

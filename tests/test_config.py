@@ -1,8 +1,9 @@
 """Configuration: what freeze accepts and refuses, round trips, and that every setting changes something.
 
-Each setting has a row in ``ALIVE``: another value, where to look, and what else must be set for it to matter. Where to
-look is always a product of the code (the text of a program, the questions loaded, the files of a run), never the
-config itself; a new setting without a row fails, and so does one that nothing reads.
+Each setting has a row in ``ALIVE``, and each of a function of a method one in ``OF_FUNCTIONS``: another value, where
+to look, and what else must be set for it to matter. Where to look is always a product of the code (the text of a
+program, the questions loaded, the files of a run), never the config itself; a new setting without a row fails, and so
+does one that nothing reads.
 """
 
 import dataclasses
@@ -32,6 +33,7 @@ from jaxrl_llm.actor.generator import FinishedGroup, Generator
 from jaxrl_llm.actor.guests import External
 from jaxrl_llm.actor.rewards import RewardPool
 from jaxrl_llm.algorithms.memory import Memory
+from jaxrl_llm.algorithms.use import keywords, use
 from jaxrl_llm.config import Config, ConfigError, flatten, freeze, from_json, to_json
 from jaxrl_llm.learner import learner
 from jaxrl_llm.models.files import pretrained
@@ -44,22 +46,11 @@ from jaxrl_llm.reports.metrics import cost_values, rollout_values
 from jaxrl_llm.run import assemble
 from jaxrl_llm.runtime import sharding
 from jaxrl_llm.runtime.nested import differences
-from jaxrl_llm.types import OUTCOME_ERROR, OUTCOME_SCORE, STOP_EOS, Example, Rewards
+from jaxrl_llm.sweep.points import with_point
+from jaxrl_llm.types import OUTCOME_ERROR, OUTCOME_SCORE, STOP_EOS, Example, Rewards, Sizes
 
 ROOT = pathlib.Path(__file__).parents[1]
 FUNCTIONS = ROOT / "tests" / "fixtures" / "reward_functions.py"
-
-
-def with_settings(**paths):
-    """Nested settings from ``{"update__batch_size": 4}``-like or dotted names."""
-    nested = {}
-    for path, value in paths.items():
-        *groups, name = path.replace("__", ".").split(".")
-        node = nested
-        for group in groups:
-            node = node.setdefault(group, {})
-        node[name] = value
-    return nested
 
 
 # ---- freeze ----------------------------------------------------------------------------------------------------
@@ -87,7 +78,10 @@ def test_the_defaults_are_a_config():
     ("settings", "message"),
     [
         ({"sede": 1}, "unknown config key sede=1; did you mean seed"),
-        ({"objective": {"clip_lo": 0.1}}, "unknown config key objective.clip_lo=0.1; did you mean objective.clip_low"),
+        (
+            {"algorithm": {"surogate": "gspo"}},
+            "unknown config key algorithm.surogate='gspo'; did you mean algorithm.surrogate",
+        ),
         ({"mesh": {"zzzz": 1}}, "unknown config key mesh.zzzz=1; known: data, fsdp, tensor"),
         ({"update": 3}, "update=3 must be a group of settings"),
         ({"seed": 1.0}, "seed=1.0 must be of type int, not float"),
@@ -101,37 +95,39 @@ def test_the_defaults_are_a_config():
         ({"rollout": {"group_size": 0}}, "rollout.group_size=0 must be at least 1"),
         (
             {"rollout": {"group_size": 1}, "update": {"batch_size": 8, "micro_batch_size": 8}},
-            "rollout.group_size=1 must be at least 2 for credit.advantage='grpo', which compares siblings; "
-            "'reinforce_pp', 'mssr', 'gae' do not",
+            "rollout.group_size=1 must be at least 2 for algorithm.advantage='grpo', which compares siblings",
         ),
         (
-            {"credit": {"overlong_buffer_tokens": 17}},
-            "credit.overlong_buffer_tokens=17 must be at most sampling.max_completion_tokens=16",
+            {"algorithm": {"reward_terms": [use("overlong_penalty", buffer=17)]}},
+            "algorithm.reward_terms.overlong_penalty.buffer=17 must be at most sampling.max_completion_tokens=16",
         ),
         (
-            {"credit": {"short_answer_iterations": 5}},
-            "credit.short_answer_iterations=5 needs credit.short_answer_tokens",
+            {"algorithm": {"advantage": use("gdpo", gate=0.5)}},
+            "algorithm.advantage.gate=0.5 must be 0 but with several rewards.functions",
         ),
-        ({"credit": {"gate_threshold": 0.5}}, "credit.gate_threshold=0.5 must be 0 but with credit.advantage='gdpo'"),
-        ({"credit": {"delta_v": float("nan")}}, "credit.delta_v=nan must be"),
+        ({"algorithm": {"advantage": use("asymre", delta_v=float("nan"))}}, "algorithm.advantage.delta_v=nan must be"),
         (
-            {"credit": {"advantage": "gae", "entropy_reweighting": 1.0}},
-            "credit.entropy_reweighting=1.0 must be 0 for credit.advantage='gae'",
+            {"algorithm": {"advantage": "gae", "reshaping": ["entropy_factor"]}},
+            "algorithm.reshaping=('entropy_factor',) is of a row's advantage, and that of algorithm.advantage='gae' is",
         ),
-        ({"objective": {"value_bins": 1}}, "objective.value_bins=1 must be 0 or at least 2"),
-        ({"objective": {"value_low": 1}}, "objective.value_low=1.0 below objective.value_high=1.0"),
-        ({"objective": {"value_bins": 5, "value_clip": 0.2}}, "objective.value_clip=0.2 must be 0 for"),
+        ({"algorithm": {"critic": {"bins": 1}}}, "algorithm.critic.bins=1 must be 0 or at least 2"),
+        ({"algorithm": {"critic": {"low": 1}}}, "algorithm.critic.low=1.0 below algorithm.critic.high=1.0"),
+        (
+            {"algorithm": {"critic": {"bins": 5, "clip": 0.2}}},
+            "algorithm.critic.clip=0.2 must be 0 for algorithm.critic.bins=5",
+        ),
         (
             {"model": {"reference_path": "random:debug"}},
-            "model.reference_path='random:debug' must be '' where nothing reads the reference: neither objective.kl_",
+            "model.reference_path='random:debug' must be '' where nothing reads the reference: neither "
+            "algorithm.divergence='none' nor algorithm.surrogate='clipped'",
         ),
         (
-            {"objective": {"reference_reset_iterations": (50,)}},
+            {"algorithm": {"reference_reset_iterations": (50,)}},
             "reset_iterations=(50,) must be () or numbers from 1 on",
         ),
         (
-            {"objective": {"reference_reset_iterations": (0,), "kl_coefficient": 0.1}},
-            "objective.reference_reset_iterations=(0,) must be () or numbers from 1 on",
+            {"algorithm": {"reference_reset_iterations": (0,), "divergence": use("reference", coefficient=0.1)}},
+            "algorithm.reference_reset_iterations=(0,) must be () or numbers from 1 on",
         ),
         ({"model": {"remat": "some"}}, "model.remat='some' is not one of 'none', 'dots', 'full', 'auto'"),
         ({"update": {"micro_batch_size": 24}}, "update.micro_batch_size=24 must divide update.batch_size=64"),
@@ -161,10 +157,13 @@ def test_the_defaults_are_a_config():
             {"external": {"paths": ("a",), "groups_per_iteration": 8}, "replay": {"capacity": 192}},
             "replay.capacity=192 must be a multiple of the 128 rollouts",
         ),
-        ({"objective": {"imitation_coefficient": 0.1}}, "imitation_coefficient=0.1 must be 0 without external.groups"),
         (
-            {"objective": {"environment_coefficient": 0.1}, "prompts": {"max_tokens": 1}},
-            "prompts.max_tokens=1 must be at least 2 for objective.environment_coefficient=0.1",
+            {"algorithm": {"cross_entropies": [use("imitation", coefficient=0.1)]}},
+            "algorithm.cross_entropies=('imitation',) has nothing to imitate without external.groups_per_iteration",
+        ),
+        (
+            {"algorithm": {"cross_entropies": [use("environment", coefficient=0.1)]}, "prompts": {"max_tokens": 1}},
+            "prompts.max_tokens=1 must be at least 2 for algorithm.cross_entropies=('environment',)",
         ),
         ({"replay": {"delay_iterations": 1}}, "replay.delay_iterations=1 must be less than the 1 iterations"),
         (
@@ -172,32 +171,31 @@ def test_the_defaults_are_a_config():
             "replay.delay_iterations=3 must be at most replay.max_age_steps=2",
         ),
         (
-            {"credit": {"advantage": "mssr", "baseline_decay": 0.8, "baseline_decay_moving": 0.9}},
-            "credit.baseline_decay_moving=0.9 must be at most credit.baseline_decay=0.8",
+            {"algorithm": {"advantage": use("mssr", decay=0.8, decay_moving=0.9)}},
+            "algorithm.advantage.decay_moving=0.9 must be at most algorithm.advantage.decay=0.8",
         ),
         (
-            {"credit": {"advantage": "asymre"}, "rollout": {"max_resample_rounds": 1}},
-            "rollout.max_resample_rounds=1 must be 0 for credit.advantage='asymre': a tied group teaches",
+            {"algorithm": {"advantage": "asymre"}, "rollout": {"max_resample_rounds": 1}},
+            "rollout.max_resample_rounds=1 must be 0 for algorithm.advantage='asymre': a tied group teaches",
         ),
         (
             {
-                "credit": {"positive_amplification": 0.5},
-                "objective": {"surrogate": "spo"},
+                "algorithm": {"surrogate": "spo", "reshaping": [use("amplify_positive", factor=0.5)]},
                 "replay": {"unit": "group"},
             },
-            "credit.positive_amplification=0.5 must be 0 for objective.surrogate='spo', which reads rewards",
+            "algorithm.reshaping=('amplify_positive',) must be () for algorithm.surrogate='spo', which reads rewards",
+        ),
+        (
+            {"algorithm": {"surrogate": "vcpo", "reward_terms": ["length_reward"]}, "replay": {"unit": "group"}},
+            "algorithm.reward_terms=('length_reward',) must be () for algorithm.surrogate='vcpo', which reads rewards",
         ),
         (
             {"rollout": {"max_lag_iterations": 2}},
-            "rollout.max_lag_iterations=2 must be 0 without rollout.lookahead_prompts: no prompt stays open",
+            "rollout.max_lag_iterations=2 must be 0 without rollout.lookahead_prompts",
         ),
         (
             {"sampling": {"top_k": 65, "support_tokens": 64}},
             "sampling.top_k=65 must be at most sampling.support_tokens=64: the ids that a token is drawn among are",
-        ),
-        (
-            {"credit": {"advantage_norm_decay": 0.5}},
-            "credit.advantage_norm_decay=0.5 must be 0 for credit.advantage='grpo', which no standard deviation of the",
         ),
         (
             {"replay": {"fresh_batches": True}},
@@ -210,7 +208,7 @@ def test_the_defaults_are_a_config():
         (
             {
                 "rollout": {"group_size": 1, "max_resample_rounds": 1},
-                "credit": {"advantage": "mssr"},
+                "algorithm": {"advantage": "mssr"},
                 "update": {"batch_size": 8, "micro_batch_size": 8},
             },
             "rollout.max_resample_rounds=1 must be 0 for rollout.group_size=1",
@@ -225,18 +223,24 @@ def test_the_defaults_are_a_config():
         ({"update": {"pack_width": 4096}}, "update.pack_width=4096 must be 0, or with update.micro_batch_tokens"),
         ({"update": {"pack_width": 9, "micro_batch_tokens": 9}}, "update.micro_batch_tokens at least the 48 tokens"),
         ({"update": {"micro_batch_tokens": 100}}, "update.micro_batch_tokens=100 must be a multiple of the"),
-        ({"objective": {"surrogate": "agro"}}, "replay.unit='rollout' must be 'group' for objective.surrogate='agro'"),
-        ({"objective": {"dual_clip": 0.5}}, "objective.dual_clip=0.5 must be 0, or above 1 with"),
-        ({"objective": {"dual_clip": 3.0, "surrogate": "cispo"}}, "objective.dual_clip=3.0 must be 0"),
+        ({"algorithm": {"surrogate": "agro"}}, "replay.unit='rollout' must be 'group' for algorithm.surrogate='agro'"),
         (
-            {"objective": {"proximal": "start", "surrogate": "reinforce"}},
-            "objective.proximal='start' must be 'behaviour' for objective.surrogate='reinforce'",
+            {"algorithm": {"old_policy": "start", "surrogate": "reinforce"}},
+            "algorithm.old_policy='start' must be 'behaviour' for algorithm.surrogate='reinforce'",
         ),
-        ({"objective": {"surrogate": "remix_centred"}}, "objective.proximal='behaviour' must be another"),
+        ({"algorithm": {"surrogate": "remix_centred"}}, "algorithm.old_policy='behaviour' must be another"),
         (
-            {"objective": {"correction": "token_truncated"}},
-            "objective.correction='token_truncated' must be 'none' or one that masks for "
-            "objective.surrogate='clipped' with objective.proximal='behaviour'",
+            {"algorithm": {"correction": "token_truncated"}},
+            "algorithm.correction='token_truncated' must be 'none' or one that masks for "
+            "algorithm.surrogate='clipped' with algorithm.old_policy='behaviour'",
+        ),
+        (
+            {"algorithm": {"correction": "policy_truncated", "surrogate": "gspo", "old_policy": "start"}},
+            "algorithm.correction='policy_truncated' must be another for algorithm.surrogate='gspo': it bounds the",
+        ),
+        (
+            {"algorithm": {"old_policy": use("ewma", decay=0.5), "divergence": "ewma"}},
+            "algorithm.old_policy.decay=0.5 and algorithm.divergence.decay=0.9 must be equal",
         ),
     ],
 )
@@ -245,27 +249,200 @@ def test_freeze_names_the_key_the_value_and_what_is_allowed(settings, message):
         freeze(settings)
 
 
+SURROGATES = "'clipped', 'sequence_clipped', 'gspo', 'cispo', 'reinforce', 'opmd', 'remix_centred', 'agro', 'gvpo', "
+SURROGATES += "'kimi_k15', 'spo', 'spo_cross_entropy', 'inpo', 'vcpo'"
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "message"),
+    [
+        # The function.
+        (
+            {"surrogate": "clip"},
+            f"algorithm.surrogate='clip' is not one of {SURROGATES}; a function of your own is named "
+            "'path/to/file.py:function'",
+        ),
+        ({"divergence": "kl"}, "algorithm.divergence='kl' is not one of 'reference', 'convex', 'ewma', 'none'; a"),
+        ({"surrogate": "none"}, "algorithm.surrogate='none' is not one of 'clipped'"),
+        ({"surrogate": 3}, f"algorithm.surrogate=3 must be use(NAME, ...), NAME one of {SURROGATES}"),
+        (
+            {"surrogate": {"name": ["cispo"]}},
+            "algorithm.surrogate={'name': ['cispo']} must be use(NAME, ...), NAME one of",
+        ),
+        ({"reward_terms": ["grpo"]}, "algorithm.reward_terms[0]='grpo' is not one of 'overlong_penalty', 'length_"),
+        ({"reward_terms": "length_reward"}, "algorithm.reward_terms='length_reward' must be a list of use(NAME, ...)"),
+        ({"reward_terms": {"name": "length_reward"}}, "must be a list of use(NAME, ...)"),
+        (
+            {"reward_terms": ["length_reward", use("length_reward", weight=0.2)]},
+            "algorithm.reward_terms must not name a function twice: length_reward, length_reward",
+        ),
+        # Its settings.
+        ({"surrogate": {"lo": 0.1}}, "unknown setting algorithm.surrogate.lo=0.1 of 'clipped'; did you mean low"),
+        ({"surrogate": use("cispo", dual=3.0)}, "unknown setting algorithm.surrogate.dual=3.0 of 'cispo'; known: low"),
+        ({"advantage": {"gate": 0.5}}, "unknown setting algorithm.advantage.gate=0.5 of 'grpo'"),
+        ({"advantage": {"norm_decay": 0.5}}, "unknown setting algorithm.advantage.norm_decay=0.5 of 'grpo'"),
+        (
+            {"surrogate": {"dual": 0.5}},
+            "algorithm.surrogate.dual=0.5 must be more than 1.0 and at most 1000000000000.0",
+        ),
+        ({"surrogate": {"low": 1.5}}, "algorithm.surrogate.low=1.5 must be at least 0.0 and at most 1.0"),
+        ({"surrogate": {"low": "0.1"}}, "algorithm.surrogate.low='0.1' must be of type float, not str"),
+        ({"surrogate": {"high": True}}, "algorithm.surrogate.high=True must be of type float, not bool"),
+        (
+            {"divergence": use("reference", estimator="k4")},
+            "algorithm.divergence.estimator='k4' is not one of 'k1', 'k2', 'k3'",
+        ),
+        ({"divergence": use("ewma", coefficient=-1)}, "algorithm.divergence.coefficient=-1.0 must be at least 0.0"),
+        (
+            {"reward_terms": [use("short_answer", tokens=0, every_iterations=5)]},
+            "algorithm.reward_terms[0].tokens=0 must be at least 1 and at most 2147483647",
+        ),
+        # One of the user's own.
+        ({"surrogate": "none.py:f"}, "algorithm.surrogate='none.py:f' cannot be used: FileNotFoundError: no file"),
+        ({"surrogate": "no_such_module:f"}, "cannot be used: ModuleNotFoundError: No module named 'no_such_module'"),
+        ({"surrogate": "os:path"}, "algorithm.surrogate='os:path' cannot be used: TypeError: path is not a function"),
+        ({"surrogate": "sys:exit"}, "algorithm.surrogate='sys:exit' cannot be used: TypeError: "),
+        (
+            {"surrogate": "shutil:copy"},
+            "algorithm.surrogate='shutil:copy' must be a function of (tokens) whose settings are keywords after a *, "
+            "not of (src, dst, *, follow_symlinks=True)",
+        ),
+    ],
+)
+def test_a_function_or_setting_of_one_that_is_not_there_is_refused_with_what_is(algorithm, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        freeze({"algorithm": algorithm})
+
+
+@pytest.mark.parametrize("key", [1, None, "x\ny", ("a",)])
+def test_a_key_that_is_no_name_is_refused_in_one_line(key):
+    for settings in ({key: 2}, {"update": {key: 2}}, {"algorithm": {"surrogate": {key: 2}}}):
+        with pytest.raises(ConfigError) as refused:
+            freeze(settings)
+        assert len(str(refused.value).splitlines()) == 1 and repr(key) in str(refused.value)
+
+
 def test_freeze_converts_what_means_the_same():
     config = freeze({"optimizer": {"learning_rate": 1}, "sampling": {"stop_strings": ["a"]}})
     assert isinstance(config.optimizer.learning_rate, float) and config.sampling.stop_strings == ("a",)
+    assert freeze({"algorithm": {"surrogate": "cispo"}}) == freeze({"algorithm": {"surrogate": use("cispo", high=5)}})
+    # Without a name: of the default function.
+    assert (
+        freeze({"algorithm": {"surrogate": {"high": 0.3}}}).algorithm.surrogate
+        == freeze({"algorithm": {"surrogate": use("clipped", high=0.3)}}).algorithm.surrogate
+    )
+    terms = ["length_reward", use("overlong_penalty", buffer=2)]
+    (first, second) = freeze({"algorithm": {"reward_terms": terms}}).algorithm.reward_terms
+    assert (first.name, first.settings, second.name, second.settings) == (
+        *("length_reward", {"weight": 0.1}),
+        *("overlong_penalty", {"buffer": 2}),
+    )
+
+
+OWN = """
+from typing import Literal
+
+def tempered(x, *, power: float = 0.5, steps: tuple[int, ...] = (1, 2), kind: Literal["a", "b"] = "a", count: int):
+    return -x.advantage * x.policy_logp * power
+
+def halved(x, *, weight: float = 0.5):
+    return weight * x.reward
+"""
+
+
+@pytest.fixture
+def own(tmp_path):
+    """Path of a file with functions of the user's own."""
+    path = tmp_path / "own.py"
+    path.write_text(OWN)
+    return path
+
+
+def test_a_function_of_ones_own_has_its_keywords_as_settings(own):
+    config = freeze({"algorithm": {"surrogate": use(f"{own}:tempered", count=3), "reward_terms": [f"{own}:halved"]}})
+    surrogate, (term,) = config.algorithm.surrogate, config.algorithm.reward_terms
+    assert surrogate.settings == {"power": 0.5, "steps": (1, 2), "kind": "a", "count": 3}
+    tokens = types.SimpleNamespace(advantage=3.0, policy_logp=-2.0)
+    assert surrogate(tokens) == 3.0 and term(types.SimpleNamespace(reward=4.0)) == 2.0
+    for settings, message in (
+        ({}, "algorithm.surrogate.count must be given: "),
+        ({"count": 1, "pwoer": 2}, "did you mean power"),
+        ({"count": 1.5}, "algorithm.surrogate.count=1.5 must be of type int"),
+        ({"count": 1, "kind": "c"}, "algorithm.surrogate.kind='c' is not one of 'a', 'b'"),
+        ({"count": 1, "steps": (1, "x")}, "algorithm.surrogate.steps[1]='x' must be of type int"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            freeze({"algorithm": {"surrogate": use(f"{own}:tempered", **settings)}})
 
 
 def test_a_config_survives_json_and_what_differs_is_named():
     config = freeze({"seed": 3, "prompts": {"arguments": {"a": [1, 2]}}, "sampling": {"stop_strings": ("x", "y")}})
     assert from_json(to_json(config)) == config
-    other = dataclasses.replace(config, objective=dataclasses.replace(config.objective, clip_low=0.1))
-    assert differences(config, other) == {"objective.clip_low": (0.2, 0.1)}
+    other = freeze(with_point(json.loads(to_json(config)), {"algorithm.surrogate.low": 0.1}))
+    assert differences(config, other) == {"algorithm.surrogate.low": (0.2, 0.1)}
     assert differences(config, config) == {}
+
+
+def test_functions_survive_json_and_what_differs_is_named(own):
+    method = {
+        "advantage": use("mssr", decay=0.8, decay_moving=0.5),
+        "reward_terms": [use("short_answer", tokens=2, every_iterations=3), f"{own}:halved"],
+        "reshaping": ["duration_factor", use("entropy_bonus", limit=0.5)],
+        "surrogate": use(f"{own}:tempered", steps=[3], count=7),
+        "correction": use("token_masked", low=0.1),
+        "divergence": use("ewma", coefficient=0.1, decay=0.99, estimator="k1"),
+        "entropy_bonus": use("adaptive", target=0.5),
+        "cross_entropies": [use("environment", coefficient=0.01)],
+        "critic": {"gradient_share": 0.5},
+    }
+    config = freeze({"algorithm": method, "replay": {"draw": use("age", scale_iterations=2.0)}})
+    again = from_json(to_json(config))
+    assert again == config and from_json(to_json(again)) == config and differences(config, again) == {}
+    assert from_json(config_module.record(config)) == config
+    assert hash(again.algorithm.surrogate) == hash(config.algorithm.surrogate)
+    saved = json.loads(to_json(config))["algorithm"]
+    assert saved["correction"] == {"name": "token_masked", "low": 0.1, "high": 2.0}
+    assert saved["surrogate"]["name"] == f"{own}:tempered" and saved["step_size"] == {"name": "none"}
+
+    # The same function in a file that is another is another; and json tells which one a run had.
+    own.write_text(OWN + "# another\n")
+    changed = freeze({"algorithm": method, "replay": {"draw": use("age", scale_iterations=2.0)}})
+    assert set(differences(config, changed)) == {
+        "algorithm.surrogate.source",
+        f"algorithm.reward_terms.{own}:halved.source",
+    }
+    assert differences(config, from_json(to_json(config))) == {}
+
+    plain, cispo = Config(), freeze({"algorithm": {"surrogate": "cispo", "reward_terms": ["length_reward"]}})
+    assert differences(plain, cispo) == {
+        "algorithm.surrogate": ("clipped", "cispo"),
+        "algorithm.surrogate.low": (0.2, 0.0),
+        "algorithm.surrogate.high": (0.2, 5.0),
+        "algorithm.surrogate.dual": (0.0, None),
+        "algorithm.reward_terms": ((), ("length_reward",)),
+        "algorithm.reward_terms.length_reward.weight": (None, 0.1),
+    }
+    whole = differences(plain, cispo, whole=True)
+    assert {path: (old, new) for path, (old, new) in whole.items() if path == "algorithm.surrogate"} == {
+        "algorithm.surrogate": (plain.algorithm.surrogate, cispo.algorithm.surrogate)
+    }
+    assert set(whole) == {"algorithm.surrogate", "algorithm.reward_terms"}
 
 
 def test_rates_and_averages_are_scaled_from_the_batch_size_that_they_are_meant_for():
     """Four times the rollouts in a step: rates doubled, averages over a quarter of the steps: of as many rollouts."""
-    given = {"objective": {"ewma_decay": 0.9}, "credit": {"advantage": "reinforce_pp", "advantage_norm_decay": 0.8}}
+    method = {
+        "old_policy": use("ewma", decay=0.9),
+        "divergence": use("ewma", decay=0.9),
+        "advantage": use("reinforce_pp", norm_decay=0.8),
+    }
+    given = {"algorithm": method}
     config = freeze(given | {"update": {"scaled_from_batch_size": 16}}).scaled()  # the default is 64
-    assert (config.optimizer.learning_rate, config.optimizer.value_learning_rate) == (2e-5, 2e-3)
+    assert (config.optimizer.learning_rate, config.algorithm.critic.learning_rate) == (2e-5, 2e-3)
     # Centres of mass 9 and 4 steps become 9/4 and 1.
-    assert config.objective.ewma_decay == pytest.approx(2.25 / 3.25)
-    assert config.credit.advantage_norm_decay == pytest.approx(0.5)
+    assert config.algorithm.old_policy["decay"] == pytest.approx(2.25 / 3.25)
+    assert config.algorithm.divergence["decay"] == config.algorithm.average_decay == pytest.approx(2.25 / 3.25)
+    assert config.algorithm.advantage["norm_decay"] == pytest.approx(0.5)
     plain = freeze(given)
     assert plain.scaled() == plain and config.scaled() == config
 
@@ -424,10 +601,14 @@ def guests(config, folder, monkeypatch):
 
 
 def remembered(config, folder, monkeypatch):
-    """What a question that was answered right once, while the policy moved, is expected to give."""
-    rewards, memory = Rewards(np.ones(1, np.float32), {}, np.zeros(1, np.int8)), Memory(config, 0, Ledger())
-    memory.observe(rewards, [0], {"kl_behaviour_sum": 1.0, "token_count": 10})
-    return memory.scores(rewards, [0]).baseline.tolist()
+    """What is known of a question that was answered right twice, while the policy moved."""
+    rewards = Rewards(np.ones(1, np.float32), {}, np.zeros(1, np.int8))
+    memory = Memory(config.algorithm.of_credit, (), Sizes(4, 8), Ledger())
+    sums = {name: np.ones(shape) for name, shape in memory.whole.items()}
+    for _ in range(2):
+        memory.observe(rewards, [0], {"kl_behaviour_sum": 1.0, "token_count": 10} | sums)
+    known = memory.scores(rewards, [0])
+    return [{name: x.tolist() for name, x in given.items()} for given in (known.columns, known.memory)]
 
 
 def retires(config, folder, monkeypatch):
@@ -509,12 +690,10 @@ FOUR = {"prompts.source": "jsonl", "prompts.name": "four.jsonl"}
 GYM = {"prompts.source": "reasoning_gym", "prompts.name": "chain_sum", "prompts.max_tokens": 128}
 EVALUATED = {"eval.num_prompts": 8}
 CHECKPOINTED = {"checkpoint.every_iterations": 1, "checkpoint.keep_last": 1}
-WITH_KL = {"objective.kl_coefficient": 0.1}
-PLAIN = {"objective.surrogate": "reinforce"}
+WITH_KL = {"algorithm.divergence": "reference"}
 SHOWN = {"external.paths": ("shown.jsonl",), "external.groups_per_iteration": 8, "replay.capacity": 64}
-GDPO = {"credit.advantage": "gdpo", "rewards.functions": ("a:b", "c:d"), "rewards.weights": (1.0, 1.0)}
-CRITIC = {"credit.advantage": "gae"}
-BINS = CRITIC | {"objective.value_bins": 8}
+CRITIC = {"algorithm.advantage": "gae"}
+BINS = CRITIC | {"algorithm.critic.bins": 8}
 
 # setting -> (another value, where to look, what else must be set)
 ALIVE = {
@@ -558,33 +737,31 @@ ALIVE = {
     "rewards.timeout_s": (0.05, scores, {"rewards.functions": (f"{FUNCTIONS}:score",)}),
     "rewards.max_failure_frac": (0.4, failures, {}),
     "rewards.pass_threshold": (0.5, passes, {}),
-    "credit.advantage": ("leave_one_out", program("insert"), {}),
-    "credit.delta_v": (-0.2, program("insert"), {"credit.advantage": "asymre"}),
-    "credit.baseline_decay": (0.5, remembered, {"credit.advantage": "mssr"}),
-    "credit.baseline_decay_moving": (0.5, remembered, {"credit.advantage": "mssr"}),
-    "credit.advantage_norm_decay": (0.9, program("insert"), {"credit.advantage": "reinforce_pp"}),
-    "credit.gate_threshold": (0.5, program("insert"), GDPO),
-    "credit.gae_lambda": (0.9, program("insert"), CRITIC),
-    "credit.discount": (0.9, program("insert"), CRITIC),
-    "credit.overlong_filter": (True, program("insert"), {}),
-    "credit.overlong_buffer_tokens": (4, program("insert"), {}),
-    "credit.length_reward": (0.5, program("insert"), {}),
-    "credit.short_answer_tokens": (4, program("insert"), {}),
-    "credit.short_answer_bonus": (1.0, program("insert"), {"credit.short_answer_tokens": 4}),
-    "credit.short_answer_iterations": (1, program("insert"), {"credit.short_answer_tokens": 4}),
-    "credit.positive_amplification": (3.0, program("insert"), {}),
-    "credit.entropy_reweighting": (1.0, program("insert"), {}),
-    "credit.duration_weight": (1.0, program("insert"), {}),
-    "credit.entropy_bonus": (2.0, program("insert"), {}),
-    "credit.entropy_bonus_limit": (2.0, program("insert"), {"credit.entropy_bonus": 2.0}),
+    "algorithm.advantage": ("leave_one_out", program("insert"), {}),
+    "algorithm.reward_terms": (("overlong_penalty",), program("insert"), {}),
+    "algorithm.reshaping": (("amplify_positive",), program("insert"), {}),
+    "algorithm.overlong_filter": (True, program("insert"), {}),
+    "algorithm.surrogate": ("cispo", program("update"), {}),
+    "algorithm.old_policy": ("interpolated", program("update"), {}),
+    "algorithm.correction": ("token_masked", program("update"), {}),
+    "algorithm.step_size": ("effective_sample_size", program("update"), {}),
+    "algorithm.aggregation": ("constant_length", program("update"), {}),
+    "algorithm.divergence": ("convex", program("update"), WITH_KL),
+    "algorithm.reference_reset_iterations": ((1,), program("update"), WITH_KL),
+    "algorithm.entropy_bonus": ("constant", program("update"), {}),
+    "algorithm.cross_entropies": (("environment",), program("update"), {}),
+    "algorithm.critic.gradient_share": (0.2, program("update"), CRITIC),
+    "algorithm.critic.learning_rate": (1e-2, program("update"), CRITIC),
+    "algorithm.critic.clip": (0.2, program("update"), CRITIC),
+    "algorithm.critic.bins": (8, program("annotate"), CRITIC),
+    "algorithm.critic.low": (-1.0, program("annotate"), BINS),
+    "algorithm.critic.high": (2.0, program("annotate"), BINS),
     "replay.capacity": (64, shapes, {}),
     "replay.capacity_tokens": (1280, shapes, {}),
     "replay.positive_fraction": (0.5, program("insert"), {}),
     "replay.admission": ("likely", program("insert"), {"replay.positive_fraction": 0.5}),
     "replay.draw": ("age", program("update"), {}),
     "replay.priority": ("surprise", program("insert"), {}),
-    "replay.priority_exponent": (2.0, program("update"), {"replay.draw": "priority"}),
-    "replay.age_scale_iterations": (2.0, program("update"), {"replay.draw": "age"}),
     "replay.delay_iterations": (1, program("update"), {}),
     "replay.latest_visit": (True, program("insert"), {}),
     "replay.min_ess": (0.5, program("update"), {}),
@@ -609,34 +786,6 @@ ALIVE = {
     "update.logp_chunk_tokens": (64, program("update"), {}),
     "update.scaled_from_batch_size": (4, program("update"), {}),
     "update.max_sampler_learner_gap_nats": (0.001, gap, {}),
-    "objective.surrogate": ("cispo", program("update"), {}),
-    "objective.clip_low": (0.1, program("update"), {}),
-    "objective.clip_high": (0.3, program("update"), {}),
-    "objective.dual_clip": (3.0, program("update"), {}),
-    "objective.regression_beta": (0.2, program("update"), {"objective.surrogate": "opmd"}),
-    "objective.proximal": ("interpolated", program("update"), {}),
-    "objective.ewma_decay": (0.5, program("update"), {"objective.proximal": "ewma"}),
-    "objective.correction": ("token_masked", program("update"), PLAIN),
-    "objective.correction_low": (0.1, program("update"), PLAIN | {"objective.correction": "token_masked"}),
-    "objective.correction_high": (3.0, program("update"), PLAIN | {"objective.correction": "token_masked"}),
-    "objective.correction_second_moment": (0.1, program("update"), PLAIN | {"objective.correction": "second_moment"}),
-    "objective.ess_learning_rate": (True, program("update"), {}),
-    "objective.entropy_target": (0.5, program("update"), {}),
-    "objective.entropy_rate": (1e-3, program("update"), {"objective.entropy_target": 0.5}),
-    "objective.aggregation": ("constant_length", program("update"), {}),
-    "objective.kl_coefficient": (0.2, program("update"), WITH_KL),
-    "objective.kl_estimator": ("k1", program("update"), WITH_KL),
-    "objective.kl_anchor": ("convex", program("update"), WITH_KL),
-    "objective.reference_reset_iterations": ((1,), program("update"), WITH_KL),
-    "objective.entropy_coefficient": (0.01, program("update"), {}),
-    "objective.environment_coefficient": (0.05, program("update"), {}),
-    "objective.imitation_coefficient": (0.5, program("update"), SHOWN),
-    "objective.value_coefficient": (0.2, program("update"), CRITIC),
-    "objective.value_clip": (0.2, program("update"), CRITIC),
-    "objective.value_bins": (8, program("values"), CRITIC),
-    "objective.value_low": (-1.0, program("values"), BINS),
-    "objective.value_high": (2.0, program("values"), BINS),
-    "optimizer.value_learning_rate": (1e-2, program("update"), CRITIC),
     "optimizer.learning_rate": (1e-3, program("update"), {}),
     "optimizer.schedule": ("cosine", program("update"), {}),
     "optimizer.warmup_steps": (2, program("update"), {}),
@@ -665,8 +814,98 @@ ALIVE = {
 }
 
 
-def seen(look, settings, folder, monkeypatch):
-    """What there is to see under these settings; a refusal is something to see too."""
+CREDIT, LOSS, MEMORY = program("insert"), program("update"), remembered
+GROUPED = {"replay.unit": "group"}
+GDPO = {"rewards.functions": ("a:b", "c:d"), "rewards.weights": (1.0, 1.0)}
+PLAIN = {"algorithm.surrogate": "reinforce"}
+MOVED = {"algorithm.old_policy": "interpolated"}
+
+# place -> function -> (setting -> another value, where to look, what else must be set)
+OF_FUNCTIONS = {
+    "algorithm.advantage": {
+        "reinforce_pp": ({"norm_decay": 0.9}, CREDIT, {}),
+        "brorl": ({"norm_decay": 0.9}, CREDIT, {}),
+        "asymre": ({"delta_v": -0.2}, CREDIT, {}),
+        "gdpo": ({"gate": 0.5, "norm_decay": 0.9}, CREDIT, GDPO),
+        "mssr": ({"decay": 0.5, "decay_moving": 0.5, "norm_decay": 0.9}, MEMORY, {}),
+        "poise": ({"decay": 0.5}, MEMORY, {}),
+        "gae": ({"gae_lambda": 0.9, "discount": 0.9, "norm_decay": 0.9}, CREDIT, {}),
+    },
+    "algorithm.reward_terms": {
+        "overlong_penalty": ({"buffer": 2}, CREDIT, {}),
+        "length_reward": ({"weight": 0.5}, CREDIT, {}),
+        "short_answer": ({"tokens": 2, "bonus": 1.0, "every_iterations": 1}, CREDIT, {}),
+    },
+    "algorithm.reshaping": {
+        "amplify_positive": ({"factor": 2.0}, CREDIT, {}),
+        "entropy_factor": ({"strength": 2.0}, CREDIT, {}),
+        "entropy_bonus": ({"coefficient": 3.0, "limit": 2.0}, CREDIT, {}),
+        "duration_factor": ({"exponent": 2.0}, CREDIT, {}),
+    },
+    "algorithm.surrogate": {
+        "clipped": ({"low": 0.1, "high": 0.3, "dual": 3.0}, LOSS, {}),
+        "sequence_clipped": ({"low": 0.1, "high": 0.3, "dual": 3.0}, LOSS, {}),
+        "gspo": ({"low": 0.1, "high": 0.3, "dual": 3.0}, LOSS, {}),
+        "cispo": ({"low": 0.1, "high": 3.0}, LOSS, {}),
+        "opmd": ({"tau": 0.2}, LOSS, {}),
+        "remix_centred": ({"low": 0.1, "high": 0.3}, LOSS, MOVED),
+        "agro": ({"beta": 0.2}, LOSS, GROUPED),
+        "gvpo": ({"beta": 0.2}, LOSS, GROUPED),
+        "kimi_k15": ({"tau": 0.2}, LOSS, {}),
+        "spo": ({"beta": 0.2}, LOSS, GROUPED),
+        "spo_cross_entropy": ({"beta": 0.2}, LOSS, GROUPED),
+        "inpo": ({"eta": 0.2}, LOSS, GROUPED),
+        "vcpo": ({"cap": 3.0}, LOSS, GROUPED),
+    },
+    "algorithm.old_policy": {"ewma": ({"decay": 0.5}, LOSS, {})},
+    "algorithm.correction": {
+        "token_truncated": ({"high": 3.0}, LOSS, PLAIN),
+        "policy_truncated": ({"high": 3.0}, LOSS, MOVED),
+        "token_masked": ({"low": 0.1, "high": 3.0}, LOSS, PLAIN),
+        "sequence_truncated": ({"high": 3.0}, LOSS, PLAIN),
+        "sequence_masked": ({"low": 0.1, "high": 3.0}, LOSS, PLAIN),
+        "second_moment": ({"limit": 0.1}, LOSS, PLAIN),
+    },
+    "algorithm.divergence": {
+        "reference": ({"coefficient": 0.2, "estimator": "k1"}, LOSS, {}),
+        "convex": ({"coefficient": 0.2, "estimator": "k1"}, LOSS, {}),
+        "ewma": ({"coefficient": 0.2, "estimator": "k1", "decay": 0.5}, LOSS, {}),
+    },
+    "algorithm.entropy_bonus": {
+        "constant": ({"coefficient": 0.01}, LOSS, {}),
+        "adaptive": ({"coefficient": 0.01, "target": 0.5, "rate": 1e-3}, LOSS, {}),
+    },
+    "algorithm.cross_entropies": {
+        "environment": ({"coefficient": 0.1}, LOSS, {}),
+        "imitation": ({"coefficient": 0.5}, LOSS, SHOWN),
+    },
+    "replay.draw": {
+        "priority": ({"exponent": 2.0}, LOSS, {}),
+        "age": ({"scale_iterations": 2.0}, LOSS, {}),
+    },
+}
+# Where to look for a setting that is seen elsewhere than the others of its function.
+ELSEWHERE = {
+    "algorithm.advantage=mssr.norm_decay": CREDIT,
+    "algorithm.entropy_bonus=adaptive.coefficient": program("init_state"),
+}
+
+
+def places():
+    """Every place for a function: dotted path -> its slot."""
+    groups = {"algorithm": Config().algorithm, "replay": Config().replay}
+    fields = ((f"{name}.{field.name}", field) for name, group in groups.items() for field in dataclasses.fields(group))
+    return {path: field.metadata["slot"] for path, field in fields if "slot" in field.metadata}
+
+
+def settings_of_functions():
+    """``(place, function, setting)`` of every function that comes with the package."""
+    tables = ((path, slot, name, function) for path, slot in places().items() for name, function in slot.table.items())
+    return [(path, name, key) for path, slot, name, f in tables for key in {**slot.settings, **keywords(f)}]
+
+
+def carried_out(look, settings, folder, monkeypatch):
+    """What there is to see under these settings."""
     settings = dict(settings)
     for name in ("prompts.name", "eval.name"):
         if settings.get(name) in FILES:
@@ -675,22 +914,42 @@ def seen(look, settings, folder, monkeypatch):
     for name in settings.get("external.paths", ()):
         (folder / name).write_text(FILES[name])
     settings["external.paths"] = tuple(str(folder / name) for name in settings.get("external.paths", ()))
+    return look(freeze(with_point({}, settings)), folder, monkeypatch)
+
+
+def seen(look, settings, folder, monkeypatch):
+    """Likewise; a refusal is something to see too."""
     try:
-        return look(freeze(with_settings(**settings)), folder, monkeypatch)
+        return carried_out(look, settings, folder, monkeypatch)
     except ConfigError as error:
         return str(error)
 
 
-@pytest.mark.parametrize("path", sorted(flatten(Config())))
+@pytest.mark.parametrize("path", sorted(flatten(Config(), whole=True)))
 def test_every_setting_changes_something(path, tmp_path, monkeypatch):
     assert path in ALIVE, f"{path} is a new setting: say in ALIVE where it can be seen"
     other, look, given = ALIVE[path]
     if given.get("prompts.source") == "reasoning_gym":
         needs_reasoning_gym()
     settings = SETTINGS | given
-    assert flatten(freeze(with_settings(**settings)))[path] != other
+    assert flatten(freeze(with_point({}, settings)))[path] != other
     before = seen(look, settings, tmp_path, monkeypatch)
     assert seen(look, settings | {path: other}, tmp_path, monkeypatch) != before
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "key"), settings_of_functions(), ids=[f"{p}={n}.{k}" for p, n, k in settings_of_functions()]
+)
+def test_every_setting_of_a_function_changes_something(path, name, key, tmp_path, monkeypatch):
+    others, look, given = OF_FUNCTIONS.get(path, {}).get(name, ({}, None, {}))
+    assert key in others, f"{path}={name!r} has a new setting {key}: say in OF_FUNCTIONS where it can be seen"
+    look = ELSEWHERE.get(f"{path}={name}.{key}", look)
+    is_listed = places()[path].several
+    settings = SETTINGS | given | {path: (name,) if is_listed else name}
+    setting = f"{path}.{name}.{key}" if is_listed else f"{path}.{key}"
+    assert flatten(freeze(with_point({}, settings)))[setting] != others[key]
+    before = carried_out(look, settings, tmp_path, monkeypatch)
+    assert carried_out(look, settings | {setting: others[key]}, tmp_path, monkeypatch) != before
 
 
 @pytest.mark.parametrize("look", [ghost_run, scores, loaded], ids=lambda look: look.__name__)
@@ -699,10 +958,12 @@ def test_what_is_seen_changes_with_settings_alone(look, tmp_path, monkeypatch):
 
 
 def test_the_text_of_a_program_changes_with_settings_alone():
-    config = to_json(freeze(with_settings(**SETTINGS)))
+    config = to_json(freeze(with_point({}, SETTINGS)))
     for name in ("update", "decode", "insert"):
         assert program_text.__wrapped__(config, name) == program_text(config, name)
 
 
 def test_no_row_is_of_a_setting_that_is_gone():
-    assert set(ALIVE) <= set(flatten(Config()))
+    assert set(ALIVE) == set(flatten(Config(), whole=True))
+    rows = {(path, name, key) for path, of in OF_FUNCTIONS.items() for name, (keys, *_) in of.items() for key in keys}
+    assert rows == set(settings_of_functions())

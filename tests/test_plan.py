@@ -33,7 +33,7 @@ def small_config(num_chips):
             "rollout": {"prompts_per_iteration": num_chips, "group_size": 2, "chunk_steps": 4},
             "replay": {"capacity": 4 * num_chips},
             "update": {"batch_size": 2 * num_chips, "micro_batch_size": 2 * num_chips},
-            "objective": {"kl_coefficient": 0.1},
+            "algorithm": {"divergence": {"name": "reference", "coefficient": 0.1}},
             "mesh": {"fsdp": 2},
         }
     )
@@ -53,7 +53,7 @@ def eight_chips():
 
 @needs_libtpu
 def test_the_tpu_compiler_takes_every_program(eight_chips):
-    assert {"prefill", "decode", "insert", "update", "publish", "reference"} <= set(eight_chips)
+    assert {"prefill", "decode", "insert", "update", "publish", "annotate"} <= set(eight_chips)
     assert all(row.memory is not None and row.refused == "" for row in eight_chips.values())
 
 
@@ -134,7 +134,7 @@ def four_gpus():
 @needs_cuda_compiler
 def test_a_gpus_compiler_takes_every_program_with_its_kernels(four_gpus):
     compiled, _ = four_gpus
-    assert {"prefill", "decode", "insert", "update", "publish", "reference"} <= set(compiled)
+    assert {"prefill", "decode", "insert", "update", "publish", "annotate"} <= set(compiled)
     assert "__cudnn$fmhaScaleBiasSoftmaxBackward" in compiled["update"].as_text()
     assert "__cudnn$fmhaSoftmax" in compiled["prefill"].as_text()
 

@@ -70,7 +70,7 @@ def test_the_table_of_arms_has_medians_over_seeds():
 
 
 def test_raw_metrics_come_back_as_they_were_written(tmp_path):
-    point = {"seed": 1, "objective.reference_reset_iterations": (3,)}
+    point = {"seed": 1, "algorithm.reference_reset_iterations": (3,)}
     columns = {name: [0.25, None] for name in raw.METRICS}
     record = {"name": "a", "point": point, "metrics": columns, "pass_at_k": {"32": 0.5}}
     raw.write({"config": "x.py", "made_with": {}, "runs": [record]}, tmp_path / "raw.json.xz")

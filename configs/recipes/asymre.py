@@ -8,15 +8,15 @@ Source: Arnal et al. 2025, arXiv:2506.20520. Differs: a row's log-probability is
 sampling.max_completion_tokens, which scales the gradient that is clipped.
 """
 
+from jaxrl_llm.algorithms.use import use
 from jaxrl_llm.config import defaults
 
 
 def get_config():
     config = defaults()
-    config.credit.advantage = "asymre"
-    config.credit.delta_v = -0.1
-    config.objective.surrogate = "reinforce"
-    config.objective.aggregation = "constant_length"
+    config.algorithm.advantage = use("asymre", delta_v=-0.1)
+    config.algorithm.surrogate = use("reinforce")
+    config.algorithm.aggregation = use("constant_length")
     config.replay.capacity = 512
     config.update.updates_per_iteration = 2
     return config

@@ -10,16 +10,15 @@ hidden states and weights where model.compute_dtype is bfloat16; long answers ar
 the standard deviation is over tied groups too; generation waits for the update, where theirs goes on beside it.
 """
 
+from jaxrl_llm.algorithms.use import use
 from jaxrl_llm.config import defaults
 
 
 def get_config():
     config = defaults()
-    config.credit.advantage = "brorl"
-    config.objective.surrogate = "cispo"
-    config.objective.clip_low = 1.0
-    config.objective.clip_high = 4.0
-    config.objective.aggregation = "prompt_mean"
+    config.algorithm.advantage = use("brorl")
+    config.algorithm.surrogate = use("cispo", low=0.0, high=5.0)
+    config.algorithm.aggregation = use("prompt_mean")
     config.prompts.retire_pass_rate = 0.9
     config.replay.skip_tied = True
     config.rollout.lookahead_prompts = 16

@@ -9,13 +9,14 @@ Source: Yu et al. 2025, arXiv:2503.14476. Differs: rewards of 0 and 1 weigh the 
 -1 and 1 do.
 """
 
+from jaxrl_llm.algorithms.use import use
 from jaxrl_llm.config import defaults
 
 
 def get_config():
     config = defaults()
     config.rollout.max_resample_rounds = 9
-    config.objective.clip_high = 0.28
-    config.credit.overlong_buffer_tokens = 4
+    config.algorithm.reward_terms = [use("overlong_penalty", buffer=4)]
+    config.algorithm.surrogate.high = 0.28
     config.replay.skip_tied = True
     return config

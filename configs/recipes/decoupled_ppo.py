@@ -8,15 +8,14 @@ ahead, none stays open for more than four iterations, and each rollout is traine
 Source: Fu et al. 2025, arXiv:2505.24298. Differs: two minibatches, where the released configs have four.
 """
 
+from jaxrl_llm.algorithms.use import use
 from jaxrl_llm.config import defaults
 
 
 def get_config():
     config = defaults()
-    config.objective.proximal = "start"
-    config.objective.correction = "token_masked"
-    config.objective.correction_low = 0.0
-    config.objective.correction_high = 5.0
+    config.algorithm.old_policy = use("start")
+    config.algorithm.correction = use("token_masked", low=0.0, high=5.0)
     config.rollout.lookahead_prompts = 16
     config.rollout.max_lag_iterations = 4
     config.replay.max_uses = 1

@@ -10,12 +10,12 @@ Source: Agarwal et al. 2024, arXiv:2306.13649. Differs: there the divergence is 
 estimate from the sampled token.
 """
 
+from jaxrl_llm.algorithms.use import use
 from jaxrl_llm.config import defaults
 
 
 def get_config():
     config = defaults()
     config.model.reference_path = "random:debug_wide"
-    config.objective.kl_coefficient = 1.0
-    config.objective.kl_estimator = "k2"
+    config.algorithm.divergence = use("reference", coefficient=1.0, estimator="k2")
     return config

@@ -8,10 +8,11 @@ Source: arXiv:2605.24517. Differs: one turn, so the environment's tokens are the
 not left out.
 """
 
+from jaxrl_llm.algorithms.use import use
 from jaxrl_llm.config import defaults
 
 
 def get_config():
     config = defaults()
-    config.objective.environment_coefficient = 0.05
+    config.algorithm.cross_entropies = [use("environment", coefficient=0.05)]
     return config

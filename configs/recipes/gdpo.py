@@ -6,10 +6,11 @@ Each reward function normalised in the group by itself, then the batch: set rewa
 Source: arXiv:2601.05242. Differs: 1e-6 beside each standard deviation, where it is 1e-4.
 """
 
+from jaxrl_llm.algorithms.use import use
 from jaxrl_llm.config import defaults
 
 
 def get_config():
     config = defaults()
-    config.credit.advantage = "gdpo"
+    config.algorithm.advantage = use("gdpo")
     return config

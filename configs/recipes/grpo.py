@@ -6,11 +6,12 @@ The mean and the standard deviation of the group, a mean over each sequence, a p
 Source: Shao et al. 2024, arXiv:2402.03300.
 """
 
+from jaxrl_llm.algorithms.use import use
 from jaxrl_llm.config import defaults
 
 
 def get_config():
     config = defaults()
-    config.objective.aggregation = "sequence_mean"
-    config.objective.kl_coefficient = 0.04
+    config.algorithm.aggregation = use("sequence_mean")
+    config.algorithm.divergence = use("reference", coefficient=0.04)
     return config

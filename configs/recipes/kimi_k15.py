@@ -9,16 +9,17 @@ those that fail; the length reward is there from the start, its weight of 0.1 an
 questions that can be guessed without reasoning are not sorted out; long answers are not continued in a later iteration.
 """
 
+from jaxrl_llm.algorithms.use import use
 from jaxrl_llm.config import defaults
 
 
 def get_config():
     config = defaults()
-    config.credit.advantage = "dr_grpo"
-    config.credit.length_reward = 0.1
-    config.objective.surrogate = "kimi_k15"
-    config.objective.proximal = "start"
-    config.objective.aggregation = "sequence_mean"
+    config.algorithm.advantage = use("dr_grpo")
+    config.algorithm.reward_terms = [use("length_reward", weight=0.1)]
+    config.algorithm.surrogate = use("kimi_k15")
+    config.algorithm.old_policy = use("start")
+    config.algorithm.aggregation = use("sequence_mean")
     config.update.updates_per_iteration = 2
     config.optimizer.reset_every_steps = 2
     return config

@@ -7,14 +7,15 @@ Source: Chen et al. 2025, arXiv:2502.01600. Differs: groups are left out where t
 below 0.01 there: the same where rewards are 0 and 1.
 """
 
+from jaxrl_llm.algorithms.use import use
 from jaxrl_llm.config import defaults
 
 
 def get_config():
     config = defaults()
-    config.credit.advantage = "leave_one_out"
-    config.objective.clip_low = 0.1
-    config.objective.clip_high = 0.1
+    config.algorithm.advantage = use("leave_one_out")
+    config.algorithm.surrogate.low = 0.1
+    config.algorithm.surrogate.high = 0.1
     config.replay.skip_tied = True
     config.update.updates_per_iteration = 2
     config.optimizer.max_grad_norm = 0.1

@@ -8,12 +8,13 @@ in an odd group; the median's own answer stays in the batch, with an advantage o
 a mean over tokens is over a fifth more.
 """
 
+from jaxrl_llm.algorithms.use import use
 from jaxrl_llm.config import defaults
 
 
 def get_config():
     config = defaults()
-    config.credit.advantage = "mc_grpo"
+    config.algorithm.advantage = use("mc_grpo")
     config.rollout.prompts_per_iteration = 16
     config.rollout.group_size = 5
     config.update.batch_size = 80

@@ -9,16 +9,15 @@ each kind; the KL is measured before an update, so that with one update of fresh
 decay stays 0.96: replay, or several updates an iteration, move it.
 """
 
+from jaxrl_llm.algorithms.use import use
 from jaxrl_llm.config import defaults
 
 
 def get_config():
     config = defaults()
-    config.credit.advantage = "mssr"
-    config.credit.baseline_decay = 0.96
-    config.credit.baseline_decay_moving = 0.875
-    config.credit.entropy_bonus = 2.0
+    config.algorithm.advantage = use("mssr", decay=0.96, decay_moving=0.875)
+    config.algorithm.reshaping = [use("entropy_bonus", coefficient=2.0)]
+    config.algorithm.divergence = use("reference", coefficient=0.01)
     config.rollout.prompts_per_iteration = 64
     config.rollout.group_size = 1
-    config.objective.kl_coefficient = 0.01
     return config

@@ -9,12 +9,13 @@ regression for all questions, where it is by domain; its sums fade, where it kee
 statistics of the entropies, and that length and surprise are beside them, is ours.
 """
 
+from jaxrl_llm.algorithms.use import use
 from jaxrl_llm.config import defaults
 
 
 def get_config():
     config = defaults()
-    config.credit.advantage = "poise"
+    config.algorithm.advantage = use("poise")
     config.rollout.prompts_per_iteration = 32
     config.rollout.group_size = 2
     return config

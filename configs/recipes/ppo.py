@@ -10,10 +10,11 @@ arXiv:2403.03950. Differs: the critic is a head on the policy, updated with it, 
 updates to 1 of the policy.
 """
 
+from jaxrl_llm.algorithms.use import use
 from jaxrl_llm.config import defaults
 
 
 def get_config():
     config = defaults()
-    config.credit.advantage = "gae"
+    config.algorithm.advantage = use("gae")
     return config

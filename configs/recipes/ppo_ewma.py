@@ -7,16 +7,15 @@ mean and the standard deviation of several iterations; rate and decays for a bat
 Source: Hilton et al. 2021, arXiv:2110.00641. Differs: no critic; the decays of Adam do not scale.
 """
 
+from jaxrl_llm.algorithms.use import use
 from jaxrl_llm.config import defaults
 
 
 def get_config():
     config = defaults()
-    config.credit.advantage = "reinforce_pp"
-    config.credit.advantage_norm_decay = 0.9
-    config.objective.proximal = "ewma"
-    config.objective.correction = "policy_truncated"
-    config.objective.correction_high = 100.0
+    config.algorithm.advantage = use("reinforce_pp", norm_decay=0.9)
+    config.algorithm.old_policy = use("ewma")
+    config.algorithm.correction = use("policy_truncated", high=100.0)
     config.replay.capacity = 512
     config.update.updates_per_iteration = 2
     config.update.scaled_from_batch_size = 64

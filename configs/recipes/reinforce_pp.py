@@ -7,12 +7,12 @@ Source: Hu 2025, arXiv:2501.03262. Differs: the pull is a term of the loss, wher
 held for its own divergence, not for that of the tokens after it.
 """
 
+from jaxrl_llm.algorithms.use import use
 from jaxrl_llm.config import defaults
 
 
 def get_config():
     config = defaults()
-    config.credit.advantage = "reinforce_pp"
-    config.objective.kl_coefficient = 0.01
-    config.objective.kl_estimator = "k2"
+    config.algorithm.advantage = use("reinforce_pp")
+    config.algorithm.divergence = use("reference", coefficient=0.01, estimator="k2")
     return config

@@ -10,16 +10,16 @@ Source: Liang et al. 2025, arXiv:2507.06892 (50 or 100 iterations). Differs: a r
 iterations before, where it is of one of them; the weight and the estimator of the KL, and GRPO's advantage, are ours.
 """
 
+from jaxrl_llm.algorithms.use import use
 from jaxrl_llm.config import defaults
 
 
 def get_config():
     config = defaults()
-    config.objective.surrogate = "remix_centred"
-    config.objective.proximal = "start"
-    config.objective.kl_coefficient = 0.01
-    config.objective.kl_anchor = "convex"
-    config.objective.reference_reset_iterations = (50,)
+    config.algorithm.surrogate = use("remix_centred")
+    config.algorithm.old_policy = use("start")
+    config.algorithm.divergence = use("convex", coefficient=0.01)
+    config.algorithm.reference_reset_iterations = (50,)
     config.replay.capacity = 192
     config.replay.max_age_steps = 2
     config.replay.fresh_fraction = 0.6

@@ -7,13 +7,14 @@ answers longer; four uses of a rollout.
 Source: Arnal et al. 2026, arXiv:2604.08706.
 """
 
+from jaxrl_llm.algorithms.use import use
 from jaxrl_llm.config import defaults
 
 
 def get_config():
     config = defaults()
-    config.objective.surrogate = "sequence_clipped"
-    config.objective.aggregation = "sequence_mean"
+    config.algorithm.surrogate = use("sequence_clipped")
+    config.algorithm.aggregation = use("sequence_mean")
     config.replay.capacity = 2048
     config.replay.positive_fraction = 0.2
     config.update.updates_per_iteration = 4

@@ -7,12 +7,13 @@ Source: Ahmadian et al. 2024, arXiv:2402.14740. Differs: a row's log-probability
 sampling.max_completion_tokens, which scales the gradient that is clipped; no KL in the reward.
 """
 
+from jaxrl_llm.algorithms.use import use
 from jaxrl_llm.config import defaults
 
 
 def get_config():
     config = defaults()
-    config.credit.advantage = "leave_one_out"
-    config.objective.surrogate = "reinforce"
-    config.objective.aggregation = "constant_length"
+    config.algorithm.advantage = use("leave_one_out")
+    config.algorithm.surrogate = use("reinforce")
+    config.algorithm.aggregation = use("constant_length")
     return config

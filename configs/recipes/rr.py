@@ -8,12 +8,13 @@ Source: Sun et al. 2025, arXiv:2506.05316. Differs: its other half, DOTS, which 
 those of middling difficulty, is not there.
 """
 
+from jaxrl_llm.algorithms.use import use
 from jaxrl_llm.config import defaults
 
 
 def get_config():
     config = defaults()
-    config.credit.advantage = "dr_grpo"
+    config.algorithm.advantage = use("dr_grpo")
     config.rollout.prompts_per_iteration = 4
     config.replay.capacity = 4096
     config.replay.unit = "group"

@@ -20,6 +20,6 @@ def get_config():
     config.external.paths = ("runs/sapo_b",)
     config.external.groups_per_iteration = 4
     config.replay.skip_tied = True
-    config.objective.clip_high = 0.28
+    config.algorithm.surrogate.high = 0.28
     config.metrics.share_rollouts = True
     return config

@@ -10,15 +10,15 @@ from other samples of the reference; no half of the data is of others, and the b
 iteration, where it is refreshed every 10 batches.
 """
 
+from jaxrl_llm.algorithms.use import use
 from jaxrl_llm.config import defaults
 
 
 def get_config():
     config = defaults()
-    config.credit.advantage = "dr_grpo"
-    config.objective.surrogate = "spo"
-    config.objective.regression_beta = 1.0
-    config.objective.aggregation = "sequence_mean"
+    config.algorithm.advantage = use("dr_grpo")
+    config.algorithm.surrogate = use("spo", beta=1.0)
+    config.algorithm.aggregation = use("sequence_mean")
     config.replay.unit = "group"
     config.replay.capacity = 512
     config.update.updates_per_iteration = 2

@@ -7,6 +7,7 @@ instead of the starting model.
 Source: Hou et al. 2025, arXiv:2501.11651. Differs: its coefficients were not found; these are ours.
 """
 
+from jaxrl_llm.algorithms.use import use
 from jaxrl_llm.config import defaults
 
 
@@ -15,8 +16,6 @@ def get_config():
     config.sampling.temperature = 1.2
     config.rollout.prompts_per_iteration = 4
     config.rollout.group_size = 16
-    config.objective.entropy_coefficient = 0.005
-    config.objective.kl_coefficient = 0.01
-    config.objective.kl_anchor = "ewma"
-    config.objective.ewma_decay = 0.99
+    config.algorithm.divergence = use("ewma", coefficient=0.01, decay=0.99)
+    config.algorithm.entropy_bonus = use("constant", coefficient=0.005)
     return config

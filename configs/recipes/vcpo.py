@@ -9,16 +9,16 @@ the other tokens' logits, the Jacobian below them and the products of different 
 log-probability is its sum over sampling.max_completion_tokens.
 """
 
+from jaxrl_llm.algorithms.use import use
 from jaxrl_llm.config import defaults
 
 
 def get_config():
     config = defaults()
-    config.credit.advantage = "dr_grpo"
-    config.objective.surrogate = "vcpo"
-    config.objective.clip_high = 7.0
-    config.objective.ess_learning_rate = True
-    config.objective.aggregation = "constant_length"
+    config.algorithm.advantage = use("dr_grpo")
+    config.algorithm.surrogate = use("vcpo", cap=8.0)
+    config.algorithm.step_size = use("effective_sample_size")
+    config.algorithm.aggregation = use("constant_length")
     config.replay.unit = "group"
     config.replay.capacity = 512
     config.optimizer.weight_decay = 0.1

@@ -14,17 +14,20 @@ from studies.design import SUMS
 
 get_config = runpy.run_path("configs/study_arithmetic.py")["get_config"]
 
-ASYMRE = {"credit.advantage": "asymre", "objective.surrogate": "reinforce", "objective.aggregation": "constant_length"}
-OBJECTIVES = [{}, *({**ASYMRE, "credit.delta_v": delta} for delta in (0.0, -0.1))]
+ASYMRE = {
+    "algorithm.advantage": "asymre",
+    "algorithm.surrogate": "reinforce",
+    "algorithm.aggregation": "constant_length",
+}
+METHODS = [{}, *({**ASYMRE, "algorithm.advantage.delta_v": delta} for delta in (0.0, -0.1))]
 ARMS = [
-    SUMS.arm(4, 8, **{"replay.positive_fraction": share}, **objective)
-    for share in (0.0, 0.2, 0.5)
-    for objective in OBJECTIVES
+    SUMS.arm(4, 8, **{"replay.positive_fraction": share}, **method) for share in (0.0, 0.2, 0.5) for method in METHODS
 ]
 
 
 def label(settings):
-    method = f"AsymRE, delta_V {settings['credit.delta_v']:g}" if "credit.delta_v" in settings else "GRPO"
+    delta = settings.get("algorithm.advantage.delta_v")
+    method = "GRPO" if delta is None else f"AsymRE, delta_V {delta:g}"
     return f"{method}, share {settings['replay.positive_fraction']:g}"
 
 

@@ -14,26 +14,25 @@ from studies.design import SUMS
 
 get_config = runpy.run_path("configs/study_arithmetic.py")["get_config"]
 
-REINFORCE = {"objective.surrogate": "reinforce"}
-TRUNCATED = {**REINFORCE, "objective.correction": "sequence_truncated"}
+REINFORCE = {"algorithm.surrogate": "reinforce"}
+TRUNCATED = {**REINFORCE, "algorithm.correction": "sequence_truncated"}
 CORRECTIONS = {
     "none: clipped ratio to the behaviour policy": {},
     "CISPO, weights of at most 5": {
-        "objective.surrogate": "cispo",
-        "objective.clip_low": 1.0,
-        "objective.clip_high": 4.0,
+        "algorithm.surrogate": "cispo",
+        "algorithm.surrogate.high": 5.0,
     },
     "moving average as old policy, importance weights": {
-        "objective.proximal": "ewma",
-        "objective.correction": "importance",
+        "algorithm.old_policy": "ewma",
+        "algorithm.correction": "importance",
     },
-    "REINFORCE, token weights truncated": {**REINFORCE, "objective.correction": "token_truncated"},
+    "REINFORCE, token weights truncated": {**REINFORCE, "algorithm.correction": "token_truncated"},
     "REINFORCE, sequence weights truncated, step by effective sample size": {
         **TRUNCATED,
-        "objective.ess_learning_rate": True,
+        "algorithm.step_size": "effective_sample_size",
     },
-    "token mask": {"objective.correction": "token_masked"},
-    "second-moment mask (M2PO)": {"objective.correction": "second_moment"},
+    "token mask": {"algorithm.correction": "token_masked"},
+    "second-moment mask (M2PO)": {"algorithm.correction": "second_moment"},
 }
 ARMS = {name: SUMS.arm(8, 8, **correction) for name, correction in CORRECTIONS.items()}
 

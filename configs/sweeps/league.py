@@ -10,7 +10,7 @@ import pathlib
 import runpy
 
 from jaxrl_llm.config import defaults, freeze
-from jaxrl_llm.runtime.nested import differences
+from jaxrl_llm.runtime.nested import differences, plain
 from jaxrl_llm.sweep.points import Sweep, product, seeds
 from studies.design import COST_RATIO, SUMS
 
@@ -23,15 +23,15 @@ RECIPES = [path for path in sorted(pathlib.Path("configs/recipes").glob("*.py"))
 def point(path):
     """A recipe's settings on the study's task, for as many iterations as the budget pays."""
     config = freeze(runpy.run_path(str(path))["get_config"]())
-    changed = {field: new for field, (_, new) in differences(freeze(defaults()), config).items()}
+    changed = {field: plain(new) for field, (_, new) in differences(freeze(defaults()), config, whole=True).items()}
     batch = changed.setdefault("update.batch_size", config.update.batch_size)
     changed.setdefault("update.micro_batch_size", batch)
     changed.setdefault("rollout.group_size", config.rollout.group_size)
     changed.setdefault("rollout.prompts_per_iteration", config.rollout.prompts_per_iteration)
     trained = batch * config.update.updates_per_iteration
     steps = round(SUMS.budget / (trained + COST_RATIO * config.rollouts_per_iteration))
-    if "credit.overlong_buffer_tokens" in changed:
-        changed["credit.overlong_buffer_tokens"] = 1  # of 4 tokens
+    if config.algorithm.reward_terms and path.stem == "dapo":
+        changed["algorithm.reward_terms.overlong_penalty.buffer"] = 1  # of 4 tokens
     return changed | {"num_iterations": steps, "eval.every_iterations": steps // 10}
 
 

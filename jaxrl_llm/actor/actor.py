@@ -91,7 +91,7 @@ class Actor:
             scored.rewards, scored.questions = guests.join(
                 scored.rewards, scored.questions, self._pool.collect, self._stream.ledger.question_id
             )
-        if self._config.keeps_old_logp and self._config.rollout.lookahead_prompts:
+        if self.generator.sampler.keeps_old_logp:
             scored.open_rollouts = self.generator
         draws = self.generator.take_draws()
         answers = sampled.answers  # those that were left out too

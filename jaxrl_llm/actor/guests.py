@@ -17,7 +17,7 @@ A file is checked as a whole before the run and gone through again and again. Of
 They become ordinary rows: the program ``join`` gives them the log-probs of the current weights, so that they count as
 drawn by this run's policy just now, and from there on credit, ring and update know no difference. With less than two
 rewards a group teaches nothing where credit compares siblings: an expert's demonstration needs a worse answer beside
-it, an advantage with another baseline, or ``objective.imitation_coefficient``.
+it, an advantage with another baseline, or "imitation" among ``algorithm.cross_entropies``.
 
 Source: SAPO, arXiv:2509.08721. Differs: of a run's unread groups the newest are taken, not a sample of those that are
 untied (``replay.skip_tied`` leaves the tied ones undrawn); rewards may be taken over.
@@ -40,7 +40,6 @@ import jax
 import numpy as np
 
 from jaxrl_llm.config import Config, ConfigError
-from jaxrl_llm.method_limits import NEED_NO_SIBLINGS
 from jaxrl_llm.questions.tasks.files import BadRowError, json_lines, parse, question
 from jaxrl_llm.types import (
     OUTCOME_ERROR,
@@ -258,12 +257,13 @@ class _Reader:
         )
 
     def _completions(self, given: Any) -> list[list[int]]:
-        kind, size = self.config.credit.advantage, self.config.rollout.group_size
+        algorithm, size = self.config.algorithm, self.config.rollout.group_size
+        kind = algorithm.advantage.name
         # One alone has no advantage where siblings are compared, and can be imitated all the same.
-        least = 1 if kind in NEED_NO_SIBLINGS or self.config.objective.imitation_coefficient else 2
+        least = 1 if algorithm.imitates or not algorithm.advantage.needs.siblings else 2
         if not isinstance(given, list) or not least <= len(given) <= size:
             raise BadRowError(
-                f"`completions` must be a list of {least} (credit.advantage={kind!r}) to {size} (rollout.group_size)"
+                f"`completions` must be a list of {least} (algorithm.advantage={kind!r}) to {size} (rollout.group_size)"
             )
         completions, limit = [], self.config.sampling.max_completion_tokens
         for i, ids in enumerate(given):
@@ -286,8 +286,9 @@ class _Reader:
     def _rewards(self, given: Any, num: int) -> list[float] | None:
         if given is None:
             return None
-        if self.config.credit.advantage == "gdpo":
-            raise BadRowError("`rewards` are totals, and credit.advantage='gdpo' needs each function's: leave them out")
+        if self.config.algorithm.looks_at_parts:
+            kind = self.config.algorithm.advantage.name
+            raise BadRowError(f"`rewards` are totals, and algorithm.advantage={kind!r} needs each function's")
         is_number = lambda r: type(r) in (int, float) and abs(r) < 3e38
         if not isinstance(given, list) or len(given) != num or not all(r is None or is_number(r) for r in given):
             raise BadRowError(f"`rewards` must be a list of {num} numbers, one for each completion, or null")

@@ -90,11 +90,11 @@ def sample(
     are told apart by what credit compares of the rewards as scored: shaping by length unties nothing here.
 
     Args:
-        generator: a ``rollout.Generator``.
+        generator: a ``generator.Generator``.
         next_batch: that many further questions.
         collect: scores of tickets, one after the other.
         choose: program that takes P groups out of two rounds'; None where there is but one round.
-        config: its sections ``rollout``, ``credit`` and ``rewards``.
+        config: its sections ``rollout``, ``algorithm`` and ``rewards``.
         params, how: for ``generator.generate``.
 
     Source: dynamic sampling of DAPO, Yu et al. 2025, arXiv:2503.14476. Differs: it is mixed rewards that count, not
@@ -146,19 +146,17 @@ def choose(first: Rollout, second: Rollout, place: jax.Array, *, group_size: int
 def is_mixed(rewards: Rewards, groups: list[Any], config: Config) -> np.ndarray:
     """Whether two of a group's rewards differ, [groups] bool; rows of a group are neighbours.
 
-    Of those that credit compares: scored, not cut off under ``credit.overlong_filter``, and with "gdpo" each function's
-    by itself, behind the gate, where its weight is not 0.
+    Of those that credit compares: scored, not cut off under ``algorithm.overlong_filter``, and where the advantage is
+    by reward function each by itself, as far as its weight is not 0.
     """
     counts = rewards.outcome == OUTCOME_SCORE
-    if config.credit.overlong_filter:
+    if config.algorithm.overlong_filter:
         counts &= np.array([reason != STOP_LENGTH for group in groups for reason in group.stop_reasons])
     columns = [rewards.total]
-    if config.credit.advantage == "gdpo":
-        named = zip(config.rewards.functions, config.rewards.weights, strict=True)
-        first, *others = [rewards.parts[name] for name, _ in named]
-        gate = config.credit.gate_threshold
-        others = [np.where(first >= gate, part, 0.0) if gate else part for part in others]
-        columns = [part for part, weight in zip([first, *others], config.rewards.weights, strict=True) if weight]
+    if config.algorithm.looks_at_parts:
+        parts = [rewards.parts[name] for name in config.rewards.functions]
+        weighted = list(zip(parts, config.rewards.weights, strict=True))
+        columns = [part for part, weight in config.algorithm.compared(weighted, np.where) if weight]
     counts = counts.reshape(len(groups), -1)
 
     def differ(value: np.ndarray) -> np.ndarray:

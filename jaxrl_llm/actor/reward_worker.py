@@ -20,7 +20,6 @@ from __future__ import annotations
 import builtins
 import contextlib
 import importlib
-import importlib.util
 import os
 import queue
 import signal
@@ -35,8 +34,9 @@ from numbers import Complex, Real
 from operator import length_hint
 from pathlib import Path
 from pickle import load
-from types import ModuleType
 from typing import Any
+
+from jaxrl_llm.runtime.functions import resolve
 
 __builtins__ = dict(vars(builtins))  # our own: a function that takes `float` for itself must not change a score
 
@@ -44,44 +44,6 @@ READY = "ready"
 MAX_SCORE = 1e12  # gradients grow with scores, and the sum of their squares is a float32
 MAX_MESSAGE_CHARS = 300
 TEXTS = (str, bytes, bytearray, memoryview)
-
-
-def resolve(spec: str) -> Callable:
-    """The function named by "package.module:function" or "path/to/file.py:function".
-
-    Raises:
-        ValueError: neither form. TypeError: not callable.
-        Exception: whatever the import raises.
-    """
-    place, _, name = spec.rpartition(":")
-    if not place or not name:
-        raise ValueError("must be 'task', 'math', 'package.module:function' or 'path/to/file.py:function'")
-    if place.endswith(".py"):
-        path = Path(place).expanduser().resolve()
-        if not path.is_file():
-            raise FileNotFoundError(f"no file {path}")
-        module = _import_file(path)
-    else:
-        module = importlib.import_module(place)
-    function = getattr(module, name)
-    if not callable(function):
-        raise TypeError(f"{name} is not a function but {type(function).__name__}")
-    return function
-
-
-def _import_file(path: Path) -> ModuleType:
-    """The module of a file that is on no import path; run once for all its functions."""
-    name = f"reward_file:{path}"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, path)
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module  # before it runs: dataclasses look their own module up there
-        try:
-            spec.loader.exec_module(module)
-        except BaseException:
-            del sys.modules[name]
-            raise
-    return sys.modules[name]
 
 
 def call(

@@ -1,242 +1,231 @@
-"""Advantages of rollouts: rewards less a baseline, over a scale.
+"""Advantages: what a rollout's reward is compared with, and over which scale.
 
-Small functions from a value per row to a value per row, each over a set of rows (the samples of a prompt, or
-the whole batch as one group), and ``estimate``, where the named estimators are written as what they are made of.
+An advantage is a function of ``Rows`` and of its settings. It returns one number a row [B], or one a token [B,S], 0.0
+where there is no valid row; after it, where it has a memory, what that learns from (algorithms.memory). With
+``siblings=True`` it compares the rows of a group, and a tied group (max == min) teaches nothing but where
+``tied_teaches`` says so.
 
-Owns: baselines and scales over groups. Does not know: tokens, masks, where rewards come from.
-Letters: B rows, Q groups, K reward parts. Groups are named by an index per row, never by position. A row that is
-not valid takes no part in any sum and comes out 0.
+Owns: those functions, the table of them. Does not know: losses, where rewards come from.
+Letters: B rows, S row width.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any
 
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Bool, Float, Int
+from jaxtyping import Array, ArrayLike, Bool, Float
 
-STD_EPSILON = 1e-6
+from jaxrl_llm.algorithms import baselines, memory
+from jaxrl_llm.algorithms.critic import lambda_returns
+from jaxrl_llm.algorithms.use import Decay, Number, Share, needs
+from jaxrl_llm.ops import groups
+from jaxrl_llm.ops.groups import Groups, minus_mean, over_std
+from jaxrl_llm.types import Rows
+
+Sums = dict[str, Float[Array, "..."]]
+Learned = tuple[Float[Array, " B"], Sums]
 
 
-class Groups(NamedTuple):
-    """Which rows belong together.
+@needs(siblings=True)
+def grpo(x: Rows) -> Float[Array, " B"]:
+    """(r - mean) / (std + 1e-6) of the group.
 
-    Sums run over the membership table rather than a scatter, whose order of addition varies on a GPU.
+    Source: Shao et al. 2024, arXiv:2402.03300, section 4.1.2. Differs: the explicit tie; failed rows are left out.
     """
-
-    index: jax.Array  # [B] i32 in [0, Q)
-    member: jax.Array  # [Q, B] bool, valid rows of each group
-
-    @property
-    def valid(self) -> Bool[Array, " B"]:
-        """[B] bool."""
-        return jnp.any(self.member, axis=0)
+    return over_std(minus_mean(x.reward, x.groups), x.groups)
 
 
-def group_rows(index: Int[ArrayLike, " B"], valid: Bool[ArrayLike, " B"], num_groups: int) -> Groups:
-    """``Groups`` of rows with ``index`` [B] i32 in [0, Q) and ``valid`` [B] bool."""
-    return Groups(index, (index[None, :] == jnp.arange(num_groups)[:, None]) & valid[None, :])
+@needs(siblings=True)
+def dr_grpo(x: Rows) -> Float[Array, " B"]:
+    """r - mean of the group.
 
-
-def whole_batch(groups: Groups) -> Groups:
-    """All valid rows of the groups as one group, Q = 1; its ``member`` is [B] valid rows with a leading axis."""
-    return Groups(jnp.zeros_like(groups.index), groups.valid[None, :])
-
-
-def group_sum(value: Float[ArrayLike, " B"], groups: Groups) -> Float[Array, " B"]:
-    """Sum of ``value`` [B] f32 over the valid rows of each row's group, [B] f32."""
-    return jnp.sum(jnp.where(groups.member, value[None, :], 0.0), axis=1)[groups.index]
-
-
-def group_count(groups: Groups) -> Float[Array, " B"]:
-    """Valid rows of each row's group, [B] f32."""
-    return jnp.sum(groups.member, axis=1).astype(jnp.float32)[groups.index]
-
-
-def group_range(value: Float[ArrayLike, " B"], groups: Groups) -> tuple[Float[Array, " B"], Float[Array, " B"]]:
-    """Lowest and highest ``value`` [B] f32 of each row's group, each [B] f32; inf and -inf for an empty group."""
-    lowest = jnp.min(jnp.where(groups.member, value[None, :], jnp.inf), axis=1)
-    highest = jnp.max(jnp.where(groups.member, value[None, :], -jnp.inf), axis=1)
-    return lowest[groups.index], highest[groups.index]
-
-
-def is_untied(value: Float[ArrayLike, " B"], groups: Groups) -> Bool[Array, " B"]:
-    """[B] bool, valid rows in whose group not all values are equal (so there are at least two).
-
-    Tested by comparison: in float32 the mean of equal values need not equal them, and a tiny standard deviation
-    would amplify what is left.
+    Source: Liu et al. 2025, arXiv:2503.20783.
     """
-    lowest, highest = group_range(value, groups)
-    return groups.valid & (highest > lowest)
+    return minus_mean(x.reward, x.groups)
 
 
-def minus_mean(value: Float[ArrayLike, " B"], groups: Groups) -> Float[Array, " B"]:
-    """``value - mean`` over the group, [B] f32; exactly 0 in a tied group. ``value`` [B] f32 is finite where valid."""
-    mean = group_sum(jnp.where(groups.valid, value, 0.0), groups) / jnp.maximum(group_count(groups), 1.0)
-    return jnp.where(is_untied(value, groups), value - mean, 0.0)
+@needs(siblings=True)
+def leave_one_out(x: Rows) -> Float[Array, " B"]:
+    """r - mean of the others = n / (n - 1) (r - mean), over the n valid rows of the group.
 
-
-def minus_median(value: Float[ArrayLike, " B"], groups: Groups) -> Float[Array, " B"]:
-    """``value - median`` of the group (of an even number, the mean of the middle two), [B] f32; 0 in a tied group."""
-    # One sort of the rows by group and value; a sort of the table would gather it over the mesh.
-    num_groups = groups.member.shape[0]
-    _, ordered = jax.lax.sort((jnp.where(groups.valid, groups.index, num_groups), value), num_keys=2)
-    count = jnp.sum(groups.member, axis=1)
-    start = jnp.cumsum(count) - count
-    at = lambda i: ordered[jnp.minimum(start + jnp.maximum(i, 0), value.shape[0] - 1)]
-    median = (0.5 * (at((count - 1) // 2) + at(count // 2)))[groups.index]
-    return jnp.where(is_untied(value, groups), value - median, 0.0)
-
-
-def mean_of_others(value: Float[ArrayLike, " B"], groups: Groups) -> Float[Array, " B"]:
-    """Mean of ``value`` [B] f32 over the other valid rows of the group, [B] f32; 0 where there is none."""
-    own = jnp.where(groups.valid, value, 0.0)
-    others = group_count(groups) - groups.valid.astype(jnp.float32)
-    return jnp.where(others > 0, (group_sum(value, groups) - own) / jnp.maximum(others, 1.0), 0.0)
-
-
-def over_std(value: Float[ArrayLike, " B"], groups: Groups) -> Float[Array, " B"]:
-    """``value / (std + 1e-6)`` with the population standard deviation of the group's values, [B] f32.
-
-    Take the mean away first: where all values are equal, only zeros stay what they are.
+    Source: Ahmadian et al. 2024, arXiv:2402.14740.
     """
-    value = jnp.where(groups.valid, value, 0.0)
-    variance = group_sum(jnp.square(minus_mean(value, groups)), groups) / jnp.maximum(group_count(groups), 1.0)
-    return value / (jnp.sqrt(variance) + STD_EPSILON)
+    count = groups.group_count(x.groups)
+    return minus_mean(x.reward, x.groups) * (count / jnp.maximum(count - 1.0, 1.0))
 
 
-def whiten(value: Float[ArrayLike, "B T"], mask: Bool[ArrayLike, "B T"]) -> Float[Array, "B T"]:
-    """``(value - mean) / (std + 1e-6)`` over all tokens of the mask, each [B, T]; 0 off it, and where all are equal."""
-    valid = mask.reshape(-1)
-    tokens = Groups(jnp.zeros(valid.shape, jnp.int32), valid[None, :])
-    return over_std(minus_mean(value.reshape(-1), tokens), tokens).reshape(value.shape)
+@needs(memory=memory.Moments)
+def reinforce_pp(x: Rows, *, norm_decay: Decay = 0.0) -> Learned:
+    """(r - mean) / std of the batch; see ``over_batch``. 0 where the batch is tied.
 
-
-def running_moments(
-    value: Float[ArrayLike, "*any"], valid: Bool[ArrayLike, "*any"], moments: Float[ArrayLike, "3"], *, decay: float
-) -> Float[Array, "3"]:
-    """Count, mean and sum of squared deviations of the valid values [...] of this and earlier batches, [3] f32.
-
-        n = d n0 + n1,   mean = m0 + (m1 - m0) n1 / n,   sum = d s0 + s1 + (m1 - m0)^2 d n0 n1 / n
-
-    where d n0 values of mean m0 came before, each batch counting ``decay`` times as much with every one that follows,
-    and n1 of mean m1 come now. Of values that were all equal the mean is exactly theirs and the sum exactly 0.
-
-    Source: Hilton et al. 2021, arXiv:2110.00641 (released code, ``EwmaMoments``); merged as Chan et al. 1979 do, for a
-        float32 sum of squares loses the deviations of values far from 0.
+    Source: Hu 2025, arXiv:2501.03262, global normalisation.
     """
-    valid, value = valid.ravel(), value.ravel()
-    count = jnp.sum(valid, dtype=jnp.float32)
-    lowest = jnp.min(jnp.where(valid, value, jnp.inf))
-    highest = jnp.max(jnp.where(valid, value, -jnp.inf))
-    mean = jnp.where(lowest == highest, highest, jnp.sum(jnp.where(valid, value, 0.0)) / jnp.maximum(count, 1.0))
-    squares = jnp.sum(jnp.where(valid, jnp.square(value - mean), 0.0))
-    before = decay * moments[0]
-    total = jnp.maximum(before + count, jnp.finfo(jnp.float32).tiny)
-    gap = jnp.where(before > 0, mean - moments[1], 0.0)
-    both = [
-        before + count,
-        jnp.where(before > 0, moments[1] + gap * (count / total), mean),
-        decay * moments[2] + squares + jnp.square(gap) * (before * (count / total)),
-    ]
-    return jnp.where(count > 0, jnp.stack(both), jnp.stack([before, moments[1], decay * moments[2]]))
+    return over_batch(x.reward, x.groups.valid, x, centre=True, decay=norm_decay)
 
 
-def over_moments(
-    value: Float[ArrayLike, "*any"], moments: Float[ArrayLike, "3"], *, centre: bool
-) -> Float[Array, "*any"]:
-    """Values over the mean and standard deviation of ``running_moments`` [n, mean, sum], f32 of their shape.
+@needs(siblings=True, memory=memory.Moments)
+def brorl(x: Rows, *, norm_decay: Decay = 0.0) -> Learned:
+    """a / std of the batch, a = r - mean of the group; see ``over_batch``.
 
-    out = (value - mean) / (sqrt(sum / n) + 1e-6);   not ``centre``: nothing is taken away
+    Source: arXiv:2510.01180.
     """
-    std = jnp.sqrt(moments[2] / jnp.maximum(moments[0], jnp.finfo(jnp.float32).tiny))
-    return (value - moments[1] if centre else value) / (std + STD_EPSILON)
+    return over_batch(minus_mean(x.reward, x.groups), x.groups.valid, x, centre=False, decay=norm_decay)
 
 
-def estimate(
-    reward: Float[ArrayLike, " B"],
-    groups: Groups,
-    *,
-    kind: str,
-    delta_v: float = 0.0,
-    parts: Float[ArrayLike, "B K"] | None = None,
-    part_weights: Sequence[float] = (),
-    baseline: Float[ArrayLike, " B"] | None = None,
-    over_batch: Callable[[Float[Array, " B"], bool], Float[Array, " B"]] | None = None,
-) -> Float[Array, " B"]:
-    """Advantage of each row; mean, std and n are over the valid rows of the group, or of the batch where it says so.
+@needs(siblings=True, tied_teaches=lambda settings: settings["delta_v"] != 0)
+def asymre(x: Rows, *, delta_v: Number = -0.1) -> Float[Array, " B"]:
+    """r - (mean of the group + delta_v): with delta_v below 0 successes weigh more than failures.
 
-        "grpo"           (r - mean) / std                                                              [1]
-        "dr_grpo"        r - mean                                                                      [2]
-        "leave_one_out"  r - mean of the others = n / (n - 1) (r - mean)                               [3]
-        "reinforce_pp"   (r - mean of the batch) / std of the batch                                    [4]
-        "brorl"          a / std of the batch, a = r - mean                                            [5]
-        "asymre"         r - (mean + delta_v)                                                          [6]
-        "mc_grpo"        r - median                                                                    [7]
-        "gdpo"           a / std of the batch, a = sum_k weight_k (r_k - mean) / std of part k         [8]
-        "mssr"           a whitened over the batch, a = r - v, v = ``baseline`` of the row             [9]
-        "poise"          r - mean of the others' g, g = ``baseline``                                   [10]
-        "gae"            r: what it is compared with differs by token (see ``ops.values``)
+    Every row of a tied group has -delta_v: it imitates what it cannot tell apart. 0 with fewer than 2 valid rows.
 
-    In a tied group (max == min) all but five are exactly 0, and so they are with fewer than 2 valid rows. The
-    five: "reinforce_pp" and "mssr" compare with the batch or with earlier answers and are 0 where the batch is
-    tied; "poise" compares with a prediction; "asymre" gives every row of a tied group -delta_v, for at
-    delta_v < 0 it imitates what it cannot tell apart; these two are 0 with fewer than 2 valid rows. "gae" is r.
+    Source: Arnal et al. 2025, arXiv:2506.20520.
+    """
+    return jnp.where(_has_others(x.groups), minus_mean(x.reward, x.groups) - delta_v, 0.0)
+
+
+@needs(siblings=True)
+def mc_grpo(x: Rows) -> Float[Array, " B"]:
+    """r - median of the group.
+
+    Source: arXiv:2601.22582. Differs: it divides by the median absolute deviation + 1e-3, which is 0 for two-valued
+        rewards in an odd group, and would give 1000; here the scale is 1. It samples one rollout more and drops the
+        median one; here that row is in the loss with advantage 0, for of several that are equal none is the one.
+    """
+    return groups.minus_median(x.reward, x.groups)
+
+
+def _has_parts(path: str, settings: Any, config: Any) -> str:
+    unheard = settings["gate"] and len(config.rewards.functions) < 2
+    return f"[{path}.gate] must be 0 but with several rewards.functions" if unheard else ""
+
+
+@needs(
+    siblings=True,
+    by_part=lambda parts, settings, where: gated(parts, settings["gate"], where),
+    memory=memory.Moments,
+    rule=_has_parts,
+)
+def gdpo(x: Rows, *, gate: Number = 0.0, norm_decay: Decay = 0.0) -> Learned:
+    """a / std of the batch, a = sum_k weight_k (r_k - mean) / std of the group, of each reward function by itself.
+
+    With a ``gate`` further reward functions count only where the first gives at least that; 0 = always. What is added
+    to rewards is one more part, of weight 1.
+
+    Source: arXiv:2601.05242. Differs: 1e-6 beside a standard deviation, where it is 1e-4.
+    """
+    parts = [(jnp.where(x.groups.valid, part, 0.0), weight) for part, weight in gated(x.parts, gate, jnp.where)]
+    if x.added is not None:
+        parts.append((jnp.where(x.groups.valid, x.added, 0.0), 1.0))
+    total = sum(weight * over_std(minus_mean(part, x.groups), x.groups) for part, weight in parts)
+    return over_batch(total, x.groups.valid, x, centre=False, decay=norm_decay)
+
+
+def gated(
+    parts: Sequence[tuple[Float[ArrayLike, " B"], float]], gate: Number, where: Callable[..., Float[ArrayLike, " B"]]
+) -> list[tuple[Float[ArrayLike, " B"], float]]:
+    """(values, weight) by reward function with the gate of ``gdpo``: r_k 1[r_0 >= gate] for k > 0.
 
     Args:
-        reward: [B] f32, unitless; finite where valid, ignored elsewhere.
-        groups: of the B rows.
-        kind: one of the above.
-        delta_v: for "asymre", below 0: successes weigh more than failures.
-        parts: [B, K] f32 for "gdpo", the rewards that were added up; finite where valid.
-        part_weights: K of them.
-        baseline: [B] f32; for "mssr" the reward expected of the row's question before it was answered, for
-            "poise" the reward that the row's own features predict of its siblings.
-        over_batch: (value [B], whether the mean goes first) to the value over the batch's standard deviation, for those
-            that are; None = the mean and standard deviation of this batch.
-
-    Returns:
-        [B] f32, 0.0 where not valid; in units of reward or, where divided by one, of a standard deviation.
-
-    Source: [1] Shao et al. 2024, arXiv:2402.03300, section 4.1.2; [2] Liu et al. 2025, arXiv:2503.20783;
-        [3] Ahmadian et al. 2024, arXiv:2402.14740; [4] Hu 2025, arXiv:2501.03262, global normalisation;
-        [5] arXiv:2510.01180; [6] Arnal et al. 2025, arXiv:2506.20520; [7] arXiv:2601.22582;
-        [8] arXiv:2601.05242; [9] arXiv:2512.18215; [10] arXiv:2605.07579.
-    Differs: the explicit tie, the valid rows, 1e-6 in every divisor ([8] has 1e-4). [7] divides by the median
-        absolute deviation + 1e-3, which is 0 for two-valued rewards in an odd group, and would give 1000; here the
-        scale is 1. It samples one rollout more and drops the median one; here that row is in the loss with
-        advantage 0, for of several that are equal none is the one. [10] has two rollouts a prompt; the mean over the
-        others for more is ours.
+        where: ``jnp.where``, or numpy's for numpy arrays.
     """
-    if over_batch is None:
-        batch = whole_batch(groups)
-        over_batch = lambda value, centre: over_std(minus_mean(value, batch) if centre else value, batch)
-    has_others = groups.valid & (group_count(groups) > 1)
-    reward = jnp.where(groups.valid, reward, 0.0)
-
-    def parts_over_their_std() -> Float[Array, " B"]:
-        columns = zip(part_weights, jnp.moveaxis(jnp.where(groups.valid[:, None], parts, 0.0), 1, 0), strict=True)
-        return sum(w * over_std(minus_mean(part, groups), groups) for w, part in columns)
-
-    kinds = {
-        "grpo": lambda: over_std(minus_mean(reward, groups), groups),
-        "dr_grpo": lambda: minus_mean(reward, groups),
-        "leave_one_out": lambda: minus_mean(reward, groups) * _over_others(group_count(groups)),
-        "reinforce_pp": lambda: over_batch(reward, True),
-        "brorl": lambda: over_batch(minus_mean(reward, groups), False),
-        "asymre": lambda: jnp.where(has_others, minus_mean(reward, groups) - delta_v, 0.0),
-        "mc_grpo": lambda: minus_median(reward, groups),
-        "gdpo": lambda: over_batch(parts_over_their_std(), False),
-        "mssr": lambda: over_batch(reward - baseline, True),
-        "poise": lambda: jnp.where(has_others, reward - mean_of_others(baseline, groups), 0.0),
-        "gae": lambda: reward,
-    }
-    if kind not in kinds:
-        raise ValueError(f"kind={kind!r} is not one of {', '.join(map(repr, kinds))}")
-    return kinds[kind]()
+    (first, weight), *others = parts
+    return [(first, weight), *((where(first >= gate, part, 0.0) if gate else part, w) for part, w in others)]
 
 
-def _over_others(count: Float[Array, " B"]) -> Float[Array, " B"]:
-    return count / jnp.maximum(count - 1.0, 1.0)
+def _sinks(path: str, settings: Any, config: Any) -> str:
+    rises = settings["decay_moving"] > settings["decay"]
+    return f"[{path}.decay_moving] must be at most [{path}.decay]" if rises else ""
+
+
+@needs(memory=memory.QuestionMean, rule=_sinks)
+def mssr(x: Rows, *, decay: Share = 0.9, decay_moving: Share = 0.0, norm_decay: Decay = 0.0) -> Learned:
+    """a whitened over the batch, a = r - the running mean of the question before it was answered.
+
+    The mean's counts fade by ``decay`` an answer; with ``decay_moving`` above 0 they sink to that while the policy
+    moves, see ``memory.QuestionMean``.
+
+    Source: arXiv:2512.18215.
+    """
+    gain = x.reward - x.columns["question_mean"]
+    return over_batch(gain, x.groups.valid, x, centre=True, decay=norm_decay)
+
+
+@needs("entropy", "hidden", memory=memory.Regression, siblings=True, tied_teaches=lambda settings: True)
+def poise(x: Rows, *, decay: Share = 0.9) -> Learned:
+    """r - mean of what the other rows of the group predict, by ridge regression from their features.
+
+    0 with fewer than 2 valid rows. What was learned of an iteration counts ``decay`` times as much in the next.
+
+    Source: arXiv:2605.07579. Differs: it has two rollouts a prompt; the mean over the others for more is ours.
+    """
+    features = baselines.row_features(
+        x.behaviour_logp, x.columns["entropy"], x.columns["hidden"], x.mask, max_length=x.max_length
+    )
+    predicted = baselines.ridge_predict(features, x.memory["regression"])
+    # A rollout predicts its siblings: what it learns from is their mean reward.
+    has_others = _has_others(x.groups)
+    target = groups.mean_of_others(x.reward, x.groups)
+    sums = baselines.regression_sums(features, target, has_others)
+    return jnp.where(has_others, x.reward - groups.mean_of_others(predicted, x.groups), 0.0), {"regression": sums}
+
+
+@needs("value", memory=memory.Moments)
+def gae(
+    x: Rows, *, gae_lambda: Share = 1.0, discount: Share = 1.0, norm_decay: Decay = 0.0
+) -> tuple[Float[Array, "B S"], Sums]:
+    """The return of each token less what the critic expected there, whitened over the batch's tokens [B,S].
+
+    GAE lambda: 1 judges each token by the row's reward, below it more by what the critic says soon after. Discount:
+    what a reward keeps of its worth per token that it is away. See ``critic.lambda_returns``.
+
+    Source: Schulman et al. 2015, arXiv:1506.02438.
+    """
+    active = x.mask & x.groups.valid[:, None]
+    value = x.columns["value"]
+    returns = lambda_returns(value, x.reward, active, discount=discount, gae_lambda=gae_lambda)
+    gain = returns - jnp.where(active, value, 0.0)
+    advantage, learned = over_batch(gain, active, x, centre=True, decay=norm_decay)
+    return advantage, learned | {"returns": returns}
+
+
+def over_batch(
+    value: Float[ArrayLike, "*any"], valid: Bool[ArrayLike, "*any"], x: Rows, *, centre: bool, decay: float
+) -> tuple[Float[Array, "*any"], Sums]:
+    """Values over the standard deviation of all valid ones of the batch, and what is remembered of them.
+
+        (value - mean) / (std + 1e-6);   not ``centre``: nothing is taken away
+
+    With a ``decay`` above 0 mean and std are over this batch and earlier ones, an earlier one counting ``decay`` times
+    as much with every one that follows (``groups.running_moments``).
+
+    Args:
+        value, valid: [B] or [B,S].
+    """
+    if decay:
+        moments = groups.running_moments(value, valid, x.memory["moments"], decay=decay)
+        return jnp.where(valid, groups.over_moments(value, moments, centre=centre), 0.0), {"moments": moments}
+    if value.ndim == 2:
+        return groups.whiten(value, valid), {}
+    batch = groups.whole_batch(x.groups)
+    return over_std(minus_mean(value, batch) if centre else value, batch), {}
+
+
+def _has_others(of: Groups) -> Bool[Array, " B"]:
+    return of.valid & (groups.group_count(of) > 1)
+
+
+ADVANTAGES = {
+    "grpo": grpo,
+    "dr_grpo": dr_grpo,
+    "leave_one_out": leave_one_out,
+    "reinforce_pp": reinforce_pp,
+    "brorl": brorl,
+    "asymre": asymre,
+    "mc_grpo": mc_grpo,
+    "gdpo": gdpo,
+    "mssr": mssr,
+    "poise": poise,
+    "gae": gae,
+}

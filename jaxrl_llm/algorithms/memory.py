@@ -1,136 +1,230 @@
-"""What some advantages compare with: earlier rewards of a question, sums of earlier iterations. On the host.
+"""Memories of methods: what an advantage or a reward term compares with that came before this iteration, on the host.
 
-Owns: what is remembered, and its form in a checkpoint. Does not know: how an advantage is made of it (credit).
+Each is a class with
+
+    columns, whole                      names of what rows are given, [B] f32, and of arrays beside them: name -> shape
+    known(rewards, questions)           these for an iteration, numpy
+    observe(rewards, questions, sums)   learn from the iteration: its rewards, what functions and the update returned
+    state(), restore(state)             its form in a checkpoint, plain JSON
+
+What an iteration is compared with never knows its own rewards. What is remembered of a question lies in the ledger.
+
+Owns: what is remembered of earlier iterations. Does not know: how an advantage is made of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from jaxrl_llm.algorithms import baselines, shaping
-from jaxrl_llm.config import Config
-from jaxrl_llm.types import OUTCOME_SCORE, Rewards, Scores
+from jaxrl_llm.algorithms.baselines import num_features
+from jaxrl_llm.types import NUM_DIFFICULTIES, OUTCOME_SCORE, Rewards, Scores, Sizes
 
 # Of the decay of "mssr" (arXiv:2512.18215): iterations, and nats a token.
 KL_WINDOW, KL_TARGET = 20, 0.01
 
 
+class Moments:
+    """Count, mean and squared deviations of the advantages of iterations, the earlier ones faded: for ``norm_decay``.
+
+    Source: arXiv:2110.00641.
+    """
+
+    columns = ()
+
+    def __init__(self, settings: Mapping[str, Any], sizes: Sizes, ledger: Any):
+        self.whole = {"moments": (3,)} if settings["norm_decay"] else {}
+        self._moments = np.zeros(3)
+
+    def known(self, rewards: Rewards, questions: Sequence[int]) -> dict[str, np.ndarray]:
+        return {"moments": self._moments.astype(np.float32)} if self.whole else {}
+
+    def observe(self, rewards: Rewards, questions: Sequence[int], sums: Mapping[str, Any]) -> None:
+        if self.whole:
+            self._moments = np.asarray(sums["moments"])
+
+    def state(self) -> Any:
+        return self._moments.tolist()
+
+    def restore(self, state: Any) -> None:
+        self._moments = np.array(state)
+
+
+class Regression:
+    """Faded sums of the regression from a rollout's features to its siblings' rewards, for "poise".
+
+    Source: arXiv:2605.07579. Differs: a fixed decay, where it keeps a window of recent rollouts.
+    """
+
+    columns = ()
+
+    def __init__(self, settings: Mapping[str, Any], sizes: Sizes, ledger: Any):
+        features = num_features(sizes.width)
+        self.whole = {"regression": (features, features + 1)}
+        self._decay, self._sums = settings["decay"], np.zeros((features, features + 1))
+
+    def known(self, rewards: Rewards, questions: Sequence[int]) -> dict[str, np.ndarray]:
+        return {"regression": self._sums.astype(np.float32)}
+
+    def observe(self, rewards: Rewards, questions: Sequence[int], sums: Mapping[str, Any]) -> None:
+        self._sums = self._decay * self._sums + sums["regression"]
+
+    def state(self) -> Any:
+        return self._sums.tolist()
+
+    def restore(self, state: Any) -> None:
+        self._sums = np.array(state)
+
+
+class QuestionMean(Moments):
+    """Of each question, Beta counts of its rewards, and the mean they give its next visit; for "mssr".
+
+        a <- decay a + r,   b <- decay b + 1 - r   from a = b = 1,   mean = a / (a + b)
+
+    It is a running mean, so rewards need not lie in [0, 1]. With ``decay_moving`` above 0 the decay is
+    still + (moving - still) min(1, KL / (2 KL_TARGET)), where KL is the mean of the last KL_WINDOW iterations'
+    update/kl_behaviour_nats.
+
+    Source: arXiv:2512.18215. Differs: how the decay follows the KL is ours, and so is the start of the counts.
+    """
+
+    columns = ("question_mean",)
+
+    def __init__(self, settings: Mapping[str, Any], sizes: Sizes, ledger: Any):
+        super().__init__(settings, sizes, ledger)
+        self._still, self._moving = settings["decay"], settings["decay_moving"]
+        self._drifts: list[float] = []  # KL of the last iterations, nats a token
+        self._counts = ledger.numbers("mssr", (1.0, 1.0))
+
+    def known(self, rewards: Rewards, questions: Sequence[int]) -> dict[str, np.ndarray]:
+        mean = [a / (a + b) for a, b in map(self._counts.of, questions)]
+        repeated = np.repeat(np.float32(mean), len(rewards.outcome) // len(questions))
+        return super().known(rewards, questions) | {"question_mean": repeated}
+
+    def observe(self, rewards: Rewards, questions: Sequence[int], sums: Mapping[str, Any]) -> None:
+        super().observe(rewards, questions, sums)
+        decay = self._still
+        if self._moving:
+            drift = float(sums["kl_behaviour_sum"]) / max(float(sums["token_count"]), 1.0)
+            self._drifts = [*self._drifts, drift][-KL_WINDOW:]
+            share = min(1.0, sum(self._drifts) / len(self._drifts) / (2 * KL_TARGET))
+            decay = self._still + (self._moving - self._still) * share
+        for question, group in zip(questions, rewards.total.reshape(len(questions), -1), strict=True):
+            a, b = self._counts.of(question)
+            for reward in group[np.isfinite(group)].tolist():
+                a, b = decay * a + reward, decay * b + 1 - reward
+            self._counts.set(question, (a, b))
+
+    def state(self) -> Any:
+        return [super().state(), self._drifts]
+
+    def restore(self, state: Any) -> None:
+        moments, self._drifts = state
+        super().restore(moments)
+
+
+def length_grid(step: int, longest: int) -> tuple[int, ...]:
+    """Lengths among which a short answer's is chosen; the last is any length."""
+    return (*range(step, longest, step), longest)
+
+
+class ShortAnswers:
+    """Of each difficulty, how many correct answers were within each length of the grid, and the length chosen by it.
+
+    The least length with one of them per group, else the longest, chosen anew every so many iterations; a difficulty
+    that nobody met keeps what it has.
+
+    Source: LASER-D, arXiv:2505.15612. Differs: it counts on a set kept for it; here the run's own rollouts since the
+        last choice serve, and until the first any length is short.
+    """
+
+    columns = ()
+
+    def __init__(self, settings: Mapping[str, Any], sizes: Sizes, ledger: Any):
+        self._every = settings["every_iterations"]
+        self.whole = {"short_answer": (NUM_DIFFICULTIES,)} if self._every else {}
+        self._grid = length_grid(settings["tokens"], sizes.max_length)
+        self._within = np.zeros((NUM_DIFFICULTIES, 1))
+        self._chosen, self._iterations = [sizes.max_length] * NUM_DIFFICULTIES, 0
+
+    def known(self, rewards: Rewards, questions: Sequence[int]) -> dict[str, np.ndarray]:
+        return {"short_answer": np.array(self._chosen, np.float32)} if self._every else {}
+
+    def observe(self, rewards: Rewards, questions: Sequence[int], sums: Mapping[str, Any]) -> None:
+        if not self._every:
+            return
+        self._within = self._within + sums["correct_within"]
+        self._iterations += 1
+        if self._iterations % self._every:
+            return
+        for i, (*within, groups) in enumerate(self._within.tolist()):
+            if groups > 0:
+                enough = (n for n, count in zip(self._grid, within, strict=True) if count >= round(groups))
+                self._chosen[i] = next(enough, self._grid[-1])
+        self._within = 0.0 * self._within
+
+    def state(self) -> Any:
+        return [self._within.tolist(), self._chosen, self._iterations]
+
+    def restore(self, state: Any) -> None:
+        within, self._chosen, self._iterations = state
+        self._within = np.array(within)
+
+
 class Memory:
-    """What is remembered of earlier rewards, for the advantages that compare with them. On the host.
-
-        "mssr"   of each question, Beta counts: a <- decay a + r, b <- decay b + 1 - r from a = b = 1, and the
-                 baseline a / (a + b) of its next visit. It is a running mean, so rewards need not lie in [0, 1].
-                 With baseline_decay_moving, decay = still + (moving - still) min(1, KL / (2 KL_TARGET)), where KL is
-                 the mean of the last KL_WINDOW iterations' update/kl_behaviour_nats.
-        "poise"  discounted sums of the regression from a rollout's features to its siblings' rewards.
-        credit.advantage_norm_decay
-                 count, mean and squared deviations of the advantages of iterations, the earlier ones faded.
-        credit.short_answer_iterations
-                 of each difficulty, how many correct answers were within each length of the grid since the last
-                 choice, and the choice: the least length with one of them per group, else the longest.
-
-    For the others it stays empty. What an iteration is compared with never knows its own rewards.
-
-    Source: arXiv:2512.18215; arXiv:2605.07579; arXiv:2110.00641; LASER-D, arXiv:2505.15612. Differs: how the decay
-        follows the KL is ours, and so is the start of the counts. The second's decay is fixed, where it keeps a window
-        of recent rollouts. The last counts on a set kept for it; here the run's own rollouts since the last choice
-        serve, and until the first any length is short.
+    """What the functions of a method remember, together. On the host.
 
     Args:
-        hidden_size: width of the model, for "poise".
+        functions: those that see an iteration's rollouts (``config.AlgorithmConfig.of_credit``).
+        part_names: reward functions whose scores are looked at one by one; () where their sum counts.
         ledger: keeps what is remembered of a question (``questions.ledger.Ledger``).
     """
 
-    def __init__(self, config: Config, hidden_size: int, ledger: Any):
-        self._config, self.ledger = config, ledger
-        self._counts = ledger.numbers("mssr", (1.0, 1.0)) if config.credit.advantage == "mssr" else None  # a, b
-        self._drifts: list[float] = []  # KL of the last iterations, nats a token
-        features = baselines.num_features(hidden_size) if config.credit.advantage == "poise" else 0
-        self._regression = np.zeros((features, features + 1))
-        self._moments = np.zeros(3)
-        self._correct_within = np.zeros((shaping.NUM_DIFFICULTIES, 1))
-        self._short_answer = [config.sampling.max_completion_tokens] * shaping.NUM_DIFFICULTIES
-        self._iterations = 0
+    def __init__(self, functions: Sequence[Any], part_names: Sequence[str], sizes: Sizes, ledger: Any):
+        self.ledger, self._part_names = ledger, part_names
+        remembering = [one for one in functions if one.fact("memory")]
+        self._memories = {one.name: one.fact("memory")(one.settings, sizes, ledger) for one in remembering}
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Names of ``Scores.columns``."""
+        return tuple(name for memory in self._memories.values() for name in memory.columns)
+
+    @property
+    def whole(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of ``Scores.memory``."""
+        return {name: shape for memory in self._memories.values() for name, shape in memory.whole.items()}
 
     def scores(self, rewards: Rewards, questions: Sequence[int]) -> Scores:
-        """The iteration's rewards as ``assign`` takes them, numpy.
+        """The iteration's rewards as ``credit.assign`` takes them, numpy.
 
         Args:
             rewards: of B rows, those of a question beside each other.
             questions: the question_id of each of the P groups of rows.
         """
-        kind, scored = self._config.credit.advantage, rewards.outcome == OUTCOME_SCORE
+        scored = rewards.outcome == OUTCOME_SCORE
         known = lambda x: np.where(scored, x, 0.0).astype(np.float32)
-        parts = baseline = regression = short_answer = moments = None
-        if kind == "gdpo":
-            parts = np.stack([known(rewards.parts[name]) for name in self._config.rewards.functions], axis=1)
-        if kind == "mssr":
-            expected = [a / (a + b) for a, b in map(self._counts.of, questions)]
-            baseline = np.repeat(np.float32(expected), len(scored) // len(questions))
-        if kind == "poise":
-            regression = self._regression.astype(np.float32)
-        if self._config.credit.short_answer_iterations:
-            short_answer = np.array(self._short_answer, np.int32)
-        if self._config.credit.advantage_norm_decay:
-            moments = self._moments.astype(np.float32)
-        total = known(rewards.total)
-        question = np.repeat(np.int32(questions), len(scored) // len(questions))
-        return Scores(total, scored, question, parts, baseline, regression, short_answer=short_answer, moments=moments)
+        said = {name: x for memory in self._memories.values() for name, x in memory.known(rewards, questions).items()}
+        return Scores(
+            known(rewards.total),
+            scored,
+            np.repeat(np.int32(questions), len(scored) // len(questions)),
+            parts=tuple(known(rewards.parts[name]) for name in self._part_names),
+            columns={name: said[name] for name in self.columns},
+            memory={name: said[name] for name in self.whole},
+        )
 
-    def observe(self, rewards: Rewards, questions: Sequence[int], sums: dict[str, Any]) -> None:
-        """Learn from an iteration: its rewards, and the sums that ``assign`` and the update returned."""
-        if self._config.credit.advantage == "mssr":
-            decay = self._decay(sums)
-            for question, group in zip(questions, rewards.total.reshape(len(questions), -1), strict=True):
-                a, b = self._counts.of(question)
-                for reward in group[np.isfinite(group)].tolist():
-                    a, b = decay * a + reward, decay * b + 1 - reward
-                self._counts.set(question, (a, b))
-        if self._config.credit.advantage == "poise":
-            self._regression = self._config.credit.baseline_decay * self._regression + sums["regression"]
-        if self._config.credit.advantage_norm_decay:
-            self._moments = np.asarray(sums["moments"])
-        if self._config.credit.short_answer_iterations:
-            self._correct_within = self._correct_within + sums["correct_within"]
-            self._iterations += 1
-            if self._iterations % self._config.credit.short_answer_iterations == 0:
-                self._choose_short_answers()
-
-    def _decay(self, sums: dict[str, Any]) -> float:
-        """Of "mssr" in this iteration."""
-        still, moving = self._config.credit.baseline_decay, self._config.credit.baseline_decay_moving
-        if not moving:
-            return still
-        drift = float(sums["kl_behaviour_sum"]) / max(float(sums["token_count"]), 1.0)
-        self._drifts = [*self._drifts, drift][-KL_WINDOW:]
-        return still + (moving - still) * min(1.0, sum(self._drifts) / len(self._drifts) / (2 * KL_TARGET))
-
-    def _choose_short_answers(self) -> None:
-        """A difficulty that nobody met keeps what it has."""
-        grid = self._config.short_answer_grid
-        for i, (*within, groups) in enumerate(self._correct_within.tolist()):
-            if groups > 0:
-                enough = (length for length, count in zip(grid, within, strict=True) if count >= round(groups))
-                self._short_answer[i] = next(enough, grid[-1])
-        self._correct_within = 0.0 * self._correct_within
+    def observe(self, rewards: Rewards, questions: Sequence[int], sums: Mapping[str, Any]) -> None:
+        """Learn from an iteration: its rewards, and the sums that ``credit.assign`` and the update returned."""
+        for memory in self._memories.values():
+            memory.observe(rewards, questions, sums)
 
     def state(self) -> dict[str, Any]:
         """What ``restore`` needs; plain JSON."""
-        return {
-            "drifts": self._drifts,
-            "regression": self._regression.tolist(),
-            "moments": self._moments.tolist(),
-            "correct_within": self._correct_within.tolist(),
-            "short_answer": self._short_answer,
-            "iterations": self._iterations,
-        }
+        return {name: memory.state() for name, memory in self._memories.items()}
 
-    def restore(self, state: dict[str, Any]) -> None:
-        self._drifts = state["drifts"]
-        self._regression = np.array(state["regression"])
-        self._moments = np.array(state["moments"])
-        self._correct_within = np.array(state["correct_within"])
-        self._short_answer, self._iterations = state["short_answer"], state["iterations"]
+    def restore(self, state: Mapping[str, Any]) -> None:
+        for name, memory in self._memories.items():
+            memory.restore(state[name])

@@ -1,58 +1,80 @@
 """What is added to a reward before credit, and what is done to an advantage after it.
 
-Owns: length terms, gated rewards, positive amplification, entropy terms, weights by duration. Does not know: models,
-the ring, who combines them.
-Letters: B rows, T row width. Lengths are completion lengths in tokens, the end-of-sequence token counted; entropies
-are those of the distributions that tokens were drawn from.
+A reward term is a function of ``Rows`` and of its settings to what is added to each reward, [B] f32; where it has a
+memory, what that learns from comes after it. A reshaping is one of (advantage [B,S], Rows) to the advantage.
+
+Owns: length terms, positive amplification, entropy terms, weights by duration. Does not know: models, the ring.
+Letters: B rows, S row width. Lengths are completion lengths in tokens, the end-of-sequence token counted; entropies are
+those of the distributions that tokens were drawn from, in nats.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
-from jaxrl_llm.algorithms.advantages import Groups, group_count, group_range, group_sum
+from jaxrl_llm.algorithms import memory
+from jaxrl_llm.algorithms.use import Count, CountOrZero, Exponent, NotNegative, Positive, needs
+from jaxrl_llm.ops.groups import Groups, group_count, group_range, group_sum
+from jaxrl_llm.types import NUM_DIFFICULTIES, Rows
 
-NUM_DIFFICULTIES = 3
+# ---- reward terms
 
 
-def overlong_penalty(length: Int[ArrayLike, " B"], *, max_length: int, buffer: int) -> Float[Array, " B"]:
-    """Soft punishment of the last ``buffer`` tokens before the limit, [B] f32 in [-1, 0].
+def _fits(path: str, settings: Any, config: Any) -> str:
+    most = "" if settings["buffer"] <= config.sampling.max_completion_tokens else "[sampling.max_completion_tokens]"
+    return most and f"[{path}.buffer] must be at most {most}"
 
-        0 where length <= max_length - buffer, else (max_length - buffer - length) / buffer
+
+@needs(rule=_fits)
+def overlong_penalty(x: Rows, *, buffer: Count = 4) -> Float[Array, " B"]:
+    """Soft punishment of the last ``buffer`` tokens before the longest completion, [B] f32 in [-1, 0].
+
+        0 where length <= longest - buffer, else (longest - buffer - length) / buffer
 
     A completion cut at the limit gets -1, and so does one that ends exactly there.
 
     Source: Yu et al. 2025, arXiv:2503.14476, eq. 13.
     """
-    return -jnp.clip((length - (max_length - buffer)).astype(jnp.float32) / buffer, 0.0, 1.0)
+    return -jnp.clip((x.length - (x.max_length - buffer)).astype(jnp.float32) / buffer, 0.0, 1.0)
 
 
-def length_reward(length: Int[ArrayLike, " B"], correct: Bool[ArrayLike, " B"], groups: Groups) -> Float[Array, " B"]:
-    """Short answers of a group before long ones, [B] f32 in [-1/2, 1/2].
+def length_reward(x: Rows, *, weight: NotNegative = 0.1) -> Float[Array, " B"]:
+    """Short answers of a group before long ones, [B] f32 in [-weight / 2, weight / 2].
 
-        l = 1/2 - (length - shortest) / (longest - shortest);  l where correct, else min(l, 0)
+        l = 1/2 - (length - shortest) / (longest - shortest);  weight l where correct, else weight min(l, 0)
 
-    0 in a group whose lengths are all equal. Args: ``length`` [B] i32, ``correct`` [B] bool.
+    0 in a group whose lengths are all equal.
 
     Source: Kimi k1.5, arXiv:2501.12599, section 2.3.3. Differs: not phased in.
     """
-    shortest, longest = group_range(length.astype(jnp.float32), groups)
-    is_spread = groups.valid & (longest > shortest)
-    value = 0.5 - (length - shortest) / jnp.where(is_spread, longest - shortest, 1.0)
-    return jnp.where(is_spread, jnp.where(correct, value, jnp.minimum(value, 0.0)), 0.0)
+    shortest, longest = group_range(x.length.astype(jnp.float32), x.groups)
+    is_spread = x.groups.valid & (longest > shortest)
+    value = 0.5 - (x.length - shortest) / jnp.where(is_spread, longest - shortest, 1.0)
+    return weight * jnp.where(is_spread, jnp.where(x.correct, value, jnp.minimum(value, 0.0)), 0.0)
 
 
-def short_bonus(
-    length: Int[ArrayLike, " B"], correct: Bool[ArrayLike, " B"], *, target: Int[ArrayLike, " B"] | int, bonus: float
-) -> Float[Array, " B"]:
-    """``bonus`` for a correct answer of at most ``target`` tokens (one for all, or [B]), else 0, [B] f32.
+@needs(memory=memory.ShortAnswers)
+def short_answer(
+    x: Rows, *, tokens: Count = 4, bonus: NotNegative = 0.5, every_iterations: CountOrZero = 0
+) -> tuple[Float[Array, " B"], dict[str, Float[Array, "D N"]]]:
+    """``bonus`` for a correct answer of at most ``tokens`` tokens, else 0, [B] f32.
+
+    With ``every_iterations`` above 0 how long is chosen every so many iterations anew, for easy, middling and hard
+    questions apart: the least multiple of ``tokens`` within which a group has a correct answer on average.
 
     Source: LASER, arXiv:2505.15612, with bonus 0.5; a target of each difficulty is its LASER-D.
     """
-    return jnp.where(correct & (length <= target), bonus, 0.0)
+    if not every_iterations:
+        return jnp.where(x.correct & (x.length <= tokens), bonus, 0.0), {}
+    row_class = difficulty(x.correct, x.groups)
+    target = x.memory["short_answer"][row_class]
+    grid = memory.length_grid(tokens, x.max_length)
+    learned = {"correct_within": correct_within(x.length, x.correct, row_class, x.groups, grid=grid)}
+    return jnp.where(x.correct & (x.length <= target), bonus, 0.0), learned
 
 
 def difficulty(correct: Bool[ArrayLike, " B"], groups: Groups) -> Int[Array, " B"]:
@@ -91,85 +113,78 @@ def correct_within(
     return member_DB.astype(jnp.float32) @ jnp.concatenate([is_within_BN, share_B1], axis=1)
 
 
-def gated(parts: Float[ArrayLike, "B K"], *, threshold: float) -> Float[Array, "B K"]:
-    """Rewards that count only where the first is there already: r_k 1[r_0 >= threshold] for k > 0, [B, K] f32.
-
-    Args:
-        parts: [B, K] f32, one column per reward function.
-
-    Source: GDPO, arXiv:2601.05242.
-    """
-    return jnp.where((parts[:, :1] >= threshold) | (jnp.arange(parts.shape[1]) == 0)[None, :], parts, 0.0)
+# ---- reshapings
 
 
-def amplify_positive(
-    advantage: Float[ArrayLike, " B"], correct: Bool[ArrayLike, " B"], *, factor: float
-) -> Float[Array, " B"]:
-    """1 for a correct row, ``factor`` times a positive advantage, and a negative one as it is; [B] f32.
+@needs(of_row=True)
+def amplify_positive(advantage: Float[ArrayLike, "B S"], x: Rows, *, factor: Positive = 3.0) -> Float[Array, "B S"]:
+    """1 for a correct row, ``factor`` times a positive advantage, and a negative one as it is; [B,S] f32.
 
     A group that is correct throughout is then imitated (advantage 1), although it is tied.
 
     Source: released code of R3L, arXiv:2601.03715, with factor 3 ("if r >= 1: 1, else if score >= 0: 3 score").
     """
-    return jnp.where(correct, 1.0, jnp.where(advantage > 0, factor * advantage, advantage))
+    amplified = jnp.where(advantage > 0, factor * advantage, advantage)
+    return jnp.where(x.mask, jnp.where(x.correct[:, None], 1.0, amplified), 0.0)
 
 
-def entropy_factor(
-    row_entropy: Float[ArrayLike, " B"], groups: Groups, *, strength: Float[ArrayLike, ""]
-) -> Float[Array, " B"]:
-    """What multiplies a row's advantage so that confident answers weigh more, [B] f32.
+@needs("entropy", of_row=True)
+def entropy_factor(advantage: Float[ArrayLike, "B S"], x: Rows, *, strength: NotNegative = 1.0) -> Float[Array, "B S"]:
+    """An advantage times what makes confident answers weigh more, [B,S] f32.
 
-        Y = max(0, 1 + strength (mean H - H) / mean H),   mean over the valid rows of the group
+        Y = max(0, 1 + strength (mean H - H) / mean H),   H of a row = mean entropy of its tokens, mean over the group
 
-    Args:
-        row_entropy: [B] f32 nats, mean over the row's completion.
-        groups: of the B rows.
-        strength: 1 is the source's.
-
-    Source: ETTRL, arXiv:2508.11356, entropy-based advantage reshaping. Differs: never below 0, where it would turn
-        the advantage round; the group as the set of the mean is ours; 1 where the mean is 0.
+    Source: ETTRL, arXiv:2508.11356, entropy-based advantage reshaping, strength 1. Differs: never below 0, where it
+        would turn the advantage round; the group as the set of the mean is ours; 1 where the mean is 0.
     """
-    mean = group_sum(row_entropy, groups) / jnp.maximum(group_count(groups), 1.0)
-    is_known = groups.valid & (mean > 0)
-    relative = (mean - row_entropy) / jnp.where(is_known, mean, 1.0)
-    return jnp.where(is_known, jnp.maximum(1.0 + strength * relative, 0.0), 1.0)
+    entropy = jnp.sum(jnp.where(x.mask, x.columns["entropy"], 0.0), axis=1) / jnp.maximum(x.length, 1)
+    mean = group_sum(entropy, x.groups) / jnp.maximum(group_count(x.groups), 1.0)
+    is_known = x.groups.valid & (mean > 0)
+    relative = (mean - entropy) / jnp.where(is_known, mean, 1.0)
+    return advantage * jnp.where(is_known, jnp.maximum(1.0 + strength * relative, 0.0), 1.0)[:, None]
 
 
+@needs("entropy")
 def entropy_bonus(
-    advantage: Float[ArrayLike, "B T"], entropy: Float[ArrayLike, "B T"], *, coefficient: float, limit: float
-) -> Float[Array, "B T"]:
-    """What is added to a token's advantage for its entropy, [B, T] f32, not negative, 0 where the advantage is 0.
+    advantage: Float[ArrayLike, "B S"], x: Rows, *, coefficient: NotNegative = 2.0, limit: Positive = 0.4
+) -> Float[Array, "B S"]:
+    """An advantage and a bonus for the token's entropy, which is 0 where the advantage is 0; [B,S] f32.
 
-        psi = min(|A| / limit, coefficient H)
+        A + min(|A| / limit, coefficient H)
 
-    Args:
-        advantage: [B, T] f32.
-        entropy: [B, T] f32 nats, not negative; it carries no gradient.
-        coefficient, limit: lambda and gamma of the source, 2 and 0.4. With a limit above 1 no sign is turned.
+    With a limit above 1 no sign is turned.
 
-    Source: arXiv:2512.18215.
+    Source: arXiv:2512.18215; coefficient and limit are its lambda and gamma.
     """
-    return jnp.minimum(jnp.abs(advantage) / limit, coefficient * entropy)
+    entropy = jnp.where(x.mask, x.columns["entropy"], 0.0)
+    return advantage + jnp.minimum(jnp.abs(advantage) / limit, coefficient * entropy)
 
 
-def duration_factor(
-    length: Int[ArrayLike, " B"], valid: Bool[ArrayLike, " B"], *, exponent: float
-) -> Float[Array, " B"]:
-    """What multiplies a row's advantage so that slow rows weigh as much as they are rare, [B] f32.
+def duration_factor(advantage: Float[ArrayLike, "B S"], x: Rows, *, exponent: Exponent = 1.0) -> Float[Array, "B S"]:
+    """An advantage times what makes slow rows weigh as much as they are rare, [B,S] f32.
 
         w = (length / mean length of the valid rows) ** exponent
 
     Where rows come as they are finished, an action that takes d times as long comes 1/d as often: with exponent 1 the
-    weighted rows are in the proportion in which the policy chose them, and the mean weight is 1. 1 where no row is
-    valid.
-
-    Args:
-        length: [B] i32, the time a row has taken, in tokens.
-        valid: [B] bool, rows that are trained on.
+    weighted rows are in the proportion in which the policy chose them, and the mean weight is 1.
 
     Source: after "RL for MLE agents", which weighs by an action's duration; its weight was not found, this form is
         ours.
     """
-    length, count = length.astype(jnp.float32), jnp.sum(valid)
-    mean = jnp.sum(jnp.where(valid, length, 0.0)) / jnp.maximum(count, 1)
-    return jnp.where(mean > 0, (length / jnp.where(mean > 0, mean, 1.0)) ** exponent, 1.0)
+    length, count = x.length.astype(jnp.float32), jnp.sum(x.groups.valid)
+    mean = jnp.sum(jnp.where(x.groups.valid, length, 0.0)) / jnp.maximum(count, 1)
+    return advantage * jnp.where(mean > 0, (length / jnp.where(mean > 0, mean, 1.0)) ** exponent, 1.0)[:, None]
+
+
+REWARD_TERMS = {
+    "overlong_penalty": overlong_penalty,
+    "length_reward": length_reward,
+    "short_answer": short_answer,
+}
+
+RESHAPINGS = {
+    "amplify_positive": amplify_positive,
+    "entropy_factor": entropy_factor,
+    "entropy_bonus": entropy_bonus,
+    "duration_factor": duration_factor,
+}

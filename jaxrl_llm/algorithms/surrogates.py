@@ -1,11 +1,16 @@
 """Surrogates: what the policy's log-probabilities are asked to do, one loss term per token.
 
-Every surrogate is ``term, is_clipped = surrogate(tokens, settings)``, both [B,T]. A sequence-level objective
-gives every token of a row the row's term, so that the aggregation "sequence_mean" is the mean over sequences.
-Terms off the mask are finite and mean nothing; the gradient of a token off the mask is exactly 0.
+A surrogate is a function of ``Tokens`` and of its settings. It returns terms [B,T], or terms and which tokens have no
+gradient because of a bound, [B,T] bool. A sequence-level objective gives every token of a row the row's term, so that
+the aggregation "sequence_mean" is the mean over sequences. Terms off the mask are finite and mean nothing; the gradient
+of a token off the mask is exactly 0.
 
-Three policies are kept apart: the behaviour policy drew the tokens, the old (proximal) policy is the one that
-ratios and trust regions are against, the current policy has the gradient.
+Three policies are kept apart: the behaviour policy drew the tokens, the old (proximal) policy is the one that ratios
+and trust regions are against (old_policies), the current policy has the gradient.
+
+A surrogate says whose samples its term takes the tokens for, hence which importance weight it leaves to a correction:
+``base="old"`` (old / behaviour), ``base="policy"`` (current / behaviour), or none (the term holds on any data); and
+``reads="reward"`` where it looks at rewards and not at advantages.
 
 Owns: the terms, the table of them. Does not know: how terms are added up, corrections of the behaviour policy.
 Letters: B rows, T row width, P groups, G rows of a group (neighbours).
@@ -13,14 +18,17 @@ Letters: B rows, T row width, P groups, G rows of a group (neighbours).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float
 
 from jaxrl_llm.algorithms.baselines import gradient_square
+from jaxrl_llm.algorithms.use import NotNegative, OverOneOrZero, Positive, Share, needs
+from jaxrl_llm.runtime.nested import ConfigError
+from jaxrl_llm.types import Tokens
 
 # A log-ratio is cut here before its exponential where nothing else bounds it: nats.
 LOG_RATIO_LIMIT = 20.0
@@ -29,57 +37,16 @@ CROSS_ENTROPY_EDGE = -1e-2
 # INPO's tau / eta.
 INPO_REFERENCE_SHARE = 1 / 3
 
-# Loss of each token, and which tokens have no gradient because of a bound.
-Term = tuple[Float[ArrayLike, "B T"], Bool[ArrayLike, "B T"]]
+# Terms, and which tokens a bound leaves without gradient.
+Terms = tuple[Float[Array, "B T"], Bool[Array, "B T"]]
 
 
-class Tokens(NamedTuple):
-    """Rows as a surrogate sees them; 0.0 off the mask. Log-probabilities in nats."""
-
-    policy_logp: jax.Array  # [B,T] current policy, differentiated
-    old_logp: jax.Array  # [B,T] old policy
-    behaviour_logp: jax.Array  # [B,T] policy that drew the tokens
-    ref_logp: jax.Array | None  # [B,T] frozen reference
-    advantage: jax.Array  # [B,T] f32
-    reward: jax.Array  # [B] f32
-    mask: jax.Array  # [B,T] bool, tokens with a loss; a row without any is no sibling of its group
-
-    def only(self, mask: Bool[ArrayLike, "B T"]) -> Tokens:
-        """Those of a mask alone, with constants elsewhere: 0 * nan is nan."""
-        reward = jnp.where(jnp.any(mask, axis=1), self.reward, 0.0)
-        kept = {name: x for name, x in self._asdict().items() if name not in ("reward", "mask") and x is not None}
-        kept = {name: jnp.where(mask, x, 0.0) for name, x in kept.items()}
-        return self._replace(**kept, reward=reward, mask=mask)
-
-
-class Settings(NamedTuple):
-    """Numbers of the surrogates, Python constants; each says which it reads."""
-
-    clip_low: float
-    clip_high: float
-    dual_clip: float
-    beta: float
-    group_size: int
-
-
-class Surrogate(NamedTuple):
-    """A row of the table.
-
-    Attributes:
-        term: the function.
-        base: whose samples the term takes the tokens for, hence the importance weight it leaves to a correction:
-            "old" (old / behaviour), "policy" (current / behaviour), or "behaviour" (none: the term holds on any data).
-    """
-
-    term: Callable[[Tokens, Settings], Term]
-    base: str
-
-
-def clipped(x: Tokens, s: Settings) -> Term:
+@needs(base="old", of_token=True)
+def clipped(x: Tokens, *, low: Share = 0.2, high: NotNegative = 0.2, dual: OverOneOrZero = 0.0) -> Terms:
     """Negated clipped surrogate objective of each token.
 
         u = exp(policy_logp - old_logp)
-        loss = -min(u A, clip(u, 1 - clip_low, 1 + clip_high) A),   and where A < 0 at most -dual_clip A (0 = off)
+        loss = -min(u A, clip(u, 1 - low, 1 + high) A),   and where A < 0 at most -dual A (0 = off)
 
     The gradient is exactly 0 where a bound holds and that of -u A elsewhere, also where the two are equal.
     ``is_clipped``: tokens without gradient because of the bounds. A sampled token has a behaviour_logp above about
@@ -89,18 +56,20 @@ def clipped(x: Tokens, s: Settings) -> Term:
         dual clip, Ye et al. 2020, arXiv:1912.09729.
     """
     log_ratio = x.policy_logp - x.old_logp
-    return _clip(log_ratio, x.advantage, 1 - s.clip_low, 1 + s.clip_high, s.dual_clip)
+    return _clip(log_ratio, x.advantage, 1 - low, 1 + high, dual)
 
 
-def sequence_clipped(x: Tokens, s: Settings) -> Term:
+@needs(base="old")
+def sequence_clipped(x: Tokens, *, low: Share = 0.2, high: NotNegative = 0.2, dual: OverOneOrZero = 0.0) -> Terms:
     """The clipped surrogate of the row's ratio, u = exp(sum_t(policy_logp - old_logp)); its form is that of ``gspo``.
 
     Source: the loss of Arnal et al. 2026, arXiv:2604.08706.
     """
-    return _of_row_ratio(x, s, power=_length(x))
+    return _of_row_ratio(x, _length(x), low, high, dual)
 
 
-def gspo(x: Tokens, s: Settings) -> Term:
+@needs(base="old")
+def gspo(x: Tokens, *, low: Share = 3e-4, high: NotNegative = 4e-4, dual: OverOneOrZero = 0.0) -> Terms:
     """The clipped surrogate of the row's ratio, length-normalised; in the form that keeps an advantage per token.
 
         u_t = exp(sg(mean_t(policy_logp - old_logp)) + policy_logp_t - sg(policy_logp_t))
@@ -110,56 +79,60 @@ def gspo(x: Tokens, s: Settings) -> Term:
 
     Source: Zheng et al. 2025, arXiv:2507.18071, sections 4.1 and 4.3.
     """
-    return _of_row_ratio(x, s, power=1.0)
+    return _of_row_ratio(x, 1.0, low, high, dual)
 
 
-def _of_row_ratio(x: Tokens, s: Settings, power: Float[ArrayLike, " B"] | float) -> Term:
+def _of_row_ratio(x: Tokens, power: Float[ArrayLike, " B"] | float, low: float, high: float, dual: float) -> Terms:
     """``gspo`` with its ratio to a power, [B] f32 or a number."""
     mean = _row_sum(x.policy_logp - x.old_logp, x) / _length(x)
     own = x.policy_logp - jax.lax.stop_gradient(x.policy_logp)
     log_ratio = (own + jax.lax.stop_gradient(mean)[:, None]) * jnp.reshape(power, (-1, 1))
     log_ratio = jnp.where(x.mask, log_ratio, 0.0)
-    return _clip(log_ratio, x.advantage, 1 - s.clip_low, 1 + s.clip_high, s.dual_clip)
+    return _clip(log_ratio, x.advantage, 1 - low, 1 + high, dual)
 
 
-def cispo(x: Tokens, s: Settings) -> Term:
+@needs(base="old", of_token=True)
+def cispo(x: Tokens, *, low: NotNegative = 0.0, high: Positive = 5.0) -> Terms:
     """REINFORCE under a clipped weight: every token keeps a gradient.
 
-        loss = -sg(clip(u, 1 - clip_low, 1 + clip_high)) A policy_logp,   u = exp(policy_logp - old_logp)
+        loss = -sg(clip(u, low, high)) A policy_logp,   u = exp(policy_logp - old_logp)
 
     The log-ratio is cut to +-20 nats first. ``is_clipped``: tokens whose weight is cut.
 
     Source: MiniMax 2025, arXiv:2506.13585; the cut, ScaleRL, Khatri et al. 2025, arXiv:2510.13786.
     """
     ratio = jnp.exp(jnp.clip(x.policy_logp - x.old_logp, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
-    weight = jax.lax.stop_gradient(jnp.clip(ratio, 1 - s.clip_low, 1 + s.clip_high))
+    weight = jax.lax.stop_gradient(jnp.clip(ratio, low, high))
     return -weight * x.advantage * x.policy_logp, weight != ratio
 
 
-def reinforce(x: Tokens, s: Settings) -> Term:
+@needs(base="policy")
+def reinforce(x: Tokens) -> Float[Array, "B T"]:
     """loss = -A policy_logp: no ratio, no clip. AsymRE is this with its own advantage.
 
     Source: Williams 1992; off-policy with a lowered baseline, Arnal et al. 2025, arXiv:2506.20520.
     """
-    return -x.advantage * x.policy_logp, jnp.zeros_like(x.mask)
+    return -x.advantage * x.policy_logp
 
 
-def opmd(x: Tokens, s: Settings) -> Term:
-    """loss = -A policy_logp / (1 + beta): mirror descent with the pull to the old policy as a smaller step.
+@needs(base="policy")
+def opmd(x: Tokens, *, tau: NotNegative = 0.1) -> Float[Array, "B T"]:
+    """loss = -A policy_logp / (1 + tau): mirror descent with the pull to the old policy as a smaller step.
 
     The pairwise form of the same method, the mean of (R_i - R_j)^2 over a group, is ``agro``.
 
     Source: R3L 2026, arXiv:2601.03715 (released code); the family, Tomar et al. 2020, arXiv:2005.09814. R3L's other
         half, retries from a step after a reflection with the shared prefix masked, wants an environment: not there yet.
     """
-    return -x.advantage * x.policy_logp / (1 + s.beta), jnp.zeros_like(x.mask)
+    return -x.advantage * x.policy_logp / (1 + tau)
 
 
-def remix_centred(x: Tokens, s: Settings) -> Term:
+@needs(reads_old=True, centred_on_old=True)
+def remix_centred(x: Tokens, *, low: Share = 0.2, high: NotNegative = 0.2) -> Terms:
     """The clipped surrogate against the behaviour policy, its window about the old policy's ratio.
 
         u = exp(policy_logp - behaviour_logp),   c = exp(old_logp - behaviour_logp)
-        loss = -min(u A, clip(u, c - clip_low, c + clip_high) A)
+        loss = -min(u A, clip(u, c - low, c + high) A)
 
     At policy = old the window never binds, however old the data.
 
@@ -167,10 +140,11 @@ def remix_centred(x: Tokens, s: Settings) -> Term:
     """
     centre = jnp.exp(jnp.clip(x.old_logp - x.behaviour_logp, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
     log_ratio = x.policy_logp - x.behaviour_logp
-    return _clip(log_ratio, x.advantage, centre - s.clip_low, centre + s.clip_high, 0.0)
+    return _clip(log_ratio, x.advantage, centre - low, centre + high, 0.0)
 
 
-def agro(x: Tokens, s: Settings) -> Term:
+@needs("ref_logp", siblings=True)
+def agro(x: Tokens, *, beta: Positive = 0.1) -> Float[Array, "B T"]:
     """Half the variance over the group of R = r - beta log(policy / reference), over beta: its optimum on any data.
 
     ``_regression`` against the reference, centred. At the optimum of E[r] - beta KL(policy || reference), R is the
@@ -179,33 +153,35 @@ def agro(x: Tokens, s: Settings) -> Term:
     Source: Tang et al. 2025, arXiv:2503.19612 (theorem 1). Differs: their loss is not in our sources; this one
         follows from the theorem, and the form is ours.
     """
-    return _regression(x, x.ref_logp, s.beta, s.group_size)
+    return _regression(x, x.ref_logp, beta, centred=True)
 
 
-def gvpo(x: Tokens, s: Settings) -> Term:
+@needs(siblings=True, reads_old=True)
+def gvpo(x: Tokens, *, beta: Positive = 0.1) -> Float[Array, "B T"]:
     """``_regression`` against the old policy, centred.
 
         weight of a row = (r - mean r) - beta (log-ratio - its mean)
 
     Source: Zhang et al. 2025, arXiv:2504.19599. Differs: over beta.
     """
-    return _regression(x, x.old_logp, s.beta, s.group_size)
+    return _regression(x, x.old_logp, beta, centred=True)
 
 
-def kimi_k15(x: Tokens, s: Settings) -> Term:
-    """``_regression`` against the old policy, not centred; beta is their tau.
+@needs(reads_old=True)
+def kimi_k15(x: Tokens, *, tau: Positive = 0.1) -> Float[Array, "B T"]:
+    """``_regression`` against the old policy, not centred.
 
-        weight of a row = (r - mean r) - beta log-ratio
+        weight of a row = (r - mean r) - tau log-ratio
 
     Source: Kimi team 2025, arXiv:2501.12599.
     """
-    return _regression(x, x.old_logp, s.beta, None)
+    return _regression(x, x.old_logp, tau, centred=False)
 
 
-def _regression(x: Tokens, anchor_logp: Float[ArrayLike, "B T"], beta: float, group_size: int | None) -> Term:
+def _regression(x: Tokens, anchor_logp: Float[ArrayLike, "B T"], beta: float, *, centred: bool) -> Float[Array, "B T"]:
     """The term of each row whose gradient is that of a regression of log-ratios on rewards; no ratio, any data.
 
-        l = sum_t(policy_logp - anchor_logp),   m = sg(mean of l over the group), or 0 without a group size
+        l = sum_t(policy_logp - anchor_logp),   m = sg(mean of l over the group), or 0 where not centred
         loss = -sum_t A (policy_logp - anchor_logp) + beta / 2 (l - m)^2
         d loss / d policy_logp_t = -(A_t - beta (l - m))
 
@@ -214,12 +190,13 @@ def _regression(x: Tokens, anchor_logp: Float[ArrayLike, "B T"], beta: float, gr
     """
     difference = x.policy_logp - anchor_logp
     log_ratio = _row_sum(difference, x)
-    middle = 0.0 if group_size is None else _group_mean(jax.lax.stop_gradient(log_ratio), x, group_size)
+    middle = _group_mean(jax.lax.stop_gradient(log_ratio), x) if centred else 0.0
     row = 0.5 * beta * jnp.square(log_ratio - middle) - _row_sum(x.advantage * difference, x)
     return _on_tokens(row, x)
 
 
-def spo(x: Tokens, s: Settings) -> Term:
+@needs("ref_logp", siblings=True, reads="reward")
+def spo(x: Tokens, *, beta: Positive = 1.0) -> Float[Array, "B T"]:
     """The last soft value of a row is its reward.
 
         loss = (Q - r)^2,   Q = Q0 + beta sum_t(policy_logp - ref_logp)
@@ -228,11 +205,12 @@ def spo(x: Tokens, s: Settings) -> Term:
 
     Source: Cohen et al. 2025, arXiv:2503.05453. Q0 as in ``soft_value``.
     """
-    value = soft_value(x, s) + s.beta * _row_sum(x.policy_logp - x.ref_logp, x)
+    value = soft_value(x, beta) + beta * _row_sum(x.policy_logp - x.ref_logp, x)
     return _on_tokens(jnp.square(value - x.reward), x)
 
 
-def spo_cross_entropy(x: Tokens, s: Settings) -> Term:
+@needs("ref_logp", siblings=True, reads="reward")
+def spo_cross_entropy(x: Tokens, *, beta: Positive = 1.0) -> Float[Array, "B T"]:
     """Cross-entropy of the Q of ``spo``; the reward is a log-probability, at most 0.
 
         loss = -(e^r Q + (1 - e^r) log(1 - e^Q))
@@ -240,7 +218,7 @@ def spo_cross_entropy(x: Tokens, s: Settings) -> Term:
     Source: as ``spo``. Differs: e^r is cut at 1, and above Q = -0.01 the second logarithm goes on as its tangent, so
         that a Q above 0 is pulled back with a finite gradient; both are ours.
     """
-    value = soft_value(x, s) + s.beta * _row_sum(x.policy_logp - x.ref_logp, x)
+    value = soft_value(x, beta) + beta * _row_sum(x.policy_logp - x.ref_logp, x)
     success = jnp.exp(jnp.minimum(x.reward, 0.0))
     inside = jnp.minimum(value, CROSS_ENTROPY_EDGE)
     slope = jax.lax.stop_gradient(1 / jnp.expm1(-inside))  # minus the derivative of log(1 - e^Q)
@@ -248,7 +226,7 @@ def spo_cross_entropy(x: Tokens, s: Settings) -> Term:
     return _on_tokens(-(success * value + (1 - success) * failure), x)
 
 
-def soft_value(x: Tokens, s: Settings) -> Float[Array, " B"]:
+def soft_value(x: Tokens, beta: float) -> Float[Array, " B"]:
     """Q0 = beta log E_reference[e^(r / beta)] of each row's prompt [B], from the group's stored rewards.
 
         Q0 = beta log(sum_i w_i e^(r_i / beta) / sum_i w_i),   w = reference / behaviour probability of the completion
@@ -261,20 +239,21 @@ def soft_value(x: Tokens, s: Settings) -> Float[Array, " B"]:
     log_weight = _row_sum(x.ref_logp - x.behaviour_logp, x)
     is_valid = _is_row(x)
 
-    def log_sum(exponent: Float[Array, " B"]) -> Float[Array, "P 1"]:  # [B] -> [P,1]
-        exponent = jnp.where(is_valid, exponent, -jnp.inf).reshape(-1, s.group_size)
+    def log_sum(exponent: Float[ArrayLike, " B"]) -> Float[Array, "P 1"]:
+        exponent = jnp.where(is_valid, exponent, -jnp.inf).reshape(-1, x.group_size)
         return jax.nn.logsumexp(exponent, axis=1, keepdims=True)
 
-    value = s.beta * (log_sum(log_weight + x.reward / s.beta) - log_sum(log_weight))
-    value = jnp.broadcast_to(value, (value.shape[0], s.group_size)).reshape(-1)
+    value = beta * (log_sum(log_weight + x.reward / beta) - log_sum(log_weight))
+    value = jnp.broadcast_to(value, (value.shape[0], x.group_size)).reshape(-1)
     return jnp.where(is_valid, value, 0.0)
 
 
-def inpo(x: Tokens, s: Settings) -> Term:
+@needs("ref_logp", siblings=True, reads_old=True, reads="reward")
+def inpo(x: Tokens, *, eta: Positive = 0.0075) -> Float[Array, "B T"]:
     """Pairwise regression to the Nash policy of a preference; the row of higher reward wins, ties are no pairs.
 
         h = D log policy - (tau / eta) D log reference - (1 - tau / eta) D log old,   D = winner - loser
-        loss of a pair = (h - 1 / (2 eta))^2,   eta = beta, tau = eta / 3
+        loss of a pair = (h - 1 / (2 eta))^2,   tau = eta / 3
 
     A row's term is the sum over its pairs over the number of other rows, so the mean over a group's rows is the mean
     over all its pairs, a tied one counting 0.
@@ -283,20 +262,21 @@ def inpo(x: Tokens, s: Settings) -> Term:
     """
     share = INPO_REFERENCE_SHARE
     score = _row_sum(x.policy_logp - share * x.ref_logp - (1 - share) * x.old_logp, x)
-    score_PG, reward_PG, valid_PG = (v.reshape(-1, s.group_size) for v in (score, x.reward, _is_row(x)))
+    score_PG, reward_PG, valid_PG = (v.reshape(-1, x.group_size) for v in (score, x.reward, _is_row(x)))
     pair = lambda v: (v[:, :, None], v[:, None, :])
     (score_i, score_j), (reward_i, reward_j), (valid_i, valid_j) = map(pair, (score_PG, reward_PG, valid_PG))
     wins_PGG = (reward_i > reward_j) & valid_i & valid_j
-    loss_PGG = jnp.where(wins_PGG, jnp.square(score_i - score_j - 1 / (2 * s.beta)), 0.0)
+    loss_PGG = jnp.where(wins_PGG, jnp.square(score_i - score_j - 1 / (2 * eta)), 0.0)
     others_P1 = jnp.maximum(jnp.sum(valid_PG, axis=1, keepdims=True) - 1, 1).astype(jnp.float32)
     row = (jnp.sum(loss_PGG, axis=1) + jnp.sum(loss_PGG, axis=2)) / others_P1
     return _on_tokens(row.reshape(-1), x)
 
 
-def vcpo(x: Tokens, s: Settings) -> Term:
+@needs(siblings=True, reads="reward")
+def vcpo(x: Tokens, *, cap: Positive = 8.0) -> Terms:
     """REINFORCE of whole sequences under truncated weights, less the baseline of the group that leaves least variance.
 
-        W = min(exp(sum_t(policy_logp - behaviour_logp)), 1 + clip_high)
+        W = min(exp(sum_t(policy_logp - behaviour_logp)), cap)
         b = sum W^2 q r / sum W^2 q,   q = ``gradient_square``, for |grad log policy|^2 of the row
         loss = -W (r - b) policy_logp
 
@@ -307,41 +287,61 @@ def vcpo(x: Tokens, s: Settings) -> Term:
         row's gradient, see ``gradient_square``.
     """
     log_ratio = jax.lax.stop_gradient(_row_sum(x.policy_logp - x.behaviour_logp, x))
-    weight = jnp.exp(jnp.clip(log_ratio, -LOG_RATIO_LIMIT, jnp.log1p(s.clip_high)))
+    weight = jnp.exp(jnp.clip(log_ratio, -LOG_RATIO_LIMIT, math.log(cap)))
     # In units of the group's largest: squares of small weights would be 0 in float32.
-    is_row_PG = _is_row(x).reshape(-1, s.group_size)
-    relative_PG = jnp.where(is_row_PG, weight.reshape(-1, s.group_size), 0.0)
+    is_row_PG = _is_row(x).reshape(-1, x.group_size)
+    relative_PG = jnp.where(is_row_PG, weight.reshape(-1, x.group_size), 0.0)
     relative_PG /= jnp.maximum(jnp.max(relative_PG, axis=1, keepdims=True), jnp.finfo(jnp.float32).tiny)
-    square_PG = gradient_square(jax.lax.stop_gradient(x.policy_logp), x.mask).reshape(-1, s.group_size)
-    share_PG, reward_PG = jnp.square(relative_PG) * square_PG, x.reward.reshape(-1, s.group_size)
+    square_PG = gradient_square(jax.lax.stop_gradient(x.policy_logp), x.mask).reshape(-1, x.group_size)
+    share_PG, reward_PG = jnp.square(relative_PG) * square_PG, x.reward.reshape(-1, x.group_size)
     total_P1 = jnp.maximum(jnp.sum(share_PG, axis=1, keepdims=True), jnp.finfo(jnp.float32).tiny)
     gain_PG = reward_PG - jnp.sum(share_PG * reward_PG, axis=1, keepdims=True) / total_P1
     highest = jnp.max(jnp.where(is_row_PG, reward_PG, -jnp.inf), axis=1, keepdims=True)
     lowest = jnp.min(jnp.where(is_row_PG, reward_PG, jnp.inf), axis=1, keepdims=True)
     gain = jnp.where(highest > lowest, gain_PG, 0.0).reshape(-1)
-    is_cut = log_ratio > jnp.log1p(s.clip_high)
+    is_cut = log_ratio > math.log(cap)
     return -(weight * gain)[:, None] * x.policy_logp, is_cut[:, None] & x.mask
 
 
 SURROGATES = {
-    "clipped": Surrogate(clipped, "old"),
-    "sequence_clipped": Surrogate(sequence_clipped, "old"),
-    "gspo": Surrogate(gspo, "old"),
-    "cispo": Surrogate(cispo, "old"),
-    "reinforce": Surrogate(reinforce, "policy"),
-    "opmd": Surrogate(opmd, "policy"),
-    "remix_centred": Surrogate(remix_centred, "behaviour"),
-    "agro": Surrogate(agro, "behaviour"),
-    "gvpo": Surrogate(gvpo, "behaviour"),
-    "kimi_k15": Surrogate(kimi_k15, "behaviour"),
-    "spo": Surrogate(spo, "behaviour"),
-    "spo_cross_entropy": Surrogate(spo_cross_entropy, "behaviour"),
-    "inpo": Surrogate(inpo, "behaviour"),
-    "vcpo": Surrogate(vcpo, "behaviour"),
+    "clipped": clipped,
+    "sequence_clipped": sequence_clipped,
+    "gspo": gspo,
+    "cispo": cispo,
+    "reinforce": reinforce,
+    "opmd": opmd,
+    "remix_centred": remix_centred,
+    "agro": agro,
+    "gvpo": gvpo,
+    "kimi_k15": kimi_k15,
+    "spo": spo,
+    "spo_cross_entropy": spo_cross_entropy,
+    "inpo": inpo,
+    "vcpo": vcpo,
 }
 
 
-def _clip(log_ratio, advantage, low, high, dual_clip) -> Term:
+def surrogate_terms(surrogate: Callable[[Tokens], Terms | Float[Array, "B T"]], x: Tokens) -> Terms:
+    """What a surrogate gives, with the tokens that a bound leaves without gradient: none where it names none.
+
+    Raises:
+        ConfigError: a function of the user's own gives something else.
+    """
+    given = surrogate(x)
+    terms, is_clipped = given if isinstance(given, tuple) and len(given) == 2 else (given, jnp.zeros_like(x.mask))
+    for array in (terms, is_clipped):
+        if getattr(array, "shape", None) != x.mask.shape:
+            raise ConfigError(f"algorithm.surrogate={surrogate.name!r} must return a number for each token, [B, T]")
+    return terms, is_clipped
+
+
+def _clip(
+    log_ratio: Float[ArrayLike, "B T"],
+    advantage: Float[ArrayLike, "B T"],
+    low: Float[ArrayLike, "B T"] | float,
+    high: Float[ArrayLike, "B T"] | float,
+    dual_clip: float,
+) -> Terms:
     ratio = jnp.exp(log_ratio)
     is_clipped = ((advantage > 0) & (ratio > high)) | ((advantage < 0) & (ratio < low))
     bound = jnp.where(advantage > 0, high, low)
@@ -365,14 +365,14 @@ def _is_row(x: Tokens) -> Bool[Array, " B"]:
     return jnp.any(x.mask, axis=1)
 
 
-def _group_mean(value_B: Float[Array, " B"], x: Tokens, group_size: int) -> Float[Array, " B"]:
+def _group_mean(value_B: Float[ArrayLike, " B"], x: Tokens) -> Float[Array, " B"]:
     """Mean over the group's rows that have a token, at each of its rows: [B]."""
-    valid_PG = _is_row(x).reshape(-1, group_size)
-    total_P1 = jnp.sum(jnp.where(valid_PG, value_B.reshape(-1, group_size), 0.0), axis=1, keepdims=True)
+    valid_PG = _is_row(x).reshape(-1, x.group_size)
+    total_P1 = jnp.sum(jnp.where(valid_PG, value_B.reshape(-1, x.group_size), 0.0), axis=1, keepdims=True)
     mean_P1 = total_P1 / jnp.maximum(jnp.sum(valid_PG, axis=1, keepdims=True), 1).astype(jnp.float32)
     return jnp.broadcast_to(mean_P1, valid_PG.shape).reshape(-1)
 
 
-def _on_tokens(row_B: Float[Array, " B"], x: Tokens) -> Term:
-    """The row's term on each of its tokens; nothing is clipped."""
-    return jnp.where(x.mask, row_B[:, None], 0.0), jnp.zeros_like(x.mask)
+def _on_tokens(row_B: Float[ArrayLike, " B"], x: Tokens) -> Float[Array, "B T"]:
+    """The row's term on each of its tokens."""
+    return jnp.where(x.mask, row_B[:, None], 0.0)

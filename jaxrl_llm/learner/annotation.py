@@ -1,7 +1,7 @@
 """Annotation: what the learner says of fresh rollouts before they are trained on, as many at a time as in an update.
 
-Owns: those functions of whole iterations, which a run compiles where its method asks for them. Does not know: which
-ask for which (run), the ring, credit. Letters: B rows, S row width, D model width, P prompts.
+Owns: those functions of whole iterations. Does not know: which method asks for what, the
+ring, credit. Letters: B rows, S row width, D model width.
 """
 
 from __future__ import annotations
@@ -28,13 +28,29 @@ class Annotation:
     """The functions of a run.
 
     Attributes:
-        reference_model: whose log-probs the objective's reference has.
+        reference_model: whose log-probs the reference has.
+        columns: what it says (types.COLUMNS).
         group_size: so many neighbouring rows of fresh rollouts have one prompt.
     """
 
     update: Update
     reference_model: Model
     group_size: int
+    columns: frozenset[str] = frozenset()
+
+    def annotate(self, state: TrainState, reference: Any, rollout: Rollout) -> dict[str, jax.Array]:
+        """Its columns of fresh rollouts, [B,...].
+
+        Args:
+            reference: weights; None = those in ``state``.
+        """
+        says = {
+            "generation_logp": lambda: self.old_logp(state.params, state.step, rollout),
+            "hidden": lambda: self.hidden(state.params, rollout),
+            "ref_logp": lambda: self.reference(state.reference if reference is None else reference, rollout),
+            "value": lambda: self.values(state, rollout),
+        }
+        return {name: say() for name, say in says.items() if name in self.columns}
 
     def logp(self, params: Any, rollout: Rollout, *, with_entropy: bool = False) -> Any:
         """Log-probs of fresh rollouts, [B,S], or those and entropies."""

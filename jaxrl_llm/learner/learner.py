@@ -19,9 +19,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.algorithms import corrections, credit
 from jaxrl_llm.algorithms import critic as values
-from jaxrl_llm.algorithms.baselines import num_features
 from jaxrl_llm.algorithms.memory import Memory
-from jaxrl_llm.algorithms.shaping import NUM_DIFFICULTIES
 from jaxrl_llm.config import Config
 from jaxrl_llm.learner import optim, publish
 from jaxrl_llm.learner.annotation import Annotation
@@ -31,7 +29,7 @@ from jaxrl_llm.questions.ledger import Ledger
 from jaxrl_llm.replay import ring as replay
 from jaxrl_llm.runtime import rng, sharding
 from jaxrl_llm.runtime.programs import Program, release_freed
-from jaxrl_llm.types import Critic, Experience, RingState, Rollout, ScoredRollouts, Scores, TrainState
+from jaxrl_llm.types import Critic, Experience, RingState, Rollout, ScoredRollouts, Scores, Sizes, TrainState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +37,7 @@ class LearnerPrograms:
     """The static parts of a learner. Abstract values are ``jax.ShapeDtypeStruct`` with shardings.
 
     Attributes:
-        reference_model: whose log-probs the objective's reference has; another than ``model`` for a teacher.
+        reference_model: whose log-probs the reference has; another than ``model`` for a teacher.
         row_shapes: of rollouts that an actor generates, however many.
         open_rollouts: abstract state of those that it leaves open, where the learner is to score them; else None.
     """
@@ -62,7 +60,7 @@ class LearnerPrograms:
     @property
     def loads_reference(self) -> bool:
         """Whether the reference is beside the state, the same all through; else it is a part of it."""
-        return self.config.keeps_reference and not self.config.objective.reference_reset_iterations
+        return self.config.keeps_reference and not self.config.algorithm.reference_reset_iterations
 
     @functools.cached_property
     def sampled(self) -> Rollout:
@@ -87,18 +85,38 @@ class LearnerPrograms:
     @functools.cached_property
     def abstract_scores(self) -> Scores:
         """What the host knows of them: all but what the learner says."""
-        B, settings = self.config.rows_per_iteration, self.config.credit
-        kind, features = settings.advantage, num_features(self.model.arch.width)
+        B, memory = self.config.rows_per_iteration, self.memory(Ledger())
+        rows = lambda dtype=jnp.float32: self._rows((B,), dtype)
         return Scores(
-            reward=self._rows((B,), jnp.float32),
-            trainable=self._rows((B,), bool),
-            question_id=self._rows((B,), jnp.int32),
-            parts=self._rows((B, len(self.config.rewards.functions)), jnp.float32) if kind == "gdpo" else None,
-            baseline=self._rows((B,), jnp.float32) if kind == "mssr" else None,
-            regression=self._whole(jnp.float32, (features, features + 1)) if kind == "poise" else None,
-            moments=self._whole(jnp.float32, (3,)) if settings.advantage_norm_decay else None,
-            short_answer=self._whole(jnp.int32, (NUM_DIFFICULTIES,)) if settings.short_answer_iterations else None,
+            reward=rows(),
+            trainable=rows(bool),
+            question_id=rows(jnp.int32),
+            parts=tuple(rows() for _ in self._part_names),
+            columns={name: rows() for name in memory.columns},
+            memory={name: self._whole(jnp.float32, shape) for name, shape in memory.whole.items()},
         )
+
+    @property
+    def _part_names(self) -> tuple[str, ...]:
+        return self.config.rewards.functions if self.config.algorithm.looks_at_parts else ()
+
+    def memory(self, ledger: Ledger) -> Memory:
+        """What the method remembers of earlier rewards: nothing yet."""
+        sizes = Sizes(self.model.arch.width, self.config.sampling.max_completion_tokens)
+        return Memory(self.config.algorithm.of_credit, self._part_names, sizes, ledger)
+
+    @property
+    def annotation(self) -> Annotation:
+        columns = self.config.algorithm.columns & {"generation_logp", "hidden", "ref_logp", "value"}
+        return Annotation(self.update, self.reference_model, self.config.rollout.group_size, columns)
+
+    @property
+    def abstract_columns(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """What the learner says of them."""
+        B, arch = self.config.rows_per_iteration, self.model.arch
+        wide = {"hidden": arch.width}
+        names = sorted(self.annotation.columns)
+        return {name: self._rows((B, wide.get(name, self.config.row_tokens)), jnp.float32) for name in names}
 
     @functools.cached_property
     def abstract_state(self) -> TrainState:
@@ -111,8 +129,8 @@ class LearnerPrograms:
             self._whole(jnp.int32),
             average=self.params if self.config.keeps_average else None,
             critic=place(critic, sharding.replicated(self.mesh, critic)),
-            entropy_coefficient=self._whole(jnp.float32) if self.config.objective.entropy_target else None,
-            reference=self.params if self.config.objective.reference_reset_iterations else None,
+            entropy_coefficient=self._whole(jnp.float32) if self._moves_entropy else None,
+            reference=self.params if self.config.algorithm.reference_reset_iterations else None,
             previous=self.params if self.config.keeps_previous else None,
         )
 
@@ -135,17 +153,23 @@ class LearnerPrograms:
 
     def _init_state(self, params: Any) -> TrainState:
         copy = lambda: jax.tree.map(jnp.copy, params)
-        objective = self.config.objective
+        algorithm = self.config.algorithm
+        coefficient = jnp.float32(algorithm.entropy_bonus["coefficient"]) if self._moves_entropy else None
         return TrainState(
             params,
             self.update.optimizer.init(params),
             jnp.zeros((), jnp.int32),
             average=copy() if self.config.keeps_average else None,
             critic=self._init_critic(),
-            entropy_coefficient=jnp.float32(objective.entropy_coefficient) if objective.entropy_target else None,
-            reference=copy() if objective.reference_reset_iterations else None,
+            entropy_coefficient=coefficient,
+            reference=copy() if algorithm.reference_reset_iterations else None,
             previous=copy() if self.config.keeps_previous else None,
         )
+
+    @property
+    def _moves_entropy(self) -> bool:
+        bonus = self.config.algorithm.entropy_bonus
+        return bool(bonus) and bonus.fact("moves", True)
 
     def _init_critic(self) -> Critic | None:
         if not self.config.has_critic:
@@ -164,7 +188,7 @@ class LearnerPrograms:
             group_mean=jax.ShapeDtypeStruct((B,), jnp.float32),
             ref_logp=tokens if self.config.keeps_reference else None,
             returns=tokens if self.config.has_critic else None,
-            value=tokens if self.config.has_critic and self.config.objective.value_clip else None,
+            value=tokens if self.config.has_critic and self.config.algorithm.critic.clip else None,
             old_logp=tokens if self.config.keeps_old_logp else None,
         )
         return replay.init(
@@ -176,11 +200,11 @@ class LearnerPrograms:
             page_tokens=self.config.page_tokens,
         )
 
-    def _insert(self, ring, rollout, scores, ref_logp, iteration):
+    def _insert(self, ring, rollout, scores, columns, iteration):
         """Credit, then the ring. Returns the ring and credit's sums."""
-        experience, sums = credit.assign(rollout, scores, ref_logp, self.config)
+        experience, sums = credit.assign(rollout, scores, columns, self.config)
         threshold = self.config.rewards.pass_threshold
-        imitates = self.config.objective.imitation_coefficient > 0
+        imitates = self.config.algorithm.imitates
         how = {"pass_threshold": threshold, "imitates": imitates, "group_size": self.config.rows_per_draw}
         before = replay.usage(ring)
         ring = replay.insert(ring, experience, iteration, self.config.replay, **how)
@@ -215,21 +239,13 @@ class LearnerPrograms:
 
     def programs(self) -> dict[str, Program]:
         """Every program of the learner by name."""
-        config, update = self.config, self.update
-        annotation = Annotation(update, self.reference_model, config.rollout.group_size)
+        config = self.config
+        annotation, columns = self.annotation, self.abstract_columns
         layout = lambda tree: jax.tree.map(lambda x: x.sharding, tree)
         whole = sharding.replicated(self.mesh, 0)
-        B, S = config.rows_per_iteration, config.row_tokens
         key = self._whole(jax.eval_shape(lambda: rng.stream(0, "draw")).dtype)
         iteration = version = self._whole(jnp.int32)
-        tokens = self._rows((B, S), jnp.float32)
-        ref_logp = tokens if config.keeps_reference else None
-        hidden = self._rows((B, self.model.arch.width), jnp.float32)
-        scores = self.abstract_scores.replace(
-            value=tokens if config.has_critic else None,
-            old_logp=tokens if config.keeps_old_logp else None,
-            hidden=hidden if config.keeps_hidden else None,
-        )
+        scores = self.abstract_scores
         params, state, ring, rollout = self.params, self.abstract_state, self.abstract_ring, self.abstract_rollout
         both = layout(state), layout(ring)
         programs = {
@@ -237,27 +253,21 @@ class LearnerPrograms:
             "init_state": Program(self._init_state, (params,), layout(state), donate=(0,)),
             "init_ring": Program(self._init_ring, (), layout(ring)),
             "insert": Program(
-                self._insert, (ring, rollout, scores, ref_logp, iteration), (layout(ring), whole), donate=(0,)
+                self._insert, (ring, rollout, scores, columns, iteration), (layout(ring), whole), donate=(0,)
             ),
             "update": Program(self._update, (state, ring, iteration, key), (*both, whole), donate=(0, 1)),
         }
-        if config.keeps_reference:
-            reference = self.reference_model.abstract_params(self.mesh)
-            programs["reference"] = Program(annotation.reference, (reference, rollout), tokens.sharding)
-        if config.objective.reference_reset_iterations:
+        if columns:
+            reference = self.reference_model.abstract_params(self.mesh) if self.loads_reference else None
+            programs["annotate"] = Program(annotation.annotate, (state, reference, rollout), layout(columns))
+        if config.algorithm.reference_reset_iterations:
             programs["reset_reference"] = Program(self._reset_reference, (state, ring), both, donate=(0, 1))
-        if config.keeps_old_logp:
-            programs["old_logp"] = Program(annotation.old_logp, (params, version, rollout), tokens.sharding)
         if self.open_rollouts is not None:
             given = (params, version, self.open_rollouts)
             programs["score_open"] = Program(annotation.score_open, given, layout(self.open_rollouts), donate=(2,))
         if config.external.groups_per_iteration:
             given = (params, version, self.sampled, self.abstract_external)
             programs["join"] = Program(annotation.join, given, layout(rollout))
-        if config.keeps_hidden:
-            programs["hidden"] = Program(annotation.hidden, (params, rollout), hidden.sharding)
-        if config.has_critic:
-            programs["values"] = Program(annotation.values, (state, rollout), tokens.sharding)
         return programs
 
 
@@ -268,7 +278,7 @@ class Learner:
         programs: the static parts.
         compiled: their programs by name, compiled.
         ledger: what is known of questions.
-        reference: weights of the objective's reference where they stay the same; else None.
+        reference: weights of the reference where they stay the same; else None.
 
     Attributes:
         state, ring: what the optimizer owns, and stored rollouts; the arrays of before a call are given over to it.
@@ -280,7 +290,7 @@ class Learner:
         self._layout = jax.tree.map(lambda x: x.sharding, programs.abstract_scores)
         self._everywhere = sharding.replicated(programs.mesh, 0)
         self._draw_key = jax.device_put(rng.stream(self.config.seed, "draw"), self._everywhere)
-        self.memory = Memory(self.config, programs.model.arch.width, ledger)
+        self.memory = programs.memory(ledger)
         self.state: TrainState | None = None
         self.ring: RingState | None = None
 
@@ -318,22 +328,15 @@ class Learner:
         if scored.guests is not None:
             rows = compiled["join"](state.params, state.step, rows, scored.guests)
         scores = jax.device_put(self.memory.scores(scored.rewards, scored.questions), self._layout)
-        reference = state.reference if self._reference is None else self._reference
-        ref_logp = compiled["reference"](reference, rows) if config.keeps_reference else None
-        if config.has_critic:
-            scores = scores.replace(value=compiled["values"](state, rows))
-        if config.keeps_hidden:
-            scores = scores.replace(hidden=compiled["hidden"](state.params, rows))
-        if config.keeps_old_logp:
-            scores = scores.replace(old_logp=compiled["old_logp"](state.params, state.step, rows))
-        if "score_open" in compiled and scored.open_rollouts is not None:
+        columns = compiled["annotate"](state, self._reference, rows) if "annotate" in compiled else {}
+        if scored.open_rollouts is not None:
             scored.open_rollouts.state = compiled["score_open"](state.params, state.step, scored.open_rollouts.state)
         now = jax.device_put(np.int32(iteration), self._everywhere)
-        self.ring, insert_sums = compiled["insert"](self.ring, rows, scores, ref_logp, now)
+        self.ring, insert_sums = compiled["insert"](self.ring, rows, scores, columns, now)
         self.state, self.ring, update_sums = compiled["update"](state, self.ring, now, self._draw_key)
         sums = jax.device_get(update_sums | insert_sums)
         self.memory.observe(scored.rewards, scored.questions, sums)
-        if iteration + 1 in config.objective.reference_reset_iterations:
+        if iteration + 1 in config.algorithm.reference_reset_iterations:
             self.state, self.ring = compiled["reset_reference"](self.state, self.ring)
         if iteration == 0:
             check_gap(config, sums)

@@ -1,8 +1,8 @@
 """The update: U optimizer steps in one dispatch, each on a batch drawn from the ring.
 
-It is blind to algorithms: it sees tokens, masks, advantages and log-probabilities. Every term of the
-loss and every metric is a sum under one denominator of the whole batch, so micro-batches, padding, row
-order and devices change nothing beyond float rounding.
+It is blind to algorithms: it sees tokens, masks, advantages, log-probabilities and functions of these. Every term
+of the loss and every metric is a sum under one denominator of the whole batch, so micro-batches, padding, row order and
+devices change nothing beyond float rounding.
 
     scan over U:   draw a batch [M, b] -> weights of the whole batch
       loop over micro-batches:   forward, backward, add gradients and sums
@@ -18,7 +18,6 @@ Owns: the loss's composition, gradient accumulation, the optimizer step. Does no
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -28,22 +27,28 @@ import optax
 
 from jaxrl_llm.algorithms import corrections
 from jaxrl_llm.algorithms import critic as values
-from jaxrl_llm.algorithms.losses import (
-    adapted_entropy_coefficient,
-    aggregation_weights,
-    cross_entropy,
-    kl_estimate,
-    reference_share,
-)
-from jaxrl_llm.algorithms.surrogates import LOG_RATIO_LIMIT, SURROGATES, Settings, Tokens
-from jaxrl_llm.config import ObjectiveConfig, SamplingConfig, UpdateConfig
+from jaxrl_llm.algorithms.aggregation import cross_entropy
+from jaxrl_llm.algorithms.anchors import kl_estimate
+from jaxrl_llm.algorithms.old_policies import moving_average_share
+from jaxrl_llm.algorithms.surrogates import LOG_RATIO_LIMIT, surrogate_terms
+from jaxrl_llm.config import AlgorithmConfig, SamplingConfig, UpdateConfig
 from jaxrl_llm.learner import micro_batches as cut
 from jaxrl_llm.learner.micro_batches import MicroBatches
-from jaxrl_llm.models.row_logp import RowValues, packed_logp, row_logp
+from jaxrl_llm.models.row_logp import RowValues, row_logp
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.ops.masks import completion_mask
 from jaxrl_llm.runtime.programs import run_if
-from jaxrl_llm.types import AGE_BUCKETS, Critic, Experience, RingState, Rollout, TrainState
+from jaxrl_llm.types import (
+    AGE_BUCKETS,
+    Batch,
+    Critic,
+    Experience,
+    Ratios,
+    RingState,
+    Rollout,
+    Tokens,
+    TrainState,
+)
 
 # draw(ring, key) -> ring, rows [M, b, ...], sums of what was drawn
 Draw = Callable[[RingState, jax.Array], tuple[RingState, Experience, dict[str, jax.Array]]]
@@ -54,10 +59,11 @@ class Moment(NamedTuple):
 
     version: jax.Array  # [] i32 of the current weights; tokens sampled by it measure the sampler-learner gap
     start_version: jax.Array | None = None  # [] i32 of the weights before the iteration's updates
-    start: Any = None  # those weights, where the objective asks for them
-    average: Any = None  # moving average of the weights, likewise
-    previous: Any = None  # weights before the updates of the iteration before, likewise
-    threshold: jax.Array | None = None  # [] f32 of the correction "second_moment"
+    # Weights of other policies (types.OTHER_POLICIES), where the loss asks for them.
+    start: Any = None
+    average: Any = None
+    previous: Any = None
+    over_batch: jax.Array | None = None  # [] f32, what a correction asks of the whole batch
     entropy_coefficient: jax.Array | None = None  # [] f32 weight of the entropy bonus, where it moves
 
 
@@ -65,8 +71,7 @@ class Weights(NamedTuple):
     """What each token counts in the parts of the loss, [...,S] f32: every division has been done."""
 
     policy: jax.Array  # in what completions are trained by
-    environment: jax.Array | None = None  # in the cross-entropy of prompts
-    imitation: jax.Array | None = None  # in that of correct completions which others wrote
+    cross_entropies: tuple[jax.Array, ...] = ()  # in those, each
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +94,7 @@ class Update:
     num_devices: int
     group_size: int = 1
     line_tokens: int = 0
-    objective: ObjectiveConfig = ObjectiveConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
     critic_optimizer: optax.GradientTransformation | None = None
     pass_threshold: float = 1.0
 
@@ -138,22 +143,22 @@ class Update:
         usable = jnp.isfinite(norm) & (sums["token_count"] > 0)
         if critic:
             usable &= jnp.isfinite(optax.tree.norm(of_head))
-        if self.objective.ess_learning_rate:
-            scale = corrections.step_scale(
-                sums["sequence_ratio_sum"], sums["sequence_ratio_square_sum"], sums["row_count"]
-            )
+        algorithm = self.algorithm
+        if algorithm.step_size:
+            names = ("sequence_ratio_sum", "sequence_ratio_square_sum", "row_count")
+            scale = algorithm.step_size(*(sums[name] for name in names))
             sums |= {"rate_scale_sum": scale}
         if state.entropy_coefficient is not None:
             sums |= {"entropy_coefficient_sum": state.entropy_coefficient}
 
         def apply(state: TrainState) -> TrainState:
             updates, opt_state = self.optimizer.update(gradient, state.opt_state, state.params)
-            if self.objective.ess_learning_rate:
+            if algorithm.step_size:
                 updates = jax.tree.map(lambda u: u * scale, updates)
             params = optax.apply_updates(state.params, updates)
             average = state.average
             if average is not None:
-                share = corrections.moving_average_share(self.objective.ewma_decay, state.step + 1)
+                share = moving_average_share(algorithm.average_decay, state.step + 1)
                 average = jax.tree.map(lambda old, new: old + share * (new - old), average, params)
             critic = state.critic
             if critic:
@@ -161,12 +166,7 @@ class Update:
                 critic = Critic(optax.apply_updates(critic.head, updates), head_state)
             coefficient = state.entropy_coefficient
             if coefficient is not None:
-                coefficient = adapted_entropy_coefficient(
-                    coefficient,
-                    sums["entropy_sum"] / sums["token_count"],
-                    target=self.objective.entropy_target,
-                    rate=self.objective.entropy_rate,
-                )
+                coefficient = algorithm.entropy_bonus(coefficient, sums["entropy_sum"] / sums["token_count"])
             new = {"average": average, "critic": critic, "entropy_coefficient": coefficient}
             return state.replace(params=params, opt_state=opt_state, step=state.step + 1, **new)
 
@@ -178,28 +178,28 @@ class Update:
 
     def _moment(self, state: TrainState, batch: Experience, start: TrainState) -> Moment:
         """What the loss of a batch may look at; weights only where the objective asks for them."""
-        objective = self.objective
-        needs_start = objective.proximal == "start"
-        start_params = start.params if needs_start else None
+        start_params = start.params if self.algorithm.loss_needs("start_logp") else None
         moment = Moment(state.step, start.step, start_params, state.average, state.previous)
-        if objective.correction != "second_moment":
+        correction = self.algorithm.correction
+        over_batch = correction.fact("over_batch")
+        if over_batch is None:
             return moment
         # Of the whole batch, so that micro-batches change nothing: one forward more.
         rollout = batch.rollout
         mask = jax.vmap(completion_mask, (0, 0, None))(rollout.prompt_length, rollout.length, rollout.tokens.shape[2])
         micros = self.micro_batches(batch, mask & batch.trainable[:, :, None])
 
-        def log_ratio(i: jax.Array, seen: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        def ratios(i: jax.Array, seen: Ratios) -> Ratios:
             rows, mask = micros.at(i)
             policy_logp = self._micro_batch_logp(state.params, rows).logp
-            found = self._correction_ratio(self._tokens(policy_logp, rows, mask, moment)), mask
+            found = self._ratios(self._tokens(policy_logp, rows, mask, moment))
             return jax.tree.map(lambda x, new: x.at[i].set(new), seen, found)
 
         shape = (micros.most, *jax.eval_shape(micros.at, 0)[1].shape)
-        seen = jax.lax.fori_loop(0, micros.count, log_ratio, (jnp.zeros(shape), jnp.zeros(shape, bool)))
-        ratio, mask = (x.reshape(-1, x.shape[-1]) for x in seen)
-        threshold = corrections.second_moment_threshold(ratio, mask, objective.correction_second_moment)
-        return moment._replace(threshold=threshold)
+        nothing = Ratios(jnp.zeros(shape), jnp.zeros(shape), jnp.zeros(shape, bool))
+        seen = jax.lax.fori_loop(0, micros.count, ratios, nothing)
+        seen = jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]), seen)
+        return moment._replace(over_batch=over_batch(seen, **correction.settings))
 
     def gradient(
         self, params: Any, batch: Experience, moment: Moment, head: Any = None
@@ -223,30 +223,20 @@ class Update:
         return jax.lax.fori_loop(0, micros.count, accumulate, jax.tree.map(jnp.zeros_like, (learned, sums)))
 
     def _weights(self, rows: Experience) -> Weights:
-        """Of rows [B, ...], the whole batch.
-
-            environment   w = 1 / (rows * tokens of the row's prompt but its first): each row's prompt is a mean, in
-                          which one that siblings share counts as often as it has siblings
-            imitation     w = 1 / tokens of the correct completions which others wrote, as in ``sft``
-
-        Source: environment, arXiv:2605.24517. Differs: nothing is left out of a prompt as a warning of the harness.
-        """
-        rollout, objective = rows.rollout, self.objective
-        width = rollout.tokens.shape[1]
-        mean = functools.partial(
-            aggregation_weights,
+        """Of rows [B, ...], the whole batch."""
+        rollout = rows.rollout
+        batch = Batch(
+            trainable=rows.trainable,
             group_id=rollout.group_id,
-            max_completion_tokens=self.sampling.max_completion_tokens,
+            correct=rows.reward >= self.pass_threshold,
+            prompt_length=rollout.prompt_length,
+            length=rollout.length,
+            width=rollout.tokens.shape[1],
+            max_length=self.sampling.max_completion_tokens,
         )
-        completion = completion_mask(rollout.prompt_length, rollout.length, width)
-        weights = Weights(mean(completion, rows.trainable, kind=objective.aggregation))
-        if objective.environment_coefficient:
-            predicted = completion_mask(jnp.ones_like(rollout.prompt_length), rollout.prompt_length, width)
-            weights = weights._replace(environment=mean(predicted, rows.trainable, kind="sequence_mean"))
-        if objective.imitation_coefficient:
-            shown = rows.trainable & (rollout.group_id < 0) & (rows.reward >= self.pass_threshold)
-            weights = weights._replace(imitation=mean(completion, shown, kind="token_mean"))
-        return weights
+        completion = completion_mask(rollout.prompt_length, rollout.length, batch.width)
+        others = tuple(one(batch) for one in self.algorithm.cross_entropies)
+        return Weights(self.algorithm.aggregation(completion, batch), others)
 
     def micro_batches(self, batch: Experience, weight: Any) -> MicroBatches:
         """Cut rows [M, b, ...] and their weights, arrays [M, b, S], as the config says."""
@@ -281,22 +271,25 @@ class Update:
         ``readout`` is that of a value ``head`` where there is one. With ``num_lines`` the rows are of packed lines.
         """
         if head is not None:
-            share = self.objective.value_coefficient
+            share = self.algorithm.critic.gradient_share
             readout = lambda hidden: values.head_outputs(head, hidden, gradient_share=share)
         rows = rollout.tokens, rollout.prompt_length, rollout.length, rollout.support
         per_device = max(1, (num_lines or rollout.tokens.shape[0]) // self.num_devices)
-        common = {
-            "sampling": self.sampling,
-            "chunk_positions": max(1, self.config.logp_chunk_tokens // per_device),
-            "group_size": group_size,
-            "remat": remat,
-            "readout": readout,
-            "with_prompts": with_prompts,
-        }
         if num_lines:
-            lines = jax.tree.map(lambda x: x.reshape(num_lines, -1, *x.shape[1:]), rows)
-            return packed_logp(self.model, params, *lines, width=self.line_tokens, **common)
-        return row_logp(self.model, params, *rows, completion_width=self.sampling.max_completion_tokens, **common)
+            rows = jax.tree.map(lambda x: x.reshape(num_lines, -1, *x.shape[1:]), rows)
+        return row_logp(
+            self.model,
+            params,
+            *rows,
+            sampling=self.sampling,
+            completion_width=self.sampling.max_completion_tokens,
+            chunk_positions=max(1, self.config.logp_chunk_tokens // per_device),
+            line_width=self.line_tokens if num_lines else 0,
+            group_size=group_size,
+            remat=remat,
+            readout=readout,
+            with_prompts=with_prompts,
+        )
 
     def _micro_batch_logp(self, params: Any, rows: Experience, **how: Any) -> RowValues:
         """``logp`` of the rows of one of ``micro_batches``."""
@@ -310,7 +303,8 @@ class Update:
     @property
     def bins(self) -> values.Bins:
         """How a value head's outputs become values."""
-        return values.Bins(self.objective.value_bins, self.objective.value_low, self.objective.value_high)
+        critic = self.algorithm.critic
+        return values.Bins(critic.bins, critic.low, critic.high)
 
     def predict_values(self, params: Any, head: Any, rollout: Rollout, *, group_size: int = 1) -> jax.Array:
         """What the critic expects at each token of rows, [B,S] f32 in units of reward, 0.0 off the completion."""
@@ -327,9 +321,9 @@ class Update:
 
     def _loss(self, learned, rows: Experience, weights: Weights, moment: Moment):
         """The loss of a micro-batch [] f32, and sums; ``learned``: policy and value head."""
-        rollout, objective = rows.rollout, self.objective
+        rollout, algorithm = rows.rollout, self.algorithm
         params, head = learned
-        with_prompts = objective.environment_coefficient > 0
+        with_prompts = any(one.fact("reads") == "prompt_logp" for one in algorithm.cross_entropies)
         policy_logp, entropy, outputs, prompt_logp = self._micro_batch_logp(
             params, rows, remat=True, head=head, with_prompts=with_prompts
         )
@@ -340,39 +334,34 @@ class Update:
         sums = {}
 
         used = tokens  # those the correction keeps; the others have no part in a row's sums either
-        if objective.correction != "none":
-            correction, is_kept = self._correction(tokens, moment)
+        if algorithm.correction:
+            ratios = self._ratios(tokens)._replace(over_batch=moment.over_batch)
+            log_weight, is_kept = algorithm.correction(ratios)
+            correction = corrections.weight(log_weight, is_kept, is_carried=not self._weighed)
             used = tokens.only(is_kept)
             sums["correction_weight_sum"] = total(correction)
-        settings = Settings(
-            clip_low=objective.clip_low,
-            clip_high=objective.clip_high,
-            dual_clip=objective.dual_clip,
-            beta=objective.regression_beta,
-            group_size=self.group_size,
-        )
-        term, is_clipped = SURROGATES[objective.surrogate].term(used, settings)
-        if objective.correction != "none":
+        term, is_clipped = surrogate_terms(algorithm.surrogate, used)
+        if algorithm.correction:
             term = correction * term
         loss = jnp.sum(weight_BS * term)
 
-        kl = self._divergence(tokens, rows, moment)
-        if kl is not None:
-            loss += objective.kl_coefficient * jnp.sum(weight_BS * kl)
+        if algorithm.divergence:
+            kl = algorithm.divergence(tokens)
+            loss += algorithm.divergence["coefficient"] * jnp.sum(weight_BS * kl)
             sums["kl_reference_sum"] = jnp.sum(kl)
-        if objective.entropy_coefficient or objective.entropy_target:
-            coefficient = moment.entropy_coefficient if objective.entropy_target else objective.entropy_coefficient
+        if algorithm.entropy_bonus:
+            coefficient = moment.entropy_coefficient
+            if coefficient is None:
+                coefficient = algorithm.entropy_bonus["coefficient"]
             loss -= coefficient * jnp.sum(weight_BS * jnp.where(mask, entropy, 0.0))
         if head is not None:
             value_loss, value_sums = self._value_loss(outputs, rows, mask)
             loss += jnp.sum(weight_BS * value_loss)
             sums |= value_sums
-        if objective.environment_coefficient:
-            sums["environment_loss_sum"] = cross_entropy(prompt_logp, weights.environment)
-            loss += objective.environment_coefficient * sums["environment_loss_sum"]
-        if objective.imitation_coefficient:
-            sums["imitation_loss_sum"] = cross_entropy(policy_logp, weights.imitation)
-            loss += objective.imitation_coefficient * sums["imitation_loss_sum"]
+        for one, weight in zip(algorithm.cross_entropies, weights.cross_entropies, strict=True):
+            value = cross_entropy(prompt_logp if one.fact("reads") == "prompt_logp" else policy_logp, weight)
+            loss += one["coefficient"] * value
+            sums[f"{one.name}_loss_sum"] = value
 
         policy_logp, behaviour_logp = tokens.policy_logp, tokens.behaviour_logp
         ratio = jnp.where(mask, jnp.exp(policy_logp - behaviour_logp), 0.0)
@@ -394,7 +383,7 @@ class Update:
             "own_token_count": jnp.sum(own.astype(jnp.float32)),
             "gap_max": jnp.max(jnp.where(own, jnp.abs(policy_logp - behaviour_logp), 0.0)),
         }
-        if objective.proximal != "behaviour":
+        if not self._old_is_behaviour:
             sums["old_gap_max"] = jnp.max(jnp.abs(tokens.old_logp - behaviour_logp))
         if rows.age_bucket is not None:
             in_bucket = rows.age_bucket[None, :] == jnp.arange(len(AGE_BUCKETS) + 1)[:, None]
@@ -410,7 +399,7 @@ class Update:
         keep = lambda x: None if x is None else jnp.where(mask, x, 0.0)
         returns = keep(rows.returns)
         loss = values.value_loss(
-            outputs, returns, self.bins, old_value=keep(rows.value), clip=self.objective.value_clip
+            outputs, returns, self.bins, old_value=keep(rows.value), clip=self.algorithm.critic.clip
         )
         error = keep(returns - values.expected_value(outputs, self.bins))
         return keep(loss), {
@@ -422,25 +411,32 @@ class Update:
         }
 
     def _tokens(self, policy_logp: jax.Array, rows: Experience, mask: jax.Array, moment: Moment) -> Tokens:
-        """The rows as the objective sees them, the old policy among them: harmless constants off the mask."""
+        """The rows as the loss sees them, the old policy among them: harmless constants off the mask."""
         rollout, behaviour_logp = rows.rollout, rows.rollout.behaviour_logp
-        proximal = self.objective.proximal
-        if proximal == "behaviour":
-            old_logp = behaviour_logp
-        elif proximal == "generation":
-            old_logp = rows.old_logp
-        elif proximal == "interpolated":
-            old_logp = corrections.interpolated_logp(
-                policy_logp, behaviour_logp, rollout.policy_version, moment.start_version, moment.version
-            )
-        else:
-            params = moment.start if proximal == "start" else moment.average
-            old_logp = self._constant_logp(params, rows)
-        if proximal != "behaviour":
+        columns = {"ref_logp": rows.ref_logp, "generation_logp": rows.old_logp}
+        columns = {name: column for name, column in columns.items() if column is not None}
+        for name, params in (("start", moment.start), ("average", moment.average), ("previous", moment.previous)):
+            if params is not None:
+                columns[f"{name}_logp"] = self._constant_logp(params, rows)
+        tokens = Tokens(
+            policy_logp,
+            behaviour_logp,
+            behaviour_logp,
+            rows.advantage,
+            rows.reward,
+            mask,
+            policy_version=rollout.policy_version,
+            version=moment.version,
+            start_version=moment.start_version,
+            iteration=moment.version // self.config.updates_per_iteration,
+            group_size=self.group_size,
+            columns=columns,
+        )
+        if not self._old_is_behaviour:
             # A token the old policy would never have drawn must not make a ratio that float32 cannot hold.
-            away = jnp.clip(old_logp - behaviour_logp, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-            old_logp = behaviour_logp + away
-        tokens = Tokens(policy_logp, old_logp, behaviour_logp, rows.ref_logp, rows.advantage, rows.reward, mask)
+            away = self.algorithm.old_policy(tokens) - behaviour_logp
+            away = jnp.clip(away, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+            tokens = dataclasses.replace(tokens, old_logp=behaviour_logp + away)
         return tokens.only(mask)
 
     def _constant_logp(self, params: Any, rows: Experience) -> jax.Array:
@@ -449,43 +445,17 @@ class Update:
         return jax.lax.stop_gradient(self._micro_batch_logp(params, rows).logp)
 
     @property
+    def _old_is_behaviour(self) -> bool:
+        return self.algorithm.old_policy.fact("is_behaviour", False)
+
+    @property
     def _weighed(self) -> str:
         """Whose ratio to the behaviour policy is left to the correction: "old", "policy" or "" (the term's own)."""
-        base = SURROGATES[self.objective.surrogate].base
-        return "" if base == "behaviour" or (base == "old" and self.objective.proximal == "behaviour") else base
+        base = self.algorithm.surrogate.fact("base", "")
+        return "" if base == "old" and self._old_is_behaviour else base
 
-    def _correction_ratio(self, tokens: Tokens) -> jax.Array:
-        """Log-ratio [B,S] that the correction judges; the current policy's where the term carries a ratio itself."""
+    def _ratios(self, tokens: Tokens) -> Ratios:
+        """What the correction judges; the current policy's ratio where the term carries a ratio itself."""
         base_logp = tokens.old_logp if self._weighed == "old" else tokens.policy_logp
-        return jax.lax.stop_gradient(base_logp - tokens.behaviour_logp)
-
-    def _correction(self, tokens: Tokens, moment: Moment) -> tuple[jax.Array, jax.Array]:
-        """Weight [B,S] of each token's term, and which tokens stay."""
-        return corrections.correction_weight(
-            self._correction_ratio(tokens),
-            tokens.mask,
-            kind=self.objective.correction,
-            low=self.objective.correction_low,
-            high=self.objective.correction_high,
-            threshold=moment.threshold,
-            policy_log_ratio=jax.lax.stop_gradient(tokens.policy_logp - tokens.behaviour_logp),
-            is_carried=not self._weighed,
-        )
-
-    def _divergence(self, tokens: Tokens, rows: Experience, moment: Moment) -> jax.Array | None:
-        """Estimate [B,S] of the policy's divergence to the anchor; None where there is no penalty."""
-        objective = self.objective
-        if not objective.kl_coefficient:
-            return None
-
-        def to(anchor_logp: jax.Array) -> jax.Array:
-            anchor_logp = jnp.where(tokens.mask, anchor_logp, 0.0)
-            return kl_estimate(tokens.policy_logp, anchor_logp, kind=objective.kl_estimator)
-
-        if objective.kl_anchor == "ewma":
-            is_old = objective.proximal == "ewma"  # whose log-probs are there already
-            return to(tokens.old_logp if is_old else self._constant_logp(moment.average, rows))
-        if objective.kl_anchor == "convex":
-            share = reference_share(moment.version // self.config.updates_per_iteration)
-            return share * to(rows.ref_logp) + (1 - share) * to(self._constant_logp(moment.previous, rows))
-        return to(rows.ref_logp)
+        log_ratios = (base_logp - tokens.behaviour_logp, tokens.policy_logp - tokens.behaviour_logp)
+        return Ratios(*(jax.lax.stop_gradient(x) for x in log_ratios), tokens.mask)

@@ -49,17 +49,29 @@ def chunk_tokens(setting: int, device: Any, *, most: int, vocab: int, packed: bo
     return setting or (by_cpu if device.platform == "cpu" else 1024)
 
 
+class Part(NamedTuple):
+    """Hidden states that predict some tokens of rows, and where what is read off them belongs."""
+
+    hidden: jax.Array  # [...,D]
+    target: jax.Array  # [...] i32, the tokens
+    support: jax.Array | None  # [...,N] i32, ids that each was drawn among
+    chunk: int  # positions whose logits are live at once
+    live: jax.Array | None  # [] i32, how many of a line's positions have a token; None = all may
+    place: Callable[[jax.Array], jax.Array]  # values [...] or [...,m] to rows [B,S] or [B,S,m], 0.0 elsewhere
+
+
 def row_logp(
     model: Model,
     params: Params,
-    tokens_BS: jax.Array,
+    tokens: jax.Array,
     prompt_length: jax.Array,
     length: jax.Array,
-    support_BSN: jax.Array | None = None,
+    support: jax.Array | None = None,
     *,
     sampling: SamplingConfig,
     completion_width: int,
     chunk_positions: int,
+    line_width: int = 0,
     group_size: int = 1,
     remat: bool = False,
     readout: Callable[[jax.Array], jax.Array] | None = None,
@@ -68,17 +80,45 @@ def row_logp(
     """Log-probability of every completion token, and entropy, under the sampling distribution of ``params``.
 
     Args:
-        tokens_BS: [B,S] i32 right-padded rows ``prompt ++ completion``.
-        prompt_length, length: [B] i32, prompt_length at least 1.
-        support_BSN: [B,S,N] i32 ids that each token was drawn among (``Rollout.support``), if they were kept.
+        tokens: [B,S] i32 right-padded rows ``prompt ++ completion``; with lines [n,K,S], the rows of each.
+        prompt_length, length: [B] i32, prompt_length at least 1; with lines [n,K], both 0 where there is no row.
+        support: [B,S,N] or [n,K,S,N] i32 ids that each token was drawn among (``Rollout.support``), if they were kept.
         sampling: temperature and filters; its temperature must be positive.
         completion_width: the longest completion; with groups or ``with_prompts``, prompts are at most S minus this.
-        chunk_positions: positions of each row whose logits are live at once.
+        chunk_positions: positions of each row, or of each line, whose logits are live at once.
+        line_width: W of lines that rows lie in side by side, which holds the units of every line; 0 = no lines.
         group_size: each run of this many rows has one prompt, which is then computed once; 1 = each its own.
         remat: this is the forward of a backward pass.
-        readout: [B,C,D] -> [B,C,m] f32, something else to read off the hidden state that predicts each token.
+        readout: [...,D] -> [...,m] f32, something else to read off the hidden state that predicts each token.
         with_prompts: the prompts' log-probs too, in the same forward; S - C is then at least 2.
+
+    Returns:
+        Of B rows; B = n*K with lines.
     """
+    rows, head_VD = (tokens, prompt_length, length, support), model.head(params)
+    how = {"chunk": chunk_positions, "group_size": group_size, "remat": remat}
+    if line_width:
+        completions, prompts = _in_lines(model, params, *rows, width=line_width, **how)
+    else:
+        completions, prompts = _padded(model, params, *rows, completion_width=completion_width, **how)
+
+    def logp(part: Part, sampling: SamplingConfig) -> tuple[jax.Array, jax.Array]:
+        how = {"chunk": part.chunk, "settings": Filter.of(sampling), "support_BCK": part.support}
+        both = chunked_logp(part.hidden, head_VD, part.target, live=part.live, **how)
+        return tuple(part.place(x) for x in both)
+
+    seen = RowValues(*logp(completions, sampling))
+    if readout is not None:
+        seen = seen._replace(readout=completions.place(readout(completions.hidden)))
+    if with_prompts:
+        seen = seen._replace(prompt_logp=logp(prompts, PLAIN)[0])
+    return seen
+
+
+def _padded(
+    model, params, tokens_BS, prompt_length, length, support_BSN, *, completion_width, chunk, group_size, remat
+):
+    """Parts of rows [B,S]: completions and prompts."""
     B, S = tokens_BS.shape
     target_BC = completion_window(tokens_BS, prompt_length, completion_width)
     if group_size == 1:
@@ -90,74 +130,39 @@ def row_logp(
         hidden_BCD, hidden_PLD = _hidden_of_groups(
             model, params, tokens_BS, prompt_length, target_BC, group_size, remat
         )
-    head_VD = model.head(params)
+
+    def place(values: jax.Array) -> jax.Array:
+        put = place_completion
+        if values.ndim == 3:
+            put = jax.vmap(place_completion, in_axes=(2, None, None, None), out_axes=2)
+        return put(values, prompt_length, length, S)
+
     support = None if support_BSN is None else completion_window(support_BSN, prompt_length, completion_width)
-    how = {"chunk": chunk_positions, "settings": Filter.of(sampling), "support_BCK": support}
-    both = chunked_logp(hidden_BCD, head_VD, target_BC, **how)
-    seen = RowValues(*(place_completion(x, prompt_length, length, S) for x in both))
-    if readout is not None:
-        place = jax.vmap(place_completion, in_axes=(2, None, None, None), out_axes=2)
-        seen = seen._replace(readout=place(readout(hidden_BCD), prompt_length, length, S))
-    if with_prompts:
-        L = S - completion_width
-        target_PL = tokens_BS.reshape(-1, group_size, S)[:, 0, 1:L]
-        how = {"chunk": chunk_positions * group_size, "settings": Filter.of(PLAIN)}
-        prompt_PL, _ = chunked_logp(hidden_PLD[:, :-1], head_VD, target_PL, **how)
-        prompt_BL = jnp.repeat(prompt_PL, group_size, axis=0)  # siblings have one prompt
-        seen = seen._replace(prompt_logp=place_completion(prompt_BL, jnp.ones_like(length), prompt_length, S))
-    return seen
+    completions = Part(hidden_BCD, target_BC, support, chunk, None, place)
+    target_PL = tokens_BS.reshape(-1, group_size, S)[:, 0, 1 : S - completion_width]
+
+    def place_prompts(values_PL: jax.Array) -> jax.Array:
+        values_BL = jnp.repeat(values_PL, group_size, axis=0)  # siblings have one prompt
+        return place_completion(values_BL, jnp.ones_like(length), prompt_length, S)
+
+    return completions, Part(hidden_PLD[:, :-1], target_PL, None, chunk * group_size, None, place_prompts)
 
 
-def packed_logp(
-    model: Model,
-    params: Params,
-    tokens_nKS: jax.Array,
-    prompt_length: jax.Array,
-    length: jax.Array,
-    support_nKSN: jax.Array | None = None,
-    *,
-    sampling: SamplingConfig,
-    width: int,
-    chunk_positions: int,
-    group_size: int = 1,
-    remat: bool = False,
-    readout: Callable[[jax.Array], jax.Array] | None = None,
-    with_prompts: bool = False,
-) -> RowValues:
-    """The same as ``row_logp`` of rows that lie side by side in lines.
-
-    Args:
-        tokens_nKS: [n,K,S] i32 rows of each line.
-        prompt_length, length: [n,K] i32, both 0 where there is no row.
-        support_nKSN: [n,K,S,N] i32 as ``row_logp`` takes it.
-        width: W, which holds the units of every line.
-        chunk_positions: places of each line whose logits are live at once.
-
-    Returns:
-        As ``row_logp``, of B = n*K rows.
-    """
+def _in_lines(model, params, tokens_nKS, prompt_length, length, support_nKSN, *, width, chunk, group_size, remat):
+    """Parts of rows [n,K,S] that lie side by side in lines [n,W]: completions and prompts."""
     line = packing.lay(tokens_nKS, prompt_length, length, width=width, group_size=group_size)
     hidden_nWD, _ = model.forward(params, line.tokens, line.position, visible=packing.visible(line), remat=remat)
-    head_VD = model.head(params)
 
-    def logp(part: packing.Reading, sampling: SamplingConfig, support: jax.Array | None = None):
-        hidden = jnp.take_along_axis(hidden_nWD, part.source[:, :, None], axis=1)
-        live = jnp.max(part.count)
-        how = {"chunk": chunk_positions, "settings": Filter.of(sampling), "live": live, "support_BCK": support}
-        return hidden, *chunked_logp(hidden, head_VD, part.target, **how)
+    def part(reading: packing.Reading, support: jax.Array | None) -> Part:
+        def place(values: jax.Array) -> jax.Array:  # [n,W,...] to [n*K,S,...]
+            taken = packing.take_rows(values, reading)
+            return taken.reshape(-1, *taken.shape[2:])
 
-    def rows(values: jax.Array, part: packing.Reading) -> jax.Array:  # [n,W,...] to [n*K,S,...]
-        taken = packing.take_rows(values, part)
-        return taken.reshape(-1, *taken.shape[2:])
+        hidden = jnp.take_along_axis(hidden_nWD, reading.source[:, :, None], axis=1)
+        return Part(hidden, reading.target, support, chunk, jnp.max(reading.count), place)
 
     support = None if support_nKSN is None else packing.of_targets(support_nKSN, line.completions)
-    hidden, *both = logp(line.completions, sampling, support)
-    seen = RowValues(*(rows(x, line.completions) for x in both))
-    if readout is not None:
-        seen = seen._replace(readout=rows(readout(hidden), line.completions))
-    if with_prompts:
-        seen = seen._replace(prompt_logp=rows(logp(line.prompts, PLAIN)[1], line.prompts))
-    return seen
+    return part(line.completions, support), part(line.prompts, None)
 
 
 def _hidden_of_groups(model, params, tokens_BS, prompt_length, completion_BC, group_size, remat):

@@ -1,7 +1,7 @@
 """Which slots of the replay ring are drawn: the choice from the ring's columns alone, rows unseen.
 
-A rollout's chance is a pure function of its columns: whether it may be drawn, and its weight in ``WEIGHTS``. Limits on
-age are intervals of a ring that is filled in the order of time, so a batch is found without a look at the rest.
+A rollout's chance is a pure function of its columns: whether it may be drawn, and its weight by ``replay.draw``. Limits
+on age are intervals of a ring that is filled in the order of time, so a batch is found without a look at the rest.
 Letters: M shards, C slots per shard.
 Owns: what may be drawn and how likely, by a run's settings. Does not know: rows, how columns come about.
 """
@@ -9,7 +9,6 @@ Owns: what may be drawn and how likely, by a run's settings. Does not know: rows
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -17,37 +16,8 @@ import jax.numpy as jnp
 from jaxrl_llm.config import ReplayConfig
 from jaxrl_llm.ops import paged_log, ring_buffer
 from jaxrl_llm.ops import weighted_draws as draws
-from jaxrl_llm.ops.masks import completion_mask
 from jaxrl_llm.ops.ring_buffer import Lane
-from jaxrl_llm.types import Experience, RingState, Rollout
-
-# Rows [R, ...] -> what a row is worth, [R] f32 >= 0, stored when it is inserted. The choice beside |advantage| is ours.
-PRIORITIES: dict[str, Callable[[Experience], jax.Array]] = {
-    "advantage": lambda rows: jnp.max(jnp.abs(rows.advantage), axis=1),
-    "reward": lambda rows: jnp.maximum(rows.reward, 0.0),
-    "length": lambda rows: (rows.rollout.length - rows.rollout.prompt_length).astype(jnp.float32),
-    "surprise": lambda rows: surprise(rows.rollout),
-}
-
-# In scales of draw="age": older ones still have a weight, where float32 would give them none.
-LARGEST_AGE = 80.0
-
-# (config, priority relative to the largest of the shard, age in iterations) -> weight in [0, 1]
-WEIGHTS: dict[str, Callable[[ReplayConfig, jax.Array, jax.Array], jax.Array]] = {
-    "uniform": lambda c, priority, age: jnp.ones_like(priority),
-    # Source: Schaul et al. 2016, arXiv:1511.05952, P ~ p^alpha. Differs: p is what was stored (their TD error is
-    # |advantage| here), never refreshed; without repeats; no importance weights.
-    "priority": lambda c, priority, age: priority**c.priority_exponent,
-    # The form is ours.
-    "age": lambda c, priority, age: jnp.exp(-jnp.minimum(age / c.age_scale_iterations, LARGEST_AGE)),
-}
-
-
-def surprise(rollout: Rollout) -> jax.Array:
-    """Minus the mean behaviour log-probability of each completion's tokens, [R] f32 nats; 0 where it is empty."""
-    mask = completion_mask(rollout.prompt_length, rollout.length, rollout.behaviour_logp.shape[1])
-    total = jnp.sum(jnp.where(mask, rollout.behaviour_logp, 0.0), axis=1)
-    return -total / jnp.maximum(jnp.sum(mask, axis=1), 1)
+from jaxrl_llm.types import RingState, Stored
 
 
 def lanes(ring: RingState, config: ReplayConfig) -> tuple[Lane, Lane]:
@@ -72,7 +42,7 @@ def is_spent(ring: RingState, iteration: jax.Array, config: ReplayConfig) -> jax
         spent |= age > oldest
     if config.fresh_from_iteration:
         spent |= (iteration >= config.fresh_from_iteration) & (age > 0)
-    if config.draw == "priority" and config.priority_exponent:
+    if config.draw.fact("never_draws", lambda settings: False)(config.draw.settings):
         spent |= ring.priority <= 0
     if ring.first_page is not None:
         spent |= ~paged_log.is_held(ring.first_page, ring.oldest_page)
@@ -116,7 +86,8 @@ def choose(
         is_open = ~at(ring.is_retired, slot)
         if config.max_uses:
             is_open &= at(ring.uses, slot) < config.max_uses
-        relative = WEIGHTS[config.draw](config, priority / largest, iteration - at(ring.inserted_step, slot))
+        stored = Stored(priority / largest, iteration - at(ring.inserted_step, slot), at(ring.uses, slot))
+        relative = jnp.clip(config.draw(stored), 0.0, 1.0)
         return jnp.max(jnp.where(is_open, relative, 0.0).reshape(*group.shape, group_size), axis=-1)
 
     def is_held(group: jax.Array) -> jax.Array:

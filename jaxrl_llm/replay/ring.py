@@ -147,7 +147,7 @@ def insert(
         supersedes, retired = supersedes | solved, retired | solved
     if config.latest_visit or config.solved_fraction:
         ring = ring.replace(is_retired=ring.is_retired | _is_among(ring.question, question, supersedes))
-    priority = choice.PRIORITIES[config.priority](experience)
+    priority = config.priority(experience)
     experience = _stored(experience)
     rows, question, retired, priority = jax.tree.map(
         lambda x: x.reshape(num_shards, num_rows, *x.shape[1:]), (experience, question, retired, priority)
@@ -172,7 +172,7 @@ def insert(
     target, kept_order = order[:, main.size - num_rows :], kept.order
     if kept.size:
         evicted = ring_buffer.take(stored, target)
-        is_kept = _is_admitted(evicted["slots"], rows, config.admission, pass_threshold)
+        is_kept = config.admission(evicted["slots"], rows, pass_threshold)
         is_kept &= evicted["slots"].trainable & ~ring_buffer.take(spent, target)
         stored, kept_order = ring_buffer.write_some(stored, kept, spent, evicted, is_kept)
     stored = ring_buffer.put(stored, target, written)
@@ -263,22 +263,6 @@ def draw(
     ring = ring.replace(uses=counted, last_use=last_use, num_draws=draw_number)
     bucket = real(_age_bucket(age))
     return ring, experience.replace(trainable=experience.trainable & is_real, age_bucket=bucket), info
-
-
-def _is_admitted(evicted: Experience, rows: Experience, admission: str, pass_threshold: float) -> jax.Array:
-    """Which of the rows [M, n, ...] that others overwrite go to the second ring, [M, n] bool.
-
-    "likely" stands for those that the current policy finds likely, without its forward: the mean log-prob of their
-    tokens when they were drawn is at least that of the rows which overwrite them in their shard, and which the current
-    policy has just drawn. Tokens that the behaviour policy found likely cannot get large ratios.
-
-    Source: the idea is of OER and MBES, which admit by the current policy's mean log-prob; the form is ours.
-    """
-    if admission == "correct":
-        return evicted.reward >= pass_threshold
-    surprise = jax.vmap(choice.surprise)
-    newest = jnp.mean(surprise(rows.rollout), axis=1, keepdims=True, where=rows.trainable)
-    return surprise(evicted.rollout) <= newest  # nan where no newcomer is trainable: none is admitted
 
 
 def retire_stale(ring: RingState, iteration: jax.Array, effective: jax.Array, config: ReplayConfig) -> RingState:

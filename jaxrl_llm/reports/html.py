@@ -23,6 +23,7 @@ from jaxrl_llm.config import Config, ConfigError, flatten, freeze
 from jaxrl_llm.reports import page
 from jaxrl_llm.reports.metrics import AGE_LABELS, METRICS, read_lines, read_metrics
 from jaxrl_llm.reports.page import SERIES
+from jaxrl_llm.runtime.nested import function_defaults
 
 Rows = list[dict[str, Any]]
 
@@ -371,19 +372,19 @@ def _plain(value: Any) -> str:
 
 def _settings(config: Config) -> str:
     """Changed settings in sight, the rest folded."""
-    values, default = flatten(config), flatten(Config())
+    values, default = flatten(config), flatten(Config()) | function_defaults(config)
 
     def rows(names: list[str], columns: Callable[[str], tuple]) -> list[str]:
         return [
-            f"<tr><td><code>{name}</code></td>"
+            f"<tr><td><code>{page.text(name)}</code></td>"
             + "".join(f"<td>{page.text(json.dumps(value, ensure_ascii=False))}</td>" for value in columns(name))
             + "</tr>"
             for name in names
         ]
 
-    changed = [name for name in values if values[name] != default[name]]
-    same = [name for name in values if values[name] == default[name]]
-    first = page.table(("changed", "value", "default"), rows(changed, lambda n: (values[n], default[n])), "changed")
+    changed = [name for name in values if values[name] != default.get(name)]
+    same = [name for name in values if values[name] == default.get(name)]
+    first = page.table(("changed", "value", "default"), rows(changed, lambda n: (values[n], default.get(n))), "changed")
     rest = page.table(("setting", "value"), rows(same, lambda n: (values[n],)))
     return (
         f"{first if changed else ''}<details><summary>{len(same)} settings at their default</summary>{rest}</details>"

@@ -47,7 +47,7 @@ METRICS: dict[str, Metric] = {
     "rollout/degenerate_group_frac": Metric(
         "fraction",
         "Groups whose advantages are all 0, over groups. Such is a group of equal rewards, or of fewer than two, "
-        "where credit.advantage compares siblings: nothing to learn.",
+        "where algorithm.advantage compares siblings: nothing to learn.",
     ),
     "rollout/sampled_entropy_nats": Metric(
         "nats per token", "Mean of -log p of the tokens that were drawn, p as the sampler recorded it."
@@ -71,17 +71,17 @@ METRICS: dict[str, Metric] = {
         "nats per token", "Entropy of the current policy, mean over trained completion tokens."
     ),
     "update/entropy_coefficient": Metric(
-        "weight", "Weight of the entropy bonus that objective.entropy_target moves, mean over the optimizer steps."
+        "weight", "Weight of the entropy bonus with algorithm.entropy_bonus=adaptive, mean over the optimizer steps."
     ),
     "update/kl_behaviour_nats": Metric(
         "nats per token", "k3 estimate of KL(behaviour || current policy), mean over trained completion tokens."
     ),
     "update/kl_reference_nats": Metric(
-        "nats per token", "KL estimate (objective.kl_estimator) to objective.kl_anchor, mean over trained tokens."
+        "nats per token", "KL estimate of algorithm.divergence, mean over trained tokens."
     ),
     "update/old_policy_gap_max_nats": Metric(
         "nats",
-        "Largest |log-prob of the old policy (objective.proximal) - of the behaviour policy| of a trained token, at "
+        "Largest |log-prob of the old policy (algorithm.old_policy) - of the behaviour policy| of a trained token, at "
         'most 40; with "generation" it is of sampler against learner, whatever the rollout\'s age.',
     ),
     "update/clip_frac": Metric(
@@ -103,7 +103,7 @@ METRICS: dict[str, Metric] = {
         for label in AGE_LABELS
     },
     "update/correction_weight": Metric(
-        "weight", "Weight of objective.correction, 0 where it masks; mean over trained completion tokens."
+        "weight", "Weight of algorithm.correction, 0 where it masks; mean over trained completion tokens."
     ),
     "update/environment_nats": Metric(
         "nats per token", "Cross-entropy of prompts, each a mean over its tokens; mean over the trained rollouts."
@@ -126,7 +126,7 @@ METRICS: dict[str, Metric] = {
     ),
     "optimizer/learning_rate": Metric("per step", "Learning rate of the iteration's last optimizer step."),
     "optimizer/rate_scale": Metric(
-        "factor", "What objective.ess_learning_rate multiplies the learning rate by, mean over the optimizer steps."
+        "factor", "What algorithm.step_size multiplies the learning rate by, mean over the optimizer steps."
     ),
     "replay/age_mean_steps": Metric("iterations", "Iterations since insertion, mean over rollouts drawn."),
     "replay/age_max_steps": Metric("iterations", "Iterations since insertion of the oldest rollout drawn."),

@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterator, Mapping
 
 from absl import app, flags
 
-from jaxrl_llm.config import Config, ConfigError, flatten, freeze
+from jaxrl_llm.config import Config, ConfigError
 from jaxrl_llm.runtime import hosts as distributed
-from jaxrl_llm.runtime.nested import visible
+from jaxrl_llm.runtime.nested import Text, build, override, visible
 
 # Device nodes of TPUs (older and newer drivers) and of NVIDIA and AMD GPUs.
 ACCELERATORS = ("/dev/accel*", "/dev/vfio/[0-9]*", "/dev/nvidia[0-9]*", "/dev/kfd")
@@ -71,24 +71,30 @@ def writing(folder: str | os.PathLike) -> Iterator[None]:
 def _parse(argv: list[str]) -> list[str]:
     # A shell leaves --workdir=~/run as it is.
     argv = [re.sub("^(--?[a-z_]+=)(~/.*)", lambda m: m[1] + os.path.expanduser(m[2]), word) for word in argv]
+    given = sys.argv
     try:
+        argv, overrides = _apart(argv)
+        sys.argv = argv  # where config_flags looks for overrides, of which it does not know all
         rest = flags.FLAGS(argv)
         for name in flags.FLAGS:
             value = flags.FLAGS[name].value
             hasattr(value, "to_dict")  # a config file that is not there is missed when looked at
             if name in ("workdir", "out") and value is not None and not (value and value.isprintable()):
                 raise ConfigError(f"--{name}={value!r} must name a folder, in printable text")
+        if overrides:
+            _override(overrides)
         return rest
     except (Exception, SystemExit) as error:  # a config file may leave the process
-        # What went wrong inside a config file or with the key of an override, ml_collections does not say.
+        # What went wrong inside a config file, ml_collections does not say.
         try:
             _check_config_files(argv)
-            _check_overrides(argv)
         except ConfigError as better:
             _fail(better)
         if isinstance(error, (flags.Error, ConfigError, OSError)):
             _fail(error)
         raise
+    finally:
+        sys.argv = given
 
 
 def _check_config_files(argv: list[str]) -> None:
@@ -107,18 +113,44 @@ def _check_config_files(argv: list[str]) -> None:
                 raise ConfigError(f"{where}: {type(error).__name__}: {error}") from error
 
 
-def _check_overrides(argv: list[str]) -> None:
-    """Raise the ``ConfigError`` of a ``--config.a.b=value`` whose key does not exist."""
-    known, unlisted = flatten(Config()), []
-    for argument in argv:
-        key, _, mapping = argument.lstrip("-").partition("=")
-        if argument.startswith("-") and key.startswith("config.") and key.removeprefix("config.") not in known:
-            for part in reversed(key.split(".")[1:]):
-                mapping = {part: mapping}
-            freeze(mapping)
-            unlisted.append(key)  # inside a free-form group, such as prompts.arguments
-    if unlisted:
-        raise ConfigError(f"{', '.join(unlisted)}: the config file has no such key to override")
+def _apart(argv: list[str]) -> tuple[list[str], list[tuple[str, str]]]:
+    """The command line without its ``--config.a.b=value``, and these: (path, value).
+
+    Raises:
+        ConfigError: one of them has no path or no value, or there are two configs to change.
+    """
+    rest, overrides, words = [], [], iter(argv)
+    for word in words:
+        found = re.match(r"--?config\.([^=]*)(?:=(.*))?$", word, re.DOTALL)
+        if word == "--" or not found:
+            rest += [word, *words] if word == "--" else [word]
+            continue
+        path, text = found[1], next(words, "--") if found[2] is None else found[2]
+        if not path or (found[2] is None and text.startswith("--")):
+            raise ConfigError(f"{word} must name a setting and its value: --config.a.b=VALUE")
+        overrides.append((path, text))
+    if overrides and sum(bool(re.match("--?config=", word)) for word in rest) > 1:
+        raise ConfigError("--config is defined twice")
+    return rest, overrides
+
+
+def _override(overrides: list[tuple[str, str]]) -> None:
+    """Put settings of the command line into what the file of ``--config`` gives.
+
+    Raises:
+        ConfigError: there is no ``--config``, no such setting, or it is of another type.
+    """
+    known = flags.FLAGS
+    if "config" not in known or known["config"].value is None:
+        raise ConfigError(f"--config.{overrides[0][0]}: there is no --config=FILE whose settings it could change")
+    flag = known["config"]
+    settings = flag.value.to_dict() if hasattr(flag.value, "to_dict") else flag.value
+    if not isinstance(settings, Mapping):
+        raise ConfigError(f"--config: {settings!r:.60} is no group of settings")
+    for path, text in sorted(overrides, key=lambda given: given[0].count(".")):  # a function before its settings
+        settings = override(settings, path, Text(text))
+    build(Config, settings)
+    flag.value = settings
 
 
 def _fail(error: Exception | str, status: int = 2) -> None:

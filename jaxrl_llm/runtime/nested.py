@@ -1,17 +1,26 @@
 """Nested mappings as nested dataclasses and back.
 
-Owns: the error of bad input, the check of keys and types. Does not know: which settings there are.
+A field whose metadata has a "slot" holds a function with its settings (algorithms.use), or several.
+
+Owns: the error of bad input, the check of keys, types and numbers. Does not know: which settings there are.
 """
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import dataclasses
 import difflib
 import math
 import re
 import types
 import typing
+from collections.abc import Iterable, Mapping
 from typing import Any
+
+
+class Text(str):
+    """A value as a command line has it: what it is, the type of its setting tells."""
 
 
 class ConfigError(ValueError):
@@ -24,6 +33,31 @@ def visible(text: str) -> str:
     return re.sub(hidden, lambda found: ascii(found[0])[1:-1], text)
 
 
+# Counts are int32 on the devices. What is not 0 keeps a size that float32 can multiply and divide by.
+MOST = 2**31 - 1
+SMALLEST, LARGEST = 1e-20, 1e12
+
+
+def near(key: str, names: Iterable[str], prefix: str = "") -> str:
+    """What a key that is not known may have meant."""
+    names = list(names)
+    alike = difflib.get_close_matches(key, names, n=3, cutoff=0.5)
+    return f"did you mean {', '.join(prefix + n for n in alike)}" if alike else f"known: {', '.join(names)}"
+
+
+def check_name(key: Any, path: str) -> None:
+    """Raises a ``ConfigError`` where a key cannot be the name of a setting."""
+    if not (isinstance(key, str) and key.isidentifier()):
+        raise ConfigError(f"{path} has a key that is no name: {key!r:.200}")
+
+
+def out_of_bounds(value: float, low: float, high: float, closed: bool = True) -> str:
+    """What a number must be and is not; "" where it is. ``closed``: it may be the lowest itself."""
+    if not low <= value <= high or (value == low and not closed):
+        return f"must be {'at least' if closed else 'more than'} {low} and at most {high}"
+    return f"must be 0 or of a size of at least {SMALLEST}" if 0 < abs(value) < SMALLEST else ""
+
+
 def build(cls: type, mapping: Any, prefix: str = "") -> Any:
     """An instance of the dataclass ``cls``; what ``mapping`` does not name keeps its default.
 
@@ -34,30 +68,35 @@ def build(cls: type, mapping: Any, prefix: str = "") -> Any:
     Raises:
         ConfigError: unknown key or wrong type.
     """
-    if not isinstance(mapping, dict):
+    if not isinstance(mapping, Mapping):
         raise ConfigError(f"{prefix.rstrip('.') or 'config'}={mapping!r:.200} must be a group of settings")
     hints = typing.get_type_hints(cls)
-    names = [field.name for field in dataclasses.fields(cls)]
-    for key in mapping:
-        if key not in names:
-            near = difflib.get_close_matches(key, names, n=3, cutoff=0.5)
-            hint = f"did you mean {', '.join(prefix + n for n in near)}" if near else f"known: {', '.join(names)}"
-            raise ConfigError(f"unknown config key {prefix}{key}={mapping[key]!r:.200}; {hint}")
-    return cls(**{key: _convert(hints[key], value, prefix + key) for key, value in mapping.items()})
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    built = {}
+    for key, value in mapping.items():
+        check_name(key, prefix.rstrip(".") or "config")
+        if key not in fields:
+            raise ConfigError(f"unknown config key {prefix}{key}={value!r:.200}; {near(key, fields, prefix)}")
+        slot = fields[key].metadata.get("slot")
+        path = prefix + key
+        built[key] = slot.choose(value, path, fields[key].default) if slot else convert(hints[key], value, path)
+    return cls(**built)
 
 
-def _convert(hint: Any, value: Any, path: str) -> Any:
+def convert(hint: Any, value: Any, path: str) -> Any:
     """``value`` as the declared type of its field; int is accepted for float, list for tuple."""
     if dataclasses.is_dataclass(hint):
         return build(hint, value, path + ".")
     origin = typing.get_origin(hint)
+    if isinstance(value, Text):
+        value = _read(hint, value)
     if origin is tuple:
         if isinstance(value, (list, tuple)):
             item = typing.get_args(hint)[0]
-            return tuple(_convert(item, v, f"{path}[{i}]") for i, v in enumerate(value))
+            return tuple(convert(item, v, f"{path}[{i}]") for i, v in enumerate(value))
     elif origin is dict:
         if isinstance(value, dict):
-            return value
+            return {key: _read_all(x) for key, x in value.items()}
     elif hint is float:
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             return math.inf if value > 1e308 else -math.inf if value < -1e308 else float(value)
@@ -66,23 +105,112 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
             return value
     elif isinstance(value, hint):
         return value
-    name = hint.__name__ if not isinstance(hint, types.GenericAlias) else str(hint)
+    name = hint.__name__ if isinstance(hint, type) and not isinstance(hint, types.GenericAlias) else str(hint)
     raise ConfigError(f"{path}={value!r:.200} must be of type {name}, not {type(value).__name__}")
 
 
-def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
-    """``{"update.batch_size": 64, ...}`` of every leaf field."""
+def _read(hint: Any, text: Text) -> Any:
+    """What a text says where it is to be of a type; the text where it does not."""
+    if hint is str:
+        return str(text)
+    if hint is bool:
+        return {"true": True, "false": False}.get(text.lower(), str(text))
+    if hint in (int, float):
+        with contextlib.suppress(ValueError):
+            return hint(text)
+    return _literal(text)
+
+
+def _read_all(value: Any) -> Any:
+    """A value of a free-form group with the texts in it read."""
+    if isinstance(value, dict):
+        return {key: _read_all(x) for key, x in value.items()}
+    return _literal(value) if isinstance(value, Text) else value
+
+
+def _literal(text: Text) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError, MemoryError, RecursionError, TypeError):
+        return str(text)
+
+
+def names(text: Text) -> list[Text]:
+    """Those of functions, with commas between."""
+    return [Text(name.strip("()[]'\" ")) for name in text.split(",") if name.strip("()[]'\" ")]
+
+
+def override(node: Any, path: str, value: Any) -> Any:
+    """A copy of a nested mapping with a value put in, by dotted path; groups on the way that are not there are made.
+
+    A name where a group is wanted is that of a function whose setting is meant; of a list of functions the next part of
+    the path tells which, and one that is not among them is added.
+    """
+    if not path:
+        return names(value) if isinstance(node, list) and isinstance(value, Text) else value
+    key, _, rest = path.partition(".")
+    if isinstance(node, (list, tuple)) and all(isinstance(x, str) or hasattr(x, "keys") for x in node):
+        functions = [{"name": str(one)} if isinstance(one, str) else dict(one) for one in node]
+        known = [str(one.get("name")) for one in functions]
+        if own := next((name for name in known if path.startswith(f"{name}.")), ""):  # a file's name has dots
+            key, rest = own, path.removeprefix(f"{own}.")
+        elif key not in known:
+            functions.append({"name": key})
+        return [override(one, rest, value) if one.get("name") == key else one for one in functions]
+    node = {"name": str(node)} if isinstance(node, str) else dict(node) if isinstance(node, Mapping) else {}
+    return {**node, key: override(node.get(key), rest, value)}
+
+
+def flatten(config: Any, prefix: str = "", *, whole: bool = False) -> dict[str, Any]:
+    """``{"update.batch_size": 64, ...}`` of every leaf field; of a function its name, and each of its settings.
+
+    Args:
+        whole: functions are leaves, with their settings.
+    """
     flat = {}
     for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if dataclasses.is_dataclass(value):
-            flat.update(flatten(value, prefix + field.name + "."))
+        value, path = getattr(config, field.name), prefix + field.name
+        if "slot" in field.metadata and not whole:
+            flat.update(field.metadata["slot"].flat(value, path))
+        elif dataclasses.is_dataclass(value) and "slot" not in field.metadata:
+            flat.update(flatten(value, path + ".", whole=whole))
         else:
-            flat[prefix + field.name] = value
+            flat[path] = value
     return flat
 
 
-def differences(old: Any, new: Any) -> dict[str, tuple[Any, Any]]:
-    """``{path: (old, new)}`` of the fields that differ."""
-    a, b = flatten(old), flatten(new)
-    return {path: (a[path], b[path]) for path in a if a[path] != b[path]}
+def function_defaults(config: Any, prefix: str = "") -> dict[str, Any]:
+    """``{path: default}`` of each setting of the functions that a config has chosen, by the paths of ``flatten``."""
+    made = {}
+    for field in dataclasses.fields(config):
+        value, path = getattr(config, field.name), prefix + field.name
+        if "slot" in field.metadata:
+            made |= field.metadata["slot"].defaults(value, path)
+        elif dataclasses.is_dataclass(value):
+            made |= function_defaults(value, path + ".")
+    return made
+
+
+def plain(value: Any) -> Any:
+    """A setting's value of plain types that ``build`` makes the same of: a function as the mapping of ``use``."""
+    if isinstance(value, tuple) and value and hasattr(value[0], "mapping"):
+        return [one.mapping() for one in value]
+    return value.mapping() if hasattr(value, "mapping") else value
+
+
+def as_mapping(config: Any) -> dict[str, Any]:
+    """The nested mapping that ``build`` makes the same of; its functions of plain types."""
+    made = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if "slot" in field.metadata:
+            made[field.name] = plain(value) or []
+        else:
+            made[field.name] = as_mapping(value) if dataclasses.is_dataclass(value) else value
+    return made
+
+
+def differences(old: Any, new: Any, *, whole: bool = False) -> dict[str, tuple[Any, Any]]:
+    """``{path: (old, new)}`` of the fields that differ; None where one of the two has no such setting."""
+    a, b = flatten(old, whole=whole), flatten(new, whole=whole)
+    return {path: (a.get(path), b.get(path)) for path in {**a, **b} if a.get(path) != b.get(path)}

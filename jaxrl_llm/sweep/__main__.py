@@ -41,7 +41,7 @@ from jaxrl_llm.config import Config, ConfigError, freeze, from_json, to_json
 from jaxrl_llm.reports.metrics import METRICS, read_lines
 from jaxrl_llm.runtime import cli
 from jaxrl_llm.runtime.checkpoint import StopRequest, changed_settings
-from jaxrl_llm.runtime.nested import differences, visible
+from jaxrl_llm.runtime.nested import differences, flatten, visible
 from jaxrl_llm.sweep import table
 from jaxrl_llm.sweep.points import Point, Sweep, freeze_points
 from jaxrl_llm.sweep.table import Run
@@ -148,16 +148,18 @@ def train_command(config_file: str, base: Config, config: Config, workdir: pathl
         ConfigError: a setting that a command line cannot give.
     """
     words = ["python", "-m", "jaxrl_llm.train", f"--config={config_file}", f"--workdir={workdir}"]
-    for field, (old, new) in differences(base, config).items():
+    flat = flatten(config)
+    for field, (old, new) in differences(base, config, whole=True).items():
         if isinstance(new, dict):
             if set(new) != set(old):
                 raise ConfigError(f"{field}={new!r}: --launch needs its keys to be in get_config() too")
             for key in (key for key in new if new[key] != old[key]):
                 if type(new[key]) not in (bool, int, float, str) or type(new[key]) is not type(old[key]):
                     raise ConfigError(f"{field}.{key}={new[key]!r}: --launch gives no such thing for {old[key]!r}")
-                words.append(f"--config.{field}.{key}={new[key]}")
-        else:
-            words.append(f"--config.{field}={new}")
+                words.append(f"--config.{field}.{key}={new[key]!r}")  # "4" is no 4
+        else:  # of a function all its settings: another's default is another
+            below = {path: x for path, x in flat.items() if path == field or path.startswith(field + ".")}
+            words += [f"--config.{path}={x}" for path, x in below.items() if not path.endswith(".source")]
     return shlex.join(words)
 
 
@@ -372,7 +374,7 @@ def main() -> None:
     if WORKERS.value < 0:
         raise ConfigError(f"--workers={WORKERS.value} must be at least 0")
     sweep = read_sweep(config_file)
-    points = freeze_points(CONFIG.value.to_dict(), sweep.points)
+    points = freeze_points(CONFIG.value, sweep.points)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.config import Config, ConfigError, freeze
+from jaxrl_llm.runtime.nested import override
 
 Point = dict[str, Any]  # {"update.batch_size": 64, ...}: what differs from the sweep file's get_config()
 
@@ -140,20 +141,21 @@ def point_name(point: Point) -> str:
     return f"{re.sub(r'[^A-Za-z0-9.=+-]+', '_', settings)[:80]}_{digest}"
 
 
-def freeze_points(base: Mapping[str, Any], points: Sequence[Point]) -> dict[str, tuple[Point, Config]]:
+def freeze_points(base: Any, points: Sequence[Point]) -> dict[str, tuple[Point, Config]]:
     """``{name: (point, checked config)}`` in the order given.
 
     Args:
-        base: the sweep file's ``get_config()``, as nested dictionaries.
+        base: the sweep file's ``get_config()``, or nested dictionaries of it.
 
     Raises:
         ConfigError: no point, or a point whose settings are refused, with its name.
     """
-    frozen = {}
+    frozen, base = {}, base.to_dict() if hasattr(base, "to_dict") else base
     for point in points:
         if not isinstance(point, dict) or not all(isinstance(field, str) for field in point):
             raise ConfigError(f"a point of a sweep is {{setting: value}}, not {point!r}")
         try:
+            point = {field: x.to_dict() if hasattr(x, "to_dict") else x for field, x in point.items()}
             frozen[point_name(point)] = (point, freeze(with_point(base, point)))
         except (ConfigError, TypeError) as error:  # a value that JSON does not know is a TypeError
             raise ConfigError(f"point {point}: {error}") from error
@@ -164,13 +166,7 @@ def freeze_points(base: Mapping[str, Any], points: Sequence[Point]) -> dict[str,
 
 def with_point(base: Mapping[str, Any], point: Point) -> dict[str, Any]:
     """A copy of ``base`` with the point's settings put in, known or not: ``freeze`` judges them."""
-    settings = {key: with_point(value, {}) if isinstance(value, Mapping) else value for key, value in base.items()}
-    for field, value in point.items():
-        *groups, name = field.split(".")
-        node = settings
-        for group in groups:
-            if not isinstance(node.get(group), dict):
-                node[group] = {}
-            node = node[group]
-        node[name] = value
+    settings = dict(base)
+    for field in sorted(point, key=lambda field: field.count(".")):  # a function before its settings
+        settings = override(settings, field, point[field])
     return settings

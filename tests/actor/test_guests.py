@@ -121,7 +121,7 @@ def test_a_completion_that_ends_in_a_stop_string_was_not_cut(tmp_path):
         ('{"completions": ["a", "b"]}', "must have one of `prompt` and `messages`"),
         (line("seven b"), "`prompt` has 7 tokens, and prompts.max_tokens=6"),
         (line(prompt_ids=[1]), "`prompt_ids` are not what this run's tokenizer"),
-        ('{"prompt": "p"}', "`completions` must be a list of 2 (credit.advantage='grpo') to 3 (rollout.group_size)"),
+        ('{"prompt": "p"}', "`completions` must be a list of 2 (algorithm.advantage='grpo') to 3 (rollout.group_size)"),
         (line(completions=["one"]), "`completions` must be a list of 2"),
         (line(completions=["a"] * 4), "`completions` must be a list of 2"),
         (line(completions=["a", 3]), "`completions[1]` must be a text or a list of token ids"),
@@ -149,14 +149,14 @@ def test_a_file_with_a_line_that_is_no_group_is_refused_and_a_runs_is_skipped_an
 
 def test_one_answer_is_enough_where_siblings_are_not_compared(tmp_path):
     path = written(tmp_path, line(completions=["one"]))
-    assert external(path, credit={"advantage": "reinforce_pp"})
-    assert external(path, objective={"imitation_coefficient": 0.1})
+    assert external(path, algorithm={"advantage": "reinforce_pp"})
+    assert external(path, algorithm={"cross_entropies": [{"name": "imitation", "coefficient": 0.1}]})
 
 
 def test_totals_are_no_rewards_where_each_function_counts(tmp_path):
     path = written(tmp_path, line(rewards=[0, 1]))
-    with pytest.raises(ConfigError, match=r"credit\.advantage='gdpo' needs each function's"):
-        external(path, credit={"advantage": "gdpo"})
+    with pytest.raises(ConfigError, match=r"algorithm\.advantage='gdpo' needs each function's"):
+        external(path, algorithm={"advantage": "gdpo"})
 
 
 def test_paths_that_hold_nothing_are_refused(tmp_path):
@@ -313,8 +313,8 @@ def test_credit_sees_groups_of_others_as_groups_and_counts_the_own_tied_ones(tmp
 
     @jax.jit
     def assign(ids):
-        scores = Scores(reward, np.ones(12, bool), np.zeros(12, np.int32))
-        return credit.assign(rows.replace(group_id=jnp.repeat(ids, G)), scores, None, run.config)
+        scores = Scores(reward, np.ones(12, bool), np.zeros(12, np.int32), parts=(), columns={}, memory={})
+        return credit.assign(rows.replace(group_id=jnp.repeat(ids, G)), scores, {}, run.config)
 
     experience, sums = assign(np.int32([4, 5, -1, -2]))
     up, down = 2**-0.5, -(2**0.5)  # rewards 0, 1, 1 less 2/3 over sqrt(2)/3

@@ -15,7 +15,16 @@ from jaxrl_llm.config import freeze
 from jaxrl_llm.questions.ledger import Ledger
 from jaxrl_llm.run import assemble
 from jaxrl_llm.runtime.programs import compile_all
-from jaxrl_llm.types import OUTCOME_ERROR, OUTCOME_SCORE, OUTCOME_TIMEOUT, STOP_EOS, STOP_LENGTH, Rewards, Rollout
+from jaxrl_llm.types import (
+    OUTCOME_ERROR,
+    OUTCOME_SCORE,
+    OUTCOME_TIMEOUT,
+    STOP_EOS,
+    STOP_LENGTH,
+    Rewards,
+    Rollout,
+    Sizes,
+)
 
 P, G = 3, 2
 
@@ -111,15 +120,15 @@ def test_a_failed_reward_neither_ties_nor_mixes():
 
 
 def of_parts(weights=(1.0, 1.0), **settings):
-    credit = {"advantage": "gdpo", **settings}
-    return freeze({"credit": credit, "rewards": {"functions": ("a", "b"), "weights": weights}})
+    rewards = {"functions": ("a", "b"), "weights": weights}
+    return freeze({"algorithm": {"advantage": "gdpo", **settings}, "rewards": rewards})
 
 
 CASES = {
     "plain": {},
     "cut off rows left out": {"overlong_filter": True},
     "by part": {"advantage": "gdpo"},
-    "by part, behind a gate": {"advantage": "gdpo", "gate_threshold": 0.5},
+    "by part, behind a gate": {"advantage": {"name": "gdpo", "gate": 0.5}},
     "by part, the second of no weight": {"advantage": "gdpo", "weights": (1.0, 0.0)},
 }
 
@@ -132,7 +141,7 @@ def test_what_is_asked_anew_is_what_credit_says_is_tied(case):
     num_groups, size, width = 40, 4, 3
     config = freeze(
         {
-            "credit": settings,
+            "algorithm": settings,
             "rewards": {"functions": ("a", "b"), "weights": weights},
             "rollout": {"prompts_per_iteration": num_groups, "group_size": size},
             "replay": {"skip_tied": True},
@@ -156,8 +165,10 @@ def test_what_is_asked_anew_is_what_credit_says_is_tied(case):
         policy_version=zeros.astype(np.int32),
         stop_reason=reasons,
     )
-    scores = Memory(config, 0, Ledger()).scores(rewards, range(num_groups))
-    rows, _ = jax.jit(lambda *given: credit.assign(*given, None, config))(rollout, scores)
+    parts_seen = config.rewards.functions if "advantage" in settings else ()
+    memory = Memory(config.algorithm.of_credit, parts_seen, Sizes(width=1, max_length=width), Ledger())
+    scores = memory.scores(rewards, range(num_groups))
+    rows, _ = jax.jit(lambda *given: credit.assign(*given, {}, config))(rollout, scores)
     tied = np.asarray(rows.tied | ~rows.trainable).reshape(-1, size).all(axis=1)
     np.testing.assert_array_equal(mixed, ~tied)
     assert 3 < mixed.sum() < num_groups - 3

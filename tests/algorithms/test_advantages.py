@@ -1,12 +1,17 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from reference import advantages as oracle
+from support.building import algorithm_config
+from support.rows import make_rows
 
-from jaxrl_llm import method_limits
-from jaxrl_llm.algorithms import advantages as ops
+from jaxrl_llm.algorithms import baselines
+from jaxrl_llm.algorithms.advantages import ADVANTAGES
+from jaxrl_llm.ops.groups import group_rows
+from jaxrl_llm.runtime.nested import ConfigError
 
 RELATIVE = ["grpo", "dr_grpo", "leave_one_out", "brorl", "mc_grpo", "gdpo"]  # siblings against each other
 KINDS = [*RELATIVE, "reinforce_pp", "asymre", "mssr", "poise"]
@@ -14,10 +19,27 @@ DELTA_V, PART_WEIGHTS = -0.1, (1.0, 0.5)
 ROWS, GROUPS = 64, 9
 
 
+def chosen(kind):
+    return algorithm_config(advantage={"name": kind, "delta_v": DELTA_V} if kind == "asymre" else kind).advantage
+
+
 @functools.partial(jax.jit, static_argnames="kind")
 def compute(reward, group, valid, extra, kind):
-    groups = ops.group_rows(group, valid, GROUPS)
-    return ops.estimate(reward, groups, kind=kind, delta_v=DELTA_V, part_weights=PART_WEIGHTS, **extra)
+    """The advantage of rows that hold what it declares; "poise" is made to predict the baseline of each row."""
+    advantage, baseline = chosen(kind), extra["baseline"]
+    remembered = advantage.fact("memory").columns if advantage.fact("memory") else ()
+    features = baselines.num_features(1)
+    columns = {"question_mean": baseline, "hidden": baseline[:, None], "entropy": jnp.zeros((ROWS, 1))}
+    rows = make_rows(
+        group_rows(group, valid, GROUPS),
+        reward=reward,
+        parts=tuple(zip(jnp.moveaxis(extra["parts"], 1, 0), PART_WEIGHTS, strict=True)),
+        columns={name: columns[name] for name in (*advantage.needs.columns, *remembered)},
+        # The last feature is the hidden state, and its coefficient is 1 over what the ridge holds back.
+        memory={"regression": jnp.zeros((features, features + 1)).at[-1, -1].set(baselines.RIDGE)},
+    )
+    value = advantage(rows)
+    return value[0] if isinstance(value, tuple) else value
 
 
 def extra_of(reward, seed=0):
@@ -199,13 +221,29 @@ def test_a_prediction_of_the_row_itself_does_not_touch_its_own_advantage():
     assert (np.abs(other[1:] - advantage[1:]) > 1).all()
 
 
-def test_before_a_critic_compares_it_the_reward_is_taken_as_it_is():
-    reward, group, valid = [1, 0.5, 7, 1], [0, 0, 1, 1], np.array([True, True, False, True])
-    np.testing.assert_array_equal(advantages(reward, group, "gae", valid), [1, 0.5, 0, 1])
+def test_a_critic_learns_the_reward_as_it_is():
+    reward, group, valid = jnp.array([1, 0.5, 7, 1]), np.array([0, 0, 1, 1]), np.array([True, True, False, True])
+    mask = np.arange(3)[None, :] < np.array([1, 3, 2, 2])[:, None]
+    value = jnp.asarray(np.random.default_rng(5).random((4, 3)), jnp.float32)
+    rows = make_rows(group_rows(group, valid, 2), reward=reward, mask=jnp.asarray(mask), columns={"value": value})
+    advantage, learned = chosen("gae")(rows)
+    expected = np.where(mask, np.array([1, 0.5, 0, 1])[:, None], 0)
+    np.testing.assert_array_equal(learned["returns"], expected)
+    assert ((advantage != 0) == (expected != 0)).all()
+
+
+def test_what_a_tied_group_teaches_is_declared():
+    # A group of equal rewards beside one that is not.
+    for kind in KINDS:
+        advantage = advantages([1, 1, 0, 1], [0, 0, 1, 1], kind)
+        assert bool(advantage[:2].any()) == algorithm_config(advantage=kind).tied_teaches, kind
+    assert not algorithm_config(advantage={"name": "asymre", "delta_v": 0.0}).tied_teaches
+    # Those that compare siblings, and those for which a group of one is enough.
+    assert {kind for kind in ADVANTAGES if not chosen(kind).needs.siblings} == {"reinforce_pp", "mssr", "gae"}
 
 
 def test_unknown_kind_is_named_and_the_others_are_those_of_the_config():
-    with pytest.raises(ValueError, match="'ppo'") as error:
-        advantages([1, 0], [0, 0], "ppo")
-    assert {*KINDS, "gae"} == set(method_limits.CHOICES["credit.advantage"])
-    assert all(f"'{kind}'" in str(error.value) for kind in KINDS)
+    with pytest.raises(ConfigError, match="'ppo'") as error:
+        algorithm_config(advantage="ppo")
+    assert {*KINDS, "gae"} == set(ADVANTAGES)
+    assert all(f"'{kind}'" in str(error.value) for kind in ADVANTAGES)

@@ -1,19 +1,58 @@
 """Corrections against float64 loops, and what they leave as it is."""
 
+import dataclasses
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from reference import corrections as oracle
+from support.building import algorithm_config
 
-from jaxrl_llm import method_limits
-from jaxrl_llm.algorithms import corrections
-from jaxrl_llm.algorithms.surrogates import Settings, Tokens, clipped, reinforce
+from jaxrl_llm.algorithms import corrections, surrogates
+from jaxrl_llm.algorithms.corrections import CORRECTIONS
+from jaxrl_llm.algorithms.surrogates import reinforce
+from jaxrl_llm.algorithms.use import keywords
+from jaxrl_llm.runtime.nested import ConfigError
+from jaxrl_llm.types import Ratios, Tokens
 
-KINDS = [kind for kind in method_limits.CHOICES["objective.correction"] if kind != "none"]
-SETTINGS = Settings(clip_low=0.2, clip_high=0.2, dual_clip=0.0, beta=0.0, group_size=1)
-weigh = jax.jit(corrections.correction_weight, static_argnames=("kind", "low", "high", "is_carried"))
-threshold_of = jax.jit(corrections.second_moment_threshold, static_argnames="limit")
+KINDS = sorted(CORRECTIONS)
+BOUNDS = {"low": 0.5, "high": 2.0}
+clipped = functools.partial(surrogates.clipped, low=0.2, high=0.2)
+
+
+@functools.cache
+def compiled(kind, low, high, is_carried):
+    bounds = {name: value for name, value in {"low": low, "high": high}.items() if name in keywords(CORRECTIONS[kind])}
+    chosen = algorithm_config(correction={"name": kind, **bounds}).correction
+
+    def call(log_ratio, mask, policy_log_ratio, threshold):
+        nothing = jnp.zeros(mask.shape)
+        # As the update has them: constants, and 0 off the mask.
+        x = Tokens(policy_log_ratio, log_ratio, nothing, nothing, jnp.zeros(len(mask)), mask).only(mask)
+        log_ratios = jax.lax.stop_gradient((x.old_logp - x.behaviour_logp, x.policy_logp - x.behaviour_logp))
+        log_weight, is_kept = chosen(Ratios(*log_ratios, mask, threshold))
+        return corrections.weight(log_weight, is_kept, is_carried=is_carried), is_kept
+
+    return jax.jit(call)
+
+
+def weigh(log_ratio, mask, *, kind, low, high, threshold=0.0, policy_log_ratio=None, is_carried=False):
+    """Weights, and which tokens stay; without a ratio of the current policy it is the one that is given."""
+    policy_log_ratio = log_ratio if policy_log_ratio is None else policy_log_ratio
+    arrays = map(jnp.asarray, (log_ratio, mask, policy_log_ratio, threshold))
+    return compiled(kind, low, high, is_carried)(*arrays)
+
+
+@functools.partial(jax.jit, static_argnames="limit")
+def threshold_of(log_ratio, mask, limit):
+    return corrections.second_moment_threshold(Ratios(log_ratio, log_ratio, mask), limit=limit)
+
+
+def tokens(policy, old, behaviour, advantage, mask):
+    arrays = map(jnp.asarray, (policy, old, behaviour, advantage, np.zeros(len(mask), np.float32), mask))
+    return Tokens(*arrays)
 
 
 def random_ratios(seed=0, shape=(5, 6)):
@@ -24,7 +63,7 @@ def random_ratios(seed=0, shape=(5, 6)):
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_are_those_of_float64_loops(kind):
     log_ratio, mask = random_ratios()
-    bounds = dict(kind=kind, low=0.5, high=2.0)
+    bounds = dict(kind=kind, **BOUNDS)
     poisoned = np.where(mask, log_ratio, np.nan)
     policy = log_ratio + np.random.default_rng(4).normal(0, 0.6, mask.shape).astype(np.float32)
     seen = np.where(mask, policy, np.nan)
@@ -42,13 +81,27 @@ def test_weights_are_those_of_float64_loops(kind):
 def test_a_token_that_the_behaviour_policy_drew_has_weight_one(kind):
     _, mask = random_ratios()
     own = np.zeros(mask.shape, np.float32)
-    weight, _ = weigh(own, mask, kind=kind, low=0.5, high=2.0, threshold=0.0, policy_log_ratio=own)
+    weight, _ = weigh(own, mask, kind=kind, **BOUNDS, threshold=0.0, policy_log_ratio=own)
     np.testing.assert_array_equal(weight, mask.astype(np.float32))
 
 
 def test_unknown_kinds_are_named():
-    with pytest.raises(ValueError, match="'some'"):
-        corrections.correction_weight(jnp.zeros((1, 1)), jnp.ones((1, 1), bool), kind="some", low=0.5, high=2.0)
+    with pytest.raises(ConfigError, match="correction='some' is not one of ") as error:
+        algorithm_config(correction="some")
+    assert all(f"'{kind}'" in str(error.value) for kind in [*KINDS, "none"])
+
+
+def test_what_corrections_declare_is_what_they_do():
+    log_ratio, mask = random_ratios()
+    policy = log_ratio + np.random.default_rng(4).normal(0, 0.6, mask.shape).astype(np.float32)
+    for kind in KINDS:
+        chosen = algorithm_config(correction=kind).correction
+        _, is_kept = weigh(log_ratio, mask, kind=kind, **BOUNDS, threshold=0.3)
+        assert bool((np.asarray(is_kept) != mask).any()) == chosen.fact("masks", False), kind
+        # Of the batch it asks what it then compares with.
+        assert (chosen.fact("over_batch") is corrections.second_moment_threshold) == (kind == "second_moment")
+        weights = [weigh(log_ratio, mask, kind=kind, **BOUNDS, policy_log_ratio=x)[0] for x in (log_ratio, 3 + policy)]
+        assert bool((weights[0] != weights[1]).any()) == chosen.fact("of_token", False), kind
 
 
 @pytest.mark.parametrize("limit", [0.0, 0.01, 0.1, 0.3, 10.0])
@@ -76,13 +129,13 @@ def test_decoupled_with_the_behaviour_as_old_policy_is_the_plain_clip():
     rng = np.random.default_rng(2)
     policy, behaviour, advantage = rng.normal(size=(3, 4, 5)).astype(np.float32)
     mask = np.ones((4, 5), bool)
-    x = Tokens(policy, behaviour, behaviour, None, advantage, np.zeros(4), mask)
+    x = tokens(policy, behaviour, behaviour, advantage, mask)
 
     def loss(policy, kind):
-        weight = weigh(x.old_logp - x.behaviour_logp, mask, kind=kind, low=0.5, high=2.0, threshold=0.1)[0]
-        return jnp.sum(weight * clipped(x._replace(policy_logp=policy), SETTINGS)[0])
+        weight = weigh(x.old_logp - x.behaviour_logp, mask, kind=kind, **BOUNDS, threshold=0.1)[0]
+        return jnp.sum(weight * clipped(dataclasses.replace(x, policy_logp=policy))[0])
 
-    plain = jax.grad(lambda p: jnp.sum(clipped(x._replace(policy_logp=p), SETTINGS)[0]))(policy)
+    plain = jax.grad(lambda p: jnp.sum(clipped(dataclasses.replace(x, policy_logp=p))[0]))(policy)
     for kind in KINDS:
         if kind != "policy_truncated":  # it looks at the current policy, whose ratio is cut below
             np.testing.assert_array_equal(jax.grad(loss)(policy, kind), plain)
@@ -93,9 +146,9 @@ def test_the_whole_ratio_of_the_current_policy_is_cut_as_the_released_code_cuts_
     rng = np.random.default_rng(5)
     policy, old, behaviour, advantage = rng.normal(size=(4, 6, 5)).astype(np.float32)
     mask = np.ones(policy.shape, bool)
-    x = Tokens(policy, old, behaviour, None, advantage, np.zeros(6), mask)
+    x = tokens(policy, old, behaviour, advantage, mask)
     ratios = {"policy_log_ratio": policy - behaviour, "kind": "policy_truncated", "low": 0.5, "high": 3.0}
-    term = weigh(old - behaviour, mask, **ratios)[0] * clipped(x, SETTINGS)[0]
+    term = weigh(old - behaviour, mask, **ratios)[0] * clipped(x)[0]
     adjusted = np.maximum(behaviour, policy - np.log(3.0))
     near = np.clip(policy - old, np.log(0.8), np.log(1.2)) + old
     expected = np.maximum(-advantage * np.exp(policy - adjusted), -advantage * np.exp(near - adjusted))
@@ -107,15 +160,12 @@ def test_discrepancy_and_staleness_are_factors_of_the_whole_ratio_until_one_is_m
     # behaviour -> old by e^0.1 and e^1.5, old -> current by e^0.05: unmasked the two factors are the whole ratio.
     behaviour = np.array([[-2.0, -2.0]], np.float32)
     old = behaviour + np.array([[0.1, 1.5]], np.float32)
-    x = Tokens(
-        old + np.float32(0.05), old, behaviour, None, np.ones((1, 2), np.float32), np.zeros(1), np.ones((1, 2), bool)
-    )
-    term, is_clipped = clipped(x, SETTINGS)
-    factors = dict(low=0.5, high=2.0)
-    whole, _ = weigh(old - behaviour, x.mask, kind="importance", **factors)
+    x = tokens(old + np.float32(0.05), old, behaviour, np.ones((1, 2), np.float32), np.ones((1, 2), bool))
+    term, is_clipped = clipped(x)
+    whole, _ = weigh(old - behaviour, x.mask, kind="importance", **BOUNDS)
     np.testing.assert_allclose(-whole * term, np.exp(x.policy_logp - behaviour), rtol=1e-5)
     # The staleness alone is clipped; the discrepancy alone is masked.
-    masked, is_kept = weigh(old - behaviour, x.mask, kind="token_masked", **factors)
+    masked, is_kept = weigh(old - behaviour, x.mask, kind="token_masked", **BOUNDS)
     assert not is_clipped.any() and is_kept.tolist() == [[True, False]] and masked[0, 1] == 0
 
 
@@ -129,48 +179,25 @@ def test_importance_weights_make_the_gradient_that_of_the_current_policys_own_sa
 
     def loss(logits, drawn_by, kind):
         logp = jax.nn.log_softmax(logits)[None]
-        x = Tokens(logp, logp, drawn_by, None, advantage, np.zeros(1), mask)
-        weight = weigh(logp - drawn_by, mask, kind=kind, low=0.5, high=2.0)[0]
-        return jnp.sum(jnp.exp(drawn_by) * weight * reinforce(x, SETTINGS)[0])
+        x = tokens(logp, logp, drawn_by, advantage, mask)
+        weight = weigh(logp - drawn_by, mask, kind=kind, **BOUNDS)[0]
+        return jnp.sum(jnp.exp(drawn_by) * weight * reinforce(x))
 
     own = jax.grad(loss)(logits, jax.nn.log_softmax(logits)[None], "importance")
     np.testing.assert_allclose(jax.grad(loss)(logits, behaviour_logp, "importance"), own, rtol=1e-4, atol=1e-6)
     assert np.abs(jax.grad(loss)(logits, behaviour_logp, "token_truncated") - own).max() > 1e-3
 
 
-def test_interpolated_policy_by_hand():
-    # Versions 2, 6, 8 of the token, old 6, current 8: alpha = 4/6, 0/2, 0/0; a token of the old weights is theirs.
-    policy, behaviour = np.full((1, 3), -1.0, np.float32), np.full((1, 3), -4.0, np.float32)
-    version = np.array([[2, 6, 8]], np.int32)
-    old = corrections.interpolated_logp(policy, behaviour, version, jnp.int32(6), jnp.int32(8))
-    np.testing.assert_allclose(old, [[-2.0, -4.0, -4.0]], rtol=1e-6)
-    # Before the first update of an iteration the old policy is the current one.
-    old = corrections.interpolated_logp(policy, behaviour, version, jnp.int32(8), jnp.int32(8))
-    np.testing.assert_allclose(old, [[-1.0, -1.0, -4.0]], rtol=1e-6)
-    gradient = jax.grad(lambda p: corrections.interpolated_logp(p, behaviour, version, 6, jnp.int32(8)).sum())(policy)
-    assert (gradient == 0).all()
-
-
-def test_step_scale_by_hand():
+def test_the_effective_sample_size_by_hand():
     # Weights 1, 1, 1, 1, 12: 16^2 / (5 * 148) = 0.3459.
-    ratio = np.array([1, 1, 1, 1, 12], np.float32)
-    scale = lambda w, n: float(corrections.step_scale(w.sum(), np.square(w).sum(), np.float32(n)))
+    ratio = jnp.array([1.0, 1, 1, 1, 12])
+    scale = lambda w, n: float(corrections.effective_sample_size(w.sum(), jnp.square(w).sum(), jnp.float32(n)))
     np.testing.assert_allclose(scale(ratio, 5) ** 2, 256 / 740, rtol=1e-6)
-    np.testing.assert_allclose(scale(np.ones(7, np.float32), 7), 1, rtol=1e-6)
-    assert scale(np.zeros(3, np.float32), 0) == 1
-    share = corrections.effective_share(*np.float32([[16, 0, 7], [148, 0, 7], [5, 0, 7]]))
+    np.testing.assert_allclose(scale(jnp.ones(7), 7), 1, rtol=1e-6)
+    assert scale(jnp.zeros(3), 0) == 1
+    share = corrections.effective_share(*jnp.array([[16.0, 0, 7], [148, 0, 7], [5, 0, 7]]))
     np.testing.assert_allclose(share, [256 / 740, 1, 1], rtol=1e-6)
     # A row is one sequence, cut at 40 nats; a row without a token has no part.
-    log_ratio = np.array([[0.5, 0.25], [30.0, 30.0], [9.0, 9.0]], np.float32)
-    mask = np.array([[True, True], [True, True], [False, False]])
+    log_ratio = jnp.array([[0.5, 0.25], [30.0, 30.0], [9.0, 9.0]])
+    mask = jnp.array([[True, True], [True, True], [False, False]])
     np.testing.assert_allclose(corrections.sequence_ratio(log_ratio, mask), [np.exp(0.75), np.exp(40), 0], rtol=1e-5)
-
-
-@pytest.mark.parametrize("decay", [0.0, 0.5, 0.9])
-def test_moving_average_is_that_of_the_recursion(decay):
-    history = np.random.default_rng(4).normal(size=8)
-    average = history[0]
-    for step, params in enumerate(history[1:], start=1):
-        share = float(corrections.moving_average_share(decay, jnp.int32(step)))
-        average = (1 - share) * average + share * params
-    np.testing.assert_allclose(average, oracle.moving_average(history, decay), rtol=1e-5)

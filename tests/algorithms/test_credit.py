@@ -1,7 +1,9 @@
+import dataclasses
 import functools
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from reference import advantages as oracle
@@ -10,23 +12,41 @@ from reference import values as value_oracle
 from support import ghosts
 from support.building import EIGHT, ONE, TINY, mesh_of
 
-from jaxrl_llm import method_limits, train
+from jaxrl_llm import train
 from jaxrl_llm.algorithms import baselines, credit
-from jaxrl_llm.algorithms import memory as credit_memory
+from jaxrl_llm.algorithms.advantages import ADVANTAGES
+from jaxrl_llm.algorithms.memory import Memory
+from jaxrl_llm.algorithms.use import Chosen, use
 from jaxrl_llm.config import freeze, from_json, to_json
 from jaxrl_llm.questions.ledger import Ledger
 from jaxrl_llm.run import assemble
 from jaxrl_llm.runtime import sharding
-from jaxrl_llm.types import OUTCOME_ERROR, STOP_EOS, STOP_LENGTH, Rewards, Rollout, Scores
+from jaxrl_llm.runtime.nested import ConfigError
+from jaxrl_llm.types import OUTCOME_ERROR, STOP_EOS, STOP_LENGTH, Rewards, Rollout, Scores, Sizes
 
 WIDTH, COMPLETION_TOKENS, HIDDEN = 7, 4, 5
-SHAPED = {"overlong_buffer_tokens": 2, "length_reward": 0.5, "short_answer_tokens": 2, "short_answer_bonus": 0.25}
-RESHAPED = {"positive_amplification": 3.0, "entropy_reweighting": 1.0, "entropy_bonus": 2.0, "overlong_filter": True}
-KINDS = method_limits.CHOICES["credit.advantage"]
+SHAPED = {
+    "reward_terms": [
+        use("overlong_penalty", buffer=2),
+        use("length_reward", weight=0.5),
+        use("short_answer", tokens=2, bonus=0.25),
+    ]
+}
+RESHAPED = {
+    "reshaping": [
+        use("amplify_positive", factor=3.0),
+        use("entropy_factor", strength=1.0),
+        use("entropy_bonus", coefficient=2.0, limit=0.4),
+    ],
+    "overlong_filter": True,
+}
+KINDS = tuple(ADVANTAGES)
 
 
 def memory_of(config, hidden_size=0):
-    return credit_memory.Memory(config, hidden_size, Ledger())
+    sizes = Sizes(hidden_size, config.sampling.max_completion_tokens)
+    part_names = config.rewards.functions if config.algorithm.looks_at_parts else ()
+    return Memory(config.algorithm.of_credit, part_names, sizes, Ledger())
 
 
 def resumed_from(memory, config, hidden_size=0):
@@ -53,14 +73,13 @@ def make_rollout(group_id, seed=0):
     )
 
 
-def config_of(num_groups=1, functions=("a",), weights=(1.0,), aggregation="token_mean", skip_tied=False, **settings):
+def config_of(num_groups=1, functions=("a",), weights=(1.0,), skip_tied=False, **algorithm):
     return freeze(
         {
-            "credit": settings,
+            "algorithm": algorithm,
             "rewards": {"functions": functions, "weights": weights},
             "rollout": {"prompts_per_iteration": num_groups},
             "replay": {"capacity": 8 * num_groups, "skip_tied": skip_tied},
-            "objective": {"aggregation": aggregation},
             "update": {"batch_size": 8, "micro_batch_size": 8},
             "sampling": {"max_completion_tokens": COMPLETION_TOKENS},
         }
@@ -70,16 +89,20 @@ def config_of(num_groups=1, functions=("a",), weights=(1.0,), aggregation="token
 @functools.cache
 def compiled(json_text):
     config = from_json(json_text)
-    return jax.jit(lambda rollout, scores: credit.assign(rollout, scores, None, config))
+    return jax.jit(lambda rollout, scores, columns: credit.assign(rollout, scores, columns, config))
 
 
 def assign(rollout, reward, trainable=None, *, num_groups, extra=None, **settings):
-    """Rows' experience and sums; ``extra`` are the other fields of the scores."""
+    """Rows' experience and sums; ``extra`` is what host and learner say besides, by name."""
     reward = reward if isinstance(reward, jax.Array) else np.asarray(reward, np.float32)
     trainable = np.ones(len(reward), bool) if trainable is None else trainable
     trainable = trainable if isinstance(trainable, jax.Array) else np.asarray(trainable)
     run = compiled(to_json(config_of(num_groups, **settings)))
-    experience, sums = run(rollout, Scores(reward, trainable, np.zeros(len(reward), np.int32), **extra or {}))
+    extra = extra or {}
+    named = lambda *names: {name: extra[name] for name in names if name in extra}
+    known = {"columns": named("question_mean"), "memory": named("regression", "moments", "short_answer")}
+    scores = Scores(reward, trainable, np.zeros(len(reward), np.int32), parts=extra.get("parts", ()), **known)
+    experience, sums = run(rollout, scores, named("hidden", "value", "ref_logp", "generation_logp"))
     return jax.tree.map(np.asarray, experience), jax.tree.map(np.asarray, sums)
 
 
@@ -89,12 +112,12 @@ def first(experience):
 
 
 def extra_of(kind, reward, seed=0):
-    """What the host gives besides rewards; of equal rewards nothing differs."""
+    """What host and learner give besides rewards; of equal rewards nothing differs."""
     rng = np.random.default_rng(seed)
     if kind == "gdpo":
-        return {"parts": np.asarray(reward, np.float32)[:, None]}
+        return {"parts": (np.asarray(reward, np.float32),)}
     if kind == "mssr":
-        return {"baseline": rng.random(len(reward)).astype(np.float32)}
+        return {"question_mean": rng.random(len(reward)).astype(np.float32)}
     if kind == "poise":
         x, y = rng.random((30, baselines.num_features(HIDDEN))), rng.random(30)
         sums = np.concatenate([x.T @ x, (x.T @ y)[:, None]], axis=1).astype(np.float32)
@@ -113,7 +136,14 @@ def test_a_rows_advantage_stands_on_its_completion_and_zero_elsewhere():
         expected[rollout.prompt_length[row] : rollout.length[row]] = value
         np.testing.assert_array_equal(experience.advantage[row], expected)
     np.testing.assert_array_equal(experience.rollout.tokens, rollout.tokens)
-    assert experience.ref_logp is None
+    assert experience.ref_logp is None and experience.old_logp is None
+    # What the learner says of the rows' tokens for the loss is kept with them.
+    said = {
+        name: np.float32(np.random.default_rng(2).normal(size=(2, WIDTH))) for name in ("ref_logp", "generation_logp")
+    }
+    experience, _ = assign(rollout, [1, 0], advantage="dr_grpo", num_groups=1, extra=said)
+    np.testing.assert_array_equal(experience.ref_logp, said["ref_logp"])
+    np.testing.assert_array_equal(experience.old_logp, said["generation_logp"])
 
 
 @pytest.mark.parametrize("kind", ["grpo", "asymre", "gdpo", "mssr", "poise"])
@@ -122,14 +152,15 @@ def test_groups_are_named_by_group_id_wherever_the_rows_stand(kind):
     group_id = np.repeat([900, 3, 2**31 - 2, 41], 4)
     reward, order = rng.random(16).astype(np.float32), rng.permutation(16)
     rollout, extra = make_rollout(group_id), extra_of(kind, reward)
-    shuffled_extra = {name: x if name == "regression" else x[order] for name, x in extra.items()}
+    in_order = lambda tree: jax.tree.map(lambda x: x[order], tree)
+    shuffled_extra = {name: x if name == "regression" else in_order(x) for name, x in extra.items()}
     straight, _ = assign(rollout, reward, advantage=kind, num_groups=4, extra=extra)
-    shuffled, _ = assign(
-        jax.tree.map(lambda x: x[order], rollout), reward[order], advantage=kind, num_groups=4, extra=shuffled_extra
-    )
+    shuffled, _ = assign(in_order(rollout), reward[order], advantage=kind, num_groups=4, extra=shuffled_extra)
     np.testing.assert_allclose(shuffled.advantage, straight.advantage[order], rtol=1e-5, atol=1e-6)
 
-    given = {"delta_v": -0.1, "parts": extra.get("parts"), "part_weights": (1.0,), "baseline": extra.get("baseline")}
+    given = {"delta_v": -0.1, "baseline": extra.get("question_mean")}
+    if "parts" in extra:
+        given |= {"parts": np.stack(extra["parts"], axis=1), "part_weights": (1.0,)}
     ends = rollout.prompt_length, rollout.length
     completions = [
         -rollout.behaviour_logp[i, p:n].astype(np.float64) for i, (p, n) in enumerate(zip(*ends, strict=True))
@@ -213,9 +244,13 @@ def test_a_critics_advantages_are_of_each_token_and_whitened_over_those_that_cou
     at = np.arange(WIDTH)[None, :]
     off = (at < rollout.prompt_length[:, None]) | (at >= rollout.length[:, None])
     extra["value"] = np.where(off, np.nan, extra["value"]).astype(np.float32)
-    settings = {"discount": 0.9, "gae_lambda": 0.8, "short_answer_tokens": 2, "overlong_filter": True}
+    settings = {
+        "advantage": use("gae", discount=0.9, gae_lambda=0.8),
+        "reward_terms": [use("short_answer", tokens=2, bonus=0.5)],
+        "overlong_filter": True,
+    }
     junk = np.where(trainable, reward, np.nan)
-    experience, sums = assign(rollout, junk, trainable, advantage="gae", num_groups=6, extra=extra, **settings)
+    experience, sums = assign(rollout, junk, trainable, num_groups=6, extra=extra, **settings)
 
     counts = trainable & (rollout.stop_reason == STOP_EOS)
     shaped = reward + 0.5 * ((reward >= 1) & (rollout.length - rollout.prompt_length <= 2))
@@ -247,8 +282,9 @@ def test_single_rollouts_are_lifted_by_the_entropy_of_what_they_were_drawn_from_
         entropy=np.full_like(rollout.entropy, entropy),
     )
     # Rewards 0 and 1 against baselines of 1/2, whitened: -1 and 1.
-    extra = {"baseline": np.float32([0.5, 0.5])}
-    settings = {"advantage": "mssr", "entropy_bonus": 2.0, "entropy_bonus_limit": 0.4, "num_groups": 2}
+    extra = {"question_mean": np.float32([0.5, 0.5])}
+    lifted = use("entropy_bonus", coefficient=2.0, limit=0.4)
+    settings = {"advantage": "mssr", "reshaping": [lifted], "num_groups": 2}
     experience, _ = assign(rollout, [0, 1], extra=extra, **settings)
     np.testing.assert_allclose(first(experience), [-1 + 2 * entropy, 1 + 2 * entropy], rtol=1e-5)
     assert round(first(experience)[0], 2) == -0.89
@@ -260,7 +296,7 @@ def test_single_rollouts_are_lifted_by_the_entropy_of_what_they_were_drawn_from_
 def test_a_group_that_is_all_wrong_teaches_nothing_where_tied_groups_are_left_out_whatever_its_lengths():
     """Dynamic sampling leaves out by the rewards as scored; the length penalty would say -1 and 0."""
     rollout = make_rollout([0, 0, 1, 1]).replace(prompt_length=np.int32([1] * 4), length=np.int32([5, 2, 5, 2]))
-    settings = {"advantage": "grpo", "num_groups": 2, "overlong_buffer_tokens": 2}
+    settings = {"advantage": "grpo", "num_groups": 2, "reward_terms": [use("overlong_penalty", buffer=2)]}
     penalised, sums = assign(rollout, [0, 0, 1, 0], **settings)
     np.testing.assert_allclose(first(penalised), [-1, 1, 0, 0], atol=1e-5)
     assert sums["degenerate_groups"] == 1
@@ -289,18 +325,18 @@ def test_the_groups_mean_reward_is_kept_and_an_advantage_can_be_made_anew_from_i
 
 
 def test_moments_of_equal_rewards_give_exactly_nothing_and_those_far_from_zero_keep_their_spread():
-    config, settings = config_of(1, advantage="reinforce_pp", advantage_norm_decay=0.9), {}
-    settings = {"advantage": "reinforce_pp", "advantage_norm_decay": 0.9, "num_groups": 1}
+    settings = {"advantage": use("reinforce_pp", norm_decay=0.9), "num_groups": 1}
+    config = config_of(**settings)
     for reward in (0.3, 1.1, 12.3):
         memory, rewards = memory_of(config), np.full(7, reward, np.float32)
         for _ in range(8):
-            extra = {"moments": memory.scores(rewards_of(rewards), [0]).moments}
+            extra = memory.scores(rewards_of(rewards), [0]).memory
             experience, sums = assign(make_rollout([0] * 7), rewards, extra=extra, **settings)
             memory.observe(rewards_of(rewards), [0], sums)
             assert not experience.advantage.any()
     memory, rewards = memory_of(config), np.float32([999.9, 1000.1] * 4)
     for _ in range(3):
-        extra = {"moments": memory.scores(rewards_of(rewards), [0]).moments}
+        extra = memory.scores(rewards_of(rewards), [0]).memory
         experience, sums = assign(make_rollout([0] * 8), rewards, extra=extra, **settings)
         memory.observe(rewards_of(rewards), [0], sums)
     np.testing.assert_allclose(first(experience), [-1, 1] * 4, rtol=1e-3)
@@ -309,14 +345,14 @@ def test_moments_of_equal_rewards_give_exactly_nothing_and_those_far_from_zero_k
 @pytest.mark.parametrize("kind", ["reinforce_pp", "brorl", "gae"])
 def test_advantages_over_the_moments_of_several_iterations_are_those_of_the_source(kind):
     """Three iterations of unequal means and spreads; sums of the released code, by hand in float64."""
-    config, rng = config_of(2, advantage=kind, advantage_norm_decay=0.8), np.random.default_rng(3)
+    settings = {"advantage": use(kind, norm_decay=0.8), "num_groups": 2}
+    config, rng = config_of(**settings), np.random.default_rng(3)
     memory, n, total, squares = memory_of(config), 0.0, 0.0, 0.0
     for iteration in range(3):
         rollout = make_rollout([0, 0, 0, 1, 1, 1], seed=iteration)
         reward = rng.normal(iteration, 1 + iteration, 6).astype(np.float32)
         trainable = np.arange(6) != 4
-        extra = {"moments": memory.scores(rewards_of(reward), [0, 1]).moments} | extra_of(kind, reward)
-        settings = {"advantage": kind, "advantage_norm_decay": 0.8, "num_groups": 2}
+        extra = memory.scores(rewards_of(reward), [0, 1]).memory | extra_of(kind, reward)
         experience, sums = assign(rollout, reward, trainable, extra=extra, **settings)
         memory.observe(rewards_of(reward), [0, 1], sums)
 
@@ -337,7 +373,7 @@ def test_advantages_over_the_moments_of_several_iterations_are_those_of_the_sour
         np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
         assert (experience.advantage[4] == 0).all()
     resumed = resumed_from(memory, config)
-    scores = [one.scores(rewards_of(reward), [0, 1]).moments for one in (memory, resumed)]
+    scores = [one.scores(rewards_of(reward), [0, 1]).memory["moments"] for one in (memory, resumed)]
     np.testing.assert_array_equal(*scores)
 
 
@@ -348,9 +384,8 @@ def test_truncated_rows_are_left_out_of_loss_and_baseline():
     rollout = make_rollout([0, 0, 0, 1, 1, 1]).replace(
         stop_reason=np.array([STOP_EOS, STOP_EOS, STOP_LENGTH] + [STOP_LENGTH] * 3, np.int8)
     )
-    experience, sums = assign(
-        rollout, [1, 0, 0, 1, 0, 0], advantage="dr_grpo", num_groups=2, overlong_filter=True, entropy_bonus=2.0
-    )
+    settings = {"overlong_filter": True, "reshaping": [use("entropy_bonus", coefficient=2.0, limit=0.4)]}
+    experience, sums = assign(rollout, [1, 0, 0, 1, 0, 0], advantage="dr_grpo", num_groups=2, **settings)
     np.testing.assert_array_equal(experience.trainable, [True, True, False, False, False, False])
     # Of group 0 the first two are left, +-1/2, to which the entropy adds; of group 1 nothing.
     assert first(experience)[0] >= 0.5 and first(experience)[1] >= -0.5
@@ -378,9 +413,10 @@ def test_rewards_are_shaped_for_the_advantage_and_stored_as_scored(kind):
 def test_a_gate_leaves_of_further_rewards_those_of_rows_whose_first_is_high_enough():
     # First 1, 1, 0, 0; second 1, 0, 1, 0, of which the third's is lost: 1, 0, 0, 0.
     rollout, parts = make_rollout([0] * 4), np.array([[1, 1], [1, 0], [0, 1], [0, 0]], np.float32)
-    given = {"advantage": "gdpo", "num_groups": 1, "functions": ("a", "b"), "weights": (1.0, 1.0)}
-    gated, _ = assign(rollout, [2, 1, 1, 0], extra={"parts": parts}, gate_threshold=0.5, **given)
-    expected, _ = assign(rollout, [2, 1, 0, 0], extra={"parts": parts * [[1, 1], [1, 1], [1, 0], [1, 1]]}, **given)
+    given = {"num_groups": 1, "functions": ("a", "b"), "weights": (1.0, 1.0)}
+    gate, without = use("gdpo", gate=0.5), np.where([[1, 1], [1, 1], [1, 0], [1, 1]], parts, np.float32(0))
+    gated, _ = assign(rollout, [2, 1, 1, 0], extra={"parts": tuple(parts.T)}, advantage=gate, **given)
+    expected, _ = assign(rollout, [2, 1, 0, 0], extra={"parts": tuple(without.T)}, advantage="gdpo", **given)
     np.testing.assert_array_equal(gated.advantage, expected.advantage)
     np.testing.assert_array_equal(gated.reward, [2, 1, 1, 0])  # as it was scored
     # The third row, with the worst first reward, is now level with the fourth.
@@ -395,11 +431,12 @@ def test_advantages_are_amplified_then_weighed_by_confidence_and_duration_then_l
         reward,
         advantage="dr_grpo",
         num_groups=2,
-        positive_amplification=3.0,
-        entropy_reweighting=1.0,
-        duration_weight=0.5,
-        entropy_bonus=2.0,
-        entropy_bonus_limit=0.4,
+        reshaping=[
+            use("amplify_positive", factor=3.0),
+            use("entropy_factor", strength=1.0),
+            use("duration_factor", exponent=0.5),
+            use("entropy_bonus", coefficient=2.0, limit=0.4),
+        ],
     )
     # Mean 3/8: the correct row gets 1, the next 3/8, the others -3/8; group 1 is tied and wrong.
     row = np.array([1, 0.375, -0.375, -0.375, 0, 0, 0, 0])
@@ -416,9 +453,8 @@ def test_advantages_are_amplified_then_weighed_by_confidence_and_duration_then_l
 
 
 def test_a_group_that_is_all_correct_is_imitated_under_positive_amplification():
-    experience, sums = assign(
-        make_rollout([0, 0, 1, 1]), [1, 1, 0, 0], advantage="grpo", num_groups=2, positive_amplification=3.0
-    )
+    settings = {"advantage": "grpo", "reshaping": [use("amplify_positive", factor=3.0)], "num_groups": 2}
+    experience, sums = assign(make_rollout([0, 0, 1, 1]), [1, 1, 0, 0], **settings)
     np.testing.assert_array_equal(first(experience), [1, 1, 0, 0])
     assert sums["degenerate_groups"] == 1
 
@@ -430,12 +466,30 @@ def test_what_lies_off_the_completion_moves_nothing():
     off = (at < rollout.prompt_length[:, None]) | (at >= rollout.length[:, None])
     spoil = lambda x: np.where(off, np.nan, x).astype(np.float32)
     spoilt = rollout.replace(behaviour_logp=spoil(rollout.behaviour_logp), entropy=spoil(rollout.entropy))
-    settings = {"advantage": "poise", "entropy_reweighting": 1.0, "entropy_bonus": 2.0, "num_groups": 2}
+    reshaping = [use("entropy_factor", strength=1.0), use("entropy_bonus", coefficient=2.0, limit=0.4)]
+    settings = {"advantage": "poise", "reshaping": reshaping, "num_groups": 2}
     extra = extra_of("poise", reward)
     experience, sums = assign(spoilt, reward, extra=extra, **settings)
     expected, sums_expected = assign(rollout, reward, extra=extra, **settings)
     np.testing.assert_array_equal(experience.advantage, expected.advantage)
     jax.tree.map(np.testing.assert_array_equal, sums, sums_expected)
+
+
+@pytest.mark.parametrize(
+    ("place", "function", "shapes"),
+    [
+        ("advantage", lambda x: x.reward[:1], r"\[B\] or \[B, S\], not \(1,\)"),
+        ("reward_terms", lambda x: x.mask, r"\[B\], not \(2, 7\)"),
+        ("reshaping", lambda advantage, x: advantage[:, 0], r"\[B, S\], not \(2,\)"),
+    ],
+)
+def test_what_a_function_returns_is_held_to_the_shape_of_its_place(place, function, shapes):
+    config, own = config_of(advantage="dr_grpo"), Chosen("own", function=function)
+    algorithm = dataclasses.replace(config.algorithm, **{place: own if place == "advantage" else (own,)})
+    config = dataclasses.replace(config, algorithm=algorithm)
+    scores = Scores(jnp.zeros(2), jnp.ones(2, bool), jnp.zeros(2, jnp.int32), parts=(), columns={}, memory={})
+    with pytest.raises(ConfigError, match=f"algorithm.{place}='own' must return numbers {shapes}"):
+        credit.assign(jax.tree.map(jnp.asarray, make_rollout([0, 0])), scores, {}, config)
 
 
 # ---- what is remembered
@@ -452,31 +506,31 @@ def rewards_of(total, failed=(), **parts):
 def test_scores_hold_what_the_advantage_asks_for_and_no_failed_reward():
     rewards = rewards_of([1, 9, 0.5], failed=[1], a=[0, np.nan, 1], b=[1, 9, 0])
     scores = memory_of(config_of()).scores(rewards, [4])
-    assert scores.parts is scores.baseline is scores.regression is None
+    assert scores.parts == () and not scores.columns and not scores.memory
     np.testing.assert_array_equal(scores.reward, [1, 0, 0.5])
     np.testing.assert_array_equal(scores.trainable, [True, False, True])
-    # Columns in the order of rewards.functions.
+    # Parts in the order of rewards.functions.
     config = config_of(functions=("b", "a"), weights=(1.0, 0.5), advantage="gdpo")
     scores = memory_of(config).scores(rewards, [4])
-    np.testing.assert_array_equal(scores.parts, [[1, 0], [0, 0], [0, 1]])
+    np.testing.assert_array_equal(np.stack(scores.parts, axis=1), [[1, 0], [0, 0], [0, 1]])
 
 
 def test_the_beta_baseline_of_a_question_is_that_before_its_answers_and_survives_a_checkpoint():
-    config = config_of(advantage="mssr", baseline_decay=0.9)
+    config = config_of(advantage=use("mssr", decay=0.9))
     memory = memory_of(config)
     # Question 3 is answered by 1 and by one that failed, question 5 by 0 and 0.
-    seen = memory.scores(rewards_of([1, 0, 0, 0], failed=[1]), [3, 5]).baseline
+    seen = memory.scores(rewards_of([1, 0, 0, 0], failed=[1]), [3, 5]).columns["question_mean"]
     np.testing.assert_array_equal(seen, [0.5] * 4)
     memory.observe(rewards_of([1, 0, 0, 0], failed=[1]), [3, 5], {})
     resumed = resumed_from(memory, config)
     for one in (memory, resumed):
-        baseline = one.scores(rewards_of([1, 1]), [5, 3]).baseline
+        baseline = one.scores(rewards_of([1, 1]), [5, 3]).columns["question_mean"]
         expected = [shaping_oracle.beta_means([0, 0, 1], 0.9)[2], shaping_oracle.beta_means([1, 1], 0.9)[1]]
         np.testing.assert_allclose(baseline, expected, rtol=1e-6)
 
 
 def test_the_beta_baseline_forgets_faster_while_the_policy_moves():
-    config = config_of(advantage="mssr", baseline_decay=0.9, baseline_decay_moving=0.5)
+    config = config_of(advantage=use("mssr", decay=0.9, decay_moving=0.5))
     memory = memory_of(config)
     right, a, b = rewards_of([1.0]), 1.0, 1.0
     # 22 iterations: the first two leave the mean of the last 20 again. Above 0.02 nats a token it forgets no faster.
@@ -486,17 +540,17 @@ def test_the_beta_baseline_forgets_faster_while_the_policy_moves():
         decay = 0.9 + (0.5 - 0.9) * min(1.0, np.mean(window) / 0.02)
         a, b = decay * a + 1, decay * b
         memory.observe(right, [0], {"kl_behaviour_sum": np.float32(8 * one), "token_count": np.int32(8)})
-        np.testing.assert_allclose(memory.scores(right, [0]).baseline, a / (a + b), rtol=1e-6)
+        np.testing.assert_allclose(memory.scores(right, [0]).columns["question_mean"], a / (a + b), rtol=1e-6)
         memory = resumed_from(memory, config)
 
 
 def test_the_beta_baseline_follows_a_question_that_becomes_easier():
-    memory, rng = memory_of(config_of(advantage="mssr", baseline_decay=0.96)), np.random.default_rng(0)
+    memory, rng = memory_of(config_of(advantage=use("mssr", decay=0.96))), np.random.default_rng(0)
     errors = []
     for step in range(400):
         rate = min(1.0, 0.1 + step / 300)
         reward = rewards_of([float(rng.random() < rate)])
-        errors.append(float(memory.scores(reward, [0]).baseline[0]) - rate)
+        errors.append(float(memory.scores(reward, [0]).columns["question_mean"][0]) - rate)
         memory.observe(reward, [0], {})
     # 25 answers are remembered: it lags by about 25 steps of 1/300, with a deviation of about 0.1 / sqrt(2).
     assert abs(np.mean(errors[50:])) < 0.1 and np.sqrt(np.mean(np.square(errors[50:]))) < 0.15
@@ -504,17 +558,17 @@ def test_the_beta_baseline_follows_a_question_that_becomes_easier():
 
 def test_the_regression_learns_siblings_rewards_after_use_and_survives_a_checkpoint():
     # Questions 0 and 2 get short answers and are right, 1 and 3 get long ones and are wrong.
-    config = config_of(4, advantage="poise", baseline_decay=0.5)
+    settings = {"advantage": use("poise", decay=0.5), "num_groups": 4}
+    config = config_of(**settings)
     rollout = make_rollout(np.repeat([0, 1, 2, 3], 4))
     hard = rollout.group_id % 2 == 1
     rollout = rollout.replace(length=rollout.prompt_length + np.where(hard, 4, 1).astype(np.int32))
     reward, memory = np.where(hard, 0.0, 1.0), memory_of(config, HIDDEN)
-    settings = {"advantage": "poise", "baseline_decay": 0.5, "num_groups": 4}
     hidden = extra_of("poise", reward)["hidden"]
 
     def iterate():
         scores = memory.scores(rewards_of(reward), range(4))
-        extra = {"regression": scores.regression, "hidden": hidden}
+        extra = scores.memory | {"hidden": hidden}
         experience, sums = assign(rollout, reward, extra=extra, **settings)
         memory.observe(rewards_of(reward), range(4), sums)
         return first(experience), sums["regression"]
@@ -524,7 +578,7 @@ def test_the_regression_learns_siblings_rewards_after_use_and_survives_a_checkpo
     for _ in range(3):
         advantage, _ = iterate()
     assert np.abs(advantage).max() < 0.25  # it is predicted now, less what the ridge holds back
-    np.testing.assert_allclose(memory.state()["regression"], (1 + 0.5 + 0.25 + 0.125) * sums, rtol=1e-5)
+    np.testing.assert_allclose(memory.state()["poise"], (1 + 0.5 + 0.25 + 0.125) * sums, rtol=1e-5)
     resumed = resumed_from(memory, config, HIDDEN)
     assert resumed.state() == memory.state()
 
@@ -538,7 +592,7 @@ def test_the_regressions_target_is_the_mean_of_the_siblings():
     np.testing.assert_allclose(sums["regression"][0, -1], 0.25 + 0.75 + 0.5, rtol=1e-6)
 
 
-CHOSEN = {"short_answer_tokens": 1, "short_answer_bonus": 0.25, "short_answer_iterations": 2}
+CHOSEN = {"reward_terms": [use("short_answer", tokens=1, bonus=0.25, every_iterations=2)]}
 
 
 def test_a_short_answer_is_what_its_difficulty_says():
@@ -546,7 +600,7 @@ def test_a_short_answer_is_what_its_difficulty_says():
     group_id, reward = np.repeat([0, 1, 2], 3), np.float32([1, 1, 1, 1, 0, 0, 0, 0, 0])
     rollout = make_rollout(group_id)
     rollout = rollout.replace(length=rollout.prompt_length + np.int32([2, 3, 4, 1, 1, 1, 4, 4, 4]))
-    extra = {"short_answer": np.int32([3, 1, 4])}
+    extra = {"short_answer": np.float32([3, 1, 4])}
     experience, sums = assign(rollout, reward, advantage="dr_grpo", num_groups=3, extra=extra, **CHOSEN)
     shaped = reward + 0.25 * np.array([1, 1, 0, 1, 0, 0, 0, 0, 0])
     expected = oracle.group_advantages(shaped, group_id, np.ones(9, bool), "dr_grpo")
@@ -557,7 +611,7 @@ def test_a_short_answer_is_what_its_difficulty_says():
 
 def test_lengths_are_chosen_every_so_many_iterations_and_survive_a_checkpoint():
     memory, rewards = memory_of(config_of(**CHOSEN)), rewards_of([1.0])
-    lengths = lambda: memory.scores(rewards, [0]).short_answer.tolist()
+    lengths = lambda: memory.scores(rewards, [0]).memory["short_answer"].tolist()
     # Over two iterations: 4 easy groups with 5 correct answers within 2 tokens; hard ones with fewer than one each.
     within = np.array([[1, 3, 4, 6, 2], [0, 0, 0, 0, 0], [0, 1, 1, 1, 2]], np.float32)
     more = np.array([[1, 2, 2, 2, 2], [0, 0, 0, 0, 0], [0, 0, 1, 1, 2]], np.float32)
@@ -574,9 +628,10 @@ def test_lengths_are_chosen_every_so_many_iterations_and_survive_a_checkpoint():
     assert lengths() == [2, 1, 4]
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "short answers by difficulty"])
+@pytest.mark.parametrize("kind", [*KINDS, "several memories"])
 def test_the_program_takes_what_the_host_gives(kind):
-    settings = {"advantage": kind} if kind in KINDS else CHOSEN
+    several = {"advantage": use("mssr", norm_decay=0.9), **CHOSEN}
+    settings = {"advantage": kind} if kind in KINDS else several
     config = config_of(8, functions=("a", "b"), weights=(1.0, 1.0), **settings)
     expected = assemble(config, TINY, (257,), mesh_of(ONE)).learner.abstract_scores
     memory = memory_of(config, TINY.width)
@@ -591,7 +646,7 @@ def test_a_run_remembers_over_a_stop_what_was_answered(tmp_path, monkeypatch):
         "rollout": {"prompts_per_iteration": 8, "group_size": 1},
         "update": {"batch_size": 8, "micro_batch_size": 8},
         "rewards": {"num_workers": 1},
-        "credit": {"advantage": "mssr"},
+        "algorithm": {"advantage": "mssr"},
         "checkpoint": {"export": False},
         "metrics": {"tensorboard": False},
     }

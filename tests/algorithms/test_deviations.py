@@ -14,24 +14,28 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from reference import transformer
-from support.building import TINY, host_params
+from support.building import TINY, algorithm_config, host_params
+from support.rows import make_rows
 
-from jaxrl_llm.algorithms import advantages, baselines, shaping
+from jaxrl_llm.algorithms import baselines
+from jaxrl_llm.algorithms.advantages import ADVANTAGES
 from jaxrl_llm.algorithms.memory import Memory
-from jaxrl_llm.algorithms.surrogates import SURROGATES, Settings, Tokens
+from jaxrl_llm.algorithms.shaping import overlong_penalty
+from jaxrl_llm.algorithms.surrogates import spo
 from jaxrl_llm.config import freeze
 from jaxrl_llm.models.transformer import Model
+from jaxrl_llm.ops.groups import group_rows
 from jaxrl_llm.questions.ledger import Ledger
-from jaxrl_llm.types import OUTCOME_SCORE, Rewards
+from jaxrl_llm.types import OUTCOME_SCORE, Rewards, Sizes, Tokens
 
 RECIPES = pathlib.Path(__file__).parents[2] / "configs" / "recipes"
-SETTINGS = Settings(clip_low=0.2, clip_high=7.0, dual_clip=0.0, beta=1.0, group_size=4)
 
 
-def estimate(kind, reward, group=None, **given):
+def estimate(kind, reward, group=None):
     group = np.zeros(len(reward), np.int32) if group is None else np.int32(group)
-    groups = advantages.group_rows(group, np.ones(len(reward), bool), int(group.max()) + 1)
-    return np.asarray(advantages.estimate(np.float32(reward), groups, kind=kind, **given))
+    groups = group_rows(group, np.ones(len(reward), bool), int(group.max()) + 1)
+    advantage = ADVANTAGES[kind](make_rows(groups, reward=jnp.asarray(reward, jnp.float32)))
+    return np.asarray(advantage[0] if isinstance(advantage, tuple) else advantage)
 
 
 def test_every_deviation_stands_where_the_table_of_recipes_finds_it():
@@ -49,8 +53,9 @@ def test_cispo_scales_by_the_batch_with_its_tied_groups():
 
 
 def test_dapos_length_penalty_weighs_twice_as_much_on_rewards_of_0_and_1():
-    length = np.int32([8, 6, 5, 7])
-    penalty = np.asarray(shaping.overlong_penalty(length, max_length=8, buffer=4))
+    group = group_rows(np.zeros(4, np.int32), np.ones(4, bool), 1)
+    rows = make_rows(group, length=jnp.array([8, 6, 5, 7]), max_length=8)
+    penalty = np.asarray(overlong_penalty(rows, buffer=4))
     wrong_or_right = np.float32([0, 1, 0, 1])
     ours, papers = (estimate("grpo", r) for r in (wrong_or_right + penalty, 2 * wrong_or_right - 1 + penalty))
     np.testing.assert_allclose(estimate("grpo", wrong_or_right + 0.5 * penalty), papers, rtol=1e-4)
@@ -88,15 +93,15 @@ def test_mc_grpos_median_answer_adds_a_row_without_an_advantage():
 
 def test_mssrs_decay_moves_with_several_updates_alone():
     """The KL is of the rows as they are trained on: of fresh ones, at the first update, it is 0."""
-    credit = {"advantage": "mssr", "baseline_decay": 0.96, "baseline_decay_moving": 0.875}
-    memory = Memory(freeze({"credit": credit, "rollout": {"group_size": 1, "prompts_per_iteration": 64}}), 0, Ledger())
+    algorithm = algorithm_config(advantage={"name": "mssr", "decay": 0.96, "decay_moving": 0.875})
+    memory = Memory(algorithm.of_credit, (), Sizes(width=0, max_length=16), Ledger())
     question, reward = [7], Rewards(np.float32([1]), {}, np.int8([OUTCOME_SCORE]))
     a = b = 1.0
     # The mean over the iterations so far: 0, and then 0.02 nats a token, at which it has moved wholly.
     for drift, decay in ((0.0, 0.96), (0.04, 0.875)):
         memory.observe(reward, question, {"kl_behaviour_sum": 10 * drift, "token_count": 10})
         a, b = decay * a + 1, decay * b
-        np.testing.assert_allclose(memory.scores(reward, question).baseline, a / (a + b), rtol=1e-6)
+        np.testing.assert_allclose(memory.scores(reward, question).columns["question_mean"], a / (a + b), rtol=1e-6)
 
 
 def test_poises_regression_on_states_predicts_what_one_on_their_principal_components_does():
@@ -128,14 +133,12 @@ def test_reinforce_pps_pull_in_the_loss_leaves_out_what_follows_a_token():
 def test_spos_value_that_hears_the_row_itself_has_less_than_the_whole_gradient():
     """On samples of the reference, at the reference: 0.67 to 0.76 of it in groups of 4, 0.83 to 0.88 in groups of 8."""
     for size, chance, expected in ((4, 0.1, 0.67), (4, 0.5, 0.76), (8, 0.1, 0.83), (8, 0.5, 0.88)):
-        settings = SETTINGS._replace(group_size=size)
 
         @jax.jit
-        def slope(reward, settings=settings):
+        def slope(reward, size=size):
             zero, mask = jnp.zeros((len(reward), 1)), jnp.ones((len(reward), 1), bool)
-            x = Tokens(zero, zero, zero, zero, zero, reward, mask)
-            term = lambda p: jnp.sum(SURROGATES["spo"].term(x._replace(policy_logp=p), settings)[0])
-            return jax.grad(term)(zero)[:, 0]
+            x = lambda p: Tokens(p, zero, zero, zero, reward, mask, group_size=size, columns={"ref_logp": zero})
+            return jax.grad(lambda p: jnp.sum(spo(x(p), beta=1.0)))(zero)[:, 0]
 
         # All groups by how many of its answers are right; the score of a right answer is (1 - chance), else -chance.
         ours = exact = 0.0

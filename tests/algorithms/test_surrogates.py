@@ -1,22 +1,63 @@
 """Every surrogate against float64 loops, the identities between them, and their fixed points on a bandit."""
 
+import dataclasses
 import functools
 import inspect
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from reference import surrogates as oracle
+from support.building import algorithm_config
 
-from jaxrl_llm import method_limits
-from jaxrl_llm.algorithms.losses import kl_estimate
-from jaxrl_llm.algorithms.surrogates import SURROGATES, Settings, Tokens
+from jaxrl_llm.algorithms.anchors import kl_estimate
+from jaxrl_llm.algorithms.surrogates import SURROGATES, surrogate_terms
+from jaxrl_llm.algorithms.use import Chosen, keywords
+from jaxrl_llm.runtime.nested import ConfigError
+from jaxrl_llm.types import Tokens
 
-SETTINGS = Settings(clip_low=0.2, clip_high=0.28, dual_clip=0.0, beta=0.3, group_size=4)
+
+class Numbers(NamedTuple):
+    """Settings by the oracle's names."""
+
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    dual_clip: float = 0.0
+    beta: float = 0.3
+    group_size: int = 4
+
+
+SETTINGS = Numbers()
 NAMES = sorted(SURROGATES)
+RATIOS = ("clipped", "sequence_clipped", "gspo", "cispo")  # to the old policy
 ROW_RATIOS = ("gspo", "sequence_clipped")
 B, T = 8, 6
+
+
+def surrogate(name, numbers):
+    """It with the oracle's numbers as its settings, each of them given."""
+    low, high = numbers.clip_low, numbers.clip_high
+    said = {"low": low, "high": high, "dual": numbers.dual_clip, "cap": 1 + high}
+    said |= dict.fromkeys(("beta", "tau", "eta"), numbers.beta)
+    if name == "cispo":  # its bounds are those of the ratio itself
+        said |= {"low": 1 - low, "high": 1 + high}
+    own = {setting: said[setting] for setting in keywords(SURROGATES[name])}
+    return algorithm_config(surrogate={"name": name, **own}).surrogate
+
+
+def tokens(policy, old, behaviour, ref, advantage, reward, mask, group_size=SETTINGS.group_size):
+    columns = {"ref_logp": jnp.asarray(ref)}
+    arrays = map(jnp.asarray, (policy, old, behaviour, advantage, reward, mask))
+    return Tokens(*arrays, group_size=group_size, columns=columns)
+
+
+def replace(x, **changes):
+    """The same with other fields, ``ref_logp`` as if it were one."""
+    if "ref_logp" in changes:
+        changes["columns"] = {"ref_logp": changes.pop("ref_logp")}
+    return dataclasses.replace(x, **changes)
 
 
 def random_tokens(seed=0, *, spread=0.4):
@@ -26,8 +67,9 @@ def random_tokens(seed=0, *, spread=0.4):
     base = rng.normal(-1.5, 0.5, (B, T))
     near = lambda: np.where(mask, base + rng.normal(0, spread, (B, T)), 0).astype(np.float32)
     reward = np.array([0, 1, 0.5, -1, -0.3, 1, -0.3, -2], np.float32)
+    policy, old, behaviour, ref = near(), near(), near(), near()
     advantage = np.where(mask, rng.normal(size=(B, 1)), 0).astype(np.float32)
-    return Tokens(near(), near(), near(), near(), advantage, reward, mask)
+    return tokens(policy, old, behaviour, ref, advantage, reward, mask)
 
 
 def rows_of(x):
@@ -42,15 +84,23 @@ def rows_of(x):
 
 
 @functools.cache
-def compiled(name, settings=SETTINGS):
+def compiled(name, numbers=SETTINGS):
     """(x, weights [B,T]) -> gradient of the weighted sum of terms, (terms, is_clipped)."""
+    chosen = surrogate(name, numbers)
 
-    def total(policy_logp, x, weight):
-        term, is_clipped = SURROGATES[name].term(x._replace(policy_logp=policy_logp), settings)
+    def total(policy_logp, given, weight):
+        x = Tokens(policy_logp, **given, group_size=numbers.group_size)
+        term, is_clipped = surrogate_terms(chosen, x)
         return jnp.sum(weight * term), (term, is_clipped)
 
     gradient = jax.jit(jax.grad(total, has_aux=True))
-    return lambda x, weight: jax.tree.map(np.asarray, gradient(x.policy_logp, x, weight))
+
+    def call(x, weight):
+        names = ("old_logp", "behaviour_logp", "advantage", "reward", "mask", "columns")
+        given = {name: getattr(x, name) for name in names}
+        return jax.tree.map(np.asarray, gradient(x.policy_logp, given, weight))
+
+    return call
 
 
 def row_weights(x):
@@ -69,7 +119,7 @@ def test_terms_and_gradients_are_those_of_float64_loops(name):
 
     s = settings._asdict() | {"fixed": rows_of(x)}
     expected = getattr(oracle, name)(rows_of(x), s)
-    for i, keep in enumerate(x.mask):
+    for i, keep in enumerate(np.asarray(x.mask)):
         np.testing.assert_allclose(term[i][keep], expected[i], rtol=2e-5, atol=2e-5)
 
     def loss(i, t, step):
@@ -77,10 +127,12 @@ def test_terms_and_gradients_are_those_of_float64_loops(name):
         rows[i]["policy"][t] += step
         terms = getattr(oracle, name)(rows, s)
         return sum(
-            float(w) * v for i, keep in enumerate(x.mask) for w, v in zip(weight[i][keep], terms[i], strict=True)
+            float(w) * v
+            for i, keep in enumerate(np.asarray(x.mask))
+            for w, v in zip(weight[i][keep], terms[i], strict=True)
         )
 
-    for i, t in zip(*np.nonzero(x.mask), strict=True):
+    for i, t in zip(*np.nonzero(np.asarray(x.mask)), strict=True):
         if name in ROW_RATIOS:  # the token form has the row's ratio, and of its gradient each token's own alone
             continue
         slope = (loss(i, t, 1e-5) - loss(i, t, -1e-5)) / 2e-5
@@ -114,7 +166,7 @@ def test_gradient_at_a_masked_token_is_exactly_zero_and_what_it_holds_changes_no
     weight = np.where(x.mask, np.float32(0.5), 0)
     junk = lambda v, seed: np.where(x.mask, v, np.random.default_rng(seed).normal(-2, 1, (B, T))).astype("f")
     fields = ("policy_logp", "old_logp", "behaviour_logp", "ref_logp", "advantage")
-    spoilt = x._replace(**{field: junk(getattr(x, field), seed) for seed, field in enumerate(fields)})
+    spoilt = replace(x, **{field: junk(getattr(x, field), seed) for seed, field in enumerate(fields)})
     (expected, (term_expected, _)), (value, (term, _)) = (compiled(name)(rows, weight) for rows in (x, spoilt))
     assert (value[~x.mask] == 0).all() and (value[x.mask] != 0).any()
     np.testing.assert_array_equal(value, expected)
@@ -124,12 +176,10 @@ def test_gradient_at_a_masked_token_is_exactly_zero_and_what_it_holds_changes_no
 # --- identities ---
 
 
-@pytest.mark.parametrize(
-    "name", [*method_limits.RATIO_SURROGATES, "reinforce", "remix_centred", "agro", "gvpo", "kimi_k15"]
-)
+@pytest.mark.parametrize("name", [*RATIOS, "reinforce", "remix_centred", "agro", "gvpo", "kimi_k15"])
 def test_without_a_step_every_one_is_reinforce(name):
     x = random_tokens()
-    same = x._replace(old_logp=x.policy_logp, behaviour_logp=x.policy_logp, ref_logp=x.policy_logp)
+    same = replace(x, old_logp=x.policy_logp, behaviour_logp=x.policy_logp, ref_logp=x.policy_logp)
     gradient, (_, is_clipped) = compiled(name, SETTINGS._replace(clip_low=0.0, clip_high=0.0, dual_clip=0.0))(
         same, np.asarray(x.mask, np.float32) / np.maximum(x.mask.sum(axis=1, keepdims=True), 1)
     )
@@ -141,9 +191,8 @@ def test_without_a_step_every_one_is_reinforce(name):
 
 def one_token(policy, old, behaviour, advantage):
     as_row = lambda v: np.full((1, 1), v, np.float32)
-    return Tokens(
-        *map(as_row, (policy, old, behaviour, 0.0, advantage)), np.zeros(1, np.float32), np.ones((1, 1), bool)
-    )
+    rows = map(as_row, (policy, old, behaviour, 0.0, advantage))
+    return tokens(*rows, np.zeros(1, np.float32), np.ones((1, 1), bool))
 
 
 def slope(name, x, **settings):
@@ -157,7 +206,8 @@ def test_clip_is_active_on_one_side_alone():
     ratio = np.array([[2.0, 2.0, 0.5, 0.5, 2.0]], np.float32)
     advantage = np.array([[1.0, -1.0, 1.0, -1.0, 0.0]], np.float32)
     behaviour = np.full((1, 5), -1.5, np.float32)
-    x = Tokens(behaviour + np.log(ratio), behaviour, behaviour, None, advantage, np.zeros(1), np.ones((1, 5), bool))
+    mask = np.ones((1, 5), bool)
+    x = tokens(behaviour + np.log(ratio), behaviour, behaviour, behaviour, advantage, np.zeros(1, np.float32), mask)
     gradient, (loss, is_clipped) = compiled("clipped", SETTINGS._replace(clip_high=0.3))(x, np.ones((1, 5), np.float32))
     np.testing.assert_allclose(loss, [[-1.3, 2.0, -0.5, 0.8, 0.0]], rtol=1e-6)
     assert is_clipped.tolist() == [[True, False, False, True, False]]
@@ -186,13 +236,13 @@ def test_dual_clip_bounds_what_a_negative_advantage_can_do():
 def test_a_window_about_the_old_policy_does_not_bind_at_the_old_policy():
     # policy = old, both e^1 times the behaviour: the plain clip binds, the centred one has the slope -u A.
     x = one_token(-1.0, -1.0, -2.0, 1.0)
-    assert slope("clipped", x._replace(old_logp=x.behaviour_logp)) == (0.0, True)
+    assert slope("clipped", replace(x, old_logp=x.behaviour_logp)) == (0.0, True)
     value, is_clipped = slope("remix_centred", x)
     np.testing.assert_allclose(value, -np.e, rtol=1e-6)
     assert not is_clipped
     # A further step up is clipped, one down is not.
-    assert slope("remix_centred", x._replace(policy_logp=x.policy_logp + np.float32(0.2)))[1]
-    assert not slope("remix_centred", x._replace(policy_logp=x.policy_logp - np.float32(0.2)))[1]
+    assert slope("remix_centred", replace(x, policy_logp=x.policy_logp + np.float32(0.2)))[1]
+    assert not slope("remix_centred", replace(x, policy_logp=x.policy_logp - np.float32(0.2)))[1]
 
 
 @pytest.mark.parametrize(("policy", "behaviour"), [(-np.inf, -1.0), (0.0, -200.0)])
@@ -210,14 +260,14 @@ def test_a_group_of_one_is_pulled_to_its_anchor_alone():
 
 def test_the_frozen_reference_as_old_policy_makes_the_two_variance_losses_one():
     x = random_tokens()
-    x = x._replace(old_logp=x.ref_logp)
+    x = replace(x, old_logp=x.ref_logp)
     for one, other in zip(*(jax.tree.leaves(compiled(n)(x, row_weights(x))) for n in ("agro", "gvpo")), strict=True):
         np.testing.assert_array_equal(one, other)
 
 
 def test_a_tied_group_at_its_anchor_has_no_gradient_at_all():
     x = random_tokens()
-    x = x._replace(advantage=0 * x.advantage, ref_logp=x.policy_logp, old_logp=x.policy_logp, reward=0 * x.reward)
+    x = replace(x, advantage=0 * x.advantage, ref_logp=x.policy_logp, old_logp=x.policy_logp, reward=0 * x.reward)
     for name in ("clipped", "gspo", "cispo", "reinforce", "agro", "gvpo", "kimi_k15", "inpo"):
         assert (compiled(name)(x, row_weights(x))[0] == 0).all(), name
 
@@ -228,9 +278,8 @@ def test_vcpos_baseline_leaves_the_least_variance_of_what_the_loss_adds_up(behin
     mask = np.arange(10)[None, :] < np.array([1, 10])[:, None]
     logp = np.where(mask, np.log(0.5), 0).astype(np.float32)
     behaviour = logp + np.where(mask, [[0.0], [behind / 10]], 0).astype(np.float32)
-    x = Tokens(logp, logp, behaviour, None, 0 * logp, np.array([0, 1], np.float32), mask)
-    settings = SETTINGS._replace(clip_high=7.0, group_size=2)
-    slope = jax.grad(lambda p: jnp.sum(SURROGATES["vcpo"].term(x._replace(policy_logp=p), settings)[0]))(logp)
+    x = tokens(logp, logp, behaviour, logp, 0 * logp, np.array([0, 1], np.float32), mask)
+    slope, _ = compiled("vcpo", SETTINGS._replace(clip_high=7.0, group_size=2))(x, np.ones_like(logp))
     weight = np.array([1.0, min(np.exp(-behind), 8.0)])
     np.testing.assert_allclose(slope[[0, 1], 0], -weight * (np.array([0, 1]) - baseline), rtol=1e-5, atol=2e-6)
     # The variance of a row's gradient is that of W (r - b) times the norm, here length^(1/2) of a token's.
@@ -239,40 +288,64 @@ def test_vcpos_baseline_leaves_the_least_variance_of_what_the_loss_adds_up(behin
     assert grid[variance.argmin()] == pytest.approx(baseline, abs=1e-5)
 
 
-# --- the table and the rules of the settings ---
+# --- the table and what it declares ---
 
 
-def test_the_rules_of_the_settings_name_the_table():
-    assert set(method_limits.CHOICES["objective.surrogate"]) == set(SURROGATES)
-    bases = {base: {n for n, row in SURROGATES.items() if row.base == base} for base in ("old", "policy", "behaviour")}
-    assert bases["old"] == set(method_limits.RATIO_SURROGATES)
-    assert bases["policy"] == set(method_limits.PLAIN_SURROGATES)
+def test_unknown_ones_are_named():
+    with pytest.raises(ConfigError, match="surrogate='ppo' is not one of ") as error:
+        algorithm_config(surrogate="ppo")
+    assert all(f"'{name}'" in str(error.value) for name in NAMES)
+
+
+def test_what_is_left_to_a_correction_is_declared():
+    of = lambda fact, value: {name for name in NAMES if surrogate(name, SETTINGS).fact(fact) == value}
+    assert of("base", "old") == set(RATIOS)
+    assert of("base", "policy") == {"reinforce", "opmd"}
+    assert of("of_token", True) == {"clipped", "cispo"}
+    assert of("centred_on_old", True) == {"remix_centred"}
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_a_surrogate_reads_is_what_the_rules_say(name):
-    x = random_tokens()
-    term = SURROGATES[name].term
-    if name in method_limits.REFERENCE_SURROGATES:
-        with pytest.raises(TypeError):
-            term(x._replace(ref_logp=None), SETTINGS)
+def test_what_a_surrogate_reads_is_what_it_declares(name):
+    x, chosen = random_tokens(), surrogate(name, SETTINGS)
+    term = lambda x: surrogate_terms(chosen, x)[0]
+    expected = term(x)
+    differs = lambda x: bool((term(x) != expected)[x.mask].any())
+    if chosen.needs.columns:
+        assert chosen.needs.columns == {"ref_logp"}
+        with pytest.raises(AttributeError, match="ref_logp"):
+            term(dataclasses.replace(x, columns={}))
+        assert differs(replace(x, ref_logp=x.ref_logp - x.mask * x.reward[:, None]))
     else:
-        term(x._replace(ref_logp=None), SETTINGS)
-    moved = term(x._replace(old_logp=x.old_logp - x.mask), SETTINGS)[0]
-    assert bool((moved != term(x, SETTINGS)[0]).any()) == (name in method_limits.OLD_POLICY_SURROGATES)
+        assert not differs(dataclasses.replace(x, columns={}))
+    reads_old = chosen.fact("base") == "old" or chosen.fact("reads_old", False)
+    assert bool((term(replace(x, old_logp=x.old_logp - x.mask)) != expected).any()) == reads_old
+    # Rewards, or advantages.
+    reads_reward = chosen.fact("reads") == "reward"
+    assert differs(replace(x, reward=x.reward - jnp.arange(B))) == reads_reward
+    assert differs(replace(x, advantage=2 * x.advantage)) == (not reads_reward)
     # Groups: another row's log-probs change this row's term.
     other = np.array(x.policy_logp)
     other[1] -= 1.0
-    seen = term(x._replace(policy_logp=other), SETTINGS)[0][2], term(x, SETTINGS)[0][2]
-    other_reward = x._replace(reward=x.reward - np.eye(B, dtype=np.float32)[1])
-    seen_reward = term(other_reward, SETTINGS)[0][2]
-    coupled = bool((seen[0] != seen[1]).any() | (seen_reward != seen[1]).any())
-    assert coupled == (name in method_limits.GROUP_SURROGATES)
+    seen = term(replace(x, policy_logp=jnp.asarray(other)))[2]
+    seen_reward = term(replace(x, reward=x.reward - np.eye(B, dtype=np.float32)[1]))[2]
+    coupled = bool((seen != expected[2]).any() | (seen_reward != expected[2]).any())
+    assert coupled == chosen.needs.siblings
 
 
 def test_every_surrogate_names_its_source():
-    for name, row in SURROGATES.items():
-        assert "Source:" in inspect.getdoc(row.term), name
+    for name, function in SURROGATES.items():
+        assert "Source:" in inspect.getdoc(function), name
+
+
+def test_terms_alone_have_no_bound_and_are_a_number_for_each_token():
+    x = random_tokens()
+    term, is_clipped = surrogate_terms(Chosen("own", function=lambda x: 2 * x.policy_logp), x)
+    np.testing.assert_array_equal(term, 2 * x.policy_logp)
+    assert is_clipped.shape == x.mask.shape and not is_clipped.any()
+    for wrong in (x.reward, (x.policy_logp, x.reward), 0.0):
+        with pytest.raises(ConfigError, match=r"algorithm.surrogate='own' must return a number for each token"):
+            surrogate_terms(Chosen("own", function=lambda x, wrong=wrong: wrong), x)
 
 
 # --- fixed points on a bandit: four actions, one group of sixteen completions of one token ---
@@ -287,7 +360,8 @@ DATA = {"uniform": (4, 4, 4, 4), "expert": (10, 4, 1, 1), "stale": (1, 2, 3, 10)
 @functools.cache
 def bandit(name, rate, steps):
     """(actions [16], behaviour_logp [16]) -> the policy after descending the loss on that one batch."""
-    settings = Settings(clip_low=0.2, clip_high=0.2, dual_clip=0.0, beta=BETA, group_size=16)
+    is_plain = name == "kl policy gradient"
+    chosen = surrogate("reinforce" if is_plain else name, Numbers(clip_high=0.2, beta=BETA))
 
     def loss(logits, action, behaviour_logp, step_is_on_policy):
         logp = jax.nn.log_softmax(logits)
@@ -295,12 +369,11 @@ def bandit(name, rate, steps):
         reward = jnp.asarray(REWARD)[action]
         ref_logp, advantage = column(jnp.asarray(REFERENCE)), (reward - jnp.mean(reward))[:, None]
         mask = jnp.ones((16, 1), bool)
-        x = Tokens(column(logp), ref_logp, behaviour_logp[:, None], ref_logp, advantage, reward, mask)
+        x = tokens(column(logp), ref_logp, behaviour_logp[:, None], ref_logp, advantage, reward, mask, group_size=16)
         weight = jnp.where(step_is_on_policy, jax.lax.stop_gradient(jnp.exp(logp[action] - behaviour_logp)), 1.0)
-        if name == "kl policy gradient":
-            term = SURROGATES["reinforce"].term(x, settings)[0] + BETA * kl_estimate(column(logp), ref_logp, kind="k2")
-        else:
-            term = SURROGATES[name].term(x, settings)[0]
+        term, _ = surrogate_terms(chosen, x)
+        if is_plain:
+            term += BETA * kl_estimate(column(logp), ref_logp, kind="k2")
         return jnp.mean(weight[:, None] * term)
 
     @jax.jit
@@ -351,15 +424,15 @@ def test_pairwise_regression_finds_the_nash_policy_of_rock_paper_scissors():
     pairs = [(a, b) for a in range(3) for b in range(3)]
     action = np.array(pairs).reshape(-1)
     reward = np.array([[(a, b) in beats, (b, a) in beats] for a, b in pairs], np.float32).reshape(-1)
-    settings = SETTINGS._replace(beta=1.0, group_size=2)
+    inpo = surrogate("inpo", SETTINGS._replace(beta=1.0))
 
     def loss(logits, old):
         column = lambda v: jax.nn.log_softmax(v)[action][:, None]
         policy = column(logits)
         mask = jnp.ones((18, 1), bool)
-        x = Tokens(policy, column(old), column(old), column(jnp.zeros(3)), 0 * policy, reward, mask)
+        x = tokens(policy, column(old), column(old), column(jnp.zeros(3)), 0 * policy, reward, mask, group_size=2)
         pair = jnp.exp(column(old).reshape(9, 2).sum(axis=1))
-        return jnp.sum(jnp.repeat(pair, 2)[:, None] * SURROGATES["inpo"].term(x, settings)[0]) / 2
+        return jnp.sum(jnp.repeat(pair, 2)[:, None] * inpo(x)) / 2
 
     @jax.jit
     def iterate(old):

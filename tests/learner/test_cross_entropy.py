@@ -20,7 +20,7 @@ def without_credit(rows):
     return rows.replace(rollout=rollout, reward=0 * rows.reward, advantage=0 * rows.advantage)
 
 
-def oracle(params, rows, objective):
+def oracle(params, rows, algorithm):
     """Loss of the whole batch by rows in float64, and the two cross-entropies in it."""
     logp, environment, imitation = [], [], []
     columns = rows.rollout.tokens, rows.rollout.prompt_length, rows.rollout.length
@@ -39,7 +39,8 @@ def oracle(params, rows, objective):
     environment = sum(environment) / len(environment)
     imitation = sum(imitation) / len(imitation) if imitation else 0.0
     loss = losses.aggregate(term, mask, rows.trainable, "token_mean", COMPLETION_TOKENS)
-    loss += objective.environment_coefficient * environment + objective.imitation_coefficient * imitation
+    of_prompts, of_others = (one["coefficient"] for one in algorithm.cross_entropies)
+    loss += of_prompts * environment + of_others * imitation
     return loss, environment, imitation
 
 
@@ -48,7 +49,7 @@ def test_both_are_those_of_a_float64_model_and_prompts_teach_where_no_reward_doe
     params = building.host_params(update.model)
     rows = building.random_experience(with_reference=False, with_others=True)
     _, sums = building.gradient(update, rows)
-    loss, environment, imitation = oracle(params, rows, update.objective)
+    loss, environment, imitation = oracle(params, rows, update.algorithm)
     assert min(environment, imitation) > 1
     np.testing.assert_allclose(sums["environment_loss_sum"], environment, rtol=1e-5)
     np.testing.assert_allclose(sums["imitation_loss_sum"], imitation, rtol=1e-5)
@@ -62,7 +63,7 @@ def test_both_are_those_of_a_float64_model_and_prompts_teach_where_no_reward_doe
     ends = []
     for step in (1e-6, -1e-6):
         moved = jax.tree.map(lambda x, d, step=step: x + step * d, params, direction)
-        ends.append(oracle(moved, rows, update.objective)[0])
+        ends.append(oracle(moved, rows, update.algorithm)[0])
     slope = sum(jax.tree.leaves(jax.tree.map(lambda g, d: (g.astype(np.float64) * d).sum(), gradient, direction)))
     norm = np.sqrt(sum((leaf.astype(np.float64) ** 2).sum() for leaf in jax.tree.leaves(gradient)))
     assert norm > 1e-2
@@ -70,7 +71,8 @@ def test_both_are_those_of_a_float64_model_and_prompts_teach_where_no_reward_doe
 
 
 def test_imitation_alone_has_the_gradient_of_supervised_fine_tuning_on_the_correct_rows_of_others():
-    update = building.make_update({"imitation_coefficient": 1.0, "micro_batch_size": 8})
+    alone = {"cross_entropies": [{"name": "imitation", "coefficient": 1.0}]}
+    update = building.make_update(alone | {"micro_batch_size": 8})
     rows = building.random_experience(with_reference=False, with_others=True)
     rows = rows.replace(advantage=0 * rows.advantage)
     gradient, sums = building.gradient(update, rows)

@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from support.building import algorithm_config
 
-from jaxrl_llm.config import ObjectiveConfig, ReplayConfig, SamplingConfig, UpdateConfig
+from jaxrl_llm.config import ReplayConfig, SamplingConfig, UpdateConfig
 from jaxrl_llm.learner.update import Moment, Update
 from jaxrl_llm.models.architecture import Architecture
 from jaxrl_llm.models.transformer import Model
@@ -59,8 +60,8 @@ def test_gradient_is_that_of_unshared_prompts_padded_or_packed():
                                                              ("data", "fsdp", "tensor")))  # fmt: skip
     config = UpdateConfig(batch_size=P * G, micro_batch_size=G, logp_chunk_tokens=2 * G)
     sampling = SamplingConfig(max_completion_tokens=C, top_k=40)
-    objective = ObjectiveConfig(environment_coefficient=1.0)
-    apart = Update(config, sampling, model, optax.sgd(1.0), num_devices=1, objective=objective)
+    algorithm = algorithm_config(cross_entropies=[{"name": "environment", "coefficient": 1.0}])
+    apart = Update(config, sampling, model, optax.sgd(1.0), num_devices=1, algorithm=algorithm)
     shared = dataclasses.replace(apart, group_size=G)
     # Two lines at a time, of two groups at full length; and of three rows.
     packed = packing(shared, 2 * (L + G * C))

@@ -14,7 +14,7 @@ from reference import values as critics
 from support import building
 from support.building import COMPLETION_TOKENS, CUBE, ONE, PROMPT_TOKENS, TINY, mesh_of
 
-from jaxrl_llm.config import MeshConfig, OptimizerConfig, freeze
+from jaxrl_llm.config import ConfigError, MeshConfig, OptimizerConfig, freeze
 from jaxrl_llm.learner import optim
 from jaxrl_llm.models.row_logp import chunk_tokens
 from jaxrl_llm.models.transformer import Model
@@ -46,16 +46,16 @@ def oracle_logp(params, rollout, arch=TINY, **filters):
     return np.stack([row(i) for i in range(len(rollout.length))])
 
 
-def oracle_loss(policy_logp, rows, config):
+def oracle_loss(policy_logp, rows, algorithm):
     at = np.arange(rows.rollout.tokens.shape[1])[None, :]
     mask = (at >= rows.rollout.prompt_length[:, None]) & (at < rows.rollout.length[:, None])
-    term = losses.clipped_surrogate(
-        policy_logp, rows.rollout.behaviour_logp, rows.advantage, config.clip_low, config.clip_high
-    )
-    if config.kl_coefficient:
+    bounds = algorithm.surrogate["low"], algorithm.surrogate["high"]
+    term = losses.clipped_surrogate(policy_logp, rows.rollout.behaviour_logp, rows.advantage, *bounds)
+    if algorithm.divergence:
         d = policy_logp - rows.ref_logp
-        term += config.kl_coefficient * {"k1": d, "k2": d**2 / 2, "k3": np.exp(-d) - 1 + d}[config.kl_estimator]
-    return losses.aggregate(term, mask, rows.trainable, config.aggregation, COMPLETION_TOKENS)
+        kl = {"k1": d, "k2": d**2 / 2, "k3": np.exp(-d) - 1 + d}[algorithm.divergence["estimator"]]
+        term += algorithm.divergence["coefficient"] * kl
+    return losses.aggregate(term, mask, rows.trainable, algorithm.aggregation.name, COMPLETION_TOKENS)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -63,11 +63,11 @@ def test_loss_and_gradient_are_those_of_a_float64_model(name):
     settings, filters = CASES[name]
     update = building.make_update(settings, filters)
     support_size = filters["top_k"] if filters is AMONG else 0
-    rows = building.random_experience(with_reference="kl_coefficient" in settings, support_size=support_size)
+    rows = building.random_experience(with_reference="divergence" in settings, support_size=support_size)
     params = building.host_params(update.model)
     gradient, sums = building.gradient(update, rows)
     logp = oracle_logp(params, rows.rollout, **filters)
-    np.testing.assert_allclose(sums["loss_sum"], oracle_loss(logp, rows, update.objective), rtol=1e-5)
+    np.testing.assert_allclose(sums["loss_sum"], oracle_loss(logp, rows, update.algorithm), rtol=1e-5)
 
     # Slope of the float64 loss along a random direction by central differences (their own error is below 1e-7).
     # Measured disagreement with the float32 gradient: 1.1e-6 of its norm at most.
@@ -75,7 +75,7 @@ def test_loss_and_gradient_are_those_of_a_float64_model(name):
     values = []
     for step in (1e-7, -1e-7):
         moved = jax.tree.map(lambda x, d, step=step: x + step * d, params, direction)
-        values.append(oracle_loss(oracle_logp(moved, rows.rollout, **filters), rows, update.objective))
+        values.append(oracle_loss(oracle_logp(moved, rows.rollout, **filters), rows, update.algorithm))
     slope = sum(jax.tree.leaves(jax.tree.map(lambda g, d: (g.astype(np.float64) * d).sum(), gradient, direction)))
     norm = np.sqrt(sum((leaf.astype(np.float64) ** 2).sum() for leaf in jax.tree.leaves(gradient)))
     assert norm > 1e-2
@@ -97,16 +97,18 @@ def test_reference_log_probs_are_the_models_in_the_rows_order(micro_batch_size, 
         "rollout": {"prompts_per_iteration": 8, "group_size": 2},
         "replay": {"capacity": 16},
         "update": {"batch_size": 16, "micro_batch_size": micro_batch_size},
-        "objective": {"kl_coefficient": 0.1},
+        "algorithm": {"divergence": {"name": "reference", "coefficient": 0.1}},
         "mesh": {"data": 2},
     }
     run = assemble(freeze(config), TINY, (5,), mesh_of(MeshConfig(data=2)), teacher)
     rows = building.random_experience(group_size=2).rollout
     with jax.sharding.use_abstract_mesh(run.mesh.abstract_mesh):
         params = building.learner_params(run.learner.reference_model, run.mesh)
-        actual = jax.jit(run.programs()["reference"].fn)(params, jax.device_put(rows, sharding.leading(run.mesh, rows)))
+        program = jax.jit(run.programs()["annotate"].fn)
+        said = program(None, params, jax.device_put(rows, sharding.leading(run.mesh, rows)))
     expected = oracle_logp(building.host_params(run.learner.reference_model), rows, arch=teacher or TINY)
-    np.testing.assert_allclose(actual, expected, atol=1e-5)  # measured: 2.0e-6
+    assert said.keys() == {"ref_logp"}
+    np.testing.assert_allclose(said["ref_logp"], expected, atol=1e-5)  # measured: 2.0e-6
 
 
 def mask_of(rows):
@@ -125,29 +127,36 @@ def oracle_entropy(params, rollout):
     return result
 
 
-def test_policies_before_and_averaged_corrected_weights_and_the_scaled_step_are_those_of_a_float64_model():
-    settings = {
-        "proximal": "start",
-        "correction": "token_truncated",
-        "kl_coefficient": 0.3,
-        "kl_estimator": "k2",
-        "kl_anchor": "ewma",
-        "entropy_coefficient": 0.05,
-        "entropy_target": 9.0,
-        "entropy_rate": 0.01,
-        "ess_learning_rate": True,
-    }
-    update = building.make_update(settings | {"micro_batch_size": 8})
-    rows = building.random_experience(with_reference=False)
-    params, start, average = (building.host_params(update.model, seed) for seed in range(3))
-    state = building.train_state(update).replace(average=average)
-    compiled = jax.jit(update.apply_batch)
-    with jax.sharding.use_abstract_mesh(mesh_of(ONE).abstract_mesh):
-        after, sums = compiled(state, building.on_mesh(update, rows), state.replace(params=start))
+def three_policies(anchor, rows, **settings):
+    """An update whose old policy is that before the iteration's updates, and which is held to a third one.
 
-    mask = mask_of(rows)
-    policy, old, averaged = (oracle_logp(p, rows.rollout) for p in (params, start, average))
-    behaviour = rows.rollout.behaviour_logp
+    Returns its step from a state with such fields; weights of the current policy, the old and the third one; and their
+    float64 log-probs of the rows.
+    """
+    settings |= {"old_policy": "start", "divergence": building.penalty("k2", anchor), "micro_batch_size": 8}
+    update = building.make_update(settings)
+    policies = [building.host_params(update.model, seed) for seed in range(3)]
+    compiled = jax.jit(update.apply_batch)
+
+    def step(**fields):
+        state = building.train_state(update).replace(**fields)
+        with jax.sharding.use_abstract_mesh(mesh_of(ONE).abstract_mesh):
+            return compiled(state, building.on_mesh(update, rows), state.replace(params=policies[1]))
+
+    return step, policies, [oracle_logp(params, rows.rollout) for params in policies]
+
+
+def test_policies_before_and_averaged_corrected_weights_and_the_scaled_step_are_those_of_a_float64_model():
+    rows = building.random_experience(with_reference=False)
+    mask, behaviour = mask_of(rows), rows.rollout.behaviour_logp
+    step, (params, _, average), (policy, old, averaged) = three_policies(
+        "ewma",
+        rows,
+        correction="token_truncated",
+        entropy_bonus={"name": "adaptive", "coefficient": 0.05, "target": 9.0, "rate": 0.01},
+        step_size="effective_sample_size",
+    )
+    after, sums = step(average=average)
     weight = corrections.weights(old - behaviour, mask, "token_truncated", 0.5, 2.0, None)
     term = np.array(weight) * losses.clipped_surrogate(policy, old, rows.advantage, 0.2, 0.2)
     term += 0.3 * (policy - averaged) ** 2 / 2 - 0.05 * oracle_entropy(params, rows.rollout)
@@ -173,24 +182,14 @@ def test_policies_before_and_averaged_corrected_weights_and_the_scaled_step_are_
 
 def test_remix_clips_about_the_iterations_policy_and_is_held_to_the_start_and_to_the_policy_before():
     """By the paper's equations, of three policies: r within c -+ 0.2, + 0.3 (l KL(base) + (1 - l) KL(pi_(k-1)))."""
-    settings = {
-        "surrogate": "remix_centred",
-        "proximal": "start",
-        "kl_coefficient": 0.3,
-        "kl_estimator": "k2",
-        "kl_anchor": "convex",
-    }
-    update, rows = building.make_update(settings | {"micro_batch_size": 8}), building.random_experience()
-    params, start, previous = (building.host_params(update.model, seed) for seed in range(3))
-    compiled, mask, behaviour = jax.jit(update.apply_batch), mask_of(rows), rows.rollout.behaviour_logp
-    policy, current, before = (oracle_logp(p, rows.rollout) for p in (params, start, previous))
+    rows = building.random_experience()
+    mask, behaviour = mask_of(rows), rows.rollout.behaviour_logp
+    step, (_, _, previous), (policy, current, before) = three_policies("convex", rows, surrogate="remix_centred")
     ratio, centre = np.exp(policy - behaviour), np.exp(current - behaviour)
     # Of 50 iterations and fewer all of the penalty is to the start; then a tenth less every ten, down to a half.
     for iteration, share in ((50, 1.0), (51, 0.9), (65, 0.8), (500, 0.5)):
-        step = jax.device_put(np.int32(iteration), sharding.replicated(mesh_of(ONE), 0))
-        state = building.train_state(update).replace(step=step, previous=previous)
-        with jax.sharding.use_abstract_mesh(mesh_of(ONE).abstract_mesh):
-            after, sums = compiled(state, building.on_mesh(update, rows), state.replace(params=start))
+        version = jax.device_put(np.int32(iteration), sharding.replicated(mesh_of(ONE), 0))
+        after, sums = step(step=version, previous=previous)
         window = np.minimum(np.maximum(ratio, centre - 0.2), centre + 0.2)
         term = -np.minimum(ratio * rows.advantage, window * rows.advantage)
         term += 0.3 * (share * (policy - rows.ref_logp) ** 2 + (1 - share) * (policy - before) ** 2) / 2
@@ -200,7 +199,7 @@ def test_remix_clips_about_the_iterations_policy_and_is_held_to_the_start_and_to
 
 
 def test_the_policy_before_is_what_the_iteration_before_began_with():
-    update = building.make_update({"kl_anchor": "convex", "kl_coefficient": 0.3, "updates_per_iteration": 2})
+    update = building.make_update({"divergence": building.penalty("k3", "convex"), "updates_per_iteration": 2})
     update = dataclasses.replace(update, optimizer=optax.sgd(1e-3))
     rows = building.on_mesh(update, building.random_experience())
     draw = lambda ring, key: (ring, rows, {})
@@ -221,7 +220,7 @@ def test_what_sampler_and_learner_differ_by_and_what_was_learned_since_are_two_r
     noise = np.random.default_rng(3).normal(0, 0.5, (2, *rows.advantage.shape)).astype(np.float32)
     mask, behaviour = mask_of(rows), rows.rollout.behaviour_logp
     old = [np.where(mask, behaviour + some, np.nan).astype(np.float32) for some in noise]
-    settings = {"proximal": "generation", "correction": "token_truncated", "correction_high": 1.3}
+    settings = {"old_policy": "generation", "correction": {"name": "token_truncated", "high": 1.3}}
     update = building.make_update(settings)
     policy = oracle_logp(building.host_params(update.model), rows.rollout)
     _, sums = building.gradient(update, rows.replace(old_logp=old[0]))
@@ -233,9 +232,8 @@ def test_what_sampler_and_learner_differ_by_and_what_was_learned_since_are_two_r
     np.testing.assert_allclose(sums["old_gap_max"], np.abs((old[0] - behaviour)[mask]).max(), rtol=1e-5)
 
     # Neither truncated nor clipped, their product is the ratio to the behaviour policy, whatever lies between.
-    update = building.make_update(
-        {"proximal": "generation", "correction": "importance", "clip_low": 1.0, "clip_high": 1e9}
-    )
+    wide = {"name": "clipped", "low": 1.0, "high": 1e9}
+    update = building.make_update({"old_policy": "generation", "correction": "importance", "surrogate": wide})
     seen = [building.gradient(update, rows.replace(old_logp=x)) for x in old]
     term = -np.exp(policy - behaviour) * rows.advantage
     expected = losses.aggregate(term, mask, rows.trainable, "token_mean", COMPLETION_TOKENS)
@@ -245,17 +243,17 @@ def test_what_sampler_and_learner_differ_by_and_what_was_learned_since_are_two_r
         assert apart < 1e-5 * optax.tree.norm(gradient)
 
 
-def oracle_value_loss(params, head, rows, objective):
+def oracle_value_loss(params, head, rows, critic):
     """Token mean of the critic's loss, float64; and the values [B,S] it is of."""
     rollout, mask = rows.rollout, mask_of(rows)
-    support = objective.value_bins, objective.value_low, objective.value_high
+    support = critic.bins, critic.low, critic.high
     kernel, bias = (np.asarray(head[name], np.float64) for name in ("kernel", "bias"))
     loss, value = np.zeros(mask.shape), np.zeros(mask.shape)
     for i, (tokens, first, last) in enumerate(zip(rollout.tokens, rollout.prompt_length, rollout.length, strict=True)):
         outputs = transformer.hidden(params, TINY, tokens[:last]) @ kernel + bias
         for t in range(first, last):
             value[i, t] = critics.value(outputs[t - 1], *support)
-            given = float(rows.returns[i, t]), *support, float(rows.value[i, t]), objective.value_clip
+            given = float(rows.returns[i, t]), *support, float(rows.value[i, t]), critic.clip
             loss[i, t] = critics.loss(outputs[t - 1], *given)
     return losses.aggregate(loss, mask, rows.trainable, "token_mean", COMPLETION_TOKENS), value
 
@@ -268,7 +266,7 @@ def test_the_critics_loss_and_its_gradients_are_those_of_a_float64_model(name, g
     rows = rows.replace(advantage=np.zeros_like(rows.advantage))
     params, head = building.host_params(update.model), building.host_head(update)
     (of_params, of_head), sums = building.gradient(update, rows)
-    expected, value = oracle_value_loss(params, head, rows, update.objective)
+    expected, value = oracle_value_loss(params, head, rows, update.algorithm.critic)
     np.testing.assert_allclose(sums["loss_sum"], expected, rtol=1e-5)
     mask = mask_of(rows)
     error = (rows.returns - value)[mask]
@@ -276,13 +274,13 @@ def test_the_critics_loss_and_its_gradients_are_those_of_a_float64_model(name, g
         np.testing.assert_allclose(sums[f"{sum_name}_sum"], terms.sum(), rtol=1e-4, atol=1e-4)
         np.testing.assert_allclose(sums[f"{sum_name}_square_sum"], np.square(terms).sum(), rtol=1e-5)
 
-    # Slope along a random direction of both by central differences; the trunk has value_coefficient of its gradient.
-    whole = jax.tree.map(lambda g: g / update.objective.value_coefficient, of_params), of_head
+    # Slope along a random direction of both by central differences; the trunk has its share of the gradient.
+    whole = jax.tree.map(lambda g: g / update.algorithm.critic.gradient_share, of_params), of_head
     direction = jax.tree.map(lambda x, rng=np.random.default_rng(1): rng.normal(size=x.shape), (params, head))
     ends = []
     for step in (1e-6, -1e-6):
         moved = jax.tree.map(lambda x, d, step=step: x + step * d, (params, head), direction)
-        ends.append(oracle_value_loss(*moved, rows, update.objective)[0])
+        ends.append(oracle_value_loss(*moved, rows, update.algorithm.critic)[0])
     slope = sum(jax.tree.leaves(jax.tree.map(lambda g, d: (g.astype(np.float64) * d).sum(), whole, direction)))
     norms = [np.sqrt(sum((x.astype(np.float64) ** 2).sum() for x in jax.tree.leaves(tree))) for tree in whole]
     assert min(norms) > 0.1 * max(norms) > 1e-3
@@ -297,8 +295,7 @@ def test_values_of_rollouts_are_those_of_a_float64_model_in_the_rows_order():
         "rollout": {"prompts_per_iteration": 8, "group_size": 2},
         "replay": {"capacity": 16},
         "update": {"batch_size": 16, "micro_batch_size": 8},
-        "credit": {"advantage": "gae"},
-        "objective": building.CRITICS["critic, bins"],
+        "algorithm": building.CRITICS["critic, bins"] | {"advantage": "gae"},
         "mesh": {"data": 2},
     }
     run = assemble(freeze(config), TINY, (5,), mesh_of(MeshConfig(data=2)))
@@ -306,16 +303,46 @@ def test_values_of_rollouts_are_those_of_a_float64_model_in_the_rows_order():
     head = building.host_head(run.learner.update)
     with jax.sharding.use_abstract_mesh(run.mesh.abstract_mesh):
         state = TrainState(building.learner_params(run.model, run.mesh), None, None, None, Critic(head, None))
-        program = jax.jit(run.programs()["values"].fn)
-        actual = program(state, jax.device_put(rows.rollout, sharding.leading(run.mesh, rows.rollout)))
-    _, expected = oracle_value_loss(building.host_params(run.model), head, rows, run.learner.update.objective)
-    np.testing.assert_allclose(actual, expected, atol=1e-5)
+        program = jax.jit(run.programs()["annotate"].fn)
+        said = program(state, None, jax.device_put(rows.rollout, sharding.leading(run.mesh, rows.rollout)))
+    _, expected = oracle_value_loss(building.host_params(run.model), head, rows, run.learner.update.algorithm.critic)
+    assert said.keys() == {"value"}
+    np.testing.assert_allclose(said["value"], expected, atol=1e-5)
+
+
+OWN_SURROGATES = """
+def weighed(tokens, *, scale: float = 1.0):
+    return -tokens.advantage * tokens.policy_logp * scale
+
+
+def of_rows(tokens):
+    return (tokens.advantage * tokens.policy_logp).sum(axis=1)
+
+
+def with_flags_of_rows(tokens):
+    return -tokens.advantage * tokens.policy_logp, tokens.mask.any(axis=1)
+"""
+
+
+def test_a_surrogate_of_the_users_own_has_the_gradient_of_ours_that_says_the_same(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(OWN_SURROGATES)
+    rows = building.random_experience()
+    gradient = lambda surrogate: building.gradient(building.make_update(LOSS | {"surrogate": surrogate}), rows)
+    ours, own = gradient("reinforce"), gradient(f"{path}:weighed")
+    jax.tree.map(np.testing.assert_array_equal, own, ours)
+    assert optax.tree.norm(ours[0]) > 1e-2
+    scaled, _ = gradient({"name": f"{path}:weighed", "scale": 2.0})
+    assert optax.tree.norm(jax.tree.map(np.subtract, scaled, ours[0])) > 1e-2
+    for name in ("of_rows", "with_flags_of_rows"):
+        with pytest.raises(ConfigError, match=rf"algorithm\.surrogate='.*mine\.py:{name}' must return"):
+            gradient(f"{path}:{name}")
 
 
 def test_groups_are_compared_and_the_second_moment_is_of_the_whole_batch():
     # Two rows of a group share a prompt; a micro-batch holds two groups.
-    settings = {"surrogate": "agro", "regression_beta": 0.3, "aggregation": "sequence_mean"}
-    settings |= {"correction": "second_moment", "correction_second_moment": 0.5, "micro_batch_size": 4}
+    settings = {"surrogate": {"name": "agro", "beta": 0.3}, "aggregation": "sequence_mean"}
+    settings |= {"correction": {"name": "second_moment", "limit": 0.5}, "micro_batch_size": 4}
     update = building.make_update(settings, group_size=2)
     rows = building.random_experience(group_size=2)
     gradient, sums = building.gradient(update, rows)

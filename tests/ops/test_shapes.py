@@ -10,16 +10,25 @@ import jax.numpy as jnp
 import jaxtyping
 import pytest
 
-from jaxrl_llm.algorithms import advantages
-from jaxrl_llm.ops import masks, ring_buffer, sampling
+from jaxrl_llm.algorithms import corrections, surrogates
+from jaxrl_llm.ops import groups, masks, ring_buffer, sampling
+from jaxrl_llm.types import Tokens
 
 PACKAGE = pathlib.Path(masks.__file__).parents[1]
-OF_ALGORITHMS = ("advantages", "baselines", "corrections", "critic", "losses", "shaping", "surrogates")
+# What they are given is mostly a record, whose shapes types.py says; what they return is an array at least.
+OF_METHODS = [
+    PACKAGE / "algorithms" / f"{name}.py"
+    for name in (
+        *("advantages", "aggregation", "anchors", "corrections"),
+        *("draws", "old_policies", "shaping", "surrogates"),
+    )
+]
 MODULES = [
     *sorted((PACKAGE / "ops").glob("[!_]*.py")),
-    *(PACKAGE / "algorithms" / f"{name}.py" for name in OF_ALGORITHMS),
+    *(PACKAGE / "algorithms" / f"{name}.py" for name in ("baselines", "critic")),
+    *OF_METHODS,
 ]
-# These say nothing of a shape. ``Drawn`` and ``Term`` stand for tuples that do.
+# These say nothing of a shape. A name that its module gives to a type (``Drawn``, ``Terms``) says what that says.
 BARE = {"Any", "Array", "ArrayLike", "PyTree", "ndarray", "object"}
 SHAPED = {"Bool", "Float", "Float32", "Int", "Key", "Num", "Real", "Shaped", "UInt32"}
 # Arguments that are no arrays.
@@ -38,10 +47,21 @@ def public_functions(body, prefix):
                 yield from public_functions(node.body, f"{prefix}.{node.name}")
 
 
-def says_its_shape(annotation):
+def named_types(body):
+    """What the names that a module gives stand for."""
+    return {
+        node.targets[0].id: node.value
+        for node in body
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+    }
+
+
+def says_its_shape(annotation, types):
     """Whether every array that an annotation speaks of is in one of jaxtyping's."""
     if annotation is None:
         return False
+    if isinstance(annotation, ast.Name) and annotation.id in types:
+        return says_its_shape(types[annotation.id], types)
     if isinstance(annotation, ast.Subscript):
         name = getattr(annotation.value, "id", None)
         if name in SHAPED:
@@ -49,23 +69,30 @@ def says_its_shape(annotation):
             return isinstance(shape, ast.Constant) and isinstance(shape.value, str) and ast.unparse(kind) != "Any"
         if name == "PyTree":
             leaf = annotation.slice.elts[0] if isinstance(annotation.slice, ast.Tuple) else annotation.slice
-            return says_its_shape(leaf)
+            return says_its_shape(leaf, types)
     if isinstance(annotation, ast.Name | ast.Attribute):
         return ast.unparse(annotation).rpartition(".")[2] not in BARE
-    return all(says_its_shape(part) for part in ast.iter_child_nodes(annotation) if isinstance(part, ast.expr))
+    return all(says_its_shape(part, types) for part in ast.iter_child_nodes(annotation) if isinstance(part, ast.expr))
+
+
+def speaks_of_a_shape(annotation, types):
+    """Whether one of jaxtyping's is anywhere in an annotation."""
+    names = {node.id for node in ast.walk(annotation) if isinstance(node, ast.Name)} if annotation else set()
+    return bool(names & SHAPED) or any(speaks_of_a_shape(types[name], types) for name in names & types.keys())
 
 
 def without_shape(source, module):
     """What in the public signatures of a module may be an array and does not say its shape."""
-    found = []
-    for name, node in public_functions(ast.parse(source).body, module):
+    found, body = [], ast.parse(source).body
+    types = named_types(body)
+    for name, node in public_functions(body, module):
         every = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs, node.args.vararg, node.args.kwarg]
         found += [
             f"{name}: {arg.arg}"
             for arg in every
-            if arg and arg.arg not in ("self", "cls") and not says_its_shape(arg.annotation)
+            if arg and arg.arg not in ("self", "cls") and not says_its_shape(arg.annotation, types)
         ]
-        if not says_its_shape(node.returns):
+        if not says_its_shape(node.returns, types):
             found.append(f"{name}: its result")
     return found
 
@@ -73,6 +100,19 @@ def without_shape(source, module):
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: f"{path.parent.name}.{path.stem}")
 def test_public_functions_say_the_shape_of_every_array(path):
     left = [name for name in without_shape(path.read_text(), path.stem) if name not in EXCEPTIONS]
+    assert not left, left
+
+
+def without_array(source, module):
+    """Public functions of a module whose result has no shape."""
+    body = ast.parse(source).body
+    types = named_types(body)
+    return [name for name, node in public_functions(body, module) if not speaks_of_a_shape(node.returns, types)]
+
+
+@pytest.mark.parametrize("path", OF_METHODS, ids=lambda path: path.stem)
+def test_functions_of_methods_say_the_shape_of_what_they_return(path):
+    left = without_array(path.read_text(), path.stem)
     assert not left, left
 
 
@@ -104,6 +144,27 @@ def test_what_counts_as_saying_it(argument, is_fine):
     assert without_shape(f"def _f(x{argument}): ...", "m") == []
 
 
+@pytest.mark.parametrize(
+    ("result", "is_fine", "is_array"),
+    [
+        ("", False, False),
+        (" -> int", True, False),
+        (" -> Tokens", True, False),
+        (" -> jax.Array", False, False),
+        (" -> Bare", False, False),
+        (" -> dict[str, Bare]", False, False),
+        (" -> Half", False, True),
+        (" -> tuple[Whole, int]", True, True),
+        (' -> Float[Array, " B"]', True, True),
+    ],
+)
+def test_a_name_says_what_its_type_says(result, is_fine, is_array):
+    types = 'Bare = tuple[jax.Array, int]\nWhole = tuple[Float[Array, "B T"], int]\nHalf = tuple[Whole, Bare]\n'
+    source = f"{types}def f(x: Tokens){result}: ...\ndef _f(x): ..."
+    assert without_shape(source, "m") == ([] if is_fine else ["m.f: its result"])
+    assert without_array(source, "m") == ([] if is_array else ["m.f"])
+
+
 def test_shapes_and_types_that_do_not_fit_are_refused():
     three, two = jnp.ones(3, jnp.int32), jnp.ones(2, jnp.int32)
     refused = [
@@ -111,7 +172,10 @@ def test_shapes_and_types_that_do_not_fit_are_refused():
         lambda: masks.completion_mask(three, jnp.ones(3), 4),
         lambda: sampling.token_logp(jnp.zeros((2, 5)), three),
         lambda: ring_buffer.put({"x": jnp.zeros((2, 4, 3))}, jnp.zeros((2, 1), jnp.int32), {"x": jnp.zeros((2, 2, 3))}),
-        lambda: advantages.group_rows(three, jnp.ones(2, bool), 1),
+        lambda: groups.group_rows(three, jnp.ones(2, bool), 1),
+        lambda: corrections.sequence_ratio(jnp.zeros((2, 3)), jnp.ones((2, 2), bool)),
+        # What is in a record is checked by what is made of it.
+        lambda: surrogates.reinforce(Tokens(three, three, three, three, three, three > 0)),
     ]
     for call in refused:
         with pytest.raises(jaxtyping.TypeCheckError):
@@ -124,7 +188,7 @@ def test_a_process_of_its_own_checks_nothing():
     code = """
 import sys
 import jax.numpy as jnp
-from jaxrl_llm.algorithms import losses
+from jaxrl_llm.algorithms import surrogates
 from jaxrl_llm.ops.masks import completion_mask
 print(completion_mask(jnp.ones(3), jnp.ones(1), 4).shape, "beartype" in sys.modules)
 """

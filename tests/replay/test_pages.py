@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from reference.paged_ring import PagedRing
-from support.building import EIGHT, mesh_of
+from support.building import EIGHT, mesh_of, replay_config
 from test_ring import COLLECTIVES
 
 from jaxrl_llm.config import Config, ConfigError, PromptsConfig, ReplayConfig, SamplingConfig
@@ -72,7 +72,7 @@ def per_shard(x):
 
 
 lengths = st.lists(st.integers(0, WIDTH), min_size=2 * SHARDS, max_size=2 * SHARDS)
-CONFIGS = [ReplayConfig(), ReplayConfig(max_age_steps=1, fresh_fraction=0.5, draw="priority")]
+CONFIGS = [ReplayConfig(), replay_config(max_age_steps=1, fresh_fraction=0.5, draw="priority")]
 
 
 @hypothesis.settings(deadline=None, max_examples=15, derandomize=True)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from reference.deque_ring import DequeRing
-from support.building import EIGHT, mesh_of
+from support.building import EIGHT, mesh_of, replay_config
 
 from jaxrl_llm.config import ConfigError, ReplayConfig
 from jaxrl_llm.replay import ring as replay
@@ -230,13 +230,13 @@ def test_a_ring_of_groups_gives_the_slots_of_tied_superseded_and_used_up_ones_fi
         ({"delay_iterations": 2}, 0),
         # Advantages 2, 0, 1, 2 as priorities: the second can never be drawn.
         ({"draw": "priority"}, 1),
-        ({"draw": "priority", "priority_exponent": 0.0}, 0),
+        ({"draw": {"name": "priority", "exponent": 0.0}}, 0),
         # Retired by hand: the third. From iteration 9 on only fresh rows are drawn, but not yet.
         ({"fresh_from_iteration": 9}, 0),
     ],
 )
 def test_which_slot_a_new_row_takes(config, gone):
-    config, ring = ReplayConfig(**config), jit_init(4, 1)
+    config, ring = replay_config(**config), jit_init(4, 1)
     for iteration, advantage in enumerate((2, 0, 1, 2)):
         rows = make_experience([iteration])
         rows = rows.replace(advantage=np.full_like(rows.advantage, advantage))
@@ -252,7 +252,7 @@ def test_whatever_can_be_drawn_is_not_overwritten_before_what_cannot():
     configs = [
         ReplayConfig(delay_iterations=1),
         ReplayConfig(fresh_from_iteration=4, max_age_steps=2),
-        ReplayConfig(draw="priority", max_uses=1),
+        replay_config(draw="priority", max_uses=1),
         ReplayConfig(max_age_steps=1, fresh_fraction=0.5),
     ]
     for config in configs:
@@ -415,7 +415,7 @@ def test_from_an_iteration_on_only_fresh_rows_are_drawn():
 
 
 def test_however_old_a_row_is_it_may_be_drawn_by_age():
-    config = ReplayConfig(draw="age", age_scale_iterations=0.5)
+    config = replay_config(draw={"name": "age", "scale_iterations": 0.5})
     ring = jit_insert(jit_init(4, 1), make_experience(np.arange(4)), np.int32(0), ReplayConfig())
     _, _, info = jit_draw(ring, jax.random.key(0), np.int32(60), config, batch_size=4)
     assert info.is_real.all() and set(info.age.ravel().tolist()) == {60}
@@ -440,20 +440,20 @@ def test_a_delayed_batch_has_one_age_and_before_that_there_is_none():
 
 
 @pytest.mark.parametrize(
-    ("config", "expected"),
+    ("draw", "expected"),
     # One of four rows is drawn, of ages 1, 1, 0, 0 and |advantage| 1, 2, 0, 1.
     [
-        (ReplayConfig(draw="priority", priority_exponent=2.0), [1 / 6, 4 / 6, 0, 1 / 6]),
-        (ReplayConfig(draw="age", age_scale_iterations=0.5), np.array([1, 1, np.e**2, np.e**2]) / (2 + 2 * np.e**2)),
+        ({"name": "priority", "exponent": 2.0}, [1 / 6, 4 / 6, 0, 1 / 6]),
+        ({"name": "age", "scale_iterations": 0.5}, np.array([1, 1, np.e**2, np.e**2]) / (2 + 2 * np.e**2)),
     ],
 )
-def test_a_row_is_drawn_in_proportion_to_its_weight(config, expected):
-    ring = jit_init(4, 1)
+def test_a_row_is_drawn_in_proportion_to_its_weight(draw, expected):
+    config, ring = replay_config(draw=draw), jit_init(4, 1)
     for iteration, advantage in enumerate(([1, -2], [0, 1])):
         rows = rows_of_questions([5], ["right", "right"], 2 * iteration, advantage)
         ring = jit_insert(ring, rows, np.int32(iteration), ReplayConfig())
-    draw = jax.jit(jax.vmap(lambda key: ids_of(replay.draw(ring, key, 1, config, batch_size=1)[1])[0, 0]))
-    share = np.bincount(np.asarray(draw(jax.random.split(jax.random.key(0), 4000))), minlength=4) / 4000
+    draw_one = jax.jit(jax.vmap(lambda key: ids_of(replay.draw(ring, key, 1, config, batch_size=1)[1])[0, 0]))
+    share = np.bincount(np.asarray(draw_one(jax.random.split(jax.random.key(0), 4000))), minlength=4) / 4000
     # Binomial: 5 standard deviations, 4 rows: false alarm < 3e-6.
     assert (np.abs(share - expected) <= 5 * np.sqrt(np.array(expected) * (1 - np.array(expected)) / 4000)).all(), share
 
@@ -478,7 +478,7 @@ def test_a_rows_priority_is_what_the_setting_says_of_its_completion(priority, ex
     reward = np.array([0.5, -1, 0, 3], np.float32)
     advantage = np.array([[0, 1, 0, 0], [0, 0, 0, -2], [0, 0, 0, 0], [3, 0, 0, 0]], np.float32)
     rows = rows.replace(rollout=rollout, reward=reward, advantage=advantage)
-    ring = jit_insert(jit_init(4, 1), rows, np.int32(0), ReplayConfig(priority=priority))
+    ring = jit_insert(jit_init(4, 1), rows, np.int32(0), replay_config(priority=priority))
     assert ring.priority.tolist() == [expected]
 
 
@@ -506,7 +506,7 @@ def test_likely_rollouts_are_kept_and_their_ratios_are_more_alike():
     logp_of = lambda logits: logits - np.log(np.exp(logits).sum())
     old_logp, new_logp = logp_of(old), logp_of(old + 0.5 * rng.normal(size=8))
     ring, drawn = jit_init(2 * size, 1), []
-    config = ReplayConfig(positive_fraction=0.5, admission="likely")
+    config = replay_config(positive_fraction=0.5, admission="likely")
     for iteration, logp in enumerate((old_logp, new_logp)):
         tokens = rng.choice(8, (size, 3), p=np.exp(logp))
         drawn.append(tokens)

@@ -1,5 +1,6 @@
 """The report: one page with everything in it, for any run, that shows text as text."""
 
+import html
 import json
 import re
 import subprocess
@@ -8,6 +9,7 @@ import sys
 import pytest
 from support.page import Page
 
+from jaxrl_llm.algorithms.use import use
 from jaxrl_llm.config import ConfigError, MetricsConfig, freeze, to_json
 from jaxrl_llm.reports.html import CHARTS, print_samples, write_report
 from jaxrl_llm.reports.metrics import METRICS, MetricsWriter
@@ -68,6 +70,40 @@ def test_a_full_run_is_one_page_without_external_resources(tmp_path):
     changed = page.text[page.text.index("changed") : page.text.index("settings at their default")]
     assert all(name in changed for name in ("num_iterations", "prompts.source", "prompts.name"))
     assert "prompts.shuffle" not in changed
+
+
+def test_settings_of_a_function_stand_beside_its_own_defaults(tmp_path):
+    own = tmp_path / "own.py"
+    own.write_text("def halved(x, *, weight: float = 0.5, power: int):\n    return weight * x.reward**power\n")
+    make_run(tmp_path, 1)
+    algorithm = {
+        "surrogate": use("gspo", low=0.2),  # the default of another function's
+        "reward_terms": ["length_reward", use(f"{own}:halved", power=1)],
+        "divergence": use("reference", coefficient=0.1),
+    }
+    (tmp_path / "config.json").write_text(to_json(freeze({"algorithm": algorithm})))
+    text = write_report(tmp_path).read_text()
+    cells = [re.findall("<td>(.*?)</td>", row) for row in re.findall("<tr>(.*?)</tr>", text)]
+    shown = {
+        html.unescape(name): values for name, *values in filter(None, cells) if name.startswith("<code>algorithm.")
+    }
+    at = lambda name: [json.loads(html.unescape(value)) for value in shown[f"<code>{name}</code>"]]
+    # What is changed has its default beside it.
+    assert at("algorithm.surrogate") == ["gspo", "clipped"]
+    assert at("algorithm.surrogate.low") == [0.2, 0.0003]
+    assert at("algorithm.reward_terms") == [["length_reward", f"{own}:halved"], []]
+    assert at("algorithm.divergence") == ["reference", "none"]
+    assert at("algorithm.divergence.coefficient") == [0.1, 0.04]
+    assert at(f"algorithm.reward_terms.{own}:halved.power")[0] == 1
+    for name, value in {
+        "algorithm.surrogate.high": 0.0004,
+        "algorithm.surrogate.dual": 0.0,
+        "algorithm.reward_terms.length_reward.weight": 0.1,
+        f"algorithm.reward_terms.{own}:halved.weight": 0.5,
+        "algorithm.divergence.estimator": "k3",
+        "algorithm.advantage": "grpo",
+    }.items():
+        assert at(name) == [value]
 
 
 def test_one_iteration_without_evaluation_config_or_samples_is_a_page(tmp_path):

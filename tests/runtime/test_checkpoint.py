@@ -250,6 +250,32 @@ def test_changed_settings_are_refused_by_name_unless_allowed(checkpointer):
     assert checkpointer.restore(target, None, allow_config_changes=False).iteration == 1
 
 
+def test_another_function_or_setting_of_it_or_file_of_ones_own_is_refused(checkpointer, tmp_path):
+    own = tmp_path / "own.py"
+    own.write_text("def halved(x, *, weight: float = 0.5):\n    return weight * x.reward\n")
+    method = {"surrogate": {"high": 0.3}, "reward_terms": [f"{own}:halved"]}
+    config = freeze({"algorithm": method})
+    checkpointer.save(1, make_state(), {}, config, pass_rate=None)
+    checkpointer.wait()
+    target = abstract(make_state())
+    assert checkpointer.restore(target, config, allow_config_changes=False).config == config
+
+    def refusal(**changed):
+        with pytest.raises(ConfigError) as error:
+            checkpointer.restore(target, freeze({"algorithm": method | changed}), allow_config_changes=False)
+        return str(error.value)
+
+    assert "algorithm.surrogate.high 0.3 -> 0.2" in refusal(surrogate="clipped")
+    said = refusal(surrogate={"name": "cispo", "high": 0.3})
+    assert "algorithm.surrogate 'clipped' -> 'cispo'" in said and "algorithm.surrogate.high" not in said
+    assert f"algorithm.reward_terms ('{own}:halved',) -> ()" in refusal(reward_terms=[])
+    assert f"algorithm.reward_terms.{own}:halved.weight 0.5 -> 1.0" in refusal(
+        reward_terms=[{"name": f"{own}:halved", "weight": 1.0}]
+    )
+    own.write_text(own.read_text() + "# another\n")
+    assert f"algorithm.reward_terms.{own}:halved.source '" in refusal()
+
+
 def test_settings_that_change_no_result_may_change(checkpointer):
     save(checkpointer, 1, make_state())
     checkpointer.wait()

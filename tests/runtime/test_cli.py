@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from support.parsing import config_of
 
 COMMAND = """
 import os, sys
@@ -66,12 +67,203 @@ def test_a_config_file_or_key_that_is_not_there_is_one_line_and_status_2(tmp_pat
         ([f"--config={tmp_path}"], "Is a directory"),
         ([f"--config={config}", "--config.sead=5"], "unknown config key sead='5'; did you mean seed"),
         ([f"--config={config}", "--config.update.bach_size=5"], "update.bach_size='5'; did you mean update.batch_size"),
-        ([f"--config={config}", "--config.seed=x"], "--config.seed=x"),
-        ([f"--config={config}", "--config.prompts.arguments.x=5"], "prompts.arguments.x: the config file has no"),
+        ([f"--config={config}", "--config.seed=x"], "seed='x' must be of type int, not str"),
+        ([f"--config={config}", "--config.seed"], "--config.seed must name a setting and its value"),
+        ([f"--config={config}", "--config.prompts.arguments=5"], "prompts.arguments=5 must be of type dict[str,"),
+        ([f"--config={config}", "--config.rewards.weights.x=5"], "rewards.weights"),
+        ([f"--config={config}", "--config.algorithm.surrogate=cipso"], "algorithm.surrogate='cipso' is not one of 'cl"),
+        ([f"--config={config}", "--config.algorithm.surrogate.hihg=1"], "hihg='1' of 'clipped'; did you mean high"),
+        (["--config.seed=5"], "--config.seed: there is no --config=FILE whose settings it could change"),
     ]:
         done = run(*arguments)
         assert done.returncode == 2 and done.stdout == "", done
         assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and message in done.stderr, done
+
+
+# ---- settings of the command line
+
+PLAIN = "from jaxrl_llm.config import defaults as get_config\n"
+METHOD = """
+from jaxrl_llm.algorithms.use import use
+from jaxrl_llm.config import defaults
+
+def get_config():
+    config = defaults()
+    config.algorithm.surrogate = use("cispo", high=4.0)
+    config.algorithm.reward_terms = [use("length_reward", weight=0.3), use("overlong_penalty", buffer=2)]
+    config.algorithm.divergence = use("reference", coefficient=0.2)
+    config.prompts.arguments = {"terms": 2}
+    return config
+"""
+OWN = """
+def tempered(x, *, power: float = 0.5):
+    return -power * x.advantage * x.policy_logp
+
+def halved(x, *, weight: float = 0.5):
+    return weight * x.reward
+"""
+
+
+@pytest.fixture
+def given(tmp_path, monkeypatch):
+    """What a command gets of a config file and settings beside it."""
+
+    def config(text, *settings):
+        (tmp_path / "config.py").write_text(text)
+        words = (f"--config.{setting}" for setting in settings)
+        return config_of(f"--config={tmp_path / 'config.py'}", *words, monkeypatch=monkeypatch)
+
+    return config
+
+
+CLIPPED = {"low": 0.2, "high": 0.2, "dual": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("text", "settings", "name", "expected"),
+    [
+        (PLAIN, ["surrogate.high=0.3"], "clipped", CLIPPED | {"high": 0.3}),
+        (PLAIN, ["surrogate=cispo"], "cispo", {"low": 0.0, "high": 5.0}),
+        (PLAIN, ["surrogate=cispo", "surrogate.high=3"], "cispo", {"low": 0.0, "high": 3.0}),
+        (PLAIN, ["surrogate.high=3", "surrogate=cispo"], "cispo", {"low": 0.0, "high": 3.0}),
+        (PLAIN, ["surrogate=agro", "surrogate.high=3", "surrogate=cispo"], "cispo", {"low": 0.0, "high": 3.0}),
+        (PLAIN, ["surrogate.high=3", "surrogate.high=4", "surrogate=cispo"], "cispo", {"low": 0.0, "high": 4.0}),
+        (METHOD, [], "cispo", {"low": 0.0, "high": 4.0}),
+        (METHOD, ["surrogate.low=0.5"], "cispo", {"low": 0.5, "high": 4.0}),
+        (METHOD, ["surrogate=clipped"], "clipped", CLIPPED),
+        (METHOD, ["surrogate=cispo"], "cispo", {"low": 0.0, "high": 5.0}),  # named anew, with its defaults
+        (METHOD, ["surrogate.low=0.1", "surrogate=clipped"], "clipped", CLIPPED | {"low": 0.1}),
+    ],
+)
+def test_a_function_and_its_settings_are_given_in_any_order(text, settings, name, expected, given):
+    surrogate = given(text, *(f"algorithm.{setting}" for setting in settings)).algorithm.surrogate
+    assert (surrogate.name, dict(surrogate.settings)) == (name, expected)
+
+
+@pytest.mark.parametrize(
+    ("text", "settings", "expected"),
+    [
+        (
+            PLAIN,
+            ["=overlong_penalty,length_reward"],
+            {"overlong_penalty": {"buffer": 4}, "length_reward": {"weight": 0.1}},
+        ),
+        (PLAIN, ["=('length_reward',)"], {"length_reward": {"weight": 0.1}}),
+        (
+            PLAIN,
+            ["=['length_reward', 'overlong_penalty']", ".overlong_penalty.buffer=1"],
+            {"length_reward": {"weight": 0.1}, "overlong_penalty": {"buffer": 1}},
+        ),
+        (
+            PLAIN,
+            ["=overlong_penalty,length_reward", ".length_reward.weight=0.2"],
+            {"overlong_penalty": {"buffer": 4}, "length_reward": {"weight": 0.2}},
+        ),
+        (
+            PLAIN,
+            [".length_reward.weight=0.2", "=overlong_penalty,length_reward"],
+            {"overlong_penalty": {"buffer": 4}, "length_reward": {"weight": 0.2}},
+        ),
+        (PLAIN, [".length_reward.weight=0.2"], {"length_reward": {"weight": 0.2}}),
+        (METHOD, [".length_reward.weight=0.2"], {"length_reward": {"weight": 0.2}, "overlong_penalty": {"buffer": 2}}),
+        (
+            METHOD,
+            [".short_answer.tokens=3"],
+            {
+                "length_reward": {"weight": 0.3},
+                "overlong_penalty": {"buffer": 2},
+                "short_answer": {"tokens": 3, "bonus": 0.5, "every_iterations": 0},
+            },
+        ),
+        (METHOD, ["=overlong_penalty"], {"overlong_penalty": {"buffer": 4}}),
+        (METHOD, ["=()"], {}),
+        (METHOD, ["="], {}),
+    ],
+)
+def test_a_list_of_functions_and_their_settings(text, settings, expected, given):
+    terms = given(text, *(f"algorithm.reward_terms{setting}" for setting in settings)).algorithm.reward_terms
+    assert {term.name: dict(term.settings) for term in terms} == expected
+    assert [term.name for term in terms] == list(expected)
+
+
+def test_a_place_that_may_be_empty_is_filled_and_emptied(given):
+    filled = given(PLAIN, "algorithm.divergence.estimator=k1", "algorithm.divergence=convex").algorithm.divergence
+    assert filled.mapping() == {"name": "convex", "coefficient": 0.04, "estimator": "k1"}
+    assert not given(METHOD, "algorithm.divergence=none").algorithm.divergence
+    assert given(METHOD, "algorithm.divergence.coefficient=1").algorithm.divergence["coefficient"] == 1.0
+
+
+def test_functions_of_ones_own(given, tmp_path):
+    (tmp_path / "own.py").write_text(OWN)
+    own = f"{tmp_path}/own.py"
+    settings = [f"algorithm.surrogate={own}:tempered", "algorithm.surrogate.power=0.25"]
+    assert given(METHOD, *settings).algorithm.surrogate.settings == {"power": 0.25}
+    settings = [f"algorithm.reward_terms=length_reward,{own}:halved", f"algorithm.reward_terms.{own}:halved.weight=0.2"]
+    (first, second) = given(METHOD, *settings).algorithm.reward_terms
+    assert (first["weight"], second.name, second["weight"]) == (0.1, f"{own}:halved", 0.2)
+
+
+def test_values_are_of_the_type_of_their_setting(given):
+    config = given(
+        METHOD,
+        "seed=7",
+        "seed=5",
+        "optimizer.learning_rate=1",
+        "metrics.tensorboard=false",
+        "checkpoint.export=True",
+        "prompts.system_prompt=5",
+        "prompts.name=a=b,'c'",
+        "sampling.stop_strings=('5', '\\n')",
+        "rewards.weights=[1, 2]",
+        "rewards.functions=('task', 'math')",
+        "algorithm.critic.bins=8",
+        "algorithm.reference_reset_iterations=(50, 100)",
+        "prompts.arguments.terms=(2, 3)",
+        "prompts.arguments.name=sums",
+        "prompts.arguments.text='4'",
+        "prompts.arguments.deep.er=4",
+    )
+    assert config.seed == 5 and config.optimizer.learning_rate == 1.0
+    assert config.metrics.tensorboard is False and config.checkpoint.export is True
+    assert (config.prompts.system_prompt, config.prompts.name) == ("5", "a=b,'c'")
+    assert config.sampling.stop_strings == ("5", "\n")
+    assert config.rewards.weights == (1.0, 2.0) and config.rewards.functions == ("task", "math")
+    assert config.algorithm.critic.bins == 8 and config.algorithm.reference_reset_iterations == (50, 100)
+    assert config.prompts.arguments == {"terms": (2, 3), "name": "sums", "text": "4", "deep": {"er": 4}}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["surrogate=clip"], "algorithm.surrogate='clip' is not one of 'clipped', 'sequence_clipped', "),
+        (["surrogate="], "algorithm.surrogate='' is not one of 'clipped'"),
+        (["surrogate.dul=3"], "unknown setting algorithm.surrogate.dul='3' of 'clipped'; did you mean dual"),
+        (
+            ["surrogate=cispo", "surrogate.dual=3"],
+            "unknown setting algorithm.surrogate.dual='3' of 'cispo'; known: low,",
+        ),
+        (["surrogate.low=abc"], "algorithm.surrogate.low='abc' must be of type float, not str"),
+        (["surrogate.low=-1"], "algorithm.surrogate.low=-1.0 must be at least 0.0 and at most 1.0"),
+        (["surrogate.low.x=1"], "algorithm.surrogate.low={'x': '1'} must be of type float"),
+        (
+            ["reward_terms=length"],
+            "algorithm.reward_terms[0]='length' is not one of 'overlong_penalty', 'length_reward'",
+        ),
+        (["reward_terms=length_reward,length_reward"], "algorithm.reward_terms must not name a function twice"),
+        (["reward_terms.length.weight=1"], "algorithm.reward_terms[0]='length' is not one of 'overlong_penalty'"),
+        (["reward_terms.length_reward.wight=1"], "wight='1' of 'length_reward'; did you mean weight"),
+        (["reward_terms.short_answer.tokens=1.5"], "tokens=1.5 must be of type int, not float"),
+        (["divergence=reference", "divergence.estimator=k9"], "estimator='k9' is not one of 'k1', 'k2', 'k3'"),
+        (["divergence.coefficient=0.1"], "algorithm.divergence.coefficient='0.1'"),
+        (["surrogate=none.py:f"], "algorithm.surrogate='none.py:f' cannot be used: FileNotFoundError: no file "),
+        (["surogate=cispo"], "unknown config key algorithm.surogate='cispo'; did you mean algorithm.surrogate"),
+    ],
+)
+def test_functions_and_settings_that_are_not_there_are_refused_with_what_is(settings, message, given, capsys):
+    with pytest.raises(SystemExit) as ended:
+        given(PLAIN, *(f"algorithm.{setting}" for setting in settings))
+    err = capsys.readouterr().err
+    assert ended.value.code == 2 and err.startswith("error: ") and err.count("\n") == 1 and message in err, err
 
 
 @pytest.mark.parametrize(

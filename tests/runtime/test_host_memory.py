@@ -18,9 +18,10 @@ from support.building import (
     learner_params,
     mesh_of,
     random_experience,
+    replay_config,
 )
 
-from jaxrl_llm.config import CheckpointConfig, ConfigError, ReplayConfig, freeze
+from jaxrl_llm.config import CheckpointConfig, ConfigError, freeze
 from jaxrl_llm.replay import ring as replay
 from jaxrl_llm.run import assemble
 from jaxrl_llm.runtime import rng, sharding
@@ -64,10 +65,11 @@ class Learner:
     def iterate(self, state, ring, iteration):
         rows = random_experience(seed=iteration, with_reference=False)
         put = lambda tree, like: jax.device_put(tree, jax.tree.map(lambda x: x.sharding, like))
-        scores = put(Scores(rows.reward, rows.trainable, rows.rollout.group_id), self.run.learner.abstract_scores)
+        scores = Scores(rows.reward, rows.trainable, rows.rollout.group_id, parts=(), columns={}, memory={})
+        scores = put(scores, self.run.learner.abstract_scores)
         rollout = put(rows.rollout, self.run.learner.abstract_rollout)
         now, key = put((np.int32(iteration), rng.stream(0, "draw")), (self.run.learner._whole(np.int32),) * 2)
-        ring, _ = self.programs["insert"](ring, rollout, scores, None, now)
+        ring, _ = self.programs["insert"](ring, rollout, scores, {}, now)
         return self.programs["update"](state, ring, now, key)
 
 
@@ -152,7 +154,7 @@ def rings(on_host, config):
 # Two lanes; pages for little more than the rows of an iteration.
 @pytest.mark.parametrize("setting", [{"positive_fraction": 1 / 3}, {"capacity_tokens": 18 * ROW_TOKENS}])
 def test_a_ring_on_the_host_keeps_and_draws_the_same_rows(setting):
-    config = ReplayConfig(capacity=48, draw="priority", **setting)
+    config = replay_config(capacity=48, draw="priority", **setting)
     on_device, on_host = rings(False, config), rings(True, config)
     last = on_device[-1][0]
     is_kept = last.inserted_step[:, 4:] >= 0

@@ -15,13 +15,13 @@ import pytest
 
 from jaxrl_llm.actor.generator import Generator
 from jaxrl_llm.actor.sampler import Sampler
-from jaxrl_llm.config import MeshConfig, ObjectiveConfig, SamplingConfig, UpdateConfig
+from jaxrl_llm.config import AlgorithmConfig, MeshConfig, ReplayConfig, SamplingConfig, UpdateConfig
 from jaxrl_llm.learner import publish
 from jaxrl_llm.learner.update import Update
 from jaxrl_llm.models.architecture import Architecture
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.ops.sampling import NO_TOKEN
-from jaxrl_llm.runtime import sharding
+from jaxrl_llm.runtime import nested, sharding
 from jaxrl_llm.runtime.programs import compile_all
 from jaxrl_llm.types import Critic, Example, Experience, PromptBatch, Rollout, TrainState
 
@@ -153,21 +153,32 @@ def completions(rollout):
 
 
 NUM_ROWS = 16
+
+
+def penalty(estimator, name="reference", **settings):
+    """A KL penalty of weight 0.3."""
+    return {"name": name, "coefficient": 0.3, "estimator": estimator, **settings}
+
+
 # Settings of the loss; every aggregation and every estimator once.
 LOSSES = {
-    "token mean, k3": {"aggregation": "token_mean", "kl_coefficient": 0.3, "kl_estimator": "k3"},
-    "sequence mean, k1": {"aggregation": "sequence_mean", "kl_coefficient": 0.3, "kl_estimator": "k1"},
-    "constant length, k2": {"aggregation": "constant_length", "kl_coefficient": 0.3, "kl_estimator": "k2"},
+    "token mean, k3": {"aggregation": "token_mean", "divergence": penalty("k3")},
+    "sequence mean, k1": {"aggregation": "sequence_mean", "divergence": penalty("k1")},
+    "constant length, k2": {"aggregation": "constant_length", "divergence": penalty("k2")},
 }
 
 # Settings of a critic; where they are given, the state has a head and the rows have returns.
 CRITICS = {
-    "critic, clipped value": {"value_coefficient": 0.3, "value_clip": 0.2},
-    "critic, bins": {"value_coefficient": 0.5, "value_bins": 9, "value_low": -1.0, "value_high": 1.0},
+    "critic, clipped value": {"critic": {"gradient_share": 0.3, "clip": 0.2}},
+    "critic, bins": {"critic": {"gradient_share": 0.5, "bins": 9, "low": -1.0, "high": 1.0}},
 }
 
 # Settings of what is learned of tokens beside their credit; the rows are then in part of others.
-CROSS_ENTROPIES = {"cross-entropies": {"environment_coefficient": 0.3, "imitation_coefficient": 0.5}}
+CROSS_ENTROPIES = {
+    "cross-entropies": {
+        "cross_entropies": [{"name": "environment", "coefficient": 0.3}, {"name": "imitation", "coefficient": 0.5}]
+    }
+}
 
 
 def random_experience(
@@ -239,11 +250,21 @@ RECORDER = optax.GradientTransformation(
 )
 
 
+def algorithm_config(**settings):
+    """A method whose functions are given as in a config: by name, or as a mapping of name and settings."""
+    return nested.build(AlgorithmConfig, settings)
+
+
+def replay_config(**settings):
+    """Likewise."""
+    return nested.build(ReplayConfig, settings)
+
+
 def make_update(config=None, sampling=None, *, num_devices=1, remat="none", group_size=1):
-    """``config`` names fields of the update's and of the objective's settings."""
+    """``config`` names fields of the update's and of the algorithm's settings."""
     config = config or {}
-    objective = {k: v for k, v in config.items() if k in ObjectiveConfig.__dataclass_fields__}
-    sizes = {k: v for k, v in config.items() if k not in objective}
+    algorithm = {k: v for k, v in config.items() if k in AlgorithmConfig.__dataclass_fields__}
+    sizes = {k: v for k, v in config.items() if k not in algorithm}
     return Update(
         config=dataclasses.replace(
             UpdateConfig(batch_size=NUM_ROWS, micro_batch_size=NUM_ROWS, logp_chunk_tokens=32), **sizes
@@ -254,8 +275,8 @@ def make_update(config=None, sampling=None, *, num_devices=1, remat="none", grou
         num_devices=num_devices,
         group_size=group_size,
         line_tokens=sizes.get("pack_width", 0),
-        objective=ObjectiveConfig(**objective),
-        critic_optimizer=RECORDER if "value_coefficient" in objective else None,
+        algorithm=algorithm_config(**algorithm),
+        critic_optimizer=RECORDER if "critic" in algorithm else None,
     )
 
 
@@ -263,21 +284,22 @@ def train_state(update, mesh=ONE):
     params = learner_params(update.model, mesh_of(mesh))
     step = jax.device_put(np.int32(0), sharding.replicated(mesh_of(mesh), 0))
     average = None
-    if update.objective.proximal == "ewma":
+    if "average_logp" in update.algorithm.columns:
         average = jax.tree.map(jnp.copy, params)
     critic = None
     if update.critic_optimizer:
         head = jax.device_put(host_head(update), sharding.replicated(mesh_of(mesh), 0))
         critic = Critic(head, jax.tree.map(jnp.zeros_like, head))
     coefficient = None
-    if update.objective.entropy_target:
-        coefficient = jax.device_put(np.float32(update.objective.entropy_coefficient), step.sharding)
+    bonus = update.algorithm.entropy_bonus
+    if bonus and bonus.fact("moves", True):
+        coefficient = jax.device_put(np.float32(bonus["coefficient"]), step.sharding)
     return TrainState(params, jax.tree.map(jnp.zeros_like, params), step, average, critic, coefficient)
 
 
 def host_head(update, seed=0):
     """Float32 numpy weights of a value head whose outputs spread."""
-    rng, outputs = np.random.default_rng(seed), max(update.objective.value_bins, 1)
+    rng, outputs = np.random.default_rng(seed), max(update.algorithm.critic.bins, 1)
     draw = lambda *shape: rng.normal(0, 0.3, shape).astype(np.float32)
     return {"kernel": draw(update.model.arch.width, outputs), "bias": draw(outputs)}
 

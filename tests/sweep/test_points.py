@@ -4,7 +4,8 @@ import re
 
 import pytest
 
-from jaxrl_llm.config import Config, ConfigError, freeze
+from jaxrl_llm.algorithms.use import use
+from jaxrl_llm.config import Config, ConfigError, defaults, freeze, from_json, to_json
 from jaxrl_llm.sweep.points import (
     Sweep,
     freeze_points,
@@ -78,6 +79,89 @@ def test_points_become_configs_and_one_that_is_there_twice_is_one():
     assert freeze(with_point({}, {})) == Config()
 
 
+def a_method():
+    """A get_config() that has chosen functions."""
+    config = defaults()
+    config.algorithm.surrogate = use("cispo", high=4.0)
+    config.algorithm.reward_terms = [use("length_reward", weight=0.3)]
+    return config
+
+
+CLIPPED = {"low": 0.2, "high": 0.2, "dual": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("point", "name", "settings"),
+    [
+        ({}, "cispo", {"low": 0.0, "high": 4.0}),
+        ({"algorithm.surrogate.high": 3}, "cispo", {"low": 0.0, "high": 3.0}),
+        ({"algorithm.surrogate": "cispo"}, "cispo", {"low": 0.0, "high": 5.0}),  # named anew, with its defaults
+        ({"algorithm.surrogate": "clipped"}, "clipped", CLIPPED),
+        ({"algorithm.surrogate": "clipped", "algorithm.surrogate.high": 0.3}, "clipped", CLIPPED | {"high": 0.3}),
+        ({"algorithm.surrogate.high": 0.3, "algorithm.surrogate": "clipped"}, "clipped", CLIPPED | {"high": 0.3}),
+        ({"algorithm.surrogate": {"name": "clipped", "low": 0.1}}, "clipped", CLIPPED | {"low": 0.1}),
+        ({"algorithm.surrogate": {"high": 0.3}}, "clipped", CLIPPED | {"high": 0.3}),  # of the default function
+        (
+            {"algorithm.surrogate": {"name": "clipped", "low": 0.1}, "algorithm.surrogate.dual": 3},
+            "clipped",
+            {"low": 0.1, "high": 0.2, "dual": 3.0},
+        ),
+    ],
+)
+def test_a_point_chooses_a_function_and_its_settings(point, name, settings):
+    base = a_method()
+    before = base.to_json()
+    ((_, config),) = freeze_points(base, [point]).values()
+    assert (config.algorithm.surrogate.name, dict(config.algorithm.surrogate.settings)) == (name, settings)
+    assert [dict(term.settings) for term in config.algorithm.reward_terms] == [{"weight": 0.3}]
+    assert from_json(to_json(config)) == config and base.to_json() == before
+
+
+@pytest.mark.parametrize(
+    ("point", "terms"),
+    [
+        ({"algorithm.reward_terms": []}, {}),
+        ({"algorithm.reward_terms": ["overlong_penalty"]}, {"overlong_penalty": {"buffer": 4}}),
+        (
+            {"algorithm.reward_terms": ["overlong_penalty", {"name": "length_reward", "weight": 0.2}]},
+            {"overlong_penalty": {"buffer": 4}, "length_reward": {"weight": 0.2}},
+        ),
+        (
+            {
+                "algorithm.reward_terms.overlong_penalty.buffer": 1,
+                "algorithm.reward_terms": ("overlong_penalty", "length_reward"),
+            },
+            {"overlong_penalty": {"buffer": 1}, "length_reward": {"weight": 0.1}},
+        ),
+        ({"algorithm.reward_terms.length_reward.weight": 0.2}, {"length_reward": {"weight": 0.2}}),
+        (
+            {"algorithm.reward_terms.overlong_penalty.buffer": 1},
+            {"length_reward": {"weight": 0.3}, "overlong_penalty": {"buffer": 1}},
+        ),
+    ],
+)
+def test_a_point_chooses_a_list_of_functions_and_settings_of_one(point, terms):
+    base = a_method()
+    before = base.to_json()
+    ((_, config),) = freeze_points(base, [point]).values()
+    assert {term.name: dict(term.settings) for term in config.algorithm.reward_terms} == terms
+    assert config.algorithm.surrogate["high"] == 4.0
+    assert from_json(to_json(config)) == config and base.to_json() == before
+
+
+def test_points_of_functions_have_names_of_their_own():
+    choices = ["clipped", "cispo", {"name": "cispo", "high": 3.0}, {"name": "cispo", "high": 4.0}]
+    points = [
+        *grid({"algorithm.surrogate": choices}),
+        {"algorithm.surrogate": "cispo", "algorithm.surrogate.high": 3.0},
+    ]
+    points += [{"algorithm.reward_terms": terms} for terms in ([], ["length_reward"])]
+    frozen = freeze_points(a_method(), points)
+    assert [point for point, _ in frozen.values()] == points
+    assert all(re.fullmatch(r"[A-Za-z][A-Za-z0-9._=+-]*_[0-9a-f]{8}", name) and len(name) < 100 for name in frozen)
+    assert [name.rpartition("_")[0] for name in frozen][:2] == ["surrogate=clipped", "surrogate=cispo"]
+
+
 @pytest.mark.parametrize(
     ("point", "message"),
     [
@@ -87,6 +171,16 @@ def test_points_become_configs_and_one_that_is_there_twice_is_one():
         ({"seed": 1.5}, "seed=1.5 must be of type int"),
         ({"update.batch_size": 24}, "update.micro_batch_size=16 must divide update.batch_size=24"),
         ({"prompts.arguments": {"a": object()}}, "not JSON serializable"),
+        ({"algorithm.surrogate": "cipso"}, "algorithm.surrogate='cipso' is not one of 'clipped', "),
+        (
+            {"algorithm.surrogate": "cispo", "algorithm.surrogate.dual": 3.0},
+            "unknown setting algorithm.surrogate.dual=3.0 of 'cispo'; known: low, high",
+        ),
+        ({"algorithm.surrogate": {"name": "gspo", "lo": 1}}, "algorithm.surrogate.lo=1 of 'gspo'; did you mean low"),
+        ({"algorithm.surrogate.high": {"name": "gspo"}}, "algorithm.surrogate.high={'name': 'gspo'} must be of type"),
+        ({"algorithm.surrogate": ["gspo"]}, "algorithm.surrogate=['gspo'] must be use(NAME, ...)"),
+        ({"algorithm.reward_terms": "length_reward"}, "algorithm.reward_terms='length_reward' must be a list"),
+        ({"algorithm.surrogate": "agro"}, "replay.unit='rollout' must be 'group' for algorithm.surrogate='agro'"),
         ("seed=1", "a point of a sweep is {setting: value}"),
     ],
 )

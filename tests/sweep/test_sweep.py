@@ -9,15 +9,13 @@ import re
 import runpy
 import shlex
 import signal
-import sys
 
 import numpy as np
 import pytest
-from absl import flags
-from ml_collections import config_flags
 from support import stand_in_training as stand_in
 from support.command_line import run_command
 from support.page import Page
+from support.parsing import config_of
 
 from jaxrl_llm.config import Config, ConfigError, freeze
 from jaxrl_llm.sweep import __main__ as sweep_module
@@ -216,8 +214,13 @@ def test_runs_with_other_settings_are_refused(tmp_path):
     run(tmp_path, make_points([{"seed": 1}]))
     (name,) = make_points([{"seed": 1}])
     sweep_module.check_folders(tmp_path, make_points([{"seed": 1}], num_iterations=9))
-    with pytest.raises(ConfigError, match=f"{name} was run with other settings: objective.clip_low 0.2 -> 0.1"):
-        sweep_module.check_folders(tmp_path, make_points([{"seed": 1}], objective={"clip_low": 0.1}))
+    for surrogate, changed in (
+        ({"low": 0.1}, "algorithm.surrogate.low 0.2 -> 0.1"),
+        ({"name": "sequence_clipped"}, "algorithm.surrogate 'clipped' -> 'sequence_clipped'"),
+        ({"name": "cispo", "low": 0.2, "high": 0.2}, "algorithm.surrogate 'clipped' -> 'cispo'"),
+    ):
+        with pytest.raises(ConfigError, match=f"{name} was run with other settings: {changed}"):
+            sweep_module.check_folders(tmp_path, make_points([{"seed": 1}], algorithm={"surrogate": surrogate}))
 
 
 # ---- elsewhere, and the command -----------------------------------------------------------------------------------
@@ -257,7 +260,12 @@ def sweep_file(tmp_path):
     return path
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of ml_collections
+def launched(file, base, point, folder):
+    """Config of a point, and the words of the command that runs it."""
+    ((_, config),) = freeze_points(base, [point]).values()
+    return config, shlex.split(sweep_module.train_command(str(file), freeze(base), config, folder))
+
+
 def test_a_launched_command_gives_the_config_of_its_point(sweep_file, tmp_path, monkeypatch):
     point = {
         "optimizer.learning_rate": 3e-05,
@@ -268,16 +276,85 @@ def test_a_launched_command_gives_the_config_of_its_point(sweep_file, tmp_path, 
         "prompts.system_prompt": "Be kind; 'now'.",
     }
     base = {"prompts": {"arguments": {"min_terms": 2, "max_terms": 2}}, "num_iterations": 3}
-    ((_, config),) = freeze_points(base, [point]).values()
-    words = shlex.split(sweep_module.train_command(str(sweep_file), freeze(base), config, tmp_path / "w"))
+    config, words = launched(sweep_file, base, point, tmp_path / "w")
     assert words[:3] == ["python", "-m", "jaxrl_llm.train"] and f"--workdir={tmp_path / 'w'}" in words
-    known = flags.FlagValues()
-    parsed = config_flags.DEFINE_config_file("config", flag_values=known)
-    monkeypatch.setattr(sys, "argv", ["train", *(word for word in words if word.startswith("--config"))])
-    known(sys.argv)
-    assert freeze(parsed.value) == config
+    assert config_of(*words[3:], monkeypatch=monkeypatch) == config
     with pytest.raises(ConfigError, match=re.escape("prompts.arguments={'x': 1}: --launch needs its keys")):
         sweep_module.train_command("f.py", Config(), freeze({"prompts": {"arguments": {"x": 1}}}), tmp_path)
+
+
+@pytest.mark.parametrize("text", ["4", "True", "None", "[1]", "'a'", "a'b", ""])
+def test_a_launched_command_gives_a_text_that_looks_like_something_else(text, sweep_file, tmp_path, monkeypatch):
+    sweep_file.write_text(FILE.replace('{"min_terms": 2, "max_terms": 2}', '{"name": "sums"}'))
+    base = {"prompts": {"arguments": {"name": "sums"}}, "num_iterations": 3}
+    config, words = launched(sweep_file, base, {"prompts.arguments.name": text}, tmp_path)
+    assert config_of(*words[3:], monkeypatch=monkeypatch) == config
+
+
+METHOD = """
+from jaxrl_llm.algorithms.use import use
+from jaxrl_llm.config import defaults
+
+def get_config():
+    config = defaults()
+    config.algorithm.surrogate = use("clipped", high=0.4)
+    config.algorithm.divergence = use("ewma", coefficient=0.2)
+    config.algorithm.reward_terms = [use("length_reward", weight=0.3), use("overlong_penalty", buffer=2)]
+    return config
+"""
+
+
+@pytest.mark.parametrize(
+    "point",
+    [
+        {"algorithm.surrogate.low": 0.1},
+        {"algorithm.surrogate": "cispo"},
+        {"algorithm.surrogate": "clipped"},
+        {"algorithm.surrogate": "reinforce"},
+        # The same value as of the function before, which is not the default of the new one.
+        {"algorithm.surrogate": "gspo", "algorithm.surrogate.high": 0.4},
+        {"algorithm.surrogate": {"name": "gspo", "low": 0.2}},
+        {"algorithm.divergence": {"name": "convex", "coefficient": 0.2}},
+        {"algorithm.divergence": "none"},
+        {"algorithm.divergence": "reference"},
+        {"algorithm.reward_terms": []},
+        {"algorithm.reward_terms": ["length_reward"]},
+        {"algorithm.reward_terms": [{"name": "length_reward", "weight": 0.3}]},
+        {"algorithm.reward_terms": ["short_answer", {"name": "overlong_penalty", "buffer": 2}]},
+        {"algorithm.reward_terms.length_reward.weight": 0.1},
+        {"algorithm.reward_terms.short_answer.tokens": 2},
+        {"algorithm.reshaping": ["duration_factor", "amplify_positive"]},
+        {"algorithm.critic": {"bins": 8}, "algorithm.advantage": "gae"},
+        {"replay.draw": {"name": "age", "scale_iterations": 2.0}, "replay.priority": "reward"},
+        {"algorithm.surrogate": "OWN:tempered"},
+        {"algorithm.reward_terms": ["length_reward", {"name": "OWN:halved", "weight": 0.2}]},
+    ],
+)
+def test_a_launched_command_gives_the_functions_of_its_point(point, tmp_path, monkeypatch):
+    (tmp_path / "my own.py").write_text(
+        "def tempered(x, *, power: float = 0.5):\n    return -power * x.advantage * x.policy_logp\n"
+        "def halved(x, *, weight: float = 0.5):\n    return weight * x.reward\n"
+    )
+    point = json.loads(json.dumps(point).replace("OWN", str(tmp_path / "my own.py")))
+    file = tmp_path / "method.py"
+    file.write_text(METHOD)
+    base = runpy.run_path(str(file))["get_config"]()
+    config, words = launched(file, base, point, tmp_path / "w")
+    assert not any(word.endswith("=None") for word in words), words  # of a setting that is gone
+    assert config_of(*words[3:], monkeypatch=monkeypatch) == config
+
+
+def test_a_table_shows_functions_and_groups_points_by_them(tmp_path):
+    choices = ["clipped", {"name": "cispo", "high": 3.0}]
+    points = product(grid({"algorithm.surrogate": choices}), seeds(2))
+    runs = [Run(name, point, "finished", rows(0.1)) for name, (point, _) in make_points(points).items()]
+    sweep = Sweep(points)
+    write_table(tmp_path / "table.csv", runs, sweep)
+    lines = read_table(tmp_path / "table.csv")
+    assert [line["algorithm.surrogate"] for line in lines] == [str(choice) for choice in choices for _ in range(2)]
+    assert [line["label"] for line in lines][::2] == [f"surrogate {choice}" for choice in choices]
+    assert [len(members) for members in groups(runs).values()] == [2, 2]
+    assert "{'name': 'cispo', 'high': 3.0}" in Page(write_page(tmp_path / "s.html", runs, sweep, {}).read_text()).text
 
 
 def test_the_command_launches_prints_and_writes_what_is_there(sweep_file, tmp_path, monkeypatch, capfd):
@@ -339,16 +416,16 @@ def test_what_each_setting_does_is_found_with_bounds_that_hold_it():
     rng = np.random.default_rng(0)
     runs = []
     for i in range(600):
-        point = {"optimizer.learning_rate": float(rng.uniform(0, 1)), "objective.clip_high": 0.2 + 0.1 * (i % 2)}
-        point |= {"objective.kl_estimator": str(rng.choice(["k1", "k2", "k3"])), "seed": i}
+        point = {"optimizer.learning_rate": float(rng.uniform(0, 1)), "algorithm.surrogate.high": 0.2 + 0.1 * (i % 2)}
+        point |= {"algorithm.divergence.estimator": str(rng.choice(["k1", "k2", "k3"])), "seed": i}
         y = 0.45 * point["optimizer.learning_rate"] + 0.1 * (i % 2) + rng.normal(0, 0.1)
         runs.append(Run(str(i), point, "finished", rows(y)))
     sweep = Sweep([run.point for run in runs])
     found = knobs(runs, sweep, "eval/pass_rate last")
     assert [knob.field for knob in found] == [
         "optimizer.learning_rate",
-        "objective.clip_high",
-        "objective.kl_estimator",
+        "algorithm.surrogate.high",
+        "algorithm.divergence.estimator",
     ]
     for knob, effect in zip(found, (0.3, 0.1, 0.0), strict=True):
         _, low, high = knob.effect

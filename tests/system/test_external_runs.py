@@ -20,7 +20,7 @@ SETTINGS = {
     "rewards": {"num_workers": 1},
     "replay": {"capacity": 32, "skip_tied": True},
     "update": {"batch_size": 8, "micro_batch_size": 8, "updates_per_iteration": 4},
-    "objective": {"surrogate": "reinforce"},
+    "algorithm": {"surrogate": "reinforce"},
     "optimizer": {"learning_rate": 5e-3},
     "metrics": {"tensorboard": False, "share_rollouts": True},
 }

@@ -8,6 +8,7 @@ import jax
 import pytest
 
 from jaxrl_llm import train as train_module
+from jaxrl_llm.algorithms.use import use
 from jaxrl_llm.config import MeshConfig, freeze
 from jaxrl_llm.reports.metrics import read_metrics
 from jaxrl_llm.runtime import checkpoint, sharding
@@ -68,15 +69,14 @@ def test_reward_climbs_from_chance_to_nearly_all(seed, compiled, tmp_path, monke
 
 
 # What a critic changes; the sampler is that of the run above.
-OF_THE_LEARNER = {"init_state", "init_ring", "insert", "update", "values", "checksums"}
+OF_THE_LEARNER = {"init_state", "init_ring", "insert", "update", "annotate", "checksums"}
 
 
 @pytest.mark.slow
 def test_reward_climbs_with_a_critic_that_is_resumed_bitwise_and_not_left_to_others(compiled, tmp_path, monkeypatch):
     config = settings()
-    config.credit.advantage = "gae"
-    config.credit.gae_lambda = 0.95
-    config.objective.value_clip = 0.2
+    config.algorithm.advantage = use("gae", gae_lambda=0.95)
+    config.algorithm.critic.clip = 0.2
     config.eval.num_prompts = 0
     config.checkpoint.export = True
     own = {}

@@ -1,4 +1,4 @@
-"""With ``objective.proximal="generation"`` every token carries the learner's log-prob of the weights that drew it."""
+"""With the old policy "generation" every token carries the learner's log-prob of the weights that drew it."""
 
 import jax
 import numpy as np
@@ -13,7 +13,7 @@ from jaxrl_llm.run import assemble
 from jaxrl_llm.runtime import sharding
 from jaxrl_llm.runtime.programs import compile_all
 
-NAMES = ("init_sampler", "prefill", "decode", "read_group", "collect", "old_logp", "score_open")
+NAMES = ("init_sampler", "prefill", "decode", "read_group", "collect", "init_state", "annotate", "score_open")
 
 
 def config_of(num_prompts, lookahead):
@@ -30,7 +30,7 @@ def config_of(num_prompts, lookahead):
             },
             "replay": {"capacity": 2 * num_prompts},
             "update": {"batch_size": 2 * num_prompts, "micro_batch_size": 8, "logp_chunk_tokens": 32},
-            "objective": {"proximal": "generation"},
+            "algorithm": {"old_policy": "generation"},
         }
     )
 
@@ -52,8 +52,11 @@ def test_the_old_log_probs_of_rollouts_that_span_versions_are_those_of_the_versi
         prompts = make_prompts(range(first_id, first_id + wanted))
         first_id += wanted
         rollout, _ = generator.generate(sampler_params, prompts, version=step, key=key)
-        old_logp = np.asarray(compiled["old_logp"](params, step, rollout))
-        generator.state = compiled["score_open"](params, step, generator.state)
+        state = compiled["init_state"](params).replace(step=step)
+        columns = compiled["annotate"](state, None, rollout)
+        assert set(columns) == {"generation_logp"}
+        old_logp = np.asarray(columns["generation_logp"])
+        generator.state = compiled["score_open"](state.params, step, generator.state)
         rows = jax.tree.map(np.asarray, rollout)
         for i in range(len(rows.length)):
             of_row = rows.tokens[i], rows.prompt_length[i], rows.length[i]

@@ -23,7 +23,6 @@ from support.building import EIGHT, ONE, host_params, learner_params, mesh_of
 
 from jaxrl_llm.algorithms import credit
 from jaxrl_llm.algorithms.baselines import num_features
-from jaxrl_llm.algorithms.memory import Memory
 from jaxrl_llm.config import freeze
 from jaxrl_llm.models.architecture import Architecture
 from jaxrl_llm.models.transformer import Model
@@ -93,7 +92,7 @@ def config_of(recipe, micro_batch_size=NUM_ROWS, updates=0):
     config.update.scaled_from_batch_size = 0
     config.update.batch_size, config.update.micro_batch_size = NUM_ROWS, micro_batch_size
     config.prompts.max_tokens, config.sampling.max_completion_tokens = PROMPT_TOKENS, COMPLETION_TOKENS
-    if own.credit.advantage == "gdpo":  # one part would be like any other
+    if own.algorithm.advantage.name == "gdpo":  # one part would be like any other
         config.rewards.functions, config.rewards.weights = ("a", "b"), (1.0, 0.5)
     return freeze(config)
 
@@ -107,16 +106,14 @@ class Iteration:
         run = dataclasses.replace(run, learner=dataclasses.replace(run.learner, update=update))
         programs = run.programs()
         insert, update = programs["insert"].fn, programs["update"].fn
+        annotation = run.learner.annotation  # the reference's log-probs are made by hand
+        annotation = dataclasses.replace(annotation, columns=annotation.columns - {"ref_logp"})
         self._empty_ring = jax.device_get(programs["init_ring"].fn())
 
         def both(state, ring, rows, iteration, key):
-            if run.config.has_critic:
-                rollout, scores, ref_logp = rows
-                rows = rollout, scores.replace(value=programs["values"].fn(state, rollout)), ref_logp
-            if run.config.keeps_hidden:
-                rollout, scores, ref_logp = rows
-                rows = rollout, scores.replace(hidden=programs["hidden"].fn(state.params, rollout)), ref_logp
-            ring, made = insert(ring, *rows, iteration)
+            rollout, scores, columns = rows
+            columns = annotation.annotate(state, None, rollout) | columns
+            ring, made = insert(ring, rollout, scores, columns, iteration)
             state, ring, used = update(state, ring, iteration, key)
             return state, ring, made, used
 
@@ -126,7 +123,7 @@ class Iteration:
         params = learner_params(self._run.model, self._run.mesh)
         config, copy = self._run.config, lambda: jax.tree.map(jnp.copy, params)
         average = copy() if config.keeps_average else None
-        reference = copy() if config.objective.reference_reset_iterations else None
+        reference = copy() if config.algorithm.reference_reset_iterations else None
         previous = copy() if config.keeps_previous else None
         ring = jax.device_put(self._empty_ring, sharding.leading(self._run.mesh, self._empty_ring))
         state = TrainState(params, RECORDER.init(params), self._whole(np.int32(0)), average, self._critic())
@@ -142,11 +139,11 @@ class Iteration:
 
     def __call__(self, state, ring, rows, iteration=0):
         """State, ring, sums of the inserted rows and of the updates."""
-        run, (rollout, scores, ref_logp) = self._run, rows
+        run, (rollout, scores, columns) = self._run, rows
         layout = jax.tree.map(lambda x: x.sharding, (run.learner.abstract_rollout, run.learner.abstract_scores))
         rows = (
             *jax.device_put((rollout, scores), layout),
-            jax.device_put(ref_logp, sharding.leading(run.mesh, ref_logp)),
+            jax.device_put(columns, sharding.leading(run.mesh, columns)),
         )
         with jax.sharding.use_abstract_mesh(self._run.mesh.abstract_mesh):
             return self._jitted(state, ring, rows, self._whole(np.int32(iteration)), self._whole(jax.random.key(0)))
@@ -155,6 +152,10 @@ class Iteration:
         """Sum of the gradients of a first iteration, flat float32, and the sums for the metrics."""
         state, _, _, used = self(*self.start(), rows)
         return np.concatenate([np.ravel(g) for g in jax.tree.leaves(state.opt_state)]), jax.device_get(used)
+
+    def memory(self, ledger):
+        """What the method remembers of earlier rewards: nothing yet."""
+        return self._run.learner.memory(ledger)
 
     def _whole(self, x):
         return jax.device_put(x, sharding.replicated(self._run.mesh, 0))
@@ -197,37 +198,39 @@ def make_rollout(group_size, *, lengths="ragged", seed=0):
 
 
 def make_rows(config, rollout, reward=None, *, seed=0):
-    """(rollout, scores, reference log-probs) as the iteration takes them; numpy."""
+    """(rollout, scores, columns: log-probs of the reference) as the iteration takes them; numpy."""
     rng = np.random.default_rng(seed)
     reward = rng.choice([0.0, 0.25, 1.0], NUM_ROWS) if reward is None else reward
-    kind, parts, baseline, regression = config.credit.advantage, None, None, None
-    if kind == "gdpo":
-        parts = np.stack([reward, reward**2], axis=1).astype(np.float32)
-    if kind == "mssr":
-        baseline = rng.uniform(0.2, 0.8, NUM_ROWS).astype(np.float32)
-    if kind == "poise":
+    advantage, parts, of_rows, memory = config.algorithm.advantage, (), {}, {}
+    if advantage.name == "gdpo":
+        parts = reward.astype(np.float32), (reward**2).astype(np.float32)
+    if advantage.name == "mssr":
+        of_rows["question_mean"] = rng.uniform(0.2, 0.8, NUM_ROWS).astype(np.float32)
+    if advantage.name == "poise":
         x, y = rng.random((30, num_features(SMALL.width))), rng.random((30, 1))
-        regression = (x.T @ np.concatenate([x, y], axis=1)).astype(np.float32)
-    moments = np.zeros(3, np.float32) if config.credit.advantage_norm_decay else None
+        memory["regression"] = (x.T @ np.concatenate([x, y], axis=1)).astype(np.float32)
+    if advantage.get("norm_decay"):
+        memory["moments"] = np.zeros(3, np.float32)
     known = np.where(FAILED, 0, reward).astype(np.float32)
-    scores = Scores(known, ~FAILED, rollout.group_id, parts, baseline, regression, moments=moments)
-    reference = make_reference(config, rollout, rng)
+    scores = Scores(known, ~FAILED, rollout.group_id, parts, of_rows, memory)
+    columns = make_columns(config, rollout, rng)
     if config.keeps_entropy:
         entropy = np.where(rollout.behaviour_logp < 0, rng.uniform(0, 3, rollout.behaviour_logp.shape), 0)
         rollout = rollout.replace(entropy=entropy.astype(np.float32))
-    return rollout, scores, reference
+    return rollout, scores, columns
 
 
-def make_reference(config, rollout, rng):
+def make_columns(config, rollout, rng):
     if not config.keeps_reference:
-        return None
+        return {}
     noise = 0.2 * rng.normal(size=rollout.behaviour_logp.shape)
-    return np.where(rollout.behaviour_logp < 0, rollout.behaviour_logp + noise, 0.0).astype(np.float32)
+    ref_logp = np.where(rollout.behaviour_logp < 0, rollout.behaviour_logp + noise, 0.0).astype(np.float32)
+    return {"ref_logp": ref_logp}
 
 
 def poisoned(rows, seed=1):
     """The same rows with other values wherever nothing is, and in all that a row whose reward failed says."""
-    (rollout, scores, ref_logp), rng = rows, np.random.default_rng(seed)
+    (rollout, scores, columns), rng = rows, np.random.default_rng(seed)
     at = np.arange(ROW_TOKENS)[None, :]
     past, prompt = at >= rollout.length[:, None], at < rollout.prompt_length[:, None]
     off = past | prompt | FAILED[:, None]
@@ -239,18 +242,17 @@ def poisoned(rows, seed=1):
         entropy=spoil(rollout.entropy, off, np.nan),
     )
     scores = scores.replace(
-        reward=spoil(scores.reward, FAILED, np.nan), parts=spoil(scores.parts, FAILED[:, None], np.nan)
+        reward=spoil(scores.reward, FAILED, np.nan), parts=tuple(spoil(part, FAILED, np.nan) for part in scores.parts)
     )
-    return rollout, scores, spoil(ref_logp, off, np.nan)
+    return rollout, scores, {name: spoil(x, off, np.nan) for name, x in columns.items()}
 
 
 def reordered(rows, order):
     """The same rows in another order; what is no row's stays."""
-    rollout, scores, ref_logp = rows
-    whole = {"regression": scores.regression, "moments": scores.moments}
-    rows = rollout, scores.replace(regression=None, moments=None), ref_logp
-    rollout, scores, ref_logp = jax.tree.map(lambda x: x[order], rows)
-    return rollout, scores.replace(**whole), ref_logp
+    rollout, whole, columns = rows
+    rows = rollout, whole.replace(memory={}), columns
+    rollout, scores, columns = jax.tree.map(lambda x: x[order], rows)
+    return rollout, scores.replace(memory=whole.memory), columns
 
 
 # --- the laws ---
@@ -292,7 +294,7 @@ def batch_of(config, rows, critic, others=None):
 
     ``others``: the weights of other policies by name; those that are not named are the current one.
     """
-    rollout, scores, ref_logp = rows
+    rollout, scores, columns = rows
     params, batch = host_params(Model(SMALL)), []
     for i in np.flatnonzero(~FAILED):
         tokens, first, end = rollout.tokens[i], rollout.prompt_length[i], rollout.length[i]
@@ -315,7 +317,7 @@ def batch_of(config, rows, critic, others=None):
             "policy_entropy": -(np.exp(logp) * logp).sum(axis=1)[first - 1 :],
             "prompt": taken(1.0)[1][: first - 1].tolist(),
             "behaviour": of_tokens(rollout.behaviour_logp),
-            "ref": of_tokens(ref_logp),
+            "ref": of_tokens(columns.get("ref_logp")),
             "entropy": of_tokens(rollout.entropy),
             "hidden": states[first - 1 :].mean(axis=0).tolist(),
         }
@@ -325,9 +327,9 @@ def batch_of(config, rows, critic, others=None):
                 how = {"temperature": config.sampling.temperature}
                 given = others[name], SMALL, tokens, int(first), int(end)
                 row[name] = transformer.completion_logp(*given, **how)[first:end].tolist()
-        for name in ("parts", "baseline"):
-            value = getattr(scores, name)
-            row[name] = None if value is None else value[i].astype(float).tolist()
+        row["parts"] = [float(part[i]) for part in scores.parts]
+        if "question_mean" in scores.columns:
+            row["baseline"] = float(scores.columns["question_mean"][i])
         if critic is not None:
             kernel, bias = critic.head["kernel"].astype(float), critic.head["bias"].astype(float)
             row["value"] = (states[first - 1 :] @ kernel + bias)[:, 0].tolist()
@@ -346,7 +348,7 @@ def test_the_first_loss_is_that_of_the_papers_equation(recipe):
     critic = jax.device_get(state.critic)
     _, _, _, used = iteration(state, ring, rows)
     batch = batch_of(config, rows, critic)
-    given = {"regression": rows[1].regression} if recipe == "poise" else {}
+    given = {"regression": rows[1].memory["regression"]} if recipe == "poise" else {}
     expected = oracle.LOSSES[recipe](batch, COMPLETION_TOKENS, **given)
     # Measured: 3e-6 at most.
     np.testing.assert_allclose(used["loss_sum"], expected, rtol=3e-5)
@@ -468,13 +470,13 @@ def test_stopped_and_resumed_is_bitwise_the_whole(recipe, tmp_path):
         parts = {name: total**power for power, name in enumerate(config.rewards.functions, start=1)}
         outcome = np.where(FAILED, OUTCOME_ERROR, OUTCOME_SCORE).astype(np.int8)
         rewards = Rewards(total, parts, outcome)
-        rows = rollout, memory.scores(rewards, questions), make_reference(config, rollout, rng)
+        rows = rollout, memory.scores(rewards, questions), make_columns(config, rollout, rng)
         state, ring, made, used = iteration(state, ring, rows, index)
         memory.observe(rewards, questions, jax.device_get(used | made))
         return state, ring, made, used
 
     ledger = Ledger()
-    memory = Memory(config, SMALL.width, ledger)
+    memory = iteration.memory(ledger)
     state, ring, *_ = advance(*iteration.start(), memory, 0)
     arrays, checkpoints = {"train": state, "ring": ring}, Checkpointer(tmp_path, config.checkpoint)
     checkpoints.save(1, arrays, {"memory": memory.state(), "ledger": ledger.state()}, config, pass_rate=None)
@@ -484,7 +486,7 @@ def test_stopped_and_resumed_is_bitwise_the_whole(recipe, tmp_path):
     restored = checkpoints.restore(abstract, config, allow_config_changes=False)
     checkpoints.close()
     ledger = Ledger()
-    memory = Memory(config, SMALL.width, ledger)
+    memory = iteration.memory(ledger)
     memory.restore(restored.host_state["memory"])
     ledger.restore(restored.host_state["ledger"])
     arrays = advance(restored.device_state["train"], restored.device_state["ring"], memory, 1)

@@ -280,7 +280,15 @@ def test_a_finished_run_is_left_as_it_is(finished_copy, cache, undisturbed):
     [
         (1, {"rollout.lookahead_prompts": 0, "eval.num_prompts": 4, "eval.every_iterations": 2}),
         (1, {"rollout.lookahead_prompts": 0, "rollout.max_resample_rounds": 2}),
-        (4, {"mesh.fsdp": 2, "objective.kl_coefficient": 0.1, "model.compute_dtype": "bfloat16"}),
+        (
+            4,
+            {
+                "mesh.fsdp": 2,
+                "algorithm.divergence": "reference",
+                "algorithm.divergence.coefficient": 0.1,
+                "model.compute_dtype": "bfloat16",
+            },
+        ),
     ],
     ids=["evaluations", "resampling", "four_devices"],
 )

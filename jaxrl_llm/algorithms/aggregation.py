@@ -1,0 +1,108 @@
+"""Aggregation: the weights that per-token loss terms are added up by.
+
+An aggregation is a function of a mask [B,S] and of ``Batch`` to weights w with ``loss = sum(w * term)``: the division
+has happened, once for the whole batch, so micro-batches and devices only add. Tokens are those of the mask in trainable
+rows; rows are those with at least one. Without any, all weights are 0.
+
+Owns: those functions, what else is trained on (cross-entropies), the tables. Does not know: terms, models.
+Letters: B rows, S row width.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Bool, Float, Int
+
+from jaxrl_llm.algorithms.use import needs
+from jaxrl_llm.ops.masks import completion_mask
+from jaxrl_llm.types import Batch
+
+
+def token_mean(mask: Bool[ArrayLike, "B S"], x: Batch) -> Float[Array, "B S"]:
+    """w = 1 / tokens of the batch.
+
+    Source: Yu et al. 2025, arXiv:2503.14476, eq. 8.
+    """
+    active = mask & x.trainable[:, None]
+    return _over(active, jnp.sum(jnp.sum(active, axis=1, keepdims=True)).reshape(1, 1))
+
+
+def sequence_mean(mask: Bool[ArrayLike, "B S"], x: Batch) -> Float[Array, "B S"]:
+    """w = 1 / (rows of the batch * tokens of the row).
+
+    Source: Shao et al. 2024, arXiv:2402.03300, eq. 3.
+    """
+    active = mask & x.trainable[:, None]
+    length = jnp.sum(active, axis=1, keepdims=True)
+    return _over(active, jnp.sum(length > 0) * length)
+
+
+def constant_length(mask: Bool[ArrayLike, "B S"], x: Batch) -> Float[Array, "B S"]:
+    """w = 1 / (rows of the batch * the longest completion there may be).
+
+    Source: Liu et al. 2025, arXiv:2503.20783, section 3.2.
+    """
+    active = mask & x.trainable[:, None]
+    num_rows = jnp.sum(jnp.sum(active, axis=1, keepdims=True) > 0)
+    return _over(active, (num_rows * x.max_length).reshape(1, 1))
+
+
+def prompt_mean(mask: Bool[ArrayLike, "B S"], x: Batch) -> Float[Array, "B S"]:
+    """w = 1 / (prompts of the batch * tokens of the prompt's rows); makes a [B, B] table.
+
+    Source: ScaleRL, Khatri et al. 2025, arXiv:2510.13786.
+    """
+    active = mask & x.trainable[:, None]
+    length = jnp.sum(active, axis=1)
+    same_BB = (x.group_id[:, None] == x.group_id[None, :]) & (length > 0)[None, :]
+    num_tokens = jnp.sum(jnp.where(same_BB, length[None, :], 0), axis=1, keepdims=True)
+    is_first = (length > 0) & (jnp.argmax(same_BB, axis=1) == jnp.arange(mask.shape[0]))
+    return _over(active, jnp.sum(is_first) * num_tokens)
+
+
+def _over(active: Bool[ArrayLike, "B S"], denominator: Int[ArrayLike, "#B 1"]) -> Float[Array, "B S"]:
+    return active.astype(jnp.float32) / jnp.maximum(denominator, 1).astype(jnp.float32)
+
+
+# ---- what else is trained on
+
+
+@needs(reads="prompt_logp")
+def environment(x: Batch) -> Float[Array, "B S"]:
+    """The prompts' tokens, which the environment wrote, from the second on: a model of it.
+
+        w = 1 / (rows * tokens of the row's prompt but its first): each row's prompt is a mean, in which one that
+        siblings share counts as often as it has siblings
+
+    It learns from every rollout that is drawn, of a tied group too.
+
+    Source: ECHO, arXiv:2605.24517, with a coefficient of 0.05. Differs: nothing is left out of a prompt as a warning of
+        the harness.
+    """
+    predicted = completion_mask(jnp.ones_like(x.prompt_length), x.prompt_length, x.width)
+    return sequence_mean(predicted, x)
+
+
+@needs(reads="policy_logp", others=True)
+def imitation(x: Batch) -> Float[Array, "B S"]:
+    """The correct rollouts among those of others (external.paths), beside what they get as rollouts.
+
+    w = 1 / tokens of the correct completions which others wrote, as in ``sft``
+    """
+    shown = x.trainable & (x.group_id < 0) & x.correct
+    return token_mean(completion_mask(x.prompt_length, x.length, x.width), x._replace(trainable=shown))
+
+
+def cross_entropy(logp: Float[ArrayLike, "B T"], weight: Float[ArrayLike, "B T"]) -> Float[Array, ""]:
+    """``-sum weight logp`` [] f32 nats of tokens [B, T]; where the weight is 0, ``logp`` may be anything."""
+    return -jnp.sum(weight * jnp.where(weight > 0, logp, 0.0))
+
+
+AGGREGATIONS = {
+    "token_mean": token_mean,
+    "sequence_mean": sequence_mean,
+    "constant_length": constant_length,
+    "prompt_mean": prompt_mean,
+}
+
+CROSS_ENTROPIES = {"environment": environment, "imitation": imitation}

@@ -1,0 +1,68 @@
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from reference import corrections as oracle
+from support.building import algorithm_config
+
+from jaxrl_llm.algorithms.old_policies import OLD_POLICIES, moving_average_share
+from jaxrl_llm.runtime.nested import ConfigError
+from jaxrl_llm.types import Tokens
+
+
+def tokens(policy, behaviour, version, start_version, now, **columns):
+    mask = jnp.ones(policy.shape, bool)
+    versions = {"policy_version": version, "start_version": jnp.int32(start_version), "version": jnp.int32(now)}
+    return Tokens(policy, behaviour, behaviour, 0 * policy, jnp.zeros(len(policy)), mask, **versions, columns=columns)
+
+
+def test_each_old_policy_is_what_it_says_and_reads_nothing_else():
+    behaviour = jnp.full((1, 2), -4.0)
+    columns = {f"{name}_logp": behaviour + i for i, name in enumerate(("generation", "start", "average"), 1)}
+    expected = {
+        "behaviour": behaviour,
+        "generation": columns["generation_logp"],
+        "start": columns["start_logp"],
+        "ewma": columns["average_logp"],
+    }
+    assert {*expected, "interpolated"} == set(OLD_POLICIES)
+    for name, logp in expected.items():
+        chosen = algorithm_config(old_policy=name).old_policy
+        needed = {column: columns[column] for column in chosen.needs.columns}
+        x = tokens(behaviour + 9, behaviour, jnp.zeros((1, 2), jnp.int32), 0, 0, **needed)
+        np.testing.assert_array_equal(chosen(x), logp)
+        assert chosen.fact("is_behaviour", False) == (name == "behaviour")
+        assert ("decay" in chosen.settings) == ("average_logp" in needed)
+    with pytest.raises(AttributeError, match="average_logp"):
+        OLD_POLICIES["ewma"](dataclasses.replace(x, columns={}))
+
+
+def test_unknown_ones_are_named():
+    with pytest.raises(ConfigError, match="old_policy='new' is not one of 'behaviour', 'generation', "):
+        algorithm_config(old_policy="new")
+
+
+def test_interpolated_policy_by_hand():
+    # Versions 2, 6, 8 of the token, old 6, current 8: alpha = 4/6, 0/2, 0/0; a token of the old weights is theirs.
+    policy, behaviour = jnp.full((1, 3), -1.0), jnp.full((1, 3), -4.0)
+    version = jnp.array([[2, 6, 8]])
+    interpolated = OLD_POLICIES["interpolated"]
+    old = interpolated(tokens(policy, behaviour, version, 6, 8))
+    np.testing.assert_allclose(old, [[-2.0, -4.0, -4.0]], rtol=1e-6)
+    # Before the first update of an iteration the old policy is the current one.
+    old = interpolated(tokens(policy, behaviour, version, 8, 8))
+    np.testing.assert_allclose(old, [[-1.0, -1.0, -4.0]], rtol=1e-6)
+    gradient = jax.grad(lambda p: interpolated(tokens(p, behaviour, version, 6, 8)).sum())(policy)
+    assert (gradient == 0).all()
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.5, 0.9])
+def test_moving_average_is_that_of_the_recursion(decay):
+    history = np.random.default_rng(4).normal(size=8)
+    average = history[0]
+    for step, params in enumerate(history[1:], start=1):
+        share = float(moving_average_share(decay, jnp.int32(step)))
+        average = (1 - share) * average + share * params
+    np.testing.assert_allclose(average, oracle.moving_average(history, decay), rtol=1e-5)

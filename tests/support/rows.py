@@ -1,0 +1,25 @@
+"""Rows as the functions of credit see them, of one token each but where a test says otherwise."""
+
+import jax.numpy as jnp
+
+from jaxrl_llm.types import Rows
+
+
+def make_rows(groups, **given):
+    """``given`` are fields of ``Rows``; the others are empty, zero or one."""
+    num_rows = groups.index.shape[0]
+    zeros, one = jnp.zeros(num_rows), jnp.ones((num_rows, 1))
+    rows = Rows(
+        reward=zeros,
+        added=None,
+        parts=(),
+        correct=zeros > 0,
+        groups=groups,
+        length=jnp.ones(num_rows, jnp.int32),
+        mask=one > 0,
+        behaviour_logp=0 * one,
+        columns={},
+        memory={},
+        max_length=16,
+    )
+    return rows._replace(**given)

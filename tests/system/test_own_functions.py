@@ -1,0 +1,158 @@
+"""A method of the user's own, in a file of theirs: it trains, its keywords are settings, and it is checked as ours."""
+
+import json
+
+import grain  # noqa: F401, whose flags outlive a command
+import jax
+import pytest
+from support.command_line import DEBUG_CONFIG, run_command
+
+from jaxrl_llm.algorithms.use import use
+from jaxrl_llm.config import ConfigError, MeshConfig, defaults, freeze, from_json, to_json
+from jaxrl_llm.reports.metrics import read_metrics
+from jaxrl_llm.runtime import sharding
+
+METHODS = """
+import jax.numpy as jnp
+
+from jaxrl_llm.algorithms.use import Share, needs
+from jaxrl_llm.ops.groups import minus_mean
+
+
+@needs(siblings=True)
+def centred(x, *, scale: float = 1.0):
+    return scale * minus_mean(x.reward, x.groups)
+
+
+def brevity(x, *, weight: float = 0.5):
+    return -weight * x.length / x.max_length
+
+
+@needs("entropy")
+def damped(advantage, x, *, share: Share = 0.5):
+    return advantage * (1 - share * (x.columns["entropy"] > 1e9))
+
+
+@needs(base="policy")
+def plain(x):
+    return -x.advantage * x.policy_logp
+
+
+@needs("ref_logp")
+def pulled(x, *, beta: float = 0.1):
+    return -x.advantage * x.policy_logp + beta * (x.policy_logp - x.ref_logp) ** 2
+
+
+def young(x, *, scale: float = 4.0):
+    return jnp.exp(-jnp.minimum(x.age / scale, 80.0))
+
+
+def silent(x):
+    return None
+"""
+
+
+@pytest.fixture
+def methods(tmp_path):
+    path = tmp_path / "methods.py"
+    path.write_text(METHODS)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def one_device(monkeypatch):
+    mesh = sharding.make_mesh(MeshConfig(), jax.devices()[:1])
+    monkeypatch.setattr(sharding, "make_mesh", lambda _: mesh)
+
+
+@pytest.fixture
+def run(monkeypatch, capfd):
+    """Runs two iterations with settings; metrics.jsonl without times, or what a run that is refused says."""
+
+    def call(workdir, *settings):
+        done = run_command(
+            "train",
+            f"--config={DEBUG_CONFIG}",
+            f"--workdir={workdir}",
+            *("--config.num_iterations=2", "--config.eval.num_prompts=0", "--config.checkpoint.export=False"),
+            *("--config.metrics.tensorboard=False", "--config.replay.capacity=128"),
+            *(f"--config.{setting}" for setting in settings),
+            monkeypatch=monkeypatch,
+            capfd=capfd,
+        )
+        if done.status:
+            return done.err.strip().splitlines()[-1]
+        timed = ("time/", "throughput/", "memory/")
+        return [{k: v for k, v in row.items() if not k.startswith(timed)} for row in read_metrics(workdir)]
+
+    return call
+
+
+def test_a_run_of_own_functions_is_the_run_of_ours_that_say_the_same(run, methods, tmp_path):
+    of = lambda place, name: f"{place}={methods}:{name}"
+    own = run(
+        tmp_path / "own",
+        *(of("algorithm.advantage", "centred"), of("algorithm.surrogate", "plain"), of("replay.draw", "young")),
+        *(of("algorithm.reshaping", "damped"), "replay.draw.scale=2"),
+    )
+    same = run(
+        tmp_path / "ours",
+        *("algorithm.advantage=dr_grpo", "algorithm.surrogate=reinforce", "replay.draw=age"),
+        "replay.draw.scale_iterations=2",
+    )
+    assert own == same
+    # A keyword is a setting, and a setting that is changed changes the run.
+    other = run(tmp_path / "scaled", of("algorithm.advantage", "centred"), "algorithm.advantage.scale=3")
+    assert other[0]["update/loss"] != own[0]["update/loss"]
+    # What it is of is part of the run: a changed file is another method.
+    methods.write_text(METHODS.replace("scale * ", "2 * scale * "))
+    refused = run(tmp_path / "scaled", of("algorithm.advantage", "centred"), "algorithm.advantage.scale=3")
+    assert "algorithm.advantage.source" in refused
+
+
+def test_reward_terms_and_columns_of_own_functions(run, methods, tmp_path):
+    shaped = run(
+        tmp_path / "a",
+        f"algorithm.reward_terms={methods}:brevity,overlong_penalty",
+        f"algorithm.surrogate={methods}:pulled",
+        "algorithm.surrogate.beta=0.3",
+    )
+    assert len(shaped) == 2
+    config = json.loads((tmp_path / "a" / "config.json").read_text())["algorithm"]
+    assert [term["name"] for term in config["reward_terms"]] == [f"{methods}:brevity", "overlong_penalty"]
+    assert config["surrogate"]["beta"] == 0.3
+    # Its config can be read where the file is no more, and says what it was.
+    methods.unlink()
+    text = (tmp_path / "a" / "config.json").read_text()
+    read = from_json(text).algorithm.surrogate
+    assert read.name == f"{methods}:pulled"
+    assert read["beta"] == 0.3
+    assert from_json(to_json(from_json(text))) == from_json(text)
+
+
+@pytest.mark.parametrize(
+    ("settings", "names"),
+    [
+        (["algorithm.surrogate={}:missing"], ["algorithm.surrogate", "missing"]),
+        (["algorithm.surrogate={}:plain", "algorithm.surrogate.power=2"], ["algorithm.surrogate.power", "plain"]),
+        (["algorithm.reshaping={}:damped", "algorithm.reshaping.{}:damped.share=2"], ["share=2", "at most 1"]),
+        (["algorithm.surrogate={}:silent"], ["algorithm.surrogate", "number for each token"]),
+        (["algorithm.advantage={}:centred", "rollout.group_size=1"], ["rollout.group_size=1", "centred"]),
+        (["algorithm.surrogate={}:centred", "replay.unit=group"], ["centred, line 10", "AttributeError"]),
+    ],
+)
+def test_bad_own_functions_are_refused_in_one_line(run, methods, tmp_path, settings, names):
+    said = run(tmp_path / "run", *(setting.replace("{}", str(methods)) for setting in settings))
+    assert isinstance(said, str)
+    assert said.startswith("error: ")
+    assert not [name for name in names if name not in said], said
+
+
+def test_a_config_file_names_one_too(methods):
+    config = defaults()
+    config.algorithm.surrogate = use(f"{methods}:pulled", beta=0.2)
+    frozen = freeze(config)
+    assert frozen.keeps_reference
+    assert str(frozen.algorithm.surrogate) == f"{methods}:pulled(beta=0.2)"
+    with pytest.raises(ConfigError, match=r"algorithm.surrogate.beta='x' must be of type float"):
+        freeze({"algorithm": {"surrogate": {"name": f"{methods}:pulled", "beta": "x"}}})
