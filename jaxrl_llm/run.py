@@ -141,7 +141,6 @@ def abstract_rollout(config: Config, sampler: Sampler) -> Rollout:
     """What an iteration generates; on no device yet."""
     B, S = config.rollouts_per_iteration, config.row_tokens
     array = lambda dtype, *rest: jax.ShapeDtypeStruct((B, *rest), dtype)
-    size = sampler.support_tokens
     return Rollout(
         tokens=array(jnp.int32, S),
         prompt_length=array(jnp.int32),
@@ -150,9 +149,7 @@ def abstract_rollout(config: Config, sampler: Sampler) -> Rollout:
         group_id=array(jnp.int32),
         policy_version=array(jnp.int32, S),
         stop_reason=array(jnp.int8),
-        support=array(jnp.int32, S, size) if size else None,
-        entropy=array(jnp.float32, S) if sampler.keeps_entropy else None,
-        old_logp=array(jnp.float32, S) if sampler.keeps_old_logp else None,
+        columns={name: array(dtype, S, *rest) for name, (dtype, *rest) in sampler.columns.items()},
     )
 
 

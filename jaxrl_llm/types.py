@@ -70,6 +70,50 @@ class PromptBatch:
     examples: tuple[Example, ...]  # P of them
 
 
+class Column(NamedTuple):
+    """What rows have where a method asks for it.
+
+    Attributes:
+        per_token: [B, S, ...], 0 off the completion; else [B, ...].
+        is_stored: the ring keeps it.
+    """
+
+    per_token: bool
+    is_stored: bool
+    meaning: str
+
+
+# Names of Rollout.columns, Experience.columns and Rows.columns. Log-probabilities in nats.
+COLUMNS = {
+    # Noted by the sampler.
+    "support": Column(True, True, "[B, S, N] i32 ids that each token was drawn among (ops.sampling)"),
+    "entropy": Column(True, False, "f32 nats, of the distribution that each token was drawn from"),
+    "earlier_logp": Column(True, False, "f32, of the learner's older weights that drew the token, 0.0 elsewhere"),
+    # Said by the learner of fresh rows (learner.annotation).
+    "generation_logp": Column(True, True, "f32, of the weights that drew each token, as the learner computes them"),
+    "ref_logp": Column(True, True, "f32, of the frozen reference"),
+    "value": Column(True, True, "f32 reward that the critic expected at each token"),
+    "hidden": Column(False, False, "[B, D] f32, mean hidden state of the completion"),
+    # Made by credit.
+    "returns": Column(True, True, "f32 reward that the critic should expect at each token"),
+    "group_mean": Column(False, True, "f32, mean of the group's rewards at that time, 0.0 where not trainable"),
+    "tied": Column(False, False, "bool: of a group without an advantage, and of equal rewards where siblings compare"),
+    "question_id": Column(False, False, "i32; the ring keeps it beside the rows (RingState.question)"),
+    # Of drawn rows.
+    "age_bucket": Column(False, False, "i32, 0..len(AGE_BUCKETS)"),
+}
+# Fields of rows that are per token too.
+PER_TOKEN = ("tokens", "behaviour_logp", "policy_version", "advantage")
+
+# Log-probabilities [B, T] nats of policies whose weights the learner keeps where a loss asks for them.
+START = "start"
+OTHER_POLICIES = {
+    "start_logp": "the weights before the iteration's updates",
+    "average_logp": "the moving average of the weights, whose setting `decay` the function has",
+    "previous_logp": "the weights before the updates of the iteration before",
+}
+
+
 @flax.struct.dataclass
 class Rollout:
     """B finished completions, on the device."""
@@ -81,14 +125,11 @@ class Rollout:
     group_id: jax.Array  # [B] i32, siblings of one prompt share it; below 0 where others than this run wrote them
     policy_version: jax.Array  # [B, S] i32 per token, -1 off the completion
     stop_reason: jax.Array  # [B] i8, STOP_*
-    # [B, S, K] i32 ids that each completion token was drawn among (ops.sampling); None where no filter leaves any out.
-    support: jax.Array | None = None
-    # [B, S] f32 nats, of the distribution that each completion token was drawn from, 0.0 off the completion; None where
-    # nothing asks for it. Credit reads it, the ring does not keep it.
-    entropy: jax.Array | None = None
-    # [B, S] f32 nats by the learner of the older weights that drew the token, 0.0 elsewhere; None where nothing asks
-    # for it, or no rollout spans versions.
-    old_logp: jax.Array | None = None
+    columns: Mapping[str, jax.Array] = flax.struct.field(default_factory=dict)  # of COLUMNS, what a method needs
+
+    def with_columns(self, **columns: jax.Array) -> Rollout:
+        """The same with these columns, in place of those that it has by these names."""
+        return self.replace(columns={**self.columns, **columns})
 
 
 @flax.struct.dataclass
@@ -157,16 +198,11 @@ class Experience:
     reward: jax.Array  # [B] f32 as scored, before any shaping; 0.0 where not trainable
     advantage: jax.Array  # [B, S] f32, 0.0 off the completion
     trainable: jax.Array  # [B] bool, False where the reward failed, the row is filtered out or is padding
-    # [B] bool: where siblings are compared, of a group of equal rewards, elsewhere of one without an advantage. Asked
-    # for as the row comes: the ring does not keep it.
-    tied: jax.Array | None = None
-    group_mean: jax.Array | None = None  # [B] f32, mean of the group's rewards at that time, 0.0 where not trainable
-    ref_logp: jax.Array | None = None  # [B, S] f32 nats of the frozen reference, 0.0 off the completion
-    age_bucket: jax.Array | None = None  # [B] i32, 0..len(AGE_BUCKETS); of a drawn row, not stored in the ring
-    returns: jax.Array | None = None  # [B, S] f32 what a critic should expect at each token, 0.0 off the completion
-    value: jax.Array | None = None  # [B, S] f32 what it did expect, where its loss is clipped
-    old_logp: jax.Array | None = None  # [B, S] f32 nats of the learner when the row went into the ring
-    question_id: jax.Array | None = None  # [B] i32; the ring keeps it beside the rows (``RingState.question``)
+    columns: Mapping[str, jax.Array] = flax.struct.field(default_factory=dict)  # of COLUMNS, what a method needs
+
+    def with_columns(self, **columns: jax.Array) -> Experience:
+        """The same with these columns, in place of those that it has by these names."""
+        return self.replace(columns={**self.columns, **columns})
 
 
 @flax.struct.dataclass
@@ -183,48 +219,27 @@ class RingState:
     inserted_step: jax.Array  # [M, C] i32, iteration of insertion, -1 = empty
     question: jax.Array  # [M, C] i32, question_id
     is_retired: jax.Array  # [M, C] bool, never to be drawn (again)
-    first_page: jax.Array | None = None  # [M, C] i32, of a ring in pages: number of the page where the row begins
-    oldest_page: jax.Array | None = None  # [M] i32, number of the oldest page held: a row that begins before is gone
-
-
-@flax.struct.dataclass
-class Critic:
-    """A value head on the policy's hidden states. The learner's alone: what is published or exported has none."""
-
-    head: Any  # {"kernel": [D, m], "bias": [m]} f32 (see ops.values)
-    opt_state: Any
+    # Of a ring in pages: "first" [M, C] i32, number of the page where the row begins, and "oldest" [M] i32, of the
+    # oldest page held: a row that begins before is gone.
+    pages: Mapping[str, jax.Array] = flax.struct.field(default_factory=dict)
 
 
 @flax.struct.dataclass
 class TrainState:
     """Everything the optimizer owns: a pure pytree."""
 
-    params: Any
-    opt_state: Any
+    # "policy", and "critic" where credit asks for one: a value head on the policy's hidden states, {"kernel": [D, m],
+    # "bias": [m]} f32, which is neither published nor exported.
+    params: Mapping[str, Any]
+    opt_state: Mapping[str, Any]  # of each of these
     step: jax.Array  # [] i32, optimizer steps taken; also the policy version published next
-    average: Any = None  # moving average of params where the objective asks for one
-    critic: Critic | None = None  # where credit asks for one
-    entropy_coefficient: jax.Array | None = None  # [] f32, where the objective has a target for the entropy
-    reference: Any = None  # weights of the reference, where it does not stay that of the start
-    previous: Any = None  # weights before the updates of the iteration before, where the objective is held to them
+    # Weights of other policies where the method asks for them: "average", "previous" (before the updates of the
+    # iteration before), "reference" where it does not stay that of the beginning.
+    others: Mapping[str, Any] = flax.struct.field(default_factory=dict)
+    scalars: Mapping[str, jax.Array] = flax.struct.field(default_factory=dict)  # "entropy_coefficient" where it moves
 
 
 # ---- what the functions of a method see (algorithms)
-
-# What a function may ask for with ``algorithms.use.needs``. Log-probabilities in nats, 0.0 off the completion.
-COLUMNS = {
-    "entropy": "[B, S] nats, of the distribution that each token was drawn from; for credit",
-    "hidden": "[B, D] mean hidden state of the completion, by the learner; for credit",
-    "value": "[B, S] reward that the critic expected at each token; for credit",
-    "ref_logp": "[B, S] of the frozen reference",
-    "generation_logp": "[B, S] of the weights that drew each token, as the learner computes them",
-}
-# And of policies whose weights the learner then keeps; for a loss.
-OTHER_POLICIES = {
-    "start_logp": "[B, T] of the weights before the iteration's updates",
-    "average_logp": "[B, T] of the moving average of the weights, whose setting `decay` the function has",
-    "previous_logp": "[B, T] of the weights before the updates of the iteration before",
-}
 
 
 class Sizes(NamedTuple):

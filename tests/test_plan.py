@@ -143,7 +143,7 @@ def test_a_gpus_compiler_takes_every_program_with_its_kernels(four_gpus):
 def test_a_gpus_programs_copy_no_cache_and_no_weights(four_gpus):
     compiled, run = four_gpus
     cache = run.sampler.abstract_state().cache_k[0][0]
-    weights = run.learner.abstract_state.params["blocks"]["gate"]
+    weights = run.learner.abstract_state.params["policy"]["blocks"]["gate"]
     for name, x in (("decode", cache), ("update", weights)):
         # As they lie; to gather what fsdp has split along its innermost dimension takes another layout.
         shape = ",".join(map(str, x.sharding.shard_shape(x.shape))) + r"\]{" + ",".join(map(str, range(x.ndim)[::-1]))

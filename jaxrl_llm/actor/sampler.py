@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
 import flax.struct
@@ -72,10 +72,7 @@ class SamplerState:
     started: jax.Array  # [M, E, G] bool, has had a slot
     group_id: jax.Array  # [M, E] i32, NO_PROMPT = the entry is free
     drawn: DrawSums  # since the last groups were collected
-    # [M, E, G, S, N] i32 and [M, E, G, S] f32, as a Rollout has them
-    support: jax.Array | None = None
-    entropy: jax.Array | None = None
-    old_logp: jax.Array | None = None
+    columns: Mapping[str, jax.Array]  # [M, E, G, S, ...], as a Rollout has them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,9 +126,20 @@ class Sampler:
 
     # ---- state -------------------------------------------------------------------------------------
 
+    @property
+    def columns(self) -> dict[str, tuple[Any, ...]]:
+        """What it notes of each token besides: dtype and sizes by name (types.COLUMNS)."""
+        N = self.support_tokens
+        kept = {
+            "support": (jnp.int32, N) if N else None,
+            "entropy": (jnp.float32,) if self.keeps_entropy else None,
+            "earlier_logp": (jnp.float32,) if self.keeps_old_logp else None,
+        }
+        return {name: of for name, of in kept.items() if of}
+
     def _empty(self) -> SamplerState:
         arch, M, E, G = self.model.arch, self.shards, self.entries, self.group_size
-        L, S, H, N = self.max_prompt_tokens, self.row_tokens, arch.head_size, self.support_tokens
+        L, S, H = self.max_prompt_tokens, self.row_tokens, arch.head_size
         blocks, keys, values = block_shapes(self.sampling.max_completion_tokens, H, self.model.attention)
         zeros = lambda rows, size: jnp.zeros((rows, arch.num_kv_heads, *size), self.model.compute_dtype)
         by_layer = lambda make: tuple(make() for _ in range(arch.num_layers))
@@ -152,9 +160,7 @@ class Sampler:
             started=jnp.zeros((M, E, G), bool),
             group_id=jnp.full((M, E), NO_PROMPT, jnp.int32),
             drawn=self._no_draws(),
-            support=jnp.zeros((M, E, G, S, N), jnp.int32) if N else None,
-            entropy=jnp.zeros((M, E, G, S), jnp.float32) if self.keeps_entropy else None,
-            old_logp=jnp.zeros((M, E, G, S), jnp.float32) if self.keeps_old_logp else None,
+            columns={name: jnp.zeros((M, E, G, S, *rest), dtype) for name, (dtype, *rest) in self.columns.items()},
         )
 
     def _no_draws(self) -> DrawSums:
@@ -248,13 +254,8 @@ class Sampler:
             stop_reason=put(state.stop_reason, zeros),
             started=put(state.started, zeros),
             group_id=set_entries(state.group_id, group_id_P.reshape(M, P // M)),
-            **self._optional(state, lambda x: put(x, jnp.zeros((P, *x.shape[3:])))),
+            columns={name: put(x, jnp.zeros((P, *x.shape[3:]))) for name, x in state.columns.items()},
         )
-
-    def _optional(self, state: SamplerState, change: Callable[[jax.Array], jax.Array]) -> dict[str, jax.Array]:
-        """The tables of tokens that only some runs have, changed."""
-        tables = {name: getattr(state, name) for name in ("support", "entropy", "old_logp")}
-        return {name: change(table) for name, table in tables.items() if table is not None}
 
     def _refill(self, state: SamplerState) -> SamplerState:
         """Give idle slots the next pending rows, oldest prompt first."""
@@ -346,7 +347,7 @@ class Sampler:
             params, flat(token_MZ)[:, None], flat(position_MZ)[:, None], prompt=prompt, cache=cache, rope=rope
         )
 
-        support_Z = entropy_Z = None
+        noted = {}
         drawn_sums = state.drawn
         logits_ZV = sharding.constrain(project(hidden[:, 0], self.model.head(params)), "batch", "vocab")
         if sampling.temperature == 0.0:
@@ -363,8 +364,10 @@ class Sampler:
                 is_cut_Z = jnp.sum(logits_ZV > -jnp.inf, axis=-1) > size
                 support_Z = sharding.by_device(lambda logits: support_of(logits, size), (True,))(logits_ZV)
                 logits_ZV = keep_support(logits_ZV, support_Z)
+                noted["support"] = support_Z
             drawn_Z, logp_Z = sample_inverse_cdf(logits_ZV, uniform_Z)
             entropy_Z, variance_Z = surprise_moments(logits_ZV)
+            noted["entropy"] = entropy_Z
             new = DrawSums(1.0, -logp_Z, entropy_Z, jnp.square(logp_Z + entropy_Z), variance_Z, is_cut_Z)
             drawn_sums = jax.tree.map(functools.partial(_add, active_MZ), drawn_sums, new)
         drawn_MZ, logp_MZ = drawn_Z.reshape(row_MZ.shape), logp_Z.reshape(row_MZ.shape)
@@ -393,8 +396,10 @@ class Sampler:
             stop_reason=write_row(state.stop_reason, reason_MZ),
             slot_row=jnp.where(goes_on_MZ, state.slot_row, -1),
             drawn=drawn_sums,
-            support=jax.tree.map(lambda t, x: write_token(t, x.reshape(*row_MZ.shape, -1)), state.support, support_Z),
-            entropy=None if state.entropy is None else write_token(state.entropy, entropy_Z.reshape(row_MZ.shape)),
+            columns={
+                name: write_token(x, noted[name].reshape(*row_MZ.shape, *x.shape[4:])) if name in noted else x
+                for name, x in state.columns.items()
+            },
         )
 
     def _read_group(self, tokens, length, stop_reason, shard, entry):
@@ -416,7 +421,10 @@ class Sampler:
             policy_version=jnp.where(keep, state.policy_version, -1),
             stop_reason=jnp.where(cut, STOP_STRING, state.stop_reason).astype(jnp.int8),
             slot_row=jnp.where(slot_cut, -1, state.slot_row),
-            **self._optional(state, lambda x: jnp.where(keep.reshape(*keep.shape, *(1,) * (x.ndim - 4)), x, 0)),
+            columns={
+                name: jnp.where(keep.reshape(*keep.shape, *(1,) * (x.ndim - 4)), x, 0)
+                for name, x in state.columns.items()
+            },
         )
 
     def _collect(self, state: SamplerState, entry_MP) -> tuple[Rollout, DrawSums, SamplerState]:
@@ -433,7 +441,7 @@ class Sampler:
             group_id=group_id,
             policy_version=flat(state.policy_version),
             stop_reason=flat(state.stop_reason),
-            **self._optional(state, flat),
+            columns={name: flat(x) for name, x in state.columns.items()},
         )
         free = jax.vmap(lambda ids, e: ids.at[e].set(NO_PROMPT))(state.group_id, entry_MP)
         return rollout, state.drawn, state.replace(group_id=free, drawn=self._no_draws())

@@ -64,7 +64,6 @@ def assign(
     group_id = jnp.where(trainable, rollout.group_id, _NO_GROUP)
     _, group_index = jnp.unique(group_id, size=num_groups + 1, fill_value=_NO_GROUP, return_inverse=True)
     groups = compare.group_rows(group_index, trainable, num_groups + 1)
-    sampled = {} if rollout.entropy is None else {"entropy": rollout.entropy}
     rows = Rows(
         reward=reward,
         added=None,
@@ -74,7 +73,7 @@ def assign(
         length=rollout.length - rollout.prompt_length,
         mask=mask_BS,
         behaviour_logp=rollout.behaviour_logp,
-        columns={**sampled, **columns, **scores.columns},
+        columns={**rollout.columns, **columns, **scores.columns},
         memory=scores.memory,
         max_length=config.sampling.max_completion_tokens,
     )
@@ -97,7 +96,7 @@ def assign(
     if terms:
         rows = rows._replace(reward=jnp.where(trainable, shaped, 0.0), added=sum(terms))
     advantage = call(algorithm.advantage, "advantage", rows, shapes=(by_row, by_token))
-    returns_BS = learned.pop("returns", None)
+    made = {name: learned.pop(name) for name in ("returns",) if name in learned}
     # By the rewards as scored, as resampling.is_mixed has it: lengths untie nothing, and tie nothing.
     parts = algorithm.compared(rows.parts, jnp.where) if rows.parts else [(reward, 1.0)]
     compared = [part for part, weight in parts if weight]
@@ -118,17 +117,9 @@ def assign(
     if not algorithm.tied_teaches:
         tied &= ~mixed
     group_mean = compare.group_sum(reward, groups) / jnp.maximum(compare.group_count(groups), 1.0)
+    made |= {"group_mean": jnp.where(trainable, group_mean, 0.0), "tied": tied, "question_id": scores.question_id}
+    kept = {name for name in columns if name != "value" or algorithm.critic.clip}  # of which it is clipped
     experience = Experience(
-        rollout.replace(entropy=None, old_logp=None),
-        reward,
-        advantage_BS,
-        trainable,
-        tied,
-        jnp.where(trainable, group_mean, 0.0),
-        columns.get("ref_logp"),
-        returns=returns_BS,
-        value=columns["value"] if returns_BS is not None and algorithm.critic.clip else None,
-        old_logp=columns.get("generation_logp"),
-        question_id=scores.question_id,
+        rollout, reward, advantage_BS, trainable, columns=made | {name: columns[name] for name in kept}
     )
     return experience, learned | {"degenerate_groups": degenerate}

@@ -27,7 +27,10 @@ import ml_collections
 
 from jaxrl_llm.runtime.functions import resolve
 from jaxrl_llm.runtime.nested import LARGEST, MOST, ConfigError, Text, check_name, convert, names, near, out_of_bounds
+from jaxrl_llm.types import OTHER_POLICIES
 
+# What a function may ask for: what the sampler or the learner can say of rows, and other policies.
+NEEDED = ("entropy", "hidden", "value", "ref_logp", "generation_logp", *OTHER_POLICIES)
 NONE = "none"  # of a slot that may stay empty
 
 
@@ -240,6 +243,9 @@ class Slot:
             _digest(function)
         except Exception as error:
             raise ConfigError(f"{path}={name!r:.200} cannot be used: {type(error).__name__}: {error}") from error
+        wants = getattr(function, "needs", Needs()).columns
+        if unknown := wants - {*NEEDED}:
+            raise ConfigError(f"{path}={name!r:.200} needs {min(unknown)!r}: {near(min(unknown), NEEDED)}")
         by_place = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         is_open = any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters)
         if taken:

@@ -44,11 +44,12 @@ class Annotation:
         Args:
             reference: weights; None = those in ``state``.
         """
+        policy = state.params["policy"]
         says = {
-            "generation_logp": lambda: self.old_logp(state.params, state.step, rollout),
-            "hidden": lambda: self.hidden(state.params, rollout),
-            "ref_logp": lambda: self.reference(state.reference if reference is None else reference, rollout),
-            "value": lambda: self.values(state, rollout),
+            "generation_logp": lambda: self.old_logp(policy, state.step, rollout),
+            "hidden": lambda: self.hidden(policy, rollout),
+            "ref_logp": lambda: self.reference(state.others["reference"] if reference is None else reference, rollout),
+            "value": lambda: self.values(state.params, rollout),
         }
         return {name: say() for name, say in says.items() if name in self.columns}
 
@@ -63,18 +64,19 @@ class Annotation:
 
     def old_logp(self, params: Any, version: jax.Array, rollout: Rollout) -> jax.Array:
         """Log-probs [B,S] by the learner of the weights that drew each token; of older ones they are there already."""
-        logp, before = self.logp(params, rollout), rollout.old_logp
+        logp, before = self.logp(params, rollout), rollout.columns.get("earlier_logp")
         return logp if before is None else jnp.where(rollout.policy_version == version, logp, before)
 
     def score_open(self, params: Any, version: jax.Array, state: SamplerState) -> SamplerState:
         """What ``old_logp`` of a later iteration wants of these weights: of open rollouts, the tokens they drew."""
         table = state.tokens
         flat = lambda x: x.reshape(-1, *x.shape[3:])  # [M, E, G, ...]
-        names = ("tokens", "prompt_length", "length", "behaviour_logp", "policy_version", "stop_reason", "support")
+        names = ("tokens", "prompt_length", "length", "behaviour_logp", "policy_version", "stop_reason", "columns")
         rows = {name: jax.tree.map(flat, getattr(state, name)) for name in names}
         group = jnp.arange(table.shape[0] * table.shape[1] * table.shape[2], dtype=jnp.int32) // table.shape[2]
         logp = self.logp(params, Rollout(**rows, group_id=group)).reshape(table.shape)
-        return state.replace(old_logp=jnp.where(state.policy_version == version, logp, state.old_logp))
+        earlier = jnp.where(state.policy_version == version, logp, state.columns["earlier_logp"])
+        return state.replace(columns={**state.columns, "earlier_logp": earlier})
 
     def reference(self, params: Any, rollout: Rollout) -> jax.Array:
         """Log-probs of fresh rollouts under the frozen reference, [B,S]; the ring keeps them with the rollouts."""
@@ -85,20 +87,20 @@ class Annotation:
         """Own rows and those of others beside each other, these as if the current weights had just drawn them."""
         mask = completion_mask(external.prompt_length, external.length, external.tokens.shape[1])
         behaviour_logp, entropy = self.logp(params, external, with_entropy=True)
+        said = {"entropy": entropy, "earlier_logp": jnp.zeros_like(behaviour_logp)}
         external = external.replace(
             behaviour_logp=behaviour_logp,
             policy_version=jnp.where(mask, version, -1),
-            entropy=None if rollout.entropy is None else entropy,
-            old_logp=None if rollout.old_logp is None else jnp.zeros_like(behaviour_logp),
+            columns={name: said[name] for name in rollout.columns},
         )
         # Every device has its share of both: no row moves.
         apart = lambda x: x.reshape(self.update.num_devices, -1, *x.shape[1:])
         beside = lambda x, y: jnp.concatenate([apart(x), apart(y)], axis=1).reshape(-1, *x.shape[1:])
         return jax.tree.map(beside, rollout, external)
 
-    def values(self, state: TrainState, rollout: Rollout) -> jax.Array:
+    def values(self, params: Any, rollout: Rollout) -> jax.Array:
         """What the critic expects at each token of fresh rollouts, [B,S]."""
-        predict = functools.partial(self.update.predict_values, state.params, state.critic.head)
+        predict = functools.partial(self.update.predict_values, params["policy"], params["critic"])
         return self._by_micro_batch(lambda rows, unit: predict(rows, group_size=unit), rollout)
 
     def hidden(self, params: Any, rollout: Rollout) -> jax.Array:

@@ -29,7 +29,7 @@ from jaxrl_llm.questions.ledger import Ledger
 from jaxrl_llm.replay import ring as replay
 from jaxrl_llm.runtime import rng, sharding
 from jaxrl_llm.runtime.programs import Program, release_freed
-from jaxrl_llm.types import Critic, Experience, RingState, Rollout, ScoredRollouts, Scores, Sizes, TrainState
+from jaxrl_llm.types import RingState, Rollout, ScoredRollouts, Scores, Sizes, TrainState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +76,7 @@ class LearnerPrograms:
     def abstract_external(self) -> Rollout:
         """Rows of others, as the host has them: without what the current weights say of them."""
         rows = self._resized(self.config.rows_per_iteration - self.config.rollouts_per_iteration)
-        return rows.replace(behaviour_logp=None, policy_version=None, entropy=None, old_logp=None)
+        return rows.replace(behaviour_logp=None, policy_version=None, columns={})
 
     def _resized(self, B: int) -> Rollout:
         rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((B, *x.shape[1:]), x.dtype), self.row_shapes)
@@ -120,19 +120,18 @@ class LearnerPrograms:
 
     @functools.cached_property
     def abstract_state(self) -> TrainState:
+        state = jax.eval_shape(self._init_state, self.params)
+        layout = sharding.replicated(self.mesh, state)
+        of_params = jax.tree.map(lambda x: x.sharding, self.params)
         offload = self.config.optimizer.offload
         optimizer = optim.abstract_state(self.update.optimizer, self.params, self.mesh, offload=offload)
-        critic = jax.eval_shape(self._init_critic)
-        return TrainState(
-            self.params,
-            optimizer,
-            self._whole(jnp.int32),
-            average=self.params if self.config.keeps_average else None,
-            critic=place(critic, sharding.replicated(self.mesh, critic)),
-            entropy_coefficient=self._whole(jnp.float32) if self._moves_entropy else None,
-            reference=self.params if self.config.algorithm.reference_reset_iterations else None,
-            previous=self.params if self.config.keeps_previous else None,
+        of_optimizer = jax.tree.map(lambda x: x.sharding, optimizer)
+        layout = layout.replace(
+            params={**layout.params, "policy": of_params},
+            opt_state={**layout.opt_state, "policy": of_optimizer},
+            others=dict.fromkeys(layout.others, of_params),
         )
+        return place(state, layout)
 
     @functools.cached_property
     def abstract_ring(self) -> RingState:
@@ -152,45 +151,26 @@ class LearnerPrograms:
     # ---- the functions that are compiled -------------------------------------------------------------
 
     def _init_state(self, params: Any) -> TrainState:
-        copy = lambda: jax.tree.map(jnp.copy, params)
-        algorithm = self.config.algorithm
-        coefficient = jnp.float32(algorithm.entropy_bonus["coefficient"]) if self._moves_entropy else None
+        config, bonus = self.config, self.config.algorithm.entropy_bonus
+        head = {"critic": values.new_head(self.model.arch.width, self.update.bins)} if config.has_critic else {}
+        learned = {"policy": params, **head}
+        kept = {
+            "average": config.keeps_average,
+            "previous": config.keeps_previous,
+            "reference": bool(config.algorithm.reference_reset_iterations),
+        }
+        moves = bool(bonus) and bonus.fact("moves", True)
         return TrainState(
-            params,
-            self.update.optimizer.init(params),
+            learned,
+            {name: optimizer.init(learned[name]) for name, optimizer in self.update.optimizers.items()},
             jnp.zeros((), jnp.int32),
-            average=copy() if self.config.keeps_average else None,
-            critic=self._init_critic(),
-            entropy_coefficient=coefficient,
-            reference=copy() if algorithm.reference_reset_iterations else None,
-            previous=copy() if self.config.keeps_previous else None,
+            others={name: jax.tree.map(jnp.copy, params) for name, keeps in kept.items() if keeps},
+            scalars={"entropy_coefficient": jnp.float32(bonus["coefficient"])} if moves else {},
         )
-
-    @property
-    def _moves_entropy(self) -> bool:
-        bonus = self.config.algorithm.entropy_bonus
-        return bool(bonus) and bonus.fact("moves", True)
-
-    def _init_critic(self) -> Critic | None:
-        if not self.config.has_critic:
-            return None
-        head = values.new_head(self.model.arch.width, self.update.bins)
-        return Critic(head, self.update.critic_optimizer.init(head))
 
     def _init_ring(self) -> RingState:
-        B, S = self.config.rows_per_iteration, self.config.row_tokens
-        tokens = jax.ShapeDtypeStruct((B, S), jnp.float32)
-        shape = Experience(
-            rollout=self.abstract_rollout.replace(entropy=None, old_logp=None),
-            reward=jax.ShapeDtypeStruct((B,), jnp.float32),
-            advantage=tokens,
-            trainable=jax.ShapeDtypeStruct((B,), bool),
-            group_mean=jax.ShapeDtypeStruct((B,), jnp.float32),
-            ref_logp=tokens if self.config.keeps_reference else None,
-            returns=tokens if self.config.has_critic else None,
-            value=tokens if self.config.has_critic and self.config.algorithm.critic.clip else None,
-            old_logp=tokens if self.config.keeps_old_logp else None,
-        )
+        given = self.abstract_rollout, self.abstract_scores, self.abstract_columns
+        shape = jax.eval_shape(lambda *given: credit.assign(*given, self.config)[0], *given)
         return replay.init(
             shape,
             capacity=self.config.ring_capacity,
@@ -235,7 +215,8 @@ class LearnerPrograms:
     def _reset_reference(self, state: TrainState, ring: RingState) -> tuple[TrainState, RingState]:
         """The policy as its own reference, and an empty ring: what is in the old one knows the old reference."""
         del ring
-        return state.replace(reference=jax.tree.map(jnp.copy, state.params)), self._init_ring()
+        reference = jax.tree.map(jnp.copy, state.params["policy"])
+        return state.replace(others={**state.others, "reference": reference}), self._init_ring()
 
     def programs(self) -> dict[str, Program]:
         """Every program of the learner by name."""
@@ -312,9 +293,14 @@ class Learner:
         """[] i32 of the weights: optimizer steps taken."""
         return self.state.step
 
+    @property
+    def policy(self) -> Any:
+        """Its weights; the arrays of before a call of ``learn`` are given over to it."""
+        return self.state.params["policy"]
+
     def publish(self) -> Any:
         """A copy of the weights as a sampler takes them."""
-        return self._compiled["publish"](self.state.params)
+        return self._compiled["publish"](self.policy)
 
     def learn(self, scored: ScoredRollouts, iteration: int) -> dict[str, Any]:
         """Put an iteration's rollouts into the ring and take U optimizer steps on what is drawn from it.
@@ -323,14 +309,14 @@ class Learner:
             Sums of credit, ring and update by name, numpy (``reports.metrics``).
         """
         compiled, state, config = self._compiled, self.state, self.config
-        release_freed(num_bytes(state.params))  # the copy that was published, if it is gone
+        release_freed(num_bytes(self.policy))  # the copy that was published, if it is gone
         rows = scored.rollout
         if scored.guests is not None:
-            rows = compiled["join"](state.params, state.step, rows, scored.guests)
+            rows = compiled["join"](self.policy, state.step, rows, scored.guests)
         scores = jax.device_put(self.memory.scores(scored.rewards, scored.questions), self._layout)
         columns = compiled["annotate"](state, self._reference, rows) if "annotate" in compiled else {}
         if scored.open_rollouts is not None:
-            scored.open_rollouts.state = compiled["score_open"](state.params, state.step, scored.open_rollouts.state)
+            scored.open_rollouts.state = compiled["score_open"](self.policy, state.step, scored.open_rollouts.state)
         now = jax.device_put(np.int32(iteration), self._everywhere)
         self.ring, insert_sums = compiled["insert"](self.ring, rows, scores, columns, now)
         self.state, self.ring, update_sums = compiled["update"](state, self.ring, now, self._draw_key)

@@ -18,7 +18,7 @@ Owns: the loss's composition, gradient accumulation, the optimizer step. Does no
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -40,8 +40,9 @@ from jaxrl_llm.ops.masks import completion_mask
 from jaxrl_llm.runtime.programs import run_if
 from jaxrl_llm.types import (
     AGE_BUCKETS,
+    OTHER_POLICIES,
+    START,
     Batch,
-    Critic,
     Experience,
     Ratios,
     RingState,
@@ -59,10 +60,7 @@ class Moment(NamedTuple):
 
     version: jax.Array  # [] i32 of the current weights; tokens sampled by it measure the sampler-learner gap
     start_version: jax.Array | None = None  # [] i32 of the weights before the iteration's updates
-    # Weights of other policies (types.OTHER_POLICIES), where the loss asks for them.
-    start: Any = None
-    average: Any = None
-    previous: Any = None
+    others: Mapping[str, Any] = {}  # weights of other policies (types.OTHER_POLICIES) that the loss asks for
     over_batch: jax.Array | None = None  # [] f32, what a correction asks of the whole batch
     entropy_coefficient: jax.Array | None = None  # [] f32 weight of the entropy bonus, where it moves
 
@@ -123,8 +121,8 @@ class Update:
 
         updates = jnp.arange(self.config.updates_per_iteration)
         (state, ring), sums = jax.lax.scan(one, (state, ring), updates)
-        if state.previous is not None:
-            state = state.replace(previous=start.params)
+        if "previous" in state.others:
+            state = state.replace(others={**state.others, "previous": start.params["policy"]})
         return state, ring, {k: jnp.max(v) if k.endswith("_max") else jnp.sum(v, axis=0) for k, v in sums.items()}
 
     def apply_batch(
@@ -136,50 +134,47 @@ class Update:
             start: the state before the iteration's updates; None = this one.
         """
         moment = self._moment(state, batch, state if start is None else start)
-        moment = moment._replace(entropy_coefficient=state.entropy_coefficient)
-        critic = state.critic
-        (gradient, of_head), sums = self.gradient(state.params, batch, moment, critic.head if critic else None)
-        norm = optax.tree.norm(gradient)
-        usable = jnp.isfinite(norm) & (sums["token_count"] > 0)
-        if critic:
-            usable &= jnp.isfinite(optax.tree.norm(of_head))
+        scalars = state.scalars
+        moment = moment._replace(entropy_coefficient=scalars.get("entropy_coefficient"))
+        gradient, sums = self.gradient(state.params, batch, moment)
+        norm = {name: optax.tree.norm(part) for name, part in gradient.items()}
+        usable = sums["token_count"] > 0
+        for value in norm.values():
+            usable &= jnp.isfinite(value)
         algorithm = self.algorithm
         if algorithm.step_size:
             names = ("sequence_ratio_sum", "sequence_ratio_square_sum", "row_count")
             scale = algorithm.step_size(*(sums[name] for name in names))
             sums |= {"rate_scale_sum": scale}
-        if state.entropy_coefficient is not None:
-            sums |= {"entropy_coefficient_sum": state.entropy_coefficient}
+        sums |= {f"{name}_sum": value for name, value in scalars.items()}
 
         def apply(state: TrainState) -> TrainState:
-            updates, opt_state = self.optimizer.update(gradient, state.opt_state, state.params)
-            if algorithm.step_size:
-                updates = jax.tree.map(lambda u: u * scale, updates)
-            params = optax.apply_updates(state.params, updates)
-            average = state.average
-            if average is not None:
+            params, opt_state, others = {}, {}, state.others
+            for name, optimizer in self.optimizers.items():
+                updates, opt_state[name] = optimizer.update(gradient[name], state.opt_state[name], state.params[name])
+                if algorithm.step_size and name == "policy":
+                    updates = jax.tree.map(lambda u: u * scale, updates)
+                params[name] = optax.apply_updates(state.params[name], updates)
+            if "average" in others:
                 share = moving_average_share(algorithm.average_decay, state.step + 1)
-                average = jax.tree.map(lambda old, new: old + share * (new - old), average, params)
-            critic = state.critic
-            if critic:
-                updates, head_state = self.critic_optimizer.update(of_head, critic.opt_state, critic.head)
-                critic = Critic(optax.apply_updates(critic.head, updates), head_state)
-            coefficient = state.entropy_coefficient
-            if coefficient is not None:
-                coefficient = algorithm.entropy_bonus(coefficient, sums["entropy_sum"] / sums["token_count"])
-            new = {"average": average, "critic": critic, "entropy_coefficient": coefficient}
-            return state.replace(params=params, opt_state=opt_state, step=state.step + 1, **new)
+                move = lambda old, new: old + share * (new - old)
+                others = {**others, "average": jax.tree.map(move, others["average"], params["policy"])}
+            scalars = dict(state.scalars)
+            for name, coefficient in scalars.items():
+                scalars[name] = algorithm.entropy_bonus(coefficient, sums["entropy_sum"] / sums["token_count"])
+            return TrainState(params, opt_state, state.step + 1, others, scalars)
 
         return run_if(usable, apply, state), sums | {
-            "grad_norm_sum": norm,
+            "grad_norm_sum": norm["policy"],
             "update_count": jnp.float32(1),
             "skipped_count": 1.0 - usable.astype(jnp.float32),
         }
 
     def _moment(self, state: TrainState, batch: Experience, start: TrainState) -> Moment:
         """What the loss of a batch may look at; weights only where the objective asks for them."""
-        start_params = start.params if self.algorithm.loss_needs("start_logp") else None
-        moment = Moment(state.step, start.step, start_params, state.average, state.previous)
+        weights = {START: start.params["policy"], **state.others}
+        wanted = [name.removesuffix("_logp") for name in OTHER_POLICIES if self.algorithm.loss_needs(name)]
+        moment = Moment(state.step, start.step, {name: weights[name] for name in wanted})
         correction = self.algorithm.correction
         over_batch = correction.fact("over_batch")
         if over_batch is None:
@@ -191,7 +186,7 @@ class Update:
 
         def ratios(i: jax.Array, seen: Ratios) -> Ratios:
             rows, mask = micros.at(i)
-            policy_logp = self._micro_batch_logp(state.params, rows).logp
+            policy_logp = self._micro_batch_logp(state.params["policy"], rows).logp
             found = self._ratios(self._tokens(policy_logp, rows, mask, moment))
             return jax.tree.map(lambda x, new: x.at[i].set(new), seen, found)
 
@@ -202,10 +197,9 @@ class Update:
         return moment._replace(over_batch=over_batch(seen, **correction.settings))
 
     def gradient(
-        self, params: Any, batch: Experience, moment: Moment, head: Any = None
-    ) -> tuple[tuple[Any, Any], dict[str, jax.Array]]:
-        """Gradients of the aggregated loss over rows [M, b, ...] by params and value head, and sums for the metrics."""
-        learned = (params, head)
+        self, learned: Mapping[str, Any], batch: Experience, moment: Moment
+    ) -> tuple[dict[str, Any], dict[str, jax.Array]]:
+        """Gradients of the aggregated loss over rows [M, b, ...] by all that is learned, and sums for the metrics."""
         flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)
         per_shard = lambda x: x.reshape(*batch.reward.shape, -1)
         micros = self.micro_batches(batch, jax.tree.map(per_shard, self._weights(flat)))
@@ -273,7 +267,7 @@ class Update:
         if head is not None:
             share = self.algorithm.critic.gradient_share
             readout = lambda hidden: values.head_outputs(head, hidden, gradient_share=share)
-        rows = rollout.tokens, rollout.prompt_length, rollout.length, rollout.support
+        rows = rollout.tokens, rollout.prompt_length, rollout.length, rollout.columns.get("support")
         per_device = max(1, (num_lines or rollout.tokens.shape[0]) // self.num_devices)
         if num_lines:
             rows = jax.tree.map(lambda x: x.reshape(num_lines, -1, *x.shape[1:]), rows)
@@ -294,6 +288,12 @@ class Update:
     def _micro_batch_logp(self, params: Any, rows: Experience, **how: Any) -> RowValues:
         """``logp`` of the rows of one of ``micro_batches``."""
         return self.logp(params, rows.rollout, group_size=self.group_size, num_lines=self.num_lines, **how)
+
+    @property
+    def optimizers(self) -> dict[str, optax.GradientTransformation]:
+        """Of what is learned, by name."""
+        critic = {"critic": self.critic_optimizer} if self.critic_optimizer else {}
+        return {"policy": self.optimizer, **critic}
 
     @property
     def num_lines(self) -> int:
@@ -320,9 +320,9 @@ class Update:
         return total / jnp.maximum(rollout.length - rollout.prompt_length, 1)[:, None]
 
     def _loss(self, learned, rows: Experience, weights: Weights, moment: Moment):
-        """The loss of a micro-batch [] f32, and sums; ``learned``: policy and value head."""
+        """The loss of a micro-batch [] f32, and sums; ``learned``: policy, and critic where there is one."""
         rollout, algorithm = rows.rollout, self.algorithm
-        params, head = learned
+        params, head = learned["policy"], learned.get("critic")
         with_prompts = any(one.fact("reads") == "prompt_logp" for one in algorithm.cross_entropies)
         policy_logp, entropy, outputs, prompt_logp = self._micro_batch_logp(
             params, rows, remat=True, head=head, with_prompts=with_prompts
@@ -385,8 +385,8 @@ class Update:
         }
         if not self._old_is_behaviour:
             sums["old_gap_max"] = jnp.max(jnp.abs(tokens.old_logp - behaviour_logp))
-        if rows.age_bucket is not None:
-            in_bucket = rows.age_bucket[None, :] == jnp.arange(len(AGE_BUCKETS) + 1)[:, None]
+        if "age_bucket" in rows.columns:
+            in_bucket = rows.columns["age_bucket"][None, :] == jnp.arange(len(AGE_BUCKETS) + 1)[:, None]
             parts = {"token_count": mask, "clipped_count": mask & is_clipped, "ratio_sum": ratio}
             for name, value in (parts | {"ratio_square_sum": jnp.square(ratio)}).items():
                 sums[f"{name}_by_age"] = jnp.sum(jnp.where(in_bucket, jnp.sum(value, axis=1)[None, :], 0), axis=1)
@@ -397,10 +397,8 @@ class Update:
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Loss [B,S] of the critic's predictions, 0.0 off the mask, and sums of what they explain."""
         keep = lambda x: None if x is None else jnp.where(mask, x, 0.0)
-        returns = keep(rows.returns)
-        loss = values.value_loss(
-            outputs, returns, self.bins, old_value=keep(rows.value), clip=self.algorithm.critic.clip
-        )
+        returns, old_value = keep(rows.columns["returns"]), keep(rows.columns.get("value"))
+        loss = values.value_loss(outputs, returns, self.bins, old_value=old_value, clip=self.algorithm.critic.clip)
         error = keep(returns - values.expected_value(outputs, self.bins))
         return keep(loss), {
             "value_loss_sum": jnp.sum(keep(loss)),
@@ -413,11 +411,8 @@ class Update:
     def _tokens(self, policy_logp: jax.Array, rows: Experience, mask: jax.Array, moment: Moment) -> Tokens:
         """The rows as the loss sees them, the old policy among them: harmless constants off the mask."""
         rollout, behaviour_logp = rows.rollout, rows.rollout.behaviour_logp
-        columns = {"ref_logp": rows.ref_logp, "generation_logp": rows.old_logp}
-        columns = {name: column for name, column in columns.items() if column is not None}
-        for name, params in (("start", moment.start), ("average", moment.average), ("previous", moment.previous)):
-            if params is not None:
-                columns[f"{name}_logp"] = self._constant_logp(params, rows)
+        columns = {name: x for name, x in rows.columns.items() if self.algorithm.loss_needs(name)}
+        columns |= {f"{name}_logp": self._constant_logp(params, rows) for name, params in moment.others.items()}
         tokens = Tokens(
             policy_logp,
             behaviour_logp,

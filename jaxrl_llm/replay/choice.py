@@ -44,8 +44,8 @@ def is_spent(ring: RingState, iteration: jax.Array, config: ReplayConfig) -> jax
         spent |= (iteration >= config.fresh_from_iteration) & (age > 0)
     if config.draw.fact("never_draws", lambda settings: False)(config.draw.settings):
         spent |= ring.priority <= 0
-    if ring.first_page is not None:
-        spent |= ~paged_log.is_held(ring.first_page, ring.oldest_page)
+    if ring.pages:
+        spent |= ~paged_log.is_held(ring.pages["first"], ring.pages["oldest"])
     return spent
 
 
@@ -92,9 +92,9 @@ def choose(
 
     def is_held(group: jax.Array) -> jax.Array:
         # The pages of a group's first row are overwritten before those of its others.
-        return paged_log.is_held(at(ring.first_page, group * group_size), ring.oldest_page)
+        return paged_log.is_held(at(ring.pages["first"], group * group_size), ring.pages["oldest"])
 
-    held = [lane.filled if ring.first_page is None else lane.count_newest(is_held) for lane in rings]
+    held = [lane.count_newest(is_held) if ring.pages else lane.filled for lane in rings]
 
     def aged(key_index: int, low, high, num: int, taken: draws.Drawn | None) -> draws.Drawn:
         """Draw from the groups of low <= age <= high (None = any) that are held: an interval of every ring."""

@@ -34,7 +34,7 @@ from jaxrl_llm.ops import paged_log, ring_buffer
 from jaxrl_llm.replay import choice
 from jaxrl_llm.replay.choice import lanes
 from jaxrl_llm.runtime import sharding
-from jaxrl_llm.types import AGE_BUCKETS, Experience, RingState
+from jaxrl_llm.types import AGE_BUCKETS, COLUMNS, PER_TOKEN, Experience, RingState
 
 
 @flax.struct.dataclass
@@ -74,15 +74,13 @@ def init(
     num_slots = _per_shard("replay.capacity", capacity, num_shards)
     in_pages, log = capacity_tokens > 0, (capacity_tokens // num_shards // page_tokens, page_tokens)
 
-    def shape(x: jax.Array) -> jax.ShapeDtypeStruct:
-        places = (*log, *x.shape[2:]) if in_pages and len(x.shape) > 1 else (num_slots, *x.shape[1:])
+    def shape(path: tuple[Any, ...], x: jax.Array) -> jax.ShapeDtypeStruct:
+        places = (*log, *x.shape[2:]) if in_pages and _is_per_token(path) else (num_slots, *x.shape[1:])
         return jax.ShapeDtypeStruct((num_shards, *places), x.dtype)
 
     column = lambda value, dtype: jnp.full((num_shards, num_slots), value, dtype)
     return RingState(
-        slots=ring_buffer.zeros(
-            jax.tree.map(shape, experience_shape.replace(tied=None, question_id=None)), on_host=on_host
-        ),
+        slots=ring_buffer.zeros(jax.tree_util.tree_map_with_path(shape, _stored(experience_shape)), on_host=on_host),
         order=jnp.broadcast_to(jnp.arange(num_slots, dtype=jnp.int32), (num_shards, num_slots)),
         num_draws=jnp.zeros(num_shards, jnp.int32),
         uses=column(0, jnp.int32),
@@ -91,8 +89,7 @@ def init(
         inserted_step=column(-1, jnp.int32),
         question=column(0, jnp.int32),
         is_retired=column(False, bool),
-        first_page=column(-1, jnp.int32) if in_pages else None,
-        oldest_page=jnp.zeros(num_shards, jnp.int32) if in_pages else None,
+        pages={"first": column(-1, jnp.int32), "oldest": jnp.zeros(num_shards, jnp.int32)} if in_pages else {},
     )
 
 
@@ -132,12 +129,12 @@ def insert(
             f"replay.capacity={num_shards * num_slots} must be at least the {num_shards * num_rows} rollouts inserted, "
             f"besides the slots that replay.positive_fraction={config.positive_fraction} sets aside"
         )
-    if kept.size and ring.first_page is not None:
+    if kept.size and ring.pages:
         raise ConfigError(f"replay.positive_fraction={config.positive_fraction} must be 0 for replay.capacity_tokens")
-    question = experience.question_id
+    question = experience.columns["question_id"]
     retired = ~experience.trainable
     if config.skip_tied:
-        tied = experience.tied
+        tied = experience.columns["tied"]
         if imitates:
             tied &= (experience.rollout.group_id >= 0) | (experience.reward < pass_threshold)
         retired |= tied
@@ -163,7 +160,7 @@ def insert(
         is_retired=retired,
     )
     log = None
-    if ring.first_page is not None:
+    if ring.pages:
         # Tokens go to the log; what follows sees the rest of the rows alone.
         ring, written, log = _write_tokens(ring, written)
     spent = choice.is_spent(ring, iteration, config)
@@ -177,7 +174,9 @@ def insert(
         stored, kept_order = ring_buffer.write_some(stored, kept, spent, evicted, is_kept)
     stored = ring_buffer.put(stored, target, written)
     stored["slots"] = _together(stored["slots"], log)
-    return ring.replace(order=jnp.concatenate([order, kept_order], axis=1), **stored)
+    first = stored.pop("first")
+    pages = {**ring.pages, "first": first} if ring.pages else {}
+    return ring.replace(order=jnp.concatenate([order, kept_order], axis=1), pages=pages, **stored)
 
 
 def draw(
@@ -239,8 +238,8 @@ def draw(
     by_device = sharding.by_device(choose, (True, True, False, False))
     slot_index, is_real = by_device(keys, ring.replace(slots=None), iteration, is_fresh)
 
-    slots, log = (ring.slots, None) if ring.first_page is None else _apart(ring.slots)
-    columns = (slots, ring.first_page, ring.inserted_step, ring.uses, ring.last_use, ring.question)
+    slots, log = _apart(ring.slots) if ring.pages else (ring.slots, None)
+    columns = (slots, ring.pages.get("first"), ring.inserted_step, ring.uses, ring.last_use, ring.question)
     experience, first_page, inserted, uses, last_use, question = ring_buffer.take(columns, slot_index)
     if log is not None:
         length = experience.rollout.length
@@ -262,7 +261,8 @@ def draw(
     counted, last_use = ring_buffer.put((ring.uses, ring.last_use), used, new)
     ring = ring.replace(uses=counted, last_use=last_use, num_draws=draw_number)
     bucket = real(_age_bucket(age))
-    return ring, experience.replace(trainable=experience.trainable & is_real, age_bucket=bucket), info
+    rows = experience.replace(trainable=experience.trainable & is_real).with_columns(age_bucket=bucket)
+    return ring, rows, info
 
 
 def retire_stale(ring: RingState, iteration: jax.Array, effective: jax.Array, config: ReplayConfig) -> RingState:
@@ -326,15 +326,15 @@ def wasted_share(ring: RingState) -> jax.Array:
 
 
 def _is_filled(ring: RingState) -> jax.Array:
-    if ring.first_page is None:
-        return ring.inserted_step >= 0
-    return paged_log.is_held(ring.first_page, ring.oldest_page)
+    if ring.pages:
+        return paged_log.is_held(ring.pages["first"], ring.pages["oldest"])
+    return ring.inserted_step >= 0
 
 
 def _by_slot(ring: RingState) -> dict[str, Any]:
     """The leaves that have a slot axis, by field."""
-    names = ("slots", "uses", "last_use", "priority", "inserted_step", "question", "is_retired", "first_page")
-    return {name: getattr(ring, name) for name in names}
+    names = ("slots", "uses", "last_use", "priority", "inserted_step", "question", "is_retired")
+    return {name: getattr(ring, name) for name in names} | {"first": ring.pages.get("first")}
 
 
 def _write_tokens(ring: RingState, written: RingState) -> tuple[RingState, RingState, Experience]:
@@ -347,16 +347,18 @@ def _write_tokens(ring: RingState, written: RingState) -> tuple[RingState, RingS
             f"inserted at their full length of {width} tokens, in pages of {page}"
         )
     length = rows.rollout.length
-    first, oldest = paged_log.next_pages(ring.oldest_page, length, num_pages=num_pages, page=page)
+    first, oldest = paged_log.next_pages(ring.pages["oldest"], length, num_pages=num_pages, page=page)
     log = paged_log.write(log, first, length, tokens)
-    return ring.replace(slots=slots, oldest_page=oldest), written.replace(slots=rows, first_page=first), log
+    pages = {"first": ring.pages["first"], "oldest": oldest}
+    return ring.replace(slots=slots, pages=pages), written.replace(slots=rows, pages=pages | {"first": first}), log
 
 
 def _apart(rows: Experience) -> tuple[Experience, Experience]:
     """What rows [M, n, ...] have once, and what they have for each token; None stands for the rest."""
 
     def those(per_token: bool) -> Experience:
-        return jax.tree.map(lambda x: x if (x.ndim > 2) == per_token else None, rows)
+        keep = lambda path, x: x if _is_per_token(path) == per_token else None
+        return jax.tree_util.tree_map_with_path(keep, rows)
 
     return those(False), those(True)
 
@@ -374,9 +376,18 @@ def _padding(log: Experience) -> Experience:
     return zero.replace(rollout=zero.rollout.replace(policy_version=-1))
 
 
-def _stored(experience: Experience) -> Experience:
+def _is_per_token(path: tuple[Any, ...]) -> bool:
+    """Whether the leaf of rows at this path of their tree is [B, S, ...]."""
+    name = getattr(path[-1], "name", None) or path[-1].key
+    return COLUMNS[name].per_token if name in COLUMNS else name in PER_TOKEN
+
+
+def _stored(rows: Experience) -> Experience:
     """What slots keep of rows."""
-    return experience.replace(tied=None, question_id=None)
+    stored = lambda columns: {name: x for name, x in columns.items() if COLUMNS[name].is_stored}
+    return rows.replace(
+        columns=stored(rows.columns), rollout=rows.rollout.replace(columns=stored(rows.rollout.columns))
+    )
 
 
 def _pass_share(experience: Experience, pass_threshold: float) -> jax.Array:

@@ -1,7 +1,7 @@
 """Checkpoints: the whole state of a run as one orbax step, written in the background, and stop requests.
 
     workdir/checkpoints/12/            12 = iterations finished
-        state/     every array of the device state, by name ("train/params/embed")
+        state/     every array of the device state, by name ("train/params/policy/embed")
         host/      JSON: prompt iterator, RNG root, positions in the metric files
         config/    JSON: the resolved config, the pass rate where one was measured, dtype, shape and checksum of every
                    array, and a digest of all this and of host/
@@ -11,7 +11,7 @@ is never found. One that was damaged later has other checksums, and the one befo
 under their tree paths and without compression: float weights do not shrink, and the processor has better things to do.
 
 Owns: the layout above, what is kept, which settings may differ on resume, who may write into a workdir. Does not
-know: what the state means, except that a subtree named ``params`` holds the weights.
+know: what the state means, except that a subtree ``params/policy`` holds the weights.
 """
 
 from __future__ import annotations
@@ -41,6 +41,9 @@ from absl import logging
 from jaxrl_llm.config import CheckpointConfig, Config, ConfigError, freeze, from_json, to_json
 from jaxrl_llm.ops.checksum import checksum, checksums
 from jaxrl_llm.runtime.nested import differences
+
+# Where the weights are among the arrays.
+POLICY = "/params/policy/"
 
 # Settings (or groups) that a resumed run may change freely: they say how long the run is, what it writes down, with
 # how many hands and where arrays lie, and no parameter, ring byte or sampled token depends on them.
@@ -243,10 +246,8 @@ def restore_params(directory: str | os.PathLike, abstract_params: Any = None) ->
 
     def read(path: pathlib.Path) -> tuple[Any, Config]:
         text = _read_text(path)[1]
-        # The shallowest subtree of this name: the optimizer may have its own further down.
-        heads = [f"/{name}".partition("/params/") for name in text["arrays"]]
-        prefix = min((head for head, found, _ in heads if found), key=lambda head: head.count("/"))
-        prefix = f"{prefix}/params/"[1:]
+        heads = [f"/{name}".partition(POLICY) for name in text["arrays"]]
+        prefix = next(f"{head}{POLICY}"[1:] for head, found, _ in heads if found)
         saved = {name: about for name, about in text["arrays"].items() if name.startswith(prefix)}
         wanted = dict.fromkeys(saved)
         if abstract_params is not None:
@@ -281,7 +282,7 @@ def _open(directory: pathlib.Path, kept: Any) -> ocp.CheckpointManager:
 
 
 def _by_name(tree: Any) -> dict[str, Any]:
-    """``{"train/params/embed": leaf}`` in the order of ``jax.tree.leaves``: None and empty subtrees leave no entry."""
+    """``{"train/step": leaf}`` in the order of ``jax.tree.leaves``: None and empty subtrees leave no entry."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     named = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
     assert len(named) == len(leaves), "two leaves of the state share a name"

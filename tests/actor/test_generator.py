@@ -97,20 +97,20 @@ def test_what_a_token_was_drawn_among_is_kept_and_a_learner_that_moved_weighs_it
     sampling = Sampling(sampler)
     rollout, _ = sampling(make_prompts(PROMPTS))
     arch, temperature = sampler.model.arch, filters["temperature"]
-    assert rollout.support.shape == (*rollout.tokens.shape, size)
+    assert rollout.columns["support"].shape == (*rollout.tokens.shape, size)
     moved = jax.tree.map(lambda x: x * 1.2, building.learner_params(sampler.model, sampler.mesh))
     rows = (rollout.tokens, rollout.prompt_length, rollout.length)
     learner = functools.partial(
         row_logp, sampler.model, sampling=sampler.sampling, completion_width=COMPLETION_TOKENS, chunk_positions=3
     )
-    logp = jax.jit(learner)(moved, *rows, rollout.support).logp
+    logp = jax.jit(learner)(moved, *rows, rollout.columns["support"]).logp
     without = jax.jit(learner)(moved, *rows).logp
     params, host_moved = building.host_params(sampler.model), jax.tree.map(np.asarray, moved)
     num_cut = 0
     for row in range(24):
         tokens, start, end = (x[row] for x in rows)
         logits = transformer.logits(params, arch, tokens[:end])
-        support = {t: set(rollout.support[row, t].tolist()) - {NO_TOKEN} for t in range(start, end)}
+        support = {t: set(rollout.columns["support"][row, t].tolist()) - {NO_TOKEN} for t in range(start, end)}
         for t in range(start, end):
             left = oracle.kept_tokens(logits[t - 1], **filters)
             assert support[t] == set(sorted(left, key=lambda v: -logits[t - 1][v])[:size])
@@ -134,18 +134,18 @@ def test_entropies_are_those_of_what_was_drawn_from_and_sums_are_of_every_token(
     sampling = Sampling(sampler)
     rollout, _ = sampling(make_prompts(PROMPTS))
     params, temperature = building.host_params(sampler.model), SETTINGS[name].get("temperature", 1.0)
-    expected, variance = np.zeros(rollout.entropy.shape), 0.0
+    expected, variance = np.zeros(rollout.columns["entropy"].shape), 0.0
     for row in range(24):
         start, end = rollout.prompt_length[row], rollout.length[row]
         logits = transformer.logits(params, sampler.model.arch, rollout.tokens[row, :end])
         for t in range(start, end):
             kept = range(len(logits[t - 1]))
-            if rollout.support is not None:
-                kept = sorted(set(rollout.support[row, t].tolist()) - {NO_TOKEN})
+            if "support" in rollout.columns:
+                kept = sorted(set(rollout.columns["support"][row, t].tolist()) - {NO_TOKEN})
             p = oracle.softmax(logits[t - 1][kept] / temperature)
             expected[row, t] = -np.sum(p * np.log(p))
             variance += np.sum(p * (np.log(p) + expected[row, t]) ** 2)
-    np.testing.assert_allclose(rollout.entropy, expected, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(rollout.columns["entropy"], expected, rtol=0, atol=1e-5)
     sums, surprise = sampling.generator.take_draws(), -rollout.behaviour_logp.astype(np.float64)
     lengths = rollout.length - rollout.prompt_length
     assert sums.tokens == lengths.sum()

@@ -169,7 +169,7 @@ def test_what_is_asked_anew_is_what_credit_says_is_tied(case):
     memory = Memory(config.algorithm.of_credit, parts_seen, Sizes(width=1, max_length=width), Ledger())
     scores = memory.scores(rewards, range(num_groups))
     rows, _ = jax.jit(lambda *given: credit.assign(*given, {}, config))(rollout, scores)
-    tied = np.asarray(rows.tied | ~rows.trainable).reshape(-1, size).all(axis=1)
+    tied = np.asarray(rows.columns["tied"] | ~rows.trainable).reshape(-1, size).all(axis=1)
     np.testing.assert_array_equal(mixed, ~tied)
     assert 3 < mixed.sum() < num_groups - 3
 

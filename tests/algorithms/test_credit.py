@@ -69,7 +69,8 @@ def make_rollout(group_id, seed=0):
         group_id=np.asarray(group_id, np.int32),
         policy_version=np.zeros((num_rows, WIDTH), np.int32),
         stop_reason=np.where(completion == COMPLETION_TOKENS, STOP_LENGTH, STOP_EOS).astype(np.int8),
-        entropy=2 * rng.random((num_rows, WIDTH)).astype(np.float32),  # nothing that the token's own log-prob says
+        # Nothing that the token's own log-prob says.
+        columns={"entropy": 2 * rng.random((num_rows, WIDTH)).astype(np.float32)},
     )
 
 
@@ -136,14 +137,14 @@ def test_a_rows_advantage_stands_on_its_completion_and_zero_elsewhere():
         expected[rollout.prompt_length[row] : rollout.length[row]] = value
         np.testing.assert_array_equal(experience.advantage[row], expected)
     np.testing.assert_array_equal(experience.rollout.tokens, rollout.tokens)
-    assert experience.ref_logp is None and experience.old_logp is None
+    assert not experience.columns.keys() & {"ref_logp", "generation_logp"}
     # What the learner says of the rows' tokens for the loss is kept with them.
     said = {
         name: np.float32(np.random.default_rng(2).normal(size=(2, WIDTH))) for name in ("ref_logp", "generation_logp")
     }
     experience, _ = assign(rollout, [1, 0], advantage="dr_grpo", num_groups=1, extra=said)
-    np.testing.assert_array_equal(experience.ref_logp, said["ref_logp"])
-    np.testing.assert_array_equal(experience.old_logp, said["generation_logp"])
+    np.testing.assert_array_equal(experience.columns["ref_logp"], said["ref_logp"])
+    np.testing.assert_array_equal(experience.columns["generation_logp"], said["generation_logp"])
 
 
 @pytest.mark.parametrize("kind", ["grpo", "asymre", "gdpo", "mssr", "poise"])
@@ -166,7 +167,7 @@ def test_groups_are_named_by_group_id_wherever_the_rows_stand(kind):
         -rollout.behaviour_logp[i, p:n].astype(np.float64) for i, (p, n) in enumerate(zip(*ends, strict=True))
     ]
     if kind == "poise":
-        entropies = [rollout.entropy[i, p:n] for i, (p, n) in enumerate(zip(*ends, strict=True))]
+        entropies = [rollout.columns["entropy"][i, p:n] for i, (p, n) in enumerate(zip(*ends, strict=True))]
         features = [
             [1, len(x) / COMPLETION_TOKENS, x.mean(), x.std(), e.mean(), e.std(), *(h / np.sqrt(HIDDEN))]
             for x, e, h in zip(completions, entropies, extra["hidden"].astype(np.float64), strict=True)
@@ -257,8 +258,11 @@ def test_a_critics_advantages_are_of_each_token_and_whitened_over_those_that_cou
     mask = ~off & counts[:, None]
     advantage = value_oracle.gae(extra["value"], shaped, mask, 0.9, 0.8)
     np.testing.assert_allclose(experience.advantage, value_oracle.whitened(advantage, mask), rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(experience.returns, np.where(mask, advantage + extra["value"], 0.0), rtol=1e-5)
-    assert (experience.advantage[~mask] == 0).all() and experience.value is None
+    np.testing.assert_allclose(
+        experience.columns["returns"], np.where(mask, advantage + extra["value"], 0.0), rtol=1e-5
+    )
+    assert (experience.advantage[~mask] == 0).all()
+    assert "value" not in experience.columns
     assert sums["degenerate_groups"] == 0
 
 
@@ -279,7 +283,7 @@ def test_single_rollouts_are_lifted_by_the_entropy_of_what_they_were_drawn_from_
     rollout = make_rollout([0, 1], seed=2)
     rollout = rollout.replace(
         behaviour_logp=np.full_like(rollout.behaviour_logp, np.log(p)),
-        entropy=np.full_like(rollout.entropy, entropy),
+        columns={"entropy": np.full_like(rollout.columns["entropy"], entropy)},
     )
     # Rewards 0 and 1 against baselines of 1/2, whitened: -1 and 1.
     extra = {"question_mean": np.float32([0.5, 0.5])}
@@ -289,7 +293,7 @@ def test_single_rollouts_are_lifted_by_the_entropy_of_what_they_were_drawn_from_
     np.testing.assert_allclose(first(experience), [-1 + 2 * entropy, 1 + 2 * entropy], rtol=1e-5)
     assert round(first(experience)[0], 2) == -0.89
     # A distribution with much choice: the bonus ends at |A| / .4.
-    wide = rollout.replace(entropy=np.full_like(rollout.entropy, 3.0))
+    wide = rollout.with_columns(entropy=np.full_like(rollout.columns["entropy"], 3.0))
     np.testing.assert_allclose(first(assign(wide, [0, 1], extra=extra, **settings)[0]), [1.5, 3.5], rtol=1e-5)
 
 
@@ -300,18 +304,18 @@ def test_a_group_that_is_all_wrong_teaches_nothing_where_tied_groups_are_left_ou
     penalised, sums = assign(rollout, [0, 0, 1, 0], **settings)
     np.testing.assert_allclose(first(penalised), [-1, 1, 0, 0], atol=1e-5)
     assert sums["degenerate_groups"] == 1
-    np.testing.assert_array_equal(penalised.tied, [False] * 4)
+    np.testing.assert_array_equal(penalised.columns["tied"], [False] * 4)
     # Of the mixed group the right answer is as long as can be, so that its penalty makes it equal: it is mixed still.
     left_out, sums = assign(rollout, [0, 0, 1, 0], skip_tied=True, **settings)
     np.testing.assert_array_equal(first(left_out), [0, 0, 0, 0])
-    np.testing.assert_array_equal(left_out.tied, [True, True, False, False])
+    np.testing.assert_array_equal(left_out.columns["tied"], [True, True, False, False])
     mixed, sums = assign(rollout, [0, 0, 2, 0], skip_tied=True, **settings)
     np.testing.assert_allclose(first(mixed), [0, 0, 1, -1], atol=1e-5)
-    np.testing.assert_array_equal(mixed.tied, [True, True, False, False])
+    np.testing.assert_array_equal(mixed.columns["tied"], [True, True, False, False])
     assert sums["degenerate_groups"] == 1
     # Where a group does not compare its rows, it is tied when nothing is heard of any of them.
     alone, _ = assign(rollout, [0, 0, 1, 1], advantage="reinforce_pp", num_groups=2)
-    np.testing.assert_array_equal(alone.tied, [False] * 4)
+    np.testing.assert_array_equal(alone.columns["tied"], [False] * 4)
 
 
 def test_the_groups_mean_reward_is_kept_and_an_advantage_can_be_made_anew_from_it():
@@ -319,8 +323,8 @@ def test_the_groups_mean_reward_is_kept_and_an_advantage_can_be_made_anew_from_i
     reward = np.random.default_rng(1).random(8).astype(np.float32)
     experience, _ = assign(make_rollout(group_id), reward, trainable, advantage="asymre", num_groups=2)
     expected = [reward[:3].mean()] * 3 + [0] + [reward[4:].mean()] * 4
-    np.testing.assert_allclose(experience.group_mean, expected, rtol=1e-6)
-    again = np.where(trainable, experience.reward - (experience.group_mean - 0.1), 0)
+    np.testing.assert_allclose(experience.columns["group_mean"], expected, rtol=1e-6)
+    again = np.where(trainable, experience.reward - (experience.columns["group_mean"] - 0.1), 0)
     np.testing.assert_allclose(first(experience), again, atol=1e-6)
 
 
@@ -441,7 +445,7 @@ def test_advantages_are_amplified_then_weighed_by_confidence_and_duration_then_l
     # Mean 3/8: the correct row gets 1, the next 3/8, the others -3/8; group 1 is tied and wrong.
     row = np.array([1, 0.375, -0.375, -0.375, 0, 0, 0, 0])
     mask = (np.arange(WIDTH) >= rollout.prompt_length[:, None]) & (np.arange(WIDTH) < rollout.length[:, None])
-    entropy = np.where(mask, rollout.entropy, 0)
+    entropy = np.where(mask, rollout.columns["entropy"], 0)
     row_entropy = entropy.sum(axis=1) / mask.sum(axis=1)
     row = row * shaping_oracle.entropy_factor(row_entropy, group_id, np.ones(8, bool), 1.0)
     row = row * shaping_oracle.duration_factor(mask.sum(axis=1), np.ones(8, bool), 0.5)
@@ -465,7 +469,8 @@ def test_what_lies_off_the_completion_moves_nothing():
     at = np.arange(WIDTH)[None, :]
     off = (at < rollout.prompt_length[:, None]) | (at >= rollout.length[:, None])
     spoil = lambda x: np.where(off, np.nan, x).astype(np.float32)
-    spoilt = rollout.replace(behaviour_logp=spoil(rollout.behaviour_logp), entropy=spoil(rollout.entropy))
+    columns = {"entropy": spoil(rollout.columns["entropy"])}
+    spoilt = rollout.replace(behaviour_logp=spoil(rollout.behaviour_logp), columns=columns)
     reshaping = [use("entropy_factor", strength=1.0), use("entropy_bonus", coefficient=2.0, limit=0.4)]
     settings = {"advantage": "poise", "reshaping": reshaping, "num_groups": 2}
     extra = extra_of("poise", reward)

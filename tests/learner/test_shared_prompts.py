@@ -45,7 +45,7 @@ def experience(seed: int) -> Experience:
     )
     trainable = np.arange(P * G) % 5 != 3
     rows = Experience(rollout, np.zeros(P * G, np.float32), advantage.astype(np.float32), trainable)
-    rows = rows.replace(question_id=rollout.group_id)
+    rows = rows.with_columns(question_id=rollout.group_id)
     return jax.tree.map(lambda x: jnp.asarray(x)[None], rows)
 
 
@@ -69,7 +69,7 @@ def test_gradient_is_that_of_unshared_prompts_padded_or_packed():
     programs = [jax.jit(update.gradient) for update in (apart, shared, packed, rows_packed)]
     for seed in range(2):
         rows = experience(seed)
-        (one, sums_one), *others = (program(params, rows, Moment(jnp.int32(0))) for program in programs)
+        (one, sums_one), *others = (program({"policy": params}, rows, Moment(jnp.int32(0))) for program in programs)
         norm = float(optax.tree.norm(one))
         for other, sums_other in others:
             # Measured: 3e-7 of the norm.
@@ -113,7 +113,7 @@ def test_groups_are_drawn_whole_and_without_repeats():
 
 def test_tied_groups_are_not_drawn():
     rows = jax.tree.map(lambda x: x[0], experience(0))
-    rows = rows.replace(tied=jnp.arange(P * G) < 2 * G, trainable=jnp.ones(P * G, bool))
+    rows = rows.replace(trainable=jnp.ones(P * G, bool)).with_columns(tied=jnp.arange(P * G) < 2 * G)
     config = ReplayConfig(skip_tied=True)
     ring = replay.insert(replay.init(rows, capacity=P * G, num_shards=1), rows, jnp.int32(0), config)
     _, batch, info = replay.draw(ring, jax.random.key(0), jnp.int32(0), config, batch_size=2 * G, group_size=G)

@@ -21,7 +21,7 @@ from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.ops.sampling import NO_TOKEN
 from jaxrl_llm.run import assemble
 from jaxrl_llm.runtime import sharding
-from jaxrl_llm.types import Critic, TrainState
+from jaxrl_llm.types import TrainState
 
 # --- the loss and its gradient ---
 
@@ -39,7 +39,8 @@ def oracle_logp(params, rollout, arch=TINY, **filters):
     """[B,S] float64 by rows; a sampled token outside of today's filters joins the kept ones."""
 
     def row(i):
-        among = None if rollout.support is None else [set(x) - {NO_TOKEN} for x in rollout.support[i].tolist()]
+        support = rollout.columns.get("support")
+        among = None if support is None else [set(x) - {NO_TOKEN} for x in support[i].tolist()]
         columns = (x[i] for x in (rollout.tokens, rollout.prompt_length, rollout.length))
         return transformer.completion_logp(params, arch, *columns, keep_token=True, support=among, **filters)
 
@@ -52,7 +53,7 @@ def oracle_loss(policy_logp, rows, algorithm):
     bounds = algorithm.surrogate["low"], algorithm.surrogate["high"]
     term = losses.clipped_surrogate(policy_logp, rows.rollout.behaviour_logp, rows.advantage, *bounds)
     if algorithm.divergence:
-        d = policy_logp - rows.ref_logp
+        d = policy_logp - rows.columns["ref_logp"]
         kl = {"k1": d, "k2": d**2 / 2, "k3": np.exp(-d) - 1 + d}[algorithm.divergence["estimator"]]
         term += algorithm.divergence["coefficient"] * kl
     return losses.aggregate(term, mask, rows.trainable, algorithm.aggregation.name, COMPLETION_TOKENS)
@@ -105,7 +106,7 @@ def test_reference_log_probs_are_the_models_in_the_rows_order(micro_batch_size, 
     with jax.sharding.use_abstract_mesh(run.mesh.abstract_mesh):
         params = building.learner_params(run.learner.reference_model, run.mesh)
         program = jax.jit(run.programs()["annotate"].fn)
-        said = program(None, params, jax.device_put(rows, sharding.leading(run.mesh, rows)))
+        said = program(TrainState({"policy": None}, None, None), params, jax.device_put(rows, sharding.leading(run.mesh, rows)))
     expected = oracle_logp(building.host_params(run.learner.reference_model), rows, arch=teacher or TINY)
     assert said.keys() == {"ref_logp"}
     np.testing.assert_allclose(said["ref_logp"], expected, atol=1e-5)  # measured: 2.0e-6
@@ -141,7 +142,7 @@ def three_policies(anchor, rows, **settings):
     def step(**fields):
         state = building.train_state(update).replace(**fields)
         with jax.sharding.use_abstract_mesh(mesh_of(ONE).abstract_mesh):
-            return compiled(state, building.on_mesh(update, rows), state.replace(params=policies[1]))
+            return compiled(state, building.on_mesh(update, rows), state.replace(params={"policy": policies[1]}))
 
     return step, policies, [oracle_logp(params, rows.rollout) for params in policies]
 
@@ -156,7 +157,7 @@ def test_policies_before_and_averaged_corrected_weights_and_the_scaled_step_are_
         entropy_bonus={"name": "adaptive", "coefficient": 0.05, "target": 9.0, "rate": 0.01},
         step_size="effective_sample_size",
     )
-    after, sums = step(average=average)
+    after, sums = step(others={"average": average})
     weight = corrections.weights(old - behaviour, mask, "token_truncated", 0.5, 2.0, None)
     term = np.array(weight) * losses.clipped_surrogate(policy, old, rows.advantage, 0.2, 0.2)
     term += 0.3 * (policy - averaged) ** 2 / 2 - 0.05 * oracle_entropy(params, rows.rollout)
@@ -165,7 +166,7 @@ def test_policies_before_and_averaged_corrected_weights_and_the_scaled_step_are_
     np.testing.assert_allclose(sums["correction_weight_sum"], np.sum(weight), rtol=1e-5)
     # 264 tokens have less entropy than 9 nats: the bonus of the next step is larger by the rate.
     np.testing.assert_allclose(sums["entropy_coefficient_sum"], 0.05, rtol=1e-6)
-    np.testing.assert_allclose(after.entropy_coefficient, 0.06, rtol=1e-6)
+    np.testing.assert_allclose(after.scalars["entropy_coefficient"], 0.06, rtol=1e-6)
     assert 0 < np.sum(np.array(weight) == 2.0) < mask.sum()
 
     # The recorder's step is the gradient; averages of versions 0 and 1 weigh 0.9 and 1.
@@ -174,10 +175,10 @@ def test_policies_before_and_averaged_corrected_weights_and_the_scaled_step_are_
     )
     scale = np.sqrt(ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum()))
     np.testing.assert_allclose(sums["rate_scale_sum"], scale, rtol=1e-4)
-    moved = jax.tree.map(lambda x, g: x + scale * np.asarray(g), params, after.opt_state)
+    moved = jax.tree.map(lambda x, g: x + scale * np.asarray(g), params, after.opt_state["policy"])
     near = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
-    jax.tree.map(near, after.params, moved)
-    jax.tree.map(lambda new, a, p: near(new, (0.9 * a + p) / 1.9), after.average, average, moved)
+    jax.tree.map(near, after.params["policy"], moved)
+    jax.tree.map(lambda new, a, p: near(new, (0.9 * a + p) / 1.9), after.others["average"], average, moved)
 
 
 def test_remix_clips_about_the_iterations_policy_and_is_held_to_the_start_and_to_the_policy_before():
@@ -189,13 +190,13 @@ def test_remix_clips_about_the_iterations_policy_and_is_held_to_the_start_and_to
     # Of 50 iterations and fewer all of the penalty is to the start; then a tenth less every ten, down to a half.
     for iteration, share in ((50, 1.0), (51, 0.9), (65, 0.8), (500, 0.5)):
         version = jax.device_put(np.int32(iteration), sharding.replicated(mesh_of(ONE), 0))
-        after, sums = step(step=version, previous=previous)
+        after, sums = step(step=version, others={"previous": previous})
         window = np.minimum(np.maximum(ratio, centre - 0.2), centre + 0.2)
         term = -np.minimum(ratio * rows.advantage, window * rows.advantage)
-        term += 0.3 * (share * (policy - rows.ref_logp) ** 2 + (1 - share) * (policy - before) ** 2) / 2
+        term += 0.3 * (share * (policy - rows.columns["ref_logp"]) ** 2 + (1 - share) * (policy - before) ** 2) / 2
         expected = losses.aggregate(term, mask, rows.trainable, "token_mean", COMPLETION_TOKENS)
         np.testing.assert_allclose(sums["loss_sum"], expected, rtol=1e-5)
-        jax.tree.map(np.testing.assert_array_equal, after.previous, previous)
+        jax.tree.map(np.testing.assert_array_equal, after.others["previous"], previous)
 
 
 def test_the_policy_before_is_what_the_iteration_before_began_with():
@@ -205,12 +206,14 @@ def test_the_policy_before_is_what_the_iteration_before_began_with():
     draw = lambda ring, key: (ring, rows, {})
     step = jax.jit(lambda state: update.step(state, None, jax.random.key(0), draw)[0])
     first = building.train_state(update)
-    states = [first.replace(previous=first.params, opt_state=update.optimizer.init(first.params))]
+    params = first.params["policy"]
+    opt_state = {"policy": update.optimizer.init(params)}
+    states = [first.replace(others={"previous": params}, opt_state=opt_state)]
     with jax.sharding.use_abstract_mesh(mesh_of(ONE).abstract_mesh):
         for _ in range(2):
             states.append(step(states[-1]))
     for before, after in itertools.pairwise(states):
-        jax.tree.map(np.testing.assert_array_equal, after.previous, before.params)
+        jax.tree.map(np.testing.assert_array_equal, after.others["previous"], before.params["policy"])
         assert optax.tree.norm(jax.tree.map(np.subtract, after.params, before.params)) > 0
 
 
@@ -223,7 +226,7 @@ def test_what_sampler_and_learner_differ_by_and_what_was_learned_since_are_two_r
     settings = {"old_policy": "generation", "correction": {"name": "token_truncated", "high": 1.3}}
     update = building.make_update(settings)
     policy = oracle_logp(building.host_params(update.model), rows.rollout)
-    _, sums = building.gradient(update, rows.replace(old_logp=old[0]))
+    _, sums = building.gradient(update, rows.with_columns(generation_logp=old[0]))
     weight = np.array(corrections.weights(np.where(mask, noise[0], 0), mask, "token_truncated", 0.5, 1.3, None))
     kept = np.where(mask, old[0], 0)
     term = weight * losses.clipped_surrogate(policy, kept, rows.advantage, 0.2, 0.2)
@@ -234,7 +237,7 @@ def test_what_sampler_and_learner_differ_by_and_what_was_learned_since_are_two_r
     # Neither truncated nor clipped, their product is the ratio to the behaviour policy, whatever lies between.
     wide = {"name": "clipped", "low": 1.0, "high": 1e9}
     update = building.make_update({"old_policy": "generation", "correction": "importance", "surrogate": wide})
-    seen = [building.gradient(update, rows.replace(old_logp=x)) for x in old]
+    seen = [building.gradient(update, rows.with_columns(generation_logp=x)) for x in old]
     term = -np.exp(policy - behaviour) * rows.advantage
     expected = losses.aggregate(term, mask, rows.trainable, "token_mean", COMPLETION_TOKENS)
     for gradient, sums in seen:
@@ -253,7 +256,7 @@ def oracle_value_loss(params, head, rows, critic):
         outputs = transformer.hidden(params, TINY, tokens[:last]) @ kernel + bias
         for t in range(first, last):
             value[i, t] = critics.value(outputs[t - 1], *support)
-            given = float(rows.returns[i, t]), *support, float(rows.value[i, t]), critic.clip
+            given = float(rows.columns["returns"][i, t]), *support, float(rows.columns["value"][i, t]), critic.clip
             loss[i, t] = critics.loss(outputs[t - 1], *given)
     return losses.aggregate(loss, mask, rows.trainable, "token_mean", COMPLETION_TOKENS), value
 
@@ -269,8 +272,8 @@ def test_the_critics_loss_and_its_gradients_are_those_of_a_float64_model(name, g
     expected, value = oracle_value_loss(params, head, rows, update.algorithm.critic)
     np.testing.assert_allclose(sums["loss_sum"], expected, rtol=1e-5)
     mask = mask_of(rows)
-    error = (rows.returns - value)[mask]
-    for sum_name, terms in {"return": rows.returns[mask], "value_error": error}.items():
+    error = (rows.columns["returns"] - value)[mask]
+    for sum_name, terms in {"return": rows.columns["returns"][mask], "value_error": error}.items():
         np.testing.assert_allclose(sums[f"{sum_name}_sum"], terms.sum(), rtol=1e-4, atol=1e-4)
         np.testing.assert_allclose(sums[f"{sum_name}_square_sum"], np.square(terms).sum(), rtol=1e-5)
 
@@ -302,7 +305,8 @@ def test_values_of_rollouts_are_those_of_a_float64_model_in_the_rows_order():
     rows = building.random_experience(group_size=2, with_critic=True)
     head = building.host_head(run.learner.update)
     with jax.sharding.use_abstract_mesh(run.mesh.abstract_mesh):
-        state = TrainState(building.learner_params(run.model, run.mesh), None, None, None, Critic(head, None))
+        params = {"policy": building.learner_params(run.model, run.mesh), "critic": head}
+        state = TrainState(params, None, None)
         program = jax.jit(run.programs()["annotate"].fn)
         said = program(state, None, jax.device_put(rows.rollout, sharding.leading(run.mesh, rows.rollout)))
     _, expected = oracle_value_loss(building.host_params(run.model), head, rows, run.learner.update.algorithm.critic)
@@ -355,7 +359,7 @@ def test_groups_are_compared_and_the_second_moment_is_of_the_whole_batch():
     keep[tuple(np.array(sorted(kept)).T)] = True
     row = lambda i: {
         "policy": policy[i][keep[i]].tolist(),
-        "ref": rows.ref_logp[i][keep[i]].tolist(),
+        "ref": rows.columns["ref_logp"][i][keep[i]].tolist(),
         "advantage": rows.advantage[i][keep[i]].tolist(),
     }
     terms = surrogates.agro([row(i) for i in range(len(mask))], {"beta": 0.3, "group_size": 2})
@@ -372,7 +376,7 @@ def test_metrics_are_sums_over_the_trained_tokens():
     update = building.make_update(LOSS)
     rows = building.random_experience()
     bucket = np.arange(len(rows.reward), dtype=np.int32) % 3
-    rows = rows.replace(age_bucket=bucket)
+    rows = rows.with_columns(age_bucket=bucket)
     _, sums = building.gradient(update, rows)
     size = (rows.rollout.length - rows.rollout.prompt_length)[rows.trainable].sum()
     at = np.arange(rows.rollout.tokens.shape[1])[None, :]
@@ -408,7 +412,7 @@ def test_rows_that_are_not_trainable_give_nothing_whatever_they_hold():
     rng = np.random.default_rng(2)
     spoilt = rows.replace(
         advantage=np.where(out[:, None], np.nan, rows.advantage).astype(np.float32),
-        ref_logp=np.where(out[:, None], -np.inf, rows.ref_logp).astype(np.float32),
+        columns={"ref_logp": np.where(out[:, None], -np.inf, rows.columns["ref_logp"]).astype(np.float32)},
         reward=np.where(out, np.nan, rows.reward).astype(np.float32),
         rollout=rows.rollout.replace(
             behaviour_logp=np.where(out[:, None], np.inf, rows.rollout.behaviour_logp).astype(np.float32),
@@ -474,7 +478,8 @@ def test_an_update_keeps_one_gradient():
     optimizer = optim.make(OptimizerConfig(max_grad_norm=1.0), 10)
     update = dataclasses.replace(building.make_update({"micro_batch_size": 2}), model=model, optimizer=optimizer)
     params = model.abstract_params(mesh_of(ONE))
-    state = TrainState(params, optim.abstract_state(optimizer, params, mesh_of(ONE)), jax.ShapeDtypeStruct((), "int32"))
+    opt_state = {"policy": optim.abstract_state(optimizer, params, mesh_of(ONE))}
+    state = TrainState({"policy": params}, opt_state, jax.ShapeDtypeStruct((), "int32"))
     batch = building.on_mesh(update, building.random_experience())
     compiled = jax.jit(update.apply_batch, donate_argnums=0).lower(state, batch).compile()
     size = 4 * model.arch.num_params

@@ -29,6 +29,7 @@ def make_rows(ids, length, width=WIDTH, xp=np):
     is_token = at < length[:, None]
     wide = ids[:, None] * width + at + 1
     number = xp.where(is_token, wide, 0).astype(xp.float32)
+    support = wide[..., None] + xp.arange(3, dtype=xp.int32)[None, None, :]
     return Experience(
         rollout=Rollout(
             tokens=xp.where(is_token, wide, 0),
@@ -38,13 +39,12 @@ def make_rows(ids, length, width=WIDTH, xp=np):
             group_id=ids // 2,
             policy_version=xp.where(is_token & (at >= length[:, None] // 2), wide, -1),
             stop_reason=(ids % 4).astype(xp.int8),
-            support=xp.where(is_token[..., None], wide[..., None] + xp.arange(3, dtype=xp.int32)[None, None, :], 0),
+            columns={"support": xp.where(is_token[..., None], support, 0)},
         ),
         reward=ids.astype(xp.float32),
         advantage=number,
         trainable=ids >= 0,
-        returns=number / 4,
-        question_id=ids,
+        columns={"returns": number / 4, "question_id": ids},
     )
 
 
@@ -91,7 +91,7 @@ def test_with_pages_for_all_its_slots_it_is_the_padded_ring_bit_by_bit(config, b
         # What is drawn where there is nothing to draw is no row.
         real = lambda tree, is_real=info.is_real: jax.tree.map(lambda x: x[is_real], tree)
         assert_same(real(batch), real(batch_expected))
-        assert_same(paged.replace(slots=None, first_page=None, oldest_page=None), padded.replace(slots=None))
+        assert_same(paged.replace(slots=None, pages={}), padded.replace(slots=None))
 
 
 def assert_same(actual, expected):
@@ -116,9 +116,11 @@ def test_it_holds_the_newest_rows_that_fit_slots_and_pages_and_draws_no_others(b
         ring, batch, info = draw(ring, jax.random.key(0), np.int32(iteration), ReplayConfig(), batch_size=10)
         for m, model in enumerate(models):
             real = np.asarray(info.is_real[m])
-            got = jax.tree.map(lambda x, m=m, real=real: np.asarray(x[m])[real], batch.replace(age_bucket=None))
+            got = jax.tree.map(lambda x, m=m, real=real: np.asarray(x[m])[real], batch)
+            got = got.replace(columns={"returns": got.columns["returns"]})
             order = np.argsort(got.reward.astype(int))
-            expected = make_rows(model.ids(), [size for _, size in model.rows]).replace(question_id=None)
+            expected = make_rows(model.ids(), [size for _, size in model.rows])
+            expected = expected.replace(columns={"returns": expected.columns["returns"]})
             assert_same(jax.tree.map(lambda x, order=order: x[order], got), expected)
         assert int(replay.num_filled(ring)) == sum(len(model.rows) for model in models)
         held = sum(model.tokens() for model in models)

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from jaxrl_llm.config import CheckpointConfig, Config, ConfigError, freeze, to_json
 from jaxrl_llm.ops.checksum import checksums
 from jaxrl_llm.runtime.checkpoint import Checkpointer, StopRequest, restore_params
-from jaxrl_llm.types import Critic, TrainState
+from jaxrl_llm.types import TrainState
 
 CONFIG = freeze({"prompts": {"arguments": {"terms": (1, 2)}}})
 
@@ -34,9 +34,10 @@ def make_state(seed: int = 0) -> Any:
     key = jax.random.key(seed)
     params = {"layers": {"q": jax.random.normal(key, (16, 8))}, "norm": jnp.arange(8, dtype=jnp.bfloat16)}
     head = {"kernel": jnp.full((8, 2), seed, jnp.float32), "bias": jnp.ones(2)}
+    learned = {"policy": params, "critic": head}
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
     return {
-        "train": TrainState(params, optimizer.init(params), jnp.int32(seed), None, Critic(head, optimizer.init(head))),
+        "train": TrainState(learned, {name: optimizer.init(x) for name, x in learned.items()}, jnp.int32(seed)),
         "ring": {"tokens": jnp.arange(64, dtype=jnp.int32).reshape(8, 8) + seed, "ref_logp": None, "extra": {}},
         "slots": (jnp.full((4,), seed, jnp.int8), jnp.array([True, False])),
     }
@@ -329,7 +330,7 @@ def large_state(seed: int) -> Any:
         "trainable": rng.random(5000) < 0.5,
         "tokens": rng.integers(0, 2**31, (40, 50)).astype(np.int32),
     }
-    return {"train": {"params": params}, "ring": jax.tree.map(jnp.asarray, ring)}
+    return {"train": {"params": {"policy": params}}, "ring": jax.tree.map(jnp.asarray, ring)}
 
 
 @pytest.fixture(scope="module")
@@ -404,7 +405,7 @@ def test_files_that_orbax_alone_reads_are_not_missed(copy, capfd):
     assert resume(copy).iteration == 2 and capfd.readouterr().err == ""
 
 
-@pytest.mark.parametrize("name", ["train/params/q", "train/params/k", "ring/reason", "ring/trainable", "ring/tokens"])
+@pytest.mark.parametrize("name", ["train/params/policy/q", "train/params/policy/k", "ring/reason", "ring/trainable", "ring/tokens"])
 def test_one_bit_of_an_array_that_flips_is_seen(name, copy, capfd):
     array = large_state(2)
     for part in name.split("/"):
@@ -419,9 +420,9 @@ def test_one_bit_of_an_array_that_flips_is_seen(name, copy, capfd):
         restore_params(copy)
         assert capfd.readouterr().err == ""
         return
-    for target in (None, abstract(large_state(0)["train"]["params"])):
+    for target in (None, abstract(large_state(0)["train"]["params"]["policy"])):
         params, _ = restore_params(copy, target)
-        assert_same_bytes(params, large_state(1)["train"]["params"])
+        assert_same_bytes(params, large_state(1)["train"]["params"]["policy"])
         assert "checkpoints/2 is damaged" in capfd.readouterr().err
     with pytest.raises(ConfigError, match=f"checkpoints/2 is damaged: array {name}"):
         restore_params(copy / "checkpoints" / "2")
@@ -429,7 +430,7 @@ def test_one_bit_of_an_array_that_flips_is_seen(name, copy, capfd):
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_what_is_cast_is_not_compared_and_the_rest_is(dtype, copy, capfd):
-    saved = large_state(2)["train"]["params"]
+    saved = large_state(2)["train"]["params"]["policy"]
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), saved)
     params, _ = restore_params(copy, like)
     assert_same_bytes(params, jax.tree.map(lambda x: x.astype(dtype), saved))
@@ -437,7 +438,7 @@ def test_what_is_cast_is_not_compared_and_the_rest_is(dtype, copy, capfd):
                if np.asarray(saved["k"]).tobytes() in path.read_bytes()]  # fmt: skip
     flip(path, path.read_bytes().find(np.asarray(saved["k"]).tobytes()))
     restore_params(copy, like)
-    assert ("array train/params/k has another" in capfd.readouterr().err) == (dtype == jnp.bfloat16)
+    assert ("array train/params/policy/k has another" in capfd.readouterr().err) == (dtype == jnp.bfloat16)
 
 
 def test_a_damaged_checkpoint_is_replaced_when_its_iteration_comes_again(copy, capfd):
@@ -468,15 +469,15 @@ def test_params_alone_are_restored_from_workdir_checkpoints_or_one_checkpoint(tm
         save(checkpointer, iteration, place(make_state(iteration), mesh(8, 1)))
     checkpointer.close()
     for directory, seed in ((tmp_path, 2), (tmp_path / "checkpoints", 2), (tmp_path / "checkpoints" / "1", 1)):
-        expected = host_copy(make_state(seed)["train"].params)
+        expected = host_copy(make_state(seed)["train"].params["policy"])
         on_host, config = restore_params(directory)
         assert isinstance(on_host["norm"], np.ndarray)
         assert_same_bytes(on_host, expected)
         assert to_json(config) == to_json(CONFIG)
-    target = abstract(place(make_state()["train"].params, mesh(2, 4)))
+    target = abstract(place(make_state()["train"].params["policy"], mesh(2, 4)))
     on_device, _ = restore_params(tmp_path, target)
     assert on_device["layers"]["q"].sharding == target["layers"]["q"].sharding
-    assert_same_bytes(on_device, expected := host_copy(make_state(2)["train"].params))
+    assert_same_bytes(on_device, expected := host_copy(make_state(2)["train"].params["policy"]))
     half = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), expected)
     assert restore_params(tmp_path, half)[0]["layers"]["q"].dtype == jnp.bfloat16
     with pytest.raises(ConfigError, match="extra is missing"):

@@ -129,7 +129,7 @@ def rings(on_host, config):
     """Five iterations of a ring on eight devices: the ring and the rows drawn after each."""
     mesh = mesh_of(EIGHT)
     rows = random_experience(with_reference=False)
-    rows = rows.replace(question_id=rows.rollout.group_id)
+    rows = rows.with_columns(question_id=rows.rollout.group_id)
     sizes = {"capacity": 48, "num_shards": 8, "capacity_tokens": config.capacity_tokens}
     init = functools.partial(replay.init, rows, on_host=on_host, **sizes)
     layout = sharding.leading(mesh, jax.eval_shape(init))
@@ -143,7 +143,7 @@ def rings(on_host, config):
         ring, seen = jax.jit(init, out_shardings=layout)(), []
         for iteration in range(5):
             rows = random_experience(seed=iteration, with_reference=False)
-            rows = rows.replace(question_id=rows.rollout.group_id)
+            rows = rows.with_columns(question_id=rows.rollout.group_id)
             ring = insert(ring, jax.device_put(rows, sharding.leading(mesh, rows)), np.int32(iteration))
             ring, batch, info = draw(ring, jax.random.key(iteration), np.int32(iteration))
             assert kinds(ring.slots) == {"pinned_host" if on_host else "device"} and kinds(batch) == {"device"}
@@ -158,7 +158,8 @@ def test_a_ring_on_the_host_keeps_and_draws_the_same_rows(setting):
     on_device, on_host = rings(False, config), rings(True, config)
     last = on_device[-1][0]
     is_kept = last.inserted_step[:, 4:] >= 0
-    assert is_kept.any(1).all() if config.positive_fraction else (last.first_page.min(1) < last.oldest_page).all()
+    is_gone = lambda pages: pages["first"].min(1) < pages["oldest"]
+    assert is_kept.any(1).all() if config.positive_fraction else is_gone(last.pages).all()
     assert_same(on_host, on_device)
 
 

@@ -23,7 +23,7 @@ from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.ops.sampling import NO_TOKEN
 from jaxrl_llm.runtime import nested, sharding
 from jaxrl_llm.runtime.programs import compile_all
-from jaxrl_llm.types import Critic, Example, Experience, PromptBatch, Rollout, TrainState
+from jaxrl_llm.types import Example, Experience, PromptBatch, Rollout, TrainState
 
 # Two blocks of the inverse-CDF search (264 > 256); heads and vocabulary divide over tensor = 2.
 TINY = Architecture(vocab_size=264, width=16, num_layers=2, num_heads=4, num_kv_heads=2, head_size=4, ffn=32)
@@ -224,7 +224,7 @@ def random_experience(
         others = rng.integers(0, arch.vocab_size, (B, S, support_size - 1))
         others = np.where(rng.random(others.shape) < 0.2, NO_TOKEN, others)
         support = np.sort(np.concatenate([rollout.tokens[..., None], others], axis=-1), axis=-1)
-        rollout = rollout.replace(support=np.where(mask[..., None], support, 0).astype(np.int32))
+        rollout = rollout.with_columns(support=np.where(mask[..., None], support, 0).astype(np.int32))
     ref_logp = np.where(mask, rng.normal(-5.5, 0.5, (B, S)), 0.0).astype(np.float32)
     reward, advantage = rng.normal(size=B), rng.normal(size=(B, 1))
     if with_others:
@@ -232,14 +232,14 @@ def random_experience(
         rollout = rollout.replace(group_id=np.where(others, -1 - rollout.group_id, rollout.group_id))
         reward = np.arange(B) % 2
     returns, value = (np.where(mask, rng.normal(0, 0.5, (B, S)), 0.0).astype(np.float32) for _ in range(2))
+    columns = {"ref_logp": ref_logp} if with_reference else {}
+    columns |= {"returns": returns, "value": value} if with_critic else {}
     return Experience(
         rollout=rollout,
         reward=reward.astype(np.float32),
         advantage=np.where(mask, advantage, 0.0).astype(np.float32),
         trainable=trainable,
-        ref_logp=ref_logp if with_reference else None,
-        returns=returns if with_critic else None,
-        value=value if with_critic else None,
+        columns=columns,
     )
 
 
@@ -283,18 +283,17 @@ def make_update(config=None, sampling=None, *, num_devices=1, remat="none", grou
 def train_state(update, mesh=ONE):
     params = learner_params(update.model, mesh_of(mesh))
     step = jax.device_put(np.int32(0), sharding.replicated(mesh_of(mesh), 0))
-    average = None
+    others = {}
     if "average_logp" in update.algorithm.columns:
-        average = jax.tree.map(jnp.copy, params)
-    critic = None
+        others["average"] = jax.tree.map(jnp.copy, params)
+    learned = {"policy": params}
     if update.critic_optimizer:
-        head = jax.device_put(host_head(update), sharding.replicated(mesh_of(mesh), 0))
-        critic = Critic(head, jax.tree.map(jnp.zeros_like, head))
-    coefficient = None
+        learned["critic"] = jax.device_put(host_head(update), sharding.replicated(mesh_of(mesh), 0))
+    scalars = {}
     bonus = update.algorithm.entropy_bonus
     if bonus and bonus.fact("moves", True):
-        coefficient = jax.device_put(np.float32(bonus["coefficient"]), step.sharding)
-    return TrainState(params, jax.tree.map(jnp.zeros_like, params), step, average, critic, coefficient)
+        scalars["entropy_coefficient"] = jax.device_put(np.float32(bonus["coefficient"]), step.sharding)
+    return TrainState(learned, jax.tree.map(jnp.zeros_like, learned), step, others, scalars)
 
 
 def host_head(update, seed=0):
@@ -326,5 +325,5 @@ def compile_update(update, mesh=ONE):
 def gradient(update, rows, mesh=ONE):
     """Gradient and sums of the real update, numpy; with a critic, the gradients of policy and head."""
     state, sums = compile_update(update, mesh)(train_state(update, mesh), on_mesh(update, rows, mesh))
-    of = state.opt_state if state.critic is None else (state.opt_state, state.critic.opt_state)
-    return jax.tree.map(np.asarray, (of, sums))
+    of = tuple(state.opt_state[name] for name in update.optimizers)
+    return jax.tree.map(np.asarray, (of if len(of) > 1 else of[0], sums))

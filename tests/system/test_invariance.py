@@ -18,14 +18,12 @@ def garbage(rows, seed=0):
     spoil = lambda x, value: np.where(off, value, x).astype(x.dtype)
     return rows.replace(
         advantage=spoil(rows.advantage, np.nan),
-        ref_logp=None if rows.ref_logp is None else spoil(rows.ref_logp, np.nan),
-        returns=None if rows.returns is None else spoil(rows.returns, np.nan),
-        value=None if rows.value is None else spoil(rows.value, np.nan),
+        columns={name: spoil(x, np.nan) for name, x in rows.columns.items()},
         rollout=rollout.replace(
             tokens=np.where(past, random_ids, rollout.tokens),
             behaviour_logp=spoil(rollout.behaviour_logp, np.nan),
             policy_version=spoil(rollout.policy_version, 0),
-            support=None if rollout.support is None else np.where(past[..., None], 3, rollout.support),
+            columns={name: np.where(past[..., None], 3, x) for name, x in rollout.columns.items()},
         ),
     )
 
@@ -90,7 +88,7 @@ def test_sharded_parameters_do_not_change_loss_and_gradient():
     rows = building.random_experience()
     expected = building.gradient(building.make_update(settings), rows)
     cube = building.make_update(settings | {"micro_batch_size": 8}, num_devices=4)
-    assert not building.train_state(cube, CUBE).params["blocks"]["q"].sharding.is_fully_replicated
+    assert not building.train_state(cube, CUBE).params["policy"]["blocks"]["q"].sharding.is_fully_replicated
     assert_same(building.gradient(cube, garbage(rows), mesh=CUBE), expected)
 
 

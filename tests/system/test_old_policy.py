@@ -56,7 +56,7 @@ def test_the_old_log_probs_of_rollouts_that_span_versions_are_those_of_the_versi
         columns = compiled["annotate"](state, None, rollout)
         assert set(columns) == {"generation_logp"}
         old_logp = np.asarray(columns["generation_logp"])
-        generator.state = compiled["score_open"](state.params, step, generator.state)
+        generator.state = compiled["score_open"](state.params["policy"], step, generator.state)
         rows = jax.tree.map(np.asarray, rollout)
         for i in range(len(rows.length)):
             of_row = rows.tokens[i], rows.prompt_length[i], rows.length[i]

@@ -185,7 +185,7 @@ def results_of_branches(jaxpr):
 def test_no_branch_results_in_caches_or_weights():
     """A GPU's program would copy them, in the branch and after it."""
     run = make_run(ONE)
-    sampler, params = run.sampler.abstract_state(), run.learner.abstract_state.params
+    sampler, params = run.sampler.abstract_state(), run.learner.abstract_state.params["policy"]
     owned = {x.shape for x in jax.tree.leaves((sampler.cache_k, sampler.tokens, params["blocks"]))}
     for name in ("decode", "update"):
         program = run.programs()[name]
@@ -263,15 +263,16 @@ def test_a_reference_that_is_reset_is_the_policy_and_the_ring_is_empty():
     wanted = ("init_state", "init_ring", "reset_reference")
     compiled = compile_all({name: run.programs()[name] for name in wanted}, run.mesh)
     state, ring = compiled["init_state"](building.learner_params(run.model, run.mesh)), compiled["init_ring"]()
-    jax.tree.map(np.testing.assert_array_equal, state.reference, building.host_params(run.model))
+    jax.tree.map(np.testing.assert_array_equal, state.others["reference"], building.host_params(run.model))
     other = building.host_params(run.model, seed=1)
-    state = state.replace(params=jax.device_put(other, jax.tree.map(lambda x: x.sharding, run.learner.params)))
+    placed = jax.device_put(other, jax.tree.map(lambda x: x.sharding, run.learner.params))
+    state = state.replace(params={"policy": placed})
     ring = ring.replace(inserted_step=ring.inserted_step + 1)
     state, ring = compiled["reset_reference"](state, ring)
-    jax.tree.map(np.testing.assert_array_equal, (state.params, state.reference), (other, other))
+    jax.tree.map(np.testing.assert_array_equal, (state.params["policy"], state.others["reference"]), (other, other))
     assert (np.asarray(ring.inserted_step) == -1).all()
     # Each has its own buffers: the update takes over the policy's.
-    places = [x.unsafe_buffer_pointer() for x in jax.tree.leaves((state.params, state.reference))]
+    places = [x.unsafe_buffer_pointer() for x in jax.tree.leaves((state.params, state.others))]
     assert len(set(places)) == len(places)
 
 

@@ -122,20 +122,20 @@ class Iteration:
     def start(self):
         params = learner_params(self._run.model, self._run.mesh)
         config, copy = self._run.config, lambda: jax.tree.map(jnp.copy, params)
-        average = copy() if config.keeps_average else None
-        reference = copy() if config.algorithm.reference_reset_iterations else None
-        previous = copy() if config.keeps_previous else None
+        kept = {"average": config.keeps_average, "previous": config.keeps_previous}
+        kept |= {"reference": config.algorithm.reference_reset_iterations}
         ring = jax.device_put(self._empty_ring, sharding.leading(self._run.mesh, self._empty_ring))
-        state = TrainState(params, RECORDER.init(params), self._whole(np.int32(0)), average, self._critic())
-        return state.replace(reference=reference, previous=previous), ring
+        learned = {"policy": params} | ({"critic": self._critic()} if config.has_critic else {})
+        others = {name: copy() for name, keeps in kept.items() if keeps}
+        opt_state = {name: RECORDER.init(x) for name, x in learned.items()}
+        return TrainState(learned, opt_state, self._whole(np.int32(0)), others), ring
 
     def _critic(self):
-        critic = self._run.learner._init_critic()
-        if critic is not None:  # one that has learned something
-            rng = np.random.default_rng(7)
-            draw = lambda x: (0.3 * rng.normal(size=x.shape)).astype(np.float32)
-            critic = critic.replace(head=jax.tree.map(draw, critic.head))
-        return jax.device_put(critic, sharding.replicated(self._run.mesh, critic))
+        """A head that has learned something."""
+        rng, head = np.random.default_rng(7), self._run.learner.abstract_state.params["critic"]
+        draw = lambda x: (0.3 * rng.normal(size=x.shape)).astype(np.float32)
+        head = {name: draw(head[name]) for name in ("bias", "kernel")}
+        return jax.device_put(head, sharding.replicated(self._run.mesh, head))
 
     def __call__(self, state, ring, rows, iteration=0):
         """State, ring, sums of the inserted rows and of the updates."""
@@ -216,7 +216,7 @@ def make_rows(config, rollout, reward=None, *, seed=0):
     columns = make_columns(config, rollout, rng)
     if config.keeps_entropy:
         entropy = np.where(rollout.behaviour_logp < 0, rng.uniform(0, 3, rollout.behaviour_logp.shape), 0)
-        rollout = rollout.replace(entropy=entropy.astype(np.float32))
+        rollout = rollout.with_columns(entropy=entropy.astype(np.float32))
     return rollout, scores, columns
 
 
@@ -239,7 +239,7 @@ def poisoned(rows, seed=1):
         tokens=spoil(rollout.tokens, off & ~prompt, rng.integers(0, SMALL.vocab_size, off.shape)),
         behaviour_logp=spoil(rollout.behaviour_logp, off, np.nan),
         policy_version=spoil(rollout.policy_version, off, 0),
-        entropy=spoil(rollout.entropy, off, np.nan),
+        columns={name: spoil(x, off, np.nan) for name, x in rollout.columns.items()},
     )
     scores = scores.replace(
         reward=spoil(scores.reward, FAILED, np.nan), parts=tuple(spoil(part, FAILED, np.nan) for part in scores.parts)
@@ -318,7 +318,7 @@ def batch_of(config, rows, critic, others=None):
             "prompt": taken(1.0)[1][: first - 1].tolist(),
             "behaviour": of_tokens(rollout.behaviour_logp),
             "ref": of_tokens(columns.get("ref_logp")),
-            "entropy": of_tokens(rollout.entropy),
+            "entropy": of_tokens(rollout.columns.get("entropy")),
             "hidden": states[first - 1 :].mean(axis=0).tolist(),
         }
         for name in ("start", "average", "previous"):
@@ -331,7 +331,7 @@ def batch_of(config, rows, critic, others=None):
         if "question_mean" in scores.columns:
             row["baseline"] = float(scores.columns["question_mean"][i])
         if critic is not None:
-            kernel, bias = critic.head["kernel"].astype(float), critic.head["bias"].astype(float)
+            kernel, bias = critic["kernel"].astype(float), critic["bias"].astype(float)
             row["value"] = (states[first - 1 :] @ kernel + bias)[:, 0].tolist()
         batch.append(row)
     return batch
@@ -345,7 +345,7 @@ def test_the_first_loss_is_that_of_the_papers_equation(recipe):
     iteration = Iteration(config, ONE)
     rows = make_rows(config, make_rollout(config.rollout.group_size))
     state, ring = iteration.start()
-    critic = jax.device_get(state.critic)
+    critic = jax.device_get(state.params.get("critic"))
     _, _, _, used = iteration(state, ring, rows)
     batch = batch_of(config, rows, critic)
     given = {"regression": rows[1].memory["regression"]} if recipe == "poise" else {}
@@ -367,20 +367,20 @@ def test_a_later_loss_is_that_of_the_papers_equation(recipe):
         name: jax.tree.map(lambda x, name=name: (x + noise(name, x)).astype(np.float32), params)
         for name in ("start", "average", "previous")
     }
+    kept = {"average": config.keeps_average, "previous": config.keeps_previous}
     state = TrainState(
-        params,
-        RECORDER.init(params),
+        {"policy": params},
+        {"policy": RECORDER.init(params)},
         np.int32(iterations * config.update.updates_per_iteration),
-        others["average"] if config.keeps_average else None,
-        previous=others["previous"] if config.keeps_previous else None,
+        {name: others[name] for name, keeps in kept.items() if keeps},
     )
 
     @jax.jit
     def loss(state, start, rows):
         experience, _ = credit.assign(*rows, config)
         update = dataclasses.replace(run.learner.update, optimizer=RECORDER)
-        batch = jax.tree.map(lambda x: x[None], experience.replace(tied=None, group_mean=None))
-        return update.apply_batch(state, batch, state.replace(params=start))[1]
+        batch = jax.tree.map(lambda x: x[None], experience)
+        return update.apply_batch(state, batch, state.replace(params={"policy": start}))[1]
 
     with jax.sharding.use_abstract_mesh(run.mesh.abstract_mesh):
         used = loss(*jax.device_put((state, others["start"], rows), sharding.replicated(run.mesh, 0)))
