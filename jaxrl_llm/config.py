@@ -5,8 +5,8 @@ the command line overrides it with ``--config.a.b=v``; ``freeze`` turns it into 
 a wrong type or an impossible combination is a ``ConfigError`` naming the key, the value and what is
 allowed. No default stands in two places.
 
-Owns: names, types, defaults. Does not know: methods' settings (method_config), how a mapping becomes dataclasses
-(nested), which values are allowed (limits), devices, files, models.
+Owns: names, types with their bounds, defaults. Does not know: methods' settings (method_config), how a mapping becomes
+dataclasses (nested), which sizes fit together (limits), devices, files, models.
 """
 
 from __future__ import annotations
@@ -18,14 +18,26 @@ import json
 import pathlib
 import platform
 import subprocess
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import ml_collections
 
 from jaxrl_llm import limits
 from jaxrl_llm.method_config import AlgorithmConfig, MethodFacts, ReplayConfig
 from jaxrl_llm.runtime import nested
-from jaxrl_llm.runtime.nested import ConfigError, as_mapping, flatten
+from jaxrl_llm.runtime.nested import (
+    Bounds,
+    ConfigError,
+    Count,
+    Decay,
+    Exponent,
+    Number,
+    Positive,
+    Rate,
+    Share,
+    as_mapping,
+    flatten,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,18 +48,18 @@ class ModelConfig:
     # (on-policy distillation). "" = path, as training finds it.
     reference_path: str = ""
     # Arithmetic of the forward pass; master weights are always float32.
-    compute_dtype: str = "float32"
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
     # What the backward pass keeps: "none" all, "dots" the layers' inputs, the MLPs' and their matmuls, "full" the
     # layers' inputs alone; "auto" is "dots" where that fits the device, else "full" (on CPU, which states no limit).
-    remat: str = "full"
+    remat: Literal["none", "dots", "full", "auto"] = "full"
     # "auto" takes a flash kernel where the devices have one (TPU; NVIDIA in bfloat16), "xla" plain matmuls everywhere.
-    attention: str = "auto"
+    attention: Literal["auto", "xla"] = "auto"
 
 
 @dataclasses.dataclass(frozen=True)
 class PromptsConfig:
     # Where questions come from: "reasoning_gym", "jsonl", "parquet"; built in: "arithmetic" (sums), "letters" (a toy).
-    source: str = "letters"
+    source: Literal["letters", "arithmetic", "reasoning_gym", "jsonl", "parquet"] = "letters"
     # Name of the reasoning-gym dataset, or path of the file.
     name: str = ""
     # Arguments of the reasoning-gym dataset, or of "arithmetic" (tasks/arithmetic.py).
@@ -55,7 +67,7 @@ class PromptsConfig:
     # Questions to make (generated sources) or to read at most (files; 0 = all).
     size: int = 1024
     # Longest prompt in tokens, and the width of the prompt part of every row.
-    max_tokens: int = 32
+    max_tokens: Count = 32
     # Text of a system message put before a text prompt; "" leaves the chat template's own default.
     system_prompt: str = ""
     # Wrap prompts in the model's chat template. False: the text is the prompt.
@@ -63,44 +75,44 @@ class PromptsConfig:
     # Read what looks like a special token ("<|im_end|>") in these texts, or answers of others, as one. False: as text.
     special_tokens: bool = False
     # A row that cannot be read: "error" stops before the run, "skip" reports, counts and goes on.
-    bad_row: str = "error"
+    bad_row: Literal["error", "skip"] = "error"
     # A prompt over max_tokens: likewise.
-    long_prompt: str = "error"
+    long_prompt: Literal["error", "skip"] = "error"
     # Visit questions in a new random order each epoch.
     shuffle: bool = True
     # Do not ask again what has passed at this rate over all its answers so far; 0 = ask everything.
-    retire_pass_rate: float = 0.0
+    retire_pass_rate: Share = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
 class SamplingConfig:
     # Softmax temperature; 0 means greedy and is for generate/evaluate alone.
-    temperature: float = 1.0
+    temperature: Annotated[float, Bounds(0.01, 100.0)] = 1.0
     # Keep the k most likely tokens; 0 = all.
     top_k: int = 0
     # Keep the smallest set of tokens with this much mass; 1.0 = all.
-    top_p: float = 1.0
+    top_p: Annotated[float, Bounds(0.0, 1.0, closed=False)] = 1.0
     # Keep tokens at least this fraction as likely as the most likely; 0.0 = all.
-    min_p: float = 0.0
+    min_p: Share = 0.0
     # Where one of these leaves tokens out, a token is drawn among the most likely ids of those left, so many at most:
     # they are kept with it, 4 bytes each, for the learner's ratio to be over the same ones. 0 = top_k, or else 64.
     # Evaluations and generate have no learner, and draw among all that are left.
     support_tokens: int = 0
     # Longest completion in tokens, EOS counted.
-    max_completion_tokens: int = 16
+    max_completion_tokens: Count = 16
     # Completions end at the first of these texts (kept in the completion).
     stop_strings: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class RolloutConfig:
-    prompts_per_iteration: int = 8
+    prompts_per_iteration: Count = 8
     # Completions sampled for each prompt; 1 only where algorithm.advantage does not compare siblings.
-    group_size: int = 8
+    group_size: Count = 8
     # Sequences decoded side by side; 0 = one for every rollout of the iteration.
     slots: int = 0
     # Decode steps between refills of finished slots.
-    chunk_steps: int = 8
+    chunk_steps: Count = 8
     # Prompts started ahead, so that slots never idle: their rollouts may span policy versions (recorded per token).
     lookahead_prompts: int = 0
     # Staleness gate: no prompt stays open for more than so many iterations beyond its first. Stragglers are waited for,
@@ -108,7 +120,7 @@ class RolloutConfig:
     max_lag_iterations: int = 0
     # How often at most an iteration asks prompts_per_iteration more prompts because groups of it are tied (no two
     # rewards differ): mixed ones take their place. What is left out counts as generated. 0 = never.
-    max_resample_rounds: int = 0
+    max_resample_rounds: Annotated[int, Bounds(0, 1000)] = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,15 +129,15 @@ class RewardsConfig:
     # "package.module:function" or "path/to/file.py:function".
     functions: tuple[str, ...] = ("task",)
     # One weight per function.
-    weights: tuple[float, ...] = (1.0,)
+    weights: tuple[Number, ...] = (1.0,)
     # Processes in the pool.
-    num_workers: int = 2
+    num_workers: Annotated[int, Bounds(1, 1024)] = 2
     # Seconds one call (the completions of one prompt) may take before its process is replaced.
-    timeout_s: float = 10.0
+    timeout_s: Annotated[float, Bounds(0.01, 86400.0)] = 10.0
     # Stop with a checkpoint when more than this fraction of an iteration's rewards failed.
-    max_failure_frac: float = 0.5
+    max_failure_frac: Share = 0.5
     # A rollout passes when its total reward is at least this.
-    pass_threshold: float = 1.0
+    pass_threshold: Number = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,15 +152,15 @@ class ExternalConfig:
 @dataclasses.dataclass(frozen=True)
 class UpdateConfig:
     # Rollouts in one optimizer step.
-    batch_size: int = 64
+    batch_size: Count = 64
     # Rollouts in one forward and backward pass, over all devices.
-    micro_batch_size: int = 16
+    micro_batch_size: Count = 16
     # Tokens in one such pass instead: rollouts are packed side by side in lines, with no padding between; 0 = padded.
     micro_batch_tokens: int = 0
     # Tokens of such a line, at least what one draw takes at full length; 0 = twice that.
     pack_width: int = 0
     # Optimizer steps per iteration, all in one dispatch.
-    updates_per_iteration: int = 1
+    updates_per_iteration: Count = 1
     # Positions of a device whose logits are live at once in the learner; 0 = by device (models.row_logp.chunk_tokens).
     logp_chunk_tokens: int = 0
     # Batch size that learning rates and decays of averages (of weights, `norm_decay` of advantages) are
@@ -156,19 +168,20 @@ class UpdateConfig:
     # what a decay averages over is divided by c, so that a run does the same per rollout. 0 = meant for batch_size.
     scaled_from_batch_size: int = 0
     # Refuse to train when on the first batch log-probs of learner and sampler differ by more than this many nats.
-    max_sampler_learner_gap_nats: float = 0.05
+    max_sampler_learner_gap_nats: Positive = 0.05
 
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    learning_rate: float = 1e-5
+    # Adam moves a weight by up to the rate in a step, and divides by what its averages forget.
+    learning_rate: Rate = 1e-5
     # "constant", "linear" or "cosine" (to zero at the last step), after the warm-up.
-    schedule: str = "constant"
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: int = 0
-    b1: float = 0.9
-    b2: float = 0.999
-    eps: float = 1e-8
-    weight_decay: float = 0.0
+    b1: Decay = 0.9
+    b2: Annotated[float, Bounds(0.0, 0.999999)] = 0.999
+    eps: Annotated[float, Bounds(0.0, 1.0, closed=False)] = 1e-8
+    weight_decay: Exponent = 0.0
     # Global-norm clip; 0 = none.
     max_grad_norm: float = 1.0
     # Start the moments anew every so many steps (Kimi k1.5: in every iteration), the schedule goes on; 0 = never.
@@ -181,15 +194,15 @@ class OptimizerConfig:
 class MeshConfig:
     # Devices per axis; data = 0 takes what the others leave.
     data: int = 0
-    fsdp: int = 1
-    tensor: int = 1
+    fsdp: Count = 1
+    tensor: Count = 1
 
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointConfig:
     # 0 = at the end alone.
     every_iterations: int = 0
-    keep_last: int = 2
+    keep_last: Count = 2
     # Checkpoints with the best eval/pass_rate kept besides.
     keep_best: int = 0
     # Write a Hugging Face folder at the end.
@@ -203,8 +216,8 @@ class EvalConfig:
     # Held-out questions; 0 = no evaluation.
     num_prompts: int = 0
     # Completions per question.
-    num_samples: int = 1
-    temperature: float = 1.0
+    num_samples: Count = 1
+    temperature: Exponent = 1.0
     # File of held-out questions; "" holds out num_prompts questions of the training source.
     name: str = ""
 
@@ -221,7 +234,7 @@ class MetricsConfig:
 @dataclasses.dataclass(frozen=True)
 class Config(MethodFacts):
     seed: int = 0
-    num_iterations: int = 10
+    num_iterations: Count = 10
     # Folder that keeps compiled programs for the next start; "" keeps none. JAX_COMPILATION_CACHE_DIR wins over it.
     compilation_cache: str = "~/.cache/jaxrl_llm"
     model: ModelConfig = ModelConfig()

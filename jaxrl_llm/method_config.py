@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from jaxrl_llm.algorithms.advantages import ADVANTAGES
 from jaxrl_llm.algorithms.aggregation import AGGREGATIONS, CROSS_ENTROPIES
@@ -20,7 +20,8 @@ from jaxrl_llm.algorithms.draws import ADMISSIONS, DRAWS, PRIORITIES
 from jaxrl_llm.algorithms.old_policies import OLD_POLICIES
 from jaxrl_llm.algorithms.shaping import RESHAPINGS, REWARD_TERMS
 from jaxrl_llm.algorithms.surrogates import SURROGATES
-from jaxrl_llm.algorithms.use import Chosen, NotNegative, slot
+from jaxrl_llm.algorithms.use import Chosen, slot
+from jaxrl_llm.runtime.nested import Bounds, NotNegative, Number, Rate, Share
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,15 +32,15 @@ class CriticConfig:
     # which it reads; 0 = none. The head itself always has all of it.
     gradient_share: float = 0.1
     # Learning rate of the head; else as the policy's (schedule, clip, decay).
-    learning_rate: float = 1e-3
+    learning_rate: Rate = 1e-3
     # Value clip: how far from its value at rollout time a prediction gains from moving, in units of reward; 0 = any
     # distance.
     clip: float = 0.0
     # Bins: values are the mean of a distribution over this many equal bins (HL-Gauss); 0 = one number, squared error.
-    bins: int = 0
+    bins: Annotated[int, Bounds(0, 10_000)] = 0
     # Range of the bins, which should hold all returns.
-    low: float = 0.0
-    high: float = 1.0
+    low: Number = 0.0
+    high: Number = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +95,7 @@ class AlgorithmConfig:
 
     @functools.cached_property
     def columns(self) -> frozenset[str]:
-        """What its functions need of each row (types.COLUMNS, types.OTHER_POLICIES)."""
+        """What its functions need of each row (views.COLUMNS, views.OTHER_POLICIES)."""
         return frozenset().union(*(one.needs.columns for one in (*self.of_credit, *self.of_loss)))
 
     def functions(self) -> Iterator[tuple[str, Chosen]]:
@@ -144,7 +145,7 @@ class ReplayConfig:
     # Tokens it holds of them, without padding: the oldest go where there are more; 0 = every rollout at full length.
     capacity_tokens: int = 0
     # Share of the capacity for the freshest correct rollouts (rewards.pass_threshold) that the rest has evicted.
-    positive_fraction: float = 0.0
+    positive_fraction: Share = 0.0
     # Admission to that share: "correct" rollouts, or "likely" ones, in mean log-prob a token no less than their
     # successors.
     admission: Chosen = slot(ADMISSIONS, "evicted, rows, pass_threshold", "correct")
@@ -162,27 +163,27 @@ class ReplayConfig:
     max_uses: int = 0
     # Share of each update batch taken from the rollouts inserted in this iteration; with fresh_batches the share of
     # batches that are taken wholly from those, the others having none of them while there are older ones.
-    fresh_fraction: float = 0.0
+    fresh_fraction: Share = 0.0
     fresh_batches: bool = False
     # From this iteration on (the first is 0) draw the rollouts of the same iteration alone; 0 = never.
     fresh_from_iteration: int = 0
     # What is drawn: "rollout", or "group" (all samples of a prompt, whose prompt the learner then computes once).
-    unit: str = "rollout"
+    unit: Literal["rollout", "group"] = "rollout"
     # Draw no rollouts of tied groups: where siblings are compared, those whose rewards as scored are all equal (but for
     # those that "amplify_positive" gives an advantage), elsewhere those without an advantage.
     skip_tied: bool = False
     # Draw of each question only the rollouts of its latest visit that left any to draw.
     latest_visit: bool = False
     # Give up rollouts of an age whose effective sample size (update/ess_frac_age_...) fell below this; 0 = draw all.
-    min_ess: float = 0.0
+    min_ess: Share = 0.0
     # Never draw a group of which at least this share is correct, nor earlier ones of its prompt; 0 = draw all.
-    solved_fraction: float = 0.0
+    solved_fraction: Share = 0.0
     # Seconds to generate a rollout over seconds to train on one, for the compute axis of the curves; 0 = as measured.
     cost_ratio: float = 0.0
     # Shards of the ring; 0 = the mesh's data-parallel size. Fix it to get the same draws on another mesh.
     shards: int = 0
     # Where the rows lie: "device", or for a large capacity "host" (pinned memory; only rows inserted or drawn move).
-    memory: str = "device"
+    memory: Literal["device", "host"] = "device"
 
 
 class MethodFacts:

@@ -30,7 +30,6 @@ from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.ops.checksum import checksums
 from jaxrl_llm.runtime import sharding
 from jaxrl_llm.runtime.programs import Program, in_use_bytes, memory, memory_limit
-from jaxrl_llm.types import Rollout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,24 +132,8 @@ def assemble(
         pass_threshold=config.rewards.pass_threshold,
     )
     slots = sampler.abstract_state() if sampler.keeps_old_logp else None
-    learner = LearnerPrograms(config, mesh, reference_model, update, abstract_rollout(config, sampler), slots)
+    learner = LearnerPrograms(config, mesh, reference_model, update, sampler.abstract_rollout(), slots)
     return Run(config, mesh, sampler, eval_sampler(config, sampler) if config.eval.num_prompts else None, learner)
-
-
-def abstract_rollout(config: Config, sampler: Sampler) -> Rollout:
-    """What an iteration generates; on no device yet."""
-    B, S = config.rollouts_per_iteration, config.row_tokens
-    array = lambda dtype, *rest: jax.ShapeDtypeStruct((B, *rest), dtype)
-    return Rollout(
-        tokens=array(jnp.int32, S),
-        prompt_length=array(jnp.int32),
-        length=array(jnp.int32),
-        behaviour_logp=array(jnp.float32, S),
-        group_id=array(jnp.int32),
-        policy_version=array(jnp.int32, S),
-        stop_reason=array(jnp.int8),
-        columns={name: array(dtype, S, *rest) for name, (dtype, *rest) in sampler.columns.items()},
-    )
 
 
 def describe(run: Run, num_train: int, num_held_out: int, read_s: float) -> str:

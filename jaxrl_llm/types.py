@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import flax.struct
 import jax
-import jax.numpy as jnp
 
 # Two kinds of values where several hosts run one job. What is Agreed enters a program, or decides whether one is
 # called: were it another on one host, the others would wait for it without end. What is PerHost is of that host's rows.
@@ -32,9 +31,6 @@ STOP_NAMES = ("none", "eos", "length", "stop_string")
 
 # Experience.age_bucket: upper ages of the buckets, in iterations; one more has all above.
 AGE_BUCKETS = (0, 1, 3, 7, 15)
-
-# Classes of questions by how many answers are right: easy, middling, hard.
-NUM_DIFFICULTIES = 3
 
 # In the workdir of a run that shares its rollouts (metrics.share_rollouts).
 SHARED_FILE = "shared_rollouts.jsonl"
@@ -70,50 +66,6 @@ class PromptBatch:
     examples: tuple[Example, ...]  # P of them
 
 
-class Column(NamedTuple):
-    """What rows have where a method asks for it.
-
-    Attributes:
-        per_token: [B, S, ...], 0 off the completion; else [B, ...].
-        is_stored: the ring keeps it.
-    """
-
-    per_token: bool
-    is_stored: bool
-    meaning: str
-
-
-# Names of Rollout.columns, Experience.columns and Rows.columns. Log-probabilities in nats.
-COLUMNS = {
-    # Noted by the sampler.
-    "support": Column(True, True, "[B, S, N] i32 ids that each token was drawn among (ops.sampling)"),
-    "entropy": Column(True, False, "f32 nats, of the distribution that each token was drawn from"),
-    "earlier_logp": Column(True, False, "f32, of the learner's older weights that drew the token, 0.0 elsewhere"),
-    # Said by the learner of fresh rows (learner.annotation).
-    "generation_logp": Column(True, True, "f32, of the weights that drew each token, as the learner computes them"),
-    "ref_logp": Column(True, True, "f32, of the frozen reference"),
-    "value": Column(True, True, "f32 reward that the critic expected at each token"),
-    "hidden": Column(False, False, "[B, D] f32, mean hidden state of the completion"),
-    # Made by credit.
-    "returns": Column(True, True, "f32 reward that the critic should expect at each token"),
-    "group_mean": Column(False, True, "f32, mean of the group's rewards at that time, 0.0 where not trainable"),
-    "tied": Column(False, False, "bool: of a group without an advantage, and of equal rewards where siblings compare"),
-    "question_id": Column(False, False, "i32; the ring keeps it beside the rows (RingState.question)"),
-    # Of drawn rows.
-    "age_bucket": Column(False, False, "i32, 0..len(AGE_BUCKETS)"),
-}
-# Fields of rows that are per token too.
-PER_TOKEN = ("tokens", "behaviour_logp", "policy_version", "advantage")
-
-# Log-probabilities [B, T] nats of policies whose weights the learner keeps where a loss asks for them.
-START = "start"
-OTHER_POLICIES = {
-    "start_logp": "the weights before the iteration's updates",
-    "average_logp": "the moving average of the weights, whose setting `decay` the function has",
-    "previous_logp": "the weights before the updates of the iteration before",
-}
-
-
 @flax.struct.dataclass
 class Rollout:
     """B finished completions, on the device."""
@@ -125,7 +77,9 @@ class Rollout:
     group_id: jax.Array  # [B] i32, siblings of one prompt share it; below 0 where others than this run wrote them
     policy_version: jax.Array  # [B, S] i32 per token, -1 off the completion
     stop_reason: jax.Array  # [B] i8, STOP_*
-    columns: Mapping[str, jax.Array] = flax.struct.field(default_factory=dict)  # of COLUMNS, what a method needs
+    columns: Mapping[str, jax.Array] = flax.struct.field(
+        default_factory=dict
+    )  # what a method needs (algorithms.views.COLUMNS)
 
     def with_columns(self, **columns: jax.Array) -> Rollout:
         """The same with these columns, in place of those that it has by these names."""
@@ -198,7 +152,9 @@ class Experience:
     reward: jax.Array  # [B] f32 as scored, before any shaping; 0.0 where not trainable
     advantage: jax.Array  # [B, S] f32, 0.0 off the completion
     trainable: jax.Array  # [B] bool, False where the reward failed, the row is filtered out or is padding
-    columns: Mapping[str, jax.Array] = flax.struct.field(default_factory=dict)  # of COLUMNS, what a method needs
+    columns: Mapping[str, jax.Array] = flax.struct.field(
+        default_factory=dict
+    )  # what a method needs (algorithms.views.COLUMNS)
 
     def with_columns(self, **columns: jax.Array) -> Experience:
         """The same with these columns, in place of those that it has by these names."""
@@ -237,94 +193,3 @@ class TrainState:
     # iteration before), "reference" where it does not stay that of the beginning.
     others: Mapping[str, Any] = flax.struct.field(default_factory=dict)
     scalars: Mapping[str, jax.Array] = flax.struct.field(default_factory=dict)  # "entropy_coefficient" where it moves
-
-
-# ---- what the functions of a method see (algorithms)
-
-
-class Sizes(NamedTuple):
-    """Numbers of a run that a memory needs."""
-
-    width: int  # of the model
-    max_length: int  # longest completion, tokens
-
-
-class Rows(NamedTuple):
-    """An iteration's rollouts as advantages, reward terms and reshapings see them; [B] but where it says so."""
-
-    reward: jax.Array  # f32, what was scored and what reward terms have added; 0.0 where not valid
-    added: jax.Array | None  # f32, what reward terms have added; None where there are none
-    parts: tuple[tuple[jax.Array, float], ...]  # values by reward function, and its weight; () where their sum counts
-    correct: jax.Array  # bool
-    groups: Any  # ops.groups.Groups; its valid rows are those that are trained on
-    length: jax.Array  # i32, of the completion
-    mask: jax.Array  # [B, S] bool, the completion
-    behaviour_logp: jax.Array  # [B, S] f32
-    columns: Mapping[str, jax.Array]  # what the function ``needs``
-    memory: Mapping[str, jax.Array]
-    max_length: int  # longest completion there may be, tokens
-
-
-@dataclasses.dataclass(frozen=True)
-class Tokens:
-    """Rows [B, T] as the functions of a loss see them; 0.0 off the mask.
-
-    What a function ``needs`` is an attribute too: ``x.ref_logp``.
-    """
-
-    policy_logp: jax.Array  # [B, T] current policy, differentiated
-    old_logp: jax.Array  # [B, T] old policy
-    behaviour_logp: jax.Array  # [B, T] policy that drew the tokens
-    advantage: jax.Array  # [B, T] f32
-    reward: jax.Array  # [B] f32
-    mask: jax.Array  # [B, T] bool, tokens with a loss; a row without any is no sibling of its group
-    policy_version: jax.Array | None = None  # [B, T] i32 that drew the token
-    version: jax.Array | None = None  # [] i32 of the current weights
-    start_version: jax.Array | None = None  # [] i32 of the weights before the iteration's updates
-    iteration: jax.Array | None = None  # [] i32
-    group_size: int = 1  # neighbouring rows that are siblings
-    columns: Mapping[str, jax.Array] = dataclasses.field(default_factory=dict)  # [B, T]
-
-    def __getattr__(self, name: str) -> jax.Array:
-        columns = self.__dict__.get("columns", {})
-        if name in columns:
-            return columns[name]
-        raise AttributeError(f"{name!r} is not there: a function that reads it says so, @needs({name!r})")
-
-    def only(self, mask: jax.Array) -> Tokens:
-        """Those of a mask alone, with constants elsewhere: 0 * nan is nan."""
-        keep = lambda x: jnp.where(mask, x, 0.0)
-        names = ("policy_logp", "old_logp", "behaviour_logp", "advantage")
-        kept = {name: keep(getattr(self, name)) for name in names}
-        columns = {name: keep(x) for name, x in self.columns.items()}
-        reward = jnp.where(jnp.any(mask, axis=1), self.reward, 0.0)
-        return dataclasses.replace(self, **kept, columns=columns, reward=reward, mask=mask)
-
-
-class Ratios(NamedTuple):
-    """What a correction judges, [B, T]; constants to differentiation, 0.0 off the mask."""
-
-    log_ratio: jax.Array  # f32 nats: old / behaviour, or current / behaviour where the term has no ratio to an old one
-    policy_log_ratio: jax.Array  # f32 nats: current / behaviour
-    mask: jax.Array  # bool, tokens with a loss
-    over_batch: jax.Array | None = None  # [] f32 of the whole batch, for corrections that ask for it
-
-
-class Batch(NamedTuple):
-    """Rows of a whole batch as aggregations see them; [B]."""
-
-    trainable: jax.Array  # bool
-    group_id: jax.Array  # i32
-    correct: jax.Array  # bool
-    prompt_length: jax.Array  # i32
-    length: jax.Array  # i32
-    width: int  # S
-    max_length: int  # longest completion there may be, tokens
-
-
-class Stored(NamedTuple):
-    """Slots of the ring as draws see them, all of one shape."""
-
-    priority: jax.Array  # f32 in [0, 1], over the largest of the shard
-    age: jax.Array  # i32 iterations since insertion
-    uses: jax.Array  # i32 times drawn

@@ -1,6 +1,7 @@
 """The house keeps its plan: who imports whom, and how much must be read to follow one training step."""
 
 import ast
+import dataclasses
 import doctest
 import importlib
 import pathlib
@@ -9,6 +10,8 @@ import shutil
 import subprocess
 
 import pytest
+
+from jaxrl_llm import method_config
 
 ROOT = pathlib.Path(__file__).parent.parent
 PACKAGE = ROOT / "jaxrl_llm"
@@ -86,7 +89,7 @@ def modules() -> list[pathlib.Path]:
 # kind of device, of file or of question.
 MENU = {
     *(f"algorithms.{name}" for name in ("advantages", "aggregation", "anchors", "baselines", "corrections", "critic")),
-    *(f"algorithms.{name}" for name in ("draws", "memory", "old_policies", "shaping", "surrogates")),
+    *(f"algorithms.{name}" for name in ("draws", "memory", "old_policies", "shaping", "surrogates", "views")),
     *("models.files.gguf", "models.files.hf", "models.kernels.learner", "models.kernels.tpu_decode"),
     *("learner.annotation", "questions.tasks.files", "actor.guests", "actor.resampling", "actor.evaluation"),
     *("method_config", "ops.groups", "ops.paged_log", "ops.packing", "reports.metric_table", "runtime.functions"),
@@ -150,7 +153,20 @@ def test_oracles_are_independent():
         assert not {name for name in imports(path) if name.split(".")[0] in {"jaxrl_llm", "jax"}}, path.name
 
 
-def test_update_names_no_algorithm():
+def test_the_loop_and_the_update_name_no_function_of_a_method():
+    """Their keys stand in the tables alone: a new one is a function and a row."""
+    slots = [
+        field.metadata["slot"]
+        for settings in (method_config.AlgorithmConfig, method_config.ReplayConfig)
+        for field in dataclasses.fields(settings)
+        if "slot" in field.metadata
+    ]
+    keys = {key for slot in slots for key in slot.table}
+    assert len(keys) > 60
+    for name in ("train.py", "learner/update.py"):
+        tree = ast.parse((PACKAGE / name).read_text())
+        named = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+        assert not named & keys, name
     words = set(re.findall("[a-z]+", (PACKAGE / "learner" / "update.py").read_text().lower()))
     assert not words & {"grpo", "dapo", "ppo", "rloo", "gspo", "cispo", "reinforce"}
 

@@ -258,12 +258,12 @@ class _Reader:
 
     def _completions(self, given: Any) -> list[list[int]]:
         algorithm, size = self.config.algorithm, self.config.rollout.group_size
-        kind = algorithm.advantage.name
         # One alone has no advantage where siblings are compared, and can be imitated all the same.
         least = 1 if algorithm.imitates or not algorithm.advantage.needs.siblings else 2
         if not isinstance(given, list) or not least <= len(given) <= size:
             raise BadRowError(
-                f"`completions` must be a list of {least} (algorithm.advantage={kind!r}) to {size} (rollout.group_size)"
+                f"`completions` must be a list of {least} (algorithm.advantage={algorithm.advantage.name!r}) to {size} "
+                "(rollout.group_size)"
             )
         completions, limit = [], self.config.sampling.max_completion_tokens
         for i, ids in enumerate(given):
@@ -286,9 +286,8 @@ class _Reader:
     def _rewards(self, given: Any, num: int) -> list[float] | None:
         if given is None:
             return None
-        if self.config.algorithm.looks_at_parts:
-            kind = self.config.algorithm.advantage.name
-            raise BadRowError(f"`rewards` are totals, and algorithm.advantage={kind!r} needs each function's")
+        if (algorithm := self.config.algorithm).looks_at_parts:
+            raise BadRowError(f"`rewards` are totals: algorithm.advantage={algorithm.advantage.name!r} needs each function's")
         is_number = lambda r: type(r) in (int, float) and abs(r) < 3e38
         if not isinstance(given, list) or len(given) != num or not all(r is None or is_number(r) for r in given):
             raise BadRowError(f"`rewards` must be a list of {num} numbers, one for each completion, or null")

@@ -128,7 +128,7 @@ class Sampler:
 
     @property
     def columns(self) -> dict[str, tuple[Any, ...]]:
-        """What it notes of each token besides: dtype and sizes by name (types.COLUMNS)."""
+        """What it notes of each token besides: dtype and sizes by name (views.COLUMNS)."""
         N = self.support_tokens
         kept = {
             "support": (jnp.int32, N) if N else None,
@@ -179,6 +179,11 @@ class Sampler:
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout)
 
         return jax.tree_util.tree_map_with_path(place, shape)
+
+    def abstract_rollout(self) -> Rollout:
+        """Shapes of what an iteration generates; on no device yet."""
+        entry = jax.ShapeDtypeStruct((self.shards, self.num_prompts // self.shards), jnp.int32)
+        return jax.eval_shape(self._collect, jax.eval_shape(self._empty), entry)[0]
 
     # ---- programs ----------------------------------------------------------------------------------
 

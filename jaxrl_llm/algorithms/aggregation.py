@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
 from jaxrl_llm.algorithms.use import needs
+from jaxrl_llm.algorithms.views import Batch
 from jaxrl_llm.ops.masks import completion_mask
-from jaxrl_llm.types import Batch
 
 
 def token_mean(mask: Bool[ArrayLike, "B S"], x: Batch) -> Float[Array, "B S"]:

@@ -15,8 +15,9 @@ from typing import Literal
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Int
 
-from jaxrl_llm.algorithms.use import Decay, NotNegative, Positive, needs
-from jaxrl_llm.types import Tokens
+from jaxrl_llm.algorithms.use import needs
+from jaxrl_llm.algorithms.views import Tokens
+from jaxrl_llm.runtime.nested import Decay, NotNegative, Positive
 
 Estimator = Literal["k1", "k2", "k3"]
 

@@ -16,8 +16,9 @@ import math
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Real
 
-from jaxrl_llm.algorithms.use import AtLeastOne, Positive, Share, needs
-from jaxrl_llm.types import Ratios
+from jaxrl_llm.algorithms.use import needs
+from jaxrl_llm.algorithms.views import Ratios
+from jaxrl_llm.runtime.nested import AtLeastOne, Positive, Share
 
 # A log-ratio is cut here before its exponential: e^40 squared is still a float32.
 LOG_RATIO_LIMIT = 40.0

@@ -17,10 +17,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Num
 
+from jaxrl_llm.algorithms.views import Rows
 from jaxrl_llm.ops import groups as compare
 from jaxrl_llm.ops.masks import completion_mask
 from jaxrl_llm.runtime.nested import ConfigError
-from jaxrl_llm.types import STOP_LENGTH, Experience, Rollout, Rows, Scores
+from jaxrl_llm.types import STOP_LENGTH, Experience, Rollout, Scores
 
 if TYPE_CHECKING:
     from jaxrl_llm.config import Config
@@ -44,7 +45,7 @@ def assign(
         rollout: B rows, with at most Q different group ids where trainable: ``rollout.prompts_per_iteration`` from 0
             on, and ``external.groups_per_iteration`` below 0.
         scores: what ``memory.Memory.scores`` made of their rewards.
-        columns: what the learner says of the rows (types.COLUMNS).
+        columns: what the learner says of the rows (views.COLUMNS).
         config: sections ``algorithm``, ``rewards`` and ``sampling``.
 
     Returns:

@@ -171,6 +171,29 @@ def value_loss(
     return 0.5 * error
 
 
+def value_terms(
+    outputs: Float[ArrayLike, "B T m"],
+    returns: Float[ArrayLike, "B T"],
+    old_value: Float[ArrayLike, "B T"] | None,
+    mask: Bool[ArrayLike, "B T"],
+    bins: Bins,
+    *,
+    clip: float,
+) -> tuple[Float[Array, "B T"], dict[str, Float[Array, ""]]]:
+    """``value_loss`` of tokens, 0.0 off the mask, and sums [] f32 of what the predictions explain."""
+    keep = lambda x: None if x is None else jnp.where(mask, x, 0.0)
+    returns = keep(returns)
+    loss = keep(value_loss(outputs, returns, bins, old_value=keep(old_value), clip=clip))
+    error = keep(returns - expected_value(outputs, bins))
+    return loss, {
+        "value_loss_sum": jnp.sum(loss),
+        "return_sum": jnp.sum(returns),
+        "return_square_sum": jnp.sum(jnp.square(returns)),
+        "value_error_sum": jnp.sum(error),
+        "value_error_square_sum": jnp.sum(jnp.square(error)),
+    }
+
+
 def _matmul(x: jax.Array, y: jax.Array) -> jax.Array:
     # The head is small and its values are differences of rewards: no bfloat16 passes on a TPU.
     return jnp.matmul(x, y, precision=jax.lax.Precision.HIGHEST)

@@ -14,9 +14,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jaxrl_llm.algorithms.use import Exponent, Positive, needs
+from jaxrl_llm.algorithms.use import needs
+from jaxrl_llm.algorithms.views import Stored
 from jaxrl_llm.ops.masks import completion_mask
-from jaxrl_llm.types import Experience, Rollout, Stored
+from jaxrl_llm.runtime.nested import Exponent, Positive
+from jaxrl_llm.types import Experience, Rollout
 
 # In scales of "age": older ones still have a weight, where float32 would give them none.
 LARGEST_AGE = 80.0

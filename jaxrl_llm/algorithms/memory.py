@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.algorithms.baselines import num_features
-from jaxrl_llm.types import NUM_DIFFICULTIES, OUTCOME_SCORE, Rewards, Scores, Sizes
+from jaxrl_llm.algorithms.views import NUM_DIFFICULTIES, Sizes
+from jaxrl_llm.types import OUTCOME_SCORE, Rewards, Scores
 
 # Of the decay of "mssr" (arXiv:2512.18215): iterations, and nats a token.
 KL_WINDOW, KL_TARGET = 20, 0.01
@@ -183,7 +184,7 @@ class Memory:
     """
 
     def __init__(self, functions: Sequence[Any], part_names: Sequence[str], sizes: Sizes, ledger: Any):
-        self.ledger, self._part_names = ledger, part_names
+        self.ledger, self.part_names = ledger, part_names
         remembering = [one for one in functions if one.fact("memory")]
         self._memories = {one.name: one.fact("memory")(one.settings, sizes, ledger) for one in remembering}
 
@@ -211,7 +212,7 @@ class Memory:
             known(rewards.total),
             scored,
             np.repeat(np.int32(questions), len(scored) // len(questions)),
-            parts=tuple(known(rewards.parts[name]) for name in self._part_names),
+            parts=tuple(known(rewards.parts[name]) for name in self.part_names),
             columns={name: said[name] for name in self.columns},
             memory={name: said[name] for name in self.whole},
         )

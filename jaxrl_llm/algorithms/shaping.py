@@ -17,9 +17,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
 from jaxrl_llm.algorithms import memory
-from jaxrl_llm.algorithms.use import Count, CountOrZero, Exponent, NotNegative, Positive, needs
+from jaxrl_llm.algorithms.use import needs
+from jaxrl_llm.algorithms.views import NUM_DIFFICULTIES, Rows
 from jaxrl_llm.ops.groups import Groups, group_count, group_range, group_sum
-from jaxrl_llm.types import NUM_DIFFICULTIES, Rows
+from jaxrl_llm.runtime.nested import Count, CountOrZero, Exponent, NotNegative, Positive
 
 # ---- reward terms
 

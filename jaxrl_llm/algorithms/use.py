@@ -21,45 +21,24 @@ import pathlib
 import traceback
 import typing
 from collections.abc import Callable, Iterable, Mapping
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import ml_collections
 
+from jaxrl_llm.algorithms.views import OTHER_POLICIES
 from jaxrl_llm.runtime.functions import resolve
-from jaxrl_llm.runtime.nested import LARGEST, MOST, ConfigError, Text, check_name, convert, names, near, out_of_bounds
-from jaxrl_llm.types import OTHER_POLICIES
+from jaxrl_llm.runtime.nested import SIGNED, ConfigError, Text, check_name, convert, names, near
 
 # What a function may ask for: what the sampler or the learner can say of rows, and other policies.
 NEEDED = ("entropy", "hidden", "value", "ref_logp", "generation_logp", *OTHER_POLICIES)
 NONE = "none"  # of a slot that may stay empty
 
 
-class Bounds(NamedTuple):
-    """What a number may be; the lowest value itself only where ``closed``, and 0 besides where ``or_zero``."""
-
-    low: float
-    high: float = LARGEST
-    closed: bool = True
-    or_zero: bool = False
-
-
-Number = Annotated[float, Bounds(-LARGEST)]
-Positive = Annotated[float, Bounds(0.0, closed=False)]
-NotNegative = Annotated[float, Bounds(0.0)]
-Share = Annotated[float, Bounds(0.0, 1.0)]
-Decay = Annotated[float, Bounds(0.0, 0.9999)]
-AtLeastOne = Annotated[float, Bounds(1.0)]
-OverOneOrZero = Annotated[float, Bounds(1.0, closed=False, or_zero=True)]
-Exponent = Annotated[float, Bounds(0.0, 100.0)]
-Count = Annotated[int, Bounds(1, MOST)]
-CountOrZero = Annotated[int, Bounds(0, MOST)]
-
-
 class Needs(NamedTuple):
     """What a function wants to be there.
 
     Attributes:
-        columns: names of ``types.COLUMNS``, and of ``types.OTHER_POLICIES`` in a loss.
+        columns: names of ``views.COLUMNS``, and of ``views.OTHER_POLICIES`` in a loss.
         siblings: it compares the rows of a group: they must be two or more, and stand beside each other in a loss.
         facts: what else those who call functions of its slot ask of them, by name.
     """
@@ -102,11 +81,7 @@ class Chosen:
     its: tuple[str, ...] = dataclasses.field(default=(), compare=False, repr=False)
 
     def __call__(self, *arguments: Any) -> Any:
-        """The function's value.
-
-        Raises:
-            ConfigError: a function of the user's own is not there, or raises.
-        """
+        """The function's value; ``ConfigError`` where a function of the user's own is not there, or raises."""
         if self.function is None:
             raise ConfigError(f"{self.name!r} cannot be found: this config is of a run that had its file")
         try:
@@ -222,7 +197,7 @@ class Slot:
         for key, (hint, default_value) in known.items():
             if key not in given and default_value is inspect.Parameter.empty:
                 raise ConfigError(f"{path}.{key} must be given: {name!r} has no default for it")
-            settings[key] = checked(hint, given.get(key, default_value), f"{path}.{key}")
+            settings[key] = convert(hint, given.get(key, default_value), f"{path}.{key}")
         its = tuple(keywords(function)) if function else ()
         return Chosen(name, settings, source, function, its)
 
@@ -248,29 +223,27 @@ class Slot:
             raise ConfigError(f"{path}={name!r:.200} needs {min(unknown)!r}: {near(min(unknown), NEEDED)}")
         by_place = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         is_open = any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters)
-        if taken:
-            raise ConfigError(f"{path}={name!r:.200} has a keyword {min(taken)!r}, which means something else here")
-        if len(by_place) != len(self.arguments.split(",")) or is_open:
+        if len(by_place) != len(self.arguments.split(",")) or is_open or taken:
             raise ConfigError(
                 f"{path}={name!r:.200} must be a function of ({self.arguments}) whose settings are keywords after a *, "
-                f"not of {inspect.signature(function)}"
+                f"not of {inspect.signature(function)}{': `name` and `source` are taken' if taken else ''}"
             )
         return function
 
     def flat(self, value: Any, path: str) -> dict[str, Any]:
         """``{path: name, path.setting: value}``; of ``several`` ``{path: names, path.name.setting: value}``."""
-        if not self.several:
-            flat = {f"{path}.{key}": x for key, x in value.mapping().items() if key != "name"}
-            return {path: value.name, **flat}
-        flat = {path: tuple(one.name for one in value)}
-        for one in value:
-            flat |= {f"{path}.{one.name}.{key}": x for key, x in one.mapping().items() if key != "name"}
+        flat = {path: tuple(one.name for one in value) if self.several else value.name}
+        for place, one in self._places(value, path).items():
+            flat |= {f"{place}.{key}": x for key, x in one.mapping().items() if key != "name"}
         return flat
+
+    def _places(self, value: Any, path: str) -> dict[str, Chosen]:
+        return {f"{path}.{one.name}": one for one in value} if self.several else {path: value}
 
     def defaults(self, value: Any, path: str) -> dict[str, Any]:
         """Of the functions that ``value`` names, the default of each setting, by the paths of ``flat``; "" for none."""
-        places = {f"{path}.{one.name}": one for one in value} if self.several else {path: value}
-        known = {place: {**self.settings, **keywords(one.function)} for place, one in places.items() if one.function}
+        functions = {place: one.function for place, one in self._places(value, path).items() if one.function}
+        known = {place: {**self.settings, **keywords(function)} for place, function in functions.items()}
         given = {f"{place}.{key}": default for place, hints in known.items() for key, (_, default) in hints.items()}
         return {key: "" if default is inspect.Parameter.empty else default for key, default in given.items()}
 
@@ -286,27 +259,8 @@ def keywords(function: Callable) -> dict[str, tuple[Any, Any]]:
     """Settings of a function: name -> (annotation, default). What is not annotated has the type of its default."""
     hints = typing.get_type_hints(function, include_extras=True)
     parameters = inspect.signature(function).parameters.values()
-    return {p.name: (hints.get(p.name, type(p.default)), p.default) for p in parameters if p.kind is p.KEYWORD_ONLY}
-
-
-def checked(hint: Any, value: Any, path: str) -> Any:
-    """``value`` as its annotation says, with the bounds that go with it.
-
-    Raises:
-        ConfigError: another type, out of bounds, none of the choices.
-    """
-    if typing.get_origin(hint) is typing.Literal:
-        value = convert(type(typing.get_args(hint)[0]), value, path) if isinstance(value, Text) else value
-        if value not in typing.get_args(hint):
-            raise ConfigError(f"{path}={value!r:.200} is not one of {', '.join(map(repr, typing.get_args(hint)))}")
-        return value
-    kind, *rest = typing.get_args(hint) if typing.get_origin(hint) is Annotated else (hint,)
-    value = convert(kind, value, path)
-    bounds = next((b for b in rest if isinstance(b, Bounds)), Bounds(-MOST, MOST) if kind is int else Bounds(-LARGEST))
-    is_free = kind not in (int, float) or (bounds.or_zero and value == 0)
-    if not is_free and (wrong := out_of_bounds(value, *bounds[:3])):
-        raise ConfigError(f"{path}={value!r:.200} {wrong}{', or 0' if bounds.or_zero else ''}")
-    return value
+    hint = lambda p: SIGNED.get(hints.get(p.name, type(p.default)), hints.get(p.name, type(p.default)))
+    return {p.name: (hint(p), p.default) for p in parameters if p.kind is p.KEYWORD_ONLY}
 
 
 def _digest(function: Callable) -> str:

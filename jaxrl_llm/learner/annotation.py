@@ -7,13 +7,13 @@ ring, credit. Letters: B rows, S row width, D model width.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
+from jaxrl_llm.algorithms.critic import expected_value
 from jaxrl_llm.learner.update import Update
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.ops.masks import completion_mask
@@ -29,7 +29,7 @@ class Annotation:
 
     Attributes:
         reference_model: whose log-probs the reference has.
-        columns: what it says (types.COLUMNS).
+        columns: what it says (views.COLUMNS).
         group_size: so many neighbouring rows of fresh rollouts have one prompt.
     """
 
@@ -99,13 +99,24 @@ class Annotation:
         return jax.tree.map(beside, rollout, external)
 
     def values(self, params: Any, rollout: Rollout) -> jax.Array:
-        """What the critic expects at each token of fresh rollouts, [B,S]."""
-        predict = functools.partial(self.update.predict_values, params["policy"], params["critic"])
-        return self._by_micro_batch(lambda rows, unit: predict(rows, group_size=unit), rollout)
+        """What the critic expects at each token of fresh rollouts, [B,S] f32 in units of reward."""
+
+        def look(rows: Rollout, unit: int) -> jax.Array:
+            # The log-probs are not used, and the compiler leaves them out.
+            outputs = self.update.logp(params["policy"], rows, group_size=unit, head=params["critic"]).readout
+            mask = completion_mask(rows.prompt_length, rows.length, rows.tokens.shape[1])
+            return jnp.where(mask, expected_value(outputs, self.update.bins), 0.0)
+
+        return self._by_micro_batch(look, rollout)
 
     def hidden(self, params: Any, rollout: Rollout) -> jax.Array:
-        """Mean hidden state of the completions of fresh rollouts, [B,D] f32."""
-        look = lambda rows, unit: self.update.mean_hidden(params, rows, group_size=unit)
+        """Mean of the hidden states that predict the completion tokens of fresh rollouts, [B,D] f32."""
+
+        def look(rows: Rollout, unit: int) -> jax.Array:
+            states = lambda hidden: hidden.astype(jnp.float32)
+            total = jnp.sum(self.update.logp(params, rows, group_size=unit, readout=states).readout, axis=1)
+            return total / jnp.maximum(rows.length - rows.prompt_length, 1)[:, None]
+
         return self._by_micro_batch(look, rollout)
 
     def _by_micro_batch(self, look: Callable[[Rollout, int], Any], rollout: Rollout) -> Any:

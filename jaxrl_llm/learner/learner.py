@@ -20,6 +20,7 @@ from jax.sharding import Mesh
 from jaxrl_llm.algorithms import corrections, credit
 from jaxrl_llm.algorithms import critic as values
 from jaxrl_llm.algorithms.memory import Memory
+from jaxrl_llm.algorithms.views import COLUMNS, Sizes
 from jaxrl_llm.config import Config
 from jaxrl_llm.learner import optim, publish
 from jaxrl_llm.learner.annotation import Annotation
@@ -29,7 +30,7 @@ from jaxrl_llm.questions.ledger import Ledger
 from jaxrl_llm.replay import ring as replay
 from jaxrl_llm.runtime import rng, sharding
 from jaxrl_llm.runtime.programs import Program, release_freed
-from jaxrl_llm.types import RingState, Rollout, ScoredRollouts, Scores, Sizes, TrainState
+from jaxrl_llm.types import RingState, Rollout, ScoredRollouts, Scores, TrainState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +38,7 @@ class LearnerPrograms:
     """The static parts of a learner. Abstract values are ``jax.ShapeDtypeStruct`` with shardings.
 
     Attributes:
-        reference_model: whose log-probs the reference has; another than ``model`` for a teacher.
+        reference_model: of the reference; another than ``model`` for a teacher.
         row_shapes: of rollouts that an actor generates, however many.
         open_rollouts: abstract state of those that it leaves open, where the learner is to score them; else None.
     """
@@ -91,19 +92,16 @@ class LearnerPrograms:
             reward=rows(),
             trainable=rows(bool),
             question_id=rows(jnp.int32),
-            parts=tuple(rows() for _ in self._part_names),
+            parts=tuple(rows() for _ in memory.part_names),
             columns={name: rows() for name in memory.columns},
             memory={name: self._whole(jnp.float32, shape) for name, shape in memory.whole.items()},
         )
 
-    @property
-    def _part_names(self) -> tuple[str, ...]:
-        return self.config.rewards.functions if self.config.algorithm.looks_at_parts else ()
-
     def memory(self, ledger: Ledger) -> Memory:
         """What the method remembers of earlier rewards: nothing yet."""
         sizes = Sizes(self.model.arch.width, self.config.sampling.max_completion_tokens)
-        return Memory(self.config.algorithm.of_credit, self._part_names, sizes, ledger)
+        parts = self.config.rewards.functions if self.config.algorithm.looks_at_parts else ()
+        return Memory(self.config.algorithm.of_credit, parts, sizes, ledger)
 
     @property
     def annotation(self) -> Annotation:
@@ -113,10 +111,9 @@ class LearnerPrograms:
     @property
     def abstract_columns(self) -> dict[str, jax.ShapeDtypeStruct]:
         """What the learner says of them."""
-        B, arch = self.config.rows_per_iteration, self.model.arch
-        wide = {"hidden": arch.width}
+        B, S, D = self.config.rows_per_iteration, self.config.row_tokens, self.model.arch.width
         names = sorted(self.annotation.columns)
-        return {name: self._rows((B, wide.get(name, self.config.row_tokens)), jnp.float32) for name in names}
+        return {name: self._rows((B, S if COLUMNS[name].per_token else D), jnp.float32) for name in names}
 
     @functools.cached_property
     def abstract_state(self) -> TrainState:

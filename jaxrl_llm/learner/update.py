@@ -31,6 +31,7 @@ from jaxrl_llm.algorithms.aggregation import cross_entropy
 from jaxrl_llm.algorithms.anchors import kl_estimate
 from jaxrl_llm.algorithms.old_policies import moving_average_share
 from jaxrl_llm.algorithms.surrogates import LOG_RATIO_LIMIT, surrogate_terms
+from jaxrl_llm.algorithms.views import OTHER_POLICIES, START, Batch, Ratios, Tokens
 from jaxrl_llm.config import AlgorithmConfig, SamplingConfig, UpdateConfig
 from jaxrl_llm.learner import micro_batches as cut
 from jaxrl_llm.learner.micro_batches import MicroBatches
@@ -38,18 +39,7 @@ from jaxrl_llm.models.row_logp import RowValues, row_logp
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.ops.masks import completion_mask
 from jaxrl_llm.runtime.programs import run_if
-from jaxrl_llm.types import (
-    AGE_BUCKETS,
-    OTHER_POLICIES,
-    START,
-    Batch,
-    Experience,
-    Ratios,
-    RingState,
-    Rollout,
-    Tokens,
-    TrainState,
-)
+from jaxrl_llm.types import AGE_BUCKETS, Experience, RingState, Rollout, TrainState
 
 # draw(ring, key) -> ring, rows [M, b, ...], sums of what was drawn
 Draw = Callable[[RingState, jax.Array], tuple[RingState, Experience, dict[str, jax.Array]]]
@@ -60,7 +50,7 @@ class Moment(NamedTuple):
 
     version: jax.Array  # [] i32 of the current weights; tokens sampled by it measure the sampler-learner gap
     start_version: jax.Array | None = None  # [] i32 of the weights before the iteration's updates
-    others: Mapping[str, Any] = {}  # weights of other policies (types.OTHER_POLICIES) that the loss asks for
+    others: Mapping[str, Any] = {}  # weights of other policies (views.OTHER_POLICIES) that the loss asks for
     over_batch: jax.Array | None = None  # [] f32, what a correction asks of the whole batch
     entropy_coefficient: jax.Array | None = None  # [] f32 weight of the entropy bonus, where it moves
 
@@ -306,19 +296,6 @@ class Update:
         critic = self.algorithm.critic
         return values.Bins(critic.bins, critic.low, critic.high)
 
-    def predict_values(self, params: Any, head: Any, rollout: Rollout, *, group_size: int = 1) -> jax.Array:
-        """What the critic expects at each token of rows, [B,S] f32 in units of reward, 0.0 off the completion."""
-        # The log-probs are not used, and the compiler leaves them out.
-        outputs = self.logp(params, rollout, group_size=group_size, head=head).readout
-        mask = completion_mask(rollout.prompt_length, rollout.length, rollout.tokens.shape[1])
-        return jnp.where(mask, values.expected_value(outputs, self.bins), 0.0)
-
-    def mean_hidden(self, params: Any, rollout: Rollout, *, group_size: int = 1) -> jax.Array:
-        """Mean of the hidden states that predict a row's completion tokens, [B,D] f32; 0.0 where there are none."""
-        states = lambda hidden: hidden.astype(jnp.float32)
-        total = jnp.sum(self.logp(params, rollout, group_size=group_size, readout=states).readout, axis=1)
-        return total / jnp.maximum(rollout.length - rollout.prompt_length, 1)[:, None]
-
     def _loss(self, learned, rows: Experience, weights: Weights, moment: Moment):
         """The loss of a micro-batch [] f32, and sums; ``learned``: policy, and critic where there is one."""
         rollout, algorithm = rows.rollout, self.algorithm
@@ -355,7 +332,8 @@ class Update:
                 coefficient = algorithm.entropy_bonus["coefficient"]
             loss -= coefficient * jnp.sum(weight_BS * jnp.where(mask, entropy, 0.0))
         if head is not None:
-            value_loss, value_sums = self._value_loss(outputs, rows, mask)
+            of_rows = outputs, rows.columns["returns"], rows.columns.get("value"), mask
+            value_loss, value_sums = values.value_terms(*of_rows, self.bins, clip=algorithm.critic.clip)
             loss += jnp.sum(weight_BS * value_loss)
             sums |= value_sums
         for one, weight in zip(algorithm.cross_entropies, weights.cross_entropies, strict=True):
@@ -391,22 +369,6 @@ class Update:
             for name, value in (parts | {"ratio_square_sum": jnp.square(ratio)}).items():
                 sums[f"{name}_by_age"] = jnp.sum(jnp.where(in_bucket, jnp.sum(value, axis=1)[None, :], 0), axis=1)
         return loss, jax.lax.stop_gradient(jax.tree.map(lambda x: x.astype(jnp.float32), sums))
-
-    def _value_loss(
-        self, outputs: jax.Array, rows: Experience, mask: jax.Array
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Loss [B,S] of the critic's predictions, 0.0 off the mask, and sums of what they explain."""
-        keep = lambda x: None if x is None else jnp.where(mask, x, 0.0)
-        returns, old_value = keep(rows.columns["returns"]), keep(rows.columns.get("value"))
-        loss = values.value_loss(outputs, returns, self.bins, old_value=old_value, clip=self.algorithm.critic.clip)
-        error = keep(returns - values.expected_value(outputs, self.bins))
-        return keep(loss), {
-            "value_loss_sum": jnp.sum(keep(loss)),
-            "return_sum": jnp.sum(returns),
-            "return_square_sum": jnp.sum(jnp.square(returns)),
-            "value_error_sum": jnp.sum(error),
-            "value_error_square_sum": jnp.sum(jnp.square(error)),
-        }
 
     def _tokens(self, policy_logp: jax.Array, rows: Experience, mask: jax.Array, moment: Moment) -> Tokens:
         """The rows as the loss sees them, the old policy among them: harmless constants off the mask."""

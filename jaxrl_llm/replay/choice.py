@@ -13,11 +13,12 @@ import math
 import jax
 import jax.numpy as jnp
 
+from jaxrl_llm.algorithms.views import Stored
 from jaxrl_llm.config import ReplayConfig
 from jaxrl_llm.ops import paged_log, ring_buffer
 from jaxrl_llm.ops import weighted_draws as draws
 from jaxrl_llm.ops.ring_buffer import Lane
-from jaxrl_llm.types import RingState, Stored
+from jaxrl_llm.types import RingState
 
 
 def lanes(ring: RingState, config: ReplayConfig) -> tuple[Lane, Lane]:

@@ -29,12 +29,13 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from jaxrl_llm.algorithms.views import COLUMNS, PER_TOKEN
 from jaxrl_llm.config import ConfigError, ReplayConfig
 from jaxrl_llm.ops import paged_log, ring_buffer
 from jaxrl_llm.replay import choice
 from jaxrl_llm.replay.choice import lanes
 from jaxrl_llm.runtime import sharding
-from jaxrl_llm.types import AGE_BUCKETS, COLUMNS, PER_TOKEN, Experience, RingState
+from jaxrl_llm.types import AGE_BUCKETS, Experience, RingState
 
 
 @flax.struct.dataclass

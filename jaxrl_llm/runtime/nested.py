@@ -16,7 +16,7 @@ import re
 import types
 import typing
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Annotated, Any, NamedTuple
 
 
 class Text(str):
@@ -36,6 +36,31 @@ def visible(text: str) -> str:
 # Counts are int32 on the devices. What is not 0 keeps a size that float32 can multiply and divide by.
 MOST = 2**31 - 1
 SMALLEST, LARGEST = 1e-20, 1e12
+
+
+class Bounds(NamedTuple):
+    """What a number may be; the lowest value itself only where ``closed``, and 0 besides where ``or_zero``."""
+
+    low: float
+    high: float = LARGEST
+    closed: bool = True
+    or_zero: bool = False
+
+
+Number = Annotated[float, Bounds(-LARGEST)]
+Positive = Annotated[float, Bounds(0.0, closed=False)]
+NotNegative = Annotated[float, Bounds(0.0)]
+Share = Annotated[float, Bounds(0.0, 1.0)]
+Decay = Annotated[float, Bounds(0.0, 0.9999)]
+AtLeastOne = Annotated[float, Bounds(1.0)]
+OverOneOrZero = Annotated[float, Bounds(1.0, closed=False, or_zero=True)]
+Exponent = Annotated[float, Bounds(0.0, 100.0)]
+Rate = Annotated[float, Bounds(0.0, 10.0)]
+Count = Annotated[int, Bounds(1, MOST)]
+CountOrZero = Annotated[int, Bounds(0, MOST)]
+# Of settings whose declaration says no more: of a config, and of a function.
+UNSIGNED = {int: CountOrZero, float: NotNegative}
+SIGNED = {int: Annotated[int, Bounds(-MOST, MOST)], float: Number}
 
 
 def near(key: str, names: Iterable[str], prefix: str = "") -> str:
@@ -70,7 +95,7 @@ def build(cls: type, mapping: Any, prefix: str = "") -> Any:
     """
     if not isinstance(mapping, Mapping):
         raise ConfigError(f"{prefix.rstrip('.') or 'config'}={mapping!r:.200} must be a group of settings")
-    hints = typing.get_type_hints(cls)
+    hints = typing.get_type_hints(cls, include_extras=True)
     fields = {field.name: field for field in dataclasses.fields(cls)}
     built = {}
     for key, value in mapping.items():
@@ -79,12 +104,30 @@ def build(cls: type, mapping: Any, prefix: str = "") -> Any:
             raise ConfigError(f"unknown config key {prefix}{key}={value!r:.200}; {near(key, fields, prefix)}")
         slot = fields[key].metadata.get("slot")
         path = prefix + key
-        built[key] = slot.choose(value, path, fields[key].default) if slot else convert(hints[key], value, path)
+        hint = UNSIGNED.get(hints[key], hints[key])
+        built[key] = slot.choose(value, path, fields[key].default) if slot else convert(hint, value, path)
     return cls(**built)
 
 
 def convert(hint: Any, value: Any, path: str) -> Any:
-    """``value`` as the declared type of its field; int is accepted for float, list for tuple."""
+    """``value`` as the declared type of its field, within its bounds; int is accepted for float, list for tuple.
+
+    Raises:
+        ConfigError: another type, out of bounds, none of the choices.
+    """
+    if typing.get_origin(hint) is Annotated:
+        kind, bounds, *_ = typing.get_args(hint)
+        value = convert(kind, value, path)
+        is_free = not isinstance(bounds, Bounds) or (bounds.or_zero and value == 0)
+        if not is_free and (wrong := out_of_bounds(value, *bounds[:3])):
+            raise ConfigError(f"{path}={value!r:.200} {wrong}{', or 0' if bounds.or_zero else ''}")
+        return value
+    if typing.get_origin(hint) is typing.Literal:
+        choices = typing.get_args(hint)
+        value = convert(type(choices[0]), value, path) if isinstance(value, Text) else value
+        if value not in choices:
+            raise ConfigError(f"{path}={value!r:.200} is not one of {', '.join(map(repr, choices))}")
+        return value
     if dataclasses.is_dataclass(hint):
         return build(hint, value, path + ".")
     origin = typing.get_origin(hint)

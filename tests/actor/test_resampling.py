@@ -11,20 +11,12 @@ from jaxrl_llm.actor.generator import FinishedGroup
 from jaxrl_llm.actor.resampling import is_mixed, sample
 from jaxrl_llm.algorithms import credit
 from jaxrl_llm.algorithms.memory import Memory
+from jaxrl_llm.algorithms.views import Sizes
 from jaxrl_llm.config import freeze
 from jaxrl_llm.questions.ledger import Ledger
 from jaxrl_llm.run import assemble
 from jaxrl_llm.runtime.programs import compile_all
-from jaxrl_llm.types import (
-    OUTCOME_ERROR,
-    OUTCOME_SCORE,
-    OUTCOME_TIMEOUT,
-    STOP_EOS,
-    STOP_LENGTH,
-    Rewards,
-    Rollout,
-    Sizes,
-)
+from jaxrl_llm.types import OUTCOME_ERROR, OUTCOME_SCORE, OUTCOME_TIMEOUT, STOP_EOS, STOP_LENGTH, Rewards, Rollout
 
 P, G = 3, 2
 

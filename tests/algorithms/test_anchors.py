@@ -7,8 +7,8 @@ import pytest
 from support.building import algorithm_config
 
 from jaxrl_llm.algorithms.anchors import ANCHORS, ENTROPY_BONUSES, kl_estimate, reference_share
+from jaxrl_llm.algorithms.views import Tokens
 from jaxrl_llm.runtime.nested import ConfigError
-from jaxrl_llm.types import Tokens
 
 kl = jax.jit(kl_estimate, static_argnames="kind")
 

@@ -14,8 +14,8 @@ from jaxrl_llm.algorithms import corrections, surrogates
 from jaxrl_llm.algorithms.corrections import CORRECTIONS
 from jaxrl_llm.algorithms.surrogates import reinforce
 from jaxrl_llm.algorithms.use import keywords
+from jaxrl_llm.algorithms.views import Ratios, Tokens
 from jaxrl_llm.runtime.nested import ConfigError
-from jaxrl_llm.types import Ratios, Tokens
 
 KINDS = sorted(CORRECTIONS)
 BOUNDS = {"low": 0.5, "high": 2.0}

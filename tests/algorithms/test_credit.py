@@ -17,12 +17,13 @@ from jaxrl_llm.algorithms import baselines, credit
 from jaxrl_llm.algorithms.advantages import ADVANTAGES
 from jaxrl_llm.algorithms.memory import Memory
 from jaxrl_llm.algorithms.use import Chosen, use
+from jaxrl_llm.algorithms.views import Sizes
 from jaxrl_llm.config import freeze, from_json, to_json
 from jaxrl_llm.questions.ledger import Ledger
 from jaxrl_llm.run import assemble
 from jaxrl_llm.runtime import sharding
 from jaxrl_llm.runtime.nested import ConfigError
-from jaxrl_llm.types import OUTCOME_ERROR, STOP_EOS, STOP_LENGTH, Rewards, Rollout, Scores, Sizes
+from jaxrl_llm.types import OUTCOME_ERROR, STOP_EOS, STOP_LENGTH, Rewards, Rollout, Scores
 
 WIDTH, COMPLETION_TOKENS, HIDDEN = 7, 4, 5
 SHAPED = {

@@ -22,11 +22,12 @@ from jaxrl_llm.algorithms.advantages import ADVANTAGES
 from jaxrl_llm.algorithms.memory import Memory
 from jaxrl_llm.algorithms.shaping import overlong_penalty
 from jaxrl_llm.algorithms.surrogates import spo
+from jaxrl_llm.algorithms.views import Sizes, Tokens
 from jaxrl_llm.config import freeze
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.ops.groups import group_rows
 from jaxrl_llm.questions.ledger import Ledger
-from jaxrl_llm.types import OUTCOME_SCORE, Rewards, Sizes, Tokens
+from jaxrl_llm.types import OUTCOME_SCORE, Rewards
 
 RECIPES = pathlib.Path(__file__).parents[2] / "configs" / "recipes"
 

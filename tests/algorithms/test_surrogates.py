@@ -15,8 +15,8 @@ from support.building import algorithm_config
 from jaxrl_llm.algorithms.anchors import kl_estimate
 from jaxrl_llm.algorithms.surrogates import SURROGATES, surrogate_terms
 from jaxrl_llm.algorithms.use import Chosen, keywords
+from jaxrl_llm.algorithms.views import Tokens
 from jaxrl_llm.runtime.nested import ConfigError
-from jaxrl_llm.types import Tokens
 
 
 class Numbers(NamedTuple):

@@ -9,27 +9,24 @@ from typing import Literal
 import ml_collections
 import pytest
 
-from jaxrl_llm.algorithms.use import (
+from jaxrl_llm.algorithms.use import Chosen, Needs, Slot, keywords, needs, slot, use
+from jaxrl_llm.runtime.nested import (
     AtLeastOne,
-    Chosen,
+    ConfigError,
     Count,
     CountOrZero,
     Decay,
     Exponent,
-    Needs,
     NotNegative,
     Number,
     OverOneOrZero,
     Positive,
     Share,
-    Slot,
-    checked,
-    keywords,
-    needs,
-    slot,
-    use,
+    Text,
+    build,
+    convert,
+    flatten,
 )
-from jaxrl_llm.runtime.nested import ConfigError, Text, build, flatten
 
 
 def plain(x):
@@ -197,13 +194,13 @@ def test_a_value_of_another_type_or_out_of_bounds_is_refused(settings, said):
 )
 def test_kinds_of_numbers(kind, allowed, not_allowed):
     for value in allowed:
-        assert checked(kind, value, "a") == value
+        assert convert(kind, value, "a") == value
     for value in not_allowed:
         with pytest.raises(ConfigError, match=r"^a="):
-            checked(kind, value, "a")
+            convert(kind, value, "a")
     if kind is OverOneOrZero:
         with pytest.raises(ConfigError, match=r"a=1.0 must be more than 1.0 and at most 1000000000000.0, or 0"):
-            checked(kind, 1, "a")
+            convert(kind, 1, "a")
 
 
 def test_a_setting_without_a_default_must_be_given():
@@ -214,7 +211,7 @@ def test_a_setting_without_a_default_must_be_given():
 
 def test_settings_are_the_keyword_only_arguments_and_each_is_of_its_own_type():
     assert [(name, default) for name, (_, default) in keywords(scaled).items()] == [*DEFAULTS.items()]
-    assert keywords(scaled)["shift"] == (float, 0.5)
+    assert keywords(scaled)["shift"] == (Number, 0.5)
     assert keywords(plain) == {}
 
     def listed(x, *, sizes: tuple[int, ...] = (1, 2)):
@@ -370,7 +367,8 @@ def test_fields_of_a_config_have_paths_and_defaults():
 # ---- functions of the user's own
 
 OWN = """
-from jaxrl_llm.algorithms.use import Share, needs
+from jaxrl_llm.algorithms.use import needs
+from jaxrl_llm.runtime.nested import Share
 
 NUMBER = 3
 

@@ -106,7 +106,9 @@ def test_reference_log_probs_are_the_models_in_the_rows_order(micro_batch_size, 
     with jax.sharding.use_abstract_mesh(run.mesh.abstract_mesh):
         params = building.learner_params(run.learner.reference_model, run.mesh)
         program = jax.jit(run.programs()["annotate"].fn)
-        said = program(TrainState({"policy": None}, None, None), params, jax.device_put(rows, sharding.leading(run.mesh, rows)))
+        said = program(
+            TrainState({"policy": None}, None, None), params, jax.device_put(rows, sharding.leading(run.mesh, rows))
+        )
     expected = oracle_logp(building.host_params(run.learner.reference_model), rows, arch=teacher or TINY)
     assert said.keys() == {"ref_logp"}
     np.testing.assert_allclose(said["ref_logp"], expected, atol=1e-5)  # measured: 2.0e-6

@@ -11,8 +11,8 @@ import jaxtyping
 import pytest
 
 from jaxrl_llm.algorithms import corrections, surrogates
+from jaxrl_llm.algorithms.views import Tokens
 from jaxrl_llm.ops import groups, masks, ring_buffer, sampling
-from jaxrl_llm.types import Tokens
 
 PACKAGE = pathlib.Path(masks.__file__).parents[1]
 # What they are given is mostly a record, whose shapes types.py says; what they return is an array at least.

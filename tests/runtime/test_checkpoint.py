@@ -405,7 +405,9 @@ def test_files_that_orbax_alone_reads_are_not_missed(copy, capfd):
     assert resume(copy).iteration == 2 and capfd.readouterr().err == ""
 
 
-@pytest.mark.parametrize("name", ["train/params/policy/q", "train/params/policy/k", "ring/reason", "ring/trainable", "ring/tokens"])
+@pytest.mark.parametrize(
+    "name", ["train/params/policy/q", "train/params/policy/k", "ring/reason", "ring/trainable", "ring/tokens"]
+)
 def test_one_bit_of_an_array_that_flips_is_seen(name, copy, capfd):
     array = large_state(2)
     for part in name.split("/"):

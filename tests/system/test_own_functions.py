@@ -15,8 +15,9 @@ from jaxrl_llm.runtime import sharding
 METHODS = """
 import jax.numpy as jnp
 
-from jaxrl_llm.algorithms.use import Share, needs
+from jaxrl_llm.algorithms.use import needs
 from jaxrl_llm.ops.groups import minus_mean
+from jaxrl_llm.runtime.nested import Share
 
 
 @needs(siblings=True)
@@ -138,7 +139,7 @@ def test_reward_terms_and_columns_of_own_functions(run, methods, tmp_path):
         (["algorithm.reshaping={}:damped", "algorithm.reshaping.{}:damped.share=2"], ["share=2", "at most 1"]),
         (["algorithm.surrogate={}:silent"], ["algorithm.surrogate", "number for each token"]),
         (["algorithm.advantage={}:centred", "rollout.group_size=1"], ["rollout.group_size=1", "centred"]),
-        (["algorithm.surrogate={}:centred", "replay.unit=group"], ["centred, line 10", "AttributeError"]),
+        (["algorithm.surrogate={}:centred", "replay.unit=group"], ["centred, line 11", "AttributeError"]),
     ],
 )
 def test_bad_own_functions_are_refused_in_one_line(run, methods, tmp_path, settings, names):

@@ -102,7 +102,8 @@ class Iteration:
 
     def __init__(self, config, mesh):
         run = assemble(config, SMALL, (5,), mesh_of(mesh))
-        update = dataclasses.replace(run.learner.update, optimizer=RECORDER, critic_optimizer=RECORDER)
+        critic = RECORDER if config.has_critic else None
+        update = dataclasses.replace(run.learner.update, optimizer=RECORDER, critic_optimizer=critic)
         run = dataclasses.replace(run, learner=dataclasses.replace(run.learner, update=update))
         programs = run.programs()
         insert, update = programs["insert"].fn, programs["update"].fn
