@@ -286,8 +286,10 @@ class _Reader:
     def _rewards(self, given: Any, num: int) -> list[float] | None:
         if given is None:
             return None
-        if (algorithm := self.config.algorithm).looks_at_parts:
-            raise BadRowError(f"`rewards` are totals: algorithm.advantage={algorithm.advantage.name!r} needs each function's")
+        if (method := self.config.algorithm).looks_at_parts:
+            raise BadRowError(
+                f"rewards are totals: algorithm.advantage={method.advantage.name!r} needs each function's"
+            )
         is_number = lambda r: type(r) in (int, float) and abs(r) < 3e38
         if not isinstance(given, list) or len(given) != num or not all(r is None or is_number(r) for r in given):
             raise BadRowError(f"`rewards` must be a list of {num} numbers, one for each completion, or null")
