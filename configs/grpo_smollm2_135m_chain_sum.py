@@ -55,7 +55,6 @@ def get_config():
     config.rollout.group_size = 8
     config.rollout.chunk_steps = 4
     config.replay.capacity = 192
-    config.replay.unit = "group"
     config.replay.skip_tied = True
     config.update.batch_size = 64
     config.update.micro_batch_tokens = 416

@@ -29,6 +29,7 @@ def get_config():
     config.update.micro_batch_size = SUMS.batch
     config.update.logp_chunk_tokens = 512
     config.optimizer.learning_rate = 6e-4
+    config.replay.unit = "rollout"
     config.replay.cost_ratio = COST_RATIO
     config.eval.name = "test"
     config.eval.num_prompts = 64

@@ -16,7 +16,6 @@ def get_config():
     config = runpy.run_path("configs/grpo_smollm2_135m_chain_sum.py")["get_config"]()
     config.rollout.prompts_per_iteration = SMOLLM2.batch // GROUP
     config.replay.capacity = 0
-    config.replay.unit = "group"
     config.replay.skip_tied = False
     config.replay.cost_ratio = COST_RATIO
     config.num_iterations = 24

@@ -277,7 +277,7 @@ class Config(MethodFacts):
 
     @property
     def rows_per_draw(self) -> int:
-        """Neighbouring rows of an update batch that share a prompt."""
+        """Neighbouring rows of an update batch that are drawn together, and have one prompt."""
         return self.rollout.group_size if self.replay.unit == "group" else 1
 
     @property

@@ -143,10 +143,6 @@ def _combinations(c: Any, flat: dict[str, Any]):
         c.prompts.source in ("jsonl", "parquet") or 0 < c.prompts.size <= MOST_MADE,
         f"[prompts.size] must be at least 1 and at most {MOST_MADE} for [prompts.source]",
     )
-    yield (
-        c.replay.unit == "rollout" or u.micro_batch_size % c.rollout.group_size == 0,
-        "[update.micro_batch_size] must be a multiple of [rollout.group_size] for replay.unit='group'",
-    )
     num_draws = u.batch_size // c.rows_per_draw
     yield (
         u.pack_width == 0 or (u.micro_batch_tokens > 0 and c.draw_tokens <= u.pack_width <= num_draws * c.draw_tokens),

@@ -167,8 +167,9 @@ class ReplayConfig:
     fresh_batches: bool = False
     # From this iteration on (the first is 0) draw the rollouts of the same iteration alone; 0 = never.
     fresh_from_iteration: int = 0
-    # What is drawn: "rollout", or "group" (all samples of a prompt, whose prompt the learner then computes once).
-    unit: Literal["rollout", "group"] = "rollout"
+    # Unit of a draw: "group" (all samples of a prompt, side by side; where a micro-batch holds whole groups the learner
+    # computes their prompt once), or "rollout" (each by itself).
+    unit: Literal["group", "rollout"] = "group"
     # Draw no rollouts of tied groups: where siblings are compared, those whose rewards as scored are all equal (but for
     # those that "amplify_positive" gives an advantage), elsewhere those without an advantage.
     skip_tied: bool = False
@@ -217,6 +218,11 @@ class MethodFacts:
             algorithm=replace(a, critic=critic, **average),
         )
 
+    def rows_per_prompt(self, ring_shards: int) -> int:
+        """Neighbouring rows of a micro-batch whose prompt is computed once: a group where it holds whole ones."""
+        whole = self.line_tokens or self.update.micro_batch_size % (ring_shards * self.rows_per_draw) == 0
+        return self.rows_per_draw if whole else 1
+
     @property
     def keeps_reference(self) -> bool:
         """Whether rollouts carry their log-probs under the frozen starting model."""
@@ -259,7 +265,7 @@ class MethodFacts:
             return  # a run of elsewhere, to be read and not to be run
         lone, in_groups = c.rollout.group_size == 1, r.unit == "group"
         for name, must, why in (
-            ("replay.positive_fraction", in_groups, "for replay.unit='group': correct rows are kept one by one"),
+            ("replay.positive_fraction", in_groups, "but with replay.unit='rollout': rows are kept one by one"),
             ("replay.positive_fraction", r.capacity_tokens > 0, "with [replay.capacity_tokens]: it has no pages"),
             ("rollout.max_resample_rounds", lone, "for rollout.group_size=1, which is always tied"),
             ("rollout.max_resample_rounds", a.tied_teaches, "for [algorithm.advantage]: a tied group teaches it"),
@@ -283,6 +289,11 @@ class MethodFacts:
         yield (
             r.unit == "group" or not a.surrogate.needs.siblings,
             "[replay.unit] must be 'group' for [algorithm.surrogate], which compares the rows of a group",
+        )
+        yield (
+            not a.surrogate.needs.siblings or c.update.micro_batch_size % c.rollout.group_size == 0,
+            "[update.micro_batch_size] must be a multiple of [rollout.group_size] for [algorithm.surrogate], which "
+            "compares the rows of a group",
         )
         yield (
             c.model.reference_path == "" or c.keeps_reference,

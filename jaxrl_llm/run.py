@@ -125,7 +125,7 @@ def assemble(
         model=model,
         optimizer=optimizer,
         num_devices=shards,
-        group_size=config.rows_per_draw,
+        group_size=config.rows_per_prompt(sharding.num_ring_shards(config, mesh)),
         line_tokens=config.line_tokens,
         algorithm=config.algorithm,
         critic_optimizer=critic_optimizer,

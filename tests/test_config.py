@@ -133,8 +133,11 @@ def test_the_defaults_are_a_config():
         ({"update": {"micro_batch_size": 24}}, "update.micro_batch_size=24 must divide update.batch_size=64"),
         ({"replay": {"capacity": 32}}, "replay.capacity=32 must be at least update.batch_size=64"),
         ({"replay": {"capacity": 96}}, "replay.capacity=96 must be a multiple of the 64 rollouts"),
-        ({"replay": {"positive_fraction": 0.5}}, "replay.positive_fraction=0.5 of replay.capacity=64 must leave room"),
-        ({"replay": {"capacity": 128, "positive_fraction": 0.5, "unit": "group"}}, "must be 0 for replay.unit='group'"),
+        (
+            {"replay": {"positive_fraction": 0.5, "unit": "rollout"}},
+            "replay.positive_fraction=0.5 of replay.capacity=64 must leave room",
+        ),
+        ({"replay": {"capacity": 128, "positive_fraction": 0.5}}, "must be 0 but with replay.unit='rollout'"),
         (
             {"replay": {"capacity": 256, "delay_iterations": 2, "capacity_tokens": 9000}},
             "replay.capacity_tokens=9000 must be 0 or at least 9216: the 192 rollouts",
@@ -144,7 +147,7 @@ def test_the_defaults_are_a_config():
             "replay.capacity_tokens=3000 must be 0 or at least 3072: the 64",
         ),
         (
-            {"replay": {"capacity": 128, "capacity_tokens": 6144, "positive_fraction": 0.5}},
+            {"replay": {"capacity": 128, "capacity_tokens": 6144, "positive_fraction": 0.5, "unit": "rollout"}},
             "replay.positive_fraction=0.5 must be 0 with replay.capacity_tokens=6144",
         ),
         ({"external": {"paths": ("a",)}}, "external.groups_per_iteration=0 and external.paths=('a',) need each other"),
@@ -219,11 +222,14 @@ def test_the_defaults_are_a_config():
         ({"prompts": {"source": "jsonl"}}, "prompts.name='' must name the file"),
         ({"prompts": {"size": 0}}, "prompts.size=0 must be at least 1"),
         ({"checkpoint": {"keep_best": 1}}, "checkpoint.keep_best=1 needs eval.num_prompts"),
-        ({"replay": {"unit": "group"}, "update": {"micro_batch_size": 4}}, "multiple of rollout.group_size=8"),
+        ({"algorithm": {"surrogate": "agro"}, "update": {"micro_batch_size": 4}}, "multiple of rollout.group_size=8"),
         ({"update": {"pack_width": 4096}}, "update.pack_width=4096 must be 0, or with update.micro_batch_tokens"),
-        ({"update": {"pack_width": 9, "micro_batch_tokens": 9}}, "update.micro_batch_tokens at least the 48 tokens"),
+        ({"update": {"pack_width": 9, "micro_batch_tokens": 9}}, "update.micro_batch_tokens at least the 160 tokens"),
         ({"update": {"micro_batch_tokens": 100}}, "update.micro_batch_tokens=100 must be a multiple of the"),
-        ({"algorithm": {"surrogate": "agro"}}, "replay.unit='rollout' must be 'group' for algorithm.surrogate='agro'"),
+        (
+            {"algorithm": {"surrogate": "agro"}, "replay": {"unit": "rollout"}},
+            "replay.unit='rollout' must be 'group' for algorithm.surrogate='agro'",
+        ),
         (
             {"algorithm": {"old_policy": "start", "surrogate": "reinforce"}},
             "algorithm.old_policy='start' must be 'behaviour' for algorithm.surrogate='reinforce'",
@@ -689,6 +695,7 @@ CHECKPOINTED = {"checkpoint.every_iterations": 1, "checkpoint.keep_last": 1}
 WITH_KL = {"algorithm.divergence": "reference"}
 SHOWN = {"external.paths": ("shown.jsonl",), "external.groups_per_iteration": 8, "replay.capacity": 64}
 CRITIC = {"algorithm.advantage": "gae"}
+SINGLE = {"replay.unit": "rollout"}
 BINS = CRITIC | {"algorithm.critic.bins": 8}
 
 # setting -> (another value, where to look, what else must be set)
@@ -754,8 +761,8 @@ ALIVE = {
     "algorithm.critic.high": (2.0, program("annotate"), BINS),
     "replay.capacity": (64, shapes, {}),
     "replay.capacity_tokens": (1280, shapes, {}),
-    "replay.positive_fraction": (0.5, program("insert"), {}),
-    "replay.admission": ("likely", program("insert"), {"replay.positive_fraction": 0.5}),
+    "replay.positive_fraction": (0.5, program("insert"), SINGLE),
+    "replay.admission": ("likely", program("insert"), SINGLE | {"replay.positive_fraction": 0.5}),
     "replay.draw": ("age", program("update"), {}),
     "replay.priority": ("surprise", program("insert"), {}),
     "replay.delay_iterations": (1, program("update"), {}),
@@ -767,7 +774,7 @@ ALIVE = {
     "replay.fresh_fraction": (0.5, program("update"), {}),
     "replay.fresh_batches": (True, program("update"), {"replay.fresh_fraction": 0.5}),
     "replay.fresh_from_iteration": (3, program("update"), {}),
-    "replay.unit": ("group", program("update"), {}),
+    "replay.unit": ("rollout", program("update"), {}),
     "replay.skip_tied": (True, program("insert"), {}),
     "replay.cost_ratio": (5.28, costs, {}),
     "replay.shards": (2, shapes, {}),
@@ -933,9 +940,17 @@ def test_every_setting_changes_something(path, tmp_path, monkeypatch):
     assert seen(look, settings | {path: other}, tmp_path, monkeypatch) != before
 
 
-@pytest.mark.parametrize(
-    ("path", "name", "key"), settings_of_functions(), ids=[f"{p}={n}.{k}" for p, n, k in settings_of_functions()]
-)
+def most_are_slow(rows):
+    """The first of each place stays among the quick ones."""
+    places, params = set(), []
+    for path, name, key in rows:
+        marks = () if path not in places else pytest.mark.slow
+        places.add(path)
+        params.append(pytest.param(path, name, key, id=f"{path}={name}.{key}", marks=marks))
+    return params
+
+
+@pytest.mark.parametrize(("path", "name", "key"), most_are_slow(settings_of_functions()))
 def test_every_setting_of_a_function_changes_something(path, name, key, tmp_path, monkeypatch):
     others, look, given = OF_FUNCTIONS.get(path, {}).get(name, ({}, None, {}))
     assert key in others, f"{path}={name!r} has a new setting {key}: say in OF_FUNCTIONS where it can be seen"

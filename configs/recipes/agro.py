@@ -15,7 +15,6 @@ def get_config():
     config.algorithm.advantage = use("dr_grpo")
     config.algorithm.surrogate = use("agro")
     config.algorithm.aggregation = use("sequence_mean")
-    config.replay.unit = "group"
     config.replay.capacity = 512
     config.update.updates_per_iteration = 2
     return config

@@ -17,6 +17,7 @@ def get_config():
     config.algorithm.advantage = use("asymre", delta_v=-0.1)
     config.algorithm.surrogate = use("reinforce")
     config.algorithm.aggregation = use("constant_length")
+    config.replay.unit = "rollout"
     config.replay.capacity = 512
     config.update.updates_per_iteration = 2
     return config

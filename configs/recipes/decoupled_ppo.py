@@ -18,6 +18,7 @@ def get_config():
     config.algorithm.correction = use("token_masked", low=0.0, high=5.0)
     config.rollout.lookahead_prompts = 16
     config.rollout.max_lag_iterations = 4
+    config.replay.unit = "rollout"
     config.replay.max_uses = 1
     config.update.batch_size = 32
     config.update.updates_per_iteration = 2

@@ -20,6 +20,7 @@ def get_config():
     config.algorithm.old_policy = use("start")
     config.algorithm.divergence = use("convex", coefficient=0.01)
     config.algorithm.reference_reset_iterations = (50,)
+    config.replay.unit = "rollout"
     config.replay.capacity = 192
     config.replay.max_age_steps = 2
     config.replay.fresh_fraction = 0.6

@@ -15,6 +15,7 @@ def get_config():
     config = defaults()
     config.algorithm.surrogate = use("sequence_clipped")
     config.algorithm.aggregation = use("sequence_mean")
+    config.replay.unit = "rollout"
     config.replay.capacity = 2048
     config.replay.positive_fraction = 0.2
     config.update.updates_per_iteration = 4

@@ -17,7 +17,6 @@ def get_config():
     config.algorithm.advantage = use("dr_grpo")
     config.rollout.prompts_per_iteration = 4
     config.replay.capacity = 4096
-    config.replay.unit = "group"
     config.replay.skip_tied = True
     config.replay.latest_visit = True
     config.replay.fresh_fraction = 0.5

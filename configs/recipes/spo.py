@@ -19,7 +19,6 @@ def get_config():
     config.algorithm.advantage = use("dr_grpo")
     config.algorithm.surrogate = use("spo", beta=1.0)
     config.algorithm.aggregation = use("sequence_mean")
-    config.replay.unit = "group"
     config.replay.capacity = 512
     config.update.updates_per_iteration = 2
     return config

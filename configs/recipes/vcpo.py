@@ -19,7 +19,6 @@ def get_config():
     config.algorithm.surrogate = use("vcpo", cap=8.0)
     config.algorithm.step_size = use("effective_sample_size")
     config.algorithm.aggregation = use("constant_length")
-    config.replay.unit = "group"
     config.replay.capacity = 512
     config.optimizer.weight_decay = 0.1
     return config

@@ -287,9 +287,7 @@ class _Reader:
         if given is None:
             return None
         if (method := self.config.algorithm).looks_at_parts:
-            raise BadRowError(
-                f"rewards are sums: algorithm.advantage={method.advantage.name!r} needs each function's"
-            )
+            raise BadRowError(f"rewards are sums: algorithm.advantage={method.advantage.name!r} needs each function's")
         is_number = lambda r: type(r) in (int, float) and abs(r) < 3e38
         if not isinstance(given, list) or len(given) != num or not all(r is None or is_number(r) for r in given):
             raise BadRowError(f"`rewards` must be a list of {num} numbers, one for each completion, or null")

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import ArrayLike, Bool, Float, Int
 
 # Classes of questions by how many answers are right: easy, middling, hard.
 NUM_DIFFICULTIES = 3
@@ -91,18 +92,18 @@ class Tokens:
     What a function ``needs`` is an attribute too: ``x.ref_logp``.
     """
 
-    policy_logp: jax.Array  # [B, T] current policy, differentiated
-    old_logp: jax.Array  # [B, T] old policy
-    behaviour_logp: jax.Array  # [B, T] policy that drew the tokens
-    advantage: jax.Array  # [B, T] f32
-    reward: jax.Array  # [B] f32
-    mask: jax.Array  # [B, T] bool, tokens with a loss; a row without any is no sibling of its group
-    policy_version: jax.Array | None = None  # [B, T] i32 that drew the token
-    version: jax.Array | None = None  # [] i32 of the current weights
-    start_version: jax.Array | None = None  # [] i32 of the weights before the iteration's updates
-    iteration: jax.Array | None = None  # [] i32
+    policy_logp: Float[ArrayLike, "B T"]  # current policy, differentiated
+    old_logp: Float[ArrayLike, "B T"]  # old policy
+    behaviour_logp: Float[ArrayLike, "B T"]  # policy that drew the tokens
+    advantage: Float[ArrayLike, "B T"]
+    reward: Float[ArrayLike, " B"]
+    mask: Bool[ArrayLike, "B T"]  # tokens with a loss; a row without any is no sibling of its group
+    policy_version: Int[ArrayLike, "B T"] | None = None  # that drew the token
+    version: Int[ArrayLike, ""] | None = None  # of the current weights
+    start_version: Int[ArrayLike, ""] | None = None  # of the weights before the iteration's updates
+    iteration: Int[ArrayLike, ""] | None = None
     group_size: int = 1  # neighbouring rows that are siblings
-    columns: Mapping[str, jax.Array] = dataclasses.field(default_factory=dict)  # [B, T]
+    columns: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # [B, T]
 
     def __getattr__(self, name: str) -> jax.Array:
         columns = self.__dict__.get("columns", {})

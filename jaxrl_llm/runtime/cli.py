@@ -15,6 +15,7 @@ import runpy
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from absl import app, flags
 
@@ -72,8 +73,8 @@ def _parse(argv: list[str]) -> list[str]:
     # A shell leaves --workdir=~/run as it is.
     argv = [re.sub("^(--?[a-z_]+=)(~/.*)", lambda m: m[1] + os.path.expanduser(m[2]), word) for word in argv]
     given = sys.argv
+    argv, overrides = _or_fail(_apart, argv)
     try:
-        argv, overrides = _apart(argv)
         sys.argv = argv  # where config_flags looks for overrides, of which it does not know all
         rest = flags.FLAGS(argv)
         for name in flags.FLAGS:
@@ -81,9 +82,6 @@ def _parse(argv: list[str]) -> list[str]:
             hasattr(value, "to_dict")  # a config file that is not there is missed when looked at
             if name in ("workdir", "out") and value is not None and not (value and value.isprintable()):
                 raise ConfigError(f"--{name}={value!r} must name a folder, in printable text")
-        if overrides:
-            _override(overrides)
-        return rest
     except (Exception, SystemExit) as error:  # a config file may leave the process
         # What went wrong inside a config file, ml_collections does not say.
         try:
@@ -95,6 +93,16 @@ def _parse(argv: list[str]) -> list[str]:
         raise
     finally:
         sys.argv = given
+    if overrides:
+        _or_fail(_override, overrides, argv)
+    return rest
+
+
+def _or_fail(function: Callable, *given: Any) -> Any:
+    try:
+        return function(*given)
+    except ConfigError as error:
+        _fail(error)
 
 
 def _check_config_files(argv: list[str]) -> None:
@@ -114,11 +122,7 @@ def _check_config_files(argv: list[str]) -> None:
 
 
 def _apart(argv: list[str]) -> tuple[list[str], list[tuple[str, str]]]:
-    """The command line without its ``--config.a.b=value``, and these: (path, value).
-
-    Raises:
-        ConfigError: one of them has no path or no value, or there are two configs to change.
-    """
+    """The command line without its ``--config.a.b=value``, and these, (path, value); else a ``ConfigError``."""
     rest, overrides, words = [], [], iter(argv)
     for word in words:
         found = re.match(r"--?config\.([^=]*)(?:=(.*))?$", word, re.DOTALL)
@@ -134,19 +138,15 @@ def _apart(argv: list[str]) -> tuple[list[str], list[tuple[str, str]]]:
     return rest, overrides
 
 
-def _override(overrides: list[tuple[str, str]]) -> None:
-    """Put settings of the command line into what the file of ``--config`` gives.
-
-    Raises:
-        ConfigError: there is no ``--config``, no such setting, or it is of another type.
-    """
+def _override(overrides: list[tuple[str, str]], argv: list[str]) -> None:
+    """Put settings of the command line into what the file of ``--config`` gives; else a ``ConfigError``."""
     known = flags.FLAGS
     if "config" not in known or known["config"].value is None:
         raise ConfigError(f"--config.{overrides[0][0]}: there is no --config=FILE whose settings it could change")
     flag = known["config"]
     settings = flag.value.to_dict() if hasattr(flag.value, "to_dict") else flag.value
     if not isinstance(settings, Mapping):
-        raise ConfigError(f"--config: {settings!r:.60} is no group of settings")
+        return _check_config_files(argv)
     for path, text in sorted(overrides, key=lambda given: given[0].count(".")):  # a function before its settings
         settings = override(settings, path, Text(text))
     build(Config, settings)

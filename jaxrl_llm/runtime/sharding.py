@@ -70,12 +70,13 @@ def check_divisible(config: Config, mesh: Mesh) -> None:
     ring_shards = config.replay.shards or num_shards
     if ring_shards % num_shards:
         raise ConfigError(f"replay.shards={ring_shards} must be a multiple of the {num_shards} data-parallel devices")
+    together = config.rows_per_draw if config.algorithm.surrogate.needs.siblings else 1  # rows in one micro-batch
     numbers = {
         "rollout.prompts_per_iteration": (config.rollout.prompts_per_iteration, num_shards),
         "rollout.lookahead_prompts": (config.rollout.lookahead_prompts, num_shards),
         "external.groups_per_iteration": (config.external.groups_per_iteration, num_shards),
         "rollout.slots": (config.num_slots, num_shards),
-        "update.micro_batch_size": (config.update.micro_batch_size, ring_shards * config.rows_per_draw),
+        "update.micro_batch_size": (config.update.micro_batch_size, ring_shards * together),
         "update.batch_size": (config.update.batch_size, ring_shards * config.rows_per_draw),
         "replay.capacity": (config.ring_capacity, ring_shards * config.rows_per_draw),
     }

@@ -197,7 +197,9 @@ def test_export_command_writes_the_folder_of_a_checkpoint(tmp_path, monkeypatch,
     random = np.random.default_rng(3)
     params = jax.tree.map(lambda x: random.normal(size=x.shape).astype(np.float32), model.abstract_params(make_mesh()))
     checkpointer = Checkpointer(tmp_path / "run", CheckpointConfig())
-    checkpointer.save(1, {"params": params}, {}, freeze({"model": {"path": "random:debug"}}), pass_rate=None)
+    checkpointer.save(
+        1, {"params": {"policy": params}}, {}, freeze({"model": {"path": "random:debug"}}), pass_rate=None
+    )
     checkpointer.close()
     flags = (f"--checkpoint={tmp_path / 'run'}", f"--output={tmp_path / 'out'}")
     done = run_command("export", *flags, monkeypatch=monkeypatch, capfd=capfd)

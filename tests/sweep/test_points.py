@@ -180,7 +180,10 @@ def test_points_of_functions_have_names_of_their_own():
         ({"algorithm.surrogate.high": {"name": "gspo"}}, "algorithm.surrogate.high={'name': 'gspo'} must be of type"),
         ({"algorithm.surrogate": ["gspo"]}, "algorithm.surrogate=['gspo'] must be use(NAME, ...)"),
         ({"algorithm.reward_terms": "length_reward"}, "algorithm.reward_terms='length_reward' must be a list"),
-        ({"algorithm.surrogate": "agro"}, "replay.unit='rollout' must be 'group' for algorithm.surrogate='agro'"),
+        (
+            {"algorithm.surrogate": "agro", "replay.unit": "rollout"},
+            "replay.unit='rollout' must be 'group' for algorithm.surrogate='agro'",
+        ),
         ("seed=1", "a point of a sweep is {setting: value}"),
     ],
 )
