@@ -49,16 +49,16 @@ class ModelConfig:
     reference_path: str = ""
     # Arithmetic of the forward pass; master weights are always float32.
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
-    # What the backward pass keeps: "none" all, "dots" the layers' inputs, the MLPs' and their matmuls, "full" the
-    # layers' inputs alone; "auto" is "dots" where that fits the device, else "full" (on CPU, which states no limit).
+    # Rematerialisation, what the backward pass keeps: "none" all, "dots" the layers' inputs, the MLPs' and their
+    # matmuls, "full" the layers' inputs alone; "auto" is "dots" where that fits the device, else "full" (so on CPU).
     remat: Literal["none", "dots", "full", "auto"] = "full"
-    # "auto" takes a flash kernel where the devices have one (TPU; NVIDIA in bfloat16), "xla" plain matmuls everywhere.
+    # Attention: "auto" takes a flash kernel where the devices have one (TPU; NVIDIA in bfloat16), "xla" never.
     attention: Literal["auto", "xla"] = "auto"
 
 
 @dataclasses.dataclass(frozen=True)
 class PromptsConfig:
-    # Where questions come from: "reasoning_gym", "jsonl", "parquet"; built in: "arithmetic" (sums), "letters" (a toy).
+    # Source of the questions: "reasoning_gym", "jsonl", "parquet"; built in: "arithmetic" (sums), "letters" (a toy).
     source: Literal["letters", "arithmetic", "reasoning_gym", "jsonl", "parquet"] = "letters"
     # Name of the reasoning-gym dataset, or path of the file.
     name: str = ""
@@ -70,17 +70,17 @@ class PromptsConfig:
     max_tokens: Count = 32
     # Text of a system message put before a text prompt; "" leaves the chat template's own default.
     system_prompt: str = ""
-    # Wrap prompts in the model's chat template. False: the text is the prompt.
+    # Chat template: wrap prompts in the model's. False: the text is the prompt.
     chat_template: bool = True
-    # Read what looks like a special token ("<|im_end|>") in these texts, or answers of others, as one. False: as text.
+    # Special tokens: read what looks like one ("<|im_end|>") in prompts and answers of others as one. False: as text.
     special_tokens: bool = False
-    # A row that cannot be read: "error" stops before the run, "skip" reports, counts and goes on.
+    # Bad row, one that cannot be read: "error" stops before the run, "skip" reports, counts and goes on.
     bad_row: Literal["error", "skip"] = "error"
-    # A prompt over max_tokens: likewise.
+    # Long prompt, one of more than max_tokens: "error" or "skip", as of a bad row.
     long_prompt: Literal["error", "skip"] = "error"
-    # Visit questions in a new random order each epoch.
+    # Shuffle: visit questions in a new random order each epoch.
     shuffle: bool = True
-    # Do not ask again what has passed at this rate over all its answers so far; 0 = ask everything.
+    # Retirement: do not ask again what has passed at this rate over all its answers so far; 0 = ask everything.
     retire_pass_rate: Share = 0.0
 
 
@@ -88,38 +88,38 @@ class PromptsConfig:
 class SamplingConfig:
     # Softmax temperature; 0 means greedy and is for generate/evaluate alone.
     temperature: Annotated[float, Bounds(0.01, 100.0)] = 1.0
-    # Keep the k most likely tokens; 0 = all.
+    # Top-k: keep the k most likely tokens; 0 = all.
     top_k: int = 0
-    # Keep the smallest set of tokens with this much mass; 1.0 = all.
+    # Top-p: keep the smallest set of tokens with this much mass; 1.0 = all.
     top_p: Annotated[float, Bounds(0.0, 1.0, closed=False)] = 1.0
-    # Keep tokens at least this fraction as likely as the most likely; 0.0 = all.
+    # Min-p: keep tokens at least this fraction as likely as the most likely; 0.0 = all.
     min_p: Share = 0.0
-    # Where one of these leaves tokens out, a token is drawn among the most likely ids of those left, so many at most:
-    # they are kept with it, 4 bytes each, for the learner's ratio to be over the same ones. 0 = top_k, or else 64.
+    # Support: where top-k, top-p or min-p leaves tokens out, the most likely ids that are left, so many at most. They
+    # are kept with the token, 4 bytes each, so that the learner's ratio is over the same ones. 0 = top_k, or else 64.
     # Evaluations and generate have no learner, and draw among all that are left.
     support_tokens: int = 0
     # Longest completion in tokens, EOS counted.
     max_completion_tokens: Count = 16
-    # Completions end at the first of these texts (kept in the completion).
+    # Stop strings: completions end at the first of them (kept in the completion).
     stop_strings: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class RolloutConfig:
     prompts_per_iteration: Count = 8
-    # Completions sampled for each prompt; 1 only where algorithm.advantage does not compare siblings.
+    # Group size, completions sampled for each prompt; 1 only where algorithm.advantage does not compare siblings.
     group_size: Count = 8
-    # Sequences decoded side by side; 0 = one for every rollout of the iteration.
+    # Slots, sequences decoded side by side; 0 = one for every rollout of the iteration.
     slots: int = 0
-    # Decode steps between refills of finished slots.
+    # Chunk: decode steps between refills of finished slots.
     chunk_steps: Count = 8
-    # Prompts started ahead, so that slots never idle: their rollouts may span policy versions (recorded per token).
+    # Lookahead: prompts started ahead, lest slots idle. Rollouts may then span policy versions (recorded per token).
     lookahead_prompts: int = 0
     # Staleness gate: no prompt stays open for more than so many iterations beyond its first. Stragglers are waited for,
     # and fewer prompts started ahead if need be; a round of max_resample_rounds counts like one. 0 = it may stay.
     max_lag_iterations: int = 0
-    # How often at most an iteration asks prompts_per_iteration more prompts because groups of it are tied (no two
-    # rewards differ): mixed ones take their place. What is left out counts as generated. 0 = never.
+    # Dynamic sampling: how often at most an iteration asks prompts_per_iteration more prompts because groups of it are
+    # tied (no two rewards differ): mixed ones take their place. What is left out counts as generated. 0 = never.
     max_resample_rounds: Annotated[int, Bounds(0, 1000)] = 0
 
 
@@ -130,11 +130,11 @@ class RewardsConfig:
     functions: tuple[str, ...] = ("task",)
     # One weight per function.
     weights: tuple[Number, ...] = (1.0,)
-    # Processes in the pool.
+    # Workers: processes that score.
     num_workers: Annotated[int, Bounds(1, 1024)] = 2
-    # Seconds one call (the completions of one prompt) may take before its process is replaced.
+    # Timeout: seconds one call (the completions of one prompt) may take before its process is replaced.
     timeout_s: Annotated[float, Bounds(0.01, 86400.0)] = 10.0
-    # Stop with a checkpoint when more than this fraction of an iteration's rewards failed.
+    # Failures: stop with a checkpoint when more than this fraction of an iteration's rewards failed.
     max_failure_frac: Share = 0.5
     # A rollout passes when its total reward is at least this.
     pass_threshold: Number = 1.0
@@ -145,17 +145,17 @@ class ExternalConfig:
     # Answers of others, from each in turn: JSONL files (their form is in jaxrl_llm/actor/guests.py), gone through again
     # and again, and workdirs of runs with metrics.share_rollouts, whose newest are taken.
     paths: tuple[str, ...] = ()
-    # Groups of theirs that go into the ring in each iteration, besides the run's own.
+    # Groups of theirs that go into the ring in each iteration, in addition to the run's own.
     groups_per_iteration: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
 class UpdateConfig:
-    # Rollouts in one optimizer step.
+    # Batch size: rollouts in one optimizer step.
     batch_size: Count = 64
-    # Rollouts in one forward and backward pass, over all devices.
+    # Micro-batch: rollouts in one forward and backward pass, over all devices.
     micro_batch_size: Count = 16
-    # Tokens in one such pass instead: rollouts are packed side by side in lines, with no padding between; 0 = padded.
+    # Packing: tokens in one such pass instead, of rollouts side by side in lines without padding; 0 = padded.
     micro_batch_tokens: int = 0
     # Tokens of such a line, at least what one draw takes at full length; 0 = twice that.
     pack_width: int = 0
@@ -184,9 +184,9 @@ class OptimizerConfig:
     weight_decay: Exponent = 0.0
     # Global-norm clip; 0 = none.
     max_grad_norm: float = 1.0
-    # Start the moments anew every so many steps (Kimi k1.5: in every iteration), the schedule goes on; 0 = never.
+    # Optimizer reset: start the moments anew, not the schedule, every so many steps (Kimi k1.5: an iteration); 0 = never.
     reset_every_steps: int = 0
-    # Keep the moments in the host's pinned memory; an optimizer step moves them to the device and back.
+    # Offload: keep the moments in the host's pinned memory; an optimizer step moves them to the device and back.
     offload: bool = False
 
 
@@ -203,7 +203,7 @@ class CheckpointConfig:
     # 0 = at the end alone.
     every_iterations: int = 0
     keep_last: Count = 2
-    # Checkpoints with the best eval/pass_rate kept besides.
+    # Best checkpoints, by eval/pass_rate, kept in addition.
     keep_best: int = 0
     # Write a Hugging Face folder at the end.
     export: bool = True

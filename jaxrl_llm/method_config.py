@@ -140,11 +140,12 @@ class AlgorithmConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ReplayConfig:
-    # Rollouts the device ring holds; 0 = one iteration's worth (on-policy).
+    # Capacity: rollouts the device ring holds; 0 = one iteration's worth (on-policy).
     capacity: int = 0
-    # Tokens it holds of them, without padding: the oldest go where there are more; 0 = every rollout at full length.
+    # Capacity in tokens, without padding: the oldest go where there are more; 0 = every rollout at full length.
     capacity_tokens: int = 0
-    # Share of the capacity for the freshest correct rollouts (rewards.pass_threshold) that the rest has evicted.
+    # Positive bias: share of the capacity for the freshest correct rollouts (rewards.pass_threshold) that the rest has
+    # evicted.
     positive_fraction: Share = 0.0
     # Admission to that share: "correct" rollouts, or "likely" ones, in mean log-prob a token no less than their
     # successors.
@@ -155,14 +156,14 @@ class ReplayConfig:
     # Priority, what draw="priority" looks at: "advantage" (its absolute value), "reward" (0 where negative), "length"
     # (tokens of the completion) or "surprise" (minus the mean log-prob of its tokens when they were drawn).
     priority: Chosen = slot(PRIORITIES, "rows", "advantage")
-    # Oldest rollout that may be drawn, in iterations since insertion; 0 = no limit.
+    # Staleness limit: oldest rollout that may be drawn, in iterations since insertion; 0 = no limit.
     max_age_steps: int = 0
-    # Draw only rollouts exactly this old, in iterations: staleness without reuse; 0 = no delay.
+    # Delay: draw only rollouts exactly this old, in iterations, staleness without reuse; 0 = no delay.
     delay_iterations: int = 0
-    # Times a rollout may be drawn; 0 = no limit.
+    # Reuse: times a rollout may be drawn; 0 = no limit.
     max_uses: int = 0
-    # Share of each update batch taken from the rollouts inserted in this iteration; with fresh_batches the share of
-    # batches that are taken wholly from those, the others having none of them while there are older ones.
+    # Fresh share of each update batch, taken from the rollouts inserted in this iteration; with fresh_batches the share
+    # of batches that are taken wholly from those, the others having none of them while there are older ones.
     fresh_fraction: Share = 0.0
     fresh_batches: bool = False
     # From this iteration on (the first is 0) draw the rollouts of the same iteration alone; 0 = never.
@@ -170,20 +171,24 @@ class ReplayConfig:
     # Unit of a draw: "group" (all samples of a prompt, side by side; where a micro-batch holds whole groups the learner
     # computes their prompt once), or "rollout" (each by itself).
     unit: Literal["group", "rollout"] = "group"
-    # Draw no rollouts of tied groups: where siblings are compared, those whose rewards as scored are all equal (but for
-    # those that "amplify_positive" gives an advantage), elsewhere those without an advantage.
+    # Tied groups: draw none of their rollouts. Where siblings are compared, a group is tied whose rewards as scored are
+    # all equal (unless "amplify_positive" gives it an advantage), elsewhere one without an advantage.
     skip_tied: bool = False
-    # Draw of each question only the rollouts of its latest visit that left any to draw.
+    # Latest visit: draw of each question only the rollouts of its latest visit that left any to draw.
     latest_visit: bool = False
-    # Give up rollouts of an age whose effective sample size (update/ess_frac_age_...) fell below this; 0 = draw all.
+    # Effective sample size: give up rollouts of an age whose effective sample size (update/ess_frac_age_...) fell below
+    # this; 0 = draw all.
     min_ess: Share = 0.0
-    # Never draw a group of which at least this share is correct, nor earlier ones of its prompt; 0 = draw all.
+    # Solved groups: never draw one of which at least this share is correct, nor earlier ones of its prompt; 0 = draw
+    # all.
     solved_fraction: Share = 0.0
-    # Seconds to generate a rollout over seconds to train on one, for the compute axis of the curves; 0 = as measured.
+    # Cost ratio: seconds to generate a rollout over seconds to train on one, for the compute axis of the curves; 0 = as
+    # measured.
     cost_ratio: float = 0.0
     # Shards of the ring; 0 = the mesh's data-parallel size. Fix it to get the same draws on another mesh.
     shards: int = 0
-    # Where the rows lie: "device", or for a large capacity "host" (pinned memory; only rows inserted or drawn move).
+    # Memory, where the rows lie: "device", or for a large capacity "host" (pinned memory; only rows inserted or drawn
+    # move).
     memory: Literal["device", "host"] = "device"
 
 
