@@ -184,7 +184,7 @@ class OptimizerConfig:
     weight_decay: Exponent = 0.0
     # Global-norm clip; 0 = none.
     max_grad_norm: float = 1.0
-    # Optimizer reset: start the moments anew, not the schedule, every so many steps (Kimi k1.5: an iteration); 0 = never.
+    # Optimizer reset: start the moments anew, not the schedule, every so many steps (Kimi: an iteration); 0 = never.
     reset_every_steps: int = 0
     # Offload: keep the moments in the host's pinned memory; an optimizer step moves them to the device and back.
     offload: bool = False
