@@ -783,7 +783,7 @@ ALIVE = {
     "replay.memory": ("host", program("update"), {}),
     "update.batch_size": (8, program("update"), {}),
     "update.micro_batch_size": (4, program("update"), {}),
-    "update.pack_width": (96, program("update"), {"update.micro_batch_tokens": 480}),
+    "update.pack_width": (96, program("update"), SINGLE | {"update.micro_batch_tokens": 480}),
     "update.micro_batch_tokens": (480, program("update"), {}),
     "update.updates_per_iteration": (3, program("update"), {}),
     "update.logp_chunk_tokens": (64, program("update"), {}),

@@ -15,6 +15,7 @@ from jaxrl_llm.sweep.points import Sweep, product, seeds
 from studies.design import COST_RATIO, SUMS
 
 get_config = runpy.run_path("configs/study_arithmetic.py")["get_config"]
+WHOLE_GROUPS = ("agro", "rr", "spo", "vcpo")
 # Without the two that need something beside them: another run, a teacher.
 LEFT_OUT = ("sapo", "distillation")
 RECIPES = [path for path in sorted(pathlib.Path("configs/recipes").glob("*.py")) if path.stem not in LEFT_OUT]
@@ -24,6 +25,10 @@ def point(path):
     """A recipe's settings on the study's task, for as many iterations as the budget pays."""
     config = freeze(runpy.run_path(str(path))["get_config"]())
     changed = {field: plain(new) for field, (_, new) in differences(freeze(defaults()), config, whole=True).items()}
+    # Single rollouts, as the study has it, but where a recipe's method compares or replays whole groups.
+    changed.pop("replay.unit", None)
+    if path.stem in WHOLE_GROUPS:
+        changed["replay.unit"] = "group"
     batch = changed.setdefault("update.batch_size", config.update.batch_size)
     changed.setdefault("update.micro_batch_size", batch)
     changed.setdefault("rollout.group_size", config.rollout.group_size)

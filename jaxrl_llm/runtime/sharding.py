@@ -84,7 +84,7 @@ def check_divisible(config: Config, mesh: Mesh) -> None:
         if value % shards:
             raise ConfigError(
                 f"{path}={value} must be a multiple of {shards}: it is split over {num_shards} data-parallel devices, "
-                f"{ring_shards} ring shards (replay.shards) and groups of {config.rows_per_draw}"
+                f"{ring_shards} ring shards (replay.shards) and groups of {config.rows_per_draw} (replay.unit)"
             )
     if config.update.micro_batch_tokens % (ring_shards * max(config.line_tokens, 1)):
         raise ConfigError(

@@ -48,6 +48,7 @@ def make_run(*paths, groups=2, mesh=ONE, own=4, **sections):
         "rollout": {"prompts_per_iteration": own, "group_size": G},
         "external": {"paths": tuple(map(str, paths)), "groups_per_iteration": groups},
         "update": {"batch_size": 4, "micro_batch_size": 4},
+        "replay": {"unit": "rollout"},
     }
     settings |= {name: settings.get(name, {}) | values for name, values in sections.items()}
     return assemble(freeze(settings), TINY, EOS_IDS, mesh_of(mesh))
