@@ -239,11 +239,6 @@ class MethodFacts:
         return "generation_logp" in self.algorithm.columns
 
     @property
-    def keeps_hidden(self) -> bool:
-        """Whether credit reads the mean hidden state of completions."""
-        return "hidden" in self.algorithm.columns
-
-    @property
     def keeps_entropy(self) -> bool:
         """Whether rollouts carry the entropy of what each token was drawn from, for credit."""
         return "entropy" in self.algorithm.columns

@@ -117,8 +117,8 @@ def assign(
     tied = ~teaches_Q[groups.index]
     if not algorithm.tied_teaches:
         tied &= ~mixed
-    group_mean = compare.group_sum(reward, groups) / jnp.maximum(compare.group_count(groups), 1.0)
-    made |= {"group_mean": jnp.where(trainable, group_mean, 0.0), "tied": tied, "question_id": scores.question_id}
+    group_mean = jnp.where(trainable, compare.group_mean(reward, groups), 0.0)
+    made |= {"group_mean": group_mean, "tied": tied, "question_id": scores.question_id}
     kept = {name for name in columns if name != "value" or algorithm.critic.clip}  # of which it is clipped
     experience = Experience(
         rollout, reward, advantage_BS, trainable, columns=made | {name: columns[name] for name in kept}

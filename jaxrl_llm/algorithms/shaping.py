@@ -19,7 +19,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Int
 from jaxrl_llm.algorithms import memory
 from jaxrl_llm.algorithms.use import needs
 from jaxrl_llm.algorithms.views import NUM_DIFFICULTIES, Rows
-from jaxrl_llm.ops.groups import Groups, group_count, group_range, group_sum
+from jaxrl_llm.ops.groups import Groups, group_count, group_mean, group_range, group_sum
 from jaxrl_llm.runtime.nested import Count, CountOrZero, Exponent, NotNegative, Positive
 
 # ---- reward terms
@@ -139,7 +139,7 @@ def entropy_factor(advantage: Float[ArrayLike, "B S"], x: Rows, *, strength: Not
         would turn the advantage round; the group as the set of the mean is ours; 1 where the mean is 0.
     """
     entropy = jnp.sum(jnp.where(x.mask, x.columns["entropy"], 0.0), axis=1) / jnp.maximum(x.length, 1)
-    mean = group_sum(entropy, x.groups) / jnp.maximum(group_count(x.groups), 1.0)
+    mean = group_mean(entropy, x.groups)
     is_known = x.groups.valid & (mean > 0)
     relative = (mean - entropy) / jnp.where(is_known, mean, 1.0)
     return advantage * jnp.where(is_known, jnp.maximum(1.0 + strength * relative, 0.0), 1.0)[:, None]

@@ -25,12 +25,12 @@ from typing import Any, NamedTuple
 
 import ml_collections
 
-from jaxrl_llm.algorithms.views import OTHER_POLICIES
+from jaxrl_llm.algorithms.views import OTHER_POLICIES, SAID_BY_LEARNER
 from jaxrl_llm.runtime.functions import resolve
 from jaxrl_llm.runtime.nested import SIGNED, ConfigError, Text, check_name, convert, names, near
 
 # What a function may ask for: what the sampler or the learner can say of rows, and other policies.
-NEEDED = ("entropy", "hidden", "value", "ref_logp", "generation_logp", *OTHER_POLICIES)
+NEEDED = ("entropy", *SAID_BY_LEARNER, *OTHER_POLICIES)
 NONE = "none"  # of a slot that may stay empty
 
 
@@ -177,14 +177,12 @@ class Slot:
         else:
             source = "" if name in self.table else mapping.get("source", "")
             try:
-                function = self.table[name] if name in self.table else self._own(name, path)
+                function, digest = (self.table[name], "") if name in self.table else self._own(name, path)
             except ConfigError:
                 if not source:
                     raise
                 return Chosen(name, given, source)  # of a run of elsewhere: to be read, not to be run
-            known = {**self.settings, **keywords(function)}
-            if name not in self.table:
-                source = source or _digest(function)
+            source, known = source or digest, {**self.settings, **keywords(function)}
         for key in given:
             check_name(key, path)
             if function is None:
@@ -204,8 +202,8 @@ class Slot:
     def _names(self) -> str:
         return ", ".join(map(repr, (*self.table, *([NONE] if self.optional else []))))
 
-    def _own(self, name: str, path: str) -> Callable:
-        """A function of the user's."""
+    def _own(self, name: str, path: str) -> tuple[Callable, str]:
+        """A function of the user's, and the digest of its file."""
         if ":" not in name:
             raise ConfigError(
                 f"{path}={name!r:.200} is not one of {self._names()}; a function of your own is named "
@@ -215,7 +213,7 @@ class Slot:
             function = resolve(name)
             parameters = inspect.signature(function).parameters.values()
             taken = {"name", "source"} & {*keywords(function)}
-            _digest(function)
+            digest = _digest(function)
         except Exception as error:
             raise ConfigError(f"{path}={name!r:.200} cannot be used: {type(error).__name__}: {error}") from error
         wants = getattr(function, "needs", Needs()).columns
@@ -228,7 +226,7 @@ class Slot:
                 f"{path}={name!r:.200} must be a function of ({self.arguments}) whose settings are keywords after a *, "
                 f"not of {inspect.signature(function)}{': `name` and `source` are taken' if taken else ''}"
             )
-        return function
+        return function, digest
 
     def flat(self, value: Any, path: str) -> dict[str, Any]:
         """``{path: name, path.setting: value}``; of ``several`` ``{path: names, path.name.setting: value}``."""
@@ -259,8 +257,8 @@ def keywords(function: Callable) -> dict[str, tuple[Any, Any]]:
     """Settings of a function: name -> (annotation, default). What is not annotated has the type of its default."""
     hints = typing.get_type_hints(function, include_extras=True)
     parameters = inspect.signature(function).parameters.values()
-    hint = lambda p: SIGNED.get(hints.get(p.name, type(p.default)), hints.get(p.name, type(p.default)))
-    return {p.name: (hint(p), p.default) for p in parameters if p.kind is p.KEYWORD_ONLY}
+    declared = {p.name: (hints.get(p.name, type(p.default)), p.default) for p in parameters if p.kind is p.KEYWORD_ONLY}
+    return {name: (SIGNED.get(hint, hint), default) for name, (hint, default) in declared.items()}
 
 
 def _digest(function: Callable) -> str:

@@ -50,6 +50,8 @@ COLUMNS = {
     # Of drawn rows.
     "age_bucket": Column(False, False, "i32, 0..len(AGE_BUCKETS)"),
 }
+# Those that the learner says of fresh rows.
+SAID_BY_LEARNER = ("generation_logp", "ref_logp", "value", "hidden")
 # Fields of rows that are per token too.
 PER_TOKEN = ("tokens", "behaviour_logp", "policy_version", "advantage")
 

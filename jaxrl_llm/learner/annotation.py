@@ -81,7 +81,7 @@ class Annotation:
     def reference(self, params: Any, rollout: Rollout) -> jax.Array:
         """Log-probs of fresh rollouts under the frozen reference, [B,S]; the ring keeps them with the rollouts."""
         teacher = dataclasses.replace(self.update, model=self.reference_model)
-        return self._by_micro_batch(lambda rows, unit: teacher.logp(params, rows, group_size=unit).logp, rollout)
+        return dataclasses.replace(self, update=teacher).logp(params, rollout)
 
     def join(self, params: Any, version: jax.Array, rollout: Rollout, external: Rollout) -> Rollout:
         """Own rows and those of others beside each other, these as if the current weights had just drawn them."""

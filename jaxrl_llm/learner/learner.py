@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from jaxrl_llm.algorithms import corrections, credit
 from jaxrl_llm.algorithms import critic as values
 from jaxrl_llm.algorithms.memory import Memory
-from jaxrl_llm.algorithms.views import COLUMNS, Sizes
+from jaxrl_llm.algorithms.views import COLUMNS, SAID_BY_LEARNER, Sizes
 from jaxrl_llm.config import Config
 from jaxrl_llm.learner import optim, publish
 from jaxrl_llm.learner.annotation import Annotation
@@ -105,7 +105,7 @@ class LearnerPrograms:
 
     @property
     def annotation(self) -> Annotation:
-        columns = self.config.algorithm.columns & {"generation_logp", "hidden", "ref_logp", "value"}
+        columns = self.config.algorithm.columns & {*SAID_BY_LEARNER}
         return Annotation(self.update, self.reference_model, self.config.rollout.group_size, columns)
 
     @property

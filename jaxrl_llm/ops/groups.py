@@ -53,6 +53,11 @@ def group_count(groups: Groups) -> Float[Array, " B"]:
     return jnp.sum(groups.member, axis=1).astype(jnp.float32)[groups.index]
 
 
+def group_mean(value: Float[ArrayLike, " B"], groups: Groups) -> Float[Array, " B"]:
+    """Mean of ``value`` [B] f32 over the valid rows of each row's group, [B] f32; 0 for an empty group."""
+    return group_sum(value, groups) / jnp.maximum(group_count(groups), 1.0)
+
+
 def group_range(value: Float[ArrayLike, " B"], groups: Groups) -> tuple[Float[Array, " B"], Float[Array, " B"]]:
     """Lowest and highest ``value`` [B] f32 of each row's group, each [B] f32; inf and -inf for an empty group."""
     lowest = jnp.min(jnp.where(groups.member, value[None, :], jnp.inf), axis=1)
@@ -72,7 +77,7 @@ def is_untied(value: Float[ArrayLike, " B"], groups: Groups) -> Bool[Array, " B"
 
 def minus_mean(value: Float[ArrayLike, " B"], groups: Groups) -> Float[Array, " B"]:
     """``value - mean`` over the group, [B] f32; exactly 0 in a tied group. ``value`` [B] f32 is finite where valid."""
-    mean = group_sum(jnp.where(groups.valid, value, 0.0), groups) / jnp.maximum(group_count(groups), 1.0)
+    mean = group_mean(jnp.where(groups.valid, value, 0.0), groups)
     return jnp.where(is_untied(value, groups), value - mean, 0.0)
 
 
@@ -101,7 +106,7 @@ def over_std(value: Float[ArrayLike, " B"], groups: Groups) -> Float[Array, " B"
     Take the mean away first: where all values are equal, only zeros stay what they are.
     """
     value = jnp.where(groups.valid, value, 0.0)
-    variance = group_sum(jnp.square(minus_mean(value, groups)), groups) / jnp.maximum(group_count(groups), 1.0)
+    variance = group_mean(jnp.square(minus_mean(value, groups)), groups)
     return value / (jnp.sqrt(variance) + STD_EPSILON)
 
 

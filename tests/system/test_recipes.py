@@ -414,7 +414,7 @@ def test_padding_prompts_and_failed_rows_change_no_bit(recipe):
 def test_order_changes_nothing(recipe):
     config, iteration, rows, expected = first(recipe)
     # Rows of a group stay together where the learner is told that neighbours are one, or asked about fresh rollouts.
-    is_asked = config.has_critic or config.keeps_hidden
+    is_asked = config.has_critic or "hidden" in config.algorithm.columns
     unit, rng = config.rollout.group_size if is_asked else config.rows_per_draw, np.random.default_rng(2)
     order = rng.permutation(np.arange(NUM_ROWS).reshape(-1, unit)).ravel()
     assert_same(iteration.gradient(reordered(rows, order)), expected)
