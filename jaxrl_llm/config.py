@@ -229,6 +229,8 @@ class MetricsConfig:
     samples_per_iteration: int = 4
     # Write all of them to shared_rollouts.jsonl, where other runs find them (external.paths).
     share_rollouts: bool = False
+    # Compare every iteration, bit by bit, what several hosts must have alike; slow, to find out why they do not.
+    compare_hosts: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

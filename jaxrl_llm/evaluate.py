@@ -15,7 +15,6 @@ import json
 import pathlib
 from typing import Any
 
-import jax
 import numpy as np
 from absl import flags
 from ml_collections import config_flags
@@ -60,7 +59,7 @@ def command(config: Config, model: str, checkpoint: str, num_samples: int) -> di
         programs = sampler.programs(run.sampler_params) | {"publish": publish.program(run.model, mesh)}
         compiled = compile_all(programs, mesh)
         params = compiled["publish"](params)
-        version, key = jax.device_put((np.int32(0), rng.stream(config.seed, "eval")), sharding.replicated(mesh, (0, 0)))
+        version, key = sharding.put((np.int32(0), rng.stream(config.seed, "eval")), sharding.replicated(mesh, (0, 0)))
         generator = Generator(sampler, compiled, tokenizer.decode)
         return evaluate(
             generator,

@@ -15,7 +15,6 @@ import collections
 import json
 from typing import Any
 
-import jax
 import numpy as np
 from absl import flags
 
@@ -27,7 +26,7 @@ from jaxrl_llm.models.files import pretrained
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.questions import jsonl
 from jaxrl_llm.questions.tasks.files import BadRowError, prompt_of
-from jaxrl_llm.runtime import cli, rng, sharding
+from jaxrl_llm.runtime import cli, hosts, rng, sharding
 from jaxrl_llm.runtime.programs import compile_all, use_cache
 from jaxrl_llm.types import STOP_NAMES, Example, PromptBatch
 
@@ -66,8 +65,8 @@ def generate(
     publishing = compile_all({"publish": publish.program(model, mesh)}, mesh)["publish"]
     params = publishing(source.load_params(model, mesh, seed=seed))
     shapes = publish.abstract_params(model, mesh)
-    version, key = jax.device_put((np.int32(0), rng.stream(seed, "sample")), sharding.replicated(mesh, (0, 0)))
-    output: list[dict[str, Any]] = [{}] * len(table)
+    version, key = sharding.put((np.int32(0), rng.stream(seed, "sample")), sharding.replicated(mesh, (0, 0)))
+    output: list[Any] = [None] * len(table)
     for width, members in sorted(buckets.items()):
         shards = sharding.num_data_shards(mesh)
         at_once = -(-min(batch_size, len(members)) // shards) * shards
@@ -93,18 +92,18 @@ def generate(
                 group_id=np.asarray(padded, np.int32),  # the row's place in the file keys its noise
                 examples=tuple(Example("", {}) for _ in padded),
             )
-            rollout, groups = generator.generate(params, batch, version=version, key=key)
-            logp, reason = jax.device_get((rollout.behaviour_logp, rollout.stop_reason))
-            for j, i in enumerate(chosen):
+            groups = generator.generate(params, batch, version=version, key=key)
+            logp = sharding.own_rows(generator.take().behaviour_logp)
+            for j, i in ((j, i) for j, i in enumerate(chosen) if j in logp):
                 ids = groups[j].completions[0]
                 output[i] = table[i] | {
                     "prompt_ids": prompts[i],
                     "completion_ids": ids,
                     "completion": tokenizer.decode(ids),
-                    "logp": [float(x) for x in logp[j, len(prompts[i]) : len(prompts[i]) + len(ids)]],
-                    "stop_reason": STOP_NAMES[int(reason[j])],
+                    "logp": [float(x) for x in logp[j][len(prompts[i]) : len(prompts[i]) + len(ids)]],
+                    "stop_reason": STOP_NAMES[groups[j].stop_reasons[0]],
                 }
-    return output
+    return hosts.complete(output)
 
 
 def _prompt_ids(where: str, row: dict[str, Any], tokenizer: Any, vocab_size: int, how: dict[str, Any]) -> list[int]:

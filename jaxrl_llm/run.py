@@ -28,7 +28,7 @@ from jaxrl_llm.models.kernels import learner as kernels
 from jaxrl_llm.models.row_logp import chunk_tokens
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.ops.checksum import checksums
-from jaxrl_llm.runtime import sharding
+from jaxrl_llm.runtime import hosts, sharding
 from jaxrl_llm.runtime.programs import Program, in_use_bytes, memory, memory_limit
 
 
@@ -52,15 +52,21 @@ class Run:
 
     @property
     def abstract_checkpoint(self) -> dict[str, Any]:
-        """What a checkpoint has; of the sampler nothing where every iteration starts with empty slots."""
-        slots = self.sampler.abstract_state() if self.config.rollout.lookahead_prompts else None
-        return {"train": self.learner.abstract_state, "ring": self.learner.abstract_ring, "sampler": slots}
+        """What a checkpoint may have: the parts of ``PASSING`` where a run was stopped inside a generation.
+
+        The sampler always where its slots outlive an iteration.
+        """
+        state = {"train": self.learner.abstract_state, "ring": self.learner.abstract_ring}
+        several = self.config.rollout.max_resample_rounds
+        rounds = {"rounds": self.learner.sampled} if several else {}
+        return state | {"sampler": self.sampler.abstract_state()} | rounds
 
     def programs(self) -> dict[str, Program]:
         """Every program of the run by name."""
         programs = self.sampler.programs(self.sampler_params) | self.learner.programs()
         whole = sharding.replicated(self.mesh, 0)
-        programs["checksums"] = Program(checksums, (self.abstract_checkpoint,), whole)
+        for part, state in self.abstract_checkpoint.items():
+            programs[f"checksums_{part}"] = Program(checksums, (state,), whole)
         if self.config.rollout.max_resample_rounds:
             P = self.config.rollout.prompts_per_iteration
             place = jax.ShapeDtypeStruct((P,), jnp.int32, sharding=whole)
@@ -136,15 +142,16 @@ def assemble(
     return Run(config, mesh, sampler, eval_sampler(config, sampler) if config.eval.num_prompts else None, learner)
 
 
-def describe(run: Run, num_train: int, num_held_out: int, read_s: float) -> str:
-    """What the run is about to do, in words and in the four batch numbers."""
+def describe(run: Run, num_train: int, num_held_out: int, read_s: float, skipped: list[str]) -> str:
+    """What the run is about to do, in words and in the four batch numbers; some of the rows that were skipped."""
     config, arch = run.config, run.model.arch
     axes = " x ".join(f"{name} {size}" for name, size in run.mesh.shape.items())
     others = config.rows_per_iteration - config.rollouts_per_iteration
     per_iteration = config.update.updates_per_iteration * config.update.batch_size
     ring_bytes = num_bytes(run.learner.abstract_ring)
     lines = [
-        f"devices     {run.mesh.size} x {run.mesh.devices.flat[0].device_kind}; mesh {axes}",
+        f"devices     {run.mesh.size} x {run.mesh.devices.flat[0].device_kind}; mesh {axes}"
+        + (f"; {hosts.count()} hosts" if hosts.count() > 1 else ""),
         f"model       {config.model.path}: {arch.num_params / 1e6:.1f} M parameters, {arch.num_layers} layers, "
         f"width {arch.width}, vocabulary {arch.vocab_size}, {config.model.compute_dtype}",
         f"questions   {num_train} to train on, {num_held_out} held out ({config.prompts.source} {config.prompts.name})"
@@ -160,6 +167,8 @@ def describe(run: Run, num_train: int, num_held_out: int, read_s: float) -> str:
         f"  ring                   {config.ring_capacity:>6}   {config.ring_capacity // config.rows_per_iteration} "
         f"iterations of rollouts, {ring_bytes / config.ring_capacity / 2**10:.1f} KiB each, in {config.replay.memory} "
         "memory",
+        *(f"skipped {message}" for message in skipped[:10]),
+        *([f"skipped ... and {len(skipped) - 10} more"] if len(skipped) > 10 else []),
     ]
     return "\n".join(lines)
 

@@ -82,7 +82,7 @@ def score(source: pretrained.Source, path: str, *, batch_size: int, compute_dtyp
                 np.asarray([len(pairs[i][0]) for i in padded], np.int32),
                 np.asarray([len(ids) for ids in both], np.int32),
             )
-            values = jax.device_get(run(params, *jax.device_put(arrays, sharding.leading(mesh, arrays))))
+            values = jax.device_get(run(params, *sharding.put(arrays, sharding.leading(mesh, arrays))))
             for j, i in enumerate(chosen):
                 first = len(pairs[i][0])
                 table[i] = table[i] | {"logp": [float(x) for x in values[j, first : first + len(pairs[i][1])]]}

@@ -38,7 +38,7 @@ from jaxrl_llm.questions.stream import PromptStream, batch_of
 from jaxrl_llm.run import model_of
 from jaxrl_llm.runtime import cli, sharding
 from jaxrl_llm.runtime.programs import Program, compile_all, use_cache
-from jaxrl_llm.runtime.sharding import leading, replicated
+from jaxrl_llm.runtime.sharding import leading, put, replicated
 from jaxrl_llm.types import Example, PromptBatch
 
 Rows = tuple[jax.Array, jax.Array, jax.Array]  # tokens [B,S], prompt_length [B], length [B], all i32
@@ -157,7 +157,7 @@ def sft(config: Config, out: pathlib.Path, *, until: float = 1.0) -> float:
 
     def rows(batch: PromptBatch) -> Rows:
         made = answer_rows(batch, tokenizer, width, config.prompts.special_tokens)
-        return jax.device_put(made, leading(mesh, made))
+        return put(made, leading(mesh, made))
 
     def held_out_probability() -> float:
         found: list[float] = []

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import pathlib
+import signal
 import sys
 import time
 
@@ -26,17 +27,17 @@ from jaxrl_llm.actor.actor import Actor
 from jaxrl_llm.actor.evaluation import Evaluation, questions
 from jaxrl_llm.actor.guests import External
 from jaxrl_llm.actor.rewards import RewardPool
-from jaxrl_llm.config import Config, ConfigError, freeze, record
+from jaxrl_llm.config import Config, freeze, record
 from jaxrl_llm.learner.learner import Learner
 from jaxrl_llm.models.files import hf, pretrained
 from jaxrl_llm.questions import tasks
 from jaxrl_llm.questions.ledger import Ledger
 from jaxrl_llm.questions.stream import PromptStream
 from jaxrl_llm.reports import html as report
-from jaxrl_llm.reports.metrics import MetricsWriter, Progress, cost_values, update_values
+from jaxrl_llm.reports.metrics import MetricsWriter, Progress, cost_values, plain_numbers, update_values
 from jaxrl_llm.run import assemble, check_room, describe, keep_what_fits
-from jaxrl_llm.runtime import cli, programs, sharding
-from jaxrl_llm.runtime.checkpoint import Checkpointer, StopRequest, claim
+from jaxrl_llm.runtime import cli, hosts, programs, sharding
+from jaxrl_llm.runtime.checkpoint import Checkpointer, Stopped, StopRequest, claim
 from jaxrl_llm.runtime.programs import check_memory, compile_all, memory_limit, memory_table, use_cache
 
 
@@ -44,16 +45,12 @@ def train(config: Config, workdir: pathlib.Path, *, allow_config_changes: bool =
     """Run, or resume, the training of ``config`` in ``workdir``.
 
     Returns:
-        Exit status: 0 when done or stopped by a signal, 1 when too many rewards failed.
+        Exit status: 0 when done, 1 when too many rewards failed, 128 + its number when stopped by a signal.
 
     Raises:
         ConfigError: bad input, before anything is compiled.
         DiskError: a disk takes no more; what is in the last checkpoint is safe.
     """
-    if jax.process_count() > 1:
-        raise ConfigError(
-            f"a job of {jax.process_count()} hosts: train runs on one host (all its devices), several are not ready yet"
-        )
     with cli.writing(workdir), claim(workdir):
         return _train(config, workdir, allow_config_changes)
 
@@ -76,100 +73,114 @@ def _train(config: Config, workdir: pathlib.Path, allow_config_changes: bool) ->
     external = External(run, tokenizer)
     checkpoints = Checkpointer(workdir, config.checkpoint)
     checkpoints.check_config(config, allow_changes=allow_config_changes)
-    (workdir / "config.json").write_text(record(config))
-    (workdir / "report.html").unlink(missing_ok=True)  # it says that the run came to its end
+    examples = [row.example for row in train_set + held_out]
+    hosts.agree(config=record(config), questions=[(example.prompt, example.columns) for example in examples])
+    if hosts.is_first():
+        (workdir / "config.json").write_text(record(config))
+        (workdir / "report.html").unlink(missing_ok=True)  # it says that the run came to its end
 
     progress = Progress(config.num_iterations, checkpoints.latest_iteration() or 0)
-    examples = [row.example for row in train_set + held_out]
+    scorer = tasks.scorer(config.prompts)
     with (
-        RewardPool(config.rewards, task_scorer=tasks.scorer(config.prompts), examples=examples) as pool,
         StopRequest() as stop,
+        RewardPool(config.rewards, task_scorer=scorer, examples=examples, check=stop.check) as pool,
         contextlib.closing(MetricsWriter(workdir, config.metrics)) as metrics,
         contextlib.closing(checkpoints),
     ):
         check_room(run)
-        progress.note(describe(run, len(train_set), len(held_out), read_s))
-        for message in skipped[:10] + ([f"... and {len(skipped) - 10} more"] if len(skipped) > 10 else []):
-            progress.note(f"skipped {message}")
+        progress.note(describe(run, len(train_set), len(held_out), read_s, skipped))
         started, limit = time.monotonic(), memory_limit(mesh.devices.flatten().tolist())
         compiled = keep_what_fits(run, compile_all(run.programs(), mesh), limit)
         check_memory(compiled, limit, keeps_slots=config.rollout.lookahead_prompts > 0)
         progress.note(memory_table(compiled) + f"\ncompiled in {time.monotonic() - started:.0f} s")
 
         # ---- state: fresh, or the checkpoint's --------------------------------------------------------
-        how = {"allow_config_changes": allow_config_changes, "checksums": compiled["checksums"]}
+        sums_of = lambda part, state: compiled[f"checksums_{part}"](state)
+        how = {"allow_config_changes": allow_config_changes, "checksums": sums_of}
         restored = checkpoints.restore(run.abstract_checkpoint, config, **how)
         teaches = run.learner.loads_reference
         reference = teacher.load_params(run.learner.reference_model, mesh, seed=config.seed) if teaches else None
-        actor = Actor(run, compiled, tokenizer.decode, stream, pool, external)
+        actor = Actor(run, compiled, tokenizer.decode, stream, pool, external, stop.check)
         learner = Learner(run.learner, compiled, ledger, reference=reference)
-        evaluation = Evaluation(run, compiled, tokenizer, held_out, pool, workdir) if held_out else None
+        evaluation = Evaluation(run, compiled, tokenizer, held_out, pool, workdir, stop.check) if held_out else None
+        iteration, compute, failure, values = 0, 0.0, None, {}
         if restored is None:
-            iteration, compute = 0, 0.0
             if reference is not None and teacher is source:
                 params = jax.tree.map(jnp.copy, reference)  # the learner takes the weights it is given over
             else:
                 params = source.load_params(run.model, mesh, seed=config.seed)
             learner.start(params)
             metrics.restore({})
-            if evaluation:
-                progress.note(evaluation.measure("eval_before", learner.publish(), learner.version).line)
         else:
-            iteration, compute, arrays = restored.iteration, restored.host_state["compute"], restored.device_state
-            actor.restore(restored.host_state, arrays["sampler"])
-            learner.restore(restored.host_state, arrays["train"], arrays["ring"])
-            for warning in metrics.restore(restored.host_state["metrics"]):
+            host, arrays, iteration = restored.host_state, restored.device_state, restored.iteration
+            compute, values = host["compute"], host["values"]
+            actor.restore(host, arrays)
+            learner.restore(host, arrays["train"], arrays["ring"])
+            for warning in metrics.restore(host["metrics"]):
                 progress.note(warning)
             progress.note(f"resumed at iteration {iteration} from {checkpoints.directory}")
 
-        # ---- the loop ----------------------------------------------------------------------------------
-        recompiles = programs.CompileCounter()
-        progress.restart_clock()
-        failure = None
-        while iteration < config.num_iterations and not stop.requested and failure is None:
-            t0 = time.monotonic()
-            acted = actor.act(learner.publish(), learner.version, iteration)
-            t1 = time.monotonic()
-            sums = learner.learn(acted.scored, iteration)
-            update_s = time.monotonic() - t1
-            iteration += 1
+        def save(is_inside: bool = False) -> None:
+            host = {"compute": compute, "metrics": metrics.state(), "values": values}
+            host |= actor.state() | learner.host_state()
+            arrays = {"train": learner.state, "ring": learner.ring} | actor.arrays()
+            how = {"pass_rate": pass_rate, "is_inside": is_inside, "checksums": sums_of}
+            checkpoints.save(iteration, arrays, host, config, **how)
 
-            values = actor.values(acted, num_tied=int(sums["degenerate_groups"])) | update_values(config, sums)
-            values["time/update_s"] = update_s
-            values["throughput/update_tokens_per_s"] = values["tokens/trained"] / update_s
-            values["memory/peak_bytes"] = programs.peak_memory_bytes(mesh)
-            values |= cost_values(config, values, compute)
-            compute = values["time/compute_rollouts"]
-            metrics.write_samples(actor.samples(acted, iteration))
-            if config.metrics.share_rollouts:
-                metrics.write_shared(actor.shared(acted))
-            failure, final, pass_rate = actor.failure(acted), iteration == config.num_iterations, None
-            if evaluation and (final or due(config.eval.every_iterations, iteration)):
-                name = "eval_after" if final else f"eval_{iteration}"
-                measured = evaluation.measure(name, learner.publish(), learner.version)
-                progress.note(measured.line)
-                values |= measured.values
-                pass_rate = measured.values["eval/pass_rate"]
-            values["compile/recompiles_after_warmup"] = recompiles.after_warmup()
-            values["time/iteration_s"] = time.monotonic() - t0
-            metrics.write(iteration, values)
-            checkpoints.check()
-            progress.update(iteration, values)
-            if final or stop.requested or failure or due(config.checkpoint.every_iterations, iteration):
-                host = actor.state() | learner.host_state() | {"compute": compute, "metrics": metrics.state()}
-                arrays = {"train": learner.state, "ring": learner.ring, "sampler": actor.generator.state}
-                checks = compiled["checksums"]
-                checkpoints.save(iteration, arrays, host, config, pass_rate=pass_rate, checksums=checks)
+        # ---- the loop ----------------------------------------------------------------------------------
+        recompiles, pass_rate = programs.CompileCounter(), None
+        progress.restart_clock()
+        with contextlib.suppress(Stopped):  # by a signal, wherever it can be saved: inside a generation too
+            if restored is None and evaluation:
+                progress.note(evaluation.measure("eval_before", learner.publish(), learner.version).line)
+            while (values or iteration < config.num_iterations) and failure is None:
+                t0 = time.monotonic()
+                if not values:  # else they are of an iteration that was stopped in its evaluation
+                    stop.check()
+                    acted = actor.act(learner.publish(), learner.version, iteration)
+                    t1 = time.monotonic()
+                    sums = learner.learn(acted.scored, iteration)
+                    update_s = time.monotonic() - t1
+                    iteration += 1
+                    values = actor.values(acted, num_tied=int(sums["degenerate_groups"])) | update_values(config, sums)
+                    values |= {"time/update_s": update_s, "memory/peak_bytes": programs.peak_memory_bytes(mesh)}
+                    values = plain_numbers(values | cost_values(config, values, compute))
+                    compute = values["time/compute_rollouts"]
+                    metrics.write_samples(actor.samples(acted, iteration))
+                    metrics.write_shared(actor.shared(acted))
+                    failure = actor.failure(acted)
+                final, pass_rate = iteration == config.num_iterations, None
+                if evaluation and (final or due(config.eval.every_iterations, iteration)):
+                    name = "eval_after" if final else f"eval_{iteration}"
+                    measured = evaluation.measure(name, learner.publish(), learner.version)
+                    progress.note(measured.line)
+                    values |= measured.values
+                    pass_rate = measured.values["eval/pass_rate"]
+                values |= {"compile/recompiles_after_warmup": recompiles.after_warmup()}
+                values |= {"time/iteration_s": time.monotonic() - t0}
+                if config.metrics.compare_hosts:
+                    both = actor.state() | learner.host_state()
+                    hosts.agree_on_copies({"state": learner.state, "ring": learner.ring}, **both)
+                metrics.write(iteration, values)
+                checkpoints.check()
+                progress.update(iteration, values)
+                values = {}
+                if final or failure or due(config.checkpoint.every_iterations, iteration):
+                    save()
+        if stop.requested and (iteration or actor.is_inside):
+            save(is_inside=bool(values) or actor.is_inside)
         progress.close()
+    hosts.doing("report and export")
 
     # ---- what is left behind -------------------------------------------------------------------------------
     if failure is not None:
         print(f"error: {failure}; checkpoint of iteration {iteration} in {checkpoints.directory}", file=sys.stderr)
         return 1
-    if iteration < config.num_iterations:
-        print(f"stopped by {stop.requested} after iteration {iteration}; checkpoint in {checkpoints.directory}")
+    if values or iteration < config.num_iterations:
+        inside = ", inside the next" if actor.is_inside else ""
+        print(f"stopped by {stop.requested} after iteration {iteration}{inside}; checkpoint in {checkpoints.directory}")
         print("run the same command again to continue")
-        return 0
+        return 128 + signal.Signals[stop.requested]
     report.print_samples(workdir)
     print(f"checkpoint  {checkpoints.directory}")
     if config.checkpoint.export:

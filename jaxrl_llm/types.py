@@ -15,6 +15,7 @@ from typing import Annotated, Any, TypeVar
 
 import flax.struct
 import jax
+import numpy as np
 
 # Two kinds of values where several hosts run one job. What is Agreed enters a program, or decides whether one is
 # called: were it another on one host, the others would wait for it without end. What is PerHost is of that host's rows.
@@ -39,6 +40,7 @@ SHARED_FILE = "shared_rollouts.jsonl"
 OUTCOME_SCORE = 0
 OUTCOME_TIMEOUT = 1
 OUTCOME_ERROR = 2
+MAX_ERRORS_KEPT = 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +114,29 @@ class Rewards:
     outcome: Any  # [B] i8, OUTCOME_*
     errors: tuple[str, ...] = ()  # first few messages of failures, for the log
 
+    def at(self, rows: Any) -> Rewards:
+        """Of these rows."""
+        parts = {name: part[rows] for name, part in self.parts.items()}
+        return Rewards(self.total[rows], parts, self.outcome[rows], self.errors)
+
+    def followed_by(self, more: Rewards) -> Rewards:
+        """Of these rows and of ``more``'s."""
+        join = lambda x, y: np.concatenate([x, y])
+        parts = {name: join(part, more.parts[name]) for name, part in self.parts.items()}
+        errors = tuple(dict.fromkeys((*self.errors, *more.errors)))[:MAX_ERRORS_KEPT]
+        return Rewards(join(self.total, more.total), parts, join(self.outcome, more.outcome), errors)
+
+    def state(self) -> list[Any]:
+        """What ``restored`` takes; plain JSON."""
+        parts = {name: part.tolist() for name, part in self.parts.items()}
+        return [self.total.tolist(), parts, self.outcome.tolist(), self.errors]
+
+    @staticmethod
+    def restored(state: list[Any]) -> Rewards:
+        total, parts, outcome, errors = state
+        parts = {name: np.array(part, np.float32) for name, part in parts.items()}
+        return Rewards(np.array(total, np.float32), parts, np.array(outcome, np.int8), tuple(errors))
+
 
 @dataclasses.dataclass
 class ScoredRollouts:
@@ -126,8 +151,8 @@ class ScoredRollouts:
     """
 
     rollout: Agreed[Rollout]
-    rewards: PerHost[Rewards]
-    questions: PerHost[list[int]]
+    rewards: Agreed[Rewards]
+    questions: Agreed[list[int]]
     guests: Agreed[Rollout | None] = None
     open_rollouts: Agreed[Any] = None
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,9 +23,9 @@ from jaxrl_llm.actor.resampling import Sampled, sample
 from jaxrl_llm.actor.rewards import RewardPool
 from jaxrl_llm.questions.stream import PromptStream
 from jaxrl_llm.reports.metrics import draw_values, rollout_values
-from jaxrl_llm.runtime import rng, sharding
+from jaxrl_llm.runtime import hosts, rng, sharding
 from jaxrl_llm.runtime.nested import visible
-from jaxrl_llm.types import OUTCOME_SCORE, Agreed, DrawSums, PerHost, ScoredRollouts
+from jaxrl_llm.types import OUTCOME_SCORE, Agreed, DrawSums, PerHost, Rewards, ScoredRollouts
 
 
 @dataclasses.dataclass
@@ -40,29 +41,43 @@ class Acted:
     """
 
     scored: ScoredRollouts
-    sampled: PerHost[Sampled]
+    sampled: Agreed[Sampled]
     draws: Agreed[DrawSums]
-    guests: PerHost[Guests | None]
+    guests: Agreed[Guests | None]
     generate_s: PerHost[float]
 
 
 class Actor:
     """The actor's half of every iteration, with its state.
 
+    Attributes:
+        is_inside: whether ``act`` was left before its end.
+
     Args:
         run: a ``Run``.
         compiled: its programs by name, compiled.
         decode: token ids to text.
         external: the answers of others.
+        check: raises ``Stopped`` where the run is to stop; ``state`` is then one that ``act`` goes on from.
     """
 
     def __init__(
-        self, run: Any, compiled: Any, decode: Any, stream: PromptStream, pool: RewardPool, external: External
+        self,
+        run: Any,
+        compiled: Any,
+        decode: Any,
+        stream: PromptStream,
+        pool: RewardPool,
+        external: External,
+        check: Callable[[], None],
     ):
         self._config, self._stream, self._pool, self._external = run.config, stream, pool, external
         self._decode, self._choose = decode, compiled.get("choose")
-        self._key = jax.device_put(rng.stream(run.config.seed, "sample"), sharding.replicated(run.mesh, 0))
-        self.generator = Generator(run.sampler, compiled, decode, run.config.rollout.max_lag_iterations)
+        self._key = sharding.put(rng.stream(run.config.seed, "sample"), sharding.replicated(run.mesh, 0))
+        self.generator = Generator(run.sampler, compiled, decode, run.config.rollout.max_lag_iterations, check)
+        self._rounds: list[Sampled] = []  # what this iteration's rounds have come to, in one or none
+        self._external_state = external.state()  # when the iteration began
+        self.is_inside = False
 
     def act(self, params: Any, version: jax.Array, iteration: int) -> Acted:
         """Ask, sample and score what one iteration trains on.
@@ -72,25 +87,34 @@ class Actor:
             version: [] i32 of them.
         """
         started = time.monotonic()
+        hosts.doing(f"generation of iteration {iteration + 1}")
+        self._external_state, self.is_inside = self._external.state(), True
         guests = self._external.next_groups(iteration, self._score)
+
+        def collect(tickets: list[Any]) -> Rewards:
+            if guests:
+                guests.score(self._pool.collect)
+            return self._pool.collect(tickets)
+
         sampled = sample(
             self.generator,
             self._stream.next_batch,
-            self._pool.collect,
+            collect,
             self._choose,
             params,
             config=self._config,
+            done=self._rounds,
             version=version,
             key=self._key,
             on_finished=self._score,
         )
+        self._external_state, self.is_inside = self._external.state(), False
         generate_s = time.monotonic() - started - sampled.waited_s
         scored = ScoredRollouts(sampled.rollout, sampled.rewards, self._questions(sampled.groups))
         if guests:
             scored.guests = guests.rows
-            scored.rewards, scored.questions = guests.join(
-                scored.rewards, scored.questions, self._pool.collect, self._stream.ledger.question_id
-            )
+            about = scored.rewards, scored.questions, self._stream.ledger.question_id
+            scored.rewards, scored.questions = guests.join(*about)
         if self.generator.sampler.keeps_old_logp:
             scored.open_rollouts = self.generator
         draws = self.generator.take_draws()
@@ -130,33 +154,43 @@ class Actor:
         return acted.sampled.shown(iteration, self._config.metrics.samples_per_iteration, self._decode)
 
     def shared(self, acted: Acted) -> list[dict[str, Any]]:
-        """Lines of what another run reads."""
-        return shared_groups(acted.sampled.groups, acted.sampled.rewards, self._stream.lookup)
+        """Lines of what another run reads; none where it is not to be."""
+        if not self._config.metrics.share_rollouts:
+            return []
+        return shared_groups(acted.sampled, self._stream.lookup)
 
     def failure(self, acted: Acted) -> str | None:
         """What to say where more of the rewards failed than rewards.max_failure_frac; else None."""
         return too_many_failures(self._config, acted.sampled.answers)
 
+    def arrays(self) -> dict[str, Any]:
+        """What ``restore`` needs to go on from here, on the devices; None where there is nothing."""
+        return {"sampler": self.generator.state, "rounds": self._rounds[0].rollout if self._rounds else None}
+
     def state(self) -> dict[str, Any]:
-        """What ``restore`` needs to go on from here, besides ``generator.state``; plain JSON."""
-        open_prompts = self.generator.opened()
+        """And besides them, plain JSON."""
         return {
             "stream": self._stream.state(),
             "ledger": self._stream.ledger.state(),
-            "external": self._external.state(),
-            "open_prompts": open_prompts,
+            "external": self._external_state,
+            "open_prompts": self.generator.opened(),
+            "draws": self.generator.draws_so_far(),
+            "rounds": [sampled.state() for sampled in self._rounds],
         }
 
-    def restore(self, state: dict[str, Any], slots: Any) -> None:
-        """``slots``: the arrays of ``generator.state``, with rollouts that are open."""
+    def restore(self, state: dict[str, Any], arrays: dict[str, Any]) -> None:
+        """As ``state()`` and ``arrays()`` were."""
         self._stream.restore(state["stream"])
         self._stream.ledger.restore(state["ledger"])
         self._external.restore(state["external"])
-        if self._config.rollout.lookahead_prompts:
-            self.generator.state = slots
+        if arrays["sampler"] is not None:
+            self.generator.state = arrays["sampler"]
         for *where, group_id in state["open_prompts"]:
             row = self._stream.lookup(group_id)
             self.generator.adopt(*where, group_id, row.example, row.tokens.tolist())
+        self.generator.draws = [DrawSums(*(np.array(x, np.float32) for x in sums)) for sums in state["draws"]]
+        question = lambda group_id: self._stream.lookup(group_id).example
+        self._rounds[:] = [Sampled.restored(x, arrays["rounds"], question) for x in state["rounds"]]
 
 
 def too_many_failures(config: Any, rewards: Any) -> str | None:

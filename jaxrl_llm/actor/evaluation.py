@@ -11,6 +11,7 @@ import json
 import math
 import pathlib
 import re
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,7 +22,7 @@ from jaxrl_llm.actor.rewards import RewardPool
 from jaxrl_llm.config import Config
 from jaxrl_llm.questions import stream as prompts_lib
 from jaxrl_llm.questions import tasks
-from jaxrl_llm.runtime import rng, sharding
+from jaxrl_llm.runtime import hosts, rng, sharding
 from jaxrl_llm.types import OUTCOME_ERROR, OUTCOME_SCORE, OUTCOME_TIMEOUT
 
 
@@ -74,12 +75,14 @@ def evaluate(
     for start in range(0, len(held_out), at_once):
         index = [min(i, len(held_out) - 1) for i in range(start, start + at_once)]
         batch = prompts_lib.batch_of(held_out, index, first_group_id=start)
-        _, done = generator.generate(params, batch, version=version, key=key)
+        done = generator.generate(params, batch, version=version, key=key)
+        generator.take()
         for group in done[: len(held_out) - start]:
+            is_own = group.completions is not None
             groups.append(group)
-            texts.append([decode(c) for c in group.completions])
-            tickets.append(pool.submit(group.example, texts[-1]))
-    rewards = pool.collect(tickets)
+            texts.append([decode(c) for c in group.completions] if is_own else None)
+            tickets.append(pool.submit(group.example, texts[-1]) if is_own else None)
+    rewards, texts = pool.collect(tickets), hosts.complete(texts)
     num_samples = generator.sampler.group_size
     total = rewards.total.reshape(-1, num_samples)
     scored = (rewards.outcome == OUTCOME_SCORE).reshape(-1, num_samples)
@@ -95,7 +98,7 @@ def evaluate(
         "reward_mean": mean(total[scored]),
         "pass_at_k": {str(k): mean([pass_at_k(num_samples, int(row.sum()), k) for row in passed[whole]]) for k in ks},
         f"maj_at_{num_samples}": mean([majority_passes(texts[i], passed[i].tolist()) for i in np.flatnonzero(whole)]),
-        "completion_length_tokens": mean([len(c) for group in groups for c in group.completions]),
+        "completion_length_tokens": mean([size for group in groups for size in group.lengths]),
         "timeout_count": int((rewards.outcome == OUTCOME_TIMEOUT).sum()),
         "error_count": int((rewards.outcome == OUTCOME_ERROR).sum()),
         "samples": [
@@ -121,22 +124,31 @@ class Evaluation:
         run: a ``Run`` with an ``eval_sampler``.
         compiled: its programs by name, compiled.
         workdir: where each result is written with every completion.
+        check: raises ``Stopped`` where the run is to stop before it is measured.
     """
 
     def __init__(
-        self, run: Any, compiled: Any, tokenizer: Any, held_out: list[Any], pool: RewardPool, workdir: pathlib.Path
+        self,
+        run: Any,
+        compiled: Any,
+        tokenizer: Any,
+        held_out: list[Any],
+        pool: RewardPool,
+        workdir: pathlib.Path,
+        check: Callable[[], None],
     ):
         evals = {name.removeprefix("eval_"): p for name, p in compiled.items() if name.startswith("eval_")}
-        self._generator = Generator(run.eval_sampler, evals, tokenizer.decode)
+        self._generator = Generator(run.eval_sampler, evals, tokenizer.decode, check=check)
         self._how = {"threshold": run.config.rewards.pass_threshold}
-        self._how["key"] = jax.device_put(rng.stream(run.config.seed, "eval"), sharding.replicated(run.mesh, 0))
+        self._how["key"] = sharding.put(rng.stream(run.config.seed, "eval"), sharding.replicated(run.mesh, 0))
         self._given = held_out, pool, tokenizer.decode
         self._workdir = workdir
 
     def measure(self, name: str, params: Any, version: jax.Array) -> Measured:
         """Evaluate these published weights; NAME.json has the result."""
         result = evaluate(self._generator, params, *self._given, version=version, **self._how)
-        (self._workdir / f"{name}.json").write_text(json.dumps(result, indent=1))
+        if hosts.is_first():
+            (self._workdir / f"{name}.json").write_text(json.dumps(result, indent=1))
         rate, count = result["pass_rate"], result["num_prompts"]
         values = {
             "eval/pass_rate": rate,

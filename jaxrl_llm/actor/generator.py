@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -22,22 +23,27 @@ import jax
 import numpy as np
 
 from jaxrl_llm.actor.sampler import Sampler
-from jaxrl_llm.runtime import sharding
-from jaxrl_llm.types import STOP_LENGTH, STOP_NONE, STOP_STRING, DrawSums, PromptBatch, Rollout
+from jaxrl_llm.runtime import hosts, sharding
+from jaxrl_llm.types import STOP_LENGTH, STOP_NONE, Agreed, DrawSums, PerHost, PromptBatch, Rollout
 
 
 @dataclasses.dataclass
 class FinishedGroup:
-    """A prompt whose G completions have stopped, on the host.
+    """A prompt whose G completions have stopped.
 
-    ``stop_reasons`` say why each ended (``types.STOP_*``); ``ticket`` is whatever ``on_finished`` returned.
+    Attributes:
+        lengths: tokens of each completion.
+        stop_reasons: why each ended (``types.STOP_*``).
+        completions: their token ids, on the host whose rows they are; None elsewhere.
+        ticket: whatever ``on_finished`` returned there.
     """
 
-    group_id: int
-    example: Any
-    completions: list[list[int]]
-    stop_reasons: list[int]
-    ticket: Any = None
+    group_id: Agreed[int]
+    example: Agreed[Any]
+    lengths: Agreed[list[int]]
+    stop_reasons: Agreed[list[int]]
+    completions: PerHost[list[list[int]] | None] = None
+    ticket: PerHost[Any] = None
 
 
 class Generator:
@@ -53,6 +59,7 @@ class Generator:
                 capacity = min(free entries, (max_lag + calls so far + 1) * P - opened so far)
 
             and a call waits for those that must leave with it.
+        check: called before each chunk; what it raises leaves a state that a call of ``generate`` goes on from.
 
     Source: the capacity is that of AReaL, Fu et al. 2025, arXiv:2505.24298, whose version counts batches. Differs:
         stragglers are waited for, so that the bound is on what is trained and not on what is submitted alone.
@@ -64,19 +71,22 @@ class Generator:
         compiled: dict[str, Any],
         decode_text: Callable[[list[int]], str],
         max_lag: int = 0,
+        check: Callable[[], None] = lambda: None,
     ):
         self.sampler = sampler
         self.run = compiled
         self.decode_text = decode_text
         self.max_lag = max_lag
+        self.check = check
         self.calls = 0
         # On the device; without lookahead prompts while they are sampled alone: no update has caches beside it.
         self.state: Any = compiled["init_sampler"]() if sampler.lookahead else None
         # entry (shard, index) -> (group_id, example, prompt token ids, the call that opened it)
         self.open_prompts: dict[tuple[int, int], tuple[int, Any, list[int], int]] = {}
-        # Groups that finished beyond an iteration's share wait here, tickets included.
+        # Groups that finished and were not taken yet, tickets included.
         self.finished: dict[tuple[int, int], FinishedGroup] = {}
-        self._draws: list[DrawSums] = []  # of the calls since ``take_draws``
+        self._chosen: list[list[tuple[int, int]]] = []  # places of those of the last call, by shard
+        self.draws: list[DrawSums] = []  # of the calls since ``take_draws``
 
     def prompts_wanted(self) -> int:
         """Prompts the next ``generate`` call needs to fill its free entries."""
@@ -100,19 +110,19 @@ class Generator:
         version: jax.Array,
         key: jax.Array,
         on_finished: Callable[[FinishedGroup], Any] = lambda group: None,
-    ) -> tuple[Rollout, list[FinishedGroup]]:
-        """Sample completions until P prompts have all of theirs.
+    ) -> list[FinishedGroup]:
+        """Sample completions until P prompts have all of theirs; ``take`` then gives their rows.
 
         Args:
             params: sampler weights, as published.
             prompts: ``prompts_wanted()`` new prompts.
             version: [] i32 policy version of the weights, recorded per token.
             key: stream key of the noise.
-            on_finished: called with each group when it has stopped, while others still decode.
+            on_finished: called with each group of this host's when it has stopped, while others still decode.
 
         Returns:
-            P*G rows on the device, and their groups in the same order. To the host come the stop reasons of
-            each chunk and the token ids of each finished group.
+            P groups. To every host come the stop reasons and lengths of each chunk, and to the host whose rows they
+            are the token ids of each finished group.
         """
         sampler = self.sampler
         if self.state is None:
@@ -122,43 +132,41 @@ class Generator:
         scanned = np.zeros((sampler.shards, sampler.entries, sampler.group_size), np.int64)
         # A stop string is found on the host alone: there the next chunk waits for what the host has to say.
         ahead = 0 if sampler.sampling.stop_strings else 1
-        unread: collections.deque[jax.Array] = collections.deque()  # stop reasons of the chunks dispatched
-        leaving: dict[tuple[int, int], Any] = {}  # of groups on their way to the host: what ``read_group`` gives
+        unread: collections.deque[Any] = collections.deque()  # stop reasons and lengths of the chunks dispatched
+        leaving: list[Any] = []  # groups on their way to the host: their places by shard, what ``read_group`` gives
         due = self._due()
         is_due = np.array([[(m, e) in due for e in range(sampler.entries)] for m in range(sampler.shards)])
-        is_due = jax.device_put(is_due, sharding.leading(sampler.mesh, is_due))
+        is_due = sharding.put(is_due, sharding.leading(sampler.mesh, is_due))
         while True:
+            self.check()
             while len(unread) <= ahead:
-                self.state, reasons = self.run["decode"](params, self.state, version, key, is_due)
-                unread.append(reasons)
+                self.state, told = self.run["decode"](params, self.state, version, key, is_due)
+                unread.append(told)
             self._receive(leaving, on_finished)
-            reasons = jax.device_get(unread.popleft())
+            reasons, lengths = jax.device_get(unread.popleft())
             if sampler.sampling.stop_strings:
-                reasons = self._apply_stop_strings(reasons, scanned)
-            for shard, entry in self.open_prompts:
-                if (shard, entry) in self.finished or not (reasons[shard, entry] != STOP_NONE).all():
-                    continue
-                where = jax.device_put((np.int32(shard), np.int32(entry)), sharding.replicated(sampler.mesh, (0, 0)))
-                table = self.state.tokens, self.state.length, self.state.stop_reason
-                leaving[shard, entry] = self.run["read_group"](*table, *where)
+                reasons, lengths = self._apply_stop_strings(reasons, lengths, scanned)
+            leaving = self._read(reasons, lengths)
             # Every shard must have its share, oldest prompts first, and with it those that may not stay.
-            stopped = [*self.finished, *leaving]
-            done = [[where for where in stopped if where[0] == shard] for shard in range(sampler.shards)]
-            if all(len(places) >= per_shard for places in done) and due <= set(stopped):
+            done = [[where for where in self.finished if where[0] == shard] for shard in range(sampler.shards)]
+            if all(len(places) >= per_shard for places in done) and due <= self.finished.keys():
                 break
-        chosen = [sorted(places, key=lambda where: self.open_prompts[where][0])[:per_shard] for places in done]
-        entries = np.asarray([[entry for _, entry in places] for places in chosen], np.int32)
-        entries = jax.device_put(entries, sharding.leading(sampler.mesh, entries))
-        rollout, draws, self.state = self.run["collect"](self.state, entries)
-        self._draws.append(draws)
         self._receive(leaving, on_finished)
-        order = [where for places in chosen for where in places]
-        for where in order:
-            del self.open_prompts[where]
+        self._chosen = [sorted(places, key=lambda where: self.open_prompts[where][0])[:per_shard] for places in done]
+        return [self.finished[where] for places in self._chosen for where in places]
+
+    def take(self) -> Rollout:
+        """P*G rows of the groups that the last call of ``generate`` gave, in the same order; on the device."""
+        entries = np.asarray([[entry for _, entry in places] for places in self._chosen], np.int32)
+        entries = sharding.put(entries, sharding.leading(self.sampler.mesh, entries))
+        rollout, draws, self.state = self.run["collect"](self.state, entries)
+        self.draws.append(draws)
+        for where in (where for places in self._chosen for where in places):
+            del self.open_prompts[where], self.finished[where]
         self.calls += 1
-        if not sampler.lookahead:
+        if not self.sampler.lookahead:
             self.state = None
-        return rollout, [self.finished.pop(where) for where in order]
+        return rollout
 
     def _due(self) -> set[tuple[int, int]]:
         """Open prompts that this call must wait for, lest one stay open for too long.
@@ -177,18 +185,38 @@ class Generator:
 
     def take_draws(self) -> DrawSums:
         """Sums over all tokens drawn since the last call of this, numbers; of the rows that are still open too."""
-        draws, self._draws = jax.device_get(self._draws), []
+        draws, self.draws = jax.device_get(self.draws), []
         return jax.tree.map(lambda *sums: float(np.sum(sums)), *draws)
 
-    def _receive(self, leaving: dict[tuple[int, int], Any], on_finished: Callable[[FinishedGroup], Any]) -> None:
-        """Take what has been read of the groups that leave, and hand each out; ``leaving`` is empty after."""
-        for where in list(leaving):
-            tokens, length, reasons = jax.device_get(leaving.pop(where))
-            group_id, example, prompt, _ = self.open_prompts[where]
-            rows = [row[len(prompt) : n].tolist() for row, n in zip(tokens, length, strict=True)]
-            group = FinishedGroup(group_id, example, rows, reasons.tolist())
-            group.ticket = on_finished(group)
-            self.finished[where] = group
+    def _read(self, reasons: np.ndarray, lengths: np.ndarray) -> list[Any]:
+        """Note the groups that have stopped, and begin to read their tokens, one of each shard at a time."""
+        new: list[list[tuple[int, int]]] = [[] for _ in range(self.sampler.shards)]
+        for where, (group_id, example, prompt, _) in self.open_prompts.items():
+            if where not in self.finished and (reasons[where] != STOP_NONE).all():
+                sizes = (lengths[where] - len(prompt)).tolist()
+                self.finished[where] = FinishedGroup(group_id, example, sizes, reasons[where].tolist())
+                new[where[0]].append(where)
+        reading = []
+        for places in itertools.zip_longest(*new):
+            entries = np.array([where[1] if where else 0 for where in places], np.int32)
+            entries = sharding.put(entries, sharding.leading(self.sampler.mesh, entries))
+            tokens = self.run["read_group"](self.state.tokens, entries)
+            reading.append((places, tokens))
+        return reading
+
+    def _receive(self, leaving: list[Any], on_finished: Callable[[FinishedGroup], Any]) -> None:
+        """Take what has been read of the groups that leave, and hand out those of this host."""
+        for places, tokens in leaving:
+            for shard, rows in sharding.own_rows(tokens).items():
+                if where := places[shard]:
+                    group, first = self.finished[where], len(self.open_prompts[where][2])
+                    sizes = zip(rows, group.lengths, strict=True)
+                    group.completions = [row[first : first + size].tolist() for row, size in sizes]
+                    group.ticket = on_finished(group)
+
+    def draws_so_far(self) -> list[list[list[float]]]:
+        """What a checkpoint must carry of ``draws``."""
+        return [[np.asarray(x).tolist() for x in jax.tree.leaves(sums)] for sums in self.draws]
 
     def opened(self) -> list[list[int]]:
         """What ``adopt`` takes of each open prompt but its text: shard, entry, calls since it was opened, group_id."""
@@ -218,17 +246,21 @@ class Generator:
                     self.open_prompts[where] = (int(prompts.group_id[i]), prompts.examples[i], prompt, self.calls)
             flat = index.reshape(-1)
             arrays = (prompts.tokens[flat], prompts.length[flat], prompts.group_id[flat], entry)
-            arrays = jax.device_put(arrays, sharding.leading(sampler.mesh, arrays))
+            arrays = sharding.put(arrays, sharding.leading(sampler.mesh, arrays))
             self.state = self.run["prefill"](params, self.state, *arrays)
 
-    def _apply_stop_strings(self, reasons: np.ndarray, scanned: np.ndarray) -> np.ndarray:
-        """Cut rows at the first token whose text completes a stop string; later tokens never count."""
+    def _apply_stop_strings(self, reasons: np.ndarray, lengths: np.ndarray, scanned: np.ndarray) -> Any:
+        """Cut rows at the first token whose text completes a stop string; later tokens never count.
+
+        Each host looks at its own rows; all learn what has become of all. Returns reasons and lengths after it.
+        """
         stops = self.sampler.sampling.stop_strings
-        tokens, lengths = jax.device_get((self.state.tokens, self.state.length))
+        tokens = sharding.own_rows(self.state.tokens)
         new_length = np.zeros(lengths.shape, np.int32)
-        for (shard, entry), (_, _, prompt, _) in self.open_prompts.items():
+        own = [(where, prompt) for where, (_, _, prompt, _) in self.open_prompts.items() if where[0] in tokens]
+        for (shard, entry), prompt in own:
             for g in range(self.sampler.group_size):
-                row = tokens[shard, entry, g, len(prompt) : lengths[shard, entry, g]].tolist()
+                row = tokens[shard][entry, g, len(prompt) : lengths[shard, entry, g]].tolist()
                 if any(stop in self.decode_text(row) for stop in stops):
                     first = int(scanned[shard, entry, g]) + 1
                     while not any(stop in self.decode_text(row[:first]) for stop in stops):
@@ -237,8 +269,8 @@ class Generator:
                     if first < len(row) or reasons[shard, entry, g] in (STOP_NONE, STOP_LENGTH):
                         new_length[shard, entry, g] = len(prompt) + first
                 scanned[shard, entry, g] = len(row)
-        if not new_length.any():
-            return reasons
-        placed = jax.device_put(new_length, sharding.leading(self.sampler.mesh, new_length))
-        self.state = self.run["stop_rows"](self.state, placed)
-        return np.where(new_length > 0, STOP_STRING, reasons)
+        if not any(hosts.exchange(new_length.any())):
+            return reasons, lengths
+        placed = sharding.put(new_length, sharding.leading(self.sampler.mesh, new_length))
+        self.state, told = self.run["stop_rows"](self.state, placed)
+        return jax.device_get(told)

@@ -41,6 +41,7 @@ import numpy as np
 
 from jaxrl_llm.config import Config, ConfigError
 from jaxrl_llm.questions.tasks.files import BadRowError, json_lines, parse, question
+from jaxrl_llm.runtime import hosts, sharding
 from jaxrl_llm.types import (
     OUTCOME_ERROR,
     OUTCOME_SCORE,
@@ -55,6 +56,7 @@ from jaxrl_llm.types import (
 )
 
 if TYPE_CHECKING:
+    from jaxrl_llm.actor.resampling import Sampled
     from jaxrl_llm.run import Run
 
 
@@ -107,14 +109,14 @@ class External:
             else:
                 groups.append(group)
                 turns.rotate(-1)
-        for group in groups:
-            if group.rewards is None:
+        for j, group in enumerate(groups):
+            if group.rewards is None and j % hosts.count() == jax.process_index():
                 group.ticket = score(group)
         groups += [None] * (num_groups - len(groups))
         rows = _rows(groups, self._run.config, first_id=-1 - iteration * num_groups)
         layout = jax.tree.map(lambda x: x.sharding, self._run.learner.abstract_external)
         skipped = sum(source.skipped for source in self._sources.values())
-        return Guests(jax.device_put(rows, layout), groups, self._run, skipped)
+        return Guests(sharding.put(rows, layout), groups, self._run, skipped)
 
     def state(self) -> dict[str, Any]:
         """What ``restore`` needs to go on from here; plain JSON."""
@@ -133,7 +135,7 @@ class Guests:
         rows: [J*G, S] on the device; completions of no token where a group, or a completion of one, is missing.
         groups: J of them.
         skipped_lines: of runs, so far.
-        rewards: of the J*G rows, once ``join`` has collected them.
+        rewards: of the J*G rows, once ``score`` has collected them.
     """
 
     rows: Rollout
@@ -146,7 +148,6 @@ class Guests:
         self,
         rewards: Rewards,
         questions: Sequence[int],
-        collect: Callable[[list[Any]], Rewards],
         question_id: Callable[[list[int]], int],
     ) -> tuple[Rewards, list[int]]:
         """Rewards and questions of the run's own groups with those of the guests, in the order of program ``join``.
@@ -154,10 +155,8 @@ class Guests:
         Args:
             rewards: of the own rows.
             questions: ids of the own groups'.
-            collect: scores of tickets.
             question_id: of a prompt's token ids.
         """
-        self.rewards = self._rewards(collect)
         about = [question_id(group.prompt) if group else -1 for group in self.groups]
         both = lambda own, theirs: _beside(own, theirs, self.run.learner.update.num_devices)
         joined = Rewards(
@@ -179,7 +178,10 @@ class Guests:
             "external/skipped_lines": self.skipped_lines,
         }
 
-    def _rewards(self, collect: Callable[[list[Any]], Rewards]) -> Rewards:
+    def score(self, collect: Callable[[list[Any]], Rewards]) -> None:
+        """Wait for the scores of tickets, which ``collect`` gives; once."""
+        if self.rewards is not None:
+            return
         shape = len(self.groups), self.run.config.rollout.group_size
         total = np.full(shape, np.nan, np.float32)
         outcome = np.full(shape, OUTCOME_ERROR, np.int8)
@@ -196,24 +198,19 @@ class Guests:
             else:
                 total[j, :num] = group.rewards
                 outcome[j, :num] = np.where(np.isfinite(group.rewards), OUTCOME_SCORE, OUTCOME_ERROR)
-        return Rewards(total.ravel(), {name: part.ravel() for name, part in parts.items()}, outcome.ravel())
+        self.rewards = Rewards(total.ravel(), {name: part.ravel() for name, part in parts.items()}, outcome.ravel())
 
 
-def shared_groups(groups: Sequence[Any], rewards: Rewards, lookup: Callable[[int], Any]) -> list[dict[str, Any]]:
-    """The run's own finished groups as lines that another run reads.
-
-    Args:
-        groups: with ``group_id``, ``example`` and ``completions``.
-        rewards: of their rows, in this order.
-        lookup: the tokenised prompt of an id.
-    """
-    lines = []
-    for group, total in zip(groups, rewards.total.reshape(len(groups), -1).tolist(), strict=True):
-        ids = lookup(group.group_id).tokens.tolist()
-        lines.append(
-            {"prompt": group.example.prompt, "prompt_ids": ids, "completions": group.completions, "rewards": total}
-        )
-    return lines
+def shared_groups(sampled: Sampled, lookup: Callable[[int], Any]) -> list[dict[str, Any]]:
+    """The run's own groups that stay as lines that another run reads; ``lookup``: the tokenised prompt of an id."""
+    lines, own = [], sampled.completions()
+    totals = sampled.rewards.total.reshape(len(sampled.kept), -1).tolist()
+    for j, (group, total) in enumerate(zip(sampled.groups, totals, strict=True)):
+        first, ids = j * len(total), lookup(group.group_id).tokens.tolist()
+        rows = [own[i] for i in range(first, first + len(total))] if first in own else None
+        line = {"prompt": group.example.prompt, "prompt_ids": ids, "completions": rows, "rewards": total}
+        lines.append(line if rows else None)
+    return hosts.complete(lines)
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------
@@ -346,10 +343,12 @@ class _Feed:
     def look(self) -> None:
         """Read what is new; what was left of the last time is passed over."""
         self._unread = []
-        if self._path.exists():
+        new = b""
+        if hosts.is_first() and self._path.exists():
             with self._path.open("rb") as file:
                 file.seek(self._offset)
                 new = file.read()
+        if new := hosts.exchange(new)[0]:  # hosts may see the file grow at other times
             whole = new[: new.rfind(b"\n") + 1]  # the rest of a line may still be on its way
             self._offset += len(whole)
             self._unread = whole.splitlines()

@@ -22,9 +22,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrl_llm.actor.generator import FinishedGroup
 from jaxrl_llm.config import Config
-from jaxrl_llm.runtime import sharding
-from jaxrl_llm.types import OUTCOME_SCORE, STOP_LENGTH, STOP_NAMES, PromptBatch, Rewards, Rollout
+from jaxrl_llm.runtime import hosts, sharding
+from jaxrl_llm.types import OUTCOME_SCORE, STOP_LENGTH, STOP_NAMES, Agreed, PerHost, PromptBatch, Rewards, Rollout
 
 
 @dataclasses.dataclass
@@ -33,29 +34,55 @@ class Sampled:
 
     Attributes:
         rollout: P*G rows that stay, on the device.
-        groups: P, in the same order.
-        rewards: of their rows.
-        asked: all groups that were generated, in order; those of ``groups`` alone where nothing was left out.
+        kept: P places in ``asked``, of their groups in the same order.
+        asked: all groups that were generated, in order.
         answers: rewards of their rows.
         num_tied_left_out: tied groups among those that do not stay.
         waited_s: seconds of waiting for rewards while nothing was generated.
     """
 
-    rollout: Rollout
-    groups: list[Any]
-    rewards: Rewards
-    asked: list[Any]
-    answers: Rewards
-    num_tied_left_out: int
-    waited_s: float
+    rollout: Agreed[Rollout]
+    kept: Agreed[np.ndarray]
+    asked: Agreed[list[Any]]
+    answers: Agreed[Rewards]
+    num_tied_left_out: Agreed[int] = 0
+    waited_s: PerHost[float] = 0.0
+
+    @property
+    def groups(self) -> list[Any]:
+        return [self.asked[i] for i in self.kept]
+
+    @property
+    def rewards(self) -> Rewards:
+        """Of the rows that stay."""
+        size = len(self.answers.outcome) // len(self.asked)
+        return self.answers.at((self.kept[:, None] * size + np.arange(size)).ravel())
+
+    def state(self) -> dict[str, Any]:
+        """What ``restored`` needs of it besides ``rollout``; plain JSON."""
+        groups = [[group.group_id, group.lengths, group.stop_reasons] for group in self.asked]
+        return {"kept": self.kept.tolist(), "asked": groups, "answers": self.answers.state()}
+
+    @staticmethod
+    def restored(state: dict[str, Any], rollout: Rollout, example: Callable[[int], Any]) -> Sampled:
+        """As it was; ``example``: the question of a group_id."""
+        groups = [FinishedGroup(group_id, example(group_id), *of_rows) for group_id, *of_rows in state["asked"]]
+        return Sampled(rollout, np.array(state["kept"]), groups, Rewards.restored(state["answers"]))
 
     def shown(self, iteration: int, count: int, decode: Callable[[list[int]], str]) -> list[dict[str, Any]]:
         """A few of the rollouts that stay as rows of samples.jsonl, spread over their groups."""
-        rewards, versions = self.rewards, jax.device_get(self.rollout.policy_version)
-        num_rows, size = len(rewards.outcome), len(rewards.outcome) // len(self.groups)
+        rewards, versions, completions = (
+            self.rewards,
+            sharding.own_rows(self.rollout.policy_version),
+            self.completions(),
+        )
+        num_rows, size, groups = len(rewards.outcome), len(rewards.outcome) // len(self.kept), self.groups
         count, rows = min(count, num_rows), []
         for i in (k * num_rows // count for k in range(count)):
-            group = self.groups[i // size]
+            group = groups[i // size]
+            if i not in versions:  # another host's
+                rows.append(None)
+                continue
             own = versions[i][versions[i] >= 0]  # of the completion's tokens
             rows.append(
                 {
@@ -63,7 +90,7 @@ class Sampled:
                     "prompt_id": group.group_id,
                     "group_id": group.group_id,
                     "prompt": group.example.prompt,
-                    "completion": decode(group.completions[i % size]),
+                    "completion": decode(completions[i]),
                     "reward": float(rewards.total[i]),
                     "parts": {name: float(part[i]) for name, part in rewards.parts.items()},
                     "stop_reason": STOP_NAMES[group.stop_reasons[i % size]],
@@ -71,7 +98,13 @@ class Sampled:
                     "age": int(own.max() - own.min()),  # policy versions between its first token and its last
                 }
             )
-        return rows
+        return hosts.complete(rows)
+
+    def completions(self) -> dict[int, list[int]]:
+        """Token ids of the rows that stay and are this host's, by row."""
+        tokens, first = (sharding.own_rows(x) for x in (self.rollout.tokens, self.rollout.prompt_length))
+        end = sharding.own_rows(self.rollout.length)
+        return {i: row[first[i] : end[i]].tolist() for i, row in tokens.items()}
 
 
 def sample(
@@ -82,6 +115,7 @@ def sample(
     params: Any,
     *,
     config: Config,
+    done: list[Sampled],
     **how: Any,
 ) -> Sampled:
     """Generate until P groups are mixed, at most ``rollout.max_resample_rounds`` times beyond the first.
@@ -95,42 +129,36 @@ def sample(
         collect: scores of tickets, one after the other.
         choose: program that takes P groups out of two rounds'; None where there is but one round.
         config: its sections ``rollout``, ``algorithm`` and ``rewards``.
+        done: what earlier rounds have come to, in one or none; a run that stops goes on from it.
         params, how: for ``generator.generate``.
 
     Source: dynamic sampling of DAPO, Yu et al. 2025, arXiv:2503.14476. Differs: it is mixed rewards that count, not
         0 < correct < G, and a bound on the rounds is part of the method: what is left over is tied.
     """
-    waited_s = 0.0
-
-    def score(groups: list[Any]) -> Rewards:
-        nonlocal waited_s
+    num_groups = config.rollout.prompts_per_iteration
+    while True:
+        groups = generator.generate(params, next_batch(generator.prompts_wanted()), **how)
         start = time.monotonic()
-        rewards = collect([group.ticket for group in groups])
-        waited_s += time.monotonic() - start
-        return rewards
-
-    def ask() -> tuple[Rollout, list[Any]]:
-        return generator.generate(params, next_batch(generator.prompts_wanted()), **how)
-
-    rollout, asked = ask()
-    num_groups = len(asked)
-    answers, kept = score(asked), np.arange(num_groups)  # of all that were asked
-    mixed = is_mixed(answers, asked, config)
-    for _ in range(config.rollout.max_resample_rounds):
-        if mixed[kept].all():
-            break
-        more, new = ask()
-        kept = np.concatenate([kept, len(asked) + np.arange(num_groups)])
-        asked = asked + new
-        answers = score(asked)
-        mixed = is_mixed(answers, asked, config)
-        place = np.argsort(~mixed[kept], kind="stable")[:num_groups].astype(np.int32)
-        rollout = choose(rollout, more, jax.device_put(place, sharding.replicated(generator.sampler.mesh, 0)))
-        kept = kept[place]
-    groups = [asked[i] for i in kept]
-    rewards = score(groups) if len(groups) < len(asked) else answers
-    tied_left_out = np.sum(~mixed) - np.sum(~mixed[kept])
-    return Sampled(rollout, groups, rewards, asked, answers, int(tied_left_out), waited_s)
+        hosts.doing("rewards")
+        answers = collect([group.ticket for group in groups])
+        waited_s = time.monotonic() - start
+        # Not before: what is stopped while it waits for rewards goes on from the sampler's rows.
+        now = Sampled(generator.take(), np.arange(num_groups), groups, answers, waited_s=waited_s)
+        if done:
+            before = done.pop()
+            kept = np.concatenate([before.kept, len(before.asked) + now.kept])
+            now.asked, now.answers = before.asked + groups, before.answers.followed_by(answers)
+            mixed = is_mixed(now.answers, now.asked, config)
+            place = np.argsort(~mixed[kept], kind="stable")[:num_groups].astype(np.int32)
+            place_on_devices = sharding.put(place, sharding.replicated(generator.sampler.mesh, 0))
+            now.rollout, now.kept = choose(before.rollout, now.rollout, place_on_devices), kept[place]
+            now.waited_s += before.waited_s
+        mixed = is_mixed(now.answers, now.asked, config)
+        rounds = len(now.asked) // num_groups
+        if mixed[now.kept].all() or rounds > config.rollout.max_resample_rounds:
+            now.num_tied_left_out = int(np.sum(~mixed) - np.sum(~mixed[now.kept]))
+            return now
+        done.append(now)
 
 
 def choose(first: Rollout, second: Rollout, place: jax.Array, *, group_size: int) -> Rollout:

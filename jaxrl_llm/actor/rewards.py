@@ -28,8 +28,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import numpy as np
@@ -37,10 +37,11 @@ import psutil
 
 from jaxrl_llm.actor import reward_worker
 from jaxrl_llm.config import ConfigError, RewardsConfig
-from jaxrl_llm.types import OUTCOME_ERROR, OUTCOME_SCORE, OUTCOME_TIMEOUT, Example, Rewards
+from jaxrl_llm.runtime import hosts
+from jaxrl_llm.types import MAX_ERRORS_KEPT, OUTCOME_ERROR, OUTCOME_SCORE, OUTCOME_TIMEOUT, Example, Rewards
 
 MATH_SCORER = "jaxrl_llm.questions.tasks.math_answers:reward"
-MAX_ERRORS_KEPT = 5
+CHECK_S = 1.0  # between two looks at whether the run is to stop
 MAX_START_S = 300.0
 MAX_PRINTER_S = 0.5  # that a call waits for what earlier ones have printed to be passed on
 MAX_PRINTED_BYTES = 2**16  # shown of what functions print from the start of one call to that of the next
@@ -73,7 +74,15 @@ class RewardPool:
         ConfigError: a function that cannot be found or does not take the examples' columns, before any process starts.
     """
 
-    def __init__(self, config: RewardsConfig, *, task_scorer: str, examples: Sequence[Example] = ()):
+    def __init__(
+        self,
+        config: RewardsConfig,
+        *,
+        task_scorer: str,
+        examples: Sequence[Example] = (),
+        check: Callable[[], None] = lambda: None,
+    ):
+        self._check = check
         self._config = config
         self._specs = [_checked_spec(name, task_scorer, examples) for name in config.functions]
         self._closed, self._room, self._is_printing = False, 0, False
@@ -91,12 +100,25 @@ class RewardPool:
         functions = zip(self._config.functions, self._specs, strict=True)
         return [self._threads.submit(self._score, *names, example, list(completions)) for names in functions]
 
-    def collect(self, tickets: Sequence[Ticket]) -> Rewards:
-        """Wait for the tickets; their scores one after the other, in the order given."""
-        with contextlib.suppress(CancelledError):
-            answers = [[call.result() for call in ticket] for ticket in tickets]
-        if self._closed:
-            raise RuntimeError("the reward pool is closed")
+    def collect(self, tickets: Sequence[Ticket | None]) -> Rewards:
+        """Wait for the tickets; their scores one after the other, in the order given.
+
+        A ticket is None where another host has it: all hosts come to the same scores.
+
+        Raises:
+            Stopped: (``check``) the run is to stop before they are there.
+        """
+        own = [call for ticket in tickets if ticket for call in ticket]
+        while True:
+            with contextlib.suppress(CancelledError):
+                waiting = wait(own, CHECK_S).not_done
+                answers = None if waiting else [ticket and [call.result() for call in ticket] for ticket in tickets]
+            if self._closed:
+                raise RuntimeError("the reward pool is closed")
+            if all(hosts.exchange(answers is not None)):
+                break
+            self._check()
+        answers = hosts.complete(answers)
         none = np.empty((len(self._specs), 0))
         parts, outcome = (  # [functions, completions]
             np.concatenate([none, *([answer[i] for answer in calls] for calls in answers)], axis=1) for i in (0, 1)

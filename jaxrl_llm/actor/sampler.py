@@ -200,7 +200,7 @@ class Sampler:
         key = jax.eval_shape(lambda: rng.stream(0, "sample"))
         key = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=whole)
         entry = rows((M, P // M), jnp.int32)
-        rollout, drawn, _ = jax.eval_shape(self._collect, state, entry)
+        rollout = jax.eval_shape(self._collect, state, entry)[0]
         row_width = rows((M, self.entries, self.group_size), jnp.int32)
         return {
             "init_sampler": Program(self._empty, (), out_shardings=state_layout),
@@ -218,14 +218,14 @@ class Sampler:
             ),
             "read_group": Program(
                 self._read_group,
-                (state.tokens, state.length, state.stop_reason, scalar, scalar),
-                out_shardings=whole,
+                (state.tokens, rows((M,), jnp.int32)),
+                out_shardings=rows((M,), jnp.int32).sharding,
             ),
-            "stop_rows": Program(self._stop_rows, (state, row_width), out_shardings=state_layout, donate=(0,)),
+            "stop_rows": Program(self._stop_rows, (state, row_width), (state_layout, whole), donate=(0,)),
             "collect": Program(
                 self._collect,
                 (state, entry),
-                (*sharding.leading(self.mesh, (rollout, drawn)), state_layout),
+                (sharding.leading(self.mesh, rollout), whole, state_layout),
                 donate=(0,),
             ),
         }
@@ -290,13 +290,13 @@ class Sampler:
         nothing is done: the host, which dispatches a chunk before it knows what the one before has brought, may come
         with one too many.
 
-        Returns the state and the table's stop reasons [M, E, G], which say what has finished.
+        Returns the state and what every host learns of it: the table's stop reasons and lengths [M, E, G].
         """
         finished = (state.group_id >= 0) & jnp.all(state.stop_reason != STOP_NONE, axis=2)
         is_wanted = jnp.any(jnp.sum(finished, axis=1) < self.num_prompts // self.shards) | jnp.any(due & ~finished)
         # Not a condition of the loop alone: what all its steps share costs too.
         state = run_if(is_wanted, lambda state: self._decode_chunk(params, state, version, key), state)
-        return state, state.stop_reason
+        return state, (state.stop_reason, state.length)
 
     def _decode_chunk(self, params, state: SamplerState, version, key) -> SamplerState:
         # Slots that all begin together fill their caches from the start: the live part is the least there is to read.
@@ -407,19 +407,22 @@ class Sampler:
             },
         )
 
-    def _read_group(self, tokens, length, stop_reason, shard, entry):
-        """Tokens [G,S], lengths and stop reasons [G] of one open prompt's rows, on every device."""
-        return tokens[shard, entry], length[shard, entry], stop_reason[shard, entry]
+    def _read_group(self, tokens, entry_M):
+        """Tokens [M,G,S] of one open prompt's rows by shard, each where they lie."""
+        return sharding.by_device(jax.vmap(lambda t, e: t[e]), (True, True))(tokens, entry_M)
 
-    def _stop_rows(self, state: SamplerState, new_length) -> SamplerState:
-        """Cut rows where ``new_length`` [M,E,G] is positive to that length, for a stop string; frees their slots."""
+    def _stop_rows(self, state: SamplerState, new_length) -> tuple[SamplerState, Any]:
+        """Cut rows where ``new_length`` [M,E,G] is positive to that length, for a stop string; frees their slots.
+
+        Returns what ``_decode`` does.
+        """
         M, E, G, S = state.tokens.shape
         cut = new_length > 0
         length = jnp.where(cut, new_length, state.length)
         keep = jnp.arange(S)[None, None, None, :] < length[..., None]
         cut_rows = cut.reshape(M, E * G)
         slot_cut = jax.vmap(lambda c, r: c[jnp.maximum(r, 0)])(cut_rows, state.slot_row)
-        return state.replace(
+        state = state.replace(
             length=length,
             tokens=jnp.where(keep, state.tokens, 0),
             behaviour_logp=jnp.where(keep, state.behaviour_logp, 0.0),
@@ -431,6 +434,7 @@ class Sampler:
                 for name, x in state.columns.items()
             },
         )
+        return state, (state.stop_reason, state.length)
 
     def _collect(self, state: SamplerState, entry_MP) -> tuple[Rollout, DrawSums, SamplerState]:
         """Take P finished groups out of the table, shard by shard in the order given, and free their entries."""

@@ -28,7 +28,7 @@ from jaxrl_llm.learner.update import Update
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.questions.ledger import Ledger
 from jaxrl_llm.replay import ring as replay
-from jaxrl_llm.runtime import rng, sharding
+from jaxrl_llm.runtime import hosts, rng, sharding
 from jaxrl_llm.runtime.programs import Program, release_freed
 from jaxrl_llm.types import RingState, Rollout, ScoredRollouts, Scores, TrainState
 
@@ -267,7 +267,7 @@ class Learner:
         self.config, self._compiled, self._reference = programs.config, compiled, reference
         self._layout = jax.tree.map(lambda x: x.sharding, programs.abstract_scores)
         self._everywhere = sharding.replicated(programs.mesh, 0)
-        self._draw_key = jax.device_put(rng.stream(self.config.seed, "draw"), self._everywhere)
+        self._draw_key = sharding.put(rng.stream(self.config.seed, "draw"), self._everywhere)
         self.memory = programs.memory(ledger)
         self.state: TrainState | None = None
         self.ring: RingState | None = None
@@ -306,15 +306,16 @@ class Learner:
             Sums of credit, ring and update by name, numpy (``reports.metrics``).
         """
         compiled, state, config = self._compiled, self.state, self.config
+        hosts.doing(f"update of iteration {iteration + 1}")
         release_freed(num_bytes(self.policy))  # the copy that was published, if it is gone
         rows = scored.rollout
         if scored.guests is not None:
             rows = compiled["join"](self.policy, state.step, rows, scored.guests)
-        scores = jax.device_put(self.memory.scores(scored.rewards, scored.questions), self._layout)
+        scores = sharding.put(self.memory.scores(scored.rewards, scored.questions), self._layout)
         columns = compiled["annotate"](state, self._reference, rows) if "annotate" in compiled else {}
         if scored.open_rollouts is not None:
             scored.open_rollouts.state = compiled["score_open"](self.policy, state.step, scored.open_rollouts.state)
-        now = jax.device_put(np.int32(iteration), self._everywhere)
+        now = sharding.put(np.int32(iteration), self._everywhere)
         self.ring, insert_sums = compiled["insert"](self.ring, rows, scores, columns, now)
         self.state, self.ring, update_sums = compiled["update"](state, self.ring, now, self._draw_key)
         sums = jax.device_get(update_sums | insert_sums)

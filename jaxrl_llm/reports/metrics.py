@@ -25,6 +25,7 @@ from tensorboardX.summary import scalar
 
 from jaxrl_llm.config import Config, ConfigError, MetricsConfig
 from jaxrl_llm.reports.metric_table import AGE_LABELS, METRICS
+from jaxrl_llm.runtime import hosts
 from jaxrl_llm.types import (
     OUTCOME_ERROR,
     OUTCOME_SCORE,
@@ -43,13 +44,13 @@ def rollout_values(config: Config, groups: Sequence[Any], rewards: Rewards, num_
     """Figures of the iteration's rollouts; names and denominators as in ``METRICS``.
 
     Args:
-        groups: all that were generated, with ``completions`` and ``stop_reasons``.
+        groups: all that were generated, with ``lengths`` and ``stop_reasons``.
         rewards: of their rows.
         num_tied: groups of them that teach nothing.
     """
     scored = rewards.total[rewards.outcome == OUTCOME_SCORE]
     num_rollouts = len(rewards.outcome)
-    tokens = sum(len(ids) for group in groups for ids in group.completions)
+    tokens = sum(size for group in groups for size in group.lengths)
     ended = collections.Counter(reason for group in groups for reason in group.stop_reasons)
     return {
         "rollout/generated_rows": num_rollouts,
@@ -163,7 +164,7 @@ def update_values(config: Config, used: dict[str, Any]) -> dict[str, float]:
 
 
 def cost_values(config: Config, values: dict[str, float], before: float) -> dict[str, float]:
-    """What the run has cost in trained rollouts, the sum of B + mu R, from the iteration's seconds and counts.
+    """Its rates, and what the run has cost in trained rollouts, the sum of B + mu R, from seconds and counts.
 
     Where mu is not declared, an iteration that trained on nothing has none and adds nothing.
 
@@ -179,21 +180,26 @@ def cost_values(config: Config, values: dict[str, float], before: float) -> dict
     measured = generate_s / generated / (update_s / trained) if trained and update_s > 0 else math.nan
     ratio = config.replay.cost_ratio or measured
     cost = trained + ratio * generated
-    return {"time/cost_ratio": measured, "time/compute_rollouts": before + (cost if math.isfinite(cost) else 0.0)}
+    return {
+        "throughput/update_tokens_per_s": values["tokens/trained"] / update_s,
+        "time/cost_ratio": measured,
+        "time/compute_rollouts": before + (cost if math.isfinite(cost) else 0.0),
+    }
 
 
 class MetricsWriter:
     """Appends to metrics.jsonl, samples.jsonl and tensorboard/ in ``workdir``, and to shared_rollouts.jsonl if asked.
 
-    One process of a run has one.
+    The first host writes for all.
     """
 
     def __init__(self, workdir: str | os.PathLike, config: MetricsConfig):
         self._workdir = pathlib.Path(workdir)
         self._workdir.mkdir(parents=True, exist_ok=True)
         names = (*FILES, SHARED_FILE) if config.share_rollouts else FILES
+        names = names if hosts.is_first() else ()
         self._files = {name: open(self._workdir / name, "ab") for name in names}  # noqa: SIM115, closed in close()
-        self._use_tensorboard = config.tensorboard
+        self._use_tensorboard = config.tensorboard and hosts.is_first()
         self._tensorboard: RecordWriter | None = None
 
     def write(self, iteration: int, values: dict[str, Any]) -> None:
@@ -205,7 +211,7 @@ class MetricsWriter:
         for name in values:
             if name not in METRICS:
                 raise KeyError(f"metric {name!r} is not declared in METRICS")
-        numbers = {name: _number(value) for name, value in values.items()}
+        numbers = plain_numbers(values)
         self._append("metrics.jsonl", [{"iteration": iteration, **numbers}])
         if self._use_tensorboard:
             named = [item for item in numbers.items() if item[1] is not None]
@@ -227,7 +233,8 @@ class MetricsWriter:
 
     def write_shared(self, rows: list[dict[str, Any]]) -> None:
         """Append groups for other runs, one JSON object each; who reads meanwhile may see the last one in part."""
-        self._append(SHARED_FILE, rows)
+        if rows:
+            self._append(SHARED_FILE, rows)
 
     def state(self) -> dict[str, int]:
         """Size in bytes of each file, for the checkpoint."""
@@ -259,9 +266,16 @@ class MetricsWriter:
                 stack.callback(file.close)
 
     def _append(self, name: str, rows: list[dict[str, Any]]) -> None:
+        if not hosts.is_first():
+            return
         text = "".join(json.dumps(_finite(row), ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
         self._files[name].write(text.encode())
         self._files[name].flush()
+
+
+def plain_numbers(values: dict[str, Any]) -> dict[str, float | int | None]:
+    """As JSON has them: null for None and for a number that is not finite."""
+    return {name: _number(value) for name, value in values.items()}
 
 
 def _number(value: Any) -> float | int | None:

@@ -21,9 +21,11 @@ import contextlib
 import dataclasses
 import fcntl
 import hashlib
+import itertools
 import json
 import os
 import pathlib
+import shutil
 import signal
 import socket
 import sys
@@ -37,13 +39,20 @@ import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore
 from absl import logging
+from jax.experimental import multihost_utils
 
 from jaxrl_llm.config import CheckpointConfig, Config, ConfigError, freeze, from_json, to_json
 from jaxrl_llm.ops.checksum import checksum, checksums
+from jaxrl_llm.runtime import hosts
 from jaxrl_llm.runtime.nested import differences
+
+ASIDE = "aside-"  # before the name of a checkpoint while another of the same iteration is written
 
 # Where the weights are among the arrays.
 POLICY = "/params/policy/"
+
+# Parts of a state that are in the checkpoint of a run that was stopped inside a generation, and else need not be.
+PASSING = ("sampler", "rounds")
 
 # Settings (or groups) that a resumed run may change freely: they say how long the run is, what it writes down, with
 # how many hands and where arrays lie, and no parameter, ring byte or sampled token depends on them.
@@ -81,6 +90,9 @@ class Checkpointer:
 
     def __init__(self, workdir: str | os.PathLike, config: CheckpointConfig):
         self.directory = pathlib.Path(workdir) / "checkpoints"
+        if hosts.is_first():
+            _tidy(self.directory)
+        hosts.exchange("tidy")
         self._config = config
         self._pass_rates: dict[int, float | None] = {}
         for step in _steps(self.directory):
@@ -104,39 +116,48 @@ class Checkpointer:
         config: Config,
         *,
         pass_rate: float | None,
-        checksums: Callable[[Any], jax.Array] = checksums,
+        is_inside: bool = False,
+        checksums: Callable[[str, Any], jax.Array] = lambda _, state: checksums(state),
     ) -> None:
         """Start writing a checkpoint and return; the arrays may be donated at once.
 
         Waits for the write before, if that still runs, and raises what went wrong in it. Saving the iteration just
         saved or restored does nothing. After going back to an older iteration, the newer checkpoints are another
-        run's future: they are removed.
+        run's future: they are removed. That of the same iteration is set aside until this one is whole.
 
         Args:
             iteration: iterations finished; names the checkpoint.
-            device_state: pytree of arrays (of a typed PRNG key, its data); None and empty subtrees are allowed.
+            device_state: pytrees of arrays (of a typed PRNG key, its data) by part; None and empty subtrees are
+                allowed.
             host_state: JSON object.
             config: the resolved config.
             pass_rate: fraction in [0, 1] of the last evaluation, None where there was none; without one a
                 checkpoint is never among the best.
-            checksums: of the leaves of such a state, in their order.
+            is_inside: the next iteration has begun, and the state is that of its middle: to be saved in any case.
+            checksums: of the leaves of a part of such a state, given with its name, in their order.
 
         Host/device: copies to the host (on CPU: holds the buffers, so that a donated one is copied when overwritten).
         """
-        if iteration == self._current:
+        if iteration == self._current and not is_inside:
             return
         arrays = _by_name(device_state)
-        sums = zip(arrays.items(), jax.device_get(checksums(device_state)).tolist(), strict=True)
-        self._pass_rates[iteration] = None if pass_rate is None else float(pass_rate)
+        sums = zip(arrays.items(), _sums(device_state, checksums), strict=True)
+        if pass_rate is not None or not is_inside:
+            self._pass_rates[iteration] = None if pass_rate is None else float(pass_rate)
         text = {
             "config": json.loads(to_json(config)),
-            "pass_rate": self._pass_rates[iteration],
+            "pass_rate": self._pass_rates.get(iteration),
             "arrays": {name: [str(x.dtype), list(x.shape), value] for (name, x), value in sums},
         }
         # Through text now: the caller goes on changing its dictionaries while the write runs.
         host = json.loads(json.dumps(host_state))
-        for newer in [step for step in self._manager.all_steps() if step >= iteration]:
+        for newer in [step for step in self._manager.all_steps() if step > iteration]:
             self._manager.delete(newer)
+        self.wait()
+        if iteration in _steps(self.directory) and hosts.is_first():
+            os.rename(self.directory / str(iteration), self.directory / f"{ASIDE}{iteration}")
+        hosts.exchange("set aside")
+        self._manager.reload()
         self._manager.save(
             iteration,
             args=ocp.args.Composite(
@@ -155,12 +176,13 @@ class Checkpointer:
         *,
         allow_config_changes: bool,
         iteration: int | None = None,
-        checksums: Callable[[Any], jax.Array] = checksums,
+        checksums: Callable[[str, Any], jax.Array] = lambda _, state: checksums(state),
     ) -> Restored | None:
         """Read a checkpoint onto the shardings of ``abstract_state``, which may be those of another mesh.
 
         Args:
-            abstract_state: pytree of ``ShapeDtypeStruct`` with shardings.
+            abstract_state: pytrees of ``ShapeDtypeStruct`` with shardings, by part; of those of ``PASSING`` that the
+                checkpoint has nothing of the result has None.
             config: the config of the run that resumes; None: any will do.
             allow_config_changes: accept settings that differ, as long as the arrays fit.
             iteration: which; None = the latest that is whole.
@@ -175,18 +197,20 @@ class Checkpointer:
         self.wait()
         if iteration is None and self.latest_iteration() is None:
             return None
-        names = _by_name(abstract_state)
 
         def read(path: pathlib.Path) -> Restored:
             host, text = _read_text(path)
             saved = freeze(text["config"])
             if config is not None and not allow_config_changes:
                 _check_settings(saved, config, path)
+            has = {name.partition("/")[0] for name in text["arrays"]}
+            wanted = {part: x for part, x in abstract_state.items() if part in has or part not in PASSING}
+            names = _by_name(wanted)
             _check_arrays(text["arrays"], names, path, same_dtype=True)
             arrays = _read_arrays(path, names)
-            state = jax.tree.unflatten(jax.tree.structure(abstract_state), arrays.values())
-            _compare(text["arrays"], arrays, checksums(state))
-            return Restored(int(path.name), state, host, saved)
+            state = jax.tree.unflatten(jax.tree.structure(wanted), arrays.values())
+            _compare(text["arrays"], arrays, _sums(state, checksums))
+            return Restored(int(path.name), dict.fromkeys(PASSING) | state, host, saved)
 
         restored = _read_whole(self.directory, iteration, read)
         self._current = restored.iteration
@@ -256,7 +280,7 @@ def restore_params(directory: str | os.PathLike, abstract_params: Any = None) ->
         arrays = _read_arrays(path, wanted)
         as_saved = {name: x for name, x in arrays.items() if str(x.dtype) == saved[name][0]}
         # One at a time on the device.
-        _compare(saved, as_saved, np.array([checksum(x).item() for x in as_saved.values()]))
+        _compare(saved, as_saved, [checksum(x).item() for x in as_saved.values()])
         if abstract_params is None:
             arrays = {name.removeprefix(prefix): x for name, x in arrays.items()}
             return flax.traverse_util.unflatten_dict(arrays, sep="/"), freeze(text["config"])
@@ -300,6 +324,13 @@ def _reading(part: str) -> Iterator[None]:
     except (OSError, ValueError, LookupError, TypeError, AttributeError, NotImplementedError) as error:
         said = str(error).split(" [")[0]  # tensorstore adds places in its source
         raise DamagedError(f"{part}: {said}") from error
+
+
+def _tidy(directory: pathlib.Path) -> None:
+    """What was set aside comes back where what was to replace it is not whole."""
+    for aside in directory.glob(f"{ASIDE}*"):
+        whole = directory / aside.name.removeprefix(ASIDE)
+        shutil.rmtree(aside) if whole.exists() else aside.rename(whole)
 
 
 def _steps(directory: pathlib.Path) -> list[int]:
@@ -359,9 +390,15 @@ def _read_arrays(path: pathlib.Path, wanted: dict[str, Any]) -> dict[str, Any]:
         return dict(zip(wanted, pool.map(read, wanted), strict=True))
 
 
-def _compare(saved: dict[str, Any], arrays: dict[str, Any], sums: jax.Array) -> None:
+def _sums(state: dict[str, Any], checksums: Callable[[str, Any], jax.Array]) -> list[int]:
+    """Checksums of all leaves in the order of ``_by_name``, part by part."""
+    parts = [jax.device_get(checksums(part, state[part])) for part in sorted(state) if jax.tree.leaves(state[part])]
+    return np.concatenate(parts).tolist()
+
+
+def _compare(saved: dict[str, Any], arrays: dict[str, Any], sums: list[int]) -> None:
     """Raise a ``DamagedError`` where the arrays do not have the checksums they were saved with."""
-    now = zip(arrays, jax.device_get(sums).tolist(), strict=True)
+    now = zip(arrays, sums, strict=True)
     if wrong := [name for name, value in now if value != saved[name][2]]:
         more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
         raise DamagedError(f"array {wrong[0]}{more} has another checksum than when it was saved")
@@ -406,9 +443,15 @@ def _check_arrays(saved: dict[str, Any], wanted: dict[str, Any], path: pathlib.P
 def claim(workdir: pathlib.Path) -> Iterator[None]:
     """Make the folder and hold it for one run while entered, or until the process ends, however it ends.
 
+    The first of several hosts does, and the others look whether it is the same folder.
+
     Raises:
-        ConfigError: no file can be written there, or another run holds it.
+        ConfigError: no file can be written there, another run holds it, or a host does not see it.
     """
+    if not hosts.is_first():
+        _look_for(workdir, hosts.exchange(None)[0])
+        yield
+        return
     where, path = str(workdir.resolve()), workdir / "lock"
     if "[" in where or not where.isprintable():  # orbax would take the one for a pattern, tensorstore wants UTF-8
         raise ConfigError(f"--workdir={where!r} must be without '[' and characters that cannot be printed")
@@ -424,22 +467,50 @@ def claim(workdir: pathlib.Path) -> Iterator[None]:
             raise ConfigError(f"--workdir={workdir} is in use by {path.read_text()}") from error
         except OSError as error:
             print(f"warning: {path}: {error.strerror}; nothing keeps another run out", file=sys.stderr)
-        path.write_text(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}")
+        text = f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}"
+        path.write_text(text)
+        _look_for(workdir, hosts.exchange(text)[0])
         yield
 
 
-class StopRequest:
-    """While entered, SIGTERM and SIGINT only set ``requested`` to the signal's name; the loop stops where it can save.
+def _look_for(workdir: pathlib.Path, text: str | None) -> None:
+    """All hosts must find what the first has written into the folder; another disk's would hold half a checkpoint."""
+    until = time.monotonic() + 10.0  # a network's disk takes its time
+    while not (found := (workdir / "lock").is_file() and (workdir / "lock").read_text() == text):
+        if time.monotonic() > until:
+            break
+        time.sleep(0.2)
+    if missing := [host for host, finds in enumerate(hosts.exchange(found)) if not finds]:
+        raise ConfigError(f"--workdir={workdir} must be a folder that all hosts share; host {missing[0]} has another")
 
-    A SIGINT after a request raises KeyboardInterrupt at once: for a user who does not want to wait.
+
+class Stopped(Exception):
+    """The run is to stop here; what it is made of can be saved."""
+
+
+class StopRequest:
+    """While entered, SIGTERM and SIGINT set ``requested`` to the signal's name; the run stops where it next ``check``s.
+
+    A SIGINT after a request raises KeyboardInterrupt at once: for a user who does not want to wait. On several hosts
+    jax hears SIGTERM, and all come to stop at the same check, whichever of them was told to.
     """
 
     def __init__(self) -> None:
         self.requested: str | None = None
         self._previous: dict[signal.Signals, Any] = {}
+        self._checks = itertools.count(1)
+
+    def check(self) -> None:
+        """Raise ``Stopped`` where the run is to stop. Every host calls it at the same points."""
+        if hosts.count() > 1:
+            if multihost_utils.reached_preemption_sync_point(next(self._checks)):
+                self.requested = self.requested or signal.SIGTERM.name
+                raise Stopped
+        elif self.requested:
+            raise Stopped
 
     def __enter__(self) -> StopRequest:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGINT,) if hosts.count() > 1 else (signal.SIGTERM, signal.SIGINT):
             self._previous[number] = signal.signal(number, self._handle)
         return self
 
@@ -451,6 +522,8 @@ class StopRequest:
         if self.requested is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.requested = signal.Signals(number).name
-        # Not print: a handler may interrupt one. Says that Ctrl-C was heard while an iteration runs on.
-        note = f"\n{self.requested}: finishing this iteration, then saving (Ctrl-C again stops at once)\n"
+        # Not print: a handler may interrupt one. Says that Ctrl-C was heard while a program runs on.
+        note = f"\n{self.requested}: saving, then stopping (Ctrl-C again stops at once)\n"
         os.write(2, note.encode())  # standard error; in a notebook sys.stderr is no file
+        if hosts.count() > 1:
+            os.kill(os.getpid(), signal.SIGTERM)  # what jax hears, and tells the other hosts

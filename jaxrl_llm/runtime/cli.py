@@ -43,7 +43,7 @@ def run(main: Callable[[], None]) -> None:
             _fail(f"unexpected argument {argv[1]!r}; settings are given as --name=value")
         try:
             distributed.initialize()
-            with writing("output"):
+            with distributed.together(lambda error: 2 if isinstance(error, ConfigError) else 1), writing("output"):
                 main()
         except (ConfigError, DiskError) as error:
             _fail(error, status=1 if isinstance(error, DiskError) else 2)

@@ -1,38 +1,258 @@
-"""The processes of a job on several hosts: joined before jax is first used; the first one speaks.
+"""The hosts (processes) of one job: joined before jax is first used, heard of by each other until the end.
 
-    JAXRL_DISTRIBUTED=1                                                    TPU pod or cluster that jax recognises
-    JAX_COORDINATOR_ADDRESS=HOST:PORT JAX_NUM_PROCESSES=N JAX_PROCESS_ID=I anywhere else
+    found by jax            TPU pods, Slurm, GKE, Open MPI
+    JAX_COORDINATOR_ADDRESS=HOST:PORT JAX_NUM_PROCESSES=N JAX_PROCESS_ID=I      anywhere else
+    JAXRL_DISTRIBUTED       1 = there must be such a job, 0 = this process is the whole job
 
-Owns: which process this is. Does not know: what the processes compute.
+Every host runs the same program on the same questions; arrays are split over all of them, and what a host alone knows
+(scores of its rows) it says in an ``exchange``. All goes through the coordination service of jax, at host 0: numbers,
+what each is doing, and the last words of one that fails, so that the others do not wait for it without end.
+
+Owns: which host this is, what hosts say to each other, how they end together. Does not know: what they compute.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import importlib.metadata
+import itertools
 import os
+import pathlib
+import pickle
 import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 from jaxrl_llm.config import ConfigError
+
+# The service gives a host up after so long without a sign of life; jax's own 100 and 300 are longer than a user waits.
+TIMEOUT_S = 40
+# Others end when a host is silent for so long: before the service would abort them without a word about which.
+SILENT_S = 25
+LONGEST_WAIT_MS = 24 * 3600 * 1000  # of a meeting: who is missing there is known by its silence
+
+T = TypeVar("T")
+_doing = "start"
+_meetings = itertools.count()
 
 
 def initialize() -> None:
     """Join the job that the environment names; without one this process is the whole job.
 
     Raises:
-        ConfigError: the environment names half a job.
+        ConfigError: the environment names half a job, or none where JAXRL_DISTRIBUTED=1; or the others do not come.
     """
-    address = os.environ.get("JAX_COORDINATOR_ADDRESS")
-    if not address and os.environ.get("JAXRL_DISTRIBUTED") != "1":
+    wanted, address = os.environ.get("JAXRL_DISTRIBUTED", ""), os.environ.get("JAX_COORDINATOR_ADDRESS")
+    if wanted not in ("", "0", "1"):
+        raise ConfigError(f"JAXRL_DISTRIBUTED={wanted!r} must be 1 (a job of several hosts), 0 (not) or unset")
+    if wanted == "0" or not (wanted or address or _is_found()):
         return
     import jax  # here: a command that has no job to join need not pay for it
 
+    given: dict[str, Any] = {}
     if address:
         numbers = {name: os.environ.get(name, "") for name in ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID")}
         for name, value in numbers.items():
             if not value.isdigit():
                 raise ConfigError(f"{name}={value!r} must be a number beside JAX_COORDINATOR_ADDRESS={address}")
         count, index = map(int, numbers.values())
-        jax.distributed.initialize(address, num_processes=count, process_id=index)
-    else:
-        jax.distributed.initialize()
-    if jax.process_index() != 0:
+        if index >= count:
+            raise ConfigError(f"JAX_PROCESS_ID={index} must be less than JAX_NUM_PROCESSES={count}")
+        given = {"coordinator_address": address, "num_processes": count, "process_id": index}
+    elif not os.environ.get("MEGASCALE_COORDINATOR_ADDRESS"):  # left by another job they would make slices of this one
+        for name in [name for name in os.environ if name.startswith("MEGASCALE_")]:
+            del os.environ[name]
+    try:
+        jax.distributed.initialize(**given, heartbeat_timeout_seconds=TIMEOUT_S, shutdown_timeout_seconds=TIMEOUT_S)
+    except (RuntimeError, ValueError) as error:
+        raise ConfigError(f"this process cannot join its job: {error}") from error
+    if jax.process_count() > 1:
+        threading.Thread(target=_watch, args=(_service(),), daemon=True).start()
+    if not is_first():
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115, open until the process ends
+
+
+def _is_found() -> bool:
+    """Whether the environment is that of a job of several hosts."""
+    names = os.environ.get("TPU_WORKER_HOSTNAMES", ""), os.environ.get("MEGASCALE_NUM_SLICES", "")
+    several = "," in names[0] or names[1] not in ("", "1")
+    return several or os.environ.get("SLURM_STEP_NUM_TASKS", "1") != "1"
+
+
+def _service() -> Any:
+    from jax._src import distributed  # orbax too takes it from there: jax has no public name for it
+
+    return distributed.global_state.client
+
+
+def count() -> int:
+    import jax
+
+    return jax.process_count()
+
+
+def is_first() -> bool:
+    """Whether this host speaks and writes for all."""
+    import jax
+
+    return jax.process_index() == 0
+
+
+def doing(what: str) -> None:
+    """Say to the others what this host does from now on."""
+    global _doing
+    _doing = what
+
+
+def exchange(value: T) -> list[T]:
+    """What each host gives here, in the hosts' order; all must come, in the same order of calls."""
+    import jax
+
+    if count() == 1:
+        return [value]
+    service, number, index = _service(), next(_meetings), jax.process_index()
+    service.key_value_set_bytes(f"said/{number}/{index}", pickle.dumps(value))
+    service.wait_at_barrier(f"said/{number}", LONGEST_WAIT_MS)
+    said = {name.rpartition("/")[2]: text for name, text in service.key_value_dir_get_bytes(f"said/{number}/")}
+    if number:  # all have read what was said before
+        service.key_value_delete(f"said/{number - 1}/{index}")
+    return [pickle.loads(said[str(i)]) for i in range(count())]
+
+
+def complete(values: list[T | None]) -> list[T | None]:
+    """The list with what other hosts have in the places where this one has None."""
+    if count() == 1:
+        return values
+    return [next((x for x in given if x is not None), None) for given in zip(*exchange(values), strict=True)]
+
+
+def agree(**facts: Any) -> None:
+    """All hosts must have the same facts.
+
+    Raises:
+        ConfigError: (on every host) naming the first that differs, and where.
+    """
+    if count() == 1:
+        return
+    texts = {name: fact if isinstance(fact, str) else repr(fact) for name, fact in {"code": _code(), **facts}.items()}
+    digests = exchange({name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()})
+    for name, text in texts.items():
+        if other := [i for i, digest in enumerate(digests) if digest[name] != digests[0][name]]:
+            by_host = exchange(text)
+            at, first = _difference(by_host[other[0]], by_host[0])
+            raise ConfigError(f"{name} of host {other[0]} is not that of host 0: {at!r} instead of {first!r}")
+
+
+def _code() -> str:
+    """Versions of what computes, and a digest of this package's files."""
+    package, digest = pathlib.Path(__file__).parent.parent, hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        digest.update(path.read_bytes())
+    packages = ("jax", "jaxlib", "flax", "optax", "numpy", "orbax-checkpoint")
+    versions = [f"{name} {importlib.metadata.version(name)}" for name in packages]
+    return f"{', '.join(versions)}, jaxrl_llm {digest.hexdigest()[:12]}"
+
+
+def _difference(one: str, other: str) -> tuple[str, str]:
+    """Where two texts begin to differ, a few words of each."""
+    start = next((i for i, (x, y) in enumerate(zip(one, other, strict=False)) if x != y), 0)
+    start = max(0, start - 40)
+    return one[start : start + 80], other[start : start + 80]
+
+
+def checksums(tree: Any) -> dict[str, str]:
+    """Digest of the bytes of each part of each array that this host holds, by name and place; typed keys too.
+
+    Given to ``agree_on_copies`` it finds a copy that is another than that of another host.
+    """
+    import jax
+    import numpy as np
+
+    found = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        for shard in leaf.addressable_shards:
+            name = f"{jax.tree_util.keystr(path, simple=True, separator='/')}{shard.index}"
+            found.setdefault(name, set()).add(hashlib.sha256(np.asarray(shard.data).tobytes()).hexdigest()[:16])
+    return {name: " ".join(sorted(digests)) for name, digests in found.items()}
+
+
+def agree_on_copies(tree: Any, **facts: Any) -> None:
+    """What several hosts hold a copy of must be the same in all; slow, for tests and for a suspicion.
+
+    Raises:
+        RuntimeError: (on every host) naming an array, or a fact, that is not.
+    """
+    said: dict[str, str] = {}
+    for host, sums in enumerate(exchange({**checksums(tree), **{name: repr(fact) for name, fact in facts.items()}})):
+        for name, text in sums.items():
+            if said.setdefault(name, text) != text or (name not in facts and " " in text):
+                raise RuntimeError(f"{name} of host {host} is not what other hosts have")
+
+
+@contextlib.contextmanager
+def together(status_of: Callable[[BaseException], int]) -> Iterator[None]:
+    """While entered, what ends this host ends the others, with its words; left in peace, all leave together.
+
+    Args:
+        status_of: exit status for an exception.
+    """
+    try:
+        yield
+        exchange("done")
+    except BaseException as error:
+        if isinstance(error, SystemExit):  # the end of all of them
+            exchange("done")
+        if isinstance(error, SystemExit) or count() == 1:
+            raise
+        if type(error).__name__ in ("JaxRuntimeError", "XlaRuntimeError"):
+            time.sleep(SILENT_S + 5)  # it may be that another host is gone: ``_watch`` finds out which, and ends this
+        _end(f"{type(error).__name__}: {error}", status_of(error))
+        raise
+
+
+def _end(words: str, status: int) -> None:
+    """Tell the others why this host ends."""
+    import jax
+
+    service, index = _service(), jax.process_index()
+    with contextlib.suppress(Exception):  # the service may be gone
+        service.key_value_set(f"failed/{index}", f"{status} {_doing}\n{words}", allow_overwrite=True)
+    if index == 0:
+        time.sleep(4)  # they read it from here
+
+
+def _watch(service: Any) -> None:
+    """Say every second that this host lives, and end it when another has failed or is silent."""
+    import jax
+
+    index, heard = jax.process_index(), {}
+    for beat in itertools.count():
+        try:
+            service.key_value_set(f"alive/{index}", f"{beat} {_doing}", allow_overwrite=True)
+            alive, failed = service.key_value_dir_get("alive/"), service.key_value_dir_get("failed/")
+        except Exception as error:
+            doing_0 = heard["0"][0].partition(" ")[2] if "0" in heard else "start"
+            return _leave(f"host 0 is gone; it was in: {doing_0} ({str(error).splitlines()[0][:100]})")
+        for name, text in failed:
+            if (host := name.rpartition("/")[2]) != str(index):
+                (status, _, what), words = text.partition("\n")[0].partition(" "), text.partition("\n")[2]
+                return _leave(f"host {host} failed in: {what}: {words}", int(status))
+        for name, text in alive:
+            host = name.rpartition("/")[2]
+            if heard.get(host, ("",))[0] != text:
+                heard[host] = text, time.monotonic()
+            elif time.monotonic() - heard[host][1] > SILENT_S:
+                what = text.partition(" ")[2]
+                return _leave(f"host {host} has not been heard of for {SILENT_S} s; it was in: {what}")
+        time.sleep(1)
+
+
+def _leave(words: str, status: int = 1) -> None:
+    """End this process, wherever its other threads wait."""
+    time.sleep(1)  # what ends this host by itself has better words
+    sys.stderr.write(f"error: {' '.join(words.split())[:2000]}; this host was in: {_doing}\n")
+    sys.stderr.flush()
+    os._exit(status)

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxrl_llm.config import ConfigError
+from jaxrl_llm.runtime import hosts
 
 # What to change when a program does not fit its device.
 MEMORY_SETTINGS = (
@@ -101,7 +102,11 @@ def use_cache(folder: str) -> None:
 def compile_all(programs: Mapping[str, Program], mesh: Mesh) -> dict[str, jax.stages.Compiled]:
     """Compile every program; XLA compiles several at once, while the next ones are traced."""
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        compiling = {name: pool.submit(program.lower(mesh).compile) for name, program in programs.items()}
+        lowered = {name: program.lower(mesh) for name, program in programs.items()} if hosts.count() > 1 else {}
+        # Hosts that run other programs would wait for each other without end.
+        hosts.agree(**{f"program {name}": program.as_text() for name, program in lowered.items()})
+        of = lambda name: lowered[name] if lowered else programs[name].lower(mesh)
+        compiling = {name: pool.submit(of(name).compile) for name in programs}
         compiled = {name: program.result() for name, program in compiling.items()}
     release_freed()
     return compiled
@@ -167,9 +172,10 @@ def in_use_bytes(memories: Mapping[str, Memory], *, keeps_slots: bool) -> dict[s
 
 
 def memory_limit(devices: list[Any]) -> int | None:
-    """Bytes that the smallest of the devices has; None where none says so, as CPU devices do not."""
-    limits = [stats["bytes_limit"] for d in devices if (stats := d.memory_stats()) and "bytes_limit" in stats]
-    return min(limits, default=None)
+    """Bytes that the smallest of the devices, of any host, has; None where none says so, as CPU devices do not."""
+    own = [device.memory_stats() for device in devices if device.process_index == jax.process_index()]
+    limits = hosts.exchange([stats["bytes_limit"] for stats in own if stats and "bytes_limit" in stats])
+    return min((limit for of_host in limits for limit in of_host), default=None)
 
 
 def check_memory(compiled: Mapping[str, jax.stages.Compiled], limit: int | None, *, keeps_slots: bool) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm.config import Config, ConfigError, MeshConfig
@@ -149,6 +150,35 @@ def by_device(function: Callable, is_split: tuple[bool, ...]) -> Callable:
 
 def replicated(mesh: Mesh, tree: Any) -> Any:
     return jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), tree)
+
+
+def put(tree: Any, layout: Any) -> Any:
+    """Arrays of the host, the same on every host, onto the devices; each takes its part alone.
+
+    ``device_put`` would compare what the hosts have, which is a wait for all of them.
+    """
+
+    def one(x: Any, to: NamedSharding) -> jax.Array:
+        if jax.dtypes.issubdtype(getattr(x, "dtype", None), jax.dtypes.prng_key):
+            return jax.random.wrap_key_data(put(jax.random.key_data(x), to), impl=jax.random.key_impl(x))
+        x = np.asarray(x)
+        return jax.make_array_from_callback(x.shape, to, lambda index: x[index])
+
+    return jax.tree.map(one, tree, layout)
+
+
+def whole(x: Any) -> Any:
+    """The array with all its parts on every host."""
+    return x if getattr(x, "is_fully_addressable", True) else multihost_utils.process_allgather(x, tiled=True)
+
+
+def own_rows(x: jax.Array) -> dict[int, np.ndarray]:
+    """Rows of an array that lie on this host, by number; of those on several hosts the first has them."""
+    found = {}
+    for shard in x.addressable_shards:
+        if shard.replica_id == 0:
+            found |= enumerate(np.asarray(shard.data), shard.index[0].start or 0 if shard.index else 0)
+    return found
 
 
 def on_host(tree: Any) -> Any:

@@ -22,6 +22,7 @@ from jaxrl_llm.models.architecture import Architecture, RopeScaling, positive
 from jaxrl_llm.models.files import layout
 from jaxrl_llm.models.files.tokenizer import ByteTokenizer, Tokenizer
 from jaxrl_llm.models.transformer import Model, Params
+from jaxrl_llm.runtime import hosts
 
 NAMES = {
     "embedding": "model.embed_tokens.weight",
@@ -182,6 +183,10 @@ def export(params: Params, model: Model, tokenizer: Tokenizer | ByteTokenizer, f
     Weights are float32 and split over files of at most 5 GB, of which the host holds one at a time.
     config.json comes last: without it an interrupted folder is not taken for a model.
     """
+    if not hosts.is_first():
+        for _, _, fetch in layout.stored_tensors(params, NAMES):
+            fetch()  # what is split over hosts, all of them gather
+        return
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").unlink(missing_ok=True)

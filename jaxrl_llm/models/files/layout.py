@@ -20,6 +20,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models.transformer import Model, Params
+from jaxrl_llm.runtime import sharding
 
 # For each dimension of a stored tensor, the dimensions of ours that are folded into it.
 # Ours are counted without the layer axis.
@@ -99,7 +100,7 @@ def stored_tensors(params: Params, names: Mapping[str, str]) -> Iterator[Stored]
 
     Fetching in this order moves each stacked parameter to the host once.
     """
-    fetch = functools.lru_cache(maxsize=1)(lambda path: np.asarray(flat[path], np.float32))
+    fetch = functools.lru_cache(maxsize=1)(lambda path: np.asarray(sharding.whole(flat[path]), np.float32))
 
     def one(path: str, layer: int | None) -> np.ndarray:
         value = fetch(path) if layer is None else fetch(path)[layer]
