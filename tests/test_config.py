@@ -637,13 +637,15 @@ def gap(config, folder, monkeypatch):
 
 def passes(config, folder, monkeypatch):
     rewards = Rewards(np.array([0.25, 0.75]), {}, np.zeros(2, np.int8))
-    group = FinishedGroup(0, None, [[1], [1]], [STOP_EOS, STOP_EOS])
+    group = FinishedGroup(0, None, [1, 1], [STOP_EOS, STOP_EOS])
     return rollout_values(config, [group], rewards, 0)["rollout/pass_rate"]
 
 
 def costs(config, folder, monkeypatch):
     seconds = {"time/generate_s": 1.0, "time/reward_s": 0.0, "time/update_s": 1.0}
-    return cost_values(config, seconds | {"replay/drawn_rows": 16, "rollout/generated_rows": 16}, 0.0)
+    return cost_values(
+        config, seconds | {"replay/drawn_rows": 16, "rollout/generated_rows": 16, "tokens/trained": 1}, 0.0
+    )
 
 
 def ghost_run(config, folder, monkeypatch):

@@ -190,7 +190,7 @@ class Actor:
             self.generator.adopt(*where, group_id, row.example, row.tokens.tolist())
         self.generator.draws = [DrawSums(*(np.array(x, np.float32) for x in sums)) for sums in state["draws"]]
         question = lambda group_id: self._stream.lookup(group_id).example
-        self._rounds[:] = [Sampled.restored(x, arrays["rounds"], question) for x in state["rounds"]]
+        self._rounds[:] = [Sampled.restored(x, arrays.get("rounds"), question) for x in state["rounds"]]
 
 
 def too_many_failures(config: Any, rewards: Any) -> str | None:

@@ -210,7 +210,7 @@ class Checkpointer:
             arrays = _read_arrays(path, names)
             state = jax.tree.unflatten(jax.tree.structure(wanted), arrays.values())
             _compare(text["arrays"], arrays, _sums(state, checksums))
-            return Restored(int(path.name), dict.fromkeys(PASSING) | state, host, saved)
+            return Restored(int(path.name), dict.fromkeys(abstract_state) | state, host, saved)
 
         restored = _read_whole(self.directory, iteration, read)
         self._current = restored.iteration

@@ -65,6 +65,10 @@ def initialize() -> None:
     elif not os.environ.get("MEGASCALE_COORDINATOR_ADDRESS"):  # left by another job they would make slices of this one
         for name in [name for name in os.environ if name.startswith("MEGASCALE_")]:
             del os.environ[name]
+    # The service would abort the others without a word of which host is gone: ``_watch`` ends them.
+    jax.config.update("jax_enable_recoverability", True)
+    # Programs that meet others of the same host on few cores would wait for them without end.
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
     try:
         jax.distributed.initialize(**given, heartbeat_timeout_seconds=TIMEOUT_S, shutdown_timeout_seconds=TIMEOUT_S)
     except (RuntimeError, ValueError) as error:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -50,7 +51,7 @@ def run_point(config: Config, workdir: pathlib.Path, train: Callable[[Config, pa
         os.dup2(log.fileno(), 2)
     sys.stdout.reconfigure(line_buffering=True)  # a log that is read while it grows
     try:
-        return train(config, workdir) == 0
+        return train(config, workdir) in (0, 128 + signal.SIGTERM, 128 + signal.SIGINT)
     except (ConfigError, DiskError) as error:
         print(f"error: {error}", file=sys.stderr)
     except Exception:

@@ -20,8 +20,8 @@ def test_every_field_says_whether_hosts_agree_on_it(cls):
     assert kinds <= {Agreed.__metadata__, PerHost.__metadata__}
 
 
-def test_device_arrays_are_agreed_on_and_rewards_are_each_hosts_own():
-    by_type = {Rollout: Agreed, Rewards: PerHost}
+def test_device_arrays_and_rewards_are_agreed_on():
+    by_type = {Rollout: Agreed, Rewards: Agreed}
     for field, plain in typing.get_type_hints(ScoredRollouts).items():
         if plain in by_type:
             assert kind(ScoredRollouts, field) == by_type[plain].__metadata__

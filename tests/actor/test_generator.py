@@ -5,6 +5,7 @@ import functools
 import types
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from reference import sampling as oracle
@@ -318,9 +319,9 @@ class Watched:
 
     def decode(self, params, state, *how):
         self.unfinished.append(int((np.asarray(state.stop_reason) == STOP_NONE).sum()))
-        state, reasons = self.run["decode"](params, state, *how)
-        self.reasons.append(reasons)
-        return state, reasons
+        state, told = self.run["decode"](params, state, *how)
+        self.reasons.append(told[0])
+        return state, told
 
 
 def test_the_next_chunk_is_dispatched_before_the_host_looks_and_the_one_after_before_it_scores():
@@ -437,7 +438,7 @@ class Stragglers:
         self.sampler, self.chunks, self.left = sampler, chunks, {}
         self.programs = {"init_sampler": lambda: types.SimpleNamespace(tokens=None, length=None, stop_reason=None)}
         self.programs |= {"prefill": self.prefill, "decode": self.decode, "collect": self.collect}
-        self.programs["read_group"] = lambda *_: (np.zeros((1, 8), int), np.ones(1, int), np.ones(1, int))
+        self.programs["read_group"] = lambda *_: jnp.zeros((1, 1, 8), int)
         self.collected = []
 
     def prefill(self, params, state, tokens, length, group_id, entry):
@@ -451,7 +452,7 @@ class Stragglers:
         for where, one in self.left.items():
             one[1] -= 1
             reasons[0, where] = one[1] <= 0
-        return state, reasons
+        return state, (reasons, np.ones(reasons.shape, int))
 
     def collect(self, state, entries):
         self.collected.append([self.left.pop(where)[0] for where in np.asarray(entries).ravel().tolist()])
@@ -471,6 +472,7 @@ def test_the_gate_holds_where_many_prompts_come_due_together(P, lookahead, max_l
         opened |= dict.fromkeys(ids, call)
         assert len(opened) <= (max_lag + call + 1) * P
         generator.generate(None, make_prompts(ids), version=None, key=None)
+        generator.take()
     lags = [call - opened[name] for call, names in enumerate(script.collected) for name in names]
     assert max(lags) == max_lag and len(lags) == 14 * P
 

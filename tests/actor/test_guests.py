@@ -5,6 +5,7 @@ Log-probabilities come from the oracle in loops and float64; orders and position
 
 import json
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -212,13 +213,15 @@ def test_sources_take_turns(tmp_path):
 def test_what_a_run_shares_is_what_another_reads(tmp_path):
     run = make_run(tmp_path)
     (asked,), _ = encode_examples([Example("p", {"answer": "x"})], ByteTokenizer(), run.config.prompts)
-    groups = [FinishedGroup(7, asked.example, [[97, END], [98], [99]], [STOP_EOS, STOP_LENGTH, STOP_LENGTH])]
+    groups = [FinishedGroup(7, asked.example, [2, 1, 1], [STOP_EOS, STOP_LENGTH, STOP_LENGTH])]
     rewards = Rewards(np.array([1, np.nan, 0.5], np.float32), {}, np.array([0, OUTCOME_ERROR, 0], np.int8))
-    (row,) = shared_groups(groups, rewards, {7: asked}.get)
+    completions = {0: [97, END], 1: [98], 2: [99]}
+    sampled = types.SimpleNamespace(groups=groups, kept=[0], rewards=rewards, completions=lambda: completions)
+    (row,) = shared_groups(sampled, {7: asked}.get)
     row["rewards"] = [None if np.isnan(r) else r for r in row["rewards"]]  # as MetricsWriter puts it
     written(tmp_path, json.dumps(row) + "\n", name=SHARED_FILE)
     (group, _) = External(run, ByteTokenizer()).next_groups(0, unasked).groups
-    assert (group.example.prompt, group.prompt, group.completions) == ("p", [112], groups[0].completions)
+    assert (group.example.prompt, group.prompt, group.completions) == ("p", [112], list(completions.values()))
     np.testing.assert_array_equal(group.rewards, [1, np.nan, 0.5])
 
 
@@ -277,7 +280,8 @@ def test_rows_of_others_count_as_drawn_by_the_current_weights(mesh, tmp_path):
 
     # Rewards and questions find the same order.
     rewards = Rewards(own.group_id.astype(np.float32), {"task": 2.0 * own.group_id}, np.zeros(len(own.length), np.int8))
-    joined, about = guests.join(rewards, list(range(4)), None, met(4).question_id)
+    guests.score(None)
+    joined, about = guests.join(rewards, list(range(4)), met(4).question_id)
     np.testing.assert_array_equal(joined.total[~theirs], rows.group_id[~theirs])
     np.testing.assert_array_equal(joined.parts["task"][~theirs], 2.0 * rows.group_id[~theirs])
     counts = theirs & (rows.length > rows.prompt_length)
@@ -298,7 +302,8 @@ def test_scores_of_the_own_functions_are_taken_by_ticket(tmp_path):
     )
     asked = []
     own = Rewards(np.zeros(12, np.float32), {"task": np.zeros(12)}, np.zeros(12, np.int8))
-    joined, about = guests.join(own, [0, 1, 2, 3], lambda tickets: asked.append(tickets) or scored, met(4).question_id)
+    guests.score(lambda tickets: asked.append(tickets) or scored)
+    joined, about = guests.join(own, [0, 1, 2, 3], met(4).question_id)
     assert asked == [["a"], ["a"]]
     np.testing.assert_array_equal(joined.total[12:], [0.25, np.nan, np.nan, 1, np.nan, 0] * 2)
     assert about[:4] == [0, 1, 2, 3] and about[4:] == [4, 5, 4, 5]

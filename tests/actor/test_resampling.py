@@ -3,6 +3,7 @@
 import types
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.building import EIGHT, ONE, TINY, mesh_of
@@ -39,12 +40,19 @@ class Script:
         assert (params, version) == ("weights", 7)
         rewards = self.rounds[prompts[0] // P]
         question = lambda prompt: types.SimpleNamespace(prompt=f"{prompt}?")
-        groups = [
-            FinishedGroup(prompt, question(prompt), [[prompt], [prompt, 1]], [STOP_EOS, STOP_LENGTH], ticket)
+        self.rows = np.array([10 * prompt + i for prompt in prompts for i in range(G)])
+        self.groups = [
+            FinishedGroup(prompt, question(prompt), [1, 2], [STOP_EOS, STOP_LENGTH], ticket=ticket)
             for prompt, ticket in zip(prompts, rewards, strict=True)
         ]
-        rows = np.array([10 * prompt + i for prompt in prompts for i in range(G)])
-        return types.SimpleNamespace(rows=rows, policy_version=np.full((P * G, 2), 7)), groups
+        return self.groups
+
+    def take(self):
+        # A prompt of no token, and its completions.
+        tokens = jnp.array([[g.group_id, 1] for g in self.groups for _ in range(G)])
+        length = jnp.array([size for g in self.groups for size in g.lengths])
+        rest = {"tokens": tokens, "prompt_length": 0 * length, "length": length}
+        return types.SimpleNamespace(rows=self.rows, policy_version=jnp.full((P * G, 2), 7), **rest)
 
     def collect(self, tickets):
         total = np.array(tickets, np.float32).ravel()
@@ -53,12 +61,19 @@ class Script:
 
     def choose(self, first, second, place):
         rows = np.concatenate([first.rows, second.rows]).reshape(-1, G)[np.asarray(place)]
-        return types.SimpleNamespace(rows=rows.ravel(), policy_version=first.policy_version)
+        tokens = np.concatenate([first.tokens, second.tokens]).reshape(-1, G, 2)[np.asarray(place)].reshape(-1, 2)
+        return types.SimpleNamespace(**{**vars(first), "rows": rows.ravel(), "tokens": jnp.array(tokens)})
 
     def sample(self, max_rounds):
         choose = self.choose if max_rounds else None
-        config = freeze({"rollout": {"max_resample_rounds": max_rounds}})
-        return sample(self, self.next_batch, self.collect, choose, "weights", config=config, version=7)
+        config = freeze(
+            {
+                "rollout": {"max_resample_rounds": max_rounds, "prompts_per_iteration": P},
+                "replay": {"unit": "rollout"},
+                "update": {"batch_size": P * G, "micro_batch_size": P * G},
+            }
+        )
+        return sample(self, self.next_batch, self.collect, choose, "weights", config=config, done=[], version=7)
 
 
 MIXED, RIGHT, WRONG = (0.0, 1.0), (1.0, 1.0), (0.0, 0.0)
@@ -102,7 +117,7 @@ def test_a_failed_reward_neither_ties_nor_mixes():
     nan = np.nan
     total = np.array([0, 1, nan, 1, nan, 1, nan, nan, nan, 0, 0, nan, 0.5, 0.25, nan], np.float32)
     outcome = np.where(np.isnan(total), OUTCOME_TIMEOUT, OUTCOME_SCORE)
-    groups = [FinishedGroup(i, None, [[1]] * 3, [STOP_EOS] * 3) for i in range(5)]
+    groups = [FinishedGroup(i, None, [1] * 3, [STOP_EOS] * 3) for i in range(5)]
     mixed = is_mixed(Rewards(total, {}, outcome), groups, freeze({}))
     np.testing.assert_array_equal(mixed, [True, False, False, False, True])
     # Parts that differ where their sum does not.
@@ -144,7 +159,7 @@ def test_what_is_asked_anew_is_what_credit_says_is_tied(case):
     total = np.where(outcome == OUTCOME_SCORE, np.array(weights) @ parts, np.nan).astype(np.float32)
     reasons = rng.choice([STOP_EOS, STOP_LENGTH], num_groups * size).astype(np.int8)
     rewards = Rewards(total, dict(zip("ab", parts, strict=True)), outcome)
-    groups = [FinishedGroup(i, None, [[1]] * size, r) for i, r in enumerate(reasons.reshape(-1, size).tolist())]
+    groups = [FinishedGroup(i, None, [1] * size, r) for i, r in enumerate(reasons.reshape(-1, size).tolist())]
     mixed = is_mixed(rewards, groups, config)
 
     zeros = np.zeros((num_groups * size, width))

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxrl_llm.config import CheckpointConfig, Config, ConfigError, freeze, to_json
 from jaxrl_llm.ops.checksum import checksums
-from jaxrl_llm.runtime.checkpoint import Checkpointer, StopRequest, restore_params
+from jaxrl_llm.runtime.checkpoint import Checkpointer, Stopped, StopRequest, restore_params
 from jaxrl_llm.types import TrainState
 
 CONFIG = freeze({"prompts": {"arguments": {"terms": (1, 2)}}})
@@ -121,9 +121,9 @@ def test_saved_bytes_are_those_at_the_time_of_save_though_the_buffers_are_donate
 def test_saving_compiles_nothing(checkpointer, caplog):
     replicated = jax.device_put(jnp.ones((24, 40)), NamedSharding(mesh(8, 1), P()))
     state = jax.block_until_ready({"train": place(make_state(), mesh(2, 4)), "replicated": replicated})
-    program = jax.jit(checksums).lower(state).compile()
+    programs = {part: jax.jit(checksums).lower(arrays).compile() for part, arrays in state.items()}
     with jax.log_compiles():
-        checkpointer.save(1, state, {}, CONFIG, pass_rate=None, checksums=program)
+        checkpointer.save(1, state, {}, CONFIG, pass_rate=None, checksums=lambda part, x: programs[part](x))
         checkpointer.wait()
     assert "ompil" not in caplog.text
 
@@ -497,9 +497,11 @@ def test_params_of_a_directory_without_checkpoints_are_an_error_that_names_it(tm
 def test_a_signal_only_asks_and_the_handlers_come_back(number):
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     with StopRequest() as stop:
-        assert stop.requested is None
+        stop.check()
         signal.raise_signal(number)
         assert stop.requested == number.name
+        with pytest.raises(Stopped):
+            stop.check()
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
 
 

@@ -55,7 +55,11 @@ class Learner:
         self.run = assemble(config_of(on_host), TINY, EOS_IDS, mesh_of(ONE))
         programs = self.run.programs()
         self.programs = compile_all(
-            {k: programs[k] for k in ("init_state", "init_ring", "insert", "update", "checksums")}, mesh_of(ONE)
+            {
+                k: programs[k]
+                for k in ("init_state", "init_ring", "insert", "update", "checksums_train", "checksums_ring")
+            },
+            mesh_of(ONE),
         )
 
     def start(self):
@@ -103,11 +107,13 @@ def test_not_a_bit_of_an_iteration_differs(plain):
         assert kinds(state.opt_state) == {"pinned_host"}
         assert kinds(ring.slots) == {"pinned_host"}
         assert kinds(state.params) == kinds(ring.replace(slots=None)) == {"device"}
-        arrays = {"train": state, "ring": ring, "sampler": None}
-        on_device = jax.device_put(arrays, jax.tree.map(lambda x: x.sharding, learner(False).run.abstract_checkpoint))
-        sums = [each.programs["checksums"](x) for each, x in ((learner(True), arrays), (learner(False), on_device))]
-        assert_same(*sums)
-        assert sums[0].tolist() == [oracle.checksum(np.asarray(x)) for x in jax.tree.leaves(arrays)]
+        for part, arrays in {"train": state, "ring": ring}.items():
+            abstract = learner(False).run.abstract_checkpoint[part]
+            on_device = jax.device_put(arrays, jax.tree.map(lambda x: x.sharding, abstract))
+            places = (learner(True), arrays), (learner(False), on_device)
+            sums = [each.programs[f"checksums_{part}"](x) for each, x in places]
+            assert_same(*sums)
+            assert sums[0].tolist() == [oracle.checksum(np.asarray(x)) for x in jax.tree.leaves(arrays)]
 
 
 @pytest.mark.parametrize("on_host", [True, False])

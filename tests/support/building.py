@@ -123,10 +123,10 @@ class Sampling:
         return jax.device_put(x, sharding.replicated(self.sampler.mesh, 0))
 
     def __call__(self, prompts, *, version=0, on_finished=lambda group: None):
-        rollout, groups = self.generator.generate(
+        groups = self.generator.generate(
             self.params, prompts, version=self.put(np.int32(version)), key=self.key, on_finished=on_finished
         )
-        return jax.tree.map(np.asarray, rollout), groups
+        return jax.tree.map(np.asarray, self.generator.take()), groups
 
 
 def make_prompts(ids, *, width=PROMPT_TOKENS, arch=TINY):

@@ -51,7 +51,8 @@ def test_the_old_log_probs_of_rollouts_that_span_versions_are_those_of_the_versi
         wanted = generator.prompts_wanted()
         prompts = make_prompts(range(first_id, first_id + wanted))
         first_id += wanted
-        rollout, _ = generator.generate(sampler_params, prompts, version=step, key=key)
+        generator.generate(sampler_params, prompts, version=step, key=key)
+        rollout = generator.take()
         state = compiled["init_state"](params).replace(step=step)
         columns = compiled["annotate"](state, None, rollout)
         assert set(columns) == {"generation_logp"}

@@ -143,10 +143,10 @@ def test_insert_moves_no_row_between_devices(finished):
 
 
 def test_checksums_gather_no_array(finished):
-    text = finished.compiled["checksums"].as_text()
+    text = finished.compiled["checksums_train"].as_text()
     moved = [size for shapes in COLLECTIVE.findall(text) for size in sizes(shapes)]
-    num_arrays = len(jax.tree.leaves(finished.programs["checksums"].args))
-    assert moved and max(moved) <= num_arrays and memory(finished.compiled["checksums"]).temporary < 2**20
+    num_arrays = len(jax.tree.leaves(finished.programs["checksums_train"].args))
+    assert moved and max(moved) <= num_arrays and memory(finished.compiled["checksums_train"]).temporary < 2**20
 
 
 def test_what_a_token_was_drawn_among_is_found_and_used_without_moving_logits():
