@@ -6,10 +6,13 @@ moments, ring, sampler slots in flight), the prompt stream, each metric but time
 of samples.jsonl.
 """
 
+import functools
+import itertools
 import json
 import os
 import pathlib
 import random
+import runpy
 import shutil
 import signal
 import subprocess
@@ -25,6 +28,7 @@ from support import ghosts
 from jaxrl_llm import train as train_module
 from jaxrl_llm.actor import evaluation
 from jaxrl_llm.config import ConfigError, freeze
+from jaxrl_llm.runtime import checkpoint
 
 CONFIG = pathlib.Path(__file__).parents[2] / "configs" / "debug.py"
 NUM_ITERATIONS = 6
@@ -131,9 +135,9 @@ def left_behind(workdir):
     return steps, arrays, host, metrics, (workdir / "samples.jsonl").read_text()
 
 
-def assert_same_run(one, other):
+def assert_same_run(one, other, *, same_steps=True):
     (steps, arrays, host, metrics, samples), expected = left_behind(one), left_behind(other)
-    assert steps == expected[0]
+    assert steps == expected[0] or (not same_steps and steps[-1] == expected[0][-1])
     assert arrays.keys() == expected[1].keys()
     for name, array in arrays.items():
         assert array.dtype == expected[1][name].dtype and array.shape == expected[1][name].shape, name
@@ -255,6 +259,52 @@ def test_a_stop_asked_for_during_an_evaluation_saves_that_iteration(finished_cop
     assert train_module.train(freeze(mapping), tmp_path / "run") == 128 + signal.SIGTERM
     assert "stopped by SIGTERM after iteration 2" in capfd.readouterr().out
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["2"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {
+            "rollout.lookahead_prompts": 0,
+            "rollout.max_resample_rounds": 2,
+            "eval.num_prompts": 8,
+            "eval.every_iterations": 1,
+            "checkpoint.every_iterations": 3,
+        },
+    ],
+    ids=["lookahead", "resampling, evaluations"],
+)
+def test_a_run_that_is_stopped_wherever_it_can_be_is_the_run_that_is_not(tmp_path, monkeypatch, changes):
+    """Every 9th check is one at which a signal has come: inside generations, rounds, waits for rewards, evaluations."""
+    settings = SETTINGS | {"num_iterations": 3} | changes
+    mapping = runpy.run_path(str(CONFIG))["get_config"]().to_dict()
+    for name, value in settings.items():
+        *groups, last = name.split(".")
+        functools.reduce(dict.__getitem__, groups, mapping)[last] = value
+    assert train_module.train(freeze(mapping), tmp_path / "whole") == 0
+
+    inside, number = [], itertools.count(1)
+
+    def check(stop):
+        if next(number) % 9 == 0:
+            stop.requested = "SIGTERM"
+            raise checkpoint.Stopped
+
+    monkeypatch.setattr(checkpoint.StopRequest, "check", check)
+    for _ in range(60):
+        status = train_module.train(freeze(mapping), tmp_path / "pieces")
+        if status == 0:
+            break
+        assert status == 128 + signal.SIGTERM
+        saved = sorted((tmp_path / "pieces" / "checkpoints").glob("[0-9]*"))
+        host = json.loads((saved[-1] / "host" / "metadata").read_text()) if saved else {}
+        inside.append((bool(host.get("rounds")), bool(host.get("values")), len(host.get("open_prompts", ()))))
+    assert status == 0 and len(inside) > 3
+    if changes:
+        assert any(rounds for rounds, _, _ in inside) and any(values for _, values, _ in inside)
+    assert any(num_open > settings["rollout.lookahead_prompts"] for _, _, num_open in inside)
+    assert_same_run(tmp_path / "pieces", tmp_path / "whole", same_steps=False)  # stops have left some of their own
 
 
 class CompiledError(Exception):
