@@ -48,8 +48,8 @@ def ghost(name, program):
             GHOST_SHAPES[key] = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), out)
         out = zeros(GHOST_SHAPES[key])
         if name.endswith("decode"):
-            state, reasons = out
-            return state, jnp.full_like(reasons, STOP_LENGTH)
+            state, (reasons, lengths) = out
+            return state, (jnp.full_like(reasons, STOP_LENGTH), lengths)
         return out
 
     return call

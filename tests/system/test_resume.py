@@ -262,21 +262,24 @@ def test_a_stop_asked_for_during_an_evaluation_saves_that_iteration(finished_cop
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("every", "changes"),
     [
-        {},
-        {
-            "rollout.lookahead_prompts": 0,
-            "rollout.max_resample_rounds": 2,
-            "eval.num_prompts": 8,
-            "eval.every_iterations": 1,
-            "checkpoint.every_iterations": 3,
-        },
+        (4, {}),
+        (
+            19,
+            {
+                "rollout.lookahead_prompts": 0,
+                "rollout.max_resample_rounds": 2,
+                "eval.num_prompts": 8,
+                "eval.every_iterations": 1,
+                "checkpoint.every_iterations": 3,
+            },
+        ),
     ],
     ids=["lookahead", "resampling, evaluations"],
 )
-def test_a_run_that_is_stopped_wherever_it_can_be_is_the_run_that_is_not(tmp_path, monkeypatch, changes):
-    """Every 9th check is one at which a signal has come: inside generations, rounds, waits for rewards, evaluations."""
+def test_a_run_that_is_stopped_wherever_it_can_be_is_the_run_that_is_not(tmp_path, monkeypatch, every, changes):
+    """At every so manieth check a signal has come: inside generations, rounds, evaluations."""
     settings = SETTINGS | {"num_iterations": 3} | changes
     mapping = runpy.run_path(str(CONFIG))["get_config"]().to_dict()
     for name, value in settings.items():
@@ -287,12 +290,12 @@ def test_a_run_that_is_stopped_wherever_it_can_be_is_the_run_that_is_not(tmp_pat
     inside, number = [], itertools.count(1)
 
     def check(stop):
-        if next(number) % 9 == 0:
+        if next(number) % every == 0:
             stop.requested = "SIGTERM"
             raise checkpoint.Stopped
 
     monkeypatch.setattr(checkpoint.StopRequest, "check", check)
-    for _ in range(60):
+    for _ in range(30):
         status = train_module.train(freeze(mapping), tmp_path / "pieces")
         if status == 0:
             break
