@@ -140,21 +140,27 @@ def insert(
         lambda x: x.reshape(num_shards, num_rows, *x.shape[1:]), (experience, question, retired, priority)
     )
     blank = jnp.zeros((num_shards, num_rows), jnp.int32)
-    written = ring.replace(
-        slots=rows,
-        uses=blank,
-        last_use=blank,
-        priority=priority,
-        inserted_step=jnp.full_like(blank, iteration),
-        question=question,
-        is_retired=retired,
-    )
-    log = None
+    written = {
+        "slots": rows,
+        "uses": blank,
+        "last_use": blank,
+        "priority": priority,
+        "inserted_step": jnp.full_like(blank, iteration),
+        "question": question,
+        "is_retired": retired,
+    }
+    stored, log = {name: getattr(ring, name) for name in written}, None
     if ring.pages:
         # Tokens go to the log; what follows sees the rest of the rows alone.
-        ring, written, log = _write_tokens(ring, written)
+        (stored["slots"], log), (written["slots"], tokens) = _apart(ring.slots), _apart(rows)
+        (num_pages, page), width = log.rollout.tokens.shape[1:], tokens.rollout.tokens.shape[2]
+        assert num_rows * -(-width // page) <= num_pages
+        length = rows.rollout.length
+        first, oldest = paged_log.next_pages(ring.pages["oldest"], length, num_pages=num_pages, page=page)
+        log = paged_log.write(log, first, length, tokens)
+        stored["first"], written["first"] = ring.pages["first"], first
+        ring = ring.replace(pages={**ring.pages, "oldest": oldest})
     spent = choice.is_spent(ring, iteration, config)
-    stored, written = _by_slot(ring), _by_slot(written)
     order = ring_buffer.renew(main, spent, num_rows, group_size=group_size)
     target, kept_order = order[:, main.size - num_rows :], kept.order
     if kept.size:
@@ -164,9 +170,9 @@ def insert(
         stored, kept_order = ring_buffer.write_some(stored, kept, spent, evicted, is_kept)
     stored = ring_buffer.put(stored, target, written)
     stored["slots"] = _together(stored["slots"], log)
-    first = stored.pop("first")
-    pages = {**ring.pages, "first": first} if ring.pages else {}
-    return ring.replace(order=jnp.concatenate([order, kept_order], axis=1), pages=pages, **stored)
+    if ring.pages:
+        stored["pages"] = {**ring.pages, "first": stored.pop("first")}
+    return ring.replace(order=jnp.concatenate([order, kept_order], axis=1), **stored)
 
 
 def draw(
@@ -310,24 +316,6 @@ def _is_filled(ring: RingState) -> jax.Array:
     if ring.pages:
         return paged_log.is_held(ring.pages["first"], ring.pages["oldest"])
     return ring.inserted_step >= 0
-
-
-def _by_slot(ring: RingState) -> dict[str, Any]:
-    """The leaves that have a slot axis, by field."""
-    names = ("slots", "uses", "last_use", "priority", "inserted_step", "question", "is_retired")
-    return {name: getattr(ring, name) for name in names} | {"first": ring.pages.get("first")}
-
-
-def _write_tokens(ring: RingState, written: RingState) -> tuple[RingState, RingState, Experience]:
-    """Of a ring in pages and rows to be written to its slots: both without tokens, and the log with the rows' ones."""
-    (slots, log), (rows, tokens) = _apart(ring.slots), _apart(written.slots)
-    (_, num_pages, page), (_, num_rows, width) = (x.rollout.tokens.shape for x in (log, tokens))
-    assert num_rows * -(-width // page) <= num_pages
-    length = rows.rollout.length
-    first, oldest = paged_log.next_pages(ring.pages["oldest"], length, num_pages=num_pages, page=page)
-    log = paged_log.write(log, first, length, tokens)
-    pages = {"first": ring.pages["first"], "oldest": oldest}
-    return ring.replace(slots=slots, pages=pages), written.replace(slots=rows, pages=pages | {"first": first}), log
 
 
 def _apart(rows: Experience) -> tuple[Experience, Experience]:

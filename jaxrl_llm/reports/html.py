@@ -147,8 +147,11 @@ def write_report(workdir: str | os.PathLike) -> pathlib.Path:
         config = freeze(settings) if settings is not None else None
     except ConfigError as error:
         raise ConfigError(f"{workdir / 'config.json'}: {error}") from None
+    title, made_of = workdir.resolve().name, ""
+    if config is not None:
+        made_of = f"{config.model.path} on {config.prompts.name or config.prompts.source}, seed {config.seed}"
     sections = [
-        _header(workdir, metrics, config),
+        page.header(title, made_of),
         _cards(metrics, config, before, after, newest),
         page.section("Curves", _charts(metrics)),
         page.section("Before and after", _before_after(before, after)),
@@ -157,7 +160,7 @@ def write_report(workdir: str | os.PathLike) -> pathlib.Path:
         page.section("Made with", _made_with(made_with)),
         page.section("What the metrics mean", _glossary()),
     ]
-    return page.write_page(workdir / "report.html", workdir.resolve().name, sections)
+    return page.write_page(workdir / "report.html", title, sections)
 
 
 def _read_json(path: pathlib.Path) -> dict[str, Any] | None:
@@ -175,14 +178,6 @@ def _read_json(path: pathlib.Path) -> dict[str, Any] | None:
 def _values(metrics: Rows, name: str) -> list[tuple[int, float]]:
     """(iteration, value) wherever the metric has a number."""
     return [(row["iteration"], row[name]) for row in metrics if name in row and row[name] is not None]
-
-
-def _header(workdir: pathlib.Path, metrics: Rows, config: Config | None) -> str:
-    made_of = ""
-    if config is not None:
-        task = config.prompts.name or config.prompts.source
-        made_of = f"{config.model.path} on {task}, seed {config.seed}"
-    return page.header(workdir.resolve().name, made_of)
 
 
 def _cards(metrics: Rows, config: Config | None, before: dict | None, after: dict | None, newest: int) -> str:
