@@ -1,4 +1,4 @@
-"""Text to token ids and back: a Hugging Face fast tokenizer, or bytes.
+"""Text to token ids and back: a Hugging Face fast tokenizer.
 
 Owns: chat templates, special tokens, which ids end a turn. Importing this module stays light: transformers
 is imported when a tokenizer is made. Does not know: prompts of a task, batches, devices.
@@ -151,34 +151,6 @@ class Tokenizer:
         config = json.loads(path.read_text(encoding="utf-8"))
         config["tokenizer_class"] = "PreTrainedTokenizerFast"  # transformers 5 writes a name that 4 does not know
         path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-class ByteTokenizer:
-    """The bytes of UTF-8 as ids 0..255, 256 = beginning, 257 = end; needs no files. See ``Tokenizer``."""
-
-    vocab_size = 260
-    bos_id, pad_id = 256, 258
-    eos_ids = (257,)
-    special = ("<|bos|>", "<|eos|>", "<|pad|>", "<|unused|>")  # ids 256..259
-
-    def encode_prompts(self, prompts: list, *, chat_template: bool, system_prompt: str, **_: Any) -> list[list[int]]:
-        if not chat_template:
-            return [self.encode(_plain_text(prompt, system_prompt)) for prompt in prompts]
-        return [self.encode("".join(m["content"] for m in _messages(prompt, system_prompt))) for prompt in prompts]
-
-    encode_prompt = Tokenizer.encode_prompt
-
-    def encode(self, text: str, **_: Any) -> list[int]:
-        return list(_checked(text).encode("utf-8"))
-
-    def decode(self, ids: list[int]) -> str:
-        return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
-
-    def save(self, folder: str | Path) -> None:
-        """Write the same map as a byte-level BPE without merges."""
-        from jaxrl_llm.models.files.gguf import make_byte_tokenizer
-
-        make_byte_tokenizer(self.special).save(folder)
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
