@@ -74,12 +74,20 @@ class Tokenizer:
         """
         hide = _checked if special_tokens else self._hide
         if not chat_template:
-            return self._encode([hide(_plain_text(prompt, system_prompt)) for prompt in prompts], at_start=True)
+            if not all(isinstance(prompt, str) for prompt in prompts):
+                raise ConfigError("a prompt of messages needs prompts.chat_template=True; it is False")
+            if system_prompt:
+                raise ConfigError(
+                    f"prompts.system_prompt={system_prompt!r} needs prompts.chat_template=True; it is False"
+                )
+            return self._encode([hide(prompt) for prompt in prompts], at_start=True)
         if not self._fast.chat_template:
             raise ConfigError("prompts.chat_template=True, but the model's tokenizer has no chat template")
+        system = [{"role": "system", "content": system_prompt}] if system_prompt else []
         texts = []
         for prompt in prompts:
-            messages = [{key: hide(text) for key, text in m.items()} for m in _messages(prompt, system_prompt)]
+            messages = [*system, {"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            messages = [{key: hide(text) for key, text in message.items()} for message in messages]
             try:
                 texts.append(self._rendered(messages))
             except Exception as error:  # templates raise jinja's errors, of a package we need not know
@@ -190,18 +198,3 @@ def _checked(text: str) -> str:
     if half:
         raise ConfigError(f"{text!r:.60} has half a surrogate pair, {half[0]!r} at {half.start()}, which is no text")
     return text
-
-
-def _plain_text(prompt: str | Messages, system_prompt: str) -> str:
-    if not isinstance(prompt, str):
-        raise ConfigError("a prompt of messages needs prompts.chat_template=True; it is False")
-    if system_prompt:
-        raise ConfigError(f"prompts.system_prompt={system_prompt!r} needs prompts.chat_template=True; it is False")
-    return prompt
-
-
-def _messages(prompt: str | Messages, system_prompt: str) -> Messages:
-    if not isinstance(prompt, str):
-        return prompt
-    system = [{"role": "system", "content": system_prompt}] if system_prompt else []
-    return [*system, {"role": "user", "content": prompt}]
