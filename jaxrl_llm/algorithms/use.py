@@ -233,10 +233,6 @@ class Slot:
     def _places(self, value: Any, path: str) -> dict[str, Chosen]:
         return {f"{path}.{one.name}": one for one in value} if self.several else {path: value}
 
-    def mapping(self, value: Any) -> Any:
-        """What ``choose`` makes the same of, of plain types."""
-        return [one.mapping() for one in value] if self.several else value.mapping()
-
     def defaults(self, value: Any, path: str) -> dict[str, Any]:
         """Of the functions that ``value`` names, the default of each setting, by the paths of ``flat``; "" for none."""
         functions = {place: one.function for place, one in self._places(value, path).items() if one.function}

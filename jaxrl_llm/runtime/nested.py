@@ -233,13 +233,20 @@ def function_defaults(config: Any) -> dict[str, Any]:
     return {path: default for defaults in chosen for path, default in defaults.items()}
 
 
+def plain(value: Any) -> Any:
+    """A setting's value of plain types that ``build`` makes the same of: a function as the mapping of ``use``."""
+    if isinstance(value, tuple) and value and hasattr(value[0], "mapping"):
+        return [one.mapping() for one in value]
+    return value.mapping() if hasattr(value, "mapping") else value
+
+
 def as_mapping(config: Any) -> dict[str, Any]:
-    """The nested mapping that ``build`` makes the same of; its functions as the mappings of ``use``, of plain types."""
+    """The nested mapping that ``build`` makes the same of; its functions of plain types."""
     made: dict[str, Any] = {}
     for path, slot, value in _leaves(config):
         *groups, name = path.split(".")
         group = functools.reduce(lambda group, key: group.setdefault(key, {}), groups, made)
-        group[name] = slot.mapping(value) if slot else value
+        group[name] = plain(value) or [] if slot else value
     return made
 
 
