@@ -11,13 +11,14 @@ import ast
 import contextlib
 import dataclasses
 import difflib
-import functools
 import math
 import re
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, NamedTuple
+
+from flax.traverse_util import unflatten_dict
 
 
 class Text(str):
@@ -242,12 +243,8 @@ def plain(value: Any) -> Any:
 
 def as_mapping(config: Any) -> dict[str, Any]:
     """The nested mapping that ``build`` makes the same of; its functions of plain types."""
-    made: dict[str, Any] = {}
-    for path, slot, value in _leaves(config):
-        *groups, name = path.split(".")
-        group = functools.reduce(lambda group, key: group.setdefault(key, {}), groups, made)
-        group[name] = plain(value) or [] if slot else value
-    return made
+    flat = {path: plain(value) or [] if slot else value for path, slot, value in _leaves(config)}
+    return unflatten_dict(flat, sep=".")
 
 
 def differences(old: Any, new: Any, *, whole: bool = False) -> dict[str, tuple[Any, Any]]:
