@@ -62,7 +62,7 @@ from benchmarks.stopwatch import DeviceClock, Stopwatch, idle_shares, median_sec
 from jaxrl_llm.config import Config, PromptsConfig, freeze
 from jaxrl_llm.models.architecture import PRESETS, Architecture
 from jaxrl_llm.models.files import pretrained
-from jaxrl_llm.models.files.tokenizer import ByteTokenizer
+from jaxrl_llm.models.files.gguf import make_byte_tokenizer
 from jaxrl_llm.models.row_logp import PLAIN
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.ops.logp import chunked_logp, project
@@ -324,7 +324,7 @@ def publish(s: Setting) -> Iterator[Row]:
 
 
 def questions(s: Setting) -> Iterator[Row]:
-    num, tokenizer = 300, ByteTokenizer()
+    num, tokenizer = 300, make_byte_tokenizer()
     if s.arch is not SHAPES["tiny"]:
         num, tokenizer = 100_000, pretrained.resolve(pretrained.SMOLLM2).tokenizer()
     random, words = np.random.default_rng(0), __doc__.split()

@@ -21,6 +21,7 @@ from jaxrl_llm.algorithms.old_policies import OLD_POLICIES
 from jaxrl_llm.algorithms.shaping import RESHAPINGS, REWARD_TERMS
 from jaxrl_llm.algorithms.surrogates import SURROGATES
 from jaxrl_llm.algorithms.use import Chosen, slot
+from jaxrl_llm.algorithms.views import OTHER_POLICIES
 from jaxrl_llm.runtime.nested import Bounds, NotNegative, Number, Rate, Share
 
 
@@ -344,5 +345,15 @@ class MethodFacts:
             "[algorithm.old_policy.decay] and [algorithm.divergence.decay] must be equal: there is one average",
         )
         for path, one in a.functions():
+            others = sorted(one.needs.columns & {*OTHER_POLICIES})
+            yield (
+                not others or one in a.of_loss,
+                f"{path}={one.name!r} must not need {others}, which functions of a loss alone see",
+            )
+            decay = one.settings.get("decay") if "average_logp" in others else 0.0
+            yield (
+                isinstance(decay, float) and 0 <= decay < 1,
+                f"{path}={one.name!r} needs 'average_logp' and so a setting `decay`, a float in [0, 1)",
+            )
             rule = one.fact("rule", lambda path, settings, config: "")(path, one.settings, c)
             yield not rule, rule

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Self, TypeVar
 
 import flax.struct
 import jax
@@ -68,8 +68,14 @@ class PromptBatch:
     examples: tuple[Example, ...]  # P of them
 
 
+class WithColumns:
+    def with_columns(self, **columns: jax.Array) -> Self:
+        """The same with these columns, in place of those that it has by these names."""
+        return self.replace(columns={**self.columns, **columns})
+
+
 @flax.struct.dataclass
-class Rollout:
+class Rollout(WithColumns):
     """B finished completions, on the device."""
 
     tokens: jax.Array  # [B, S] i32, 0 past `length`
@@ -79,13 +85,7 @@ class Rollout:
     group_id: jax.Array  # [B] i32, siblings of one prompt share it; below 0 where others than this run wrote them
     policy_version: jax.Array  # [B, S] i32 per token, -1 off the completion
     stop_reason: jax.Array  # [B] i8, STOP_*
-    columns: Mapping[str, jax.Array] = flax.struct.field(
-        default_factory=dict
-    )  # what a method needs (algorithms.views.COLUMNS)
-
-    def with_columns(self, **columns: jax.Array) -> Rollout:
-        """The same with these columns, in place of those that it has by these names."""
-        return self.replace(columns={**self.columns, **columns})
+    columns: Mapping[str, jax.Array] = flax.struct.field(default_factory=dict)  # what a method needs (views.COLUMNS)
 
 
 @flax.struct.dataclass
@@ -170,20 +170,14 @@ class Scores:
 
 
 @flax.struct.dataclass
-class Experience:
+class Experience(WithColumns):
     """A rollout with its credit: what the ring stores and the update reads."""
 
     rollout: Rollout
     reward: jax.Array  # [B] f32 as scored, before any shaping; 0.0 where not trainable
     advantage: jax.Array  # [B, S] f32, 0.0 off the completion
     trainable: jax.Array  # [B] bool, False where the reward failed, the row is filtered out or is padding
-    columns: Mapping[str, jax.Array] = flax.struct.field(
-        default_factory=dict
-    )  # what a method needs (algorithms.views.COLUMNS)
-
-    def with_columns(self, **columns: jax.Array) -> Experience:
-        """The same with these columns, in place of those that it has by these names."""
-        return self.replace(columns={**self.columns, **columns})
+    columns: Mapping[str, jax.Array] = flax.struct.field(default_factory=dict)  # what a method needs (views.COLUMNS)
 
 
 @flax.struct.dataclass

@@ -38,7 +38,6 @@ from jaxrl_llm.config import Config, ConfigError, flatten, freeze, from_json, to
 from jaxrl_llm.learner import learner
 from jaxrl_llm.models.files import pretrained
 from jaxrl_llm.models.files.gguf import make_byte_tokenizer
-from jaxrl_llm.models.files.tokenizer import ByteTokenizer
 from jaxrl_llm.questions import tasks
 from jaxrl_llm.questions.ledger import Ledger
 from jaxrl_llm.questions.stream import PromptStream
@@ -554,14 +553,14 @@ def kernel_of_a_tpu(config, folder, monkeypatch):
 
 def loaded(config, folder, monkeypatch):
     """Token ids of the questions, held out and in the stream's order, and what was skipped."""
-    train, held_out, skipped = questions(config, ByteTokenizer())
+    train, held_out, skipped = questions(config, make_byte_tokenizer())
     order = PromptStream(train, config.prompts, Ledger(), seed=config.seed).next_batch(8)
     return [[row.tokens.tolist() for row in rows] for rows in (train, held_out)], skipped, order.tokens.tolist()
 
 
 def spelled(config, folder, monkeypatch):
     """Token ids of the questions by a tokenizer that has special tokens in its vocabulary."""
-    return [row.tokens.tolist() for row in questions(config, make_byte_tokenizer(ByteTokenizer.special))[0]]
+    return [row.tokens.tolist() for row in questions(config, make_byte_tokenizer())[0]]
 
 
 def scores(config, folder, monkeypatch):
@@ -579,7 +578,7 @@ def stops(config, folder, monkeypatch):
     state = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), jax.eval_shape(sampler._empty))
     state.tokens[0, 0, 0, 1:4] = list(b"a;b")
     state.length[0, 0] = 4
-    generator = Generator(sampler, {"stop_rows": lambda s, _: s}, ByteTokenizer().decode)
+    generator = Generator(sampler, {"stop_rows": lambda s, _: s}, make_byte_tokenizer().decode)
     generator.state = state
     generator.adopt(0, 0, 0, 0, None, [0])
     return generator._apply_stop_strings(state.stop_reason, np.zeros(state.stop_reason.shape, np.int64)).tolist()
@@ -598,7 +597,7 @@ def cache(config, folder, monkeypatch):
 
 def guests(config, folder, monkeypatch):
     """Token ids of others that an iteration would begin with."""
-    source = External(assemble(config, TINY, (257,), mesh_of(ONE)), ByteTokenizer())
+    source = External(assemble(config, TINY, (257,), mesh_of(ONE)), make_byte_tokenizer())
     return np.asarray(source.next_groups(0, lambda group: None).rows.tokens).tolist()
 
 
@@ -615,7 +614,7 @@ def remembered(config, folder, monkeypatch):
 
 def retires(config, folder, monkeypatch):
     """What is asked after one question has been answered right."""
-    stream = PromptStream(questions(config, ByteTokenizer())[0], config.prompts, Ledger(), seed=config.seed)
+    stream = PromptStream(questions(config, make_byte_tokenizer())[0], config.prompts, Ledger(), seed=config.seed)
     stream.ledger.observe([stream.question_id(0)], np.ones(1, bool), np.ones(1, bool))
     return stream.next_batch(4).group_id.tolist()
 

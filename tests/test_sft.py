@@ -12,13 +12,13 @@ from support.command_line import run_command
 
 from jaxrl_llm.config import ConfigError, freeze
 from jaxrl_llm.models.files import pretrained
-from jaxrl_llm.models.files.tokenizer import ByteTokenizer
+from jaxrl_llm.models.files.gguf import make_byte_tokenizer
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.runtime import sharding
 from jaxrl_llm.sft import Supervised, answer_rows, answer_tokens, sft
 from jaxrl_llm.types import Example, PromptBatch
 
-END = ByteTokenizer.eos_ids[0]
+END = 257  # of the byte tokenizer
 
 
 def batch(*pairs, width=6):
@@ -32,7 +32,7 @@ def batch(*pairs, width=6):
 
 
 def test_a_row_is_question_answer_and_end():
-    tokens, prompt_length, length = answer_rows(batch(("1+2=", "3"), ("7+8=", "15")), ByteTokenizer(), 4)
+    tokens, prompt_length, length = answer_rows(batch(("1+2=", "3"), ("7+8=", "15")), make_byte_tokenizer(), 4)
     assert tokens.tolist() == [
         [*b"1+2=3", END, 0, 0, 0, 0],
         [*b"7+8=15", END, 0, 0, 0],
@@ -50,13 +50,13 @@ def test_a_row_is_question_answer_and_end():
 )
 def test_an_answer_that_cannot_be_learned_is_named(columns, message):
     with pytest.raises(ConfigError, match=message):
-        answer_tokens(Example("?", columns, "file:3"), ByteTokenizer(), 4)
+        answer_tokens(Example("?", columns, "file:3"), make_byte_tokenizer(), 4)
 
 
 def test_the_loss_is_the_cross_entropy_of_answer_and_end_alone():
     model = Model(TINY, remat="none")
     params = learner_params(model, mesh_of(ONE))
-    rows = answer_rows(batch(("1+2=", "3"), ("70+8=", "78")), ByteTokenizer(), 4)
+    rows = answer_rows(batch(("1+2=", "3"), ("70+8=", "78")), make_byte_tokenizer(), 4)
     task = Supervised(model, optax.sgd(0.1), width=4, chunk=2)
 
     # Oracle: the whole softmax in float64 at every position, from the model's hidden states.

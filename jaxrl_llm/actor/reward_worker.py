@@ -85,7 +85,8 @@ def call(
 
 def main(descriptor: int, specs: list[str]) -> None:
     """Serve calls ``(spec, prompt, columns, completions)`` from the socket until it closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
+    for number in (signal.SIGINT, signal.SIGTERM):  # the parent answers them: a launcher may signal every process
+        signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(OSError):  # Linux alone has it: out of memory, it kills us and not the run
         Path("/proc/self/oom_score_adj").write_text("1000")
     os.set_inheritable(descriptor, False)  # a child of a function must not keep the connection open

@@ -53,7 +53,7 @@ Answer = tuple[np.ndarray, np.ndarray, list[str]]
 Ticket = list[Future[Answer]]  # of the completions of one prompt, for each function. Opaque to callers.
 
 
-class RewardPool:
+class RewardPool(contextlib.AbstractContextManager):
     """Runs reward functions ``reward(prompts, completions, **columns) -> list[float]`` on groups of completions.
 
     One call scores the completions of one prompt with one function: ``prompts`` and every column of the
@@ -145,9 +145,6 @@ class RewardPool:
             worker.socket.close()
         os.close(self._print_to)
         self._printer.join(1.0)
-
-    def __enter__(self) -> RewardPool:
-        return self
 
     def __exit__(self, *_) -> None:
         self.close()

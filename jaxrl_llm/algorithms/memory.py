@@ -97,10 +97,13 @@ class QuestionMean(Moments):
         super().__init__(settings, sizes, ledger)
         self._still, self._moving = settings["decay"], settings["decay_moving"]
         self._drifts: list[float] = []  # KL of the last iterations, nats a token
-        self._counts = ledger.numbers("mssr", (1.0, 1.0))
+        self._counts = ledger.numbers("mssr")
+
+    def _count(self, question: int) -> tuple[float, ...]:
+        return self._counts.get(question, (1.0, 1.0))
 
     def known(self, rewards: Rewards, questions: Sequence[int]) -> dict[str, np.ndarray]:
-        mean = [a / (a + b) for a, b in map(self._counts.of, questions)]
+        mean = [a / (a + b) for a, b in map(self._count, questions)]
         repeated = np.repeat(np.float32(mean), len(rewards.outcome) // len(questions))
         return super().known(rewards, questions) | {"question_mean": repeated}
 
@@ -113,10 +116,10 @@ class QuestionMean(Moments):
             share = min(1.0, sum(self._drifts) / len(self._drifts) / (2 * KL_TARGET))
             decay = self._still + (self._moving - self._still) * share
         for question, group in zip(questions, rewards.total.reshape(len(questions), -1), strict=True):
-            a, b = self._counts.of(question)
+            a, b = self._count(question)
             for reward in group[np.isfinite(group)].tolist():
                 a, b = decay * a + reward, decay * b + 1 - reward
-            self._counts.set(question, (a, b))
+            self._counts[question] = a, b
 
     def state(self) -> Any:
         return [super().state(), self._drifts]

@@ -70,7 +70,7 @@ class Chosen:
     Attributes:
         settings: keyword by keyword, those of the slot too.
         source: digest of the file that a function of the user's own stands in; "" for those of a table.
-        function: takes the slot's arguments, and what of ``settings`` is ``its``; None where the slot is empty, or the
+        function: takes the slot's arguments, and what of ``settings`` are its own; None where the slot is empty, or the
             config is of a run whose file of functions is not here.
     """
 
@@ -78,14 +78,13 @@ class Chosen:
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     source: str = ""
     function: Callable | None = dataclasses.field(default=None, compare=False, repr=False)
-    its: tuple[str, ...] = dataclasses.field(default=(), compare=False, repr=False)
 
     def __call__(self, *arguments: Any) -> Any:
         """The function's value; ``ConfigError`` where a function of the user's own is not there, or raises."""
         if self.function is None:
             raise ConfigError(f"{self.name!r} cannot be found: this config is of a run that had its file")
         try:
-            return self.function(*arguments, **{name: self.settings[name] for name in self.its})
+            return self.function(*arguments, **{name: self.settings[name] for name in keywords(self.function)})
         except Exception as error:
             if not self.source or isinstance(error, ConfigError):
                 raise
@@ -99,9 +98,6 @@ class Chosen:
 
     def __getitem__(self, setting: str) -> Any:
         return self.settings[setting]
-
-    def get(self, setting: str, default: Any = None) -> Any:
-        return self.settings.get(setting, default)
 
     def replace(self, **settings: Any) -> Chosen:
         return dataclasses.replace(self, settings={**self.settings, **settings})
@@ -196,8 +192,7 @@ class Slot:
             if key not in given and default_value is inspect.Parameter.empty:
                 raise ConfigError(f"{path}.{key} must be given: {name!r} has no default for it")
             settings[key] = convert(hint, given.get(key, default_value), f"{path}.{key}")
-        its = tuple(keywords(function)) if function else ()
-        return Chosen(name, settings, source, function, its)
+        return Chosen(name, settings, source, function)
 
     def _names(self) -> str:
         return ", ".join(map(repr, (*self.table, *([NONE] if self.optional else []))))

@@ -62,6 +62,12 @@ class Lane(NamedTuple):
         return jax.lax.fori_loop(0, self.size.bit_length(), halve, bounds)[0]
 
 
+def slots_of_groups(group: Int[ArrayLike, "M k"], group_size: int) -> Int[Array, "M _"]:
+    """The neighbouring slots [M, k * group_size] i32 of groups [M, k] i32."""
+    slots = group[:, :, None] * group_size + jnp.arange(group_size, dtype=jnp.int32)[None, None, :]
+    return slots.reshape(group.shape[0], -1)
+
+
 def renew(
     lane: Lane, is_spent: Bool[ArrayLike, "M C"], count: Int[ArrayLike, "M 1"] | int, *, group_size: int = 1
 ) -> Int[Array, "M L"]:
@@ -86,8 +92,7 @@ def renew(
     order = jax.vmap(lambda place, slot: jnp.zeros_like(slot).at[place].set(slot, unique_indices=True))(
         place, groups.order
     )
-    slots = order[:, :, None] * group_size + jnp.arange(group_size, dtype=jnp.int32)[None, None, :]
-    return slots.reshape(lane.order.shape)
+    return slots_of_groups(order, group_size)
 
 
 def write_some(

@@ -10,30 +10,10 @@ not know: which questions are asked, what the numbers mean.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-
-
-class Numbers:
-    """A few numbers per question; those of a question that has none yet are ``start``."""
-
-    def __init__(self, start: tuple[float, ...]):
-        self.start = start
-        self._by_question: dict[int, tuple[float, ...]] = {}
-
-    def of(self, question: int) -> tuple[float, ...]:
-        return self._by_question.get(question, self.start)
-
-    def set(self, question: int, numbers: Iterable[float]) -> None:
-        self._by_question[question] = tuple(numbers)
-
-    def state(self) -> list[list[float]]:
-        return [[question, *numbers] for question, numbers in self._by_question.items()]
-
-    def restore(self, state: list[list[float]]) -> None:
-        self._by_question = {int(question): tuple(numbers) for question, *numbers in state}
 
 
 class Ledger:
@@ -43,7 +23,7 @@ class Ledger:
         self._ids: dict[bytes, int] = {}
         self._of_data = 0
         self._answers: dict[int, tuple[int, int]] = {}  # passed, scored
-        self._numbers: dict[str, Numbers] = {}
+        self._numbers: dict[str, dict[int, tuple[float, ...]]] = {}
 
     def question_id(self, tokens: Any) -> int:
         """Of a prompt's token ids, [n] integers without padding."""
@@ -69,18 +49,16 @@ class Ledger:
         """Questions whose answers so far have passed at this rate or a higher one."""
         return {q for q, (passed, scored) in self._answers.items() if scored and passed >= rate * scored}
 
-    def numbers(self, name: str, start: tuple[float, ...]) -> Numbers:
-        """Those kept under this name."""
-        numbers = self._numbers.setdefault(name, Numbers(start))
-        numbers.start = start  # a restored ledger does not know it
-        return numbers
+    def numbers(self, name: str) -> dict[int, tuple[float, ...]]:
+        """By question, the few numbers that a method keeps under this name: to be read and written."""
+        return self._numbers.setdefault(name, {})
 
     def state(self) -> dict[str, Any]:
         """What ``restore`` needs to go on from here; plain JSON."""
         return {
             "others": [digest.hex() for digest in list(self._ids)[self._of_data :]],
             "answers": [[question, *counts] for question, counts in self._answers.items()],
-            "numbers": {name: numbers.state() for name, numbers in self._numbers.items()},
+            "numbers": {name: [[q, *few] for q, few in numbers.items()] for name, numbers in self._numbers.items()},
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -89,4 +67,4 @@ class Ledger:
             self._ids.setdefault(bytes.fromhex(digest), len(self._ids))
         self._answers = {question: tuple(counts) for question, *counts in state["answers"]}
         for name, numbers in state["numbers"].items():
-            self.numbers(name, ()).restore(numbers)
+            self.numbers(name).update((question, tuple(few)) for question, *few in numbers)

@@ -8,6 +8,7 @@ Owns: what may be drawn and how likely, by a run's settings. Does not know: rows
 
 from __future__ import annotations
 
+import functools
 import math
 
 import jax
@@ -71,12 +72,7 @@ def choose(
     rings = [lane.of_groups(group_size) for lane in lanes(ring, config) if lane.size]
     largest = jnp.maximum(jnp.max(ring.priority, axis=1, keepdims=True), jnp.finfo(jnp.float32).tiny)
 
-    def at(column: jax.Array, slot: jax.Array) -> jax.Array:
-        return ring_buffer.take(column, slot)
-
-    def rows_of(group: jax.Array) -> jax.Array:
-        rows = group[:, :, None] * group_size + jnp.arange(group_size, dtype=jnp.int32)[None, None, :]
-        return rows.reshape(group.shape[0], -1)
+    at, rows_of = ring_buffer.take, functools.partial(ring_buffer.slots_of_groups, group_size=group_size)
 
     def age(group: jax.Array) -> jax.Array:
         return iteration - at(ring.inserted_step, group * group_size)
@@ -132,8 +128,6 @@ def choose(
     if config.fresh_batches:
         num_first, first_ages = num, (jnp.where(is_fresh, 0, 1), jnp.where(is_fresh, 0, oldest))
     first = aged(0, *first_ages, num_first, None) if num_first else None
-    chosen = aged(1, low, high, num, first)
-    if first is not None:
-        chosen = draws.chain(first, chosen)
-    group, is_real = chosen
+    rest = aged(1, low, high, num, first)
+    group, is_real = draws.chain(first, rest) if first else rest
     return rows_of(group), jnp.repeat(is_real, group_size, axis=1)

@@ -1,7 +1,8 @@
 """Replay: the last rollouts stay on the device (or in its host's memory), and update batches are drawn from them.
 
 Owns: the ring's state, which rows are kept, use counts and ages. Does not know: how slots are chosen (choice),
-credit, losses, the mesh (the shard axis M is laid on its data axes by whoever places the state).
+credit, losses, the mesh (the shard axis M is laid on its data axes by whoever places the state), which sizes a user may
+ask for: what is asserted here, ``limits`` and ``sharding.check_divisible`` have made sure of.
 Letters: R rows inserted, M shards, C slots per shard, b = batch_size / M rows drawn per shard, S row width; of a ring
 in pages, N pages of T tokens per shard. Device functions;
 nothing here needs a collective when M lies on the mesh's data axes (but for the two settings that look at all rows
@@ -30,7 +31,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm.algorithms.views import COLUMNS, PER_TOKEN
-from jaxrl_llm.config import ConfigError, ReplayConfig
+from jaxrl_llm.config import ReplayConfig
 from jaxrl_llm.ops import paged_log, ring_buffer
 from jaxrl_llm.replay import choice
 from jaxrl_llm.replay.choice import lanes
@@ -68,11 +69,8 @@ def init(
         on_host: the rows lie in the host's memory; what is counted of them lies on the device all the same.
         capacity_tokens: tokens of all shards together, without padding; 0 = every slot has room for a row's S.
         page_tokens: T.
-
-    Raises:
-        ConfigError: the shards do not divide the capacity.
     """
-    num_slots = _per_shard("replay.capacity", capacity, num_shards)
+    num_slots = _per_shard(capacity, num_shards)
     in_pages, log = capacity_tokens > 0, (capacity_tokens // num_shards // page_tokens, page_tokens)
 
     def shape(path: tuple[Any, ...], x: jax.Array) -> jax.ShapeDtypeStruct:
@@ -118,20 +116,11 @@ def insert(
         pass_threshold: a rollout is correct when its reward is at least this.
         imitates: what others wrote and is correct teaches without an advantage, and so stays.
         group_size: so many neighbouring rows are drawn together, and overwritten together.
-
-    Raises:
-        ConfigError: the shards do not divide R, or R exceeds the capacity in slots or, at full length, in pages.
     """
-    num_shards, num_slots = ring.uses.shape
-    num_rows = _per_shard("rollouts per iteration", experience.reward.shape[0], num_shards)
+    num_shards = ring.uses.shape[0]
+    num_rows = _per_shard(experience.reward.shape[0], num_shards)
     main, kept = lanes(ring, config)
-    if num_rows > main.size:
-        raise ConfigError(
-            f"replay.capacity={num_shards * num_slots} must be at least the {num_shards * num_rows} rollouts inserted, "
-            f"besides the slots that replay.positive_fraction={config.positive_fraction} sets aside"
-        )
-    if kept.size and ring.pages:
-        raise ConfigError(f"replay.positive_fraction={config.positive_fraction} must be 0 for replay.capacity_tokens")
+    assert num_rows <= main.size and not (kept.size and ring.pages)
     question = experience.columns["question_id"]
     retired = ~experience.trainable
     if config.skip_tied:
@@ -151,21 +140,27 @@ def insert(
         lambda x: x.reshape(num_shards, num_rows, *x.shape[1:]), (experience, question, retired, priority)
     )
     blank = jnp.zeros((num_shards, num_rows), jnp.int32)
-    written = ring.replace(
-        slots=rows,
-        uses=blank,
-        last_use=blank,
-        priority=priority,
-        inserted_step=jnp.full_like(blank, iteration),
-        question=question,
-        is_retired=retired,
-    )
-    log = None
+    written = {
+        "slots": rows,
+        "uses": blank,
+        "last_use": blank,
+        "priority": priority,
+        "inserted_step": jnp.full_like(blank, iteration),
+        "question": question,
+        "is_retired": retired,
+    }
+    stored, log = {name: getattr(ring, name) for name in written}, None
     if ring.pages:
         # Tokens go to the log; what follows sees the rest of the rows alone.
-        ring, written, log = _write_tokens(ring, written)
+        (stored["slots"], log), (written["slots"], tokens) = _apart(ring.slots), _apart(rows)
+        (num_pages, page), width = log.rollout.tokens.shape[1:], tokens.rollout.tokens.shape[2]
+        assert num_rows * -(-width // page) <= num_pages
+        length = rows.rollout.length
+        first, oldest = paged_log.next_pages(ring.pages["oldest"], length, num_pages=num_pages, page=page)
+        log = paged_log.write(log, first, length, tokens)
+        stored["first"], written["first"] = ring.pages["first"], first
+        ring = ring.replace(pages={**ring.pages, "oldest": oldest})
     spent = choice.is_spent(ring, iteration, config)
-    stored, written = _by_slot(ring), _by_slot(written)
     order = ring_buffer.renew(main, spent, num_rows, group_size=group_size)
     target, kept_order = order[:, main.size - num_rows :], kept.order
     if kept.size:
@@ -175,9 +170,9 @@ def insert(
         stored, kept_order = ring_buffer.write_some(stored, kept, spent, evicted, is_kept)
     stored = ring_buffer.put(stored, target, written)
     stored["slots"] = _together(stored["slots"], log)
-    first = stored.pop("first")
-    pages = {**ring.pages, "first": first} if ring.pages else {}
-    return ring.replace(order=jnp.concatenate([order, kept_order], axis=1), pages=pages, **stored)
+    if ring.pages:
+        stored["pages"] = {**ring.pages, "first": stored.pop("first")}
+    return ring.replace(order=jnp.concatenate([order, kept_order], axis=1), **stored)
 
 
 def draw(
@@ -214,19 +209,10 @@ def draw(
     Returns:
         The ring with uses counted, rows [M, b, ...], and what they are. Rows that are not real (too few slots
         could be drawn) have ``trainable`` False.
-
-    Raises:
-        ConfigError: the shards do not divide the batch, or it exceeds the capacity.
     """
     num_shards, num_slots = ring.uses.shape
-    num_rows = _per_shard("update.batch_size", batch_size, num_shards)
-    if num_rows > num_slots:
-        raise ConfigError(f"update.batch_size={batch_size} must be at most replay.capacity={num_shards * num_slots}")
-    if num_slots % group_size or num_rows % group_size:
-        raise ConfigError(
-            f"replay.unit='group': rollout.group_size={group_size} must divide the {num_slots} slots and the "
-            f"{num_rows} drawn rows of each of {num_shards} ring shards"
-        )
+    num_rows = _per_shard(batch_size, num_shards)
+    assert num_rows <= num_slots and num_slots % group_size == num_rows % group_size == 0
     keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(num_shards))
 
     # One coin for all shards.
@@ -332,28 +318,6 @@ def _is_filled(ring: RingState) -> jax.Array:
     return ring.inserted_step >= 0
 
 
-def _by_slot(ring: RingState) -> dict[str, Any]:
-    """The leaves that have a slot axis, by field."""
-    names = ("slots", "uses", "last_use", "priority", "inserted_step", "question", "is_retired")
-    return {name: getattr(ring, name) for name in names} | {"first": ring.pages.get("first")}
-
-
-def _write_tokens(ring: RingState, written: RingState) -> tuple[RingState, RingState, Experience]:
-    """Of a ring in pages and rows to be written to its slots: both without tokens, and the log with the rows' ones."""
-    (slots, log), (rows, tokens) = _apart(ring.slots), _apart(written.slots)
-    (num_shards, num_pages, page), (_, num_rows, width) = (x.rollout.tokens.shape for x in (log, tokens))
-    if num_rows * -(-width // page) > num_pages:
-        raise ConfigError(
-            f"replay.capacity_tokens={num_shards * num_pages * page} must hold the {num_shards * num_rows} rollouts "
-            f"inserted at their full length of {width} tokens, in pages of {page}"
-        )
-    length = rows.rollout.length
-    first, oldest = paged_log.next_pages(ring.pages["oldest"], length, num_pages=num_pages, page=page)
-    log = paged_log.write(log, first, length, tokens)
-    pages = {"first": ring.pages["first"], "oldest": oldest}
-    return ring.replace(slots=slots, pages=pages), written.replace(slots=rows, pages=pages | {"first": first}), log
-
-
 def _apart(rows: Experience) -> tuple[Experience, Experience]:
     """What rows [M, n, ...] have once, and what they have for each token; None stands for the rest."""
 
@@ -413,7 +377,6 @@ def _num_different(values: jax.Array, counts: jax.Array) -> jax.Array:
     return jnp.sum(is_new & (flag == 0), dtype=jnp.int32)
 
 
-def _per_shard(name: str, total: int, num_shards: int) -> int:
-    if total % num_shards:
-        raise ConfigError(f"{name}={total} must be a multiple of the {num_shards} shards of the ring (replay.shards)")
+def _per_shard(total: int, num_shards: int) -> int:
+    assert total % num_shards == 0
     return total // num_shards

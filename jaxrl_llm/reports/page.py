@@ -22,8 +22,6 @@ from jaxrl_llm.runtime.nested import visible
 INK, FAINT = "#010101", "#020202"
 SERIES = tuple(f"#{3 + i:02x}{3 + i:02x}{3 + i:02x}" for i in range(8))
 COLOURS = {INK: "var(--muted)", FAINT: "var(--line)"} | {c: f"var(--series-{i})" for i, c in enumerate(SERIES)}
-
-
 DASHES = ("-", "--", ":", "-.")  # series beyond the colours begin the colours again, broken
 
 
@@ -55,8 +53,18 @@ def header(title: str, note: str) -> str:
     return f"<header><h1>{text(title)}</h1><p>{text(note)}</p></header>"
 
 
+def row(*cells: str) -> str:
+    return "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
+
+
+def folded(summary: str, body: str) -> str:
+    return f"<details><summary>{summary}</summary>{body}</details>"
+
+
 def table(head: Sequence[str], rows: Sequence[str], classes: str = "") -> str:
-    """A table of ready ``<tr>`` rows."""
+    """A table of ``row``s; nothing without any."""
+    if not rows:
+        return ""
     cells = "".join(f"<th>{name}</th>" for name in head)
     return f'<div class="scroll"><table class="{classes}"><thead><tr>{cells}</tr></thead>{"".join(rows)}</table></div>'
 

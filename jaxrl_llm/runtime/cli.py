@@ -15,7 +15,6 @@ import runpy
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 from absl import app, flags
 
@@ -38,21 +37,29 @@ def run(main: Callable[[], None]) -> None:
     sys.unraisablehook = lambda x: "Event loop is closed" in str(x.exc_value) or sys.__unraisablehook__(x)
     gc.set_threshold(100_000)  # set-up makes millions of objects that stay: looking for others takes 7 % of it
 
-    def guarded(argv: list[str]) -> None:
+    def command(argv: list[str]) -> None:
         if argv[1:]:
-            _fail(f"unexpected argument {argv[1]!r}; settings are given as --name=value")
-        try:
-            distributed.initialize()
-            with distributed.together(lambda error: 2 if isinstance(error, ConfigError) else 1), writing("output"):
-                main()
-        except (ConfigError, DiskError) as error:
-            _fail(error, status=1 if isinstance(error, DiskError) else 2)
+            raise ConfigError(f"unexpected argument {argv[1]!r}; settings are given as --name=value")
+        distributed.initialize()
+        with distributed.together(lambda error: 2 if isinstance(error, ConfigError) else 1), writing("output"):
+            main()
 
-    app.run(guarded, flags_parser=_parse)
+    with one_line_errors():
+        app.run(command, flags_parser=_parse)
 
 
 class DiskError(RuntimeError):
     """A disk takes no more."""
+
+
+@contextlib.contextmanager
+def one_line_errors() -> Iterator[None]:
+    """While entered, what the user can mend is one line on stderr, and ends the process."""
+    try:
+        yield
+    except (ConfigError, DiskError, flags.Error) as error:
+        print("error: " + visible(" ".join(str(error).split())[:2000]), file=sys.stderr)
+        sys.exit(1 if isinstance(error, DiskError) else 2)
 
 
 @contextlib.contextmanager
@@ -73,7 +80,7 @@ def _parse(argv: list[str]) -> list[str]:
     # A shell leaves --workdir=~/run as it is.
     argv = [re.sub("^(--?[a-z_]+=)(~/.*)", lambda m: m[1] + os.path.expanduser(m[2]), word) for word in argv]
     given = sys.argv
-    argv, overrides = _or_fail(_apart, argv)
+    argv, overrides = _apart(argv)
     try:
         sys.argv = argv  # where config_flags looks for overrides, of which it does not know all
         rest = flags.FLAGS(argv)
@@ -83,26 +90,15 @@ def _parse(argv: list[str]) -> list[str]:
             if name in ("workdir", "out") and value is not None and not (value and value.isprintable()):
                 raise ConfigError(f"--{name}={value!r} must name a folder, in printable text")
     except (Exception, SystemExit) as error:  # a config file may leave the process
-        # What went wrong inside a config file, ml_collections does not say.
-        try:
-            _check_config_files(argv)
-        except ConfigError as better:
-            _fail(better)
-        if isinstance(error, (flags.Error, ConfigError, OSError)):
-            _fail(error)
+        _check_config_files(argv)  # what went wrong inside one, ml_collections does not say
+        if isinstance(error, OSError):
+            raise ConfigError(error) from error
         raise
     finally:
         sys.argv = given
     if overrides:
-        _or_fail(_override, overrides, argv)
+        _override(overrides, argv)
     return rest
-
-
-def _or_fail(function: Callable, *given: Any) -> Any:
-    try:
-        return function(*given)
-    except ConfigError as error:
-        _fail(error)
 
 
 def _check_config_files(argv: list[str]) -> None:
@@ -151,11 +147,6 @@ def _override(overrides: list[tuple[str, str]], argv: list[str]) -> None:
         settings = override(settings, path, Text(text))
     build(Config, settings)
     flag.value = settings
-
-
-def _fail(error: Exception | str, status: int = 2) -> None:
-    print("error: " + visible(" ".join(str(error).split())[:2000]), file=sys.stderr)
-    sys.exit(status)
 
 
 def _choose_platform() -> None:

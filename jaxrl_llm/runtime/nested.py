@@ -15,8 +15,10 @@ import math
 import re
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, NamedTuple
+
+from flax.traverse_util import unflatten_dict
 
 
 class Text(str):
@@ -204,34 +206,32 @@ def override(node: Any, path: str, value: Any) -> Any:
     return {**node, key: override(node.get(key), rest, value)}
 
 
-def flatten(config: Any, prefix: str = "", *, whole: bool = False) -> dict[str, Any]:
+def _leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(path, slot or None, value) of every setting; of a group those that are in it."""
+    for field in dataclasses.fields(config):
+        value, path, slot = getattr(config, field.name), prefix + field.name, field.metadata.get("slot")
+        if dataclasses.is_dataclass(value) and not slot:
+            yield from _leaves(value, path + ".")
+        else:
+            yield path, slot, value
+
+
+def flatten(config: Any, *, whole: bool = False) -> dict[str, Any]:
     """``{"update.batch_size": 64, ...}`` of every leaf field; of a function its name, and each of its settings.
 
     Args:
         whole: functions are leaves, with their settings.
     """
     flat = {}
-    for field in dataclasses.fields(config):
-        value, path = getattr(config, field.name), prefix + field.name
-        if "slot" in field.metadata and not whole:
-            flat.update(field.metadata["slot"].flat(value, path))
-        elif dataclasses.is_dataclass(value) and "slot" not in field.metadata:
-            flat.update(flatten(value, path + ".", whole=whole))
-        else:
-            flat[path] = value
+    for path, slot, value in _leaves(config):
+        flat |= slot.flat(value, path) if slot and not whole else {path: value}
     return flat
 
 
-def function_defaults(config: Any, prefix: str = "") -> dict[str, Any]:
+def function_defaults(config: Any) -> dict[str, Any]:
     """``{path: default}`` of each setting of the functions that a config has chosen, by the paths of ``flatten``."""
-    made = {}
-    for field in dataclasses.fields(config):
-        value, path = getattr(config, field.name), prefix + field.name
-        if "slot" in field.metadata:
-            made |= field.metadata["slot"].defaults(value, path)
-        elif dataclasses.is_dataclass(value):
-            made |= function_defaults(value, path + ".")
-    return made
+    chosen = (slot.defaults(value, path) for path, slot, value in _leaves(config) if slot)
+    return {path: default for defaults in chosen for path, default in defaults.items()}
 
 
 def plain(value: Any) -> Any:
@@ -243,14 +243,8 @@ def plain(value: Any) -> Any:
 
 def as_mapping(config: Any) -> dict[str, Any]:
     """The nested mapping that ``build`` makes the same of; its functions of plain types."""
-    made = {}
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if "slot" in field.metadata:
-            made[field.name] = plain(value) or []
-        else:
-            made[field.name] = as_mapping(value) if dataclasses.is_dataclass(value) else value
-    return made
+    flat = {path: plain(value) or [] if slot else value for path, slot, value in _leaves(config)}
+    return unflatten_dict(flat, sep=".")
 
 
 def differences(old: Any, new: Any, *, whole: bool = False) -> dict[str, tuple[Any, Any]]:

@@ -230,10 +230,6 @@ def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.4g}"
 
 
-def _row(cells: Sequence[str]) -> str:
-    return "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
-
-
 def _shown(run: Run, sweep: Sweep, *, without: str = "") -> str:
     return page.text(label(run, sweep, without=without))
 
@@ -252,7 +248,7 @@ def _group_table(runs: Sequence[Run], sweep: Sweep) -> str:
             spread = f" <small>{_number(low)} to {_number(high)}</small>" if len(there) > 1 else ""
             missing = f" <small>{len(there)} of {len(members)}</small>" if 0 < len(there) < len(members) else ""
             cells.append(_number(median) + spread + missing)
-        rows.append(_row(cells))
+        rows.append(page.row(*cells))
     return page.table(("settings", "seeds", *map(page.text, columns)), rows, "groups")
 
 
@@ -269,7 +265,7 @@ def _knob_table(runs: Sequence[Run], sweep: Sweep) -> str:
             rows.append(f"<tr>{first}{cells}</tr>")
             first = ""
     head = ("setting", "best less worst", "value", "runs", "mean, and 95 % of bootstrapped means")
-    return page.table(head, rows, "knobs") if rows else ""
+    return page.table(head, rows, "knobs")
 
 
 def _point_table(runs: Sequence[Run], sweep: Sweep) -> str:
@@ -278,8 +274,8 @@ def _point_table(runs: Sequence[Run], sweep: Sweep) -> str:
     for run in runs:
         settings = [page.text(run.point.get(field, "")) for field in sweep.fields()]
         numbers = [_number(value) for value in figures(run, sweep).values()]
-        rows.append(_row([f"<code>{page.text(run.name)}</code>", run.status, *settings, *numbers]))
-    return f"<details><summary>{len(runs)} points</summary>{page.table([page.text(h) for h in head], rows)}</details>"
+        rows.append(page.row(f"<code>{page.text(run.name)}</code>", run.status, *settings, *numbers))
+    return page.folded(f"{len(runs)} points", page.table([page.text(h) for h in head], rows))
 
 
 def _curve_sections(runs: Sequence[Run], sweep: Sweep, units: Mapping[str, str]) -> list[str]:

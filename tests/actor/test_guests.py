@@ -20,7 +20,6 @@ from jaxrl_llm.actor.guests import External, shared_groups
 from jaxrl_llm.algorithms import credit
 from jaxrl_llm.config import ConfigError, freeze
 from jaxrl_llm.models.files.gguf import make_byte_tokenizer
-from jaxrl_llm.models.files.tokenizer import ByteTokenizer
 from jaxrl_llm.questions.ledger import Ledger
 from jaxrl_llm.questions.stream import encode_examples
 from jaxrl_llm.run import assemble
@@ -39,7 +38,7 @@ from jaxrl_llm.types import (
 )
 
 G = 3
-(END,) = ByteTokenizer.eos_ids
+END = 257  # of the byte tokenizer
 
 
 def make_run(*paths, groups=2, mesh=ONE, own=4, **sections):
@@ -56,7 +55,7 @@ def make_run(*paths, groups=2, mesh=ONE, own=4, **sections):
 
 
 def external(*paths, **settings):
-    return External(make_run(*paths, **settings), ByteTokenizer())
+    return External(make_run(*paths, **settings), make_byte_tokenizer())
 
 
 def line(prompt="p", completions=("a", "b"), **fields):
@@ -102,7 +101,7 @@ def test_a_line_becomes_the_rows_of_a_group(tmp_path):
 def test_what_looks_like_an_end_in_an_answer_is_text_unless_asked_for(special_tokens, in_text, tmp_path):
     path = written(tmp_path, line("p<|eos|>", ["a<|eos|>", "<|eos|>b"], rewards=[0, 1]))
     sizes = {"prompts": {"max_tokens": 8, "special_tokens": special_tokens}, "sampling": {"max_completion_tokens": 9}}
-    source = External(make_run(path, groups=1, **sizes), make_byte_tokenizer(ByteTokenizer.special))
+    source = External(make_run(path, groups=1, **sizes), make_byte_tokenizer())
     rows = jax.device_get(source.next_groups(0, unasked).rows)
     found = [row[:n].tolist() for row, n in zip(rows.tokens, rows.length, strict=True)]
     asked = [*b"p", *in_text]
@@ -212,7 +211,7 @@ def test_sources_take_turns(tmp_path):
 
 def test_what_a_run_shares_is_what_another_reads(tmp_path):
     run = make_run(tmp_path)
-    (asked,), _ = encode_examples([Example("p", {"answer": "x"})], ByteTokenizer(), run.config.prompts)
+    (asked,), _ = encode_examples([Example("p", {"answer": "x"})], make_byte_tokenizer(), run.config.prompts)
     groups = [FinishedGroup(7, asked.example, [2, 1, 1], [STOP_EOS, STOP_LENGTH, STOP_LENGTH])]
     rewards = Rewards(np.array([1, np.nan, 0.5], np.float32), {}, np.array([0, OUTCOME_ERROR, 0], np.int8))
     completions = {0: [97, END], 1: [98], 2: [99]}
@@ -220,7 +219,7 @@ def test_what_a_run_shares_is_what_another_reads(tmp_path):
     (row,) = shared_groups(sampled, {7: asked}.get)
     row["rewards"] = [None if np.isnan(r) else r for r in row["rewards"]]  # as MetricsWriter puts it
     written(tmp_path, json.dumps(row) + "\n", name=SHARED_FILE)
-    (group, _) = External(run, ByteTokenizer()).next_groups(0, unasked).groups
+    (group, _) = External(run, make_byte_tokenizer()).next_groups(0, unasked).groups
     assert (group.example.prompt, group.prompt, group.completions) == ("p", [112], list(completions.values()))
     np.testing.assert_array_equal(group.rewards, [1, np.nan, 0.5])
 
@@ -253,7 +252,7 @@ def test_rows_of_others_count_as_drawn_by_the_current_weights(mesh, tmp_path):
     (tmp_path / "peer").mkdir()
     written(tmp_path / "peer", *lines, name=SHARED_FILE)
     run = make_run(tmp_path / "peer", groups=4, mesh=mesh)  # one of them does not come
-    guests = External(run, ByteTokenizer()).next_groups(0, unasked)
+    guests = External(run, make_byte_tokenizer()).next_groups(0, unasked)
     join = compile_all({"join": run.programs()["join"]}, run.mesh)["join"]
     own, sampled = own_rollout(run)
     params = building.learner_params(run.model, run.mesh)

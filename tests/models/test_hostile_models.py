@@ -18,7 +18,8 @@ from test_load_hf import TINY, edit_config, edit_weights, make_mesh
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models.files import gguf, hf, pretrained
 from jaxrl_llm.models.files import tokenizer as tokenizer_module
-from jaxrl_llm.models.files.tokenizer import ByteTokenizer, load_tokenizer
+from jaxrl_llm.models.files.gguf import make_byte_tokenizer
+from jaxrl_llm.models.files.tokenizer import load_tokenizer
 from jaxrl_llm.models.transformer import Model
 
 
@@ -105,7 +106,7 @@ def test_a_config_that_is_no_object_is_named(text, tiny):
 
 def test_code_that_comes_with_a_model_is_not_run(tiny, tmp_path):
     code = f"open({str(tmp_path / 'ran')!r}, 'w')"
-    ByteTokenizer().save(tiny)
+    make_byte_tokenizer().save(tiny)
     mine = {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M", "AutoTokenizer": ["evil.T", "evil.T"]}
     (tiny / "evil.py").write_text(code)
     for file in ("config.json", "tokenizer_config.json"):
@@ -250,7 +251,7 @@ def test_shards_that_are_missing_doubled_or_no_files_are_named(tiny, shards):
 def words(tmp_path):
     """A folder with the byte tokenizer's files."""
     (tmp_path / "words").mkdir()
-    ByteTokenizer().save(tmp_path / "words")
+    make_byte_tokenizer().save(tmp_path / "words")
     (tmp_path / "words" / "chat_template.jinja").unlink()
     return tmp_path / "words"
 
@@ -319,7 +320,7 @@ def test_a_tokenizers_file_that_is_none_is_one_line(file, text, words):
 
 def test_a_tokenizer_must_fit_its_model(tiny):
     """The tiny model has 96 embeddings; a padding token beyond them is never read."""
-    ByteTokenizer().save(tiny)
+    make_byte_tokenizer().save(tiny)
     refused(pretrained.resolve(str(tiny)).tokenizer, names=[str(tiny), "ids up to 259", "96 embeddings"])
     edit_config(tiny, vocab_size=260)
     assert pretrained.resolve(str(tiny)).tokenizer().eos_ids[0] == 257

@@ -19,7 +19,8 @@ from support.command_line import run_command
 from jaxrl_llm.config import CheckpointConfig, ConfigError, freeze
 from jaxrl_llm.models.architecture import PRESETS, Architecture, RopeScaling
 from jaxrl_llm.models.files import hf
-from jaxrl_llm.models.files.tokenizer import ByteTokenizer, load_tokenizer
+from jaxrl_llm.models.files.gguf import make_byte_tokenizer
+from jaxrl_llm.models.files.tokenizer import load_tokenizer
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.runtime.checkpoint import Checkpointer
 
@@ -126,9 +127,9 @@ def test_absent_keys_mean_what_transformers_says(tiny):
 def test_export_loads_back_to_the_same_parameters_and_architecture(tmp_path, monkeypatch, max_file_bytes):
     model = Model(hf.read_architecture(TINY))
     params = hf.load_params(TINY, model, make_mesh(fsdp=2, tensor=2))
-    hf.export(params, model, ByteTokenizer(), tmp_path)  # what is there already is replaced
+    hf.export(params, model, make_byte_tokenizer(), tmp_path)  # what is there already is replaced
     monkeypatch.setattr(hf, "MAX_FILE_BYTES", max_file_bytes)
-    hf.export(params, model, ByteTokenizer(), tmp_path)
+    hf.export(params, model, make_byte_tokenizer(), tmp_path)
     files = sorted(path.name for path in tmp_path.glob("model*"))
     # 98,944 bytes of float32; the largest tensors are the embedding and the head with 12,288 each.
     if max_file_bytes == 20_000:
@@ -181,7 +182,7 @@ def test_loading_holds_no_second_copy_of_the_weights(tmp_path):
     model, mesh = Model(arch), make_mesh(fsdp=8)
     random = np.random.default_rng(0)
     params = jax.tree.map(lambda x: random.normal(size=x.shape).astype(np.float32), model.abstract_params(mesh))
-    hf.export(params, model, ByteTokenizer(), tmp_path)
+    hf.export(params, model, make_byte_tokenizer(), tmp_path)
     tracemalloc.start()
     try:
         jax.block_until_ready(hf.load_params(tmp_path, model, mesh))
@@ -250,7 +251,7 @@ def test_transformers_computes_the_same_logits_before_loading_and_after_export(t
     ours = logits_of(model, jax.device_get(params), tokens)
     np.testing.assert_allclose(ours, before, atol=1e-4)  # measured 2e-5; logits reach 12
 
-    hf.export(params, model, ByteTokenizer(), tmp_path / "ours")
+    hf.export(params, model, make_byte_tokenizer(), tmp_path / "ours")
     back, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", output_loading_info=True)
     assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
     assert back.dtype == torch.float32 and back.generation_config.eos_token_id == [257]

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, Mesh
 from jaxrl_llm.config import ConfigError, ModelConfig
 from jaxrl_llm.models.architecture import PRESETS
 from jaxrl_llm.models.files import pretrained
-from jaxrl_llm.models.files.tokenizer import ByteTokenizer
+from jaxrl_llm.models.files.tokenizer import Tokenizer
 from jaxrl_llm.models.transformer import Model
 
 TINY = pathlib.Path(__file__).parents[1] / "fixtures" / "tiny_llama"
@@ -29,7 +29,7 @@ def test_random_weights_come_from_the_seed(mesh, monkeypatch):
     monkeypatch.setattr(Model, "init", lambda model, key, mesh: (model.arch, key, mesh))
     source = pretrained.resolve("random:debug")
     model = Model(source.architecture())
-    assert model.arch == PRESETS["debug"] and isinstance(source.tokenizer(), ByteTokenizer)
+    assert model.arch == PRESETS["debug"] and source.tokenizer().vocab_size == 260
     arch, key, on = source.load_params(model, mesh, seed=7)
     assert (arch, on) == (model.arch, mesh) and key == jax.random.key(7)
 
@@ -75,7 +75,7 @@ def test_a_reference_is_the_models_own_source_or_another_that_reads_its_token_id
         pretrained.resolve_reference(ModelConfig("random:debug_wide", reference_path="random:debug"), wide)
     with pytest.raises(ConfigError, match=r"model.reference_path='random:huge': no such preset"):
         pretrained.resolve_reference(ModelConfig(reference_path="random:huge"), learner)
-    monkeypatch.setattr(ByteTokenizer, "encode", lambda self, text: [len(text), *range(next(calls))])
+    monkeypatch.setattr(Tokenizer, "encode", lambda self, text: [len(text), *range(next(calls))])
     calls = iter(range(9))  # each tokenizer cuts otherwise than the one before
     with pytest.raises(ConfigError, match="cuts a text otherwise"):
         pretrained.resolve_reference(ModelConfig(reference_path="random:debug_wide"), learner)

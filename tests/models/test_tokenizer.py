@@ -10,8 +10,8 @@ import pytest
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.generate import _prompt_ids
 from jaxrl_llm.models.files import pretrained
-from jaxrl_llm.models.files.gguf import make_bpe_tokenizer
-from jaxrl_llm.models.files.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from jaxrl_llm.models.files.gguf import make_bpe_tokenizer, make_byte_tokenizer
+from jaxrl_llm.models.files.tokenizer import Tokenizer, load_tokenizer
 from jaxrl_llm.sft import answer_tokens
 from jaxrl_llm.types import Example
 
@@ -78,7 +78,13 @@ def test_merges_apply_in_order_and_digits_stand_alone_where_asked():
         (make(), "x", False, "be", "prompts.system_prompt='be' needs prompts.chat_template=True"),
         (make(chat_template=None), "x", True, "", "has no chat template"),
         (make(chat_template="{{ raise_exception('no system') }}"), "x", True, "s", "refuses the messages .*no system"),
-        (ByteTokenizer(), [{"role": "user", "content": "x"}], False, "", "messages needs prompts.chat_template=True"),
+        (
+            make_byte_tokenizer(),
+            [{"role": "user", "content": "x"}],
+            False,
+            "",
+            "messages needs prompts.chat_template=True",
+        ),
         *[
             (
                 tokenizer,
@@ -87,7 +93,7 @@ def test_merges_apply_in_order_and_digits_stand_alone_where_asked():
                 system_prompt,
                 r"half a surrogate pair, '\\udc00' at 1, which is no text",
             )
-            for tokenizer in (make(), ByteTokenizer())
+            for tokenizer in (make(), make_byte_tokenizer())
             for prompt, chat_template, system_prompt in [
                 ("a\udc00", False, ""),
                 ("a\udc00", True, ""),
@@ -323,13 +329,13 @@ def test_what_is_decoded_has_the_text_that_was_spelled_and_no_special_token(smol
         assert tokenizer.encode(tokenizer.decode([*spelled, end])) == spelled
 
 
-def test_special_ids_of_bytes_come_from_no_text():
-    tokenizer = ByteTokenizer()
-    text = "".join(tokenizer.special) + "\0\x7fé🙂\uffff"
-    for how in ({}, {"special_tokens": True}):
-        assert tokenizer.encode(text, **how) == list(text.encode())
-        ids = tokenizer.encode_prompt(text, chat_template=True, system_prompt=text, **how)
-        assert ids == list((text + text).encode()) and max(ids) < 256
+def test_special_ids_of_bytes_come_from_no_text_but_where_that_is_asked():
+    tokenizer, after = make_byte_tokenizer(), "\0\x7fé🙂\uffff"
+    text = "<|bos|><|eos|><|pad|><|unused|>" + after
+    assert tokenizer.encode(text) == list(text.encode())
+    ids = tokenizer.encode_prompt(text, chat_template=True, system_prompt=text)
+    assert ids == list((text + text).encode()) and max(ids) < 256
+    assert tokenizer.encode(text, special_tokens=True) == [256, 257, 258, 259, *after.encode()]
 
 
 def test_a_refusal_does_not_repeat_a_long_prompt():
@@ -378,16 +384,21 @@ def test_unreadable_folders_are_named(tmp_path):
 
 
 def test_bytes_are_their_own_ids():
-    tokenizer = ByteTokenizer()
+    tokenizer = make_byte_tokenizer()
     assert tokenizer.encode("hé\n") == [104, 195, 169, 10]
     assert tokenizer.decode([256, 104, 195, 169, 257, 259, 263]) == "hé"
-    assert tokenizer.decode([195]) == "\ufffd"
     assert tokenizer.encode_prompt("b", chat_template=True, system_prompt="a") == [97, 98]
-    assert (tokenizer.vocab_size, tokenizer.eos_ids) == (260, (257,))
+    assert (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_ids, tokenizer.pad_id) == (260, 256, (257,), 258)
+    rng = np.random.default_rng(0)
+    for _ in range(2000):  # what a random model writes: bytes that are no text, and beginnings of characters
+        written = bytes(rng.choice([*"é漢🙂. 's".encode(), *range(256)], rng.integers(1, 12)).tolist())
+        text = written.decode("utf-8", errors="replace")
+        assert tokenizer.decode(list(written)) == text
+        assert tokenizer.encode(text) == list(text.encode())
 
 
 def test_a_saved_byte_tokenizer_is_the_same_map(tmp_path):
-    tokenizer = ByteTokenizer()
+    tokenizer = make_byte_tokenizer()
     tokenizer.save(tmp_path)
     again = load_tokenizer(tmp_path)
     assert isinstance(again, Tokenizer)

@@ -7,7 +7,7 @@ import pytest
 
 from jaxrl_llm.actor.evaluation import questions
 from jaxrl_llm.config import ConfigError, PromptsConfig, freeze
-from jaxrl_llm.models.files.tokenizer import ByteTokenizer
+from jaxrl_llm.models.files.gguf import make_byte_tokenizer
 from jaxrl_llm.questions import tasks
 from jaxrl_llm.questions.tasks import arithmetic
 
@@ -46,7 +46,7 @@ def test_no_question_is_of_both_parts_whatever_the_seed():
     assert {e.prompt for e in load(0, 4000, **sums)} == train[0] | set(test[0])
     assert 80 <= len(test[0]) <= 170  # of 1000 questions, 125 expected with standard deviation 10
     config = freeze({"prompts": {"source": "arithmetic", "name": "train"}, "eval": {"name": "test", "num_prompts": 9}})
-    rows, held_out, _ = questions(config, ByteTokenizer())
+    rows, held_out, _ = questions(config, make_byte_tokenizer())
     assert len(held_out) == 9 and not {r.example.prompt for r in rows} & {r.example.prompt for r in held_out}
 
 

@@ -5,7 +5,7 @@ import json
 import numpy as np
 
 from jaxrl_llm.config import PromptsConfig
-from jaxrl_llm.models.files.tokenizer import ByteTokenizer
+from jaxrl_llm.models.files.gguf import make_byte_tokenizer
 from jaxrl_llm.questions.ledger import Ledger
 from jaxrl_llm.questions.stream import PromptStream, encode_examples
 from jaxrl_llm.types import Example
@@ -21,7 +21,7 @@ def test_copies_in_the_data_are_one_question_and_retire_together():
     examples = [Example(text, {}, "") for text in ("a", "b", "a", "c")]
     config = PromptsConfig(max_tokens=6, chat_template=False, shuffle=False, retire_pass_rate=0.5)
     ledger = Ledger()
-    stream = PromptStream(encode_examples(examples, ByteTokenizer(), config)[0], config, ledger, seed=0)
+    stream = PromptStream(encode_examples(examples, make_byte_tokenizer(), config)[0], config, ledger, seed=0)
     assert [stream.question_id(i) for i in range(8)] == [0, 1, 0, 2] * 2
     assert ledger.question_id([ord("b")]) == 1  # another's answer to one of them
     # The first copy: 1 of 2 right; the second: 0 of 1. Together 1 of 3, under the rate, until one more is right.
@@ -44,12 +44,10 @@ def test_what_is_known_survives_a_checkpoint():
     ledger, resumed = of_data(), of_data()
     assert ledger.question_id([7]) == 2 and ledger.question_id([8]) == 3
     ledger.observe([3, 1], np.array([True, True, False, True]), np.ones(4, bool))
-    counts = ledger.numbers("counts", (1.0, 1.0))
-    assert counts.of(5) == (1.0, 1.0)
-    counts.set(3, [0.25, 2.0])
+    ledger.numbers("counts")[3] = 0.25, 2.0
+    numbers = resumed.numbers("counts")  # as a method takes them, before the checkpoint is read
     resumed.restore(json.loads(json.dumps(ledger.state())))
-    numbers = resumed.numbers("counts", (1.0, 1.0))
-    assert numbers.of(3) == (0.25, 2.0) and numbers.of(2) == (1.0, 1.0)
+    assert numbers == {3: (0.25, 2.0)} == ledger.numbers("counts")
     assert [resumed.question_id([n]) for n in (8, 7, 9)] == [3, 2, 4]
     assert resumed.answers(3) == (2, 2) and resumed.answers(1) == (1, 2)
     assert resumed.state()["others"][:2] == ledger.state()["others"]

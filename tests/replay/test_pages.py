@@ -8,12 +8,11 @@ import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from reference.paged_ring import PagedRing
 from support.building import EIGHT, mesh_of, replay_config
 from test_ring import COLLECTIVES
 
-from jaxrl_llm.config import Config, ConfigError, PromptsConfig, ReplayConfig, SamplingConfig
+from jaxrl_llm.config import Config, PromptsConfig, ReplayConfig, SamplingConfig
 from jaxrl_llm.replay import ring as replay
 from jaxrl_llm.runtime import sharding
 from jaxrl_llm.types import Experience, Rollout
@@ -177,13 +176,6 @@ def test_at_most_a_quarter_of_the_bytes_is_wasted_on_mixed_lengths():
     needed = held * per_token + sum(len(model.rows) for model in models) * per_row
     assert 1 - needed / sum(x.nbytes for x in jax.tree.leaves(paged)) < 0.25
     assert float(replay.wasted_share(padded)) > 0.6  # of such rows
-
-
-def test_rows_that_pages_cannot_hold_are_named():
-    with pytest.raises(ConfigError, match=r"replay\.capacity_tokens=40 must hold the 4 rollouts inserted at their"):
-        replay.insert(new_ring(5), make_rows(np.arange(4), np.arange(4)), 0, ReplayConfig())
-    with pytest.raises(ConfigError, match=r"replay\.positive_fraction=0\.4 must be 0 for replay\.capacity_tokens"):
-        replay.insert(new_ring(7), make_rows(np.arange(4), np.arange(4)), 0, ReplayConfig(positive_fraction=0.4))
 
 
 # --- placement -------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import functools
 import re
+import types
 
 import hypothesis
 import hypothesis.strategies as st
@@ -13,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from reference.deque_ring import DequeRing
 from support.building import EIGHT, mesh_of, replay_config
 
-from jaxrl_llm.config import ConfigError, ReplayConfig
+from jaxrl_llm.config import ConfigError, ReplayConfig, freeze
 from jaxrl_llm.replay import ring as replay
 from jaxrl_llm.replay.choice import is_spent
 from jaxrl_llm.runtime import sharding
@@ -605,15 +606,36 @@ def test_draws_and_contents_do_not_depend_on_the_mesh_and_donated_buffers_are_go
 # --- bad settings ---------------------------------------------------------------------------------------------------
 
 
-def test_sizes_that_do_not_fit_are_named():
-    with pytest.raises(ConfigError, match=r"replay\.capacity=10 must be a multiple of the 4 shards"):
-        replay.init(shape_of(1), capacity=10, num_shards=4)
-    ring = replay.init(shape_of(1), capacity=8, num_shards=4)
-    with pytest.raises(ConfigError, match="rollouts per iteration=6 must be a multiple of the 4 shards"):
-        replay.insert(ring, make_experience(np.arange(6)), 0, ReplayConfig())
-    with pytest.raises(ConfigError, match=r"replay\.capacity=8 must be at least the 12 rollouts"):
-        replay.insert(ring, make_experience(np.arange(12)), 0, ReplayConfig())
-    with pytest.raises(ConfigError, match=r"update\.batch_size=6 must be a multiple of the 4 shards"):
-        replay.draw(ring, jax.random.key(0), 0, ReplayConfig(), batch_size=6)
-    with pytest.raises(ConfigError, match=r"update\.batch_size=12 must be at most replay\.capacity=8"):
-        replay.draw(ring, jax.random.key(0), 0, ReplayConfig(), batch_size=12)
+def test_sizes_that_a_config_may_have_fit_the_ring():
+    """What ``limits`` and ``check_divisible`` let pass breaks no assertion here; they name the settings of the rest."""
+    rng, passed = np.random.default_rng(0), 0
+    while passed < 12:
+        pick = lambda *values: values[rng.integers(len(values))]
+        shards, prompts, group = pick(1, 2, 4), pick(1, 2, 4), pick(2, 3)
+        rows = prompts * group
+        ring = {"capacity": rows * pick(1, 2, 3), "unit": pick("group", "rollout"), "shards": shards * pick(1, 2)}
+        ring |= pick({"positive_fraction": pick(0.0, 0.2, 0.4, 0.6)}, {"capacity_tokens": pick(1, 24, 72)})
+        sizes = {
+            "prompts": {"max_tokens": 2},
+            "sampling": {"max_completion_tokens": pick(3, 4)},
+            "rollout": {"prompts_per_iteration": prompts, "group_size": group},
+            "update": {"batch_size": pick(rows, 2 * rows, 12), "micro_batch_size": pick(rows, 12)},
+        }
+        try:
+            config = freeze(sizes | {"replay": ring})
+            sharding.check_divisible(config, types.SimpleNamespace(shape={"data": shards, "fsdp": 1, "tensor": 1}))
+        except ConfigError:
+            continue
+        passed += 1
+
+        def one_iteration(config=config):
+            experience = make_experience(np.arange(config.rows_per_iteration), width=config.row_tokens, xp=jnp)
+            pages = {"capacity_tokens": config.replay.capacity_tokens, "page_tokens": config.page_tokens}
+            num_shards = config.replay.shards
+            ring = replay.init(experience, capacity=config.ring_capacity, num_shards=num_shards, **pages)
+            how = {"group_size": config.rows_per_draw}
+            ring = replay.insert(ring, experience, 0, config.replay, **how)
+            how |= {"batch_size": config.update.batch_size, "row_tokens": config.row_tokens}
+            return replay.draw(ring, jax.random.key(0), 0, config.replay, **how)[1]
+
+        assert jax.eval_shape(one_iteration).reward.size == config.update.batch_size

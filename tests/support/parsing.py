@@ -18,7 +18,7 @@ def config_of(*words: str, monkeypatch) -> Config:
     monkeypatch.delitem(sys.modules, "config_config", raising=False)  # ml_collections' name for the file of --config
     flags.DEFINE_string("workdir", None, "", flag_values=known)
     parsed = config_flags.DEFINE_config_file("config", flag_values=known)
-    with warnings.catch_warnings():
+    with cli.one_line_errors(), warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of ml_collections
         cli._parse(sys.argv)
     return freeze(parsed.value)

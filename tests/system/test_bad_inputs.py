@@ -188,11 +188,11 @@ def test_a_system_prompt_of_bytes_that_are_no_text(tmp_path, refused):
 
 def debug_folder(path):
     """A Hugging Face folder of the debug preset, whose weights are still to be written."""
-    from jaxrl_llm.models.files.tokenizer import ByteTokenizer
+    from jaxrl_llm.models.files.gguf import make_byte_tokenizer
 
     arch = PRESETS["debug"]
     path.mkdir()
-    ByteTokenizer().save(path)
+    make_byte_tokenizer().save(path)
     settings = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

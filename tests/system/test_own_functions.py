@@ -50,6 +50,21 @@ def young(x, *, scale: float = 4.0):
 
 def silent(x):
     return None
+
+
+@needs("average_logp")
+def averaged(x):
+    return x.average_logp
+
+
+@needs("average_logp")
+def averaged_by_text(x, *, decay: str = "0.9"):
+    return x.average_logp
+
+
+@needs("previous_logp")
+def looking_back(x):
+    return x.reward
 """
 
 
@@ -138,6 +153,9 @@ def test_reward_terms_and_columns_of_own_functions(run, methods, tmp_path):
         (["algorithm.surrogate={}:plain", "algorithm.surrogate.power=2"], ["algorithm.surrogate.power", "plain"]),
         (["algorithm.reshaping={}:damped", "algorithm.reshaping.{}:damped.share=2"], ["share=2", "at most 1"]),
         (["algorithm.surrogate={}:silent"], ["algorithm.surrogate", "number for each token"]),
+        (["algorithm.old_policy={}:averaged"], ["algorithm.old_policy", ":averaged' needs", "`decay`, a float"]),
+        (["algorithm.old_policy={}:averaged_by_text"], ["algorithm.old_policy", "`decay`, a float"]),
+        (["algorithm.advantage={}:looking_back"], ["algorithm.advantage", "['previous_logp']", "of a loss alone"]),
         (["algorithm.advantage={}:centred", "rollout.group_size=1"], ["rollout.group_size=1", "centred"]),
         (["algorithm.surrogate={}:centred", "replay.unit=group"], ["centred, line 11", "AttributeError"]),
     ],

@@ -210,7 +210,7 @@ def make_rows(config, rollout, reward=None, *, seed=0):
     if advantage.name == "poise":
         x, y = rng.random((30, num_features(SMALL.width))), rng.random((30, 1))
         memory["regression"] = (x.T @ np.concatenate([x, y], axis=1)).astype(np.float32)
-    if advantage.get("norm_decay"):
+    if advantage.settings.get("norm_decay"):
         memory["moments"] = np.zeros(3, np.float32)
     known = np.where(FAILED, 0, reward).astype(np.float32)
     scores = Scores(known, ~FAILED, rollout.group_id, parts, of_rows, memory)

@@ -169,8 +169,8 @@ def make_bpe_tokenizer(
     return Tokenizer(fast_class(tokenizer_object=core, clean_up_tokenization_spaces=False, **settings))
 
 
-def make_byte_tokenizer(special: tuple[str, str, str, str]) -> Tokenizer:
-    """The map of ``tokenizer.ByteTokenizer``: ids 0..255 are bytes, and after them come the special tokens."""
+def make_byte_tokenizer() -> Tokenizer:
+    """The bytes of UTF-8 as ids 0..255, 256 = beginning, 257 = end, 258 = padding; needs no files."""
     from tokenizers.pre_tokenizers import ByteLevel
 
     # GPT-2's printable stand-ins: bytes that print stand for themselves, the others follow from 256 on.
@@ -178,7 +178,7 @@ def make_byte_tokenizer(special: tuple[str, str, str, str]) -> Tokenizer:
     others = [byte for byte in range(256) if byte not in printable]
     stand_in = {byte: chr(byte) for byte in printable} | {b: chr(256 + n) for n, b in enumerate(others)}
     assert sorted(stand_in.values()) == sorted(ByteLevel.alphabet())
-    bos, eos, pad, _ = special
+    special = bos, eos, pad, _ = "<|bos|>", "<|eos|>", "<|pad|>", "<|unused|>"
     return make_bpe_tokenizer(
         tokens=[*(stand_in[byte] for byte in range(256)), *special],
         merges=[],

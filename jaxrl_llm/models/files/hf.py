@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models.architecture import Architecture, RopeScaling, positive
 from jaxrl_llm.models.files import layout
-from jaxrl_llm.models.files.tokenizer import ByteTokenizer, Tokenizer
+from jaxrl_llm.models.files.tokenizer import Tokenizer
 from jaxrl_llm.models.transformer import Model, Params
 from jaxrl_llm.runtime import hosts
 
@@ -177,7 +177,7 @@ class _Folder:
         return self._files[name].get_slice(name)[index].astype(np.float32)
 
 
-def export(params: Params, model: Model, tokenizer: Tokenizer | ByteTokenizer, folder: str | Path) -> None:
+def export(params: Params, model: Model, tokenizer: Tokenizer, folder: str | Path) -> None:
     """Write a folder that ``transformers.AutoModelForCausalLM.from_pretrained`` loads to the same logits.
 
     Weights are float32 and split over files of at most 5 GB, of which the host holds one at a time.

@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from jaxrl_llm.config import ConfigError, ModelConfig
 from jaxrl_llm.models.architecture import PRESETS, Architecture
 from jaxrl_llm.models.files import gguf, hf
-from jaxrl_llm.models.files.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from jaxrl_llm.models.files.tokenizer import Tokenizer, load_tokenizer
 from jaxrl_llm.models.transformer import Model, Params
 
 SMOLLM2 = "smollm2-135m-instruct"
@@ -46,7 +46,7 @@ class Source:
     """
 
     architecture: Callable[[], Architecture]
-    tokenizer: Callable[[], Tokenizer | ByteTokenizer]
+    tokenizer: Callable[[], Tokenizer]
     check_weights: Callable[[Model, Mesh], None]
     load_params: Callable[..., Params]
 
@@ -105,7 +105,7 @@ def _random(path: str, setting: str) -> Source:
     def init(model: Model, mesh: Mesh, *, seed: int) -> Params:
         return model.init(jax.random.key(seed), mesh)
 
-    return Source(lambda: PRESETS[name], ByteTokenizer, lambda model, mesh: None, init)
+    return Source(lambda: PRESETS[name], gguf.make_byte_tokenizer, lambda model, mesh: None, init)
 
 
 def _files(path: str, reader: Any, read_tokenizer: Callable[[str], Tokenizer]) -> Source:

@@ -1,4 +1,4 @@
-"""Text to token ids and back: a Hugging Face fast tokenizer, or bytes.
+"""Text to token ids and back: a Hugging Face fast tokenizer.
 
 Owns: chat templates, special tokens, which ids end a turn. Importing this module stays light: transformers
 is imported when a tokenizer is made. Does not know: prompts of a task, batches, devices.
@@ -74,12 +74,20 @@ class Tokenizer:
         """
         hide = _checked if special_tokens else self._hide
         if not chat_template:
-            return self._encode([hide(_plain_text(prompt, system_prompt)) for prompt in prompts], at_start=True)
+            if not all(isinstance(prompt, str) for prompt in prompts):
+                raise ConfigError("a prompt of messages needs prompts.chat_template=True; it is False")
+            if system_prompt:
+                raise ConfigError(
+                    f"prompts.system_prompt={system_prompt!r} needs prompts.chat_template=True; it is False"
+                )
+            return self._encode([hide(prompt) for prompt in prompts], at_start=True)
         if not self._fast.chat_template:
             raise ConfigError("prompts.chat_template=True, but the model's tokenizer has no chat template")
+        system = [{"role": "system", "content": system_prompt}] if system_prompt else []
         texts = []
         for prompt in prompts:
-            messages = [{key: hide(text) for key, text in m.items()} for m in _messages(prompt, system_prompt)]
+            messages = [*system, {"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            messages = [{key: hide(text) for key, text in message.items()} for message in messages]
             try:
                 texts.append(self._rendered(messages))
             except Exception as error:  # templates raise jinja's errors, of a package we need not know
@@ -153,34 +161,6 @@ class Tokenizer:
         path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-class ByteTokenizer:
-    """The bytes of UTF-8 as ids 0..255, 256 = beginning, 257 = end; needs no files. See ``Tokenizer``."""
-
-    vocab_size = 260
-    bos_id, pad_id = 256, 258
-    eos_ids = (257,)
-    special = ("<|bos|>", "<|eos|>", "<|pad|>", "<|unused|>")  # ids 256..259
-
-    def encode_prompts(self, prompts: list, *, chat_template: bool, system_prompt: str, **_: Any) -> list[list[int]]:
-        if not chat_template:
-            return [self.encode(_plain_text(prompt, system_prompt)) for prompt in prompts]
-        return [self.encode("".join(m["content"] for m in _messages(prompt, system_prompt))) for prompt in prompts]
-
-    encode_prompt = Tokenizer.encode_prompt
-
-    def encode(self, text: str, **_: Any) -> list[int]:
-        return list(_checked(text).encode("utf-8"))
-
-    def decode(self, ids: list[int]) -> str:
-        return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
-
-    def save(self, folder: str | Path) -> None:
-        """Write the same map as a byte-level BPE without merges."""
-        from jaxrl_llm.models.files.gguf import make_byte_tokenizer
-
-        make_byte_tokenizer(self.special).save(folder)
-
-
 def load_tokenizer(folder: str | Path) -> Tokenizer:
     """The tokenizer of a Hugging Face folder; ids that end a turn also from its generation_config.json.
 
@@ -218,18 +198,3 @@ def _checked(text: str) -> str:
     if half:
         raise ConfigError(f"{text!r:.60} has half a surrogate pair, {half[0]!r} at {half.start()}, which is no text")
     return text
-
-
-def _plain_text(prompt: str | Messages, system_prompt: str) -> str:
-    if not isinstance(prompt, str):
-        raise ConfigError("a prompt of messages needs prompts.chat_template=True; it is False")
-    if system_prompt:
-        raise ConfigError(f"prompts.system_prompt={system_prompt!r} needs prompts.chat_template=True; it is False")
-    return prompt
-
-
-def _messages(prompt: str | Messages, system_prompt: str) -> Messages:
-    if not isinstance(prompt, str):
-        return prompt
-    system = [{"role": "system", "content": system_prompt}] if system_prompt else []
-    return [*system, {"role": "user", "content": prompt}]
