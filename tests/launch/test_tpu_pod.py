@@ -216,6 +216,7 @@ def test_from_nothing_to_a_model_through_two_preemptions(cloud):
     assert "queued resource my-tpu is SUSPENDED: making it anew\n" in done.stdout
     assert f"host 0 of 2 starts at iteration {saved}\n" in done.stdout
     target = cloud.elsewhere / "model"
+    target.mkdir()
     cloud.gcloud("storage", "cp", "--recursive", "gs://my-bucket/my-run/hf", f"{target}/")
     assert (target / "hf/config.json").read_text() == "{}"
 

@@ -20,6 +20,7 @@ case "$*" in
     "-m pip --version") exit 0 ;;
     "-m venv .venv") mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
     --version) echo "Python 3.9.2" ;;
+    *collect_profile*) mkdir profile ;;
     *install*) printf '%s\\n' "$*" >> "$FAKE_LOG"; exit ${FAKE_PIP:-0} ;;
     *)
         printf '%s\\n' "$*" >> "$FAKE_LOG"
