@@ -11,7 +11,7 @@ import subprocess
 import sys
 
 import pytest
-from support.checkout import REPOSITORY, wait_for
+from support.checkout import REPOSITORY, free_port, wait_for
 from test_launch import JOB
 
 pytestmark = pytest.mark.slow
@@ -27,12 +27,6 @@ trap 'touch saved-$SLURM_PROCID; exit 143' TERM
 touch began-$SLURM_PROCID
 until [[ -f never ]]; do sleep 0.1; done
 """
-
-
-def free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import shutil
 import signal
 
 import pytest
-from support.checkout import INSTALLS, SUPPORT, Checkout, Cloud, wait_for
+from support.checkout import INSTALLS, REPOSITORY, SUPPORT, Checkout, Cloud, free_port, wait_for
 
 TPU = ("--name=my-tpu", "--zone=us-east5-b")
 POD = (*TPU, "--config=configs/debug.py", "--workdir=gs://my-bucket/my-run")
@@ -219,6 +219,32 @@ def test_from_nothing_to_a_model_through_two_preemptions(cloud):
     target.mkdir()
     cloud.gcloud("storage", "cp", "--recursive", "gs://my-bucket/my-run/hf", f"{target}/")
     assert (target / "hf/config.json").read_text() == "{}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [1])
+def test_train_itself_is_stopped_and_goes_on_to_its_end(workers, tmp_path):
+    """Not the stand-in. Its second start goes on from what the first one saved."""
+    train = tmp_path / "train.py"
+    train.write_text('import runpy\n\nrunpy.run_module("jaxrl_llm.train", run_name="__main__", alter_sys=True)\n')
+    cloud = Cloud(tmp_path, train)
+    cloud.plan(workers=workers, **({"join": f"127.0.0.1:{free_port()}"} if workers > 1 else {}))
+    cloud.environment |= {"PYTHONPATH": str(REPOSITORY), "JAX_PLATFORMS": "cpu"}
+    run = tmp_path / "run"
+    given = (*POD[:3], f"--workdir={run}", *CREATE, "--")
+    try:
+        process = cloud.start(SCRIPT, *given, "--config.num_iterations=400")
+        wait_for(lambda: (run / "metrics.jsonl").exists() and (run / "metrics.jsonl").read_text(), 300)
+        cloud.terminate(workers - 1)
+        out, err = process.communicate(timeout=120)
+        assert "stopped by SIGTERM" in out, out + err
+        done = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["iteration"]
+        ended = cloud.run(SCRIPT, *given, f"--config.num_iterations={done + 1}", "--allow_config_changes")
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        assert f"resumed at iteration {done} from" in ended.stdout
+        assert (run / "hf/model.safetensors").exists()
+    finally:
+        cloud.end()
 
 
 # ---- what it refuses -----------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ import os
 import pathlib
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -134,6 +135,12 @@ class Cloud(Checkout):
                     continue
             time.sleep(0.05)
         raise AssertionError(f"processes stay: {left}")
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
 def wait_for(what, seconds=30):
