@@ -43,7 +43,7 @@ case ${1:-} in
         rm -f train.pid train.status
         [[ ! -f train.log ]] || mv train.log train.log.before
         # shellcheck disable=SC2016 # for the inner shell
-        PATH=$PWD/.venv/bin:$PATH nohup setsid bash -c '
+        PATH=$PWD/.venv/bin:$PATH nohup bash -c '
             (eval "exec $1") &
             echo "$! $2" > train.pid.new && mv train.pid.new train.pid
             wait "$!" && status=0 || status=$?

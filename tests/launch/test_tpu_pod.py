@@ -165,6 +165,22 @@ def test_a_worker_that_dies_ends_the_others_and_is_named(pod):
     assert "[my-tpu-w1] train ended with status 137\n" in out
 
 
+def test_the_status_of_any_worker_that_fails_is_the_status(pod):
+    done = pod.run(SCRIPT, *TPU, "--command=bash -c 'exit $((3 * JAX_PROCESS_ID))'")
+    assert done.returncode == 3
+    assert "[my-tpu-w0] train ended with status 0\n" in done.stdout
+    assert "[my-tpu-w1] train ended with status 3\n" in done.stdout
+
+
+def test_a_start_that_is_tried_again_starts_nothing_more(pod):
+    """gcloud runs a command again when the connection broke, the command done or not."""
+    assert pod.run(SCRIPT, *POD, "--detach", "--", "--config.num_iterations=400").returncode == 0
+    start = "--command=cd jaxrl_llm && bash launch/worker.sh start 'python -m jaxrl_llm.train'"
+    pod.gcloud("compute", "tpus", "tpu-vm", "ssh", "my-tpu", *TPU[1:], "--worker=all", start)
+    wait_for(lambda: len(trained(pod.log)) >= 2)
+    assert len(trained(pod.log)) == 2
+
+
 def test_a_worker_that_cannot_be_reached_starts_nothing_anywhere(pod):
     pod.plan(workers=2, fails=1)
     done = pod.run(SCRIPT, *POD)
