@@ -116,10 +116,10 @@ class Submitted:
         wait_for(lambda: all((self.folder / f"began-{i}").exists() for i in range(2)))
 
     def go_on(self, seconds=30):
-        """Slurm waits two minutes before it starts a job anew; here it does not."""
+        """Slurm starts a job anew after two minutes; here after seconds, or else its node takes it for the old one."""
         shown = ("scontrol", "show", "job", self.id)
         wait_for(lambda: re.search("(?s)PENDING.*Restarts=1 ", call(self.environment, *shown)), seconds)
-        call(self.environment, "scontrol", "update", f"JobId={self.id}", "StartTime=now")
+        call(self.environment, "scontrol", "update", f"JobId={self.id}", "StartTime=now+3seconds")
 
     @property
     def log(self):
