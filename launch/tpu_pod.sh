@@ -1,23 +1,38 @@
 #!/usr/bin/env bash
-# Copies this checkout to every worker of a TPU VM, sets it up there, and starts train on all of them.
-# First version: train itself does not run over several hosts yet, so this serves TPU VMs of one host.
+# Copies this checkout to every worker of a TPU VM, sets it up there, runs train on all of them and follows it to its
+# end. Makes the TPU first where --create asks for one. Knows nothing of restarts: run the same command again.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-usage="usage: bash launch/tpu_pod.sh --name=TPU --zone=ZONE --config=FILE [--project=PROJECT] [--workdir=DIR]
-           [--dry-run] [-- ARGUMENTS OF TRAIN]
+usage="usage: bash launch/tpu_pod.sh --name=TPU --zone=ZONE --config=FILE --workdir=gs://BUCKET/RUN [OPTIONS]
+           [-- ARGUMENTS OF TRAIN]
 
 --name, --zone, --project   the TPU VM, as gcloud knows it (default project: gcloud's own)
 --config                    settings file of this checkout
---workdir                   folder of the run on the workers, relative to the checkout (default: runs/pod)
---dry-run                   print the commands instead of running them"
+--workdir                   folder of the run, the same for all workers: gs://BUCKET/RUN, or a shared disk's
+                            (default: runs/pod in the checkout, for a TPU of one worker)
+--command=COMMAND           instead of --config and --workdir: what to run on every worker
+
+--create=TYPE               make the TPU where it is not there: a queued resource of this accelerator type (v6e-64);
+                            one that was preempted is made anew
+--spot                      ... that may be preempted
+--runtime=VERSION           ... with this software (default: what Cloud names for the type)
+
+--before=COMMAND            run this in the checkout of every worker before train
+--detach                    do not follow
+--follow                    only follow the run that is there
+--stop                      only stop it: SIGTERM to one worker, then follow until all have saved and ended
+--dry-run                   print the commands instead of running them
+
+Ends with the status of train: 0 done, 2 bad input, 143 stopped or preempted (the same command goes on), else 1."
 
 fail() {
     printf 'error: %s\n%s\n' "$*" "$usage" >&2
     exit 2
 }
 
-name="" zone="" project="" config="" workdir=runs/pod dry_run=""
+name="" zone="" project="" config="" workdir=runs/pod command="" before=""
+create="" spot="" runtime="" detach="" only="" dry_run=""
 while (($#)); do
     case $1 in
         --name=*) name=${1#*=} ;;
@@ -25,6 +40,13 @@ while (($#)); do
         --project=*) project=${1#*=} ;;
         --config=*) config=${1#*=} ;;
         --workdir=*) workdir=${1#*=} ;;
+        --command=*) command=${1#*=} ;;
+        --create=*) create=${1#*=} ;;
+        --spot) spot=1 ;;
+        --runtime=*) runtime=${1#*=} ;;
+        --before=*) before=${1#*=} ;;
+        --detach) detach=1 ;;
+        --follow | --stop) only=${1#--} ;;
         --dry-run) dry_run=1 ;;
         --help) echo "$usage" && exit 0 ;;
         --) shift && break ;;
@@ -34,8 +56,20 @@ while (($#)); do
 done
 [[ -n $name ]] || fail "--name is missing"
 [[ -n $zone ]] || fail "--zone is missing"
-[[ -n $config ]] || fail "--config is missing"
-[[ -f $config ]] || fail "--config=$config: no such file in this checkout"
+if [[ -z $command && -z $only ]]; then
+    [[ -n $config ]] || fail "--config is missing"
+    [[ -f $config && $config != /* && $config != ../* ]] || fail "--config=$config: no such file in this checkout"
+fi
+[[ -n $create || -z $spot$runtime ]] || fail "--spot and --runtime are of a TPU that --create makes"
+if [[ -n $create && -z $runtime ]]; then
+    case $create in
+        v6e-*) runtime=v2-alpha-tpuv6e ;;
+        v5p-*) runtime=v2-alpha-tpuv5 ;;
+        v5litepod-*) runtime=v2-alpha-tpuv5-lite ;;
+        v4-* | v3-* | v2-*) runtime=tpu-ubuntu2204-base ;;
+        *) fail "--create=$create: no software is known for this type; name it with --runtime" ;;
+    esac
+fi
 [[ -n $dry_run ]] || command -v gcloud > /dev/null || fail "gcloud is not installed: https://cloud.google.com/sdk"
 
 # Words as a shell reads them back; only what needs quotes gets them.
@@ -52,21 +86,106 @@ run() {
 }
 
 where=(--zone="$zone" ${project:+--project="$project"})
-on_all=("${where[@]}" --worker=all)
-ssh=(gcloud compute tpus tpu-vm ssh "$name")
-train=$(quote .venv/bin/python -m jaxrl_llm.train --config="$config" --workdir="$workdir" "$@")
+tpus=(gcloud compute tpus)
+# on WORKER COMMAND: in the checkout there. gcloud tries again when a connection breaks.
+on() { run "${tpus[@]}" tpu-vm ssh "$name" "${where[@]}" --worker="$1" --command="cd jaxrl_llm && $2"; }
+again="the same command goes on from the last checkpoint"
+
+# ACTIVE, SUSPENDED (preempted) and others; nothing where there is no such queued resource.
+request_state() {
+    local requests
+    requests=$("${tpus[@]}" queued-resources list "${where[@]}" --format="value(name.basename(),state.state)")
+    awk -v name="$name" '$1 == name { print $2 }' <<< "$requests"
+}
+
+make_tpu() {
+    local state="" shown=""
+    [[ -n $dry_run ]] || state=$(request_state)
+    if [[ $state == SUSPENDED || $state == FAILED ]]; then
+        echo "queued resource $name is $state: making it anew"
+        "${tpus[@]}" queued-resources delete "$name" "${where[@]}" --force --quiet
+        state=""
+    fi
+    [[ -n $state ]] || run "${tpus[@]}" queued-resources create "$name" --node-id="$name" "${where[@]}" \
+        --accelerator-type="$create" --runtime-version="$runtime" ${spot:+--spot}
+    [[ -z $dry_run ]] || return 0
+    while state=$(request_state) && [[ $state != ACTIVE ]]; do
+        [[ $state == "$shown" ]] || echo "queued resource $name is $state"
+        shown=$state
+        case $state in
+            FAILED | SUSPENDING | SUSPENDED | DELETING)
+                "${tpus[@]}" queued-resources describe "$name" "${where[@]}" >&2
+                echo "error: queued resource $name is $state" >&2
+                exit 1
+                ;;
+        esac
+        sleep "${POLL_SECONDS:-30}"
+    done
+}
+
+# State and number of workers of the TPU, or an error.
+look() { "${tpus[@]}" tpu-vm describe "$name" "${where[@]}" --format="value(state,networkEndpoints.len())"; }
+
+# Ends the script where the TPU itself has gone.
+check_ready() {
+    local seen
+    seen=$(look) || seen=GONE
+    [[ ${seen%%[[:space:]]*} != READY ]] || return 0
+    echo "TPU $name is ${seen%%[[:space:]]*}: $again, with --create on a new TPU" >&2
+    exit 143
+}
+
+follow() {
+    local status=0 of_all=0
+    on 0 "bash launch/worker.sh follow" || status=$?
+    ((status == 0)) || check_ready
+    on all "bash launch/worker.sh end" || of_all=$?
+    ((status)) || status=$of_all
+    ((of_all == 0)) || check_ready
+    ((status != 143)) || echo "stopped; $again" >&2
+    exit "$status"
+}
+
+if [[ -n $only ]]; then
+    [[ $only != stop ]] || on 0 "bash launch/worker.sh stop"
+    follow
+fi
+
+[[ -z $create ]] || make_tpu
+workers=2
+if [[ -z $dry_run ]]; then
+    read -r state workers <<< "$(look)"
+    [[ $state == READY ]] || { echo "error: TPU $name is ${state:-not there}" >&2 && exit 1; }
+fi
+if [[ -z $command ]]; then
+    # Of several workers each has a disk of its own.
+    ((workers == 1)) || [[ $workdir == gs://* || $workdir == /* || -n $dry_run ]] \
+        || fail "--workdir=$workdir must be shared by the $workers workers of $name: gs://BUCKET/RUN, or a shared disk's"
+    command=$(quote python -m jaxrl_llm.train --config="$config" --workdir="$workdir" "$@")
+fi
+# Insists on joining the others: a worker that does not find them would train alone.
+((workers == 1)) || command="env JAXRL_DISTRIBUTED=1 $command"
 
 archive=jaxrl_llm.tar.gz
-folder=$([[ -n $dry_run ]] && echo /tmp || mktemp -d)
-[[ -n $dry_run ]] || trap 'rm -rf "$folder"' EXIT
+folder=/tmp
+if [[ -z $dry_run ]]; then
+    folder=$(mktemp -d)
+    trap 'rm -rf "$folder"' EXIT
+fi
+# on_home COMMAND: in the home folder of every worker.
+on_home() { run "${tpus[@]}" tpu-vm ssh "$name" "${where[@]}" --worker=all --command="$1"; }
+on_home "[ ! -f jaxrl_llm/launch/worker.sh ] || bash jaxrl_llm/launch/worker.sh check" \
+    || { echo "error: --follow follows what runs on $name, --stop stops it" >&2 && exit 1; }
 run tar --create --gzip --file="$folder/$archive" '--exclude=./.venv*' --exclude=./.git --exclude=./runs .
-run gcloud compute tpus tpu-vm scp "$folder/$archive" "$name:$archive" "${on_all[@]}"
-run "${ssh[@]}" "${on_all[@]}" --command="mkdir -p jaxrl_llm && tar --extract --gzip --file=$archive -C jaxrl_llm"
-# The TPU images of Ubuntu 22.04 come with Python 3.10.
-run "${ssh[@]}" "${on_all[@]}" --command="command -v python3.11 > /dev/null \
-|| (sudo apt-get -qq update && sudo apt-get -qq install -y python3.11-venv)"
-run "${ssh[@]}" "${on_all[@]}" --command="cd jaxrl_llm && PYTHON=python3.11 bash launch/setup.sh tpu"
-run "${ssh[@]}" "${on_all[@]}" \
-    --command="cd jaxrl_llm && JAXRL_DISTRIBUTED=1 nohup $train > train.log 2>&1 < /dev/null &"
-echo "# to follow it:"
-quote "${ssh[@]}" "${where[@]}" --worker=0 --command="tail -f jaxrl_llm/train.log"
+run "${tpus[@]}" tpu-vm scp "$folder/$archive" "$name:$archive" "${where[@]}" --worker=all
+on_home "mkdir -p jaxrl_llm && tar --extract --gzip --file=$archive --directory=jaxrl_llm"
+# The TPU images of Ubuntu 22.04 come with Python 3.10; a machine that has just started may still install others.
+on_home "command -v python3.11 > /dev/null || (sudo apt-get -qq -o DPkg::Lock::Timeout=300 update \
+&& sudo apt-get -qq -o DPkg::Lock::Timeout=300 install -y python3.11-venv)"
+on all "PYTHON=python3.11 bash launch/setup.sh tpu"
+[[ -z $before ]] || on all "$before"
+on all "bash launch/worker.sh start $(quote "$command")"
+this="bash launch/tpu_pod.sh $(quote --name="$name" "${where[@]}")"
+echo "train runs on all workers of $name, and goes on without this terminal; to follow it, to stop it:"
+printf '    %s\n' "$this --follow" "$this --stop"
+[[ -n $detach ]] || follow

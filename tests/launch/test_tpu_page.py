@@ -1,0 +1,219 @@
+"""docs/tpu.md: its commands are typed in their order, with stand-ins for what clusters have; its files are read.
+
+Not run are ``plan`` (its settings are checked) and what test_slurm and test_cluster_files run for real.
+"""
+
+import json
+import os
+import pathlib
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+
+import pytest
+import yaml
+from support.checkout import REPOSITORY, SUPPORT, Cloud, wait_for
+
+from jaxrl_llm.config import freeze
+
+PAGE = (REPOSITORY / "docs/tpu.md").read_text()
+(POD_PY,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+BLOCKS = re.findall(r"^```bash\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+COMMANDS = [line.strip() for block in BLOCKS for line in block.replace("\\\n", " ").splitlines()]
+PROGRAMS = ("docker", "kubectl", "gcluster", "xpk", "sky", "sbatch", "xprof")
+
+
+def index_of(*parts):
+    (found,) = (i for i, command in enumerate(COMMANDS) if all(part in command for part in parts))
+    return found
+
+
+class Typist(Cloud):
+    """Types commands in a checkout with pod.py and a model; what it exported stays exported."""
+
+    def __init__(self, folder):
+        super().__init__(folder)
+        (self.root / "pod.py").write_text(POD_PY)
+        (self.root / "questions.jsonl").write_text('{"prompt": "1 + 1", "answer": "2"}\n')
+        (self.root / "models/llama-8b").mkdir(parents=True)
+        (self.root / "models/llama-8b/config.json").write_text("{}")
+        self.stand_in("python", f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+        for name in PROGRAMS:
+            self.stand_in(name, f'#!/bin/sh\nexec {sys.executable} -S {SUPPORT / "stand_in_program"} {name} "$@"\n')
+        self.environment |= {"FAKE_CALLS": str(folder / "calls"), "PYTHONPATH": str(REPOSITORY), "JAX_PLATFORMS": "cpu"}
+        self.exports = []
+        self.plan(workers=2)
+
+    def type(self, command, status=0):
+        """The command's output."""
+        if command.startswith("export "):
+            self.exports.append(command)
+        text = "\n".join([*self.exports, command])
+        done = subprocess.run(
+            ["bash", "-c", text], env=self.environment, cwd=self.root, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == status, f"{command}\n{done.stdout}\n{done.stderr}"
+        return done.stdout
+
+    def calls(self, program):
+        """(words, standard input) of each call of a stand-in."""
+        path = pathlib.Path(self.environment["FAKE_CALLS"])
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [(words, text) for words, text in map(json.loads, lines) if words[0] == program]
+
+
+@pytest.fixture
+def typist(tmp_path):
+    typist = Typist(tmp_path)
+    typist.logged.write_text("")
+    yield typist
+    typist.end()
+
+
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory):
+    """Words of each command that --launch=print shows for a sweep in the folder DIR."""
+    command = [sys.executable, "-m", "jaxrl_llm.sweep", "--config=configs/sweeps/debug.py", "--workdir=DIR"]
+    folder = tmp_path_factory.mktemp("printed")
+    (folder / "configs").symlink_to(REPOSITORY / "configs")
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(
+        [*command, "--launch=print"], env=environment, cwd=folder, capture_output=True, text=True, check=True
+    )
+    return [shlex.split(line) for line in done.stdout.splitlines()]
+
+
+def needs_envsubst():
+    if shutil.which("envsubst") is None:
+        pytest.skip("envsubst (Debian: gettext-base) is not installed")
+
+
+def test_the_settings_are_good_and_fit_the_slice(monkeypatch):
+    monkeypatch.delenv("PROFILE_PORT", raising=False)
+    names = {}
+    exec(POD_PY, names)
+    config = freeze(names["get_config"]())
+    assert config.mesh.fsdp == 64 and "--topology=v6e:8x8" in COMMANDS[index_of("jaxrl_llm.plan")]
+    for count in (config.update.batch_size, config.update.micro_batch_size, config.rollout.prompts_per_iteration):
+        assert count % 64 == 0
+
+
+def test_from_an_empty_project_to_a_fetched_model(typist):
+    """Sections 1 to 3: the run is made, followed, stopped, preempted, and goes on to its end."""
+    make = index_of("--create=v6e-64", "--before=")
+    plan, follow, stop = index_of("jaxrl_llm.plan"), index_of("my-tpu", "--follow"), index_of("my-tpu", "--stop")
+    for command in COMMANDS[:make]:
+        if command != COMMANDS[plan]:
+            typist.type(command)
+    run = typist.folder("gs://my-bucket/my-run")
+    many = " -- --config.num_iterations=400"
+    first = subprocess.Popen(
+        ["bash", "-c", COMMANDS[make] + many],
+        env=typist.environment,
+        cwd=typist.root,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    wait_for((run / "iteration-1").exists)
+    assert (typist.worker(1) / "models/llama-8b/config.json").exists()
+    assert (typist.worker(1) / "questions.jsonl").exists()
+    typist.type(COMMANDS[stop], status=143)
+    assert first.wait(timeout=60) == 143
+    saved = int((run / "checkpoint").read_text())
+    assert "stopped by SIGTERM" in typist.type(COMMANDS[follow], status=143)
+    typist.gcloud("PREEMPT", "my-tpu")
+    out = typist.type(COMMANDS[make] + f" -- --config.num_iterations={saved + 2}")
+    assert "SUSPENDED: making it anew" in out and f"starts at iteration {saved}\n" in out
+    for command in COMMANDS[stop + 1 : index_of("docker build")]:
+        typist.type(command)
+    assert (typist.root / "runs/hf/config.json").exists()
+    assert not (typist.cloud / "tpus/my-tpu").exists()
+
+
+def test_clusters_get_the_command(typist):
+    """Sections 4 to 6, with the names that they export."""
+    needs_envsubst()
+    first, last = index_of("docker build"), index_of("sbatch", "--config=pod.py")
+    for command in COMMANDS[first : last + 1]:
+        typist.type(command)
+    train = "python -m jaxrl_llm.train --config=pod.py --workdir=gs://my-bucket/my-run"
+    image = "us-east5-docker.pkg.dev/my-project/my-repo/jaxrl_llm:1"
+    (applied,) = (yaml.safe_load(text) for words, text in typist.calls("kubectl") if words[1] == "apply")
+    pod = applied["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]
+    assert (applied["metadata"]["name"], pod["image"]) == ("my-run", image)
+    assert {"name": "TRAIN", "value": train} in pod["env"]
+    for program in ("gcluster", "xpk"):
+        ((words, _),) = typist.calls(program)
+        assert f"--command={train}" in words
+        assert any(word in words for word in (f"--image={image}", f"--docker-image={image}"))
+    assert f"TRAIN={train}" in typist.calls("sky")[0][0]
+    ((words, _),) = typist.calls("sbatch")
+    assert words[-3:] == ["launch/slurm.sh", "--config=pod.py", "--workdir=/shared/my-run"]
+    assert (typist.root / words[-3]).exists()
+
+
+@pytest.mark.parametrize("program", ["gcloud", "kubectl", "sky", "sbatch"])
+def test_a_sweep_gives_each_cluster_a_job_for_each_point(program, typist, printed):
+    needs_envsubst()
+    typist.plan(workers=1)
+    typist.exports = [command for command in COMMANDS if command.startswith("export ")]
+    own = {"gcloud": "tpu_pod.sh", "kubectl": "kubectl", "sky": "sky jobs", "sbatch": "sbatch"}[program]
+    command = COMMANDS[index_of("jaxrl_llm.sweep", own)]
+    (folder,) = re.findall(r"--workdir=(sweeps/\w+) ", command)
+    bucket = "" if program == "sbatch" else "gs://my-bucket/"  # Slurm's disk is shared
+    wanted = {tuple(word.replace("=DIR/", f"={bucket}{folder}/") for word in words) for words in printed}
+    typist.type(command)
+    if program == "gcloud":
+        # Detached: the runs have begun.
+        wait_for(lambda: sum("jaxrl_llm.train" in line for line in typist.log) == 4)
+        given = {tuple(["python", *line.split()]) for line in typist.log if "jaxrl_llm.train" in line}
+    elif program == "kubectl":
+        jobs = [yaml.safe_load(text) for _, text in typist.calls("kubectl")]
+        assert len({job["metadata"]["name"] for job in jobs}) == 4
+        for job in jobs:
+            assert re.fullmatch("[a-z]([-a-z0-9]*[a-z0-9])?", job["metadata"]["name"])
+        pods = [job["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"] for job in jobs]
+        given = {tuple(shlex.split(pod["containers"][0]["env"][0]["value"])) for pod in pods}
+    elif program == "sky":
+        given = {
+            tuple(shlex.split(words[words.index("--env") + 1].removeprefix("TRAIN=")))
+            for words, _ in typist.calls("sky")
+        }
+    else:
+        given = {tuple(shlex.split(words[-1])) for words, _ in typist.calls("sbatch")}
+    assert given == wanted and len(wanted) == 4
+
+
+def test_the_sweep_is_fetched_and_shown(typist):
+    typist.type("mkdir -p sweeps")
+    (typist.folder("gs://my-bucket/sweeps/one")).mkdir(parents=True)
+    fetch = index_of("gs://my-bucket/sweeps/one sweeps/")
+    for command in COMMANDS[fetch : fetch + 2]:
+        typist.type(command)
+    assert (typist.root / "sweeps/one/table.csv").exists()
+
+
+def test_a_profile_is_made_and_fetched(typist):
+    make = ["compute", "tpus", "queued-resources", "create", "my-tpu", "--node-id=my-tpu", "--zone=us-east5-b"]
+    typist.gcloud(*make, "--accelerator-type=v6e-8", "--runtime-version=v2-alpha-tpuv6e")
+    typist.gcloud(
+        *("compute", "tpus", "queued-resources", "list", "--zone=us-east5-b"),
+        "--format=value(name.basename(),state.state)",
+    )
+    typist.type("mkdir -p runs")
+    first = index_of("PROFILE_PORT=9012")
+    for command in COMMANDS[first : first + 4]:
+        typist.type(command)
+    assert (typist.root / "runs/profile").exists()
+    assert index_of("xprof --logdir=runs/profile") == first + 3 == len(COMMANDS) - 1
+
+
+def test_the_page_names_statuses_messages_and_files_that_are_there():
+    scripts = "\n".join(path.read_text() for path in sorted((REPOSITORY / "launch").glob("*.sh")))
+    for text in ("train runs here already", "queued resource $name is $state", "TPU $name is "):
+        assert text in scripts
+        assert re.sub(r"\$\w+.*", "", text) in PAGE
+    for name in re.findall(r"`(launch/[\w.]+)`", PAGE):
+        assert (REPOSITORY / name).exists(), name
