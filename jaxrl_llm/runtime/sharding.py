@@ -147,6 +147,22 @@ def by_device(function: Callable, is_split: tuple[bool, ...]) -> Callable:
     return jax.shard_map(function, in_specs=in_specs, out_specs=rows)
 
 
+def by_vocabulary(function: Callable, logits_ZV: jax.Array, *of_rows: jax.Array) -> Any:
+    """``function(logits, *of_rows, axis)`` run by each device on its rows and its part of the vocabulary.
+
+    Args:
+        function: ``axis`` are the mesh axes that split the vocabulary; its results are of rows [Z, ...].
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return function(logits_ZV, *of_rows, ())
+    rows, vocab = partition_spec(logits_ZV.shape, ("batch", "vocab"), mesh)
+    axis = (vocab,) if isinstance(vocab, str) else vocab or ()
+    in_specs = (PartitionSpec(rows, vocab), *(PartitionSpec(rows) for _ in of_rows))
+    call = lambda *args: function(*args, axis)
+    return jax.shard_map(call, in_specs=in_specs, out_specs=PartitionSpec(rows), check_vma=False)(logits_ZV, *of_rows)
+
+
 def replicated(mesh: Mesh, tree: Any) -> Any:
     return jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), tree)
 
