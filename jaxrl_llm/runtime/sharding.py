@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm.config import Config, ConfigError, MeshConfig
@@ -55,9 +56,26 @@ def make_mesh(config: MeshConfig, devices: list[Any] | None = None) -> Mesh:
         raise ConfigError(
             f"mesh.data={config.data} x mesh.fsdp={fsdp} x mesh.tensor={tensor} must use all {len(devices)} devices"
         )
-    return Mesh(
-        np.asarray(devices).reshape(data, fsdp, tensor), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES)
-    )
+    return Mesh(_arranged((data, fsdp, tensor), devices), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+
+
+def _arranged(shape: tuple[int, int, int], devices: list[Any]) -> np.ndarray:
+    """Devices in the shape of the mesh; of a TPU such that axes follow its torus.
+
+    Slices, which a data center's network joins, are split by ``data`` as far as it goes, then by ``fsdp``.
+    """
+    if devices[0].platform != "tpu":
+        return np.asarray(devices).reshape(shape)
+    num_slices = len({getattr(device, "slice_index", 0) for device in devices})
+    if num_slices == 1:
+        return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    data, fsdp, tensor = shape
+    of_data = math.gcd(data, num_slices)
+    of_fsdp = num_slices // of_data
+    if fsdp % of_fsdp:
+        raise ConfigError(f"mesh.data={data} x mesh.fsdp={fsdp} must be a multiple of the {num_slices} TPU slices")
+    within = (data // of_data, fsdp // of_fsdp, tensor)
+    return mesh_utils.create_hybrid_device_mesh(within, (of_data, of_fsdp, 1), devices, allow_split_physical_axes=True)
 
 
 def check_divisible(config: Config, mesh: Mesh) -> None:
