@@ -84,6 +84,7 @@ class Sampler:
         lookahead: further prompts that may be open.
         keeps_support: a learner will want the log-probs of what is drawn.
         keeps_entropy: credit will want the entropies of what it was drawn from.
+        learner_mesh: where the rollouts go, the same devices; None = as ``mesh``.
         keeps_old_logp: rows may span versions, and the learner's log-probs under each are wanted.
         eos_ids: tokens that end a completion; () never stops early.
     """
@@ -101,6 +102,7 @@ class Sampler:
     keeps_support: bool = True
     keeps_entropy: bool = False
     keeps_old_logp: bool = False
+    learner_mesh: Mesh | None = None
 
     @property
     def shards(self) -> int:
@@ -225,7 +227,7 @@ class Sampler:
             "collect": Program(
                 self._collect,
                 (state, entry),
-                (*sharding.leading(self.mesh, (rollout, drawn)), state_layout),
+                (*sharding.leading(self.learner_mesh or self.mesh, (rollout, drawn)), state_layout),
                 donate=(0,),
             ),
         }

@@ -62,9 +62,9 @@ def abstract_params(model: Model, mesh: Mesh, rules: dict[str, Any] = sharding.S
     return sampler_form(model.abstract_params(mesh, rules=rules, dtype=jnp.dtype(model.compute_dtype)), take)
 
 
-def program(model: Model, mesh: Mesh) -> Program:
-    """From the learner's parameters, which it leaves alone, to the sampler's."""
-    sampler, learner = abstract_params(model, mesh), abstract_params(model, mesh, sharding.RULES)
+def program(model: Model, mesh: Mesh, sampler_mesh: Mesh) -> Program:
+    """From the learner's parameters on its mesh, which it leaves alone, to the sampler's, of the same devices."""
+    sampler, learner = abstract_params(model, sampler_mesh), abstract_params(model, mesh, sharding.RULES)
 
     def publish(params: Params) -> Params:
         # One matrix is gathered after the other, and a TPU's gather has a buffer of its own: if nothing were computed
@@ -81,7 +81,7 @@ def program(model: Model, mesh: Mesh) -> Program:
             # Turned when it is whole: of what is turned before, XLA would turn all layers for each.
             for layout in (lies.sharding, to.sharding):
                 spec = PartitionSpec(*tuple(layout.spec)[::turn])
-                x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+                x = jax.lax.with_sharding_constraint(x, NamedSharding(layout.mesh, spec))
             x = with_layout_constraint(x, plain := Layout(tuple(range(x.ndim))))
             x = with_layout_constraint(jnp.where(always, x if i is None else x.T, 0), to.format.layout or plain)
             x, always = jax.lax.optimization_barrier((x, always))

@@ -59,6 +59,22 @@ def make_mesh(config: MeshConfig, devices: list[Any] | None = None) -> Mesh:
     return Mesh(_arranged((data, fsdp, tensor), devices), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
+def sampler_mesh(config: MeshConfig, mesh: Mesh) -> Mesh:
+    """The same devices in the same order as the sampler uses them: some of ``fsdp`` are further ones of ``tensor``.
+
+    Raises:
+        ConfigError: ``fsdp`` and ``tensor`` do not split so.
+    """
+    data, fsdp, tensor = mesh.devices.shape
+    wanted = config.sampler_tensor or tensor
+    if wanted % tensor or fsdp * tensor % wanted:
+        raise ConfigError(
+            f"mesh.sampler_tensor={wanted} must be 0, or a multiple of mesh.tensor={tensor} that divides the "
+            f"{fsdp * tensor} devices of mesh.fsdp={fsdp} x mesh.tensor={tensor}"
+        )
+    return Mesh(mesh.devices.reshape(data, -1, wanted), MESH_AXES, axis_types=mesh.axis_types)
+
+
 def _arranged(shape: tuple[int, int, int], devices: list[Any]) -> np.ndarray:
     """Devices in the shape of the mesh; of a TPU such that axes follow its torus.
 

@@ -5,15 +5,19 @@ import functools
 import math
 import re
 
+import jax
+import numpy as np
 import pytest
+from support import building
 from support.building import needs_libtpu
 
 from jaxrl_llm import plan
-from jaxrl_llm.config import MeshConfig, freeze
+from jaxrl_llm.actor.generator import Generator
+from jaxrl_llm.config import ConfigError, MeshConfig, freeze
 from jaxrl_llm.models.architecture import Architecture
 from jaxrl_llm.run import assemble
 from jaxrl_llm.runtime import sharding
-from jaxrl_llm.runtime.programs import memory
+from jaxrl_llm.runtime.programs import compile_all, memory
 
 # A device's part of the vocabulary is no multiple of the draw's blocks: 1088 = 4.25 x 256.
 ARCH = Architecture(
@@ -88,3 +92,56 @@ def test_publish_gathers_one_matrix_at_a_time(mesh):
     assert m.outputs > 9 * embedding
     # The largest matrix, beside what a device casts of its own part.
     assert m.temporary < 2 * embedding
+
+
+# --- a sampler that splits layers over more devices than the learner ---
+
+
+@functools.cache
+def rollouts_of(**mesh):
+    """Published weights, rollouts and the run, on eight devices of a CPU."""
+    settings = {
+        "prompts": {"max_tokens": building.PROMPT_TOKENS},
+        "sampling": {"max_completion_tokens": building.COMPLETION_TOKENS},
+        "rollout": {"prompts_per_iteration": 8, "group_size": 2},
+        "update": {"batch_size": 16, "micro_batch_size": 16},
+        "mesh": mesh,
+    }
+    config = freeze(settings)
+    run = assemble(config, building.TINY, building.EOS_IDS, sharding.make_mesh(config.mesh))
+    names = ("publish", "init_sampler", "prefill", "decode", "read_group", "stop_rows", "collect", "insert")
+    programs = {name: program for name, program in run.programs().items() if name in names}
+    compiled = compile_all(programs, run.mesh)
+    params = compiled["publish"](building.learner_params(run.model, run.mesh))
+    generator = Generator(run.sampler, compiled, building.letters)
+    version, key = jax.device_put((np.int32(0), jax.random.key(0)), sharding.replicated(run.mesh, (0, 0)))
+    rollout, _ = generator.generate(params, building.make_prompts(range(8)), version=version, key=key)
+    return params, rollout, run
+
+
+def test_a_sampler_with_more_tensor_parallelism_draws_the_same_for_the_same_learner():
+    params, rollout, run = rollouts_of(fsdp=8, sampler_tensor=2)
+    _, expected, _ = rollouts_of(fsdp=8)
+    assert run.mesh.devices.shape == (1, 8, 1) and run.sampler.mesh.devices.shape == (1, 4, 2)
+    assert building.completions(jax.device_get(rollout)) == building.completions(jax.device_get(expected))
+    # Sums over the tensor axis are rounded in another order.
+    np.testing.assert_allclose(rollout.behaviour_logp, expected.behaviour_logp, rtol=0, atol=1e-5)
+    # Each device has half of a layer; the learner gets its rows as from a sampler on its own mesh.
+    assert params["layers"][0]["up"].addressable_shards[0].data.size == params["layers"][0]["up"].size // 2
+    assert rollout.tokens.sharding.is_equivalent_to(expected.tokens.sharding, 2)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "message"),
+    [
+        (
+            {"fsdp": 2, "tensor": 2, "sampler_tensor": 3},
+            "mesh.sampler_tensor=3 must be 0, or a multiple of mesh.tensor=2",
+        ),
+        ({"fsdp": 2, "tensor": 2, "sampler_tensor": 8}, "divides the 4 devices of mesh.fsdp=2 x mesh.tensor=2"),
+        ({"fsdp": 8, "sampler_tensor": 8}, "sampler_tensor=8 must divide the model's 4 heads and 2 key heads"),
+    ],
+)
+def test_a_sampler_that_its_devices_or_heads_do_not_split_is_refused(mesh, message):
+    with pytest.raises(ConfigError, match=message):
+        rollouts_of(**mesh)
