@@ -15,10 +15,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm.config import Config, ConfigError, MeshConfig
+from jaxrl_llm.runtime import torus
 
 MESH_AXES = ("data", "fsdp", "tensor")
 # Rows of a batch, sampler slots and ring shards are split over both of these.
@@ -56,7 +56,8 @@ def make_mesh(config: MeshConfig, devices: list[Any] | None = None) -> Mesh:
         raise ConfigError(
             f"mesh.data={config.data} x mesh.fsdp={fsdp} x mesh.tensor={tensor} must use all {len(devices)} devices"
         )
-    return Mesh(_arranged((data, fsdp, tensor), devices), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+    arranged = torus.arranged if devices[0].platform == "tpu" else lambda shape, x: np.asarray(x).reshape(shape)
+    return Mesh(arranged((data, fsdp, tensor), devices), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
 def sampler_mesh(config: MeshConfig, mesh: Mesh) -> Mesh:
@@ -73,25 +74,6 @@ def sampler_mesh(config: MeshConfig, mesh: Mesh) -> Mesh:
             f"{fsdp * tensor} devices of mesh.fsdp={fsdp} x mesh.tensor={tensor}"
         )
     return Mesh(mesh.devices.reshape(data, -1, wanted), MESH_AXES, axis_types=mesh.axis_types)
-
-
-def _arranged(shape: tuple[int, int, int], devices: list[Any]) -> np.ndarray:
-    """Devices in the shape of the mesh; of a TPU such that axes follow its torus.
-
-    Slices, which a data center's network joins, are split by ``data`` as far as it goes, then by ``fsdp``.
-    """
-    if devices[0].platform != "tpu":
-        return np.asarray(devices).reshape(shape)
-    num_slices = len({getattr(device, "slice_index", 0) for device in devices})
-    if num_slices == 1:
-        return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
-    data, fsdp, tensor = shape
-    of_data = math.gcd(data, num_slices)
-    of_fsdp = num_slices // of_data
-    if fsdp % of_fsdp:
-        raise ConfigError(f"mesh.data={data} x mesh.fsdp={fsdp} must be a multiple of the {num_slices} TPU slices")
-    within = (data // of_data, fsdp // of_fsdp, tensor)
-    return mesh_utils.create_hybrid_device_mesh(within, (of_data, of_fsdp, 1), devices, allow_split_physical_axes=True)
 
 
 def check_divisible(config: Config, mesh: Mesh) -> None:
