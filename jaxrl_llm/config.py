@@ -196,6 +196,9 @@ class MeshConfig:
     data: int = 0
     fsdp: Count = 1
     tensor: Count = 1
+    # Tensor parallelism of the sampler: devices that its copy of each layer is split over, of fsdp's in addition to
+    # tensor's; 0 = as tensor.
+    sampler_tensor: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -56,7 +56,7 @@ def command(config: Config, model: str, checkpoint: str, num_samples: int) -> di
             else source.load_params(run.model, mesh, seed=config.seed)
         )
         check_room(run)
-        programs = sampler.programs(run.sampler_params) | {"publish": publish.program(run.model, mesh)}
+        programs = sampler.programs(run.sampler_params) | {"publish": publish.program(run.model, mesh, sampler.mesh)}
         compiled = compile_all(programs, mesh)
         params = compiled["publish"](params)
         version, key = sharding.put((np.int32(0), rng.stream(config.seed, "eval")), sharding.replicated(mesh, (0, 0)))

@@ -48,7 +48,7 @@ class Run:
 
     @functools.cached_property
     def sampler_params(self) -> Any:
-        return publish.abstract_params(self.model, self.mesh)
+        return publish.abstract_params(self.model, self.sampler.mesh)
 
     @property
     def abstract_checkpoint(self) -> dict[str, Any]:
@@ -111,9 +111,11 @@ def assemble(
     padded_tokens = config.update.micro_batch_size * config.sampling.max_completion_tokens
     most = (config.update.micro_batch_tokens if packed else padded_tokens) // shards
     chunk = chunk_tokens(setting, mesh.devices.flat[0], most=most, vocab=model.arch.vocab_size, packed=packed)
+    sampler_mesh = sharding.sampler_mesh(config.mesh, mesh)
     sampler = Sampler(
-        model=model,
-        mesh=mesh,
+        model=model_of(config, arch, sampler_mesh),
+        mesh=sampler_mesh,
+        learner_mesh=mesh,
         sampling=config.sampling,
         eos_ids=eos_ids,
         num_prompts=config.rollout.prompts_per_iteration,
@@ -195,8 +197,9 @@ def model_of(config: Config, arch: Architecture, mesh: Mesh, who: str = "model")
     """The model of a config; ConfigError where it does not fit the mesh or the row width."""
     tensor = mesh.shape["tensor"]
     if arch.num_heads % tensor or arch.num_kv_heads % tensor:
+        name = "tensor" if tensor == config.mesh.tensor else "sampler_tensor"
         raise ConfigError(
-            f"mesh.tensor={tensor} must divide the {who}'s {arch.num_heads} heads and {arch.num_kv_heads} key heads"
+            f"mesh.{name}={tensor} must divide the {who}'s {arch.num_heads} heads and {arch.num_kv_heads} key heads"
         )
     if config.row_tokens > arch.max_positions:
         raise ConfigError(

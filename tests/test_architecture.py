@@ -93,6 +93,7 @@ MENU = {
     *("models.files.gguf", "models.files.hf", "models.kernels.learner", "models.kernels.tpu_decode"),
     *("learner.annotation", "questions.tasks.files", "actor.guests", "actor.resampling", "actor.evaluation"),
     *("method_config", "ops.groups", "ops.paged_log", "ops.packing", "reports.metric_table", "runtime.functions"),
+    "runtime.torus",
 }
 
 

@@ -527,6 +527,10 @@ def mesh(config, folder, monkeypatch):
     return dict(sharding.make_mesh(config.mesh).shape)
 
 
+def sampler_mesh(config, folder, monkeypatch):
+    return dict(sharding.sampler_mesh(config.mesh, sharding.make_mesh(config.mesh)).shape)
+
+
 def model(config, folder, monkeypatch):
     return pretrained.resolve(config.model.path).architecture()
 
@@ -803,6 +807,7 @@ ALIVE = {
     "mesh.data": (4, mesh, {"mesh.fsdp": 2, "mesh.data": 2, "mesh.tensor": 2}),
     "mesh.fsdp": (2, mesh, {}),
     "mesh.tensor": (2, mesh, {}),
+    "mesh.sampler_tensor": (2, sampler_mesh, {"mesh.fsdp": 4}),
     "checkpoint.every_iterations": (1, ghost_run, {"checkpoint.keep_last": 5}),
     "checkpoint.keep_last": (2, ghost_run, CHECKPOINTED),
     "checkpoint.keep_best": (3, ghost_run, CHECKPOINTED | EVALUATED | {"eval.every_iterations": 1}),

@@ -84,6 +84,7 @@ class Sampler:
         lookahead: further prompts that may be open.
         keeps_support: a learner will want the log-probs of what is drawn.
         keeps_entropy: credit will want the entropies of what it was drawn from.
+        learner_mesh: where the rollouts go, the same devices; None = as ``mesh``.
         keeps_old_logp: rows may span versions, and the learner's log-probs under each are wanted.
         eos_ids: tokens that end a completion; () never stops early.
     """
@@ -101,6 +102,7 @@ class Sampler:
     keeps_support: bool = True
     keeps_entropy: bool = False
     keeps_old_logp: bool = False
+    learner_mesh: Mesh | None = None
 
     @property
     def shards(self) -> int:
@@ -225,7 +227,7 @@ class Sampler:
             "collect": Program(
                 self._collect,
                 (state, entry),
-                (sharding.leading(self.mesh, rollout), whole, state_layout),
+                (sharding.leading(self.learner_mesh or self.mesh, rollout), whole, state_layout),
                 donate=(0,),
             ),
         }
@@ -362,16 +364,20 @@ class Sampler:
         else:
             prompt_Z = flat(read(state.group_id, row_MZ // G))
             uniform_Z = rng.token_uniform(key, prompt_Z, flat(row_MZ % G), flat(index_MZ))
-            logits_ZV, is_cut_Z = filter_logits(logits_ZV, Filter.of(sampling)), False
-            if self.support_tokens:
-                # By device: a top-k that XLA shards itself gathers its operand.
-                size = self.support_tokens
-                is_cut_Z = jnp.sum(logits_ZV > -jnp.inf, axis=-1) > size
-                support_Z = sharding.by_device(lambda logits: support_of(logits, size), (True,))(logits_ZV)
-                logits_ZV = keep_support(logits_ZV, support_Z)
-                noted["support"] = support_Z
-            drawn_Z, logp_Z = sample_inverse_cdf(logits_ZV, uniform_Z)
-            entropy_Z, variance_Z = surprise_moments(logits_ZV)
+            size = self.support_tokens
+
+            def draw(logits, uniform, axis):
+                support = support_of(logits, size, axis) if size else None
+                if size:
+                    logits = keep_support(logits, support, axis)
+                return support, sample_inverse_cdf(logits, uniform, axis), surprise_moments(logits, axis)
+
+            logits_ZV = filter_logits(logits_ZV, Filter.of(sampling))
+            is_cut_Z = jnp.sum(logits_ZV > -jnp.inf, axis=-1) > size if size else False
+            # By device, on its part of the vocabulary: XLA would gather the logits for a search.
+            noted["support"], (drawn_Z, logp_Z), (entropy_Z, variance_Z) = sharding.by_vocabulary(
+                draw, logits_ZV, uniform_Z
+            )
             noted["entropy"] = entropy_Z
             new = DrawSums(1.0, -logp_Z, entropy_Z, jnp.square(logp_Z + entropy_Z), variance_Z, is_cut_Z)
             drawn_sums = jax.tree.map(functools.partial(_add, active_MZ), drawn_sums, new)

@@ -227,7 +227,7 @@ class LearnerPrograms:
         params, state, ring, rollout = self.params, self.abstract_state, self.abstract_ring, self.abstract_rollout
         both = layout(state), layout(ring)
         programs = {
-            "publish": publish.program(self.model, self.mesh),
+            "publish": publish.program(self.model, self.mesh, sharding.sampler_mesh(self.config.mesh, self.mesh)),
             "init_state": Program(self._init_state, (params,), layout(state), donate=(0,)),
             "init_ring": Program(self._init_ring, (), layout(ring)),
             "insert": Program(

@@ -3,7 +3,8 @@
 The learner scans over stacked blocks. The sampler holds every block's weights apart and runs the blocks one after
 another in its program: a scan copies a layer's weights before it multiplies by them, and a decode step is bound by
 the weights it reads. The blocks' matrices lie input first: a CPU multiplies few rows by such where they lie, and lays
-out anew, in every step, what lies as in the learner. The head does: it is the embedding too, where it is tied.
+out anew, in every step, what lies as in the learner. The head does: it is the embedding too, where it is tied. A TPU
+would turn queries', keys' and values' matrices back before each chunk of steps: for it they lie as in the learner.
 
 Owns: the form and dtype of the sampler's weights, the program that makes them. Does not know: what they are.
 """
@@ -15,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Format, Layout, with_layout_constraint
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm.models.files.layout import LAYOUT, stored_shape
@@ -23,39 +25,68 @@ from jaxrl_llm.runtime import sharding
 from jaxrl_llm.runtime.programs import Program
 
 
-def _turned(name: str, x: jax.Array, i: int) -> jax.Array:
-    return x[i].reshape(stored_shape(f"blocks.{name}", x.shape[1:])).T
+def _stored(name: str, x: jax.Array, i: int | None) -> jax.Array:
+    """A parameter, or of the stacked ones that of the i-th layer, as files store it."""
+    return x if i is None else x[i].reshape(stored_shape(f"blocks.{name}", x.shape[1:]))
 
 
-def sampler_form(params: Params, take: Callable[[str, Any, int], Any] = _turned) -> Params:
+def _turned(name: str, x: jax.Array, i: int | None) -> jax.Array:
+    return _stored(name, x, i) if i is None else _stored(name, x, i).T
+
+
+def sampler_form(params: Params, take: Callable[[str, Any, int | None], Any] = _turned) -> Params:
     """Parameters with "layers", one dict for each block, in place of the stacked "blocks"; matrices are [I,O].
 
     Args:
-        take: (name, stacked parameter, i) -> that of the i-th layer.
+        take: (name, stacked parameter, i) -> that of the i-th layer; (name, parameter, None) -> one of no layer.
     """
     num_layers = jax.tree.leaves(params["blocks"])[0].shape[0]
+    rest = {name: take(name, x, None) for name, x in params.items() if name != "blocks"}
     layers = tuple({name: take(name, x, i) for name, x in params["blocks"].items()} for i in range(num_layers))
-    return {name: x for name, x in params.items() if name != "blocks"} | {"layers": layers}
+    return rest | {"layers": layers}
 
 
-def abstract_params(model: Model, mesh: Mesh) -> Params:
+def abstract_params(model: Model, mesh: Mesh, rules: dict[str, Any] = sharding.SAMPLER_RULES) -> Params:
     """Shapes of the sampler's weights with their shardings: in the compute dtype, whole along ``fsdp``."""
+    is_tpu = mesh.devices.flat[0].platform == "tpu"
 
-    def take(name: str, x: jax.ShapeDtypeStruct, _: int) -> jax.ShapeDtypeStruct:
+    def take(name: str, x: jax.ShapeDtypeStruct, i: int | None) -> jax.ShapeDtypeStruct:
+        if i is None:
+            return x
         path, spec = f"blocks.{name}", tuple(x.sharding.spec)[1:]
-        layout = PartitionSpec(*(spec[first] for first, *_ in reversed(LAYOUT[path])))
-        shape = stored_shape(path, x.shape[1:])[::-1]
-        return jax.ShapeDtypeStruct(shape, x.dtype, sharding=NamedSharding(mesh, layout))
+        layout = NamedSharding(mesh, PartitionSpec(*(spec[first] for first, *_ in reversed(LAYOUT[path]))))
+        if is_tpu and name in ("q", "k", "v"):  # XLA would turn these back, in every chunk of steps
+            layout = Format(Layout((1, 0)), layout)
+        return jax.ShapeDtypeStruct(stored_shape(path, x.shape[1:])[::-1], x.dtype, sharding=layout)
 
-    dtype = jnp.dtype(model.compute_dtype)
-    return sampler_form(model.abstract_params(mesh, rules=sharding.SAMPLER_RULES, dtype=dtype), take)
+    return sampler_form(model.abstract_params(mesh, rules=rules, dtype=jnp.dtype(model.compute_dtype)), take)
 
 
-def program(model: Model, mesh: Mesh) -> Program:
-    """From the learner's parameters, which it leaves alone, to the sampler's."""
-    sampler = abstract_params(model, mesh)
+def program(model: Model, mesh: Mesh, sampler_mesh: Mesh) -> Program:
+    """From the learner's parameters on its mesh, which it leaves alone, to the sampler's, of the same devices."""
+    sampler, learner = abstract_params(model, sampler_mesh), abstract_params(model, mesh, sharding.RULES)
 
     def publish(params: Params) -> Params:
-        return jax.tree.map(lambda x, to: x.astype(to.dtype), sampler_form(params), sampler)
+        # One matrix is gathered after the other, and a TPU's gather has a buffer of its own: if nothing were computed
+        # of it, it would be copied at the program's end, and all weights be there twice.
+        always = jax.lax.optimization_barrier(jnp.bool_(True))
 
-    return Program(publish, (model.abstract_params(mesh),), jax.tree.map(lambda x: x.sharding, sampler))
+        def take(name: str, x: jax.Array, i: int | None) -> jax.Array:
+            nonlocal always
+            lies, to = ((tree if i is None else tree["layers"][i])[name] for tree in (learner, sampler))
+            if lies.sharding == to.sharding:
+                return _turned(name, x, i).astype(to.dtype)
+            x, always = jax.lax.optimization_barrier((x, always))
+            x, turn = _stored(name, x, i).astype(to.dtype), 1 if i is None else -1
+            # Turned when it is whole: of what is turned before, XLA would turn all layers for each.
+            for layout in (lies.sharding, to.sharding):
+                spec = PartitionSpec(*tuple(layout.spec)[::turn])
+                x = jax.lax.with_sharding_constraint(x, NamedSharding(layout.mesh, spec))
+            x = with_layout_constraint(x, plain := Layout(tuple(range(x.ndim))))
+            x = with_layout_constraint(jnp.where(always, x if i is None else x.T, 0), to.format.layout or plain)
+            x, always = jax.lax.optimization_barrier((x, always))
+            return x
+
+        return sampler_form(params, take)
+
+    return Program(publish, (model.abstract_params(mesh),), jax.tree.map(lambda x: x.format, sampler))

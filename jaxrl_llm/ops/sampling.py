@@ -5,6 +5,10 @@ learner takes what the sampler kept (``support_of``), so that a log-probability 
 sampled. Owns: temperature, top-k, top-p, min-p, what they leave of the vocabulary, the inverse-CDF draw,
 log-probability and entropy. Does not know: models, keys (a draw takes a uniform number), greedy decoding.
 Letters: S rows, V vocabulary, N blocks, K tokens per block. Log-probabilities and entropies are in nats, float32.
+
+Where devices hold parts of the vocabulary, a function that takes ``axis`` is run by each on its part [S, V/devices]
+(``jax.shard_map``), with the names of the mesh axes that split it: sums and candidates move between them, no logits,
+and each gets the whole result. () = the vocabulary is whole.
 """
 
 from __future__ import annotations
@@ -86,7 +90,7 @@ def filter_logits(
     return jnp.where(is_kept, tempered, -jnp.inf)
 
 
-def support_of(logits: Float[ArrayLike, "S V"], size: int) -> Int[Array, "S {size}"]:
+def support_of(logits: Float[ArrayLike, "S V"], size: int, axis: tuple[str, ...] = ()) -> Int[Array, "S {size}"]:
     """The tokens that may be sampled, ``size`` of them at most: of more that are tied at the end, the first ones.
 
     Args:
@@ -95,12 +99,22 @@ def support_of(logits: Float[ArrayLike, "S V"], size: int) -> Int[Array, "S {siz
     Returns:
         [S, size] i32 ascending ids, ``NO_TOKEN`` past the last.
     """
-    value, token = jax.lax.top_k(logits, size)
+    value, token = jax.lax.top_k(logits, min(size, logits.shape[-1]))
+    if axis:  # of each device's candidates; equal ones stay in the order of the vocabulary
+        token += jax.lax.axis_index(axis) * logits.shape[-1]
+        value, token = (jax.lax.all_gather(x, axis, axis=1, tiled=True) for x in (value, token))
+        value, place = jax.lax.top_k(value, size)
+        token = jnp.take_along_axis(token, place, axis=1)
     return jnp.sort(jnp.where(value > -jnp.inf, token, NO_TOKEN).astype(jnp.int32), axis=-1)
 
 
-def keep_support(logits: Float[ArrayLike, "S V"], support: Int[ArrayLike, "S K"]) -> Float[Array, "S V"]:
+def keep_support(
+    logits: Float[ArrayLike, "S V"], support: Int[ArrayLike, "S K"], axis: tuple[str, ...] = ()
+) -> Float[Array, "S V"]:
     """``logits`` [S, V] at the ids ``support`` [S, K] i32, -inf elsewhere."""
+    if axis:  # ids of this device's part; a negative one would count from its end
+        support = support - jax.lax.axis_index(axis) * logits.shape[1]
+        support = jnp.where(support < 0, NO_TOKEN, support)
     # Row by row: with the rows in the index, a mesh would gather it.
     is_kept = jax.vmap(lambda ids: jnp.zeros(logits.shape[1], bool).at[ids].set(True, mode="drop"))(support)
     return jnp.where(is_kept, logits, -jnp.inf)
@@ -128,7 +142,7 @@ def _keep_largest(
 
 
 def sample_inverse_cdf(
-    logits: Float[ArrayLike, "S V"], uniform: Float[ArrayLike, " S"]
+    logits: Float[ArrayLike, "S V"], uniform: Float[ArrayLike, " S"], axis: tuple[str, ...] = ()
 ) -> tuple[Int[Array, " S"], Float[Array, " S"]]:
     """Draw one token per row by inverse CDF, from one uniform number per row.
 
@@ -138,7 +152,8 @@ def sample_inverse_cdf(
     cost more than the rest of the draw. The vocabulary's weights have one use, so that none are kept, and the total is
     the last running sum, for of the blocks' sums XLA would make it of all weights again. A token of probability zero is
     never returned, whatever the rounding of sums and whatever ``u``. float32 resolves u to 2**-24, so probabilities are
-    exact to about 1e-7 of the whole mass.
+    exact to about 1e-7 of the whole mass. However the vocabulary is split, the token is the same, but where ``u`` is
+    within the rounding of float32 sums, about 1e-6, of a step of F.
 
     Args:
         logits: [S, V] f32, already filtered; -inf = impossible. Each row has a finite entry.
@@ -149,19 +164,33 @@ def sample_inverse_cdf(
         logp: [S] f32, ``logit - max - log(sum(exp(logit - max)))`` of the token.
     """
     num_rows, num_tokens = logits.shape
-    top_S1 = jnp.max(logits, axis=-1, keepdims=True)
+    top_S1 = _max_over(axis, jnp.max(logits, axis=-1, keepdims=True))
     weight_SV = jnp.pad(jnp.exp(logits - top_S1), ((0, 0), (0, -num_tokens % BLOCK_TOKENS)))
     weight_SN = jnp.sum(weight_SV.reshape(num_rows, -1, BLOCK_TOKENS), axis=-1)
     running_SN = jnp.cumsum(weight_SN, axis=-1)
     total = running_SN[:, -1]
     target = uniform * total
+    if axis:  # a third level, above blocks: the sums of the devices' parts
+        total_ST = jax.lax.all_gather(total, axis, axis=1)
+        running_ST = jnp.cumsum(total_ST, axis=-1)
+        total = running_ST[:, -1]
+        part, before = _first_above(total_ST, running_ST, uniform * total)
+        target = uniform * total - before
     block, before = _first_above(weight_SN, running_SN, target)
     token_SK = block[:, None] * BLOCK_TOKENS + jnp.arange(BLOCK_TOKENS, dtype=jnp.int32)[None, :]
     shifted_SK = jnp.take_along_axis(logits, jnp.minimum(token_SK, num_tokens - 1), axis=-1) - top_S1
     weight_SK = jnp.where(token_SK < num_tokens, jnp.exp(shifted_SK), 0.0)
     offset, _ = _first_above(weight_SK, jnp.cumsum(weight_SK, axis=-1), target - before)
     chosen = jnp.take_along_axis(shifted_SK, offset[:, None], axis=-1)[:, 0]
-    return block * BLOCK_TOKENS + offset, chosen - jnp.log(total)
+    token = block * BLOCK_TOKENS + offset
+    if axis:
+        is_own = part == jax.lax.axis_index(axis)
+        token, chosen = (jax.lax.psum(jnp.where(is_own, x, 0), axis) for x in (token + part * num_tokens, chosen))
+    return token, chosen - jnp.log(total)
+
+
+def _max_over(axis: tuple[str, ...], x: jax.Array) -> jax.Array:
+    return jax.lax.pmax(x, axis) if axis else x
 
 
 def _first_above(
@@ -180,7 +209,9 @@ def _first_above(
     return index, before
 
 
-def surprise_moments(logits: Float[ArrayLike, "*rows V"]) -> tuple[Float[Array, "*rows"], Float[Array, "*rows"]]:
+def surprise_moments(
+    logits: Float[ArrayLike, "*rows V"], axis: tuple[str, ...] = ()
+) -> tuple[Float[Array, "*rows"], Float[Array, "*rows"]]:
     """Mean and variance of ``-log p`` of a token of the distribution, each [...] f32 nats: its entropy, and
 
         variance = sum_v p_v (log p_v)^2 - entropy^2
@@ -188,11 +219,12 @@ def surprise_moments(logits: Float[ArrayLike, "*rows V"]) -> tuple[Float[Array, 
     Args:
         logits: [..., V] f32, already filtered; -inf = impossible. Each row has a finite entry.
     """
-    shifted = logits - jnp.max(logits, axis=-1, keepdims=True)
+    shifted = logits - _max_over(axis, jnp.max(logits, axis=-1, keepdims=True))
     weight, surprise = jnp.exp(shifted), jnp.where(shifted > -jnp.inf, -shifted, 0.0)
-    total = jnp.sum(weight, axis=-1)
-    mean = jnp.sum(weight * surprise, axis=-1) / total
-    square = jnp.sum(weight * jnp.square(surprise), axis=-1) / total
+    total_of = lambda x: jax.lax.psum(jnp.sum(x, axis=-1), axis)  # nothing moves where no axis is
+    total = total_of(weight)
+    mean = total_of(weight * surprise) / total
+    square = total_of(weight * jnp.square(surprise)) / total
     return mean + jnp.log(total), jnp.maximum(square - jnp.square(mean), 0.0)
 
 

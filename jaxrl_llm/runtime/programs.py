@@ -57,6 +57,8 @@ class Program:
 
     def lower(self, mesh: Mesh) -> jax.stages.Lowered:
         jitted = jax.jit(self.fn, out_shardings=self.out_shardings, donate_argnums=self.donate)
+        # The sampler's arguments may lie on a mesh of their own.
+        mesh = next((x.sharding.mesh for x in jax.tree.leaves(self.args) if x.sharding), mesh)
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             return jitted.lower(*self.args)
 

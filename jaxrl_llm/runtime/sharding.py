@@ -19,6 +19,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm.config import Config, ConfigError, MeshConfig
+from jaxrl_llm.runtime import torus
 
 MESH_AXES = ("data", "fsdp", "tensor")
 # Rows of a batch, sampler slots and ring shards are split over both of these.
@@ -56,9 +57,24 @@ def make_mesh(config: MeshConfig, devices: list[Any] | None = None) -> Mesh:
         raise ConfigError(
             f"mesh.data={config.data} x mesh.fsdp={fsdp} x mesh.tensor={tensor} must use all {len(devices)} devices"
         )
-    return Mesh(
-        np.asarray(devices).reshape(data, fsdp, tensor), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES)
-    )
+    arranged = torus.arranged if devices[0].platform == "tpu" else lambda shape, x: np.asarray(x).reshape(shape)
+    return Mesh(arranged((data, fsdp, tensor), devices), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+
+
+def sampler_mesh(config: MeshConfig, mesh: Mesh) -> Mesh:
+    """The same devices in the same order as the sampler uses them: some of ``fsdp`` are further ones of ``tensor``.
+
+    Raises:
+        ConfigError: ``fsdp`` and ``tensor`` do not split so.
+    """
+    data, fsdp, tensor = mesh.devices.shape
+    wanted = config.sampler_tensor or tensor
+    if wanted % tensor or fsdp * tensor % wanted:
+        raise ConfigError(
+            f"mesh.sampler_tensor={wanted} must be 0, or a multiple of mesh.tensor={tensor} that divides the "
+            f"{fsdp * tensor} devices of mesh.fsdp={fsdp} x mesh.tensor={tensor}"
+        )
+    return Mesh(mesh.devices.reshape(data, -1, wanted), MESH_AXES, axis_types=mesh.axis_types)
 
 
 def check_divisible(config: Config, mesh: Mesh) -> None:
@@ -146,6 +162,22 @@ def by_device(function: Callable, is_split: tuple[bool, ...]) -> Callable:
     rows = PartitionSpec(BATCH_AXES)
     in_specs = tuple(rows if split else PartitionSpec() for split in is_split)
     return jax.shard_map(function, in_specs=in_specs, out_specs=rows)
+
+
+def by_vocabulary(function: Callable, logits_ZV: jax.Array, *of_rows: jax.Array) -> Any:
+    """``function(logits, *of_rows, axis)`` run by each device on its rows and its part of the vocabulary.
+
+    Args:
+        function: ``axis`` are the mesh axes that split the vocabulary; its results are of rows [Z, ...].
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return function(logits_ZV, *of_rows, ())
+    rows, vocab = partition_spec(logits_ZV.shape, ("batch", "vocab"), mesh)
+    axis = (vocab,) if isinstance(vocab, str) else vocab or ()
+    in_specs = (PartitionSpec(rows, vocab), *(PartitionSpec(rows) for _ in of_rows))
+    call = lambda *args: function(*args, axis)
+    return jax.shard_map(call, in_specs=in_specs, out_specs=PartitionSpec(rows), check_vma=False)(logits_ZV, *of_rows)
 
 
 def replicated(mesh: Mesh, tree: Any) -> Any:

@@ -377,8 +377,8 @@ def test_a_sampler_that_ignores_its_temperature_is_warned_of_and_another_is_not(
 
     assert said(make_sampler(**settings)) is None
     draw = sampler_module.sample_inverse_cdf
-    wrong = lambda logits, uniform: (
-        token := draw(0.6 * logits, uniform)[0],
+    wrong = lambda logits, uniform, axis: (
+        token := draw(0.6 * logits, uniform, axis)[0],
         token_logp(logits, token)[0],
     )
     monkeypatch.setattr(sampler_module, "sample_inverse_cdf", wrong)

@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 from reference import sampling as oracle
 
-from jaxrl_llm.ops.sampling import Filter, filter_logits, sample_inverse_cdf, token_logp
+from jaxrl_llm.ops.sampling import (
+    Filter,
+    filter_logits,
+    keep_support,
+    sample_inverse_cdf,
+    support_of,
+    surprise_moments,
+    token_logp,
+)
 
 OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 LARGEST_UNIFORM = np.float32(1 - 2**-24)
@@ -205,3 +213,59 @@ def test_frequencies_pass_a_chi_square_test():
     token, _ = draw(jnp.tile(logits[None, :], (20000, 1)), uniform)
     count = np.bincount(np.asarray(token), minlength=40)
     assert np.sum((count - 20000 * probability) ** 2 / (20000 * probability)) < 130
+
+
+def by_part(function, parts, *args):
+    """``function(*args, axis)`` by so many devices, each with its part of the last dimension of the first argument."""
+    mesh = jax.make_mesh((parts,), ("part",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:parts])
+    specs = (jax.P(None, "part"), *(jax.P() for _ in args[1:]))
+    mapped = lambda *args: function(*args, ("part",))
+    return jax.jit(jax.shard_map(mapped, mesh=mesh, in_specs=specs, out_specs=jax.P(), check_vma=False))(*args)
+
+
+# Parts of 33, 250 and 768 tokens: less than a block, no multiple of blocks, and three blocks.
+@pytest.mark.parametrize(("num_tokens", "parts"), [(264, 8), (1000, 4), (1536, 2)])
+def test_devices_with_parts_of_a_vocabulary_draw_what_one_draws(num_tokens, parts):
+    rng = np.random.default_rng(8)
+    logits = rng.normal(size=(4000, num_tokens)).astype(np.float32) * 3
+    logits[rng.random(logits.shape) < 0.3] = -np.inf
+    logits[:2000, : num_tokens // parts] = -np.inf  # no token of the first part
+    logits[2000:3000, -(num_tokens // parts) :] = -np.inf  # nor of the last
+    uniform = rng.random(4000, dtype=np.float32)
+    uniform[::100], uniform[1::100] = 0.0, LARGEST_UNIFORM
+    token, logp = by_part(sample_inverse_cdf, parts, logits, uniform)
+    probability = np.stack([oracle.softmax(row) for row in logits])
+    cdf = np.cumsum(probability, axis=1)
+    expected = np.argmax(cdf > uniform[:, None].astype(np.float64), axis=1)
+    near_step = np.abs(cdf - uniform[:, None]).min(axis=1) < 1e-6
+    assert near_step.mean() < 0.05
+    np.testing.assert_array_equal(np.asarray(token)[~near_step], expected[~near_step])
+    np.testing.assert_array_equal(np.asarray(token)[~near_step], np.asarray(draw(logits, uniform)[0])[~near_step])
+    chosen = probability[np.arange(4000), token]
+    assert (chosen > 0).all()
+    np.testing.assert_allclose(logp, np.log(chosen), rtol=1e-5, atol=1e-6)
+    moments = by_part(surprise_moments, parts, logits)
+    surprise = -np.log(np.where(probability > 0, probability, 1))
+    entropy = np.sum(probability * surprise, axis=1)
+    np.testing.assert_allclose(moments[0], entropy, rtol=1e-5)
+    np.testing.assert_allclose(moments[1], np.sum(probability * surprise**2, axis=1) - entropy**2, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("size", [3, 20, 60])  # fewer than a part has, and more
+def test_devices_with_parts_of_a_vocabulary_keep_the_support_that_one_keeps(size):
+    """With ties within parts and across them: of those at the end the first ones stay."""
+    rng = np.random.default_rng(9)
+    logits = rng.integers(0, 6, (50, 96)).astype(np.float32)
+    logits[rng.random(logits.shape) < 0.4] = -np.inf
+    support = by_part(lambda x, axis: support_of(x, size, axis), 4, logits)
+    order = np.argsort(-logits, axis=1, kind="stable")[:, :size]
+    rows = np.arange(50)[:, None]
+    possible = logits[rows, order] > -np.inf
+    expected = np.sort(np.where(possible, order, np.iinfo(np.int32).max), axis=1)
+    np.testing.assert_array_equal(support, expected)
+    kept = np.full_like(logits, -np.inf)
+    for row, ids in enumerate(expected):
+        ids = ids[ids < 96]
+        kept[row, ids] = logits[row, ids]
+    whole = lambda x, support, axis: jax.lax.all_gather(keep_support(x, support, axis), axis, axis=1, tiled=True)
+    np.testing.assert_array_equal(by_part(whole, 4, logits, expected.astype(np.int32)), kept)

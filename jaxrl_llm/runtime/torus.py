@@ -1,0 +1,33 @@
+"""Where each chip of a TPU pod stands in the mesh: axes follow the torus that its links make.
+
+Slices, which a data center's network joins, are split by ``data`` as far as it goes, then by ``fsdp``.
+Does not know: rules of arrays.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from jax.experimental import mesh_utils
+
+from jaxrl_llm.config import ConfigError
+
+
+def arranged(shape: tuple[int, int, int], devices: list[Any]) -> np.ndarray:
+    """Chips in the shape of the mesh [data, fsdp, tensor].
+
+    Raises:
+        ConfigError: ``data`` and ``fsdp`` do not split the slices.
+    """
+    num_slices = len({getattr(device, "slice_index", 0) for device in devices})
+    if num_slices == 1:
+        return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    data, fsdp, tensor = shape
+    of_data = math.gcd(data, num_slices)
+    of_fsdp = num_slices // of_data
+    if fsdp % of_fsdp:
+        raise ConfigError(f"mesh.data={data} x mesh.fsdp={fsdp} must be a multiple of the {num_slices} TPU slices")
+    within = (data // of_data, fsdp // of_fsdp, tensor)
+    return mesh_utils.create_hybrid_device_mesh(within, (of_data, of_fsdp, 1), devices, allow_split_physical_axes=True)
