@@ -20,10 +20,11 @@ import jax.numpy as jnp
 
 from jaxrl_llm.config import SamplingConfig
 from jaxrl_llm.models.attention import Groups
-from jaxrl_llm.models.transformer import Model, Params
+from jaxrl_llm.models.transformer import EMBEDDING, Model, Params
 from jaxrl_llm.ops import packing
 from jaxrl_llm.ops.logp import chunked_logp, completion_window, place_completion
 from jaxrl_llm.ops.sampling import Filter
+from jaxrl_llm.runtime import sharding
 
 # The model's own distribution, which what it did not sample is judged by: no temperature, no filter.
 PLAIN = SamplingConfig()
@@ -103,9 +104,14 @@ def row_logp(
         completions, prompts = _padded(model, params, *rows, completion_width=completion_width, **how)
 
     def logp(part: Part, sampling: SamplingConfig) -> tuple[jax.Array, jax.Array]:
-        how = {"chunk": part.chunk, "settings": Filter.of(sampling), "support_BCK": part.support}
-        both = chunked_logp(part.hidden, head_VD, part.target, live=part.live, **how)
-        return tuple(part.place(x) for x in both)
+        def of_rows(head_VD, axes, hidden, target, support, live):
+            # Gathered once for all chunks, in the dtype it is read in; so is the gradient scattered.
+            whole_VD, cast_VD = (sharding.gather(x, axes, dim=1) for x in (head_VD, head_VD.astype(hidden.dtype)))
+            how = {"chunk": part.chunk, "settings": Filter.of(sampling), "support_BCK": support, "live": live}
+            return chunked_logp(hidden, whole_VD, target, cast_VD=cast_VD, **how)
+
+        rows = part.hidden, part.target, part.support, part.live
+        return tuple(part.place(x) for x in sharding.with_own_rows(of_rows, head_VD, EMBEDDING, *rows))
 
     seen = RowValues(*logp(completions, sampling))
     if readout is not None:

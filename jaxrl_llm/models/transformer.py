@@ -29,6 +29,7 @@ from jaxrl_llm.runtime import sharding
 Params = dict[str, Any]
 
 INIT_STDDEV = 0.02
+EMBEDDING = ("vocab", "embed")  # logical axes of the embedding, and of the head
 
 
 def _param(rngs: nnx.Rngs, shape: tuple[int, ...], logical_axes: tuple[str, ...], *, norm: bool = False) -> nnx.Param:
@@ -61,6 +62,16 @@ def linear(x_BTI: jax.Array, w: jax.Array, *, merged: bool = True) -> jax.Array:
     if X == 1:  # XLA would fuse a vector's product, and read what the sampler turned (publish) with strides
         x_XI = jnp.repeat(x_XI, 2, axis=0)
     return jnp.einsum("XI,OI->XO", x_XI, w_OI)[:X].reshape(*x_BTI.shape[:2], -1)
+
+
+def look_up(dtype, table_VD: jax.Array, axes: tuple[str, ...], tokens_BT: jax.Array) -> jax.Array:
+    """The tokens' rows of the table, [B,T,D]. Each device reads its part of the width for the tokens of all: what is
+    sent is activations, and the gradient lies where the table does, summed in its dtype.
+    """
+    if not axes:
+        return table_VD[tokens_BT].astype(dtype)
+    part = table_VD[jax.lax.all_gather(tokens_BT, axes, tiled=True)].astype(dtype)
+    return jax.lax.all_to_all(part, axes, split_axis=0, concat_axis=2, tiled=True)
 
 
 class Blocks(nnx.Module):
@@ -110,11 +121,11 @@ class Transformer(nnx.Module):
 
     def __init__(self, arch: Architecture, *, rngs: nnx.Rngs):
         self.arch = arch
-        self.embedding = _param(rngs, (arch.vocab_size, arch.width), ("vocab", "embed"))
+        self.embedding = _param(rngs, (arch.vocab_size, arch.width), EMBEDDING)
         self.blocks = Blocks(arch, rngs=rngs)
         self.final_norm = _param(rngs, (arch.width,), ("activation",), norm=True)
         if not arch.tied:
-            self.head = _param(rngs, (arch.vocab_size, arch.width), ("vocab", "embed"))
+            self.head = _param(rngs, (arch.vocab_size, arch.width), EMBEDDING)
 
     def __call__(
         self,
@@ -130,9 +141,11 @@ class Transformer(nnx.Module):
         attention="xla",
         rope=None,
     ):
-        # Gathered along fsdp first: a lookup in a table split along its width would replicate the batch.
-        table_VD = sharding.constrain(self.embedding[...].astype(compute_dtype), "vocab", "activation")
-        x_BTD = table_VD[tokens_BT]
+        table_VD = self.embedding[...]
+        if layers is None:
+            x_BTD = sharding.with_own_rows(functools.partial(look_up, compute_dtype), table_VD, EMBEDDING, tokens_BT)
+        else:  # the sampler's table is whole along fsdp
+            x_BTD = table_VD[tokens_BT].astype(compute_dtype)
         x_BTD = sharding.constrain(x_BTD, "batch", "length", "activation")
         cos, sin = rope_tables(self.arch, positions_BT) if rope is None else (x[positions_BT] for x in rope)
         visible = kernels.of_lines(visible, attention)
