@@ -104,14 +104,14 @@ def row_logp(
         completions, prompts = _padded(model, params, *rows, completion_width=completion_width, **how)
 
     def logp(part: Part, sampling: SamplingConfig) -> tuple[jax.Array, jax.Array]:
-        def of_rows(head_VD, axes, hidden, target, support, live):
-            # Gathered once for all chunks, in the dtype it is read in; so is the gradient scattered.
-            whole_VD, cast_VD = (sharding.gather(x, axes, dim=1) for x in (head_VD, head_VD.astype(hidden.dtype)))
+        def of_rows(hidden, target, support, live, head_1VD, cast_1VD):
             how = {"chunk": part.chunk, "settings": Filter.of(sampling), "support_BCK": support, "live": live}
-            return chunked_logp(hidden, whole_VD, target, cast_VD=cast_VD, **how)
+            return chunked_logp(hidden, head_1VD[0], target, cast_VD=cast_1VD[0], **how)
 
-        rows = part.hidden, part.target, part.support, part.live
-        return tuple(part.place(x) for x in sharding.with_own_rows(of_rows, head_VD, EMBEDDING, *rows))
+        # Gathered once for all chunks, in the dtype it is read in; so is the gradient scattered.
+        head = (sharding.copies(x, EMBEDDING) for x in (head_VD, head_VD.astype(part.hidden.dtype)))
+        both = sharding.with_own_rows(of_rows, part.hidden, part.target, part.support, part.live, *head)
+        return tuple(part.place(x) for x in both)
 
     seen = RowValues(*logp(completions, sampling))
     if readout is not None:

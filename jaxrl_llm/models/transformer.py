@@ -64,7 +64,7 @@ def linear(x_BTI: jax.Array, w: jax.Array, *, merged: bool = True) -> jax.Array:
     return jnp.einsum("XI,OI->XO", x_XI, w_OI)[:X].reshape(*x_BTI.shape[:2], -1)
 
 
-def look_up(dtype, table_VD: jax.Array, axes: tuple[str, ...], tokens_BT: jax.Array) -> jax.Array:
+def look_up(dtype, tokens_BT: jax.Array, table_VD: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """The tokens' rows of the table, [B,T,D]. Each device reads its part of the width for the tokens of all: what is
     sent is activations, and the gradient lies where the table does, summed in its dtype.
     """
@@ -143,7 +143,8 @@ class Transformer(nnx.Module):
     ):
         table_VD = self.embedding[...]
         if layers is None:
-            x_BTD = sharding.with_own_rows(functools.partial(look_up, compute_dtype), table_VD, EMBEDDING, tokens_BT)
+            find = functools.partial(look_up, compute_dtype)
+            x_BTD = sharding.with_own_rows(find, tokens_BT, table=table_VD, logical_axes=EMBEDDING)
         else:  # the sampler's table is whole along fsdp
             x_BTD = table_VD[tokens_BT].astype(compute_dtype)
         x_BTD = sharding.constrain(x_BTD, "batch", "length", "activation")

@@ -147,38 +147,51 @@ def by_device(function: Callable, is_split: tuple[bool, ...]) -> Callable:
     return jax.shard_map(function, in_specs=in_specs, out_specs=rows)
 
 
-def with_own_rows(function: Callable, table: jax.Array, logical_axes: tuple[str, ...], *rows: Any) -> Any:
-    """``function(table, axes, *rows)`` by each data-parallel device on its own rows: it says what is sent, and when.
+def with_own_rows(function: Callable, *rows: Any, table: jax.Array | None = None, logical_axes: tuple = ()) -> Any:
+    """``function(*rows)`` by each data-parallel device on its own rows: it says what is sent, and when.
 
     Args:
-        function: sees of ``table`` its device's part along the mesh axes ``axes``, which may be none. Its gradients are
-            summed over the other axes of rows. Returns arrays of the rows.
-        rows: arrays of B rows each, scalars, None.
+        function: returns arrays of the rows. With a table it is called as ``function(*rows, part, axes)``: the
+            device's part of it along the mesh axes ``axes``, of which there may be none.
+        rows: arrays of B rows each, scalars, None; B of the first is looked at.
+        table: its gradients are summed over the axes of rows that it does not lie on.
+    """
+    mesh, tables = jax.sharding.get_abstract_mesh(), () if table is None else (table,)
+    if mesh.empty or partition_spec(rows[0].shape[:1], ("batch",), mesh)[0] is None:
+        return function(*rows, *((table, ()) if tables else ()))
+    specs = [partition_spec(x.shape, logical_axes, mesh) for x in tables]
+    specs = [PartitionSpec(*(axis if axis in BATCH_AXES else None for axis in spec)) for spec in specs]
+    axes = [tuple(axis for axis in spec if axis) for spec in specs]
+    of_rows = jax.tree.map(lambda x: PartitionSpec(BATCH_AXES if x.ndim else None), rows)
+    call = lambda *args: function(*args, *axes)
+    how = {"axis_names": set(BATCH_AXES), "check_vma": False}
+    return jax.shard_map(call, in_specs=(*of_rows, *specs), out_specs=PartitionSpec(BATCH_AXES), **how)(*rows, *tables)
+
+
+def copies(x: jax.Array, logical_axes: tuple[str, ...]) -> jax.Array:
+    """A copy of an array for each data-parallel device, [n, ...], whole along the axes of rows: for ``with_own_rows``.
+
+    The gradient is a reduce-scatter. In rings of up to four: of more devices the TPU compiler sums it whole on all, for
+    twice the bytes.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or partition_spec(rows[0].shape[:1], ("batch",), mesh)[0] is None:
-        return function(table, (), *rows)
-    spec = partition_spec(table.shape, logical_axes, mesh)
-    spec = PartitionSpec(*(axis if axis in BATCH_AXES else None for axis in spec))  # the other axes are XLA's
-    axes = tuple(axis for axis in spec if axis)
-    of_rows = jax.tree.map(lambda x: PartitionSpec(BATCH_AXES if x.ndim else None), rows)
-    call = lambda table, *rows: function(table, axes, *rows)
-    how = {"axis_names": set(BATCH_AXES), "check_vma": False}
-    return jax.shard_map(call, in_specs=(spec, *of_rows), out_specs=PartitionSpec(BATCH_AXES), **how)(table, *rows)
+    if mesh.empty or num_data_shards(mesh) == 1:
+        return x[None]
+    spec = partition_spec(x.shape, logical_axes, mesh)
+    split = [(dim, axis) for dim, axis in enumerate(spec) if axis in BATCH_AXES]
 
+    def gather(x):
+        for dim, axis in split:
+            n, stride = mesh.shape[axis], 1
+            while stride < n:
+                size = next(size for size in (4, 2, n // stride) if n // stride % size == 0)
+                rings = np.arange(n).reshape(-1, size, stride).swapaxes(1, 2).reshape(-1, size)
+                x = jax.lax.all_gather(x, axis, axis=dim, tiled=True, axis_index_groups=rings.tolist())
+                stride *= size
+        return x[None]
 
-def gather(x: jax.Array, axes: tuple[str, ...], *, dim: int) -> jax.Array:
-    """The devices' parts along ``axes`` side by side; the gradient is a reduce-scatter. For ``with_own_rows``.
-
-    In rings of up to four: of more devices the TPU compiler sums a gradient whole on all, for twice the bytes.
-    """
-    n, stride = math.prod(jax.lax.axis_size(axis) for axis in axes), 1
-    while stride < n:
-        size = next(size for size in (4, 2, n // stride) if n // stride % size == 0)
-        rings = np.arange(n).reshape(-1, size, stride).swapaxes(1, 2).reshape(-1, size)
-        x = jax.lax.all_gather(x, axes, axis=dim, tiled=True, axis_index_groups=rings.tolist())
-        stride *= size
-    return x
+    whole = PartitionSpec(BATCH_AXES, *(None if axis in BATCH_AXES else axis for axis in spec))
+    return jax.shard_map(gather, in_specs=spec, out_specs=whole, check_vma=False)(x)
 
 
 def replicated(mesh: Mesh, tree: Any) -> Any:

@@ -36,8 +36,10 @@ def test_the_embeddings_gradient_is_summed_in_float32(mesh):
     """Ones of 8 rows x 100 tokens, all of one id: a sum in bfloat16 stops at 256, for 257 is none of its numbers."""
     table, tokens = np.ones((5, 8), np.float32), np.full((8, 100), 3, np.int32)
 
+    find = functools.partial(look_up, jnp.bfloat16)
+
     def total(table, tokens):
-        x_BTD = sharding.with_own_rows(functools.partial(look_up, jnp.bfloat16), table, EMBEDDING, tokens)
+        x_BTD = sharding.with_own_rows(find, tokens, table=table, logical_axes=EMBEDDING)
         assert x_BTD.dtype == jnp.bfloat16
         return jnp.sum(x_BTD.astype(jnp.float32))
 
@@ -51,18 +53,19 @@ def test_the_embeddings_gradient_is_summed_in_float32(mesh):
 
 
 @pytest.mark.parametrize("num_devices", [2, 3, 6, 8])
-def test_parts_are_gathered_in_the_devices_order_and_gradients_scattered(num_devices):
+def test_a_copy_for_each_device_is_whole_and_its_gradient_the_sum_of_all(num_devices):
     mesh = mesh_of(MeshConfig(data=1, fsdp=num_devices))
-    parts = np.arange(2 * 2 * num_devices, dtype=np.float32).reshape(2, -1)
-    weight = np.random.default_rng(0).normal(size=(num_devices, *parts.shape)).astype(np.float32)
-    spec = jax.P(None, "fsdp")
+    x = np.arange(2 * 2 * num_devices, dtype=np.float32).reshape(2, -1)
+    weight = np.random.default_rng(0).normal(size=(num_devices, *x.shape)).astype(np.float32)
 
-    def whole(part):
-        return sharding.gather(part, ("fsdp",), dim=1)[None]
+    def total(x):
+        copies = sharding.copies(x, EMBEDDING)
+        return jnp.sum(copies * weight), copies
 
-    gathered = jax.shard_map(whole, mesh=mesh, in_specs=spec, out_specs=jax.P("fsdp"), check_vma=False)
-    np.testing.assert_array_equal(jax.jit(gathered)(parts), np.broadcast_to(parts, weight.shape))
-    found = jax.jit(jax.grad(lambda parts: jnp.sum(gathered(parts) * weight)))(parts)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        where = sharding.named(mesh, x.shape, EMBEDDING)
+        found, copies = jax.jit(jax.grad(total, has_aux=True))(jax.device_put(x, where))
+    np.testing.assert_array_equal(copies, np.broadcast_to(x, weight.shape))
     np.testing.assert_allclose(found, weight.sum(axis=0), rtol=1e-5, atol=1e-6)
 
 
