@@ -196,6 +196,9 @@ class MeshConfig:
     data: int = 0
     fsdp: Count = 1
     tensor: Count = 1
+    # Sharding rules: axes of weights (vocab, embed, heads, kv_heads, mlp) that lie on other mesh axes than
+    # runtime/sharding.py says, such as {"embed": ("data", "fsdp")}.
+    rules: dict[str, Any] = dataclasses.field(default_factory=dict, hash=False)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -528,6 +528,12 @@ def mesh(config, folder, monkeypatch):
     return dict(sharding.make_mesh(config.mesh).shape)
 
 
+def layout(config, folder, monkeypatch):
+    """How the learner's weights lie on a mesh of two devices."""
+    mesh = sharding.make_mesh(config.mesh, jax.devices()[:2])
+    return [x.sharding.spec for x in jax.tree.leaves(assemble(config, TINY, (257,), mesh).learner.params)]
+
+
 def model(config, folder, monkeypatch):
     return pretrained.resolve(config.model.path).architecture()
 
@@ -802,6 +808,7 @@ ALIVE = {
     "mesh.data": (4, mesh, {"mesh.fsdp": 2, "mesh.data": 2, "mesh.tensor": 2}),
     "mesh.fsdp": (2, mesh, {}),
     "mesh.tensor": (2, mesh, {}),
+    "mesh.rules": ({"embed": None}, layout, {"mesh.fsdp": 2}),
     "checkpoint.every_iterations": (1, ghost_run, {"checkpoint.keep_last": 5}),
     "checkpoint.keep_last": (2, ghost_run, CHECKPOINTED),
     "checkpoint.keep_best": (3, ghost_run, CHECKPOINTED | EVALUATED | {"eval.every_iterations": 1}),

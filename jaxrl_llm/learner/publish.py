@@ -48,7 +48,7 @@ def abstract_params(model: Model, mesh: Mesh) -> Params:
         return jax.ShapeDtypeStruct(shape, x.dtype, sharding=NamedSharding(mesh, layout))
 
     dtype = jnp.dtype(model.compute_dtype)
-    return sampler_form(model.abstract_params(mesh, rules=sharding.SAMPLER_RULES, dtype=dtype), take)
+    return sampler_form(model.abstract_params(mesh, rules=sharding.OF_SAMPLER, dtype=dtype), take)
 
 
 def program(model: Model, mesh: Mesh) -> Program:

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from jaxrl_llm.config import SamplingConfig
 from jaxrl_llm.models.attention import Groups
-from jaxrl_llm.models.transformer import EMBEDDING, Model, Params
+from jaxrl_llm.models.transformer import Model, Params
 from jaxrl_llm.ops import packing
 from jaxrl_llm.ops.logp import chunked_logp, completion_window, place_completion
 from jaxrl_llm.ops.sampling import Filter
@@ -109,7 +109,7 @@ def row_logp(
             return chunked_logp(hidden, head_1VD[0], target, cast_VD=cast_1VD[0], **how)
 
         # Gathered once for all chunks, in the dtype it is read in; so is the gradient scattered.
-        head = (sharding.copies(x, EMBEDDING) for x in (head_VD, head_VD.astype(part.hidden.dtype)))
+        head = (sharding.copies(x, model.table_spec) for x in (head_VD, head_VD.astype(part.hidden.dtype)))
         both = sharding.with_own_rows(of_rows, part.hidden, part.target, part.support, part.live, *head)
         return tuple(part.place(x) for x in both)
 

@@ -64,11 +64,11 @@ def linear(x_BTI: jax.Array, w: jax.Array, *, merged: bool = True) -> jax.Array:
     return jnp.einsum("XI,OI->XO", x_XI, w_OI)[:X].reshape(*x_BTI.shape[:2], -1)
 
 
-def look_up(dtype, tokens_BT: jax.Array, table_VD: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """The tokens' rows of the table, [B,T,D]. Each device reads its part of the width for the tokens of all: what is
-    sent is activations, and the gradient lies where the table does, summed in its dtype.
+def look_up(dtype, width: int, axes: Any, tokens_BT: jax.Array, table_VD: jax.Array) -> jax.Array:
+    """The tokens' rows of the table, [B,T,D]. A device with a part of the width reads it for all along ``axes``: what
+    is sent is activations, and the gradient lies where the table does, summed in its dtype.
     """
-    if not axes:
+    if table_VD.shape[1] == width:
         return table_VD[tokens_BT].astype(dtype)
     part = table_VD[jax.lax.all_gather(tokens_BT, axes, tiled=True)].astype(dtype)
     return jax.lax.all_to_all(part, axes, split_axis=0, concat_axis=2, tiled=True)
@@ -140,13 +140,13 @@ class Transformer(nnx.Module):
         layers=None,
         attention="xla",
         rope=None,
+        spec=(None, None),
     ):
         table_VD = self.embedding[...]
-        if layers is None:
-            find = functools.partial(look_up, compute_dtype)
-            x_BTD = sharding.with_own_rows(find, tokens_BT, table=table_VD, logical_axes=EMBEDDING)
-        else:  # the sampler's table is whole along fsdp
-            x_BTD = table_VD[tokens_BT].astype(compute_dtype)
+        spec = sharding.on_rows(spec)  # of the table; the sampler's is whole along the axes of rows
+        find = functools.partial(look_up, compute_dtype, self.arch.width, spec[1])
+        split = {"others": (table_VD,), "specs": (jax.P(None, spec[1]),)}
+        x_BTD = find(tokens_BT, table_VD) if layers is not None else sharding.with_own_rows(find, tokens_BT, **split)
         x_BTD = sharding.constrain(x_BTD, "batch", "length", "activation")
         cos, sin = rope_tables(self.arch, positions_BT) if rope is None else (x[positions_BT] for x in rope)
         visible = kernels.of_lines(visible, attention)
@@ -183,9 +183,11 @@ class Model:
     compute_dtype: str = "float32"
     remat: str = "none"
     attention: str = "xla"  # or a kernel of ``kernels.choose``
+    rules: tuple[tuple[str, Any], ...] = ()  # of the weights' logical axes, where they are not as ``sharding.RULES``
 
-    def abstract_params(self, mesh: Mesh, *, rules=sharding.RULES, dtype=jnp.float32) -> Params:
-        """Shapes of the parameters with their shardings on ``mesh``."""
+    def abstract_params(self, mesh: Mesh, *, rules: dict[str, Any] | None = None, dtype=jnp.float32) -> Params:
+        """Shapes of the parameters with their shardings on ``mesh``; further ``rules`` go before the model's."""
+        rules = sharding.RULES | dict(self.rules) | (rules or {})
         _, state = _abstract(self.arch)
 
         def one(variable):
@@ -198,7 +200,7 @@ class Model:
 
     def init(self, key: jax.Array, mesh: Mesh) -> Params:
         """Random float32 parameters, each born on its shard."""
-        return _init_program(self.arch, mesh)(key)
+        return _init_program(Model(self.arch, rules=self.rules), mesh)(key)
 
     def forward(
         self,
@@ -243,7 +245,15 @@ class Model:
             layers=layers,
             attention=self.attention,
             rope=rope,
+            spec=self.table_spec,
         )
+
+    @property
+    def table_spec(self) -> jax.P:
+        """How embedding and head lie in the mesh that a function is traced in."""
+        mesh, shape = jax.sharding.get_abstract_mesh(), (self.arch.vocab_size, self.arch.width)
+        rules = sharding.RULES | dict(self.rules)
+        return jax.P(None, None) if mesh.empty else sharding.partition_spec(shape, EMBEDDING, mesh, rules)
 
     def head(self, params: Params) -> jax.Array:
         """The output projection [V,D], the learner's or the sampler's."""
@@ -257,10 +267,10 @@ def _abstract(arch: Architecture):
 
 
 @functools.lru_cache
-def _init_program(arch: Architecture, mesh: Mesh) -> Callable[[jax.Array], Params]:
+def _init_program(model: Model, mesh: Mesh) -> Callable[[jax.Array], Params]:
     """Kept, for a jitted closure made anew would be compiled anew."""
 
     def make(key):
-        return nnx.to_pure_dict(nnx.state(Transformer(arch, rngs=nnx.Rngs(params=key))))
+        return nnx.to_pure_dict(nnx.state(Transformer(model.arch, rngs=nnx.Rngs(params=key))))
 
-    return jax.jit(make, out_shardings=jax.tree.map(lambda x: x.sharding, Model(arch).abstract_params(mesh)))
+    return jax.jit(make, out_shardings=jax.tree.map(lambda x: x.sharding, model.abstract_params(mesh)))

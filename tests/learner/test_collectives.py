@@ -1,16 +1,17 @@
 """What devices send each other in an update: no more than its layout needs, sums in float32, the same numbers."""
 
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.building import CUBE, ONE, gradient, make_update, mesh_of, needs_libtpu, random_experience
+from support.building import CUBE, ONE, TINY, gradient, make_update, mesh_of, needs_libtpu, random_experience
 
 from benchmarks.collectives import collectives
 from jaxrl_llm import plan
-from jaxrl_llm.config import MeshConfig, freeze
+from jaxrl_llm.config import ConfigError, MeshConfig, freeze
 from jaxrl_llm.models.architecture import Architecture
 from jaxrl_llm.models.transformer import EMBEDDING, look_up
 from jaxrl_llm.replay import ring as replay
@@ -36,10 +37,11 @@ def test_the_embeddings_gradient_is_summed_in_float32(mesh):
     """Ones of 8 rows x 100 tokens, all of one id: a sum in bfloat16 stops at 256, for 257 is none of its numbers."""
     table, tokens = np.ones((5, 8), np.float32), np.full((8, 100), 3, np.int32)
 
-    find = functools.partial(look_up, jnp.bfloat16)
+    axes = None if mesh is ONE else "fsdp"
 
     def total(table, tokens):
-        x_BTD = sharding.with_own_rows(find, tokens, table=table, logical_axes=EMBEDDING)
+        find = functools.partial(look_up, jnp.bfloat16, 8, axes)
+        x_BTD = sharding.with_own_rows(find, tokens, others=(table,), specs=(jax.P(None, axes),))
         assert x_BTD.dtype == jnp.bfloat16
         return jnp.sum(x_BTD.astype(jnp.float32))
 
@@ -59,7 +61,7 @@ def test_a_copy_for_each_device_is_whole_and_its_gradient_the_sum_of_all(num_dev
     weight = np.random.default_rng(0).normal(size=(num_devices, *x.shape)).astype(np.float32)
 
     def total(x):
-        copies = sharding.copies(x, EMBEDDING)
+        copies = sharding.copies(x, jax.P(None, "fsdp"))
         return jnp.sum(copies * weight), copies
 
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
@@ -67,6 +69,29 @@ def test_a_copy_for_each_device_is_whole_and_its_gradient_the_sum_of_all(num_dev
         found, copies = jax.jit(jax.grad(total, has_aux=True))(jax.device_put(x, where))
     np.testing.assert_array_equal(copies, np.broadcast_to(x, weight.shape))
     np.testing.assert_allclose(found, weight.sum(axis=0), rtol=1e-5, atol=1e-6)
+
+
+RULES = {"embed over data and fsdp": {"embed": ("data", "fsdp")}, "vocab over rows": {"vocab": "fsdp", "embed": None}}
+
+
+@pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
+def test_weights_lie_where_rules_say_and_gradients_are_the_same(rules):
+    config = MeshConfig(data=2, fsdp=2, tensor=2, rules=rules)
+    mesh, rows = mesh_of(CUBE), random_experience(with_reference=False)
+    update = make_update({"logp_chunk_tokens": 16}, num_devices=4)
+    alone, _ = gradient(update, rows)
+    model = dataclasses.replace(update.model, rules=sharding.rules_of(config))
+    table = model.abstract_params(mesh)["embedding"].sharding.spec
+    assert table == (jax.P("tensor", ("data", "fsdp")) if rules["embed"] else jax.P("fsdp", None))
+    together, _ = gradient(dataclasses.replace(update, model=model), rows, CUBE)
+    for name in ("embedding", "final_norm"):
+        np.testing.assert_allclose(together[name], alone[name], rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("rules", [{"width": "fsdp"}, {"batch": "data"}, {"embed": "model"}, {"embed": 3}])
+def test_a_rule_of_an_unknown_axis_is_refused(rules):
+    with pytest.raises(ConfigError, match=r"mesh.rules=\{.*must map one of vocab, embed,.* of data, fsdp, tensor$"):
+        assemble(freeze({"mesh": {"rules": rules}}), TINY, (5,), mesh_of(ONE))
 
 
 def run_of(topology):
