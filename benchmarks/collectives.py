@@ -87,15 +87,12 @@ def _trips(bodies: dict[str, list], line: str) -> int:
 
 
 def _sent(kind, shape, rest, line, shapes, times, scattered) -> Sent:
-    arrays = ARRAY.findall(shape)
     if kind == "reduce-scatter":  # what it takes is whole, what it gives a shard
-        arrays = ARRAY.findall(
-            " ".join(shapes.get(name, "") for name in re.findall(r"%([\w.\-]+)", rest.split(")")[0]))
-        )
-    arrays = [x for x in arrays if x[0] in BITS] or [("u8", "0")]
+        shape = " ".join(shapes.get(name, "") for name in re.findall(r"%([\w.\-]+)", rest.split(")")[0]))
+    arrays = [x for x in ARRAY.findall(shape) if x[0] in BITS] or [("u8", "0")]
     dtype, dims = max(arrays, key=lambda x: _bytes(*x))
-    started = kind in ("all-gather", "collective-permute") and "-start(" in line  # its result has its operand too
-    size = _bytes(dtype, dims) if started or kind != "all-reduce" else sum(_bytes(*x) for x in arrays)
+    # Of several arrays reduced at once all count; where another kind is started its result has its operand too.
+    size = sum(_bytes(*x) for x in arrays) if kind == "all-reduce" else _bytes(dtype, dims)
     if groups := re.search(r"replica_groups=\[(\d+),(\d+)\]", line):
         chips = int(groups[2])
     elif groups := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", line):
@@ -105,12 +102,12 @@ def _sent(kind, shape, rest, line, shapes, times, scattered) -> Sent:
     elif groups := re.search(r"replica_groups=\{\{([\d,]*)\}", line):
         chips = len(groups[1].split(","))
     else:
-        chips = line.count("{") - 1 if kind == "collective-permute" else 1
+        pairs = re.search(r"source_target_pairs=\{(\{.*?\})\}", line)
+        chips = pairs[1].count("{") if pairs else 1
     share = {"collective-permute": 1, "all-reduce": (1 if scattered else 2) * (chips - 1) / chips}
     op = re.search(r'op_name="([^"]*)"', line)
-    kind = "reduce-scatter" if scattered else kind
-    sent = share.get(kind, (chips - 1) / chips) * size
-    return Sent(kind, f"{dtype}[{dims}]", chips, times, sent, op[1] if op else "")
+    sent = share.get(kind, (chips - 1) / max(chips, 1)) * size
+    return Sent("reduce-scatter" if scattered else kind, f"{dtype}[{dims}]", chips, times, sent, op[1] if op else "")
 
 
 def main() -> None:

@@ -22,6 +22,38 @@ V, D, FSDP, MICRO_BATCHES = 520, 64, 4, 2
 SPLIT = MeshConfig(data=2, fsdp=4)
 
 
+def test_bytes_are_counted_by_the_ring_algorithms_and_by_the_trips_of_loops():
+    text = """
+%add (a: f32[], b: f32[]) -> f32[] {
+}
+%all-reduce-scatter.1 (x: f32[8,4]) -> f32[2,4] {
+  %x = f32[8,4]{1,0} parameter(0)
+  %r = f32[8,4]{1,0} all-reduce(%x), channel_id=3, replica_groups={{0,1,2,3}}, to_apply=%add
+}
+%body (p: (s32[], f32[8,4])) -> (s32[], f32[8,4]) {
+  %f = f32[2,4]{1,0} fusion(%y), kind=kCustom, calls=%all-reduce-scatter.1
+}
+%condition (p: (s32[], f32[8,4])) -> pred[] {
+  %c = s32[]{:T(128)} constant(3)
+  ROOT %lt = pred[] compare(%i, %c), direction=LT
+}
+ENTRY %main (p: f32[8,4]) -> f32[8,4] {
+  %w = (s32[], f32[8,4]{1,0:T(8,128)}) while(%t), condition=%condition, body=%body
+  %g = (bf16[2,4]{1,0}, bf16[16,4]{1,0}) all-gather-start(%p), channel_id=1, replica_groups=mesh['a'=2,'b'=8] {'b'}
+  %s = (f32[5]{0}, f32[]) all-reduce(%q, %r), channel_id=2, replica_groups=[4,2]<=[8], to_apply=%add
+  %m = f32[10]{0} collective-permute(%q), channel_id=4, source_target_pairs={{0,1},{1,0}}
+  %one = f32[] all-reduce(%q), channel_id=5, replica_groups={{0},{1}}, to_apply=%add
+}
+"""
+    found = {(one.kind, one.shape, one.chips, one.times): one.sent_bytes for one in collectives(text)}
+    assert found == {
+        ("reduce-scatter", "f32[8,4]", 4, 3): 3 / 4 * 128,
+        ("all-gather", "bf16[16,4]", 8, 1): 7 / 8 * 128,
+        ("all-reduce", "f32[5]", 2, 1): 2 * 1 / 2 * 24,
+        ("collective-permute", "f32[10]", 2, 1): 40,
+    }
+
+
 @pytest.mark.parametrize("mesh", [MeshConfig(data=1, fsdp=4), CUBE], ids=["fsdp 4", "data 2, fsdp 2, tensor 2"])
 def test_gradients_by_embedding_and_head_are_one_devices_on_any_mesh(mesh):
     update, rows = make_update({"logp_chunk_tokens": 16}, num_devices=8), random_experience(with_reference=False)
