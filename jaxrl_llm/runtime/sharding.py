@@ -184,7 +184,7 @@ def with_own_rows(function: Callable, *rows: Any, others: tuple[jax.Array, ...] 
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or partition_spec(rows[0].shape[:1], ("batch",), mesh)[0] is None:
         return function(*rows, *others)
-    in_specs = jax.tree.map(lambda x: PartitionSpec(BATCH_AXES if x.ndim else None), rows)
+    in_specs = jax.tree.map(lambda x: PartitionSpec(BATCH_AXES) if x.ndim else PartitionSpec(), rows)
     how = {"axis_names": set(BATCH_AXES), "check_vma": False}  # the other axes are XLA's
     out = jax.shard_map(function, in_specs=(*in_specs, *specs), out_specs=PartitionSpec(BATCH_AXES), **how)
     return out(*rows, *others)
