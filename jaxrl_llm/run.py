@@ -208,7 +208,7 @@ def model_of(config: Config, arch: Architecture, mesh: Mesh, who: str = "model")
         )
     attention = kernels.choose(config.model.attention, mesh.devices.flat[0], config.model.compute_dtype, arch.head_size)
     remat = "full" if config.model.remat == "auto" else config.model.remat
-    return Model(arch, config.model.compute_dtype, remat, attention)
+    return Model(arch, config.model.compute_dtype, remat, attention, sharding.rules_of(config.mesh))
 
 
 def keep_what_fits(

@@ -43,7 +43,7 @@ from jaxrl_llm.questions.ledger import Ledger
 from jaxrl_llm.questions.stream import PromptStream
 from jaxrl_llm.reports.metrics import cost_values, rollout_values
 from jaxrl_llm.run import assemble
-from jaxrl_llm.runtime import sharding
+from jaxrl_llm.runtime import hosts, sharding
 from jaxrl_llm.runtime.nested import differences
 from jaxrl_llm.sweep.points import with_point
 from jaxrl_llm.types import OUTCOME_ERROR, OUTCOME_SCORE, STOP_EOS, Example, Rewards
@@ -531,6 +531,12 @@ def sampler_mesh(config, folder, monkeypatch):
     return dict(sharding.sampler_mesh(config.mesh, sharding.make_mesh(config.mesh)).shape)
 
 
+def layout(config, folder, monkeypatch):
+    """How the learner's weights lie on a mesh of two devices."""
+    mesh = sharding.make_mesh(config.mesh, jax.devices()[:2])
+    return [x.sharding.spec for x in jax.tree.leaves(assemble(config, TINY, (257,), mesh).learner.params)]
+
+
 def model(config, folder, monkeypatch):
     return pretrained.resolve(config.model.path).architecture()
 
@@ -548,6 +554,15 @@ def loaded_models(config, folder, monkeypatch):
         patch.setattr(pretrained, "_random", noted)
         ghost_run(config, folder, monkeypatch)
     return shapes
+
+
+def compares(config, folder, monkeypatch):
+    """How often hosts are asked whether they have the same."""
+    asked = []
+    with monkeypatch.context() as patch:
+        patch.setattr(hosts, "agree_on_copies", lambda *_, **__: asked.append(1))
+        ghost_run(config, folder, monkeypatch)
+    return len(asked)
 
 
 def kernel_of_a_tpu(config, folder, monkeypatch):
@@ -808,6 +823,7 @@ ALIVE = {
     "mesh.fsdp": (2, mesh, {}),
     "mesh.tensor": (2, mesh, {}),
     "mesh.sampler_tensor": (2, sampler_mesh, {"mesh.fsdp": 4}),
+    "mesh.rules": ({"embed": None}, layout, {"mesh.fsdp": 2}),
     "checkpoint.every_iterations": (1, ghost_run, {"checkpoint.keep_last": 5}),
     "checkpoint.keep_last": (2, ghost_run, CHECKPOINTED),
     "checkpoint.keep_best": (3, ghost_run, CHECKPOINTED | EVALUATED | {"eval.every_iterations": 1}),
@@ -820,6 +836,7 @@ ALIVE = {
     "metrics.tensorboard": (True, ghost_run, {}),
     "metrics.samples_per_iteration": (2, ghost_run, {}),
     "metrics.share_rollouts": (True, ghost_run, {}),
+    "metrics.compare_hosts": (True, compares, {}),
 }
 
 

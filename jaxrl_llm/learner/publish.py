@@ -46,7 +46,7 @@ def sampler_form(params: Params, take: Callable[[str, Any, int | None], Any] = _
     return rest | {"layers": layers}
 
 
-def abstract_params(model: Model, mesh: Mesh, rules: dict[str, Any] = sharding.SAMPLER_RULES) -> Params:
+def abstract_params(model: Model, mesh: Mesh, rules: dict[str, Any] = sharding.OF_SAMPLER) -> Params:
     """Shapes of the sampler's weights with their shardings: in the compute dtype, whole along ``fsdp``."""
     is_tpu = mesh.devices.flat[0].platform == "tpu"
 
@@ -64,7 +64,7 @@ def abstract_params(model: Model, mesh: Mesh, rules: dict[str, Any] = sharding.S
 
 def program(model: Model, mesh: Mesh, sampler_mesh: Mesh) -> Program:
     """From the learner's parameters on its mesh, which it leaves alone, to the sampler's, of the same devices."""
-    sampler, learner = abstract_params(model, sampler_mesh), abstract_params(model, mesh, sharding.RULES)
+    sampler, learner = abstract_params(model, sampler_mesh), abstract_params(model, mesh, {})
 
     def publish(params: Params) -> Params:
         # One matrix is gathered after the other, and a TPU's gather has a buffer of its own: if nothing were computed

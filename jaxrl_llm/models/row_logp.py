@@ -24,6 +24,7 @@ from jaxrl_llm.models.transformer import Model, Params
 from jaxrl_llm.ops import packing
 from jaxrl_llm.ops.logp import chunked_logp, completion_window, place_completion
 from jaxrl_llm.ops.sampling import Filter
+from jaxrl_llm.runtime import sharding
 
 # The model's own distribution, which what it did not sample is judged by: no temperature, no filter.
 PLAIN = SamplingConfig()
@@ -103,8 +104,13 @@ def row_logp(
         completions, prompts = _padded(model, params, *rows, completion_width=completion_width, **how)
 
     def logp(part: Part, sampling: SamplingConfig) -> tuple[jax.Array, jax.Array]:
-        how = {"chunk": part.chunk, "settings": Filter.of(sampling), "support_BCK": part.support}
-        both = chunked_logp(part.hidden, head_VD, part.target, live=part.live, **how)
+        def of_rows(hidden, target, support, live, head_1VD, cast_1VD):
+            how = {"chunk": part.chunk, "settings": Filter.of(sampling), "support_BCK": support, "live": live}
+            return chunked_logp(hidden, head_1VD[0], target, cast_VD=cast_1VD[0], **how)
+
+        # Gathered once for all chunks, in the dtype it is read in; so is the gradient scattered.
+        head = (sharding.copies(x, model.table_spec) for x in (head_VD, head_VD.astype(part.hidden.dtype)))
+        both = sharding.with_own_rows(of_rows, part.hidden, part.target, part.support, part.live, *head)
         return tuple(part.place(x) for x in both)
 
     seen = RowValues(*logp(completions, sampling))

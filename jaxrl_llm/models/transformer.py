@@ -29,6 +29,7 @@ from jaxrl_llm.runtime import sharding
 Params = dict[str, Any]
 
 INIT_STDDEV = 0.02
+EMBEDDING = ("vocab", "embed")  # logical axes of the embedding, and of the head
 
 
 def _param(rngs: nnx.Rngs, shape: tuple[int, ...], logical_axes: tuple[str, ...], *, norm: bool = False) -> nnx.Param:
@@ -61,6 +62,16 @@ def linear(x_BTI: jax.Array, w: jax.Array, *, merged: bool = True) -> jax.Array:
     if X == 1:  # XLA would fuse a vector's product, and read what the sampler turned (publish) with strides
         x_XI = jnp.repeat(x_XI, 2, axis=0)
     return jnp.einsum("XI,OI->XO", x_XI, w_OI)[:X].reshape(*x_BTI.shape[:2], -1)
+
+
+def look_up(dtype, width: int, axes: Any, tokens_BT: jax.Array, table_VD: jax.Array) -> jax.Array:
+    """The tokens' rows of the table, [B,T,D]. A device with a part of the width reads it for all along ``axes``: what
+    is sent is activations, and the gradient lies where the table does, summed in its dtype.
+    """
+    if table_VD.shape[1] == width:
+        return table_VD[tokens_BT].astype(dtype)
+    part = table_VD[jax.lax.all_gather(tokens_BT, axes, tiled=True)].astype(dtype)
+    return jax.lax.all_to_all(part, axes, split_axis=0, concat_axis=2, tiled=True)
 
 
 class Blocks(nnx.Module):
@@ -110,11 +121,11 @@ class Transformer(nnx.Module):
 
     def __init__(self, arch: Architecture, *, rngs: nnx.Rngs):
         self.arch = arch
-        self.embedding = _param(rngs, (arch.vocab_size, arch.width), ("vocab", "embed"))
+        self.embedding = _param(rngs, (arch.vocab_size, arch.width), EMBEDDING)
         self.blocks = Blocks(arch, rngs=rngs)
         self.final_norm = _param(rngs, (arch.width,), ("activation",), norm=True)
         if not arch.tied:
-            self.head = _param(rngs, (arch.vocab_size, arch.width), ("vocab", "embed"))
+            self.head = _param(rngs, (arch.vocab_size, arch.width), EMBEDDING)
 
     def __call__(
         self,
@@ -129,10 +140,13 @@ class Transformer(nnx.Module):
         layers=None,
         attention="xla",
         rope=None,
+        spec=(None, None),
     ):
-        # Gathered along fsdp first: a lookup in a table split along its width would replicate the batch.
-        table_VD = sharding.constrain(self.embedding[...].astype(compute_dtype), "vocab", "activation")
-        x_BTD = table_VD[tokens_BT]
+        table_VD = self.embedding[...]
+        spec = sharding.on_rows(spec)  # of the table; the sampler's is whole along the axes of rows
+        find = functools.partial(look_up, compute_dtype, self.arch.width, spec[1])
+        split = {"others": (table_VD,), "specs": (jax.P(None, spec[1]),)}
+        x_BTD = find(tokens_BT, table_VD) if layers is not None else sharding.with_own_rows(find, tokens_BT, **split)
         x_BTD = sharding.constrain(x_BTD, "batch", "length", "activation")
         cos, sin = rope_tables(self.arch, positions_BT) if rope is None else (x[positions_BT] for x in rope)
         visible = kernels.of_lines(visible, attention)
@@ -169,9 +183,11 @@ class Model:
     compute_dtype: str = "float32"
     remat: str = "none"
     attention: str = "xla"  # or a kernel of ``kernels.choose``
+    rules: tuple[tuple[str, Any], ...] = ()  # of the weights' logical axes, where they are not as ``sharding.RULES``
 
-    def abstract_params(self, mesh: Mesh, *, rules=sharding.RULES, dtype=jnp.float32) -> Params:
-        """Shapes of the parameters with their shardings on ``mesh``."""
+    def abstract_params(self, mesh: Mesh, *, rules: dict[str, Any] | None = None, dtype=jnp.float32) -> Params:
+        """Shapes of the parameters with their shardings on ``mesh``; further ``rules`` go before the model's."""
+        rules = sharding.RULES | dict(self.rules) | (rules or {})
         _, state = _abstract(self.arch)
 
         def one(variable):
@@ -184,7 +200,7 @@ class Model:
 
     def init(self, key: jax.Array, mesh: Mesh) -> Params:
         """Random float32 parameters, each born on its shard."""
-        return _init_program(self.arch, mesh)(key)
+        return _init_program(Model(self.arch, rules=self.rules), mesh)(key)
 
     def forward(
         self,
@@ -229,7 +245,15 @@ class Model:
             layers=layers,
             attention=self.attention,
             rope=rope,
+            spec=self.table_spec,
         )
+
+    @property
+    def table_spec(self) -> jax.P:
+        """How embedding and head lie in the mesh that a function is traced in."""
+        mesh, shape = jax.sharding.get_abstract_mesh(), (self.arch.vocab_size, self.arch.width)
+        rules = sharding.RULES | dict(self.rules)
+        return jax.P(None, None) if mesh.empty else sharding.partition_spec(shape, EMBEDDING, mesh, rules)
 
     def head(self, params: Params) -> jax.Array:
         """The output projection [V,D], the learner's or the sampler's."""
@@ -243,10 +267,10 @@ def _abstract(arch: Architecture):
 
 
 @functools.lru_cache
-def _init_program(arch: Architecture, mesh: Mesh) -> Callable[[jax.Array], Params]:
+def _init_program(model: Model, mesh: Mesh) -> Callable[[jax.Array], Params]:
     """Kept, for a jitted closure made anew would be compiled anew."""
 
     def make(key):
-        return nnx.to_pure_dict(nnx.state(Transformer(arch, rngs=nnx.Rngs(params=key))))
+        return nnx.to_pure_dict(nnx.state(Transformer(model.arch, rngs=nnx.Rngs(params=key))))
 
-    return jax.jit(make, out_shardings=jax.tree.map(lambda x: x.sharding, Model(arch).abstract_params(mesh)))
+    return jax.jit(make, out_shardings=jax.tree.map(lambda x: x.sharding, model.abstract_params(mesh)))

@@ -97,6 +97,7 @@ def chunked_logp(
     settings: Filter,
     support_BCK: Int[ArrayLike, "B C K"] | None = None,
     live: Int[ArrayLike, ""] | None = None,
+    cast_VD: Float[ArrayLike, "V D"] | None = None,
 ) -> tuple[Float32[Array, "B C"], Float32[Array, "B C"]]:
     """Log-probability of each target and entropy of the distribution it was drawn from.
 
@@ -109,6 +110,7 @@ def chunked_logp(
         support_BCK: [B,C,K] i32 ids that each target was drawn among (``ops.sampling.support_of``); the filters are
             then not asked. None = what they leave of today's logits, and the target.
         live: [] i32, positions that hold a target in any row; of several chunks, later ones are left out. None = all.
+        cast_VD: the head in the dtype of the hidden states, to be read in its place; None = made here.
 
     Returns:
         logp and entropy, each [B,C] f32 nats; 0.0 in chunks that are not computed.
@@ -117,7 +119,7 @@ def chunked_logp(
     chunk = min(chunk, C)
     num_chunks = -(-C // chunk)
     spare = num_chunks * chunk - C
-    cast_VD = jax.lax.stop_gradient(head_VD.astype(hidden_BCD.dtype))
+    cast_VD = jax.lax.stop_gradient(head_VD.astype(hidden_BCD.dtype) if cast_VD is None else cast_VD)
 
     def one_chunk(first, of_positions):
         hidden, target, support = jax.tree.map(lambda x: x.reshape(B * chunk, *x.shape[2:]), of_positions)

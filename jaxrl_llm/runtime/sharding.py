@@ -38,9 +38,32 @@ RULES = {
     "head_size": None,
     "activation": None,
 }
-SAMPLER_RULES = {**RULES, "embed": None}
+OF_SAMPLER = {"embed": None}  # the sampler's weights lie elsewhere in this alone
+# Logical axes of weights, which mesh.rules may lay elsewhere.
+OF_WEIGHTS = ("vocab", "embed", "heads", "kv_heads", "mlp")
 # JAX's name of the host memory that a device reads and writes by itself.
 HOST_MEMORY = "pinned_host"
+
+
+def rules_of(config: MeshConfig) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """``mesh.rules`` as pairs: the mesh axes of a logical axis of weights, in place of those of ``RULES``.
+
+    Raises:
+        ConfigError: weights have no such axis, or the mesh has not.
+    """
+    for name, axes in config.rules.items():
+        is_axes = axes is None or isinstance(axes, str | list | tuple)
+        if name not in OF_WEIGHTS or not is_axes or not {*_names(axes)} <= {*MESH_AXES}:
+            raise ConfigError(
+                f"mesh.rules={{{name!r}: {axes!r}}} must map one of {', '.join(OF_WEIGHTS)} to None, one or several of "
+                f"{', '.join(MESH_AXES)}"
+            )
+    return tuple((name, _names(axes) or None) for name, axes in config.rules.items())
+
+
+def _names(axis: Any) -> tuple[str, ...]:
+    """The mesh axes of an entry of a spec."""
+    return (axis,) if isinstance(axis, str) else tuple(axis or ())
 
 
 def make_mesh(config: MeshConfig, devices: list[Any] | None = None) -> Mesh:
@@ -126,11 +149,13 @@ def num_ring_shards(config: Config, mesh: Mesh) -> int:
 def partition_spec(shape: tuple[int, ...], logical_axes: tuple[str | None, ...], mesh, rules=RULES) -> PartitionSpec:
     """Mesh axes of an array; a dimension that its axis does not divide stays whole."""
     assert len(shape) == len(logical_axes), (shape, logical_axes)
-    spec = []
+    spec, free = [], set(mesh.axis_names)  # an axis of the mesh splits one dimension, the first that asks for it
     for size, name in zip(shape, logical_axes, strict=True):
         axis = None if name is None else rules[name]
-        parts = math.prod(mesh.shape[a] for a in ((axis,) if isinstance(axis, str) else axis or ()))
-        spec.append(axis if parts > 1 and size % parts == 0 else None)
+        parts = math.prod(mesh.shape[a] for a in _names(axis))
+        fits = parts > 1 and size % parts == 0 and free >= set(_names(axis))
+        free -= set(_names(axis)) if fits else set()
+        spec.append(axis if fits else None)
     return PartitionSpec(*spec)
 
 
@@ -178,6 +203,58 @@ def by_vocabulary(function: Callable, logits_ZV: jax.Array, *of_rows: jax.Array)
     in_specs = (PartitionSpec(rows, vocab), *(PartitionSpec(rows) for _ in of_rows))
     call = lambda *args: function(*args, axis)
     return jax.shard_map(call, in_specs=in_specs, out_specs=PartitionSpec(rows), check_vma=False)(logits_ZV, *of_rows)
+
+
+def with_own_rows(function: Callable, *rows: Any, others: tuple[jax.Array, ...] = (), specs: tuple = ()) -> Any:
+    """``function(*rows, *others)`` by each data-parallel device on its own rows: it says what is sent, and when.
+
+    Args:
+        function: returns arrays of the rows. It sees all rows, and all of the others, where B rows do not divide.
+        rows: arrays of B rows each, scalars, None; B of the first is looked at.
+        others: gradients by them are summed over the axes of rows that they do not lie on.
+        specs: how each of the others lies on the axes of rows.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or partition_spec(rows[0].shape[:1], ("batch",), mesh)[0] is None:
+        return function(*rows, *others)
+    in_specs = jax.tree.map(lambda x: PartitionSpec(BATCH_AXES) if x.ndim else PartitionSpec(), rows)
+    how = {"axis_names": set(BATCH_AXES), "check_vma": False}  # the other axes are XLA's
+    out = jax.shard_map(function, in_specs=(*in_specs, *specs), out_specs=PartitionSpec(BATCH_AXES), **how)
+    return out(*rows, *others)
+
+
+def on_rows(spec: PartitionSpec) -> PartitionSpec:
+    """What of a spec lies on axes of rows alone."""
+    return PartitionSpec(*(axis if {*_names(axis)} <= {*BATCH_AXES} else None for axis in spec))
+
+
+def copies(x: jax.Array, spec: PartitionSpec) -> jax.Array:
+    """A copy of an array for each data-parallel device, [n, ...], whole along the axes of rows: for ``with_own_rows``.
+
+    The gradient is a reduce-scatter. In rings of up to four: of more devices the TPU compiler sums it whole on all, for
+    twice the bytes.
+
+    Args:
+        spec: how the array lies.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or num_data_shards(mesh) == 1:
+        return x[None]
+    ours = on_rows(spec)
+    others = PartitionSpec(*(None if {*_names(axis)} & {*BATCH_AXES} else axis for axis in spec))
+
+    def gather(x):
+        for dim, axis in ((dim, axis) for dim, of_dim in enumerate(ours) for axis in reversed(_names(of_dim))):
+            n, stride = mesh.shape[axis], 1
+            while stride < n:
+                size = next(size for size in (4, 2, n // stride) if n // stride % size == 0)
+                rings = np.arange(n).reshape(-1, size, stride).swapaxes(1, 2).reshape(-1, size)
+                x = jax.lax.all_gather(x, axis, axis=dim, tiled=True, axis_index_groups=rings.tolist())
+                stride *= size
+        return x[None]
+
+    here = PartitionSpec(*(a or b for a, b in zip(ours, others, strict=True)))
+    return jax.shard_map(gather, in_specs=here, out_specs=PartitionSpec(BATCH_AXES, *others), check_vma=False)(x)
 
 
 def replicated(mesh: Mesh, tree: Any) -> Any:

@@ -129,10 +129,10 @@ def test_no_array_of_rows_by_length_by_vocabulary_is_in_the_compiled_update(fini
     largest = max(sizes(finished.compiled["update"].as_text()))
     # The largest there is are the attention weights of a layer, far from a vocabulary for every position.
     assert largest < limit
-    # The search does find such an array: before it is split over devices, with chunks as long as completions.
+    # The search does find such an array: a device's, with chunks as long as completions.
     whole = make_run(logp_chunk_tokens=ROWS_PER_DEVICE * COMPLETION_TOKENS)
     text = whole.programs()["update"].lower(whole.mesh).as_text()
-    assert max(sizes(text)) >= 32 * COMPLETION_TOKENS * TINY.vocab_size
+    assert max(sizes(text)) >= limit
 
 
 def test_insert_moves_no_row_between_devices(finished):

@@ -1,0 +1,204 @@
+"""What devices send each other in an update: no more than its layout needs, sums in float32, the same numbers."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.building import CUBE, ONE, TINY, gradient, make_update, mesh_of, needs_libtpu, random_experience
+
+from benchmarks.collectives import collectives
+from jaxrl_llm import plan
+from jaxrl_llm.config import ConfigError, MeshConfig, freeze
+from jaxrl_llm.models.architecture import Architecture
+from jaxrl_llm.models.transformer import EMBEDDING, look_up
+from jaxrl_llm.replay import ring as replay
+from jaxrl_llm.run import assemble
+from jaxrl_llm.runtime import sharding
+
+V, D, FSDP, MICRO_BATCHES = 520, 64, 4, 2
+SPLIT = MeshConfig(data=2, fsdp=4)
+
+
+def test_bytes_are_counted_by_the_ring_algorithms_and_by_the_trips_of_loops():
+    text = """
+%add (a: f32[], b: f32[]) -> f32[] {
+}
+%all-reduce-scatter.1 (x: f32[8,4]) -> f32[2,4] {
+  %x = f32[8,4]{1,0} parameter(0)
+  %r = f32[8,4]{1,0} all-reduce(%x), channel_id=3, replica_groups={{0,1,2,3}}, to_apply=%add
+}
+%body (p: (s32[], f32[8,4])) -> (s32[], f32[8,4]) {
+  %f = f32[2,4]{1,0} fusion(%y), kind=kCustom, calls=%all-reduce-scatter.1
+}
+%condition (p: (s32[], f32[8,4])) -> pred[] {
+  %c = s32[]{:T(128)} constant(3)
+  ROOT %lt = pred[] compare(%i, %c), direction=LT
+}
+ENTRY %main (p: f32[8,4]) -> f32[8,4] {
+  %w = (s32[], f32[8,4]{1,0:T(8,128)}) while(%t), condition=%condition, body=%body
+  %g = (bf16[2,4]{1,0}, bf16[16,4]{1,0}) all-gather-start(%p), channel_id=1, replica_groups=mesh['a'=2,'b'=8] {'b'}
+  %s = (f32[5]{0}, f32[]) all-reduce(%q, %r), channel_id=2, replica_groups=[4,2]<=[8], to_apply=%add
+  %m = f32[10]{0} collective-permute(%q), channel_id=4, source_target_pairs={{0,1},{1,0}}
+  %one = f32[] all-reduce(%q), channel_id=5, replica_groups={{0},{1}}, to_apply=%add
+}
+"""
+    found = {(one.kind, one.shape, one.chips, one.times): one.sent_bytes for one in collectives(text)}
+    assert found == {
+        ("reduce-scatter", "f32[8,4]", 4, 3): 3 / 4 * 128,
+        ("all-gather", "bf16[16,4]", 8, 1): 7 / 8 * 128,
+        ("all-reduce", "f32[5]", 2, 1): 2 * 1 / 2 * 24,
+        ("collective-permute", "f32[10]", 2, 1): 40,
+    }
+
+
+@pytest.mark.parametrize("mesh", [MeshConfig(data=1, fsdp=4), CUBE], ids=["fsdp 4", "data 2, fsdp 2, tensor 2"])
+def test_gradients_by_embedding_and_head_are_one_devices_on_any_mesh(mesh):
+    update, rows = make_update({"logp_chunk_tokens": 16}, num_devices=8), random_experience(with_reference=False)
+    alone, sums = gradient(update, rows)
+    together, sums_together = gradient(update, rows, mesh)
+    np.testing.assert_allclose(sums_together["loss_sum"], sums["loss_sum"], rtol=1e-5, atol=1e-6)
+    for name in ("embedding", "final_norm"):
+        np.testing.assert_allclose(together[name], alone[name], rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("mesh", [ONE, SPLIT], ids=["one device", "eight"])
+def test_the_embeddings_gradient_is_summed_in_float32(mesh):
+    """Ones of 8 rows x 100 tokens, all of one id: a sum in bfloat16 stops at 256, for 257 is none of its numbers."""
+    table, tokens = np.ones((5, 8), np.float32), np.full((8, 100), 3, np.int32)
+
+    axes = None if mesh is ONE else "fsdp"
+
+    def total(table, tokens):
+        find = functools.partial(look_up, jnp.bfloat16, 8, axes)
+        x_BTD = sharding.with_own_rows(find, tokens, others=(table,), specs=(jax.P(None, axes),))
+        assert x_BTD.dtype == jnp.bfloat16
+        return jnp.sum(x_BTD.astype(jnp.float32))
+
+    mesh = mesh_of(mesh)
+    args = jax.device_put(
+        (table, tokens), (sharding.named(mesh, table.shape, EMBEDDING), sharding.leading(mesh, tokens))
+    )
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        found = jax.jit(jax.grad(total))(*args)
+    np.testing.assert_array_equal(found, np.where(np.arange(5)[:, None] == 3, 800.0, np.zeros((5, 8))))
+
+
+@pytest.mark.parametrize("num_devices", [2, 3, 6, 8])
+def test_a_copy_for_each_device_is_whole_and_its_gradient_the_sum_of_all(num_devices):
+    mesh = mesh_of(MeshConfig(data=1, fsdp=num_devices))
+    x = np.arange(2 * 2 * num_devices, dtype=np.float32).reshape(2, -1)
+    weight = np.random.default_rng(0).normal(size=(num_devices, *x.shape)).astype(np.float32)
+
+    def total(x):
+        copies = sharding.copies(x, jax.P(None, "fsdp"))
+        return jnp.sum(copies * weight), copies
+
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        where = sharding.named(mesh, x.shape, EMBEDDING)
+        found, copies = jax.jit(jax.grad(total, has_aux=True))(jax.device_put(x, where))
+    np.testing.assert_array_equal(copies, np.broadcast_to(x, weight.shape))
+    np.testing.assert_allclose(found, weight.sum(axis=0), rtol=1e-5, atol=1e-6)
+
+
+RULES = {"embed over data and fsdp": {"embed": ("data", "fsdp")}, "vocab over rows": {"vocab": "fsdp", "embed": None}}
+
+
+@pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
+def test_weights_lie_where_rules_say_and_gradients_are_the_same(rules):
+    config = MeshConfig(data=2, fsdp=2, tensor=2, rules=rules)
+    mesh, rows = mesh_of(CUBE), random_experience(with_reference=False)
+    update = make_update({"logp_chunk_tokens": 16}, num_devices=4)
+    alone, _ = gradient(update, rows)
+    model = dataclasses.replace(update.model, rules=sharding.rules_of(config))
+    table = model.abstract_params(mesh)["embedding"].sharding.spec
+    assert table == (jax.P("tensor", ("data", "fsdp")) if rules["embed"] else jax.P("fsdp", None))
+    together, _ = gradient(dataclasses.replace(update, model=model), rows, CUBE)
+    for name in ("embedding", "final_norm"):
+        np.testing.assert_allclose(together[name], alone[name], rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("rules", [{"width": "fsdp"}, {"batch": "data"}, {"embed": "model"}, {"embed": 3}])
+def test_a_rule_of_an_unknown_axis_is_refused(rules):
+    with pytest.raises(ConfigError, match=r"mesh.rules=\{.*must map one of vocab, embed,.* of data, fsdp, tensor$"):
+        assemble(freeze({"mesh": {"rules": rules}}), TINY, (5,), mesh_of(ONE))
+
+
+def run_of(topology):
+    """An update of two micro-batches, each of eight chunks of positions; weights split over four chips."""
+    devices, _ = plan.devices_of(topology)
+    chips = len(devices)
+    config = freeze(
+        {
+            "model": {"path": "random:debug", "compute_dtype": "bfloat16"},
+            "prompts": {"max_tokens": 32},
+            "sampling": {"max_completion_tokens": 32},
+            "rollout": {"prompts_per_iteration": chips, "group_size": 2},
+            "replay": {"capacity": 4 * chips},
+            "update": {"batch_size": 4 * chips, "micro_batch_size": 2 * chips, "logp_chunk_tokens": 8},
+            "mesh": {"fsdp": FSDP},
+        }
+    )
+    heads = {"num_heads": 4, "num_kv_heads": 2, "head_size": 16}
+    arch = Architecture(vocab_size=V, width=D, num_layers=2, ffn=128, tied=False, **heads)
+    return assemble(config, arch, (5,), sharding.make_mesh(config.mesh, devices))
+
+
+def compile_program(run, name):
+    return run.programs()[name].lower(run.mesh).compile()
+
+
+@pytest.fixture(scope="module")
+def update_of_eight():
+    return collectives(compile_program(run_of("v5e:2x4"), "update").as_text())
+
+
+def sent_bytes(collectives):
+    return sum(one.times * one.sent_bytes for one in collectives)
+
+
+@needs_libtpu
+def test_head_and_embedding_send_what_their_layout_needs_once_a_micro_batch(update_of_eight):
+    """However many chunks there are: the head in bfloat16, and its gradient in float32.
+
+    Over ``data``, once an update, a shard of the gradients of both; of the embedding but for that only activations.
+    """
+    of_tables = [one for one in update_of_eight if f"[{V}," in one.shape]
+    size, others = V * D, (FSDP - 1) / FSDP
+    head = others * size * 2 + others * size * 4
+    over_data = 2 * (1 / 2) * size / FSDP * 4
+    assert sent_bytes(of_tables) == MICRO_BATCHES * head + 2 * over_data
+    assert {one.kind for one in of_tables if one.shape.startswith("bf16")} == {"all-gather"}
+    rows, width = 2 * 64 - 32, D // FSDP  # a group's prompt once, two completions
+    activations = [one for one in update_of_eight if one.kind == "all-to-all"]
+    assert sent_bytes(activations) == MICRO_BATCHES * 2 * others * FSDP * rows * width * 2
+
+
+@needs_libtpu
+def test_a_draw_sends_nothing_and_an_insert_counts():
+    run = run_of("v5e:2x4")
+    learner, update = run.learner, run.config.update
+
+    def draw(ring, key, iteration):
+        how = {"batch_size": update.batch_size, "group_size": run.config.rows_per_draw, "row_tokens": 64}
+        return replay.draw(ring, key, iteration, run.config.replay, **how)[:2]
+
+    args = run.programs()["update"].args
+    with jax.sharding.use_abstract_mesh(run.mesh.abstract_mesh):
+        drawn = jax.jit(draw).lower(learner.abstract_ring, args[3], args[2]).compile()
+    assert collectives(drawn.as_text()) == []
+    # Sums and counts, not rows: the tokens of its 16 rows of 64 alone are 4 KiB.
+    assert sent_bytes(collectives(compile_program(run, "insert").as_text())) < 4096
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_a_chip_of_twice_as_many_sends_as_much_but_for_what_is_summed_over_them(update_of_eight):
+    sixteen = collectives(compile_program(run_of("v5e:4x4"), "update").as_text())
+    within = lambda found: sent_bytes(one for one in found if one.chips <= FSDP and one.kind != "all-reduce")
+    assert within(sixteen) == within(update_of_eight)
+    # An all-reduce of n chips sends 2 (n-1)/n of its bytes: of 4 for 2 over ``data``, of 16 for 8 over all.
+    summed = lambda found: sent_bytes(one for one in found if one.kind == "all-reduce")
+    assert summed(sixteen) <= 1.5 * summed(update_of_eight)
