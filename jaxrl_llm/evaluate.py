@@ -28,8 +28,8 @@ from jaxrl_llm.models.files import pretrained
 from jaxrl_llm.questions import jsonl, tasks
 from jaxrl_llm.run import assemble, check_room
 from jaxrl_llm.runtime import cli, rng, sharding
-from jaxrl_llm.runtime.checkpoint import restore_params
 from jaxrl_llm.runtime.programs import compile_all, use_cache
+from jaxrl_llm.runtime.weights import restore_params
 
 
 def command(config: Config, model: str, checkpoint: str, num_samples: int) -> dict[str, Any]:

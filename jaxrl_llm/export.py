@@ -9,11 +9,11 @@ from absl import flags
 
 from jaxrl_llm.models.files import hf, pretrained
 from jaxrl_llm.models.transformer import Model
-from jaxrl_llm.runtime import checkpoint, cli
+from jaxrl_llm.runtime import cli, weights
 
 
 def main() -> None:
-    params, config = checkpoint.restore_params(CHECKPOINT.value)
+    params, config = weights.restore_params(CHECKPOINT.value)
     source = pretrained.resolve(config.model.path)
     with cli.writing(OUTPUT.value):
         hf.export(params, Model(source.architecture()), source.tokenizer(), OUTPUT.value)

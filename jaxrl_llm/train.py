@@ -37,8 +37,9 @@ from jaxrl_llm.reports import html as report
 from jaxrl_llm.reports.metrics import MetricsWriter, Progress, cost_values, plain_numbers, update_values
 from jaxrl_llm.run import assemble, check_room, describe, keep_what_fits
 from jaxrl_llm.runtime import cli, hosts, programs, sharding
-from jaxrl_llm.runtime.checkpoint import Checkpointer, Stopped, StopRequest, claim
+from jaxrl_llm.runtime.checkpoint import Checkpointer, claim
 from jaxrl_llm.runtime.programs import check_memory, compile_all, memory_limit, memory_table, use_cache
+from jaxrl_llm.runtime.stop import Stopped, StopRequest
 
 
 def train(config: Config, workdir: pathlib.Path, *, allow_config_changes: bool = False) -> int:
@@ -105,20 +106,17 @@ def _train(config: Config, workdir: pathlib.Path, allow_config_changes: bool) ->
         evaluation = Evaluation(run, compiled, tokenizer, held_out, pool, workdir, stop.check) if held_out else None
         iteration, compute, failure, values = 0, 0.0, None, {}
         if restored is None:
-            if reference is not None and teacher is source:
-                params = jax.tree.map(jnp.copy, reference)  # the learner takes the weights it is given over
-            else:
-                params = source.load_params(run.model, mesh, seed=config.seed)
-            learner.start(params)
+            is_copy = reference is not None and teacher is source  # the learner takes the weights it is given over
+            load = lambda: source.load_params(run.model, mesh, seed=config.seed)
+            learner.start(jax.tree.map(jnp.copy, reference) if is_copy else load())
             metrics.restore({})
         else:
             host, arrays, iteration = restored.host_state, restored.device_state, restored.iteration
             compute, values = host["compute"], host["values"]
             actor.restore(host, arrays)
             learner.restore(host, arrays["train"], arrays["ring"])
-            for warning in metrics.restore(host["metrics"]):
-                progress.note(warning)
-            progress.note(f"resumed at iteration {iteration} from {checkpoints.directory}")
+            said = [*metrics.restore(host["metrics"]), f"resumed at iteration {iteration} from {checkpoints.directory}"]
+            progress.note("\n".join(said))
 
         def save(is_inside: bool = False) -> None:
             host = {"compute": compute, "metrics": metrics.state(), "values": values}
@@ -138,12 +136,10 @@ def _train(config: Config, workdir: pathlib.Path, allow_config_changes: bool) ->
                 if not values:  # else they are of an iteration that was stopped in its evaluation
                     stop.check()
                     acted = actor.act(learner.publish(), learner.version, iteration)
-                    t1 = time.monotonic()
                     sums = learner.learn(acted.scored, iteration)
-                    update_s = time.monotonic() - t1
                     iteration += 1
                     values = actor.values(acted, num_tied=int(sums["degenerate_groups"])) | update_values(config, sums)
-                    values |= {"time/update_s": update_s, "memory/peak_bytes": programs.peak_memory_bytes(mesh)}
+                    values |= {"time/update_s": sums["update_s"], "memory/peak_bytes": programs.peak_memory_bytes(mesh)}
                     values = plain_numbers(values | cost_values(config, values, compute))
                     compute = values["time/compute_rollouts"]
                     metrics.write_samples(actor.samples(acted, iteration))
@@ -159,8 +155,7 @@ def _train(config: Config, workdir: pathlib.Path, allow_config_changes: bool) ->
                 values |= {"compile/recompiles_after_warmup": recompiles.after_warmup()}
                 values |= {"time/iteration_s": time.monotonic() - t0}
                 if config.metrics.compare_hosts:
-                    both = actor.state() | learner.host_state()
-                    hosts.agree_on_copies({"state": learner.state, "ring": learner.ring}, **both)
+                    hosts.agree_on_copies((learner.state, learner.ring), **actor.state(), **learner.host_state())
                 metrics.write(iteration, values)
                 checkpoints.check()
                 progress.update(iteration, values)
@@ -170,15 +165,13 @@ def _train(config: Config, workdir: pathlib.Path, allow_config_changes: bool) ->
         if stop.requested and (iteration or actor.is_inside):
             save(is_inside=bool(values) or actor.is_inside)
         progress.close()
-    hosts.doing("report and export")
 
     # ---- what is left behind -------------------------------------------------------------------------------
     if failure is not None:
         print(f"error: {failure}; checkpoint of iteration {iteration} in {checkpoints.directory}", file=sys.stderr)
         return 1
     if values or iteration < config.num_iterations:
-        inside = ", inside the next" if actor.is_inside else ""
-        print(f"stopped by {stop.requested} after iteration {iteration}{inside}; checkpoint in {checkpoints.directory}")
+        print(f"stopped by {stop.requested} after iteration {iteration}; checkpoint in {checkpoints.directory}")
         print("run the same command again to continue")
         return 128 + signal.Signals[stop.requested]
     report.print_samples(workdir)

@@ -93,7 +93,7 @@ MENU = {
     *("models.files.gguf", "models.files.hf", "models.kernels.learner", "models.kernels.tpu_decode"),
     *("learner.annotation", "questions.tasks.files", "actor.guests", "actor.resampling", "actor.evaluation"),
     *("method_config", "ops.groups", "ops.paged_log", "ops.packing", "reports.metric_table", "runtime.functions"),
-    "runtime.torus",
+    *("reports.charts", "runtime.torus", "runtime.hosts"),  # hosts: what a job of several has, and one host skips
 }
 
 

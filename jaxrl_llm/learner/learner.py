@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import time
 from typing import Any
 
 import jax
@@ -303,10 +304,11 @@ class Learner:
         """Put an iteration's rollouts into the ring and take U optimizer steps on what is drawn from it.
 
         Returns:
-            Sums of credit, ring and update by name, numpy (``reports.metrics``).
+            Sums of credit, ring and update by name, numpy (``reports.metrics``), and "update_s", its seconds.
         """
         compiled, state, config = self._compiled, self.state, self.config
         hosts.doing(f"update of iteration {iteration + 1}")
+        started = time.monotonic()
         release_freed(num_bytes(self.policy))  # the copy that was published, if it is gone
         rows = scored.rollout
         if scored.guests is not None:
@@ -324,7 +326,7 @@ class Learner:
             self.state, self.ring = compiled["reset_reference"](self.state, self.ring)
         if iteration == 0:
             check_gap(config, sums)
-        return sums
+        return sums | {"update_s": time.monotonic() - started}
 
 
 class SamplerLearnerGapError(RuntimeError):

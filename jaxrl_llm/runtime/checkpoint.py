@@ -1,4 +1,4 @@
-"""Checkpoints: the whole state of a run as one orbax step, written in the background, and stop requests.
+"""Checkpoints: the whole state of a run as one orbax step, written in the background.
 
     workdir/checkpoints/12/            12 = iterations finished
         state/     every array of the device state, by name ("train/params/policy/embed")
@@ -21,28 +21,24 @@ import contextlib
 import dataclasses
 import fcntl
 import hashlib
-import itertools
 import json
 import os
 import pathlib
 import shutil
-import signal
 import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import flax.traverse_util
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore
 from absl import logging
-from jax.experimental import multihost_utils
 
 from jaxrl_llm.config import CheckpointConfig, Config, ConfigError, freeze, from_json, to_json
-from jaxrl_llm.ops.checksum import checksum, checksums
+from jaxrl_llm.ops.checksum import checksums
 from jaxrl_llm.runtime import hosts
 from jaxrl_llm.runtime.nested import differences
 
@@ -95,9 +91,9 @@ class Checkpointer:
         hosts.exchange("tidy")
         self._config = config
         self._pass_rates: dict[int, float | None] = {}
-        for step in _steps(self.directory):
+        for step in steps_in(self.directory):
             with contextlib.suppress(DamagedError):
-                self._pass_rates[step] = _read_text(self.directory / str(step))[1]["pass_rate"]
+                self._pass_rates[step] = read_text(self.directory / str(step))[1]["pass_rate"]
         self._manager = _open(self.directory.resolve(), self)
         self._current: int | None = None  # iteration on disk that equals the caller's state
 
@@ -140,7 +136,7 @@ class Checkpointer:
         """
         if iteration == self._current and not is_inside:
             return
-        arrays = _by_name(device_state)
+        arrays = by_name(device_state)
         sums = zip(arrays.items(), _sums(device_state, checksums), strict=True)
         if pass_rate is not None or not is_inside:
             self._pass_rates[iteration] = None if pass_rate is None else float(pass_rate)
@@ -154,7 +150,7 @@ class Checkpointer:
         for newer in [step for step in self._manager.all_steps() if step > iteration]:
             self._manager.delete(newer)
         self.wait()
-        if iteration in _steps(self.directory) and hosts.is_first():
+        if iteration in steps_in(self.directory) and hosts.is_first():
             os.rename(self.directory / str(iteration), self.directory / f"{ASIDE}{iteration}")
         hosts.exchange("set aside")
         self._manager.reload()
@@ -199,20 +195,20 @@ class Checkpointer:
             return None
 
         def read(path: pathlib.Path) -> Restored:
-            host, text = _read_text(path)
+            host, text = read_text(path)
             saved = freeze(text["config"])
             if config is not None and not allow_config_changes:
                 _check_settings(saved, config, path)
             has = {name.partition("/")[0] for name in text["arrays"]}
             wanted = {part: x for part, x in abstract_state.items() if part in has or part not in PASSING}
-            names = _by_name(wanted)
-            _check_arrays(text["arrays"], names, path, same_dtype=True)
-            arrays = _read_arrays(path, names)
+            names = by_name(wanted)
+            check_arrays(text["arrays"], names, path, same_dtype=True)
+            arrays = read_arrays(path, names)
             state = jax.tree.unflatten(jax.tree.structure(wanted), arrays.values())
-            _compare(text["arrays"], arrays, _sums(state, checksums))
+            compare(text["arrays"], arrays, _sums(state, checksums))
             return Restored(int(path.name), dict.fromkeys(abstract_state) | state, host, saved)
 
-        restored = _read_whole(self.directory, iteration, read)
+        restored = read_whole(self.directory, iteration, read)
         self._current = restored.iteration
         return restored
 
@@ -224,8 +220,8 @@ class Checkpointer:
         """
         latest = self.latest_iteration()
         if latest is not None and not allow_changes:
-            read = lambda path: _check_settings(freeze(_read_text(path)[1]["config"]), config, path)
-            _read_whole(self.directory, None, read, say=False)
+            read = lambda path: _check_settings(freeze(read_text(path)[1]["config"]), config, path)
+            read_whole(self.directory, None, read, say=False)
 
     def check(self) -> None:
         """Raise what has gone wrong in the background by now."""
@@ -242,51 +238,7 @@ class Checkpointer:
 
     def latest_iteration(self) -> int | None:
         """Iteration of the newest finished checkpoint, None when there is none."""
-        return max(_steps(self.directory), default=None)
-
-
-def restore_params(directory: str | os.PathLike, abstract_params: Any = None) -> tuple[Any, Config]:
-    """Read the weights alone, for evaluation and export.
-
-    Args:
-        directory: a workdir, its ``checkpoints`` directory (the latest is read) or one checkpoint in it.
-        abstract_params: pytree of ``ShapeDtypeStruct`` with shardings, cast to its dtypes; None gives nested
-            dictionaries of numpy arrays on the host, as they were saved.
-
-    Returns:
-        The parameters and the config of the run.
-
-    Raises:
-        ConfigError: no finished checkpoint there that is whole, or its arrays do not fit. An array that is cast is not
-            compared with its checksum.
-    """
-    path = pathlib.Path(directory).resolve()
-    root = path / "checkpoints" if os.path.isdir(path / "checkpoints") else path
-    iteration = None
-    if path.name.isdigit() and os.path.isdir(path / "state"):
-        root, iteration = path.parent, int(path.name)
-    if not _steps(root):
-        raise ConfigError(f"no finished checkpoint in {directory}")
-
-    def read(path: pathlib.Path) -> tuple[Any, Config]:
-        text = _read_text(path)[1]
-        heads = [f"/{name}".partition(POLICY) for name in text["arrays"]]
-        prefix = next(f"{head}{POLICY}"[1:] for head, found, _ in heads if found)
-        saved = {name: about for name, about in text["arrays"].items() if name.startswith(prefix)}
-        wanted = dict.fromkeys(saved)
-        if abstract_params is not None:
-            wanted = {prefix + name: leaf for name, leaf in _by_name(abstract_params).items()}
-            _check_arrays(saved, wanted, path, same_dtype=False)
-        arrays = _read_arrays(path, wanted)
-        as_saved = {name: x for name, x in arrays.items() if str(x.dtype) == saved[name][0]}
-        # One at a time on the device.
-        _compare(saved, as_saved, [checksum(x).item() for x in as_saved.values()])
-        if abstract_params is None:
-            arrays = {name.removeprefix(prefix): x for name, x in arrays.items()}
-            return flax.traverse_util.unflatten_dict(arrays, sep="/"), freeze(text["config"])
-        return jax.tree.unflatten(jax.tree.structure(abstract_params), arrays.values()), freeze(text["config"])
-
-    return _read_whole(root, iteration, read)
+        return max(steps_in(self.directory), default=None)
 
 
 def _open(directory: pathlib.Path, kept: Any) -> ocp.CheckpointManager:
@@ -305,7 +257,7 @@ def _open(directory: pathlib.Path, kept: Any) -> ocp.CheckpointManager:
     return ocp.CheckpointManager(directory, options=options, item_names=tuple(handlers), item_handlers=handlers)
 
 
-def _by_name(tree: Any) -> dict[str, Any]:
+def by_name(tree: Any) -> dict[str, Any]:
     """``{"train/step": leaf}`` in the order of ``jax.tree.leaves``: None and empty subtrees leave no entry."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     named = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
@@ -333,19 +285,19 @@ def _tidy(directory: pathlib.Path) -> None:
         shutil.rmtree(aside) if whole.exists() else aside.rename(whole)
 
 
-def _steps(directory: pathlib.Path) -> list[int]:
+def steps_in(directory: pathlib.Path) -> list[int]:
     """Iterations whose checkpoints are finished, the newest first."""
     names = [path.name for path in directory.iterdir()] if directory.is_dir() else []
     return sorted((int(name) for name in names if name.isdigit()), reverse=True)
 
 
-def _read_whole(root: pathlib.Path, iteration: int | None, read: Callable[[pathlib.Path], Any], *, say: bool = True):
+def read_whole(root: pathlib.Path, iteration: int | None, read: Callable[[pathlib.Path], Any], *, say: bool = True):
     """``read(path)`` of the checkpoint of an iteration; None = of the newest that is whole.
 
     Raises:
         ConfigError: no such iteration, or none is whole.
     """
-    steps = _steps(root)
+    steps = steps_in(root)
     if iteration is not None and iteration not in steps:
         raise ConfigError(f"no checkpoint of iteration {iteration} in {root}; there are {sorted(steps)}")
     for step in steps if iteration is None else [iteration]:
@@ -363,7 +315,7 @@ def _digest(host: Any, text: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps([host, text], sort_keys=True).encode()).hexdigest()
 
 
-def _read_text(path: pathlib.Path) -> tuple[Any, dict[str, Any]]:
+def read_text(path: pathlib.Path) -> tuple[Any, dict[str, Any]]:
     """What ``save`` put into host/ and config/."""
     with _reading("host/ or config/"):
         host, text = [json.loads((path / item / "metadata").read_bytes()) for item in ("host", "config")]
@@ -372,7 +324,7 @@ def _read_text(path: pathlib.Path) -> tuple[Any, dict[str, Any]]:
     return host, text
 
 
-def _read_arrays(path: pathlib.Path, wanted: dict[str, Any]) -> dict[str, Any]:
+def read_arrays(path: pathlib.Path, wanted: dict[str, Any]) -> dict[str, Any]:
     """Arrays by name: where ``wanted`` gives a ``ShapeDtypeStruct``, on its sharding; where None, numpy."""
 
     def read(name: str) -> Any:
@@ -396,7 +348,7 @@ def _sums(state: dict[str, Any], checksums: Callable[[str, Any], jax.Array]) -> 
     return np.concatenate(parts).tolist()
 
 
-def _compare(saved: dict[str, Any], arrays: dict[str, Any], sums: list[int]) -> None:
+def compare(saved: dict[str, Any], arrays: dict[str, Any], sums: list[int]) -> None:
     """Raise a ``DamagedError`` where the arrays do not have the checksums they were saved with."""
     now = zip(arrays, sums, strict=True)
     if wrong := [name for name, value in now if value != saved[name][2]]:
@@ -426,7 +378,7 @@ def _check_settings(saved: Config, config: Config, path: pathlib.Path) -> None:
         )
 
 
-def _check_arrays(saved: dict[str, Any], wanted: dict[str, Any], path: pathlib.Path, *, same_dtype: bool) -> None:
+def check_arrays(saved: dict[str, Any], wanted: dict[str, Any], path: pathlib.Path, *, same_dtype: bool) -> None:
     wrong = [f"{name} is missing" for name in wanted if name not in saved]
     wrong += [f"{name} is not expected" for name in saved if name not in wanted]
     for name in wanted:
@@ -482,48 +434,3 @@ def _look_for(workdir: pathlib.Path, text: str | None) -> None:
         time.sleep(0.2)
     if missing := [host for host, finds in enumerate(hosts.exchange(found)) if not finds]:
         raise ConfigError(f"--workdir={workdir} must be a folder that all hosts share; host {missing[0]} has another")
-
-
-class Stopped(Exception):
-    """The run is to stop here; what it is made of can be saved."""
-
-
-class StopRequest:
-    """While entered, SIGTERM and SIGINT set ``requested`` to the signal's name; the run stops where it next ``check``s.
-
-    A SIGINT after a request raises KeyboardInterrupt at once: for a user who does not want to wait. On several hosts
-    jax hears SIGTERM, and all come to stop at the same check, whichever of them was told to.
-    """
-
-    def __init__(self) -> None:
-        self.requested: str | None = None
-        self._previous: dict[signal.Signals, Any] = {}
-        self._checks = itertools.count(1)
-
-    def check(self) -> None:
-        """Raise ``Stopped`` where the run is to stop. Every host calls it at the same points."""
-        if hosts.count() > 1:
-            if multihost_utils.reached_preemption_sync_point(next(self._checks)):
-                self.requested = self.requested or signal.SIGTERM.name
-                raise Stopped
-        elif self.requested:
-            raise Stopped
-
-    def __enter__(self) -> StopRequest:
-        for number in (signal.SIGINT,) if hosts.count() > 1 else (signal.SIGTERM, signal.SIGINT):
-            self._previous[number] = signal.signal(number, self._handle)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-
-    def _handle(self, number: int, _: object) -> None:
-        if self.requested is not None and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.requested = signal.Signals(number).name
-        # Not print: a handler may interrupt one. Says that Ctrl-C was heard while a program runs on.
-        note = f"\n{self.requested}: saving, then stopping (Ctrl-C again stops at once)\n"
-        os.write(2, note.encode())  # standard error; in a notebook sys.stderr is no file
-        if hosts.count() > 1:
-            os.kill(os.getpid(), signal.SIGTERM)  # what jax hears, and tells the other hosts

@@ -11,7 +11,8 @@ from support.page import Page
 
 from jaxrl_llm.algorithms.use import use
 from jaxrl_llm.config import ConfigError, MetricsConfig, freeze, to_json
-from jaxrl_llm.reports.html import CHARTS, print_samples, write_report
+from jaxrl_llm.reports.charts import CHARTS
+from jaxrl_llm.reports.html import print_samples, write_report
 from jaxrl_llm.reports.metrics import METRICS, MetricsWriter
 
 EVIL = '<script>alert("x")</script> & more'

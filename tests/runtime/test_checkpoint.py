@@ -19,7 +19,9 @@ from jax.sharding import PartitionSpec as P
 
 from jaxrl_llm.config import CheckpointConfig, Config, ConfigError, freeze, to_json
 from jaxrl_llm.ops.checksum import checksums
-from jaxrl_llm.runtime.checkpoint import Checkpointer, Stopped, StopRequest, restore_params
+from jaxrl_llm.runtime.checkpoint import Checkpointer
+from jaxrl_llm.runtime.stop import Stopped, StopRequest
+from jaxrl_llm.runtime.weights import restore_params
 from jaxrl_llm.types import TrainState
 
 CONFIG = freeze({"prompts": {"arguments": {"terms": (1, 2)}}})

@@ -28,7 +28,7 @@ from support import ghosts
 from jaxrl_llm import train as train_module
 from jaxrl_llm.actor import evaluation
 from jaxrl_llm.config import ConfigError, freeze
-from jaxrl_llm.runtime import checkpoint
+from jaxrl_llm.runtime import stop as stopping
 
 CONFIG = pathlib.Path(__file__).parents[2] / "configs" / "debug.py"
 NUM_ITERATIONS = 6
@@ -292,9 +292,9 @@ def test_a_run_that_is_stopped_wherever_it_can_be_is_the_run_that_is_not(tmp_pat
     def check(stop):
         if next(number) % every == 0:
             stop.requested = "SIGTERM"
-            raise checkpoint.Stopped
+            raise stopping.Stopped
 
-    monkeypatch.setattr(checkpoint.StopRequest, "check", check)
+    monkeypatch.setattr(stopping.StopRequest, "check", check)
     for _ in range(30):
         status = train_module.train(freeze(mapping), tmp_path / "pieces")
         if status == 0:

@@ -20,8 +20,9 @@ from jaxrl_llm import train as train_module
 from jaxrl_llm.config import ConfigError, freeze
 from jaxrl_llm.reports.metrics import read_metrics
 from jaxrl_llm.runtime import checkpoint
-from jaxrl_llm.runtime.checkpoint import claim, restore_params
+from jaxrl_llm.runtime.checkpoint import claim
 from jaxrl_llm.runtime.cli import DiskError
+from jaxrl_llm.runtime.weights import restore_params
 
 SETTINGS = {
     "prompts": {"size": 8},

@@ -1,0 +1,109 @@
+"""The charts of a report: which metrics each shows, in the report's order.
+
+Owns: that table. Does not know: how a chart is drawn (html).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jaxrl_llm.reports.metric_table import AGE_LABELS
+
+
+@dataclasses.dataclass(frozen=True)
+class Chart:
+    """One picture: ``lines`` are metrics by label; ``band`` is the metric of a +- band around the first line."""
+
+    title: str
+    unit: str
+    lines: dict[str, str]
+    band: str = ""
+    dots: tuple[str, str] | None = None  # drawn where there is a value alone: evaluations
+    stacked: bool = False
+    limits: tuple[float | None, float | None] = (0, None)
+
+
+ANY, SHARE = (None, None), (0, 1)
+
+
+def _by_age(metric: str) -> dict[str, str]:
+    return {f"{label} iterations": f"{metric}_age_{label}" for label in AGE_LABELS}
+
+
+CHARTS = (
+    Chart(
+        "Reward",
+        "mean, and one standard deviation around it",
+        {"mean": "rollout/reward_mean"},
+        band="rollout/reward_std",
+        limits=ANY,
+    ),
+    Chart(
+        "Pass rate",
+        "fraction",
+        {"training rollouts": "rollout/pass_rate"},
+        dots=("held-out", "eval/pass_rate"),
+        limits=SHARE,
+    ),
+    Chart(
+        "Entropy",
+        "nats per token",
+        {
+            "of trained tokens": "update/entropy_nats",
+            "of tokens as drawn": "rollout/sampled_entropy_nats",
+            "of what they were drawn from": "rollout/model_entropy_nats",
+        },
+    ),
+    Chart("Completion length", "tokens", {"mean": "rollout/completion_length_tokens"}),
+    Chart(
+        "Truncated and degenerate",
+        "fraction",
+        {"truncated rollouts": "rollout/truncated_frac", "tied groups": "rollout/degenerate_group_frac"},
+        limits=SHARE,
+    ),
+    Chart(
+        "Staleness of drawn rollouts",
+        "iterations",
+        {"mean age": "replay/age_mean_steps", "oldest": "replay/age_max_steps"},
+    ),
+    Chart(
+        "Uses of a rollout",
+        "draws",
+        {"of those drawn, so far": "replay/uses_mean", "of those that left, in all": "replay/replay_ratio"},
+    ),
+    Chart("First uses", "fraction of draws", {"first use": "replay/first_use_frac"}, limits=SHARE),
+    Chart("Since last use", "optimizer steps", {"mean": "replay/since_last_use_mean_steps"}),
+    Chart("Different prompts", "per update batch", {"mean": "replay/unique_prompts_mean"}),
+    Chart("Places of the ring without a token", "fraction", {"wasted": "replay/wasted_share"}, limits=SHARE),
+    Chart("Cost of generating", "over that of training, per rollout", {"mu": "time/cost_ratio"}),
+    Chart(
+        "Time of an iteration",
+        "seconds",
+        {"generate": "time/generate_s", "reward": "time/reward_s", "update": "time/update_s"},
+        stacked=True,
+    ),
+    Chart(
+        "Throughput",
+        "tokens per second",
+        {"generate": "throughput/generate_tokens_per_s", "update": "throughput/update_tokens_per_s"},
+    ),
+    Chart(
+        "KL divergence",
+        "nats per token",
+        {"to the sampler": "update/kl_behaviour_nats", "to the anchor": "update/kl_reference_nats"},
+        limits=ANY,
+    ),
+    Chart("Clipped tokens", "fraction", {"clipped": "update/clip_frac"}),
+    Chart(
+        "Effective sample size",
+        "fraction",
+        {"of trained tokens": "update/ess_frac", "of completions": "update/sequence_ess_frac"},
+        limits=SHARE,
+    ),
+    Chart("Clipped tokens by age", "fraction", _by_age("update/clip_frac")),
+    Chart("Effective sample size by age", "fraction of tokens", _by_age("update/ess_frac"), limits=SHARE),
+    Chart("Gradient norm", "before clipping", {"mean": "update/grad_norm"}),
+    Chart("Sampler-learner gap", "nats, largest", {"largest": "update/sampler_learner_gap_max_nats"}),
+)
+
+# Stands below the iterations: those that reuse rollouts are cheaper than those that do not.

@@ -1,0 +1,70 @@
+"""Weights of a checkpoint alone, for evaluation and export.
+
+Owns: which checkpoint a folder means. Does not know: what else is in it (``checkpoint``).
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from typing import Any
+
+import flax.traverse_util
+import jax
+
+from jaxrl_llm.config import Config, ConfigError, freeze
+from jaxrl_llm.ops.checksum import checksum
+from jaxrl_llm.runtime.checkpoint import (
+    POLICY,
+    by_name,
+    check_arrays,
+    compare,
+    read_arrays,
+    read_text,
+    read_whole,
+    steps_in,
+)
+
+
+def restore_params(directory: str | os.PathLike, abstract_params: Any = None) -> tuple[Any, Config]:
+    """Read the weights alone, for evaluation and export.
+
+    Args:
+        directory: a workdir, its ``checkpoints`` directory (the latest is read) or one checkpoint in it.
+        abstract_params: pytree of ``ShapeDtypeStruct`` with shardings, cast to its dtypes; None gives nested
+            dictionaries of numpy arrays on the host, as they were saved.
+
+    Returns:
+        The parameters and the config of the run.
+
+    Raises:
+        ConfigError: no finished checkpoint there that is whole, or its arrays do not fit. An array that is cast is not
+            compared with its checksum.
+    """
+    path = pathlib.Path(directory).resolve()
+    root = path / "checkpoints" if os.path.isdir(path / "checkpoints") else path
+    iteration = None
+    if path.name.isdigit() and os.path.isdir(path / "state"):
+        root, iteration = path.parent, int(path.name)
+    if not steps_in(root):
+        raise ConfigError(f"no finished checkpoint in {directory}")
+
+    def read(path: pathlib.Path) -> tuple[Any, Config]:
+        text = read_text(path)[1]
+        heads = [f"/{name}".partition(POLICY) for name in text["arrays"]]
+        prefix = next(f"{head}{POLICY}"[1:] for head, found, _ in heads if found)
+        saved = {name: about for name, about in text["arrays"].items() if name.startswith(prefix)}
+        wanted = dict.fromkeys(saved)
+        if abstract_params is not None:
+            wanted = {prefix + name: leaf for name, leaf in by_name(abstract_params).items()}
+            check_arrays(saved, wanted, path, same_dtype=False)
+        arrays = read_arrays(path, wanted)
+        as_saved = {name: x for name, x in arrays.items() if str(x.dtype) == saved[name][0]}
+        # One at a time on the device.
+        compare(saved, as_saved, [checksum(x).item() for x in as_saved.values()])
+        if abstract_params is None:
+            arrays = {name.removeprefix(prefix): x for name, x in arrays.items()}
+            return flax.traverse_util.unflatten_dict(arrays, sep="/"), freeze(text["config"])
+        return jax.tree.unflatten(jax.tree.structure(abstract_params), arrays.values()), freeze(text["config"])
+
+    return read_whole(root, iteration, read)
