@@ -92,7 +92,7 @@ def _train(config: Config, workdir: pathlib.Path, allow_config_changes: bool) ->
         for message in skipped[:10] + ([f"... and {len(skipped) - 10} more"] if len(skipped) > 10 else []):
             progress.note(f"skipped {message}")
         started, limit = time.monotonic(), memory_limit(mesh.devices.flatten().tolist())
-        compiled = keep_what_fits(run, compile_all(run.programs(), mesh), limit)
+        compiled = keep_what_fits(run, compile_all(run.programs(), mesh, config.executables), limit)
         check_memory(compiled, limit, keeps_slots=config.rollout.lookahead_prompts > 0)
         progress.note(memory_table(compiled) + f"\ncompiled in {time.monotonic() - started:.0f} s")
 

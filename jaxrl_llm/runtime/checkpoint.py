@@ -50,6 +50,7 @@ POLICY = "/params/policy/"
 FREE_SETTINGS = (
     "num_iterations",
     "compilation_cache",
+    "executables",
     "checkpoint",
     "metrics",
     "eval.every_iterations",

@@ -10,6 +10,8 @@ import concurrent.futures
 import contextlib
 import ctypes
 import dataclasses
+import hashlib
+import importlib.metadata
 import os
 import pathlib
 import resource
@@ -18,6 +20,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.serialize_executable import deserialize_and_load
 from jax.sharding import Mesh
 
 from jaxrl_llm.config import ConfigError
@@ -26,7 +29,7 @@ from jaxrl_llm.config import ConfigError
 MEMORY_SETTINGS = (
     "lower update.micro_batch_size, rollout.slots, replay.capacity, sampling.support_tokens or "
     "update.logp_chunk_tokens, set model.remat='full', optimizer.offload=True or replay.memory='host', or raise "
-    "mesh.fsdp"
+    "mesh.fsdp or mesh.tensor"
 )
 
 # Bytes that are given back: less than them in an iteration costs more time than it frees memory.
@@ -98,13 +101,33 @@ def use_cache(folder: str) -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
-def compile_all(programs: Mapping[str, Program], mesh: Mesh) -> dict[str, jax.stages.Compiled]:
-    """Compile every program; XLA compiles several at once, while the next ones are traced."""
+def compile_all(programs: Mapping[str, Program], mesh: Mesh, saved: str = "") -> dict[str, jax.stages.Compiled]:
+    """Compile every program, several at once while the next are traced; or ``load`` them from the folder ``saved``."""
+    make = (lambda lowered: load(saved, lowered, mesh)) if saved else jax.stages.Lowered.compile
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        compiling = {name: pool.submit(program.lower(mesh).compile) for name, program in programs.items()}
+        compiling = {name: pool.submit(make, program.lower(mesh)) for name, program in programs.items()}
         compiled = {name: program.result() for name, program in compiling.items()}
     release_freed()
     return compiled
+
+
+def saved_as(folder: str, lowered: jax.stages.Lowered, mesh: Mesh) -> pathlib.Path:
+    """Where ``plan --save`` writes a program: in a folder of its versions and devices, by its text."""
+    packages = {x.name: x.version for x in importlib.metadata.distributions()}
+    versions = [f"{name} {packages[name]}" for name in ("jax", "jaxlib", "libtpu") if name in packages]
+    where = f"{mesh.size} x {mesh.devices.flat[0].device_kind}, {', '.join(versions)}"
+    text = f"{[device.id for device in mesh.devices.flat]} {lowered.as_text()}"
+    return pathlib.Path(folder, where, hashlib.sha256(text.encode()).hexdigest())
+
+
+def load(folder: str, lowered: jax.stages.Lowered, mesh: Mesh) -> jax.stages.Compiled:
+    """A program that was saved, as trusted as code; ConfigError where none is of its text, versions and devices."""
+    if not (file := saved_as(folder, lowered, mesh)).is_file():
+        there, here = sorted(x.name for x in pathlib.Path(folder).glob("*/")), file.parent.name
+        differ = "of these settings and code" if here in there else f"but for {there}"
+        raise ConfigError(f"executables={folder!r} has no program for {here!r} {differ}; run plan --save again")
+    trees, devices = (jax.tree.structure(lowered.args_info), lowered.out_tree), mesh.devices.flatten().tolist()
+    return deserialize_and_load(file.read_bytes(), *trees, devices[0].client, execution_devices=devices)
 
 
 def release_freed(freed: int | None = None) -> None:
@@ -144,11 +167,6 @@ def resident_bytes(memories: Mapping[str, Memory], *, keeps_slots: bool) -> int:
     rounds = memories["choose"].arguments if "choose" in memories else 0
     reference = memories["reference"].arguments if "reference" in memories else 0  # its weights; its rows are few
     return whole + rollouts + rounds + reference
-
-
-def host_bytes(memories: Mapping[str, Memory]) -> int:
-    """What a device keeps in its host's memory all through an iteration."""
-    return sum(memories[name].on_host for name in START_UP if name in memories)
 
 
 def in_use_bytes(memories: Mapping[str, Memory], *, keeps_slots: bool) -> dict[str, int]:
