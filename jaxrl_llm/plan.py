@@ -211,6 +211,8 @@ def main() -> None:
     if PRICE.value < 0:
         raise ConfigError(f"--price={PRICE.value} must be at least 0: dollars of a chip for an hour")
     if SEARCH.value:
+        if given := [f"--{flag.name}" for flag in (PRICE, JSON, HTML, SAVE) if flag.value]:
+            raise ConfigError(f"--search={SEARCH.value} prints alone; without it plan takes {', '.join(given)}")
         model = presets.model_of(config, PRESET.value)
         devices, chip = chips.devices_of(TOPOLOGY.value)
         sys.exit(search(config, model, devices, chip, most=SEARCH.value))

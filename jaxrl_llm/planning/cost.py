@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+from jaxrl_llm.config import Config
 from jaxrl_llm.models.architecture import Architecture
 from jaxrl_llm.planning import counting
 from jaxrl_llm.planning.chips import Chip
@@ -64,9 +65,8 @@ PARTS = {
 }
 
 
-def decode_steps(run: Run) -> int:
+def decode_steps(config: Config) -> int:
     """Of an iteration: slots take one row after another, all of full length."""
-    config = run.config
     return -(-config.rollouts_per_iteration // config.num_slots) * config.sampling.max_completion_tokens
 
 
@@ -75,7 +75,7 @@ def calls(run: Run, names: Mapping[str, object]) -> dict[str, int]:
     config = run.config
     often = {
         **dict.fromkeys(ONCE, 1),
-        "decode": -(-decode_steps(run) // config.rollout.chunk_steps),
+        "decode": -(-decode_steps(config) // config.rollout.chunk_steps),
         "read_group": config.rollout.prompts_per_iteration,
     }
     return {name: often.get(name, 0) for name in names}
@@ -96,9 +96,8 @@ class Iteration:
         return iterations * self.seconds / 3600 * chips * price
 
 
-def model_flops(run: Run, arch: Architecture) -> float:
+def model_flops(config: Config, arch: Architecture) -> float:
     """Operations of an iteration by the model's algebra: 2 a weight and token forward, 6 where it learns."""
-    config = run.config
     weights = arch.num_params - (0 if arch.tied else arch.vocab_size * arch.width)
     generated = config.rollouts_per_iteration * config.sampling.max_completion_tokens
     prompts = config.rollout.prompts_per_iteration * config.prompts.max_tokens
@@ -112,7 +111,7 @@ def iteration(run: Run, chip: Chip, counts: Mapping[str, counting.Counts]) -> It
     each = {name: often[name] * seconds(of, chip).total for name, of in counts.items() if often[name]}
     parts = {part: sum(each.get(name, 0.0) for name in names) for part, names in PARTS.items()}
     total, chips = sum(parts.values()), run.mesh.size
-    flops = model_flops(run, run.model.arch)
+    flops = model_flops(config, run.model.arch)
     generated = config.rollouts_per_iteration * config.sampling.max_completion_tokens
     mfu = flops / (total * chips * chip.tflops * 1e12)
     return Iteration(total, parts, generated / total / chips, mfu, flops)

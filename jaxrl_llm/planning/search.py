@@ -13,7 +13,10 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
+from jax.sharding import Mesh
+
 from jaxrl_llm.config import Config, ConfigError
+from jaxrl_llm.models.architecture import Architecture
 from jaxrl_llm.planning import cost, verdict
 from jaxrl_llm.planning.chips import Chip
 from jaxrl_llm.planning.compiled import Row, compile_rows
@@ -57,42 +60,47 @@ def layouts(config: Config, num_devices: int) -> Iterator[Layout]:
             yield Layout(num_devices // (fsdp * tensor), fsdp, tensor, size, remat)
 
 
-def estimate(run: Run, chip: Chip) -> float:
+def estimate(config: Config, arch: Architecture, mesh: Mesh, chip: Chip) -> float:
     """Seconds of an iteration by the algebra of weights alone; it puts layouts in an order."""
-    config, arch, mesh = run.config, run.model.arch, run.mesh.shape
-    chips, tensor = run.mesh.size, mesh["tensor"]
-    repeated = {"none": 6.0, "dots": 6.7, "full": 8.0}[run.model.remat] / 6.0
-    flops = cost.model_flops(run, arch) * repeated / chips
+    chips, tensor, update = mesh.size, mesh.shape["tensor"], config.update
+    repeated = {"none": 6.0, "dots": 6.7}.get(config.model.remat, 8.0) / 6.0
+    flops = cost.model_flops(config, arch) * repeated / chips
     shards = chips // tensor
     size = 2 if config.model.compute_dtype == "bfloat16" else 4
     weights = size * arch.num_params / tensor
-    micros = config.update.updates_per_iteration * config.update.batch_size // config.update.micro_batch_size
-    tokens = config.update.updates_per_iteration * config.update.batch_size * config.row_tokens / shards
-    sent = weights * (1 + 4 * micros) * (mesh["fsdp"] > 1)  # gathered twice, gradients added in float32
+    rows = update.updates_per_iteration * update.batch_size
+    tokens, micros = rows * config.row_tokens / shards, rows // update.micro_batch_size
+    sent = weights * (1 + 4 * micros) * (mesh.shape["fsdp"] > 1)  # gathered twice, gradients added in float32
     sent += 8 * size * tokens * arch.width * arch.num_layers * (tensor > 1)
-    slots = config.num_slots / shards * config.row_tokens * arch.num_kv_heads * arch.head_size * 2 * size
-    read = cost.decode_steps(run) * (weights + slots * arch.num_layers / tensor / 2)
-    read += 6 * weights * micros
+    cache = config.num_slots / shards * config.row_tokens * arch.num_kv_heads * arch.head_size * 2 * size
+    read = cost.decode_steps(config) * (weights + cache * arch.num_layers / tensor / 2) + 6 * weights * micros
     return flops / chip.tflops / 1e12 + read / chip.hbm_gb / 1e9 + sent / chip.link_gb / 1e9
 
 
-def candidates(config: Config, model: Model, devices: list[Any], chip: Chip) -> tuple[list[tuple[Layout, Run]], int]:
+def candidates(config: Config, model: Model, devices: list[Any], chip: Chip) -> tuple[list[Layout], int]:
     """Layouts whose numbers divide and whose arrays fit, by their estimate; and how many divide but do not fit."""
     found, too_large = [], 0
+    largest: dict[Mesh, float] = {}  # bytes of a device: of a mesh, whatever the micro-batch
     for layout in layouts(config, len(devices)):
-        # The cheap half of the checks first: assembling takes tenths of a second.
-        if layout.micro_batch_size % (layout.data * layout.fsdp) or model.arch.num_kv_heads % layout.tensor:
-            continue
+        of = layout.of(config)
+        mesh = sharding.make_mesh(of.mesh, devices)
         try:
-            of = layout.of(config)
-            run = assemble(of, model.arch, model.eos_ids, sharding.make_mesh(of.mesh, devices), model.reference)
+            sharding.check_divisible(of, mesh)
+            if mesh not in largest:
+                run = assembled(of, model, devices)
+                largest[mesh] = max(sum(verdict.kept(run, sampling=half).values()) for half in (True, False))
         except ConfigError:
             continue
-        if max(sum(verdict.kept(run, sampling=half).values()) for half in (True, False)) > chip.hbm_gib * 2**30:
+        if largest[mesh] > chip.hbm_gib * 2**30:
             too_large += 1
-            continue
-        found.append((estimate(run, chip), len(found), layout, run))
-    return [(layout, run) for _, _, layout, run in sorted(found, key=lambda each: each[:2])], too_large
+        else:
+            found.append((estimate(of, model.arch, mesh, chip), layout))
+    return [layout for _, layout in sorted(found, key=lambda each: each[0])], too_large
+
+
+def assembled(config: Config, model: Model, devices: list[Any]) -> Run:
+    mesh = sharding.make_mesh(config.mesh, devices)
+    return assemble(config, model.arch, model.eos_ids, mesh, model.reference)
 
 
 def search(config: Config, model: Model, devices: list[Any], chip: Chip, *, most: int, shown: int = 5) -> int:
@@ -118,7 +126,8 @@ def search(config: Config, model: Model, devices: list[Any], chip: Chip, *, most
     )
     sampler: dict[tuple[int, ...], list[Row]] = {}
     fitting = []
-    for layout, run in tried:
+    for layout in tried:
+        run = assembled(layout.of(config), model, devices)
         mesh = (layout.data, layout.fsdp, layout.tensor)
         programs = run.programs()
         if mesh not in sampler:
