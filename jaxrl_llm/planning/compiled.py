@@ -25,7 +25,7 @@ from jaxrl_llm.run import Run
 from jaxrl_llm.runtime.programs import Memory, memory, saved_as
 
 # Of a buffer in "memory-usage-report": cumulative size; size; offset; number of values; shapes.
-_BUFFER = re.compile(r"^\s*[\d.]+\w+\(\s*\d+%\);\s*([\d.]+)(\w+);\s*\d+;\s*\d+;\s*(.*)$")
+_BUFFER = re.compile(r"^\s*[\d.]+\w+\(\s*\d+%\);\s*([\d.]+)(\w+);\s*(\d+);\s*\d+;\s*(.*)$", re.MULTILINE)
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 READ_BLOCK = 256  # tokens of a cache that the decode kernel reads at once (models.kernels.tpu_decode)
 
@@ -85,7 +85,6 @@ def compile_one(run: Run, name: str, lowered: jax.stages.Lowered, *, keep: bool 
                 raise  # ours: a program that this compiler does not take
             refused = found.group()
         text, report = (_newest(folder, f"*after_optimizations{end}.txt") for end in ("", "-memory-usage-report"))
-    report = report.partition("Memory Space: default")[2].partition("Memory Space: ")[0]  # the device's, not the chip's
     if compiled is not None:
         text = text or compiled.as_text()
     tokens = run.config.sampling.max_completion_tokens
@@ -94,9 +93,8 @@ def compile_one(run: Run, name: str, lowered: jax.stages.Lowered, *, keep: bool 
         turns_of=lambda _: micro_batches(run) if name == "update" else 1,
         read_share=lambda call: _live(tokens) if "decode_attention" in call else 1.0,
     )
-    found = (x.groups() for x in map(_BUFFER.match, report.splitlines()) if x)
     known = compiled and memory(compiled)
-    return Row(name, known, refused, counts or None, _grouped(found), *((compiled, lowered) if keep else ()))
+    return Row(name, known, refused, counts or None, temporaries(report), *((compiled, lowered) if keep else ()))
 
 
 def _newest(folder: str, pattern: str) -> str:
@@ -127,13 +125,24 @@ def _live(tokens: int) -> float:
     return min(1.0, 0.5 * (1 + READ_BLOCK / tokens))
 
 
-def _grouped(found: Iterable[tuple[str, str, str]]) -> tuple[Buffer, ...]:
-    """(size, unit, shapes) of buffers, by the first shape that each has held."""
+def temporaries(report: str) -> tuple[Buffer, ...]:
+    """What the temporary memory of the device is made of, by the first shape that each buffer holds.
+
+    The report has a table for each allocation; arguments and results have one line, the temporary memory has many,
+    some of them of the same places at other times: sizes are scaled so that they add up to all of it.
+    """
+    device = report.partition("Memory Space: default")[2].partition("Memory Space: ")[0]
+    lines = max((_BUFFER.findall(table) for table in device.split("cumulative_size")), key=len, default=[])
+    if len(lines) < 2:
+        return ()
     number: Counter[str] = Counter()
     total: Counter[str] = Counter()
-    for size, unit, shapes in found:
+    ends = []
+    for size, unit, offset, shapes in lines:
         shape = re.search(r"\w+\[[\d,]*\]", shapes)
-        if shape:
-            number[shape[0]] += 1
-            total[shape[0]] += float(size) * _UNITS[unit]
-    return tuple(Buffer(shape, number[shape], size) for shape, size in total.most_common())
+        bytes_of = float(size) * _UNITS[unit]
+        ends.append(int(offset) + bytes_of)
+        number[shape[0] if shape else "?"] += 1
+        total[shape[0] if shape else "?"] += bytes_of
+    scale = min(1.0, max(ends) / sum(total.values()))
+    return tuple(Buffer(shape, number[shape], size * scale) for shape, size in total.most_common())

@@ -74,7 +74,7 @@ def kind_of(run: Run, dims: tuple[int, ...]) -> str:
 
 def made_of(run: Run, row: Row) -> dict[str, float]:
     """Bytes of a device by kind while a program runs, the largest first."""
-    total = Counter() if row.name in START_UP else Counter(kept(run, sampling=row.name in SAMPLING))
+    total = Counter() if row.name in START_UP else Counter(kept(run, sampling=row.name in (*SAMPLING, "publish")))
     found = Counter()
     for buffer in row.buffers:
         found[kind_of(run, buffer.dims)] += buffer.size
