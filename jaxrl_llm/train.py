@@ -37,7 +37,7 @@ from jaxrl_llm.reports.metrics import MetricsWriter, Progress, cost_values, upda
 from jaxrl_llm.run import assemble, check_room, describe, keep_what_fits
 from jaxrl_llm.runtime import cli, programs, sharding
 from jaxrl_llm.runtime.checkpoint import Checkpointer, StopRequest, claim
-from jaxrl_llm.runtime.programs import check_memory, compile_all, memory_limit, memory_table, use_cache
+from jaxrl_llm.runtime.programs import check_memory, compile_all, load_all, memory_limit, memory_table, use_cache
 
 
 def train(config: Config, workdir: pathlib.Path, *, allow_config_changes: bool = False) -> int:
@@ -92,7 +92,8 @@ def _train(config: Config, workdir: pathlib.Path, allow_config_changes: bool) ->
         for message in skipped[:10] + ([f"... and {len(skipped) - 10} more"] if len(skipped) > 10 else []):
             progress.note(f"skipped {message}")
         started, limit = time.monotonic(), memory_limit(mesh.devices.flatten().tolist())
-        compiled = keep_what_fits(run, compile_all(run.programs(), mesh, config.executables), limit)
+        compiled = load_all(run.programs(), mesh, config.executables) or compile_all(run.programs(), mesh)
+        compiled = keep_what_fits(run, compiled, limit)
         check_memory(compiled, limit, keeps_slots=config.rollout.lookahead_prompts > 0)
         progress.note(memory_table(compiled) + f"\ncompiled in {time.monotonic() - started:.0f} s")
 

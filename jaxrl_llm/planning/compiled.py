@@ -103,7 +103,7 @@ def _newest(folder: str, pattern: str) -> str:
 
 
 def save_all(rows: Iterable[Row], mesh: Mesh, folder: str) -> None:
-    """Write the executables of rows that have them, for ``train`` to take (``executables``, runtime.programs.load)."""
+    """Write the executables of rows that have them, for ``train`` to take (runtime.programs.load_all)."""
     for row in rows:
         path = saved_as(folder, row.lowered, mesh)
         path.parent.mkdir(parents=True, exist_ok=True)

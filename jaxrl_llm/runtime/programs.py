@@ -27,9 +27,8 @@ from jaxrl_llm.config import ConfigError
 
 # What to change when a program does not fit its device.
 MEMORY_SETTINGS = (
-    "lower update.micro_batch_size, rollout.slots, replay.capacity, sampling.support_tokens or "
-    "update.logp_chunk_tokens, set model.remat='full', optimizer.offload=True or replay.memory='host', or raise "
-    "mesh.fsdp or mesh.tensor"
+    "lower update.micro_batch_size, rollout.slots, replay.capacity, sampling.support_tokens or update.logp_chunk_tokens"
+    ", set model.remat='full', optimizer.offload=True or replay.memory='host', or raise mesh.fsdp or mesh.tensor"
 )
 
 # Bytes that are given back: less than them in an iteration costs more time than it frees memory.
@@ -101,11 +100,10 @@ def use_cache(folder: str) -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
-def compile_all(programs: Mapping[str, Program], mesh: Mesh, saved: str = "") -> dict[str, jax.stages.Compiled]:
-    """Compile every program, several at once while the next are traced; or ``load`` them from the folder ``saved``."""
-    make = (lambda lowered: load(saved, lowered, mesh)) if saved else jax.stages.Lowered.compile
+def compile_all(programs: Mapping[str, Program], mesh: Mesh) -> dict[str, jax.stages.Compiled]:
+    """Compile every program; XLA compiles several at once, while the next ones are traced."""
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        compiling = {name: pool.submit(make, program.lower(mesh)) for name, program in programs.items()}
+        compiling = {name: pool.submit(program.lower(mesh).compile) for name, program in programs.items()}
         compiled = {name: program.result() for name, program in compiling.items()}
     release_freed()
     return compiled
@@ -120,14 +118,17 @@ def saved_as(folder: str, lowered: jax.stages.Lowered, mesh: Mesh) -> pathlib.Pa
     return pathlib.Path(folder, where, hashlib.sha256(text.encode()).hexdigest())
 
 
-def load(folder: str, lowered: jax.stages.Lowered, mesh: Mesh) -> jax.stages.Compiled:
-    """A program that was saved, as trusted as code; ConfigError where none is of its text, versions and devices."""
-    if not (file := saved_as(folder, lowered, mesh)).is_file():
-        there, here = sorted(x.name for x in pathlib.Path(folder).glob("*/")), file.parent.name
-        differ = "of these settings and code" if here in there else f"but for {there}"
-        raise ConfigError(f"executables={folder!r} has no program for {here!r} {differ}; run plan --save again")
-    trees, devices = (jax.tree.structure(lowered.args_info), lowered.out_tree), mesh.devices.flatten().tolist()
-    return deserialize_and_load(file.read_bytes(), *trees, devices[0].client, execution_devices=devices)
+def load_all(programs: Mapping[str, Program], mesh: Mesh, folder: str) -> dict[str, jax.stages.Compiled]:
+    """Programs that were saved, as trusted as code; none where ``folder`` is "". ConfigError where one is of others."""
+    loaded, devices = {}, mesh.devices.flatten().tolist()
+    for name, lowered in ((name, program.lower(mesh)) for name, program in programs.items() if folder):
+        if not (file := saved_as(folder, lowered, mesh)).is_file():
+            there, here = sorted(x.name for x in pathlib.Path(folder).glob("*/")), file.parent.name
+            differ = "of these settings and code" if here in there else f"but for {there}"
+            raise ConfigError(f"executables={folder!r} has no {name!r} for {here!r} {differ}; run plan --save again")
+        trees = jax.tree.structure(lowered.args_info), lowered.out_tree
+        loaded[name] = deserialize_and_load(file.read_bytes(), *trees, devices[0].client, execution_devices=devices)
+    return loaded
 
 
 def release_freed(freed: int | None = None) -> None:
