@@ -305,6 +305,8 @@ class _Program:
                 region.flops += _dot(x, shapes[0][0])
             elif x.op == "convolution":
                 region.flops += _convolution(x, shapes[0][0], shapes[1][0])
+            elif x.op == "custom-call" and (library := re.search(r'target="(__cu\w+\$\w+|__triton\w*)', x.attributes)):
+                self.uncounted[library[1]] += region.turns  # a GPU's: what it computes is not in the text's shapes
             elif x.op == "custom-call" and "tpu_custom_call" in x.attributes:
                 flops = _kernel(x, [s for each in shapes for s in each])
                 region.flops += flops or 0.0

@@ -146,3 +146,10 @@ def test_groups_of_a_named_mesh_axis_have_its_size():
 
 def test_text_in_several_lines_is_one_instruction():
     assert parse(TPU)["main"].instructions["x.1"].attributes.endswith('lines"}')
+
+
+def test_a_librarys_call_on_a_gpu_is_named_as_not_counted():
+    call = 'custom-call(%x.1, %w.1), custom_call_target="__cublas$gemm"'
+    text = TPU.replace(TPU[TPU.index("convolution(") : TPU.rindex("\n}")], call)
+    counts = count(text)
+    assert counts.total("flops") == 0 and counts.uncounted == {"__cublas$gemm": 1}
