@@ -245,6 +245,8 @@ class Config(MethodFacts):
     num_iterations: Count = 10
     # Folder that keeps compiled programs for the next start; "" keeps none. JAX_COMPILATION_CACHE_DIR wins over it.
     compilation_cache: str = "~/.cache/jaxrl_llm"
+    # Executables: folder of programs that `plan --save` compiled for these devices, in place of compiling; "" = none.
+    executables: str = ""
     model: ModelConfig = ModelConfig()
     prompts: PromptsConfig = dataclasses.field(default_factory=PromptsConfig)
     sampling: SamplingConfig = SamplingConfig()

@@ -38,7 +38,7 @@ from jaxrl_llm.reports.metrics import MetricsWriter, Progress, cost_values, plai
 from jaxrl_llm.run import assemble, check_room, describe, keep_what_fits
 from jaxrl_llm.runtime import cli, hosts, programs, sharding
 from jaxrl_llm.runtime.checkpoint import Checkpointer, claim
-from jaxrl_llm.runtime.programs import check_memory, compile_all, memory_limit, memory_table, use_cache
+from jaxrl_llm.runtime.programs import check_memory, compile_all, load_all, memory_limit, memory_table, use_cache
 from jaxrl_llm.runtime.stop import Stopped, StopRequest
 
 
@@ -65,8 +65,7 @@ def _train(config: Config, workdir: pathlib.Path, allow_config_changes: bool) ->
     started = time.monotonic()
     train_set, held_out, skipped = questions(config, tokenizer)
     read_s = time.monotonic() - started
-    ledger = Ledger()
-    stream = PromptStream(train_set, config.prompts, ledger, seed=config.seed)
+    stream = PromptStream(train_set, config.prompts, ledger := Ledger(), seed=config.seed)
     teacher = pretrained.resolve_reference(config.model, source)
     run = assemble(config, source.architecture(), tokenizer.eos_ids, mesh, teacher.architecture())
     source.check_weights(run.model, mesh)
@@ -91,7 +90,8 @@ def _train(config: Config, workdir: pathlib.Path, allow_config_changes: bool) ->
         check_room(run)
         progress.note(describe(run, len(train_set), len(held_out), read_s, skipped))
         started, limit = time.monotonic(), memory_limit(mesh.devices.flatten().tolist())
-        compiled = keep_what_fits(run, compile_all(run.programs(), mesh), limit)
+        compiled = load_all(run.programs(), mesh, config.executables) or compile_all(run.programs(), mesh)
+        compiled = keep_what_fits(run, compiled, limit)
         check_memory(compiled, limit, keeps_slots=config.rollout.lookahead_prompts > 0)
         progress.note(memory_table(compiled) + f"\ncompiled in {time.monotonic() - started:.0f} s")
 

@@ -30,6 +30,7 @@ FLOORS = [
     {"questions", "replay", "reports"},
     {"learner", "actor"},
     {"run"},
+    {"planning"},
     {"train", "evaluate", "generate", "score", "export", "sft", "plan", "replay_plan", "report"},
     {"sweep"},
 ]

@@ -603,6 +603,14 @@ def stops(config, folder, monkeypatch):
     return generator._apply_stop_strings(state.stop_reason, np.zeros(state.stop_reason.shape, np.int64)).tolist()
 
 
+def taken_from(config, folder, monkeypatch):
+    """Where a run would take compiled programs from."""
+    asked = []
+    monkeypatch.setattr(train_module, "load_all", lambda programs, mesh, folder: asked.append(folder))
+    ghost_run(config, folder, monkeypatch)
+    return asked
+
+
 def cache(config, folder, monkeypatch):
     """Where a run would keep its compiled programs."""
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
@@ -723,6 +731,7 @@ ALIVE = {
     "seed": (1, loaded, {}),
     "num_iterations": (4, ghost_run, {}),
     "compilation_cache": ("/tmp/other", cache, {}),
+    "executables": ("/tmp/other", taken_from, {}),
     "model.path": ("random:debug_wide", model, {}),
     "model.reference_path": ("random:debug_wide", loaded_models, WITH_KL),
     "model.compute_dtype": ("bfloat16", program("decode"), {}),

@@ -2,22 +2,35 @@
 
 import dataclasses
 import importlib.util
+import json
 import re
-import types
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 from support.building import needs_cuda_compiler, needs_libtpu
 
 from jaxrl_llm import plan
 from jaxrl_llm.config import ConfigError, MeshConfig, freeze
 from jaxrl_llm.models.files import pretrained
+from jaxrl_llm.planning import chips, compiled, presets, verdict
+from jaxrl_llm.planning import search as searching
 from jaxrl_llm.run import assemble
 from jaxrl_llm.runtime import sharding
-from jaxrl_llm.runtime.programs import Memory, Program, host_bytes, in_use_bytes, memory, resident_bytes
+from jaxrl_llm.runtime.programs import Memory, Program, in_use_bytes, memory, resident_bytes
 
 MIB = 2**20
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_cache():
+    """A program found in a cache is not compiled, and this compiler's client cannot read one."""
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_enable_compilation_cache", True)
+    compilation_cache.reset_cache()
 
 
 def small_config(num_chips):
@@ -40,7 +53,7 @@ def small_config(num_chips):
 
 
 def run_of(config, topology):
-    devices, _ = plan.devices_of(topology)
+    devices, _ = chips.devices_of(topology)
     source = pretrained.resolve(config.model.path)
     mesh = sharding.make_mesh(config.mesh, devices)
     return assemble(config, source.architecture(), source.tokenizer().eos_ids, mesh)
@@ -48,7 +61,7 @@ def run_of(config, topology):
 
 @pytest.fixture(scope="module")
 def eight_chips():
-    return {row.name: row for row in plan.compile_rows(run_of(small_config(8), "v5e:2x4"))}
+    return {row.name: row for row in compiled.compile_rows(run_of(small_config(8), "v5e:2x4"))}
 
 
 @needs_libtpu
@@ -152,19 +165,123 @@ def test_a_gpus_programs_copy_no_cache_and_no_weights(four_gpus):
 
 
 @needs_libtpu
-def test_a_program_beyond_the_chip_is_named_with_exit_status_1(monkeypatch, capsys):
-    def huge(config, arch, eos_ids, mesh, reference):
-        whole = sharding.replicated(mesh, 0)
-        shape = jax.ShapeDtypeStruct((2**16, 2**18), jnp.float32, sharding=whole)  # 64 GiB on each chip
-        update = Program(lambda x: x + 1, (shape,), whole)
-        small = Program(lambda: jnp.zeros(8), (), whole)
-        return types.SimpleNamespace(mesh=mesh, programs=lambda: {"init_ring": small, "update": update})
+def test_a_chip_computes_what_the_models_algebra_says(eight_chips):
+    """By hand, for a chip with one prompt of 32 tokens and two completions of 32.
 
-    monkeypatch.setattr(plan, "assemble", huge)
+    A layer's matrices: 64 x 16 x 2 (4 + 2) of attention, 3 x 64 x 128 of the MLP. A kernel's rows are filled up to 128
+    queries and keys: of the prompt and each completion 4 heads x 128 x 128 x 16, once forward (two products) and 3.5
+    times that backward. The backward pass computes a layer again, without its last matrix.
+    """
+    layer, head = 64 * 16 * 2 * (4 + 2) + 3 * 64 * 128, 64 * 260
+    forward, kernels = 2 * layer * (32 + 2 * 32), 3 * 4 * 4 * 128 * 128 * 16
+    again = forward - 2 * 64 * 128 * 96 + kernels
+    update = 2 * (forward + kernels + again + 2 * forward + 3.5 * kernels) + 3 * 2 * head * 2 * 32
+    # Two rows, four steps; each query meets the 32 places of its cache and of its prompt.
+    decode = 4 * 2 * (2 * (2 * layer + head) + 2 * 2 * 4 * 4 * 32 * 16)
+    assert eight_chips["update"].counts.total("flops") == update
+    assert eight_chips["decode"].counts.total("flops") == decode
+    assert eight_chips["annotate"].counts.total("flops") == 2 * (forward + kernels) + 2 * head * 2 * 32
+    assert not eight_chips["update"].counts.guessed and not eight_chips["update"].counts.uncounted
+
+
+@needs_libtpu
+def test_a_decode_step_sends_numbers_alone_and_an_update_every_matrix(eight_chips):
+    """Weights are split over pairs: an update gathers half of each matrix in each pass of its layer, or more."""
+    assert sum(eight_chips["decode"].counts.by_collective().values()) < 16 * 1024
+    sent = eight_chips["update"].counts.by_collective()
+    matrices = 2 * (64 * 16 * 2 * (4 + 2) + 3 * 64 * 128) * 2  # of both layers in bfloat16
+    assert sent["all-gather"] >= 2 * matrices / 2
+    assert sent["reduce-scatter"] + sent["all-reduce"] > 0
+
+
+@needs_libtpu
+def test_what_the_temporary_memory_is_made_of_is_said(eight_chips):
+    update = eight_chips["update"]
+    assert update.buffers == tuple(sorted(update.buffers, key=lambda b: -b.size))
+    assert sum(b.size for b in update.buffers) > 0 and all(b.number > 0 for b in update.buffers)
+    made_of = verdict.made_of(run_of(small_config(8), "v5e:2x4"), update)
+    assert made_of[verdict.STATE] > made_of[verdict.RING] > 0
+
+
+@needs_libtpu
+def test_a_program_that_the_compiler_refuses_is_a_verdict():
+    run = run_of(small_config(8), "v5e:2x4")
+    shape = jax.ShapeDtypeStruct((2**16, 2**18), jnp.float32, sharding=sharding.replicated(run.mesh, 0))  # 64 GiB
+    row = compiled.compile_one(run, "update", Program(lambda x: x + 1, (shape,)).lower(run.mesh))
+    assert row.memory is None and "exceeds available HBM (15.75G)" in row.refused
+
+
+def compiled_already(rows):
+    """In place of ``compile_rows``: of a run on eight chips."""
+    return lambda run, names=None, keep=False: [rows[name] for name in (names or rows)]
+
+
+@needs_libtpu
+def test_what_does_not_fit_is_named_with_the_settings_that_help_and_exit_status_1(eight_chips, monkeypatch, capsys):
+    monkeypatch.setitem(chips.CHIPS, "v5e", dataclasses.replace(chips.CHIPS["v5e"], hbm_gib=0.004))
+    monkeypatch.setattr(plan, "compile_rows", compiled_already(eight_chips))
     assert plan.plan(small_config(8), "v5e:2x4") == 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert re.match(r"does not fit: [a-z_, ]*update[a-z_, ]*; what helps most here: ", last)
+    assert "mesh.fsdp=4 (now 2)" in last
+
+
+@needs_libtpu
+def test_a_plan_prints_and_writes_the_time_and_price_of_an_iteration(eight_chips, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(plan, "compile_rows", compiled_already(eight_chips))
+    paths = {"json_path": str(tmp_path / "p.json"), "html_path": str(tmp_path / "p.html")}
+    assert plan.plan(small_config(8), "v5litepod-8", price=1.2, **paths) == 0
     out = capsys.readouterr().out
-    assert "exceeds available HBM (15.75G)" in out
-    assert out.splitlines()[-1].startswith("does not fit: update; lower update.micro_batch_size")
+    assert "v5litepod-8 (v5e:2x4): 8 chips" in out and out.splitlines()[-1] == "fits"
+    found = json.loads((tmp_path / "p.json").read_text())
+    seconds = found["iteration"]["seconds"]
+    costs = {name: of for name, of in found["costs"].items() if of["calls"]}
+    assert seconds == pytest.approx(sum(of["calls"] * of["seconds"] for of in costs.values()))
+    assert found["iteration"]["dollars_per_1000_iterations"] == pytest.approx(1000 * seconds / 3600 * 8 * 1.2)
+    assert found["iteration"]["tokens_per_s_chip"] == pytest.approx(2 * 32 / seconds)
+    # Two operations a weight and token of 16 completions and 8 prompts, six of what an update learns from.
+    weights = 2 * (64 * 16 * 2 * (4 + 2) + 3 * 64 * 128 + 2 * 64) + 64 * 260 + 64
+    tokens = (16 * 32 + 8 * 32) + 3 * (8 * 32 + 16 * 32)
+    assert found["iteration"]["model_flops"] == 2 * weights * tokens
+    assert found["iteration"]["mfu"] == pytest.approx(2 * weights * tokens / (seconds * 8 * 197e12))
+    assert costs["decode"]["calls"] == 32 / 4  # steps by those of a chunk
+    assert found["programs"]["update"]["in_use_bytes"] > 0 and found["ring_capacity_that_fits"] > 32
+    page = (tmp_path / "p.html").read_text()
+    assert page.count("<svg") == 3 and "random:debug on v5litepod-8" in page and "<script" not in page
+
+
+@needs_libtpu
+def test_the_search_compiles_as_many_as_it_says_and_prints_what_fits(eight_chips, monkeypatch, capsys):
+    asked = []
+
+    def compile_rows(run, names):
+        asked.append((dict(run.mesh.shape), run.model.remat, tuple(names)))
+        return compiled_already(eight_chips)(run, names)
+
+    monkeypatch.setattr(searching, "compile_rows", compile_rows)
+    config = small_config(8)
+    devices, chip = chips.devices_of("v5e:2x4")
+    model = presets.model_of(config)
+    assert searching.search(config, model, devices, chip, most=3) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert "3 are compiled (--search=3)" in out[0] and out[4].startswith("best that fit")
+    assert len(out) == 5 + 3 and "mesh.data=" in out[5] and "MFU" in out[5]
+    assert sum("update" in names for *_, names in asked) == 3
+    meshes = [tuple(mesh.items()) for mesh, _, names in asked if "decode" in names]
+    assert len(meshes) == len(set(meshes))  # a sampler's programs once a mesh
+    # Where not even the arrays fit, nothing is compiled.
+    asked.clear()
+    assert searching.search(config, model, devices, dataclasses.replace(chip, hbm_gib=1e-4), most=3) == 1
+    assert not asked and "0 are compiled" in capsys.readouterr().out
+
+
+@needs_libtpu
+def test_a_search_without_a_layout_that_divides_is_refused():
+    config = small_config(8)
+    config = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, prompts_per_iteration=7))
+    devices, chip = chips.devices_of("v5e:2x4")
+    with pytest.raises(ConfigError, match=r"--search: no mesh of 8 devices divides rollout\.prompts_per_iteration=7"):
+        searching.search(config, presets.model_of(config), devices, chip, most=1)
 
 
 def test_memory_in_use_counts_what_lives_beside_the_program():
@@ -185,7 +302,7 @@ def test_memory_in_use_counts_what_lives_beside_the_program():
         "update": (50, 51, 40, 50),
     }
     memories = {name: Memory(*(n * MIB for n in sizes)) for name, sizes in rows.items()}
-    assert host_bytes(memories) == 60 * MIB
+    assert verdict.host_bytes(memories) == 60 * MIB
     for keeps_slots, expected in (
         (False, {"decode": 55 + 6 + 10 + 7, "eval_decode": 55 + 6 + 4 + 3, "update": 55 + 40 + 1}),
         (True, {"decode": 65 + 6 + 7, "eval_decode": 65 + 6 + 4 + 3, "update": 65 + 40 + 1}),
@@ -209,19 +326,19 @@ def test_an_unknown_topology_is_refused(topology, message):
     if "not divisible" in message and importlib.util.find_spec("libtpu") is None:
         pytest.skip("libtpu knows the shapes")
     with pytest.raises(ConfigError, match=message):
-        plan.devices_of(topology)
+        chips.devices_of(topology)
 
 
 def test_without_a_compiler_the_extra_is_named(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     for topology, extra in (("v5e:2x4", "plan"), ("h100:8", "plan-gpu")):
         with pytest.raises(ConfigError, match=rf"pip install 'jaxrl_llm\[{extra}\]'"):
-            plan.devices_of(topology)
+            chips.devices_of(topology)
 
 
 @needs_libtpu
 def test_a_mesh_that_is_not_the_pod_is_refused():
-    devices, _ = plan.devices_of("v5p:2x2x2")
+    devices, _ = chips.devices_of("v5p:2x2x2")
     with pytest.raises(ConfigError, match="must use all 8 devices"):
         sharding.make_mesh(MeshConfig(data=3), devices)
 
@@ -241,3 +358,16 @@ def test_smollm2_fits_eight_chips(capsys):
     )
     assert plan.plan(config, "v5e:2x4") == 0
     assert capsys.readouterr().out.splitlines()[-1] == "fits"
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_a_plan_saves_every_program_and_a_search_compiles(tmp_path, capsys):
+    config = small_config(4)
+    assert plan.plan(config, "v5e:2x2", save=str(tmp_path)) == 0
+    (folder,) = tmp_path.iterdir()
+    assert folder.name.startswith("4 x TPU v5 lite, jax ") and "libtpu" in folder.name
+    assert len(list(folder.iterdir())) == len(run_of(config, "v5e:2x2").programs())
+    assert all(file.stat().st_size > 1000 for file in folder.iterdir())
+    devices, chip = chips.devices_of("v5e:2x2")
+    assert searching.search(config, presets.model_of(config), devices, chip, most=1) == 0

@@ -55,6 +55,7 @@ PASSING = ("sampler", "rounds")
 FREE_SETTINGS = (
     "num_iterations",
     "compilation_cache",
+    "executables",
     "checkpoint",
     "metrics",
     "eval.every_iterations",

@@ -10,6 +10,8 @@ import concurrent.futures
 import contextlib
 import ctypes
 import dataclasses
+import hashlib
+import importlib.metadata
 import os
 import pathlib
 import resource
@@ -18,6 +20,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.serialize_executable import deserialize_and_load
 from jax.sharding import Mesh
 
 from jaxrl_llm.config import ConfigError
@@ -25,9 +28,8 @@ from jaxrl_llm.runtime import hosts
 
 # What to change when a program does not fit its device.
 MEMORY_SETTINGS = (
-    "lower update.micro_batch_size, rollout.slots, replay.capacity, sampling.support_tokens or "
-    "update.logp_chunk_tokens, set model.remat='full', optimizer.offload=True or replay.memory='host', or raise "
-    "mesh.fsdp"
+    "lower update.micro_batch_size, rollout.slots, replay.capacity, sampling.support_tokens or update.logp_chunk_tokens"
+    ", set model.remat='full', optimizer.offload=True or replay.memory='host', or raise mesh.fsdp or mesh.tensor"
 )
 
 # Bytes that are given back: less than them in an iteration costs more time than it frees memory.
@@ -114,6 +116,28 @@ def compile_all(programs: Mapping[str, Program], mesh: Mesh) -> dict[str, jax.st
     return compiled
 
 
+def saved_as(folder: str, lowered: jax.stages.Lowered, mesh: Mesh) -> pathlib.Path:
+    """Where ``plan --save`` writes a program: in a folder of its versions and devices, by its text."""
+    packages = {x.name: x.version for x in importlib.metadata.distributions()}
+    versions = [f"{name} {packages[name]}" for name in ("jax", "jaxlib", "libtpu") if name in packages]
+    where = f"{mesh.size} x {mesh.devices.flat[0].device_kind}, {', '.join(versions)}"
+    text = f"{[device.id for device in mesh.devices.flat]} {lowered.as_text()}"
+    return pathlib.Path(folder, where, hashlib.sha256(text.encode()).hexdigest())
+
+
+def load_all(programs: Mapping[str, Program], mesh: Mesh, folder: str) -> dict[str, jax.stages.Compiled]:
+    """Programs that were saved, as trusted as code; none where ``folder`` is "". ConfigError where one is of others."""
+    loaded, devices = {}, mesh.devices.flatten().tolist()
+    for name, lowered in ((name, program.lower(mesh)) for name, program in programs.items() if folder):
+        if not (file := saved_as(folder, lowered, mesh)).is_file():
+            there, here = sorted(x.name for x in pathlib.Path(folder).glob("*/")), file.parent.name
+            differ = "of these settings and code" if here in there else f"but for {there}"
+            raise ConfigError(f"executables={folder!r} has no {name!r} for {here!r} {differ}; run plan --save again")
+        trees = jax.tree.structure(lowered.args_info), lowered.out_tree
+        loaded[name] = deserialize_and_load(file.read_bytes(), *trees, devices[0].client, execution_devices=devices)
+    return loaded
+
+
 def release_freed(freed: int | None = None) -> None:
     """Give memory that was freed back to the system, where glibc would keep it in its heaps.
 
@@ -151,11 +175,6 @@ def resident_bytes(memories: Mapping[str, Memory], *, keeps_slots: bool) -> int:
     rounds = memories["choose"].arguments if "choose" in memories else 0
     reference = memories["reference"].arguments if "reference" in memories else 0  # its weights; its rows are few
     return whole + rollouts + rounds + reference
-
-
-def host_bytes(memories: Mapping[str, Memory]) -> int:
-    """What a device keeps in its host's memory all through an iteration."""
-    return sum(memories[name].on_host for name in START_UP if name in memories)
 
 
 def in_use_bytes(memories: Mapping[str, Memory], *, keeps_slots: bool) -> dict[str, int]:

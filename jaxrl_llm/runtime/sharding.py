@@ -18,7 +18,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxrl_llm.config import Config, ConfigError, MeshConfig
+from jaxrl_llm.config import Config, ConfigError, MeshConfig, flatten
 from jaxrl_llm.runtime import torus
 
 MESH_AXES = ("data", "fsdp", "tensor")
@@ -101,41 +101,23 @@ def sampler_mesh(config: MeshConfig, mesh: Mesh) -> Mesh:
 
 
 def check_divisible(config: Config, mesh: Mesh) -> None:
-    """Every batch number must split evenly over the data-parallel devices.
-
-    Raises:
-        ConfigError: one does not.
-    """
-    num_shards = num_data_shards(mesh)
-    ring_shards = config.replay.shards or num_shards
-    if ring_shards % num_shards:
-        raise ConfigError(f"replay.shards={ring_shards} must be a multiple of the {num_shards} data-parallel devices")
-    together = config.rows_per_draw if config.algorithm.surrogate.needs.siblings else 1  # rows in one micro-batch
-    numbers = {
-        "rollout.prompts_per_iteration": (config.rollout.prompts_per_iteration, num_shards),
-        "rollout.lookahead_prompts": (config.rollout.lookahead_prompts, num_shards),
-        "external.groups_per_iteration": (config.external.groups_per_iteration, num_shards),
-        "rollout.slots": (config.num_slots, num_shards),
-        "update.micro_batch_size": (config.update.micro_batch_size, ring_shards * together),
-        "update.batch_size": (config.update.batch_size, ring_shards * config.rows_per_draw),
-        "replay.capacity": (config.ring_capacity, ring_shards * config.rows_per_draw),
-    }
-    for path, (value, shards) in numbers.items():
-        if value % shards:
-            raise ConfigError(
-                f"{path}={value} must be a multiple of {shards}: it is split over {num_shards} data-parallel devices, "
-                f"{ring_shards} ring shards (replay.shards) and groups of {config.rows_per_draw} (replay.unit)"
-            )
-    if config.update.micro_batch_tokens % (ring_shards * max(config.line_tokens, 1)):
-        raise ConfigError(
-            f"update.micro_batch_tokens={config.update.micro_batch_tokens} must be a multiple of {ring_shards} ring "
-            f"shards x the {config.line_tokens} tokens of a line (update.pack_width)"
-        )
-    if config.rows_per_iteration % (ring_shards * config.rows_per_draw):
-        raise ConfigError(
-            f"replay.shards={ring_shards} must divide the {config.rows_per_iteration} rollouts of an iteration, "
-            f"in groups of {config.rows_per_draw}"
-        )
+    """ConfigError that names every number that does not split evenly over the devices, with the nearest that do."""
+    devices, shards, draw = num_data_shards(mesh), num_ring_shards(config, mesh), config.rows_per_draw
+    rollout = ("rollout.prompts_per_iteration", "rollout.lookahead_prompts", "rollout.slots")
+    parts = dict.fromkeys((*rollout, "external.groups_per_iteration", "replay.shards"), devices)
+    parts |= dict.fromkeys(("update.batch_size", "replay.capacity"), shards * draw)
+    parts["rollouts of an iteration"] = shards * draw if config.replay.shards else 1  # as the prompts divide
+    parts["update.micro_batch_size"] = shards * (draw if config.algorithm.surrogate.needs.siblings else 1)
+    parts["update.micro_batch_tokens"] = shards * max(config.line_tokens, 1)
+    values, wrong = flatten(config) | {"rollouts of an iteration": config.rows_per_iteration}, []
+    for path, n in parts.items():
+        if rest := (value := values[path]) % n:
+            batch = config.update.batch_size if path == "update.micro_batch_size" else 0  # which it must divide too
+            near = " or ".join(str(x) for x in (value - rest, value - rest + n) if x and batch % x == 0)
+            wrong.append(f"{path}={value} must be a multiple of {n}" + f" ({near})" * bool(near))
+    if wrong:
+        why = f"{devices} data-parallel devices, {shards} ring shards (replay.shards), groups of {draw} (replay.unit)"
+        raise ConfigError(f"{'; '.join(wrong)}: over {why}")
 
 
 def num_data_shards(mesh: Mesh) -> int:

@@ -1,0 +1,156 @@
+"""Chips: TPU generations and GPUs that the compilers know by name, what each can do, the names that Cloud gives slices.
+
+Owns: public numbers of chips with their sources, names of slices, devices to compile for. Does not know: programs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import math
+import os
+import re
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+
+from jaxrl_llm.config import ConfigError
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """A TPU generation or a GPU: what one program may use, and the most that the hardware does in a second.
+
+    Attributes:
+        hbm_gib: memory of a device for one program.
+        tflops: dense bfloat16 peak, 1e12 a second.
+        hbm_gb: memory bandwidth, 1e9 bytes a second.
+        link_gb: 1e9 bytes a second that a chip sends along one mesh axis: both links of one dimension of the torus, or
+            NVLink one way.
+        host_gb: 1e9 bytes a second to its host's memory.
+        options: of the compiler.
+    """
+
+    hbm_gib: float
+    tflops: float
+    hbm_gb: float
+    link_gb: float
+    host_gb: float = 16.0
+    options: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+def _chips(shape: str) -> int:
+    return math.prod(map(int, shape.split("x")))
+
+
+def _nvidia(
+    gib: float, generation: int, cores: int, shared_kib: int, l2_mib: int, bandwidth_gb: int, tflops: int, link_gb: int
+) -> Chip:
+    """A GPU as XLA's compiler describes one (GpuTargetConfigProto). JAX takes three quarters of its memory."""
+    target = f"""
+        gpu_device_info {{
+          threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048 core_count: {cores}
+          shared_memory_per_block: 49152 shared_memory_per_core: {shared_kib * 1024}
+          shared_memory_per_block_optin: {(shared_kib - 1) * 1024} fpus_per_core: {128 if generation > 8 else 64}
+          block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+          memory_bandwidth: {bandwidth_gb}000000000 l2_cache_size: {l2_mib * 2**20} clock_rate_ghz: 1.5
+          device_memory_size: {int(gib * 2**30)} cuda_compute_capability {{ major: {generation} }}
+          registers_per_core_limit: 65536 registers_per_block_limit: 65536
+        }}
+        platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 12 }} runtime_version {{ major: 13 }}
+        """
+    return Chip(0.75 * gib, tflops, bandwidth_gb, link_gb, host_gb=32.0, options={"target_config": target})
+
+
+# Memory: what their compiler (libtpu 0.0.51) lets one program use. Rates: docs.cloud.google.com/tpu/docs/v4, v5e, v5p
+# and v6e ("Peak compute per chip (bf16)", "HBM bandwidth"). Links: their "interchip interconnect bandwidth" of 2400,
+# 1600, 4800 and 3200 Gbit/s is of all links of a chip, six in a 3-D torus and four in a 2-D one; slices that are no
+# torus have half. Host: PCIe (jax-ml.github.io/scaling-book).
+CHIPS = {
+    # Both cores as one device, as JAX uses the chip.
+    "v4": Chip(30.75, tflops=275, hbm_gb=1228, link_gb=100, options={"chip_config_name": "megacore"}),
+    "v5e": Chip(15.75, tflops=197, hbm_gb=819, link_gb=100),
+    "v5p": Chip(95.73, tflops=459, hbm_gb=2765, link_gb=200),
+    "v6e": Chip(31.24, tflops=918, hbm_gb=1600, link_gb=200),
+}
+
+# Rates: NVIDIA's data sheets of the SXM boards (dense bfloat16; NVLink's total halved).
+GPUS = {
+    "a100": _nvidia(80.0, 8, 108, 164, 40, 2039, tflops=312, link_gb=300),
+    "h100": _nvidia(79.6, 9, 132, 228, 50, 3352, tflops=989, link_gb=450),
+    "h200": _nvidia(140.4, 9, 132, 228, 50, 4800, tflops=989, link_gb=450),
+}
+
+# Slices as Cloud names them (the same pages' "Configurations"): shapes by chips. Names of v4 and v5p count cores, two a
+# chip; those of v5e ("v5litepod" too) and v6e count chips.
+FLAT = {_chips(shape): shape for shape in ["1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16"]}
+CUBES = ["2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x12", "8x8x16", "8x16x16"]
+CUBES += ["16x16x16", "16x16x24"]
+SOLID = {_chips(shape): shape for shape in CUBES}
+ALLOWED = "v5e:2x4, v5e:16x16, v6e:4x8, v4:2x2x4 or v5p:2x2x4"
+SLICES = {"v4": SOLID, "v5p": SOLID, "v5e": FLAT, "v6e": FLAT}
+CORES = {"v4": 2, "v5p": 2, "v5e": 1, "v6e": 1}
+
+# Without them libtpu asks Google's metadata server who it is, and complains when there is none. Two plans may run.
+ENVIRONMENT = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+
+
+def shape_of(name: str) -> str:
+    """The topology that a Cloud name stands for, "v5p:4x4x4" for "v5p-128"; another name as it is.
+
+    Raises:
+        ConfigError: a generation's name with a number that it has no default shape for.
+    """
+    generation, dash, number = name.replace("v5litepod", "v5e").partition("-")
+    if not dash or generation not in SLICES or not number.isdecimal():
+        return name
+    per_chip, shapes = CORES[generation], SLICES[generation]
+    if int(number) / per_chip not in shapes:
+        what = "cores" if per_chip > 1 else "chips"
+        names = ", ".join(f"{generation}-{n * per_chip}" for n in shapes)
+        raise ConfigError(f"--topology={name!r}: the number is of {what}; slices are {names}, or a shape ({ALLOWED})")
+    return f"{generation}:{shapes[int(number) // per_chip]}"
+
+
+def devices_of(topology: str) -> tuple[list[Any], Chip]:
+    """The devices of a pod by name, such as "v5e:2x4", "v5p:2x2x4" or "v5p-32", or GPUs of a host, "h100:8".
+
+    Raises:
+        ConfigError: no such devices, or no compiler for them.
+    """
+    shape = shape_of(topology)
+    generation, _, count = shape.partition(":")
+    if generation in GPUS and re.fullmatch(r"[1-9]\d*", count):
+        return _gpus(GPUS[generation], count), GPUS[generation]
+    if generation not in CHIPS or not re.fullmatch(r"\w+:\d+x\d+(x\d+)?", shape):
+        raise ConfigError(
+            f"--topology={topology!r} must be {', '.join(CHIPS)} with a shape in chips, such as {ALLOWED}, a Cloud "
+            f"name, such as v5litepod-256 or v5p-128, or {', '.join(GPUS)} with a number of GPUs, such as h100:8"
+        )
+    if importlib.util.find_spec("libtpu") is None:
+        raise ConfigError("plan needs the TPU compiler libtpu (Linux x86-64): pip install 'jaxrl_llm[plan]'")
+    os.environ.update(ENVIRONMENT)
+    os.environ.pop("XLA_FLAGS", None)  # of other compilers: libtpu ends the process over one that it does not know
+    chip = CHIPS[generation]
+    try:
+        pod = topologies.get_topology_desc(topology_name=shape, platform="tpu", **chip.options)
+    except jax.errors.JaxRuntimeError as error:
+        raise ConfigError(f"--topology={topology!r}: {str(error).splitlines()[0]}") from error
+    return list(pod.devices), chip
+
+
+def _gpus(chip: Chip, count: str) -> list[Any]:
+    if importlib.util.find_spec("jax_cuda13_plugin") is None:
+        raise ConfigError("plan needs NVIDIA's compiler (Linux x86-64): pip install 'jaxrl_llm[plan-gpu]'")
+    # Compiling for cuDNN does not take the library, whose version JAX asks all the same, and has no setting for.
+    from jax._src.cudnn import fused_attention_stablehlo
+
+    fused_attention_stablehlo.check_cudnn_version = lambda: 91200
+    topology = f"1x1x{count}"  # of processes' groups, processes, and devices of each
+    return list(topologies.get_topology_desc(platform="cuda", topology=topology, **chip.options).devices)

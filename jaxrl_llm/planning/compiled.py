@@ -1,0 +1,148 @@
+"""Compiled: every program of a run through the compiler of chips that are not there, with all that the compiler says.
+
+The compiler writes a program's optimised text and the buffers of its temporary memory into a folder, which is gone
+afterwards; jaxlib's own reader of that text does not know all that a newer libtpu writes.
+
+Owns: compiling, what is read of it, the words of "out of memory". Does not know: seconds, chips' rates.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import pathlib
+import re
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+import jax
+from jax.experimental.serialize_executable import serialize
+from jax.sharding import Mesh
+
+from jaxrl_llm.planning import counting
+from jaxrl_llm.run import Run
+from jaxrl_llm.runtime.programs import Memory, memory, saved_as
+
+# Of a buffer in "memory-usage-report": cumulative size; size; offset; number of values; shapes.
+_BUFFER = re.compile(r"^\s*[\d.]+\w+\(\s*\d+%\);\s*([\d.]+)(\w+);\s*(\d+);\s*\d+;\s*(.*)$", re.MULTILINE)
+_UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+READ_BLOCK = 256  # tokens of a cache that the decode kernel reads at once (models.kernels.tpu_decode)
+
+
+@dataclasses.dataclass(frozen=True)
+class Buffer:
+    """Temporary memory of one shape: ``number`` buffers, ``size`` bytes in all."""
+
+    shape: str
+    number: int
+    size: float
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        return tuple(int(n) for n in re.findall(r"\d+", self.shape.partition("[")[2]))
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One program as the compiler sees it.
+
+    Attributes:
+        refused: the compiler's words, where it found no way to fit; then memory is None. Else "".
+        buffers: what the temporary memory is made of, the largest first.
+    """
+
+    name: str
+    memory: Memory | None
+    refused: str
+    counts: counting.Counts | None = None
+    buffers: tuple[Buffer, ...] = ()
+    executable: jax.stages.Compiled | None = None
+    lowered: jax.stages.Lowered | None = None
+
+
+def compile_rows(run: Run, names: Iterable[str] | None = None, *, keep: bool = False) -> Iterator[Row]:
+    """Programs of the run (None = all), compiled; in order, each as soon as it is known.
+
+    Args:
+        keep: rows have the executables too.
+    """
+    programs = run.programs()
+    lowered = {name: programs[name].lower(run.mesh) for name in (programs if names is None else names)}
+    with concurrent.futures.ThreadPoolExecutor(max_workers=2) as pool:
+        yield from pool.map(lambda name: compile_one(run, name, lowered[name], keep=keep), lowered)
+
+
+def compile_one(run: Run, name: str, lowered: jax.stages.Lowered, *, keep: bool = False) -> Row:
+    """A program of the run; what it does and needs is known of one that the compiler refuses too."""
+    refused, compiled = "", None
+    with tempfile.TemporaryDirectory(prefix="jaxrl_llm_plan_") as folder:
+        try:
+            compiled = lowered.compile(compiler_options={"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
+        except jax.errors.JaxRuntimeError as error:
+            found = re.search(r"Ran out of memory.*?exceeds available HBM \([^)]*\)", str(error), re.DOTALL)
+            if found is None:
+                raise  # ours: a program that this compiler does not take
+            refused = found.group()
+        text, report = (_newest(folder, f"*after_optimizations{end}.txt") for end in ("", "-memory-usage-report"))
+    if compiled is not None:
+        text = text or compiled.as_text()
+    tokens = run.config.sampling.max_completion_tokens
+    counts = text and counting.count(
+        text,
+        turns_of=lambda _: micro_batches(run) if name == "update" else 1,
+        read_share=lambda call: _live(tokens) if "decode_attention" in call else 1.0,
+    )
+    known = compiled and memory(compiled)
+    return Row(name, known, refused, counts or None, temporaries(report), *((compiled, lowered) if keep else ()))
+
+
+def _newest(folder: str, pattern: str) -> str:
+    paths = sorted(pathlib.Path(folder).glob(pattern))
+    return paths[-1].read_text() if paths else ""
+
+
+def save_all(rows: Iterable[Row], mesh: Mesh, folder: str) -> None:
+    """Write the executables of rows that have them, for ``train`` to take (runtime.programs.load_all)."""
+    for row in rows:
+        path = saved_as(folder, row.lowered, mesh)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(serialize(row.executable)[0])
+
+
+def micro_batches(run: Run) -> int:
+    """Micro-batches of an update whose rows are all of full length, which the packed program does not say."""
+    config, update = run.config, run.learner.update
+    if not update.num_lines:
+        return config.update.batch_size // config.update.micro_batch_size
+    units = config.update.batch_size // config.rows_per_draw
+    lines = -(-units // max(1, config.line_tokens // config.draw_tokens))
+    return -(-lines // update.num_lines)
+
+
+def _live(tokens: int) -> float:
+    """Share of a cache that decode steps read on average, from empty to full, in whole blocks."""
+    return min(1.0, 0.5 * (1 + READ_BLOCK / tokens))
+
+
+def temporaries(report: str) -> tuple[Buffer, ...]:
+    """What the temporary memory of the device is made of, by the first shape that each buffer holds.
+
+    The report has a table for each allocation; arguments and results have one line, the temporary memory has many,
+    some of them of the same places at other times: sizes are scaled so that they add up to all of it.
+    """
+    device = report.partition("Memory Space: default")[2].partition("Memory Space: ")[0]
+    lines = max((_BUFFER.findall(table) for table in device.split("cumulative_size")), key=len, default=[])
+    if len(lines) < 2:
+        return ()
+    number: Counter[str] = Counter()
+    total: Counter[str] = Counter()
+    ends = []
+    for size, unit, offset, shapes in lines:
+        shape = re.search(r"\w+\[[\d,]*\]", shapes)
+        bytes_of = float(size) * _UNITS[unit]
+        ends.append(int(offset) + bytes_of)
+        number[shape[0] if shape else "?"] += 1
+        total[shape[0] if shape else "?"] += bytes_of
+    scale = min(1.0, max(ends) / sum(total.values()))
+    return tuple(Buffer(shape, number[shape], size * scale) for shape, size in total.most_common())

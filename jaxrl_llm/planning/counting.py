@@ -1,0 +1,397 @@
+"""Counting: what the text of a compiled program says that one device does: operations, bytes of memory, bytes on links.
+
+A compiled program is a tree of loops. A region is what lies in one of them (or in none), with the number of times that
+it runs; what counts is added up per region, for a loop's turns follow each other.
+
+    operations    of matrix multiplications, also those that a TPU's compiler writes as convolutions, and of attention
+                  kernels, which are custom calls
+    memory        of each instruction that is not in a fusion: what it reads and writes outside the chip's own memory;
+                  of what is sliced or replaced in place, that part alone. Tiles of a layout are counted whole.
+    links         of each collective: what a device sends where devices form a ring
+
+Owns: trip counts, these sums. Does not know: how the text is read (hlo), chips, seconds, which program it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+from jaxrl_llm.planning.hlo import Computation, Instruction, Shape, parse
+
+COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+HOST = 5  # the memory space of the host; 0 is the device's, others are on the chip
+
+# What moves nothing itself.
+_FREE = {
+    *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"),
+    *(
+        "opt-barrier",
+        "while",
+        "conditional",
+        "call",
+        "async-start",
+        "async-update",
+        "domain",
+        "add-dependency",
+        "copy-done",
+    ),
+}
+_FREE_CALLS = {"AllocateBuffer", "AssumeGatherIndicesInBound", "GatherScatterIndicesBitpacked", "AsyncCollectiveDone"}
+_SLICES = {"dynamic-slice", "slice", "gather"}
+
+
+@dataclasses.dataclass
+class Region:
+    """What one turn of a loop does, per device, and how many turns there are in the whole program."""
+
+    path: str  # the loops it is in
+    turns: float
+    flops: float = 0.0
+    hbm_bytes: float = 0.0
+    host_bytes: float = 0.0
+    # By kind of collective: bytes that a device sends, and how many there are.
+    link_bytes: Counter[str] = dataclasses.field(default_factory=Counter)
+    collectives: Counter[str] = dataclasses.field(default_factory=Counter)
+
+
+@dataclasses.dataclass(frozen=True)
+class Counts:
+    """Of a program.
+
+    Attributes:
+        guessed: loops whose turns its text does not say, by the operation they come from, and what was taken.
+        uncounted: custom calls whose operations are not known, with how often each runs.
+    """
+
+    regions: tuple[Region, ...]
+    guessed: dict[str, float]
+    uncounted: dict[str, float]
+
+    def total(self, name: str) -> float:
+        return sum(region.turns * getattr(region, name) for region in self.regions)
+
+    def by_collective(self, name: str = "link_bytes") -> dict[str, float]:
+        total: Counter[str] = Counter()
+        for region in self.regions:
+            total.update({kind: region.turns * n for kind, n in getattr(region, name).items()})
+        return dict(total)
+
+
+# ---- operations ----------------------------------------------------------------------------------------------
+
+
+def _dims(text: str, name: str) -> list[int]:
+    found = re.search(rf"{name}=\{{([\d,]*)\}}", text)
+    return [int(n) for n in found[1].split(",") if n] if found else []
+
+
+def _dot(x: Instruction, lhs: Shape) -> float:
+    return (
+        2.0 * math.prod(x.shapes[0].dims) * math.prod(lhs.dims[d] for d in _dims(x.attributes, "lhs_contracting_dims"))
+    )
+
+
+def _numbers(text: str, name: str, default: list[int]) -> list[int]:
+    found = re.search(rf"\b{name}=([\dx_-]+)", text)
+    return [int(n) for n in found[1].split("x")] if found else default
+
+
+def _convolution(x: Instruction, lhs: Shape, rhs: Shape) -> float:
+    """Multiplications and additions that meet no padding, which is what makes a convolution of a batched matmul."""
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", x.attributes)
+    window = re.search(r"window=\{([^}]*)\}", x.attributes)
+    left, right, out = labels.groups()
+    spatial = sorted(c for c in out if c.isdigit())
+    n, window = len(spatial), window[1] if window else ""
+    ones = [1] * n
+    stride, left_gaps = _numbers(window, "stride", ones), _numbers(window, "lhs_dilate", ones)
+    right_gaps = _numbers(window, "rhs_dilate", ones)
+    pad = re.search(r"pad=([\dx_-]+)", window)
+    low = [int(p.split("_")[0]) for p in pad[1].split("x")] if pad else [0] * n
+    valid = 1
+    for i, dim in enumerate(spatial):
+        size = (lhs.dims[left.index(dim)] - 1) * left_gaps[i] + 1
+        places = range(0, x.shapes[0].dims[out.index(dim)] * stride[i], stride[i])
+        taps = range(0, rhs.dims[right.index(dim)] * right_gaps[i], right_gaps[i])
+        where = (p + t - low[i] for p in places for t in taps)
+        valid *= sum(0 <= w < size and w % left_gaps[i] == 0 for w in where)
+    batch, features = x.shapes[0].dims[out.index("b")], x.shapes[0].dims[out.index("f")]
+    return 2.0 * batch * features * rhs.dims[right.index("i")] * valid
+
+
+# Matrix multiplications of [queries, keys] by the head's size in a splash attention kernel.
+_SPLASH = {"mha_fwd": 2, "mqa_fwd": 2, "dq": 3, "fused": 5, "dkv": 4}
+
+
+def _kernel(x: Instruction, operands: list[Shape]) -> float | None:
+    """Operations of an attention kernel for TPUs; None = another."""
+    four = [s.dims for s in operands if len(s.dims) == 4 and s.dtype in ("bf16", "f32")]
+    if "decode_attention" in x.name and four:
+        # Queries [B, K, R, H] against caches of C tokens [B, K, C, H], or as they lie [B, K, H, C].
+        B, K, R, H = x.shapes[0].dims
+        cache = max((d for d in four if d[:2] == (B, K)), key=math.prod)
+        return 4.0 * R * math.prod(cache)
+    kind = next((n for key, n in _SPLASH.items() if "splash" in x.name and key in x.name), None)
+    arrays = [s.dims for s in operands if s.dtype in ("bf16", "f32") and len(s.dims) >= 3]
+    if kind is None or len(arrays) < 2:
+        return None
+    (*_, N, T, H), (*_, S, _) = arrays[0], arrays[1]
+    N *= math.prod(arrays[0][:-3])
+    block = re.search(r'block_q(?:_\w+)?\\*": (\d+)', x.attributes)
+    size = min(int(block[1]), T) if block else T
+    causal = 0.5 * (1 + size / T) if S == T else 1.0  # blocks above the diagonal are left out
+    return 2.0 * kind * N * T * S * H * causal
+
+
+# ---- counting ------------------------------------------------------------------------------------------------
+
+
+class _Program:
+    """One program's text, and the sums over it."""
+
+    def __init__(self, text: str, turns_of: Callable[[str], float], read_share: Callable[[str], float]):
+        self.computations = parse(text)
+        self.turns_of, self.read_share = turns_of, read_share
+        self.regions: list[Region] = []
+        self.guessed: dict[str, float] = {}
+        self.uncounted: Counter[str] = Counter()
+        header = re.search(r"num_partitions=(\d+)", text)
+        self.num_devices = int(header[1]) if header else 1
+        self.entry = next(c for c in self.computations.values() if c.is_entry)
+
+    def _constant(self, inside: Computation, name: str) -> int | None:
+        """The integer that a value is, where the text says so."""
+        x = inside.instructions.get(name)
+        while x is not None:
+            if x.op == "constant":
+                return int(x.literal) if re.fullmatch(r"-?\d+", x.literal) else None
+            if x.op == "get-tuple-element":
+                whole = inside.instructions[x.operands[0]]
+                if whole.op != "tuple":
+                    return None
+                x = inside.instructions.get(whole.operands[_index(x)])
+            elif x.op in ("copy", "bitcast", "convert", "copy-start", "copy-done") and x.operands:
+                x = inside.instructions.get(x.operands[0])
+            else:
+                return None
+        return None
+
+    def turns(self, inside: Computation, loop: Instruction) -> float:
+        """How often a loop turns: as the compiler says, or from its condition's bound and its counter's start."""
+        if known := re.search(r'known_trip_count\\?"?:\{\\?"?n\\?"?:\\?"?(\d+)', loop.attributes):
+            return int(known[1])
+        condition = self.computations[loop.called("condition")[0]]
+        begin = inside.instructions[loop.operands[0]]
+        root = condition.instructions[condition.root]
+        if root.op == "get-tuple-element":
+            return 1  # of one turn or none: runtime.programs.run_if
+        for x in (root, *(condition.instructions[n] for n in root.operands if root.op == "and")):
+            if x.op != "compare" or "direction=LT" not in x.attributes or begin.op != "tuple":
+                continue
+            counter, bound = (condition.instructions[n] for n in x.operands)
+            if counter.op != "get-tuple-element":
+                continue
+            if bound.op == "get-tuple-element":
+                last = self._constant(inside, begin.operands[_index(bound)])
+            else:
+                last = self._constant(condition, bound.name)
+            first = self._constant(inside, begin.operands[_index(counter)])
+            if last is not None:
+                return max(0, -(((first or 0) - last) // self._step(loop, _index(counter))))
+        name = re.search(r'op_name="([^"]*)"', loop.attributes)
+        name = name[1] if name else loop.name
+        self.guessed[name] = self.turns_of(name)
+        return self.guessed[name]
+
+    def _step(self, loop: Instruction, index: int) -> int:
+        """What a loop's body adds to its counter: more than 1 where the compiler has joined turns."""
+        body = self.computations[loop.called("body")[0]]
+        root = body.instructions[body.root]
+        x = body.instructions[root.operands[index]] if root.op == "tuple" else root
+        while x.op in ("copy", "bitcast") and x.operands[0] in body.instructions:
+            x = body.instructions[x.operands[0]]
+        if x.op == "fusion":
+            inner = self.computations[x.called("calls")[0]]
+            added = inner.instructions[inner.root]
+            found = [self._constant(inner, n) for n in added.operands] if added.op == "add" else []
+            found += [self._constant(body, n) for n in x.operands]
+        else:
+            found = [self._constant(body, n) for n in x.operands] if x.op == "add" else []
+        return max((n for n in found if n), default=1)
+
+    def _read(self, inside: Computation, name: str, whole: float) -> float:
+        """Bytes read of a fusion's parameter, of which there are ``whole``; inf = it may be all the way to its root."""
+        total = math.inf if name == inside.root else 0.0
+        for user in inside.users.get(name, ()):
+            if user.op in _SLICES and user.operands[0] == name:
+                total += sum(s.num_bytes for s in user.shapes)
+            elif user.op == "dynamic-update-slice" and user.operands[0] == name:
+                continue  # in place
+            elif user.op in ("bitcast", "reshape"):
+                total += self._read(inside, user.name, whole)
+            elif user.op == "fusion":
+                callee = self.computations[user.called("calls")[0]]
+                for i, operand in enumerate(user.operands):
+                    if operand == name and i in callee.parameters:
+                        part = self._read(callee, callee.parameters[i].name, whole)
+                        # What comes out as it went in is read by whom it goes to.
+                        total += part if part < math.inf else self._read(inside, user.name, whole)
+            else:
+                return whole
+        return total
+
+    def _written(self, inside: Computation, name: str, whole: float) -> float:
+        """Bytes written of a fusion's result."""
+        x = inside.instructions[name]
+        while x.op == "bitcast" and x.operands[0] in inside.instructions:
+            x = inside.instructions[x.operands[0]]
+        if x.op == "fusion":
+            callee = self.computations[x.called("calls")[0]]
+            return self._written(callee, callee.root, whole)
+        if x.op == "dynamic-update-slice":
+            return min(whole, sum(s.num_bytes for s in inside.instructions[x.operands[1]].shapes))
+        if x.op == "scatter":
+            return min(whole, 2 * sum(s.num_bytes for s in inside.instructions[x.operands[-1]].shapes))
+        return whole
+
+    def _moved(self, inside: Computation, x: Instruction) -> Iterator[tuple[int, float]]:
+        """(memory space, bytes) of each thing that an instruction reads or writes."""
+        inputs = [inside.instructions[n].shapes for n in x.operands if n in inside.instructions]
+        if x.op.endswith("-done") or x.op in _FREE:
+            return
+        if x.op in ("copy-start", "slice-start") and len(x.shapes) >= 2:
+            size = min(s.num_bytes for s in x.shapes[:2])
+            yield from ((s.space, size) for s in x.shapes[:2])
+        elif x.op in _SLICES:
+            yield from ((s.space, s.num_bytes) for s in x.shapes)
+            yield (inputs[0][0].space, sum(s.num_bytes for s in x.shapes))
+        elif x.op == "dynamic-update-slice":
+            size = inputs[1][0].num_bytes
+            yield from ((inputs[1][0].space, size), (x.shapes[0].space, size))
+        elif x.op == "scatter":
+            yield from (
+                (x.shapes[0].space, 2 * inputs[-1][0].num_bytes),
+                (inputs[-1][0].space, inputs[-1][0].num_bytes),
+            )
+        elif x.op == "fusion":
+            callee = self.computations[x.called("calls")[0]]
+            for i, shapes in enumerate(inputs):
+                for s in shapes:
+                    name = callee.parameters[i].name if i in callee.parameters else ""
+                    part = self._read(callee, name, s.num_bytes) if name and len(shapes) == 1 else s.num_bytes
+                    yield s.space, min(part, s.num_bytes)
+            root = callee.instructions[callee.root]
+            for i, s in enumerate(x.shapes):
+                is_apart = root.op == "tuple" and len(root.operands) == len(x.shapes)
+                yield s.space, self._written(callee, root.operands[i] if is_apart else root.name, s.num_bytes)
+        else:
+            share = self.read_share(x.name) if x.op == "custom-call" else 1.0
+            aliased = {int(i) for i in re.findall(r"\{\d*\}: \((\d+)", x.attributes.partition("aliasing={")[2][:400])}
+            places = {
+                int(i or 0) for i in re.findall(r"\{(\d*)\}: \(\d+", x.attributes.partition("aliasing={")[2][:400])
+            }
+            for i, shapes in enumerate(inputs):
+                yield from ((s.space, s.num_bytes * (share if i in aliased else 1.0)) for s in shapes)
+            yield from ((s.space, s.num_bytes) for i, s in enumerate(x.shapes) if i not in places)
+
+    def _count(self, region: Region, inside: Computation, *, fused: bool, channels: set[str]) -> None:
+        for x in inside.instructions.values():
+            shapes = [inside.instructions[n].shapes for n in x.operands if n in inside.instructions]
+            if x.op == "dot":
+                region.flops += _dot(x, shapes[0][0])
+            elif x.op == "convolution":
+                region.flops += _convolution(x, shapes[0][0], shapes[1][0])
+            elif x.op == "custom-call" and (library := re.search(r'target="(__cu\w+\$\w+|__triton\w*)', x.attributes)):
+                self.uncounted[library[1]] += region.turns  # a GPU's: what it computes is not in the text's shapes
+            elif x.op == "custom-call" and "tpu_custom_call" in x.attributes:
+                flops = _kernel(x, [s for each in shapes for s in each])
+                region.flops += flops or 0.0
+                if flops is None:
+                    self.uncounted[x.name.rstrip(".0123456789")] += region.turns
+            kind = x.op.removesuffix("-start")
+            if kind in COLLECTIVES:
+                if "all-reduce-scatter" in inside.name:  # how a TPU's compiler writes one
+                    kind = "reduce-scatter"
+                # A collective is spread over the fusions that it is hidden behind: one channel, one collective.
+                channel = re.search(r"channel_id=(\d+)", x.attributes)
+                key = channel[1] if channel else x.name
+                if key not in channels:
+                    channels.add(key)
+                    sent = _sent(kind, x, self.num_devices, sum(s.num_bytes for each in shapes for s in each))
+                    region.link_bytes[kind] += sent
+                    region.collectives[kind] += sent > 0
+            if not fused and (x.op != "custom-call" or not any(name in x.attributes for name in _FREE_CALLS)):
+                for space, size in self._moved(inside, x):
+                    region.hbm_bytes += size if space in (0, HOST) else 0
+                    region.host_bytes += size if space == HOST else 0
+            if x.op == "while":
+                turns = region.turns * self.turns(inside, x)
+                name = re.search(r'op_name="([^"]*)"', x.attributes)
+                inner = Region(name[1] if name else x.name, turns)
+                self.regions.append(inner)
+                for callee in x.called("body", "condition"):
+                    self._count(inner, self.computations[callee], fused=False, channels=set())
+            elif x.op == "conditional":
+                branches = []
+                for callee in x.called("branch_computations", "true_computation", "false_computation"):
+                    branches.append(Region("", 1))
+                    self._count(branches[-1], self.computations[callee], fused=False, channels=set(channels))
+                _add(region, max(branches, key=lambda r: (r.flops, r.hbm_bytes)))
+            else:
+                for callee in x.called("calls", "to_apply") if x.op in ("fusion", "call", "async-start") else ():
+                    self._count(region, self.computations[callee], fused=x.op == "fusion", channels=channels)
+
+
+def _add(region: Region, other: Region) -> None:
+    for name in ("flops", "hbm_bytes", "host_bytes", "link_bytes", "collectives"):
+        setattr(region, name, getattr(region, name) + getattr(other, name))
+
+
+def _index(x: Instruction) -> int:
+    return int(re.search(r"index=(\d+)", x.attributes)[1])
+
+
+def _group_size(attributes: str, num_devices: int) -> int:
+    """Devices that a collective joins; the text has three ways to say it."""
+    if found := re.search(r"replica_groups=\{\{([\d,]*)\}", attributes):
+        return found[1].count(",") + 1
+    if found := re.search(r"replica_groups=\[(\d+),(\d+)\]", attributes):
+        return int(found[2])
+    if found := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", attributes):
+        sizes = dict(re.findall(r"'([^']+)'=(\d+)", found[1]))
+        return math.prod(int(sizes[axis]) for axis in re.findall(r"'([^']+)'", found[2]))
+    return num_devices
+
+
+def _sent(kind: str, x: Instruction, num_devices: int, input_bytes: float) -> float:
+    """Bytes that each device sends in a collective, by the ring algorithm."""
+    if kind == "collective-permute":
+        return input_bytes
+    group = _group_size(x.attributes, num_devices)
+    # An all-gather's input is one device's part, which it passes on to all others.
+    share = {"all-gather": group - 1, "all-reduce": 2 * (group - 1) / group}.get(kind, (group - 1) / group)
+    return input_bytes * share
+
+
+def count(
+    text: str,
+    *,
+    turns_of: Callable[[str], float] = lambda name: 1,
+    read_share: Callable[[str], float] = lambda name: 1.0,
+) -> Counts:
+    """What a device does in one call of a program.
+
+    Args:
+        text: optimised HLO, ``compiled.as_text()``.
+        turns_of: turns of a loop for which the text has no bound, by the name of the operation it comes from.
+        read_share: how much a custom call reads, on average, of the operands that it updates in place, by its name.
+    """
+    program = _Program(text, turns_of, read_share)
+    region = Region("", 1)
+    program.regions.append(region)
+    program._count(region, program.entry, fused=False, channels=set())
+    return Counts(tuple(program.regions), program.guessed, dict(program.uncounted))

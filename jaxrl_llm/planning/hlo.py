@@ -1,0 +1,119 @@
+"""HLO: the text of a compiled program, as computations, instructions and shapes as they lie in memory.
+
+Owns: reading that text. Does not know: what instructions do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+
+# Bytes of an element.
+SIZES = {"pred": 1, "s4": 0.5, "u4": 0.5, "bf16": 2, "f16": 2, "c64": 8, "c128": 16, "token": 0}
+_SHAPE = re.compile(r"\b([a-z][a-z0-9]*)\[([\d,<=]*)\](?:\{([^{}]*)\})?")
+_HEAD = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\{$")
+_INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.-]+) = (.*)$")
+_END = re.compile(r"^\}(, execution_thread=.*)?$")
+_NAME = re.compile(r"%([\w.-]+)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """An array as it lies. ``space``: 0 the device's memory, 1 and others on the chip, 5 its host's."""
+
+    dtype: str
+    dims: tuple[int, ...]
+    space: int
+    num_bytes: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    name: str
+    shapes: tuple[Shape, ...]  # of a tuple those of its elements
+    op: str
+    operands: tuple[str, ...]
+    attributes: str
+    literal: str  # what stands in the brackets
+
+    def called(self, *names: str) -> list[str]:
+        found = re.findall(rf"(?:{'|'.join(names)})=(?:%([\w.-]+)|\{{([^}}]*)\}})", self.attributes)
+        return [name for one, many in found for name in ([one] if one else _NAME.findall(many))]
+
+
+@dataclasses.dataclass
+class Computation:
+    name: str
+    instructions: dict[str, Instruction] = dataclasses.field(default_factory=dict)
+    root: str = ""
+    is_entry: bool = False
+
+    @functools.cached_property
+    def users(self) -> dict[str, list[Instruction]]:
+        found: dict[str, list[Instruction]] = {}
+        for instruction in self.instructions.values():
+            for name in dict.fromkeys(instruction.operands):
+                found.setdefault(name, []).append(instruction)
+        return found
+
+    @functools.cached_property
+    def parameters(self) -> dict[int, Instruction]:
+        return {int(x.literal): x for x in self.instructions.values() if x.op == "parameter"}
+
+
+def _shape(dtype: str, dims: str, layout: str | None) -> Shape:
+    sizes = tuple(int(n.removeprefix("<=")) for n in dims.split(",") if n)
+    order, _, rest = (layout or "").partition(":")
+    space = re.search(r"\bS\((\d+)\)", rest)
+    tile = re.search(r"T\(([\d,]+)\)", rest)
+    padded = list(sizes)
+    if tile and sizes:
+        minor = [int(n) for n in order.split(",") if n]
+        # The last dimension of a tile lies along the innermost of the array.
+        for dim, size in zip(minor, reversed(tile[1].split(",")), strict=False):
+            padded[dim] = -(-padded[dim] // int(size)) * int(size)
+    width = re.search(r"\d+", dtype)
+    size = SIZES.get(dtype, int(width[0]) / 8 if width else 4)
+    return Shape(dtype, sizes, int(space[1]) if space else 0, math.prod(padded) * size)
+
+
+def _end_of_bracket(text: str, start: int) -> int:
+    """Index after the bracket that closes the one at ``start``."""
+    depth = 0
+    for i in range(start, len(text)):
+        depth += (text[i] == "(") - (text[i] == ")")
+        if depth == 0:
+            return i + 1
+    return len(text)
+
+
+def parse(text: str) -> dict[str, Computation]:
+    """The computations of a module by name."""
+    computations: dict[str, Computation] = {}
+    current = None
+    for line in text.splitlines():
+        if current is None:
+            if head := _HEAD.match(line):
+                current = computations[head[2]] = Computation(head[2], is_entry=bool(head[1]))
+            continue
+        if _END.match(line):
+            current = None
+        elif found := _INSTRUCTION.match(line):
+            is_root, name, rest = found.groups()
+            end = _end_of_bracket(rest, 0) if rest.startswith("(") else rest.find(" ")
+            start = rest.find("(", end)
+            close = _end_of_bracket(rest, start)
+            shapes = tuple(_shape(*x) for x in _SHAPE.findall(rest[:end]))
+            inside = rest[start + 1 : close - 1]
+            op = rest[end:start].strip()
+            current.instructions[name] = Instruction(
+                name, shapes, op, tuple(_NAME.findall(inside)), rest[close:], inside
+            )
+            if is_root:
+                current.root = name
+        elif current.instructions:  # a kernel's description has line breaks
+            name, last = current.instructions.popitem()
+            current.instructions[name] = dataclasses.replace(last, attributes=last.attributes + line)
+    return computations

@@ -1,0 +1,166 @@
+"""Verdict: what fills a chip's memory while a program runs, which settings would help most, how large a ring fits.
+
+Owns: kinds of memory, the setting that lowers each, in numbers that divide. Does not know: compilers, seconds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+
+from jaxrl_llm.planning.compiled import Row
+from jaxrl_llm.run import Run
+from jaxrl_llm.runtime import sharding
+from jaxrl_llm.runtime.programs import SAMPLING, START_UP, Memory
+
+STATE, RING, PUBLISHED, SLOTS = "weights and moments", "ring", "published weights", "sampler's slots"
+LOGITS, KEPT, LAYER = "logits", "layers' inputs kept for the backward pass", "values of a layer"
+MATRICES, OTHER = "weights gathered, laid out anew, or their gradients", "other temporary memory"
+
+
+def device_bytes(tree: Any) -> int:
+    """Bytes of abstract arrays on one device; those in its host's memory are left out."""
+    there = [x for x in jax.tree.leaves(tree) if x.sharding.memory_kind != sharding.HOST_MEMORY]
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in there)
+
+
+def host_bytes(memories: Mapping[str, Memory]) -> int:
+    """What a device keeps in its host's memory all through an iteration."""
+    return sum(memories[name].on_host for name in START_UP if name in memories)
+
+
+def kept(run: Run, *, sampling: bool) -> dict[str, int]:
+    """Bytes of a device by kind, of what is there while a program of the sampler (or else of the learner) runs."""
+    beside = sampling or run.config.rollout.lookahead_prompts > 0
+    learner = run.learner
+    kinds = {STATE: device_bytes(learner.abstract_state), RING: device_bytes(learner.abstract_ring)}
+    slots = {SLOTS: device_bytes(run.sampler.abstract_state())} if beside else {}
+    return kinds | ({PUBLISHED: device_bytes(run.sampler_params)} if sampling else {}) | slots
+
+
+def _sorted(dims: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(sorted(n for n in dims if n > 1))
+
+
+def _matrices(run: Run) -> set[tuple[int, ...]]:
+    """Sizes of the model's weights, whole and split, of all layers and of one, with two dimensions taken as one too."""
+    found = set()
+    for x in jax.tree.leaves(run.learner.params):
+        for shape in (x.shape, x.sharding.shard_shape(x.shape)):
+            for dims in (shape, shape[1:] if shape[0] == run.model.arch.num_layers else shape):
+                joined = [(*dims[:i], dims[i] * dims[i + 1], *dims[i + 2 :]) for i in range(len(dims) - 1)]
+                found |= {_sorted(each) for each in (dims, *joined) if len(_sorted(each)) > 1}
+    return found
+
+
+def kind_of(run: Run, dims: tuple[int, ...]) -> str:
+    """What a temporary buffer of this shape holds."""
+    arch, config = run.model.arch, run.config
+    tokens = {config.prompts.max_tokens, config.row_tokens, config.line_tokens, config.draw_tokens}
+    tokens |= {config.sampling.max_completion_tokens}
+    one = [n for n in dims if n > 1]
+    if _sorted(dims) in _matrices(run):
+        return MATRICES
+    if {arch.vocab_size, arch.vocab_size // run.mesh.shape["tensor"]} & set(one):
+        return LOGITS
+    if tokens & set(one):
+        return KEPT if one[0] == arch.num_layers else LAYER
+    return OTHER
+
+
+def made_of(run: Run, row: Row) -> dict[str, float]:
+    """Bytes of a device by kind while a program runs, the largest first."""
+    total = Counter() if row.name in START_UP else Counter(kept(run, sampling=row.name in (*SAMPLING, "publish")))
+    found = Counter()
+    for buffer in row.buffers:
+        found[kind_of(run, buffer.dims)] += buffer.size
+    total.update(found)
+    return {kind: size for kind, size in total.most_common() if size > 0}
+
+
+def suggestions(run: Run, row: Row, most: int = 3) -> list[str]:
+    """The settings that help this program most, for the largest kinds of memory first."""
+    found: list[str] = []
+    for kind in made_of(run, row):
+        for text in _settings(run, kind, row.name):
+            if text not in found:
+                found.append(text)
+                break
+    return found[:most] or ["more chips"]
+
+
+def _settings(run: Run, kind: str, program: str) -> Iterator[str]:
+    """What lowers a kind of memory, the best first; with values that divide."""
+    config, arch, mesh = run.config, run.model.arch, run.mesh.shape
+    data, fsdp, tensor = (mesh[axis] for axis in sharding.MESH_AXES)
+    rows, shards = config.update.micro_batch_size, sharding.num_ring_shards(config, run.mesh)
+    unit = shards * (config.rows_per_draw if config.algorithm.surrogate.needs.siblings else 1)
+    learns = program in ("update", "annotate", "score_open")
+
+    def more_fsdp():
+        if data % 2 == 0:
+            yield f"mesh.fsdp={2 * fsdp} (now {fsdp})"
+
+    def more_tensor():
+        if arch.num_kv_heads % (2 * tensor) == 0 and (data % 2 == 0 or fsdp % 2 == 0):
+            less = "" if data % 2 == 0 else f" with mesh.fsdp={fsdp // 2}"
+            yield f"mesh.tensor={2 * tensor}{less} (now {tensor})"
+
+    def smaller_micro_batch():
+        if config.update.micro_batch_tokens:
+            yield f"a lower update.micro_batch_tokens (now {config.update.micro_batch_tokens})"
+        elif rows % (2 * unit) == 0:
+            yield f"update.micro_batch_size={rows // 2} (now {rows})"
+        elif (smaller := rows // unit // 2 * unit) and config.update.batch_size % smaller == 0:
+            yield f"update.micro_batch_size={smaller} (now {rows})"
+
+    def fewer_slots():
+        half = config.num_slots // 2
+        if half and half % sharding.num_data_shards(run.mesh) == 0:
+            yield f"rollout.slots={half} (now {config.num_slots})"
+
+    if kind in (STATE, MATRICES):
+        yield from more_fsdp()
+        if kind == STATE and not config.optimizer.offload:
+            yield "optimizer.offload=True"
+        yield from more_tensor()
+    elif kind == RING:
+        if config.replay.memory != "host":
+            yield "replay.memory='host'"
+        if config.ring_capacity > config.rows_per_iteration:
+            yield f"a lower replay.capacity (now {config.ring_capacity})"
+    elif kind == SLOTS:
+        yield from fewer_slots()
+        yield from more_tensor()
+    elif kind == PUBLISHED:
+        yield from more_tensor()
+    elif kind == LOGITS and learns:
+        chunk = run.learner.update.config.logp_chunk_tokens
+        if chunk > 128:
+            yield f"update.logp_chunk_tokens={chunk // 2} (now {chunk})"
+        yield from more_tensor()
+    elif learns:
+        if kind == KEPT and run.model.remat != "full":
+            yield f"model.remat='full' (now {run.model.remat!r})"
+        yield from smaller_micro_batch()
+        yield from more_tensor()
+    else:
+        yield from fewer_slots()
+        yield from more_tensor()
+
+
+def ring_that_fits(run: Run, spare_bytes: float) -> int | None:
+    """Rollouts that the ring could hold, with ``spare_bytes`` free on each device at the fullest time.
+
+    None where the ring is in the hosts' memory, or has no number of rollouts.
+    """
+    config = run.config
+    if config.replay.memory == "host" or config.replay.capacity_tokens:
+        return None
+    each = device_bytes(run.learner.abstract_ring) / config.ring_capacity
+    unit = sharding.num_ring_shards(config, run.mesh) * config.rows_per_draw
+    return max(0, int((config.ring_capacity + spare_bytes / each) // unit) * unit)

@@ -1,0 +1,40 @@
+"""Chips: Cloud's names stand for the shapes that its pages list."""
+
+import pytest
+from support.building import needs_libtpu
+
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.planning import chips
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("v4-32", "v4:2x2x4"),
+        ("v5p-8", "v5p:2x2x1"),
+        ("v5p-128", "v5p:4x4x4"),  # 128 cores
+        ("v5litepod-256", "v5e:16x16"),
+        ("v5e-8", "v5e:2x4"),
+        ("v6e-256", "v6e:16x16"),
+        ("v5p:2x2x4", "v5p:2x2x4"),
+        ("h100:8", "h100:8"),
+    ],
+)
+def test_a_cloud_name_stands_for_its_shape(name, shape):
+    assert chips.shape_of(name) == shape
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("v5p-12", "the number is of cores; slices are v5p-8, v5p-16"), ("v6e-3", "is of chips; slices are v6e-1, v6e-4")],
+)
+def test_a_slice_that_cloud_has_not_is_refused_with_those_it_has(name, message):
+    with pytest.raises(ConfigError, match=message):
+        chips.shape_of(name)
+
+
+@needs_libtpu
+@pytest.mark.parametrize(("name", "number"), [("v4-16", 8), ("v5p-32", 16), ("v5litepod-16", 16), ("v6e-8", 8)])
+def test_the_compiler_knows_as_many_chips_as_the_name_says(name, number):
+    devices, _ = chips.devices_of(name)
+    assert len(devices) == number

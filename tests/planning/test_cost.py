@@ -1,0 +1,26 @@
+"""Cost: rooflines and money, by hand."""
+
+from collections import Counter
+
+import pytest
+
+from jaxrl_llm.planning import cost
+from jaxrl_llm.planning.chips import Chip
+from jaxrl_llm.planning.counting import Counts, Region
+
+# A second for 1e12 operations, 1e9 bytes of memory, 1e9 sent, 1e9 to the host.
+CHIP = Chip(1.0, tflops=1.0, hbm_gb=1.0, link_gb=1.0, host_gb=1.0)
+
+
+def test_a_loops_turns_take_the_longest_of_what_they_do_and_loops_follow_each_other():
+    matmuls = Region("a", 2, flops=3e12, hbm_bytes=1e9, link_bytes=Counter({"all-gather": 2e9}))
+    copies = Region("b", 1, flops=0, hbm_bytes=4e9, host_bytes=1e9)
+    found = cost.seconds(Counts((matmuls, copies), {}, {}), CHIP)
+    assert found.total == pytest.approx(2 * 3 + 4)
+    assert found.by == pytest.approx({"operations": 6, "memory": 6, "links": 4, "host": 1})
+    assert found.bound == "operations"  # of six seconds of the ten
+
+
+def test_dollars_are_of_all_chips():
+    least = cost.Iteration(36.0, {}, 0.0, 0.0, 0.0)
+    assert least.dollars(1000, chips=16, price=4.2) == pytest.approx(10 * 16 * 4.2)

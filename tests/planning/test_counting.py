@@ -1,0 +1,155 @@
+"""Counting: what a program does is what its mathematics says; loops count as often as they turn."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxrl_llm.planning.counting import count
+from jaxrl_llm.planning.hlo import parse
+
+
+def compiled_text(fn, *shapes):
+    return jax.jit(fn).lower(*(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes)).compile().as_text()
+
+
+def test_a_scanned_matmul_counts_as_often_as_it_turns():
+    def scanned(x, w):
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0]
+
+    counts = count(compiled_text(scanned, (8, 16), (5, 16, 16)))
+    assert counts.total("flops") == 5 * 2 * 8 * 16 * 16
+    # Each turn reads its own matrix, not all five.
+    assert counts.total("hbm_bytes") < 5 * (3 * 16 * 16 + 10 * 8 * 16) * 4
+
+
+def test_nested_loops_multiply():
+    def nested(x, w):
+        return jax.lax.fori_loop(0, 3, lambda i, x: jax.lax.fori_loop(0, 4, lambda j, x: x @ w, x), x)
+
+    assert count(compiled_text(nested, (8, 8), (8, 8))).total("flops") == 12 * 2 * 8**3
+
+
+def test_a_loop_of_unknown_length_takes_the_turns_it_is_given():
+    def until(x, w):
+        return jax.lax.while_loop(lambda x: jnp.sum(x) > 0, lambda x: x @ w, x)
+
+    counts = count(compiled_text(until, (8, 8), (8, 8)), turns_of=lambda name: 7)
+    assert counts.total("flops") == 7 * 2 * 8**3
+    assert list(counts.guessed.values()) == [7]
+
+
+MESH_SIZE, VALUES = 8, 64
+
+
+def per_device(kind):
+    """A collective of 64 floats a device, over 8 of them."""
+    names = {
+        "all-gather": lambda x: jax.lax.all_gather(x, "d"),
+        "all-reduce": lambda x: jax.lax.psum(x, "d"),
+        "reduce-scatter": lambda x: jax.lax.psum_scatter(x, "d", tiled=True),
+        "all-to-all": lambda x: jax.lax.all_to_all(x, "d", 0, 0, tiled=True),
+        "collective-permute": lambda x: jax.lax.ppermute(x, "d", [(i, (i + 1) % MESH_SIZE) for i in range(MESH_SIZE)]),
+    }
+    return names[kind]
+
+
+@pytest.mark.parametrize(
+    ("kind", "floats"),
+    [
+        ("all-gather", 7 * 64),  # its own to seven others
+        ("all-reduce", 2 * 7 * 8),  # a reduce-scatter and an all-gather of an eighth
+        ("reduce-scatter", 7 * 8),
+        ("all-to-all", 7 * 8),  # an eighth to each
+        ("collective-permute", 64),
+    ],
+)
+def test_a_collective_sends_what_a_ring_sends(kind, floats):
+    mesh = Mesh(jax.devices()[:MESH_SIZE], ("d",))
+    split = NamedSharding(mesh, P("d"))
+    fn = jax.shard_map(per_device(kind), mesh=mesh, in_specs=P("d"), out_specs=P("d"), check_vma=False)
+    x = jax.ShapeDtypeStruct((MESH_SIZE * VALUES,), jnp.float32, sharding=split)
+    assert count(jax.jit(fn).lower(x).compile().as_text()).by_collective() == {kind: 4 * floats}
+
+
+def test_collectives_in_a_loop_count_as_often_as_it_turns():
+    mesh = Mesh(jax.devices()[:MESH_SIZE], ("d",))
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=P("d"), out_specs=P("d"), check_vma=False)
+    def turns(x):
+        return jax.lax.fori_loop(0, 6, lambda i, x: jnp.tanh(jax.lax.psum(x, "d")), x)
+
+    x = jax.ShapeDtypeStruct((MESH_SIZE * VALUES,), jnp.float32, sharding=NamedSharding(mesh, P("d")))
+    counts = count(jax.jit(turns).lower(x).compile().as_text())
+    assert counts.by_collective() == {"all-reduce": 6 * 4 * 2 * 7 * 8}
+    assert counts.by_collective("collectives") == {"all-reduce": 6}
+
+
+# As libtpu writes it. A matmul of [96, 64] by 4 heads of [16, 64] in two halves: the window slides over both of them,
+# and all but one place is padding.
+TPU = """HloModule jit_f, is_scheduled=true, num_partitions=8
+
+%body (p.1: (s32[], f32[96,64])) -> (s32[], f32[96,64]) {
+  %p.1 = (s32[]{:T(128)}, f32[96,64]{1,0:T(8,128)}) parameter(0)
+  %counter = s32[]{:T(128)} get-tuple-element(%p.1), index=0
+  %x = f32[96,64]{1,0:T(8,128)} get-tuple-element(%p.1), index=1
+  %two = s32[]{:T(128)} constant(2)
+  %next = s32[]{:T(128)} add(%counter, %two)
+  %kept = f32[96,64]{1,0:T(8,128)S(1)} copy(%x)
+  ROOT %out = (s32[]{:T(128)}, f32[96,64]{1,0:T(8,128)}) tuple(%next, %x)
+}
+
+%condition (p.2: (s32[], f32[96,64])) -> pred[] {
+  %p.2 = (s32[]{:T(128)}, f32[96,64]{1,0:T(8,128)}) parameter(0)
+  %at = s32[]{:T(128)} get-tuple-element(%p.2), index=0
+  %bound = s32[]{:T(128)} constant(9)
+  ROOT %lt = pred[]{:T(512)} compare(%at, %bound), direction=LT
+}
+
+ENTRY %main (x: f32[96,64], w: f32[4,16,64]) -> f32[96,4,16] {
+  %x.1 = f32[96,64,1]{1,0,2:T(8,128)} parameter(0), metadata={op_name="of two
+lines"}
+  %w.1 = f32[4,16,64]{2,1,0:T(8,128)} parameter(1)
+  %zero = s32[]{:T(128)} constant(0)
+  %flat = f32[96,64]{1,0:T(8,128)} bitcast(%x.1)
+  %start = (s32[]{:T(128)}, f32[96,64]{1,0:T(8,128)}) tuple(%zero, %flat)
+  %loop = (s32[]{:T(128)}, f32[96,64]{1,0:T(8,128)}) while(%start), condition=%condition, body=%body
+  %all-gather.1 = f32[8,16,64]{2,1,0:T(8,128)} all-gather(%w.1), replica_groups=mesh['a'=4,'b'=2] {'b'}, dimensions={0}
+  ROOT %conv = f32[96,4,16]{2,0,1:T(8,128)} convolution(%x.1, %w.1), WINDOW
+}
+"""
+TPU = TPU.replace("WINDOW", "window={size=4 pad=3_3 rhs_reversal=1}, dim_labels=bf0_0oi->b0f")
+
+
+def test_a_matmul_that_is_written_as_a_convolution_counts_what_meets_no_padding():
+    assert count(TPU).total("flops") == 2 * 96 * 64 * 4 * 16
+
+
+def test_a_loop_whose_turns_are_joined_counts_its_steps():
+    (loop,) = [region.turns for region in count(TPU).regions if region.path == "loop"]
+    assert loop == 5  # 0, 2, 4, 6, 8
+
+
+def test_memory_counts_whole_tiles_and_not_what_is_on_the_chip():
+    (loop,) = [region for region in count(TPU).regions if region.path == "loop"]
+    # The copy reads 96 rows of 64, each in a tile of 128 lanes, and writes to the chip's own memory. The counter's
+    # sum and comparison have two numbers of 4 bytes each, and a result of 4 bytes, or 1.
+    assert loop.hbm_bytes == 96 * 128 * 4 + (4 + 4 + 4) + (4 + 4 + 1)
+
+
+def test_groups_of_a_named_mesh_axis_have_its_size():
+    assert count(TPU).by_collective() == {"all-gather": 4 * 16 * 128 * 4 * (2 - 1)}
+
+
+def test_text_in_several_lines_is_one_instruction():
+    assert parse(TPU)["main"].instructions["x.1"].attributes.endswith('lines"}')
+
+
+def test_a_librarys_call_on_a_gpu_is_named_as_not_counted():
+    call = 'custom-call(%x.1, %w.1), custom_call_target="__cublas$gemm"'
+    text = TPU.replace(TPU[TPU.index("convolution(") : TPU.rindex("\n}")], call)
+    counts = count(text)
+    assert counts.total("flops") == 0 and counts.uncounted == {"__cublas$gemm": 1}

@@ -1,0 +1,50 @@
+"""Executables: what a compiler has saved is taken as it is, and for nothing else."""
+
+import importlib.metadata
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.building import EIGHT, ONE, mesh_of
+
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.planning.compiled import Row, save_all
+from jaxrl_llm.runtime import programs, sharding
+
+
+def program(mesh, factor=3.0):
+    x = jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=sharding.named(mesh, (8, 4), ("batch", None)))
+    return programs.Program(lambda tree: {"y": factor * tree["x"]}, ({"x": x},), {"y": x.sharding}, donate=(0,))
+
+
+def save(folder, mesh):
+    lowered = program(mesh).lower(mesh)
+    save_all([Row("f", None, "", executable=lowered.compile(), lowered=lowered)], mesh, str(folder))
+
+
+def test_a_saved_program_computes_the_same_and_nothing_is_compiled(tmp_path, monkeypatch):
+    mesh = mesh_of(EIGHT)
+    save(tmp_path, mesh)
+    monkeypatch.setattr(jax.stages.Lowered, "compile", lambda lowered: pytest.fail("compiled"))
+    taken = programs.load_all({"f": program(mesh)}, mesh, str(tmp_path))["f"]
+    x = np.arange(32, dtype=np.float32).reshape(8, 4)
+    placed = jax.device_put(x, program(mesh).args[0]["x"].sharding)
+    result = taken({"x": placed})
+    np.testing.assert_array_equal(result["y"], 3 * x)
+    assert placed.is_deleted()  # as donated
+    assert result["y"].sharding == program(mesh).args[0]["x"].sharding
+
+
+def test_another_program_other_devices_and_other_versions_are_refused(tmp_path, monkeypatch):
+    mesh = mesh_of(EIGHT)
+    save(tmp_path, mesh)
+    with pytest.raises(ConfigError, match=r"has no 'f' for '8 x cpu, jax .*' of these settings and code; run plan"):
+        programs.load_all({"f": program(mesh, factor=4.0)}, mesh, str(tmp_path))
+    with pytest.raises(ConfigError, match=r"has no 'f' for '1 x cpu, jax .*' but for \['8 x cpu, jax"):
+        programs.load_all({"f": program(mesh_of(ONE))}, mesh_of(ONE), str(tmp_path))
+    with pytest.raises(ConfigError, match=r"has no 'f' for '8 x cpu, jax .*' but for \[\]"):
+        programs.load_all({"f": program(mesh)}, mesh, str(tmp_path / "elsewhere"))
+    monkeypatch.setattr(importlib.metadata, "distributions", list)
+    with pytest.raises(ConfigError, match=r"has no 'f' for '8 x cpu, ' but for"):
+        programs.load_all({"f": program(mesh)}, mesh, str(tmp_path))
