@@ -1,0 +1,267 @@
+"""Several hosts in one run: the same tokens, rewards and metrics as one, stopped, killed and taken up together.
+
+Real processes of the commands, joined by jax.distributed on loopback, one CPU device each. What one host of as many
+devices does is the reference.
+"""
+
+import functools
+import json
+import os
+import pathlib
+import re
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+from support import ghosts
+from system.test_resume import assert_same_run, left_behind
+
+from jaxrl_llm import train as train_module
+from jaxrl_llm.config import ConfigError, freeze
+from jaxrl_llm.runtime import hosts
+
+CONFIG = pathlib.Path(__file__).parents[2] / "configs" / "debug.py"
+DEADLINE_S = 300
+SETTINGS = {
+    "num_iterations": 3,
+    "rollout.lookahead_prompts": 8,
+    "rollout.max_resample_rounds": 1,
+    "sampling.stop_strings": "('q',)",
+    "eval.num_prompts": 8,
+    "checkpoint.every_iterations": 1,
+    "metrics.compare_hosts": True,
+    "metrics.share_rollouts": True,
+}
+TIMES = ("time/", "throughput/", "memory/", "compile/")
+
+
+class Job:
+    """Hosts that run one command, each of its own output, read line by line."""
+
+    def __init__(self, count, folder, settings, *, devices=1, of_host=None, command="train", flags=()):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            address = f"127.0.0.1:{probe.getsockname()[1]}"
+        overrides = [f"--config.{name}={value}" for name, value in settings.items()]
+        self.outputs, self.hosts, self.readers = [[] for _ in range(count)], [], []
+        self.heard = threading.Condition()
+        for i in range(count):
+            environment = {
+                **os.environ,
+                "JAX_PLATFORMS": "cpu",
+                "JAX_COMPILATION_CACHE_DIR": str(folder / "cache"),
+                "PYTHONUNBUFFERED": "1",
+                "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+            }
+            if count > 1:
+                job = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(count), "JAX_PROCESS_ID": str(i)}
+                environment |= job
+            own = (of_host or {}).get(i, [])
+            host = subprocess.Popen(
+                [sys.executable, "-m", f"jaxrl_llm.{command}", f"--config={CONFIG}", *flags, *overrides, *own],
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            self.hosts.append(host)
+            self.readers.append(threading.Thread(target=self._read, args=(i,)))
+            self.readers[-1].start()
+
+    def _read(self, i):
+        for line in self.hosts[i].stdout:
+            with self.heard:
+                self.outputs[i].append(line)
+                self.heard.notify_all()
+        with self.heard:
+            self.heard.notify_all()
+
+    def until(self, text, host=0):
+        """Wait until a host has said so."""
+        found = lambda: any(text in line for line in self.outputs[host]) or self.hosts[host].poll() is not None
+        with self.heard:
+            assert self.heard.wait_for(found, DEADLINE_S), self.outputs
+
+    def end(self):
+        """Statuses and outputs of all."""
+        try:
+            for host in self.hosts:
+                host.wait(DEADLINE_S)
+        finally:
+            for host in self.hosts:
+                if host.poll() is None:
+                    host.kill()
+            for reader in self.readers:
+                reader.join()
+        return [host.returncode for host in self.hosts], ["".join(lines) for lines in self.outputs]
+
+
+def run_to_end(count, folder, name, settings, **how):
+    job = Job(count, folder, settings, flags=(f"--workdir={folder / name}",), **how)
+    statuses, outputs = job.end()
+    assert statuses == [0] * count, outputs
+    return folder / name
+
+
+def assert_nearly_same_run(one, other):
+    """Tokens, rewards and counts equal; floats that sums over devices go into to 1e-5."""
+    (_, arrays, host, metrics, samples), expected = left_behind(one), left_behind(other)
+    assert samples == expected[4] and host == expected[2]
+    assert (one / "shared_rollouts.jsonl").read_text() == (other / "shared_rollouts.jsonl").read_text()
+    assert (one / "eval_after.json").read_text() == (other / "eval_after.json").read_text()
+    for row, wanted in zip(metrics, expected[3], strict=True):
+        assert row.keys() == wanted.keys()
+        for key, value in row.items():
+            if not key.startswith(TIMES) and key != "update/sampler_learner_gap_max_nats":  # rounding itself
+                assert value == wanted[key] or abs(value - wanted[key]) < 1e-5 * max(1, abs(wanted[key])), key
+    for key, array in arrays.items():
+        if array.dtype == np.float32:
+            np.testing.assert_allclose(array, expected[1][key], atol=1e-4, err_msg=key)
+        else:
+            np.testing.assert_array_equal(array, expected[1][key], err_msg=key)
+
+
+@pytest.fixture(scope="module")
+def one_host(tmp_path_factory):
+    """A folder with the run of one host of two devices."""
+    folder = tmp_path_factory.mktemp("hosts")
+    run_to_end(1, folder, "one", SETTINGS, devices=2)
+    return folder
+
+
+def test_two_hosts_are_one_and_go_on_from_where_one_of_them_was_told_to_stop(one_host):
+    """Through lookahead, resampling, stop strings, evaluation and shared rollouts."""
+    job = Job(2, one_host, SETTINGS, flags=(f"--workdir={one_host / 'two'}",))
+    job.until("iteration 1/")
+    job.hosts[1].send_signal(signal.SIGTERM)
+    statuses, outputs = job.end()
+    assert statuses in ([143, 143], [0, 0]), outputs
+    if statuses[0]:
+        assert "stopped by SIGTERM after iteration" in outputs[0]
+        run_to_end(2, one_host, "two", SETTINGS)
+    assert_nearly_same_run(one_host / "two", one_host / "one")
+    assert (one_host / "two" / "hf" / "model.safetensors").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_any_number_of_hosts_of_four_devices_is_the_same_run(tmp_path, count):
+    settings = SETTINGS | {"mesh.fsdp": 2}
+    run_to_end(1, tmp_path, "one", settings, devices=4)
+    # Stopped on one number of hosts, gone on with on another: the mesh is the same.
+    half = {**settings, "num_iterations": 2}
+    run_to_end(count, tmp_path, "several", half, devices=4 // count)
+    run_to_end(4 if count == 1 else 1, tmp_path, "several", settings, devices=1 if count == 1 else 4)
+    assert_nearly_same_run(tmp_path / "several", tmp_path / "one")
+
+
+@pytest.mark.slow
+def test_stopped_on_one_of_four_hosts_again_and_again_is_bitwise_the_run_that_was_not(tmp_path):
+    settings = SETTINGS | {"num_iterations": 12}
+    whole = run_to_end(4, tmp_path, "whole", settings)
+    chance, stops = np.random.default_rng(0), 0
+    while True:
+        job = Job(4, tmp_path, settings, flags=(f"--workdir={tmp_path / 'pieces'}",))
+        job.until("compiled in ")
+        job.until("resumed at" if stops else "iteration 1/")
+        threading.Event().wait(chance.uniform(0, 2))
+        job.hosts[int(chance.integers(4))].send_signal(signal.SIGTERM)
+        statuses, outputs = job.end()
+        if statuses == [0] * 4:
+            break
+        assert statuses == [143] * 4, outputs
+        stops += 1
+    assert stops > 1
+    assert_same_run(tmp_path / "pieces", whole, same_steps=False)
+
+
+@pytest.mark.slow
+def test_the_death_of_a_host_ends_the_others_with_its_name_and_what_it_was_doing(tmp_path):
+    settings = SETTINGS | {"num_iterations": 300, "metrics.compare_hosts": False}
+    job = Job(4, tmp_path, settings, flags=(f"--workdir={tmp_path / 'run'}",))
+    job.until("iteration 2/")
+    job.hosts[2].kill()
+    killed = len(job.outputs[0])
+    statuses, outputs = job.end()
+    assert statuses[2] == -signal.SIGKILL and [statuses[i] for i in (0, 1, 3)] == [1, 1, 1], outputs
+    for i in (0, 1, 3):
+        (line,) = re.findall("error: host 2 has not been heard of .*", outputs[i])
+        assert re.search(r"it was in: (generation|rewards|update)", line), line
+    assert killed and "Traceback" not in outputs[0].split("error:")[-1]
+    # The next start goes on from the last checkpoint.
+    done = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])["iteration"]
+    again = Job(
+        1, tmp_path, settings | {"num_iterations": done + 1}, devices=4, flags=(f"--workdir={tmp_path / 'run'}",)
+    )
+    statuses, outputs = again.end()
+    assert statuses == [0] and "resumed at iteration" in outputs[0], outputs
+
+
+def test_hosts_that_differ_are_all_refused_with_what_differs(tmp_path):
+    job = Job(2, tmp_path, {}, of_host={0: [f"--workdir={tmp_path / 'a'}"], 1: [f"--workdir={tmp_path / 'b'}"]})
+    statuses, outputs = job.end()
+    assert statuses == [2, 2] and all("must be a folder that all hosts share" in text for text in outputs), outputs
+    job = Job(2, tmp_path, {}, flags=(f"--workdir={tmp_path / 'run'}",), of_host={1: ["--config.seed=5"]})
+    statuses, outputs = job.end()
+    assert statuses == [2, 2] and all("config of host 1 is not that of host 0" in text for text in outputs), outputs
+
+
+# ---- units, by one process -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"JAXRL_DISTRIBUTED": "yes"}, "JAXRL_DISTRIBUTED='yes' must be 1"),
+        ({"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2"}, "JAX_PROCESS_ID='' must be a number"),
+        (
+            {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "2"},
+            "JAX_PROCESS_ID=2 must be less than JAX_NUM_PROCESSES=2",
+        ),
+    ],
+)
+def test_half_a_job_is_refused_by_name(monkeypatch, environment, message):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        hosts.initialize()
+
+
+class Meeting:
+    """What ``exchange`` gives where the hosts say these things."""
+
+    def __init__(self, monkeypatch, *others):
+        monkeypatch.setattr(hosts, "count", lambda: 1 + len(others))
+        monkeypatch.setattr(hosts, "exchange", lambda value: [value, *others])
+
+
+def test_a_list_is_completed_by_those_who_have_its_parts(monkeypatch):
+    Meeting(monkeypatch, [None, 2, None, 0], [None, None, None, None])
+    assert hosts.complete([1, None, None, None]) == [1, 2, None, 0]
+
+
+def test_a_copy_that_is_another_is_named(monkeypatch):
+    tree = {"weights": np.float32([1, 2])}
+    tree = {name: ghosts.jnp.asarray(x) for name, x in tree.items()}
+    Meeting(monkeypatch, {**hosts.checksums(tree), "seen": "3"})
+    hosts.agree_on_copies(tree, seen=3)
+    with pytest.raises(RuntimeError, match="seen of host 1"):
+        hosts.agree_on_copies(tree, seen=4)
+    Meeting(monkeypatch, {name: "0" for name in hosts.checksums(tree)})
+    with pytest.raises(RuntimeError, match=r"weights.* of host 1 is not what other hosts have"):
+        hosts.agree_on_copies(tree)
+
+
+def test_a_run_of_one_host_asks_nobody(tmp_path, monkeypatch):
+    ghosts.haunt(monkeypatch)
+    monkeypatch.setattr(hosts, "_service", None)
+    mapping = runpy.run_path(str(CONFIG))["get_config"]().to_dict()
+    for name, value in {"num_iterations": 2, "metrics.compare_hosts": True}.items():
+        *groups, last = name.split(".")
+        functools.reduce(dict.__getitem__, groups, mapping)[last] = value
+    assert train_module.train(freeze(mapping), tmp_path / "run") == 0
