@@ -113,9 +113,9 @@ def _sent(kind, shape, rest, line, shapes, times, scattered) -> Sent:
 def main() -> None:
     import jax
 
-    from jaxrl_llm import plan
     from jaxrl_llm.config import freeze
     from jaxrl_llm.models.architecture import Architecture
+    from jaxrl_llm.planning import chips
     from jaxrl_llm.run import assemble
     from jaxrl_llm.runtime import sharding
     from jaxrl_llm.runtime.programs import memory
@@ -129,7 +129,7 @@ def main() -> None:
     parser.add_argument("--program", default="update")
     args = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
-    devices, _ = plan.devices_of(args.topology)
+    devices, _ = chips.devices_of(args.topology)
     shards = len(devices) // args.tensor
     config = freeze(
         {
@@ -159,8 +159,8 @@ def main() -> None:
         place[1] += one.times * one.sent_bytes / 2**20
     print(f"arguments {size.arguments / 2**20:.0f} MiB a chip, temporary {size.temporary / 2**20:.0f} MiB")
     print(f"sent {sum(mib for _, mib in places.values()):.1f} MiB a chip")
-    for (kind, shape, chips, where), (times, mib) in sorted(places.items(), key=lambda x: -x[1][1])[:40]:
-        print(f"{mib:9.1f} MiB {times:5} x {kind:<18} {shape:<26} {chips:4} chips  {where[-90:]}")
+    for (kind, shape, num_chips, where), (times, mib) in sorted(places.items(), key=lambda x: -x[1][1])[:40]:
+        print(f"{mib:9.1f} MiB {times:5} x {kind:<18} {shape:<26} {num_chips:4} chips  {where[-90:]}")
 
 
 if __name__ == "__main__":

@@ -72,9 +72,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_hlo_text=true --xla_jf_dump_llo_text=false"
         os.environ |= {"JAX_PLATFORMS": "cpu", "LIBTPU_INIT_ARGS": flags}
-        from jaxrl_llm import plan
         from jaxrl_llm.config import freeze
         from jaxrl_llm.models.architecture import Architecture
+        from jaxrl_llm.planning import chips
         from jaxrl_llm.run import assemble
         from jaxrl_llm.runtime import sharding
         from jaxrl_llm.runtime.programs import memory
@@ -90,7 +90,7 @@ def main() -> None:
             "mesh": {name: getattr(given, name) for name in ("fsdp", "tensor", "sampler_tensor")},
         }
         config = freeze(settings)
-        mesh = sharding.make_mesh(config.mesh, plan.devices_of(given.topology)[0])
+        mesh = sharding.make_mesh(config.mesh, chips.devices_of(given.topology)[0])
         run = assemble(config, arch, (0,), mesh)
         for name in ("publish", "decode"):
             m = memory(run.programs()[name].lower(mesh).compile())

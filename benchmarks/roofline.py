@@ -26,8 +26,8 @@ from rich.table import Table
 from benchmarks import gpu, results
 from benchmarks.floors import Ceilings
 from benchmarks.shapes import SHAPES
-from jaxrl_llm import plan
 from jaxrl_llm.config import Config, ConfigError
+from jaxrl_llm.planning import chips
 from jaxrl_llm.run import assemble
 from jaxrl_llm.runtime import sharding
 
@@ -210,7 +210,7 @@ def main(arguments: list[str]) -> int:
     if not generation or not known:
         parser.error(f"--topology={options.topology!r} must be of GPUs whose peaks are known: h200:1, h100:1, a100:1")
     try:
-        devices, _ = plan.devices_of(options.topology)
+        devices, _ = chips.devices_of(options.topology)
     except ConfigError as error:
         parser.error(str(error))
     peaks, sizes, console = known[0], gpu.SIZES["full"], Console(width=150)

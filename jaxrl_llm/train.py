@@ -139,7 +139,7 @@ def _train(config: Config, workdir: pathlib.Path, allow_config_changes: bool) ->
                     sums = learner.learn(acted.scored, iteration)
                     iteration += 1
                     values = actor.values(acted, num_tied=int(sums["degenerate_groups"])) | update_values(config, sums)
-                    values |= {"time/update_s": sums["update_s"], "memory/peak_bytes": programs.peak_memory_bytes(mesh)}
+                    values |= {"memory/peak_bytes": programs.peak_memory_bytes(mesh)}
                     values = plain_numbers(values | cost_values(config, values, compute))
                     compute = values["time/compute_rollouts"]
                     metrics.write_samples(actor.samples(acted, iteration))

@@ -566,7 +566,7 @@ def compares(config, folder, monkeypatch):
 
 
 def kernel_of_a_tpu(config, folder, monkeypatch):
-    tpu = types.SimpleNamespace(shape=mesh_of(ONE).shape, devices=np.array([types.SimpleNamespace(platform="tpu")]))
+    tpu = types.SimpleNamespace(shape=mesh_of(ONE).shape, devices=np.array([[[types.SimpleNamespace(platform="tpu")]]]))
     return assemble(config, TINY, (257,), tpu).model.attention
 
 
@@ -597,10 +597,13 @@ def stops(config, folder, monkeypatch):
     state = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), jax.eval_shape(sampler._empty))
     state.tokens[0, 0, 0, 1:4] = list(b"a;b")
     state.length[0, 0] = 4
-    generator = Generator(sampler, {"stop_rows": lambda s, _: s}, make_byte_tokenizer().decode)
+    stop_rows = lambda s, length: (s, (np.where(length > 0, STOP_STRING, s.stop_reason), length))
+    generator = Generator(sampler, {"stop_rows": stop_rows}, make_byte_tokenizer().decode)
     generator.state = state
     generator.adopt(0, 0, 0, 0, None, [0])
-    return generator._apply_stop_strings(state.stop_reason, np.zeros(state.stop_reason.shape, np.int64)).tolist()
+    scanned = np.zeros(state.stop_reason.shape, np.int64)
+    reasons, _ = generator._apply_stop_strings(state.stop_reason, np.asarray(state.length), scanned)
+    return np.asarray(reasons).tolist()
 
 
 def taken_from(config, folder, monkeypatch):
@@ -669,9 +672,7 @@ def passes(config, folder, monkeypatch):
 
 def costs(config, folder, monkeypatch):
     seconds = {"time/generate_s": 1.0, "time/reward_s": 0.0, "time/update_s": 1.0}
-    return cost_values(
-        config, seconds | {"replay/drawn_rows": 16, "rollout/generated_rows": 16, "tokens/trained": 1}, 0.0
-    )
+    return cost_values(config, seconds | {"replay/drawn_rows": 16, "rollout/generated_rows": 16}, 0.0)
 
 
 def ghost_run(config, folder, monkeypatch):

@@ -158,13 +158,16 @@ def update_values(config: Config, used: dict[str, Any]) -> dict[str, float]:
             values[f"update/{name}_nats"] = ratio(f"{name}_loss_sum", "update_count")
     if "entropy_coefficient_sum" in used:
         values["update/entropy_coefficient"] = ratio("entropy_coefficient_sum", "update_count")
+    if "update_s" in used:
+        values |= {"time/update_s": used["update_s"]}
+        values |= {"throughput/update_tokens_per_s": values["tokens/trained"] / used["update_s"]}
     if "rate_scale_sum" in used:
         values["optimizer/rate_scale"] = ratio("rate_scale_sum", "update_count")
     return values
 
 
 def cost_values(config: Config, values: dict[str, float], before: float) -> dict[str, float]:
-    """Its rates, and what the run has cost in trained rollouts, the sum of B + mu R, from seconds and counts.
+    """What the run has cost in trained rollouts, the sum of B + mu R, from the iteration's seconds and counts.
 
     Where mu is not declared, an iteration that trained on nothing has none and adds nothing.
 
@@ -180,11 +183,7 @@ def cost_values(config: Config, values: dict[str, float], before: float) -> dict
     measured = generate_s / generated / (update_s / trained) if trained and update_s > 0 else math.nan
     ratio = config.replay.cost_ratio or measured
     cost = trained + ratio * generated
-    return {
-        "throughput/update_tokens_per_s": values["tokens/trained"] / update_s,
-        "time/cost_ratio": measured,
-        "time/compute_rollouts": before + (cost if math.isfinite(cost) else 0.0),
-    }
+    return {"time/cost_ratio": measured, "time/compute_rollouts": before + (cost if math.isfinite(cost) else 0.0)}
 
 
 class MetricsWriter:

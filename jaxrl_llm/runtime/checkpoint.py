@@ -120,7 +120,7 @@ class Checkpointer:
 
         Waits for the write before, if that still runs, and raises what went wrong in it. Saving the iteration just
         saved or restored does nothing. After going back to an older iteration, the newer checkpoints are another
-        run's future: they are removed. That of the same iteration is set aside until this one is whole.
+        run's future: they are removed. What this one goes on from is set aside until it is whole.
 
         Args:
             iteration: iterations finished; names the checkpoint.
@@ -148,10 +148,11 @@ class Checkpointer:
         }
         # Through text now: the caller goes on changing its dictionaries while the write runs.
         host = json.loads(json.dumps(host_state))
-        for newer in [step for step in self._manager.all_steps() if step > iteration]:
+        goes_on = iteration == self._current
+        for newer in [step for step in self._manager.all_steps() if step >= iteration + goes_on]:
             self._manager.delete(newer)
         self.wait()
-        if iteration in steps_in(self.directory) and hosts.is_first():
+        if goes_on and iteration in steps_in(self.directory) and hosts.is_first():
             os.rename(self.directory / str(iteration), self.directory / f"{ASIDE}{iteration}")
         hosts.exchange("set aside")
         self._manager.reload()

@@ -13,6 +13,7 @@ Owns: which host this is, what hosts say to each other, how they end together. D
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import hashlib
 import importlib.metadata
@@ -35,7 +36,7 @@ SILENT_S = 25
 LONGEST_WAIT_MS = 24 * 3600 * 1000  # of a meeting: who is missing there is known by its silence
 
 T = TypeVar("T")
-_doing = "start"
+_doing, _parting = "start", threading.Event()
 _meetings = itertools.count()
 
 
@@ -74,6 +75,7 @@ def initialize() -> None:
     except (RuntimeError, ValueError) as error:
         raise ConfigError(f"this process cannot join its job: {error}") from error
     if jax.process_count() > 1:
+        atexit.register(_part)
         threading.Thread(target=_watch, args=(_service(),), daemon=True).start()
     if not is_first():
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115, open until the process ends
@@ -228,16 +230,38 @@ def _end(words: str, status: int) -> None:
         time.sleep(4)  # they read it from here
 
 
+def _part() -> None:
+    """At the end of this process: the first host stays until the others have left its service."""
+    import jax
+
+    service, index = _service(), jax.process_index()
+    _parting.set()
+    with contextlib.suppress(Exception):  # the service may be gone
+        service.key_value_set(f"left/{index}", "")
+        for _ in range(100 if index == 0 else 0):
+            if len(service.key_value_dir_get("left/")) == count():
+                break
+            time.sleep(0.1)
+    if index == 0:
+        time.sleep(1)
+    else:
+        jax.distributed.shutdown()
+
+
 def _watch(service: Any) -> None:
     """Say every second that this host lives, and end it when another has failed or is silent."""
     import jax
 
     index, heard = jax.process_index(), {}
     for beat in itertools.count():
+        if _parting.is_set():
+            return None
         try:
             service.key_value_set(f"alive/{index}", f"{beat} {_doing}", allow_overwrite=True)
             alive, failed = service.key_value_dir_get("alive/"), service.key_value_dir_get("failed/")
         except Exception as error:
+            if _parting.is_set():
+                return None
             doing_0 = heard["0"][0].partition(" ")[2] if "0" in heard else "start"
             return _leave(f"host 0 is gone; it was in: {doing_0} ({str(error).splitlines()[0][:100]})")
         for name, text in failed:

@@ -250,10 +250,11 @@ def put(tree: Any, layout: Any) -> Any:
     """
 
     def one(x: Any, to: NamedSharding) -> jax.Array:
-        if jax.dtypes.issubdtype(getattr(x, "dtype", None), jax.dtypes.prng_key):
+        if jax.dtypes.issubdtype(getattr(x, "dtype", None), jax.dtypes.prng_key) and not to.is_fully_addressable:
             return jax.random.wrap_key_data(put(jax.random.key_data(x), to), impl=jax.random.key_impl(x))
-        x = np.asarray(x)
-        return jax.make_array_from_callback(x.shape, to, lambda index: x[index])
+        if to.is_fully_addressable:
+            return jax.device_put(x, to)
+        return jax.make_array_from_callback(np.shape(x), to, lambda index: np.asarray(x)[index])
 
     return jax.tree.map(one, tree, layout)
 

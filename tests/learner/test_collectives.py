@@ -10,10 +10,10 @@ import pytest
 from support.building import CUBE, ONE, TINY, gradient, make_update, mesh_of, needs_libtpu, random_experience
 
 from benchmarks.collectives import collectives
-from jaxrl_llm import plan
 from jaxrl_llm.config import ConfigError, MeshConfig, freeze
 from jaxrl_llm.models.architecture import Architecture
 from jaxrl_llm.models.transformer import EMBEDDING, look_up
+from jaxrl_llm.planning import chips
 from jaxrl_llm.replay import ring as replay
 from jaxrl_llm.run import assemble
 from jaxrl_llm.runtime import sharding
@@ -128,16 +128,16 @@ def test_a_rule_of_an_unknown_axis_is_refused(rules):
 
 def run_of(topology):
     """An update of two micro-batches, each of eight chunks of positions; weights split over four chips."""
-    devices, _ = plan.devices_of(topology)
-    chips = len(devices)
+    devices, _ = chips.devices_of(topology)
+    num_chips = len(devices)
     config = freeze(
         {
             "model": {"path": "random:debug", "compute_dtype": "bfloat16"},
             "prompts": {"max_tokens": 32},
             "sampling": {"max_completion_tokens": 32},
-            "rollout": {"prompts_per_iteration": chips, "group_size": 2},
-            "replay": {"capacity": 4 * chips},
-            "update": {"batch_size": 4 * chips, "micro_batch_size": 2 * chips, "logp_chunk_tokens": 8},
+            "rollout": {"prompts_per_iteration": num_chips, "group_size": 2},
+            "replay": {"capacity": 4 * num_chips},
+            "update": {"batch_size": 4 * num_chips, "micro_batch_size": 2 * num_chips, "logp_chunk_tokens": 8},
             "mesh": {"fsdp": FSDP},
         }
     )

@@ -21,11 +21,11 @@ from jax.experimental.pallas.ops.tpu import splash_attention
 from reference import attention as oracle
 from support.building import TINY, Sampling, completions, host_params, make_prompts, make_sampler, needs_libtpu
 
-from jaxrl_llm import plan
 from jaxrl_llm.config import MeshConfig
 from jaxrl_llm.models.attention import Cache, Prompt, attend, attend_next
 from jaxrl_llm.models.kernels import learner as kernels
 from jaxrl_llm.models.transformer import Model
+from jaxrl_llm.planning import chips
 from jaxrl_llm.runtime import sharding
 
 B, P, T, L, N, K, H = 4, 2, 5, 6, 4, 2, 8
@@ -272,7 +272,7 @@ def decoded(R=N // K, C=384, H=64):
 def test_a_tpus_decode_step_calls_the_kernel_and_turns_no_cache(monkeypatch, shape):
     """Split over four chips, of caches that lie as a program's arguments do."""
     monkeypatch.setattr(pallas, "pallas_call", CALL)
-    mesh = sharding.make_mesh(MeshConfig(data=2, tensor=2), plan.devices_of("v5e:2x2")[0])
+    mesh = sharding.make_mesh(MeshConfig(data=2, tensor=2), chips.devices_of("v5e:2x2")[0])
     q, k, v, prompt, cache = decoded(**shape)
     rows = {q.shape: ("data", None, "tensor"), cache.length.shape: ("data",)}
     rows |= {x.shape: ("data", "tensor") for x in (k, prompt.keys, *cache.keys)}
@@ -320,7 +320,7 @@ def test_a_models_layers_share_one_mask_of_packed_lines_and_give_what_the_refere
 def test_a_tpus_program_calls_splash_forward_and_backward(monkeypatch, rows):
     """Heads of 64 and an odd width, split over four chips."""
     monkeypatch.setattr(splash_attention, "make_splash_mha_single_device", ON_TPU)
-    devices, _ = plan.devices_of("v5e:2x2")
+    devices, _ = chips.devices_of("v5e:2x2")
     mesh = sharding.make_mesh(MeshConfig(data=2, tensor=2), devices)
     whole = sharding.replicated(mesh, 0)
     given = [jax.ShapeDtypeStruct((*x.shape[:-1], 64), jnp.bfloat16, sharding=whole) for x in arrays(0)[0]]

@@ -6,8 +6,8 @@ import pytest
 from jax.experimental import topologies
 from support.building import CUBE, needs_libtpu
 
-from jaxrl_llm import plan
 from jaxrl_llm.config import ConfigError, MeshConfig
+from jaxrl_llm.planning import chips
 from jaxrl_llm.runtime import sharding
 
 
@@ -18,7 +18,7 @@ def test_devices_without_a_torus_stand_as_listed():
 @needs_libtpu
 def test_neighbours_on_the_tensor_axis_are_neighbours_on_the_torus():
     size = np.array([8, 8, 4])
-    devices, _ = plan.devices_of("v5p:8x8x4")
+    devices, _ = chips.devices_of("v5p:8x8x4")
     mesh = sharding.make_mesh(MeshConfig(fsdp=64, tensor=4), devices)
     at = np.array([device.coords for device in mesh.devices.flat]).reshape(64, 4, 3)
     apart = np.abs(at - np.roll(at, -1, axis=1))
@@ -27,7 +27,7 @@ def test_neighbours_on_the_tensor_axis_are_neighbours_on_the_torus():
 
 @needs_libtpu
 def test_slices_are_split_by_data_and_then_by_fsdp():
-    plan.devices_of("v5e:2x2")  # sets the environment that libtpu wants
+    chips.devices_of("v5e:2x2")  # sets the environment that libtpu wants
     devices = list(topologies.get_topology_desc(topology_name="v5e:2x2", platform="tpu", num_slices=4).devices)
 
     def slices(**mesh):

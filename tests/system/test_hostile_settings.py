@@ -93,7 +93,7 @@ class CompilesError(Exception):
 class Pool:
     """Looks the reward functions up as the real one does, and starts no process."""
 
-    def __init__(self, config, *, task_scorer, examples):
+    def __init__(self, config, *, task_scorer, examples, check):
         for name in config.functions:
             rewards._checked_spec(name, task_scorer, examples)
 

@@ -11,10 +11,10 @@ import pytest
 from support import building
 from support.building import needs_libtpu
 
-from jaxrl_llm import plan
 from jaxrl_llm.actor.generator import Generator
 from jaxrl_llm.config import ConfigError, MeshConfig, freeze
 from jaxrl_llm.models.architecture import Architecture
+from jaxrl_llm.planning import chips
 from jaxrl_llm.run import assemble
 from jaxrl_llm.runtime import sharding
 from jaxrl_llm.runtime.programs import compile_all, memory
@@ -51,7 +51,7 @@ def run_of(arch=ARCH, top_k=0, **mesh):
         "eval": {"num_prompts": ROWS // 2, "temperature": 0.0},
         "mesh": mesh,
     }
-    devices, _ = plan.devices_of("v5e:2x2")
+    devices, _ = chips.devices_of("v5e:2x2")
     return assemble(freeze(settings), arch, (0,), sharding.make_mesh(MeshConfig(**mesh), devices))
 
 

@@ -15,11 +15,11 @@ from jax.sharding import PartitionSpec
 from support import building, ghosts
 from support.building import COMPLETION_TOKENS, CUBE, EIGHT, ONE, PROMPT_TOKENS, ROW_TOKENS, TINY, mesh_of, needs_libtpu
 
-from jaxrl_llm import plan
 from jaxrl_llm import train as train_module
 from jaxrl_llm.actor.sampler import SamplerState
 from jaxrl_llm.config import MeshConfig, freeze
 from jaxrl_llm.models.architecture import PRESETS, Architecture
+from jaxrl_llm.planning import chips
 from jaxrl_llm.run import assemble
 from jaxrl_llm.runtime import programs, sharding
 from jaxrl_llm.runtime.programs import compile_all, memory
@@ -200,7 +200,7 @@ def test_no_branch_results_in_caches_or_weights():
 def test_a_tpus_decode_program_copies_no_cache(head_size, completion):
     """Neither for a layer's read nor for a write: the kernel takes them as they lie."""
     arch = Architecture(260, width=256, num_layers=2, num_heads=4, num_kv_heads=2, head_size=head_size, ffn=256)
-    mesh = sharding.make_mesh(MeshConfig(data=4), plan.devices_of("v5e:2x2")[0])
+    mesh = sharding.make_mesh(MeshConfig(data=4), chips.devices_of("v5e:2x2")[0])
     settings = SETTINGS | {"model": {"compute_dtype": "bfloat16"}, "sampling": {"max_completion_tokens": completion}}
     program = assemble(freeze(settings), arch, (0,), mesh).programs()["decode"]
     cache = program.args[1].cache_k[0][0]

@@ -266,7 +266,7 @@ def test_a_stop_asked_for_during_an_evaluation_saves_that_iteration(finished_cop
     [
         (4, {}),
         (
-            19,
+            13,
             {
                 "rollout.lookahead_prompts": 0,
                 "rollout.max_resample_rounds": 2,
