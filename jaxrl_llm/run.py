@@ -92,6 +92,8 @@ def assemble(
     Raises:
         ConfigError: a batch number does not divide over the mesh, or a model does not fit it or the row width.
     """
+    if config.executables and not os.path.isdir(config.executables):
+        raise ConfigError(f"executables={config.executables!r} must be a folder that plan --save has written, or ''")
     sharding.check_divisible(config, mesh)
     config = config.scaled()
     model = model_of(config, arch, mesh)

@@ -46,7 +46,7 @@ from jaxrl_llm.run import assemble
 from jaxrl_llm.runtime import hosts, sharding
 from jaxrl_llm.runtime.nested import differences
 from jaxrl_llm.sweep.points import with_point
-from jaxrl_llm.types import OUTCOME_ERROR, OUTCOME_SCORE, STOP_EOS, Example, Rewards
+from jaxrl_llm.types import OUTCOME_ERROR, OUTCOME_SCORE, STOP_EOS, STOP_STRING, Example, Rewards
 
 ROOT = pathlib.Path(__file__).parents[1]
 FUNCTIONS = ROOT / "tests" / "fixtures" / "reward_functions.py"
@@ -732,7 +732,7 @@ ALIVE = {
     "seed": (1, loaded, {}),
     "num_iterations": (4, ghost_run, {}),
     "compilation_cache": ("/tmp/other", cache, {}),
-    "executables": ("/tmp/other", taken_from, {}),
+    "executables": ("docs", taken_from, {}),
     "model.path": ("random:debug_wide", model, {}),
     "model.reference_path": ("random:debug_wide", loaded_models, WITH_KL),
     "model.compute_dtype": ("bfloat16", program("decode"), {}),

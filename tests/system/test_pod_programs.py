@@ -115,7 +115,8 @@ def rollouts_of(**mesh):
     params = compiled["publish"](building.learner_params(run.model, run.mesh))
     generator = Generator(run.sampler, compiled, building.letters)
     version, key = jax.device_put((np.int32(0), jax.random.key(0)), sharding.replicated(run.mesh, (0, 0)))
-    rollout, _ = generator.generate(params, building.make_prompts(range(8)), version=version, key=key)
+    generator.generate(params, building.make_prompts(range(8)), version=version, key=key)
+    rollout = generator.take()
     return params, rollout, run
 
 

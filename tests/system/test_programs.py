@@ -143,10 +143,10 @@ def test_insert_moves_no_row_between_devices(finished):
 
 
 def test_checksums_gather_no_array(finished):
-    text = finished.compiled["checksums_train"].as_text()
+    text = finished.compiled["checksums_ring"].as_text()
     moved = [size for shapes in COLLECTIVE.findall(text) for size in sizes(shapes)]
-    num_arrays = len(jax.tree.leaves(finished.programs["checksums_train"].args))
-    assert moved and max(moved) <= num_arrays and memory(finished.compiled["checksums_train"]).temporary < 2**20
+    num_arrays = len(jax.tree.leaves(finished.programs["checksums_ring"].args))
+    assert moved and max(moved) <= num_arrays and memory(finished.compiled["checksums_ring"]).temporary < 2**20
 
 
 def test_what_a_token_was_drawn_among_is_found_and_used_without_moving_logits():
@@ -214,7 +214,7 @@ def test_ring_train_state_and_sampler_state_are_donated_and_every_donated_byte_i
     updating = [name for name, program in finished.programs.items() if any(isinstance(x, owned) for x in program.args)]
     assert set(updating) >= {"update", "insert", "prefill", "decode", "stop_rows", "collect"}
     for name, program in finished.programs.items():
-        if name != "annotate":  # it looks at a train state that stays
+        if name != "annotate" and not name.startswith("checksums"):  # they look at a state that stays
             assert {i for i, x in enumerate(program.args) if isinstance(x, owned)} <= set(program.donate), name
         donated = bytes_per_device([program.args[i] for i in program.donate])
         assert memory(finished.compiled[name]).aliased >= donated, name
