@@ -599,7 +599,7 @@ def stops(config, folder, monkeypatch):
     state.length[0, 0] = 4
     stop_rows = lambda s, length: (s, (np.where(length > 0, STOP_STRING, s.stop_reason), length))
     generator = Generator(sampler, {"stop_rows": stop_rows}, make_byte_tokenizer().decode)
-    generator.state = state
+    generator.state = jax.tree.map(jnp.asarray, state)
     generator.adopt(0, 0, 0, 0, None, [0])
     scanned = np.zeros(state.stop_reason.shape, np.int64)
     reasons, _ = generator._apply_stop_strings(state.stop_reason, np.asarray(state.length), scanned)

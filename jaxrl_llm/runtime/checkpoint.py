@@ -233,9 +233,12 @@ class Checkpointer:
     def wait(self) -> None:
         """Return when nothing is being written; raises what went wrong in the background."""
         self._manager.wait_until_finished()
+        if hosts.is_first():
+            _tidy(self.directory)
 
     def close(self) -> None:
         """``wait``, then end the threads."""
+        self.wait()
         self._manager.close()
 
     def latest_iteration(self) -> int | None:

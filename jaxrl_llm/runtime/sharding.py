@@ -90,8 +90,9 @@ def sampler_mesh(config: MeshConfig, mesh: Mesh) -> Mesh:
     Raises:
         ConfigError: ``fsdp`` and ``tensor`` do not split so.
     """
+    if not (wanted := config.sampler_tensor):
+        return mesh
     data, fsdp, tensor = mesh.devices.shape
-    wanted = config.sampler_tensor or tensor
     if wanted % tensor or fsdp * tensor % wanted:
         raise ConfigError(
             f"mesh.sampler_tensor={wanted} must be 0, or a multiple of mesh.tensor={tensor} that divides the "

@@ -96,8 +96,9 @@ class Job:
             for host in self.hosts:
                 if host.poll() is None:
                     host.kill()
-            for reader in self.readers:
+            for host, reader in zip(self.hosts, self.readers, strict=True):
                 reader.join()
+                host.stdout.close()
         return [host.returncode for host in self.hosts], ["".join(lines) for lines in self.outputs]
 
 

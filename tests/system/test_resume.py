@@ -7,7 +7,6 @@ of samples.jsonl.
 """
 
 import functools
-import itertools
 import json
 import os
 import pathlib
@@ -262,11 +261,11 @@ def test_a_stop_asked_for_during_an_evaluation_saves_that_iteration(finished_cop
 
 
 @pytest.mark.parametrize(
-    ("every", "changes"),
+    ("chance", "changes"),
     [
-        (4, {}),
+        (0.25, {}),
         (
-            13,
+            0.06,
             {
                 "rollout.lookahead_prompts": 0,
                 "rollout.max_resample_rounds": 2,
@@ -278,8 +277,8 @@ def test_a_stop_asked_for_during_an_evaluation_saves_that_iteration(finished_cop
     ],
     ids=["lookahead", "resampling, evaluations"],
 )
-def test_a_run_that_is_stopped_wherever_it_can_be_is_the_run_that_is_not(tmp_path, monkeypatch, every, changes):
-    """At every so manieth check a signal has come: inside generations, rounds, evaluations."""
+def test_a_run_that_is_stopped_wherever_it_can_be_is_the_run_that_is_not(tmp_path, monkeypatch, chance, changes):
+    """At checks drawn at random a signal has come: inside generations, rounds, evaluations."""
     settings = SETTINGS | {"num_iterations": 3} | changes
     mapping = runpy.run_path(str(CONFIG))["get_config"]().to_dict()
     for name, value in settings.items():
@@ -287,10 +286,10 @@ def test_a_run_that_is_stopped_wherever_it_can_be_is_the_run_that_is_not(tmp_pat
         functools.reduce(dict.__getitem__, groups, mapping)[last] = value
     assert train_module.train(freeze(mapping), tmp_path / "whole") == 0
 
-    inside, number = [], itertools.count(1)
+    inside, draws = [], random.Random(0)
 
     def check(stop):
-        if next(number) % every == 0:
+        if draws.random() < chance:
             stop.requested = "SIGTERM"
             raise stopping.Stopped
 
