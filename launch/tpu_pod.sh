@@ -4,12 +4,12 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-usage="usage: bash launch/tpu_pod.sh --name=TPU --zone=ZONE --config=FILE --workdir=gs://BUCKET/RUN [OPTIONS]
+usage="usage: bash launch/tpu_pod.sh --name=TPU --zone=ZONE --config=FILE --workdir=/shared/RUN [OPTIONS]
            [-- ARGUMENTS OF TRAIN]
 
 --name, --zone, --project   the TPU VM, as gcloud knows it (default project: gcloud's own)
 --config                    settings file of this checkout
---workdir                   folder of the run, the same for all workers: gs://BUCKET/RUN, or a shared disk's
+--workdir                   folder of the run, on a disk that all workers share (--before mounts it)
                             (default: runs/pod in the checkout, for a TPU of one worker)
 --command=COMMAND           instead of --config and --workdir: what to run on every worker
 
@@ -24,7 +24,8 @@ usage="usage: bash launch/tpu_pod.sh --name=TPU --zone=ZONE --config=FILE --work
 --stop                      only stop it: SIGTERM to one worker, then follow until all have saved and ended
 --dry-run                   print the commands instead of running them
 
-Ends with the status of train: 0 done, 2 bad input, 143 stopped or preempted (the same command goes on), else 1."
+Ends with the status of train: 0 done, 2 bad input, 143 stopped or preempted (the same command goes on), 1 or
+another for a fault: docs/tpu.md has them all."
 
 fail() {
     printf 'error: %s\n%s\n' "$*" "$usage" >&2
@@ -60,6 +61,9 @@ if [[ -z $command && -z $only ]]; then
     [[ -n $config ]] || fail "--config is missing"
     [[ -f $config && $config != /* && $config != ../* ]] || fail "--config=$config: no such file in this checkout"
 fi
+[[ $workdir != gs://* && $command != *--workdir=gs://* ]] \
+    || fail "--workdir=gs://... must be a folder that all workers share, such as a mounted Filestore share;" \
+        "a bucket holds copies"
 [[ -n $create || -z $spot$runtime ]] || fail "--spot and --runtime are of a TPU that --create makes"
 if [[ -n $create && -z $runtime ]]; then
     case $create in
@@ -159,8 +163,8 @@ if [[ -z $dry_run ]]; then
 fi
 if [[ -z $command ]]; then
     # Of several workers each has a disk of its own.
-    ((workers == 1)) || [[ $workdir == gs://* || $workdir == /* || -n $dry_run ]] \
-        || fail "--workdir=$workdir must be shared by the $workers workers of $name: gs://BUCKET/RUN, or a shared disk's"
+    ((workers == 1)) || [[ $workdir == /* || -n $dry_run ]] \
+        || fail "--workdir=$workdir must be a folder that the $workers workers of $name share, such as /shared/my-run"
     command=$(quote python -m jaxrl_llm.train --config="$config" --workdir="$workdir" "$@")
 fi
 # Insists on joining the others: a worker that does not find them would train alone.

@@ -11,14 +11,14 @@ import sys
 
 import pytest
 import yaml
-from support.checkout import PYTHON3, REPOSITORY, Checkout
+from support.checkout import MOUNTPOINT, PYTHON3, REPOSITORY, SUDO, Checkout
 
 SCRIPTS = [*sorted(REPOSITORY.glob("launch/*.sh")), REPOSITORY / ".ci/run"]
 SCHEMAS = yaml.safe_load((REPOSITORY / "tests/fixtures/launch_schemas.yaml").read_text())
 TYPES = {"string": str, "integer": int, "boolean": bool}
-NAMES = {"NAME": "my-run", "IMAGE": "us-docker.pkg.dev/my-project/my-repo/jaxrl_llm:1"}
+NAMES = {"NAME": "my-run", "IMAGE": "us-docker.pkg.dev/my-project/my-repo/jaxrl_llm:1", "SHARE": "10.0.0.2"}
 # Quotes and a colon, which YAML and the shell both have a use for.
-TRAIN = "python -m jaxrl_llm.train --config=a.py '--config.prompts.name=it'\"'\"'s: a.jsonl' --workdir=gs://b/r"
+TRAIN = "python -m jaxrl_llm.train --config=a.py '--config.prompts.name=it'\"'\"'s: a.jsonl' --workdir=/shared/r"
 
 
 def faults(value, schema, path=""):
@@ -144,6 +144,14 @@ def test_the_jobset_runs_train_with_its_arguments_as_they_were_given(jobset, tmp
     assert ["python", *words] == shlex.split(TRAIN) and int(parent) == os.getpid()
 
 
+def test_all_pods_of_the_jobset_have_the_share(jobset):
+    pod = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert {"name": "share", "mountPath": "/shared"} in container["volumeMounts"]
+    assert {"name": "share", "nfs": {"server": "10.0.0.2", "path": "/vol"}} in pod["volumes"]
+    assert {one["name"] for one in container["volumeMounts"]} == {one["name"] for one in pod["volumes"]}
+
+
 def test_the_jobset_has_a_pod_for_each_host_of_its_slice(jobset):
     (replicated,) = jobset["spec"]["replicatedJobs"]
     job = replicated["template"]["spec"]
@@ -186,6 +194,7 @@ def test_the_task_has_the_fields_that_skypilot_has(sky):
 def test_skypilot_sets_up_and_tells_hosts_of_each_other(sky, extra, nodes, expected, tmp_path):
     checkout = Checkout(tmp_path)
     checkout.stand_in("python3.11", PYTHON3)
+    checkout.stand_in("mountpoint", "#!/bin/sh\n")  # it has the share already
     environment = checkout.environment | {"TRAIN": TRAIN, "EXTRA": extra, "SKYPILOT_NUM_NODES": str(nodes)}
     environment |= {"SKYPILOT_NODE_IPS": "10.0.0.7\n10.0.0.9", "SKYPILOT_NODE_RANK": "1"}
     subprocess.run(["bash", "-c", sky["setup"]], env=environment, cwd=checkout.root, check=True, capture_output=True)
@@ -198,6 +207,27 @@ def test_skypilot_sets_up_and_tells_hosts_of_each_other(sky, extra, nodes, expec
     told = dict(line.split("=", 1) for line in checkout.log if line.startswith("JAX"))
     assert told == expected
     assert ["python", *checkout.log[len(told) :]] == shlex.split(TRAIN)
+
+
+@pytest.mark.parametrize(("share", "status"), [("10.0.0.2", 0), ("10.0.0.9", 1), ("", 127)])
+def test_skypilot_mounts_the_share_or_fails(sky, share, status, tmp_path):
+    checkout = Checkout(tmp_path)
+    for name, text in (("python3.11", PYTHON3), ("sudo", SUDO), ("mountpoint", MOUNTPOINT)):
+        checkout.stand_in(name, text)
+    (tmp_path / "cloud/share").mkdir(parents=True)
+    environment = checkout.environment | {"EXTRA": "tpu", "SHARE": share, "FAKE_CLOUD": str(tmp_path / "cloud")}
+    for _ in range(2):  # on a machine that has it already nothing is left to do
+        done = subprocess.run(
+            ["bash", "-c", sky["setup"]],
+            env=environment,
+            cwd=checkout.root,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == status, done.stderr
+    assert ((checkout.elsewhere / "shared").resolve() == tmp_path / "cloud/share") == (status == 0)
+    assert ("SHARE: address of the share" in done.stderr) == (share == "")
 
 
 # ---- the image -----------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ PAGE = (REPOSITORY / "docs/tpu.md").read_text()
 (POD_PY,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
 BLOCKS = re.findall(r"^```bash\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
 COMMANDS = [line.strip() for block in BLOCKS for line in block.replace("\\\n", " ").splitlines()]
+MOUNT = "sudo mkdir -p /shared && (mountpoint -q /shared || sudo mount -t nfs 10.0.0.2:/vol /shared)"
 PROGRAMS = ("docker", "kubectl", "gcluster", "xpk", "sky", "sbatch", "xprof")
 
 
@@ -107,10 +108,10 @@ def test_from_an_empty_project_to_a_fetched_model(typist):
     for command in COMMANDS[:make]:
         if command != COMMANDS[plan]:
             typist.type(command)
-    run = typist.folder("gs://my-bucket/my-run")
+    run = typist.folder("/shared/my-run")
     many = " -- --config.num_iterations=400"
     first = subprocess.Popen(
-        ["bash", "-c", COMMANDS[make] + many],
+        ["bash", "-c", "\n".join([*typist.exports, COMMANDS[make] + many])],
         env=typist.environment,
         cwd=typist.root,
         stdout=subprocess.DEVNULL,
@@ -129,26 +130,34 @@ def test_from_an_empty_project_to_a_fetched_model(typist):
     for command in COMMANDS[stop + 1 : index_of("docker build")]:
         typist.type(command)
     assert (typist.root / "runs/hf/config.json").exists()
+    assert (typist.folder("gs://my-bucket/my-run") / "hf/config.json").exists()
+    assert not run.exists()
     assert not (typist.cloud / "tpus/my-tpu").exists()
 
 
 def test_clusters_get_the_command(typist):
     """Sections 4 to 6, with the names that they export."""
     needs_envsubst()
+    typist.exports = [command for command in COMMANDS[: index_of("docker build")] if command.startswith("export ")]
     first, last = index_of("docker build"), index_of("sbatch", "--config=pod.py")
     for command in COMMANDS[first : last + 1]:
         typist.type(command)
-    train = "python -m jaxrl_llm.train --config=pod.py --workdir=gs://my-bucket/my-run"
+    train = "python -m jaxrl_llm.train --config=pod.py --workdir=/shared/my-run"
     image = "us-east5-docker.pkg.dev/my-project/my-repo/jaxrl_llm:1"
     (applied,) = (yaml.safe_load(text) for words, text in typist.calls("kubectl") if words[1] == "apply")
-    pod = applied["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]
+    pods = applied["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    assert pods["volumes"][-1]["nfs"]["server"] == "10.0.0.2"
+    (pod,) = pods["containers"]
     assert (applied["metadata"]["name"], pod["image"]) == ("my-run", image)
     assert {"name": "TRAIN", "value": train} in pod["env"]
     for program in ("gcluster", "xpk"):
-        ((words, _),) = typist.calls(program)
+        *before, (words, _) = typist.calls(program)
         assert f"--command={train}" in words
+        mounted = [word for one, _ in [*before, (words, _)] for word in one if "/shared" in word and "mount" in word]
+        gcluster = "--mount=filestore://my-share/vol;/shared;rw"
+        assert mounted == ["--mount-point=/shared" if program == "xpk" else gcluster]
         assert any(word in words for word in (f"--image={image}", f"--docker-image={image}"))
-    assert f"TRAIN={train}" in typist.calls("sky")[0][0]
+    assert {"SHARE=10.0.0.2", f"TRAIN={train}"} <= set(typist.calls("sky")[0][0])
     ((words, _),) = typist.calls("sbatch")
     assert words[-3:] == ["launch/slurm.sh", "--config=pod.py", "--workdir=/shared/my-run"]
     assert (typist.root / words[-3]).exists()
@@ -162,8 +171,9 @@ def test_a_sweep_gives_each_cluster_a_job_for_each_point(program, typist, printe
     own = {"gcloud": "tpu_pod.sh", "kubectl": "kubectl", "sky": "sky jobs", "sbatch": "sbatch"}[program]
     command = COMMANDS[index_of("jaxrl_llm.sweep", own)]
     (folder,) = re.findall(r"--workdir=(sweeps/\w+) ", command)
-    bucket = "" if program == "sbatch" else "gs://my-bucket/"  # Slurm's disk is shared
-    wanted = {tuple(word.replace("=DIR/", f"={bucket}{folder}/") for word in words) for words in printed}
+    share = "" if program == "sbatch" else "/shared/"  # Slurm's disk is shared
+    typist.type(COMMANDS[index_of("filestore instances create")])
+    wanted = {tuple(word.replace("=DIR/", f"={share}{folder}/") for word in words) for words in printed}
     typist.type(command)
     if program == "gcloud":
         # Detached: the runs have begun.
@@ -178,30 +188,41 @@ def test_a_sweep_gives_each_cluster_a_job_for_each_point(program, typist, printe
         given = {tuple(shlex.split(pod["containers"][0]["env"][0]["value"])) for pod in pods}
     elif program == "sky":
         given = {
-            tuple(shlex.split(words[words.index("--env") + 1].removeprefix("TRAIN=")))
+            tuple(shlex.split(word.removeprefix("TRAIN=")))
             for words, _ in typist.calls("sky")
+            for word in words
+            if word.startswith("TRAIN=")
         }
     else:
         given = {tuple(shlex.split(words[-1])) for words, _ in typist.calls("sbatch")}
     assert given == wanted and len(wanted) == 4
 
 
-def test_the_sweep_is_fetched_and_shown(typist):
-    typist.type("mkdir -p sweeps")
-    (typist.folder("gs://my-bucket/sweeps/one")).mkdir(parents=True)
-    fetch = index_of("gs://my-bucket/sweeps/one sweeps/")
-    for command in COMMANDS[fetch : fetch + 2]:
-        typist.type(command)
-    assert (typist.root / "sweeps/one/table.csv").exists()
-
-
-def test_a_profile_is_made_and_fetched(typist):
+def has_the_tpu_and_the_share(typist):
+    typist.type(COMMANDS[index_of("filestore instances create")])
     make = ["compute", "tpus", "queued-resources", "create", "my-tpu", "--node-id=my-tpu", "--zone=us-east5-b"]
     typist.gcloud(*make, "--accelerator-type=v6e-8", "--runtime-version=v2-alpha-tpuv6e")
     typist.gcloud(
         *("compute", "tpus", "queued-resources", "list", "--zone=us-east5-b"),
         "--format=value(name.basename(),state.state)",
     )
+
+
+def test_the_sweep_is_fetched_and_shown(typist):
+    typist.type("mkdir -p sweeps")
+    has_the_tpu_and_the_share(typist)
+    typist.folder("/shared/sweeps/one").mkdir(parents=True)
+    fetch = index_of("my-tpu:/shared/sweeps/one sweeps/")
+    mount = shlex.quote(f"--command={MOUNT}")
+    typist.type(f"gcloud compute tpus tpu-vm ssh my-tpu --zone=us-east5-b --worker=all {mount}")
+    for command in COMMANDS[fetch : fetch + 2]:
+        typist.type(command)
+    assert (typist.root / "sweeps/one/table.csv").exists()
+
+
+def test_a_profile_is_made_and_fetched(typist):
+    has_the_tpu_and_the_share(typist)
+    typist.exports = [command for command in COMMANDS if command.startswith("export ")]
     typist.type("mkdir -p runs")
     first = index_of("PROFILE_PORT=9012")
     for command in COMMANDS[first : first + 4]:

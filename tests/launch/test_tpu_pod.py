@@ -12,7 +12,8 @@ import pytest
 from support.checkout import INSTALLS, REPOSITORY, SUPPORT, Checkout, Cloud, free_port, wait_for
 
 TPU = ("--name=my-tpu", "--zone=us-east5-b")
-POD = (*TPU, "--config=configs/debug.py", "--workdir=gs://my-bucket/my-run")
+MOUNT = "sudo mkdir -p /shared && (mountpoint -q /shared || sudo mount -t nfs 10.0.0.2:/vol /shared)"
+POD = (*TPU, "--config=configs/debug.py", "--workdir=/shared/my-run", f"--before={MOUNT}")
 CREATE = ("--create=v6e-64", "--spot")
 SCRIPT = "launch/tpu_pod.sh"
 
@@ -21,6 +22,10 @@ SCRIPT = "launch/tpu_pod.sh"
 def cloud(tmp_path):
     cloud = Cloud(tmp_path)
     cloud.plan(workers=2)
+    cloud.gcloud(
+        *("filestore", "instances", "create", "my-share", *TPU[1:], "--tier=BASIC_HDD"),
+        *("--file-share=name=vol,capacity=1TB", "--network=name=default"),
+    )
     yield cloud
     cloud.end()
 
@@ -55,7 +60,7 @@ ssh --worker=all command -v python3.11 > /dev/null || (sudo apt-get -qq -o DPkg:
 ssh --worker=all cd jaxrl_llm && PYTHON=python3.11 bash launch/setup.sh tpu
 ssh --worker=all cd jaxrl_llm && nproc
 ssh --worker=all cd jaxrl_llm && bash launch/worker.sh start 'env JAXRL_DISTRIBUTED=1 python -m jaxrl_llm.train \
---config=configs/debug.py --workdir=gs://my-bucket/my-run --config.seed=3'
+--config=configs/debug.py --workdir=/shared/my-run --config.seed=3'
 train runs on all workers of my-tpu, and goes on without this terminal; to follow it, to stop it:
     bash launch/tpu_pod.sh --name=my-tpu WHERE --follow
     bash launch/tpu_pod.sh --name=my-tpu WHERE --stop
@@ -86,21 +91,21 @@ def test_a_dry_run_prints_the_commands_and_runs_none(tmp_path):
 
 def test_each_worker_gets_the_checkout_and_the_arguments_as_they_were_given(pod):
     odd = "--config.prompts.name=it's $HOME/a b.jsonl"
-    done = pod.run(SCRIPT, *POD, "--before=echo $PWD/before", "--", odd)
+    done = pod.run(SCRIPT, *POD, f"--before={MOUNT} && echo $PWD/before", "--", odd)
     assert done.returncode == 0, done.stderr
     for i in range(2):
         assert (pod.worker(i) / "configs/debug.py").exists()
         assert f"{pod.worker(i)}/before\n" in done.stdout
         # Each on a line of its own, whichever worker was first.
         assert f"[my-tpu-w{i}] train ended with status 0\n" in done.stdout
-    ours = f"-m jaxrl_llm.train --config=configs/debug.py --workdir=gs://my-bucket/my-run {odd}"
+    ours = f"-m jaxrl_llm.train --config=configs/debug.py --workdir=/shared/my-run {odd}"
     assert sorted(pod.log) == sorted(2 * [INSTALLS[0].replace("wheels]", "wheels,tpu]"), INSTALLS[1], ours])
     assert "host 0 of 2 starts at iteration 0\niteration 3/3\n" in done.stdout
 
 
 def test_a_point_of_a_sweep_is_a_command(pod):
-    command = "python -m jaxrl_llm.train --config=configs/debug.py '--workdir=gs://my-bucket/a b' --config.seed=4"
-    done = pod.run(SCRIPT, *TPU, f"--command={command}")
+    command = "python -m jaxrl_llm.train --config=configs/debug.py '--workdir=/shared/a b' --config.seed=4"
+    done = pod.run(SCRIPT, *TPU, f"--command={command}", POD[-1])
     assert done.returncode == 0, done.stderr
     assert trained(pod.log) == 2 * [shlex.join(shlex.split(command)[1:]).replace("'", "")]
 
@@ -119,7 +124,7 @@ def test_a_tpu_is_waited_for(cloud):
 def test_a_tpu_that_is_there_is_not_made_again(pod):
     assert pod.run(SCRIPT, *POD, *CREATE).returncode == 0
     calls = [json.loads(line) for line in (pod.cloud / "calls").read_text().splitlines()]
-    assert sum("create" in call for call in calls) == 1  # the fixture's
+    assert sum("queued-resources" in call and "create" in call for call in calls) == 1  # the fixture's
 
 
 def test_a_tpu_that_cannot_be_had_is_said(cloud):
@@ -142,13 +147,13 @@ def test_bad_input_ends_with_status_2(pod):
 def test_stop_lets_all_workers_save_and_the_same_command_goes_on(pod):
     many = ("--", "--config.num_iterations=400")
     assert pod.run(SCRIPT, *POD, "--detach", *many).returncode == 0
-    wait_for((pod.folder("gs://my-bucket/my-run") / "iteration-1").exists)
+    wait_for((pod.folder("/shared/my-run") / "iteration-1").exists)
     done = pod.run(SCRIPT, *TPU, "--stop")
     assert done.returncode == 143
     for i in range(2):
         assert f"[my-tpu-w{i}] train ended with status 143\n" in done.stdout
     assert done.stderr.endswith("stopped; the same command goes on from the last checkpoint\n")
-    saved = int((pod.folder("gs://my-bucket/my-run") / "checkpoint").read_text())
+    saved = int((pod.folder("/shared/my-run") / "checkpoint").read_text())
     assert 0 < saved < 400
     done = pod.run(SCRIPT, *POD, "--", f"--config.num_iterations={saved + 2}")
     assert done.returncode == 0
@@ -157,7 +162,7 @@ def test_stop_lets_all_workers_save_and_the_same_command_goes_on(pod):
 
 def test_a_worker_that_dies_ends_the_others_and_is_named(pod):
     process = pod.start(SCRIPT, *POD, "--", "--config.num_iterations=400")
-    wait_for((pod.folder("gs://my-bucket/my-run") / "iteration-0").exists)
+    wait_for((pod.folder("/shared/my-run") / "iteration-0").exists)
     os.kill(int((pod.worker(1) / "train.pid").read_text().split()[0]), signal.SIGKILL)
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 1
@@ -211,7 +216,7 @@ def test_a_second_start_beside_a_running_one_is_refused(pod):
 
 def test_from_nothing_to_a_model_through_two_preemptions(cloud):
     """Once with the notice (SIGTERM to one worker), once without; what is on the TPU's disks is lost."""
-    run = cloud.folder("gs://my-bucket/my-run")
+    run = cloud.folder("/shared/my-run")
     many = ("--", "--config.num_iterations=400")
     for notice in (True, False):
         process = cloud.start(SCRIPT, *POD, *CREATE, *many)
@@ -233,7 +238,8 @@ def test_from_nothing_to_a_model_through_two_preemptions(cloud):
     assert f"host 0 of 2 starts at iteration {saved}\n" in done.stdout
     target = cloud.elsewhere / "model"
     target.mkdir()
-    cloud.gcloud("storage", "cp", "--recursive", "gs://my-bucket/my-run/hf", f"{target}/")
+    scp = ("compute", "tpus", "tpu-vm", "scp", *TPU[1:], "--recurse")
+    cloud.gcloud(*scp, "my-tpu:/shared/my-run/hf", f"{target}/")
     assert (target / "hf/config.json").read_text() == "{}"
 
 
@@ -292,7 +298,21 @@ def test_a_workdir_that_workers_do_not_share_is_refused(pod):
     done = pod.run(SCRIPT, *POD[:3], "--workdir=runs/pod")
     assert done.returncode == 2
     assert done.stderr.startswith(
-        "error: --workdir=runs/pod must be shared by the 2 workers of my-tpu: gs://BUCKET/RUN"
+        "error: --workdir=runs/pod must be a folder that the 2 workers of my-tpu share, such as /shared/my-run\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "given", [(*POD[:3], "--workdir=gs://b/r"), (*TPU, "--command=python -m jaxrl_llm.train '--workdir=gs://b/r'")]
+)
+@pytest.mark.parametrize("more", [(), ("--dry-run",)])
+def test_a_bucket_is_no_workdir(cloud, given, more):
+    cloud.plan(workers=1)
+    done = cloud.run(SCRIPT, *given, *CREATE, *more)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith(
+        "error: --workdir=gs://... must be a folder that all workers share, such as a mounted Filestore share; "
+        "a bucket holds copies\n"
     )
 
 

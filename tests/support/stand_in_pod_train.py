@@ -21,8 +21,9 @@ def main():
         return 2
     assert COUNT == 1 or os.environ["JAXRL_DISTRIBUTED"] == "1"
     workdir = FLAGS["workdir"]
-    if workdir.startswith("gs://"):
-        workdir = os.path.join(os.environ["FAKE_CLOUD"], "buckets", workdir[5:])
+    assert not workdir.startswith("gs://")
+    if workdir.startswith("/shared/"):
+        workdir = os.environ["HOME"] + workdir  # this worker's, where its share is mounted
     workdir = pathlib.Path(workdir)
     workdir.mkdir(parents=True, exist_ok=True)
     job = workdir / f"job-{os.environ['FAKE_JOB']}"  # of this start: who is there, and what one tells all
