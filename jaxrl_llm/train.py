@@ -101,9 +101,9 @@ def _train(config: Config, workdir: pathlib.Path, allow_config_changes: bool) ->
         restored = checkpoints.restore(run.abstract_checkpoint, config, **how)
         teaches = run.learner.loads_reference
         reference = teacher.load_params(run.learner.reference_model, mesh, seed=config.seed) if teaches else None
-        actor = Actor(run, compiled, tokenizer.decode, stream, pool, external, stop.check)
+        actor = Actor(run, compiled, tokenizer.decode, stream, pool, external)
         learner = Learner(run.learner, compiled, ledger, reference=reference)
-        evaluation = Evaluation(run, compiled, tokenizer, held_out, pool, workdir, stop.check) if held_out else None
+        evaluation = Evaluation(run, compiled, tokenizer, held_out, pool, workdir) if held_out else None
         iteration, compute, failure, values = 0, 0.0, None, {}
         if restored is None:
             is_copy = reference is not None and teacher is source  # the learner takes the weights it is given over

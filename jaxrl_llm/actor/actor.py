@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -58,23 +57,16 @@ class Actor:
         compiled: its programs by name, compiled.
         decode: token ids to text.
         external: the answers of others.
-        check: raises ``Stopped`` where the run is to stop; ``state`` is then one that ``act`` goes on from.
+        pool: its ``check`` raises ``Stopped`` where the run is to stop; ``state`` is then one that ``act`` goes on from.
     """
 
     def __init__(
-        self,
-        run: Any,
-        compiled: Any,
-        decode: Any,
-        stream: PromptStream,
-        pool: RewardPool,
-        external: External,
-        check: Callable[[], None],
+        self, run: Any, compiled: Any, decode: Any, stream: PromptStream, pool: RewardPool, external: External
     ):
         self._config, self._stream, self._pool, self._external = run.config, stream, pool, external
         self._decode, self._choose = decode, compiled.get("choose")
         self._key = sharding.put(rng.stream(run.config.seed, "sample"), sharding.replicated(run.mesh, 0))
-        self.generator = Generator(run.sampler, compiled, decode, run.config.rollout.max_lag_iterations, check)
+        self.generator = Generator(run.sampler, compiled, decode, run.config.rollout.max_lag_iterations, pool.check)
         self._rounds: list[Sampled] = []  # what this iteration's rounds have come to, in one or none
         self._external_state = external.state()  # when the iteration began
         self.is_inside = False

@@ -11,7 +11,6 @@ import json
 import math
 import pathlib
 import re
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -124,21 +123,13 @@ class Evaluation:
         run: a ``Run`` with an ``eval_sampler``.
         compiled: its programs by name, compiled.
         workdir: where each result is written with every completion.
-        check: raises ``Stopped`` where the run is to stop before it is measured.
     """
 
     def __init__(
-        self,
-        run: Any,
-        compiled: Any,
-        tokenizer: Any,
-        held_out: list[Any],
-        pool: RewardPool,
-        workdir: pathlib.Path,
-        check: Callable[[], None],
+        self, run: Any, compiled: Any, tokenizer: Any, held_out: list[Any], pool: RewardPool, workdir: pathlib.Path
     ):
         evals = {name.removeprefix("eval_"): p for name, p in compiled.items() if name.startswith("eval_")}
-        self._generator = Generator(run.eval_sampler, evals, tokenizer.decode, check=check)
+        self._generator = Generator(run.eval_sampler, evals, tokenizer.decode, check=pool.check)
         self._how = {"threshold": run.config.rewards.pass_threshold}
         self._how["key"] = sharding.put(rng.stream(run.config.seed, "eval"), sharding.replicated(run.mesh, 0))
         self._given = held_out, pool, tokenizer.decode

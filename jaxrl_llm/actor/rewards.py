@@ -82,7 +82,7 @@ class RewardPool(contextlib.AbstractContextManager):
         examples: Sequence[Example] = (),
         check: Callable[[], None] = lambda: None,
     ):
-        self._check = check
+        self.check = check
         self._config = config
         self._specs = [_checked_spec(name, task_scorer, examples) for name in config.functions]
         self._closed, self._room, self._is_printing = False, 0, False
@@ -117,7 +117,7 @@ class RewardPool(contextlib.AbstractContextManager):
                 raise RuntimeError("the reward pool is closed")
             if all(hosts.exchange(answers is not None)):
                 break
-            self._check()
+            self.check()
         answers = hosts.complete(answers)
         none = np.empty((len(self._specs), 0))
         parts, outcome = (  # [functions, completions]

@@ -74,12 +74,14 @@ class Restored:
         device_state: as saved, with the structure and shardings of the abstract state.
         host_state: the JSON object given to ``save``.
         config: the config it was saved with.
+        is_inside: as given to ``save``.
     """
 
     iteration: int
     device_state: Any
     host_state: dict[str, Any]
     config: Config
+    is_inside: bool
 
 
 class Checkpointer:
@@ -96,7 +98,8 @@ class Checkpointer:
             with contextlib.suppress(DamagedError):
                 self._pass_rates[step] = read_text(self.directory / str(step))[1]["pass_rate"]
         self._manager = _open(self.directory.resolve(), self)
-        self._current: int | None = None  # iteration on disk that equals the caller's state
+        # Iteration on disk that equals the caller's state, and whether it is that of the next one's middle.
+        self._current: tuple[int, bool] | None = None
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
         """For orbax: the last ones are kept, and the best of those whose pass rate is known."""
@@ -135,7 +138,7 @@ class Checkpointer:
 
         Host/device: copies to the host (on CPU: holds the buffers, so that a donated one is copied when overwritten).
         """
-        if iteration == self._current and not is_inside:
+        if self._current == (iteration, False) and not is_inside:
             return
         arrays = by_name(device_state)
         sums = zip(arrays.items(), _sums(device_state, checksums), strict=True)
@@ -144,11 +147,12 @@ class Checkpointer:
         text = {
             "config": json.loads(to_json(config)),
             "pass_rate": self._pass_rates.get(iteration),
+            "is_inside": is_inside,
             "arrays": {name: [str(x.dtype), list(x.shape), value] for (name, x), value in sums},
         }
         # Through text now: the caller goes on changing its dictionaries while the write runs.
         host = json.loads(json.dumps(host_state))
-        goes_on = iteration == self._current
+        goes_on = self._current is not None and iteration == self._current[0]
         for newer in [step for step in self._manager.all_steps() if step >= iteration + goes_on]:
             self._manager.delete(newer)
         self.wait()
@@ -165,7 +169,7 @@ class Checkpointer:
             ),
             force=True,
         )
-        self._current = iteration
+        self._current = iteration, is_inside
 
     def restore(
         self,
@@ -208,10 +212,10 @@ class Checkpointer:
             arrays = read_arrays(path, names)
             state = jax.tree.unflatten(jax.tree.structure(wanted), arrays.values())
             compare(text["arrays"], arrays, _sums(state, checksums))
-            return Restored(int(path.name), dict.fromkeys(abstract_state) | state, host, saved)
+            return Restored(int(path.name), dict.fromkeys(abstract_state) | state, host, saved, text["is_inside"])
 
         restored = read_whole(self.directory, iteration, read)
-        self._current = restored.iteration
+        self._current = restored.iteration, restored.is_inside
         return restored
 
     def check_config(self, config: Config, *, allow_changes: bool) -> None:

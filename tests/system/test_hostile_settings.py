@@ -94,6 +94,7 @@ class Pool:
     """Looks the reward functions up as the real one does, and starts no process."""
 
     def __init__(self, config, *, task_scorer, examples, check):
+        self.check = check
         for name in config.functions:
             rewards._checked_spec(name, task_scorer, examples)
 

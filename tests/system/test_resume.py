@@ -263,9 +263,9 @@ def test_a_stop_asked_for_during_an_evaluation_saves_that_iteration(finished_cop
 @pytest.mark.parametrize(
     ("chance", "changes"),
     [
-        (0.25, {}),
+        (0.5, {}),
         (
-            0.06,
+            0.1,
             {
                 "rollout.lookahead_prompts": 0,
                 "rollout.max_resample_rounds": 2,
@@ -286,7 +286,7 @@ def test_a_run_that_is_stopped_wherever_it_can_be_is_the_run_that_is_not(tmp_pat
         functools.reduce(dict.__getitem__, groups, mapping)[last] = value
     assert train_module.train(freeze(mapping), tmp_path / "whole") == 0
 
-    inside, draws = [], random.Random(0)
+    inside, draws = [], random.Random(2)
 
     def check(stop):
         if draws.random() < chance:
