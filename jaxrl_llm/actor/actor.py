@@ -57,7 +57,7 @@ class Actor:
         compiled: its programs by name, compiled.
         decode: token ids to text.
         external: the answers of others.
-        pool: its ``check`` raises ``Stopped`` where the run is to stop; ``state`` is then one that ``act`` goes on from.
+        pool: its ``check`` raises ``Stopped`` where the run is to stop; ``act`` goes on from its ``state`` then.
     """
 
     def __init__(
