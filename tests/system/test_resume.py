@@ -263,7 +263,7 @@ def test_a_stop_asked_for_during_an_evaluation_saves_that_iteration(finished_cop
 @pytest.mark.parametrize(
     ("chance", "changes"),
     [
-        (0.5, {}),
+        pytest.param(0.5, {}, marks=pytest.mark.slow),
         (
             0.1,
             {
