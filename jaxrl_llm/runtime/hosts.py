@@ -280,7 +280,8 @@ def _watch(service: Any) -> None:
 
 def _leave(words: str, status: int = 1) -> None:
     """End this process, wherever its other threads wait."""
-    time.sleep(1)  # what ends this host by itself has better words
+    # What ends this host by itself has better words; and while the first is there, the others find out for themselves.
+    time.sleep(6 if is_first() else 1)
     sys.stderr.write(f"error: {' '.join(words.split())[:2000]}; this host was in: {_doing}\n")
     sys.stderr.flush()
     os._exit(status)
