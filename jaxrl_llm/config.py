@@ -361,12 +361,17 @@ PACKAGES = (
 
 def record(config: Config) -> str:
     """config.json of a run: every setting, and under "made_with" the versions and the commit that it was run with."""
-    versions = {"python": platform.python_version()}
+    made_with = {"versions": versions(), "commit": _commit()}
+    return json.dumps({**as_mapping(config), "made_with": made_with}, indent=2, sort_keys=True)
+
+
+def versions() -> dict[str, str]:
+    """Of Python, and of the packages that what a run computes may depend on, as far as they are installed."""
+    found = {"python": platform.python_version()}
     for package in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[package] = importlib.metadata.version(package)
-    made_with = {"versions": versions, "commit": _commit()}
-    return json.dumps({**as_mapping(config), "made_with": made_with}, indent=2, sort_keys=True)
+            found[package] = importlib.metadata.version(package)
+    return found
 
 
 def _commit() -> str:

@@ -74,9 +74,9 @@ def _train(config: Config, workdir: pathlib.Path, allow_config_changes: bool) ->
     checkpoints = Checkpointer(workdir, config.checkpoint)
     checkpoints.check_config(config, allow_changes=allow_config_changes)
     examples = [row.example for row in train_set + held_out]
-    hosts.agree(config=record(config), questions=[(example.prompt, example.columns) for example in examples])
+    hosts.agree(config=(text := record(config)), questions=[(example.prompt, example.columns) for example in examples])
     if hosts.is_first():
-        (workdir / "config.json").write_text(record(config))
+        (workdir / "config.json").write_text(text)
         (workdir / "report.html").unlink(missing_ok=True)  # it says that the run came to its end
 
     progress = Progress(config.num_iterations, checkpoints.latest_iteration() or 0)
@@ -139,7 +139,7 @@ def _train(config: Config, workdir: pathlib.Path, allow_config_changes: bool) ->
                     sums = learner.learn(acted.scored, iteration)
                     iteration += 1
                     values = actor.values(acted, num_tied=int(sums["degenerate_groups"])) | update_values(config, sums)
-                    values |= {"memory/peak_bytes": programs.peak_memory_bytes(mesh)}
+                    values["memory/peak_bytes"] = programs.peak_memory_bytes(mesh)
                     values = plain_numbers(values | cost_values(config, values, compute))
                     compute = values["time/compute_rollouts"]
                     metrics.write_samples(actor.samples(acted, iteration))
@@ -152,8 +152,8 @@ def _train(config: Config, workdir: pathlib.Path, allow_config_changes: bool) ->
                     progress.note(measured.line)
                     values |= measured.values
                     pass_rate = measured.values["eval/pass_rate"]
-                values |= {"compile/recompiles_after_warmup": recompiles.after_warmup()}
-                values |= {"time/iteration_s": time.monotonic() - t0}
+                values["compile/recompiles_after_warmup"] = recompiles.after_warmup()
+                values["time/iteration_s"] = time.monotonic() - t0
                 if config.metrics.compare_hosts:
                     hosts.agree_on_copies((learner.state, learner.ring), **actor.state(), **learner.host_state())
                 metrics.write(iteration, values)

@@ -147,9 +147,7 @@ class Actor:
 
     def shared(self, acted: Acted) -> list[dict[str, Any]]:
         """Lines of what another run reads; none where it is not to be."""
-        if not self._config.metrics.share_rollouts:
-            return []
-        return shared_groups(acted.sampled, self._stream.lookup)
+        return shared_groups(acted.sampled, self._stream.lookup) if self._config.metrics.share_rollouts else []
 
     def failure(self, acted: Acted) -> str | None:
         """What to say where more of the rewards failed than rewards.max_failure_frac; else None."""
@@ -166,7 +164,7 @@ class Actor:
             "ledger": self._stream.ledger.state(),
             "external": self._external_state,
             "open_prompts": self.generator.opened(),
-            "draws": self.generator.draws_so_far(),
+            "draws": [[np.asarray(x).tolist() for x in jax.tree.leaves(sums)] for sums in self.generator.draws],
             "rounds": [sampled.state() for sampled in self._rounds],
         }
 

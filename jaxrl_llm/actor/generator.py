@@ -200,8 +200,7 @@ class Generator:
         for places in itertools.zip_longest(*new):
             entries = np.array([where[1] if where else 0 for where in places], np.int32)
             entries = sharding.put(entries, sharding.leading(self.sampler.mesh, entries))
-            tokens = self.run["read_group"](self.state.tokens, entries)
-            reading.append((places, tokens))
+            reading.append((places, self.run["read_group"](self.state.tokens, entries)))
         return reading
 
     def _receive(self, leaving: list[Any], on_finished: Callable[[FinishedGroup], Any]) -> None:
@@ -213,10 +212,6 @@ class Generator:
                     sizes = zip(rows, group.lengths, strict=True)
                     group.completions = [row[first : first + size].tolist() for row, size in sizes]
                     group.ticket = on_finished(group)
-
-    def draws_so_far(self) -> list[list[list[float]]]:
-        """What a checkpoint must carry of ``draws``."""
-        return [[np.asarray(x).tolist() for x in jax.tree.leaves(sums)] for sums in self.draws]
 
     def opened(self) -> list[list[int]]:
         """What ``adopt`` takes of each open prompt but its text: shard, entry, calls since it was opened, group_id."""

@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.planning import counting
 from jaxrl_llm.run import Run
-from jaxrl_llm.runtime.programs import Memory, memory, saved_as
+from jaxrl_llm.runtime.programs import Memory, memory, saved_as, saved_in
 
 # Of a buffer in "memory-usage-report": cumulative size; size; offset; number of values; shapes.
 _BUFFER = re.compile(r"^\s*[\d.]+\w+\(\s*\d+%\);\s*([\d.]+)(\w+);\s*(\d+);\s*\d+;\s*(.*)$", re.MULTILINE)
@@ -104,10 +104,10 @@ def _newest(folder: str, pattern: str) -> str:
 
 def save_all(rows: Iterable[Row], mesh: Mesh, folder: str) -> None:
     """Write the executables of rows that have them, for ``train`` to take (runtime.programs.load_all)."""
+    where = saved_in(folder, mesh)
+    where.mkdir(parents=True, exist_ok=True)
     for row in rows:
-        path = saved_as(folder, row.lowered, mesh)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(serialize(row.executable)[0])
+        (where / saved_as(row.lowered, mesh)).write_bytes(serialize(row.executable)[0])
 
 
 def micro_batches(run: Run) -> int:

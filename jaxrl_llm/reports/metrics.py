@@ -159,8 +159,8 @@ def update_values(config: Config, used: dict[str, Any]) -> dict[str, float]:
     if "entropy_coefficient_sum" in used:
         values["update/entropy_coefficient"] = ratio("entropy_coefficient_sum", "update_count")
     if "update_s" in used:
-        values |= {"time/update_s": used["update_s"]}
-        values |= {"throughput/update_tokens_per_s": values["tokens/trained"] / used["update_s"]}
+        values["time/update_s"] = used["update_s"]
+        values["throughput/update_tokens_per_s"] = values["tokens/trained"] / used["update_s"]
     if "rate_scale_sum" in used:
         values["optimizer/rate_scale"] = ratio("rate_scale_sum", "update_count")
     return values
@@ -232,8 +232,7 @@ class MetricsWriter:
 
     def write_shared(self, rows: list[dict[str, Any]]) -> None:
         """Append groups for other runs, one JSON object each; who reads meanwhile may see the last one in part."""
-        if rows:
-            self._append(SHARED_FILE, rows)
+        self._append(SHARED_FILE, rows)
 
     def state(self) -> dict[str, int]:
         """Size in bytes of each file, for the checkpoint."""
@@ -265,7 +264,7 @@ class MetricsWriter:
                 stack.callback(file.close)
 
     def _append(self, name: str, rows: list[dict[str, Any]]) -> None:
-        if not hosts.is_first():
+        if name not in self._files:  # not asked for, or another host's to write
             return
         text = "".join(json.dumps(_finite(row), ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
         self._files[name].write(text.encode())

@@ -352,7 +352,7 @@ def read_arrays(path: pathlib.Path, wanted: dict[str, Any]) -> dict[str, Any]:
 
 
 def _sums(state: dict[str, Any], checksums: Callable[[str, Any], jax.Array]) -> list[int]:
-    """Checksums of all leaves in the order of ``_by_name``, part by part."""
+    """Checksums of all leaves in the order of ``by_name``, part by part."""
     parts = [jax.device_get(checksums(part, state[part])) for part in sorted(state) if jax.tree.leaves(state[part])]
     return np.concatenate(parts).tolist()
 

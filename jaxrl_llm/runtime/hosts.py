@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import hashlib
-import importlib.metadata
 import itertools
 import os
 import pathlib
@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from jaxrl_llm.config import ConfigError
+from jaxrl_llm.config import ConfigError, versions
 
 # The service gives a host up after so long without a sign of life; jax's own 100 and 300 are longer than a user waits.
 TIMEOUT_S = 40
@@ -130,8 +130,6 @@ def exchange(value: T) -> list[T]:
 
 def complete(values: list[T | None]) -> list[T | None]:
     """The list with what other hosts have in the places where this one has None."""
-    if count() == 1:
-        return values
     return [next((x for x in given if x is not None), None) for given in zip(*exchange(values), strict=True)]
 
 
@@ -152,14 +150,13 @@ def agree(**facts: Any) -> None:
             raise ConfigError(f"{name} of host {other[0]} is not that of host 0: {at!r} instead of {first!r}")
 
 
+@functools.cache
 def _code() -> str:
     """Versions of what computes, and a digest of this package's files."""
     package, digest = pathlib.Path(__file__).parent.parent, hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         digest.update(path.read_bytes())
-    packages = ("jax", "jaxlib", "flax", "optax", "numpy", "orbax-checkpoint")
-    versions = [f"{name} {importlib.metadata.version(name)}" for name in packages]
-    return f"{', '.join(versions)}, jaxrl_llm {digest.hexdigest()[:12]}"
+    return f"{versions()}, files {digest.hexdigest()[:12]}"
 
 
 def _difference(one: str, other: str) -> tuple[str, str]:

@@ -116,21 +116,27 @@ def compile_all(programs: Mapping[str, Program], mesh: Mesh) -> dict[str, jax.st
     return compiled
 
 
-def saved_as(folder: str, lowered: jax.stages.Lowered, mesh: Mesh) -> pathlib.Path:
-    """Where ``plan --save`` writes a program: in a folder of its versions and devices, by its text."""
+def saved_in(folder: str, mesh: Mesh) -> pathlib.Path:
+    """Where ``plan --save`` writes programs: in a folder of their versions and devices."""
     packages = {x.name: x.version for x in importlib.metadata.distributions()}
     versions = [f"{name} {packages[name]}" for name in ("jax", "jaxlib", "libtpu") if name in packages]
-    where = f"{mesh.size} x {mesh.devices.flat[0].device_kind}, {', '.join(versions)}"
+    return pathlib.Path(folder, f"{mesh.size} x {mesh.devices.flat[0].device_kind}, {', '.join(versions)}")
+
+
+def saved_as(lowered: jax.stages.Lowered, mesh: Mesh) -> str:
+    """The file's name there: a program's is its text's digest."""
     text = f"{[device.id for device in mesh.devices.flat]} {lowered.as_text()}"
-    return pathlib.Path(folder, where, hashlib.sha256(text.encode()).hexdigest())
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def load_all(programs: Mapping[str, Program], mesh: Mesh, folder: str) -> dict[str, jax.stages.Compiled]:
     """Programs that were saved, as trusted as code; none where ``folder`` is "". ConfigError where one is of others."""
-    loaded, devices = {}, mesh.devices.flatten().tolist()
-    for name, lowered in ((name, program.lower(mesh)) for name, program in programs.items() if folder):
-        if not (file := saved_as(folder, lowered, mesh)).is_file():
-            there, here = sorted(x.name for x in pathlib.Path(folder).glob("*/")), file.parent.name
+    if not folder:
+        return {}
+    loaded, devices, where = {}, mesh.devices.flatten().tolist(), saved_in(folder, mesh)
+    for name, lowered in ((name, program.lower(mesh)) for name, program in programs.items()):
+        if not (file := where / saved_as(lowered, mesh)).is_file():
+            there, here = sorted(x.name for x in pathlib.Path(folder).glob("*/")), where.name
             differ = "of these settings and code" if here in there else f"but for {there}"
             raise ConfigError(f"executables={folder!r} has no {name!r} for {here!r} {differ}; run plan --save again")
         trees = jax.tree.structure(lowered.args_info), lowered.out_tree

@@ -182,7 +182,7 @@ def by_vocabulary(function: Callable, logits_ZV: jax.Array, *of_rows: jax.Array)
     if mesh.empty or mesh.size == 1:
         return function(logits_ZV, *of_rows, ())
     rows, vocab = partition_spec(logits_ZV.shape, ("batch", "vocab"), mesh)
-    axis = (vocab,) if isinstance(vocab, str) else vocab or ()
+    axis = _names(vocab)
     in_specs = (PartitionSpec(rows, vocab), *(PartitionSpec(rows) for _ in of_rows))
     call = lambda *args: function(*args, axis)
     return jax.shard_map(call, in_specs=in_specs, out_specs=PartitionSpec(rows), check_vma=False)(logits_ZV, *of_rows)

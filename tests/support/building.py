@@ -6,6 +6,7 @@ Owns: sizes and shorthands. Expected values come from elsewhere.
 import dataclasses
 import functools
 import importlib.util
+import runpy
 
 import jax
 import jax.numpy as jnp
@@ -127,6 +128,15 @@ class Sampling:
             self.params, prompts, version=self.put(np.int32(version)), key=self.key, on_finished=on_finished
         )
         return jax.tree.map(np.asarray, self.generator.take()), groups
+
+
+def settings_of(path, changes):
+    """What a config file gives, as a mapping, with settings by path changed."""
+    mapping = runpy.run_path(str(path))["get_config"]().to_dict()
+    for name, value in changes.items():
+        *groups, last = name.split(".")
+        functools.reduce(dict.__getitem__, groups, mapping)[last] = value
+    return mapping
 
 
 def make_prompts(ids, *, width=PROMPT_TOKENS, arch=TINY):

@@ -4,12 +4,10 @@ Real processes of the commands, joined by jax.distributed on loopback, one CPU d
 devices does is the reference.
 """
 
-import functools
 import json
 import os
 import pathlib
 import re
-import runpy
 import signal
 import socket
 import subprocess
@@ -18,7 +16,7 @@ import threading
 
 import numpy as np
 import pytest
-from support import ghosts
+from support import building, ghosts
 from system.test_resume import assert_same_run, left_behind
 
 from jaxrl_llm import train as train_module
@@ -261,8 +259,5 @@ def test_a_copy_that_is_another_is_named(monkeypatch):
 def test_a_run_of_one_host_asks_nobody(tmp_path, monkeypatch):
     ghosts.haunt(monkeypatch)
     monkeypatch.setattr(hosts, "_service", None)
-    mapping = runpy.run_path(str(CONFIG))["get_config"]().to_dict()
-    for name, value in {"num_iterations": 2, "metrics.compare_hosts": True}.items():
-        *groups, last = name.split(".")
-        functools.reduce(dict.__getitem__, groups, mapping)[last] = value
+    mapping = building.settings_of(CONFIG, {"num_iterations": 2, "metrics.compare_hosts": True})
     assert train_module.train(freeze(mapping), tmp_path / "run") == 0

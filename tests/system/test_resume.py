@@ -6,12 +6,10 @@ moments, ring, sampler slots in flight), the prompt stream, each metric but time
 of samples.jsonl.
 """
 
-import functools
 import json
 import os
 import pathlib
 import random
-import runpy
 import shutil
 import signal
 import subprocess
@@ -22,7 +20,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from support import ghosts
+from support import building, ghosts
 
 from jaxrl_llm import train as train_module
 from jaxrl_llm.actor import evaluation
@@ -280,10 +278,7 @@ def test_a_stop_asked_for_during_an_evaluation_saves_that_iteration(finished_cop
 def test_a_run_that_is_stopped_wherever_it_can_be_is_the_run_that_is_not(tmp_path, monkeypatch, chance, changes):
     """At checks drawn at random a signal has come: inside generations, rounds, evaluations."""
     settings = SETTINGS | {"num_iterations": 3} | changes
-    mapping = runpy.run_path(str(CONFIG))["get_config"]().to_dict()
-    for name, value in settings.items():
-        *groups, last = name.split(".")
-        functools.reduce(dict.__getitem__, groups, mapping)[last] = value
+    mapping = building.settings_of(CONFIG, settings)
     assert train_module.train(freeze(mapping), tmp_path / "whole") == 0
 
     inside, draws = [], random.Random(2)
