@@ -18,6 +18,8 @@ from typing import Any
 
 from jaxrl_llm.runtime.nested import visible
 
+PAGE = pathlib.Path(__file__).with_name("page.html")  # the frame and its style sheet
+
 # Drawn colour -> style-sheet variable. Matplotlib writes colours in lower case.
 INK, FAINT = "#010101", "#020202"
 SERIES = tuple(f"#{3 + i:02x}{3 + i:02x}{3 + i:02x}" for i in range(8))
@@ -37,7 +39,7 @@ def stroke(number: int) -> tuple[str, str]:
 
 def write_page(path: pathlib.Path, title: str, sections: Sequence[str]) -> pathlib.Path:
     """Write the page at ``path`` in one go and return the path; ``title`` is text, sections are HTML."""
-    before, after = PAGE.split("{{body}}")
+    before, after = PAGE.read_text(encoding="utf-8").split("{{body}}")
     page = before.replace("{{title}}", text(title)) + "\n".join(sections) + after
     unfinished = path.with_name(path.name + ".tmp")
     unfinished.write_text(page, encoding="utf-8")
@@ -136,66 +138,3 @@ def picture(
     for placeholder, shown in COLOURS.items():
         svg = svg.replace(placeholder, shown)
     return svg.replace("<svg ", f'<svg role="img" aria-label="{text(label)}" ', 1)
-
-
-PAGE = """<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{{title}}</title>
-<style>
-:root { color-scheme: light dark; --back: #f7f7f5; --card: #ffffff; --ink: #1d1f24; --muted: #6a6f7a; --line: #e3e4e0;
-  --series-0: #2f6fde; --series-1: #e07b29; --series-2: #2a9d78; --series-3: #b0418f; --series-4: #8a6d3b;
-  --series-5: #d23f49; --series-6: #1a9bb8; --series-7: #6a7a2b; --good: #1b7f55; --good-back: #e0f3ea;
-  --none-back: #efefec; --mark: #fdf6e3; }
-@media (prefers-color-scheme: dark) { :root { --back: #15171b; --card: #1e2126; --ink: #e6e7ea; --muted: #9aa0ab;
-  --line: #33373e; --series-0: #6ea0ff; --series-1: #f2a05c; --series-2: #4fc69d; --series-3: #e08ac8;
-  --series-4: #c9a970; --series-5: #f47c84; --series-6: #5cc8e0; --series-7: #b3c46a; --good: #6fd6a8;
-  --good-back: #1d3a2f; --none-back: #2b2f36; --mark: #2c2820; } }
-* { box-sizing: border-box; }
-body { margin: 0 auto; padding: 2rem 1.25rem 4rem; max-width: 76rem; background: var(--back); color: var(--ink);
-  font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", sans-serif; }
-h1 { margin: 0; font-size: 1.7rem; letter-spacing: -0.01em; overflow-wrap: anywhere; }
-h2 { margin: 2.5rem 0 0.8rem; font-size: 1.1rem; }
-header p { margin: 0.2rem 0 1.4rem; color: var(--muted); overflow-wrap: anywhere; }
-small { color: var(--muted); font-weight: normal; }
-.cards { display: grid; gap: 0.8rem; grid-template-columns: repeat(auto-fit, minmax(10.5rem, 1fr)); }
-.card, figure, .scroll { background: var(--card); border: 1px solid var(--line); border-radius: 10px; }
-.card { padding: 0.8rem 1rem; display: flex; flex-direction: column; }
-.card span { color: var(--muted); font-size: 0.85rem; }
-.card b { font-size: 1.35rem; font-weight: 650; white-space: nowrap; font-variant-numeric: tabular-nums; }
-.card i { color: var(--muted); font-style: normal; font-weight: 400; }
-.charts { display: grid; gap: 0.8rem; grid-template-columns: repeat(auto-fill, minmax(min(21rem, 100%), 1fr)); }
-figure { margin: 0; padding: 0.8rem 0.9rem 0.4rem; display: flex; flex-direction: column; }
-figcaption { font-weight: 600; margin-bottom: 0.3rem; flex: 1; }
-figure svg { width: 100%; height: auto; display: block; }
-figure svg text { font-family: inherit !important; }
-.legend { display: flex; flex-wrap: wrap; gap: 0 1rem; font-weight: normal; font-size: 0.8rem; color: var(--muted); }
-.legend i { display: inline-block; width: 0.9rem; height: 3px; margin-right: 0.35rem; border-radius: 2px;
-  vertical-align: middle; background: var(--key); }
-.legend i.broken { background: repeating-linear-gradient(90deg, var(--key) 0 3px, transparent 3px 5px); }
-.legend i.dot { width: 8px; height: 8px; border-radius: 50%; }
-.scroll { overflow-x: auto; }
-table { border-collapse: collapse; width: 100%; font-size: 0.88rem; }
-th { text-align: left; color: var(--muted); font-weight: 500; }
-th, td { padding: 0.45rem 0.9rem; vertical-align: top; border-bottom: 1px solid var(--line); }
-tr:last-child td { border-bottom: 0; }
-table.changed td:nth-child(2) { background: var(--mark); font-weight: 600; }
-table.samples { min-width: 38rem; }
-table.samples td { width: 34%; }
-table.groups td:first-child { white-space: nowrap; }
-td, code { overflow-wrap: anywhere; }
-code, pre { font: 0.85rem/1.45 ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono", monospace; }
-pre { margin: 0; white-space: pre-wrap; overflow-wrap: anywhere; max-height: 16rem; overflow-y: auto; }
-.reward { display: inline-block; padding: 0 0.5rem; margin-bottom: 0.25rem; border-radius: 99px; font-size: 0.78rem; }
-.reward.good { color: var(--good); background: var(--good-back); }
-.reward.none { color: var(--muted); background: var(--none-back); }
-summary { cursor: pointer; color: var(--muted); margin: 0.8rem 0; }
-</style>
-</head>
-<body>
-{{body}}
-</body>
-</html>
-"""
