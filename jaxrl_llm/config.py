@@ -47,8 +47,10 @@ class ModelConfig:
     # Reference model, frozen, named like `path` and of the same token ids: a teacher, with algorithm.divergence
     # (on-policy distillation). "" = path, as training finds it.
     reference_path: str = ""
-    # Arithmetic of the forward pass; master weights are always float32.
+    # Arithmetic of the forward pass.
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    # Weights that are learned, and their gradient. bfloat16: half the memory, steps are rounded stochastically.
+    param_dtype: Literal["float32", "bfloat16"] = "float32"
     # Rematerialisation, what the backward pass keeps: "none" all, "dots" the layers' inputs, the MLPs' and their
     # matmuls, "full" the layers' inputs alone; "auto" is "dots" where that fits the device, else "full" (so on CPU).
     remat: Literal["none", "dots", "full", "auto"] = "full"
@@ -173,6 +175,10 @@ class UpdateConfig:
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
+    # "adamw", or "adafactor": the second moment by rows and columns alone, no first.
+    name: Literal["adamw", "adafactor"] = "adamw"
+    # Moments between steps. bfloat16: half the memory, rounded stochastically.
+    moment_dtype: Literal["float32", "bfloat16"] = "float32"
     # Adam moves a weight by up to the rate in a step, and divides by what its averages forget.
     learning_rate: Rate = 1e-5
     # "constant", "linear" or "cosine" (to zero at the last step), after the warm-up.

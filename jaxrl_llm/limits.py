@@ -32,7 +32,7 @@ def complaint(config: Any, flat: dict[str, Any]) -> str | None:
                 return f"{path}={value!r:.200} {wrong}"
     values = flat | {"replay.capacity": config.ring_capacity}
     broken = (message for is_kept, message in _combinations(config, flat) if not is_kept)
-    return re.sub(r"\[([a-z_.]+)\]", lambda name: f"{name[1]}={values.get(name[1])!r:.200}", next(broken, "")) or None
+    return re.sub(r"\[([\w.]+)\]", lambda name: f"{name[1]}={values.get(name[1])!r:.200}", next(broken, "")) or None
 
 
 def _wrong(path: str, item: Any) -> str | None:
@@ -158,4 +158,14 @@ def _combinations(c: Any, flat: dict[str, Any]):
         c.checkpoint.keep_best == 0 or c.eval.num_prompts > 0,
         "[checkpoint.keep_best] needs eval.num_prompts of at least 1 to know the best",
     )
+    yield (
+        c.model.param_dtype == "float32" or not c.keeps_average,
+        "[model.param_dtype] must be 'float32' with a moving average of the policy: its steps are too small to be kept",
+    )
+    plain = type(c.optimizer)()
+    for name in ("b1", "b2", "eps", "reset_every_steps"):
+        yield (
+            c.optimizer.name == "adamw" or getattr(c.optimizer, name) == getattr(plain, name),
+            f"[optimizer.{name}] is AdamW's, and must be {getattr(plain, name)} with [optimizer.name]",
+        )
     yield all(s for s in c.sampling.stop_strings), "sampling.stop_strings must not contain the empty string"

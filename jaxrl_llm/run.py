@@ -210,7 +210,8 @@ def model_of(config: Config, arch: Architecture, mesh: Mesh, who: str = "model")
         )
     attention = kernels.choose(config.model.attention, mesh.devices.flat[0], config.model.compute_dtype, arch.head_size)
     remat = "full" if config.model.remat == "auto" else config.model.remat
-    return Model(arch, config.model.compute_dtype, remat, attention, sharding.rules_of(config.mesh))
+    rules, dtype = sharding.rules_of(config.mesh), config.model.param_dtype
+    return Model(arch, config.model.compute_dtype, remat, attention, rules, dtype)
 
 
 def keep_what_fits(

@@ -29,6 +29,7 @@ from jaxrl_llm.actor.evaluation import questions
 from jaxrl_llm.config import Config, ConfigError, freeze
 from jaxrl_llm.learner import optim
 from jaxrl_llm.learner.learner import place
+from jaxrl_llm.learner.low_memory import apply_updates
 from jaxrl_llm.models.files import hf, pretrained
 from jaxrl_llm.models.row_logp import PLAIN, chunk_tokens, row_logp
 from jaxrl_llm.models.transformer import Model
@@ -98,7 +99,8 @@ class Supervised:
         """One optimizer step; also the loss before it."""
         value, gradient = jax.value_and_grad(self.loss)(params, rows)
         updates, opt_state = self.optimizer.update(gradient, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, value
+        _, step = optax.tree_utils.tree_get_all_with_path(opt_state, "count")[0]
+        return apply_updates(params, updates, step), opt_state, value
 
     def probability(self, params: Any, rows: Rows) -> jax.Array:
         """Probability of each row's whole answer [B]: the pass rate at temperature 1 where one text alone is right."""

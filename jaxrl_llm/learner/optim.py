@@ -1,4 +1,4 @@
-"""The optimizer: AdamW with a learning-rate schedule and a global-norm clip, from optax.
+"""The optimizer: AdamW or Adafactor with a learning-rate schedule and a global-norm clip, from optax.
 
 Owns: the transformation and its schedule, the layout of its state. Does not know: losses, batches.
 """
@@ -13,6 +13,7 @@ import optax
 from jax.sharding import Mesh
 
 from jaxrl_llm.config import OptimizerConfig
+from jaxrl_llm.learner.low_memory import in_float32, rounded_moments
 from jaxrl_llm.runtime import sharding
 
 
@@ -31,18 +32,36 @@ def schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
 
 
 def make(config: OptimizerConfig, num_steps: int) -> optax.GradientTransformation:
-    """AdamW behind a global-norm clip (none where ``max_grad_norm`` is 0)."""
+    """AdamW or Adafactor, in float32, behind a global-norm clip (none where ``max_grad_norm`` is 0).
+
+    Source: Adafactor, Shazeer and Stern 2018, arXiv:1804.04235, algorithm 4. Differs: steps are ``learning_rate`` long,
+    not as long as weights are large; a matrix's update is clipped together with those of its kind in the other layers.
+    """
 
     def clip(gradient: Any, _: Any) -> Any:
+        gradient = in_float32(gradient)
+        if not config.max_grad_norm:
+            return gradient
         # By a factor: a quotient that is used twice, as in optax's, XLA writes out, one more gradient in memory.
         scale = jnp.minimum(1.0, config.max_grad_norm / optax.tree.norm(gradient))
         return jax.tree.map(lambda g: g * scale, gradient)
 
-    adamw = optax.adamw(
-        schedule(config, num_steps), b1=config.b1, b2=config.b2, eps=config.eps, weight_decay=config.weight_decay
+    if config.name == "adafactor":
+        # Heads are a dimension of their own: a matrix's rows are those of one head, 64 or more.
+        scaled = optax.scale_by_factored_rms(min_dim_size_to_factor=64)
+        scaled = optax.chain(scaled, optax.clip_by_block_rms(1.0))
+    else:
+        scaled = optax.scale_by_adam(config.b1, config.b2, config.eps)
+    if config.moment_dtype == "bfloat16":
+        scaled = rounded_moments(scaled)
+    steps = optax.scale_by_learning_rate(schedule(config, num_steps))
+    decayed = optax.chain(scaled, optax.add_decayed_weights(config.weight_decay), steps)
+    optimizer = optax.chain(optax.stateless(clip), decayed)
+    of_float32 = optax.GradientTransformation(
+        lambda params: optimizer.init(in_float32(params)),
+        lambda gradient, state, params: optimizer.update(gradient, state, in_float32(params)),
     )
-    optimizer = optax.chain(optax.stateless(clip) if config.max_grad_norm else optax.identity(), adamw)
-    return _starting_anew(optimizer, config.reset_every_steps) if config.reset_every_steps else optimizer
+    return _starting_anew(of_float32, config.reset_every_steps) if config.reset_every_steps else of_float32
 
 
 def _starting_anew(optimizer: optax.GradientTransformation, every: int) -> optax.GradientTransformation:
@@ -80,18 +99,19 @@ def offloaded(optimizer: optax.GradientTransformation) -> optax.GradientTransfor
 def abstract_state(
     optimizer: optax.GradientTransformation, abstract_params: Any, mesh: Mesh, *, offload: bool = False
 ) -> Any:
-    """Shapes of the optimizer's state; moments lie where their parameters lie, counters everywhere.
+    """Shapes of the optimizer's state; moments lie where their parameters lie, counters and factored ones everywhere.
 
     Args:
         offload: the moments lie in host memory, split as their parameters are.
     """
     state = jax.eval_shape(optimizer.init, abstract_params)
     whole = sharding.replicated(mesh, 0)
+
+    def lies(moment: jax.ShapeDtypeStruct, param: jax.ShapeDtypeStruct) -> jax.sharding.Sharding:
+        layout = param.sharding if moment.shape == param.shape else whole
+        return sharding.on_host(layout) if offload else layout
+
     layouts = optax.tree_utils.tree_map_params(
-        optimizer,
-        lambda _, param: sharding.on_host(param.sharding) if offload else param.sharding,
-        state,
-        abstract_params,
-        transform_non_params=lambda _: whole,
+        optimizer, lies, state, abstract_params, transform_non_params=lambda _: whole
     )
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, layouts)

@@ -34,6 +34,7 @@ from jaxrl_llm.algorithms.surrogates import LOG_RATIO_LIMIT, surrogate_terms
 from jaxrl_llm.algorithms.views import OTHER_POLICIES, START, Batch, Ratios, Tokens
 from jaxrl_llm.config import AlgorithmConfig, SamplingConfig, UpdateConfig
 from jaxrl_llm.learner import micro_batches as cut
+from jaxrl_llm.learner.low_memory import apply_updates, in_float32
 from jaxrl_llm.learner.micro_batches import MicroBatches
 from jaxrl_llm.models.row_logp import RowValues, row_logp
 from jaxrl_llm.models.transformer import Model
@@ -127,7 +128,7 @@ class Update:
         scalars = state.scalars
         moment = moment._replace(entropy_coefficient=scalars.get("entropy_coefficient"))
         gradient, sums = self.gradient(state.params, batch, moment)
-        norm = {name: optax.tree.norm(part) for name, part in gradient.items()}
+        norm = {name: optax.tree.norm(in_float32(part)) for name, part in gradient.items()}
         usable = sums["token_count"] > 0
         for value in norm.values():
             usable &= jnp.isfinite(value)
@@ -144,7 +145,7 @@ class Update:
                 updates, opt_state[name] = optimizer.update(gradient[name], state.opt_state[name], state.params[name])
                 if algorithm.step_size and name == "policy":
                     updates = jax.tree.map(lambda u: u * scale, updates)
-                params[name] = optax.apply_updates(state.params[name], updates)
+                params[name] = apply_updates(state.params[name], updates, state.step)
             if "average" in others:
                 share = moving_average_share(algorithm.average_decay, state.step + 1)
                 move = lambda old, new: old + share * (new - old)

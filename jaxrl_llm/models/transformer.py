@@ -184,9 +184,11 @@ class Model:
     remat: str = "none"
     attention: str = "xla"  # or a kernel of ``kernels.choose``
     rules: tuple[tuple[str, Any], ...] = ()  # of the weights' logical axes, where they are not as ``sharding.RULES``
+    param_dtype: str = "float32"
 
-    def abstract_params(self, mesh: Mesh, *, rules: dict[str, Any] | None = None, dtype=jnp.float32) -> Params:
+    def abstract_params(self, mesh: Mesh, *, rules: dict[str, Any] | None = None, dtype: Any = None) -> Params:
         """Shapes of the parameters with their shardings on ``mesh``; further ``rules`` go before the model's."""
+        dtype = jnp.dtype(dtype or self.param_dtype)
         rules = sharding.RULES | dict(self.rules) | (rules or {})
         _, state = _abstract(self.arch)
 
@@ -199,8 +201,8 @@ class Model:
         return nnx.to_pure_dict(jax.tree.map(one, state, is_leaf=is_variable))
 
     def init(self, key: jax.Array, mesh: Mesh) -> Params:
-        """Random float32 parameters, each born on its shard."""
-        return _init_program(Model(self.arch, rules=self.rules), mesh)(key)
+        """Random parameters, each born on its shard."""
+        return _init_program(Model(self.arch, rules=self.rules, param_dtype=self.param_dtype), mesh)(key)
 
     def forward(
         self,
@@ -271,6 +273,7 @@ def _init_program(model: Model, mesh: Mesh) -> Callable[[jax.Array], Params]:
     """Kept, for a jitted closure made anew would be compiled anew."""
 
     def make(key):
-        return nnx.to_pure_dict(nnx.state(Transformer(model.arch, rngs=nnx.Rngs(params=key))))
+        params = nnx.to_pure_dict(nnx.state(Transformer(model.arch, rngs=nnx.Rngs(params=key))))
+        return jax.tree.map(lambda x: x.astype(model.param_dtype), params)
 
     return jax.jit(make, out_shardings=jax.tree.map(lambda x: x.sharding, model.abstract_params(mesh)))

@@ -47,7 +47,7 @@ def _if_live(is_live: jax.Array | None, compute: Callable[..., Any], *operands: 
 def _projected_logp(settings: Filter, head_VD, hidden_XD, cast_VD, target_X, support_XK, is_live):
     """Log-probability of each target, and entropy, [X] f32; 0.0 where the chunk is not live.
 
-    ``head_VD`` takes the gradient, so that chunks add up in its float32; ``cast_VD`` is read, cast once for all.
+    ``head_VD`` takes the gradient, so that chunks add up in float32; ``cast_VD`` is read, cast once for all.
     The gradient is written out: from one more projection and the two results it needs no maximum and no sum over the
     vocabulary, and what autodiff would keep or redo for them is one pass. Whether the chunk is live is asked in here,
     for autodiff of a condition would keep a copy of the head with every chunk.
@@ -120,6 +120,7 @@ def chunked_logp(
     num_chunks = -(-C // chunk)
     spare = num_chunks * chunk - C
     cast_VD = jax.lax.stop_gradient(head_VD.astype(hidden_BCD.dtype) if cast_VD is None else cast_VD)
+    head_VD = head_VD.astype(jnp.float32)  # what takes the gradient: chunks add up in float32, whatever the head is
 
     def one_chunk(first, of_positions):
         hidden, target, support = jax.tree.map(lambda x: x.reshape(B * chunk, *x.shape[2:]), of_positions)

@@ -51,7 +51,7 @@ class TensorFile(Protocol):
 
 
 def load(file: TensorFile, names: Mapping[str, str], model: Model, mesh: Mesh) -> Params:
-    """Float32 parameters, each shard read from the file and put straight onto its device.
+    """Parameters, each shard read from the file and put straight onto its device.
 
     Args:
         names: what the file calls each parameter of ``LAYOUT``; "{layer}" stands for the layer's number.
@@ -143,7 +143,7 @@ def _load_one(file: TensorFile, name: str, path: str, leaf: jax.ShapeDtypeStruct
             parts[ranges] = out
         return parts[ranges]
 
-    return jax.make_array_from_callback(leaf.shape, leaf.sharding, part)
+    return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: part(index).astype(leaf.dtype))
 
 
 def _read(file: TensorFile, name: str, path: str, index: tuple[slice, ...], shape: tuple[int, ...]) -> np.ndarray:

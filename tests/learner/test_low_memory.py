@@ -1,0 +1,152 @@
+"""Weights, gradients and moments in bfloat16, and Adafactor: what they cost in accuracy and what they save."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxrl_llm.config import OptimizerConfig, freeze
+from jaxrl_llm.learner import low_memory, optim, publish
+from jaxrl_llm.models.transformer import Model
+from jaxrl_llm.types import TrainState
+from tests.reference import optimizers
+from tests.support import building
+from tests.support.building import CUBE, ONE, TINY, mesh_of
+
+BELOW, ABOVE = 1.0, 1.0 + 2**-7  # neighbours in bfloat16, which has 8 bits of mantissa
+
+
+@pytest.mark.parametrize("share", [0.0, 0.125, 0.5, 0.9])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_a_value_becomes_one_of_its_neighbours_and_is_their_mean(share, sign):
+    n = 1 << 14
+    value = sign * (BELOW + share * (ABOVE - BELOW))
+    rounded = low_memory.stochastic_round(jnp.full(n, value, jnp.float32), jax.random.key(3))
+    assert rounded.dtype == jnp.bfloat16
+    rounded = sign * np.asarray(rounded, np.float64)
+    assert set(np.unique(rounded)) <= {BELOW, ABOVE}
+    # The share of n coins of that chance, to five standard deviations.
+    assert np.mean(rounded == ABOVE) == pytest.approx(share, abs=5 * np.sqrt(share * (1 - share) / n))
+
+
+def test_what_is_no_number_stays_so():
+    given = jnp.array([np.inf, -np.inf, np.nan, 0.0, -0.0])
+    rounded = np.asarray(low_memory.stochastic_round(given, jax.random.key(0)), np.float32)
+    np.testing.assert_array_equal(rounded, np.asarray(given))
+    assert np.signbit(rounded[4])
+
+
+def test_steps_too_small_for_bfloat16_add_up():
+    # A step of a hundredth of what lies between neighbours; rounded to the nearest, nothing would move.
+    start, n, steps = jnp.full((4096,), 0.02, jnp.bfloat16), 4096, 300
+    spacing = 2.0**-13  # of bfloat16 between 1/64 and 1/32
+    move = jnp.full((n,), spacing / 100, jnp.float32)
+    assert (optax.apply_updates(start, move) == start).all()
+    step = lambda t, weights: low_memory.apply_updates(weights, move, t)
+    moved = jax.lax.fori_loop(0, steps, step, start)
+    moved = np.asarray(moved, np.float64) - np.asarray(start, np.float64)
+    # A walk of 300 coins of chance 1/100 each: mean 3 spacings, standard deviation sqrt(300 * .01 * .99).
+    assert moved.mean() / spacing == pytest.approx(3.0, abs=5 * np.sqrt(2.97 / n))
+    assert moved.std() / spacing == pytest.approx(np.sqrt(2.97), rel=0.1)
+
+
+def test_float32_weights_move_as_optax_moves_them():
+    params, updates = {"a": jnp.array([0.1, 0.2])}, {"a": jnp.array([1e-9, 1e-3])}
+    moved = low_memory.apply_updates(params, updates, jnp.int32(4))
+    np.testing.assert_array_equal(moved["a"], params["a"] + updates["a"])
+
+
+def test_moments_in_bfloat16_are_those_of_float32_on_average():
+    # 2,048 weights of one gradient each step, falling to a tenth: the second moment has to follow it down.
+    rng, n, steps = np.random.default_rng(0), 2048, 400
+    gradient = rng.normal(1.0, 0.3, steps) * np.where(np.arange(steps) < 100, 1.0, 0.1)
+    config = OptimizerConfig(learning_rate=0.01, max_grad_norm=0.0, moment_dtype="bfloat16")
+    optimizer = optim.make(config, steps)
+
+    def step(carry, g):
+        params, state = carry
+        updates, state = optimizer.update(jnp.full(n, g), state, params)
+        return (params + updates, state), None
+
+    start = jnp.zeros(n), optimizer.init(jnp.zeros(n))
+    (moved, state), _ = jax.lax.scan(step, start, jnp.asarray(gradient, jnp.float32))
+    total, v = optimizers.adam(gradient[:, None], rate=0.01)
+    adam = [s for s in jax.tree.leaves(state, is_leaf=lambda x: hasattr(x, "nu")) if hasattr(s, "nu")][0]
+    assert adam.mu.dtype == adam.nu.dtype == jnp.bfloat16
+    # Measured: 0.03 % and 0.05 %. To the nearest, the moment would not have fallen below 3 times this.
+    assert np.asarray(adam.nu, np.float64).mean() == pytest.approx(v[0], rel=5e-3)
+    assert np.asarray(moved).mean() == pytest.approx(total[0], rel=5e-3)
+
+
+def test_adafactor_is_the_papers():
+    rng = np.random.default_rng(1)
+    spread = np.exp(rng.normal(size=(1, 130, 1))) * np.exp(rng.normal(size=(1, 1, 144)))
+    gradients = (rng.normal(size=(4, 130, 144)) * spread).astype(np.float32)
+    gradients[2] *= 30  # an update that is clipped
+    optimizer = optim.make(OptimizerConfig(name="adafactor", learning_rate=0.1, max_grad_norm=0.0), 4)
+    params = jnp.zeros((130, 144))
+    state = optimizer.init(params)
+    assert sum(x.size for x in jax.tree.leaves(state)) < 130 + 144 + 8
+    for gradient in gradients:
+        updates, state = optimizer.update(jnp.asarray(gradient), state, params)
+        params = params + updates
+    np.testing.assert_allclose(params, optimizers.adafactor(gradients, rate=0.1), rtol=2e-4, atol=1e-5)
+
+
+WIDE = dataclasses.replace(TINY, width=256, ffn=512, num_layers=4, head_size=64)
+
+
+@pytest.mark.parametrize(
+    ("param_dtype", "settings", "most"),
+    [
+        ("float32", {}, 18.0),  # weights 4, gradient 4, two moments 8, the sampler's copy 2
+        ("bfloat16", {"moment_dtype": "bfloat16"}, 10.0),
+        ("bfloat16", {"name": "adafactor"}, 6.05),  # and a number by row and by column
+    ],
+)
+def test_bytes_a_parameter(param_dtype, settings, most):
+    model = Model(WIDE, "bfloat16", remat="full", param_dtype=param_dtype)
+    optimizer = optim.make(OptimizerConfig(**settings), 10)
+    params = model.abstract_params(mesh_of(ONE))
+    opt_state = optim.abstract_state(optimizer, params, mesh_of(ONE))
+    size = lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree)) / model.arch.num_params
+    held = size(params) + size(opt_state) + size(publish.abstract_params(model, mesh_of(ONE)))
+    update = dataclasses.replace(building.make_update({"micro_batch_size": 2}), model=model, optimizer=optimizer)
+    state = TrainState({"policy": params}, {"policy": opt_state}, jax.ShapeDtypeStruct((), "int32"))
+    batch = building.on_mesh(update, building.random_experience())
+    of = lambda state, batch: update.gradient(state.params, batch, update._moment(state, batch, state))
+    gradient, _ = jax.eval_shape(of, state, batch)
+    assert most - 0.1 < held + size(gradient) <= most + 1e-3
+    # And the update leaves the state as it took it.
+    after, _ = jax.eval_shape(update.apply_batch, state, batch)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), after) == jax.tree.map(lambda x: (x.shape, x.dtype), state)
+
+
+def test_rounding_is_the_same_on_every_mesh():
+    model = Model(TINY, param_dtype="bfloat16")
+
+    def moved(layout):
+        mesh = mesh_of(layout)
+        layouts = jax.tree.map(lambda x: x.sharding, model.abstract_params(mesh))
+        params = jax.device_put(model.init(jax.random.key(0), mesh_of(ONE)), layouts)
+        updates = jax.tree.map(lambda x: (1e-3 * x).astype(jnp.float32), params)
+        return jax.jit(low_memory.apply_updates)(params, updates, jnp.int32(5))
+
+    jax.tree.map(np.testing.assert_array_equal, moved(ONE), moved(CUBE))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"optimizer": {"name": "adafactor", "b1": 0.8}}, r"optimizer\.b1=0\.8 is AdamW's, and must be 0\.9"),
+        ({"optimizer": {"name": "adafactor", "reset_every_steps": 2}}, r"optimizer\.reset_every_steps=2 is AdamW's"),
+        ({"optimizer": {"name": "adam"}}, r"optimizer\.name='adam' is not one of 'adamw', 'adafactor'"),
+        ({"model": {"param_dtype": "float16"}}, r"model\.param_dtype='float16' is not one of"),
+    ],
+)
+def test_what_does_not_go_together_is_said(settings, message):
+    with pytest.raises(ValueError, match=message):
+        freeze(settings)

@@ -1,0 +1,30 @@
+"""Optimizers as their papers define them, in float64 numpy.
+
+Sources: Adam, Kingma and Ba 2014, arXiv:1412.6980, algorithm 1; Adafactor, Shazeer and Stern 2018, arXiv:1804.04235,
+algorithm 4 with decay 1 - t^-0.8 (section 6.1), epsilon 1e-30 and update clipping at 1.
+"""
+
+import numpy as np
+
+
+def adam(gradients, *, rate, b1=0.9, b2=0.999, eps=1e-8):
+    """Sum of the updates, and the second moment, after gradients [T,...]."""
+    m = v = total = np.zeros_like(gradients[0], dtype=np.float64)
+    for t, g in enumerate(np.asarray(gradients, np.float64), 1):
+        m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g * g
+        total = total - rate * (m / (1 - b1**t)) / (np.sqrt(v / (1 - b2**t)) + eps)
+    return total, v
+
+
+def adafactor(gradients, *, rate):
+    """Sum of the updates of a matrix [R,C] after gradients [T,R,C]."""
+    rows, columns = np.zeros(gradients.shape[1]), np.zeros(gradients.shape[2])
+    total = np.zeros(gradients.shape[1:])
+    for t, g in enumerate(np.asarray(gradients, np.float64), 1):
+        decay = 1 - t**-0.8
+        rows = decay * rows + (1 - decay) * np.sum(g * g + 1e-30, axis=1)
+        columns = decay * columns + (1 - decay) * np.sum(g * g + 1e-30, axis=0)
+        update = g / np.sqrt(np.outer(rows, columns) / np.sum(rows))
+        update = update / max(1.0, np.sqrt(np.mean(update**2)))
+        total = total - rate * update
+    return total
