@@ -74,11 +74,11 @@ def test_moments_in_bfloat16_are_those_of_float32_on_average():
     start = jnp.zeros(n), optimizer.init(jnp.zeros(n))
     (moved, state), _ = jax.lax.scan(step, start, jnp.asarray(gradient, jnp.float32))
     total, v = optimizers.adam(gradient[:, None], rate=0.01)
-    adam = [s for s in jax.tree.leaves(state, is_leaf=lambda x: hasattr(x, "nu")) if hasattr(s, "nu")][0]
+    adam = optax.tree_utils.tree_get(state, "ScaleByAdamState")
     assert adam.mu.dtype == adam.nu.dtype == jnp.bfloat16
-    # Measured: 0.03 % and 0.05 %. To the nearest, the moment would not have fallen below 3 times this.
-    assert np.asarray(adam.nu, np.float64).mean() == pytest.approx(v[0], rel=5e-3)
-    assert np.asarray(moved).mean() == pytest.approx(total[0], rel=5e-3)
+    # Measured: 0.03 % and 0.01 % off. Rounded to the nearest, the second moment ends 31 % too high.
+    assert np.asarray(adam.nu, np.float64).mean() == pytest.approx(v[0], rel=2e-3)
+    assert np.asarray(moved).mean() == pytest.approx(total[0], rel=2e-3)
 
 
 def test_adafactor_is_the_papers():
