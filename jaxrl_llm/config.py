@@ -169,7 +169,8 @@ class UpdateConfig:
     # meant for; with c times that many rollouts in a step (and in an iteration), rates are multiplied by sqrt(c) and
     # what a decay averages over is divided by c, so that a run does the same per rollout. 0 = meant for batch_size.
     scaled_from_batch_size: int = 0
-    # Refuse to train when on the first batch log-probs of learner and sampler differ by more than this many nats.
+    # Refuse to train when on the first batch log-probs of learner and sampler differ by more than this many nats: any
+    # token's in float32, the tokens' mean in bfloat16.
     max_sampler_learner_gap_nats: Positive = 0.05
 
 

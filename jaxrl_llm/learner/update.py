@@ -346,6 +346,7 @@ class Update:
         ratio = jnp.where(mask, jnp.exp(policy_logp - behaviour_logp), 0.0)
         sequence_ratio = corrections.sequence_ratio(policy_logp - behaviour_logp, mask)
         own = mask & (rollout.policy_version == moment.version)
+        gap = jnp.where(own, jnp.abs(policy_logp - behaviour_logp), 0.0)
         sums |= {
             "loss_sum": loss,
             "token_count": total(mask),
@@ -360,7 +361,8 @@ class Update:
             "sequence_ratio_sum": jnp.sum(sequence_ratio),
             "sequence_ratio_square_sum": jnp.sum(jnp.square(sequence_ratio)),
             "own_token_count": jnp.sum(own.astype(jnp.float32)),
-            "gap_max": jnp.max(jnp.where(own, jnp.abs(policy_logp - behaviour_logp), 0.0)),
+            "gap_max": jnp.max(gap),
+            "gap_sum": jnp.sum(gap),
         }
         if not self._old_is_behaviour:
             sums["old_gap_max"] = jnp.max(jnp.abs(tokens.old_logp - behaviour_logp))

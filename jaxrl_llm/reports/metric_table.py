@@ -124,6 +124,7 @@ METRICS: dict[str, Metric] = {
         "With rollout.lookahead_prompts the sampler may have attended to keys of older weights, and this shows it. "
         "External rollouts have no sampler: the learner's own log-probs stand for it, and they add nothing.",
     ),
+    "update/sampler_learner_gap_mean_nats": Metric("nats", "Of the same differences, the mean over those tokens."),
     "optimizer/learning_rate": Metric("per step", "Learning rate of the iteration's last optimizer step."),
     "optimizer/rate_scale": Metric(
         "factor", "What algorithm.step_size multiplies the learning rate by, mean over the optimizer steps."

@@ -396,6 +396,7 @@ def test_metrics_are_sums_over_the_trained_tokens():
         "row_count": rows.trainable.sum(),
         "kl_behaviour_sum": (np.exp(d) - 1 - d).sum(),
         "gap_max": np.abs(d).max(),
+        "gap_sum": np.abs(d).sum(),
     }
     assert 0 < clipped.sum() < size
     for name, value in expected.items():
