@@ -92,7 +92,7 @@ MENU = {
     *(f"algorithms.{name}" for name in ("advantages", "aggregation", "anchors", "baselines", "corrections", "critic")),
     *(f"algorithms.{name}" for name in ("draws", "memory", "old_policies", "shaping", "surrogates", "views")),
     *("models.files.gguf", "models.files.hf", "models.kernels.learner", "models.kernels.tpu_decode"),
-    *("learner.annotation", "learner.low_memory"),
+    *("learner.annotation", "learner.low_memory", "learner.packed_batches"),
     *("questions.tasks.files", "actor.guests", "actor.resampling", "actor.evaluation"),
     *("method_config", "ops.groups", "ops.paged_log", "ops.packing", "reports.metric_table", "runtime.functions"),
     *("reports.charts", "runtime.torus", "runtime.hosts"),  # hosts: what a job of several has, and one host skips

@@ -33,9 +33,9 @@ from jaxrl_llm.algorithms.old_policies import moving_average_share
 from jaxrl_llm.algorithms.surrogates import LOG_RATIO_LIMIT, surrogate_terms
 from jaxrl_llm.algorithms.views import OTHER_POLICIES, START, Batch, Ratios, Tokens
 from jaxrl_llm.config import AlgorithmConfig, SamplingConfig, UpdateConfig
-from jaxrl_llm.learner import micro_batches as cut
 from jaxrl_llm.learner.low_memory import apply_updates, in_float32
-from jaxrl_llm.learner.micro_batches import MicroBatches
+from jaxrl_llm.learner.micro_batches import MicroBatches, padded
+from jaxrl_llm.learner.packed_batches import packed
 from jaxrl_llm.models.row_logp import RowValues, row_logp
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.ops.masks import completion_mask
@@ -227,10 +227,10 @@ class Update:
         """Cut rows [M, b, ...] and their weights, arrays [M, b, S], as the config says."""
         config = self.config
         if not self.num_lines:
-            return cut.padded(batch, weight, num_rows=config.micro_batch_size)
+            return padded(batch, weight, num_rows=config.micro_batch_size)
         completion_width = self.sampling.max_completion_tokens
         prompt_width = batch.rollout.tokens.shape[-1] - completion_width
-        return cut.packed(
+        return packed(
             batch,
             weight,
             num_lines=self.num_lines,
