@@ -172,6 +172,9 @@ class UpdateConfig:
     # Refuse to train when on the first batch log-probs of learner and sampler differ by more than this many nats: any
     # token's in float32, the tokens' mean in bfloat16.
     max_sampler_learner_gap_nats: Positive = 0.05
+    # Stop, with the batch in a file, when so many updates in a row had a loss or gradient that is not finite. Each of
+    # them is skipped, and changes neither the weights nor what the optimizer keeps.
+    max_nonfinite_steps: Count = 3
 
 
 @dataclasses.dataclass(frozen=True)

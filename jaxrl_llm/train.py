@@ -144,7 +144,7 @@ def _train(config: Config, workdir: pathlib.Path, allow_config_changes: bool) ->
                     compute = values["time/compute_rollouts"]
                     metrics.write_samples(actor.samples(acted, iteration))
                     metrics.write_shared(actor.shared(acted))
-                    failure = actor.failure(acted)
+                    failure = actor.failure(acted) or learner.faults.failure(workdir)
                 final, pass_rate = iteration == config.num_iterations, None
                 if evaluation and (final or due(config.eval.every_iterations, iteration)):
                     name = "eval_after" if final else f"eval_{iteration}"
