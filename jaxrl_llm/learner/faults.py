@@ -21,6 +21,7 @@ from jax.sharding import Mesh
 from jaxrl_llm.config import Config
 from jaxrl_llm.replay import ring as replay
 from jaxrl_llm.runtime import hosts, sharding
+from jaxrl_llm.runtime.checkpoint import by_name
 from jaxrl_llm.runtime.programs import Program, compile_all
 from jaxrl_llm.types import Experience, RingState, Rollout
 
@@ -61,9 +62,7 @@ class Faults:
         iteration, rows = self._last
         path = workdir / f"nonfinite_{iteration}.npz"
         if hosts.is_first():
-            leaves = jax.tree_util.tree_leaves_with_path(rows)
-            name = lambda path: jax.tree_util.keystr(path, simple=True, separator="/")
-            np.savez(path, **{name(path): leaf for path, leaf in leaves})
+            np.savez(path, **by_name(rows))
         update = self._config.update
         return (
             f"loss or gradient was not finite in {self.run} updates in a row (update.max_nonfinite_steps="
