@@ -221,6 +221,9 @@ class CheckpointConfig:
     keep_last: Count = 2
     # Best checkpoints, by eval/pass_rate, kept in addition.
     keep_best: int = 0
+    # Grace: seconds from SIGTERM until a preempted host is gone (a spot VM has 30, a job of launch/ 120). The run says
+    # whether writing a checkpoint takes longer.
+    grace_s: Positive = 30.0
     # Write a Hugging Face folder at the end.
     export: bool = True
 

@@ -176,7 +176,9 @@ METRICS: dict[str, Metric] = {
     ),
     "time/reward_s": Metric("seconds", "Waiting for rewards after generation ended, summed over its rounds."),
     "time/update_s": Metric("seconds", "From dispatch of the update until its metrics are on the host."),
-    "time/checkpoint_s": Metric("seconds", "The loop held up by a checkpoint; the write itself runs beside it."),
+    "time/checkpoint_s": Metric(
+        "seconds", "Writing the checkpoint that became whole in the iteration; it is written beside the loop."
+    ),
     "time/iteration_s": Metric("seconds", "The whole iteration, evaluation and checkpoint included."),
     "tokens/generated": Metric("tokens", "Completion tokens sampled in the iteration."),
     "tokens/trained": Metric(

@@ -100,6 +100,7 @@ class Checkpointer:
         self._manager = _open(self.directory.resolve(), self)
         # Iteration on disk that equals the caller's state, and whether it is that of the next one's middle.
         self._current: tuple[int, bool] | None = None
+        self._is_new = False  # saved, and not yet known to be whole
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
         """For orbax: the last ones are kept, and the best of those whose pass rate is known."""
@@ -169,7 +170,7 @@ class Checkpointer:
             ),
             force=True,
         )
-        self._current = iteration, is_inside
+        self._current, self._is_new = (iteration, is_inside), True
 
     def restore(
         self,
@@ -229,10 +230,26 @@ class Checkpointer:
             read = lambda path: _check_settings(freeze(read_text(path)[1]["config"]), config, path)
             read_whole(self.directory, None, read, say=False)
 
-    def check(self) -> None:
-        """Raise what has gone wrong in the background by now."""
-        if not self._manager.is_saving_in_progress():
-            self.wait()
+    def check(self) -> dict[str, float]:
+        """Raise what has gone wrong in the background by now; metrics of the checkpoint that has become whole."""
+        if self._manager.is_saving_in_progress():
+            return {}
+        self.wait()
+        is_new, self._is_new = self._is_new, False
+        if not is_new or (seconds := self.last_write_s()) is None:
+            return {}
+        if seconds > (grace := self._config.grace_s) and hosts.is_first():
+            loses = "a host that is preempted loses what came after the last whole one"
+            print(f"warning: a checkpoint took {seconds:.1f} s, checkpoint.grace_s={grace:g}: {loses}", file=sys.stderr)
+        return {"time/checkpoint_s": seconds}
+
+    def last_write_s(self) -> float | None:
+        """Seconds from the beginning of the newest checkpoint's write until it was whole; None = not known."""
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+            file = self.directory / str(self.latest_iteration()) / "_CHECKPOINT_METADATA"  # orbax's
+            said = json.loads(file.read_bytes())
+            return (said["commit_timestamp_nsecs"] - said["init_timestamp_nsecs"]) / 1e9
+        return None
 
     def wait(self) -> None:
         """Return when nothing is being written; raises what went wrong in the background."""

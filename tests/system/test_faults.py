@@ -1,5 +1,7 @@
 """A run whose updates stop being finite: it ends with its last batch in a file that shows why, and loses nothing."""
 
+import re
+
 import jax
 import numpy as np
 import pytest
@@ -51,7 +53,9 @@ def test_too_many_updates_that_are_not_finite_end_a_run_with_their_batch(mesh, t
     config = freeze(settings(tmp_path))
     workdir = tmp_path / "run"
     assert train_module.train(config, workdir) == 1
-    (error,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
+    printed = capfd.readouterr()
+    (error,) = [line for line in printed.err.splitlines() if line.startswith("error: ")]
+    assert re.search(r"^checkpoint  \d\.\d\d GB$", printed.out, re.MULTILINE)
     path = workdir / "nonfinite_2.npz"
     assert "update 2 of iteration 2" in error and str(path) in error and "checkpoint of iteration 2" in error
     assert "4 updates in a row (update.max_nonfinite_steps=3)" in error
@@ -87,7 +91,10 @@ def test_too_many_updates_that_are_not_finite_end_a_run_with_their_batch(mesh, t
 
     # The count goes on where the run does.
     assert train_module.train(config, workdir) == 1
-    assert "6 updates in a row" in capfd.readouterr().err and (workdir / "nonfinite_3.npz").is_file()
+    printed = capfd.readouterr()
+    assert "6 updates in a row" in printed.err and (workdir / "nonfinite_3.npz").is_file()
+    written = r"^checkpoint  \d\.\d\d GB; the last was written in \d\.\d s, which fits into checkpoint\.grace_s=30$"
+    assert re.search(written, printed.out, re.MULTILINE)
 
 
 @pytest.mark.slow
@@ -100,5 +107,5 @@ def test_fewer_are_skipped_and_the_run_goes_on(mesh, tmp_path):
 
 @pytest.mark.parametrize("limit", [0, -1])
 def test_the_limit_is_checked(limit, tmp_path):
-    with pytest.raises(ConfigError, match="update.max_nonfinite_steps"):
+    with pytest.raises(ConfigError, match=r"update\.max_nonfinite_steps"):
         freeze(settings(tmp_path, max_nonfinite_steps=limit))
