@@ -139,7 +139,7 @@ def test_a_workdir_that_cannot_be_is_named(workdir, named, tmp_path, refused):
     [
         ("sft", [f"--config={DEBUG_CONFIG}", "--out="], "--out='' must name a folder"),
         ("sft", [f"--config={DEBUG_CONFIG}", "--out=gs://a/b"], "--out='gs://a/b' must name a folder"),
-        ("sweep", ["--workdir=s3://a/b", f"--sweep={DEBUG_CONFIG}"], "--workdir='s3://a/b' must name a folder"),
+        ("sweep", ["--workdir=s3://a/b", f"--config={DEBUG_CONFIG}"], "--workdir='s3://a/b' must name a folder"),
         ("generate", ["--model=random:debug", "--prompts=rows.jsonl", "--output="], "--output="),
         (
             "evaluate",
