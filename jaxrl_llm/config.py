@@ -172,7 +172,7 @@ class UpdateConfig:
     # Refuse to train when on the first batch log-probs of learner and sampler differ by more than this many nats: any
     # token's in float32, the tokens' mean in bfloat16.
     max_sampler_learner_gap_nats: Positive = 0.05
-    # Stop, with the batch in a file, after so many updates in a row that were skipped as loss or gradient was not finite.
+    # Stop, with the batch in a file, after so many updates in a row whose loss or gradient was not finite (skipped).
     max_nonfinite_steps: Count = 3
 
 
