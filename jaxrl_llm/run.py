@@ -146,24 +146,13 @@ def assemble(
     return Run(config, mesh, sampler, eval_sampler(config, sampler) if config.eval.num_prompts else None, learner)
 
 
-def describe(
-    run: Run, num_train: int, num_held_out: int, read_s: float, skipped: list[str], write_s: float | None
-) -> str:
-    """What the run is about to do, in words and in the four batch numbers; some of the rows that were skipped.
-
-    Args:
-        read_s: seconds that reading the questions took.
-        write_s: those of writing the last checkpoint; None = not known.
-    """
+def describe(run: Run, num_train: int, num_held_out: int, read_s: float, skipped: list[str], written: str) -> str:
+    """What the run is about to do, in words and in the four batch numbers; some of the rows that were skipped."""
     config, arch = run.config, run.model.arch
     axes = " x ".join(f"{name} {size}" for name, size in run.mesh.shape.items())
     others = config.rows_per_iteration - config.rollouts_per_iteration
     per_iteration = config.update.updates_per_iteration * config.update.batch_size
     ring_bytes = num_bytes(run.learner.abstract_ring)
-    written, grace = "", config.checkpoint.grace_s
-    if write_s is not None:
-        fits = "fits into" if write_s <= grace else "is more than"
-        written = f"; the last was written in {write_s:.1f} s, which {fits} checkpoint.grace_s={grace:g}"
     lines = [
         f"devices     {run.mesh.size} x {run.mesh.devices.flat[0].device_kind}; mesh {axes}"
         + (f"; {hosts.count()} hosts" if hosts.count() > 1 else ""),
@@ -182,7 +171,7 @@ def describe(
         f"  ring                   {config.ring_capacity:>6}   {config.ring_capacity // config.rows_per_iteration} "
         f"iterations of rollouts, {ring_bytes / config.ring_capacity / 2**10:.1f} KiB each, in {config.replay.memory} "
         "memory",
-        f"checkpoint  {num_bytes(run.abstract_checkpoint) / 1e9:.2f} GB" + written,
+        f"checkpoint  {num_bytes(run.abstract_checkpoint) / 1e9:.2f} GB{written}",
         *(f"skipped {message}" for message in skipped[:10]),
         *([f"skipped ... and {len(skipped) - 10} more"] if len(skipped) > 10 else []),
     ]

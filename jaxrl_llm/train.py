@@ -88,7 +88,7 @@ def _train(config: Config, workdir: pathlib.Path, allow_config_changes: bool) ->
         contextlib.closing(checkpoints),
     ):
         check_room(run)
-        progress.note(describe(run, len(train_set), len(held_out), read_s, skipped, checkpoints.last_write_s()))
+        progress.note(describe(run, len(train_set), len(held_out), read_s, skipped, checkpoints.last_write()))
         started, limit = time.monotonic(), memory_limit(mesh.devices.flatten().tolist())
         compiled = load_all(run.programs(), mesh, config.executables) or compile_all(run.programs(), mesh)
         compiled = keep_what_fits(run, compiled, limit)

@@ -1,11 +1,11 @@
-"""The fault of a run whose updates are no longer finite: when it stops, and the batch that it leaves behind.
+"""Faults of a run that stop it at an update, and the batch that one leaves behind.
 
     workdir/nonfinite_12.npz     rows of the last update of iteration 12, by field ("rollout/tokens", "advantage")
 
 As the updates that were skipped changed no weights, those of the checkpoint that the run stops with are those that
 the batch was used with.
 
-Owns: that file, the count. Does not know: which update is skipped (update), what is done about it.
+Owns: that file, the count, what is wrong with a first batch. Does not know: which update is skipped (update).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import pathlib
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -24,6 +25,30 @@ from jaxrl_llm.runtime import hosts, sharding
 from jaxrl_llm.runtime.checkpoint import by_name
 from jaxrl_llm.runtime.programs import Program, compile_all
 from jaxrl_llm.types import Experience, RingState, Rollout
+
+
+class SamplerLearnerGapError(RuntimeError):
+    """Sampler and learner disagree about the probability of what was sampled."""
+
+
+def check_gap(config: Config, sums: dict[str, Any]) -> None:
+    """Stop a run whose first batch shows that sampler and learner are not the same model."""
+    limit, count = config.update.max_sampler_learner_gap_nats, sums["own_token_count"]
+    rounds = config.model.compute_dtype != "float32"  # so that single tokens differ by more
+    gap = sums["gap_sum"] / max(count, 1) if rounds else sums["gap_max"]
+    if count > 0 and not gap <= limit:
+        raise SamplerLearnerGapError(
+            f"the learner's log-probs differ from the sampler's by {'' if rounds else 'up to '}{gap:.4f} nats"
+            f"{' on average' if rounds else ''}, more than update.max_sampler_learner_gap_nats={limit}"
+        )
+
+
+def last_drawn(ring: RingState, *, batch_size: int, row_tokens: int = 0) -> Experience:
+    """The rows [M, b, ...] of the last draw, in the order of their slots; those that were not real come last."""
+    is_drawn = ring.last_use == ring.num_draws[:, None]
+    slot_index = jnp.argsort(~is_drawn, axis=1)[:, : batch_size // is_drawn.shape[0]]
+    rows = replay.rows_at(ring, slot_index, row_tokens)
+    return rows.replace(trainable=rows.trainable & jnp.take_along_axis(is_drawn, slot_index, axis=1))
 
 
 class Faults:
@@ -39,7 +64,13 @@ class Faults:
         self._last: tuple[int, Experience] | None = None  # iteration and rows of the last of too many
 
     def observe(self, sums: dict[str, Any], iteration: int, ring: RingState) -> None:
-        """After the updates of an iteration (from 1), with their sums and the ring that they leave."""
+        """After the updates of an iteration (from 1), with their sums and the ring that they leave.
+
+        Raises:
+            SamplerLearnerGapError: see ``check_gap``.
+        """
+        if iteration == 1:
+            check_gap(self._config, sums)
         at_end, config = int(sums["nonfinite_run"]), self._config
         self.run = at_end + (self.run if at_end == config.update.updates_per_iteration else 0)
         if self.run < config.update.max_nonfinite_steps:
@@ -47,7 +78,7 @@ class Faults:
 
         def whole(ring: RingState) -> Experience:
             how = {"batch_size": config.update.batch_size, "row_tokens": config.row_tokens}
-            return replay.last_drawn(ring, **how)
+            return last_drawn(ring, **how)
 
         # Compiled now: a run that goes well has no use for it.
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), ring)

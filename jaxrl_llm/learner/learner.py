@@ -263,7 +263,7 @@ class Learner:
     Attributes:
         state, ring: what the optimizer owns, and stored rollouts; the arrays of before a call are given over to it.
         memory: what methods remember of earlier rewards.
-        faults: updates that were not finite.
+        faults: what is wrong with the updates.
     """
 
     def __init__(self, programs: LearnerPrograms, compiled: dict[str, Any], ledger: Ledger, *, reference: Any = None):
@@ -328,25 +328,7 @@ class Learner:
         self.faults.observe(sums, iteration + 1, self.ring)
         if iteration + 1 in config.algorithm.reference_reset_iterations:
             self.state, self.ring = compiled["reset_reference"](self.state, self.ring)
-        if iteration == 0:
-            check_gap(config, sums)
         return sums | {"update_s": time.monotonic() - started}
-
-
-class SamplerLearnerGapError(RuntimeError):
-    """Sampler and learner disagree about the probability of what was sampled."""
-
-
-def check_gap(config: Config, sums: dict[str, Any]) -> None:
-    """Stop a run whose first batch shows that sampler and learner are not the same model."""
-    limit, count = config.update.max_sampler_learner_gap_nats, sums["own_token_count"]
-    rounds = config.model.compute_dtype != "float32"  # so that single tokens differ by more
-    gap = sums["gap_sum"] / max(count, 1) if rounds else sums["gap_max"]
-    if count > 0 and not gap <= limit:
-        raise SamplerLearnerGapError(
-            f"the learner's log-probs differ from the sampler's by {'' if rounds else 'up to '}{gap:.4f} nats"
-            f"{' on average' if rounds else ''}, more than update.max_sampler_learner_gap_nats={limit}"
-        )
 
 
 def num_bytes(tree: Any) -> int:

@@ -225,7 +225,7 @@ def draw(
     by_device = sharding.by_device(choose, (True, True, False, False))
     slot_index, is_real = by_device(keys, ring.replace(slots=None), iteration, is_fresh)
 
-    experience = _rows(ring, slot_index, row_tokens)
+    experience = rows_at(ring, slot_index, row_tokens)
     columns = (ring.inserted_step, ring.uses, ring.last_use, ring.question)
     inserted, uses, last_use, question = ring_buffer.take(columns, slot_index)
     draw_number = ring.num_draws + 1
@@ -248,15 +248,7 @@ def draw(
     return ring, rows, info
 
 
-def last_drawn(ring: RingState, *, batch_size: int, row_tokens: int = 0) -> Experience:
-    """The rows [M, b, ...] of the last draw, in the order of their slots; those that were not real come last."""
-    is_drawn = ring.last_use == ring.num_draws[:, None]
-    slot_index = jnp.argsort(~is_drawn, axis=1)[:, : _per_shard(batch_size, is_drawn.shape[0])]
-    rows = _rows(ring, slot_index, row_tokens)
-    return rows.replace(trainable=rows.trainable & jnp.take_along_axis(is_drawn, slot_index, axis=1))
-
-
-def _rows(ring: RingState, slot_index: jax.Array, row_tokens: int) -> Experience:
+def rows_at(ring: RingState, slot_index: jax.Array, row_tokens: int) -> Experience:
     """The rows [M, b, ...] in these slots [M, b]."""
     if not ring.pages:
         return ring_buffer.take(ring.slots, slot_index)

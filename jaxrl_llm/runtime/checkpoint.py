@@ -236,15 +236,20 @@ class Checkpointer:
             return {}
         self.wait()
         is_new, self._is_new = self._is_new, False
-        if not is_new or (seconds := self.last_write_s()) is None:
+        if not is_new or (seconds := self._last_write_s()) is None:
             return {}
-        if seconds > (grace := self._config.grace_s) and hosts.is_first():
-            loses = "a host that is preempted loses what came after the last whole one"
-            print(f"warning: a checkpoint took {seconds:.1f} s, checkpoint.grace_s={grace:g}: {loses}", file=sys.stderr)
+        if seconds > self._config.grace_s and hosts.is_first():
+            print(f"warning: checkpoint {self.latest_iteration()}{self.last_write()}", file=sys.stderr)
         return {"time/checkpoint_s": seconds}
 
-    def last_write_s(self) -> float | None:
-        """Seconds from the beginning of the newest checkpoint's write until it was whole; None = not known."""
+    def last_write(self) -> str:
+        """What to say of how long the newest checkpoint took to write, checksums apart; "" where that is not known."""
+        if (seconds := self._last_write_s()) is None:
+            return ""
+        fits = "within" if seconds <= (grace := self._config.grace_s) else "too long for a preemption:"
+        return f"; the last was written in {seconds:.1f} s, {fits} checkpoint.grace_s={grace:g}"
+
+    def _last_write_s(self) -> float | None:
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
             file = self.directory / str(self.latest_iteration()) / "_CHECKPOINT_METADATA"  # orbax's
             said = json.loads(file.read_bytes())
@@ -427,7 +432,7 @@ def claim(workdir: pathlib.Path) -> Iterator[None]:
         ConfigError: no file can be written there, another run holds it, or a host does not see it.
     """
     if not hosts.is_first():
-        _look_for(workdir, hosts.exchange(None)[0])
+        hosts.find(workdir, None)
         yield
         return
     where, path = str(workdir.resolve()), workdir / "lock"
@@ -447,16 +452,5 @@ def claim(workdir: pathlib.Path) -> Iterator[None]:
             print(f"warning: {path}: {error.strerror}; nothing keeps another run out", file=sys.stderr)
         text = f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}"
         path.write_text(text)
-        _look_for(workdir, hosts.exchange(text)[0])
+        hosts.find(workdir, text)
         yield
-
-
-def _look_for(workdir: pathlib.Path, text: str | None) -> None:
-    """All hosts must find what the first has written into the folder; another disk's would hold half a checkpoint."""
-    until = time.monotonic() + 10.0  # a network's disk takes its time
-    while not (found := (workdir / "lock").is_file() and (workdir / "lock").read_text() == text):
-        if time.monotonic() > until:
-            break
-        time.sleep(0.2)
-    if missing := [host for host, finds in enumerate(hosts.exchange(found)) if not finds]:
-        raise ConfigError(f"--workdir={workdir} must be a folder that all hosts share; host {missing[0]} has another")

@@ -13,6 +13,7 @@ from support.building import EIGHT, mesh_of, replay_config
 from test_ring import COLLECTIVES
 
 from jaxrl_llm.config import Config, PromptsConfig, ReplayConfig, SamplingConfig
+from jaxrl_llm.learner import faults
 from jaxrl_llm.replay import ring as replay
 from jaxrl_llm.runtime import sharding
 from jaxrl_llm.types import Experience, Rollout
@@ -66,7 +67,7 @@ draw = jax.jit(
 )
 
 
-last_drawn = jax.jit(functools.partial(replay.last_drawn, batch_size=6, row_tokens=WIDTH))
+last_drawn = jax.jit(functools.partial(faults.last_drawn, batch_size=6, row_tokens=WIDTH))
 
 
 def per_shard(x):

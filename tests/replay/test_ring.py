@@ -15,6 +15,7 @@ from reference.deque_ring import DequeRing
 from support.building import EIGHT, mesh_of, replay_config
 
 from jaxrl_llm.config import ConfigError, ReplayConfig, freeze
+from jaxrl_llm.learner import faults
 from jaxrl_llm.replay import ring as replay
 from jaxrl_llm.replay.choice import is_spent
 from jaxrl_llm.runtime import sharding
@@ -64,7 +65,7 @@ jit_insert = jax.jit(replay.insert, static_argnames=("config", "pass_threshold")
 jit_draw = jax.jit(replay.draw, static_argnames=("config", "batch_size", "group_size"), donate_argnums=0)
 
 
-jit_last_drawn = jax.jit(replay.last_drawn, static_argnames="batch_size")
+jit_last_drawn = jax.jit(faults.last_drawn, static_argnames="batch_size")
 jit_copy = jax.jit(lambda ring: jax.tree.map(jnp.copy, ring))
 
 
@@ -229,7 +230,7 @@ def test_a_ring_of_groups_gives_the_slots_of_tied_superseded_and_used_up_ones_fi
     # The newest group is used up: the next goes there, though the oldest has been in the ring for four iterations.
     fresh = ReplayConfig(**{**vars(config), "fresh_fraction": 1.0})
     ring, batch, _ = replay.draw(ring, jax.random.key(0), np.int32(3), fresh, batch_size=2, group_size=2)
-    assert ids_of(batch).tolist() == [[10, 11]] == ids_of(replay.last_drawn(ring, batch_size=2)).tolist()
+    assert ids_of(batch).tolist() == [[10, 11]] == ids_of(faults.last_drawn(ring, batch_size=2)).tolist()
     ring = insert(ring, rows_of_questions([10], ["right", "wrong"], 12), iteration=np.int32(4))
     assert ids(ring) == [0, 1, 8, 9, 4, 5, 12, 13]
     # Nothing is spent: now the oldest goes.

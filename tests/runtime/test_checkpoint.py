@@ -189,7 +189,7 @@ def test_what_is_still_being_written_is_waited_for(checkpointer):
 
 
 def test_the_seconds_of_a_write_are_told_once_it_is_whole(checkpointer, tmp_path, capfd):
-    assert checkpointer.last_write_s() is None and checkpointer.check() == {}
+    assert checkpointer.last_write() == "" and checkpointer.check() == {}
     began = time.monotonic()
     save(checkpointer, 1, make_state(1))
     checkpointer.wait()
@@ -197,7 +197,8 @@ def test_the_seconds_of_a_write_are_told_once_it_is_whole(checkpointer, tmp_path
     told = checkpointer.check()
     assert 0 < told["time/checkpoint_s"] <= took and checkpointer.check() == {}
     again = Checkpointer(tmp_path, CheckpointConfig())
-    assert again.last_write_s() == told["time/checkpoint_s"]  # by another process too
+    seconds = f"{told['time/checkpoint_s']:.1f}"
+    assert again.last_write() == f"; the last was written in {seconds} s, within checkpoint.grace_s=30"
     assert again.check() == {} and capfd.readouterr().err == ""
     again.close()
 
@@ -211,11 +212,13 @@ def test_a_write_that_takes_longer_than_the_grace_is_warned_of(grace_s, warns, t
     times = {"init_timestamp_nsecs": 10**18, "commit_timestamp_nsecs": 10**18 + 2_500_000_000}
     said.write_text(json.dumps(json.loads(said.read_text()) | times))
     assert checkpointer.check() == {"time/checkpoint_s": 2.5}
-    warning = "warning: a checkpoint took 2.5 s, checkpoint.grace_s=2: a host that is preempted loses"
-    assert capfd.readouterr().err.startswith(warning) == warns
+    late = "; the last was written in 2.5 s, too long for a preemption: checkpoint.grace_s=2"
+    assert capfd.readouterr().err == (f"warning: checkpoint 1{late}\n" if warns else "")
+    in_time = "; the last was written in 2.5 s, within checkpoint.grace_s=3"
+    assert checkpointer.last_write() == (late if warns else in_time)
     for text in ("", "{}", '{"init_timestamp_nsecs": 1, "commit_timestamp_nsecs": null}'):
         said.write_text(text)
-        assert checkpointer.last_write_s() is None
+        assert checkpointer.last_write() == ""
     checkpointer.close()
 
 

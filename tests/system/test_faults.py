@@ -93,7 +93,7 @@ def test_too_many_updates_that_are_not_finite_end_a_run_with_their_batch(mesh, t
     assert train_module.train(config, workdir) == 1
     printed = capfd.readouterr()
     assert "6 updates in a row" in printed.err and (workdir / "nonfinite_3.npz").is_file()
-    written = r"^checkpoint  \d\.\d\d GB; the last was written in \d\.\d s, which fits into checkpoint\.grace_s=30$"
+    written = r"^checkpoint  \d\.\d\d GB; the last was written in \d\.\d s, within checkpoint\.grace_s=30$"
     assert re.search(written, printed.out, re.MULTILINE)
 
 
