@@ -172,6 +172,8 @@ class UpdateConfig:
     # Refuse to train when on the first batch log-probs of learner and sampler differ by more than this many nats: any
     # token's in float32, the tokens' mean in bfloat16.
     max_sampler_learner_gap_nats: Positive = 0.05
+    # Stop, with the batch in a file, after so many updates in a row whose loss or gradient was not finite (skipped).
+    max_nonfinite_steps: Count = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,6 +220,9 @@ class CheckpointConfig:
     keep_last: Count = 2
     # Best checkpoints, by eval/pass_rate, kept in addition.
     keep_best: int = 0
+    # Grace: seconds from SIGTERM to the end of a preempted host (spot VM: 30; jobs of launch/: 120). A run warns when
+    # writing a checkpoint takes longer.
+    grace_s: Positive = 30.0
     # Write a Hugging Face folder at the end.
     export: bool = True
 

@@ -146,7 +146,7 @@ def assemble(
     return Run(config, mesh, sampler, eval_sampler(config, sampler) if config.eval.num_prompts else None, learner)
 
 
-def describe(run: Run, num_train: int, num_held_out: int, read_s: float, skipped: list[str]) -> str:
+def describe(run: Run, num_train: int, num_held_out: int, read_s: float, skipped: list[str], written: str) -> str:
     """What the run is about to do, in words and in the four batch numbers; some of the rows that were skipped."""
     config, arch = run.config, run.model.arch
     axes = " x ".join(f"{name} {size}" for name, size in run.mesh.shape.items())
@@ -171,6 +171,7 @@ def describe(run: Run, num_train: int, num_held_out: int, read_s: float, skipped
         f"  ring                   {config.ring_capacity:>6}   {config.ring_capacity // config.rows_per_iteration} "
         f"iterations of rollouts, {ring_bytes / config.ring_capacity / 2**10:.1f} KiB each, in {config.replay.memory} "
         "memory",
+        f"checkpoint  {num_bytes(run.abstract_checkpoint) / 1e9:.2f} GB{written}",
         *(f"skipped {message}" for message in skipped[:10]),
         *([f"skipped ... and {len(skipped) - 10} more"] if len(skipped) > 10 else []),
     ]

@@ -88,7 +88,7 @@ def _train(config: Config, workdir: pathlib.Path, allow_config_changes: bool) ->
         contextlib.closing(checkpoints),
     ):
         check_room(run)
-        progress.note(describe(run, len(train_set), len(held_out), read_s, skipped))
+        progress.note(describe(run, len(train_set), len(held_out), read_s, skipped, checkpoints.last_write()))
         started, limit = time.monotonic(), memory_limit(mesh.devices.flatten().tolist())
         compiled = load_all(run.programs(), mesh, config.executables) or compile_all(run.programs(), mesh)
         compiled = keep_what_fits(run, compiled, limit)
@@ -144,7 +144,7 @@ def _train(config: Config, workdir: pathlib.Path, allow_config_changes: bool) ->
                     compute = values["time/compute_rollouts"]
                     metrics.write_samples(actor.samples(acted, iteration))
                     metrics.write_shared(actor.shared(acted))
-                    failure = actor.failure(acted)
+                    failure = actor.failure(acted) or learner.faults.failure(workdir)
                 final, pass_rate = iteration == config.num_iterations, None
                 if evaluation and (final or due(config.eval.every_iterations, iteration)):
                     name = "eval_after" if final else f"eval_{iteration}"
@@ -156,8 +156,8 @@ def _train(config: Config, workdir: pathlib.Path, allow_config_changes: bool) ->
                 values["time/iteration_s"] = time.monotonic() - t0
                 if config.metrics.compare_hosts:
                     hosts.agree_on_copies((learner.state, learner.ring), **actor.state(), **learner.host_state())
+                values |= checkpoints.check()
                 metrics.write(iteration, values)
-                checkpoints.check()
                 progress.update(iteration, values)
                 values = {}
                 if final or failure or due(config.checkpoint.every_iterations, iteration):

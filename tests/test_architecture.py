@@ -96,6 +96,7 @@ MENU = {
     *("questions.tasks.files", "actor.guests", "actor.resampling", "actor.evaluation"),
     *("method_config", "ops.groups", "ops.paged_log", "ops.packing", "reports.metric_table", "runtime.functions"),
     *("reports.charts", "runtime.torus", "runtime.hosts"),  # hosts: what a job of several has, and one host skips
+    "learner.faults",  # what a run that goes well never comes to
 }
 
 

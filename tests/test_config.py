@@ -35,7 +35,7 @@ from jaxrl_llm.algorithms.memory import Memory
 from jaxrl_llm.algorithms.use import keywords, use
 from jaxrl_llm.algorithms.views import Sizes
 from jaxrl_llm.config import Config, ConfigError, flatten, freeze, from_json, to_json
-from jaxrl_llm.learner import learner
+from jaxrl_llm.learner import faults
 from jaxrl_llm.models.files import pretrained
 from jaxrl_llm.models.files.gguf import make_byte_tokenizer
 from jaxrl_llm.questions import tasks
@@ -658,8 +658,8 @@ def failures(config, folder, monkeypatch):
 def gap(config, folder, monkeypatch):
     """Whether a run stops when sampler and learner differ by 0.01 nats."""
     try:
-        learner.check_gap(config, {"own_token_count": 1, "gap_max": 0.01, "gap_sum": 0.01})
-    except learner.SamplerLearnerGapError as error:
+        faults.check_gap(config, {"own_token_count": 1, "gap_max": 0.01, "gap_sum": 0.01})
+    except faults.SamplerLearnerGapError as error:
         return str(error)
     return None
 

@@ -25,6 +25,7 @@ from jaxrl_llm.algorithms.views import COLUMNS, SAID_BY_LEARNER, Sizes
 from jaxrl_llm.config import Config
 from jaxrl_llm.learner import optim, publish
 from jaxrl_llm.learner.annotation import Annotation
+from jaxrl_llm.learner.faults import Faults
 from jaxrl_llm.learner.update import Update
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.questions.ledger import Ledger
@@ -262,6 +263,7 @@ class Learner:
     Attributes:
         state, ring: what the optimizer owns, and stored rollouts; the arrays of before a call are given over to it.
         memory: what methods remember of earlier rewards.
+        faults: what is wrong with the updates.
     """
 
     def __init__(self, programs: LearnerPrograms, compiled: dict[str, Any], ledger: Ledger, *, reference: Any = None):
@@ -269,7 +271,7 @@ class Learner:
         self._layout = jax.tree.map(lambda x: x.sharding, programs.abstract_scores)
         self._everywhere = sharding.replicated(programs.mesh, 0)
         self._draw_key = sharding.put(rng.stream(self.config.seed, "draw"), self._everywhere)
-        self.memory = programs.memory(ledger)
+        self.memory, self.faults = programs.memory(ledger), Faults(self.config, programs.mesh)
         self.state: TrainState | None = None
         self.ring: RingState | None = None
 
@@ -280,11 +282,12 @@ class Learner:
     def restore(self, host_state: dict[str, Any], state: TrainState, ring: RingState) -> None:
         """As ``host_state()``, ``state`` and ``ring`` were."""
         self.memory.restore(host_state["memory"])
+        self.faults.run = host_state["nonfinite_run"]
         self.state, self.ring = state, ring
 
     def host_state(self) -> dict[str, Any]:
         """What ``restore`` needs besides ``state`` and ``ring``; plain JSON."""
-        return {"memory": self.memory.state()}
+        return {"memory": self.memory.state(), "nonfinite_run": self.faults.run}
 
     @property
     def version(self) -> jax.Array:
@@ -322,27 +325,10 @@ class Learner:
         self.state, self.ring, update_sums = compiled["update"](state, self.ring, now, self._draw_key)
         sums = jax.device_get(update_sums | insert_sums)
         self.memory.observe(scored.rewards, scored.questions, sums)
+        self.faults.observe(sums, iteration + 1, self.ring)
         if iteration + 1 in config.algorithm.reference_reset_iterations:
             self.state, self.ring = compiled["reset_reference"](self.state, self.ring)
-        if iteration == 0:
-            check_gap(config, sums)
         return sums | {"update_s": time.monotonic() - started}
-
-
-class SamplerLearnerGapError(RuntimeError):
-    """Sampler and learner disagree about the probability of what was sampled."""
-
-
-def check_gap(config: Config, sums: dict[str, Any]) -> None:
-    """Stop a run whose first batch shows that sampler and learner are not the same model."""
-    limit, count = config.update.max_sampler_learner_gap_nats, sums["own_token_count"]
-    rounds = config.model.compute_dtype != "float32"  # so that single tokens differ by more
-    gap = sums["gap_sum"] / max(count, 1) if rounds else sums["gap_max"]
-    if count > 0 and not gap <= limit:
-        raise SamplerLearnerGapError(
-            f"the learner's log-probs differ from the sampler's by {'' if rounds else 'up to '}{gap:.4f} nats"
-            f"{' on average' if rounds else ''}, more than update.max_sampler_learner_gap_nats={limit}"
-        )
 
 
 def num_bytes(tree: Any) -> int:

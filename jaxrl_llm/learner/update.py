@@ -100,7 +100,7 @@ class Update:
 
         Returns:
             New state and ring, and sums [] f32 over all updates; names ending in ``_max`` are maxima, those ending in
-            ``_by_age`` sums [len(AGE_BUCKETS) + 1].
+            ``_by_age`` sums [len(AGE_BUCKETS) + 1]; "nonfinite_run" counts the updates at the end alone.
         """
         start = state  # one more copy of the weights where the loss looks at it
 
@@ -114,12 +114,14 @@ class Update:
         (state, ring), sums = jax.lax.scan(one, (state, ring), updates)
         if "previous" in state.others:
             state = state.replace(others={**state.others, "previous": start.params["policy"]})
-        return state, ring, {k: jnp.max(v) if k.endswith("_max") else jnp.sum(v, axis=0) for k, v in sums.items()}
+        run = jnp.sum(jnp.cumprod(sums["nonfinite_count"][::-1]))
+        sums = {k: jnp.max(v) if k.endswith("_max") else jnp.sum(v, axis=0) for k, v in sums.items()}
+        return state, ring, sums | {"nonfinite_run": run}
 
     def apply_batch(
         self, state: TrainState, batch: Experience, start: TrainState | None = None
     ) -> tuple[TrainState, dict[str, jax.Array]]:
-        """One optimizer step on rows [M, b, ...]; skipped where they hold no token or the gradient is not finite.
+        """One optimizer step on rows [M, b, ...]; skipped where they hold no token, or loss or gradient is not finite.
 
         Args:
             start: the state before the iteration's updates; None = this one.
@@ -129,9 +131,8 @@ class Update:
         moment = moment._replace(entropy_coefficient=scalars.get("entropy_coefficient"))
         gradient, sums = self.gradient(state.params, batch, moment)
         norm = {name: optax.tree.norm(in_float32(part)) for name, part in gradient.items()}
-        usable = sums["token_count"] > 0
-        for value in norm.values():
-            usable &= jnp.isfinite(value)
+        is_finite = jnp.all(jnp.isfinite(jnp.stack([sums["loss_sum"], *norm.values()])))
+        usable = is_finite & (sums["token_count"] > 0)
         algorithm = self.algorithm
         if algorithm.step_size:
             names = ("sequence_ratio_sum", "sequence_ratio_square_sum", "row_count")
@@ -159,6 +160,7 @@ class Update:
             "grad_norm_sum": norm["policy"],
             "update_count": jnp.float32(1),
             "skipped_count": 1.0 - usable.astype(jnp.float32),
+            "nonfinite_count": 1.0 - is_finite.astype(jnp.float32),
         }
 
     def _moment(self, state: TrainState, batch: Experience, start: TrainState) -> Moment:

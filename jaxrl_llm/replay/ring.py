@@ -225,13 +225,9 @@ def draw(
     by_device = sharding.by_device(choose, (True, True, False, False))
     slot_index, is_real = by_device(keys, ring.replace(slots=None), iteration, is_fresh)
 
-    slots, log = _apart(ring.slots) if ring.pages else (ring.slots, None)
-    columns = (slots, ring.pages.get("first"), ring.inserted_step, ring.uses, ring.last_use, ring.question)
-    experience, first_page, inserted, uses, last_use, question = ring_buffer.take(columns, slot_index)
-    if log is not None:
-        length = experience.rollout.length
-        tokens = paged_log.take(log, first_page, length, width=row_tokens, padding=_padding(log))
-        experience = _together(experience, tokens)
+    experience = rows_at(ring, slot_index, row_tokens)
+    columns = (ring.inserted_step, ring.uses, ring.last_use, ring.question)
+    inserted, uses, last_use, question = ring_buffer.take(columns, slot_index)
     draw_number = ring.num_draws + 1
     real = lambda x: jnp.where(is_real, x, jnp.zeros_like(x))
     age, is_first = iteration - inserted, uses == 0
@@ -250,6 +246,16 @@ def draw(
     bucket = real(_age_bucket(age))
     rows = experience.replace(trainable=experience.trainable & is_real).with_columns(age_bucket=bucket)
     return ring, rows, info
+
+
+def rows_at(ring: RingState, slot_index: jax.Array, row_tokens: int) -> Experience:
+    """The rows [M, b, ...] in these slots [M, b]."""
+    if not ring.pages:
+        return ring_buffer.take(ring.slots, slot_index)
+    slots, log = _apart(ring.slots)
+    experience, first_page = ring_buffer.take((slots, ring.pages["first"]), slot_index)
+    how = {"width": row_tokens, "padding": _padding(log)}
+    return _together(experience, paged_log.take(log, first_page, experience.rollout.length, **how))
 
 
 def retire_stale(ring: RingState, iteration: jax.Array, effective: jax.Array, config: ReplayConfig) -> RingState:

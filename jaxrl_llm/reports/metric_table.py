@@ -117,7 +117,12 @@ METRICS: dict[str, Metric] = {
         "1 - variance of (return - critic's value) / variance of the return, over trained tokens.",
     ),
     "update/grad_norm": Metric("norm", "Global gradient norm before clipping, mean over the optimizer steps."),
-    "update/skipped_steps": Metric("steps", "Optimizer steps skipped because nothing trainable could be drawn."),
+    "update/skipped_steps": Metric(
+        "steps", "Optimizer steps skipped: nothing trainable could be drawn, or they are among update/nonfinite_steps."
+    ),
+    "update/nonfinite_steps": Metric(
+        "steps", "Optimizer steps skipped because the loss or the norm of a gradient was infinite or not a number."
+    ),
     "update/sampler_learner_gap_max_nats": Metric(
         "nats",
         "Largest |log-prob of the sampler - log-prob of the learner| of a token under the weights that sampled it. "
@@ -171,7 +176,9 @@ METRICS: dict[str, Metric] = {
     ),
     "time/reward_s": Metric("seconds", "Waiting for rewards after generation ended, summed over its rounds."),
     "time/update_s": Metric("seconds", "From dispatch of the update until its metrics are on the host."),
-    "time/checkpoint_s": Metric("seconds", "The loop held up by a checkpoint; the write itself runs beside it."),
+    "time/checkpoint_s": Metric(
+        "seconds", "Writing the checkpoint that became whole in the iteration; it is written beside the loop."
+    ),
     "time/iteration_s": Metric("seconds", "The whole iteration, evaluation and checkpoint included."),
     "tokens/generated": Metric("tokens", "Completion tokens sampled in the iteration."),
     "tokens/trained": Metric(

@@ -123,6 +123,7 @@ def update_values(config: Config, used: dict[str, Any]) -> dict[str, float]:
         "update/sequence_ess_frac": effective("sequence_ratio", float(used["row_count"])),
         "update/grad_norm": ratio("grad_norm_sum", "update_count"),
         "update/skipped_steps": int(used["skipped_count"]),
+        "update/nonfinite_steps": int(used["nonfinite_count"]),
         "update/sampler_learner_gap_max_nats": float(used["gap_max"]) if used["own_token_count"] else math.nan,
         "update/sampler_learner_gap_mean_nats": ratio("gap_sum", "own_token_count"),
         "optimizer/learning_rate": float(used["learning_rate"]),

@@ -100,6 +100,7 @@ class Checkpointer:
         self._manager = _open(self.directory.resolve(), self)
         # Iteration on disk that equals the caller's state, and whether it is that of the next one's middle.
         self._current: tuple[int, bool] | None = None
+        self._is_new = False  # saved, and not yet known to be whole
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
         """For orbax: the last ones are kept, and the best of those whose pass rate is known."""
@@ -169,7 +170,7 @@ class Checkpointer:
             ),
             force=True,
         )
-        self._current = iteration, is_inside
+        self._current, self._is_new = (iteration, is_inside), True
 
     def restore(
         self,
@@ -229,10 +230,31 @@ class Checkpointer:
             read = lambda path: _check_settings(freeze(read_text(path)[1]["config"]), config, path)
             read_whole(self.directory, None, read, say=False)
 
-    def check(self) -> None:
-        """Raise what has gone wrong in the background by now."""
-        if not self._manager.is_saving_in_progress():
-            self.wait()
+    def check(self) -> dict[str, float]:
+        """Raise what has gone wrong in the background by now; metrics of the checkpoint that has become whole."""
+        if self._manager.is_saving_in_progress():
+            return {}
+        self.wait()
+        is_new, self._is_new = self._is_new, False
+        if not is_new or (seconds := self._last_write_s()) is None:
+            return {}
+        if seconds > self._config.grace_s and hosts.is_first():
+            print(f"warning: checkpoint {self.latest_iteration()}{self.last_write()}", file=sys.stderr)
+        return {"time/checkpoint_s": seconds}
+
+    def last_write(self) -> str:
+        """What to say of how long the newest checkpoint took to write, checksums apart; "" where that is not known."""
+        if (seconds := self._last_write_s()) is None:
+            return ""
+        fits = "within" if seconds <= (grace := self._config.grace_s) else "too long for a preemption:"
+        return f"; the last was written in {seconds:.1f} s, {fits} checkpoint.grace_s={grace:g}"
+
+    def _last_write_s(self) -> float | None:
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+            file = self.directory / str(self.latest_iteration()) / "_CHECKPOINT_METADATA"  # orbax's
+            said = json.loads(file.read_bytes())
+            return (said["commit_timestamp_nsecs"] - said["init_timestamp_nsecs"]) / 1e9
+        return None
 
     def wait(self) -> None:
         """Return when nothing is being written; raises what went wrong in the background."""
@@ -410,7 +432,7 @@ def claim(workdir: pathlib.Path) -> Iterator[None]:
         ConfigError: no file can be written there, another run holds it, or a host does not see it.
     """
     if not hosts.is_first():
-        _look_for(workdir, hosts.exchange(None)[0])
+        hosts.find(workdir, None)
         yield
         return
     where, path = str(workdir.resolve()), workdir / "lock"
@@ -430,16 +452,5 @@ def claim(workdir: pathlib.Path) -> Iterator[None]:
             print(f"warning: {path}: {error.strerror}; nothing keeps another run out", file=sys.stderr)
         text = f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}"
         path.write_text(text)
-        _look_for(workdir, hosts.exchange(text)[0])
+        hosts.find(workdir, text)
         yield
-
-
-def _look_for(workdir: pathlib.Path, text: str | None) -> None:
-    """All hosts must find what the first has written into the folder; another disk's would hold half a checkpoint."""
-    until = time.monotonic() + 10.0  # a network's disk takes its time
-    while not (found := (workdir / "lock").is_file() and (workdir / "lock").read_text() == text):
-        if time.monotonic() > until:
-            break
-        time.sleep(0.2)
-    if missing := [host for host, finds in enumerate(hosts.exchange(found)) if not finds]:
-        raise ConfigError(f"--workdir={workdir} must be a folder that all hosts share; host {missing[0]} has another")

@@ -87,8 +87,9 @@ def _parse(argv: list[str]) -> list[str]:
         for name in flags.FLAGS:
             value = flags.FLAGS[name].value
             hasattr(value, "to_dict")  # a config file that is not there is missed when looked at
-            if name in ("workdir", "out") and value is not None and not (value and value.isprintable()):
-                raise ConfigError(f"--{name}={value!r} must name a folder, in printable text")
+            is_path = name in ("workdir", "out") and value is not None
+            if is_path and (not value.isprintable() or value == "" or "://" in value):
+                raise ConfigError(f"--{name}={value!r} must name a folder, in printable text, and no URL")
     except (Exception, SystemExit) as error:  # a config file may leave the process
         _check_config_files(argv)  # what went wrong inside one, ml_collections does not say
         if isinstance(error, OSError):

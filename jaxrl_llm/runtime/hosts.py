@@ -133,6 +133,20 @@ def complete(values: list[T | None]) -> list[T | None]:
     return [next((x for x in given if x is not None), None) for given in zip(*exchange(values), strict=True)]
 
 
+def find(workdir: pathlib.Path, text: str | None) -> None:
+    """All hosts must find the text that the first has written into the lock of its workdir, or ``ConfigError``.
+
+    Another disk's folder would hold half a checkpoint.
+    """
+    text, until = exchange(text)[0], time.monotonic() + 10.0  # a network's disk takes its time
+    while not (found := (workdir / "lock").is_file() and (workdir / "lock").read_text() == text):
+        if time.monotonic() > until:
+            break
+        time.sleep(0.2)
+    if missing := [host for host, finds in enumerate(exchange(found)) if not finds]:
+        raise ConfigError(f"--workdir={workdir} must be a folder that all hosts share; host {missing[0]} has another")
+
+
 def agree(**facts: Any) -> None:
     """All hosts must have the same facts.
 

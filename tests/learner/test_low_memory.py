@@ -13,7 +13,7 @@ import optax
 import pytest
 
 from jaxrl_llm.config import OptimizerConfig, freeze
-from jaxrl_llm.learner import learner, low_memory, optim, publish
+from jaxrl_llm.learner import faults, low_memory, optim, publish
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.types import TrainState
 from tests.reference import optimizers
@@ -171,11 +171,11 @@ def test_a_gap_is_of_the_largest_in_float32_and_of_the_mean_in_bfloat16(compute_
     config = freeze({"model": {"compute_dtype": compute_dtype}})
     sums = {"own_token_count": 10.0, "gap_sum": gap_sum, "gap_max": gap_max}
     if message is None:
-        learner.check_gap(config, sums)
+        faults.check_gap(config, sums)
     else:
-        with pytest.raises(learner.SamplerLearnerGapError, match=message):
-            learner.check_gap(config, sums)
-        learner.check_gap(config, sums | {"own_token_count": 0.0})
+        with pytest.raises(faults.SamplerLearnerGapError, match=message):
+            faults.check_gap(config, sums)
+        faults.check_gap(config, sums | {"own_token_count": 0.0})
 
 
 @pytest.mark.slow

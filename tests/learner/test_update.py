@@ -441,21 +441,54 @@ def test_the_decision_to_stop_is_trained():
     assert change.argmax() == token and change[token] > 1e-3
 
 
-@pytest.mark.parametrize("reason", ["no trainable row", "gradient not finite"])
+def with_advantage(rows, value):
+    return rows.replace(advantage=np.where(rows.advantage != 0, value, 0.0).astype(np.float32))
+
+
+def never_trains(x):
+    """A surrogate whose gradient is 0 and whose loss is infinite."""
+    return jnp.full_like(x.policy_logp, jnp.inf)
+
+
+@pytest.mark.parametrize("reason", ["no trainable row", "gradient not finite", "loss not finite"])
 def test_a_batch_that_teaches_nothing_skips_the_step(reason):
     update = building.make_update(LOSS)
     rows = building.random_experience()
     if reason == "no trainable row":
         rows = rows.replace(trainable=np.zeros(building.NUM_ROWS, bool))
+    elif reason == "gradient not finite":
+        rows = with_advantage(rows, np.inf)
     else:
-        rows = rows.replace(advantage=np.where(rows.advantage != 0, np.inf, 0.0).astype(np.float32))
+        update = building.make_update({"surrogate": f"{__file__}:never_trains"})
     before = building.train_state(update)
     kept = jax.tree.map(np.asarray, before)
     state, sums = building.compile_update(update)(before, building.on_mesh(update, rows))
     jax.tree.map(np.testing.assert_array_equal, state, kept)
     assert (sums["skipped_count"], sums["update_count"]) == (1, 1)
+    assert sums["nonfinite_count"] == (reason != "no trainable row")
+    if reason == "loss not finite":
+        assert sums["grad_norm_sum"] == 0
+        return
     state, sums = building.compile_update(update)(before, building.on_mesh(update, building.random_experience()))
-    assert (int(state.step), sums["skipped_count"]) == (1, 0)
+    assert (int(state.step), sums["skipped_count"], sums["nonfinite_count"]) == (1, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("advantages", "count", "run"),
+    [((0, np.inf, 1e-6, np.nan, -np.inf), 3, 2), ((np.inf, np.inf, 0, 1e-6, 1e-6), 2, 0), ((np.nan,) * 5, 5, 5)],
+)
+def test_updates_that_are_not_finite_are_counted_and_those_at_the_end(advantages, count, run):
+    update = building.make_update({"updates_per_iteration": 5})
+    before, rows = building.train_state(update), building.random_experience()
+    batches = [building.on_mesh(update, with_advantage(rows, value)) for value in advantages]
+    batches = jax.tree.map(lambda *x: jnp.stack(x), *batches)
+    draw = lambda i, key: (i + 1, jax.tree.map(lambda x: x[i], batches), {})
+    with jax.sharding.use_abstract_mesh(mesh_of(ONE).abstract_mesh):
+        step = jax.jit(lambda state: update.step(state, jnp.int32(0), jax.random.key(0), draw))
+        state, _, sums = step(before)
+    assert (sums["nonfinite_count"], sums["nonfinite_run"], sums["update_count"]) == (count, run, 5)
+    assert int(state.step) == 5 - count
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(state))
 
 
 # --- the optimizer ---

@@ -13,6 +13,7 @@ from support.building import EIGHT, mesh_of, replay_config
 from test_ring import COLLECTIVES
 
 from jaxrl_llm.config import Config, PromptsConfig, ReplayConfig, SamplingConfig
+from jaxrl_llm.learner import faults
 from jaxrl_llm.replay import ring as replay
 from jaxrl_llm.runtime import sharding
 from jaxrl_llm.types import Experience, Rollout
@@ -66,6 +67,9 @@ draw = jax.jit(
 )
 
 
+last_drawn = jax.jit(functools.partial(faults.last_drawn, batch_size=6, row_tokens=WIDTH))
+
+
 def per_shard(x):
     return np.asarray(x).reshape(SHARDS, -1).tolist()
 
@@ -90,6 +94,8 @@ def test_with_pages_for_all_its_slots_it_is_the_padded_ring_bit_by_bit(config, b
         # What is drawn where there is nothing to draw is no row.
         real = lambda tree, is_real=info.is_real: jax.tree.map(lambda x: x[is_real], tree)
         assert_same(real(batch), real(batch_expected))
+        last, last_expected = (jax.device_get(last_drawn(ring)) for ring in (paged, padded))
+        assert_same(*(jax.tree.map(lambda x, rows=last: x[rows.trainable], rows) for rows in (last, last_expected)))
         assert_same(paged.replace(slots=None, pages={}), padded.replace(slots=None))
 
 

@@ -15,6 +15,7 @@ from reference.deque_ring import DequeRing
 from support.building import EIGHT, mesh_of, replay_config
 
 from jaxrl_llm.config import ConfigError, ReplayConfig, freeze
+from jaxrl_llm.learner import faults
 from jaxrl_llm.replay import ring as replay
 from jaxrl_llm.replay.choice import is_spent
 from jaxrl_llm.runtime import sharding
@@ -64,6 +65,7 @@ jit_insert = jax.jit(replay.insert, static_argnames=("config", "pass_threshold")
 jit_draw = jax.jit(replay.draw, static_argnames=("config", "batch_size", "group_size"), donate_argnums=0)
 
 
+jit_last_drawn = jax.jit(faults.last_drawn, static_argnames="batch_size")
 jit_copy = jax.jit(lambda ring: jax.tree.map(jnp.copy, ring))
 
 
@@ -115,6 +117,7 @@ def test_ring_equals_its_definition_over_any_insert_evict_draw(which, steps):
             key = jax.random.key(argument)
             ring, rows, info = jit_draw(ring, key, np.int32(iteration), config, batch_size=BATCH)
             check_draw(model, rows, info, iteration, config, fresh_wanted)
+            check_last_drawn(jit_last_drawn(ring, batch_size=BATCH), rows, info)
         check_contents(model, ring)
 
 
@@ -194,6 +197,18 @@ def check_draw(model, rows, info, iteration, config, fresh_wanted):
             allowed[i]["last_use"] = model.num_draws
 
 
+def check_last_drawn(found, rows, info):
+    """The rows that were drawn, in another order, and as many that are not trainable as were not real."""
+    rows = rows.replace(columns={name: x for name, x in rows.columns.items() if name != "age_bucket"})
+    for m in range(SHARDS):
+        real = np.asarray(info.is_real[m])
+        expected = jax.tree.map(lambda x, m=m, real=real: np.asarray(x[m])[real], rows)
+        got = jax.tree.map(lambda x, m=m, n=real.sum(): np.asarray(x[m])[:n], found)
+        sort = lambda x: jax.tree.map(lambda leaf: leaf[np.argsort(ids_of(x), kind="stable")], x)
+        jax.tree.map(np.testing.assert_array_equal, sort(got), sort(expected))
+        assert not np.asarray(found.trainable[m])[real.sum() :].any()
+
+
 def test_a_ring_of_groups_gives_the_slots_of_tied_superseded_and_used_up_ones_first():
     """Four groups of two fit. The oldest that may still be drawn is there when the fifth comes, and is drawn."""
     config = ReplayConfig(skip_tied=True, latest_visit=True, max_uses=1)
@@ -215,7 +230,7 @@ def test_a_ring_of_groups_gives_the_slots_of_tied_superseded_and_used_up_ones_fi
     # The newest group is used up: the next goes there, though the oldest has been in the ring for four iterations.
     fresh = ReplayConfig(**{**vars(config), "fresh_fraction": 1.0})
     ring, batch, _ = replay.draw(ring, jax.random.key(0), np.int32(3), fresh, batch_size=2, group_size=2)
-    assert ids_of(batch).tolist() == [[10, 11]]
+    assert ids_of(batch).tolist() == [[10, 11]] == ids_of(faults.last_drawn(ring, batch_size=2)).tolist()
     ring = insert(ring, rows_of_questions([10], ["right", "wrong"], 12), iteration=np.int32(4))
     assert ids(ring) == [0, 1, 8, 9, 4, 5, 12, 13]
     # Nothing is spent: now the oldest goes.

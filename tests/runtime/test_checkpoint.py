@@ -1,12 +1,14 @@
 """Checkpoints: what is saved is what was there, nothing half-written is found, changed settings are refused."""
 
 import dataclasses
+import json
 import os
 import pathlib
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from typing import Any
 
 import jax
@@ -184,6 +186,40 @@ def test_what_is_still_being_written_is_waited_for(checkpointer):
     save(checkpointer, 1, make_state(1))
     target = abstract(make_state())
     assert checkpointer.restore(target, CONFIG, allow_config_changes=False).iteration == 1
+
+
+def test_the_seconds_of_a_write_are_told_once_it_is_whole(checkpointer, tmp_path, capfd):
+    assert checkpointer.last_write() == "" and checkpointer.check() == {}
+    began = time.monotonic()
+    save(checkpointer, 1, make_state(1))
+    checkpointer.wait()
+    took = time.monotonic() - began
+    told = checkpointer.check()
+    assert 0 < told["time/checkpoint_s"] <= took and checkpointer.check() == {}
+    again = Checkpointer(tmp_path, CheckpointConfig())
+    seconds = f"{told['time/checkpoint_s']:.1f}"
+    assert again.last_write() == f"; the last was written in {seconds} s, within checkpoint.grace_s=30"
+    assert again.check() == {} and capfd.readouterr().err == ""
+    again.close()
+
+
+@pytest.mark.parametrize(("grace_s", "warns"), [(2.0, True), (3.0, False)])
+def test_a_write_that_takes_longer_than_the_grace_is_warned_of(grace_s, warns, tmp_path, capfd):
+    checkpointer = Checkpointer(tmp_path, CheckpointConfig(grace_s=grace_s))
+    save(checkpointer, 1, make_state(1))
+    checkpointer.wait()
+    said = tmp_path / "checkpoints" / "1" / "_CHECKPOINT_METADATA"
+    times = {"init_timestamp_nsecs": 10**18, "commit_timestamp_nsecs": 10**18 + 2_500_000_000}
+    said.write_text(json.dumps(json.loads(said.read_text()) | times))
+    assert checkpointer.check() == {"time/checkpoint_s": 2.5}
+    late = "; the last was written in 2.5 s, too long for a preemption: checkpoint.grace_s=2"
+    assert capfd.readouterr().err == (f"warning: checkpoint 1{late}\n" if warns else "")
+    in_time = "; the last was written in 2.5 s, within checkpoint.grace_s=3"
+    assert checkpointer.last_write() == (late if warns else in_time)
+    for text in ("", "{}", '{"init_timestamp_nsecs": 1, "commit_timestamp_nsecs": null}'):
+        said.write_text(text)
+        assert checkpointer.last_write() == ""
+    checkpointer.close()
 
 
 def test_a_half_written_checkpoint_is_never_found(tmp_path):

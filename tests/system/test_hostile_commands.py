@@ -122,6 +122,7 @@ def test_flags_that_are_none_are_named(words, named, refused):
         ("", "--workdir='' must name a folder"),
         ("run\n\x1b[31m", "--workdir='run\\n\\x1b[31m' must name a folder, in printable text"),
         (os.fsdecode(b"run\xff"), "--workdir='run\\udcff' must name a folder, in printable text"),
+        ("gs://bucket/run", "--workdir='gs://bucket/run' must name a folder, in printable text, and no URL"),
         ("file/below", "--workdir=file/below cannot be written: Not a directory"),
         ("x" * 300, "File name too long"),
         ("/proc/none/below", "--workdir=/proc/none/below cannot be written"),
@@ -137,6 +138,8 @@ def test_a_workdir_that_cannot_be_is_named(workdir, named, tmp_path, refused):
     ("command", "words", "named"),
     [
         ("sft", [f"--config={DEBUG_CONFIG}", "--out="], "--out='' must name a folder"),
+        ("sft", [f"--config={DEBUG_CONFIG}", "--out=gs://a/b"], "--out='gs://a/b' must name a folder"),
+        ("sweep", ["--workdir=s3://a/b", f"--config={DEBUG_CONFIG}"], "--workdir='s3://a/b' must name a folder"),
         ("generate", ["--model=random:debug", "--prompts=rows.jsonl", "--output="], "--output="),
         (
             "evaluate",

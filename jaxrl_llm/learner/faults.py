@@ -1,0 +1,115 @@
+"""Faults of a run that stop it at an update, and the batch that one leaves behind.
+
+    workdir/nonfinite_12.npz     rows of the last update of iteration 12, by field ("rollout/tokens", "advantage")
+
+As the updates that were skipped changed no weights, those of the checkpoint that the run stops with are those that
+the batch was used with.
+
+Owns: that file, the count, what is wrong with a first batch. Does not know: which update is skipped (update).
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxrl_llm.config import Config
+from jaxrl_llm.replay import ring as replay
+from jaxrl_llm.runtime import hosts, sharding
+from jaxrl_llm.runtime.checkpoint import by_name
+from jaxrl_llm.runtime.programs import Program, compile_all
+from jaxrl_llm.types import Experience, RingState, Rollout
+
+
+class SamplerLearnerGapError(RuntimeError):
+    """Sampler and learner disagree about the probability of what was sampled."""
+
+
+def check_gap(config: Config, sums: dict[str, Any]) -> None:
+    """Stop a run whose first batch shows that sampler and learner are not the same model."""
+    limit, count = config.update.max_sampler_learner_gap_nats, sums["own_token_count"]
+    rounds = config.model.compute_dtype != "float32"  # so that single tokens differ by more
+    gap = sums["gap_sum"] / max(count, 1) if rounds else sums["gap_max"]
+    if count > 0 and not gap <= limit:
+        raise SamplerLearnerGapError(
+            f"the learner's log-probs differ from the sampler's by {'' if rounds else 'up to '}{gap:.4f} nats"
+            f"{' on average' if rounds else ''}, more than update.max_sampler_learner_gap_nats={limit}"
+        )
+
+
+def last_drawn(ring: RingState, *, batch_size: int, row_tokens: int = 0) -> Experience:
+    """The rows [M, b, ...] of the last draw, in the order of their slots; those that were not real come last."""
+    is_drawn = ring.last_use == ring.num_draws[:, None]
+    slot_index = jnp.argsort(~is_drawn, axis=1)[:, : batch_size // is_drawn.shape[0]]
+    rows = replay.rows_at(ring, slot_index, row_tokens)
+    return rows.replace(trainable=rows.trainable & jnp.take_along_axis(is_drawn, slot_index, axis=1))
+
+
+class Faults:
+    """Counts the updates in a row whose loss or gradient was not finite. Every host makes the same calls.
+
+    Attributes:
+        run: their number up to now, those of earlier iterations among them.
+    """
+
+    def __init__(self, config: Config, mesh: Mesh):
+        self._config, self._mesh = config, mesh
+        self.run = 0
+        self._last: tuple[int, Experience] | None = None  # iteration and rows of the last of too many
+
+    def observe(self, sums: dict[str, Any], iteration: int, ring: RingState) -> None:
+        """After the updates of an iteration (from 1), with their sums and the ring that they leave.
+
+        Raises:
+            SamplerLearnerGapError: see ``check_gap``.
+        """
+        if iteration == 1:
+            check_gap(self._config, sums)
+        at_end, config = int(sums["nonfinite_run"]), self._config
+        self.run = at_end + (self.run if at_end == config.update.updates_per_iteration else 0)
+        if self.run < config.update.max_nonfinite_steps:
+            return
+
+        def whole(ring: RingState) -> Experience:
+            how = {"batch_size": config.update.batch_size, "row_tokens": config.row_tokens}
+            return last_drawn(ring, **how)
+
+        # Compiled now: a run that goes well has no use for it.
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), ring)
+        program = Program(whole, (shapes,), sharding.replicated(self._mesh, 0))
+        rows = jax.device_get(compile_all({"last_drawn": program}, self._mesh)["last_drawn"](ring))
+        self._last = iteration, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), rows)
+
+    def failure(self, workdir: pathlib.Path) -> str | None:
+        """What to say where there were too many, and then the first host has written the file; else None."""
+        if self._last is None:
+            return None
+        iteration, rows = self._last
+        path = workdir / f"nonfinite_{iteration}.npz"
+        if hosts.is_first():
+            np.savez(path, **by_name(rows))
+        update = self._config.update
+        return (
+            f"loss or gradient was not finite in {self.run} updates in a row (update.max_nonfinite_steps="
+            f"{update.max_nonfinite_steps}), the last of them update {update.updates_per_iteration} of iteration "
+            f"{iteration}; its batch is in {path}"
+        )
+
+
+def read(path: str | os.PathLike) -> Experience:
+    """The rows [B, ...] of such a file, numpy."""
+    with np.load(path) as file:
+        fields: dict[str, Any] = {"columns": {}, "rollout": {"columns": {}}}
+        for name, value in file.items():
+            *groups, last = name.split("/")
+            group = fields
+            for key in groups:
+                group = group[key]
+            group[last] = value
+    return Experience(**fields | {"rollout": Rollout(**fields["rollout"])})
