@@ -50,7 +50,7 @@ def right(kind: str, victim: int, statuses: list[int], outputs: list[str]) -> bo
     if kind == "SIGTERM":
         return statuses == [143] * COUNT
     others = [i for i in range(COUNT) if i != victim]
-    said = rf"error: host {victim} (has not been heard of for \d+ s|is gone); it was in: \w+"
+    said = rf"error: host {victim} (has not been heard of for \d+ s|is gone \(.*\)); it was in: \w+"
     return all(statuses[i] == 1 and re.search(said, outputs[i]) for i in others)
 
 

@@ -263,7 +263,7 @@ def _watch(service: Any) -> None:
             service.key_value_set(f"alive/{index}", f"{beat} {_doing}", allow_overwrite=True)
             alive, failed = service.key_value_dir_get("alive/"), service.key_value_dir_get("failed/")
         except Exception as error:
-            return None if _parting.is_set() else _leave(_without_service(str(error)))
+            return None if _parting.is_set() else _leave(_of_host_0(f"is gone ({str(error).splitlines()[0][:100]})"))
         for name, text in failed:
             if (host := name.rpartition("/")[2]) != str(index):
                 (status, _, what), words = text.partition("\n")[0].partition(" "), text.partition("\n")[2]
@@ -278,10 +278,9 @@ def _watch(service: Any) -> None:
         time.sleep(1)
 
 
-def _without_service(why: str) -> str:
-    """That host 0 ended, in words."""
-    doing_0 = _heard["0"][0].partition(" ")[2] if "0" in _heard else "start"
-    return f"host 0 is gone; it was in: {doing_0} ({why.splitlines()[0][:100]})"
+def _of_host_0(how: str) -> str:
+    """Why this host ends, in words."""
+    return f"host 0 {how}; it was in: {_heard['0'][0].partition(' ')[2] if '0' in _heard else 'start'}"
 
 
 @ctypes.CFUNCTYPE(None, ctypes.c_int)
@@ -297,7 +296,9 @@ def _aborted(_: int) -> None:
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
     except OSError as error:
-        _leave(_without_service(str(error)))
+        _leave(_of_host_0(f"is gone ({error})"))
+    if (silent := time.monotonic() - _heard.get("0", ("", time.monotonic()))[1]) > SILENT_S:
+        _leave(_of_host_0(f"has not been heard of for {silent:.0f} s"))
     faulthandler.dump_traceback()  # another abort: what it would have said
 
 

@@ -27,7 +27,7 @@ from jaxrl_llm.runtime import hosts
 
 CONFIG = pathlib.Path(__file__).parents[2] / "configs" / "debug.py"
 CACHING = pathlib.Path(__file__).parents[1] / "support" / "caching.py"
-DEADLINE_S = 300
+DEADLINE_S = 900
 SETTINGS = {
     "num_iterations": 3,
     "rollout.lookahead_prompts": 8,
@@ -245,7 +245,7 @@ def assert_nearly_equal(one, other):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dead", "of_it"), [(2, r"has not been heard of for \d+ s"), (0, "is gone")])
+@pytest.mark.parametrize(("dead", "of_it"), [(2, r"has not been heard of for \d+ s"), (0, r"is gone \(.*\)")])
 def test_the_death_of_a_host_ends_the_others_with_its_name_and_what_it_was_doing(tmp_path, dead, of_it):
     """Host 0 too, where what the hosts say to each other goes through."""
     settings = SETTINGS | {"num_iterations": 300, "metrics.compare_hosts": False}
