@@ -15,12 +15,16 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
+import faulthandler
 import functools
 import hashlib
 import itertools
 import os
 import pathlib
 import pickle
+import signal
+import socket
 import sys
 import threading
 import time
@@ -36,8 +40,9 @@ SILENT_S = 25
 LONGEST_WAIT_MS = 24 * 3600 * 1000  # of a meeting: who is missing there is known by its silence
 
 T = TypeVar("T")
-_doing, _parting = "start", threading.Event()
+_doing, _parting, _leaving = "start", threading.Event(), threading.Lock()
 _meetings = itertools.count()
+_heard: dict[str, tuple[str, float]] = {}  # last sign of life of each host: its words, and the time of this host
 
 
 def initialize() -> None:
@@ -76,6 +81,7 @@ def initialize() -> None:
         raise ConfigError(f"this process cannot join its job: {error}") from error
     if jax.process_count() > 1:
         atexit.register(_part)
+        ctypes.CDLL(None).signal(signal.SIGABRT, _aborted)
         threading.Thread(target=_watch, args=(_service(),), daemon=True).start()
     if not is_first():
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115, open until the process ends
@@ -263,7 +269,7 @@ def _watch(service: Any) -> None:
     """Say every second that this host lives, and end it when another has failed or is silent."""
     import jax
 
-    index, heard = jax.process_index(), {}
+    index = jax.process_index()
     for beat in itertools.count():
         if _parting.is_set():
             return None
@@ -271,26 +277,48 @@ def _watch(service: Any) -> None:
             service.key_value_set(f"alive/{index}", f"{beat} {_doing}", allow_overwrite=True)
             alive, failed = service.key_value_dir_get("alive/"), service.key_value_dir_get("failed/")
         except Exception as error:
-            if _parting.is_set():
-                return None
-            doing_0 = heard["0"][0].partition(" ")[2] if "0" in heard else "start"
-            return _leave(f"host 0 is gone; it was in: {doing_0} ({str(error).splitlines()[0][:100]})")
+            return None if _parting.is_set() else _leave(_of_host_0(f"is gone ({str(error).splitlines()[0][:100]})"))
         for name, text in failed:
             if (host := name.rpartition("/")[2]) != str(index):
                 (status, _, what), words = text.partition("\n")[0].partition(" "), text.partition("\n")[2]
                 return _leave(f"host {host} failed in: {what}: {words}", int(status))
         for name, text in alive:
             host = name.rpartition("/")[2]
-            if heard.get(host, ("",))[0] != text:
-                heard[host] = text, time.monotonic()
-            elif time.monotonic() - heard[host][1] > SILENT_S:
+            if _heard.get(host, ("",))[0] != text:
+                _heard[host] = text, time.monotonic()
+            elif time.monotonic() - _heard[host][1] > SILENT_S:
                 what = text.partition(" ")[2]
                 return _leave(f"host {host} has not been heard of for {SILENT_S} s; it was in: {what}")
         time.sleep(1)
 
 
+def _of_host_0(how: str) -> str:
+    """Why this host ends, in words."""
+    return f"host 0 {how}; it was in: {_heard['0'][0].partition(' ')[2] if '0' in _heard else 'start'}"
+
+
+@ctypes.CFUNCTYPE(None, ctypes.c_int)
+def _aborted(_: int) -> None:
+    """In place of what jax's client does where the service ends: abort, without a word of which host is gone.
+
+    A handler of C: those of Python run in the main thread, when it next gets to it, and the process has ended by then.
+    """
+    from jax._src import distributed
+
+    host, _, port = distributed.global_state.coordinator_address.rpartition(":")
+    time.sleep(1)  # one that dies closes its connections one after the other
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
+    except OSError as error:
+        _leave(_of_host_0(f"is gone ({error})"))
+    if (silent := time.monotonic() - _heard.get("0", ("", time.monotonic()))[1]) > SILENT_S:
+        _leave(_of_host_0(f"has not been heard of for {silent:.0f} s"))
+    faulthandler.dump_traceback()  # another abort: what it would have said
+
+
 def _leave(words: str, status: int = 1) -> None:
-    """End this process, wherever its other threads wait."""
+    """End this process, wherever its other threads wait; called by two of them, the first has the word."""
+    _leaving.acquire()
     # What ends this host by itself has better words; and while the first is there, the others find out for themselves.
     time.sleep(6 if is_first() else 1)
     sys.stderr.write(f"error: {' '.join(words.split())[:2000]}; this host was in: {_doing}\n")

@@ -1,0 +1,125 @@
+"""What becomes of a run of four hosts of which one is told to stop, or dies.
+
+    python -m benchmarks.host_stops [--tries=20] [--only=SIGTERM] [--folder=DIR]
+
+Four processes of configs/debug.py on this machine, one CPU device each. In each try one of them gets the signal at a
+moment drawn from the second iteration or the third; how all end, and after how many seconds, is noted. The same command
+again must then leave what the run that nobody disturbed leaves: checkpoint, metrics and samples, bit by bit.
+
+    SIGTERM        all save and end with status 143
+    SIGKILL        of host 1, 2 or 3: the others end with status 1, and name it and what it was doing
+    SIGKILL of 0   where the coordination service is: the same
+
+A try that ends otherwise leaves its output in DIR.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import pathlib
+import random
+import re
+import shutil
+import signal
+import statistics
+import sys
+import tempfile
+import time
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "tests"))  # its processes, and what they must leave
+from system.test_hosts import SETTINGS, Job
+from system.test_resume import assert_same_run
+
+COUNT = 4
+KINDS = {"SIGTERM": (signal.SIGTERM, (0, 1, 2, 3)), "SIGKILL": (signal.SIGKILL, (1, 2, 3))}
+KINDS["SIGKILL of 0"] = signal.SIGKILL, (0,)
+SPAN_S = 2.0  # of the moments, from the end of an iteration: an iteration takes about one
+
+
+def start(folder: pathlib.Path, name: str) -> Job:
+    lean = {"num_iterations": 8, "eval.num_prompts": 0, "checkpoint.export": False}
+    return Job(COUNT, folder, SETTINGS | lean, flags=(f"--workdir={folder / name}",))
+
+
+def right(kind: str, victim: int, statuses: list[int], outputs: list[str]) -> bool:
+    """Whether all have ended as they must."""
+    if kind == "SIGTERM":
+        return statuses == [143] * COUNT
+    others = [i for i in range(COUNT) if i != victim]
+    said = rf"error: host {victim} (has not been heard of for \d+ s|is gone \(.*\)); it was in: \w+"
+    return all(statuses[i] == 1 and re.search(said, outputs[i]) for i in others)
+
+
+def stopped_inside(workdir: pathlib.Path) -> bool:
+    """Whether the last checkpoint is of the middle of an iteration."""
+    steps = [path for path in (workdir / "checkpoints").iterdir() if path.name.isdigit()]
+    last = max(steps, key=lambda path: int(path.name))
+    return json.loads((last / "config" / "metadata").read_text())["is_inside"]
+
+
+def one_try(folder: pathlib.Path, kind: str, chance: random.Random) -> dict[str, object]:
+    number, victims = KINDS[kind]
+    victim, delay = chance.choice(victims), chance.uniform(0, SPAN_S)
+    shutil.rmtree(folder / "run", ignore_errors=True)
+    job = start(folder, "run")
+    job.until("iteration 2/")
+    time.sleep(delay)
+    told = time.monotonic()
+    job.hosts[victim].send_signal(number)
+    statuses, outputs = job.end()
+    found = {"seconds": time.monotonic() - told, "statuses": statuses, "right": right(kind, victim, statuses, outputs)}
+    found["inside"] = stopped_inside(folder / "run")
+    again, texts = start(folder, "run").end()
+    try:
+        assert again == [0] * COUNT
+        assert_same_run(folder / "run", folder / "whole", same_steps=False)
+        found["bitwise"] = True
+    except AssertionError:
+        found["bitwise"] = False
+    if not (found["right"] and found["bitwise"]):
+        name = f"{kind.replace(' ', '_')}_{time.time():.0f}.txt"
+        parts = [f"==== host {i}, {s}\n{text}" for i, (s, text) in enumerate(zip(statuses, outputs, strict=True))]
+        (folder / name).write_text(f"{found} host {victim} after {delay:.2f} s\n" + "\n".join([*parts, *texts]))
+        print(f"  {name}", flush=True)
+    return found
+
+
+def row(kind: str, tries: list[dict[str, object]]) -> str:
+    seconds = [found["seconds"] for found in tries]
+    ends = sorted({tuple(sorted(found["statuses"])) for found in tries})
+    right, inside, bitwise = (sum(found[name] for found in tries) for name in ("right", "inside", "bitwise"))
+    spread = f"{statistics.median(seconds):.0f} / {max(seconds):.0f}"
+    statuses = ", ".join(" ".join(map(str, end)) for end in ends)
+    return f"| {kind} | {len(tries)} | {right} | {spread} | {statuses} | {inside} | {bitwise} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tries", type=int, default=20, help="of each kind")
+    parser.add_argument("--only", choices=KINDS, help="one kind")
+    parser.add_argument("--seed", type=int, default=0, help="of hosts and moments")
+    parser.add_argument("--folder", type=pathlib.Path, help="of the runs; else a temporary one")
+    given = parser.parse_args()
+    folder = given.folder or pathlib.Path(tempfile.mkdtemp())
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / "whole" / "report.html").exists():
+        statuses, outputs = start(folder, "whole").end()
+        if statuses != [0] * COUNT:
+            sys.exit("the run that nobody disturbs did not end:\n" + "\n".join(outputs))
+    kinds = [given.only] if given.only else list(KINDS)
+    chance, tries = random.Random(given.seed), {kind: [] for kind in kinds}
+    for _ in range(given.tries):
+        for kind in kinds:
+            tries[kind].append(one_try(folder, kind, chance))
+            print(row(kind, tries[kind]), flush=True)
+    print(f"\n{datetime.date.today()}, {os.cpu_count()} CPU cores")
+    print("| signal | tries | ended right | s to the end of all, median / worst | statuses | inside | bitwise after |")
+    print("|---|---|---|---|---|---|---|", *(row(kind, tries[kind]) for kind in kinds), sep="\n")
+
+
+if __name__ == "__main__":
+    main()
