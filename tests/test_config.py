@@ -6,6 +6,7 @@ program, the questions loaded, the files of a run), never the config itself; a n
 does one that nothing reads.
 """
 
+import contextlib
 import dataclasses
 import functools
 import importlib.util
@@ -44,6 +45,7 @@ from jaxrl_llm.questions.stream import PromptStream
 from jaxrl_llm.reports.metrics import cost_values, rollout_values
 from jaxrl_llm.run import assemble
 from jaxrl_llm.runtime import hosts, sharding
+from jaxrl_llm.runtime.checkpoint import Checkpointer
 from jaxrl_llm.runtime.nested import differences
 from jaxrl_llm.sweep.points import with_point
 from jaxrl_llm.types import OUTCOME_ERROR, OUTCOME_SCORE, STOP_EOS, STOP_STRING, Example, Rewards
@@ -664,6 +666,21 @@ def gap(config, folder, monkeypatch):
     return None
 
 
+def broken(config, folder, monkeypatch):
+    """What a run says after two updates in a row that were not finite; its ring, like what it drew, is nothing."""
+    monkeypatch.setattr(faults, "compile_all", lambda *_: {"last_drawn": lambda ring: ring})
+    found = faults.Faults(config, sharding.make_mesh(config.mesh))
+    found.observe({"nonfinite_run": 2.0}, 2, None)
+    return found.failure(folder)
+
+
+def time_to_write(config, folder, monkeypatch):
+    """What is said of a checkpoint that took ten seconds to write."""
+    monkeypatch.setattr(Checkpointer, "_last_write_s", lambda self: 10.0)
+    with contextlib.closing(Checkpointer(folder, config.checkpoint)) as checkpointer:
+        return checkpointer.last_write()
+
+
 def passes(config, folder, monkeypatch):
     rewards = Rewards(np.array([0.25, 0.75]), {}, np.zeros(2, np.int8))
     group = FinishedGroup(0, None, [1, 1], [STOP_EOS, STOP_EOS])
@@ -837,6 +854,8 @@ ALIVE = {
     "mesh.tensor": (2, mesh, {}),
     "mesh.sampler_tensor": (2, sampler_mesh, {"mesh.fsdp": 4}),
     "mesh.rules": ({"embed": None}, layout, {"mesh.fsdp": 2}),
+    "update.max_nonfinite_steps": (2, broken, {}),
+    "checkpoint.grace_s": (5.0, time_to_write, {}),
     "checkpoint.every_iterations": (1, ghost_run, {"checkpoint.keep_last": 5}),
     "checkpoint.keep_last": (2, ghost_run, CHECKPOINTED),
     "checkpoint.keep_best": (3, ghost_run, CHECKPOINTED | EVALUATED | {"eval.every_iterations": 1}),
