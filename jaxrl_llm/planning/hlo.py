@@ -28,6 +28,15 @@ class Shape:
     space: int
     num_bytes: float
 
+    @property
+    def size(self) -> int:
+        """Elements, none of those that fill its tiles."""
+        return math.prod(self.dims)
+
+    @property
+    def dense_bytes(self) -> float:
+        return self.size * bytes_of_element(self.dtype)
+
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
@@ -41,6 +50,12 @@ class Instruction:
     def called(self, *names: str) -> list[str]:
         found = re.findall(rf"(?:{'|'.join(names)})=(?:%([\w.-]+)|\{{([^}}]*)\}})", self.attributes)
         return [name for one, many in found for name in ([one] if one else _NAME.findall(many))]
+
+    @property
+    def op_name(self) -> str:
+        """Where in the Python program it comes from, as JAX names it; "" = not said."""
+        found = re.search(r'op_name="([^"]*)"', self.attributes)
+        return found[1] if found else ""
 
 
 @dataclasses.dataclass
@@ -63,6 +78,11 @@ class Computation:
         return {int(x.literal): x for x in self.instructions.values() if x.op == "parameter"}
 
 
+def bytes_of_element(dtype: str) -> float:
+    width = re.search(r"\d+", dtype)
+    return SIZES.get(dtype, int(width[0]) / 8 if width else 4)
+
+
 def _shape(dtype: str, dims: str, layout: str | None) -> Shape:
     sizes = tuple(int(n.removeprefix("<=")) for n in dims.split(",") if n)
     order, _, rest = (layout or "").partition(":")
@@ -74,9 +94,7 @@ def _shape(dtype: str, dims: str, layout: str | None) -> Shape:
         # The last dimension of a tile lies along the innermost of the array.
         for dim, size in zip(minor, reversed(tile[1].split(",")), strict=False):
             padded[dim] = -(-padded[dim] // int(size)) * int(size)
-    width = re.search(r"\d+", dtype)
-    size = SIZES.get(dtype, int(width[0]) / 8 if width else 4)
-    return Shape(dtype, sizes, int(space[1]) if space else 0, math.prod(padded) * size)
+    return Shape(dtype, sizes, int(space[1]) if space else 0, math.prod(padded) * bytes_of_element(dtype))
 
 
 def _end_of_bracket(text: str, start: int) -> int:
@@ -117,3 +135,14 @@ def parse(text: str) -> dict[str, Computation]:
             name, last = current.instructions.popitem()
             current.instructions[name] = dataclasses.replace(last, attributes=last.attributes + line)
     return computations
+
+
+def instructions(text: str, *ops: str) -> list[Instruction]:
+    """Every instruction of a module that does one of ``ops``, started and done at once or apart; fusions' too."""
+    found = [x for computation in parse(text).values() for x in computation.instructions.values()]
+    return [x for x in found if x.op.removesuffix("-start") in ops]
+
+
+def sizes(text: str, *ops: str) -> list[int]:
+    """Elements of each array that instructions with one of ``ops`` give."""
+    return [shape.size for x in instructions(text, *ops) for shape in x.shapes]
