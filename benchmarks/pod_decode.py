@@ -1,11 +1,12 @@
-"""What a chip of a pod does in a decode step of Llama-3.1-8B's shape, from the compiled program; no chip is needed.
+"""What a chip of a pod reads and sends in a decode step of an 8B model, from the compiled program; no chip is needed.
 
     python -m benchmarks.pod_decode --topology=v5p:2x2x4 --fsdp=4 --tensor=4 [--sampler_tensor=8] [--layers=32]
 
-1,024 rollouts of 512 + 4,096 tokens, 16 to a prompt, bfloat16. Prints the temporary memory of publish and decode, and of
-one decode step, as the mean of a call from empty caches to full ones, the bytes read from HBM over those that it must
-read, and the bytes that a chip sends. It must read every weight but the embedding's table once, and of caches and
-prompts what is filled, once; what lies in VMEM is not read again, what is written does not count.
+The job is that of ``benchmarks.pod``. Prints the temporary memory of publish and decode, and of one decode step, as the
+mean from empty caches to full ones, the bytes read from HBM over those that it must read, and the bytes that a chip
+sends. It must read every weight but the embedding's table once, prompts once, and of each cache what is filled once;
+the kernel reads caches in whole blocks, which is told apart. What lies in VMEM is not read again, and what is written
+does not count.
 
 Owns: what must be read. Does not know: how a program's text is read (planning).
 """
@@ -16,7 +17,7 @@ import argparse
 import dataclasses
 
 from benchmarks import pod
-from jaxrl_llm.planning import compiled
+from jaxrl_llm.planning import compiled, verdict
 from jaxrl_llm.run import Run
 from jaxrl_llm.runtime import sharding
 
@@ -34,22 +35,25 @@ def must_read(run: Run) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """Of a decode step of one chip, in bytes."""
+    """Of a decode step of one chip, in bytes. ``of_blocks``: read of caches beside what is filled."""
 
     read: float
     must: float
+    of_blocks: float
     sent: dict[str, float]
 
     @property
-    def ratio(self) -> float:
-        return self.read / self.must
+    def above(self) -> float:
+        """What is read twice or in between, over what must be read."""
+        return (self.read - self.of_blocks) / self.must - 1
 
 
 def step_of(run: Run, decode: compiled.Row) -> Step:
-    steps = run.config.rollout.chunk_steps
-    counts = decode.counts
-    sent = {kind: size / steps for kind, size in counts.by_collective().items()}
-    return Step(counts.total("read_bytes") / steps, must_read(run), sent)
+    steps, tokens = run.config.rollout.chunk_steps, run.config.sampling.max_completion_tokens
+    state = run.sampler.abstract_state()
+    of_blocks = (compiled.live_share(tokens) - 0.5) * verdict.device_bytes((state.cache_k, state.cache_v))
+    sent = {kind: size / steps for kind, size in decode.counts.by_collective().items()}
+    return Step(decode.counts.total("read_bytes") / steps, must_read(run), of_blocks, sent)
 
 
 def main() -> None:
@@ -63,10 +67,13 @@ def main() -> None:
     for row in compiled.compile_rows(run, ("publish", "decode")):
         if row.memory is None:
             raise SystemExit(f"error: {row.name}: {row.refused}")
-        m = row.memory
-        print(f"{row.name:8} temporary {m.temporary / 2**20:.0f} MiB a chip, outputs {m.outputs / 2**20:.0f}", flush=True)
+        temporary, outputs = (size / 2**20 for size in (row.memory.temporary, row.memory.outputs))
+        print(f"{row.name:8} temporary {temporary:.0f} MiB a chip, outputs {outputs:.0f}", flush=True)
     step = step_of(run, row)
-    print(f"decode step reads {step.read / 2**20:.0f} MiB, must read {step.must / 2**20:.0f}: {step.ratio:.3f}")
+    print(
+        f"decode step reads {step.read / 2**20:.0f} MiB, must read {step.must / 2**20:.0f}: {step.read / step.must:.3f}"
+    )
+    print(f"without whole blocks of caches, {step.of_blocks / 2**20:.0f} MiB: {1 + step.above:.3f}")
     print("sends, bytes a step: " + (", ".join(f"{k} {v:.0f}" for k, v in sorted(step.sent.items())) or "nothing"))
 
 

@@ -20,9 +20,8 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 
-from jaxrl_llm.planning.hlo import Computation, Instruction, Shape, parse
+from jaxrl_llm.planning.hlo import COLLECTIVES, Computation, Instruction, Shape, parse
 
-COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 HOST = 5  # the memory space of the host; 0 is the device's, others are on the chip
 
 # What moves nothing itself.
@@ -410,8 +409,7 @@ def _sent(kind: str, x: Instruction, num_devices: int, inputs: list[Shape]) -> S
     share = {"all-gather": group - 1, "all-reduce": 2 * (group - 1) / group, "collective-permute": 1}
     num_bytes = sum(s.dense_bytes for s in inputs) * share.get(kind, (group - 1) / group)
     largest = max((*x.shapes, *inputs), key=lambda s: s.dense_bytes)
-    shape = f"{largest.dtype}[{','.join(map(str, largest.dims))}]"
-    return Sent(kind, shape, group, num_bytes, x.op_name)
+    return Sent(kind, str(largest), group, num_bytes, x.op_name)
 
 
 def count(

@@ -10,6 +10,7 @@ import functools
 import math
 import re
 
+COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 # Bytes of an element.
 SIZES = {"pred": 1, "s4": 0.5, "u4": 0.5, "bf16": 2, "f16": 2, "c64": 8, "c128": 16, "token": 0}
 _SHAPE = re.compile(r"\b([a-z][a-z0-9]*)\[([\d,<=]*)\](?:\{([^{}]*)\})?")
@@ -27,6 +28,9 @@ class Shape:
     dims: tuple[int, ...]
     space: int
     num_bytes: float
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.dims))}]"
 
     @property
     def size(self) -> int:
@@ -137,12 +141,12 @@ def parse(text: str) -> dict[str, Computation]:
     return computations
 
 
-def instructions(text: str, *ops: str) -> list[Instruction]:
-    """Every instruction of a module that does one of ``ops``, started and done at once or apart; fusions' too."""
-    found = [x for computation in parse(text).values() for x in computation.instructions.values()]
-    return [x for x in found if x.op.removesuffix("-start") in ops]
-
-
 def sizes(text: str, *ops: str) -> list[int]:
-    """Elements of each array that instructions with one of ``ops`` give."""
-    return [shape.size for x in instructions(text, *ops) for shape in x.shapes]
+    """Elements of each array that the instructions of a module with one of ``ops`` give, fusions' too."""
+    found = (x for computation in parse(text).values() for x in computation.instructions.values())
+    return [shape.size for x in found if x.op in ops for shape in x.shapes]
+
+
+def moved(text: str, *kinds: str) -> list[int]:
+    """Elements of each array that collectives of such kinds (none named = all) give, started and done apart or not."""
+    return sizes(text, *(kind + end for kind in kinds or COLLECTIVES for end in ("", "-start")))
