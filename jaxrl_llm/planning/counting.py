@@ -7,7 +7,7 @@ it runs; what counts is added up per region, for a loop's turns follow each othe
                   kernels, which are custom calls
     memory        of each instruction that is not in a fusion: what it reads and writes outside the chip's own memory;
                   of what is sliced or replaced in place, that part alone. Tiles of a layout are counted whole.
-    links         of each collective: what a device sends where devices form a ring
+    links         of each collective: what a device sends where devices form a ring, of arrays without their tiles
 
 Owns: trip counts, these sums. Does not know: how the text is read (hlo), chips, seconds, which program it is.
 """

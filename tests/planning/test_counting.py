@@ -9,7 +9,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxrl_llm.planning.counting import count
-from jaxrl_llm.planning.hlo import parse
+from jaxrl_llm.planning.hlo import moved, parse, sizes
 
 
 def compiled_text(fn, *shapes):
@@ -137,11 +137,18 @@ def test_memory_counts_whole_tiles_and_not_what_is_on_the_chip():
     (loop,) = [region for region in count(TPU).regions if region.path == "loop"]
     # The copy reads 96 rows of 64, each in a tile of 128 lanes, and writes to the chip's own memory. The counter's
     # sum and comparison have two numbers of 4 bytes each, and a result of 4 bytes, or 1.
-    assert loop.hbm_bytes == 96 * 128 * 4 + (4 + 4 + 4) + (4 + 4 + 1)
+    assert loop.read_bytes == 96 * 128 * 4 + (4 + 4) + (4 + 4) and loop.written_bytes == 4 + 1
 
 
 def test_groups_of_a_named_mesh_axis_have_its_size():
-    assert count(TPU).by_collective() == {"all-gather": 4 * 16 * 128 * 4 * (2 - 1)}
+    (once,) = count(TPU).sent
+    # Of 64 floats a row, not of their tiles of 128.
+    assert once[0] == 1 and (once[1].chips, once[1].num_bytes) == (2, 4 * 16 * 64 * 4)
+
+
+def test_what_instructions_give_is_found_in_every_computation():
+    assert sizes(TPU, "copy") == [96 * 64] and sizes(TPU, "transpose") == []
+    assert moved(TPU) == moved(TPU, "all-gather") == [8 * 16 * 64] and moved(TPU, "all-reduce") == []
 
 
 def test_text_in_several_lines_is_one_instruction():
