@@ -18,7 +18,7 @@ import dataclasses
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 
 from jaxrl_llm.planning.hlo import COLLECTIVES, Computation, Instruction, Shape, parse
 
@@ -328,7 +328,26 @@ class _Program:
                 yield from ((s.space, s.num_bytes * (share if i in aliased else 1.0), False) for s in shapes)
             yield from ((s.space, s.num_bytes, True) for i, s in enumerate(x.shapes) if i not in places)
 
-    def _count(self, region: Region, inside: Computation, *, fused: bool, channels: set[str]) -> None:
+    def _collectives(self, x: Instruction) -> set[tuple[str, ...]]:
+        """What an instruction has begun that later ones may go on with: channel, kind and results of each."""
+        if x.op != "fusion":
+            return {_identity(x)} if x.op.removesuffix("-start") in COLLECTIVES and x.op.endswith("-start") else set()
+        inner = self.computations[x.called("calls")[0]].instructions.values()
+        return {_identity(y) for y in inner if y.op.removesuffix("-start") in COLLECTIVES}
+
+    def _going_on(self, inside: Computation, x: Instruction) -> set[tuple[str, ...]]:
+        """What was begun in the fusions whose results a fusion takes."""
+        found = set()
+        for name in x.operands:
+            y = inside.instructions.get(name)
+            while y is not None and y.op in ("get-tuple-element", "bitcast"):
+                y = inside.instructions.get(y.operands[0])
+            found |= self._collectives(y) if y is not None else set()
+        return found
+
+    def _count(
+        self, region: Region, inside: Computation, *, fused: bool, going_on: Set[tuple[str, ...]] = frozenset()
+    ) -> None:
         for x in inside.instructions.values():
             shapes = [inside.instructions[n].shapes for n in x.operands if n in inside.instructions]
             if x.op == "dot":
@@ -347,11 +366,9 @@ class _Program:
             if kind in COLLECTIVES:
                 if "all-reduce-scatter" in inside.name:  # how a TPU's compiler writes one
                     kind = "reduce-scatter"
-                # A collective is spread over the fusions that it is hidden behind: one channel, one collective.
-                channel = re.search(r"channel_id=(\d+)", x.attributes)
-                key = channel[1] if channel else x.name
-                if key not in channels:
-                    channels.add(key)
+                # One that is hidden behind several fusions stands in each of them; channels alone do not tell, for what
+                # one shard_map or one function called often sends may have one channel.
+                if _identity(x) not in going_on:
                     sent = _sent(kind, x, self.num_devices, [s for each in shapes for s in each])
                     region.sent += [sent] if sent.chips > 1 else []
             if not fused and (x.op != "custom-call" or not any(name in x.attributes for name in _FREE_CALLS)):
@@ -366,16 +383,17 @@ class _Program:
                 inner = Region(x.op_name or x.name, turns)
                 self.regions.append(inner)
                 for callee in x.called("body", "condition"):
-                    self._count(inner, self.computations[callee], fused=False, channels=set())
+                    self._count(inner, self.computations[callee], fused=False)
             elif x.op == "conditional":
                 branches = []
                 for callee in x.called("branch_computations", "true_computation", "false_computation"):
                     branches.append(Region("", 1))
-                    self._count(branches[-1], self.computations[callee], fused=False, channels=set(channels))
+                    self._count(branches[-1], self.computations[callee], fused=False)
                 _add(region, max(branches, key=lambda r: (r.flops, r.hbm_bytes)))
             else:
                 for callee in x.called("calls", "to_apply") if x.op in ("fusion", "call", "async-start") else ():
-                    self._count(region, self.computations[callee], fused=x.op == "fusion", channels=channels)
+                    going_on = self._going_on(inside, x) if x.op == "fusion" else set()
+                    self._count(region, self.computations[callee], fused=x.op == "fusion", going_on=going_on)
 
 
 def _add(region: Region, other: Region) -> None:
@@ -385,6 +403,11 @@ def _add(region: Region, other: Region) -> None:
 
 def _index(x: Instruction) -> int:
     return int(re.search(r"index=(\d+)", x.attributes)[1])
+
+
+def _identity(x: Instruction) -> tuple[str, ...]:
+    channel = re.search(r"channel_id=(\d+)", x.attributes)
+    return channel[1] if channel else x.name, x.op.removesuffix("-start"), *map(str, x.shapes)
 
 
 def _group_size(attributes: str, num_devices: int) -> int:
@@ -428,5 +451,5 @@ def count(
     program = _Program(text, turns_of, read_share)
     region = Region("", 1)
     program.regions.append(region)
-    program._count(region, program.entry, fused=False, channels=set())
+    program._count(region, program.entry, fused=False)
     return Counts(tuple(program.regions), program.guessed, dict(program.uncounted))
