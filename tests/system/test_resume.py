@@ -277,7 +277,7 @@ def test_a_stop_asked_for_during_an_evaluation_saves_that_iteration(finished_cop
 )
 def test_a_run_that_is_stopped_wherever_it_can_be_is_the_run_that_is_not(tmp_path, monkeypatch, chance, changes):
     """At checks drawn at random a signal has come: inside generations, rounds, evaluations."""
-    settings = SETTINGS | {"num_iterations": 2} | changes
+    settings = SETTINGS | {"num_iterations": 3} | changes
     mapping = building.settings_of(CONFIG, settings)
     assert train_module.train(freeze(mapping), tmp_path / "whole") == 0
 
