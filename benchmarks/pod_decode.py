@@ -1,111 +1,80 @@
-"""What a chip of a pod does in a decode step of Llama-3.1-8B's shape, from the compiled program; no chip is needed.
+"""What a chip of a pod reads and sends in a decode step of an 8B model, from the compiled program; no chip is needed.
 
     python -m benchmarks.pod_decode --topology=v5p:2x2x4 --fsdp=4 --tensor=4 [--sampler_tensor=8] [--layers=32]
 
-1,024 rollouts of 512 + 1,024 tokens, 8 to a prompt, bfloat16. Prints the temporary memory of publish and decode, and of
-one decode step the bytes that go between chips and the bytes read from HBM over those that it must read: every weight
-but the embedding's table once, caches (taken to be full) and prompts once. Bytes of what instructions take from HBM,
-tables' rows as they are looked up; what is read from VMEM, and what is written, does not count.
+The job is that of ``benchmarks.pod``. Prints the temporary memory of publish and decode, and of one decode step, as the
+mean from empty caches to full ones, the bytes read from HBM over those that it must read, and the bytes that a chip
+sends. It must read every weight but the embedding's table once, prompts once, and of each cache what is filled once;
+the kernel reads caches in whole blocks, which is told apart. What lies in VMEM is not read again, and what is written
+does not count.
 
-libtpu writes its text of the program to a temporary folder, about 1 GB: JAX cannot print some of v5p's.
+Owns: what must be read. Does not know: how a program's text is read (planning).
 """
 
 from __future__ import annotations
 
 import argparse
-import math
-import os
-import pathlib
-import re
-import tempfile
+import dataclasses
 
-WIDTH, FFN, HEADS, KEY_HEADS, HEAD, VOCABULARY = 4096, 14336, 32, 8, 128, 128256
-ROLLOUTS, GROUP, PROMPT, COMPLETION = 1024, 8, 512, 1024
-SIZES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f32": 4, "s32": 4, "u32": 4}
-NO_READ = ("parameter", "get-tuple-element", "tuple", "bitcast", "constant", "while", "iota", "optimization-barrier")
-INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (\(.*?\)(?= [\w\-]+\()|\S+) ([\w\-]+)\((.*)")
-COLLECTIVE = re.compile(r"(all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(-start)?$")
+from benchmarks import pod
+from jaxrl_llm.planning import compiled, verdict
+from jaxrl_llm.run import Run
+from jaxrl_llm.runtime import sharding
 
 
-def in_hbm(shapes: str) -> int:
-    """Bytes of the arrays in the text of a type that no layout puts elsewhere."""
-    arrays = re.findall(r"(\w+)\[([\d,]*)\](\{[^}]*\})?", shapes)
-    of = lambda kind, dims: SIZES.get(kind, 0) * math.prod(int(n) for n in dims.split(",") if n)
-    return sum(of(kind, dims) for kind, dims, layout in arrays if "S(" not in layout)
+def must_read(run: Run) -> float:
+    """Bytes that each chip has to read in a decode step: the mean from empty caches to full ones."""
+    config, arch, mesh = run.config, run.model.arch, run.sampler.mesh
+    tensor, shards = mesh.shape["tensor"], sharding.num_data_shards(mesh)
+    table = arch.vocab_size * arch.width  # looked up, where it is not the head too
+    weights = arch.num_params - (0 if arch.tied else table)
+    prompts = config.num_slots // config.rollout.group_size * config.prompts.max_tokens
+    places = config.num_slots * config.sampling.max_completion_tokens / 2 + prompts
+    return 2 * (weights + places / shards * 2 * arch.num_layers * arch.num_kv_heads * arch.head_size) / tensor
 
 
-def decode_loop(text: str) -> list[tuple[str, str, str, str]]:
-    """Name, type, operation and operands of each instruction of the loop over decode steps."""
-    computations: list[list[tuple[str, str, str, str]]] = [[]]
-    for line in text.splitlines():
-        if line.endswith("{"):
-            computations.append([])
-        elif found := INSTRUCTION.match(line):
-            computations[-1].append(found.groups())
-    return max(computations, key=lambda c: (sum("decode_attention" in name for name, *_ in c), len(c)))
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """Of a decode step of one chip, in bytes. ``of_blocks``: read of caches beside what is filled."""
+
+    read: float
+    must: float
+    of_blocks: float
+    sent: dict[str, float]
+
+    @property
+    def above(self) -> float:
+        """What is read twice or in between, over what must be read."""
+        return (self.read - self.of_blocks) / self.must - 1
 
 
-def read_and_sent(loop: list[tuple[str, str, str, str]]) -> tuple[int, dict[str, int]]:
-    """Bytes read from HBM, and bytes of the results of each kind of collective."""
-    types = {name: kind for name, kind, _, _ in loop}
-    read, sent = 0, {}
-    for name, kind, operation, rest in loop:
-        if operation in NO_READ or operation.endswith("-done"):
-            continue
-        if found := COLLECTIVE.match(operation):
-            sent[found[1]] = sent.get(found[1], 0) + in_hbm(re.sub(r"S\(\d\)", "", kind))
-        for operand in re.findall(r"%([\w.\-]+)", rest.split("metadata=")[0]):
-            source = types.get(operand, "(")
-            if source.startswith("("):
-                continue
-            is_lookup = "gather" in name and in_hbm(source) > 2**24
-            read += in_hbm(kind) if is_lookup and not kind.startswith("(") else 0 if is_lookup else in_hbm(source)
-    return read, sent
+def step_of(run: Run, decode: compiled.Row) -> Step:
+    steps, tokens = run.config.rollout.chunk_steps, run.config.sampling.max_completion_tokens
+    state = run.sampler.abstract_state()
+    of_blocks = (compiled.live_share(tokens) - 0.5) * verdict.device_bytes((state.cache_k, state.cache_v))
+    sent = {kind: size / steps for kind, size in decode.counts.by_collective().items()}
+    return Step(decode.counts.total("read_bytes") / steps, must_read(run), of_blocks, sent)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--topology", default="v5p:2x2x4")
     for name, default in (("fsdp", 16), ("tensor", 1), ("sampler_tensor", 0), ("layers", 32)):
         parser.add_argument(f"--{name}", type=int, default=default)
     given = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_hlo_text=true --xla_jf_dump_llo_text=false"
-        os.environ |= {"JAX_PLATFORMS": "cpu", "LIBTPU_INIT_ARGS": flags}
-        from jaxrl_llm.config import freeze
-        from jaxrl_llm.models.architecture import Architecture
-        from jaxrl_llm.planning import chips
-        from jaxrl_llm.run import assemble
-        from jaxrl_llm.runtime import sharding
-        from jaxrl_llm.runtime.programs import memory
-
-        sizes = {"num_heads": HEADS, "num_kv_heads": KEY_HEADS, "head_size": HEAD, "ffn": FFN, "tied": False}
-        arch = Architecture(VOCABULARY, WIDTH, given.layers, **sizes, max_positions=8192)
-        settings = {
-            "model": {"path": "random:debug", "compute_dtype": "bfloat16"},
-            "prompts": {"max_tokens": PROMPT},
-            "sampling": {"max_completion_tokens": COMPLETION},
-            "rollout": {"prompts_per_iteration": ROLLOUTS // GROUP, "group_size": GROUP, "chunk_steps": 64},
-            "update": {"batch_size": ROLLOUTS, "micro_batch_size": 64},
-            "mesh": {name: getattr(given, name) for name in ("fsdp", "tensor", "sampler_tensor")},
-        }
-        config = freeze(settings)
-        mesh = sharding.make_mesh(config.mesh, chips.devices_of(given.topology)[0])
-        run = assemble(config, arch, (0,), mesh)
-        for name in ("publish", "decode"):
-            m = memory(run.programs()[name].lower(mesh).compile())
-            print(
-                f"{name:8} temporary {m.temporary / 2**20:.0f} MiB a chip, outputs {m.outputs / 2**20:.0f}", flush=True
-            )
-        text = max(pathlib.Path(folder).glob("*TLP-hlo.txt"), key=lambda path: path.stat().st_size).read_text()
-    read, sent = read_and_sent(decode_loop(text))
-    shards, tensor = sharding.num_data_shards(run.sampler.mesh), run.sampler.mesh.shape["tensor"]
-    of_layer = WIDTH * HEAD * 2 * (HEADS + KEY_HEADS) + 3 * WIDTH * FFN
-    weights = 2 * (given.layers * of_layer + VOCABULARY * WIDTH) // tensor
-    places = ROLLOUTS // shards * COMPLETION + ROLLOUTS // GROUP // shards * PROMPT
-    needed = weights + 2 * 2 * given.layers * places * KEY_HEADS // tensor * HEAD
-    print(f"decode step reads {read / 2**20:.0f} MiB, must read {needed / 2**20:.0f}: {read / needed:.3f}")
-    print("between chips, bytes a step: " + (", ".join(f"{k} {v}" for k, v in sorted(sent.items())) or "none"))
+    mesh = {name: getattr(given, name) for name in ("fsdp", "tensor", "sampler_tensor")}
+    run = pod.run_of(given.topology, mesh, layers=given.layers)
+    for row in compiled.compile_rows(run, ("publish", "decode")):
+        if row.memory is None:
+            raise SystemExit(f"error: {row.name}: {row.refused}")
+        temporary, outputs = (size / 2**20 for size in (row.memory.temporary, row.memory.outputs))
+        print(f"{row.name:8} temporary {temporary:.0f} MiB a chip, outputs {outputs:.0f}", flush=True)
+    step = step_of(run, row)
+    print(
+        f"decode step reads {step.read / 2**20:.0f} MiB, must read {step.must / 2**20:.0f}: {step.read / step.must:.3f}"
+    )
+    print(f"without whole blocks of caches, {step.of_blocks / 2**20:.0f} MiB: {1 + step.above:.3f}")
+    print("sends, bytes a step: " + (", ".join(f"{k} {v:.0f}" for k, v in sorted(step.sent.items())) or "nothing"))
 
 
 if __name__ == "__main__":

@@ -7,14 +7,12 @@ through memory, or its multiplications, whichever takes longer. Kernels of libra
 matmuls at their best, starting an operation as nothing: a bound that the chip will not reach, and a list of where it
 goes. A loop that ends early (decode) is counted as one turn, which is a step of every row.
 
-Owns: what a line of compiled text moves. Does not know: time.
+Owns: what an operation moves. Does not know: how compiled text is read (planning.hlo), time.
 """
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-import math
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -28,58 +26,25 @@ from benchmarks.floors import Ceilings
 from benchmarks.shapes import SHAPES
 from jaxrl_llm.config import Config, ConfigError
 from jaxrl_llm.planning import chips
+from jaxrl_llm.planning.hlo import Computation, Instruction, parse
 from jaxrl_llm.run import assemble
 from jaxrl_llm.runtime import sharding
 
-BITS = {"pred": 8, "bf16": 16}  # others have theirs in their name
 MOVE_NOTHING = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "iota"}
 READ_A_PART = {"dynamic-slice", "slice", "gather"}
 
 
-@dataclasses.dataclass(frozen=True)
-class Operation:
-    """One line of compiled text: ``name = type kind(operands), rest``."""
-
-    name: str
-    type: str
-    kind: str
-    operands: list[str]
-    rest: str
-    is_root: bool
-
-    @property
-    def arrays(self) -> list[tuple[str, list[int]]]:
-        """Kind of number and shape of each array of the result."""
-        found = re.findall(r"\b([a-z]+\d*\w*)\[([\d,]*)\]", self.type)
-        return [(kind, [int(n) for n in dims.split(",") if n]) for kind, dims in found]
-
-    @property
-    def bytes(self) -> int:
-        """Of its result, and of no library's workspace beside it."""
-        arrays = self.arrays
-        if self.kind == "custom-call" and len(arrays) > 1:
-            arrays = [array for array in arrays if array[0] != "s8"]
-        return sum(math.prod(shape) * _bits(kind) // 8 for kind, shape in arrays)
-
-    @property
-    def shape(self) -> list[int]:
-        """Of its result, the first array of several."""
-        return self.arrays[0][1]
-
-    def names(self, attribute: str) -> list[str]:
-        """Computations that an attribute gives."""
-        found = re.search(attribute + r"=\{?((?:%[\w.\-]+(?:, )?)+)", self.rest)
-        return re.findall(r"%([\w.\-]+)", found[1]) if found else []
-
-
-Computation = dict[str, Operation]
+def _bytes(x: Instruction) -> float:
+    """Of its result, and of no library's workspace beside it."""
+    is_call = x.op == "custom-call" and len(x.shapes) > 1
+    return sum(s.dense_bytes for s in x.shapes if not (is_call and s.dtype == "s8"))
 
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
     """What one operation does in a whole program."""
 
-    operation: Operation
+    operation: Instruction
     times: int
     bytes: float
     flops: float
@@ -88,106 +53,83 @@ class Cost:
         return max(self.bytes / peaks.read_bytes, self.flops / peaks.batch_flops)
 
 
-def _bits(kind: str) -> int:
-    return BITS.get(kind) or int(re.search(r"\d+", kind)[0])
-
-
-def parse(text: str) -> tuple[dict[str, Computation], str]:
-    """Computations of compiled text by name, and the name of the one it begins with."""
-    computations: dict[str, Computation] = {}
-    entry = ""
-    for line in text.splitlines():
-        if start := re.match(r"(ENTRY )?%?([\w.\-]+) .*->.*\{$", line):
-            current = computations[start[2]] = {}
-            entry = start[2] if start[1] else entry
-        elif found := re.match(r"\s+(ROOT )?%([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)$", line):
-            root, name, kind_of_result, kind, rest = found.groups()
-            operands, _, attributes = rest.partition(")")
-            operands = re.findall(r"%([\w.\-]+)", operands)
-            current[name] = Operation(name, kind_of_result, kind, operands, attributes, bool(root))
-    return computations, entry
-
-
-def costs(computations: Mapping[str, Computation], name: str, times: int = 1) -> Iterator[Cost]:
+def costs(computations: Mapping[str, Computation], inside: Computation, times: int = 1) -> Iterator[Cost]:
     """Of every operation that a computation runs, loops by their turns where the text says how many."""
-    computation = computations[name]
-    for operation in computation.values():
-        if operation.kind in MOVE_NOTHING:
+    for x in inside.instructions.values():
+        if x.op in MOVE_NOTHING:
             continue
-        if operation.kind == "while":
-            turns = re.search(r'known_trip_count":\{"n":"(\d+)"', operation.rest)
-            yield from costs(computations, operation.names("body")[0], times * int(turns[1] if turns else 1))
-        elif operation.kind in ("conditional", "call"):
-            branches = operation.names("branch_computations") or operation.names("to_apply")
-            yield from costs(computations, branches[-1], times)
+        if x.op == "while":
+            turns = re.search(r'known_trip_count":\{"n":"(\d+)"', x.attributes)
+            (body,) = x.called("body")
+            yield from costs(computations, computations[body], times * int(turns[1] if turns else 1))
+        elif x.op in ("conditional", "call"):
+            branches = x.called("branch_computations") or x.called("to_apply")
+            yield from costs(computations, computations[branches[-1]], times)
         else:
-            if operation.kind == "fusion":
-                fused = computations[operation.names("calls")[0]]
-                moved, flops = _moved_by_fusion(fused), sum(_flops(one, fused) for one in fused.values())
+            if x.op == "fusion":
+                (name,) = x.called("calls")
+                fused = computations[name]
+                moved, flops = _moved_by_fusion(fused), sum(_flops(one, fused) for one in fused.instructions.values())
             else:
-                moved, flops = _moved(operation, computation), _flops(operation, computation)
-            yield Cost(operation, times, times * moved, times * flops)
+                moved, flops = _moved(x, inside), _flops(x, inside)
+            yield Cost(x, times, times * moved, times * flops)
 
 
-def _flops(operation: Operation, computation: Computation) -> int:
+def _flops(x: Instruction, inside: Computation) -> int:
     """Multiplications and additions of a matmul, XLA's or a library's; 0 of anything else."""
-    over = re.search(r'lhs_contracting_dim(?:ension)?s"?[=:][\[{]"?(\d+)', operation.rest)
-    if not over or operation.operands[0] not in computation:
+    over = re.search(r'lhs_contracting_dim(?:ension)?s"?[=:][\[{]"?(\d+)', x.attributes)
+    if not over or x.operands[0] not in inside.instructions:
         return 0
-    return 2 * math.prod(operation.shape) * computation[operation.operands[0]].shape[int(over[1])]
+    return 2 * x.shapes[0].size * inside.instructions[x.operands[0]].shapes[0].dims[int(over[1])]
 
 
-def _moved(operation: Operation, computation: Computation) -> int:
-    if operation.kind in READ_A_PART:
-        return 2 * operation.bytes
-    if operation.kind == "dynamic-update-slice":
-        return 2 * computation[operation.operands[1]].bytes
-    return operation.bytes + sum(computation[x].bytes for x in operation.operands if x in computation)
+def _moved(x: Instruction, inside: Computation) -> float:
+    if x.op in READ_A_PART:
+        return 2 * _bytes(x)
+    if x.op == "dynamic-update-slice":
+        return 2 * _bytes(inside.instructions[x.operands[1]])
+    return _bytes(x) + sum(_bytes(inside.instructions[name]) for name in x.operands if name in inside.instructions)
 
 
-def _moved_by_fusion(fused: Computation) -> int:
+def _moved_by_fusion(fused: Computation) -> float:
     """Parameters as far as they are read, and the result as far as it is written."""
-    users = collections.defaultdict(list)
-    for operation in fused.values():
-        for operand in operation.operands:
-            users[operand].append(operation)
 
-    def read(name: str) -> int:
-        total = 0
-        for user in users[name]:
-            is_first = user.operands[0] == name
-            if user.kind in READ_A_PART and is_first:
-                total += user.bytes
-            elif user.kind == "bitcast":
-                total += read(user.name)
-            elif user.kind != "dynamic-update-slice" or not is_first:
-                return fused[name].bytes
-        return min(total, fused[name].bytes)
+    def read(x: Instruction) -> float:
+        total = 0.0
+        for user in fused.users.get(x.name, ()):
+            is_first = user.operands[0] == x.name
+            if user.op in READ_A_PART and is_first:
+                total += _bytes(user)
+            elif user.op == "bitcast":
+                total += read(user)
+            elif user.op != "dynamic-update-slice" or not is_first:
+                return _bytes(x)
+        return min(total, _bytes(x))
 
-    def written(operation: Operation) -> int:
-        if operation.kind in ("tuple", "bitcast"):
-            return sum(written(fused[x]) for x in operation.operands)
-        return fused[operation.operands[1]].bytes if operation.kind == "dynamic-update-slice" else operation.bytes
+    def written(x: Instruction) -> float:
+        if x.op in ("tuple", "bitcast"):
+            return sum(written(fused.instructions[name]) for name in x.operands)
+        return _bytes(fused.instructions[x.operands[1]] if x.op == "dynamic-update-slice" else x)
 
-    root = next(operation for operation in fused.values() if operation.is_root)
-    return sum(read(name) for name, one in fused.items() if one.kind == "parameter") + written(root)
+    return sum(read(x) for x in fused.parameters.values()) + written(fused.instructions[fused.root])
 
 
 def report(text: str, peaks: Ceilings, least_s: float, top: int) -> tuple[str, Table]:
     """The sum of all operations beside the floor, and those that take longest."""
-    found = sorted(costs(*parse(text)), key=lambda cost: -cost.seconds(peaks))
+    computations = parse(text)
+    entry = next(each for each in computations.values() if each.is_entry)
+    found = sorted(costs(computations, entry), key=lambda cost: -cost.seconds(peaks))
     total = sum(cost.seconds(peaks) for cost in found)
     table = Table("ms", "times", "MB", "GFLOP", "operation", "result", "of")
     for cost in found[:top]:
-        place = re.search(r'op_name="([^"]*)"', cost.operation.rest)
         table.add_row(
             f"{cost.seconds(peaks) * 1e3:.3f}",
             str(cost.times),
             f"{cost.bytes / cost.times / 1e6:.1f}",
             f"{cost.flops / cost.times / 1e9:.1f}",
             cost.operation.name,
-            cost.operation.type[:32],
-            place[1][-40:] if place else "",
+            ", ".join(map(str, cost.operation.shapes))[:32],
+            cost.operation.op_name[-40:],
         )
     return (
         f"{total * 1e3:.3g} ms in all: {sum(c.bytes for c in found) / 1e9:.1f} GB, "

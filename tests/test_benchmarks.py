@@ -23,6 +23,7 @@ from benchmarks.results import Figure
 from benchmarks.worker import Worker, WorkerError
 from benchmarks.workers import link
 from jaxrl_llm.models.architecture import Architecture
+from jaxrl_llm.planning import hlo
 from jaxrl_llm.questions.tasks import reasoning_gym_task
 
 REPOSITORY = pathlib.Path(__file__).parents[1]
@@ -470,7 +471,8 @@ ENTRY %main (p: f32[4,8], which: pred[]) -> f32[4,8] {
 
 
 def test_what_an_operation_moves_and_multiplies_is_read_from_the_compiled_text():
-    found = {cost.operation.name: cost for cost in roofline.costs(*roofline.parse(COMPILED))}
+    computations = hlo.parse(COMPILED)
+    found = {cost.operation.name: cost for cost in roofline.costs(computations, computations["main"])}
     seen = {name: (cost.times, cost.bytes, cost.flops) for name, cost in found.items()}
     assert seen == {
         # A row of 32 bytes is read, and where to, and a row is written.

@@ -78,7 +78,7 @@ def test_the_update_replaces_state_and_ring_in_place(eight_chips):
 
 
 @needs_libtpu
-@pytest.mark.parametrize("name", ["decode", "update"])
+@pytest.mark.parametrize("name", [pytest.param("decode", marks=pytest.mark.slow), "update"])
 def test_memory_per_chip_does_not_grow_with_the_pod(eight_chips, name):
     """A loop carry without a layout would be held whole by every chip."""
     run = run_of(small_config(16), "v5e:4x4")

@@ -91,7 +91,7 @@ def compile_one(run: Run, name: str, lowered: jax.stages.Lowered, *, keep: bool 
     counts = text and counting.count(
         text,
         turns_of=lambda _: micro_batches(run) if name == "update" else 1,
-        read_share=lambda call: _live(tokens) if "decode_attention" in call else 1.0,
+        read_share=lambda call: live_share(tokens) if "decode_attention" in call else 1.0,
     )
     known = compiled and memory(compiled)
     return Row(name, known, refused, counts or None, temporaries(report), *((compiled, lowered) if keep else ()))
@@ -120,7 +120,7 @@ def micro_batches(run: Run) -> int:
     return -(-lines // update.num_lines)
 
 
-def _live(tokens: int) -> float:
+def live_share(tokens: int) -> float:
     """Share of a cache that decode steps read on average, from empty to full, in whole blocks."""
     return min(1.0, 0.5 * (1 + READ_BLOCK / tokens))
 

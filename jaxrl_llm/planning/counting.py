@@ -7,7 +7,7 @@ it runs; what counts is added up per region, for a loop's turns follow each othe
                   kernels, which are custom calls
     memory        of each instruction that is not in a fusion: what it reads and writes outside the chip's own memory;
                   of what is sliced or replaced in place, that part alone. Tiles of a layout are counted whole.
-    links         of each collective: what a device sends where devices form a ring
+    links         of each collective: what a device sends where devices form a ring, of arrays without their tiles
 
 Owns: trip counts, these sums. Does not know: how the text is read (hlo), chips, seconds, which program it is.
 """
@@ -18,11 +18,10 @@ import dataclasses
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 
-from jaxrl_llm.planning.hlo import Computation, Instruction, Shape, parse
+from jaxrl_llm.planning.hlo import COLLECTIVES, Computation, Instruction, Shape, parse
 
-COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 HOST = 5  # the memory space of the host; 0 is the device's, others are on the chip
 
 # What moves nothing itself.
@@ -44,6 +43,17 @@ _FREE_CALLS = {"AllocateBuffer", "AssumeGatherIndicesInBound", "GatherScatterInd
 _SLICES = {"dynamic-slice", "slice", "gather"}
 
 
+@dataclasses.dataclass(frozen=True)
+class Sent:
+    """A collective of more than one device, where it stands in the program."""
+
+    kind: str
+    shape: str  # of the largest array that it takes or gives, such as "bf16[128,64]"
+    chips: int  # that take part with each other
+    num_bytes: float  # that each of them sends
+    op_name: str  # of the line of Python that it comes from
+
+
 @dataclasses.dataclass
 class Region:
     """What one turn of a loop does, per device, and how many turns there are in the whole program."""
@@ -51,11 +61,27 @@ class Region:
     path: str  # the loops it is in
     turns: float
     flops: float = 0.0
-    hbm_bytes: float = 0.0
-    host_bytes: float = 0.0
-    # By kind of collective: bytes that a device sends, and how many there are.
-    link_bytes: Counter[str] = dataclasses.field(default_factory=Counter)
-    collectives: Counter[str] = dataclasses.field(default_factory=Counter)
+    read_bytes: float = 0.0  # from the device's memory, and its host's
+    written_bytes: float = 0.0
+    host_bytes: float = 0.0  # of both, those in the host's memory
+    sent: list[Sent] = dataclasses.field(default_factory=list)
+    kernels: Counter[str] = dataclasses.field(default_factory=Counter)  # by name
+
+    @property
+    def hbm_bytes(self) -> float:
+        return self.read_bytes + self.written_bytes
+
+    @property
+    def link_bytes(self) -> Counter[str]:
+        """Bytes that a device sends, by kind of collective."""
+        total: Counter[str] = Counter()
+        for one in self.sent:
+            total[one.kind] += one.num_bytes
+        return total
+
+    @property
+    def collectives(self) -> Counter[str]:
+        return Counter(one.kind for one in self.sent)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +105,11 @@ class Counts:
         for region in self.regions:
             total.update({kind: region.turns * n for kind, n in getattr(region, name).items()})
         return dict(total)
+
+    @property
+    def sent(self) -> list[tuple[float, Sent]]:
+        """Every collective, with the number of times that it runs."""
+        return [(region.turns, one) for region in self.regions for one in region.sent]
 
 
 # ---- operations ----------------------------------------------------------------------------------------------
@@ -202,8 +233,7 @@ class _Program:
             first = self._constant(inside, begin.operands[_index(counter)])
             if last is not None:
                 return max(0, -(((first or 0) - last) // self._step(loop, _index(counter))))
-        name = re.search(r'op_name="([^"]*)"', loop.attributes)
-        name = name[1] if name else loop.name
+        name = loop.op_name or loop.name
         self.guessed[name] = self.turns_of(name)
         return self.guessed[name]
 
@@ -258,36 +288,36 @@ class _Program:
             return min(whole, 2 * sum(s.num_bytes for s in inside.instructions[x.operands[-1]].shapes))
         return whole
 
-    def _moved(self, inside: Computation, x: Instruction) -> Iterator[tuple[int, float]]:
-        """(memory space, bytes) of each thing that an instruction reads or writes."""
+    def _moved(self, inside: Computation, x: Instruction) -> Iterator[tuple[int, float, bool]]:
+        """Of each thing that an instruction reads (False) or writes (True): its memory space, bytes, and which."""
         inputs = [inside.instructions[n].shapes for n in x.operands if n in inside.instructions]
         if x.op.endswith("-done") or x.op in _FREE:
             return
         if x.op in ("copy-start", "slice-start") and len(x.shapes) >= 2:
             size = min(s.num_bytes for s in x.shapes[:2])
-            yield from ((s.space, size) for s in x.shapes[:2])
+            into, source = x.shapes[:2]
+            yield from ((source.space, size, False), (into.space, size, True))
         elif x.op in _SLICES:
-            yield from ((s.space, s.num_bytes) for s in x.shapes)
-            yield (inputs[0][0].space, sum(s.num_bytes for s in x.shapes))
+            yield from ((s.space, s.num_bytes, True) for s in x.shapes)
+            yield inputs[0][0].space, sum(s.num_bytes for s in x.shapes), False
         elif x.op == "dynamic-update-slice":
             size = inputs[1][0].num_bytes
-            yield from ((inputs[1][0].space, size), (x.shapes[0].space, size))
+            yield from ((inputs[1][0].space, size, False), (x.shapes[0].space, size, True))
         elif x.op == "scatter":
-            yield from (
-                (x.shapes[0].space, 2 * inputs[-1][0].num_bytes),
-                (inputs[-1][0].space, inputs[-1][0].num_bytes),
-            )
+            size = inputs[-1][0].num_bytes
+            yield from ((x.shapes[0].space, size, way) for way in (False, True))
+            yield inputs[-1][0].space, size, False
         elif x.op == "fusion":
             callee = self.computations[x.called("calls")[0]]
             for i, shapes in enumerate(inputs):
                 for s in shapes:
                     name = callee.parameters[i].name if i in callee.parameters else ""
                     part = self._read(callee, name, s.num_bytes) if name and len(shapes) == 1 else s.num_bytes
-                    yield s.space, min(part, s.num_bytes)
+                    yield s.space, min(part, s.num_bytes), False
             root = callee.instructions[callee.root]
             for i, s in enumerate(x.shapes):
                 is_apart = root.op == "tuple" and len(root.operands) == len(x.shapes)
-                yield s.space, self._written(callee, root.operands[i] if is_apart else root.name, s.num_bytes)
+                yield s.space, self._written(callee, root.operands[i] if is_apart else root.name, s.num_bytes), True
         else:
             share = self.read_share(x.name) if x.op == "custom-call" else 1.0
             aliased = {int(i) for i in re.findall(r"\{\d*\}: \((\d+)", x.attributes.partition("aliasing={")[2][:400])}
@@ -295,10 +325,29 @@ class _Program:
                 int(i or 0) for i in re.findall(r"\{(\d*)\}: \(\d+", x.attributes.partition("aliasing={")[2][:400])
             }
             for i, shapes in enumerate(inputs):
-                yield from ((s.space, s.num_bytes * (share if i in aliased else 1.0)) for s in shapes)
-            yield from ((s.space, s.num_bytes) for i, s in enumerate(x.shapes) if i not in places)
+                yield from ((s.space, s.num_bytes * (share if i in aliased else 1.0), False) for s in shapes)
+            yield from ((s.space, s.num_bytes, True) for i, s in enumerate(x.shapes) if i not in places)
 
-    def _count(self, region: Region, inside: Computation, *, fused: bool, channels: set[str]) -> None:
+    def _collectives(self, x: Instruction) -> set[tuple[str, ...]]:
+        """What an instruction has begun that later ones may go on with: channel, kind and results of each."""
+        if x.op != "fusion":
+            return {_identity(x)} if x.op.removesuffix("-start") in COLLECTIVES and x.op.endswith("-start") else set()
+        inner = self.computations[x.called("calls")[0]].instructions.values()
+        return {_identity(y) for y in inner if y.op.removesuffix("-start") in COLLECTIVES}
+
+    def _going_on(self, inside: Computation, x: Instruction) -> set[tuple[str, ...]]:
+        """What was begun in the fusions whose results a fusion takes."""
+        found = set()
+        for name in x.operands:
+            y = inside.instructions.get(name)
+            while y is not None and y.op in ("get-tuple-element", "bitcast"):
+                y = inside.instructions.get(y.operands[0])
+            found |= self._collectives(y) if y is not None else set()
+        return found
+
+    def _count(
+        self, region: Region, inside: Computation, *, fused: bool, going_on: Set[tuple[str, ...]] = frozenset()
+    ) -> None:
         for x in inside.instructions.values():
             shapes = [inside.instructions[n].shapes for n in x.operands if n in inside.instructions]
             if x.op == "dot":
@@ -308,6 +357,7 @@ class _Program:
             elif x.op == "custom-call" and (library := re.search(r'target="(__cu\w+\$\w+|__triton\w*)', x.attributes)):
                 self.uncounted[library[1]] += region.turns  # a GPU's: what it computes is not in the text's shapes
             elif x.op == "custom-call" and "tpu_custom_call" in x.attributes:
+                region.kernels[x.name.rstrip(".0123456789")] += 1
                 flops = _kernel(x, [s for each in shapes for s in each])
                 region.flops += flops or 0.0
                 if flops is None:
@@ -316,43 +366,48 @@ class _Program:
             if kind in COLLECTIVES:
                 if "all-reduce-scatter" in inside.name:  # how a TPU's compiler writes one
                     kind = "reduce-scatter"
-                # A collective is spread over the fusions that it is hidden behind: one channel, one collective.
-                channel = re.search(r"channel_id=(\d+)", x.attributes)
-                key = channel[1] if channel else x.name
-                if key not in channels:
-                    channels.add(key)
-                    sent = _sent(kind, x, self.num_devices, sum(s.num_bytes for each in shapes for s in each))
-                    region.link_bytes[kind] += sent
-                    region.collectives[kind] += sent > 0
+                # One that is hidden behind several fusions stands in each of them; channels alone do not tell, for what
+                # one shard_map or one function called often sends may have one channel.
+                if _identity(x) not in going_on:
+                    sent = _sent(kind, x, self.num_devices, [s for each in shapes for s in each])
+                    region.sent += [sent] if sent.chips > 1 else []
             if not fused and (x.op != "custom-call" or not any(name in x.attributes for name in _FREE_CALLS)):
-                for space, size in self._moved(inside, x):
-                    region.hbm_bytes += size if space in (0, HOST) else 0
+                for space, size, is_written in self._moved(inside, x):
                     region.host_bytes += size if space == HOST else 0
+                    if space in (0, HOST) and is_written:
+                        region.written_bytes += size
+                    elif space in (0, HOST):
+                        region.read_bytes += size
             if x.op == "while":
                 turns = region.turns * self.turns(inside, x)
-                name = re.search(r'op_name="([^"]*)"', x.attributes)
-                inner = Region(name[1] if name else x.name, turns)
+                inner = Region(x.op_name or x.name, turns)
                 self.regions.append(inner)
                 for callee in x.called("body", "condition"):
-                    self._count(inner, self.computations[callee], fused=False, channels=set())
+                    self._count(inner, self.computations[callee], fused=False)
             elif x.op == "conditional":
                 branches = []
                 for callee in x.called("branch_computations", "true_computation", "false_computation"):
                     branches.append(Region("", 1))
-                    self._count(branches[-1], self.computations[callee], fused=False, channels=set(channels))
+                    self._count(branches[-1], self.computations[callee], fused=False)
                 _add(region, max(branches, key=lambda r: (r.flops, r.hbm_bytes)))
             else:
                 for callee in x.called("calls", "to_apply") if x.op in ("fusion", "call", "async-start") else ():
-                    self._count(region, self.computations[callee], fused=x.op == "fusion", channels=channels)
+                    going_on = self._going_on(inside, x) if x.op == "fusion" else set()
+                    self._count(region, self.computations[callee], fused=x.op == "fusion", going_on=going_on)
 
 
 def _add(region: Region, other: Region) -> None:
-    for name in ("flops", "hbm_bytes", "host_bytes", "link_bytes", "collectives"):
+    for name in ("flops", "read_bytes", "written_bytes", "host_bytes", "sent", "kernels"):
         setattr(region, name, getattr(region, name) + getattr(other, name))
 
 
 def _index(x: Instruction) -> int:
     return int(re.search(r"index=(\d+)", x.attributes)[1])
+
+
+def _identity(x: Instruction) -> tuple[str, ...]:
+    channel = re.search(r"channel_id=(\d+)", x.attributes)
+    return channel[1] if channel else x.name, x.op.removesuffix("-start"), *map(str, x.shapes)
 
 
 def _group_size(attributes: str, num_devices: int) -> int:
@@ -363,18 +418,21 @@ def _group_size(attributes: str, num_devices: int) -> int:
         return int(found[2])
     if found := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", attributes):
         sizes = dict(re.findall(r"'([^']+)'=(\d+)", found[1]))
-        return math.prod(int(sizes[axis]) for axis in re.findall(r"'([^']+)'", found[2]))
+        of_axis = re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", found[2])  # whole, or a part of it
+        return math.prod(int(part or sizes[axis]) for axis, part in of_axis)
+    if found := re.search(r"source_target_pairs=\{(\{.*?\})\}", attributes):
+        return found[1].count("{")
     return num_devices
 
 
-def _sent(kind: str, x: Instruction, num_devices: int, input_bytes: float) -> float:
-    """Bytes that each device sends in a collective, by the ring algorithm."""
-    if kind == "collective-permute":
-        return input_bytes
+def _sent(kind: str, x: Instruction, num_devices: int, inputs: list[Shape]) -> Sent:
+    """Bytes that each device sends in a collective, by the ring algorithm: of the arrays, not of their tiles."""
     group = _group_size(x.attributes, num_devices)
     # An all-gather's input is one device's part, which it passes on to all others.
-    share = {"all-gather": group - 1, "all-reduce": 2 * (group - 1) / group}.get(kind, (group - 1) / group)
-    return input_bytes * share
+    share = {"all-gather": group - 1, "all-reduce": 2 * (group - 1) / group, "collective-permute": 1}
+    num_bytes = sum(s.dense_bytes for s in inputs) * share.get(kind, (group - 1) / group)
+    largest = max((*x.shapes, *inputs), key=lambda s: s.dense_bytes)
+    return Sent(kind, str(largest), group, num_bytes, x.op_name)
 
 
 def count(
@@ -393,5 +451,5 @@ def count(
     program = _Program(text, turns_of, read_share)
     region = Region("", 1)
     program.regions.append(region)
-    program._count(region, program.entry, fused=False, channels=set())
+    program._count(region, program.entry, fused=False)
     return Counts(tuple(program.regions), program.guessed, dict(program.uncounted))

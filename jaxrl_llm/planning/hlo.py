@@ -10,6 +10,7 @@ import functools
 import math
 import re
 
+COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 # Bytes of an element.
 SIZES = {"pred": 1, "s4": 0.5, "u4": 0.5, "bf16": 2, "f16": 2, "c64": 8, "c128": 16, "token": 0}
 _SHAPE = re.compile(r"\b([a-z][a-z0-9]*)\[([\d,<=]*)\](?:\{([^{}]*)\})?")
@@ -28,6 +29,18 @@ class Shape:
     space: int
     num_bytes: float
 
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.dims))}]"
+
+    @property
+    def size(self) -> int:
+        """Elements, none of those that fill its tiles."""
+        return math.prod(self.dims)
+
+    @property
+    def dense_bytes(self) -> float:
+        return self.size * bytes_of_element(self.dtype)
+
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
@@ -41,6 +54,12 @@ class Instruction:
     def called(self, *names: str) -> list[str]:
         found = re.findall(rf"(?:{'|'.join(names)})=(?:%([\w.-]+)|\{{([^}}]*)\}})", self.attributes)
         return [name for one, many in found for name in ([one] if one else _NAME.findall(many))]
+
+    @property
+    def op_name(self) -> str:
+        """Where in the Python program it comes from, as JAX names it; "" = not said."""
+        found = re.search(r'op_name="([^"]*)"', self.attributes)
+        return found[1] if found else ""
 
 
 @dataclasses.dataclass
@@ -63,6 +82,11 @@ class Computation:
         return {int(x.literal): x for x in self.instructions.values() if x.op == "parameter"}
 
 
+def bytes_of_element(dtype: str) -> float:
+    width = re.search(r"\d+", dtype)
+    return SIZES.get(dtype, int(width[0]) / 8 if width else 4)
+
+
 def _shape(dtype: str, dims: str, layout: str | None) -> Shape:
     sizes = tuple(int(n.removeprefix("<=")) for n in dims.split(",") if n)
     order, _, rest = (layout or "").partition(":")
@@ -74,9 +98,7 @@ def _shape(dtype: str, dims: str, layout: str | None) -> Shape:
         # The last dimension of a tile lies along the innermost of the array.
         for dim, size in zip(minor, reversed(tile[1].split(",")), strict=False):
             padded[dim] = -(-padded[dim] // int(size)) * int(size)
-    width = re.search(r"\d+", dtype)
-    size = SIZES.get(dtype, int(width[0]) / 8 if width else 4)
-    return Shape(dtype, sizes, int(space[1]) if space else 0, math.prod(padded) * size)
+    return Shape(dtype, sizes, int(space[1]) if space else 0, math.prod(padded) * bytes_of_element(dtype))
 
 
 def _end_of_bracket(text: str, start: int) -> int:
@@ -117,3 +139,14 @@ def parse(text: str) -> dict[str, Computation]:
             name, last = current.instructions.popitem()
             current.instructions[name] = dataclasses.replace(last, attributes=last.attributes + line)
     return computations
+
+
+def sizes(text: str, *ops: str) -> list[int]:
+    """Elements of each array that the instructions of a module with one of ``ops`` give, fusions' too."""
+    found = (x for computation in parse(text).values() for x in computation.instructions.values())
+    return [shape.size for x in found if x.op in ops for shape in x.shapes]
+
+
+def moved(text: str, *kinds: str) -> list[int]:
+    """Elements of each array that collectives of such kinds (none named = all) give, started and done apart or not."""
+    return sizes(text, *(kind + end for kind in kinds or COLLECTIVES for end in ("", "-start")))

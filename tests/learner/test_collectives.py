@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from support.building import CUBE, ONE, TINY, gradient, make_update, mesh_of, needs_libtpu, random_experience
 
-from benchmarks.collectives import collectives
 from jaxrl_llm.config import ConfigError, MeshConfig, freeze
 from jaxrl_llm.models.architecture import Architecture
 from jaxrl_llm.models.transformer import EMBEDDING, look_up
 from jaxrl_llm.planning import chips
+from jaxrl_llm.planning.counting import count
 from jaxrl_llm.replay import ring as replay
 from jaxrl_llm.run import assemble
 from jaxrl_llm.runtime import sharding
@@ -25,32 +25,51 @@ SPLIT = MeshConfig(data=2, fsdp=4)
 def test_bytes_are_counted_by_the_ring_algorithms_and_by_the_trips_of_loops():
     text = """
 %add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
 }
 %all-reduce-scatter.1 (x: f32[8,4]) -> f32[2,4] {
   %x = f32[8,4]{1,0} parameter(0)
+  %zero = s32[] constant(0)
   %r = f32[8,4]{1,0} all-reduce(%x), channel_id=3, replica_groups={{0,1,2,3}}, to_apply=%add
+  ROOT %part = f32[2,4]{1,0} dynamic-slice(%r, %zero, %zero), dynamic_slice_sizes={2,4}
 }
 %body (p: (s32[], f32[8,4])) -> (s32[], f32[8,4]) {
+  %p = (s32[], f32[8,4]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%p), index=0
+  %y = f32[8,4]{1,0} get-tuple-element(%p), index=1
+  %one = s32[] constant(1)
+  %next = s32[] add(%i, %one)
   %f = f32[2,4]{1,0} fusion(%y), kind=kCustom, calls=%all-reduce-scatter.1
+  ROOT %out = (s32[], f32[8,4]{1,0}) tuple(%next, %y)
 }
 %condition (p: (s32[], f32[8,4])) -> pred[] {
+  %p = (s32[], f32[8,4]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%p), index=0
   %c = s32[]{:T(128)} constant(3)
   ROOT %lt = pred[] compare(%i, %c), direction=LT
 }
-ENTRY %main (p: f32[8,4]) -> f32[8,4] {
+ENTRY %main (p: f32[8,4], b: bf16[2,4], q: f32[5], r: f32[]) -> f32[] {
+  %p = f32[8,4]{1,0:T(8,128)} parameter(0)
+  %b = bf16[2,4]{1,0} parameter(1)
+  %q = f32[5]{0} parameter(2)
+  %r = f32[] parameter(3)
+  %zero = s32[] constant(0)
+  %t = (s32[], f32[8,4]{1,0:T(8,128)}) tuple(%zero, %p)
   %w = (s32[], f32[8,4]{1,0:T(8,128)}) while(%t), condition=%condition, body=%body
-  %g = (bf16[2,4]{1,0}, bf16[16,4]{1,0}) all-gather-start(%p), channel_id=1, replica_groups=mesh['a'=2,'b'=8] {'b'}
+  %g = (bf16[2,4]{1,0}, bf16[16,4]{1,0}) all-gather-start(%b), channel_id=1, replica_groups=mesh['a'=2,'b'=8] {'b'}
   %s = (f32[5]{0}, f32[]) all-reduce(%q, %r), channel_id=2, replica_groups=[4,2]<=[8], to_apply=%add
-  %m = f32[10]{0} collective-permute(%q), channel_id=4, source_target_pairs={{0,1},{1,0}}
-  %one = f32[] all-reduce(%q), channel_id=5, replica_groups={{0},{1}}, to_apply=%add
+  %m = f32[5]{0} collective-permute(%q), channel_id=4, source_target_pairs={{0,1},{1,0}}
+  ROOT %one = f32[] all-reduce(%r), channel_id=5, replica_groups={{0},{1}}, to_apply=%add
 }
 """
-    found = {(one.kind, one.shape, one.chips, one.times): one.sent_bytes for one in collectives(text)}
+    found = {(one.kind, one.shape, one.chips, times): one.num_bytes for times, one in count(text).sent}
     assert found == {
         ("reduce-scatter", "f32[8,4]", 4, 3): 3 / 4 * 128,
         ("all-gather", "bf16[16,4]", 8, 1): 7 / 8 * 128,
         ("all-reduce", "f32[5]", 2, 1): 2 * 1 / 2 * 24,
-        ("collective-permute", "f32[10]", 2, 1): 40,
+        ("collective-permute", "f32[5]", 2, 1): 20,
     }
 
 
@@ -152,11 +171,15 @@ def compile_program(run, name):
 
 @pytest.fixture(scope="module")
 def update_of_eight():
-    return collectives(compile_program(run_of("v5e:2x4"), "update").as_text())
+    return sent_by(compile_program(run_of("v5e:2x4"), "update"))
 
 
-def sent_bytes(collectives):
-    return sum(one.times * one.sent_bytes for one in collectives)
+def sent_by(compiled):
+    return count(compiled.as_text(), turns_of=lambda name: MICRO_BATCHES).sent
+
+
+def sent_bytes(sent):
+    return sum(times * one.num_bytes for times, one in sent)
 
 
 @needs_libtpu
@@ -165,14 +188,14 @@ def test_head_and_embedding_send_what_their_layout_needs_once_a_micro_batch(upda
 
     Over ``data``, once an update, a shard of the gradients of both; of the embedding but for that only activations.
     """
-    of_tables = [one for one in update_of_eight if f"[{V}," in one.shape]
+    of_tables = [(times, one) for times, one in update_of_eight if f"[{V}," in one.shape]
     size, others = V * D, (FSDP - 1) / FSDP
     head = others * size * 2 + others * size * 4
     over_data = 2 * (1 / 2) * size / FSDP * 4
     assert sent_bytes(of_tables) == MICRO_BATCHES * head + 2 * over_data
-    assert {one.kind for one in of_tables if one.shape.startswith("bf16")} == {"all-gather"}
+    assert {one.kind for _, one in of_tables if one.shape.startswith("bf16")} == {"all-gather"}
     rows, width = 2 * 64 - 32, D // FSDP  # a group's prompt once, two completions
-    activations = [one for one in update_of_eight if one.kind == "all-to-all"]
+    activations = [(times, one) for times, one in update_of_eight if one.kind == "all-to-all"]
     assert sent_bytes(activations) == MICRO_BATCHES * 2 * others * FSDP * rows * width * 2
 
 
@@ -188,17 +211,18 @@ def test_a_draw_sends_nothing_and_an_insert_counts():
     args = run.programs()["update"].args
     with jax.sharding.use_abstract_mesh(run.mesh.abstract_mesh):
         drawn = jax.jit(draw).lower(learner.abstract_ring, args[3], args[2]).compile()
-    assert collectives(drawn.as_text()) == []
+    assert sent_by(drawn) == []
     # Sums and counts, not rows: the tokens of its 16 rows of 64 alone are 4 KiB.
-    assert sent_bytes(collectives(compile_program(run, "insert").as_text())) < 4096
+    assert sent_bytes(sent_by(compile_program(run, "insert"))) < 4096
 
 
 @needs_libtpu
 @pytest.mark.slow
 def test_a_chip_of_twice_as_many_sends_as_much_but_for_what_is_summed_over_them(update_of_eight):
-    sixteen = collectives(compile_program(run_of("v5e:4x4"), "update").as_text())
-    within = lambda found: sent_bytes(one for one in found if one.chips <= FSDP and one.kind != "all-reduce")
+    sixteen = sent_by(compile_program(run_of("v5e:4x4"), "update"))
+    of_group = lambda one: one.chips <= FSDP and one.kind != "all-reduce"
+    within = lambda found: sent_bytes((times, one) for times, one in found if of_group(one))
     assert within(sixteen) == within(update_of_eight)
     # An all-reduce of n chips sends 2 (n-1)/n of its bytes: of 4 for 2 over ``data``, of 16 for 8 over all.
-    summed = lambda found: sent_bytes(one for one in found if one.kind == "all-reduce")
+    summed = lambda found: sent_bytes((times, one) for times, one in found if one.kind == "all-reduce")
     assert summed(sixteen) <= 1.5 * summed(update_of_eight)

@@ -1,20 +1,18 @@
 """Cost: rooflines and money, by hand."""
 
-from collections import Counter
-
 import pytest
 
 from jaxrl_llm.planning import cost
 from jaxrl_llm.planning.chips import Chip
-from jaxrl_llm.planning.counting import Counts, Region
+from jaxrl_llm.planning.counting import Counts, Region, Sent
 
 # A second for 1e12 operations, 1e9 bytes of memory, 1e9 sent, 1e9 to the host.
 CHIP = Chip(1.0, tflops=1.0, hbm_gb=1.0, link_gb=1.0, host_gb=1.0)
 
 
 def test_a_loops_turns_take_the_longest_of_what_they_do_and_loops_follow_each_other():
-    matmuls = Region("a", 2, flops=3e12, hbm_bytes=1e9, link_bytes=Counter({"all-gather": 2e9}))
-    copies = Region("b", 1, flops=0, hbm_bytes=4e9, host_bytes=1e9)
+    matmuls = Region("a", 2, flops=3e12, read_bytes=1e9, sent=[Sent("all-gather", "", 2, 2e9, "")])
+    copies = Region("b", 1, flops=0, read_bytes=1e9, written_bytes=3e9, host_bytes=1e9)
     found = cost.seconds(Counts((matmuls, copies), {}, {}), CHIP)
     assert found.total == pytest.approx(2 * 3 + 4)
     assert found.by == pytest.approx({"operations": 6, "memory": 6, "links": 4, "host": 1})

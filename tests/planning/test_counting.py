@@ -9,7 +9,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxrl_llm.planning.counting import count
-from jaxrl_llm.planning.hlo import parse
+from jaxrl_llm.planning.hlo import moved, parse, sizes
 
 
 def compiled_text(fn, *shapes):
@@ -137,11 +137,47 @@ def test_memory_counts_whole_tiles_and_not_what_is_on_the_chip():
     (loop,) = [region for region in count(TPU).regions if region.path == "loop"]
     # The copy reads 96 rows of 64, each in a tile of 128 lanes, and writes to the chip's own memory. The counter's
     # sum and comparison have two numbers of 4 bytes each, and a result of 4 bytes, or 1.
-    assert loop.hbm_bytes == 96 * 128 * 4 + (4 + 4 + 4) + (4 + 4 + 1)
+    assert loop.read_bytes == 96 * 128 * 4 + (4 + 4) + (4 + 4) and loop.written_bytes == 4 + 1
 
 
 def test_groups_of_a_named_mesh_axis_have_its_size():
-    assert count(TPU).by_collective() == {"all-gather": 4 * 16 * 128 * 4 * (2 - 1)}
+    (once,) = count(TPU).sent
+    # Of 64 floats a row, not of their tiles of 128.
+    assert once[0] == 1 and (once[1].chips, once[1].num_bytes) == (2, 4 * 16 * 64 * 4)
+
+
+SENDS = """HloModule jit_f, is_scheduled=true, num_partitions=4
+
+%begin (p.1: f32[8]) -> (f32[32], f32[8]) {
+  %p.1 = f32[8]{0} parameter(0)
+  %g.1 = f32[32]{0} all-gather(%p.1), channel_id=1, replica_groups={{0,1,2,3}}, dimensions={0}
+  ROOT %t.1 = (f32[32]{0}, f32[8]{0}) tuple(%g.1, %p.1)
+}
+
+%go_on (p.2: f32[8]) -> f32[32] {
+  %p.2 = f32[8]{0} parameter(0)
+  ROOT %g.2 = f32[32]{0} all-gather(%p.2), channel_id=1, replica_groups={{0,1,2,3}}, dimensions={0}
+}
+
+ENTRY %main (x: f32[8]) -> f32[8] {
+  %x = f32[8]{0} parameter(0)
+  %first = (f32[32]{0}, f32[8]{0}) fusion(%x), kind=kOutput, calls=%begin
+  %context = f32[8]{0} get-tuple-element(%first), index=1
+  %second = f32[32]{0} fusion(%context), kind=kOutput, calls=%go_on
+  %other = f32[32]{0} fusion(%x), kind=kOutput, calls=%go_on
+  %sum.1 = f32[8]{0} all-reduce(%x), channel_id=1, replica_groups={{0,1,2,3}}, to_apply=%add
+  ROOT %sum.2 = f32[8]{0} all-reduce(%sum.1), channel_id=1, replica_groups={{0,1,2,3}}, to_apply=%add
+}
+"""
+
+
+def test_collectives_of_one_channel_are_each_counted_but_one_that_goes_on_in_fusions_once():
+    assert count(SENDS).by_collective("collectives") == {"all-gather": 2, "all-reduce": 2}
+
+
+def test_what_instructions_give_is_found_in_every_computation():
+    assert sizes(TPU, "copy") == [96 * 64] and sizes(TPU, "transpose") == []
+    assert moved(TPU) == moved(TPU, "all-gather") == [8 * 16 * 64] and moved(TPU, "all-reduce") == []
 
 
 def test_text_in_several_lines_is_one_instruction():

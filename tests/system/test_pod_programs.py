@@ -2,8 +2,6 @@
 
 import dataclasses
 import functools
-import math
-import re
 
 import jax
 import numpy as np
@@ -14,7 +12,7 @@ from support.building import needs_libtpu
 from jaxrl_llm.actor.generator import Generator
 from jaxrl_llm.config import ConfigError, MeshConfig, freeze
 from jaxrl_llm.models.architecture import Architecture
-from jaxrl_llm.planning import chips
+from jaxrl_llm.planning import chips, hlo
 from jaxrl_llm.run import assemble
 from jaxrl_llm.runtime import sharding
 from jaxrl_llm.runtime.programs import compile_all, memory
@@ -27,17 +25,7 @@ ARCH = Architecture(
 LARGE = dataclasses.replace(ARCH, vocab_size=16032, width=2048, num_heads=16, num_kv_heads=8, ffn=8192)
 # What a device sends or gets of each row of activations, beside which nothing may be large.
 ROWS = 16
-GATHER = re.compile(r"= (.*?) (?:all-gather|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(")
-ANY = re.compile(r"= (.*?) (?:all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(")
-
-
-def sizes(shapes: str) -> list[int]:
-    """Elements of each array in the text of a type."""
-    return [math.prod(int(n) for n in dims.split(",") if n) for dims in re.findall(r"\w+\[([\d,]*)\]", shapes)]
-
-
-def moved(text: str, kinds=ANY) -> list[int]:
-    return [size for shapes in kinds.findall(text) for size in sizes(shapes)]
+GATHER = [kind for kind in hlo.COLLECTIVES if kind != "all-reduce"]
 
 
 @functools.cache
@@ -71,15 +59,15 @@ def test_a_decode_step_moves_no_logits_and_gathers_no_parameter(name, settings):
     text = compiled(name, fsdp=2, tensor=2, **settings).as_text()
     rows = ROWS  # of two data shards
     # The most that is added up is activations of rows; what is gathered, sums and candidates of each part.
-    assert max(moved(text)) <= rows * ARCH.width
-    assert max(moved(text, GATHER)) <= rows * 2 * max(settings.get("top_k", 0), 1)
+    assert max(hlo.moved(text)) <= rows * ARCH.width
+    assert max(hlo.moved(text, *GATHER)) <= rows * 2 * max(settings.get("top_k", 0), 1)
 
 
 @needs_libtpu
 @pytest.mark.parametrize("mesh", [{"fsdp": 4}, {"fsdp": 2, "tensor": 2}], ids=str)
 def test_a_tpus_decode_program_turns_no_weight(mesh):
     text = compiled("decode", **mesh).as_text()
-    copied = [size for shapes in re.findall(r"= (\S+) (?:copy|transpose)\(", text) for size in sizes(shapes)]
+    copied = hlo.sizes(text, "copy", "transpose")
     least = ARCH.width * ARCH.num_kv_heads * ARCH.head_size // mesh.get("tensor", 1)  # of a layer's matrices
     assert copied and max(copied) < least
 

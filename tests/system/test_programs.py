@@ -19,7 +19,7 @@ from jaxrl_llm import train as train_module
 from jaxrl_llm.actor.sampler import SamplerState
 from jaxrl_llm.config import MeshConfig, freeze
 from jaxrl_llm.models.architecture import PRESETS, Architecture
-from jaxrl_llm.planning import chips
+from jaxrl_llm.planning import chips, hlo
 from jaxrl_llm.run import assemble
 from jaxrl_llm.runtime import programs, sharding
 from jaxrl_llm.runtime.programs import compile_all, memory
@@ -34,7 +34,6 @@ SETTINGS = {
     "update": {"batch_size": 32, "micro_batch_size": 32, "logp_chunk_tokens": 8, "updates_per_iteration": 2},
 }
 ROWS_PER_DEVICE = 4
-COLLECTIVE = re.compile(r"= (.*?) (?:all-gather|all-reduce|collective-permute|all-to-all|reduce-scatter)(?:-start)?\(")
 
 
 @functools.cache
@@ -137,14 +136,13 @@ def test_no_array_of_rows_by_length_by_vocabulary_is_in_the_compiled_update(fini
 
 def test_insert_moves_no_row_between_devices(finished):
     # Baselines and counts need the scalars of all rollouts; tokens, log-probs and the ring stay where they are.
-    moved = [size for shapes in COLLECTIVE.findall(finished.compiled["insert"].as_text()) for size in sizes(shapes)]
+    moved = hlo.moved(finished.compiled["insert"].as_text())
     B = make_run().config.rollouts_per_iteration
     assert moved and max(moved) <= B < ROWS_PER_DEVICE * ROW_TOKENS
 
 
 def test_checksums_gather_no_array(finished):
-    text = finished.compiled["checksums_ring"].as_text()
-    moved = [size for shapes in COLLECTIVE.findall(text) for size in sizes(shapes)]
+    moved = hlo.moved(finished.compiled["checksums_ring"].as_text())
     num_arrays = len(jax.tree.leaves(finished.programs["checksums_ring"].args))
     assert moved and max(moved) <= num_arrays and memory(finished.compiled["checksums_ring"]).temporary < 2**20
 
@@ -154,11 +152,9 @@ def test_what_a_token_was_drawn_among_is_found_and_used_without_moving_logits():
     programs = run.programs()
     compiled = compile_all({name: programs[name] for name in ("decode", "update")}, run.mesh)
     decode, update = (compiled[name].as_text() for name in ("decode", "update"))
-    moved = [size for shapes in COLLECTIVE.findall(decode) for size in sizes(shapes)]
-    assert max(moved, default=0) < TINY.vocab_size
+    assert max(hlo.moved(decode), default=0) < TINY.vocab_size
     # Gradients are added up over the devices; nothing else of that size travels.
-    gathered = [size for shapes in re.findall(r"= (.*?) all-gather(?:-start)?\(", update) for size in sizes(shapes)]
-    assert max(gathered, default=0) < TINY.vocab_size
+    assert max(hlo.moved(update, "all-gather"), default=0) < TINY.vocab_size
 
 
 @pytest.mark.parametrize("eos_ids", [(), building.EOS_IDS])
@@ -167,7 +163,7 @@ def test_a_decode_step_writes_the_cache_in_place(eos_ids):
     sampler = dataclasses.replace(run.sampler, eos_ids=eos_ids)
     program = sampler.programs(run.programs()["decode"].args[0])["decode"]
     decode = compile_all({"decode": program}, run.mesh)["decode"].as_text()
-    copied = [size for shapes in re.findall(r"= (\S+) copy\(", decode) for size in sizes(shapes)]
+    copied = hlo.sizes(decode, "copy")
     assert copied and sampler.abstract_state().cache_k[0][0].size not in copied
 
 
@@ -205,7 +201,7 @@ def test_a_tpus_decode_program_copies_no_cache(head_size, completion):
     program = assemble(freeze(settings), arch, (0,), mesh).programs()["decode"]
     cache = program.args[1].cache_k[0][0]
     text = program.lower(mesh).compile().as_text()
-    copied = [size for shapes in re.findall(r"= (\S+) copy\(", text) for size in sizes(shapes)]
+    copied = hlo.sizes(text, "copy")
     assert copied and max(copied) < cache.size // 4
 
 

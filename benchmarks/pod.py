@@ -1,0 +1,50 @@
+"""The job that is compiled for pods that are not at hand: GRPO of a model of Llama-3.1-8B's shape, in bfloat16.
+
+1,024 rollouts of up to 512 + 4,096 tokens an iteration, 16 of each prompt, a ring of 4,096, and one update of all new
+ones, 64 at a time. A mesh is what the slice needs: ``MESHES``.
+
+Owns: the job's settings. Does not know: what is read off its programs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from jaxrl_llm.config import freeze
+from jaxrl_llm.planning import chips, presets
+from jaxrl_llm.run import Run, assemble
+from jaxrl_llm.runtime import sharding
+
+MODEL = "llama-3.1-8b"
+JOB = {
+    "model": {"path": "random:debug", "compute_dtype": "bfloat16"},  # its shape is the preset's
+    "prompts": {"max_tokens": 512},
+    "sampling": {"max_completion_tokens": 4096},
+    "rollout": {"prompts_per_iteration": 64, "group_size": 16},
+    "replay": {"capacity": 4096},
+    "update": {"batch_size": 1024, "micro_batch_size": 64},
+}
+MESHES = {
+    "v5p:2x2x4": {"fsdp": 16},
+    "v5e:8x8": {"fsdp": 64, "sampler_tensor": 8},
+    "v6e:8x8": {"fsdp": 64},
+}
+
+
+def run_of(topology: str, mesh: Mapping[str, int], *, layers: int = 0, changed: Mapping[str, Any] = {}) -> Run:
+    """The job on such a slice; ``layers`` 0 = all. ``changed``: settings by part, in place of the job's.
+
+    Raises:
+        ConfigError: bad input.
+    """
+    jax.config.update("jax_platforms", "cpu")  # it only compiles
+    settings = {part: of | dict(changed.get(part, {})) for part, of in JOB.items()}
+    config = freeze(settings | {"mesh": dict(mesh)})
+    arch = presets.PRESETS[MODEL]
+    arch = dataclasses.replace(arch, num_layers=layers or arch.num_layers)
+    devices, _ = chips.devices_of(topology)
+    return assemble(config, arch, presets.eos_ids(MODEL), sharding.make_mesh(config.mesh, devices))
