@@ -12,6 +12,8 @@ from jaxrl_llm.config import Config, ConfigError
 from jaxrl_llm.models.architecture import Architecture, RopeScaling
 from jaxrl_llm.models.files import pretrained
 
+_LLAMA3 = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
+
 
 def _llama(width: int, layers: int, heads: int, ffn: int, *, head_size: int = 128, factor: float = 8.0) -> Architecture:
     """Of Llama 3.1, or of 3.2 where the factor is 32; those have one matrix for both embeddings."""
@@ -24,7 +26,7 @@ def _llama(width: int, layers: int, heads: int, ffn: int, *, head_size: int = 12
         head_size=head_size,
         ffn=ffn,
         rope_theta=500000.0,
-        rope_scaling=RopeScaling(factor, 1.0, 4.0, 8192),
+        rope_scaling=RopeScaling("llama3", tuple({**_LLAMA3, "factor": factor}.items())),
         tied=factor == 32.0,
         max_positions=131072,
     )

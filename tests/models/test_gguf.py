@@ -192,7 +192,10 @@ def _with(name, value):
     [
         (lambda w, t: t.pop("blk.1.ffn_up.weight"), "tensor blk.1.ffn_up.weight is missing"),
         (_with("blk.0.attn_norm.weight", np.ones(31, np.float32)), r"attn_norm.weight has shape \(31,\), not \(32,\)"),
-        (_with("blk.0.attn_q.bias", np.ones(48, np.float32)), "blk.0.attn_q.bias .* not part of a plain Llama"),
+        (
+            _with("blk.0.attn_q.bias", np.ones(48, np.float32)),
+            "blk.0.attn_q.bias .* not part of a model of the family llama",
+        ),
         (_with("rope_freqs.weight", np.ones(6, np.float32)), "scaled rope"),
         (_with("blk.0.ffn_norm.weight", np.ones(32, np.int32)), "blk.0.ffn_norm.weight is I32"),
     ],

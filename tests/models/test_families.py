@@ -1,0 +1,178 @@
+"""Families of models: against what transformers stored, and against transformers itself where torch is.
+
+Their sampler's laws: what it says of its tokens is what the learner says, in every layout of rows and meshes.
+"""
+
+import dataclasses
+import functools
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+from support import building, families
+from support.building import COMPLETION_TOKENS, CUBE, ONE, PROMPT_TOKENS, Sampling, make_prompts, make_sampler
+
+from jaxrl_llm.models.architecture import Layer, RopeScaling
+from jaxrl_llm.models.files import hf
+from jaxrl_llm.models.files.families import FAMILIES
+from jaxrl_llm.models.files.gguf import make_byte_tokenizer
+from jaxrl_llm.models.row_logp import row_logp
+from jaxrl_llm.models.transformer import Model
+
+FIXTURES = pathlib.Path(__file__).parents[1] / "fixtures"
+STORED = json.loads((FIXTURES / "families.json").read_text())
+
+
+@functools.cache
+def arrays():
+    return dict(np.load(FIXTURES / "families.npz"))
+
+
+def write(folder, name, **changes):
+    """The folder of a family as transformers would save it."""
+    config = {**STORED[name]["config"], **changes}
+    made = families.weights(STORED[name]["shapes"], config["model_type"] == "gemma3_text")
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    safetensors.numpy.save_file(made, folder / "model.safetensors")
+    return folder
+
+
+def logp(model, params, tokens):
+    """[B,T-1] of every token but the first."""
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
+    with jax.default_matmul_precision("highest"):
+        hidden, _ = model.forward(params, tokens, positions)
+        of_all = jax.nn.log_softmax(hidden @ model.head(params).T)
+    return jnp.take_along_axis(of_all[:, :-1], tokens[:, 1:, None], axis=2)[:, :, 0]
+
+
+def stored_gradients(folder, gradients, model):
+    """By the names of files, through an export."""
+    hf.export(gradients, model, make_byte_tokenizer(), folder)
+    return safetensors.numpy.load_file(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("name", families.CONFIGS)
+def test_log_probs_and_gradients_are_those_that_transformers_stored(tmp_path, name):
+    model = Model(hf.read_architecture(write(tmp_path / "theirs", name)))
+    mesh = building.mesh_of(ONE)
+    params = hf.load_params(tmp_path / "theirs", model, mesh)
+    assert sum(x.size for x in jax.tree.leaves(params)) == model.arch.num_params
+    tokens = jnp.asarray(families.tokens_of(families.CONFIGS[name]), jnp.int32)
+
+    @functools.partial(jax.value_and_grad, has_aux=True)
+    def mean(params):
+        found = logp(model, params, tokens)
+        return jnp.mean(found), found
+
+    (_, ours), gradients = jax.jit(mean)(params)
+    np.testing.assert_allclose(ours, arrays()[f"{name}.logp"], rtol=0, atol=1e-4)
+    of_file = stored_gradients(tmp_path / "gradients", gradients, model)
+    expected = STORED[name]["gradients"]
+    assert set(of_file) == set(expected) == set(STORED[name]["shapes"])
+    for key, (along, length) in expected.items():
+        # A bias of keys without rope changes no softmax: its gradient is rounding, 3e-9.
+        atol = 1e-3 * length + 1e-7
+        np.testing.assert_allclose(families.projections(key, of_file[key]), (along, length), rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("name", families.CONFIGS)
+def test_an_export_is_the_same_folder_again(tmp_path, name):
+    model = Model(hf.read_architecture(write(tmp_path / "theirs", name)))
+    mesh = building.mesh_of(CUBE)
+    params = hf.load_params(tmp_path / "theirs", model, building.mesh_of(ONE))
+    hf.export(params, model, make_byte_tokenizer(), tmp_path / "ours")
+    assert hf.read_architecture(tmp_path / "ours") == model.arch
+    ours, theirs = (safetensors.numpy.load_file(tmp_path / x / "model.safetensors") for x in ("ours", "theirs"))
+    assert set(ours) == set(theirs)
+    for key, x in theirs.items():
+        np.testing.assert_array_equal(ours[key], x)
+    config = json.loads((tmp_path / "ours" / "config.json").read_text())
+    assert (config["model_type"], config["architectures"]) == (
+        STORED[name]["config"]["model_type"],
+        [FAMILIES[config["model_type"]].class_name],
+    )
+    if model.arch.num_kv_heads % 2 == 0:  # sharded, it is read to the same
+        sharded = hf.load_params(tmp_path / "ours", model, mesh)
+        jax.tree.map(np.testing.assert_array_equal, sharded, params)
+
+
+# Of building.TINY's sizes: queries and keys split over two devices. Rows are of 14 tokens, completions of 8.
+KINDS = {
+    "qwen": dict(qkv_bias=True, qk_norm="head", o_bias=True, mlp_bias=True),
+    "window": dict(layers=(Layer(window=3),) * 2),
+    "wide_window": dict(layers=(Layer(window=6),) * 2),
+    "no_rope": dict(num_layers=3, layers=(Layer(window=5), Layer(rope=-1), Layer(window=5))),
+    "olmo2": dict(qk_norm="all", pre_norm=False, post_norm=True),
+    "gemma3": dict(
+        **dict(qk_norm="head", post_norm=True, norm_offset=1.0, activation="gelu_tanh", score_width=9.0),
+        **dict(embedding_scale=4.0, num_layers=3, layers=(Layer(4, 1), Layer(4, 1), Layer())),
+    ),
+    "yarn": dict(rope_scaling=RopeScaling("yarn", (("factor", 4.0), ("original_max_position_embeddings", 4)))),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_sampler_logp_is_the_learners_of_rows_of_groups_and_of_lines(name):
+    arch = dataclasses.replace(building.TINY, **KINDS[name])
+    # 5 slots for 24 rollouts and chunks of 3 steps: slots refill again and again, and caches come round.
+    sampler = make_sampler(arch=arch, num_slots=5, chunk_steps=3)
+    sampling = Sampling(sampler)
+    rollout, _ = sampling(make_prompts(range(8)))
+    rows = (rollout.tokens, rollout.prompt_length, rollout.length)
+    how = dict(sampling=sampler.sampling, completion_width=COMPLETION_TOKENS, chunk_positions=3)
+    params = building.learner_params(sampler.model, building.mesh_of(ONE))
+
+    def learner(rows, **layout):
+        return jax.jit(functools.partial(row_logp, sampler.model, **how, **layout))(params, *rows).logp
+
+    apart = learner(rows)
+    np.testing.assert_allclose(rollout.behaviour_logp, apart, rtol=0, atol=1e-5)  # measured 3e-6
+    np.testing.assert_allclose(learner(rows, group_size=3), apart, rtol=0, atol=1e-5)
+    lines = tuple(x.reshape(4, 6, *x.shape[1:]) for x in rows)  # two groups a line
+    for group_size, width in ((1, 6 * building.ROW_TOKENS), (3, 2 * (PROMPT_TOKENS + 3 * COMPLETION_TOKENS))):
+        packed = learner(lines, line_width=width, group_size=group_size)
+        np.testing.assert_allclose(packed, apart, rtol=0, atol=1e-5)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("name", families.CONFIGS)
+def test_transformers_computes_the_same_of_long_rows_before_loading_and_after_export(tmp_path, name):
+    """Of 1,500 tokens, where a row may be so long: windows, frequencies and blocks of queries far from the start."""
+    torch = pytest.importorskip("torch")
+    import transformers
+
+    settings = {**families.CONFIGS[name], "max_position_embeddings": 2048, "initializer_range": 0.2}
+    theirs = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(**settings), attn_implementation="eager"
+    ).eval()
+    torch.manual_seed(1)
+    for key, parameter in theirs.named_parameters():
+        if "norm" in key or "bias" in key:
+            torch.nn.init.normal_(parameter, float("norm" in key and "gemma" not in settings["model_type"]), 0.2)
+    theirs.save_pretrained(tmp_path / "theirs")
+    model = Model(hf.read_architecture(tmp_path / "theirs"))
+    length = min(1500, model.arch.max_positions)
+    tokens = np.random.default_rng(2).integers(0, settings["vocab_size"], (1, length))
+
+    def of(network):
+        with torch.no_grad():
+            each = torch.log_softmax(network(torch.from_numpy(tokens)).logits, dim=-1)
+        return np.take_along_axis(each.numpy()[:, :-1], tokens[:, 1:, None], axis=2)[:, :, 0]
+
+    before = of(theirs)
+    params = hf.load_params(tmp_path / "theirs", model, building.mesh_of(ONE))
+    ours = jax.jit(functools.partial(logp, model))(params, jnp.asarray(tokens, jnp.int32))
+    np.testing.assert_allclose(ours, before, rtol=0, atol=1e-4)
+    hf.export(params, model, make_byte_tokenizer(), tmp_path / "ours")
+    back, report = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "ours", output_loading_info=True, attn_implementation="eager"
+    )
+    assert type(back) is type(theirs)
+    assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
+    np.testing.assert_allclose(of(back), before, rtol=0, atol=1e-6)
