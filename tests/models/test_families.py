@@ -16,9 +16,11 @@ import safetensors.numpy
 from support import building, families
 from support.building import COMPLETION_TOKENS, CUBE, ONE, PROMPT_TOKENS, Sampling, make_prompts, make_sampler
 
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.models import rope
 from jaxrl_llm.models.architecture import Layer, RopeScaling
 from jaxrl_llm.models.files import hf
-from jaxrl_llm.models.files.families import FAMILIES
+from jaxrl_llm.models.files.families import FAMILIES, config_of
 from jaxrl_llm.models.files.gguf import make_byte_tokenizer
 from jaxrl_llm.models.row_logp import row_logp
 from jaxrl_llm.models.transformer import Model
@@ -138,6 +140,104 @@ def test_sampler_logp_is_the_learners_of_rows_of_groups_and_of_lines(name):
     for group_size, width in ((1, 6 * building.ROW_TOKENS), (3, 2 * (PROMPT_TOKENS + 3 * COMPLETION_TOKENS))):
         packed = learner(lines, line_width=width, group_size=group_size)
         np.testing.assert_allclose(packed, apart, rtol=0, atol=1e-5)
+
+
+def test_a_window_s_cache_holds_the_window():
+    arch = dataclasses.replace(building.TINY, num_layers=3, layers=(Layer(window=16), Layer(), Layer(window=64)))
+    sampler = make_sampler(arch=arch, sampling={"max_completion_tokens": 40})
+    state = sampler.abstract_state()
+    for cache, places_axis in ((state.cache_k, 3), (state.cache_v, 2)):
+        assert [sum(block.shape[places_axis] for block in blocks) for blocks in cache] == [16, 40, 40]
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("llama_swish", {"logit_scale": 0.5}, "logit_scale=0.5 is no key of model_type='llama' that is known"),
+        ("llama_swish", {"no_rope_layers": [1, 0, 1]}, "no_rope_layers="),
+        ("llama_swish", {"quantization_config": {"quant_method": "gptq"}}, "quantization_config={'quant"),
+        ("llama_swish", {"sliding_window": 9}, "sliding_window=9 is no key"),
+        ("mistral_window", {"layer_types": ["full_attention"] * 3}, "layer_types="),
+        ("mistral_window", {"sliding_window": 2.5}, "sliding_window=2.5 must be a whole number"),
+        ("qwen2", {"attention_bias": True}, "attention_bias=True is no key"),
+        ("qwen2", {"use_sliding_window": "yes"}, "use_sliding_window='yes' must be true or false"),
+        ("qwen3", {"layer_types": ["full_attention"]}, "layer_types=.* must be a list of 3"),
+        ("qwen3", {"layer_types": ["full_attention", "chunked_attention", 3]}, "layer_types=.* each one of"),
+        ("qwen3", {"hidden_act": ["silu"]}, "hidden_act=.* is not supported; supported: silu, swish"),
+        ("qwen3", {"num_experts": 8}, "num_experts=8 is no key"),
+        ("smollm3", {"no_rope_layers": [1, 0, 1, 0, 2]}, "no_rope_layers=.* must be a list of 5"),
+        ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 0}, "no_rope_layer_interval=0"),
+        ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0 is no key"),
+        ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0 is no key"),
+        ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True is no key"),
+        ("gemma3", {"query_pre_attn_scalar": "9"}, "query_pre_attn_scalar='9' must be"),
+        ("gemma3", {"model_type": "gemma3"}, "model_type='gemma3' is not supported; supported: llama"),
+        ("llama_yarn", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "ext": 1}}, "ext=1 is not known"),
+        ("llama_yarn", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 5.0}}, "factor is missing"),
+        ("llama_yarn", {"rope_parameters": {"rope_type": "yarn", "factor": 2, "truncate": 1}}, "truncate=1 must be"),
+        ("llama_yarn", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5 must be 1"),
+        ("llama_yarn", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is no key"),
+        (
+            "llama_longrope",
+            {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0] * 5}},
+            "short_factor=.* must be a list of 5 numbers",
+        ),
+    ],
+)
+def test_what_may_change_the_computation_and_is_not_known_is_refused(tmp_path, name, changes, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        hf.read_architecture(write(tmp_path / "model", name, **changes))
+    assert str(tmp_path / "model" / "config.json") in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_what_changes_nothing_is_let_pass(tmp_path):
+    inert = {"unsloth_version": "2025.1", "transformers.js_config": {"dtype": "q4"}, "_name_or_path": "x"}
+    inert |= {"use_mrope": False, "rope_interleaved": False, "quantization_config": None, "use_cache": True}
+    plain, noisy = (write(tmp_path / x, "qwen2", **keys) for x, keys in (("plain", {}), ("noisy", inert)))
+    assert hf.read_architecture(noisy) == hf.read_architecture(plain)
+
+
+def test_older_spellings_mean_the_same(tmp_path):
+    """Of transformers 4: bases and scaling beside each other, the pattern of windows a number."""
+    scaling = {"rope_type": "linear", "factor": 2.0}
+    old = dict(rope_theta=700.0, rope_local_base_freq=40.0, rope_scaling=scaling, rope_parameters=None)
+    old |= dict(sliding_window_pattern=3, layer_types=None)
+    new, older = write(tmp_path / "new", "gemma3"), write(tmp_path / "old", "gemma3", **old)
+    assert hf.read_architecture(older) == hf.read_architecture(new)
+    no_rope = write(tmp_path / "listed", "smollm3", no_rope_layers=[1, 0, 1, 0, 1], no_rope_layer_interval=7)
+    assert hf.read_architecture(no_rope) == hf.read_architecture(write(tmp_path / "interval", "smollm3"))
+
+
+def test_a_row_is_no_longer_than_the_frequencies_hold(tmp_path):
+    """Past its original context longrope has other ones from the start: 128 of the 256 positions are served."""
+    arch = hf.read_architecture(write(tmp_path / "model", "llama_longrope"))
+    assert arch.max_positions == 128
+    assert config_of(arch)["max_position_embeddings"] == 256
+    # sqrt(1 + ln(256 / 128) / ln(128))
+    np.testing.assert_allclose(rope.frequencies(arch)[1], 1.0690449676496976, rtol=1e-12)
+
+
+def test_a_tied_model_s_stored_head_is_its_embedding(tmp_path):
+    """As transformers has it: another one would not be tied."""
+    folder = write(tmp_path / "model", "qwen2")
+    model, mesh = Model(hf.read_architecture(folder)), building.mesh_of(ONE)
+    tensors = safetensors.numpy.load_file(folder / "model.safetensors")
+    table = tensors["model.embed_tokens.weight"]
+    safetensors.numpy.save_file({**tensors, "lm_head.weight": table}, folder / "model.safetensors")
+    hf.check_weights(folder, model, mesh)
+    other = table.copy()
+    other[-1, -1] += 1
+    for head in (other, table[:-1]):
+        safetensors.numpy.save_file({**tensors, "lm_head.weight": head}, folder / "model.safetensors")
+        for read in (hf.check_weights, hf.load_params):
+            with pytest.raises(ConfigError, match=r"lm_head.weight differs from model.embed_tokens.weight; tie_word"):
+                read(folder, model, mesh)
+
+
+def test_an_adapter_s_folder_says_that_it_is_one(tmp_path):
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "org/base"}))
+    with pytest.raises(ConfigError, match=r"is an adapter of 'org/base' \(PEFT\), no model"):
+        hf.read_architecture(tmp_path)
 
 
 @pytest.mark.torch

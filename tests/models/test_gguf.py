@@ -13,6 +13,7 @@ import safetensors.numpy
 from jax.sharding import AxisType, Mesh
 
 from jaxrl_llm.config import ConfigError
+from jaxrl_llm.models.architecture import RopeScaling
 from jaxrl_llm.models.files import gguf, hf, pretrained
 from jaxrl_llm.models.transformer import Model
 
@@ -162,6 +163,20 @@ def test_a_gguf_holds_the_model_of_the_folder_it_was_made_from(tmp_path):
     expected = hf.load_params(TINY, Model(theirs), make_mesh())
     assert_same(load(path, make_mesh()), expected)
     assert_same(load(path, make_mesh(data=2, fsdp=2, tensor=2)), expected)
+
+
+@pytest.mark.parametrize("key", ["rope.scaling.factor", "rope.scale_linear"])
+@pytest.mark.parametrize("kind", [None, "linear", "none"])
+def test_a_factor_of_rope_without_a_type_is_linear(tmp_path, key, kind):
+    """As llama.cpp has it; so it is under a type that says so, and "none" ignores it."""
+
+    def change(writer, tensors):
+        writer.add_float32(f"llama.{key}", 4.0)
+        if kind:
+            writer.add_string("llama.rope.scaling.type", kind)
+
+    arch = gguf.read_architecture(write_tiny(tmp_path / "tiny.gguf", change=change))
+    assert arch.rope_scaling == (None if kind == "none" else RopeScaling("linear", (("factor", 4.0),)))
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", "F16", "BF16"])

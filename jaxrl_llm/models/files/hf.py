@@ -33,7 +33,10 @@ def read_architecture(folder: str | Path) -> Architecture:
     Raises:
         ConfigError: no config.json, another kind of model, or a setting that the model code lacks.
     """
-    path = Path(folder) / "config.json"
+    path, adapter = (Path(folder) / name for name in ("config.json", "adapter_config.json"))
+    if adapter.is_file() and not path.exists():
+        base = _read_json(adapter).get("base_model_name_or_path")
+        raise ConfigError(f"{folder}: is an adapter of {base!r:.200} (PEFT), no model; merge it into its base first")
     return families.architecture_of(_read_json(path), path)
 
 
@@ -43,12 +46,33 @@ def load_params(folder: str | Path, model: Model, mesh: Mesh) -> Params:
     Raises:
         ConfigError: no safetensors, an unreadable file, or a missing, misshapen or unknown tensor.
     """
-    return layout.load(_Folder(Path(folder)), families.names_of(model.arch), model, mesh)
+    file = _Folder(Path(folder))
+    _check_tied(file, model)
+    return layout.load(file, families.names_of(model.arch), model, mesh)
 
 
 def check_weights(folder: str | Path, model: Model, mesh: Mesh) -> None:
-    """Raise the ``ConfigError`` that ``load_params`` would, from the files' headers alone."""
-    layout.check(_Folder(Path(folder)), families.names_of(model.arch), model, mesh)
+    """Raise the ``ConfigError`` that ``load_params`` would, from the files' headers, and a tied head, alone."""
+    file = _Folder(Path(folder))
+    layout.check(file, families.names_of(model.arch), model, mesh)
+    _check_tied(file, model)
+
+
+def _check_tied(file: _Folder, model: Model) -> None:
+    """A stored head beside ``tie_word_embeddings=true`` is the embedding again, or transformers would not tie it."""
+    names = families.names_of(model.arch)
+    table, head = names["embedding"], names["head"]
+    if not model.arch.tied or head not in file.shapes or table not in file.shapes:
+        return
+    rows, rest = 4096, slice(0, model.arch.width)
+    is_same = file.shapes[head] == file.shapes[table]
+    for start in range(0, file.shapes[table][0], rows) if is_same else ():
+        part = (slice(start, start + rows), rest)
+        is_same = is_same and np.array_equal(file.read(head, part), file.read(table, part))
+    if not is_same:
+        raise ConfigError(
+            f"{file.path}: tensor {head} differs from {table}; tie_word_embeddings=true must then be false"
+        )
 
 
 class _Folder:
