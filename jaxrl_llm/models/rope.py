@@ -174,8 +174,14 @@ def frequencies(arch: Architecture, rope: int = 0) -> Stretched:
 Tables = tuple[tuple[jax.Array, jax.Array], ...]
 
 
-def tables(arch: Architecture, positions: jax.Array) -> Tables:
-    """cos and sin of each position's angles, two [...,H/2] float32 of positions [...], for each rope there is."""
+def tables(arch: Architecture, positions: jax.Array, every: Tables | None = None) -> Tables:
+    """cos and sin of each position's angles, two [...,H/2] float32 of positions [...], for each rope there is.
+
+    Args:
+        every: those of positions 0, 1, ... where they are made already.
+    """
+    if every is not None:
+        return jax.tree.map(lambda x: x[positions], every)
 
     def of(rope: int) -> tuple[jax.Array, jax.Array]:
         freq, factor = frequencies(arch, rope)

@@ -152,32 +152,17 @@ class Transformer(nnx.Module):
         if not arch.tied:
             self.head = _param(rngs, (arch.vocab_size, arch.width), EMBEDDING)
 
-    def __call__(
-        self,
-        tokens_BT,
-        positions_BT,
-        *,
-        compute_dtype,
-        prompt=None,
-        cache=None,
-        visible=None,
-        remat="none",
-        layers=None,
-        attention="xla",
-        rope=None,
-        spec=(None, None),
-    ):
-        table_VD = self.embedding[...]
-        spec = sharding.on_rows(spec)  # of the table; the sampler's is whole along the axes of rows
-        find = functools.partial(look_up, compute_dtype, self.arch.width, spec[1])
+    def __call__(self, model: Model, tokens_BT, positions_BT, *, prompt, cache, visible, remat, layers, rope):
+        """As ``Model.forward``; ``layers``: the blocks as the sampler has them (publish), in place of our own."""
+        table_VD, dtype, attention = self.embedding[...], jnp.dtype(model.compute_dtype), model.attention
+        spec = sharding.on_rows(model.table_spec)  # the sampler's is whole along the axes of rows
+        find = functools.partial(look_up, dtype, self.arch.width, spec[1])
         split = {"others": (table_VD,), "specs": (jax.P(None, spec[1]),)}
         x_BTD = find(tokens_BT, table_VD) if layers is not None else sharding.with_own_rows(find, tokens_BT, **split)
         x_BTD = sharding.constrain(x_BTD, "batch", "length", "activation")
         if self.arch.embedding_scale != 1.0:
-            x_BTD = x_BTD * jnp.asarray(self.arch.embedding_scale, compute_dtype)
-        tables = (
-            ropes.tables(self.arch, positions_BT) if rope is None else jax.tree.map(lambda x: x[positions_BT], rope)
-        )
+            x_BTD = x_BTD * jnp.asarray(self.arch.embedding_scale, dtype)
+        tables = ropes.tables(self.arch, positions_BT, rope)
         graph, stacked = nnx.split(self.blocks)
         before = {name: x for name, x in (("prompt", prompt), ("cache", cache)) if x is not None}
         kv = {name: (x.keys, x.values) for name, x in before.items()}
@@ -197,17 +182,14 @@ class Transformer(nnx.Module):
                 rope = None if layer.rope < 0 else tables[layer.rope]
                 return nnx.merge(graph, layer_params)(x, rope, layer, kv=own, **how)
 
-            if remat == "none":
+            if not remat or model.remat == "none":
                 return block
-            kept = jax.checkpoint_policies.save_only_these_names(*{"dots": ("mlp",), "full": ()}[remat])
+            kept = jax.checkpoint_policies.save_only_these_names(*{"dots": ("mlp",), "full": ()}[model.remat])
             return jax.checkpoint(block, policy=kept, prevent_cse=False)
 
         blocks = {layer: make_block(layer) for layer in dict.fromkeys(self.arch.by_layer)}
-        if layers is None:  # else as the sampler has them (publish)
-            if len(blocks) == 1:
-                x_BTD, new_kv = jax.lax.scan(*blocks.values(), x_BTD, (stacked, kv))
-            else:
-                x_BTD, new_kv = variants.scan(blocks, self.arch.by_layer, x_BTD, (stacked, kv))
+        if layers is None:
+            x_BTD, new_kv = variants.scan(blocks, self.arch.by_layer, x_BTD, (stacked, kv))
         else:
             made, blocks = [], {layer: jax.jit(block) for layer, block in blocks.items()}  # traced once; XLA inlines it
             for i, (layer, turned) in enumerate(zip(self.arch.by_layer, layers, strict=True)):
@@ -280,19 +262,8 @@ class Model:
         layers = params.get("layers")
         if layers is not None:  # the graph wants some blocks; their shapes it does not look at
             params = {k: v for k, v in params.items() if k != "layers"} | {"blocks": layers[0]}
-        return nnx.merge(graph, params)(
-            tokens,
-            positions,
-            compute_dtype=jnp.dtype(self.compute_dtype),
-            prompt=prompt,
-            cache=cache,
-            visible=visible,
-            remat=self.remat if remat else "none",
-            layers=layers,
-            attention=self.attention,
-            rope=rope,
-            spec=self.table_spec,
-        )
+        how = {"prompt": prompt, "cache": cache, "visible": visible, "remat": remat, "rope": rope, "layers": layers}
+        return nnx.merge(graph, params)(self, tokens, positions, **how)
 
     @property
     def table_spec(self) -> jax.P:

@@ -51,7 +51,7 @@ Block = Callable[[jax.Array, Any], tuple[jax.Array, Any]]
 
 
 def scan(blocks: dict[Layer, Block], by_layer: tuple[Layer, ...], x: jax.Array, stacked: Any) -> tuple[jax.Array, Any]:
-    """``lax.scan`` of layers of several kinds, one after the other.
+    """``lax.scan`` of layers, of several kinds too, one after the other.
 
     It takes as many layers a step as their kinds need to come again, so that a kind is static in its place and a
     program no longer than a period; layers left over follow the scan.
@@ -63,6 +63,8 @@ def scan(blocks: dict[Layer, Block], by_layer: tuple[Layer, ...], x: jax.Array, 
     Returns:
         x, and what the layers made, stacked.
     """
+    if len(blocks) == 1:
+        return jax.lax.scan(*blocks.values(), x, stacked)
     period = next(p for p in range(1, len(by_layer) + 1) if by_layer[p:] == by_layer[:-p])
 
     def some(x, of_layers, kinds):
