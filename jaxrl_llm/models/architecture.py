@@ -21,30 +21,15 @@ class RopeScaling:
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """What one layer has of its own.
+    """What one layer has of its own."""
 
-    Attributes:
-        window: a token sees itself and the ``window - 1`` before it; 0 = all before it.
-        rope: 0 = that of ``rope_theta``, 1 = of ``local_rope_theta``, -1 = the layer knows no positions.
-    """
-
-    window: int = 0
-    rope: int = 0
+    window: int = 0  # a token sees itself and the window - 1 before it; 0 = all before it
+    rope: int = 0  # 0 = that of rope_theta, 1 = that of local_rope_theta, -1 = the layer knows no positions
 
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-    """Shape of a decoder: Llama's where nothing else is said.
-
-    Attributes:
-        qk_norm: RMSNorm of queries and keys before rope: "head" of each head's, "all" of all heads' together.
-        pre_norm, post_norm: RMSNorm of what attention and MLP take, and of what they give.
-        norm_offset: is added to every norm's stored scale.
-        embedding_scale: of the embeddings, where the blocks take them.
-        score_width: scores are divided by its root; 0 = the head's size.
-        layers: of each layer; () = all alike.
-        family: the ``model_type`` that files of it have; nothing is computed by it.
-    """
+    """Shape of a decoder: Llama's where nothing else is said."""
 
     vocab_size: int
     width: int
@@ -61,16 +46,16 @@ class Architecture:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: str = ""
-    pre_norm: bool = True
-    post_norm: bool = False
-    norm_offset: float = 0.0
-    activation: str = "silu"
-    embedding_scale: float = 1.0
-    score_width: float = 0.0
+    qk_norm: str = ""  # of queries and keys before rope: "head" = of each head's, "all" = of all heads' together
+    pre_norm: bool = True  # of what attention and MLP take
+    post_norm: bool = False  # of what they give
+    norm_offset: float = 0.0  # is added to every norm's stored scale
+    activation: str = "silu"  # a key of variants.ACTIVATIONS
+    embedding_scale: float = 1.0  # of the embeddings where the blocks take them
+    score_width: float = 0.0  # scores are divided by its root; 0 = the head's size
     local_rope_theta: float = 10000.0
-    layers: tuple[Layer, ...] = ()
-    family: str = "llama"
+    layers: tuple[Layer, ...] = ()  # () = all alike and plain
+    family: str = "llama"  # the model_type that files of it have; nothing is computed by it
 
     def __post_init__(self):
         if self.num_heads % self.num_kv_heads or self.head_size % 2:

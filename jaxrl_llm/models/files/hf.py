@@ -64,10 +64,10 @@ def _check_tied(file: _Folder, model: Model) -> None:
     table, head = names["embedding"], names["head"]
     if not model.arch.tied or head not in file.shapes or table not in file.shapes:
         return
-    rows, rest = 4096, slice(0, model.arch.width)
+    (rows, width), most = file.shapes[table], 4096
     is_same = file.shapes[head] == file.shapes[table]
-    for start in range(0, file.shapes[table][0], rows) if is_same else ():
-        part = (slice(start, start + rows), rest)
+    for start in range(0, rows, most) if is_same else ():
+        part = (slice(start, min(start + most, rows)), slice(0, width))
         is_same = is_same and np.array_equal(file.read(head, part), file.read(table, part))
     if not is_same:
         raise ConfigError(

@@ -175,16 +175,14 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     files = [path for name in ("generation_config.json", "config.json") if (path := folder / name).is_file()]
     try:
         fast = fast_tokenizer_class().from_pretrained(str(folder))
-        stated = {path: json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") for path in files}
+        stated = [(path, json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")) for path in files]
     except Exception as error:  # transformers and tokenizers raise many kinds, the latter plain Exception
         raise ConfigError(f"{folder}: its tokenizer cannot be read ({error})") from error
-    found: list[int] = []
-    for path, eos in stated.items():
-        ids = eos if isinstance(eos, list) else [eos]
-        if eos is not None and not all(type(i) is int and 0 <= i < 2**31 for i in ids):
+    listed = [(path, [] if eos is None else eos if isinstance(eos, list) else [eos]) for path, eos in stated]
+    for path, eos in listed:
+        if not all(type(i) is int and 0 <= i < 2**31 for i in eos):
             raise ConfigError(f"{path}: eos_token_id={eos!r:.60} must be a token id, or a list of them")
-        found += [] if eos is None else ids
-    return Tokenizer(fast, tuple(found))
+    return Tokenizer(fast, tuple(i for _, eos in listed for i in eos))
 
 
 def fast_tokenizer_class() -> type:
