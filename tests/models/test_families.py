@@ -142,6 +142,32 @@ def test_sampler_logp_is_the_learners_of_rows_of_groups_and_of_lines(name):
         np.testing.assert_allclose(packed, apart, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["no_rope", "olmo2", "gemma3", "qwen"])
+def test_a_mesh_gives_the_same_completions_and_gradients(name):
+    """Heads, their norms and biases split over two devices; rows and widths over two more each."""
+    arch = dataclasses.replace(building.TINY, **KINDS[name])
+    samplers = [make_sampler(mesh, arch=arch, num_slots=8, chunk_steps=3) for mesh in (ONE, CUBE)]
+    rollouts = [Sampling(sampler)(make_prompts(range(8)))[0] for sampler in samplers]
+    assert building.completions(rollouts[0]) == building.completions(rollouts[1])
+    rows = (rollouts[0].tokens, rollouts[0].prompt_length, rollouts[0].length)
+
+    def gradient(mesh):
+        model = Model(arch)
+
+        def total(params):
+            how = dict(sampling=samplers[0].sampling, completion_width=COMPLETION_TOKENS, chunk_positions=3)
+            return jnp.mean(row_logp(model, params, *rows, group_size=3, remat=True, **how).logp)
+
+        with jax.set_mesh(building.mesh_of(mesh)):
+            found = jax.jit(jax.grad(total))(building.learner_params(model, building.mesh_of(mesh)))
+        return jax.tree.map(np.asarray, found)
+
+    one, cube = gradient(ONE), gradient(CUBE)
+    scale = max(np.abs(x).max() for x in jax.tree.leaves(one))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=1e-5 * scale), one, cube)
+
+
 def test_a_window_s_cache_holds_the_window():
     arch = dataclasses.replace(building.TINY, num_layers=3, layers=(Layer(window=16), Layer(), Layer(window=64)))
     sampler = make_sampler(arch=arch, sampling={"max_completion_tokens": 40})
