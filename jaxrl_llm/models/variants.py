@@ -67,18 +67,26 @@ def scan(blocks: dict[Layer, Block], by_layer: tuple[Layer, ...], x: jax.Array, 
         return jax.lax.scan(*blocks.values(), x, stacked)
     period = next(p for p in range(1, len(by_layer) + 1) if by_layer[p:] == by_layer[:-p])
 
+    def parts(a, *at):  # not a slice: its gradient cannot be added to a ref, where the learner keeps the sum of all
+        return jax.lax.split(a, at, 0)
+
     def some(x, of_layers, kinds):
+        leaves, tree = jax.tree.flatten(of_layers)
+        of_each = zip(*(parts(a, *(1,) * len(kinds)) for a in leaves), strict=True)
         made = []
-        for i, kind in enumerate(kinds):
-            x, new = blocks[kind](x, jax.tree.map(lambda a, i=i: a[i], of_layers))
+        for kind, of_layer in zip(kinds, of_each, strict=True):
+            x, new = blocks[kind](x, tree.unflatten(a.reshape(a.shape[1:]) for a in of_layer))
             made.append(new)
         return x, jax.tree.map(lambda *a: jnp.stack(a), *made)
 
-    steps = len(by_layer) // period
-    whole = jax.tree.map(lambda a: a[: steps * period].reshape(steps, period, *a.shape[1:]), stacked)
+    steps, left = divmod(len(by_layer), period)
+    leaves, tree = jax.tree.flatten(stacked)
+    split = [parts(a, steps * period, left) if left else (a, a) for a in leaves]
+    whole, rest = (tree.unflatten(x) for x in zip(*split, strict=True))
+    whole = jax.tree.map(lambda a: a.reshape(steps, period, *a.shape[1:]), whole)
     x, made = jax.lax.scan(functools.partial(some, kinds=by_layer[:period]), x, whole)
     made = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), made)
-    if rest := by_layer[steps * period :]:
-        x, last = some(x, jax.tree.map(lambda a: a[steps * period :], stacked), rest)
+    if left:
+        x, last = some(x, rest, by_layer[-left:])
         made = jax.tree.map(lambda *a: jnp.concatenate(a), made, last)
     return x, made

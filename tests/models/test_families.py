@@ -17,7 +17,7 @@ from support import building, families
 from support.building import COMPLETION_TOKENS, CUBE, ONE, PROMPT_TOKENS, Sampling, make_prompts, make_sampler
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.models import rope
+from jaxrl_llm.models import rope, variants
 from jaxrl_llm.models.architecture import Layer, RopeScaling
 from jaxrl_llm.models.files import hf
 from jaxrl_llm.models.files.families import FAMILIES, config_of
@@ -27,6 +27,15 @@ from jaxrl_llm.models.transformer import Model
 
 FIXTURES = pathlib.Path(__file__).parents[1] / "fixtures"
 STORED = json.loads((FIXTURES / "families.json").read_text())
+
+
+PLAIN_CONFIGS = ("llama_biased", "llama_yarn", "mistral_window", "qwen2_window", "qwen3", "smollm3_window", "olmo2")
+PLAIN_CONFIGS += ("gemma3",)
+
+
+def some_slow(names, plain):
+    """Those that are not ``plain`` wait for the slow suite."""
+    return [name if name in plain else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
 @functools.cache
@@ -59,7 +68,7 @@ def stored_gradients(folder, gradients, model):
     return safetensors.numpy.load_file(folder / "model.safetensors")
 
 
-@pytest.mark.parametrize("name", families.CONFIGS)
+@pytest.mark.parametrize("name", some_slow(families.CONFIGS, PLAIN_CONFIGS))
 def test_log_probs_and_gradients_are_those_that_transformers_stored(tmp_path, name):
     model = Model(hf.read_architecture(write(tmp_path / "theirs", name)))
     mesh = building.mesh_of(ONE)
@@ -119,7 +128,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", some_slow(KINDS, ("qwen", "window", "gemma3")))
 def test_sampler_logp_is_the_learners_of_rows_of_groups_and_of_lines(name):
     arch = dataclasses.replace(building.TINY, **KINDS[name])
     # 5 slots for 24 rollouts and chunks of 3 steps: slots refill again and again, and caches come round.
@@ -166,6 +175,41 @@ def test_a_mesh_gives_the_same_completions_and_gradients(name):
     one, cube = gradient(ONE), gradient(CUBE)
     scale = max(np.abs(x).max() for x in jax.tree.leaves(one))
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=1e-5 * scale), one, cube)
+
+
+@pytest.mark.parametrize("kinds", ["ababa", "abcabc", "abb", "aaaa", "ab"])
+def test_layers_of_several_kinds_are_run_one_after_the_other_and_their_gradient_adds_to_a_ref(kinds):
+    """The learner adds every micro-batch's gradient where the sum lies. Against a loop over layers."""
+    names = {"a": Layer(), "b": Layer(window=2), "c": Layer(rope=-1)}
+    layers = tuple(names[kind] for kind in kinds)
+    acts = {names["a"]: jnp.sin, names["b"]: jnp.cos, names["c"]: jnp.tanh}
+    w = np.random.default_rng(0).normal(size=(len(kinds), 3)).astype(np.float32)
+
+    def block(act, x, w):
+        return act(x * w), x
+
+    def scanned(w):
+        blocks = {layer: functools.partial(block, acts[layer]) for layer in dict.fromkeys(layers)}
+        x, made = variants.scan(blocks, layers, jnp.ones(3), w)
+        return jnp.sum(x) + jnp.sum(made * made), made
+
+    def looped(w):
+        x, made = jnp.ones(3), []
+        for i, layer in enumerate(layers):
+            made.append(x)
+            x = acts[layer](x * w[i])
+        return jnp.sum(x) + jnp.sum(jnp.stack(made) ** 2), jnp.stack(made)
+
+    def added(w):
+        ref = jax.ref.new_ref(jnp.ones_like(w))
+        _, backward, made = jax.vjp(scanned, w, has_aux=True)
+        backward.with_refs(ref)(jnp.float32(1))
+        return jax.ref.freeze(ref), made
+
+    gradient, made = jax.jit(added)(w)
+    expected, expected_made = jax.grad(looped, has_aux=True)(w)
+    np.testing.assert_allclose(made, expected_made, rtol=1e-6)
+    np.testing.assert_allclose(gradient, 1 + expected, rtol=1e-5, atol=1e-6)
 
 
 def test_a_window_s_cache_holds_the_window():
