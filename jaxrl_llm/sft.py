@@ -54,7 +54,7 @@ def answer_tokens(example: Example, tokenizer: Any, width: int, special_tokens: 
     answer = example.columns.get("answer")
     if not isinstance(answer, str):
         raise ConfigError(f"{example.origin}: column answer={answer!r} must be a text to learn from")
-    ids = [*tokenizer.encode(answer, special_tokens=special_tokens), tokenizer.eos_ids[0]]
+    ids = [*tokenizer.encode(answer, special_tokens=special_tokens), tokenizer.end_id]
     if len(ids) > width:
         raise ConfigError(
             f"{example.origin}: {len(ids)} tokens of answer and end are over sampling.max_completion_tokens={width}"

@@ -91,7 +91,9 @@ def modules() -> list[pathlib.Path]:
 MENU = {
     *(f"algorithms.{name}" for name in ("advantages", "aggregation", "anchors", "baselines", "corrections", "critic")),
     *(f"algorithms.{name}" for name in ("draws", "memory", "old_policies", "shaping", "surrogates", "views")),
-    *("models.files.gguf", "models.files.hf", "models.kernels.learner", "models.kernels.tpu_decode"),
+    *("models.files.gguf", "models.files.hf", "models.files.families"),
+    *("models.rope", "models.variants"),  # what Llama has not
+    *("models.kernels.learner", "models.kernels.tpu_decode"),
     *("learner.annotation", "learner.low_memory", "learner.packed_batches"),
     *("questions.tasks.files", "actor.guests", "actor.resampling", "actor.evaluation"),
     *("method_config", "ops.groups", "ops.paged_log", "ops.packing", "reports.metric_table", "runtime.functions"),

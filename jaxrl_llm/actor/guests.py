@@ -267,7 +267,7 @@ class _Reader:
             where = f"`completions[{i}]`"
             if isinstance(ids, str):
                 special = self.config.prompts.special_tokens
-                ids = [*self.tokenizer.encode(ids, special_tokens=special), self.tokenizer.eos_ids[0]]
+                ids = [*self.tokenizer.encode(ids, special_tokens=special), self.tokenizer.end_id]
             if not isinstance(ids, list) or not ids or not all(type(i) is int for i in ids):
                 raise BadRowError(f"{where} must be a text or a list of token ids")
             wrong = [i for i in ids if not 0 <= i < self.vocab_size]

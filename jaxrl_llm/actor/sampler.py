@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,7 +32,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxrl_llm.config import SamplingConfig
-from jaxrl_llm.models.attention import Cache, Prompt, block_shapes, rope_tables
+from jaxrl_llm.models import rope as ropes
+from jaxrl_llm.models.attention import Cache, Prompt, block_shapes
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.ops.logp import project
 from jaxrl_llm.ops.sampling import (
@@ -61,7 +63,7 @@ class SamplerState:
     cache_v: tuple[tuple[jax.Array, ...], ...]
     prompt_k: tuple[jax.Array, ...]  # [M*E, K, L, H], one per prompt
     prompt_v: tuple[jax.Array, ...]
-    cache_end: jax.Array  # [] i32 place where the next tokens of all slots go
+    cache_end: jax.Array  # [] i32 place where the next tokens of all slots go; a shorter cache's modulo its length
     slot_row: jax.Array  # [M, Z/M] i32 row of the shard's table, -1 = idle
     tokens: jax.Array  # [M, E, G, S] i32
     prompt_length: jax.Array  # [M, E, G] i32
@@ -142,15 +144,19 @@ class Sampler:
     def _empty(self) -> SamplerState:
         arch, M, E, G = self.model.arch, self.shards, self.entries, self.group_size
         L, S, H = self.max_prompt_tokens, self.row_tokens, arch.head_size
-        blocks, keys, values = block_shapes(self.sampling.max_completion_tokens, H, self.model.attention)
         zeros = lambda rows, size: jnp.zeros((rows, arch.num_kv_heads, *size), self.model.compute_dtype)
-        by_layer = lambda make: tuple(make() for _ in range(arch.num_layers))
-        slots = lambda size: by_layer(lambda: tuple(zeros(self.num_slots, size) for _ in range(blocks)))
+        prompts = lambda: tuple(zeros(M * E, (L, H)) for _ in range(arch.num_layers))
+
+        def slots(which: int):  # a window's cache holds the window
+            most = self.sampling.max_completion_tokens
+            of_layers = [block_shapes(min(most, x.window or most), H, self.model.attention) for x in arch.by_layer]
+            return tuple(tuple(zeros(self.num_slots, of[which]) for _ in range(of[0])) for of in of_layers)
+
         return SamplerState(
-            cache_k=slots(keys),
-            cache_v=slots(values),
-            prompt_k=by_layer(lambda: zeros(M * E, (L, H))),
-            prompt_v=by_layer(lambda: zeros(M * E, (L, H))),
+            cache_k=slots(1),
+            cache_v=slots(2),
+            prompt_k=prompts(),
+            prompt_v=prompts(),
             cache_end=jnp.int32(0),
             slot_row=jnp.full((M, self.num_slots // M), -1, jnp.int32),
             tokens=jnp.zeros((M, E, G, S), jnp.int32),
@@ -306,7 +312,7 @@ class Sampler:
         state = self._refill(state)
         prompt = self._prompts(state)
         # Made before the loop: in it, every layer would compute its tokens' angles anew.
-        rope = rope_tables(self.model.arch, jnp.arange(self.row_tokens))
+        rope = ropes.tables(self.model.arch, jnp.arange(self.row_tokens))
 
         def busy(carry):
             step, state = carry
@@ -399,7 +405,7 @@ class Sampler:
         return state.replace(
             cache_k=cache_k,
             cache_v=cache_v,
-            cache_end=(state.cache_end + 1) % sum(x.shape[2] for x in cache_v[0]),
+            cache_end=(state.cache_end + 1) % math.lcm(*(sum(x.shape[2] for x in blocks) for blocks in cache_v)),
             tokens=write_token(state.tokens, drawn_MZ),
             behaviour_logp=write_token(state.behaviour_logp, logp_MZ),
             policy_version=write_token(state.policy_version, jnp.broadcast_to(version, row_MZ.shape)),

@@ -13,17 +13,23 @@ from jaxrl_llm.runtime.nested import ConfigError
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3 frequency scaling (``rope_type: llama3`` in a Hugging Face config)."""
+    """What rope was stretched by: a kind of ``rope.KINDS``, and its numbers as config.json names them."""
 
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_positions: int
+    kind: str
+    numbers: tuple[tuple[str, Any], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """What one layer has of its own."""
+
+    window: int = 0  # a token sees itself and the window - 1 before it; 0 = all before it
+    rope: int = 0  # 0 = that of rope_theta, 1 = that of local_rope_theta, -1 = the layer knows no positions
 
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-    """Shape of a Llama-family decoder."""
+    """Shape of a decoder: Llama's where nothing else is said."""
 
     vocab_size: int
     width: int
@@ -37,6 +43,19 @@ class Architecture:
     norm_eps: float = 1e-5
     tied: bool = True
     max_positions: int = 2048
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: str = ""  # of queries and keys before rope: "head" = of each head's, "all" = of all heads' together
+    pre_norm: bool = True  # of what attention and MLP take
+    post_norm: bool = False  # of what they give
+    norm_offset: float = 0.0  # is added to every norm's stored scale
+    activation: str = "silu"  # a key of variants.ACTIVATIONS
+    embedding_scale: float = 1.0  # of the embeddings where the blocks take them
+    score_width: float = 0.0  # scores are divided by its root; 0 = the head's size
+    local_rope_theta: float = 10000.0
+    layers: tuple[Layer, ...] = ()  # () = all alike and plain
+    family: str = "llama"  # the model_type that files of it have; nothing is computed by it
 
     def __post_init__(self):
         if self.num_heads % self.num_kv_heads or self.head_size % 2:
@@ -44,11 +63,16 @@ class Architecture:
             raise ConfigError(f"a model of {sizes}: heads must be a multiple of key heads, and their size be even")
 
     @property
+    def by_layer(self) -> tuple[Layer, ...]:
+        return self.layers or (Layer(),) * self.num_layers
+
+    @property
     def num_params(self) -> int:
-        attention = self.width * self.head_size * 2 * (self.num_heads + self.num_kv_heads)
-        block = attention + 3 * self.width * self.ffn + 2 * self.width
-        embeddings = self.vocab_size * self.width * (1 if self.tied else 2)
-        return self.num_layers * block + embeddings + self.width
+        N, K, H, D = self.num_heads, self.num_kv_heads, self.head_size, self.width
+        block = 2 * D * H * (N + K) + 3 * D * self.ffn + 2 * D * (self.pre_norm + self.post_norm)
+        block += self.qkv_bias * (N + 2 * K) * H + self.o_bias * D + self.mlp_bias * (2 * self.ffn + D)
+        block += {"": 0, "head": 2 * H, "all": (N + K) * H}[self.qk_norm]
+        return self.num_layers * block + self.vocab_size * D * (1 if self.tied else 2) + D
 
 
 def positive(path: Any, key: str, value: Any, *, whole: bool = True, most: float = 2**31 - 1) -> Any:

@@ -20,9 +20,7 @@ from __future__ import annotations
 import flax.struct
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from jaxrl_llm.models.architecture import Architecture
 from jaxrl_llm.models.kernels import learner as kernels
 
 # Stands for minus infinity where a whole piece may be hidden: inf - inf is nan.
@@ -77,6 +75,8 @@ def attend(
     *,
     prompt: Prompt | None = None,
     visible: jax.Array | Groups | None = None,
+    window: int = 0,
+    positions: jax.Array | None = None,
     implementation: str = "xla",
 ) -> jax.Array:
     """Softmax attention, scores and softmax in float32.
@@ -87,30 +87,34 @@ def attend(
         prompt: of this layer.
         visible: which new tokens each new token sees where that is not all up to itself: [B,T,T] bool (ops.packing)
             or what ``kernels.of_lines`` made of it, or the rule of whole groups.
+        window: a token sees itself and the ``window - 1`` before it; 0 = all. Lines' ``visible`` has it already.
+        positions: [B,T] i32 in the row; a window wants them.
         implementation: "xla", this module, or the kernels of ``kernels.choose``.
 
     Returns:
         [B,T,N,H] in the dtype of the queries.
     """
     if isinstance(visible, Groups):
-        return _attend_groups(q_BTNH, k_BKTH, v_BKTH, visible, implementation)
-    if implementation != "xla":
-        return kernels.attend(q_BTNH, k_BKTH, v_BKTH, prompt, visible, implementation)
+        return _attend_groups(q_BTNH, k_BKTH, v_BKTH, visible, window, positions, implementation)
     B, T, N, H = q_BTNH.shape
+    if visible is not None or window >= T + (0 if prompt is None else prompt.keys.shape[2]):
+        window = 0
+    if implementation != "xla" and not window:
+        return kernels.attend(q_BTNH, k_BKTH, v_BKTH, prompt, visible, implementation)
     K = k_BKTH.shape[1]
     q = (q_BTNH * H**-0.5).reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4).reshape(B, K, N // K * T, H)
-    pieces = [_attend_new(q, k_BKTH, v_BKTH, visible)]
+    pieces = [_attend_new(q, k_BKTH, v_BKTH, visible, window)]
     if prompt is not None:
-        pieces.append(_attend_prompt(q, prompt))
+        pieces.append(_attend_prompt(q, prompt, window, positions))
     out = _merge(pieces).astype(q_BTNH.dtype)
     return out.reshape(B, K, N // K, T, H).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
 
 
-def attend_next(q_B1NH, k_BK1H, v_BK1H, *, prompt: Prompt, cache: Cache, implementation: str = "xla"):
+def attend_next(q_B1NH, k_BK1H, v_BK1H, *, prompt, cache: Cache, window=0, positions=None, implementation="xla"):
     """``attend`` of one new token a row, which goes into the caches.
 
     Args:
-        q_B1NH, k_BK1H, v_BK1H: as ``attend`` has them.
+        q_B1NH, k_BK1H, v_BK1H, window, positions: as ``attend`` has them.
         prompt, cache: of this layer.
 
     Returns:
@@ -118,7 +122,11 @@ def attend_next(q_B1NH, k_BK1H, v_BK1H, *, prompt: Prompt, cache: Cache, impleme
     """
     B, _, N, H = q_B1NH.shape
     q = (q_B1NH * H**-0.5).reshape(B, k_BK1H.shape[1], -1, H)
-    of_prompt = _attend_prompt(q, prompt)
+    places = sum(x.shape[2] for x in cache.values)
+    window = window if window < places + prompt.keys.shape[2] else 0
+    of_prompt = _attend_prompt(q, prompt, window, positions)
+    length = jnp.minimum(cache.length, window - 1) if window else cache.length
+    cache = cache.replace(length=length, end=cache.end % places)
     if implementation == "splash":
         out, keys, values = kernels.decode(q, k_BK1H, v_BK1H, of_prompt, cache)
         return out.reshape(B, 1, N, H), ((keys,), (values,))
@@ -141,10 +149,10 @@ def attend_next(q_B1NH, k_BK1H, v_BK1H, *, prompt: Prompt, cache: Cache, impleme
     return out.reshape(B, 1, N, H), (put(cache.keys, k_BK1H, 3), put(cache.values, v_BK1H, 2))
 
 
-def _attend_groups(q_BTNH, k_BKTH, v_BKTH, groups: Groups, implementation: str) -> jax.Array:
+def _attend_groups(q_BTNH, k_BKTH, v_BKTH, groups: Groups, window, positions, implementation: str) -> jax.Array:
     L = groups.prompt_width
     keys, values = k_BKTH[:, :, :L], v_BKTH[:, :, :L]
-    of_prompt = attend(q_BTNH[:, :L], keys, values, implementation=implementation)
+    of_prompt = attend(q_BTNH[:, :L], keys, values, window=window, implementation=implementation)
 
     def rows(x):  # [B,K,G*C,H] -> [B*G,K,C,H]
         B, K, _, H = x.shape
@@ -156,6 +164,8 @@ def _attend_groups(q_BTNH, k_BKTH, v_BKTH, groups: Groups, implementation: str) 
         rows(k_BKTH[:, :, L:]),
         rows(v_BKTH[:, :, L:]),
         prompt=Prompt(keys, values, visible=jnp.arange(L)[None, :] < groups.prompt_length[:, None]),
+        window=window,
+        positions=positions[:, L:].reshape(len(positions) * groups.size, -1) if window else None,
         implementation=implementation,
     )
     B, _, N, H = q_BTNH.shape
@@ -186,20 +196,23 @@ def _attend_keys(q_BKXH, keys_BKSH, values_BKSH, visible):
     return out, jnp.sum(weights, axis=-1), peak
 
 
-def _attend_new(q_BKXH, k_BKTH, v_BKTH, visible=None):
+def _attend_new(q_BKXH, k_BKTH, v_BKTH, visible=None, window=0):
     T, X = k_BKTH.shape[2], q_BKXH.shape[2]
     if T == 1:  # a token sees itself
         scores = jnp.sum(q_BKXH.astype(jnp.float32) * k_BKTH.astype(jnp.float32), axis=-1)
         return jnp.broadcast_to(v_BKTH, q_BKXH.shape), jnp.ones_like(scores), scores
     if visible is None:
         visible = jnp.tril(jnp.ones((T, T), bool))[None]
+        visible &= ~jnp.tril(visible, -window) if window else True
     by_token = lambda x_BKX: x_BKX.reshape(*x_BKX.shape[:2], X // T, -1, *x_BKX.shape[3:])
     q, pieces, size = by_token(q_BKXH), [], -(-T // query_blocks(T))
     for start in range(0, T, size):
         stop = min(start + size, T)  # of its queries, and so of the keys that one of them sees
+        first = max(0, start + 1 - window) if window else 0
         block = q[:, :, :, start:stop].reshape(*q_BKXH.shape[:2], -1, q_BKXH.shape[-1])
-        seen = jnp.tile(visible[:, start:stop, :stop], (1, X // T, 1))[:, None]
-        pieces.append([by_token(x) for x in _attend_keys(block, k_BKTH[:, :, :stop], v_BKTH[:, :, :stop], seen)])
+        seen = jnp.tile(visible[:, start:stop, first:stop], (1, X // T, 1))[:, None]
+        keys, values = k_BKTH[:, :, first:stop], v_BKTH[:, :, first:stop]
+        pieces.append([by_token(x) for x in _attend_keys(block, keys, values, seen)])
     whole = [jnp.concatenate(blocks, axis=3) for blocks in zip(*pieces, strict=True)]
     return tuple(x.reshape(*x.shape[:2], X, *x.shape[4:]) for x in whole)
 
@@ -209,22 +222,29 @@ def query_blocks(T: int) -> int:
     return min(4, -(-T // 192))  # all of them at once have twice the scores that causal attention wants
 
 
-def _attend_prompt(q_BKXH, prompt: Prompt):
-    B, K, X, H = q_BKXH.shape
-    P = prompt.keys.shape[0]
-    q = q_BKXH
-    if prompt.member is not None:  # rows to groups, each within its shard
-        M = prompt.member.shape[0]
-        q = jax.vmap(lambda rows, member: rows[member])(q.reshape(M, B // M, K, X, H), prompt.member)
-    q_PKYH = q.reshape(P, -1, K, X, H).swapaxes(1, 2).reshape(P, K, -1, H)  # Y = G*X
+def _attend_prompt(q_BKXH, prompt: Prompt, window=0, positions_BT=None):
+    B, _, X, _ = q_BKXH.shape
+    P, _, L, _ = prompt.keys.shape
+
+    def to_prompts(x):  # [B,K,X,H] -> [P,K,G*X,H]
+        _, K, X, H = x.shape
+        if prompt.member is not None:  # rows to groups, each within its shard
+            M = prompt.member.shape[0]
+            x = jax.vmap(lambda rows, member: rows[member])(x.reshape(M, B // M, K, X, H), prompt.member)
+        return x.reshape(P, -1, K, X, H).swapaxes(1, 2).reshape(P, K, -1, H)
+
+    visible = prompt.visible[:, None, None, :]
+    if window:
+        at = to_prompts(jnp.tile(positions_BT, (1, X // positions_BT.shape[1]))[:, None, :, None])
+        visible = visible & (at - jnp.arange(L)[None, None, None, :] < window)
     values = jnp.where(prompt.visible[:, None, :, None], prompt.values, 0)  # 0 * nan is nan
-    out, total, peak = _attend_keys(q_PKYH, prompt.keys, values, prompt.visible[:, None, None, :])
+    out, total, peak = _attend_keys(to_prompts(q_BKXH), prompt.keys, values, visible)
 
     def to_rows(x):  # [P,K,G*X,...] -> [B,K,X,...]
-        x = x.reshape(P, K, -1, X, *x.shape[3:]).swapaxes(1, 2)
+        x = x.reshape(P, x.shape[1], -1, X, *x.shape[3:]).swapaxes(1, 2)
         if prompt.member is None:
             return x.reshape(B, *x.shape[2:])
-        x = x.reshape(M, -1, *x.shape[2:])
+        x = x.reshape(prompt.member.shape[0], -1, *x.shape[2:])
         return jax.vmap(lambda groups, place: groups[place])(x, prompt.place).reshape(B, *x.shape[2:])
 
     return to_rows(out), to_rows(total), to_rows(peak)
@@ -257,29 +277,6 @@ def block_shapes(tokens: int, head_size: int, implementation: str) -> tuple[int,
     count = 1 if implementation == "cudnn" else min(4, -(-tokens // BLOCK_PLACES))
     width = -(-tokens // (8 * count)) * 8
     return count, (head_size, width), (width, head_size)
-
-
-def rope_frequencies(arch: Architecture) -> np.ndarray:
-    """Angular frequency of each rotated pair, [H/2] float64 radians per position.
-
-    Plain: theta^(-2i/H). With Llama 3 scaling, wavelengths above ``original/low`` are divided by
-    ``factor``, those below ``original/high`` kept, and between them interpolated linearly in
-    original/wavelength. Source: Llama 3.1 reference code; same as transformers' ``llama3`` rope type.
-    """
-    freq = arch.rope_theta ** (-np.arange(0, arch.head_size, 2, dtype=np.float64) / arch.head_size)
-    scaling = arch.rope_scaling
-    if scaling is None:
-        return freq
-    turns = scaling.original_max_positions * freq / (2 * np.pi)  # rotations over the original context
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    keep = np.clip((turns - low) / (high - low), 0.0, 1.0)
-    return freq * (keep + (1 - keep) / scaling.factor)
-
-
-def rope_tables(arch: Architecture, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """cos and sin of each position's angles, two [...,H/2] float32 of positions [...]."""
-    angle = jnp.multiply.outer(positions.astype(jnp.float32), jnp.asarray(rope_frequencies(arch), jnp.float32))
-    return jnp.cos(angle), jnp.sin(angle)
 
 
 def rotate(x_BTNH: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:

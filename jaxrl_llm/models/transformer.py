@@ -1,4 +1,4 @@
-"""The decoder-only transformer of the Llama family: RMSNorm, rotary grouped-query attention, SwiGLU.
+"""The decoder-only transformer: RMSNorm, rotary grouped-query attention, a gated MLP; what else, its shape says.
 
 Modules are flax nnx; every parameter of a block carries a leading layer axis and the blocks run under
 one ``lax.scan`` (the sampler's do not: see publish). Parameters travel as a nested dict of arrays
@@ -21,8 +21,10 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 
-from jaxrl_llm.models.architecture import Architecture
-from jaxrl_llm.models.attention import Cache, Groups, Prompt, attend, attend_next, rope_tables, rotate
+from jaxrl_llm.models import rope as ropes
+from jaxrl_llm.models import variants
+from jaxrl_llm.models.architecture import Architecture, Layer
+from jaxrl_llm.models.attention import Cache, Groups, Prompt, attend, attend_next, rotate
 from jaxrl_llm.models.kernels import learner as kernels
 from jaxrl_llm.runtime import sharding
 
@@ -32,16 +34,19 @@ INIT_STDDEV = 0.02
 EMBEDDING = ("vocab", "embed")  # logical axes of the embedding, and of the head
 
 
-def _param(rngs: nnx.Rngs, shape: tuple[int, ...], logical_axes: tuple[str, ...], *, norm: bool = False) -> nnx.Param:
-    init = jnp.ones(shape) if norm else INIT_STDDEV * jax.random.normal(rngs.params(), shape)
+def _param(
+    rngs: nnx.Rngs, shape: tuple[int, ...], logical_axes: tuple[str, ...], constant: float | None = None
+) -> nnx.Param:
+    init = INIT_STDDEV * jax.random.normal(rngs.params(), shape) if constant is None else jnp.full(shape, constant)
     return nnx.Param(init, logical_axes=logical_axes)
 
 
-def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-    """x / rms(x) * scale over the last dimension of [B,T,D], computed in float32."""
+def rms_norm(x: jax.Array, scale: jax.Array, arch: Architecture) -> jax.Array:
+    """x / rms(x) * (scale + the architecture's offset) over the last dimension, computed in float32."""
     x32 = x.astype(jnp.float32)
-    x32 = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
-    return (x32 * scale.astype(jnp.float32)[None, None, :]).astype(x.dtype)
+    x32 = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + arch.norm_eps)
+    scale = scale.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))
+    return (x32 * (scale + arch.norm_offset if arch.norm_offset else scale)).astype(x.dtype)
 
 
 def linear(x_BTI: jax.Array, w: jax.Array, *, merged: bool = True) -> jax.Array:
@@ -78,42 +83,62 @@ class Blocks(nnx.Module):
     """All transformer blocks; parameters are stacked [layers, ...], the call sees one layer's slice."""
 
     def __init__(self, arch: Architecture, *, rngs: nnx.Rngs):
-        layers, D, F, H = arch.num_layers, arch.width, arch.ffn, arch.head_size
-        N, K = arch.num_heads, arch.num_kv_heads
-        self.eps, self.head_size = arch.norm_eps, H
-        self.attention_norm = _param(rngs, (layers, D), ("layers", "activation"), norm=True)
-        self.q = _param(rngs, (layers, N, H, D), ("layers", "heads", "head_size", "embed"))
-        self.k = _param(rngs, (layers, K, H, D), ("layers", "kv_heads", "head_size", "embed"))
-        self.v = _param(rngs, (layers, K, H, D), ("layers", "kv_heads", "head_size", "embed"))
-        self.o = _param(rngs, (layers, D, N, H), ("layers", "embed", "heads", "head_size"))
-        self.mlp_norm = _param(rngs, (layers, D), ("layers", "activation"), norm=True)
-        self.gate = _param(rngs, (layers, F, D), ("layers", "mlp", "embed"))
-        self.up = _param(rngs, (layers, F, D), ("layers", "mlp", "embed"))
-        self.down = _param(rngs, (layers, D, F), ("layers", "embed", "mlp"))
+        D, F, H, N, K = arch.width, arch.ffn, arch.head_size, arch.num_heads, arch.num_kv_heads
+        self.arch = arch
+        for name, size, axes, *constant in (
+            ("q", (N, H, D), ("heads", "head_size", "embed")),
+            ("k", (K, H, D), ("kv_heads", "head_size", "embed")),
+            ("v", (K, H, D), ("kv_heads", "head_size", "embed")),
+            ("o", (D, N, H), ("embed", "heads", "head_size")),
+            ("gate", (F, D), ("mlp", "embed")),
+            ("up", (F, D), ("mlp", "embed")),
+            ("down", (D, F), ("embed", "mlp")),
+            *variants.vectors(arch),
+        ):
+            setattr(self, name, _param(rngs, (arch.num_layers, *size), ("layers", *axes), *constant))
 
-    def __call__(self, x_BTD, cos, sin, *, prompt=None, cache=None, visible=None, implementation="xla"):
-        """One block. Returns activations and keys and values, the new tokens' [B,K,T,H] or, with them, the caches'."""
-        project = functools.partial(linear, merged=implementation == "xla")
-        heads = lambda x_BTO: x_BTO.reshape(*x_BTO.shape[:2], -1, self.head_size)
-        h = rms_norm(x_BTD, self.attention_norm[...], self.eps)
-        q_BTNH = rotate(heads(project(h, self.q[...])), cos, sin)
-        k_BTKH = rotate(heads(project(h, self.k[...])), cos, sin)
-        v_BTKH = heads(project(h, self.v[...]))
+    def __call__(self, x_BTD, rope, layer: Layer, *, kv=None, visible=None, positions=None, implementation="xla"):
+        """One ``layer``, by the tables of its rope; ``kv``: "prompt" and "cache", where there are such.
+
+        Returns activations and keys and values, the new tokens' [B,K,T,H] or, with them, the caches'.
+        """
+        arch, kv = self.arch, kv or {}
+        act = variants.ACTIVATIONS[arch.activation]
+
+        def norm(x, name):
+            return rms_norm(x, getattr(self, name)[...], arch) if hasattr(self, name) else x
+
+        def project(x_BTI, name):
+            out_BTO = linear(x_BTI, getattr(self, name)[...], merged=implementation == "xla")
+            bias = getattr(self, f"{name}_bias", None)
+            return out_BTO if bias is None else out_BTO + bias[...].astype(out_BTO.dtype).reshape(1, 1, -1)
+
+        def heads(h_BTD, name):
+            x_BTO, normed = project(h_BTD, name), f"{name}_norm"
+            x_BTO = norm(x_BTO, normed) if arch.qk_norm == "all" else x_BTO
+            x_BTNH = x_BTO.reshape(*x_BTO.shape[:2], -1, arch.head_size)
+            return norm(x_BTNH, normed) if arch.qk_norm == "head" else x_BTNH
+
+        rotated = (lambda x_BTNH: x_BTNH) if rope is None else lambda x_BTNH: rotate(x_BTNH, *rope)
+        h = norm(x_BTD, "attention_norm")
+        q_BTNH, k_BTKH, v_BTKH = rotated(heads(h, "q")), rotated(heads(h, "k")), heads(h, "v")
+        if arch.score_width not in (0.0, arch.head_size):  # attention divides by the root of the head's size
+            q_BTNH = q_BTNH * (arch.head_size / arch.score_width) ** 0.5
         q_BTNH = sharding.constrain(q_BTNH, "batch", "length", "heads", "head_size")
-        k_BKTH, v_BKTH = k_BTKH.swapaxes(1, 2), v_BTKH.swapaxes(1, 2)
-        kv, how = (k_BKTH, v_BKTH), {"prompt": prompt, "implementation": implementation}
-        if cache is None:
-            out_BTNH = attend(q_BTNH, *kv, visible=visible, **how)
+        new = (k_BTKH.swapaxes(1, 2), v_BTKH.swapaxes(1, 2))
+        how = {"window": layer.window, "positions": positions, "implementation": implementation}
+        if "cache" in kv:
+            out_BTNH, new = attend_next(q_BTNH, *new, **kv, **how)
         else:
-            out_BTNH, kv = attend_next(q_BTNH, *kv, cache=cache, **how)
-        x_BTD = x_BTD + project(out_BTNH.reshape(*out_BTNH.shape[:2], -1), self.o[...])
+            out_BTNH = attend(q_BTNH, *new, visible=visible, **kv, **how)
+        out_BTD = project(out_BTNH.reshape(*out_BTNH.shape[:2], -1), "o")
+        x_BTD = x_BTD + norm(out_BTD, "attention_post_norm")
         x_BTD = checkpoint_name(sharding.constrain(x_BTD, "batch", "length", "activation"), "mlp")
-        h = rms_norm(x_BTD, self.mlp_norm[...], self.eps)
-        gate_BTF = checkpoint_name(project(h, self.gate[...]), "mlp")
-        up_BTF = checkpoint_name(project(h, self.up[...]), "mlp")
-        h = sharding.constrain(jax.nn.silu(gate_BTF) * up_BTF, "batch", "length", "mlp")
-        x_BTD = x_BTD + project(h, self.down[...])
-        return sharding.constrain(x_BTD, "batch", "length", "activation"), kv
+        h = norm(x_BTD, "mlp_norm")
+        gate_BTF, up_BTF = (checkpoint_name(project(h, name), "mlp") for name in ("gate", "up"))
+        h = sharding.constrain(act(gate_BTF) * up_BTF, "batch", "length", "mlp")
+        x_BTD = x_BTD + norm(project(h, "down"), "mlp_post_norm")
+        return sharding.constrain(x_BTD, "batch", "length", "activation"), new
 
 
 class Transformer(nnx.Module):
@@ -123,56 +148,57 @@ class Transformer(nnx.Module):
         self.arch = arch
         self.embedding = _param(rngs, (arch.vocab_size, arch.width), EMBEDDING)
         self.blocks = Blocks(arch, rngs=rngs)
-        self.final_norm = _param(rngs, (arch.width,), ("activation",), norm=True)
+        self.final_norm = _param(rngs, (arch.width,), ("activation",), 1.0 - arch.norm_offset)
         if not arch.tied:
             self.head = _param(rngs, (arch.vocab_size, arch.width), EMBEDDING)
 
-    def __call__(
-        self,
-        tokens_BT,
-        positions_BT,
-        *,
-        compute_dtype,
-        prompt=None,
-        cache=None,
-        visible=None,
-        remat="none",
-        layers=None,
-        attention="xla",
-        rope=None,
-        spec=(None, None),
-    ):
-        table_VD = self.embedding[...]
-        spec = sharding.on_rows(spec)  # of the table; the sampler's is whole along the axes of rows
-        find = functools.partial(look_up, compute_dtype, self.arch.width, spec[1])
+    def __call__(self, model: Model, tokens_BT, positions_BT, *, prompt, cache, visible, remat, layers, rope):
+        """As ``Model.forward``; ``layers``: the blocks as the sampler has them (publish), in place of our own."""
+        table_VD, dtype, attention = self.embedding[...], jnp.dtype(model.compute_dtype), model.attention
+        spec = sharding.on_rows(model.table_spec)  # the sampler's is whole along the axes of rows
+        find = functools.partial(look_up, dtype, self.arch.width, spec[1])
         split = {"others": (table_VD,), "specs": (jax.P(None, spec[1]),)}
         x_BTD = find(tokens_BT, table_VD) if layers is not None else sharding.with_own_rows(find, tokens_BT, **split)
         x_BTD = sharding.constrain(x_BTD, "batch", "length", "activation")
-        cos, sin = rope_tables(self.arch, positions_BT) if rope is None else (x[positions_BT] for x in rope)
-        visible = kernels.of_lines(visible, attention)
+        if self.arch.embedding_scale != 1.0:
+            x_BTD = x_BTD * jnp.asarray(self.arch.embedding_scale, dtype)
+        tables = ropes.tables(self.arch, positions_BT, rope)
         graph, stacked = nnx.split(self.blocks)
         before = {name: x for name, x in (("prompt", prompt), ("cache", cache)) if x is not None}
         kv = {name: (x.keys, x.values) for name, x in before.items()}
 
-        def body(x, of_layer):
-            layer_params, layer_kv = of_layer
-            seen = {name: before[name].replace(keys=k, values=v) for name, (k, v) in layer_kv.items()}
-            return nnx.merge(graph, layer_params)(x, cos, sin, **seen, visible=visible, implementation=attention)
+        def within(window: int):
+            is_cut = isinstance(visible, jax.Array) and 0 < window < positions_BT.shape[1]
+            near = positions_BT[:, :, None] - positions_BT[:, None, :] < window if is_cut else True
+            return kernels.of_lines(visible & near if is_cut else visible, attention)
 
-        if remat != "none":
-            kept = {"dots": ("mlp",), "full": ()}[remat]
-            body = jax.checkpoint(body, policy=jax.checkpoint_policies.save_only_these_names(*kept), prevent_cse=False)
-        if layers is None:  # else as the sampler has them (publish)
-            x_BTD, new_kv = jax.lax.scan(body, x_BTD, (stacked, kv))
+        seen = {window: within(window) for window in {layer.window for layer in self.arch.by_layer}}
+
+        def make_block(layer: Layer):
+            def block(x, of_layer):
+                layer_params, layer_kv = of_layer
+                own = {name: before[name].replace(keys=k, values=v) for name, (k, v) in layer_kv.items()}
+                how = {"visible": seen[layer.window], "positions": positions_BT, "implementation": attention}
+                rope = None if layer.rope < 0 else tables[layer.rope]
+                return nnx.merge(graph, layer_params)(x, rope, layer, kv=own, **how)
+
+            if not remat or model.remat == "none":
+                return block
+            kept = jax.checkpoint_policies.save_only_these_names(*{"dots": ("mlp",), "full": ()}[model.remat])
+            return jax.checkpoint(block, policy=kept, prevent_cse=False)
+
+        blocks = {layer: make_block(layer) for layer in dict.fromkeys(self.arch.by_layer)}
+        if layers is None:
+            x_BTD, new_kv = variants.scan(blocks, self.arch.by_layer, x_BTD, (stacked, kv))
         else:
-            made, block = [], jax.jit(body)  # traced once for all layers; XLA inlines it
-            for i, turned in enumerate(layers):
+            made, blocks = [], {layer: jax.jit(block) for layer, block in blocks.items()}  # traced once; XLA inlines it
+            for i, (layer, turned) in enumerate(zip(self.arch.by_layer, layers, strict=True)):
                 layer_params = jax.tree.map(jnp.transpose, turned)  # no copy: XLA's matmuls contract either way
                 layer_kv = {name: (keys[i], values[i]) for name, (keys, values) in kv.items()}
-                x_BTD, new = block(x_BTD, (layer_params, layer_kv))
+                x_BTD, new = blocks[layer](x_BTD, (layer_params, layer_kv))
                 made.append(new)
             new_kv = tuple(zip(*made, strict=True))
-        return rms_norm(x_BTD, self.final_norm[...], self.arch.norm_eps), new_kv
+        return rms_norm(x_BTD, self.final_norm[...], self.arch), new_kv
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,7 +240,7 @@ class Model:
         cache: Cache | None = None,
         visible: jax.Array | Groups | None = None,
         remat: bool = False,
-        rope: tuple[jax.Array, jax.Array] | None = None,
+        rope: ropes.Tables | None = None,
     ):
         """Hidden states after the final norm.
 
@@ -226,7 +252,7 @@ class Model:
             cache: each row's earlier tokens, by layer; wants T = 1.
             visible: what each token sees of the others, [B,T,T] bool or a rule; None = all up to itself.
             remat: apply the model's rematerialisation policy (for a backward pass).
-            rope: cosine and sine of every position there is, each [S,H/2]; None = computed here.
+            rope: ``rope.tables`` of every position there is; None = computed here.
 
         Returns:
             hidden [B,T,D] in the compute dtype, and the new tokens' (keys, values), [B,K,T,H] by layer, or the caches'
@@ -236,19 +262,8 @@ class Model:
         layers = params.get("layers")
         if layers is not None:  # the graph wants some blocks; their shapes it does not look at
             params = {k: v for k, v in params.items() if k != "layers"} | {"blocks": layers[0]}
-        return nnx.merge(graph, params)(
-            tokens,
-            positions,
-            compute_dtype=jnp.dtype(self.compute_dtype),
-            prompt=prompt,
-            cache=cache,
-            visible=visible,
-            remat=self.remat if remat else "none",
-            layers=layers,
-            attention=self.attention,
-            rope=rope,
-            spec=self.table_spec,
-        )
+        how = {"prompt": prompt, "cache": cache, "visible": visible, "remat": remat, "rope": rope, "layers": layers}
+        return nnx.merge(graph, params)(self, tokens, positions, **how)
 
     @property
     def table_spec(self) -> jax.P:

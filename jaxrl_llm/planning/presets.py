@@ -1,6 +1,7 @@
 """Presets: what a plan has to know of a model, of its files or of a public model's shape by name alone.
 
-The shapes are from the models' ``config.json`` on the Hugging Face hub (organisations meta-llama and HuggingFaceTB).
+The shapes are from the models' ``config.json`` on the Hugging Face hub (organisations meta-llama, HuggingFaceTB, Qwen,
+google and allenai).
 Owns: this table. Does not know: weights, compilers.
 """
 
@@ -9,8 +10,10 @@ from __future__ import annotations
 import dataclasses
 
 from jaxrl_llm.config import Config, ConfigError
-from jaxrl_llm.models.architecture import Architecture, RopeScaling
+from jaxrl_llm.models.architecture import Architecture, Layer, RopeScaling
 from jaxrl_llm.models.files import pretrained
+
+_LLAMA3 = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
 
 
 def _llama(width: int, layers: int, heads: int, ffn: int, *, head_size: int = 128, factor: float = 8.0) -> Architecture:
@@ -24,7 +27,7 @@ def _llama(width: int, layers: int, heads: int, ffn: int, *, head_size: int = 12
         head_size=head_size,
         ffn=ffn,
         rope_theta=500000.0,
-        rope_scaling=RopeScaling(factor, 1.0, 4.0, 8192),
+        rope_scaling=RopeScaling("llama3", tuple({**_LLAMA3, "factor": factor}.items())),
         tied=factor == 32.0,
         max_positions=131072,
     )
@@ -35,6 +38,39 @@ def _smollm2(width: int, layers: int, heads: int, kv_heads: int, ffn: int, theta
     return Architecture(vocab_size=49152, head_size=64, max_positions=8192, **sizes)
 
 
+def _qwen3(width: int, layers: int, heads: int, ffn: int, *, tied: bool = False) -> Architecture:
+    sizes = dict(width=width, num_layers=layers, num_heads=heads, num_kv_heads=8, head_size=128, ffn=ffn, tied=tied)
+    how = dict(rope_theta=1e6, norm_eps=1e-6, max_positions=40960, qk_norm="head", family="qwen3")
+    return Architecture(vocab_size=151936, **sizes, **how)
+
+
+def _qwen25(width: int, layers: int, heads: int, kv_heads: int, ffn: int, *, tied: bool = False) -> Architecture:
+    sizes = dict(width=width, num_layers=layers, num_heads=heads, num_kv_heads=kv_heads, head_size=width // heads)
+    how = dict(rope_theta=1e6, norm_eps=1e-6, max_positions=32768, qkv_bias=True, family="qwen2")
+    return Architecture(vocab_size=151936 if tied else 152064, ffn=ffn, tied=tied, **sizes, **how)
+
+
+def _gemma3(width: int, layers: int, ffn: int) -> Architecture:
+    """The text models: five layers of 512 tokens, then one that sees all."""
+    sizes = dict(width=width, num_layers=layers, num_heads=4, num_kv_heads=1, head_size=256, ffn=ffn)
+    norms = dict(norm_eps=1e-6, norm_offset=1.0, qk_norm="head", post_norm=True)
+    ropes = dict(rope_theta=1e6, local_rope_theta=1e4, max_positions=32768)
+    kinds = tuple(Layer() if i % 6 == 5 else Layer(window=512, rope=1) for i in range(layers))
+    how = dict(activation="gelu_tanh", embedding_scale=width**0.5, score_width=256, layers=kinds, family="gemma3_text")
+    return Architecture(vocab_size=262144, **sizes, **norms, **ropes, **how)
+
+
+_SMOLLM3 = Architecture(
+    **dict(vocab_size=128256, width=2048, num_layers=36, num_heads=16, num_kv_heads=4, head_size=128, ffn=11008),
+    **dict(rope_theta=5e6, norm_eps=1e-6, max_positions=65536, family="smollm3"),
+    layers=tuple(Layer(rope=-1 if i % 4 == 3 else 0) for i in range(36)),
+)
+_OLMO2 = Architecture(
+    **dict(vocab_size=100352, width=2048, num_layers=16, num_heads=16, num_kv_heads=16, head_size=128, ffn=8192),
+    **dict(rope_theta=5e5, norm_eps=1e-6, max_positions=4096, tied=False, family="olmo2"),
+    **dict(qk_norm="all", pre_norm=False, post_norm=True),
+)
+
 PRESETS = {
     "smollm2-135m": _smollm2(576, 30, 9, 3, 1536),
     "smollm2-360m": _smollm2(960, 32, 15, 5, 2560),
@@ -43,10 +79,27 @@ PRESETS = {
     "llama-3.2-3b": _llama(3072, 28, 24, 8192, factor=32.0),
     "llama-3.1-8b": _llama(4096, 32, 32, 14336),
     "llama-3.1-70b": _llama(8192, 80, 64, 28672),
+    "qwen3-0.6b": _qwen3(1024, 28, 16, 3072, tied=True),
+    "qwen3-1.7b": _qwen3(2048, 28, 16, 6144, tied=True),
+    "qwen3-4b": _qwen3(2560, 36, 32, 9728, tied=True),
+    "qwen3-8b": _qwen3(4096, 36, 32, 12288),
+    "qwen3-14b": _qwen3(5120, 40, 40, 17408),
+    "qwen3-32b": _qwen3(5120, 64, 64, 25600),
+    "qwen2.5-0.5b": _qwen25(896, 24, 14, 2, 4864, tied=True),
+    "qwen2.5-1.5b": _qwen25(1536, 28, 12, 2, 8960, tied=True),
+    "qwen2.5-3b": _qwen25(2048, 36, 16, 2, 11008, tied=True),
+    "qwen2.5-7b": _qwen25(3584, 28, 28, 4, 18944),
+    "qwen2.5-14b": _qwen25(5120, 48, 40, 8, 13824),
+    "qwen2.5-32b": _qwen25(5120, 64, 40, 8, 27648),
+    "smollm3-3b": _SMOLLM3,
+    "gemma-3-270m": _gemma3(640, 18, 2048),
+    "gemma-3-1b": _gemma3(1152, 26, 6912),
+    "olmo-2-1b": _OLMO2,
 }
 
 # Tokens that end a completion, of the instruction-tuned models.
-EOS_IDS = {"smollm2": (2,), "llama": (128001, 128008, 128009)}
+EOS_IDS = {"smollm2": (2,), "llama": (128001, 128008, 128009), "smollm3": (128012,), "gemma": (1, 106)}
+EOS_IDS |= {"qwen3": (151645, 151643), "qwen2.5": (151645, 151643), "olmo": (100257,)}
 
 
 def eos_ids(name: str) -> tuple[int, ...]:

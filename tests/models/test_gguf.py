@@ -13,6 +13,7 @@ import safetensors.numpy
 from jax.sharding import AxisType, Mesh
 
 from jaxrl_llm.config import ConfigError
+from jaxrl_llm.models.architecture import RopeScaling
 from jaxrl_llm.models.files import gguf, hf, pretrained
 from jaxrl_llm.models.transformer import Model
 
@@ -164,6 +165,20 @@ def test_a_gguf_holds_the_model_of_the_folder_it_was_made_from(tmp_path):
     assert_same(load(path, make_mesh(data=2, fsdp=2, tensor=2)), expected)
 
 
+@pytest.mark.parametrize("key", ["rope.scaling.factor", "rope.scale_linear"])
+@pytest.mark.parametrize("kind", [None, "linear", "none"])
+def test_a_factor_of_rope_without_a_type_is_linear(tmp_path, key, kind):
+    """As llama.cpp has it; so it is under a type that says so, and "none" ignores it."""
+
+    def change(writer, tensors):
+        writer.add_float32(f"llama.{key}", 4.0)
+        if kind:
+            writer.add_string("llama.rope.scaling.type", kind)
+
+    arch = gguf.read_architecture(write_tiny(tmp_path / "tiny.gguf", change=change))
+    assert arch.rope_scaling == (None if kind == "none" else RopeScaling("linear", (("factor", 4.0),)))
+
+
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", "F16", "BF16"])
 def test_quantised_parameters_do_not_depend_on_the_mesh(tmp_path, kind):
     # Blocks run over 32 columns, and the shards of fsdp=8 split them.
@@ -192,7 +207,10 @@ def _with(name, value):
     [
         (lambda w, t: t.pop("blk.1.ffn_up.weight"), "tensor blk.1.ffn_up.weight is missing"),
         (_with("blk.0.attn_norm.weight", np.ones(31, np.float32)), r"attn_norm.weight has shape \(31,\), not \(32,\)"),
-        (_with("blk.0.attn_q.bias", np.ones(48, np.float32)), "blk.0.attn_q.bias .* not part of a plain Llama"),
+        (
+            _with("blk.0.attn_q.bias", np.ones(48, np.float32)),
+            "blk.0.attn_q.bias .* not part of a model of the family llama",
+        ),
         (_with("rope_freqs.weight", np.ones(6, np.float32)), "scaled rope"),
         (_with("blk.0.ffn_norm.weight", np.ones(32, np.int32)), "blk.0.ffn_norm.weight is I32"),
     ],

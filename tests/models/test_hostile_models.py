@@ -327,6 +327,9 @@ def test_a_tokenizer_must_fit_its_model(tiny):
     path = tiny / "tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token": None}))
     (tiny / "generation_config.json").unlink()
+    edit_config(tiny, eos_token_id=[2, 260])
+    refused(pretrained.resolve(str(tiny)).tokenizer, names=["of which (2, 260) end a text", "260 embeddings"])
+    edit_config(tiny, eos_token_id=None)
     refused(pretrained.resolve(str(tiny)).tokenizer, names=["of which () end a text"])
 
 

@@ -107,7 +107,9 @@ def test_several_files_and_every_dtype_load_as_one_float32_file(tiny, dtype):
 
 def test_rope_settings_mean_the_same_in_old_and_new_spelling(tiny):
     new = hf.read_architecture(tiny)
-    assert new.rope_scaling == RopeScaling(4.0, 1.0, 4.0, 64)
+    assert new.rope_scaling == RopeScaling(
+        "llama3", tuple({k: v for k, v in LLAMA3.items() if k != "rope_type"}.items())
+    )
     for key in ("rope_type", "type"):
         scaling = {key: "llama3", **{k: v for k, v in LLAMA3.items() if k != "rope_type"}}
         edit_config(tiny, drop=("rope_parameters",), rope_theta=1000.0, rope_scaling=scaling)
@@ -155,15 +157,17 @@ def _drop(name):
         (lambda f: edit_weights(f, _drop("model.layers.1.mlp.up_proj.weight")), "1.mlp.up_proj.weight is missing"),
         (lambda f: edit_weights(f, lambda t: {**t, "lm_head.weight": t["lm_head.weight"][:9]}), r"\(9, 32\), not \(96"),
         (lambda f: edit_weights(f, lambda t: {**t, "x.bias": np.ones(3)}), "x.bias is F64"),
-        (lambda f: edit_weights(f, lambda t: {**t, "x.bias": np.ones(3, np.float32)}), "x.bias .* not part of a plain"),
+        (lambda f: edit_weights(f, lambda t: {**t, "x.bias": np.ones(3, np.float32)}), "x.bias .* family llama with 9"),
         (lambda f: _truncate(f / "model.safetensors"), "model.safetensors: not a readable"),
         (lambda f: (f / "model.safetensors").unlink(), "neither model.safetensors nor"),
         (lambda f: (f / "config.json").unlink(), "config.json: no such file"),
         (lambda f: (f / "config.json").write_text("{"), "not readable JSON"),
-        (lambda f: edit_config(f, model_type="qwen2"), "'qwen2' is not supported; supported: llama, mistral"),
-        (lambda f: edit_config(f, model_type="mistral"), "sliding_window=4096"),
-        (lambda f: edit_config(f, attention_bias=True), "attention_bias=True"),
-        (lambda f: edit_config(f, rope_parameters={**LLAMA3, "rope_type": "yarn"}), "rope_type='yarn'"),
+        (lambda f: edit_config(f, model_type="gpt2"), "'gpt2' is not supported; supported: llama, mistral, qwen2"),
+        (lambda f: edit_config(f, sliding_window=4096), "sliding_window=4096 is no key of model_type='llama'"),
+        (lambda f: edit_config(f, attention_bias=True), "layers.0.self_attn.*.bias is missing"),
+        (lambda f: edit_config(f, attention_bias="yes"), "attention_bias='yes' must be true or false"),
+        (lambda f: edit_config(f, hidden_act="relu2"), "hidden_act='relu2' is not supported; supported: silu"),
+        (lambda f: edit_config(f, rope_parameters={**LLAMA3, "rope_type": "su"}), "rope_type='su'"),
         (lambda f: edit_config(f, rope_parameters={"rope_type": "llama3"}), "factor is missing"),
         (lambda f: edit_config(f, drop=("hidden_size",)), "hidden_size is missing"),
     ],

@@ -7,8 +7,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxrl_llm.models import rope
 from jaxrl_llm.models.architecture import PRESETS
-from jaxrl_llm.models.attention import rope_tables
 from jaxrl_llm.models.transformer import linear
 from jaxrl_llm.ops.logp import project
 
@@ -46,6 +46,6 @@ def test_logits_of_bfloat16_add_up_in_float32():
 def test_angles_of_a_table_are_those_of_each_position():
     positions = np.array([[0, 5], [11, 3]])
     for table, angles in zip(
-        rope_tables(PRESETS["debug"], np.arange(12)), rope_tables(PRESETS["debug"], positions), strict=True
+        rope.tables(PRESETS["debug"], np.arange(12))[0], rope.tables(PRESETS["debug"], positions)[0], strict=True
     ):
         np.testing.assert_array_equal(table[positions], angles)

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.models.architecture import Architecture, positive
+from jaxrl_llm.models.architecture import Architecture, RopeScaling, positive
 from jaxrl_llm.models.files import layout
 from jaxrl_llm.models.files.tokenizer import Tokenizer, fast_tokenizer_class
 from jaxrl_llm.models.transformer import Model, Params
@@ -53,8 +53,11 @@ def read_architecture(path: str | Path) -> Architecture:
     kind = get("general.architecture")
     if kind != "llama":
         raise ConfigError(f"{path}: general.architecture={kind!r} is not supported; supported: llama")
+    # Of llama.cpp, a factor without a type is linear; until 2023 it was called otherwise.
+    stretch = file.metadata.get("llama.rope.scaling.factor", file.metadata.get("llama.rope.scale_linear"))
+    scaled = file.metadata.get("llama.rope.scaling.type", "none" if stretch is None else "linear")
     # Llama 3 scaling is stored as a table of factors without the numbers they came from.
-    if "rope_freqs.weight" in file.shapes or file.metadata.get("llama.rope.scaling.type", "none") != "none":
+    if "rope_freqs.weight" in file.shapes or scaled not in ("none", "linear"):
         raise ConfigError(f"{path}: scaled rope in GGUF is not supported; use the model's Hugging Face folder")
     if NAMES["embedding"] not in file.shapes:
         raise ConfigError(f"{path}: tensor {NAMES['embedding']} is missing")
@@ -63,6 +66,9 @@ def read_architecture(path: str | Path) -> Architecture:
     given_or = lambda key, other: size(key, file.metadata.get(f"llama.{key}", other))
     width, num_heads = given("embedding_length"), given("attention.head_count")
     head_size = given_or("attention.key_length", width // num_heads)
+    scaling = None
+    if scaled == "linear":
+        scaling = RopeScaling("linear", (("factor", _decimal(size("rope.scaling.factor", stretch, whole=False))),))
     if file.metadata.get("llama.rope.dimension_count", head_size) != head_size:
         raise ConfigError(f"{path}: llama.rope.dimension_count must be the head size {head_size}")
     return Architecture(
@@ -74,6 +80,7 @@ def read_architecture(path: str | Path) -> Architecture:
         head_size=head_size,
         ffn=given("feed_forward_length"),
         rope_theta=_decimal(size("rope.freq_base", file.metadata.get("llama.rope.freq_base", 1e4), whole=False)),
+        rope_scaling=scaling,
         norm_eps=_decimal(given("attention.layer_norm_rms_epsilon", whole=False, most=1.0)),
         tied=NAMES["head"] not in file.shapes,
         max_positions=given("context_length"),

@@ -1,7 +1,7 @@
-"""Hugging Face folders of the Llama family: read to sharded arrays, written so that transformers loads them.
+"""Hugging Face folders: read to sharded arrays, written so that transformers loads them.
 
-Owns: the names and meaning of config.json and of the safetensors files. Needs neither torch nor transformers.
-Does not know: tokenizers (but for the token ids in the config), how parameters are laid out on devices.
+Owns: the files of a folder. What families call their tensors and settings stands in families. Needs neither torch nor
+transformers. Does not know: tokenizers (but for the token ids in the config), how parameters are laid out on devices.
 """
 
 from __future__ import annotations
@@ -18,48 +18,11 @@ import safetensors.numpy
 from jax.sharding import Mesh
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.models.architecture import Architecture, RopeScaling, positive
-from jaxrl_llm.models.files import layout
+from jaxrl_llm.models.architecture import Architecture
+from jaxrl_llm.models.files import families, layout
 from jaxrl_llm.models.files.tokenizer import Tokenizer
 from jaxrl_llm.models.transformer import Model, Params
 from jaxrl_llm.runtime import hosts
-
-NAMES = {
-    "embedding": "model.embed_tokens.weight",
-    "blocks.attention_norm": "model.layers.{layer}.input_layernorm.weight",
-    "blocks.q": "model.layers.{layer}.self_attn.q_proj.weight",
-    "blocks.k": "model.layers.{layer}.self_attn.k_proj.weight",
-    "blocks.v": "model.layers.{layer}.self_attn.v_proj.weight",
-    "blocks.o": "model.layers.{layer}.self_attn.o_proj.weight",
-    "blocks.mlp_norm": "model.layers.{layer}.post_attention_layernorm.weight",
-    "blocks.gate": "model.layers.{layer}.mlp.gate_proj.weight",
-    "blocks.up": "model.layers.{layer}.mlp.up_proj.weight",
-    "blocks.down": "model.layers.{layer}.mlp.down_proj.weight",
-    "final_norm": "model.norm.weight",
-    "head": "lm_head.weight",
-}
-
-# What an absent key of config.json means, per model_type: the defaults of transformers' own classes.
-_LLAMA = {
-    "num_key_value_heads": None,  # as many as num_attention_heads
-    "head_dim": None,  # hidden_size / num_attention_heads
-    "hidden_act": "silu",
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-    "rope_theta": 10000.0,
-    "rope_scaling": None,
-    "rope_parameters": None,
-    "attention_bias": False,
-    "mlp_bias": False,
-    "sliding_window": None,
-}
-ABSENT = {
-    "llama": _LLAMA,
-    "mistral": {**_LLAMA, "num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
-}
-# What the model code computes; a config that says otherwise is another model.
-REQUIRED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "sliding_window": None}
 
 MAX_FILE_BYTES = 5 * 10**9
 
@@ -70,57 +33,11 @@ def read_architecture(folder: str | Path) -> Architecture:
     Raises:
         ConfigError: no config.json, another kind of model, or a setting that the model code lacks.
     """
-    path = Path(folder) / "config.json"
-    config = _read_json(path)
-    model_type = config.get("model_type")
-    if model_type not in list(ABSENT):
-        raise ConfigError(f"{path}: model_type={model_type!r} is not supported; supported: {', '.join(ABSENT)}")
-    config = {**ABSENT[model_type], **config}
-    for key, value in REQUIRED.items():
-        if config[key] != value:
-            raise ConfigError(f"{path}: {key}={config[key]!r} is not supported; supported: {value!r}")
-    if type(config["tie_word_embeddings"]) is not bool:
-        raise ConfigError(f"{path}: tie_word_embeddings={config['tie_word_embeddings']!r:.60} must be true or false")
-    try:
-        get = lambda key, **how: positive(path, key, config[key], **how)
-        width, num_heads = get("hidden_size"), get("num_attention_heads")
-        for key, usual in (("num_key_value_heads", num_heads), ("head_dim", width // num_heads)):
-            config[key] = usual if config[key] is None else config[key]
-        theta, scaling = _rope(config, path)
-        return Architecture(
-            vocab_size=get("vocab_size"),
-            width=width,
-            num_layers=get("num_hidden_layers", most=1000),
-            num_heads=num_heads,
-            num_kv_heads=get("num_key_value_heads"),
-            head_size=get("head_dim"),
-            ffn=get("intermediate_size"),
-            rope_theta=theta,
-            rope_scaling=scaling,
-            norm_eps=get("rms_norm_eps", whole=False, most=1.0),
-            tied=config["tie_word_embeddings"],
-            max_positions=get("max_position_embeddings"),
-        )
-    except KeyError as error:
-        raise ConfigError(f"{path}: {error.args[0]} is missing") from error
-
-
-def _rope(config: dict[str, Any], path: Path) -> tuple[float, RopeScaling | None]:
-    """Base and scaling. transformers 5 folds ``rope_theta`` and ``rope_scaling`` into ``rope_parameters``."""
-    given = config["rope_parameters"] or config["rope_scaling"] or {}
-    if not isinstance(given, dict):
-        raise ConfigError(f"{path}: rope_parameters={given!r:.60} must be an object or null")
-    rope = {"rope_theta": config["rope_theta"], **given}
-    get = lambda key, **how: positive(path, key, rope[key], whole=False, **how)
-    kind = rope.get("rope_type", rope.get("type", "default"))  # "type" until 2024
-    if kind == "default":
-        return get("rope_theta"), None
-    if kind != "llama3":
-        raise ConfigError(f"{path}: rope_type={kind!r} is not supported; supported: default, llama3")
-    low, high = get("low_freq_factor"), get("high_freq_factor")
-    positive(path, "high_freq_factor - low_freq_factor", high - low, whole=False)
-    most = positive(path, "original_max_position_embeddings", rope["original_max_position_embeddings"])
-    return get("rope_theta"), RopeScaling(get("factor"), low, high, original_max_positions=most)
+    path, adapter = (Path(folder) / name for name in ("config.json", "adapter_config.json"))
+    if adapter.is_file() and not path.exists():
+        base = _read_json(adapter).get("base_model_name_or_path")
+        raise ConfigError(f"{folder}: is an adapter of {base!r:.200} (PEFT), no model; merge it into its base first")
+    return families.architecture_of(_read_json(path), path)
 
 
 def load_params(folder: str | Path, model: Model, mesh: Mesh) -> Params:
@@ -129,12 +46,33 @@ def load_params(folder: str | Path, model: Model, mesh: Mesh) -> Params:
     Raises:
         ConfigError: no safetensors, an unreadable file, or a missing, misshapen or unknown tensor.
     """
-    return layout.load(_Folder(Path(folder)), NAMES, model, mesh)
+    file = _Folder(Path(folder))
+    _check_tied(file, model)
+    return layout.load(file, families.names_of(model.arch), model, mesh)
 
 
 def check_weights(folder: str | Path, model: Model, mesh: Mesh) -> None:
-    """Raise the ``ConfigError`` that ``load_params`` would, from the files' headers alone."""
-    layout.check(_Folder(Path(folder)), NAMES, model, mesh)
+    """Raise the ``ConfigError`` that ``load_params`` would, from the files' headers, and a tied head, alone."""
+    file = _Folder(Path(folder))
+    layout.check(file, families.names_of(model.arch), model, mesh)
+    _check_tied(file, model)
+
+
+def _check_tied(file: _Folder, model: Model) -> None:
+    """A stored head beside ``tie_word_embeddings=true`` is the embedding again, or transformers would not tie it."""
+    names = families.names_of(model.arch)
+    table, head = names["embedding"], names["head"]
+    if not model.arch.tied or head not in file.shapes or table not in file.shapes:
+        return
+    (rows, width), most = file.shapes[table], 4096
+    is_same = file.shapes[head] == file.shapes[table]
+    for start in range(0, rows, most) if is_same else ():
+        part = (slice(start, min(start + most, rows)), slice(0, width))
+        is_same = is_same and np.array_equal(file.read(head, part), file.read(table, part))
+    if not is_same:
+        raise ConfigError(
+            f"{file.path}: tensor {head} differs from {table}; tie_word_embeddings=true must then be false"
+        )
 
 
 class _Folder:
@@ -184,23 +122,23 @@ def export(params: Params, model: Model, tokenizer: Tokenizer, folder: str | Pat
     config.json comes last: without it an interrupted folder is not taken for a model.
     """
     if not hosts.is_first():
-        for _, _, fetch in layout.stored_tensors(params, NAMES):
+        for _, _, fetch in layout.stored_tensors(params, families.names_of(model.arch)):
             fetch()  # what is split over hosts, all of them gather
         return
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").unlink(missing_ok=True)
-    _write_weights(params, folder)
+    _write_weights(params, families.names_of(model.arch), folder)
     tokenizer.save(folder)
     tokens = {"bos_token_id": tokenizer.bos_id, "eos_token_id": list(tokenizer.eos_ids)}
     _write_json(folder / "generation_config.json", {**tokens, "pad_token_id": tokenizer.pad_id})
-    _write_json(folder / "config.json", {**config_json(model.arch), **tokens})
+    _write_json(folder / "config.json", {**families.config_of(model.arch), **tokens})
 
 
-def _write_weights(params: Params, folder: Path) -> None:
+def _write_weights(params: Params, names: dict[str, str], folder: Path) -> None:
     files: list[list] = [[]]
     filled = 0
-    for name, shape, fetch in layout.stored_tensors(params, NAMES):
+    for name, shape, fetch in layout.stored_tensors(params, names):
         num_bytes = 4 * int(np.prod(shape))
         if filled and filled + num_bytes > MAX_FILE_BYTES:
             files.append([])
@@ -221,38 +159,6 @@ def _write_weights(params: Params, folder: Path) -> None:
     if len(files) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         _write_json(folder / "model.safetensors.index.json", index)
-
-
-def config_json(arch: Architecture) -> dict[str, Any]:
-    """config.json in the spelling that every version of transformers reads."""
-    scaling = arch.rope_scaling
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "torch_dtype": "float32",
-        "vocab_size": arch.vocab_size,
-        "hidden_size": arch.width,
-        "intermediate_size": arch.ffn,
-        "num_hidden_layers": arch.num_layers,
-        "num_attention_heads": arch.num_heads,
-        "num_key_value_heads": arch.num_kv_heads,
-        "head_dim": arch.head_size,
-        "hidden_act": "silu",
-        "max_position_embeddings": arch.max_positions,
-        "rms_norm_eps": arch.norm_eps,
-        "tie_word_embeddings": arch.tied,
-        "rope_theta": arch.rope_theta,
-        "rope_scaling": scaling
-        and {
-            "rope_type": "llama3",
-            "factor": scaling.factor,
-            "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor,
-            "original_max_position_embeddings": scaling.original_max_positions,
-        },
-        "attention_bias": False,
-        "mlp_bias": False,
-    }
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -24,19 +24,15 @@ from jaxrl_llm.runtime import sharding
 
 # For each dimension of a stored tensor, the dimensions of ours that are folded into it.
 # Ours are counted without the layer axis.
+_VECTOR, _MATRIX = ((0,),), ((0,), (1,))
 LAYOUT = {
-    "embedding": ((0,), (1,)),
-    "blocks.attention_norm": ((0,),),
-    "blocks.q": ((0, 1), (2,)),
-    "blocks.k": ((0, 1), (2,)),
-    "blocks.v": ((0, 1), (2,)),
+    **{name: _MATRIX for name in ("embedding", "head", "blocks.gate", "blocks.up", "blocks.down")},
+    **{f"blocks.{name}": ((0, 1), (2,)) for name in ("q", "k", "v")},
     "blocks.o": ((0,), (1, 2)),
-    "blocks.mlp_norm": ((0,),),
-    "blocks.gate": ((0,), (1,)),
-    "blocks.up": ((0,), (1,)),
-    "blocks.down": ((0,), (1,)),
-    "final_norm": ((0,),),
-    "head": ((0,), (1,)),
+    "final_norm": _VECTOR,
+    **{f"blocks.{of}{post}": _VECTOR for of in ("attention", "mlp") for post in ("_norm", "_post_norm")},
+    **{f"blocks.{name}": _VECTOR for name in ("q_norm", "k_norm", "o_bias", "gate_bias", "up_bias", "down_bias")},
+    **{f"blocks.{name}": ((0, 1),) for name in ("q_bias", "k_bias", "v_bias")},
 }
 
 
@@ -82,8 +78,8 @@ def check(file: TensorFile, names: Mapping[str, str], model: Model, mesh: Mesh) 
     extra = [name for name in file.shapes if name not in expected and name != names["head"]]
     if extra:
         raise ConfigError(
-            f"{file.path}: tensor {extra[0]} ({len(extra)} like it) is not part of a plain Llama "
-            f"with {sum('{layer}' in name for name in names.values())} tensors per layer"
+            f"{file.path}: tensor {extra[0]} ({len(extra)} like it) is not part of a model of the family "
+            f"{model.arch.family} with {sum(map(_is_stacked, _by_path(model.abstract_params(mesh))))} tensors per layer"
         )
 
 

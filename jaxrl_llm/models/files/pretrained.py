@@ -117,7 +117,7 @@ def _files(path: str, reader: Any, read_tokenizer: Callable[[str], Tokenizer]) -
 
     def tokenizer() -> Tokenizer:
         found, rows = read_tokenizer(path), reader.read_architecture(path).vocab_size
-        if found.vocab_size > rows or not found.eos_ids:
+        if not found.eos_ids or max(found.vocab_size - 1, *found.eos_ids) >= rows:
             ids = f"ids up to {found.vocab_size - 1}, of which {found.eos_ids} end a text"
             raise ConfigError(f"{path}: the tokenizer has {ids}; one must, and the model has {rows} embeddings")
         return found

@@ -21,8 +21,8 @@ from jaxrl_llm.config import ConfigError
 
 Messages = list[dict[str, str]]
 
-# Tokens that end a turn in the chat templates of the Llama family, besides the tokenizer's own EOS.
-END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|end|>")
+# Tokens that end a turn in chat templates, besides the tokenizer's own EOS.
+END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>")
 
 # No text has halves of surrogate pairs: they hide what looks special in a user's text while a template is rendered.
 _HALF_PAIR = re.compile("[\ud800-\udfff]")
@@ -36,6 +36,7 @@ class Tokenizer:
     Attributes:
         vocab_size: ids are below it; the model's table may be larger.
         eos_ids: every id that ends a completion.
+        end_id: the one that the chat template ends an answer with, or the tokenizer's own; None where there is none.
         bos_id, pad_id: as the files say, None where they do not.
     """
 
@@ -51,6 +52,7 @@ class Tokenizer:
         turn_ends = [vocabulary[token] for token in END_OF_TURN if token in vocabulary and token in template]
         own = [] if fast.eos_token_id is None else [fast.eos_token_id]
         self.eos_ids: tuple[int, ...] = tuple(dict.fromkeys([*own, *eos_ids, *turn_ends]))
+        self.end_id: int | None = next(iter([*turn_ends, *self.eos_ids]), None)
         added = fast.added_tokens_decoder.items()
         self._special = {i: token for i, token in added if token.special or i in self.eos_ids}
         texts = sorted((token.content for token in self._special.values()), key=len, reverse=True)
@@ -162,7 +164,7 @@ class Tokenizer:
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
-    """The tokenizer of a Hugging Face folder; ids that end a turn also from its generation_config.json.
+    """The tokenizer of a Hugging Face folder; ids that end a turn also from its generation_config.json and config.json.
 
     Raises:
         ConfigError: no tokenizer.json, or it cannot be read.
@@ -170,16 +172,17 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     folder = Path(folder)
     if not (folder / "tokenizer.json").is_file():
         raise ConfigError(f"{folder / 'tokenizer.json'}: no such file (only fast tokenizers are read)")
-    generation = folder / "generation_config.json"
+    files = [path for name in ("generation_config.json", "config.json") if (path := folder / name).is_file()]
     try:
         fast = fast_tokenizer_class().from_pretrained(str(folder))
-        eos = json.loads(generation.read_text(encoding="utf-8")).get("eos_token_id") if generation.is_file() else None
+        stated = [(path, json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")) for path in files]
     except Exception as error:  # transformers and tokenizers raise many kinds, the latter plain Exception
         raise ConfigError(f"{folder}: its tokenizer cannot be read ({error})") from error
-    eos = [] if eos is None else eos if isinstance(eos, list) else [eos]
-    if not all(type(i) is int and 0 <= i < 2**31 for i in eos):
-        raise ConfigError(f"{generation}: eos_token_id={eos!r:.60} must be a token id, or a list of them")
-    return Tokenizer(fast, tuple(eos))
+    listed = [(path, [] if eos is None else eos if isinstance(eos, list) else [eos]) for path, eos in stated]
+    for path, eos in listed:
+        if not all(type(i) is int and 0 <= i < 2**31 for i in eos):
+            raise ConfigError(f"{path}: eos_token_id={eos!r:.60} must be a token id, or a list of them")
+    return Tokenizer(fast, tuple(i for _, eos in listed for i in eos))
 
 
 def fast_tokenizer_class() -> type:

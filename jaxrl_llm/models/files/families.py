@@ -1,0 +1,353 @@
+"""Families of models in Hugging Face folders: what each one's config.json and tensors are called, and what they mean.
+
+A family is a row of ``FAMILIES``: the keys it knows with what their absence means, the names of its tensors where they
+are not Llama's, what it always has of an ``Architecture``, and where its layers differ. What a row does not know is
+refused: it may be a multiplier, a cap or a window, and the model another one that runs without complaint.
+
+Owns: that table, config.json to and from an ``Architecture``. Does not know: files, weights, how anything is computed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.models import rope
+from jaxrl_llm.models.architecture import Architecture, Layer, positive
+
+_LAYER = "model.layers.{layer}."
+NAMES = {
+    "embedding": "model.embed_tokens.weight",
+    "blocks.attention_norm": _LAYER + "input_layernorm.weight",
+    "blocks.mlp_norm": _LAYER + "post_attention_layernorm.weight",
+    **{f"blocks.{name}": f"{_LAYER}self_attn.{name}_proj.weight" for name in ("q", "k", "v", "o")},
+    **{f"blocks.{name}_bias": f"{_LAYER}self_attn.{name}_proj.bias" for name in ("q", "k", "v", "o")},
+    **{f"blocks.{name}_norm": f"{_LAYER}self_attn.{name}_norm.weight" for name in ("q", "k")},
+    **{f"blocks.{name}": f"{_LAYER}mlp.{name}_proj.weight" for name in ("gate", "up", "down")},
+    **{f"blocks.{name}_bias": f"{_LAYER}mlp.{name}_proj.bias" for name in ("gate", "up", "down")},
+    "final_norm": "model.norm.weight",
+    "head": "lm_head.weight",
+}
+_POST_NORMS = {
+    "blocks.attention_post_norm": _LAYER + "post_attention_layernorm.weight",
+    "blocks.mlp_post_norm": _LAYER + "post_feedforward_layernorm.weight",
+}
+
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_accurate": "gelu_tanh",
+    "relu": "relu",
+}
+
+# Keys of any family that change nothing of what is computed, or of training and generation alone.
+INERT = re.compile(
+    r"_.*|transformers.*|unsloth.*|architectures|attention_dropout|attn_implementation|auto_map|bad_words_ids"
+    r"|begin_suppress_tokens|(bos|eos|pad|sep|unk|decoder_start|forced_bos|forced_eos)_token_id|cache_implementation"
+    r"|chunk_size_feed_forward|diversity_penalty|do_sample|(torch_)?dtype|early_stopping|(encoder_)?no_repeat_ngram_size"
+    r"|exponential_decay_length_penalty|finetuning_task|hidden_dropout|id2label|initializer_range|is_decoder"
+    r"|is_encoder_decoder|is_llama_config|label2id|length_penalty|(max|min)_length|model_type|num_beam_groups|num_beams"
+    r"|num_return_sequences|output_(attentions|hidden_states|scores)|prefix|pretraining_tp|problem_type"
+    r"|remove_invalid_values|repetition_penalty|return_dict(_in_generate)?|suppress_tokens|task_specific_params"
+    r"|temperature|tf_legacy_loss|tokenizer_class|top_[kp]|torchscript|trust_remote_code|typical_p|use_bfloat16|use_cache"
+)
+_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+# Of rope, in every family.
+_ROPE = {"rope_theta": 10000.0, "rope_scaling": None, "rope_parameters": None, "original_max_position_embeddings": None}
+_COMMON = {
+    "num_key_value_heads": None,  # as many as num_attention_heads
+    "head_dim": None,  # hidden_size / num_attention_heads
+    "hidden_act": "silu",
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    **_ROPE,
+}
+_WINDOW = {"sliding_window": None, "layer_types": None}
+_QWEN = {
+    **_COMMON,
+    **_WINDOW,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+    "use_sliding_window": False,
+    "max_window_layers": 28,
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """A row.
+
+    Attributes:
+        class_name: of transformers' model.
+        keys: of config.json, with what an absent one means: the defaults of transformers' own class.
+        fixed: what such a model always has of an ``Architecture``.
+        names: of tensors, where they are not those of ``NAMES``.
+        is_windowed: (config, layer's index) -> its tokens see a window, where ``layer_types`` does not say so.
+        local_rope: layers with a window have a rope of their own.
+    """
+
+    class_name: str
+    keys: dict[str, Any]
+    fixed: dict[str, Any] = field(default_factory=dict)
+    names: dict[str, str] = field(default_factory=dict)
+    is_windowed: Callable[[dict[str, Any], int], bool] = lambda config, index: False
+    local_rope: bool = False
+
+
+FAMILIES = {
+    "llama": Family("LlamaForCausalLM", {**_COMMON, "attention_bias": False, "mlp_bias": False}),
+    "mistral": Family(
+        "MistralForCausalLM",
+        {**_COMMON, "num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
+        is_windowed=lambda config, index: True,
+    ),
+    "qwen2": Family(
+        "Qwen2ForCausalLM",
+        _QWEN,
+        fixed={"qkv_bias": True},
+        is_windowed=lambda config, index: index >= config["max_window_layers"],
+    ),
+    "qwen3": Family(
+        "Qwen3ForCausalLM",
+        {**_QWEN, "head_dim": 128, "attention_bias": False},
+        fixed={"qk_norm": "head"},
+        is_windowed=lambda config, index: index >= config["max_window_layers"],
+    ),
+    "smollm3": Family(
+        "SmolLM3ForCausalLM",
+        {
+            **_COMMON,
+            **_WINDOW,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32768,
+            "tie_word_embeddings": True,
+            "rope_theta": 2e6,
+            "use_sliding_window": False,
+            "no_rope_layers": None,
+            "no_rope_layer_interval": 4,
+            "attention_bias": False,
+            "mlp_bias": False,
+        },
+        is_windowed=lambda config, index: not config["no_rope_layers"][index],
+    ),
+    "olmo2": Family(
+        "Olmo2ForCausalLM",
+        {**_COMMON, "rms_norm_eps": 1e-5, "attention_bias": False},
+        fixed={"qk_norm": "all", "pre_norm": False, "post_norm": True},
+        names=_POST_NORMS,
+    ),
+    "gemma3_text": Family(
+        "Gemma3ForCausalLM",
+        {
+            **{key: value for key, value in _COMMON.items() if key != "hidden_act"},
+            **_WINDOW,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "max_position_embeddings": 131072,
+            "tie_word_embeddings": True,
+            "rope_theta": 1e6,
+            "rope_local_base_freq": 1e4,
+            "attention_bias": False,
+            "query_pre_attn_scalar": 256,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 6,
+        },
+        fixed={"qk_norm": "head", "post_norm": True, "norm_offset": 1.0},
+        names={**_POST_NORMS, "blocks.mlp_norm": _LAYER + "pre_feedforward_layernorm.weight"},
+        is_windowed=lambda config, index: bool((index + 1) % config["sliding_window_pattern"]),
+        local_rope=True,
+    ),
+}
+
+
+def names_of(arch: Architecture) -> dict[str, str]:
+    """What files call each parameter of ``layout.LAYOUT`` that the architecture may have."""
+    return {**NAMES, **FAMILIES[arch.family].names}
+
+
+def architecture_of(given: dict[str, Any], path: Any) -> Architecture:
+    """What the config.json ``path`` says.
+
+    Raises:
+        ConfigError: another family, a key that it does not know, or a value that a key cannot have.
+    """
+    kind = given.get("model_type")
+    if kind not in list(FAMILIES):
+        raise ConfigError(f"{path}: model_type={kind!r:.60} is not supported; supported: {', '.join(FAMILIES)}")
+    family = FAMILIES[kind]
+    for key, value in given.items():
+        is_known = key in family.keys or key in _SIZES or INERT.fullmatch(key)
+        if not is_known and value is not None and value is not False:
+            raise ConfigError(
+                f"{path}: {key}={value!r:.60} is no key of model_type={kind!r} that is known here, and may change what "
+                f"the model computes; supported: {key} absent, null or false"
+            )
+    config = {**family.keys, **given}
+    for key in _SIZES:
+        if key not in config:
+            raise ConfigError(f"{path}: {key} is missing")
+    get = lambda key, **how: positive(path, key, config[key], **how)
+    flag = lambda key: _flag(path, key, config.get(key, False))
+    width, num_heads, num_layers = get("hidden_size"), get("num_attention_heads"), get("num_hidden_layers", most=1000)
+    for key, usual in (("num_key_value_heads", num_heads), ("head_dim", width // num_heads)):
+        config[key] = usual if config[key] is None else config[key]
+    head_size, act = get("head_dim"), "hidden_act" if "hidden_act" in family.keys else "hidden_activation"
+    if config[act] not in list(ACTIVATIONS):
+        raise ConfigError(f"{path}: {act}={config[act]!r:.60} is not supported; supported: {', '.join(ACTIVATIONS)}")
+    ropes = _ropes(path, config, family, head_size)
+    biased, fixed = flag("attention_bias"), dict(family.fixed)
+    if kind == "gemma3_text":
+        fixed |= {"embedding_scale": width**0.5, "score_width": get("query_pre_attn_scalar")}
+    return Architecture(
+        vocab_size=get("vocab_size"),
+        width=width,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=get("num_key_value_heads"),
+        head_size=head_size,
+        ffn=get("intermediate_size"),
+        norm_eps=get("rms_norm_eps", whole=False, most=1.0),
+        tied=flag("tie_word_embeddings"),
+        max_positions=rope.most_positions(ropes["rope_scaling"], get("max_position_embeddings")),
+        activation=ACTIVATIONS[config[act]],
+        layers=_layers(path, config, family),
+        family=kind,
+        **ropes,
+        **{"qkv_bias": biased, "o_bias": biased, "mlp_bias": flag("mlp_bias")} | fixed,
+    )
+
+
+def _flag(path: Any, key: str, value: Any) -> bool:
+    if type(value) is not bool:
+        raise ConfigError(f"{path}: {key}={value!r:.60} must be true or false")
+    return value
+
+
+def _layers(path: Any, config: dict[str, Any], family: Family) -> tuple[Layer, ...]:
+    """Of each layer; () where all are alike and plain."""
+    count = config["num_hidden_layers"]
+
+    def listed(key: str, allowed: tuple[Any, ...], otherwise: Callable[[int], Any]) -> list[Any]:
+        given = config.get(key)
+        if given is None:
+            return [otherwise(index) for index in range(count)]
+        if not isinstance(given, list) or len(given) != count or any(x not in allowed for x in given):
+            raise ConfigError(f"{path}: {key}={given!r:.60} must be a list of {count}, each one of {allowed}")
+        return given
+
+    for key in ("no_rope_layer_interval", "sliding_window_pattern"):
+        if key in family.keys:
+            positive(path, key, config[key])
+    if "max_window_layers" in family.keys and config["max_window_layers"] != 0:
+        positive(path, "max_window_layers", config["max_window_layers"])
+    turned = [1] * count
+    if "no_rope_layers" in family.keys:
+        turned = listed("no_rope_layers", (0, 1), lambda i: int((i + 1) % config["no_rope_layer_interval"] != 0))
+    config = config | {"no_rope_layers": turned}
+    window = config.get("sliding_window")
+    if window is not None and window is not False:
+        positive(path, "sliding_window", window)
+    if "use_sliding_window" in family.keys and not _flag(path, "use_sliding_window", config["use_sliding_window"]):
+        window = None
+    full, sliding = "full_attention", "sliding_attention"
+    types = [sliding if family.is_windowed(config, index) else full for index in range(count)]
+    if "layer_types" in family.keys:
+        types = listed("layer_types", (full, sliding), lambda index: types[index])
+    layers = tuple(
+        Layer(window=(window or 0) * (kind == sliding), rope=(kind == sliding) * family.local_rope if turns else -1)
+        for kind, turns in zip(types, turned, strict=True)
+    )
+    return () if set(layers) == {Layer()} else layers
+
+
+def _ropes(path: Any, config: dict[str, Any], family: Family, head_size: int) -> dict[str, Any]:
+    """Bases and scaling. transformers 5 folds ``rope_theta`` and ``rope_scaling`` into ``rope_parameters``."""
+    given = config["rope_scaling"] or config["rope_parameters"] or {}
+    local = {"rope_theta": config.get("rope_local_base_freq")}
+    if family.local_rope and isinstance(given, dict) and {"full_attention", "sliding_attention"} & set(given):
+        local |= _object(path, given.get("sliding_attention") or {})
+        given = given.get("full_attention") or {}
+    given = {"rope_theta": config["rope_theta"], **_object(path, given)}
+    theta, kind, given = _base(path, given)
+    found = {"rope_theta": theta, "rope_scaling": None}
+    if family.local_rope:
+        found["local_rope_theta"], local_kind, rest = _base(path, local)
+        if local_kind != "default" or rest:
+            raise ConfigError(f"{path}: rope_type={local_kind!r:.60} of layers with a window must be default")
+    original = "original_max_position_embeddings"
+    if kind == "default":
+        return found
+    if kind in ("llama3", "yarn", "longrope"):
+        given[original] = config[original] or given.get(original, config["max_position_embeddings"])
+    if kind == "longrope":  # where the file states no factor, the context that it states says it
+        most = positive(path, "max_position_embeddings", config["max_position_embeddings"])
+        given["factor"] = given.get("factor") or most / positive(path, original, given[original])
+    return found | {"rope_scaling": rope.scaling(path, kind, given, head_size)}
+
+
+def _object(path: Any, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path}: rope_parameters={value!r:.60} must be an object or null")
+    return value
+
+
+def _base(path: Any, given: dict[str, Any]) -> tuple[float, Any, dict[str, Any]]:
+    """Base and kind of a rope, and what else is said of it."""
+    kind = given.get("rope_type", given.get("type", "default"))  # "type" until 2024
+    rest = {key: value for key, value in given.items() if key not in ("rope_theta", "rope_type", "type")}
+    if rest.pop("partial_rotary_factor", 1.0) not in (1.0, None):
+        raise ConfigError(f"{path}: partial_rotary_factor={given['partial_rotary_factor']!r:.60} must be 1")
+    return positive(path, "rope_theta", given["rope_theta"], whole=False), kind, rest
+
+
+def config_of(arch: Architecture) -> dict[str, Any]:
+    """config.json in the spelling that every version of transformers reads."""
+    family, scaling = FAMILIES[arch.family], arch.rope_scaling
+    numbers = dict(scaling.numbers) if scaling else {}
+    most = arch.max_positions
+    if scaling and scaling.kind == "longrope":
+        most = round(numbers["factor"] * numbers["original_max_position_embeddings"])
+    windows = [layer.window for layer in arch.by_layer]
+    window = max(windows) or None
+    act = next(key for key, value in ACTIVATIONS.items() if value == arch.activation)
+    own = {
+        "hidden_act": act,
+        "hidden_activation": act,
+        "attention_bias": arch.o_bias,
+        "mlp_bias": arch.mlp_bias,
+        "sliding_window": window,
+        "use_sliding_window": window is not None,
+        "layer_types": ["sliding_attention" if window else "full_attention" for window in windows],
+        "max_window_layers": windows.index(window) if window else arch.num_layers,
+        "no_rope_layers": [int(layer.rope >= 0) for layer in arch.by_layer],
+        "rope_local_base_freq": arch.local_rope_theta,
+        "query_pre_attn_scalar": arch.score_width,
+    }
+    return {
+        "architectures": [family.class_name],
+        "model_type": arch.family,
+        "torch_dtype": "float32",
+        "pad_token_id": None,  # or some classes of transformers put one there, and leave its row out of training
+        "vocab_size": arch.vocab_size,
+        "hidden_size": arch.width,
+        "intermediate_size": arch.ffn,
+        "num_hidden_layers": arch.num_layers,
+        "num_attention_heads": arch.num_heads,
+        "num_key_value_heads": arch.num_kv_heads,
+        "head_dim": arch.head_size,
+        "max_position_embeddings": most,
+        "rms_norm_eps": arch.norm_eps,
+        "tie_word_embeddings": arch.tied,
+        "rope_theta": arch.rope_theta,
+        "rope_scaling": scaling and {"rope_type": scaling.kind, **numbers},
+        **{key: value for key, value in own.items() if key in family.keys},
+    }

@@ -1,0 +1,92 @@
+"""What some families' blocks have and Llama's have not: biases, further norms, other activations, unlike layers.
+
+Owns: their parameters' shapes with logical axes, the scan over layers of several kinds. Does not know: families' names.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_llm.models.architecture import Architecture, Layer
+
+ACTIVATIONS = {
+    "silu": jax.nn.silu,
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": jax.nn.gelu,
+    "relu": jax.nn.relu,
+}
+
+
+def vectors(arch: Architecture) -> Iterator[tuple[str, tuple[int, ...], tuple[str, ...], float]]:
+    """Norms and biases of a block: name, shape and logical axes without the layers', and what it holds at first."""
+    D, F, H, N, K = arch.width, arch.ffn, arch.head_size, arch.num_heads, arch.num_kv_heads
+    heads, kv_heads, one = ("heads", "head_size"), ("kv_heads", "head_size"), 1.0 - arch.norm_offset
+    for name, is_there, size, axes, constant in (
+        ("attention_norm", arch.pre_norm, (D,), ("activation",), one),
+        ("mlp_norm", arch.pre_norm, (D,), ("activation",), one),
+        ("attention_post_norm", arch.post_norm, (D,), ("activation",), one),
+        ("mlp_post_norm", arch.post_norm, (D,), ("activation",), one),
+        ("q_norm", arch.qk_norm == "head", (H,), ("head_size",), one),
+        ("k_norm", arch.qk_norm == "head", (H,), ("head_size",), one),
+        ("q_norm", arch.qk_norm == "all", (N * H,), ("heads",), one),
+        ("k_norm", arch.qk_norm == "all", (K * H,), ("kv_heads",), one),
+        ("q_bias", arch.qkv_bias, (N, H), heads, 0.0),
+        ("k_bias", arch.qkv_bias, (K, H), kv_heads, 0.0),
+        ("v_bias", arch.qkv_bias, (K, H), kv_heads, 0.0),
+        ("o_bias", arch.o_bias, (D,), ("activation",), 0.0),
+        ("gate_bias", arch.mlp_bias, (F,), ("mlp",), 0.0),
+        ("up_bias", arch.mlp_bias, (F,), ("mlp",), 0.0),
+        ("down_bias", arch.mlp_bias, (D,), ("activation",), 0.0),
+    ):
+        if is_there:
+            yield name, size, axes, constant
+
+
+Block = Callable[[jax.Array, Any], tuple[jax.Array, Any]]
+
+
+def scan(blocks: dict[Layer, Block], by_layer: tuple[Layer, ...], x: jax.Array, stacked: Any) -> tuple[jax.Array, Any]:
+    """``lax.scan`` of layers, of several kinds too, one after the other.
+
+    It takes as many layers a step as their kinds need to come again, so that a kind is static in its place and a
+    program no longer than a period; layers left over follow the scan.
+
+    Args:
+        blocks: of each kind; (x, what is of this layer) -> (x, what it made).
+        stacked: what is of each layer, with a leading layer axis.
+
+    Returns:
+        x, and what the layers made, stacked.
+    """
+    if len(blocks) == 1:
+        return jax.lax.scan(*blocks.values(), x, stacked)
+    period = next(p for p in range(1, len(by_layer) + 1) if by_layer[p:] == by_layer[:-p])
+
+    def parts(a, *at):  # not a slice: its gradient cannot be added to a ref, where the learner keeps the sum of all
+        return jax.lax.split(a, at, 0)
+
+    def some(x, of_layers, kinds):
+        leaves, tree = jax.tree.flatten(of_layers)
+        of_each = zip(*(parts(a, *(1,) * len(kinds)) for a in leaves), strict=True)
+        made = []
+        for kind, of_layer in zip(kinds, of_each, strict=True):
+            x, new = blocks[kind](x, tree.unflatten(a.reshape(a.shape[1:]) for a in of_layer))
+            made.append(new)
+        return x, jax.tree.map(lambda *a: jnp.stack(a), *made)
+
+    steps, left = divmod(len(by_layer), period)
+    leaves, tree = jax.tree.flatten(stacked)
+    split = [parts(a, steps * period, left) if left else (a, a) for a in leaves]
+    whole, rest = (tree.unflatten(x) for x in zip(*split, strict=True))
+    whole = jax.tree.map(lambda a: a.reshape(steps, period, *a.shape[1:]), whole)
+    x, made = jax.lax.scan(functools.partial(some, kinds=by_layer[:period]), x, whole)
+    made = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), made)
+    if left:
+        x, last = some(x, rest, by_layer[-left:])
+        made = jax.tree.map(lambda *a: jnp.concatenate(a), made, last)
+    return x, made

@@ -1,0 +1,348 @@
+"""Families of models: against what transformers stored, and against transformers itself where torch is.
+
+Their sampler's laws: what it says of its tokens is what the learner says, in every layout of rows and meshes.
+"""
+
+import dataclasses
+import functools
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+from support import building, families
+from support.building import COMPLETION_TOKENS, CUBE, ONE, PROMPT_TOKENS, Sampling, make_prompts, make_sampler
+
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.models import rope, variants
+from jaxrl_llm.models.architecture import Layer, RopeScaling
+from jaxrl_llm.models.files import hf
+from jaxrl_llm.models.files.families import FAMILIES, config_of
+from jaxrl_llm.models.files.gguf import make_byte_tokenizer
+from jaxrl_llm.models.row_logp import row_logp
+from jaxrl_llm.models.transformer import Model
+
+FIXTURES = pathlib.Path(__file__).parents[1] / "fixtures"
+STORED = json.loads((FIXTURES / "families.json").read_text())
+
+
+PLAIN_CONFIGS = ("llama_biased", "llama_yarn", "mistral_window", "qwen2_window", "qwen3", "smollm3_window", "olmo2")
+PLAIN_CONFIGS += ("gemma3",)
+
+
+def some_slow(names, plain):
+    """Those that are not ``plain`` wait for the slow suite."""
+    return [name if name in plain else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+@functools.cache
+def arrays():
+    return dict(np.load(FIXTURES / "families.npz"))
+
+
+def write(folder, name, **changes):
+    """The folder of a family as transformers would save it."""
+    config = {**STORED[name]["config"], **changes}
+    made = families.weights(STORED[name]["shapes"], config["model_type"] == "gemma3_text")
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    safetensors.numpy.save_file(made, folder / "model.safetensors")
+    return folder
+
+
+def logp(model, params, tokens):
+    """[B,T-1] of every token but the first."""
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
+    with jax.default_matmul_precision("highest"):
+        hidden, _ = model.forward(params, tokens, positions)
+        of_all = jax.nn.log_softmax(hidden @ model.head(params).T)
+    return jnp.take_along_axis(of_all[:, :-1], tokens[:, 1:, None], axis=2)[:, :, 0]
+
+
+def stored_gradients(folder, gradients, model):
+    """By the names of files, through an export."""
+    hf.export(gradients, model, make_byte_tokenizer(), folder)
+    return safetensors.numpy.load_file(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("name", some_slow(families.CONFIGS, PLAIN_CONFIGS))
+def test_log_probs_and_gradients_are_those_that_transformers_stored(tmp_path, name):
+    model = Model(hf.read_architecture(write(tmp_path / "theirs", name)))
+    mesh = building.mesh_of(ONE)
+    params = hf.load_params(tmp_path / "theirs", model, mesh)
+    assert sum(x.size for x in jax.tree.leaves(params)) == model.arch.num_params
+    tokens = jnp.asarray(families.tokens_of(families.CONFIGS[name]), jnp.int32)
+
+    @functools.partial(jax.value_and_grad, has_aux=True)
+    def mean(params):
+        found = logp(model, params, tokens)
+        return jnp.mean(found), found
+
+    (_, ours), gradients = jax.jit(mean)(params)
+    np.testing.assert_allclose(ours, arrays()[f"{name}.logp"], rtol=0, atol=1e-4)
+    of_file = stored_gradients(tmp_path / "gradients", gradients, model)
+    expected = STORED[name]["gradients"]
+    assert set(of_file) == set(expected) == set(STORED[name]["shapes"])
+    for key, (along, length) in expected.items():
+        # A bias of keys without rope changes no softmax: its gradient is rounding, 3e-9.
+        atol = 1e-3 * length + 1e-7
+        np.testing.assert_allclose(families.projections(key, of_file[key]), (along, length), rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("name", families.CONFIGS)
+def test_an_export_is_the_same_folder_again(tmp_path, name):
+    model = Model(hf.read_architecture(write(tmp_path / "theirs", name)))
+    mesh = building.mesh_of(CUBE)
+    params = hf.load_params(tmp_path / "theirs", model, building.mesh_of(ONE))
+    hf.export(params, model, make_byte_tokenizer(), tmp_path / "ours")
+    assert hf.read_architecture(tmp_path / "ours") == model.arch
+    ours, theirs = (safetensors.numpy.load_file(tmp_path / x / "model.safetensors") for x in ("ours", "theirs"))
+    assert set(ours) == set(theirs)
+    for key, x in theirs.items():
+        np.testing.assert_array_equal(ours[key], x)
+    config = json.loads((tmp_path / "ours" / "config.json").read_text())
+    assert (config["model_type"], config["architectures"]) == (
+        STORED[name]["config"]["model_type"],
+        [FAMILIES[config["model_type"]].class_name],
+    )
+    if model.arch.num_kv_heads % 2 == 0:  # sharded, it is read to the same
+        sharded = hf.load_params(tmp_path / "ours", model, mesh)
+        jax.tree.map(np.testing.assert_array_equal, sharded, params)
+
+
+# Of building.TINY's sizes: queries and keys split over two devices. Rows are of 14 tokens, completions of 8.
+KINDS = {
+    "qwen": dict(qkv_bias=True, qk_norm="head", o_bias=True, mlp_bias=True),
+    "window": dict(layers=(Layer(window=3),) * 2),
+    "wide_window": dict(layers=(Layer(window=6),) * 2),
+    "no_rope": dict(num_layers=3, layers=(Layer(window=5), Layer(rope=-1), Layer(window=5))),
+    "olmo2": dict(qk_norm="all", pre_norm=False, post_norm=True),
+    "gemma3": dict(
+        **dict(qk_norm="head", post_norm=True, norm_offset=1.0, activation="gelu_tanh", score_width=9.0),
+        **dict(embedding_scale=4.0, num_layers=3, layers=(Layer(4, 1), Layer(4, 1), Layer())),
+    ),
+    "yarn": dict(rope_scaling=RopeScaling("yarn", (("factor", 4.0), ("original_max_position_embeddings", 4)))),
+}
+
+
+@pytest.mark.parametrize("name", some_slow(KINDS, ("qwen", "window", "gemma3")))
+def test_sampler_logp_is_the_learners_of_rows_of_groups_and_of_lines(name):
+    arch = dataclasses.replace(building.TINY, **KINDS[name])
+    # 5 slots for 24 rollouts and chunks of 3 steps: slots refill again and again, and caches come round.
+    sampler = make_sampler(arch=arch, num_slots=5, chunk_steps=3)
+    sampling = Sampling(sampler)
+    rollout, _ = sampling(make_prompts(range(8)))
+    rows = (rollout.tokens, rollout.prompt_length, rollout.length)
+    how = dict(sampling=sampler.sampling, completion_width=COMPLETION_TOKENS, chunk_positions=3)
+    params = building.learner_params(sampler.model, building.mesh_of(ONE))
+
+    def learner(rows, **layout):
+        return jax.jit(functools.partial(row_logp, sampler.model, **how, **layout))(params, *rows).logp
+
+    apart = learner(rows)
+    np.testing.assert_allclose(rollout.behaviour_logp, apart, rtol=0, atol=1e-5)  # measured 3e-6
+    np.testing.assert_allclose(learner(rows, group_size=3), apart, rtol=0, atol=1e-5)
+    lines = tuple(x.reshape(4, 6, *x.shape[1:]) for x in rows)  # two groups a line
+    for group_size, width in ((1, 6 * building.ROW_TOKENS), (3, 2 * (PROMPT_TOKENS + 3 * COMPLETION_TOKENS))):
+        packed = learner(lines, line_width=width, group_size=group_size)
+        np.testing.assert_allclose(packed, apart, rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["no_rope", "olmo2", "gemma3", "qwen"])
+def test_a_mesh_gives_the_same_completions_and_gradients(name):
+    """Heads, their norms and biases split over two devices; rows and widths over two more each."""
+    arch = dataclasses.replace(building.TINY, **KINDS[name])
+    samplers = [make_sampler(mesh, arch=arch, num_slots=8, chunk_steps=3) for mesh in (ONE, CUBE)]
+    rollouts = [Sampling(sampler)(make_prompts(range(8)))[0] for sampler in samplers]
+    assert building.completions(rollouts[0]) == building.completions(rollouts[1])
+    rows = (rollouts[0].tokens, rollouts[0].prompt_length, rollouts[0].length)
+
+    def gradient(mesh):
+        model = Model(arch)
+
+        def total(params):
+            how = dict(sampling=samplers[0].sampling, completion_width=COMPLETION_TOKENS, chunk_positions=3)
+            return jnp.mean(row_logp(model, params, *rows, group_size=3, remat=True, **how).logp)
+
+        with jax.set_mesh(building.mesh_of(mesh)):
+            found = jax.jit(jax.grad(total))(building.learner_params(model, building.mesh_of(mesh)))
+        return jax.tree.map(np.asarray, found)
+
+    one, cube = gradient(ONE), gradient(CUBE)
+    scale = max(np.abs(x).max() for x in jax.tree.leaves(one))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=1e-5 * scale), one, cube)
+
+
+@pytest.mark.parametrize("kinds", ["ababa", "abcabc", "abb", "aaaa", "ab"])
+def test_layers_of_several_kinds_are_run_one_after_the_other_and_their_gradient_adds_to_a_ref(kinds):
+    """The learner adds every micro-batch's gradient where the sum lies. Against a loop over layers."""
+    names = {"a": Layer(), "b": Layer(window=2), "c": Layer(rope=-1)}
+    layers = tuple(names[kind] for kind in kinds)
+    acts = {names["a"]: jnp.sin, names["b"]: jnp.cos, names["c"]: jnp.tanh}
+    w = np.random.default_rng(0).normal(size=(len(kinds), 3)).astype(np.float32)
+
+    def block(act, x, w):
+        return act(x * w), x
+
+    def scanned(w):
+        blocks = {layer: functools.partial(block, acts[layer]) for layer in dict.fromkeys(layers)}
+        x, made = variants.scan(blocks, layers, jnp.ones(3), w)
+        return jnp.sum(x) + jnp.sum(made * made), made
+
+    def looped(w):
+        x, made = jnp.ones(3), []
+        for i, layer in enumerate(layers):
+            made.append(x)
+            x = acts[layer](x * w[i])
+        return jnp.sum(x) + jnp.sum(jnp.stack(made) ** 2), jnp.stack(made)
+
+    def added(w):
+        ref = jax.ref.new_ref(jnp.ones_like(w))
+        _, backward, made = jax.vjp(scanned, w, has_aux=True)
+        backward.with_refs(ref)(jnp.float32(1))
+        return jax.ref.freeze(ref), made
+
+    gradient, made = jax.jit(added)(w)
+    expected, expected_made = jax.grad(looped, has_aux=True)(w)
+    np.testing.assert_allclose(made, expected_made, rtol=1e-6)
+    np.testing.assert_allclose(gradient, 1 + expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_window_s_cache_holds_the_window():
+    arch = dataclasses.replace(building.TINY, num_layers=3, layers=(Layer(window=16), Layer(), Layer(window=64)))
+    sampler = make_sampler(arch=arch, sampling={"max_completion_tokens": 40})
+    state = sampler.abstract_state()
+    for cache, places_axis in ((state.cache_k, 3), (state.cache_v, 2)):
+        assert [sum(block.shape[places_axis] for block in blocks) for blocks in cache] == [16, 40, 40]
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("llama_swish", {"logit_scale": 0.5}, "logit_scale=0.5 is no key of model_type='llama' that is known"),
+        ("llama_swish", {"no_rope_layers": [1, 0, 1]}, "no_rope_layers="),
+        ("llama_swish", {"quantization_config": {"quant_method": "gptq"}}, "quantization_config={'quant"),
+        ("llama_swish", {"sliding_window": 9}, "sliding_window=9 is no key"),
+        ("mistral_window", {"layer_types": ["full_attention"] * 3}, "layer_types="),
+        ("mistral_window", {"sliding_window": 2.5}, "sliding_window=2.5 must be a whole number"),
+        ("qwen2", {"attention_bias": True}, "attention_bias=True is no key"),
+        ("qwen2", {"use_sliding_window": "yes"}, "use_sliding_window='yes' must be true or false"),
+        ("qwen3", {"layer_types": ["full_attention"]}, "layer_types=.* must be a list of 3"),
+        ("qwen3", {"layer_types": ["full_attention", "chunked_attention", 3]}, "layer_types=.* each one of"),
+        ("qwen3", {"hidden_act": ["silu"]}, "hidden_act=.* is not supported; supported: silu, swish"),
+        ("qwen3", {"num_experts": 8}, "num_experts=8 is no key"),
+        ("smollm3", {"no_rope_layers": [1, 0, 1, 0, 2]}, "no_rope_layers=.* must be a list of 5"),
+        ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 0}, "no_rope_layer_interval=0"),
+        ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0 is no key"),
+        ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0 is no key"),
+        ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True is no key"),
+        ("gemma3", {"query_pre_attn_scalar": "9"}, "query_pre_attn_scalar='9' must be"),
+        ("gemma3", {"model_type": "gemma3"}, "model_type='gemma3' is not supported; supported: llama"),
+        ("llama_yarn", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "ext": 1}}, "ext=1 is not known"),
+        ("llama_yarn", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 5.0}}, "factor is missing"),
+        ("llama_yarn", {"rope_parameters": {"rope_type": "yarn", "factor": 2, "truncate": 1}}, "truncate=1 must be"),
+        ("llama_yarn", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5 must be 1"),
+        ("llama_yarn", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is no key"),
+        (
+            "llama_longrope",
+            {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0] * 5}},
+            "short_factor=.* must be a list of 5 numbers",
+        ),
+    ],
+)
+def test_what_may_change_the_computation_and_is_not_known_is_refused(tmp_path, name, changes, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        hf.read_architecture(write(tmp_path / "model", name, **changes))
+    assert str(tmp_path / "model" / "config.json") in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_what_changes_nothing_is_let_pass(tmp_path):
+    inert = {"unsloth_version": "2025.1", "transformers.js_config": {"dtype": "q4"}, "_name_or_path": "x"}
+    inert |= {"use_mrope": False, "rope_interleaved": False, "quantization_config": None, "use_cache": True}
+    plain, noisy = (write(tmp_path / x, "qwen2", **keys) for x, keys in (("plain", {}), ("noisy", inert)))
+    assert hf.read_architecture(noisy) == hf.read_architecture(plain)
+
+
+def test_older_spellings_mean_the_same(tmp_path):
+    """Of transformers 4: bases and scaling beside each other, the pattern of windows a number."""
+    scaling = {"rope_type": "linear", "factor": 2.0}
+    old = dict(rope_theta=700.0, rope_local_base_freq=40.0, rope_scaling=scaling, rope_parameters=None)
+    old |= dict(sliding_window_pattern=3, layer_types=None)
+    new, older = write(tmp_path / "new", "gemma3"), write(tmp_path / "old", "gemma3", **old)
+    assert hf.read_architecture(older) == hf.read_architecture(new)
+    no_rope = write(tmp_path / "listed", "smollm3", no_rope_layers=[1, 0, 1, 0, 1], no_rope_layer_interval=7)
+    assert hf.read_architecture(no_rope) == hf.read_architecture(write(tmp_path / "interval", "smollm3"))
+
+
+def test_a_row_is_no_longer_than_the_frequencies_hold(tmp_path):
+    """Past its original context longrope has other ones from the start: 128 of the 256 positions are served."""
+    arch = hf.read_architecture(write(tmp_path / "model", "llama_longrope"))
+    assert arch.max_positions == 128
+    assert config_of(arch)["max_position_embeddings"] == 256
+    # sqrt(1 + ln(256 / 128) / ln(128))
+    np.testing.assert_allclose(rope.frequencies(arch)[1], 1.0690449676496976, rtol=1e-12)
+
+
+def test_a_tied_model_s_stored_head_is_its_embedding(tmp_path):
+    """As transformers has it: another one would not be tied."""
+    folder = write(tmp_path / "model", "qwen2")
+    model, mesh = Model(hf.read_architecture(folder)), building.mesh_of(ONE)
+    tensors = safetensors.numpy.load_file(folder / "model.safetensors")
+    table = tensors["model.embed_tokens.weight"]
+    safetensors.numpy.save_file({**tensors, "lm_head.weight": table}, folder / "model.safetensors")
+    hf.check_weights(folder, model, mesh)
+    other = table.copy()
+    other[-1, -1] += 1
+    for head in (other, table[:-1]):
+        safetensors.numpy.save_file({**tensors, "lm_head.weight": head}, folder / "model.safetensors")
+        for read in (hf.check_weights, hf.load_params):
+            with pytest.raises(ConfigError, match=r"lm_head.weight differs from model.embed_tokens.weight; tie_word"):
+                read(folder, model, mesh)
+
+
+def test_an_adapter_s_folder_says_that_it_is_one(tmp_path):
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "org/base"}))
+    with pytest.raises(ConfigError, match=r"is an adapter of 'org/base' \(PEFT\), no model"):
+        hf.read_architecture(tmp_path)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("name", families.CONFIGS)
+def test_transformers_computes_the_same_of_long_rows_before_loading_and_after_export(tmp_path, name):
+    """Of 1,500 tokens, where a row may be so long: windows, frequencies and blocks of queries far from the start."""
+    torch = pytest.importorskip("torch")
+    import transformers
+
+    settings = {**families.CONFIGS[name], "max_position_embeddings": 2048, "initializer_range": 0.2}
+    theirs = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(**settings), attn_implementation="eager"
+    ).eval()
+    torch.manual_seed(1)
+    for key, parameter in theirs.named_parameters():
+        if "norm" in key or "bias" in key:
+            torch.nn.init.normal_(parameter, float("norm" in key and "gemma" not in settings["model_type"]), 0.2)
+    theirs.save_pretrained(tmp_path / "theirs")
+    model = Model(hf.read_architecture(tmp_path / "theirs"))
+    length = min(1500, model.arch.max_positions)
+    tokens = np.random.default_rng(2).integers(0, settings["vocab_size"], (1, length))
+
+    def of(network):
+        with torch.no_grad():
+            each = torch.log_softmax(network(torch.from_numpy(tokens)).logits, dim=-1)
+        return np.take_along_axis(each.numpy()[:, :-1], tokens[:, 1:, None], axis=2)[:, :, 0]
+
+    before = of(theirs)
+    params = hf.load_params(tmp_path / "theirs", model, building.mesh_of(ONE))
+    ours = jax.jit(functools.partial(logp, model))(params, jnp.asarray(tokens, jnp.int32))
+    np.testing.assert_allclose(ours, before, rtol=0, atol=1e-4)
+    hf.export(params, model, make_byte_tokenizer(), tmp_path / "ours")
+    back, report = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "ours", output_loading_info=True, attn_implementation="eager"
+    )
+    assert type(back) is type(theirs)
+    assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
+    np.testing.assert_allclose(of(back), before, rtol=0, atol=1e-6)
