@@ -108,6 +108,57 @@ def test_blocks_of_a_packed_line_that_show_nothing_are_passed_over():
         np.testing.assert_allclose(one[0], other, atol=1e-5, err_msg=name)
 
 
+def windowed(implementation, window, has_prompt):
+    """Output and gradients of a weighted sum of it, with respect to all arrays."""
+
+    def call(arrays, visible, weight):
+        q, k, v, keys, values = arrays
+        prompt = Prompt(keys, values, visible) if has_prompt else None
+        out = kernels.attend(q, k, v, prompt, None, implementation, window)
+        return jnp.sum(out * weight), out
+
+    return jax.jit(jax.value_and_grad(call, has_aux=True))
+
+
+@pytest.mark.parametrize("has_prompt", [False, True], ids=["alone", "of a group"])
+@pytest.mark.parametrize(
+    ("implementation", "window", "tokens"),
+    [("splash", 1, 5), ("splash", 4, 5), ("splash", 100, 5), ("splash", 30, 300), ("cudnn", 4, 5)],
+)
+def test_a_window_shows_a_token_the_last_tokens_of_its_row(implementation, window, tokens, has_prompt):
+    """Over the end of a prompt of any length; of three blocks of 128 in which a query may see none of the first."""
+    rng, width = np.random.default_rng(window), 200 if tokens > T else L
+    shapes = ((B, tokens, N, H), *2 * ((B, K, tokens, H),), *2 * ((P, K, width, H),))
+    given = [rng.normal(size=shape).astype(np.float32) for shape in shapes]
+    length = rng.integers(1, width + 1, P) if has_prompt else np.zeros(P, int)
+    weight = rng.normal(size=shapes[0]).astype(np.float32)
+    visible = np.arange(width)[None, :] < length[:, None]
+    for x in given[3:]:
+        x[~visible[:, None].repeat(K, 1)] = np.nan
+    (_, out), gradient = windowed(implementation, window, has_prompt)(given, visible, weight)
+    truth, expected = np.zeros(shapes[0]), [np.zeros(shape) for shape in shapes]
+    q, k, v, keys, values = given
+    for b in range(B):
+        n, of = length[b * P // B], b * P // B
+        own, past = np.arange(n, n + tokens), np.arange(n + tokens)
+        age = own[:, None] - past[None, :]
+        both = [np.concatenate([x[of][:, :n], y[b]], axis=1) for x, y in ((keys, k), (values, v))]
+        truth[b], (dq, *dkv) = oracle.attend_whole(q[b], *both, (age >= 0) & (age < window), weight[b])
+        expected[0][b] = dq
+        for i, d in enumerate(dkv):
+            expected[1 + i][b] = d[:, n:]
+            expected[3 + i][of][:, :n] += d[:, :n]
+    np.testing.assert_allclose(out, truth, atol=3e-6)
+    for name, one, other in zip("qkvKV", gradient, expected, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5, err_msg=name)
+
+
+def test_packed_lines_say_in_their_mask_what_a_window_shows():
+    line = np.ones((B, T, T), bool)
+    with pytest.raises(AssertionError, match="mask of packed lines"):
+        kernels.attend(*arrays(0)[0][:3], None, line, "splash", 4)
+
+
 def visible_to(rows):
     """A shape for it."""
     return jax.ShapeDtypeStruct((B, T, T) if rows == "packed" else (P, L), bool)
@@ -183,6 +234,20 @@ def check_decoded(implementation, given, truth):
 def test_a_decode_step_attends_to_the_live_part_of_each_rows_cache(C, seed):
     """In one block of 16 places, three of 128 and two of 256."""
     check_decoded("splash", *cached(seed, C))
+
+
+@pytest.mark.parametrize("window", [1, 2, 100, 300])
+def test_a_decode_step_reads_the_window_of_each_rows_cache(window):
+    """A window within a block and over several: what a token sees of its cache is the last window - 1 tokens."""
+    (q, k, v, _, cache), _ = cached(window, 384)
+    q = q.reshape(B, K, N // K, -1)
+    nothing = [np.full(shape, x, np.float32) for shape, x in ((q.shape, 0), (q.shape[:3], 0), (q.shape[:3], -1e30))]
+    got, *_ = kernels.decode(q * np.float32(q.shape[-1] ** -0.5), k, v, nothing, cache, window)
+    for b, head, r in np.ndindex(q.shape[:3]):
+        seen = (int(cache.end) - 1 - np.arange(min(int(cache.length[b]), window - 1))) % 384
+        pieces = ((cache.keys[0], k), (cache.values[0], v))
+        both = [np.concatenate([x[b, head, seen], new[b, head]]) for x, new in pieces]
+        np.testing.assert_allclose(got[b, head, r], oracle.attend(q[b, head, r], *both), atol=3e-6)
 
 
 @pytest.mark.parametrize(("H", "B"), [(64, 3), (128, 12)])
@@ -316,7 +381,7 @@ def test_a_models_layers_share_one_mask_of_packed_lines_and_give_what_the_refere
 
 
 @needs_libtpu
-@pytest.mark.parametrize("rows", ["of a group", "packed"])
+@pytest.mark.parametrize("rows", ["of a group", "packed", "window"])
 def test_a_tpus_program_calls_splash_forward_and_backward(monkeypatch, rows):
     """Heads of 64 and an odd width, split over four chips."""
     monkeypatch.setattr(splash_attention, "make_splash_mha_single_device", ON_TPU)
@@ -326,6 +391,7 @@ def test_a_tpus_program_calls_splash_forward_and_backward(monkeypatch, rows):
     given = [jax.ShapeDtypeStruct((*x.shape[:-1], 64), jnp.bfloat16, sharding=whole) for x in arrays(0)[0]]
     visible = visible_to(rows).update(sharding=whole)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        lowered = program.__wrapped__("splash", rows).lower(given, visible, given[0])
+        called = windowed("splash", 3, True) if rows == "window" else program.__wrapped__("splash", rows)
+        lowered = called.lower(given, visible, given[0])
     text = lowered.compile().as_text()
     assert all(f"splash_mha_{name}" in text for name in ("fwd", "dq", "dkv"))

@@ -69,15 +69,17 @@ def of_lines(visible: Any, implementation: str) -> Any:
     return jax.lax.optimization_barrier(as_bytes)
 
 
-def attend(q_BTNH, k_BKTH, v_BKTH, prompt, visible, implementation: str) -> jax.Array:
+def attend(q_BTNH, k_BKTH, v_BKTH, prompt, visible, implementation: str, window: int | None = None) -> jax.Array:
     """``attention.attend``: rotated queries and keys, and a prompt of groups of consecutive rows.
 
     Args:
-        visible: of packed lines, [B,T,T] bool or what ``of_lines`` made of it.
+        visible: of packed lines, [B,T,T] bool or what ``of_lines`` made of it, a window in it (``packing.visible``).
+        window: how many tokens of its row a token sees, itself the last; None = all before it.
 
     Returns:
         [B,T,N,H] in the dtype of the queries.
     """
+    assert visible is None or window is None, "the mask of packed lines says what a window shows"
     visible = of_lines(visible, implementation)
     k_BKSH, v_BKSH, visible_BL = k_BKTH, v_BKTH, None
     if prompt is not None:
@@ -91,19 +93,20 @@ def attend(q_BTNH, k_BKTH, v_BKTH, prompt, visible, implementation: str) -> jax.
 
         k_BKSH, v_BKSH = before(prompt.keys, k_BKTH), before(prompt.values, v_BKTH)
         visible_BL = jnp.repeat(prompt.visible, group, axis=0)
-    kernel = {"splash": _splash, "cudnn": _cudnn}[implementation]
+    kernel = functools.partial({"splash": _splash, "cudnn": _cudnn}[implementation], window=window)
     rows, of_keys = ("batch", None, None), ("batch", "kv_heads", None, None)
     axes = (("batch", None, "heads", None), of_keys, of_keys, rows[:2], rows)
     return _by_device(kernel, (q_BTNH, k_BKSH, v_BKSH, visible_BL, visible), axes)
 
 
-def decode(q_BKRH, k_BK1H, v_BK1H, of_prompt, cache):
+def decode(q_BKRH, k_BK1H, v_BK1H, of_prompt, cache, window: int | None = None):
     """A decode step's attention on TPU: to a prompt attended before, the row's cache and its new token, kept there.
 
     Args:
         q_BKRH: rotated queries of one token a row, scaled.
         of_prompt: a piece, as ``attend_cache`` returns them.
         cache: an ``attention.Cache``.
+        window: how many tokens of its row the new one sees, itself the last; None = all before it.
 
     Returns:
         [B,K,R,H] in the dtype of the queries, and the caches' keys and values with the token at ``cache.end``.
@@ -113,7 +116,9 @@ def decode(q_BKRH, k_BK1H, v_BK1H, of_prompt, cache):
     out, total, peak = of_prompt
     args = (q_BKRH, k_BK1H, v_BK1H, out, total[..., None], peak[..., None], cache.keys[0], cache.values[0])
     axes = (*(("batch", "kv_heads", None, None) for _ in args), ("batch",), ())
-    return _by_device(tpu_decode.attend, (*args, cache.length, cache.end), axes)
+    # Only as much of a cache is read as is to be seen.
+    length = cache.length if window is None else jnp.minimum(cache.length, window - 1)
+    return _by_device(tpu_decode.attend, (*args, length, cache.end), axes)
 
 
 def _by_device(kernel, args, axes):
@@ -145,18 +150,25 @@ def _splash_of(mask: Any) -> Any:
     return kernel
 
 
-def _splash(q_BTNH, k_BKSH, v_BKSH, visible_BL, lines):
+def _splash(q_BTNH, k_BKSH, v_BKSH, visible_BL, lines, *, window):
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     (_, T, N, H), S = q_BTNH.shape, k_BKSH.shape[2]
     queries, keys = (-(-n // LANES) * LANES for n in (T, S))
     fill = lambda x, width: jnp.pad(x, ((0, 0), (0, 0), (0, width - x.shape[2]), (0, 0)))
     q = fill((q_BTNH * H**-0.5).swapaxes(1, 2), queries)
+    if window is not None and visible_BL is not None:
+        # A window counts back over the row's end to its prompt's: padding goes before the prompt.
+        at, length_B1 = jnp.arange(S - T)[None, :], jnp.sum(visible_BL, axis=1, keepdims=True)
+        order_BS = jnp.concatenate([(at + length_B1) % (S - T), 0 * length_B1 + jnp.arange(S - T, S)[None, :]], axis=1)
+        k_BKSH, v_BKSH = (jnp.take_along_axis(x, order_BS[:, None, :, None], axis=2) for x in (k_BKSH, v_BKSH))
+        visible_BL = at >= S - T - length_B1
 
     def of_row(q, k, v, shown, kernel):
         if kernel is None:
             # Query t is token S - T + t of its row. What fills up the keys comes after every real query.
-            kernel = _splash_of(splash.MultiHeadMask([splash.CausalMask((queries, keys), offset=S - T)] * N))
+            seen = splash.LocalMask((queries, keys), (None if window is None else window - 1, 0), offset=S - T)
+            kernel = _splash_of(splash.MultiHeadMask([seen] * N))
         else:
             kernel = jax.tree.map(lambda x: x.astype(bool) if x.dtype == jnp.uint8 else x, kernel)
         return kernel(q, k, v, shown)
@@ -172,7 +184,7 @@ def _splash(q_BTNH, k_BKSH, v_BKSH, visible_BL, lines):
     return out[:, :, :T].swapaxes(1, 2)
 
 
-def _cudnn(q_BTNH, k_BKSH, v_BKSH, visible_BL, visible_BTT):
+def _cudnn(q_BTNH, k_BKSH, v_BKSH, visible_BL, visible_BTT, *, window):
     """Plain causal attention, which cuDNN does best: a row's own tokens are moved to its prompt's end.
 
     Queries at the prompt's places are filled up and thrown away.
@@ -191,5 +203,6 @@ def _cudnn(q_BTNH, k_BKSH, v_BKSH, visible_BL, visible_BTT):
     even = ((0, 0), (0, S % 2), (0, 0), (0, 0))  # as the backward kernel wants it
     q, k, v = (jnp.pad(x, even) for x in (q, k, v))
     mask = None if visible_BTT is None else jnp.pad(visible_BTT, ((0, 0), *2 * ((0, S % 2),)))[:, None]
-    out = jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation="cudnn")
+    how = {"is_causal": True, "local_window_size": None if window is None else (window - 1, 0)}
+    out = jax.nn.dot_product_attention(q, k, v, mask=mask, **how, implementation="cudnn")
     return out[:, :T] if visible_BL is None else take(out, length_B1 + jnp.arange(T)[None, :])
