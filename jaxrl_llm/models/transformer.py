@@ -23,6 +23,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.models.architecture import Architecture
 from jaxrl_llm.models.attention import Cache, Groups, Prompt, attend, attend_next, rope_tables, rotate
+from jaxrl_llm.models.kernels import context
 from jaxrl_llm.models.kernels import learner as kernels
 from jaxrl_llm.runtime import sharding
 
@@ -103,7 +104,7 @@ class Blocks(nnx.Module):
         k_BKTH, v_BKTH = k_BTKH.swapaxes(1, 2), v_BTKH.swapaxes(1, 2)
         kv, how = (k_BKTH, v_BKTH), {"prompt": prompt, "implementation": implementation}
         if cache is None:
-            out_BTNH = attend(q_BTNH, *kv, visible=visible, **how)
+            out_BTNH = context.to_tokens(attend(*context.to_heads(q_BTNH, *kv), visible=visible, **how))
         else:
             out_BTNH, kv = attend_next(q_BTNH, *kv, cache=cache, **how)
         x_BTD = x_BTD + project(out_BTNH.reshape(*out_BTNH.shape[:2], -1), self.o[...])
@@ -145,8 +146,10 @@ class Transformer(nnx.Module):
         table_VD = self.embedding[...]
         spec = sharding.on_rows(spec)  # of the table; the sampler's is whole along the axes of rows
         find = functools.partial(look_up, compute_dtype, self.arch.width, spec[1])
-        split = {"others": (table_VD,), "specs": (jax.P(None, spec[1]),)}
-        x_BTD = find(tokens_BT, table_VD) if layers is not None else sharding.with_own_rows(find, tokens_BT, **split)
+        if layers is None:
+            axes = (("batch", "length"), jax.P(None, spec[1]))
+            find = functools.partial(sharding.by_device, find, axes=axes, shared=2, over=sharding.TOKEN_AXES)
+        x_BTD = find(tokens_BT, table_VD)
         x_BTD = sharding.constrain(x_BTD, "batch", "length", "activation")
         cos, sin = rope_tables(self.arch, positions_BT) if rope is None else (x[positions_BT] for x in rope)
         visible = kernels.of_lines(visible, attention)

@@ -167,7 +167,7 @@ def visible_to(rows):
 @pytest.mark.parametrize("rows", ["of a group", "packed"])
 def test_each_device_calls_the_kernel_on_its_own_rows_and_heads(rows):
     given, rng = arrays(0)
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 1, 2), ("data", "fsdp", "tensor"))
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 1, 1, 2), sharding.MESH_AXES)
     visible, weight = rng.random(visible_to(rows).shape) < 0.5, np.ones((B, T, N, H), np.float32)
     if rows == "packed":
         visible = np.tril(visible | np.eye(T, dtype=bool))
@@ -266,7 +266,7 @@ def test_a_tpus_kernel_reads_caches_as_they_lie_on_both_cores_of_a_chip(monkeypa
 
 def test_each_device_decodes_its_own_rows_and_heads():
     given, truth = cached(0, 128)
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 1, 2), ("data", "fsdp", "tensor"))
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 1, 1, 2), sharding.MESH_AXES)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         given = jax.device_put(given, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
         check_decoded("splash", given, truth)

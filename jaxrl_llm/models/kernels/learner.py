@@ -63,7 +63,7 @@ def of_lines(visible: Any, implementation: str) -> Any:
         return visible
     fill = -visible.shape[1] % LANES
     mask = jnp.pad(visible, ((0, 0), (0, fill), (0, fill)))[:, None]
-    kernel = _by_device(jax.vmap(_splash_of), (mask,), (("batch", None, None, None),))
+    kernel = sharding.by_device(jax.vmap(_splash_of), mask, axes=(("batch",),))
     # XLA would make the mask anew in every layer if it might. The kernel takes it in words: kept are bytes.
     as_bytes = jax.tree.map(lambda x: x.astype(jnp.uint8) if x.dtype == bool else x, kernel)
     return jax.lax.optimization_barrier(as_bytes)
@@ -94,9 +94,9 @@ def attend(q_BTNH, k_BKTH, v_BKTH, prompt, visible, implementation: str, window:
         k_BKSH, v_BKSH = before(prompt.keys, k_BKTH), before(prompt.values, v_BKTH)
         visible_BL = jnp.repeat(prompt.visible, group, axis=0)
     kernel = functools.partial({"splash": _splash, "cudnn": _cudnn}[implementation], window=window)
-    rows, of_keys = ("batch", None, None), ("batch", "kv_heads", None, None)
-    axes = (("batch", None, "heads", None), of_keys, of_keys, rows[:2], rows)
-    return _by_device(kernel, (q_BTNH, k_BKSH, v_BKSH, visible_BL, visible), axes)
+    of_keys, of_rows = ("batch", "attended"), ("batch",)
+    axes = (("batch", None, "attended"), of_keys, of_keys, of_rows, of_rows)
+    return sharding.by_device(kernel, q_BTNH, k_BKSH, v_BKSH, visible_BL, visible, axes=axes, shared=3)
 
 
 def decode(q_BKRH, k_BK1H, v_BK1H, of_prompt, cache, window: int | None = None):
@@ -115,26 +115,10 @@ def decode(q_BKRH, k_BK1H, v_BK1H, of_prompt, cache, window: int | None = None):
 
     out, total, peak = of_prompt
     args = (q_BKRH, k_BK1H, v_BK1H, out, total[..., None], peak[..., None], cache.keys[0], cache.values[0])
-    axes = (*(("batch", "kv_heads", None, None) for _ in args), ("batch",), ())
+    axes = (*(("batch", "kv_heads") for _ in args), ("batch",), ())
     # Only as much of a cache is read as is to be seen.
     length = cache.length if window is None else jnp.minimum(cache.length, window - 1)
-    return _by_device(tpu_decode.attend, (*args, length, cache.end), axes)
-
-
-def _by_device(kernel, args, axes):
-    """The partitioner does not look into a kernel: each device calls it on its own rows and heads.
-
-    What comes out is split as the first argument is, whose last dimension is whole; so is what has further dimensions.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.size == 1:
-        return kernel(*args)
-
-    def split(names, x):
-        return sharding.partition_spec(x.shape, (*names, *(None,) * (x.ndim - len(names))), mesh)
-
-    specs = tuple(jax.tree.map(functools.partial(split, names), x) for x, names in zip(args, axes, strict=True))
-    return jax.shard_map(kernel, in_specs=specs, out_specs=jax.P(*specs[0][:3]), check_vma=False)(*args)
+    return sharding.by_device(tpu_decode.attend, *args, length, cache.end, axes=axes, shared=2)
 
 
 def _splash_of(mask: Any) -> Any:
