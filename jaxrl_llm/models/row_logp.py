@@ -20,6 +20,7 @@ import jax.numpy as jnp
 
 from jaxrl_llm.config import SamplingConfig
 from jaxrl_llm.models.attention import Groups
+from jaxrl_llm.models.kernels.learner import Units
 from jaxrl_llm.models.transformer import Model, Params
 from jaxrl_llm.ops import packing
 from jaxrl_llm.ops.logp import chunked_logp, completion_window, place_completion
@@ -163,7 +164,8 @@ def _padded(
 def _in_lines(model, params, tokens_nKS, prompt_length, length, support_nKSN, *, width, chunk, group_size, remat):
     """Parts of rows [n,K,S] that lie side by side in lines [n,W]: completions and prompts."""
     line = packing.lay(tokens_nKS, prompt_length, length, width=width, group_size=group_size)
-    hidden_nWD, _ = model.forward(params, line.tokens, line.position, visible=packing.visible(line), remat=remat)
+    visible = packing.visible(line) if group_size > 1 else Units(line.unit)
+    hidden_nWD, _ = model.forward(params, line.tokens, line.position, visible=visible, remat=remat)
 
     def part(reading: packing.Reading, support: jax.Array | None) -> Part:
         def place(values: jax.Array) -> jax.Array:  # [n,W,...] to [n*K,S,...]

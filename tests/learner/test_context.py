@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import numpy as np
@@ -54,13 +55,91 @@ def check_equal(name, mesh):
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-5 * np.abs(other).max())
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", ["groups", "lines of groups"])
 def test_an_update_of_rows_in_parts_is_the_one_of_whole_rows(name):
     check_equal(name, FOUR)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", [TWO, *MIXED], ids=lambda m: f"{m.data} {m.fsdp} {m.context} {m.tensor}")
+@pytest.mark.parametrize("mesh", [TWO, FOUR, *MIXED], ids=lambda m: f"{m.data} {m.fsdp} {m.context} {m.tensor}")
 @pytest.mark.parametrize("name", ROWS)
 def test_an_update_of_rows_in_parts_is_the_one_of_whole_rows_on_any_mesh(name, mesh):
     check_equal(name, mesh)
+
+
+def settings(prompt, completion, mesh, **update):
+    rows = sharding.num_data_shards(mesh)
+    return freeze(
+        {
+            "model": {"compute_dtype": "bfloat16"},
+            "prompts": {"max_tokens": prompt},
+            "sampling": {"max_completion_tokens": completion},
+            "rollout": {"prompts_per_iteration": mesh.size, "group_size": 4},
+            "replay": {"unit": "rollout"},
+            "update": {"batch_size": mesh.size, "micro_batch_size": rows, **update},
+        }
+    )
+
+
+def test_lengths_that_do_not_divide_are_named_with_the_nearest_that_do():
+    mesh = building.mesh_of(FOUR)
+    with pytest.raises(ConfigError) as error:
+        assemble(settings(6, 9, mesh, pack_width=31, micro_batch_tokens=62), TINY, (5,), mesh)
+    said = str(error.value)
+    assert "prompts.max_tokens=6 must be a multiple of 4 (4 or 8)" in said
+    assert "sampling.max_completion_tokens=9 must be a multiple of 4 (8 or 12)" in said
+    assert "update.pack_width=31 must be a multiple of 4 (28 or 32)" in said
+    assert said.endswith("mesh.context=4 parts of a row")
+
+
+def test_the_sampler_has_rows_of_its_own_on_each_of_a_rows_devices():
+    mesh = building.mesh_of(MeshConfig(data=1, fsdp=2, context=2, tensor=2))
+    config = dataclasses.replace(settings(8, 8, mesh), mesh=MeshConfig(data=1, fsdp=2, context=2, tensor=2))
+    run = assemble(config, TINY, (5,), mesh)
+    assert run.sampler.mesh.devices.shape == (1, 4, 1, 2) and run.sampler.shards == 4
+    assert run.sampler.mesh.devices.flatten().tolist() == mesh.devices.flatten().tolist()
+    assert run.learner.abstract_ring.num_filled.shape == (2,)
+    few = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, prompts_per_iteration=6))
+    with pytest.raises(ConfigError, match=r"prompts_per_iteration=6 must be a multiple of 4 \(4 or 8\)"):
+        assemble(few, TINY, (5,), mesh)
+
+
+def test_heads_that_do_not_divide_are_refused():
+    mesh, arch = building.mesh_of(FOUR), dataclasses.replace(TINY, num_heads=6)
+    with pytest.raises(ConfigError, match=r"mesh.context=4 must divide the model's 6 heads .*: one of 1, 2, 3, 6$"):
+        assemble(settings(8, 8, mesh), arch, (5,), mesh)
+
+
+# --- compiled for TPUs ---
+
+
+LONG = Architecture(
+    2048, width=256, num_layers=2, num_heads=4, num_kv_heads=2, head_size=128, ffn=512, tied=False, max_positions=2**15
+)
+
+
+def update_memory(topology, row_tokens, **mesh):
+    """Memory of the update's program per chip, one row or line for each data-parallel device."""
+    devices, _ = chips.devices_of(topology)
+    mesh = sharding.make_mesh(MeshConfig(**mesh), devices)
+    lines = {"micro_batch_tokens": sharding.num_data_shards(mesh) * row_tokens, "pack_width": row_tokens}
+    run = assemble(settings(512, row_tokens - 512, mesh, **lines), LONG, (5,), mesh)
+    compiled = run.programs()["update"].lower(mesh).compile()
+    return memory(compiled), compiled.as_text()
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_a_chip_holds_less_of_a_row_the_more_chips_it_is_split_over():
+    """The weights are split over four chips either way."""
+    (one, _), (four, text) = update_memory("v5e:2x2", 8192, fsdp=4), update_memory("v5e:2x2", 8192, context=4)
+    assert four.temporary < 0.5 * one.temporary
+    assert "all-to-all" in text and "splash_mha_dkv" in text
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_packed_lines_of_32k_tokens_have_no_mask_of_all_pairs_on_a_v5p_pod():
+    found, text = update_memory("v5p:2x2x4", 2**15, fsdp=4, context=4)
+    assert "splash_mha_fwd" in text and not re.search(r"\[(?:\d+,)*32768,32768\]", text)
+    assert found.temporary < 2**30  # a mask is that large

@@ -108,6 +108,37 @@ def test_blocks_of_a_packed_line_that_show_nothing_are_passed_over():
         np.testing.assert_allclose(one[0], other, atol=1e-5, err_msg=name)
 
 
+@pytest.mark.parametrize("window", [None, 40])
+def test_units_of_a_line_are_a_rule_to_splash_which_passes_over_blocks_where_none_meet(window):
+    """Five blocks of 128: units over their borders, one of a single token, and an empty end."""
+    rng, lengths = np.random.default_rng(0), [130, 250, 1, 120, 49, 50]
+    unit = np.repeat([1, 2, 3, 4, 5, 0], lengths)
+    width = len(unit)
+    q, weight = (rng.normal(size=(1, width, 2, H)).astype(np.float32) for _ in "qw")
+    k, v = (rng.normal(size=(1, 1, width, H)).astype(np.float32) for _ in "kv")
+    weight[0, unit == 0] = 0
+    age = np.arange(width)[:, None] - np.arange(width)[None, :]
+    seen = (unit[:, None] == unit[None, :]) & (age >= 0) & (age < (window or width))
+
+    def total(q, k, v, unit):
+        out = kernels.attend(q, k, v, None, kernels.Units(unit), "splash", window)
+        return jnp.sum(out * weight), out
+
+    (_, out), gradient = jax.jit(jax.value_and_grad(total, (0, 1, 2), has_aux=True))(q, k, v, unit[None])
+    truth, expected = oracle.attend_whole(q[0], k[0], v[0], seen, weight[0])
+    np.testing.assert_allclose(out[0], truth, atol=3e-6)
+    for name, one, other in zip("qkv", gradient, expected, strict=True):
+        np.testing.assert_allclose(one[0], other, atol=1e-5, err_msg=name)
+
+    # What is passed over, by hand: of 5 x 5 blocks, causal ones with a unit in common.
+    mask = splash_attention.MultiHeadMask([splash_attention.CausalMask((640, 640))] * 2)
+    kernel = kernels._where_units_meet(kernels._splash_of(mask), jnp.pad(unit, (0, 640 - width)))
+    blocks = np.pad(seen if window is None else unit[:, None] == unit[None, :], ((0, 40), (0, 40)))
+    live = (np.tril(blocks).reshape(5, 128, 5, 128).any((1, 3))).sum()
+    assert (np.asarray(kernel.fwd_mask_info.block_mask) > 0).sum() == live < 15
+    assert (np.asarray(kernel.dkv_mask_info.block_mask) > 0).sum() == live
+
+
 def windowed(implementation, window, has_prompt):
     """Output and gradients of a weighted sum of it, with respect to all arrays."""
 

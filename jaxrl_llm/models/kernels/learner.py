@@ -17,7 +17,7 @@ Owns: which kernel serves which device, and how rows are laid out for it. Does n
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,12 @@ from jaxrl_llm.runtime import sharding
 LANES = 128
 # Of the block sizes that divide a row, the largest: fewer passes over the keys. Compiled for chips, not timed on one.
 BLOCKS = (512, 256, 128)
+
+
+class Units(NamedTuple):
+    """The rule of packed lines whose rows share nothing: a token sees its own unit up to itself."""
+
+    unit: jax.Array  # [B,T] i32 1.. from left to right, 0 where the line is empty (``ops.packing.Line``)
 
 
 def choose(setting: str, device: Any, compute_dtype: str, head_size: int) -> str:
@@ -56,9 +62,14 @@ def cache_length(tokens: int) -> int:
 def of_lines(visible: Any, implementation: str) -> Any:
     """The mask of packed lines as the kernel takes it, made once for all layers; any other rule as it is.
 
+    To Splash ``Units`` are a rule: it makes the mask block by block, where [T,T] of 32k tokens is a GiB for each pass.
+
     Args:
         visible: [B,T,T] bool of lines, which have no prompt: each token sees itself, and none sees a later one.
     """
+    if isinstance(visible, Units) and implementation != "splash":
+        T = visible.unit.shape[1]
+        return (visible.unit[:, :, None] == visible.unit[:, None, :]) & jnp.tril(jnp.ones((T, T), bool))[None]
     if implementation != "splash" or not isinstance(visible, jax.Array):
         return visible
     fill = -visible.shape[1] % LANES
@@ -73,13 +84,15 @@ def attend(q_BTNH, k_BKTH, v_BKTH, prompt, visible, implementation: str, window:
     """``attention.attend``: rotated queries and keys, and a prompt of groups of consecutive rows.
 
     Args:
-        visible: of packed lines, [B,T,T] bool or what ``of_lines`` made of it, a window in it (``packing.visible``).
+        visible: of packed lines, ``Units``, or [B,T,T] bool or what ``of_lines`` made of it, a window in it
+            (``packing.visible``).
         window: how many tokens of its row a token sees, itself the last; None = all before it.
 
     Returns:
         [B,T,N,H] in the dtype of the queries.
     """
-    assert visible is None or window is None, "the mask of packed lines says what a window shows"
+    is_rule = visible is None or isinstance(visible, Units)
+    assert is_rule or window is None, "the mask of packed lines says what a window shows"
     visible = of_lines(visible, implementation)
     k_BKSH, v_BKSH, visible_BL = k_BKTH, v_BKTH, None
     if prompt is not None:
@@ -148,11 +161,14 @@ def _splash(q_BTNH, k_BKSH, v_BKSH, visible_BL, lines, *, window):
         k_BKSH, v_BKSH = (jnp.take_along_axis(x, order_BS[:, None, :, None], axis=2) for x in (k_BKSH, v_BKSH))
         visible_BL = at >= S - T - length_B1
 
+    units = lines if isinstance(lines, Units) else None
+
     def of_row(q, k, v, shown, kernel):
-        if kernel is None:
+        if kernel is None or units:
             # Query t is token S - T + t of its row. What fills up the keys comes after every real query.
             seen = splash.LocalMask((queries, keys), (None if window is None else window - 1, 0), offset=S - T)
             kernel = _splash_of(splash.MultiHeadMask([seen] * N))
+            kernel = _where_units_meet(kernel, shown.q) if units else kernel
         else:
             kernel = jax.tree.map(lambda x: x.astype(bool) if x.dtype == jnp.uint8 else x, kernel)
         return kernel(q, k, v, shown)
@@ -162,10 +178,33 @@ def _splash(q_BTNH, k_BKSH, v_BKSH, visible_BL, lines, *, window):
         own = ((0, 0), (0, keys - visible_BL.shape[1]))
         shown_BS = jnp.pad(visible_BL.astype(jnp.int32), own, constant_values=1)
         shown = splash.SegmentIds(q=jnp.ones_like(shown_BS, shape=(shown_BS.shape[0], queries)), kv=shown_BS)
-    if lines is not None:
+    if units:
+        unit_BS = jnp.pad(units.unit, ((0, 0), (0, keys - S)))
+        shown = splash.SegmentIds(unit_BS, unit_BS)
+    elif lines is not None:
         lines, q = jax.lax.optimization_barrier((lines, q))  # or the words would be there before the first layer
     out = jax.vmap(of_row)(q, fill(k_BKSH, keys), fill(v_BKSH, keys), shown, lines)
     return out[:, :, :T].swapaxes(1, 2)
+
+
+def _where_units_meet(kernel: Any, unit_S: jax.Array) -> Any:
+    """Splash that passes over blocks of which no query has a key of its unit; units stand in order."""
+    order = jnp.where(unit_S > 0, unit_S, unit_S.shape[0] + 1)
+    sizes = kernel.kwargs["block_sizes"]
+    (low_q, high_q), (low_k, high_k) = (
+        (jnp.min(blocks, axis=1), jnp.max(blocks, axis=1))
+        for blocks in (order.reshape(-1, sizes.block_q), order.reshape(-1, sizes.block_kv))
+    )
+    meet = (low_q[:, None] <= high_k[None, :]) & (low_k[None, :] <= high_q[:, None])
+    for name in ("fwd_mask_info", "dq_mask_info", "dkv_mask_info"):
+        info = getattr(kernel, name)
+        if info.data_next is not None:  # of each step of a block of queries its block of keys; of dkv, the reverse
+            steps = info.data_next.astype(jnp.int32)
+            rows, columns = (jax.lax.broadcasted_iota(jnp.int32, steps.shape, axis) for axis in (1, 2))
+            pair = (steps, columns) if name == "dkv_mask_info" else (rows, steps)
+            block_mask = jnp.where(meet[pair], info.block_mask, 0).astype(info.block_mask.dtype)
+            setattr(kernel, name, info._replace(block_mask=block_mask))
+    return kernel
 
 
 def _cudnn(q_BTNH, k_BKSH, v_BKSH, visible_BL, visible_BTT, *, window):
