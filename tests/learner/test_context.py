@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 from support import building
-from support.building import NUM_ROWS, TINY, gradient, make_update, needs_libtpu
+from support.building import TINY, gradient, make_update, needs_libtpu
 
 from jaxrl_llm.config import ConfigError, MeshConfig, freeze
 from jaxrl_llm.models.architecture import Architecture
@@ -98,7 +98,7 @@ def test_the_sampler_has_rows_of_its_own_on_each_of_a_rows_devices():
     run = assemble(config, TINY, (5,), mesh)
     assert run.sampler.mesh.devices.shape == (1, 4, 1, 2) and run.sampler.shards == 4
     assert run.sampler.mesh.devices.flatten().tolist() == mesh.devices.flatten().tolist()
-    assert run.learner.abstract_ring.num_filled.shape == (2,)
+    assert run.learner.abstract_ring.inserted_step.shape[0] == 2
     few = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, prompts_per_iteration=6))
     with pytest.raises(ConfigError, match=r"prompts_per_iteration=6 must be a multiple of 4 \(4 or 8\)"):
         assemble(few, TINY, (5,), mesh)
