@@ -94,7 +94,7 @@ class Blocks(nnx.Module):
 
     def __call__(self, x_BTD, cos, sin, *, prompt=None, cache=None, visible=None, implementation="xla"):
         """One block. Returns activations and keys and values, the new tokens' [B,K,T,H] or, with them, the caches'."""
-        project = functools.partial(linear, merged=implementation == "xla")
+        project = functools.partial(linear, merged=implementation == "xla" and not context.is_split())
         heads = lambda x_BTO: x_BTO.reshape(*x_BTO.shape[:2], -1, self.head_size)
         h = rms_norm(x_BTD, self.attention_norm[...], self.eps)
         q_BTNH = rotate(heads(project(h, self.q[...])), cos, sin)
