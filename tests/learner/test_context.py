@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import re
 
 import jax
 import numpy as np
@@ -119,13 +118,13 @@ LONG = Architecture(
 
 
 def update_memory(topology, row_tokens, **mesh):
-    """Memory of the update's program per chip, one row or line for each data-parallel device."""
+    """Memory of the update's program per chip, a line for each data-parallel device, and its text before XLA's."""
     devices, _ = chips.devices_of(topology)
     mesh = sharding.make_mesh(MeshConfig(**mesh), devices)
     lines = {"micro_batch_tokens": sharding.num_data_shards(mesh) * row_tokens, "pack_width": row_tokens}
     run = assemble(settings(512, row_tokens - 512, mesh, **lines), LONG, (5,), mesh)
-    compiled = run.programs()["update"].lower(mesh).compile()
-    return memory(compiled), compiled.as_text()
+    lowered = run.programs()["update"].lower(mesh)
+    return memory(lowered.compile()), lowered.as_text()
 
 
 @needs_libtpu
@@ -133,13 +132,12 @@ def update_memory(topology, row_tokens, **mesh):
 def test_a_chip_holds_less_of_a_row_the_more_chips_it_is_split_over():
     """The weights are split over four chips either way."""
     (one, _), (four, text) = update_memory("v5e:2x2", 8192, fsdp=4), update_memory("v5e:2x2", 8192, context=4)
-    assert four.temporary < 0.5 * one.temporary
-    assert "all-to-all" in text and "splash_mha_dkv" in text
+    assert "splash_mha_dkv" in text and four.temporary < 0.5 * one.temporary
 
 
 @needs_libtpu
 @pytest.mark.slow
 def test_packed_lines_of_32k_tokens_have_no_mask_of_all_pairs_on_a_v5p_pod():
     found, text = update_memory("v5p:2x2x4", 2**15, fsdp=4, context=4)
-    assert "splash_mha_fwd" in text and not re.search(r"\[(?:\d+,)*32768,32768\]", text)
+    assert "splash_mha_fwd" in text and "32768x32768x" not in text
     assert found.temporary < 2**30  # a mask is that large
