@@ -204,9 +204,12 @@ class MeshConfig:
     # Devices per axis; data = 0 takes what the others leave.
     data: int = 0
     fsdp: Count = 1
+    # Context parallelism: parts that the learner splits the tokens of each row in, which its attention exchanges for
+    # parts of the heads; to the sampler they are further devices of fsdp, with rows of their own.
+    context: Count = 1
     tensor: Count = 1
-    # Tensor parallelism of the sampler: devices that its copy of each layer is split over, of fsdp's in addition to
-    # tensor's; 0 = as tensor.
+    # Tensor parallelism of the sampler: devices that its copy of each layer is split over, of fsdp's and context's in
+    # addition to tensor's; 0 = as tensor.
     sampler_tensor: int = 0
     # Sharding rules: axes of weights (vocab, embed, heads, kv_heads, mlp) that lie on other mesh axes than
     # runtime/sharding.py says, such as {"embed": ("data", "fsdp")}.

@@ -24,6 +24,7 @@ from jaxrl_llm.learner import optim, publish
 from jaxrl_llm.learner.learner import LearnerPrograms, num_bytes
 from jaxrl_llm.learner.update import Update
 from jaxrl_llm.models.architecture import Architecture
+from jaxrl_llm.models.kernels import context
 from jaxrl_llm.models.kernels import learner as kernels
 from jaxrl_llm.models.row_logp import chunk_tokens
 from jaxrl_llm.models.transformer import Model
@@ -204,6 +205,7 @@ def model_of(config: Config, arch: Architecture, mesh: Mesh, who: str = "model")
         raise ConfigError(
             f"mesh.{name}={tensor} must divide the {who}'s {arch.num_heads} heads and {arch.num_kv_heads} key heads"
         )
+    context.check(arch.num_heads, mesh)
     if config.row_tokens > arch.max_positions:
         raise ConfigError(
             f"prompts.max_tokens={config.prompts.max_tokens} + sampling.max_completion_tokens="

@@ -851,6 +851,7 @@ ALIVE = {
     "optimizer.offload": (True, program("update"), {}),
     "mesh.data": (4, mesh, {"mesh.fsdp": 2, "mesh.data": 2, "mesh.tensor": 2}),
     "mesh.fsdp": (2, mesh, {}),
+    "mesh.context": (2, mesh, {}),
     "mesh.tensor": (2, mesh, {}),
     "mesh.sampler_tensor": (2, sampler_mesh, {"mesh.fsdp": 4}),
     "mesh.rules": ({"embed": None}, layout, {"mesh.fsdp": 2}),

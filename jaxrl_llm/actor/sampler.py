@@ -421,7 +421,7 @@ class Sampler:
 
     def _read_group(self, tokens, entry_M):
         """Tokens [M,G,S] of one open prompt's rows by shard, each where they lie."""
-        return sharding.by_device(jax.vmap(lambda t, e: t[e]), (True, True))(tokens, entry_M)
+        return sharding.by_device(jax.vmap(lambda t, e: t[e]), tokens, entry_M, axes=(("shards",),) * 2)
 
     def _stop_rows(self, state: SamplerState, new_length) -> tuple[SamplerState, Any]:
         """Cut rows where ``new_length`` [M,E,G] is positive to that length, for a stop string; frees their slots.

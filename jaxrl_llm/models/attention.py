@@ -97,10 +97,11 @@ def attend(
     if isinstance(visible, Groups):
         return _attend_groups(q_BTNH, k_BKTH, v_BKTH, visible, window, positions, implementation)
     B, T, N, H = q_BTNH.shape
-    if visible is not None or window >= T + (0 if prompt is None else prompt.keys.shape[2]):
+    is_mask = not (visible is None or isinstance(visible, kernels.Units))
+    if is_mask or window >= T + (0 if prompt is None else prompt.keys.shape[2]):
         window = 0
-    if implementation != "xla" and not window:
-        return kernels.attend(q_BTNH, k_BKTH, v_BKTH, prompt, visible, implementation)
+    if implementation != "xla":
+        return kernels.attend(q_BTNH, k_BKTH, v_BKTH, prompt, visible, implementation, window or None)
     K = k_BKTH.shape[1]
     q = (q_BTNH * H**-0.5).reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4).reshape(B, K, N // K * T, H)
     pieces = [_attend_new(q, k_BKTH, v_BKTH, visible, window)]

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 
 from jaxrl_llm.config import SamplingConfig
 from jaxrl_llm.models.attention import Groups
+from jaxrl_llm.models.kernels.learner import Units
 from jaxrl_llm.models.transformer import Model, Params
 from jaxrl_llm.ops import packing
 from jaxrl_llm.ops.logp import chunked_logp, completion_window, place_completion
@@ -105,12 +106,18 @@ def row_logp(
 
     def logp(part: Part, sampling: SamplingConfig) -> tuple[jax.Array, jax.Array]:
         def of_rows(hidden, target, support, live, head_1VD, cast_1VD):
-            how = {"chunk": part.chunk, "settings": Filter.of(sampling), "support_BCK": support, "live": live}
+            how = {"chunk": part.chunk, "settings": Filter.of(sampling), "support_BCK": support}
+            how["live"] = None if live is None else live[0]
             return chunked_logp(hidden, head_1VD[0], target, cast_VD=cast_1VD[0], **how)
 
         # Gathered once for all chunks, in the dtype it is read in; so is the gradient scattered.
         head = (sharding.copies(x, model.table_spec) for x in (head_VD, head_VD.astype(part.hidden.dtype)))
-        both = sharding.with_own_rows(of_rows, part.hidden, part.target, part.support, part.live, *head)
+        C, live = part.hidden.shape[1], part.live
+        if live is not None:  # of each device's part of a line
+            live = live - C // (n := sharding.parts(C, "length")) * jnp.arange(n)
+        args, of_part = (part.hidden, part.target, part.support, live, *head), ("batch", "length")
+        axes = (*(of_part,) * 3, of_part[1:], *(jax.P(sharding.TOKEN_AXES),) * 2)
+        both = sharding.by_device(of_rows, *args, axes=axes, shared=2, over=sharding.TOKEN_AXES)
         return tuple(part.place(x) for x in both)
 
     seen = RowValues(*logp(completions, sampling))
@@ -157,7 +164,8 @@ def _padded(
 def _in_lines(model, params, tokens_nKS, prompt_length, length, support_nKSN, *, width, chunk, group_size, remat):
     """Parts of rows [n,K,S] that lie side by side in lines [n,W]: completions and prompts."""
     line = packing.lay(tokens_nKS, prompt_length, length, width=width, group_size=group_size)
-    hidden_nWD, _ = model.forward(params, line.tokens, line.position, visible=packing.visible(line), remat=remat)
+    visible = packing.visible(line) if group_size > 1 else Units(line.unit)
+    hidden_nWD, _ = model.forward(params, line.tokens, line.position, visible=visible, remat=remat)
 
     def part(reading: packing.Reading, support: jax.Array | None) -> Part:
         def place(values: jax.Array) -> jax.Array:  # [n,W,...] to [n*K,S,...]

@@ -25,6 +25,7 @@ from jaxrl_llm.models import rope as ropes
 from jaxrl_llm.models import variants
 from jaxrl_llm.models.architecture import Architecture, Layer
 from jaxrl_llm.models.attention import Cache, Groups, Prompt, attend, attend_next, rotate
+from jaxrl_llm.models.kernels import context
 from jaxrl_llm.models.kernels import learner as kernels
 from jaxrl_llm.runtime import sharding
 
@@ -104,12 +105,13 @@ class Blocks(nnx.Module):
         """
         arch, kv = self.arch, kv or {}
         act = variants.ACTIVATIONS[arch.activation]
+        is_merged = implementation == "xla" and not context.is_split()
 
         def norm(x, name):
             return rms_norm(x, getattr(self, name)[...], arch) if hasattr(self, name) else x
 
         def project(x_BTI, name):
-            out_BTO = linear(x_BTI, getattr(self, name)[...], merged=implementation == "xla")
+            out_BTO = linear(x_BTI, getattr(self, name)[...], merged=is_merged)
             bias = getattr(self, f"{name}_bias", None)
             return out_BTO if bias is None else out_BTO + bias[...].astype(out_BTO.dtype).reshape(1, 1, -1)
 
@@ -130,7 +132,7 @@ class Blocks(nnx.Module):
         if "cache" in kv:
             out_BTNH, new = attend_next(q_BTNH, *new, **kv, **how)
         else:
-            out_BTNH = attend(q_BTNH, *new, visible=visible, **kv, **how)
+            out_BTNH = context.to_tokens(attend(*context.to_heads(q_BTNH, *new), visible=visible, **kv, **how))
         out_BTD = project(out_BTNH.reshape(*out_BTNH.shape[:2], -1), "o")
         x_BTD = x_BTD + norm(out_BTD, "attention_post_norm")
         x_BTD = checkpoint_name(sharding.constrain(x_BTD, "batch", "length", "activation"), "mlp")
@@ -157,8 +159,10 @@ class Transformer(nnx.Module):
         table_VD, dtype, attention = self.embedding[...], jnp.dtype(model.compute_dtype), model.attention
         spec = sharding.on_rows(model.table_spec)  # the sampler's is whole along the axes of rows
         find = functools.partial(look_up, dtype, self.arch.width, spec[1])
-        split = {"others": (table_VD,), "specs": (jax.P(None, spec[1]),)}
-        x_BTD = find(tokens_BT, table_VD) if layers is not None else sharding.with_own_rows(find, tokens_BT, **split)
+        if layers is None:
+            axes = (("batch", "length"), jax.P(None, spec[1]))
+            find = functools.partial(sharding.by_device, find, axes=axes, shared=2, over=sharding.TOKEN_AXES)
+        x_BTD = find(tokens_BT, table_VD)
         x_BTD = sharding.constrain(x_BTD, "batch", "length", "activation")
         if self.arch.embedding_scale != 1.0:
             x_BTD = x_BTD * jnp.asarray(self.arch.embedding_scale, dtype)
@@ -167,10 +171,11 @@ class Transformer(nnx.Module):
         before = {name: x for name, x in (("prompt", prompt), ("cache", cache)) if x is not None}
         kv = {name: (x.keys, x.values) for name, x in before.items()}
 
-        def within(window: int):
-            is_cut = isinstance(visible, jax.Array) and 0 < window < positions_BT.shape[1]
-            near = positions_BT[:, :, None] - positions_BT[:, None, :] < window if is_cut else True
-            return kernels.of_lines(visible & near if is_cut else visible, attention)
+        def within(window: int):  # of lines' mask; a rule of who is seen stays one
+            lines = visible if isinstance(visible, jax.Array) else kernels.of_lines(visible, attention)
+            if isinstance(lines, jax.Array) and 0 < window < positions_BT.shape[1]:
+                lines &= positions_BT[:, :, None] - positions_BT[:, None, :] < window
+            return kernels.of_lines(lines, attention)
 
         seen = {window: within(window) for window in {layer.window for layer in self.arch.by_layer}}
 

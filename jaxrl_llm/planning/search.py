@@ -51,6 +51,7 @@ class Layout:
 
 def layouts(config: Config, num_devices: int) -> Iterator[Layout]:
     """All of them; many do not divide the run's numbers."""
+    num_devices //= config.mesh.context
     divisors = [n for n in range(1, num_devices + 1) if num_devices % n == 0]
     batch = config.update.batch_size
     packed = config.update.micro_batch_tokens > 0

@@ -96,7 +96,7 @@ def suggestions(run: Run, row: Row, most: int = 3) -> list[str]:
 def _settings(run: Run, kind: str, program: str) -> Iterator[str]:
     """What lowers a kind of memory, the best first; with values that divide."""
     config, arch, mesh = run.config, run.model.arch, run.mesh.shape
-    data, fsdp, tensor = (mesh[axis] for axis in sharding.MESH_AXES)
+    data, fsdp, tensor = (mesh[axis] for axis in ("data", "fsdp", "tensor"))
     rows, shards = config.update.micro_batch_size, sharding.num_ring_shards(config, run.mesh)
     unit = shards * (config.rows_per_draw if config.algorithm.surrogate.needs.siblings else 1)
     learns = program in ("update", "annotate", "score_open")

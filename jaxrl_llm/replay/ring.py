@@ -222,8 +222,8 @@ def draw(
         return choice.choose(keys, ring, *others, config, num=num_rows // group_size, group_size=group_size)
 
     # Without its rows: what is drawn depends on the columns, and a device looks at those of its own shards.
-    by_device = sharding.by_device(choose, (True, True, False, False))
-    slot_index, is_real = by_device(keys, ring.replace(slots=None), iteration, is_fresh)
+    args, axes = (keys, ring.replace(slots=None), iteration, is_fresh), (("shards",), ("shards",), (), ())
+    slot_index, is_real = sharding.by_device(choose, *args, axes=axes)
 
     experience = rows_at(ring, slot_index, row_tokens)
     columns = (ring.inserted_step, ring.uses, ring.last_use, ring.question)

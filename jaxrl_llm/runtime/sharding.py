@@ -9,6 +9,7 @@ Owns: mesh construction, logical rules, constraints. Does not know: what the arr
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -21,9 +22,11 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxrl_llm.config import Config, ConfigError, MeshConfig, flatten
 from jaxrl_llm.runtime import torus
 
-MESH_AXES = ("data", "fsdp", "tensor")
+MESH_AXES = ("data", "fsdp", "context", "tensor")
 # Rows of a batch, sampler slots and ring shards are split over both of these.
 BATCH_AXES = ("data", "fsdp")
+# Along these each device of the learner computes of tokens of its own: of further rows, or of further parts of rows.
+TOKEN_AXES = (*BATCH_AXES, "context")
 
 RULES = {
     "batch": BATCH_AXES,
@@ -32,9 +35,10 @@ RULES = {
     "heads": "tensor",
     "kv_heads": "tensor",
     "mlp": "tensor",
-    "embed": "fsdp",
+    "embed": ("fsdp", "context"),
     "layers": None,
-    "length": None,
+    "length": "context",
+    "attended": ("tensor", "context"),  # heads inside attention, which wants whole rows (kernels.context)
     "head_size": None,
     "activation": None,
 }
@@ -73,43 +77,44 @@ def make_mesh(config: MeshConfig, devices: list[Any] | None = None) -> Mesh:
         ConfigError: the axes do not multiply to the number of devices.
     """
     devices = jax.devices() if devices is None else devices
-    data, fsdp, tensor = config.data, config.fsdp, config.tensor
-    if data == 0:
-        data = max(1, len(devices) // (fsdp * tensor))
-    if data * fsdp * tensor != len(devices):
-        raise ConfigError(
-            f"mesh.data={config.data} x mesh.fsdp={fsdp} x mesh.tensor={tensor} must use all {len(devices)} devices"
-        )
+    data, *others = (getattr(config, axis) for axis in MESH_AXES)
+    shape = (data or max(1, len(devices) // math.prod(others)), *others)
+    if math.prod(shape) != len(devices):
+        given = " x ".join(f"mesh.{axis}={n}" for axis, n in zip(MESH_AXES, (data, *others), strict=True))
+        raise ConfigError(f"{given} must use all {len(devices)} devices")
     arranged = torus.arranged if devices[0].platform == "tpu" else lambda shape, x: np.asarray(x).reshape(shape)
-    return Mesh(arranged((data, fsdp, tensor), devices), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+    return Mesh(arranged(shape, devices), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
 def sampler_mesh(config: MeshConfig, mesh: Mesh) -> Mesh:
     """The same devices in the same order as the sampler uses them: some of ``fsdp`` are further ones of ``tensor``.
 
+    Those of ``context`` are further ones of ``fsdp``: a decode step has one token a row, and so it wants more rows.
+
     Raises:
-        ConfigError: ``fsdp`` and ``tensor`` do not split so.
+        ConfigError: ``fsdp``, ``context`` and ``tensor`` do not split so.
     """
-    if not (wanted := config.sampler_tensor):
-        return mesh
-    data, fsdp, tensor = mesh.devices.shape
-    if wanted % tensor or fsdp * tensor % wanted:
+    data, fsdp, context, tensor = mesh.devices.shape
+    wanted, there = config.sampler_tensor or tensor, fsdp * context * tensor
+    if wanted % tensor or there % wanted:
         raise ConfigError(
             f"mesh.sampler_tensor={wanted} must be 0, or a multiple of mesh.tensor={tensor} that divides the "
-            f"{fsdp * tensor} devices of mesh.fsdp={fsdp} x mesh.tensor={tensor}"
+            f"{there} devices of mesh.fsdp={fsdp} x mesh.context={context} x mesh.tensor={tensor}"
         )
-    return Mesh(mesh.devices.reshape(data, -1, wanted), MESH_AXES, axis_types=mesh.axis_types)
+    return Mesh(mesh.devices.reshape(data, -1, 1, wanted), MESH_AXES, axis_types=mesh.axis_types)
 
 
 def check_divisible(config: Config, mesh: Mesh) -> None:
     """ConfigError that names every number that does not split evenly over the devices, with the nearest that do."""
-    devices, shards, draw = num_data_shards(mesh), num_ring_shards(config, mesh), config.rows_per_draw
+    devices = math.lcm(*(num_data_shards(one) for one in (mesh, sampler_mesh(config.mesh, mesh))))
+    shards, draw, context = num_ring_shards(config, mesh), config.rows_per_draw, mesh.shape["context"]
     rollout = ("rollout.prompts_per_iteration", "rollout.lookahead_prompts", "rollout.slots")
     parts = dict.fromkeys((*rollout, "external.groups_per_iteration", "replay.shards"), devices)
     parts |= dict.fromkeys(("update.batch_size", "replay.capacity"), shards * draw)
     parts["rollouts of an iteration"] = shards * draw if config.replay.shards else 1  # as the prompts divide
     parts["update.micro_batch_size"] = shards * (draw if config.algorithm.surrogate.needs.siblings else 1)
     parts["update.micro_batch_tokens"] = shards * max(config.line_tokens, 1)
+    parts |= dict.fromkeys(("prompts.max_tokens", "sampling.max_completion_tokens", "update.pack_width"), context)
     values, wrong = flatten(config) | {"rollouts of an iteration": config.rows_per_iteration}, []
     for path, n in parts.items():
         if rest := (value := values[path]) % n:
@@ -118,6 +123,7 @@ def check_divisible(config: Config, mesh: Mesh) -> None:
             wrong.append(f"{path}={value} must be a multiple of {n}" + f" ({near})" * bool(near))
     if wrong:
         why = f"{devices} data-parallel devices, {shards} ring shards (replay.shards), groups of {draw} (replay.unit)"
+        why += f", mesh.context={context} parts of a row" * (context > 1)
         raise ConfigError(f"{'; '.join(wrong)}: over {why}")
 
 
@@ -156,20 +162,26 @@ def leading(mesh: Mesh, tree: Any, dim: int = 0) -> Any:
     return jax.tree.map(one, tree)
 
 
-def by_device(function: Callable, is_split: tuple[bool, ...]) -> Callable:
-    """``function`` run by each data-parallel device on its own ring shards, its control flow its own.
+def by_device(function: Callable, *args: Any, axes: tuple, shared: int = 1, over: tuple[str, ...] = MESH_AXES) -> Any:
+    """``function(*args)`` by each device on its own part: it says itself what is sent, and when.
 
     Args:
-        function: of arrays whose leading dimension is ring shards, and whose results' is; no shard's result depends
-            on another shard.
-        is_split: of each argument, whether it has that dimension; the others are whole.
+        axes: of each argument, an array or a tree of them, how it is split: logical axes of its first dimensions, or a
+            ``PartitionSpec``. Gradients are summed over the mesh axes that it does not lie on.
+        shared: the first so many dimensions of the results are split as the first argument's are.
+        over: the mesh axes that are told apart inside; along the others XLA splits ``function``.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
-        return function
-    rows = PartitionSpec(BATCH_AXES)
-    in_specs = tuple(rows if split else PartitionSpec() for split in is_split)
-    return jax.shard_map(function, in_specs=in_specs, out_specs=rows)
+        return function(*args)
+
+    def split(names, x):
+        is_spec = isinstance(names, PartitionSpec)
+        return names if is_spec else partition_spec(x.shape, (*names, *(None,) * x.ndim)[: x.ndim], mesh)
+
+    specs = tuple(jax.tree.map(functools.partial(split, names), x) for x, names in zip(args, axes, strict=True))
+    out = PartitionSpec(*specs[0][:shared])
+    return jax.shard_map(function, in_specs=specs, out_specs=out, axis_names={*over}, check_vma=False)(*args)
 
 
 def by_vocabulary(function: Callable, logits_ZV: jax.Array, *of_rows: jax.Array) -> Any:
@@ -178,41 +190,26 @@ def by_vocabulary(function: Callable, logits_ZV: jax.Array, *of_rows: jax.Array)
     Args:
         function: ``axis`` are the mesh axes that split the vocabulary; its results are of rows [Z, ...].
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.size == 1:
-        return function(logits_ZV, *of_rows, ())
-    rows, vocab = partition_spec(logits_ZV.shape, ("batch", "vocab"), mesh)
-    axis = _names(vocab)
-    in_specs = (PartitionSpec(rows, vocab), *(PartitionSpec(rows) for _ in of_rows))
+    mesh, split = jax.sharding.get_abstract_mesh(), ("batch", "vocab")
+    axis = () if mesh.empty else _names(partition_spec(logits_ZV.shape, split, mesh)[1])
     call = lambda *args: function(*args, axis)
-    return jax.shard_map(call, in_specs=in_specs, out_specs=PartitionSpec(rows), check_vma=False)(logits_ZV, *of_rows)
+    return by_device(call, logits_ZV, *of_rows, axes=(split, *(("batch",) for _ in of_rows)))
 
 
-def with_own_rows(function: Callable, *rows: Any, others: tuple[jax.Array, ...] = (), specs: tuple = ()) -> Any:
-    """``function(*rows, *others)`` by each data-parallel device on its own rows: it says what is sent, and when.
-
-    Args:
-        function: returns arrays of the rows. It sees all rows, and all of the others, where B rows do not divide.
-        rows: arrays of B rows each, scalars, None; B of the first is looked at.
-        others: gradients by them are summed over the axes of rows that they do not lie on.
-        specs: how each of the others lies on the axes of rows.
-    """
+def parts(size: int, name: str) -> int:
+    """In how many parts the mesh that a function is traced in splits a dimension of a logical axis."""
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or partition_spec(rows[0].shape[:1], ("batch",), mesh)[0] is None:
-        return function(*rows, *others)
-    in_specs = jax.tree.map(lambda x: PartitionSpec(BATCH_AXES) if x.ndim else PartitionSpec(), rows)
-    how = {"axis_names": set(BATCH_AXES), "check_vma": False}  # the other axes are XLA's
-    out = jax.shard_map(function, in_specs=(*in_specs, *specs), out_specs=PartitionSpec(BATCH_AXES), **how)
-    return out(*rows, *others)
+    spec = () if mesh.empty else partition_spec((size,), (name,), mesh)
+    return math.prod(mesh.shape[axis] for names in spec for axis in _names(names))
 
 
 def on_rows(spec: PartitionSpec) -> PartitionSpec:
-    """What of a spec lies on axes of rows alone."""
-    return PartitionSpec(*(axis if {*_names(axis)} <= {*BATCH_AXES} else None for axis in spec))
+    """What of a spec lies on axes of tokens alone."""
+    return PartitionSpec(*(axis if {*_names(axis)} <= {*TOKEN_AXES} else None for axis in spec))
 
 
 def copies(x: jax.Array, spec: PartitionSpec) -> jax.Array:
-    """A copy of an array for each data-parallel device, [n, ...], whole along the axes of rows: for ``with_own_rows``.
+    """A copy of an array for each device along ``TOKEN_AXES``, [n, ...], whole along them: for ``by_device``.
 
     The gradient is a reduce-scatter. In rings of up to four: of more devices the TPU compiler sums it whole on all, for
     twice the bytes.
@@ -221,10 +218,10 @@ def copies(x: jax.Array, spec: PartitionSpec) -> jax.Array:
         spec: how the array lies.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or num_data_shards(mesh) == 1:
+    if mesh.empty or math.prod(mesh.shape[axis] for axis in TOKEN_AXES) == 1:
         return x[None]
     ours = on_rows(spec)
-    others = PartitionSpec(*(None if {*_names(axis)} & {*BATCH_AXES} else axis for axis in spec))
+    others = PartitionSpec(*(None if {*_names(axis)} & {*TOKEN_AXES} else axis for axis in spec))
 
     def gather(x):
         for dim, axis in ((dim, axis) for dim, of_dim in enumerate(ours) for axis in reversed(_names(of_dim))):
@@ -237,7 +234,7 @@ def copies(x: jax.Array, spec: PartitionSpec) -> jax.Array:
         return x[None]
 
     here = PartitionSpec(*(a or b for a, b in zip(ours, others, strict=True)))
-    return jax.shard_map(gather, in_specs=here, out_specs=PartitionSpec(BATCH_AXES, *others), check_vma=False)(x)
+    return jax.shard_map(gather, in_specs=here, out_specs=PartitionSpec(TOKEN_AXES, *others), check_vma=False)(x)
 
 
 def replicated(mesh: Mesh, tree: Any) -> Any:

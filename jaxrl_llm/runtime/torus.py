@@ -15,8 +15,8 @@ from jax.experimental import mesh_utils
 from jaxrl_llm.config import ConfigError
 
 
-def arranged(shape: tuple[int, int, int], devices: list[Any]) -> np.ndarray:
-    """Chips in the shape of the mesh [data, fsdp, tensor].
+def arranged(shape: tuple[int, int, int, int], devices: list[Any]) -> np.ndarray:
+    """Chips in the shape of the mesh [data, fsdp, context, tensor].
 
     Raises:
         ConfigError: ``data`` and ``fsdp`` do not split the slices.
@@ -24,10 +24,11 @@ def arranged(shape: tuple[int, int, int], devices: list[Any]) -> np.ndarray:
     num_slices = len({getattr(device, "slice_index", 0) for device in devices})
     if num_slices == 1:
         return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
-    data, fsdp, tensor = shape
+    data, fsdp, *others = shape
     of_data = math.gcd(data, num_slices)
     of_fsdp = num_slices // of_data
     if fsdp % of_fsdp:
         raise ConfigError(f"mesh.data={data} x mesh.fsdp={fsdp} must be a multiple of the {num_slices} TPU slices")
-    within = (data // of_data, fsdp // of_fsdp, tensor)
-    return mesh_utils.create_hybrid_device_mesh(within, (of_data, of_fsdp, 1), devices, allow_split_physical_axes=True)
+    within = (data // of_data, fsdp // of_fsdp, *others)
+    slices = (of_data, of_fsdp, 1, 1)
+    return mesh_utils.create_hybrid_device_mesh(within, slices, devices, allow_split_physical_axes=True)

@@ -92,7 +92,8 @@ def test_the_embeddings_gradient_is_summed_in_float32(mesh):
 
     def total(table, tokens):
         find = functools.partial(look_up, jnp.bfloat16, 8, axes)
-        x_BTD = sharding.with_own_rows(find, tokens, others=(table,), specs=(jax.P(None, axes),))
+        split = {"axes": (("batch", "length"), jax.P(None, axes)), "shared": 2, "over": sharding.TOKEN_AXES}
+        x_BTD = sharding.by_device(find, tokens, table, **split)
         assert x_BTD.dtype == jnp.bfloat16
         return jnp.sum(x_BTD.astype(jnp.float32))
 
@@ -141,7 +142,8 @@ def test_weights_lie_where_rules_say_and_gradients_are_the_same(rules):
 
 @pytest.mark.parametrize("rules", [{"width": "fsdp"}, {"batch": "data"}, {"embed": "model"}, {"embed": 3}])
 def test_a_rule_of_an_unknown_axis_is_refused(rules):
-    with pytest.raises(ConfigError, match=r"mesh.rules=\{.*must map one of vocab, embed,.* of data, fsdp, tensor$"):
+    said = r"mesh.rules=\{.*must map one of vocab, embed,.* of data, fsdp, context, tensor$"
+    with pytest.raises(ConfigError, match=said):
         assemble(freeze({"mesh": {"rules": rules}}), TINY, (5,), mesh_of(ONE))
 
 

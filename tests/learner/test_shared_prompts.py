@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from support.building import algorithm_config
+from support.building import ONE, algorithm_config, mesh_of
 
 from jaxrl_llm.config import ReplayConfig, SamplingConfig, UpdateConfig
 from jaxrl_llm.learner.update import Moment, Update
@@ -56,8 +56,7 @@ def packing(update: Update, width: int) -> Update:
 
 def test_gradient_is_that_of_unshared_prompts_padded_or_packed():
     model = Model(ARCH)
-    params = model.init(jax.random.key(0), jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1),
-                                                             ("data", "fsdp", "tensor")))  # fmt: skip
+    params = model.init(jax.random.key(0), mesh_of(ONE))
     config = UpdateConfig(batch_size=P * G, micro_batch_size=G, logp_chunk_tokens=2 * G)
     sampling = SamplingConfig(max_completion_tokens=C, top_k=40)
     algorithm = algorithm_config(cross_entropies=[{"name": "environment", "coefficient": 1.0}])

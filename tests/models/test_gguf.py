@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
-from jax.sharding import AxisType, Mesh
+from support.building import mesh_of
 
-from jaxrl_llm.config import ConfigError
+from jaxrl_llm.config import ConfigError, MeshConfig
 from jaxrl_llm.models.architecture import RopeScaling
 from jaxrl_llm.models.files import gguf, hf, pretrained
 from jaxrl_llm.models.transformer import Model
@@ -27,8 +27,7 @@ needs_smollm2 = pytest.mark.skipif(
 
 
 def make_mesh(data=1, fsdp=1, tensor=1):
-    devices = np.asarray(jax.devices()[: data * fsdp * tensor]).reshape(data, fsdp, tensor)
-    return Mesh(devices, ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+    return mesh_of(MeshConfig(data=data, fsdp=fsdp, tensor=tensor))
 
 
 def write_tiny(path, *, quantise=None, change=lambda writer, tensors: None):

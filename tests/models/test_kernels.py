@@ -108,6 +108,88 @@ def test_blocks_of_a_packed_line_that_show_nothing_are_passed_over():
         np.testing.assert_allclose(one[0], other, atol=1e-5, err_msg=name)
 
 
+@pytest.mark.parametrize("window", [None, 40])
+def test_units_of_a_line_are_a_rule_to_splash_which_passes_over_blocks_where_none_meet(window):
+    """Five blocks of 128: units over their borders, one of a single token, and an empty end."""
+    rng, lengths = np.random.default_rng(0), [130, 250, 1, 120, 49, 50]
+    unit = np.repeat([1, 2, 3, 4, 5, 0], lengths)
+    width = len(unit)
+    q, weight = (rng.normal(size=(1, width, 2, H)).astype(np.float32) for _ in "qw")
+    k, v = (rng.normal(size=(1, 1, width, H)).astype(np.float32) for _ in "kv")
+    weight[0, unit == 0] = 0
+    age = np.arange(width)[:, None] - np.arange(width)[None, :]
+    seen = (unit[:, None] == unit[None, :]) & (age >= 0) & (age < (window or width))
+
+    def total(q, k, v, unit):
+        out = kernels.attend(q, k, v, None, kernels.Units(unit), "splash", window)
+        return jnp.sum(out * weight), out
+
+    (_, out), gradient = jax.jit(jax.value_and_grad(total, (0, 1, 2), has_aux=True))(q, k, v, unit[None])
+    truth, expected = oracle.attend_whole(q[0], k[0], v[0], seen, weight[0])
+    np.testing.assert_allclose(out[0], truth, atol=3e-6)
+    for name, one, other in zip("qkv", gradient, expected, strict=True):
+        np.testing.assert_allclose(one[0], other, atol=1e-5, err_msg=name)
+
+    # What is passed over, by hand: of 5 x 5 blocks, causal ones with a unit in common.
+    mask = splash_attention.MultiHeadMask([splash_attention.CausalMask((640, 640))] * 2)
+    kernel = kernels._where_units_meet(kernels._splash_of(mask), jnp.pad(unit, (0, 640 - width)))
+    blocks = np.pad(seen if window is None else unit[:, None] == unit[None, :], ((0, 40), (0, 40)))
+    live = (np.tril(blocks).reshape(5, 128, 5, 128).any((1, 3))).sum()
+    assert (np.asarray(kernel.fwd_mask_info.block_mask) > 0).sum() == live < 15
+    assert (np.asarray(kernel.dkv_mask_info.block_mask) > 0).sum() == live
+
+
+def windowed(implementation, window, has_prompt):
+    """Output and gradients of a weighted sum of it, with respect to all arrays."""
+
+    def call(arrays, visible, weight):
+        q, k, v, keys, values = arrays
+        prompt = Prompt(keys, values, visible) if has_prompt else None
+        out = kernels.attend(q, k, v, prompt, None, implementation, window)
+        return jnp.sum(out * weight), out
+
+    return jax.jit(jax.value_and_grad(call, has_aux=True))
+
+
+@pytest.mark.parametrize("has_prompt", [False, True], ids=["alone", "of a group"])
+@pytest.mark.parametrize(
+    ("implementation", "window", "tokens"),
+    [("splash", 1, 5), ("splash", 4, 5), ("splash", 100, 5), ("splash", 30, 300), ("cudnn", 4, 5)],
+)
+def test_a_window_shows_a_token_the_last_tokens_of_its_row(implementation, window, tokens, has_prompt):
+    """Over the end of a prompt of any length; of three blocks of 128 in which a query may see none of the first."""
+    rng, width = np.random.default_rng(window), 200 if tokens > T else L
+    shapes = ((B, tokens, N, H), *2 * ((B, K, tokens, H),), *2 * ((P, K, width, H),))
+    given = [rng.normal(size=shape).astype(np.float32) for shape in shapes]
+    length = rng.integers(1, width + 1, P) if has_prompt else np.zeros(P, int)
+    weight = rng.normal(size=shapes[0]).astype(np.float32)
+    visible = np.arange(width)[None, :] < length[:, None]
+    for x in given[3:]:
+        x[~visible[:, None].repeat(K, 1)] = np.nan
+    (_, out), gradient = windowed(implementation, window, has_prompt)(given, visible, weight)
+    truth, expected = np.zeros(shapes[0]), [np.zeros(shape) for shape in shapes]
+    q, k, v, keys, values = given
+    for b in range(B):
+        n, of = length[b * P // B], b * P // B
+        own, past = np.arange(n, n + tokens), np.arange(n + tokens)
+        age = own[:, None] - past[None, :]
+        both = [np.concatenate([x[of][:, :n], y[b]], axis=1) for x, y in ((keys, k), (values, v))]
+        truth[b], (dq, *dkv) = oracle.attend_whole(q[b], *both, (age >= 0) & (age < window), weight[b])
+        expected[0][b] = dq
+        for i, d in enumerate(dkv):
+            expected[1 + i][b] = d[:, n:]
+            expected[3 + i][of][:, :n] += d[:, :n]
+    np.testing.assert_allclose(out, truth, atol=3e-6)
+    for name, one, other in zip("qkvKV", gradient, expected, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5, err_msg=name)
+
+
+def test_packed_lines_say_in_their_mask_what_a_window_shows():
+    line = np.ones((B, T, T), bool)
+    with pytest.raises(AssertionError, match="mask of packed lines"):
+        kernels.attend(*arrays(0)[0][:3], None, line, "splash", 4)
+
+
 def visible_to(rows):
     """A shape for it."""
     return jax.ShapeDtypeStruct((B, T, T) if rows == "packed" else (P, L), bool)
@@ -116,7 +198,7 @@ def visible_to(rows):
 @pytest.mark.parametrize("rows", ["of a group", "packed"])
 def test_each_device_calls_the_kernel_on_its_own_rows_and_heads(rows):
     given, rng = arrays(0)
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 1, 2), ("data", "fsdp", "tensor"))
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 1, 1, 2), sharding.MESH_AXES)
     visible, weight = rng.random(visible_to(rows).shape) < 0.5, np.ones((B, T, N, H), np.float32)
     if rows == "packed":
         visible = np.tril(visible | np.eye(T, dtype=bool))
@@ -185,6 +267,23 @@ def test_a_decode_step_attends_to_the_live_part_of_each_rows_cache(C, seed):
     check_decoded("splash", *cached(seed, C))
 
 
+@pytest.mark.parametrize("window", [1, 2, 100, 300])
+def test_a_decode_step_reads_the_window_of_each_rows_cache(window):
+    """A window within a block and over several, and so long that it reaches into the prompt of some rows."""
+    (q, k, v, prompt, cache), _ = cached(window, 384)
+    of = np.arange(B) * P // B
+    positions = (prompt.visible.sum(axis=1)[of] + cache.length)[:, None]
+    how = {"window": window, "positions": positions, "implementation": "splash"}
+    got, _ = jax.jit(lambda: attend_next(q, k, v, prompt=prompt, cache=cache, **how))()
+    for b, n in np.ndindex(B, N):
+        seen, head = (int(cache.end) - 1 - np.arange(cache.length[b])) % 384, n // (N // K)
+        shown = np.flatnonzero(prompt.visible[of[b]])[::-1]
+        pieces = ((k, cache.keys[0], prompt.keys), (v, cache.values[0], prompt.values))
+        newest_first = [np.concatenate([x[b, head], y[b, head, seen], z[of[b], head, shown]]) for x, y, z in pieces]
+        expected = oracle.attend(q[b, 0, n], *(x[:window] for x in newest_first))
+        np.testing.assert_allclose(got[b, 0, n], expected, atol=3e-6)
+
+
 @pytest.mark.parametrize(("H", "B"), [(64, 3), (128, 12)])
 def test_a_tpus_kernel_reads_caches_as_they_lie_on_both_cores_of_a_chip(monkeypatch, H, B):
     """With their tokens innermost and not, of an odd number of rows one at a time, of 12 four at a time.
@@ -201,7 +300,7 @@ def test_a_tpus_kernel_reads_caches_as_they_lie_on_both_cores_of_a_chip(monkeypa
 
 def test_each_device_decodes_its_own_rows_and_heads():
     given, truth = cached(0, 128)
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 1, 2), ("data", "fsdp", "tensor"))
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 1, 1, 2), sharding.MESH_AXES)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         given = jax.device_put(given, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
         check_decoded("splash", given, truth)
@@ -316,7 +415,7 @@ def test_a_models_layers_share_one_mask_of_packed_lines_and_give_what_the_refere
 
 
 @needs_libtpu
-@pytest.mark.parametrize("rows", ["of a group", "packed"])
+@pytest.mark.parametrize("rows", ["of a group", "packed", "window"])
 def test_a_tpus_program_calls_splash_forward_and_backward(monkeypatch, rows):
     """Heads of 64 and an odd width, split over four chips."""
     monkeypatch.setattr(splash_attention, "make_splash_mha_single_device", ON_TPU)
@@ -326,6 +425,7 @@ def test_a_tpus_program_calls_splash_forward_and_backward(monkeypatch, rows):
     given = [jax.ShapeDtypeStruct((*x.shape[:-1], 64), jnp.bfloat16, sharding=whole) for x in arrays(0)[0]]
     visible = visible_to(rows).update(sharding=whole)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        lowered = program.__wrapped__("splash", rows).lower(given, visible, given[0])
+        called = windowed("splash", 3, True) if rows == "window" else program.__wrapped__("splash", rows)
+        lowered = called.lower(given, visible, given[0])
     text = lowered.compile().as_text()
     assert all(f"splash_mha_{name}" in text for name in ("fwd", "dq", "dkv"))

@@ -13,10 +13,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
-from jax.sharding import AxisType, Mesh
+from support.building import mesh_of
 from support.command_line import run_command
 
-from jaxrl_llm.config import CheckpointConfig, ConfigError, freeze
+from jaxrl_llm.config import CheckpointConfig, ConfigError, MeshConfig, freeze
 from jaxrl_llm.models.architecture import PRESETS, Architecture, RopeScaling
 from jaxrl_llm.models.files import hf
 from jaxrl_llm.models.files.gguf import make_byte_tokenizer
@@ -35,8 +35,7 @@ LLAMA3 = {
 
 
 def make_mesh(data=1, fsdp=1, tensor=1):
-    devices = np.asarray(jax.devices()[: data * fsdp * tensor]).reshape(data, fsdp, tensor)
-    return Mesh(devices, ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+    return mesh_of(MeshConfig(data=data, fsdp=fsdp, tensor=tensor))
 
 
 def logits_of(model, params, tokens):

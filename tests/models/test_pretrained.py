@@ -6,9 +6,8 @@ import sys
 
 import huggingface_hub
 import jax
-import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh
+from support.building import ONE, mesh_of
 
 from jaxrl_llm.config import ConfigError, ModelConfig
 from jaxrl_llm.models.architecture import PRESETS
@@ -21,8 +20,7 @@ TINY = pathlib.Path(__file__).parents[1] / "fixtures" / "tiny_llama"
 
 @pytest.fixture
 def mesh():
-    devices = np.asarray(jax.devices()[:1]).reshape(1, 1, 1)
-    return Mesh(devices, ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+    return mesh_of(ONE)
 
 
 def test_random_weights_come_from_the_seed(mesh, monkeypatch):

@@ -56,6 +56,8 @@ def test_a_line_by_hand():
     sees = [np.flatnonzero(seen[i]).tolist() for i in range(6)]
     assert sees == [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3], [4], [4, 5]]
     assert not np.asarray(seen[6:, :6]).any()
+    last_two = packing.visible(line, window=2)[0]
+    assert [np.flatnonzero(last_two[i]).tolist() for i in range(6)] == [[0], [0, 1], [1, 2], [2, 3], [4], [4, 5]]
 
     values = jnp.arange(1.0, 17.0)[None]
     rows = packing.take_rows(values, line.completions)[0]

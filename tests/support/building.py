@@ -52,7 +52,7 @@ def needs_reasoning_gym():
 @functools.cache
 def mesh_of(config):
     """Mesh over as many of the simulated devices as the config's axes need."""
-    return sharding.make_mesh(config, jax.devices()[: config.data * config.fsdp * config.tensor])
+    return sharding.make_mesh(config, jax.devices()[: config.data * config.fsdp * config.context * config.tensor])
 
 
 def host_params(model, seed=0):

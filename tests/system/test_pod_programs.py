@@ -111,7 +111,7 @@ def rollouts_of(**mesh):
 def test_a_sampler_with_more_tensor_parallelism_draws_the_same_for_the_same_learner():
     params, rollout, run = rollouts_of(fsdp=8, sampler_tensor=2)
     _, expected, _ = rollouts_of(fsdp=8)
-    assert run.mesh.devices.shape == (1, 8, 1) and run.sampler.mesh.devices.shape == (1, 4, 2)
+    assert run.mesh.devices.shape == (1, 8, 1, 1) and run.sampler.mesh.devices.shape == (1, 4, 1, 2)
     assert building.completions(jax.device_get(rollout)) == building.completions(jax.device_get(expected))
     # Sums over the tensor axis are rounded in another order.
     np.testing.assert_allclose(rollout.behaviour_logp, expected.behaviour_logp, rtol=0, atol=1e-5)
@@ -127,7 +127,10 @@ def test_a_sampler_with_more_tensor_parallelism_draws_the_same_for_the_same_lear
             {"fsdp": 2, "tensor": 2, "sampler_tensor": 3},
             "mesh.sampler_tensor=3 must be 0, or a multiple of mesh.tensor=2",
         ),
-        ({"fsdp": 2, "tensor": 2, "sampler_tensor": 8}, "divides the 4 devices of mesh.fsdp=2 x mesh.tensor=2"),
+        (
+            {"fsdp": 2, "tensor": 2, "sampler_tensor": 8},
+            "divides the 4 devices of mesh.fsdp=2 x mesh.context=1 x mesh.tensor=2",
+        ),
         ({"fsdp": 8, "sampler_tensor": 8}, "sampler_tensor=8 must divide the model's 4 heads and 2 key heads"),
     ],
 )

@@ -17,7 +17,7 @@ Owns: which kernel serves which device, and how rows are laid out for it. Does n
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,12 @@ from jaxrl_llm.runtime import sharding
 LANES = 128
 # Of the block sizes that divide a row, the largest: fewer passes over the keys. Compiled for chips, not timed on one.
 BLOCKS = (512, 256, 128)
+
+
+class Units(NamedTuple):
+    """The rule of packed lines whose rows share nothing: a token sees its own unit up to itself."""
+
+    unit: jax.Array  # [B,T] i32 1.. from left to right, 0 where the line is empty (``ops.packing.Line``)
 
 
 def choose(setting: str, device: Any, compute_dtype: str, head_size: int) -> str:
@@ -56,28 +62,37 @@ def cache_length(tokens: int) -> int:
 def of_lines(visible: Any, implementation: str) -> Any:
     """The mask of packed lines as the kernel takes it, made once for all layers; any other rule as it is.
 
+    To Splash ``Units`` are a rule: it makes the mask block by block, where [T,T] of 32k tokens is a GiB for each pass.
+
     Args:
         visible: [B,T,T] bool of lines, which have no prompt: each token sees itself, and none sees a later one.
     """
+    if isinstance(visible, Units) and implementation != "splash":
+        T = visible.unit.shape[1]
+        return (visible.unit[:, :, None] == visible.unit[:, None, :]) & jnp.tril(jnp.ones((T, T), bool))[None]
     if implementation != "splash" or not isinstance(visible, jax.Array):
         return visible
     fill = -visible.shape[1] % LANES
     mask = jnp.pad(visible, ((0, 0), (0, fill), (0, fill)))[:, None]
-    kernel = _by_device(jax.vmap(_splash_of), (mask,), (("batch", None, None, None),))
+    kernel = sharding.by_device(jax.vmap(_splash_of), mask, axes=(("batch",),))
     # XLA would make the mask anew in every layer if it might. The kernel takes it in words: kept are bytes.
     as_bytes = jax.tree.map(lambda x: x.astype(jnp.uint8) if x.dtype == bool else x, kernel)
     return jax.lax.optimization_barrier(as_bytes)
 
 
-def attend(q_BTNH, k_BKTH, v_BKTH, prompt, visible, implementation: str) -> jax.Array:
+def attend(q_BTNH, k_BKTH, v_BKTH, prompt, visible, implementation: str, window: int | None = None) -> jax.Array:
     """``attention.attend``: rotated queries and keys, and a prompt of groups of consecutive rows.
 
     Args:
-        visible: of packed lines, [B,T,T] bool or what ``of_lines`` made of it.
+        visible: of packed lines, ``Units``, or [B,T,T] bool or what ``of_lines`` made of it, a window in it
+            (``packing.visible``).
+        window: how many tokens of its row a token sees, itself the last; None = all before it.
 
     Returns:
         [B,T,N,H] in the dtype of the queries.
     """
+    is_rule = visible is None or isinstance(visible, Units)
+    assert is_rule or window is None, "the mask of packed lines says what a window shows"
     visible = of_lines(visible, implementation)
     k_BKSH, v_BKSH, visible_BL = k_BKTH, v_BKTH, None
     if prompt is not None:
@@ -91,10 +106,10 @@ def attend(q_BTNH, k_BKTH, v_BKTH, prompt, visible, implementation: str) -> jax.
 
         k_BKSH, v_BKSH = before(prompt.keys, k_BKTH), before(prompt.values, v_BKTH)
         visible_BL = jnp.repeat(prompt.visible, group, axis=0)
-    kernel = {"splash": _splash, "cudnn": _cudnn}[implementation]
-    rows, of_keys = ("batch", None, None), ("batch", "kv_heads", None, None)
-    axes = (("batch", None, "heads", None), of_keys, of_keys, rows[:2], rows)
-    return _by_device(kernel, (q_BTNH, k_BKSH, v_BKSH, visible_BL, visible), axes)
+    kernel = functools.partial({"splash": _splash, "cudnn": _cudnn}[implementation], window=window)
+    of_keys, of_rows = ("batch", "attended"), ("batch",)
+    axes = (("batch", None, "attended"), of_keys, of_keys, of_rows, of_rows)
+    return sharding.by_device(kernel, q_BTNH, k_BKSH, v_BKSH, visible_BL, visible, axes=axes, shared=3)
 
 
 def decode(q_BKRH, k_BK1H, v_BK1H, of_prompt, cache):
@@ -103,7 +118,7 @@ def decode(q_BKRH, k_BK1H, v_BK1H, of_prompt, cache):
     Args:
         q_BKRH: rotated queries of one token a row, scaled.
         of_prompt: a piece, as ``attend_cache`` returns them.
-        cache: an ``attention.Cache``.
+        cache: an ``attention.Cache``; only as much of it is read as is to be seen.
 
     Returns:
         [B,K,R,H] in the dtype of the queries, and the caches' keys and values with the token at ``cache.end``.
@@ -112,24 +127,8 @@ def decode(q_BKRH, k_BK1H, v_BK1H, of_prompt, cache):
 
     out, total, peak = of_prompt
     args = (q_BKRH, k_BK1H, v_BK1H, out, total[..., None], peak[..., None], cache.keys[0], cache.values[0])
-    axes = (*(("batch", "kv_heads", None, None) for _ in args), ("batch",), ())
-    return _by_device(tpu_decode.attend, (*args, cache.length, cache.end), axes)
-
-
-def _by_device(kernel, args, axes):
-    """The partitioner does not look into a kernel: each device calls it on its own rows and heads.
-
-    What comes out is split as the first argument is, whose last dimension is whole; so is what has further dimensions.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.size == 1:
-        return kernel(*args)
-
-    def split(names, x):
-        return sharding.partition_spec(x.shape, (*names, *(None,) * (x.ndim - len(names))), mesh)
-
-    specs = tuple(jax.tree.map(functools.partial(split, names), x) for x, names in zip(args, axes, strict=True))
-    return jax.shard_map(kernel, in_specs=specs, out_specs=jax.P(*specs[0][:3]), check_vma=False)(*args)
+    axes = (*(("batch", "kv_heads") for _ in args), ("batch",), ())
+    return sharding.by_device(tpu_decode.attend, *args, cache.length, cache.end, axes=axes, shared=2)
 
 
 def _splash_of(mask: Any) -> Any:
@@ -145,18 +144,28 @@ def _splash_of(mask: Any) -> Any:
     return kernel
 
 
-def _splash(q_BTNH, k_BKSH, v_BKSH, visible_BL, lines):
+def _splash(q_BTNH, k_BKSH, v_BKSH, visible_BL, lines, *, window):
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     (_, T, N, H), S = q_BTNH.shape, k_BKSH.shape[2]
     queries, keys = (-(-n // LANES) * LANES for n in (T, S))
     fill = lambda x, width: jnp.pad(x, ((0, 0), (0, 0), (0, width - x.shape[2]), (0, 0)))
     q = fill((q_BTNH * H**-0.5).swapaxes(1, 2), queries)
+    if window is not None and visible_BL is not None:
+        # A window counts back over the row's end to its prompt's: padding goes before the prompt.
+        at, length_B1 = jnp.arange(S - T)[None, :], jnp.sum(visible_BL, axis=1, keepdims=True)
+        order_BS = jnp.concatenate([(at + length_B1) % (S - T), 0 * length_B1 + jnp.arange(S - T, S)[None, :]], axis=1)
+        k_BKSH, v_BKSH = (jnp.take_along_axis(x, order_BS[:, None, :, None], axis=2) for x in (k_BKSH, v_BKSH))
+        visible_BL = at >= S - T - length_B1
+
+    units = lines if isinstance(lines, Units) else None
 
     def of_row(q, k, v, shown, kernel):
-        if kernel is None:
+        if kernel is None or units:
             # Query t is token S - T + t of its row. What fills up the keys comes after every real query.
-            kernel = _splash_of(splash.MultiHeadMask([splash.CausalMask((queries, keys), offset=S - T)] * N))
+            seen = splash.LocalMask((queries, keys), (None if window is None else window - 1, 0), offset=S - T)
+            kernel = _splash_of(splash.MultiHeadMask([seen] * N))
+            kernel = _where_units_meet(kernel, shown.q) if units else kernel
         else:
             kernel = jax.tree.map(lambda x: x.astype(bool) if x.dtype == jnp.uint8 else x, kernel)
         return kernel(q, k, v, shown)
@@ -166,13 +175,36 @@ def _splash(q_BTNH, k_BKSH, v_BKSH, visible_BL, lines):
         own = ((0, 0), (0, keys - visible_BL.shape[1]))
         shown_BS = jnp.pad(visible_BL.astype(jnp.int32), own, constant_values=1)
         shown = splash.SegmentIds(q=jnp.ones_like(shown_BS, shape=(shown_BS.shape[0], queries)), kv=shown_BS)
-    if lines is not None:
+    if units:
+        unit_BS = jnp.pad(units.unit, ((0, 0), (0, keys - S)))
+        shown = splash.SegmentIds(unit_BS, unit_BS)
+    elif lines is not None:
         lines, q = jax.lax.optimization_barrier((lines, q))  # or the words would be there before the first layer
     out = jax.vmap(of_row)(q, fill(k_BKSH, keys), fill(v_BKSH, keys), shown, lines)
     return out[:, :, :T].swapaxes(1, 2)
 
 
-def _cudnn(q_BTNH, k_BKSH, v_BKSH, visible_BL, visible_BTT):
+def _where_units_meet(kernel: Any, unit_S: jax.Array) -> Any:
+    """Splash that passes over blocks of which no query has a key of its unit; units stand in order."""
+    order = jnp.where(unit_S > 0, unit_S, unit_S.shape[0] + 1)
+    sizes = kernel.kwargs["block_sizes"]
+    (low_q, high_q), (low_k, high_k) = (
+        (jnp.min(blocks, axis=1), jnp.max(blocks, axis=1))
+        for blocks in (order.reshape(-1, sizes.block_q), order.reshape(-1, sizes.block_kv))
+    )
+    meet = (low_q[:, None] <= high_k[None, :]) & (low_k[None, :] <= high_q[:, None])
+    for name in ("fwd_mask_info", "dq_mask_info", "dkv_mask_info"):
+        info = getattr(kernel, name)
+        if info.data_next is not None:  # of each step of a block of queries its block of keys; of dkv, the reverse
+            steps = info.data_next.astype(jnp.int32)
+            rows, columns = (jax.lax.broadcasted_iota(jnp.int32, steps.shape, axis) for axis in (1, 2))
+            pair = (steps, columns) if name == "dkv_mask_info" else (rows, steps)
+            block_mask = jnp.where(meet[pair], info.block_mask, 0).astype(info.block_mask.dtype)
+            setattr(kernel, name, info._replace(block_mask=block_mask))
+    return kernel
+
+
+def _cudnn(q_BTNH, k_BKSH, v_BKSH, visible_BL, visible_BTT, *, window):
     """Plain causal attention, which cuDNN does best: a row's own tokens are moved to its prompt's end.
 
     Queries at the prompt's places are filled up and thrown away.
@@ -191,5 +223,6 @@ def _cudnn(q_BTNH, k_BKSH, v_BKSH, visible_BL, visible_BTT):
     even = ((0, 0), (0, S % 2), (0, 0), (0, 0))  # as the backward kernel wants it
     q, k, v = (jnp.pad(x, even) for x in (q, k, v))
     mask = None if visible_BTT is None else jnp.pad(visible_BTT, ((0, 0), *2 * ((0, S % 2),)))[:, None]
-    out = jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation="cudnn")
+    how = {"is_causal": True, "local_window_size": None if window is None else (window - 1, 0)}
+    out = jax.nn.dot_product_attention(q, k, v, mask=mask, **how, implementation="cudnn")
     return out[:, :T] if visible_BL is None else take(out, length_B1 + jnp.arange(T)[None, :])
