@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from jaxrl_llm.actor import resampling
 from jaxrl_llm.actor.sampler import Sampler
 from jaxrl_llm.config import Config, ConfigError, flatten
-from jaxrl_llm.learner import optim, publish
+from jaxrl_llm.learner import low_memory, optim, publish
 from jaxrl_llm.learner.learner import LearnerPrograms, num_bytes
 from jaxrl_llm.learner.update import Update
 from jaxrl_llm.models.architecture import Architecture
@@ -104,7 +104,7 @@ def assemble(
         sharding.check_host_memory(mesh, "replay.memory", "host", otherwise="device")
     if config.optimizer.offload:
         sharding.check_host_memory(mesh, "optimizer.offload", True, otherwise=False)
-        optimizer = optim.offloaded(optimizer)
+        optimizer = low_memory.offloaded(optimizer)
     critic_optimizer = None
     if config.has_critic:
         rate = config.algorithm.critic.learning_rate

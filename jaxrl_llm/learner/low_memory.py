@@ -1,9 +1,10 @@
-"""Weights and moments in bfloat16: what a step moves them by is less than their neighbours lie apart.
+"""Weights and moments that take less of the device: in bfloat16, or in the host's memory.
 
-Rounded to the nearest, a weight of 0.02 stays where it is under steps of less than 0.00003, and Adam's second moment,
-of which a step forgets a thousandth, never falls. Rounded up or down by chance, they move as in float32 on average.
+A step moves a bfloat16 by less than its neighbours lie apart. Rounded to the nearest, a weight of 0.02 stays where it is
+under steps of less than 0.00003, and Adam's second moment, of which a step forgets a thousandth, never falls. Rounded up
+or down by chance, they move as in float32 on average.
 
-Owns: stochastic rounding, moments kept rounded. Does not know: which optimizer, what is learned.
+Owns: stochastic rounding, moments kept rounded or elsewhere. Does not know: which optimizer, what is learned.
 """
 
 from __future__ import annotations
@@ -67,3 +68,16 @@ def rounded_moments(optimizer: optax.GradientTransformation) -> optax.GradientTr
         return updates, moments(_rounding(MOMENTS, optax.tree_utils.tree_get(state, "count")), state)
 
     return optax.GradientTransformation(init, update)
+
+
+def offloaded(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+    """The same with its moments in host memory but for the time of a step; numbers and structure stay the same."""
+
+    def update(gradient: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        move = lambda state, space: optax.tree_utils.tree_map_params(
+            optimizer, lambda moment: jax.device_put(moment, space), state
+        )
+        updates, state = optimizer.update(gradient, move(state, jax.memory.Space.Device), params)
+        return updates, move(state, jax.memory.Space.Host)
+
+    return optax.GradientTransformation(optimizer.init, update)

@@ -83,19 +83,6 @@ def _starting_anew(optimizer: optax.GradientTransformation, every: int) -> optax
     return optax.GradientTransformation(optimizer.init, update)
 
 
-def offloaded(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-    """The same with its moments in host memory but for the time of a step; numbers and structure stay the same."""
-
-    def update(gradient: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        move = lambda state, space: optax.tree_utils.tree_map_params(
-            optimizer, lambda moment: jax.device_put(moment, space), state
-        )
-        updates, state = optimizer.update(gradient, move(state, jax.memory.Space.Device), params)
-        return updates, move(state, jax.memory.Space.Host)
-
-    return optax.GradientTransformation(optimizer.init, update)
-
-
 def abstract_state(
     optimizer: optax.GradientTransformation, abstract_params: Any, mesh: Mesh, *, offload: bool = False
 ) -> Any:
