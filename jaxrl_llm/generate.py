@@ -116,6 +116,8 @@ def _prompt_ids(where: str, row: dict[str, Any], tokenizer: Any, vocab_size: int
 
 
 def main() -> None:
+    if BATCH_SIZE.value < 1:
+        raise ConfigError(f"--batch_size={BATCH_SIZE.value} must be at least 1")
     # Through the config's own checks, so that a flag has the bounds of the setting it stands for.
     sampling = freeze(
         {
@@ -129,7 +131,6 @@ def main() -> None:
             },
             "model": {"compute_dtype": DTYPE.value},
             "seed": SEED.value,
-            "rollout": {"prompts_per_iteration": BATCH_SIZE.value},
         }
     ).sampling
     if GREEDY.value:

@@ -434,7 +434,7 @@ def test_rows_are_cut_at_line_ends_alone(tmp_path):
         ("--temperature=-1", "temperature"),
         ("--top_p=0", "top_p"),
         ("--max_tokens=0", "max_"),
-        ("--batch_size=0", "0"),
+        ("--batch_size=0", "--batch_size=0 must be at least 1"),
         ("--compute_dtype=float64", "float64"),
         ("--output=/no/such/folder/out.jsonl", "/no/such/folder/out.jsonl"),
     ],
