@@ -1,8 +1,8 @@
 """Weights and moments that take less of the device: in bfloat16, or in the host's memory.
 
-A step moves a bfloat16 by less than its neighbours lie apart. Rounded to the nearest, a weight of 0.02 stays where it
-is under steps of less than 0.00003, and Adam's second moment, of which a step forgets a thousandth, never falls. Rounded
-up or down by chance, they move as in float32 on average.
+A step moves a bfloat16 by less than its neighbours lie apart. To the nearest, a weight of 0.02 stays where it is under
+steps of less than 0.00003, and Adam's second moment, of which a step forgets a thousandth, never falls. Rounded up or
+down by chance, they move as in float32 on average.
 
 Owns: stochastic rounding, moments kept rounded or elsewhere. Does not know: which optimizer, what is learned.
 """
