@@ -162,10 +162,8 @@ def _combinations(c: Any, flat: dict[str, Any]):
         c.model.param_dtype == "float32" or not c.keeps_average,
         "[model.param_dtype] must be 'float32' with a moving average of the policy: its steps are too small to be kept",
     )
-    plain = type(c.optimizer)()
+    o, plain = c.optimizer, type(c.optimizer)()
     for name in ("b1", "b2", "eps", "reset_every_steps"):
-        yield (
-            c.optimizer.name == "adamw" or getattr(c.optimizer, name) == getattr(plain, name),
-            f"[optimizer.{name}] is AdamW's, and must be {getattr(plain, name)} with [optimizer.name]",
-        )
+        is_kept = o.name == "adamw" or getattr(o, name) == getattr(plain, name)
+        yield is_kept, f"[optimizer.{name}] is AdamW's, and must be {getattr(plain, name)} with [optimizer.name]"
     yield all(s for s in c.sampling.stop_strings), "sampling.stop_strings must not contain the empty string"

@@ -197,4 +197,4 @@ if __name__ == "__main__":
     WORKDIR = flags.DEFINE_string("workdir", None, "Where the run lives; an existing one is resumed.")
     ALLOW_CONFIG_CHANGES = flags.DEFINE_bool("allow_config_changes", False, "Resume although settings differ.")
     flags.mark_flags_as_required(["config", "workdir"])
-    cli.run(main)
+    cli.run(main, stops=True)

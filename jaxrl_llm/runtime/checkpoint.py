@@ -285,7 +285,10 @@ def _open(directory: pathlib.Path, kept: Any) -> ocp.CheckpointManager:
     handlers = {"state": state, "host": ocp.JsonCheckpointHandler(), "config": ocp.JsonCheckpointHandler()}
     # Temporary directories are what a killed run left half-written.
     options = ocp.CheckpointManagerOptions(preservation_policy=kept, cleanup_tmp_directories=True)
-    return ocp.CheckpointManager(directory, options=options, item_names=tuple(handlers), item_handlers=handlers)
+    manager = ocp.CheckpointManager(directory, options=options, item_names=tuple(handlers), item_handlers=handlers)
+    # It would ask jax by the iteration: between two checks of stop, which count on, the stop agreed on is never reached.
+    manager.reached_preemption = lambda step: False
+    return manager
 
 
 def by_name(tree: Any) -> dict[str, Any]:

@@ -26,8 +26,8 @@ from jaxrl_llm.runtime.nested import Text, build, override, visible
 ACCELERATORS = ("/dev/accel*", "/dev/vfio/[0-9]*", "/dev/nvidia[0-9]*", "/dev/kfd")
 
 
-def run(main: Callable[[], None]) -> None:
-    """Parse the flags and call ``main()``; never returns.
+def run(main: Callable[[], None], *, stops: bool = False) -> None:
+    """Parse the flags and call ``main()``, which ``stops`` by itself where SIGTERM asks; never returns.
 
     Bad input (a ``ConfigError``, an unknown or malformed flag) prints one line on stderr and exits with
     status 2, a full disk (``DiskError``) with status 1. Any other exception is ours and keeps its traceback.
@@ -41,6 +41,8 @@ def run(main: Callable[[], None]) -> None:
         if argv[1:]:
             raise ConfigError(f"unexpected argument {argv[1]!r}; settings are given as --name=value")
         distributed.initialize()
+        if not stops:
+            distributed.end_at_sigterm()
         with distributed.together(lambda error: 2 if isinstance(error, ConfigError) else 1), writing("output"):
             main()
 

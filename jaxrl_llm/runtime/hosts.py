@@ -87,6 +87,12 @@ def initialize() -> None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115, open until the process ends
 
 
+def end_at_sigterm() -> None:
+    """SIGTERM to this host ends the job: jax has taken it over, and a command that never asks jax would not hear it."""
+    if count() > 1:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
 def _is_found() -> bool:
     """Whether the environment is that of a job of several hosts."""
     names = os.environ.get("TPU_WORKER_HOSTNAMES", ""), os.environ.get("MEGASCALE_NUM_SLICES", "")

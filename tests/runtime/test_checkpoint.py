@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -186,6 +187,16 @@ def test_what_is_still_being_written_is_waited_for(checkpointer):
     save(checkpointer, 1, make_state(1))
     target = abstract(make_state())
     assert checkpointer.restore(target, CONFIG, allow_config_changes=False).iteration == 1
+
+
+def test_saving_does_not_ask_jax_whether_it_is_to_stop(checkpointer, monkeypatch):
+    # jax compares what it is asked for with the check that all hosts agreed on: the checks of ``stop``, one by one.
+    asked = []
+    monkeypatch.setattr(multihost_utils, "reached_preemption_sync_point", asked.append)
+    for iteration in (1, 2):
+        save(checkpointer, iteration, make_state(iteration))
+    checkpointer.wait()
+    assert not asked
 
 
 def test_the_seconds_of_a_write_are_told_once_it_is_whole(checkpointer, tmp_path, capfd):
