@@ -286,7 +286,7 @@ def _open(directory: pathlib.Path, kept: Any) -> ocp.CheckpointManager:
     # Temporary directories are what a killed run left half-written.
     options = ocp.CheckpointManagerOptions(preservation_policy=kept, cleanup_tmp_directories=True)
     manager = ocp.CheckpointManager(directory, options=options, item_names=tuple(handlers), item_handlers=handlers)
-    # It would ask jax by the iteration: between two checks of stop, which count on, the stop agreed on is never reached.
+    # It would ask jax by the iteration: the stop that hosts agree on between two checks would never be reached.
     manager.reached_preemption = lambda step: False
     return manager
 
