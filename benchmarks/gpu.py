@@ -40,7 +40,7 @@ from benchmarks.stopwatch import Stopwatch
 from benchmarks.worker import Worker, WorkerError
 from jaxrl_llm.config import Config, freeze
 from jaxrl_llm.models.architecture import Architecture
-from jaxrl_llm.models.files import hf
+from jaxrl_llm.models.files import families
 
 # Part of the device's name -> dense bfloat16 operations and bytes of its memory per second.
 # Source: NVIDIA's data sheets of the SXM modules.
@@ -166,7 +166,7 @@ def peers(name: str, arch: Architecture, sizes: Sizes, repeats: int) -> Iterator
     Raises:
         WorkerError: one did not get ready, or ended.
     """
-    config = hf.config_json(arch)
+    config = families.config_of(arch)
     for rows in sizes.batches:
         job = {"rows": rows, "prompt_tokens": sizes.prompt, "completion_tokens": sizes.completion}
         taken = _median("hf", {"config": config, **job}, "generate_s", repeats)

@@ -568,7 +568,8 @@ def compares(config, folder, monkeypatch):
 
 
 def kernel_of_a_tpu(config, folder, monkeypatch):
-    tpu = types.SimpleNamespace(shape=mesh_of(ONE).shape, devices=np.array([[[types.SimpleNamespace(platform="tpu")]]]))
+    devices = np.array([types.SimpleNamespace(platform="tpu")])
+    tpu = types.SimpleNamespace(shape=mesh_of(ONE).shape, size=1, devices=devices)
     return assemble(config, TINY, (257,), tpu).model.attention
 
 

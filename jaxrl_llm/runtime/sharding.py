@@ -88,25 +88,26 @@ def make_mesh(config: MeshConfig, devices: list[Any] | None = None) -> Mesh:
 
 def sampler_mesh(config: MeshConfig, mesh: Mesh) -> Mesh:
     """The same devices in the same order as the sampler uses them: some of ``fsdp`` are further ones of ``tensor``.
-
     Those of ``context`` are further ones of ``fsdp``: a decode step has one token a row, and so it wants more rows.
 
     Raises:
         ConfigError: ``fsdp``, ``context`` and ``tensor`` do not split so.
     """
-    data, fsdp, context, tensor = mesh.devices.shape
+    data, fsdp, context, tensor = mesh.shape.values()
     wanted, there = config.sampler_tensor or tensor, fsdp * context * tensor
     if wanted % tensor or there % wanted:
         raise ConfigError(
             f"mesh.sampler_tensor={wanted} must be 0, or a multiple of mesh.tensor={tensor} that divides the "
             f"{there} devices of mesh.fsdp={fsdp} x mesh.context={context} x mesh.tensor={tensor}"
         )
+    if (context, wanted) == (1, tensor):
+        return mesh
     return Mesh(mesh.devices.reshape(data, -1, 1, wanted), MESH_AXES, axis_types=mesh.axis_types)
 
 
 def check_divisible(config: Config, mesh: Mesh) -> None:
     """ConfigError that names every number that does not split evenly over the devices, with the nearest that do."""
-    devices = math.lcm(*(num_data_shards(one) for one in (mesh, sampler_mesh(config.mesh, mesh))))
+    devices = math.lcm(num_data_shards(mesh), mesh.size // (config.mesh.sampler_tensor or mesh.shape["tensor"]))
     shards, draw, context = num_ring_shards(config, mesh), config.rows_per_draw, mesh.shape["context"]
     rollout = ("rollout.prompts_per_iteration", "rollout.lookahead_prompts", "rollout.slots")
     parts = dict.fromkeys((*rollout, "external.groups_per_iteration", "replay.shards"), devices)

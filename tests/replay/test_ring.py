@@ -638,7 +638,9 @@ def test_sizes_that_a_config_may_have_fit_the_ring():
         }
         try:
             config = freeze(sizes | {"replay": ring})
-            sharding.check_divisible(config, types.SimpleNamespace(shape={"data": shards, "fsdp": 1, "tensor": 1}))
+            sharding.check_divisible(
+                config, types.SimpleNamespace(size=shards, shape={"data": shards, "fsdp": 1, "context": 1, "tensor": 1})
+            )
         except ConfigError:
             continue
         passed += 1

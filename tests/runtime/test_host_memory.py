@@ -179,6 +179,6 @@ def test_a_ring_on_the_host_keeps_and_draws_the_same_rows(setting):
 def test_devices_without_such_memory_are_refused(settings, message):
     kinds = [types.SimpleNamespace(kind="beads")]
     device = types.SimpleNamespace(platform="cpu", device_kind="abacus", addressable_memories=lambda: kinds)
-    mesh = types.SimpleNamespace(shape=mesh_of(ONE).shape, devices=np.array([device]))
+    mesh = types.SimpleNamespace(shape=mesh_of(ONE).shape, size=1, devices=np.array([device]))
     with pytest.raises(ConfigError, match=message + ": it has no memory 'pinned_host', only 'beads'"):
         assemble(freeze(settings), TINY, EOS_IDS, mesh)
