@@ -184,6 +184,18 @@ def test_stopped_on_one_of_four_hosts_again_and_again_is_bitwise_the_run_that_wa
     assert_same_run(tmp_path / "pieces", whole, same_steps=False)
 
 
+@pytest.mark.slow
+def test_sigterm_to_one_of_two_hosts_ends_a_command_that_saves_nothing(tmp_path):
+    settings = {"prompts.source": "arithmetic", "num_iterations": 100_000, "eval.every_iterations": 20}
+    job = Job(2, tmp_path, settings, command="sft", flags=(f"--out={tmp_path / 'model'}",))
+    job.until("| ")
+    job.hosts[1].send_signal(signal.SIGTERM)
+    told = time.monotonic()
+    statuses, outputs = job.end()
+    assert time.monotonic() - told < 30 and 0 not in statuses, (statuses, outputs)
+    assert "host 1 failed in: " in outputs[0] and "KeyboardInterrupt" in outputs[0], outputs
+
+
 WORDS = [{"prompt": "ab" * n, "kept": n} for n in (1, 2, 3, 9, 12)]  # of two widths; no multiple of two hosts
 TOKENS = [{"prompt_ids": [1, 2, 3] * n, "completion_ids": [5] * (n - 1)} for n in (1, 2, 3, 9, 12)]
 SAMPLING = ("--max_tokens=12", "--stop=q", "--batch_size=2")
