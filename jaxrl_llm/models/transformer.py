@@ -162,6 +162,7 @@ class Transformer(nnx.Module):
         if layers is None:
             axes = (("batch", "length"), jax.P(None, spec[1]))
             find = functools.partial(sharding.by_device, find, axes=axes, shared=2, over=sharding.TOKEN_AXES)
+            table_VD = sharding.constrain(table_VD, *EMBEDDING, rules=model.rules)
         x_BTD = find(tokens_BT, table_VD)
         x_BTD = sharding.constrain(x_BTD, "batch", "length", "activation")
         if self.arch.embedding_scale != 1.0:

@@ -210,13 +210,10 @@ def on_rows(spec: PartitionSpec) -> PartitionSpec:
 
 
 def copies(x: jax.Array, spec: PartitionSpec) -> jax.Array:
-    """A copy of an array for each device along ``TOKEN_AXES``, [n, ...], whole along them: for ``by_device``.
+    """A copy of an array that lies as ``spec`` for each device along ``TOKEN_AXES``, [n, ...]: for ``by_device``.
 
     The gradient is a reduce-scatter. In rings of up to four: of more devices the TPU compiler sums it whole on all, for
     twice the bytes.
-
-    Args:
-        spec: how the array lies.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or math.prod(mesh.shape[axis] for axis in TOKEN_AXES) == 1:
@@ -235,6 +232,7 @@ def copies(x: jax.Array, spec: PartitionSpec) -> jax.Array:
         return x[None]
 
     here = PartitionSpec(*(a or b for a, b in zip(ours, others, strict=True)))
+    x = jax.lax.with_sharding_constraint(x, spec)  # as it lies: jax 0.12 adds no gradient to a ref from a shard_map
     return jax.shard_map(gather, in_specs=here, out_specs=PartitionSpec(TOKEN_AXES, *others), check_vma=False)(x)
 
 
@@ -292,9 +290,9 @@ def check_host_memory(mesh: Mesh, setting: str, value: Any, otherwise: Any) -> N
         )
 
 
-def constrain(x: jax.Array, *logical_axes: str | None) -> jax.Array:
-    """Pin an activation's layout inside a jitted function; no-op where no mesh is active."""
+def constrain(x: jax.Array, *logical_axes: str | None, rules: tuple[tuple[str, Any], ...] = ()) -> jax.Array:
+    """Pin an array's layout inside a jitted function, by ``rules`` before ``RULES``; no-op where no mesh is active."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return x
-    return jax.lax.with_sharding_constraint(x, partition_spec(x.shape, logical_axes, mesh))
+    return jax.lax.with_sharding_constraint(x, partition_spec(x.shape, logical_axes, mesh, RULES | dict(rules)))
