@@ -172,6 +172,7 @@ def is_sound(value):
     return not isinstance(value, float) or value == 0 or SMALLEST <= abs(value) <= LARGEST
 
 
+@pytest.mark.slow
 def test_three_hundred_changes_of_one_setting_are_accepted_or_refused_by_name(up_to_compiling, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # a relative path in a setting is looked for here
     chance, defaults, accepted = random.Random(1), flatten(Config()), 0

@@ -104,6 +104,7 @@ def run(monkeypatch, capfd):
     return call
 
 
+@pytest.mark.slow
 def test_a_run_of_own_functions_is_the_run_of_ours_that_say_the_same(run, methods, tmp_path):
     of = lambda place, name: f"{place}={methods}:{name}"
     own = run(

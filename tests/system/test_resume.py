@@ -186,6 +186,7 @@ def test_killed_and_interrupted_is_the_run_that_never_was(tmp_path, cache, undis
     assert in_flight.any() and len(host["open_prompts"]) == SETTINGS["rollout.lookahead_prompts"]
 
 
+@pytest.mark.slow
 def test_after_a_damaged_checkpoint_and_a_full_disk_it_is_the_run_that_never_was(tmp_path, cache, undisturbed):
     workdir = tmp_path / "copy"
     shutil.copytree(undisturbed, workdir)
