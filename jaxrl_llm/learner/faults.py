@@ -10,10 +10,12 @@ Owns: that file, the count, what is wrong with a first batch. Does not know: whi
 
 from __future__ import annotations
 
+import functools
 import os
 import pathlib
 from typing import Any
 
+import flax.traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -75,11 +77,7 @@ class Faults:
         self.run = at_end + (self.run if at_end == config.update.updates_per_iteration else 0)
         if self.run < config.update.max_nonfinite_steps:
             return
-
-        def whole(ring: RingState) -> Experience:
-            how = {"batch_size": config.update.batch_size, "row_tokens": config.row_tokens}
-            return last_drawn(ring, **how)
-
+        whole = functools.partial(last_drawn, batch_size=config.update.batch_size, row_tokens=config.row_tokens)
         # Compiled now: a run that goes well has no use for it.
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), ring)
         program = Program(whole, (shapes,), sharding.replicated(self._mesh, 0))
@@ -105,11 +103,6 @@ class Faults:
 def read(path: str | os.PathLike) -> Experience:
     """The rows [B, ...] of such a file, numpy."""
     with np.load(path) as file:
-        fields: dict[str, Any] = {"columns": {}, "rollout": {"columns": {}}}
-        for name, value in file.items():
-            *groups, last = name.split("/")
-            group = fields
-            for key in groups:
-                group = group[key]
-            group[last] = value
-    return Experience(**fields | {"rollout": Rollout(**fields["rollout"])})
+        found = flax.traverse_util.unflatten_dict(dict(file), sep="/")
+    rollout = Rollout(**{"columns": {}} | found["rollout"])
+    return Experience(**{"columns": {}} | found | {"rollout": rollout})

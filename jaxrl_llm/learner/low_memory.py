@@ -34,10 +34,6 @@ def stochastic_round(x: jax.Array, key: jax.Array) -> jax.Array:
     return jnp.where(jnp.isfinite(x), moved, x).astype(jnp.bfloat16)
 
 
-def in_float32(tree: Any) -> Any:
-    return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
-
-
 def _rounding(which: int, step: jax.Array) -> Callable[[jax.Array], jax.Array]:
     """``stochastic_round`` with other chances at each call and ``step`` [] i32, the same on every mesh."""
     key, calls = jax.random.fold_in(jax.random.key(which), step), itertools.count()

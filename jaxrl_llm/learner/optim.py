@@ -13,7 +13,7 @@ import optax
 from jax.sharding import Mesh
 
 from jaxrl_llm.config import OptimizerConfig
-from jaxrl_llm.learner.low_memory import in_float32, rounded_moments
+from jaxrl_llm.learner.low_memory import rounded_moments
 from jaxrl_llm.runtime import sharding
 
 
@@ -39,7 +39,7 @@ def make(config: OptimizerConfig, num_steps: int) -> optax.GradientTransformatio
     """
 
     def clip(gradient: Any, _: Any) -> Any:
-        gradient = in_float32(gradient)
+        gradient = optax.tree.cast(gradient, jnp.float32)
         if not config.max_grad_norm:
             return gradient
         # By a factor: a quotient that is used twice, as in optax's, XLA writes out, one more gradient in memory.
@@ -58,8 +58,8 @@ def make(config: OptimizerConfig, num_steps: int) -> optax.GradientTransformatio
     decayed = optax.chain(scaled, optax.add_decayed_weights(config.weight_decay), steps)
     optimizer = optax.chain(optax.stateless(clip), decayed)
     of_float32 = optax.GradientTransformation(
-        lambda params: optimizer.init(in_float32(params)),
-        lambda gradient, state, params: optimizer.update(gradient, state, in_float32(params)),
+        lambda params: optimizer.init(optax.tree.cast(params, jnp.float32)),
+        lambda gradient, state, params: optimizer.update(gradient, state, optax.tree.cast(params, jnp.float32)),
     )
     return _starting_anew(of_float32, config.reset_every_steps) if config.reset_every_steps else of_float32
 

@@ -33,7 +33,7 @@ from jaxrl_llm.algorithms.old_policies import moving_average_share
 from jaxrl_llm.algorithms.surrogates import LOG_RATIO_LIMIT, surrogate_terms
 from jaxrl_llm.algorithms.views import OTHER_POLICIES, START, Batch, Ratios, Tokens
 from jaxrl_llm.config import AlgorithmConfig, SamplingConfig, UpdateConfig
-from jaxrl_llm.learner.low_memory import apply_updates, in_float32
+from jaxrl_llm.learner.low_memory import apply_updates
 from jaxrl_llm.learner.micro_batches import MicroBatches, padded
 from jaxrl_llm.learner.packed_batches import packed
 from jaxrl_llm.models.row_logp import RowValues, row_logp
@@ -130,7 +130,7 @@ class Update:
         scalars = state.scalars
         moment = moment._replace(entropy_coefficient=scalars.get("entropy_coefficient"))
         gradient, sums = self.gradient(state.params, batch, moment)
-        norm = {name: optax.tree.norm(in_float32(part)) for name, part in gradient.items()}
+        norm = {name: optax.tree.norm(optax.tree.cast(part, jnp.float32)) for name, part in gradient.items()}
         is_finite = jnp.all(jnp.isfinite(jnp.stack([sums["loss_sum"], *norm.values()])))
         usable = is_finite & (sums["token_count"] > 0)
         algorithm = self.algorithm

@@ -89,6 +89,7 @@ class Family:
         class_name: of transformers' model.
         keys: of config.json, with what an absent one means: the defaults of transformers' own class.
         fixed: what such a model always has of an ``Architecture``.
+        derived: of a function that reads a number of config.json, what it has besides.
         names: of tensors, where they are not those of ``NAMES``.
         is_windowed: (config, layer's index) -> its tokens see a window, where ``layer_types`` does not say so.
         local_rope: layers with a window have a rope of their own.
@@ -97,6 +98,7 @@ class Family:
     class_name: str
     keys: dict[str, Any]
     fixed: dict[str, Any] = field(default_factory=dict)
+    derived: Callable[[Callable[[str], Any]], dict[str, Any]] = lambda get: {}
     names: dict[str, str] = field(default_factory=dict)
     is_windowed: Callable[[dict[str, Any], int], bool] = lambda config, index: False
     local_rope: bool = False
@@ -162,6 +164,10 @@ FAMILIES = {
             "sliding_window_pattern": 6,
         },
         fixed={"qk_norm": "head", "post_norm": True, "norm_offset": 1.0},
+        derived=lambda get: {
+            "embedding_scale": get("hidden_size") ** 0.5,
+            "score_width": get("query_pre_attn_scalar"),
+        },
         names={**_POST_NORMS, "blocks.mlp_norm": _LAYER + "pre_feedforward_layernorm.weight"},
         is_windowed=lambda config, index: bool((index + 1) % config["sliding_window_pattern"]),
         local_rope=True,
@@ -204,9 +210,7 @@ def architecture_of(given: dict[str, Any], path: Any) -> Architecture:
     if config[act] not in list(ACTIVATIONS):
         raise ConfigError(f"{path}: {act}={config[act]!r:.60} is not supported; supported: {', '.join(ACTIVATIONS)}")
     ropes = _ropes(path, config, family, head_size)
-    biased, fixed = flag("attention_bias"), dict(family.fixed)
-    if kind == "gemma3_text":
-        fixed |= {"embedding_scale": width**0.5, "score_width": get("query_pre_attn_scalar")}
+    biased = flag("attention_bias")
     return Architecture(
         vocab_size=get("vocab_size"),
         width=width,
@@ -222,7 +226,7 @@ def architecture_of(given: dict[str, Any], path: Any) -> Architecture:
         layers=_layers(path, config, family),
         family=kind,
         **ropes,
-        **{"qkv_bias": biased, "o_bias": biased, "mlp_bias": flag("mlp_bias")} | fixed,
+        **{"qkv_bias": biased, "o_bias": biased, "mlp_bias": flag("mlp_bias")} | family.fixed | family.derived(get),
     )
 
 
