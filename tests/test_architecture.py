@@ -96,7 +96,8 @@ MENU = {
     *("models.kernels.learner", "models.kernels.tpu_decode"),
     *("learner.annotation", "learner.low_memory", "learner.packed_batches"),
     *("questions.tasks.files", "actor.guests", "actor.resampling", "actor.evaluation"),
-    *("method_config", "ops.groups", "ops.paged_log", "ops.packing", "reports.metric_table", "runtime.functions"),
+    *("method_config", "ops.groups", "ops.filters", "ops.paged_log", "ops.packing"),
+    *("reports.metric_table", "runtime.functions"),
     *("reports.charts", "runtime.torus", "runtime.hosts"),  # hosts: what a job of several has, and one host skips
     "learner.faults",  # what a run that goes well never comes to
     "models.kernels.context",  # of rows too long for a device, which few meshes split

@@ -35,16 +35,9 @@ from jaxrl_llm.config import SamplingConfig
 from jaxrl_llm.models import rope as ropes
 from jaxrl_llm.models.attention import Cache, Prompt, block_shapes
 from jaxrl_llm.models.transformer import Model
+from jaxrl_llm.ops.filters import Filter, filter_logits, keep_support, support_of
 from jaxrl_llm.ops.logp import project
-from jaxrl_llm.ops.sampling import (
-    Filter,
-    filter_logits,
-    keep_support,
-    sample_inverse_cdf,
-    support_of,
-    surprise_moments,
-    token_logp,
-)
+from jaxrl_llm.ops.sampling import sample_inverse_cdf, surprise_moments, token_logp
 from jaxrl_llm.runtime import rng, sharding
 from jaxrl_llm.runtime.programs import Program, run_if
 from jaxrl_llm.types import STOP_EOS, STOP_LENGTH, STOP_NONE, STOP_STRING, DrawSums, Rollout

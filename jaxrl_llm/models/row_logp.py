@@ -23,8 +23,8 @@ from jaxrl_llm.models.attention import Groups
 from jaxrl_llm.models.kernels.learner import Units
 from jaxrl_llm.models.transformer import Model, Params
 from jaxrl_llm.ops import packing
+from jaxrl_llm.ops.filters import Filter
 from jaxrl_llm.ops.logp import chunked_logp, completion_window, place_completion
-from jaxrl_llm.ops.sampling import Filter
 from jaxrl_llm.runtime import sharding
 
 # The model's own distribution, which what it did not sample is judged by: no temperature, no filter.

@@ -18,7 +18,7 @@ from jaxrl_llm.config import ConfigError, MeshConfig, OptimizerConfig, freeze
 from jaxrl_llm.learner import optim
 from jaxrl_llm.models.row_logp import chunk_tokens
 from jaxrl_llm.models.transformer import Model
-from jaxrl_llm.ops.sampling import NO_TOKEN
+from jaxrl_llm.ops.filters import NO_TOKEN
 from jaxrl_llm.run import assemble
 from jaxrl_llm.runtime import sharding
 from jaxrl_llm.types import TrainState

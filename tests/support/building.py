@@ -21,7 +21,7 @@ from jaxrl_llm.learner import publish
 from jaxrl_llm.learner.update import Update
 from jaxrl_llm.models.architecture import Architecture
 from jaxrl_llm.models.transformer import Model
-from jaxrl_llm.ops.sampling import NO_TOKEN
+from jaxrl_llm.ops.filters import NO_TOKEN
 from jaxrl_llm.runtime import nested, sharding
 from jaxrl_llm.runtime.programs import compile_all
 from jaxrl_llm.types import Example, Experience, PromptBatch, Rollout, TrainState
