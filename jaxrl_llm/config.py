@@ -123,6 +123,9 @@ class RolloutConfig:
     # Dynamic sampling: how often at most an iteration asks prompts_per_iteration more prompts because groups of it are
     # tied (no two rewards differ): mixed ones take their place. What is left out counts as generated. 0 = never.
     max_resample_rounds: Annotated[int, Bounds(0, 1000)] = 0
+    # The sampler's matrices: "compute" has them in model.compute_dtype; "int8" and "fp8" a byte a weight, rounded anew
+    # with every policy. Its probabilities are then not quite the learner's: see algorithm.correction, update.weights.
+    weights: Literal["compute", "int8", "fp8"] = "compute"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,6 +166,8 @@ class UpdateConfig:
     pack_width: int = 0
     # Optimizer steps per iteration, all in one dispatch.
     updates_per_iteration: Count = 1
+    # Forward pass of the learner: "full", or with what rollout.weights rounds, whose gradient goes to what is learned.
+    weights: Literal["full", "rollout"] = "full"
     # Positions of a device whose logits are live at once in the learner; 0 = by device (models.row_logp.chunk_tokens).
     logp_chunk_tokens: int = 0
     # Batch size that learning rates and decays of averages (of weights, `norm_decay` of advantages) are

@@ -23,6 +23,7 @@ from jaxrl_llm.config import Config, ConfigError, flatten
 from jaxrl_llm.learner import low_memory, optim, publish
 from jaxrl_llm.learner.learner import LearnerPrograms, num_bytes
 from jaxrl_llm.learner.update import Update
+from jaxrl_llm.models import quantised
 from jaxrl_llm.models.architecture import Architecture
 from jaxrl_llm.models.kernels import context
 from jaxrl_llm.models.kernels import learner as kernels
@@ -213,7 +214,11 @@ def model_of(config: Config, arch: Architecture, mesh: Mesh, who: str = "model")
         )
     attention = kernels.choose(config.model.attention, mesh.devices.flat[0], config.model.compute_dtype, arch.head_size)
     remat, dtype = "full" if config.model.remat == "auto" else config.model.remat, config.model.param_dtype
-    return Model(arch, config.model.compute_dtype, remat, attention, sharding.rules_of(config.mesh), dtype)
+    published = config.rollout.weights
+    quantised.check(published)
+    weights = published if config.update.weights == "rollout" and who == "model" else "compute"
+    rules = sharding.rules_of(config.mesh)
+    return Model(arch, config.model.compute_dtype, remat, attention, rules, dtype, weights, published)
 
 
 def keep_what_fits(

@@ -11,6 +11,7 @@ Owns: the form and dtype of the sampler's weights, the program that makes them. 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ import jax.numpy as jnp
 from jax.experimental.layout import Format, Layout, with_layout_constraint
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxrl_llm.models import quantised
 from jaxrl_llm.models.files.layout import LAYOUT, stored_shape
 from jaxrl_llm.models.transformer import Model, Params
 from jaxrl_llm.runtime import sharding
@@ -47,17 +49,18 @@ def sampler_form(params: Params, take: Callable[[str, Any, int | None], Any] = _
 
 
 def abstract_params(model: Model, mesh: Mesh, rules: dict[str, Any] = sharding.OF_SAMPLER) -> Params:
-    """Shapes of the sampler's weights with their shardings: in the compute dtype, whole along ``fsdp``."""
+    """Shapes of the sampler's weights with their shardings: in the compute dtype or rounded, whole along ``fsdp``."""
     is_tpu = mesh.devices.flat[0].platform == "tpu"
 
     def take(name: str, x: jax.ShapeDtypeStruct, i: int | None) -> jax.ShapeDtypeStruct:
         if i is None:
             return x
         path, spec = f"blocks.{name}", tuple(x.sharding.spec)[1:]
-        layout = NamedSharding(mesh, PartitionSpec(*(spec[first] for first, *_ in reversed(LAYOUT[path]))))
+        lies = layout = NamedSharding(mesh, PartitionSpec(*(spec[first] for first, *_ in reversed(LAYOUT[path]))))
         if is_tpu and name in ("q", "k", "v"):  # XLA would turn these back, in every chunk of steps
-            layout = Format(Layout((1, 0)), layout)
-        return jax.ShapeDtypeStruct(stored_shape(path, x.shape[1:])[::-1], x.dtype, sharding=layout)
+            layout = Format(Layout((1, 0)), lies)
+        shape = jax.ShapeDtypeStruct(stored_shape(path, x.shape[1:])[::-1], x.dtype, sharding=layout)
+        return quantised.shape(name, shape, lies, model.published)
 
     return sampler_form(model.abstract_params(mesh, rules=rules, dtype=jnp.dtype(model.compute_dtype)), take)
 
@@ -71,19 +74,27 @@ def program(model: Model, mesh: Mesh, sampler_mesh: Mesh) -> Program:
         # of it, it would be copied at the program's end, and all weights be there twice.
         always = jax.lax.optimization_barrier(jnp.bool_(True))
 
-        def take(name: str, x: jax.Array, i: int | None) -> jax.Array:
+        def take(name: str, x: jax.Array, i: int | None) -> Any:
             nonlocal always
-            lies, to = ((tree if i is None else tree["layers"][i])[name] for tree in (learner, sampler))
+            places = [(tree if i is None else tree["layers"][i])[name] for tree in (learner, sampler)]
+            moves = len({jax.tree.leaves(place)[0].sharding for place in places}) > 1
+            if moves:
+                x, always = jax.lax.optimization_barrier((x, always))
+            made = quantised.rounded(name, _stored(name, x, i), model.published)
+            return jax.tree.map(functools.partial(put, 1 if i is None else -1), made, *places)
+
+        def put(turn: int, x: jax.Array, lies: jax.ShapeDtypeStruct, to: jax.ShapeDtypeStruct) -> jax.Array:
+            """An array as files store it, where and as the sampler has it; turned where ``turn`` is -1."""
+            nonlocal always
+            x = x.astype(to.dtype)
             if lies.sharding == to.sharding:
-                return _turned(name, x, i).astype(to.dtype)
-            x, always = jax.lax.optimization_barrier((x, always))
-            x, turn = _stored(name, x, i).astype(to.dtype), 1 if i is None else -1
+                return x if turn == 1 else x.T
             # Turned when it is whole: of what is turned before, XLA would turn all layers for each.
             for layout in (lies.sharding, to.sharding):
                 spec = PartitionSpec(*tuple(layout.spec)[::turn])
                 x = jax.lax.with_sharding_constraint(x, NamedSharding(layout.mesh, spec))
             x = with_layout_constraint(x, plain := Layout(tuple(range(x.ndim))))
-            x = with_layout_constraint(jnp.where(always, x if i is None else x.T, 0), to.format.layout or plain)
+            x = with_layout_constraint(jnp.where(always, x if turn == 1 else x.T, 0), to.format.layout or plain)
             x, always = jax.lax.optimization_barrier((x, always))
             return x
 

@@ -21,8 +21,8 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 
+from jaxrl_llm.models import quantised, variants
 from jaxrl_llm.models import rope as ropes
-from jaxrl_llm.models import variants
 from jaxrl_llm.models.architecture import Architecture, Layer
 from jaxrl_llm.models.attention import Cache, Groups, Prompt, attend, attend_next, rotate
 from jaxrl_llm.models.kernels import context
@@ -98,7 +98,9 @@ class Blocks(nnx.Module):
         ):
             setattr(self, name, _param(rngs, (arch.num_layers, *size), ("layers", *axes), *constant))
 
-    def __call__(self, x_BTD, rope, layer: Layer, *, kv=None, visible=None, positions=None, implementation="xla"):
+    def __call__(
+        self, x_BTD, rope, layer: Layer, *, kv=None, visible=None, positions=None, implementation="xla", weights="compute"
+    ):
         """One ``layer``, by the tables of its rope; ``kv``: "prompt" and "cache", where there are such.
 
         Returns activations and keys and values, the new tokens' [B,K,T,H] or, with them, the caches'.
@@ -111,7 +113,10 @@ class Blocks(nnx.Module):
             return rms_norm(x, getattr(self, name)[...], arch) if hasattr(self, name) else x
 
         def project(x_BTI, name):
-            out_BTO = linear(x_BTI, getattr(self, name)[...], merged=is_merged)
+            w_OI, scale_O = quantised.factors(getattr(self, name)[...], x_BTI.shape[-1], weights)
+            out_BTO = linear(x_BTI, w_OI, merged=is_merged)
+            if scale_O is not None:
+                out_BTO = (out_BTO * scale_O.reshape(1, 1, -1)).astype(x_BTI.dtype)
             bias = getattr(self, f"{name}_bias", None)
             return out_BTO if bias is None else out_BTO + bias[...].astype(out_BTO.dtype).reshape(1, 1, -1)
 
@@ -185,6 +190,7 @@ class Transformer(nnx.Module):
                 layer_params, layer_kv = of_layer
                 own = {name: before[name].replace(keys=k, values=v) for name, (k, v) in layer_kv.items()}
                 how = {"visible": seen[layer.window], "positions": positions_BT, "implementation": attention}
+                how["weights"] = model.weights
                 rope = None if layer.rope < 0 else tables[layer.rope]
                 return nnx.merge(graph, layer_params)(x, rope, layer, kv=own, **how)
 
@@ -217,6 +223,8 @@ class Model:
     attention: str = "xla"  # or a kernel of ``kernels.choose``
     rules: tuple[tuple[str, Any], ...] = ()  # of the weights' logical axes, where they are not as ``sharding.RULES``
     param_dtype: str = "float32"
+    weights: str = "compute"  # what stacked blocks round their matrices to in the forward pass (``quantised.KINDS``)
+    published: str = "compute"  # the sampler's likewise, rounded once when they are published
 
     def abstract_params(self, mesh: Mesh, *, rules: dict[str, Any] | None = None, dtype: Any = None) -> Params:
         """Shapes of the parameters with their shardings on ``mesh``; further ``rules`` go before the model's."""

@@ -1,0 +1,77 @@
+"""Matrices of the blocks in a byte a weight: int8 or float8, with a float32 scale for each output (qwix).
+
+    w[o,i] ~ q[o,i] * s[o],     s[o] = max_i |w[o,i]| / (largest of the kind),     y[o] = s[o] * sum_i x[i] q[o,i]
+
+Activations stay in the compute dtype, and q is exact in it: what is lost is lost in rounding w, once. Embedding, head,
+norms and biases stay as they are. The learner that rounds its own w in its forward pass computes the very same y, and
+its gradient goes to w as if nothing had been rounded (straight through).
+
+Source: the same rounded forward on both sides, Jet-RL, 2026, arXiv:2601.14243. Differs: weights alone are rounded, and
+the backward pass multiplies by the rounded ones too.
+Owns: which weights, how they are rounded. Does not know: when, and where they lie.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxrl_llm.config import ConfigError
+
+MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
+# "compute": the compute dtype.
+KINDS = {"compute": None, "int8": jnp.int8, "fp8": jnp.float8_e4m3fn}
+
+
+def check(kind: str) -> None:
+    """ConfigError where weights of a kind are asked for and qwix is not installed."""
+    if KINDS[kind] and importlib.util.find_spec("qwix") is None:
+        raise ConfigError(f"rollout.weights={kind!r} wants the package qwix: pip install 'jaxrl_llm[quant]'")
+
+
+def rounded(name: str, w_OI: jax.Array, kind: str) -> Any:
+    """A block's parameter as a ``QArray`` of values [O,I] and float32 scales [O,1], or itself where it is none."""
+    if KINDS[kind] is None or name not in MATRICES:
+        return w_OI
+    import qwix  # an extra, and slow to import
+
+    return qwix.quantize(w_OI.astype(jnp.float32), KINDS[kind], channelwise_axes=[0])
+
+
+def shape(name: str, w_IO: jax.ShapeDtypeStruct, layout: NamedSharding, kind: str) -> Any:
+    """Of what ``rounded`` makes of a parameter, turned to [I,O], from its shape in the compute dtype.
+
+    Args:
+        layout: how it lies; its scales [1,O] lie as its outputs do.
+    """
+    if KINDS[kind] is None or name not in MATRICES:
+        return w_IO
+    import qwix
+
+    qtype, of_scales = KINDS[kind], NamedSharding(layout.mesh, PartitionSpec(None, layout.spec[1]))
+    values = jax.ShapeDtypeStruct(w_IO.shape, qtype, sharding=w_IO.format)
+    scales = jax.ShapeDtypeStruct((1, w_IO.shape[1]), jnp.float32, sharding=of_scales)
+    return qwix.QArray(values, scales, qtype=qtype)
+
+
+def factors(w: Any, inputs: int, kind: str = "compute") -> tuple[jax.Array, jax.Array | None]:
+    """The matrix [O,I] to multiply by, and the scales [O] to multiply its outputs by; None where there are none.
+
+    Args:
+        w: a weight as published: an array or a ``QArray``; or one that is learned, [O,I] whose O or I may be heads by
+            head size, to be rounded to ``kind`` here, straight through.
+        inputs: I.
+    """
+    if hasattr(w, "qvalue"):
+        return w.qvalue, w.scale.reshape(-1)
+    if KINDS[kind] is None:
+        return w, None
+    w_OI = w.reshape(-1, inputs).astype(jnp.float32)
+    made = jax.lax.stop_gradient(rounded("q", w_OI, kind))
+    # Of value exactly q: the difference is of a number to itself.
+    own = w_OI / made.scale
+    return made.qvalue.astype(jnp.float32) + (own - jax.lax.stop_gradient(own)), made.scale.reshape(-1)
