@@ -99,7 +99,7 @@ class Blocks(nnx.Module):
             setattr(self, name, _param(rngs, (arch.num_layers, *size), ("layers", *axes), *constant))
 
     def __call__(
-        self, x_BTD, rope, layer: Layer, *, kv=None, visible=None, positions=None, implementation="xla", weights="compute"
+        self, x_BTD, rope, layer, *, kv=None, visible=None, positions=None, implementation="xla", weights="compute"
     ):
         """One ``layer``, by the tables of its rope; ``kv``: "prompt" and "cache", where there are such.
 
