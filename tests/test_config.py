@@ -783,6 +783,7 @@ ALIVE = {
     "rollout.lookahead_prompts": (8, shapes, {}),
     "rollout.max_lag_iterations": (1, opened, {"rollout.lookahead_prompts": 16}),
     "rollout.max_resample_rounds": (2, asked, {}),
+    "rollout.weights": ("int8", program("decode"), {}),
     "rewards.functions": ((f"{FUNCTIONS}:length",), scores, {}),
     "rewards.weights": ((0.5,), scores, {}),
     "rewards.num_workers": (2, scores, {}),
@@ -835,6 +836,7 @@ ALIVE = {
     "update.pack_width": (96, program("update"), SINGLE | {"update.micro_batch_tokens": 480}),
     "update.micro_batch_tokens": (480, program("update"), {}),
     "update.updates_per_iteration": (3, program("update"), {}),
+    "update.weights": ("rollout", program("update"), {"rollout.weights": "int8"}),
     "update.logp_chunk_tokens": (64, program("update"), {}),
     "update.scaled_from_batch_size": (4, program("update"), {}),
     "update.max_sampler_learner_gap_nats": (0.001, gap, {}),
@@ -991,6 +993,8 @@ def test_every_setting_changes_something(path, tmp_path, monkeypatch):
     other, look, given = ALIVE[path]
     if given.get("prompts.source") == "reasoning_gym":
         needs_reasoning_gym()
+    if path.endswith(".weights") and path != "rewards.weights":
+        pytest.importorskip("qwix")
     settings = SETTINGS | given
     assert flatten(freeze(with_point({}, settings)))[path] != other
     before = seen(look, settings, tmp_path, monkeypatch)

@@ -1,6 +1,6 @@
 """Matrices of the blocks in a byte a weight: int8 or float8, with a float32 scale for each output (qwix).
 
-    w[o,i] ~ q[o,i] * s[o],     s[o] = max_i |w[o,i]| / (largest of the kind),     y[o] = s[o] * sum_i x[i] q[o,i]
+    w[o,i] ~ q[o,i] * s[o],     s[o] = max_i |w[o,i]| / (127 or 448),     y[o] = s[o] * sum_i x[i] q[o,i]
 
 Activations stay in the compute dtype, and q is exact in it: what is lost is lost in rounding w, once. Embedding, head,
 norms and biases stay as they are. The learner that rounds its own w in its forward pass computes the very same y, and
@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxrl_llm.config import ConfigError
 
 MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
-# "compute": the compute dtype.
+# By its name in the settings; "compute" has no other dtype than that of the arithmetic.
 KINDS = {"compute": None, "int8": jnp.int8, "fp8": jnp.float8_e4m3fn}
 
 
@@ -39,7 +39,10 @@ def rounded(name: str, w_OI: jax.Array, kind: str) -> Any:
         return w_OI
     import qwix  # an extra, and slow to import
 
-    return qwix.quantize(w_OI.astype(jnp.float32), KINDS[kind], channelwise_axes=[0])
+    # Its own bound, 127.5, has each row's largest weight halfway between two integers, where two programs' divisions
+    # may part; with this it is 127.
+    how = f"absmax,{127.5 / 127}" if kind == "int8" else "absmax"
+    return qwix.quantize(w_OI.astype(jnp.float32), KINDS[kind], channelwise_axes=[0], calibration_method=how)
 
 
 def shape(name: str, w_IO: jax.ShapeDtypeStruct, layout: NamedSharding, kind: str) -> Any:

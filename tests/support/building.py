@@ -43,6 +43,9 @@ needs_cuda_compiler = pytest.mark.skipif(
 )
 
 
+needs_qwix = pytest.mark.skipif(importlib.util.find_spec("qwix") is None, reason="qwix (extra [quant]) is missing")
+
+
 def needs_reasoning_gym():
     """Skips where it is not installed. Not by its import: some of its packages are ours to stand in for."""
     if importlib.util.find_spec("reasoning_gym") is None:
