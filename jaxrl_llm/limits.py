@@ -65,10 +65,6 @@ def _combinations(c: Any, flat: dict[str, Any]):
         given = " x ".join(f"[{name}]" for name in names)
         yield count <= MOST, f"{given} make {count} steps, questions or rollouts, and int32 counts to {MOST}"
     u, r, functions = c.update, c.replay, c.rewards.functions
-    yield (
-        u.weights == "full" or c.rollout.weights != "compute",
-        "[update.weights] must be 'full' with [rollout.weights]: the sampler rounds nothing",
-    )
     yield u.batch_size % u.micro_batch_size == 0, "[update.micro_batch_size] must divide [update.batch_size]"
     yield (
         c.ring_capacity >= u.batch_size,

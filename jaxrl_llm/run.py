@@ -214,11 +214,8 @@ def model_of(config: Config, arch: Architecture, mesh: Mesh, who: str = "model")
         )
     attention = kernels.choose(config.model.attention, mesh.devices.flat[0], config.model.compute_dtype, arch.head_size)
     remat, dtype = "full" if config.model.remat == "auto" else config.model.remat, config.model.param_dtype
-    published = config.rollout.weights
-    quantised.check(published)
-    weights = published if config.update.weights == "rollout" and who == "model" else "compute"
-    rules = sharding.rules_of(config.mesh)
-    return Model(arch, config.model.compute_dtype, remat, attention, rules, dtype, weights, published)
+    rules, weights = sharding.rules_of(config.mesh), quantised.kinds(config, who)
+    return Model(arch, config.model.compute_dtype, remat, attention, rules, dtype, *weights)
 
 
 def keep_what_fits(

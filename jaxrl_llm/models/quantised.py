@@ -14,23 +14,43 @@ Owns: which weights, how they are rounded. Does not know: when, and where they l
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxrl_llm.config import ConfigError
+from jaxrl_llm.config import Config, ConfigError
 
 MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
 # By its name in the settings; "compute" has no other dtype than that of the arithmetic.
 KINDS = {"compute": None, "int8": jnp.int8, "fp8": jnp.float8_e4m3fn}
 
 
-def check(kind: str) -> None:
-    """ConfigError where weights of a kind are asked for and qwix is not installed."""
+def kinds(config: Config, who: str) -> tuple[str, str]:
+    """What a run's learner, and its sampler, round to.
+
+    Args:
+        who: "model", or "reference": it rounds as the policy does where it is the policy as training found it.
+
+    Raises:
+        ConfigError: the learner is to round what the sampler does not, or qwix is not installed.
+    """
+    kind, wanted = config.rollout.weights, config.update.weights
+    if wanted == "rollout" and kind == "compute":
+        raise ConfigError("update.weights='rollout' must be 'full' with rollout.weights='compute': nothing is rounded")
     if KINDS[kind] and importlib.util.find_spec("qwix") is None:
         raise ConfigError(f"rollout.weights={kind!r} wants the package qwix: pip install 'jaxrl_llm[quant]'")
+    rounds = wanted == "rollout" and (who == "model" or not config.model.reference_path)
+    return kind if rounds else "compute", kind
+
+
+def multiply(linear: Callable[[jax.Array, jax.Array], jax.Array], x_BTI: jax.Array, w: Any, kind: str) -> jax.Array:
+    """``linear(x, w)``, of a weight that is published rounded or that is to be rounded to ``kind`` here."""
+    w_OI, scale_O = factors(w, x_BTI.shape[-1], kind)
+    out_BTO = linear(x_BTI, w_OI)
+    return out_BTO if scale_O is None else (out_BTO * scale_O.reshape(1, 1, -1)).astype(x_BTI.dtype)
 
 
 def rounded(name: str, w_OI: jax.Array, kind: str) -> Any:

@@ -113,10 +113,8 @@ class Blocks(nnx.Module):
             return rms_norm(x, getattr(self, name)[...], arch) if hasattr(self, name) else x
 
         def project(x_BTI, name):
-            w_OI, scale_O = quantised.factors(getattr(self, name)[...], x_BTI.shape[-1], weights)
-            out_BTO = linear(x_BTI, w_OI, merged=is_merged)
-            if scale_O is not None:
-                out_BTO = (out_BTO * scale_O.reshape(1, 1, -1)).astype(x_BTI.dtype)
+            multiply = functools.partial(linear, merged=is_merged)
+            out_BTO = quantised.multiply(multiply, x_BTI, getattr(self, name)[...], weights)
             bias = getattr(self, f"{name}_bias", None)
             return out_BTO if bias is None else out_BTO + bias[...].astype(out_BTO.dtype).reshape(1, 1, -1)
 

@@ -170,6 +170,16 @@ def test_without_qwix_a_run_says_what_to_install(monkeypatch, tmp_path):
         train_module.train(config, tmp_path)
 
 
-def test_a_learner_cannot_round_as_a_sampler_that_does_not():
+def test_a_learner_cannot_round_as_a_sampler_that_does_not(tmp_path):
     with pytest.raises(ConfigError, match=r"update\.weights='rollout' must be 'full' with rollout\.weights='compute'"):
-        freeze({"update": {"weights": "rollout"}})
+        train_module.train(freeze(SETTINGS | {"update": SETTINGS["update"] | {"weights": "rollout"}}), tmp_path)
+
+
+@needs_qwix
+def test_a_reference_rounds_as_the_policy_that_it_was():
+    settings = SETTINGS | {"rollout": SETTINGS["rollout"] | {"weights": "int8"}}
+    settings |= {"update": SETTINGS["update"] | {"weights": "rollout"}}
+    of = lambda path: freeze(settings | {"model": {"reference_path": path}})
+    assert quantised.kinds(of(""), "model") == quantised.kinds(of(""), "reference") == ("int8", "int8")
+    assert quantised.kinds(of("random:debug_wide"), "model") == ("int8", "int8")
+    assert quantised.kinds(of("random:debug_wide"), "reference")[0] == "compute"
