@@ -175,7 +175,7 @@ class UpdateConfig:
     # what a decay averages over is divided by c, so that a run does the same per rollout. 0 = meant for batch_size.
     scaled_from_batch_size: int = 0
     # Refuse to train when on the first batch log-probs of learner and sampler differ by more than this many nats: any
-    # token's in float32, the tokens' mean in bfloat16.
+    # token's; where one of them rounds (bfloat16, rollout.weights) the mean, or by ten times as many a hundredth.
     max_sampler_learner_gap_nats: Positive = 0.05
     # Stop, with the batch in a file, after so many updates in a row whose loss or gradient was not finite (skipped).
     max_nonfinite_steps: Count = 3

@@ -42,6 +42,7 @@ from jaxrl_llm.ops.masks import completion_mask
 from jaxrl_llm.runtime.programs import run_if
 from jaxrl_llm.types import AGE_BUCKETS, Experience, RingState, Rollout, TrainState
 
+HIGH_GAP = 10  # times the mean that is allowed, between sampler and learner where one of them rounds
 # draw(ring, key) -> ring, rows [M, b, ...], sums of what was drawn
 Draw = Callable[[RingState, jax.Array], tuple[RingState, Experience, dict[str, jax.Array]]]
 
@@ -365,6 +366,7 @@ class Update:
             "own_token_count": jnp.sum(own.astype(jnp.float32)),
             "gap_max": jnp.max(gap),
             "gap_sum": jnp.sum(gap),
+            "gap_high_count": jnp.sum((gap > HIGH_GAP * self.config.max_sampler_learner_gap_nats).astype(jnp.float32)),
         }
         if not self._old_is_behaviour:
             sums["old_gap_max"] = jnp.max(jnp.abs(tokens.old_logp - behaviour_logp))

@@ -397,7 +397,9 @@ def test_metrics_are_sums_over_the_trained_tokens():
         "kl_behaviour_sum": (np.exp(d) - 1 - d).sum(),
         "gap_max": np.abs(d).max(),
         "gap_sum": np.abs(d).sum(),
+        "gap_high_count": (np.abs(d) > 10 * update.config.max_sampler_learner_gap_nats).sum(),
     }
+    assert 0 < expected["gap_high_count"] < size
     assert 0 < clipped.sum() < size
     for name, value in expected.items():
         np.testing.assert_allclose(sums[name], value, rtol=1e-5, err_msg=name)
