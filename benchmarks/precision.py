@@ -3,7 +3,7 @@
     python -m benchmarks.precision                                # SmolLM2-135M, its answers to sums
     python -m benchmarks.precision --model llama qwen3 gemma3     # random models of benchmarks.families, medium size
 
-For each way to compute (float32 or bfloat16, the sampler's weights in full, in int8 or in fp8, the learner's too or not):
+For each way to compute (float32 or bfloat16; the sampler's weights in full, int8 or fp8; the learner's too or not):
 |learner's log-prob - sampler's| of every token, its mean, 99th and 99.9th percentile and largest, in nats.
 """
 
