@@ -179,6 +179,7 @@ def test_a_learner_cannot_round_as_a_sampler_that_does_not(tmp_path):
 def test_a_reference_rounds_as_the_policy_that_it_was():
     settings = SETTINGS | {"rollout": SETTINGS["rollout"] | {"weights": "int8"}}
     settings |= {"update": SETTINGS["update"] | {"weights": "rollout"}}
+    settings |= {"algorithm": {"divergence": {"name": "reference", "coefficient": 0.1}}}
     of = lambda path: freeze(settings | {"model": {"reference_path": path}})
     assert quantised.kinds(of(""), "model") == quantised.kinds(of(""), "reference") == ("int8", "int8")
     assert quantised.kinds(of("random:debug_wide"), "model") == ("int8", "int8")
