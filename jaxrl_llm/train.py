@@ -177,7 +177,7 @@ def _train(config: Config, workdir: pathlib.Path, allow_config_changes: bool) ->
     report.print_samples(workdir)
     print(f"checkpoint  {checkpoints.directory}")
     if config.checkpoint.export:
-        hf.export(learner.policy, run.model, tokenizer, workdir / "hf")
+        hf.export(learner.policy, run.model, tokenizer, workdir / "hf", like=source.folder)
         print(f"model       {workdir / 'hf'}  (Hugging Face folder)")
     print(f"report      {report.write_report(workdir)}")
     return 0
