@@ -22,6 +22,7 @@ from jaxrl_llm.config import Config, ConfigError, MeshConfig
 from jaxrl_llm.models.files import hf, pretrained
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.runtime import cli, sharding, weights
+from jaxrl_llm.runtime.checkpoint import by_name
 
 
 def export(checkpoint: str, path: str, output: str, dtype: str = "") -> None:
@@ -63,7 +64,7 @@ def _source_of(config: Config, path: str, checkpoint: str) -> pretrained.Source:
 
 def _check_shapes(params: Any, model: Model, both: str) -> None:
     mesh = sharding.make_mesh(MeshConfig(data=1), jax.devices()[:1])
-    have, want = ({k: tuple(v.shape) for k, v in hf.layout.by_path(x).items()} for x in (params, model.abstract_params(mesh)))
+    have, want = ({k: tuple(v.shape) for k, v in by_name(x).items()} for x in (params, model.abstract_params(mesh)))
     for key in sorted({*have, *want}, key=str):
         if have.get(key) != want.get(key):
             raise ConfigError(f"{both} are not of one model: {key} is {have.get(key)} and {want.get(key)}")

@@ -57,7 +57,7 @@ def load(file: TensorFile, names: Mapping[str, str], model: Model, mesh: Mesh) -
     """
     check(file, names, model, mesh)
     shapes = model.abstract_params(mesh)
-    loaded = [_load_one(file, names[path], path, leaf) for path, leaf in by_path(shapes).items()]
+    loaded = [_load_one(file, names[path], path, leaf) for path, leaf in _by_path(shapes).items()]
     return jax.tree.unflatten(jax.tree.structure(shapes), loaded)
 
 
@@ -67,7 +67,7 @@ def check(file: TensorFile, names: Mapping[str, str], model: Model, mesh: Mesh) 
     Raises:
         ConfigError: as ``load``.
     """
-    expected = {name: shape for name, shape, _, _ in _tensors(by_path(model.abstract_params(mesh)), names)}
+    expected = {name: shape for name, shape, _, _ in _tensors(_by_path(model.abstract_params(mesh)), names)}
     for name, shape in expected.items():
         if name not in file.shapes:
             raise ConfigError(f"{file.path}: tensor {name} is missing")
@@ -79,11 +79,11 @@ def check(file: TensorFile, names: Mapping[str, str], model: Model, mesh: Mesh) 
     if extra:
         raise ConfigError(
             f"{file.path}: tensor {extra[0]} ({len(extra)} like it) is not part of a model of the family "
-            f"{model.arch.family} with {sum(map(_is_stacked, by_path(model.abstract_params(mesh))))} tensors per layer"
+            f"{model.arch.family} with {sum(map(_is_stacked, _by_path(model.abstract_params(mesh))))} tensors per layer"
         )
 
 
-def by_path(params: Params) -> dict[str, Any]:
+def _by_path(params: Params) -> dict[str, Any]:
     """Every parameter, or its shape, in the tree's order."""
     return {".".join(key.key for key in keys): leaf for keys, leaf in jax.tree_util.tree_leaves_with_path(params)}
 
@@ -102,7 +102,7 @@ def stored_tensors(params: Params, names: Mapping[str, str]) -> Iterator[Stored]
         value = fetch(path) if layer is None else fetch(path)[layer]
         return np.ascontiguousarray(value.reshape(stored_shape(path, value.shape)))
 
-    flat = by_path(params)
+    flat = _by_path(params)
     for name, shape, path, layer in _tensors(flat, names):
         yield name, shape, functools.partial(one, path, layer)
 
