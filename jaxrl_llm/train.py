@@ -61,7 +61,7 @@ def _train(config: Config, workdir: pathlib.Path, allow_config_changes: bool) ->
     use_cache(config.compilation_cache)
     mesh = sharding.make_mesh(config.mesh)
     source = pretrained.resolve(config.model.path)
-    tokenizer = source.tokenizer()
+    tokenizer = source.tokenizer().ending_at(config.sampling.stop_tokens)
     started = time.monotonic()
     train_set, held_out, skipped = questions(config, tokenizer)
     read_s = time.monotonic() - started
