@@ -74,6 +74,8 @@ class PromptsConfig:
     system_prompt: str = ""
     # Chat template: wrap prompts in the model's. False: the text is the prompt.
     chat_template: bool = True
+    # What the chat template is told besides, by its own names: {"enable_thinking": False}, {"tools": [...]}.
+    chat_template_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
     # Special tokens: read what looks like one ("<|im_end|>") in prompts and answers of others as one. False: as text.
     special_tokens: bool = False
     # Bad row, one that cannot be read: "error" stops before the run, "skip" reports, counts and goes on.
@@ -84,6 +86,12 @@ class PromptsConfig:
     shuffle: bool = True
     # Retirement: do not ask again what has passed at this rate over all its answers so far; 0 = ask everything.
     retire_pass_rate: Share = 0.0
+
+    @property
+    def encoding(self) -> dict[str, Any]:
+        """How prompts become token ids, for ``Tokenizer.encode_prompts``."""
+        names = ("chat_template", "chat_template_kwargs", "system_prompt", "special_tokens")
+        return {name: getattr(self, name) for name in names}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,6 +112,8 @@ class SamplingConfig:
     max_completion_tokens: Count = 16
     # Stop strings: completions end at the first of them (kept in the completion).
     stop_strings: tuple[str, ...] = ()
+    # Stop tokens, each by its text ("<|eot_id|>"): they end completions as the model's own ends do.
+    stop_tokens: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

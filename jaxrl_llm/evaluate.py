@@ -44,7 +44,7 @@ def command(config: Config, model: str, checkpoint: str, num_samples: int) -> di
     use_cache(config.compilation_cache)
     mesh = sharding.make_mesh(config.mesh)
     source = pretrained.resolve(model or config.model.path)
-    tokenizer = source.tokenizer()
+    tokenizer = source.tokenizer().ending_at(config.sampling.stop_tokens)
     _, held_out, _ = questions(config, tokenizer)
     examples = [row.example for row in held_out]
     with RewardPool(config.rewards, task_scorer=tasks.scorer(config.prompts), examples=examples) as pool:

@@ -178,7 +178,7 @@ def sft(config: Config, out: pathlib.Path, *, until: float = 1.0) -> float:
             print(f"{line} | {time.monotonic() - started:.0f} s", flush=True)
             if reached >= until:
                 break
-    hf.export(params, model, tokenizer, out)
+    hf.export(params, model, tokenizer, out, like=source.folder)
     return reached
 
 

@@ -61,7 +61,7 @@ def _train(config: Config, workdir: pathlib.Path, allow_config_changes: bool) ->
     use_cache(config.compilation_cache)
     mesh = sharding.make_mesh(config.mesh)
     source = pretrained.resolve(config.model.path)
-    tokenizer = source.tokenizer()
+    tokenizer = source.tokenizer().ending_at(config.sampling.stop_tokens)
     started = time.monotonic()
     train_set, held_out, skipped = questions(config, tokenizer)
     read_s = time.monotonic() - started
@@ -177,7 +177,7 @@ def _train(config: Config, workdir: pathlib.Path, allow_config_changes: bool) ->
     report.print_samples(workdir)
     print(f"checkpoint  {checkpoints.directory}")
     if config.checkpoint.export:
-        hf.export(learner.policy, run.model, tokenizer, workdir / "hf")
+        hf.export(learner.policy, run.model, tokenizer, workdir / "hf", like=source.folder)
         print(f"model       {workdir / 'hf'}  (Hugging Face folder)")
     print(f"report      {report.write_report(workdir)}")
     return 0

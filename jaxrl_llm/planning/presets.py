@@ -125,11 +125,13 @@ def model_of(config: Config, preset: str = "") -> Model:
     if not preset:
         source = pretrained.resolve(config.model.path)
         reference = pretrained.resolve_reference(config.model, source)
-        ids = source.tokenizer().eos_ids
+        ids = source.tokenizer().ending_at(config.sampling.stop_tokens).eos_ids
         return Model(config.model.path, source.architecture(), ids, reference.architecture())
     if preset not in PRESETS:
         raise ConfigError(f"--preset={preset!r} must be one of {', '.join(PRESETS)}")
     if config.model.reference_path:
         raise ConfigError(f"--preset={preset!r} takes the place of model.path; model.reference_path must be ''")
+    if config.sampling.stop_tokens:
+        raise ConfigError(f"--preset={preset!r} has no tokenizer; sampling.stop_tokens must be ()")
     arch = PRESETS[preset]
     return Model(preset, arch, eos_ids(preset), arch)

@@ -80,8 +80,8 @@ def make_mesh(config: MeshConfig, devices: list[Any] | None = None) -> Mesh:
     data, *others = (getattr(config, axis) for axis in MESH_AXES)
     shape = (data or max(1, len(devices) // math.prod(others)), *others)
     if math.prod(shape) != len(devices):
-        given = " x ".join(f"mesh.{axis}={n}" for axis, n in zip(MESH_AXES, (data, *others), strict=True))
-        raise ConfigError(f"{given} must use all {len(devices)} devices")
+        given = " x ".join(f"mesh.{axis}={n}" for axis, n in zip(MESH_AXES, (data, *others), strict=True) if n)
+        raise ConfigError(f"{given} must {'use all' if data else 'divide the'} {len(devices)} devices")
     arranged = torus.arranged if devices[0].platform == "tpu" else lambda shape, x: np.asarray(x).reshape(shape)
     return Mesh(arranged(shape, devices), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 

@@ -16,10 +16,11 @@ import safetensors.numpy
 from support import building, families
 from support.building import COMPLETION_TOKENS, CUBE, ONE, PROMPT_TOKENS, Sampling, make_prompts, make_sampler
 
-from jaxrl_llm.config import ConfigError
+from jaxrl_llm.config import ConfigError, SamplingConfig
+from jaxrl_llm.generate import generate
 from jaxrl_llm.models import rope, variants
 from jaxrl_llm.models.architecture import Layer, RopeScaling
-from jaxrl_llm.models.files import hf
+from jaxrl_llm.models.files import hf, pretrained
 from jaxrl_llm.models.files.families import FAMILIES, config_of
 from jaxrl_llm.models.files.gguf import make_byte_tokenizer
 from jaxrl_llm.models.row_logp import row_logp
@@ -111,6 +112,23 @@ def test_an_export_is_the_same_folder_again(tmp_path, name):
     if model.arch.num_kv_heads % 2 == 0:  # sharded, it is read to the same
         sharded = hf.load_params(tmp_path / "ours", model, mesh)
         jax.tree.map(np.testing.assert_array_equal, sharded, params)
+
+
+@pytest.mark.parametrize("name", some_slow(families.CONFIGS, ("smollm3_window", "gemma3")))
+def test_greedy_completions_are_those_that_transformers_stored(tmp_path, name):
+    """Through generate, from a prompt longer than every window: prefill, cache and sampler at temperature 0."""
+    write(tmp_path / "theirs", name)
+    prompt = families.tokens_of(families.CONFIGS[name])[0].tolist()
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt_ids": prompt}) + "\n")
+    theirs = tmp_path / "theirs"
+    load = lambda model, mesh, *, seed: hf.load_params(theirs, model, mesh)
+    arch = lambda: hf.read_architecture(theirs)
+    source = pretrained.Source(arch, make_byte_tokenizer, lambda model, mesh: None, load)
+    expected = arrays()[f"{name}.greedy"].tolist()
+    sampling = SamplingConfig(temperature=0.0, max_completion_tokens=len(expected))
+    how = dict(sampling=sampling, ignore_eos=True, batch_size=1, seed=0, compute_dtype="float32")
+    (row,) = generate(source, str(tmp_path / "prompts.jsonl"), **how)
+    assert row["completion_ids"] == expected
 
 
 # Of building.TINY's sizes: queries and keys split over two devices. Rows are of 14 tokens, completions of 8.

@@ -43,12 +43,14 @@ class Source:
         tokenizer: () -> its tokenizer.
         check_weights: (model, mesh) -> None; raises now what ``load_params`` would find missing or misshapen.
         load_params: (model, mesh, *, seed) -> float32 parameters on their shards. Only random weights use ``seed``.
+        folder: the Hugging Face folder, whose like an export is; None where it is none.
     """
 
     architecture: Callable[[], Architecture]
     tokenizer: Callable[[], Tokenizer]
     check_weights: Callable[[Model, Mesh], None]
     load_params: Callable[..., Params]
+    folder: str | None = None
 
 
 def resolve(path: str, *, setting: str = "model.path") -> Source:
@@ -122,8 +124,8 @@ def _files(path: str, reader: Any, read_tokenizer: Callable[[str], Tokenizer]) -
             raise ConfigError(f"{path}: the tokenizer has {ids}; one must, and the model has {rows} embeddings")
         return found
 
-    of = functools.partial
-    return Source(of(reader.read_architecture, path), tokenizer, of(reader.check_weights, path), load)
+    of, folder = functools.partial, path if reader is hf else None
+    return Source(of(reader.read_architecture, path), tokenizer, of(reader.check_weights, path), load, folder)
 
 
 def _find_smollm2(setting: str = "model.path") -> str:
