@@ -39,6 +39,22 @@ from jaxrl_llm.runtime.nested import (
     flatten,
 )
 
+LORA_TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraConfig:
+    # Rank of the adapters (LoRA): they learn, in float32, and the weights of model.path do not; 0 = no adapters.
+    rank: Annotated[int, Bounds(0, 1024)] = 0
+    # What adapters add is multiplied by alpha / rank.
+    alpha: Positive = 32.0
+    # Rank-stabilised: by alpha / sqrt(rank) instead.
+    rank_stabilised: bool = False
+    # Matrices of each layer that have one.
+    targets: tuple[Literal["q", "k", "v", "o", "gate", "up", "down"], ...] = LORA_TARGETS
+    # Folder of adapters to start from (PEFT's format), of this rank, scale and targets; "" = they add nothing at first.
+    path: str = ""
+
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
@@ -49,13 +65,14 @@ class ModelConfig:
     reference_path: str = ""
     # Arithmetic of the forward pass.
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
-    # Weights that are learned, and their gradient. bfloat16: half the memory, steps are rounded stochastically.
+    # Weights that are learned, and their gradient; of adapters the base alone. bfloat16: half the memory, steps are rounded stochastically.
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     # Rematerialisation, what the backward pass keeps: "none" all, "dots" the layers' inputs, the MLPs' and their
     # matmuls, "full" the layers' inputs alone; "auto" is "dots" where that fits the device, else "full" (so on CPU).
     remat: Literal["none", "dots", "full", "auto"] = "full"
     # Attention: "auto" takes a flash kernel where the devices have one (TPU; NVIDIA in bfloat16), "xla" never.
     attention: Literal["auto", "xla"] = "auto"
+    lora: LoraConfig = LoraConfig()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,6 +19,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl_llm.config import ConfigError
+from jaxrl_llm.models import lora
 from jaxrl_llm.models.transformer import Model, Params
 from jaxrl_llm.runtime import sharding
 
@@ -34,6 +35,7 @@ LAYOUT = {
     **{f"blocks.{name}": _VECTOR for name in ("q_norm", "k_norm", "o_bias", "gate_bias", "up_bias", "down_bias")},
     **{f"blocks.{name}": ((0, 1),) for name in ("q_bias", "k_bias", "v_bias")},
 }
+LAYOUT |= lora.layout(LAYOUT)
 
 
 class TensorFile(Protocol):
