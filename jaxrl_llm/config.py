@@ -52,7 +52,7 @@ class LoraConfig:
     rank_stabilised: bool = False
     # Matrices of each layer that have one.
     targets: tuple[Literal["q", "k", "v", "o", "gate", "up", "down"], ...] = LORA_TARGETS
-    # Folder of adapters to start from (PEFT's format), of this rank, scale and targets; "" = they add nothing at first.
+    # Folder of adapters (PEFT) to start from, of this rank, scale and targets; "" = new ones, which add nothing yet.
     path: str = ""
 
 

@@ -16,14 +16,15 @@ Owns: adapters' shapes, names and first values, how they part from the base and 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxrl_llm.config import LoraConfig
+from jaxrl_llm.config import ConfigError, LoraConfig
+from jaxrl_llm.ops.checksum import checksums
 from jaxrl_llm.runtime import rng
 
 if TYPE_CHECKING:
@@ -75,6 +76,21 @@ def join(learned: Any, base: Any) -> Any:
     return learned if base is None else {**base, "blocks": {**base["blocks"], **learned["blocks"]}}
 
 
+def identity(base: Any) -> dict[str, list[int]]:
+    """What a checkpoint of adapters keeps of their base: checksums of its arrays."""
+    return {} if base is None else {"base": jax.device_get(checksums(base)).tolist()}
+
+
+def check_base(saved: Mapping[str, Any], own: Mapping[str, Any], path: str) -> None:
+    """Raise a ``ConfigError`` where adapters were saved over another base than that of ``model.path``.
+
+    Args:
+        saved, own: ``identity``, among others.
+    """
+    if saved.get("base") != own.get("base"):
+        raise ConfigError(f"model.path={path!r:.200} holds other weights than the base that the adapters learned on")
+
+
 def init(model: Model, mesh: Mesh, *, seed: int) -> Any:
     """Adapters that add nothing yet: A random, the same on every mesh, B zero."""
     shapes, _ = split(model.abstract_params(mesh))
@@ -83,8 +99,9 @@ def init(model: Model, mesh: Mesh, *, seed: int) -> Any:
         made = {}
         for place, (name, x) in enumerate(sorted(shapes["blocks"].items())):
             bound = math.prod(x.shape[2:]) ** -0.5
-            first = lambda: jax.random.uniform(jax.random.fold_in(key, place), x.shape, x.dtype, -bound, bound)
-            made[name] = first() if name.endswith(A) else jnp.zeros(x.shape, x.dtype)
+            own = jax.random.fold_in(key, place)
+            is_a = name.endswith(A)
+            made[name] = jax.random.uniform(own, x.shape, x.dtype, -bound, bound) if is_a else jnp.zeros_like(x)
         return {"blocks": made}
 
     return jax.jit(make, out_shardings=jax.tree.map(lambda x: x.sharding, shapes))(rng.stream(seed, "lora"))

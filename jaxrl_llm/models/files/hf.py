@@ -33,11 +33,8 @@ def read_architecture(folder: str | Path) -> Architecture:
     Raises:
         ConfigError: no config.json, another kind of model, or a setting that the model code lacks.
     """
-    path, adapter = (Path(folder) / name for name in ("config.json", "adapter_config.json"))
-    if adapter.is_file() and not path.exists():
-        base = _read_json(adapter).get("base_model_name_or_path")
-        raise ConfigError(f"{folder}: is an adapter of {base!r:.200} (PEFT), no model; merge it into its base first")
-    return families.architecture_of(_read_json(path), path)
+    path = Path(folder) / "config.json"
+    return families.architecture_of(read_json(path), path)
 
 
 def load_params(folder: str | Path, model: Model, mesh: Mesh) -> Params:
@@ -46,19 +43,24 @@ def load_params(folder: str | Path, model: Model, mesh: Mesh) -> Params:
     Raises:
         ConfigError: no safetensors, an unreadable file, or a missing, misshapen or unknown tensor.
     """
-    file = _Folder(Path(folder))
+    file = Folder(Path(folder))
     _check_tied(file, model)
-    return layout.load(file, families.names_of(model.arch), model, mesh)
+    return layout.load(file, families.names_of(model.arch), *_expected(model, mesh))
 
 
 def check_weights(folder: str | Path, model: Model, mesh: Mesh) -> None:
     """Raise the ``ConfigError`` that ``load_params`` would, from the files' headers, and a tied head, alone."""
-    file = _Folder(Path(folder))
-    layout.check(file, families.names_of(model.arch), model, mesh)
+    file = Folder(Path(folder))
+    layout.check(file, families.names_of(model.arch), *_expected(model, mesh))
     _check_tied(file, model)
 
 
-def _check_tied(file: _Folder, model: Model) -> None:
+def _expected(model: Model, mesh: Mesh) -> tuple[Params, str]:
+    """Shapes of the parameters, and what they are."""
+    return model.abstract_params(mesh), f"a model of the family {model.arch.family}"
+
+
+def _check_tied(file: Folder, model: Model) -> None:
     """A stored head beside ``tie_word_embeddings=true`` is the embedding again, or transformers would not tie it."""
     names = families.names_of(model.arch)
     table, head = names["embedding"], names["head"]
@@ -75,21 +77,21 @@ def _check_tied(file: _Folder, model: Model) -> None:
         )
 
 
-class _Folder:
-    """The tensors of ``model.safetensors``, or of the files that ``model.safetensors.index.json`` lists."""
+class Folder:
+    """The tensors of ``model.safetensors`` (or another ``name``), or of the files that its .index.json lists."""
 
-    def __init__(self, folder: Path):
-        single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    def __init__(self, folder: Path, name: str = "model.safetensors"):
+        single, index = folder / name, folder / f"{name}.index.json"
         if single.exists():
             files = [single]
         elif index.exists():
             try:
                 # Their names alone: an index has no say about what is elsewhere.
-                files = [folder / Path(name).name for name in sorted(set(_read_json(index)["weight_map"].values()))]
+                files = [folder / Path(name).name for name in sorted(set(read_json(index)["weight_map"].values()))]
             except (KeyError, TypeError, AttributeError) as error:
                 raise ConfigError(f"{index}: has no weight_map of tensor names to files") from error
         else:
-            raise ConfigError(f"{folder}: neither model.safetensors nor model.safetensors.index.json is there")
+            raise ConfigError(f"{folder}: neither {name} nor {name}.index.json is there")
         self.path = str(folder)
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._files = {}  # of each tensor
@@ -127,12 +129,13 @@ def export(params: Params, model: Model, tokenizer: Tokenizer, folder: str | Pat
         return
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").unlink(missing_ok=True)
+    for last in ("config.json", "adapter_config.json"):
+        (folder / last).unlink(missing_ok=True)
     _write_weights(params, families.names_of(model.arch), folder)
     tokenizer.save(folder)
     tokens = {"bos_token_id": tokenizer.bos_id, "eos_token_id": list(tokenizer.eos_ids)}
-    _write_json(folder / "generation_config.json", {**tokens, "pad_token_id": tokenizer.pad_id})
-    _write_json(folder / "config.json", {**families.config_of(model.arch), **tokens})
+    write_json(folder / "generation_config.json", {**tokens, "pad_token_id": tokenizer.pad_id})
+    write_json(folder / "config.json", {**families.config_of(model.arch), **tokens})
 
 
 def _write_weights(params: Params, names: dict[str, str], folder: Path) -> None:
@@ -158,10 +161,10 @@ def _write_weights(params: Params, names: dict[str, str], folder: Path) -> None:
         del arrays
     if len(files) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        _write_json(folder / "model.safetensors.index.json", index)
+        write_json(folder / "model.safetensors.index.json", index)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(value, dict):
@@ -173,5 +176,5 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: not readable JSON ({error})") from error
 
 
-def _write_json(path: Path, value: dict[str, Any]) -> None:
+def write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

