@@ -23,7 +23,7 @@ from typing import Annotated, Any, Literal
 import ml_collections
 
 from jaxrl_llm import limits
-from jaxrl_llm.method_config import AlgorithmConfig, MethodFacts, ReplayConfig
+from jaxrl_llm.method_config import AlgorithmConfig, LoraConfig, MethodFacts, ReplayConfig
 from jaxrl_llm.runtime import nested
 from jaxrl_llm.runtime.nested import (
     Bounds,
@@ -39,22 +39,6 @@ from jaxrl_llm.runtime.nested import (
     flatten,
 )
 
-LORA_TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
-
-
-@dataclasses.dataclass(frozen=True)
-class LoraConfig:
-    # Rank of the adapters (LoRA): they learn, in float32, and the weights of model.path do not; 0 = no adapters.
-    rank: Annotated[int, Bounds(0, 1024)] = 0
-    # What adapters add is multiplied by alpha / rank.
-    alpha: Positive = 32.0
-    # Rank-stabilised: by alpha / sqrt(rank) instead.
-    rank_stabilised: bool = False
-    # Matrices of each layer that have one.
-    targets: tuple[Literal["q", "k", "v", "o", "gate", "up", "down"], ...] = LORA_TARGETS
-    # Folder of adapters (PEFT) to start from, of this rank, scale and targets; "" = new ones, which add nothing yet.
-    path: str = ""
-
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
@@ -65,7 +49,8 @@ class ModelConfig:
     reference_path: str = ""
     # Arithmetic of the forward pass.
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
-    # Weights that are learned, and their gradient; of adapters the base alone. bfloat16: half the memory, steps are rounded stochastically.
+    # Weights that are learned, and their gradient; with adapters, of what is not. bfloat16: half the memory, steps are
+    # rounded stochastically.
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     # Rematerialisation, what the backward pass keeps: "none" all, "dots" the layers' inputs, the MLPs' and their
     # matmuls, "full" the layers' inputs alone; "auto" is "dots" where that fits the device, else "full" (so on CPU).

@@ -59,7 +59,7 @@ def command(config: Config, model: str, checkpoint: str, num_samples: int) -> di
         )
         base = (params,) if run.learner.base else ()
         if checkpoint:
-            check = functools.partial(lora.check_base, own=lora.identity(*base or (None,)), path=config.model.path)
+            check = functools.partial(lora.check_base, own=lora.identity(*base), path=config.model.path)
             params, _ = restore_params(checkpoint, run.learner.params, check)
         check_room(run)
         programs = sampler.programs(run.sampler_params) | {"publish": publish.program(run.model, mesh, sampler.mesh)}

@@ -12,7 +12,7 @@ from absl import flags
 
 from jaxrl_llm.config import ConfigError, MeshConfig
 from jaxrl_llm.models import lora
-from jaxrl_llm.models.files import pretrained
+from jaxrl_llm.models.files import peft, pretrained
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.runtime import cli, sharding, weights
 
@@ -30,7 +30,7 @@ def main() -> None:
         base = jax.tree.map(lambda x: x.astype("float32"), base)
         params, model = lora.merge(params, base, model.lora), model.base
     with cli.writing(OUTPUT.value):
-        pretrained.export(params, model, source.tokenizer(), OUTPUT.value, base=config.model.path)
+        peft.export(params, model, source.tokenizer(), OUTPUT.value, config.model.path)
     print(f"exported {CHECKPOINT.value} to {OUTPUT.value}")
 
 

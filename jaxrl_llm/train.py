@@ -27,7 +27,7 @@ from jaxrl_llm.actor.guests import External
 from jaxrl_llm.actor.rewards import RewardPool
 from jaxrl_llm.config import Config, freeze, record
 from jaxrl_llm.learner.learner import Learner
-from jaxrl_llm.models.files import pretrained
+from jaxrl_llm.models.files import peft, pretrained
 from jaxrl_llm.questions import tasks
 from jaxrl_llm.questions.ledger import Ledger
 from jaxrl_llm.questions.stream import PromptStream
@@ -174,7 +174,7 @@ def _train(config: Config, workdir: pathlib.Path, allow_config_changes: bool) ->
     report.print_samples(workdir)
     print(f"checkpoint  {checkpoints.directory}")
     if config.checkpoint.export:
-        pretrained.export(learner.policy, run.model, tokenizer, workdir / "hf", base=config.model.path)
+        peft.export(learner.policy, run.model, tokenizer, workdir / "hf", config.model.path)
         print(f"model       {workdir / 'hf'}  (Hugging Face folder)")
     print(f"report      {report.write_report(workdir)}")
     return 0

@@ -29,7 +29,6 @@ from jaxrl_llm.learner.faults import Faults
 from jaxrl_llm.learner.update import Update
 from jaxrl_llm.models import lora
 from jaxrl_llm.models.transformer import Model
-from jaxrl_llm.ops.checksum import checksums
 from jaxrl_llm.questions.ledger import Ledger
 from jaxrl_llm.replay import ring as replay
 from jaxrl_llm.runtime import hosts, rng, sharding
@@ -65,9 +64,8 @@ class LearnerPrograms:
 
     @functools.cached_property
     def base(self) -> tuple[Any, ...]:
-        """What is not, with adapters: the last argument of every program that computes with weights."""
-        _, base = lora.split(self.model.abstract_params(self.mesh))
-        return () if base is None else (base,)
+        """What is not, where adapters are: the last argument of every program that computes with weights."""
+        return lora.split(self.model.abstract_params(self.mesh))[1:]
 
     @property
     def loads_reference(self) -> bool:
@@ -246,8 +244,6 @@ class LearnerPrograms:
             ),
             "update": Program(self._update, (state, ring, iteration, key, *self.base), (*both, whole), donate=(0, 1)),
         }
-        if self.base:
-            programs["checksums_base"] = Program(checksums, self.base, whole)
         if columns:
             reference = self.reference_model.abstract_params(self.mesh) if self.loads_reference else None
             programs["annotate"] = Program(
@@ -280,18 +276,9 @@ class Learner:
         faults: what is wrong with the updates.
     """
 
-    def __init__(
-        self,
-        programs: LearnerPrograms,
-        compiled: dict[str, Any],
-        ledger: Ledger,
-        *,
-        reference: Any = None,
-        base: Any = None,
-    ):
+    def __init__(self, programs: LearnerPrograms, compiled: dict, ledger: Ledger, *, reference=None, base=None):
         self.config, self._compiled, self._reference = programs.config, compiled, reference
-        self._base = () if base is None else (base,)
-        self._identity = {"base": jax.device_get(compiled["checksums_base"](base)).tolist()} if self._base else {}
+        self._base, self._identity = () if base is None else (base,), lora.identity(base)
         self._layout = jax.tree.map(lambda x: x.sharding, programs.abstract_scores)
         self._everywhere = sharding.replicated(programs.mesh, 0)
         self._draw_key = sharding.put(rng.stream(self.config.seed, "draw"), self._everywhere)
@@ -348,8 +335,7 @@ class Learner:
             opened.state = compiled["score_open"](self.policy, state.step, opened.state, *self._base)
         now = sharding.put(np.int32(iteration), self._everywhere)
         self.ring, insert_sums = compiled["insert"](self.ring, rows, scores, columns, now)
-        given = state, self.ring, now, self._draw_key, *self._base
-        self.state, self.ring, update_sums = compiled["update"](*given)
+        self.state, self.ring, update_sums = compiled["update"](state, self.ring, now, self._draw_key, *self._base)
         sums = jax.device_get(update_sums | insert_sums)
         self.memory.observe(scored.rewards, scored.questions, sums)
         self.faults.observe(sums, iteration + 1, self.ring)

@@ -93,5 +93,4 @@ def program(model: Model, mesh: Mesh, sampler_mesh: Mesh) -> Program:
 
         return sampler_form(lora.join(params, base), take)
 
-    given = [part for part in lora.split(model.abstract_params(mesh)) if part is not None]
-    return Program(publish, tuple(given), jax.tree.map(lambda x: x.format, sampler))
+    return Program(publish, lora.split(model.abstract_params(mesh)), jax.tree.map(lambda x: x.format, sampler))

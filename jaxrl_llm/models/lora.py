@@ -61,22 +61,22 @@ def _inputs(name: str) -> int:
     return 2 if name == "o" else 1
 
 
-def split(params: Any) -> tuple[Any, Any]:
-    """What is learned and what is not: the adapters and the rest; without adapters all, and None."""
+def split(params: Any) -> tuple[Any, ...]:
+    """What is learned and what is not: the adapters and the rest; without adapters all, alone."""
     is_adapter = lambda name: name.endswith((A, B))
     blocks = params["blocks"]
     if not any(map(is_adapter, blocks)):
-        return params, None
+        return (params,)
     rest = {name: x for name, x in blocks.items() if not is_adapter(name)}
     return {"blocks": {name: x for name, x in blocks.items() if name not in rest}}, {**params, "blocks": rest}
 
 
-def join(learned: Any, base: Any) -> Any:
+def join(learned: Any, base: Any = None) -> Any:
     """Parameters as ``Model.forward`` wants them, of the two parts of ``split``."""
     return learned if base is None else {**base, "blocks": {**base["blocks"], **learned["blocks"]}}
 
 
-def identity(base: Any) -> dict[str, list[int]]:
+def identity(base: Any = None) -> dict[str, list[int]]:
     """What a checkpoint of adapters keeps of their base: checksums of its arrays."""
     return {} if base is None else {"base": jax.device_get(checksums(base)).tolist()}
 
@@ -93,7 +93,7 @@ def check_base(saved: Mapping[str, Any], own: Mapping[str, Any], path: str) -> N
 
 def init(model: Model, mesh: Mesh, *, seed: int) -> Any:
     """Adapters that add nothing yet: A random, the same on every mesh, B zero."""
-    shapes, _ = split(model.abstract_params(mesh))
+    shapes, *_ = split(model.abstract_params(mesh))
 
     def make(key: jax.Array) -> Any:
         made = {}

@@ -5,20 +5,26 @@ Owns: the files of a folder. Needs neither torch nor peft. Does not know: the ba
 
 from __future__ import annotations
 
+import dataclasses
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import safetensors.numpy
 from jax.sharding import Mesh
 
-from jaxrl_llm.config import LORA_TARGETS, ConfigError, LoraConfig
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.method_config import LORA_TARGETS, LoraConfig
 from jaxrl_llm.models import lora
 from jaxrl_llm.models.files import families, hf, layout
 from jaxrl_llm.models.files.tokenizer import Tokenizer
 from jaxrl_llm.models.transformer import Model, Params
 from jaxrl_llm.runtime import hosts
 from jaxrl_llm.runtime.nested import build
+
+if TYPE_CHECKING:
+    from jaxrl_llm.models.files.pretrained import Source
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -108,6 +114,37 @@ def _expected(model: Model, mesh: Mesh) -> tuple[Params, str]:
     return lora.split(model.abstract_params(mesh))[0], f"adapters of {', '.join(config.targets)} of rank {config.rank}"
 
 
+def begin(model: Model, mesh: Mesh, *, seed: int) -> Params:
+    """Adapters as training finds them: those of ``model.lora.path``, or new ones."""
+    return load(model.lora.path, model, mesh) if model.lora.path else lora.init(model, mesh, seed=seed)
+
+
+def merged(path: str, resolve: Callable[..., Source]) -> tuple[Callable, Callable, Callable, Callable]:
+    """The fields of a ``Source`` of the adapters in the folder ``path``, merged into their base as that is loaded.
+
+    Args:
+        resolve: (path, *, setting) -> source of the base.
+
+    Raises:
+        ConfigError: the base is not there, or is adapters itself.
+    """
+    named = base_of(path)
+    if is_adapter(named):
+        raise ConfigError(f"{path}: the base {named!r:.200} is adapters itself; merge those first (export --merge)")
+    base = resolve(named, setting=f"{path}: base_model_name_or_path")
+    of = lambda model: dataclasses.replace(model, lora=read_config(path))
+
+    def check_both(model: Model, mesh: Mesh) -> None:
+        base.check_weights(model, mesh)
+        layout.check(hf.Folder(Path(path), WEIGHTS), names_of(model), *_expected(of(model), mesh))
+
+    def load_both(model: Model, mesh: Mesh, *, seed: int) -> Params:
+        adapted = of(model)
+        return lora.merge(load(path, adapted, mesh), base.load_params(model, mesh, seed=seed), adapted.lora)
+
+    return base.architecture, base.tokenizer, check_both, load_both
+
+
 def names_of(model: Model) -> dict[str, str]:
     """What files call the A and B of each matrix that ``layout.LAYOUT`` has."""
     of_base = families.names_of(model.arch)
@@ -119,6 +156,8 @@ def names_of(model: Model) -> dict[str, str]:
 def export(learned: Params, model: Model, tokenizer: Tokenizer, folder: str | Path, base: str) -> None:
     """Write adapters, float32, so that ``peft.PeftModel.from_pretrained`` over the base has the same logits.
 
+    Where there are none, the parameters as ``hf.export`` does.
+
     adapter_config.json comes last: without it an interrupted folder is not taken for adapters.
 
     Args:
@@ -127,6 +166,8 @@ def export(learned: Params, model: Model, tokenizer: Tokenizer, folder: str | Pa
     Raises:
         ConfigError: a model is in the folder.
     """
+    if not model.lora.rank:
+        return hf.export(learned, model, tokenizer, folder)
     tensors = layout.stored_tensors(learned, names_of(model))
     arrays = {name: fetch() for name, _, fetch in tensors}  # what is split over hosts, all of them gather
     if not hosts.is_first():

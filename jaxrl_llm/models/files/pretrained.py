@@ -19,7 +19,6 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxrl_llm.config import ConfigError, ModelConfig
-from jaxrl_llm.models import lora
 from jaxrl_llm.models.architecture import PRESETS, Architecture
 from jaxrl_llm.models.files import gguf, hf, peft
 from jaxrl_llm.models.files.tokenizer import Tokenizer, load_tokenizer
@@ -69,9 +68,9 @@ def resolve(path: str, *, setting: str = "model.path") -> Source:
             raise ConfigError(f"{setting}={path!r}: no such file")
         return _files(path, gguf, gguf.read_tokenizer)
     if os.path.isdir(path):
-        return _folder(path)
+        return _files(path, hf, load_tokenizer)
     if re.fullmatch(r"[\w.-]+/[\w.-]+", path) and not path.startswith("."):
-        return _folder(_download(path, setting))
+        return _files(_download(path, setting), hf, load_tokenizer)
     raise ConfigError(f"{setting}={path!r} is not there; allowed: {ALLOWED}")
 
 
@@ -98,35 +97,17 @@ def resolve_reference(model: ModelConfig, learner: Source) -> Source:
 def weights(
     model: Model, reference: Model | None, mesh: Mesh, source: Source, teacher: Source, *, seed: int
 ) -> tuple[Params | None, Params | None, Callable[[], Params]]:
-    """Weights of a run, of ``source``, and those of its reference, of ``teacher``.
-
-    Args:
-        reference: None = it has none that stays the same.
-
-    Returns:
-        The base, which stays as it is where adapters learn (else None); the reference, the same arrays where it may be
-        (None without one); () -> what is learned, as training finds it.
+    """Weights of a run: the base of adapters (None without), the frozen reference of ``teacher`` (None where the model
+    ``reference`` is), the base itself where that is the same, and () -> what is learned, as training finds it.
     """
     load = functools.partial(source.load_params, model.base, mesh, seed=seed)
     base, is_same = load() if model.lora.rank else None, teacher is source
-    frozen = base if is_same and reference is not None else None
-    if reference is not None and frozen is None:
+    frozen = base if reference and is_same else None
+    if reference and frozen is None:
         frozen = teacher.load_params(reference, mesh, seed=seed)
-
-    def learned() -> Params:
-        if base is not None:
-            return lora.init(model, mesh, seed=seed) if not model.lora.path else peft.load(model.lora.path, model, mesh)
-        return jax.tree.map(jnp.copy, frozen) if frozen is not None and is_same else load()
-
-    return base, frozen, learned
-
-
-def export(params: Params, model: Model, tokenizer: Tokenizer, folder: str | Path, *, base: str) -> None:
-    """Write what is learned as a folder that ``resolve`` reads: a model, or adapters of what ``base`` names."""
-    if model.lora.rank:
-        peft.export(params, model, tokenizer, folder, base)
-    else:
-        hf.export(params, model, tokenizer, folder)
+    if base is not None:
+        return base, frozen, lambda: peft.begin(model, mesh, seed=seed)
+    return base, frozen, lambda: jax.tree.map(jnp.copy, frozen) if frozen and is_same else load()
 
 
 def _token_ids(source: Source) -> tuple[int, list[int]]:
@@ -146,7 +127,9 @@ def _random(path: str, setting: str) -> Source:
 
 
 def _files(path: str, reader: Any, read_tokenizer: Callable[[str], Tokenizer]) -> Source:
-    """A folder or a GGUF file; ``reader`` is the module for such."""
+    """A folder or a GGUF file; ``reader`` is the module for such. Adapters come merged into their base."""
+    if reader is hf and peft.is_adapter(path):
+        return Source(*peft.merged(path, resolve))
 
     def load(model: Model, mesh: Mesh, *, seed: int) -> Params:
         del seed
@@ -161,29 +144,6 @@ def _files(path: str, reader: Any, read_tokenizer: Callable[[str], Tokenizer]) -
 
     of = functools.partial
     return Source(of(reader.read_architecture, path), tokenizer, of(reader.check_weights, path), load)
-
-
-def _folder(path: str) -> Source:
-    """A model's, or of adapters, merged into their base as that is loaded."""
-    if not peft.is_adapter(path):
-        return _files(path, hf, load_tokenizer)
-    named = peft.base_of(path)
-    if peft.is_adapter(named):
-        raise ConfigError(
-            f"{path}: its base {named!r:.200} is a folder of adapters; merge those first (export --merge)"
-        )
-    base = resolve(named, setting=f"{path}: base_model_name_or_path")
-    of = lambda model: dataclasses.replace(model, lora=peft.read_config(path))
-
-    def check(model: Model, mesh: Mesh) -> None:
-        base.check_weights(model, mesh)
-        peft.check(of(model), mesh, path)
-
-    def load(model: Model, mesh: Mesh, *, seed: int) -> Params:
-        adapted = of(model)
-        return lora.merge(peft.load(path, adapted, mesh), base.load_params(model, mesh, seed=seed), adapted.lora)
-
-    return Source(base.architecture, base.tokenizer, check, load)
 
 
 def _find_smollm2(setting: str = "model.path") -> str:
