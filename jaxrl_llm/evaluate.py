@@ -60,7 +60,9 @@ def command(config: Config, model: str, checkpoint: str, num_samples: int) -> di
         base = (params,) if run.learner.base else ()
         if checkpoint:
             check = functools.partial(lora.check_base, own=lora.identity(*base), path=config.model.path)
-            params, _ = restore_params(checkpoint, run.learner.params, check)
+            params, saved = restore_params(checkpoint, run.learner.params, check)
+            if (own := config.model.lora) != saved.model.lora:
+                raise ConfigError(f"model.lora={own!r} must be as in {checkpoint!r:.200}: {saved.model.lora!r}")
         check_room(run)
         programs = sampler.programs(run.sampler_params) | {"publish": publish.program(run.model, mesh, sampler.mesh)}
         compiled = compile_all(programs, mesh)

@@ -87,6 +87,10 @@ def check_base(saved: Mapping[str, Any], own: Mapping[str, Any], path: str) -> N
     Args:
         saved, own: ``identity``, among others.
     """
+    if ("base" in saved) != ("base" in own):
+        raise ConfigError(
+            f"model.lora.rank must be as in the checkpoint, which has {'' if 'base' in saved else 'no '}adapters"
+        )
     if saved.get("base") != own.get("base"):
         raise ConfigError(f"model.path={path!r:.200} holds other weights than the base that the adapters learned on")
 
