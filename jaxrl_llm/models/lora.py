@@ -7,7 +7,7 @@ and sampler adds them (``transformer.Blocks``). Elsewhere they travel apart from
 saved is ``params["policy"]`` with the adapters alone, and the base is one array tree that nothing writes.
 
 Source: Hu et al. 2021, arXiv:2106.09685, eq. 3; the rank-stabilised scale, Kalajdzievski 2023, arXiv:2312.03732. A
-begins uniform within 1 / sqrt(I), as PEFT's does (the paper: normal), B with zeros: at first y = W x to the bit.
+begins uniform within 1 / sqrt(I), as PEFT's does (the paper: normal), B with zeros: at first y = W x + 0.
 
 Letters: L layers, O outputs, I inputs, r rank.
 Owns: adapters' shapes, names and first values, how they part from the base and join it. Does not know: files.

@@ -31,10 +31,12 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # Keys whose values change nothing of what an adapter that is loaded computes. Others must be absent or say nothing.
 INERT = {
     *("auto_mapping", "base_model_name_or_path", "revision", "task_type", "peft_version", "inference_mode"),
-    *("lora_dropout", "init_lora_weights", "target_modules", "exclude_modules", "eva_config", "loftq_config"),
+    *("lora_dropout", "qalora_group_size", "target_modules", "exclude_modules", "eva_config", "loftq_config"),
     *("corda_config", "lora_ga_config", "runtime_config", "ensure_weight_tying", "megatron_core"),
 }
-READ = {"peft_type": "LORA", "r": None, "lora_alpha": 8, "use_rslora": False}
+READ = {"peft_type": "LORA", "r": None, "lora_alpha": 8, "use_rslora": False, "init_lora_weights": True}
+# First values for which PEFT leaves the base as it is.
+INITS = (True, False, "gaussian", "orthogonal", "eva")
 NOTHING = (None, False, "none", {}, [])
 
 
@@ -65,6 +67,8 @@ def read_config(folder: str | Path) -> LoraConfig:
     given = READ | hf.read_json(path)
     if given["peft_type"] != "LORA":
         raise ConfigError(f"{path}: peft_type={given['peft_type']!r:.60} is not supported; supported: 'LORA'")
+    if given["init_lora_weights"] not in INITS:
+        raise ConfigError(f"{path}: init_lora_weights={given['init_lora_weights']!r:.60} changes the base")
     for key, value in given.items():
         if key not in INERT and key not in READ and value not in NOTHING:
             raise ConfigError(f"{path}: {key}={value!r:.60} is not supported; supported: absent, null or false")
