@@ -67,7 +67,7 @@ class Run:
         """Every program of the run by name."""
         programs = self.sampler.programs(self.sampler_params) | self.learner.programs()
         whole = sharding.replicated(self.mesh, 0)
-        for part, state in self.abstract_checkpoint.items():
+        for part, state in (self.abstract_checkpoint | dict(zip(("base",), self.learner.base, strict=False))).items():
             programs[f"checksums_{part}"] = Program(checksums, (state,), whole)
         if self.config.rollout.max_resample_rounds:
             P = self.config.rollout.prompts_per_iteration
@@ -188,7 +188,7 @@ def check_room(run: Run) -> None:
     on_host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // len(run.mesh.local_devices)
     limit, c = memory_limit(run.mesh.devices.flatten().tolist()) or on_host, flatten(run.config)
     for tree, *names in (
-        (run.learner.abstract_state, "model.path"),
+        ((run.learner.abstract_state, run.learner.base), "model.path"),
         (run.learner.abstract_ring, "replay.capacity", "replay.capacity_tokens"),
         (run.sampler.abstract_state(), "rollout.group_size", "rollout.lookahead_prompts", "sampling.support_tokens"),
         (run.eval_sampler and run.eval_sampler.abstract_state(), "eval.num_samples"),

@@ -278,7 +278,8 @@ class Learner:
 
     def __init__(self, programs: LearnerPrograms, compiled: dict, ledger: Ledger, *, reference=None, base=None):
         self.config, self._compiled, self._reference = programs.config, compiled, reference
-        self._base, self._identity = () if base is None else (base,), lora.identity(base)
+        self._base = () if base is None else (base,)
+        self._identity = lora.identity(base, compiled.get("checksums_base"))
         self._layout = jax.tree.map(lambda x: x.sharding, programs.abstract_scores)
         self._everywhere = sharding.replicated(programs.mesh, 0)
         self._draw_key = sharding.put(rng.stream(self.config.seed, "draw"), self._everywhere)
