@@ -23,7 +23,7 @@ from typing import Annotated, Any, Literal
 import ml_collections
 
 from jaxrl_llm import limits
-from jaxrl_llm.method_config import AlgorithmConfig, MethodFacts, ReplayConfig
+from jaxrl_llm.method_config import AlgorithmConfig, LoraConfig, MethodFacts, ReplayConfig
 from jaxrl_llm.runtime import nested
 from jaxrl_llm.runtime.nested import (
     Bounds,
@@ -49,13 +49,15 @@ class ModelConfig:
     reference_path: str = ""
     # Arithmetic of the forward pass.
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
-    # Weights that are learned, and their gradient. bfloat16: half the memory, steps are rounded stochastically.
+    # Weights that are learned, and their gradient; with adapters, of what is not. bfloat16: half the memory, steps are
+    # rounded stochastically.
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     # Rematerialisation, what the backward pass keeps: "none" all, "dots" the layers' inputs, the MLPs' and their
     # matmuls, "full" the layers' inputs alone; "auto" is "dots" where that fits the device, else "full" (so on CPU).
     remat: Literal["none", "dots", "full", "auto"] = "full"
     # Attention: "auto" takes a flash kernel where the devices have one (TPU; NVIDIA in bfloat16), "xla" never.
     attention: Literal["auto", "xla"] = "auto"
+    lora: LoraConfig = LoraConfig()
 
 
 @dataclasses.dataclass(frozen=True)

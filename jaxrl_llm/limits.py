@@ -162,6 +162,11 @@ def _combinations(c: Any, flat: dict[str, Any]):
         c.model.param_dtype == "float32" or not c.keeps_average,
         "[model.param_dtype] must be 'float32' with a moving average of the policy: its steps are too small to be kept",
     )
+    lora, plain = c.model.lora, type(c.model.lora)()
+    for name in ("alpha", "rank_stabilised", "targets", "path"):
+        is_kept = lora.rank > 0 or getattr(lora, name) == getattr(plain, name)
+        yield is_kept, f"[model.lora.{name}] needs a [model.lora.rank] of at least 1"
+    yield len({*lora.targets}) == len(lora.targets) > 0, "[model.lora.targets] must name a matrix, and none twice"
     o, plain = c.optimizer, type(c.optimizer)()
     for name in ("b1", "b2", "eps", "reset_every_steps"):
         is_kept = o.name == "adamw" or getattr(o, name) == getattr(plain, name)

@@ -25,6 +25,7 @@ from jaxrl_llm.learner.learner import LearnerPrograms, num_bytes
 from jaxrl_llm.learner.update import Update
 from jaxrl_llm.models import quantised
 from jaxrl_llm.models.architecture import Architecture
+from jaxrl_llm.models.files import peft
 from jaxrl_llm.models.kernels import context
 from jaxrl_llm.models.kernels import learner as kernels
 from jaxrl_llm.models.row_logp import chunk_tokens
@@ -67,7 +68,7 @@ class Run:
         """Every program of the run by name."""
         programs = self.sampler.programs(self.sampler_params) | self.learner.programs()
         whole = sharding.replicated(self.mesh, 0)
-        for part, state in self.abstract_checkpoint.items():
+        for part, state in (self.abstract_checkpoint | dict(zip(("base",), self.learner.base, strict=False))).items():
             programs[f"checksums_{part}"] = Program(checksums, (state,), whole)
         if self.config.rollout.max_resample_rounds:
             P = self.config.rollout.prompts_per_iteration
@@ -99,7 +100,7 @@ def assemble(
     sharding.check_divisible(config, mesh)
     config = config.scaled()
     model = model_of(config, arch, mesh)
-    reference_model = model_of(config, reference, mesh, "reference") if reference else model
+    reference_model = model_of(config, reference, mesh, "reference").base if reference else model.base
     optimizer = optim.make(config.optimizer, config.num_updates)
     if config.replay.memory == "host":
         sharding.check_host_memory(mesh, "replay.memory", "host", otherwise="device")
@@ -155,11 +156,13 @@ def describe(run: Run, num_train: int, num_held_out: int, read_s: float, skipped
     others = config.rows_per_iteration - config.rollouts_per_iteration
     per_iteration = config.update.updates_per_iteration * config.update.batch_size
     ring_bytes = num_bytes(run.learner.abstract_ring)
+    learned, lora = sum(x.size for x in jax.tree.leaves(run.learner.params)), config.model.lora
     lines = [
         f"devices     {run.mesh.size} x {run.mesh.devices.flat[0].device_kind}; mesh {axes}"
         + (f"; {hosts.count()} hosts" if hosts.count() > 1 else ""),
         f"model       {config.model.path}: {arch.num_params / 1e6:.1f} M parameters, {arch.num_layers} layers, "
-        f"width {arch.width}, vocabulary {arch.vocab_size}, {config.model.compute_dtype}",
+        f"width {arch.width}, vocabulary {arch.vocab_size}, {config.model.compute_dtype}"
+        + (f"; {learned / 1e6:.2f} M in adapters of rank {lora.rank} learn" if lora.rank else ""),
         f"questions   {num_train} to train on, {num_held_out} held out ({config.prompts.source} {config.prompts.name})"
         + (f", read in {read_s:.0f} s" if read_s > 3 else ""),
         "batches, in sequences over all devices",
@@ -186,7 +189,7 @@ def check_room(run: Run) -> None:
     on_host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // len(run.mesh.local_devices)
     limit, c = memory_limit(run.mesh.devices.flatten().tolist()) or on_host, flatten(run.config)
     for tree, *names in (
-        (run.learner.abstract_state, "model.path"),
+        ((run.learner.abstract_state, run.learner.base), "model.path"),
         (run.learner.abstract_ring, "replay.capacity", "replay.capacity_tokens"),
         (run.sampler.abstract_state(), "rollout.group_size", "rollout.lookahead_prompts", "sampling.support_tokens"),
         (run.eval_sampler and run.eval_sampler.abstract_state(), "eval.num_samples"),
@@ -215,7 +218,9 @@ def model_of(config: Config, arch: Architecture, mesh: Mesh, who: str = "model")
     attention = kernels.choose(config.model.attention, mesh.devices.flat[0], config.model.compute_dtype, arch.head_size)
     remat, dtype = "full" if config.model.remat == "auto" else config.model.remat, config.model.param_dtype
     rules, weights = sharding.rules_of(config.mesh), quantised.kinds(config, who)
-    return Model(arch, config.model.compute_dtype, remat, attention, rules, dtype, *weights)
+    model = Model(arch, config.model.compute_dtype, remat, attention, rules, dtype, *weights, config.model.lora)
+    peft.check(model, mesh, config.model.path)
+    return model
 
 
 def keep_what_fits(

@@ -92,6 +92,7 @@ MENU = {
     *(f"algorithms.{name}" for name in ("advantages", "aggregation", "anchors", "baselines", "corrections", "critic")),
     *(f"algorithms.{name}" for name in ("draws", "memory", "old_policies", "shaping", "surrogates", "views")),
     *("models.files.gguf", "models.files.hf", "models.files.families"),
+    *("models.lora", "models.files.peft"),  # adapters, which few runs have
     *("models.rope", "models.variants", "models.quantised"),  # what Llama has not, or not always
     *("models.kernels.learner", "models.kernels.tpu_decode"),
     *("learner.annotation", "learner.low_memory", "learner.packed_batches"),

@@ -37,13 +37,14 @@ from jaxrl_llm.algorithms.use import keywords, use
 from jaxrl_llm.algorithms.views import Sizes
 from jaxrl_llm.config import Config, ConfigError, flatten, freeze, from_json, to_json
 from jaxrl_llm.learner import faults
-from jaxrl_llm.models.files import pretrained
+from jaxrl_llm.models.files import peft, pretrained
 from jaxrl_llm.models.files.gguf import make_byte_tokenizer
+from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.questions import tasks
 from jaxrl_llm.questions.ledger import Ledger
 from jaxrl_llm.questions.stream import PromptStream
 from jaxrl_llm.reports.metrics import cost_values, rollout_values
-from jaxrl_llm.run import assemble
+from jaxrl_llm.run import assemble, model_of
 from jaxrl_llm.runtime import hosts, sharding
 from jaxrl_llm.runtime.checkpoint import Checkpointer
 from jaxrl_llm.runtime.nested import differences
@@ -543,6 +544,15 @@ def model(config, folder, monkeypatch):
     return pretrained.resolve(config.model.path).architecture()
 
 
+def begun(config, folder, monkeypatch):
+    """One of the adapters as training finds them; in the folder "adapters" are others."""
+    mesh, lora = mesh_of(ONE), dataclasses.replace(config.model.lora, path="")
+    made = Model(TINY, lora=lora)
+    peft.export(peft.begin(made, mesh, seed=7), made, make_byte_tokenizer(), "adapters", "random:debug")
+    found = peft.begin(model_of(config, TINY, mesh), mesh, seed=0)
+    return jax.device_get(found["blocks"]["q_lora_a"]).tolist()
+
+
 def loaded_models(config, folder, monkeypatch):
     """Shapes of the models whose weights a run loads."""
     shapes, random = [], pretrained._random
@@ -742,6 +752,7 @@ CHECKPOINTED = {"checkpoint.every_iterations": 1, "checkpoint.keep_last": 1}
 WITH_KL = {"algorithm.divergence": "reference"}
 SHOWN = {"external.paths": ("shown.jsonl",), "external.groups_per_iteration": 8, "replay.capacity": 64}
 CRITIC = {"algorithm.advantage": "gae"}
+ADAPTERS = {"model.lora.rank": 4}
 SINGLE = {"replay.unit": "rollout"}
 BINS = CRITIC | {"algorithm.critic.bins": 8}
 
@@ -757,6 +768,11 @@ ALIVE = {
     "model.param_dtype": ("bfloat16", program("update"), {}),
     "model.remat": ("none", program("update"), {}),
     "model.attention": ("xla", kernel_of_a_tpu, {}),
+    "model.lora.rank": (2, program("update"), {}),
+    "model.lora.alpha": (8.0, program("decode"), ADAPTERS),
+    "model.lora.rank_stabilised": (True, program("decode"), ADAPTERS),
+    "model.lora.targets": (("q", "v"), program("decode"), ADAPTERS),
+    "model.lora.path": ("adapters", begun, ADAPTERS),
     "prompts.source": ("letters", loaded, FOUR),
     "prompts.name": ("five.jsonl", loaded, FOUR),
     "prompts.arguments": ({"min_terms": 6, "max_terms": 6}, loaded, GYM),

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.experimental.layout import Format, Layout, with_layout_constraint
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrl_llm.models import quantised
+from jaxrl_llm.models import lora, quantised
 from jaxrl_llm.models.files.layout import LAYOUT, stored_shape
 from jaxrl_llm.models.transformer import Model, Params
 from jaxrl_llm.runtime import sharding
@@ -66,10 +66,13 @@ def abstract_params(model: Model, mesh: Mesh, rules: dict[str, Any] = sharding.O
 
 
 def program(model: Model, mesh: Mesh, sampler_mesh: Mesh) -> Program:
-    """From the learner's parameters on its mesh, which it leaves alone, to the sampler's, of the same devices."""
+    """From the learner's parameters on its mesh, which it leaves alone, to the sampler's, of the same devices.
+
+    Of adapters and their base (``lora.split``), where there are adapters.
+    """
     sampler, learner = abstract_params(model, sampler_mesh), abstract_params(model, mesh, {})
 
-    def publish(params: Params) -> Params:
+    def publish(params: Params, base: Params | None = None) -> Params:
         # One matrix is gathered after the other, and a TPU's gather has a buffer of its own: if nothing were computed
         # of it, it would be copied at the program's end, and all weights be there twice.
         always = jax.lax.optimization_barrier(jnp.bool_(True))
@@ -98,6 +101,6 @@ def program(model: Model, mesh: Mesh, sampler_mesh: Mesh) -> Program:
             x, always = jax.lax.optimization_barrier((x, always))
             return x
 
-        return sampler_form(params, take)
+        return sampler_form(lora.join(params, base), take)
 
-    return Program(publish, (model.abstract_params(mesh),), jax.tree.map(lambda x: x.format, sampler))
+    return Program(publish, lora.split(model.abstract_params(mesh)), jax.tree.map(lambda x: x.format, sampler))

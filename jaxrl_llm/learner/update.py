@@ -36,6 +36,7 @@ from jaxrl_llm.config import AlgorithmConfig, SamplingConfig, UpdateConfig
 from jaxrl_llm.learner.low_memory import apply_updates
 from jaxrl_llm.learner.micro_batches import MicroBatches, padded
 from jaxrl_llm.learner.packed_batches import packed
+from jaxrl_llm.models import lora
 from jaxrl_llm.models.row_logp import RowValues, row_logp
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.ops.masks import completion_mask
@@ -55,6 +56,7 @@ class Moment(NamedTuple):
     others: Mapping[str, Any] = {}  # weights of other policies (views.OTHER_POLICIES) that the loss asks for
     over_batch: jax.Array | None = None  # [] f32, what a correction asks of the whole batch
     entropy_coefficient: jax.Array | None = None  # [] f32 weight of the entropy bonus, where it moves
+    base: Any = None  # weights that all policies are adapters of, where they are
 
 
 class Weights(NamedTuple):
@@ -89,7 +91,7 @@ class Update:
     pass_threshold: float = 1.0
 
     def step(
-        self, state: TrainState, ring: RingState, key: jax.Array, draw: Draw
+        self, state: TrainState, ring: RingState, key: jax.Array, draw: Draw, base: Any = None
     ) -> tuple[TrainState, RingState, dict[str, jax.Array]]:
         """U optimizer steps.
 
@@ -98,6 +100,7 @@ class Update:
             ring: donate it.
             key: random key of this iteration's draws.
             draw: takes a batch from the ring.
+            base: weights that do not learn, where the state's policies are adapters of them.
 
         Returns:
             New state and ring, and sums [] f32 over all updates; names ending in ``_max`` are maxima, those ending in
@@ -108,7 +111,7 @@ class Update:
         def one(carry, index):
             state, ring = carry
             ring, batch, drawn = draw(ring, jax.random.fold_in(key, index))
-            state, sums = self.apply_batch(state, batch, start)
+            state, sums = self.apply_batch(state, batch, start, base)
             return (state, ring), sums | drawn
 
         updates = jnp.arange(self.config.updates_per_iteration)
@@ -120,14 +123,15 @@ class Update:
         return state, ring, sums | {"nonfinite_run": run}
 
     def apply_batch(
-        self, state: TrainState, batch: Experience, start: TrainState | None = None
+        self, state: TrainState, batch: Experience, start: TrainState | None = None, base: Any = None
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         """One optimizer step on rows [M, b, ...]; skipped where they hold no token, or loss or gradient is not finite.
 
         Args:
             start: the state before the iteration's updates; None = this one.
+            base: as for ``step``.
         """
-        moment = self._moment(state, batch, state if start is None else start)
+        moment = self._moment(state, batch, state if start is None else start, base)
         scalars = state.scalars
         moment = moment._replace(entropy_coefficient=scalars.get("entropy_coefficient"))
         gradient, sums = self.gradient(state.params, batch, moment)
@@ -164,11 +168,11 @@ class Update:
             "nonfinite_count": 1.0 - is_finite.astype(jnp.float32),
         }
 
-    def _moment(self, state: TrainState, batch: Experience, start: TrainState) -> Moment:
+    def _moment(self, state: TrainState, batch: Experience, start: TrainState, base: Any) -> Moment:
         """What the loss of a batch may look at; weights only where the objective asks for them."""
         weights = {START: start.params["policy"], **state.others}
         wanted = [name.removesuffix("_logp") for name in OTHER_POLICIES if self.algorithm.loss_needs(name)]
-        moment = Moment(state.step, start.step, {name: weights[name] for name in wanted})
+        moment = Moment(state.step, start.step, {name: weights[name] for name in wanted}, base=base)
         correction = self.algorithm.correction
         over_batch = correction.fact("over_batch")
         if over_batch is None:
@@ -180,7 +184,7 @@ class Update:
 
         def ratios(i: jax.Array, seen: Ratios) -> Ratios:
             rows, mask = micros.at(i)
-            policy_logp = self._micro_batch_logp(state.params["policy"], rows).logp
+            policy_logp = self._micro_batch_logp(state.params["policy"], rows, base).logp
             found = self._ratios(self._tokens(policy_logp, rows, mask, moment))
             return jax.tree.map(lambda x, new: x.at[i].set(new), seen, found)
 
@@ -279,8 +283,9 @@ class Update:
             with_prompts=with_prompts,
         )
 
-    def _micro_batch_logp(self, params: Any, rows: Experience, **how: Any) -> RowValues:
+    def _micro_batch_logp(self, params: Any, rows: Experience, base: Any, **how: Any) -> RowValues:
         """``logp`` of the rows of one of ``micro_batches``."""
+        params = lora.join(params, base)
         return self.logp(params, rows.rollout, group_size=self.group_size, num_lines=self.num_lines, **how)
 
     @property
@@ -306,7 +311,7 @@ class Update:
         params, head = learned["policy"], learned.get("critic")
         with_prompts = any(one.fact("reads") == "prompt_logp" for one in algorithm.cross_entropies)
         policy_logp, entropy, outputs, prompt_logp = self._micro_batch_logp(
-            params, rows, remat=True, head=head, with_prompts=with_prompts
+            params, rows, moment.base, remat=True, head=head, with_prompts=with_prompts
         )
         weight_BS = weights.policy
         mask = weight_BS > 0
@@ -381,7 +386,9 @@ class Update:
         """The rows as the loss sees them, the old policy among them: harmless constants off the mask."""
         rollout, behaviour_logp = rows.rollout, rows.rollout.behaviour_logp
         columns = {name: x for name, x in rows.columns.items() if self.algorithm.loss_needs(name)}
-        columns |= {f"{name}_logp": self._constant_logp(params, rows) for name, params in moment.others.items()}
+        columns |= {
+            f"{name}_logp": self._constant_logp(params, rows, moment.base) for name, params in moment.others.items()
+        }
         tokens = Tokens(
             policy_logp,
             behaviour_logp,
@@ -403,10 +410,10 @@ class Update:
             tokens = dataclasses.replace(tokens, old_logp=behaviour_logp + away)
         return tokens.only(mask)
 
-    def _constant_logp(self, params: Any, rows: Experience) -> jax.Array:
+    def _constant_logp(self, params: Any, rows: Experience, base: Any) -> jax.Array:
         """Log-probs [B,S] of rows under other weights, a constant to differentiation."""
         params = jax.lax.stop_gradient(params)
-        return jax.lax.stop_gradient(self._micro_batch_logp(params, rows).logp)
+        return jax.lax.stop_gradient(self._micro_batch_logp(params, rows, base).logp)
 
     @property
     def _old_is_behaviour(self) -> bool:

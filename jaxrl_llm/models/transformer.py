@@ -21,6 +21,8 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 
+from jaxrl_llm.config import LoraConfig
+from jaxrl_llm.models import lora as adapters
 from jaxrl_llm.models import quantised, variants
 from jaxrl_llm.models import rope as ropes
 from jaxrl_llm.models.architecture import Architecture, Layer
@@ -83,10 +85,10 @@ def look_up(dtype, width: int, axes: Any, tokens_BT: jax.Array, table_VD: jax.Ar
 class Blocks(nnx.Module):
     """All transformer blocks; parameters are stacked [layers, ...], the call sees one layer's slice."""
 
-    def __init__(self, arch: Architecture, *, rngs: nnx.Rngs):
+    def __init__(self, arch: Architecture, lora: LoraConfig, *, rngs: nnx.Rngs):
         D, F, H, N, K = arch.width, arch.ffn, arch.head_size, arch.num_heads, arch.num_kv_heads
-        self.arch = arch
-        for name, size, axes, *constant in (
+        self.arch, self.lora = arch, lora
+        matrices = (
             ("q", (N, H, D), ("heads", "head_size", "embed")),
             ("k", (K, H, D), ("kv_heads", "head_size", "embed")),
             ("v", (K, H, D), ("kv_heads", "head_size", "embed")),
@@ -94,8 +96,8 @@ class Blocks(nnx.Module):
             ("gate", (F, D), ("mlp", "embed")),
             ("up", (F, D), ("mlp", "embed")),
             ("down", (D, F), ("embed", "mlp")),
-            *variants.vectors(arch),
-        ):
+        )
+        for name, size, axes, *constant in (*matrices, *variants.vectors(arch), *adapters.matrices(lora, matrices)):
             setattr(self, name, _param(rngs, (arch.num_layers, *size), ("layers", *axes), *constant))
 
     def __call__(
@@ -115,6 +117,9 @@ class Blocks(nnx.Module):
         def project(x_BTI, name):
             multiply = functools.partial(linear, merged=is_merged)
             out_BTO = quantised.multiply(multiply, x_BTI, getattr(self, name)[...], weights)
+            if hasattr(self, name + adapters.A):
+                x_BTR = multiply(x_BTI, getattr(self, name + adapters.A)[...]) * adapters.scale(self.lora)
+                out_BTO += multiply(x_BTR, getattr(self, name + adapters.B)[...])
             bias = getattr(self, f"{name}_bias", None)
             return out_BTO if bias is None else out_BTO + bias[...].astype(out_BTO.dtype).reshape(1, 1, -1)
 
@@ -149,10 +154,10 @@ class Blocks(nnx.Module):
 class Transformer(nnx.Module):
     """Embedding, blocks, final norm, head (its own, or the embedding when tied)."""
 
-    def __init__(self, arch: Architecture, *, rngs: nnx.Rngs):
+    def __init__(self, arch: Architecture, lora: LoraConfig = LoraConfig(), *, rngs: nnx.Rngs):
         self.arch = arch
         self.embedding = _param(rngs, (arch.vocab_size, arch.width), EMBEDDING)
-        self.blocks = Blocks(arch, rngs=rngs)
+        self.blocks = Blocks(arch, lora, rngs=rngs)
         self.final_norm = _param(rngs, (arch.width,), ("activation",), 1.0 - arch.norm_offset)
         if not arch.tied:
             self.head = _param(rngs, (arch.vocab_size, arch.width), EMBEDDING)
@@ -223,23 +228,29 @@ class Model:
     param_dtype: str = "float32"
     weights: str = "compute"  # what stacked blocks round their matrices to in the forward pass (``quantised.KINDS``)
     published: str = "compute"  # the sampler's likewise, rounded once when they are published
+    lora: LoraConfig = LoraConfig()
+
+    @property
+    def base(self) -> Model:
+        """The same without adapters."""
+        return dataclasses.replace(self, lora=LoraConfig())
 
     def abstract_params(self, mesh: Mesh, *, rules: dict[str, Any] | None = None, dtype: Any = None) -> Params:
         """Shapes of the parameters with their shardings on ``mesh``; further ``rules`` go before the model's."""
-        dtype = jnp.dtype(dtype or self.param_dtype)
         rules = sharding.RULES | dict(self.rules) | (rules or {})
-        _, state = _abstract(self.arch)
+        _, state = _abstract(self.arch, self.lora)
 
         def one(variable):
-            shape = variable.get_value().shape
-            layout = sharding.named(mesh, shape, variable.get_metadata()["logical_axes"], rules)
-            return jax.ShapeDtypeStruct(shape, dtype, sharding=layout)
+            shape, axes = variable.get_value().shape, variable.get_metadata()["logical_axes"]
+            own = "float32" if "rank" in axes else self.param_dtype
+            layout = sharding.named(mesh, shape, axes, rules)
+            return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype or own), sharding=layout)
 
         is_variable = lambda x: isinstance(x, nnx.Variable)
         return nnx.to_pure_dict(jax.tree.map(one, state, is_leaf=is_variable))
 
     def init(self, key: jax.Array, mesh: Mesh) -> Params:
-        """Random parameters, each born on its shard."""
+        """Random parameters, each born on its shard; without adapters (``lora.init``)."""
         return _init_program(Model(self.arch, rules=self.rules, param_dtype=self.param_dtype), mesh)(key)
 
     def forward(
@@ -270,7 +281,7 @@ class Model:
             hidden [B,T,D] in the compute dtype, and the new tokens' (keys, values), [B,K,T,H] by layer, or the caches'
             with those: one array with a leading layer axis where blocks are stacked, a tuple where they are apart.
         """
-        graph, _ = _abstract(self.arch)
+        graph, _ = _abstract(self.arch, self.lora)
         layers = params.get("layers")
         if layers is not None:  # the graph wants some blocks; their shapes it does not look at
             params = {k: v for k, v in params.items() if k != "layers"} | {"blocks": layers[0]}
@@ -290,9 +301,9 @@ class Model:
 
 
 @functools.lru_cache
-def _abstract(arch: Architecture):
+def _abstract(arch: Architecture, lora: LoraConfig):
     """The static graph, and the shapes of the parameters."""
-    return nnx.split(nnx.eval_shape(lambda: Transformer(arch, rngs=nnx.Rngs(0))))
+    return nnx.split(nnx.eval_shape(lambda: Transformer(arch, lora, rngs=nnx.Rngs(0))))
 
 
 @functools.lru_cache

@@ -41,6 +41,7 @@ RULES = {
     "attended": ("tensor", "context"),  # heads inside attention, which wants whole rows (kernels.context)
     "head_size": None,
     "activation": None,
+    "rank": None,
 }
 OF_SAMPLER = {"embed": None}  # the sampler's weights lie elsewhere in this alone
 # Logical axes of weights, which mesh.rules may lay elsewhere.

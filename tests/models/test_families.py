@@ -322,12 +322,6 @@ def test_a_tied_model_s_stored_head_is_its_embedding(tmp_path):
                 read(folder, model, mesh)
 
 
-def test_an_adapter_s_folder_says_that_it_is_one(tmp_path):
-    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "org/base"}))
-    with pytest.raises(ConfigError, match=r"is an adapter of 'org/base' \(PEFT\), no model"):
-        hf.read_architecture(tmp_path)
-
-
 @pytest.mark.torch
 @pytest.mark.parametrize("name", families.CONFIGS)
 def test_transformers_computes_the_same_of_long_rows_before_loading_and_after_export(tmp_path, name):

@@ -45,11 +45,8 @@ def read_architecture(folder: str | Path) -> Architecture:
     Raises:
         ConfigError: no config.json, another kind of model, or a setting that the model code lacks.
     """
-    path, adapter = (Path(folder) / name for name in ("config.json", "adapter_config.json"))
-    if adapter.is_file() and not path.exists():
-        base = _read_json(adapter).get("base_model_name_or_path")
-        raise ConfigError(f"{folder}: is an adapter of {base!r:.200} (PEFT), no model; merge it into its base first")
-    return families.architecture_of(_read_json(path), path)
+    path = Path(folder) / "config.json"
+    return families.architecture_of(read_json(path), path)
 
 
 def load_params(folder: str | Path, model: Model, mesh: Mesh) -> Params:
@@ -58,19 +55,24 @@ def load_params(folder: str | Path, model: Model, mesh: Mesh) -> Params:
     Raises:
         ConfigError: no safetensors, an unreadable file, or a missing, misshapen or unknown tensor.
     """
-    file = _Folder(Path(folder))
+    file = Folder(Path(folder))
     _check_tied(file, model)
-    return layout.load(file, families.names_of(model.arch), model, mesh)
+    return layout.load(file, families.names_of(model.arch), *_expected(model, mesh))
 
 
 def check_weights(folder: str | Path, model: Model, mesh: Mesh) -> None:
     """Raise the ``ConfigError`` that ``load_params`` would, from the files' headers, and a tied head, alone."""
-    file = _Folder(Path(folder))
-    layout.check(file, families.names_of(model.arch), model, mesh)
+    file = Folder(Path(folder))
+    layout.check(file, families.names_of(model.arch), *_expected(model, mesh))
     _check_tied(file, model)
 
 
-def _check_tied(file: _Folder, model: Model) -> None:
+def _expected(model: Model, mesh: Mesh) -> tuple[Params, str]:
+    """Shapes of the parameters, and what they are."""
+    return model.abstract_params(mesh), f"a model of the family {model.arch.family}"
+
+
+def _check_tied(file: Folder, model: Model) -> None:
     """A stored head beside ``tie_word_embeddings=true`` is the embedding again, or transformers would not tie it."""
     names = families.names_of(model.arch)
     table, head = names["embedding"], names["head"]
@@ -85,7 +87,7 @@ def _check_tied(file: _Folder, model: Model) -> None:
 @functools.lru_cache(maxsize=4)
 def _are_same(folder: str, modified_ns: tuple[int, ...], *names: str) -> bool:
     """Two tensors of files as they were at a time: a run asks before it compiles, and where it loads."""
-    file = _Folder(Path(folder))
+    file = Folder(Path(folder))
     head, table = names
     (rows, width), most = file.shapes[table], 4096
     parts = [(slice(start, min(start + most, rows)), slice(0, width)) for start in range(0, rows, most)]
@@ -93,21 +95,21 @@ def _are_same(folder: str, modified_ns: tuple[int, ...], *names: str) -> bool:
     return is_same and all(np.array_equal(file.read(head, part), file.read(table, part)) for part in parts)
 
 
-class _Folder:
-    """The tensors of ``model.safetensors``, or of the files that ``model.safetensors.index.json`` lists."""
+class Folder:
+    """The tensors of ``model.safetensors`` (or another ``name``), or of the files that its .index.json lists."""
 
-    def __init__(self, folder: Path):
-        single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    def __init__(self, folder: Path, name: str = "model.safetensors"):
+        single, index = folder / name, folder / f"{name}.index.json"
         if single.exists():
             files = [single]
         elif index.exists():
             try:
                 # Their names alone: an index has no say about what is elsewhere.
-                files = [folder / Path(name).name for name in sorted(set(_read_json(index)["weight_map"].values()))]
+                files = [folder / Path(name).name for name in sorted(set(read_json(index)["weight_map"].values()))]
             except (KeyError, TypeError, AttributeError) as error:
                 raise ConfigError(f"{index}: has no weight_map of tensor names to files") from error
         else:
-            raise ConfigError(f"{folder}: neither model.safetensors nor model.safetensors.index.json is there")
+            raise ConfigError(f"{folder}: neither {name} nor {name}.index.json is there")
         self.path = str(folder)
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, str] = {}  # of each tensor, as safetensors calls it
@@ -172,7 +174,7 @@ def export(
             fetch()  # what is split over hosts, all of them gather
         return
     folder, kept = Path(folder), [] if like is None else _kept_files(Path(like))
-    stored = {} if like is None or dtype else {key: DTYPES[x] for key, x in _Folder(Path(like)).dtypes.items()}
+    stored = {} if like is None or dtype else {key: DTYPES[x] for key, x in Folder(Path(like)).dtypes.items()}
     usual = numpy_dtypes()[dtype or "float32"]
     aside = folder / PARTIAL
     folder.mkdir(parents=True, exist_ok=True)
@@ -187,9 +189,9 @@ def export(
             (aside / path).parent.mkdir(exist_ok=True)
             (aside / path).write_bytes((Path(like) / path).read_bytes())
         if not (aside / "generation_config.json").exists():
-            _write_json(aside / "generation_config.json", {**tokens, "pad_token_id": tokenizer.pad_id})
+            write_json(aside / "generation_config.json", {**tokens, "pad_token_id": tokenizer.pad_id})
         most = max(bytes_of, key=bytes_of.get)
-        _write_json(aside / "config.json", {**families.config_of(model.arch), "torch_dtype": most, **tokens})
+        write_json(aside / "config.json", {**families.config_of(model.arch), "torch_dtype": most, **tokens})
         _take_place(aside, folder)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
@@ -209,7 +211,8 @@ def _kept_files(folder: Path) -> list[Path]:
 
 def _take_place(aside: Path, folder: Path) -> None:
     """Put the files of a finished export where those of an earlier one may be, of which none stays."""
-    (folder / "config.json").unlink(missing_ok=True)
+    for last in ("config.json", "adapter_config.json"):
+        (folder / last).unlink(missing_ok=True)
     for old in (*folder.glob(WEIGHTS), *(folder / path for path in _kept_files(folder))):  # readers would mix them
         old.unlink()
     made = [path.relative_to(aside) for path in aside.rglob("*") if path.is_file()]
@@ -239,7 +242,7 @@ def _write_weights(
         weight_map.update(dict.fromkeys(tensors, file))
     if len(files) > 1:
         index = {"metadata": {"total_size": sum(bytes_of.values())}, "weight_map": weight_map}
-        _write_json(folder / "model.safetensors.index.json", index)
+        write_json(folder / "model.safetensors.index.json", index)
     return bytes_of
 
 
@@ -263,7 +266,7 @@ def _write_tensors(path: Path, tensors: dict[str, tuple[np.dtype, tuple[int, ...
             file.write(array.view(np.uint8).data)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(value, dict):
@@ -275,5 +278,5 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: not readable JSON ({error})") from error
 
 
-def _write_json(path: Path, value: dict[str, Any]) -> None:
+def write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

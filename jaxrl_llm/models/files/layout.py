@@ -16,10 +16,10 @@ from typing import Any, Protocol
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.models.transformer import Model, Params
+from jaxrl_llm.models import lora
+from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.runtime import sharding
 
 # For each dimension of a stored tensor, the dimensions of ours that are folded into it.
@@ -34,6 +34,7 @@ LAYOUT = {
     **{f"blocks.{name}": _VECTOR for name in ("q_norm", "k_norm", "o_bias", "gate_bias", "up_bias", "down_bias")},
     **{f"blocks.{name}": ((0, 1),) for name in ("q_bias", "k_bias", "v_bias")},
 }
+LAYOUT |= lora.layout(LAYOUT)
 
 
 class TensorFile(Protocol):
@@ -46,28 +47,29 @@ class TensorFile(Protocol):
         """A part of one tensor, float32."""
 
 
-def load(file: TensorFile, names: Mapping[str, str], model: Model, mesh: Mesh) -> Params:
+def load(file: TensorFile, names: Mapping[str, str], shapes: Params, what: str) -> Params:
     """Parameters, each shard read from the file and put straight onto its device.
 
     Args:
         names: what the file calls each parameter of ``LAYOUT``; "{layer}" stands for the layer's number.
+        shapes: of the parameters, with shardings.
+        what: the file should hold, for complaints.
 
     Raises:
         ConfigError: a tensor is missing, has the wrong shape, or belongs to another kind of model.
     """
-    check(file, names, model, mesh)
-    shapes = model.abstract_params(mesh)
+    check(file, names, shapes, what)
     loaded = [_load_one(file, names[path], path, leaf) for path, leaf in _by_path(shapes).items()]
     return jax.tree.unflatten(jax.tree.structure(shapes), loaded)
 
 
-def check(file: TensorFile, names: Mapping[str, str], model: Model, mesh: Mesh) -> None:
-    """Compare the file's tensors with the model's parameters by name and shape; reads no weight.
+def check(file: TensorFile, names: Mapping[str, str], shapes: Params, what: str) -> None:
+    """Compare the file's tensors with the parameters by name and shape; reads no weight.
 
     Raises:
         ConfigError: as ``load``.
     """
-    expected = {name: shape for name, shape, _, _ in _tensors(_by_path(model.abstract_params(mesh)), names)}
+    expected = {name: shape for name, shape, _, _ in _tensors(_by_path(shapes), names)}
     for name, shape in expected.items():
         if name not in file.shapes:
             raise ConfigError(f"{file.path}: tensor {name} is missing")
@@ -78,8 +80,8 @@ def check(file: TensorFile, names: Mapping[str, str], model: Model, mesh: Mesh) 
     extra = [name for name in file.shapes if name not in expected and name != names["head"]]
     if extra:
         raise ConfigError(
-            f"{file.path}: tensor {extra[0]} ({len(extra)} like it) is not part of a model of the family "
-            f"{model.arch.family} with {sum(map(_is_stacked, _by_path(model.abstract_params(mesh))))} tensors per layer"
+            f"{file.path}: tensor {extra[0]} ({len(extra)} like it) is not part of {what} with "
+            f"{sum(map(_is_stacked, _by_path(shapes)))} tensors per layer"
         )
 
 

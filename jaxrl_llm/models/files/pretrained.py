@@ -5,21 +5,22 @@ Owns: what a path may be. Does not know: file formats (hf, gguf), what the model
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.util
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxrl_llm.config import ConfigError, ModelConfig
 from jaxrl_llm.models.architecture import PRESETS, Architecture
-from jaxrl_llm.models.files import gguf, hf
+from jaxrl_llm.models.files import gguf, hf, peft
 from jaxrl_llm.models.files.tokenizer import Tokenizer, load_tokenizer
 from jaxrl_llm.models.transformer import Model, Params
 
@@ -34,7 +35,7 @@ ALLOWED = f"a Hugging Face folder, a .gguf file, {SMOLLM2}, a hub id (organisati
 )
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Source:
     """A model's files, read on demand.
 
@@ -94,6 +95,22 @@ def resolve_reference(model: ModelConfig, learner: Source) -> Source:
     return reference
 
 
+def weights(
+    model: Model, reference: Model | None, mesh: Mesh, source: Source, teacher: Source, *, seed: int
+) -> tuple[Params | None, Params | None, Callable[[], Params]]:
+    """Weights of a run: the base of adapters (None without), the frozen reference of ``teacher`` (None where the model
+    ``reference`` is), the base itself where that is the same, and () -> what is learned, as training finds it.
+    """
+    load = functools.partial(source.load_params, model.base, mesh, seed=seed)
+    base, is_same = load() if model.lora.rank else None, teacher is source
+    frozen = base if reference and is_same else None
+    if reference and frozen is None:
+        frozen = teacher.load_params(reference, mesh, seed=seed)
+    if base is not None:
+        return base, frozen, lambda: peft.begin(model, mesh, seed=seed)
+    return base, frozen, lambda: jax.tree.map(jnp.copy, frozen) if frozen and is_same else load()
+
+
 def _token_ids(source: Source) -> tuple[int, list[int]]:
     tokenizer = source.tokenizer()
     return tokenizer.vocab_size, tokenizer.encode(_PROBE)
@@ -111,7 +128,9 @@ def _random(path: str, setting: str) -> Source:
 
 
 def _files(path: str, reader: Any, read_tokenizer: Callable[[str], Tokenizer]) -> Source:
-    """A folder or a GGUF file; ``reader`` is the module for such."""
+    """A folder or a GGUF file; ``reader`` is the module for such. Adapters come merged into their base."""
+    if reader is hf and peft.is_adapter(path):
+        return Source(*peft.merged(path, resolve))
 
     def load(model: Model, mesh: Mesh, *, seed: int) -> Params:
         del seed
