@@ -15,16 +15,8 @@ import jax
 
 from jaxrl_llm.config import Config, ConfigError, freeze
 from jaxrl_llm.ops.checksum import checksum
-from jaxrl_llm.runtime.checkpoint import (
-    POLICY,
-    by_name,
-    check_arrays,
-    compare,
-    read_arrays,
-    read_text,
-    read_whole,
-    steps_in,
-)
+from jaxrl_llm.runtime.checkpoint import POLICY, by_name
+from jaxrl_llm.runtime.stored import check_arrays, compare, read_arrays, read_text, read_whole, steps_in
 
 
 def restore_params(

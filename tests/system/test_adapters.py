@@ -24,7 +24,7 @@ from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.planning import cost, verdict
 from jaxrl_llm.run import assemble
 from jaxrl_llm.runtime import sharding
-from jaxrl_llm.runtime.checkpoint import read_arrays, read_text
+from jaxrl_llm.runtime.stored import read_arrays, read_text
 from jaxrl_llm.types import TrainState
 
 CONFIG = pathlib.Path(__file__).parents[2] / "configs" / "debug.py"
@@ -215,18 +215,13 @@ def test_another_base_is_refused_in_one_line(base, trained, tmp_path):
     assert train_module.train(config_of(moved, num_iterations=4), workdir, allow_config_changes=True) == 0
 
 
-def test_commands_take_a_checkpoint_its_adapters_and_the_merged_model(base, trained, tmp_path, monkeypatch):
+def test_commands_take_a_checkpoint_its_adapters_and_the_merged_model(base, trained, tmp_path):
     workdir, _ = trained
     measured = json.loads((workdir / "eval_after.json").read_text())
     assert evaluate.command(config_of(base), "", str(workdir), 4) == measured
 
-    values = {"checkpoint": str(workdir), "output": str(tmp_path / "merged"), "merge": True}
-    for name, value in values.items():
-        monkeypatch.setattr(export, name.upper(), flags_holder(value), raising=False)
-    export.main()
-    monkeypatch.setattr(export, "MERGE", flags_holder(False))
-    monkeypatch.setattr(export, "OUTPUT", flags_holder(str(tmp_path / "adapters")))
-    export.main()
+    export.export(str(workdir), "", str(tmp_path / "merged"), merge=True)
+    export.export(str(workdir), "", str(tmp_path / "adapters"))
     for name in ("adapter_config.json", "adapter_model.safetensors", "tokenizer.json"):
         assert (tmp_path / "adapters" / name).read_bytes() == (workdir / "hf" / name).read_bytes()
 
