@@ -204,6 +204,8 @@ class MeshConfig:
     # Devices per axis; data = 0 takes what the others leave.
     data: int = 0
     fsdp: Count = 1
+    # Expert parallelism: the experts of a mixture are split over these, which have rows of their own as fsdp's have.
+    expert: Count = 1
     # Context parallelism: parts that the learner splits the tokens of each row in, which its attention exchanges for
     # parts of the heads; to the sampler they are further devices of fsdp, with rows of their own.
     context: Count = 1

@@ -11,7 +11,7 @@ Owns: the form and dtype of the sampler's weights, the program that makes them. 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -19,8 +19,8 @@ import jax.numpy as jnp
 from jax.experimental.layout import Format, Layout, with_layout_constraint
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrl_llm.models.files.layout import LAYOUT, stored_shape
-from jaxrl_llm.models.transformer import Model, Params
+from jaxrl_llm.models.files.layout import stored_dims, stored_shape
+from jaxrl_llm.models.transformer import Model, Params, turn
 from jaxrl_llm.runtime import sharding
 from jaxrl_llm.runtime.programs import Program
 
@@ -31,7 +31,12 @@ def _stored(name: str, x: jax.Array, i: int | None) -> jax.Array:
 
 
 def _turned(name: str, x: jax.Array, i: int | None) -> jax.Array:
-    return _stored(name, x, i) if i is None else _stored(name, x, i).T
+    return _stored(name, x, i) if i is None else turn(_stored(name, x, i))
+
+
+def turned(dims: Sequence[Any]) -> tuple[Any, ...]:
+    """What is of the dimensions of an array, as they are after ``turn``."""
+    return (*dims[:-2], *reversed(dims[-2:]))
 
 
 def sampler_form(params: Params, take: Callable[[str, Any, int | None], Any] = _turned) -> Params:
@@ -54,10 +59,11 @@ def abstract_params(model: Model, mesh: Mesh, rules: dict[str, Any] = sharding.O
         if i is None:
             return x
         path, spec = f"blocks.{name}", tuple(x.sharding.spec)[1:]
-        layout = NamedSharding(mesh, PartitionSpec(*(spec[first] for first, *_ in reversed(LAYOUT[path]))))
+        stored = [spec[first] for first, *_ in stored_dims(path, len(spec))]
+        layout = NamedSharding(mesh, PartitionSpec(*turned(stored)))
         if is_tpu and name in ("q", "k", "v"):  # XLA would turn these back, in every chunk of steps
             layout = Format(Layout((1, 0)), layout)
-        return jax.ShapeDtypeStruct(stored_shape(path, x.shape[1:])[::-1], x.dtype, sharding=layout)
+        return jax.ShapeDtypeStruct(turned(stored_shape(path, x.shape[1:])), x.dtype, sharding=layout)
 
     return sampler_form(model.abstract_params(mesh, rules=rules, dtype=jnp.dtype(model.compute_dtype)), take)
 
@@ -77,13 +83,13 @@ def program(model: Model, mesh: Mesh, sampler_mesh: Mesh) -> Program:
             if lies.sharding == to.sharding:
                 return _turned(name, x, i).astype(to.dtype)
             x, always = jax.lax.optimization_barrier((x, always))
-            x, turn = _stored(name, x, i).astype(to.dtype), 1 if i is None else -1
+            x, spec_of = _stored(name, x, i).astype(to.dtype), tuple if i is None else turned
             # Turned when it is whole: of what is turned before, XLA would turn all layers for each.
             for layout in (lies.sharding, to.sharding):
-                spec = PartitionSpec(*tuple(layout.spec)[::turn])
+                spec = PartitionSpec(*spec_of(layout.spec))
                 x = jax.lax.with_sharding_constraint(x, NamedSharding(layout.mesh, spec))
             x = with_layout_constraint(x, plain := Layout(tuple(range(x.ndim))))
-            x = with_layout_constraint(jnp.where(always, x if i is None else x.T, 0), to.format.layout or plain)
+            x = with_layout_constraint(jnp.where(always, x if i is None else turn(x), 0), to.format.layout or plain)
             x, always = jax.lax.optimization_barrier((x, always))
             return x
 

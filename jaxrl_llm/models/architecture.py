@@ -37,7 +37,7 @@ class Architecture:
     num_heads: int
     num_kv_heads: int
     head_size: int
-    ffn: int
+    ffn: int  # of an expert where there are such
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
     norm_eps: float = 1e-5
@@ -54,6 +54,9 @@ class Architecture:
     embedding_scale: float = 1.0  # of the embeddings where the blocks take them
     score_width: float = 0.0  # scores are divided by its root; 0 = the head's size
     local_rope_theta: float = 10000.0
+    num_experts: int = 0  # 0 = one MLP for all tokens
+    experts_per_token: int = 0
+    norm_topk: bool = False  # the chosen experts' probabilities are scaled to a sum of 1
     layers: tuple[Layer, ...] = ()  # () = all alike and plain
     family: str = "llama"  # the model_type that files of it have; nothing is computed by it
 
@@ -61,6 +64,9 @@ class Architecture:
         if self.num_heads % self.num_kv_heads or self.head_size % 2:
             sizes = f"{self.num_heads} heads, {self.num_kv_heads} key heads of size {self.head_size}"
             raise ConfigError(f"a model of {sizes}: heads must be a multiple of key heads, and their size be even")
+        if not min(self.num_experts, 1) <= self.experts_per_token <= self.num_experts:
+            sizes = f"{self.num_experts} experts, {self.experts_per_token} of them for a token"
+            raise ConfigError(f"a model of {sizes}: a token must have from 1 to all of them")
 
     @property
     def by_layer(self) -> tuple[Layer, ...]:
@@ -68,8 +74,17 @@ class Architecture:
 
     @property
     def num_params(self) -> int:
+        return self._params(self.num_experts)
+
+    @property
+    def active_params(self) -> int:
+        """Those that a token is computed by."""
+        return self._params(self.experts_per_token)
+
+    def _params(self, experts: int) -> int:
         N, K, H, D = self.num_heads, self.num_kv_heads, self.head_size, self.width
-        block = 2 * D * H * (N + K) + 3 * D * self.ffn + 2 * D * (self.pre_norm + self.post_norm)
+        mlp = 3 * D * self.ffn * experts + D * self.num_experts if self.num_experts else 3 * D * self.ffn
+        block = 2 * D * H * (N + K) + mlp + 2 * D * (self.pre_norm + self.post_norm)
         block += self.qkv_bias * (N + 2 * K) * H + self.o_bias * D + self.mlp_bias * (2 * self.ffn + D)
         block += {"": 0, "head": 2 * H, "all": (N + K) * H}[self.qk_norm]
         return self.num_layers * block + self.vocab_size * D * (1 if self.tied else 2) + D

@@ -27,10 +27,11 @@ from jaxrl_llm.models.transformer import Model
 
 FIXTURES = pathlib.Path(__file__).parents[1] / "fixtures"
 STORED = json.loads((FIXTURES / "families.json").read_text())
+STORED |= json.loads((FIXTURES / "families_of_experts.json").read_text())
 
 
 PLAIN_CONFIGS = ("llama_biased", "llama_yarn", "mistral_window", "qwen2_window", "qwen3", "smollm3_window", "olmo2")
-PLAIN_CONFIGS += ("gemma3",)
+PLAIN_CONFIGS += ("gemma3", "qwen3_moe", "mixtral")
 
 
 def some_slow(names, plain):
@@ -124,11 +125,12 @@ KINDS = {
         **dict(qk_norm="head", post_norm=True, norm_offset=1.0, activation="gelu_tanh", score_width=9.0),
         **dict(embedding_scale=4.0, num_layers=3, layers=(Layer(4, 1), Layer(4, 1), Layer())),
     ),
+    "experts": dict(num_experts=6, experts_per_token=3, norm_topk=True, ffn=12),
     "yarn": dict(rope_scaling=RopeScaling("yarn", (("factor", 4.0), ("original_max_position_embeddings", 4)))),
 }
 
 
-@pytest.mark.parametrize("name", some_slow(KINDS, ("qwen", "window", "gemma3")))
+@pytest.mark.parametrize("name", some_slow(KINDS, ("qwen", "window", "gemma3", "experts")))
 def test_sampler_logp_is_the_learners_of_rows_of_groups_and_of_lines(name):
     arch = dataclasses.replace(building.TINY, **KINDS[name])
     # 5 slots for 24 rollouts and chunks of 3 steps: slots refill again and again, and caches come round.

@@ -1,0 +1,183 @@
+"""Mixture of experts: a router gives each token to k of E gated MLPs, and adds what they say by its probabilities.
+
+    p = softmax(W_r x) in float32;  y = sum over the k likeliest experts e of p_e MLP_e(x)
+
+with the k probabilities scaled to a sum of 1 where the family does so. Dropless: an expert takes every token that
+chooses it, sorted to its neighbours, by a grouped matmul. Experts lie on the mesh axis ``expert``: its devices, which
+have rows of their own elsewhere, gather each other's rows, each adds what its experts say, and a reduce-scatter gives
+every device its rows' sum.
+
+Routing replay (R3, arXiv:2510.11370): experts that were chosen before, by the sampler, are chosen again, with the
+probabilities of the weights at hand. The balance cost is that of Switch Transformers as transformers computes it,
+E sum_e f_e P_e: f_e the experts' shares of what all tokens of all layers chose, times k, P_e their mean probabilities.
+
+Letters: B rows, T tokens, D width, F an expert's ffn, E experts, k experts of a token, X = B T, A = X k choices.
+Owns: the experts' parameters, who computes what. Does not know: files, losses, samplers.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from jaxrl_llm.models import variants
+from jaxrl_llm.models.architecture import Architecture
+from jaxrl_llm.runtime import sharding
+
+_AXES = {
+    "experts_gate": ("expert", "mlp", "embed"),
+    "experts_up": ("expert", "mlp", "embed"),
+    "experts_down": ("expert", "embed", "mlp"),
+}
+
+
+@flax.struct.dataclass
+class Routing:
+    """What is known of the choice of experts before it is made."""
+
+    chosen: jax.Array | None = None  # [B,T,layers*k], of one layer [B,T,k], by token; None = the likeliest
+    load: jax.Array | None = None  # [E] f32, f_e of the batch, where the balance cost of each token is wanted
+
+
+def parameters(arch: Architecture) -> Iterator[tuple[str, tuple[int, ...], tuple[str, ...]]]:
+    """Of a block, in place of its MLP: name, shape and logical axes without the layers'."""
+    E, D, F = arch.num_experts, arch.width, arch.ffn
+    yield "router", (E, D), ("activation", "embed")
+    for name, size in (("experts_gate", (E, F, D)), ("experts_up", (E, F, D)), ("experts_down", (E, D, F))):
+        yield name, size, _AXES[name]
+
+
+def id_dtype(arch: Architecture) -> Any:
+    """The smallest that holds an expert's number."""
+    return jnp.uint8 if arch.num_experts <= 256 else jnp.int16
+
+
+def by_layer(routing: Routing | None, num_layers: int) -> jax.Array | None:
+    """The experts that were chosen before in each layer, [layers,B,T,k]."""
+    if routing is None or routing.chosen is None:
+        return None
+    B, T, _ = routing.chosen.shape
+    return jnp.moveaxis(routing.chosen.reshape(B, T, num_layers, -1), 2, 0)
+
+
+def of_layer(arch: Architecture, rules: dict[str, Any], routing: Routing | None, chosen: jax.Array | None) -> Callable:
+    """``mlp`` of a layer, whose experts ``chosen`` [B,T,k] names where they were chosen before."""
+    routing = Routing(chosen, None if routing is None else routing.load)
+    act = variants.ACTIVATIONS[arch.activation]
+    return functools.partial(mlp, routing=routing, arch=arch, activation=act, rules=rules)
+
+
+def by_token(made: tuple[Any, ...]) -> tuple[jax.Array, ...]:
+    """What ``mlp`` told of its choices in all layers, stacked [layers,B,T,...] or a tuple of layers, by token.
+
+    Returns:
+        Nothing for a model without experts; else the chosen [B,T,layers*k], and where they were computed the balance
+        costs [B,T,1] f32, means over the layers.
+    """
+    if not made:
+        return ()
+    chosen, *cost = (jnp.stack(x) if isinstance(x, tuple) else x for x in made)
+    chosen = jnp.moveaxis(chosen, 0, 2)
+    return (chosen.reshape(*chosen.shape[:2], -1), *(jnp.mean(x, axis=0)[..., None] for x in cost))
+
+
+def counts(chosen: jax.Array, mask: jax.Array, arch: Architecture) -> jax.Array:
+    """Tokens of the mask [...] that chose each expert of each layer, [layers,E] f32; chosen [...,layers*k]."""
+    L, E = arch.num_layers, arch.num_experts
+    at = chosen.reshape(-1, L, arch.experts_per_token).astype(jnp.int32) + E * jnp.arange(L)[None, :, None]
+    weight = jnp.broadcast_to(mask.reshape(-1, 1, 1).astype(jnp.float32), at.shape)
+    return jnp.zeros(L * E, jnp.float32).at[at.reshape(-1)].add(weight.reshape(-1)).reshape(L, E)
+
+
+def load(counts_LE: jax.Array, arch: Architecture) -> jax.Array:
+    """f_e [E] f32 of ``counts``, whose sum is k; 0 where nothing was counted."""
+    total = jnp.sum(counts_LE)
+    return arch.experts_per_token * jnp.sum(counts_LE, axis=0) / jnp.maximum(total, 1.0)
+
+
+def mlp(
+    x_BTD: jax.Array,
+    weight: Callable[[str], jax.Array],
+    routing: Routing,
+    *,
+    arch: Architecture,
+    activation: Callable[[jax.Array], jax.Array],
+    rules: dict[str, Any],
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """What the chosen experts say of each token, in the dtype of x, and what they were.
+
+    Args:
+        weight: the parameter of a name of ``parameters``.
+        rules: how the experts' weights lie (``sharding.RULES`` with what goes before).
+
+    Returns:
+        [B,T,D]; the chosen [B,T,k], likeliest first where nobody chose them before, and where there is a load the
+        balance cost of each token [B,T] f32: E sum_e f_e p_e.
+    """
+    k, dtype = arch.experts_per_token, id_dtype(arch)
+    logits_BTE = jnp.einsum(
+        "BTD,ED->BTE", x_BTD.astype(jnp.float32), weight("router").astype(jnp.float32), precision="highest"
+    )
+    probs_BTE = jax.nn.softmax(logits_BTE, axis=-1)
+    chosen_BTk = jax.lax.top_k(probs_BTE, k)[1] if routing.chosen is None else routing.chosen.astype(jnp.int32)
+    share_BTk = jnp.take_along_axis(probs_BTE, chosen_BTk, axis=-1)
+    if arch.norm_topk:
+        share_BTk = share_BTk / jnp.sum(share_BTk, axis=-1, keepdims=True)
+    mesh, weights = jax.sharding.get_abstract_mesh(), [weight(name).astype(x_BTD.dtype) for name in _AXES]
+    split = [jax.P()] * len(weights)
+    if not (mesh.empty or mesh.size == 1):
+        both = zip(weights, _AXES.values(), strict=True)
+        split = [sharding.partition_spec(w.shape, axes, mesh, rules) for w, axes in both]
+        # As they lie: then their gradients are values, and each device's part of it is a reduce-scatter's.
+        weights = [jax.lax.with_sharding_constraint(w, spec) for w, spec in zip(weights, split, strict=True)]
+    of_tokens = ("batch", "length")
+    y_BTD = sharding.by_device(
+        functools.partial(_by_experts, split=tuple(split), num_experts=arch.num_experts, activation=activation),
+        *(x_BTD, chosen_BTk, share_BTk, *weights),
+        axes=(of_tokens, of_tokens, of_tokens, *split),
+        shared=2,
+    )
+    made = (chosen_BTk.astype(dtype),)
+    if routing.load is not None:
+        made += (arch.num_experts * jnp.einsum("BTE,E->BT", probs_BTE, routing.load),)
+    return y_BTD, made
+
+
+def _by_experts(x_BTD, chosen_BTk, share_BTk, gate_EFD, up_EFD, down_EDF, *, split, num_experts, activation):
+    """Of a device: its rows' sums, from all devices that have some of the experts, or of their ffn."""
+    named = lambda spec, dim: sharding.axes_of(spec[dim]) if len(spec) else ()
+    expert, ffn = named(split[0], 0), named(split[0], 1)
+
+    def whole(w, spec, dim):  # along the width, which is split where the learner keeps it
+        axes = named(spec, dim)
+        return jax.lax.all_gather(w, axes, axis=dim, tiled=True) if axes else w
+
+    weights = (gate_EFD, split[0], 2), (up_EFD, split[1], 2), (down_EDF, split[2], 1)
+    gate_EFD, up_EFD, down_EDF = (whole(*x) for x in weights)
+    flat = [x.reshape(-1, x.shape[-1]) for x in (x_BTD, chosen_BTk, share_BTk)]
+    if expert:
+        flat = [jax.lax.all_gather(x, expert, tiled=True) for x in flat]
+    (x_XD, chosen_Xk, share_Xk), E, k = flat, gate_EFD.shape[0], chosen_BTk.shape[-1]
+    first = jax.lax.axis_index(expert) * E if expert else 0
+    own_A = chosen_Xk.reshape(-1) - first
+    own_A = jnp.where((own_A >= 0) & (own_A < E), own_A, E)  # E: those of other devices, after all of ours
+    order_A = jnp.argsort(own_A, stable=True)
+    sizes_E = jnp.sum(own_A[:, None] == jnp.arange(E)[None], axis=0, dtype=jnp.int32)
+    here_A = jnp.arange(own_A.size) < jnp.sum(sizes_E)
+    rows_AD = jnp.where(here_A[:, None], x_XD[order_A // k], 0)
+    grouped = lambda rows, w: jax.lax.ragged_dot(rows, w.mT, sizes_E)
+    hidden_AF = activation(grouped(rows_AD, gate_EFD)) * grouped(rows_AD, up_EFD)
+    said_AD = jnp.where(here_A[:, None], grouped(hidden_AF, down_EDF), 0)
+    back_A = jnp.zeros_like(order_A).at[order_A].set(jnp.arange(order_A.size), unique_indices=True)
+    said_XkD = said_AD[back_A].reshape(-1, k, said_AD.shape[-1])
+    y_XD = jnp.einsum("XkD,Xk->XD", said_XkD.astype(jnp.float32), share_Xk).astype(x_BTD.dtype)
+    if ffn:
+        y_XD = jax.lax.psum(y_XD, ffn)
+    if expert:
+        y_XD = jax.lax.psum_scatter(y_XD, expert, tiled=True)
+    return y_XD.reshape(x_BTD.shape)
