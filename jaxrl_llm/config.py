@@ -56,6 +56,8 @@ class ModelConfig:
     remat: Literal["none", "dots", "full", "auto"] = "full"
     # Attention: "auto" takes a flash kernel where the devices have one (TPU; NVIDIA in bfloat16), "xla" never.
     attention: Literal["auto", "xla"] = "auto"
+    # Routing replay: rollouts carry the experts that the sampler chose for each token, and the learner takes the same.
+    routing_replay: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,6 +163,8 @@ class UpdateConfig:
     micro_batch_tokens: int = 0
     # Tokens of such a line, at least what one draw takes at full length; 0 = twice that.
     pack_width: int = 0
+    # Balance of experts: weight in the loss of their router's balance cost (models/moe.py); transformers' own is 0.001.
+    load_balance: Exponent = 0.0
     # Optimizer steps per iteration, all in one dispatch.
     updates_per_iteration: Count = 1
     # Positions of a device whose logits are live at once in the learner; 0 = by device (models.row_logp.chunk_tokens).

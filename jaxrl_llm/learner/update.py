@@ -36,6 +36,7 @@ from jaxrl_llm.config import AlgorithmConfig, SamplingConfig, UpdateConfig
 from jaxrl_llm.learner.low_memory import apply_updates
 from jaxrl_llm.learner.micro_batches import MicroBatches, padded
 from jaxrl_llm.learner.packed_batches import packed
+from jaxrl_llm.models import moe
 from jaxrl_llm.models.row_logp import RowValues, row_logp
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.ops.masks import completion_mask
@@ -54,6 +55,7 @@ class Moment(NamedTuple):
     others: Mapping[str, Any] = {}  # weights of other policies (views.OTHER_POLICIES) that the loss asks for
     over_batch: jax.Array | None = None  # [] f32, what a correction asks of the whole batch
     entropy_coefficient: jax.Array | None = None  # [] f32 weight of the entropy bonus, where it moves
+    expert_counts: jax.Array | None = None  # [layers,E] f32, tokens of the batch by expert, where their balance counts
 
 
 class Weights(NamedTuple):
@@ -196,6 +198,8 @@ class Update:
         flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)
         per_shard = lambda x: x.reshape(*batch.reward.shape, -1)
         micros = self.micro_batches(batch, jax.tree.map(per_shard, self._weights(flat)))
+        if self.config.load_balance:
+            moment = moment._replace(expert_counts=self._expert_counts(learned["policy"], micros))
 
         def accumulate(i, carry):
             # Each layer adds to the gradient where it lies: a micro-batch has none of its own.
@@ -208,6 +212,18 @@ class Update:
 
         sums = jax.eval_shape(lambda: self._loss(learned, *micros.at(0), moment)[1])
         return jax.lax.fori_loop(0, micros.count, accumulate, jax.tree.map(jnp.zeros_like, (learned, sums)))
+
+    def _expert_counts(self, params: Any, micros: MicroBatches) -> jax.Array:
+        """Of the whole batch, [layers,E]: one forward more, where it is not known what the sampler chose."""
+
+        def add(i: jax.Array, total: jax.Array) -> jax.Array:
+            rows, weights = micros.at(i)
+            known = rows.rollout.columns.get("experts")  # by the token that chose, not the one that it predicts
+            chosen = self._micro_batch_logp(params, rows).routed[0] if known is None else jnp.roll(known, 1, axis=1)
+            return total + moe.counts(chosen, weights.policy > 0, self.model.arch)
+
+        arch = self.model.arch
+        return jax.lax.fori_loop(0, micros.count, add, jnp.zeros((arch.num_layers, arch.num_experts), jnp.float32))
 
     def _weights(self, rows: Experience) -> Weights:
         """Of rows [B, ...], the whole batch."""
@@ -252,6 +268,7 @@ class Update:
         head: Any = None,
         readout: Callable[[jax.Array], jax.Array] | None = None,
         with_prompts: bool = False,
+        load: jax.Array | None = None,
     ) -> RowValues:
         """Log-probs of rows [B,S] under ``params`` and what else is read off them (see models.policy).
 
@@ -260,7 +277,8 @@ class Update:
         if head is not None:
             share = self.algorithm.critic.gradient_share
             readout = lambda hidden: values.head_outputs(head, hidden, gradient_share=share)
-        rows = rollout.tokens, rollout.prompt_length, rollout.length, rollout.columns.get("support")
+        rows = rollout.tokens, rollout.prompt_length, rollout.length
+        rows += rollout.columns.get("support"), rollout.columns.get("experts")
         per_device = max(1, (num_lines or rollout.tokens.shape[0]) // self.num_devices)
         if num_lines:
             rows = jax.tree.map(lambda x: x.reshape(num_lines, -1, *x.shape[1:]), rows)
@@ -276,6 +294,7 @@ class Update:
             remat=remat,
             readout=readout,
             with_prompts=with_prompts,
+            load=load,
         )
 
     def _micro_batch_logp(self, params: Any, rows: Experience, **how: Any) -> RowValues:
@@ -304,8 +323,10 @@ class Update:
         rollout, algorithm = rows.rollout, self.algorithm
         params, head = learned["policy"], learned.get("critic")
         with_prompts = any(one.fact("reads") == "prompt_logp" for one in algorithm.cross_entropies)
-        policy_logp, entropy, outputs, prompt_logp = self._micro_batch_logp(
-            params, rows, remat=True, head=head, with_prompts=with_prompts
+        counts = moment.expert_counts
+        load = None if counts is None else moe.load(counts, self.model.arch)
+        policy_logp, entropy, outputs, prompt_logp, routed = self._micro_batch_logp(
+            params, rows, remat=True, head=head, with_prompts=with_prompts, load=load
         )
         weight_BS = weights.policy
         mask = weight_BS > 0
@@ -343,6 +364,12 @@ class Update:
             value = cross_entropy(prompt_logp if one.fact("reads") == "prompt_logp" else policy_logp, weight)
             loss += one["coefficient"] * value
             sums[f"{one.name}_loss_sum"] = value
+
+        if routed:
+            sums["expert_counts"] = moe.counts(routed[0], mask, self.model.arch)
+        if counts is not None:
+            sums["balance_sum"] = moe.balance(routed[1], mask, counts, self.model.arch)
+            loss += self.config.load_balance * sums["balance_sum"]
 
         policy_logp, behaviour_logp = tokens.policy_logp, tokens.behaviour_logp
         ratio = jnp.where(mask, jnp.exp(policy_logp - behaviour_logp), 0.0)

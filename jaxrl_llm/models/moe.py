@@ -100,6 +100,17 @@ def load(counts_LE: jax.Array, arch: Architecture) -> jax.Array:
     return arch.experts_per_token * jnp.sum(counts_LE, axis=0) / jnp.maximum(total, 1.0)
 
 
+def balance(costs: jax.Array, mask: jax.Array, counts_LE: jax.Array, arch: Architecture) -> jax.Array:
+    """What tokens of the mask [...] add to the batch's mean balance cost, [] f32.
+
+    Args:
+        costs: [...,1] of ``by_token``.
+        counts_LE: of the whole batch.
+    """
+    num_tokens = jnp.sum(counts_LE[0]) / arch.experts_per_token
+    return jnp.sum(jnp.where(mask, costs[..., 0], 0.0)) / jnp.maximum(num_tokens, 1.0)
+
+
 def mlp(
     x_BTD: jax.Array,
     weight: Callable[[str], jax.Array],
