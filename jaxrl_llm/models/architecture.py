@@ -103,6 +103,11 @@ PRESETS = {
     "debug": Architecture(vocab_size=260, width=64, num_layers=2, num_heads=4, num_kv_heads=2, head_size=16, ffn=128),
     # The replay study's: arithmetic at character level on a CPU.
     "study": Architecture(vocab_size=260, width=64, num_layers=2, num_heads=4, num_kv_heads=4, head_size=16, ffn=256),
+    # A mixture, of sizes that no power of two divides.
+    "debug_experts": Architecture(
+        **dict(vocab_size=260, width=64, num_layers=2, num_heads=4, num_kv_heads=2, head_size=16, ffn=48, tied=False),
+        **dict(num_experts=6, experts_per_token=2, norm_topk=True, qk_norm="head", family="qwen3_moe"),
+    ),
     # Eight heads divide over any mesh of eight devices.
     "debug_wide": Architecture(
         vocab_size=264, width=128, num_layers=4, num_heads=8, num_kv_heads=8, head_size=16, ffn=256, tied=False

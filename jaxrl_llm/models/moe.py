@@ -18,13 +18,16 @@ Owns: the experts' parameters, who computes what. Does not know: files, losses, 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from jaxrl_llm.config import Config, ConfigError
 from jaxrl_llm.models import variants
 from jaxrl_llm.models.architecture import Architecture
 from jaxrl_llm.runtime import sharding
@@ -42,6 +45,24 @@ class Routing:
 
     chosen: jax.Array | None = None  # [B,T,layers*k], of one layer [B,T,k], by token; None = the likeliest
     load: jax.Array | None = None  # [E] f32, f_e of the batch, where the balance cost of each token is wanted
+
+
+def check(arch: Architecture, mesh: Any, who: str) -> None:
+    """Experts divide over their mesh axis; ConfigError otherwise."""
+    n, E = mesh.shape["expert"], arch.num_experts
+    if E % n:
+        fit = ", ".join(str(d) for d in range(1, E + 1) if E % d == 0)
+        raise ConfigError(f"mesh.expert={n} must divide the {who}'s {E} experts: one of {fit}")
+
+
+def check_settings(config: Config, arch: Architecture) -> None:
+    """ConfigError where settings are of experts and the model has none."""
+    for name, value, otherwise in (
+        ("model.routing_replay", config.model.routing_replay, False),
+        ("update.load_balance", config.update.load_balance, 0.0),
+    ):
+        if value and not arch.num_experts:
+            raise ConfigError(f"{name}={value!r} must be {otherwise!r}: the model has no experts")
 
 
 def parameters(arch: Architecture) -> Iterator[tuple[str, tuple[int, ...], tuple[str, ...]]]:
@@ -98,6 +119,20 @@ def load(counts_LE: jax.Array, arch: Architecture) -> jax.Array:
     """f_e [E] f32 of ``counts``, whose sum is k; 0 where nothing was counted."""
     total = jnp.sum(counts_LE)
     return arch.experts_per_token * jnp.sum(counts_LE, axis=0) / jnp.maximum(total, 1.0)
+
+
+def spread(counts_LE: Any) -> tuple[float, float]:
+    """Of ``counts`` on the host: tokens of the expert that got the most of its layer over the mean of the layer's, and
+    the entropy of the experts' shares over that of equal ones, mean of the layers; both 1 where all got as many, NaN
+    where there were no tokens.
+    """
+    counts_LE = np.asarray(counts_LE, np.float64)
+    if not counts_LE.sum():
+        return math.nan, math.nan
+    share_LE = counts_LE / counts_LE.sum(axis=1, keepdims=True)
+    entropy_L = -np.sum(share_LE * np.log(np.where(share_LE > 0, share_LE, 1.0)), axis=1)
+    E = share_LE.shape[1]
+    return float(share_LE.max()) * E, float(entropy_L.mean()) / math.log(E) if E > 1 else 1.0
 
 
 def balance(costs: jax.Array, mask: jax.Array, counts_LE: jax.Array, arch: Architecture) -> jax.Array:
