@@ -123,7 +123,7 @@ METRICS: dict[str, Metric] = {
         "fraction", "Entropy of experts' shares of a layer's trained tokens, over that of equal ones; mean of layers."
     ),
     "update/expert_balance": Metric(
-        "cost", "Balance cost that update.load_balance weighs, at least about experts per token; mean over the steps."
+        "cost", "Balance cost of update.load_balance, experts per token where loads are equal; mean over the steps."
     ),
     "update/grad_norm": Metric("norm", "Global gradient norm before clipping, mean over the optimizer steps."),
     "update/skipped_steps": Metric(
