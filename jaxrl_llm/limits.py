@@ -118,10 +118,6 @@ def _combinations(c: Any, flat: dict[str, Any]):
         "[sampling.top_k], [sampling.top_p] and [sampling.min_p] must be 0, 1 and 0 with "
         "external.groups_per_iteration above 0: what others wrote may be what a filter never draws",
     )
-    yield (
-        e.groups_per_iteration == 0 or not c.model.routing_replay,
-        "[model.routing_replay] must be False with [external.groups_per_iteration] above 0: others noted none",
-    )
     yield from c.rules_of_method(flat)
     most_open = c.rollouts_per_iteration + c.rollout.lookahead_prompts * c.rollout.group_size
     yield (

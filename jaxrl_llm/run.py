@@ -97,7 +97,6 @@ def assemble(
     if config.executables and not os.path.isdir(config.executables):
         raise ConfigError(f"executables={config.executables!r} must be a folder that plan --save has written, or ''")
     sharding.check_divisible(config, mesh)
-    moe.check_settings(config, arch)
     config = config.scaled()
     model = model_of(config, arch, mesh)
     reference_model = model_of(config, reference, mesh, "reference") if reference else model
@@ -209,7 +208,7 @@ def model_of(config: Config, arch: Architecture, mesh: Mesh, who: str = "model")
             f"mesh.{name}={tensor} must divide the {who}'s {arch.num_heads} heads and {arch.num_kv_heads} key heads"
         )
     context.check(arch.num_heads, mesh)
-    moe.check(arch, mesh, who)
+    moe.check(config, arch, mesh, who)
     if config.row_tokens > arch.max_positions:
         raise ConfigError(
             f"prompts.max_tokens={config.prompts.max_tokens} + sampling.max_completion_tokens="

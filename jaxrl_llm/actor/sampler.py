@@ -242,10 +242,7 @@ class Sampler:
         set_entries = lambda t, n: jax.vmap(lambda t, n, e: t.at[e].set(n, mode="drop"))(t, n, entry_MP)
         positions = jnp.broadcast_to(jnp.arange(L, dtype=jnp.int32), (P, L))
         _, (k, v, *made) = self.model.forward(params, tokens_PL, positions)
-        noted = {name: jnp.zeros((P, *x.shape[3:])) for name, x in state.columns.items()}
-        if self.keeps_experts:
-            (chosen_PLm,), is_token = moe.by_token(made), positions < length_P[:, None]
-            noted["experts"] = jnp.pad(jnp.where(is_token[..., None], chosen_PLm, 0), ((0, 0), (0, S - L), (0, 0)))
+        noted = {"experts": moe.noted((k, v, *made), length_P, S)} if self.keeps_experts else {}
 
         def put_kv(cache, new):  # [M*E, ...] <- [P, ...]
             by_shard = lambda x: x.reshape(M, -1, *x.shape[1:])
@@ -268,7 +265,7 @@ class Sampler:
             stop_reason=put(state.stop_reason, zeros),
             started=put(state.started, zeros),
             group_id=set_entries(state.group_id, group_id_P.reshape(M, P // M)),
-            columns={name: put(x, noted[name]) for name, x in state.columns.items()},
+            columns={name: put(x, noted.get(name, jnp.zeros((P, *x.shape[3:])))) for name, x in state.columns.items()},
         )
 
     def _refill(self, state: SamplerState) -> SamplerState:
@@ -361,7 +358,7 @@ class Sampler:
             params, flat(token_MZ)[:, None], flat(position_MZ)[:, None], prompt=prompt, cache=cache, rope=rope
         )
 
-        noted = {"experts": moe.by_token(made)[0]} if self.keeps_experts else {}
+        noted = {"experts": moe.by_token(hidden, (cache_k, cache_v, *made))[1]} if self.keeps_experts else {}
         drawn_sums = state.drawn
         logits_ZV = sharding.constrain(project(hidden[:, 0], self.model.head(params)), "batch", "vocab")
         if sampling.temperature == 0.0:
@@ -401,7 +398,7 @@ class Sampler:
         at_token = jax.vmap(lambda t, r, p, x: t.at[r, p].set(x, mode="drop"))
         at_row = jax.vmap(lambda t, r, x: t.at[r].set(x, mode="drop"))
         unrows = lambda x: x.reshape(M, E, G, *x.shape[2:])
-        write_token = lambda t, x, at=length_MZ: unrows(at_token(rows(t), target_MZ, at, x))
+        write_token = lambda t, x: unrows(at_token(rows(t), target_MZ, length_MZ, x))
         write_row = lambda t, x: unrows(at_row(rows(t), target_MZ, x))
         return state.replace(
             cache_k=cache_k,
@@ -415,13 +412,7 @@ class Sampler:
             slot_row=jnp.where(goes_on_MZ, state.slot_row, -1),
             drawn=drawn_sums,
             columns={
-                name: write_token(
-                    x,
-                    noted[name].reshape(*row_MZ.shape, *x.shape[4:]),
-                    position_MZ if name == "experts" else length_MZ,  # those are of the token that was read
-                )
-                if name in noted
-                else x
+                name: write_token(x, noted[name].reshape(*row_MZ.shape, *x.shape[4:])) if name in noted else x
                 for name, x in state.columns.items()
             },
         )

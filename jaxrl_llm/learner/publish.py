@@ -11,7 +11,7 @@ Owns: the form and dtype of the sampler's weights, the program that makes them. 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,7 +20,8 @@ from jax.experimental.layout import Format, Layout, with_layout_constraint
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm.models.files.layout import stored_dims, stored_shape
-from jaxrl_llm.models.transformer import Model, Params, turn
+from jaxrl_llm.models.transformer import Model, Params
+from jaxrl_llm.models.variants import turn, turned
 from jaxrl_llm.runtime import sharding
 from jaxrl_llm.runtime.programs import Program
 
@@ -32,11 +33,6 @@ def _stored(name: str, x: jax.Array, i: int | None) -> jax.Array:
 
 def _turned(name: str, x: jax.Array, i: int | None) -> jax.Array:
     return _stored(name, x, i) if i is None else turn(_stored(name, x, i))
-
-
-def turned(dims: Sequence[Any]) -> tuple[Any, ...]:
-    """What is of the dimensions of an array, as they are after ``turn``."""
-    return (*dims[:-2], *reversed(dims[-2:]))
 
 
 def sampler_form(params: Params, take: Callable[[str, Any, int | None], Any] = _turned) -> Params:

@@ -199,7 +199,8 @@ class Update:
         per_shard = lambda x: x.reshape(*batch.reward.shape, -1)
         micros = self.micro_batches(batch, jax.tree.map(per_shard, self._weights(flat)))
         if self.config.load_balance:
-            moment = moment._replace(expert_counts=self._expert_counts(learned["policy"], micros))
+            routed = lambda rows: self._micro_batch_logp(learned["policy"], rows).routed
+            moment = moment._replace(expert_counts=moe.counts_of_batch(micros, routed, self.model.arch))
 
         def accumulate(i, carry):
             # Each layer adds to the gradient where it lies: a micro-batch has none of its own.
@@ -212,18 +213,6 @@ class Update:
 
         sums = jax.eval_shape(lambda: self._loss(learned, *micros.at(0), moment)[1])
         return jax.lax.fori_loop(0, micros.count, accumulate, jax.tree.map(jnp.zeros_like, (learned, sums)))
-
-    def _expert_counts(self, params: Any, micros: MicroBatches) -> jax.Array:
-        """Of the whole batch, [layers,E]: one forward more, where it is not known what the sampler chose."""
-
-        def add(i: jax.Array, total: jax.Array) -> jax.Array:
-            rows, weights = micros.at(i)
-            known = rows.rollout.columns.get("experts")  # by the token that chose, not the one that it predicts
-            chosen = self._micro_batch_logp(params, rows).routed[0] if known is None else jnp.roll(known, 1, axis=1)
-            return total + moe.counts(chosen, weights.policy > 0, self.model.arch)
-
-        arch = self.model.arch
-        return jax.lax.fori_loop(0, micros.count, add, jnp.zeros((arch.num_layers, arch.num_experts), jnp.float32))
 
     def _weights(self, rows: Experience) -> Weights:
         """Of rows [B, ...], the whole batch."""
@@ -268,7 +257,7 @@ class Update:
         head: Any = None,
         readout: Callable[[jax.Array], jax.Array] | None = None,
         with_prompts: bool = False,
-        load: jax.Array | None = None,
+        expert_counts: jax.Array | None = None,
     ) -> RowValues:
         """Log-probs of rows [B,S] under ``params`` and what else is read off them (see models.policy).
 
@@ -277,11 +266,12 @@ class Update:
         if head is not None:
             share = self.algorithm.critic.gradient_share
             readout = lambda hidden: values.head_outputs(head, hidden, gradient_share=share)
-        rows = rollout.tokens, rollout.prompt_length, rollout.length
-        rows += rollout.columns.get("support"), rollout.columns.get("experts")
+        kept = map(rollout.columns.get, ("support", "experts"))
+        rows = (rollout.tokens, rollout.prompt_length, rollout.length, *kept)
         per_device = max(1, (num_lines or rollout.tokens.shape[0]) // self.num_devices)
         if num_lines:
             rows = jax.tree.map(lambda x: x.reshape(num_lines, -1, *x.shape[1:]), rows)
+        *rows, chosen = rows
         return row_logp(
             self.model,
             params,
@@ -294,7 +284,7 @@ class Update:
             remat=remat,
             readout=readout,
             with_prompts=with_prompts,
-            load=load,
+            routing=moe.replay(chosen, expert_counts),
         )
 
     def _micro_batch_logp(self, params: Any, rows: Experience, **how: Any) -> RowValues:
@@ -323,10 +313,8 @@ class Update:
         rollout, algorithm = rows.rollout, self.algorithm
         params, head = learned["policy"], learned.get("critic")
         with_prompts = any(one.fact("reads") == "prompt_logp" for one in algorithm.cross_entropies)
-        counts = moment.expert_counts
-        load = None if counts is None else moe.load(counts, self.model.arch)
         policy_logp, entropy, outputs, prompt_logp, routed = self._micro_batch_logp(
-            params, rows, remat=True, head=head, with_prompts=with_prompts, load=load
+            params, rows, remat=True, head=head, with_prompts=with_prompts, expert_counts=moment.expert_counts
         )
         weight_BS = weights.policy
         mask = weight_BS > 0
@@ -365,10 +353,8 @@ class Update:
             loss += one["coefficient"] * value
             sums[f"{one.name}_loss_sum"] = value
 
-        if routed:
-            sums["expert_counts"] = moe.counts(routed[0], mask, self.model.arch)
-        if counts is not None:
-            sums["balance_sum"] = moe.balance(routed[1], mask, counts, self.model.arch)
+        sums |= moe.sums(routed, mask, moment.expert_counts, self.model.arch)
+        if self.config.load_balance:
             loss += self.config.load_balance * sums["balance_sum"]
 
         policy_logp, behaviour_logp = tokens.policy_logp, tokens.behaviour_logp

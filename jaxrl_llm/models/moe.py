@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import flax.struct
 import jax
@@ -30,7 +30,12 @@ import numpy as np
 from jaxrl_llm.config import Config, ConfigError
 from jaxrl_llm.models import variants
 from jaxrl_llm.models.architecture import Architecture
+from jaxrl_llm.ops import packing
+from jaxrl_llm.ops.logp import completion_window
 from jaxrl_llm.runtime import sharding
+
+if TYPE_CHECKING:
+    from jaxrl_llm.models.transformer import Model
 
 _AXES = {
     "experts_gate": ("expert", "mlp", "embed"),
@@ -44,30 +49,39 @@ class Routing:
     """What is known of the choice of experts before it is made."""
 
     chosen: jax.Array | None = None  # [B,T,layers*k], of one layer [B,T,k], by token; None = the likeliest
-    load: jax.Array | None = None  # [E] f32, f_e of the batch, where the balance cost of each token is wanted
+    counts: jax.Array | None = None  # [layers,E] f32, of the batch, where the balance cost of each token is wanted
 
 
-def check(arch: Architecture, mesh: Any, who: str) -> None:
-    """Experts divide over their mesh axis; ConfigError otherwise."""
+def check(config: Config, arch: Architecture, mesh: Any, who: str) -> None:
+    """Experts divide over their mesh axis, and what is set of them needs some; ConfigError otherwise."""
     n, E = mesh.shape["expert"], arch.num_experts
     if E % n:
         fit = ", ".join(str(d) for d in range(1, E + 1) if E % d == 0)
         raise ConfigError(f"mesh.expert={n} must divide the {who}'s {E} experts: one of {fit}")
-
-
-def check_settings(config: Config, arch: Architecture) -> None:
-    """ConfigError where settings are of experts and the model has none."""
+    if config.model.routing_replay and config.external.groups_per_iteration:
+        others = f"external.groups_per_iteration={config.external.groups_per_iteration}"
+        raise ConfigError(f"model.routing_replay=True must be False with {others}: nobody noted the experts of others")
     for name, value, otherwise in (
         ("model.routing_replay", config.model.routing_replay, False),
         ("update.load_balance", config.update.load_balance, 0.0),
     ):
-        if value and not arch.num_experts:
+        if value and not E and who == "model":
             raise ConfigError(f"{name}={value!r} must be {otherwise!r}: the model has no experts")
 
 
 def parameters(arch: Architecture) -> Iterator[tuple[str, tuple[int, ...], tuple[str, ...]]]:
-    """Of a block, in place of its MLP: name, shape and logical axes without the layers'."""
-    E, D, F = arch.num_experts, arch.width, arch.ffn
+    """Of a block's MLP, or of its router and experts: name, shape and logical axes without the layers'.
+
+    Raises:
+        ConfigError: a token cannot have so many experts.
+    """
+    E, D, F, k = arch.num_experts, arch.width, arch.ffn, arch.experts_per_token
+    if not E:
+        yield from (("gate", (F, D), ("mlp", "embed")), ("up", (F, D), ("mlp", "embed")))
+        yield "down", (D, F), ("embed", "mlp")
+        return
+    if not 1 <= k <= E:
+        raise ConfigError(f"a model of {E} experts, {k} for each token (num_experts_per_tok): must be from 1 to {E}")
     yield "router", (E, D), ("activation", "embed")
     for name, size in (("experts_gate", (E, F, D)), ("experts_up", (E, F, D)), ("experts_down", (E, D, F))):
         yield name, size, _AXES[name]
@@ -86,25 +100,76 @@ def by_layer(routing: Routing | None, num_layers: int) -> jax.Array | None:
     return jnp.moveaxis(routing.chosen.reshape(B, T, num_layers, -1), 2, 0)
 
 
-def of_layer(arch: Architecture, rules: dict[str, Any], routing: Routing | None, chosen: jax.Array | None) -> Callable:
-    """``mlp`` of a layer, whose experts ``chosen`` [B,T,k] names where they were chosen before."""
-    routing = Routing(chosen, None if routing is None else routing.load)
+def of_layer(
+    model: Model, routing: Routing | None, chosen: jax.Array | None, *, of_sampler: bool
+) -> Callable | None:
+    """``mlp`` of a layer, whose experts ``chosen`` [B,T,k] names where they were chosen before; None if it has none.
+
+    Args:
+        of_sampler: the weights lie as the sampler's.
+    """
+    arch = model.arch
+    if not arch.num_experts:
+        return None
+    rules = sharding.RULES | dict(model.rules) | (sharding.OF_SAMPLER if of_sampler else {})
+    load = None if routing is None or routing.counts is None else _load(routing.counts, arch)
     act = variants.ACTIVATIONS[arch.activation]
-    return functools.partial(mlp, routing=routing, arch=arch, activation=act, rules=rules)
+    return functools.partial(mlp, chosen=chosen, load=load, arch=arch, activation=act, rules=rules)
 
 
-def by_token(made: tuple[Any, ...]) -> tuple[jax.Array, ...]:
-    """What ``mlp`` told of its choices in all layers, stacked [layers,B,T,...] or a tuple of layers, by token.
+def by_token(hidden: jax.Array, made: tuple[Any, ...]) -> tuple[jax.Array, ...]:
+    """What ``Model.forward`` gives, without keys and values.
 
     Returns:
-        Nothing for a model without experts; else the chosen [B,T,layers*k], and where they were computed the balance
-        costs [B,T,1] f32, means over the layers.
+        The hidden states; of a model with experts the chosen [B,T,layers*k] too, and where they were computed the
+        balance costs [B,T,1] f32, means over the layers.
     """
-    if not made:
-        return ()
-    chosen, *cost = (jnp.stack(x) if isinstance(x, tuple) else x for x in made)
+    if len(made) == 2:  # keys and values
+        return (hidden,)
+    chosen, *cost = (jnp.stack(x) if isinstance(x, tuple) else x for x in made[2:])
     chosen = jnp.moveaxis(chosen, 0, 2)
-    return (chosen.reshape(*chosen.shape[:2], -1), *(jnp.mean(x, axis=0)[..., None] for x in cost))
+    return (hidden, chosen.reshape(*chosen.shape[:2], -1), *(jnp.mean(x, axis=0)[..., None] for x in cost))
+
+
+def in_lines(
+    routing: Routing | None, prompt_length: jax.Array, length: jax.Array, *, width: int, group_size: int
+) -> Routing | None:
+    """Of rows [n,K,S,m] as ``packing.lay`` lays their tokens, [n,W,m]."""
+    if routing is None or routing.chosen is None:
+        return routing
+    n, K, S, m = routing.chosen.shape
+    number = jnp.broadcast_to(jnp.arange(K * S, dtype=jnp.int32).reshape(1, K, S), (n, K, S))
+    at = packing.lay(number, prompt_length, length, width=width, group_size=group_size).tokens[:, :, None]
+    return routing.replace(chosen=jnp.take_along_axis(routing.chosen.reshape(n, K * S, m), at, axis=1))
+
+
+def of_groups(
+    routing: Routing | None, prompt_length: jax.Array, *, completion_width: int, group_size: int
+) -> Routing | None:
+    """Of rows [B,S,m] by groups, prompt ++ completions: [B/G,L+G*C,m]."""
+    if routing is None or routing.chosen is None:
+        return routing
+    B, S, m = routing.chosen.shape
+    prompts = routing.chosen.reshape(B // group_size, group_size, S, m)[:, 0, : S - completion_width]
+    completions = completion_window(routing.chosen, prompt_length, completion_width)
+    return routing.replace(chosen=jnp.concatenate([prompts, completions.reshape(len(prompts), -1, m)], axis=1))
+
+
+def noted(made: tuple[Any, ...], length: jax.Array, row_width: int) -> jax.Array:
+    """What prompts chose, [P,S,layers*k], of each token the choice of the one before it; 0 elsewhere.
+
+    Args:
+        made: what a forward of them [P,L] gave beside hidden states.
+        length: [P] i32.
+    """
+    chosen_PLm = by_token(None, made)[1]
+    chosen_PLm = jnp.where((jnp.arange(chosen_PLm.shape[1])[None] < length[:, None])[..., None], chosen_PLm, 0)
+    return jnp.pad(chosen_PLm, ((0, 0), (1, row_width - chosen_PLm.shape[1] - 1), (0, 0)))
+
+
+def replay(noted: jax.Array | None, counts: jax.Array | None) -> Routing:
+    """Of the choices that the sampler noted with each token [...,S,m], made by the one before it."""
+    return Routing(None if noted is None else jnp.roll(noted, -1, axis=-2), counts)
 
 
 def counts(chosen: jax.Array, mask: jax.Array, arch: Architecture) -> jax.Array:
@@ -115,42 +180,64 @@ def counts(chosen: jax.Array, mask: jax.Array, arch: Architecture) -> jax.Array:
     return jnp.zeros(L * E, jnp.float32).at[at.reshape(-1)].add(weight.reshape(-1)).reshape(L, E)
 
 
-def load(counts_LE: jax.Array, arch: Architecture) -> jax.Array:
+def _load(counts_LE: jax.Array, arch: Architecture) -> jax.Array:
     """f_e [E] f32 of ``counts``, whose sum is k; 0 where nothing was counted."""
     total = jnp.sum(counts_LE)
     return arch.experts_per_token * jnp.sum(counts_LE, axis=0) / jnp.maximum(total, 1.0)
 
 
-def spread(counts_LE: Any) -> tuple[float, float]:
-    """Of ``counts`` on the host: tokens of the expert that got the most of its layer over the mean of the layer's, and
-    the entropy of the experts' shares over that of equal ones, mean of the layers; both 1 where all got as many, NaN
-    where there were no tokens.
-    """
-    counts_LE = np.asarray(counts_LE, np.float64)
-    if not counts_LE.sum():
-        return math.nan, math.nan
-    share_LE = counts_LE / counts_LE.sum(axis=1, keepdims=True)
+def metrics(used: dict[str, Any]) -> dict[str, float]:
+    """Of the sums of an iteration's updates, on the host: how even the experts' loads are; nothing without experts."""
+    if "expert_counts" not in used:
+        return {}
+    counts_LE, num_updates = np.asarray(used["expert_counts"], np.float64), float(used["update_count"])
+    values = {"update/expert_balance": float(used["balance_sum"]) / num_updates} if "balance_sum" in used else {}
+    share_LE = counts_LE / np.maximum(counts_LE.sum(axis=1, keepdims=True), 1.0)
     entropy_L = -np.sum(share_LE * np.log(np.where(share_LE > 0, share_LE, 1.0)), axis=1)
-    E = share_LE.shape[1]
-    return float(share_LE.max()) * E, float(entropy_L.mean()) / math.log(E) if E > 1 else 1.0
+    E, is_any = share_LE.shape[1], counts_LE.sum() > 0
+    values["update/expert_load_max"] = float(share_LE.max()) * E if is_any else math.nan
+    values["update/expert_load_entropy_frac"] = float(entropy_L.mean()) / math.log(max(E, 2)) if is_any else math.nan
+    return values
 
 
-def balance(costs: jax.Array, mask: jax.Array, counts_LE: jax.Array, arch: Architecture) -> jax.Array:
-    """What tokens of the mask [...] add to the batch's mean balance cost, [] f32.
+def sums(
+    routed: tuple[jax.Array, ...], mask: jax.Array, counts_LE: jax.Array | None, arch: Architecture
+) -> dict[str, jax.Array]:
+    """Of the tokens of the mask [...]: "expert_counts", and their part of the batch's mean balance cost, "balance_sum".
 
     Args:
-        costs: [...,1] of ``by_token``.
-        counts_LE: of the whole batch.
+        routed: of ``by_token``, without the hidden states; () = there are no experts.
+        counts_LE: of the whole batch, where the balance costs are there.
     """
-    num_tokens = jnp.sum(counts_LE[0]) / arch.experts_per_token
-    return jnp.sum(jnp.where(mask, costs[..., 0], 0.0)) / jnp.maximum(num_tokens, 1.0)
+    found = {"expert_counts": counts(routed[0], mask, arch)} if routed else {}
+    if counts_LE is not None:
+        num_tokens = jnp.sum(counts_LE[0]) / arch.experts_per_token
+        found["balance_sum"] = jnp.sum(jnp.where(mask, routed[1][..., 0], 0.0)) / jnp.maximum(num_tokens, 1.0)
+    return found
+
+
+def counts_of_batch(micros: Any, routed: Callable[[Any], Any], arch: Architecture) -> jax.Array:
+    """``counts`` [layers,E] of all that is trained in micro-batches (learner.micro_batches).
+
+    Args:
+        routed: rows -> ``by_token`` of them, a forward; not asked where it is known what the sampler chose.
+    """
+
+    def add(i: jax.Array, total: jax.Array) -> jax.Array:
+        rows, weights = micros.at(i)
+        known = rows.rollout.columns.get("experts")
+        chosen = routed(rows)[0] if known is None else known
+        return total + counts(chosen, weights.policy > 0, arch)
+
+    return jax.lax.fori_loop(0, micros.count, add, jnp.zeros((arch.num_layers, arch.num_experts), jnp.float32))
 
 
 def mlp(
     x_BTD: jax.Array,
     weight: Callable[[str], jax.Array],
-    routing: Routing,
     *,
+    chosen: jax.Array | None,
+    load: jax.Array | None,
     arch: Architecture,
     activation: Callable[[jax.Array], jax.Array],
     rules: dict[str, Any],
@@ -159,6 +246,8 @@ def mlp(
 
     Args:
         weight: the parameter of a name of ``parameters``.
+        chosen: [B,T,k], where they were chosen before.
+        load: f_e [E] f32, where the balance costs are wanted.
         rules: how the experts' weights lie (``sharding.RULES`` with what goes before).
 
     Returns:
@@ -170,7 +259,7 @@ def mlp(
         "BTD,ED->BTE", x_BTD.astype(jnp.float32), weight("router").astype(jnp.float32), precision="highest"
     )
     probs_BTE = jax.nn.softmax(logits_BTE, axis=-1)
-    chosen_BTk = jax.lax.top_k(probs_BTE, k)[1] if routing.chosen is None else routing.chosen.astype(jnp.int32)
+    chosen_BTk = jax.lax.top_k(probs_BTE, k)[1] if chosen is None else chosen.astype(jnp.int32)
     share_BTk = jnp.take_along_axis(probs_BTE, chosen_BTk, axis=-1)
     if arch.norm_topk:
         share_BTk = share_BTk / jnp.sum(share_BTk, axis=-1, keepdims=True)
@@ -189,8 +278,8 @@ def mlp(
         shared=2,
     )
     made = (chosen_BTk.astype(dtype),)
-    if routing.load is not None:
-        made += (arch.num_experts * jnp.einsum("BTE,E->BT", probs_BTE, routing.load),)
+    if load is not None:
+        made += (arch.num_experts * jnp.einsum("BTE,E->BT", probs_BTE, load),)
     return y_BTD, made
 
 

@@ -72,8 +72,8 @@ def row_logp(
     prompt_length: jax.Array,
     length: jax.Array,
     support: jax.Array | None = None,
-    experts: jax.Array | None = None,
     *,
+    routing: moe.Routing | None = None,
     sampling: SamplingConfig,
     completion_width: int,
     chunk_positions: int,
@@ -82,7 +82,6 @@ def row_logp(
     remat: bool = False,
     readout: Callable[[jax.Array], jax.Array] | None = None,
     with_prompts: bool = False,
-    load: jax.Array | None = None,
 ) -> RowValues:
     """Log-probability of every completion token, and entropy, under the sampling distribution of ``params``.
 
@@ -90,7 +89,7 @@ def row_logp(
         tokens: [B,S] i32 right-padded rows ``prompt ++ completion``; with lines [n,K,S], the rows of each.
         prompt_length, length: [B] i32, prompt_length at least 1; with lines [n,K], both 0 where there is no row.
         support: [B,S,N] or [n,K,S,N] i32 ids that each token was drawn among (``Rollout.support``), if they were kept.
-        experts: [B,S,m] or [n,K,S,m], those that each token chose when it was sampled, to be chosen again.
+        routing: what is known of the rows' choice of experts, [B,S,m] or [n,K,S,m].
         sampling: temperature and filters; its temperature must be positive.
         completion_width: the longest completion; with groups or ``with_prompts``, prompts are at most S minus this.
         chunk_positions: positions of each row, or of each line, whose logits are live at once.
@@ -99,12 +98,11 @@ def row_logp(
         remat: this is the forward of a backward pass.
         readout: [...,D] -> [...,m] f32, something else to read off the hidden state that predicts each token.
         with_prompts: the prompts' log-probs too, in the same forward; S - C is then at least 2.
-        load: of the experts (moe.Routing), for balance costs.
 
     Returns:
         Of B rows; B = n*K with lines.
     """
-    rows, head_VD = (tokens, prompt_length, length, support, moe.Routing(experts, load)), model.head(params)
+    rows, head_VD = (tokens, prompt_length, length, support, routing), model.head(params)
     how = {"chunk": chunk_positions, "group_size": group_size, "remat": remat}
     if line_width:
         completions, prompts = _in_lines(model, params, *rows, width=line_width, **how)
@@ -144,10 +142,9 @@ def _padded(
     target_BC = completion_window(tokens_BS, prompt_length, completion_width)
     if group_size == 1:
         positions = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32), (B, S))
-        hidden_BSD, made = model.forward(params, tokens_BS, positions, remat=remat, routing=routing)
-        seen = (hidden_BSD, *moe.by_token(made[2:]))
+        seen = moe.by_token(*model.forward(params, tokens_BS, positions, remat=remat, routing=routing))
         hidden_BCD, *routed = (completion_window(x, prompt_length - 1, completion_width) for x in seen)
-        hidden_PLD = hidden_BSD[:, : S - completion_width]
+        hidden_PLD = seen[0][:, : S - completion_width]
     else:
         (hidden_BCD, *routed), hidden_PLD = _hidden_of_groups(
             model, params, tokens_BS, prompt_length, target_BC, routing, group_size, remat
@@ -170,32 +167,24 @@ def _padded(
     return completions, Part(hidden_PLD[:, :-1], target_PL, None, chunk * group_size, None, place_prompts)
 
 
-def _in_lines(
-    model, params, tokens_nKS, prompt_length, length, support_nKSN, routing, *, width, chunk, group_size, remat
-):
+def _in_lines(model, params, tokens_nKS, prompt_length, length, support, routing, *, width, chunk, group_size, remat):
     """Parts of rows [n,K,S] that lie side by side in lines [n,W]: completions and prompts."""
     line = packing.lay(tokens_nKS, prompt_length, length, width=width, group_size=group_size)
     visible = packing.visible(line) if group_size > 1 else Units(line.unit)
-    if routing.chosen is not None:  # lies as the tokens do
-        (n, K, S, m), how = routing.chosen.shape, {"width": width, "group_size": group_size}
-        number = jnp.broadcast_to(jnp.arange(K * S, dtype=jnp.int32).reshape(1, K, S), (n, K, S))
-        at = packing.lay(number, prompt_length, length, **how).tokens[:, :, None]
-        routing = routing.replace(chosen=jnp.take_along_axis(routing.chosen.reshape(n, K * S, m), at, axis=1))
-    hidden_nWD, made = model.forward(
-        params, line.tokens, line.position, visible=visible, remat=remat, routing=routing
-    )
+    routing = moe.in_lines(routing, prompt_length, length, width=width, group_size=group_size)
+    how = {"visible": visible, "remat": remat, "routing": routing}
+    seen = moe.by_token(*model.forward(params, line.tokens, line.position, **how))
 
-    def part(reading: packing.Reading, support: jax.Array | None) -> Part:
+    def part(reading: packing.Reading, support: jax.Array | None = None) -> Part:
         def place(values: jax.Array) -> jax.Array:  # [n,W,...] to [n*K,S,...]
             taken = packing.take_rows(values, reading)
             return taken.reshape(-1, *taken.shape[2:])
 
-        seen = (hidden_nWD, *moe.by_token(made[2:]))
         hidden, *routed = (jnp.take_along_axis(x, reading.source[:, :, None], axis=1) for x in seen)
         return Part(hidden, reading.target, support, chunk, jnp.max(reading.count), place, (*routed,))
 
-    support = None if support_nKSN is None else packing.of_targets(support_nKSN, line.completions)
-    return part(line.completions, support), part(line.prompts, None)
+    support = None if support is None else packing.of_targets(support, line.completions)
+    return part(line.completions, support), part(line.prompts)
 
 
 def _hidden_of_groups(model, params, tokens_BS, prompt_length, completion_BC, routing, group_size, remat):
@@ -208,17 +197,13 @@ def _hidden_of_groups(model, params, tokens_BS, prompt_length, completion_BC, ro
     own_length = prompt_length[::group_size]
     position_PL = jnp.broadcast_to(jnp.arange(L, dtype=jnp.int32), (P, L))
     position_PC = own_length[:, None] + jnp.arange(C, dtype=jnp.int32)[None, :]
-    if routing.chosen is not None:
-        of_prompts = routing.chosen.reshape(P, group_size, S, -1)[:, 0, :L]
-        of_completions = completion_window(routing.chosen, prompt_length, C).reshape(P, -1, of_prompts.shape[-1])
-        routing = routing.replace(chosen=jnp.concatenate([of_prompts, of_completions], axis=1))
-    hidden_PWD, made = model.forward(
+    made = model.forward(
         params,
         jnp.concatenate([prompts_PL, completion_BC.reshape(P, -1)], axis=1),
         jnp.concatenate([position_PL, jnp.tile(position_PC, group_size)], axis=1),
         visible=Groups(own_length, prompt_width=L, size=group_size),
         remat=remat,
-        routing=routing,
+        routing=moe.of_groups(routing, prompt_length, completion_width=C, group_size=group_size),
     )
 
     def predicting(x_PW):
@@ -227,4 +212,4 @@ def _hidden_of_groups(model, params, tokens_BS, prompt_length, completion_BC, ro
         # The prompt's last token predicts the first completion token, and each completion token the next.
         return jnp.concatenate([jnp.repeat(last_P1, group_size, axis=0), x_BC[:, :-1]], axis=1)
 
-    return tuple(map(predicting, (hidden_PWD, *moe.by_token(made[2:])))), hidden_PWD[:, :L]
+    return tuple(map(predicting, moe.by_token(*made))), made[0][:, :L]

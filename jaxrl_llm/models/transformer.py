@@ -70,11 +70,6 @@ def linear(x_BTI: jax.Array, w: jax.Array, *, merged: bool = True) -> jax.Array:
     return jnp.einsum("XI,OI->XO", x_XI, w_OI)[:X].reshape(*x_BTI.shape[:2], -1)
 
 
-def turn(w: jax.Array) -> jax.Array:
-    """A matrix the other way round, or each of several; a vector as it is."""
-    return w.mT if w.ndim > 1 else w
-
-
 def look_up(dtype, width: int, axes: Any, tokens_BT: jax.Array, table_VD: jax.Array) -> jax.Array:
     """The tokens' rows of the table, [B,T,D]. A device with a part of the width reads it for all along ``axes``: what
     is sent is activations, and the gradient lies where the table does, summed in its dtype.
@@ -89,27 +84,23 @@ class Blocks(nnx.Module):
     """All transformer blocks; parameters are stacked [layers, ...], the call sees one layer's slice."""
 
     def __init__(self, arch: Architecture, *, rngs: nnx.Rngs):
-        D, F, H, N, K = arch.width, arch.ffn, arch.head_size, arch.num_heads, arch.num_kv_heads
+        D, H, N, K = arch.width, arch.head_size, arch.num_heads, arch.num_kv_heads
         self.arch = arch
-        mlp = [(name, (F, D), ("mlp", "embed")) for name in ("gate", "up")] + [("down", (D, F), ("embed", "mlp"))]
         for name, size, axes, *constant in (
             ("q", (N, H, D), ("heads", "head_size", "embed")),
             ("k", (K, H, D), ("kv_heads", "head_size", "embed")),
             ("v", (K, H, D), ("kv_heads", "head_size", "embed")),
             ("o", (D, N, H), ("embed", "heads", "head_size")),
-            *(moe.parameters(arch) if arch.num_experts else mlp),
+            *moe.parameters(arch),
             *variants.vectors(arch),
         ):
             setattr(self, name, _param(rngs, (arch.num_layers, *size), ("layers", *axes), *constant))
 
-    def __call__(
-        self, x_BTD, rope, layer: Layer, *, kv=None, visible=None, positions=None, implementation="xla", experts=None
-    ):
-        """One ``layer``, by the tables of its rope; ``kv``: "prompt" and "cache", where there are such; ``experts``:
-        ``moe.mlp``, if it has them, with all that is not of the block.
+    def __call__(self, x_BTD, rope, layer: Layer, *, kv, visible, positions, implementation, experts=None):
+        """One ``layer``, by the tables of its rope; ``kv``: "prompt" and "cache", where there are such.
 
-        Returns activations and keys and values, the new tokens' [B,K,T,H] or, with them, the caches', and what
-        ``experts`` makes beside its activations.
+        Returns activations and keys and values, the new tokens' [B,K,T,H] or, with them, the caches'; and what
+        ``experts`` (``moe.of_layer``) tell of themselves.
         """
         arch, kv = self.arch, kv or {}
         act = variants.ACTIVATIONS[arch.activation]
@@ -191,15 +182,13 @@ class Transformer(nnx.Module):
             return kernels.of_lines(lines, attention)
 
         seen = {window: within(window) for window in {layer.window for layer in self.arch.by_layer}}
-        rules = sharding.RULES | dict(model.rules) | ({} if layers is None else sharding.OF_SAMPLER)
 
         def make_block(layer: Layer):
             def block(x, of_layer):
                 layer_params, layer_kv, chosen = of_layer
                 own = {name: before[name].replace(keys=k, values=v) for name, (k, v) in layer_kv.items()}
                 how = {"visible": seen[layer.window], "positions": positions_BT, "implementation": attention}
-                if self.arch.num_experts:
-                    how["experts"] = moe.of_layer(self.arch, rules, routing, chosen)
+                how["experts"] = moe.of_layer(model, routing, chosen, of_sampler=layers is not None)
                 rope = None if layer.rope < 0 else tables[layer.rope]
                 return nnx.merge(graph, layer_params)(x, rope, layer, kv=own, **how)
 
@@ -215,7 +204,7 @@ class Transformer(nnx.Module):
         else:
             made, blocks = [], {layer: jax.jit(block) for layer, block in blocks.items()}  # traced once; XLA inlines it
             for i, (layer, turned) in enumerate(zip(self.arch.by_layer, layers, strict=True)):
-                layer_params = jax.tree.map(turn, turned)  # no copy: XLA's matmuls contract either way
+                layer_params = jax.tree.map(variants.turn, turned)  # no copy: XLA's matmuls contract either way
                 layer_kv = {name: (keys[i], values[i]) for name, (keys, values) in kv.items()}
                 x_BTD, new = blocks[layer](x_BTD, (layer_params, layer_kv, None if chosen is None else chosen[i]))
                 made.append(new)
@@ -280,8 +269,8 @@ class Model:
 
         Returns:
             hidden [B,T,D] in the compute dtype, and the new tokens' (keys, values), [B,K,T,H] by layer, or the caches'
-            with those: one array with a leading layer axis where blocks are stacked, a tuple where they are apart. Of
-            experts there is more beside these (``moe.by_token``).
+            with those: one array with a leading layer axis where blocks are stacked, a tuple where they are apart;
+            of experts more (``moe.by_token``).
         """
         graph, _ = _abstract(self.arch)
         layers = params.get("layers")

@@ -164,14 +164,9 @@ def update_values(config: Config, used: dict[str, Any]) -> dict[str, float]:
     if "update_s" in used:
         values["time/update_s"] = used["update_s"]
         values["throughput/update_tokens_per_s"] = values["tokens/trained"] / used["update_s"]
-    if "expert_counts" in used:
-        most, entropy = moe.spread(used["expert_counts"])
-        values |= {"update/expert_load_max": most, "update/expert_load_entropy_frac": entropy}
-    if "balance_sum" in used:
-        values["update/expert_balance"] = ratio("balance_sum", "update_count")
     if "rate_scale_sum" in used:
         values["optimizer/rate_scale"] = ratio("rate_scale_sum", "update_count")
-    return values
+    return values | moe.metrics(used)
 
 
 def cost_values(config: Config, values: dict[str, float], before: float) -> dict[str, float]:

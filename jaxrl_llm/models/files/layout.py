@@ -24,7 +24,7 @@ from jaxrl_llm.runtime import sharding
 
 # For each dimension of a stored tensor, the dimensions of ours that are folded into it.
 # Ours are counted without the axes that are stacked: the layers', and the experts'.
-_VECTOR, _MATRIX = ((0,),), ((0,), (1,))
+_VECTOR, _MATRIX, _AXES = ((0,),), ((0,), (1,)), ("layer", "expert")
 LAYOUT = {
     **{name: _MATRIX for name in ("embedding", "head", "blocks.gate", "blocks.up", "blocks.down")},
     **{f"blocks.{name}": ((0, 1), (2,)) for name in ("q", "k", "v")},
@@ -68,8 +68,7 @@ def check(file: TensorFile, names: Mapping[str, str], model: Model, mesh: Mesh) 
     Raises:
         ConfigError: as ``load``.
     """
-    by_path = _by_path(model.abstract_params(mesh))
-    expected = {name: shape for name, shape, _, _ in _tensors(by_path, names)}
+    expected = {name: shape for name, shape, _, _ in _tensors(_by_path(model.abstract_params(mesh)), names)}
     for name, shape in expected.items():
         if name not in file.shapes:
             raise ConfigError(f"{file.path}: tensor {name} is missing")
@@ -81,7 +80,7 @@ def check(file: TensorFile, names: Mapping[str, str], model: Model, mesh: Mesh) 
     if extra:
         raise ConfigError(
             f"{file.path}: tensor {extra[0]} ({len(extra)} like it) is not part of a model of the family "
-            f"{model.arch.family} with {sum(path.startswith('blocks.') for path in by_path)} tensors per layer"
+            f"{model.arch.family} with {len(model.abstract_params(mesh)['blocks'])} tensors per layer"
         )
 
 
@@ -114,11 +113,7 @@ def _tensors(by_path: Mapping[str, Any], names: Mapping[str, str]) -> Iterator[t
     for path, leaf in by_path.items():
         n = _num_stacked(path, len(leaf.shape))
         for at in np.ndindex(leaf.shape[:n]):
-            yield _name(names[path], at), stored_shape(path, leaf.shape[n:]), path, at
-
-
-def _name(pattern: str, at: tuple[int, ...]) -> str:
-    return pattern.format(**dict(zip(("layer", "expert"), at, strict=False)))
+            yield names[path].format(**dict(zip(_AXES, at, strict=False))), stored_shape(path, leaf.shape[n:]), path, at
 
 
 def _num_stacked(path: str, ndim: int) -> int:
@@ -147,7 +142,8 @@ def _load_one(file: TensorFile, name: str, path: str, leaf: jax.ShapeDtypeStruct
             if n:
                 out = np.empty([r[1] - r[0] for r in ranges], np.float32)
                 for at in np.ndindex(out.shape[:n]):
-                    out[at] = read(_name(name, tuple(r[0] + i for r, i in zip(ranges, at, strict=False))))
+                    number = {axis: r[0] + i for axis, r, i in zip(_AXES, ranges, at, strict=False)}
+                    out[at] = read(name.format(**number))
             else:
                 out = read(name)
             parts[ranges] = out
