@@ -499,19 +499,24 @@ SETTINGS = {
 
 
 @functools.cache
-def program_text(config_text, name):
-    run = assemble(from_json(config_text), TINY, (257,), mesh_of(ONE))
+def program_text(config_text, name, arch=TINY):
+    run = assemble(from_json(config_text), arch, (257,), mesh_of(ONE))
     return run.programs()[name].lower(run.mesh).as_text()
 
 
-def program(name):
+def program(name, arch=TINY):
     """Look at the text of one program of the run on one device."""
 
     def look(config, folder, monkeypatch):
-        return program_text(to_json(config), name)
+        return program_text(to_json(config), name, arch)
 
     look.__name__ = name
     return look
+
+
+def program_of_experts(name):
+    """The same of a model that has some."""
+    return program(name, dataclasses.replace(TINY, num_experts=6, experts_per_token=2))
 
 
 def shapes(config, folder, monkeypatch):
@@ -757,6 +762,7 @@ ALIVE = {
     "model.param_dtype": ("bfloat16", program("update"), {}),
     "model.remat": ("none", program("update"), {}),
     "model.attention": ("xla", kernel_of_a_tpu, {}),
+    "model.routing_replay": (True, program_of_experts("update"), {}),
     "prompts.source": ("letters", loaded, FOUR),
     "prompts.name": ("five.jsonl", loaded, FOUR),
     "prompts.arguments": ({"min_terms": 6, "max_terms": 6}, loaded, GYM),
@@ -834,6 +840,7 @@ ALIVE = {
     "update.micro_batch_size": (4, program("update"), {}),
     "update.pack_width": (96, program("update"), SINGLE | {"update.micro_batch_tokens": 480}),
     "update.micro_batch_tokens": (480, program("update"), {}),
+    "update.load_balance": (0.1, program_of_experts("update"), {}),
     "update.updates_per_iteration": (3, program("update"), {}),
     "update.logp_chunk_tokens": (64, program("update"), {}),
     "update.scaled_from_batch_size": (4, program("update"), {}),
@@ -852,6 +859,7 @@ ALIVE = {
     "optimizer.offload": (True, program("update"), {}),
     "mesh.data": (4, mesh, {"mesh.fsdp": 2, "mesh.data": 2, "mesh.tensor": 2}),
     "mesh.fsdp": (2, mesh, {}),
+    "mesh.expert": (2, mesh, {}),
     "mesh.context": (2, mesh, {}),
     "mesh.tensor": (2, mesh, {}),
     "mesh.sampler_tensor": (2, sampler_mesh, {"mesh.fsdp": 4}),
