@@ -26,6 +26,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.pallas.ops.tpu.megablox import ops as megablox
 
 from jaxrl_llm.config import Config, ConfigError
 from jaxrl_llm.models import variants
@@ -112,9 +113,13 @@ def of_layer(
     if not arch.num_experts:
         return None
     rules = sharding.RULES | dict(model.rules) | (sharding.OF_SAMPLER if of_sampler else {})
+    if model.attention == "splash":  # on a TPU, and kernels are wanted
+        grouped = functools.partial(grouped_by_kernel, turned=of_sampler)
+    else:
+        grouped = lambda rows, w, sizes: jax.lax.ragged_dot(rows, w.mT, sizes)
     load = None if routing is None or routing.counts is None else _load(routing.counts, arch)
     act = variants.ACTIVATIONS[arch.activation]
-    return functools.partial(mlp, chosen=chosen, load=load, arch=arch, activation=act, rules=rules)
+    return functools.partial(mlp, chosen=chosen, load=load, arch=arch, activation=act, rules=rules, grouped=grouped)
 
 
 def by_token(hidden: jax.Array, made: tuple[Any, ...]) -> tuple[jax.Array, ...]:
@@ -241,6 +246,7 @@ def mlp(
     arch: Architecture,
     activation: Callable[[jax.Array], jax.Array],
     rules: dict[str, Any],
+    grouped: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """What the chosen experts say of each token, in the dtype of x, and what they were.
 
@@ -249,6 +255,8 @@ def mlp(
         chosen: [B,T,k], where they were chosen before.
         load: f_e [E] f32, where the balance costs are wanted.
         rules: how the experts' weights lie (``sharding.RULES`` with what goes before).
+        grouped: rows [A,I] sorted by expert, weights [E,O,I] and how many rows each has [E] -> [A,O], anything after
+            the last expert's rows.
 
     Returns:
         [B,T,D]; the chosen [B,T,k], likeliest first where nobody chose them before, and where there is a load the
@@ -272,7 +280,7 @@ def mlp(
         weights = [jax.lax.with_sharding_constraint(w, spec) for w, spec in zip(weights, split, strict=True)]
     of_tokens = ("batch", "length")
     y_BTD = sharding.by_device(
-        functools.partial(_by_experts, split=tuple(split), num_experts=arch.num_experts, activation=activation),
+        functools.partial(_by_experts, split=tuple(split), activation=activation, grouped=grouped),
         *(x_BTD, chosen_BTk, share_BTk, *weights),
         axes=(of_tokens, of_tokens, of_tokens, *split),
         shared=2,
@@ -283,7 +291,23 @@ def mlp(
     return y_BTD, made
 
 
-def _by_experts(x_BTD, chosen_BTk, share_BTk, gate_EFD, up_EFD, down_EDF, *, split, num_experts, activation):
+def grouped_by_kernel(
+    rows_AI: jax.Array, w_EOI: jax.Array, sizes_E: jax.Array, *, turned: bool, interpret: bool = False
+) -> jax.Array:
+    """The grouped matmul by JAX's kernel for TPUs (megablox), whose compiler would multiply every row by every expert.
+
+    Args:
+        turned: the weights lie in memory as [E,I,O].
+    """
+    (A, I), O = rows_AI.shape, w_EOI.shape[1]
+    tile = min(512, -(-A // 128) * 128)
+    rows_AI = jnp.pad(rows_AI, ((0, -A % tile), (0, 0)))
+    tiling, dtype = (tile, min(1024, I), min(1024, O)), rows_AI.dtype
+    w = w_EOI.mT if turned else w_EOI
+    return megablox.gmm(rows_AI, w, sizes_E, dtype, tiling, None, None, not turned, interpret)[:A]
+
+
+def _by_experts(x_BTD, chosen_BTk, share_BTk, gate_EFD, up_EFD, down_EDF, *, split, activation, grouped):
     """Of a device: its rows' sums, from all devices that have some of the experts, or of their ffn."""
     named = lambda spec, dim: sharding.axes_of(spec[dim]) if len(spec) else ()
     expert, ffn = named(split[0], 0), named(split[0], 1)
@@ -305,9 +329,8 @@ def _by_experts(x_BTD, chosen_BTk, share_BTk, gate_EFD, up_EFD, down_EDF, *, spl
     sizes_E = jnp.sum(own_A[:, None] == jnp.arange(E)[None], axis=0, dtype=jnp.int32)
     here_A = jnp.arange(own_A.size) < jnp.sum(sizes_E)
     rows_AD = jnp.where(here_A[:, None], x_XD[order_A // k], 0)
-    grouped = lambda rows, w: jax.lax.ragged_dot(rows, w.mT, sizes_E)
-    hidden_AF = activation(grouped(rows_AD, gate_EFD)) * grouped(rows_AD, up_EFD)
-    said_AD = jnp.where(here_A[:, None], grouped(hidden_AF, down_EDF), 0)
+    hidden_AF = activation(grouped(rows_AD, gate_EFD, sizes_E)) * grouped(rows_AD, up_EFD, sizes_E)
+    said_AD = jnp.where(here_A[:, None], grouped(hidden_AF, down_EDF, sizes_E), 0)
     back_A = jnp.zeros_like(order_A).at[order_A].set(jnp.arange(order_A.size), unique_indices=True)
     said_XkD = said_AD[back_A].reshape(-1, k, said_AD.shape[-1])
     y_XD = jnp.einsum("XkD,Xk->XD", said_XkD.astype(jnp.float32), share_Xk).astype(x_BTD.dtype)

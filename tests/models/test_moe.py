@@ -45,6 +45,7 @@ def weights(arch, seed=0):
 
 def mixed(arch, made, x, chosen=None, load=None):
     how = dict(chosen=chosen, load=load, arch=arch, activation=jax.nn.silu, rules=sharding.RULES)
+    how["grouped"] = lambda rows, w, sizes: jax.lax.ragged_dot(rows, w.mT, sizes)
     with jax.default_matmul_precision("highest"):
         return moe.mlp(x, made.__getitem__, **how)
 
@@ -100,6 +101,27 @@ def test_the_balance_cost_is_that_of_transformers():
         found = moe.sums((chosen, jnp.mean(jnp.stack(costs), axis=0)[..., None]), kept, counts, arch)
         assert float(found["balance_sum"]) == pytest.approx(theirs, rel=1e-6)
         assert float(jnp.sum(found["expert_counts"])) == 2 * 2 * kept.sum()
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_the_kernel_of_tpus_computes_the_same_and_its_gradient(turned):
+    """Interpreted; experts without rows, and rows of no expert, among them."""
+    rng, sizes = np.random.default_rng(8), np.array([70, 0, 33, 1], np.int32)
+    rows, w = (rng.normal(size=shape).astype(np.float32) for shape in ((150, 24), (4, 40, 24)))
+    there = (np.arange(150) < sizes.sum())[:, None]
+    weight = np.where(there, rng.normal(size=(150, 40)), 0.0).astype(np.float32)
+
+    def total(grouped):
+        def of(rows, w):
+            out = jnp.where(there, grouped(jnp.where(there, rows, 0), w, sizes), 0)
+            return jnp.sum(out * weight), out
+
+        with jax.default_matmul_precision("highest"):
+            return jax.value_and_grad(of, (0, 1), has_aux=True)(rows, w)
+
+    plain = total(lambda rows, w, sizes: jax.lax.ragged_dot(rows, w.mT, sizes))
+    found = total(functools.partial(moe.grouped_by_kernel, turned=turned, interpret=True))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=2e-4), found, plain)
 
 
 def test_metrics_of_even_and_of_one_sided_loads():
