@@ -299,10 +299,10 @@ def grouped_by_kernel(
     Args:
         turned: the weights lie in memory as [E,I,O].
     """
-    (A, I), O = rows_AI.shape, w_EOI.shape[1]
+    (A, num_in), num_out = rows_AI.shape, w_EOI.shape[1]
     tile = min(512, -(-A // 128) * 128)
     rows_AI = jnp.pad(rows_AI, ((0, -A % tile), (0, 0)))
-    tiling, dtype = (tile, min(1024, I), min(1024, O)), rows_AI.dtype
+    tiling, dtype = (tile, min(1024, num_in), min(1024, num_out)), rows_AI.dtype
     w = w_EOI.mT if turned else w_EOI
     return megablox.gmm(rows_AI, w, sizes_E, dtype, tiling, None, None, not turned, interpret)[:A]
 
@@ -329,8 +329,10 @@ def _by_experts(x_BTD, chosen_BTk, share_BTk, gate_EFD, up_EFD, down_EDF, *, spl
     sizes_E = jnp.sum(own_A[:, None] == jnp.arange(E)[None], axis=0, dtype=jnp.int32)
     here_A = jnp.arange(own_A.size) < jnp.sum(sizes_E)
     rows_AD = jnp.where(here_A[:, None], x_XD[order_A // k], 0)
-    hidden_AF = activation(grouped(rows_AD, gate_EFD, sizes_E)) * grouped(rows_AD, up_EFD, sizes_E)
-    said_AD = jnp.where(here_A[:, None], grouped(hidden_AF, down_EDF, sizes_E), 0)
+    with jax.named_scope(f"experts_in_{jax.lax.axis_size(expert) if expert else 1}_parts"):  # for plan
+        hidden_AF = activation(grouped(rows_AD, gate_EFD, sizes_E)) * grouped(rows_AD, up_EFD, sizes_E)
+        said_AD = grouped(hidden_AF, down_EDF, sizes_E)
+    said_AD = jnp.where(here_A[:, None], said_AD, 0)
     back_A = jnp.zeros_like(order_A).at[order_A].set(jnp.arange(order_A.size), unique_indices=True)
     said_XkD = said_AD[back_A].reshape(-1, k, said_AD.shape[-1])
     y_XD = jnp.einsum("XkD,Xk->XD", said_XkD.astype(jnp.float32), share_Xk).astype(x_BTD.dtype)
