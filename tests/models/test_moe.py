@@ -153,7 +153,10 @@ def gradient_on(config):
     return jax.tree.map(np.asarray, (seen, gradient))
 
 
-@pytest.mark.parametrize("name", MESHES)
+SLOW = ("expert, fsdp", "no expert axis")
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.slow] * (x in SLOW)) for x in MESHES])
 def test_a_mesh_changes_nothing_but_the_order_of_sums(name):
     ((hidden, chosen), gradient), ((hidden_1, chosen_1), gradient_1) = gradient_on(MESHES[name]), gradient_on(ONE)
     np.testing.assert_array_equal(chosen, chosen_1)
@@ -231,6 +234,29 @@ def test_a_sampler_on_a_mesh_draws_and_notes_the_same(name):
     np.testing.assert_array_equal(other.columns["experts"], one.columns["experts"])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("layers", [4, 8])
+def test_in_bfloat16_a_replay_takes_away_the_gap_of_other_choices(layers):
+    """Measured with 8 layers: 5 in 100 choices differ, and of the gaps, mean 0.020 and largest 0.21 nats, 0.010 and
+    0.034 remain (docs/log.md). In float32 no choice differs.
+    """
+    sizes = dict(num_layers=layers, num_experts=16, experts_per_token=4, width=64, head_size=16, ffn=32, qk_norm="head")
+    sampler = make_sampler(arch=dataclasses.replace(EXPERTS, **sizes), keeps_experts=True)
+    sampler = dataclasses.replace(sampler, model=dataclasses.replace(sampler.model, compute_dtype="bfloat16"))
+    sampling = Sampling(sampler)
+    sampling.params = jax.tree.map(lambda x: x.astype("bfloat16"), sampling.params)
+    rollout, _ = sampling(make_prompts(range(8)))
+    noted = rollout.columns["experts"]
+    apart, replayed = (learner(rollout, sampler, chosen=chosen) for chosen in (None, noted))
+    completion = apart.logp != 0
+    by_layer = lambda chosen: np.sort(np.asarray(chosen).reshape(*completion.shape, layers, 4)[completion], axis=-1)
+    changed = np.any(by_layer(apart.routed[0]) != by_layer(noted), axis=-1).mean()
+    gaps = [np.abs(x.logp - rollout.behaviour_logp)[completion] for x in (apart, replayed)]
+    print("changed", changed, "mean and largest gap", *((x.mean(), x.max()) for x in gaps))
+    assert changed > 0.02
+    assert gaps[1].mean() < 0.7 * gaps[0].mean() and gaps[1].max() < 0.5 * gaps[0].max()
+
+
 # --- the update ---
 
 
@@ -249,7 +275,7 @@ def experience(replays):
     return rows.replace(rollout=rows.rollout.with_columns(experts=chosen.reshape(*shape, 6)))
 
 
-@pytest.mark.parametrize("replays", [False, True])
+@pytest.mark.parametrize("replays", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_padding_packing_microbatches_and_meshes_do_not_change_loss_and_gradient(replays):
     rows = experience(replays)
     expected = building.gradient(update_of(), rows)
