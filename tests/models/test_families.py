@@ -17,6 +17,7 @@ from support import building, families
 from support.building import COMPLETION_TOKENS, CUBE, ONE, PROMPT_TOKENS, Sampling, make_prompts, make_sampler
 
 from jaxrl_llm.config import ConfigError
+from jaxrl_llm.learner import publish
 from jaxrl_llm.models import rope, variants
 from jaxrl_llm.models.architecture import Layer, RopeScaling
 from jaxrl_llm.models.files import hf
@@ -24,6 +25,7 @@ from jaxrl_llm.models.files.families import FAMILIES, config_of
 from jaxrl_llm.models.files.gguf import make_byte_tokenizer
 from jaxrl_llm.models.row_logp import row_logp
 from jaxrl_llm.models.transformer import Model
+from jaxrl_llm.types import Example, PromptBatch
 
 FIXTURES = pathlib.Path(__file__).parents[1] / "fixtures"
 STORED = json.loads((FIXTURES / "families.json").read_text())
@@ -91,6 +93,25 @@ def test_log_probs_and_gradients_are_those_that_transformers_stored(tmp_path, na
         # A bias of keys without rope changes no softmax: its gradient is rounding, 3e-9.
         atol = 1e-3 * length + 1e-7
         np.testing.assert_allclose(families.projections(key, of_file[key]), (along, length), rtol=0, atol=atol)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_moe_plain", "mixtral", "qwen3"])
+def test_the_sampler_s_likeliest_tokens_are_those_that_transformers_stored(tmp_path, name):
+    """Decoded one by one with caches; they were made without one."""
+    model = Model(hf.read_architecture(write(tmp_path / "theirs", name)))
+    params = hf.load_params(tmp_path / "theirs", model, building.mesh_of(ONE))
+    (row, _), stored = families.tokens_of(families.CONFIGS[name]), arrays()[f"{name}.greedy"][:COMPLETION_TOKENS]
+    sizes = dict(num_prompts=1, group_size=1, num_slots=1, max_prompt_tokens=len(row), chunk_steps=8)
+    sampler = make_sampler(arch=model.arch, sampling={"temperature": 0.0}, **sizes)
+    sampler = dataclasses.replace(sampler, eos_ids=())
+    sampling = Sampling(sampler)
+    sampling.params = publish.sampler_form(params)
+    length = np.array([len(row)], np.int32)
+    prompts = PromptBatch(row[None].astype(np.int32), length, np.zeros(1, np.int32), (Example("", {}),))
+    with jax.default_matmul_precision("highest"):
+        rollout, _ = sampling(prompts)
+    np.testing.assert_array_equal(rollout.tokens[0, len(row) :], stored)
 
 
 @pytest.mark.parametrize("name", families.CONFIGS)
