@@ -217,7 +217,7 @@ class MeshConfig:
     # Tensor parallelism of the sampler: devices that its copy of each layer is split over, of fsdp's and context's in
     # addition to tensor's; 0 = as tensor.
     sampler_tensor: int = 0
-    # Sharding rules: axes of weights (vocab, embed, heads, kv_heads, mlp) that lie on other mesh axes than
+    # Sharding rules: axes of weights (vocab, embed, heads, kv_heads, mlp, expert) lying on other mesh axes than
     # runtime/sharding.py says, such as {"embed": ("data", "fsdp")}.
     rules: dict[str, Any] = dataclasses.field(default_factory=dict, hash=False)
 
