@@ -83,7 +83,7 @@ def test_the_defaults_are_a_config():
             {"algorithm": {"surogate": "gspo"}},
             "unknown config key algorithm.surogate='gspo'; did you mean algorithm.surrogate",
         ),
-        ({"mesh": {"zzzz": 1}}, "unknown config key mesh.zzzz=1; known: data, fsdp, context, tensor"),
+        ({"mesh": {"zzzz": 1}}, "unknown config key mesh.zzzz=1; known: data, fsdp, expert, context, tensor"),
         ({"update": 3}, "update=3 must be a group of settings"),
         ({"seed": 1.0}, "seed=1.0 must be of type int, not float"),
         ({"seed": True}, "seed=True must be of type int, not bool"),
