@@ -58,6 +58,8 @@ class ModelConfig:
     # Attention: "auto" takes a flash kernel where the devices have one (TPU; NVIDIA in bfloat16), "xla" never.
     attention: Literal["auto", "xla"] = "auto"
     lora: LoraConfig = LoraConfig()
+    # Routing replay: rollouts carry the experts that the sampler chose for each token, and the learner takes the same.
+    routing_replay: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,6 +178,8 @@ class UpdateConfig:
     micro_batch_tokens: int = 0
     # Tokens of such a line, at least what one draw takes at full length; 0 = twice that.
     pack_width: int = 0
+    # Balance of experts: weight in the loss of their router's balance cost (models/moe.py); transformers' own is 0.001.
+    load_balance: Exponent = 0.0
     # Optimizer steps per iteration, all in one dispatch.
     updates_per_iteration: Count = 1
     # Forward pass of the learner: "full", or with what rollout.weights rounds, whose gradient goes to what is learned.
@@ -221,6 +225,8 @@ class MeshConfig:
     # Devices per axis; data = 0 takes what the others leave.
     data: int = 0
     fsdp: Count = 1
+    # Expert parallelism: the experts of a mixture are split over these, which have rows of their own as fsdp's have.
+    expert: Count = 1
     # Context parallelism: parts that the learner splits the tokens of each row in, which its attention exchanges for
     # parts of the heads; to the sampler they are further devices of fsdp, with rows of their own.
     context: Count = 1
@@ -228,7 +234,7 @@ class MeshConfig:
     # Tensor parallelism of the sampler: devices that its copy of each layer is split over, of fsdp's and context's in
     # addition to tensor's; 0 = as tensor.
     sampler_tensor: int = 0
-    # Sharding rules: axes of weights (vocab, embed, heads, kv_heads, mlp) that lie on other mesh axes than
+    # Sharding rules: axes of weights (vocab, embed, heads, kv_heads, mlp, expert) lying on other mesh axes than
     # runtime/sharding.py says, such as {"embed": ("data", "fsdp")}.
     rules: dict[str, Any] = dataclasses.field(default_factory=dict, hash=False)
 

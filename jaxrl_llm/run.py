@@ -23,7 +23,7 @@ from jaxrl_llm.config import Config, ConfigError, flatten
 from jaxrl_llm.learner import low_memory, optim, publish
 from jaxrl_llm.learner.learner import LearnerPrograms, num_bytes
 from jaxrl_llm.learner.update import Update
-from jaxrl_llm.models import quantised
+from jaxrl_llm.models import moe, quantised
 from jaxrl_llm.models.architecture import Architecture
 from jaxrl_llm.models.files import peft
 from jaxrl_llm.models.kernels import context
@@ -131,6 +131,7 @@ def assemble(
         lookahead=config.rollout.lookahead_prompts,
         keeps_entropy=config.keeps_entropy,
         keeps_old_logp=config.keeps_old_logp and config.rollout.lookahead_prompts > 0,
+        keeps_experts=config.model.routing_replay,
     )
     update = Update(
         config=dataclasses.replace(config.update, logp_chunk_tokens=chunk),
@@ -210,6 +211,7 @@ def model_of(config: Config, arch: Architecture, mesh: Mesh, who: str = "model")
             f"mesh.{name}={tensor} must divide the {who}'s {arch.num_heads} heads and {arch.num_kv_heads} key heads"
         )
     context.check(arch.num_heads, mesh)
+    moe.check(config, arch, mesh, who)
     if config.row_tokens > arch.max_positions:
         raise ConfigError(
             f"prompts.max_tokens={config.prompts.max_tokens} + sampling.max_completion_tokens="
@@ -262,4 +264,5 @@ def eval_sampler(config: Config, sampler: Sampler) -> Sampler:
         keeps_support=False,
         keeps_entropy=False,
         keeps_old_logp=False,
+        keeps_experts=False,
     )

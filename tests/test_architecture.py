@@ -93,7 +93,7 @@ MENU = {
     *(f"algorithms.{name}" for name in ("draws", "memory", "old_policies", "shaping", "surrogates", "views")),
     *("models.files.gguf", "models.files.hf", "models.files.families"),
     *("models.lora", "models.files.peft"),  # adapters, which few runs have
-    *("models.rope", "models.variants", "models.quantised"),  # what Llama has not, or not always
+    *("models.rope", "models.variants", "models.quantised", "models.moe"),  # what Llama has not, or not always
     *("models.kernels.learner", "models.kernels.tpu_decode"),
     *("learner.annotation", "learner.low_memory", "learner.packed_batches"),
     *("questions.tasks.files", "actor.guests", "actor.resampling", "actor.evaluation"),

@@ -84,7 +84,7 @@ def test_the_defaults_are_a_config():
             {"algorithm": {"surogate": "gspo"}},
             "unknown config key algorithm.surogate='gspo'; did you mean algorithm.surrogate",
         ),
-        ({"mesh": {"zzzz": 1}}, "unknown config key mesh.zzzz=1; known: data, fsdp, context, tensor"),
+        ({"mesh": {"zzzz": 1}}, "unknown config key mesh.zzzz=1; known: data, fsdp, expert, context, tensor"),
         ({"update": 3}, "update=3 must be a group of settings"),
         ({"seed": 1.0}, "seed=1.0 must be of type int, not float"),
         ({"seed": True}, "seed=True must be of type int, not bool"),
@@ -500,19 +500,24 @@ SETTINGS = {
 
 
 @functools.cache
-def program_text(config_text, name):
-    run = assemble(from_json(config_text), TINY, (257,), mesh_of(ONE))
+def program_text(config_text, name, arch=TINY):
+    run = assemble(from_json(config_text), arch, (257,), mesh_of(ONE))
     return run.programs()[name].lower(run.mesh).as_text()
 
 
-def program(name):
+def program(name, arch=TINY):
     """Look at the text of one program of the run on one device."""
 
     def look(config, folder, monkeypatch):
-        return program_text(to_json(config), name)
+        return program_text(to_json(config), name, arch)
 
     look.__name__ = name
     return look
+
+
+def program_of_experts(name):
+    """The same of a model that has some."""
+    return program(name, dataclasses.replace(TINY, num_experts=6, experts_per_token=2))
 
 
 def shapes(config, folder, monkeypatch):
@@ -773,6 +778,7 @@ ALIVE = {
     "model.lora.rank_stabilised": (True, program("decode"), ADAPTERS),
     "model.lora.targets": (("q", "v"), program("decode"), ADAPTERS),
     "model.lora.path": ("adapters", begun, ADAPTERS),
+    "model.routing_replay": (True, program_of_experts("update"), {}),
     "prompts.source": ("letters", loaded, FOUR),
     "prompts.name": ("five.jsonl", loaded, FOUR),
     "prompts.arguments": ({"min_terms": 6, "max_terms": 6}, loaded, GYM),
@@ -851,6 +857,7 @@ ALIVE = {
     "update.micro_batch_size": (4, program("update"), {}),
     "update.pack_width": (96, program("update"), SINGLE | {"update.micro_batch_tokens": 480}),
     "update.micro_batch_tokens": (480, program("update"), {}),
+    "update.load_balance": (0.1, program_of_experts("update"), {}),
     "update.updates_per_iteration": (3, program("update"), {}),
     "update.weights": ("rollout", program("update"), {"rollout.weights": "int8"}),
     "update.logp_chunk_tokens": (64, program("update"), {}),
@@ -870,6 +877,7 @@ ALIVE = {
     "optimizer.offload": (True, program("update"), {}),
     "mesh.data": (4, mesh, {"mesh.fsdp": 2, "mesh.data": 2, "mesh.tensor": 2}),
     "mesh.fsdp": (2, mesh, {}),
+    "mesh.expert": (2, mesh, {}),
     "mesh.context": (2, mesh, {}),
     "mesh.tensor": (2, mesh, {}),
     "mesh.sampler_tensor": (2, sampler_mesh, {"mesh.fsdp": 4}),

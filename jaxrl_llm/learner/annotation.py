@@ -89,6 +89,7 @@ class Annotation:
     def reference(self, params: Any, rollout: Rollout) -> jax.Array:
         """Log-probs of fresh rollouts under the frozen reference, [B,S]; the ring keeps them with the rollouts."""
         teacher = dataclasses.replace(self.update, model=self.reference_model)
+        rollout = rollout.with_columns(experts=None)  # it chooses by its own weights
         return dataclasses.replace(self, update=teacher).logp(params, rollout)
 
     def join(self, params: Any, version: jax.Array, rollout: Rollout, external: Rollout, base: Any = None) -> Rollout:

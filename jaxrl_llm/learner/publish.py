@@ -21,8 +21,9 @@ from jax.experimental.layout import Format, Layout, with_layout_constraint
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm.models import lora, quantised
-from jaxrl_llm.models.files.layout import LAYOUT, stored_shape
+from jaxrl_llm.models.files.layout import stored_dims, stored_shape
 from jaxrl_llm.models.transformer import Model, Params
+from jaxrl_llm.models.variants import turn, turned
 from jaxrl_llm.runtime import sharding
 from jaxrl_llm.runtime.programs import Program
 
@@ -33,7 +34,7 @@ def _stored(name: str, x: jax.Array, i: int | None) -> jax.Array:
 
 
 def _turned(name: str, x: jax.Array, i: int | None) -> jax.Array:
-    return _stored(name, x, i) if i is None else _stored(name, x, i).T
+    return _stored(name, x, i) if i is None else turn(_stored(name, x, i))
 
 
 def sampler_form(params: Params, take: Callable[[str, Any, int | None], Any] = _turned) -> Params:
@@ -56,10 +57,11 @@ def abstract_params(model: Model, mesh: Mesh, rules: dict[str, Any] = sharding.O
         if i is None:
             return x
         path, spec = f"blocks.{name}", tuple(x.sharding.spec)[1:]
-        lies = layout = NamedSharding(mesh, PartitionSpec(*(spec[first] for first, *_ in reversed(LAYOUT[path]))))
+        stored = [spec[first] for first, *_ in stored_dims(path, len(spec))]
+        lies = layout = NamedSharding(mesh, PartitionSpec(*turned(stored)))
         if is_tpu and name in ("q", "k", "v"):  # XLA would turn these back, in every chunk of steps
             layout = Format(Layout((1, 0)), lies)
-        shape = jax.ShapeDtypeStruct(stored_shape(path, x.shape[1:])[::-1], x.dtype, sharding=layout)
+        shape = jax.ShapeDtypeStruct(turned(stored_shape(path, x.shape[1:])), x.dtype, sharding=layout)
         return quantised.shape(name, shape, lies, model.published)
 
     return sampler_form(model.abstract_params(mesh, rules=rules, dtype=jnp.dtype(model.compute_dtype)), take)
@@ -84,20 +86,21 @@ def program(model: Model, mesh: Mesh, sampler_mesh: Mesh) -> Program:
             if moves:
                 x, always = jax.lax.optimization_barrier((x, always))
             made = quantised.rounded(name, _stored(name, x, i), model.published)
-            return jax.tree.map(functools.partial(put, 1 if i is None else -1), made, *places)
+            return jax.tree.map(functools.partial(put, i is not None), made, *places)
 
-        def put(turn: int, x: jax.Array, lies: jax.ShapeDtypeStruct, to: jax.ShapeDtypeStruct) -> jax.Array:
-            """An array as files store it, where and as the sampler has it; turned where ``turn`` is -1."""
+        def put(turns: bool, x: jax.Array, lies: jax.ShapeDtypeStruct, to: jax.ShapeDtypeStruct) -> jax.Array:
+            """An array as files store it, where and as the sampler has it; turned where it ``turns``."""
             nonlocal always
+            turn_of, spec_of = (turn, turned) if turns else (lambda x: x, tuple)
             x = x.astype(to.dtype)
             if lies.sharding == to.sharding:
-                return x if turn == 1 else x.T
+                return turn_of(x)
             # Turned when it is whole: of what is turned before, XLA would turn all layers for each.
             for layout in (lies.sharding, to.sharding):
-                spec = PartitionSpec(*tuple(layout.spec)[::turn])
+                spec = PartitionSpec(*spec_of(layout.spec))
                 x = jax.lax.with_sharding_constraint(x, NamedSharding(layout.mesh, spec))
             x = with_layout_constraint(x, plain := Layout(tuple(range(x.ndim))))
-            x = with_layout_constraint(jnp.where(always, x if turn == 1 else x.T, 0), to.format.layout or plain)
+            x = with_layout_constraint(jnp.where(always, turn_of(x), 0), to.format.layout or plain)
             x, always = jax.lax.optimization_barrier((x, always))
             return x
 

@@ -36,7 +36,7 @@ from jaxrl_llm.config import AlgorithmConfig, SamplingConfig, UpdateConfig
 from jaxrl_llm.learner.low_memory import apply_updates
 from jaxrl_llm.learner.micro_batches import MicroBatches, padded
 from jaxrl_llm.learner.packed_batches import packed
-from jaxrl_llm.models import lora
+from jaxrl_llm.models import lora, moe
 from jaxrl_llm.models.row_logp import RowValues, row_logp
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.ops.masks import completion_mask
@@ -57,6 +57,7 @@ class Moment(NamedTuple):
     over_batch: jax.Array | None = None  # [] f32, what a correction asks of the whole batch
     entropy_coefficient: jax.Array | None = None  # [] f32 weight of the entropy bonus, where it moves
     base: Any = None  # weights that all policies are adapters of, where they are
+    expert_counts: jax.Array | None = None  # [layers,E] f32, tokens of the batch by expert, where their balance counts
 
 
 class Weights(NamedTuple):
@@ -201,6 +202,9 @@ class Update:
         flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)
         per_shard = lambda x: x.reshape(*batch.reward.shape, -1)
         micros = self.micro_batches(batch, jax.tree.map(per_shard, self._weights(flat)))
+        if self.config.load_balance:
+            routed = lambda rows: self._micro_batch_logp(learned["policy"], rows, moment.base).routed
+            moment = moment._replace(expert_counts=moe.counts_of_batch(micros, routed, self.model.arch))
 
         def accumulate(i, carry):
             # Each layer adds to the gradient where it lies: a micro-batch has none of its own.
@@ -257,6 +261,7 @@ class Update:
         head: Any = None,
         readout: Callable[[jax.Array], jax.Array] | None = None,
         with_prompts: bool = False,
+        expert_counts: jax.Array | None = None,
     ) -> RowValues:
         """Log-probs of rows [B,S] under ``params`` and what else is read off them (see models.policy).
 
@@ -265,10 +270,12 @@ class Update:
         if head is not None:
             share = self.algorithm.critic.gradient_share
             readout = lambda hidden: values.head_outputs(head, hidden, gradient_share=share)
-        rows = rollout.tokens, rollout.prompt_length, rollout.length, rollout.columns.get("support")
+        kept = map(rollout.columns.get, ("support", "experts"))
+        rows = (rollout.tokens, rollout.prompt_length, rollout.length, *kept)
         per_device = max(1, (num_lines or rollout.tokens.shape[0]) // self.num_devices)
         if num_lines:
             rows = jax.tree.map(lambda x: x.reshape(num_lines, -1, *x.shape[1:]), rows)
+        *rows, chosen = rows
         return row_logp(
             self.model,
             params,
@@ -281,6 +288,7 @@ class Update:
             remat=remat,
             readout=readout,
             with_prompts=with_prompts,
+            routing=moe.replay(chosen, expert_counts),
         )
 
     def _micro_batch_logp(self, params: Any, rows: Experience, base: Any, **how: Any) -> RowValues:
@@ -310,8 +318,14 @@ class Update:
         rollout, algorithm = rows.rollout, self.algorithm
         params, head = learned["policy"], learned.get("critic")
         with_prompts = any(one.fact("reads") == "prompt_logp" for one in algorithm.cross_entropies)
-        policy_logp, entropy, outputs, prompt_logp = self._micro_batch_logp(
-            params, rows, moment.base, remat=True, head=head, with_prompts=with_prompts
+        policy_logp, entropy, outputs, prompt_logp, routed = self._micro_batch_logp(
+            params,
+            rows,
+            moment.base,
+            remat=True,
+            head=head,
+            with_prompts=with_prompts,
+            expert_counts=moment.expert_counts,
         )
         weight_BS = weights.policy
         mask = weight_BS > 0
@@ -349,6 +363,10 @@ class Update:
             value = cross_entropy(prompt_logp if one.fact("reads") == "prompt_logp" else policy_logp, weight)
             loss += one["coefficient"] * value
             sums[f"{one.name}_loss_sum"] = value
+
+        sums |= moe.sums(routed, mask, moment.expert_counts, self.model.arch)
+        if self.config.load_balance:
+            loss += self.config.load_balance * sums["balance_sum"]
 
         policy_logp, behaviour_logp = tokens.policy_logp, tokens.behaviour_logp
         ratio = jnp.where(mask, jnp.exp(policy_logp - behaviour_logp), 0.0)

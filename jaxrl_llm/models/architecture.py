@@ -37,7 +37,7 @@ class Architecture:
     num_heads: int
     num_kv_heads: int
     head_size: int
-    ffn: int
+    ffn: int  # of an expert where there are such
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
     norm_eps: float = 1e-5
@@ -54,6 +54,9 @@ class Architecture:
     embedding_scale: float = 1.0  # of the embeddings where the blocks take them
     score_width: float = 0.0  # scores are divided by its root; 0 = the head's size
     local_rope_theta: float = 10000.0
+    num_experts: int = 0  # 0 = one MLP for all tokens
+    experts_per_token: int = 0
+    norm_topk: bool = False  # the chosen experts' probabilities are scaled to a sum of 1
     layers: tuple[Layer, ...] = ()  # () = all alike and plain
     family: str = "llama"  # the model_type that files of it have; nothing is computed by it
 
@@ -68,8 +71,9 @@ class Architecture:
 
     @property
     def num_params(self) -> int:
-        N, K, H, D = self.num_heads, self.num_kv_heads, self.head_size, self.width
-        block = 2 * D * H * (N + K) + 3 * D * self.ffn + 2 * D * (self.pre_norm + self.post_norm)
+        N, K, H, D, E = self.num_heads, self.num_kv_heads, self.head_size, self.width, self.num_experts
+        block = 2 * D * H * (N + K) + 3 * D * self.ffn * max(E, 1) + D * E
+        block += 2 * D * (self.pre_norm + self.post_norm)
         block += self.qkv_bias * (N + 2 * K) * H + self.o_bias * D + self.mlp_bias * (2 * self.ffn + D)
         block += {"": 0, "head": 2 * H, "all": (N + K) * H}[self.qk_norm]
         return self.num_layers * block + self.vocab_size * D * (1 if self.tied else 2) + D
@@ -88,6 +92,10 @@ PRESETS = {
     "debug": Architecture(vocab_size=260, width=64, num_layers=2, num_heads=4, num_kv_heads=2, head_size=16, ffn=128),
     # The replay study's: arithmetic at character level on a CPU.
     "study": Architecture(vocab_size=260, width=64, num_layers=2, num_heads=4, num_kv_heads=4, head_size=16, ffn=256),
+    "debug_experts": Architecture(
+        **dict(vocab_size=260, width=64, num_layers=2, num_heads=4, num_kv_heads=2, head_size=16, ffn=48, tied=False),
+        **dict(num_experts=6, experts_per_token=2, norm_topk=True, qk_norm="head", family="qwen3_moe"),
+    ),
     # Eight heads divide over any mesh of eight devices.
     "debug_wide": Architecture(
         vocab_size=264, width=128, num_layers=4, num_heads=8, num_kv_heads=8, head_size=16, ffn=256, tied=False

@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.config import LoraConfig
 from jaxrl_llm.models import lora as adapters
-from jaxrl_llm.models import quantised, variants
+from jaxrl_llm.models import moe, quantised, variants
 from jaxrl_llm.models import rope as ropes
 from jaxrl_llm.models.architecture import Architecture, Layer
 from jaxrl_llm.models.attention import Cache, Groups, Prompt, attend, attend_next, rotate
@@ -86,26 +86,23 @@ class Blocks(nnx.Module):
     """All transformer blocks; parameters are stacked [layers, ...], the call sees one layer's slice."""
 
     def __init__(self, arch: Architecture, lora: LoraConfig, *, rngs: nnx.Rngs):
-        D, F, H, N, K = arch.width, arch.ffn, arch.head_size, arch.num_heads, arch.num_kv_heads
+        D, H, N, K = arch.width, arch.head_size, arch.num_heads, arch.num_kv_heads
         self.arch, self.lora = arch, lora
         matrices = (
             ("q", (N, H, D), ("heads", "head_size", "embed")),
             ("k", (K, H, D), ("kv_heads", "head_size", "embed")),
             ("v", (K, H, D), ("kv_heads", "head_size", "embed")),
             ("o", (D, N, H), ("embed", "heads", "head_size")),
-            ("gate", (F, D), ("mlp", "embed")),
-            ("up", (F, D), ("mlp", "embed")),
-            ("down", (D, F), ("embed", "mlp")),
+            *moe.parameters(arch),
         )
         for name, size, axes, *constant in (*matrices, *variants.vectors(arch), *adapters.matrices(lora, matrices)):
             setattr(self, name, _param(rngs, (arch.num_layers, *size), ("layers", *axes), *constant))
 
-    def __call__(
-        self, x_BTD, rope, layer, *, kv=None, visible=None, positions=None, implementation="xla", weights="compute"
-    ):
+    def __call__(self, x_BTD, rope, layer, *, kv, visible, positions, implementation, weights="compute", experts=None):
         """One ``layer``, by the tables of its rope; ``kv``: "prompt" and "cache", where there are such.
 
-        Returns activations and keys and values, the new tokens' [B,K,T,H] or, with them, the caches'.
+        Returns activations and keys and values, the new tokens' [B,K,T,H] or, with them, the caches'; and what
+        ``experts`` (``moe.of_layer``) tell of themselves.
         """
         arch, kv = self.arch, kv or {}
         act = variants.ACTIVATIONS[arch.activation]
@@ -145,10 +142,14 @@ class Blocks(nnx.Module):
         x_BTD = x_BTD + norm(out_BTD, "attention_post_norm")
         x_BTD = checkpoint_name(sharding.constrain(x_BTD, "batch", "length", "activation"), "mlp")
         h = norm(x_BTD, "mlp_norm")
-        gate_BTF, up_BTF = (checkpoint_name(project(h, name), "mlp") for name in ("gate", "up"))
-        h = sharding.constrain(act(gate_BTF) * up_BTF, "batch", "length", "mlp")
-        x_BTD = x_BTD + norm(project(h, "down"), "mlp_post_norm")
-        return sharding.constrain(x_BTD, "batch", "length", "activation"), new
+        if experts is None:
+            gate_BTF, up_BTF = (checkpoint_name(project(h, name), "mlp") for name in ("gate", "up"))
+            h = sharding.constrain(act(gate_BTF) * up_BTF, "batch", "length", "mlp")
+            out_BTD, chosen = project(h, "down"), ()
+        else:
+            out_BTD, chosen = experts(h, lambda name: getattr(self, name)[...])
+        x_BTD = x_BTD + norm(out_BTD, "mlp_post_norm")
+        return sharding.constrain(x_BTD, "batch", "length", "activation"), (*new, *chosen)
 
 
 class Transformer(nnx.Module):
@@ -162,7 +163,7 @@ class Transformer(nnx.Module):
         if not arch.tied:
             self.head = _param(rngs, (arch.vocab_size, arch.width), EMBEDDING)
 
-    def __call__(self, model: Model, tokens_BT, positions_BT, *, prompt, cache, visible, remat, layers, rope):
+    def __call__(self, model: Model, tokens_BT, positions_BT, *, prompt, cache, visible, remat, layers, rope, routing):
         """As ``Model.forward``; ``layers``: the blocks as the sampler has them (publish), in place of our own."""
         table_VD, dtype, attention = self.embedding[...], jnp.dtype(model.compute_dtype), model.attention
         spec = sharding.on_rows(model.table_spec)  # the sampler's is whole along the axes of rows
@@ -190,10 +191,11 @@ class Transformer(nnx.Module):
 
         def make_block(layer: Layer):
             def block(x, of_layer):
-                layer_params, layer_kv = of_layer
+                layer_params, layer_kv, chosen = of_layer
                 own = {name: before[name].replace(keys=k, values=v) for name, (k, v) in layer_kv.items()}
                 how = {"visible": seen[layer.window], "positions": positions_BT, "implementation": attention}
                 how["weights"] = model.weights
+                how["experts"] = moe.of_layer(model, routing, chosen, of_sampler=layers is not None)
                 rope = None if layer.rope < 0 else tables[layer.rope]
                 return nnx.merge(graph, layer_params)(x, rope, layer, kv=own, **how)
 
@@ -203,14 +205,15 @@ class Transformer(nnx.Module):
             return jax.checkpoint(block, policy=kept, prevent_cse=False)
 
         blocks = {layer: make_block(layer) for layer in dict.fromkeys(self.arch.by_layer)}
+        chosen = moe.by_layer(routing, self.arch.num_layers)
         if layers is None:
-            x_BTD, new_kv = variants.scan(blocks, self.arch.by_layer, x_BTD, (stacked, kv))
+            x_BTD, new_kv = variants.scan(blocks, self.arch.by_layer, x_BTD, (stacked, kv, chosen))
         else:
             made, blocks = [], {layer: jax.jit(block) for layer, block in blocks.items()}  # traced once; XLA inlines it
             for i, (layer, turned) in enumerate(zip(self.arch.by_layer, layers, strict=True)):
-                layer_params = jax.tree.map(jnp.transpose, turned)  # no copy: XLA's matmuls contract either way
+                layer_params = jax.tree.map(variants.turn, turned)  # no copy: XLA's matmuls contract either way
                 layer_kv = {name: (keys[i], values[i]) for name, (keys, values) in kv.items()}
-                x_BTD, new = blocks[layer](x_BTD, (layer_params, layer_kv))
+                x_BTD, new = blocks[layer](x_BTD, (layer_params, layer_kv, None if chosen is None else chosen[i]))
                 made.append(new)
             new_kv = tuple(zip(*made, strict=True))
         return rms_norm(x_BTD, self.final_norm[...], self.arch), new_kv
@@ -264,6 +267,7 @@ class Model:
         visible: jax.Array | Groups | None = None,
         remat: bool = False,
         rope: ropes.Tables | None = None,
+        routing: moe.Routing | None = None,
     ):
         """Hidden states after the final norm.
 
@@ -276,17 +280,19 @@ class Model:
             visible: what each token sees of the others, [B,T,T] bool or a rule; None = all up to itself.
             remat: apply the model's rematerialisation policy (for a backward pass).
             rope: ``rope.tables`` of every position there is; None = computed here.
+            routing: what is known of the choice of experts, where there are some.
 
         Returns:
             hidden [B,T,D] in the compute dtype, and the new tokens' (keys, values), [B,K,T,H] by layer, or the caches'
-            with those: one array with a leading layer axis where blocks are stacked, a tuple where they are apart.
+            with those: one array with a leading layer axis where blocks are stacked, a tuple where they are apart;
+            of experts more (``moe.by_token``).
         """
         graph, _ = _abstract(self.arch, self.lora)
         layers = params.get("layers")
         if layers is not None:  # the graph wants some blocks; their shapes it does not look at
             params = {k: v for k, v in params.items() if k != "layers"} | {"blocks": layers[0]}
         how = {"prompt": prompt, "cache": cache, "visible": visible, "remat": remat, "rope": rope, "layers": layers}
-        return nnx.merge(graph, params)(self, tokens, positions, **how)
+        return nnx.merge(graph, params)(self, tokens, positions, routing=routing, **how)
 
     @property
     def table_spec(self) -> jax.P:

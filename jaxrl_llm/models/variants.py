@@ -6,7 +6,7 @@ Owns: their parameters' shapes with logical axes, the scan over layers of severa
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -45,6 +45,16 @@ def vectors(arch: Architecture) -> Iterator[tuple[str, tuple[int, ...], tuple[st
     ):
         if is_there:
             yield name, size, axes, constant
+
+
+def turn(w: jax.Array) -> jax.Array:
+    """A matrix the other way round, or each of several; a vector as it is."""
+    return w.mT if w.ndim > 1 else w
+
+
+def turned(dims: Sequence[Any]) -> tuple[Any, ...]:
+    """What is of the dimensions of an array, as they are after ``turn``."""
+    return (*dims[:-2], *reversed(dims[-2:]))
 
 
 Block = Callable[[jax.Array, Any], tuple[jax.Array, Any]]

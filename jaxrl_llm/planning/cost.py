@@ -96,12 +96,18 @@ class Iteration:
         return iterations * self.seconds / 3600 * chips * price
 
 
+def active_params(arch: Architecture) -> int:
+    """Those that a token is computed by: of the experts, its own."""
+    idle = arch.num_experts - arch.experts_per_token
+    return arch.num_params - arch.num_layers * 3 * arch.width * arch.ffn * idle
+
+
 def model_flops(config: Config, arch: Architecture) -> float:
     """Operations of an iteration by the model's algebra.
 
     2 a weight and token forward, 6 where it learns, 4 where adapters do: its own gradient is left out.
     """
-    weights = arch.num_params - (0 if arch.tied else arch.vocab_size * arch.width)
+    weights = active_params(arch) - (0 if arch.tied else arch.vocab_size * arch.width)
     generated = config.rollouts_per_iteration * config.sampling.max_completion_tokens
     prompts = config.rollout.prompts_per_iteration * config.prompts.max_tokens
     draws = config.update.updates_per_iteration * config.update.batch_size // config.rows_per_draw

@@ -18,6 +18,7 @@ from support.building import COMPLETION_TOKENS, CUBE, ONE, PROMPT_TOKENS, Sampli
 
 from jaxrl_llm.config import ConfigError, SamplingConfig
 from jaxrl_llm.generate import generate
+from jaxrl_llm.learner import publish
 from jaxrl_llm.models import rope, variants
 from jaxrl_llm.models.architecture import Layer, RopeScaling
 from jaxrl_llm.models.files import hf, pretrained
@@ -25,13 +26,15 @@ from jaxrl_llm.models.files.families import FAMILIES, config_of
 from jaxrl_llm.models.files.gguf import make_byte_tokenizer
 from jaxrl_llm.models.row_logp import row_logp
 from jaxrl_llm.models.transformer import Model
+from jaxrl_llm.types import Example, PromptBatch
 
 FIXTURES = pathlib.Path(__file__).parents[1] / "fixtures"
 STORED = json.loads((FIXTURES / "families.json").read_text())
+STORED |= json.loads((FIXTURES / "families_of_experts.json").read_text())
 
 
 PLAIN_CONFIGS = ("llama_biased", "llama_yarn", "mistral_window", "qwen2_window", "qwen3", "smollm3_window", "olmo2")
-PLAIN_CONFIGS += ("gemma3",)
+PLAIN_CONFIGS += ("gemma3", "qwen3_moe", "mixtral")
 
 
 def some_slow(names, plain):
@@ -93,6 +96,25 @@ def test_log_probs_and_gradients_are_those_that_transformers_stored(tmp_path, na
         np.testing.assert_allclose(families.projections(key, of_file[key]), (along, length), rtol=0, atol=atol)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_moe_plain", "mixtral", "qwen3"])
+def test_the_sampler_s_likeliest_tokens_are_those_that_transformers_stored(tmp_path, name):
+    """Decoded one by one with caches; they were made without one."""
+    model = Model(hf.read_architecture(write(tmp_path / "theirs", name)))
+    params = hf.load_params(tmp_path / "theirs", model, building.mesh_of(ONE))
+    (row, _), stored = families.tokens_of(families.CONFIGS[name]), arrays()[f"{name}.greedy"][:COMPLETION_TOKENS]
+    sizes = dict(num_prompts=1, group_size=1, num_slots=1, max_prompt_tokens=len(row), chunk_steps=8)
+    sampler = make_sampler(arch=model.arch, sampling={"temperature": 0.0}, **sizes)
+    sampler = dataclasses.replace(sampler, eos_ids=())
+    sampling = Sampling(sampler)
+    sampling.params = publish.sampler_form(params)
+    length = np.array([len(row)], np.int32)
+    prompts = PromptBatch(row[None].astype(np.int32), length, np.zeros(1, np.int32), (Example("", {}),))
+    with jax.default_matmul_precision("highest"):
+        rollout, _ = sampling(prompts)
+    np.testing.assert_array_equal(rollout.tokens[0, len(row) :], stored)
+
+
 @pytest.mark.parametrize("name", families.CONFIGS)
 def test_an_export_is_the_same_folder_again(tmp_path, name):
     model = Model(hf.read_architecture(write(tmp_path / "theirs", name)))
@@ -142,11 +164,12 @@ KINDS = {
         **dict(qk_norm="head", post_norm=True, norm_offset=1.0, activation="gelu_tanh", score_width=9.0),
         **dict(embedding_scale=4.0, num_layers=3, layers=(Layer(4, 1), Layer(4, 1), Layer())),
     ),
+    "experts": dict(num_experts=6, experts_per_token=3, norm_topk=True, ffn=12),
     "yarn": dict(rope_scaling=RopeScaling("yarn", (("factor", 4.0), ("original_max_position_embeddings", 4)))),
 }
 
 
-@pytest.mark.parametrize("name", some_slow(KINDS, ("qwen", "window", "gemma3")))
+@pytest.mark.parametrize("name", some_slow(KINDS, ("qwen", "window", "gemma3", "experts")))
 def test_sampler_logp_is_the_learners_of_rows_of_groups_and_of_lines(name):
     arch = dataclasses.replace(building.TINY, **KINDS[name])
     # 5 slots for 24 rollouts and chunks of 3 steps: slots refill again and again, and caches come round.
@@ -253,6 +276,13 @@ def test_a_window_s_cache_holds_the_window():
         ("qwen3", {"layer_types": ["full_attention", "chunked_attention", 3]}, "layer_types=.* each one of"),
         ("qwen3", {"hidden_act": ["silu"]}, "hidden_act=.* is not supported; supported: silu, swish"),
         ("qwen3", {"num_experts": 8}, "num_experts=8 is no key"),
+        ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2 is not supported; supported: 1"),
+        ("qwen3_moe", {"mlp_only_layers": [1]}, r"mlp_only_layers=\[1\] is not supported; supported: \[\]"),
+        ("qwen3_moe", {"num_experts_per_tok": 0}, "num_experts_per_tok=0 must be a whole number above 0"),
+        ("qwen3_moe", {"num_local_experts": "7"}, "num_experts='7' must be a whole number"),
+        ("qwen3_moe", {"norm_topk_prob": 1}, "norm_topk_prob=1 must be true or false"),
+        ("qwen3_moe", {"shared_expert_intermediate_size": 8}, "shared_expert_intermediate_size=8 is no key"),
+        ("mixtral", {"moe_intermediate_size": 8}, "moe_intermediate_size=8 is no key"),
         ("smollm3", {"no_rope_layers": [1, 0, 1, 0, 2]}, "no_rope_layers=.* must be a list of 5"),
         ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 0}, "no_rope_layer_interval=0"),
         ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0 is no key"),

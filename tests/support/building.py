@@ -6,6 +6,7 @@ Owns: sizes and shorthands. Expected values come from elsewhere.
 import dataclasses
 import functools
 import importlib.util
+import math
 import runpy
 
 import jax
@@ -55,7 +56,7 @@ def needs_reasoning_gym():
 @functools.cache
 def mesh_of(config):
     """Mesh over as many of the simulated devices as the config's axes need."""
-    return sharding.make_mesh(config, jax.devices()[: config.data * config.fsdp * config.context * config.tensor])
+    return sharding.make_mesh(config, jax.devices()[: math.prod(getattr(config, axis) for axis in sharding.MESH_AXES)])
 
 
 def host_params(model, seed=0):
