@@ -82,7 +82,7 @@ def check(file: TensorFile, names: Mapping[str, str], shapes: Params, what: str)
     if extra:
         raise ConfigError(
             f"{file.path}: tensor {extra[0]} ({len(extra)} like it) is not part of {what} with "
-            f"{sum(path.startswith("blocks.") for path in _by_path(shapes))} tensors per layer"
+            f"{sum(path.startswith('blocks.') for path in _by_path(shapes))} tensors per layer"
         )
 
 
