@@ -309,8 +309,8 @@ def test_two_tables_are_compared_once(tmp_path, tiny, monkeypatch):
     edit_config(tiny, tie_word_embeddings=True)
     edit_weights(tiny, lambda t: {**t, "lm_head.weight": t["model.embed_tokens.weight"]})
     model, reads = Model(hf.read_architecture(tiny)), []
-    read = hf._Folder.read
-    monkeypatch.setattr(hf._Folder, "read", lambda self, name, index: reads.append(name) or read(self, name, index))
+    read = hf.Folder.read
+    monkeypatch.setattr(hf.Folder, "read", lambda self, name, index: reads.append(name) or read(self, name, index))
     hf.check_weights(tiny, model, make_mesh())
     hf.load_params(tiny, model, make_mesh())
     assert reads.count("lm_head.weight") == 1
