@@ -17,7 +17,7 @@ _SHAPE = re.compile(r"\b([a-z][a-z0-9]*)\[([\d,<=]*)\](?:\{([^{}]*)\})?")
 _HEAD = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.-]+) = (.*)$")
 _END = re.compile(r"^\}(, execution_thread=.*)?$")
-_NAME = re.compile(r"%([\w.-]+)")
+_NAME = re.compile(r"%([\w.-]+(?:#\d+)?)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,10 +129,13 @@ def parse(text: str) -> dict[str, Computation]:
             close = _end_of_bracket(rest, start)
             shapes = tuple(_shape(*x) for x in _SHAPE.findall(rest[:end]))
             inside = rest[start + 1 : close - 1]
-            op = rest[end:start].strip()
-            current.instructions[name] = Instruction(
-                name, shapes, op, tuple(_NAME.findall(inside)), rest[close:], inside
-            )
+            op, operands = rest[end:start].strip(), tuple(_NAME.findall(inside))
+            for part in (x for x in operands if "#" in x):  # newer texts have no line for an element of a tuple
+                whole, index = part.split("#")
+                shape = current.instructions[whole].shapes[int(index)]
+                element = Instruction(part, (shape,), "get-tuple-element", (whole,), f"index={index}", f"%{whole}")
+                current.instructions.setdefault(part, element)
+            current.instructions[name] = Instruction(name, shapes, op, operands, rest[close:], inside)
             if is_root:
                 current.root = name
         elif current.instructions:  # a kernel's description has line breaks
