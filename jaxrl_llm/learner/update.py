@@ -169,7 +169,7 @@ class Update:
             "nonfinite_count": 1.0 - is_finite.astype(jnp.float32),
         }
 
-    def _moment(self, state: TrainState, batch: Experience, start: TrainState, base: Any) -> Moment:
+    def _moment(self, state: TrainState, batch: Experience, start: TrainState, base: Any = None) -> Moment:
         """What the loss of a batch may look at; weights only where the objective asks for them."""
         weights = {START: start.params["policy"], **state.others}
         wanted = [name.removesuffix("_logp") for name in OTHER_POLICIES if self.algorithm.loss_needs(name)]

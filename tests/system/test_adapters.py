@@ -260,3 +260,33 @@ def test_adapters_of_one_run_start_another_and_supervised_training_makes_some(ba
     assert before.architecture() == PRESETS["debug"]
     for name, x in both[0].items():
         np.testing.assert_array_equal(x, both[1][name], err_msg=name)
+
+
+@pytest.mark.slow
+def test_a_split_base_and_split_adapters_learn_alike(base, trained, tmp_path):
+    config = config_of(base, num_iterations=1, **{"mesh.fsdp": 2, "mesh.tensor": 2, "eval.num_prompts": 0})
+    assert train_module.train(config, tmp_path) == 0
+    split, whole = left_behind(tmp_path)[2][0], left_behind(trained[0])[2][0]
+    for name in ("rollout/reward_mean", "update/loss", "update/grad_norm", "update/entropy_nats"):
+        assert split[name] == pytest.approx(whole[name], rel=1e-3, abs=1e-5), name
+    assert split["update/sampler_learner_gap_max_nats"] < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"algorithm.reference_reset_iterations": (1,), "rollout.lookahead_prompts": 8, "model.param_dtype": "bfloat16"},
+        {"algorithm.old_policy": "ewma", "algorithm.advantage": "gae", "optimizer.name": "adafactor"},
+        {"algorithm.old_policy": "generation", "rollout.lookahead_prompts": 8, "optimizer.moment_dtype": "bfloat16"},
+    ],
+)
+def test_methods_that_look_at_other_weights_look_at_other_adapters(base, tmp_path, changes):
+    config = config_of(base, num_iterations=2, **{"eval.num_prompts": 0} | changes)
+    assert train_module.train(config, tmp_path) == 0
+    arrays, _, metrics = left_behind(tmp_path)
+    copies = [name for name in arrays if name.startswith("train/others/")]
+    assert all("_lora_" in name for name in copies)
+    assert bool(copies) == ("generation" not in changes.values())
+    assert metrics[-1]["update/nonfinite_steps"] == 0 and metrics[0]["update/sampler_learner_gap_max_nats"] < 1e-5
+    assert train_module.train(dataclasses.replace(config, num_iterations=3), tmp_path) == 0
