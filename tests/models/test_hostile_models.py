@@ -16,8 +16,7 @@ from test_gguf import write_tiny
 from test_load_hf import TINY, edit_config, edit_weights, make_mesh
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.models.files import gguf, hf, pretrained
-from jaxrl_llm.models.files import templates
+from jaxrl_llm.models.files import gguf, hf, pretrained, templates
 from jaxrl_llm.models.files.gguf import make_byte_tokenizer
 from jaxrl_llm.models.files.tokenizer import load_tokenizer
 from jaxrl_llm.models.transformer import Model
