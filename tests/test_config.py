@@ -600,6 +600,27 @@ def spelled(config, folder, monkeypatch):
     return [row.tokens.tolist() for row in questions(config, make_byte_tokenizer())[0]]
 
 
+def rendered(config, folder, monkeypatch):
+    """Token ids of the questions by a chat template with a switch."""
+    tokenizer = make_byte_tokenizer()
+    tokenizer._fast.chat_template = "{{ messages[0]['content'] }}{% if enable_thinking %}?{% endif %}"
+    return [row.tokens.tolist() for row in questions(config, tokenizer)[0]]
+
+
+def ends(config, folder, monkeypatch):
+    """Which ids end a completion of a run."""
+    found, whole = [], train_module.assemble
+
+    def noted(config, arch, eos_ids, *others):
+        found.append(eos_ids)
+        return whole(config, arch, eos_ids, *others)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train_module, "assemble", noted)
+        ghost_run(config, folder, monkeypatch)
+    return found
+
+
 def scores(config, folder, monkeypatch):
     """What the reward pool makes of two completions, one of them slow, and with how many processes."""
     with RewardPool(config.rewards, task_scorer=tasks.scorer(config.prompts)) as pool:
@@ -786,6 +807,7 @@ ALIVE = {
     "prompts.max_tokens": (40, shapes, {}),
     "prompts.system_prompt": ("Be kind.", loaded, {}),
     "prompts.chat_template": (False, loaded, {"prompts.source": "jsonl", "prompts.name": "messages.jsonl"}),
+    "prompts.chat_template_kwargs": ({"enable_thinking": True}, rendered, {"prompts.max_tokens": 200}),
     "prompts.special_tokens": (True, spelled, {"prompts.source": "jsonl", "prompts.name": "special.jsonl"}),
     "prompts.bad_row": ("skip", loaded, {"prompts.source": "jsonl", "prompts.name": "bad.jsonl"}),
     "prompts.long_prompt": ("skip", loaded, {"prompts.source": "jsonl", "prompts.name": "long.jsonl"}),
@@ -798,6 +820,7 @@ ALIVE = {
     "sampling.support_tokens": (8, shapes, {"sampling.top_p": 0.9}),
     "sampling.max_completion_tokens": (6, shapes, {}),
     "sampling.stop_strings": ((";",), stops, {}),
+    "sampling.stop_tokens": (("a",), ends, {}),
     "rollout.prompts_per_iteration": (16, shapes, {}),
     "rollout.group_size": (4, shapes, {}),
     "rollout.slots": (16, shapes, {}),

@@ -16,8 +16,7 @@ from test_gguf import write_tiny
 from test_load_hf import TINY, edit_config, edit_weights, make_mesh
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.models.files import gguf, hf, pretrained
-from jaxrl_llm.models.files import tokenizer as tokenizer_module
+from jaxrl_llm.models.files import gguf, hf, pretrained, templates
 from jaxrl_llm.models.files.gguf import make_byte_tokenizer
 from jaxrl_llm.models.files.tokenizer import load_tokenizer
 from jaxrl_llm.models.transformer import Model
@@ -294,7 +293,7 @@ def test_a_chat_template_reaches_nothing_and_is_refused_in_words(template, words
 
 
 def test_a_chat_template_that_loops_for_ever_is_ended(words, monkeypatch):
-    monkeypatch.setattr(tokenizer_module, "TEMPLATE_SECONDS", 0.3)
+    monkeypatch.setattr(templates, "TEMPLATE_SECONDS", 0.3)
     loop = "{% for i in range(99999) %}"
     set_template(words, loop * 4 + "{% endfor %}" * 4)
     left = signal.getitimer(signal.ITIMER_REAL)[0]

@@ -434,3 +434,51 @@ def test_a_saved_byte_tokenizer_is_the_same_map(tmp_path):
     for _ in range(200):  # any bytes a random model may sample, valid UTF-8 or not
         ids = random.integers(0, 258, 12).tolist()
         assert again.decode(ids) == tokenizer.decode(ids)
+
+
+SWITCHED = TEMPLATE + "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+SWITCHED += "{% if tools %}{{ tools[0]['name'] }}{% endif %}"
+
+
+def test_a_template_is_told_its_switches_and_tools():
+    tokenizer, how = make(SWITCHED), {"chat_template": True, "system_prompt": ""}
+    plain = tokenizer.encode_prompt("yo", **how)
+    told = lambda **kwargs: tokenizer.encode_prompt("yo", chat_template_kwargs=kwargs, **how)
+    assert told(enable_thinking=True) == plain
+    assert told(enable_thinking=False) == plain + ids_of("<think></think>")
+    assert told(tools=[{"name": "add"}]) == plain + ids_of("add")
+    assert told(tools=[{"name": "<|im_end|>"}]) == plain + ids_of("<|im_end|>")  # a text, as in messages
+
+
+@pytest.mark.parametrize(
+    ("given", "chat_template", "message"),
+    [
+        ({"enable_thinkin": False}, True, "chat_template_kwargs has 'enable_thinkin', which the model's chat template"),
+        ({"add_generation_prompt": False}, True, "chat_template_kwargs has 'add_generation_prompt'"),
+        ({"enable_thinking": False}, False, "chat_template_kwargs=.* needs prompts.chat_template=True; it is False"),
+    ],
+)
+def test_what_no_template_would_see_is_refused(given, chat_template, message):
+    with pytest.raises(ConfigError, match=message):
+        make(SWITCHED).encode_prompt("yo", chat_template=chat_template, system_prompt="", chat_template_kwargs=given)
+
+
+def test_stop_tokens_are_ends_besides_the_models_own():
+    tokenizer = make()
+    assert tokenizer.ending_at(("<|im_start|>", "12", "</s>")).eos_ids == (1, 3, 2, 100)
+    assert tokenizer.eos_ids == (1, 3)
+    with pytest.raises(ConfigError, match=r"sampling.stop_tokens has 'hi!', which is 3 tokens of the model's"):
+        tokenizer.ending_at(("hi!",))
+
+
+def test_a_text_with_its_own_beginning_has_no_second_one():
+    tokenizer = make_headers()
+    from tokenizers.processors import TemplateProcessing
+
+    begins = TemplateProcessing(single=f"{HEADER_TOKENS[0]} $A", special_tokens=[(HEADER_TOKENS[0], 0)])
+    tokenizer._fast.backend_tokenizer.post_processor = begins
+    for text in ("yo", HEADER_TOKENS[0] + "yo"):
+        how = {"chat_template": False, "system_prompt": "", "special_tokens": True}
+        assert tokenizer.encode_prompt(text, **how) == [0, *(i + 1 for i in ids_of("yo"))]
+    headers = tokenizer.encode_prompt("yo", chat_template=True, system_prompt="")
+    assert headers[0] == 0 and headers.count(0) == 1

@@ -1,6 +1,9 @@
 """Presets: shapes with as many parameters as the models' pages say."""
 
+import json
+
 import pytest
+from support.command_line import run_command
 
 from jaxrl_llm.config import ConfigError, freeze
 from jaxrl_llm.planning import presets
@@ -52,3 +55,17 @@ def test_an_unknown_preset_and_a_teacher_beside_one_are_refused():
     config = freeze({"model": {"reference_path": "random:debug"}, "algorithm": {"divergence": {"name": "reference"}}})
     with pytest.raises(ConfigError, match="reference_path must be ''"):
         presets.model_of(config, "llama-3.1-8b")
+
+
+def test_the_command_lists_sizes_and_memory(monkeypatch, capfd):
+    done = run_command("models", "--filter=llama-3.1-8b", "--json", monkeypatch=monkeypatch, capfd=capfd)
+    (row,) = json.loads(done.out)["models"]
+    assert (done.status, row["preset"], row["parameters"]) == (0, "llama-3.1-8b", 8_030_261_248)
+    # Weights, gradient, two moments and the sampler's copy: 4+4+8+2, 2+2+4+2, 2+2+0+2.
+    assert row["bytes"] == {
+        name: n * 8_030_261_248 for name, n in {"float32": 18, "bfloat16": 10, "offload": 6}.items()
+    }
+    done = run_command("models", monkeypatch=monkeypatch, capfd=capfd)
+    assert done.status == 0 and all(name in done.out for name in presets.PRESETS)
+    done = run_command("models", "--filter=nope", monkeypatch=monkeypatch, capfd=capfd)
+    assert done.status == 2 and "--filter='nope': no such preset; known: smollm2-135m" in done.err

@@ -28,7 +28,7 @@ from jaxrl_llm.types import Example
 class ByteTokenizer:
     """UTF-8 bytes; a template puts "<system>" before and ">" after."""
 
-    def encode_prompts(self, prompts, *, chat_template, system_prompt, special_tokens):
+    def encode_prompts(self, prompts, *, chat_template, system_prompt, special_tokens, chat_template_kwargs):
         texts = [p if isinstance(p, str) else "|".join(m["content"] for m in p) for p in prompts]
         if "refused" in texts:
             raise ConfigError("the template refuses it")

@@ -12,13 +12,12 @@ import json
 import os
 import re
 import secrets
-import signal
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.config import ConfigError
+from jaxrl_llm.models.files import templates
 
 Messages = list[dict[str, str]]
 
@@ -28,10 +27,6 @@ END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>")
 # No text has halves of surrogate pairs: they hide what looks special in a user's text while a template is rendered.
 _HALF_PAIR = re.compile("[\ud800-\udfff]")
 
-TEMPLATE_SECONDS = 10.0  # that a prompt may take
-# What apply_chat_template does, and a template is not told, or what every prompt tells it.
-OWN_KWARGS = ("messages", "add_generation_prompt", "continue_final_message", "tokenize", "padding", "truncation")
-OWN_KWARGS += ("conversation", "chat_template", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs")
 
 
 class Tokenizer:
@@ -111,38 +106,18 @@ class Tokenizer:
         if not self._fast.chat_template:
             raise ConfigError("prompts.chat_template=True, but the model's tokenizer has no chat template")
         system = [{"role": "system", "content": system_prompt}] if system_prompt else []
-        told = _deep(hide, dict(chat_template_kwargs or {}))
-        for key in told:
-            if key in OWN_KWARGS or not re.search(rf"\b{re.escape(key)}\b", str(self._fast.chat_template)):
-                raise ConfigError(f"prompts.chat_template_kwargs has {key!r}, which the model's chat template has not")
+        told = templates.told(chat_template_kwargs or {}, self._fast.chat_template, hide)
         texts = []
         for prompt in prompts:
             messages = [*system, {"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             messages = [{key: hide(text) for key, text in message.items()} for message in messages]
             try:
-                texts.append(self._rendered(messages, told))
+                texts.append(templates.rendered(self._fast, messages, told))
             except Exception as error:  # templates raise jinja's errors, of a package we need not know
                 raise ConfigError(
                     f"the chat template refuses the messages {prompt!r:.200}: {str(error) or error!r}"
                 ) from error
         return self._encode(texts, at_start=False)
-
-    def _rendered(self, messages: Messages, told: dict[str, Any]) -> str:
-        """By the template, a program of the model's maker: a sandbox bounds what it reaches, this how long it runs."""
-
-        def stop(*_: Any) -> None:
-            raise TimeoutError(f"it runs for more than {TEMPLATE_SECONDS:g} s")
-
-        how = {"add_generation_prompt": True, "tokenize": False}
-        render = functools.partial(self._fast.apply_chat_template, messages, **told, **how)
-        if threading.current_thread() is not threading.main_thread():  # which alone has signals
-            return render()
-        handler, timer = signal.signal(signal.SIGALRM, stop), signal.setitimer(signal.ITIMER_REAL, TEMPLATE_SECONDS)
-        try:
-            return render()
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, *timer)
-            signal.signal(signal.SIGALRM, handler)
 
     def encode_prompt(self, prompt: str | Messages, **how: Any) -> list[int]:
         """Token ids of one prompt; see ``encode_prompts``."""
@@ -224,15 +199,6 @@ def fast_tokenizer_class() -> type:
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast
-
-
-def _deep(change: Callable[[str], str], value: Any) -> Any:
-    """``value``, nested as JSON is, with every text in it changed but the keys."""
-    if isinstance(value, dict):
-        return {key: _deep(change, x) for key, x in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_deep(change, x) for x in value]
-    return change(value) if isinstance(value, str) else value
 
 
 def _checked(text: str) -> str:

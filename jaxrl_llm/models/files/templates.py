@@ -1,0 +1,58 @@
+"""Chat templates: programs of a model's maker, run for so long and no longer, and what they are told besides messages.
+
+Owns: what a setting may tell one, the time it has. Does not know: token ids, what stays text.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import signal
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jaxrl_llm.config import ConfigError
+
+TEMPLATE_SECONDS = 10.0  # that a prompt may take
+# What transformers' apply_chat_template takes for itself and no template sees, or what every prompt tells it.
+OWN_KWARGS = ("messages", "add_generation_prompt", "continue_final_message", "tokenize", "padding", "truncation")
+OWN_KWARGS += ("conversation", "chat_template", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs")
+
+
+def told(given: Mapping[str, Any], template: Any, hide: Callable[[str], str]) -> dict[str, Any]:
+    """``prompts.chat_template_kwargs`` for a template; ``hide`` is done to every text in them but the keys.
+
+    Raises:
+        ConfigError: one that the template does not name: it would change nothing.
+    """
+    for key in given:
+        if key in OWN_KWARGS or not re.search(rf"\b{re.escape(key)}\b", str(template)):
+            raise ConfigError(f"prompts.chat_template_kwargs has {key!r}, which the model's chat template does not")
+    return {key: _deep(hide, value) for key, value in given.items()}
+
+
+def _deep(change: Callable[[str], str], value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _deep(change, x) for key, x in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_deep(change, x) for x in value]
+    return change(value) if isinstance(value, str) else value
+
+
+def rendered(fast: Any, messages: list[dict[str, str]], told: dict[str, Any]) -> str:
+    """The text of ``messages`` up to the assistant's turn. A sandbox bounds what a template reaches, this its time."""
+
+    def stop(*_: Any) -> None:
+        raise TimeoutError(f"it runs for more than {TEMPLATE_SECONDS:g} s")
+
+    how = {"add_generation_prompt": True, "tokenize": False}
+    render = functools.partial(fast.apply_chat_template, messages, **told, **how)
+    if threading.current_thread() is not threading.main_thread():  # which alone has signals
+        return render()
+    handler, timer = signal.signal(signal.SIGALRM, stop), signal.setitimer(signal.ITIMER_REAL, TEMPLATE_SECONDS)
+    try:
+        return render()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *timer)
+        signal.signal(signal.SIGALRM, handler)
