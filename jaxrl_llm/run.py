@@ -211,7 +211,7 @@ def model_of(config: Config, arch: Architecture, mesh: Mesh, who: str = "model")
             f"prompts.max_tokens={config.prompts.max_tokens} + sampling.max_completion_tokens="
             f"{config.sampling.max_completion_tokens} must be at most the {who}'s {arch.max_positions} positions"
         )
-    attention = kernels.choose(config.model.attention, mesh.devices.flat[0], config.model.compute_dtype, arch.head_size)
+    attention = kernels.choose(config.model.attention, mesh.devices.flat[0], config.model.compute_dtype, arch)
     remat, dtype = "full" if config.model.remat == "auto" else config.model.remat, config.model.param_dtype
     return Model(arch, config.model.compute_dtype, remat, attention, sharding.rules_of(config.mesh), dtype)
 

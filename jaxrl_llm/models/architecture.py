@@ -25,6 +25,24 @@ class Layer:
 
     window: int = 0  # a token sees itself and the window - 1 before it; 0 = all before it
     rope: int = 0  # 0 = that of rope_theta, 1 = that of local_rope_theta, -1 = the layer knows no positions
+    is_delta: bool = False  # a gated delta rule (models.delta) in place of attention
+
+    def has(self, name: str) -> bool:
+        """Whether a block's parameter is there: attention's in layers that attend, and the rule's in its own."""
+        kind = name.partition("_")[0]
+        return self.is_delta if kind == "delta" else not (self.is_delta and kind in ("q", "k", "v", "o", "sinks"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Delta:
+    """Sizes of the gated delta rule: a state of each value head; each key head serves as many neighbours of them."""
+
+    key_heads: int
+    value_heads: int
+    key_size: int
+    value_size: int
+    taps: int  # tokens that the convolution before it reads, its own the last
+    is_grouped: bool  # what is of one key head is one run of the projection, as Qwen3-Next's files have it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +72,10 @@ class Architecture:
     embedding_scale: float = 1.0  # of the embeddings where the blocks take them
     score_width: float = 0.0  # scores are divided by its root; 0 = the head's size
     local_rope_theta: float = 10000.0
+    rotary_size: int = 0  # rope turns the first so many dimensions of a head; 0 = all
+    sinks: bool = False  # each head's softmax has a learned score beside the keys', which weighs no value
+    output_gate: bool = False  # what a head gives is multiplied by the sigmoid of a second projection like queries'
+    delta: Delta | None = None  # of the layers that have it
     layers: tuple[Layer, ...] = ()  # () = all alike and plain
     family: str = "llama"  # the model_type that files of it have; nothing is computed by it
 
@@ -61,18 +83,32 @@ class Architecture:
         if self.num_heads % self.num_kv_heads or self.head_size % 2:
             sizes = f"{self.num_heads} heads, {self.num_kv_heads} key heads of size {self.head_size}"
             raise ConfigError(f"a model of {sizes}: heads must be a multiple of key heads, and their size be even")
+        d = self.delta
+        if d and d.value_heads % d.key_heads:
+            sizes = f"{d.value_heads} value heads, {d.key_heads} key heads"
+            raise ConfigError(f"a gated delta rule of {sizes}: value heads must be a multiple of key heads")
 
     @property
     def by_layer(self) -> tuple[Layer, ...]:
         return self.layers or (Layer(),) * self.num_layers
 
+    def layers_with(self, name: str) -> tuple[int, ...]:
+        """Which layers have a block's parameter, in the order that they are stacked in."""
+        return tuple(i for i, layer in enumerate(self.by_layer) if layer.has(name))
+
     @property
     def num_params(self) -> int:
         N, K, H, D = self.num_heads, self.num_kv_heads, self.head_size, self.width
-        block = 2 * D * H * (N + K) + 3 * D * self.ffn + 2 * D * (self.pre_norm + self.post_norm)
-        block += self.qkv_bias * (N + 2 * K) * H + self.o_bias * D + self.mlp_bias * (2 * self.ffn + D)
-        block += {"": 0, "head": 2 * H, "all": (N + K) * H}[self.qk_norm]
-        return self.num_layers * block + self.vocab_size * D * (1 if self.tied else 2) + D
+        Q = N * (1 + self.output_gate)
+        block = 3 * D * self.ffn + 2 * D * (self.pre_norm + self.post_norm) + self.mlp_bias * (2 * self.ffn + D)
+        attention = D * H * (Q + N + 2 * K) + self.qkv_bias * (Q + 2 * K) * H + self.o_bias * D + self.sinks * N
+        attention += {"": 0, "head": 2 * H, "all": (N + K) * H}[self.qk_norm]
+        of_layers = self.num_layers * block + len(self.layers_with("q")) * attention
+        if d := self.delta:
+            keys, values = d.key_heads * d.key_size, d.value_heads * d.value_size
+            rule = D * (2 * keys + 3 * values + 2 * d.value_heads) + d.taps * (2 * keys + values)
+            of_layers += len(self.layers_with("delta_out")) * (rule + 2 * d.value_heads + d.value_size)
+        return of_layers + self.vocab_size * D * (1 if self.tied else 2) + D
 
 
 def positive(path: Any, key: str, value: Any, *, whole: bool = True, most: float = 2**31 - 1) -> Any:

@@ -25,6 +25,7 @@ ACTIVATIONS = {
 def vectors(arch: Architecture) -> Iterator[tuple[str, tuple[int, ...], tuple[str, ...], float]]:
     """Norms and biases of a block: name, shape and logical axes without the layers', and what it holds at first."""
     D, F, H, N, K = arch.width, arch.ffn, arch.head_size, arch.num_heads, arch.num_kv_heads
+    Q = H * (1 + arch.output_gate)
     heads, kv_heads, one = ("heads", "head_size"), ("kv_heads", "head_size"), 1.0 - arch.norm_offset
     for name, is_there, size, axes, constant in (
         ("attention_norm", arch.pre_norm, (D,), ("activation",), one),
@@ -35,7 +36,8 @@ def vectors(arch: Architecture) -> Iterator[tuple[str, tuple[int, ...], tuple[st
         ("k_norm", arch.qk_norm == "head", (H,), ("head_size",), one),
         ("q_norm", arch.qk_norm == "all", (N * H,), ("heads",), one),
         ("k_norm", arch.qk_norm == "all", (K * H,), ("kv_heads",), one),
-        ("q_bias", arch.qkv_bias, (N, H), heads, 0.0),
+        ("sinks", arch.sinks, (N,), ("heads",), 0.0),
+        ("q_bias", arch.qkv_bias, (N, Q), heads, 0.0),
         ("k_bias", arch.qkv_bias, (K, H), kv_heads, 0.0),
         ("v_bias", arch.qkv_bias, (K, H), kv_heads, 0.0),
         ("o_bias", arch.o_bias, (D,), ("activation",), 0.0),

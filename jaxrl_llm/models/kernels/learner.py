@@ -22,6 +22,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxrl_llm.models.architecture import Architecture
+from jaxrl_llm.ops import packing
 from jaxrl_llm.runtime import sharding
 
 LANES = 128
@@ -30,25 +32,27 @@ BLOCKS = (512, 256, 128)
 
 
 class Units(NamedTuple):
-    """The rule of packed lines whose rows share nothing: a token sees its own unit up to itself."""
+    """The rule of packed lines: a token sees its own unit up to itself, of other rows in it the prompt alone."""
 
     unit: jax.Array  # [B,T] i32 1.. from left to right, 0 where the line is empty (``ops.packing.Line``)
+    row: jax.Array | None = None  # [B,T] i32 as ``Line`` has it; None = units are rows that share nothing
 
 
-def choose(setting: str, device: Any, compute_dtype: str, head_size: int) -> str:
+def choose(setting: str, device: Any, compute_dtype: str, arch: Architecture) -> str:
     """The implementation for a device: "xla", or with a kernel for caches beside it "splash" or "cudnn".
 
     Args:
-        setting: ``model.attention``.
+        setting: ``model.attention``; a model whose softmax has sinks has "xla" always, the kernels know none.
         device: one of the mesh's; a compile-only one will do.
     """
-    if setting == "xla":
+    if setting == "xla" or arch.sinks:
         return "xla"
     if device.platform == "tpu":
         return "splash"
     # A number on NVIDIA; AMD's are called gfx90a and such.
     generation = str(getattr(device, "compute_capability", "")).partition(".")[0]
     ampere = device.platform == "gpu" and generation.isdigit() and int(generation) >= 8
+    head_size = arch.head_size
     fits = compute_dtype == "bfloat16" and head_size % 8 == 0 and head_size <= 128  # what cuDNN's kernels take
     return "cudnn" if ampere and fits else "xla"
 
@@ -57,6 +61,11 @@ def cache_length(tokens: int) -> int:
     """Places of a cache for so many tokens: whole lanes, which kernels and layouts want."""
     step = LANES if tokens > LANES else 16
     return -(-tokens // step) * step
+
+
+def mask_of_groups(visible: Any) -> Any:
+    """The mask [B,T,T] bool of lines whose units are groups; any other rule as it is."""
+    return packing.visible(visible) if isinstance(visible, Units) and visible.row is not None else visible
 
 
 def of_lines(visible: Any, implementation: str) -> Any:
