@@ -31,6 +31,7 @@ from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models.architecture import Architecture, Delta
 from jaxrl_llm.models.attention import Cache, Groups
 from jaxrl_llm.models.kernels.learner import Units
+from jaxrl_llm.ops.packing import Line
 from jaxrl_llm.runtime import sharding
 
 CHUNK = 64  # tokens: the least that fills a matrix unit, and a system of the size whose float32 solution is safe
@@ -53,7 +54,7 @@ def parameters(arch: Architecture) -> Iterator[tuple[Any, ...]]:
         yield "delta_in", (d.key_heads, 2 * d.key_size + 2 * share * d.value_size, D), ("kv_heads", "head_size", "embed")
         yield "delta_gates", (d.key_heads, 2 * share, D), ("kv_heads", "head_size", "embed")
     else:
-        yield "delta_in", (channels(d), D), ("head_size", "embed")
+        yield "delta_qkv", (channels(d), D), ("head_size", "embed")
         yield "delta_z", (d.value_heads, d.value_size, D), ("heads", "head_size", "embed")
         yield "delta_b", (d.value_heads, D), ("heads", "embed")
         yield "delta_a", (d.value_heads, D), ("heads", "embed")
@@ -86,7 +87,7 @@ def mix(
     own: Callable[[str], jax.Array],
     arch: Architecture,
     *,
-    visible: Groups | Units | None = None,
+    visible: Groups | Units | Line | None = None,
     positions: jax.Array | None = None,
     length: jax.Array | None = None,
     cache: Cache | None = None,
@@ -136,7 +137,7 @@ def _inputs(h_BTD, project, d: Delta):
         b, a = jnp.split(by_head(project(h_BTD, "delta_gates"), d.key_heads), 2, axis=-1)
         mixed_BTC = jnp.concatenate([flat(q), flat(k), flat(v)], axis=-1)
     else:
-        mixed_BTC, z, b, a = (project(h_BTD, f"delta_{name}") for name in ("in", "z", "b", "a"))
+        mixed_BTC, z, b, a = (project(h_BTD, f"delta_{name}") for name in ("qkv", "z", "b", "a"))
     z_BTNV = flat(z).reshape(B, T, d.value_heads, d.value_size)
     return mixed_BTC, z_BTNV, flat(b).astype(jnp.float32), flat(a).astype(jnp.float32)
 
@@ -193,7 +194,7 @@ def _rows(mixed_BTC, g_BTN, b_BTN, *, weight, d: Delta, before=None, line=None, 
     inputs = jax.vmap(lambda x, at: jax.lax.dynamic_slice_in_dim(x, at, taps - 1))(every, ends)
     q, k, v = _heads(summed, d)
     of_heads, of_rows = ("batch", None, "heads"), ("batch",)
-    ids = (None, None) if line is None else (line.unit, line.row)
+    ids = getattr(line, "unit", None), getattr(line, "row", None)
     axes = (*(of_heads,) * 5, ("batch", "heads"), of_rows, of_rows)
     # By each device on its heads: XLA would gather the systems that it cannot split.
     args = (q, k, v, g_BTN, b_BTN, before[0], *ids)
@@ -201,7 +202,7 @@ def _rows(mixed_BTC, g_BTN, b_BTN, *, weight, d: Delta, before=None, line=None, 
     return out_BTNV, state_B1NHV[:, 0], inputs
 
 
-def _earlier(every_BSC, mixed_BTC, ago: int, line: Units | None, positions):
+def _earlier(every_BSC, mixed_BTC, ago: int, line: Units | Line | None, positions):
     """The channels of the token so many before each in its row, zero where there is none, [B,T,C]."""
     T, taps = mixed_BTC.shape[1], every_BSC.shape[1] - mixed_BTC.shape[1] + 1
     shifted = every_BSC[:, taps - 1 - ago : taps - 1 - ago + T]
@@ -210,7 +211,7 @@ def _earlier(every_BSC, mixed_BTC, ago: int, line: Units | None, positions):
     place = jnp.arange(T)[None]
     back = lambda x: jnp.roll(x, ago, axis=1)
     is_own = (line.unit == back(line.unit)) & (place >= ago)
-    if line.row is None:
+    if isinstance(line, Units):
         return jnp.where(is_own[..., None], shifted, 0)
     is_own &= line.row == back(line.row)
     starts = line.unit != jnp.roll(line.unit, 1, axis=1)
@@ -226,7 +227,7 @@ def chunked(q_BTNH, k_BTNH, v_BTNV, g_BTN, b_BTN, state_BNHV, unit_BT=None, row_
         q_BTNH, k_BTNH, v_BTNV: float32, as ``_heads`` makes them.
         g_BTN, b_BTN: float32, the logarithm of the decay and the share that is corrected.
         state_BNHV: before the first token.
-        unit_BT, row_BT: of lines (``Units``); their states begin with nothing.
+        unit_BT, row_BT: of lines (``Units``, ``Line``); their states begin with nothing.
 
     Returns:
         [B,T,N,V], and the state after the last token, [B,1,N,H,V].

@@ -164,7 +164,7 @@ def _padded(
 def _in_lines(model, params, tokens_nKS, prompt_length, length, support_nKSN, *, width, chunk, group_size, remat):
     """Parts of rows [n,K,S] that lie side by side in lines [n,W]: completions and prompts."""
     line = packing.lay(tokens_nKS, prompt_length, length, width=width, group_size=group_size)
-    rule = Units(line.unit, line.row if group_size > 1 else None)
+    rule = line if group_size > 1 else Units(line.unit)
     hidden_nWD, _ = model.forward(params, line.tokens, line.position, visible=rule, remat=remat)
 
     def part(reading: packing.Reading, support: jax.Array | None) -> Part:

@@ -21,12 +21,13 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 
+from jaxrl_llm.models import delta, variants
 from jaxrl_llm.models import rope as ropes
-from jaxrl_llm.models import variants
 from jaxrl_llm.models.architecture import Architecture, Layer
 from jaxrl_llm.models.attention import Cache, Groups, Prompt, attend, attend_next, rotate
 from jaxrl_llm.models.kernels import context
 from jaxrl_llm.models.kernels import learner as kernels
+from jaxrl_llm.ops.packing import Line
 from jaxrl_llm.runtime import sharding
 
 Params = dict[str, Any]
@@ -87,7 +88,7 @@ class Blocks(nnx.Module):
         D, F, H, N, K = arch.width, arch.ffn, arch.head_size, arch.num_heads, arch.num_kv_heads
         self.arch = arch
         for name, size, axes, *constant in (
-            ("q", (N, H, D), ("heads", "head_size", "embed")),
+            ("q", (N, H * (1 + arch.output_gate), D), ("heads", "head_size", "embed")),
             ("k", (K, H, D), ("kv_heads", "head_size", "embed")),
             ("v", (K, H, D), ("kv_heads", "head_size", "embed")),
             ("o", (D, N, H), ("embed", "heads", "head_size")),
@@ -95,15 +96,18 @@ class Blocks(nnx.Module):
             ("up", (F, D), ("mlp", "embed")),
             ("down", (D, F), ("embed", "mlp")),
             *variants.vectors(arch),
+            *delta.parameters(arch),
         ):
-            setattr(self, name, _param(rngs, (arch.num_layers, *size), ("layers", *axes), *constant))
+            if count := len(arch.layers_with(name)):
+                setattr(self, name, _param(rngs, (count, *size), ("layers", *axes), *constant))
 
-    def __call__(self, x_BTD, rope, layer: Layer, *, kv=None, visible=None, positions=None, implementation="xla"):
+    def __call__(self, x_BTD, rope, layer: Layer, *, past, kv, visible, positions, implementation):
         """One ``layer``, by the tables of its rope; ``kv``: "prompt" and "cache", where there are such.
 
-        Returns activations and keys and values, the new tokens' [B,K,T,H] or, with them, the caches'.
+        Returns activations and keys and values, the new tokens' [B,K,T,H] or, with them, the caches'; of a layer with
+        the gated delta rule its states, after what ``past`` says of the tokens.
         """
-        arch, kv = self.arch, kv or {}
+        arch = self.arch
         act = variants.ACTIVATIONS[arch.activation]
         is_merged = implementation == "xla" and not context.is_split()
 
@@ -121,19 +125,28 @@ class Blocks(nnx.Module):
             x_BTNH = x_BTO.reshape(*x_BTO.shape[:2], -1, arch.head_size)
             return norm(x_BTNH, normed) if arch.qk_norm == "head" else x_BTNH
 
-        rotated = (lambda x_BTNH: x_BTNH) if rope is None else lambda x_BTNH: rotate(x_BTNH, *rope)
+        def attention(h):
+            rotated = (lambda x_BTNH: x_BTNH) if rope is None else lambda x_BTNH: rotate(x_BTNH, *rope)
+            q_BTNH, k_BTKH, v_BTKH = rotated(heads(h, "q")), rotated(heads(h, "k")), heads(h, "v")
+            if arch.score_width not in (0.0, arch.head_size):  # attention divides by the root of the head's size
+                q_BTNH = q_BTNH * (arch.head_size / arch.score_width) ** 0.5
+            q_BTNH = sharding.constrain(q_BTNH, "batch", "length", "heads", "head_size")
+            new = (k_BTKH.swapaxes(1, 2), v_BTKH.swapaxes(1, 2))
+            how = {"window": layer.window, "positions": positions, "implementation": implementation}
+            if arch.sinks:
+                how["sinks"] = self.sinks[...]
+            if "cache" in kv:
+                out_BTNH, new = attend_next(q_BTNH, *new, **kv, **how)
+            else:
+                out_BTNH = context.to_tokens(attend(*context.to_heads(q_BTNH, *new), visible=visible, **kv, **how))
+            return project(out_BTNH.reshape(*out_BTNH.shape[:2], -1), "o"), new
+
         h = norm(x_BTD, "attention_norm")
-        q_BTNH, k_BTKH, v_BTKH = rotated(heads(h, "q")), rotated(heads(h, "k")), heads(h, "v")
-        if arch.score_width not in (0.0, arch.head_size):  # attention divides by the root of the head's size
-            q_BTNH = q_BTNH * (arch.head_size / arch.score_width) ** 0.5
-        q_BTNH = sharding.constrain(q_BTNH, "batch", "length", "heads", "head_size")
-        new = (k_BTKH.swapaxes(1, 2), v_BTKH.swapaxes(1, 2))
-        how = {"window": layer.window, "positions": positions, "implementation": implementation}
-        if "cache" in kv:
-            out_BTNH, new = attend_next(q_BTNH, *new, **kv, **how)
+        if layer.is_delta:
+            own = lambda name: getattr(self, name)[...]
+            out_BTD, new = delta.mix(h, project, own, arch, **past, positions=positions, cache=kv.get("cache"))
         else:
-            out_BTNH = context.to_tokens(attend(*context.to_heads(q_BTNH, *new), visible=visible, **kv, **how))
-        out_BTD = project(out_BTNH.reshape(*out_BTNH.shape[:2], -1), "o")
+            out_BTD, new = attention(h)
         x_BTD = x_BTD + norm(out_BTD, "attention_post_norm")
         x_BTD = checkpoint_name(sharding.constrain(x_BTD, "batch", "length", "activation"), "mlp")
         h = norm(x_BTD, "mlp_norm")
@@ -154,7 +167,7 @@ class Transformer(nnx.Module):
         if not arch.tied:
             self.head = _param(rngs, (arch.vocab_size, arch.width), EMBEDDING)
 
-    def __call__(self, model: Model, tokens_BT, positions_BT, *, prompt, cache, visible, remat, layers, rope):
+    def __call__(self, model: Model, tokens_BT, positions_BT, *, prompt, cache, visible, length, remat, layers, rope):
         """As ``Model.forward``; ``layers``: the blocks as the sampler has them (publish), in place of our own."""
         table_VD, dtype, attention = self.embedding[...], jnp.dtype(model.compute_dtype), model.attention
         spec = sharding.on_rows(model.table_spec)  # the sampler's is whole along the axes of rows
@@ -171,6 +184,7 @@ class Transformer(nnx.Module):
         graph, stacked = nnx.split(self.blocks)
         before = {name: x for name, x in (("prompt", prompt), ("cache", cache)) if x is not None}
         kv = {name: (x.keys, x.values) for name, x in before.items()}
+        past, visible = {"visible": visible, "length": length}, kernels.mask_of_groups(visible)
 
         def within(window: int):  # of lines' mask; a rule of who is seen stays one
             lines = visible if isinstance(visible, jax.Array) else kernels.of_lines(visible, attention)
@@ -186,7 +200,8 @@ class Transformer(nnx.Module):
                 own = {name: before[name].replace(keys=k, values=v) for name, (k, v) in layer_kv.items()}
                 how = {"visible": seen[layer.window], "positions": positions_BT, "implementation": attention}
                 rope = None if layer.rope < 0 else tables[layer.rope]
-                return nnx.merge(graph, layer_params)(x, rope, layer, kv=own, **how)
+                x, new = nnx.merge(graph, layer_params)(x, rope, layer, past=past, kv=own, **how)
+                return x, None if self.arch.delta and layers is None else new  # layers' are unlike, which no scan stacks
 
             if not remat or model.remat == "none":
                 return block
@@ -195,11 +210,12 @@ class Transformer(nnx.Module):
 
         blocks = {layer: make_block(layer) for layer in dict.fromkeys(self.arch.by_layer)}
         if layers is None:
-            x_BTD, new_kv = variants.scan(blocks, self.arch.by_layer, x_BTD, (stacked, kv))
+            x_BTD, new_kv = variants.scan(blocks, self.arch.by_layer, x_BTD, (nnx.to_pure_dict(stacked), kv))
         else:
             made, blocks = [], {layer: jax.jit(block) for layer, block in blocks.items()}  # traced once; XLA inlines it
             for i, (layer, turned) in enumerate(zip(self.arch.by_layer, layers, strict=True)):
                 layer_params = jax.tree.map(jnp.transpose, turned)  # no copy: XLA's matmuls contract either way
+                layer_params = dict.fromkeys(stacked) | layer_params  # None is what it has not
                 layer_kv = {name: (keys[i], values[i]) for name, (keys, values) in kv.items()}
                 x_BTD, new = blocks[layer](x_BTD, (layer_params, layer_kv))
                 made.append(new)
@@ -244,7 +260,8 @@ class Model:
         *,
         prompt: Prompt | None = None,
         cache: Cache | None = None,
-        visible: jax.Array | Groups | None = None,
+        visible: jax.Array | Groups | kernels.Units | Line | None = None,
+        length: jax.Array | None = None,
         remat: bool = False,
         rope: ropes.Tables | None = None,
     ):
@@ -257,19 +274,21 @@ class Model:
             prompt: what rows of a group have computed once; keys and values by layer.
             cache: each row's earlier tokens, by layer; wants T = 1.
             visible: what each token sees of the others, [B,T,T] bool or a rule; None = all up to itself.
+            length: [B] i32, the tokens that a gated delta rule's states are of; None = all.
             remat: apply the model's rematerialisation policy (for a backward pass).
             rope: ``rope.tables`` of every position there is; None = computed here.
 
         Returns:
             hidden [B,T,D] in the compute dtype, and the new tokens' (keys, values), [B,K,T,H] by layer, or the caches'
-            with those: one array with a leading layer axis where blocks are stacked, a tuple where they are apart.
+            with those: one array with a leading layer axis where blocks are stacked, a tuple where they are apart. Of
+            layers with the gated delta rule its states (``delta.empty``); stacked, a model that has it returns none.
         """
         graph, _ = _abstract(self.arch)
         layers = params.get("layers")
         if layers is not None:  # the graph wants some blocks; their shapes it does not look at
             params = {k: v for k, v in params.items() if k != "layers"} | {"blocks": layers[0]}
-        how = {"prompt": prompt, "cache": cache, "visible": visible, "remat": remat, "rope": rope, "layers": layers}
-        return nnx.merge(graph, params)(self, tokens, positions, **how)
+        how = {"prompt": prompt, "cache": cache, "visible": visible, "length": length}
+        return nnx.merge(graph, params)(self, tokens, positions, **how, remat=remat, rope=rope, layers=layers)
 
     @property
     def table_spec(self) -> jax.P:

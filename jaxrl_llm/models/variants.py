@@ -60,7 +60,8 @@ def scan(blocks: dict[Layer, Block], by_layer: tuple[Layer, ...], x: jax.Array, 
 
     Args:
         blocks: of each kind; (x, what is of this layer) -> (x, what it made).
-        stacked: what is of each layer, with a leading layer axis.
+        stacked: what is of each layer, with a leading layer axis; first a dict, whose entries are of the layers alone
+            that have such a parameter (``Layer.has``). Where a layer has not, None is its own.
 
     Returns:
         x, and what the layers made, stacked.
@@ -68,27 +69,34 @@ def scan(blocks: dict[Layer, Block], by_layer: tuple[Layer, ...], x: jax.Array, 
     if len(blocks) == 1:
         return jax.lax.scan(*blocks.values(), x, stacked)
     period = next(p for p in range(1, len(by_layer) + 1) if by_layer[p:] == by_layer[:-p])
+    steps, left = divmod(len(by_layer), period)
+    whole, last = by_layer[:period], by_layer[len(by_layer) - left :]
+    paths, tree = jax.tree_util.tree_flatten_with_path(stacked)
+    of_block = (jax.tree_util.SequenceKey(0),)
+    has = [functools.partial(Layer.has, name=path[1].key if path[:1] == of_block else "") for path, _ in paths]
 
     def parts(a, *at):  # not a slice: its gradient cannot be added to a ref, where the learner keeps the sum of all
         return jax.lax.split(a, at, 0)
 
-    def some(x, of_layers, kinds):
-        leaves, tree = jax.tree.flatten(of_layers)
-        of_each = zip(*(parts(a, *(1,) * len(kinds)) for a in leaves), strict=True)
+    def some(x, leaves, kinds):
+        split = [() if a is None else iter(parts(a, *(1,) * len(a))) for a in leaves]
         made = []
-        for kind, of_layer in zip(kinds, of_each, strict=True):
-            x, new = blocks[kind](x, tree.unflatten(a.reshape(a.shape[1:]) for a in of_layer))
+        for kind in kinds:
+            of_layer = (next(a) if is_there(kind) else None for a, is_there in zip(split, has, strict=True))
+            of_layer = tree.unflatten(a if a is None else a.reshape(a.shape[1:]) for a in of_layer)
+            x, new = blocks[kind](x, of_layer)
             made.append(new)
         return x, jax.tree.map(lambda *a: jnp.stack(a), *made)
 
-    steps, left = divmod(len(by_layer), period)
-    leaves, tree = jax.tree.flatten(stacked)
-    split = [parts(a, steps * period, left) if left else (a, a) for a in leaves]
-    whole, rest = (tree.unflatten(x) for x in zip(*split, strict=True))
-    whole = jax.tree.map(lambda a: a.reshape(steps, period, *a.shape[1:]), whole)
-    x, made = jax.lax.scan(functools.partial(some, kinds=by_layer[:period]), x, whole)
+    leaves, rest = [], []
+    for (_, a), is_there in zip(paths, has, strict=True):
+        of_rest = sum(map(is_there, last))
+        a, of_last = parts(a, len(a) - of_rest, of_rest) if of_rest else (a, None)
+        leaves.append(a.reshape(steps, -1, *a.shape[1:]))
+        rest.append(of_last)
+    x, made = jax.lax.scan(functools.partial(some, kinds=whole), x, leaves)
     made = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), made)
     if left:
-        x, last = some(x, rest, by_layer[-left:])
-        made = jax.tree.map(lambda *a: jnp.concatenate(a), made, last)
+        x, last_made = some(x, rest, last)
+        made = jax.tree.map(lambda *a: jnp.concatenate(a), made, last_made)
     return x, made

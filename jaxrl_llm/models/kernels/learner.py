@@ -32,10 +32,9 @@ BLOCKS = (512, 256, 128)
 
 
 class Units(NamedTuple):
-    """The rule of packed lines: a token sees its own unit up to itself, of other rows in it the prompt alone."""
+    """The rule of packed lines whose rows share nothing: a token sees its own unit up to itself."""
 
     unit: jax.Array  # [B,T] i32 1.. from left to right, 0 where the line is empty (``ops.packing.Line``)
-    row: jax.Array | None = None  # [B,T] i32 as ``Line`` has it; None = units are rows that share nothing
 
 
 def choose(setting: str, device: Any, compute_dtype: str, arch: Architecture) -> str:
@@ -65,7 +64,7 @@ def cache_length(tokens: int) -> int:
 
 def mask_of_groups(visible: Any) -> Any:
     """The mask [B,T,T] bool of lines whose units are groups; any other rule as it is."""
-    return packing.visible(visible) if isinstance(visible, Units) and visible.row is not None else visible
+    return packing.visible(visible) if isinstance(visible, packing.Line) else visible
 
 
 def of_lines(visible: Any, implementation: str) -> Any:
