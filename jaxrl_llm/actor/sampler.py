@@ -32,7 +32,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxrl_llm.config import SamplingConfig
+from jaxrl_llm.models import delta
 from jaxrl_llm.models import rope as ropes
+from jaxrl_llm.models.architecture import Layer
 from jaxrl_llm.models.attention import Cache, Prompt, block_shapes
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.ops.logp import project
@@ -58,7 +60,8 @@ SUPPORT_TOKENS = 64
 class SamplerState:
     """Everything the sampler carries between chunks, and between iterations."""
 
-    # By layer, each in arrays of its own: what a layer reads of an array of all, some compilers copy first.
+    # By layer, each in arrays of its own: what a layer reads of an array of all, some compilers copy first. Of a layer
+    # with the gated delta rule its two states (delta.empty) in place of keys and values, a prompt's before its last token.
     cache_k: tuple[tuple[jax.Array, ...], ...]  # blocks of an attention.Cache, from the last prompt token on
     cache_v: tuple[tuple[jax.Array, ...], ...]
     prompt_k: tuple[jax.Array, ...]  # [M*E, K, L, H], one per prompt
@@ -145,18 +148,23 @@ class Sampler:
         arch, M, E, G = self.model.arch, self.shards, self.entries, self.group_size
         L, S, H = self.max_prompt_tokens, self.row_tokens, arch.head_size
         zeros = lambda rows, size: jnp.zeros((rows, arch.num_kv_heads, *size), self.model.compute_dtype)
-        prompts = lambda: tuple(zeros(M * E, (L, H)) for _ in range(arch.num_layers))
+        most = self.sampling.max_completion_tokens
 
-        def slots(which: int):  # a window's cache holds the window
-            most = self.sampling.max_completion_tokens
-            of_layers = [block_shapes(min(most, x.window or most), H, self.model.attention) for x in arch.by_layer]
-            return tuple(tuple(zeros(self.num_slots, of[which]) for _ in range(of[0])) for of in of_layers)
+        def prompts(which: int):
+            states = lambda: delta.empty(arch, M * E, self.model.compute_dtype)[which]
+            return tuple(states() if layer.is_delta else zeros(M * E, (L, H)) for layer in arch.by_layer)
+
+        def slots(which: int, layer: Layer):  # a window's cache holds the window
+            if layer.is_delta:
+                return (delta.empty(arch, self.num_slots, self.model.compute_dtype)[which],)
+            count, *sizes = block_shapes(min(most, layer.window or most), H, self.model.attention)
+            return tuple(zeros(self.num_slots, sizes[which]) for _ in range(count))
 
         return SamplerState(
-            cache_k=slots(1),
-            cache_v=slots(2),
-            prompt_k=prompts(),
-            prompt_v=prompts(),
+            cache_k=tuple(slots(0, layer) for layer in arch.by_layer),
+            cache_v=tuple(slots(1, layer) for layer in arch.by_layer),
+            prompt_k=prompts(0),
+            prompt_v=prompts(1),
             cache_end=jnp.int32(0),
             slot_row=jnp.full((M, self.num_slots // M), -1, jnp.int32),
             tokens=jnp.zeros((M, E, G, S), jnp.int32),
@@ -180,7 +188,7 @@ class Sampler:
 
         def place(path, x):
             if path[0].name in ("cache_k", "cache_v", "prompt_k", "prompt_v"):
-                axes = ("batch", "kv_heads", None, None)
+                axes = ("batch", "kv_heads", None, None) if x.ndim == 4 else ("batch", None, None)
             else:
                 axes = (("shards",) + (None,) * len(x.shape))[: len(x.shape)]
             layout = sharding.named(self.mesh, x.shape, axes)
@@ -244,7 +252,7 @@ class Sampler:
         P, L = tokens_PL.shape
         set_entries = lambda t, n: jax.vmap(lambda t, n, e: t.at[e].set(n, mode="drop"))(t, n, entry_MP)
         positions = jnp.broadcast_to(jnp.arange(L, dtype=jnp.int32), (P, L))
-        _, (k, v) = self.model.forward(params, tokens_PL, positions)
+        _, (k, v) = self.model.forward(params, tokens_PL, positions, length=length_P - 1)
 
         def put_kv(cache, new):  # [M*E, ...] <- [P, ...]
             by_shard = lambda x: x.reshape(M, -1, *x.shape[1:])
@@ -289,7 +297,22 @@ class Sampler:
         started = jax.vmap(lambda s, r, t: s.at[jnp.where(t, r, Q)].set(True, mode="drop"))(
             state.started.reshape(M, Q), slot_row, takes
         ).reshape(M, E, G)
-        return state.replace(slot_row=slot_row, started=started)
+        entry = jnp.maximum(slot_row, 0) // G
+
+        def begin(layer: Layer, slots, prompts):  # a row's states are its prompt's at first
+            if not layer.is_delta:
+                return slots
+            new = jax.vmap(lambda x, e: x[e])(prompts.reshape(M, E, *prompts.shape[1:]), entry)
+            taken = takes.reshape(-1, *(1,) * (prompts.ndim - 1))
+            return (jnp.where(taken, new.reshape(slots[0].shape), slots[0]),)
+
+        begin = functools.partial(map, begin, self.model.arch.by_layer)
+        return state.replace(
+            slot_row=slot_row,
+            started=started,
+            cache_k=tuple(begin(state.cache_k, state.prompt_k)),
+            cache_v=tuple(begin(state.cache_v, state.prompt_v)),
+        )
 
     def _decode(self, params, state: SamplerState, version, key, due):
         """Refill, then up to ``chunk_steps`` decode steps; ends early when every slot is idle.
@@ -402,10 +425,12 @@ class Sampler:
         unrows = lambda x: x.reshape(M, E, G, *x.shape[2:])
         write_token = lambda t, x: unrows(at_token(rows(t), target_MZ, length_MZ, x))
         write_row = lambda t, x: unrows(at_row(rows(t), target_MZ, x))
+        attend = [blocks for blocks, x in zip(cache_v, self.model.arch.by_layer, strict=True) if not x.is_delta]
+        places = (sum(x.shape[2] for x in blocks) for blocks in attend)
         return state.replace(
             cache_k=cache_k,
             cache_v=cache_v,
-            cache_end=(state.cache_end + 1) % math.lcm(*(sum(x.shape[2] for x in blocks) for blocks in cache_v)),
+            cache_end=(state.cache_end + 1) % math.lcm(*places),
             tokens=write_token(state.tokens, drawn_MZ),
             behaviour_logp=write_token(state.behaviour_logp, logp_MZ),
             policy_version=write_token(state.policy_version, jnp.broadcast_to(version, row_MZ.shape)),

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax.experimental.layout import Format, Layout, with_layout_constraint
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxrl_llm.models.architecture import Architecture
 from jaxrl_llm.models.files.layout import LAYOUT, stored_shape
 from jaxrl_llm.models.transformer import Model, Params
 from jaxrl_llm.runtime import sharding
@@ -34,16 +35,22 @@ def _turned(name: str, x: jax.Array, i: int | None) -> jax.Array:
     return _stored(name, x, i) if i is None else _stored(name, x, i).T
 
 
-def sampler_form(params: Params, take: Callable[[str, Any, int | None], Any] = _turned) -> Params:
+def sampler_form(
+    params: Params, take: Callable[[str, Any, int | None], Any] = _turned, arch: Architecture | None = None
+) -> Params:
     """Parameters with "layers", one dict for each block, in place of the stacked "blocks"; matrices are [I,O].
 
     Args:
-        take: (name, stacked parameter, i) -> that of the i-th layer; (name, parameter, None) -> one of no layer.
+        take: (name, stacked parameter, i) -> the i-th that is stacked; (name, parameter, None) -> one of no layer.
+        arch: says which layers have which parameter; None = all have all.
     """
-    num_layers = jax.tree.leaves(params["blocks"])[0].shape[0]
+    blocks = params["blocks"]
+    layers = [{} for _ in range(max(len(x) for x in blocks.values()))]
+    for name, x in blocks.items():
+        for i, layer in enumerate(arch.layers_with(name) if arch else range(len(x))):
+            layers[layer][name] = take(name, x, i)
     rest = {name: take(name, x, None) for name, x in params.items() if name != "blocks"}
-    layers = tuple({name: take(name, x, i) for name, x in params["blocks"].items()} for i in range(num_layers))
-    return rest | {"layers": layers}
+    return rest | {"layers": tuple(layers)}
 
 
 def abstract_params(model: Model, mesh: Mesh, rules: dict[str, Any] = sharding.OF_SAMPLER) -> Params:
@@ -59,7 +66,8 @@ def abstract_params(model: Model, mesh: Mesh, rules: dict[str, Any] = sharding.O
             layout = Format(Layout((1, 0)), layout)
         return jax.ShapeDtypeStruct(stored_shape(path, x.shape[1:])[::-1], x.dtype, sharding=layout)
 
-    return sampler_form(model.abstract_params(mesh, rules=rules, dtype=jnp.dtype(model.compute_dtype)), take)
+    stacked = model.abstract_params(mesh, rules=rules, dtype=jnp.dtype(model.compute_dtype))
+    return sampler_form(stacked, take, model.arch)
 
 
 def program(model: Model, mesh: Mesh, sampler_mesh: Mesh) -> Program:
@@ -73,7 +81,8 @@ def program(model: Model, mesh: Mesh, sampler_mesh: Mesh) -> Program:
 
         def take(name: str, x: jax.Array, i: int | None) -> jax.Array:
             nonlocal always
-            lies, to = ((tree if i is None else tree["layers"][i])[name] for tree in (learner, sampler))
+            layer = None if i is None else model.arch.layers_with(name)[i]
+            lies, to = ((tree if i is None else tree["layers"][layer])[name] for tree in (learner, sampler))
             if lies.sharding == to.sharding:
                 return _turned(name, x, i).astype(to.dtype)
             x, always = jax.lax.optimization_barrier((x, always))
@@ -87,6 +96,6 @@ def program(model: Model, mesh: Mesh, sampler_mesh: Mesh) -> Program:
             x, always = jax.lax.optimization_barrier((x, always))
             return x
 
-        return sampler_form(params, take)
+        return sampler_form(params, take, model.arch)
 
     return Program(publish, (model.abstract_params(mesh),), jax.tree.map(lambda x: x.format, sampler))

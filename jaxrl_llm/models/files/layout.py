@@ -51,11 +51,12 @@ class TensorFile(Protocol):
         """A part of one tensor, float32."""
 
 
-def load(file: TensorFile, names: Mapping[str, str], model: Model, mesh: Mesh) -> Params:
+def load(file: TensorFile, names: Mapping[str, Any], model: Model, mesh: Mesh) -> Params:
     """Parameters, each shard read from the file and put straight onto its device.
 
     Args:
-        names: what the file calls each parameter of ``LAYOUT``; "{layer}" stands for the layer's number.
+        names: what the file calls each parameter of ``LAYOUT``; "{layer}" stands for the layer's number, which a list
+            of layers after it says of each stacked one where not all layers have the parameter.
 
     Raises:
         ConfigError: a tensor is missing, has the wrong shape, or belongs to another kind of model.
@@ -66,7 +67,7 @@ def load(file: TensorFile, names: Mapping[str, str], model: Model, mesh: Mesh) -
     return jax.tree.unflatten(jax.tree.structure(shapes), loaded)
 
 
-def check(file: TensorFile, names: Mapping[str, str], model: Model, mesh: Mesh) -> None:
+def check(file: TensorFile, names: Mapping[str, Any], model: Model, mesh: Mesh) -> None:
     """Compare the file's tensors with the model's parameters by name and shape; reads no weight.
 
     Raises:
@@ -96,7 +97,7 @@ def _by_path(params: Params) -> dict[str, Any]:
 Stored = tuple[str, tuple[int, ...], Callable[[], np.ndarray]]
 
 
-def stored_tensors(params: Params, names: Mapping[str, str]) -> Iterator[Stored]:
+def stored_tensors(params: Params, names: Mapping[str, Any]) -> Iterator[Stored]:
     """Every tensor of a file that holds ``params``: its name, its shape and a function that fetches it.
 
     Fetching in this order moves each stacked parameter to the host once.
@@ -112,11 +113,16 @@ def stored_tensors(params: Params, names: Mapping[str, str]) -> Iterator[Stored]
         yield name, shape, functools.partial(one, path, layer)
 
 
-def _tensors(by_path: Mapping[str, Any], names: Mapping[str, str]) -> Iterator[tuple]:
+def _tensors(by_path: Mapping[str, Any], names: Mapping[str, Any]) -> Iterator[tuple]:
     """Name and shape of every tensor in a file, path and layer (None where it is not stacked) of what it stores."""
     for path, leaf in by_path.items():
         layers, shape = (range(leaf.shape[0]), leaf.shape[1:]) if _is_stacked(path) else ((None,), leaf.shape)
-        yield from ((names[path].format(layer=i), stored_shape(path, shape), path, i) for i in layers)
+        yield from ((_named(names[path], i), stored_shape(path, shape), path, i) for i in layers)
+
+
+def _named(name: str | tuple[str, tuple[int, ...]], i: int | None) -> str:
+    """Of the i-th that is stacked, the tensor's name."""
+    return name.format(layer=i) if isinstance(name, str) else name[0].format(layer=name[1][i])
 
 
 def _is_stacked(path: str) -> bool:
@@ -138,7 +144,7 @@ def _load_one(file: TensorFile, name: str, path: str, leaf: jax.ShapeDtypeStruct
             if _is_stacked(path):
                 out = np.empty([r[1] - r[0] for r in ranges], np.float32)
                 for row, layer in enumerate(range(*ranges[0])):
-                    out[row] = _read(file, name.format(layer=layer), path, index[1:], leaf.shape[1:])
+                    out[row] = _read(file, _named(name, layer), path, index[1:], leaf.shape[1:])
             else:
                 out = _read(file, name, path, index, leaf.shape)
             parts[ranges] = out
