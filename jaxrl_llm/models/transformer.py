@@ -119,15 +119,19 @@ class Blocks(nnx.Module):
             bias = getattr(self, f"{name}_bias", None)
             return out_BTO if bias is None else out_BTO + bias[...].astype(out_BTO.dtype).reshape(1, 1, -1)
 
-        def heads(h_BTD, name):
-            x_BTO, normed = project(h_BTD, name), f"{name}_norm"
+        def heads(x_BTO, name):
+            normed = f"{name}_norm"
             x_BTO = norm(x_BTO, normed) if arch.qk_norm == "all" else x_BTO
             x_BTNH = x_BTO.reshape(*x_BTO.shape[:2], -1, arch.head_size)
             return norm(x_BTNH, normed) if arch.qk_norm == "head" else x_BTNH
 
         def attention(h):
+            q, k, v = (project(h, name) for name in ("q", "k", "v"))
+            if arch.output_gate:  # of each head a query and a gate
+                both = q.reshape(*h.shape[:2], -1, 2, arch.head_size)
+                q, gate = (both[..., i, :].reshape(*h.shape[:2], -1) for i in (0, 1))
             rotated = (lambda x_BTNH: x_BTNH) if rope is None else lambda x_BTNH: rotate(x_BTNH, *rope)
-            q_BTNH, k_BTKH, v_BTKH = rotated(heads(h, "q")), rotated(heads(h, "k")), heads(h, "v")
+            q_BTNH, k_BTKH, v_BTKH = rotated(heads(q, "q")), rotated(heads(k, "k")), heads(v, "v")
             if arch.score_width not in (0.0, arch.head_size):  # attention divides by the root of the head's size
                 q_BTNH = q_BTNH * (arch.head_size / arch.score_width) ** 0.5
             q_BTNH = sharding.constrain(q_BTNH, "batch", "length", "heads", "head_size")
@@ -139,7 +143,8 @@ class Blocks(nnx.Module):
                 out_BTNH, new = attend_next(q_BTNH, *new, **kv, **how)
             else:
                 out_BTNH = context.to_tokens(attend(*context.to_heads(q_BTNH, *new), visible=visible, **kv, **how))
-            return project(out_BTNH.reshape(*out_BTNH.shape[:2], -1), "o"), new
+            out_BTO = out_BTNH.reshape(*out_BTNH.shape[:2], -1)
+            return project(out_BTO * jax.nn.sigmoid(gate) if arch.output_gate else out_BTO, "o"), new
 
         h = norm(x_BTD, "attention_norm")
         if layer.is_delta:
@@ -201,7 +206,7 @@ class Transformer(nnx.Module):
                 how = {"visible": seen[layer.window], "positions": positions_BT, "implementation": attention}
                 rope = None if layer.rope < 0 else tables[layer.rope]
                 x, new = nnx.merge(graph, layer_params)(x, rope, layer, past=past, kv=own, **how)
-                return x, None if self.arch.delta and layers is None else new  # layers' are unlike, which no scan stacks
+                return x, None if self.arch.delta and layers is None else new  # unlike ones no scan stacks
 
             if not remat or model.remat == "none":
                 return block
@@ -286,7 +291,8 @@ class Model:
         graph, _ = _abstract(self.arch)
         layers = params.get("layers")
         if layers is not None:  # the graph wants some blocks; their shapes it does not look at
-            params = {k: v for k, v in params.items() if k != "layers"} | {"blocks": layers[0]}
+            some = {name: x for layer in layers for name, x in layer.items()}
+            params = {k: v for k, v in params.items() if k != "layers"} | {"blocks": some}
         how = {"prompt": prompt, "cache": cache, "visible": visible, "length": length}
         return nnx.merge(graph, params)(self, tokens, positions, **how, remat=remat, rope=rope, layers=layers)
 

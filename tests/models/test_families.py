@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
-from support import building, families
+from support import building, families, hybrids
 from support.building import COMPLETION_TOKENS, CUBE, ONE, PROMPT_TOKENS, Sampling, make_prompts, make_sampler
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models import rope, variants
-from jaxrl_llm.models.architecture import Layer, RopeScaling
+from jaxrl_llm.models.architecture import Delta, Layer, RopeScaling
 from jaxrl_llm.models.files import hf
 from jaxrl_llm.models.files.families import FAMILIES, config_of
 from jaxrl_llm.models.files.gguf import make_byte_tokenizer
@@ -26,11 +26,12 @@ from jaxrl_llm.models.row_logp import row_logp
 from jaxrl_llm.models.transformer import Model
 
 FIXTURES = pathlib.Path(__file__).parents[1] / "fixtures"
-STORED = json.loads((FIXTURES / "families.json").read_text())
+STORED = json.loads((FIXTURES / "families.json").read_text()) | json.loads((FIXTURES / "hybrids.json").read_text())
+CONFIGS = families.CONFIGS | hybrids.CONFIGS
 
 
 PLAIN_CONFIGS = ("llama_biased", "llama_yarn", "mistral_window", "qwen2_window", "qwen3", "smollm3_window", "olmo2")
-PLAIN_CONFIGS += ("gemma3",)
+PLAIN_CONFIGS += ("gemma3", "qwen3_next", "qwen3_next_tied", "qwen3_5")
 
 
 def some_slow(names, plain):
@@ -40,13 +41,15 @@ def some_slow(names, plain):
 
 @functools.cache
 def arrays():
-    return dict(np.load(FIXTURES / "families.npz"))
+    return dict(np.load(FIXTURES / "families.npz")) | dict(np.load(FIXTURES / "hybrids.npz"))
 
 
 def write(folder, name, **changes):
     """The folder of a family as transformers would save it."""
     config = {**STORED[name]["config"], **changes}
-    made = families.weights(STORED[name]["shapes"], config["model_type"] == "gemma3_text")
+    of_gemma = config["model_type"] == "gemma3_text"
+    of_hybrid = name in hybrids.CONFIGS
+    made = (hybrids.weights if of_hybrid else functools.partial(families.weights, gemma=of_gemma))(STORED[name]["shapes"])
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     safetensors.numpy.save_file(made, folder / "model.safetensors")
@@ -68,13 +71,13 @@ def stored_gradients(folder, gradients, model):
     return safetensors.numpy.load_file(folder / "model.safetensors")
 
 
-@pytest.mark.parametrize("name", some_slow(families.CONFIGS, PLAIN_CONFIGS))
+@pytest.mark.parametrize("name", some_slow(CONFIGS, PLAIN_CONFIGS))
 def test_log_probs_and_gradients_are_those_that_transformers_stored(tmp_path, name):
     model = Model(hf.read_architecture(write(tmp_path / "theirs", name)))
     mesh = building.mesh_of(ONE)
     params = hf.load_params(tmp_path / "theirs", model, mesh)
     assert sum(x.size for x in jax.tree.leaves(params)) == model.arch.num_params
-    tokens = jnp.asarray(families.tokens_of(families.CONFIGS[name]), jnp.int32)
+    tokens = jnp.asarray(families.tokens_of(CONFIGS[name]), jnp.int32)
 
     @functools.partial(jax.value_and_grad, has_aux=True)
     def mean(params):
@@ -92,7 +95,7 @@ def test_log_probs_and_gradients_are_those_that_transformers_stored(tmp_path, na
         np.testing.assert_allclose(families.projections(key, of_file[key]), (along, length), rtol=0, atol=atol)
 
 
-@pytest.mark.parametrize("name", families.CONFIGS)
+@pytest.mark.parametrize("name", CONFIGS)
 def test_an_export_is_the_same_folder_again(tmp_path, name):
     model = Model(hf.read_architecture(write(tmp_path / "theirs", name)))
     mesh = building.mesh_of(CUBE)
@@ -124,11 +127,16 @@ KINDS = {
         **dict(qk_norm="head", post_norm=True, norm_offset=1.0, activation="gelu_tanh", score_width=9.0),
         **dict(embedding_scale=4.0, num_layers=3, layers=(Layer(4, 1), Layer(4, 1), Layer())),
     ),
+    "sinks": dict(sinks=True, o_bias=True, num_layers=3, layers=(Layer(window=5), Layer(), Layer(window=5))),
+    "delta": dict(
+        **dict(delta=Delta(2, 4, 8, 6, 4, is_grouped=True), output_gate=True, rotary_size=2, qk_norm="head"),
+        **dict(num_layers=5, layers=tuple(Layer(is_delta=kind == "d") for kind in "ddadd")),
+    ),
     "yarn": dict(rope_scaling=RopeScaling("yarn", (("factor", 4.0), ("original_max_position_embeddings", 4)))),
 }
 
 
-@pytest.mark.parametrize("name", some_slow(KINDS, ("qwen", "window", "gemma3")))
+@pytest.mark.parametrize("name", some_slow(KINDS, ("qwen", "window", "gemma3", "sinks", "delta")))
 def test_sampler_logp_is_the_learners_of_rows_of_groups_and_of_lines(name):
     arch = dataclasses.replace(building.TINY, **KINDS[name])
     # 5 slots for 24 rollouts and chunks of 3 steps: slots refill again and again, and caches come round.
@@ -152,7 +160,7 @@ def test_sampler_logp_is_the_learners_of_rows_of_groups_and_of_lines(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["no_rope", "olmo2", "gemma3", "qwen"])
+@pytest.mark.parametrize("name", ["no_rope", "olmo2", "gemma3", "qwen", "sinks", "delta"])
 def test_a_mesh_gives_the_same_completions_and_gradients(name):
     """Heads, their norms and biases split over two devices; rows and widths over two more each."""
     arch = dataclasses.replace(building.TINY, **KINDS[name])
@@ -311,13 +319,13 @@ def test_an_adapter_s_folder_says_that_it_is_one(tmp_path):
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("name", families.CONFIGS)
+@pytest.mark.parametrize("name", CONFIGS)
 def test_transformers_computes_the_same_of_long_rows_before_loading_and_after_export(tmp_path, name):
     """Of 1,500 tokens, where a row may be so long: windows, frequencies and blocks of queries far from the start."""
     torch = pytest.importorskip("torch")
     import transformers
 
-    settings = {**families.CONFIGS[name], "max_position_embeddings": 2048, "initializer_range": 0.2}
+    settings = {**CONFIGS[name], "max_position_embeddings": 2048, "initializer_range": 0.2}
     theirs = transformers.AutoModelForCausalLM.from_config(
         transformers.AutoConfig.for_model(**settings), attn_implementation="eager"
     ).eval()
