@@ -60,8 +60,8 @@ SUPPORT_TOKENS = 64
 class SamplerState:
     """Everything the sampler carries between chunks, and between iterations."""
 
-    # By layer, each in arrays of its own: what a layer reads of an array of all, some compilers copy first. Of a layer
-    # with the gated delta rule its two states (delta.empty) in place of keys and values, a prompt's before its last token.
+    # By layer, each in arrays of its own: what a layer reads of an array of all, some compilers copy first. Of a gated
+    # delta rule its two states (delta.empty) in place of keys and values, a prompt's before its last token.
     cache_k: tuple[tuple[jax.Array, ...], ...]  # blocks of an attention.Cache, from the last prompt token on
     cache_v: tuple[tuple[jax.Array, ...], ...]
     prompt_k: tuple[jax.Array, ...]  # [M*E, K, L, H], one per prompt

@@ -35,19 +35,16 @@ def _turned(name: str, x: jax.Array, i: int | None) -> jax.Array:
     return _stored(name, x, i) if i is None else _stored(name, x, i).T
 
 
-def sampler_form(
-    params: Params, take: Callable[[str, Any, int | None], Any] = _turned, arch: Architecture | None = None
-) -> Params:
+def sampler_form(params: Params, arch: Architecture, take: Callable[[str, Any, int | None], Any] = _turned) -> Params:
     """Parameters with "layers", one dict for each block, in place of the stacked "blocks"; matrices are [I,O].
 
     Args:
         take: (name, stacked parameter, i) -> the i-th that is stacked; (name, parameter, None) -> one of no layer.
-        arch: says which layers have which parameter; None = all have all.
     """
     blocks = params["blocks"]
-    layers = [{} for _ in range(max(len(x) for x in blocks.values()))]
+    layers = [{} for _ in arch.by_layer]
     for name, x in blocks.items():
-        for i, layer in enumerate(arch.layers_with(name) if arch else range(len(x))):
+        for i, layer in enumerate(arch.layers_with(name)):
             layers[layer][name] = take(name, x, i)
     rest = {name: take(name, x, None) for name, x in params.items() if name != "blocks"}
     return rest | {"layers": tuple(layers)}
@@ -67,7 +64,7 @@ def abstract_params(model: Model, mesh: Mesh, rules: dict[str, Any] = sharding.O
         return jax.ShapeDtypeStruct(stored_shape(path, x.shape[1:])[::-1], x.dtype, sharding=layout)
 
     stacked = model.abstract_params(mesh, rules=rules, dtype=jnp.dtype(model.compute_dtype))
-    return sampler_form(stacked, take, model.arch)
+    return sampler_form(stacked, model.arch, take)
 
 
 def program(model: Model, mesh: Mesh, sampler_mesh: Mesh) -> Program:
@@ -96,6 +93,6 @@ def program(model: Model, mesh: Mesh, sampler_mesh: Mesh) -> Program:
             x, always = jax.lax.optimization_barrier((x, always))
             return x
 
-        return sampler_form(params, take, model.arch)
+        return sampler_form(params, model.arch, take)
 
     return Program(publish, (model.abstract_params(mesh),), jax.tree.map(lambda x: x.format, sampler))

@@ -115,7 +115,9 @@ def attend(
     return out.reshape(B, K, N // K, T, H).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
 
 
-def attend_next(q_B1NH, k_BK1H, v_BK1H, *, prompt, cache: Cache, window=0, positions=None, sinks=None, implementation="xla"):
+def attend_next(
+    q_B1NH, k_BK1H, v_BK1H, *, prompt, cache: Cache, window=0, positions=None, sinks=None, implementation="xla"
+):
     """``attend`` of one new token a row, which goes into the caches.
 
     Args:

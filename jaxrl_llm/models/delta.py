@@ -51,7 +51,11 @@ def parameters(arch: Architecture) -> Iterator[tuple[Any, ...]]:
         return
     share = d.value_heads // d.key_heads
     if d.is_grouped:  # of a key head: query, key, its heads' values and output gates; its heads' b and a
-        yield "delta_in", (d.key_heads, 2 * d.key_size + 2 * share * d.value_size, D), ("kv_heads", "head_size", "embed")
+        yield (
+            "delta_in",
+            (d.key_heads, 2 * d.key_size + 2 * share * d.value_size, D),
+            ("kv_heads", "head_size", "embed"),
+        )
         yield "delta_gates", (d.key_heads, 2 * share, D), ("kv_heads", "head_size", "embed")
     else:
         yield "delta_qkv", (channels(d), D), ("head_size", "embed")
@@ -76,8 +80,8 @@ def check(arch: Architecture, mesh: Any) -> None:
     """ConfigError where rows are in parts: the rule goes through a row from its beginning."""
     if arch.delta and mesh.shape["context"] > 1:
         raise ConfigError(
-            f"mesh.context={mesh.shape['context']} must be 1 for a model of the family {arch.family}, whose gated delta "
-            "rule goes through a row from its beginning"
+            f"mesh.context={mesh.shape['context']} must be 1 for a model with a gated delta rule ({arch.family}), which "
+            "goes through a row from its beginning"
         )
 
 

@@ -321,7 +321,10 @@ def _delta(path: Any, config: dict[str, Any], family: Family) -> Delta | None:
         return None
     is_grouped = "num_experts" in family.keys
     if is_grouped and config["num_experts"] != 0:
-        dense, step = config["mlp_only_layers"] or [], positive(path, "decoder_sparse_step", config["decoder_sparse_step"])
+        dense, step = (
+            config["mlp_only_layers"] or [],
+            positive(path, "decoder_sparse_step", config["decoder_sparse_step"]),
+        )
         if not isinstance(dense, list) or any(
             index not in dense and (index + 1) % step == 0 for index in range(config["num_hidden_layers"])
         ):
