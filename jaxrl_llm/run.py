@@ -205,7 +205,7 @@ def model_of(config: Config, arch: Architecture, mesh: Mesh, who: str = "model")
         raise ConfigError(
             f"mesh.{name}={tensor} must divide the {who}'s {arch.num_heads} heads and {arch.num_kv_heads} key heads"
         )
-    context.check(arch.num_heads, mesh)
+    context.check(arch, mesh)
     if config.row_tokens > arch.max_positions:
         raise ConfigError(
             f"prompts.max_tokens={config.prompts.max_tokens} + sampling.max_completion_tokens="

@@ -32,10 +32,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxrl_llm.config import SamplingConfig
-from jaxrl_llm.models import delta
+from jaxrl_llm.models import delta_rule
 from jaxrl_llm.models import rope as ropes
-from jaxrl_llm.models.architecture import Layer
-from jaxrl_llm.models.attention import Cache, Prompt, block_shapes
+from jaxrl_llm.models.attention import Cache, Prompt
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.ops.logp import project
 from jaxrl_llm.ops.sampling import (
@@ -61,7 +60,7 @@ class SamplerState:
     """Everything the sampler carries between chunks, and between iterations."""
 
     # By layer, each in arrays of its own: what a layer reads of an array of all, some compilers copy first. Of a gated
-    # delta rule its two states (delta.empty) in place of keys and values, a prompt's before its last token.
+    # delta rule its two states (Delta.empty) in place of keys and values, a prompt's before its last token.
     cache_k: tuple[tuple[jax.Array, ...], ...]  # blocks of an attention.Cache, from the last prompt token on
     cache_v: tuple[tuple[jax.Array, ...], ...]
     prompt_k: tuple[jax.Array, ...]  # [M*E, K, L, H], one per prompt
@@ -146,25 +145,11 @@ class Sampler:
 
     def _empty(self) -> SamplerState:
         arch, M, E, G = self.model.arch, self.shards, self.entries, self.group_size
-        L, S, H = self.max_prompt_tokens, self.row_tokens, arch.head_size
-        zeros = lambda rows, size: jnp.zeros((rows, arch.num_kv_heads, *size), self.model.compute_dtype)
-        most = self.sampling.max_completion_tokens
-
-        def prompts(which: int):
-            states = lambda: delta.empty(arch, M * E, self.model.compute_dtype)[which]
-            return tuple(states() if layer.is_delta else zeros(M * E, (L, H)) for layer in arch.by_layer)
-
-        def slots(which: int, layer: Layer):  # a window's cache holds the window
-            if layer.is_delta:
-                return (delta.empty(arch, self.num_slots, self.model.compute_dtype)[which],)
-            count, *sizes = block_shapes(min(most, layer.window or most), H, self.model.attention)
-            return tuple(zeros(self.num_slots, sizes[which]) for _ in range(count))
-
+        S, most = self.row_tokens, self.sampling.max_completion_tokens
+        sizes = {"slots": self.num_slots, "prompts": M * E, "prompt_width": self.max_prompt_tokens, "completion": most}
+        how = {"implementation": self.model.attention, "dtype": self.model.compute_dtype}
         return SamplerState(
-            cache_k=tuple(slots(0, layer) for layer in arch.by_layer),
-            cache_v=tuple(slots(1, layer) for layer in arch.by_layer),
-            prompt_k=prompts(0),
-            prompt_v=prompts(1),
+            **delta_rule.empty_caches(arch, **sizes, **how),
             cache_end=jnp.int32(0),
             slot_row=jnp.full((M, self.num_slots // M), -1, jnp.int32),
             tokens=jnp.zeros((M, E, G, S), jnp.int32),
@@ -297,21 +282,12 @@ class Sampler:
         started = jax.vmap(lambda s, r, t: s.at[jnp.where(t, r, Q)].set(True, mode="drop"))(
             state.started.reshape(M, Q), slot_row, takes
         ).reshape(M, E, G)
-        entry = jnp.maximum(slot_row, 0) // G
-
-        def begin(layer: Layer, slots, prompts):  # a row's states are its prompt's at first
-            if not layer.is_delta:
-                return slots
-            new = jax.vmap(lambda x, e: x[e])(prompts.reshape(M, E, *prompts.shape[1:]), entry)
-            taken = takes.reshape(-1, *(1,) * (prompts.ndim - 1))
-            return (jnp.where(taken, new.reshape(slots[0].shape), slots[0]),)
-
-        begin = functools.partial(map, begin, self.model.arch.by_layer)
+        begin = functools.partial(delta_rule.begin, self.model.arch, entry_MZ=jnp.maximum(slot_row, 0) // G)
         return state.replace(
             slot_row=slot_row,
             started=started,
-            cache_k=tuple(begin(state.cache_k, state.prompt_k)),
-            cache_v=tuple(begin(state.cache_v, state.prompt_v)),
+            cache_k=begin(state.cache_k, state.prompt_k, takes_MZ=takes),
+            cache_v=begin(state.cache_v, state.prompt_v, takes_MZ=takes),
         )
 
     def _decode(self, params, state: SamplerState, version, key, due):
@@ -425,8 +401,7 @@ class Sampler:
         unrows = lambda x: x.reshape(M, E, G, *x.shape[2:])
         write_token = lambda t, x: unrows(at_token(rows(t), target_MZ, length_MZ, x))
         write_row = lambda t, x: unrows(at_row(rows(t), target_MZ, x))
-        attend = [blocks for blocks, x in zip(cache_v, self.model.arch.by_layer, strict=True) if not x.is_delta]
-        places = (sum(x.shape[2] for x in blocks) for blocks in attend)
+        places = (sum(x.shape[2] for x in blocks) for blocks in cache_v if blocks[0].ndim == 4)  # a state has none
         return state.replace(
             cache_k=cache_k,
             cache_v=cache_v,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from jaxrl_llm.models.delta import Delta
 from jaxrl_llm.runtime.nested import ConfigError
 
 
@@ -31,18 +32,6 @@ class Layer:
         """Whether a block's parameter is there: attention's in layers that attend, and the rule's in its own."""
         kind = name.partition("_")[0]
         return self.is_delta if kind == "delta" else not (self.is_delta and kind in ("q", "k", "v", "o", "sinks"))
-
-
-@dataclasses.dataclass(frozen=True)
-class Delta:
-    """Sizes of the gated delta rule: a state of each value head; each key head serves as many neighbours of them."""
-
-    key_heads: int
-    value_heads: int
-    key_size: int
-    value_size: int
-    taps: int  # tokens that the convolution before it reads, its own the last
-    is_grouped: bool  # what is of one key head is one run of the projection, as Qwen3-Next's files have it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,10 +72,6 @@ class Architecture:
         if self.num_heads % self.num_kv_heads or self.head_size % 2:
             sizes = f"{self.num_heads} heads, {self.num_kv_heads} key heads of size {self.head_size}"
             raise ConfigError(f"a model of {sizes}: heads must be a multiple of key heads, and their size be even")
-        d = self.delta
-        if d and d.value_heads % d.key_heads:
-            sizes = f"{d.value_heads} value heads, {d.key_heads} key heads"
-            raise ConfigError(f"a gated delta rule of {sizes}: value heads must be a multiple of key heads")
 
     @property
     def by_layer(self) -> tuple[Layer, ...]:
@@ -104,10 +89,8 @@ class Architecture:
         attention = D * H * (Q + N + 2 * K) + self.qkv_bias * (Q + 2 * K) * H + self.o_bias * D + self.sinks * N
         attention += {"": 0, "head": 2 * H, "all": (N + K) * H}[self.qk_norm]
         of_layers = self.num_layers * block + len(self.layers_with("q")) * attention
-        if d := self.delta:
-            keys, values = d.key_heads * d.key_size, d.value_heads * d.value_size
-            rule = D * (2 * keys + 3 * values + 2 * d.value_heads) + d.taps * (2 * keys + values)
-            of_layers += len(self.layers_with("delta_out")) * (rule + 2 * d.value_heads + d.value_size)
+        if self.delta:
+            of_layers += len(self.layers_with("delta_out")) * self.delta.num_params(D)
         return of_layers + self.vocab_size * D * (1 if self.tied else 2) + D
 
 

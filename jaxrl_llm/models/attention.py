@@ -21,6 +21,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from jaxrl_llm.models import variants
 from jaxrl_llm.models.kernels import learner as kernels
 
 # Stands for minus infinity where a whole piece may be hidden: inf - inf is nan.
@@ -110,7 +111,7 @@ def attend(
     pieces = [_attend_new(q, k_BKTH, v_BKTH, visible, window)]
     if prompt is not None:
         pieces.append(_attend_prompt(q, prompt, window, positions))
-    pieces += _attend_sinks(q, sinks)
+    pieces += variants.attend_sinks(q, sinks)
     out = _merge(pieces).astype(q_BTNH.dtype)
     return out.reshape(B, K, N // K, T, H).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
 
@@ -137,7 +138,7 @@ def attend_next(
     if implementation == "splash":
         out, keys, values = kernels.decode(q, k_BK1H, v_BK1H, of_prompt, cache)
         return out.reshape(B, 1, N, H), ((keys,), (values,))
-    pieces = [_attend_new(q, k_BK1H, v_BK1H), of_prompt, *_attend_cache(q, cache), *_attend_sinks(q, sinks)]
+    pieces = [_attend_new(q, k_BK1H, v_BK1H), of_prompt, *_attend_cache(q, cache), *variants.attend_sinks(q, sinks)]
     out = _merge(pieces).astype(q.dtype)
 
     # All rows' tokens go to one place: no scatter. What goes there asks for what attention gave: so caches are written
@@ -230,16 +231,6 @@ def query_blocks(T: int) -> int:
     return min(4, -(-T // 192))  # all of them at once have twice the scores that causal attention wants
 
 
-def _attend_sinks(q_BKXH, sinks_N):
-    """A piece of one key's sum and no value, for each head; () where there are none."""
-    if sinks_N is None:
-        return ()
-    B, K, X, _ = q_BKXH.shape
-    score_BKX = jnp.repeat(sinks_N.astype(jnp.float32).reshape(1, K, -1), X * K // sinks_N.size, axis=2)
-    score_BKX = jnp.broadcast_to(score_BKX, (B, K, X))
-    return ((jnp.zeros_like(q_BKXH), jnp.ones_like(score_BKX), score_BKX),)
-
-
 def _attend_prompt(q_BKXH, prompt: Prompt, window=0, positions_BT=None):
     B, _, X, _ = q_BKXH.shape
     P, _, L, _ = prompt.keys.shape
@@ -298,9 +289,7 @@ def block_shapes(tokens: int, head_size: int, implementation: str) -> tuple[int,
 
 
 def rotate(x_BTNH: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotary embedding on the two halves of the head, or of as much of it as the tables are for, as Hugging Face lays
-    Llama's weights out.
-    """
+    """Rotary embedding on the two halves of the head, or of its part that tables are for, as Hugging Face has them."""
     turned = 2 * cos.shape[-1]
     if turned < x_BTNH.shape[-1]:
         return jnp.concatenate([rotate(x_BTNH[..., :turned], cos, sin), x_BTNH[..., turned:]], axis=-1)

@@ -21,7 +21,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 
-from jaxrl_llm.models import delta, variants
+from jaxrl_llm.models import delta_rule, variants
 from jaxrl_llm.models import rope as ropes
 from jaxrl_llm.models.architecture import Architecture, Layer
 from jaxrl_llm.models.attention import Cache, Groups, Prompt, attend, attend_next, rotate
@@ -96,7 +96,7 @@ class Blocks(nnx.Module):
             ("up", (F, D), ("mlp", "embed")),
             ("down", (D, F), ("embed", "mlp")),
             *variants.vectors(arch),
-            *delta.parameters(arch),
+            *(arch.delta.parameters(D) if arch.delta else ()),
         ):
             if count := len(arch.layers_with(name)):
                 setattr(self, name, _param(rngs, (count, *size), ("layers", *axes), *constant))
@@ -127,9 +127,8 @@ class Blocks(nnx.Module):
 
         def attention(h):
             q, k, v = (project(h, name) for name in ("q", "k", "v"))
-            if arch.output_gate:  # of each head a query and a gate
-                both = q.reshape(*h.shape[:2], -1, 2, arch.head_size)
-                q, gate = (both[..., i, :].reshape(*h.shape[:2], -1) for i in (0, 1))
+            if arch.output_gate:
+                q, gate = variants.queries_and_gates(q, arch)
             rotated = (lambda x_BTNH: x_BTNH) if rope is None else lambda x_BTNH: rotate(x_BTNH, *rope)
             q_BTNH, k_BTKH, v_BTKH = rotated(heads(q, "q")), rotated(heads(k, "k")), heads(v, "v")
             if arch.score_width not in (0.0, arch.head_size):  # attention divides by the root of the head's size
@@ -137,8 +136,7 @@ class Blocks(nnx.Module):
             q_BTNH = sharding.constrain(q_BTNH, "batch", "length", "heads", "head_size")
             new = (k_BTKH.swapaxes(1, 2), v_BTKH.swapaxes(1, 2))
             how = {"window": layer.window, "positions": positions, "implementation": implementation}
-            if arch.sinks:
-                how["sinks"] = self.sinks[...]
+            how |= {"sinks": self.sinks[...]} if arch.sinks else {}
             if "cache" in kv:
                 out_BTNH, new = attend_next(q_BTNH, *new, **kv, **how)
             else:
@@ -148,8 +146,8 @@ class Blocks(nnx.Module):
 
         h = norm(x_BTD, "attention_norm")
         if layer.is_delta:
-            own = lambda name: getattr(self, name)[...]
-            out_BTD, new = delta.mix(h, project, own, arch, **past, positions=positions, cache=kv.get("cache"))
+            how = {**past, "positions": positions, "cache": kv.get("cache")}
+            out_BTD, new = delta_rule.mix(h, project, lambda name: getattr(self, name)[...], arch, **how)
         else:
             out_BTD, new = attention(h)
         x_BTD = x_BTD + norm(out_BTD, "attention_post_norm")
@@ -286,7 +284,7 @@ class Model:
         Returns:
             hidden [B,T,D] in the compute dtype, and the new tokens' (keys, values), [B,K,T,H] by layer, or the caches'
             with those: one array with a leading layer axis where blocks are stacked, a tuple where they are apart. Of
-            layers with the gated delta rule its states (``delta.empty``); stacked, a model that has it returns none.
+            layers with the gated delta rule its states (``Delta.empty``); stacked, a model that has it returns none.
         """
         graph, _ = _abstract(self.arch)
         layers = params.get("layers")

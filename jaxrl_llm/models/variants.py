@@ -1,6 +1,7 @@
 """What some families' blocks have and Llama's have not: biases, further norms, other activations, unlike layers.
 
-Owns: their parameters' shapes with logical axes, the scan over layers of several kinds. Does not know: families' names.
+Owns: their parameters' shapes with logical axes, what they compute, the scan over several kinds of layers. Does not
+know: families' names.
 """
 
 from __future__ import annotations
@@ -47,6 +48,22 @@ def vectors(arch: Architecture) -> Iterator[tuple[str, tuple[int, ...], tuple[st
     ):
         if is_there:
             yield name, size, axes, constant
+
+
+def queries_and_gates(x_BTO: jax.Array, arch: Architecture) -> tuple[jax.Array, jax.Array]:
+    """Of each head's projection, twice a head's size, the first half and the second, each [B,T,N*H]."""
+    halves = x_BTO.reshape(*x_BTO.shape[:2], -1, 2, arch.head_size)
+    return tuple(halves[..., i, :].reshape(*x_BTO.shape[:2], -1) for i in (0, 1))
+
+
+def attend_sinks(q_BKXH: jax.Array, sinks_N: jax.Array | None) -> tuple[Any, ...]:
+    """A piece (attention) of one key for each head: its score and no value; () where there are none."""
+    if sinks_N is None:
+        return ()
+    B, K, X, _ = q_BKXH.shape
+    score_BKX = jnp.repeat(sinks_N.astype(jnp.float32).reshape(1, K, -1), X * K // sinks_N.size, axis=2)
+    score_BKX = jnp.broadcast_to(score_BKX, (B, K, X))
+    return ((jnp.zeros_like(q_BKXH), jnp.ones_like(score_BKX), score_BKX),)
 
 
 Block = Callable[[jax.Array, Any], tuple[jax.Array, Any]]

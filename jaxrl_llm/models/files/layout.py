@@ -19,6 +19,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl_llm.config import ConfigError
+from jaxrl_llm.models import delta
 from jaxrl_llm.models.transformer import Model, Params
 from jaxrl_llm.runtime import sharding
 
@@ -33,11 +34,8 @@ LAYOUT = {
     **{f"blocks.{of}{post}": _VECTOR for of in ("attention", "mlp") for post in ("_norm", "_post_norm")},
     **{f"blocks.{name}": _VECTOR for name in ("q_norm", "k_norm", "o_bias", "gate_bias", "up_bias", "down_bias")},
     **{f"blocks.{name}": ((0, 1),) for name in ("q_bias", "k_bias", "v_bias")},
-    **{f"blocks.{name}": _VECTOR for name in ("sinks", "delta_rate", "delta_bias", "delta_norm")},
-    **{f"blocks.delta_{name}": ((0, 1), (2,)) for name in ("in", "gates", "z")},
-    **{f"blocks.delta_{name}": _MATRIX for name in ("qkv", "b", "a")},
-    "blocks.delta_conv": ((0,), (1,), (2,)),
-    "blocks.delta_out": ((0,), (1, 2)),
+    "blocks.sinks": _VECTOR,
+    **delta.LAYOUT,
 }
 
 
