@@ -91,8 +91,8 @@ def modules() -> list[pathlib.Path]:
 MENU = {
     *(f"algorithms.{name}" for name in ("advantages", "aggregation", "anchors", "baselines", "corrections", "critic")),
     *(f"algorithms.{name}" for name in ("draws", "memory", "old_policies", "shaping", "surrogates", "views")),
-    *("models.files.gguf", "models.files.hf", "models.files.families"),
-    *("models.rope", "models.variants"),  # what Llama has not
+    *("models.files.gguf", "models.files.hf", "models.files.families", "models.files.hybrids"),
+    *("models.rope", "models.variants", "models.delta", "models.delta_rule"),  # what Llama has not
     *("models.kernels.learner", "models.kernels.tpu_decode"),
     *("learner.annotation", "learner.low_memory", "learner.packed_batches"),
     *("questions.tasks.files", "actor.guests", "actor.resampling", "actor.evaluation"),

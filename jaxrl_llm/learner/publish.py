@@ -41,13 +41,12 @@ def sampler_form(params: Params, arch: Architecture, take: Callable[[str, Any, i
     Args:
         take: (name, stacked parameter, i) -> the i-th that is stacked; (name, parameter, None) -> one of no layer.
     """
-    blocks = params["blocks"]
-    layers = [{} for _ in arch.by_layer]
-    for name, x in blocks.items():
+    layers = tuple({} for _ in arch.by_layer)
+    for name, x in params["blocks"].items():
         for i, layer in enumerate(arch.layers_with(name)):
             layers[layer][name] = take(name, x, i)
     rest = {name: take(name, x, None) for name, x in params.items() if name != "blocks"}
-    return rest | {"layers": tuple(layers)}
+    return rest | {"layers": layers}
 
 
 def abstract_params(model: Model, mesh: Mesh, rules: dict[str, Any] = sharding.OF_SAMPLER) -> Params:

@@ -88,10 +88,9 @@ class Architecture:
         block = 3 * D * self.ffn + 2 * D * (self.pre_norm + self.post_norm) + self.mlp_bias * (2 * self.ffn + D)
         attention = D * H * (Q + N + 2 * K) + self.qkv_bias * (Q + 2 * K) * H + self.o_bias * D + self.sinks * N
         attention += {"": 0, "head": 2 * H, "all": (N + K) * H}[self.qk_norm]
-        of_layers = self.num_layers * block + len(self.layers_with("q")) * attention
-        if self.delta:
-            of_layers += len(self.layers_with("delta_out")) * self.delta.num_params(D)
-        return of_layers + self.vocab_size * D * (1 if self.tied else 2) + D
+        of_kinds = len(self.layers_with("q")) * attention
+        of_kinds += len(self.layers_with("delta_out")) * (self.delta.num_params(D) if self.delta else 0)
+        return self.num_layers * block + of_kinds + self.vocab_size * D * (1 if self.tied else 2) + D
 
 
 def positive(path: Any, key: str, value: Any, *, whole: bool = True, most: float = 2**31 - 1) -> Any:
@@ -110,5 +109,12 @@ PRESETS = {
     # Eight heads divide over any mesh of eight devices.
     "debug_wide": Architecture(
         vocab_size=264, width=128, num_layers=4, num_heads=8, num_kv_heads=8, head_size=16, ffn=256, tied=False
+    ),
+    "debug_hybrid": Architecture(  # as Qwen3-Next without its experts
+        **dict(
+            vocab_size=260, width=64, num_layers=4, num_heads=4, num_kv_heads=2, head_size=16, rotary_size=4, ffn=128
+        ),
+        **dict(qk_norm="head", norm_offset=1.0, output_gate=True, delta=Delta(2, 4, 16, 16, 4, is_grouped=True)),
+        **dict(layers=(*(Layer(is_delta=True),) * 3, Layer()), family="qwen3_next"),
     ),
 }

@@ -116,14 +116,12 @@ def attend(
     return out.reshape(B, K, N // K, T, H).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
 
 
-def attend_next(
-    q_B1NH, k_BK1H, v_BK1H, *, prompt, cache: Cache, window=0, positions=None, sinks=None, implementation="xla"
-):
+def attend_next(q_B1NH, k_BK1H, v_BK1H, *, prompt, cache, window=0, positions=None, sinks=None, implementation="xla"):
     """``attend`` of one new token a row, which goes into the caches.
 
     Args:
         q_B1NH, k_BK1H, v_BK1H, window, positions, sinks: as ``attend`` has them.
-        prompt, cache: of this layer.
+        prompt, cache: of this layer, a ``Prompt`` and a ``Cache``.
 
     Returns:
         [B,1,N,H] in the dtype of the queries, and the caches' keys and values with the token at ``cache.end``.

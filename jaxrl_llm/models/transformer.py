@@ -187,15 +187,8 @@ class Transformer(nnx.Module):
         graph, stacked = nnx.split(self.blocks)
         before = {name: x for name, x in (("prompt", prompt), ("cache", cache)) if x is not None}
         kv = {name: (x.keys, x.values) for name, x in before.items()}
-        past, visible = {"visible": visible, "length": length}, kernels.mask_of_groups(visible)
-
-        def within(window: int):  # of lines' mask; a rule of who is seen stays one
-            lines = visible if isinstance(visible, jax.Array) else kernels.of_lines(visible, attention)
-            if isinstance(lines, jax.Array) and 0 < window < positions_BT.shape[1]:
-                lines &= positions_BT[:, :, None] - positions_BT[:, None, :] < window
-            return kernels.of_lines(lines, attention)
-
-        seen = {window: within(window) for window in {layer.window for layer in self.arch.by_layer}}
+        past, windows = {"visible": visible, "length": length}, {layer.window for layer in self.arch.by_layer}
+        seen = kernels.by_window(visible, windows, positions_BT, attention)
 
         def make_block(layer: Layer):
             def block(x, of_layer):

@@ -16,7 +16,8 @@ from typing import Any
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models import rope
-from jaxrl_llm.models.architecture import Architecture, Delta, Layer, positive
+from jaxrl_llm.models.architecture import Architecture, Layer, positive
+from jaxrl_llm.models.files import hybrids
 
 _LAYER = "model.layers.{layer}."
 NAMES = {
@@ -35,17 +36,6 @@ NAMES = {
 _POST_NORMS = {
     "blocks.attention_post_norm": _LAYER + "post_attention_layernorm.weight",
     "blocks.mlp_post_norm": _LAYER + "post_feedforward_layernorm.weight",
-}
-
-_DELTA = {
-    **{f"blocks.delta_{name}": f"{_LAYER}linear_attn.in_proj_{name}.weight" for name in ("qkv", "z", "b", "a")},
-    "blocks.delta_in": _LAYER + "linear_attn.in_proj_qkvz.weight",
-    "blocks.delta_gates": _LAYER + "linear_attn.in_proj_ba.weight",
-    "blocks.delta_conv": _LAYER + "linear_attn.conv1d.weight",
-    "blocks.delta_rate": _LAYER + "linear_attn.A_log",
-    "blocks.delta_bias": _LAYER + "linear_attn.dt_bias",
-    "blocks.delta_norm": _LAYER + "linear_attn.norm.weight",
-    "blocks.delta_out": _LAYER + "linear_attn.out_proj.weight",
 }
 
 ACTIVATIONS = {
@@ -83,23 +73,6 @@ _COMMON = {
     **_ROPE,
 }
 _WINDOW = {"sliding_window": None, "layer_types": None}
-_LINEAR = {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128}
-_LINEAR |= {"linear_value_head_dim": 128, "linear_conv_kernel_dim": 4}
-_HYBRID = {
-    **_COMMON,
-    **_LINEAR,
-    "head_dim": 256,
-    "max_position_embeddings": 32768,
-    "attention_bias": False,
-    "layer_types": None,
-    "full_attention_interval": 4,
-    "partial_rotary_factor": 0.25,
-}
-_HYBRID_FIXED = {"qk_norm": "head", "norm_offset": 1.0, "output_gate": True}
-# Of experts, which no layer may have.
-_EXPERTS = {"num_experts": 512, "decoder_sparse_step": 1, "mlp_only_layers": None, "num_experts_per_tok": 10}
-_EXPERTS |= {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "norm_topk_prob": True}
-_EXPERTS |= {"router_aux_loss_coef": 0.001, "output_router_logits": False}
 _QWEN = {
     **_COMMON,
     **_WINDOW,
@@ -201,8 +174,13 @@ FAMILIES = {
         is_windowed=lambda config, index: bool((index + 1) % config["sliding_window_pattern"]),
         local_rope=True,
     ),
-    "qwen3_next": Family("Qwen3NextForCausalLM", {**_HYBRID, **_EXPERTS}, fixed=_HYBRID_FIXED, names=_DELTA),
-    "qwen3_5_text": Family("Qwen3_5ForCausalLM", _HYBRID, fixed=_HYBRID_FIXED, names=_DELTA),
+    "qwen3_next": Family(
+        "Qwen3NextForCausalLM",
+        {**_COMMON, **hybrids.KEYS, **hybrids.EXPERTS},
+        fixed=hybrids.FIXED,
+        names=hybrids.NAMES,
+    ),
+    "qwen3_5_text": Family("Qwen3_5ForCausalLM", {**_COMMON, **hybrids.KEYS}, fixed=hybrids.FIXED, names=hybrids.NAMES),
 }
 
 
@@ -243,10 +221,8 @@ def architecture_of(given: dict[str, Any], path: Any) -> Architecture:
     head_size, act = get("head_dim"), "hidden_act" if "hidden_act" in family.keys else "hidden_activation"
     if config[act] not in list(ACTIVATIONS):
         raise ConfigError(f"{path}: {act}={config[act]!r:.60} is not supported; supported: {', '.join(ACTIVATIONS)}")
-    part = _part_of_head(path, config, family)
-    ropes = _ropes(path, config, family, rotary_size := int(head_size * part))
-    if rotary_size < 2 or rotary_size % 2:
-        raise ConfigError(f"{path}: partial_rotary_factor={part} of a head of {head_size} must be an even size")
+    rotary_size = hybrids.rotary_size(path, config, family.keys, head_size)
+    ropes = _ropes(path, config, family, rotary_size or head_size)
     biased = flag("attention_bias")
     return Architecture(
         vocab_size=get("vocab_size"),
@@ -261,8 +237,8 @@ def architecture_of(given: dict[str, Any], path: Any) -> Architecture:
         max_positions=rope.most_positions(ropes["rope_scaling"], get("max_position_embeddings")),
         activation=ACTIVATIONS[config[act]],
         layers=_layers(path, config, family),
-        rotary_size=0 if rotary_size == head_size else rotary_size,
-        delta=_delta(path, config, family),
+        rotary_size=rotary_size,
+        delta=hybrids.delta_of(path, config, family.keys),
         family=kind,
         **ropes,
         **{"qkv_bias": biased, "o_bias": biased, "mlp_bias": flag("mlp_bias")} | family.fixed | family.derived(get),
@@ -315,32 +291,6 @@ def _layers(path: Any, config: dict[str, Any], family: Family) -> tuple[Layer, .
     return () if set(layers) == {Layer()} else layers
 
 
-def _delta(path: Any, config: dict[str, Any], family: Family) -> Delta | None:
-    """Of hybrids, whose layers must all have a dense MLP."""
-    if "linear_num_key_heads" not in family.keys:
-        return None
-    is_grouped = "num_experts" in family.keys
-    if is_grouped and config["num_experts"] != 0:
-        dense, step = (
-            config["mlp_only_layers"] or [],
-            positive(path, "decoder_sparse_step", config["decoder_sparse_step"]),
-        )
-        if not isinstance(dense, list) or any(
-            index not in dense and (index + 1) % step == 0 for index in range(config["num_hidden_layers"])
-        ):
-            raise ConfigError(f"{path}: num_experts={config['num_experts']!r:.60} must be 0: layers of experts")
-    return Delta(*(positive(path, key, config[key]) for key in _LINEAR), is_grouped=is_grouped)
-
-
-def _part_of_head(path: Any, config: dict[str, Any], family: Family) -> float:
-    """The part of a head that rope turns; where the family turns all, ``_base`` says so."""
-    if "partial_rotary_factor" not in family.keys:
-        return 1.0
-    given = config["rope_scaling"] or config["rope_parameters"] or {}
-    part = _object(path, given).get("partial_rotary_factor", config["partial_rotary_factor"])
-    return positive(path, "partial_rotary_factor", part, whole=False, most=1.0)
-
-
 def _ropes(path: Any, config: dict[str, Any], family: Family, head_size: int) -> dict[str, Any]:
     """Bases and scaling. transformers 5 folds ``rope_theta`` and ``rope_scaling`` into ``rope_parameters``."""
     given = config["rope_scaling"] or config["rope_parameters"] or {}
@@ -349,9 +299,8 @@ def _ropes(path: Any, config: dict[str, Any], family: Family, head_size: int) ->
         local |= _object(path, given.get("sliding_attention") or {})
         given = given.get("full_attention") or {}
     given = {"rope_theta": config["rope_theta"], **_object(path, given)}
-    if "partial_rotary_factor" in family.keys:  # a text's tokens have one position in all the sections of mrope
-        own = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")
-        given = {key: value for key, value in given.items() if key not in own}
+    if "partial_rotary_factor" in family.keys:
+        given = {key: value for key, value in given.items() if key not in hybrids.OF_ROPE}
     theta, kind, given = _base(path, given)
     found = {"rope_theta": theta, "rope_scaling": None}
     if family.local_rope:
@@ -391,7 +340,7 @@ def config_of(arch: Architecture) -> dict[str, Any]:
     most = arch.max_positions
     if scaling and scaling.kind == "longrope":
         most = round(numbers["factor"] * numbers["original_max_position_embeddings"])
-    windows, d = [layer.window for layer in arch.by_layer], arch.delta
+    windows = [layer.window for layer in arch.by_layer]
     kind = lambda layer: "linear" if layer.is_delta else "sliding" if layer.window else "full"
     window = max(windows) or None
     act = next(key for key, value in ACTIVATIONS.items() if value == arch.activation)
@@ -407,12 +356,8 @@ def config_of(arch: Architecture) -> dict[str, Any]:
         "no_rope_layers": [int(layer.rope >= 0) for layer in arch.by_layer],
         "rope_local_base_freq": arch.local_rope_theta,
         "query_pre_attn_scalar": arch.score_width,
-        "partial_rotary_factor": (arch.rotary_size or arch.head_size) / arch.head_size,
-        "num_experts": 0,
+        **hybrids.config_of(arch),
     }
-    if d:
-        sizes = (d.key_heads, d.value_heads, d.key_size, d.value_size, d.taps)
-        own |= dict(zip(_LINEAR, sizes, strict=True))
     return {
         "architectures": [family.class_name],
         "model_type": arch.family,

@@ -53,8 +53,7 @@ def load(file: TensorFile, names: Mapping[str, Any], model: Model, mesh: Mesh) -
     """Parameters, each shard read from the file and put straight onto its device.
 
     Args:
-        names: what the file calls each parameter of ``LAYOUT``; "{layer}" stands for the layer's number, which a list
-            of layers after it says of each stacked one where not all layers have the parameter.
+        names: of each parameter of ``LAYOUT`` in the file, "{layer}" the layer's number; or that, and which have it.
 
     Raises:
         ConfigError: a tensor is missing, has the wrong shape, or belongs to another kind of model.

@@ -62,9 +62,22 @@ def cache_length(tokens: int) -> int:
     return -(-tokens // step) * step
 
 
-def mask_of_groups(visible: Any) -> Any:
-    """The mask [B,T,T] bool of lines whose units are groups; any other rule as it is."""
-    return packing.visible(visible) if isinstance(visible, packing.Line) else visible
+def by_window(visible: Any, windows: set[int], positions: jax.Array, implementation: str) -> dict[int, Any]:
+    """What ``attend`` takes for ``visible`` by the layer's window: lines' mask has it, a rule of who is seen has not.
+
+    Args:
+        visible: as ``Model.forward`` has it.
+        positions: [B,T] i32 in the row.
+    """
+    visible = packing.visible(visible) if isinstance(visible, packing.Line) else visible
+
+    def within(window: int):
+        lines = visible if isinstance(visible, jax.Array) else of_lines(visible, implementation)
+        if isinstance(lines, jax.Array) and 0 < window < positions.shape[1]:
+            lines &= positions[:, :, None] - positions[:, None, :] < window
+        return of_lines(lines, implementation)
+
+    return {window: within(window) for window in windows}
 
 
 def of_lines(visible: Any, implementation: str) -> Any:
