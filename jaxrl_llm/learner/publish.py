@@ -41,11 +41,11 @@ def sampler_form(params: Params, arch: Architecture, take: Callable[[str, Any, i
     Args:
         take: (name, stacked parameter, i) -> the i-th that is stacked; (name, parameter, None) -> one of no layer.
     """
-    layers = tuple({} for _ in arch.by_layer)
-    for name, x in params["blocks"].items():
-        for i, layer in enumerate(arch.layers_with(name)):
-            layers[layer][name] = take(name, x, i)
-    rest = {name: take(name, x, None) for name, x in params.items() if name != "blocks"}
+    rest, blocks = {name: take(name, x, None) for name, x in params.items() if name != "blocks"}, params["blocks"]
+    layers = tuple(
+        {name: take(name, x, arch.layers_with(name).index(n)) for name, x in blocks.items() if layer.has(name)}
+        for n, layer in enumerate(arch.by_layer)
+    )
     return rest | {"layers": layers}
 
 

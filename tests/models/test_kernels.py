@@ -22,6 +22,7 @@ from reference import attention as oracle
 from support.building import TINY, Sampling, completions, host_params, make_prompts, make_sampler, needs_libtpu
 
 from jaxrl_llm.config import MeshConfig
+from jaxrl_llm.models.architecture import PRESETS
 from jaxrl_llm.models.attention import Cache, Prompt, attend, attend_next
 from jaxrl_llm.models.kernels import learner as kernels
 from jaxrl_llm.models.transformer import Model
@@ -339,7 +340,10 @@ def test_a_kernels_cache_has_whole_lanes():
     ],
 )
 def test_the_device_says_which_kernel(setting, device, dtype, head_size, expected):
-    assert kernels.choose(setting, types.SimpleNamespace(**device), dtype, head_size) == expected
+    arch = dataclasses.replace(PRESETS["debug"], head_size=head_size)
+    assert kernels.choose(setting, types.SimpleNamespace(**device), dtype, arch) == expected
+    with_sinks = dataclasses.replace(arch, sinks=True)  # which no kernel knows
+    assert kernels.choose(setting, types.SimpleNamespace(**device), dtype, with_sinks) == "xla"
 
 
 @pytest.mark.parametrize(
