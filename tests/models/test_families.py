@@ -18,7 +18,7 @@ from support.building import COMPLETION_TOKENS, CUBE, ONE, PROMPT_TOKENS, Sampli
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models import rope, variants
-from jaxrl_llm.models.architecture import Delta, Layer, RopeScaling
+from jaxrl_llm.models.architecture import Layer, RopeScaling
 from jaxrl_llm.models.files import hf
 from jaxrl_llm.models.files.families import FAMILIES, config_of
 from jaxrl_llm.models.files.gguf import make_byte_tokenizer
@@ -118,6 +118,7 @@ def test_an_export_is_the_same_folder_again(tmp_path, name):
         jax.tree.map(np.testing.assert_array_equal, sharded, params)
 
 
+HYBRID = hybrids.tiny(building.TINY)
 # Of building.TINY's sizes: queries and keys split over two devices. Rows are of 14 tokens, completions of 8.
 KINDS = {
     "qwen": dict(qkv_bias=True, qk_norm="head", o_bias=True, mlp_bias=True),
@@ -130,11 +131,7 @@ KINDS = {
         **dict(embedding_scale=4.0, num_layers=3, layers=(Layer(4, 1), Layer(4, 1), Layer())),
     ),
     "sinks": dict(sinks=True, o_bias=True, num_layers=3, layers=(Layer(window=5), Layer(), Layer(window=5))),
-    "delta": dict(
-        **dict(delta=Delta(2, 4, 8, 6, 4, is_grouped=True), output_gate=True, rotary_size=2, qk_norm="head"),
-        # What a state of one token gives may be all rounding, which the norm after it makes large: it is softened.
-        **dict(num_layers=3, layers=tuple(Layer(is_delta=kind == "d") for kind in "dda"), norm_eps=1e-3),
-    ),
+    "delta": {x.name: getattr(HYBRID, x.name) for x in dataclasses.fields(HYBRID)},
     "yarn": dict(rope_scaling=RopeScaling("yarn", (("factor", 4.0), ("original_max_position_embeddings", 4)))),
 }
 

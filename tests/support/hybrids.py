@@ -1,7 +1,9 @@
 """Tiny models with the gated delta rule: their config.json, and weights as a function of names and shapes.
 
-Owns: what the stored fixture, its maker and the tests of hybrids share. Imports neither the package nor transformers.
+Owns: what the stored fixture, its maker and the tests of hybrids share. Does not import transformers.
 """
+
+import dataclasses
 
 import numpy as np
 from support import families
@@ -33,3 +35,15 @@ def weights(shapes):
         x = x + 1.0 if "linear_attn.norm" in name else x - 4.0 if name.endswith("dt_bias") else x
         made[name] = (x.astype(np.float32).view(np.uint32) & 0xFFFF0000).view(np.float32)
     return made
+
+
+def tiny(arch):
+    """A small architecture with the rule in its first two layers, and attention as such models have it."""
+    from jaxrl_llm.models.architecture import Delta, Layer  # the fixture's maker has no package
+
+    # What a state of one token gives may be all rounding, which the norm after it makes large: it is softened.
+    return dataclasses.replace(
+        arch,
+        **dict(num_layers=3, layers=(Layer(is_delta=True), Layer(is_delta=True), Layer()), norm_eps=1e-3),
+        **dict(delta=Delta(2, 4, 8, 6, 4, is_grouped=True), output_gate=True, rotary_size=2, qk_norm="head"),
+    )
