@@ -229,7 +229,7 @@ def chunked(q_BTNH, k_BTNH, v_BTNV, g_BTN, b_BTN, state_BNHV, unit_BT=None, row_
         [B,T,N,V], and the state after the last token, [B,1,N,H,V].
     """
     B, T, N, _ = q_BTNH.shape
-    W = min(CHUNK, T)
+    W = min(CHUNK, 1 << (T - 1).bit_length())
     n = -(-T // W)
 
     def split(x_BTX):  # [n,B,...,W,X]; what fills up decays nothing, writes nothing, and is of the last token's row
@@ -251,7 +251,7 @@ def chunked(q_BTNH, k_BTNH, v_BTNV, g_BTN, b_BTN, state_BNHV, unit_BT=None, row_
     since = jnp.exp(jnp.sum(of_past, axis=-1, keepdims=True))  # the chunk's beginning
     right = jnp.concatenate([v * b, *(jnp.where(x, k * b * since, 0.0) for x in starts)], axis=-1)
     system = einsum("nBNWH,nBNSH->nBNWS", k, k) * decay * b
-    solved = jax.lax.linalg.triangular_solve(system, right, left_side=True, lower=True, unit_diagonal=True)
+    solved = einsum("nBNWS,nBNSX->nBNWX", _inverse(system), right)
     (V, H), count = (v.shape[-1], k.shape[-1]), len(starts)
     value, *keys = jnp.split(solved, [V + i * H for i in range(count)], axis=-1)
     reads = einsum("nBNWH,nBNSH->nBNWS", q, k) * decay
@@ -283,6 +283,27 @@ def chunked(q_BTNH, k_BTNH, v_BTNV, g_BTN, b_BTN, state_BNHV, unit_BT=None, row_
     chunks = (value, keys, queries, reads, k, [at_end(end) for end in ends])
     states, out = jax.lax.scan(step, (state_BNHV,) * count, chunks)
     return jnp.moveaxis(out, (0, 2), (1, 3)).reshape(B, n * W, N, -1)[:, :T], states[0][:, None]
+
+
+def _inverse(system: jax.Array) -> jax.Array:
+    """(1 + system)^-1 of what lies below the diagonal of [...,W,W], W a power of 2, by matmuls alone.
+
+    Of blocks of twice the size from those of the halves: [[A,0],[C,B]]^-1 = [[A',0],[-B'CA',B']]. A device that splits
+    heads splits it, and XLA's CPU backend, whose triangular solve stands still in a program of few threads, runs it.
+    """
+    lead, W = system.shape[:-2], system.shape[-1]
+    inverse, size = jnp.ones((*lead, W, 1, 1), system.dtype), 1
+    while size < W:
+        count = W // (2 * size)
+        blocks = system.reshape(*lead, count, 2 * size, count, 2 * size)
+        corner = jnp.moveaxis(jnp.diagonal(blocks, axis1=-4, axis2=-2), -1, -3)[..., size:, :size]
+        pairs = inverse.reshape(*lead, count, 2, size, size)
+        upper, lower = pairs[..., 0, :, :], pairs[..., 1, :, :]
+        corner = -einsum("...ij,...jk,...kl->...il", lower, corner, upper)
+        top = jnp.concatenate([upper, jnp.zeros_like(upper)], axis=-1)
+        inverse = jnp.concatenate([top, jnp.concatenate([corner, lower], axis=-1)], axis=-2)
+        size *= 2
+    return inverse[..., 0, :, :]
 
 
 def _pasts(unit_nBW, row_nBW, lower):
