@@ -16,7 +16,9 @@ import safetensors.numpy
 from support import building, families, hybrids
 from support.building import COMPLETION_TOKENS, CUBE, ONE, PROMPT_TOKENS, Sampling, make_prompts, make_sampler
 
-from jaxrl_llm.config import ConfigError
+from jaxrl_llm.actor.sampler import Sampler
+from jaxrl_llm.config import ConfigError, SamplingConfig
+from jaxrl_llm.learner import publish
 from jaxrl_llm.models import rope, variants
 from jaxrl_llm.models.architecture import Layer, RopeScaling
 from jaxrl_llm.models.files import hf
@@ -346,7 +348,10 @@ def test_transformers_computes_the_same_of_long_rows_before_loading_and_after_ex
     before = of(theirs)
     params = hf.load_params(tmp_path / "theirs", model, building.mesh_of(ONE))
     ours = jax.jit(functools.partial(logp, model))(params, jnp.asarray(tokens, jnp.int32))
-    np.testing.assert_allclose(ours, before, rtol=0, atol=1e-4)
+    # What the delta rule gives may be nearly all rounding, which the norm after it makes large: of some tokens. With
+    # chunks of 16 in place of 64, transformers' own log-probs differ by 5e-4; measured here 1.3e-3.
+    np.testing.assert_allclose(ours, before, rtol=0, atol=4e-3 if name in hybrids.CONFIGS else 1e-4)
+    assert np.quantile(np.abs(ours - before), 0.95) < 1e-4
     hf.export(params, model, make_byte_tokenizer(), tmp_path / "ours")
     back, report = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "ours", output_loading_info=True, attn_implementation="eager"
@@ -354,3 +359,39 @@ def test_transformers_computes_the_same_of_long_rows_before_loading_and_after_ex
     assert type(back) is type(theirs)
     assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
     np.testing.assert_allclose(of(back), before, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", hybrids.CONFIGS)
+def test_the_sampler_s_greedy_tokens_are_those_that_transformers_stored(tmp_path, name):
+    """From a prompt of 90 tokens, longer than a chunk, whose states are the slot's at first."""
+    model = Model(hf.read_architecture(write(tmp_path / "theirs", name)))
+    params = hf.load_params(tmp_path / "theirs", model, building.mesh_of(ONE))
+    expected = arrays()[f"{name}.greedy"]
+    sizes = dict(num_prompts=1, group_size=2, max_prompt_tokens=96, num_slots=1, chunk_steps=5)
+    sampling = SamplingConfig(max_completion_tokens=len(expected), temperature=0.0)
+    sampler = Sampler(model, building.mesh_of(ONE), sampling, eos_ids=(), **sizes)
+    tokens = np.zeros((1, 96), np.int32)
+    tokens[0, :90] = families.tokens_of(CONFIGS[name])[0]
+    turned = publish.sampler_form(params, model.arch)
+    state = jax.jit(sampler._prefill)(turned, sampler._empty(), tokens, np.array([90]), np.array([0]), np.array([[0]]))
+    decode = jax.jit(sampler._decode)
+    for _ in range(2 * len(expected) // 5 + 2):  # the one slot takes the second row after the first
+        state, _ = decode(turned, state, jnp.int32(0), jax.random.key(0), np.zeros((1, 1), bool))
+    for row in np.asarray(state.tokens)[0, 0]:
+        np.testing.assert_array_equal(row[90:], np.concatenate([expected, np.zeros(6)]).astype(int)[: len(row) - 90])
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("qwen3_next", {"num_experts": 8}, "num_experts=8 must be 0, or mlp_only_layers list every layer"),
+        ("qwen3_next", {"linear_num_value_heads": 3}, "value heads must be a multiple of key heads"),
+        ("qwen3_5", {"linear_conv_kernel_dim": 1}, "taps at least 2"),
+        ("qwen3_5", {"linear_key_head_dim": None}, "linear_key_head_dim=None must be a whole number above 0"),
+        ("qwen3_5", {"layer_types": ["sliding_attention"] * 5}, "layer_types=.* must be a list of 5"),
+        ("qwen3_5", {"rope_parameters": {"rope_theta": 10, "partial_rotary_factor": 0.2}}, "is 3; it must be even"),
+    ],
+)
+def test_sizes_of_a_delta_rule_are_checked(tmp_path, name, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        hf.read_architecture(write(tmp_path / "theirs", name, **changes))
