@@ -103,10 +103,10 @@ class Iteration:
             params, version = self.sampler_params, self.put(np.int32(0))
         wanted = self.generator.prompts_wanted()
         prompts = batch_of(self.encoded, range(wanted), self.index * wanted)
-        made = self.generator.generate(params, prompts, version=version, key=self.sample_key)
+        groups = self.generator.generate(params, prompts, version=version, key=self.sample_key)
         del params
         release_freed()
-        return made
+        return self.generator.take(), groups
 
     def random_rollout(self, *, ragged: bool = False) -> Rollout:
         """Rows as ``generate`` gives them, of tokens that no model drew: of full length, or of any (4 to all)."""

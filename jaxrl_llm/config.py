@@ -23,7 +23,7 @@ from typing import Annotated, Any, Literal
 import ml_collections
 
 from jaxrl_llm import limits
-from jaxrl_llm.method_config import AlgorithmConfig, MethodFacts, ReplayConfig
+from jaxrl_llm.method_config import AlgorithmConfig, LoraConfig, MethodFacts, ReplayConfig
 from jaxrl_llm.runtime import nested
 from jaxrl_llm.runtime.nested import (
     Bounds,
@@ -49,13 +49,17 @@ class ModelConfig:
     reference_path: str = ""
     # Arithmetic of the forward pass.
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
-    # Weights that are learned, and their gradient. bfloat16: half the memory, steps are rounded stochastically.
+    # Weights that are learned, and their gradient; with adapters, of what is not. bfloat16: half the memory, steps are
+    # rounded stochastically.
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     # Rematerialisation, what the backward pass keeps: "none" all, "dots" the layers' inputs, the MLPs' and their
     # matmuls, "full" the layers' inputs alone; "auto" is "dots" where that fits the device, else "full" (so on CPU).
     remat: Literal["none", "dots", "full", "auto"] = "full"
     # Attention: "auto" takes a flash kernel where the devices have one (TPU; NVIDIA in bfloat16), "xla" never.
     attention: Literal["auto", "xla"] = "auto"
+    lora: LoraConfig = LoraConfig()
+    # Routing replay: rollouts carry the experts that the sampler chose for each token, and the learner takes the same.
+    routing_replay: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +78,8 @@ class PromptsConfig:
     system_prompt: str = ""
     # Chat template: wrap prompts in the model's. False: the text is the prompt.
     chat_template: bool = True
+    # What the chat template is told besides, by its own names: {"enable_thinking": False}, {"tools": [...]}.
+    chat_template_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
     # Special tokens: read what looks like one ("<|im_end|>") in prompts and answers of others as one. False: as text.
     special_tokens: bool = False
     # Bad row, one that cannot be read: "error" stops before the run, "skip" reports, counts and goes on.
@@ -84,6 +90,12 @@ class PromptsConfig:
     shuffle: bool = True
     # Retirement: do not ask again what has passed at this rate over all its answers so far; 0 = ask everything.
     retire_pass_rate: Share = 0.0
+
+    @property
+    def encoding(self) -> dict[str, Any]:
+        """How prompts become token ids, for ``Tokenizer.encode_prompts``."""
+        names = ("chat_template", "chat_template_kwargs", "system_prompt", "special_tokens")
+        return {name: getattr(self, name) for name in names}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,6 +116,8 @@ class SamplingConfig:
     max_completion_tokens: Count = 16
     # Stop strings: completions end at the first of them (kept in the completion).
     stop_strings: tuple[str, ...] = ()
+    # Stop tokens, each by its text ("<|eot_id|>"): they end completions as the model's own ends do.
+    stop_tokens: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,6 +137,9 @@ class RolloutConfig:
     # Dynamic sampling: how often at most an iteration asks prompts_per_iteration more prompts because groups of it are
     # tied (no two rewards differ): mixed ones take their place. What is left out counts as generated. 0 = never.
     max_resample_rounds: Annotated[int, Bounds(0, 1000)] = 0
+    # The sampler's matrices: "compute" has them in model.compute_dtype; "int8" and "fp8" a byte a weight, rounded anew
+    # with every policy. Its probabilities are then not quite the learner's: see algorithm.correction, update.weights.
+    weights: Literal["compute", "int8", "fp8"] = "compute"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,8 +178,12 @@ class UpdateConfig:
     micro_batch_tokens: int = 0
     # Tokens of such a line, at least what one draw takes at full length; 0 = twice that.
     pack_width: int = 0
+    # Balance of experts: weight in the loss of their router's balance cost (models/moe.py); transformers' own is 0.001.
+    load_balance: Exponent = 0.0
     # Optimizer steps per iteration, all in one dispatch.
     updates_per_iteration: Count = 1
+    # Forward pass of the learner: "full", or with what rollout.weights rounds, whose gradient goes to what is learned.
+    weights: Literal["full", "rollout"] = "full"
     # Positions of a device whose logits are live at once in the learner; 0 = by device (models.row_logp.chunk_tokens).
     logp_chunk_tokens: int = 0
     # Batch size that learning rates and decays of averages (of weights, `norm_decay` of advantages) are
@@ -170,7 +191,7 @@ class UpdateConfig:
     # what a decay averages over is divided by c, so that a run does the same per rollout. 0 = meant for batch_size.
     scaled_from_batch_size: int = 0
     # Refuse to train when on the first batch log-probs of learner and sampler differ by more than this many nats: any
-    # token's in float32, the tokens' mean in bfloat16.
+    # token's; where one of them rounds (bfloat16, rollout.weights) the mean, or by ten times as many a hundredth.
     max_sampler_learner_gap_nats: Positive = 0.05
     # Stop, with the batch in a file, after so many updates in a row whose loss or gradient was not finite (skipped).
     max_nonfinite_steps: Count = 3
@@ -204,6 +225,8 @@ class MeshConfig:
     # Devices per axis; data = 0 takes what the others leave.
     data: int = 0
     fsdp: Count = 1
+    # Expert parallelism: the experts of a mixture are split over these, which have rows of their own as fsdp's have.
+    expert: Count = 1
     # Context parallelism: parts that the learner splits the tokens of each row in, which its attention exchanges for
     # parts of the heads; to the sampler they are further devices of fsdp, with rows of their own.
     context: Count = 1
@@ -211,7 +234,7 @@ class MeshConfig:
     # Tensor parallelism of the sampler: devices that its copy of each layer is split over, of fsdp's and context's in
     # addition to tensor's; 0 = as tensor.
     sampler_tensor: int = 0
-    # Sharding rules: axes of weights (vocab, embed, heads, kv_heads, mlp) that lie on other mesh axes than
+    # Sharding rules: axes of weights (vocab, embed, heads, kv_heads, mlp, expert) lying on other mesh axes than
     # runtime/sharding.py says, such as {"embed": ("data", "fsdp")}.
     rules: dict[str, Any] = dataclasses.field(default_factory=dict, hash=False)
 

@@ -11,6 +11,7 @@ Owns: this command. Does not know: the estimators (evaluation), training.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import pathlib
 from typing import Any
@@ -22,8 +23,9 @@ from ml_collections import config_flags
 from jaxrl_llm.actor.evaluation import evaluate, questions
 from jaxrl_llm.actor.generator import Generator
 from jaxrl_llm.actor.rewards import RewardPool
-from jaxrl_llm.config import Config, ConfigError, freeze
+from jaxrl_llm.config import Config, ConfigError, LoraConfig, freeze
 from jaxrl_llm.learner import publish
+from jaxrl_llm.models import lora
 from jaxrl_llm.models.files import pretrained
 from jaxrl_llm.questions import jsonl, tasks
 from jaxrl_llm.run import assemble, check_room
@@ -41,24 +43,30 @@ def command(config: Config, model: str, checkpoint: str, num_samples: int) -> di
     if config.eval.num_prompts == 0:
         raise ConfigError("eval.num_prompts=0 must be at least 1 to evaluate")
     config = dataclasses.replace(config, eval=dataclasses.replace(config.eval, num_samples=num_samples))
+    if model:  # as it is: the config's adapters are the checkpoint's
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, path=model, lora=LoraConfig()))
     use_cache(config.compilation_cache)
     mesh = sharding.make_mesh(config.mesh)
-    source = pretrained.resolve(model or config.model.path)
-    tokenizer = source.tokenizer()
+    source = pretrained.resolve(config.model.path)
+    tokenizer = source.tokenizer().ending_at(config.sampling.stop_tokens)
     _, held_out, _ = questions(config, tokenizer)
     examples = [row.example for row in held_out]
     with RewardPool(config.rewards, task_scorer=tasks.scorer(config.prompts), examples=examples) as pool:
         run = assemble(config, source.architecture(), tokenizer.eos_ids, mesh)
         sampler = run.eval_sampler
         params = (
-            restore_params(checkpoint, run.learner.params)[0]
-            if checkpoint
-            else source.load_params(run.model, mesh, seed=config.seed)
+            None if checkpoint and not run.learner.base else source.load_params(run.model.base, mesh, seed=config.seed)
         )
+        base = (params,) if run.learner.base else ()
+        if checkpoint:
+            check = functools.partial(lora.check_base, own=lora.identity(*base), path=config.model.path)
+            params, saved = restore_params(checkpoint, run.learner.params, check)
+            if (own := config.model.lora) != saved.model.lora:
+                raise ConfigError(f"model.lora={own!r} must be as in {checkpoint!r:.200}: {saved.model.lora!r}")
         check_room(run)
         programs = sampler.programs(run.sampler_params) | {"publish": publish.program(run.model, mesh, sampler.mesh)}
         compiled = compile_all(programs, mesh)
-        params = compiled["publish"](params)
+        params = compiled["publish"](params, *base)
         version, key = sharding.put((np.int32(0), rng.stream(config.seed, "eval")), sharding.replicated(mesh, (0, 0)))
         generator = Generator(sampler, compiled, tokenizer.decode)
         return evaluate(

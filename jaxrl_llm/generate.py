@@ -42,15 +42,18 @@ def generate(
     compute_dtype: str,
     system_prompt: str = "",
     special_tokens: bool = False,
+    chat_template: bool = True,
+    chat_template_kwargs: dict[str, Any] | None = None,
 ) -> list[dict[str, Any]]:
     """Output rows for the input rows of ``path``, in their order.
 
     Raises:
         ConfigError: a row that is no prompt, or a prompt longer than the model allows.
     """
-    arch, tokenizer = source.architecture(), source.tokenizer()
+    arch, tokenizer = source.architecture(), source.tokenizer().ending_at(sampling.stop_tokens)
     table, prompts, buckets = [], [], collections.defaultdict(list)
-    how = {"chat_template": True, "system_prompt": system_prompt, "special_tokens": special_tokens}
+    how = {"chat_template": chat_template, "system_prompt": system_prompt, "special_tokens": special_tokens}
+    how["chat_template_kwargs"] = chat_template_kwargs
     for index, (where, row) in enumerate(jsonl.read(path)):
         ids = _prompt_ids(where, row, tokenizer, arch.vocab_size, how)
         both = f"{where}: prompt and --max_tokens={sampling.max_completion_tokens}"
@@ -112,14 +115,19 @@ def _prompt_ids(where: str, row: dict[str, Any], tokenizer: Any, vocab_size: int
     try:
         return tokenizer.encode_prompt(prompt_of(row), **how)
     except (BadRowError, ConfigError) as error:
-        raise ConfigError(f"{where}: without `prompt_ids`: {error}") from error
+        said = str(error).replace("prompts.", "--")  # the settings are flags here
+        raise ConfigError(f"{where}: without `prompt_ids`: {said}") from error
 
 
 def main() -> None:
     if BATCH_SIZE.value < 1:
         raise ConfigError(f"--batch_size={BATCH_SIZE.value} must be at least 1")
+    try:
+        told = json.loads(TEMPLATE_KWARGS.value)
+    except ValueError as error:
+        raise ConfigError(f"--chat_template_kwargs={TEMPLATE_KWARGS.value!r:.200} must be JSON ({error})") from error
     # Through the config's own checks, so that a flag has the bounds of the setting it stands for.
-    sampling = freeze(
+    config = freeze(
         {
             "sampling": {
                 "temperature": TEMPERATURE.value,
@@ -128,16 +136,20 @@ def main() -> None:
                 "min_p": MIN_P.value,
                 "max_completion_tokens": MAX_TOKENS.value,
                 "stop_strings": STOP.value,
+                "stop_tokens": STOP_TOKEN.value,
             },
+            "prompts": {"chat_template_kwargs": told},
             "model": {"compute_dtype": DTYPE.value},
             "seed": SEED.value,
         }
-    ).sampling
+    )
+    prompts, sampling = config.prompts, config.sampling
     if GREEDY.value:
         sampling = SamplingConfig(
             temperature=0.0,
             max_completion_tokens=sampling.max_completion_tokens,
             stop_strings=sampling.stop_strings,
+            stop_tokens=sampling.stop_tokens,
         )
     jsonl.check_output(OUTPUT.value)
     output = generate(
@@ -150,6 +162,8 @@ def main() -> None:
         compute_dtype=DTYPE.value,
         system_prompt=SYSTEM_PROMPT.value,
         special_tokens=SPECIAL_TOKENS.value,
+        chat_template=CHAT_TEMPLATE.value,
+        chat_template_kwargs=prompts.chat_template_kwargs,
     )
     jsonl.write(OUTPUT.value, output)
     tokens = sum(len(row["completion_ids"]) for row in output)
@@ -172,6 +186,9 @@ if __name__ == "__main__":
     BATCH_SIZE = flags.DEFINE_integer("batch_size", 64, "Rows decoded side by side.")
     DTYPE = flags.DEFINE_string("compute_dtype", "float32", "float32 or bfloat16.")
     SYSTEM_PROMPT = flags.DEFINE_string("system_prompt", "", "System message before a text prompt.")
+    STOP_TOKEN = flags.DEFINE_multi_string("stop_token", [], "Token that ends a completion; may be given repeatedly.")
+    CHAT_TEMPLATE = flags.DEFINE_bool("chat_template", True, "Wrap prompts in the model's; false for a base model.")
+    TEMPLATE_KWARGS = flags.DEFINE_string("chat_template_kwargs", "{}", 'JSON for it: {"enable_thinking": false}.')
     SPECIAL_TOKENS = flags.DEFINE_bool("special_tokens", False, "Read what looks like a special token as that token.")
     flags.mark_flags_as_required(["model", "prompts", "output"])
     cli.run(main)

@@ -14,7 +14,7 @@ from typing import Any
 from jaxrl_llm.runtime.nested import MOST, flatten
 
 # Texts that a model reads; the others are names, of files mostly.
-TEXTS = ("prompts.system_prompt", "sampling.stop_strings")
+TEXTS = ("prompts.system_prompt", "sampling.stop_strings", "sampling.stop_tokens")
 # Questions that a source makes before a run begins.
 MOST_MADE = 10_000_000
 
@@ -162,8 +162,14 @@ def _combinations(c: Any, flat: dict[str, Any]):
         c.model.param_dtype == "float32" or not c.keeps_average,
         "[model.param_dtype] must be 'float32' with a moving average of the policy: its steps are too small to be kept",
     )
+    lora, plain = c.model.lora, type(c.model.lora)()
+    for name in ("alpha", "rank_stabilised", "targets", "path"):
+        is_kept = lora.rank > 0 or getattr(lora, name) == getattr(plain, name)
+        yield is_kept, f"[model.lora.{name}] needs a [model.lora.rank] of at least 1"
+    yield len({*lora.targets}) == len(lora.targets) > 0, "[model.lora.targets] must name a matrix, and none twice"
     o, plain = c.optimizer, type(c.optimizer)()
     for name in ("b1", "b2", "eps", "reset_every_steps"):
         is_kept = o.name == "adamw" or getattr(o, name) == getattr(plain, name)
         yield is_kept, f"[optimizer.{name}] is AdamW's, and must be {getattr(plain, name)} with [optimizer.name]"
-    yield all(s for s in c.sampling.stop_strings), "sampling.stop_strings must not contain the empty string"
+    for name in ("stop_strings", "stop_tokens"):
+        yield all(getattr(c.sampling, name)), f"sampling.{name} must not contain the empty string"

@@ -1,7 +1,7 @@
-"""Settings of methods: the functions a method is made of (algorithms), and what the ring keeps and gives.
+"""Settings of methods: the functions a method is made of (algorithms), what the ring keeps and gives, adapters.
 
-Owns: names, types, defaults of both, what the chosen functions need together and of the rest. Does not know: sizes that
-fit together (limits), the rest of a run (config).
+Owns: names, types, defaults of these, what the chosen functions need together and of the rest. Does not know: sizes
+that fit together (limits), the rest of a run (config).
 """
 
 from __future__ import annotations
@@ -22,7 +22,23 @@ from jaxrl_llm.algorithms.shaping import RESHAPINGS, REWARD_TERMS
 from jaxrl_llm.algorithms.surrogates import SURROGATES
 from jaxrl_llm.algorithms.use import Chosen, slot
 from jaxrl_llm.algorithms.views import OTHER_POLICIES
-from jaxrl_llm.runtime.nested import Bounds, NotNegative, Number, Rate, Share
+from jaxrl_llm.runtime.nested import Bounds, NotNegative, Number, Positive, Rate, Share
+
+LORA_TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraConfig:
+    # Rank of the adapters (LoRA): they learn, in float32, and the weights of model.path do not; 0 = no adapters.
+    rank: Annotated[int, Bounds(0, 1024)] = 0
+    # What adapters add is multiplied by alpha / rank.
+    alpha: Positive = 32.0
+    # Rank-stabilised: by alpha / sqrt(rank) instead.
+    rank_stabilised: bool = False
+    # Matrices of each layer that have one.
+    targets: tuple[Literal["q", "k", "v", "o", "gate", "up", "down"], ...] = LORA_TARGETS
+    # Folder of adapters (PEFT) to start from, of this rank, scale and targets; "" = new ones, which add nothing yet.
+    path: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,7 +23,9 @@ from jaxrl_llm.config import Config, ConfigError, flatten
 from jaxrl_llm.learner import low_memory, optim, publish
 from jaxrl_llm.learner.learner import LearnerPrograms, num_bytes
 from jaxrl_llm.learner.update import Update
+from jaxrl_llm.models import moe, quantised
 from jaxrl_llm.models.architecture import Architecture
+from jaxrl_llm.models.files import peft
 from jaxrl_llm.models.kernels import context
 from jaxrl_llm.models.kernels import learner as kernels
 from jaxrl_llm.models.row_logp import chunk_tokens
@@ -66,7 +68,7 @@ class Run:
         """Every program of the run by name."""
         programs = self.sampler.programs(self.sampler_params) | self.learner.programs()
         whole = sharding.replicated(self.mesh, 0)
-        for part, state in self.abstract_checkpoint.items():
+        for part, state in (self.abstract_checkpoint | dict(zip(("base",), self.learner.base, strict=False))).items():
             programs[f"checksums_{part}"] = Program(checksums, (state,), whole)
         if self.config.rollout.max_resample_rounds:
             P = self.config.rollout.prompts_per_iteration
@@ -98,7 +100,7 @@ def assemble(
     sharding.check_divisible(config, mesh)
     config = config.scaled()
     model = model_of(config, arch, mesh)
-    reference_model = model_of(config, reference, mesh, "reference") if reference else model
+    reference_model = model_of(config, reference, mesh, "reference").base if reference else model.base
     optimizer = optim.make(config.optimizer, config.num_updates)
     if config.replay.memory == "host":
         sharding.check_host_memory(mesh, "replay.memory", "host", otherwise="device")
@@ -129,6 +131,7 @@ def assemble(
         lookahead=config.rollout.lookahead_prompts,
         keeps_entropy=config.keeps_entropy,
         keeps_old_logp=config.keeps_old_logp and config.rollout.lookahead_prompts > 0,
+        keeps_experts=config.model.routing_replay,
     )
     update = Update(
         config=dataclasses.replace(config.update, logp_chunk_tokens=chunk),
@@ -154,11 +157,13 @@ def describe(run: Run, num_train: int, num_held_out: int, read_s: float, skipped
     others = config.rows_per_iteration - config.rollouts_per_iteration
     per_iteration = config.update.updates_per_iteration * config.update.batch_size
     ring_bytes = num_bytes(run.learner.abstract_ring)
+    learned, lora = sum(x.size for x in jax.tree.leaves(run.learner.params)), config.model.lora
     lines = [
         f"devices     {run.mesh.size} x {run.mesh.devices.flat[0].device_kind}; mesh {axes}"
         + (f"; {hosts.count()} hosts" if hosts.count() > 1 else ""),
         f"model       {config.model.path}: {arch.num_params / 1e6:.1f} M parameters, {arch.num_layers} layers, "
-        f"width {arch.width}, vocabulary {arch.vocab_size}, {config.model.compute_dtype}",
+        f"width {arch.width}, vocabulary {arch.vocab_size}, {config.model.compute_dtype}"
+        + (f"; {learned / 1e6:.2f} M in adapters of rank {lora.rank} learn" if lora.rank else ""),
         f"questions   {num_train} to train on, {num_held_out} held out ({config.prompts.source} {config.prompts.name})"
         + (f", read in {read_s:.0f} s" if read_s > 3 else ""),
         "batches, in sequences over all devices",
@@ -185,7 +190,7 @@ def check_room(run: Run) -> None:
     on_host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // len(run.mesh.local_devices)
     limit, c = memory_limit(run.mesh.devices.flatten().tolist()) or on_host, flatten(run.config)
     for tree, *names in (
-        (run.learner.abstract_state, "model.path"),
+        ((run.learner.abstract_state, run.learner.base), "model.path"),
         (run.learner.abstract_ring, "replay.capacity", "replay.capacity_tokens"),
         (run.sampler.abstract_state(), "rollout.group_size", "rollout.lookahead_prompts", "sampling.support_tokens"),
         (run.eval_sampler and run.eval_sampler.abstract_state(), "eval.num_samples"),
@@ -206,6 +211,7 @@ def model_of(config: Config, arch: Architecture, mesh: Mesh, who: str = "model")
             f"mesh.{name}={tensor} must divide the {who}'s {arch.num_heads} heads and {arch.num_kv_heads} key heads"
         )
     context.check(arch, mesh)
+    moe.check(config, arch, mesh, who)
     if config.row_tokens > arch.max_positions:
         raise ConfigError(
             f"prompts.max_tokens={config.prompts.max_tokens} + sampling.max_completion_tokens="
@@ -213,7 +219,10 @@ def model_of(config: Config, arch: Architecture, mesh: Mesh, who: str = "model")
         )
     attention = kernels.choose(config.model.attention, mesh.devices.flat[0], config.model.compute_dtype, arch)
     remat, dtype = "full" if config.model.remat == "auto" else config.model.remat, config.model.param_dtype
-    return Model(arch, config.model.compute_dtype, remat, attention, sharding.rules_of(config.mesh), dtype)
+    rules, weights = sharding.rules_of(config.mesh), quantised.kinds(config, who)
+    model = Model(arch, config.model.compute_dtype, remat, attention, rules, dtype, *weights, config.model.lora)
+    peft.check(model, mesh, config.model.path)
+    return model
 
 
 def keep_what_fits(
@@ -255,4 +264,5 @@ def eval_sampler(config: Config, sampler: Sampler) -> Sampler:
         keeps_support=False,
         keeps_entropy=False,
         keeps_old_logp=False,
+        keeps_experts=False,
     )

@@ -30,7 +30,8 @@ from jaxrl_llm.config import Config, ConfigError, freeze
 from jaxrl_llm.learner import optim
 from jaxrl_llm.learner.learner import place
 from jaxrl_llm.learner.low_memory import apply_updates
-from jaxrl_llm.models.files import hf, pretrained
+from jaxrl_llm.models import lora
+from jaxrl_llm.models.files import peft, pretrained
 from jaxrl_llm.models.row_logp import PLAIN, chunk_tokens, row_logp
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.ops.masks import completion_mask
@@ -84,43 +85,43 @@ class Supervised:
     width: int
     chunk: int
 
-    def logp(self, params: Any, rows: Rows, *, remat: bool = False) -> jax.Array:
-        """Log-probs of the answers' tokens [B,S] f32 nats, 0.0 elsewhere."""
+    def logp(self, params: Any, rows: Rows, base: Any = None, *, remat: bool = False) -> jax.Array:
+        """Log-probs of the answers' tokens [B,S] f32 nats, 0.0 elsewhere; ``base``: what adapters ``params`` are of."""
         given = dict(sampling=PLAIN, completion_width=self.width, chunk_positions=self.chunk, remat=remat)
-        return row_logp(self.model, params, *rows, **given).logp
+        return row_logp(self.model, lora.join(params, base), *rows, **given).logp
 
-    def loss(self, params: Any, rows: Rows) -> jax.Array:
+    def loss(self, params: Any, rows: Rows, base: Any = None) -> jax.Array:
         """Cross-entropy in nats per answer token: one sum and one count over the batch."""
         tokens, prompt_length, length = rows
         count = jnp.sum(completion_mask(prompt_length, length, tokens.shape[1]))
-        return -jnp.sum(self.logp(params, rows, remat=True)) / count
+        return -jnp.sum(self.logp(params, rows, base, remat=True)) / count
 
-    def step(self, params: Any, opt_state: Any, rows: Rows) -> tuple[Any, Any, jax.Array]:
+    def step(self, params: Any, opt_state: Any, rows: Rows, base: Any = None) -> tuple[Any, Any, jax.Array]:
         """One optimizer step; also the loss before it."""
-        value, gradient = jax.value_and_grad(self.loss)(params, rows)
+        value, gradient = jax.value_and_grad(self.loss)(params, rows, base)
         updates, opt_state = self.optimizer.update(gradient, opt_state, params)
         _, step = optax.tree_utils.tree_get_all_with_path(opt_state, "count")[0]
         return apply_updates(params, updates, step), opt_state, value
 
-    def probability(self, params: Any, rows: Rows) -> jax.Array:
+    def probability(self, params: Any, rows: Rows, base: Any = None) -> jax.Array:
         """Probability of each row's whole answer [B]: the pass rate at temperature 1 where one text alone is right."""
-        return jnp.exp(jnp.sum(self.logp(params, rows), axis=1))
+        return jnp.exp(jnp.sum(self.logp(params, rows, base), axis=1))
 
     def programs(self, mesh: Mesh, batch_size: int, row_tokens: int) -> dict[str, Program]:
         """The three functions of a run, for batches of one size."""
         shapes = ((batch_size, row_tokens), (batch_size,), (batch_size,))
         rows = tuple(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes)
         rows = place(rows, leading(mesh, rows))
-        params = self.model.abstract_params(mesh)
+        params, *base = lora.split(self.model.abstract_params(mesh))
         opt_state = optim.abstract_state(self.optimizer, params, mesh)
         layout = lambda tree: jax.tree.map(lambda x: x.sharding, tree)
         whole = replicated(mesh, 0)
         return {
             "init": Program(self.optimizer.init, (params,), layout(opt_state)),
             "step": Program(
-                self.step, (params, opt_state, rows), (layout(params), layout(opt_state), whole), donate=(0, 1)
+                self.step, (params, opt_state, rows, *base), (layout(params), layout(opt_state), whole), donate=(0, 1)
             ),
-            "probability": Program(self.probability, (params, rows), whole),
+            "probability": Program(self.probability, (params, rows, *base), whole),
         }
 
 
@@ -153,7 +154,8 @@ def sft(config: Config, out: pathlib.Path, *, until: float = 1.0) -> float:
     tokens = chunk_tokens(config.update.logp_chunk_tokens, mesh.devices.flat[0], **how)
     task = Supervised(model, optimizer, width, chunk=max(1, tokens * devices // size))
     compiled = compile_all(task.programs(mesh, size, config.row_tokens), mesh)
-    params = source.load_params(model, mesh, seed=config.seed)
+    base, _, begin = pretrained.weights(model, None, mesh, source, source, seed=config.seed)
+    params, base = begin(), () if base is None else (base,)
     opt_state = compiled["init"](params)
     stream = PromptStream(train_set, config.prompts, Ledger(), seed=config.seed)
 
@@ -165,12 +167,12 @@ def sft(config: Config, out: pathlib.Path, *, until: float = 1.0) -> float:
         found: list[float] = []
         for start in range(0, len(held_out), size):
             index = [min(i, len(held_out) - 1) for i in range(start, start + size)]  # the last batch is filled up
-            found += compiled["probability"](params, rows(batch_of(held_out, index, start))).tolist()
+            found += compiled["probability"](params, rows(batch_of(held_out, index, start)), *base).tolist()
         return float(np.mean(found[: len(held_out)]))
 
     started, reached = time.monotonic(), 0.0
     for number in range(1, config.num_iterations + 1):
-        params, opt_state, loss = compiled["step"](params, opt_state, rows(stream.next_batch(size)))
+        params, opt_state, loss = compiled["step"](params, opt_state, rows(stream.next_batch(size)), *base)
         last = number == config.num_iterations
         if last or (config.eval.every_iterations and number % config.eval.every_iterations == 0):
             reached = held_out_probability()
@@ -178,7 +180,7 @@ def sft(config: Config, out: pathlib.Path, *, until: float = 1.0) -> float:
             print(f"{line} | {time.monotonic() - started:.0f} s", flush=True)
             if reached >= until:
                 break
-    hf.export(params, model, tokenizer, out)
+    peft.export(params, model, tokenizer, out, config.model.path, like=source.folder)
     return reached
 
 

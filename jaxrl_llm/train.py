@@ -18,8 +18,6 @@ import signal
 import sys
 import time
 
-import jax
-import jax.numpy as jnp
 from absl import flags
 from ml_collections import config_flags
 
@@ -29,7 +27,7 @@ from jaxrl_llm.actor.guests import External
 from jaxrl_llm.actor.rewards import RewardPool
 from jaxrl_llm.config import Config, freeze, record
 from jaxrl_llm.learner.learner import Learner
-from jaxrl_llm.models.files import hf, pretrained
+from jaxrl_llm.models.files import peft, pretrained
 from jaxrl_llm.questions import tasks
 from jaxrl_llm.questions.ledger import Ledger
 from jaxrl_llm.questions.stream import PromptStream
@@ -61,14 +59,14 @@ def _train(config: Config, workdir: pathlib.Path, allow_config_changes: bool) ->
     use_cache(config.compilation_cache)
     mesh = sharding.make_mesh(config.mesh)
     source = pretrained.resolve(config.model.path)
-    tokenizer = source.tokenizer()
+    tokenizer = source.tokenizer().ending_at(config.sampling.stop_tokens)
     started = time.monotonic()
     train_set, held_out, skipped = questions(config, tokenizer)
     read_s = time.monotonic() - started
     stream = PromptStream(train_set, config.prompts, ledger := Ledger(), seed=config.seed)
     teacher = pretrained.resolve_reference(config.model, source)
     run = assemble(config, source.architecture(), tokenizer.eos_ids, mesh, teacher.architecture())
-    source.check_weights(run.model, mesh)
+    source.check_weights(run.model.base, mesh)
     teacher.check_weights(run.learner.reference_model, mesh)
     external = External(run, tokenizer)
     checkpoints = Checkpointer(workdir, config.checkpoint)
@@ -100,15 +98,14 @@ def _train(config: Config, workdir: pathlib.Path, allow_config_changes: bool) ->
         how = {"allow_config_changes": allow_config_changes, "checksums": sums_of}
         restored = checkpoints.restore(run.abstract_checkpoint, config, **how)
         teaches = run.learner.loads_reference
-        reference = teacher.load_params(run.learner.reference_model, mesh, seed=config.seed) if teaches else None
+        models = run.model, run.learner.reference_model if teaches else None
+        base, reference, begin = pretrained.weights(*models, mesh, source, teacher, seed=config.seed)
         actor = Actor(run, compiled, tokenizer.decode, stream, pool, external)
-        learner = Learner(run.learner, compiled, ledger, reference=reference)
+        learner = Learner(run.learner, compiled, ledger, reference=reference, base=base)
         evaluation = Evaluation(run, compiled, tokenizer, held_out, pool, workdir) if held_out else None
         iteration, compute, failure, values = 0, 0.0, None, {}
         if restored is None:
-            is_copy = reference is not None and teacher is source  # the learner takes the weights it is given over
-            load = lambda: source.load_params(run.model, mesh, seed=config.seed)
-            learner.start(jax.tree.map(jnp.copy, reference) if is_copy else load())
+            learner.start(begin())
             metrics.restore({})
         else:
             host, arrays, iteration = restored.host_state, restored.device_state, restored.iteration
@@ -177,7 +174,7 @@ def _train(config: Config, workdir: pathlib.Path, allow_config_changes: bool) ->
     report.print_samples(workdir)
     print(f"checkpoint  {checkpoints.directory}")
     if config.checkpoint.export:
-        hf.export(learner.policy, run.model, tokenizer, workdir / "hf")
+        peft.export(learner.policy, run.model, tokenizer, workdir / "hf", config.model.path, like=source.folder)
         print(f"model       {workdir / 'hf'}  (Hugging Face folder)")
     print(f"report      {report.write_report(workdir)}")
     return 0

@@ -92,13 +92,16 @@ MENU = {
     *(f"algorithms.{name}" for name in ("advantages", "aggregation", "anchors", "baselines", "corrections", "critic")),
     *(f"algorithms.{name}" for name in ("draws", "memory", "old_policies", "shaping", "surrogates", "views")),
     *("models.files.gguf", "models.files.hf", "models.files.families", "models.files.hybrids"),
-    *("models.rope", "models.variants", "models.delta", "models.delta_rule"),  # what Llama has not
+    *("models.lora", "models.files.peft"),  # adapters, which few runs have
+    *("models.rope", "models.variants", "models.quantised", "models.moe"),  # what Llama has not, or not always
+    *("models.delta", "models.delta_rule"),
     *("models.kernels.learner", "models.kernels.tpu_decode"),
     *("learner.annotation", "learner.low_memory", "learner.packed_batches"),
     *("questions.tasks.files", "actor.guests", "actor.resampling", "actor.evaluation"),
-    *("method_config", "ops.groups", "ops.paged_log", "ops.packing", "reports.metric_table", "runtime.functions"),
+    *("method_config", "ops.groups", "ops.filters", "ops.paged_log", "ops.packing"),
+    *("reports.metric_table", "runtime.functions"),
     *("reports.charts", "runtime.torus", "runtime.hosts"),  # hosts: what a job of several has, and one host skips
-    "learner.faults",  # what a run that goes well never comes to
+    *("learner.faults", "runtime.stored"),  # what a run that goes well, to its end, never comes to
     "models.kernels.context",  # of rows too long for a device, which few meshes split
 }
 

@@ -37,13 +37,14 @@ from jaxrl_llm.algorithms.use import keywords, use
 from jaxrl_llm.algorithms.views import Sizes
 from jaxrl_llm.config import Config, ConfigError, flatten, freeze, from_json, to_json
 from jaxrl_llm.learner import faults
-from jaxrl_llm.models.files import pretrained
+from jaxrl_llm.models.files import peft, pretrained
 from jaxrl_llm.models.files.gguf import make_byte_tokenizer
+from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.questions import tasks
 from jaxrl_llm.questions.ledger import Ledger
 from jaxrl_llm.questions.stream import PromptStream
 from jaxrl_llm.reports.metrics import cost_values, rollout_values
-from jaxrl_llm.run import assemble
+from jaxrl_llm.run import assemble, model_of
 from jaxrl_llm.runtime import hosts, sharding
 from jaxrl_llm.runtime.checkpoint import Checkpointer
 from jaxrl_llm.runtime.nested import differences
@@ -83,7 +84,7 @@ def test_the_defaults_are_a_config():
             {"algorithm": {"surogate": "gspo"}},
             "unknown config key algorithm.surogate='gspo'; did you mean algorithm.surrogate",
         ),
-        ({"mesh": {"zzzz": 1}}, "unknown config key mesh.zzzz=1; known: data, fsdp, context, tensor"),
+        ({"mesh": {"zzzz": 1}}, "unknown config key mesh.zzzz=1; known: data, fsdp, expert, context, tensor"),
         ({"update": 3}, "update=3 must be a group of settings"),
         ({"seed": 1.0}, "seed=1.0 must be of type int, not float"),
         ({"seed": True}, "seed=True must be of type int, not bool"),
@@ -499,19 +500,24 @@ SETTINGS = {
 
 
 @functools.cache
-def program_text(config_text, name):
-    run = assemble(from_json(config_text), TINY, (257,), mesh_of(ONE))
+def program_text(config_text, name, arch=TINY):
+    run = assemble(from_json(config_text), arch, (257,), mesh_of(ONE))
     return run.programs()[name].lower(run.mesh).as_text()
 
 
-def program(name):
+def program(name, arch=TINY):
     """Look at the text of one program of the run on one device."""
 
     def look(config, folder, monkeypatch):
-        return program_text(to_json(config), name)
+        return program_text(to_json(config), name, arch)
 
     look.__name__ = name
     return look
+
+
+def program_of_experts(name):
+    """The same of a model that has some."""
+    return program(name, dataclasses.replace(TINY, num_experts=6, experts_per_token=2))
 
 
 def shapes(config, folder, monkeypatch):
@@ -541,6 +547,15 @@ def layout(config, folder, monkeypatch):
 
 def model(config, folder, monkeypatch):
     return pretrained.resolve(config.model.path).architecture()
+
+
+def begun(config, folder, monkeypatch):
+    """One of the adapters as training finds them; in the folder "adapters" are others."""
+    mesh, lora = mesh_of(ONE), dataclasses.replace(config.model.lora, path="")
+    made = Model(TINY, lora=lora)
+    peft.export(peft.begin(made, mesh, seed=7), made, make_byte_tokenizer(), "adapters", "random:debug")
+    found = peft.begin(model_of(config, TINY, mesh), mesh, seed=0)
+    return jax.device_get(found["blocks"]["q_lora_a"]).tolist()
 
 
 def loaded_models(config, folder, monkeypatch):
@@ -661,7 +676,7 @@ def failures(config, folder, monkeypatch):
 def gap(config, folder, monkeypatch):
     """Whether a run stops when sampler and learner differ by 0.01 nats."""
     try:
-        faults.check_gap(config, {"own_token_count": 1, "gap_max": 0.01, "gap_sum": 0.01})
+        faults.check_gap(config, {"own_token_count": 1, "gap_max": 0.01, "gap_sum": 0.01, "gap_high_count": 0})
     except faults.SamplerLearnerGapError as error:
         return str(error)
     return None
@@ -742,6 +757,7 @@ CHECKPOINTED = {"checkpoint.every_iterations": 1, "checkpoint.keep_last": 1}
 WITH_KL = {"algorithm.divergence": "reference"}
 SHOWN = {"external.paths": ("shown.jsonl",), "external.groups_per_iteration": 8, "replay.capacity": 64}
 CRITIC = {"algorithm.advantage": "gae"}
+ADAPTERS = {"model.lora.rank": 4}
 SINGLE = {"replay.unit": "rollout"}
 BINS = CRITIC | {"algorithm.critic.bins": 8}
 
@@ -757,6 +773,12 @@ ALIVE = {
     "model.param_dtype": ("bfloat16", program("update"), {}),
     "model.remat": ("none", program("update"), {}),
     "model.attention": ("xla", kernel_of_a_tpu, {}),
+    "model.lora.rank": (2, program("update"), {}),
+    "model.lora.alpha": (8.0, program("decode"), ADAPTERS),
+    "model.lora.rank_stabilised": (True, program("decode"), ADAPTERS),
+    "model.lora.targets": (("q", "v"), program("decode"), ADAPTERS),
+    "model.lora.path": ("adapters", begun, ADAPTERS),
+    "model.routing_replay": (True, program_of_experts("update"), {}),
     "prompts.source": ("letters", loaded, FOUR),
     "prompts.name": ("five.jsonl", loaded, FOUR),
     "prompts.arguments": ({"min_terms": 6, "max_terms": 6}, loaded, GYM),
@@ -783,6 +805,7 @@ ALIVE = {
     "rollout.lookahead_prompts": (8, shapes, {}),
     "rollout.max_lag_iterations": (1, opened, {"rollout.lookahead_prompts": 16}),
     "rollout.max_resample_rounds": (2, asked, {}),
+    "rollout.weights": ("int8", program("decode"), {}),
     "rewards.functions": ((f"{FUNCTIONS}:length",), scores, {}),
     "rewards.weights": ((0.5,), scores, {}),
     "rewards.num_workers": (2, scores, {}),
@@ -834,7 +857,9 @@ ALIVE = {
     "update.micro_batch_size": (4, program("update"), {}),
     "update.pack_width": (96, program("update"), SINGLE | {"update.micro_batch_tokens": 480}),
     "update.micro_batch_tokens": (480, program("update"), {}),
+    "update.load_balance": (0.1, program_of_experts("update"), {}),
     "update.updates_per_iteration": (3, program("update"), {}),
+    "update.weights": ("rollout", program("update"), {"rollout.weights": "int8"}),
     "update.logp_chunk_tokens": (64, program("update"), {}),
     "update.scaled_from_batch_size": (4, program("update"), {}),
     "update.max_sampler_learner_gap_nats": (0.001, gap, {}),
@@ -852,6 +877,7 @@ ALIVE = {
     "optimizer.offload": (True, program("update"), {}),
     "mesh.data": (4, mesh, {"mesh.fsdp": 2, "mesh.data": 2, "mesh.tensor": 2}),
     "mesh.fsdp": (2, mesh, {}),
+    "mesh.expert": (2, mesh, {}),
     "mesh.context": (2, mesh, {}),
     "mesh.tensor": (2, mesh, {}),
     "mesh.sampler_tensor": (2, sampler_mesh, {"mesh.fsdp": 4}),
@@ -991,6 +1017,8 @@ def test_every_setting_changes_something(path, tmp_path, monkeypatch):
     other, look, given = ALIVE[path]
     if given.get("prompts.source") == "reasoning_gym":
         needs_reasoning_gym()
+    if path.endswith(".weights") and path != "rewards.weights":
+        pytest.importorskip("qwix")
     settings = SETTINGS | given
     assert flatten(freeze(with_point({}, settings)))[path] != other
     before = seen(look, settings, tmp_path, monkeypatch)

@@ -105,10 +105,12 @@ def test_tests_end_with_the_status_of_pytest(checkout, script):
 # ---- several processes ---------------------------------------------------------------------------------
 
 JOB = """
-import sys
+import sys, time
 from jaxrl_llm.runtime import cli
 def main():
     import jax
+    leave = jax.distributed.shutdown
+    jax.distributed.shutdown = lambda: (time.sleep(1.5), leave())  # the first host waits for one that is slow to leave
     print(jax.process_index(), jax.process_count(), len(jax.devices()), flush=True)
     print("done", file=sys.stderr)
 cli.run(main)

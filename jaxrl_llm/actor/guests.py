@@ -235,9 +235,8 @@ class _Reader:
             own = {name: row.pop(name, None) for name in ("completions", "rewards", "prompt_ids")}
         prompt, columns = question(row)
         prompts = self.config.prompts
-        how = {name: getattr(prompts, name) for name in ("chat_template", "system_prompt", "special_tokens")}
         try:
-            ids = self.tokenizer.encode_prompt(prompt, **how)
+            ids = self.tokenizer.encode_prompt(prompt, **prompts.encoding)
             completions = self._completions(own["completions"])
         except ConfigError as error:
             raise BadRowError(str(error)) from error

@@ -32,20 +32,13 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxrl_llm.config import SamplingConfig
-from jaxrl_llm.models import delta_rule
+from jaxrl_llm.models import delta_rule, moe
 from jaxrl_llm.models import rope as ropes
 from jaxrl_llm.models.attention import Cache, Prompt
 from jaxrl_llm.models.transformer import Model
+from jaxrl_llm.ops.filters import Filter, filter_logits, keep_support, support_of
 from jaxrl_llm.ops.logp import project
-from jaxrl_llm.ops.sampling import (
-    Filter,
-    filter_logits,
-    keep_support,
-    sample_inverse_cdf,
-    support_of,
-    surprise_moments,
-    token_logp,
-)
+from jaxrl_llm.ops.sampling import sample_inverse_cdf, surprise_moments, token_logp
 from jaxrl_llm.runtime import rng, sharding
 from jaxrl_llm.runtime.programs import Program, run_if
 from jaxrl_llm.types import STOP_EOS, STOP_LENGTH, STOP_NONE, STOP_STRING, DrawSums, Rollout
@@ -90,6 +83,7 @@ class Sampler:
         keeps_entropy: credit will want the entropies of what it was drawn from.
         learner_mesh: where the rollouts go, the same devices; None = as ``mesh``.
         keeps_old_logp: rows may span versions, and the learner's log-probs under each are wanted.
+        keeps_experts: the learner is to choose each token's experts again.
         eos_ids: tokens that end a completion; () never stops early.
     """
 
@@ -106,6 +100,7 @@ class Sampler:
     keeps_support: bool = True
     keeps_entropy: bool = False
     keeps_old_logp: bool = False
+    keeps_experts: bool = False
     learner_mesh: Mesh | None = None
 
     @property
@@ -135,11 +130,12 @@ class Sampler:
     @property
     def columns(self) -> dict[str, tuple[Any, ...]]:
         """What it notes of each token besides: dtype and sizes by name (views.COLUMNS)."""
-        N = self.support_tokens
+        N, arch = self.support_tokens, self.model.arch
         kept = {
             "support": (jnp.int32, N) if N else None,
             "entropy": (jnp.float32,) if self.keeps_entropy else None,
             "earlier_logp": (jnp.float32,) if self.keeps_old_logp else None,
+            "experts": (moe.id_dtype(arch), arch.num_layers * arch.experts_per_token) if self.keeps_experts else None,
         }
         return {name: of for name, of in kept.items() if of}
 
@@ -237,7 +233,8 @@ class Sampler:
         P, L = tokens_PL.shape
         set_entries = lambda t, n: jax.vmap(lambda t, n, e: t.at[e].set(n, mode="drop"))(t, n, entry_MP)
         positions = jnp.broadcast_to(jnp.arange(L, dtype=jnp.int32), (P, L))
-        _, (k, v) = self.model.forward(params, tokens_PL, positions, length=length_P - 1)
+        _, (k, v, *made) = self.model.forward(params, tokens_PL, positions, length=length_P - 1)
+        noted = {"experts": moe.noted((k, v, *made), length_P, S)} if self.keeps_experts else {}
 
         def put_kv(cache, new):  # [M*E, ...] <- [P, ...]
             by_shard = lambda x: x.reshape(M, -1, *x.shape[1:])
@@ -260,7 +257,7 @@ class Sampler:
             stop_reason=put(state.stop_reason, zeros),
             started=put(state.started, zeros),
             group_id=set_entries(state.group_id, group_id_P.reshape(M, P // M)),
-            columns={name: put(x, jnp.zeros((P, *x.shape[3:]))) for name, x in state.columns.items()},
+            columns={name: put(x, noted.get(name, jnp.zeros((P, *x.shape[3:])))) for name, x in state.columns.items()},
         )
 
     def _refill(self, state: SamplerState) -> SamplerState:
@@ -355,11 +352,11 @@ class Sampler:
 
         index_MZ = length_MZ - read(rows(state.prompt_length), row_MZ)  # of the token to draw, in the completion
         cache = Cache(state.cache_k, state.cache_v, flat(jnp.where(active_MZ, index_MZ, 0)), state.cache_end)
-        hidden, (cache_k, cache_v) = self.model.forward(
+        hidden, (cache_k, cache_v, *made) = self.model.forward(
             params, flat(token_MZ)[:, None], flat(position_MZ)[:, None], prompt=prompt, cache=cache, rope=rope
         )
 
-        noted = {}
+        noted = {"experts": moe.by_token(hidden, (cache_k, cache_v, *made))[1]} if self.keeps_experts else {}
         drawn_sums = state.drawn
         logits_ZV = sharding.constrain(project(hidden[:, 0], self.model.head(params)), "batch", "vocab")
         if sampling.temperature == 0.0:

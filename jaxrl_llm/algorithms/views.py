@@ -34,9 +34,10 @@ class Column(NamedTuple):
 # Names of Rollout.columns, Experience.columns and Rows.columns. Log-probabilities in nats.
 COLUMNS = {
     # Noted by the sampler.
-    "support": Column(True, True, "[B, S, N] i32 ids that each token was drawn among (ops.sampling)"),
+    "support": Column(True, True, "[B, S, N] i32 ids that each token was drawn among (ops.filters)"),
     "entropy": Column(True, False, "f32 nats, of the distribution that each token was drawn from"),
     "earlier_logp": Column(True, False, "f32, of the learner's older weights that drew the token, 0.0 elsewhere"),
+    "experts": Column(True, True, "[B, S, layers*k] experts that the token before each chose, in prompts too"),
     # Said by the learner of fresh rows (learner.annotation).
     "generation_logp": Column(True, True, "f32, of the weights that drew each token, as the learner computes them"),
     "ref_logp": Column(True, True, "f32, of the frozen reference"),

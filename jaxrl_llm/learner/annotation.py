@@ -7,6 +7,7 @@ ring, credit. Letters: B rows, S row width, D model width.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 
 from jaxrl_llm.algorithms.critic import expected_value
 from jaxrl_llm.learner.update import Update
+from jaxrl_llm.models import lora
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.ops.masks import completion_mask
 from jaxrl_llm.types import Rollout, TrainState
@@ -38,18 +40,24 @@ class Annotation:
     group_size: int
     columns: frozenset[str] = frozenset()
 
-    def annotate(self, state: TrainState, reference: Any, rollout: Rollout) -> dict[str, jax.Array]:
+    def annotate(self, state: TrainState, reference: Any, rollout: Rollout, base: Any = None) -> dict[str, jax.Array]:
         """Its columns of fresh rollouts, [B,...].
 
         Args:
             reference: weights; None = those in ``state``.
+            base: of adapters, where policies are such: the frozen reference is these same arrays.
         """
-        policy = state.params["policy"]
+        whole = functools.partial(lora.join, base=base)
+        learned = {**state.params, "policy": (policy := whole(state.params["policy"]))}
         says = {
             "generation_logp": lambda: self.old_logp(policy, state.step, rollout),
             "hidden": lambda: self.hidden(policy, rollout),
-            "ref_logp": lambda: self.reference(state.others["reference"] if reference is None else reference, rollout),
-            "value": lambda: self.values(state.params, rollout),
+            "ref_logp": lambda: (
+                self.logp(whole(state.others["reference"]), rollout)
+                if reference is None
+                else self.reference(reference, rollout)
+            ),
+            "value": lambda: self.values(learned, rollout),
         }
         return {name: say() for name, say in says.items() if name in self.columns}
 
@@ -67,26 +75,27 @@ class Annotation:
         logp, before = self.logp(params, rollout), rollout.columns.get("earlier_logp")
         return logp if before is None else jnp.where(rollout.policy_version == version, logp, before)
 
-    def score_open(self, params: Any, version: jax.Array, state: SamplerState) -> SamplerState:
+    def score_open(self, params: Any, version: jax.Array, state: SamplerState, base: Any = None) -> SamplerState:
         """What ``old_logp`` of a later iteration wants of these weights: of open rollouts, the tokens they drew."""
         table = state.tokens
         flat = lambda x: x.reshape(-1, *x.shape[3:])  # [M, E, G, ...]
         names = ("tokens", "prompt_length", "length", "behaviour_logp", "policy_version", "stop_reason", "columns")
         rows = {name: jax.tree.map(flat, getattr(state, name)) for name in names}
         group = jnp.arange(table.shape[0] * table.shape[1] * table.shape[2], dtype=jnp.int32) // table.shape[2]
-        logp = self.logp(params, Rollout(**rows, group_id=group)).reshape(table.shape)
+        logp = self.logp(lora.join(params, base), Rollout(**rows, group_id=group)).reshape(table.shape)
         earlier = jnp.where(state.policy_version == version, logp, state.columns["earlier_logp"])
         return state.replace(columns={**state.columns, "earlier_logp": earlier})
 
     def reference(self, params: Any, rollout: Rollout) -> jax.Array:
         """Log-probs of fresh rollouts under the frozen reference, [B,S]; the ring keeps them with the rollouts."""
         teacher = dataclasses.replace(self.update, model=self.reference_model)
+        rollout = rollout.with_columns(experts=None)  # it chooses by its own weights
         return dataclasses.replace(self, update=teacher).logp(params, rollout)
 
-    def join(self, params: Any, version: jax.Array, rollout: Rollout, external: Rollout) -> Rollout:
+    def join(self, params: Any, version: jax.Array, rollout: Rollout, external: Rollout, base: Any = None) -> Rollout:
         """Own rows and those of others beside each other, these as if the current weights had just drawn them."""
         mask = completion_mask(external.prompt_length, external.length, external.tokens.shape[1])
-        behaviour_logp, entropy = self.logp(params, external, with_entropy=True)
+        behaviour_logp, entropy = self.logp(lora.join(params, base), external, with_entropy=True)
         said = {"entropy": entropy, "earlier_logp": jnp.zeros_like(behaviour_logp)}
         external = external.replace(
             behaviour_logp=behaviour_logp,

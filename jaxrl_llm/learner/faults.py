@@ -21,27 +21,39 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxrl_llm.config import Config
+from jaxrl_llm.config import Config, ConfigError
+from jaxrl_llm.learner.update import HIGH_GAP
 from jaxrl_llm.replay import ring as replay
 from jaxrl_llm.runtime import hosts, sharding
 from jaxrl_llm.runtime.checkpoint import by_name
 from jaxrl_llm.runtime.programs import Program, compile_all
 from jaxrl_llm.types import Experience, RingState, Rollout
 
+# Of the tokens, so many may differ by more than ``HIGH_GAP`` times what is allowed on average.
+HIGH_SHARE = 0.01
 
-class SamplerLearnerGapError(RuntimeError):
+
+class SamplerLearnerGapError(ConfigError):
     """Sampler and learner disagree about the probability of what was sampled."""
 
 
 def check_gap(config: Config, sums: dict[str, Any]) -> None:
     """Stop a run whose first batch shows that sampler and learner are not the same model."""
     limit, count = config.update.max_sampler_learner_gap_nats, sums["own_token_count"]
-    rounds = config.model.compute_dtype != "float32"  # so that single tokens differ by more
-    gap = sums["gap_sum"] / max(count, 1) if rounds else sums["gap_max"]
-    if count > 0 and not gap <= limit:
+    if count == 0:
+        return
+    weights = config.rollout.weights
+    rounding = [f"model.compute_dtype={config.model.compute_dtype!r}"] * (config.model.compute_dtype != "float32")
+    rounding += [f"rollout.weights={weights!r}"] * (weights != "compute" and config.update.weights == "full")
+    largest, mean, high = sums["gap_max"], sums["gap_sum"] / count, sums["gap_high_count"] / count
+    said = "the learner's log-probs differ from the sampler's by"
+    allowed = f"update.max_sampler_learner_gap_nats={limit}"
+    if not rounding and not largest <= limit:
+        raise SamplerLearnerGapError(f"{said} up to {largest:.4f} nats, more than {allowed}")
+    if rounding and not (mean <= limit and high <= HIGH_SHARE):
         raise SamplerLearnerGapError(
-            f"the learner's log-probs differ from the sampler's by {'' if rounds else 'up to '}{gap:.4f} nats"
-            f"{' on average' if rounds else ''}, more than update.max_sampler_learner_gap_nats={limit}"
+            f"{said} {mean:.4f} nats on average, and by more than {HIGH_GAP * limit:.4g} for {high:.1%} of the tokens; "
+            f"with {' and '.join(rounding)} {allowed} is allowed on average, and {HIGH_SHARE:.0%} of such tokens"
         )
 
 

@@ -27,6 +27,7 @@ from jaxrl_llm.learner import optim, publish
 from jaxrl_llm.learner.annotation import Annotation
 from jaxrl_llm.learner.faults import Faults
 from jaxrl_llm.learner.update import Update
+from jaxrl_llm.models import lora
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.questions.ledger import Ledger
 from jaxrl_llm.replay import ring as replay
@@ -58,7 +59,13 @@ class LearnerPrograms:
 
     @functools.cached_property
     def params(self) -> Any:
-        return self.model.abstract_params(self.mesh)
+        """What is learned of the model."""
+        return lora.split(self.model.abstract_params(self.mesh))[0]
+
+    @functools.cached_property
+    def base(self) -> tuple[Any, ...]:
+        """What is not, where adapters are: the last argument of every program that computes with weights."""
+        return lora.split(self.model.abstract_params(self.mesh))[1:]
 
     @property
     def loads_reference(self) -> bool:
@@ -189,7 +196,7 @@ class LearnerPrograms:
         ring = replay.insert(ring, experience, iteration, self.config.replay, **how)
         return ring, sums | replay.ended(before, ring, num_new=experience.reward.size)
 
-    def _update(self, state, ring, iteration, key):
+    def _update(self, state, ring, iteration, key, base=None):
         def draw(ring, key):
             ring, batch, info = replay.draw(
                 ring,
@@ -203,7 +210,7 @@ class LearnerPrograms:
             return ring, batch, replay.sums(info)
 
         key = jax.random.fold_in(key, iteration)
-        state, ring, sums = self.update.step(state, ring, key, draw)
+        state, ring, sums = self.update.step(state, ring, key, draw, base)
         if self.config.replay.min_ess:
             by_age = (sums[f"{name}_by_age"] for name in ("ratio_sum", "ratio_square_sum", "token_count"))
             ring = replay.retire_stale(ring, iteration, corrections.effective_share(*by_age), self.config.replay)
@@ -235,18 +242,20 @@ class LearnerPrograms:
             "insert": Program(
                 self._insert, (ring, rollout, scores, columns, iteration), (layout(ring), whole), donate=(0,)
             ),
-            "update": Program(self._update, (state, ring, iteration, key), (*both, whole), donate=(0, 1)),
+            "update": Program(self._update, (state, ring, iteration, key, *self.base), (*both, whole), donate=(0, 1)),
         }
         if columns:
             reference = self.reference_model.abstract_params(self.mesh) if self.loads_reference else None
-            programs["annotate"] = Program(annotation.annotate, (state, reference, rollout), layout(columns))
+            programs["annotate"] = Program(
+                annotation.annotate, (state, reference, rollout, *self.base), layout(columns)
+            )
         if config.algorithm.reference_reset_iterations:
             programs["reset_reference"] = Program(self._reset_reference, (state, ring), both, donate=(0, 1))
         if self.open_rollouts is not None:
-            given = (params, version, self.open_rollouts)
+            given = (params, version, self.open_rollouts, *self.base)
             programs["score_open"] = Program(annotation.score_open, given, layout(self.open_rollouts), donate=(2,))
         if config.external.groups_per_iteration:
-            given = (params, version, self.sampled, self.abstract_external)
+            given = (params, version, self.sampled, self.abstract_external, *self.base)
             programs["join"] = Program(annotation.join, given, layout(rollout))
         return programs
 
@@ -259,6 +268,7 @@ class Learner:
         compiled: their programs by name, compiled.
         ledger: what is known of questions.
         reference: weights of the reference where they stay the same; else None.
+        base: weights that stay, where adapters learn; else None.
 
     Attributes:
         state, ring: what the optimizer owns, and stored rollouts; the arrays of before a call are given over to it.
@@ -266,8 +276,10 @@ class Learner:
         faults: what is wrong with the updates.
     """
 
-    def __init__(self, programs: LearnerPrograms, compiled: dict[str, Any], ledger: Ledger, *, reference: Any = None):
+    def __init__(self, programs: LearnerPrograms, compiled: dict, ledger: Ledger, *, reference=None, base=None):
         self.config, self._compiled, self._reference = programs.config, compiled, reference
+        self._base = () if base is None else (base,)
+        self._identity = lora.identity(base, compiled.get("checksums_base"))
         self._layout = jax.tree.map(lambda x: x.sharding, programs.abstract_scores)
         self._everywhere = sharding.replicated(programs.mesh, 0)
         self._draw_key = sharding.put(rng.stream(self.config.seed, "draw"), self._everywhere)
@@ -280,14 +292,15 @@ class Learner:
         self.state, self.ring = self._compiled["init_state"](params), self._compiled["init_ring"]()
 
     def restore(self, host_state: dict[str, Any], state: TrainState, ring: RingState) -> None:
-        """As ``host_state()``, ``state`` and ``ring`` were."""
+        """As ``host_state()``, ``state`` and ``ring`` were; ConfigError where they are of another base."""
+        lora.check_base(host_state, self._identity, self.config.model.path)
         self.memory.restore(host_state["memory"])
         self.faults.run = host_state["nonfinite_run"]
         self.state, self.ring = state, ring
 
     def host_state(self) -> dict[str, Any]:
         """What ``restore`` needs besides ``state`` and ``ring``; plain JSON."""
-        return {"memory": self.memory.state(), "nonfinite_run": self.faults.run}
+        return {"memory": self.memory.state(), "nonfinite_run": self.faults.run, **self._identity}
 
     @property
     def version(self) -> jax.Array:
@@ -296,12 +309,12 @@ class Learner:
 
     @property
     def policy(self) -> Any:
-        """Its weights; the arrays of before a call of ``learn`` are given over to it."""
+        """What it learns of its weights; the arrays of before a call of ``learn`` are given over to it."""
         return self.state.params["policy"]
 
     def publish(self) -> Any:
         """A copy of the weights as a sampler takes them."""
-        return self._compiled["publish"](self.policy)
+        return self._compiled["publish"](self.policy, *self._base)
 
     def learn(self, scored: ScoredRollouts, iteration: int) -> dict[str, Any]:
         """Put an iteration's rollouts into the ring and take U optimizer steps on what is drawn from it.
@@ -315,14 +328,15 @@ class Learner:
         release_freed(num_bytes(self.policy))  # the copy that was published, if it is gone
         rows = scored.rollout
         if scored.guests is not None:
-            rows = compiled["join"](self.policy, state.step, rows, scored.guests)
+            rows = compiled["join"](self.policy, state.step, rows, scored.guests, *self._base)
         scores = sharding.put(self.memory.scores(scored.rewards, scored.questions), self._layout)
-        columns = compiled["annotate"](state, self._reference, rows) if "annotate" in compiled else {}
+        columns = compiled["annotate"](state, self._reference, rows, *self._base) if "annotate" in compiled else {}
         if scored.open_rollouts is not None:
-            scored.open_rollouts.state = compiled["score_open"](self.policy, state.step, scored.open_rollouts.state)
+            opened = scored.open_rollouts
+            opened.state = compiled["score_open"](self.policy, state.step, opened.state, *self._base)
         now = sharding.put(np.int32(iteration), self._everywhere)
         self.ring, insert_sums = compiled["insert"](self.ring, rows, scores, columns, now)
-        self.state, self.ring, update_sums = compiled["update"](state, self.ring, now, self._draw_key)
+        self.state, self.ring, update_sums = compiled["update"](state, self.ring, now, self._draw_key, *self._base)
         sums = jax.device_get(update_sums | insert_sums)
         self.memory.observe(scored.rewards, scored.questions, sums)
         self.faults.observe(sums, iteration + 1, self.ring)

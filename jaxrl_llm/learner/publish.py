@@ -11,6 +11,7 @@ Owns: the form and dtype of the sampler's weights, the program that makes them. 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,9 +20,11 @@ import jax.numpy as jnp
 from jax.experimental.layout import Format, Layout, with_layout_constraint
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxrl_llm.models import lora, quantised
 from jaxrl_llm.models.architecture import Architecture
-from jaxrl_llm.models.files.layout import LAYOUT, stored_shape
+from jaxrl_llm.models.files.layout import stored_dims, stored_shape
 from jaxrl_llm.models.transformer import Model, Params
+from jaxrl_llm.models.variants import turn, turned
 from jaxrl_llm.runtime import sharding
 from jaxrl_llm.runtime.programs import Program
 
@@ -32,7 +35,7 @@ def _stored(name: str, x: jax.Array, i: int | None) -> jax.Array:
 
 
 def _turned(name: str, x: jax.Array, i: int | None) -> jax.Array:
-    return _stored(name, x, i) if i is None else _stored(name, x, i).T
+    return _stored(name, x, i) if i is None else turn(_stored(name, x, i))
 
 
 def sampler_form(params: Params, arch: Architecture, take: Callable[[str, Any, int | None], Any] = _turned) -> Params:
@@ -50,48 +53,62 @@ def sampler_form(params: Params, arch: Architecture, take: Callable[[str, Any, i
 
 
 def abstract_params(model: Model, mesh: Mesh, rules: dict[str, Any] = sharding.OF_SAMPLER) -> Params:
-    """Shapes of the sampler's weights with their shardings: in the compute dtype, whole along ``fsdp``."""
+    """Shapes of the sampler's weights with their shardings: in the compute dtype or rounded, whole along ``fsdp``."""
     is_tpu = mesh.devices.flat[0].platform == "tpu"
 
     def take(name: str, x: jax.ShapeDtypeStruct, i: int | None) -> jax.ShapeDtypeStruct:
         if i is None:
             return x
         path, spec = f"blocks.{name}", tuple(x.sharding.spec)[1:]
-        layout = NamedSharding(mesh, PartitionSpec(*(spec[first] for first, *_ in reversed(LAYOUT[path]))))
+        stored = [spec[first] for first, *_ in stored_dims(path, len(spec))]
+        lies = layout = NamedSharding(mesh, PartitionSpec(*turned(stored)))
         if is_tpu and name in ("q", "k", "v"):  # XLA would turn these back, in every chunk of steps
-            layout = Format(Layout((1, 0)), layout)
-        return jax.ShapeDtypeStruct(stored_shape(path, x.shape[1:])[::-1], x.dtype, sharding=layout)
+            layout = Format(Layout((1, 0)), lies)
+        shape = jax.ShapeDtypeStruct(turned(stored_shape(path, x.shape[1:])), x.dtype, sharding=layout)
+        return quantised.shape(name, shape, lies, model.published)
 
     stacked = model.abstract_params(mesh, rules=rules, dtype=jnp.dtype(model.compute_dtype))
     return sampler_form(stacked, model.arch, take)
 
 
 def program(model: Model, mesh: Mesh, sampler_mesh: Mesh) -> Program:
-    """From the learner's parameters on its mesh, which it leaves alone, to the sampler's, of the same devices."""
+    """From the learner's parameters on its mesh, which it leaves alone, to the sampler's, of the same devices.
+
+    Of adapters and their base (``lora.split``), where there are adapters.
+    """
     sampler, learner = abstract_params(model, sampler_mesh), abstract_params(model, mesh, {})
 
-    def publish(params: Params) -> Params:
+    def publish(params: Params, base: Params | None = None) -> Params:
         # One matrix is gathered after the other, and a TPU's gather has a buffer of its own: if nothing were computed
         # of it, it would be copied at the program's end, and all weights be there twice.
         always = jax.lax.optimization_barrier(jnp.bool_(True))
 
-        def take(name: str, x: jax.Array, i: int | None) -> jax.Array:
+        def take(name: str, x: jax.Array, i: int | None) -> Any:
             nonlocal always
             layer = None if i is None else model.arch.layers_with(name)[i]
-            lies, to = ((tree if i is None else tree["layers"][layer])[name] for tree in (learner, sampler))
+            places = [(tree if i is None else tree["layers"][layer])[name] for tree in (learner, sampler)]
+            moves = len({jax.tree.leaves(place)[0].sharding for place in places}) > 1
+            if moves:
+                x, always = jax.lax.optimization_barrier((x, always))
+            made = quantised.rounded(name, _stored(name, x, i), model.published)
+            return jax.tree.map(functools.partial(put, i is not None), made, *places)
+
+        def put(turns: bool, x: jax.Array, lies: jax.ShapeDtypeStruct, to: jax.ShapeDtypeStruct) -> jax.Array:
+            """An array as files store it, where and as the sampler has it; turned where it ``turns``."""
+            nonlocal always
+            turn_of, spec_of = (turn, turned) if turns else (lambda x: x, tuple)
+            x = x.astype(to.dtype)
             if lies.sharding == to.sharding:
-                return _turned(name, x, i).astype(to.dtype)
-            x, always = jax.lax.optimization_barrier((x, always))
-            x, turn = _stored(name, x, i).astype(to.dtype), 1 if i is None else -1
+                return turn_of(x)
             # Turned when it is whole: of what is turned before, XLA would turn all layers for each.
             for layout in (lies.sharding, to.sharding):
-                spec = PartitionSpec(*tuple(layout.spec)[::turn])
+                spec = PartitionSpec(*spec_of(layout.spec))
                 x = jax.lax.with_sharding_constraint(x, NamedSharding(layout.mesh, spec))
             x = with_layout_constraint(x, plain := Layout(tuple(range(x.ndim))))
-            x = with_layout_constraint(jnp.where(always, x if i is None else x.T, 0), to.format.layout or plain)
+            x = with_layout_constraint(jnp.where(always, turn_of(x), 0), to.format.layout or plain)
             x, always = jax.lax.optimization_barrier((x, always))
             return x
 
-        return sampler_form(params, model.arch, take)
+        return sampler_form(lora.join(params, base), model.arch, take)
 
-    return Program(publish, (model.abstract_params(mesh),), jax.tree.map(lambda x: x.format, sampler))
+    return Program(publish, lora.split(model.abstract_params(mesh)), jax.tree.map(lambda x: x.format, sampler))

@@ -36,12 +36,14 @@ from jaxrl_llm.config import AlgorithmConfig, SamplingConfig, UpdateConfig
 from jaxrl_llm.learner.low_memory import apply_updates
 from jaxrl_llm.learner.micro_batches import MicroBatches, padded
 from jaxrl_llm.learner.packed_batches import packed
+from jaxrl_llm.models import lora, moe
 from jaxrl_llm.models.row_logp import RowValues, row_logp
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.ops.masks import completion_mask
 from jaxrl_llm.runtime.programs import run_if
 from jaxrl_llm.types import AGE_BUCKETS, Experience, RingState, Rollout, TrainState
 
+HIGH_GAP = 10  # times the mean that is allowed, between sampler and learner where one of them rounds
 # draw(ring, key) -> ring, rows [M, b, ...], sums of what was drawn
 Draw = Callable[[RingState, jax.Array], tuple[RingState, Experience, dict[str, jax.Array]]]
 
@@ -54,6 +56,8 @@ class Moment(NamedTuple):
     others: Mapping[str, Any] = {}  # weights of other policies (views.OTHER_POLICIES) that the loss asks for
     over_batch: jax.Array | None = None  # [] f32, what a correction asks of the whole batch
     entropy_coefficient: jax.Array | None = None  # [] f32 weight of the entropy bonus, where it moves
+    base: Any = None  # weights that all policies are adapters of, where they are
+    expert_counts: jax.Array | None = None  # [layers,E] f32, tokens of the batch by expert, where their balance counts
 
 
 class Weights(NamedTuple):
@@ -88,7 +92,7 @@ class Update:
     pass_threshold: float = 1.0
 
     def step(
-        self, state: TrainState, ring: RingState, key: jax.Array, draw: Draw
+        self, state: TrainState, ring: RingState, key: jax.Array, draw: Draw, base: Any = None
     ) -> tuple[TrainState, RingState, dict[str, jax.Array]]:
         """U optimizer steps.
 
@@ -97,6 +101,7 @@ class Update:
             ring: donate it.
             key: random key of this iteration's draws.
             draw: takes a batch from the ring.
+            base: weights that do not learn, where the state's policies are adapters of them.
 
         Returns:
             New state and ring, and sums [] f32 over all updates; names ending in ``_max`` are maxima, those ending in
@@ -107,7 +112,7 @@ class Update:
         def one(carry, index):
             state, ring = carry
             ring, batch, drawn = draw(ring, jax.random.fold_in(key, index))
-            state, sums = self.apply_batch(state, batch, start)
+            state, sums = self.apply_batch(state, batch, start, base)
             return (state, ring), sums | drawn
 
         updates = jnp.arange(self.config.updates_per_iteration)
@@ -119,14 +124,15 @@ class Update:
         return state, ring, sums | {"nonfinite_run": run}
 
     def apply_batch(
-        self, state: TrainState, batch: Experience, start: TrainState | None = None
+        self, state: TrainState, batch: Experience, start: TrainState | None = None, base: Any = None
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         """One optimizer step on rows [M, b, ...]; skipped where they hold no token, or loss or gradient is not finite.
 
         Args:
             start: the state before the iteration's updates; None = this one.
+            base: as for ``step``.
         """
-        moment = self._moment(state, batch, state if start is None else start)
+        moment = self._moment(state, batch, state if start is None else start, base)
         scalars = state.scalars
         moment = moment._replace(entropy_coefficient=scalars.get("entropy_coefficient"))
         gradient, sums = self.gradient(state.params, batch, moment)
@@ -163,11 +169,11 @@ class Update:
             "nonfinite_count": 1.0 - is_finite.astype(jnp.float32),
         }
 
-    def _moment(self, state: TrainState, batch: Experience, start: TrainState) -> Moment:
+    def _moment(self, state: TrainState, batch: Experience, start: TrainState, base: Any) -> Moment:
         """What the loss of a batch may look at; weights only where the objective asks for them."""
         weights = {START: start.params["policy"], **state.others}
         wanted = [name.removesuffix("_logp") for name in OTHER_POLICIES if self.algorithm.loss_needs(name)]
-        moment = Moment(state.step, start.step, {name: weights[name] for name in wanted})
+        moment = Moment(state.step, start.step, {name: weights[name] for name in wanted}, base=base)
         correction = self.algorithm.correction
         over_batch = correction.fact("over_batch")
         if over_batch is None:
@@ -179,7 +185,7 @@ class Update:
 
         def ratios(i: jax.Array, seen: Ratios) -> Ratios:
             rows, mask = micros.at(i)
-            policy_logp = self._micro_batch_logp(state.params["policy"], rows).logp
+            policy_logp = self._micro_batch_logp(state.params["policy"], rows, base).logp
             found = self._ratios(self._tokens(policy_logp, rows, mask, moment))
             return jax.tree.map(lambda x, new: x.at[i].set(new), seen, found)
 
@@ -196,6 +202,9 @@ class Update:
         flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)
         per_shard = lambda x: x.reshape(*batch.reward.shape, -1)
         micros = self.micro_batches(batch, jax.tree.map(per_shard, self._weights(flat)))
+        if self.config.load_balance:
+            routed = lambda rows: self._micro_batch_logp(learned["policy"], rows, moment.base).routed
+            moment = moment._replace(expert_counts=moe.counts_of_batch(micros, routed, self.model.arch))
 
         def accumulate(i, carry):
             # Each layer adds to the gradient where it lies: a micro-batch has none of its own.
@@ -252,6 +261,7 @@ class Update:
         head: Any = None,
         readout: Callable[[jax.Array], jax.Array] | None = None,
         with_prompts: bool = False,
+        expert_counts: jax.Array | None = None,
     ) -> RowValues:
         """Log-probs of rows [B,S] under ``params`` and what else is read off them (see models.policy).
 
@@ -260,10 +270,12 @@ class Update:
         if head is not None:
             share = self.algorithm.critic.gradient_share
             readout = lambda hidden: values.head_outputs(head, hidden, gradient_share=share)
-        rows = rollout.tokens, rollout.prompt_length, rollout.length, rollout.columns.get("support")
+        kept = map(rollout.columns.get, ("support", "experts"))
+        rows = (rollout.tokens, rollout.prompt_length, rollout.length, *kept)
         per_device = max(1, (num_lines or rollout.tokens.shape[0]) // self.num_devices)
         if num_lines:
             rows = jax.tree.map(lambda x: x.reshape(num_lines, -1, *x.shape[1:]), rows)
+        *rows, chosen = rows
         return row_logp(
             self.model,
             params,
@@ -276,10 +288,12 @@ class Update:
             remat=remat,
             readout=readout,
             with_prompts=with_prompts,
+            routing=moe.replay(chosen, expert_counts),
         )
 
-    def _micro_batch_logp(self, params: Any, rows: Experience, **how: Any) -> RowValues:
+    def _micro_batch_logp(self, params: Any, rows: Experience, base: Any, **how: Any) -> RowValues:
         """``logp`` of the rows of one of ``micro_batches``."""
+        params = lora.join(params, base)
         return self.logp(params, rows.rollout, group_size=self.group_size, num_lines=self.num_lines, **how)
 
     @property
@@ -304,8 +318,14 @@ class Update:
         rollout, algorithm = rows.rollout, self.algorithm
         params, head = learned["policy"], learned.get("critic")
         with_prompts = any(one.fact("reads") == "prompt_logp" for one in algorithm.cross_entropies)
-        policy_logp, entropy, outputs, prompt_logp = self._micro_batch_logp(
-            params, rows, remat=True, head=head, with_prompts=with_prompts
+        policy_logp, entropy, outputs, prompt_logp, routed = self._micro_batch_logp(
+            params,
+            rows,
+            moment.base,
+            remat=True,
+            head=head,
+            with_prompts=with_prompts,
+            expert_counts=moment.expert_counts,
         )
         weight_BS = weights.policy
         mask = weight_BS > 0
@@ -344,6 +364,10 @@ class Update:
             loss += one["coefficient"] * value
             sums[f"{one.name}_loss_sum"] = value
 
+        sums |= moe.sums(routed, mask, moment.expert_counts, self.model.arch)
+        if self.config.load_balance:
+            loss += self.config.load_balance * sums["balance_sum"]
+
         policy_logp, behaviour_logp = tokens.policy_logp, tokens.behaviour_logp
         ratio = jnp.where(mask, jnp.exp(policy_logp - behaviour_logp), 0.0)
         sequence_ratio = corrections.sequence_ratio(policy_logp - behaviour_logp, mask)
@@ -365,6 +389,7 @@ class Update:
             "own_token_count": jnp.sum(own.astype(jnp.float32)),
             "gap_max": jnp.max(gap),
             "gap_sum": jnp.sum(gap),
+            "gap_high_count": jnp.sum((gap > HIGH_GAP * self.config.max_sampler_learner_gap_nats).astype(jnp.float32)),
         }
         if not self._old_is_behaviour:
             sums["old_gap_max"] = jnp.max(jnp.abs(tokens.old_logp - behaviour_logp))
@@ -379,7 +404,9 @@ class Update:
         """The rows as the loss sees them, the old policy among them: harmless constants off the mask."""
         rollout, behaviour_logp = rows.rollout, rows.rollout.behaviour_logp
         columns = {name: x for name, x in rows.columns.items() if self.algorithm.loss_needs(name)}
-        columns |= {f"{name}_logp": self._constant_logp(params, rows) for name, params in moment.others.items()}
+        columns |= {
+            f"{name}_logp": self._constant_logp(params, rows, moment.base) for name, params in moment.others.items()
+        }
         tokens = Tokens(
             policy_logp,
             behaviour_logp,
@@ -401,10 +428,10 @@ class Update:
             tokens = dataclasses.replace(tokens, old_logp=behaviour_logp + away)
         return tokens.only(mask)
 
-    def _constant_logp(self, params: Any, rows: Experience) -> jax.Array:
+    def _constant_logp(self, params: Any, rows: Experience, base: Any) -> jax.Array:
         """Log-probs [B,S] of rows under other weights, a constant to differentiation."""
         params = jax.lax.stop_gradient(params)
-        return jax.lax.stop_gradient(self._micro_batch_logp(params, rows).logp)
+        return jax.lax.stop_gradient(self._micro_batch_logp(params, rows, base).logp)
 
     @property
     def _old_is_behaviour(self) -> bool:

@@ -44,7 +44,7 @@ class Architecture:
     num_heads: int
     num_kv_heads: int
     head_size: int
-    ffn: int
+    ffn: int  # of an expert where there are such
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
     norm_eps: float = 1e-5
@@ -65,6 +65,9 @@ class Architecture:
     sinks: bool = False  # each head's softmax has a learned score beside the keys', which weighs no value
     output_gate: bool = False  # what a head gives is multiplied by the sigmoid of a second projection like queries'
     delta: Delta | None = None  # of the layers that have it
+    num_experts: int = 0  # 0 = one MLP for all tokens
+    experts_per_token: int = 0
+    norm_topk: bool = False  # the chosen experts' probabilities are scaled to a sum of 1
     layers: tuple[Layer, ...] = ()  # () = all alike and plain
     family: str = "llama"  # the model_type that files of it have; nothing is computed by it
 
@@ -83,9 +86,10 @@ class Architecture:
 
     @property
     def num_params(self) -> int:
-        N, K, H, D = self.num_heads, self.num_kv_heads, self.head_size, self.width
+        N, K, H, D, E = self.num_heads, self.num_kv_heads, self.head_size, self.width, self.num_experts
         Q = N * (1 + self.output_gate)
-        block = 3 * D * self.ffn + 2 * D * (self.pre_norm + self.post_norm) + self.mlp_bias * (2 * self.ffn + D)
+        block = 3 * D * self.ffn * max(E, 1) + D * E + 2 * D * (self.pre_norm + self.post_norm)
+        block += self.mlp_bias * (2 * self.ffn + D)
         attention = D * H * (Q + N + 2 * K) + self.qkv_bias * (Q + 2 * K) * H + self.o_bias * D + self.sinks * N
         attention += {"": 0, "head": 2 * H, "all": (N + K) * H}[self.qk_norm]
         of_kinds = len(self.layers_with("q")) * attention
@@ -106,6 +110,10 @@ PRESETS = {
     "debug": Architecture(vocab_size=260, width=64, num_layers=2, num_heads=4, num_kv_heads=2, head_size=16, ffn=128),
     # The replay study's: arithmetic at character level on a CPU.
     "study": Architecture(vocab_size=260, width=64, num_layers=2, num_heads=4, num_kv_heads=4, head_size=16, ffn=256),
+    "debug_experts": Architecture(
+        **dict(vocab_size=260, width=64, num_layers=2, num_heads=4, num_kv_heads=2, head_size=16, ffn=48, tied=False),
+        **dict(num_experts=6, experts_per_token=2, norm_topk=True, qk_norm="head", family="qwen3_moe"),
+    ),
     # Eight heads divide over any mesh of eight devices.
     "debug_wide": Architecture(
         vocab_size=264, width=128, num_layers=4, num_heads=8, num_kv_heads=8, head_size=16, ffn=256, tied=False

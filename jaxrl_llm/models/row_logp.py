@@ -19,12 +19,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm.config import SamplingConfig
+from jaxrl_llm.models import moe
 from jaxrl_llm.models.attention import Groups
 from jaxrl_llm.models.kernels.learner import Units
 from jaxrl_llm.models.transformer import Model, Params
 from jaxrl_llm.ops import packing
+from jaxrl_llm.ops.filters import Filter
 from jaxrl_llm.ops.logp import chunked_logp, completion_window, place_completion
-from jaxrl_llm.ops.sampling import Filter
 from jaxrl_llm.runtime import sharding
 
 # The model's own distribution, which what it did not sample is judged by: no temperature, no filter.
@@ -38,6 +39,7 @@ class RowValues(NamedTuple):
     entropy: jax.Array  # nats, likewise
     readout: jax.Array | None = None  # [B,S,m]
     prompt_logp: jax.Array | None = None  # nats of the prompt's tokens from the second on, under the model's own
+    routed: tuple[jax.Array, ...] = ()  # [B,S,...] moe.by_token, of the token before each
 
 
 def chunk_tokens(setting: int, device: Any, *, most: int, vocab: int, packed: bool) -> int:
@@ -60,6 +62,7 @@ class Part(NamedTuple):
     chunk: int  # positions whose logits are live at once
     live: jax.Array | None  # [] i32, how many of a line's positions have a token; None = all may
     place: Callable[[jax.Array], jax.Array]  # values [...] or [...,m] to rows [B,S] or [B,S,m], 0.0 elsewhere
+    routed: tuple[jax.Array, ...] = ()  # [...,m] beside the hidden states
 
 
 def row_logp(
@@ -70,6 +73,7 @@ def row_logp(
     length: jax.Array,
     support: jax.Array | None = None,
     *,
+    routing: moe.Routing | None = None,
     sampling: SamplingConfig,
     completion_width: int,
     chunk_positions: int,
@@ -85,6 +89,7 @@ def row_logp(
         tokens: [B,S] i32 right-padded rows ``prompt ++ completion``; with lines [n,K,S], the rows of each.
         prompt_length, length: [B] i32, prompt_length at least 1; with lines [n,K], both 0 where there is no row.
         support: [B,S,N] or [n,K,S,N] i32 ids that each token was drawn among (``Rollout.support``), if they were kept.
+        routing: what is known of the rows' choice of experts, [B,S,m] or [n,K,S,m].
         sampling: temperature and filters; its temperature must be positive.
         completion_width: the longest completion; with groups or ``with_prompts``, prompts are at most S minus this.
         chunk_positions: positions of each row, or of each line, whose logits are live at once.
@@ -97,7 +102,7 @@ def row_logp(
     Returns:
         Of B rows; B = n*K with lines.
     """
-    rows, head_VD = (tokens, prompt_length, length, support), model.head(params)
+    rows, head_VD = (tokens, prompt_length, length, support, routing), model.head(params)
     how = {"chunk": chunk_positions, "group_size": group_size, "remat": remat}
     if line_width:
         completions, prompts = _in_lines(model, params, *rows, width=line_width, **how)
@@ -120,7 +125,8 @@ def row_logp(
         both = sharding.by_device(of_rows, *args, axes=axes, shared=2, over=sharding.TOKEN_AXES)
         return tuple(part.place(x) for x in both)
 
-    seen = RowValues(*logp(completions, sampling))
+    routed = tuple(completions.place(x.astype(jnp.float32)) for x in completions.routed)
+    seen = RowValues(*logp(completions, sampling), routed=routed)
     if readout is not None:
         seen = seen._replace(readout=completions.place(readout(completions.hidden)))
     if with_prompts:
@@ -129,19 +135,19 @@ def row_logp(
 
 
 def _padded(
-    model, params, tokens_BS, prompt_length, length, support_BSN, *, completion_width, chunk, group_size, remat
+    model, params, tokens_BS, prompt_length, length, support_BSN, routing, *, completion_width, chunk, group_size, remat
 ):
     """Parts of rows [B,S]: completions and prompts."""
     B, S = tokens_BS.shape
     target_BC = completion_window(tokens_BS, prompt_length, completion_width)
     if group_size == 1:
         positions = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32), (B, S))
-        hidden_BSD, _ = model.forward(params, tokens_BS, positions, remat=remat)
-        hidden_BCD = completion_window(hidden_BSD, prompt_length - 1, completion_width)
-        hidden_PLD = hidden_BSD[:, : S - completion_width]
+        seen = moe.by_token(*model.forward(params, tokens_BS, positions, remat=remat, routing=routing))
+        hidden_BCD, *routed = (completion_window(x, prompt_length - 1, completion_width) for x in seen)
+        hidden_PLD = seen[0][:, : S - completion_width]
     else:
-        hidden_BCD, hidden_PLD = _hidden_of_groups(
-            model, params, tokens_BS, prompt_length, target_BC, group_size, remat
+        (hidden_BCD, *routed), hidden_PLD = _hidden_of_groups(
+            model, params, tokens_BS, prompt_length, target_BC, routing, group_size, remat
         )
 
     def place(values: jax.Array) -> jax.Array:
@@ -151,7 +157,7 @@ def _padded(
         return put(values, prompt_length, length, S)
 
     support = None if support_BSN is None else completion_window(support_BSN, prompt_length, completion_width)
-    completions = Part(hidden_BCD, target_BC, support, chunk, None, place)
+    completions = Part(hidden_BCD, target_BC, support, chunk, None, place, (*routed,))
     target_PL = tokens_BS.reshape(-1, group_size, S)[:, 0, 1 : S - completion_width]
 
     def place_prompts(values_PL: jax.Array) -> jax.Array:
@@ -161,26 +167,28 @@ def _padded(
     return completions, Part(hidden_PLD[:, :-1], target_PL, None, chunk * group_size, None, place_prompts)
 
 
-def _in_lines(model, params, tokens_nKS, prompt_length, length, support_nKSN, *, width, chunk, group_size, remat):
+def _in_lines(model, params, tokens_nKS, prompt_length, length, support, routing, *, width, chunk, group_size, remat):
     """Parts of rows [n,K,S] that lie side by side in lines [n,W]: completions and prompts."""
     line = packing.lay(tokens_nKS, prompt_length, length, width=width, group_size=group_size)
     rule = line if group_size > 1 else Units(line.unit)
-    hidden_nWD, _ = model.forward(params, line.tokens, line.position, visible=rule, remat=remat)
+    routing = moe.in_lines(routing, prompt_length, length, width=width, group_size=group_size)
+    how = {"visible": rule, "remat": remat, "routing": routing}
+    seen = moe.by_token(*model.forward(params, line.tokens, line.position, **how))
 
-    def part(reading: packing.Reading, support: jax.Array | None) -> Part:
+    def part(reading: packing.Reading, support: jax.Array | None = None) -> Part:
         def place(values: jax.Array) -> jax.Array:  # [n,W,...] to [n*K,S,...]
             taken = packing.take_rows(values, reading)
             return taken.reshape(-1, *taken.shape[2:])
 
-        hidden = jnp.take_along_axis(hidden_nWD, reading.source[:, :, None], axis=1)
-        return Part(hidden, reading.target, support, chunk, jnp.max(reading.count), place)
+        hidden, *routed = (jnp.take_along_axis(x, reading.source[:, :, None], axis=1) for x in seen)
+        return Part(hidden, reading.target, support, chunk, jnp.max(reading.count), place, (*routed,))
 
-    support = None if support_nKSN is None else packing.of_targets(support_nKSN, line.completions)
-    return part(line.completions, support), part(line.prompts, None)
+    support = None if support is None else packing.of_targets(support, line.completions)
+    return part(line.completions, support), part(line.prompts)
 
 
-def _hidden_of_groups(model, params, tokens_BS, prompt_length, completion_BC, group_size, remat):
-    """Hidden states that predict the completion tokens, [B,C,D], and those of each group's prompt, [P,L,D]."""
+def _hidden_of_groups(model, params, tokens_BS, prompt_length, completion_BC, routing, group_size, remat):
+    """Hidden states that predict the completion tokens, [B,C,D], with what is beside them; each prompt's, [P,L,D]."""
     B, S = tokens_BS.shape
     C = completion_BC.shape[1]
     L, P = S - C, B // group_size
@@ -189,14 +197,19 @@ def _hidden_of_groups(model, params, tokens_BS, prompt_length, completion_BC, gr
     own_length = prompt_length[::group_size]
     position_PL = jnp.broadcast_to(jnp.arange(L, dtype=jnp.int32), (P, L))
     position_PC = own_length[:, None] + jnp.arange(C, dtype=jnp.int32)[None, :]
-    hidden_PWD, _ = model.forward(
+    made = model.forward(
         params,
         jnp.concatenate([prompts_PL, completion_BC.reshape(P, -1)], axis=1),
         jnp.concatenate([position_PL, jnp.tile(position_PC, group_size)], axis=1),
         visible=Groups(own_length, prompt_width=L, size=group_size),
         remat=remat,
+        routing=moe.of_groups(routing, prompt_length, completion_width=C, group_size=group_size),
     )
-    hidden_PLD, hidden_BCD = hidden_PWD[:, :L], hidden_PWD[:, L:].reshape(B, C, -1)
-    last_P1D = completion_window(hidden_PLD, own_length - 1, 1)
-    # The prompt's last token predicts the first completion token, and each completion token the next.
-    return jnp.concatenate([jnp.repeat(last_P1D, group_size, axis=0), hidden_BCD[:, :-1]], axis=1), hidden_PLD
+
+    def predicting(x_PW):
+        x_PL, x_BC = x_PW[:, :L], x_PW[:, L:].reshape(B, C, -1)
+        last_P1 = completion_window(x_PL, own_length - 1, 1)
+        # The prompt's last token predicts the first completion token, and each completion token the next.
+        return jnp.concatenate([jnp.repeat(last_P1, group_size, axis=0), x_BC[:, :-1]], axis=1)
+
+    return tuple(map(predicting, moe.by_token(*made))), made[0][:, :L]

@@ -21,7 +21,9 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 
-from jaxrl_llm.models import delta_rule, variants
+from jaxrl_llm.config import LoraConfig
+from jaxrl_llm.models import delta_rule, moe, quantised, variants
+from jaxrl_llm.models import lora as adapters
 from jaxrl_llm.models import rope as ropes
 from jaxrl_llm.models.architecture import Architecture, Layer
 from jaxrl_llm.models.attention import Cache, Groups, Prompt, attend, attend_next, rotate
@@ -84,28 +86,29 @@ def look_up(dtype, width: int, axes: Any, tokens_BT: jax.Array, table_VD: jax.Ar
 class Blocks(nnx.Module):
     """All transformer blocks; parameters are stacked [layers, ...], the call sees one layer's slice."""
 
-    def __init__(self, arch: Architecture, *, rngs: nnx.Rngs):
-        D, F, H, N, K = arch.width, arch.ffn, arch.head_size, arch.num_heads, arch.num_kv_heads
-        self.arch = arch
-        for name, size, axes, *constant in (
+    def __init__(self, arch: Architecture, lora: LoraConfig, *, rngs: nnx.Rngs):
+        D, H, N, K = arch.width, arch.head_size, arch.num_heads, arch.num_kv_heads
+        self.arch, self.lora = arch, lora
+        matrices = (
             ("q", (N, H * (1 + arch.output_gate), D), ("heads", "head_size", "embed")),
             ("k", (K, H, D), ("kv_heads", "head_size", "embed")),
             ("v", (K, H, D), ("kv_heads", "head_size", "embed")),
             ("o", (D, N, H), ("embed", "heads", "head_size")),
-            ("gate", (F, D), ("mlp", "embed")),
-            ("up", (F, D), ("mlp", "embed")),
-            ("down", (D, F), ("embed", "mlp")),
-            *variants.vectors(arch),
-            *(arch.delta.parameters(D) if arch.delta else ()),
-        ):
+            *moe.parameters(arch),
+        )
+        further = (*variants.vectors(arch), *(arch.delta.parameters(D) if arch.delta else ()))
+        for name, size, axes, *constant in (*matrices, *further, *adapters.matrices(lora, matrices)):
             if count := len(arch.layers_with(name)):
                 setattr(self, name, _param(rngs, (count, *size), ("layers", *axes), *constant))
 
-    def __call__(self, x_BTD, rope, layer: Layer, *, past, kv, visible, positions, implementation):
+    def __call__(
+        self, x_BTD, rope, layer, *, past, kv, visible, positions, implementation, weights="compute", experts=None
+    ):
         """One ``layer``, by the tables of its rope; ``kv``: "prompt" and "cache", where there are such.
 
-        Returns activations and keys and values, the new tokens' [B,K,T,H] or, with them, the caches'; of a layer with
-        the gated delta rule its states, after what ``past`` says of the tokens.
+        Returns activations and keys and values, the new tokens' [B,K,T,H] or, with them, the caches', or of a gated
+        delta rule its states after what ``past`` says of the tokens; and what ``experts`` (``moe.of_layer``) tell of
+        themselves.
         """
         arch = self.arch
         act = variants.ACTIVATIONS[arch.activation]
@@ -115,7 +118,12 @@ class Blocks(nnx.Module):
             return rms_norm(x, getattr(self, name)[...], arch) if hasattr(self, name) else x
 
         def project(x_BTI, name):
-            out_BTO = linear(x_BTI, getattr(self, name)[...], merged=is_merged)
+            multiply = functools.partial(linear, merged=is_merged)
+            kind = weights if name in quantised.MATRICES else "compute"
+            out_BTO = quantised.multiply(multiply, x_BTI, getattr(self, name)[...], kind)
+            if hasattr(self, name + adapters.A):
+                x_BTR = multiply(x_BTI, getattr(self, name + adapters.A)[...]) * adapters.scale(self.lora)
+                out_BTO += multiply(x_BTR, getattr(self, name + adapters.B)[...])
             bias = getattr(self, f"{name}_bias", None)
             return out_BTO if bias is None else out_BTO + bias[...].astype(out_BTO.dtype).reshape(1, 1, -1)
 
@@ -153,24 +161,30 @@ class Blocks(nnx.Module):
         x_BTD = x_BTD + norm(out_BTD, "attention_post_norm")
         x_BTD = checkpoint_name(sharding.constrain(x_BTD, "batch", "length", "activation"), "mlp")
         h = norm(x_BTD, "mlp_norm")
-        gate_BTF, up_BTF = (checkpoint_name(project(h, name), "mlp") for name in ("gate", "up"))
-        h = sharding.constrain(act(gate_BTF) * up_BTF, "batch", "length", "mlp")
-        x_BTD = x_BTD + norm(project(h, "down"), "mlp_post_norm")
-        return sharding.constrain(x_BTD, "batch", "length", "activation"), new
+        if experts is None:
+            gate_BTF, up_BTF = (checkpoint_name(project(h, name), "mlp") for name in ("gate", "up"))
+            h = sharding.constrain(act(gate_BTF) * up_BTF, "batch", "length", "mlp")
+            out_BTD, chosen = project(h, "down"), ()
+        else:
+            out_BTD, chosen = experts(h, lambda name: getattr(self, name)[...])
+        x_BTD = x_BTD + norm(out_BTD, "mlp_post_norm")
+        return sharding.constrain(x_BTD, "batch", "length", "activation"), (*new, *chosen)
 
 
 class Transformer(nnx.Module):
     """Embedding, blocks, final norm, head (its own, or the embedding when tied)."""
 
-    def __init__(self, arch: Architecture, *, rngs: nnx.Rngs):
+    def __init__(self, arch: Architecture, lora: LoraConfig = LoraConfig(), *, rngs: nnx.Rngs):
         self.arch = arch
         self.embedding = _param(rngs, (arch.vocab_size, arch.width), EMBEDDING)
-        self.blocks = Blocks(arch, rngs=rngs)
+        self.blocks = Blocks(arch, lora, rngs=rngs)
         self.final_norm = _param(rngs, (arch.width,), ("activation",), 1.0 - arch.norm_offset)
         if not arch.tied:
             self.head = _param(rngs, (arch.vocab_size, arch.width), EMBEDDING)
 
-    def __call__(self, model: Model, tokens_BT, positions_BT, *, prompt, cache, visible, length, remat, layers, rope):
+    def __call__(
+        self, model: Model, tokens_BT, positions_BT, *, prompt, cache, visible, length, remat, layers, rope, routing
+    ):
         """As ``Model.forward``; ``layers``: the blocks as the sampler has them (publish), in place of our own."""
         table_VD, dtype, attention = self.embedding[...], jnp.dtype(model.compute_dtype), model.attention
         spec = sharding.on_rows(model.table_spec)  # the sampler's is whole along the axes of rows
@@ -192,12 +206,15 @@ class Transformer(nnx.Module):
 
         def make_block(layer: Layer):
             def block(x, of_layer):
-                layer_params, layer_kv = of_layer
+                layer_params, layer_kv, chosen = of_layer
                 own = {name: before[name].replace(keys=k, values=v) for name, (k, v) in layer_kv.items()}
                 how = {"visible": seen[layer.window], "positions": positions_BT, "implementation": attention}
+                how["weights"] = model.weights
+                how["experts"] = moe.of_layer(model, routing, chosen, of_sampler=layers is not None)
                 rope = None if layer.rope < 0 else tables[layer.rope]
                 x, new = nnx.merge(graph, layer_params)(x, rope, layer, past=past, kv=own, **how)
-                return x, None if self.arch.delta and layers is None else new  # unlike ones no scan stacks
+                unlike = self.arch.delta and layers is None  # which no scan stacks
+                return x, (None, None, *new[2:]) if unlike else new
 
             if not remat or model.remat == "none":
                 return block
@@ -205,15 +222,17 @@ class Transformer(nnx.Module):
             return jax.checkpoint(block, policy=kept, prevent_cse=False)
 
         blocks = {layer: make_block(layer) for layer in dict.fromkeys(self.arch.by_layer)}
+        chosen = moe.by_layer(routing, self.arch.num_layers)
         if layers is None:
-            x_BTD, new_kv = variants.scan(blocks, self.arch.by_layer, x_BTD, (nnx.to_pure_dict(stacked), kv))
+            of_layers = (nnx.to_pure_dict(stacked), kv, chosen)
+            x_BTD, new_kv = variants.scan(blocks, self.arch.by_layer, x_BTD, of_layers)
         else:
             made, blocks = [], {layer: jax.jit(block) for layer, block in blocks.items()}  # traced once; XLA inlines it
             for i, (layer, turned) in enumerate(zip(self.arch.by_layer, layers, strict=True)):
-                layer_params = jax.tree.map(jnp.transpose, turned)  # no copy: XLA's matmuls contract either way
+                layer_params = jax.tree.map(variants.turn, turned)  # no copy: XLA's matmuls contract either way
                 layer_params = dict.fromkeys(stacked) | layer_params  # None is what it has not
                 layer_kv = {name: (keys[i], values[i]) for name, (keys, values) in kv.items()}
-                x_BTD, new = blocks[layer](x_BTD, (layer_params, layer_kv))
+                x_BTD, new = blocks[layer](x_BTD, (layer_params, layer_kv, None if chosen is None else chosen[i]))
                 made.append(new)
             new_kv = tuple(zip(*made, strict=True))
         return rms_norm(x_BTD, self.final_norm[...], self.arch), new_kv
@@ -229,23 +248,31 @@ class Model:
     attention: str = "xla"  # or a kernel of ``kernels.choose``
     rules: tuple[tuple[str, Any], ...] = ()  # of the weights' logical axes, where they are not as ``sharding.RULES``
     param_dtype: str = "float32"
+    weights: str = "compute"  # what stacked blocks round their matrices to in the forward pass (``quantised.KINDS``)
+    published: str = "compute"  # the sampler's likewise, rounded once when they are published
+    lora: LoraConfig = LoraConfig()
+
+    @property
+    def base(self) -> Model:
+        """The same without adapters."""
+        return dataclasses.replace(self, lora=LoraConfig())
 
     def abstract_params(self, mesh: Mesh, *, rules: dict[str, Any] | None = None, dtype: Any = None) -> Params:
         """Shapes of the parameters with their shardings on ``mesh``; further ``rules`` go before the model's."""
-        dtype = jnp.dtype(dtype or self.param_dtype)
         rules = sharding.RULES | dict(self.rules) | (rules or {})
-        _, state = _abstract(self.arch)
+        _, state = _abstract(self.arch, self.lora)
 
         def one(variable):
-            shape = variable.get_value().shape
-            layout = sharding.named(mesh, shape, variable.get_metadata()["logical_axes"], rules)
-            return jax.ShapeDtypeStruct(shape, dtype, sharding=layout)
+            shape, axes = variable.get_value().shape, variable.get_metadata()["logical_axes"]
+            own = "float32" if "rank" in axes else self.param_dtype
+            layout = sharding.named(mesh, shape, axes, rules)
+            return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype or own), sharding=layout)
 
         is_variable = lambda x: isinstance(x, nnx.Variable)
         return nnx.to_pure_dict(jax.tree.map(one, state, is_leaf=is_variable))
 
     def init(self, key: jax.Array, mesh: Mesh) -> Params:
-        """Random parameters, each born on its shard."""
+        """Random parameters, each born on its shard; without adapters (``lora.init``)."""
         return _init_program(Model(self.arch, rules=self.rules, param_dtype=self.param_dtype), mesh)(key)
 
     def forward(
@@ -260,6 +287,7 @@ class Model:
         length: jax.Array | None = None,
         remat: bool = False,
         rope: ropes.Tables | None = None,
+        routing: moe.Routing | None = None,
     ):
         """Hidden states after the final norm.
 
@@ -273,18 +301,20 @@ class Model:
             length: [B] i32, the tokens that a gated delta rule's states are of; None = all.
             remat: apply the model's rematerialisation policy (for a backward pass).
             rope: ``rope.tables`` of every position there is; None = computed here.
+            routing: what is known of the choice of experts, where there are some.
 
         Returns:
             hidden [B,T,D] in the compute dtype, and the new tokens' (keys, values), [B,K,T,H] by layer, or the caches'
             with those: one array with a leading layer axis where blocks are stacked, a tuple where they are apart. Of
             layers with the gated delta rule its states (``Delta.empty``); stacked, a model that has it returns none.
+            Of experts more (``moe.by_token``).
         """
-        graph, _ = _abstract(self.arch)
+        graph, _ = _abstract(self.arch, self.lora)
         layers = params.get("layers")
         if layers is not None:  # the graph wants some blocks; their shapes it does not look at
             some = {name: x for layer in layers for name, x in layer.items()}
             params = {k: v for k, v in params.items() if k != "layers"} | {"blocks": some}
-        how = {"prompt": prompt, "cache": cache, "visible": visible, "length": length}
+        how = {"prompt": prompt, "cache": cache, "visible": visible, "length": length, "routing": routing}
         return nnx.merge(graph, params)(self, tokens, positions, **how, remat=remat, rope=rope, layers=layers)
 
     @property
@@ -300,9 +330,9 @@ class Model:
 
 
 @functools.lru_cache
-def _abstract(arch: Architecture):
+def _abstract(arch: Architecture, lora: LoraConfig):
     """The static graph, and the shapes of the parameters."""
-    return nnx.split(nnx.eval_shape(lambda: Transformer(arch, rngs=nnx.Rngs(0))))
+    return nnx.split(nnx.eval_shape(lambda: Transformer(arch, lora, rngs=nnx.Rngs(0))))
 
 
 @functools.lru_cache

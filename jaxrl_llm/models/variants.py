@@ -7,7 +7,7 @@ know: families' names.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -64,6 +64,16 @@ def attend_sinks(q_BKXH: jax.Array, sinks_N: jax.Array | None) -> tuple[Any, ...
     score_BKX = jnp.repeat(sinks_N.astype(jnp.float32).reshape(1, K, -1), X * K // sinks_N.size, axis=2)
     score_BKX = jnp.broadcast_to(score_BKX, (B, K, X))
     return ((jnp.zeros_like(q_BKXH), jnp.ones_like(score_BKX), score_BKX),)
+
+
+def turn(w: jax.Array) -> jax.Array:
+    """A matrix the other way round, or each of several; a vector as it is."""
+    return w.mT if w.ndim > 1 else w
+
+
+def turned(dims: Sequence[Any]) -> tuple[Any, ...]:
+    """What is of the dimensions of an array, as they are after ``turn``."""
+    return (*dims[:-2], *reversed(dims[-2:]))
 
 
 Block = Callable[[jax.Array, Any], tuple[jax.Array, Any]]

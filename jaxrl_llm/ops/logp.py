@@ -17,8 +17,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Float32, Int, Shaped
 
+from jaxrl_llm.ops.filters import Filter, filter_logits, keep_support
 from jaxrl_llm.ops.masks import completion_mask
-from jaxrl_llm.ops.sampling import Filter, filter_logits, keep_support, token_logp
+from jaxrl_llm.ops.sampling import token_logp
 
 
 def project(hidden_XD: Float[ArrayLike, "X D"], head_VD: Float[ArrayLike, "V D"]) -> Float32[Array, "X V"]:
@@ -107,7 +108,7 @@ def chunked_logp(
         target_BC: [B,C] i32 token ids.
         chunk: positions of each row projected at once.
         settings: of the distribution the targets were drawn from.
-        support_BCK: [B,C,K] i32 ids that each target was drawn among (``ops.sampling.support_of``); the filters are
+        support_BCK: [B,C,K] i32 ids that each target was drawn among (``ops.filters.support_of``); the filters are
             then not asked. None = what they leave of today's logits, and the target.
         live: [] i32, positions that hold a target in any row; of several chunks, later ones are left out. None = all.
         cast_VD: the head in the dtype of the hidden states, to be read in its place; None = made here.

@@ -96,13 +96,23 @@ class Iteration:
         return iterations * self.seconds / 3600 * chips * price
 
 
+def active_params(arch: Architecture) -> int:
+    """Those that a token is computed by: of the experts, its own."""
+    idle = arch.num_experts - arch.experts_per_token
+    return arch.num_params - arch.num_layers * 3 * arch.width * arch.ffn * idle
+
+
 def model_flops(config: Config, arch: Architecture) -> float:
-    """Operations of an iteration by the model's algebra: 2 a weight and token forward, 6 where it learns."""
-    weights = arch.num_params - (0 if arch.tied else arch.vocab_size * arch.width)
+    """Operations of an iteration by the model's algebra.
+
+    2 a weight and token forward, 6 where it learns, 4 where adapters do: its own gradient is left out.
+    """
+    weights = active_params(arch) - (0 if arch.tied else arch.vocab_size * arch.width)
     generated = config.rollouts_per_iteration * config.sampling.max_completion_tokens
     prompts = config.rollout.prompts_per_iteration * config.prompts.max_tokens
     draws = config.update.updates_per_iteration * config.update.batch_size // config.rows_per_draw
-    return 2.0 * weights * (generated + prompts) + 6.0 * weights * draws * config.draw_tokens
+    learning = 4.0 if config.model.lora.rank else 6.0
+    return 2.0 * weights * (generated + prompts) + learning * weights * draws * config.draw_tokens
 
 
 def iteration(run: Run, chip: Chip, counts: Mapping[str, counting.Counts]) -> Iteration:

@@ -3,8 +3,8 @@
 A compiled program is a tree of loops. A region is what lies in one of them (or in none), with the number of times that
 it runs; what counts is added up per region, for a loop's turns follow each other.
 
-    operations    of matrix multiplications, also those that a TPU's compiler writes as convolutions, and of attention
-                  kernels, which are custom calls
+    operations    of matrix multiplications, also those that a TPU's compiler writes as convolutions, and of the
+                  kernels of attention and experts, which are custom calls
     memory        of each instruction that is not in a fusion: what it reads and writes outside the chip's own memory;
                   of what is sliced or replaced in place, that part alone. Tiles of a layout are counted whole.
     links         of each collective: what a device sends where devices form a ring, of arrays without their tiles
@@ -159,7 +159,11 @@ _SPLASH = {"mha_fwd": 2, "mqa_fwd": 2, "dq": 3, "fused": 5, "dkv": 4}
 
 
 def _kernel(x: Instruction, operands: list[Shape]) -> float | None:
-    """Operations of an attention kernel for TPUs; None = another."""
+    """Operations of a kernel for TPUs, of attention or of experts; None = another."""
+    if x.name.startswith(("gmm", "tgmm")):  # a row by one expert's matrix; of even loads, so many rows are its own
+        matrices = [s.dims for s in operands if len(s.dims) == 2 and s.dtype in ("bf16", "f32")]
+        num_parts = re.search(r"experts_in_(\d+)_parts", x.attributes)
+        return 2.0 * math.prod(matrices[0]) * x.shapes[0].dims[-1] / (int(num_parts[1]) if num_parts else 1)
     four = [s.dims for s in operands if len(s.dims) == 4 and s.dtype in ("bf16", "f32")]
     if "decode_attention" in x.name and four:
         # Queries [B, K, R, H] against caches of C tokens [B, K, C, H], or as they lie [B, K, H, C].

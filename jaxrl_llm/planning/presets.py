@@ -1,7 +1,7 @@
 """Presets: what a plan has to know of a model, of its files or of a public model's shape by name alone.
 
 The shapes are from the models' ``config.json`` on the Hugging Face hub (organisations meta-llama, HuggingFaceTB, Qwen,
-google and allenai).
+google, allenai and mistralai).
 Owns: this table. Does not know: weights, compilers.
 """
 
@@ -44,6 +44,13 @@ def _qwen3(width: int, layers: int, heads: int, ffn: int, *, tied: bool = False)
     return Architecture(vocab_size=151936, **sizes, **how)
 
 
+def _qwen3_moe(width: int, layers: int, heads: int, ffn: int) -> Architecture:
+    """``ffn``: of each of 128 experts, of which a token has 8."""
+    sizes = dict(width=width, num_layers=layers, num_heads=heads, num_kv_heads=4, head_size=128, ffn=ffn, tied=False)
+    how = dict(rope_theta=1e6, norm_eps=1e-6, max_positions=40960, qk_norm="head", family="qwen3_moe")
+    return Architecture(151936, num_experts=128, experts_per_token=8, norm_topk=True, **sizes, **how)
+
+
 def _qwen25(width: int, layers: int, heads: int, kv_heads: int, ffn: int, *, tied: bool = False) -> Architecture:
     sizes = dict(width=width, num_layers=layers, num_heads=heads, num_kv_heads=kv_heads, head_size=width // heads)
     how = dict(rope_theta=1e6, norm_eps=1e-6, max_positions=32768, qkv_bias=True, family="qwen2")
@@ -71,6 +78,12 @@ _OLMO2 = Architecture(
     **dict(qk_norm="all", pre_norm=False, post_norm=True),
 )
 
+_MIXTRAL = Architecture(
+    **dict(vocab_size=32000, width=4096, num_layers=32, num_heads=32, num_kv_heads=8, head_size=128, ffn=14336),
+    **dict(rope_theta=1e6, norm_eps=1e-5, max_positions=32768, tied=False, family="mixtral"),
+    **dict(num_experts=8, experts_per_token=2, norm_topk=True),
+)
+
 PRESETS = {
     "smollm2-135m": _smollm2(576, 30, 9, 3, 1536),
     "smollm2-360m": _smollm2(960, 32, 15, 5, 2560),
@@ -95,11 +108,14 @@ PRESETS = {
     "gemma-3-270m": _gemma3(640, 18, 2048),
     "gemma-3-1b": _gemma3(1152, 26, 6912),
     "olmo-2-1b": _OLMO2,
+    "qwen3-30b-a3b": _qwen3_moe(2048, 48, 32, 768),
+    "qwen3-235b-a22b": _qwen3_moe(4096, 94, 64, 1536),
+    "mixtral-8x7b": _MIXTRAL,
 }
 
 # Tokens that end a completion, of the instruction-tuned models.
 EOS_IDS = {"smollm2": (2,), "llama": (128001, 128008, 128009), "smollm3": (128012,), "gemma": (1, 106)}
-EOS_IDS |= {"qwen3": (151645, 151643), "qwen2.5": (151645, 151643), "olmo": (100257,)}
+EOS_IDS |= {"qwen3": (151645, 151643), "qwen2.5": (151645, 151643), "olmo": (100257,), "mixtral": (2,)}
 
 
 def eos_ids(name: str) -> tuple[int, ...]:
@@ -125,11 +141,13 @@ def model_of(config: Config, preset: str = "") -> Model:
     if not preset:
         source = pretrained.resolve(config.model.path)
         reference = pretrained.resolve_reference(config.model, source)
-        ids = source.tokenizer().eos_ids
+        ids = source.tokenizer().ending_at(config.sampling.stop_tokens).eos_ids
         return Model(config.model.path, source.architecture(), ids, reference.architecture())
     if preset not in PRESETS:
         raise ConfigError(f"--preset={preset!r} must be one of {', '.join(PRESETS)}")
     if config.model.reference_path:
         raise ConfigError(f"--preset={preset!r} takes the place of model.path; model.reference_path must be ''")
+    if config.sampling.stop_tokens:
+        raise ConfigError(f"--preset={preset!r} has no tokenizer; sampling.stop_tokens must be ()")
     arch = PRESETS[preset]
     return Model(preset, arch, eos_ids(preset), arch)

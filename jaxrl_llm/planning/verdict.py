@@ -37,7 +37,7 @@ def kept(run: Run, *, sampling: bool) -> dict[str, int]:
     """Bytes of a device by kind, of what is there while a program of the sampler (or else of the learner) runs."""
     beside = sampling or run.config.rollout.lookahead_prompts > 0
     learner = run.learner
-    kinds = {STATE: device_bytes(learner.abstract_state), RING: device_bytes(learner.abstract_ring)}
+    kinds = {STATE: device_bytes((learner.abstract_state, learner.base)), RING: device_bytes(learner.abstract_ring)}
     slots = {SLOTS: device_bytes(run.sampler.abstract_state())} if beside else {}
     return kinds | ({PUBLISHED: device_bytes(run.sampler_params)} if sampling else {}) | slots
 
@@ -49,7 +49,7 @@ def _sorted(dims: tuple[int, ...]) -> tuple[int, ...]:
 def _matrices(run: Run) -> set[tuple[int, ...]]:
     """Sizes of the model's weights, whole and split, of all layers and of one, with two dimensions taken as one too."""
     found = set()
-    for x in jax.tree.leaves(run.learner.params):
+    for x in jax.tree.leaves((run.learner.params, run.learner.base)):
         for shape in (x.shape, x.sharding.shard_shape(x.shape)):
             for dims in (shape, shape[1:] if shape[0] == run.model.arch.num_layers else shape):
                 joined = [(*dims[:i], dims[i] * dims[i + 1], *dims[i + 2 :]) for i in range(len(dims) - 1)]

@@ -71,7 +71,6 @@ def encode_examples(
             ``prompts.bad_row="error"``; or none is left.
     """
     encoded, left_out = [], []
-    how = {name: getattr(config, name) for name in ("chat_template", "system_prompt", "special_tokens")}
 
     def leave_out(example: Example, reason: object, setting: str) -> None:
         message = f"{example.origin}: {reason}"
@@ -81,7 +80,7 @@ def encode_examples(
 
     def token_ids(some: Sequence[Example]) -> list[list[int] | ConfigError]:
         try:
-            return tokenizer.encode_prompts([example.prompt for example in some], **how)
+            return tokenizer.encode_prompts([example.prompt for example in some], **config.encoding)
         except ConfigError as error:  # of one of them
             return [error] if len(some) == 1 else [ids for example in some for ids in token_ids([example])]
 

@@ -116,6 +116,15 @@ METRICS: dict[str, Metric] = {
         "fraction",
         "1 - variance of (return - critic's value) / variance of the return, over trained tokens.",
     ),
+    "update/expert_load_max": Metric(
+        "multiple", "Trained tokens of the expert that got the most of its layer, over the mean of the layer's experts."
+    ),
+    "update/expert_load_entropy_frac": Metric(
+        "fraction", "Entropy of experts' shares of a layer's trained tokens, over that of equal ones; mean of layers."
+    ),
+    "update/expert_balance": Metric(
+        "cost", "Balance cost of update.load_balance, experts per token where loads are equal; mean over the steps."
+    ),
     "update/grad_norm": Metric("norm", "Global gradient norm before clipping, mean over the optimizer steps."),
     "update/skipped_steps": Metric(
         "steps", "Optimizer steps skipped: nothing trainable could be drawn, or they are among update/nonfinite_steps."

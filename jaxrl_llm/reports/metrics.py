@@ -24,6 +24,7 @@ from tensorboardX.record_writer import RecordWriter
 from tensorboardX.summary import scalar
 
 from jaxrl_llm.config import Config, ConfigError, MetricsConfig
+from jaxrl_llm.models import moe
 from jaxrl_llm.reports.metric_table import AGE_LABELS, METRICS
 from jaxrl_llm.runtime import hosts
 from jaxrl_llm.types import (
@@ -165,7 +166,7 @@ def update_values(config: Config, used: dict[str, Any]) -> dict[str, float]:
         values["throughput/update_tokens_per_s"] = values["tokens/trained"] / used["update_s"]
     if "rate_scale_sum" in used:
         values["optimizer/rate_scale"] = ratio("rate_scale_sum", "update_count")
-    return values
+    return values | moe.metrics(used)
 
 
 def cost_values(config: Config, values: dict[str, float], before: float) -> dict[str, float]:

@@ -10,17 +10,15 @@ A step is written in a temporary directory and renamed when every file is there,
 is never found. One that was damaged later has other checksums, and the one before it is taken. Arrays are stored
 under their tree paths and without compression: float weights do not shrink, and the processor has better things to do.
 
-Owns: the layout above, what is kept, which settings may differ on resume, who may write into a workdir. Does not
-know: what the state means, except that a subtree ``params/policy`` holds the weights.
+Owns: the layout above, what is kept, who may write into a workdir. Does not know: what a resumed run may change
+(``runtime.stored``), what the state means, except that a subtree ``params/policy`` holds the weights.
 """
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import dataclasses
 import fcntl
-import hashlib
 import json
 import os
 import pathlib
@@ -34,13 +32,22 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-import tensorstore
 from absl import logging
 
-from jaxrl_llm.config import CheckpointConfig, Config, ConfigError, freeze, from_json, to_json
+from jaxrl_llm.config import CheckpointConfig, Config, ConfigError, freeze, to_json
 from jaxrl_llm.ops.checksum import checksums
 from jaxrl_llm.runtime import hosts
-from jaxrl_llm.runtime.nested import differences
+from jaxrl_llm.runtime.stored import (
+    DamagedError,
+    check_arrays,
+    check_settings,
+    compare,
+    digest,
+    read_arrays,
+    read_text,
+    read_whole,
+    steps_in,
+)
 
 ASIDE = "aside-"  # before the name of a checkpoint while another of the same iteration is written
 
@@ -49,20 +56,6 @@ POLICY = "/params/policy/"
 
 # Parts of a state that are in the checkpoint of a run that was stopped inside a generation, and else need not be.
 PASSING = ("sampler", "rounds")
-
-# Settings (or groups) that a resumed run may change freely: they say how long the run is, what it writes down, with
-# how many hands and where arrays lie, and no parameter, ring byte or sampled token depends on them.
-FREE_SETTINGS = (
-    "num_iterations",
-    "compilation_cache",
-    "executables",
-    "checkpoint",
-    "metrics",
-    "eval.every_iterations",
-    "rewards.num_workers",
-    "replay.memory",
-    "optimizer.offload",
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,7 +159,7 @@ class Checkpointer:
             args=ocp.args.Composite(
                 state=ocp.args.PyTreeSave(arrays),
                 host=ocp.args.JsonSave(host),
-                config=ocp.args.JsonSave(text | {"digest": _digest(host, text)}),
+                config=ocp.args.JsonSave(text | {"digest": digest(host, text)}),
             ),
             force=True,
         )
@@ -205,7 +198,7 @@ class Checkpointer:
             host, text = read_text(path)
             saved = freeze(text["config"])
             if config is not None and not allow_config_changes:
-                _check_settings(saved, config, path)
+                check_settings(saved, config, path)
             has = {name.partition("/")[0] for name in text["arrays"]}
             wanted = {part: x for part, x in abstract_state.items() if part in has or part not in PASSING}
             names = by_name(wanted)
@@ -227,7 +220,7 @@ class Checkpointer:
         """
         latest = self.latest_iteration()
         if latest is not None and not allow_changes:
-            read = lambda path: _check_settings(freeze(read_text(path)[1]["config"]), config, path)
+            read = lambda path: check_settings(freeze(read_text(path)[1]["config"]), config, path)
             read_whole(self.directory, None, read, say=False)
 
     def check(self) -> dict[str, float]:
@@ -299,19 +292,6 @@ def by_name(tree: Any) -> dict[str, Any]:
     return named
 
 
-class DamagedError(Exception):
-    """A part of a checkpoint is not what was saved."""
-
-
-@contextlib.contextmanager
-def _reading(part: str) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, NotImplementedError) as error:
-        said = str(error).split(" [")[0]  # tensorstore adds places in its source
-        raise DamagedError(f"{part}: {said}") from error
-
-
 def _tidy(directory: pathlib.Path) -> None:
     """What was set aside comes back where what was to replace it is not whole."""
     for aside in directory.glob(f"{ASIDE}*"):
@@ -319,110 +299,10 @@ def _tidy(directory: pathlib.Path) -> None:
         shutil.rmtree(aside) if whole.exists() else aside.rename(whole)
 
 
-def steps_in(directory: pathlib.Path) -> list[int]:
-    """Iterations whose checkpoints are finished, the newest first."""
-    names = [path.name for path in directory.iterdir()] if directory.is_dir() else []
-    return sorted((int(name) for name in names if name.isdigit()), reverse=True)
-
-
-def read_whole(root: pathlib.Path, iteration: int | None, read: Callable[[pathlib.Path], Any], *, say: bool = True):
-    """``read(path)`` of the checkpoint of an iteration; None = of the newest that is whole.
-
-    Raises:
-        ConfigError: no such iteration, or none is whole.
-    """
-    steps = steps_in(root)
-    if iteration is not None and iteration not in steps:
-        raise ConfigError(f"no checkpoint of iteration {iteration} in {root}; there are {sorted(steps)}")
-    for step in steps if iteration is None else [iteration]:
-        path = root / str(step)
-        try:
-            return read(path)
-        except DamagedError as error:
-            damaged = " ".join(f"checkpoint {path} is damaged: {error}".split())
-        if say and iteration is None and step != steps[-1]:
-            print(f"warning: {damaged}; taking the one before", file=sys.stderr)
-    raise ConfigError(damaged)
-
-
-def _digest(host: Any, text: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps([host, text], sort_keys=True).encode()).hexdigest()
-
-
-def read_text(path: pathlib.Path) -> tuple[Any, dict[str, Any]]:
-    """What ``save`` put into host/ and config/."""
-    with _reading("host/ or config/"):
-        host, text = [json.loads((path / item / "metadata").read_bytes()) for item in ("host", "config")]
-        if text.pop("digest") != _digest(host, text):
-            raise ValueError("another digest than they were saved with")
-    return host, text
-
-
-def read_arrays(path: pathlib.Path, wanted: dict[str, Any]) -> dict[str, Any]:
-    """Arrays by name: where ``wanted`` gives a ``ShapeDtypeStruct``, on its sharding; where None, numpy."""
-
-    def read(name: str) -> Any:
-        base = {"driver": "file", "path": str(path / "state")}
-        with _reading(f"array {name}"):
-            kvstore = {"driver": "ocdbt", "base": base, "path": name}
-            stored = tensorstore.open({"driver": "zarr", "kvstore": kvstore}, open=True, read=True).result()
-            if (leaf := wanted[name]) is None:
-                return stored.read().result()
-            sharding = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
-            part = lambda index: stored[index].read().result().astype(leaf.dtype, copy=False)
-            return jax.make_array_from_callback(leaf.shape, sharding, part)
-
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        return dict(zip(wanted, pool.map(read, wanted), strict=True))
-
-
 def _sums(state: dict[str, Any], checksums: Callable[[str, Any], jax.Array]) -> list[int]:
     """Checksums of all leaves in the order of ``by_name``, part by part."""
     parts = [jax.device_get(checksums(part, state[part])) for part in sorted(state) if jax.tree.leaves(state[part])]
     return np.concatenate(parts).tolist()
-
-
-def compare(saved: dict[str, Any], arrays: dict[str, Any], sums: list[int]) -> None:
-    """Raise a ``DamagedError`` where the arrays do not have the checksums they were saved with."""
-    now = zip(arrays, sums, strict=True)
-    if wrong := [name for name, value in now if value != saved[name][2]]:
-        more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
-        raise DamagedError(f"array {wrong[0]}{more} has another checksum than when it was saved")
-
-
-def changed_settings(saved: Config, config: Config) -> dict[str, tuple[Any, Any]]:
-    """``{setting: (saved, now)}`` of the settings that differ and may not where a run is resumed."""
-    free = FREE_SETTINGS
-    if config.optimizer.schedule != "constant":
-        free = tuple(name for name in free if name != "num_iterations")  # a decay ends at the last iteration
-    # Through JSON as the saved one went: a tuple in a dictionary of arguments comes back as a list.
-    return {
-        name: values
-        for name, values in differences(saved, from_json(to_json(config))).items()
-        if name not in free and name.split(".")[0] not in free
-    }
-
-
-def _check_settings(saved: Config, config: Config, path: pathlib.Path) -> None:
-    if changed := changed_settings(saved, config):
-        listed = "; ".join(f"{name} {old!r} -> {new!r}" for name, (old, new) in changed.items())
-        raise ConfigError(
-            f"checkpoint {path} was made with other settings: {listed}. "
-            "Set them back, use another workdir, or pass --allow_config_changes"
-        )
-
-
-def check_arrays(saved: dict[str, Any], wanted: dict[str, Any], path: pathlib.Path, *, same_dtype: bool) -> None:
-    wrong = [f"{name} is missing" for name in wanted if name not in saved]
-    wrong += [f"{name} is not expected" for name in saved if name not in wanted]
-    for name in wanted:
-        if name in saved:
-            (dtype, shape, _), new = saved[name], wanted[name]
-            if shape != list(new.shape) or (same_dtype and dtype != str(new.dtype)):
-                wrong.append(f"{name} is {dtype}{shape}, not {new.dtype}{list(new.shape)}")
-    if wrong:
-        more = f" (and {len(wrong) - 3} more)" if len(wrong) > 3 else ""
-        raise ConfigError(f"checkpoint {path} does not fit: {'; '.join(wrong[:3])}{more}")
 
 
 @contextlib.contextmanager

@@ -261,14 +261,13 @@ def _part() -> None:
     _parting.set()
     with contextlib.suppress(Exception):  # the service may be gone
         service.key_value_set(f"left/{index}", "")
+        if index > 0:
+            jax.distributed.shutdown()
         for _ in range(100 if index == 0 else 0):
             if len(service.key_value_dir_get("left/")) == count():
+                service.get_live_nodes(list(range(count())))  # an answer when all others have shut down
                 break
             time.sleep(0.1)
-    if index == 0:
-        time.sleep(1)
-    else:
-        jax.distributed.shutdown()
 
 
 def _watch(service: Any) -> None:

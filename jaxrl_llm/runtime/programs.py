@@ -179,8 +179,9 @@ def resident_bytes(memories: Mapping[str, Memory], *, keeps_slots: bool) -> int:
     whole = sum(memories[name].outputs for name in names if name in memories)
     rollouts = memories["collect"].outputs - memories["collect"].aliased if "collect" in memories else 0
     rounds = memories["choose"].arguments if "choose" in memories else 0
-    reference = memories["reference"].arguments if "reference" in memories else 0  # its weights; its rows are few
-    return whole + rollouts + rounds + reference
+    # Weights that do not learn: a reference's, where its rows are few, and those that adapters are of.
+    frozen = sum(memories[name].arguments for name in ("reference", "checksums_base") if name in memories)
+    return whole + rollouts + rounds + frozen
 
 
 def in_use_bytes(memories: Mapping[str, Memory], *, keeps_slots: bool) -> dict[str, int]:

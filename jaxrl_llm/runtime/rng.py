@@ -8,7 +8,7 @@ from __future__ import annotations
 import jax
 
 # A stream's number is part of what makes a run reproducible: append, never renumber.
-STREAMS = {"sample": 0, "draw": 1, "init": 2, "eval": 3}
+STREAMS = {"sample": 0, "draw": 1, "init": 2, "eval": 3, "lora": 4}
 
 
 def stream(seed: int, name: str) -> jax.Array:

@@ -22,9 +22,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxrl_llm.config import Config, ConfigError, MeshConfig, flatten
 from jaxrl_llm.runtime import torus
 
-MESH_AXES = ("data", "fsdp", "context", "tensor")
-# Rows of a batch, sampler slots and ring shards are split over both of these.
-BATCH_AXES = ("data", "fsdp")
+MESH_AXES = ("data", "fsdp", "expert", "context", "tensor")
+# Rows of a batch, sampler slots and ring shards are split over all of these.
+BATCH_AXES = ("data", "fsdp", "expert")
 # Along these each device of the learner computes of tokens of its own: of further rows, or of further parts of rows.
 TOKEN_AXES = (*BATCH_AXES, "context")
 
@@ -35,16 +35,18 @@ RULES = {
     "heads": "tensor",
     "kv_heads": "tensor",
     "mlp": "tensor",
+    "expert": "expert",
     "embed": ("fsdp", "context"),
     "layers": None,
     "length": "context",
     "attended": ("tensor", "context"),  # heads inside attention, which wants whole rows (kernels.context)
     "head_size": None,
     "activation": None,
+    "rank": None,
 }
 OF_SAMPLER = {"embed": None}  # the sampler's weights lie elsewhere in this alone
 # Logical axes of weights, which mesh.rules may lay elsewhere.
-OF_WEIGHTS = ("vocab", "embed", "heads", "kv_heads", "mlp")
+OF_WEIGHTS = ("vocab", "embed", "heads", "kv_heads", "mlp", "expert")
 # JAX's name of the host memory that a device reads and writes by itself.
 HOST_MEMORY = "pinned_host"
 
@@ -57,15 +59,15 @@ def rules_of(config: MeshConfig) -> tuple[tuple[str, tuple[str, ...]], ...]:
     """
     for name, axes in config.rules.items():
         is_axes = axes is None or isinstance(axes, str | list | tuple)
-        if name not in OF_WEIGHTS or not is_axes or not {*_names(axes)} <= {*MESH_AXES}:
+        if name not in OF_WEIGHTS or not is_axes or not {*axes_of(axes)} <= {*MESH_AXES}:
             raise ConfigError(
                 f"mesh.rules={{{name!r}: {axes!r}}} must map one of {', '.join(OF_WEIGHTS)} to None, one or several of "
                 f"{', '.join(MESH_AXES)}"
             )
-    return tuple((name, _names(axes) or None) for name, axes in config.rules.items())
+    return tuple((name, axes_of(axes) or None) for name, axes in config.rules.items())
 
 
-def _names(axis: Any) -> tuple[str, ...]:
+def axes_of(axis: Any) -> tuple[str, ...]:
     """The mesh axes of an entry of a spec."""
     return (axis,) if isinstance(axis, str) else tuple(axis or ())
 
@@ -80,8 +82,8 @@ def make_mesh(config: MeshConfig, devices: list[Any] | None = None) -> Mesh:
     data, *others = (getattr(config, axis) for axis in MESH_AXES)
     shape = (data or max(1, len(devices) // math.prod(others)), *others)
     if math.prod(shape) != len(devices):
-        given = " x ".join(f"mesh.{axis}={n}" for axis, n in zip(MESH_AXES, (data, *others), strict=True))
-        raise ConfigError(f"{given} must use all {len(devices)} devices")
+        given = " x ".join(f"mesh.{axis}={n}" for axis, n in zip(MESH_AXES, (data, *others), strict=True) if n)
+        raise ConfigError(f"{given} must {'use all' if data else 'divide the'} {len(devices)} devices")
     arranged = torus.arranged if devices[0].platform == "tpu" else lambda shape, x: np.asarray(x).reshape(shape)
     return Mesh(arranged(shape, devices), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
@@ -93,7 +95,7 @@ def sampler_mesh(config: MeshConfig, mesh: Mesh) -> Mesh:
     Raises:
         ConfigError: ``fsdp``, ``context`` and ``tensor`` do not split so.
     """
-    data, fsdp, context, tensor = mesh.shape.values()
+    data, fsdp, expert, context, tensor = mesh.shape.values()
     wanted, there = config.sampler_tensor or tensor, fsdp * context * tensor
     if wanted % tensor or there % wanted:
         raise ConfigError(
@@ -102,7 +104,7 @@ def sampler_mesh(config: MeshConfig, mesh: Mesh) -> Mesh:
         )
     if (context, wanted) == (1, tensor):
         return mesh
-    return Mesh(mesh.devices.reshape(data, -1, 1, wanted), MESH_AXES, axis_types=mesh.axis_types)
+    return Mesh(mesh.devices.reshape(data, -1, expert, 1, wanted), MESH_AXES, axis_types=mesh.axis_types)
 
 
 def check_divisible(config: Config, mesh: Mesh) -> None:
@@ -142,9 +144,9 @@ def partition_spec(shape: tuple[int, ...], logical_axes: tuple[str | None, ...],
     spec, free = [], set(mesh.axis_names)  # an axis of the mesh splits one dimension, the first that asks for it
     for size, name in zip(shape, logical_axes, strict=True):
         axis = None if name is None else rules[name]
-        parts = math.prod(mesh.shape[a] for a in _names(axis))
-        fits = parts > 1 and size % parts == 0 and free >= set(_names(axis))
-        free -= set(_names(axis)) if fits else set()
+        parts = math.prod(mesh.shape[a] for a in axes_of(axis))
+        fits = parts > 1 and size % parts == 0 and free >= set(axes_of(axis))
+        free -= set(axes_of(axis)) if fits else set()
         spec.append(axis if fits else None)
     return PartitionSpec(*spec)
 
@@ -192,7 +194,7 @@ def by_vocabulary(function: Callable, logits_ZV: jax.Array, *of_rows: jax.Array)
         function: ``axis`` are the mesh axes that split the vocabulary; its results are of rows [Z, ...].
     """
     mesh, split = jax.sharding.get_abstract_mesh(), ("batch", "vocab")
-    axis = () if mesh.empty else _names(partition_spec(logits_ZV.shape, split, mesh)[1])
+    axis = () if mesh.empty else axes_of(partition_spec(logits_ZV.shape, split, mesh)[1])
     call = lambda *args: function(*args, axis)
     return by_device(call, logits_ZV, *of_rows, axes=(split, *(("batch",) for _ in of_rows)))
 
@@ -201,12 +203,12 @@ def parts(size: int, name: str) -> int:
     """In how many parts the mesh that a function is traced in splits a dimension of a logical axis."""
     mesh = jax.sharding.get_abstract_mesh()
     spec = () if mesh.empty else partition_spec((size,), (name,), mesh)
-    return math.prod(mesh.shape[axis] for names in spec for axis in _names(names))
+    return math.prod(mesh.shape[axis] for names in spec for axis in axes_of(names))
 
 
 def on_rows(spec: PartitionSpec) -> PartitionSpec:
     """What of a spec lies on axes of tokens alone."""
-    return PartitionSpec(*(axis if {*_names(axis)} <= {*TOKEN_AXES} else None for axis in spec))
+    return PartitionSpec(*(axis if {*axes_of(axis)} <= {*TOKEN_AXES} else None for axis in spec))
 
 
 def copies(x: jax.Array, spec: PartitionSpec) -> jax.Array:
@@ -219,10 +221,10 @@ def copies(x: jax.Array, spec: PartitionSpec) -> jax.Array:
     if mesh.empty or math.prod(mesh.shape[axis] for axis in TOKEN_AXES) == 1:
         return x[None]
     ours = on_rows(spec)
-    others = PartitionSpec(*(None if {*_names(axis)} & {*TOKEN_AXES} else axis for axis in spec))
+    others = PartitionSpec(*(None if {*axes_of(axis)} & {*TOKEN_AXES} else axis for axis in spec))
 
     def gather(x):
-        for dim, axis in ((dim, axis) for dim, of_dim in enumerate(ours) for axis in reversed(_names(of_dim))):
+        for dim, axis in ((dim, axis) for dim, of_dim in enumerate(ours) for axis in reversed(axes_of(of_dim))):
             n, stride = mesh.shape[axis], 1
             while stride < n:
                 size = next(size for size in (4, 2, n // stride) if n // stride % size == 0)

@@ -15,8 +15,8 @@ from jax.experimental import mesh_utils
 from jaxrl_llm.config import ConfigError
 
 
-def arranged(shape: tuple[int, int, int, int], devices: list[Any]) -> np.ndarray:
-    """Chips in the shape of the mesh [data, fsdp, context, tensor].
+def arranged(shape: tuple[int, ...], devices: list[Any]) -> np.ndarray:
+    """Chips in the shape of the mesh [data, fsdp, expert, context, tensor].
 
     Raises:
         ConfigError: ``data`` and ``fsdp`` do not split the slices.
@@ -30,5 +30,5 @@ def arranged(shape: tuple[int, int, int, int], devices: list[Any]) -> np.ndarray
     if fsdp % of_fsdp:
         raise ConfigError(f"mesh.data={data} x mesh.fsdp={fsdp} must be a multiple of the {num_slices} TPU slices")
     within = (data // of_data, fsdp // of_fsdp, *others)
-    slices = (of_data, of_fsdp, 1, 1)
+    slices = (of_data, of_fsdp, 1, 1, 1)
     return mesh_utils.create_hybrid_device_mesh(within, slices, devices, allow_split_physical_axes=True)

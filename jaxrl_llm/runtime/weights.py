@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import flax.traverse_util
@@ -14,25 +15,22 @@ import jax
 
 from jaxrl_llm.config import Config, ConfigError, freeze
 from jaxrl_llm.ops.checksum import checksum
-from jaxrl_llm.runtime.checkpoint import (
-    POLICY,
-    by_name,
-    check_arrays,
-    compare,
-    read_arrays,
-    read_text,
-    read_whole,
-    steps_in,
-)
+from jaxrl_llm.runtime.checkpoint import POLICY, by_name
+from jaxrl_llm.runtime.stored import check_arrays, compare, read_arrays, read_text, read_whole, steps_in
 
 
-def restore_params(directory: str | os.PathLike, abstract_params: Any = None) -> tuple[Any, Config]:
+def restore_params(
+    directory: str | os.PathLike,
+    abstract_params: Any = None,
+    check: Callable[[dict[str, Any]], None] = lambda host: None,
+) -> tuple[Any, Config]:
     """Read the weights alone, for evaluation and export.
 
     Args:
         directory: a workdir, its ``checkpoints`` directory (the latest is read) or one checkpoint in it.
         abstract_params: pytree of ``ShapeDtypeStruct`` with shardings, cast to its dtypes; None gives nested
             dictionaries of numpy arrays on the host, as they were saved.
+        check: raises where what the host had saved beside them does not fit.
 
     Returns:
         The parameters and the config of the run.
@@ -50,7 +48,8 @@ def restore_params(directory: str | os.PathLike, abstract_params: Any = None) ->
         raise ConfigError(f"no finished checkpoint in {directory}")
 
     def read(path: pathlib.Path) -> tuple[Any, Config]:
-        text = read_text(path)[1]
+        host, text = read_text(path)
+        check(host)
         heads = [f"/{name}".partition(POLICY) for name in text["arrays"]]
         prefix = next(f"{head}{POLICY}"[1:] for head, found, _ in heads if found)
         saved = {name: about for name, about in text["arrays"].items() if name.startswith(prefix)}

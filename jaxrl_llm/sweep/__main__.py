@@ -40,9 +40,9 @@ from ml_collections import config_flags
 from jaxrl_llm.config import Config, ConfigError, freeze, from_json, to_json
 from jaxrl_llm.reports.metrics import METRICS, read_lines
 from jaxrl_llm.runtime import cli
-from jaxrl_llm.runtime.checkpoint import changed_settings
 from jaxrl_llm.runtime.nested import differences, flatten, visible
 from jaxrl_llm.runtime.stop import StopRequest
+from jaxrl_llm.runtime.stored import changed_settings
 from jaxrl_llm.sweep import table
 from jaxrl_llm.sweep.points import Point, Sweep, freeze_points
 from jaxrl_llm.sweep.table import Run

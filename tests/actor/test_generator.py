@@ -27,7 +27,8 @@ from jaxrl_llm.actor.generator import Generator
 from jaxrl_llm.config import Config, MeshConfig
 from jaxrl_llm.models import attention
 from jaxrl_llm.models.row_logp import row_logp
-from jaxrl_llm.ops.sampling import NO_TOKEN, token_logp
+from jaxrl_llm.ops.filters import NO_TOKEN
+from jaxrl_llm.ops.sampling import token_logp
 from jaxrl_llm.reports import metrics
 from jaxrl_llm.runtime import sharding
 from jaxrl_llm.types import STOP_EOS, STOP_LENGTH, STOP_NONE, STOP_STRING, DrawSums

@@ -142,7 +142,7 @@ def test_weights_lie_where_rules_say_and_gradients_are_the_same(rules):
 
 @pytest.mark.parametrize("rules", [{"width": "fsdp"}, {"batch": "data"}, {"embed": "model"}, {"embed": 3}])
 def test_a_rule_of_an_unknown_axis_is_refused(rules):
-    said = r"mesh.rules=\{.*must map one of vocab, embed,.* of data, fsdp, context, tensor$"
+    said = r"mesh.rules=\{.*must map one of vocab, embed,.* of data, fsdp, expert, context, tensor$"
     with pytest.raises(ConfigError, match=said):
         assemble(freeze({"mesh": {"rules": rules}}), TINY, (5,), mesh_of(ONE))
 

@@ -95,7 +95,7 @@ def test_the_sampler_has_rows_of_its_own_on_each_of_a_rows_devices():
     mesh = building.mesh_of(MeshConfig(data=1, fsdp=2, context=2, tensor=2))
     config = dataclasses.replace(settings(8, 8, mesh), mesh=MeshConfig(data=1, fsdp=2, context=2, tensor=2))
     run = assemble(config, TINY, (5,), mesh)
-    assert run.sampler.mesh.devices.shape == (1, 4, 1, 2) and run.sampler.shards == 4
+    assert run.sampler.mesh.devices.shape == (1, 4, 1, 1, 2) and run.sampler.shards == 4
     assert run.sampler.mesh.devices.flatten().tolist() == mesh.devices.flatten().tolist()
     assert run.learner.abstract_ring.inserted_step.shape[0] == 2
     few = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, prompts_per_iteration=6))

@@ -156,20 +156,35 @@ def test_what_does_not_go_together_is_said(settings, message):
         freeze(settings)
 
 
+BFLOAT16 = {"model": {"compute_dtype": "bfloat16"}}
+BOTH_ROUND = {"rollout": {"weights": "int8"}, "update": {"weights": "rollout"}}
+
+
 @pytest.mark.parametrize(
-    ("compute_dtype", "gap_sum", "gap_max", "message"),
+    ("settings", "gap_sum", "high", "gap_max", "message"),
     [
-        ("float32", 0.1, 0.04, None),
-        ("float32", 0.1, 0.06, r"differ from the sampler's by up to 0\.0600 nats, more than update\.max_sampler"),
+        ({}, 1.0, 0, 0.04, None),
+        ({}, 1.0, 0, 0.06, r"differ from the sampler's by up to 0\.0600 nats, more than update\.max_sampler"),
         # SmolLM2's of 577 tokens, measured on a CPU: mean 0.026, a fiftieth above 0.1, one of 0.19.
-        ("bfloat16", 10 * 0.026, 0.19, None),
-        ("bfloat16", 10 * 0.06, 0.19, r"differ from the sampler's by 0\.0600 nats on average, more than"),
-        ("bfloat16", float("nan"), float("nan"), r"differ from the sampler's by nan nats"),
+        (BFLOAT16, 100 * 0.026, 0, 0.19, None),
+        (BFLOAT16, 100 * 0.026, 1, 0.6, None),
+        (
+            BFLOAT16,
+            100 * 0.06,
+            0,
+            0.19,
+            r"by 0\.0600 nats on average, .* with model.compute_dtype='bfloat16'",
+        ),
+        (BFLOAT16, 100 * 0.04, 2, 0.6, r"and by more than 0\.5 for 2\.0% of the tokens; with model\.compute_dtype="),
+        (BFLOAT16, float("nan"), 0, float("nan"), r"differ from the sampler's by nan nats"),
+        ({"rollout": {"weights": "int8"}}, 100 * 0.04, 0, 0.3, None),
+        ({"rollout": {"weights": "int8"}}, 100 * 0.06, 0, 0.3, r"with rollout\.weights='int8' update\.max"),
+        (BOTH_ROUND, 1.0, 0, 0.06, r"by up to 0\.0600 nats, more than update\.max_sampler"),
     ],
 )
-def test_a_gap_is_of_the_largest_in_float32_and_of_the_mean_in_bfloat16(compute_dtype, gap_sum, gap_max, message):
-    config = freeze({"model": {"compute_dtype": compute_dtype}})
-    sums = {"own_token_count": 10.0, "gap_sum": gap_sum, "gap_max": gap_max}
+def test_a_gap_is_of_the_largest_or_where_something_is_rounded_of_the_mean(settings, gap_sum, high, gap_max, message):
+    config = freeze(settings)
+    sums = {"own_token_count": 100.0, "gap_sum": gap_sum, "gap_max": gap_max, "gap_high_count": high}
     if message is None:
         faults.check_gap(config, sums)
     else:

@@ -18,7 +18,7 @@ from jaxrl_llm.config import ConfigError, MeshConfig, OptimizerConfig, freeze
 from jaxrl_llm.learner import optim
 from jaxrl_llm.models.row_logp import chunk_tokens
 from jaxrl_llm.models.transformer import Model
-from jaxrl_llm.ops.sampling import NO_TOKEN
+from jaxrl_llm.ops.filters import NO_TOKEN
 from jaxrl_llm.run import assemble
 from jaxrl_llm.runtime import sharding
 from jaxrl_llm.types import TrainState
@@ -397,7 +397,9 @@ def test_metrics_are_sums_over_the_trained_tokens():
         "kl_behaviour_sum": (np.exp(d) - 1 - d).sum(),
         "gap_max": np.abs(d).max(),
         "gap_sum": np.abs(d).sum(),
+        "gap_high_count": (np.abs(d) > 10 * update.config.max_sampler_learner_gap_nats).sum(),
     }
+    assert 0 < expected["gap_high_count"] < size
     assert 0 < clipped.sum() < size
     for name, value in expected.items():
         np.testing.assert_allclose(sums[name], value, rtol=1e-5, err_msg=name)

@@ -16,24 +16,26 @@ import safetensors.numpy
 from support import building, families, hybrids
 from support.building import COMPLETION_TOKENS, CUBE, ONE, PROMPT_TOKENS, Sampling, make_prompts, make_sampler
 
-from jaxrl_llm.actor.sampler import Sampler
 from jaxrl_llm.config import ConfigError, SamplingConfig
+from jaxrl_llm.generate import generate
 from jaxrl_llm.learner import publish
 from jaxrl_llm.models import rope, variants
 from jaxrl_llm.models.architecture import Layer, RopeScaling
-from jaxrl_llm.models.files import hf
+from jaxrl_llm.models.files import hf, pretrained
 from jaxrl_llm.models.files.families import FAMILIES, config_of
 from jaxrl_llm.models.files.gguf import make_byte_tokenizer
 from jaxrl_llm.models.row_logp import row_logp
 from jaxrl_llm.models.transformer import Model
+from jaxrl_llm.types import Example, PromptBatch
 
 FIXTURES = pathlib.Path(__file__).parents[1] / "fixtures"
 STORED = json.loads((FIXTURES / "families.json").read_text()) | json.loads((FIXTURES / "hybrids.json").read_text())
+STORED |= json.loads((FIXTURES / "families_of_experts.json").read_text())
 CONFIGS = families.CONFIGS | hybrids.CONFIGS
 
 
 PLAIN_CONFIGS = ("llama_biased", "llama_yarn", "mistral_window", "qwen2_window", "qwen3", "smollm3_window", "olmo2")
-PLAIN_CONFIGS += ("gemma3", "qwen3_next", "qwen3_next_tied", "qwen3_5")
+PLAIN_CONFIGS += ("gemma3", "qwen3_moe", "mixtral", "qwen3_next", "qwen3_next_tied", "qwen3_5")
 
 
 def some_slow(names, plain):
@@ -99,6 +101,25 @@ def test_log_probs_and_gradients_are_those_that_transformers_stored(tmp_path, na
         np.testing.assert_allclose(families.projections(key, of_file[key]), (along, length), rtol=0, atol=atol)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_moe_plain", "mixtral", "qwen3", *hybrids.CONFIGS])
+def test_the_sampler_s_likeliest_tokens_are_those_that_transformers_stored(tmp_path, name):
+    """Decoded one by one with caches; they were made without one."""
+    model = Model(hf.read_architecture(write(tmp_path / "theirs", name)))
+    params = hf.load_params(tmp_path / "theirs", model, building.mesh_of(ONE))
+    (row, _), stored = families.tokens_of(CONFIGS[name]), arrays()[f"{name}.greedy"][:COMPLETION_TOKENS]
+    sizes = dict(num_prompts=1, group_size=1, num_slots=1, max_prompt_tokens=len(row), chunk_steps=8)
+    sampler = make_sampler(arch=model.arch, sampling={"temperature": 0.0}, **sizes)
+    sampler = dataclasses.replace(sampler, eos_ids=())
+    sampling = Sampling(sampler)
+    sampling.params = publish.sampler_form(params, model.arch)
+    length = np.array([len(row)], np.int32)
+    prompts = PromptBatch(row[None].astype(np.int32), length, np.zeros(1, np.int32), (Example("", {}),))
+    with jax.default_matmul_precision("highest"):
+        rollout, _ = sampling(prompts)
+    np.testing.assert_array_equal(rollout.tokens[0, len(row) :], stored)
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_an_export_is_the_same_folder_again(tmp_path, name):
     model = Model(hf.read_architecture(write(tmp_path / "theirs", name)))
@@ -120,6 +141,23 @@ def test_an_export_is_the_same_folder_again(tmp_path, name):
         jax.tree.map(np.testing.assert_array_equal, sharded, params)
 
 
+@pytest.mark.parametrize("name", some_slow(CONFIGS, ("smollm3_window", "gemma3", *hybrids.CONFIGS)))
+def test_greedy_completions_are_those_that_transformers_stored(tmp_path, name):
+    """Through generate, from a prompt longer than every window: prefill, cache and sampler at temperature 0."""
+    write(tmp_path / "theirs", name)
+    prompt = families.tokens_of(CONFIGS[name])[0].tolist()
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt_ids": prompt}) + "\n")
+    theirs = tmp_path / "theirs"
+    load = lambda model, mesh, *, seed: hf.load_params(theirs, model, mesh)
+    arch = lambda: hf.read_architecture(theirs)
+    source = pretrained.Source(arch, make_byte_tokenizer, lambda model, mesh: None, load)
+    expected = arrays()[f"{name}.greedy"].tolist()
+    sampling = SamplingConfig(temperature=0.0, max_completion_tokens=len(expected))
+    how = dict(sampling=sampling, ignore_eos=True, batch_size=1, seed=0, compute_dtype="float32")
+    (row,) = generate(source, str(tmp_path / "prompts.jsonl"), **how)
+    assert row["completion_ids"] == expected
+
+
 HYBRID = hybrids.tiny(building.TINY)
 # Of building.TINY's sizes: queries and keys split over two devices. Rows are of 14 tokens, completions of 8.
 KINDS = {
@@ -134,11 +172,12 @@ KINDS = {
     ),
     "sinks": dict(sinks=True, o_bias=True, num_layers=3, layers=(Layer(window=5), Layer(), Layer(window=5))),
     "delta": {x.name: getattr(HYBRID, x.name) for x in dataclasses.fields(HYBRID)},
+    "experts": dict(num_experts=6, experts_per_token=3, norm_topk=True, ffn=12),
     "yarn": dict(rope_scaling=RopeScaling("yarn", (("factor", 4.0), ("original_max_position_embeddings", 4)))),
 }
 
 
-@pytest.mark.parametrize("name", some_slow(KINDS, ("qwen", "window", "gemma3", "sinks", "delta")))
+@pytest.mark.parametrize("name", some_slow(KINDS, ("qwen", "window", "gemma3", "experts", "sinks", "delta")))
 def test_sampler_logp_is_the_learners_of_rows_of_groups_and_of_lines(name):
     arch = dataclasses.replace(building.TINY, **KINDS[name])
     # 5 slots for 24 rollouts and chunks of 3 steps: slots refill again and again, and caches come round.
@@ -245,6 +284,13 @@ def test_a_window_s_cache_holds_the_window():
         ("qwen3", {"layer_types": ["full_attention", "chunked_attention", 3]}, "layer_types=.* each one of"),
         ("qwen3", {"hidden_act": ["silu"]}, "hidden_act=.* is not supported; supported: silu, swish"),
         ("qwen3", {"num_experts": 8}, "num_experts=8 is no key"),
+        ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2 is not supported; supported: 1"),
+        ("qwen3_moe", {"mlp_only_layers": [1]}, r"mlp_only_layers=\[1\] is not supported; supported: \[\]"),
+        ("qwen3_moe", {"num_experts_per_tok": 0}, "num_experts_per_tok=0 must be a whole number above 0"),
+        ("qwen3_moe", {"num_local_experts": "7"}, "num_experts='7' must be a whole number"),
+        ("qwen3_moe", {"norm_topk_prob": 1}, "norm_topk_prob=1 must be true or false"),
+        ("qwen3_moe", {"shared_expert_intermediate_size": 8}, "shared_expert_intermediate_size=8 is no key"),
+        ("mixtral", {"moe_intermediate_size": 8}, "moe_intermediate_size=8 is no key"),
         ("smollm3", {"no_rope_layers": [1, 0, 1, 0, 2]}, "no_rope_layers=.* must be a list of 5"),
         ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 0}, "no_rope_layer_interval=0"),
         ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0 is no key"),
@@ -314,12 +360,6 @@ def test_a_tied_model_s_stored_head_is_its_embedding(tmp_path):
                 read(folder, model, mesh)
 
 
-def test_an_adapter_s_folder_says_that_it_is_one(tmp_path):
-    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "org/base"}))
-    with pytest.raises(ConfigError, match=r"is an adapter of 'org/base' \(PEFT\), no model"):
-        hf.read_architecture(tmp_path)
-
-
 @pytest.mark.torch
 @pytest.mark.parametrize("name", CONFIGS)
 def test_transformers_computes_the_same_of_long_rows_before_loading_and_after_export(tmp_path, name):
@@ -359,26 +399,6 @@ def test_transformers_computes_the_same_of_long_rows_before_loading_and_after_ex
     assert type(back) is type(theirs)
     assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
     np.testing.assert_allclose(of(back), before, rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("name", hybrids.CONFIGS)
-def test_the_sampler_s_greedy_tokens_are_those_that_transformers_stored(tmp_path, name):
-    """From a prompt of 90 tokens, longer than a chunk, whose states are the slot's at first."""
-    model = Model(hf.read_architecture(write(tmp_path / "theirs", name)))
-    params = hf.load_params(tmp_path / "theirs", model, building.mesh_of(ONE))
-    expected = arrays()[f"{name}.greedy"]
-    sizes = dict(num_prompts=1, group_size=2, max_prompt_tokens=96, num_slots=1, chunk_steps=5)
-    sampling = SamplingConfig(max_completion_tokens=len(expected), temperature=0.0)
-    sampler = Sampler(model, building.mesh_of(ONE), sampling, eos_ids=(), **sizes)
-    tokens = np.zeros((1, 96), np.int32)
-    tokens[0, :90] = families.tokens_of(CONFIGS[name])[0]
-    turned = publish.sampler_form(params, model.arch)
-    state = jax.jit(sampler._prefill)(turned, sampler._empty(), tokens, np.array([90]), np.array([0]), np.array([[0]]))
-    decode = jax.jit(sampler._decode)
-    for _ in range(2 * len(expected) // 5 + 2):  # the one slot takes the second row after the first
-        state, _ = decode(turned, state, jnp.int32(0), jax.random.key(0), np.zeros((1, 1), bool))
-    for row in np.asarray(state.tokens)[0, 0]:
-        np.testing.assert_array_equal(row[90:], np.concatenate([expected, np.zeros(6)]).astype(int)[: len(row) - 90])
 
 
 @pytest.mark.parametrize(

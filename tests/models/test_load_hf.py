@@ -17,9 +17,10 @@ from support.building import mesh_of
 from support.command_line import run_command
 
 from jaxrl_llm.config import CheckpointConfig, ConfigError, MeshConfig, freeze
+from jaxrl_llm.export import export
 from jaxrl_llm.models.architecture import PRESETS, Architecture, RopeScaling
 from jaxrl_llm.models.files import hf
-from jaxrl_llm.models.files.gguf import make_byte_tokenizer
+from jaxrl_llm.models.files.gguf import make_bpe_tokenizer, make_byte_tokenizer
 from jaxrl_llm.models.files.tokenizer import load_tokenizer
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.runtime.checkpoint import Checkpointer
@@ -196,20 +197,126 @@ def test_loading_holds_no_second_copy_of_the_weights(tmp_path):
     assert peak < 1.3 * 4 * arch.num_params
 
 
+def save_run(path, model, params):
+    checkpointer = Checkpointer(path, CheckpointConfig())
+    config = freeze({"model": {"path": model}})
+    checkpointer.save(1, {"params": {"policy": params}}, {}, config, pass_rate=None)
+    checkpointer.close()
+    return path
+
+
 def test_export_command_writes_the_folder_of_a_checkpoint(tmp_path, monkeypatch, capfd):
     model = Model(PRESETS["debug"])
     random = np.random.default_rng(3)
     params = jax.tree.map(lambda x: random.normal(size=x.shape).astype(np.float32), model.abstract_params(make_mesh()))
-    checkpointer = Checkpointer(tmp_path / "run", CheckpointConfig())
-    checkpointer.save(
-        1, {"params": {"policy": params}}, {}, freeze({"model": {"path": "random:debug"}}), pass_rate=None
+    run = save_run(tmp_path / "run", "random:debug", params)
+    done = run_command(
+        "export", f"--checkpoint={run}", f"--output={tmp_path / 'out'}", monkeypatch=monkeypatch, capfd=capfd
     )
-    checkpointer.close()
-    flags = (f"--checkpoint={tmp_path / 'run'}", f"--output={tmp_path / 'out'}")
-    done = run_command("export", *flags, monkeypatch=monkeypatch, capfd=capfd)
     assert (done.status, done.err) == (0, "")
     assert_same(hf.load_params(tmp_path / "out", model, make_mesh()), params)
     assert load_tokenizer(tmp_path / "out").encode("hé") == [104, 195, 169]
+
+
+def mixed(tiny):
+    """The fixture with a tokenizer, norms in float32 and the rest in two halves' dtypes."""
+    load_dtype = lambda key: np.float32 if "norm" in key else np.float16 if "layers.1" in key else ml_dtypes.bfloat16
+    edit_weights(tiny, lambda tensors: {key: x.astype(load_dtype(key)) for key, x in tensors.items()})
+    how = {"pre_tokenizer": "gpt-2", "chat_template": None, "bos": "<s>", "eos": "</s>", "pad": None}
+    make_bpe_tokenizer(tokens=["<s>", "</s>", *"abc"], merges=[], special=["<s>", "</s>"], **how).save(tiny)
+    config = json.loads((tiny / "tokenizer_config.json").read_text())
+    (tiny / "tokenizer_config.json").write_text(json.dumps({**config, "tokenizer_class": "Qwen2Tokenizer"}, indent=7))
+    (tiny / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}\r\n")
+    (tiny / "generation_config.json").write_text('{"temperature":0.6,  "top_k": 20, "eos_token_id": [1, 7]}')
+    return tiny
+
+
+TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+
+
+@pytest.mark.parametrize("via", ["model", "checkpoint"])
+def test_an_export_has_each_tensor_in_its_own_dtype_and_the_texts_byte_for_byte(tmp_path, tiny, via):
+    mixed(tiny)
+    run = ""
+    if via == "checkpoint":
+        run = save_run(
+            tmp_path / "run", str(tiny), hf.load_params(tiny, Model(hf.read_architecture(tiny)), make_mesh())
+        )
+    export(str(run), "" if run else str(tiny), str(tmp_path / "out"))
+    ours, theirs = (safetensors.numpy.load_file(x / "model.safetensors") for x in (tmp_path / "out", tiny))
+    assert set(ours) == set(theirs)
+    for key, x in theirs.items():
+        assert ours[key].dtype == x.dtype, key
+        np.testing.assert_array_equal(ours[key], x)
+    for name in TEXT_FILES:
+        assert (tmp_path / "out" / name).read_bytes() == (tiny / name).read_bytes()
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    assert not list((tmp_path / "out").glob(".*"))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_dtype_that_is_asked_for_is_that_of_all(tmp_path, tiny, dtype):
+    mixed(tiny)
+    export("", str(tiny), str(tmp_path / "out"), dtype)
+    for key, x in safetensors.numpy.load_file(tmp_path / "out" / "model.safetensors").items():
+        theirs = safetensors.numpy.load_file(tiny / "model.safetensors")[key]
+        assert x.dtype.name == dtype
+        np.testing.assert_array_equal(x, theirs.astype(np.float32).astype(x.dtype))
+
+
+def test_an_export_that_fails_leaves_what_was_there(tmp_path, tiny, monkeypatch):
+    mixed(tiny)
+    out = shutil.copytree(tiny, tmp_path / "out")
+    (out / "chat_template.json").write_text("{}")  # of another model, with which it would be read
+    (out / "notes.txt").write_text("mine")
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    edit_weights(tiny, lambda t: {key: 1e6 * x.astype(np.float32) for key, x in t.items()})
+    with pytest.raises(ConfigError, match=r"tensor .* over 65504, the largest of float16; bfloat16 holds them"):
+        export("", str(tiny), str(out), "float16")
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+    (out / hf.PARTIAL).mkdir()  # of an export that was killed
+    export("", str(tiny), str(out), "bfloat16")
+    assert {path.name for path in out.iterdir()} == {*before} - {"chat_template.json"}
+    assert (out / "notes.txt").read_text() == "mine"
+
+
+def test_a_checkpoint_outlives_the_place_of_its_model(tmp_path, tiny):
+    mixed(tiny)
+    params = hf.load_params(tiny, Model(hf.read_architecture(tiny)), make_mesh())
+    run = save_run(tmp_path / "run", str(tmp_path / "gone"), params)
+    with pytest.raises(ConfigError, match=rf"model.path='{tmp_path}/gone', which is not .* --model=PATH where it is"):
+        export(str(run), "", str(tmp_path / "out"))
+    export(str(run), str(tiny), str(tmp_path / "out"))
+    assert_same(hf.load_params(tmp_path / "out", Model(hf.read_architecture(tiny)), make_mesh()), params)
+    with pytest.raises(ConfigError, match=r"and random:debug are not of one model: .* is .* and "):
+        export(str(run), "random:debug", str(tmp_path / "out"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("", "", "out"), "give --checkpoint=DIR, --model=PATH, or both"),
+        (("", "random:debug", "out", "int8"), "--dtype='int8' must be one of float32, bfloat16, float16"),
+        (("", "nowhere", "out"), "--model='nowhere' is not there"),
+    ],
+)
+def test_what_cannot_be_exported_is_named(flags, message):
+    with pytest.raises(ConfigError, match=message):
+        export(*flags)
+
+
+def test_two_tables_are_compared_once(tmp_path, tiny, monkeypatch):
+    edit_config(tiny, tie_word_embeddings=True)
+    edit_weights(tiny, lambda t: {**t, "lm_head.weight": t["model.embed_tokens.weight"]})
+    model, reads = Model(hf.read_architecture(tiny)), []
+    read = hf.Folder.read
+    monkeypatch.setattr(hf.Folder, "read", lambda self, name, index: reads.append(name) or read(self, name, index))
+    hf.check_weights(tiny, model, make_mesh())
+    hf.load_params(tiny, model, make_mesh())
+    assert reads.count("lm_head.weight") == 1
+    edit_weights(tiny, lambda t: {**t, "lm_head.weight": t["lm_head.weight"] + 1})
+    with pytest.raises(ConfigError, match=r"lm_head.weight differs"):
+        hf.load_params(tiny, model, make_mesh())
 
 
 def test_export_command_refuses_a_missing_checkpoint_in_one_line(tmp_path):

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from reference import sampling as oracle
 
+from jaxrl_llm.ops.filters import Filter
 from jaxrl_llm.ops.logp import chunked_logp
-from jaxrl_llm.ops.sampling import Filter
 
 B, C, D, V = 2, 5, 3, 7
 FILTERS = [

@@ -6,15 +6,8 @@ import numpy as np
 import pytest
 from reference import sampling as oracle
 
-from jaxrl_llm.ops.sampling import (
-    Filter,
-    filter_logits,
-    keep_support,
-    sample_inverse_cdf,
-    support_of,
-    surprise_moments,
-    token_logp,
-)
+from jaxrl_llm.ops.filters import Filter, filter_logits, keep_support, support_of
+from jaxrl_llm.ops.sampling import sample_inverse_cdf, surprise_moments, token_logp
 
 OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 LARGEST_UNIFORM = np.float32(1 - 2**-24)

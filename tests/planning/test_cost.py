@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxrl_llm.planning import cost
+from jaxrl_llm.planning import cost, presets
 from jaxrl_llm.planning.chips import Chip
 from jaxrl_llm.planning.counting import Counts, Region, Sent
 
@@ -17,6 +17,15 @@ def test_a_loops_turns_take_the_longest_of_what_they_do_and_loops_follow_each_ot
     assert found.total == pytest.approx(2 * 3 + 4)
     assert found.by == pytest.approx({"operations": 6, "memory": 6, "links": 4, "host": 1})
     assert found.bound == "operations"  # of six seconds of the ten
+
+
+def test_a_token_is_computed_by_its_own_experts():
+    """Figures of the models' cards: 12.9 of 46.7 billion, 3.3 of 30.5."""
+    mixtral, qwen = (presets.PRESETS[name] for name in ("mixtral-8x7b", "qwen3-30b-a3b"))
+    assert cost.active_params(mixtral) == 12_879_925_248
+    assert cost.active_params(qwen) == 3_353_032_704
+    dense = presets.PRESETS["qwen3-8b"]
+    assert cost.active_params(dense) == dense.num_params
 
 
 def test_dollars_are_of_all_chips():

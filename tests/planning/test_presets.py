@@ -32,6 +32,9 @@ from jaxrl_llm.planning import presets
         ("gemma-3-270m", 268_098_176),
         ("gemma-3-1b", 999_885_952),
         ("olmo-2-1b", 1_484_916_736),
+        ("qwen3-30b-a3b", 30_532_122_624),
+        ("qwen3-235b-a22b", 235_093_634_560),
+        ("mixtral-8x7b", 46_702_792_704),
     ],
 )
 def test_a_preset_has_the_parameters_of_its_model(name, parameters):
@@ -40,7 +43,7 @@ def test_a_preset_has_the_parameters_of_its_model(name, parameters):
 
 
 def test_every_preset_has_its_count_tested():
-    assert len(presets.PRESETS) == 23
+    assert len(presets.PRESETS) == 26
 
 
 def test_an_unknown_preset_and_a_teacher_beside_one_are_refused():

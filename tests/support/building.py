@@ -6,6 +6,7 @@ Owns: sizes and shorthands. Expected values come from elsewhere.
 import dataclasses
 import functools
 import importlib.util
+import math
 import runpy
 
 import jax
@@ -21,7 +22,7 @@ from jaxrl_llm.learner import publish
 from jaxrl_llm.learner.update import Update
 from jaxrl_llm.models.architecture import Architecture
 from jaxrl_llm.models.transformer import Model
-from jaxrl_llm.ops.sampling import NO_TOKEN
+from jaxrl_llm.ops.filters import NO_TOKEN
 from jaxrl_llm.runtime import nested, sharding
 from jaxrl_llm.runtime.programs import compile_all
 from jaxrl_llm.types import Example, Experience, PromptBatch, Rollout, TrainState
@@ -43,6 +44,9 @@ needs_cuda_compiler = pytest.mark.skipif(
 )
 
 
+needs_qwix = pytest.mark.skipif(importlib.util.find_spec("qwix") is None, reason="qwix (extra [quant]) is missing")
+
+
 def needs_reasoning_gym():
     """Skips where it is not installed. Not by its import: some of its packages are ours to stand in for."""
     if importlib.util.find_spec("reasoning_gym") is None:
@@ -52,7 +56,7 @@ def needs_reasoning_gym():
 @functools.cache
 def mesh_of(config):
     """Mesh over as many of the simulated devices as the config's axes need."""
-    return sharding.make_mesh(config, jax.devices()[: config.data * config.fsdp * config.context * config.tensor])
+    return sharding.make_mesh(config, jax.devices()[: math.prod(getattr(config, axis) for axis in sharding.MESH_AXES)])
 
 
 def host_params(model, seed=0):

@@ -61,6 +61,18 @@ CONFIGS = {
         rope={LOCAL: {**PLAIN, "rope_theta": 40.0}, GLOBAL: {**PLAIN, "rope_type": "linear", "factor": 2.0}},
     ),
 }
+# Experts and those of a token are no powers of two, nor do their numbers divide each other's.
+CONFIGS |= {
+    "qwen3_moe": of(
+        **dict(model_type="qwen3_moe", head_dim=10, num_experts=7, num_experts_per_tok=3, moe_intermediate_size=13),
+        **dict(norm_topk_prob=True, num_hidden_layers=2),
+    ),
+    "qwen3_moe_plain": of(
+        **dict(model_type="qwen3_moe", head_dim=10, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=9),
+        **dict(use_sliding_window=True, sliding_window=9, attention_bias=True, num_hidden_layers=2),
+    ),
+    "mixtral": of("mixtral", num_local_experts=6, num_experts_per_tok=2, sliding_window=11, num_hidden_layers=2),
+}
 MOST_TOKENS = 90
 
 

@@ -263,6 +263,11 @@ def test_a_stop_asked_for_during_an_evaluation_saves_that_iteration(finished_cop
     ("chance", "changes"),
     [
         pytest.param(0.5, {}, marks=pytest.mark.slow),
+        pytest.param(
+            0.5,
+            {"model.path": "random:debug_experts", "model.routing_replay": True, "update.load_balance": 0.01},
+            marks=pytest.mark.slow,
+        ),
         (
             0.1,
             {
@@ -274,7 +279,7 @@ def test_a_stop_asked_for_during_an_evaluation_saves_that_iteration(finished_cop
             },
         ),
     ],
-    ids=["lookahead", "resampling, evaluations"],
+    ids=["lookahead", "experts", "resampling, evaluations"],
 )
 def test_a_run_that_is_stopped_wherever_it_can_be_is_the_run_that_is_not(tmp_path, monkeypatch, chance, changes):
     """At checks drawn at random a signal has come: inside generations, rounds, evaluations."""
@@ -299,7 +304,7 @@ def test_a_run_that_is_stopped_wherever_it_can_be_is_the_run_that_is_not(tmp_pat
         host = json.loads((saved[-1] / "host" / "metadata").read_text()) if saved else {}
         inside.append((bool(host.get("rounds")), bool(host.get("values")), len(host.get("open_prompts", ()))))
     assert status == 0 and len(inside) > 3
-    if changes:
+    if "rollout.max_resample_rounds" in changes:
         assert any(rounds for rounds, _, _ in inside) and any(values for _, values, _ in inside)
     assert any(num_open > settings["rollout.lookahead_prompts"] for _, _, num_open in inside)
     assert_same_run(tmp_path / "pieces", tmp_path / "whole", same_steps=False)  # stops have left some of their own

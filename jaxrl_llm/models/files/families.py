@@ -57,7 +57,7 @@ INERT = re.compile(
     r"|exponential_decay_length_penalty|finetuning_task|hidden_dropout|id2label|initializer_range|is_decoder"
     r"|is_encoder_decoder|is_llama_config|label2id|length_penalty|(max|min)_length|model_type|num_beam_groups|num_beams"
     r"|num_return_sequences|output_(attentions|hidden_states|scores)|prefix|pretraining_tp|problem_type"
-    r"|remove_invalid_values|repetition_penalty|return_dict(_in_generate)?|suppress_tokens|task_specific_params"
+    r"|remove_invalid_values|repetition_penalty|(output_)?router_(logits|aux_loss_coef|jitter_noise)|return_dict(_in_generate)?|suppress_tokens|task_specific_params"
     r"|temperature|tf_legacy_loss|tokenizer_class|top_[kp]|torchscript|trust_remote_code|typical_p|use_bfloat16|use_cache"
 )
 _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
@@ -95,6 +95,7 @@ class Family:
         names: of tensors, where they are not those of ``NAMES``.
         is_windowed: (config, layer's index) -> its tokens see a window, where ``layer_types`` does not say so.
         local_rope: layers with a window have a rope of their own.
+        only: values that a key must have one of.
     """
 
     class_name: str
@@ -104,6 +105,18 @@ class Family:
     names: dict[str, str] = field(default_factory=dict)
     is_windowed: Callable[[dict[str, Any], int], bool] = lambda config, index: False
     local_rope: bool = False
+    only: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+
+
+def _experts(get: Callable[[str], Any]) -> dict[str, Any]:
+    return {"num_experts": get("num_experts", most=32767), "experts_per_token": get("num_experts_per_tok")}
+
+
+def _expert_names(block: str, *stored: str) -> dict[str, str]:
+    """Of the router and of gate, up and down, which are ``stored`` so, one tensor an expert."""
+    names = {f"blocks.experts_{name}": of for name, of in zip(("gate", "up", "down"), stored, strict=True)}
+    names = {name: f"{_LAYER}{block}experts.{{expert}}.{of}.weight" for name, of in names.items()}
+    return {"blocks.router": f"{_LAYER}{block}gate.weight", **names}
 
 
 FAMILIES = {
@@ -124,6 +137,33 @@ FAMILIES = {
         {**_QWEN, "head_dim": 128, "attention_bias": False},
         fixed={"qk_norm": "head"},
         is_windowed=lambda config, index: index >= config["max_window_layers"],
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        {
+            **_COMMON,
+            **dict(num_key_value_heads=4, max_position_embeddings=32768, attention_bias=False),
+            **dict(sliding_window=None, use_sliding_window=False, max_window_layers=28),
+            **dict(num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=False),
+            **dict(decoder_sparse_step=1, mlp_only_layers=None, num_local_experts=None),
+        },
+        fixed={"qk_norm": "head"},
+        derived=lambda get: {**_experts(get), "ffn": get("moe_intermediate_size")},
+        names=_expert_names("mlp.", "gate_proj", "up_proj", "down_proj"),
+        is_windowed=lambda config, index: True,
+        only={"decoder_sparse_step": (1,), "mlp_only_layers": (None, [])},
+    ),
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        {
+            **_COMMON,
+            **dict(num_key_value_heads=8, max_position_embeddings=131072, rms_norm_eps=1e-5, rope_theta=1e6),
+            **dict(sliding_window=None, num_experts_per_tok=2, num_local_experts=8),
+        },
+        fixed={"norm_topk": True},
+        derived=_experts,
+        names=_expert_names("block_sparse_moe.", "w1", "w3", "w2"),
+        is_windowed=lambda config, index: True,
     ),
     "smollm3": Family(
         "SmolLM3ForCausalLM",
@@ -184,11 +224,11 @@ FAMILIES = {
 }
 
 
-def names_of(arch: Architecture) -> dict[str, Any]:
+def names_of(arch: Architecture) -> dict[str, str]:
     """What files call each parameter of ``layout.LAYOUT`` that the architecture may have (``layout.load``)."""
     names = {**NAMES, **FAMILIES[arch.family].names}
     if arch.delta:
-        names |= {path: (names[path], arch.layers_with(path.partition(".")[2])) for path in names if "." in path}
+        names |= hybrids.by_layer({path: name for path, name in names.items() if "." in path}, arch)
     return names
 
 
@@ -213,6 +253,11 @@ def architecture_of(given: dict[str, Any], path: Any) -> Architecture:
     for key in _SIZES:
         if key not in config:
             raise ConfigError(f"{path}: {key} is missing")
+    if config.get("num_local_experts") is not None:  # as transformers 5 writes them of any family
+        config["num_experts"] = config["num_local_experts"]
+    for key, allowed in family.only.items():
+        if config[key] not in allowed:
+            raise ConfigError(f"{path}: {key}={config[key]!r:.60} is not supported; supported: {allowed[-1]!r}")
     get = lambda key, **how: positive(path, key, config[key], **how)
     flag = lambda key: _flag(path, key, config.get(key, False))
     width, num_heads, num_layers = get("hidden_size"), get("num_attention_heads"), get("num_hidden_layers", most=1000)
@@ -231,7 +276,6 @@ def architecture_of(given: dict[str, Any], path: Any) -> Architecture:
         num_heads=num_heads,
         num_kv_heads=get("num_key_value_heads"),
         head_size=head_size,
-        ffn=get("intermediate_size"),
         norm_eps=get("rms_norm_eps", whole=False, most=1.0),
         tied=flag("tie_word_embeddings"),
         max_positions=rope.most_positions(ropes["rope_scaling"], get("max_position_embeddings")),
@@ -241,7 +285,9 @@ def architecture_of(given: dict[str, Any], path: Any) -> Architecture:
         delta=hybrids.delta_of(path, config, family.keys),
         family=kind,
         **ropes,
-        **{"qkv_bias": biased, "o_bias": biased, "mlp_bias": flag("mlp_bias")} | family.fixed | family.derived(get),
+        **{"qkv_bias": biased, "o_bias": biased, "mlp_bias": flag("mlp_bias"), "norm_topk": flag("norm_topk_prob")}
+        | {"ffn": get("intermediate_size"), **family.fixed}
+        | family.derived(get),
     )
 
 
@@ -356,6 +402,13 @@ def config_of(arch: Architecture) -> dict[str, Any]:
         "no_rope_layers": [int(layer.rope >= 0) for layer in arch.by_layer],
         "rope_local_base_freq": arch.local_rope_theta,
         "query_pre_attn_scalar": arch.score_width,
+        "moe_intermediate_size": arch.ffn,
+        "num_experts": arch.num_experts,
+        "num_local_experts": arch.num_experts,
+        "num_experts_per_tok": arch.experts_per_token,
+        "norm_topk_prob": arch.norm_topk,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
         **hybrids.config_of(arch),
     }
     return {

@@ -93,12 +93,12 @@ def load_params(path: str | Path, model: Model, mesh: Mesh) -> Params:
     Raises:
         ConfigError: a missing, misshapen or unknown tensor, or a quantisation that cannot be read.
     """
-    return layout.load(_open(path), NAMES, model, mesh)
+    return layout.load(_open(path), NAMES, model.abstract_params(mesh), f"a model of the family {model.arch.family}")
 
 
 def check_weights(path: str | Path, model: Model, mesh: Mesh) -> None:
     """Raise the ``ConfigError`` that ``load_params`` would for names and shapes, from the file's header alone."""
-    layout.check(_open(path), NAMES, model, mesh)
+    layout.check(_open(path), NAMES, model.abstract_params(mesh), f"a model of the family {model.arch.family}")
 
 
 def read_tokenizer(path: str | Path) -> Tokenizer:

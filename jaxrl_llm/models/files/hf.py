@@ -6,15 +6,19 @@ transformers. Does not know: tokenizers (but for the token ids in the config), h
 
 from __future__ import annotations
 
+import collections
+import functools
 import json
+import math
 import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes  # noqa: F401  (teaches numpy the bfloat16 that safetensors hands out)
+import ml_dtypes
 import numpy as np
 import safetensors
-import safetensors.numpy
 from jax.sharding import Mesh
 
 from jaxrl_llm.config import ConfigError
@@ -25,6 +29,14 @@ from jaxrl_llm.models.transformer import Model, Params
 from jaxrl_llm.runtime import hosts
 
 MAX_FILE_BYTES = 5 * 10**9
+MOST_MAPPED_BYTES = 2**26
+# Of stored weights, as safetensors calls them.
+DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16)}
+
+
+def numpy_dtypes() -> dict[str, np.dtype]:
+    """Of weights that can be written, by name."""
+    return {dtype.name: dtype for dtype in DTYPES.values()}
 
 
 def read_architecture(folder: str | Path) -> Architecture:
@@ -33,11 +45,8 @@ def read_architecture(folder: str | Path) -> Architecture:
     Raises:
         ConfigError: no config.json, another kind of model, or a setting that the model code lacks.
     """
-    path, adapter = (Path(folder) / name for name in ("config.json", "adapter_config.json"))
-    if adapter.is_file() and not path.exists():
-        base = _read_json(adapter).get("base_model_name_or_path")
-        raise ConfigError(f"{folder}: is an adapter of {base!r:.200} (PEFT), no model; merge it into its base first")
-    return families.architecture_of(_read_json(path), path)
+    path = Path(folder) / "config.json"
+    return families.architecture_of(read_json(path), path)
 
 
 def load_params(folder: str | Path, model: Model, mesh: Mesh) -> Params:
@@ -46,53 +55,67 @@ def load_params(folder: str | Path, model: Model, mesh: Mesh) -> Params:
     Raises:
         ConfigError: no safetensors, an unreadable file, or a missing, misshapen or unknown tensor.
     """
-    file = _Folder(Path(folder))
+    file = Folder(Path(folder))
     _check_tied(file, model)
-    return layout.load(file, families.names_of(model.arch), model, mesh)
+    return layout.load(file, families.names_of(model.arch), *_expected(model, mesh))
 
 
 def check_weights(folder: str | Path, model: Model, mesh: Mesh) -> None:
     """Raise the ``ConfigError`` that ``load_params`` would, from the files' headers, and a tied head, alone."""
-    file = _Folder(Path(folder))
-    layout.check(file, families.names_of(model.arch), model, mesh)
+    file = Folder(Path(folder))
+    layout.check(file, families.names_of(model.arch), *_expected(model, mesh))
     _check_tied(file, model)
 
 
-def _check_tied(file: _Folder, model: Model) -> None:
+def _expected(model: Model, mesh: Mesh) -> tuple[Params, str]:
+    """Shapes of the parameters, and what they are."""
+    return model.abstract_params(mesh), f"a model of the family {model.arch.family}"
+
+
+def _check_tied(file: Folder, model: Model) -> None:
     """A stored head beside ``tie_word_embeddings=true`` is the embedding again, or transformers would not tie it."""
     names = families.names_of(model.arch)
     table, head = names["embedding"], names["head"]
     if not model.arch.tied or head not in file.shapes or table not in file.shapes:
         return
-    (rows, width), most = file.shapes[table], 4096
-    is_same = file.shapes[head] == file.shapes[table]
-    for start in range(0, rows, most) if is_same else ():
-        part = (slice(start, min(start + most, rows)), slice(0, width))
-        is_same = is_same and np.array_equal(file.read(head, part), file.read(table, part))
-    if not is_same:
+    if not _are_same(file.path, file.modified_ns, head, table):
         raise ConfigError(
             f"{file.path}: tensor {head} differs from {table}; tie_word_embeddings=true must then be false"
         )
 
 
-class _Folder:
-    """The tensors of ``model.safetensors``, or of the files that ``model.safetensors.index.json`` lists."""
+@functools.lru_cache(maxsize=4)
+def _are_same(folder: str, modified_ns: tuple[int, ...], *names: str) -> bool:
+    """Two tensors of files as they were at a time: a run asks before it compiles, and where it loads."""
+    file = Folder(Path(folder))
+    head, table = names
+    (rows, width), most = file.shapes[table], 4096
+    parts = [(slice(start, min(start + most, rows)), slice(0, width)) for start in range(0, rows, most)]
+    is_same = file.shapes[head] == file.shapes[table]
+    return is_same and all(np.array_equal(file.read(head, part), file.read(table, part)) for part in parts)
 
-    def __init__(self, folder: Path):
-        single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+
+class Folder:
+    """The tensors of ``model.safetensors`` (or another ``name``), or of the files that its .index.json lists."""
+
+    def __init__(self, folder: Path, name: str = "model.safetensors"):
+        single, index = folder / name, folder / f"{name}.index.json"
         if single.exists():
             files = [single]
         elif index.exists():
             try:
                 # Their names alone: an index has no say about what is elsewhere.
-                files = [folder / Path(name).name for name in sorted(set(_read_json(index)["weight_map"].values()))]
+                files = [folder / Path(name).name for name in sorted(set(read_json(index)["weight_map"].values()))]
             except (KeyError, TypeError, AttributeError) as error:
                 raise ConfigError(f"{index}: has no weight_map of tensor names to files") from error
         else:
-            raise ConfigError(f"{folder}: neither model.safetensors nor model.safetensors.index.json is there")
+            raise ConfigError(f"{folder}: neither {name} nor {name}.index.json is there")
         self.path = str(folder)
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self._files = {}  # of each tensor
+        self.dtypes: dict[str, str] = {}  # of each tensor, as safetensors calls it
+        self._paths: dict[str, Path] = {}  # of each tensor
+        self._open: tuple[Any, Path | None] = (None, None)
+        self._mapped_bytes = 0
         for path in files:
             if not os.path.isfile(path):
                 raise ConfigError(f"{path}: no such file")
@@ -105,64 +128,146 @@ class _Folder:
                 # Old files keep this constant; and of further tokens a second small model, which nothing here reads.
                 if name.endswith("rotary_emb.inv_freq") or name.startswith("mtp."):
                     continue
-                if part.get_dtype() not in ("F32", "BF16", "F16"):
-                    raise ConfigError(f"{path}: tensor {name} is {part.get_dtype()}; supported: F32, BF16, F16")
+                if part.get_dtype() not in DTYPES:
+                    raise ConfigError(f"{path}: tensor {name} is {part.get_dtype()}; supported: {', '.join(DTYPES)}")
                 if name in self.shapes:
                     raise ConfigError(f"{path}: tensor {name} is in another file too")
                 self.shapes[name] = tuple(part.get_shape())
-                self._files[name] = file
+                self.dtypes[name], self._paths[name] = part.get_dtype(), path
+        self.modified_ns = tuple(os.stat(path).st_mtime_ns for path in files)
 
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-        return self._files[name].get_slice(name)[index].astype(np.float32)
+        path, rows, shape = self._paths[name], index[0], self.shapes[name]
+        # Pages that were read stay in memory while a file is mapped: a whole model of them, were they not given back.
+        self._mapped_bytes += (rows.stop - rows.start) * math.prod(shape[1:]) * DTYPES[self.dtypes[name]].itemsize
+        if path != self._open[1] or self._mapped_bytes > MOST_MAPPED_BYTES:
+            self._open = (None, None)
+            self._open, self._mapped_bytes = (safetensors.safe_open(path, framework="numpy"), path), 0
+        return self._open[0].get_slice(name)[index].astype(np.float32, copy=False)
 
 
-def export(params: Params, model: Model, tokenizer: Tokenizer, folder: str | Path) -> None:
+def export(
+    params: Params,
+    model: Model,
+    tokenizer: Tokenizer,
+    folder: str | Path,
+    *,
+    like: str | Path | None = None,
+    dtype: str = "",
+) -> None:
     """Write a folder that ``transformers.AutoModelForCausalLM.from_pretrained`` loads to the same logits.
 
-    Weights are float32 and split over files of at most 5 GB, of which the host holds one at a time.
-    config.json comes last: without it an interrupted folder is not taken for a model.
+    All is written aside, in ``folder/.partial``, and renamed into ``folder`` when it is whole, config.json last: an
+    interrupted export leaves what was there, and a folder without config.json is not taken for a model. Weights are
+    split over files of at most 5 GB; the host holds one parameter of all layers at a time.
+
+    Args:
+        like: the Hugging Face folder that the model comes from: its tokenizer, chat template and generation_config.json
+            are kept byte for byte. None: they are written as ``tokenizer`` says.
+        dtype: of the weights, a key of ``numpy_dtypes()``. "": each tensor's in ``like``, or else float32.
+
+    Raises:
+        ConfigError: weights that float16 cannot hold.
     """
+    names = families.names_of(model.arch)
     if not hosts.is_first():
-        for _, _, fetch in layout.stored_tensors(params, families.names_of(model.arch)):
+        for _, _, fetch in layout.stored_tensors(params, names):
             fetch()  # what is split over hosts, all of them gather
         return
-    folder = Path(folder)
+    folder, kept = Path(folder), [] if like is None else _kept_files(Path(like))
+    stored = {} if like is None or dtype else {key: DTYPES[x] for key, x in Folder(Path(like)).dtypes.items()}
+    usual = numpy_dtypes()[dtype or "float32"]
+    aside = folder / PARTIAL
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").unlink(missing_ok=True)
-    _write_weights(params, families.names_of(model.arch), folder)
-    tokenizer.save(folder)
-    tokens = {"bos_token_id": tokenizer.bos_id, "eos_token_id": list(tokenizer.eos_ids)}
-    _write_json(folder / "generation_config.json", {**tokens, "pad_token_id": tokenizer.pad_id})
-    _write_json(folder / "config.json", {**families.config_of(model.arch), **tokens})
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir()
+    try:
+        bytes_of = _write_weights(params, names, aside, lambda name: stored.get(name, usual))
+        tokens = {"bos_token_id": tokenizer.bos_id, "eos_token_id": list(tokenizer.eos_ids)}
+        if like is None:
+            tokenizer.save(aside)
+        for path in kept:
+            (aside / path).parent.mkdir(exist_ok=True)
+            (aside / path).write_bytes((Path(like) / path).read_bytes())
+        if not (aside / "generation_config.json").exists():
+            write_json(aside / "generation_config.json", {**tokens, "pad_token_id": tokenizer.pad_id})
+        most = max(bytes_of, key=bytes_of.get)
+        write_json(aside / "config.json", {**families.config_of(model.arch), "torch_dtype": most, **tokens})
+        _take_place(aside, folder)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
 
 
-def _write_weights(params: Params, names: dict[str, str], folder: Path) -> None:
-    files: list[list] = [[]]
-    filled = 0
-    for name, shape, fetch in layout.stored_tensors(params, names):
-        num_bytes = 4 * int(np.prod(shape))
-        if filled and filled + num_bytes > MAX_FILE_BYTES:
-            files.append([])
-            filled = 0
-        files[-1].append((name, fetch))
-        filled += num_bytes
-    for old in folder.glob("model*.safetensors*"):  # readers would mix them with these
+PARTIAL = ".partial"
+# What a model's text goes through, and how it is sampled: training changes none of it.
+KEPT = ("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt")
+KEPT += ("chat_template.*", "additional_chat_templates/*.jinja")
+WEIGHTS = "model*.safetensors*"
+
+
+def _kept_files(folder: Path) -> list[Path]:
+    """Paths of the files of ``KEPT`` in a folder, relative to it."""
+    return [path.relative_to(folder) for name in KEPT for path in sorted(folder.glob(name)) if path.is_file()]
+
+
+def _take_place(aside: Path, folder: Path) -> None:
+    """Put the files of a finished export where those of an earlier one may be, of which none stays."""
+    for last in ("config.json", "adapter_config.json"):
+        (folder / last).unlink(missing_ok=True)
+    for old in (*folder.glob(WEIGHTS), *(folder / path for path in _kept_files(folder))):  # readers would mix them
         old.unlink()
-    weight_map, total = {}, 0
+    made = [path.relative_to(aside) for path in aside.rglob("*") if path.is_file()]
+    for path in sorted(made, key=lambda path: path.name == "config.json"):
+        (folder / path).parent.mkdir(exist_ok=True)
+        os.replace(aside / path, folder / path)
+
+
+def _write_weights(
+    params: Params, names: dict[str, str], folder: Path, dtype_of: Callable[[str], np.dtype]
+) -> dict[str, int]:
+    """Write the weights; returns how many bytes there are of each dtype."""
+    files: list[dict] = [{}]
+    filled, bytes_of, weight_map = 0, collections.Counter(), {}
+    for name, shape, fetch in layout.stored_tensors(params, names):
+        dtype = np.dtype(dtype_of(name))
+        num_bytes = dtype.itemsize * math.prod(shape)
+        if filled and filled + num_bytes > MAX_FILE_BYTES:
+            files.append({})
+            filled = 0
+        files[-1][name] = (dtype, shape, fetch)
+        filled += num_bytes
+        bytes_of[dtype.name] += num_bytes
     for number, tensors in enumerate(files, start=1):
         file = "model.safetensors" if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        arrays = {name: fetch() for name, fetch in tensors}
-        safetensors.numpy.save_file(arrays, folder / file, metadata={"format": "pt"})
-        (folder / file).chmod(folder.stat().st_mode & 0o666)  # safetensors leaves it to its owner alone
-        weight_map.update(dict.fromkeys(arrays, file))
-        total += sum(array.nbytes for array in arrays.values())
-        del arrays
+        _write_tensors(folder / file, tensors)
+        weight_map.update(dict.fromkeys(tensors, file))
     if len(files) > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        _write_json(folder / "model.safetensors.index.json", index)
+        index = {"metadata": {"total_size": sum(bytes_of.values())}, "weight_map": weight_map}
+        write_json(folder / "model.safetensors.index.json", index)
+    return bytes_of
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _write_tensors(path: Path, tensors: dict[str, tuple[np.dtype, tuple[int, ...], Callable]]) -> None:
+    """A safetensors file, tensor after tensor: the library would hold it whole, twice. The format is in its README."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    name_of, start = {np.dtype(dtype): name for name, dtype in DTYPES.items()}, 0
+    for name, (dtype, shape, _) in tensors.items():
+        end = start + dtype.itemsize * math.prod(shape)
+        header[name] = {"dtype": name_of[dtype], "shape": list(shape), "data_offsets": [start, end]}
+        start = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name, (dtype, _, fetch) in tensors.items():
+            with np.errstate(over="ignore"):
+                array = (value := fetch()).astype(dtype, copy=False)
+            if dtype == np.float16 and not np.isfinite(array).all() and np.isfinite(value).all():
+                raise ConfigError(f"tensor {name} has values over 65504, the largest of float16; bfloat16 holds them")
+            file.write(array.view(np.uint8).data)
+
+
+def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(value, dict):
@@ -174,5 +279,5 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: not readable JSON ({error})") from error
 
 
-def _write_json(path: Path, value: dict[str, Any]) -> None:
+def write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

@@ -57,6 +57,23 @@ EXPERTS = {
 OF_ROPE = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")
 
 
+class _OfSome(str):
+    """What files call a parameter that some layers have: its i-th is the i-th of them."""
+
+    layers: tuple[int, ...]
+
+    def format(self, *, layer: int, **numbers: int) -> str:
+        return super().format(layer=self.layers[layer], **numbers)
+
+
+def by_layer(names: dict[str, str], arch: Architecture) -> dict[str, str]:
+    """Names of stacked parameters, whose "{layer}" is the layer's number where not all layers have them."""
+    made = {path: _OfSome(name) for path, name in names.items()}
+    for path, name in made.items():
+        name.layers = arch.layers_with(path.partition(".")[2])
+    return made
+
+
 def delta_of(path: Any, config: dict[str, Any], keys: dict[str, Any]) -> Delta | None:
     """Sizes of the rule; None where it is not among the family's ``keys``.
 
@@ -97,7 +114,7 @@ def rotary_size(path: Any, config: dict[str, Any], keys: dict[str, Any], head_si
 
 def config_of(arch: Architecture) -> dict[str, Any]:
     """The keys of config.json that say this of an architecture."""
-    said = {"partial_rotary_factor": (arch.rotary_size or arch.head_size) / arch.head_size, "num_experts": 0}
+    said = {"partial_rotary_factor": (arch.rotary_size or arch.head_size) / arch.head_size}
     if d := arch.delta:
         sizes = (d.key_heads, d.value_heads, d.key_size, d.value_size, d.taps)
         said |= dict(zip(_SIZES, sizes, strict=True))

@@ -16,20 +16,20 @@ from typing import Any, Protocol
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.models import delta
-from jaxrl_llm.models.transformer import Model, Params
+from jaxrl_llm.models import delta, lora
+from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.runtime import sharding
 
 # For each dimension of a stored tensor, the dimensions of ours that are folded into it.
-# Ours are counted without the layer axis.
-_VECTOR, _MATRIX = ((0,),), ((0,), (1,))
+# Ours are counted without the axes that are stacked: the layers', and the experts'.
+_VECTOR, _MATRIX, _AXES = ((0,),), ((0,), (1,)), ("layer", "expert")
 LAYOUT = {
     **{name: _MATRIX for name in ("embedding", "head", "blocks.gate", "blocks.up", "blocks.down")},
     **{f"blocks.{name}": ((0, 1), (2,)) for name in ("q", "k", "v")},
     "blocks.o": ((0,), (1, 2)),
+    **{f"blocks.{name}": _MATRIX for name in ("router", "experts_gate", "experts_up", "experts_down")},
     "final_norm": _VECTOR,
     **{f"blocks.{of}{post}": _VECTOR for of in ("attention", "mlp") for post in ("_norm", "_post_norm")},
     **{f"blocks.{name}": _VECTOR for name in ("q_norm", "k_norm", "o_bias", "gate_bias", "up_bias", "down_bias")},
@@ -37,6 +37,7 @@ LAYOUT = {
     "blocks.sinks": _VECTOR,
     **delta.LAYOUT,
 }
+LAYOUT |= lora.layout(LAYOUT)
 
 
 class TensorFile(Protocol):
@@ -49,28 +50,29 @@ class TensorFile(Protocol):
         """A part of one tensor, float32."""
 
 
-def load(file: TensorFile, names: Mapping[str, Any], model: Model, mesh: Mesh) -> Params:
+def load(file: TensorFile, names: Mapping[str, str], shapes: Params, what: str) -> Params:
     """Parameters, each shard read from the file and put straight onto its device.
 
     Args:
-        names: of each parameter of ``LAYOUT`` in the file, "{layer}" the layer's number; or that, and which have it.
+        names: what the file calls each parameter of ``LAYOUT``; "{layer}" and "{expert}" stand for numbers.
+        shapes: of the parameters, with shardings.
+        what: the file should hold, for complaints.
 
     Raises:
         ConfigError: a tensor is missing, has the wrong shape, or belongs to another kind of model.
     """
-    check(file, names, model, mesh)
-    shapes = model.abstract_params(mesh)
+    check(file, names, shapes, what)
     loaded = [_load_one(file, names[path], path, leaf) for path, leaf in _by_path(shapes).items()]
     return jax.tree.unflatten(jax.tree.structure(shapes), loaded)
 
 
-def check(file: TensorFile, names: Mapping[str, Any], model: Model, mesh: Mesh) -> None:
-    """Compare the file's tensors with the model's parameters by name and shape; reads no weight.
+def check(file: TensorFile, names: Mapping[str, str], shapes: Params, what: str) -> None:
+    """Compare the file's tensors with the parameters by name and shape; reads no weight.
 
     Raises:
         ConfigError: as ``load``.
     """
-    expected = {name: shape for name, shape, _, _ in _tensors(_by_path(model.abstract_params(mesh)), names)}
+    expected = {name: shape for name, shape, _, _ in _tensors(_by_path(shapes), names)}
     for name, shape in expected.items():
         if name not in file.shapes:
             raise ConfigError(f"{file.path}: tensor {name} is missing")
@@ -81,8 +83,8 @@ def check(file: TensorFile, names: Mapping[str, Any], model: Model, mesh: Mesh) 
     extra = [name for name in file.shapes if name not in expected and name != names["head"]]
     if extra:
         raise ConfigError(
-            f"{file.path}: tensor {extra[0]} ({len(extra)} like it) is not part of a model of the family "
-            f"{model.arch.family} with {sum(map(_is_stacked, _by_path(model.abstract_params(mesh))))} tensors per layer"
+            f"{file.path}: tensor {extra[0]} ({len(extra)} like it) is not part of {what} with "
+            f"{sum(path.startswith('blocks.') for path in _by_path(shapes))} tensors per layer"
         )
 
 
@@ -94,41 +96,43 @@ def _by_path(params: Params) -> dict[str, Any]:
 Stored = tuple[str, tuple[int, ...], Callable[[], np.ndarray]]
 
 
-def stored_tensors(params: Params, names: Mapping[str, Any]) -> Iterator[Stored]:
+def stored_tensors(params: Params, names: Mapping[str, str]) -> Iterator[Stored]:
     """Every tensor of a file that holds ``params``: its name, its shape and a function that fetches it.
 
     Fetching in this order moves each stacked parameter to the host once.
     """
     fetch = functools.lru_cache(maxsize=1)(lambda path: np.asarray(sharding.whole(flat[path]), np.float32))
 
-    def one(path: str, layer: int | None) -> np.ndarray:
-        value = fetch(path) if layer is None else fetch(path)[layer]
+    def one(path: str, at: tuple[int, ...]) -> np.ndarray:
+        value = fetch(path)[at]
         return np.ascontiguousarray(value.reshape(stored_shape(path, value.shape)))
 
     flat = _by_path(params)
-    for name, shape, path, layer in _tensors(flat, names):
-        yield name, shape, functools.partial(one, path, layer)
+    for name, shape, path, at in _tensors(flat, names):
+        yield name, shape, functools.partial(one, path, at)
 
 
-def _tensors(by_path: Mapping[str, Any], names: Mapping[str, Any]) -> Iterator[tuple]:
-    """Name and shape of every tensor in a file, path and layer (None where it is not stacked) of what it stores."""
+def _tensors(by_path: Mapping[str, Any], names: Mapping[str, str]) -> Iterator[tuple]:
+    """Name and shape of every tensor in a file, path of what it stores, and where in the axes that are stacked."""
     for path, leaf in by_path.items():
-        layers, shape = (range(leaf.shape[0]), leaf.shape[1:]) if _is_stacked(path) else ((None,), leaf.shape)
-        yield from ((_named(names[path], i), stored_shape(path, shape), path, i) for i in layers)
+        n = _num_stacked(path, len(leaf.shape))
+        for at in np.ndindex(leaf.shape[:n]):
+            yield names[path].format(**dict(zip(_AXES, at, strict=False))), stored_shape(path, leaf.shape[n:]), path, at
 
 
-def _named(name: str | tuple[str, tuple[int, ...]], i: int | None) -> str:
-    """Of the i-th that is stacked, the tensor's name."""
-    return name.format(layer=i) if isinstance(name, str) else name[0].format(layer=name[1][i])
+def _num_stacked(path: str, ndim: int) -> int:
+    return ndim - sum(map(len, LAYOUT[path]))
 
 
-def _is_stacked(path: str) -> bool:
-    return path.startswith("blocks.")
+def stored_dims(path: str, ndim: int) -> tuple[tuple[int, ...], ...]:
+    """For each dimension that files store those of ours, with what is stacked before them one by one."""
+    n = _num_stacked(path, ndim)
+    return (*((dim,) for dim in range(n)), *(tuple(n + dim for dim in group) for group in LAYOUT[path]))
 
 
 def stored_shape(path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Of a parameter in a file; ``shape`` is its own, of one layer."""
-    return tuple(math.prod(shape[dim] for dim in group) for group in LAYOUT[path])
+    """Of a parameter in files; ``shape`` is its own, of one layer."""
+    return tuple(math.prod(shape[dim] for dim in group) for group in stored_dims(path, len(shape)))
 
 
 def _load_one(file: TensorFile, name: str, path: str, leaf: jax.ShapeDtypeStruct) -> jax.Array:
@@ -137,13 +141,15 @@ def _load_one(file: TensorFile, name: str, path: str, leaf: jax.ShapeDtypeStruct
     def part(index: tuple[slice, ...]) -> np.ndarray:
         ranges = tuple(s.indices(size)[:2] for s, size in zip(index, leaf.shape, strict=True))
         if ranges not in parts:
-            index = tuple(slice(*r) for r in ranges)
-            if _is_stacked(path):
+            index, n = tuple(slice(*r) for r in ranges), _num_stacked(path, len(ranges))
+            read = lambda name: _read(file, name, path, index[n:], leaf.shape[n:])
+            if n:
                 out = np.empty([r[1] - r[0] for r in ranges], np.float32)
-                for row, layer in enumerate(range(*ranges[0])):
-                    out[row] = _read(file, _named(name, layer), path, index[1:], leaf.shape[1:])
+                for at in np.ndindex(out.shape[:n]):
+                    number = {axis: r[0] + i for axis, r, i in zip(_AXES, ranges, at, strict=False)}
+                    out[at] = read(name.format(**number))
             else:
-                out = _read(file, name, path, index, leaf.shape)
+                out = read(name)
             parts[ranges] = out
         return parts[ranges]
 

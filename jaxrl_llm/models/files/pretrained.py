@@ -5,21 +5,22 @@ Owns: what a path may be. Does not know: file formats (hf, gguf), what the model
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.util
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxrl_llm.config import ConfigError, ModelConfig
 from jaxrl_llm.models.architecture import PRESETS, Architecture
-from jaxrl_llm.models.files import gguf, hf
+from jaxrl_llm.models.files import gguf, hf, peft
 from jaxrl_llm.models.files.tokenizer import Tokenizer, load_tokenizer
 from jaxrl_llm.models.transformer import Model, Params
 
@@ -34,7 +35,7 @@ ALLOWED = f"a Hugging Face folder, a .gguf file, {SMOLLM2}, a hub id (organisati
 )
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Source:
     """A model's files, read on demand.
 
@@ -43,12 +44,14 @@ class Source:
         tokenizer: () -> its tokenizer.
         check_weights: (model, mesh) -> None; raises now what ``load_params`` would find missing or misshapen.
         load_params: (model, mesh, *, seed) -> float32 parameters on their shards. Only random weights use ``seed``.
+        folder: the Hugging Face folder, whose like an export is; None where it is none.
     """
 
     architecture: Callable[[], Architecture]
     tokenizer: Callable[[], Tokenizer]
     check_weights: Callable[[Model, Mesh], None]
     load_params: Callable[..., Params]
+    folder: str | None = None
 
 
 def resolve(path: str, *, setting: str = "model.path") -> Source:
@@ -92,6 +95,22 @@ def resolve_reference(model: ModelConfig, learner: Source) -> Source:
     return reference
 
 
+def weights(
+    model: Model, reference: Model | None, mesh: Mesh, source: Source, teacher: Source, *, seed: int
+) -> tuple[Params | None, Params | None, Callable[[], Params]]:
+    """Weights of a run: the base of adapters (None without), the frozen reference of ``teacher`` (None where the model
+    ``reference`` is), the base itself where that is the same, and () -> what is learned, as training finds it.
+    """
+    load = functools.partial(source.load_params, model.base, mesh, seed=seed)
+    base, is_same = load() if model.lora.rank else None, teacher is source
+    frozen = base if reference and is_same else None
+    if reference and frozen is None:
+        frozen = teacher.load_params(reference, mesh, seed=seed)
+    if base is not None:
+        return base, frozen, lambda: peft.begin(model, mesh, seed=seed)
+    return base, frozen, lambda: jax.tree.map(jnp.copy, frozen) if frozen and is_same else load()
+
+
 def _token_ids(source: Source) -> tuple[int, list[int]]:
     tokenizer = source.tokenizer()
     return tokenizer.vocab_size, tokenizer.encode(_PROBE)
@@ -109,7 +128,9 @@ def _random(path: str, setting: str) -> Source:
 
 
 def _files(path: str, reader: Any, read_tokenizer: Callable[[str], Tokenizer]) -> Source:
-    """A folder or a GGUF file; ``reader`` is the module for such."""
+    """A folder or a GGUF file; ``reader`` is the module for such. Adapters come merged into their base."""
+    if reader is hf and peft.is_adapter(path):
+        return Source(*peft.merged(path, resolve))
 
     def load(model: Model, mesh: Mesh, *, seed: int) -> Params:
         del seed
@@ -122,8 +143,8 @@ def _files(path: str, reader: Any, read_tokenizer: Callable[[str], Tokenizer]) -
             raise ConfigError(f"{path}: the tokenizer has {ids}; one must, and the model has {rows} embeddings")
         return found
 
-    of = functools.partial
-    return Source(of(reader.read_architecture, path), tokenizer, of(reader.check_weights, path), load)
+    of, folder = functools.partial, path if reader is hf else None
+    return Source(of(reader.read_architecture, path), tokenizer, of(reader.check_weights, path), load, folder)
 
 
 def _find_smollm2(setting: str = "model.path") -> str:

@@ -14,6 +14,7 @@ import re
 import secrets
 import signal
 import threading
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,9 @@ END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>")
 _HALF_PAIR = re.compile("[\ud800-\udfff]")
 
 TEMPLATE_SECONDS = 10.0  # that a prompt may take
+# What apply_chat_template does, and a template is not told, or what every prompt tells it.
+OWN_KWARGS = ("messages", "add_generation_prompt", "continue_final_message", "tokenize", "padding", "truncation")
+OWN_KWARGS += ("conversation", "chat_template", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs")
 
 
 class Tokenizer:
@@ -59,8 +63,24 @@ class Tokenizer:
         self._looks_special = re.compile("|".join(map(re.escape, texts)) or "(?!)")
         self._halves = {ord(x): 0xD800 + n for n, x in enumerate(dict.fromkeys("".join(texts)))}
 
+    def ending_at(self, stop_tokens: Sequence[str]) -> Tokenizer:
+        """The same with ``sampling.stop_tokens`` among the ids that end a completion; ConfigError: one is no token."""
+        other = copy.copy(self)
+        for text in stop_tokens:
+            ids = self.encode(text, special_tokens=True)
+            if len(ids) != 1:
+                raise ConfigError(f"sampling.stop_tokens has {text!r:.200}, which is {len(ids)} tokens of the model's")
+            other.eos_ids = tuple(dict.fromkeys([*other.eos_ids, *ids]))
+        return other
+
     def encode_prompts(
-        self, prompts: list[str | Messages], *, chat_template: bool, system_prompt: str, special_tokens: bool = False
+        self,
+        prompts: list[str | Messages],
+        *,
+        chat_template: bool,
+        system_prompt: str,
+        special_tokens: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[list[int]]:
         """Token ids of prompts, ready for a completion each.
 
@@ -70,6 +90,7 @@ class Tokenizer:
                 turn. False: the text is the prompt, with the special tokens the tokenizer puts at a start.
             system_prompt: a system message before a text prompt; "" leaves it to the template.
             special_tokens: what looks like a special token in these texts is one, not the template's own alone.
+            chat_template_kwargs: what the template is told besides, such as ``enable_thinking`` or ``tools``.
 
         Raises:
             ConfigError: messages, or a system prompt, without a chat template; one that the template refuses.
@@ -82,29 +103,38 @@ class Tokenizer:
                 raise ConfigError(
                     f"prompts.system_prompt={system_prompt!r} needs prompts.chat_template=True; it is False"
                 )
-            return self._encode([hide(prompt) for prompt in prompts], at_start=True)
+            if chat_template_kwargs:
+                given = f"prompts.chat_template_kwargs={chat_template_kwargs!r:.200}"
+                raise ConfigError(f"{given} needs prompts.chat_template=True; it is False")
+            made = self._encode([hide(prompt) for prompt in prompts], at_start=True)
+            return [ids[ids[:2] == [self.bos_id] * 2 :] for ids in made]  # a text may have a beginning of its own
         if not self._fast.chat_template:
             raise ConfigError("prompts.chat_template=True, but the model's tokenizer has no chat template")
         system = [{"role": "system", "content": system_prompt}] if system_prompt else []
+        told = _deep(hide, dict(chat_template_kwargs or {}))
+        for key in told:
+            if key in OWN_KWARGS or not re.search(rf"\b{re.escape(key)}\b", str(self._fast.chat_template)):
+                raise ConfigError(f"prompts.chat_template_kwargs has {key!r}, which the model's chat template has not")
         texts = []
         for prompt in prompts:
             messages = [*system, {"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             messages = [{key: hide(text) for key, text in message.items()} for message in messages]
             try:
-                texts.append(self._rendered(messages))
+                texts.append(self._rendered(messages, told))
             except Exception as error:  # templates raise jinja's errors, of a package we need not know
                 raise ConfigError(
                     f"the chat template refuses the messages {prompt!r:.200}: {str(error) or error!r}"
                 ) from error
         return self._encode(texts, at_start=False)
 
-    def _rendered(self, messages: Messages) -> str:
+    def _rendered(self, messages: Messages, told: dict[str, Any]) -> str:
         """By the template, a program of the model's maker: a sandbox bounds what it reaches, this how long it runs."""
 
         def stop(*_: Any) -> None:
             raise TimeoutError(f"it runs for more than {TEMPLATE_SECONDS:g} s")
 
-        render = functools.partial(self._fast.apply_chat_template, messages, add_generation_prompt=True, tokenize=False)
+        how = {"add_generation_prompt": True, "tokenize": False}
+        render = functools.partial(self._fast.apply_chat_template, messages, **told, **how)
         if threading.current_thread() is not threading.main_thread():  # which alone has signals
             return render()
         handler, timer = signal.signal(signal.SIGALRM, stop), signal.setitimer(signal.ITIMER_REAL, TEMPLATE_SECONDS)
@@ -194,6 +224,15 @@ def fast_tokenizer_class() -> type:
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast
+
+
+def _deep(change: Callable[[str], str], value: Any) -> Any:
+    """``value``, nested as JSON is, with every text in it changed but the keys."""
+    if isinstance(value, dict):
+        return {key: _deep(change, x) for key, x in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_deep(change, x) for x in value]
+    return change(value) if isinstance(value, str) else value
 
 
 def _checked(text: str) -> str:

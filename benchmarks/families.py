@@ -1,0 +1,164 @@
+"""Step time and memory by family: models of equal size with each family's own layers, by turns on one device.
+
+    python -m benchmarks.families                        # 20 M parameters
+    python -m benchmarks.families --size tiny            # seconds
+    python -m benchmarks.families --only gemma3 --json FILE
+
+All have the same width, depth, heads, feed-forward and vocabulary, random weights, float32 and rows of one length. A
+round runs each family once, Llama first: generation, then one optimizer step. Printed: medians over the rounds, medians
+of the ratios to Llama's seconds of the same round, and the update's bytes as the compiler counts them, arguments too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import machine, results
+from benchmarks.iteration import Iteration, random_params, random_prompts
+from benchmarks.results import Figure
+from jaxrl_llm.config import Config, freeze
+from jaxrl_llm.models.architecture import Architecture, Layer
+from jaxrl_llm.runtime.programs import memory
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    width: int
+    num_layers: int  # a multiple of 6: Gemma 3 and SmolLM3 have kinds of layers that come again
+    ffn: int
+    vocab_size: int
+    window: int
+    prompts: int
+    group: int
+    prompt: int
+    completion: int
+    micro_batch: int
+
+
+SIZES = {
+    "medium": Size(384, 12, 1024, 8192, 64, prompts=4, group=8, prompt=64, completion=64, micro_batch=16),
+    "tiny": Size(32, 6, 64, 264, 8, prompts=2, group=4, prompt=16, completion=8, micro_batch=8),
+}
+NORMS = dict(post_norm=True, qk_norm="head", norm_offset=1.0)
+
+
+def family(name: str, size: Size) -> Architecture:
+    """The shape of a family at a size, as its published models have their layers."""
+    n, window, no_rope = size.num_layers, Layer(window=size.window), Layer(rope=-1)
+    of = {
+        "llama": {},
+        "qwen2": {"qkv_bias": True},
+        "qwen3": {"qk_norm": "head"},
+        "gemma3": {
+            **NORMS,
+            "activation": "gelu_tanh",
+            "embedding_scale": size.width**0.5,
+            "layers": tuple(Layer() if i % 6 == 5 else Layer(size.window, rope=1) for i in range(n)),
+        },
+        "olmo2": {"pre_norm": False, "post_norm": True, "qk_norm": "all"},
+        "smollm3": {"layers": tuple(no_rope if i % 4 == 3 else Layer() for i in range(n))},
+        "mistral_window": {"layers": (window,) * n},
+    }[name]
+    heads = size.width // 32 if size.width > 32 else 4
+    sizes = {"num_heads": heads, "num_kv_heads": heads // 2, "head_size": size.width // heads}
+    shared = {"vocab_size": size.vocab_size, "width": size.width, "num_layers": n, "ffn": size.ffn}
+    return Architecture(**shared, **sizes, **of)
+
+
+FAMILIES = ("llama", "qwen2", "qwen3", "gemma3", "olmo2", "smollm3", "mistral_window")
+
+
+def config_of(size: Size) -> Config:
+    rows = size.prompts * size.group
+    return freeze(
+        {
+            "prompts": {"max_tokens": size.prompt},
+            "sampling": {"max_completion_tokens": size.completion},
+            "rollout": {"prompts_per_iteration": size.prompts, "group_size": size.group},
+            "update": {"batch_size": rows, "micro_batch_size": size.micro_batch},
+        }
+    )
+
+
+class Contender:
+    """One family's run; ``round`` gives its seconds of generation and of an optimizer step."""
+
+    def __init__(self, name: str, size: Size):
+        self.arch, config = family(name, size), config_of(size)
+        self._iteration = Iteration(config, self.arch, random_params, random_prompts(config, self.arch))
+        self.update_bytes = memory(self._iteration.programs["update"]).peak
+        self._rewards = np.arange(config.rollouts_per_iteration) % 2
+        self.round()
+
+    def round(self) -> tuple[float, float]:
+        start = time.perf_counter()
+        rollout, _ = self._iteration.generate()
+        middle = time.perf_counter()
+        self._iteration.update(rollout, self._rewards)
+        return middle - start, time.perf_counter() - middle
+
+
+def measure(names: list[str], size: Size, rounds: int) -> list[Figure]:
+    """Figures of each family; those of Llama, the first name, come without ratios."""
+    contenders = {name: Contender(name, size) for name in names}
+    seconds = {name: [] for name in names}
+    for _ in range(rounds):
+        for name, contender in contenders.items():
+            seconds[name].append(contender.round())
+    tokens, figures = size.prompts * size.group * size.completion, []
+    for name in names:
+        generate, update = ([pair[i] for pair in seconds[name]] for i in (0, 1))
+        figures += [
+            Figure(f"{name}/parameters", contenders[name].arch.num_params, ""),
+            Figure(f"{name}/generate_tokens_per_s", tokens / statistics.median(generate), "tokens/s", "more"),
+            Figure(f"{name}/update_s", statistics.median(update), "s", "less"),
+            Figure(f"{name}/update_bytes", contenders[name].update_bytes, "bytes", "less"),
+        ]
+        for part, what in enumerate(("generate", "update")):
+            if name != names[0]:
+                both = zip(seconds[name], seconds[names[0]], strict=True)
+                ratios = [mine[part] / theirs[part] for mine, theirs in both]
+                figures.append(Figure(f"{name}/{what}_over_llama", statistics.median(ratios), "", "less"))
+    return figures
+
+
+def table(names: list[str], figures: list[Figure]) -> Table:
+    of = {figure.name: figure.value for figure in figures}
+    shown = Table("family", "parameters", "tokens/s", "x Llama", "update s", "x Llama", "update MiB", title="By family")
+    for name in names:
+        ratio = lambda what, name=name: f"{of.get(f'{name}/{what}_over_llama', 1.0):.2f}"
+        shown.add_row(
+            *(name, f"{of[f'{name}/parameters'] / 1e6:.2f} M", f"{of[f'{name}/generate_tokens_per_s']:.0f}"),
+            *(ratio("generate"), f"{of[f'{name}/update_s']:.3f}", ratio("update")),
+            f"{of[f'{name}/update_bytes'] / 2**20:.1f}",
+        )
+    return shown
+
+
+def main(arguments: list[str]) -> int:
+    parser = results.Arguments(prog="python -m benchmarks.families", description=__doc__.splitlines()[0])
+    parser.add_argument("--size", choices=SIZES, default="medium")
+    parser.add_argument("--only", nargs="+", choices=FAMILIES[1:], default=FAMILIES[1:], help="beside Llama")
+    parser.add_argument("--rounds", type=results.at_least(1), default=7)
+    parser.add_argument("--json", type=Path, help="file for the result")
+    options = parser.parse_args(arguments)
+    names = ["llama", *dict.fromkeys(options.only)]
+    figures = measure(names, SIZES[options.size], options.rounds)
+    Console(width=120).print(table(names, figures))
+    if options.json:
+        settings = {"size": dataclasses.asdict(SIZES[options.size]), "rounds": options.rounds}
+        versions = machine.versions("jaxrl_llm", "jax", "jaxlib")
+        results.write(options.json, "families", figures, versions=versions, settings=settings)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,116 @@
+"""What precision costs in agreement: how far sampler and learner differ about the tokens that the sampler drew.
+
+    python -m benchmarks.precision                                # SmolLM2-135M, its answers to sums
+    python -m benchmarks.precision --model llama qwen3 gemma3     # random models of benchmarks.families, medium size
+
+For each way to compute (float32 or bfloat16; the sampler's weights in full, int8 or fp8; the learner's too or not):
+|learner's log-prob - sampler's| of every token, its mean, 99th and 99.9th percentile and largest, in nats.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import families, machine, results
+from benchmarks.iteration import Iteration, random_prompts
+from benchmarks.results import Figure
+from jaxrl_llm.actor.evaluation import questions
+from jaxrl_llm.config import Config, freeze
+from jaxrl_llm.models.files import pretrained
+from jaxrl_llm.ops.masks import completion_mask
+from jaxrl_llm.runtime.programs import Program, compile_all
+
+# (dtype of the arithmetic, rollout.weights, update.weights)
+WAYS = [
+    (dtype, *weights)
+    for dtype in ("float32", "bfloat16")
+    for weights in (("compute", "full"), ("int8", "full"), ("int8", "rollout"), ("fp8", "full"), ("fp8", "rollout"))
+]
+
+
+def config_of(way: tuple[str, str, str], *, prompts: int, completion: int) -> Config:
+    dtype, rollout, update = way
+    return freeze(
+        {
+            "model": {"compute_dtype": dtype},
+            "prompts": {"source": "arithmetic", "max_tokens": 48, "size": 64},
+            "sampling": {"max_completion_tokens": completion},
+            "rollout": {"prompts_per_iteration": prompts, "group_size": 8, "weights": rollout},
+            "update": {"batch_size": prompts * 8, "micro_batch_size": 8, "weights": update},
+        }
+    )
+
+
+def spread(model, mesh):
+    """Random weights whose logits differ as those of a trained model do: a matrix keeps sizes."""
+    draw = np.random.default_rng(0)
+
+    def one(path, leaf):
+        if "norm" in path[-1].key or "bias" in path[-1].key:
+            return np.full(leaf.shape, 0.0 if "bias" in path[-1].key else 1.0 - model.arch.norm_offset, np.float32)
+        return (draw.normal(size=leaf.shape) / np.sqrt(model.arch.width)).astype(np.float32)
+
+    shapes = model.abstract_params(mesh)
+    return jax.device_put(jax.tree_util.tree_map_with_path(one, shapes), jax.tree.map(lambda x: x.sharding, shapes))
+
+
+def gaps(name: str, way: tuple[str, str, str], *, prompts: int, completion: int) -> np.ndarray:
+    """|difference| of every token that the sampler drew, in nats."""
+    config = config_of(way, prompts=prompts, completion=completion)
+    if name in families.FAMILIES:
+        arch, load = families.family(name, families.SIZES["medium"]), spread
+        encoded = random_prompts(config, arch)
+    else:
+        source = pretrained.resolve(name)
+        arch, load = source.architecture(), lambda model, mesh: source.load_params(model, mesh, seed=0)
+        encoded = questions(config, source.tokenizer())[0]
+    iteration = Iteration(config, arch, load, encoded, learner=False)
+    rollout, _ = iteration.generate()
+    learner = iteration.run.learner
+    program = Program(learner.annotation.logp, (learner.params, learner.sampled))
+    logp = compile_all({"logp": program}, iteration.mesh)["logp"](load(learner.model, iteration.mesh), rollout)
+    mask = completion_mask(rollout.prompt_length, rollout.length, rollout.tokens.shape[1])
+    return np.abs(np.asarray(logp) - np.asarray(rollout.behaviour_logp))[np.asarray(mask)]
+
+
+def measure(names: list[str], *, prompts: int, completion: int) -> Iterator[Figure]:
+    for name in names:
+        for way in WAYS:
+            found = gaps(name, way, prompts=prompts, completion=completion)
+            of = {"mean": found.mean(), "p99": np.quantile(found, 0.99), "p999": np.quantile(found, 0.999)}
+            for what, value in (of | {"max": found.max()}).items():
+                yield Figure(f"{name}/{'/'.join(way)}/{what}", float(value), "nats", "less")
+
+
+def main(arguments: list[str]) -> int:
+    parser = results.Arguments(prog="python -m benchmarks.precision", description=__doc__.splitlines()[0])
+    parser.add_argument("--model", nargs="+", default=["smollm2-135m-instruct"], help="paths or families")
+    parser.add_argument("--prompts", type=results.at_least(1), default=8, help="of 8 answers each")
+    parser.add_argument("--completion", type=results.at_least(2), default=32, help="tokens of an answer at most")
+    parser.add_argument("--json", type=Path, help="file for the result")
+    options = parser.parse_args(arguments)
+    figures = []
+    for figure in measure(options.model, prompts=options.prompts, completion=options.completion):
+        figures.append(figure)
+        print(f"{figure.name:60} {figure.value:.2e}", flush=True)
+    shown = Table("model", "arithmetic", "sampler", "learner", "mean", "p99", "p99.9", "largest", title="Gap in nats")
+    for i in range(0, len(figures), 4):
+        *name, _ = figures[i].name.rsplit("/", 4)
+        shown.add_row(*name, *(f"{figure.value:.1e}" for figure in figures[i : i + 4]))
+    Console(width=120).print(shown)
+    if options.json:
+        settings = {"prompts": options.prompts, "completion": options.completion}
+        versions = machine.versions("jaxrl_llm", "jax", "jaxlib", "qwix")
+        results.write(options.json, "precision", figures, versions=versions, settings=settings)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,200 @@
+"""Folders of adapters in PEFT's format, adapter_config.json and adapter_model.safetensors: both ways.
+
+Owns: the files of a folder. Needs neither torch nor peft. Does not know: the base's files, what adapters compute.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import safetensors.numpy
+from jax.sharding import Mesh
+
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.method_config import LORA_TARGETS, LoraConfig
+from jaxrl_llm.models import lora
+from jaxrl_llm.models.files import families, hf, layout
+from jaxrl_llm.models.files.tokenizer import Tokenizer
+from jaxrl_llm.models.transformer import Model, Params
+from jaxrl_llm.runtime import hosts
+from jaxrl_llm.runtime.nested import build
+
+if TYPE_CHECKING:
+    from jaxrl_llm.models.files.pretrained import Source
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+# Keys whose values change nothing of what an adapter that is loaded computes. Others must be absent or say nothing.
+INERT = {
+    *("auto_mapping", "base_model_name_or_path", "revision", "task_type", "peft_version", "inference_mode"),
+    *("lora_dropout", "qalora_group_size", "target_modules", "exclude_modules", "eva_config", "loftq_config"),
+    *("corda_config", "lora_ga_config", "runtime_config", "ensure_weight_tying", "megatron_core"),
+}
+READ = {"peft_type": "LORA", "r": None, "lora_alpha": 8, "use_rslora": False, "init_lora_weights": True}
+# First values for which PEFT leaves the base as it is.
+INITS = (True, False, "gaussian", "orthogonal", "eva")
+NOTHING = (None, False, "none", {}, [])
+
+
+def is_adapter(folder: str | Path) -> bool:
+    """Whether a folder has adapters, and no model."""
+    return os.path.isfile(Path(folder, CONFIG)) and not os.path.exists(Path(folder, "config.json"))
+
+
+def base_of(folder: str | Path) -> str:
+    """Path or name of the base, as adapter_config.json says it.
+
+    Raises:
+        ConfigError: it says none.
+    """
+    name = hf.read_json(Path(folder, CONFIG)).get("base_model_name_or_path")
+    if not isinstance(name, str) or not name:
+        raise ConfigError(f"{Path(folder, CONFIG)}: base_model_name_or_path={name!r:.200} must name the adapters' base")
+    return name
+
+
+def read_config(folder: str | Path) -> LoraConfig:
+    """Rank, scale and targets of the adapters in ``folder``; the targets are those of its tensors.
+
+    Raises:
+        ConfigError: no such files, another method than LoRA, or a variant that the model code lacks.
+    """
+    path = Path(folder, CONFIG)
+    given = READ | hf.read_json(path)
+    if given["peft_type"] != "LORA":
+        raise ConfigError(f"{path}: peft_type={given['peft_type']!r:.60} is not supported; supported: 'LORA'")
+    if given["init_lora_weights"] not in INITS:
+        raise ConfigError(f"{path}: init_lora_weights={given['init_lora_weights']!r:.60} changes the base")
+    for key, value in given.items():
+        if key not in INERT and key not in READ and value not in NOTHING:
+            raise ConfigError(f"{path}: {key}={value!r:.60} is not supported; supported: absent, null or false")
+    modules = {name.rsplit(".", 3)[-3] for name in hf.Folder(Path(folder), WEIGHTS).shapes if name.count(".") > 2}
+    targets = [name for name in LORA_TARGETS if f"{name}_proj" in modules]
+    if not targets:
+        known = ", ".join(f"{name}_proj" for name in LORA_TARGETS)
+        raise ConfigError(f"{Path(folder, WEIGHTS)}: has adapters of none of {known}")
+    if given["r"] in (None, 0):
+        raise ConfigError(f"{path}: r={given['r']!r} must be at least 1")
+    found = {"rank": given["r"], "alpha": given["lora_alpha"], "rank_stabilised": given["use_rslora"]}
+    return build(LoraConfig, {**found, "targets": targets}, f"{path}: ")
+
+
+def check(model: Model, mesh: Mesh, path: str) -> None:
+    """Raise now what ``load`` of ``model.lora.path`` would find missing or misshapen; ``path`` is the base's."""
+    config = model.lora
+    if config.rank and is_adapter(path):
+        raise ConfigError(
+            f"model.path={path!r:.200} is a folder of adapters; with model.lora.rank={config.rank} it must be their "
+            "base: start from them with model.lora.path, or merge them (export --merge)"
+        )
+    if not config.path:
+        return
+    found = read_config(config.path)
+    for name in ("rank", "alpha", "rank_stabilised", "targets"):
+        own, there = getattr(config, name), getattr(found, name)
+        if own != there and not (name == "targets" and {*own} == {*there}):
+            raise ConfigError(
+                f"model.lora.{name}={own!r} must be {there!r}, as model.lora.path={config.path!r:.200} has it"
+            )
+    layout.check(hf.Folder(Path(config.path), WEIGHTS), names_of(model), *_expected(model, mesh))
+
+
+def load(folder: str | Path, model: Model, mesh: Mesh) -> Params:
+    """Adapters of ``folder``, the learned part of the parameters (``lora.split``), straight onto the shards.
+
+    Raises:
+        ConfigError: an unreadable file, or a missing, misshapen or unknown tensor.
+    """
+    return layout.load(hf.Folder(Path(folder), WEIGHTS), names_of(model), *_expected(model, mesh))
+
+
+def _expected(model: Model, mesh: Mesh) -> tuple[Params, str]:
+    """Shapes of adapters, and what they are."""
+    config = model.lora
+    return lora.split(model.abstract_params(mesh))[0], f"adapters of {', '.join(config.targets)} of rank {config.rank}"
+
+
+def begin(model: Model, mesh: Mesh, *, seed: int) -> Params:
+    """Adapters as training finds them: those of ``model.lora.path``, or new ones."""
+    return load(model.lora.path, model, mesh) if model.lora.path else lora.init(model, mesh, seed=seed)
+
+
+def merged(path: str, resolve: Callable[..., Source]) -> tuple[Callable, Callable, Callable, Callable]:
+    """The fields of a ``Source`` of the adapters in the folder ``path``, merged into their base as that is loaded.
+
+    Args:
+        resolve: (path, *, setting) -> source of the base.
+
+    Raises:
+        ConfigError: the base is not there, or is adapters itself.
+    """
+    named = base_of(path)
+    if is_adapter(named):
+        raise ConfigError(f"{path}: the base {named!r:.200} is adapters itself; merge those first (export --merge)")
+    base = resolve(named, setting=f"{path}: base_model_name_or_path")
+    of = lambda model: dataclasses.replace(model, lora=read_config(path))
+
+    def check_both(model: Model, mesh: Mesh) -> None:
+        base.check_weights(model, mesh)
+        layout.check(hf.Folder(Path(path), WEIGHTS), names_of(model), *_expected(of(model), mesh))
+
+    def load_both(model: Model, mesh: Mesh, *, seed: int) -> Params:
+        adapted = of(model)
+        return lora.merge(load(path, adapted, mesh), base.load_params(model, mesh, seed=seed), adapted.lora)
+
+    return base.architecture, base.tokenizer, check_both, load_both
+
+
+def names_of(model: Model) -> dict[str, str]:
+    """What files call the A and B of each matrix that ``layout.LAYOUT`` has."""
+    of_base = families.names_of(model.arch)
+    stem = lambda name: "base_model.model." + of_base[f"blocks.{name}"].removesuffix("weight")
+    kinds = ((lora.A, "lora_A.weight"), (lora.B, "lora_B.weight"))
+    return {f"blocks.{name}{kind}": stem(name) + end for name in LORA_TARGETS for kind, end in kinds} | {"head": ""}
+
+
+def export(learned: Params, model: Model, tokenizer: Tokenizer, folder: str | Path, base: str, **like: Any) -> None:
+    """Write adapters, float32, so that ``peft.PeftModel.from_pretrained`` over the base has the same logits.
+
+    Where there are none, the parameters as ``hf.export`` does, with what else that takes.
+
+    adapter_config.json comes last: without it an interrupted folder is not taken for adapters.
+
+    Args:
+        base: what adapter_config.json is to call the base: ``model.path``.
+
+    Raises:
+        ConfigError: a model is in the folder.
+    """
+    if not model.lora.rank:
+        return hf.export(learned, model, tokenizer, folder, **like)
+    tensors = layout.stored_tensors(learned, names_of(model))
+    arrays = {name: fetch() for name, _, fetch in tensors}  # what is split over hosts, all of them gather
+    if not hosts.is_first():
+        return
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    if (folder / "config.json").exists():
+        raise ConfigError(f"{folder} holds a model (config.json); adapters need a folder of their own")
+    (folder / CONFIG).unlink(missing_ok=True)
+    safetensors.numpy.save_file(arrays, folder / WEIGHTS, metadata={"format": "pt"})
+    (folder / WEIGHTS).chmod(folder.stat().st_mode & 0o666)  # safetensors leaves it to its owner alone
+    tokenizer.save(folder)
+    config = model.lora
+    said: dict[str, Any] = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": config.rank,
+        "lora_alpha": int(config.alpha) if config.alpha.is_integer() else config.alpha,
+        "use_rslora": config.rank_stabilised,
+        "target_modules": [f"{name}_proj" for name in config.targets],
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "inference_mode": True,
+    }
+    hf.write_json(folder / CONFIG, said)

@@ -1,0 +1,346 @@
+"""Mixture of experts: a router gives each token to k of E gated MLPs, and adds what they say by its probabilities.
+
+    p = softmax(W_r x) in float32;  y = sum over the k likeliest experts e of p_e MLP_e(x)
+
+with the k probabilities scaled to a sum of 1 where the family does so. Dropless: an expert takes every token that
+chooses it, sorted to its neighbours, by a grouped matmul. Experts lie on the mesh axis ``expert``: its devices, which
+have rows of their own elsewhere, gather each other's rows, each adds what its experts say, and a reduce-scatter gives
+every device its rows' sum.
+
+Routing replay (R3, arXiv:2510.11370): experts that were chosen before, by the sampler, are chosen again, with the
+probabilities of the weights at hand. The balance cost is that of Switch Transformers as transformers computes it,
+E sum_e f_e P_e: f_e the experts' shares of what all tokens of all layers chose, times k, P_e their mean probabilities.
+
+Letters: B rows, T tokens, D width, F an expert's ffn, E experts, k experts of a token, X = B T, A = X k choices.
+Owns: the experts' parameters, who computes what. Does not know: files, losses, samplers.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas.ops.tpu.megablox import ops as megablox
+
+from jaxrl_llm.config import Config, ConfigError
+from jaxrl_llm.models import variants
+from jaxrl_llm.models.architecture import Architecture
+from jaxrl_llm.ops import packing
+from jaxrl_llm.ops.logp import completion_window
+from jaxrl_llm.runtime import sharding
+
+if TYPE_CHECKING:
+    from jaxrl_llm.models.transformer import Model
+
+_AXES = {
+    "experts_gate": ("expert", "mlp", "embed"),
+    "experts_up": ("expert", "mlp", "embed"),
+    "experts_down": ("expert", "embed", "mlp"),
+}
+
+
+@flax.struct.dataclass
+class Routing:
+    """What is known of the choice of experts before it is made."""
+
+    chosen: jax.Array | None = None  # [B,T,layers*k], of one layer [B,T,k], by token; None = the likeliest
+    counts: jax.Array | None = None  # [layers,E] f32, of the batch, where the balance cost of each token is wanted
+
+
+def check(config: Config, arch: Architecture, mesh: Any, who: str) -> None:
+    """Experts divide over their mesh axis, and what is set of them needs some; ConfigError otherwise."""
+    n, E = mesh.shape["expert"], arch.num_experts
+    if E % n:
+        fit = ", ".join(str(d) for d in range(1, E + 1) if E % d == 0)
+        raise ConfigError(f"mesh.expert={n} must divide the {who}'s {E} experts: one of {fit}")
+    if config.model.routing_replay and config.external.groups_per_iteration:
+        others = f"external.groups_per_iteration={config.external.groups_per_iteration}"
+        raise ConfigError(f"model.routing_replay=True must be False with {others}: nobody noted the experts of others")
+    for name, value, otherwise in (
+        ("model.routing_replay", config.model.routing_replay, False),
+        ("update.load_balance", config.update.load_balance, 0.0),
+    ):
+        if value and not E and who == "model":
+            raise ConfigError(f"{name}={value!r} must be {otherwise!r}: the model has no experts")
+    targets = config.model.lora.targets
+    if E and config.model.lora.rank and not {"gate", "up", "down"}.isdisjoint(targets):
+        raise ConfigError(f"model.lora.targets={targets!r} must be among q, k, v, o: experts take no adapters")
+    if E and config.rollout.weights != "compute":
+        raise ConfigError(f"rollout.weights={config.rollout.weights!r} must be 'compute': experts are not rounded")
+
+
+def parameters(arch: Architecture) -> Iterator[tuple[str, tuple[int, ...], tuple[str, ...]]]:
+    """Of a block's MLP, or of its router and experts: name, shape and logical axes without the layers'.
+
+    Raises:
+        ConfigError: a token cannot have so many experts.
+    """
+    E, D, F, k = arch.num_experts, arch.width, arch.ffn, arch.experts_per_token
+    if not E:
+        yield from (("gate", (F, D), ("mlp", "embed")), ("up", (F, D), ("mlp", "embed")))
+        yield "down", (D, F), ("embed", "mlp")
+        return
+    if not 1 <= k <= E:
+        raise ConfigError(f"a model of {E} experts, {k} for each token (num_experts_per_tok): must be from 1 to {E}")
+    yield "router", (E, D), ("activation", "embed")
+    for name, size in (("experts_gate", (E, F, D)), ("experts_up", (E, F, D)), ("experts_down", (E, D, F))):
+        yield name, size, _AXES[name]
+
+
+def id_dtype(arch: Architecture) -> Any:
+    """The smallest that holds an expert's number."""
+    return jnp.uint8 if arch.num_experts <= 256 else jnp.int16
+
+
+def by_layer(routing: Routing | None, num_layers: int) -> jax.Array | None:
+    """The experts that were chosen before in each layer, [layers,B,T,k]."""
+    if routing is None or routing.chosen is None:
+        return None
+    B, T, _ = routing.chosen.shape
+    return jnp.moveaxis(routing.chosen.reshape(B, T, num_layers, -1), 2, 0)
+
+
+def of_layer(model: Model, routing: Routing | None, chosen: jax.Array | None, *, of_sampler: bool) -> Callable | None:
+    """``mlp`` of a layer, whose experts ``chosen`` [B,T,k] names where they were chosen before; None if it has none.
+
+    Args:
+        of_sampler: the weights lie as the sampler's.
+    """
+    arch = model.arch
+    if not arch.num_experts:
+        return None
+    rules = sharding.RULES | dict(model.rules) | (sharding.OF_SAMPLER if of_sampler else {})
+    if model.attention == "splash":  # on a TPU, and kernels are wanted
+        grouped = functools.partial(grouped_by_kernel, turned=of_sampler)
+    else:
+        grouped = lambda rows, w, sizes: jax.lax.ragged_dot(rows, w.mT, sizes)
+    load = None if routing is None or routing.counts is None else _load(routing.counts, arch)
+    act = variants.ACTIVATIONS[arch.activation]
+    return functools.partial(mlp, chosen=chosen, load=load, arch=arch, activation=act, rules=rules, grouped=grouped)
+
+
+def by_token(hidden: jax.Array, made: tuple[Any, ...]) -> tuple[jax.Array, ...]:
+    """What ``Model.forward`` gives, without keys and values.
+
+    Returns:
+        The hidden states; of a model with experts the chosen [B,T,layers*k] too, and where they were computed the
+        balance costs [B,T,1] f32, means over the layers.
+    """
+    if len(made) == 2:  # keys and values
+        return (hidden,)
+    chosen, *cost = (jnp.stack(x) if isinstance(x, tuple) else x for x in made[2:])
+    chosen = jnp.moveaxis(chosen, 0, 2)
+    return (hidden, chosen.reshape(*chosen.shape[:2], -1), *(jnp.mean(x, axis=0)[..., None] for x in cost))
+
+
+def in_lines(
+    routing: Routing | None, prompt_length: jax.Array, length: jax.Array, *, width: int, group_size: int
+) -> Routing | None:
+    """Of rows [n,K,S,m] as ``packing.lay`` lays their tokens, [n,W,m]."""
+    if routing is None or routing.chosen is None:
+        return routing
+    n, K, S, m = routing.chosen.shape
+    number = jnp.broadcast_to(jnp.arange(K * S, dtype=jnp.int32).reshape(1, K, S), (n, K, S))
+    at = packing.lay(number, prompt_length, length, width=width, group_size=group_size).tokens[:, :, None]
+    return routing.replace(chosen=jnp.take_along_axis(routing.chosen.reshape(n, K * S, m), at, axis=1))
+
+
+def of_groups(
+    routing: Routing | None, prompt_length: jax.Array, *, completion_width: int, group_size: int
+) -> Routing | None:
+    """Of rows [B,S,m] by groups, prompt ++ completions: [B/G,L+G*C,m]."""
+    if routing is None or routing.chosen is None:
+        return routing
+    B, S, m = routing.chosen.shape
+    prompts = routing.chosen.reshape(B // group_size, group_size, S, m)[:, 0, : S - completion_width]
+    completions = completion_window(routing.chosen, prompt_length, completion_width)
+    return routing.replace(chosen=jnp.concatenate([prompts, completions.reshape(len(prompts), -1, m)], axis=1))
+
+
+def noted(made: tuple[Any, ...], length: jax.Array, row_width: int) -> jax.Array:
+    """What prompts chose, [P,S,layers*k], of each token the choice of the one before it; 0 elsewhere.
+
+    Args:
+        made: what a forward of them [P,L] gave beside hidden states.
+        length: [P] i32.
+    """
+    chosen_PLm = by_token(None, made)[1]
+    chosen_PLm = jnp.where((jnp.arange(chosen_PLm.shape[1])[None] < length[:, None])[..., None], chosen_PLm, 0)
+    return jnp.pad(chosen_PLm, ((0, 0), (1, row_width - chosen_PLm.shape[1] - 1), (0, 0)))
+
+
+def replay(noted: jax.Array | None, counts: jax.Array | None) -> Routing:
+    """Of the choices that the sampler noted with each token [...,S,m], made by the one before it."""
+    return Routing(None if noted is None else jnp.roll(noted, -1, axis=-2), counts)
+
+
+def counts(chosen: jax.Array, mask: jax.Array, arch: Architecture) -> jax.Array:
+    """Tokens of the mask [...] that chose each expert of each layer, [layers,E] f32; chosen [...,layers*k]."""
+    L, E = arch.num_layers, arch.num_experts
+    at = chosen.reshape(-1, L, arch.experts_per_token).astype(jnp.int32) + E * jnp.arange(L)[None, :, None]
+    weight = jnp.broadcast_to(mask.reshape(-1, 1, 1).astype(jnp.float32), at.shape)
+    return jnp.zeros(L * E, jnp.float32).at[at.reshape(-1)].add(weight.reshape(-1)).reshape(L, E)
+
+
+def _load(counts_LE: jax.Array, arch: Architecture) -> jax.Array:
+    """f_e [E] f32 of ``counts``, whose sum is k; 0 where nothing was counted."""
+    total = jnp.sum(counts_LE)
+    return arch.experts_per_token * jnp.sum(counts_LE, axis=0) / jnp.maximum(total, 1.0)
+
+
+def metrics(used: dict[str, Any]) -> dict[str, float]:
+    """Of the sums of an iteration's updates, on the host: how even the experts' loads are; nothing without experts."""
+    if "expert_counts" not in used:
+        return {}
+    counts_LE, num_updates = np.asarray(used["expert_counts"], np.float64), float(used["update_count"])
+    values = {"update/expert_balance": float(used["balance_sum"]) / num_updates} if "balance_sum" in used else {}
+    share_LE = counts_LE / np.maximum(counts_LE.sum(axis=1, keepdims=True), 1.0)
+    entropy_L = -np.sum(share_LE * np.log(np.where(share_LE > 0, share_LE, 1.0)), axis=1)
+    E, is_any = share_LE.shape[1], counts_LE.sum() > 0
+    values["update/expert_load_max"] = float(share_LE.max()) * E if is_any else math.nan
+    values["update/expert_load_entropy_frac"] = float(entropy_L.mean()) / math.log(max(E, 2)) if is_any else math.nan
+    return values
+
+
+def sums(
+    routed: tuple[jax.Array, ...], mask: jax.Array, counts_LE: jax.Array | None, arch: Architecture
+) -> dict[str, jax.Array]:
+    """Of the tokens of the mask [...]: "expert_counts", and their part of the batch's mean balance cost, "balance_sum".
+
+    Args:
+        routed: of ``by_token``, without the hidden states; () = there are no experts.
+        counts_LE: of the whole batch, where the balance costs are there.
+    """
+    found = {"expert_counts": counts(routed[0], mask, arch)} if routed else {}
+    if counts_LE is not None:
+        num_tokens = jnp.sum(counts_LE[0]) / arch.experts_per_token
+        found["balance_sum"] = jnp.sum(jnp.where(mask, routed[1][..., 0], 0.0)) / jnp.maximum(num_tokens, 1.0)
+    return found
+
+
+def counts_of_batch(micros: Any, routed: Callable[[Any], Any], arch: Architecture) -> jax.Array:
+    """``counts`` [layers,E] of all that is trained in micro-batches (learner.micro_batches).
+
+    Args:
+        routed: rows -> ``by_token`` of them, a forward; not asked where it is known what the sampler chose.
+    """
+
+    def add(i: jax.Array, total: jax.Array) -> jax.Array:
+        rows, weights = micros.at(i)
+        known = rows.rollout.columns.get("experts")
+        chosen = routed(rows)[0] if known is None else known
+        return total + counts(chosen, weights.policy > 0, arch)
+
+    return jax.lax.fori_loop(0, micros.count, add, jnp.zeros((arch.num_layers, arch.num_experts), jnp.float32))
+
+
+def mlp(
+    x_BTD: jax.Array,
+    weight: Callable[[str], jax.Array],
+    *,
+    chosen: jax.Array | None,
+    load: jax.Array | None,
+    arch: Architecture,
+    activation: Callable[[jax.Array], jax.Array],
+    rules: dict[str, Any],
+    grouped: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """What the chosen experts say of each token, in the dtype of x, and what they were.
+
+    Args:
+        weight: the parameter of a name of ``parameters``.
+        chosen: [B,T,k], where they were chosen before.
+        load: f_e [E] f32, where the balance costs are wanted.
+        rules: how the experts' weights lie (``sharding.RULES`` with what goes before).
+        grouped: rows [A,I] sorted by expert, weights [E,O,I] and how many rows each has [E] -> [A,O], anything after
+            the last expert's rows.
+
+    Returns:
+        [B,T,D]; the chosen [B,T,k], likeliest first where nobody chose them before, and where there is a load the
+        balance cost of each token [B,T] f32: E sum_e f_e p_e.
+    """
+    k, dtype = arch.experts_per_token, id_dtype(arch)
+    logits_BTE = jnp.einsum(
+        "BTD,ED->BTE", x_BTD.astype(jnp.float32), weight("router").astype(jnp.float32), precision="highest"
+    )
+    probs_BTE = jax.nn.softmax(logits_BTE, axis=-1)
+    chosen_BTk = jax.lax.top_k(probs_BTE, k)[1] if chosen is None else chosen.astype(jnp.int32)
+    share_BTk = jnp.take_along_axis(probs_BTE, chosen_BTk, axis=-1)
+    if arch.norm_topk:
+        share_BTk = share_BTk / jnp.sum(share_BTk, axis=-1, keepdims=True)
+    mesh, weights = jax.sharding.get_abstract_mesh(), [weight(name).astype(x_BTD.dtype) for name in _AXES]
+    split = [jax.P()] * len(weights)
+    if not (mesh.empty or mesh.size == 1):
+        both = zip(weights, _AXES.values(), strict=True)
+        split = [sharding.partition_spec(w.shape, axes, mesh, rules) for w, axes in both]
+        # As they lie: then their gradients are values, and each device's part of it is a reduce-scatter's.
+        weights = [jax.lax.with_sharding_constraint(w, spec) for w, spec in zip(weights, split, strict=True)]
+    of_tokens = ("batch", "length")
+    y_BTD = sharding.by_device(
+        functools.partial(_by_experts, split=tuple(split), activation=activation, grouped=grouped),
+        *(x_BTD, chosen_BTk, share_BTk, *weights),
+        axes=(of_tokens, of_tokens, of_tokens, *split),
+        shared=2,
+    )
+    made = (chosen_BTk.astype(dtype),)
+    if load is not None:
+        made += (arch.num_experts * jnp.einsum("BTE,E->BT", probs_BTE, load),)
+    return y_BTD, made
+
+
+def grouped_by_kernel(
+    rows_AI: jax.Array, w_EOI: jax.Array, sizes_E: jax.Array, *, turned: bool, interpret: bool = False
+) -> jax.Array:
+    """The grouped matmul by JAX's kernel for TPUs (megablox), whose compiler would multiply every row by every expert.
+
+    Args:
+        turned: the weights lie in memory as [E,I,O].
+    """
+    (A, num_in), num_out = rows_AI.shape, w_EOI.shape[1]
+    tile = min(512, -(-A // 128) * 128)
+    rows_AI = jnp.pad(rows_AI, ((0, -A % tile), (0, 0)))
+    tiling, dtype = (tile, min(1024, num_in), min(1024, num_out)), rows_AI.dtype
+    w = w_EOI.mT if turned else w_EOI
+    return megablox.gmm(rows_AI, w, sizes_E, dtype, tiling, None, None, not turned, interpret)[:A]
+
+
+def _by_experts(x_BTD, chosen_BTk, share_BTk, gate_EFD, up_EFD, down_EDF, *, split, activation, grouped):
+    """Of a device: its rows' sums, from all devices that have some of the experts, or of their ffn."""
+    named = lambda spec, dim: sharding.axes_of(spec[dim]) if len(spec) else ()
+    expert, ffn = named(split[0], 0), named(split[0], 1)
+
+    def whole(w, spec, dim):  # along the width, which is split where the learner keeps it
+        axes = named(spec, dim)
+        return jax.lax.all_gather(w, axes, axis=dim, tiled=True) if axes else w
+
+    weights = (gate_EFD, split[0], 2), (up_EFD, split[1], 2), (down_EDF, split[2], 1)
+    gate_EFD, up_EFD, down_EDF = (whole(*x) for x in weights)
+    flat = [x.reshape(-1, x.shape[-1]) for x in (x_BTD, chosen_BTk, share_BTk)]
+    if expert:
+        flat = [jax.lax.all_gather(x, expert, tiled=True) for x in flat]
+    (x_XD, chosen_Xk, share_Xk), E, k = flat, gate_EFD.shape[0], chosen_BTk.shape[-1]
+    first = jax.lax.axis_index(expert) * E if expert else 0
+    own_A = chosen_Xk.reshape(-1) - first
+    own_A = jnp.where((own_A >= 0) & (own_A < E), own_A, E)  # E: those of other devices, after all of ours
+    order_A = jnp.argsort(own_A, stable=True)
+    sizes_E = jnp.sum(own_A[:, None] == jnp.arange(E)[None], axis=0, dtype=jnp.int32)
+    here_A = jnp.arange(own_A.size) < jnp.sum(sizes_E)
+    rows_AD = jnp.where(here_A[:, None], x_XD[order_A // k], 0)
+    with jax.named_scope(f"experts_in_{jax.lax.axis_size(expert) if expert else 1}_parts"):  # for plan
+        hidden_AF = activation(grouped(rows_AD, gate_EFD, sizes_E)) * grouped(rows_AD, up_EFD, sizes_E)
+        said_AD = grouped(hidden_AF, down_EDF, sizes_E)
+    said_AD = jnp.where(here_A[:, None], said_AD, 0)
+    back_A = jnp.zeros_like(order_A).at[order_A].set(jnp.arange(order_A.size), unique_indices=True)
+    said_XkD = said_AD[back_A].reshape(-1, k, said_AD.shape[-1])
+    y_XD = jnp.einsum("XkD,Xk->XD", said_XkD.astype(jnp.float32), share_Xk).astype(x_BTD.dtype)
+    if ffn:
+        y_XD = jax.lax.psum(y_XD, ffn)
+    if expert:
+        y_XD = jax.lax.psum_scatter(y_XD, expert, tiled=True)
+    return y_XD.reshape(x_BTD.shape)

@@ -1,0 +1,100 @@
+"""Matrices of the blocks in a byte a weight: int8 or float8, with a float32 scale for each output (qwix).
+
+    w[o,i] ~ q[o,i] * s[o],     s[o] = max_i |w[o,i]| / (127 or 448),     y[o] = s[o] * sum_i x[i] q[o,i]
+
+Activations stay in the compute dtype, and q is exact in it: what is lost is lost in rounding w, once. Embedding, head,
+norms and biases stay as they are. The learner that rounds its own w in its forward pass computes the very same y, and
+its gradient goes to w as if nothing had been rounded (straight through).
+
+Source: the same rounded forward on both sides, Jet-RL, 2026, arXiv:2601.14243. Differs: weights alone are rounded, and
+the backward pass multiplies by the rounded ones too.
+Owns: which weights, how they are rounded. Does not know: when, and where they lie.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxrl_llm.config import Config, ConfigError
+
+MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
+# By its name in the settings; "compute" has no other dtype than that of the arithmetic.
+KINDS = {"compute": None, "int8": jnp.int8, "fp8": jnp.float8_e4m3fn}
+
+
+def kinds(config: Config, who: str) -> tuple[str, str]:
+    """What a run's learner, and its sampler, round to.
+
+    Args:
+        who: "model", or "reference": it rounds as the policy does where it is the policy as training found it.
+
+    Raises:
+        ConfigError: the learner is to round what the sampler does not, or qwix is not installed.
+    """
+    kind, wanted = config.rollout.weights, config.update.weights
+    if wanted == "rollout" and kind == "compute":
+        raise ConfigError("update.weights='rollout' must be 'full' with rollout.weights='compute': nothing is rounded")
+    if KINDS[kind] and importlib.util.find_spec("qwix") is None:
+        raise ConfigError(f"rollout.weights={kind!r} wants the package qwix: pip install 'jaxrl_llm[quant]'")
+    rounds = wanted == "rollout" and (who == "model" or not config.model.reference_path)
+    return kind if rounds else "compute", kind
+
+
+def multiply(linear: Callable[[jax.Array, jax.Array], jax.Array], x_BTI: jax.Array, w: Any, kind: str) -> jax.Array:
+    """``linear(x, w)``, of a weight that is published rounded or that is to be rounded to ``kind`` here."""
+    w_OI, scale_O = factors(w, x_BTI.shape[-1], kind)
+    out_BTO = linear(x_BTI, w_OI)
+    return out_BTO if scale_O is None else (out_BTO * scale_O.reshape(1, 1, -1)).astype(x_BTI.dtype)
+
+
+def rounded(name: str, w_OI: jax.Array, kind: str) -> Any:
+    """A block's parameter as a ``QArray`` of values [O,I] and float32 scales [O,1], or itself where it is none."""
+    if KINDS[kind] is None or name not in MATRICES:
+        return w_OI
+    import qwix  # an extra, and slow to import
+
+    # Its own bound, 127.5, has each row's largest weight halfway between two integers, where two programs' divisions
+    # may part; with this it is 127.
+    how = f"absmax,{127.5 / 127}" if kind == "int8" else "absmax"
+    return qwix.quantize(w_OI.astype(jnp.float32), KINDS[kind], channelwise_axes=[0], calibration_method=how)
+
+
+def shape(name: str, w_IO: jax.ShapeDtypeStruct, layout: NamedSharding, kind: str) -> Any:
+    """Of what ``rounded`` makes of a parameter, turned to [I,O], from its shape in the compute dtype.
+
+    Args:
+        layout: how it lies; its scales [1,O] lie as its outputs do.
+    """
+    if KINDS[kind] is None or name not in MATRICES:
+        return w_IO
+    import qwix
+
+    qtype, of_scales = KINDS[kind], NamedSharding(layout.mesh, PartitionSpec(None, layout.spec[1]))
+    values = jax.ShapeDtypeStruct(w_IO.shape, qtype, sharding=w_IO.format)
+    scales = jax.ShapeDtypeStruct((1, w_IO.shape[1]), jnp.float32, sharding=of_scales)
+    return qwix.QArray(values, scales, qtype=qtype)
+
+
+def factors(w: Any, inputs: int, kind: str = "compute") -> tuple[jax.Array, jax.Array | None]:
+    """The matrix [O,I] to multiply by, and the scales [O] to multiply its outputs by; None where there are none.
+
+    Args:
+        w: a weight as published: an array or a ``QArray``; or one that is learned, [O,I] whose O or I may be heads by
+            head size, to be rounded to ``kind`` here, straight through.
+        inputs: I.
+    """
+    if hasattr(w, "qvalue"):
+        return w.qvalue, w.scale.reshape(-1)
+    if KINDS[kind] is None:
+        return w, None
+    w_OI = w.reshape(-1, inputs).astype(jnp.float32)
+    made = jax.lax.stop_gradient(rounded("q", w_OI, kind))
+    # Of value exactly q: the difference is of a number to itself.
+    own = w_OI / made.scale
+    return made.qvalue.astype(jnp.float32) + (own - jax.lax.stop_gradient(own)), made.scale.reshape(-1)

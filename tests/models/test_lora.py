@@ -1,0 +1,251 @@
+"""Adapters: what they compute beside a frozen base, their first values, their files in PEFT's format."""
+
+import dataclasses
+import json
+import pathlib
+import shutil
+
+import jax
+import numpy as np
+import pytest
+import safetensors.numpy
+from reference import transformer as oracle
+from support import building
+from support.building import CUBE, ONE, TINY, mesh_of
+
+from jaxrl_llm.config import ConfigError, freeze
+from jaxrl_llm.method_config import LORA_TARGETS, LoraConfig
+from jaxrl_llm.models import lora
+from jaxrl_llm.models.files import hf, peft, pretrained
+from jaxrl_llm.models.files.gguf import make_byte_tokenizer
+from jaxrl_llm.models.transformer import Model
+
+FIXTURES = pathlib.Path(__file__).parent.parent / "fixtures"
+LLAMA, ADAPTERS = FIXTURES / "tiny_llama", FIXTURES / "adapters"
+SOME = LoraConfig(rank=2, alpha=3.0, targets=("q", "down"))
+ALL = LoraConfig(rank=4, alpha=2.0, rank_stabilised=True)
+
+
+def logits_of(model, params, tokens):
+    positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
+    hidden, _ = model.forward(params, tokens, positions)
+    return np.asarray(hidden @ model.head(params).T)
+
+
+def added_by_hand(blocks, name, s):
+    """s B A of every layer in float64."""
+    a, b = (np.asarray(blocks[f"{name}_lora_{x}"], np.float64) for x in "ab")
+    letters = {"o": "Ldr,Lrnh->Ldnh"}.get(name, "Lnhr,Lrd->Lnhd" if name in "qkv" else "Lor,Lri->Loi")
+    return s * np.einsum(letters, b, a)
+
+
+@pytest.mark.parametrize(
+    ("config", "s"), [(LoraConfig(rank=4, alpha=6.0), 1.5), (LoraConfig(rank=4, alpha=6.0, rank_stabilised=True), 3.0)]
+)
+def test_adapters_add_s_times_b_a_and_merging_them_is_the_same(config, s):
+    model = Model(TINY, lora=config)
+    params = building.host_params(model)
+    learned, base = lora.split(params)
+    blocks = dict(base["blocks"])
+    for name in LORA_TARGETS:
+        blocks[name] = blocks[name] + added_by_hand(params["blocks"], name, s)
+    tokens = np.random.default_rng(1).integers(0, TINY.vocab_size, (1, 9), np.int32)
+    expected = oracle.logits({**base, "blocks": blocks}, TINY, tokens[0])
+    largest = np.abs(expected).max()
+    apart = logits_of(model, lora.join(learned, base), tokens)[0]
+    merged = lora.merge(learned, base, config)
+    np.testing.assert_allclose(apart, expected, atol=1e-5 * largest)
+    np.testing.assert_allclose(logits_of(model.base, merged, tokens)[0], expected, atol=1e-5 * largest)
+    np.testing.assert_allclose(merged["blocks"]["o"], blocks["o"], atol=1e-6)
+
+
+def test_new_adapters_change_no_bit_and_do_not_depend_on_the_mesh():
+    model = Model(TINY, lora=LoraConfig(rank=4))
+    base, learned = model.base.init(jax.random.key(0), mesh_of(ONE)), lora.init(model, mesh_of(ONE), seed=3)
+    tokens = np.arange(12, dtype=np.int32).reshape(2, 6)
+    adapted, plain = ((model, lora.join(learned, base)), (model.base, base))
+    with jax.disable_jit():  # op by op: of two programs XLA may round one another way (here by 1.5e-8)
+        np.testing.assert_array_equal(logits_of(*adapted, tokens), logits_of(*plain, tokens))
+    np.testing.assert_allclose(logits_of(*adapted, tokens), logits_of(*plain, tokens), atol=1e-6)
+    for name, x in learned["blocks"].items():
+        if name.endswith("_b"):
+            assert not np.any(x)
+        else:  # uniform: standard deviation of the bound over the root of 3
+            bound = np.prod(x.shape[2:]) ** -0.5
+            assert np.abs(x).max() <= bound
+            assert np.std(x) == pytest.approx(bound / np.sqrt(3), rel=0.15)
+    other = lora.init(model, mesh_of(CUBE), seed=3)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(other), jax.device_get(learned))
+    assert "tensor" in str(other["blocks"]["q_lora_b"].sharding.spec)
+    assert np.any(lora.init(model, mesh_of(ONE), seed=4)["blocks"]["q_lora_a"] != learned["blocks"]["q_lora_a"])
+
+
+def test_parts_of_the_parameters_come_together_again():
+    model = Model(TINY, param_dtype="bfloat16", lora=SOME)
+    whole = model.abstract_params(mesh_of(ONE))
+    learned, base = lora.split(whole)
+    assert sorted(learned["blocks"]) == ["down_lora_a", "down_lora_b", "q_lora_a", "q_lora_b"]
+    assert learned["blocks"]["q_lora_b"].shape == (2, 4, 4, 2)  # layers, heads, head size, rank
+    assert {str(x.dtype) for x in jax.tree.leaves(learned)} == {"float32"}
+    assert jax.tree.map(str, base) == jax.tree.map(str, model.base.abstract_params(mesh_of(ONE)))
+    assert jax.tree.map(str, lora.join(learned, base)) == jax.tree.map(str, whole)
+    assert lora.split(base) == (base,)
+
+
+# --- files ---
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A copy of peft's folder "all" whose base is tiny_llama."""
+    shutil.copytree(ADAPTERS / "all", tmp_path / "all")
+    edit(tmp_path / "all", base_model_name_or_path=str(LLAMA))
+    return tmp_path / "all"
+
+
+def edit(folder, **changes):
+    config = json.loads((folder / "adapter_config.json").read_text()) | changes
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(("name", "config"), [("some", SOME), ("all", ALL)])
+def test_peft_s_adapters_have_the_logits_that_peft_stored(name, config):
+    stored, mesh = np.load(ADAPTERS / "logits.npz"), mesh_of(ONE)
+    assert peft.read_config(ADAPTERS / name) == config
+    model = Model(hf.read_architecture(LLAMA), lora=config)
+    learned, base = peft.load(ADAPTERS / name, model, mesh), hf.load_params(LLAMA, model.base, mesh)
+    for whole, of in ((lora.join(learned, base), model), (lora.merge(learned, base, config), model.base)):
+        np.testing.assert_allclose(logits_of(of, whole, stored["tokens"]), stored[name], atol=1e-5 * 20)
+    assert np.abs(logits_of(model.base, base, stored["tokens"]) - stored[name]).max() > 1
+
+
+def test_a_folder_of_adapters_is_its_base_with_them(folder):
+    stored, mesh = np.load(ADAPTERS / "logits.npz"), mesh_of(ONE)
+    source = pretrained.resolve(str(folder))
+    model = Model(source.architecture())
+    source.check_weights(model, mesh)
+    logits = logits_of(model, source.load_params(model, mesh, seed=0), stored["tokens"])
+    np.testing.assert_allclose(logits, stored["all"], atol=1e-5 * 20)
+
+
+def test_what_is_written_is_read_back_and_named_as_peft_names_it(tmp_path):
+    mesh, model = mesh_of(ONE), Model(hf.read_architecture(LLAMA), lora=SOME)
+    learned = peft.load(ADAPTERS / "some", model, mesh)
+    for _ in range(2):  # the second replaces the first
+        peft.export(learned, model, make_byte_tokenizer(), tmp_path, "some/base")
+    files = [safetensors.numpy.load_file(x / "adapter_model.safetensors") for x in (tmp_path, ADAPTERS / "some")]
+    assert files[0].keys() == files[1].keys()
+    for key, value in files[1].items():
+        np.testing.assert_array_equal(files[0][key], value)
+    theirs = json.loads((ADAPTERS / "some" / "adapter_config.json").read_text())
+    for key, value in json.loads((tmp_path / "adapter_config.json").read_text()).items():
+        if key == "base_model_name_or_path":
+            assert value == "some/base"
+        else:
+            assert value == theirs[key] or sorted(value) == sorted(theirs[key]), key
+    assert peft.read_config(tmp_path) == SOME
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"holds a model \(config.json\); adapters need a folder of their own"):
+        peft.export(learned, model, make_byte_tokenizer(), tmp_path, "some/base")
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("config", [SOME, ALL])
+def test_peft_computes_the_same_of_what_is_written(tmp_path, config):
+    torch, theirs = pytest.importorskip("torch"), pytest.importorskip("peft")
+    transformers = pytest.importorskip("transformers")
+    mesh, model = mesh_of(ONE), Model(hf.read_architecture(LLAMA), lora=config)
+    shapes, _ = lora.split(model.abstract_params(mesh))
+    rng = np.random.default_rng(0)
+    learned = jax.tree.map(lambda x: rng.normal(0, 0.2, x.shape).astype(np.float32), shapes)
+    peft.export(learned, model, make_byte_tokenizer(), tmp_path, str(LLAMA))
+    tokens = np.load(ADAPTERS / "logits.npz")["tokens"]
+    ours = logits_of(model, lora.join(learned, hf.load_params(LLAMA, model.base, mesh)), tokens)
+    base = transformers.AutoModelForCausalLM.from_pretrained(LLAMA, dtype=torch.float32)
+    with torch.no_grad():
+        logits = theirs.PeftModel.from_pretrained(base, tmp_path)(torch.tensor(tokens, dtype=torch.long)).logits
+    np.testing.assert_allclose(ours, logits.numpy(), atol=1e-5 * np.abs(ours).max())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"peft_type": "IA3"}, r"peft_type='IA3' is not supported; supported: 'LORA'"),
+        ({"use_dora": True}, r"use_dora=True is not supported; supported: absent, null or false"),
+        ({"modules_to_save": ["lm_head"]}, r"modules_to_save=\['lm_head'\] is not supported"),
+        ({"rank_pattern": {"q_proj": 2}}, r"rank_pattern=\{'q_proj': 2\} is not supported"),
+        ({"bias": "all"}, r"bias='all' is not supported"),
+        ({"init_lora_weights": "pissa"}, r"init_lora_weights='pissa' changes the base"),
+        ({"r": 3}, r"all: tensor base_model.*down_proj.lora_A.weight has shape \(4, 48\), not \(3, 48\)"),
+        ({"r": None}, r"adapter_config.json: r=None must be at least 1"),
+        ({"r": "4"}, r"adapter_config.json: rank='4' must be of type int"),
+        ({"lora_alpha": -1}, r"adapter_config.json: alpha=-1.0 must be more than 0"),
+        ({"base_model_name_or_path": None}, r"base_model_name_or_path=None must name the adapters' base"),
+        ({"base_model_name_or_path": "/nowhere"}, r"all: base_model_name_or_path='/nowhere' is not there"),
+        ({"base_model_name_or_path": str(ADAPTERS / "some")}, r"some' is adapters itself; merge those first"),
+    ],
+)
+def test_folders_that_say_another_thing_are_refused(folder, changes, message):
+    edit(folder, **changes)
+
+    def read():
+        source = pretrained.resolve(str(folder))
+        source.check_weights(Model(source.architecture()), mesh_of(ONE))
+
+    with pytest.raises(ConfigError, match=message):
+        read()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda t: {k: v for k, v in t.items() if "layers.1.mlp.up_proj.lora_B" not in k},
+            r"1.mlp.up_proj.lora_B.* miss",
+        ),
+        (
+            lambda t: t | {"base_model.model.lm_head.lora_A.weight": np.ones((4, 32), np.float32)},
+            r"head.* is not part of",
+        ),
+        (lambda t: {"other": np.ones(2, np.float32)}, r"safetensors: has adapters of none of q_proj, k_proj"),
+        (lambda t: {k: v * np.float32("nan") for k, v in t.items()}, r"values that are no numbers"),
+    ],
+)
+def test_tensors_that_are_not_adapters_of_the_base_are_refused(folder, change, message):
+    path = folder / "adapter_model.safetensors"
+    safetensors.numpy.save_file(change(safetensors.numpy.load_file(path)), path)
+    with pytest.raises(ConfigError, match=message):
+        peft.load(folder, Model(hf.read_architecture(LLAMA), lora=peft.read_config(folder)), mesh_of(ONE))
+
+
+def test_a_start_that_the_settings_do_not_fit_is_refused(folder):
+    arch, mesh = hf.read_architecture(LLAMA), mesh_of(ONE)
+    start = dataclasses.replace(ALL, path=str(folder), targets=LORA_TARGETS[::-1])
+    peft.check(Model(arch, lora=start), mesh, str(LLAMA))
+    for changes, message in (
+        ({"rank": 8}, r"model.lora.rank=8 must be 4, as model.lora.path='.*all' has it"),
+        ({"alpha": 4.0}, r"model.lora.alpha=4.0 must be 2.0, as"),
+        ({"rank_stabilised": False}, r"model.lora.rank_stabilised=False must be True, as"),
+        ({"targets": ("q",)}, r"model.lora.targets=\('q',\) must be \('q', 'k', .*\), as"),
+        ({"path": "nowhere"}, r"nowhere/adapter_config.json: no such file"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            peft.check(Model(arch, lora=dataclasses.replace(start, **changes)), mesh, str(LLAMA))
+    with pytest.raises(ConfigError, match=r"is a folder of adapters; with model.lora.rank=4 it must be their base"):
+        peft.check(Model(arch, lora=ALL), mesh, str(folder))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"alpha": 8.0}, r"model.lora.alpha=8.0 needs a model.lora.rank=0 of at least 1"),
+        ({"path": "x"}, r"model.lora.path='x' needs a model.lora.rank=0 of at least 1"),
+        ({"rank": 4, "targets": ()}, r"model.lora.targets=\(\) must name a matrix, and none twice"),
+        ({"rank": 4, "targets": ("q", "q")}, r"model.lora.targets=\('q', 'q'\) must name a matrix, and none twice"),
+        ({"rank": 4, "targets": ("head",)}, r"model.lora.targets\[0\]='head' is not one of 'q', 'k', 'v', 'o', 'gate'"),
+        ({"rank": 2000}, r"model.lora.rank=2000 must be at least 0 and at most 1024"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        freeze({"model": {"lora": settings}})

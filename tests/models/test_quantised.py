@@ -1,0 +1,186 @@
+"""Weights of a byte each: how they are rounded, what the sampler and the learner make of them."""
+
+import dataclasses
+import functools
+import importlib.util
+import json
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from support import building
+from support.building import CUBE, ONE, TINY, mesh_of, needs_qwix
+
+from jaxrl_llm import train as train_module
+from jaxrl_llm.config import ConfigError, freeze
+from jaxrl_llm.learner import publish
+from jaxrl_llm.models import quantised
+from jaxrl_llm.models.transformer import Model
+from jaxrl_llm.runtime.programs import compile_all
+
+KINDS = ("int8", "fp8")
+
+
+def oracle(w_OI, kind):
+    """Values and scales of a matrix, of float32 steps of numpy."""
+    most = np.float32({"int8": 127, "fp8": 448.0}[kind])
+    scale = np.abs(w_OI).max(axis=1, keepdims=True) / most
+    scale = np.where(scale == 0, np.float32(1), scale)
+    if kind == "int8":
+        return np.round(w_OI / scale), scale
+    return (w_OI / scale).astype(ml_dtypes.float8_e4m3fn).astype(np.float32), scale
+
+
+def rounded_blocks(params, kind):
+    """The same parameters with every matrix of the blocks as its values times its scales."""
+
+    def one(name, x):
+        if name not in ("q", "k", "v", "o", "gate", "up", "down"):
+            return x
+        O = x.shape[1] * x.shape[2] if name in ("q", "k", "v") else x.shape[1]  # noqa: E741, outputs
+        values, scale = oracle(x.reshape(-1, x.size // len(x) // O), kind)
+        return (values * scale).reshape(x.shape)
+
+    return params | {"blocks": {name: one(name, x) for name, x in params["blocks"].items()}}
+
+
+@needs_qwix
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_matrix_is_rounded_by_outputs(kind):
+    w = np.random.default_rng(0).normal(size=(6, 40)).astype(np.float32)
+    w *= 10.0 ** np.arange(-3, 3, dtype=np.float32)[:, None]
+    w[3] = 0.0
+    made = quantised.rounded("gate", jnp.asarray(w), kind)
+    values, scale = oracle(w, kind)
+    assert made.qvalue.dtype.itemsize == 1 and made.scale.dtype == jnp.float32 and made.scale.shape == (6, 1)
+    np.testing.assert_array_equal(np.asarray(made.qvalue, np.float32), values)
+    np.testing.assert_allclose(made.scale, scale, rtol=1e-6)
+    # Half a step of what holds 8 bits, a sixteenth of each number where 3 are its mantissa.
+    error, most = np.abs(values * scale - w), np.abs(w).max(axis=1, keepdims=True)
+    allowed = 0.51 * most / 127 if kind == "int8" else np.maximum(np.abs(w) / 15.9, most / 448 * 2**-9)
+    assert (error <= allowed).all()
+
+
+def test_norms_and_biases_and_the_compute_dtype_are_left_alone():
+    w = jnp.ones((2, 3))
+    assert quantised.rounded("q_bias", w, "int8") is w and quantised.rounded("q", w, "compute") is w
+
+
+@functools.cache
+def hidden_of(kind, where, dtype="float32"):
+    """Hidden states of some tokens by the learner's forward or by the published weights, in full or rounded."""
+    on = CUBE if where == "published on a cube" else ONE
+    mesh = mesh_of(on)
+    model = Model(TINY, dtype, weights=kind if where == "learner" else "compute", published=kind)
+    params = building.learner_params(model, mesh)
+    if where != "learner":
+        params = compile_all({"publish": publish.program(model, mesh, mesh)}, mesh)["publish"](params)
+    tokens = jnp.asarray(np.random.default_rng(1).integers(0, 264, size=(8, 12)), jnp.int32)
+    positions = jnp.broadcast_to(jnp.arange(12, dtype=jnp.int32), tokens.shape)
+    with jax.set_mesh(mesh):
+        return np.asarray(jax.jit(lambda params: model.forward(params, tokens, positions)[0])(params), np.float32)
+
+
+@needs_qwix
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("where", ["learner", "published", "published on a cube"])
+def test_hidden_states_are_those_of_the_rounded_weights(kind, where):
+    model = Model(TINY)
+    tokens = jnp.asarray(np.random.default_rng(1).integers(0, 264, size=(8, 12)), jnp.int32)
+    positions = jnp.broadcast_to(jnp.arange(12, dtype=jnp.int32), tokens.shape)
+    wanted = model.forward(rounded_blocks(building.host_params(model), kind), tokens, positions)[0]
+    np.testing.assert_allclose(hidden_of(kind, where), wanted, atol=2e-5)
+    plain = model.forward(building.host_params(model), tokens, positions)[0]
+    assert np.abs(wanted - plain).max() > 3e-3
+
+
+@needs_qwix
+def test_in_bfloat16_learner_and_sampler_differ_by_no_more_than_without_rounding():
+    """Values are exact in it, and scales come after the sum, on both sides."""
+
+    def gap(kind):
+        return np.abs(hidden_of(kind, "learner", "bfloat16") - hidden_of(kind, "published", "bfloat16")).mean()
+
+    assert gap("int8") < 1.5 * gap("compute")
+
+
+@needs_qwix
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_gradient_is_that_at_the_rounded_weights(kind):
+    model = Model(TINY)
+    tokens = jnp.asarray(np.random.default_rng(2).integers(0, 264, size=(2, 8)), jnp.int32)
+    positions = jnp.broadcast_to(jnp.arange(8, dtype=jnp.int32), tokens.shape)
+
+    def loss(model, params):
+        return jnp.sum(jnp.sin(model.forward(params, tokens, positions, remat=True)[0]))
+
+    params = building.host_params(model)
+    through = jax.grad(lambda p: loss(dataclasses.replace(model, weights=kind), p))(params)
+    plain = jax.grad(lambda p: loss(model, p))(rounded_blocks(params, kind))
+    largest = max(float(jnp.abs(x).max()) for x in jax.tree.leaves(plain))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5 * largest), through, plain)
+
+
+@needs_qwix
+def test_published_weights_take_a_byte_each():
+    model, mesh = Model(TINY, "bfloat16", published="int8"), mesh_of(CUBE)
+    for layer in publish.abstract_params(model, mesh)["layers"]:
+        assert all(layer[name].qvalue.dtype == jnp.int8 for name in quantised.MATRICES)
+        assert layer["down"].scale.shape == (1, TINY.width) and layer["attention_norm"].dtype == jnp.bfloat16
+        assert layer["q"].scale.sharding.spec == layer["q"].qvalue.sharding.spec == jax.P(None, "tensor")
+
+
+SETTINGS = {
+    "num_iterations": 2,
+    "rollout": {"prompts_per_iteration": 8, "group_size": 4},
+    "update": {"batch_size": 32, "micro_batch_size": 16, "max_sampler_learner_gap_nats": 1.0},
+    "sampling": {"max_completion_tokens": 8},
+    "checkpoint": {"export": False},
+    "metrics": {"tensorboard": False},
+}
+
+
+@needs_qwix
+@pytest.mark.parametrize(
+    ("weights", "learner", "low", "high"),
+    [
+        ("int8", "full", 1e-4, 0.1),
+        ("int8", "rollout", 0.0, 1e-5),
+        ("fp8", "full", 1e-3, 0.5),
+        ("fp8", "rollout", 0.0, 1e-5),
+    ],
+)
+def test_what_the_sampler_notes_is_what_the_learner_finds_where_both_round(weights, learner, low, high, tmp_path):
+    settings = SETTINGS | {"rollout": SETTINGS["rollout"] | {"weights": weights}}
+    settings |= {"update": SETTINGS["update"] | {"weights": learner}}
+    assert train_module.train(freeze(settings), tmp_path) == 0
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert len(rows) == 2
+    for row in rows:
+        assert low <= row["update/sampler_learner_gap_max_nats"] <= high and row["update/grad_norm"] > 0
+
+
+def test_without_qwix_a_run_says_what_to_install(monkeypatch, tmp_path):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "qwix" else find(name))
+    config = freeze(SETTINGS | {"rollout": SETTINGS["rollout"] | {"weights": "fp8"}})
+    with pytest.raises(ConfigError, match=r"rollout\.weights='fp8' wants the package qwix: pip install"):
+        train_module.train(config, tmp_path)
+
+
+def test_a_learner_cannot_round_as_a_sampler_that_does_not(tmp_path):
+    with pytest.raises(ConfigError, match=r"update\.weights='rollout' must be 'full' with rollout\.weights='compute'"):
+        train_module.train(freeze(SETTINGS | {"update": SETTINGS["update"] | {"weights": "rollout"}}), tmp_path)
+
+
+@needs_qwix
+def test_a_reference_rounds_as_the_policy_that_it_was():
+    settings = SETTINGS | {"rollout": SETTINGS["rollout"] | {"weights": "int8"}}
+    settings |= {"update": SETTINGS["update"] | {"weights": "rollout"}}
+    settings |= {"algorithm": {"divergence": {"name": "reference", "coefficient": 0.1}}}
+    of = lambda path: freeze(settings | {"model": {"reference_path": path}})
+    assert quantised.kinds(of(""), "model") == quantised.kinds(of(""), "reference") == ("int8", "int8")
+    assert quantised.kinds(of("random:debug_wide"), "model") == ("int8", "int8")
+    assert quantised.kinds(of("random:debug_wide"), "reference")[0] == "compute"

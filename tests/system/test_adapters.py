@@ -1,0 +1,262 @@
+"""Training of adapters over a frozen base, whole: what stays, what is saved, and what changes nothing."""
+
+import dataclasses
+import json
+import pathlib
+import shutil
+
+import jax
+import numpy as np
+import pytest
+import safetensors.numpy
+from support import building
+from support.building import CUBE, EIGHT, ONE, mesh_of, settings_of
+
+from jaxrl_llm import evaluate, export, generate, score, sft
+from jaxrl_llm import train as train_module
+from jaxrl_llm.config import ConfigError, LoraConfig, SamplingConfig, freeze
+from jaxrl_llm.learner.learner import Learner
+from jaxrl_llm.models import lora
+from jaxrl_llm.models.architecture import PRESETS
+from jaxrl_llm.models.files import hf, pretrained
+from jaxrl_llm.models.files.gguf import make_byte_tokenizer
+from jaxrl_llm.models.transformer import Model
+from jaxrl_llm.planning import cost, verdict
+from jaxrl_llm.run import assemble
+from jaxrl_llm.runtime import sharding
+from jaxrl_llm.runtime.stored import read_arrays, read_text
+from jaxrl_llm.types import TrainState
+
+CONFIG = pathlib.Path(__file__).parents[2] / "configs" / "debug.py"
+ADAPTERS = LoraConfig(rank=3, alpha=6.0)
+
+
+# --- one update ---
+
+
+def gradient(update, rows, mesh=ONE):
+    """Gradient by the adapters and sums of the real update, numpy; as ``building.gradient`` has them."""
+    learned, base = lora.split(building.learner_params(update.model, mesh_of(mesh)))
+    whole = sharding.replicated(mesh_of(mesh), 0)
+    state = TrainState({"policy": learned}, jax.tree.map(np.zeros_like, {"policy": learned}), np.int32(0), {}, {})
+    state = dataclasses.replace(state, step=jax.device_put(np.int32(0), whole))
+    with jax.sharding.use_abstract_mesh(mesh_of(mesh).abstract_mesh):
+        state, sums = jax.jit(update.apply_batch)(state, building.on_mesh(update, rows, mesh), None, base)
+    return jax.device_get((state.opt_state["policy"], sums))
+
+
+def make_update(settings, **how):
+    update = building.make_update(settings, **how)
+    return dataclasses.replace(update, model=dataclasses.replace(update.model, lora=ADAPTERS))
+
+
+def assert_same(actual, expected, most=1e-5):
+    """Sums to 1e-5, gradients to 1e-5 of the gradient's norm."""
+    for name, value in expected[1].items():
+        np.testing.assert_allclose(actual[1][name], value, rtol=1e-5, atol=1e-7, err_msg=name)
+    flat = lambda tree: np.concatenate([np.asarray(x, np.float64).ravel() for x in jax.tree.leaves(tree)])
+    assert np.linalg.norm(flat(actual[0]) - flat(expected[0])) <= most * np.linalg.norm(flat(expected[0]))
+
+
+def test_the_gradient_by_adapters_is_the_merged_matrix_s_times_the_other_factor():
+    """y = (W + s B A) x, so dL/dB = s G A^T and dL/dA = s B^T G with G = dL/dW at the merged weights."""
+    settings, rows = building.LOSSES["token mean, k3"], building.random_experience()
+    update = make_update(settings)
+    found, sums = gradient(update, rows)
+    params = building.host_params(update.model)
+    merged = jax.device_get(lora.merge(*lora.split(params), ADAPTERS))
+    plain = building.make_update(settings)
+    state = dataclasses.replace(building.train_state(plain), params={"policy": merged})
+    state, plain_sums = building.compile_update(plain)(state, building.on_mesh(plain, rows))
+    of_merged = {name: np.asarray(x, np.float64) for name, x in state.opt_state["policy"]["blocks"].items()}
+    expected = {}
+    for name in ADAPTERS.targets:
+        a, b = (np.asarray(params["blocks"][f"{name}_lora_{x}"], np.float64) for x in "ab")
+        flat_a, flat_b = a.reshape(len(a), 3, -1), b.reshape(len(b), -1, 3)
+        g = of_merged[name].reshape(len(a), flat_b.shape[1], flat_a.shape[2])
+        expected[f"{name}_lora_a"] = 2.0 * np.einsum("Lor,Loi->Lri", flat_b, g).reshape(a.shape)
+        expected[f"{name}_lora_b"] = 2.0 * np.einsum("Loi,Lri->Lor", g, flat_a).reshape(b.shape)
+    assert_same((found, sums), ({"blocks": expected}, {"loss_sum": plain_sums["loss_sum"]}))
+
+
+def test_micro_batches_packing_and_devices_change_nothing():
+    settings, rows = building.LOSSES["token mean, k3"], building.random_experience()
+    expected = gradient(make_update(settings), rows)
+    assert all(np.any(x) for x in jax.tree.leaves(expected[0]))
+    micro = make_update(settings | {"micro_batch_size": 4, "logp_chunk_tokens": 12}, remat="full")
+    assert_same(gradient(micro, rows), expected)
+    width = 2 * rows.rollout.tokens.shape[1]
+    packed = settings | {"pack_width": width, "micro_batch_tokens": 8 * width, "logp_chunk_tokens": 8}
+    assert_same(gradient(make_update(packed, num_devices=8), rows, EIGHT), expected)
+    cube = make_update(settings | {"micro_batch_size": 8}, num_devices=4)
+    assert_same(gradient(cube, rows, CUBE), expected)
+
+
+def test_a_plan_counts_two_bytes_of_a_frozen_weight_and_twelve_of_one_that_learns():
+    arch = PRESETS["debug"]
+    plain = freeze(settings_of(CONFIG, {"model.param_dtype": "bfloat16"}))
+    adapted = freeze(settings_of(CONFIG, {"model.param_dtype": "bfloat16", "model.lora.rank": 3}))
+    state = {}
+    for name, config in (("plain", plain), ("adapted", adapted)):
+        run = assemble(config, arch, (257,), mesh_of(ONE))
+        state[name] = verdict.kept(run, sampling=False)[verdict.STATE]
+        assert "checksums_base" not in run.programs() or name == "adapted"
+    # Rank times inputs plus outputs of q, k, v, o, gate, up, down (width 64, 4 and 2 heads of 16, ffn 128), two layers.
+    learned = 2 * 3 * ((64 + 64) + 2 * (64 + 32) + (64 + 64) + 3 * (64 + 128))
+    counters = state["plain"] - 10 * arch.num_params  # 2 of the weight, 8 of its moments
+    assert 0 <= counters < 64
+    assert state["adapted"] == 2 * arch.num_params + 12 * learned + counters
+    assert cost.model_flops(plain, arch) - cost.model_flops(adapted, arch) == pytest.approx(
+        2.0 * arch.num_params * 2 * 8 * (32 + 8 * 8)  # of each update's eight draws, a prompt and its eight rows
+    )
+
+
+# --- runs ---
+
+SETTINGS = {
+    "num_iterations": 4,
+    "model.lora.rank": 4,
+    "model.lora.targets": ("q", "v", "o", "up", "down"),
+    "algorithm.divergence": "reference",
+    "rollout.group_size": 4,
+    "replay.capacity": 64,
+    "update.batch_size": 32,
+    "update.micro_batch_size": 16,
+    "metrics.tensorboard": False,
+}
+NOT_COMPARED = ("time/", "throughput/", "memory/")
+
+
+def config_of(base, **changes):
+    return freeze(settings_of(CONFIG, SETTINGS | {"model.path": str(base)} | changes))
+
+
+def left_behind(workdir):
+    """Arrays and what the host kept of the last checkpoint, and all metrics that time has no part in."""
+    path = max((workdir / "checkpoints").iterdir(), key=lambda path: int(path.name))
+    host, text = read_text(path)
+    rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    metrics = [{k: v for k, v in row.items() if not k.startswith(NOT_COMPARED)} for row in rows]
+    return read_arrays(path, dict.fromkeys(text["arrays"])), host, metrics
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A model's folder."""
+    folder = tmp_path_factory.mktemp("base") / "model"
+    model = Model(PRESETS["debug"])
+    hf.export(model.init(jax.random.key(5), mesh_of(ONE)), model, make_byte_tokenizer(), folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(base, tmp_path_factory):
+    """Workdir of a run, and its learner as it was at the end."""
+    workdir, learners, start = tmp_path_factory.mktemp("trained"), [], Learner.start
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Learner, "start", lambda self, params: learners.append(self) or start(self, params))
+        assert train_module.train(config_of(base), workdir) == 0
+    return workdir, learners[0]
+
+
+def test_the_base_stays_and_the_reference_is_the_same_arrays(base, trained):
+    workdir, learner = trained
+    loaded = hf.load_params(base, Model(PRESETS["debug"]), mesh_of(ONE))
+    jax.tree.map(np.testing.assert_array_equal, *jax.device_get((learner._base[0], loaded)))
+    assert learner._reference is learner._base[0]
+    assert sorted(learner.policy) == ["blocks"] and len(learner.policy["blocks"]) == 10
+    assert all(np.any(x) for name, x in learner.policy["blocks"].items() if name.endswith("_b"))
+    _, _, metrics = left_behind(workdir)
+    # Of the first update it is the base's divergence from itself; two programs, so up to rounding.
+    assert metrics[0]["update/kl_reference_nats"] < metrics[-1]["update/kl_reference_nats"]
+    assert max(row["update/sampler_learner_gap_max_nats"] for row in metrics) < 1e-5
+
+
+def test_checkpoints_and_the_optimizer_hold_adapters_alone(trained):
+    arrays, host, _ = left_behind(trained[0])
+    weights = [name for name in arrays if name.startswith("train/params/policy/")]
+    moments = [name for name in arrays if name.startswith("train/opt_state/") and arrays[name].ndim]
+    assert len(weights) == 10 and len(moments) == 20
+    assert all("_lora_" in name for name in weights + moments)
+    assert len(host["base"]) == 11  # the base's arrays: nine of a block, embedding, final norm
+
+
+def test_a_run_that_was_resumed_is_the_run_that_was_not(base, trained, tmp_path):
+    for num_iterations in (2, 4):
+        assert train_module.train(config_of(base, num_iterations=num_iterations), tmp_path) == 0
+    (arrays, host, metrics), (arrays_2, host_2, metrics_2) = left_behind(tmp_path), left_behind(trained[0])
+    assert arrays.keys() == arrays_2.keys() and host["base"] == host_2["base"]
+    for name, x in arrays.items():
+        np.testing.assert_array_equal(x, arrays_2[name], err_msg=name)
+    without_eval = lambda rows: [{k: v for k, v in row.items() if not k.startswith("eval/")} for row in rows]
+    assert without_eval(metrics) == without_eval(metrics_2)
+
+
+def test_another_base_is_refused_in_one_line(base, trained, tmp_path):
+    other = shutil.copytree(base, tmp_path / "base")
+    workdir = shutil.copytree(trained[0], tmp_path / "run")
+    tensors = safetensors.numpy.load_file(other / "model.safetensors")
+    tensors["model.norm.weight"][3] += 1e-3
+    safetensors.numpy.save_file(tensors, other / "model.safetensors")
+    moved = tmp_path / "moved"
+    shutil.copytree(base, moved)
+    message = "holds other weights than the base that the adapters learned on"
+    config = config_of(other, num_iterations=5)
+    with pytest.raises(ConfigError, match=message) as error:
+        train_module.train(config, workdir, allow_config_changes=True)
+    assert "\n" not in str(error.value)
+    with pytest.raises(ConfigError, match=message):
+        evaluate.command(config, "", str(workdir), 1)
+    with pytest.raises(ConfigError, match="must be as in the checkpoint, which has adapters"):
+        evaluate.command(freeze(settings_of(CONFIG, {"model.path": str(base)})), "", str(workdir), 1)
+    with pytest.raises(ConfigError, match=r"model.lora=.*alpha=8.0.* must be as in '.*run': .*alpha=32.0"):
+        evaluate.command(config_of(base, **{"model.lora.alpha": 8.0}), "", str(workdir), 1)
+    # The same weights elsewhere are the same base.
+    assert train_module.train(config_of(moved, num_iterations=4), workdir, allow_config_changes=True) == 0
+
+
+def test_commands_take_a_checkpoint_its_adapters_and_the_merged_model(base, trained, tmp_path):
+    workdir, _ = trained
+    measured = json.loads((workdir / "eval_after.json").read_text())
+    assert evaluate.command(config_of(base), "", str(workdir), 4) == measured
+
+    export.export(str(workdir), "", str(tmp_path / "merged"), merge=True)
+    export.export(str(workdir), "", str(tmp_path / "adapters"))
+    for name in ("adapter_config.json", "adapter_model.safetensors", "tokenizer.json"):
+        assert (tmp_path / "adapters" / name).read_bytes() == (workdir / "hf" / name).read_bytes()
+
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "hi"}\n{"prompt": "Write letters like a:"}\n')
+    logp = {}
+    for name in (base, tmp_path / "merged", tmp_path / "adapters"):
+        source = pretrained.resolve(str(name))
+        if not logp:
+            how = dict(sampling=SamplingConfig(max_completion_tokens=8), ignore_eos=True, batch_size=2, seed=0)
+            rows = generate.generate(source, str(tmp_path / "prompts.jsonl"), compute_dtype="float32", **how)
+            (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        rows = score.score(source, str(tmp_path / "rows.jsonl"), batch_size=2, compute_dtype="float32")
+        logp[name.name] = np.concatenate([row["logp"] for row in rows])
+    np.testing.assert_allclose(logp["merged"], logp["adapters"], atol=1e-6)
+    assert np.abs(logp["merged"] - logp["model"]).max() > 0.1
+
+
+def flags_holder(value):
+    return type("Flag", (), {"value": value})
+
+
+@pytest.mark.slow
+def test_adapters_of_one_run_start_another_and_supervised_training_makes_some(base, trained, tmp_path):
+    (tmp_path / "questions.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"{i}?", "answer": "ab"}) + "\n" for i in range(24))
+    )
+    questions = {"prompts.source": "jsonl", "prompts.name": str(tmp_path / "questions.jsonl"), "prompts.size": 0}
+    settings = questions | {"algorithm.divergence": "none", "num_iterations": 30, "eval.num_prompts": 8}
+    made = tmp_path / "made"
+    assert sft.sft(config_of(base, **settings), made) > 20 * 264**-3  # the base's; its head, which stays, is small
+    assert not (made / "config.json").exists()
+    before = pretrained.resolve(str(made))
+    started = config_of(base, num_iterations=1, **{"model.lora.path": str(made), "optimizer.learning_rate": 0.0})
+    assert train_module.train(started, tmp_path / "run") == 0
+    both = [safetensors.numpy.load_file(x / "adapter_model.safetensors") for x in (made, tmp_path / "run" / "hf")]
+    assert before.architecture() == PRESETS["debug"]
+    for name, x in both[0].items():
+        np.testing.assert_array_equal(x, both[1][name], err_msg=name)
