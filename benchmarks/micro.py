@@ -66,7 +66,8 @@ from jaxrl_llm.models.files.gguf import make_byte_tokenizer
 from jaxrl_llm.models.row_logp import PLAIN
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.ops.logp import chunked_logp, project
-from jaxrl_llm.ops.sampling import Filter, token_logp
+from jaxrl_llm.ops.filters import Filter
+from jaxrl_llm.ops.sampling import token_logp
 from jaxrl_llm.questions import tasks
 from jaxrl_llm.questions.ledger import Ledger
 from jaxrl_llm.questions.stream import PromptStream, encode_examples, split_held_out

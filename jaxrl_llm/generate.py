@@ -188,7 +188,7 @@ if __name__ == "__main__":
     SYSTEM_PROMPT = flags.DEFINE_string("system_prompt", "", "System message before a text prompt.")
     STOP_TOKEN = flags.DEFINE_multi_string("stop_token", [], "Token that ends a completion; may be given repeatedly.")
     CHAT_TEMPLATE = flags.DEFINE_bool("chat_template", True, "Wrap prompts in the model's; false for a base model.")
-    TEMPLATE_KWARGS = flags.DEFINE_string("chat_template_kwargs", "{}", "JSON for it: {\"enable_thinking\": false}.")
+    TEMPLATE_KWARGS = flags.DEFINE_string("chat_template_kwargs", "{}", 'JSON for it: {"enable_thinking": false}.')
     SPECIAL_TOKENS = flags.DEFINE_bool("special_tokens", False, "Read what looks like a special token as that token.")
     flags.mark_flags_as_required(["model", "prompts", "output"])
     cli.run(main)

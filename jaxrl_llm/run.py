@@ -210,14 +210,14 @@ def model_of(config: Config, arch: Architecture, mesh: Mesh, who: str = "model")
         raise ConfigError(
             f"mesh.{name}={tensor} must divide the {who}'s {arch.num_heads} heads and {arch.num_kv_heads} key heads"
         )
-    context.check(arch.num_heads, mesh)
+    context.check(arch, mesh)
     moe.check(config, arch, mesh, who)
     if config.row_tokens > arch.max_positions:
         raise ConfigError(
             f"prompts.max_tokens={config.prompts.max_tokens} + sampling.max_completion_tokens="
             f"{config.sampling.max_completion_tokens} must be at most the {who}'s {arch.max_positions} positions"
         )
-    attention = kernels.choose(config.model.attention, mesh.devices.flat[0], config.model.compute_dtype, arch.head_size)
+    attention = kernels.choose(config.model.attention, mesh.devices.flat[0], config.model.compute_dtype, arch)
     remat, dtype = "full" if config.model.remat == "auto" else config.model.remat, config.model.param_dtype
     rules, weights = sharding.rules_of(config.mesh), quantised.kinds(config, who)
     model = Model(arch, config.model.compute_dtype, remat, attention, rules, dtype, *weights, config.model.lora)

@@ -92,9 +92,10 @@ def modules() -> list[pathlib.Path]:
 MENU = {
     *(f"algorithms.{name}" for name in ("advantages", "aggregation", "anchors", "baselines", "corrections", "critic")),
     *(f"algorithms.{name}" for name in ("draws", "memory", "old_policies", "shaping", "surrogates", "views")),
-    *("models.files.gguf", "models.files.hf", "models.files.families", "models.files.templates"),
+    *(f"models.files.{name}" for name in ("gguf", "hf", "families", "hybrids", "templates")),
     *("models.lora", "models.files.peft"),  # adapters, which few runs have
     *("models.rope", "models.variants", "models.quantised", "models.moe"),  # what Llama has not, or not always
+    *("models.delta", "models.delta_rule"),
     *("models.kernels.learner", "models.kernels.tpu_decode"),
     *("learner.annotation", "learner.low_memory", "learner.packed_batches"),
     *("questions.tasks.files", "actor.guests", "actor.resampling", "actor.evaluation"),

@@ -42,7 +42,7 @@ def test_setup_installs_again_when_the_package_changes(checkout):
 def test_setup_adds_extras_and_keeps_them(checkout):
     checkout.run("launch/setup.sh")
     checkout.run("launch/setup.sh", "test", "plan")
-    assert checkout.log[0].endswith(".[math,parquet,reasoning-wheels,test,plan]")
+    assert checkout.log[0].endswith(".[math,parquet,reasoning-wheels,test,plan,quant]")
     checkout.run("launch/setup.sh", "plan")
     assert checkout.log == []
     checkout.run("launch/setup.sh")
@@ -97,7 +97,7 @@ def test_local_with_another_config_has_no_two(checkout):
 def test_tests_end_with_the_status_of_pytest(checkout, script):
     done = checkout.run(script, FAKE_STATUS="3")
     assert done.returncode == 3
-    assert checkout.log[0].endswith(".[math,parquet,reasoning-wheels,test,plan]")
+    assert checkout.log[0].endswith(".[math,parquet,reasoning-wheels,test,plan,quant]")
     (call,) = checkout.log[2:]
     assert call.startswith("-m pytest -m not slow -n logical --maxprocesses=8 --dist=loadfile")
 

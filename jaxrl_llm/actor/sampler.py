@@ -32,9 +32,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxrl_llm.config import SamplingConfig
-from jaxrl_llm.models import moe
+from jaxrl_llm.models import delta_rule, moe
 from jaxrl_llm.models import rope as ropes
-from jaxrl_llm.models.attention import Cache, Prompt, block_shapes
+from jaxrl_llm.models.attention import Cache, Prompt
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.ops.filters import Filter, filter_logits, keep_support, support_of
 from jaxrl_llm.ops.logp import project
@@ -52,7 +52,8 @@ SUPPORT_TOKENS = 64
 class SamplerState:
     """Everything the sampler carries between chunks, and between iterations."""
 
-    # By layer, each in arrays of its own: what a layer reads of an array of all, some compilers copy first.
+    # By layer, each in arrays of its own: what a layer reads of an array of all, some compilers copy first. Of a gated
+    # delta rule its two states (Delta.empty) in place of keys and values, a prompt's before its last token.
     cache_k: tuple[tuple[jax.Array, ...], ...]  # blocks of an attention.Cache, from the last prompt token on
     cache_v: tuple[tuple[jax.Array, ...], ...]
     prompt_k: tuple[jax.Array, ...]  # [M*E, K, L, H], one per prompt
@@ -140,20 +141,11 @@ class Sampler:
 
     def _empty(self) -> SamplerState:
         arch, M, E, G = self.model.arch, self.shards, self.entries, self.group_size
-        L, S, H = self.max_prompt_tokens, self.row_tokens, arch.head_size
-        zeros = lambda rows, size: jnp.zeros((rows, arch.num_kv_heads, *size), self.model.compute_dtype)
-        prompts = lambda: tuple(zeros(M * E, (L, H)) for _ in range(arch.num_layers))
-
-        def slots(which: int):  # a window's cache holds the window
-            most = self.sampling.max_completion_tokens
-            of_layers = [block_shapes(min(most, x.window or most), H, self.model.attention) for x in arch.by_layer]
-            return tuple(tuple(zeros(self.num_slots, of[which]) for _ in range(of[0])) for of in of_layers)
-
+        S, most = self.row_tokens, self.sampling.max_completion_tokens
+        sizes = {"slots": self.num_slots, "prompts": M * E, "prompt_width": self.max_prompt_tokens, "completion": most}
+        how = {"implementation": self.model.attention, "dtype": self.model.compute_dtype}
         return SamplerState(
-            cache_k=slots(1),
-            cache_v=slots(2),
-            prompt_k=prompts(),
-            prompt_v=prompts(),
+            **delta_rule.empty_caches(arch, **sizes, **how),
             cache_end=jnp.int32(0),
             slot_row=jnp.full((M, self.num_slots // M), -1, jnp.int32),
             tokens=jnp.zeros((M, E, G, S), jnp.int32),
@@ -177,7 +169,7 @@ class Sampler:
 
         def place(path, x):
             if path[0].name in ("cache_k", "cache_v", "prompt_k", "prompt_v"):
-                axes = ("batch", "kv_heads", None, None)
+                axes = ("batch", "kv_heads", None, None) if x.ndim == 4 else ("batch", None, None)
             else:
                 axes = (("shards",) + (None,) * len(x.shape))[: len(x.shape)]
             layout = sharding.named(self.mesh, x.shape, axes)
@@ -241,7 +233,7 @@ class Sampler:
         P, L = tokens_PL.shape
         set_entries = lambda t, n: jax.vmap(lambda t, n, e: t.at[e].set(n, mode="drop"))(t, n, entry_MP)
         positions = jnp.broadcast_to(jnp.arange(L, dtype=jnp.int32), (P, L))
-        _, (k, v, *made) = self.model.forward(params, tokens_PL, positions)
+        _, (k, v, *made) = self.model.forward(params, tokens_PL, positions, length=length_P - 1)
         noted = {"experts": moe.noted((k, v, *made), length_P, S)} if self.keeps_experts else {}
 
         def put_kv(cache, new):  # [M*E, ...] <- [P, ...]
@@ -287,7 +279,13 @@ class Sampler:
         started = jax.vmap(lambda s, r, t: s.at[jnp.where(t, r, Q)].set(True, mode="drop"))(
             state.started.reshape(M, Q), slot_row, takes
         ).reshape(M, E, G)
-        return state.replace(slot_row=slot_row, started=started)
+        begin = functools.partial(delta_rule.begin, self.model.arch, entry_MZ=jnp.maximum(slot_row, 0) // G)
+        return state.replace(
+            slot_row=slot_row,
+            started=started,
+            cache_k=begin(state.cache_k, state.prompt_k, takes_MZ=takes),
+            cache_v=begin(state.cache_v, state.prompt_v, takes_MZ=takes),
+        )
 
     def _decode(self, params, state: SamplerState, version, key, due):
         """Refill, then up to ``chunk_steps`` decode steps; ends early when every slot is idle.
@@ -400,10 +398,11 @@ class Sampler:
         unrows = lambda x: x.reshape(M, E, G, *x.shape[2:])
         write_token = lambda t, x: unrows(at_token(rows(t), target_MZ, length_MZ, x))
         write_row = lambda t, x: unrows(at_row(rows(t), target_MZ, x))
+        places = (sum(x.shape[2] for x in blocks) for blocks in cache_v if blocks[0].ndim == 4)  # a state has none
         return state.replace(
             cache_k=cache_k,
             cache_v=cache_v,
-            cache_end=(state.cache_end + 1) % math.lcm(*(sum(x.shape[2] for x in blocks) for blocks in cache_v)),
+            cache_end=(state.cache_end + 1) % math.lcm(*places),
             tokens=write_token(state.tokens, drawn_MZ),
             behaviour_logp=write_token(state.behaviour_logp, logp_MZ),
             policy_version=write_token(state.policy_version, jnp.broadcast_to(version, row_MZ.shape)),

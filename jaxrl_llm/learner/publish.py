@@ -21,6 +21,7 @@ from jax.experimental.layout import Format, Layout, with_layout_constraint
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm.models import lora, quantised
+from jaxrl_llm.models.architecture import Architecture
 from jaxrl_llm.models.files.layout import stored_dims, stored_shape
 from jaxrl_llm.models.transformer import Model, Params
 from jaxrl_llm.models.variants import turn, turned
@@ -37,15 +38,17 @@ def _turned(name: str, x: jax.Array, i: int | None) -> jax.Array:
     return _stored(name, x, i) if i is None else turn(_stored(name, x, i))
 
 
-def sampler_form(params: Params, take: Callable[[str, Any, int | None], Any] = _turned) -> Params:
+def sampler_form(params: Params, arch: Architecture, take: Callable[[str, Any, int | None], Any] = _turned) -> Params:
     """Parameters with "layers", one dict for each block, in place of the stacked "blocks"; matrices are [I,O].
 
     Args:
-        take: (name, stacked parameter, i) -> that of the i-th layer; (name, parameter, None) -> one of no layer.
+        take: (name, stacked parameter, i) -> the i-th that is stacked; (name, parameter, None) -> one of no layer.
     """
-    num_layers = jax.tree.leaves(params["blocks"])[0].shape[0]
-    rest = {name: take(name, x, None) for name, x in params.items() if name != "blocks"}
-    layers = tuple({name: take(name, x, i) for name, x in params["blocks"].items()} for i in range(num_layers))
+    rest, blocks = {name: take(name, x, None) for name, x in params.items() if name != "blocks"}, params["blocks"]
+    layers = tuple(
+        {name: take(name, x, arch.layers_with(name).index(n)) for name, x in blocks.items() if layer.has(name)}
+        for n, layer in enumerate(arch.by_layer)
+    )
     return rest | {"layers": layers}
 
 
@@ -64,7 +67,8 @@ def abstract_params(model: Model, mesh: Mesh, rules: dict[str, Any] = sharding.O
         shape = jax.ShapeDtypeStruct(turned(stored_shape(path, x.shape[1:])), x.dtype, sharding=layout)
         return quantised.shape(name, shape, lies, model.published)
 
-    return sampler_form(model.abstract_params(mesh, rules=rules, dtype=jnp.dtype(model.compute_dtype)), take)
+    stacked = model.abstract_params(mesh, rules=rules, dtype=jnp.dtype(model.compute_dtype))
+    return sampler_form(stacked, model.arch, take)
 
 
 def program(model: Model, mesh: Mesh, sampler_mesh: Mesh) -> Program:
@@ -81,7 +85,8 @@ def program(model: Model, mesh: Mesh, sampler_mesh: Mesh) -> Program:
 
         def take(name: str, x: jax.Array, i: int | None) -> Any:
             nonlocal always
-            places = [(tree if i is None else tree["layers"][i])[name] for tree in (learner, sampler)]
+            layer = None if i is None else model.arch.layers_with(name)[i]
+            places = [(tree if i is None else tree["layers"][layer])[name] for tree in (learner, sampler)]
             moves = len({jax.tree.leaves(place)[0].sharding for place in places}) > 1
             if moves:
                 x, always = jax.lax.optimization_barrier((x, always))
@@ -104,6 +109,6 @@ def program(model: Model, mesh: Mesh, sampler_mesh: Mesh) -> Program:
             x, always = jax.lax.optimization_barrier((x, always))
             return x
 
-        return sampler_form(lora.join(params, base), take)
+        return sampler_form(lora.join(params, base), model.arch, take)
 
     return Program(publish, lora.split(model.abstract_params(mesh)), jax.tree.map(lambda x: x.format, sampler))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from jaxrl_llm.models.delta import Delta
 from jaxrl_llm.runtime.nested import ConfigError
 
 
@@ -25,6 +26,12 @@ class Layer:
 
     window: int = 0  # a token sees itself and the window - 1 before it; 0 = all before it
     rope: int = 0  # 0 = that of rope_theta, 1 = that of local_rope_theta, -1 = the layer knows no positions
+    is_delta: bool = False  # a gated delta rule (models.delta) in place of attention
+
+    def has(self, name: str) -> bool:
+        """Whether a block's parameter is there: attention's in layers that attend, and the rule's in its own."""
+        kind = name.partition("_")[0]
+        return self.is_delta if kind == "delta" else not (self.is_delta and kind in ("q", "k", "v", "o", "sinks"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +61,10 @@ class Architecture:
     embedding_scale: float = 1.0  # of the embeddings where the blocks take them
     score_width: float = 0.0  # scores are divided by its root; 0 = the head's size
     local_rope_theta: float = 10000.0
+    rotary_size: int = 0  # rope turns the first so many dimensions of a head; 0 = all
+    sinks: bool = False  # each head's softmax has a learned score beside the keys', which weighs no value
+    output_gate: bool = False  # what a head gives is multiplied by the sigmoid of a second projection like queries'
+    delta: Delta | None = None  # of the layers that have it
     num_experts: int = 0  # 0 = one MLP for all tokens
     experts_per_token: int = 0
     norm_topk: bool = False  # the chosen experts' probabilities are scaled to a sum of 1
@@ -69,14 +80,21 @@ class Architecture:
     def by_layer(self) -> tuple[Layer, ...]:
         return self.layers or (Layer(),) * self.num_layers
 
+    def layers_with(self, name: str) -> tuple[int, ...]:
+        """Which layers have a block's parameter, in the order that they are stacked in."""
+        return tuple(i for i, layer in enumerate(self.by_layer) if layer.has(name))
+
     @property
     def num_params(self) -> int:
         N, K, H, D, E = self.num_heads, self.num_kv_heads, self.head_size, self.width, self.num_experts
-        block = 2 * D * H * (N + K) + 3 * D * self.ffn * max(E, 1) + D * E
-        block += 2 * D * (self.pre_norm + self.post_norm)
-        block += self.qkv_bias * (N + 2 * K) * H + self.o_bias * D + self.mlp_bias * (2 * self.ffn + D)
-        block += {"": 0, "head": 2 * H, "all": (N + K) * H}[self.qk_norm]
-        return self.num_layers * block + self.vocab_size * D * (1 if self.tied else 2) + D
+        Q = N * (1 + self.output_gate)
+        block = 3 * D * self.ffn * max(E, 1) + D * E + 2 * D * (self.pre_norm + self.post_norm)
+        block += self.mlp_bias * (2 * self.ffn + D)
+        attention = D * H * (Q + N + 2 * K) + self.qkv_bias * (Q + 2 * K) * H + self.o_bias * D + self.sinks * N
+        attention += {"": 0, "head": 2 * H, "all": (N + K) * H}[self.qk_norm]
+        of_kinds = len(self.layers_with("q")) * attention
+        of_kinds += len(self.layers_with("delta_out")) * (self.delta.num_params(D) if self.delta else 0)
+        return self.num_layers * block + of_kinds + self.vocab_size * D * (1 if self.tied else 2) + D
 
 
 def positive(path: Any, key: str, value: Any, *, whole: bool = True, most: float = 2**31 - 1) -> Any:
@@ -99,5 +117,12 @@ PRESETS = {
     # Eight heads divide over any mesh of eight devices.
     "debug_wide": Architecture(
         vocab_size=264, width=128, num_layers=4, num_heads=8, num_kv_heads=8, head_size=16, ffn=256, tied=False
+    ),
+    "debug_hybrid": Architecture(  # as Qwen3-Next without its experts
+        **dict(
+            vocab_size=260, width=64, num_layers=4, num_heads=4, num_kv_heads=2, head_size=16, rotary_size=4, ffn=128
+        ),
+        **dict(qk_norm="head", norm_offset=1.0, output_gate=True, delta=Delta(2, 4, 16, 16, 4, is_grouped=True)),
+        **dict(layers=(*(Layer(is_delta=True),) * 3, Layer()), family="qwen3_next"),
     ),
 }

@@ -21,6 +21,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from jaxrl_llm.models import variants
 from jaxrl_llm.models.kernels import learner as kernels
 
 # Stands for minus infinity where a whole piece may be hidden: inf - inf is nan.
@@ -77,6 +78,7 @@ def attend(
     visible: jax.Array | Groups | None = None,
     window: int = 0,
     positions: jax.Array | None = None,
+    sinks: jax.Array | None = None,
     implementation: str = "xla",
 ) -> jax.Array:
     """Softmax attention, scores and softmax in float32.
@@ -89,34 +91,37 @@ def attend(
             or what ``kernels.of_lines`` made of it, or the rule of whole groups.
         window: a token sees itself and the ``window - 1`` before it; 0 = all. Lines' ``visible`` has it already.
         positions: [B,T] i32 in the row; a window wants them.
+        sinks: [N] of each head, a score beside those of the keys which weighs no value; the kernels know none.
         implementation: "xla", this module, or the kernels of ``kernels.choose``.
 
     Returns:
         [B,T,N,H] in the dtype of the queries.
     """
     if isinstance(visible, Groups):
-        return _attend_groups(q_BTNH, k_BKTH, v_BKTH, visible, window, positions, implementation)
+        return _attend_groups(q_BTNH, k_BKTH, v_BKTH, visible, window, positions, sinks, implementation)
     B, T, N, H = q_BTNH.shape
     is_mask = not (visible is None or isinstance(visible, kernels.Units))
     if is_mask or window >= T + (0 if prompt is None else prompt.keys.shape[2]):
         window = 0
     if implementation != "xla":
+        assert sinks is None, "kernels.choose"
         return kernels.attend(q_BTNH, k_BKTH, v_BKTH, prompt, visible, implementation, window or None)
     K = k_BKTH.shape[1]
     q = (q_BTNH * H**-0.5).reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4).reshape(B, K, N // K * T, H)
     pieces = [_attend_new(q, k_BKTH, v_BKTH, visible, window)]
     if prompt is not None:
         pieces.append(_attend_prompt(q, prompt, window, positions))
+    pieces += variants.attend_sinks(q, sinks)
     out = _merge(pieces).astype(q_BTNH.dtype)
     return out.reshape(B, K, N // K, T, H).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
 
 
-def attend_next(q_B1NH, k_BK1H, v_BK1H, *, prompt, cache: Cache, window=0, positions=None, implementation="xla"):
+def attend_next(q_B1NH, k_BK1H, v_BK1H, *, prompt, cache, window=0, positions=None, sinks=None, implementation="xla"):
     """``attend`` of one new token a row, which goes into the caches.
 
     Args:
-        q_B1NH, k_BK1H, v_BK1H, window, positions: as ``attend`` has them.
-        prompt, cache: of this layer.
+        q_B1NH, k_BK1H, v_BK1H, window, positions, sinks: as ``attend`` has them.
+        prompt, cache: of this layer, a ``Prompt`` and a ``Cache``.
 
     Returns:
         [B,1,N,H] in the dtype of the queries, and the caches' keys and values with the token at ``cache.end``.
@@ -131,7 +136,8 @@ def attend_next(q_B1NH, k_BK1H, v_BK1H, *, prompt, cache: Cache, window=0, posit
     if implementation == "splash":
         out, keys, values = kernels.decode(q, k_BK1H, v_BK1H, of_prompt, cache)
         return out.reshape(B, 1, N, H), ((keys,), (values,))
-    out = _merge([_attend_new(q, k_BK1H, v_BK1H), of_prompt, *_attend_cache(q, cache)]).astype(q.dtype)
+    pieces = [_attend_new(q, k_BK1H, v_BK1H), of_prompt, *_attend_cache(q, cache), *variants.attend_sinks(q, sinks)]
+    out = _merge(pieces).astype(q.dtype)
 
     # All rows' tokens go to one place: no scatter. What goes there asks for what attention gave: so caches are written
     # when they have been read, in place, or XLA would copy them, and a row gone wrong leaves nothing in its slot.
@@ -150,10 +156,11 @@ def attend_next(q_B1NH, k_BK1H, v_BK1H, *, prompt, cache: Cache, window=0, posit
     return out.reshape(B, 1, N, H), (put(cache.keys, k_BK1H, 3), put(cache.values, v_BK1H, 2))
 
 
-def _attend_groups(q_BTNH, k_BKTH, v_BKTH, groups: Groups, window, positions, implementation: str) -> jax.Array:
+def _attend_groups(q_BTNH, k_BKTH, v_BKTH, groups: Groups, window, positions, sinks, implementation: str) -> jax.Array:
     L = groups.prompt_width
     keys, values = k_BKTH[:, :, :L], v_BKTH[:, :, :L]
-    of_prompt = attend(q_BTNH[:, :L], keys, values, window=window, implementation=implementation)
+    how = {"window": window, "sinks": sinks, "implementation": implementation}
+    of_prompt = attend(q_BTNH[:, :L], keys, values, **how)
 
     def rows(x):  # [B,K,G*C,H] -> [B*G,K,C,H]
         B, K, _, H = x.shape
@@ -165,9 +172,8 @@ def _attend_groups(q_BTNH, k_BKTH, v_BKTH, groups: Groups, window, positions, im
         rows(k_BKTH[:, :, L:]),
         rows(v_BKTH[:, :, L:]),
         prompt=Prompt(keys, values, visible=jnp.arange(L)[None, :] < groups.prompt_length[:, None]),
-        window=window,
         positions=positions[:, L:].reshape(len(positions) * groups.size, -1) if window else None,
-        implementation=implementation,
+        **how,
     )
     B, _, N, H = q_BTNH.shape
     out_BNGCH = of_completions.reshape(B, groups.size, -1, N, H).transpose(0, 3, 1, 2, 4)
@@ -281,7 +287,10 @@ def block_shapes(tokens: int, head_size: int, implementation: str) -> tuple[int,
 
 
 def rotate(x_BTNH: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotary embedding on the two halves of the head, as Hugging Face lays Llama's weights out."""
+    """Rotary embedding on the two halves of the head, or of its part that tables are for, as Hugging Face has them."""
+    turned = 2 * cos.shape[-1]
+    if turned < x_BTNH.shape[-1]:
+        return jnp.concatenate([rotate(x_BTNH[..., :turned], cos, sin), x_BTNH[..., turned:]], axis=-1)
     halves = x_BTNH.astype(jnp.float32).reshape(*x_BTNH.shape[:-1], 2, -1)
     cos, sin = cos[:, :, None, None, :], jnp.stack([-sin, sin], axis=2)[:, :, None]
     rotated = (halves * cos + halves[..., ::-1, :] * sin).reshape(x_BTNH.shape)  # not split: a TPU would pad each half

@@ -106,9 +106,7 @@ def by_layer(routing: Routing | None, num_layers: int) -> jax.Array | None:
     return jnp.moveaxis(routing.chosen.reshape(B, T, num_layers, -1), 2, 0)
 
 
-def of_layer(
-    model: Model, routing: Routing | None, chosen: jax.Array | None, *, of_sampler: bool
-) -> Callable | None:
+def of_layer(model: Model, routing: Routing | None, chosen: jax.Array | None, *, of_sampler: bool) -> Callable | None:
     """``mlp`` of a layer, whose experts ``chosen`` [B,T,k] names where they were chosen before; None if it has none.
 
     Args:

@@ -160,12 +160,13 @@ def most_positions(scaling: RopeScaling | None, stated: int) -> int:
 
 
 def frequencies(arch: Architecture, rope: int = 0) -> Stretched:
-    """Angular frequency of each rotated pair, [H/2] float64 radians per position, and the factor of both tables.
+    """Angular frequency of each rotated pair, [R/2] float64 radians per position, and the factor of both tables.
 
-    Plain: theta^(-2i/H) and 1. The second rope of an architecture is always plain.
+    Plain: theta^(-2i/R) and 1, R the dimensions of a head that are rotated. The second rope is always plain.
     """
     theta = (arch.rope_theta, arch.local_rope_theta)[rope]
-    freq = theta ** (-np.arange(0, arch.head_size, 2, dtype=np.float64) / arch.head_size)
+    size = arch.rotary_size or arch.head_size
+    freq = theta ** (-np.arange(0, size, 2, dtype=np.float64) / size)
     if arch.rope_scaling is None or rope:
         return freq, 1.0
     return KINDS[arch.rope_scaling.kind].stretch(freq, theta, **dict(arch.rope_scaling.numbers))

@@ -170,9 +170,9 @@ def _padded(
 def _in_lines(model, params, tokens_nKS, prompt_length, length, support, routing, *, width, chunk, group_size, remat):
     """Parts of rows [n,K,S] that lie side by side in lines [n,W]: completions and prompts."""
     line = packing.lay(tokens_nKS, prompt_length, length, width=width, group_size=group_size)
-    visible = packing.visible(line) if group_size > 1 else Units(line.unit)
+    rule = line if group_size > 1 else Units(line.unit)
     routing = moe.in_lines(routing, prompt_length, length, width=width, group_size=group_size)
-    how = {"visible": visible, "remat": remat, "routing": routing}
+    how = {"visible": rule, "remat": remat, "routing": routing}
     seen = moe.by_token(*model.forward(params, line.tokens, line.position, **how))
 
     def part(reading: packing.Reading, support: jax.Array | None = None) -> Part:

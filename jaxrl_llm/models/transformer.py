@@ -22,13 +22,14 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 
 from jaxrl_llm.config import LoraConfig
+from jaxrl_llm.models import delta_rule, moe, quantised, variants
 from jaxrl_llm.models import lora as adapters
-from jaxrl_llm.models import moe, quantised, variants
 from jaxrl_llm.models import rope as ropes
 from jaxrl_llm.models.architecture import Architecture, Layer
 from jaxrl_llm.models.attention import Cache, Groups, Prompt, attend, attend_next, rotate
 from jaxrl_llm.models.kernels import context
 from jaxrl_llm.models.kernels import learner as kernels
+from jaxrl_llm.ops.packing import Line
 from jaxrl_llm.runtime import sharding
 
 Params = dict[str, Any]
@@ -89,22 +90,27 @@ class Blocks(nnx.Module):
         D, H, N, K = arch.width, arch.head_size, arch.num_heads, arch.num_kv_heads
         self.arch, self.lora = arch, lora
         matrices = (
-            ("q", (N, H, D), ("heads", "head_size", "embed")),
+            ("q", (N, H * (1 + arch.output_gate), D), ("heads", "head_size", "embed")),
             ("k", (K, H, D), ("kv_heads", "head_size", "embed")),
             ("v", (K, H, D), ("kv_heads", "head_size", "embed")),
             ("o", (D, N, H), ("embed", "heads", "head_size")),
             *moe.parameters(arch),
         )
-        for name, size, axes, *constant in (*matrices, *variants.vectors(arch), *adapters.matrices(lora, matrices)):
-            setattr(self, name, _param(rngs, (arch.num_layers, *size), ("layers", *axes), *constant))
+        further = (*variants.vectors(arch), *(arch.delta.parameters(D) if arch.delta else ()))
+        for name, size, axes, *constant in (*matrices, *further, *adapters.matrices(lora, matrices)):
+            if count := len(arch.layers_with(name)):
+                setattr(self, name, _param(rngs, (count, *size), ("layers", *axes), *constant))
 
-    def __call__(self, x_BTD, rope, layer, *, kv, visible, positions, implementation, weights="compute", experts=None):
+    def __call__(
+        self, x_BTD, rope, layer, *, past, kv, visible, positions, implementation, weights="compute", experts=None
+    ):
         """One ``layer``, by the tables of its rope; ``kv``: "prompt" and "cache", where there are such.
 
-        Returns activations and keys and values, the new tokens' [B,K,T,H] or, with them, the caches'; and what
-        ``experts`` (``moe.of_layer``) tell of themselves.
+        Returns activations and keys and values, the new tokens' [B,K,T,H] or, with them, the caches', or of a gated
+        delta rule its states after what ``past`` says of the tokens; and what ``experts`` (``moe.of_layer``) tell of
+        themselves.
         """
-        arch, kv = self.arch, kv or {}
+        arch = self.arch
         act = variants.ACTIVATIONS[arch.activation]
         is_merged = implementation == "xla" and not context.is_split()
 
@@ -113,32 +119,45 @@ class Blocks(nnx.Module):
 
         def project(x_BTI, name):
             multiply = functools.partial(linear, merged=is_merged)
-            out_BTO = quantised.multiply(multiply, x_BTI, getattr(self, name)[...], weights)
+            kind = weights if name in quantised.MATRICES else "compute"
+            out_BTO = quantised.multiply(multiply, x_BTI, getattr(self, name)[...], kind)
             if hasattr(self, name + adapters.A):
                 x_BTR = multiply(x_BTI, getattr(self, name + adapters.A)[...]) * adapters.scale(self.lora)
                 out_BTO += multiply(x_BTR, getattr(self, name + adapters.B)[...])
             bias = getattr(self, f"{name}_bias", None)
             return out_BTO if bias is None else out_BTO + bias[...].astype(out_BTO.dtype).reshape(1, 1, -1)
 
-        def heads(h_BTD, name):
-            x_BTO, normed = project(h_BTD, name), f"{name}_norm"
+        def heads(x_BTO, name):
+            normed = f"{name}_norm"
             x_BTO = norm(x_BTO, normed) if arch.qk_norm == "all" else x_BTO
             x_BTNH = x_BTO.reshape(*x_BTO.shape[:2], -1, arch.head_size)
             return norm(x_BTNH, normed) if arch.qk_norm == "head" else x_BTNH
 
-        rotated = (lambda x_BTNH: x_BTNH) if rope is None else lambda x_BTNH: rotate(x_BTNH, *rope)
+        def attention(h):
+            q, k, v = (project(h, name) for name in ("q", "k", "v"))
+            if arch.output_gate:
+                q, gate = variants.queries_and_gates(q, arch)
+            rotated = (lambda x_BTNH: x_BTNH) if rope is None else lambda x_BTNH: rotate(x_BTNH, *rope)
+            q_BTNH, k_BTKH, v_BTKH = rotated(heads(q, "q")), rotated(heads(k, "k")), heads(v, "v")
+            if arch.score_width not in (0.0, arch.head_size):  # attention divides by the root of the head's size
+                q_BTNH = q_BTNH * (arch.head_size / arch.score_width) ** 0.5
+            q_BTNH = sharding.constrain(q_BTNH, "batch", "length", "heads", "head_size")
+            new = (k_BTKH.swapaxes(1, 2), v_BTKH.swapaxes(1, 2))
+            how = {"window": layer.window, "positions": positions, "implementation": implementation}
+            how |= {"sinks": self.sinks[...]} if arch.sinks else {}
+            if "cache" in kv:
+                out_BTNH, new = attend_next(q_BTNH, *new, **kv, **how)
+            else:
+                out_BTNH = context.to_tokens(attend(*context.to_heads(q_BTNH, *new), visible=visible, **kv, **how))
+            out_BTO = out_BTNH.reshape(*out_BTNH.shape[:2], -1)
+            return project(out_BTO * jax.nn.sigmoid(gate) if arch.output_gate else out_BTO, "o"), new
+
         h = norm(x_BTD, "attention_norm")
-        q_BTNH, k_BTKH, v_BTKH = rotated(heads(h, "q")), rotated(heads(h, "k")), heads(h, "v")
-        if arch.score_width not in (0.0, arch.head_size):  # attention divides by the root of the head's size
-            q_BTNH = q_BTNH * (arch.head_size / arch.score_width) ** 0.5
-        q_BTNH = sharding.constrain(q_BTNH, "batch", "length", "heads", "head_size")
-        new = (k_BTKH.swapaxes(1, 2), v_BTKH.swapaxes(1, 2))
-        how = {"window": layer.window, "positions": positions, "implementation": implementation}
-        if "cache" in kv:
-            out_BTNH, new = attend_next(q_BTNH, *new, **kv, **how)
+        if layer.is_delta:
+            how = {**past, "positions": positions, "cache": kv.get("cache")}
+            out_BTD, new = delta_rule.mix(h, project, lambda name: getattr(self, name)[...], arch, **how)
         else:
-            out_BTNH = context.to_tokens(attend(*context.to_heads(q_BTNH, *new), visible=visible, **kv, **how))
-        out_BTD = project(out_BTNH.reshape(*out_BTNH.shape[:2], -1), "o")
+            out_BTD, new = attention(h)
         x_BTD = x_BTD + norm(out_BTD, "attention_post_norm")
         x_BTD = checkpoint_name(sharding.constrain(x_BTD, "batch", "length", "activation"), "mlp")
         h = norm(x_BTD, "mlp_norm")
@@ -163,7 +182,9 @@ class Transformer(nnx.Module):
         if not arch.tied:
             self.head = _param(rngs, (arch.vocab_size, arch.width), EMBEDDING)
 
-    def __call__(self, model: Model, tokens_BT, positions_BT, *, prompt, cache, visible, remat, layers, rope, routing):
+    def __call__(
+        self, model: Model, tokens_BT, positions_BT, *, prompt, cache, visible, length, remat, layers, rope, routing
+    ):
         """As ``Model.forward``; ``layers``: the blocks as the sampler has them (publish), in place of our own."""
         table_VD, dtype, attention = self.embedding[...], jnp.dtype(model.compute_dtype), model.attention
         spec = sharding.on_rows(model.table_spec)  # the sampler's is whole along the axes of rows
@@ -180,14 +201,8 @@ class Transformer(nnx.Module):
         graph, stacked = nnx.split(self.blocks)
         before = {name: x for name, x in (("prompt", prompt), ("cache", cache)) if x is not None}
         kv = {name: (x.keys, x.values) for name, x in before.items()}
-
-        def within(window: int):  # of lines' mask; a rule of who is seen stays one
-            lines = visible if isinstance(visible, jax.Array) else kernels.of_lines(visible, attention)
-            if isinstance(lines, jax.Array) and 0 < window < positions_BT.shape[1]:
-                lines &= positions_BT[:, :, None] - positions_BT[:, None, :] < window
-            return kernels.of_lines(lines, attention)
-
-        seen = {window: within(window) for window in {layer.window for layer in self.arch.by_layer}}
+        past, windows = {"visible": visible, "length": length}, {layer.window for layer in self.arch.by_layer}
+        seen = kernels.by_window(visible, windows, positions_BT, attention)
 
         def make_block(layer: Layer):
             def block(x, of_layer):
@@ -197,7 +212,9 @@ class Transformer(nnx.Module):
                 how["weights"] = model.weights
                 how["experts"] = moe.of_layer(model, routing, chosen, of_sampler=layers is not None)
                 rope = None if layer.rope < 0 else tables[layer.rope]
-                return nnx.merge(graph, layer_params)(x, rope, layer, kv=own, **how)
+                x, new = nnx.merge(graph, layer_params)(x, rope, layer, past=past, kv=own, **how)
+                unlike = self.arch.delta and layers is None  # which no scan stacks
+                return x, (None, None, *new[2:]) if unlike else new
 
             if not remat or model.remat == "none":
                 return block
@@ -207,11 +224,13 @@ class Transformer(nnx.Module):
         blocks = {layer: make_block(layer) for layer in dict.fromkeys(self.arch.by_layer)}
         chosen = moe.by_layer(routing, self.arch.num_layers)
         if layers is None:
-            x_BTD, new_kv = variants.scan(blocks, self.arch.by_layer, x_BTD, (stacked, kv, chosen))
+            of_layers = (nnx.to_pure_dict(stacked), kv, chosen)
+            x_BTD, new_kv = variants.scan(blocks, self.arch.by_layer, x_BTD, of_layers)
         else:
             made, blocks = [], {layer: jax.jit(block) for layer, block in blocks.items()}  # traced once; XLA inlines it
             for i, (layer, turned) in enumerate(zip(self.arch.by_layer, layers, strict=True)):
                 layer_params = jax.tree.map(variants.turn, turned)  # no copy: XLA's matmuls contract either way
+                layer_params = dict.fromkeys(stacked) | layer_params  # None is what it has not
                 layer_kv = {name: (keys[i], values[i]) for name, (keys, values) in kv.items()}
                 x_BTD, new = blocks[layer](x_BTD, (layer_params, layer_kv, None if chosen is None else chosen[i]))
                 made.append(new)
@@ -264,7 +283,8 @@ class Model:
         *,
         prompt: Prompt | None = None,
         cache: Cache | None = None,
-        visible: jax.Array | Groups | None = None,
+        visible: jax.Array | Groups | kernels.Units | Line | None = None,
+        length: jax.Array | None = None,
         remat: bool = False,
         rope: ropes.Tables | None = None,
         routing: moe.Routing | None = None,
@@ -278,21 +298,24 @@ class Model:
             prompt: what rows of a group have computed once; keys and values by layer.
             cache: each row's earlier tokens, by layer; wants T = 1.
             visible: what each token sees of the others, [B,T,T] bool or a rule; None = all up to itself.
+            length: [B] i32, the tokens that a gated delta rule's states are of; None = all.
             remat: apply the model's rematerialisation policy (for a backward pass).
             rope: ``rope.tables`` of every position there is; None = computed here.
             routing: what is known of the choice of experts, where there are some.
 
         Returns:
             hidden [B,T,D] in the compute dtype, and the new tokens' (keys, values), [B,K,T,H] by layer, or the caches'
-            with those: one array with a leading layer axis where blocks are stacked, a tuple where they are apart;
-            of experts more (``moe.by_token``).
+            with those: one array with a leading layer axis where blocks are stacked, a tuple where they are apart. Of
+            layers with the gated delta rule its states (``Delta.empty``); stacked, a model that has it returns none.
+            Of experts more (``moe.by_token``).
         """
         graph, _ = _abstract(self.arch, self.lora)
         layers = params.get("layers")
         if layers is not None:  # the graph wants some blocks; their shapes it does not look at
-            params = {k: v for k, v in params.items() if k != "layers"} | {"blocks": layers[0]}
-        how = {"prompt": prompt, "cache": cache, "visible": visible, "remat": remat, "rope": rope, "layers": layers}
-        return nnx.merge(graph, params)(self, tokens, positions, routing=routing, **how)
+            some = {name: x for layer in layers for name, x in layer.items()}
+            params = {k: v for k, v in params.items() if k != "layers"} | {"blocks": some}
+        how = {"prompt": prompt, "cache": cache, "visible": visible, "length": length, "routing": routing}
+        return nnx.merge(graph, params)(self, tokens, positions, **how, remat=remat, rope=rope, layers=layers)
 
     @property
     def table_spec(self) -> jax.P:

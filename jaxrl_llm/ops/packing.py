@@ -163,8 +163,9 @@ def visible(line: Line, window: int | None = None) -> Bool[Array, "n W W"]:
     same_unit = line.unit[:, :, None] == line.unit[:, None, :]
     own = (line.row[:, None, :] == 0) | (line.row[:, :, None] == line.row[:, None, :])
     seen = same_unit & own & jnp.tril(jnp.ones((W, W), bool))[None]
-    age = line.position[:, :, None] - line.position[:, None, :]
-    return seen if window is None else seen & (age < window)
+    if window is None:
+        return seen
+    return seen & (line.position[:, :, None] - line.position[:, None, :] < window)
 
 
 def of_targets(values: Shaped[ArrayLike, "n K S *rest"], reading: Reading) -> Shaped[Array, "n W *rest"]:

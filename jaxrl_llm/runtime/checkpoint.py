@@ -57,6 +57,7 @@ POLICY = "/params/policy/"
 # Parts of a state that are in the checkpoint of a run that was stopped inside a generation, and else need not be.
 PASSING = ("sampler", "rounds")
 
+
 @dataclasses.dataclass(frozen=True)
 class Restored:
     """A checkpoint that was read.

@@ -22,6 +22,7 @@ from reference import attention as oracle
 from support.building import TINY, Sampling, completions, host_params, make_prompts, make_sampler, needs_libtpu
 
 from jaxrl_llm.config import MeshConfig
+from jaxrl_llm.models.architecture import PRESETS
 from jaxrl_llm.models.attention import Cache, Prompt, attend, attend_next
 from jaxrl_llm.models.kernels import learner as kernels
 from jaxrl_llm.models.transformer import Model
@@ -198,7 +199,7 @@ def visible_to(rows):
 @pytest.mark.parametrize("rows", ["of a group", "packed"])
 def test_each_device_calls_the_kernel_on_its_own_rows_and_heads(rows):
     given, rng = arrays(0)
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 1, 1, 2), sharding.MESH_AXES)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 1, 1, 1, 2), sharding.MESH_AXES)
     visible, weight = rng.random(visible_to(rows).shape) < 0.5, np.ones((B, T, N, H), np.float32)
     if rows == "packed":
         visible = np.tril(visible | np.eye(T, dtype=bool))
@@ -300,7 +301,7 @@ def test_a_tpus_kernel_reads_caches_as_they_lie_on_both_cores_of_a_chip(monkeypa
 
 def test_each_device_decodes_its_own_rows_and_heads():
     given, truth = cached(0, 128)
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 1, 1, 2), sharding.MESH_AXES)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 1, 1, 1, 2), sharding.MESH_AXES)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         given = jax.device_put(given, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
         check_decoded("splash", given, truth)
@@ -339,7 +340,10 @@ def test_a_kernels_cache_has_whole_lanes():
     ],
 )
 def test_the_device_says_which_kernel(setting, device, dtype, head_size, expected):
-    assert kernels.choose(setting, types.SimpleNamespace(**device), dtype, head_size) == expected
+    arch = dataclasses.replace(PRESETS["debug"], head_size=head_size)
+    assert kernels.choose(setting, types.SimpleNamespace(**device), dtype, arch) == expected
+    with_sinks = dataclasses.replace(arch, sinks=True)  # which no kernel knows
+    assert kernels.choose(setting, types.SimpleNamespace(**device), dtype, with_sinks) == "xla"
 
 
 @pytest.mark.parametrize(

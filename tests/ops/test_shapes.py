@@ -33,7 +33,7 @@ BARE = {"Any", "Array", "ArrayLike", "PyTree", "ndarray", "object"}
 SHAPED = {"Bool", "Float", "Float32", "Int", "Key", "Num", "Real", "Shaped", "UInt32"}
 # Arguments that are no arrays.
 EXCEPTIONS = {
-    "sampling.Filter.of: sampling": "a section of a config, of which there are several types",
+    "filters.Filter.of: sampling": "a section of a config, of which there are several types",
 }
 
 

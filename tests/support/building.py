@@ -121,7 +121,7 @@ class Sampling:
         self.sampler = sampler
         self.generator = Generator(sampler, compile_sampler(sampler), letters)
         layout = jax.tree.map(lambda x: x.sharding, abstract_sampler_params(sampler))
-        self.params = jax.device_put(publish.sampler_form(host_params(sampler.model)), layout)
+        self.params = jax.device_put(publish.sampler_form(host_params(sampler.model), sampler.model.arch), layout)
         self.key = self.put(jax.random.key(seed))
 
     def put(self, x):

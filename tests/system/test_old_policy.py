@@ -47,7 +47,7 @@ def test_the_old_log_probs_of_rollouts_that_span_versions_are_those_of_the_versi
     for version in range(4):
         weights.append(host_params(run.model, seed=version))
         params, step = put((weights[-1], np.int32(version)), (run.learner.params, run.learner._whole(np.int32)))
-        sampler_params = put(publish.sampler_form(weights[-1]), run.sampler_params)
+        sampler_params = put(publish.sampler_form(weights[-1], run.model.arch), run.sampler_params)
         wanted = generator.prompts_wanted()
         prompts = make_prompts(range(first_id, first_id + wanted))
         first_id += wanted

@@ -111,7 +111,7 @@ def rollouts_of(**mesh):
 def test_a_sampler_with_more_tensor_parallelism_draws_the_same_for_the_same_learner():
     params, rollout, run = rollouts_of(fsdp=8, sampler_tensor=2)
     _, expected, _ = rollouts_of(fsdp=8)
-    assert run.mesh.devices.shape == (1, 8, 1, 1) and run.sampler.mesh.devices.shape == (1, 4, 1, 2)
+    assert run.mesh.devices.shape == (1, 8, 1, 1, 1) and run.sampler.mesh.devices.shape == (1, 4, 1, 1, 2)
     assert building.completions(jax.device_get(rollout)) == building.completions(jax.device_get(expected))
     # Sums over the tensor axis are rounded in another order.
     np.testing.assert_allclose(rollout.behaviour_logp, expected.behaviour_logp, rtol=0, atol=1e-5)

@@ -17,6 +17,7 @@ from typing import Any
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models import rope
 from jaxrl_llm.models.architecture import Architecture, Layer, positive
+from jaxrl_llm.models.files import hybrids
 
 _LAYER = "model.layers.{layer}."
 NAMES = {
@@ -26,6 +27,7 @@ NAMES = {
     **{f"blocks.{name}": f"{_LAYER}self_attn.{name}_proj.weight" for name in ("q", "k", "v", "o")},
     **{f"blocks.{name}_bias": f"{_LAYER}self_attn.{name}_proj.bias" for name in ("q", "k", "v", "o")},
     **{f"blocks.{name}_norm": f"{_LAYER}self_attn.{name}_norm.weight" for name in ("q", "k")},
+    "blocks.sinks": _LAYER + "self_attn.sinks",
     **{f"blocks.{name}": f"{_LAYER}mlp.{name}_proj.weight" for name in ("gate", "up", "down")},
     **{f"blocks.{name}_bias": f"{_LAYER}mlp.{name}_proj.bias" for name in ("gate", "up", "down")},
     "final_norm": "model.norm.weight",
@@ -212,12 +214,22 @@ FAMILIES = {
         is_windowed=lambda config, index: bool((index + 1) % config["sliding_window_pattern"]),
         local_rope=True,
     ),
+    "qwen3_next": Family(
+        "Qwen3NextForCausalLM",
+        {**_COMMON, **hybrids.KEYS, **hybrids.EXPERTS},
+        fixed=hybrids.FIXED,
+        names=hybrids.NAMES,
+    ),
+    "qwen3_5_text": Family("Qwen3_5ForCausalLM", {**_COMMON, **hybrids.KEYS}, fixed=hybrids.FIXED, names=hybrids.NAMES),
 }
 
 
 def names_of(arch: Architecture) -> dict[str, str]:
-    """What files call each parameter of ``layout.LAYOUT`` that the architecture may have."""
-    return {**NAMES, **FAMILIES[arch.family].names}
+    """What files call each parameter of ``layout.LAYOUT`` that the architecture may have (``layout.load``)."""
+    names = {**NAMES, **FAMILIES[arch.family].names}
+    if arch.delta:
+        names |= hybrids.by_layer({path: name for path, name in names.items() if "." in path}, arch)
+    return names
 
 
 def architecture_of(given: dict[str, Any], path: Any) -> Architecture:
@@ -254,7 +266,8 @@ def architecture_of(given: dict[str, Any], path: Any) -> Architecture:
     head_size, act = get("head_dim"), "hidden_act" if "hidden_act" in family.keys else "hidden_activation"
     if config[act] not in list(ACTIVATIONS):
         raise ConfigError(f"{path}: {act}={config[act]!r:.60} is not supported; supported: {', '.join(ACTIVATIONS)}")
-    ropes = _ropes(path, config, family, head_size)
+    rotary_size = hybrids.rotary_size(path, config, family.keys, head_size)
+    ropes = _ropes(path, config, family, rotary_size or head_size)
     biased = flag("attention_bias")
     return Architecture(
         vocab_size=get("vocab_size"),
@@ -268,6 +281,8 @@ def architecture_of(given: dict[str, Any], path: Any) -> Architecture:
         max_positions=rope.most_positions(ropes["rope_scaling"], get("max_position_embeddings")),
         activation=ACTIVATIONS[config[act]],
         layers=_layers(path, config, family),
+        rotary_size=rotary_size,
+        delta=hybrids.delta_of(path, config, family.keys),
         family=kind,
         **ropes,
         **{"qkv_bias": biased, "o_bias": biased, "mlp_bias": flag("mlp_bias"), "norm_topk": flag("norm_topk_prob")}
@@ -308,12 +323,15 @@ def _layers(path: Any, config: dict[str, Any], family: Family) -> tuple[Layer, .
         positive(path, "sliding_window", window)
     if "use_sliding_window" in family.keys and not _flag(path, "use_sliding_window", config["use_sliding_window"]):
         window = None
-    full, sliding = "full_attention", "sliding_attention"
+    full, sliding, linear = "full_attention", "sliding_attention", "linear_attention"
     types = [sliding if family.is_windowed(config, index) else full for index in range(count)]
+    if is_hybrid := "linear_num_key_heads" in family.keys:
+        interval = positive(path, "full_attention_interval", config["full_attention_interval"])
+        types = [linear if (index + 1) % interval else full for index in range(count)]
     if "layer_types" in family.keys:
-        types = listed("layer_types", (full, sliding), lambda index: types[index])
+        types = listed("layer_types", (full, linear if is_hybrid else sliding), lambda index: types[index])
     layers = tuple(
-        Layer(window=(window or 0) * (kind == sliding), rope=(kind == sliding) * family.local_rope if turns else -1)
+        Layer((window or 0) * (kind == sliding), (kind == sliding) * family.local_rope if turns else -1, kind == linear)
         for kind, turns in zip(types, turned, strict=True)
     )
     return () if set(layers) == {Layer()} else layers
@@ -327,6 +345,8 @@ def _ropes(path: Any, config: dict[str, Any], family: Family, head_size: int) ->
         local |= _object(path, given.get("sliding_attention") or {})
         given = given.get("full_attention") or {}
     given = {"rope_theta": config["rope_theta"], **_object(path, given)}
+    if "partial_rotary_factor" in family.keys:
+        given = {key: value for key, value in given.items() if key not in hybrids.OF_ROPE}
     theta, kind, given = _base(path, given)
     found = {"rope_theta": theta, "rope_scaling": None}
     if family.local_rope:
@@ -367,6 +387,7 @@ def config_of(arch: Architecture) -> dict[str, Any]:
     if scaling and scaling.kind == "longrope":
         most = round(numbers["factor"] * numbers["original_max_position_embeddings"])
     windows = [layer.window for layer in arch.by_layer]
+    kind = lambda layer: "linear" if layer.is_delta else "sliding" if layer.window else "full"
     window = max(windows) or None
     act = next(key for key, value in ACTIVATIONS.items() if value == arch.activation)
     own = {
@@ -376,7 +397,7 @@ def config_of(arch: Architecture) -> dict[str, Any]:
         "mlp_bias": arch.mlp_bias,
         "sliding_window": window,
         "use_sliding_window": window is not None,
-        "layer_types": ["sliding_attention" if window else "full_attention" for window in windows],
+        "layer_types": [f"{kind(layer)}_attention" for layer in arch.by_layer],
         "max_window_layers": windows.index(window) if window else arch.num_layers,
         "no_rope_layers": [int(layer.rope >= 0) for layer in arch.by_layer],
         "rope_local_base_freq": arch.local_rope_theta,
@@ -388,6 +409,7 @@ def config_of(arch: Architecture) -> dict[str, Any]:
         "norm_topk_prob": arch.norm_topk,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
+        **hybrids.config_of(arch),
     }
     return {
         "architectures": [family.class_name],

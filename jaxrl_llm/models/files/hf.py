@@ -125,7 +125,8 @@ class Folder:
                 raise ConfigError(f"{path}: not a readable safetensors file ({error})") from error
             for name in file.keys():  # noqa: SIM118  (not a mapping)
                 part = file.get_slice(name)
-                if name.endswith("rotary_emb.inv_freq"):  # old files keep this constant
+                # Old files keep this constant; and of further tokens a second small model, which nothing here reads.
+                if name.endswith("rotary_emb.inv_freq") or name.startswith("mtp."):
                     continue
                 if part.get_dtype() not in DTYPES:
                     raise ConfigError(f"{path}: tensor {name} is {part.get_dtype()}; supported: {', '.join(DTYPES)}")

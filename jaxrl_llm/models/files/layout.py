@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.models import lora
+from jaxrl_llm.models import delta, lora
 from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.runtime import sharding
 
@@ -34,6 +34,8 @@ LAYOUT = {
     **{f"blocks.{of}{post}": _VECTOR for of in ("attention", "mlp") for post in ("_norm", "_post_norm")},
     **{f"blocks.{name}": _VECTOR for name in ("q_norm", "k_norm", "o_bias", "gate_bias", "up_bias", "down_bias")},
     **{f"blocks.{name}": ((0, 1),) for name in ("q_bias", "k_bias", "v_bias")},
+    "blocks.sinks": _VECTOR,
+    **delta.LAYOUT,
 }
 LAYOUT |= lora.layout(LAYOUT)
 

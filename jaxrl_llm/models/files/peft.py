@@ -157,9 +157,7 @@ def names_of(model: Model) -> dict[str, str]:
     return {f"blocks.{name}{kind}": stem(name) + end for name in LORA_TARGETS for kind, end in kinds} | {"head": ""}
 
 
-def export(
-    learned: Params, model: Model, tokenizer: Tokenizer, folder: str | Path, base: str, **like: Any
-) -> None:
+def export(learned: Params, model: Model, tokenizer: Tokenizer, folder: str | Path, base: str, **like: Any) -> None:
     """Write adapters, float32, so that ``peft.PeftModel.from_pretrained`` over the base has the same logits.
 
     Where there are none, the parameters as ``hf.export`` does, with what else that takes.

@@ -17,12 +17,18 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm.config import ConfigError
+from jaxrl_llm.models.architecture import Architecture
 from jaxrl_llm.runtime import sharding
 
 
-def check(num_heads: int, mesh: Any) -> None:
-    """Heads divide over the devices that attend to one row; ConfigError otherwise."""
-    context, tensor = mesh.shape["context"], mesh.shape["tensor"]
+def check(arch: Architecture, mesh: Any) -> None:
+    """Heads divide over the devices that attend to one row, and every layer attends; ConfigError otherwise."""
+    context, tensor, num_heads = mesh.shape["context"], mesh.shape["tensor"], arch.num_heads
+    if arch.delta and context > 1:
+        raise ConfigError(
+            f"mesh.context={context} must be 1 for a model with a gated delta rule ({arch.family}), which goes through "
+            "a row from its beginning"
+        )
     if num_heads % (context * tensor):
         fit = ", ".join(str(n) for n in range(1, num_heads + 1) if num_heads % (n * tensor) == 0)
         raise ConfigError(

@@ -22,6 +22,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxrl_llm.models.architecture import Architecture
+from jaxrl_llm.ops import packing
 from jaxrl_llm.runtime import sharding
 
 LANES = 128
@@ -35,20 +37,21 @@ class Units(NamedTuple):
     unit: jax.Array  # [B,T] i32 1.. from left to right, 0 where the line is empty (``ops.packing.Line``)
 
 
-def choose(setting: str, device: Any, compute_dtype: str, head_size: int) -> str:
+def choose(setting: str, device: Any, compute_dtype: str, arch: Architecture) -> str:
     """The implementation for a device: "xla", or with a kernel for caches beside it "splash" or "cudnn".
 
     Args:
-        setting: ``model.attention``.
+        setting: ``model.attention``; a model whose softmax has sinks has "xla" always, the kernels know none.
         device: one of the mesh's; a compile-only one will do.
     """
-    if setting == "xla":
+    if setting == "xla" or arch.sinks:
         return "xla"
     if device.platform == "tpu":
         return "splash"
     # A number on NVIDIA; AMD's are called gfx90a and such.
     generation = str(getattr(device, "compute_capability", "")).partition(".")[0]
     ampere = device.platform == "gpu" and generation.isdigit() and int(generation) >= 8
+    head_size = arch.head_size
     fits = compute_dtype == "bfloat16" and head_size % 8 == 0 and head_size <= 128  # what cuDNN's kernels take
     return "cudnn" if ampere and fits else "xla"
 
@@ -57,6 +60,24 @@ def cache_length(tokens: int) -> int:
     """Places of a cache for so many tokens: whole lanes, which kernels and layouts want."""
     step = LANES if tokens > LANES else 16
     return -(-tokens // step) * step
+
+
+def by_window(visible: Any, windows: set[int], positions: jax.Array, implementation: str) -> dict[int, Any]:
+    """What ``attend`` takes for ``visible`` by the layer's window: lines' mask has it, a rule of who is seen has not.
+
+    Args:
+        visible: as ``Model.forward`` has it.
+        positions: [B,T] i32 in the row.
+    """
+    visible = packing.visible(visible) if isinstance(visible, packing.Line) else visible
+
+    def within(window: int):
+        lines = visible if isinstance(visible, jax.Array) else of_lines(visible, implementation)
+        if isinstance(lines, jax.Array) and 0 < window < positions.shape[1]:
+            lines &= positions[:, :, None] - positions[:, None, :] < window
+        return of_lines(lines, implementation)
+
+    return {window: within(window) for window in windows}
 
 
 def of_lines(visible: Any, implementation: str) -> Any:

@@ -1,0 +1,326 @@
+"""The gated delta rule: a layer that keeps of all tokens before a state of one size, in place of their keys and values.
+
+Of each head a matrix S, which a token decays, corrects by what it foretells of the token's value, and reads:
+
+    S_t = a_t S_{t-1} + b_t k_t (v_t - a_t S_{t-1}' k_t)',    o_t = S_t' q_t,    a_t = e^{g_t}
+
+with queries and keys of unit length (the former divided by the root of theirs), g_t < 0 and b_t in (0, 1). Source:
+Yang, Kautz, Hatamizadeh 2024, "Gated Delta Networks", equation 10; what stands around it as in Qwen3-Next. Before it
+goes a causal convolution of each channel, after it a norm and a gate.
+
+A decode step is the rule as it stands. Rows are computed in chunks: what the tokens of a chunk do to each other is a
+triangular system (the paper's section 3.3), and states go from chunk to chunk. Who sees whom is a rule of tokens here
+as in attention: of lines, a token's past is its own row's and its group's prompt's, and so a second state is carried,
+that at the prompt's end, which each further row of the group begins with.
+
+Letters: B rows, T tokens, D width, N value heads, K key heads, H and V their sizes, C channels of the convolution,
+n chunks of W tokens, G rows of a group, L prompt width.
+Owns: the rule, and what a sampler's layers keep of tokens. Does not know: slots, parameters' shapes (delta).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_llm.models.architecture import Architecture
+from jaxrl_llm.models.attention import Cache, Groups, block_shapes
+from jaxrl_llm.models.delta import Delta
+from jaxrl_llm.models.kernels.learner import Units
+from jaxrl_llm.ops.packing import Line
+from jaxrl_llm.runtime import sharding
+
+CHUNK = 64  # tokens: the least that fills a matrix unit, and a system of the size whose float32 solution is safe
+# The rule's sums are float32 everywhere: an error in a state stays in it.
+einsum = functools.partial(jnp.einsum, precision="highest")
+
+
+def empty_caches(
+    arch: Architecture, *, slots: int, prompts: int, prompt_width: int, completion: int, implementation: str, dtype: Any
+) -> dict[str, tuple[Any, ...]]:
+    """What layers keep of tokens, by layer: ``cache_k``, ``cache_v`` of slots, ``prompt_k``, ``prompt_v`` of prompts.
+
+    Keys and values as ``attention.Cache`` and ``Prompt`` have them; of a gated delta rule its two states.
+    """
+    zeros = lambda rows, size: jnp.zeros((rows, arch.num_kv_heads, *size), dtype)
+
+    def of_slots(layer):  # a window's cache holds the window
+        if layer.is_delta:
+            return tuple((x,) for x in arch.delta.empty(slots, dtype))
+        count, *sizes = block_shapes(min(completion, layer.window or completion), arch.head_size, implementation)
+        return tuple(tuple(zeros(slots, size) for _ in range(count)) for size in sizes)
+
+    def of_prompts(layer):
+        if layer.is_delta:
+            return arch.delta.empty(prompts, dtype)
+        return tuple(zeros(prompts, (prompt_width, arch.head_size)) for _ in range(2))
+
+    cache_k, cache_v = zip(*map(of_slots, arch.by_layer), strict=True)
+    prompt_k, prompt_v = zip(*map(of_prompts, arch.by_layer), strict=True)
+    return {"cache_k": cache_k, "cache_v": cache_v, "prompt_k": prompt_k, "prompt_v": prompt_v}
+
+
+def begin(arch: Architecture, caches: Any, prompts: Any, entry_MZ: jax.Array, takes_MZ: jax.Array) -> Any:
+    """Caches in which the states of slots that take a new row are its prompt's."""
+
+    def one(layer, cache, of_prompts):
+        if not layer.is_delta:
+            return cache
+        (M, _), (slots,) = entry_MZ.shape, cache
+        new = jax.vmap(lambda x, entry: x[entry])(of_prompts.reshape(M, -1, *of_prompts.shape[1:]), entry_MZ)
+        return (jnp.where(takes_MZ.reshape(-1, *(1,) * (slots.ndim - 1)), new.reshape(slots.shape), slots),)
+
+    return tuple(map(one, arch.by_layer, caches, prompts))
+
+
+def mix(
+    h_BTD: jax.Array,
+    project: Callable[[jax.Array, str], jax.Array],
+    own: Callable[[str], jax.Array],
+    arch: Architecture,
+    *,
+    visible: Groups | Units | Line | None = None,
+    positions: jax.Array | None = None,
+    length: jax.Array | None = None,
+    cache: Cache | None = None,
+) -> tuple[jax.Array, Any]:
+    """What the layer has in attention's place.
+
+    Args:
+        project: (x [B,T,I], name of a matrix) -> [B,T,O].
+        own: name of another parameter -> it.
+        visible: which tokens are a token's past; None = all before it.
+        positions: [B,T] i32 in the row; lines want them.
+        length: [B] i32 tokens that the states to return are of; None = all.
+        cache: the row's states, as ``Delta.empty`` has them; wants T = 1.
+
+    Returns:
+        [B,T,D], and the states after the tokens, as they came: with a cache in two tuples of one.
+    """
+    d, (B, T, _) = arch.delta, h_BTD.shape
+    mixed_BTC, z_BTNV, b_BTN, a_BTN = _inputs(h_BTD, project, d)
+    rate = -jnp.exp(own("delta_rate").astype(jnp.float32))
+    g_BTN = rate[None, None] * jax.nn.softplus(a_BTN + own("delta_bias").astype(jnp.float32)[None, None])
+    of_tokens = (mixed_BTC, g_BTN, jax.nn.sigmoid(b_BTN))
+    how = {"weight": own("delta_conv")[:, 0].astype(h_BTD.dtype), "d": d}
+    if cache is not None:
+        (state,), (inputs,) = cache.keys, cache.values
+        out_BTNV, state, inputs = _step(*of_tokens, state, inputs, **how)
+        new = ((state,), (inputs,))
+    elif isinstance(visible, Groups):
+        out_BTNV, new = _groups(*of_tokens, visible, **how), None
+    else:
+        out_BTNV, *new = _rows(*of_tokens, line=visible, positions=positions, length=length, **how)
+    out = out_BTNV * jax.lax.rsqrt(jnp.mean(jnp.square(out_BTNV), axis=-1, keepdims=True) + arch.norm_eps)
+    out = own("delta_norm").astype(h_BTD.dtype)[None, None, None] * out.astype(h_BTD.dtype)
+    out = (out * jax.nn.silu(z_BTNV.astype(jnp.float32))).astype(h_BTD.dtype)
+    return project(out.reshape(B, T, -1), "delta_out"), None if new is None else tuple(new)
+
+
+def _inputs(h_BTD, project, d: Delta):
+    """Channels [B,T,C], output gates [B,T,N,V], and b and a [B,T,N] float32."""
+    B, T, _ = h_BTD.shape
+    keys, values = d.key_size, d.value_heads // d.key_heads * d.value_size
+    by_head = lambda x, count: x.reshape(B, T, count, -1)
+    flat = lambda x: x.reshape(B, T, -1)
+    if d.is_grouped:
+        x_BTKX = by_head(project(h_BTD, "delta_in"), d.key_heads)
+        q, k, v, z = jnp.split(x_BTKX, (keys, 2 * keys, 2 * keys + values), axis=-1)
+        b, a = jnp.split(by_head(project(h_BTD, "delta_gates"), d.key_heads), 2, axis=-1)
+        mixed_BTC = jnp.concatenate([flat(q), flat(k), flat(v)], axis=-1)
+    else:
+        mixed_BTC, z, b, a = (project(h_BTD, f"delta_{name}") for name in ("qkv", "z", "b", "a"))
+    z_BTNV = flat(z).reshape(B, T, d.value_heads, d.value_size)
+    return mixed_BTC, z_BTNV, flat(b).astype(jnp.float32), flat(a).astype(jnp.float32)
+
+
+def _heads(mixed_BTC, d: Delta):
+    """Queries and keys [B,T,N,H], each of unit length and as many as there are values, and these [B,T,N,V]; float32."""
+    sizes = d.key_heads * d.key_size
+    q, k, v = jnp.split(jax.nn.silu(mixed_BTC), (sizes, 2 * sizes), axis=-1)
+    by_head = lambda x, count: x.astype(jnp.float32).reshape(*x.shape[:2], count, -1)
+
+    def unit(x):
+        x = by_head(x, d.key_heads)
+        x = x * jax.lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + 1e-6)
+        return jnp.repeat(x, d.value_heads // d.key_heads, axis=2)
+
+    return unit(q) * d.key_size**-0.5, unit(k), by_head(v, d.value_heads)
+
+
+def _step(mixed_B1C, g_B1N, b_B1N, state_BNHV, inputs_BXC, *, weight, d: Delta):
+    """One token a row."""
+    window_BXC = jnp.concatenate([inputs_BXC.astype(mixed_B1C.dtype), mixed_B1C], axis=1)
+    mixed_B1C = jnp.sum(window_BXC * weight.T[None], axis=1, keepdims=True)
+    q, k, v = (x[:, 0] for x in _heads(mixed_B1C, d))
+    state = jnp.exp(g_B1N[:, 0, :, None, None]) * state_BNHV
+    error_BNV = b_B1N[:, 0, :, None] * (v - jnp.sum(state * k[..., None], axis=2))
+    state += k[..., None] * error_BNV[:, :, None]
+    return jnp.sum(state * q[..., None], axis=2)[:, None], state, window_BXC[:, 1:].astype(inputs_BXC.dtype)
+
+
+def _groups(mixed_BTC, g_BTN, b_BTN, groups: Groups, **how):
+    """Rows of a whole group each: the states after the prompt are those that each completion begins with."""
+    L, G = groups.prompt_width, groups.size
+    of_tokens = (mixed_BTC, g_BTN, b_BTN)
+    of_prompt, *before = _rows(*(x[:, :L] for x in of_tokens), length=groups.prompt_length, **how)
+    by_row = lambda x: x[:, L:].reshape(x.shape[0] * G, -1, *x.shape[2:])
+    before = (jnp.repeat(x, G, axis=0) for x in before)
+    of_rows, *_ = _rows(*(by_row(x) for x in of_tokens), before=tuple(before), **how)
+    return jnp.concatenate([of_prompt, of_rows.reshape(of_prompt.shape[0], -1, *of_rows.shape[2:])], axis=1)
+
+
+def _rows(mixed_BTC, g_BTN, b_BTN, *, weight, d: Delta, before=None, line=None, positions=None, length=None):
+    """Outputs [B,T,N,V], and the states after ``length`` tokens, from ``before`` on."""
+    (B, T, C), taps = mixed_BTC.shape, d.taps
+    if before is None:
+        state = jnp.zeros((B, d.value_heads, d.key_size, d.value_size), jnp.float32)
+        before = (state, jnp.zeros((B, taps - 1, C), mixed_BTC.dtype))
+    if length is not None:  # what comes after neither decays a state nor is written to it
+        is_in = (jnp.arange(T)[None] < length[:, None])[..., None]
+        g_BTN, b_BTN = jnp.where(is_in, g_BTN, 0.0), jnp.where(is_in, b_BTN, 0.0)
+    every = jnp.concatenate([before[1].astype(mixed_BTC.dtype), mixed_BTC], axis=1)
+    past = [_earlier(every, mixed_BTC, ago, line, positions) for ago in range(taps)]
+    summed = sum(x * weight[None, None, :, taps - 1 - ago] for ago, x in enumerate(past))
+    ends = jnp.full(B, T) if length is None else length
+    inputs = jax.vmap(lambda x, at: jax.lax.dynamic_slice_in_dim(x, at, taps - 1))(every, ends)
+    q, k, v = _heads(summed, d)
+    of_heads, of_rows = ("batch", None, "heads"), ("batch",)
+    ids = getattr(line, "unit", None), getattr(line, "row", None)
+    axes = (*(of_heads,) * 5, ("batch", "heads"), of_rows, of_rows)
+    # By each device on its heads: XLA would gather the systems that it cannot split.
+    args = (q, k, v, g_BTN, b_BTN, before[0], *ids)
+    out_BTNV, state_B1NHV = sharding.by_device(chunked, *args, axes=axes, shared=3)
+    return out_BTNV, state_B1NHV[:, 0], inputs
+
+
+def _earlier(every_BSC, mixed_BTC, ago: int, line: Units | Line | None, positions):
+    """The channels of the token so many before each in its row, zero where there is none, [B,T,C]."""
+    T, taps = mixed_BTC.shape[1], every_BSC.shape[1] - mixed_BTC.shape[1] + 1
+    shifted = every_BSC[:, taps - 1 - ago : taps - 1 - ago + T]
+    if line is None or ago == 0:
+        return shifted
+    place = jnp.arange(T)[None]
+    back = lambda x: jnp.roll(x, ago, axis=1)
+    is_own = (line.unit == back(line.unit)) & (place >= ago)
+    if isinstance(line, Units):
+        return jnp.where(is_own[..., None], shifted, 0)
+    is_own &= line.row == back(line.row)
+    starts = line.unit != jnp.roll(line.unit, 1, axis=1)
+    first = jax.lax.cummax(jnp.where(starts | (place == 0), place, 0), axis=1)  # of the token's unit
+    of_prompt = jnp.take_along_axis(mixed_BTC, jnp.maximum(first + positions - ago, 0)[..., None], axis=1)
+    return jnp.where((positions >= ago)[..., None], jnp.where(is_own[..., None], shifted, of_prompt), 0)
+
+
+def chunked(q_BTNH, k_BTNH, v_BTNV, g_BTN, b_BTN, state_BNHV, unit_BT=None, row_BT=None):
+    """The rule over whole rows, by chunks.
+
+    Args:
+        q_BTNH, k_BTNH, v_BTNV: float32, as ``_heads`` makes them.
+        g_BTN, b_BTN: float32, the logarithm of the decay and the share that is corrected.
+        state_BNHV: before the first token.
+        unit_BT, row_BT: of lines (``Units``, ``Line``); their states begin with nothing.
+
+    Returns:
+        [B,T,N,V], and the state after the last token, [B,1,N,H,V].
+    """
+    B, T, N, _ = q_BTNH.shape
+    W = min(CHUNK, 1 << (T - 1).bit_length())
+    n = -(-T // W)
+
+    def split(x_BTX):  # [n,B,...,W,X]; what fills up decays nothing, writes nothing, and is of the last token's row
+        if jnp.issubdtype(x_BTX.dtype, jnp.integer):
+            return jnp.pad(x_BTX, ((0, 0), (0, n * W - T)), mode="edge").reshape(B, n, W).swapaxes(0, 1)
+        x = jnp.pad(x_BTX, ((0, 0), (0, n * W - T), *((0, 0),) * (x_BTX.ndim - 2)))
+        return jnp.moveaxis(x.reshape(B, n, W, N, -1), (1, 3), (0, 2))
+
+    q, k, v, g, b = (split(x) for x in (q_BTNH, k_BTNH, v_BTNV, g_BTN, b_BTN))
+    lower = jnp.tril(jnp.ones((W, W), bool))[None, None, None]
+    if unit_BT is None:
+        seen, starts, ends = lower, (jnp.ones((1, 1, 1, W, 1), bool),), (W - 1,)
+    else:
+        seen, starts, ends = _pasts(split(unit_BT), None if row_BT is None else split(row_BT), lower)
+    # Sums of g from a token to a later one are of those in its past: differences of sums over a row would round.
+    of_past = jnp.where(seen, jnp.swapaxes(g, -1, -2), 0.0)
+    strictly = jnp.tril(jnp.ones((W, W)), -1)[None, None, None]
+    decay = jnp.where(seen, jnp.exp(einsum("nBNWS,nBNSX->nBNWX", of_past, strictly)), 0.0)
+    since = jnp.exp(jnp.sum(of_past, axis=-1, keepdims=True))  # the chunk's beginning
+    right = jnp.concatenate([v * b, *(jnp.where(x, k * b * since, 0.0) for x in starts)], axis=-1)
+    system = einsum("nBNWH,nBNSH->nBNWS", k, k) * decay * b
+    solved = einsum("nBNWS,nBNSX->nBNWX", _inverse(system), right)
+    (V, H), count = (v.shape[-1], k.shape[-1]), len(starts)
+    value, *keys = jnp.split(solved, [V + i * H for i in range(count)], axis=-1)
+    reads = einsum("nBNWH,nBNSH->nBNWS", q, k) * decay
+    queries = [jnp.where(x, q * since, 0.0) for x in starts]
+
+    def at_end(end):
+        """Of the state after a token: the shares of the states before, [n,B,N], and of each token's key, [n,B,N,W]."""
+        if isinstance(end, int):
+            take = lambda x: x[..., end, :]
+            return [jnp.where(take(x)[..., 0], take(since)[..., 0], 0.0) for x in starts], take(decay)
+        is_there, at = end  # [n,B]
+        take = lambda x: jnp.take_along_axis(x, at[:, :, None, None, None], axis=3)[..., 0, :]
+        shares = [jnp.where(is_there[..., None] & take(x)[..., 0], take(since)[..., 0], 0.0) for x in starts]
+        shares[-1] = jnp.where(is_there[..., None], shares[-1], 1.0)  # the prompt ended before: its state stays
+        return shares, jnp.where(is_there[..., None, None], take(decay), 0.0)
+
+    def step(states, chunk):
+        value, keys, queries, reads, k, made_of = chunk
+        value -= sum(einsum("BNWH,BNHV->BNWV", key, state) for key, state in zip(keys, states, strict=True))
+        out = einsum("BNWS,BNSV->BNWV", reads, value)
+        out += sum(einsum("BNWH,BNHV->BNWV", x, state) for x, state in zip(queries, states, strict=True))
+        new = (
+            sum(share[..., None, None] * state for share, state in zip(shares, states, strict=True))
+            + einsum("BNWH,BNWV->BNHV", k * of_key[..., None], value)
+            for shares, of_key in made_of
+        )
+        return tuple(new), out
+
+    chunks = (value, keys, queries, reads, k, [at_end(end) for end in ends])
+    states, out = jax.lax.scan(step, (state_BNHV,) * count, chunks)
+    return jnp.moveaxis(out, (0, 2), (1, 3)).reshape(B, n * W, N, -1)[:, :T], states[0][:, None]
+
+
+def _inverse(system: jax.Array) -> jax.Array:
+    """(1 + system)^-1 of what lies below the diagonal of [...,W,W], W a power of 2, by matmuls alone.
+
+    Of blocks of twice the size from those of the halves: [[A,0],[C,B]]^-1 = [[A',0],[-B'CA',B']]. A device that splits
+    heads splits it, and XLA's CPU backend, whose triangular solve stands still in a program of few threads, runs it.
+    """
+    lead, W = system.shape[:-2], system.shape[-1]
+    inverse, size = jnp.ones((*lead, W, 1, 1), system.dtype), 1
+    while size < W:
+        count = W // (2 * size)
+        blocks = system.reshape(*lead, count, 2 * size, count, 2 * size)
+        corner = jnp.moveaxis(jnp.diagonal(blocks, axis1=-4, axis2=-2), -1, -3)[..., size:, :size]
+        pairs = inverse.reshape(*lead, count, 2, size, size)
+        upper, lower = pairs[..., 0, :, :], pairs[..., 1, :, :]
+        corner = -einsum("...ij,...jk,...kl->...il", lower, corner, upper)
+        top = jnp.concatenate([upper, jnp.zeros_like(upper)], axis=-1)
+        inverse = jnp.concatenate([top, jnp.concatenate([corner, lower], axis=-1)], axis=-2)
+        size *= 2
+    return inverse[..., 0, :, :]
+
+
+def _pasts(unit_nBW, row_nBW, lower):
+    """Of lines: which tokens of a chunk are in each one's past [n,B,1,W,W], whose past goes back to each state before
+    [n,B,1,W,1], and the tokens that the states to carry are after: the last, and the last of its unit's prompt.
+    """
+    rows = jnp.zeros_like(unit_nBW) if row_nBW is None else row_nBW
+    # The first chunk has none before: no unit is called -1.
+    last = lambda x: jnp.concatenate([jnp.full_like(x[:1, :, :1], -1), x[:-1, :, -1:]], axis=0)
+    seen = lower & (unit_nBW[..., :, None] == unit_nBW[..., None, :])[:, :, None]
+    goes_on, is_row = unit_nBW == last(unit_nBW), rows == last(rows)
+    by_token = lambda x: x[:, :, None, :, None]
+    if row_nBW is None:
+        return seen, (by_token(goes_on),), (unit_nBW.shape[2] - 1,)
+    own = (rows[..., None, :] == 0) | (rows[..., :, None] == rows[..., None, :])
+    of_prompt = (rows == 0) & (unit_nBW == unit_nBW[:, :, -1:])
+    W = rows.shape[2]
+    at = W - 1 - jnp.argmax(of_prompt[:, :, ::-1], axis=2)
+    ends = (W - 1, (jnp.any(of_prompt, axis=2), at))
+    return seen & own[:, :, None], (by_token(goes_on & is_row), by_token(goes_on & ~is_row)), ends

@@ -1,0 +1,121 @@
+"""What config.json and tensors of hybrids say: models whose layers are attention and the gated delta rule by turns.
+
+Owns: those keys and names, what they may be. Does not know: other families, how anything is computed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.models.architecture import Architecture, positive
+from jaxrl_llm.models.delta import Delta
+
+_OF_RULE = "model.layers.{layer}.linear_attn."
+NAMES = {
+    **{f"blocks.delta_{name}": f"{_OF_RULE}in_proj_{name}.weight" for name in ("qkv", "z", "b", "a")},
+    "blocks.delta_in": _OF_RULE + "in_proj_qkvz.weight",
+    "blocks.delta_gates": _OF_RULE + "in_proj_ba.weight",
+    "blocks.delta_conv": _OF_RULE + "conv1d.weight",
+    "blocks.delta_rate": _OF_RULE + "A_log",
+    "blocks.delta_bias": _OF_RULE + "dt_bias",
+    "blocks.delta_norm": _OF_RULE + "norm.weight",
+    "blocks.delta_out": _OF_RULE + "out_proj.weight",
+}
+# Of the rule, in the order of Delta's sizes.
+_SIZES = {
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+}
+KEYS = {
+    **_SIZES,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "max_position_embeddings": 32768,
+    "attention_bias": False,
+    "layer_types": None,
+    "full_attention_interval": 4,
+    "partial_rotary_factor": 0.25,
+}
+FIXED = {"qk_norm": "head", "norm_offset": 1.0, "output_gate": True}
+# Of experts, which no layer may have.
+EXPERTS = {
+    "num_experts": 512,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": None,
+    "num_experts_per_tok": 10,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "norm_topk_prob": True,
+    "router_aux_loss_coef": 0.001,
+    "output_router_logits": False,
+}
+# In rope_parameters; a text's tokens have one position in all the sections of mrope.
+OF_ROPE = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")
+
+
+class _OfSome(str):
+    """What files call a parameter that some layers have: its i-th is the i-th of them."""
+
+    layers: tuple[int, ...]
+
+    def format(self, *, layer: int, **numbers: int) -> str:
+        return super().format(layer=self.layers[layer], **numbers)
+
+
+def by_layer(names: dict[str, str], arch: Architecture) -> dict[str, str]:
+    """Names of stacked parameters, whose "{layer}" is the layer's number where not all layers have them."""
+    made = {path: _OfSome(name) for path, name in names.items()}
+    for path, name in made.items():
+        name.layers = arch.layers_with(path.partition(".")[2])
+    return made
+
+
+def delta_of(path: Any, config: dict[str, Any], keys: dict[str, Any]) -> Delta | None:
+    """Sizes of the rule; None where it is not among the family's ``keys``.
+
+    Raises:
+        ConfigError: a size that is none, or a layer of experts.
+    """
+    if "linear_num_key_heads" not in keys:
+        return None
+    is_grouped = "num_experts" in keys
+    if is_grouped and config["num_experts"] != 0:
+        dense, step = config["mlp_only_layers"] or [], config["decoder_sparse_step"]
+        positive(path, "decoder_sparse_step", step)
+        layers = range(config["num_hidden_layers"])
+        if not isinstance(dense, list) or any(i not in dense and (i + 1) % step == 0 for i in layers):
+            raise ConfigError(
+                f"{path}: num_experts={config['num_experts']!r:.60} must be 0, or mlp_only_layers list every layer: "
+                "experts are not supported in a model with a gated delta rule"
+            )
+    sizes = [positive(path, key, config[key]) for key in _SIZES]
+    try:
+        return Delta(*sizes, is_grouped=is_grouped)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def rotary_size(path: Any, config: dict[str, Any], keys: dict[str, Any], head_size: int) -> int:
+    """How much of a head rope turns, 0 = all: of a family whose ``keys`` let it turn a part."""
+    if "partial_rotary_factor" not in keys:
+        return 0
+    given = config["rope_scaling"] or config["rope_parameters"] or {}
+    part = given.get("partial_rotary_factor") if isinstance(given, dict) else None
+    part = config["partial_rotary_factor"] if part is None else part
+    size = int(head_size * positive(path, "partial_rotary_factor", part, whole=False, most=1.0))
+    if size < 2 or size % 2:
+        raise ConfigError(f"{path}: partial_rotary_factor={part} of a head of {head_size} is {size}; it must be even")
+    return 0 if size == head_size else size
+
+
+def config_of(arch: Architecture) -> dict[str, Any]:
+    """The keys of config.json that say this of an architecture."""
+    said = {"partial_rotary_factor": (arch.rotary_size or arch.head_size) / arch.head_size}
+    if d := arch.delta:
+        sizes = (d.key_heads, d.value_heads, d.key_size, d.value_size, d.taps)
+        said |= dict(zip(_SIZES, sizes, strict=True))
+    return said

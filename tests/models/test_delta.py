@@ -1,0 +1,109 @@
+"""The gated delta rule: chunks, lines, groups and steps are its recurrence."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from reference import delta as reference
+
+from jaxrl_llm.models import delta_rule
+
+B, N, H, V = 2, 3, 6, 5
+
+
+def inputs(tokens, seed=0, rows=B):
+    rng = np.random.default_rng(seed)
+    q, k = (rng.normal(size=(rows, tokens, N, H)) for _ in range(2))
+    q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
+    v = rng.normal(size=(rows, tokens, N, V))
+    g = -np.exp(rng.normal(size=(rows, tokens, N), scale=2.0) - 2)
+    b = 1 / (1 + np.exp(-rng.normal(size=(rows, tokens, N))))
+    return [x.astype(np.float32) for x in (q, k, v, g, b)]
+
+
+def zeros(rows=B):
+    return np.zeros((rows, N, H, V), np.float32)
+
+
+def recurrent(q, k, v, g, b, state):
+    """[B,T,N,V] and states, each head of each row by itself."""
+    out, after = np.zeros((*q.shape[:3], V)), np.zeros_like(state, np.float64)
+    for r in range(len(q)):
+        for n in range(N):
+            of = (x[r, :, n] for x in (q, k, v, g, b))
+            out[r, :, n], after[r, n] = reference.rule(*of, state[r, n])
+    return out, after
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 64, 65, 200])
+def test_chunks_are_the_recurrence(tokens):
+    args = inputs(tokens)
+    state = np.random.default_rng(1).normal(size=(B, N, H, V)).astype(np.float32)
+    out, after = delta_rule.chunked(*args, state)
+    expected, expected_after = recurrent(*args, state)
+    np.testing.assert_allclose(out, expected, atol=2e-5)
+    np.testing.assert_allclose(after[:, 0], expected_after, atol=2e-5)
+
+
+def test_keys_all_alike_that_are_corrected_whole_stay_exact():
+    q, k, v, g, b = inputs(200)
+    k, g, b = np.broadcast_to(k[:, :1], k.shape), np.zeros_like(g), np.ones_like(b)
+    out, _ = delta_rule.chunked(q, k, v, g, b, zeros())
+    np.testing.assert_allclose(out, recurrent(q, k, v, g, b, zeros())[0], atol=2e-5)
+
+
+# Of each line its units, each a prompt's length and its rows'; what is left is empty.
+LINES = [
+    [(70, (3, 5, 90)), (2, (1, 0, 2)), (1, (40, 30, 20))],
+    [(30, (34, 1, 63)), (64, (64, 64, 10)), (3, (2, 2, 2))],
+]
+WIDTH = 350
+
+
+def lines():
+    unit, row = (np.zeros((len(LINES), WIDTH), np.int32) for _ in range(2))
+    for n, units in enumerate(LINES):
+        at, number = 0, 0
+        for u, (prompt, rows) in enumerate(units, start=1):
+            for r, length in enumerate((prompt, *rows)):
+                place = slice(at, at + length)
+                number += r > 0
+                unit[n, place], row[n, place] = u, number * (r > 0)
+                at += length
+    return unit, row
+
+
+@pytest.mark.parametrize("shares_prompts", [False, True])
+def test_a_token_of_a_line_has_its_own_past_alone(shares_prompts):
+    args = inputs(WIDTH)
+    unit, row = lines()
+    if not shares_prompts:
+        row = np.zeros_like(row)
+    out, _ = delta_rule.chunked(*args, zeros(), unit, row if shares_prompts else None)
+    ends = [t for t in range(WIDTH) if t % 13 == 0 or unit[0, t] != unit[0, max(t - 1, 0)]]
+    for n in range(B):
+        for t in ends:
+            past = reference.path(unit[n], row[n], t)
+            for head in range(N):
+                of = [x[n, past, head] for x in args]
+                expected, _ = reference.rule(*of, np.zeros((H, V)))
+                np.testing.assert_allclose(out[n, t, head], expected[-1], atol=2e-5, err_msg=f"{n} {t}")
+
+
+def test_the_gradient_of_chunks_is_that_of_the_recurrence():
+    args = inputs(130, rows=1)
+    direction = np.random.default_rng(3).normal(size=(1, 130, N, V)).astype(np.float32)
+
+    def steps(q, k, v, g, b):
+        def step(state, x):
+            q, k, v, g, b = x
+            state = jnp.exp(g)[:, None, None] * state
+            error = v - jnp.einsum("NHV,NH->NV", state, k)
+            state += (b[:, None] * k)[:, :, None] * error[:, None]
+            return state, jnp.einsum("NHV,NH->NV", state, q)
+
+        return jax.lax.scan(step, jnp.zeros((N, H, V)), [x[0] for x in (q, k, v, g, b)])[1][None]
+
+    of = lambda f: jax.grad(lambda *x: jnp.sum(f(*x) * direction), argnums=(0, 1, 2, 3, 4))(*args)
+    for one, other in zip(of(lambda *x: delta_rule.chunked(*x, zeros(1))[0]), of(steps), strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-4)

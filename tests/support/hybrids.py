@@ -1,0 +1,49 @@
+"""Tiny models with the gated delta rule: their config.json, and weights as a function of names and shapes.
+
+Owns: what the stored fixture, its maker and the tests of hybrids share. Does not import transformers.
+"""
+
+import dataclasses
+
+import numpy as np
+from support import families
+
+SIZES = dict(head_dim=16, num_attention_heads=4, num_hidden_layers=5, full_attention_interval=2)
+SIZES |= dict(linear_num_key_heads=2, linear_key_head_dim=6, linear_value_head_dim=10, linear_conv_kernel_dim=4)
+ROPE = {**families.PLAIN, "partial_rotary_factor": 0.25}
+# No experts: every layer's MLP is dense. Rows are longer than a chunk.
+CONFIGS = {
+    "qwen3_next": families.of("qwen3_next", ROPE, **SIZES, linear_num_value_heads=4, num_experts=0),
+    "qwen3_next_tied": families.of(
+        "qwen3_next",
+        {**ROPE, "partial_rotary_factor": 0.5},
+        **{**SIZES, "num_hidden_layers": 3, "linear_num_key_heads": 3, "linear_conv_kernel_dim": 3},
+        **dict(linear_num_value_heads=3, num_experts=4, mlp_only_layers=[0, 1, 2], tie_word_embeddings=True),
+        **dict(attention_bias=True, layer_types=["full_attention", "linear_attention", "linear_attention"]),
+    ),
+    "qwen3_5": families.of("qwen3_5_text", ROPE, **SIZES, linear_num_value_heads=4),
+}
+# GPT-OSS has experts in every layer; of it attention alone.
+SINKS = families.of("gpt_oss", {**families.ORIGINAL, "rope_type": "yarn", "factor": 5.0, "truncate": False})
+SINKS |= dict(head_dim=8, num_attention_heads=6, num_hidden_layers=2, sliding_window=7, attention_bias=True)
+
+
+def weights(shapes):
+    """As ``families.weights``; norms are stored less one, states are forgotten in some dozens of tokens."""
+    made = families.weights(shapes, gemma=True)
+    for name, x in made.items():
+        x = x + 1.0 if "linear_attn.norm" in name else x - 4.0 if name.endswith("dt_bias") else x
+        made[name] = (x.astype(np.float32).view(np.uint32) & 0xFFFF0000).view(np.float32)
+    return made
+
+
+def tiny(arch):
+    """A small architecture with the rule in its first two layers, and attention as such models have it."""
+    from jaxrl_llm.models.architecture import Delta, Layer  # the fixture's maker has no package
+
+    # What a state of one token gives may be all rounding, which the norm after it makes large: it is softened.
+    return dataclasses.replace(
+        arch,
+        **dict(num_layers=3, layers=(Layer(is_delta=True), Layer(is_delta=True), Layer()), norm_eps=1e-3),
+        **dict(delta=Delta(2, 4, 8, 6, 4, is_grouped=True), output_gate=True, rotary_size=2, qk_norm="head"),
+    )
