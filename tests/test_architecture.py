@@ -91,7 +91,8 @@ def modules() -> list[pathlib.Path]:
 MENU = {
     *(f"algorithms.{name}" for name in ("advantages", "aggregation", "anchors", "baselines", "corrections", "critic")),
     *(f"algorithms.{name}" for name in ("draws", "memory", "old_policies", "shaping", "surrogates", "views")),
-    *("models.files.gguf", "models.files.hf", "models.files.families", "models.files.hybrids"),
+    *("models.files.gguf", "models.files.hf", "models.files.families"),
+    *("models.files.hybrids", "models.files.rope_keys"),
     *("models.lora", "models.files.peft"),  # adapters, which few runs have
     *("models.rope", "models.variants", "models.quantised", "models.moe"),  # what Llama has not, or not always
     *("models.delta", "models.delta_rule"),
