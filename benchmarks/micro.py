@@ -65,8 +65,8 @@ from jaxrl_llm.models.files import pretrained
 from jaxrl_llm.models.files.gguf import make_byte_tokenizer
 from jaxrl_llm.models.row_logp import PLAIN
 from jaxrl_llm.models.transformer import Model
-from jaxrl_llm.ops.logp import chunked_logp, project
 from jaxrl_llm.ops.filters import Filter
+from jaxrl_llm.ops.logp import chunked_logp, project
 from jaxrl_llm.ops.sampling import token_logp
 from jaxrl_llm.questions import tasks
 from jaxrl_llm.questions.ledger import Ledger

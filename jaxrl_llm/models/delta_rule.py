@@ -99,7 +99,8 @@ def mix(
         cache: the row's states, as ``Delta.empty`` has them; wants T = 1.
 
     Returns:
-        [B,T,D], and the states after the tokens, as they came: with a cache in two tuples of one.
+        [B,T,D], and the states after the tokens, as they came: with a cache in two tuples of one; of whole
+        groups none.
     """
     d, (B, T, _) = arch.delta, h_BTD.shape
     mixed_BTC, z_BTNV, b_BTN, a_BTN = _inputs(h_BTD, project, d)
@@ -112,13 +113,13 @@ def mix(
         out_BTNV, state, inputs = _step(*of_tokens, state, inputs, **how)
         new = ((state,), (inputs,))
     elif isinstance(visible, Groups):
-        out_BTNV, new = _groups(*of_tokens, visible, **how), None
+        out_BTNV, new = _groups(*of_tokens, visible, **how), (None, None)
     else:
         out_BTNV, *new = _rows(*of_tokens, line=visible, positions=positions, length=length, **how)
     out = out_BTNV * jax.lax.rsqrt(jnp.mean(jnp.square(out_BTNV), axis=-1, keepdims=True) + arch.norm_eps)
     out = own("delta_norm").astype(h_BTD.dtype)[None, None, None] * out.astype(h_BTD.dtype)
     out = (out * jax.nn.silu(z_BTNV.astype(jnp.float32))).astype(h_BTD.dtype)
-    return project(out.reshape(B, T, -1), "delta_out"), None if new is None else tuple(new)
+    return project(out.reshape(B, T, -1), "delta_out"), tuple(new)
 
 
 def _inputs(h_BTD, project, d: Delta):

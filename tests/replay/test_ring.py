@@ -638,9 +638,8 @@ def test_sizes_that_a_config_may_have_fit_the_ring():
         }
         try:
             config = freeze(sizes | {"replay": ring})
-            sharding.check_divisible(
-                config, types.SimpleNamespace(size=shards, shape={"data": shards, "fsdp": 1, "context": 1, "tensor": 1})
-            )
+            shape = dict.fromkeys(sharding.MESH_AXES, 1) | {"data": shards}
+            sharding.check_divisible(config, types.SimpleNamespace(size=shards, shape=shape))
         except ConfigError:
             continue
         passed += 1

@@ -22,7 +22,7 @@ def haunt(monkeypatch):
     monkeypatch.setattr(train_module, "compile_all", compiled)
     monkeypatch.setattr(train_module, "check_memory", lambda *_, **__: None)
     monkeypatch.setattr(train_module, "memory_table", lambda *_: "")
-    monkeypatch.setattr(train_module.sharding, "make_mesh", lambda _: one)
+    monkeypatch.setattr(train_module.sharding, "make_mesh", lambda *_: one)
     monkeypatch.setattr(page, "picture", lambda *_, **__: "<svg></svg>")  # a second for each report
     monkeypatch.setattr(Model, "init", lambda self, key, mesh: zeros(self.abstract_params(mesh)))
 

@@ -18,6 +18,7 @@ from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models import rope
 from jaxrl_llm.models.architecture import Architecture, Layer, positive
 from jaxrl_llm.models.files import hybrids
+from jaxrl_llm.models.files.rope_keys import ropes_of
 
 _LAYER = "model.layers.{layer}."
 NAMES = {
@@ -267,7 +268,7 @@ def architecture_of(given: dict[str, Any], path: Any) -> Architecture:
     if config[act] not in list(ACTIVATIONS):
         raise ConfigError(f"{path}: {act}={config[act]!r:.60} is not supported; supported: {', '.join(ACTIVATIONS)}")
     rotary_size = hybrids.rotary_size(path, config, family.keys, head_size)
-    ropes = _ropes(path, config, family, rotary_size or head_size)
+    ropes = ropes_of(path, config, rotary_size or head_size, local=family.local_rope, keys=family.keys)
     biased = flag("attention_bias")
     return Architecture(
         vocab_size=get("vocab_size"),
@@ -335,48 +336,6 @@ def _layers(path: Any, config: dict[str, Any], family: Family) -> tuple[Layer, .
         for kind, turns in zip(types, turned, strict=True)
     )
     return () if set(layers) == {Layer()} else layers
-
-
-def _ropes(path: Any, config: dict[str, Any], family: Family, head_size: int) -> dict[str, Any]:
-    """Bases and scaling. transformers 5 folds ``rope_theta`` and ``rope_scaling`` into ``rope_parameters``."""
-    given = config["rope_scaling"] or config["rope_parameters"] or {}
-    local = {"rope_theta": config.get("rope_local_base_freq")}
-    if family.local_rope and isinstance(given, dict) and {"full_attention", "sliding_attention"} & set(given):
-        local |= _object(path, given.get("sliding_attention") or {})
-        given = given.get("full_attention") or {}
-    given = {"rope_theta": config["rope_theta"], **_object(path, given)}
-    if "partial_rotary_factor" in family.keys:
-        given = {key: value for key, value in given.items() if key not in hybrids.OF_ROPE}
-    theta, kind, given = _base(path, given)
-    found = {"rope_theta": theta, "rope_scaling": None}
-    if family.local_rope:
-        found["local_rope_theta"], local_kind, rest = _base(path, local)
-        if local_kind != "default" or rest:
-            raise ConfigError(f"{path}: rope_type={local_kind!r:.60} of layers with a window must be default")
-    original = "original_max_position_embeddings"
-    if kind == "default":
-        return found
-    if kind in ("llama3", "yarn", "longrope"):
-        given[original] = config[original] or given.get(original, config["max_position_embeddings"])
-    if kind == "longrope":  # where the file states no factor, the context that it states says it
-        most = positive(path, "max_position_embeddings", config["max_position_embeddings"])
-        given["factor"] = given.get("factor") or most / positive(path, original, given[original])
-    return found | {"rope_scaling": rope.scaling(path, kind, given, head_size)}
-
-
-def _object(path: Any, value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path}: rope_parameters={value!r:.60} must be an object or null")
-    return value
-
-
-def _base(path: Any, given: dict[str, Any]) -> tuple[float, Any, dict[str, Any]]:
-    """Base and kind of a rope, and what else is said of it."""
-    kind = given.get("rope_type", given.get("type", "default"))  # "type" until 2024
-    rest = {key: value for key, value in given.items() if key not in ("rope_theta", "rope_type", "type")}
-    if rest.pop("partial_rotary_factor", 1.0) not in (1.0, None):
-        raise ConfigError(f"{path}: partial_rotary_factor={given['partial_rotary_factor']!r:.60} must be 1")
-    return positive(path, "rope_theta", given["rope_theta"], whole=False), kind, rest
 
 
 def config_of(arch: Architecture) -> dict[str, Any]:

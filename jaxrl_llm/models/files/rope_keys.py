@@ -1,0 +1,61 @@
+"""What config.json says of rope. transformers 5 folds ``rope_theta`` and ``rope_scaling`` into ``rope_parameters``.
+
+Owns: how files nest it. Does not know: what the numbers mean (models.rope).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.models import rope
+from jaxrl_llm.models.architecture import positive
+from jaxrl_llm.models.files import hybrids
+
+
+def ropes_of(path: Any, config: dict[str, Any], size: int, *, local: bool, keys: dict[str, Any]) -> dict[str, Any]:
+    """Bases and scaling of an ``Architecture``.
+
+    Args:
+        size: the dimensions of a head that rope turns.
+        local: layers with a window have a rope of their own.
+        keys: that the family knows.
+    """
+    given = config["rope_scaling"] or config["rope_parameters"] or {}
+    nearby = {"rope_theta": config.get("rope_local_base_freq")}
+    if local and isinstance(given, dict) and {"full_attention", "sliding_attention"} & set(given):
+        nearby |= _object(path, given.get("sliding_attention") or {})
+        given = given.get("full_attention") or {}
+    given = {"rope_theta": config["rope_theta"], **_object(path, given)}
+    if "partial_rotary_factor" in keys:
+        given = {key: value for key, value in given.items() if key not in hybrids.OF_ROPE}
+    theta, kind, given = _base(path, given)
+    found = {"rope_theta": theta, "rope_scaling": None}
+    if local:
+        found["local_rope_theta"], local_kind, rest = _base(path, nearby)
+        if local_kind != "default" or rest:
+            raise ConfigError(f"{path}: rope_type={local_kind!r:.60} of layers with a window must be default")
+    original = "original_max_position_embeddings"
+    if kind == "default":
+        return found
+    if kind in ("llama3", "yarn", "longrope"):
+        given[original] = config[original] or given.get(original, config["max_position_embeddings"])
+    if kind == "longrope":  # where the file states no factor, the context that it states says it
+        most = positive(path, "max_position_embeddings", config["max_position_embeddings"])
+        given["factor"] = given.get("factor") or most / positive(path, original, given[original])
+    return found | {"rope_scaling": rope.scaling(path, kind, given, size)}
+
+
+def _object(path: Any, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path}: rope_parameters={value!r:.60} must be an object or null")
+    return value
+
+
+def _base(path: Any, given: dict[str, Any]) -> tuple[float, Any, dict[str, Any]]:
+    """Base and kind of a rope, and what else is said of it."""
+    kind = given.get("rope_type", given.get("type", "default"))  # "type" until 2024
+    rest = {key: value for key, value in given.items() if key not in ("rope_theta", "rope_type", "type")}
+    if rest.pop("partial_rotary_factor", 1.0) not in (1.0, None):
+        raise ConfigError(f"{path}: partial_rotary_factor={given['partial_rotary_factor']!r:.60} must be 1")
+    return positive(path, "rope_theta", given["rope_theta"], whole=False), kind, rest
