@@ -42,7 +42,7 @@ def test_setup_installs_again_when_the_package_changes(checkout):
 def test_setup_adds_extras_and_keeps_them(checkout):
     checkout.run("launch/setup.sh")
     checkout.run("launch/setup.sh", "test", "plan")
-    assert checkout.log[0].endswith(".[math,parquet,reasoning-wheels,test,plan,quant]")
+    assert checkout.log[0].endswith(".[math,parquet,reasoning-wheels,test,plan]")
     checkout.run("launch/setup.sh", "plan")
     assert checkout.log == []
     checkout.run("launch/setup.sh")
