@@ -192,6 +192,7 @@ def test_a_run_that_was_resumed_is_the_run_that_was_not(base, trained, tmp_path)
     assert without_eval(metrics) == without_eval(metrics_2)
 
 
+@pytest.mark.slow
 def test_another_base_is_refused_in_one_line(base, trained, tmp_path):
     other = shutil.copytree(base, tmp_path / "base")
     workdir = shutil.copytree(trained[0], tmp_path / "run")

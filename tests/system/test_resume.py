@@ -259,15 +259,12 @@ def test_a_stop_asked_for_during_an_evaluation_saves_that_iteration(finished_cop
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["2"]
 
 
+@pytest.mark.slow  # in the plain suite test_hosts stops inside a generation, and goes on
 @pytest.mark.parametrize(
     ("chance", "changes"),
     [
-        pytest.param(0.5, {}, marks=pytest.mark.slow),
-        pytest.param(
-            0.5,
-            {"model.path": "random:debug_experts", "model.routing_replay": True, "update.load_balance": 0.01},
-            marks=pytest.mark.slow,
-        ),
+        (0.5, {}),
+        (0.5, {"model.path": "random:debug_experts", "model.routing_replay": True, "update.load_balance": 0.01}),
         (
             0.1,
             {
