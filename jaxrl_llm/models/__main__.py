@@ -64,6 +64,7 @@ def layers_have(arch: Architecture) -> list[str]:
         "qkv biases": arch.qkv_bias,
         "qk norms": arch.qk_norm,
         f"windows of {', '.join(map(str, sorted(windows)))}": windows,
+        f"{arch.num_experts} experts, {arch.experts_per_token} a token": arch.num_experts,
         "layers without rope": any(layer.rope < 0 for layer in arch.by_layer),
         "post-norms": arch.post_norm,
         f"{arch.num_experts} experts, {arch.experts_per_token} a token": arch.num_experts,
