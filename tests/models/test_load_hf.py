@@ -1,6 +1,7 @@
 """Hugging Face folders: against logits that transformers computed, and against transformers itself where torch is."""
 
 import json
+import os
 import pathlib
 import shutil
 import subprocess
@@ -195,6 +196,45 @@ def test_loading_holds_no_second_copy_of_the_weights(tmp_path):
         tracemalloc.stop()
     # The arrays themselves (on CPU they keep numpy's buffers), and one stacked parameter: 20 % of the whole.
     assert peak < 1.3 * 4 * arch.num_params
+
+
+PEAK = """
+import resource, sys
+import jax
+from jaxrl_llm.config import MeshConfig
+from jaxrl_llm.models.files import pretrained
+from jaxrl_llm.models.transformer import Model
+from jaxrl_llm.runtime import sharding
+
+source, mesh = pretrained.resolve(sys.argv[1]), sharding.make_mesh(MeshConfig())
+model = Model(source.architecture(), param_dtype=sys.argv[2])
+peak = lambda: 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+before = peak()
+params = jax.block_until_ready(source.load_params(model, mesh, seed=0))
+print(peak() - before, sum(x.nbytes for x in jax.tree.leaves(params)))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_2_gb_in_several_files_load_within_their_weights_and_one_file(tmp_path, monkeypatch, dtype):
+    """Of a process that loads them, the most memory at a time; 8 GB of it and 4 GB of disk must be free."""
+    monkeypatch.setattr(hf, "MAX_FILE_BYTES", 500 * 10**6)
+    arch = Architecture(
+        vocab_size=32768, width=1536, num_layers=24, num_heads=12, num_kv_heads=2, head_size=128, ffn=3584
+    )
+    model, random = Model(arch), np.random.default_rng(0)
+    draw = lambda x: np.broadcast_to(random.normal(size=x.shape[-1:]).astype(np.float32), x.shape)
+    hf.export(jax.tree.map(draw, model.abstract_params(make_mesh())), model, make_byte_tokenizer(), tmp_path)
+    files = [path.stat().st_size for path in tmp_path.glob("*.safetensors")]
+    assert len(files) > 4 and sum(files) > 2 * 10**9
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    command = [sys.executable, "-c", PEAK, str(tmp_path), dtype]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    peak, weights = map(int, done.stdout.split())
+    shutil.rmtree(tmp_path)  # or it would lie there for three runs more
+    assert weights == arch.num_params * {"float32": 4, "bfloat16": 2}[dtype]
+    assert peak < weights + 1.3 * max(files), f"{peak / 1e9:.2f} GB for weights of {weights / 1e9:.2f} GB"
 
 
 def save_run(path, model, params):

@@ -144,7 +144,7 @@ def _load_one(file: TensorFile, name: str, path: str, leaf: jax.ShapeDtypeStruct
             index, n = tuple(slice(*r) for r in ranges), _num_stacked(path, len(ranges))
             read = lambda name: _read(file, name, path, index[n:], leaf.shape[n:])
             if n:
-                out = np.empty([r[1] - r[0] for r in ranges], np.float32)
+                out = np.empty([r[1] - r[0] for r in ranges], leaf.dtype)
                 for at in np.ndindex(out.shape[:n]):
                     number = {axis: r[0] + i for axis, r, i in zip(_AXES, ranges, at, strict=False)}
                     out[at] = read(name.format(**number))
@@ -153,7 +153,7 @@ def _load_one(file: TensorFile, name: str, path: str, leaf: jax.ShapeDtypeStruct
             parts[ranges] = out
         return parts[ranges]
 
-    return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: part(index).astype(leaf.dtype))
+    return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda i: part(i).astype(leaf.dtype, copy=False))
 
 
 def _read(file: TensorFile, name: str, path: str, index: tuple[slice, ...], shape: tuple[int, ...]) -> np.ndarray:
