@@ -67,7 +67,6 @@ def layers_have(arch: Architecture) -> list[str]:
         f"{arch.num_experts} experts, {arch.experts_per_token} a token": arch.num_experts,
         "layers without rope": any(layer.rope < 0 for layer in arch.by_layer),
         "post-norms": arch.post_norm,
-        f"{arch.num_experts} experts, {arch.experts_per_token} a token": arch.num_experts,
     }
     return [what for what, is_there in there.items() if is_there]
 
