@@ -55,7 +55,8 @@ def commit() -> str:
     """The checkout's commit, ``-dirty`` where files differ from it; "" outside a checkout."""
 
     def git(*arguments: str) -> str:
-        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+        command = ["git", "--no-optional-locks", *arguments]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         return done.stdout.strip() if done.returncode == 0 else ""
 
     head = git("rev-parse", "HEAD")

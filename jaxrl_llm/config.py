@@ -418,7 +418,9 @@ def _commit() -> str:
     asked = ("ls-files", "--error-unmatch", here.name), ("rev-parse", "HEAD"), ("status", "--porcelain", "-uno")
     git = {"cwd": here.parent, "capture_output": True, "text": True, "check": True, "timeout": 10}
     try:
-        _, commit, changes = [subprocess.run(["git", *what], **git).stdout.strip() for what in asked]
+        # Without its lock, which one that is killed with the run would leave behind.
+        done = [subprocess.run(["git", "--no-optional-locks", *what], **git) for what in asked]
+        _, commit, changes = (x.stdout.strip() for x in done)
     except (OSError, subprocess.SubprocessError):
         return ""
     return commit + ("+" if changes else "")
