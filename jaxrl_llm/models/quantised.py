@@ -46,17 +46,25 @@ def kinds(config: Config, who: str) -> tuple[str, str]:
     return kind if rounds else "compute", kind
 
 
-def multiply(linear: Callable[[jax.Array, jax.Array], jax.Array], x_BTI: jax.Array, w: Any, kind: str) -> jax.Array:
-    """``linear(x, w)``, of a weight that is published rounded or that is to be rounded to ``kind`` here."""
-    w_OI, scale_O = factors(w, x_BTI.shape[-1], kind)
+def _is_rounded(name: str, kind: str) -> bool:
+    return KINDS[kind] is not None and name in MATRICES
+
+
+def multiply(
+    linear: Callable[[jax.Array, jax.Array], jax.Array], x_BTI: jax.Array, name: str, w: Any, kind: str
+) -> jax.Array:
+    """``linear(x, w)``, of a weight published rounded, or rounded to ``kind`` here where it is of ``MATRICES``."""
+    w_OI, scale_O = factors(w, x_BTI.shape[-1], kind if _is_rounded(name, kind) else "compute")
     out_BTO = linear(x_BTI, w_OI)
     return out_BTO if scale_O is None else (out_BTO * scale_O.reshape(1, 1, -1)).astype(x_BTI.dtype)
 
 
 def rounded(name: str, w_OI: jax.Array, kind: str) -> Any:
     """A block's parameter as a ``QArray`` of values [O,I] and float32 scales [O,1], or itself where it is none."""
-    if KINDS[kind] is None or name not in MATRICES:
-        return w_OI
+    return _round(w_OI, kind) if _is_rounded(name, kind) else w_OI
+
+
+def _round(w_OI: jax.Array, kind: str) -> Any:
     import qwix  # an extra, and slow to import
 
     # Its own bound, 127.5, has each row's largest weight halfway between two integers, where two programs' divisions
@@ -71,7 +79,7 @@ def shape(name: str, w_IO: jax.ShapeDtypeStruct, layout: NamedSharding, kind: st
     Args:
         layout: how it lies; its scales [1,O] lie as its outputs do.
     """
-    if KINDS[kind] is None or name not in MATRICES:
+    if not _is_rounded(name, kind):
         return w_IO
     import qwix
 
@@ -94,7 +102,7 @@ def factors(w: Any, inputs: int, kind: str = "compute") -> tuple[jax.Array, jax.
     if KINDS[kind] is None:
         return w, None
     w_OI = w.reshape(-1, inputs).astype(jnp.float32)
-    made = jax.lax.stop_gradient(rounded("q", w_OI, kind))
+    made = jax.lax.stop_gradient(_round(w_OI, kind))
     # Of value exactly q: the difference is of a number to itself.
     own = w_OI / made.scale
     return made.qvalue.astype(jnp.float32) + (own - jax.lax.stop_gradient(own)), made.scale.reshape(-1)

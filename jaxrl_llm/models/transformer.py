@@ -119,8 +119,7 @@ class Blocks(nnx.Module):
 
         def project(x_BTI, name):
             multiply = functools.partial(linear, merged=is_merged)
-            kind = weights if name in quantised.MATRICES else "compute"
-            out_BTO = quantised.multiply(multiply, x_BTI, getattr(self, name)[...], kind)
+            out_BTO = quantised.multiply(multiply, x_BTI, name, getattr(self, name)[...], weights)
             if hasattr(self, name + adapters.A):
                 x_BTR = multiply(x_BTI, getattr(self, name + adapters.A)[...]) * adapters.scale(self.lora)
                 out_BTO += multiply(x_BTR, getattr(self, name + adapters.B)[...])
