@@ -239,7 +239,7 @@ def _write_weights(
         bytes_of[dtype.name] += num_bytes
     for number, tensors in enumerate(files, start=1):
         file = "model.safetensors" if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        _write_tensors(folder / file, tensors)
+        write_tensors(folder / file, tensors)
         weight_map.update(dict.fromkeys(tensors, file))
     if len(files) > 1:
         index = {"metadata": {"total_size": sum(bytes_of.values())}, "weight_map": weight_map}
@@ -247,7 +247,7 @@ def _write_weights(
     return bytes_of
 
 
-def _write_tensors(path: Path, tensors: dict[str, tuple[np.dtype, tuple[int, ...], Callable]]) -> None:
+def write_tensors(path: Path, tensors: dict[str, tuple[np.dtype, tuple[int, ...], Callable]]) -> None:
     """A safetensors file, tensor after tensor: the library would hold it whole, twice. The format is in its README."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     name_of, start = {np.dtype(dtype): name for name, dtype in DTYPES.items()}, 0

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import safetensors.numpy
 from jax.sharding import Mesh
 
 from jaxrl_llm.config import ConfigError
@@ -181,8 +180,7 @@ def export(learned: Params, model: Model, tokenizer: Tokenizer, folder: str | Pa
     if (folder / "config.json").exists():
         raise ConfigError(f"{folder} holds a model (config.json); adapters need a folder of their own")
     (folder / CONFIG).unlink(missing_ok=True)
-    safetensors.numpy.save_file(arrays, folder / WEIGHTS, metadata={"format": "pt"})
-    (folder / WEIGHTS).chmod(folder.stat().st_mode & 0o666)  # safetensors leaves it to its owner alone
+    hf.write_tensors(folder / WEIGHTS, {name: (x.dtype, x.shape, lambda x=x: x) for name, x in arrays.items()})
     tokenizer.save(folder)
     config = model.lora
     said: dict[str, Any] = {
