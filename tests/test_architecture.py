@@ -99,6 +99,7 @@ MENU = {
     *("models.kernels.learner", "models.kernels.tpu_decode"),
     *("learner.annotation", "learner.low_memory", "learner.packed_batches"),
     *("questions.tasks.files", "actor.guests", "actor.resampling", "actor.evaluation"),
+    "actor.stop_strings",  # which few runs set
     *("method_config", "ops.groups", "ops.filters", "ops.paged_log", "ops.packing"),
     *("reports.metric_table", "runtime.functions"),
     *("reports.charts", "runtime.torus", "runtime.hosts"),  # hosts: what a job of several has, and one host skips

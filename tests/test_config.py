@@ -641,7 +641,7 @@ def stops(config, folder, monkeypatch):
     generator.state = jax.tree.map(jnp.asarray, state)
     generator.adopt(0, 0, 0, 0, None, [0])
     scanned = np.zeros(state.stop_reason.shape, np.int64)
-    reasons, _ = generator._apply_stop_strings(state.stop_reason, np.asarray(state.length), scanned)
+    reasons, _ = generator._stop_at_strings(state.stop_reason, np.asarray(state.length), scanned)
     return np.asarray(reasons).tolist()
 
 

@@ -7,7 +7,7 @@
 The next chunk is dispatched before the host looks at the flags of the one before, so the device does not wait for it.
 A chunk that comes after the last one needed finds nothing to do.
 
-Owns: which prompt is open where, stop strings, the order in which groups leave. Does not know: how a token is
+Owns: which prompt is open where, the order in which groups leave. Does not know: how a token is
 sampled (``sampler.py``), rewards, replay, where prompts come from.
 """
 
@@ -22,9 +22,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxrl_llm.actor import stop_strings
 from jaxrl_llm.actor.sampler import Sampler
 from jaxrl_llm.runtime import hosts, sharding
-from jaxrl_llm.types import STOP_LENGTH, STOP_NONE, Agreed, DrawSums, PerHost, PromptBatch, Rollout
+from jaxrl_llm.types import STOP_NONE, Agreed, DrawSums, PerHost, PromptBatch, Rollout
 
 
 @dataclasses.dataclass
@@ -145,7 +146,7 @@ class Generator:
             self._receive(leaving, on_finished)
             reasons, lengths = jax.device_get(unread.popleft())
             if sampler.sampling.stop_strings:
-                reasons, lengths = self._apply_stop_strings(reasons, lengths, scanned)
+                reasons, lengths = self._stop_at_strings(reasons, lengths, scanned)
             leaving = self._read(reasons, lengths)
             # Every shard must have its share, oldest prompts first, and with it those that may not stay.
             done = [[where for where in self.finished if where[0] == shard] for shard in range(sampler.shards)]
@@ -244,26 +245,11 @@ class Generator:
             arrays = sharding.put(arrays, sharding.leading(sampler.mesh, arrays))
             self.state = self.run["prefill"](params, self.state, *arrays)
 
-    def _apply_stop_strings(self, reasons: np.ndarray, lengths: np.ndarray, scanned: np.ndarray) -> Any:
-        """Cut rows at the first token whose text completes a stop string; later tokens never count.
-
-        Each host looks at its own rows; all learn what has become of all. Returns reasons and lengths after it.
-        """
-        stops = self.sampler.sampling.stop_strings
-        tokens = sharding.own_rows(self.state.tokens)
-        new_length = np.zeros(lengths.shape, np.int32)
-        own = [(where, prompt) for where, (_, _, prompt, _) in self.open_prompts.items() if where[0] in tokens]
-        for (shard, entry), prompt in own:
-            for g in range(self.sampler.group_size):
-                row = tokens[shard][entry, g, len(prompt) : lengths[shard, entry, g]].tolist()
-                if any(stop in self.decode_text(row) for stop in stops):
-                    first = int(scanned[shard, entry, g]) + 1
-                    while not any(stop in self.decode_text(row[:first]) for stop in stops):
-                        first += 1
-                    # Completed by the last token allowed it is no truncation.
-                    if first < len(row) or reasons[shard, entry, g] in (STOP_NONE, STOP_LENGTH):
-                        new_length[shard, entry, g] = len(prompt) + first
-                scanned[shard, entry, g] = len(row)
+    def _stop_at_strings(self, reasons: np.ndarray, lengths: np.ndarray, scanned: np.ndarray) -> Any:
+        """Reasons and lengths once each host has looked at its own rows for stop strings, and all have cut them."""
+        sizes = {where: len(prompt) for where, (_, _, prompt, _) in self.open_prompts.items()}
+        looked_at = (sharding.own_rows(self.state.tokens), sizes, reasons, lengths, scanned)
+        new_length = stop_strings.find(self.sampler.sampling.stop_strings, self.decode_text, *looked_at)
         if not any(hosts.exchange(new_length.any())):
             return reasons, lengths
         placed = sharding.put(new_length, sharding.leading(self.sampler.mesh, new_length))

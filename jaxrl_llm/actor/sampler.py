@@ -31,6 +31,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from jaxrl_llm.actor import stop_strings
 from jaxrl_llm.config import SamplingConfig
 from jaxrl_llm.models import delta_rule, moe
 from jaxrl_llm.models import rope as ropes
@@ -41,7 +42,7 @@ from jaxrl_llm.ops.logp import project
 from jaxrl_llm.ops.sampling import sample_inverse_cdf, surprise_moments, token_logp
 from jaxrl_llm.runtime import rng, sharding
 from jaxrl_llm.runtime.programs import Program, run_if
-from jaxrl_llm.types import STOP_EOS, STOP_LENGTH, STOP_NONE, STOP_STRING, DrawSums, Rollout
+from jaxrl_llm.types import STOP_EOS, STOP_LENGTH, STOP_NONE, DrawSums, Rollout
 
 NO_PROMPT = -1
 # Ids kept with each token where no setting says how many.
@@ -198,8 +199,7 @@ class Sampler:
         key = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=whole)
         entry = rows((M, P // M), jnp.int32)
         rollout = jax.eval_shape(self._collect, state, entry)[0]
-        row_width = rows((M, self.entries, self.group_size), jnp.int32)
-        return {
+        programs = {
             "init_sampler": Program(self._empty, (), out_shardings=state_layout),
             "prefill": Program(
                 self._prefill,
@@ -218,7 +218,6 @@ class Sampler:
                 (state.tokens, rows((M,), jnp.int32)),
                 out_shardings=rows((M,), jnp.int32).sharding,
             ),
-            "stop_rows": Program(self._stop_rows, (state, row_width), (state_layout, whole), donate=(0,)),
             "collect": Program(
                 self._collect,
                 (state, entry),
@@ -226,6 +225,10 @@ class Sampler:
                 donate=(0,),
             ),
         }
+        if self.sampling.stop_strings:
+            width = rows((M, self.entries, self.group_size), jnp.int32)
+            programs["stop_rows"] = Program(stop_strings.cut, (state, width), (state_layout, whole), donate=(0,))
+        return programs
 
     def _prefill(self, params, state: SamplerState, tokens_PL, length_P, group_id_P, entry_MP) -> SamplerState:
         """Open P prompts in the given entries of their shards; an entry of E drops a padding prompt."""
@@ -419,31 +422,6 @@ class Sampler:
     def _read_group(self, tokens, entry_M):
         """Tokens [M,G,S] of one open prompt's rows by shard, each where they lie."""
         return sharding.by_device(jax.vmap(lambda t, e: t[e]), tokens, entry_M, axes=(("shards",),) * 2)
-
-    def _stop_rows(self, state: SamplerState, new_length) -> tuple[SamplerState, Any]:
-        """Cut rows where ``new_length`` [M,E,G] is positive to that length, for a stop string; frees their slots.
-
-        Returns what ``_decode`` does.
-        """
-        M, E, G, S = state.tokens.shape
-        cut = new_length > 0
-        length = jnp.where(cut, new_length, state.length)
-        keep = jnp.arange(S)[None, None, None, :] < length[..., None]
-        cut_rows = cut.reshape(M, E * G)
-        slot_cut = jax.vmap(lambda c, r: c[jnp.maximum(r, 0)])(cut_rows, state.slot_row)
-        state = state.replace(
-            length=length,
-            tokens=jnp.where(keep, state.tokens, 0),
-            behaviour_logp=jnp.where(keep, state.behaviour_logp, 0.0),
-            policy_version=jnp.where(keep, state.policy_version, -1),
-            stop_reason=jnp.where(cut, STOP_STRING, state.stop_reason).astype(jnp.int8),
-            slot_row=jnp.where(slot_cut, -1, state.slot_row),
-            columns={
-                name: jnp.where(keep.reshape(*keep.shape, *(1,) * (x.ndim - 4)), x, 0)
-                for name, x in state.columns.items()
-            },
-        )
-        return state, (state.stop_reason, state.length)
 
     def _collect(self, state: SamplerState, entry_MP) -> tuple[Rollout, DrawSums, SamplerState]:
         """Take P finished groups out of the table, shard by shard in the order given, and free their entries."""

@@ -103,7 +103,7 @@ def compile_sampler(sampler):
     plain = dataclasses.replace(sampler, sampling=plain)
     stops = dataclasses.replace(sampler, sampling=dataclasses.replace(sampler.sampling, stop_strings=()))
     if sampler == plain:
-        return compile_all({k: v for k, v in programs.items() if k != "stop_rows"}, sampler.mesh)
+        return compile_all(programs, sampler.mesh)
     if sampler == stops:
         return compile_sampler(plain) | compile_all({"decode": programs["decode"]}, sampler.mesh)
     return compile_sampler(stops) | compile_all({"stop_rows": programs["stop_rows"]}, sampler.mesh)

@@ -97,7 +97,7 @@ def rollouts_of(**mesh):
     }
     config = freeze(settings)
     run = assemble(config, building.TINY, building.EOS_IDS, sharding.make_mesh(config.mesh))
-    names = ("publish", "init_sampler", "prefill", "decode", "read_group", "stop_rows", "collect", "insert")
+    names = ("publish", "init_sampler", "prefill", "decode", "read_group", "collect", "insert")
     programs = {name: program for name, program in run.programs().items() if name in names}
     compiled = compile_all(programs, run.mesh)
     params = compiled["publish"](building.learner_params(run.model, run.mesh))

@@ -208,7 +208,7 @@ def test_a_tpus_decode_program_copies_no_cache(head_size, completion):
 def test_ring_train_state_and_sampler_state_are_donated_and_every_donated_byte_is_reused(finished):
     owned = (TrainState, RingState, SamplerState)
     updating = [name for name, program in finished.programs.items() if any(isinstance(x, owned) for x in program.args)]
-    assert set(updating) >= {"update", "insert", "prefill", "decode", "stop_rows", "collect"}
+    assert set(updating) >= {"update", "insert", "prefill", "decode", "collect"}
     for name, program in finished.programs.items():
         if name != "annotate" and not name.startswith("checksums"):  # they look at a state that stays
             assert {i for i, x in enumerate(program.args) if isinstance(x, owned)} <= set(program.donate), name

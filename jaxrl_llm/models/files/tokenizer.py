@@ -28,7 +28,6 @@ END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>")
 _HALF_PAIR = re.compile("[\ud800-\udfff]")
 
 
-
 class Tokenizer:
     """A fast tokenizer of transformers with the few verbs this project needs.
 

@@ -1,0 +1,75 @@
+"""Stop strings: a completion ends with the first token whose text completes one.
+
+The host finds them in what it decodes of its own rows, after the chunk that drew them; the device cuts the rows there.
+
+Owns: where a row is cut, and the cut. Does not know: when it is looked for (``generator.py``), how a token is drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl_llm.types import STOP_LENGTH, STOP_NONE, STOP_STRING
+
+
+def find(
+    stops: Sequence[str],
+    decode_text: Callable[[list[int]], str],
+    tokens: Mapping[int, np.ndarray],
+    prompt_lengths: Mapping[tuple[int, int], int],
+    reasons: np.ndarray,
+    lengths: np.ndarray,
+    scanned: np.ndarray,
+) -> np.ndarray:
+    """Where rows are to be cut: the new length [M,E,G] i32 of each, 0 = not.
+
+    Args:
+        tokens: this host's rows [E,G,S] by shard.
+        prompt_lengths: of the open prompts by (shard, entry), of all hosts.
+        reasons: [M,E,G] why each row has stopped.
+        lengths: [M,E,G] tokens of each row, its prompt's too.
+        scanned: [M,E,G] tokens of each completion that were looked at before; changed in place.
+    """
+    new_length = np.zeros(lengths.shape, np.int32)
+    for (shard, entry), start in prompt_lengths.items():
+        for g in range(lengths.shape[2] if shard in tokens else 0):
+            where = shard, entry, g
+            row = tokens[shard][entry, g, start : lengths[where]].tolist()
+            if any(stop in decode_text(row) for stop in stops):
+                first = int(scanned[where]) + 1
+                while not any(stop in decode_text(row[:first]) for stop in stops):
+                    first += 1
+                # Completed by the last token allowed it is no truncation.
+                if first < len(row) or reasons[where] in (STOP_NONE, STOP_LENGTH):
+                    new_length[where] = start + first
+            scanned[where] = len(row)
+    return new_length
+
+
+def cut(state: Any, new_length: Any) -> tuple[Any, Any]:
+    """Cut rows of a ``SamplerState`` where ``new_length`` [M,E,G] is positive to that length, and free their slots.
+
+    Returns what ``Sampler._decode`` does.
+    """
+    M, E, G, S = state.tokens.shape
+    is_cut = new_length > 0
+    length = jnp.where(is_cut, new_length, state.length)
+    keep = jnp.arange(S)[None, None, None, :] < length[..., None]
+    row = jnp.maximum(state.slot_row, 0)
+    slot_cut = jnp.take_along_axis(is_cut.reshape(M, E * G), row, axis=1)
+    state = state.replace(
+        length=length,
+        tokens=jnp.where(keep, state.tokens, 0),
+        behaviour_logp=jnp.where(keep, state.behaviour_logp, 0.0),
+        policy_version=jnp.where(keep, state.policy_version, -1),
+        stop_reason=jnp.where(is_cut, STOP_STRING, state.stop_reason).astype(jnp.int8),
+        slot_row=jnp.where(slot_cut, -1, state.slot_row),
+        columns={
+            name: jnp.where(keep.reshape(*keep.shape, *(1,) * (x.ndim - 4)), x, 0) for name, x in state.columns.items()
+        },
+    )
+    return state, (state.stop_reason, state.length)
