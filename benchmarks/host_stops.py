@@ -2,9 +2,10 @@
 
     python -m benchmarks.host_stops [--tries=20] [--only=SIGTERM] [--folder=DIR]
 
-Four processes of configs/debug.py on this machine, one CPU device each. In each try one of them gets the signal at a
-moment drawn from the second iteration or the third; how all end, and after how many seconds, is noted. The same command
-again must then leave what the run that nobody disturbed leaves: checkpoint, metrics and samples, bit by bit.
+Four processes of configs/debug.py on this machine, one CPU device each, with completions of up to 24 tokens in chunks of
+one, so that most of an iteration is generation. In each try one of them gets the signal at a moment of the iterations
+after the second; how all end, and after how many seconds, is noted. The same command again must then leave what the run
+that nobody disturbed leaves: checkpoint, metrics and samples, bit by bit.
 
     SIGTERM        all save and end with status 143
     SIGKILL        of host 1, 2 or 3: the others end with status 1, and name it and what it was doing
@@ -41,7 +42,8 @@ SPAN_S = 2.0  # of the moments, from the end of an iteration: an iteration takes
 
 
 def start(folder: pathlib.Path, name: str) -> Job:
-    lean = {"num_iterations": 8, "eval.num_prompts": 0, "checkpoint.export": False}
+    lean = {"num_iterations": 5, "eval.num_prompts": 0, "checkpoint.export": False}
+    lean |= {"sampling.max_completion_tokens": 24, "rollout.chunk_steps": 1}
     return Job(COUNT, folder, SETTINGS | lean, flags=(f"--workdir={folder / name}",))
 
 

@@ -236,8 +236,8 @@ class Sampler:
         P, L = tokens_PL.shape
         set_entries = lambda t, n: jax.vmap(lambda t, n, e: t.at[e].set(n, mode="drop"))(t, n, entry_MP)
         positions = jnp.broadcast_to(jnp.arange(L, dtype=jnp.int32), (P, L))
-        _, (k, v, *made) = self.model.forward(params, tokens_PL, positions, length=length_P - 1)
-        noted = {"experts": moe.noted((k, v, *made), length_P, S)} if self.keeps_experts else {}
+        _, made = self.model.forward(params, tokens_PL, positions, length=length_P - 1)
+        noted = {"experts": moe.noted(made, length_P, S)} if self.keeps_experts else {}
 
         def put_kv(cache, new):  # [M*E, ...] <- [P, ...]
             by_shard = lambda x: x.reshape(M, -1, *x.shape[1:])
@@ -250,8 +250,8 @@ class Sampler:
 
         zeros = jnp.zeros((P,), jnp.int32)
         return state.replace(
-            prompt_k=tuple(map(put_kv, state.prompt_k, k)),
-            prompt_v=tuple(map(put_kv, state.prompt_v, v)),
+            prompt_k=tuple(map(put_kv, state.prompt_k, made[0])),
+            prompt_v=tuple(map(put_kv, state.prompt_v, made[1])),
             tokens=put(state.tokens, jnp.pad(tokens_PL, ((0, 0), (0, S - L)))),
             prompt_length=put(state.prompt_length, length_P),
             length=put(state.length, length_P),
@@ -355,11 +355,11 @@ class Sampler:
 
         index_MZ = length_MZ - read(rows(state.prompt_length), row_MZ)  # of the token to draw, in the completion
         cache = Cache(state.cache_k, state.cache_v, flat(jnp.where(active_MZ, index_MZ, 0)), state.cache_end)
-        hidden, (cache_k, cache_v, *made) = self.model.forward(
+        hidden, made = self.model.forward(
             params, flat(token_MZ)[:, None], flat(position_MZ)[:, None], prompt=prompt, cache=cache, rope=rope
         )
 
-        noted = {"experts": moe.by_token(hidden, (cache_k, cache_v, *made))[1]} if self.keeps_experts else {}
+        noted = {"experts": moe.by_token(hidden, made)[1]} if self.keeps_experts else {}
         drawn_sums = state.drawn
         logits_ZV = sharding.constrain(project(hidden[:, 0], self.model.head(params)), "batch", "vocab")
         if sampling.temperature == 0.0:
@@ -401,10 +401,10 @@ class Sampler:
         unrows = lambda x: x.reshape(M, E, G, *x.shape[2:])
         write_token = lambda t, x: unrows(at_token(rows(t), target_MZ, length_MZ, x))
         write_row = lambda t, x: unrows(at_row(rows(t), target_MZ, x))
-        places = (sum(x.shape[2] for x in blocks) for blocks in cache_v if blocks[0].ndim == 4)  # a state has none
+        places = (sum(x.shape[2] for x in blocks) for blocks in made[1] if blocks[0].ndim == 4)  # a state has none
         return state.replace(
-            cache_k=cache_k,
-            cache_v=cache_v,
+            cache_k=made[0],
+            cache_v=made[1],
             cache_end=(state.cache_end + 1) % math.lcm(*places),
             tokens=write_token(state.tokens, drawn_MZ),
             behaviour_logp=write_token(state.behaviour_logp, logp_MZ),
