@@ -2,10 +2,10 @@
 
     python -m benchmarks.host_stops [--tries=20] [--only=SIGTERM] [--folder=DIR]
 
-Four processes of configs/debug.py on this machine, one CPU device each, with completions of up to 24 tokens in chunks of
-one, so that most of an iteration is generation. In each try one of them gets the signal at a moment of the iterations
-after the second; how all end, and after how many seconds, is noted. The same command again must then leave what the run
-that nobody disturbed leaves: checkpoint, metrics and samples, bit by bit.
+Four processes of configs/debug.py on this machine, one CPU device each, with completions of up to 24 tokens in chunks
+of one, so that most of an iteration is generation. In each try one of them gets the signal at a moment of the
+iterations after the second; how all end, and after how many seconds, is noted. The same command again must then leave
+what the run that nobody disturbed leaves: checkpoint, metrics and samples, bit by bit.
 
     SIGTERM        all save and end with status 143
     SIGKILL        of host 1, 2 or 3: the others end with status 1, and name it and what it was doing
