@@ -1,0 +1,317 @@
+"""A pool of interpreters that run programs nobody has read: behind walls, within limits, ended with all they start.
+
+    with Sandbox(Limits(seconds=1.0), num_workers=2) as sandbox:
+        result = sandbox.run("print(6 * 7)")        # result.stdout == "42\n"
+
+Each worker is a small interpreter of the standard library (sandbox_worker.py) that forks for each program, which makes
+an execution a matter of a millisecond or two. Threads may share a pool.
+
+Owns: workers, their replacement, the limits over all processes of a program. Does not know: what programs are for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import queue
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import psutil
+
+from jaxrl_llm.environments import sandbox_walls as walls
+
+MAX_START_S = 60.0
+GRACE_S = 5.0  # beyond its program's limit, for a worker to end it and answer
+FIRST_LOOK_S, LOOK_S = 0.1, 0.05  # at all processes of a program: after how long, and how often then
+ROOT = str(pathlib.Path(__file__).parents[2])
+ISOLATIONS = ("namespaces", "bubblewrap", "rlimits")
+NOT_ENFORCED = {
+    "namespaces": (),
+    "bubblewrap": ("disk_mb in all (only of each file)",),
+    "rlimits": (
+        "files outside its folder can be read and written",
+        "disk_mb in all (only of each file)",
+        "processes and memory in all are looked at 20 times a second only",
+    ),
+}
+
+
+class SandboxError(Exception):
+    """The sandbox itself failed: nothing is known of the program."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What a program may use.
+
+    Attributes:
+        seconds: of the clock; of processor time twice that, in all threads of a process.
+        memory_mb: MiB of address space of each process, and of memory of all of them.
+        processes: processes and threads at once, its own among them.
+        output_kb: KiB each of stdout, stderr and value.
+        disk_mb: MiB of files, of each and in all.
+        open_files: descriptors of a process.
+    """
+
+    seconds: float = 2.0
+    memory_mb: int = 512
+    processes: int = 16
+    output_kb: int = 64
+    disk_mb: int = 16
+    open_files: int = 64
+
+    _BOUNDS = {  # noqa: RUF012
+        "seconds": (0.01, 3600),
+        "memory_mb": (64, 2**20),
+        "processes": (1, 4096),
+        "output_kb": (1, 2**20),
+        "disk_mb": (1, 2**20),
+        "open_files": (16, 2**16),
+    }
+
+    def __post_init__(self):
+        for name, (least, most) in self._BOUNDS.items():
+            value = getattr(self, name)
+            kinds = (int, float) if name == "seconds" else int
+            if not isinstance(value, kinds) or isinstance(value, bool) or not least <= value <= most:
+                kind = "number" if name == "seconds" else "whole number"
+                raise ValueError(f"{name}={value!r} must be a {kind} of at least {least} and at most {most}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What became of a program.
+
+    Attributes:
+        stdout, stderr: what it printed, cut at the limit; a traceback is in the latter.
+        value: the repr of its last line, where that is an expression and not None.
+        exception: type and text of what it raised, else "".
+        exit_code: 0; 1 after an exception; what it gave to sys.exit; -n where signal n ended it.
+        limit: "time", "cpu", "memory", "processes", "output", "disk" or "open_files" where it came to one, else "".
+        finished: whether it ran to the end of its text: not after an exception, nor where it called an exit.
+        seconds: from the fork until all of it was gone.
+    """
+
+    stdout: str
+    stderr: str
+    value: str | None
+    exception: str
+    exit_code: int
+    limit: str
+    finished: bool
+    seconds: float
+
+
+class Sandbox(contextlib.AbstractContextManager):
+    """Runs programs in ``num_workers`` interpreters.
+
+    Args:
+        isolation: how to wall in; "" takes the first of ``ISOLATIONS`` that this machine allows.
+        required: refuse where neither namespaces nor bubblewrap can be had; else a warning says what is not enforced.
+
+    Raises:
+        SandboxError: ``required`` and there are none; ``isolation`` cannot be had; no interpreter starts.
+        ValueError: an unknown ``isolation``, fewer than one worker.
+    """
+
+    def __init__(
+        self, limits: Limits = Limits(), *, num_workers: int = 1, isolation: str = "", required: bool = False
+    ):
+        if isolation not in ("", *ISOLATIONS):
+            raise ValueError(f"isolation={isolation!r} must be '' or one of {', '.join(ISOLATIONS)}")
+        if num_workers < 1:
+            raise ValueError(f"num_workers={num_workers} must be at least 1")
+        self.limits, self._closed, self._workers = limits, False, []
+        self._free: queue.SimpleQueue = queue.SimpleQueue()
+        reasons = []
+        for self.isolation in (isolation,) if isolation else ISOLATIONS:
+            if required and self.isolation == "rlimits":
+                raise SandboxError(f"sandbox.required, and there is none here: {'; '.join(reasons) or 'not asked for'}")
+            try:
+                first = _Worker(self.isolation)
+                break
+            except SandboxError as error:
+                reasons.append(f"{self.isolation}: {error}")
+        else:
+            raise SandboxError("; ".join(reasons))
+        self._workers.append(first)
+        self.not_enforced = NOT_ENFORCED[self.isolation]
+        if self.isolation == "rlimits":
+            why = f" ({'; '.join(reasons)})" if reasons else ""
+            warnings.warn(f"the sandbox has no namespaces{why}: {'; '.join(self.not_enforced)}", stacklevel=2)
+        try:
+            self._workers += [_Worker(self.isolation) for _ in range(num_workers - 1)]
+        except SandboxError:
+            self.close()
+            raise
+        for worker in self._workers:
+            self._free.put(worker)
+
+    def run(self, code: str, *, stdin: str = "", limits: Limits | None = None) -> Result:
+        """Run a program; waits for a worker that is free.
+
+        Raises:
+            SandboxError: the sandbox failed, not the program. The next run has another worker.
+        """
+        if self._closed:
+            raise SandboxError("the sandbox is closed")
+        worker = self._free.get()
+        try:
+            return worker.run(code, stdin, limits or self.limits)
+        finally:
+            self._free.put(worker)
+
+    def run_all(self, codes: Sequence[str]) -> list[Result]:
+        """Run programs in all workers at once; results in their order."""
+        with ThreadPoolExecutor(len(self._workers)) as threads:
+            return list(threads.map(self.run, codes))
+
+    def close(self) -> None:
+        """End every worker with what it runs."""
+        self._closed = True
+        for worker in self._workers:
+            worker.end()
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+
+class _Worker:
+    """An interpreter and the socket to it, and the next one when it fails. Used by one thread at a time."""
+
+    def __init__(self, isolation: str):
+        self._isolation, self.process, self._closed = isolation, None, False
+        self._start()
+
+    def _start(self) -> None:
+        self.socket, theirs = socket.socketpair()
+        inside = "jail" if self._isolation == "bubblewrap" else self._isolation
+        program = f"import sys; sys.path.append({ROOT!r}); from jaxrl_llm.environments.sandbox_worker import main"
+        python = [sys.executable, "-S", "-s", "-P", "-B", "-c", f"{program}; main({theirs.fileno()}, {inside!r})"]
+        with theirs:
+            self.process = subprocess.Popen(
+                [*(_bubblewrap() if self._isolation == "bubblewrap" else ()), *python],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+                cwd="/",
+                env={"PYTHONHASHSEED": "0", "PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "MALLOC_ARENA_MAX": "1"},
+            )
+        try:
+            self._buffer = bytearray()
+            reply = self._hear(time.monotonic() + MAX_START_S)
+        except SandboxError as error:
+            self.end()
+            raise SandboxError(f"no interpreter starts: {error}") from error
+        if "error" in reply:
+            self.end()
+            raise SandboxError(reply["error"])
+        processes = self._processes()
+        self._own_processes, self._own_memory = len(processes), max(map(_memory, processes), default=0)
+
+    def run(self, code: str, stdin: str, limits: Limits) -> Result:
+        if self.process is None or self.process.poll() is not None:
+            self.end()
+            self._start()
+        request = {"code": code, "stdin": stdin, "limits": dataclasses.asdict(limits)}
+        try:
+            self.socket.settimeout(GRACE_S)
+            self.socket.sendall(json.dumps(request).encode() + b"\n")
+            reply = self._hear(time.monotonic() + limits.seconds + GRACE_S, limits)
+            if "error" in reply:
+                raise SandboxError(reply["error"])
+            return Result(**reply)
+        except BaseException as error:
+            self.end()
+            if isinstance(error, (OSError, ValueError, TypeError)):
+                raise SandboxError(f"{type(error).__name__}: {error}") from error
+            raise
+
+    def _hear(self, deadline: float, limits: Limits | None = None) -> dict[str, Any]:
+        """The next line; meanwhile, with ``limits``, what all processes of the program have together."""
+        poll, is_stopped, wait_s = select.poll(), False, FIRST_LOOK_S
+        poll.register(self.socket, select.POLLIN)
+        while b"\n" not in self._buffer:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise SandboxError("no answer from its process in time")
+            if poll.poll(1e3 * min(left, wait_s)):
+                received = self.socket.recv(2**20)
+                if not received:
+                    raise SandboxError("its process died")
+                self._buffer += received
+            elif limits and not is_stopped and (reached := self._reached(limits)):
+                self.socket.sendall(json.dumps({"stop": reached}).encode() + b"\n")
+                is_stopped = True
+            wait_s = LOOK_S
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        return json.loads(line)
+
+    def _reached(self, limits: Limits) -> str:
+        """The limit that the processes of the program together have come to."""
+        processes = self._processes()
+        if len(processes) - self._own_processes > limits.processes:
+            return "processes"
+        memory = sum(max(0, _memory(process) - self._own_memory) for process in processes)
+        return "memory" if memory > limits.memory_mb * 2**20 else ""
+
+    def _processes(self) -> list[psutil.Process]:
+        with contextlib.suppress(psutil.Error):
+            return psutil.Process(self.process.pid).children(recursive=True)
+        return []
+
+    def end(self) -> None:
+        """Kill it with what it runs."""
+        if self.process is None:
+            return
+        others = self._processes()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        for other in others:  # without namespaces: what has left the group
+            with contextlib.suppress(psutil.Error):
+                other.kill()
+        self.process.wait()
+        self.process = None
+        self.socket.close()
+
+
+def _memory(process: psutil.Process) -> int:
+    """Bytes that it shares with no file."""
+    try:
+        memory = process.memory_info()
+    except psutil.Error:
+        return 0
+    return memory.rss - getattr(memory, "shared", 0)
+
+
+def _bubblewrap() -> list[str]:
+    """The command that encloses what follows it.
+
+    Raises:
+        SandboxError: it is not installed.
+    """
+    if (found := shutil.which("bwrap")) is None:
+        raise SandboxError("bwrap is not installed")
+    command = [found, "--unshare-all", "--die-with-parent", "--as-pid-1", "--new-session", "--clearenv"]
+    for name in ("PYTHONHASHSEED=0", "PATH=/usr/bin:/bin", "LANG=C.UTF-8", "MALLOC_ARENA_MAX=1"):
+        command += ["--setenv", *name.split("=")]
+    command += ["--dev", "/dev"]
+    for path in (*walls.bound_paths(), str(pathlib.Path(__file__).parent), sys.executable):
+        if path.startswith("/dev/"):
+            continue
+        command += ["--symlink", os.readlink(path), path] if os.path.islink(path) else ["--ro-bind", path, path]
+    return [*command, "--tmpfs", "/tmp", "--chdir", "/tmp", "--remount-ro", "/"]

@@ -1,0 +1,270 @@
+"""What keeps a program in: namespaces, a root folder of its own, no capability, few system calls, limits of size.
+
+All of it is Linux's, through ctypes and the standard library. ``enclose`` is for the process that forks programs, the
+other functions for each program after the fork:
+
+    enclose         user, mount, pid, network, ipc and uts namespaces; a read-only root with Python alone in it
+    fork_apart      a pid namespace for the next child: when that child ends, the kernel kills all that it started
+    private_tmp     a tmpfs that is gone with the program
+    give_up_rights  limits of size, no capability, a filter of system calls; nothing of it can be taken back
+
+Where the process is root, what it becomes is nobody (uid 65534), for the kernel counts no processes of root.
+
+Source: namespaces(7), user_namespaces(7), pid_namespaces(7), pivot_root(2), capabilities(7), seccomp(2).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import platform
+import re
+import resource
+import signal
+import stat
+import struct
+import sys
+import sysconfig
+
+LIBC = ctypes.CDLL(None, use_errno=True)
+
+NOBODY = 65534
+NEW_NS, NEW_UTS, NEW_IPC, NEW_USER, NEW_PID, NEW_NET = 0x20000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
+READ_ONLY, NO_SUID, NO_DEV, REMOUNT, BIND, RECURSIVE, PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
+DETACH = 2
+# Flags of a mount as statvfs has them -> as mount takes them: those that are there must stay.
+KEPT = {2: 2, 4: 4, 8: 8, 1024: 1024, 2048: 2048, 4096: 1 << 21}
+DEATH_SIGNAL, DUMPABLE, SECCOMP, DROP_BOUND, CHILD_SUBREAPER, NO_NEW_RIGHTS, AMBIENT = 1, 4, 22, 24, 36, 38, 47
+
+# System calls by machine. Refused to every program: they reach other processes, the kernel or another namespace, or
+# keep memory that no limit counts.
+_COMMON = {"io_uring_setup": 425, "io_uring_enter": 426, "io_uring_register": 427, "open_tree": 428, "move_mount": 429}
+_COMMON |= {"fsopen": 430, "fsconfig": 431, "fsmount": 432, "fspick": 433, "pidfd_getfd": 438, "mount_setattr": 442}
+_X86 = {"socket": 41, "ptrace": 101, "process_vm_readv": 310, "process_vm_writev": 311, "mount": 165, "umount2": 166}
+_X86 |= {"pivot_root": 155, "chroot": 161, "unshare": 272, "setns": 308, "bpf": 321, "keyctl": 250, "add_key": 248}
+_X86 |= {"request_key": 249, "perf_event_open": 298, "userfaultfd": 323, "memfd_create": 319, "shmget": 29}
+_X86 |= {"msgget": 68, "semget": 64, "mq_open": 240, "init_module": 175, "finit_module": 313, "delete_module": 176}
+_X86 |= {"kexec_load": 246, "kexec_file_load": 320, "reboot": 169, "swapon": 167, "swapoff": 168, "acct": 163}
+_X86 |= {"quotactl": 179, "open_by_handle_at": 304, "iopl": 172, "ioperm": 173, "syslog": 103}
+_ARM = {"socket": 198, "ptrace": 117, "process_vm_readv": 270, "process_vm_writev": 271, "mount": 40, "umount2": 39}
+_ARM |= {"pivot_root": 41, "chroot": 51, "unshare": 97, "setns": 268, "bpf": 280, "keyctl": 219, "add_key": 217}
+_ARM |= {"request_key": 218, "perf_event_open": 241, "userfaultfd": 282, "memfd_create": 279, "shmget": 194}
+_ARM |= {"msgget": 186, "semget": 190, "mq_open": 180, "init_module": 105, "finit_module": 273, "delete_module": 106}
+_ARM |= {"kexec_load": 104, "kexec_file_load": 294, "reboot": 142, "swapon": 224, "swapoff": 225, "acct": 89}
+_ARM |= {"quotactl": 60, "open_by_handle_at": 265, "syslog": 116}
+# machine -> (its number in a filter, calls refused, clone, prlimit64, those that signal another process)
+MACHINES = {
+    "x86_64": (0xC000003E, _COMMON | _X86, 56, 302, {"kill": 62, "tgkill": 234, "tkill": 200, "queue": 129, "to": 297}),
+    "aarch64": (0xC00000B7, _COMMON | _ARM, 220, 261, {"kill": 129, "tgkill": 131, "tkill": 130, "q": 138, "to": 240}),
+}
+CLONE3, PIDFD_SEND_SIGNAL = 435, 424
+
+
+def libc(name: str, *arguments) -> int:
+    """A function of the C library.
+
+    Raises:
+        OSError: it failed, or there is none of this name (ENOSYS).
+    """
+    try:
+        function = getattr(LIBC, name)
+    except AttributeError:
+        raise OSError(errno.ENOSYS, f"{name}: not on this system") from None
+    values = [x.encode() if isinstance(x, str) else ctypes.c_ulong(x) if isinstance(x, int) else x for x in arguments]
+    result = function(*values)
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{name}: {os.strerror(number)}")
+    return result
+
+
+def end_with_parent() -> None:
+    libc("prctl", DEATH_SIGNAL, int(signal.SIGKILL), 0, 0, 0)
+
+
+def become_subreaper() -> None:
+    """Processes whose parent ends become children of this one."""
+    libc("prctl", CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def bound_paths() -> list[str]:
+    """What a program may read: Python's own library and interpreter, and the system's libraries and commands."""
+    standard = os.path.realpath(os.path.dirname(os.__file__))
+    library = os.path.join(sysconfig.get_config_var("LIBDIR") or "", sysconfig.get_config_var("INSTSONAME") or "")
+    wanted = ["/usr/lib", "/usr/lib64", "/usr/bin", "/lib", "/lib64", "/bin", standard, os.path.realpath(sys.executable)]
+    wanted += [os.path.realpath(library)] if os.path.isfile(library) else []
+    wanted += ["/etc/ld.so.cache", *(f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom"))]
+    paths: list[str] = []
+    for path in wanted:
+        if os.path.lexists(path) and not any(path.startswith(other + "/") for other in paths):
+            paths.append(path)
+    return paths
+
+
+def enclose() -> int:
+    """Go on in a child within namespaces of its own; the caller's process waits for it, and ends as it does.
+
+    Returns:
+        In the child, which is process 1 of its namespace: what ``fork_apart`` takes.
+
+    Raises:
+        OSError: the system does not allow it; its text names the call. This process cannot be used any more.
+    """
+    is_root = os.geteuid() == 0
+    outside = (NOBODY, NOBODY) if is_root else (os.geteuid(), os.getegid())
+    if is_root:
+        os.setgroups([])
+    helper, ask = _map_from_outside(*outside)
+    try:
+        libc("unshare", NEW_USER | NEW_NS | NEW_PID | NEW_NET | NEW_IPC | NEW_UTS)
+    finally:
+        os.write(ask, b".")
+        os.close(ask)
+        status = os.waitstatus_to_exitcode(os.waitpid(helper, 0)[1])
+    if status:
+        raise OSError(status, f"uid_map: {os.strerror(status)}")
+    child = os.fork()
+    if child:
+        os.closerange(3, 64)  # the connection is the child's
+        _, status = os.waitpid(child, 0)
+        os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
+    libc("mount", None, "/", None, RECURSIVE | PRIVATE, None)
+    # Opened as who this process was: nobody cannot pass through every folder on the way.
+    sources = {path: os.open(path, os.O_PATH | os.O_NOFOLLOW) for path in bound_paths()}
+    os.setresgid(0, 0, 0)
+    os.setresuid(0, 0, 0)
+    libc("prctl", DUMPABLE, 0, 0, 0, 0)
+    end_with_parent()
+    own = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
+    _change_root(sources)
+    for source in sources.values():
+        os.close(source)
+    if not os.access(os.__file__, os.R_OK):
+        raise OSError(errno.EACCES, f"{os.__file__}: not readable for uid {outside[0]}")
+    return own
+
+
+def _map_from_outside(uid: int, gid: int) -> tuple[int, int]:
+    """A process that stays outside and maps 0 within to ``uid`` and ``gid`` here, once something is written to a pipe."""
+    asked, ask = os.pipe()
+    target = os.getpid()
+    helper = os.fork()
+    if not helper:
+        number = 0
+        try:
+            os.close(ask)
+            os.read(asked, 1)
+            for name, text in (("setgroups", "deny"), ("uid_map", f"0 {uid} 1"), ("gid_map", f"0 {gid} 1")):
+                with open(f"/proc/{target}/{name}", "w") as file:
+                    file.write(text)
+        except OSError as error:
+            number = error.errno or 1
+        os._exit(number)
+    os.close(asked)
+    return helper, ask
+
+
+def _change_root(sources: dict[str, int]) -> None:
+    root = "/tmp"  # hidden by what is mounted there, in this namespace alone
+    libc("mount", "tmpfs", root, "tmpfs", NO_SUID | NO_DEV, "size=1m,mode=755,uid=0,gid=0")
+    for path, source in sources.items():
+        target = root + path
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        mode = os.fstat(source).st_mode
+        if stat.S_ISLNK(mode):
+            os.symlink(os.readlink("", dir_fd=source), target)
+            continue
+        if stat.S_ISDIR(mode):
+            os.makedirs(target, exist_ok=True)
+        else:
+            os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o600))
+        libc("mount", f"/proc/self/fd/{source}", target, None, BIND | RECURSIVE, None)
+        for mounted in _mounts_in(target):
+            have = os.statvfs(mounted).f_flag
+            kept = sum(flag for there, flag in KEPT.items() if have & there)
+            libc("mount", None, mounted, None, REMOUNT | BIND | READ_ONLY | kept | NO_SUID, None)
+    os.mkdir(f"{root}/tmp")
+    os.makedirs(f"{root}/dev", exist_ok=True)
+    os.symlink("/tmp", f"{root}/dev/shm")
+    os.chdir(root)
+    libc("syscall", {"x86_64": 155, "aarch64": 41}[platform.machine()], ".", ".")  # pivot_root
+    libc("umount2", ".", DETACH)
+    os.chdir("/")
+    libc("mount", None, "/", None, REMOUNT | BIND | READ_ONLY | NO_SUID | NO_DEV, None)
+
+
+def _mounts_in(target: str) -> list[str]:
+    with open("/proc/self/mountinfo") as file:
+        points = [re.sub(r"\\(\d{3})", lambda found: chr(int(found[1], 8)), line.split()[4]) for line in file]
+    return [point for point in points if point == target or point.startswith(target + "/")]
+
+
+def fork_apart(own: int) -> int:
+    """``os.fork`` into a new pid namespace, where the child is process 1."""
+    libc("setns", own, NEW_PID)  # what the last one was given is dead
+    libc("unshare", NEW_PID)
+    return os.fork()
+
+
+def private_tmp(megabytes: int) -> None:
+    libc("unshare", NEW_NS | NEW_IPC)
+    libc("mount", "tmpfs", "/tmp", "tmpfs", NO_SUID | NO_DEV, f"size={megabytes}m,nr_inodes=4096,mode=700,uid=0,gid=0")
+
+
+def limit(limits: dict[str, float], *, is_alone: bool) -> None:
+    """The limits that the kernel keeps, of each process; ``is_alone``: no process of others counts as this user's."""
+    mib = 2**20
+    sizes = {"AS": limits["memory_mb"] * mib, "FSIZE": limits["disk_mb"] * mib, "NOFILE": limits["open_files"]}
+    sizes |= {"CPU": int(2 * limits["seconds"]) + 1, "CORE": 0, "MEMLOCK": 0, "MSGQUEUE": 0, "STACK": 8 * mib}
+    if is_alone:
+        sizes["NPROC"] = limits["processes"]
+    for name, size in sizes.items():
+        number = getattr(resource, f"RLIMIT_{name}")
+        hard = resource.getrlimit(number)[1]
+        size = int(size) if hard == resource.RLIM_INFINITY else min(int(size), hard)
+        resource.setrlimit(number, (size, size))
+
+
+def give_up_rights(*, may_signal: bool) -> None:
+    """No capability, none by running another program, no socket; and to signal no process but itself, if told so.
+
+    Raises:
+        OSError: the machine's system calls are not known, or it has no filters.
+    """
+    for capability in range(64):
+        try:
+            libc("prctl", DROP_BOUND, capability, 0, 0, 0)
+        except OSError:
+            break
+    libc("prctl", NO_NEW_RIGHTS, 1, 0, 0, 0)
+    libc("prctl", AMBIENT, 4, 0, 0, 0)
+    libc("capset", struct.pack("=Ii", 0x20080522, 0), bytes(24))
+    program = _filter(may_signal)
+    buffer = ctypes.create_string_buffer(program)
+    header = struct.pack("H6xQ", len(program) // 8, ctypes.addressof(buffer))
+    libc("prctl", SECCOMP, 2, header, 0, 0)
+
+
+def _filter(may_signal: bool) -> bytes:
+    """Instructions of classic BPF over (call, machine, ..., arguments of 8 bytes from byte 16)."""
+    if platform.machine() not in MACHINES or sys.byteorder != "little":
+        raise OSError(errno.ENOSYS, f"no filter of system calls for {platform.machine()}")
+    machine, refused, clone, prlimit, signals = MACHINES[platform.machine()]
+    load, equal, at_least, any_bit, give = 0x20, 0x15, 0x35, 0x45, 0x06
+    allow, kill, no, unknown = 0x7FFF0000, 0x80000000, 0x50000 | errno.EPERM, 0x50000 | errno.ENOSYS
+    code = [(load, 0, 0, 4), (equal, 1, 0, machine), (give, 0, 0, kill)]
+    code += [(load, 0, 0, 0), (at_least, 0, 1, 0x40000000), (give, 0, 0, no)]  # other numbers for the same calls
+    code += [(equal, 0, 1, CLONE3), (give, 0, 0, unknown)]  # its flags lie in memory; the C library takes clone instead
+    denied = set(refused.values()) | (set() if may_signal else {PIDFD_SEND_SIGNAL})
+    for number in sorted(denied):
+        code += [(equal, 0, 1, number), (give, 0, 0, no)]
+    new_namespace = NEW_NS | NEW_UTS | NEW_IPC | NEW_USER | NEW_PID | NEW_NET | 0x2000000
+    code += [(equal, 0, 4, clone), (load, 0, 0, 16), (any_bit, 0, 1, new_namespace), (give, 0, 0, no)]
+    code += [(give, 0, 0, allow), (equal, 0, 4, prlimit), (load, 0, 0, 16), (equal, 1, 0, 0), (give, 0, 0, no)]
+    code += [(give, 0, 0, allow)]
+    for number in () if may_signal else sorted(signals.values()):
+        code += [(equal, 0, 4, number), (load, 0, 0, 16), (equal, 1, 0, os.getpid()), (give, 0, 0, no)]
+        code += [(give, 0, 0, allow)]
+    code += [(give, 0, 0, allow)]
+    return b"".join(struct.pack("<HBBI", *line) for line in code)
