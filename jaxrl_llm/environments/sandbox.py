@@ -271,7 +271,8 @@ class _Worker:
 
     def _processes(self) -> list[psutil.Process]:
         with contextlib.suppress(psutil.Error):
-            return psutil.Process(self.process.pid).children(recursive=True)
+            own = psutil.Process(self.process.pid)
+            return [own, *own.children(recursive=True)]
         return []
 
     def end(self) -> None:

@@ -1,12 +1,12 @@
 """What keeps a program in: namespaces, a root folder of its own, no capability, few system calls, limits of size.
 
 All of it is Linux's, through ctypes and the standard library. ``enclose`` is for the process that forks programs, the
-other functions for each program after the fork:
+other functions for each program:
 
     enclose         user, mount, pid, network, ipc and uts namespaces; a read-only root with Python alone in it
-    fork_apart      a pid namespace for the next child: when that child ends, the kernel kills all that it started
-    private_tmp     a tmpfs that is gone with the program
-    give_up_rights  limits of size, no capability, a filter of system calls; nothing of it can be taken back
+    mount_tmp       a tmpfs, before the fork; unmount_tmp after the program
+    limit           sizes and numbers; nothing of this and the next can be taken back
+    give_up_rights  no capability, a filter of system calls
 
 Where the process is root, what it becomes is nobody (uid 65534), for the kernel counts no processes of root.
 
@@ -47,12 +47,16 @@ _X86 |= {"request_key": 249, "perf_event_open": 298, "userfaultfd": 323, "memfd_
 _X86 |= {"msgget": 68, "semget": 64, "mq_open": 240, "init_module": 175, "finit_module": 313, "delete_module": 176}
 _X86 |= {"kexec_load": 246, "kexec_file_load": 320, "reboot": 169, "swapon": 167, "swapoff": 168, "acct": 163}
 _X86 |= {"quotactl": 179, "open_by_handle_at": 304, "iopl": 172, "ioperm": 173, "syslog": 103}
+_X86 |= {"setpriority": 141, "sched_setaffinity": 203, "sched_setscheduler": 144, "sched_setparam": 142}
+_X86 |= {"sched_setattr": 314, "ioprio_set": 251}
 _ARM = {"socket": 198, "ptrace": 117, "process_vm_readv": 270, "process_vm_writev": 271, "mount": 40, "umount2": 39}
 _ARM |= {"pivot_root": 41, "chroot": 51, "unshare": 97, "setns": 268, "bpf": 280, "keyctl": 219, "add_key": 217}
 _ARM |= {"request_key": 218, "perf_event_open": 241, "userfaultfd": 282, "memfd_create": 279, "shmget": 194}
 _ARM |= {"msgget": 186, "semget": 190, "mq_open": 180, "init_module": 105, "finit_module": 273, "delete_module": 106}
 _ARM |= {"kexec_load": 104, "kexec_file_load": 294, "reboot": 142, "swapon": 224, "swapoff": 225, "acct": 89}
 _ARM |= {"quotactl": 60, "open_by_handle_at": 265, "syslog": 116}
+_ARM |= {"setpriority": 140, "sched_setaffinity": 122, "sched_setscheduler": 119, "sched_setparam": 118}
+_ARM |= {"sched_setattr": 274, "ioprio_set": 30}
 # machine -> (its number in a filter, calls refused, clone, prlimit64, those that signal another process)
 MACHINES = {
     "x86_64": (0xC000003E, _COMMON | _X86, 56, 302, {"kill": 62, "tgkill": 234, "tkill": 200, "queue": 129, "to": 297}),
@@ -102,11 +106,10 @@ def bound_paths() -> list[str]:
     return paths
 
 
-def enclose() -> int:
+def enclose() -> None:
     """Go on in a child within namespaces of its own; the caller's process waits for it, and ends as it does.
 
-    Returns:
-        In the child, which is process 1 of its namespace: what ``fork_apart`` takes.
+    The child is process 1 of its namespace: no signal of a program reaches it, all of them end with it.
 
     Raises:
         OSError: the system does not allow it; its text names the call. This process cannot be used any more.
@@ -136,13 +139,11 @@ def enclose() -> int:
     os.setresuid(0, 0, 0)
     libc("prctl", DUMPABLE, 0, 0, 0, 0)
     end_with_parent()
-    own = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
     _change_root(sources)
     for source in sources.values():
         os.close(source)
     if not os.access(os.__file__, os.R_OK):
         raise OSError(errno.EACCES, f"{os.__file__}: not readable for uid {outside[0]}")
-    return own
 
 
 def _map_from_outside(uid: int, gid: int) -> tuple[int, int]:
@@ -200,16 +201,12 @@ def _mounts_in(target: str) -> list[str]:
     return [point for point in points if point == target or point.startswith(target + "/")]
 
 
-def fork_apart(own: int) -> int:
-    """``os.fork`` into a new pid namespace, where the child is process 1."""
-    libc("setns", own, NEW_PID)  # what the last one was given is dead
-    libc("unshare", NEW_PID)
-    return os.fork()
-
-
-def private_tmp(megabytes: int) -> None:
-    libc("unshare", NEW_NS | NEW_IPC)
+def mount_tmp(megabytes: int) -> None:
     libc("mount", "tmpfs", "/tmp", "tmpfs", NO_SUID | NO_DEV, f"size={megabytes}m,nr_inodes=4096,mode=700,uid=0,gid=0")
+
+
+def unmount_tmp() -> None:
+    libc("umount2", "/tmp", DETACH)
 
 
 def limit(limits: dict[str, float], *, is_alone: bool) -> None:

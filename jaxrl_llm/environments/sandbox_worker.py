@@ -61,7 +61,8 @@ def main(descriptor: int, isolation: str) -> None:
     try:
         if isolation == "jail" and os.getpid() != 1:
             raise OSError(errno.EINVAL, "jail: this is not process 1 of its namespace")
-        own = walls.enclose() if isolation == "namespaces" else None
+        if isolation == "namespaces":
+            walls.enclose()
         if isolation == "rlimits":
             with contextlib.suppress(OSError):
                 walls.become_subreaper()
@@ -80,7 +81,7 @@ def main(descriptor: int, isolation: str) -> None:
     while (request := line.next()) is not None:
         if "code" not in request:
             continue  # a stop that came after the end
-        reply = json.dumps(_run(request, isolation, own, line)).encode() + b"\n"
+        reply = json.dumps(_run(request, isolation, line)).encode() + b"\n"
         while reply:
             reply = reply[os.write(descriptor, reply) :]
 
@@ -106,14 +107,17 @@ class _Lines:
         return json.loads(line)
 
 
-def _run(request: dict[str, Any], isolation: str, own: int | None, line: _Lines) -> dict[str, Any]:
+def _run(request: dict[str, Any], isolation: str, line: _Lines) -> dict[str, Any]:
     """Fork, watch and end one program."""
     limits, room = request["limits"], int(request["limits"]["output_kb"] * 1024)
-    folder = tempfile.mkdtemp(prefix="jaxrl_sandbox_") if own is None else "/tmp"
+    has_own_tmp = isolation == "namespaces"
+    if has_own_tmp:
+        walls.mount_tmp(request["limits"]["disk_mb"])
+    folder = "/tmp" if has_own_tmp else tempfile.mkdtemp(prefix="jaxrl_sandbox_")
     pipes = [os.pipe() for _ in range(3)]  # stdout, stderr, report
     began = time.monotonic()
     try:
-        pid = os.fork() if own is None else walls.fork_apart(own)
+        pid = os.fork()
     except OSError as error:
         for pipe in pipes:
             for end in pipe:
@@ -133,7 +137,9 @@ def _run(request: dict[str, Any], isolation: str, own: int | None, line: _Lines)
     _drain(outputs, rooms)
     for read in outputs:
         os.close(read)
-    if own is None:
+    if has_own_tmp:
+        walls.unmount_tmp()
+    else:
         shutil.rmtree(folder, ignore_errors=True)
     if reached is None:
         os._exit(0)  # the parent is gone
@@ -188,20 +194,17 @@ def _watch(
 
 def _end(pid: int, isolation: str) -> int:
     """Kill the program with all that it started; its exit status, -number where a signal ended it."""
-    if isolation == "namespaces":
-        os.kill(pid, signal.SIGKILL)  # it is process 1 of its namespace; after its end this does nothing
-        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     status = None
     for _ in range(SWEEPS):
-        if isolation == "jail":
-            with contextlib.suppress(OSError):
-                os.kill(-1, signal.SIGKILL)  # of the namespace, without this process
-        else:
+        if isolation == "rlimits":
             for other in _descendants():
                 with contextlib.suppress(OSError):
                     os.kill(other, signal.SIGKILL)
+        else:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(-1, signal.SIGKILL)  # all of the namespace but this process
         try:
-            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            while (ended := os.waitpid(-1, 0 if isolation != "rlimits" else os.WNOHANG))[0]:
                 status = os.waitstatus_to_exitcode(ended[1]) if ended[0] == pid else status
         except ChildProcessError:
             break
@@ -260,8 +263,6 @@ def _be_the_program(
         for descriptor in (connection, *others):
             os.close(descriptor)
         _standard_input(request["stdin"])
-        if isolation == "namespaces":
-            walls.private_tmp(limits["disk_mb"])
         os.chdir(folder)
         os.environ.update(HOME=folder, TMPDIR=folder)
         tempfile.tempdir = None
