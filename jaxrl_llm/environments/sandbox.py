@@ -37,6 +37,8 @@ MAX_START_S = 60.0
 GRACE_S = 5.0  # beyond its program's limit, for a worker to end it and answer
 FIRST_LOOK_S, LOOK_S = 0.1, 0.05  # at all processes of a program: after how long, and how often then
 ROOT = str(pathlib.Path(__file__).parents[2])
+# The order of a set is the same in every worker; memory of threads is not kept apart.
+ENVIRONMENT = {"PYTHONHASHSEED": "0", "PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "MALLOC_ARENA_MAX": "1"}
 ISOLATIONS = ("namespaces", "bubblewrap", "rlimits")
 NOT_ENFORCED = {
     "namespaces": (),
@@ -197,20 +199,25 @@ class _Worker:
         self._start()
 
     def _start(self) -> None:
-        self.socket, theirs = socket.socketpair()
+        enclosed = _bubblewrap() if self._isolation == "bubblewrap" else []
         inside = "jail" if self._isolation == "bubblewrap" else self._isolation
         program = f"import sys; sys.path.append({ROOT!r}); from jaxrl_llm.environments.sandbox_worker import main"
-        python = [sys.executable, "-S", "-s", "-P", "-B", "-c", f"{program}; main({theirs.fileno()}, {inside!r})"]
+        python = [os.path.realpath(sys.executable), "-S", "-s", "-P", "-B", "-c"]
+        self.socket, theirs = socket.socketpair()
         with theirs:
-            self.process = subprocess.Popen(
-                [*(_bubblewrap() if self._isolation == "bubblewrap" else ()), *python],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-                cwd="/",
-                env={"PYTHONHASHSEED": "0", "PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "MALLOC_ARENA_MAX": "1"},
-            )
+            try:
+                self.process = subprocess.Popen(
+                    [*enclosed, *python, f"{program}; main({theirs.fileno()}, {inside!r})"],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,
+                    cwd="/",
+                    env=dict(ENVIRONMENT),
+                )
+            except OSError as error:
+                self.socket.close()
+                raise SandboxError(f"no process starts: {error}") from error
         try:
             self._buffer = bytearray()
             reply = self._hear(time.monotonic() + MAX_START_S)
@@ -308,11 +315,12 @@ def _bubblewrap() -> list[str]:
     if (found := shutil.which("bwrap")) is None:
         raise SandboxError("bwrap is not installed")
     command = [found, "--unshare-all", "--die-with-parent", "--as-pid-1", "--new-session", "--clearenv"]
-    for name in ("PYTHONHASHSEED=0", "PATH=/usr/bin:/bin", "LANG=C.UTF-8", "MALLOC_ARENA_MAX=1"):
-        command += ["--setenv", *name.split("=")]
-    command += ["--dev", "/dev"]
-    for path in (*walls.bound_paths(), str(pathlib.Path(__file__).parent), sys.executable):
+    for name, value in ENVIRONMENT.items():
+        command += ["--setenv", name, value]
+    command += ["--dev", "/dev", "--tmpfs", "/tmp"]
+    package = pathlib.Path(ROOT, "jaxrl_llm")
+    for path in (*walls.bound_paths(), str(package / "__init__.py"), str(package / "environments")):
         if path.startswith("/dev/"):
             continue
         command += ["--symlink", os.readlink(path), path] if os.path.islink(path) else ["--ro-bind", path, path]
-    return [*command, "--tmpfs", "/tmp", "--chdir", "/tmp", "--remount-ro", "/"]
+    return [*command, "--chdir", "/tmp", "--remount-ro", "/dev", "--remount-ro", "/"]

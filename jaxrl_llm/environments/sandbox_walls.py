@@ -213,14 +213,14 @@ def limit(limits: dict[str, float], *, is_alone: bool) -> None:
     """The limits that the kernel keeps, of each process; ``is_alone``: no process of others counts as this user's."""
     mib = 2**20
     sizes = {"AS": limits["memory_mb"] * mib, "FSIZE": limits["disk_mb"] * mib, "NOFILE": limits["open_files"]}
-    sizes |= {"CPU": int(2 * limits["seconds"]) + 1, "CORE": 0, "MEMLOCK": 0, "MSGQUEUE": 0, "STACK": 8 * mib}
+    sizes |= {"CPU": int(2 * limits["seconds"]) + 2, "CORE": 0, "MEMLOCK": 0, "MSGQUEUE": 0, "STACK": 8 * mib}
     if is_alone:
         sizes["NPROC"] = limits["processes"]
     for name, size in sizes.items():
         number = getattr(resource, f"RLIMIT_{name}")
         hard = resource.getrlimit(number)[1]
         size = int(size) if hard == resource.RLIM_INFINITY else min(int(size), hard)
-        resource.setrlimit(number, (size, size))
+        resource.setrlimit(number, (size - (name == "CPU"), size))  # a second between SIGXCPU and SIGKILL
 
 
 def give_up_rights(*, may_signal: bool) -> None:

@@ -17,6 +17,7 @@ that it imports, for what it has imported every program finds there.
 from __future__ import annotations
 
 import atexit
+import builtins
 import contextlib
 import errno
 import gc
@@ -43,6 +44,7 @@ MODULES = ("ast", "bisect", "collections", "copy", "dataclasses", "datetime", "d
 MODULES += ("hashlib", "heapq", "itertools", "json", "math", "operator", "random", "re", "statistics", "string")
 MODULES += ("textwrap", "typing", "unittest", "cmath", "array", "enum", "abc", "asyncio", "subprocess", "pickle")
 NAME = "<program>"
+BY_SIGNAL = {signal.SIGXCPU: "cpu", signal.SIGXFSZ: "disk"}
 REPORT_BYTES = 2**20  # beside what a program may print
 SWEEPS = 1000  # over what a program has started, where there is no pid namespace to end with it
 
@@ -59,8 +61,8 @@ def main(descriptor: int, isolation: str) -> None:
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")  # out of memory, the kernel kills this and not the run
     try:
-        if isolation == "jail" and os.getpid() != 1:
-            raise OSError(errno.EINVAL, "jail: this is not process 1 of its namespace")
+        if isolation == "jail" and not (os.getpid() == 1 and os.path.ismount("/tmp")):
+            raise OSError(errno.EINVAL, "jail: this is not process 1 of its namespace, or has no /tmp of its own")
         if isolation == "namespaces":
             walls.enclose()
         if isolation == "rlimits":
@@ -69,6 +71,7 @@ def main(descriptor: int, isolation: str) -> None:
     except Exception as error:
         os.write(descriptor, json.dumps({"error": str(error) or type(error).__name__}).encode() + b"\n")
         os._exit(1)
+    sys.executable = os.path.realpath(sys.executable)  # that of a virtual environment is not in here
     sys.path[:] = [path for path in sys.path if path.startswith(os.path.dirname(os.__file__))]
     for name in MODULES:
         importlib.import_module(name)
@@ -110,11 +113,9 @@ class _Lines:
 def _run(request: dict[str, Any], isolation: str, line: _Lines) -> dict[str, Any]:
     """Fork, watch and end one program."""
     limits, room = request["limits"], int(request["limits"]["output_kb"] * 1024)
-    has_own_tmp = isolation == "namespaces"
-    if has_own_tmp:
-        walls.mount_tmp(request["limits"]["disk_mb"])
-    folder = "/tmp" if has_own_tmp else tempfile.mkdtemp(prefix="jaxrl_sandbox_")
+    folder = _open_folder(isolation, limits)
     pipes = [os.pipe() for _ in range(3)]  # stdout, stderr, report
+    mark = os.urandom(16).hex()  # of what our own code reports, so that a program does not by chance or by guessing
     began = time.monotonic()
     try:
         pid = os.fork()
@@ -126,7 +127,8 @@ def _run(request: dict[str, Any], isolation: str, line: _Lines) -> dict[str, Any
     if not pid:
         for i, (_, write) in enumerate(pipes[:2], 1):
             os.dup2(write, i)
-        _be_the_program(request, isolation, folder, os.dup(pipes[2][1]), line.descriptor, [x for p in pipes for x in p])
+        report = _Report(os.dup(pipes[2][1]), mark)
+        _be_the_program(request, isolation, folder, report, [line.descriptor, *(x for pipe in pipes for x in pipe)])
     for _, write in pipes:
         os.close(write)
     outputs = {read: bytearray() for read, _ in pipes}
@@ -137,29 +139,44 @@ def _run(request: dict[str, Any], isolation: str, line: _Lines) -> dict[str, Any
     _drain(outputs, rooms)
     for read in outputs:
         os.close(read)
-    if has_own_tmp:
-        walls.unmount_tmp()
-    else:
-        shutil.rmtree(folder, ignore_errors=True)
+    _clear_folder(isolation, folder)
     if reached is None:
         os._exit(0)  # the parent is gone
     out, err, report = outputs.values()
-    heard = _report(bytes(report))
+    heard = _report(bytes(report), mark)
     if heard.get("failed"):
         return {"error": heard["failed"]}
     if "began" not in heard and not reached:
         return {"error": "a program ended before it began"}
-    killed_for_time = status in (-signal.SIGXCPU, -signal.SIGKILL) and not reached
     return {
         "stdout": bytes(out[:room]).decode(errors="replace"),
         "stderr": bytes(err[:room]).decode(errors="replace"),
         "value": heard.get("value"),
         "exception": "" if reached else heard.get("exception", ""),
         "exit_code": status,
-        "limit": reached or heard.get("limit") or ("cpu" if killed_for_time else ""),
+        "limit": reached or heard.get("limit") or BY_SIGNAL.get(-status, ""),
         "finished": not reached and bool(heard.get("finished")),
         "seconds": seconds,
     }
+
+
+def _open_folder(isolation: str, limits: dict[str, Any]) -> str:
+    """An empty folder for a program."""
+    if isolation == "namespaces":
+        walls.mount_tmp(limits["disk_mb"])
+    return "/tmp" if isolation == "namespaces" else tempfile.mkdtemp(prefix="jaxrl_sandbox_")
+
+
+def _clear_folder(isolation: str, folder: str) -> None:
+    if isolation == "namespaces":
+        walls.unmount_tmp()
+    elif isolation == "jail":  # all that it can have written is there
+        for name in os.listdir("/tmp"):
+            with contextlib.suppress(OSError):
+                os.remove(f"/tmp/{name}")
+            shutil.rmtree(f"/tmp/{name}", ignore_errors=True)
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _watch(
@@ -234,25 +251,32 @@ def _drain(outputs: dict[int, bytearray], rooms: dict[int, int]) -> None:
                 text += more
 
 
-def _report(text: bytes) -> dict[str, Any]:
-    """What the process of the program said of it. Text that the program itself wrote there is of no use to it."""
+def _report(text: bytes, mark: str) -> dict[str, Any]:
+    """What our own code in the process of the program said of it."""
     heard: dict[str, Any] = {}
     for line in text.splitlines():
-        try:
-            said = json.loads(line)
-        except ValueError:
-            break
-        if not isinstance(said, dict):
-            break
-        heard |= said
+        if line.startswith(mark.encode()):
+            with contextlib.suppress(ValueError):
+                heard |= json.loads(line[len(mark) :])
     return heard
 
 
 # Below: in the process of the program.
 
 
+class _Report:
+    """Says to the watching process what becomes of the program."""
+
+    def __init__(self, descriptor: int, mark: str):
+        self._descriptor, self._mark = descriptor, mark
+
+    def __call__(self, **said) -> None:
+        with contextlib.suppress(OSError):
+            os.write(self._descriptor, f"\n{self._mark}{json.dumps(said)}\n".encode())
+
+
 def _be_the_program(
-    request: dict[str, Any], isolation: str, folder: str, report: int, connection: int, others: list[int]
+    request: dict[str, Any], isolation: str, folder: str, report: _Report, inherited: list[int]
 ) -> None:
     """Wall in, run, say how it ended, exit."""
     limits = request["limits"]
@@ -260,7 +284,7 @@ def _be_the_program(
         os.setsid()
         walls.end_with_parent()
         gc.unfreeze()
-        for descriptor in (connection, *others):
+        for descriptor in inherited:
             os.close(descriptor)
         _standard_input(request["stdin"])
         os.chdir(folder)
@@ -272,18 +296,16 @@ def _be_the_program(
         except OSError:
             if isolation == "namespaces":
                 raise
-        for number in (signal.SIGTERM, signal.SIGXFSZ):
-            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        os.write(report, b'{"began": true}\n')
+        report(began=True)
     except BaseException as error:
-        os.write(report, json.dumps({"failed": f"{type(error).__name__}: {error}"}).encode() + b"\n")
+        report(failed=f"{type(error).__name__}: {error}")
         os._exit(1)
     said, code = _execute(request["code"])
     value = said.get("value")
     said["value"] = value and value[: int(limits["output_kb"] * 1024)]
-    with contextlib.suppress(BaseException):
-        os.write(report, json.dumps(said).encode() + b"\n")
+    report(**said)
     os._exit(code)
 
 
@@ -308,7 +330,7 @@ def _execute(code: str) -> tuple[dict[str, Any], int]:
         setattr(sys, f"__{name}__", text)
     sys.argv = [NAME]
     module = types.ModuleType("__main__")
-    module.__dict__["__builtins__"] = __builtins__
+    builtins.exit = builtins.quit = sys.exit  # as where `site` is imported
     sys.modules["__main__"] = module
     linecache.cache[NAME] = (len(code), None, code.splitlines(keepends=True), NAME)
     said: dict[str, Any] = {"finished": False, "exception": "", "value": None, "limit": ""}

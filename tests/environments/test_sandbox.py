@@ -93,10 +93,15 @@ def test_who_leaves_early_has_not_finished(sandbox, code, status):
 
 
 def test_a_program_finds_nothing_of_the_one_before_it(sandbox):
-    first = "open('left', 'w').write('x')\nimport math, builtins\nmath.pi = 3\nbuiltins.left = 1\n"
+    first = "open('left', 'w').write('x')\nopen('.left', 'w').write('x')\nimport math, builtins\nmath.pi = 3\nbuiltins.left = 1\n"
     assert sandbox.run(first).finished
     then = sandbox.run("import os, math, builtins\n(os.listdir(), round(math.pi, 2), hasattr(builtins, 'left'))")
     assert then.value == "([], 3.14, False)"
+
+
+def test_a_program_leaves_no_file_anywhere(walled):
+    walled.run("open('/tmp/left', 'w').write('x')\nimport os\nos.makedirs('/tmp/a/b')")
+    assert "left" not in (listed := walled.run("import os\nos.listdir('/tmp')").value) and "'a'" not in listed
 
 
 def test_programs_see_no_module_of_ours_and_one_order_of_sets(sandbox):
@@ -225,10 +230,10 @@ def test_memory_of_all_processes_together_is_limited(sandbox):
 def test_a_zip_bomb_takes_no_more_than_any_other(sandbox):
     packer = zlib.compressobj(wbits=-15)
     piece = packer.compress(bytes(2**24)) + packer.flush(zlib.Z_FULL_FLUSH)  # pieces can stand behind one another
-    code = f"import zlib\nlen(zlib.decompress({piece!r} * 64, -15))"  # 1 GiB
-    assert sandbox.run(code).limit == "memory"
-    writes = f"import zlib\nunpacker = zlib.decompressobj(-15)\nwith open('out', 'wb') as file:\n    file.write(unpacker.decompress({piece!r}))"
-    assert sandbox.run(writes).limit == "disk"
+    unpack = "import zlib\nunpacked = zlib.decompressobj(-15).decompress(bytes.fromhex(input()) * {})\n"
+    assert sandbox.run(unpack.format(64), stdin=piece.hex() + "\n").limit == "memory"  # 1 GiB
+    write = unpack.format(1) + "with open('out', 'wb') as file:\n    file.write(unpacked)"
+    assert sandbox.run(write, stdin=piece.hex() + "\n").limit == "disk"
 
 
 def test_output_without_end_is_cut(sandbox):
