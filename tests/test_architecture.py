@@ -26,6 +26,7 @@ FLOORS = [
     {"method_config"},
     {"config"},
     {"runtime"},
+    {"environments"},  # what runs beside a run: no module of a training step imports it but by name
     {"models"},
     {"questions", "replay", "reports"},
     {"learner", "actor"},

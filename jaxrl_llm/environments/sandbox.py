@@ -162,8 +162,13 @@ class Sandbox(contextlib.AbstractContextManager):
         for worker in self._workers:
             self._free.put(worker)
 
-    def run(self, code: str, *, stdin: str = "", limits: Limits | None = None) -> Result:
+    def run(
+        self, code: str, *, stdin: str = "", name: str = "__main__", limits: Limits | None = None
+    ) -> Result:
         """Run a program; waits for a worker that is free.
+
+        Args:
+            name: what it finds as ``__name__``.
 
         Raises:
             SandboxError: the sandbox failed, not the program. The next run has another worker.
@@ -172,7 +177,7 @@ class Sandbox(contextlib.AbstractContextManager):
             raise SandboxError("the sandbox is closed")
         worker = self._free.get()
         try:
-            return worker.run(code, stdin, limits or self.limits)
+            return worker.run(limits or self.limits, code=code, stdin=stdin, name=name)
         finally:
             self._free.put(worker)
 
@@ -230,14 +235,14 @@ class _Worker:
         processes = self._processes()
         self._own_processes, self._own_memory = len(processes), max(map(_memory, processes), default=0)
 
-    def run(self, code: str, stdin: str, limits: Limits) -> Result:
+    def run(self, limits: Limits, **request: str) -> Result:
         if self.process is None or self.process.poll() is not None:
             self.end()
             self._start()
-        request = {"code": code, "stdin": stdin, "limits": dataclasses.asdict(limits)}
+        message = json.dumps(request | {"limits": dataclasses.asdict(limits)}).encode() + b"\n"
         try:
             self.socket.settimeout(GRACE_S)
-            self.socket.sendall(json.dumps(request).encode() + b"\n")
+            self.socket.sendall(message)
             reply = self._hear(time.monotonic() + limits.seconds + GRACE_S, limits)
             if "error" in reply:
                 raise SandboxError(reply["error"])

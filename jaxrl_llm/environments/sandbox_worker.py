@@ -302,7 +302,7 @@ def _be_the_program(
     except BaseException as error:
         report(failed=f"{type(error).__name__}: {error}")
         os._exit(1)
-    said, code = _execute(request["code"])
+    said, code = _execute(request["code"], request["name"])
     value = said.get("value")
     said["value"] = value and value[: int(limits["output_kb"] * 1024)]
     report(**said)
@@ -320,18 +320,18 @@ def _standard_input(text: str) -> None:
     os.close(descriptor)
 
 
-def _execute(code: str) -> tuple[dict[str, Any], int]:
-    """Run the text as a main module; what is to be said of it, and its exit status."""
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
+def _execute(code: str, name: str) -> tuple[dict[str, Any], int]:
+    """Run the text as a module of that name; what is to be said of it, and its exit status."""
+    for number, stream_name in enumerate(("stdin", "stdout", "stderr")):
         raw = open(number, "rb" if not number else "wb", buffering=0, closefd=False)
         stream = io.BufferedReader(raw) if not number else io.BufferedWriter(raw)
         text = io.TextIOWrapper(stream, encoding="utf-8", errors="replace", line_buffering=number == 2)
-        setattr(sys, name, text)
-        setattr(sys, f"__{name}__", text)
+        setattr(sys, stream_name, text)
+        setattr(sys, f"__{stream_name}__", text)
     sys.argv = [NAME]
-    module = types.ModuleType("__main__")
+    module = types.ModuleType(name)
     builtins.exit = builtins.quit = sys.exit  # as where `site` is imported
-    sys.modules["__main__"] = module
+    sys.modules[name] = sys.modules["__main__"] = module
     linecache.cache[NAME] = (len(code), None, code.splitlines(keepends=True), NAME)
     said: dict[str, Any] = {"finished": False, "exception": "", "value": None, "limit": ""}
     status = 0

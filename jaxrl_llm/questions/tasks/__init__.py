@@ -29,8 +29,8 @@ TASKS = {
     "letters": "jaxrl_llm.questions.tasks.letters",
     "arithmetic": "jaxrl_llm.questions.tasks.arithmetic",
     "reasoning_gym": "jaxrl_llm.questions.tasks.reasoning_gym_task",
-    "jsonl": "jaxrl_llm.questions.tasks.files",
-    "parquet": "jaxrl_llm.questions.tasks.files",
+    **dict.fromkeys(("jsonl", "parquet"), "jaxrl_llm.questions.tasks.files"),
+    "code": "jaxrl_llm.questions.tasks.code",
 }
 
 

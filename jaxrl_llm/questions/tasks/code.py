@@ -1,0 +1,205 @@
+"""Programs to write, with tests: lines of JSON as MBPP and HumanEval have them, of both kinds in a file if need be.
+
+    MBPP        text or prompt, test_list; test_imports, test_setup_code, challenge_test_list, code
+    HumanEval   prompt, test, entry_point; canonical_solution
+
+``prompts.arguments``: ``shown_tests`` (1; tests of MBPP's form that the prompt shows, -1 = all, so that the function's
+name is known), ``template`` (of its prompt, with {text} and {tests}) and ``sandbox`` (seconds 1.0 and the other fields
+of environments/sandbox.py's Limits for each test; ``required``: refuse where programs cannot be walled in;
+``isolation``: how).
+
+Owns: rows, what their tests are one by one. Does not know: how a program is run and judged (environments).
+
+Source: Austin et al. 2021, arXiv:2108.07732 (MBPP); Chen et al. 2021, arXiv:2107.03374 (HumanEval).
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import dataclasses
+import difflib
+import os
+from pathlib import Path
+from typing import Any
+
+from jaxrl_llm.config import ConfigError, PromptsConfig
+from jaxrl_llm.environments.sandbox import Limits, Sandbox, SandboxError
+from jaxrl_llm.questions.tasks import Loaded
+from jaxrl_llm.questions.tasks.files import BadRowError, json_lines, parse
+
+SCORER = "jaxrl_llm.environments.code_tests:passed"
+TEMPLATE = "{text}\n\nYour code should pass these tests:\n\n{tests}\n"
+SECONDS = 1.0
+
+# key -> its kind; those of a form that a row must have stand in NEEDED.
+MBPP = {"text": str, "prompt": str, "test_list": list, "test_imports": list, "test_setup_code": str, "code": str}
+MBPP |= {"challenge_test_list": list, "source_file": str}
+HUMAN_EVAL = {"prompt": str, "test": str, "entry_point": str, "canonical_solution": str}
+NEEDED = {"test_list": MBPP, "test": HUMAN_EVAL}
+
+
+def load(config: PromptsConfig, *, seed: int) -> Loaded:
+    """The first ``config.size`` questions of the file ``config.name`` (0 = all), in file order.
+
+    Host; ``columns`` is ``tests`` (list of code, each a test), ``setup`` (code before the answer), ``prefix`` (code that
+    the answer goes on from), ``names`` (what the tests call), ``solution`` (code, or None), ``task_id`` and ``sandbox``
+    (settings).
+
+    Raises:
+        ConfigError: an argument, the file, or (``prompts.bad_row="error"``) a row that is none; no question;
+            ``sandbox.required`` and there is no sandbox here.
+    """
+    from jaxrl_llm.types import Example  # here, for reward workers may import this module and must not pay for jax
+
+    del seed
+    settings = _arguments(config.arguments)
+    path = Path(os.path.expanduser(config.name))
+    examples, bad_rows = [], []
+    try:
+        for number, line in json_lines(path):
+            origin = f"{path}:{number}"
+            try:
+                prompt, columns = question(parse(line), settings)
+                examples.append(Example(prompt, columns | {"sandbox": settings["sandbox"]}, origin))
+            except BadRowError as error:
+                if config.bad_row == "error":
+                    raise ConfigError(f"{origin}: {error} (prompts.bad_row='skip' leaves such rows out)") from error
+                bad_rows.append(f"{origin}: {error}")
+            if len(examples) == config.size > 0:
+                break
+    except OSError as error:
+        raise ConfigError(f"prompts.name={config.name!r} cannot be read: {error.strerror or error}") from error
+    if not examples:
+        reason = f"none of its {len(bad_rows)} rows can be used; {bad_rows[0]}" if bad_rows else "it is empty"
+        raise ConfigError(f"prompts.name={config.name!r} holds no question: {reason}")
+    _try_sandbox(settings["sandbox"])
+    return Loaded(tuple(examples), tuple(bad_rows))
+
+
+def _arguments(given: dict[str, Any]) -> dict[str, Any]:
+    """``prompts.arguments`` with their defaults, or ConfigError."""
+    where = "prompts.arguments"
+    settings = {"shown_tests": 1, "template": TEMPLATE, "sandbox": {}}
+    _check_names(where, given, settings)
+    settings |= given
+    shown, template, sandbox = settings["shown_tests"], settings["template"], settings["sandbox"]
+    if not isinstance(shown, int) or isinstance(shown, bool) or shown < -1:
+        raise ConfigError(f"{where}.shown_tests={shown!r} must be a whole number of at least -1 (all)")
+    if not isinstance(template, str) or "{text}" not in template:
+        raise ConfigError(f"{where}.template={template!r:.80} must be text with {{text}}, and {{tests}} where they go")
+    if not isinstance(sandbox, dict):
+        raise ConfigError(f"{where}.sandbox={sandbox!r:.80} must be settings by name")
+    limits = [field.name for field in dataclasses.fields(Limits)]
+    _check_names(f"{where}.sandbox", sandbox, [*limits, "isolation", "required"])
+    settings["sandbox"] = sandbox = {"seconds": SECONDS} | sandbox
+    try:
+        Limits(**{name: value for name, value in sandbox.items() if name in limits})
+    except ValueError as error:
+        raise ConfigError(f"{where}.sandbox.{error}") from error
+    if not isinstance(sandbox.get("required", False), bool):
+        raise ConfigError(f"{where}.sandbox.required={sandbox['required']!r} must be True or False")
+    return settings
+
+
+def _check_names(where: str, given: dict[str, Any], known: Any) -> None:
+    for name, value in given.items():
+        if name not in known:
+            raise ConfigError(f"{where}.{name}={value!r:.80} is not one of {', '.join(known)}")
+
+
+def _try_sandbox(settings: dict[str, Any]) -> None:
+    """Before any device is used: that programs can be run as told. Where less is enforced, a warning says what."""
+    own = {name: settings[name] for name in ("isolation", "required") if name in settings}
+    try:
+        Sandbox(**own).close()
+    except (SandboxError, ValueError) as error:
+        raise ConfigError(f"prompts.arguments.sandbox: {error}") from error
+
+
+def question(row: Any, settings: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """``(prompt, columns)`` of a row.
+
+    Raises:
+        BadRowError: it is no question; which key is wrong.
+    """
+    if not isinstance(row, dict):
+        raise BadRowError(f"must be an object, not {type(row).__name__}")
+    row = {key: value for key, value in row.items() if value is not None}
+    forms = [form for key, form in NEEDED.items() if key in row]
+    if len(forms) != 1:
+        raise BadRowError(f"must have one of `test_list` (MBPP) and `test` (HumanEval); its keys are {sorted(row)!s:.300}")
+    for key, value in row.items():
+        if key == "task_id":
+            continue
+        if key not in forms[0]:
+            near = difflib.get_close_matches(key, forms[0], n=1)
+            hint = f"; did you mean `{near[0]}`" if near else f": its form has {', '.join(forms[0])}, task_id"
+            raise BadRowError(f"unknown key `{key}`{hint}")
+        kind = forms[0][key]
+        if not isinstance(value, kind) or (kind is list and not all(isinstance(x, str) for x in value)):
+            raise BadRowError(f"`{key}` must be {'text' if kind is str else 'a list of texts'}, not {value!r:.60}")
+    prompt, columns = (_of_mbpp(row, settings) if forms[0] is MBPP else _of_human_eval(row))
+    return prompt, columns | {"task_id": row.get("task_id")}
+
+
+def _of_mbpp(row: dict[str, Any], settings: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    texts = [row[key] for key in ("text", "prompt") if row.get(key)]
+    if len(texts) != 1:
+        raise BadRowError("must have one of `text` and `prompt`, and not empty")
+    tests = row["test_list"] + row.get("challenge_test_list", [])
+    if not row["test_list"]:
+        raise BadRowError("`test_list` is empty")
+    setup = "\n".join([*row.get("test_imports", []), row.get("test_setup_code", "")])
+    _parsed("test_imports` or `test_setup_code", setup)
+    called = {}
+    for key in ("test_list", "challenge_test_list"):
+        for i, test in enumerate(row.get(key, [])):
+            tree = _parsed(f"{key}[{i}]", test)
+            called |= {node.id: None for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    shown = row["test_list"][: None if settings["shown_tests"] == -1 else settings["shown_tests"]]
+    prompt = settings["template"].replace("{tests}", "\n".join(shown)).replace("{text}", texts[0])
+    return prompt, _columns(tests, setup, "", list(called), row.get("code"))
+
+
+def _of_human_eval(row: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    for key in ("prompt", "entry_point"):
+        if not row.get(key):
+            raise BadRowError(f"`{key}` is missing or empty")
+    name = row["entry_point"]
+    if not name.isidentifier():
+        raise BadRowError(f"`entry_point` must be the name of a function, not {name!r:.60}")
+    if not any(name in line for line in row["prompt"].splitlines() if line.startswith(("def ", "async def "))):
+        raise BadRowError(f"`prompt` does not begin a function {name!r:.60}, which is `entry_point`")
+    tree = _parsed("test", row["test"])
+    if not any(isinstance(node, ast.FunctionDef) and node.name == "check" for node in tree.body):
+        raise BadRowError("`test` does not define a function check(candidate)")
+    tests = [f"{part}\ncheck({name})" for part in _one_assertion_each(tree)]
+    solution = row.get("canonical_solution")
+    return row["prompt"], _columns(tests, "", row["prompt"], [name], solution)
+
+
+def _one_assertion_each(tree: ast.Module) -> list[str]:
+    """The code with one statement of ``check`` that asserts, and with all that do not; one text for each such."""
+    place = next(i for i, node in enumerate(tree.body) if isinstance(node, ast.FunctionDef) and node.name == "check")
+    statements = tree.body[place].body
+    asserting = [i for i, x in enumerate(statements) if any(isinstance(node, ast.Assert) for node in ast.walk(x))]
+    texts = []
+    for kept in asserting:
+        other = copy.copy(tree)
+        check = copy.copy(tree.body[place])
+        check.body = [x for i, x in enumerate(statements) if i == kept or i not in asserting]
+        other.body = [*tree.body[:place], check, *tree.body[place + 1 :]]
+        texts.append(ast.unparse(other))
+    return texts or [ast.unparse(tree)]
+
+
+def _columns(tests: list[str], setup: str, prefix: str, names: list[str], solution: str | None) -> dict[str, Any]:
+    return {"tests": tests, "setup": setup, "prefix": prefix, "names": names, "solution": solution}
+
+
+def _parsed(key: str, code: str) -> ast.Module:
+    try:
+        return ast.parse(code)
+    except (SyntaxError, ValueError) as error:
+        raise BadRowError(f"`{key}` is not Python: {error}") from error
