@@ -129,9 +129,7 @@ class Sandbox(contextlib.AbstractContextManager):
         ValueError: an unknown ``isolation``, fewer than one worker.
     """
 
-    def __init__(
-        self, limits: Limits = Limits(), *, num_workers: int = 1, isolation: str = "", required: bool = False
-    ):
+    def __init__(self, limits: Limits = Limits(), *, num_workers: int = 1, isolation: str = "", required: bool = False):
         if isolation not in ("", *ISOLATIONS):
             raise ValueError(f"isolation={isolation!r} must be '' or one of {', '.join(ISOLATIONS)}")
         if num_workers < 1:
@@ -162,9 +160,7 @@ class Sandbox(contextlib.AbstractContextManager):
         for worker in self._workers:
             self._free.put(worker)
 
-    def run(
-        self, code: str, *, stdin: str = "", name: str = "__main__", limits: Limits | None = None
-    ) -> Result:
+    def run(self, code: str, *, stdin: str = "", name: str = "__main__", limits: Limits | None = None) -> Result:
         """Run a program; waits for a worker that is free.
 
         Args:

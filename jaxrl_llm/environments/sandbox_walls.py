@@ -96,7 +96,8 @@ def bound_paths() -> list[str]:
     """What a program may read: Python's own library and interpreter, and the system's libraries and commands."""
     standard = os.path.realpath(os.path.dirname(os.__file__))
     library = os.path.join(sysconfig.get_config_var("LIBDIR") or "", sysconfig.get_config_var("INSTSONAME") or "")
-    wanted = ["/usr/lib", "/usr/lib64", "/usr/bin", "/lib", "/lib64", "/bin", standard, os.path.realpath(sys.executable)]
+    wanted = ["/usr/lib", "/usr/lib64", "/usr/bin", "/lib", "/lib64", "/bin"]
+    wanted += [standard, os.path.realpath(sys.executable)]
     wanted += [os.path.realpath(library)] if os.path.isfile(library) else []
     wanted += ["/etc/ld.so.cache", *(f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom"))]
     paths: list[str] = []
@@ -147,7 +148,7 @@ def enclose() -> None:
 
 
 def _map_from_outside(uid: int, gid: int) -> tuple[int, int]:
-    """A process that stays outside and maps 0 within to ``uid`` and ``gid`` here, once something is written to a pipe."""
+    """A process that stays outside, and the pipe that tells it to map 0 within to ``uid`` and ``gid`` here."""
     asked, ask = os.pipe()
     target = os.getpid()
     helper = os.fork()

@@ -179,10 +179,8 @@ def _clear_folder(isolation: str, folder: str) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _watch(
-    pid: int, deadline: float, outputs: dict[int, bytearray], rooms: dict[int, int], line: _Lines
-) -> str | None:
-    """Read what the program prints until it ends; which limit it came to ("" for none), None when the parent is gone."""
+def _watch(pid: int, deadline: float, outputs: dict[int, bytearray], rooms: dict[int, int], line: _Lines) -> str | None:
+    """Read what the program prints until it ends; which limit it came to, "" for none; None: no parent."""
     ended = os.pidfd_open(pid)
     poll = select.poll()
     for descriptor in (ended, line.descriptor, *outputs):
@@ -323,8 +321,8 @@ def _standard_input(text: str) -> None:
 def _execute(code: str, name: str) -> tuple[dict[str, Any], int]:
     """Run the text as a module of that name; what is to be said of it, and its exit status."""
     for number, stream_name in enumerate(("stdin", "stdout", "stderr")):
-        raw = open(number, "rb" if not number else "wb", buffering=0, closefd=False)
-        stream = io.BufferedReader(raw) if not number else io.BufferedWriter(raw)
+        raw = io.FileIO(number, "wb" if number else "rb", closefd=False)
+        stream = io.BufferedWriter(raw) if number else io.BufferedReader(raw)
         text = io.TextIOWrapper(stream, encoding="utf-8", errors="replace", line_buffering=number == 2)
         setattr(sys, stream_name, text)
         setattr(sys, f"__{stream_name}__", text)

@@ -42,9 +42,9 @@ NEEDED = {"test_list": MBPP, "test": HUMAN_EVAL}
 def load(config: PromptsConfig, *, seed: int) -> Loaded:
     """The first ``config.size`` questions of the file ``config.name`` (0 = all), in file order.
 
-    Host; ``columns`` is ``tests`` (list of code, each a test), ``setup`` (code before the answer), ``prefix`` (code that
-    the answer goes on from), ``names`` (what the tests call), ``solution`` (code, or None), ``task_id`` and ``sandbox``
-    (settings).
+    Host; ``columns`` is ``tests`` (list of code, each a test), ``setup`` (code before the answer), ``prefix`` (code
+    that the answer goes on from), ``names`` (what the tests call), ``solution`` (code, or None), ``task_id`` and
+    ``sandbox`` (settings).
 
     Raises:
         ConfigError: an argument, the file, or (``prompts.bad_row="error"``) a row that is none; no question;
@@ -128,7 +128,8 @@ def question(row: Any, settings: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     row = {key: value for key, value in row.items() if value is not None}
     forms = [form for key, form in NEEDED.items() if key in row]
     if len(forms) != 1:
-        raise BadRowError(f"must have one of `test_list` (MBPP) and `test` (HumanEval); its keys are {sorted(row)!s:.300}")
+        keys = f"{sorted(row)!s:.300}"
+        raise BadRowError(f"must have one of `test_list` (MBPP) and `test` (HumanEval); its keys are {keys}")
     for key, value in row.items():
         if key == "task_id":
             continue
@@ -139,7 +140,7 @@ def question(row: Any, settings: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         kind = forms[0][key]
         if not isinstance(value, kind) or (kind is list and not all(isinstance(x, str) for x in value)):
             raise BadRowError(f"`{key}` must be {'text' if kind is str else 'a list of texts'}, not {value!r:.60}")
-    prompt, columns = (_of_mbpp(row, settings) if forms[0] is MBPP else _of_human_eval(row))
+    prompt, columns = _of_mbpp(row, settings) if forms[0] is MBPP else _of_human_eval(row)
     return prompt, columns | {"task_id": row.get("task_id")}
 
 

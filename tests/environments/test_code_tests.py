@@ -1,0 +1,110 @@
+"""Which part of a completion is code, and what its tests say of it."""
+
+import warnings
+
+import pytest
+
+from jaxrl_llm.config import PromptsConfig
+from jaxrl_llm.environments import code_tests
+from jaxrl_llm.environments.code_tests import passed, program, share, stopped
+from jaxrl_llm.environments.sandbox import SandboxError
+from jaxrl_llm.questions.tasks.code import load, question
+
+SETTINGS = {"shown_tests": 1, "template": "{text}|{tests}", "sandbox": {"seconds": 0.5}}
+MBPP = {
+    "text": "Write double(x).",
+    "test_imports": ["import math"],
+    "test_setup_code": "PI = math.pi",
+    "test_list": ["assert double(2) == 4", "assert double(-1) == -2", "assert double(PI) == 2 * math.pi"],
+}
+PROMPT = (
+    'from typing import List\n\n\ndef total(xs: List[int]) -> int:\n    """The sum. >>> total([1])\n    1\n    """\n'
+)
+TEST = "METADATA = {}\n\n\ndef check(candidate):\n    one = [1]\n"
+TEST += "    assert candidate(one) == 1\n    assert candidate([]) == 0\n"
+TEST += "    for i in range(3):\n        assert candidate([i, i]) == 2 * i\n"
+HUMAN_EVAL = {"task_id": "T/0", "prompt": PROMPT, "test": TEST, "entry_point": "total"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def closing():
+    yield
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        code_tests._sandbox().close()
+    code_tests._sandbox.cache_clear()
+
+
+def score(function, row, *completions):
+    prompt, columns = question(row, SETTINGS)
+    columns["sandbox"] = SETTINGS["sandbox"]
+    several = {key: [value] * len(completions) for key, value in columns.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # where there are no namespaces
+        return function(prompts=[prompt] * len(completions), completions=list(completions), **several)
+
+
+RIGHT = "Here it is:\n```python\ndef double(x):\n    return 2 * x\n```\nUse it so:\n```python\nprint(double(3))\n```"
+TIMES = {"right": RIGHT, "square": "def double(x):\n    return x * x", "words": "I do not know."}
+TIMES |= {
+    "loops": "def double(x):\n    if x < 0:\n        while True: pass\n    return 2 * x",
+    "exits": "import os; os._exit(0)",
+}
+TIMES |= {
+    "leaves": "raise SystemExit(0)",
+    "main": RIGHT.replace("```\nUse", "if __name__ == '__main__':\n    input()\n```\nUse"),
+}
+
+
+def test_all_or_nothing_and_the_share_of_mbpp_s_tests():
+    assert score(passed, MBPP, *TIMES.values()) == [1, 0, 0, 0, 0, 0, 1]
+    assert score(share, MBPP, *TIMES.values()) == [1, 1 / 3, 0, 1 / 3, 0, 0, 1]
+    assert score(stopped, MBPP, *TIMES.values()) == [0, 0, 0, 1, 0, 0, 0]
+
+
+def test_human_eval_s_answers_go_on_from_the_prompt_or_write_it_anew():
+    body = "    return sum(xs)\n\n\ndef another():\n    return 1 +\n"  # a base model goes on, and is cut
+    anew = "```python\nfrom typing import List\ndef total(xs: List[int]) -> int:\n    return sum(xs)\n```"
+    first = "```\n    return xs[0]\n```"
+    assert score(passed, HUMAN_EVAL, body, anew, first, "") == [1, 1, 0, 0]
+    assert score(share, HUMAN_EVAL, body, anew, first, "    return 2 * xs[0] if xs else 0") == [1, 1, 1 / 3, 2 / 3]
+
+
+def test_a_sandbox_that_fails_is_no_score(monkeypatch):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pool = code_tests._sandbox()
+    monkeypatch.setattr("jaxrl_llm.environments.sandbox.GRACE_S", 0.0)
+    worker = pool._workers[0]
+    monkeypatch.setattr(worker, "_hear", lambda *_: {"error": "no process starts"})
+    with pytest.raises(SandboxError, match="no process starts"):
+        score(passed, MBPP, RIGHT)
+    monkeypatch.undo()
+    assert score(passed, MBPP, RIGHT) == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("completion", "prefix", "names", "code"),
+    [
+        ("x = 1", "", [], "x = 1"),
+        ("Text\n```python\nx = 1\n```\nmore\n```\ny = 2\n```", "", [], "y = 2\n"),
+        ("Text\n```python\nx = 1\n```\nmore\n```\ny = 2\n```", "", ["x"], "x = 1\n"),
+        ("```py\nx = 1\n", "", [], "x = 1\n"),  # cut off at the longest completion
+        ("<think>```\nx = 1\n```</think>\ny = 2", "", ["x"], "\ny = 2"),
+        ("  return 1\nprint(2)\n", "def f():\n", ["f"], "def f():\n  return 1\n"),
+        ("  x = 1\n\n  return x", "def f():\n", ["f"], "def f():\n  x = 1\n\n  return x"),
+        ("class f: pass", "import re\ndef f():\n  'x'", ["f"], "import re\ndef f():\n  'x'\nclass f: pass"),
+        ("from __future__ import annotations\nx = 1", "import re\ndef x(): 1", ["x"],
+         "from __future__ import annotations\nimport re\ndef x(): 1\nx = 1"),
+        ("", "", [], ""),
+    ],
+)  # fmt: skip
+def test_the_code_of_a_completion(completion, prefix, names, code):
+    assert program(completion, prefix, names) == code
+
+
+def test_columns_are_what_the_scorer_takes(tmp_path):
+    path = tmp_path / "tasks.jsonl"
+    path.write_text('{"text": "t", "test_list": ["assert f() == 1"]}')
+    (example,) = load(PromptsConfig(source="code", name=str(path), size=0), seed=0).examples
+    assert passed([example.prompt], ["def f(): return 1"], **{k: [v] for k, v in example.columns.items()}) == [1.0]
