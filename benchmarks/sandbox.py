@@ -7,15 +7,18 @@
     subprocess   `python -I -S -c`, and `python -c` as a reward function would write it, without any wall
 
 The kinds take turns in each round, so that what else the machine does falls on all of them; of each the best and the
-median of the rounds. Programs: `pass`, and a function with three assertions as MBPP has them.
+median of the rounds, and the processor's time for each, of all processes that have part in it, which depends less on
+what else it does. Programs: `pass`, and a function with three assertions as MBPP has them.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import os
 import platform
+import resource
 import statistics
 import subprocess
 import sys
@@ -50,22 +53,36 @@ assert is_woodall(200) == False
 }
 
 
-def per_second(run: Callable[[], object], num_threads: int, seconds: float) -> float:
-    """Calls a second in so many threads, whole calls counted to the end of the last."""
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """A way to run a program.
+
+    Attributes:
+        run: runs one, and raises where it fails.
+        spent: seconds of the processor that all it has run so far took.
+    """
+
+    run: Callable[[str], object]
+    spent: Callable[[], float]
+
+
+def measure(kind: Kind, code: str, num_threads: int, seconds: float) -> tuple[float, float]:
+    """Runs a second in so many threads, to the end of the last, and milliseconds of the processor for each."""
     counts, until = [0] * num_threads, time.perf_counter() + seconds
 
     def work(i: int) -> None:
         while time.perf_counter() < until:
-            run()
+            kind.run(code)
             counts[i] += 1
 
-    began = time.perf_counter()
+    began, spent = time.perf_counter(), kind.spent() + time.process_time()
     threads = [threading.Thread(target=work, args=(i,)) for i in range(num_threads)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return sum(counts) / (time.perf_counter() - began)
+    seconds = time.perf_counter() - began
+    return sum(counts) / seconds, 1e3 * (kind.spent() + time.process_time() - spent) / sum(counts)
 
 
 FORKS = """
@@ -76,36 +93,35 @@ while time.perf_counter() - began < float(sys.argv[1]):
         os._exit(0)
     os.waitpid(pid, 0)
     count += 1
-print(count / (time.perf_counter() - began))
+times = os.times()
+print(count / (time.perf_counter() - began), 1e3 * sum(times[:4]) / count)
 """
 
 
-def forks(num: int, seconds: float) -> float:
-    """Forks a second of so many small interpreters at once."""
+def forks(num: int, seconds: float) -> tuple[float, float]:
+    """Forks a second of so many small interpreters at once, and milliseconds of processor each."""
     command = [sys.executable, "-I", "-S", "-c", FORKS, str(seconds)]
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(num)]
-    return sum(float(process.communicate()[0]) for process in processes)
+    rates, costs = zip(*(map(float, process.communicate()[0].split()) for process in processes), strict=True)
+    return sum(rates), sum(costs) / num
 
 
-def started(*flags: str) -> Callable[[str], object]:
+def started(*flags: str) -> Kind:
     """An interpreter for each program."""
 
     def run(code: str) -> None:
         command = [sys.executable, *flags, "-c", code]
-        if (
-            status := subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, timeout=30).returncode
-        ) != 0:
-            raise RuntimeError(f"{command} ended with {status}")
+        subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, timeout=30, check=True)
 
-    return run
+    return Kind(run, lambda: sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2]))
 
 
-def in_sandbox(pool: Sandbox) -> Callable[[str], object]:
+def in_sandbox(pool: Sandbox) -> Kind:
     def run(code: str) -> None:
         if not (result := pool.run(code)).finished:
             raise RuntimeError(f"the program failed: {result}")
 
-    return run
+    return Kind(run, lambda: sum(sum(process.cpu_times()[:4]) for process in pool.processes()))
 
 
 def main() -> None:
@@ -126,16 +142,17 @@ def main() -> None:
                     warnings.simplefilter("ignore")
                     pool = stack.enter_context(Sandbox(Limits(), num_workers=num, isolation=isolation))
                     kinds[f"sandbox, {isolation}"] = in_sandbox(pool)
-            rates: dict[tuple[str, str], list[float]] = {}
+            rates: dict[tuple[str, str], list[tuple[float, float]]] = {}
             for _ in range(options.rounds):
                 rates.setdefault(("fork", ""), []).append(forks(num, options.seconds))
                 for program, code in PROGRAMS.items():
-                    for kind, run in kinds.items():
-                        rate = per_second(lambda run=run, code=code: run(code), num, options.seconds)
-                        rates.setdefault((kind, program), []).append(rate)
-        for (kind, program), found in rates.items():
-            best, median = max(found), statistics.median(found)
-            print(f"{num} at once  {kind:22s} {program:5s} best {best:7.0f}/s  median {median:7.0f}/s", flush=True)
+                    for name, kind in kinds.items():
+                        measured = measure(kind, code, num, options.seconds)
+                        rates.setdefault((name, program), []).append(measured)
+        for (name, program), found in rates.items():
+            each, costs = zip(*found, strict=True)
+            print(f"{num} at once  {name:22s} {program:5s} best {max(each):6.0f}/s", end="  ")
+            print(f"median {statistics.median(each):6.0f}/s  processor {statistics.median(costs):6.2f} ms", flush=True)
 
 
 if __name__ == "__main__":

@@ -182,6 +182,10 @@ class Sandbox(contextlib.AbstractContextManager):
         with ThreadPoolExecutor(len(self._workers)) as threads:
             return list(threads.map(self.run, codes))
 
+    def processes(self) -> list[psutil.Process]:
+        """Those of its workers and of the programs that run now."""
+        return [process for worker in self._workers for process in worker.processes()]
+
     def close(self) -> None:
         """End every worker with what it runs."""
         self._closed = True
@@ -228,8 +232,8 @@ class _Worker:
         if "error" in reply:
             self.end()
             raise SandboxError(reply["error"])
-        processes = self._processes()
-        self._own_processes, self._own_memory = len(processes), max(map(_memory, processes), default=0)
+        processes = self.processes()
+        self.own_processes, self._own_memory = len(processes), max(map(_memory, processes), default=0)
 
     def run(self, limits: Limits, **request: str) -> Result:
         if self.process is None or self.process.poll() is not None:
@@ -271,13 +275,13 @@ class _Worker:
 
     def _reached(self, limits: Limits) -> str:
         """The limit that the processes of the program together have come to."""
-        processes = self._processes()
-        if len(processes) - self._own_processes > limits.processes:
+        processes = self.processes()
+        if len(processes) - self.own_processes > limits.processes:
             return "processes"
         memory = sum(max(0, _memory(process) - self._own_memory) for process in processes)
         return "memory" if memory > limits.memory_mb * 2**20 else ""
 
-    def _processes(self) -> list[psutil.Process]:
+    def processes(self) -> list[psutil.Process]:
         with contextlib.suppress(psutil.Error):
             own = psutil.Process(self.process.pid)
             return [own, *own.children(recursive=True)]
@@ -287,7 +291,7 @@ class _Worker:
         """Kill it with what it runs."""
         if self.process is None:
             return
-        others = self._processes()
+        others = self.processes()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         for other in others:  # without namespaces: what has left the group

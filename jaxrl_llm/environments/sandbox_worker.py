@@ -211,6 +211,11 @@ def _end(pid: int, isolation: str) -> int:
     """Kill the program with all that it started; its exit status, -number where a signal ended it."""
     status = None
     for _ in range(SWEEPS):
+        try:  # what has lost its parent is a child of this process: without children, nothing is left
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                status = os.waitstatus_to_exitcode(ended[1]) if ended[0] == pid else status
+        except ChildProcessError:
+            break
         if isolation == "rlimits":
             for other in _descendants():
                 with contextlib.suppress(OSError):
@@ -218,12 +223,7 @@ def _end(pid: int, isolation: str) -> int:
         else:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(-1, signal.SIGKILL)  # all of the namespace but this process
-        try:
-            while (ended := os.waitpid(-1, 0 if isolation != "rlimits" else os.WNOHANG))[0]:
-                status = os.waitstatus_to_exitcode(ended[1]) if ended[0] == pid else status
-        except ChildProcessError:
-            break
-        time.sleep(1e-3)
+        time.sleep(1e-4)
     return -signal.SIGKILL if status is None else status
 
 
@@ -281,7 +281,6 @@ def _be_the_program(
     try:
         os.setsid()
         walls.end_with_parent()
-        gc.unfreeze()
         for descriptor in inherited:
             os.close(descriptor)
         _standard_input(request["stdin"])

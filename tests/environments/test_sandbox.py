@@ -58,7 +58,7 @@ def sandbox(request):
     yield pool
     assert pool.run("print(6 * 7)").stdout == "42\n"
     worker = pool._workers[0]
-    assert len(worker._processes()) == worker._own_processes
+    assert len(worker.processes()) == worker.own_processes
 
 
 @pytest.fixture
@@ -202,7 +202,7 @@ def test_a_fork_bomb_is_held_down_and_ended(sandbox):
 
     def look():
         while not stop.wait(0.05):
-            most[0] = max(most[0], len(worker._processes()) - worker._own_processes)
+            most[0] = max(most[0], len(worker.processes()) - worker.own_processes)
 
     thread = threading.Thread(target=look)
     thread.start()
@@ -296,7 +296,7 @@ def test_a_daemon_does_not_outlive_its_program(sandbox, tmp_path):
     code = DAEMON.format(path=str(path)) + f"print(len(open({str(path)!r}).read()) > 2)"
     assert sandbox.run(code).stdout == "True\n"  # it lived
     worker = sandbox._workers[0]
-    assert len(worker._processes()) == worker._own_processes
+    assert len(worker.processes()) == worker.own_processes
     if path.is_relative_to(tmp_path):
         size = path.stat().st_size
         time.sleep(0.1)
@@ -316,7 +316,7 @@ def test_a_worker_that_dies_is_the_sandbox_s_failure_and_is_replaced():
         with pytest.raises(SandboxError, match="its process died"):
             pool.run("import time; time.sleep(10)")
         assert pool.run("1").value == "1"
-        left = worker._processes()
+        left = worker.processes()
     wait_until_gone(left)
     with pytest.raises(SandboxError, match="closed"):
         pool.run("1")
@@ -334,7 +334,7 @@ pool = Sandbox(Limits(seconds=60), isolation={isolation!r})
 code = "import os\\nos.fork()\\nwhile True: pass"
 threading.Thread(target=pool.run, args=(code,), daemon=True).start()
 time.sleep(1)
-print(*(process.pid for process in pool._workers[0]._processes()), flush=True)
+print(*(process.pid for process in pool._workers[0].processes()), flush=True)
 time.sleep(60)
 """
 
