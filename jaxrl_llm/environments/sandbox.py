@@ -42,12 +42,17 @@ ENVIRONMENT = {"PYTHONHASHSEED": "0", "PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"
 ISOLATIONS = ("namespaces", "bubblewrap", "rlimits")
 NOT_ENFORCED = {
     "namespaces": (),
-    "bubblewrap": ("disk_mb in all (only of each file)",),
+    "bubblewrap": ("disk_mb in all, but only of each file",),
     "rlimits": (
-        "files outside its folder can be read and written",
-        "disk_mb in all (only of each file)",
-        "processes and memory in all are looked at 20 times a second only",
+        "whether a file outside its folder exists, its size and times",
+        "disk_mb in all, but only of each file",
+        "processes and memory in all, but for a look 20 times a second",
     ),
+}
+# By what a worker says that it lacks.
+LACKING = {
+    "files": "files outside its folder can be read and written",
+    "calls": "sockets can be opened, processes signalled, every system call made",
 }
 
 
@@ -142,16 +147,20 @@ class Sandbox(contextlib.AbstractContextManager):
                 raise SandboxError(f"sandbox.required, and there is none here: {'; '.join(reasons) or 'not asked for'}")
             try:
                 first = _Worker(self.isolation)
-                break
+                if not (required and first.lacks):
+                    break
+                first.end()
+                reasons.append(f"{self.isolation}: {'; '.join(LACKING[name] for name in first.lacks)}")
             except SandboxError as error:
                 reasons.append(f"{self.isolation}: {error}")
         else:
-            raise SandboxError("; ".join(reasons))
+            raise SandboxError("sandbox.required, and there is none here: " * required + "; ".join(reasons))
         self._workers.append(first)
-        self.not_enforced = NOT_ENFORCED[self.isolation]
-        if self.isolation == "rlimits":
+        self.not_enforced = (*(LACKING[name] for name in first.lacks), *NOT_ENFORCED[self.isolation])
+        if self.isolation == "rlimits" or first.lacks:
             why = f" ({'; '.join(reasons)})" if reasons else ""
-            warnings.warn(f"the sandbox has no namespaces{why}: {'; '.join(self.not_enforced)}", stacklevel=2)
+            said = f"the sandbox is of {self.isolation}{why}; not enforced: {'; '.join(self.not_enforced)}"
+            warnings.warn(said, stacklevel=2)
         try:
             self._workers += [_Worker(self.isolation) for _ in range(num_workers - 1)]
         except SandboxError:
@@ -232,6 +241,7 @@ class _Worker:
         if "error" in reply:
             self.end()
             raise SandboxError(reply["error"])
+        self.lacks = reply["lacks"]
         processes = self.processes()
         self.own_processes, self._own_memory = len(processes), max(map(_memory, processes), default=0)
 

@@ -6,17 +6,19 @@ other functions for each program:
     enclose         user, mount, pid, network, ipc and uts namespaces; a read-only root with Python alone in it
     mount_tmp       a tmpfs, before the fork; unmount_tmp after the program
     limit           sizes and numbers; nothing of this and the next can be taken back
-    give_up_rights  no capability, a filter of system calls
+    give_up_rights  no capability; filter_calls: few system calls; keep_out_of_files: where there is no root of its own
 
 Where the process is root, what it becomes is nobody (uid 65534), for the kernel counts no processes of root.
 
-Source: namespaces(7), user_namespaces(7), pid_namespaces(7), pivot_root(2), capabilities(7), seccomp(2).
+Source: namespaces(7), user_namespaces(7), pid_namespaces(7), pivot_root(2), capabilities(7), seccomp(2),
+landlock(7).
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import functools
 import os
 import platform
 import re
@@ -57,12 +59,22 @@ _ARM |= {"kexec_load": 104, "kexec_file_load": 294, "reboot": 142, "swapon": 224
 _ARM |= {"quotactl": 60, "open_by_handle_at": 265, "syslog": 116}
 _ARM |= {"setpriority": 140, "sched_setaffinity": 122, "sched_setscheduler": 119, "sched_setparam": 118}
 _ARM |= {"sched_setattr": 274, "ioprio_set": 30}
-# machine -> (its number in a filter, calls refused, clone, prlimit64, those that signal another process)
+# Refused besides where there are no namespaces: what Landlock does not see.
+_X86_MODES = {"chmod": 90, "fchmod": 91, "fchmodat": 268, "fchmodat2": 452, "chown": 92, "fchown": 93, "lchown": 94}
+_X86_MODES |= {"fchownat": 260, "utime": 132, "utimes": 235, "utimensat": 280, "futimesat": 261, "setxattr": 188}
+_X86_MODES |= {"lsetxattr": 189, "fsetxattr": 190, "removexattr": 197, "lremovexattr": 198, "fremovexattr": 199}
+_X86_MODES |= {"pidfd_send_signal": 424}
+_ARM_MODES = {"fchmod": 52, "fchmodat": 53, "fchmodat2": 452, "fchownat": 54, "fchown": 55, "utimensat": 88}
+_ARM_MODES |= {"setxattr": 5, "lsetxattr": 6, "fsetxattr": 7, "removexattr": 14, "lremovexattr": 15, "fremovexattr": 16}
+_ARM_MODES |= {"pidfd_send_signal": 424}
+_X86_SIGNALS = {"kill": 62, "tgkill": 234, "tkill": 200, "rt_sigqueueinfo": 129, "rt_tgsigqueueinfo": 297}
+_ARM_SIGNALS = {"kill": 129, "tgkill": 131, "tkill": 130, "rt_sigqueueinfo": 138, "rt_tgsigqueueinfo": 240}
+# machine -> (its number in a filter, calls refused, refused besides, those that signal others, clone, prlimit64)
 MACHINES = {
-    "x86_64": (0xC000003E, _COMMON | _X86, 56, 302, {"kill": 62, "tgkill": 234, "tkill": 200, "queue": 129, "to": 297}),
-    "aarch64": (0xC00000B7, _COMMON | _ARM, 220, 261, {"kill": 129, "tgkill": 131, "tkill": 130, "q": 138, "to": 240}),
+    "x86_64": (0xC000003E, _COMMON | _X86, _X86_MODES, _X86_SIGNALS, 56, 302),
+    "aarch64": (0xC00000B7, _COMMON | _ARM, _ARM_MODES, _ARM_SIGNALS, 220, 261),
 }
-CLONE3, PIDFD_SEND_SIGNAL = 435, 424
+CLONE3, LANDLOCK = 435, 444
 
 
 def libc(name: str, *arguments) -> int:
@@ -92,6 +104,7 @@ def become_subreaper() -> None:
     libc("prctl", CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
+@functools.cache
 def bound_paths() -> list[str]:
     """What a program may read: Python's own library and interpreter, and the system's libraries and commands."""
     standard = os.path.realpath(os.path.dirname(os.__file__))
@@ -224,12 +237,29 @@ def limit(limits: dict[str, float], *, is_alone: bool) -> None:
         resource.setrlimit(number, (size - (name == "CPU"), size))  # a second between SIGXCPU and SIGKILL
 
 
-def give_up_rights(*, may_signal: bool) -> None:
-    """No capability, none by running another program, no socket; and to signal no process but itself, if told so.
+def keep_out_of_files(folder: str) -> None:
+    """Without namespaces: to read what ``bound_paths`` has and to write in ``folder`` alone, by Landlock.
 
     Raises:
-        OSError: the machine's system calls are not known, or it has no filters.
+        OSError: this kernel has it not.
     """
+    version = libc("syscall", LANDLOCK, None, 0, 1)
+    everything = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)) - 1
+    rules = libc("syscall", LANDLOCK, struct.pack("=Q", everything), 8, 0)
+    execute, write, read, list_folder = 1, 2, 4, 8
+    for path in (*bound_paths(), folder):
+        place = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        rights = execute | read | (list_folder if os.path.isdir(path) else 0)
+        rights |= everything if path == folder else write if path.startswith("/dev/") else 0
+        libc("syscall", LANDLOCK + 1, rules, 1, struct.pack("=Qi", rights, place), 0)
+        os.close(place)
+    libc("prctl", NO_NEW_RIGHTS, 1, 0, 0, 0)
+    libc("syscall", LANDLOCK + 2, rules, 0)
+    os.close(rules)
+
+
+def give_up_rights() -> None:
+    """No capability, and none by running another program."""
     for capability in range(64):
         try:
             libc("prctl", DROP_BOUND, capability, 0, 0, 0)
@@ -238,30 +268,40 @@ def give_up_rights(*, may_signal: bool) -> None:
     libc("prctl", NO_NEW_RIGHTS, 1, 0, 0, 0)
     libc("prctl", AMBIENT, 4, 0, 0, 0)
     libc("capset", struct.pack("=Ii", 0x20080522, 0), bytes(24))
-    program = _filter(may_signal)
+
+
+def filter_calls(*, is_apart: bool) -> None:
+    """No socket and no system call that reaches out.
+
+    Args:
+        is_apart: it sees processes and files of its own alone; else it may signal itself only, and change no modes.
+
+    Raises:
+        OSError: the machine's system calls are not known, or it has no filters.
+    """
+    program = _filter(is_apart)
     buffer = ctypes.create_string_buffer(program)
     header = struct.pack("H6xQ", len(program) // 8, ctypes.addressof(buffer))
     libc("prctl", SECCOMP, 2, header, 0, 0)
 
 
-def _filter(may_signal: bool) -> bytes:
+def _filter(is_apart: bool) -> bytes:
     """Instructions of classic BPF over (call, machine, ..., arguments of 8 bytes from byte 16)."""
     if platform.machine() not in MACHINES or sys.byteorder != "little":
         raise OSError(errno.ENOSYS, f"no filter of system calls for {platform.machine()}")
-    machine, refused, clone, prlimit, signals = MACHINES[platform.machine()]
+    machine, refused, besides, signals, clone, prlimit = MACHINES[platform.machine()]
     load, equal, at_least, any_bit, give = 0x20, 0x15, 0x35, 0x45, 0x06
     allow, kill, no, unknown = 0x7FFF0000, 0x80000000, 0x50000 | errno.EPERM, 0x50000 | errno.ENOSYS
     code = [(load, 0, 0, 4), (equal, 1, 0, machine), (give, 0, 0, kill)]
     code += [(load, 0, 0, 0), (at_least, 0, 1, 0x40000000), (give, 0, 0, no)]  # other numbers for the same calls
     code += [(equal, 0, 1, CLONE3), (give, 0, 0, unknown)]  # its flags lie in memory; the C library takes clone instead
-    denied = set(refused.values()) | (set() if may_signal else {PIDFD_SEND_SIGNAL})
-    for number in sorted(denied):
+    for number in sorted((refused if is_apart else refused | besides).values()):
         code += [(equal, 0, 1, number), (give, 0, 0, no)]
     new_namespace = NEW_NS | NEW_UTS | NEW_IPC | NEW_USER | NEW_PID | NEW_NET | 0x2000000
     code += [(equal, 0, 4, clone), (load, 0, 0, 16), (any_bit, 0, 1, new_namespace), (give, 0, 0, no)]
     code += [(give, 0, 0, allow), (equal, 0, 4, prlimit), (load, 0, 0, 16), (equal, 1, 0, 0), (give, 0, 0, no)]
     code += [(give, 0, 0, allow)]
-    for number in () if may_signal else sorted(signals.values()):
+    for number in () if is_apart else sorted(signals.values()):
         code += [(equal, 0, 4, number), (load, 0, 0, 16), (equal, 1, 0, os.getpid()), (give, 0, 0, no)]
         code += [(give, 0, 0, allow)]
     code += [(give, 0, 0, allow)]

@@ -20,6 +20,7 @@ import atexit
 import builtins
 import contextlib
 import errno
+import functools
 import gc
 import importlib
 import io
@@ -35,6 +36,7 @@ import threading
 import time
 import traceback
 import types
+from collections.abc import Callable
 from typing import Any
 
 from jaxrl_llm.environments import sandbox_walls as walls
@@ -80,11 +82,12 @@ def main(descriptor: int, isolation: str) -> None:
     gc.collect()
     gc.freeze()
     line = _Lines(descriptor)
-    os.write(descriptor, b'{"ready": true}\n')
+    lacks = _missing(isolation)
+    os.write(descriptor, json.dumps({"ready": True, "lacks": lacks}).encode() + b"\n")
     while (request := line.next()) is not None:
         if "code" not in request:
             continue  # a stop that came after the end
-        reply = json.dumps(_run(request, isolation, line)).encode() + b"\n"
+        reply = json.dumps(_run(request, isolation, lacks, line)).encode() + b"\n"
         while reply:
             reply = reply[os.write(descriptor, reply) :]
 
@@ -110,7 +113,7 @@ class _Lines:
         return json.loads(line)
 
 
-def _run(request: dict[str, Any], isolation: str, line: _Lines) -> dict[str, Any]:
+def _run(request: dict[str, Any], isolation: str, lacks: list[str], line: _Lines) -> dict[str, Any]:
     """Fork, watch and end one program."""
     limits, room = request["limits"], int(request["limits"]["output_kb"] * 1024)
     folder = _open_folder(isolation, limits)
@@ -128,7 +131,9 @@ def _run(request: dict[str, Any], isolation: str, line: _Lines) -> dict[str, Any
         for i, (_, write) in enumerate(pipes[:2], 1):
             os.dup2(write, i)
         report = _Report(os.dup(pipes[2][1]), mark)
-        _be_the_program(request, isolation, folder, report, [line.descriptor, *(x for pipe in pipes for x in pipe)])
+        _be_the_program(
+            request, isolation, lacks, folder, report, [line.descriptor, *(x for pipe in pipes for x in pipe)]
+        )
     for _, write in pipes:
         os.close(write)
     outputs = {read: bytearray() for read, _ in pipes}
@@ -249,6 +254,28 @@ def _drain(outputs: dict[int, bytearray], rooms: dict[int, int]) -> None:
                 text += more
 
 
+def _walls(isolation: str, folder: str) -> dict[str, Callable[[], None]]:
+    """What a program's process does last, by the name of what it keeps it from."""
+    of_files = {"files": functools.partial(walls.keep_out_of_files, folder)} if isolation == "rlimits" else {}
+    return of_files | {"calls": functools.partial(walls.filter_calls, is_apart=isolation != "rlimits")}
+
+
+def _missing(isolation: str) -> list[str]:
+    """Those of ``_walls`` that cannot be had here, each tried in a process of its own."""
+    missing = []
+    for name, wall in _walls(isolation, "/tmp").items():
+        if not (pid := os.fork()):
+            try:
+                walls.give_up_rights()
+                wall()
+            except OSError:
+                os._exit(1)
+            os._exit(0)
+        if os.waitpid(pid, 0)[1]:
+            missing.append(name)
+    return missing
+
+
 def _report(text: bytes, mark: str) -> dict[str, Any]:
     """What our own code in the process of the program said of it."""
     heard: dict[str, Any] = {}
@@ -274,7 +301,7 @@ class _Report:
 
 
 def _be_the_program(
-    request: dict[str, Any], isolation: str, folder: str, report: _Report, inherited: list[int]
+    request: dict[str, Any], isolation: str, lacks: list[str], folder: str, report: _Report, inherited: list[int]
 ) -> None:
     """Wall in, run, say how it ended, exit."""
     limits = request["limits"]
@@ -288,11 +315,10 @@ def _be_the_program(
         os.environ.update(HOME=folder, TMPDIR=folder)
         tempfile.tempdir = None
         walls.limit(limits, is_alone=isolation != "rlimits")
-        try:
-            walls.give_up_rights(may_signal=isolation != "rlimits")
-        except OSError:
-            if isolation == "namespaces":
-                raise
+        walls.give_up_rights()
+        for wall in _walls(isolation, folder):
+            if wall not in lacks:
+                _walls(isolation, folder)[wall]()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         report(began=True)

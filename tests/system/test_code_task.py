@@ -39,7 +39,7 @@ def run(lines, tmp_path, monkeypatch, capfd):
 
     def call(*settings):
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "the sandbox has no namespaces")
+            warnings.filterwarnings("ignore", "the sandbox is of rlimits")
             return run_command(
                 "train",
                 f"--config={DEBUG_CONFIG}",
@@ -59,7 +59,7 @@ def run(lines, tmp_path, monkeypatch, capfd):
 def test_the_run_s_reward_pool_tells_a_failed_test_from_a_failed_sandbox(lines, monkeypatch):
     config = PromptsConfig(source="code", name=str(lines), arguments={"sandbox": {"seconds": 0.3}})
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "the sandbox has no namespaces")
+        warnings.filterwarnings("ignore", "the sandbox is of rlimits")
         examples = tasks.load(config, seed=0).examples
     rewards = RewardsConfig(num_workers=1)
     with RewardPool(rewards, task_scorer=tasks.scorer(config), examples=examples) as pool:
