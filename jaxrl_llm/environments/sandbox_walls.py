@@ -16,6 +16,7 @@ landlock(7).
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import functools
@@ -128,11 +129,10 @@ def enclose() -> None:
     Raises:
         OSError: the system does not allow it; its text names the call. This process cannot be used any more.
     """
-    is_root = os.geteuid() == 0
-    outside = (NOBODY, NOBODY) if is_root else (os.geteuid(), os.getegid())
-    if is_root:
+    own = (os.geteuid(), os.getegid())
+    with contextlib.suppress(OSError):  # who is not root, or root of a namespace of others, may not
         os.setgroups([])
-    helper, ask = _map_from_outside(*outside)
+    helper, ask = _map_from_outside([(NOBODY, NOBODY), own] if own[0] == 0 else [own])
     try:
         libc("unshare", NEW_USER | NEW_NS | NEW_PID | NEW_NET | NEW_IPC | NEW_UTS)
     finally:
@@ -157,24 +157,27 @@ def enclose() -> None:
     for source in sources.values():
         os.close(source)
     if not os.access(os.__file__, os.R_OK):
-        raise OSError(errno.EACCES, f"{os.__file__}: not readable for uid {outside[0]}")
+        raise OSError(errno.EACCES, f"{os.__file__}: not readable for the user of the sandbox")
 
 
-def _map_from_outside(uid: int, gid: int) -> tuple[int, int]:
-    """A process that stays outside, and the pipe that tells it to map 0 within to ``uid`` and ``gid`` here."""
+def _map_from_outside(choices: list[tuple[int, int]]) -> tuple[int, int]:
+    """A process that stays outside, and the pipe that tells it to map user and group 0 within to one of ``choices``."""
     asked, ask = os.pipe()
     target = os.getpid()
     helper = os.fork()
     if not helper:
         number = 0
-        try:
-            os.close(ask)
-            os.read(asked, 1)
-            for name, text in (("setgroups", "deny"), ("uid_map", f"0 {uid} 1"), ("gid_map", f"0 {gid} 1")):
-                with open(f"/proc/{target}/{name}", "w") as file:
-                    file.write(text)
-        except OSError as error:
-            number = error.errno or 1
+        os.close(ask)
+        os.read(asked, 1)
+        for uid, gid in choices:
+            number = 0
+            try:
+                for name, text in (("uid_map", f"0 {uid} 1"), ("setgroups", "deny"), ("gid_map", f"0 {gid} 1")):
+                    with open(f"/proc/{target}/{name}", "w") as file:
+                        file.write(text)
+                break
+            except OSError as error:
+                number = error.errno or 1
         os._exit(number)
     os.close(asked)
     return helper, ask

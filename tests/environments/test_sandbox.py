@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import os
 import pathlib
+import shutil
 import signal
 import socket
 import subprocess
@@ -385,6 +386,32 @@ def test_where_there_are_no_namespaces_it_is_said_or_refused(monkeypatch):
         Sandbox(required=True)
     with pytest.warns(UserWarning, match=r"is of rlimits \(bubblewrap: bwrap is not installed\)"), Sandbox() as pool:
         assert pool.isolation == "rlimits" and pool.not_enforced
+
+
+WITHOUT = """
+import warnings
+from jaxrl_llm.environments.sandbox import Sandbox, SandboxError
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    with Sandbox() as pool:
+        print(pool.isolation, pool.run("1 + 1").value, len(said), str(said[0].message))
+try:
+    Sandbox(required=True)
+except SandboxError as error:
+    print(error)
+"""
+
+
+def test_a_host_that_allows_no_namespaces():
+    forbid = 'echo 0 > /proc/sys/user/max_user_namespaces && exec "$@"'  # in a namespace of its own, that of unshare
+    command = ["unshare", "--user", "--map-root-user", "sh", "-c", forbid, "sh", sys.executable, "-c", WITHOUT]
+    if not shutil.which("unshare") or subprocess.run([*command[:3], "true"], capture_output=True).returncode:
+        pytest.skip("none can be forbidden where none is allowed")
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PATH": "/usr/bin:/bin"})
+    warned, refused = done.stdout.splitlines()
+    assert warned.startswith("rlimits 2 1 the sandbox is of rlimits (namespaces: ")
+    assert "unshare: No space left on device" in warned
+    assert refused.startswith("sandbox.required, and there is none here: namespaces: ")
 
 
 @pytest.mark.parametrize(
