@@ -11,11 +11,15 @@ the sandbox itself fails nothing is known of the completion, and the call raises
 Tests run in the process of the code that they test, as MBPP's and HumanEval's do: code that sets out to deceive them
 (an ``__eq__`` that is always true) can, and no sandbox sees it.
 
+``feedback`` is what a program's author may be told between two tries: how it does on the tests that the question shows,
+in words (RLEF, Gehring et al. 2024, arXiv:2410.02089: public tests as feedback, all tests as reward).
+
 Owns: which part of a completion is code, verdicts. Does not know: where tests come from, jax.
 """
 
 from __future__ import annotations
 
+import ast
 import functools
 import re
 from collections.abc import Iterable, Sequence
@@ -27,6 +31,7 @@ FENCE = re.compile(r"^[ \t]*```[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.M
 DEFINITION = re.compile(r"^(?:async[ ]+def|def|class)[ ]+(\w+)|^(\w+)[ ]*=", re.MULTILINE)
 FUTURE = re.compile(r"^from __future__ import .*\n?", re.MULTILINE)
 OF_SANDBOX = ("isolation", "required")  # settings beside the limits
+MAX_FEEDBACK = 1000  # characters of a test
 NAME = "program"  # of the module: what stands under `if __name__ == "__main__"` is not what is tested
 
 
@@ -53,16 +58,54 @@ def _verdicts(
 ) -> Iterable[tuple[list[bool], bool]]:
     """For each completion: which tests pass, and whether a limit ended one."""
     for i, completion in enumerate(completions):
-        code = program(completion, columns["prefix"][i], columns["names"][i])
+        code = _code(completion, {key: values[i] for key, values in columns.items()})
         parts = tests[i] if apart else ["\n".join(tests[i])]
         verdicts, is_stopped = [], False
         for test in parts:
-            result = run(f"{columns['setup'][i]}\n{code}\n{test}", sandbox[i])
+            result = run(f"{code}\n{test}", sandbox[i])
             verdicts.append(result.finished)
             is_stopped |= bool(result.limit)
             if result.limit in ("time", "cpu"):
                 break
         yield verdicts + [False] * (len(parts) - len(verdicts)), is_stopped
+
+
+def _code(completion: str, columns: dict[str, Any]) -> str:
+    return f"{columns['setup']}\n{program(completion, columns['prefix'], columns['names'])}"
+
+
+def feedback(completion: str, *, shown_tests: Sequence[str], sandbox: dict[str, Any], **columns) -> str:
+    """Which of the tests that are shown fail, and how: "" where none does.
+
+    Where a test says ``assert expression == value``, what the expression gave instead; else the error or the limit.
+
+    Args:
+        shown_tests, sandbox, columns: those of one question of ``prompts.source="code"``.
+
+    Raises:
+        SandboxError: the sandbox failed.
+    """
+    code, said = _code(completion, columns), []
+    for test in shown_tests:
+        result = run(f"{code}\n{test}", sandbox)
+        if result.finished:
+            continue
+        how = f"came to the limit of {result.limit}" if result.limit else result.exception or "left before its end"
+        compared = _compared(test)
+        if result.exception.startswith("AssertionError") and compared:
+            got = run(f"{code}\n{compared}", sandbox)
+            how = f"{compared} gives {got.value}" if got.finished else how
+        said.append(f"{test.strip()}\nfailed: {how}"[:MAX_FEEDBACK])
+    return "\n\n".join(said)
+
+
+def _compared(test: str) -> str:
+    """The expression of a test that is ``assert expression == value`` alone, else ""."""
+    body = ast.parse(test).body
+    match body:
+        case [ast.Assert(test=ast.Compare(left=left, ops=[ast.Eq()]))]:
+            return ast.unparse(left)
+    return ""
 
 
 def program(completion: str, prefix: str, names: Sequence[str]) -> str:

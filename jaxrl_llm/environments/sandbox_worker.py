@@ -148,6 +148,8 @@ def _run(request: dict[str, Any], isolation: str, lacks: list[str], line: _Lines
     if reached is None:
         os._exit(0)  # the parent is gone
     out, err, report = outputs.values()
+    if not reached and max(len(out), len(err)) > room:
+        reached = "output"  # the rest was in the pipe when it ended
     heard = _report(bytes(report), mark)
     if heard.get("failed"):
         return {"error": heard["failed"]}

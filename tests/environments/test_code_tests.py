@@ -6,7 +6,7 @@ import pytest
 
 from jaxrl_llm.config import PromptsConfig
 from jaxrl_llm.environments import code_tests
-from jaxrl_llm.environments.code_tests import passed, program, share, stopped
+from jaxrl_llm.environments.code_tests import feedback, passed, program, share, stopped
 from jaxrl_llm.environments.sandbox import SandboxError
 from jaxrl_llm.questions.tasks.code import load, question
 
@@ -37,7 +37,6 @@ def closing():
 
 def score(function, row, *completions):
     prompt, columns = question(row, SETTINGS)
-    columns["sandbox"] = SETTINGS["sandbox"]
     several = {key: [value] * len(completions) for key, value in columns.items()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # where there are no namespaces
@@ -68,6 +67,21 @@ def test_human_eval_s_answers_go_on_from_the_prompt_or_write_it_anew():
     first = "```\n    return xs[0]\n```"
     assert score(passed, HUMAN_EVAL, body, anew, first, "") == [1, 1, 0, 0]
     assert score(share, HUMAN_EVAL, body, anew, first, "    return 2 * xs[0] if xs else 0") == [1, 1, 1 / 3, 2 / 3]
+
+
+def test_what_the_author_is_told_of_the_tests_that_are_shown():
+    _, columns = question(MBPP, SETTINGS | {"shown_tests": 2})
+    told = {}
+    for name, completion in TIMES.items():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            told[name] = feedback(completion, **columns)
+    second = "assert double(-1) == -2\nfailed: "
+    assert told["right"] == told["main"] == ""
+    assert told["square"] == second + "double(-1) gives 1"
+    assert told["loops"] == second + "came to the limit of time"
+    assert told["words"].startswith("assert double(2) == 4\nfailed: SyntaxError: ")
+    assert told["exits"].endswith(second + "left before its end")
 
 
 def test_a_sandbox_that_fails_is_no_score(monkeypatch):

@@ -259,6 +259,7 @@ def test_output_without_end_is_cut(sandbox):
         result = sandbox.run(f"import os\nfor _ in range(1024):\n    os.write({stream}, b'x' * 2**20)")
         assert (result.limit, result.finished) == ("output", False)
         assert len(result.stdout + result.stderr) == 16 * 1024
+    assert sandbox.run("print('x' * 20000)").limit == "output"  # all of it in the pipe at once
     assert len(sandbox.run("'x' * 10**6").value) == 16 * 1024
     for descriptor in range(3, 32):  # where the program's process reports
         result = sandbox.run(f"import os\nfor _ in range(64):\n    os.write({descriptor}, b'x' * 2**20)")

@@ -1,6 +1,7 @@
 """Rows with tests in MBPP's and HumanEval's forms, and how a bad one is refused."""
 
 import json
+import warnings
 
 import pytest
 
@@ -52,6 +53,7 @@ def test_both_forms_become_questions_with_tests_one_by_one(loaded):
     assert [c["prefix"] for c in columns] == ["", "", "def f(x):\n"]
     assert [c["names"] for c in columns] == [["f"], ["g"], ["f"]]
     assert [c["solution"] for c in columns] == ["f = int", None, "    pass"]
+    assert [c["shown_tests"] for c in columns] == [["assert f(1) == 1"], ["assert g()"], []]
     assert [c["task_id"] for c in columns] == [7, None, "a/1"]
     assert {c["sandbox"]["seconds"] for c in columns} == {1.0}
     assert examples[2].origin.endswith("tasks.jsonl:3")
@@ -107,7 +109,8 @@ def test_a_bad_row_is_refused_with_file_line_and_key(loaded, row, words):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"tests": 1}, "prompts.arguments.tests=1 is not one of shown_tests, template, sandbox"),
+        ({"tests": 1}, "prompts.arguments.tests=1 is not one of shown_tests, template, check_solutions"),
+        ({"check_solutions": 1}, "prompts.arguments.check_solutions=1 must be True or False"),
         ({"shown_tests": -2}, "prompts.arguments.shown_tests=-2 must be a whole number of at least -1"),
         ({"template": "{tests}"}, "prompts.arguments.template='{tests}' must be text with {text}"),
         ({"sandbox": 1}, "prompts.arguments.sandbox=1 must be settings by name"),
@@ -120,6 +123,24 @@ def test_bad_arguments_are_refused_by_name(loaded, arguments, words):
     with pytest.raises(ConfigError) as refused:
         loaded(ROW, **arguments)
     assert words in str(refused.value)
+
+
+def test_solutions_are_checked_where_that_is_asked_for(loaded):
+    both = [ROW, HUMAN | {"canonical_solution": "    return x\n"}]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # where there are no namespaces
+        assert len(loaded(*both, check_solutions=True).examples) == 2
+        skipped = loaded(
+            ROW, HUMAN, SANITISED, ROW | {"code": "f = str"}, check_solutions=True, bad_row="skip"
+        ).bad_rows
+    code.code_tests._sandbox().close()
+    code.code_tests._sandbox.cache_clear()
+    words = [
+        "2: its own solution passes 0% of its tests",
+        "3: has no solution (`code` or",
+        "4: its own solution passes",
+    ]
+    assert all(word in bad for word, bad in zip(words, skipped, strict=True))
 
 
 def test_a_sandbox_that_cannot_be_had_is_refused_before_the_run(loaded, monkeypatch):

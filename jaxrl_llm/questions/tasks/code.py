@@ -4,7 +4,8 @@
     HumanEval   prompt, test, entry_point; canonical_solution
 
 ``prompts.arguments``: ``shown_tests`` (1; tests of MBPP's form that the prompt shows, -1 = all, so that the function's
-name is known), ``template`` (of its prompt, with {text} and {tests}) and ``sandbox`` (seconds 1.0 and the other fields
+name is known), ``template`` (of its prompt, with {text} and {tests}), ``check_solutions`` (False; a row whose own solution
+does not pass its tests is a bad one) and ``sandbox`` (seconds 1.0 and the other fields
 of environments/sandbox.py's Limits for each test; ``required``: refuse where programs cannot be walled in;
 ``isolation``: how).
 
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.config import ConfigError, PromptsConfig
+from jaxrl_llm.environments import code_tests
 from jaxrl_llm.environments.sandbox import Limits, Sandbox, SandboxError
 from jaxrl_llm.questions.tasks import Loaded
 from jaxrl_llm.questions.tasks.files import BadRowError, json_lines, parse
@@ -43,8 +45,8 @@ def load(config: PromptsConfig, *, seed: int) -> Loaded:
     """The first ``config.size`` questions of the file ``config.name`` (0 = all), in file order.
 
     Host; ``columns`` is ``tests`` (list of code, each a test), ``setup`` (code before the answer), ``prefix`` (code
-    that the answer goes on from), ``names`` (what the tests call), ``solution`` (code, or None), ``task_id`` and
-    ``sandbox`` (settings).
+    that the answer goes on from), ``names`` (what the tests call), ``shown_tests`` (list of code), ``solution`` (code,
+    or None), ``task_id`` and ``sandbox`` (settings).
 
     Raises:
         ConfigError: an argument, the file, or (``prompts.bad_row="error"``) a row that is none; no question;
@@ -54,6 +56,7 @@ def load(config: PromptsConfig, *, seed: int) -> Loaded:
 
     del seed
     settings = _arguments(config.arguments)
+    _try_sandbox(settings["sandbox"])
     path = Path(os.path.expanduser(config.name))
     examples, bad_rows = [], []
     try:
@@ -61,7 +64,9 @@ def load(config: PromptsConfig, *, seed: int) -> Loaded:
             origin = f"{path}:{number}"
             try:
                 prompt, columns = question(parse(line), settings)
-                examples.append(Example(prompt, columns | {"sandbox": settings["sandbox"]}, origin))
+                if settings["check_solutions"]:
+                    _check_solution(prompt, columns)
+                examples.append(Example(prompt, columns, origin))
             except BadRowError as error:
                 if config.bad_row == "error":
                     raise ConfigError(f"{origin}: {error} (prompts.bad_row='skip' leaves such rows out)") from error
@@ -73,14 +78,13 @@ def load(config: PromptsConfig, *, seed: int) -> Loaded:
     if not examples:
         reason = f"none of its {len(bad_rows)} rows can be used; {bad_rows[0]}" if bad_rows else "it is empty"
         raise ConfigError(f"prompts.name={config.name!r} holds no question: {reason}")
-    _try_sandbox(settings["sandbox"])
     return Loaded(tuple(examples), tuple(bad_rows))
 
 
 def _arguments(given: dict[str, Any]) -> dict[str, Any]:
     """``prompts.arguments`` with their defaults, or ConfigError."""
     where = "prompts.arguments"
-    settings = {"shown_tests": 1, "template": TEMPLATE, "sandbox": {}}
+    settings = {"shown_tests": 1, "template": TEMPLATE, "check_solutions": False, "sandbox": {}}
     _check_names(where, given, settings)
     settings |= given
     shown, template, sandbox = settings["shown_tests"], settings["template"], settings["sandbox"]
@@ -88,6 +92,8 @@ def _arguments(given: dict[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"{where}.shown_tests={shown!r} must be a whole number of at least -1 (all)")
     if not isinstance(template, str) or "{text}" not in template:
         raise ConfigError(f"{where}.template={template!r:.80} must be text with {{text}}, and {{tests}} where they go")
+    if not isinstance(settings["check_solutions"], bool):
+        raise ConfigError(f"{where}.check_solutions={settings['check_solutions']!r} must be True or False")
     if not isinstance(sandbox, dict):
         raise ConfigError(f"{where}.sandbox={sandbox!r:.80} must be settings by name")
     limits = [field.name for field in dataclasses.fields(Limits)]
@@ -141,7 +147,19 @@ def question(row: Any, settings: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         if not isinstance(value, kind) or (kind is list and not all(isinstance(x, str) for x in value)):
             raise BadRowError(f"`{key}` must be {'text' if kind is str else 'a list of texts'}, not {value!r:.60}")
     prompt, columns = _of_mbpp(row, settings) if forms[0] is MBPP else _of_human_eval(row)
-    return prompt, columns | {"task_id": row.get("task_id")}
+    return prompt, columns | {"task_id": row.get("task_id"), "sandbox": settings["sandbox"]}
+
+
+def _check_solution(prompt: str, columns: dict[str, Any]) -> None:
+    if columns["solution"] is None:
+        raise BadRowError("has no solution (`code` or `canonical_solution`) that check_solutions could check")
+    several = {key: [value] for key, value in columns.items()}
+    try:
+        (share,) = code_tests.share([prompt], [columns["solution"]], **several)
+    except SandboxError as error:
+        raise ConfigError(f"prompts.arguments.sandbox: {error}") from error
+    if share < 1:
+        raise BadRowError(f"its own solution passes {share:.0%} of its tests")
 
 
 def _of_mbpp(row: dict[str, Any], settings: dict[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -160,7 +178,7 @@ def _of_mbpp(row: dict[str, Any], settings: dict[str, Any]) -> tuple[str, dict[s
             called |= {node.id: None for node in ast.walk(tree) if isinstance(node, ast.Name)}
     shown = row["test_list"][: None if settings["shown_tests"] == -1 else settings["shown_tests"]]
     prompt = settings["template"].replace("{tests}", "\n".join(shown)).replace("{text}", texts[0])
-    return prompt, _columns(tests, setup, "", list(called), row.get("code"))
+    return prompt, _columns(tests, setup, "", list(called), shown, row.get("code"))
 
 
 def _of_human_eval(row: dict[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -177,7 +195,7 @@ def _of_human_eval(row: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         raise BadRowError("`test` does not define a function check(candidate)")
     tests = [f"{part}\ncheck({name})" for part in _one_assertion_each(tree)]
     solution = row.get("canonical_solution")
-    return row["prompt"], _columns(tests, "", row["prompt"], [name], solution)
+    return row["prompt"], _columns(tests, "", row["prompt"], [name], [], solution)
 
 
 def _one_assertion_each(tree: ast.Module) -> list[str]:
@@ -195,8 +213,11 @@ def _one_assertion_each(tree: ast.Module) -> list[str]:
     return texts or [ast.unparse(tree)]
 
 
-def _columns(tests: list[str], setup: str, prefix: str, names: list[str], solution: str | None) -> dict[str, Any]:
-    return {"tests": tests, "setup": setup, "prefix": prefix, "names": names, "solution": solution}
+def _columns(
+    tests: list[str], setup: str, prefix: str, names: list[str], shown: list[str], solution: str | None
+) -> dict[str, Any]:
+    own = {"tests": tests, "setup": setup, "prefix": prefix, "names": names}
+    return own | {"shown_tests": shown, "solution": solution}
 
 
 def _parsed(key: str, code: str) -> ast.Module:
