@@ -20,7 +20,6 @@ Owns: which part of a completion is code, verdicts. Does not know: where tests c
 from __future__ import annotations
 
 import ast
-import functools
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -147,7 +146,16 @@ def run(code: str, settings: dict[str, Any]) -> Result:
     return _sandbox(**own).run(code, name=NAME, limits=Limits(**limits))
 
 
-@functools.lru_cache(maxsize=4)
+_SANDBOXES: dict[tuple, Sandbox] = {}  # for the life of the process, with which they end
+
+
 def _sandbox(isolation: str = "", required: bool = False) -> Sandbox:
-    """One for the life of the process: it ends with it."""
-    return Sandbox(isolation=isolation, required=required)
+    if (isolation, required) not in _SANDBOXES:
+        _SANDBOXES[isolation, required] = Sandbox(isolation=isolation, required=required)
+    return _SANDBOXES[isolation, required]
+
+
+def close() -> None:
+    """End this process's sandboxes; the next program starts another."""
+    while _SANDBOXES:
+        _SANDBOXES.popitem()[1].close()

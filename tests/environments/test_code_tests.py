@@ -29,10 +29,7 @@ HUMAN_EVAL = {"task_id": "T/0", "prompt": PROMPT, "test": TEST, "entry_point": "
 @pytest.fixture(scope="module", autouse=True)
 def closing():
     yield
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        code_tests._sandbox().close()
-    code_tests._sandbox.cache_clear()
+    code_tests.close()
 
 
 def score(function, row, *completions):

@@ -133,8 +133,7 @@ def test_solutions_are_checked_where_that_is_asked_for(loaded):
         skipped = loaded(
             ROW, HUMAN, SANITISED, ROW | {"code": "f = str"}, check_solutions=True, bad_row="skip"
         ).bad_rows
-    code.code_tests._sandbox().close()
-    code.code_tests._sandbox.cache_clear()
+    assert not code.code_tests._SANDBOXES
     words = [
         "2: its own solution passes 0% of its tests",
         "3: has no solution (`code` or",
@@ -150,6 +149,7 @@ def test_a_sandbox_that_cannot_be_had_is_refused_before_the_run(loaded, monkeypa
     monkeypatch.setattr(code, "Sandbox", none)
     with pytest.raises(ConfigError, match=r"prompts.arguments.sandbox: sandbox.required, and there is none here"):
         loaded(ROW, sandbox={"required": True})
+    monkeypatch.undo()
     with pytest.raises(ConfigError, match="holds no question"):
         loaded()
     with pytest.raises(ConfigError, match="cannot be read"):

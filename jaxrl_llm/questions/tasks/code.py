@@ -3,11 +3,13 @@
     MBPP        text or prompt, test_list; test_imports, test_setup_code, challenge_test_list, code
     HumanEval   prompt, test, entry_point; canonical_solution
 
-``prompts.arguments``: ``shown_tests`` (1; tests of MBPP's form that the prompt shows, -1 = all, so that the function's
-name is known), ``template`` (of its prompt, with {text} and {tests}), ``check_solutions`` (False; a row whose own solution
-does not pass its tests is a bad one) and ``sandbox`` (seconds 1.0 and the other fields
-of environments/sandbox.py's Limits for each test; ``required``: refuse where programs cannot be walled in;
-``isolation``: how).
+``prompts.arguments``:
+
+    shown_tests       1; tests of MBPP's form that the prompt shows, so that the function's name is known; -1 = all
+    template          of a prompt of MBPP's form, with {text} and {tests}
+    check_solutions   False; a row whose own solution does not pass its tests is a bad one
+    sandbox           seconds (1.0) and the other fields of environments/sandbox.py's Limits, for each test;
+                      ``required``: refuse where programs cannot be walled in; ``isolation``: how
 
 Owns: rows, what their tests are one by one. Does not know: how a program is run and judged (environments).
 
@@ -75,6 +77,8 @@ def load(config: PromptsConfig, *, seed: int) -> Loaded:
                 break
     except OSError as error:
         raise ConfigError(f"prompts.name={config.name!r} cannot be read: {error.strerror or error}") from error
+    finally:
+        code_tests.close()  # those that have checked solutions; rewards are computed in other processes
     if not examples:
         reason = f"none of its {len(bad_rows)} rows can be used; {bad_rows[0]}" if bad_rows else "it is empty"
         raise ConfigError(f"prompts.name={config.name!r} holds no question: {reason}")
