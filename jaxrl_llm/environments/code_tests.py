@@ -1,7 +1,8 @@
-"""Code as an answer: its program is found in a completion and run against a question's tests. Three reward functions:
+"""Code as an answer: its program is found in a completion and run against a question's tests. Four reward functions:
 
     passed      1 where all tests pass, else 0
     share       the share of tests that pass
+    parses      1 where what is taken for its program is Python, whatever it does: for models that do not write it yet
     stopped     1 where a test was ended by a limit of the sandbox, else 0: to be watched, with weight 0
 
 The columns that they take are those of ``prompts.source="code"`` (questions/tasks/code.py). A test passes when the
@@ -50,6 +51,16 @@ def share(prompts: list, completions: list[str], *, tests: list, sandbox: list, 
 def stopped(prompts: list, completions: list[str], *, tests: list, sandbox: list, **columns) -> list[float]:
     """1.0 where all tests in a row came to a limit of the sandbox (of time, memory, output and the like), else 0.0."""
     return [float(is_stopped) for _, is_stopped in _verdicts(completions, tests, sandbox, columns, apart=False)]
+
+
+def parses(prompts: list, completions: list[str], *, sandbox: list, **columns) -> list[float]:
+    """1.0 where the code of the completion is there and is Python, else 0.0."""
+    scores = []
+    for i, completion in enumerate(completions):
+        code = program(completion, columns["prefix"][i], columns["names"][i])
+        result = run("import ast, sys\nassert ast.parse(sys.stdin.read()).body", sandbox[i], stdin=code)
+        scores.append(float(result.finished))
+    return scores
 
 
 def _verdicts(
@@ -135,7 +146,7 @@ def _defined(code: str) -> set[str]:
     return {name for pair in DEFINITION.findall(code) for name in pair if name}
 
 
-def run(code: str, settings: dict[str, Any]) -> Result:
+def run(code: str, settings: dict[str, Any], *, stdin: str = "") -> Result:
     """The program in this process's sandbox.
 
     Raises:
@@ -143,7 +154,7 @@ def run(code: str, settings: dict[str, Any]) -> Result:
     """
     limits = {name: value for name, value in settings.items() if name not in OF_SANDBOX}
     own = {name: value for name, value in settings.items() if name in OF_SANDBOX}
-    return _sandbox(**own).run(code, name=NAME, limits=Limits(**limits))
+    return _sandbox(**own).run(code, stdin=stdin, name=NAME, limits=Limits(**limits))
 
 
 _SANDBOXES: dict[tuple, Sandbox] = {}  # for the life of the process, with which they end

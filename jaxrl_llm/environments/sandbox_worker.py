@@ -30,6 +30,7 @@ import os
 import select
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -48,7 +49,7 @@ MODULES += ("textwrap", "typing", "unittest", "cmath", "array", "enum", "abc", "
 NAME = "<program>"
 BY_SIGNAL = {signal.SIGXCPU: "cpu", signal.SIGXFSZ: "disk"}
 REPORT_BYTES = 2**20  # beside what a program may print
-SWEEPS = 1000  # over what a program has started, where there is no pid namespace to end with it
+END_S = 4.0  # for all of a killed program to be gone; less than the parent waits
 
 
 def main(descriptor: int, isolation: str) -> None:
@@ -179,11 +180,19 @@ def _clear_folder(isolation: str, folder: str) -> None:
         walls.unmount_tmp()
     elif isolation == "jail":  # all that it can have written is there
         for name in os.listdir("/tmp"):
-            with contextlib.suppress(OSError):
-                os.remove(f"/tmp/{name}")
-            shutil.rmtree(f"/tmp/{name}", ignore_errors=True)
+            _remove(f"/tmp/{name}")
     else:
-        shutil.rmtree(folder, ignore_errors=True)
+        _remove(folder)
+
+
+def _remove(path: str) -> None:
+    """A file, or a folder of any depth."""
+    with contextlib.suppress(OSError):
+        os.remove(path)
+    try:
+        shutil.rmtree(path, ignore_errors=True)
+    except RecursionError:
+        subprocess.run(["rm", "-rf", "--", path], stderr=subprocess.DEVNULL, check=False)
 
 
 def _watch(pid: int, deadline: float, outputs: dict[int, bytearray], rooms: dict[int, int], line: _Lines) -> str | None:
@@ -216,13 +225,13 @@ def _watch(pid: int, deadline: float, outputs: dict[int, bytearray], rooms: dict
 
 def _end(pid: int, isolation: str) -> int:
     """Kill the program with all that it started; its exit status, -number where a signal ended it."""
-    status = None
-    for _ in range(SWEEPS):
+    status, deadline = None, time.monotonic() + END_S
+    while time.monotonic() < deadline:
         try:  # what has lost its parent is a child of this process: without children, nothing is left
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 status = os.waitstatus_to_exitcode(ended[1]) if ended[0] == pid else status
         except ChildProcessError:
-            break
+            return -signal.SIGKILL if status is None else status
         if isolation == "rlimits":
             for other in _descendants():
                 with contextlib.suppress(OSError):
@@ -231,7 +240,7 @@ def _end(pid: int, isolation: str) -> int:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(-1, signal.SIGKILL)  # all of the namespace but this process
         time.sleep(1e-4)
-    return -signal.SIGKILL if status is None else status
+    os._exit(1)  # the parent starts another
 
 
 def _descendants() -> list[int]:
@@ -327,11 +336,14 @@ def _be_the_program(
     except BaseException as error:
         report(failed=f"{type(error).__name__}: {error}")
         os._exit(1)
-    said, code = _execute(request["code"], request["name"])
-    value = said.get("value")
-    said["value"] = value and value[: int(limits["output_kb"] * 1024)]
-    report(**said)
-    os._exit(code)
+    owner, status = os.getpid(), 1
+    try:
+        said, status = _execute(request["code"], request["name"])
+        if os.getpid() == owner:  # not a copy that the program forked and that came to its end too
+            said["value"] = said["value"] and said["value"][: int(limits["output_kb"] * 1024)]
+            report(**said)
+    finally:
+        os._exit(status)
 
 
 def _standard_input(text: str) -> None:

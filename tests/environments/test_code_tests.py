@@ -6,7 +6,7 @@ import pytest
 
 from jaxrl_llm.config import PromptsConfig
 from jaxrl_llm.environments import code_tests
-from jaxrl_llm.environments.code_tests import feedback, passed, program, share, stopped
+from jaxrl_llm.environments.code_tests import feedback, parses, passed, program, share, stopped
 from jaxrl_llm.environments.sandbox import SandboxError
 from jaxrl_llm.questions.tasks.code import load, question
 
@@ -56,6 +56,7 @@ def test_all_or_nothing_and_the_share_of_mbpp_s_tests():
     assert score(passed, MBPP, *TIMES.values()) == [1, 0, 0, 0, 0, 0, 1]
     assert score(share, MBPP, *TIMES.values()) == [1, 1 / 3, 0, 1 / 3, 0, 0, 1]
     assert score(stopped, MBPP, *TIMES.values()) == [0, 0, 0, 1, 0, 0, 0]
+    assert score(parses, MBPP, *TIMES.values(), "", "(" * 10**4) == [1, 1, 0, 1, 1, 1, 1, 0, 0]
 
 
 def test_human_eval_s_answers_go_on_from_the_prompt_or_write_it_anew():

@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import warnings
@@ -90,7 +91,13 @@ def test_a_program_prints_has_a_value_and_says_how_it_ended(sandbox):
 
 @pytest.mark.parametrize(
     ("code", "status"),
-    [("import sys; sys.exit(3)", 3), ("import os; os._exit(0)", 0), ("exit()", 0), ("import os; os.abort()", None)],
+    [
+        ("import sys; sys.exit(3)", 3),
+        ("import os\nif os.fork(): os._exit(0)", 0),
+        ("import os; os._exit(0)", 0),
+        ("exit()", 0),
+        ("import os; os.abort()", None),
+    ],
 )
 def test_who_leaves_early_has_not_finished(sandbox, code, status):
     result = sandbox.run(code)
@@ -113,6 +120,13 @@ def test_a_program_leaves_no_file_anywhere(walled):
     assert "left" not in (listed := walled.run("import os\nos.listdir('/tmp')").value) and "'a'" not in listed
 
 
+@pytest.mark.slow
+def test_a_folder_too_deep_to_be_walked_is_removed(sandbox):
+    assert sandbox.run("import os\nfor _ in range(1100):\n    os.mkdir('d')\n    os.chdir('d')").finished
+    assert sandbox.run("import os\nos.listdir()").value == "[]"
+    assert not list(pathlib.Path(tempfile.gettempdir()).glob("jaxrl_sandbox_*/d/d"))
+
+
 def test_programs_see_no_module_of_ours_and_one_order_of_sets(sandbox):
     code = "import sys\n(any('jaxrl' in x or x == 'numpy' for x in sys.modules), str({'a', 'b', 'c', 'd'}))"
     both = [sandbox.run(code).value for _ in range(2)]
@@ -124,6 +138,8 @@ def test_other_commands_and_threads_run_within(sandbox):
     code += "subprocess.run([sys.executable, '-S', '-c', 'print(1 + 1)'], capture_output=True, text=True).stdout"
     result = sandbox.run(code)
     assert (result.stdout, result.value) == ("late\n", "'2\\n'"), result
+    code = "import asyncio\nasync def f():\n    await asyncio.sleep(0.001)\n    return 3\nasyncio.run(f())"
+    assert sandbox.run(code).value == "3"
 
 
 def test_files_outside_cannot_be_read(walled, tmp_path):
