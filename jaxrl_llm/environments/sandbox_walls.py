@@ -282,14 +282,19 @@ def filter_calls(*, is_apart: bool) -> None:
     Raises:
         OSError: the machine's system calls are not known, or it has no filters.
     """
-    program = _filter(is_apart)
+    program = filter_program(0 if is_apart else os.getpid())
     buffer = ctypes.create_string_buffer(program)
     header = struct.pack("H6xQ", len(program) // 8, ctypes.addressof(buffer))
     libc("prctl", SECCOMP, 2, header, 0, 0)
 
 
-def _filter(is_apart: bool) -> bytes:
-    """Instructions of classic BPF over (call, machine, ..., arguments of 8 bytes from byte 16)."""
+@functools.cache
+def filter_program(own: int) -> bytes:
+    """Instructions of classic BPF over (call, machine, ..., arguments of 8 bytes from byte 16).
+
+    Args:
+        own: the only process that may be signalled, and no modes may be changed; 0 allows both.
+    """
     if platform.machine() not in MACHINES or sys.byteorder != "little":
         raise OSError(errno.ENOSYS, f"no filter of system calls for {platform.machine()}")
     machine, refused, besides, signals, clone, prlimit = MACHINES[platform.machine()]
@@ -298,14 +303,14 @@ def _filter(is_apart: bool) -> bytes:
     code = [(load, 0, 0, 4), (equal, 1, 0, machine), (give, 0, 0, kill)]
     code += [(load, 0, 0, 0), (at_least, 0, 1, 0x40000000), (give, 0, 0, no)]  # other numbers for the same calls
     code += [(equal, 0, 1, CLONE3), (give, 0, 0, unknown)]  # its flags lie in memory; the C library takes clone instead
-    for number in sorted((refused if is_apart else refused | besides).values()):
+    for number in sorted((refused | besides if own else refused).values()):
         code += [(equal, 0, 1, number), (give, 0, 0, no)]
     new_namespace = NEW_NS | NEW_UTS | NEW_IPC | NEW_USER | NEW_PID | NEW_NET | 0x2000000
     code += [(equal, 0, 4, clone), (load, 0, 0, 16), (any_bit, 0, 1, new_namespace), (give, 0, 0, no)]
     code += [(give, 0, 0, allow), (equal, 0, 4, prlimit), (load, 0, 0, 16), (equal, 1, 0, 0), (give, 0, 0, no)]
     code += [(give, 0, 0, allow)]
-    for number in () if is_apart else sorted(signals.values()):
-        code += [(equal, 0, 4, number), (load, 0, 0, 16), (equal, 1, 0, os.getpid()), (give, 0, 0, no)]
+    for number in sorted(signals.values()) if own else ():
+        code += [(equal, 0, 4, number), (load, 0, 0, 16), (equal, 1, 0, own), (give, 0, 0, no)]
         code += [(give, 0, 0, allow)]
     code += [(give, 0, 0, allow)]
     return b"".join(struct.pack("<HBBI", *line) for line in code)

@@ -80,6 +80,8 @@ def main(descriptor: int, isolation: str) -> None:
         importlib.import_module(name)
     for name in [name for name in sys.modules if name.split(".")[0] == "jaxrl_llm"]:
         del sys.modules[name]  # not for programs; what is needed here is named here
+    with contextlib.suppress(OSError):
+        walls.filter_program(0)  # kept for every program
     gc.collect()
     gc.freeze()
     line = _Lines(descriptor)
@@ -118,6 +120,7 @@ def _run(request: dict[str, Any], isolation: str, lacks: list[str], line: _Lines
     """Fork, watch and end one program."""
     limits, room = request["limits"], int(request["limits"]["output_kb"] * 1024)
     folder = _open_folder(isolation, limits)
+    os.environ.update(HOME=folder, TMPDIR=folder)
     pipes = [os.pipe() for _ in range(3)]  # stdout, stderr, report
     mark = os.urandom(16).hex()  # of what our own code reports, so that a program does not by chance or by guessing
     began = time.monotonic()
@@ -323,7 +326,6 @@ def _be_the_program(
             os.close(descriptor)
         _standard_input(request["stdin"])
         os.chdir(folder)
-        os.environ.update(HOME=folder, TMPDIR=folder)
         tempfile.tempdir = None
         walls.limit(limits, is_alone=isolation != "rlimits")
         walls.give_up_rights()
