@@ -225,6 +225,7 @@ time.sleep(20)
 """
 
 
+@pytest.mark.parametrize("sandbox", most_are_slow(), indirect=True)
 def test_a_fork_bomb_is_held_down_and_ended(sandbox):
     most, stop = [0], threading.Event()
     worker = sandbox._workers[0]
@@ -247,6 +248,7 @@ def test_a_fork_bomb_is_held_down_and_ended(sandbox):
         assert refused.limit == "processes" and refused.exception.startswith("BlockingIOError")
 
 
+@pytest.mark.parametrize("sandbox", most_are_slow(), indirect=True)
 def test_memory_of_one_process_is_limited(sandbox):
     result = sandbox.run("kept = []\nfor _ in range(64):\n    kept.append(b'x' * 2**25)")
     assert (result.limit, result.exception, result.finished) == ("memory", "MemoryError", False)
@@ -295,7 +297,13 @@ def test_files_fill_no_disk_and_no_table(sandbox):
 
 
 @pytest.mark.parametrize(
-    "code", ["while True: pass", "import time; time.sleep(60)", "input() or 10 ** 10 ** 10", "int.__pow__(7, 10**9)"]
+    "code",
+    [
+        "while True: pass",
+        "input() or 10 ** 10 ** 10",  # which no signal's handler interrupts
+        pytest.param("import time; time.sleep(60)", marks=pytest.mark.slow),
+        pytest.param("int.__pow__(7, 10**9)", marks=pytest.mark.slow),
+    ],
 )
 def test_what_does_not_end_is_ended(sandbox, code):
     ignoring = "import signal\nfor n in range(1, 65):\n    try: signal.signal(n, signal.SIG_IGN)\n"
