@@ -150,30 +150,28 @@ def read_tokenizer(path: str | Path) -> Tokenizer:
         if type(value) is not bool:
             raise ConfigError(f"{path}: tokenizer.ggml.{key}={value!r:.60} must be a bool")
     try:
-        known = {key: asked(f"{key}_token_id") for key in ("bos", "eos", "unknown", "padding")}
-        known = {key: None if token_id is None else tokens[token_id] for key, token_id in known.items()}
+        # Rows of the embedding that no text comes to, at the end: a folder's tokenizer does not list them.
+        num = max(i for i, kind in enumerate(types, start=1) if kind != gguf.TokenType.UNUSED)
         of = lambda wanted: [token for token, kind in zip(tokens, types, strict=True) if kind == wanted]
+        role = lambda name: None if (i := asked(f"{name}_token_id")) is None else tokens[:num][i]
         common = {
+            "tokens": tokens[:num],
             "special": of(gguf.TokenType.CONTROL),
             "plain": of(gguf.TokenType.USER_DEFINED),
             "begins": flags["add_bos_token"],
             "ends": flags["add_eos_token"],
             "chat_template": file.metadata.get("tokenizer.chat_template"),
-            "bos": known["bos"],
-            "eos": known["eos"],
-            "pad": known["padding"],
+            "bos": role("bos"),
+            "eos": role("eos"),
+            "pad": role("padding"),
         }
-        # Rows of the embedding that no text comes to, at the end: a folder's tokenizer does not list them.
-        num = max(i for i, kind in enumerate(types, start=1) if kind != gguf.TokenType.UNUSED)
         if model == "llama":
-            tables = {"tokens": tokens[:num], "scores": file.get("tokenizer.ggml.scores")[:num]}
-            how = {"unknown": known["unknown"], "space_first": flags["add_space_prefix"]}
-            return make_scored_tokenizer(**tables, **how, **common)
-        merges = [tuple(merge.split(" ", 1)) for merge in file.get("tokenizer.ggml.merges")]
-        vocabulary = set(tokens)
-        if wrong := [pair for pair in merges if "".join(pair) not in vocabulary]:
+            scores, first = file.get("tokenizer.ggml.scores")[:num], flags["add_space_prefix"]
+            return make_scored_tokenizer(scores=scores, unknown=role("unknown"), space_first=first, **common)
+        merges, known = [tuple(merge.split(" ", 1)) for merge in file.get("tokenizer.ggml.merges")], set(tokens[:num])
+        if wrong := [pair for pair in merges if "".join(pair) not in known]:
             raise ValueError(f"merge {wrong[0]!r:.60} makes no token")  # the library would end the thread
-        return make_bpe_tokenizer(tokens=tokens[:num], merges=merges, pre_tokenizer=pre, **common)
+        return make_bpe_tokenizer(merges=merges, pre_tokenizer=pre, **common)
     except ConfigError:
         raise
     except Exception as error:  # tokenizers raises plain ones
