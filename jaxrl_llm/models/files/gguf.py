@@ -1,14 +1,15 @@
 """GGUF files of Llama models: shape, tokenizer, and weights dequantised slice by slice onto the shards.
 
-Owns: the names and conventions of llama.cpp's converter, byte-level BPE from tables. Does not know: other families.
+Owns: the names and conventions of llama.cpp's converter, tokenizers from tables. Does not know: other families.
 """
 
 from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import gguf
 import numpy as np
@@ -20,8 +21,35 @@ from jaxrl_llm.models.files import layout
 from jaxrl_llm.models.files.tokenizer import Tokenizer, fast_tokenizer_class
 from jaxrl_llm.models.transformer import Model, Params
 
-# How text is cut before byte-level BPE, by the name llama.cpp gives it. True: digits stand alone.
-PRE_TOKENIZERS = {"gpt-2": False, "smollm": True}
+
+class Cut(NamedTuple):
+    """How text comes to byte-level BPE.
+
+    Attributes:
+        pattern: what is a word, as the models' tokenizer.json has it; "": as GPT-2 has it.
+        digits_alone: before the words are cut.
+        nfc: accents are joined with their letters first (Unicode's normal form C).
+        whole_words: a word that is a token is one, though no merges lead to it.
+        begins: the beginning token stands before a text, unless a file says otherwise.
+    """
+
+    pattern: str = ""
+    digits_alone: bool = False
+    nfc: bool = False
+    whole_words: bool = False
+    begins: bool = False
+
+
+# Contractions, words after at most one other sign, {} digits, other signs, ends of lines, spaces.
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+_WORDS += r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+# By the name that llama.cpp gives them.
+PRE_TOKENIZERS = {
+    "gpt-2": Cut(),
+    "smollm": Cut(digits_alone=True),
+    "llama-bpe": Cut(_WORDS.replace("{}", "{1,3}"), whole_words=True, begins=True),
+    "qwen2": Cut(_WORDS.replace("{}", ""), nfc=True),
+}
 
 # A template for models that were never taught one: the contents, one after the other.
 PLAIN_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
@@ -102,37 +130,50 @@ def check_weights(path: str | Path, model: Model, mesh: Mesh) -> None:
 
 
 def read_tokenizer(path: str | Path) -> Tokenizer:
-    """The byte-level BPE tokenizer and chat template stored in a GGUF file.
+    """The tokenizer and chat template stored in a GGUF file: byte-level BPE, or SentencePiece's BPE by scores.
 
     Raises:
         ConfigError: another kind of tokenizer, or one whose parts do not fit each other.
     """
     file = _open(path)
-    model, pre = file.get("tokenizer.ggml.model"), file.get("tokenizer.ggml.pre")
-    if model != "gpt2" or pre not in list(PRE_TOKENIZERS):
+    asked = lambda key, other=None: file.metadata.get(f"tokenizer.ggml.{key}", other)
+    model, pre = file.get("tokenizer.ggml.model"), asked("pre")
+    if model != "llama" and (model != "gpt2" or pre not in list(PRE_TOKENIZERS)):
         raise ConfigError(
-            f"{path}: tokenizer.ggml.model={model!r} with tokenizer.ggml.pre={pre!r} is not supported; "
-            f"supported: gpt2 with {' or '.join(PRE_TOKENIZERS)}. Use the model's Hugging Face folder"
+            f"{path}: tokenizer.ggml.model={model!r} with tokenizer.ggml.pre={pre!r} is not supported; supported: "
+            f"llama (SentencePiece), or gpt2 with {' or '.join(PRE_TOKENIZERS)}. Use the model's Hugging Face folder"
         )
     tokens, types = file.get("tokenizer.ggml.tokens"), file.get("tokenizer.ggml.token_type")
-    known = {key: file.metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("bos", "eos", "padding")}
+    usual = {"add_bos_token": model == "llama" or PRE_TOKENIZERS[pre].begins, "add_space_prefix": True}
+    flags = {key: asked(key, usual.get(key, False)) for key in (*usual, "add_eos_token")}
+    for key, value in flags.items():
+        if type(value) is not bool:
+            raise ConfigError(f"{path}: tokenizer.ggml.{key}={value!r:.60} must be a bool")
     try:
-        control = [token for token, kind in zip(tokens, types, strict=True) if kind == gguf.TokenType.CONTROL]
-        known = {key: None if token_id is None else tokens[token_id] for key, token_id in known.items()}
-        merges = [tuple(merge.split(" ", 1)) for merge in file.get("tokenizer.ggml.merges")]
-        vocabulary = set(tokens)
-        if wrong := [pair for pair in merges if "".join(pair) not in vocabulary]:
+        # Rows of the embedding that no text comes to, at the end: a folder's tokenizer does not list them.
+        num = max(i for i, kind in enumerate(types, start=1) if kind != gguf.TokenType.UNUSED)
+        of = lambda wanted: [token for token, kind in zip(tokens, types, strict=True) if kind == wanted]
+        role = lambda name: None if (i := asked(f"{name}_token_id")) is None else tokens[:num][i]
+        common = {
+            "tokens": tokens[:num],
+            "special": of(gguf.TokenType.CONTROL),
+            "plain": of(gguf.TokenType.USER_DEFINED),
+            "begins": flags["add_bos_token"],
+            "ends": flags["add_eos_token"],
+            "chat_template": file.metadata.get("tokenizer.chat_template"),
+            "bos": role("bos"),
+            "eos": role("eos"),
+            "pad": role("padding"),
+        }
+        if model == "llama":
+            scores, first = file.get("tokenizer.ggml.scores")[:num], flags["add_space_prefix"]
+            return make_scored_tokenizer(scores=scores, unknown=role("unknown"), space_first=first, **common)
+        merges, known = [tuple(merge.split(" ", 1)) for merge in file.get("tokenizer.ggml.merges")], set(tokens[:num])
+        if wrong := [pair for pair in merges if "".join(pair) not in known]:
             raise ValueError(f"merge {wrong[0]!r:.60} makes no token")  # the library would end the thread
-        return make_bpe_tokenizer(
-            tokens=tokens,
-            merges=merges,
-            special=control,
-            pre_tokenizer=pre,
-            chat_template=file.metadata.get("tokenizer.chat_template"),
-            bos=known["bos"],
-            eos=known["eos"],
-            pad=known["padding"],
-        )
+        return make_bpe_tokenizer(merges=merges, pre_tokenizer=pre, **common)
+    except ConfigError:
+        raise
     except Exception as error:  # tokenizers raises plain ones
         raise ConfigError(f"{path}: its tokenizer cannot be read ({error})") from error
 
@@ -142,36 +183,93 @@ MOST_ITEMS = 2**22
 
 
 def make_bpe_tokenizer(
-    *,
-    tokens: list[str],
-    merges: list[tuple[str, str]],
-    special: list[str],
-    pre_tokenizer: str,
-    chat_template: str | None,
-    bos: str | None,
-    eos: str | None,
-    pad: str | None,
+    *, tokens: list[str], merges: list[tuple[str, str]], pre_tokenizer: str, **common: Any
 ) -> Tokenizer:
     """A byte-level BPE tokenizer from its tables.
 
     Args:
         tokens: text of every id, bytes written with GPT-2's stand-ins.
         merges: pairs of tokens, most frequent first.
-        special: those of ``tokens`` that text is never encoded to by merging.
         pre_tokenizer: a key of ``PRE_TOKENIZERS``.
+        common: as ``_finished`` has them.
+    """
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    cut = PRE_TOKENIZERS[pre_tokenizer]
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    core = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=cut.whole_words))
+    steps = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not cut.pattern)]
+    if cut.pattern:
+        steps.insert(0, pre_tokenizers.Split(Regex(cut.pattern), behavior="isolated"))
+    if cut.digits_alone:
+        steps.insert(0, pre_tokenizers.Digits(individual_digits=True))
+    core.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    if cut.nfc:
+        core.normalizer = normalizers.NFC()
+    core.decoder = decoders.ByteLevel()
+    return _finished(core, **common)
+
+
+def make_scored_tokenizer(
+    *, tokens: list[str], scores: list[float], unknown: str | None, space_first: bool, **common: Any
+) -> Tokenizer:
+    """SentencePiece's BPE: of all neighbours that make a token, those that make the one of the highest score first.
+
+    Args:
+        tokens: text of every id, spaces written as U+2581, single bytes as "<0x0A>".
+        unknown: the token of what has none; None: there is none, as with all 256 bytes.
+        space_first: a text is read as if a space stood before it.
+        common: as ``_finished`` has them.
+    """
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    ids, merges = {token: i for i, token in enumerate(tokens)}, []
+    for token, _ in sorted(zip(tokens, scores, strict=True), key=lambda pair: -pair[1]):  # ties: by id
+        halves = [(token[:i], token[i:]) for i in range(1, len(token))]
+        known = [pair for pair in halves if ids.keys() >= set(pair)]
+        merges += sorted(known, key=lambda pair: [ids[half] for half in pair])
+    core = Tokenizer(models.BPE(vocab=ids, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    space = "\u2581"
+    core.normalizer = normalizers.Replace(" ", space)
+    read = [decoders.Replace(space, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if space_first:
+        core.normalizer = normalizers.Sequence([normalizers.Prepend(space), core.normalizer])
+        read.append(decoders.Strip(" ", 1, 0))
+    core.decoder = decoders.Sequence(read)
+    return _finished(core, unk=unknown, **common)
+
+
+def _finished(
+    core: Any,
+    *,
+    special: list[str],
+    plain: Sequence[str] = (),
+    begins: bool = False,
+    ends: bool = False,
+    chat_template: str | None = None,
+    **roles: str | None,
+) -> Tokenizer:
+    """A tokenizer with its added tokens, which text comes to whole.
+
+    Args:
+        special: added tokens that decoding leaves out; ``plain``: those that it shows.
+        begins, ends: a text gets the beginning, the end token.
+        roles: the tokens that are bos, eos, pad and unk, or None.
     """
     fast_class = fast_tokenizer_class()
-    from tokenizers import AddedToken, decoders, models, pre_tokenizers
-    from tokenizers import Tokenizer as Core
+    from tokenizers import AddedToken, processors
 
-    core = Core(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    if PRE_TOKENIZERS[pre_tokenizer]:
-        byte_level = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
-    core.pre_tokenizer = byte_level
-    core.decoder = decoders.ByteLevel()
     core.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
-    settings = {"bos_token": bos, "eos_token": eos, "pad_token": pad, "chat_template": chat_template}
+    core.add_tokens([AddedToken(token, special=False, normalized=False) for token in plain])
+    around = [roles["bos"]] * begins, [roles["eos"]] * ends
+    if begins or ends:
+        if None in around[0] + around[1]:
+            raise ValueError("its texts begin or end with a token that it does not name")
+        core.post_processor = processors.TemplateProcessing(
+            single=[*around[0], "$A", *around[1]],
+            special_tokens=[(token, core.token_to_id(token)) for token in {*around[0], *around[1]}],
+        )
+    settings = {f"{role}_token": token for role, token in roles.items()} | {"chat_template": chat_template}
     settings = {key: value for key, value in settings.items() if value is not None}
     return Tokenizer(fast_class(tokenizer_object=core, clean_up_tokenization_spaces=False, **settings))
 

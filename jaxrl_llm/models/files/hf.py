@@ -7,7 +7,6 @@ transformers. Does not know: tokenizers (but for the token ids in the config), h
 from __future__ import annotations
 
 import collections
-import functools
 import json
 import math
 import os
@@ -32,6 +31,12 @@ MAX_FILE_BYTES = 5 * 10**9
 MOST_MAPPED_BYTES = 2**26
 # Of stored weights, as safetensors calls them.
 DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16)}
+# Of an export, until it is whole.
+PARTIAL = ".partial"
+# What a model's text goes through, and how it is sampled: training changes none of it.
+KEPT = ("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt")
+KEPT += ("chat_template.*", "additional_chat_templates/*.jinja")
+WEIGHTS = "model*.safetensors*"
 
 
 def numpy_dtypes() -> dict[str, np.dtype]:
@@ -78,17 +83,13 @@ def _check_tied(file: Folder, model: Model) -> None:
     table, head = names["embedding"], names["head"]
     if not model.arch.tied or head not in file.shapes or table not in file.shapes:
         return
-    if not _are_same(file.path, file.modified_ns, head, table):
+    if not _are_same(file, head, table):
         raise ConfigError(
             f"{file.path}: tensor {head} differs from {table}; tie_word_embeddings=true must then be false"
         )
 
 
-@functools.lru_cache(maxsize=4)
-def _are_same(folder: str, modified_ns: tuple[int, ...], *names: str) -> bool:
-    """Two tensors of files as they were at a time: a run asks before it compiles, and where it loads."""
-    file = Folder(Path(folder))
-    head, table = names
+def _are_same(file: Folder, head: str, table: str) -> bool:
     (rows, width), most = file.shapes[table], 4096
     parts = [(slice(start, min(start + most, rows)), slice(0, width)) for start in range(0, rows, most)]
     is_same = file.shapes[head] == file.shapes[table]
@@ -134,7 +135,6 @@ class Folder:
                     raise ConfigError(f"{path}: tensor {name} is in another file too")
                 self.shapes[name] = tuple(part.get_shape())
                 self.dtypes[name], self._paths[name] = part.get_dtype(), path
-        self.modified_ns = tuple(os.stat(path).st_mtime_ns for path in files)
 
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
         path, rows, shape = self._paths[name], index[0], self.shapes[name]
@@ -196,13 +196,6 @@ def export(
         _take_place(aside, folder)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-
-
-PARTIAL = ".partial"
-# What a model's text goes through, and how it is sampled: training changes none of it.
-KEPT = ("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt")
-KEPT += ("chat_template.*", "additional_chat_templates/*.jinja")
-WEIGHTS = "model*.safetensors*"
 
 
 def _kept_files(folder: Path) -> list[Path]:

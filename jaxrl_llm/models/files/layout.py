@@ -2,13 +2,14 @@
 
 Files store one matrix per layer, [out, in] with the heads folded into a dimension; ours are stacked
 [layers, out, ..., in]. Each shard is put together from the slices of the stored tensors that it needs,
-so the host never holds more than one parameter besides the arrays themselves.
+so the host never holds more than one shard of one parameter besides the arrays themselves.
 
 Owns: that correspondence. Does not know: file formats, the names tensors have in them.
 """
 
 from __future__ import annotations
 
+import collections
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -136,24 +137,27 @@ def stored_shape(path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _load_one(file: TensorFile, name: str, path: str, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-    parts: dict[tuple, np.ndarray] = {}  # replicas share what was read
+    devices_of = collections.defaultdict(list)  # of each part: replicas share what was read
+    for device, index in leaf.sharding.addressable_devices_indices_map(leaf.shape).items():
+        devices_of[tuple(s.indices(size)[:2] for s, size in zip(index, leaf.shape, strict=True))].append(device)
 
-    def part(index: tuple[slice, ...]) -> np.ndarray:
-        ranges = tuple(s.indices(size)[:2] for s, size in zip(index, leaf.shape, strict=True))
-        if ranges not in parts:
-            index, n = tuple(slice(*r) for r in ranges), _num_stacked(path, len(ranges))
-            read = lambda name: _read(file, name, path, index[n:], leaf.shape[n:])
-            if n:
-                out = np.empty([r[1] - r[0] for r in ranges], leaf.dtype)
-                for at in np.ndindex(out.shape[:n]):
-                    number = {axis: r[0] + i for axis, r, i in zip(_AXES, ranges, at, strict=False)}
-                    out[at] = read(name.format(**number))
-            else:
-                out = read(name)
-            parts[ranges] = out
-        return parts[ranges]
+    def part(ranges: tuple[tuple[int, int], ...]) -> np.ndarray:
+        index, n = tuple(slice(*r) for r in ranges), _num_stacked(path, len(ranges))
+        read = lambda name: _read(file, name, path, index[n:], leaf.shape[n:]).astype(leaf.dtype, copy=False)
+        if not n:
+            return read(name)
+        out = np.empty([r[1] - r[0] for r in ranges], leaf.dtype)
+        for at in np.ndindex(out.shape[:n]):
+            number = {axis: r[0] + i for axis, r, i in zip(_AXES, ranges, at, strict=False)}
+            out[at] = read(name.format(**number))
+        return out
 
-    return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda i: part(i).astype(leaf.dtype, copy=False))
+    def put(ranges: tuple[tuple[int, int], ...]) -> list[jax.Array]:
+        value = part(ranges)  # the host holds one at a time
+        return jax.block_until_ready([jax.device_put(value, device) for device in devices_of[ranges]])
+
+    shards = [shard for ranges in devices_of for shard in put(ranges)]
+    return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards)
 
 
 def _read(file: TensorFile, name: str, path: str, index: tuple[slice, ...], shape: tuple[int, ...]) -> np.ndarray:
