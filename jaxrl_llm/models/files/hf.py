@@ -7,6 +7,7 @@ transformers. Does not know: tokenizers (but for the token ids in the config), h
 from __future__ import annotations
 
 import collections
+import functools
 import json
 import math
 import os
@@ -83,13 +84,17 @@ def _check_tied(file: Folder, model: Model) -> None:
     table, head = names["embedding"], names["head"]
     if not model.arch.tied or head not in file.shapes or table not in file.shapes:
         return
-    if not _are_same(file, head, table):
+    if not _are_same(file.path, file.modified_ns, head, table):
         raise ConfigError(
             f"{file.path}: tensor {head} differs from {table}; tie_word_embeddings=true must then be false"
         )
 
 
-def _are_same(file: Folder, head: str, table: str) -> bool:
+@functools.lru_cache(maxsize=4)
+def _are_same(folder: str, modified_ns: tuple[int, ...], *names: str) -> bool:
+    """Two tensors of files as they were at a time: a run asks before it compiles, and where it loads."""
+    file = Folder(Path(folder))
+    head, table = names
     (rows, width), most = file.shapes[table], 4096
     parts = [(slice(start, min(start + most, rows)), slice(0, width)) for start in range(0, rows, most)]
     is_same = file.shapes[head] == file.shapes[table]
@@ -135,6 +140,7 @@ class Folder:
                     raise ConfigError(f"{path}: tensor {name} is in another file too")
                 self.shapes[name] = tuple(part.get_shape())
                 self.dtypes[name], self._paths[name] = part.get_dtype(), path
+        self.modified_ns = tuple(os.stat(path).st_mtime_ns for path in files)
 
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
         path, rows, shape = self._paths[name], index[0], self.shapes[name]
