@@ -22,15 +22,13 @@ import ast
 import copy
 import dataclasses
 import difflib
-import os
-from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.config import ConfigError, PromptsConfig
 from jaxrl_llm.environments import code_tests
 from jaxrl_llm.environments.sandbox import Limits, Sandbox, SandboxError
 from jaxrl_llm.questions.tasks import Loaded
-from jaxrl_llm.questions.tasks.files import BadRowError, json_lines, parse
+from jaxrl_llm.questions.tasks.files import BadRowError, json_lines, load_rows, parse
 
 SCORER = "jaxrl_llm.environments.code_tests:passed"
 TEMPLATE = "{text}\n\nYour code should pass these tests:\n\n{tests}\n"
@@ -54,35 +52,20 @@ def load(config: PromptsConfig, *, seed: int) -> Loaded:
         ConfigError: an argument, the file, or (``prompts.bad_row="error"``) a row that is none; no question;
             ``sandbox.required`` and there is no sandbox here.
     """
-    from jaxrl_llm.types import Example  # here, for reward workers may import this module and must not pay for jax
-
     del seed
     settings = _arguments(config.arguments)
     _try_sandbox(settings["sandbox"])
-    path = Path(os.path.expanduser(config.name))
-    examples, bad_rows = [], []
+
+    def made(line: bytes) -> tuple[str, dict[str, Any]]:
+        prompt, columns = question(parse(line), settings)
+        if settings["check_solutions"]:
+            _check_solution(prompt, columns)
+        return prompt, columns
+
     try:
-        for number, line in json_lines(path):
-            origin = f"{path}:{number}"
-            try:
-                prompt, columns = question(parse(line), settings)
-                if settings["check_solutions"]:
-                    _check_solution(prompt, columns)
-                examples.append(Example(prompt, columns, origin))
-            except BadRowError as error:
-                if config.bad_row == "error":
-                    raise ConfigError(f"{origin}: {error} (prompts.bad_row='skip' leaves such rows out)") from error
-                bad_rows.append(f"{origin}: {error}")
-            if len(examples) == config.size > 0:
-                break
-    except OSError as error:
-        raise ConfigError(f"prompts.name={config.name!r} cannot be read: {error.strerror or error}") from error
+        return load_rows(config, json_lines, made)
     finally:
         code_tests.close()  # those that have checked solutions; rewards are computed in other processes
-    if not examples:
-        reason = f"none of its {len(bad_rows)} rows can be used; {bad_rows[0]}" if bad_rows else "it is empty"
-        raise ConfigError(f"prompts.name={config.name!r} holds no question: {reason}")
-    return Loaded(tuple(examples), tuple(bad_rows))
 
 
 def _arguments(given: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import collections
 import functools
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -34,17 +34,31 @@ def load(config: PromptsConfig, *, seed: int) -> Loaded:
     Raises:
         ConfigError: the file cannot be read, holds no question, or (``prompts.bad_row="error"``) has a bad row.
     """
+    del seed
+    read, parse_row = (_parquet_rows, _parse_scalars) if config.source == "parquet" else (json_lines, parse)
+    return load_rows(config, read, lambda row: question(parse_row(row)))
+
+
+def load_rows(
+    config: PromptsConfig,
+    read: Callable[[Path], Iterable[tuple[int, Any]]],
+    made: Callable[[Any], tuple[str | list[dict[str, str]], dict[str, Any]]],
+) -> Loaded:
+    """The first ``config.size`` questions that are made of the rows of the file ``config.name``; raises as ``load``.
+
+    Args:
+        read: a file's rows, with their numbers.
+        made: a row's prompt and columns, or BadRowError.
+    """
     from jaxrl_llm.types import Example  # here: scorers live in task modules, which stay free of jax
 
-    del seed
     path = Path(os.path.expanduser(config.name))
     examples, bad_rows = [], []
-    read, parse_row = (_parquet_rows, _parse_scalars) if config.source == "parquet" else (json_lines, parse)
     try:
         for number, row in read(path):
             origin = f"{path}:{number}"
             try:
-                prompt, columns = question(parse_row(row))
+                prompt, columns = made(row)
                 examples.append(Example(prompt, columns, origin))
             except BadRowError as error:
                 if config.bad_row == "error":
