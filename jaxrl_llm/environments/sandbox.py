@@ -209,7 +209,7 @@ class _Worker:
     """An interpreter and the socket to it, and the next one when it fails. Used by one thread at a time."""
 
     def __init__(self, isolation: str):
-        self._isolation, self.process, self._closed = isolation, None, False
+        self._isolation, self.process = isolation, None
         self._start()
 
     def _start(self) -> None:

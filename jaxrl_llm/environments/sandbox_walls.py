@@ -206,7 +206,7 @@ def _change_root(sources: dict[str, int]) -> None:
     os.makedirs(f"{root}/dev", exist_ok=True)
     os.symlink("/tmp", f"{root}/dev/shm")
     os.chdir(root)
-    libc("syscall", {"x86_64": 155, "aarch64": 41}[platform.machine()], ".", ".")  # pivot_root
+    libc("syscall", MACHINES[platform.machine()][1]["pivot_root"], ".", ".")
     libc("umount2", ".", DETACH)
     os.chdir("/")
     libc("mount", None, "/", None, REMOUNT | BIND | READ_ONLY | NO_SUID | NO_DEV, None)

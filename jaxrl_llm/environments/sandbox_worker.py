@@ -329,9 +329,9 @@ def _be_the_program(
         tempfile.tempdir = None
         walls.limit(limits, is_alone=isolation != "rlimits")
         walls.give_up_rights()
-        for wall in _walls(isolation, folder):
-            if wall not in lacks:
-                _walls(isolation, folder)[wall]()
+        for name, wall in _walls(isolation, folder).items():
+            if name not in lacks:
+                wall()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         report(began=True)
