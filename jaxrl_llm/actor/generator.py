@@ -7,8 +7,8 @@
 The next chunk is dispatched before the host looks at the flags of the one before, so the device does not wait for it.
 A chunk that comes after the last one needed finds nothing to do.
 
-Owns: which prompt is open where, the order in which groups leave. Does not know: how a token is
-sampled (``sampler.py``), rewards, replay, where prompts come from.
+Owns: which prompt is open where, the order in which groups leave. Does not know: how a token is sampled
+(``sampler.py``), where a stop string cuts (``stop_strings.py``), rewards, replay, where prompts come from.
 """
 
 from __future__ import annotations
@@ -247,9 +247,10 @@ class Generator:
 
     def _stop_at_strings(self, reasons: np.ndarray, lengths: np.ndarray, scanned: np.ndarray) -> Any:
         """Reasons and lengths once each host has looked at its own rows for stop strings, and all have cut them."""
-        sizes = {where: len(prompt) for where, (_, _, prompt, _) in self.open_prompts.items()}
-        looked_at = (sharding.own_rows(self.state.tokens), sizes, reasons, lengths, scanned)
-        new_length = stop_strings.find(self.sampler.sampling.stop_strings, self.decode_text, *looked_at)
+        tokens = sharding.own_rows(self.state.tokens)
+        sizes = {where: len(prompt) for where, (_, _, prompt, _) in self.open_prompts.items() if where[0] in tokens}
+        stops = self.sampler.sampling.stop_strings
+        new_length = stop_strings.find(stops, self.decode_text, tokens, sizes, reasons, lengths, scanned)
         if not any(hosts.exchange(new_length.any())):
             return reasons, lengths
         placed = sharding.put(new_length, sharding.leading(self.sampler.mesh, new_length))

@@ -29,14 +29,14 @@ def find(
 
     Args:
         tokens: this host's rows [E,G,S] by shard.
-        prompt_lengths: of the open prompts by (shard, entry), of all hosts.
+        prompt_lengths: of the open prompts by (shard, entry), this host's.
         reasons: [M,E,G] why each row has stopped.
         lengths: [M,E,G] tokens of each row, its prompt's too.
         scanned: [M,E,G] tokens of each completion that were looked at before; changed in place.
     """
     new_length = np.zeros(lengths.shape, np.int32)
     for (shard, entry), start in prompt_lengths.items():
-        for g in range(lengths.shape[2] if shard in tokens else 0):
+        for g in range(lengths.shape[2]):
             where = shard, entry, g
             row = tokens[shard][entry, g, start : lengths[where]].tolist()
             if any(stop in decode_text(row) for stop in stops):
