@@ -68,6 +68,8 @@ class Architecture:
     num_experts: int = 0  # 0 = one MLP for all tokens
     experts_per_token: int = 0
     norm_topk: bool = False  # the chosen experts' probabilities are scaled to a sum of 1
+    experts_bias: bool = False  # of the router's and the experts' matrices
+    glu_limit: float = 0.0  # of experts' gates and ups, in GPT-OSS's way (variants.gated); 0 = none
     layers: tuple[Layer, ...] = ()  # () = all alike and plain
     family: str = "llama"  # the model_type that files of it have; nothing is computed by it
 
@@ -89,7 +91,7 @@ class Architecture:
         N, K, H, D, E = self.num_heads, self.num_kv_heads, self.head_size, self.width, self.num_experts
         Q = N * (1 + self.output_gate)
         block = 3 * D * self.ffn * max(E, 1) + D * E + 2 * D * (self.pre_norm + self.post_norm)
-        block += self.mlp_bias * (2 * self.ffn + D)
+        block += self.mlp_bias * (2 * self.ffn + D) + self.experts_bias * E * (1 + 2 * self.ffn + D)
         attention = D * H * (Q + N + 2 * K) + self.qkv_bias * (Q + 2 * K) * H + self.o_bias * D + self.sinks * N
         attention += {"": 0, "head": 2 * H, "all": (N + K) * H}[self.qk_norm]
         of_kinds = len(self.layers_with("q")) * attention

@@ -2,10 +2,10 @@
 
     p = softmax(W_r x) in float32;  y = sum over the k likeliest experts e of p_e MLP_e(x)
 
-with the k probabilities scaled to a sum of 1 where the family does so. Dropless: an expert takes every token that
-chooses it, sorted to its neighbours, by a grouped matmul. Experts lie on the mesh axis ``expert``: its devices, which
-have rows of their own elsewhere, gather each other's rows, each adds what its experts say, and a reduce-scatter gives
-every device its rows' sum.
+with the k probabilities scaled to a sum of 1 where the family does so, and biases where it has them. Dropless: an
+expert takes every token that chooses it, sorted to its neighbours, by a grouped matmul. Experts lie on the mesh axis
+``expert``: its devices, which have rows of their own elsewhere, gather each other's rows, each adds what its experts
+say, and a reduce-scatter gives every device its rows' sum.
 
 Routing replay (R3, arXiv:2510.11370): experts that were chosen before, by the sampler, are chosen again, with the
 probabilities of the weights at hand. The balance cost is that of Switch Transformers as transformers computes it,
@@ -43,6 +43,7 @@ _AXES = {
     "experts_up": ("expert", "mlp", "embed"),
     "experts_down": ("expert", "embed", "mlp"),
 }
+_BIAS_AXES = {"experts_gate_bias": ("expert", "mlp"), "experts_up_bias": ("expert", "mlp")}
 
 
 @flax.struct.dataclass
@@ -121,8 +122,7 @@ def of_layer(model: Model, routing: Routing | None, chosen: jax.Array | None, *,
     else:
         grouped = lambda rows, w, sizes: jax.lax.ragged_dot(rows, w.mT, sizes)
     load = None if routing is None or routing.counts is None else _load(routing.counts, arch)
-    act = variants.ACTIVATIONS[arch.activation]
-    return functools.partial(mlp, chosen=chosen, load=load, arch=arch, activation=act, rules=rules, grouped=grouped)
+    return functools.partial(mlp, chosen=chosen, load=load, arch=arch, rules=rules, grouped=grouped)
 
 
 def by_token(hidden: jax.Array, made: tuple[Any, ...]) -> tuple[jax.Array, ...]:
@@ -247,14 +247,13 @@ def mlp(
     chosen: jax.Array | None,
     load: jax.Array | None,
     arch: Architecture,
-    activation: Callable[[jax.Array], jax.Array],
     rules: dict[str, Any],
     grouped: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """What the chosen experts say of each token, in the dtype of x, and what they were.
 
     Args:
-        weight: the parameter of a name of ``parameters``.
+        weight: the parameter of a name of ``parameters``, or of ``variants.vectors``.
         chosen: [B,T,k], where they were chosen before.
         load: f_e [E] f32, where the balance costs are wanted.
         rules: how the experts' weights lie (``sharding.RULES`` with what goes before).
@@ -269,25 +268,32 @@ def mlp(
     logits_BTE = jnp.einsum(
         "BTD,ED->BTE", x_BTD.astype(jnp.float32), weight("router").astype(jnp.float32), precision="highest"
     )
+    if arch.experts_bias:
+        logits_BTE += weight("router_bias").astype(jnp.float32)[None, None]
     probs_BTE = jax.nn.softmax(logits_BTE, axis=-1)
     chosen_BTk = jax.lax.top_k(probs_BTE, k)[1] if chosen is None else chosen.astype(jnp.int32)
     share_BTk = jnp.take_along_axis(probs_BTE, chosen_BTk, axis=-1)
     if arch.norm_topk:
         share_BTk = share_BTk / jnp.sum(share_BTk, axis=-1, keepdims=True)
-    mesh, weights = jax.sharding.get_abstract_mesh(), [weight(name).astype(x_BTD.dtype) for name in _AXES]
+    axes_of = _AXES | (_BIAS_AXES if arch.experts_bias else {})
+    mesh, weights = jax.sharding.get_abstract_mesh(), [weight(name).astype(x_BTD.dtype) for name in axes_of]
     split = [jax.P()] * len(weights)
     if not (mesh.empty or mesh.size == 1):
-        both = zip(weights, _AXES.values(), strict=True)
+        both = zip(weights, axes_of.values(), strict=True)
         split = [sharding.partition_spec(w.shape, axes, mesh, rules) for w, axes in both]
         # As they lie: then their gradients are values, and each device's part of it is a reduce-scatter's.
         weights = [jax.lax.with_sharding_constraint(w, spec) for w, spec in zip(weights, split, strict=True)]
     of_tokens = ("batch", "length")
     y_BTD = sharding.by_device(
-        functools.partial(_by_experts, split=tuple(split), activation=activation, grouped=grouped),
+        functools.partial(_by_experts, split=tuple(split), arch=arch, grouped=grouped),
         *(x_BTD, chosen_BTk, share_BTk, *weights),
         axes=(of_tokens, of_tokens, of_tokens, *split),
         shared=2,
     )
+    if arch.experts_bias:  # of what the experts say, here: devices with parts of one expert's ffn would each add it
+        share_BTE = jnp.sum(jax.nn.one_hot(chosen_BTk, arch.num_experts) * share_BTk[..., None], axis=2)
+        bias_ED = weight("experts_down_bias").astype(jnp.float32)
+        y_BTD += jnp.einsum("BTE,ED->BTD", share_BTE, bias_ED, precision="highest").astype(y_BTD.dtype)
     made = (chosen_BTk.astype(dtype),)
     if load is not None:
         made += (arch.num_experts * jnp.einsum("BTE,E->BT", probs_BTE, load),)
@@ -310,7 +316,7 @@ def grouped_by_kernel(
     return megablox.gmm(rows_AI, w, sizes_E, dtype, tiling, None, None, not turned, interpret)[:A]
 
 
-def _by_experts(x_BTD, chosen_BTk, share_BTk, gate_EFD, up_EFD, down_EDF, *, split, activation, grouped):
+def _by_experts(x_BTD, chosen_BTk, share_BTk, gate_EFD, up_EFD, down_EDF, *biases_EF, split, arch, grouped):
     """Of a device: its rows' sums, from all devices that have some of the experts, or of their ffn."""
     named = lambda spec, dim: sharding.axes_of(spec[dim]) if len(spec) else ()
     expert, ffn = named(split[0], 0), named(split[0], 1)
@@ -318,6 +324,10 @@ def _by_experts(x_BTD, chosen_BTk, share_BTk, gate_EFD, up_EFD, down_EDF, *, spl
     def whole(w, spec, dim):  # along the width, which is split where the learner keeps it
         axes = named(spec, dim)
         return jax.lax.all_gather(w, axes, axis=dim, tiled=True) if axes else w
+
+    def by_matrix(rows_AD, w_EFD, i):
+        out_AF = grouped(rows_AD, w_EFD, sizes_E)
+        return out_AF + is_of_AE.astype(out_AF.dtype) @ biases_EF[i] if biases_EF else out_AF
 
     weights = (gate_EFD, split[0], 2), (up_EFD, split[1], 2), (down_EDF, split[2], 1)
     gate_EFD, up_EFD, down_EDF = (whole(*x) for x in weights)
@@ -329,11 +339,12 @@ def _by_experts(x_BTD, chosen_BTk, share_BTk, gate_EFD, up_EFD, down_EDF, *, spl
     own_A = chosen_Xk.reshape(-1) - first
     own_A = jnp.where((own_A >= 0) & (own_A < E), own_A, E)  # E: those of other devices, after all of ours
     order_A = jnp.argsort(own_A, stable=True)
-    sizes_E = jnp.sum(own_A[:, None] == jnp.arange(E)[None], axis=0, dtype=jnp.int32)
+    is_of_AE = own_A[order_A][:, None] == jnp.arange(E)[None]
+    sizes_E = jnp.sum(is_of_AE, axis=0, dtype=jnp.int32)
     here_A = jnp.arange(own_A.size) < jnp.sum(sizes_E)
     rows_AD = jnp.where(here_A[:, None], x_XD[order_A // k], 0)
     with jax.named_scope(f"experts_in_{jax.lax.axis_size(expert) if expert else 1}_parts"):  # for plan
-        hidden_AF = activation(grouped(rows_AD, gate_EFD, sizes_E)) * grouped(rows_AD, up_EFD, sizes_E)
+        hidden_AF = variants.gated(by_matrix(rows_AD, gate_EFD, 0), by_matrix(rows_AD, up_EFD, 1), arch)
         said_AD = grouped(hidden_AF, down_EDF, sizes_E)
     said_AD = jnp.where(here_A[:, None], said_AD, 0)
     back_A = jnp.zeros_like(order_A).at[order_A].set(jnp.arange(order_A.size), unique_indices=True)

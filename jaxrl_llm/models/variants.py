@@ -22,11 +22,13 @@ ACTIVATIONS = {
     "relu": jax.nn.relu,
 }
 
+GLU_ALPHA = 1.702  # of ``gated``
+
 
 def vectors(arch: Architecture) -> Iterator[tuple[str, tuple[int, ...], tuple[str, ...], float]]:
     """Norms and biases of a block: name, shape and logical axes without the layers', and what it holds at first."""
     D, F, H, N, K = arch.width, arch.ffn, arch.head_size, arch.num_heads, arch.num_kv_heads
-    Q = H * (1 + arch.output_gate)
+    Q, E = H * (1 + arch.output_gate), arch.num_experts
     heads, kv_heads, one = ("heads", "head_size"), ("kv_heads", "head_size"), 1.0 - arch.norm_offset
     for name, is_there, size, axes, constant in (
         ("attention_norm", arch.pre_norm, (D,), ("activation",), one),
@@ -45,9 +47,24 @@ def vectors(arch: Architecture) -> Iterator[tuple[str, tuple[int, ...], tuple[st
         ("gate_bias", arch.mlp_bias, (F,), ("mlp",), 0.0),
         ("up_bias", arch.mlp_bias, (F,), ("mlp",), 0.0),
         ("down_bias", arch.mlp_bias, (D,), ("activation",), 0.0),
+        ("router_bias", arch.experts_bias, (E,), ("activation",), 0.0),
+        ("experts_gate_bias", arch.experts_bias, (E, F), ("expert", "mlp"), 0.0),
+        ("experts_up_bias", arch.experts_bias, (E, F), ("expert", "mlp"), 0.0),
+        ("experts_down_bias", arch.experts_bias, (E, D), ("activation",) * 2, 0.0),
     ):
         if is_there:
             yield name, size, axes, constant
+
+
+def gated(gate: jax.Array, up: jax.Array, arch: Architecture) -> jax.Array:
+    """What of a gated MLP goes to its last matrix: act(gate) up; with a limit c, as GPT-OSS has it,
+
+    g sigmoid(1.702 g) (u + 1),  g = min(gate, c),  u = up, no further than c from 0.
+    """
+    if not arch.glu_limit:
+        return ACTIVATIONS[arch.activation](gate) * up
+    gate, up = jnp.minimum(gate, arch.glu_limit), jnp.clip(up, -arch.glu_limit, arch.glu_limit)
+    return gate * jax.nn.sigmoid(GLU_ALPHA * gate) * (up + 1)
 
 
 def queries_and_gates(x_BTO: jax.Array, arch: Architecture) -> tuple[jax.Array, jax.Array]:

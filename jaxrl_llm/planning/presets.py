@@ -1,7 +1,7 @@
 """Presets: what a plan has to know of a model, of its files or of a public model's shape by name alone.
 
 The shapes are from the models' ``config.json`` on the Hugging Face hub (organisations meta-llama, HuggingFaceTB, Qwen,
-google, allenai and mistralai).
+google, allenai, mistralai and openai).
 Owns: this table. Does not know: weights, compilers.
 """
 
@@ -49,6 +49,17 @@ def _qwen3_moe(width: int, layers: int, heads: int, ffn: int) -> Architecture:
     sizes = dict(width=width, num_layers=layers, num_heads=heads, num_kv_heads=4, head_size=128, ffn=ffn, tied=False)
     how = dict(rope_theta=1e6, norm_eps=1e-6, max_positions=40960, qk_norm="head", family="qwen3_moe")
     return Architecture(151936, num_experts=128, experts_per_token=8, norm_topk=True, **sizes, **how)
+
+
+def _gpt_oss(layers: int, experts: int) -> Architecture:
+    """Layers of 128 tokens and of all by turns; a token has 4 experts."""
+    yarn = dict(factor=32.0, original_max_position_embeddings=4096, beta_fast=32.0, beta_slow=1.0, truncate=False)
+    sizes = dict(width=2880, num_layers=layers, num_heads=64, num_kv_heads=8, head_size=64, ffn=2880, tied=False)
+    ropes = dict(rope_theta=150000.0, rope_scaling=RopeScaling("yarn", tuple(yarn.items())), max_positions=131072)
+    mixture = dict(num_experts=experts, experts_per_token=4, norm_topk=True, experts_bias=True, glu_limit=7.0)
+    kinds = (Layer(window=128), Layer()) * (layers // 2)
+    how = dict(qkv_bias=True, o_bias=True, sinks=True, layers=kinds, family="gpt_oss")
+    return Architecture(vocab_size=201088, **sizes, **ropes, **mixture, **how)
 
 
 def _qwen25(width: int, layers: int, heads: int, kv_heads: int, ffn: int, *, tied: bool = False) -> Architecture:
@@ -111,11 +122,19 @@ PRESETS = {
     "qwen3-30b-a3b": _qwen3_moe(2048, 48, 32, 768),
     "qwen3-235b-a22b": _qwen3_moe(4096, 94, 64, 1536),
     "mixtral-8x7b": _MIXTRAL,
+    "gpt-oss-20b": _gpt_oss(24, 32),
+    "gpt-oss-120b": _gpt_oss(36, 128),
 }
 
 # Tokens that end a completion, of the instruction-tuned models.
 EOS_IDS = {"smollm2": (2,), "llama": (128001, 128008, 128009), "smollm3": (128012,), "gemma": (1, 106)}
-EOS_IDS |= {"qwen3": (151645, 151643), "qwen2.5": (151645, 151643), "olmo": (100257,), "mixtral": (2,)}
+EOS_IDS |= {
+    "qwen3": (151645, 151643),
+    "qwen2.5": (151645, 151643),
+    "olmo": (100257,),
+    "mixtral": (2,),
+    "gpt": (200002, 199999, 200012),
+}
 
 
 def eos_ids(name: str) -> tuple[int, ...]:

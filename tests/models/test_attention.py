@@ -1,23 +1,13 @@
 """Attention over a shared prompt, a row's cache and the new tokens is softmax attention over all of their keys."""
 
-import json
-import pathlib
-
 import jax
-import jax.numpy as jnp
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import attention as oracle
-from support import families, hybrids
 
-from jaxrl_llm.models import rope
-from jaxrl_llm.models.architecture import Architecture, Layer, RopeScaling
-from jaxrl_llm.models.attention import Cache, Groups, Prompt, attend, attend_next, block_shapes, query_blocks, rotate
-from jaxrl_llm.models.transformer import linear
+from jaxrl_llm.models.attention import Cache, Groups, Prompt, attend, attend_next, block_shapes, query_blocks
 
-FIXTURES = pathlib.Path(__file__).parents[1] / "fixtures"
 H, K = 4, 2
 
 
@@ -202,40 +192,3 @@ def test_gradients_pass_through_the_pieces():
 
     slope = sum((np.asarray(g) * d).sum() for g, d in zip(jax.grad(loss, range(5))(*arrays), direction, strict=True))
     np.testing.assert_allclose(slope, (truth(1e-5) - truth(-1e-5)) / 2e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("index", [0, 1])
-def test_attention_with_sinks_is_gpt_oss_s(index):
-    """A layer with a window and one without, by yarn with fractions: outputs and gradients that transformers stored."""
-    arch = hybrids.SINKS
-    layers = (Layer(window=arch["sliding_window"]), Layer())[index : index + 1]
-    sizes = {"width": arch["hidden_size"], "num_heads": arch["num_attention_heads"], "head_size": arch["head_dim"]}
-    numbers = (("factor", 5.0), ("original_max_position_embeddings", 48), ("truncate", False))
-    model = Architecture(
-        **dict(vocab_size=8, num_layers=1, ffn=4, num_kv_heads=arch["num_key_value_heads"], **sizes, layers=layers),
-        **dict(sinks=True, qkv_bias=True, o_bias=True, rope_theta=700.0, rope_scaling=RopeScaling("yarn", numbers)),
-    )
-    stored = json.loads((FIXTURES / "hybrids.json").read_text())[f"sinks.{index}"]
-    made = hybrids.weights({name: tuple(shape) for name, shape in stored["shapes"].items()})
-    T, names = families.MOST_TOKENS, ("q", "k", "v", "o")
-    x = jnp.asarray(np.random.default_rng(7).normal(size=(2, T, arch["hidden_size"])), jnp.float32)
-    positions = jnp.broadcast_to(jnp.arange(T)[None], (2, T))
-    cos, sin = rope.tables(model, positions)[0]
-
-    def out(made):
-        q, k, v = (
-            (linear(x, made[f"{n}_proj.weight"]) + made[f"{n}_proj.bias"][None, None]).reshape(
-                2, T, -1, arch["head_dim"]
-            )
-            for n in names[:3]
-        )
-        q, k, v = rotate(q, cos, sin), rotate(k, cos, sin).swapaxes(1, 2), v.swapaxes(1, 2)
-        given = attend(q, k, v, window=layers[0].window, positions=positions, sinks=made["sinks"])
-        return linear(given.reshape(2, T, -1), made["o_proj.weight"]) + made["o_proj.bias"][None, None]
-
-    with jax.default_matmul_precision("highest"):
-        np.testing.assert_allclose(out(made), np.load(FIXTURES / "hybrids.npz")[f"sinks.{index}"], atol=1e-5)
-        found = jax.grad(lambda made: jnp.mean(jnp.square(out(made))))(jax.tree.map(jnp.asarray, made))
-    for name, (along, length) in stored["gradients"].items():
-        projected = families.projections(name, found[name])
-        np.testing.assert_allclose(projected, (along, length), rtol=0, atol=1e-3 * length + 1e-7, err_msg=name)

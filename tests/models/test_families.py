@@ -35,7 +35,7 @@ CONFIGS = families.CONFIGS | hybrids.CONFIGS
 
 
 PLAIN_CONFIGS = ("llama_biased", "llama_yarn", "mistral_window", "qwen2_window", "qwen3", "smollm3_window", "olmo2")
-PLAIN_CONFIGS += ("gemma3", "qwen3_moe", "mixtral", "qwen3_next", "qwen3_next_tied", "qwen3_5")
+PLAIN_CONFIGS += ("gemma3", "qwen3_moe", "mixtral", "gpt_oss", "qwen3_next", "qwen3_next_tied", "qwen3_5")
 
 
 def some_slow(names, plain):
@@ -102,7 +102,7 @@ def test_log_probs_and_gradients_are_those_that_transformers_stored(tmp_path, na
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_moe_plain", "mixtral", "qwen3", *hybrids.CONFIGS])
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_moe_plain", "mixtral", "gpt_oss", "qwen3", *hybrids.CONFIGS])
 def test_the_sampler_s_likeliest_tokens_are_those_that_transformers_stored(tmp_path, name):
     """Decoded one by one with caches; they were made without one."""
     model = Model(hf.read_architecture(write(tmp_path / "theirs", name)))
@@ -172,7 +172,7 @@ KINDS = {
     ),
     "sinks": dict(sinks=True, o_bias=True, num_layers=3, layers=(Layer(window=5), Layer(), Layer(window=5))),
     "delta": {x.name: getattr(HYBRID, x.name) for x in dataclasses.fields(HYBRID)},
-    "experts": dict(num_experts=6, experts_per_token=3, norm_topk=True, ffn=12),
+    "experts": dict(num_experts=6, experts_per_token=3, norm_topk=True, ffn=12, experts_bias=True, glu_limit=0.3),
     "yarn": dict(rope_scaling=RopeScaling("yarn", (("factor", 4.0), ("original_max_position_embeddings", 4)))),
 }
 
@@ -291,6 +291,9 @@ def test_a_window_s_cache_holds_the_window():
         ("qwen3_moe", {"norm_topk_prob": 1}, "norm_topk_prob=1 must be true or false"),
         ("qwen3_moe", {"shared_expert_intermediate_size": 8}, "shared_expert_intermediate_size=8 is no key"),
         ("mixtral", {"moe_intermediate_size": 8}, "moe_intermediate_size=8 is no key"),
+        ("gpt_oss", {"swiglu_alpha": 1.0}, "swiglu_alpha=1.0 is not supported; supported: 1.702"),
+        ("gpt_oss", {"swiglu_limit": 0}, "swiglu_limit=0 must be a number above 0"),
+        ("gpt_oss", {"quantization_config": {"quant_method": "awq"}}, "quantization_config=.* quant_method 'mxfp4'"),
         ("smollm3", {"no_rope_layers": [1, 0, 1, 0, 2]}, "no_rope_layers=.* must be a list of 5"),
         ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 0}, "no_rope_layer_interval=0"),
         ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0 is no key"),
@@ -369,9 +372,9 @@ def test_transformers_computes_the_same_of_long_rows_before_loading_and_after_ex
     import transformers
 
     settings = {**CONFIGS[name], "max_position_embeddings": 2048, "initializer_range": 0.2}
-    theirs = transformers.AutoModelForCausalLM.from_config(
-        transformers.AutoConfig.for_model(**settings), attn_implementation="eager"
-    ).eval()
+    own = transformers.AutoConfig.for_model(**settings)
+    own._experts_implementation = "eager"  # the grouped one wants sizes of multiples of 16 bytes
+    theirs = transformers.AutoModelForCausalLM.from_config(own, attn_implementation="eager").eval()
     torch.manual_seed(1)
     for key, parameter in theirs.named_parameters():
         if "norm" in key or "bias" in key:
@@ -395,7 +398,7 @@ def test_transformers_computes_the_same_of_long_rows_before_loading_and_after_ex
     assert np.quantile(np.abs(ours - before), 0.95) < 1e-4
     hf.export(params, model, make_byte_tokenizer(), tmp_path / "ours")
     back, report = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "ours", output_loading_info=True, attn_implementation="eager"
+        tmp_path / "ours", output_loading_info=True, attn_implementation="eager", experts_implementation="eager"
     )
     assert type(back) is type(theirs)
     assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]

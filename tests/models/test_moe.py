@@ -25,6 +25,7 @@ from jaxrl_llm.types import Rollout
 
 # Experts, those of a token and their ffn divide over no more devices than the meshes here have.
 EXPERTS = dataclasses.replace(TINY, num_experts=6, experts_per_token=3, norm_topk=True, ffn=12, family="qwen3_moe")
+BIASED = dataclasses.replace(EXPERTS, experts_bias=True, glu_limit=0.3)
 PAIR = MeshConfig(data=1, expert=2)
 MESHES = {
     "expert": PAIR,
@@ -44,7 +45,7 @@ def weights(arch, seed=0):
 
 
 def mixed(arch, made, x, chosen=None, load=None):
-    how = dict(chosen=chosen, load=load, arch=arch, activation=jax.nn.silu, rules=sharding.RULES)
+    how = dict(chosen=chosen, load=load, arch=arch, rules=sharding.RULES)
     how["grouped"] = lambda rows, w, sizes: jax.lax.ragged_dot(rows, w.mT, sizes)
     with jax.default_matmul_precision("highest"):
         return moe.mlp(x, made.__getitem__, **how)
@@ -60,6 +61,19 @@ def test_tokens_get_what_their_experts_say(E, k, normalised):
     np.testing.assert_array_equal(chosen.reshape(33, k), theirs)
     np.testing.assert_allclose(y.reshape(33, 6), expected, rtol=0, atol=1e-5)
     assert chosen.dtype == jnp.uint8
+
+
+def test_biases_and_limits_are_gpt_oss_s():
+    arch = dataclasses.replace(BIASED, num_experts=5, experts_per_token=2, width=6, ffn=9)
+    rng, made = np.random.default_rng(1), weights(arch)
+    x = rng.normal(size=(3, 11, 6)).astype(np.float32)
+    sizes = {"router": 5, "experts_gate": (5, 9), "experts_up": (5, 9), "experts_down": (5, 6)}
+    biases = {f"{name}_bias": rng.normal(size=size).astype(np.float32) for name, size in sizes.items()}
+    y, (chosen,) = mixed(arch, made | biases, x)
+    how = dict(normalised=True, biases=biases.values(), limit=arch.glu_limit)
+    expected, theirs = oracle.mixture(x.reshape(33, 6), *made.values(), 2, **how)
+    np.testing.assert_array_equal(chosen.reshape(33, 2), theirs)
+    np.testing.assert_allclose(y.reshape(33, 6), expected, rtol=0, atol=1e-5)
 
 
 def test_of_equally_likely_experts_those_of_lower_numbers_are_chosen_and_one_may_get_every_token():
@@ -138,7 +152,7 @@ def test_metrics_of_even_and_of_one_sided_loads():
 @functools.cache
 def gradient_on(config):
     """Hidden states, choices and the gradient of a sum of both's, of rows on a mesh."""
-    mesh, model = building.mesh_of(config), Model(EXPERTS, remat="full")
+    mesh, model = building.mesh_of(config), Model(BIASED, remat="full")
     tokens = np.random.default_rng(0).integers(0, TINY.vocab_size, (4, 6)).astype(np.int32)
     positions = np.tile(np.arange(6, dtype=np.int32), (4, 1))
 

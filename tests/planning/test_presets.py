@@ -39,13 +39,21 @@ PUBLISHED = {
     "olmo-2-1b": (16, 2048, 16, 16, 128, 8192, 100352, 4096, False, 5e5, 1_484_916_736),
     "qwen3-30b-a3b": (48, 2048, 32, 4, 128, 768, 151936, 40960, False, 1e6, 30_532_122_624),
     "qwen3-235b-a22b": (94, 4096, 64, 4, 128, 1536, 151936, 40960, False, 1e6, 235_093_634_560),
+    "gpt-oss-20b": (24, 2880, 64, 8, 64, 2880, 201088, 131072, False, 150000, 20_914_757_184),
+    "gpt-oss-120b": (36, 2880, 64, 8, 64, 2880, 201088, 131072, False, 150000, 116_829_156_672),
     "mixtral-8x7b": (32, 4096, 32, 8, 128, 14336, 32000, 32768, False, 1e6, 46_702_792_704),
 }
 # model_type and what else is in the files of a name that begins so; of Gemma, what transformers fills in besides.
 LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 8192}
 EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True, "decoder_sparse_step": 1}
+YARN = dict(rope_type="yarn", factor=32.0, beta_fast=32.0, beta_slow=1.0, truncate=False)
+YARN |= {"original_max_position_embeddings": 4096}
+GPT_OSS = {"model_type": "gpt_oss", "num_experts_per_tok": 4, "rope_scaling": YARN, "sliding_window": 128}
+GPT_OSS |= {"attention_bias": True, "swiglu_limit": 7.0, "quantization_config": {"quant_method": "mxfp4"}}
 FURTHER = {
+    "gpt-oss-20b": {**GPT_OSS, "num_local_experts": 32},
+    "gpt-oss-120b": {**GPT_OSS, "num_local_experts": 128},
     "smollm2": {"model_type": "llama", "rms_norm_eps": 1e-5},
     "llama-3.1": {"model_type": "llama", "rms_norm_eps": 1e-5, "rope_scaling": {**LLAMA3, "factor": 8.0}},
     "llama-3.2": {"model_type": "llama", "rms_norm_eps": 1e-5, "rope_scaling": {**LLAMA3, "factor": 32.0}},
@@ -92,6 +100,8 @@ def test_a_preset_has_the_parameters_of_its_model(name):
         "qwen3_moe": 2 * width + 2 * head_size,
         "gemma3_text": 4 * width + 2 * head_size,
         "olmo2": 2 * width + head_size * (heads + kv_heads),
+        # Biases of attention, its sinks, and biases of router and experts.
+        "gpt_oss": 3 * width + head_size * (heads + 2 * kv_heads) + heads + (experts or 0) * (1 + 2 * ffn + width),
     }.get(kind, 2 * width)
     assert layers * (attention + mlp + small) + vocabulary * width * (1 if tied else 2) + width == published
     model = presets.model_of(freeze({}), name)

@@ -13,18 +13,26 @@ def choose(probs, k):
     return np.argsort(-probs, axis=-1, kind="stable")[:, :k]
 
 
-def mixture(x, router, gate, up, down, k, *, normalised, chosen=None):
-    """SwiGLU experts [E,F,D], [E,F,D], [E,D,F] of tokens [X,D], of which each has k, and those."""
+def mixture(x, router, gate, up, down, k, *, normalised, chosen=None, biases=None, limit=np.inf):
+    """SwiGLU experts [E,F,D], [E,F,D], [E,D,F] of tokens [X,D], of which each has k, and those.
+
+    With ``biases``, of the router [E] and the three matrices [E,F], [E,F], [E,D], they are GPT-OSS's: gates up to the
+    limit, ups from there to its negative, and one is added to them.
+    """
     x, router, gate, up, down = (np.asarray(a, np.float64) for a in (x, router, gate, up, down))
-    probs = softmax(x @ router.T)
+    of_router, *of_experts = (0, *[np.zeros((len(router), 1))] * 3) if biases is None else biases
+    probs = softmax(x @ router.T + of_router)
     chosen = choose(probs, k) if chosen is None else chosen
     out = np.zeros_like(x)
     for t, token in enumerate(x):
         share = probs[t, chosen[t]]
         share = share / share.sum() if normalised else share
         for e, p in zip(chosen[t], share, strict=True):
-            opened = gate[e] @ token
-            out[t] += p * (down[e] @ (opened / (1 + np.exp(-opened)) * (up[e] @ token)))
+            g, u = (w[e] @ token + b[e] for w, b in zip((gate, up), of_experts, strict=False))
+            if biases is not None:
+                g, u = np.where(g > limit, limit, g), np.where(np.abs(u) > limit, np.sign(u) * limit, u) + 1
+            steep = 1 if biases is None else 1.702
+            out[t] += p * (down[e] @ (g / (1 + np.exp(-steep * g)) * u) + of_experts[2][e])
     return out, chosen
 
 

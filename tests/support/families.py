@@ -71,6 +71,11 @@ CONFIGS |= {
         **dict(model_type="qwen3_moe", head_dim=10, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=9),
         **dict(use_sliding_window=True, sliding_window=9, attention_bias=True, num_hidden_layers=2),
     ),
+    "gpt_oss": of(
+        **dict(model_type="gpt_oss", head_dim=10, num_local_experts=7, num_experts_per_tok=3, intermediate_size=13),
+        **dict(sliding_window=7, attention_bias=True, swiglu_limit=0.4),
+        rope={**ORIGINAL, "rope_type": "yarn", "factor": 5.0, "truncate": False},
+    ),
     "mixtral": of("mixtral", num_local_experts=6, num_experts_per_tok=2, sliding_window=11, num_hidden_layers=2),
 }
 MOST_TOKENS = 90

@@ -23,9 +23,6 @@ CONFIGS = {
     ),
     "qwen3_5": families.of("qwen3_5_text", ROPE, **SIZES, linear_num_value_heads=4),
 }
-# GPT-OSS has experts in every layer; of it attention alone.
-SINKS = families.of("gpt_oss", {**families.ORIGINAL, "rope_type": "yarn", "factor": 5.0, "truncate": False})
-SINKS |= dict(head_dim=8, num_attention_heads=6, num_hidden_layers=2, sliding_window=7, attention_bias=True)
 
 
 def weights(shapes):

@@ -17,7 +17,7 @@ from typing import Any
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models import rope
 from jaxrl_llm.models.architecture import Architecture, Layer, positive
-from jaxrl_llm.models.files import hybrids
+from jaxrl_llm.models.files import hybrids, mixtures
 from jaxrl_llm.models.files.rope_keys import ropes_of
 
 _LAYER = "model.layers.{layer}."
@@ -97,6 +97,7 @@ class Family:
         is_windowed: (config, layer's index) -> its tokens see a window, where ``layer_types`` does not say so.
         local_rope: layers with a window have a rope of their own.
         only: values that a key must have one of.
+        experts_together: files have the experts of a layer in one tensor (mixtures.Apart).
     """
 
     class_name: str
@@ -107,17 +108,7 @@ class Family:
     is_windowed: Callable[[dict[str, Any], int], bool] = lambda config, index: False
     local_rope: bool = False
     only: dict[str, tuple[Any, ...]] = field(default_factory=dict)
-
-
-def _experts(get: Callable[[str], Any]) -> dict[str, Any]:
-    return {"num_experts": get("num_experts", most=32767), "experts_per_token": get("num_experts_per_tok")}
-
-
-def _expert_names(block: str, *stored: str) -> dict[str, str]:
-    """Of the router and of gate, up and down, which are ``stored`` so, one tensor an expert."""
-    names = {f"blocks.experts_{name}": of for name, of in zip(("gate", "up", "down"), stored, strict=True)}
-    names = {name: f"{_LAYER}{block}experts.{{expert}}.{of}.weight" for name, of in names.items()}
-    return {"blocks.router": f"{_LAYER}{block}gate.weight", **names}
+    experts_together: bool = False
 
 
 FAMILIES = {
@@ -141,30 +132,30 @@ FAMILIES = {
     ),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
-        {
-            **_COMMON,
-            **dict(num_key_value_heads=4, max_position_embeddings=32768, attention_bias=False),
-            **dict(sliding_window=None, use_sliding_window=False, max_window_layers=28),
-            **dict(num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=False),
-            **dict(decoder_sparse_step=1, mlp_only_layers=None, num_local_experts=None),
-        },
+        {**_COMMON, **mixtures.QWEN3_MOE_KEYS},
         fixed={"qk_norm": "head"},
-        derived=lambda get: {**_experts(get), "ffn": get("moe_intermediate_size")},
-        names=_expert_names("mlp.", "gate_proj", "up_proj", "down_proj"),
+        derived=lambda get: {**mixtures.sizes(get), "ffn": get("moe_intermediate_size")},
+        names=mixtures.names("mlp.", "gate_proj", "up_proj", "down_proj"),
         is_windowed=lambda config, index: True,
         only={"decoder_sparse_step": (1,), "mlp_only_layers": (None, [])},
     ),
     "mixtral": Family(
         "MixtralForCausalLM",
-        {
-            **_COMMON,
-            **dict(num_key_value_heads=8, max_position_embeddings=131072, rms_norm_eps=1e-5, rope_theta=1e6),
-            **dict(sliding_window=None, num_experts_per_tok=2, num_local_experts=8),
-        },
+        {**_COMMON, **mixtures.MIXTRAL_KEYS},
         fixed={"norm_topk": True},
-        derived=_experts,
-        names=_expert_names("block_sparse_moe.", "w1", "w3", "w2"),
+        derived=mixtures.sizes,
+        names=mixtures.names("block_sparse_moe.", "w1", "w3", "w2"),
         is_windowed=lambda config, index: True,
+    ),
+    "gpt_oss": Family(
+        "GptOssForCausalLM",
+        {**_COMMON, **_WINDOW, **mixtures.GPT_OSS_KEYS},
+        fixed={"sinks": True, "norm_topk": True, "experts_bias": True},
+        derived=lambda get: {**mixtures.sizes(get), "glu_limit": get("swiglu_limit", whole=False)},
+        names=mixtures.names("mlp.", "gate_proj", "up_proj", "down_proj", router="router"),
+        is_windowed=lambda config, index: index % 2 == 0,
+        only=mixtures.GPT_OSS_ONLY,
+        experts_together=True,
     ),
     "smollm3": Family(
         "SmolLM3ForCausalLM",
@@ -259,6 +250,7 @@ def architecture_of(given: dict[str, Any], path: Any) -> Architecture:
     for key, allowed in family.only.items():
         if config[key] not in allowed:
             raise ConfigError(f"{path}: {key}={config[key]!r:.60} is not supported; supported: {allowed[-1]!r}")
+    mixtures.check_quantisation(path, config.get("quantization_config"))
     get = lambda key, **how: positive(path, key, config[key], **how)
     flag = lambda key: _flag(path, key, config.get(key, False))
     width, num_heads, num_layers = get("hidden_size"), get("num_attention_heads"), get("num_hidden_layers", most=1000)
@@ -366,6 +358,7 @@ def config_of(arch: Architecture) -> dict[str, Any]:
         "num_local_experts": arch.num_experts,
         "num_experts_per_tok": arch.experts_per_token,
         "norm_topk_prob": arch.norm_topk,
+        "swiglu_limit": arch.glu_limit,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
         **hybrids.config_of(arch),

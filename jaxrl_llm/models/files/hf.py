@@ -12,7 +12,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models.architecture import Architecture
-from jaxrl_llm.models.files import families, layout
+from jaxrl_llm.models.files import families, layout, mixtures
 from jaxrl_llm.models.files.tokenizer import Tokenizer
 from jaxrl_llm.models.transformer import Model, Params
 from jaxrl_llm.runtime import hosts
@@ -32,6 +32,7 @@ MAX_FILE_BYTES = 5 * 10**9
 MOST_MAPPED_BYTES = 2**26
 # Of stored weights, as safetensors calls them.
 DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16)}
+CODES = "U8"  # bytes of MXFP4 (mixtures)
 # Of an export, until it is whole.
 PARTIAL = ".partial"
 # What a model's text goes through, and how it is sampled: training changes none of it.
@@ -61,14 +62,14 @@ def load_params(folder: str | Path, model: Model, mesh: Mesh) -> Params:
     Raises:
         ConfigError: no safetensors, an unreadable file, or a missing, misshapen or unknown tensor.
     """
-    file = Folder(Path(folder))
+    file = _tensors(folder, model)
     _check_tied(file, model)
     return layout.load(file, families.names_of(model.arch), *_expected(model, mesh))
 
 
 def check_weights(folder: str | Path, model: Model, mesh: Mesh) -> None:
     """Raise the ``ConfigError`` that ``load_params`` would, from the files' headers, and a tied head, alone."""
-    file = Folder(Path(folder))
+    file = _tensors(folder, model)
     layout.check(file, families.names_of(model.arch), *_expected(model, mesh))
     _check_tied(file, model)
 
@@ -78,7 +79,12 @@ def _expected(model: Model, mesh: Mesh) -> tuple[Params, str]:
     return model.abstract_params(mesh), f"a model of the family {model.arch.family}"
 
 
-def _check_tied(file: Folder, model: Model) -> None:
+def _tensors(folder: str | Path, model: Model) -> Folder | mixtures.Apart:
+    file = Folder(Path(folder))
+    return mixtures.Apart(file) if families.FAMILIES[model.arch.family].experts_together else file
+
+
+def _check_tied(file: Folder | mixtures.Apart, model: Model) -> None:
     """A stored head beside ``tie_word_embeddings=true`` is the embedding again, or transformers would not tie it."""
     names = families.names_of(model.arch)
     table, head = names["embedding"], names["head"]
@@ -134,7 +140,7 @@ class Folder:
                 # Old files keep this constant; and of further tokens a second small model, which nothing here reads.
                 if name.endswith("rotary_emb.inv_freq") or name.startswith("mtp."):
                     continue
-                if part.get_dtype() not in DTYPES:
+                if part.get_dtype() not in DTYPES and not (part.get_dtype() == CODES and mixtures.is_code(name)):
                     raise ConfigError(f"{path}: tensor {name} is {part.get_dtype()}; supported: {', '.join(DTYPES)}")
                 if name in self.shapes:
                     raise ConfigError(f"{path}: tensor {name} is in another file too")
@@ -145,11 +151,13 @@ class Folder:
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
         path, rows, shape = self._paths[name], index[0], self.shapes[name]
         # Pages that were read stay in memory while a file is mapped: a whole model of them, were they not given back.
-        self._mapped_bytes += (rows.stop - rows.start) * math.prod(shape[1:]) * DTYPES[self.dtypes[name]].itemsize
+        size = 1 if self.dtypes[name] == CODES else DTYPES[self.dtypes[name]].itemsize
+        self._mapped_bytes += (rows.stop - rows.start) * math.prod(shape[1:]) * size
         if path != self._open[1] or self._mapped_bytes > MOST_MAPPED_BYTES:
             self._open = (None, None)
             self._open, self._mapped_bytes = (safetensors.safe_open(path, framework="numpy"), path), 0
-        return self._open[0].get_slice(name)[index].astype(np.float32, copy=False)
+        part = self._open[0].get_slice(name)[index]
+        return part if self.dtypes[name] == CODES else part.astype(np.float32, copy=False)
 
 
 def export(
@@ -165,7 +173,8 @@ def export(
 
     All is written aside, in ``folder/.partial``, and renamed into ``folder`` when it is whole, config.json last: an
     interrupted export leaves what was there, and a folder without config.json is not taken for a model. Weights are
-    split over files of at most 5 GB; the host holds one parameter of all layers at a time.
+    split over files of at most 5 GB; the host holds one parameter of all layers at a time, two where files have them in
+    one tensor.
 
     Args:
         like: the Hugging Face folder that the model comes from: its tokenizer, chat template and generation_config.json
@@ -175,20 +184,20 @@ def export(
     Raises:
         ConfigError: weights that float16 cannot hold.
     """
-    names = families.names_of(model.arch)
+    tensors = _stored(params, model)
     if not hosts.is_first():
-        for _, _, fetch in layout.stored_tensors(params, names):
+        for _, _, fetch in tensors:
             fetch()  # what is split over hosts, all of them gather
         return
     folder, kept = Path(folder), [] if like is None else _kept_files(Path(like))
-    stored = {} if like is None or dtype else {key: DTYPES[x] for key, x in Folder(Path(like)).dtypes.items()}
+    stored = {} if like is None or dtype else _dtypes(Path(like))
     usual = numpy_dtypes()[dtype or "float32"]
     aside = folder / PARTIAL
     folder.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir()
     try:
-        bytes_of = _write_weights(params, names, aside, lambda name: stored.get(name, usual))
+        bytes_of = _write_weights(tensors, aside, lambda name: stored.get(name, usual))
         tokens = {"bos_token_id": tokenizer.bos_id, "eos_token_id": list(tokenizer.eos_ids)}
         if like is None:
             tokenizer.save(aside)
@@ -202,6 +211,19 @@ def export(
         _take_place(aside, folder)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def _stored(params: Params, model: Model) -> Iterator[layout.Stored]:
+    """Every tensor of a folder, as its family has them."""
+    is_together = families.FAMILIES[model.arch.family].experts_together
+    tensors = layout.stored_tensors(params, families.names_of(model.arch), num_held=1 + is_together)
+    return mixtures.together(tensors, is_together=is_together)
+
+
+def _dtypes(folder: Path) -> dict[str, np.dtype]:
+    """Of a folder's tensors, by the names that an export has; of MXFP4 the one that holds its numbers exactly."""
+    found = {name.removesuffix("_blocks"): x for name, x in Folder(folder).dtypes.items()}
+    return {name: DTYPES["BF16" if x == CODES else x] for name, x in found.items()}
 
 
 def _kept_files(folder: Path) -> list[Path]:
@@ -222,12 +244,12 @@ def _take_place(aside: Path, folder: Path) -> None:
 
 
 def _write_weights(
-    params: Params, names: dict[str, str], folder: Path, dtype_of: Callable[[str], np.dtype]
+    tensors: Iterator[layout.Stored], folder: Path, dtype_of: Callable[[str], np.dtype]
 ) -> dict[str, int]:
     """Write the weights; returns how many bytes there are of each dtype."""
     files: list[dict] = [{}]
     filled, bytes_of, weight_map = 0, collections.Counter(), {}
-    for name, shape, fetch in layout.stored_tensors(params, names):
+    for name, shape, fetch in tensors:
         dtype = np.dtype(dtype_of(name))
         num_bytes = dtype.itemsize * math.prod(shape)
         if filled and filled + num_bytes > MAX_FILE_BYTES:

@@ -26,11 +26,13 @@ from jaxrl_llm.runtime import sharding
 # For each dimension of a stored tensor, the dimensions of ours that are folded into it.
 # Ours are counted without the axes that are stacked: the layers', and the experts'.
 _VECTOR, _MATRIX, _AXES = ((0,),), ((0,), (1,)), ("layer", "expert")
+_EXPERTS = ("experts_gate", "experts_up", "experts_down")
 LAYOUT = {
     **{name: _MATRIX for name in ("embedding", "head", "blocks.gate", "blocks.up", "blocks.down")},
     **{f"blocks.{name}": ((0, 1), (2,)) for name in ("q", "k", "v")},
     "blocks.o": ((0,), (1, 2)),
-    **{f"blocks.{name}": _MATRIX for name in ("router", "experts_gate", "experts_up", "experts_down")},
+    **{f"blocks.{name}": _MATRIX for name in ("router", *_EXPERTS)},
+    **{f"blocks.{name}_bias": _VECTOR for name in ("router", *_EXPERTS)},
     "final_norm": _VECTOR,
     **{f"blocks.{of}{post}": _VECTOR for of in ("attention", "mlp") for post in ("_norm", "_post_norm")},
     **{f"blocks.{name}": _VECTOR for name in ("q_norm", "k_norm", "o_bias", "gate_bias", "up_bias", "down_bias")},
@@ -97,12 +99,12 @@ def _by_path(params: Params) -> dict[str, Any]:
 Stored = tuple[str, tuple[int, ...], Callable[[], np.ndarray]]
 
 
-def stored_tensors(params: Params, names: Mapping[str, str]) -> Iterator[Stored]:
+def stored_tensors(params: Params, names: Mapping[str, str], *, num_held: int = 1) -> Iterator[Stored]:
     """Every tensor of a file that holds ``params``: its name, its shape and a function that fetches it.
 
-    Fetching in this order moves each stacked parameter to the host once.
+    Fetching in this order moves each stacked parameter to the host once; it holds the last ``num_held``.
     """
-    fetch = functools.lru_cache(maxsize=1)(lambda path: np.asarray(sharding.whole(flat[path]), np.float32))
+    fetch = functools.lru_cache(num_held)(lambda path: np.asarray(sharding.whole(flat[path]), np.float32))
 
     def one(path: str, at: tuple[int, ...]) -> np.ndarray:
         value = fetch(path)[at]
