@@ -13,9 +13,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from jax.sharding import Mesh
-
-from jaxrl_llm.config import Config, ConfigError
+from jaxrl_llm.config import Config, ConfigError, MeshConfig
 from jaxrl_llm.models.architecture import Architecture
 from jaxrl_llm.planning import cost, verdict
 from jaxrl_llm.planning.chips import Chip
@@ -32,71 +30,102 @@ LEARNER = ("init_ring", "init_state", "annotate", "update")
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    data: int
-    fsdp: int
-    tensor: int
+    mesh: MeshConfig
     micro_batch_size: int
     remat: str
 
     def of(self, config: Config) -> Config:
-        mesh = dataclasses.replace(config.mesh, data=self.data, fsdp=self.fsdp, tensor=self.tensor)
         update = dataclasses.replace(config.update, micro_batch_size=self.micro_batch_size)
         model = dataclasses.replace(config.model, remat=self.remat)
-        return dataclasses.replace(config, mesh=mesh, update=update, model=model)
+        return dataclasses.replace(config, mesh=self.mesh, update=update, model=model)
 
     def __str__(self) -> str:
-        mesh = f"mesh.data={self.data} mesh.fsdp={self.fsdp} mesh.tensor={self.tensor}"
+        mesh = " ".join(f"mesh.{axis}={getattr(self.mesh, axis)}" for axis in sharding.MESH_AXES)
         return f"{mesh} update.micro_batch_size={self.micro_batch_size} model.remat={self.remat}"
 
 
-def layouts(config: Config, num_devices: int) -> Iterator[Layout]:
-    """All of them; many do not divide the run's numbers."""
-    num_devices //= config.mesh.context
+def meshes(config: MeshConfig, arch: Architecture, num_devices: int) -> Iterator[MeshConfig]:
+    """Those whose axes the model can use: experts to split, heads to exchange for parts of rows."""
     divisors = [n for n in range(1, num_devices + 1) if num_devices % n == 0]
+    for fsdp, expert, context, tensor in itertools.product(divisors, repeat=4):
+        used = fsdp * expert * context * tensor
+        idle = (expert > 1 and arch.num_experts % expert) or (context > 1 and arch.num_heads % (context * tensor))
+        if num_devices % used or arch.num_kv_heads % tensor or (expert > 1 and not arch.num_experts) or idle:
+            continue
+        axes = {"fsdp": fsdp, "expert": expert, "context": context, "tensor": tensor}
+        yield dataclasses.replace(config, data=num_devices // used, **axes)
+
+
+def layouts(config: Config, mesh: MeshConfig) -> Iterator[Layout]:
+    """All of a mesh; many do not divide the run's numbers."""
     batch = config.update.batch_size
     packed = config.update.micro_batch_tokens > 0
     sizes = [config.update.micro_batch_size] if packed else [n for n in range(1, batch + 1) if batch % n == 0]
-    for fsdp, tensor, size, remat in itertools.product(divisors, divisors, sizes, ("none", "dots", "full")):
-        if num_devices % (fsdp * tensor) == 0:
-            yield Layout(num_devices // (fsdp * tensor), fsdp, tensor, size, remat)
+    yield from (Layout(mesh, *each) for each in itertools.product(sizes, ("none", "dots", "full")))
 
 
-def estimate(config: Config, arch: Architecture, mesh: Mesh, chip: Chip) -> float:
-    """Seconds of an iteration by the algebra of weights alone; it puts layouts in an order."""
-    chips, tensor, update = mesh.size, mesh.shape["tensor"], config.update
+def estimate(config: Config, arch: Architecture, chip: Chip) -> float:
+    """Seconds of an iteration by the algebra of weights and activations; it puts layouts in an order."""
+    update, mesh = config.update, config.mesh
+    chips = mesh.data * mesh.fsdp * mesh.expert * mesh.context * mesh.tensor
     repeated = {"none": 6.0, "dots": 6.7}.get(config.model.remat, 8.0) / 6.0
     flops = cost.model_flops(config, arch) * repeated / chips
-    shards = chips // tensor
     size = 2 if config.model.compute_dtype == "bfloat16" else 4
-    weights = size * arch.num_params / tensor
+    of_experts = 3 * arch.num_layers * arch.num_experts * arch.width * arch.ffn
+    of_device = size * (arch.num_params - of_experts + of_experts / mesh.expert)
     rows = update.updates_per_iteration * update.batch_size
-    tokens, micros = rows * config.row_tokens / shards, rows // update.micro_batch_size
-    sent = weights * (1 + 4 * micros) * (mesh.shape["fsdp"] > 1)  # gathered twice, gradients added in float32
-    sent += 8 * size * tokens * arch.width * arch.num_layers * (tensor > 1)
-    cache = config.num_slots / shards * config.row_tokens * arch.num_kv_heads * arch.head_size * 2 * size
-    read = cost.decode_steps(config) * (weights + cache * arch.num_layers / tensor / 2) + 6 * weights * micros
+    tokens, micros = rows * config.row_tokens / (chips / mesh.tensor), rows // update.micro_batch_size
+    # Weights are gathered twice, gradients added up in float32; publishing gathers once.
+    sent = of_device / mesh.tensor * (1 + 4 * micros) * (mesh.fsdp * mesh.context > 1)
+    tensor = mesh.sampler_tensor or mesh.tensor
+    weights, slots = of_device / tensor, config.num_slots / (chips / tensor)
+    steps = cost.decode_steps(config)
+    for count, passes, parts in ((tokens, 2, mesh.tensor), (slots * steps, 1, tensor)):
+        activations = passes * size * count * arch.num_layers
+        sent += activations * arch.width * (4 * (parts > 1) + 2 * (mesh.expert - 1))
+        if passes == 2:  # of a learner's rows alone parts lie elsewhere
+            sent += activations * 2 * (arch.num_heads + arch.num_kv_heads) * arch.head_size * (mesh.context > 1)
+    cache = slots * config.row_tokens * arch.num_kv_heads * arch.head_size * 2 * size
+    read = steps * (weights + cache * arch.num_layers / tensor / 2) + 6 * of_device / mesh.tensor * micros
     return flops / chip.tflops / 1e12 + read / chip.hbm_gb / 1e9 + sent / chip.link_gb / 1e9
+
+
+def kept_for_backward(config: Config, arch: Architecture) -> float:
+    """Bytes that a device keeps of a micro-batch at the least, of completions alone: of each layer its input, and what
+    ``model.remat`` says of its MLP.
+    """
+    mesh, size = config.mesh, 2 if config.model.compute_dtype == "bfloat16" else 4
+    of_rows = config.update.micro_batch_size * config.sampling.max_completion_tokens
+    tokens = (config.update.micro_batch_tokens or of_rows) / (mesh.data * mesh.fsdp * mesh.expert * mesh.context)
+    ffn = arch.ffn * max(1, arch.experts_per_token) / mesh.tensor
+    return size * arch.num_layers * tokens * (arch.width + {"none": 6, "dots": 2}.get(config.model.remat, 0) * ffn)
 
 
 def candidates(config: Config, model: Model, devices: list[Any], chip: Chip) -> tuple[list[Layout], int]:
     """Layouts whose numbers divide and whose arrays fit, by their estimate; and how many divide but do not fit."""
     found, too_large = [], 0
-    largest: dict[Mesh, float] = {}  # bytes of a device: of a mesh, whatever the micro-batch
-    for layout in layouts(config, len(devices)):
-        of = layout.of(config)
-        mesh = sharding.make_mesh(of.mesh, devices)
-        try:
-            sharding.check_divisible(of, mesh)
-            if mesh not in largest:
-                run = assembled(of, model, devices)
-                largest[mesh] = max(sum(verdict.kept(run, sampling=half).values()) for half in (True, False))
-        except ConfigError:
-            continue
-        if largest[mesh] > chip.hbm_gib * 2**30:
-            too_large += 1
-        else:
-            found.append((estimate(of, model.arch, mesh, chip), layout))
-    return [layout for _, layout in sorted(found, key=lambda each: each[0])], too_large
+    for axes in meshes(config.mesh, model.arch, len(devices)):
+        mesh, there = sharding.make_mesh(axes, devices), None
+        for layout in layouts(config, axes):
+            of = layout.of(config)
+            try:
+                sharding.check_divisible(of, mesh)
+                there = there or arrays(assemble(of, model.arch, model.eos_ids, mesh, model.reference))
+            except ConfigError:
+                continue
+            sampling, learning = there[0], there[1] + kept_for_backward(of, model.arch)
+            if max(sampling, learning) > chip.hbm_gib * 2**30:
+                too_large += 1
+            else:
+                found.append((estimate(of, model.arch, chip), learning, layout))
+    # Of those that take as long, the one that needs less.
+    return [layout for *_, layout in sorted(found, key=lambda each: each[:2])], too_large
+
+
+def arrays(run: Run) -> tuple[int, int]:
+    """Bytes of a device that are there while the sampler runs, and while the learner does."""
+    sampling, learning = (sum(verdict.kept(run, sampling=half).values()) for half in (True, False))
+    return sampling, learning
 
 
 def assembled(config: Config, model: Model, devices: list[Any]) -> Run:
@@ -125,11 +154,11 @@ def search(config: Config, model: Model, devices: list[Any], chip: Chip, *, most
         f"{len(tried)} are compiled (--search={most})",
         flush=True,
     )
-    sampler: dict[tuple[int, ...], list[Row]] = {}
+    sampler: dict[str, list[Row]] = {}
     fitting = []
     for layout in tried:
         run = assembled(layout.of(config), model, devices)
-        mesh = (layout.data, layout.fsdp, layout.tensor)
+        mesh = str(layout.mesh)
         programs = run.programs()
         if mesh not in sampler:
             sampler[mesh] = list(compile_rows(run, [name for name in SAMPLER if name in programs]))
