@@ -17,7 +17,7 @@ import argparse
 import dataclasses
 
 from benchmarks import pod
-from jaxrl_llm.planning import compiled, verdict
+from jaxrl_llm.planning import compiled
 from jaxrl_llm.run import Run
 from jaxrl_llm.runtime import sharding
 
@@ -51,7 +51,7 @@ class Step:
 def step_of(run: Run, decode: compiled.Row) -> Step:
     steps, tokens = run.config.rollout.chunk_steps, run.config.sampling.max_completion_tokens
     state = run.sampler.abstract_state()
-    of_blocks = (compiled.live_share(tokens) - 0.5) * verdict.device_bytes((state.cache_k, state.cache_v))
+    of_blocks = (compiled.live_share(tokens) - 0.5) * sharding.device_bytes((state.cache_k, state.cache_v))
     sent = {kind: size / steps for kind, size in decode.counts.by_collective().items()}
     return Step(decode.counts.total("read_bytes") / steps, must_read(run), of_blocks, sent)
 

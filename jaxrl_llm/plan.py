@@ -113,11 +113,10 @@ def memory_of(run: Run, rows: list[Row], chip: chips.Chip) -> dict[str, Any]:
     """Print what lives on a chip between programs and at the fullest time; return that by program."""
     limit = chip.hbm_gib * 2**30
     compiled = {row.name: row.memory for row in rows if row.memory}
-    keeps_slots = run.config.rollout.lookahead_prompts > 0
-    resident = resident_bytes(compiled, keeps_slots=keeps_slots)
-    need = in_use_bytes(compiled, keeps_slots=keeps_slots)
+    resident, need = resident_bytes(compiled, **run.beside), in_use_bytes(compiled, **run.beside)
     largest = max(need, key=need.get)
-    what = "learner, ring, rollouts" + (", sampler" if keeps_slots else "")
+    there = {"sampler": run.beside["keeps_slots"], "frozen weights": run.beside["frozen"]}
+    what = ", ".join(["learner, ring, rollouts", *(name for name, is_there in there.items() if is_there)])
     print(f"resident    {resident / 2**20:.1f} MiB a chip between iterations: {what}")
     if on_host := verdict.host_bytes(compiled):
         print(f"on hosts    {on_host / 2**20:.1f} MiB a chip between programs, in pinned memory")

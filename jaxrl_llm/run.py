@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import os
 from typing import Any
 
@@ -52,6 +51,12 @@ class Run:
     @functools.cached_property
     def sampler_params(self) -> Any:
         return publish.abstract_params(self.model, self.sampler.mesh)
+
+    @property
+    def beside(self) -> dict[str, Any]:
+        """What lives on a device that no program tells (``programs.in_use_bytes``)."""
+        frozen = sharding.device_bytes(self.learner.frozen)
+        return {"keeps_slots": self.config.rollout.lookahead_prompts > 0, "frozen": frozen}
 
     @property
     def abstract_checkpoint(self) -> dict[str, Any]:
@@ -100,7 +105,8 @@ def assemble(
     sharding.check_divisible(config, mesh)
     config = config.scaled()
     model = model_of(config, arch, mesh)
-    reference_model = model_of(config, reference, mesh, "reference").base if reference else model.base
+    plain = dataclasses.replace(config, model=dataclasses.replace(config.model, lora=model.base.lora))
+    reference_model = model_of(plain, reference, mesh, "reference") if reference else model.base
     optimizer = optim.make(config.optimizer, config.num_updates)
     if config.replay.memory == "host":
         sharding.check_host_memory(mesh, "replay.memory", "host", otherwise="device")
@@ -190,14 +196,12 @@ def check_room(run: Run) -> None:
     on_host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // len(run.mesh.local_devices)
     limit, c = memory_limit(run.mesh.devices.flatten().tolist()) or on_host, flatten(run.config)
     for tree, *names in (
-        ((run.learner.abstract_state, run.learner.base), "model.path"),
+        ((run.learner.abstract_state, run.learner.frozen), "model.path", "model.reference_path"),
         (run.learner.abstract_ring, "replay.capacity", "replay.capacity_tokens"),
         (run.sampler.abstract_state(), "rollout.group_size", "rollout.lookahead_prompts", "sampling.support_tokens"),
         (run.eval_sampler and run.eval_sampler.abstract_state(), "eval.num_samples"),
     ):
-        there = [x for x in jax.tree.leaves(tree) if x.sharding.memory_kind != sharding.HOST_MEMORY]
-        need = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in there)
-        if need > limit:
+        if (need := sharding.device_bytes(tree)) > limit:
             given = ", ".join(f"{name}={c[name]!r}" for name in names)
             raise ConfigError(f"{given} need {need / 2**30:.2f} GiB per device, which has {limit / 2**30:.2f} GiB")
 
@@ -245,7 +249,7 @@ def keep_what_fits(
             raise
         return compiled  # the TPU compiler refuses what a chip cannot hold
     memories = {name: memory(program) for name, program in compiled.items()} | {"update": memory(update)}
-    in_use = in_use_bytes(memories, keeps_slots=run.config.rollout.lookahead_prompts > 0)
+    in_use = in_use_bytes(memories, **run.beside)
     return compiled | {"update": update} if in_use["update"] <= limit else compiled
 
 

@@ -36,7 +36,8 @@ from jaxrl_llm.reports.metrics import MetricsWriter, Progress, cost_values, plai
 from jaxrl_llm.run import assemble, check_room, describe, keep_what_fits
 from jaxrl_llm.runtime import cli, hosts, programs, sharding
 from jaxrl_llm.runtime.checkpoint import Checkpointer, claim
-from jaxrl_llm.runtime.programs import check_memory, compile_all, load_all, memory_limit, memory_table, use_cache
+from jaxrl_llm.runtime.executables import load_all
+from jaxrl_llm.runtime.programs import check_memory, compile_all, memory_limit, memory_table, use_cache
 from jaxrl_llm.runtime.stop import Stopped, StopRequest
 
 
@@ -90,7 +91,7 @@ def _train(config: Config, workdir: pathlib.Path, allow_config_changes: bool) ->
         started, limit = time.monotonic(), memory_limit(mesh.devices.flatten().tolist())
         compiled = load_all(run.programs(), mesh, config.executables) or compile_all(run.programs(), mesh)
         compiled = keep_what_fits(run, compiled, limit)
-        check_memory(compiled, limit, keeps_slots=config.rollout.lookahead_prompts > 0)
+        check_memory(compiled, limit, **run.beside)
         progress.note(memory_table(compiled) + f"\ncompiled in {time.monotonic() - started:.0f} s")
 
         # ---- state: fresh, or the checkpoint's --------------------------------------------------------

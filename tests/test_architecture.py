@@ -104,6 +104,7 @@ MENU = {
     *("method_config", "ops.groups", "ops.filters", "ops.paged_log", "ops.packing"),
     *("reports.metric_table", "runtime.functions"),
     *("reports.charts", "runtime.torus", "runtime.hosts"),  # hosts: what a job of several has, and one host skips
+    "runtime.executables",  # programs that plan has saved, which few runs take
     *("learner.faults", "runtime.stored"),  # what a run that goes well, to its end, never comes to
     "models.kernels.context",  # of rows too long for a device, which few meshes split
 }

@@ -73,6 +73,16 @@ class LearnerPrograms:
         return self.config.keeps_reference and not self.config.algorithm.reference_reset_iterations
 
     @functools.cached_property
+    def reference(self) -> Any:
+        """Abstract weights of ``loads_reference``."""
+        return self.reference_model.abstract_params(self.mesh) if self.loads_reference else None
+
+    @property
+    def frozen(self) -> tuple[Any, ...]:
+        """All weights that do not learn: a base is the reference too, where no other model is."""
+        return self.base if self.base and not self.config.model.reference_path else (*self.base, self.reference)
+
+    @functools.cached_property
     def sampled(self) -> Rollout:
         """What an actor generates in an iteration."""
         return self._resized(self.config.rollouts_per_iteration)
@@ -245,10 +255,8 @@ class LearnerPrograms:
             "update": Program(self._update, (state, ring, iteration, key, *self.base), (*both, whole), donate=(0, 1)),
         }
         if columns:
-            reference = self.reference_model.abstract_params(self.mesh) if self.loads_reference else None
-            programs["annotate"] = Program(
-                annotation.annotate, (state, reference, rollout, *self.base), layout(columns)
-            )
+            given = (state, self.reference, rollout, *self.base)
+            programs["annotate"] = Program(annotation.annotate, given, layout(columns))
         if config.algorithm.reference_reset_iterations:
             programs["reset_reference"] = Program(self._reset_reference, (state, ring), both, donate=(0, 1))
         if self.open_rollouts is not None:

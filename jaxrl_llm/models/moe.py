@@ -72,7 +72,7 @@ def check(config: Config, arch: Architecture, mesh: Any, who: str) -> None:
     targets = config.model.lora.targets
     if E and config.model.lora.rank and not {"gate", "up", "down"}.isdisjoint(targets):
         raise ConfigError(f"model.lora.targets={targets!r} must be among q, k, v, o: experts take no adapters")
-    if E and config.rollout.weights != "compute":
+    if E and who == "model" and config.rollout.weights != "compute":
         raise ConfigError(f"rollout.weights={config.rollout.weights!r} must be 'compute': experts are not rounded")
 
 

@@ -22,7 +22,8 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.planning import counting
 from jaxrl_llm.run import Run
-from jaxrl_llm.runtime.programs import Memory, memory, saved_as, saved_in
+from jaxrl_llm.runtime.executables import saved_as, saved_in
+from jaxrl_llm.runtime.programs import Memory, memory
 
 # Of a buffer in "memory-usage-report": cumulative size; size; offset; number of values; shapes.
 _BUFFER = re.compile(r"^\s*[\d.]+\w+\(\s*\d+%\);\s*([\d.]+)(\w+);\s*(\d+);\s*\d+;\s*(.*)$", re.MULTILINE)
@@ -103,7 +104,7 @@ def _newest(folder: str, pattern: str) -> str:
 
 
 def save_all(rows: Iterable[Row], mesh: Mesh, folder: str) -> None:
-    """Write the executables of rows that have them, for ``train`` to take (runtime.programs.load_all)."""
+    """Write the executables of rows that have them, for ``train`` to take (runtime.executables.load_all)."""
     where = saved_in(folder, mesh)
     where.mkdir(parents=True, exist_ok=True)
     for row in rows:

@@ -163,9 +163,7 @@ def search(config: Config, model: Model, devices: list[Any], chip: Chip, *, most
         if mesh not in sampler:
             sampler[mesh] = list(compile_rows(run, [name for name in SAMPLER if name in programs]))
         rows = sampler[mesh] + list(compile_rows(run, [name for name in LEARNER if name in programs]))
-        need = in_use_bytes(
-            {row.name: row.memory for row in rows if row.memory}, keeps_slots=config.rollout.lookahead_prompts > 0
-        )
+        need = in_use_bytes({row.name: row.memory for row in rows if row.memory}, **run.beside)
         refused = [row for row in rows if not row.memory or need[row.name] > chip.hbm_gib * 2**30]
         least = cost.iteration(run, chip, {row.name: row.counts for row in rows if row.counts})
         if refused:

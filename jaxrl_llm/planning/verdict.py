@@ -5,10 +5,8 @@ Owns: kinds of memory, the setting that lowers each, in numbers that divide. Doe
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import jax
 
@@ -18,14 +16,9 @@ from jaxrl_llm.runtime import sharding
 from jaxrl_llm.runtime.programs import SAMPLING, START_UP, Memory
 
 STATE, RING, PUBLISHED, SLOTS = "weights and moments", "ring", "published weights", "sampler's slots"
+FROZEN = "frozen weights"  # of a reference, and those that adapters are of
 LOGITS, KEPT, LAYER = "logits", "layers' inputs kept for the backward pass", "values of a layer"
 MATRICES, OTHER = "weights gathered, laid out anew, or their gradients", "other temporary memory"
-
-
-def device_bytes(tree: Any) -> int:
-    """Bytes of abstract arrays on one device; those in its host's memory are left out."""
-    there = [x for x in jax.tree.leaves(tree) if x.sharding.memory_kind != sharding.HOST_MEMORY]
-    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in there)
 
 
 def host_bytes(memories: Mapping[str, Memory]) -> int:
@@ -37,9 +30,10 @@ def kept(run: Run, *, sampling: bool) -> dict[str, int]:
     """Bytes of a device by kind, of what is there while a program of the sampler (or else of the learner) runs."""
     beside = sampling or run.config.rollout.lookahead_prompts > 0
     learner = run.learner
-    kinds = {STATE: device_bytes((learner.abstract_state, learner.base)), RING: device_bytes(learner.abstract_ring)}
-    slots = {SLOTS: device_bytes(run.sampler.abstract_state())} if beside else {}
-    return kinds | ({PUBLISHED: device_bytes(run.sampler_params)} if sampling else {}) | slots
+    kinds = {STATE: sharding.device_bytes(learner.abstract_state), RING: sharding.device_bytes(learner.abstract_ring)}
+    kinds |= {FROZEN: frozen} if (frozen := sharding.device_bytes(learner.frozen)) else {}
+    slots = {SLOTS: sharding.device_bytes(run.sampler.abstract_state())} if beside else {}
+    return kinds | ({PUBLISHED: sharding.device_bytes(run.sampler_params)} if sampling else {}) | slots
 
 
 def _sorted(dims: tuple[int, ...]) -> tuple[int, ...]:
@@ -49,7 +43,7 @@ def _sorted(dims: tuple[int, ...]) -> tuple[int, ...]:
 def _matrices(run: Run) -> set[tuple[int, ...]]:
     """Sizes of the model's weights, whole and split, of all layers and of one, with two dimensions taken as one too."""
     found = set()
-    for x in jax.tree.leaves((run.learner.params, run.learner.base)):
+    for x in jax.tree.leaves((run.learner.params, run.learner.frozen)):
         for shape in (x.shape, x.sharding.shard_shape(x.shape)):
             for dims in (shape, shape[1:] if shape[0] == run.model.arch.num_layers else shape):
                 joined = [(*dims[:i], dims[i] * dims[i + 1], *dims[i + 2 :]) for i in range(len(dims) - 1)]
@@ -123,7 +117,7 @@ def _settings(run: Run, kind: str, program: str) -> Iterator[str]:
         if half and half % sharding.num_data_shards(run.mesh) == 0:
             yield f"rollout.slots={half} (now {config.num_slots})"
 
-    if kind in (STATE, MATRICES):
+    if kind in (STATE, FROZEN, MATRICES):
         yield from more_fsdp()
         if kind == STATE and not config.optimizer.offload:
             yield "optimizer.offload=True"
@@ -163,6 +157,6 @@ def ring_that_fits(run: Run, spare_bytes: float) -> int | None:
     config = run.config
     if config.replay.memory == "host" or config.replay.capacity_tokens:
         return None
-    each = device_bytes(run.learner.abstract_ring) / config.ring_capacity
+    each = sharding.device_bytes(run.learner.abstract_ring) / config.ring_capacity
     unit = sharding.num_ring_shards(config, run.mesh) * config.rows_per_draw
     return max(0, int((config.ring_capacity + spare_bytes / each) // unit) * unit)

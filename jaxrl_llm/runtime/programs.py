@@ -10,8 +10,6 @@ import concurrent.futures
 import contextlib
 import ctypes
 import dataclasses
-import hashlib
-import importlib.metadata
 import os
 import pathlib
 import resource
@@ -20,7 +18,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.serialize_executable import deserialize_and_load
 from jax.sharding import Mesh
 
 from jaxrl_llm.config import ConfigError
@@ -116,34 +113,6 @@ def compile_all(programs: Mapping[str, Program], mesh: Mesh) -> dict[str, jax.st
     return compiled
 
 
-def saved_in(folder: str, mesh: Mesh) -> pathlib.Path:
-    """Where ``plan --save`` writes programs: in a folder of their versions and devices."""
-    packages = {x.name: x.version for x in importlib.metadata.distributions()}
-    versions = [f"{name} {packages[name]}" for name in ("jax", "jaxlib", "libtpu") if name in packages]
-    return pathlib.Path(folder, f"{mesh.size} x {mesh.devices.flat[0].device_kind}, {', '.join(versions)}")
-
-
-def saved_as(lowered: jax.stages.Lowered, mesh: Mesh) -> str:
-    """The file's name there: a program's is its text's digest."""
-    text = f"{[device.id for device in mesh.devices.flat]} {lowered.as_text()}"
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def load_all(programs: Mapping[str, Program], mesh: Mesh, folder: str) -> dict[str, jax.stages.Compiled]:
-    """Programs that were saved, as trusted as code; none where ``folder`` is "". ConfigError where one is of others."""
-    if not folder:
-        return {}
-    loaded, devices, where = {}, mesh.devices.flatten().tolist(), saved_in(folder, mesh)
-    for name, lowered in ((name, program.lower(mesh)) for name, program in programs.items()):
-        if not (file := where / saved_as(lowered, mesh)).is_file():
-            there, here = sorted(x.name for x in pathlib.Path(folder).glob("*/")), where.name
-            differ = "of these settings and code" if here in there else f"but for {there}"
-            raise ConfigError(f"executables={folder!r} has no {name!r} for {here!r} {differ}; run plan --save again")
-        trees = jax.tree.structure(lowered.args_info), lowered.out_tree
-        loaded[name] = deserialize_and_load(file.read_bytes(), *trees, devices[0].client, execution_devices=devices)
-    return loaded
-
-
 def release_freed(freed: int | None = None) -> None:
     """Give memory that was freed back to the system, where glibc would keep it in its heaps.
 
@@ -170,8 +139,8 @@ def memory(compiled: jax.stages.Compiled) -> Memory:
     )
 
 
-def resident_bytes(memories: Mapping[str, Memory], *, keeps_slots: bool) -> int:
-    """What lives in a device's memory all through an iteration: learner, ring, the last rollouts, reference.
+def resident_bytes(memories: Mapping[str, Memory], *, keeps_slots: bool, frozen: int = 0) -> int:
+    """What lives in a device's memory all through an iteration: learner, ring, the last rollouts, what is frozen.
 
     The sampler's slots too where it keeps them, as with lookahead; else they go when their rollouts are collected.
     """
@@ -179,14 +148,16 @@ def resident_bytes(memories: Mapping[str, Memory], *, keeps_slots: bool) -> int:
     whole = sum(memories[name].outputs for name in names if name in memories)
     rollouts = memories["collect"].outputs - memories["collect"].aliased if "collect" in memories else 0
     rounds = memories["choose"].arguments if "choose" in memories else 0
-    # Weights that do not learn: a reference's, where its rows are few, and those that adapters are of.
-    frozen = sum(memories[name].arguments for name in ("reference", "checksums_base") if name in memories)
     return whole + rollouts + rounds + frozen
 
 
-def in_use_bytes(memories: Mapping[str, Memory], *, keeps_slots: bool) -> dict[str, int]:
-    """A device's memory while each program runs: its own peak, and what lives on beside it (``resident_bytes``)."""
-    resident = resident_bytes(memories, keeps_slots=keeps_slots)
+def in_use_bytes(memories: Mapping[str, Memory], *, keeps_slots: bool, frozen: int = 0) -> dict[str, int]:
+    """A device's memory while each program runs: its own peak, and what lives on beside it (``resident_bytes``).
+
+    Args:
+        frozen: bytes of weights that do not learn: those of a reference, and those that adapters are of.
+    """
+    resident = resident_bytes(memories, keeps_slots=keeps_slots, frozen=frozen)
 
     def one(name: str, m: Memory) -> int:
         if name in START_UP:
@@ -206,7 +177,7 @@ def memory_limit(devices: list[Any]) -> int | None:
     return min((limit for of_host in limits for limit in of_host), default=None)
 
 
-def check_memory(compiled: Mapping[str, jax.stages.Compiled], limit: int | None, *, keeps_slots: bool) -> None:
+def check_memory(compiled: Mapping[str, jax.stages.Compiled], limit: int | None, **beside: int) -> None:
     """Refuse a run that does not fit a device of ``limit`` bytes.
 
     Raises:
@@ -214,7 +185,7 @@ def check_memory(compiled: Mapping[str, jax.stages.Compiled], limit: int | None,
     """
     if limit is None:
         return
-    in_use = in_use_bytes({name: memory(c) for name, c in compiled.items()}, keeps_slots=keeps_slots)
+    in_use = in_use_bytes({name: memory(c) for name, c in compiled.items()}, **beside)
     name = max(in_use, key=in_use.get)
     if in_use[name] > limit:
         raise ConfigError(

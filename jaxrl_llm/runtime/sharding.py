@@ -277,6 +277,12 @@ def on_host(tree: Any) -> Any:
     return jax.tree.map(lambda x: x.with_memory_kind(HOST_MEMORY), tree)
 
 
+def device_bytes(tree: Any) -> int:
+    """Bytes of abstract arrays on one device; those in its host's memory are left out."""
+    there = [x for x in jax.tree.leaves(tree) if x.sharding.memory_kind != HOST_MEMORY]
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in there)
+
+
 def check_host_memory(mesh: Mesh, setting: str, value: Any, otherwise: Any) -> None:
     """A setting that keeps arrays in host memory needs devices that can address it.
 

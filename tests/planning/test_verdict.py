@@ -4,16 +4,18 @@ import jax
 import pytest
 from support.building import mesh_of
 
-from jaxrl_llm.config import MeshConfig, freeze
+from jaxrl_llm.config import ConfigError, MeshConfig, freeze
 from jaxrl_llm.models.architecture import PRESETS
+from jaxrl_llm.models.files import pretrained
 from jaxrl_llm.planning import verdict
 from jaxrl_llm.planning.compiled import Buffer, Row
 from jaxrl_llm.run import assemble
+from jaxrl_llm.runtime.programs import resident_bytes
 
 LAYERS, WIDTH, VOCAB = 2, 64, 260
 
 
-def run_of(mesh, **settings):
+def run_of(mesh, arch=PRESETS["debug"], *, teacher="", **settings):
     config = freeze(
         {
             "prompts": {"max_tokens": 32},
@@ -25,7 +27,8 @@ def run_of(mesh, **settings):
             **settings,
         }
     )
-    return assemble(config, PRESETS["debug"], (0,), mesh_of(MeshConfig(**{"data": 1, **mesh})))
+    reference = pretrained.resolve(teacher).architecture() if teacher else None
+    return assemble(config, arch, (0,), mesh_of(MeshConfig(**{"data": 1, **mesh})), reference)
 
 
 def row(name, *buffers):
@@ -70,6 +73,36 @@ def test_what_is_there_while_a_program_runs_counts_too():
     assert kept[verdict.PUBLISHED] == pytest.approx(weights, rel=0.01)
     assert set(verdict.kept(run, sampling=False)) == {verdict.STATE, verdict.RING}
     assert verdict.suggestions(run, row("decode"))[0] == "optimizer.offload=True"
+
+
+REFERENCE = {"divergence": {"name": "reference", "coefficient": 0.1}}
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize(("teacher", "resets"), [("", ()), ("random:debug_experts", ()), ("", (3,))])
+def test_frozen_weights_are_those_that_loading_leaves_beside_the_state(teacher, rank, resets):
+    """A second copy, or the base of adapters itself; with a teacher both. One that is reset is a part of the state."""
+    model = {"path": "random:debug", "reference_path": teacher, "lora": {"rank": rank}}
+    run = run_of({}, teacher=teacher, model=model, algorithm=REFERENCE | {"reference_reset_iterations": resets})
+    source = pretrained.resolve("random:debug")
+    reference = run.learner.reference_model if not resets else None
+    models = run.model, reference, run.mesh, source, pretrained.resolve(teacher) if teacher else source
+    *frozen, _ = pretrained.weights(*models, seed=0)
+    there = {id(x): x.nbytes for x in jax.tree.leaves(frozen)}
+    assert run.beside["frozen"] == sum(there.values())
+    assert verdict.kept(run, sampling=False).get(verdict.FROZEN, 0) == sum(there.values())
+    assert resident_bytes({}, **run.beside) == sum(there.values())
+
+
+def test_a_reference_that_is_a_mixture_leaves_a_dense_models_adapters_alone():
+    """What is said of the policy's adapters, and of what its sampler rounds, is not asked of a reference's experts."""
+    lora = {"rank": 2, "targets": ("q", "gate", "up", "down")}
+    model = {"path": "random:debug", "reference_path": "random:debug_experts", "lora": lora}
+    run = run_of({}, teacher="random:debug_experts", model=model, algorithm=REFERENCE)
+    assert run.learner.reference_model.arch.num_experts == 6 and run.learner.reference_model.lora.rank == 0
+    assert run.learner.programs()["annotate"].lower(run.mesh)
+    with pytest.raises(ConfigError, match="experts take no adapters"):
+        run_of({}, PRESETS["debug_experts"], model=model | {"path": "random:debug_experts"}, algorithm=REFERENCE)
 
 
 def test_the_ring_that_fits_fills_what_is_spare_in_whole_draws():

@@ -10,7 +10,7 @@ from support.building import EIGHT, ONE, mesh_of
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.planning.compiled import Row, save_all
-from jaxrl_llm.runtime import programs, sharding
+from jaxrl_llm.runtime import executables, programs, sharding
 
 
 def program(mesh, factor=3.0):
@@ -27,7 +27,7 @@ def test_a_saved_program_computes_the_same_and_nothing_is_compiled(tmp_path, mon
     mesh = mesh_of(EIGHT)
     save(tmp_path, mesh)
     monkeypatch.setattr(jax.stages.Lowered, "compile", lambda lowered: pytest.fail("compiled"))
-    taken = programs.load_all({"f": program(mesh)}, mesh, str(tmp_path))["f"]
+    taken = executables.load_all({"f": program(mesh)}, mesh, str(tmp_path))["f"]
     x = np.arange(32, dtype=np.float32).reshape(8, 4)
     placed = jax.device_put(x, program(mesh).args[0]["x"].sharding)
     result = taken({"x": placed})
@@ -40,11 +40,11 @@ def test_another_program_other_devices_and_other_versions_are_refused(tmp_path, 
     mesh = mesh_of(EIGHT)
     save(tmp_path, mesh)
     with pytest.raises(ConfigError, match=r"has no 'f' for '8 x cpu, jax .*' of these settings and code; run plan"):
-        programs.load_all({"f": program(mesh, factor=4.0)}, mesh, str(tmp_path))
+        executables.load_all({"f": program(mesh, factor=4.0)}, mesh, str(tmp_path))
     with pytest.raises(ConfigError, match=r"has no 'f' for '1 x cpu, jax .*' but for \['8 x cpu, jax"):
-        programs.load_all({"f": program(mesh_of(ONE))}, mesh_of(ONE), str(tmp_path))
+        executables.load_all({"f": program(mesh_of(ONE))}, mesh_of(ONE), str(tmp_path))
     with pytest.raises(ConfigError, match=r"has no 'f' for '8 x cpu, jax .*' but for \[\]"):
-        programs.load_all({"f": program(mesh)}, mesh, str(tmp_path / "elsewhere"))
+        executables.load_all({"f": program(mesh)}, mesh, str(tmp_path / "elsewhere"))
     monkeypatch.setattr(importlib.metadata, "distributions", list)
     with pytest.raises(ConfigError, match=r"has no 'f' for '8 x cpu, ' but for"):
-        programs.load_all({"f": program(mesh)}, mesh, str(tmp_path))
+        executables.load_all({"f": program(mesh)}, mesh, str(tmp_path))
