@@ -65,7 +65,10 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+# The others' filters against the same model: the next test.
+@pytest.mark.parametrize(
+    "name", [name if name in ("plain", "all") else pytest.param(name, marks=pytest.mark.slow) for name in SETTINGS]
+)
 def test_sampler_logp_is_the_learners_and_that_of_a_float64_model(name):
     # 5 slots for 24 rollouts and chunks of 3 steps: slots refill again and again. No support is too small.
     every_id = {"support_tokens": building.TINY.vocab_size}
@@ -130,7 +133,7 @@ def test_what_a_token_was_drawn_among_is_kept_and_a_learner_that_moved_weighs_it
     assert sampling.generator.take_draws().cut == num_cut and (num_cut > 0) == (name in ("top_p", "min_p"))
 
 
-@pytest.mark.parametrize("name", ["temperature", "top_p"])
+@pytest.mark.parametrize("name", ["all", pytest.param("temperature", marks=pytest.mark.slow)])
 def test_entropies_are_those_of_what_was_drawn_from_and_sums_are_of_every_token(name):
     sampler = make_sampler(num_slots=5, chunk_steps=3, sampling=SETTINGS[name], keeps_entropy=True)
     sampling = Sampling(sampler)
@@ -226,7 +229,10 @@ def test_samples_do_not_depend_on_the_blocks_of_the_caches(monkeypatch):
 
 @pytest.mark.parametrize(
     "settings",
-    [{"mesh": EIGHT, "num_slots": 8, "chunk_steps": 3}, {"mesh": CUBE, "num_slots": 16, "chunk_steps": 5}],
+    [
+        pytest.param({"mesh": EIGHT, "num_slots": 8, "chunk_steps": 3}, marks=pytest.mark.slow),
+        {"mesh": CUBE, "num_slots": 16, "chunk_steps": 5},
+    ],
     ids=["data 8", "data 2 x fsdp 2 x tensor 2"],
 )
 def test_samples_do_not_depend_on_the_mesh(settings):

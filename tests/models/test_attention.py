@@ -28,7 +28,7 @@ def expected(q, new_k, new_v, before):
     return out
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(seed=st.integers(0, 2**31), groups=st.integers(1, 3), size=st.integers(1, 4), T=st.integers(1, 5))
 def test_rows_of_groups_attend_to_their_prompt_and_causally_to_themselves(seed, groups, size, T):
     rng = np.random.default_rng(seed)
@@ -46,7 +46,7 @@ def test_rows_of_groups_attend_to_their_prompt_and_causally_to_themselves(seed, 
     np.testing.assert_allclose(out, truth, atol=2e-6)
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=2, deadline=None)
 @given(seed=st.integers(0, 2**31), groups=st.integers(1, 3), size=st.integers(1, 4))
 def test_a_row_that_is_a_whole_group_is_its_rows_behind_their_prompt_gradients_included(seed, groups, size):
     rng = np.random.default_rng(seed)
@@ -82,7 +82,7 @@ def test_a_row_that_is_a_whole_group_is_its_rows_behind_their_prompt_gradients_i
         np.testing.assert_allclose(a, b, atol=2e-5)
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(seed=st.integers(0, 2**31), T=st.integers(150, 800), masked=st.booleans())
 def test_many_new_tokens_are_attended_block_by_block_and_nothing_changes_gradients_included(seed, T, masked):
     rng = np.random.default_rng(seed)
@@ -100,7 +100,7 @@ def test_long_lines_are_attended_in_up_to_four_blocks():
     assert [query_blocks(T) for T in (2, 192, 193, 432, 577, 4096)] == [1, 1, 2, 3, 4, 4]
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(seed=st.integers(0, 2**31), shards=st.integers(1, 2))
 def test_slots_in_any_order_attend_to_their_groups_prompt_their_cache_and_the_new_token(seed, shards):
     rng = np.random.default_rng(seed)

@@ -109,6 +109,17 @@ def compile_sampler(sampler):
     return compile_sampler(stops) | compile_all({"stop_rows": programs["stop_rows"]}, sampler.mesh)
 
 
+def compile_once(compiled):
+    """``compile_all`` for runs with the same programs: those of the first one, kept in the dict ``compiled``."""
+
+    def call(programs, mesh):
+        if not compiled:
+            compiled.update(compile_all(programs, mesh))
+        return compiled
+
+    return call
+
+
 def letters(ids):
     """Text of token ids: one letter each, ends of sequence left out."""
     return "".join(chr(ord("a") + i % 26) for i in ids if i not in EOS_IDS)

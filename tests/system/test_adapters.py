@@ -151,16 +151,17 @@ def base(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def trained(base, tmp_path_factory):
-    """Workdir of a run, and its learner as it was at the end."""
-    workdir, learners, start = tmp_path_factory.mktemp("trained"), [], Learner.start
+    """Workdir of a run, its learner as it was at the end, and its programs."""
+    workdir, learners, start, compiled = tmp_path_factory.mktemp("trained"), [], Learner.start, {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Learner, "start", lambda self, params: learners.append(self) or start(self, params))
+        patch.setattr(train_module, "compile_all", building.compile_once(compiled))
         assert train_module.train(config_of(base), workdir) == 0
-    return workdir, learners[0]
+    return workdir, learners[0], compiled
 
 
 def test_the_base_stays_and_the_reference_is_the_same_arrays(base, trained):
-    workdir, learner = trained
+    workdir, learner, _ = trained
     loaded = hf.load_params(base, Model(PRESETS["debug"]), mesh_of(ONE))
     jax.tree.map(np.testing.assert_array_equal, *jax.device_get((learner._base[0], loaded)))
     assert learner._reference is learner._base[0]
@@ -181,7 +182,8 @@ def test_checkpoints_and_the_optimizer_hold_adapters_alone(trained):
     assert len(host["base"]) == 11  # the base's arrays: nine of a block, embedding, final norm
 
 
-def test_a_run_that_was_resumed_is_the_run_that_was_not(base, trained, tmp_path):
+def test_a_run_that_was_resumed_is_the_run_that_was_not(base, trained, tmp_path, monkeypatch):
+    monkeypatch.setattr(train_module, "compile_all", building.compile_once(trained[2]))
     for num_iterations in (2, 4):
         assert train_module.train(config_of(base, num_iterations=num_iterations), tmp_path) == 0
     (arrays, host, metrics), (arrays_2, host_2, metrics_2) = left_behind(tmp_path), left_behind(trained[0])
@@ -217,7 +219,7 @@ def test_another_base_is_refused_in_one_line(base, trained, tmp_path):
 
 
 def test_commands_take_a_checkpoint_its_adapters_and_the_merged_model(base, trained, tmp_path):
-    workdir, _ = trained
+    workdir, *_ = trained
     measured = json.loads((workdir / "eval_after.json").read_text())
     assert evaluate.command(config_of(base), "", str(workdir), 4) == measured
 

@@ -4,12 +4,12 @@ import json
 
 import jax
 import pytest
+from support.building import compile_once
 
 from jaxrl_llm import train as train_module
 from jaxrl_llm.config import MeshConfig, freeze
 from jaxrl_llm.reports.metrics import read_metrics
 from jaxrl_llm.runtime import sharding
-from jaxrl_llm.runtime.programs import compile_all
 from jaxrl_llm.types import SHARED_FILE
 
 # 12 rollouts of its own and 4 of others an iteration.
@@ -55,13 +55,8 @@ def train(folder, compiled, monkeypatch):
     """Trains in a workdir on one device with answers from a path; its metrics."""
     mesh = sharding.make_mesh(MeshConfig(), jax.devices()[:1])
 
-    def compile_once(programs, mesh):
-        if not compiled:
-            compiled.update(compile_all(programs, mesh))
-        return compiled
-
     monkeypatch.setattr(train_module.sharding, "make_mesh", lambda _: mesh)
-    monkeypatch.setattr(train_module, "compile_all", compile_once)
+    monkeypatch.setattr(train_module, "compile_all", compile_once(compiled))
     monkeypatch.setattr(train_module.report, "write_report", lambda workdir: "not written")
 
     def run(workdir, path, num_iterations, *, export=False):

@@ -5,6 +5,7 @@ import re
 import jax
 import numpy as np
 import pytest
+from support.building import compile_once
 
 from jaxrl_llm import train as train_module
 from jaxrl_llm.config import ConfigError, MeshConfig, freeze
@@ -48,8 +49,9 @@ def mesh(request, monkeypatch):
     return made
 
 
-def test_too_many_updates_that_are_not_finite_end_a_run_with_their_batch(mesh, tmp_path, capfd):
+def test_too_many_updates_that_are_not_finite_end_a_run_with_their_batch(mesh, tmp_path, capfd, monkeypatch):
     """Two updates an iteration and three allowed: the second iteration's last is the fourth."""
+    monkeypatch.setattr(train_module, "compile_all", compile_once({}))
     config = freeze(settings(tmp_path))
     workdir = tmp_path / "run"
     assert train_module.train(config, workdir) == 1

@@ -8,12 +8,12 @@ import jax
 import numpy as np
 import psutil
 import pytest
+from support.building import compile_once
 
 from jaxrl_llm import train as train_module
 from jaxrl_llm.config import MeshConfig, freeze
 from jaxrl_llm.reports.metrics import read_metrics
 from jaxrl_llm.runtime import sharding
-from jaxrl_llm.runtime.programs import compile_all
 
 ROOT = pathlib.Path(__file__).parents[2]
 FAILS = {"missing package": "error", "stop": "timeout", "junk": "error", "KeyboardInterrupt": "error",
@@ -30,20 +30,14 @@ def load(path):
 compiled = {}  # the programs of the first of the runs, which are those of the second too
 
 
-def compile_once(programs, mesh):
-    if not compiled:
-        compiled.update(compile_all(programs, mesh))
-    return compiled
-
-
 @pytest.mark.parametrize(("most", "status"), [(1.0, 0), (0.0, 1)])
 def test_a_run_survives_its_reward_function_or_stops_with_a_checkpoint(most, status, tmp_path, monkeypatch, capfd):
     mesh = sharding.make_mesh(MeshConfig(), jax.devices()[:1])
     monkeypatch.setattr(train_module.sharding, "make_mesh", lambda _: mesh)
-    monkeypatch.setattr(train_module, "compile_all", compile_once)
+    monkeypatch.setattr(train_module, "compile_all", compile_once(compiled))
     functions = ROOT / "tests" / "fixtures" / "reward_functions.py"
     config = load(ROOT / "configs" / "debug.py").get_config()
-    config.num_iterations = 3
+    config.num_iterations = 2
     config.checkpoint.export = False
     config.metrics.tensorboard = False
     config.metrics.samples_per_iteration = 64
@@ -55,7 +49,7 @@ def test_a_run_survives_its_reward_function_or_stops_with_a_checkpoint(most, sta
     assert train_module.train(freeze(config), tmp_path) == status
 
     metrics, moods = read_metrics(tmp_path), load(functions).MOODS
-    assert len(metrics) == (1 if status else 3)
+    assert len(metrics) == (1 if status else 2)
     rows = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
     for number, values in enumerate(metrics, 1):
         mine = [row for row in rows if row["iteration"] == number]

@@ -59,7 +59,7 @@ class Job:
                 "JAX_COMPILATION_CACHE_DIR": str(folder / "cache"),
                 "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
                 "PYTHONUNBUFFERED": "1",
-                "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+                "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}",
             }
             if count > 1:
                 job = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(count), "JAX_PROCESS_ID": str(i)}
@@ -283,10 +283,14 @@ def test_the_death_of_a_host_ends_the_others_with_its_name_and_what_it_was_doing
     assert statuses == [0] and "resumed at iteration" in outputs[0], outputs
 
 
-def test_hosts_that_differ_are_all_refused_with_what_differs(tmp_path):
+@pytest.mark.slow  # in the plain suite by one process, below
+def test_hosts_with_folders_of_their_own_are_all_refused(tmp_path):
     job = Job(2, tmp_path, {}, of_host={0: [f"--workdir={tmp_path / 'a'}"], 1: [f"--workdir={tmp_path / 'b'}"]})
     statuses, outputs = job.end()
     assert statuses == [2, 2] and all("must be a folder that all hosts share" in text for text in outputs), outputs
+
+
+def test_hosts_that_differ_are_all_refused_with_what_differs(tmp_path):
     job = Job(2, tmp_path, {}, flags=(f"--workdir={tmp_path / 'run'}",), of_host={1: ["--config.seed=5"]})
     statuses, outputs = job.end()
     assert statuses == [2, 2] and all("config of host 1 is not that of host 0" in text for text in outputs), outputs
@@ -324,6 +328,13 @@ class Meeting:
 def test_a_list_is_completed_by_those_who_have_its_parts(monkeypatch):
     Meeting(monkeypatch, [None, 2, None, 0], [None, None, None, None])
     assert hosts.complete([1, None, None, None]) == [1, 2, None, 0]
+
+
+def test_a_folder_that_another_host_does_not_find_is_refused(tmp_path, monkeypatch):
+    Meeting(monkeypatch, False)
+    (tmp_path / "lock").write_text("of host 0")
+    with pytest.raises(ConfigError, match="must be a folder that all hosts share; host 1 has another"):
+        hosts.find(tmp_path, "of host 0")
 
 
 def test_a_copy_that_is_another_is_named(monkeypatch):

@@ -6,6 +6,7 @@ import pathlib
 
 import jax
 import pytest
+from support.building import compile_once
 
 from jaxrl_llm import train as train_module
 from jaxrl_llm.algorithms.use import use
@@ -45,12 +46,7 @@ def test_reward_climbs_from_chance_to_nearly_all(seed, compiled, tmp_path, monke
     config = settings()
     config.seed = seed
 
-    def compile_once(programs, mesh):
-        if not compiled:
-            compiled.update(compile_all(programs, mesh))
-        return compiled
-
-    monkeypatch.setattr(train_module, "compile_all", compile_once)
+    monkeypatch.setattr(train_module, "compile_all", compile_once(compiled))
     assert train_module.train(freeze(config), tmp_path) == 0
 
     metrics = read_metrics(tmp_path)
@@ -81,13 +77,13 @@ def test_reward_climbs_with_a_critic_that_is_resumed_bitwise_and_not_left_to_oth
     config.checkpoint.export = True
     own = {}
 
-    def compile_once(programs, mesh):
+    def compile_own(programs, mesh):
         shared = {name: compiled[name] for name in programs if name in compiled and name not in OF_THE_LEARNER}
         if not own:
             own.update(compile_all({name: p for name, p in programs.items() if name not in shared}, mesh))
         return shared | own
 
-    monkeypatch.setattr(train_module, "compile_all", compile_once)
+    monkeypatch.setattr(train_module, "compile_all", compile_own)
     for name, pieces in (("whole", [10]), ("pieces", [6, 10])):
         (tmp_path / name).mkdir()
         for config.num_iterations in pieces:
