@@ -551,6 +551,7 @@ def model(config, folder, monkeypatch):
 
 def begun(config, folder, monkeypatch):
     """One of the adapters as training finds them; in the folder "adapters" are others."""
+    monkeypatch.chdir(folder)
     mesh, lora = mesh_of(ONE), dataclasses.replace(config.model.lora, path="")
     made = Model(TINY, lora=lora)
     peft.export(peft.begin(made, mesh, seed=7), made, make_byte_tokenizer(), "adapters", "random:debug")

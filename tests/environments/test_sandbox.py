@@ -14,7 +14,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import warnings
@@ -43,8 +42,12 @@ def opened(isolation):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def closing():
-    yield
+def temporary(tmp_path_factory):
+    """Where programs have their folders, no others' among them; afterwards the pools are closed."""
+    folder = tmp_path_factory.mktemp("programs")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sandbox_module.ENVIRONMENT, "TMPDIR", str(folder))
+        yield folder
     for isolation in ISOLATIONS:
         if isinstance(opened(isolation), Sandbox):
             opened(isolation).close()
@@ -121,10 +124,10 @@ def test_a_program_leaves_no_file_anywhere(walled):
 
 
 @pytest.mark.slow
-def test_a_folder_too_deep_to_be_walked_is_removed(sandbox):
+def test_a_folder_too_deep_to_be_walked_is_removed(sandbox, temporary):
     assert sandbox.run("import os\nfor _ in range(1100):\n    os.mkdir('d')\n    os.chdir('d')").finished
     assert sandbox.run("import os\nos.listdir()").value == "[]"
-    assert not list(pathlib.Path(tempfile.gettempdir()).glob("jaxrl_sandbox_*/d/d"))
+    assert not list(temporary.glob("jaxrl_sandbox_*/d/d"))
 
 
 def test_programs_see_no_module_of_ours_and_one_order_of_sets(sandbox):
