@@ -2,16 +2,17 @@
 
     python -m benchmarks.host_stops [--tries=20] [--only=SIGTERM] [--folder=DIR]
 
-Four processes of configs/debug.py on this machine, one CPU device each, with completions of up to 24 tokens in chunks
-of one, so that most of an iteration is generation. In each try one of them gets the signal at a moment of the
-iterations after the second; how all end, and after how many seconds, is noted. The same command again must then leave
-what the run that nobody disturbed leaves: checkpoint, metrics and samples, bit by bit.
+Four processes of configs/debug.py on this machine, one CPU device each, with completions of up to 64 tokens in chunks
+of one and one update, so that most of an iteration is generation. In each try one of them gets the signal in the third
+and last iteration; how all end, and after how many seconds, is noted. The same command again must then leave what the
+run that nobody disturbed leaves: checkpoint, metrics and samples, bit by bit.
 
     SIGTERM        all save and end with status 143
     SIGKILL        of host 1, 2 or 3: the others end with status 1, and name it and what it was doing
     SIGKILL of 0   where the coordination service is: the same
 
-A try that ends otherwise leaves its output in DIR.
+"Inside" are the stops within the generation: of SIGTERM by the checkpoint, of SIGKILL by what the others say. The table
+is of all tries in DIR, those of earlier calls too. A try that does not end as it must leaves its output there.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ from system.test_resume import assert_same_run
 COUNT = 4
 KINDS = {"SIGTERM": (signal.SIGTERM, (0, 1, 2, 3)), "SIGKILL": (signal.SIGKILL, (1, 2, 3))}
 KINDS["SIGKILL of 0"] = signal.SIGKILL, (0,)
-SPAN_S = 2.0  # of the moments, from the end of an iteration: an iteration takes about one
+MOMENT_S = 0.5, 2.0  # from the end of the second iteration: the checkpoint is begun, the generation takes 3 s and more
 
 
 def start(folder: pathlib.Path, name: str) -> Job:
-    lean = {"num_iterations": 5, "eval.num_prompts": 0, "checkpoint.export": False}
-    lean |= {"sampling.max_completion_tokens": 24, "rollout.chunk_steps": 1}
+    lean = {"num_iterations": 3, "eval.num_prompts": 0, "checkpoint.export": False}
+    lean |= {"sampling.max_completion_tokens": 64, "rollout.chunk_steps": 1, "update.updates_per_iteration": 1}
     return Job(COUNT, folder, SETTINGS | lean, flags=(f"--workdir={folder / name}",))
 
 
@@ -56,8 +57,10 @@ def right(kind: str, victim: int, statuses: list[int], outputs: list[str]) -> bo
     return all(statuses[i] == 1 and re.search(said, outputs[i]) for i in others)
 
 
-def stopped_inside(workdir: pathlib.Path) -> bool:
-    """Whether the last checkpoint is of the middle of an iteration."""
+def stopped_inside(kind: str, workdir: pathlib.Path, outputs: list[str]) -> bool:
+    """Whether the generation was interrupted."""
+    if kind != "SIGTERM":
+        return any("; it was in: generation of iteration 3" in text for text in outputs)
     steps = [path for path in (workdir / "checkpoints").iterdir() if path.name.isdigit()]
     last = max(steps, key=lambda path: int(path.name))
     return json.loads((last / "config" / "metadata").read_text())["is_inside"]
@@ -65,7 +68,7 @@ def stopped_inside(workdir: pathlib.Path) -> bool:
 
 def one_try(folder: pathlib.Path, kind: str, chance: random.Random) -> dict[str, object]:
     number, victims = KINDS[kind]
-    victim, delay = chance.choice(victims), chance.uniform(0, SPAN_S)
+    victim, delay = chance.choice(victims), chance.uniform(*MOMENT_S)
     shutil.rmtree(folder / "run", ignore_errors=True)
     job = start(folder, "run")
     job.until("iteration 2/")
@@ -74,7 +77,8 @@ def one_try(folder: pathlib.Path, kind: str, chance: random.Random) -> dict[str,
     job.hosts[victim].send_signal(number)
     statuses, outputs = job.end()
     found = {"seconds": time.monotonic() - told, "statuses": statuses, "right": right(kind, victim, statuses, outputs)}
-    found["inside"] = stopped_inside(folder / "run")
+    found |= {"kind": kind, "victim": victim, "delay": delay}
+    found["inside"] = stopped_inside(kind, folder / "run", outputs)
     again, texts = start(folder, "run").end()
     try:
         assert again == [0] * COUNT
@@ -87,6 +91,8 @@ def one_try(folder: pathlib.Path, kind: str, chance: random.Random) -> dict[str,
         parts = [f"==== host {i}, {s}\n{text}" for i, (s, text) in enumerate(zip(statuses, outputs, strict=True))]
         (folder / name).write_text(f"{found} host {victim} after {delay:.2f} s\n" + "\n".join([*parts, *texts]))
         print(f"  {name}", flush=True)
+    with open(folder / "tries.jsonl", "a") as file:
+        file.write(json.dumps(found) + "\n")
     return found
 
 
@@ -113,14 +119,16 @@ def main() -> None:
         if statuses != [0] * COUNT:
             sys.exit("the run that nobody disturbs did not end:\n" + "\n".join(outputs))
     kinds = [given.only] if given.only else list(KINDS)
-    chance, tries = random.Random(given.seed), {kind: [] for kind in kinds}
+    chance, tries = random.Random(given.seed), {kind: [] for kind in KINDS}
+    for line in (folder / "tries.jsonl").read_text().splitlines() if (folder / "tries.jsonl").exists() else []:
+        tries[(found := json.loads(line))["kind"]].append(found)
     for _ in range(given.tries):
         for kind in kinds:
             tries[kind].append(one_try(folder, kind, chance))
             print(row(kind, tries[kind]), flush=True)
     print(f"\n{datetime.date.today()}, {os.cpu_count()} CPU cores")
     print("| signal | tries | ended right | s to the end of all, median / worst | statuses | inside | bitwise after |")
-    print("|---|---|---|---|---|---|---|", *(row(kind, tries[kind]) for kind in kinds), sep="\n")
+    print("|---|---|---|---|---|---|---|", *(row(kind, x) for kind, x in tries.items() if x), sep="\n")
 
 
 if __name__ == "__main__":

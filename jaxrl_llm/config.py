@@ -251,6 +251,8 @@ class CheckpointConfig:
     grace_s: Positive = 30.0
     # Write a Hugging Face folder at the end.
     export: bool = True
+    # Where checkpoints lie: gs://BUCKET/FOLDER (extra gcs), for hosts that share no disk; "" = in the workdir.
+    bucket: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -29,7 +29,7 @@ from jaxrl_llm.models import lora
 from jaxrl_llm.models.files import pretrained
 from jaxrl_llm.questions import jsonl, tasks
 from jaxrl_llm.run import assemble, check_room
-from jaxrl_llm.runtime import cli, rng, sharding
+from jaxrl_llm.runtime import cli, hosts, rng, sharding
 from jaxrl_llm.runtime.programs import compile_all, use_cache
 from jaxrl_llm.runtime.weights import restore_params
 
@@ -86,7 +86,7 @@ def main() -> None:
         jsonl.check_output(OUTPUT.value)
     result = command(freeze(CONFIG.value), MODEL.value, CHECKPOINT.value, NUM_SAMPLES.value)
     text = json.dumps(result, indent=1)
-    if OUTPUT.value:
+    if OUTPUT.value and hosts.is_first():
         pathlib.Path(OUTPUT.value).write_text(text)
     print(json.dumps({k: v for k, v in result.items() if k != "samples"}, indent=1))
 

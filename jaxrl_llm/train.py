@@ -51,7 +51,7 @@ def train(config: Config, workdir: pathlib.Path, *, allow_config_changes: bool =
         ConfigError: bad input, before anything is compiled.
         DiskError: a disk takes no more; what is in the last checkpoint is safe.
     """
-    with cli.writing(workdir), claim(workdir):
+    with cli.writing(workdir), claim(workdir, shared=not config.checkpoint.bucket):
         return _train(config, workdir, allow_config_changes)
 
 
@@ -172,12 +172,14 @@ def _train(config: Config, workdir: pathlib.Path, allow_config_changes: bool) ->
         print(f"stopped by {stop.requested} after iteration {iteration}; checkpoint in {checkpoints.directory}")
         print("run the same command again to continue")
         return 128 + signal.Signals[stop.requested]
-    report.print_samples(workdir)
+    if hosts.is_first():  # the files that they read are its own
+        report.print_samples(workdir)
     print(f"checkpoint  {checkpoints.directory}")
     if config.checkpoint.export:
         peft.export(learner.policy, run.model, tokenizer, workdir / "hf", config.model.path, like=source.folder)
         print(f"model       {workdir / 'hf'}  (Hugging Face folder)")
-    print(f"report      {report.write_report(workdir)}")
+    if hosts.is_first():
+        print(f"report      {report.write_report(workdir)}")
     return 0
 
 

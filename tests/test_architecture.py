@@ -106,6 +106,7 @@ MENU = {
     *("reports.charts", "runtime.torus", "runtime.hosts"),  # hosts: what a job of several has, and one host skips
     "runtime.executables",  # programs that plan has saved, which few runs take
     *("learner.faults", "runtime.stored"),  # what a run that goes well, to its end, never comes to
+    "runtime.bucket",  # where few runs have their checkpoints
     "models.kernels.context",  # of rows too long for a device, which few meshes split
 }
 

@@ -45,7 +45,7 @@ from jaxrl_llm.questions.ledger import Ledger
 from jaxrl_llm.questions.stream import PromptStream
 from jaxrl_llm.reports.metrics import cost_values, rollout_values
 from jaxrl_llm.run import assemble, model_of
-from jaxrl_llm.runtime import hosts, sharding
+from jaxrl_llm.runtime import bucket, hosts, sharding
 from jaxrl_llm.runtime.checkpoint import Checkpointer
 from jaxrl_llm.runtime.nested import differences
 from jaxrl_llm.sweep.points import with_point
@@ -719,6 +719,13 @@ def time_to_write(config, folder, monkeypatch):
         return checkpointer.last_write()
 
 
+def checkpoints_in(config, folder, monkeypatch):
+    """The folder that checkpoints are written into, of a bucket or of the workdir."""
+    monkeypatch.setattr(bucket, "place", lambda where: folder / str(where).removeprefix(bucket.PREFIX))
+    with contextlib.closing(Checkpointer(folder, config.checkpoint)) as checkpointer:
+        return checkpointer.directory
+
+
 def passes(config, folder, monkeypatch):
     rewards = Rewards(np.array([0.25, 0.75]), {}, np.zeros(2, np.int8))
     group = FinishedGroup(0, None, [1, 1], [STOP_EOS, STOP_EOS])
@@ -908,6 +915,7 @@ ALIVE = {
     "mesh.rules": ({"embed": None}, layout, {"mesh.fsdp": 2}),
     "update.max_nonfinite_steps": (2, broken, {}),
     "checkpoint.grace_s": (5.0, time_to_write, {}),
+    "checkpoint.bucket": ("gs://my-bucket/run", checkpoints_in, {}),
     "checkpoint.every_iterations": (1, ghost_run, {"checkpoint.keep_last": 5}),
     "checkpoint.keep_last": (2, ghost_run, CHECKPOINTED),
     "checkpoint.keep_best": (3, ghost_run, CHECKPOINTED | EVALUATED | {"eval.every_iterations": 1}),

@@ -12,6 +12,7 @@ from typing import Any
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.questions.tasks.files import BadRowError, json_lines, parse
+from jaxrl_llm.runtime import hosts
 
 
 def read(path: str) -> list[tuple[str, dict[str, Any]]]:
@@ -49,8 +50,9 @@ def check_output(path: str) -> None:
 
 
 def write(path: str, rows: Iterable[dict[str, Any]]) -> None:
-    """One object a line."""
-    pathlib.Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    """One object a line, by the first of several hosts."""
+    if hosts.is_first():
+        pathlib.Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def token_ids(where: str, row: dict[str, Any], field: str, vocab_size: int, *, minimum: int) -> list[int]:

@@ -22,7 +22,6 @@ import fcntl
 import json
 import os
 import pathlib
-import shutil
 import socket
 import sys
 import time
@@ -36,7 +35,7 @@ from absl import logging
 
 from jaxrl_llm.config import CheckpointConfig, Config, ConfigError, freeze, to_json
 from jaxrl_llm.ops.checksum import checksums
-from jaxrl_llm.runtime import hosts
+from jaxrl_llm.runtime import bucket, hosts
 from jaxrl_llm.runtime.stored import (
     DamagedError,
     check_arrays,
@@ -81,8 +80,9 @@ class Checkpointer:
     """Saves to and restores from ``workdir/checkpoints``. Every process of a multi-host run makes the same calls."""
 
     def __init__(self, workdir: str | os.PathLike, config: CheckpointConfig):
-        self.directory = pathlib.Path(workdir) / "checkpoints"
+        self.directory = bucket.place(config.bucket or pathlib.Path(workdir) / "checkpoints")
         if hosts.is_first():
+            bucket.check(self.directory, pathlib.Path(workdir), config.bucket, _writer())
             _tidy(self.directory)
         hosts.exchange("tidy")
         self._config = config
@@ -90,7 +90,7 @@ class Checkpointer:
         for step in steps_in(self.directory):
             with contextlib.suppress(DamagedError):
                 self._pass_rates[step] = read_text(self.directory / str(step))[1]["pass_rate"]
-        self._manager = _open(self.directory.resolve(), self)
+        self._manager = _open(bucket.absolute(self.directory), self)
         # Iteration on disk that equals the caller's state, and whether it is that of the next one's middle.
         self._current: tuple[int, bool] | None = None
         self._is_new = False  # saved, and not yet known to be whole
@@ -151,7 +151,7 @@ class Checkpointer:
             self._manager.delete(newer)
         self.wait()
         if goes_on and iteration in steps_in(self.directory) and hosts.is_first():
-            os.rename(self.directory / str(iteration), self.directory / f"{ASIDE}{iteration}")
+            bucket.move(self.directory / str(iteration), self.directory / f"{ASIDE}{iteration}")
         hosts.exchange("set aside")
         self._manager.reload()
         self._manager.save(
@@ -294,9 +294,12 @@ def by_name(tree: Any) -> dict[str, Any]:
 
 def _tidy(directory: pathlib.Path) -> None:
     """What was set aside comes back where what was to replace it is not whole."""
-    for aside in directory.glob(f"{ASIDE}*"):
+    for aside in [path for path in (directory.iterdir() if directory.is_dir() else ()) if path.name.startswith(ASIDE)]:
         whole = directory / aside.name.removeprefix(ASIDE)
-        shutil.rmtree(aside) if whole.exists() else aside.rename(whole)
+        if bucket.is_whole(aside) and not bucket.is_whole(whole):
+            bucket.remove(whole)
+            bucket.move(aside, whole)
+        bucket.remove(aside)
 
 
 def _sums(state: dict[str, Any], checksums: Callable[[str, Any], jax.Array]) -> list[int]:
@@ -306,16 +309,17 @@ def _sums(state: dict[str, Any], checksums: Callable[[str, Any], jax.Array]) -> 
 
 
 @contextlib.contextmanager
-def claim(workdir: pathlib.Path) -> Iterator[None]:
+def claim(workdir: pathlib.Path, *, shared: bool = True) -> Iterator[None]:
     """Make the folder and hold it for one run while entered, or until the process ends, however it ends.
 
-    The first of several hosts does, and the others look whether it is the same folder.
+    The first of several hosts does, and the others look whether it is the same folder, where it is to be ``shared``.
 
     Raises:
         ConfigError: no file can be written there, another run holds it, or a host does not see it.
     """
     if not hosts.is_first():
-        hosts.find(workdir, None)
+        if shared:
+            hosts.find(workdir, None)
         yield
         return
     where, path = str(workdir.resolve()), workdir / "lock"
@@ -333,7 +337,11 @@ def claim(workdir: pathlib.Path) -> Iterator[None]:
             raise ConfigError(f"--workdir={workdir} is in use by {path.read_text()}") from error
         except OSError as error:
             print(f"warning: {path}: {error.strerror}; nothing keeps another run out", file=sys.stderr)
-        text = f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}"
-        path.write_text(text)
-        hosts.find(workdir, text)
+        path.write_text(text := _writer())
+        if shared:
+            hosts.find(workdir, text)
         yield
+
+
+def _writer() -> str:
+    return f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}"

@@ -19,6 +19,7 @@ import jax
 import tensorstore
 
 from jaxrl_llm.config import Config, ConfigError, from_json, to_json
+from jaxrl_llm.runtime import bucket
 from jaxrl_llm.runtime.nested import differences
 
 # Settings (or groups) that a resumed run may change freely: they say how long the run is, what it writes down, with
@@ -51,8 +52,8 @@ def _reading(part: str) -> Iterator[None]:
 
 def steps_in(directory: pathlib.Path) -> list[int]:
     """Iterations whose checkpoints are finished, the newest first."""
-    names = [path.name for path in directory.iterdir()] if directory.is_dir() else []
-    return sorted((int(name) for name in names if name.isdigit()), reverse=True)
+    paths = directory.iterdir() if directory.is_dir() else []
+    return sorted((int(path.name) for path in paths if path.name.isdigit() and bucket.is_whole(path)), reverse=True)
 
 
 def read_whole(root: pathlib.Path, iteration: int | None, read: Callable[[pathlib.Path], Any], *, say: bool = True):
@@ -91,8 +92,9 @@ def read_text(path: pathlib.Path) -> tuple[Any, dict[str, Any]]:
 def read_arrays(path: pathlib.Path, wanted: dict[str, Any]) -> dict[str, Any]:
     """Arrays by name: where ``wanted`` gives a ``ShapeDtypeStruct``, on its sharding; where None, numpy."""
 
+    base = bucket.store(path / "state")
+
     def read(name: str) -> Any:
-        base = {"driver": "file", "path": str(path / "state")}
         with _reading(f"array {name}"):
             kvstore = {"driver": "ocdbt", "base": base, "path": name}
             stored = tensorstore.open({"driver": "zarr", "kvstore": kvstore}, open=True, read=True).result()

@@ -15,6 +15,7 @@ import jax
 
 from jaxrl_llm.config import Config, ConfigError, freeze
 from jaxrl_llm.ops.checksum import checksum
+from jaxrl_llm.runtime import bucket
 from jaxrl_llm.runtime.checkpoint import POLICY, by_name
 from jaxrl_llm.runtime.stored import check_arrays, compare, read_arrays, read_text, read_whole, steps_in
 
@@ -39,10 +40,10 @@ def restore_params(
         ConfigError: no finished checkpoint there that is whole, or its arrays do not fit. An array that is cast is not
             compared with its checksum.
     """
-    path = pathlib.Path(directory).resolve()
-    root = path / "checkpoints" if os.path.isdir(path / "checkpoints") else path
+    path = bucket.absolute(bucket.place(directory))
+    root = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     iteration = None
-    if path.name.isdigit() and os.path.isdir(path / "state"):
+    if path.name.isdigit() and (path / "state").is_dir():
         root, iteration = path.parent, int(path.name)
     if not steps_in(root):
         raise ConfigError(f"no finished checkpoint in {directory}")

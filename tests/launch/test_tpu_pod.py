@@ -312,8 +312,14 @@ def test_a_bucket_is_no_workdir(cloud, given, more):
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith(
         "error: --workdir=gs://... must be a folder that all workers share, such as a mounted Filestore share; "
-        "a bucket holds copies\n"
+        "a bucket holds checkpoints alone: --config.checkpoint.bucket=gs://...\n"
     )
+
+
+def test_workers_whose_checkpoints_are_in_a_bucket_need_no_share(pod):
+    setting = "--config.checkpoint.bucket=gs://my-bucket/my-run"
+    done = pod.run(SCRIPT, *POD[:3], "--workdir=runs/pod", "--detach", "--", setting)
+    assert done.returncode == 0, done.stderr
 
 
 def test_one_worker_has_a_workdir_of_its_own(cloud):

@@ -1,0 +1,162 @@
+"""Checkpoints in a bucket: as on a disk, and whole wherever a host dies; the bucket is an emulation on this machine."""
+
+import json
+import re
+import signal
+
+import numpy as np
+import pytest
+from runtime.test_checkpoint import CONFIG, abstract, assert_same_bytes, host_copy, make_state, mesh, place
+from support import bucket as emulation
+from system.test_hosts import SETTINGS, TIMES, Job
+
+from jaxrl_llm.config import CheckpointConfig, ConfigError
+from jaxrl_llm.runtime import bucket, checkpoint
+from jaxrl_llm.runtime.checkpoint import Checkpointer
+from jaxrl_llm.runtime.weights import restore_params
+
+FOLDER = "gs://my-bucket/runs/one"
+
+
+@pytest.fixture(scope="module")
+def server():
+    """One for all: tensorstore reads its address once."""
+    pytest.importorskip("gcsfs")
+    with emulation.serving() as (address, objects), pytest.MonkeyPatch.context() as patch:
+        for name, value in emulation.environment(address).items():
+            patch.setenv(name, value)
+        yield objects
+
+
+@pytest.fixture
+def objects(server):
+    """Those of an empty bucket."""
+    server.clear()
+    yield server
+    server.states = None
+
+
+def steps(objects):
+    return {found[1] for _, name in objects if (found := re.match(r"runs/one/(\d+|aside-\d+)/", name))}
+
+
+@pytest.mark.slow
+def test_it_is_as_on_a_disk(objects, tmp_path):
+    state, newer = place(make_state(1), mesh(4, 2)), place(make_state(3), mesh(4, 2))
+    settings = CheckpointConfig(bucket=FOLDER, keep_last=2)
+    checkpointer = Checkpointer(tmp_path, settings)
+    for iteration in (1, 2, 3):
+        checkpointer.save(iteration, state, {"n": iteration}, CONFIG, pass_rate=None)
+    checkpointer.save(3, newer, {"n": 4}, CONFIG, pass_rate=None, is_inside=True)  # in place of the one that is there
+    checkpointer.close()
+    assert steps(objects) == {"2", "3"} and not (tmp_path / "checkpoints").exists()
+    again = Checkpointer(tmp_path, settings)
+    restored = again.restore(abstract(place(make_state(2), mesh(8, 1))), CONFIG, allow_config_changes=False)
+    again.close()
+    assert (restored.iteration, restored.is_inside, restored.host_state) == (3, True, {"n": 4})
+    assert_same_bytes(host_copy(restored.device_state), host_copy(newer))
+    for name, kept in ((FOLDER, newer), (f"{FOLDER}/2", state)):
+        params, _ = restore_params(name)
+        assert_same_bytes(params["norm"], np.asarray(kept["train"].params["policy"]["norm"]))
+
+
+def write(folder, text):
+    """A checkpoint as orbax writes it: the marker last."""
+    for name in ("state/a", "metadata", bucket.MARKER):
+        (folder / name).write_text(text)
+
+
+def whole(objects):
+    """The text of the one checkpoint that is there, all of it."""
+    names = {f"runs/one/12/{name}" for name in ("state/a", "metadata", bucket.MARKER)}
+    assert {name for _, name in objects} == names
+    (text,) = {data for data, _ in objects.values()}
+    return text
+
+
+@pytest.mark.slow
+def test_a_host_that_dies_at_any_write_leaves_the_old_or_the_new_checkpoint_whole(objects):
+    folder = bucket.place(FOLDER)
+    step, aside = folder / "12", folder / f"{checkpoint.ASIDE}12"
+    write(step, "old")
+    objects.states = [dict(objects)]
+    bucket.move(step, aside)
+    write(step, "new")
+    checkpoint._tidy(folder)
+    states = objects.states
+    assert len(states) == 1 + 3 + 3 + 3 + 3  # copied, removed, written, removed
+
+    def resumed(state):
+        """What a start finds whose predecessor died there, and where it may die itself."""
+        objects.states = None
+        objects.clear()
+        objects.update(state)
+        objects.states = []
+        checkpoint._tidy(folder)
+        return whole(objects), objects.states
+
+    found = [resumed(state) for state in states]
+    assert [text for text, _ in found] == [b"old"] * 9 + [b"new"] * 4
+    for text, inner in found:
+        assert all(resumed(state)[0] == text for state in inner)
+
+
+@pytest.mark.parametrize("name", ["gs://", "gs://my-bucket", "gs://My-Bucket/run", "gs://my-bucket/a[b]/c", "gs://a/b"])
+def test_what_is_no_folder_of_a_bucket_is_refused_by_name(name, tmp_path):
+    with pytest.raises(ConfigError, match=re.escape(f"{name!r} must be gs://BUCKET/FOLDER")):
+        Checkpointer(tmp_path, CheckpointConfig(bucket=name))
+
+
+def test_a_package_that_is_missing_is_named_with_its_extra(tmp_path, monkeypatch):
+    monkeypatch.setattr(bucket, "_is_installed", lambda name: False)
+    with pytest.raises(ConfigError, match=re.escape("needs the package gcsfs: pip install 'jaxrl_llm[gcs]'")):
+        Checkpointer(tmp_path, CheckpointConfig(bucket=FOLDER))
+
+
+@pytest.mark.slow
+def test_a_bucket_that_cannot_be_written_is_said(objects, tmp_path, monkeypatch):
+    def refused(*_):
+        raise emulation.Refused(403)
+
+    monkeypatch.setattr(emulation.Store, "write", refused)
+    with pytest.raises(ConfigError, match=f"{FOLDER} cannot be written: .*"):
+        Checkpointer(tmp_path, CheckpointConfig(bucket=FOLDER))
+
+
+@pytest.mark.parametrize(("before", "now"), [("", FOLDER), (FOLDER, "")])
+def test_a_run_whose_checkpoints_lie_elsewhere_is_not_begun_anew(before, now, tmp_path):
+    pytest.importorskip("gcsfs")
+    (tmp_path / "config.json").write_text(json.dumps({"checkpoint": {"bucket": before}}))
+    with pytest.raises(ConfigError, match=f"has its checkpoints in {before or 'the workdir'}: set it back"):
+        Checkpointer(tmp_path, CheckpointConfig(bucket=now))
+
+
+def last_lines(workdir):
+    """Of the metrics, without times, and of the samples."""
+    rows = [json.loads((workdir / f"{name}.jsonl").read_text().splitlines()[-1]) for name in ("metrics", "samples")]
+    return [{name: value for name, value in row.items() if not name.startswith(TIMES)} for row in rows]
+
+
+@pytest.mark.slow
+def test_hosts_that_share_nothing_but_a_bucket_go_on_where_others_were_stopped(objects, tmp_path):
+    """On machines whose disks are empty; what is left is what a run on one disk leaves."""
+    settings = SETTINGS | {"eval.num_prompts": 0, "metrics.share_rollouts": False, "checkpoint.export": False}
+    disk = Job(2, tmp_path, settings, flags=(f"--workdir={tmp_path / 'disk'}",))
+    statuses, outputs = disk.end()
+    assert statuses == [0, 0], outputs
+    settings["checkpoint.bucket"] = FOLDER
+
+    def job(name):
+        return Job(2, tmp_path, settings, of_host={i: [f"--workdir={tmp_path / f'{name}{i}'}"] for i in range(2)})
+
+    first = job("first")
+    first.until("iteration 1/")
+    first.hosts[1].send_signal(signal.SIGTERM)
+    statuses, outputs = first.end()
+    assert statuses == [143, 143] and f"checkpoint in {FOLDER}" in outputs[0], outputs
+    second = job("second")
+    statuses, outputs = second.end()
+    assert statuses == [0, 0] and f"from {FOLDER}" in outputs[0] and "has lost" in outputs[0], outputs
+    assert {path.parent.name for path in tmp_path.glob("*/checkpoints")} == {"disk"}
+    assert last_lines(tmp_path / "second0") == last_lines(tmp_path / "disk")
+    assert_same_bytes(restore_params(FOLDER)[0], restore_params(tmp_path / "disk")[0])
