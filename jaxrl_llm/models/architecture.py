@@ -68,6 +68,7 @@ class Architecture:
     num_experts: int = 0  # 0 = one MLP for all tokens
     experts_per_token: int = 0
     norm_topk: bool = False  # the chosen experts' probabilities are scaled to a sum of 1
+    shared_ffn: int = 0  # of an expert that every token has, weighed by a sigmoid of its own; 0 = there is none
     experts_bias: bool = False  # of the router's and the experts' matrices
     glu_limit: float = 0.0  # of experts' gates and ups, in GPT-OSS's way (variants.gated); 0 = none
     layers: tuple[Layer, ...] = ()  # () = all alike and plain
@@ -91,6 +92,7 @@ class Architecture:
         N, K, H, D, E = self.num_heads, self.num_kv_heads, self.head_size, self.width, self.num_experts
         Q = N * (1 + self.output_gate)
         block = 3 * D * self.ffn * max(E, 1) + D * E + 2 * D * (self.pre_norm + self.post_norm)
+        block += (3 * D * self.shared_ffn + D) * bool(self.shared_ffn)
         block += self.mlp_bias * (2 * self.ffn + D) + self.experts_bias * E * (1 + 2 * self.ffn + D)
         attention = D * H * (Q + N + 2 * K) + self.qkv_bias * (Q + 2 * K) * H + self.o_bias * D + self.sinks * N
         attention += {"": 0, "head": 2 * H, "all": (N + K) * H}[self.qk_norm]
@@ -120,10 +122,9 @@ PRESETS = {
     "debug_wide": Architecture(
         vocab_size=264, width=128, num_layers=4, num_heads=8, num_kv_heads=8, head_size=16, ffn=256, tied=False
     ),
-    "debug_hybrid": Architecture(  # as Qwen3-Next without its experts
-        **dict(
-            vocab_size=260, width=64, num_layers=4, num_heads=4, num_kv_heads=2, head_size=16, rotary_size=4, ffn=128
-        ),
+    "debug_hybrid": Architecture(  # as Qwen3-Next
+        **dict(vocab_size=260, width=64, num_layers=4, num_heads=4, num_kv_heads=2, head_size=16, rotary_size=4),
+        **dict(num_experts=6, experts_per_token=2, norm_topk=True, ffn=48, shared_ffn=48),
         **dict(qk_norm="head", norm_offset=1.0, output_gate=True, delta=Delta(2, 4, 16, 16, 4, is_grouped=True)),
         **dict(layers=(*(Layer(is_delta=True),) * 3, Layer()), family="qwen3_next"),
     ),

@@ -2,7 +2,8 @@
 
     p = softmax(W_r x) in float32;  y = sum over the k likeliest experts e of p_e MLP_e(x)
 
-with the k probabilities scaled to a sum of 1 where the family does so, and biases where it has them. Dropless: an
+with the k probabilities scaled to a sum of 1 where the family does so, and biases where it has them; where it has a
+shared expert, sigmoid(w_s x) MLP_s(x) is added for every token. Dropless: an
 expert takes every token that chooses it, sorted to its neighbours, by a grouped matmul. Experts lie on the mesh axis
 ``expert``: its devices, which have rows of their own elsewhere, gather each other's rows, each adds what its experts
 say, and a reduce-scatter gives every device its rows' sum.
@@ -92,6 +93,9 @@ def parameters(arch: Architecture) -> Iterator[tuple[str, tuple[int, ...], tuple
     yield "router", (E, D), ("activation", "embed")
     for name, size in (("experts_gate", (E, F, D)), ("experts_up", (E, F, D)), ("experts_down", (E, D, F))):
         yield name, size, _AXES[name]
+    if S := arch.shared_ffn:
+        yield from (("shared_gate", (S, D), ("mlp", "embed")), ("shared_up", (S, D), ("mlp", "embed")))
+        yield from (("shared_down", (D, S), ("embed", "mlp")), ("shared_router", (1, D), ("activation", "embed")))
 
 
 def id_dtype(arch: Architecture) -> Any:
@@ -243,6 +247,7 @@ def counts_of_batch(micros: Any, routed: Callable[[Any], Any], arch: Architectur
 def mlp(
     x_BTD: jax.Array,
     weight: Callable[[str], jax.Array],
+    dense: Callable[[jax.Array, str], jax.Array],
     *,
     chosen: jax.Array | None,
     load: jax.Array | None,
@@ -254,6 +259,7 @@ def mlp(
 
     Args:
         weight: the parameter of a name of ``parameters``, or of ``variants.vectors``.
+        dense: the MLP of such tokens whose matrices' names begin so.
         chosen: [B,T,k], where they were chosen before.
         load: f_e [E] f32, where the balance costs are wanted.
         rules: how the experts' weights lie (``sharding.RULES`` with what goes before).
@@ -294,6 +300,10 @@ def mlp(
         share_BTE = jnp.sum(jax.nn.one_hot(chosen_BTk, arch.num_experts) * share_BTk[..., None], axis=2)
         bias_ED = weight("experts_down_bias").astype(jnp.float32)
         y_BTD += jnp.einsum("BTE,ED->BTD", share_BTE, bias_ED, precision="highest").astype(y_BTD.dtype)
+    if arch.shared_ffn:
+        row = weight("shared_router").astype(jnp.float32)
+        share_BT1 = jax.nn.sigmoid(jnp.einsum("BTD,ED->BTE", x_BTD.astype(jnp.float32), row, precision="highest"))
+        y_BTD += share_BT1.astype(y_BTD.dtype) * dense(x_BTD, "shared_")
     made = (chosen_BTk.astype(dtype),)
     if load is not None:
         made += (arch.num_experts * jnp.einsum("BTE,E->BT", probs_BTE, load),)

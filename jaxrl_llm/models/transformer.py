@@ -151,6 +151,10 @@ class Blocks(nnx.Module):
             out_BTO = out_BTNH.reshape(*out_BTNH.shape[:2], -1)
             return project(out_BTO * jax.nn.sigmoid(gate) if arch.output_gate else out_BTO, "o"), new
 
+        def mlp(h, begin=""):
+            gate_BTF, up_BTF = (checkpoint_name(project(h, begin + name), "mlp") for name in ("gate", "up"))
+            return project(sharding.constrain(act(gate_BTF) * up_BTF, "batch", "length", "mlp"), begin + "down")
+
         h = norm(x_BTD, "attention_norm")
         if layer.is_delta:
             how = {**past, "positions": positions, "cache": kv.get("cache")}
@@ -161,11 +165,9 @@ class Blocks(nnx.Module):
         x_BTD = checkpoint_name(sharding.constrain(x_BTD, "batch", "length", "activation"), "mlp")
         h = norm(x_BTD, "mlp_norm")
         if experts is None:
-            gate_BTF, up_BTF = (checkpoint_name(project(h, name), "mlp") for name in ("gate", "up"))
-            h = sharding.constrain(act(gate_BTF) * up_BTF, "batch", "length", "mlp")
-            out_BTD, chosen = project(h, "down"), ()
+            out_BTD, chosen = mlp(h), ()
         else:
-            out_BTD, chosen = experts(h, lambda name: getattr(self, name)[...])
+            out_BTD, chosen = experts(h, lambda name: getattr(self, name)[...], mlp)
         x_BTD = x_BTD + norm(out_BTD, "mlp_post_norm")
         return sharding.constrain(x_BTD, "batch", "length", "activation"), (*new, *chosen)
 

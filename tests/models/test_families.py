@@ -35,7 +35,7 @@ CONFIGS = families.CONFIGS | hybrids.CONFIGS
 
 
 PLAIN_CONFIGS = ("llama_biased", "llama_yarn", "mistral_window", "qwen2_window", "qwen3", "smollm3_window", "olmo2")
-PLAIN_CONFIGS += ("gemma3", "qwen3_moe", "mixtral", "gpt_oss", "qwen3_next", "qwen3_5")
+PLAIN_CONFIGS += ("gemma3", "qwen3_moe", "mixtral", "gpt_oss", "qwen3_next_experts", "qwen3_5")
 
 
 def some_slow(names, plain):
@@ -141,7 +141,7 @@ def test_an_export_is_the_same_folder_again(tmp_path, name):
         jax.tree.map(np.testing.assert_array_equal, sharded, params)
 
 
-@pytest.mark.parametrize("name", some_slow(CONFIGS, ("smollm3_window", "gemma3", "qwen3_next")))
+@pytest.mark.parametrize("name", some_slow(CONFIGS, ("smollm3_window", "gemma3", "qwen3_5_experts")))
 def test_greedy_completions_are_those_that_transformers_stored(tmp_path, name):
     """Through generate, from a prompt longer than every window: prefill, cache and sampler at temperature 0."""
     write(tmp_path / "theirs", name)
@@ -172,7 +172,9 @@ KINDS = {
     ),
     "sinks": dict(sinks=True, o_bias=True, num_layers=3, layers=(Layer(window=5), Layer(), Layer(window=5))),
     "delta": {x.name: getattr(HYBRID, x.name) for x in dataclasses.fields(HYBRID)},
-    "experts": dict(num_experts=6, experts_per_token=3, norm_topk=True, ffn=12, experts_bias=True, glu_limit=0.3),
+    "experts": dict(
+        num_experts=6, experts_per_token=3, norm_topk=True, ffn=12, experts_bias=True, glu_limit=0.3, shared_ffn=10
+    ),
     "yarn": dict(rope_scaling=RopeScaling("yarn", (("factor", 4.0), ("original_max_position_embeddings", 4)))),
 }
 
@@ -408,7 +410,22 @@ def test_transformers_computes_the_same_of_long_rows_before_loading_and_after_ex
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("qwen3_next", {"num_experts": 8}, "num_experts=8 must be 0, or mlp_only_layers list every layer"),
+        (
+            "qwen3_next_experts",
+            {"mlp_only_layers": [1]},
+            "mlp_only_layers=.1. and decoder_sparse_step=1: all layers mu",
+        ),
+        (
+            "qwen3_next_experts",
+            {"decoder_sparse_step": 2},
+            "decoder_sparse_step=2: all layers must have experts, or no",
+        ),
+        ("qwen3_next_experts", {"mlp_only_layers": 1}, "mlp_only_layers=1 and decoder"),
+        (
+            "qwen3_5_experts",
+            {"shared_expert_intermediate_size": 0},
+            "shared_expert_intermediate_size=0 must be a whole",
+        ),
         ("qwen3_next", {"linear_num_value_heads": 3}, "value heads must be a multiple of key heads"),
         ("qwen3_5", {"linear_conv_kernel_dim": 1}, "taps at least 2"),
         ("qwen3_5", {"linear_key_head_dim": None}, "linear_key_head_dim=None must be a whole number above 0"),

@@ -25,7 +25,7 @@ from jaxrl_llm.types import Rollout
 
 # Experts, those of a token and their ffn divide over no more devices than the meshes here have.
 EXPERTS = dataclasses.replace(TINY, num_experts=6, experts_per_token=3, norm_topk=True, ffn=12, family="qwen3_moe")
-BIASED = dataclasses.replace(EXPERTS, experts_bias=True, glu_limit=0.3)
+BIASED = dataclasses.replace(EXPERTS, experts_bias=True, glu_limit=0.3, shared_ffn=8)
 PAIR = MeshConfig(data=1, expert=2)
 MESHES = {
     "expert": PAIR,
@@ -48,7 +48,7 @@ def mixed(arch, made, x, chosen=None, load=None):
     how = dict(chosen=chosen, load=load, arch=arch, rules=sharding.RULES)
     how["grouped"] = lambda rows, w, sizes: jax.lax.ragged_dot(rows, w.mT, sizes)
     with jax.default_matmul_precision("highest"):
-        return moe.mlp(x, made.__getitem__, **how)
+        return moe.mlp(x, made.__getitem__, None, **how)
 
 
 @pytest.mark.parametrize(("E", "k"), [(1, 1), (5, 1), (5, 2), (7, 7)])
@@ -64,7 +64,7 @@ def test_tokens_get_what_their_experts_say(E, k, normalised):
 
 
 def test_biases_and_limits_are_gpt_oss_s():
-    arch = dataclasses.replace(BIASED, num_experts=5, experts_per_token=2, width=6, ffn=9)
+    arch = dataclasses.replace(BIASED, shared_ffn=0, num_experts=5, experts_per_token=2, width=6, ffn=9)
     rng, made = np.random.default_rng(1), weights(arch)
     x = rng.normal(size=(3, 11, 6)).astype(np.float32)
     sizes = {"router": 5, "experts_gate": (5, 9), "experts_up": (5, 9), "experts_down": (5, 6)}

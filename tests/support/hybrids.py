@@ -11,8 +11,12 @@ from support import families
 SIZES = dict(head_dim=16, num_attention_heads=4, num_hidden_layers=5, full_attention_interval=2)
 SIZES |= dict(linear_num_key_heads=2, linear_key_head_dim=6, linear_value_head_dim=10, linear_conv_kernel_dim=4)
 ROPE = {**families.PLAIN, "partial_rotary_factor": 0.25}
-# No experts: every layer's MLP is dense. Rows are longer than a chunk.
+MIXTURE = dict(num_experts=7, num_experts_per_tok=3, moe_intermediate_size=13, shared_expert_intermediate_size=11)
+MIXTURE |= dict(num_hidden_layers=3)
+# Rows are longer than a chunk.
 CONFIGS = {
+    "qwen3_next_experts": families.of("qwen3_next", ROPE, **SIZES | MIXTURE, linear_num_value_heads=4),
+    "qwen3_5_experts": families.of("qwen3_5_moe_text", ROPE, **SIZES | MIXTURE, linear_num_value_heads=2),
     "qwen3_next": families.of("qwen3_next", ROPE, **SIZES, linear_num_value_heads=4, num_experts=0),
     "qwen3_next_tied": families.of(
         "qwen3_next",

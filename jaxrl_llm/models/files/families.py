@@ -208,8 +208,14 @@ FAMILIES = {
     ),
     "qwen3_next": Family(
         "Qwen3NextForCausalLM",
-        {**_COMMON, **hybrids.KEYS, **hybrids.EXPERTS},
+        {**_COMMON, **hybrids.KEYS, **hybrids.EXPERTS_NEXT},
         fixed=hybrids.FIXED,
+        names=hybrids.NAMES,
+    ),
+    "qwen3_5_moe_text": Family(
+        "Qwen3_5MoeForCausalLM",
+        {**_COMMON, **hybrids.KEYS, **hybrids.EXPERTS_5},
+        fixed={**hybrids.FIXED, "norm_topk": True},
         names=hybrids.NAMES,
     ),
     "qwen3_5_text": Family("Qwen3_5ForCausalLM", {**_COMMON, **hybrids.KEYS}, fixed=hybrids.FIXED, names=hybrids.NAMES),
@@ -261,7 +267,7 @@ def architecture_of(given: dict[str, Any], path: Any) -> Architecture:
         raise ConfigError(f"{path}: {act}={config[act]!r:.60} is not supported; supported: {', '.join(ACTIVATIONS)}")
     rotary_size = hybrids.rotary_size(path, config, family.keys, head_size)
     ropes = ropes_of(path, config, rotary_size or head_size, local=family.local_rope, keys=family.keys)
-    biased = flag("attention_bias")
+    biased, of_mlp = flag("attention_bias"), family.derived(get) | hybrids.experts_of(path, config, family.keys)
     return Architecture(
         vocab_size=get("vocab_size"),
         width=width,
@@ -279,8 +285,8 @@ def architecture_of(given: dict[str, Any], path: Any) -> Architecture:
         family=kind,
         **ropes,
         **{"qkv_bias": biased, "o_bias": biased, "mlp_bias": flag("mlp_bias"), "norm_topk": flag("norm_topk_prob")}
-        | {"ffn": get("intermediate_size"), **family.fixed}
-        | family.derived(get),
+        | family.fixed
+        | (of_mlp if "ffn" in of_mlp else {**of_mlp, "ffn": get("intermediate_size")}),
     )
 
 
@@ -354,6 +360,7 @@ def config_of(arch: Architecture) -> dict[str, Any]:
         "rope_local_base_freq": arch.local_rope_theta,
         "query_pre_attn_scalar": arch.score_width,
         "moe_intermediate_size": arch.ffn,
+        "shared_expert_intermediate_size": arch.shared_ffn,
         "num_experts": arch.num_experts,
         "num_local_experts": arch.num_experts,
         "num_experts_per_tok": arch.experts_per_token,

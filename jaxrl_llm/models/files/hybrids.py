@@ -10,8 +10,10 @@ from typing import Any
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models.architecture import Architecture, positive
 from jaxrl_llm.models.delta import Delta
+from jaxrl_llm.models.files import mixtures
 
 _OF_RULE = "model.layers.{layer}.linear_attn."
+_SHARED = "model.layers.{layer}.mlp.shared_expert"
 NAMES = {
     **{f"blocks.delta_{name}": f"{_OF_RULE}in_proj_{name}.weight" for name in ("qkv", "z", "b", "a")},
     "blocks.delta_in": _OF_RULE + "in_proj_qkvz.weight",
@@ -21,6 +23,9 @@ NAMES = {
     "blocks.delta_bias": _OF_RULE + "dt_bias",
     "blocks.delta_norm": _OF_RULE + "norm.weight",
     "blocks.delta_out": _OF_RULE + "out_proj.weight",
+    **mixtures.names("mlp.", "gate_proj", "up_proj", "down_proj"),
+    **{f"blocks.shared_{name}": f"{_SHARED}.{name}_proj.weight" for name in ("gate", "up", "down")},
+    "blocks.shared_router": _SHARED + "_gate.weight",
 }
 # Of the rule, in the order of Delta's sizes.
 _SIZES = {
@@ -41,17 +46,14 @@ KEYS = {
     "partial_rotary_factor": 0.25,
 }
 FIXED = {"qk_norm": "head", "norm_offset": 1.0, "output_gate": True}
-# Of experts, which no layer may have.
-EXPERTS = {
-    "num_experts": 512,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": None,
-    "num_experts_per_tok": 10,
-    "moe_intermediate_size": 512,
-    "shared_expert_intermediate_size": 512,
-    "norm_topk_prob": True,
-    "router_aux_loss_coef": 0.001,
-    "output_router_logits": False,
+# Of experts: Qwen3.5's, and Qwen3-Next's.
+EXPERTS_5 = {
+    **dict(num_experts=256, num_experts_per_tok=8, moe_intermediate_size=512, shared_expert_intermediate_size=512),
+    **dict(num_local_experts=None, intermediate_size=None),
+}
+EXPERTS_NEXT = {
+    **dict(EXPERTS_5, num_experts=512, num_experts_per_tok=10, norm_topk_prob=True),
+    **dict(intermediate_size=5632, decoder_sparse_step=1, mlp_only_layers=None),
 }
 # In rope_parameters; a text's tokens have one position in all the sections of mrope.
 OF_ROPE = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")
@@ -78,25 +80,37 @@ def delta_of(path: Any, config: dict[str, Any], keys: dict[str, Any]) -> Delta |
     """Sizes of the rule; None where it is not among the family's ``keys``.
 
     Raises:
-        ConfigError: a size that is none, or a layer of experts.
+        ConfigError: a size that is none.
     """
     if "linear_num_key_heads" not in keys:
         return None
-    is_grouped = "num_experts" in keys
-    if is_grouped and config["num_experts"] != 0:
-        dense, step = config["mlp_only_layers"] or [], config["decoder_sparse_step"]
-        positive(path, "decoder_sparse_step", step)
-        layers = range(config["num_hidden_layers"])
-        if not isinstance(dense, list) or any(i not in dense and (i + 1) % step == 0 for i in layers):
-            raise ConfigError(
-                f"{path}: num_experts={config['num_experts']!r:.60} must be 0, or mlp_only_layers list every layer: "
-                "experts are not supported in a model with a gated delta rule"
-            )
     sizes = [positive(path, key, config[key]) for key in _SIZES]
     try:
-        return Delta(*sizes, is_grouped=is_grouped)
+        return Delta(*sizes, is_grouped="decoder_sparse_step" in keys)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
+
+
+def experts_of(path: Any, config: dict[str, Any], keys: dict[str, Any]) -> dict[str, Any]:
+    """What an ``Architecture`` has of experts; {} where they are not among the family's ``keys``, or no layer has some.
+
+    Raises:
+        ConfigError: a size that is none, or layers of which some have experts and others not.
+    """
+    if "shared_expert_intermediate_size" not in keys or config["num_experts"] == 0:
+        return {}
+    get = lambda key, **how: positive(path, key, config[key], **how)
+    dense, step = config.get("mlp_only_layers") or [], config.get("decoder_sparse_step", 1)
+    positive(path, "decoder_sparse_step", step)
+    layers = range(config["num_hidden_layers"]) if isinstance(dense, list) else ()
+    has_experts = {i not in dense and (i + 1) % step == 0 for i in layers}
+    if len(has_experts) != 1:
+        said = f"mlp_only_layers={dense!r:.60} and decoder_sparse_step={step}"
+        raise ConfigError(f"{path}: {said}: all layers must have experts, or none")
+    if has_experts == {False}:
+        return {}
+    widths = {"ffn": get("moe_intermediate_size"), "shared_ffn": get("shared_expert_intermediate_size")}
+    return mixtures.sizes(get) | widths
 
 
 def rotary_size(path: Any, config: dict[str, Any], keys: dict[str, Any], head_size: int) -> int:

@@ -32,6 +32,7 @@ LAYOUT = {
     **{f"blocks.{name}": ((0, 1), (2,)) for name in ("q", "k", "v")},
     "blocks.o": ((0,), (1, 2)),
     **{f"blocks.{name}": _MATRIX for name in ("router", *_EXPERTS)},
+    **{f"blocks.shared_{name}": _MATRIX for name in ("router", "gate", "up", "down")},
     **{f"blocks.{name}_bias": _VECTOR for name in ("router", *_EXPERTS)},
     "final_norm": _VECTOR,
     **{f"blocks.{of}{post}": _VECTOR for of in ("attention", "mlp") for post in ("_norm", "_post_norm")},
