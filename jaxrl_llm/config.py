@@ -199,10 +199,10 @@ class UpdateConfig:
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    # "adamw", or "adafactor": the second moment by rows and columns alone, no first.
-    name: Literal["adamw", "adafactor"] = "adamw"
-    # Moments between steps. bfloat16: half the memory, rounded stochastically.
-    moment_dtype: Literal["float32", "bfloat16"] = "float32"
+    # "adamw"; "subset_norm": AdamW with one second moment a row; "adafactor": that by rows and columns alone, no first.
+    name: Literal["adamw", "subset_norm", "adafactor"] = "adamw"
+    # Moments between steps, rounded stochastically: bfloat16, half the memory; int8 (8-bit Adam), a quarter.
+    moment_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
     # Adam moves a weight by up to the rate in a step, and divides by what its averages forget.
     learning_rate: Rate = 1e-5
     # "constant", "linear" or "cosine" (to zero at the last step), after the warm-up.

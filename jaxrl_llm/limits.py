@@ -169,7 +169,11 @@ def _combinations(c: Any, flat: dict[str, Any]):
     yield len({*lora.targets}) == len(lora.targets) > 0, "[model.lora.targets] must name a matrix, and none twice"
     o, plain = c.optimizer, type(c.optimizer)()
     for name in ("b1", "b2", "eps", "reset_every_steps"):
-        is_kept = o.name == "adamw" or getattr(o, name) == getattr(plain, name)
+        is_kept = o.name != "adafactor" or getattr(o, name) == getattr(plain, name)
         yield is_kept, f"[optimizer.{name}] is AdamW's, and must be {getattr(plain, name)} with [optimizer.name]"
+    yield (
+        o.name != "adafactor" or o.moment_dtype != "int8",
+        "[optimizer.moment_dtype] is of AdamW's moments, and must be 'float32' or 'bfloat16' with [optimizer.name]",
+    )
     for name in ("stop_strings", "stop_tokens"):
         yield all(getattr(c.sampling, name)), f"sampling.{name} must not contain the empty string"

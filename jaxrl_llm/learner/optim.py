@@ -1,4 +1,4 @@
-"""The optimizer: AdamW or Adafactor with a learning-rate schedule and a global-norm clip, from optax.
+"""The optimizer: AdamW, its subset-norm or Adafactor with a learning-rate schedule and a global-norm clip, from optax.
 
 Owns: the transformation and its schedule, the layout of its state. Does not know: losses, batches.
 """
@@ -13,7 +13,7 @@ import optax
 from jax.sharding import Mesh
 
 from jaxrl_llm.config import OptimizerConfig
-from jaxrl_llm.learner.low_memory import rounded_moments
+from jaxrl_llm.learner import low_memory
 from jaxrl_llm.runtime import sharding
 
 
@@ -32,7 +32,7 @@ def schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
 
 
 def make(config: OptimizerConfig, num_steps: int) -> optax.GradientTransformation:
-    """AdamW or Adafactor, in float32, behind a global-norm clip (none where ``max_grad_norm`` is 0).
+    """What ``name`` says, in float32, behind a global-norm clip (none where ``max_grad_norm`` is 0).
 
     Source: Adafactor, Shazeer and Stern 2018, arXiv:1804.04235, algorithm 4. Differs: steps are ``learning_rate`` long,
     not as long as weights are large; a matrix's update is clipped together with those of its kind in the other layers.
@@ -51,9 +51,11 @@ def make(config: OptimizerConfig, num_steps: int) -> optax.GradientTransformatio
         scaled = optax.scale_by_factored_rms(min_dim_size_to_factor=64)
         scaled = optax.chain(scaled, optax.clip_by_block_rms(1.0))
     else:
-        scaled = optax.scale_by_adam(config.b1, config.b2, config.eps)
-    if config.moment_dtype == "bfloat16":
-        scaled = rounded_moments(scaled)
+        adam = low_memory.scale_by_subset_norm if config.name == "subset_norm" else optax.scale_by_adam
+        scaled = adam(config.b1, config.b2, config.eps)
+    if config.moment_dtype != "float32":
+        kept = low_memory.byte_moments if config.moment_dtype == "int8" else low_memory.rounded_moments
+        scaled = kept(scaled)
     steps = optax.scale_by_learning_rate(schedule(config, num_steps))
     decayed = optax.chain(scaled, optax.add_decayed_weights(config.weight_decay), steps)
     optimizer = optax.chain(optax.stateless(clip), decayed)

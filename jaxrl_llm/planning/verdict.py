@@ -121,7 +121,7 @@ def _settings(run: Run, kind: str, program: str) -> Iterator[str]:
         yield from more_fsdp()
         if kind == STATE and not config.optimizer.offload:
             yield "optimizer.offload=True"
-            if config.optimizer.name == "adamw" and config.optimizer.moment_dtype == "float32":
+            if config.optimizer.name != "adafactor" and config.optimizer.moment_dtype == "float32":
                 yield "optimizer.moment_dtype='bfloat16'"
         yield from more_tensor()
     elif kind == RING:

@@ -1,17 +1,19 @@
 """Optimizers as their papers define them, in float64 numpy.
 
 Sources: Adam, Kingma and Ba 2014, arXiv:1412.6980, algorithm 1; Adafactor, Shazeer and Stern 2018, arXiv:1804.04235,
-algorithm 4 with decay 1 - t^-0.8 (section 6.1), epsilon 1e-30 and update clipping at 1.
+algorithm 4 with decay 1 - t^-0.8 (section 6.1), epsilon 1e-30 and update clipping at 1; subset-norm, Nguyen and Nguyen
+2024, arXiv:2411.07120, with the mean of a row's squares.
 """
 
 import numpy as np
 
 
-def adam(gradients, *, rate, b1=0.9, b2=0.999, eps=1e-8):
-    """Sum of the updates, and the second moment, after gradients [T,...]."""
+def adam(gradients, *, rate, b1=0.9, b2=0.999, eps=1e-8, rows=False):
+    """Sum of the updates, and the second moment, after gradients [T,...]; of ``rows`` one second moment each."""
     m = v = total = np.zeros_like(gradients[0], dtype=np.float64)
     for t, g in enumerate(np.asarray(gradients, np.float64), 1):
-        m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g * g
+        square = np.stack([np.full(len(row), row @ row / len(row)) for row in g]) if rows else g * g
+        m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * square
         total = total - rate * (m / (1 - b1**t)) / (np.sqrt(v / (1 - b2**t)) + eps)
     return total, v
 
