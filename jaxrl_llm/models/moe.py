@@ -30,7 +30,7 @@ import numpy as np
 from jax.experimental.pallas.ops.tpu.megablox import ops as megablox
 
 from jaxrl_llm.config import Config, ConfigError
-from jaxrl_llm.models import variants
+from jaxrl_llm.models import quantised, variants
 from jaxrl_llm.models.architecture import Architecture
 from jaxrl_llm.ops import packing
 from jaxrl_llm.ops.logp import completion_window
@@ -73,8 +73,6 @@ def check(config: Config, arch: Architecture, mesh: Any, who: str) -> None:
     targets = config.model.lora.targets
     if E and config.model.lora.rank and not {"gate", "up", "down"}.isdisjoint(targets):
         raise ConfigError(f"model.lora.targets={targets!r} must be among q, k, v, o: experts take no adapters")
-    if E and who == "model" and config.rollout.weights != "compute":
-        raise ConfigError(f"rollout.weights={config.rollout.weights!r} must be 'compute': experts are not rounded")
 
 
 def parameters(arch: Architecture) -> Iterator[tuple[str, tuple[int, ...], tuple[str, ...]]]:
@@ -126,7 +124,8 @@ def of_layer(model: Model, routing: Routing | None, chosen: jax.Array | None, *,
     else:
         grouped = lambda rows, w, sizes: jax.lax.ragged_dot(rows, w.mT, sizes)
     load = None if routing is None or routing.counts is None else _load(routing.counts, arch)
-    return functools.partial(mlp, chosen=chosen, load=load, arch=arch, rules=rules, grouped=grouped)
+    how = {"rules": rules, "grouped": grouped, "rounded": model.weights}
+    return functools.partial(mlp, chosen=chosen, load=load, arch=arch, **how)
 
 
 def by_token(hidden: jax.Array, made: tuple[Any, ...]) -> tuple[jax.Array, ...]:
@@ -254,6 +253,7 @@ def mlp(
     arch: Architecture,
     rules: dict[str, Any],
     grouped: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
+    rounded: str = "compute",
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """What the chosen experts say of each token, in the dtype of x, and what they were.
 
@@ -265,6 +265,7 @@ def mlp(
         rules: how the experts' weights lie (``sharding.RULES`` with what goes before).
         grouped: rows [A,I] sorted by expert, weights [E,O,I] and how many rows each has [E] -> [A,O], anything after
             the last expert's rows.
+        rounded: what matrices that are not published rounded are rounded to (``quantised.KINDS``).
 
     Returns:
         [B,T,D]; the chosen [B,T,k], likeliest first where nobody chose them before, and where there is a load the
@@ -282,7 +283,9 @@ def mlp(
     if arch.norm_topk:
         share_BTk = share_BTk / jnp.sum(share_BTk, axis=-1, keepdims=True)
     axes_of = _AXES | (_BIAS_AXES if arch.experts_bias else {})
-    mesh, weights = jax.sharding.get_abstract_mesh(), [weight(name).astype(x_BTD.dtype) for name in axes_of]
+    kind = lambda name: rounded if name in _AXES else "compute"
+    weights = [quantised.of_experts(weight(name), x_BTD.dtype, kind(name)) for name in axes_of]
+    mesh = jax.sharding.get_abstract_mesh()
     split = [jax.P()] * len(weights)
     if not (mesh.empty or mesh.size == 1):
         both = zip(weights, axes_of.values(), strict=True)

@@ -2,9 +2,11 @@
 
     w[o,i] ~ q[o,i] * s[o],     s[o] = max_i |w[o,i]| / (127 or 448),     y[o] = s[o] * sum_i x[i] q[o,i]
 
-Activations stay in the compute dtype, and q is exact in it: what is lost is lost in rounding w, once. Embedding, head,
-norms and biases stay as they are. The learner that rounds its own w in its forward pass computes the very same y, and
-its gradient goes to w as if nothing had been rounded (straight through).
+Activations stay in the compute dtype, and q is exact in it: what is lost is lost in rounding w, once. An expert's
+matrices are multiplied by their scales first, in the compute dtype, for a grouped matmul has rows of many experts: they
+take a byte each in memory, and are written out whole in each layer. Embedding, head, routers, norms and biases stay as
+they are. The learner that rounds its own w in its forward pass computes the very same y, and its gradient goes to w as
+if nothing had been rounded (straight through).
 
 Source: the same rounded forward on both sides, Jet-RL, 2026, arXiv:2601.14243. Differs: weights alone are rounded, and
 the backward pass multiplies by the rounded ones too.
@@ -24,6 +26,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxrl_llm.config import Config, ConfigError
 
 MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
+OF_EXPERTS = tuple(f"{kind}_{name}" for kind in ("experts", "shared") for name in ("gate", "up", "down"))
 # By its name in the settings; "compute" has no other dtype than that of the arithmetic.
 KINDS = {"compute": None, "int8": jnp.int8, "fp8": jnp.float8_e4m3fn}
 
@@ -47,20 +50,23 @@ def kinds(config: Config, who: str) -> tuple[str, str]:
 
 
 def _is_rounded(name: str, kind: str) -> bool:
-    return KINDS[kind] is not None and name in MATRICES
+    return KINDS[kind] is not None and name in MATRICES + OF_EXPERTS
 
 
 def multiply(
     linear: Callable[[jax.Array, jax.Array], jax.Array], x_BTI: jax.Array, name: str, w: Any, kind: str
 ) -> jax.Array:
-    """``linear(x, w)``, of a weight published rounded, or rounded to ``kind`` here where it is of ``MATRICES``."""
+    """``linear(x, w)``, of a weight published rounded, or rounded to ``kind`` here where its name is of such."""
     w_OI, scale_O = factors(w, x_BTI.shape[-1], kind if _is_rounded(name, kind) else "compute")
     out_BTO = linear(x_BTI, w_OI)
     return out_BTO if scale_O is None else (out_BTO * scale_O.reshape(1, 1, -1)).astype(x_BTI.dtype)
 
 
 def rounded(name: str, w_OI: jax.Array, kind: str) -> Any:
-    """A block's parameter as a ``QArray`` of values [O,I] and float32 scales [O,1], or itself where it is none."""
+    """A block's parameter as a ``QArray`` of values [O,I] and float32 scales [O,1], or itself where it is none.
+
+    Of experts [E,O,I] and [E,O,1].
+    """
     return _round(w_OI, kind) if _is_rounded(name, kind) else w_OI
 
 
@@ -70,22 +76,24 @@ def _round(w_OI: jax.Array, kind: str) -> Any:
     # Its own bound, 127.5, has each row's largest weight halfway between two integers, where two programs' divisions
     # may part; with this it is 127.
     how = f"absmax,{127.5 / 127}" if kind == "int8" else "absmax"
-    return qwix.quantize(w_OI.astype(jnp.float32), KINDS[kind], channelwise_axes=[0], calibration_method=how)
+    channels = list(range(w_OI.ndim - 1))
+    return qwix.quantize(w_OI.astype(jnp.float32), KINDS[kind], channelwise_axes=channels, calibration_method=how)
 
 
 def shape(name: str, w_IO: jax.ShapeDtypeStruct, layout: NamedSharding, kind: str) -> Any:
-    """Of what ``rounded`` makes of a parameter, turned to [I,O], from its shape in the compute dtype.
+    """Of what ``rounded`` makes of a parameter, turned to [I,O], or [E,I,O], from its shape in the compute dtype.
 
     Args:
-        layout: how it lies; its scales [1,O] lie as its outputs do.
+        layout: how it lies; its scales [1,O] or [E,1,O] lie as its outputs do.
     """
     if not _is_rounded(name, kind):
         return w_IO
     import qwix
 
-    qtype, of_scales = KINDS[kind], NamedSharding(layout.mesh, PartitionSpec(None, layout.spec[1]))
+    *expert, _, out = layout.spec
+    qtype, of_scales = KINDS[kind], NamedSharding(layout.mesh, PartitionSpec(*expert, None, out))
     values = jax.ShapeDtypeStruct(w_IO.shape, qtype, sharding=w_IO.format)
-    scales = jax.ShapeDtypeStruct((1, w_IO.shape[1]), jnp.float32, sharding=of_scales)
+    scales = jax.ShapeDtypeStruct((*w_IO.shape[:-2], 1, w_IO.shape[-1]), jnp.float32, sharding=of_scales)
     return qwix.QArray(values, scales, qtype=qtype)
 
 
@@ -101,8 +109,21 @@ def factors(w: Any, inputs: int, kind: str = "compute") -> tuple[jax.Array, jax.
         return w.qvalue, w.scale.reshape(-1)
     if KINDS[kind] is None:
         return w, None
-    w_OI = w.reshape(-1, inputs).astype(jnp.float32)
-    made = jax.lax.stop_gradient(_round(w_OI, kind))
+    values_OI, scale_O1 = _through(w.reshape(-1, inputs).astype(jnp.float32), kind)
+    return values_OI, scale_O1.reshape(-1)
+
+
+def of_experts(w: Any, dtype: Any, kind: str = "compute") -> jax.Array:
+    """The matrices [E,O,I] to multiply by, values times scales; ``w`` and ``kind`` as of ``factors``."""
+    if not hasattr(w, "qvalue") and KINDS[kind] is None:
+        return w.astype(dtype)
+    values, scale = (w.qvalue, w.scale) if hasattr(w, "qvalue") else _through(w.astype(jnp.float32), kind)
+    return (values.astype(jnp.float32) * scale).astype(dtype)
+
+
+def _through(w: jax.Array, kind: str) -> tuple[jax.Array, jax.Array]:
+    """Rounded values and their scales, whose product has the gradient of w."""
+    made = jax.lax.stop_gradient(_round(w, kind))
     # Of value exactly q: the difference is of a number to itself.
-    own = w_OI / made.scale
-    return made.qvalue.astype(jnp.float32) + (own - jax.lax.stop_gradient(own)), made.scale.reshape(-1)
+    own = w / made.scale
+    return made.qvalue.astype(jnp.float32) + (own - jax.lax.stop_gradient(own)), made.scale

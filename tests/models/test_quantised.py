@@ -21,6 +21,7 @@ from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.runtime.programs import compile_all
 
 KINDS = ("int8", "fp8")
+EXPERTS = dataclasses.replace(TINY, num_experts=6, experts_per_token=2, norm_topk=True, ffn=12, shared_ffn=20)
 
 
 def oracle(w_OI, kind):
@@ -37,7 +38,10 @@ def rounded_blocks(params, kind):
     """The same parameters with every matrix of the blocks as its values times its scales."""
 
     def one(name, x):
-        if name not in ("q", "k", "v", "o", "gate", "up", "down"):
+        if name.startswith("experts_"):  # [L,E,O,I]
+            values, scale = oracle(x.reshape(-1, x.shape[-1]), kind)
+            return (values * scale).reshape(x.shape)
+        if name.removeprefix("shared_") not in ("q", "k", "v", "o", "gate", "up", "down"):
             return x
         O = x.shape[1] * x.shape[2] if name in ("q", "k", "v") else x.shape[1]  # noqa: E741, outputs
         values, scale = oracle(x.reshape(-1, x.size // len(x) // O), kind)
@@ -69,11 +73,11 @@ def test_norms_and_biases_and_the_compute_dtype_are_left_alone():
 
 
 @functools.cache
-def hidden_of(kind, where, dtype="float32"):
+def hidden_of(kind, where, dtype="float32", arch=TINY):
     """Hidden states of some tokens by the learner's forward or by the published weights, in full or rounded."""
     on = CUBE if where == "published on a cube" else ONE
     mesh = mesh_of(on)
-    model = Model(TINY, dtype, weights=kind if where == "learner" else "compute", published=kind)
+    model = Model(arch, dtype, weights=kind if where == "learner" else "compute", published=kind)
     params = building.learner_params(model, mesh)
     if where != "learner":
         params = compile_all({"publish": publish.program(model, mesh, mesh)}, mesh)["publish"](params)
@@ -97,6 +101,28 @@ def test_hidden_states_are_those_of_the_rounded_weights(kind, where):
 
 
 @needs_qwix
+@pytest.mark.parametrize(
+    ("kind", "where"), [("int8", "learner"), ("int8", "published on a cube"), ("fp8", "published")]
+)
+def test_experts_are_rounded_by_outputs_and_their_router_is_not(kind, where):
+    model = Model(EXPERTS)
+    tokens = jnp.asarray(np.random.default_rng(1).integers(0, 264, size=(8, 12)), jnp.int32)
+    positions = jnp.broadcast_to(jnp.arange(12, dtype=jnp.int32), tokens.shape)
+    forward = jax.jit(lambda params: model.forward(params, tokens, positions)[0])
+    wanted = forward(rounded_blocks(building.host_params(model), kind))
+    np.testing.assert_allclose(hidden_of(kind, where, arch=EXPERTS), wanted, atol=3e-5)
+    assert np.abs(wanted - forward(building.host_params(model))).max() > 3e-3
+
+
+@needs_qwix
+def test_published_experts_take_a_byte_each():
+    model, mesh = Model(EXPERTS, "bfloat16", published="int8"), mesh_of(CUBE)
+    for layer in publish.abstract_params(model, mesh)["layers"]:
+        assert all(layer[name].qvalue.dtype == jnp.int8 for name in quantised.OF_EXPERTS)
+        assert layer["experts_down"].scale.shape == (6, 1, TINY.width) and layer["router"].dtype == jnp.bfloat16
+
+
+@needs_qwix
 def test_in_bfloat16_learner_and_sampler_differ_by_no_more_than_without_rounding():
     """Values are exact in it, and scales come after the sum, on both sides."""
 
@@ -107,9 +133,9 @@ def test_in_bfloat16_learner_and_sampler_differ_by_no_more_than_without_rounding
 
 
 @needs_qwix
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_gradient_is_that_at_the_rounded_weights(kind):
-    model = Model(TINY)
+@pytest.mark.parametrize(("kind", "arch"), [("int8", TINY), ("fp8", TINY), ("int8", EXPERTS)])
+def test_the_gradient_is_that_at_the_rounded_weights(kind, arch):
+    model = Model(arch)
     tokens = jnp.asarray(np.random.default_rng(2).integers(0, 264, size=(2, 8)), jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(8, dtype=jnp.int32), tokens.shape)
 
@@ -117,8 +143,8 @@ def test_the_gradient_is_that_at_the_rounded_weights(kind):
         return jnp.sum(jnp.sin(model.forward(params, tokens, positions, remat=True)[0]))
 
     params = building.host_params(model)
-    through = jax.grad(lambda p: loss(dataclasses.replace(model, weights=kind), p))(params)
-    plain = jax.grad(lambda p: loss(model, p))(rounded_blocks(params, kind))
+    through = jax.jit(jax.grad(lambda p: loss(dataclasses.replace(model, weights=kind), p)))(params)
+    plain = jax.jit(jax.grad(lambda p: loss(model, p)))(rounded_blocks(params, kind))
     largest = max(float(jnp.abs(x).max()) for x in jax.tree.leaves(plain))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5 * largest), through, plain)
 
@@ -144,16 +170,21 @@ SETTINGS = {
 
 @needs_qwix
 @pytest.mark.parametrize(
-    ("weights", "learner", "low", "high"),
+    ("weights", "learner", "low", "high", "model"),
     [
-        ("int8", "full", 1e-4, 0.1),
-        ("int8", "rollout", 0.0, 1e-5),
-        ("fp8", "full", 1e-3, 0.5),
-        ("fp8", "rollout", 0.0, 1e-5),
+        pytest.param("int8", "full", 1e-4, 0.1, "debug", marks=pytest.mark.slow),
+        ("int8", "rollout", 0.0, 1e-5, "debug"),
+        pytest.param("fp8", "full", 1e-3, 0.5, "debug", marks=pytest.mark.slow),
+        pytest.param("fp8", "rollout", 0.0, 1e-5, "debug", marks=pytest.mark.slow),
+        pytest.param("int8", "full", 1e-4, 0.1, "debug_experts", marks=pytest.mark.slow),
+        pytest.param("int8", "rollout", 0.0, 1e-5, "debug_experts", marks=pytest.mark.slow),
     ],
 )
-def test_what_the_sampler_notes_is_what_the_learner_finds_where_both_round(weights, learner, low, high, tmp_path):
+def test_what_the_sampler_notes_is_what_the_learner_finds_where_both_round(
+    weights, learner, low, high, model, tmp_path
+):
     settings = SETTINGS | {"rollout": SETTINGS["rollout"] | {"weights": weights}}
+    settings |= {"model": {"path": f"random:{model}"}}
     settings |= {"update": SETTINGS["update"] | {"weights": learner}}
     assert train_module.train(freeze(settings), tmp_path) == 0
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
