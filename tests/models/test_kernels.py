@@ -268,6 +268,10 @@ def test_a_decode_step_attends_to_the_live_part_of_each_rows_cache(C, seed):
     check_decoded("splash", *cached(seed, C))
 
 
+def test_a_decode_step_attends_to_what_is_live_of_caches_of_32k_tokens():
+    check_decoded("splash", *cached(0, 2**15))
+
+
 @pytest.mark.parametrize("window", [1, 2, 100, 300])
 def test_a_decode_step_reads_the_window_of_each_rows_cache(window):
     """A window within a block and over several, and so long that it reaches into the prompt of some rows."""
@@ -370,7 +374,9 @@ def decoded(R=N // K, C=384, H=64):
 
 @needs_libtpu
 @pytest.mark.parametrize(
-    "shape", [{}, {"R": 1, "H": 80}, {"C": 256, "H": 128}, {"C": 48, "H": 32}, {"C": 16, "R": 8, "H": 128}], ids=str
+    "shape",
+    [{}, {"R": 1, "H": 80}, {"C": 256, "H": 128}, {"C": 48, "H": 32}, {"C": 16, "R": 8, "H": 128}, {"C": 2**15}],
+    ids=str,
 )
 def test_a_tpus_decode_step_calls_the_kernel_and_turns_no_cache(monkeypatch, shape):
     """Split over four chips, of caches that lie as a program's arguments do."""

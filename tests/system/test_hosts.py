@@ -59,7 +59,7 @@ class Job:
                 "JAX_COMPILATION_CACHE_DIR": str(folder / "cache"),
                 "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
                 "PYTHONUNBUFFERED": "1",
-                "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}",
+                "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}",
             }
             if count > 1:
                 job = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(count), "JAX_PROCESS_ID": str(i)}
@@ -150,6 +150,17 @@ def test_two_hosts_are_one_and_go_on_from_where_one_of_them_was_told_to_stop(one
         run_to_end(2, one_host, "two", SETTINGS)
     assert_nearly_same_run(one_host / "two", one_host / "one")
     assert (one_host / "two" / "hf" / "model.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_ctrl_c_on_one_of_two_hosts_stops_both(one_host):
+    job = Job(2, one_host, SETTINGS, flags=(f"--workdir={one_host / 'interrupted'}",))
+    job.until("iteration 1/")
+    job.hosts[0].send_signal(signal.SIGINT)
+    statuses, outputs = job.end()
+    assert statuses == [130, 143] and "stopped by SIGINT after iteration" in outputs[0], outputs
+    run_to_end(2, one_host, "interrupted", SETTINGS)
+    assert_nearly_same_run(one_host / "interrupted", one_host / "one")
 
 
 @pytest.mark.slow
