@@ -328,6 +328,43 @@ def test_half_a_job_is_refused_by_name(monkeypatch, environment, message):
         hosts.initialize()
 
 
+@pytest.mark.parametrize("address", [None, "a:1"])
+def test_what_another_job_left_makes_no_slices_of_this_one(monkeypatch, address):
+    """Where the launcher names the slices' coordinator they are this job's."""
+    for name, value in {"MEGASCALE_NUM_SLICES": "2", "MEGASCALE_SLICE_ID": "1", "JAXRL_DISTRIBUTED": "1"}.items():
+        monkeypatch.setenv(name, value)
+    if address:
+        monkeypatch.setenv("MEGASCALE_COORDINATOR_ADDRESS", address)
+    joined = []
+    monkeypatch.setattr(ghosts.jax.config, "update", lambda *_: None)
+    monkeypatch.setattr(ghosts.jax.distributed, "initialize", lambda **_: joined.append(dict(os.environ)))
+    hosts.initialize()
+    left = {name for name in joined[0] if name.startswith("MEGASCALE_")}
+    expected = {"MEGASCALE_COORDINATOR_ADDRESS", "MEGASCALE_NUM_SLICES", "MEGASCALE_SLICE_ID"}
+    assert left == (expected if address else set())
+
+
+def test_a_job_that_cannot_be_joined_is_said(monkeypatch):
+    def refused(**_):
+        raise RuntimeError("DEADLINE_EXCEEDED: 1 of 2 came")
+
+    monkeypatch.setenv("JAXRL_DISTRIBUTED", "1")
+    monkeypatch.setattr(ghosts.jax.config, "update", lambda *_: None)
+    monkeypatch.setattr(ghosts.jax.distributed, "initialize", refused)
+    with pytest.raises(ConfigError, match="cannot join its job: DEADLINE_EXCEEDED: 1 of 2 came"):
+        hosts.initialize()
+
+
+def test_questions_that_differ_are_named_with_where(monkeypatch):
+    def exchange(value):
+        return [value, {**value, "questions": "-"} if isinstance(value, dict) else value.replace("2 + 3", "2 + 4")]
+
+    monkeypatch.setattr(hosts, "count", lambda: 2)
+    monkeypatch.setattr(hosts, "exchange", exchange)
+    with pytest.raises(ConfigError, match=r"questions of host 1 is not that of host 0: .*2 \+ 4.* instead of .*2 \+ 3"):
+        hosts.agree(config="same", questions=[("1 + 1", {}), ("2 + 3", {})])
+
+
 class Meeting:
     """What ``exchange`` gives where the hosts say these things."""
 
