@@ -30,6 +30,7 @@ import jax.numpy as jnp
 from jaxrl_llm.models.architecture import Architecture
 from jaxrl_llm.models.attention import Cache, Groups, block_shapes
 from jaxrl_llm.models.delta import Delta
+from jaxrl_llm.models.kernels import context
 from jaxrl_llm.models.kernels.learner import Units
 from jaxrl_llm.ops.packing import Line
 from jaxrl_llm.runtime import sharding
@@ -107,6 +108,8 @@ def mix(
     rate = -jnp.exp(own("delta_rate").astype(jnp.float32))
     g_BTN = rate[None, None] * jax.nn.softplus(a_BTN + own("delta_bias").astype(jnp.float32)[None, None])
     of_tokens = (mixed_BTC, g_BTN, jax.nn.sigmoid(b_BTN))
+    if context.is_split():  # whole rows of fewer channels and heads, as in attention
+        of_tokens = tuple(sharding.constrain(x, "batch", None, "attended") for x in of_tokens)
     how = {"weight": own("delta_conv")[:, 0].astype(h_BTD.dtype), "d": d}
     if cache is not None:
         (state,), (inputs,) = cache.keys, cache.values
@@ -116,6 +119,7 @@ def mix(
         out_BTNV, new = _groups(*of_tokens, visible, **how), (None, None)
     else:
         out_BTNV, *new = _rows(*of_tokens, line=visible, positions=positions, length=length, **how)
+    out_BTNV = context.to_tokens(out_BTNV)
     out = out_BTNV * jax.lax.rsqrt(jnp.mean(jnp.square(out_BTNV), axis=-1, keepdims=True) + arch.norm_eps)
     out = own("delta_norm").astype(h_BTD.dtype)[None, None, None] * out.astype(h_BTD.dtype)
     out = (out * jax.nn.silu(z_BTNV.astype(jnp.float32))).astype(h_BTD.dtype)
@@ -190,9 +194,9 @@ def _rows(mixed_BTC, g_BTN, b_BTN, *, weight, d: Delta, before=None, line=None, 
     ends = jnp.full(B, T) if length is None else length
     inputs = jax.vmap(lambda x, at: jax.lax.dynamic_slice_in_dim(x, at, taps - 1))(every, ends)
     q, k, v = _heads(summed, d)
-    of_heads, of_rows = ("batch", None, "heads"), ("batch",)
+    of_heads, of_rows = ("batch", None, "attended"), ("batch",)
     ids = getattr(line, "unit", None), getattr(line, "row", None)
-    axes = (*(of_heads,) * 5, ("batch", "heads"), of_rows, of_rows)
+    axes = (*(of_heads,) * 5, ("batch", "attended"), of_rows, of_rows)
     # By each device on its heads: XLA would gather the systems that it cannot split.
     args = (q, k, v, g_BTN, b_BTN, before[0], *ids)
     out_BTNV, state_B1NHV = sharding.by_device(chunked, *args, axes=axes, shared=3)

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import numpy as np
 import pytest
 from support import building, hybrids
@@ -62,10 +63,28 @@ def test_devices_change_nothing(rows, expected, mesh):
     assert_same(building.gradient(update(packed, num_devices=devices), rows, mesh=mesh), expected)
 
 
-def test_rows_in_parts_are_refused():
-    mesh = sharding.make_mesh(MeshConfig(data=1, context=2), building.mesh_of(CUBE).devices.flatten()[:2])
-    with pytest.raises(ConfigError, match=r"mesh\.context=2 must be 1 for a model with a gated delta rule"):
-        context.check(hybrids.tiny(building.TINY), mesh)
+@pytest.mark.parametrize(
+    ("mesh", "is_packed"),
+    [
+        (MeshConfig(data=1, context=2), False),
+        pytest.param(MeshConfig(data=1, context=4), True, marks=pytest.mark.slow),
+        pytest.param(MeshConfig(data=1, context=2, tensor=2), True, marks=pytest.mark.slow),
+        pytest.param(MeshConfig(data=1, fsdp=2, context=2), False, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_rows_in_parts_change_nothing(rows, expected, mesh, is_packed):
+    width, devices = 4 * rows.rollout.tokens.shape[1], mesh.fsdp
+    packed = {"pack_width": width, "micro_batch_tokens": 4 * width, "logp_chunk_tokens": 8} if is_packed else {}
+    apart = update(SETTINGS | packed, num_devices=devices)
+    assert_same(building.gradient(apart, rows, mesh=mesh), expected)
+
+
+def test_rows_in_more_parts_than_there_are_value_heads_are_refused():
+    arch = dataclasses.replace(hybrids.tiny(building.TINY), num_heads=8)
+    mesh = sharding.make_mesh(MeshConfig(data=1, context=8), jax.devices())
+    with pytest.raises(ConfigError, match=r"mesh\.context=8 must divide the model's 4 value heads over mesh\.tensor=1"):
+        context.check(arch, mesh)
 
 
 def test_of_each_layer_the_sampler_has_its_own_parameters():

@@ -265,6 +265,7 @@ def test_a_stop_asked_for_during_an_evaluation_saves_that_iteration(finished_cop
     [
         (0.5, {}),
         (0.5, {"model.path": "random:debug_experts", "model.routing_replay": True, "update.load_balance": 0.01}),
+        (0.5, {"model.path": "random:debug_hybrid"}),
         (
             0.1,
             {
@@ -276,7 +277,7 @@ def test_a_stop_asked_for_during_an_evaluation_saves_that_iteration(finished_cop
             },
         ),
     ],
-    ids=["lookahead", "experts", "resampling, evaluations"],
+    ids=["lookahead", "experts", "hybrid", "resampling, evaluations"],
 )
 def test_a_run_that_is_stopped_wherever_it_can_be_is_the_run_that_is_not(tmp_path, monkeypatch, chance, changes):
     """At checks drawn at random a signal has come: inside generations, rounds, evaluations."""

@@ -3,7 +3,8 @@
 Outside attention each token is by itself, and a device computes its own part of every row. A query wants the keys of
 its whole row: between the two, each device sends the others what they want of its tokens and gets whole rows of fewer
 heads (all-to-all, as in DeepSpeed-Ulysses). So every rule of who sees whom, every kernel and every window is the one of
-a single device, each device has as many pairs of query and key as any other, and sums over keys are in one place.
+a single device, each device has as many pairs of query and key as any other, and sums over keys are in one place. A
+gated delta rule goes through a row from its beginning, and is dealt out alike: whole rows of fewer value heads.
 
 Letters as in attention. Owns: how heads and tokens are dealt out. Does not know: kernels, parameters.
 """
@@ -22,18 +23,15 @@ from jaxrl_llm.runtime import sharding
 
 
 def check(arch: Architecture, mesh: Any) -> None:
-    """Heads divide over the devices that attend to one row, and every layer attends; ConfigError otherwise."""
-    context, tensor, num_heads = mesh.shape["context"], mesh.shape["tensor"], arch.num_heads
-    if arch.delta and context > 1:
-        raise ConfigError(
-            f"mesh.context={context} must be 1 for a model with a gated delta rule ({arch.family}), which goes through "
-            "a row from its beginning"
-        )
-    if num_heads % (context * tensor):
-        fit = ", ".join(str(n) for n in range(1, num_heads + 1) if num_heads % (n * tensor) == 0)
-        raise ConfigError(
-            f"mesh.context={context} must divide the model's {num_heads} heads over mesh.tensor={tensor}: one of {fit}"
-        )
+    """Heads divide over the devices that attend to one row, or go through it; ConfigError otherwise."""
+    context, tensor = mesh.shape["context"], mesh.shape["tensor"]
+    kinds = {"heads": arch.num_heads} | ({"value heads": arch.delta.value_heads} if arch.delta and context > 1 else {})
+    for kind, count in kinds.items():
+        if count % (context * tensor):
+            fit = ", ".join(str(n) for n in range(1, count + 1) if count % (n * tensor) == 0)
+            raise ConfigError(
+                f"mesh.context={context} must divide the model's {count} {kind} over mesh.tensor={tensor}: one of {fit}"
+            )
 
 
 def is_split() -> bool:
