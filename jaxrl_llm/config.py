@@ -160,6 +160,21 @@ class RewardsConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class EnvironmentsConfig:
+    # Environment that answers the policy's turns, so that a completion has several: "package.module:name" or
+    # "path/to/file.py:name" of a class with TRL's interface or a function (environment_worker.py); "" = none.
+    factory: str = ""
+    # Turns of the policy in a completion, at most.
+    max_turns: Count = 4
+    # Longest answer in tokens, with what the chat template puts around it. It counts in max_completion_tokens.
+    max_answer_tokens: Count = 64
+    # Workers: processes that answer. An episode stays with one.
+    num_workers: Annotated[int, Bounds(1, 1024)] = 2
+    # Timeout: seconds an answer may take before its process is replaced.
+    timeout_s: Annotated[float, Bounds(0.01, 86400.0)] = 10.0
+
+
+@dataclasses.dataclass(frozen=True)
 class ExternalConfig:
     # Answers of others, from each in turn: JSONL files (their form is in jaxrl_llm/actor/guests.py), gone through again
     # and again, and workdirs of runs with metrics.share_rollouts, whose newest are taken.
@@ -294,6 +309,7 @@ class Config(MethodFacts):
     rewards: RewardsConfig = RewardsConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     replay: ReplayConfig = ReplayConfig()
+    environments: EnvironmentsConfig = EnvironmentsConfig()
     external: ExternalConfig = ExternalConfig()
     update: UpdateConfig = UpdateConfig()
     optimizer: OptimizerConfig = OptimizerConfig()

@@ -20,6 +20,8 @@ import numpy as np
 from absl import flags
 from ml_collections import config_flags
 
+from jaxrl_llm.actor import environment as environments
+from jaxrl_llm.actor.conversation import Conversations
 from jaxrl_llm.actor.evaluation import evaluate, questions
 from jaxrl_llm.actor.generator import Generator
 from jaxrl_llm.actor.rewards import RewardPool
@@ -51,7 +53,10 @@ def command(config: Config, model: str, checkpoint: str, num_samples: int) -> di
     tokenizer = source.tokenizer().ending_at(config.sampling.stop_tokens)
     _, held_out, _ = questions(config, tokenizer)
     examples = [row.example for row in held_out]
-    with RewardPool(config.rewards, task_scorer=tasks.scorer(config.prompts), examples=examples) as pool:
+    with (
+        RewardPool(config.rewards, task_scorer=tasks.scorer(config.prompts), examples=examples) as pool,
+        environments.opened(config, examples) as environment,
+    ):
         run = assemble(config, source.architecture(), tokenizer.eos_ids, mesh)
         sampler = run.eval_sampler
         params = (
@@ -68,7 +73,8 @@ def command(config: Config, model: str, checkpoint: str, num_samples: int) -> di
         compiled = compile_all(programs, mesh)
         params = compiled["publish"](params, *base)
         version, key = sharding.put((np.int32(0), rng.stream(config.seed, "eval")), sharding.replicated(mesh, (0, 0)))
-        generator = Generator(sampler, compiled, tokenizer.decode)
+        talk = Conversations(environment, tokenizer, config) if environment else None
+        generator = Generator(sampler, compiled, tokenizer.decode, talk=talk)
         return evaluate(
             generator,
             params,

@@ -83,7 +83,7 @@ class Run:
             choose = functools.partial(resampling.choose, group_size=self.config.rollout.group_size)
             programs["choose"] = Program(choose, (sampled, sampled, place), layout)
         if self.eval_sampler is not None:
-            needed = ("init_sampler", "prefill", "decode", "read_group", "stop_rows", "collect")
+            needed = ("init_sampler", "prefill", "decode", "read_group", "stop_rows", "read_waiting", "collect")
             evals = self.eval_sampler.programs(self.sampler_params)
             programs |= {f"eval_{name}": evals[name] for name in needed if name in evals}
         return programs
@@ -138,6 +138,7 @@ def assemble(
         keeps_entropy=config.keeps_entropy,
         keeps_old_logp=config.keeps_old_logp and config.rollout.lookahead_prompts > 0,
         keeps_experts=config.model.routing_replay,
+        answer_tokens=config.environments.max_answer_tokens if config.environments.factory else 0,
     )
     update = Update(
         config=dataclasses.replace(config.update, logp_chunk_tokens=chunk),

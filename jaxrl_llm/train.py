@@ -21,6 +21,7 @@ import time
 from absl import flags
 from ml_collections import config_flags
 
+from jaxrl_llm.actor import environment as environments
 from jaxrl_llm.actor.actor import Actor
 from jaxrl_llm.actor.evaluation import Evaluation, questions
 from jaxrl_llm.actor.guests import External
@@ -83,6 +84,7 @@ def _train(config: Config, workdir: pathlib.Path, allow_config_changes: bool) ->
     with (
         StopRequest() as stop,
         RewardPool(config.rewards, task_scorer=scorer, examples=examples, check=stop.check) as pool,
+        environments.opened(config, examples) as environment,
         contextlib.closing(MetricsWriter(workdir, config.metrics)) as metrics,
         contextlib.closing(checkpoints),
     ):
@@ -101,9 +103,9 @@ def _train(config: Config, workdir: pathlib.Path, allow_config_changes: bool) ->
         teaches = run.learner.loads_reference
         models = run.model, run.learner.reference_model if teaches else None
         base, reference, begin = pretrained.weights(*models, mesh, source, teacher, seed=config.seed)
-        actor = Actor(run, compiled, tokenizer.decode, stream, pool, external)
+        actor = Actor(run, compiled, tokenizer, stream, pool, external, environment)
         learner = Learner(run.learner, compiled, ledger, reference=reference, base=base)
-        evaluation = Evaluation(run, compiled, tokenizer, held_out, pool, workdir) if held_out else None
+        evaluation = Evaluation(run, compiled, tokenizer, held_out, pool, workdir, environment) if held_out else None
         iteration, compute, failure, values = 0, 0.0, None, {}
         if restored is None:
             learner.start(begin())

@@ -28,7 +28,8 @@ STOP_NONE = 0  # not finished
 STOP_EOS = 1
 STOP_LENGTH = 2  # reached max_completion_tokens: a truncated completion
 STOP_STRING = 3
-STOP_NAMES = ("none", "eos", "length", "stop_string")
+STOP_TURNS = 4  # its environment had more to say after environments.max_turns turns
+STOP_NAMES = ("none", "eos", "length", "stop_string", "max_turns")
 
 # Experience.age_bucket: upper ages of the buckets, in iterations; one more has all above.
 AGE_BUCKETS = (0, 1, 3, 7, 15)
@@ -81,9 +82,9 @@ class Rollout(WithColumns):
     tokens: jax.Array  # [B, S] i32, 0 past `length`
     prompt_length: jax.Array  # [B] i32
     length: jax.Array  # [B] i32, prompt + completion; EOS is counted
-    behaviour_logp: jax.Array  # [B, S] f32 nats, 0.0 off the completion
+    behaviour_logp: jax.Array  # [B, S] f32 nats, 0.0 where policy_version is -1
     group_id: jax.Array  # [B] i32, siblings of one prompt share it; below 0 where others than this run wrote them
-    policy_version: jax.Array  # [B, S] i32 per token, -1 off the completion
+    policy_version: jax.Array  # [B, S] i32 per token, -1 off the completion and where an environment wrote it
     stop_reason: jax.Array  # [B] i8, STOP_*
     columns: Mapping[str, jax.Array] = flax.struct.field(default_factory=dict)  # what a method needs (views.COLUMNS)
 

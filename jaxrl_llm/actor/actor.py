@@ -16,6 +16,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxrl_llm.actor.conversation import Conversations
+from jaxrl_llm.actor.environment import Environment
 from jaxrl_llm.actor.generator import FinishedGroup, Generator
 from jaxrl_llm.actor.guests import External, Guests, shared_groups
 from jaxrl_llm.actor.resampling import Sampled, sample
@@ -55,18 +57,27 @@ class Actor:
     Args:
         run: a ``Run``.
         compiled: its programs by name, compiled.
-        decode: token ids to text.
         external: the answers of others.
+        environment: answers turns; None = completions have one.
         pool: its ``check`` raises ``Stopped`` where the run is to stop; ``act`` goes on from its ``state`` then.
     """
 
     def __init__(
-        self, run: Any, compiled: Any, decode: Any, stream: PromptStream, pool: RewardPool, external: External
+        self,
+        run: Any,
+        compiled: Any,
+        tokenizer: Any,
+        stream: PromptStream,
+        pool: RewardPool,
+        external: External,
+        environment: Environment | None,
     ):
         self._config, self._stream, self._pool, self._external = run.config, stream, pool, external
-        self._decode, self._choose = decode, compiled.get("choose")
+        self._decode, self._choose = tokenizer.decode, compiled.get("choose")
         self._key = sharding.put(rng.stream(run.config.seed, "sample"), sharding.replicated(run.mesh, 0))
-        self.generator = Generator(run.sampler, compiled, decode, run.config.rollout.max_lag_iterations, pool.check)
+        talk = Conversations(environment, tokenizer, run.config) if environment else None
+        how = run.config.rollout.max_lag_iterations, pool.check, talk
+        self.generator = Generator(run.sampler, compiled, tokenizer.decode, *how)
         self._rounds: list[Sampled] = []  # what this iteration's rounds have come to, in one or none
         self._external_state = external.state()  # when the iteration began
         self.is_inside = False
@@ -116,7 +127,7 @@ class Actor:
         return Acted(scored, sampled, draws, guests, generate_s)
 
     def _score(self, group: FinishedGroup) -> Any:
-        return self._pool.submit(group.example, [self._decode(c) for c in group.completions])
+        return self._pool.submit(group.example, [self._decode(c) for c in group.completions], group.played)
 
     def _questions(self, groups: list[FinishedGroup]) -> list[int]:
         return [self._stream.question_id(group.group_id) for group in groups]
@@ -164,6 +175,7 @@ class Actor:
             "ledger": self._stream.ledger.state(),
             "external": self._external_state,
             "open_prompts": self.generator.opened(),
+            "conversations": self.generator.talk.state() if self.generator.talk else [],
             "draws": [[np.asarray(x).tolist() for x in jax.tree.leaves(sums)] for sums in self.generator.draws],
             "rounds": [sampled.state() for sampled in self._rounds],
         }
@@ -178,6 +190,8 @@ class Actor:
         for *where, group_id in state["open_prompts"]:
             row = self._stream.lookup(group_id)
             self.generator.adopt(*where, group_id, row.example, row.tokens.tolist())
+        if self.generator.talk:
+            self.generator.talk.restore(state["conversations"])
         self.generator.draws = [DrawSums(*(np.array(x, np.float32) for x in sums)) for sums in state["draws"]]
         question = lambda group_id: self._stream.lookup(group_id).example
         self._rounds[:] = [Sampled.restored(x, arrays.get("rounds"), question) for x in state["rounds"]]

@@ -16,6 +16,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxrl_llm.actor.conversation import Conversations
+from jaxrl_llm.actor.environment import Environment
 from jaxrl_llm.actor.generator import Generator
 from jaxrl_llm.actor.rewards import RewardPool
 from jaxrl_llm.config import Config
@@ -80,7 +82,7 @@ def evaluate(
             is_own = group.completions is not None
             groups.append(group)
             texts.append([decode(c) for c in group.completions] if is_own else None)
-            tickets.append(pool.submit(group.example, texts[-1]) if is_own else None)
+            tickets.append(pool.submit(group.example, texts[-1], group.played) if is_own else None)
     rewards, texts = pool.collect(tickets), hosts.complete(texts)
     num_samples = generator.sampler.group_size
     total = rewards.total.reshape(-1, num_samples)
@@ -123,13 +125,22 @@ class Evaluation:
         run: a ``Run`` with an ``eval_sampler``.
         compiled: its programs by name, compiled.
         workdir: where each result is written with every completion.
+        environment: answers turns; None = completions have one.
     """
 
     def __init__(
-        self, run: Any, compiled: Any, tokenizer: Any, held_out: list[Any], pool: RewardPool, workdir: pathlib.Path
+        self,
+        run: Any,
+        compiled: Any,
+        tokenizer: Any,
+        held_out: list[Any],
+        pool: RewardPool,
+        workdir: pathlib.Path,
+        environment: Environment | None,
     ):
         evals = {name.removeprefix("eval_"): p for name, p in compiled.items() if name.startswith("eval_")}
-        self._generator = Generator(run.eval_sampler, evals, tokenizer.decode, check=pool.check)
+        talk = Conversations(environment, tokenizer, run.config) if environment else None
+        self._generator = Generator(run.eval_sampler, evals, tokenizer.decode, check=pool.check, talk=talk)
         self._how = {"threshold": run.config.rewards.pass_threshold}
         self._how["key"] = sharding.put(rng.stream(run.config.seed, "eval"), sharding.replicated(run.mesh, 0))
         self._given = held_out, pool, tokenizer.decode

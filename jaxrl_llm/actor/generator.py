@@ -23,6 +23,7 @@ import jax
 import numpy as np
 
 from jaxrl_llm.actor import stop_strings
+from jaxrl_llm.actor.conversation import Conversations
 from jaxrl_llm.actor.sampler import Sampler
 from jaxrl_llm.runtime import hosts, sharding
 from jaxrl_llm.types import STOP_NONE, Agreed, DrawSums, PerHost, PromptBatch, Rollout
@@ -35,7 +36,9 @@ class FinishedGroup:
     Attributes:
         lengths: tokens of each completion.
         stop_reasons: why each ended (``types.STOP_*``).
+        turns: of the policy in each; none are told without an environment.
         completions: their token ids, on the host whose rows they are; None elsewhere.
+        played: what an environment made of them there.
         ticket: whatever ``on_finished`` returned there.
     """
 
@@ -43,7 +46,9 @@ class FinishedGroup:
     example: Agreed[Any]
     lengths: Agreed[list[int]]
     stop_reasons: Agreed[list[int]]
+    turns: Agreed[list[int]] = dataclasses.field(default_factory=list)
     completions: PerHost[list[list[int]] | None] = None
+    played: PerHost[Any] = None
     ticket: PerHost[Any] = None
 
 
@@ -61,6 +66,7 @@ class Generator:
 
             and a call waits for those that must leave with it.
         check: called before each chunk; what it raises leaves a state that a call of ``generate`` goes on from.
+        talk: conversations with an environment; None = completions have one turn.
 
     Source: the capacity is that of AReaL, Fu et al. 2025, arXiv:2505.24298, whose version counts batches. Differs:
         stragglers are waited for, so that the bound is on what is trained and not on what is submitted alone.
@@ -73,12 +79,14 @@ class Generator:
         decode_text: Callable[[list[int]], str],
         max_lag: int = 0,
         check: Callable[[], None] = lambda: None,
+        talk: Conversations | None = None,
     ):
         self.sampler = sampler
         self.run = compiled
         self.decode_text = decode_text
         self.max_lag = max_lag
         self.check = check
+        self.talk = talk
         self.calls = 0
         # On the device; without lookahead prompts while they are sampled alone: no update has caches beside it.
         self.state: Any = compiled["init_sampler"]() if sampler.lookahead else None
@@ -138,16 +146,18 @@ class Generator:
         due = self._due()
         is_due = np.array([[(m, e) in due for e in range(sampler.entries)] for m in range(sampler.shards)])
         is_due = sharding.put(is_due, sharding.leading(sampler.mesh, is_due))
+        if self.talk:
+            self._note(*self.run["read_waiting"](self.state))
         while True:
             self.check()
             while len(unread) <= ahead:
-                self.state, told = self.run["decode"](params, self.state, version, key, is_due)
+                self.state, told = self.run["decode"](params, self.state, version, key, is_due, *self._answers())
                 unread.append(told)
             self._receive(leaving, on_finished)
-            reasons, lengths = jax.device_get(unread.popleft())
+            reasons, lengths, *heard = self._note(*unread.popleft())
             if sampler.sampling.stop_strings:
                 reasons, lengths = self._stop_at_strings(reasons, lengths, scanned)
-            leaving = self._read(reasons, lengths)
+            leaving = self._read(reasons, lengths, *heard)
             # Every shard must have its share, oldest prompts first, and with it those that may not stay.
             done = [[where for where in self.finished if where[0] == shard] for shard in range(sampler.shards)]
             if all(len(places) >= per_shard for places in done) and due <= self.finished.keys():
@@ -164,6 +174,8 @@ class Generator:
         self.draws.append(draws)
         for where in (where for places in self._chosen for where in places):
             del self.open_prompts[where], self.finished[where]
+            if self.talk:
+                self.talk.forget(where)
         self.calls += 1
         if not self.sampler.lookahead:
             self.state = None
@@ -189,13 +201,29 @@ class Generator:
         draws, self.draws = jax.device_get(self.draws), []
         return jax.tree.map(lambda *sums: float(np.sum(sums)), *draws)
 
-    def _read(self, reasons: np.ndarray, lengths: np.ndarray) -> list[Any]:
+    def _note(self, reasons: jax.Array, lengths: jax.Array, *told: jax.Array) -> list[np.ndarray]:
+        """What a chunk has told of rows, on the host; of those that wait the environment is asked."""
+        if not told:
+            return jax.device_get([reasons, lengths])
+        reasons, lengths, heard, rows = jax.device_get((reasons, lengths, *told[:2]))
+        self.talk.note(rows, told[2], lengths, self.open_prompts)
+        return [reasons, lengths, heard]
+
+    def _answers(self) -> tuple[jax.Array, ...]:
+        """What an environment has said to the rows that wait, on the devices; () without one."""
+        if not self.talk:
+            return ()
+        answers = self.talk.answers((self.sampler.shards, self.sampler.entries, self.sampler.group_size))
+        return sharding.put(answers, sharding.leading(self.sampler.mesh, answers))
+
+    def _read(self, reasons: np.ndarray, lengths: np.ndarray, heard: np.ndarray | None = None) -> list[Any]:
         """Note the groups that have stopped, and begin to read their tokens, one of each shard at a time."""
         new: list[list[tuple[int, int]]] = [[] for _ in range(self.sampler.shards)]
         for where, (group_id, example, prompt, _) in self.open_prompts.items():
             if where not in self.finished and (reasons[where] != STOP_NONE).all():
                 sizes = (lengths[where] - len(prompt)).tolist()
-                self.finished[where] = FinishedGroup(group_id, example, sizes, reasons[where].tolist())
+                turns = [] if heard is None else (heard[where] + 1).tolist()
+                self.finished[where] = FinishedGroup(group_id, example, sizes, reasons[where].tolist(), turns)
                 new[where[0]].append(where)
         reading = []
         for places in itertools.zip_longest(*new):
@@ -212,6 +240,8 @@ class Generator:
                     group, first = self.finished[where], len(self.open_prompts[where][2])
                     sizes = zip(rows, group.lengths, strict=True)
                     group.completions = [row[first : first + size].tolist() for row, size in sizes]
+                    if self.talk:
+                        group.played = self.talk.played(where, group.example, first, group.completions)
                     group.ticket = on_finished(group)
 
     def opened(self) -> list[list[int]]:

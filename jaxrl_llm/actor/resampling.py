@@ -60,7 +60,7 @@ class Sampled:
 
     def state(self) -> dict[str, Any]:
         """What ``restored`` needs of it besides ``rollout``; plain JSON."""
-        groups = [[group.group_id, group.lengths, group.stop_reasons] for group in self.asked]
+        groups = [[group.group_id, group.lengths, group.stop_reasons, group.turns] for group in self.asked]
         return {"kept": self.kept.tolist(), "asked": groups, "answers": self.answers.state()}
 
     @staticmethod

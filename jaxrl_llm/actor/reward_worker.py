@@ -47,7 +47,7 @@ TEXTS = (str, bytes, bytearray, memoryview)
 
 
 def call(
-    function: Callable, prompt: Any, columns: dict[str, Any], completions: list[str]
+    function: Callable, prompt: Any, columns: dict[str, Any], completions: list[str], **by_completion: list[Any]
 ) -> tuple[list[float | None], list[str]]:
     """``function`` on the completions of one prompt, as TRL and Tunix call it.
 
@@ -59,7 +59,7 @@ def call(
         returned = function(
             prompts=[prompt] * num,
             completions=completions,
-            **{key: [value] * num for key, value in columns.items()},
+            **{key: [value] * num for key, value in columns.items()} | by_completion,
         )
         if hasattr(returned, "__await__"):
             returned = importlib.import_module("asyncio").run(returned)
@@ -83,8 +83,8 @@ def call(
     return scores, reasons
 
 
-def main(descriptor: int, specs: list[str]) -> None:
-    """Serve calls ``(spec, prompt, columns, completions)`` from the socket until it closes."""
+def main(descriptor: int, specs: list[str], call: Callable = call) -> None:
+    """Serve calls ``(spec, *given, more)`` from the socket until it closes: ``call(function, *given, **more)``."""
     for number in (signal.SIGINT, signal.SIGTERM):  # the parent answers them: a launcher may signal every process
         signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(OSError):  # Linux alone has it: out of memory, it kills us and not the run
@@ -101,9 +101,9 @@ def main(descriptor: int, specs: list[str]) -> None:
         return print(dumps(message(error)), file=answers, flush=True)
     print(dumps(READY), file=answers, flush=True)
     while True:
-        spec, prompt, columns, completions = calls.get()
+        spec, *given, more = calls.get()
         os.chdir(folder)
-        answer = call(functions[spec], prompt, columns, completions)
+        answer = call(functions[spec], *given, **more)
         if os.getpid() != process:
             os._exit(0)  # a copy that the function forked and that came back from it
         signal.setitimer(signal.ITIMER_REAL, 0)

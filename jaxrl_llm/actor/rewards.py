@@ -21,12 +21,10 @@ import inspect
 import json
 import os
 import pickle
-import select
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
@@ -36,6 +34,7 @@ import numpy as np
 import psutil
 
 from jaxrl_llm.actor import reward_worker
+from jaxrl_llm.actor.printing import Printer
 from jaxrl_llm.config import ConfigError, RewardsConfig
 from jaxrl_llm.runtime import hosts
 from jaxrl_llm.types import MAX_ERRORS_KEPT, OUTCOME_ERROR, OUTCOME_SCORE, OUTCOME_TIMEOUT, Example, Rewards
@@ -43,10 +42,7 @@ from jaxrl_llm.types import MAX_ERRORS_KEPT, OUTCOME_ERROR, OUTCOME_SCORE, OUTCO
 MATH_SCORER = "jaxrl_llm.questions.tasks.math_answers:reward"
 CHECK_S = 1.0  # between two looks at whether the run is to stop
 MAX_START_S = 300.0
-MAX_PRINTER_S = 0.5  # that a call waits for what earlier ones have printed to be passed on
-MAX_PRINTED_BYTES = 2**16  # shown of what functions print from the start of one call to that of the next
 MARK = "JAXRL_REWARD_WORKER"  # in the environment of a worker and of what it starts, wherever that goes: which it is
-SHOWN = bytes(x if x in b"\t\n" or x >= 32 else ord("?") for x in range(256))  # what no terminal obeys
 
 # Of one call, for each completion: score (f64, NaN where there is none), outcome; and what went wrong.
 Answer = tuple[np.ndarray, np.ndarray, list[str]]
@@ -84,21 +80,20 @@ class RewardPool(contextlib.AbstractContextManager):
     ):
         self.check = check
         self._config = config
-        self._specs = [_checked_spec(name, task_scorer, examples) for name in config.functions]
-        self._closed, self._room, self._is_printing = False, 0, False
-        self._printed, self._print_to = os.pipe()
-        self._printer = threading.Thread(target=self._show, daemon=True)
-        self._printer.start()
-        self._workers = [_Worker(self._specs, self._print_to) for _ in range(config.num_workers)]
+        checked = [_checked_spec(name, task_scorer, examples) for name in config.functions]
+        self._specs = dict(checked)  # and whether each takes the messages of completions of several turns
+        self._functions = [(name, spec) for name, (spec, _) in zip(config.functions, checked, strict=True)]
+        self._closed, self._printer = False, Printer()
+        self._workers = [Worker([*filter(None, self._specs)], self._printer) for _ in range(config.num_workers)]
         self._free = list(self._workers)
         self._threads = ThreadPoolExecutor(config.num_workers, "rewards")
 
-    def submit(self, example: Example, completions: Sequence[str]) -> Ticket:
-        """Queue the completions of one prompt; returns at once."""
+    def submit(self, example: Example, completions: Sequence[str], played: Any = None) -> Ticket:
+        """Queue the completions of one prompt, and what an environment made of them; returns at once."""
         if self._closed:
             raise RuntimeError("the reward pool is closed")
-        functions = zip(self._config.functions, self._specs, strict=True)
-        return [self._threads.submit(self._score, *names, example, list(completions)) for names in functions]
+        given = example, list(completions), played
+        return [self._threads.submit(self._score, *names, *given) for names in self._functions]
 
     def collect(self, tickets: Sequence[Ticket | None]) -> Rewards:
         """Wait for the tickets; their scores one after the other, in the order given.
@@ -119,7 +114,7 @@ class RewardPool(contextlib.AbstractContextManager):
                 break
             self.check()
         answers = hosts.complete(answers)
-        none = np.empty((len(self._specs), 0))
+        none = np.empty((len(self._functions), 0))
         parts, outcome = (  # [functions, completions]
             np.concatenate([none, *([answer[i] for answer in calls] for calls in answers)], axis=1) for i in (0, 1)
         )
@@ -138,85 +133,73 @@ class RewardPool(contextlib.AbstractContextManager):
         self._closed = True
         self._threads.shutdown(wait=False, cancel_futures=True)
         while len(self._free) < len(self._workers):  # a thread waits for an answer, or starts another process
-            _end(self._workers)
+            end(self._workers)
         self._threads.shutdown()
-        _end(self._workers)
+        end(self._workers)
         for worker in self._workers:
             worker.socket.close()
-        os.close(self._print_to)
-        self._printer.join(1.0)
+        self._printer.close()
 
     def __exit__(self, *_) -> None:
         self.close()
 
     # Below: in other threads.
 
-    def _score(self, name: str, spec: str, example: Example, completions: list[str]) -> Answer:
+    def _score(self, name: str, spec: str, example: Example, completions: list[str], played: Any) -> Answer:
+        if played is None:
+            return self._call(name, spec, example, completions)
+        if name == "environment":
+            return played.failures_in(played.own_scores())
+        more = {"messages": played.messages} if self._specs[spec] else {}
+        return played.failures_in(self._call(name, spec, example, completions, **more))
+
+    def _call(self, name: str, spec: str, example: Example, completions: list[str], **more: Any) -> Answer:
         scores, failure, worker = np.full(len(completions), np.nan), OUTCOME_ERROR, self._free.pop()
         try:
             if self._closed:
                 raise EOFError
-            payload = pickle.dumps((spec, example.prompt, example.columns, completions))
-            self._pass_on_what_is_printed()
-            scores, reasons = worker.ask(payload, len(completions), self._config.timeout_s)
-        except TimeoutError as error:
-            failure, reasons = OUTCOME_TIMEOUT, [str(error)]
-        except (EOFError, ConnectionError, UnicodeDecodeError, json.JSONDecodeError):
-            reasons = ["its process died"]
+            given, reasons = worker.ask(
+                (spec, example.prompt, example.columns, completions, more), self._config.timeout_s
+            )
+            scores[:] = np.array(given, np.float64).reshape(scores.shape)  # None becomes NaN
         except Exception as error:
-            reasons = [reward_worker.message(error)]
+            failure, reason = failed(error)
+            reasons = [reason]
         self._free.append(worker)
         outcome = np.where(np.isnan(scores), failure, OUTCOME_SCORE)
         return scores, outcome, [f"{name} on {example.origin or 'a prompt'}: {reason}" for reason in reasons]
 
-    def _pass_on_what_is_printed(self) -> None:
-        """Before a call: what earlier ones have printed has their room, and this one room of its own."""
-        until = time.monotonic() + MAX_PRINTER_S
-        while (self._is_printing or _is_readable(self._printed, 0)) and time.monotonic() < until:
-            time.sleep(1e-3)
-        self._room = MAX_PRINTED_BYTES
 
-    def _show(self) -> None:
-        """Pass on what functions print; what is too much is read as well, for a full pipe would block them."""
-        with open(self._printed, "rb", buffering=0) as pipe:
-            while _is_readable(self._printed, None):
-                self._is_printing = True
-                if not (text := pipe.read(2**16)):
-                    break
-                room, is_cut = max(0, self._room), 0 <= self._room < len(text)
-                with contextlib.suppress(OSError):  # stderr may be closed
-                    os.write(2, text[:room].translate(SHOWN) + b"...\n" * is_cut)
-                self._room = -1 if is_cut else self._room - (self._room >= 0) * len(text)
-                self._is_printing = False
-        self._is_printing = False
+def failed(error: Exception) -> tuple[int, str]:
+    """Outcome and reason of a call that raised."""
+    if isinstance(error, TimeoutError):
+        return OUTCOME_TIMEOUT, str(error)
+    died = (EOFError, ConnectionError, UnicodeDecodeError, json.JSONDecodeError)
+    return OUTCOME_ERROR, "its process died" if isinstance(error, died) else reward_worker.message(error)
 
 
-def _is_readable(pipe: int, wait_ms: int | None) -> bool:
-    """Whether there is something to read, or its end has come."""
-    poll = select.poll()
-    poll.register(pipe, select.POLLIN)
-    return bool(poll.poll(wait_ms))
+class Worker:
+    """A process and the socket to it, and the next one when it fails. Used by one thread at a time.
 
+    ``serves``: module of this package whose ``main`` it runs.
+    """
 
-class _Worker:
-    """A process and the socket to it, and the next one when it fails. Used by one thread at a time."""
-
-    def __init__(self, specs: list[str], print_to: int):
-        self._specs, self._print_to, self.process = specs, print_to, None
+    def __init__(self, specs: list[str], printer: Printer, serves: str = "reward_worker"):
+        self._specs, self._printer, self._serves, self.process = specs, printer, serves, None
         self._start()
 
     def _start(self) -> None:
         if self.process:
-            _end([self])
+            end([self])
             self.socket.close()
         self.socket, theirs = socket.socketpair()
         self._ready, self.mark = False, f"{os.getpid()}.{time.monotonic_ns()}"
-        program = f"from jaxrl_llm.actor.reward_worker import main; main({theirs.fileno()}, {self._specs!r})"
+        program = f"from jaxrl_llm.actor.{self._serves} import main; main({theirs.fileno()}, {self._specs!r})"
         with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, "-u", "-c", f"import sys; sys.path[:] = {sys.path!r}; {program}"],
                 stdin=subprocess.DEVNULL,
-                stdout=self._print_to,  # not the run's own
+                stdout=self._printer.descriptor,  # not the run's own
                 stderr=subprocess.STDOUT,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # Ctrl-C does not reach it
@@ -224,16 +207,17 @@ class _Worker:
                 env={**os.environ, "JAX_PLATFORMS": "cpu", MARK: self.mark},
             )
 
-    def ask(self, payload: bytes, num: int, timeout_s: float) -> tuple[np.ndarray, list[str]]:
-        """Scores, NaN where there is none, and reasons. When it raises, there is another process."""
+    def ask(self, call: tuple[Any, ...], timeout_s: float) -> Any:
+        """What the process answers to a call. When it raises, there is another process."""
+        payload = pickle.dumps(call)
+        self._printer.make_room()
         try:
             if self.process.poll() is not None:  # it died while idle, which is not this call's fault
                 self._start()
             if not self._ready and (said := self._hear(b"", MAX_START_S)) != reward_worker.READY:
                 raise OSError(f"no process starts: {said}")
             self._ready = True
-            scores, reasons = self._hear(payload, timeout_s)
-            return np.array(scores, np.float64).reshape(num), reasons  # None becomes NaN
+            return self._hear(payload, timeout_s)
         except Exception:
             with contextlib.suppress(OSError):  # the next call says that none starts
                 self._start()
@@ -256,7 +240,7 @@ class _Worker:
         return json.loads(line)
 
 
-def _end(workers: Sequence[_Worker]) -> None:
+def end(workers: Sequence[Worker]) -> None:
     """Kill processes with all that they started."""
     processes, marks = [worker.process for worker in workers], {worker.mark for worker in workers}
     for process in processes:
@@ -275,8 +259,13 @@ def _end(workers: Sequence[_Worker]) -> None:
         process.wait()
 
 
-def _checked_spec(name: str, task_scorer: str, examples: Sequence[Example]) -> str:
-    """The spec that ``name`` stands for; it imports, is a function, and takes every column that an example has."""
+def _checked_spec(name: str, task_scorer: str, examples: Sequence[Example]) -> tuple[str, bool]:
+    """The spec that ``name`` stands for, and whether it takes ``messages``.
+
+    It imports, is a function, and takes every column that an example has. "environment" is none: it has its own reward.
+    """
+    if name == "environment":
+        return "", False
     if name == "task" and not task_scorer:
         raise ConfigError("rewards.functions: 'task' means nothing here: this prompts.source has no scorer of its own")
     spec: Any = {"task": task_scorer, "math": MATH_SCORER}.get(name, name)
@@ -295,4 +284,7 @@ def _checked_spec(name: str, task_scorer: str, examples: Sequence[Example]) -> s
         except TypeError as error:
             given = ", ".join(("prompts", "completions", *columns))
             raise ConfigError(f"rewards.functions: {name!r} cannot score {origin}: {error}; given: {given}") from error
-    return spec
+    with contextlib.suppress(ValueError):
+        takes = inspect.signature(function, follow_wrapped=False).parameters.values()
+        return spec, any(x.name == "messages" or x.kind is x.VAR_KEYWORD for x in takes)
+    return spec, False

@@ -31,7 +31,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxrl_llm.actor import stop_strings
+from jaxrl_llm.actor import stop_strings, turns
 from jaxrl_llm.config import SamplingConfig
 from jaxrl_llm.models import delta_rule, moe
 from jaxrl_llm.models import rope as ropes
@@ -71,6 +71,7 @@ class SamplerState:
     group_id: jax.Array  # [M, E] i32, NO_PROMPT = the entry is free
     drawn: DrawSums  # since the last groups were collected
     columns: Mapping[str, jax.Array]  # [M, E, G, S, ...], as a Rollout has them
+    waiting: Mapping[str, jax.Array]  # rows that wait for an environment (turns.empty); {} without one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +87,7 @@ class Sampler:
         keeps_old_logp: rows may span versions, and the learner's log-probs under each are wanted.
         keeps_experts: the learner is to choose each token's experts again.
         eos_ids: tokens that end a completion; () never stops early.
+        answer_tokens: A, the most an environment answers when they end a turn; 0 = they end the completion.
     """
 
     model: Model
@@ -102,6 +104,7 @@ class Sampler:
     keeps_entropy: bool = False
     keeps_old_logp: bool = False
     keeps_experts: bool = False
+    answer_tokens: int = 0
     learner_mesh: Mesh | None = None
 
     @property
@@ -145,6 +148,8 @@ class Sampler:
         S, most = self.row_tokens, self.sampling.max_completion_tokens
         sizes = {"slots": self.num_slots, "prompts": M * E, "prompt_width": self.max_prompt_tokens, "completion": most}
         how = {"implementation": self.model.attention, "dtype": self.model.compute_dtype}
+        talks = self.answer_tokens > 0
+        how["spare"] = turns.idle_room(self.chunk_steps) if talks else 0
         return SamplerState(
             **delta_rule.empty_caches(arch, **sizes, **how),
             cache_end=jnp.int32(0),
@@ -159,6 +164,7 @@ class Sampler:
             group_id=jnp.full((M, E), NO_PROMPT, jnp.int32),
             drawn=self._no_draws(),
             columns={name: jnp.zeros((M, E, G, S, *rest), dtype) for name, (dtype, *rest) in self.columns.items()},
+            waiting=turns.empty(M, E, G, self.num_slots) if talks else {},
         )
 
     def _no_draws(self) -> DrawSums:
@@ -199,6 +205,9 @@ class Sampler:
         key = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=whole)
         entry = rows((M, P // M), jnp.int32)
         rollout = jax.eval_shape(self._collect, state, entry)[0]
+        table, A = (M, self.entries, self.group_size), self.answer_tokens
+        answers = (rows((*table, A), jnp.int32), rows(table, jnp.int32)) if A else ()
+        told = (*(whole,) * 4, rows((M,), jnp.int32).sharding) if A else whole
         programs = {
             "init_sampler": Program(self._empty, (), out_shardings=state_layout),
             "prefill": Program(
@@ -209,8 +218,8 @@ class Sampler:
             ),
             "decode": Program(
                 self._decode,
-                (abstract_params, state, scalar, key, rows((M, self.entries), jnp.bool)),
-                (state_layout, whole),
+                (abstract_params, state, scalar, key, rows((M, self.entries), jnp.bool), *answers),
+                (state_layout, told),
                 donate=(1,),
             ),
             "read_group": Program(
@@ -226,8 +235,11 @@ class Sampler:
             ),
         }
         if self.sampling.stop_strings:
-            width = rows((M, self.entries, self.group_size), jnp.int32)
-            programs["stop_rows"] = Program(stop_strings.cut, (state, width), (state_layout, whole), donate=(0,))
+            programs["stop_rows"] = Program(
+                stop_strings.cut, (state, rows(table, jnp.int32)), (state_layout, whole), donate=(0,)
+            )
+        if A:
+            programs["read_waiting"] = Program(turns.told, (state,), told)
         return programs
 
     def _prefill(self, params, state: SamplerState, tokens_PL, length_P, group_id_P, entry_MP) -> SamplerState:
@@ -261,6 +273,7 @@ class Sampler:
             started=put(state.started, zeros),
             group_id=set_entries(state.group_id, group_id_P.reshape(M, P // M)),
             columns={name: put(x, noted.get(name, jnp.zeros((P, *x.shape[3:])))) for name, x in state.columns.items()},
+            waiting={name: x if name == "idle_steps" else put(x, zeros) for name, x in state.waiting.items()},
         )
 
     def _refill(self, state: SamplerState) -> SamplerState:
@@ -290,22 +303,28 @@ class Sampler:
             cache_v=begin(state.cache_v, state.prompt_v, takes_MZ=takes),
         )
 
-    def _decode(self, params, state: SamplerState, version, key, due):
+    def _decode(self, params, state: SamplerState, version, key, due, *answers):
         """Refill, then up to ``chunk_steps`` decode steps; ends early when every slot is idle.
 
         Where every shard has its share of finished prompts already, and none that is ``due`` [M, E] bool is unfinished,
         nothing is done: the host, which dispatches a chunk before it knows what the one before has brought, may come
         with one too many.
 
-        Returns the state and what every host learns of it: the table's stop reasons and lengths [M, E, G].
+        Args:
+            answers: of an environment to the rows that wait, as ``turns.hear`` has them.
+
+        Returns the state and what every host learns of it: the table's stop reasons and lengths [M, E, G], or what
+        ``turns.told`` says.
         """
         finished = (state.group_id >= 0) & jnp.all(state.stop_reason != STOP_NONE, axis=2)
         is_wanted = jnp.any(jnp.sum(finished, axis=1) < self.num_prompts // self.shards) | jnp.any(due & ~finished)
         # Not a condition of the loop alone: what all its steps share costs too.
-        state = run_if(is_wanted, lambda state: self._decode_chunk(params, state, version, key), state)
-        return state, (state.stop_reason, state.length)
+        state = run_if(is_wanted, lambda state: self._decode_chunk(params, state, version, key, answers), state)
+        return state, turns.told(state) if answers else (state.stop_reason, state.length)
 
-    def _decode_chunk(self, params, state: SamplerState, version, key) -> SamplerState:
+    def _decode_chunk(self, params, state: SamplerState, version, key, answers) -> SamplerState:
+        if answers:
+            state = turns.hear(state, *answers, self.model.arch, self.model.attention)
         # Slots that all begin together fill their caches from the start: the live part is the least there is to read.
         state = state.replace(cache_end=jnp.where(jnp.any(state.slot_row >= 0), state.cache_end, 0))
         state = self._refill(state)
@@ -315,7 +334,7 @@ class Sampler:
 
         def busy(carry):
             step, state = carry
-            return (step < self.chunk_steps) & jnp.any(state.slot_row >= 0)
+            return (step < self.chunk_steps) & jnp.any(turns.decodes(state))
 
         def body(carry):
             step, state = carry
@@ -345,7 +364,7 @@ class Sampler:
         Q = E * G
         sampling = self.sampling
         rows = lambda x: x.reshape(M, Q, *x.shape[3:])
-        active_MZ = state.slot_row >= 0
+        active_MZ = turns.decodes(state)
         row_MZ = jnp.maximum(state.slot_row, 0)
         read = jax.vmap(lambda table, row: table[row])
         length_MZ = read(rows(state.length), row_MZ)
@@ -360,6 +379,10 @@ class Sampler:
         )
 
         noted = {"experts": moe.by_token(hidden, made)[1]} if self.keeps_experts else {}
+        waiting, is_drawn_MZ = state.waiting, active_MZ
+        if waiting:
+            made = turns.keep_states(state, made, active_MZ, self.model.arch)
+            is_drawn_MZ &= length_MZ >= read(rows(waiting["known"]), row_MZ)
         drawn_sums = state.drawn
         logits_ZV = sharding.constrain(project(hidden[:, 0], self.model.head(params)), "batch", "vocab")
         if sampling.temperature == 0.0:
@@ -385,22 +408,33 @@ class Sampler:
             )
             noted["entropy"] = entropy_Z
             new = DrawSums(1.0, -logp_Z, entropy_Z, jnp.square(logp_Z + entropy_Z), variance_Z, is_cut_Z)
-            drawn_sums = jax.tree.map(functools.partial(_add, active_MZ), drawn_sums, new)
+            drawn_sums = jax.tree.map(functools.partial(_add, is_drawn_MZ), drawn_sums, new)
         drawn_MZ, logp_MZ = drawn_Z.reshape(row_MZ.shape), logp_Z.reshape(row_MZ.shape)
+        version_MZ = jnp.broadcast_to(version, row_MZ.shape)
+        if waiting:  # an answer's token in place of one that would be drawn
+            answer_MZ = jax.vmap(lambda t, r, p: t[r, p])(rows(state.tokens), row_MZ, length_MZ)
+            drawn_MZ, logp_MZ, version_MZ, noted = turns.read_answer(
+                is_drawn_MZ, answer_MZ, (drawn_MZ, logp_MZ, version_MZ), noted
+            )
 
         is_eos = jnp.zeros(drawn_MZ.shape, bool)
         for eos in self.eos_ids:
             is_eos |= drawn_MZ == eos
+        is_eos &= is_drawn_MZ
         is_full = index_MZ + 1 >= sampling.max_completion_tokens
-        reason_MZ = jnp.where(is_eos, STOP_EOS, jnp.where(is_full, STOP_LENGTH, STOP_NONE)).astype(jnp.int8)
+        at_eos = STOP_NONE if waiting else STOP_EOS
+        reason_MZ = jnp.where(is_eos, at_eos, jnp.where(is_full, STOP_LENGTH, STOP_NONE)).astype(jnp.int8)
 
-        goes_on_MZ = active_MZ & (reason_MZ == STOP_NONE)
         target_MZ = jnp.where(active_MZ, row_MZ, Q)  # out of range: an idle slot writes nothing
         at_token = jax.vmap(lambda t, r, p, x: t.at[r, p].set(x, mode="drop"))
         at_row = jax.vmap(lambda t, r, x: t.at[r].set(x, mode="drop"))
         unrows = lambda x: x.reshape(M, E, G, *x.shape[2:])
         write_token = lambda t, x: unrows(at_token(rows(t), target_MZ, length_MZ, x))
         write_row = lambda t, x: unrows(at_row(rows(t), target_MZ, x))
+        if waiting:
+            is_waiting = write_row(waiting["is_waiting"], is_eos)
+            idle_steps = waiting["idle_steps"] + ((state.slot_row >= 0) & ~active_MZ)
+            waiting = {**waiting, "is_waiting": is_waiting, "idle_steps": idle_steps}
         places = (sum(x.shape[2] for x in blocks) for blocks in made[1] if blocks[0].ndim == 4)  # a state has none
         return state.replace(
             cache_k=made[0],
@@ -408,10 +442,11 @@ class Sampler:
             cache_end=(state.cache_end + 1) % math.lcm(*places),
             tokens=write_token(state.tokens, drawn_MZ),
             behaviour_logp=write_token(state.behaviour_logp, logp_MZ),
-            policy_version=write_token(state.policy_version, jnp.broadcast_to(version, row_MZ.shape)),
+            policy_version=write_token(state.policy_version, version_MZ),
             length=write_row(state.length, length_MZ + 1),
             stop_reason=write_row(state.stop_reason, reason_MZ),
-            slot_row=jnp.where(goes_on_MZ, state.slot_row, -1),
+            slot_row=jnp.where(active_MZ & (reason_MZ != STOP_NONE), -1, state.slot_row),
+            waiting=waiting,
             drawn=drawn_sums,
             columns={
                 name: write_token(x, noted[name].reshape(*row_MZ.shape, *x.shape[4:])) if name in noted else x

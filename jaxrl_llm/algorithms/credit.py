@@ -19,7 +19,7 @@ from jaxtyping import Array, Num
 
 from jaxrl_llm.algorithms.views import Rows
 from jaxrl_llm.ops import groups as compare
-from jaxrl_llm.ops.masks import completion_mask
+from jaxrl_llm.ops.masks import sampled_mask
 from jaxrl_llm.runtime.nested import ConfigError
 from jaxrl_llm.types import STOP_LENGTH, Experience, Rollout, Scores
 
@@ -57,7 +57,7 @@ def assign(
     """
     algorithm, num_own = config.algorithm, config.rollout.prompts_per_iteration
     num_groups = num_own + config.external.groups_per_iteration
-    mask_BS = completion_mask(rollout.prompt_length, rollout.length, rollout.tokens.shape[1])
+    mask_BS = sampled_mask(rollout.prompt_length, rollout.length, rollout.policy_version)
     trainable = scores.trainable
     if algorithm.overlong_filter:
         trainable = trainable & (rollout.stop_reason != STOP_LENGTH)
@@ -71,7 +71,7 @@ def assign(
         parts=tuple(zip(scores.parts, config.rewards.weights, strict=True)) if scores.parts else (),
         correct=trainable & (reward >= config.rewards.pass_threshold),
         groups=groups,
-        length=rollout.length - rollout.prompt_length,
+        length=jnp.sum(mask_BS, axis=1, dtype=jnp.int32),
         mask=mask_BS,
         behaviour_logp=rollout.behaviour_logp,
         columns={**rollout.columns, **columns, **scores.columns},

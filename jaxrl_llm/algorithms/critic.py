@@ -60,7 +60,7 @@ def lambda_returns(
     Args:
         value: [B, T] f32 in units of reward; ignored off the mask.
         reward: [B] f32; finite where the row has a token.
-        mask: [B, T] bool, the row's tokens, an unbroken run of them.
+        mask: [B, T] bool, the row's tokens; over a gap, an environment's answer, the next is that after it.
         discount, gae_lambda: in [0, 1].
 
     Returns:
@@ -75,8 +75,9 @@ def lambda_returns(
         later_value, later_return, has_later = later
         value_B, mask_B = now
         ahead = discount * ((1 - gae_lambda) * later_value + gae_lambda * later_return)
-        return_B = jnp.where(mask_B, jnp.where(has_later, ahead, reward), 0.0)
-        return (value_B, return_B, mask_B), return_B
+        return_B = jnp.where(has_later, ahead, reward)
+        here = (value_B, return_B, jnp.ones_like(mask_B))
+        return jax.tree.map(lambda new, old: jnp.where(mask_B, new, old), here, later), jnp.where(mask_B, return_B, 0.0)
 
     end = (jnp.zeros_like(value[:, 0]), jnp.zeros_like(value[:, 0]), jnp.zeros_like(mask[:, 0]))
     _, returns_TB = jax.lax.scan(step, end, (value.T, mask.T), reverse=True)

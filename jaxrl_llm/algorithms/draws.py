@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float
 
 from jaxrl_llm.algorithms.use import needs
 from jaxrl_llm.algorithms.views import Stored
-from jaxrl_llm.ops.masks import completion_mask
+from jaxrl_llm.ops.masks import sampled_mask
 from jaxrl_llm.runtime.nested import Exponent, Positive
 from jaxrl_llm.types import Experience, Rollout
 
@@ -65,8 +65,8 @@ def by_surprise(rows: Experience) -> Float[Array, " R"]:
 
 
 def surprise(rollout: Rollout) -> Float[Array, " R"]:
-    """Minus the mean behaviour log-probability of each completion's tokens, [R] f32 nats; 0 where it is empty."""
-    mask = completion_mask(rollout.prompt_length, rollout.length, rollout.behaviour_logp.shape[1])
+    """Minus the mean behaviour log-probability of each row's sampled tokens, [R] f32 nats; 0 where it has none."""
+    mask = sampled_mask(rollout.prompt_length, rollout.length, rollout.policy_version)
     total = jnp.sum(jnp.where(mask, rollout.behaviour_logp, 0.0), axis=1)
     return -total / jnp.maximum(jnp.sum(mask, axis=1), 1)
 

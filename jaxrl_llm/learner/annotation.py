@@ -18,7 +18,7 @@ from jaxrl_llm.algorithms.critic import expected_value
 from jaxrl_llm.learner.update import Update
 from jaxrl_llm.models import lora
 from jaxrl_llm.models.transformer import Model
-from jaxrl_llm.ops.masks import completion_mask
+from jaxrl_llm.ops.masks import completion_mask, sampled_mask
 from jaxrl_llm.types import Rollout, TrainState
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ class Annotation:
         def look(rows: Rollout, unit: int) -> jax.Array:
             # The log-probs are not used, and the compiler leaves them out.
             outputs = self.update.logp(params["policy"], rows, group_size=unit, head=params["critic"]).readout
-            mask = completion_mask(rows.prompt_length, rows.length, rows.tokens.shape[1])
+            mask = sampled_mask(rows.prompt_length, rows.length, rows.policy_version)
             return jnp.where(mask, expected_value(outputs, self.update.bins), 0.0)
 
         return self._by_micro_batch(look, rollout)

@@ -39,7 +39,7 @@ from jaxrl_llm.learner.packed_batches import packed
 from jaxrl_llm.models import lora, moe
 from jaxrl_llm.models.row_logp import RowValues, row_logp
 from jaxrl_llm.models.transformer import Model
-from jaxrl_llm.ops.masks import completion_mask
+from jaxrl_llm.ops.masks import sampled_mask
 from jaxrl_llm.runtime.programs import run_if
 from jaxrl_llm.types import AGE_BUCKETS, Experience, RingState, Rollout, TrainState
 
@@ -180,7 +180,7 @@ class Update:
             return moment
         # Of the whole batch, so that micro-batches change nothing: one forward more.
         rollout = batch.rollout
-        mask = jax.vmap(completion_mask, (0, 0, None))(rollout.prompt_length, rollout.length, rollout.tokens.shape[2])
+        mask = jax.vmap(sampled_mask)(rollout.prompt_length, rollout.length, rollout.policy_version)
         micros = self.micro_batches(batch, mask & batch.trainable[:, :, None])
 
         def ratios(i: jax.Array, seen: Ratios) -> Ratios:
@@ -230,9 +230,9 @@ class Update:
             width=rollout.tokens.shape[1],
             max_length=self.sampling.max_completion_tokens,
         )
-        completion = completion_mask(rollout.prompt_length, rollout.length, batch.width)
+        sampled = sampled_mask(rollout.prompt_length, rollout.length, rollout.policy_version)
         others = tuple(one(batch) for one in self.algorithm.cross_entropies)
-        return Weights(self.algorithm.aggregation(completion, batch), others)
+        return Weights(self.algorithm.aggregation(sampled, batch), others)
 
     def micro_batches(self, batch: Experience, weight: Any) -> MicroBatches:
         """Cut rows [M, b, ...] and their weights, arrays [M, b, S], as the config says."""

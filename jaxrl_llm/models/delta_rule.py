@@ -41,18 +41,28 @@ einsum = functools.partial(jnp.einsum, precision="highest")
 
 
 def empty_caches(
-    arch: Architecture, *, slots: int, prompts: int, prompt_width: int, completion: int, implementation: str, dtype: Any
+    arch: Architecture,
+    *,
+    slots: int,
+    prompts: int,
+    prompt_width: int,
+    completion: int,
+    implementation: str,
+    dtype: Any,
+    spare: int = 0,
 ) -> dict[str, tuple[Any, ...]]:
     """What layers keep of tokens, by layer: ``cache_k``, ``cache_v`` of slots, ``prompt_k``, ``prompt_v`` of prompts.
 
-    Keys and values as ``attention.Cache`` and ``Prompt`` have them; of a gated delta rule its two states.
+    Keys and values as ``attention.Cache`` and ``Prompt`` have them, of slots with room for ``spare`` tokens more than a
+    row has; of a gated delta rule its two states.
     """
     zeros = lambda rows, size: jnp.zeros((rows, arch.num_kv_heads, *size), dtype)
 
     def of_slots(layer):  # a window's cache holds the window
         if layer.is_delta:
             return tuple((x,) for x in arch.delta.empty(slots, dtype))
-        count, *sizes = block_shapes(min(completion, layer.window or completion), arch.head_size, implementation)
+        tokens = spare + min(completion, layer.window or completion)
+        count, *sizes = block_shapes(tokens, arch.head_size, implementation)
         return tuple(tuple(zeros(slots, size) for _ in range(count)) for size in sizes)
 
     def of_prompts(layer):

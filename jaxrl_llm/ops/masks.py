@@ -1,7 +1,8 @@
 """Which positions of a row count.
 
-Masks come from lengths, never from the value of a token. Owns: the completion mask. Does not know:
-tokens, end-of-sequence ids, who reads the mask. Letters: B rows, T row width.
+Masks come from lengths and policy versions, never from the value of a token. Owns: which positions are of the
+completion, which of them the policy drew. Does not know: tokens, end-of-sequence ids, who reads the mask. Letters: B
+rows, T row width.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from jaxtyping import Array, ArrayLike, Bool, Int
 def completion_mask(
     prompt_length: Int[ArrayLike, " B"], length: Int[ArrayLike, " B"], width: int
 ) -> Bool[Array, "B {width}"]:
-    """True at ``prompt_length <= t < length``: the sampled tokens, the end-of-sequence token among them.
+    """True at ``prompt_length <= t < length``: all after the prompt, the end-of-sequence token among them.
 
     Args:
         prompt_length: [B] i32, tokens of the prompt.
@@ -29,3 +30,23 @@ def completion_mask(
     """
     position_1T = jnp.arange(width)[None, :]
     return (position_1T >= prompt_length[:, None]) & (position_1T < length[:, None])
+
+
+def sampled_mask(
+    prompt_length: Int[ArrayLike, " B"], length: Int[ArrayLike, " B"], policy_version: Int[ArrayLike, "B T"]
+) -> Bool[Array, "B T"]:
+    """True at tokens of the completion that a policy drew: an environment's answers between its turns are not.
+
+    Args:
+        prompt_length, length: [B] i32, as ``completion_mask`` has them.
+        policy_version: [B, T] i32, below 0 where no policy drew the token.
+
+    Returns:
+        [B, T] bool.
+
+    Example:
+        >>> sampled_mask(jnp.array([1]), jnp.array([4]), jnp.array([[-1, 0, -1, 2, -1]]))
+        Array([[False,  True, False,  True, False]], dtype=bool)
+    """
+    policy_version = jnp.asarray(policy_version)
+    return completion_mask(prompt_length, length, policy_version.shape[1]) & (policy_version >= 0)

@@ -43,6 +43,7 @@ METRICS: dict[str, Metric] = {
     "rollout/truncated_frac": Metric(
         "fraction", "Rollouts cut at sampling.max_completion_tokens, over finished rollouts."
     ),
+    "rollout/turns_mean": Metric("turns", "Turns of the policy in a rollout, where environments.factory is set."),
     "rollout/stop_string_frac": Metric("fraction", "Rollouts ended by a stop string, over finished rollouts."),
     "rollout/degenerate_group_frac": Metric(
         "fraction",

@@ -52,6 +52,7 @@ def rollout_values(config: Config, groups: Sequence[Any], rewards: Rewards, num_
     scored = rewards.total[rewards.outcome == OUTCOME_SCORE]
     num_rollouts = len(rewards.outcome)
     tokens = sum(size for group in groups for size in group.lengths)
+    turns = [count for group in groups for count in group.turns]
     ended = collections.Counter(reason for group in groups for reason in group.stop_reasons)
     return {
         "rollout/generated_rows": num_rollouts,
@@ -65,6 +66,7 @@ def rollout_values(config: Config, groups: Sequence[Any], rewards: Rewards, num_
         "reward/timeout_count": int((rewards.outcome == OUTCOME_TIMEOUT).sum()),
         "reward/error_count": int((rewards.outcome == OUTCOME_ERROR).sum()),
         "tokens/generated": tokens,
+        **({"rollout/turns_mean": sum(turns) / num_rollouts} if turns else {}),
     }
 
 

@@ -32,6 +32,26 @@ def told(given: Mapping[str, Any], template: Any, hide: Callable[[str], str]) ->
     return {key: _deep(hide, value) for key, value in given.items()}
 
 
+def between_turns(fast: Any, message: dict[str, str], told: dict[str, Any], ends: list[str]) -> str:
+    """The text from the end of an assistant's turn to the beginning of the next, ``message`` between them.
+
+    Args:
+        ends: texts of the tokens that end a turn, which the policy has drawn.
+
+    Raises:
+        ValueError: the template writes what went before otherwise once the message has come.
+    """
+    before = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    if message["role"] == "tool" and not re.search(r"\btool\b", str(fast.chat_template)):
+        text = message["content"]
+        message = {"role": "user", "content": f"<tool_response>\n{text}\n</tool_response>"}
+    said, whole = rendered(fast, before, told, to_turn=False), rendered(fast, [*before, message], told)
+    if not whole.startswith(said):
+        raise ValueError("it writes an earlier turn otherwise once another has come")
+    stops = [place + len(end) for end in ends if (place := said.rfind(end)) >= 0]
+    return whole[max(stops, default=len(said)) :]
+
+
 def _deep(change: Callable[[str], str], value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _deep(change, x) for key, x in value.items()}
@@ -40,13 +60,13 @@ def _deep(change: Callable[[str], str], value: Any) -> Any:
     return change(value) if isinstance(value, str) else value
 
 
-def rendered(fast: Any, messages: list[dict[str, str]], told: dict[str, Any]) -> str:
-    """The text of ``messages`` up to the assistant's turn. A sandbox bounds what a template reaches, this its time."""
+def rendered(fast: Any, messages: list[dict[str, str]], told: dict[str, Any], *, to_turn: bool = True) -> str:
+    """The text of ``messages``, up to the assistant's turn. A sandbox bounds what a template reaches, this its time."""
 
     def stop(*_: Any) -> None:
         raise TimeoutError(f"it runs for more than {TEMPLATE_SECONDS:g} s")
 
-    how = {"add_generation_prompt": True, "tokenize": False}
+    how = {"add_generation_prompt": to_turn, "tokenize": False}
     render = functools.partial(fast.apply_chat_template, messages, **told, **how)
     if threading.current_thread() is not threading.main_thread():  # which alone has signals
         return render()

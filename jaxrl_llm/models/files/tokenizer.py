@@ -122,6 +122,32 @@ class Tokenizer:
         """Token ids of one prompt; see ``encode_prompts``."""
         return self.encode_prompts([prompt], **how)[0]
 
+    def encode_answer(
+        self,
+        text: str,
+        role: str,
+        *,
+        chat_template: bool,
+        special_tokens: bool,
+        chat_template_kwargs: Mapping[str, Any],
+        system_prompt: str,
+    ) -> list[int]:
+        """Token ids of what an environment, a "user" or a "tool", says between two turns of the model.
+
+        With the template's own around it, which follows the token that ends a turn; without a template the text alone.
+        The rest as ``encode_prompts`` has it; ConfigError where the template refuses.
+        """
+        hide = _checked if special_tokens else self._hide
+        if not chat_template:
+            return self._encode([hide(text)], at_start=False)[0]
+        told = templates.told(chat_template_kwargs, self._fast.chat_template, hide)
+        ends = [self._special[i].content for i in self.eos_ids if i in self._special]
+        try:
+            text = templates.between_turns(self._fast, {"role": role, "content": hide(text)}, told, ends)
+        except Exception as error:  # as in encode_prompts
+            raise ConfigError(f"the chat template refuses an answer: {str(error) or error!r}") from error
+        return self._encode([text], at_start=False)[0]
+
     def encode(self, text: str, *, special_tokens: bool = False) -> list[int]:
         """Token ids of the text and nothing else; ``special_tokens``: what looks like one is one."""
         return self._encode([_checked(text) if special_tokens else self._hide(text)], at_start=False)[0]

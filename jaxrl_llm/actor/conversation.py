@@ -1,0 +1,203 @@
+"""Conversations: which open rows wait for their environment, what it has said to them, what they come to.
+
+    told by a chunk    rows that wait, their tokens --> the newest turn's text --> the environment
+    before the next    its replies --> tokens of answers, and which rows end
+
+Everything is keyed by a row and by where its turns end, so that a run which is stopped and goes on finds the turns that
+were answered, and asks for the others again.
+
+Owns: turns of open rows on the host, when an episode ends. Does not know: processes (environment), caches (turns).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Mapping
+from concurrent.futures import Future
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxrl_llm.actor.environment import Environment, Reply
+from jaxrl_llm.config import Config, ConfigError
+from jaxrl_llm.runtime import sharding
+from jaxrl_llm.types import OUTCOME_ERROR, OUTCOME_SCORE, STOP_EOS, STOP_LENGTH, STOP_TURNS, Example
+
+Row = tuple[int, int, int]  # shard, entry, sample
+
+
+@dataclasses.dataclass
+class Turn:
+    """Of the policy: its text, where it ends in the row and in the completion, and what the environment replies."""
+
+    text: str
+    end: int
+    used: int
+    reply: Future[Reply]
+    answer: list[int] = dataclasses.field(default_factory=list)  # token ids; none where the episode ends here
+    verdict: int = 0  # how many these are, or minus the STOP_* of the row; 0 = the reply is not there yet
+
+    @property
+    def stop(self) -> int:
+        """Where the policy's next turn begins in the row."""
+        return self.end + len(self.answer)
+
+
+@dataclasses.dataclass
+class Played:
+    """What the G rows of a group have been through: each one's messages after the prompt, and its newest reply."""
+
+    messages: list[list[dict[str, str]]]
+    replies: list[Future[Reply]]
+
+    def own_scores(self) -> Any:
+        """Scores, outcomes and reasons, as of a reward function: what the environment gives each row. Waits for it."""
+        replies = [reply.result() for reply in self.replies]
+        scores = np.array([np.nan if reply.reward is None else reply.reward for reply in replies], np.float64)
+        return scores, np.where(np.isnan(scores), OUTCOME_ERROR, OUTCOME_SCORE), []
+
+    def failures_in(self, answer: Any) -> Any:
+        """The same of any function, of which rows that the environment failed in have none."""
+        scores, outcome, reasons = answer
+        for i, reply in enumerate(reply.result() for reply in self.replies):
+            if reply.outcome != OUTCOME_SCORE:
+                scores[i], outcome[i] = np.nan, reply.outcome
+                reasons = list(dict.fromkeys([*reasons, reply.reason]))
+        return scores, outcome, reasons
+
+
+class Conversations:
+    """Of one sampler's open rows, those of this host.
+
+    Args:
+        environment: answers turns.
+        tokenizer: of the model.
+        config: sections ``environments``, ``prompts`` and ``sampling``.
+    """
+
+    def __init__(self, environment: Environment, tokenizer: Any, config: Config):
+        self._environment, self._decode = environment, tokenizer.decode
+        self._role = "tool" if environment.is_tool else "user"
+        self._encode = lambda text: tokenizer.encode_answer(text, self._role, **config.prompts.encoding)
+        self._limits, self._most = config.environments, config.sampling.max_completion_tokens
+        self._episodes = itertools.count()
+        self._rows: dict[Row, tuple[int, list[Turn]]] = {}  # episode, turns
+        self._waiting: set[Row] = set()  # when a chunk last told of it
+
+    def note(
+        self, row_MZ: np.ndarray, tokens: jax.Array, lengths: np.ndarray, prompts: Mapping[tuple[int, int], Any]
+    ) -> None:
+        """Ask the environment for rows that wait; one that was asked for already is not asked again.
+
+        Args:
+            row_MZ, tokens: rows that wait in slots, and these slots' tokens, as ``turns.told`` has them.
+            lengths: [M,E,G] of the same chunk.
+            prompts: (group_id, example, token ids, ..) of open prompts by shard and entry.
+        """
+        self._waiting = set()
+        for shard, of_slots in sharding.own_rows(tokens).items():
+            for slot in np.flatnonzero(row_MZ[shard] >= 0):
+                entry, g = divmod(int(row_MZ[shard][slot]), lengths.shape[2])
+                row, end = (shard, entry, g), int(lengths[shard, entry, g])
+                self._waiting.add(row)
+                _, example, prompt, *_ = prompts[shard, entry]
+                episode, turns = self._rows.setdefault(row, (next(self._episodes), []))
+                if not turns or turns[-1].end != end:
+                    said = of_slots[slot][turns[-1].stop if turns else len(prompt) : end]
+                    texts = [*(turn.text for turn in turns), self._decode(said.tolist())]
+                    answers = [turn.reply.result().answer for turn in turns]
+                    reply = self._environment.ask(episode, example, texts, answers)
+                    turns.append(Turn(texts[-1], end, end - len(prompt), reply))
+
+    def answers(self, shape: tuple[int, int, int]) -> tuple[np.ndarray, np.ndarray]:
+        """What ``turns.hear`` takes, of rows [M,E,G] that wait; waits itself for the replies."""
+        tokens, verdict = np.zeros((*shape, self._limits.max_answer_tokens), np.int32), np.zeros(shape, np.int32)
+        for row in self._waiting:
+            turn = self._rows[row][1][-1]
+            if not turn.verdict:
+                self._judge(turn, len(self._rows[row][1]))
+            verdict[row] = turn.verdict
+            tokens[row][: len(turn.answer)] = turn.answer
+        return tokens, verdict
+
+    def _judge(self, turn: Turn, num_turns: int) -> None:
+        """What becomes of a row after its newest turn."""
+        reply, limits = turn.reply.result(), self._limits
+        if reply.answer is None:
+            turn.verdict = -STOP_EOS
+        elif num_turns >= limits.max_turns:
+            turn.verdict = -STOP_TURNS
+        else:
+            most, wrong = limits.max_answer_tokens, None
+            try:
+                answer = self._encode(reply.answer)
+                if not 0 < len(answer) <= most:
+                    wrong = f"an answer of {len(answer)} tokens; environments.max_answer_tokens={most}"
+            except ConfigError as error:  # what the tokenizer or the template cannot take
+                wrong = str(error)
+            if wrong:
+                failed = {"answer": None, "outcome": OUTCOME_ERROR, "reason": f"environment: {wrong}"}
+                turn.reply, turn.verdict = _there(dataclasses.replace(reply, **failed)), -STOP_EOS
+            elif turn.used + len(answer) >= self._most:  # no room for a token of the policy's
+                turn.verdict = -STOP_LENGTH
+            else:
+                turn.answer, turn.verdict = answer, len(answer)
+
+    def played(self, where: tuple[int, int], example: Example, first: int, completions: list[list[int]]) -> Played:
+        """Of a group whose rows have all stopped.
+
+        Args:
+            where: shard and entry.
+            first: tokens of its prompt.
+            completions: token ids of each row's.
+        """
+        messages, replies = [], []
+        for g, completion in enumerate(completions):
+            episode, turns = self._rows.setdefault((*where, g), (next(self._episodes), []))
+            said = []
+            for turn in turns:
+                said.append({"role": "assistant", "content": turn.text})
+                if turn.answer:
+                    said.append({"role": self._role, "content": turn.reply.result().answer})
+            if rest := completion[turns[-1].stop - first if turns else 0 :]:  # a turn that was cut short
+                said.append({"role": "assistant", "content": self._decode(rest)})
+            messages.append(said)
+            if turns:
+                replies.append(turns[-1].reply)
+            elif self._environment.has_reward:
+                replies.append(self._environment.ask(episode, example, (), ()))
+            else:
+                replies.append(_there(Reply(None)))
+        return Played(messages, replies)
+
+    def forget(self, where: tuple[int, int]) -> None:
+        """The group there has left."""
+        for row in [row for row in self._rows if row[:2] == where]:
+            self._environment.forget(self._rows.pop(row)[0])
+
+    def state(self) -> list[Any]:
+        """What ``restore`` takes, plain JSON: of each row its turns that have been replied to."""
+        saved = lambda turn: [
+            turn.text,
+            turn.end,
+            turn.used,
+            turn.answer,
+            turn.verdict,
+            list(dataclasses.astuple(turn.reply.result())),
+        ]
+        return [[*row, [saved(x) for x in turns if x.reply.done()]] for row, (_, turns) in self._rows.items()]
+
+    def restore(self, state: list[Any]) -> None:
+        for *row, saved in state:
+            turns = [
+                Turn(*of_turn, _there(Reply(*reply)), answer, verdict) for *of_turn, answer, verdict, reply in saved
+            ]
+            self._rows[tuple(row)] = next(self._episodes), turns
+
+
+def _there(reply: Reply) -> Future[Reply]:
+    future: Future[Reply] = Future()
+    future.set_result(reply)
+    return future

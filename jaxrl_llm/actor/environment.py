@@ -1,0 +1,134 @@
+"""Environments that answer the policy's turns, in processes of their own with deadlines, as rewards have them.
+
+An episode stays with one process, which has its state; where that dies, the next plays it again (environment_worker).
+
+Owns: the processes, deadlines, what a reply is. Does not know: tokens, rows, when a turn ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from jaxrl_llm.actor import environment_worker
+from jaxrl_llm.actor.printing import Printer
+from jaxrl_llm.actor.rewards import Worker, end, failed
+from jaxrl_llm.config import Config, ConfigError
+from jaxrl_llm.runtime.functions import resolve
+from jaxrl_llm.types import OUTCOME_ERROR, OUTCOME_SCORE, Example
+
+
+@dataclasses.dataclass(frozen=True)
+class Reply:
+    """To a turn.
+
+    Attributes:
+        answer: None ends the episode.
+        reward: of the episode so far; None where the environment has none.
+        outcome: OUTCOME_*.
+        reason: what went wrong, "" where nothing did.
+    """
+
+    answer: str | None
+    reward: float | None = None
+    outcome: int = OUTCOME_SCORE
+    reason: str = ""
+
+
+class Environment(contextlib.AbstractContextManager):
+    """Answers turns of episodes.
+
+    Attributes:
+        is_tool: its answers are what tools return, not what a user says.
+        has_reward: its episodes have a reward.
+
+    Raises:
+        ConfigError: it cannot be found, or does not take the examples' columns, before any process starts.
+    """
+
+    def __init__(self, config: Config, examples: Sequence[Example] = ()):
+        self._config = config.environments
+        found = _checked(self._config.factory, examples)
+        self.is_tool = isinstance(found, type)
+        self.has_reward = self.is_tool and hasattr(found, "get_reward")
+        if "environment" in config.rewards.functions and not self.has_reward:
+            said = f"environments.factory={self._config.factory!r:.200} has no method get_reward"
+            raise ConfigError(f"rewards.functions: 'environment' means nothing here: {said}")
+        self._printer, self._closed = Printer(), False
+        how = [self._config.factory], self._printer, "environment_worker"
+        self._workers = [Worker(*how) for _ in range(self._config.num_workers)]
+        self._threads = [ThreadPoolExecutor(1, "environment") for _ in self._workers]
+        self._over: list[list[str]] = [[] for _ in self._workers]  # episodes that its process need not keep
+
+    def ask(self, episode: int, example: Example, turns: Sequence[str], answers: Sequence[str]) -> Future[Reply]:
+        """The reply to the newest of an episode's turns; without any, how it begins. Returns at once."""
+        place = episode % len(self._workers)
+        given = str(episode), example.prompt, example.columns, list(turns), list(answers)
+        return self._threads[place].submit(self._ask, place, example, given)
+
+    def forget(self, episode: int) -> None:
+        """The episode has ended."""
+        self._over[episode % len(self._workers)].append(str(episode))
+
+    def _ask(self, place: int, example: Example, given: tuple[Any, ...]) -> Reply:
+        over, self._over[place] = self._over[place], []
+        try:
+            if self._closed:
+                raise EOFError
+            timeout_s = self._config.timeout_s
+            answer, reward, wrong = self._workers[place].ask((self._config.factory, over, *given, {}), timeout_s)
+            outcome = OUTCOME_SCORE if wrong is None else OUTCOME_ERROR
+        except Exception as error:
+            (outcome, wrong), answer, reward = failed(error), None, None
+        reason = f"environment on {example.origin or 'a prompt'}: {wrong}" if wrong else ""
+        return Reply(answer, reward, outcome, reason)
+
+    def __exit__(self, *_) -> None:
+        self._closed = True
+        for thread in self._threads:
+            thread.shutdown(wait=False, cancel_futures=True)
+        end(self._workers)
+        for thread in self._threads:
+            thread.shutdown()
+        end(self._workers)  # what a thread has started meanwhile
+        for worker in self._workers:
+            worker.socket.close()
+        self._printer.close()
+
+
+def opened(config: Config, examples: Sequence[Example]) -> contextlib.AbstractContextManager[Environment | None]:
+    """The environment of a config, until the end of its context; None where there is none."""
+    return Environment(config, examples) if config.environments.factory else contextlib.nullcontext()
+
+
+def _checked(spec: str, examples: Sequence[Example]) -> Any:
+    """The class or function of ``environments.factory``: it imports, and takes every column that an example has."""
+    said = f"environments.factory={spec!r:.200}"
+    try:
+        with contextlib.chdir("."):  # what the file does to the working folder is undone
+            found: Any = resolve(spec)
+    except (ConfigError, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        raise ConfigError(f"{said} cannot be used: {environment_worker.message(error)}") from error
+    is_class, given = isinstance(found, type), {"prompt": 0, "turns": 0}
+    if is_class:
+        if not callable(getattr(found, "reset", None)):
+            raise ConfigError(f"{said} must have a method reset(**columns)")
+        if not environment_worker.tools_of(found):
+            raise ConfigError(f"{said} must have a public method with a docstring: the tools that the policy calls")
+    for columns, origin in {tuple(example.columns): example.origin for example in reversed(examples)}.items():
+        try:
+            if is_class:
+                inspect.signature(found).bind()
+                inspect.signature(found.reset).bind(None, **dict.fromkeys(columns))
+            else:
+                inspect.signature(found).bind(**given, **dict.fromkeys(columns))
+        except TypeError as error:
+            takes = ", ".join(columns if is_class else (*given, *columns))
+            raise ConfigError(f"{said} cannot play {origin}: {error}; given: {takes or 'nothing'}") from error
+    return found

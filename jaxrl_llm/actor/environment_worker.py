@@ -1,0 +1,130 @@
+"""The process that environments run in: it answers the policy's turns.
+
+An environment is a class with the interface of TRL's: a constructor without arguments, ``reset(**columns)``, public
+methods with a docstring, which are the tools that the policy calls, and ``get_reward()`` if its episodes have a reward
+of their own. A turn calls tools as Qwen and Hermes do, ``<tool_call>{"name": .., "arguments": {..}}</tool_call>``, and
+is answered by what they return; one that calls none is the last. Or an environment is a function ``(prompt, turns,
+**columns) -> str | None`` of the texts of all turns so far: its answer to the newest, None after the last.
+
+An episode lives here from its first turn on. A process that has it not, for it is new or another began it, plays it
+again from what the policy said, and compares its answers.
+
+Owns: episodes, which tools there are, how a call of one is read. Does not know: deadlines, tokens, jax.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+from jaxrl_llm.actor import reward_worker
+from jaxrl_llm.actor.reward_worker import message
+
+TOOL_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+NO_TOOLS = ("reset", "get_reward")  # public methods that are the environment's own
+MAX_ANSWER_CHARS = 2**20
+
+_episodes: dict[str, Episode] = {}
+
+
+def tools_of(environment: type) -> list[str]:
+    """Names of the methods that the policy may call."""
+    public = (name for name in dir(environment) if not name.startswith("_") and name not in NO_TOOLS)
+    return [name for name in public if callable(x := getattr(environment, name)) and getattr(x, "__doc__", None)]
+
+
+class Episode:
+    """An instance of the user's class, and how many turns it has answered."""
+
+    def __init__(self, environment: type, columns: dict[str, Any]):
+        self.own, self.num_turns = environment(), 0
+        self.tools = {name: getattr(self.own, name) for name in tools_of(environment)}
+        _done(self.own.reset(**columns))
+
+    def answer(self, turn: str) -> str | None:
+        """What the tools that a turn calls return; None where it calls none.
+
+        What a tool raises, and what is wrong with a call, is told to the policy: it may do better.
+        """
+        self.num_turns += 1
+        results = [self._call(text) for text in TOOL_CALL.findall(turn)]
+        return "\n".join(results) if results else None
+
+    def _call(self, text: str) -> str:
+        try:
+            call = json.loads(text)
+            name, arguments = call["name"], call.get("arguments", {})
+            if name not in self.tools:
+                raise ValueError(f"there is no tool {name!r:.100}, but {', '.join(self.tools)}")
+            result = _done(self.tools[name](**(json.loads(arguments) if isinstance(arguments, str) else arguments)))
+        except Exception as error:
+            return f"error: {type(error).__name__}: {error}"[:300]
+        return _text(result, f"the tool {name}") or ""
+
+    def reward(self) -> float | None:
+        """Of the episode so far; None where its class has none."""
+        if not hasattr(self.own, "get_reward"):
+            return None
+        reward = _done(self.own.get_reward())
+        if isinstance(reward, (str, bytes)) or not math.isfinite(float(reward)):
+            raise ValueError(f"get_reward returned {reward!r:.100}")
+        return float(reward)
+
+
+def act(
+    environment: Callable, key: str, prompt: Any, columns: dict[str, Any], turns: list[str], answers: list[str]
+) -> list[Any]:
+    """The answer to the newest turn.
+
+    Args:
+        key: of the episode.
+        turns: what the policy has said, oldest first; without any, the episode begins.
+        answers: to all of them but the newest.
+
+    Returns:
+        [text or None, reward or None, what went wrong or None].
+    """
+    try:
+        if not isinstance(environment, type):
+            reply = _text(_done(environment(prompt=prompt, turns=list(turns), **columns)), "the environment")
+            return [reply, None, None]
+        episode = _episodes.get(key)
+        if episode is None or episode.num_turns != max(0, len(turns) - 1):
+            episode = _episodes[key] = Episode(environment, columns)
+            for turn, said in zip(turns, answers, strict=False):
+                if (again := episode.answer(turn)) != said:
+                    raise RuntimeError(f"played again it answers {again!r:.100}, not {said!r:.100}")
+        reply = episode.answer(turns[-1]) if turns else None
+        return [reply, episode.reward(), None]
+    except BaseException as error:  # SystemExit too
+        _episodes.pop(key, None)
+        return [None, None, message(error)]
+
+
+def serve(environment: Callable, over: list[str], *given: Any) -> list[Any]:
+    """``act``, after the episodes that are over have gone."""
+    for key in over:
+        _episodes.pop(key, None)
+    return act(environment, *given)
+
+
+def _done(value: Any) -> Any:
+    return importlib.import_module("asyncio").run(value) if hasattr(value, "__await__") else value
+
+
+def _text(value: Any, whose: str) -> str | None:
+    if value is None:
+        return None
+    if isinstance(value, (bytes, bytearray)):
+        raise TypeError(f"{whose} returned {type(value).__name__}, not text")
+    if len(text := str(value)) > MAX_ANSWER_CHARS:
+        raise ValueError(f"{whose} returned {len(text)} characters, more than {MAX_ANSWER_CHARS}")
+    return text.encode("utf-8", "replace").decode()  # no halves of surrogate pairs
+
+
+main = functools.partial(reward_worker.main, call=serve)
