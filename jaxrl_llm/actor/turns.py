@@ -67,7 +67,7 @@ def hear(state: Any, answers: jax.Array, verdict: jax.Array, arch: Architecture,
     said = jnp.where(w["is_waiting"] & w["is_due"], verdict, 0)
     goes_on, ends = said > 0, said < 0
     known = jnp.where(goes_on, state.length + said, w["known"])
-    place = jnp.arange(state.tokens.shape[3]) - state.length[..., None]
+    place = jnp.arange(state.tokens.shape[3]).reshape(1, 1, 1, -1) - state.length[..., None]
     new = jnp.take_along_axis(answers, jnp.clip(place, 0, answers.shape[3] - 1), axis=3)
     slot_goes_on, slot_ends = (by_slot(state, x) & (state.slot_row >= 0) for x in (goes_on, ends))
     shift = jnp.where(slot_goes_on, w["idle_steps"], 0)

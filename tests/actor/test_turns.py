@@ -1,0 +1,256 @@
+"""Completions of several turns: what rows must be follows from the environment's definition and the model alone."""
+
+import concurrent.futures
+import dataclasses
+import functools
+import json
+import types
+
+import jax
+import numpy as np
+import pytest
+from reference import transformer
+from support import building
+from support.building import CUBE, EIGHT, EOS_IDS, PROMPT_TOKENS, Sampling, letters, make_prompts, make_sampler
+
+from jaxrl_llm.actor.conversation import Conversations
+from jaxrl_llm.actor.environment import Reply
+from jaxrl_llm.actor.generator import Generator
+from jaxrl_llm.config import Config, EnvironmentsConfig, SamplingConfig
+from jaxrl_llm.learner import publish
+from jaxrl_llm.models.architecture import Layer
+from jaxrl_llm.models.delta import Delta
+from jaxrl_llm.models.row_logp import row_logp
+from jaxrl_llm.runtime.programs import compile_all
+from jaxrl_llm.types import OUTCOME_SCORE, OUTCOME_TIMEOUT, STOP_EOS, STOP_LENGTH, STOP_TURNS
+
+WIDTH, MAX_TURNS, ANSWER_TOKENS = 40, 3, 4
+SETTINGS = EnvironmentsConfig(factory="here", max_turns=MAX_TURNS, max_answer_tokens=ANSWER_TOKENS)
+CONFIG = dataclasses.replace(
+    Config(), environments=SETTINGS, sampling=SamplingConfig(max_completion_tokens=WIDTH), seed=0
+)
+# Its answers have an id that ends a turn of the policy's.
+assert 215 in EOS_IDS
+
+
+def answer_of(turns):
+    """The environment's definition: what it says to the newest of these turns (letters), None where it has done."""
+    size = len(turns[-1])
+    return None if size % 5 == 4 else f"{size % 7}{len(turns)}" * (1 + size % 2)
+
+
+def tokens_of(answer):
+    return [220 + int(x) if i % 2 else 215 for i, x in enumerate(answer)]
+
+
+class Here:
+    """An environment in this process, which notes what it is asked."""
+
+    is_tool, has_reward = False, False
+
+    def __init__(self):
+        self.asked, self.gone = [], []
+
+    def ask(self, episode, example, turns, answers):
+        assert [answer_of(turns[: i + 1]) for i in range(len(turns) - 1)] == list(answers)
+        self.asked.append((example.prompt, tuple(turns)))
+        future = concurrent.futures.Future()
+        future.set_result(Reply(answer_of(turns)))
+        return future
+
+    def forget(self, episode):
+        self.gone.append(episode)
+
+
+@functools.cache
+def programs(sampler):
+    return compile_all(sampler.programs(building.abstract_sampler_params(sampler)), sampler.mesh)
+
+
+class Talking(Sampling):
+    """A generator whose completions have turns."""
+
+    def __init__(self, environment=None, **settings):
+        sampler = make_sampler(
+            **{"num_slots": 24, "chunk_steps": 16, "sampling": {"max_completion_tokens": WIDTH}} | settings,
+            answer_tokens=ANSWER_TOKENS,
+        )
+        self.environment = environment or Here()
+        self.sampler = sampler
+        tokenizer = types.SimpleNamespace(decode=letters, encode_answer=lambda text, role, **how: tokens_of(text))
+        talk = Conversations(self.environment, tokenizer, CONFIG)
+        self.generator = Generator(sampler, programs(sampler), letters, talk=talk)
+        layout = jax.tree.map(lambda x: x.sharding, building.abstract_sampler_params(sampler))
+        weights = publish.sampler_form(building.host_params(sampler.model), sampler.model.arch)
+        self.params = jax.device_put(weights, layout)
+        self.key = self.put(jax.random.key(0))
+
+
+@functools.cache
+def base():
+    """Rollouts of prompts 0..7, where every row has a slot and a chunk is longer than any completion."""
+    return Talking()(make_prompts(range(8)))
+
+
+def walked(rollout, row):
+    """Turns of a row by the environment's definition; asserts that the row is what they make it."""
+    tokens, version = rollout.tokens[row], rollout.policy_version[row]
+    place, end = int(rollout.prompt_length[row]), int(rollout.length[row])
+    first, turns, expected = place, [], np.full(len(tokens), -1)
+    while True:
+        begin = place
+        while place < end and (place == begin or tokens[place - 1] not in EOS_IDS):
+            expected[place] = 0
+            place += 1
+        turns.append(letters(tokens[begin:place]))
+        if tokens[place - 1] not in EOS_IDS:
+            assert place - first == WIDTH and rollout.stop_reason[row] == STOP_LENGTH
+            break
+        if (answer := answer_of(turns)) is None:
+            assert place == end and rollout.stop_reason[row] == STOP_EOS
+            break
+        if len(turns) == MAX_TURNS:
+            assert place == end and rollout.stop_reason[row] == STOP_TURNS
+            break
+        if place - first + len(answer) >= WIDTH:
+            assert place == end and rollout.stop_reason[row] == STOP_LENGTH
+            break
+        assert tokens[place : place + len(answer)].tolist() == tokens_of(answer)
+        place += len(answer)
+    np.testing.assert_array_equal(version, expected)
+    return turns
+
+
+def test_rows_are_turns_and_the_answers_that_the_environment_is_defined_by():
+    rollout, groups = base()
+    turns = [walked(rollout, row) for row in range(24)]
+    assert [len(x) for x in turns] == [count for group in groups for count in group.turns]
+    assert {*rollout.stop_reason.tolist()} >= {STOP_EOS, STOP_TURNS} and max(map(len, turns)) == MAX_TURNS
+    said = [message["content"] for group in groups for row in group.played.messages for message in row[::2]]
+    assert said == [text for row in turns for text in row]
+    roles = {tuple(message["role"] for message in row) for group in groups for row in group.played.messages}
+    assert ("assistant", "user", "assistant") in roles
+
+
+def test_log_probs_of_drawn_tokens_are_the_learners_and_a_float64_models_and_answers_have_none():
+    talking = Talking(num_slots=5, chunk_steps=3)
+    rollout, _ = talking(make_prompts(range(8)))
+    assert building.completions(rollout) == building.completions(base()[0])
+    rows, drawn = (rollout.tokens, rollout.prompt_length, rollout.length), rollout.policy_version >= 0
+    sampler = talking.sampler
+    how = {"sampling": sampler.sampling, "completion_width": WIDTH, "chunk_positions": 3}
+    learner_logp = jax.jit(functools.partial(row_logp, sampler.model, **how))(talking.params, *rows).logp
+    # Measured: 2.9e-6 nats at most.
+    np.testing.assert_allclose(np.where(drawn, rollout.behaviour_logp - learner_logp, 0.0), 0.0, atol=1e-5)
+    assert not rollout.behaviour_logp[~drawn].any() and rollout.behaviour_logp[drawn].all()
+    params = building.host_params(sampler.model)
+    for row in range(0, 24, 3):
+        oracle = transformer.completion_logp(params, sampler.model.arch, *(x[row] for x in rows))
+        np.testing.assert_allclose(rollout.behaviour_logp[row], np.where(drawn[row], oracle, 0.0), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"num_slots": 7, "chunk_steps": 1},
+        {"mesh": EIGHT, "num_slots": 8, "chunk_steps": 3},
+        pytest.param({"mesh": CUBE, "num_slots": 16, "chunk_steps": 5}, marks=pytest.mark.slow),
+    ],
+    ids=["7 slots, 1 step", "data 8", "data 2 x fsdp 2 x tensor 2"],
+)
+def test_rows_do_not_depend_on_slots_chunks_or_the_mesh(settings):
+    rollout, _ = Talking(**settings)(make_prompts(range(8)))
+    assert building.completions(rollout) == building.completions(base()[0])
+    np.testing.assert_allclose(rollout.behaviour_logp, base()[0].behaviour_logp[: len(rollout.tokens)], atol=1e-5)
+
+
+def test_rows_of_windows_and_of_the_delta_rule_are_the_learners():
+    """What a slot keeps of tokens is of another kind in each."""
+    window = dataclasses.replace(building.TINY, layers=(Layer(window=5), Layer()))
+    delta = Delta(key_heads=2, value_heads=2, key_size=4, value_size=4, taps=3, is_grouped=False)
+    states = dataclasses.replace(building.TINY, layers=(Layer(is_delta=True), Layer()), delta=delta)
+    for arch in (window, states):
+        talking = Talking(arch=arch, num_slots=5, chunk_steps=3)
+        rollout, _ = talking(make_prompts(range(8)))
+        drawn = rollout.policy_version >= 0
+        how = {"sampling": talking.sampler.sampling, "completion_width": WIDTH, "chunk_positions": 3}
+        learner = jax.jit(functools.partial(row_logp, talking.sampler.model, **how))
+        logp = learner(talking.params, rollout.tokens, rollout.prompt_length, rollout.length).logp
+        np.testing.assert_allclose(np.where(drawn, rollout.behaviour_logp - logp, 0.0), 0.0, atol=1e-5)
+        assert (~drawn & (np.arange(drawn.shape[1]) > PROMPT_TOKENS)).any()
+
+
+class Interrupted(Exception):
+    pass
+
+
+@pytest.mark.parametrize("chunk", [2, 3, 5, 6])
+def test_a_run_that_stops_inside_a_generation_goes_on_bit_by_bit_with_episodes_in_flight(chunk):
+    """Its environment is another then, which has never heard of them."""
+    settings = {"num_slots": 7, "chunk_steps": 3, "lookahead": 8}
+
+    def whole(talking, first):
+        prompts = make_prompts(range(first, first + talking.generator.prompts_wanted()))
+        return talking(prompts)[0]
+
+    straight = Talking(**settings)
+    expected = [whole(straight, 0), whole(straight, 16)]
+
+    stopped, count = Talking(**settings), 0
+
+    def check():
+        nonlocal count
+        count += 1
+        if count == chunk:
+            raise Interrupted
+
+    stopped.generator.check = check
+    with pytest.raises(Interrupted):
+        whole(stopped, 0)
+    assert stopped.environment.asked
+    saved = jax.device_get(stopped.generator.state), json.loads(json.dumps(stopped.generator.talk.state()))
+    resumed = Talking(**settings)
+    resumed.generator.state = jax.tree.map(
+        lambda x, like: jax.device_put(x, like.sharding), saved[0], stopped.sampler.abstract_state()
+    )
+    for shard, entry, lag, group_id in stopped.generator.opened():
+        example, ids = stopped.generator.open_prompts[shard, entry][1:3]
+        resumed.generator.adopt(shard, entry, lag, group_id, example, ids)
+    resumed.generator.talk.restore(saved[1])
+    nothing = make_prompts(range(0))
+    for want, got in zip(expected, [resumed(nothing)[0], whole(resumed, 16)], strict=True):
+        jax.tree.map(np.testing.assert_array_equal, got, want)
+    assert not resumed.generator.talk._rows.keys() - {
+        (m, e, g) for m, e in resumed.generator.open_prompts for g in range(3)
+    }
+
+
+def test_episodes_that_are_over_are_forgotten():
+    talking = Talking(num_slots=7, chunk_steps=3)
+    talking(make_prompts(range(8)))
+    assert not talking.generator.talk._rows
+    assert len(talking.environment.gone) == 24 and len({*talking.environment.gone}) == 24
+
+
+class Failing(Here):
+    """Has done after some first turns, says too much to others, and does not answer a second."""
+
+    def ask(self, episode, example, turns, answers):
+        future = concurrent.futures.Future()
+        if len(turns) == 2:
+            future.set_result(Reply(None, None, OUTCOME_TIMEOUT, "environment on a prompt: no answer after 1 s"))
+        else:
+            future.set_result(Reply((None, "123", "12345")[len(turns[0]) % 3]))
+        return future
+
+
+def test_rows_whose_environment_fails_end_and_have_no_score():
+    rollout, groups = Talking(Failing())(make_prompts(range(8)))
+    scores = [group.played.failures_in((np.ones(3), np.zeros(3, np.int8), [])) for group in groups]
+    value, outcome = (np.concatenate([score[i] for score in scores]) for i in (0, 1))
+    reasons = {reason for *_, said in scores for reason in said}
+    too_long = f"environment: an answer of 5 tokens; environments.max_answer_tokens={ANSWER_TOKENS}"
+    assert reasons == {"environment on a prompt: no answer after 1 s", too_long}
+    np.testing.assert_array_equal(np.isnan(value), outcome != OUTCOME_SCORE)
+    assert 0 < np.isnan(value).sum() < 24
+    assert (rollout.stop_reason[np.isnan(value)] == STOP_EOS).all()
