@@ -23,7 +23,7 @@ from typing import Annotated, Any, Literal
 import ml_collections
 
 from jaxrl_llm import limits
-from jaxrl_llm.method_config import AlgorithmConfig, LoraConfig, MethodFacts, ReplayConfig
+from jaxrl_llm.method_config import AlgorithmConfig, EnvironmentsConfig, LoraConfig, MethodFacts, ReplayConfig
 from jaxrl_llm.runtime import nested
 from jaxrl_llm.runtime.nested import (
     Bounds,
@@ -157,21 +157,6 @@ class RewardsConfig:
     max_failure_frac: Share = 0.5
     # A rollout passes when its total reward is at least this.
     pass_threshold: Number = 1.0
-
-
-@dataclasses.dataclass(frozen=True)
-class EnvironmentsConfig:
-    # Environment that answers the policy's turns, so that a completion has several: "package.module:name" or
-    # "path/to/file.py:name" of a class with TRL's interface or a function (environment_worker.py); "" = none.
-    factory: str = ""
-    # Turns of the policy in a completion, at most.
-    max_turns: Count = 4
-    # Longest answer in tokens, with what the chat template puts around it. It counts in max_completion_tokens.
-    max_answer_tokens: Count = 64
-    # Workers: processes that answer. An episode stays with one.
-    num_workers: Annotated[int, Bounds(1, 1024)] = 2
-    # Timeout: seconds an answer may take before its process is replaced.
-    timeout_s: Annotated[float, Bounds(0.01, 86400.0)] = 10.0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -129,24 +129,6 @@ def _combinations(c: Any, flat: dict[str, Any]):
         len(functions) == len(c.rewards.weights) > 0,
         "[rewards.weights] must have one weight for each of [rewards.functions]",
     )
-    n = c.environments
-    yield (
-        n.factory != "" or "environment" not in functions,
-        "[rewards.functions] has 'environment', which needs [environments.factory]",
-    )
-    for name, none in (("sampling.stop_strings", ()), ("external.groups_per_iteration", 0)):
-        yield (
-            n.factory == "" or flat[name] == none,
-            f"[{name}] must be {none!r} with environments.factory: it is the policy's own ends that end its turns",
-        )
-    yield (
-        n.factory == "" or not c.metrics.share_rollouts,
-        "[metrics.share_rollouts] must be False with environments.factory: what is shared has one turn",
-    )
-    yield (
-        n.factory == "" or n.max_answer_tokens + 2 <= s.max_completion_tokens,
-        "[environments.max_answer_tokens] must leave room in [sampling.max_completion_tokens] for two turns",
-    )
     yield len(set(functions)) == len(functions), "[rewards.functions] must not name a function twice"
     yield (
         c.prompts.source != "letters" or c.eval.name == "",

@@ -22,7 +22,7 @@ from jaxrl_llm.algorithms.shaping import RESHAPINGS, REWARD_TERMS
 from jaxrl_llm.algorithms.surrogates import SURROGATES
 from jaxrl_llm.algorithms.use import Chosen, slot
 from jaxrl_llm.algorithms.views import OTHER_POLICIES
-from jaxrl_llm.runtime.nested import Bounds, NotNegative, Number, Positive, Rate, Share
+from jaxrl_llm.runtime.nested import Bounds, Count, NotNegative, Number, Positive, Rate, Share
 
 LORA_TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
 
@@ -39,6 +39,21 @@ class LoraConfig:
     targets: tuple[Literal["q", "k", "v", "o", "gate", "up", "down"], ...] = LORA_TARGETS
     # Folder of adapters (PEFT) to start from, of this rank, scale and targets; "" = new ones, which add nothing yet.
     path: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class EnvironmentsConfig:
+    # Environment that answers the policy's turns, so that a completion has several: "package.module:name" or
+    # "path/to/file.py:name" of a class with TRL's interface or a function (environment_worker.py); "" = none.
+    factory: str = ""
+    # Turns of the policy in a completion, at most.
+    max_turns: Count = 4
+    # Longest answer in tokens, with what the chat template puts around it. It counts in max_completion_tokens.
+    max_answer_tokens: Count = 64
+    # Workers: processes that answer. An episode stays with one.
+    num_workers: Annotated[int, Bounds(1, 1024)] = 2
+    # Timeout: seconds an answer may take before its process is replaced.
+    timeout_s: Annotated[float, Bounds(0.01, 86400.0)] = 10.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -290,6 +305,21 @@ class MethodFacts:
             ("algorithm.critic.clip", a.critic.bins > 0, "for [algorithm.critic.bins]: a clip is of a number"),
         ):
             yield not must or flat[name] == 0, f"[{name}] must be 0 {why}"
+        n, alone = c.environments, "with environments.factory: the policy's own ends are what ends its turns"
+        for name, none in (("sampling.stop_strings", ()), ("external.groups_per_iteration", 0)):
+            yield n.factory == "" or flat[name] == none, f"[{name}] must be {none!r} {alone}"
+        yield (
+            n.factory == "" or not c.metrics.share_rollouts,
+            "[metrics.share_rollouts] must be False with environments.factory: what is shared has one turn",
+        )
+        yield (
+            n.factory == "" or n.max_answer_tokens + 2 <= c.sampling.max_completion_tokens,
+            "[environments.max_answer_tokens] must leave room in [sampling.max_completion_tokens] for two turns",
+        )
+        yield (
+            n.factory != "" or "environment" not in c.rewards.functions,
+            "[rewards.functions] has 'environment', which needs [environments.factory]",
+        )
         yield (
             not a.imitates or bool(e.paths),
             "[algorithm.cross_entropies] has nothing to imitate without external.groups_per_iteration",

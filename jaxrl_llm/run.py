@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxrl_llm.actor import resampling
+from jaxrl_llm.actor import evaluation, resampling
 from jaxrl_llm.actor.sampler import Sampler
 from jaxrl_llm.config import Config, ConfigError, flatten
 from jaxrl_llm.learner import low_memory, optim, publish
@@ -31,7 +31,7 @@ from jaxrl_llm.models.row_logp import chunk_tokens
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.ops.checksum import checksums
 from jaxrl_llm.runtime import hosts, sharding
-from jaxrl_llm.runtime.programs import Program, in_use_bytes, memory, memory_limit
+from jaxrl_llm.runtime.programs import Program, memory_limit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,7 +154,8 @@ def assemble(
     )
     slots = sampler.abstract_state() if sampler.keeps_old_logp else None
     learner = LearnerPrograms(config, mesh, reference_model, update, sampler.abstract_rollout(), slots)
-    return Run(config, mesh, sampler, eval_sampler(config, sampler) if config.eval.num_prompts else None, learner)
+    eval_sampler = evaluation.sampler_of(config, sampler) if config.eval.num_prompts else None
+    return Run(config, mesh, sampler, eval_sampler, learner)
 
 
 def describe(run: Run, num_train: int, num_held_out: int, read_s: float, skipped: list[str], written: str) -> str:
@@ -228,46 +229,3 @@ def model_of(config: Config, arch: Architecture, mesh: Mesh, who: str = "model")
     model = Model(arch, config.model.compute_dtype, remat, attention, rules, dtype, *weights, config.model.lora)
     peft.check(model, mesh, config.model.path)
     return model
-
-
-def keep_what_fits(
-    run: Run, compiled: dict[str, jax.stages.Compiled], limit: int | None
-) -> dict[str, jax.stages.Compiled]:
-    """For ``model.remat="auto"``: the run's compiled programs, with the update that keeps the MLPs if it fits.
-
-    Args:
-        compiled: every program of the run, its update recomputing all.
-        limit: bytes of a device; None = not known, and then all is recomputed.
-    """
-    if run.config.model.remat != "auto" or limit is None:
-        return compiled
-    # What "none" keeps beside takes longer to write and read than to compute (BENCHMARKS).
-    update = dataclasses.replace(run.learner.update, model=dataclasses.replace(run.model, remat="dots"))
-    try:
-        update = dataclasses.replace(run.learner, update=update).programs()["update"].lower(run.mesh).compile()
-    except jax.errors.JaxRuntimeError as error:
-        if "Ran out of memory" not in str(error):
-            raise
-        return compiled  # the TPU compiler refuses what a chip cannot hold
-    memories = {name: memory(program) for name, program in compiled.items()} | {"update": memory(update)}
-    in_use = in_use_bytes(memories, **run.beside)
-    return compiled | {"update": update} if in_use["update"] <= limit else compiled
-
-
-def eval_sampler(config: Config, sampler: Sampler) -> Sampler:
-    """A sampler for held-out questions: as many at a time as fill the training sampler's slots."""
-    shards, samples = sampler.shards, config.eval.num_samples
-    at_once = min(config.eval.num_prompts, -(-config.num_slots // samples))
-    at_once = -(-at_once // shards) * shards
-    return dataclasses.replace(
-        sampler,
-        sampling=dataclasses.replace(config.sampling, temperature=config.eval.temperature),
-        num_prompts=at_once,
-        group_size=samples,
-        num_slots=min(at_once * samples, config.num_slots),
-        lookahead=0,
-        keeps_support=False,
-        keeps_entropy=False,
-        keeps_old_logp=False,
-        keeps_experts=False,
-    )

@@ -28,13 +28,14 @@ from jaxrl_llm.actor.guests import External
 from jaxrl_llm.actor.rewards import RewardPool
 from jaxrl_llm.config import Config, freeze, record
 from jaxrl_llm.learner.learner import Learner
+from jaxrl_llm.learner.low_memory import keep_what_fits
 from jaxrl_llm.models.files import peft, pretrained
 from jaxrl_llm.questions import tasks
 from jaxrl_llm.questions.ledger import Ledger
 from jaxrl_llm.questions.stream import PromptStream
 from jaxrl_llm.reports import html as report
 from jaxrl_llm.reports.metrics import MetricsWriter, Progress, cost_values, plain_numbers, update_values
-from jaxrl_llm.run import assemble, check_room, describe, keep_what_fits
+from jaxrl_llm.run import assemble, check_room, describe
 from jaxrl_llm.runtime import cli, hosts, programs, sharding
 from jaxrl_llm.runtime.checkpoint import Checkpointer, claim
 from jaxrl_llm.runtime.executables import load_all

@@ -27,7 +27,7 @@ from support.building import ONE, TINY, mesh_of, needs_reasoning_gym
 
 from jaxrl_llm import config as config_module
 from jaxrl_llm import train as train_module
-from jaxrl_llm.actor import actor
+from jaxrl_llm.actor import actor, stop_strings
 from jaxrl_llm.actor.evaluation import questions
 from jaxrl_llm.actor.generator import FinishedGroup, Generator
 from jaxrl_llm.actor.guests import External
@@ -642,7 +642,7 @@ def stops(config, folder, monkeypatch):
     generator.state = jax.tree.map(jnp.asarray, state)
     generator.adopt(0, 0, 0, 0, None, [0])
     scanned = np.zeros(state.stop_reason.shape, np.int64)
-    reasons, _ = generator._stop_at_strings(state.stop_reason, np.asarray(state.length), scanned)
+    reasons, _ = stop_strings.stop(generator, state.stop_reason, np.asarray(state.length), scanned)
     return np.asarray(reasons).tolist()
 
 

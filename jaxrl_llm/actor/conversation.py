@@ -21,6 +21,7 @@ import jax
 import numpy as np
 
 from jaxrl_llm.actor.environment import Environment, Reply
+from jaxrl_llm.actor.sampler import Sampler
 from jaxrl_llm.config import Config, ConfigError
 from jaxrl_llm.runtime import sharding
 from jaxrl_llm.types import OUTCOME_ERROR, OUTCOME_SCORE, STOP_EOS, STOP_LENGTH, STOP_TURNS, Example
@@ -86,17 +87,18 @@ class Conversations:
         self._rows: dict[Row, tuple[int, list[Turn]]] = {}  # episode, turns
         self._waiting: set[Row] = set()  # when a chunk last told of it
 
-    def note(
-        self, row_MZ: np.ndarray, tokens: jax.Array, lengths: np.ndarray, prompts: Mapping[tuple[int, int], Any]
-    ) -> None:
+    def note(self, told: tuple[jax.Array, ...], prompts: Mapping[tuple[int, int], Any]) -> list[np.ndarray]:
         """Ask the environment for rows that wait; one that was asked for already is not asked again.
 
         Args:
-            row_MZ, tokens: rows that wait in slots, and these slots' tokens, as ``turns.told`` has them.
-            lengths: [M,E,G] of the same chunk.
+            told: by ``turns.told``.
             prompts: (group_id, example, token ids, ..) of open prompts by shard and entry.
+
+        Returns:
+            Stop reasons, lengths and answers heard [M,E,G].
         """
-        self._waiting = set()
+        *of_rows, row_MZ = jax.device_get(told[:-1])
+        tokens, lengths, self._waiting = told[-1], of_rows[1], set()
         for shard, of_slots in sharding.own_rows(tokens).items():
             for slot in np.flatnonzero(row_MZ[shard] >= 0):
                 entry, g = divmod(int(row_MZ[shard][slot]), lengths.shape[2])
@@ -110,9 +112,11 @@ class Conversations:
                     answers = [turn.reply.result().answer for turn in turns]
                     reply = self._environment.ask(episode, example, texts, answers)
                     turns.append(Turn(texts[-1], end, end - len(prompt), reply))
+        return of_rows
 
-    def answers(self, shape: tuple[int, int, int]) -> tuple[np.ndarray, np.ndarray]:
-        """What ``turns.hear`` takes, of rows [M,E,G] that wait; waits itself for the replies."""
+    def answers(self, sampler: Sampler) -> tuple[jax.Array, jax.Array]:
+        """What ``turns.hear`` takes, of rows that wait; waits itself for the replies."""
+        shape = sampler.shards, sampler.entries, sampler.group_size
         tokens, verdict = np.zeros((*shape, self._limits.max_answer_tokens), np.int32), np.zeros(shape, np.int32)
         for row in self._waiting:
             turn = self._rows[row][1][-1]
@@ -120,7 +124,7 @@ class Conversations:
                 self._judge(turn, len(self._rows[row][1]))
             verdict[row] = turn.verdict
             tokens[row][: len(turn.answer)] = turn.answer
-        return tokens, verdict
+        return sharding.put((tokens, verdict), sharding.leading(sampler.mesh, (tokens, verdict)))
 
     def _judge(self, turn: Turn, num_turns: int) -> None:
         """What becomes of a row after its newest turn."""

@@ -20,6 +20,7 @@ from jaxrl_llm.actor.conversation import Conversations
 from jaxrl_llm.actor.environment import Environment
 from jaxrl_llm.actor.generator import Generator
 from jaxrl_llm.actor.rewards import RewardPool
+from jaxrl_llm.actor.sampler import Sampler
 from jaxrl_llm.config import Config
 from jaxrl_llm.questions import stream as prompts_lib
 from jaxrl_llm.questions import tasks
@@ -158,6 +159,25 @@ class Evaluation:
             "eval/pass_any_rate": result["pass_at_k"][str(result["num_samples"])],
         }
         return Measured(values, f"held-out pass rate {rate:.3f} over {count} questions ({name})")
+
+
+def sampler_of(config: Config, sampler: Sampler) -> Sampler:
+    """A sampler for held-out questions: as many at a time as fill the training sampler's slots."""
+    shards, samples = sampler.shards, config.eval.num_samples
+    at_once = min(config.eval.num_prompts, -(-config.num_slots // samples))
+    at_once = -(-at_once // shards) * shards
+    return dataclasses.replace(
+        sampler,
+        sampling=dataclasses.replace(config.sampling, temperature=config.eval.temperature),
+        num_prompts=at_once,
+        group_size=samples,
+        num_slots=min(at_once * samples, config.num_slots),
+        lookahead=0,
+        keeps_support=False,
+        keeps_entropy=False,
+        keeps_old_logp=False,
+        keeps_experts=False,
+    )
 
 
 def questions(config: Config, tokenizer: Any) -> tuple[list[Any], list[Any], list[str]]:

@@ -25,7 +25,7 @@ import numpy as np
 from jaxrl_llm.actor import stop_strings
 from jaxrl_llm.actor.conversation import Conversations
 from jaxrl_llm.actor.sampler import Sampler
-from jaxrl_llm.runtime import hosts, sharding
+from jaxrl_llm.runtime import sharding
 from jaxrl_llm.types import STOP_NONE, Agreed, DrawSums, PerHost, PromptBatch, Rollout
 
 
@@ -147,16 +147,19 @@ class Generator:
         is_due = np.array([[(m, e) in due for e in range(sampler.entries)] for m in range(sampler.shards)])
         is_due = sharding.put(is_due, sharding.leading(sampler.mesh, is_due))
         if self.talk:
-            self._note(*self.run["read_waiting"](self.state))
+            self.talk.note(self.run["read_waiting"](self.state), self.open_prompts)
         while True:
             self.check()
             while len(unread) <= ahead:
-                self.state, told = self.run["decode"](params, self.state, version, key, is_due, *self._answers())
+                answers = self.talk.answers(sampler) if self.talk else ()
+                self.state, told = self.run["decode"](params, self.state, version, key, is_due, *answers)
                 unread.append(told)
             self._receive(leaving, on_finished)
-            reasons, lengths, *heard = self._note(*unread.popleft())
+            told = unread.popleft()
+            told = self.talk.note(told, self.open_prompts) if self.talk else jax.device_get(told)
+            reasons, lengths, *heard = told
             if sampler.sampling.stop_strings:
-                reasons, lengths = self._stop_at_strings(reasons, lengths, scanned)
+                reasons, lengths = stop_strings.stop(self, reasons, lengths, scanned)
             leaving = self._read(reasons, lengths, *heard)
             # Every shard must have its share, oldest prompts first, and with it those that may not stay.
             done = [[where for where in self.finished if where[0] == shard] for shard in range(sampler.shards)]
@@ -200,21 +203,6 @@ class Generator:
         """Sums over all tokens drawn since the last call of this, numbers; of the rows that are still open too."""
         draws, self.draws = jax.device_get(self.draws), []
         return jax.tree.map(lambda *sums: float(np.sum(sums)), *draws)
-
-    def _note(self, reasons: jax.Array, lengths: jax.Array, *told: jax.Array) -> list[np.ndarray]:
-        """What a chunk has told of rows, on the host; of those that wait the environment is asked."""
-        if not told:
-            return jax.device_get([reasons, lengths])
-        reasons, lengths, heard, rows = jax.device_get((reasons, lengths, *told[:2]))
-        self.talk.note(rows, told[2], lengths, self.open_prompts)
-        return [reasons, lengths, heard]
-
-    def _answers(self) -> tuple[jax.Array, ...]:
-        """What an environment has said to the rows that wait, on the devices; () without one."""
-        if not self.talk:
-            return ()
-        answers = self.talk.answers((self.sampler.shards, self.sampler.entries, self.sampler.group_size))
-        return sharding.put(answers, sharding.leading(self.sampler.mesh, answers))
 
     def _read(self, reasons: np.ndarray, lengths: np.ndarray, heard: np.ndarray | None = None) -> list[Any]:
         """Note the groups that have stopped, and begin to read their tokens, one of each shard at a time."""
@@ -274,15 +262,3 @@ class Generator:
             arrays = (prompts.tokens[flat], prompts.length[flat], prompts.group_id[flat], entry)
             arrays = sharding.put(arrays, sharding.leading(sampler.mesh, arrays))
             self.state = self.run["prefill"](params, self.state, *arrays)
-
-    def _stop_at_strings(self, reasons: np.ndarray, lengths: np.ndarray, scanned: np.ndarray) -> Any:
-        """Reasons and lengths once each host has looked at its own rows for stop strings, and all have cut them."""
-        tokens = sharding.own_rows(self.state.tokens)
-        sizes = {where: len(prompt) for where, (_, _, prompt, _) in self.open_prompts.items() if where[0] in tokens}
-        stops = self.sampler.sampling.stop_strings
-        new_length = stop_strings.find(stops, self.decode_text, tokens, sizes, reasons, lengths, scanned)
-        if not any(hosts.exchange(new_length.any())):
-            return reasons, lengths
-        placed = sharding.put(new_length, sharding.leading(self.sampler.mesh, new_length))
-        self.state, told = self.run["stop_rows"](self.state, placed)
-        return jax.device_get(told)

@@ -10,10 +10,30 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrl_llm.runtime import hosts, sharding
 from jaxrl_llm.types import STOP_LENGTH, STOP_NONE, STOP_STRING
+
+
+def stop(generator: Any, reasons: np.ndarray, lengths: np.ndarray, scanned: np.ndarray) -> Any:
+    """Reasons and lengths [M,E,G] once each host has looked at its own rows, and all have cut them.
+
+    Args:
+        generator: a ``generator.Generator``.
+        scanned: tokens of each completion that were looked at before; changed in place.
+    """
+    tokens = sharding.own_rows(generator.state.tokens)
+    sizes = {where: len(prompt) for where, (_, _, prompt, _) in generator.open_prompts.items() if where[0] in tokens}
+    stops, decode_text = generator.sampler.sampling.stop_strings, generator.decode_text
+    new_length = find(stops, decode_text, tokens, sizes, reasons, lengths, scanned)
+    if not any(hosts.exchange(new_length.any())):
+        return reasons, lengths
+    placed = sharding.put(new_length, sharding.leading(generator.sampler.mesh, new_length))
+    generator.state, told = generator.run["stop_rows"](generator.state, placed)
+    return jax.device_get(told)
 
 
 def find(

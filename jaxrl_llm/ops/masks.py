@@ -35,14 +35,9 @@ def completion_mask(
 def sampled_mask(
     prompt_length: Int[ArrayLike, " B"], length: Int[ArrayLike, " B"], policy_version: Int[ArrayLike, "B T"]
 ) -> Bool[Array, "B T"]:
-    """True at tokens of the completion that a policy drew: an environment's answers between its turns are not.
+    """[B, T] bool of the completion's tokens: those that a policy drew, whose ``policy_version`` is 0 or more.
 
-    Args:
-        prompt_length, length: [B] i32, as ``completion_mask`` has them.
-        policy_version: [B, T] i32, below 0 where no policy drew the token.
-
-    Returns:
-        [B, T] bool.
+    An environment wrote the others, between the policy's turns.
 
     Example:
         >>> sampled_mask(jnp.array([1]), jnp.array([4]), jnp.array([[-1, 0, -1, 2, -1]]))

@@ -8,7 +8,8 @@ from support.building import ONE, TINY, mesh_of
 
 from jaxrl_llm.config import freeze
 from jaxrl_llm.learner.learner import LearnerPrograms
-from jaxrl_llm.run import assemble, keep_what_fits
+from jaxrl_llm.learner.low_memory import keep_what_fits
+from jaxrl_llm.run import assemble
 
 RESIDENT, TEMPORARY = 100, {"dots": 200, "full": 50}
 

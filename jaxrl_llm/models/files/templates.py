@@ -39,15 +39,18 @@ def between_turns(fast: Any, message: dict[str, str], told: dict[str, Any], ends
         ends: texts of the tokens that end a turn, which the policy has drawn.
 
     Raises:
-        ValueError: the template writes what went before otherwise once the message has come.
+        ConfigError: the template refuses, or writes what went before otherwise once the message has come.
     """
     before = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     if message["role"] == "tool" and not re.search(r"\btool\b", str(fast.chat_template)):
         text = message["content"]
         message = {"role": "user", "content": f"<tool_response>\n{text}\n</tool_response>"}
-    said, whole = rendered(fast, before, told, to_turn=False), rendered(fast, [*before, message], told)
+    try:
+        said, whole = rendered(fast, before, told, to_turn=False), rendered(fast, [*before, message], told)
+    except Exception as error:  # jinja's, of a package we need not know
+        raise ConfigError(f"the chat template refuses an answer by a {message['role']}: {error}") from error
     if not whole.startswith(said):
-        raise ValueError("it writes an earlier turn otherwise once another has come")
+        raise ConfigError("the chat template writes an earlier turn otherwise once another has come")
     stops = [place + len(end) for end in ends if (place := said.rfind(end)) >= 0]
     return whole[max(stops, default=len(said)) :]
 

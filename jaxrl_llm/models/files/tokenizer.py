@@ -122,30 +122,16 @@ class Tokenizer:
         """Token ids of one prompt; see ``encode_prompts``."""
         return self.encode_prompts([prompt], **how)[0]
 
-    def encode_answer(
-        self,
-        text: str,
-        role: str,
-        *,
-        chat_template: bool,
-        special_tokens: bool,
-        chat_template_kwargs: Mapping[str, Any],
-        system_prompt: str,
-    ) -> list[int]:
-        """Token ids of what an environment, a "user" or a "tool", says between two turns of the model.
+    def encode_answer(self, text: str, role: str, *, chat_template: bool, special_tokens: bool, **how: Any):
+        """Token ids, a list, of what an environment, a "user" or a "tool", says between two turns of the model.
 
-        With the template's own around it, which follows the token that ends a turn; without a template the text alone.
-        The rest as ``encode_prompts`` has it; ConfigError where the template refuses.
+        After the token that ends a turn, with what the chat template puts around it. The rest as ``encode_prompts``.
         """
-        hide = _checked if special_tokens else self._hide
-        if not chat_template:
-            return self._encode([hide(text)], at_start=False)[0]
-        told = templates.told(chat_template_kwargs, self._fast.chat_template, hide)
-        ends = [self._special[i].content for i in self.eos_ids if i in self._special]
-        try:
-            text = templates.between_turns(self._fast, {"role": role, "content": hide(text)}, told, ends)
-        except Exception as error:  # as in encode_prompts
-            raise ConfigError(f"the chat template refuses an answer: {str(error) or error!r}") from error
+        text = (_checked if special_tokens else self._hide)(text)
+        if chat_template:
+            ends = [self._special[i].content for i in self.eos_ids if i in self._special]
+            told = templates.told(how["chat_template_kwargs"], self._fast.chat_template, self._hide)
+            text = templates.between_turns(self._fast, {"role": role, "content": text}, told, ends)
         return self._encode([text], at_start=False)[0]
 
     def encode(self, text: str, *, special_tokens: bool = False) -> list[int]:
