@@ -55,7 +55,7 @@ def command(config: Config, model: str, checkpoint: str, num_samples: int) -> di
     examples = [row.example for row in held_out]
     with (
         RewardPool(config.rewards, task_scorer=tasks.scorer(config.prompts), examples=examples) as pool,
-        environments.opened(config, examples) as environment,
+        environments.opened(config, examples, tokenizer) as environment,
     ):
         run = assemble(config, source.architecture(), tokenizer.eos_ids, mesh)
         sampler = run.eval_sampler

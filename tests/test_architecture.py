@@ -100,7 +100,7 @@ MENU = {
     *("models.kernels.learner", "models.kernels.tpu_decode"),
     *("learner.annotation", "learner.low_memory", "learner.packed_batches"),
     *("questions.tasks.files", "actor.guests", "actor.resampling", "actor.evaluation"),
-    "actor.stop_strings",  # which few runs set
+    *("actor.stop_strings", "actor.staleness"),  # which few runs set
     *(f"actor.{name}" for name in ("turns", "conversation", "environment", "environment_worker")),  # likewise
     "actor.printing",  # of reward functions that print
     *("method_config", "ops.groups", "ops.filters", "ops.paged_log", "ops.packing"),

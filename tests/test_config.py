@@ -28,6 +28,8 @@ from support.building import ONE, TINY, mesh_of, needs_reasoning_gym
 from jaxrl_llm import config as config_module
 from jaxrl_llm import train as train_module
 from jaxrl_llm.actor import actor, stop_strings
+from jaxrl_llm.actor.conversation import Conversations, Turn
+from jaxrl_llm.actor.environment import Environment
 from jaxrl_llm.actor.evaluation import questions
 from jaxrl_llm.actor.generator import FinishedGroup, Generator
 from jaxrl_llm.actor.guests import External
@@ -53,6 +55,7 @@ from jaxrl_llm.types import OUTCOME_ERROR, OUTCOME_SCORE, STOP_EOS, STOP_STRING,
 
 ROOT = pathlib.Path(__file__).parents[1]
 FUNCTIONS = ROOT / "tests" / "fixtures" / "reward_functions.py"
+ENVIRONMENTS = ROOT / "tests" / "fixtures" / "environments.py"
 
 
 # ---- freeze ----------------------------------------------------------------------------------------------------
@@ -631,6 +634,16 @@ def scores(config, folder, monkeypatch):
     return processes, rewards.total.tolist(), rewards.outcome.tolist()
 
 
+def answered(config, folder, monkeypatch):
+    """What becomes of a row after its second turn, and how many processes answer."""
+    with Environment(config) as environment:
+        processes = len(psutil.Process().children())
+        reply = environment.ask(0, Example("p", {}), ["a", "b"], ["b"])
+        turn = Turn("b", 5, 4, reply)
+        Conversations(environment, make_byte_tokenizer(), config)._judge(turn, 2)
+    return processes, turn.verdict, turn.answer
+
+
 def stops(config, folder, monkeypatch):
     """What a stop string does to a row that a chunk of decoding has left at "a;b"."""
     sampler = assemble(config, TINY, (257,), mesh_of(ONE)).sampler
@@ -791,6 +804,8 @@ SINGLE = {"replay.unit": "rollout"}
 BINS = CRITIC | {"algorithm.critic.bins": 8}
 
 # setting -> (another value, where to look, what else must be set)
+TURNS = {"environments.factory": f"{ENVIRONMENTS}:slow", "prompts.chat_template": False}
+TURNS |= {"environments.max_answer_tokens": 4}  # two turns fit beside it
 ALIVE = {
     "seed": (1, loaded, {}),
     "num_iterations": (4, ghost_run, {}),
@@ -843,6 +858,11 @@ ALIVE = {
     "rewards.timeout_s": (0.05, scores, {"rewards.functions": (f"{FUNCTIONS}:score",)}),
     "rewards.max_failure_frac": (0.4, failures, {}),
     "rewards.pass_threshold": (0.5, passes, {}),
+    "environments.factory": (f"{ENVIRONMENTS}:slow", program("decode"), {}),
+    "environments.max_turns": (2, answered, TURNS),
+    "environments.max_answer_tokens": (2, program("decode"), TURNS),
+    "environments.num_workers": (3, answered, TURNS),
+    "environments.timeout_s": (0.05, answered, TURNS),
     "algorithm.advantage": ("leave_one_out", program("insert"), {}),
     "algorithm.reward_terms": (("overlong_penalty",), program("insert"), {}),
     "algorithm.reshaping": (("amplify_positive",), program("insert"), {}),

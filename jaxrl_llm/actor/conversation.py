@@ -80,8 +80,7 @@ class Conversations:
 
     def __init__(self, environment: Environment, tokenizer: Any, config: Config):
         self._environment, self._decode = environment, tokenizer.decode
-        self._role = "tool" if environment.is_tool else "user"
-        self._encode = lambda text: tokenizer.encode_answer(text, self._role, **config.prompts.encoding)
+        self._encode = lambda text: tokenizer.encode_answer(text, environment.role, **config.prompts.encoding)
         self._limits, self._most = config.environments, config.sampling.max_completion_tokens
         self._episodes = itertools.count()
         self._rows: dict[Row, tuple[int, list[Turn]]] = {}  # episode, turns
@@ -164,7 +163,7 @@ class Conversations:
             for turn in turns:
                 said.append({"role": "assistant", "content": turn.text})
                 if turn.answer:
-                    said.append({"role": self._role, "content": turn.reply.result().answer})
+                    said.append({"role": self._environment.role, "content": turn.reply.result().answer})
             if rest := completion[turns[-1].stop - first if turns else 0 :]:  # a turn that was cut short
                 said.append({"role": "assistant", "content": self._decode(rest)})
             messages.append(said)
@@ -182,7 +181,7 @@ class Conversations:
             self._environment.forget(self._rows.pop(row)[0])
 
     def state(self) -> list[Any]:
-        """What ``restore`` takes, plain JSON: of each row its turns that have been replied to."""
+        """What ``restore`` takes, plain JSON: turns whose reply has been looked at. What waits is asked for again."""
         saved = lambda turn: [
             turn.text,
             turn.end,
@@ -191,7 +190,7 @@ class Conversations:
             turn.verdict,
             list(dataclasses.astuple(turn.reply.result())),
         ]
-        return [[*row, [saved(x) for x in turns if x.reply.done()]] for row, (_, turns) in self._rows.items()]
+        return [[*row, [saved(x) for x in turns if x.verdict]] for row, (_, turns) in self._rows.items()]
 
     def restore(self, state: list[Any]) -> None:
         for *row, saved in state:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -43,7 +43,7 @@ class Environment(contextlib.AbstractContextManager):
     """Answers turns of episodes.
 
     Attributes:
-        is_tool: its answers are what tools return, not what a user says.
+        role: whose messages its answers are, a "tool"'s or the "user"'s.
         has_reward: its episodes have a reward.
 
     Raises:
@@ -53,8 +53,8 @@ class Environment(contextlib.AbstractContextManager):
     def __init__(self, config: Config, examples: Sequence[Example] = ()):
         self._config = config.environments
         found = _checked(self._config.factory, examples)
-        self.is_tool = isinstance(found, type)
-        self.has_reward = self.is_tool and hasattr(found, "get_reward")
+        self.role = "tool" if isinstance(found, type) else "user"
+        self.has_reward = self.role == "tool" and callable(getattr(found, "get_reward", None))
         if "environment" in config.rewards.functions and not self.has_reward:
             said = f"environments.factory={self._config.factory!r:.200} has no method get_reward"
             raise ConfigError(f"rewards.functions: 'environment' means nothing here: {said}")
@@ -100,9 +100,21 @@ class Environment(contextlib.AbstractContextManager):
         self._printer.close()
 
 
-def opened(config: Config, examples: Sequence[Example]) -> contextlib.AbstractContextManager[Environment | None]:
-    """The environment of a config, until the end of its context; None where there is none."""
-    return Environment(config, examples) if config.environments.factory else contextlib.nullcontext()
+@contextlib.contextmanager
+def opened(config: Config, examples: Sequence[Example], tokenizer: Any) -> Iterator[Environment | None]:
+    """The environment of a config, until the end of its context; None where there is none.
+
+    ConfigError also where the model's template has no place for its answers, or needs more room than they may take.
+    """
+    if not config.environments.factory:
+        yield None
+        return
+    with Environment(config, examples) as environment:
+        frame = len(tokenizer.encode_answer("", environment.role, **config.prompts.encoding))
+        if frame >= (most := config.environments.max_answer_tokens):
+            said = f"environments.max_answer_tokens={most} must be at least {frame + 1}"
+            raise ConfigError(f"{said}: the chat template puts {frame} tokens around an answer")
+        yield environment
 
 
 def _checked(spec: str, examples: Sequence[Example]) -> Any:

@@ -68,7 +68,7 @@ class Episode:
 
     def reward(self) -> float | None:
         """Of the episode so far; None where its class has none."""
-        if not hasattr(self.own, "get_reward"):
+        if not callable(getattr(self.own, "get_reward", None)):
             return None
         reward = _done(self.own.get_reward())
         if isinstance(reward, (str, bytes)) or not math.isfinite(float(reward)):

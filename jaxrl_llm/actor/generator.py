@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxrl_llm.actor import stop_strings
+from jaxrl_llm.actor import staleness, stop_strings
 from jaxrl_llm.actor.conversation import Conversations
 from jaxrl_llm.actor.sampler import Sampler
 from jaxrl_llm.runtime import sharding
@@ -59,17 +59,9 @@ class Generator:
     checkpoint must carry for rollouts in flight.
 
     Args:
-        max_lag: calls of ``generate`` that a prompt may stay open after the one that opened it; 0 = any number. Prompts
-            are opened up to
-
-                capacity = min(free entries, (max_lag + calls so far + 1) * P - opened so far)
-
-            and a call waits for those that must leave with it.
+        max_lag: calls of ``generate`` that a prompt may stay open after the one that opened it (staleness); 0 = any.
         check: called before each chunk; what it raises leaves a state that a call of ``generate`` goes on from.
         talk: conversations with an environment; None = completions have one turn.
-
-    Source: the capacity is that of AReaL, Fu et al. 2025, arXiv:2505.24298, whose version counts batches. Differs:
-        stragglers are waited for, so that the bound is on what is trained and not on what is submitted alone.
     """
 
     def __init__(
@@ -105,11 +97,7 @@ class Generator:
         """Entries of each shard that new prompts may take."""
         M, E = self.sampler.shards, self.sampler.entries
         free = [[(m, e) for e in range(E) if (m, e) not in self.open_prompts] for m in range(M)]
-        if self.max_lag:
-            # Every call so far has collected its share of those opened; what is left of the capacity by shard.
-            most = (self.max_lag + 1) * (self.sampler.num_prompts // M)
-            free = [entries[: max(0, most - (E - len(entries)))] for entries in free]
-        return free
+        return staleness.within_capacity(self, free) if self.max_lag else free
 
     def generate(
         self,
@@ -143,7 +131,7 @@ class Generator:
         ahead = 0 if sampler.sampling.stop_strings else 1
         unread: collections.deque[Any] = collections.deque()  # stop reasons and lengths of the chunks dispatched
         leaving: list[Any] = []  # groups on their way to the host: their places by shard, what ``read_group`` gives
-        due = self._due()
+        due = staleness.due(self)
         is_due = np.array([[(m, e) in due for e in range(sampler.entries)] for m in range(sampler.shards)])
         is_due = sharding.put(is_due, sharding.leading(sampler.mesh, is_due))
         if self.talk:
@@ -183,21 +171,6 @@ class Generator:
         if not self.sampler.lookahead:
             self.state = None
         return rollout
-
-    def _due(self) -> set[tuple[int, int]]:
-        """Open prompts that this call must wait for, lest one stay open for too long.
-
-        Those whose time has come, and of those whose time comes in the next calls the oldest that these have no room
-        for: a call collects P / M of each shard.
-        """
-        due, per_shard = set(), self.sampler.num_prompts // self.sampler.shards
-        for shard in range(self.sampler.shards if self.max_lag else 0):
-            mine = [(where, opened) for where, opened in self.open_prompts.items() if where[0] == shard]
-            by_age = sorted((name, call, where) for where, (name, _, _, call) in mine)
-            for later in range(self.max_lag):
-                late = [where for _, call, where in by_age if call + self.max_lag <= self.calls + later]
-                due |= set(late[: max(0, len(late) - later * per_shard)])
-        return due
 
     def take_draws(self) -> DrawSums:
         """Sums over all tokens drawn since the last call of this, numbers; of the rows that are still open too."""

@@ -52,6 +52,8 @@ Ticket = list[Future[Answer]]  # of the completions of one prompt, for each func
 class RewardPool(contextlib.AbstractContextManager):
     """Runs reward functions ``reward(prompts, completions, **columns) -> list[float]`` on groups of completions.
 
+    One that names ``messages`` gets those too: of each completion all after the prompt, ``{"role", "content"}``.
+
     One call scores the completions of one prompt with one function: ``prompts`` and every column of the
     example come repeated to the length of ``completions``. A completion's outcome is the worst of its functions':
 
@@ -81,7 +83,7 @@ class RewardPool(contextlib.AbstractContextManager):
         self.check = check
         self._config = config
         checked = [_checked_spec(name, task_scorer, examples) for name in config.functions]
-        self._specs = dict(checked)  # and whether each takes the messages of completions of several turns
+        self._specs = dict(checked)  # and whether each takes messages
         self._functions = [(name, spec) for name, (spec, _) in zip(config.functions, checked, strict=True)]
         self._closed, self._printer = False, Printer()
         self._workers = [Worker([*filter(None, self._specs)], self._printer) for _ in range(config.num_workers)]
@@ -146,12 +148,11 @@ class RewardPool(contextlib.AbstractContextManager):
     # Below: in other threads.
 
     def _score(self, name: str, spec: str, example: Example, completions: list[str], played: Any) -> Answer:
-        if played is None:
-            return self._call(name, spec, example, completions)
         if name == "environment":
             return played.failures_in(played.own_scores())
-        more = {"messages": played.messages} if self._specs[spec] else {}
-        return played.failures_in(self._call(name, spec, example, completions, **more))
+        messages = played.messages if played else [[{"role": "assistant", "content": text}] for text in completions]
+        answer = self._call(name, spec, example, completions, **({"messages": messages} if self._specs[spec] else {}))
+        return played.failures_in(answer) if played else answer
 
     def _call(self, name: str, spec: str, example: Example, completions: list[str], **more: Any) -> Answer:
         scores, failure, worker = np.full(len(completions), np.nan), OUTCOME_ERROR, self._free.pop()
@@ -276,15 +277,16 @@ def _checked_spec(name: str, task_scorer: str, examples: Sequence[Example]) -> t
         raise
     except BaseException as error:
         raise ConfigError(f"rewards.functions: {name!r} cannot be used: {reward_worker.message(error)}") from error
+    more = {}
+    with contextlib.suppress(ValueError):  # a function in C that does not say what it takes
+        more = {"messages": 0} if "messages" in inspect.signature(function, follow_wrapped=False).parameters else {}
     for columns, origin in {tuple(example.columns): example.origin for example in reversed(examples)}.items():
         try:
-            inspect.signature(function, follow_wrapped=False).bind(prompts=0, completions=0, **dict.fromkeys(columns))
-        except ValueError:  # a function in C that does not say what it takes
+            given = {"prompts": 0, "completions": 0, **dict.fromkeys(columns), **more}
+            inspect.signature(function, follow_wrapped=False).bind(**given)
+        except ValueError:
             break
         except TypeError as error:
-            given = ", ".join(("prompts", "completions", *columns))
-            raise ConfigError(f"rewards.functions: {name!r} cannot score {origin}: {error}; given: {given}") from error
-    with contextlib.suppress(ValueError):
-        takes = inspect.signature(function, follow_wrapped=False).parameters.values()
-        return spec, any(x.name == "messages" or x.kind is x.VAR_KEYWORD for x in takes)
-    return spec, False
+            said = f"rewards.functions: {name!r} cannot score {origin}: {error}"
+            raise ConfigError(f"{said}; given: {', '.join(given)}") from error
+    return spec, bool(more)

@@ -46,7 +46,7 @@ def tokens_of(answer):
 class Here:
     """An environment in this process, which notes what it is asked."""
 
-    is_tool, has_reward = False, False
+    role, has_reward = "user", False
 
     def __init__(self):
         self.asked, self.gone = [], []

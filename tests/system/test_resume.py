@@ -28,6 +28,7 @@ from jaxrl_llm.config import ConfigError, freeze
 from jaxrl_llm.runtime import stop as stopping
 
 CONFIG = pathlib.Path(__file__).parents[2] / "configs" / "debug.py"
+ENVIRONMENTS = pathlib.Path(__file__).parents[1] / "fixtures" / "environments.py"
 NUM_ITERATIONS = 6
 # Fewer slots than rollouts and prompts of later iterations in the table: rollouts are in flight at every checkpoint.
 SETTINGS = {
@@ -184,6 +185,31 @@ def test_killed_and_interrupted_is_the_run_that_never_was(tmp_path, cache, undis
     _, arrays, host, _, _ = left_behind(tmp_path)
     in_flight = (arrays["sampler/stop_reason"] == 0) & (arrays["sampler/length"] > arrays["sampler/prompt_length"])
     assert in_flight.any() and len(host["open_prompts"]) == SETTINGS["rollout.lookahead_prompts"]
+
+
+@pytest.mark.slow
+def test_so_it_is_with_an_environment_whose_episodes_are_in_flight(tmp_path, cache):
+    """Stopped inside a generation again and again."""
+    settings = SETTINGS | {"sampling.max_completion_tokens": 24, "replay.capacity_tokens": 0}
+    settings |= {"sampling.stop_tokens": tuple("abcdefgh")}  # which end turns: many do
+    settings |= {"environments.factory": f"{ENVIRONMENTS}:brief", "environments.max_answer_tokens": 2}
+    settings |= {"prompts.chat_template": False}
+    status, _, err = Process(tmp_path / "one", cache, settings).finish()
+    assert status == 0, err
+    rng, stops = random.Random(0), 0
+    for _ in range(40):
+        process = Process(tmp_path / "other", cache, settings)
+        process.until("iteration " if stops % 2 else "compiled")
+        time.sleep(rng.uniform(0.0, 0.2))
+        status, _, err = process.stop(signal.SIGTERM)
+        assert status in (0, 128 + signal.SIGTERM), err
+        if status == 0:
+            break
+        stops += 1
+    assert stops >= 3
+    assert_same_run(tmp_path / "other", tmp_path / "one", same_steps=False)
+    turns = [line["rollout/turns_mean"] for line in left_behind(tmp_path / "one")[3]]
+    assert min(turns) > 1.2
 
 
 @pytest.mark.slow

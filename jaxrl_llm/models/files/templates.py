@@ -15,6 +15,7 @@ from typing import Any
 from jaxrl_llm.config import ConfigError
 
 TEMPLATE_SECONDS = 10.0  # that a prompt may take
+TURN = "(a turn of the assistant's)"
 # What transformers' apply_chat_template takes for itself and no template sees, or what every prompt tells it.
 OWN_KWARGS = ("messages", "add_generation_prompt", "continue_final_message", "tokenize", "padding", "truncation")
 OWN_KWARGS += ("conversation", "chat_template", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs")
@@ -35,24 +36,24 @@ def told(given: Mapping[str, Any], template: Any, hide: Callable[[str], str]) ->
 def between_turns(fast: Any, message: dict[str, str], told: dict[str, Any], ends: list[str]) -> str:
     """The text from the end of an assistant's turn to the beginning of the next, ``message`` between them.
 
+    What templates do to the turn itself, such as to leave out what it thought, is not looked at: it stays as it is.
+
     Args:
         ends: texts of the tokens that end a turn, which the policy has drawn.
 
     Raises:
-        ConfigError: the template refuses, or writes what went before otherwise once the message has come.
+        ConfigError: the template refuses.
     """
-    before = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    turn = [{"role": "user", "content": "a"}, {"role": "assistant", "content": TURN}]
     if message["role"] == "tool" and not re.search(r"\btool\b", str(fast.chat_template)):
         text = message["content"]
         message = {"role": "user", "content": f"<tool_response>\n{text}\n</tool_response>"}
     try:
-        said, whole = rendered(fast, before, told, to_turn=False), rendered(fast, [*before, message], told)
+        after = rendered(fast, [*turn, message], told).partition(TURN)[2]
     except Exception as error:  # jinja's, of a package we need not know
         raise ConfigError(f"the chat template refuses an answer by a {message['role']}: {error}") from error
-    if not whole.startswith(said):
-        raise ConfigError("the chat template writes an earlier turn otherwise once another has come")
-    stops = [place + len(end) for end in ends if (place := said.rfind(end)) >= 0]
-    return whole[max(stops, default=len(said)) :]
+    stops = [place + len(end) for end in ends if (place := after.find(end)) >= 0]
+    return after[min(stops, default=0) :]
 
 
 def _deep(change: Callable[[str], str], value: Any) -> Any:
@@ -63,13 +64,13 @@ def _deep(change: Callable[[str], str], value: Any) -> Any:
     return change(value) if isinstance(value, str) else value
 
 
-def rendered(fast: Any, messages: list[dict[str, str]], told: dict[str, Any], *, to_turn: bool = True) -> str:
-    """The text of ``messages``, up to the assistant's turn. A sandbox bounds what a template reaches, this its time."""
+def rendered(fast: Any, messages: list[dict[str, str]], told: dict[str, Any]) -> str:
+    """The text of ``messages`` up to the assistant's turn. A sandbox bounds what a template reaches, this its time."""
 
     def stop(*_: Any) -> None:
         raise TimeoutError(f"it runs for more than {TEMPLATE_SECONDS:g} s")
 
-    how = {"add_generation_prompt": to_turn, "tokenize": False}
+    how = {"add_generation_prompt": True, "tokenize": False}
     render = functools.partial(fast.apply_chat_template, messages, **told, **how)
     if threading.current_thread() is not threading.main_thread():  # which alone has signals
         return render()

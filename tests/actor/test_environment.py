@@ -1,0 +1,167 @@
+"""Environments in processes of their own: what a turn is answered, and what becomes of one that cannot answer."""
+
+import dataclasses
+import pathlib
+import signal
+import types
+
+import pytest
+
+from jaxrl_llm.actor.environment import Environment, opened
+from jaxrl_llm.config import Config, ConfigError, EnvironmentsConfig, RewardsConfig
+from jaxrl_llm.types import OUTCOME_ERROR, OUTCOME_SCORE, OUTCOME_TIMEOUT, Example
+
+FILE = pathlib.Path(__file__).parents[1] / "fixtures" / "environments.py"
+ONE = Example("p", {"start": 2}, "here.jsonl:1")
+
+
+def config(name, **settings):
+    settings = {"timeout_s": 5.0, "num_workers": 1} | settings
+    return dataclasses.replace(Config(), environments=EnvironmentsConfig(factory=f"{FILE}:{name}", **settings))
+
+
+def call(name, **arguments):
+    return (
+        f'I call <tool_call>{{"name": "{name}", "arguments": {str(arguments).replace(chr(39), chr(34))}}}</tool_call>'
+    )
+
+
+def play(environment, turns, *, episode=0, example=ONE):
+    """Replies to all the turns, one after the other."""
+    replies, answers = [], []
+    for i in range(len(turns)):
+        replies.append(environment.ask(episode, example, turns[: i + 1], answers).result(30))
+        answers.append(replies[-1].answer)
+    return replies
+
+
+def test_a_function_answers_the_newest_turn_and_ends_with_none():
+    with Environment(config("count_down"), [ONE]) as environment:
+        replies = play(environment, ["a", "b"])
+        assert environment.role == "user" and not environment.has_reward
+    assert [reply.answer for reply in replies] == ["p: 1 left after a", None]
+    assert all(reply.outcome == OUTCOME_SCORE and reply.reward is None for reply in replies)
+
+
+def test_a_class_keeps_its_state_and_its_public_methods_are_tools():
+    with Environment(config("Counter", num_workers=2), [ONE]) as environment:
+        assert environment.role == "tool" and environment.has_reward
+        turns = [call("add", number=3), f"{call('later', number=4)} then {call('read')}", "That is all."]
+        for episode in (0, 1, 2):  # each has an instance of its own
+            replies = play(environment, turns, episode=episode)
+            assert [reply.answer for reply in replies] == ["total 5", "total 9\n9", None]
+            assert [reply.reward for reply in replies] == [3.0, 7.0, 7.0]
+        begun = environment.ask(3, ONE, (), ()).result(30)
+        assert (begun.answer, begun.reward) == (None, 0.0)
+
+
+def test_what_is_wrong_with_a_call_is_told_to_the_policy():
+    turns = {
+        "<tool_call>add 3</tool_call>": "error: JSONDecodeError",
+        call("subtract", number=3): "error: ValueError: there is no tool 'subtract', but add, later, read",
+        call("not_a_tool"): "error: ValueError: there is no tool 'not_a_tool'",
+        call("reset"): "error: ValueError: there is no tool 'reset'",
+        call("add", digits=3): "error: TypeError",
+        "<tool_call>[1]</tool_call>": "error: TypeError",
+        '<tool_call>{"name": "add", "arguments": "{\\"number\\": 3}"}</tool_call>': "total 5",
+    }
+    with Environment(config("Counter"), [ONE]) as environment:
+        replies = play(environment, list(turns))
+    for reply, expected in zip(replies, turns.values(), strict=True):
+        assert reply.answer.startswith(expected) and reply.outcome == OUTCOME_SCORE
+    assert replies[-1].reward == 3.0
+
+
+def test_an_episode_whose_process_died_is_played_again_and_must_answer_as_before():
+    turns = [call("add", number=3), call("add", number=4)]
+    for name, goes_on in (("Counter", True), ("Forgetful", False)):
+        with Environment(config(name), [ONE]) as environment:
+            (first,) = play(environment, turns[:1])
+            environment._workers[0].process.send_signal(signal.SIGKILL)
+            environment._workers[0].process.wait()
+            second = environment.ask(0, ONE, turns, [first.answer]).result(30)
+        assert (second.answer == "total 9") == goes_on
+        if not goes_on:
+            assert second.outcome == OUTCOME_ERROR and "played again it answers" in second.reason
+
+
+def test_an_episode_that_is_over_is_no_longer_kept():
+    with Environment(config("Forgetful"), [ONE]) as environment:
+        (first,) = play(environment, [call("add", number=3)])
+        environment.forget(0)
+        again = environment.ask(0, ONE, [call("add", number=3)] * 2, [first.answer]).result(30)
+    assert "played again" in again.reason
+
+
+BAD = {
+    "RaisesInConstructor": (OUTCOME_ERROR, "OSError: no licence"),
+    "RaisesInReset": (OUTCOME_ERROR, "KeyError: 'board'"),
+    "ReturnsBytes": (OUTCOME_ERROR, "the tool add returned bytes, not text"),
+    "ReturnsTooMuch": (OUTCOME_ERROR, "the tool add returned 10000000 characters, more than 1048576"),
+    "RewardIsNotANumber": (OUTCOME_ERROR, "get_reward returned nan"),
+    "NeverReturns": (OUTCOME_TIMEOUT, "no answer after 1 s"),
+    "ExitsTheProcess": (OUTCOME_ERROR, "its process died"),
+    "CallsExit": (OUTCOME_ERROR, "SystemExit: 0"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_one_that_cannot_answer_is_counted_and_the_next_episode_is_answered(name):
+    outcome, said = BAD[name]
+    with Environment(config(name, timeout_s=1.0), [ONE]) as environment:
+        reply = environment.ask(0, ONE, [call("add", number=1)], ()).result(30)
+        assert (reply.answer, reply.reward, reply.outcome) == (None, None, outcome)
+        assert reply.reason.startswith("environment on here.jsonl:1: ") and said in reply.reason
+        if name not in ("RaisesInConstructor", "RaisesInReset", "RewardIsNotANumber"):
+            assert environment.ask(1, ONE, [call("read")], ()).result(30).answer == "2"
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("RaisesInTool", "error: ValueError: Game over."),
+        ("ReturnsNothing", ""),
+        ("Prints", "total 3"),
+        ("ReturnsAFunction", "<function"),
+    ],
+)
+def test_one_that_is_only_odd_answers(name, answer, capfd):
+    with Environment(config(name), [ONE]) as environment:
+        reply = environment.ask(0, ONE, [call("add", number=1)], ()).result(30)
+    assert reply.outcome == OUTCOME_SCORE and reply.answer.startswith(answer)
+    assert ("ready" in capfd.readouterr().err) == (name == "Prints")  # and no protocol takes it for an answer
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("nothing_there", "cannot be used: AttributeError"),
+        ("NoTools", "must have a public method with a docstring"),
+        ("WantsArguments", "cannot play here.jsonl:1: missing a required argument: 'board'; given: start"),
+        ("WantsAColumn", "cannot play here.jsonl:1: missing a required argument: 'answer'; given: start"),
+    ],
+)
+def test_one_that_does_not_fit_is_refused_before_any_process_starts(name, said, monkeypatch):
+    monkeypatch.setattr("subprocess.Popen", None)
+    with pytest.raises(ConfigError) as error:
+        Environment(config(name), [ONE])
+    assert str(error.value).startswith(f"environments.factory='{FILE}:{name}") and said in str(error.value)
+
+
+def test_its_reward_counts_only_where_it_has_one():
+    with pytest.raises(ConfigError, match=r"'environment' means nothing here: .*Plain' has no method get_reward"):
+        rewards = RewardsConfig(functions=("environment",))
+        Environment(dataclasses.replace(config("Plain"), rewards=rewards), [ONE])
+
+
+def test_an_answer_must_have_room_for_what_the_template_puts_around_it():
+    tokenizer = types.SimpleNamespace(encode_answer=lambda text, role, **how: [role] * 7)
+    with opened(Config(), [ONE], tokenizer) as environment:
+        assert environment is None
+    with opened(config("slow", max_answer_tokens=8), [ONE], tokenizer) as environment:
+        assert environment.role == "user"
+    with pytest.raises(ConfigError) as error, opened(config("slow", max_answer_tokens=7), [ONE], tokenizer):
+        pass
+    assert str(error.value) == (
+        "environments.max_answer_tokens=7 must be at least 8: the chat template puts 7 tokens around an answer"
+    )

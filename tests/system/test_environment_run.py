@@ -1,0 +1,129 @@
+"""A run whose completions have several turns, as the documentation shows one."""
+
+import json
+import pathlib
+import re
+
+import jax
+import numpy as np
+import pytest
+from support import building
+
+from jaxrl_llm import evaluate as evaluate_module
+from jaxrl_llm import train as train_module
+from jaxrl_llm.config import ConfigError, freeze
+from jaxrl_llm.runtime import sharding
+from jaxrl_llm.types import STOP_NAMES
+
+ROOT = pathlib.Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "questions.md").read_text()
+ENVIRONMENTS = ROOT / "tests" / "fixtures" / "environments.py"
+SETTINGS = {
+    "num_iterations": 2,
+    "prompts.max_tokens": 32,
+    "sampling.max_completion_tokens": 24,
+    "rollout.prompts_per_iteration": 4,
+    "rollout.group_size": 2,
+    "rollout.slots": 5,
+    "rollout.chunk_steps": 3,
+    "replay.capacity": 16,
+    "update.batch_size": 8,
+    "update.micro_batch_size": 8,
+    "eval.num_prompts": 4,
+    "eval.num_samples": 2,
+    "checkpoint.export": False,
+    "metrics.tensorboard": False,
+    "metrics.samples_per_iteration": 8,
+}
+
+
+def block(text, after):
+    return re.search(r"```\w+\n(.*?)```", text[text.index(after) :], re.DOTALL)[1]
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    mesh = sharding.make_mesh(building.ONE, jax.devices()[:1])
+    monkeypatch.setattr(sharding, "make_mesh", lambda _: mesh)
+    monkeypatch.chdir(tmp_path)
+
+    def call(settings):
+        config = freeze(building.settings_of(ROOT / "configs" / "debug.py", SETTINGS | settings))
+        status = train_module.train(config, tmp_path / "run")
+        lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+        samples = (tmp_path / "run" / "samples.jsonl").read_text().splitlines()
+        return status, [json.loads(line) for line in lines], [json.loads(line) for line in samples], config
+
+    return call
+
+
+@pytest.mark.slow
+def test_the_documented_game_trains_by_a_config_alone(run, tmp_path):
+    section = PAGE[PAGE.index("## Environments") :]
+    (tmp_path / "game.py").write_text(block(section, "`game.py`:"))
+    (tmp_path / "numbers.jsonl").write_text(block(section, "`numbers.jsonl`"))
+    shown = re.findall(r"config\.([\w.]+) = (.*)", block(section, "In a config:"))
+    settings = {name: eval(value) for name, value in shown}
+    assert len(settings) == 8
+    # A random model of bytes calls no tool: its turns end at letters.
+    small = {
+        "prompts.chat_template": False,
+        "sampling.max_completion_tokens": 80,
+        "sampling.stop_tokens": ("a", "b", "c"),
+    }
+    status, metrics, samples, _ = run({"eval.num_prompts": 4} | settings | small)
+    assert status == 0 and len(metrics) == 2
+    assert [line["rollout/turns_mean"] for line in metrics] == [1.0, 1.0]
+    assert {row["parts"]["environment"] for row in samples} == {0.0}
+    assert all(line["reward/error_count"] == 0 for line in metrics)
+
+
+@pytest.mark.parametrize("is_evaluated", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_turns_are_played_trained_on_and_evaluated(run, tmp_path, is_evaluated):
+    settings = {} if is_evaluated else {"eval.num_prompts": 0}
+    settings |= {"environments.factory": f"{ENVIRONMENTS}:brief", "environments.max_answer_tokens": 2}
+    settings |= {"prompts.chat_template": False, "sampling.stop_tokens": tuple("abcdefgh")}
+    scores = f"{ROOT / 'tests' / 'fixtures' / 'environments.py'}:number_of_turns"
+    status, metrics, samples, config = run(settings | {"rewards.functions": (scores,)})
+    assert status == 0 and min(line["rollout/turns_mean"] for line in metrics) > 1.2
+    assert max(line["update/sampler_learner_gap_max_nats"] for line in metrics) < 1e-4  # measured: 3e-6
+    # What the function was given: by its reward, how many turns of each completion.
+    turns = [row["reward"] for row in samples]
+    assert np.mean(turns) == pytest.approx(np.mean([line["rollout/turns_mean"] for line in metrics]))
+    assert {row["stop_reason"] for row in samples} <= {*STOP_NAMES[1:]}
+    if not is_evaluated:
+        return
+    evaluated = json.loads((tmp_path / "run" / "eval_after.json").read_text())
+    assert evaluated["reward_mean"] > 1.0
+    again = evaluate_module.command(config, "", str(tmp_path / "run"), 2)
+    assert [row["completion"] for row in again["samples"]] == [row["completion"] for row in evaluated["samples"]]
+
+
+@pytest.mark.slow
+def test_failures_of_an_environment_are_those_of_its_rewards_and_do_not_stop_the_run(run):
+    settings = {"environments.factory": f"{ENVIRONMENTS}:sometimes", "environments.max_answer_tokens": 8}
+    settings |= {"prompts.chat_template": False, "sampling.stop_tokens": tuple("abcdefgh")}
+    status, metrics, samples, _ = run(settings | {"rewards.max_failure_frac": 1.0})
+    assert status == 0
+    failed = sum(line["reward/error_count"] for line in metrics)
+    assert 0 < failed < 16 and sum(row["reward"] is None for row in samples) == failed
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"sampling.stop_strings": (";",)}, "sampling.stop_strings=(';',) must be () with environments.factory"),
+        ({"metrics.share_rollouts": True}, "metrics.share_rollouts=True must be False with environments.factory"),
+        (
+            {"environments.max_answer_tokens": 23},
+            "environments.max_answer_tokens=23 must leave room in sampling.max_co",
+        ),
+        ({"environments.max_turns": 0}, "environments.max_turns=0 must be at least 1"),
+        ({"environments.factory": "", "rewards.functions": ("environment",)}, "which needs environments.factory=''"),
+        ({"rewards.functions": ("environment",)}, "brief' has no method get_reward"),
+    ],
+)
+def test_what_does_not_go_together_is_said_before_anything_is_compiled(run, settings, said, monkeypatch):
+    monkeypatch.setattr(train_module, "compile_all", None)
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        run({"environments.factory": f"{ENVIRONMENTS}:brief", "environments.max_answer_tokens": 2} | settings)
