@@ -15,13 +15,13 @@ import numpy as np
 from jaxrl_llm.actor.generator import FinishedGroup, Generator
 from jaxrl_llm.config import Config, MeshConfig
 from jaxrl_llm.learner.learner import Learner
-from jaxrl_llm.learner.low_memory import keep_what_fits
 from jaxrl_llm.models.architecture import Architecture
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.questions.ledger import Ledger
 from jaxrl_llm.questions.stream import EncodedExample, batch_of
 from jaxrl_llm.run import Run, assemble
 from jaxrl_llm.runtime import rng, sharding
+from jaxrl_llm.runtime.executables import keep_what_fits
 from jaxrl_llm.runtime.programs import compile_all, memory_limit, release_freed
 from jaxrl_llm.types import Example, Rewards, Rollout, ScoredRollouts
 

@@ -28,7 +28,6 @@ from jaxrl_llm.actor.guests import External
 from jaxrl_llm.actor.rewards import RewardPool
 from jaxrl_llm.config import Config, freeze, record
 from jaxrl_llm.learner.learner import Learner
-from jaxrl_llm.learner.low_memory import keep_what_fits
 from jaxrl_llm.models.files import peft, pretrained
 from jaxrl_llm.questions import tasks
 from jaxrl_llm.questions.ledger import Ledger
@@ -38,7 +37,7 @@ from jaxrl_llm.reports.metrics import MetricsWriter, Progress, cost_values, plai
 from jaxrl_llm.run import assemble, check_room, describe
 from jaxrl_llm.runtime import cli, hosts, programs, sharding
 from jaxrl_llm.runtime.checkpoint import Checkpointer, claim
-from jaxrl_llm.runtime.executables import load_all
+from jaxrl_llm.runtime.executables import keep_what_fits, load_all
 from jaxrl_llm.runtime.programs import check_memory, compile_all, memory_limit, memory_table, use_cache
 from jaxrl_llm.runtime.stop import Stopped, StopRequest
 
@@ -101,8 +100,7 @@ def _train(config: Config, workdir: pathlib.Path, allow_config_changes: bool) ->
         sums_of = lambda part, state: compiled[f"checksums_{part}"](state)
         how = {"allow_config_changes": allow_config_changes, "checksums": sums_of}
         restored = checkpoints.restore(run.abstract_checkpoint, config, **how)
-        teaches = run.learner.loads_reference
-        models = run.model, run.learner.reference_model if teaches else None
+        models = run.model, run.learner.reference_model if run.learner.loads_reference else None
         base, reference, begin = pretrained.weights(*models, mesh, source, teacher, seed=config.seed)
         actor = Actor(run, compiled, tokenizer, stream, pool, external, environment)
         learner = Learner(run.learner, compiled, ledger, reference=reference, base=base)
@@ -151,8 +149,7 @@ def _train(config: Config, workdir: pathlib.Path, allow_config_changes: bool) ->
                     name = "eval_after" if final else f"eval_{iteration}"
                     measured = evaluation.measure(name, learner.publish(), learner.version)
                     progress.note(measured.line)
-                    values |= measured.values
-                    pass_rate = measured.values["eval/pass_rate"]
+                    values, pass_rate = values | measured.values, measured.values["eval/pass_rate"]
                 values["compile/recompiles_after_warmup"] = recompiles.after_warmup()
                 values["time/iteration_s"] = time.monotonic() - t0
                 if config.metrics.compare_hosts:

@@ -4,13 +4,11 @@ A step moves a bfloat16 by less than its neighbours lie apart. To the nearest, a
 steps of less than 0.00003, and Adam's second moment, of which a step forgets a thousandth, never falls. Rounded up or
 down by chance, they move as in float32 on average.
 
-Owns: stochastic rounding, moments kept rounded or elsewhere, what an update keeps for its backward pass where there is
-room. Does not know: which optimizer, what is learned.
+Owns: stochastic rounding, moments kept rounded or elsewhere. Does not know: which optimizer, what is learned.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 from collections.abc import Callable
@@ -19,8 +17,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-
-from jaxrl_llm.runtime.programs import in_use_bytes, memory
 
 # Of the two roundings of a step, so that neither repeats the other's chances.
 WEIGHTS, MOMENTS = 0, 1
@@ -176,27 +172,3 @@ def offloaded(optimizer: optax.GradientTransformation) -> optax.GradientTransfor
         return updates, move(state, jax.memory.Space.Host)
 
     return optax.GradientTransformation(optimizer.init, update)
-
-
-def keep_what_fits(
-    run: Any, compiled: dict[str, jax.stages.Compiled], limit: int | None
-) -> dict[str, jax.stages.Compiled]:
-    """For ``model.remat="auto"``: the run's compiled programs, with the update that keeps the MLPs if it fits.
-
-    Args:
-        compiled: every program of the run, its update recomputing all.
-        limit: bytes of a device; None = not known, and then all is recomputed.
-    """
-    if run.config.model.remat != "auto" or limit is None:
-        return compiled
-    # What "none" keeps beside takes longer to write and read than to compute (BENCHMARKS).
-    update = dataclasses.replace(run.learner.update, model=dataclasses.replace(run.model, remat="dots"))
-    try:
-        update = dataclasses.replace(run.learner, update=update).programs()["update"].lower(run.mesh).compile()
-    except jax.errors.JaxRuntimeError as error:
-        if "Ran out of memory" not in str(error):
-            raise
-        return compiled  # the TPU compiler refuses what a chip cannot hold
-    memories = {name: memory(program) for name, program in compiled.items()} | {"update": memory(update)}
-    in_use = in_use_bytes(memories, **run.beside)
-    return compiled | {"update": update} if in_use["update"] <= limit else compiled

@@ -1,22 +1,26 @@
-"""Executables: compiled programs that ``plan --save`` wrote, for ``train`` to load in place of compiling.
+"""Executables: which compiled programs a run takes.
 
-Owns: where they lie, by which name, what is said where they are of other devices, settings or code. Does not know: how
-they are compiled and written (planning).
+Those that ``plan --save`` wrote, in place of compiling; and of two updates the faster one, where it fits the device.
+
+Owns: where they lie, by which name, what is said where they are of other devices, settings or code; what fits. Does not
+know: how they are compiled and written (planning).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import importlib.metadata
 import pathlib
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 from jax.experimental.serialize_executable import deserialize_and_load
 from jax.sharding import Mesh
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.runtime.programs import Program
+from jaxrl_llm.runtime.programs import Program, in_use_bytes, memory
 
 
 def saved_in(folder: str, mesh: Mesh) -> pathlib.Path:
@@ -45,3 +49,27 @@ def load_all(programs: Mapping[str, Program], mesh: Mesh, folder: str) -> dict[s
         trees = jax.tree.structure(lowered.args_info), lowered.out_tree
         loaded[name] = deserialize_and_load(file.read_bytes(), *trees, devices[0].client, execution_devices=devices)
     return loaded
+
+
+def keep_what_fits(
+    run: Any, compiled: dict[str, jax.stages.Compiled], limit: int | None
+) -> dict[str, jax.stages.Compiled]:
+    """For ``model.remat="auto"``: the run's compiled programs, with the update that keeps the MLPs if it fits.
+
+    Args:
+        compiled: every program of the run, its update recomputing all.
+        limit: bytes of a device; None = not known, and then all is recomputed.
+    """
+    if run.config.model.remat != "auto" or limit is None:
+        return compiled
+    # What "none" keeps beside takes longer to write and read than to compute (BENCHMARKS).
+    update = dataclasses.replace(run.learner.update, model=dataclasses.replace(run.model, remat="dots"))
+    try:
+        update = dataclasses.replace(run.learner, update=update).programs()["update"].lower(run.mesh).compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "Ran out of memory" not in str(error):
+            raise
+        return compiled  # the TPU compiler refuses what a chip cannot hold
+    memories = {name: memory(program) for name, program in compiled.items()} | {"update": memory(update)}
+    in_use = in_use_bytes(memories, **run.beside)
+    return compiled | {"update": update} if in_use["update"] <= limit else compiled

@@ -8,8 +8,8 @@ from support.building import ONE, TINY, mesh_of
 
 from jaxrl_llm.config import freeze
 from jaxrl_llm.learner.learner import LearnerPrograms
-from jaxrl_llm.learner.low_memory import keep_what_fits
 from jaxrl_llm.run import assemble
+from jaxrl_llm.runtime.executables import keep_what_fits
 
 RESIDENT, TEMPORARY = 100, {"dots": 200, "full": 50}
 
