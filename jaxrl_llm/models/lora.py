@@ -41,9 +41,9 @@ def scale(config: LoraConfig) -> float:
 def matrices(config: LoraConfig, table: tuple) -> Iterator[tuple[str, tuple[int, ...], tuple[str, ...]]]:
     """Adapters of a block as name, shape and logical axes; ``table`` has those of its matrices."""
     for name, size, axes in table if config.rank else ():
-        if name in config.targets:
-            outer = len(size) - _inputs(name)
-            yield name + A, (config.rank, *size[outer:]), ("rank", *axes[outer:])
+        if _target(name) in config.targets:
+            outer, each = len(size) - _inputs(name), _stacked(name)
+            yield name + A, (*size[:each], config.rank, *size[outer:]), (*axes[:each], "rank", *axes[outer:])
             yield name + B, (*size[:outer], config.rank), (*axes[:outer], "rank")
 
 
@@ -59,6 +59,16 @@ def layout(of_matrices: dict[str, tuple]) -> dict[str, tuple]:
 def _inputs(name: str) -> int:
     """How many dimensions of a matrix are its input: heads by head size, or one."""
     return 2 if name == "o" else 1
+
+
+def _stacked(name: str) -> int:
+    """How many dimensions of a matrix, or of its adapters, number the experts."""
+    return int(name.startswith("experts_"))
+
+
+def _target(name: str) -> str:
+    """What settings call a matrix: an expert's as an MLP's. A shared expert's are no target: peft has none there."""
+    return name.removeprefix("experts_")
 
 
 def split(params: Any) -> tuple[Any, ...]:
@@ -102,7 +112,7 @@ def init(model: Model, mesh: Mesh, *, seed: int) -> Any:
     def make(key: jax.Array) -> Any:
         made = {}
         for place, (name, x) in enumerate(sorted(shapes["blocks"].items())):
-            bound = math.prod(x.shape[2:]) ** -0.5
+            bound = math.prod(x.shape[2 + _stacked(name) :]) ** -0.5
             own = jax.random.fold_in(key, place)
             is_a = name.endswith(A)
             made[name] = jax.random.uniform(own, x.shape, x.dtype, -bound, bound) if is_a else jnp.zeros_like(x)
@@ -114,9 +124,10 @@ def init(model: Model, mesh: Mesh, *, seed: int) -> Any:
 def merge(learned: Any, base: Any, config: LoraConfig) -> Any:
     """Parameters without adapters that compute the same: W + s B A, in float32, in the dtype of W."""
     blocks, rank = dict(base["blocks"]), config.rank
-    for name in config.targets:
+    for name in [name.removesuffix(A) for name in learned["blocks"] if name.endswith(A)]:
         a, b, w = learned["blocks"][name + A], learned["blocks"][name + B], blocks[name]
-        flat = b.reshape(len(b), -1, rank), a.reshape(len(a), rank, -1)
-        added = jnp.einsum("LOr,LrI->LOI", *flat, precision="highest", preferred_element_type=jnp.float32)
+        each = a.shape[: 1 + _stacked(name)]
+        flat = b.reshape(*each, -1, rank), a.reshape(*each, rank, -1)
+        added = jnp.matmul(*flat, precision="highest", preferred_element_type=jnp.float32)
         blocks[name] = (w.astype(jnp.float32) + scale(config) * added.reshape(w.shape)).astype(w.dtype)
     return {**base, "blocks": blocks}

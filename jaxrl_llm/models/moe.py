@@ -29,7 +29,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas.ops.tpu.megablox import ops as megablox
 
-from jaxrl_llm.config import Config, ConfigError
+from jaxrl_llm.config import Config, ConfigError, LoraConfig
+from jaxrl_llm.models import lora as adapters
 from jaxrl_llm.models import quantised, variants
 from jaxrl_llm.models.architecture import Architecture
 from jaxrl_llm.ops import packing
@@ -44,7 +45,6 @@ _AXES = {
     "experts_up": ("expert", "mlp", "embed"),
     "experts_down": ("expert", "embed", "mlp"),
 }
-_BIAS_AXES = {"experts_gate_bias": ("expert", "mlp"), "experts_up_bias": ("expert", "mlp")}
 
 
 @flax.struct.dataclass
@@ -70,9 +70,6 @@ def check(config: Config, arch: Architecture, mesh: Any, who: str) -> None:
     ):
         if value and not E and who == "model":
             raise ConfigError(f"{name}={value!r} must be {otherwise!r}: the model has no experts")
-    targets = config.model.lora.targets
-    if E and config.model.lora.rank and not {"gate", "up", "down"}.isdisjoint(targets):
-        raise ConfigError(f"model.lora.targets={targets!r} must be among q, k, v, o: experts take no adapters")
 
 
 def parameters(arch: Architecture) -> Iterator[tuple[str, tuple[int, ...], tuple[str, ...]]]:
@@ -124,7 +121,7 @@ def of_layer(model: Model, routing: Routing | None, chosen: jax.Array | None, *,
     else:
         grouped = lambda rows, w, sizes: jax.lax.ragged_dot(rows, w.mT, sizes)
     load = None if routing is None or routing.counts is None else _load(routing.counts, arch)
-    how = {"rules": rules, "grouped": grouped, "rounded": model.weights}
+    how = {"lora": model.lora, "rules": rules, "grouped": grouped, "rounded": model.weights}
     return functools.partial(mlp, chosen=chosen, load=load, arch=arch, **how)
 
 
@@ -251,6 +248,7 @@ def mlp(
     chosen: jax.Array | None,
     load: jax.Array | None,
     arch: Architecture,
+    lora: LoraConfig,
     rules: dict[str, Any],
     grouped: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
     rounded: str = "compute",
@@ -262,6 +260,7 @@ def mlp(
         dense: the MLP of such tokens whose matrices' names begin so.
         chosen: [B,T,k], where they were chosen before.
         load: f_e [E] f32, where the balance costs are wanted.
+        lora: adapters that experts may have.
         rules: how the experts' weights lie (``sharding.RULES`` with what goes before).
         grouped: rows [A,I] sorted by expert, weights [E,O,I] and how many rows each has [E] -> [A,O], anything after
             the last expert's rows.
@@ -282,7 +281,7 @@ def mlp(
     share_BTk = jnp.take_along_axis(probs_BTE, chosen_BTk, axis=-1)
     if arch.norm_topk:
         share_BTk = share_BTk / jnp.sum(share_BTk, axis=-1, keepdims=True)
-    axes_of = _AXES | (_BIAS_AXES if arch.experts_bias else {})
+    axes_of = _of_experts(arch, lora)
     kind = lambda name: rounded if name in _AXES else "compute"
     weights = [quantised.of_experts(weight(name), x_BTD.dtype, kind(name)) for name in axes_of]
     mesh = jax.sharding.get_abstract_mesh()
@@ -292,9 +291,9 @@ def mlp(
         split = [sharding.partition_spec(w.shape, axes, mesh, rules) for w, axes in both]
         # As they lie: then their gradients are values, and each device's part of it is a reduce-scatter's.
         weights = [jax.lax.with_sharding_constraint(w, spec) for w, spec in zip(weights, split, strict=True)]
-    of_tokens = ("batch", "length")
+    of_tokens, scale = ("batch", "length"), adapters.scale(lora) if lora.rank else 0.0
     y_BTD = sharding.by_device(
-        functools.partial(_by_experts, split=tuple(split), arch=arch, grouped=grouped),
+        functools.partial(_by_experts, axes=axes_of, split=split, arch=arch, scale=scale, grouped=grouped),
         *(x_BTD, chosen_BTk, share_BTk, *weights),
         axes=(of_tokens, of_tokens, of_tokens, *split),
         shared=2,
@@ -313,6 +312,13 @@ def mlp(
     return y_BTD, made
 
 
+def _of_experts(arch: Architecture, lora: LoraConfig) -> dict[str, tuple[str, ...]]:
+    """Logical axes, by name, of the matrices, adapters and biases that each expert computes with on its own."""
+    matrices = [of for of in parameters(arch) if of[0] in _AXES]
+    further = (*adapters.matrices(lora, matrices), *variants.vectors(arch))
+    return _AXES | {name: axes for name, _, axes, *_ in further if "expert" in axes}
+
+
 def grouped_by_kernel(
     rows_AI: jax.Array, w_EOI: jax.Array, sizes_E: jax.Array, *, turned: bool, interpret: bool = False
 ) -> jax.Array:
@@ -329,25 +335,34 @@ def grouped_by_kernel(
     return megablox.gmm(rows_AI, w, sizes_E, dtype, tiling, None, None, not turned, interpret)[:A]
 
 
-def _by_experts(x_BTD, chosen_BTk, share_BTk, gate_EFD, up_EFD, down_EDF, *biases_EF, split, arch, grouped):
-    """Of a device: its rows' sums, from all devices that have some of the experts, or of their ffn."""
+def _by_experts(x_BTD, chosen_BTk, share_BTk, *weights, axes, split, arch, scale, grouped):
+    """Of a device: its rows' sums, from all devices that have some of the experts, or of their ffn.
+
+    Args:
+        weights: by the names of ``axes``, which has their logical axes; ``split`` says where these lie.
+        scale: of adapters.
+    """
     named = lambda spec, dim: sharding.axes_of(spec[dim]) if len(spec) else ()
     expert, ffn = named(split[0], 0), named(split[0], 1)
 
-    def whole(w, spec, dim):  # along the width, which is split where the learner keeps it
-        axes = named(spec, dim)
-        return jax.lax.all_gather(w, axes, axis=dim, tiled=True) if axes else w
+    def whole(w, spec, logical):  # along the width, which is split where the learner keeps it
+        width = named(spec, logical.index("embed")) if "embed" in logical else ()
+        return jax.lax.all_gather(w, width, axis=logical.index("embed"), tiled=True) if width else w
 
-    def by_matrix(rows_AD, w_EFD, i):
-        out_AF = grouped(rows_AD, w_EFD, sizes_E)
-        return out_AF + is_of_AE.astype(out_AF.dtype) @ biases_EF[i] if biases_EF else out_AF
+    each = zip(weights, split, axes.values(), strict=True)
+    own = dict(zip(axes, (whole(*x) for x in each), strict=True))
 
-    weights = (gate_EFD, split[0], 2), (up_EFD, split[1], 2), (down_EDF, split[2], 1)
-    gate_EFD, up_EFD, down_EDF = (whole(*x) for x in weights)
+    def by_matrix(rows_AI, name):
+        out_AO = grouped(rows_AI, own[name], sizes_E)
+        if name + adapters.A in own:
+            rows_AR = grouped(rows_AI, own[name + adapters.A], sizes_E) * scale
+            out_AO += grouped(rows_AR, own[name + adapters.B], sizes_E)
+        return out_AO + is_of_AE.astype(out_AO.dtype) @ own[f"{name}_bias"] if f"{name}_bias" in own else out_AO
+
     flat = [x.reshape(-1, x.shape[-1]) for x in (x_BTD, chosen_BTk, share_BTk)]
     if expert:
         flat = [jax.lax.all_gather(x, expert, tiled=True) for x in flat]
-    (x_XD, chosen_Xk, share_Xk), E, k = flat, gate_EFD.shape[0], chosen_BTk.shape[-1]
+    (x_XD, chosen_Xk, share_Xk), E, k = flat, weights[0].shape[0], chosen_BTk.shape[-1]
     first = jax.lax.axis_index(expert) * E if expert else 0
     own_A = chosen_Xk.reshape(-1) - first
     own_A = jnp.where((own_A >= 0) & (own_A < E), own_A, E)  # E: those of other devices, after all of ours
@@ -357,8 +372,8 @@ def _by_experts(x_BTD, chosen_BTk, share_BTk, gate_EFD, up_EFD, down_EDF, *biase
     here_A = jnp.arange(own_A.size) < jnp.sum(sizes_E)
     rows_AD = jnp.where(here_A[:, None], x_XD[order_A // k], 0)
     with jax.named_scope(f"experts_in_{jax.lax.axis_size(expert) if expert else 1}_parts"):  # for plan
-        hidden_AF = variants.gated(by_matrix(rows_AD, gate_EFD, 0), by_matrix(rows_AD, up_EFD, 1), arch)
-        said_AD = grouped(hidden_AF, down_EDF, sizes_E)
+        hidden_AF = variants.gated(by_matrix(rows_AD, "experts_gate"), by_matrix(rows_AD, "experts_up"), arch)
+        said_AD = by_matrix(hidden_AF, "experts_down")
     said_AD = jnp.where(here_A[:, None], said_AD, 0)
     back_A = jnp.zeros_like(order_A).at[order_A].set(jnp.arange(order_A.size), unique_indices=True)
     said_XkD = said_AD[back_A].reshape(-1, k, said_AD.shape[-1])

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from reference import transformer as oracle
-from support import building
+from support import building, families, hybrids
 from support.building import CUBE, ONE, TINY, mesh_of
 
 from jaxrl_llm.config import ConfigError, freeze
 from jaxrl_llm.method_config import LORA_TARGETS, LoraConfig
 from jaxrl_llm.models import lora
+from jaxrl_llm.models.architecture import PRESETS, Layer
 from jaxrl_llm.models.files import hf, peft, pretrained
 from jaxrl_llm.models.files.gguf import make_byte_tokenizer
 from jaxrl_llm.models.transformer import Model
@@ -57,6 +58,31 @@ def test_adapters_add_s_times_b_a_and_merging_them_is_the_same(config, s):
     np.testing.assert_allclose(apart, expected, atol=1e-5 * largest)
     np.testing.assert_allclose(logits_of(model.base, merged, tokens)[0], expected, atol=1e-5 * largest)
     np.testing.assert_allclose(merged["blocks"]["o"], blocks["o"], atol=1e-6)
+
+
+MIXTURE = dict(num_experts=3, experts_per_token=2, norm_topk=True, ffn=12, shared_ffn=10, family="qwen3_next")
+
+
+def test_experts_have_adapters_of_their_own_and_the_shared_one_has_none():
+    config = LoraConfig(rank=4, alpha=6.0, targets=("k", "gate", "down"))
+    model = Model(dataclasses.replace(TINY, **MIXTURE), lora=config)
+    params = building.host_params(model)
+    learned, base = lora.split(params)
+    adapted = {name.removesuffix(lora.A) for name in learned["blocks"] if name.endswith(lora.A)}
+    assert adapted == {"k", "experts_gate", "experts_down"}
+    blocks = dict(base["blocks"])
+    for name in adapted:
+        a, b = (np.asarray(learned["blocks"][f"{name}_lora_{x}"], np.float64) for x in "ab")
+        assert a.shape[:-1] == (2, 3, 4) if "experts" in name else (2, 4)
+        letters = {"k": "Lnhr,Lri->Lnhi"}.get(name, "LEor,LEri->LEoi" if "experts" in name else "Lor,Lri->Loi")
+        blocks[name] = (blocks[name] + 1.5 * np.einsum(letters, b, a)).astype(np.float32)
+    tokens = np.random.default_rng(1).integers(0, TINY.vocab_size, (2, 9), np.int32)
+    expected = logits_of(model.base, {**base, "blocks": blocks}, tokens)
+    largest = np.abs(expected).max()
+    np.testing.assert_allclose(logits_of(model, lora.join(learned, base), tokens), expected, atol=1e-5 * largest)
+    merged = lora.merge(learned, base, config)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), merged["blocks"], blocks)
+    assert np.abs(logits_of(model.base, base, tokens) - expected).max() > 0.1 * largest
 
 
 def test_new_adapters_change_no_bit_and_do_not_depend_on_the_mesh():
@@ -165,6 +191,53 @@ def test_peft_computes_the_same_of_what_is_written(tmp_path, config):
     with torch.no_grad():
         logits = theirs.PeftModel.from_pretrained(base, tmp_path)(torch.tensor(tokens, dtype=torch.long)).logits
     np.testing.assert_allclose(ours, logits.numpy(), atol=1e-5 * np.abs(ours).max())
+
+
+def test_a_hybrid_s_adapters_are_named_by_the_layers_that_attend(tmp_path):
+    """They are stacked without the others; files number all layers."""
+    layers = (Layer(is_delta=True), Layer()) * 2
+    arch = dataclasses.replace(PRESETS["debug_hybrid"], layers=layers)
+    model = Model(arch, lora=LoraConfig(rank=2, targets=("q", "down")))
+    learned, _ = lora.split(building.host_params(model))
+    peft.export(learned, model, make_byte_tokenizer(), tmp_path, "some/base")
+    file = safetensors.numpy.load_file(tmp_path / "adapter_model.safetensors")
+    places = {tuple(name.split(".")[i] for i in (4, 6)) for name in file if "q_proj" in name}
+    assert places == {("1", "q_proj"), ("3", "q_proj")}
+    assert {name.split(".")[4] for name in file if "down_proj" in name} == set("0123")
+    np.testing.assert_array_equal(
+        file["base_model.model.model.layers.3.self_attn.q_proj.lora_A.weight"], learned["blocks"]["q_lora_a"][1]
+    )
+
+
+@pytest.mark.torch
+@pytest.mark.filterwarnings("ignore")  # of peft's own
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "qwen3_next_experts"])
+def test_peft_computes_the_same_of_experts_adapters(tmp_path, name):
+    """Of each expert, as PEFT wrote them before transformers put experts together; it reads them since."""
+    torch, theirs = pytest.importorskip("torch"), pytest.importorskip("peft")
+    transformers = pytest.importorskip("transformers")
+    own = transformers.AutoConfig.for_model(**(families.CONFIGS | hybrids.CONFIGS)[name], initializer_range=0.2)
+    own._experts_implementation = "eager"
+    transformers.AutoModelForCausalLM.from_config(own).save_pretrained(tmp_path / "base")
+    config = LoraConfig(rank=2, alpha=3.0, targets=("q", "gate", "up", "down"))
+    mesh, model = mesh_of(ONE), Model(hf.read_architecture(tmp_path / "base"), lora=config)
+    shapes, _ = lora.split(model.abstract_params(mesh))
+    rng = np.random.default_rng(0)
+    learned = jax.tree.map(lambda x: rng.normal(0, 0.2, x.shape).astype(np.float32), shapes)
+    peft.export(learned, model, make_byte_tokenizer(), tmp_path / "adapters", str(tmp_path / "base"))
+    assert peft.read_config(tmp_path / "adapters") == config
+    jax.tree.map(np.testing.assert_array_equal, peft.load(tmp_path / "adapters", model, mesh), learned)
+    tokens = np.random.default_rng(1).integers(0, 61, (2, 20), np.int32)
+    base = hf.load_params(tmp_path / "base", model.base, mesh)
+    ours = logits_of(model, lora.join(learned, base), tokens)
+    assert np.abs(ours - logits_of(model.base, base, tokens)).max() > 0.1 * np.abs(ours).max()
+    network = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "base", dtype=torch.float32, experts_implementation="eager"
+    )
+    with torch.no_grad():
+        adapted = theirs.PeftModel.from_pretrained(network, tmp_path / "adapters")
+        logits = adapted(torch.tensor(tokens, dtype=torch.long)).logits
+    np.testing.assert_allclose(ours, logits.numpy(), atol=2e-5 * np.abs(ours).max())
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from reference import experts as oracle
 from support import building
 from support.building import COMPLETION_TOKENS, CUBE, ONE, PROMPT_TOKENS, TINY, Sampling, make_prompts, make_sampler
 
-from jaxrl_llm.config import ConfigError, MeshConfig, freeze
+from jaxrl_llm.config import ConfigError, LoraConfig, MeshConfig, freeze
 from jaxrl_llm.models import moe
 from jaxrl_llm.models.architecture import PRESETS
 from jaxrl_llm.models.row_logp import row_logp
@@ -45,7 +45,7 @@ def weights(arch, seed=0):
 
 
 def mixed(arch, made, x, chosen=None, load=None):
-    how = dict(chosen=chosen, load=load, arch=arch, rules=sharding.RULES)
+    how = dict(chosen=chosen, load=load, arch=arch, lora=LoraConfig(), rules=sharding.RULES)
     how["grouped"] = lambda rows, w, sizes: jax.lax.ragged_dot(rows, w.mT, sizes)
     with jax.default_matmul_precision("highest"):
         return moe.mlp(x, made.__getitem__, None, **how)
@@ -152,7 +152,7 @@ def test_metrics_of_even_and_of_one_sided_loads():
 @functools.cache
 def gradient_on(config):
     """Hidden states, choices and the gradient of a sum of both's, of rows on a mesh."""
-    mesh, model = building.mesh_of(config), Model(BIASED, remat="full")
+    mesh, model = building.mesh_of(config), Model(BIASED, remat="full", lora=LoraConfig(rank=2))
     tokens = np.random.default_rng(0).integers(0, TINY.vocab_size, (4, 6)).astype(np.int32)
     positions = np.tile(np.arange(6, dtype=np.int32), (4, 1))
 

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.method_config import LORA_TARGETS, LoraConfig
 from jaxrl_llm.models import lora
-from jaxrl_llm.models.files import families, hf, layout
+from jaxrl_llm.models.files import families, hf, hybrids, layout
 from jaxrl_llm.models.files.tokenizer import Tokenizer
 from jaxrl_llm.models.transformer import Model, Params
 from jaxrl_llm.runtime import hosts
@@ -34,6 +34,8 @@ INERT = {
     *("corda_config", "lora_ga_config", "runtime_config", "ensure_weight_tying", "megatron_core"),
 }
 READ = {"peft_type": "LORA", "r": None, "lora_alpha": 8, "use_rslora": False, "init_lora_weights": True}
+PLACES = ("", "experts_")  # where a matrix of a target may be: in the block, in each expert
+MIXTRAL = {"gate": "w1", "up": "w3", "down": "w2"}  # what it calls the matrices of an expert
 # First values for which PEFT leaves the base as it is.
 INITS = (True, False, "gaussian", "orthogonal", "eva")
 NOTHING = (None, False, "none", {}, [])
@@ -72,7 +74,7 @@ def read_config(folder: str | Path) -> LoraConfig:
         if key not in INERT and key not in READ and value not in NOTHING:
             raise ConfigError(f"{path}: {key}={value!r:.60} is not supported; supported: absent, null or false")
     modules = {name.rsplit(".", 3)[-3] for name in hf.Folder(Path(folder), WEIGHTS).shapes if name.count(".") > 2}
-    targets = [name for name in LORA_TARGETS if f"{name}_proj" in modules]
+    targets = [name for name in LORA_TARGETS if not modules.isdisjoint((f"{name}_proj", MIXTRAL.get(name)))]
     if not targets:
         known = ", ".join(f"{name}_proj" for name in LORA_TARGETS)
         raise ConfigError(f"{Path(folder, WEIGHTS)}: has adapters of none of {known}")
@@ -90,6 +92,11 @@ def check(model: Model, mesh: Mesh, path: str) -> None:
             f"model.path={path!r:.200} is a folder of adapters; with model.lora.rank={config.rank} it must be their "
             "base: start from them with model.lora.path, or merge them (export --merge)"
         )
+    if config.rank and families.FAMILIES[model.arch.family].experts_together:
+        own = tuple(name for name in config.targets if name not in ("gate", "up", "down"))
+        if own != config.targets:
+            why = f"files of {model.arch.family} name no matrix of an expert, nor would its adapters have a name"
+            raise ConfigError(f"model.lora.targets={config.targets!r} must be among q, k, v, o: {why}")
     if not config.path:
         return
     found = read_config(config.path)
@@ -153,7 +160,9 @@ def names_of(model: Model) -> dict[str, str]:
     of_base = families.names_of(model.arch)
     stem = lambda name: "base_model.model." + of_base[f"blocks.{name}"].removesuffix("weight")
     kinds = ((lora.A, "lora_A.weight"), (lora.B, "lora_B.weight"))
-    return {f"blocks.{name}{kind}": stem(name) + end for name in LORA_TARGETS for kind, end in kinds} | {"head": ""}
+    matrices = [of + name for name in LORA_TARGETS for of in PLACES if f"blocks.{of}{name}" in of_base]
+    names = {f"blocks.{name}{kind}": stem(name) + end for name in matrices for kind, end in kinds}
+    return (hybrids.by_layer(names, model.arch) if model.arch.delta else names) | {"head": ""}
 
 
 def export(learned: Params, model: Model, tokenizer: Tokenizer, folder: str | Path, base: str, **like: Any) -> None:
@@ -190,7 +199,7 @@ def export(learned: Params, model: Model, tokenizer: Tokenizer, folder: str | Pa
         "r": config.rank,
         "lora_alpha": int(config.alpha) if config.alpha.is_integer() else config.alpha,
         "use_rslora": config.rank_stabilised,
-        "target_modules": [f"{name}_proj" for name in config.targets],
+        "target_modules": sorted({name.rsplit(".", 3)[-3] for name in arrays}),
         "lora_dropout": 0.0,
         "bias": "none",
         "inference_mode": True,
