@@ -11,13 +11,14 @@ import re
 import shutil
 import sys
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.building import needs_cuda_compiler
 from test_launch import INSTALLS, checkout  # noqa: F401
 
-from benchmarks import compare, floors, gpu, machine, micro, race, race_figure, results, roofline, run, stopwatch
+from benchmarks import compare, floors, gpu, machine, micro, race, race_figure, results, roofline, run, saves, stopwatch
 from benchmarks.floors import Ceilings, Floor
 from benchmarks.results import Figure
 from benchmarks.worker import Worker, WorkerError
@@ -602,3 +603,16 @@ def test_a_peer_whose_installation_failed_is_tried_again(bench):
     shutil.rmtree(bench.root / ".venv-trl")
     bench.run("launch/bench.sh", "trl")
     assert bench.log[0].startswith(TRL)
+
+
+def test_saves_are_timed_by_size_and_leave_nothing_behind(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["saves", f"--workdir={tmp_path}", "--gb=0.001,0.2"])
+    read, restore = [], saves.Checkpointer.restore
+    monkeypatch.setattr(
+        saves.Checkpointer, "restore", lambda *args, **how: read.append(restore(*args, **how)) or read[-1]
+    )
+    saves.main()
+    rows = [line.split("|")[1:-1] for line in capsys.readouterr().out.splitlines() if line.startswith("|")][2:]
+    assert [float(row[0]) for row in rows] == [0.001, 0.2] and all(float(x) >= 0 for row in rows for x in row)
+    assert [sum(x.nbytes for x in jax.tree.leaves(found.device_state)) for found in read] == [10**6, 2 * 10**8]
+    assert list(tmp_path.iterdir()) == []
