@@ -109,6 +109,7 @@ MENU = {
     "runtime.executables",  # programs that plan has saved, which few runs take
     *("learner.faults", "runtime.stored"),  # what a run that goes well, to its end, never comes to
     "runtime.bucket",  # where few runs have their checkpoints
+    "models.gathering",  # what devices have parts of, where there are several
     "models.kernels.context",  # of rows too long for a device, which few meshes split
 }
 

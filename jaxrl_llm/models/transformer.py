@@ -22,7 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 
 from jaxrl_llm.config import LoraConfig
-from jaxrl_llm.models import delta_rule, moe, quantised, variants
+from jaxrl_llm.models import delta_rule, gathering, moe, quantised, variants
 from jaxrl_llm.models import lora as adapters
 from jaxrl_llm.models import rope as ropes
 from jaxrl_llm.models.architecture import Architecture, Layer
@@ -53,18 +53,22 @@ def rms_norm(x: jax.Array, scale: jax.Array, arch: Architecture) -> jax.Array:
     return (x32 * (scale + arch.norm_offset if arch.norm_offset else scale)).astype(x.dtype)
 
 
-def linear(x_BTI: jax.Array, w: jax.Array, *, merged: bool = True) -> jax.Array:
+def linear(x_BTI: jax.Array, w: jax.Array, *, merged: bool = True, axes: tuple[str | None, ...] = ()) -> jax.Array:
     """x w^T in the dtype of x, for a weight [O, I] whose O or I may be heads by head size: as files store it.
 
     Args:
         merged: rows and places are one dimension. A gradient that contracts two has XLA's CPU backend transpose x
             first, and compute what makes it with its innermost dimension strided, a SwiGLU 13 times slower (measured);
             to make one of them, XLA's TPU backend moves x and its gradient, a sixth of a layer's cycles (its estimate).
+        axes: of w as [O, I], where it has heads by head size: XLA would gather it once more for its gradient. Not for a
+            backward pass that keeps what is gathered.
 
     Returns:
         [B,T,O].
     """
     w_OI = w.reshape(-1, x_BTI.shape[-1]).astype(x_BTI.dtype)
+    if axes and w.ndim == 3:
+        w_OI = gathering.gathered(w_OI, *axes)
     if not merged:
         return jnp.einsum("BTI,OI->BTO", x_BTI, w_OI)
     x_XI, X = x_BTI.reshape(-1, x_BTI.shape[-1]), x_BTI.shape[0] * x_BTI.shape[1]
@@ -101,9 +105,7 @@ class Blocks(nnx.Module):
             if count := len(arch.layers_with(name)):
                 setattr(self, name, _param(rngs, (count, *size), ("layers", *axes), *constant))
 
-    def __call__(
-        self, x_BTD, rope, layer, *, past, kv, visible, positions, implementation, weights="compute", experts=None
-    ):
+    def __call__(self, x_BTD, rope, layer, *, past, kv, visible, positions, implementation, weights, experts, rematted):
         """One ``layer``, by the tables of its rope; ``kv``: "prompt" and "cache", where there are such.
 
         Returns activations and keys and values, the new tokens' [B,K,T,H] or, with them, the caches', or of a gated
@@ -119,7 +121,8 @@ class Blocks(nnx.Module):
 
         def project(x_BTI, name):
             multiply = functools.partial(linear, merged=is_merged)
-            out_BTO = quantised.multiply(multiply, x_BTI, name, getattr(self, name)[...], weights)
+            once = functools.partial(multiply, axes=gathering.OF_HEADS.get(name, ()) if rematted else ())
+            out_BTO = quantised.multiply(once, x_BTI, name, getattr(self, name)[...], weights)
             if hasattr(self, name + adapters.A):
                 x_BTR = multiply(x_BTI, getattr(self, name + adapters.A)[...]) * adapters.scale(self.lora)
                 out_BTO += multiply(x_BTR, getattr(self, name + adapters.B)[...])
@@ -205,19 +208,21 @@ class Transformer(nnx.Module):
         past, windows = {"visible": visible, "length": length}, {layer.window for layer in self.arch.by_layer}
         seen = kernels.by_window(visible, windows, positions_BT, attention)
 
+        is_rematted = remat and model.remat != "none"
+
         def make_block(layer: Layer):
             def block(x, of_layer):
                 layer_params, layer_kv, chosen = of_layer
                 own = {name: before[name].replace(keys=k, values=v) for name, (k, v) in layer_kv.items()}
                 how = {"visible": seen[layer.window], "positions": positions_BT, "implementation": attention}
-                how["weights"] = model.weights
+                how |= {"weights": model.weights, "rematted": is_rematted}
                 how["experts"] = moe.of_layer(model, routing, chosen, of_sampler=layers is not None)
                 rope = None if layer.rope < 0 else tables[layer.rope]
                 x, new = nnx.merge(graph, layer_params)(x, rope, layer, past=past, kv=own, **how)
                 unlike = self.arch.delta and layers is None  # which no scan stacks
                 return x, (None, None, *new[2:]) if unlike else new
 
-            if not remat or model.remat == "none":
+            if not is_rematted:
                 return block
             kept = jax.checkpoint_policies.save_only_these_names(*{"dots": ("mlp",), "full": ()}[model.remat])
             return jax.checkpoint(block, policy=kept, prevent_cse=False)

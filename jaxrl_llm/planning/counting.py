@@ -395,9 +395,9 @@ class _Program:
                     self._count(branches[-1], self.computations[callee], fused=False)
                 _add(region, max(branches, key=lambda r: (r.flops, r.hbm_bytes)))
             else:
+                begun = self._going_on(inside, x) if x.op == "fusion" else set()
                 for callee in x.called("calls", "to_apply") if x.op in ("fusion", "call", "async-start") else ():
-                    going_on = self._going_on(inside, x) if x.op == "fusion" else set()
-                    self._count(region, self.computations[callee], fused=x.op == "fusion", going_on=going_on)
+                    self._count(region, self.computations[callee], fused=x.op == "fusion", going_on=begun)
 
 
 def _add(region: Region, other: Region) -> None:

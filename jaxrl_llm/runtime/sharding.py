@@ -211,33 +211,6 @@ def on_rows(spec: PartitionSpec) -> PartitionSpec:
     return PartitionSpec(*(axis if {*axes_of(axis)} <= {*TOKEN_AXES} else None for axis in spec))
 
 
-def copies(x: jax.Array, spec: PartitionSpec) -> jax.Array:
-    """A copy of an array that lies as ``spec`` for each device along ``TOKEN_AXES``, [n, ...]: for ``by_device``.
-
-    The gradient is a reduce-scatter. In rings of up to four: of more devices the TPU compiler sums it whole on all, for
-    twice the bytes.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or math.prod(mesh.shape[axis] for axis in TOKEN_AXES) == 1:
-        return x[None]
-    ours = on_rows(spec)
-    others = PartitionSpec(*(None if {*axes_of(axis)} & {*TOKEN_AXES} else axis for axis in spec))
-
-    def gather(x):
-        for dim, axis in ((dim, axis) for dim, of_dim in enumerate(ours) for axis in reversed(axes_of(of_dim))):
-            n, stride = mesh.shape[axis], 1
-            while stride < n:
-                size = next(size for size in (4, 2, n // stride) if n // stride % size == 0)
-                rings = np.arange(n).reshape(-1, size, stride).swapaxes(1, 2).reshape(-1, size)
-                x = jax.lax.all_gather(x, axis, axis=dim, tiled=True, axis_index_groups=rings.tolist())
-                stride *= size
-        return x[None]
-
-    here = PartitionSpec(*(a or b for a, b in zip(ours, others, strict=True)))
-    x = jax.lax.with_sharding_constraint(x, spec)  # as it lies: jax 0.12 adds no gradient to a ref from a shard_map
-    return jax.shard_map(gather, in_specs=here, out_specs=PartitionSpec(TOKEN_AXES, *others), check_vma=False)(x)
-
-
 def replicated(mesh: Mesh, tree: Any) -> Any:
     return jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), tree)
 

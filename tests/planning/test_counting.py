@@ -166,8 +166,14 @@ SENDS = """HloModule jit_f, is_scheduled=true, num_partitions=4
   ROOT %t.1 = (f32[32]{0}, f32[8]{0}) tuple(%g.1, %p.1)
 }
 
+%beside (p.3: f32[8]) -> f32[8] {
+  %p.3 = f32[8]{0} parameter(0)
+  ROOT %n = f32[8]{0} negate(%p.3)
+}
+
 %go_on (p.2: f32[8]) -> f32[32] {
   %p.2 = f32[8]{0} parameter(0)
+  %work = f32[8]{0} fusion(%p.2), kind=kLoop, calls=%beside
   ROOT %g.2 = f32[32]{0} all-gather(%p.2), channel_id=1, replica_groups={{0,1,2,3}}, dimensions={0}
 }
 

@@ -12,7 +12,7 @@ from support.building import needs_libtpu
 from jaxrl_llm.actor.generator import Generator
 from jaxrl_llm.config import ConfigError, MeshConfig, freeze
 from jaxrl_llm.models.architecture import Architecture
-from jaxrl_llm.planning import chips, hlo
+from jaxrl_llm.planning import chips, counting, hlo
 from jaxrl_llm.run import assemble
 from jaxrl_llm.runtime import sharding
 from jaxrl_llm.runtime.programs import compile_all, memory
@@ -61,6 +61,17 @@ def test_a_decode_step_moves_no_logits_and_gathers_no_parameter(name, settings):
     # The most that is added up is activations of rows; what is gathered, sums and candidates of each part.
     assert max(hlo.moved(text)) <= rows * ARCH.width
     assert max(hlo.moved(text, *GATHER)) <= rows * 2 * max(settings.get("top_k", 0), 1)
+
+
+@needs_libtpu
+def test_a_decode_step_sends_what_layers_in_two_parts_need_and_a_hundredth_more():
+    """By hand: activations of a data shard's rows in bfloat16, summed over two devices, of which each sends 2 x 1/2 of
+    their bytes: twice a layer, and once for the embedding, whose vocabulary is split. The rest is sums of rows.
+    """
+    steps = run_of(fsdp=2, tensor=2).config.rollout.chunk_steps
+    sent = counting.count(compiled("decode", fsdp=2, tensor=2).as_text()).by_collective()
+    needed = (2 * ARCH.num_layers + 1) * ROWS * ARCH.width * 2
+    assert needed <= sum(sent.values()) / steps <= 1.01 * needed
 
 
 @needs_libtpu
