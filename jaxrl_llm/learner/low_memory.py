@@ -123,8 +123,12 @@ def byte_moments(adam: optax.GradientTransformation) -> optax.GradientTransforma
         codes, scale, nu_codes, nu_scale = packed
         return ByteMoments(state._replace(mu=codes, nu=nu_codes), scale, nu_scale)
 
-    def init(params: Any) -> ByteMoments:
-        return pack(adam.init(params), jnp.int32(0))
+    def init(params: Any) -> ByteMoments:  # not packed: XLA would work out, while it compiles, how 0 is rounded
+        state = adam.init(params)
+        codes = lambda tree, dtype: jax.tree.map(lambda x: jnp.zeros(x.shape, dtype), tree)
+        scales = lambda tree: jax.tree.map(lambda x: jnp.zeros((*x.shape[:-1], 1), jnp.float32), tree)
+        packed = state._replace(mu=codes(state.mu, jnp.int8), nu=codes(state.nu, jnp.uint8))
+        return ByteMoments(packed, scales(state.mu), scales(state.nu))
 
     def update(gradient: Any, state: ByteMoments, params: Any = None) -> tuple[Any, ByteMoments]:
         unpack = lambda codes, scale, kind: jax.tree.map(functools.partial(from_bytes, kind=kind), codes, scale)
