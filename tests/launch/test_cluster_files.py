@@ -19,6 +19,7 @@ TYPES = {"string": str, "integer": int, "boolean": bool}
 NAMES = {"NAME": "my-run", "IMAGE": "us-docker.pkg.dev/my-project/my-repo/jaxrl_llm:1", "SHARE": "10.0.0.2"}
 # Quotes and a colon, which YAML and the shell both have a use for.
 TRAIN = "python -m jaxrl_llm.train --config=a.py '--config.prompts.name=it'\"'\"'s: a.jsonl' --workdir=/shared/r"
+BUCKET = "--config.checkpoint.bucket=gs://my-bucket/my-run"
 
 
 def faults(value, schema, path=""):
@@ -216,6 +217,7 @@ def test_skypilot_mounts_the_share_or_fails(sky, share, status, tmp_path):
         checkout.stand_in(name, text)
     (tmp_path / "cloud/share").mkdir(parents=True)
     environment = checkout.environment | {"EXTRA": "tpu", "SHARE": share, "FAKE_CLOUD": str(tmp_path / "cloud")}
+    environment["TRAIN"] = TRAIN
     for _ in range(2):  # on a machine that has it already nothing is left to do
         done = subprocess.run(
             ["bash", "-c", sky["setup"]],
@@ -228,6 +230,15 @@ def test_skypilot_mounts_the_share_or_fails(sky, share, status, tmp_path):
         assert done.returncode == status, done.stderr
     assert ((checkout.elsewhere / "shared").resolve() == tmp_path / "cloud/share") == (status == 0)
     assert ("SHARE: address of the share" in done.stderr) == (share == "")
+
+
+def test_skypilot_needs_no_share_where_a_bucket_has_the_checkpoints(sky, tmp_path):
+    checkout = Checkout(tmp_path)
+    for name, text in (("python3.11", PYTHON3), ("sudo", "#!/bin/sh\nexit 1\n"), ("mountpoint", "#!/bin/sh\nexit 1\n")):
+        checkout.stand_in(name, text)
+    environment = checkout.environment | {"EXTRA": "tpu", "SHARE": "", "TRAIN": f"{TRAIN} {BUCKET}"}
+    subprocess.run(["bash", "-c", sky["setup"]], env=environment, cwd=checkout.root, check=True)
+    assert checkout.log[0].endswith("wheels,tpu]")
 
 
 # ---- the image -----------------------------------------------------------------------------------------
