@@ -53,6 +53,10 @@ class Played:
     messages: list[list[dict[str, str]]]
     replies: list[Future[Reply]]
 
+    def last_turns(self) -> list[str]:
+        """The policy's, which reward functions score: what an environment said is none of its."""
+        return [messages[-1]["content"] if messages[-1:] else "" for messages in self.messages]
+
     def own_scores(self) -> Any:
         """Scores, outcomes and reasons, as of a reward function: what the environment gives each row. Waits for it."""
         replies = [reply.result() for reply in self.replies]

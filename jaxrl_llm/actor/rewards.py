@@ -52,7 +52,8 @@ Ticket = list[Future[Answer]]  # of the completions of one prompt, for each func
 class RewardPool(contextlib.AbstractContextManager):
     """Runs reward functions ``reward(prompts, completions, **columns) -> list[float]`` on groups of completions.
 
-    One that names ``messages`` gets those too: of each completion all after the prompt, ``{"role", "content"}``.
+    One that names ``messages`` gets those too: of each completion all after the prompt, ``{"role", "content"}``. Where
+    an environment answers, completions are the policy's last turns.
 
     One call scores the completions of one prompt with one function: ``prompts`` and every column of the
     example come repeated to the length of ``completions``. A completion's outcome is the worst of its functions':
@@ -151,6 +152,7 @@ class RewardPool(contextlib.AbstractContextManager):
         if name == "environment":
             return played.failures_in(played.own_scores())
         messages = played.messages if played else [[{"role": "assistant", "content": text}] for text in completions]
+        completions = played.last_turns() if played else completions
         answer = self._call(name, spec, example, completions, **({"messages": messages} if self._specs[spec] else {}))
         return played.failures_in(answer) if played else answer
 

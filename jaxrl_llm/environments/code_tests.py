@@ -13,7 +13,8 @@ Tests run in the process of the code that they test, as MBPP's and HumanEval's d
 (an ``__eq__`` that is always true) can, and no sandbox sees it.
 
 ``feedback`` is what a program's author may be told between two tries: how it does on the tests that the question shows,
-in words (RLEF, Gehring et al. 2024, arXiv:2410.02089: public tests as feedback, all tests as reward).
+in words, and ``answer`` tells it (RLEF, Gehring et al. 2024, arXiv:2410.02089: public tests as feedback over turns, all
+tests as reward).
 
 Owns: which part of a completion is code, verdicts. Does not know: where tests come from, jax.
 """
@@ -107,6 +108,12 @@ def feedback(completion: str, *, shown_tests: Sequence[str], sandbox: dict[str, 
             how = f"{compared} gives {got.value}" if got.finished else how
         said.append(f"{test.strip()}\nfailed: {how}"[:MAX_FEEDBACK])
     return "\n\n".join(said)
+
+
+def answer(prompt: Any, turns: Sequence[str], **columns) -> str | None:
+    """An environment (``environments.factory``): ``feedback`` on the newest turn's program; None where none fails."""
+    said = feedback(turns[-1], **columns)
+    return f"{said}\n\nTry again." if said else None
 
 
 def _compared(test: str) -> str:

@@ -6,7 +6,7 @@ import pytest
 
 from jaxrl_llm.config import PromptsConfig
 from jaxrl_llm.environments import code_tests
-from jaxrl_llm.environments.code_tests import feedback, parses, passed, program, share, stopped
+from jaxrl_llm.environments.code_tests import answer, feedback, parses, passed, program, share, stopped
 from jaxrl_llm.environments.sandbox import SandboxError
 from jaxrl_llm.questions.tasks.code import load, question
 
@@ -80,6 +80,15 @@ def test_what_the_author_is_told_of_the_tests_that_are_shown():
     assert told["loops"] == second + "came to the limit of time"
     assert told["words"].startswith("assert double(2) == 4\nfailed: SyntaxError: ")
     assert told["exits"].endswith(second + "left before its end")
+
+
+def test_its_environment_tells_it_so_and_ends_where_no_test_that_is_shown_fails():
+    text, columns = question(MBPP, SETTINGS | {"shown_tests": 2})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        said = answer(text, [TIMES["right"], TIMES["square"]], **columns)
+        assert said == "assert double(-1) == -2\nfailed: double(-1) gives 1\n\nTry again."
+        assert answer(text, [TIMES["square"], TIMES["right"]], **columns) is None
 
 
 def test_a_sandbox_that_fails_is_no_score(monkeypatch):

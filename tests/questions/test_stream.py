@@ -568,6 +568,15 @@ def gym_config(name="chain_sum", size=40, **arguments):
     return PromptsConfig(source="reasoning_gym", name=name, size=size, arguments=arguments)
 
 
+def test_its_environment_asks_again_until_the_scorer_is_content(gym):
+    config = gym_config(min_terms=2, max_terms=2, min_digits=1, max_digits=1)
+    example = tasks.load(config, seed=5).examples[0]
+    right = example.columns["answer"]
+    wrong = str(int(right) + 1)
+    assert gym.again(example.prompt, [right, f"It is {wrong}."], **example.columns) == "That is not right. Try again."
+    assert gym.again(example.prompt, [wrong, f"It is {right}."], **example.columns) is None
+
+
 def test_reasoning_gym_questions_are_right_and_follow_the_seed(gym):
     config = gym_config(min_terms=2, max_terms=2, min_digits=1, max_digits=1)
     loaded = tasks.load(config, seed=5)

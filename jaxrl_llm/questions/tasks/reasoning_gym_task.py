@@ -112,6 +112,12 @@ def reward(
     ]
 
 
+def again(prompt: Any, turns: list[str], **columns) -> str | None:
+    """An environment (``environments.factory``): asks for another try until the dataset's scorer is content."""
+    given = {name: [value] for name, value in columns.items()}
+    return None if reward([prompt], turns[-1:], **given)[0] >= 1.0 else "That is not right. Try again."
+
+
 def _score(completion: str, entry: dict[str, Any], dataset: Any) -> float:
     answer = entry["answer"]
     if isinstance(answer, str) and re.fullmatch(r"-?[0-9]+", answer.strip()):

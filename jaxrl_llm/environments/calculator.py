@@ -1,0 +1,91 @@
+"""A calculator, as an environment (``environments.factory``): in two forms.
+
+    jaxrl_llm.environments.calculator:Calculator   a tool, ``calculate(expression)``
+    jaxrl_llm.environments.calculator:plain        answers the last expression that a turn writes: "12 * 34" with
+                                                   "12 * 34 = 408". For models that do not know how to call tools.
+
+Expressions are of numbers, + - * / // % **, parentheses and the names of no functions; "x" and "×" between numbers
+multiply, "÷" divides.
+
+Owns: what an expression is, its value. Does not know: questions, rewards.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+from fractions import Fraction
+from typing import Any
+
+OPERATORS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.USub: operator.neg,
+    ast.UAdd: operator.pos,
+}
+MAX_CHARS = 200
+MAX_DIGITS = 200  # of what a power gives
+# Two numbers at least, with what stands between them.
+NUMBER = r"\d+(?:\.\d+)?"
+EXPRESSION = re.compile(rf"[-(]*{NUMBER}(?:[ )]*(?:\*\*|//|[-+*/%x×÷])[ (-]*{NUMBER})+\)*")
+
+
+class Calculator:
+    """A tool for sums that are not done in the head."""
+
+    def reset(self, **columns: Any) -> None:
+        pass
+
+    def calculate(self, expression: str) -> str:
+        """The value of an expression of numbers, such as "(12 + 3) * 4"."""
+        return value(expression)
+
+
+def plain(prompt: Any, turns: list[str], **columns: Any) -> str | None:
+    """The value of the last expression in the newest turn; None, the end, where it has none."""
+    found = EXPRESSION.findall(turns[-1])
+    if not found:
+        return None
+    expression = found[-1].strip()
+    try:
+        return f"{expression} = {value(expression)}"
+    except (ArithmeticError, ValueError, SyntaxError) as error:
+        return f"{expression}: {error}"
+
+
+def value(expression: str) -> str:
+    """Of an expression: exact where it is whole, else in 12 digits.
+
+    Raises:
+        ValueError, SyntaxError: it is none, or too long. ZeroDivisionError.
+    """
+    if len(expression) > MAX_CHARS:
+        raise ValueError(f"an expression of {len(expression)} characters; {MAX_CHARS} are allowed")
+    text = expression.replace("÷", "/").replace("×", "*").replace("^", "**")
+    text = re.sub(r"(?<=[\d) ])x(?=[ (\d-])", "*", text)
+    result = _value(ast.parse(text.strip(), mode="eval").body)
+    return str(result.numerator) if result.denominator == 1 else f"{float(result):.12g}"
+
+
+def _value(node: ast.expr) -> Fraction:
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        return Fraction(str(node.value))
+    if isinstance(node, ast.UnaryOp) and type(node.op) in OPERATORS:
+        return OPERATORS[type(node.op)](_value(node.operand))
+    if isinstance(node, ast.BinOp):
+        left, right = _value(node.left), _value(node.right)
+        if isinstance(node.op, ast.Pow):
+            size = max(left.numerator.bit_length(), left.denominator.bit_length())
+            if right.denominator != 1 or size * abs(right.numerator) > MAX_DIGITS * 3.33:
+                raise ValueError("a power that is not whole, or too large")
+            return left ** int(right)
+        if right == 0 and isinstance(node.op, ast.Div | ast.FloorDiv | ast.Mod):
+            raise ZeroDivisionError("division by zero")
+        if type(node.op) in OPERATORS:
+            return Fraction(OPERATORS[type(node.op)](left, right))
+    raise ValueError(f"no expression of numbers: {ast.unparse(node)[:50]}")

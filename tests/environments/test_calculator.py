@@ -1,0 +1,55 @@
+"""The calculator: values of expressions, and what it answers to a turn."""
+
+import pytest
+
+from jaxrl_llm.environments.calculator import Calculator, plain, value
+
+
+@pytest.mark.parametrize(
+    ("expression", "expected"),
+    [
+        ("98 * 64", "6272"),
+        ("(12 + 3) * -4", "-60"),
+        ("7/2", "3.5"),
+        ("6 / 3", "2"),
+        ("0.1 + 0.2", "0.3"),  # exact
+        ("1/3", "0.333333333333"),
+        ("17 // 5 + 17 % 5", "5"),
+        ("2 ** 10 - 2 ^ 3", "1016"),
+        ("2 ** -2", "0.25"),
+        ("12 x 3", "36"),
+        ("12x3", "36"),
+        ("12 × 4 ÷ 6", "8"),
+        ("123456789012345678901234567890 * 10", "1234567890123456789012345678900"),
+    ],
+)
+def test_values(expression, expected):
+    assert value(expression) == expected
+    assert Calculator().calculate(expression) == expected
+
+
+@pytest.mark.parametrize(
+    "expression",
+    ["", "2 +", "__import__('os')", "abs(3)", "9 ** 9 ** 9", "10 ** 1000", "2 ** 0.5", "'a' * 3", "True + 1", "[1]"],
+)
+def test_what_is_none_or_too_large_is_refused(expression):
+    with pytest.raises((ValueError, SyntaxError)):
+        value(expression)
+    with pytest.raises(ValueError, match="expression of 300 characters"):
+        value("1" * 300)
+
+
+@pytest.mark.parametrize(
+    ("turn", "answer"),
+    [
+        ("I write 98 * 64.", "98 * 64 = 6272"),
+        ("First 1 + 1, then 2 * 3 = 7", "2 * 3 = 6"),
+        ("The answer is 6272.", None),
+        ("(2 + 3) * 4 =", "(2 + 3) * 4 = 20"),
+        ("5 / 0", "5 / 0: division by zero"),
+        ("", None),
+        ("on 2026-11-25", "2026-11-25 = 1990"),
+    ],
+)
+def test_a_turn_is_answered_with_the_value_of_its_last_expression(turn, answer):
+    assert plain("p", ["earlier 3 * 3", turn], answer="x") == answer
