@@ -17,7 +17,7 @@ from typing import Any
 from jaxrl_llm.actor import environment_worker
 from jaxrl_llm.actor.printing import Printer
 from jaxrl_llm.actor.rewards import Worker, end, failed
-from jaxrl_llm.config import Config, ConfigError
+from jaxrl_llm.config import Config, ConfigError, PromptsConfig
 from jaxrl_llm.runtime.functions import resolve
 from jaxrl_llm.types import OUTCOME_ERROR, OUTCOME_SCORE, Example
 
@@ -115,6 +115,67 @@ def opened(config: Config, examples: Sequence[Example], tokenizer: Any) -> Itera
             said = f"environments.max_answer_tokens={most} must be at least {frame + 1}"
             raise ConfigError(f"{said}: the chat template puts {frame} tokens around an answer")
         yield environment
+
+
+def shown(
+    config: Config, examples: Sequence[Example], tokenizer: Any
+) -> tuple[PromptsConfig, list[Example], list[str]]:
+    """Questions as the policy is to see them where ``environments.factory`` is a class.
+
+    The chat template is told its tools, where it has a place for them and ``prompts.chat_template_kwargs`` tells it no
+    others; and what ``reset`` returns follows the prompt, as TRL has it.
+
+    Returns:
+        (the section ``prompts``, the questions, one message per question that cannot be begun).
+
+    Raises:
+        ConfigError: a tool has no type or docstring for what it takes; with ``prompts.bad_row="error"`` a question that
+            cannot be begun.
+    """
+    prompts, kept, bad = config.prompts, [], []
+    found = _checked(config.environments.factory, examples)
+    if not isinstance(found, type):
+        return prompts, list(examples), bad
+    if prompts.chat_template and "tools" not in prompts.chat_template_kwargs:
+        prompts = dataclasses.replace(prompts, chat_template_kwargs=_told(config, found, tokenizer))
+    with Environment(config, examples) as environment:
+        replies = [environment.ask(i, example, (), ()) for i, example in enumerate(examples)]
+        for i, (example, reply) in enumerate(zip(examples, replies, strict=True)):
+            said = reply.result()
+            environment.forget(i)
+            if said.outcome != OUTCOME_SCORE:
+                bad.append(said.reason)
+                if prompts.bad_row == "error":
+                    raise ConfigError(said.reason)
+            else:
+                kept.append(example if said.answer is None else _followed_by(example, said.answer))
+    return prompts, kept, bad
+
+
+def _followed_by(example: Example, text: str) -> Example:
+    """The question with ``text`` after its last message."""
+    if isinstance(example.prompt, str):
+        return dataclasses.replace(example, prompt=example.prompt + text)
+    *before, last = example.prompt
+    return dataclasses.replace(example, prompt=[*before, {**last, "content": last["content"] + text}])
+
+
+def _told(config: Config, environment: type, tokenizer: Any) -> dict[str, Any]:
+    """``prompts.chat_template_kwargs`` with the JSON schemas of its tools, by their types and docstrings."""
+    from transformers.utils import get_json_schema  # here, for it is slow to import
+
+    told = config.prompts.chat_template_kwargs
+    try:
+        tokenizer.encode_prompt("a", **config.prompts.encoding | {"chat_template_kwargs": {**told, "tools": []}})
+    except ConfigError:  # the template has no place for them
+        return told
+    own = object.__new__(environment)  # its methods are bound: no `self` among what they take
+    try:
+        schemas = [get_json_schema(getattr(own, name)) for name in environment_worker.tools_of(environment)]
+    except Exception as error:
+        said = f"environments.factory={config.environments.factory!r:.200} has a tool that a template cannot be told of"
+        raise ConfigError(f"{said}: {error}") from error
+    return {**told, "tools": schemas}
 
 
 def _checked(spec: str, examples: Sequence[Example]) -> Any:

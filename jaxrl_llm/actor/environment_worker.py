@@ -44,7 +44,7 @@ class Episode:
     def __init__(self, environment: type, columns: dict[str, Any]):
         self.own, self.num_turns = environment(), 0
         self.tools = {name: getattr(self.own, name) for name in tools_of(environment)}
-        _done(self.own.reset(**columns))
+        self.opening = _text(_done(self.own.reset(**columns)), "reset")
 
     def answer(self, turn: str) -> str | None:
         """What the tools that a turn calls return; None where it calls none.
@@ -83,7 +83,8 @@ def act(
 
     Args:
         key: of the episode.
-        turns: what the policy has said, oldest first; without any, the episode begins.
+        turns: what the policy has said, oldest first; without any, the episode begins, and the answer is what ``reset``
+            returns.
         answers: to all of them but the newest.
 
     Returns:
@@ -99,7 +100,7 @@ def act(
             for turn, said in zip(turns, answers, strict=False):
                 if (again := episode.answer(turn)) != said:
                     raise RuntimeError(f"played again it answers {again!r:.100}, not {said!r:.100}")
-        reply = episode.answer(turns[-1]) if turns else None
+        reply = episode.answer(turns[-1]) if turns else episode.opening
         return [reply, episode.reward(), None]
     except BaseException as error:  # SystemExit too
         _episodes.pop(key, None)

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxrl_llm.actor import environment
 from jaxrl_llm.actor.conversation import Conversations
 from jaxrl_llm.actor.environment import Environment
 from jaxrl_llm.actor.generator import Generator
@@ -196,6 +197,11 @@ def questions(config: Config, tokenizer: Any) -> tuple[list[Any], list[Any], lis
             messages += more.bad_rows
         else:
             examples, held_out = prompts_lib.split_held_out(examples, config.eval.num_prompts, seed=config.seed)
-    train, long_train = prompts_lib.encode_examples(examples, tokenizer, config.prompts)
-    held, long_held = prompts_lib.encode_examples(held_out, tokenizer, config.prompts) if held_out else ([], [])
+    prompts = config.prompts
+    if config.environments.factory:
+        prompts, examples, bad = environment.shown(config, examples, tokenizer)
+        _, held_out, more = environment.shown(config, held_out, tokenizer)
+        messages += bad + more
+    train, long_train = prompts_lib.encode_examples(examples, tokenizer, prompts)
+    held, long_held = prompts_lib.encode_examples(held_out, tokenizer, prompts) if held_out else ([], [])
     return train, held, messages + long_train + long_held

@@ -4,8 +4,10 @@
     jaxrl_llm.environments.calculator:plain        answers the last expression that a turn writes: "12 * 34" with
                                                    "12 * 34 = 408". For models that do not know how to call tools.
 
-Expressions are of numbers, + - * / // % **, parentheses and the names of no functions; "x" and "×" between numbers
-multiply, "÷" divides.
+``:used`` is a reward for what is to be learned first, that it is asked at all.
+
+Expressions are of numbers, + - * / // % ** and parentheses, and have no names; "x" between numbers multiplies, and the
+signs of multiplication and division are read too.
 
 Owns: what an expression is, its value. Does not know: questions, rewards.
 """
@@ -32,7 +34,7 @@ MAX_CHARS = 200
 MAX_DIGITS = 200  # of what a power gives
 # Two numbers at least, with what stands between them.
 NUMBER = r"\d+(?:\.\d+)?"
-EXPRESSION = re.compile(rf"[-(]*{NUMBER}(?:[ )]*(?:\*\*|//|[-+*/%x×÷])[ (-]*{NUMBER})+\)*")
+EXPRESSION = re.compile(rf"[-(]*{NUMBER}(?:[ )]*(?:\*\*|//|[-+*/%x\u00d7\u00f7])[ (-]*{NUMBER})+\)*")
 
 
 class Calculator:
@@ -58,6 +60,11 @@ def plain(prompt: Any, turns: list[str], **columns: Any) -> str | None:
         return f"{expression}: {error}"
 
 
+def used(prompts: list, completions: list[str], messages: list[list[dict[str, str]]], **columns: Any) -> list[float]:
+    """A reward: 1.0 where the calculator has answered, whatever came of it."""
+    return [float(any(message["role"] != "assistant" for message in row)) for row in messages]
+
+
 def value(expression: str) -> str:
     """Of an expression: exact where it is whole, else in 12 digits.
 
@@ -66,7 +73,7 @@ def value(expression: str) -> str:
     """
     if len(expression) > MAX_CHARS:
         raise ValueError(f"an expression of {len(expression)} characters; {MAX_CHARS} are allowed")
-    text = expression.replace("÷", "/").replace("×", "*").replace("^", "**")
+    text = expression.replace("\u00f7", "/").replace("\u00d7", "*").replace("^", "**")
     text = re.sub(r"(?<=[\d) ])x(?=[ (\d-])", "*", text)
     result = _value(ast.parse(text.strip(), mode="eval").body)
     return str(result.numerator) if result.denominator == 1 else f"{float(result):.12g}"

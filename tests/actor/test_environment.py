@@ -7,8 +7,8 @@ import types
 
 import pytest
 
-from jaxrl_llm.actor.environment import Environment, opened
-from jaxrl_llm.config import Config, ConfigError, EnvironmentsConfig, RewardsConfig
+from jaxrl_llm.actor.environment import Environment, opened, shown
+from jaxrl_llm.config import Config, ConfigError, EnvironmentsConfig, PromptsConfig, RewardsConfig
 from jaxrl_llm.types import OUTCOME_ERROR, OUTCOME_SCORE, OUTCOME_TIMEOUT, Example
 
 FILE = pathlib.Path(__file__).parents[1] / "fixtures" / "environments.py"
@@ -165,3 +165,63 @@ def test_an_answer_must_have_room_for_what_the_template_puts_around_it():
     assert str(error.value) == (
         "environments.max_answer_tokens=7 must be at least 8: the chat template puts 7 tokens around an answer"
     )
+
+
+class Template:
+    """A tokenizer whose template has a place for tools, or none."""
+
+    def __init__(self, has_tools):
+        self.has_tools = has_tools
+
+    def encode_prompt(self, prompt, *, chat_template_kwargs, **how):
+        if not self.has_tools:
+            raise ConfigError("no tools")
+        return [0]
+
+
+def with_prompts(name, **settings):
+    return dataclasses.replace(config(name), prompts=PromptsConfig(**settings))
+
+
+def test_what_reset_says_follows_the_prompt_and_the_template_is_told_the_tools():
+    talk = Example([{"role": "system", "content": "s"}, {"role": "user", "content": "Find it."}], {"start": 3}, "b")
+    examples = [Example("Find it.", {"start": 2}, "a"), talk, Example("Nothing.", {"start": 0}, "c")]
+    prompts, kept, bad = shown(with_prompts("Riddle"), examples, Template(True))
+    assert [example.prompt for example in kept] == [
+        "Find it. It is 2.",
+        [{"role": "system", "content": "s"}, {"role": "user", "content": "Find it. It is 3."}],
+        "Nothing.",
+    ]
+    assert bad == [] and talk.prompt[-1]["content"] == "Find it."
+    (told,) = prompts.chat_template_kwargs["tools"]
+    assert told["function"]["name"] == "guess" and told["function"]["parameters"] == {
+        "type": "object",
+        "properties": {
+            "number": {"type": "integer", "description": "The guess."},
+            "why": {"type": "string", "description": "What it is for."},
+        },
+        "required": ["number"],
+    }
+
+
+def test_tools_are_told_to_no_template_without_a_place_for_them_and_not_in_place_of_others():
+    for settings, has_tools in (
+        ({}, False),
+        ({"chat_template": False}, True),
+        ({"chat_template_kwargs": {"tools": []}}, True),
+    ):
+        given = with_prompts("Riddle", **settings)
+        assert shown(given, [ONE], Template(has_tools))[0] == given.prompts
+    given = with_prompts("slow")  # a function has none
+    assert shown(given, [ONE], Template(True)) == (given.prompts, [ONE], [])
+
+
+def test_a_tool_that_a_template_cannot_be_told_of_and_a_question_that_cannot_be_begun_are_named():
+    with pytest.raises(ConfigError, match=r"has a tool that a template cannot be told of: .*'number'"):
+        shown(with_prompts("Counter"), [ONE], Template(True))
+    examples = [ONE, Example("p", {"start": 13}, "here.jsonl:2")]
+    with pytest.raises(ConfigError, match=r"environment on here.jsonl:2: ValueError: not that one"):
+        shown(with_prompts("Riddle"), examples, Template(True))
+    _, kept, bad = shown(with_prompts("Riddle", bad_row="skip"), examples, Template(True))
+    assert [example.prompt for example in kept] == ["p It is 2."]
+    assert len(bad) == 1 and bad[0].startswith("environment on here.jsonl:2: ValueError: not that one")

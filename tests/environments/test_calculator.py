@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxrl_llm.environments.calculator import Calculator, plain, value
+from jaxrl_llm.environments.calculator import Calculator, plain, used, value
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,7 @@ from jaxrl_llm.environments.calculator import Calculator, plain, value
         ("2 ** -2", "0.25"),
         ("12 x 3", "36"),
         ("12x3", "36"),
-        ("12 × 4 ÷ 6", "8"),
+        ("12 \u00d7 4 \u00f7 6", "8"),
         ("123456789012345678901234567890 * 10", "1234567890123456789012345678900"),
     ],
 )
@@ -53,3 +53,10 @@ def test_what_is_none_or_too_large_is_refused(expression):
 )
 def test_a_turn_is_answered_with_the_value_of_its_last_expression(turn, answer):
     assert plain("p", ["earlier 3 * 3", turn], answer="x") == answer
+
+
+def test_it_has_been_used_where_it_has_answered():
+    said = [{"role": "assistant", "content": "2 * 3"}]
+    for role in ("user", "tool"):
+        answered = [*said, {"role": role, "content": "2 * 3 = 6"}, {"role": "assistant", "content": "6"}]
+        assert used(["p"] * 3, ["", "", ""], messages=[said, answered, []], answer=["6"] * 3) == [0.0, 1.0, 0.0]
