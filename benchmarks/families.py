@@ -4,9 +4,10 @@
     python -m benchmarks.families --size tiny            # seconds
     python -m benchmarks.families --only gemma3 --json FILE
 
-All have the same width, depth, heads, feed-forward and vocabulary, random weights, float32 and rows of one length. A
-round runs each family once, Llama first: generation, then one optimizer step. Printed: medians over the rounds, medians
-of the ratios to Llama's seconds of the same round, and the update's bytes as the compiler counts them, arguments too.
+All have the same width, depth, heads, vocabulary and feed-forward of a token, random weights, float32 and rows of one
+length. A round runs each family once, Llama first: generation, then one optimizer step. Printed: medians over the
+rounds, medians of the ratios to Llama's seconds of the same round, and the update's bytes as the compiler counts them,
+arguments too.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from benchmarks.iteration import Iteration, random_params, random_prompts
 from benchmarks.results import Figure
 from jaxrl_llm.config import Config, freeze
 from jaxrl_llm.models.architecture import Architecture, Layer
+from jaxrl_llm.models.delta import Delta
 from jaxrl_llm.runtime.programs import memory
 
 
@@ -47,12 +49,17 @@ SIZES = {
     "medium": Size(384, 12, 1024, 8192, 64, prompts=4, group=8, prompt=64, completion=64, micro_batch=16),
     "tiny": Size(32, 6, 64, 264, 8, prompts=2, group=4, prompt=16, completion=8, micro_batch=8),
 }
+SINKS = dict(sinks=True, qkv_bias=True, o_bias=True, experts_bias=True, glu_limit=7.0)
 NORMS = dict(post_norm=True, qk_norm="head", norm_offset=1.0)
 
 
 def family(name: str, size: Size) -> Architecture:
     """The shape of a family at a size, as its published models have their layers."""
     n, window, no_rope = size.num_layers, Layer(window=size.window), Layer(rope=-1)
+    heads = size.width // 32 if size.width > 32 else 4
+    head_size = size.width // heads
+    # A token's two experts are together as wide as the other families' MLP.
+    experts = dict(num_experts=8, experts_per_token=2, norm_topk=True, ffn=size.ffn // 2)
     of = {
         "llama": {},
         "qwen2": {"qkv_bias": True},
@@ -66,14 +73,21 @@ def family(name: str, size: Size) -> Architecture:
         "olmo2": {"pre_norm": False, "post_norm": True, "qk_norm": "all"},
         "smollm3": {"layers": tuple(no_rope if i % 4 == 3 else Layer() for i in range(n))},
         "mistral_window": {"layers": (window,) * n},
+        "qwen3_moe": {"qk_norm": "head", **experts},
+        "gpt_oss": {**experts, **SINKS, "layers": (window, Layer()) * (n // 2)},
+        "qwen3_5": {
+            **dict(qk_norm="head", norm_offset=1.0, output_gate=True),
+            "delta": Delta(heads // 2, heads, head_size, head_size, 4, is_grouped=False),
+            "layers": tuple(Layer(is_delta=i % 4 != 3) for i in range(n)),
+        },
     }[name]
-    heads = size.width // 32 if size.width > 32 else 4
-    sizes = {"num_heads": heads, "num_kv_heads": heads // 2, "head_size": size.width // heads}
+    sizes = {"num_heads": heads, "num_kv_heads": heads // 2, "head_size": head_size}
     shared = {"vocab_size": size.vocab_size, "width": size.width, "num_layers": n, "ffn": size.ffn}
-    return Architecture(**shared, **sizes, **of)
+    return Architecture(**shared | sizes | of)
 
 
 FAMILIES = ("llama", "qwen2", "qwen3", "gemma3", "olmo2", "smollm3", "mistral_window")
+FAMILIES += ("qwen3_moe", "gpt_oss", "qwen3_5")
 
 
 def config_of(size: Size) -> Config:

@@ -11,6 +11,7 @@ import dataclasses
 
 from jaxrl_llm.config import Config, ConfigError
 from jaxrl_llm.models.architecture import Architecture, Layer, RopeScaling
+from jaxrl_llm.models.delta import Delta
 from jaxrl_llm.models.files import pretrained
 
 _LLAMA3 = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
@@ -49,6 +50,16 @@ def _qwen3_moe(width: int, layers: int, heads: int, ffn: int) -> Architecture:
     sizes = dict(width=width, num_layers=layers, num_heads=heads, num_kv_heads=4, head_size=128, ffn=ffn, tied=False)
     how = dict(rope_theta=1e6, norm_eps=1e-6, max_positions=40960, qk_norm="head", family="qwen3_moe")
     return Architecture(151936, num_experts=128, experts_per_token=8, norm_topk=True, **sizes, **how)
+
+
+def _hybrid(width: int, layers: int, heads: int, kv_heads: int, ffn: int, values: int, **how) -> Architecture:
+    """Of Qwen3-Next and Qwen3.5: three layers of the gated delta rule, with ``values`` heads, then one of attention."""
+    sizes = dict(width=width, num_layers=layers, num_heads=heads, num_kv_heads=kv_heads, head_size=256, ffn=ffn)
+    ropes = dict(rope_theta=1e7, rotary_size=64, max_positions=262144)
+    norms = dict(norm_eps=1e-6, norm_offset=1.0, qk_norm="head", output_gate=True)
+    kinds = tuple(Layer(is_delta=i % 4 != 3) for i in range(layers))
+    delta = Delta(16, values, 128, 128, 4, is_grouped=how["family"] == "qwen3_next")
+    return Architecture(**sizes, **ropes, **norms, layers=kinds, delta=delta, tied=False, **how)
 
 
 def _gpt_oss(layers: int, experts: int) -> Architecture:
@@ -121,6 +132,15 @@ PRESETS = {
     "olmo-2-1b": _OLMO2,
     "qwen3-30b-a3b": _qwen3_moe(2048, 48, 32, 768),
     "qwen3-235b-a22b": _qwen3_moe(4096, 94, 64, 1536),
+    "qwen3-next-80b-a3b": _hybrid(
+        **dict(width=2048, layers=48, heads=16, kv_heads=2, ffn=512, values=32, vocab_size=151936),
+        **dict(num_experts=512, experts_per_token=10, norm_topk=True, shared_ffn=512, family="qwen3_next"),
+    ),
+    "qwen3.5-27b": _hybrid(5120, 64, 24, 4, 17408, 48, vocab_size=248320, family="qwen3_5_text"),
+    "qwen3.5-35b-a3b": _hybrid(
+        **dict(width=2048, layers=40, heads=16, kv_heads=2, ffn=512, values=32, vocab_size=248320),
+        **dict(num_experts=256, experts_per_token=8, norm_topk=True, shared_ffn=512, family="qwen3_5_moe_text"),
+    ),
     "mixtral-8x7b": _MIXTRAL,
     "gpt-oss-20b": _gpt_oss(24, 32),
     "gpt-oss-120b": _gpt_oss(36, 128),
@@ -131,6 +151,7 @@ EOS_IDS = {"smollm2": (2,), "llama": (128001, 128008, 128009), "smollm3": (12801
 EOS_IDS |= {
     "qwen3": (151645, 151643),
     "qwen2.5": (151645, 151643),
+    "qwen3.5": (248046, 248044),
     "olmo": (100257,),
     "mixtral": (2,),
     "gpt": (200002, 199999, 200012),

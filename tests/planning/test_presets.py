@@ -41,6 +41,10 @@ PUBLISHED = {
     "qwen3-235b-a22b": (94, 4096, 64, 4, 128, 1536, 151936, 40960, False, 1e6, 235_093_634_560),
     "gpt-oss-20b": (24, 2880, 64, 8, 64, 2880, 201088, 131072, False, 150000, 20_914_757_184),
     "gpt-oss-120b": (36, 2880, 64, 8, 64, 2880, 201088, 131072, False, 150000, 116_829_156_672),
+    # Of these the pages say 80B, 27B and 35B; without the small model of further tokens, which nothing here reads.
+    "qwen3-next-80b-a3b": (48, 2048, 16, 2, 256, 512, 151936, 262144, False, 1e7, 79_674_391_296),
+    "qwen3.5-27b": (64, 5120, 24, 4, 256, 17408, 248320, 262144, False, 1e7, 26_895_998_464),
+    "qwen3.5-35b-a3b": (40, 2048, 16, 2, 256, 512, 248320, 262144, False, 1e7, 34_660_610_688),
     "mixtral-8x7b": (32, 4096, 32, 8, 128, 14336, 32000, 32768, False, 1e6, 46_702_792_704),
 }
 # model_type and what else is in the files of a name that begins so; of Gemma, what transformers fills in besides.
@@ -51,7 +55,13 @@ YARN = dict(rope_type="yarn", factor=32.0, beta_fast=32.0, beta_slow=1.0, trunca
 YARN |= {"original_max_position_embeddings": 4096}
 GPT_OSS = {"model_type": "gpt_oss", "num_experts_per_tok": 4, "rope_scaling": YARN, "sliding_window": 128}
 GPT_OSS |= {"attention_bias": True, "swiglu_limit": 7.0, "quantization_config": {"quant_method": "mxfp4"}}
+SHARED = {"shared_expert_intermediate_size": 512, "linear_num_value_heads": 32, "rms_norm_eps": 1e-6}
+SHARED |= {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25}}
 FURTHER = {
+    "qwen3-next": {"model_type": "qwen3_next", "num_experts": 512, "num_experts_per_tok": 10, **SHARED},
+    "qwen3.5-35b": {"model_type": "qwen3_5_moe_text", "num_experts": 256, "num_experts_per_tok": 8, **SHARED},
+    "qwen3.5-27b": {"model_type": "qwen3_5_text", "linear_num_value_heads": 48, "rms_norm_eps": 1e-6}
+    | {"rope_parameters": SHARED["rope_parameters"]},
     "gpt-oss-20b": {**GPT_OSS, "num_local_experts": 32},
     "gpt-oss-120b": {**GPT_OSS, "num_local_experts": 128},
     "smollm2": {"model_type": "llama", "rms_norm_eps": 1e-5},
@@ -103,7 +113,15 @@ def test_a_preset_has_the_parameters_of_its_model(name):
         # Biases of attention, its sinks, and biases of router and experts.
         "gpt_oss": 3 * width + head_size * (heads + 2 * kv_heads) + heads + (experts or 0) * (1 + 2 * ffn + width),
     }.get(kind, 2 * width)
-    assert layers * (attention + mlp + small) + vocabulary * width * (1 if tied else 2) + width == published
+    blocks = layers * (attention + mlp + small)
+    if values := further(name).get("linear_num_value_heads"):
+        keys, values_size, shared = 16 * 128, values * 128, 3 * width * 512 + width if experts else 0
+        blocks = layers * (mlp + shared + 2 * width)
+        blocks += layers // 4 * (attention + width * head_size * heads + 2 * head_size)  # queries have gates
+        rule = width * (2 * keys + 2 * values_size + 2 * values) + values_size * width  # what goes in, and out
+        rule += 4 * (2 * keys + values_size) + 2 * values + 128  # convolution, rates and biases, norm
+        blocks += layers * 3 // 4 * rule
+    assert blocks + vocabulary * width * (1 if tied else 2) + width == published
     model = presets.model_of(freeze({}), name)
     assert model.arch.num_params == published and model.reference == model.arch and model.eos_ids
 
