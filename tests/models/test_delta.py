@@ -7,6 +7,7 @@ import pytest
 from reference import delta as reference
 
 from jaxrl_llm.models import delta_rule
+from jaxrl_llm.planning.counting import count
 
 B, N, H, V = 2, 3, 6, 5
 chunked = jax.jit(delta_rule.chunked)
@@ -89,6 +90,17 @@ def test_a_token_of_a_line_has_its_own_past_alone(shares_prompts):
                 of = [x[n, past, head] for x in args]
                 expected, _ = reference.rule(*of, np.zeros((H, V)))
                 np.testing.assert_allclose(out[n, t, head], expected[-1], atol=2e-5, err_msg=f"{n} {t}")
+
+
+def test_plan_counts_the_rule_s_matmuls():
+    """By hand, of a head's chunk: sums of decays, keys and queries by keys, the inverse, what it solves, the states."""
+    n, W = 4, 64
+    shapes = *3 * ((B, n * W, N, H),), *2 * ((B, n * W, N),), (B, N, H, H)
+    program = chunked.lower(*(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)).compile()
+    inverse = sum(W // (2 * size) * 2 * 2 * size**3 for size in (1, 2, 4, 8, 16, 32))
+    of_chunk = 2 * W**3 + 2 * (2 * W * W * H) + inverse + 2 * W * W * (2 * H) + 3 * (2 * W * H * H) + 2 * W * W * H
+    # The inverse begins with products of single numbers, which are no matmul.
+    assert count(program.as_text()).total("flops") == pytest.approx(B * N * n * of_chunk, rel=1e-3)
 
 
 def test_the_gradient_of_chunks_is_that_of_the_recurrence():
