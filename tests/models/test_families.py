@@ -328,6 +328,29 @@ def test_what_changes_nothing_is_let_pass(tmp_path):
     assert hf.read_architecture(noisy) == hf.read_architecture(plain)
 
 
+def test_of_a_model_that_sees_images_too_the_one_of_texts_is_read(tmp_path):
+    """As Qwen3.5 was released, with the keys that its files have; an export is of the latter alone."""
+    said = {"attn_output_gate": True, "mamba_ssm_dtype": "float32", "mtp_num_hidden_layers": 1, "mlp_only_layers": []}
+    said |= {"mtp_use_dedicated_embeddings": False}
+    plain, seeing = write(tmp_path / "plain", "qwen3_5"), write(tmp_path / "seeing", "qwen3_5")
+    text = json.loads((plain / "config.json").read_text()) | said
+    whole = {"model_type": "qwen3_5", "text_config": text, "vision_config": {"depth": 2}, "image_token_id": 3}
+    (seeing / "config.json").write_text(json.dumps(whole | {"tie_word_embeddings": False}))
+    tensors = safetensors.numpy.load_file(plain / "model.safetensors")
+    renamed = {name.replace("model.", "model.language_model.", 1): x for name, x in tensors.items()}
+    renamed |= {"model.visual.blocks.0.norm1.weight": np.ones(3, np.float32), "mtp.fc.weight": np.ones(2, np.float32)}
+    safetensors.numpy.save_file(renamed, seeing / "model.safetensors")
+    model, mesh = Model(hf.read_architecture(seeing)), building.mesh_of(ONE)
+    assert model.arch == hf.read_architecture(plain)
+    hf.check_weights(seeing, model, mesh)
+    params = hf.load_params(seeing, model, mesh)
+    jax.tree.map(np.testing.assert_array_equal, params, hf.load_params(plain, model, mesh))
+    hf.export(params, model, make_byte_tokenizer(), tmp_path / "ours", like=seeing)
+    assert set(safetensors.numpy.load_file(tmp_path / "ours" / "model.safetensors")) == set(tensors)
+    with pytest.raises(ConfigError, match="attn_output_gate=False is not supported; supported: True"):
+        hf.read_architecture(write(tmp_path / "other", "qwen3_5", attn_output_gate=False))
+
+
 def test_older_spellings_mean_the_same(tmp_path):
     """Of transformers 4: bases and scaling beside each other, the pattern of windows a number."""
     scaling = {"rope_type": "linear", "factor": 2.0}

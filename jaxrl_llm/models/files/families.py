@@ -214,11 +214,18 @@ FAMILIES = {
     ),
     "qwen3_5_moe_text": Family(
         "Qwen3_5MoeForCausalLM",
-        {**_COMMON, **hybrids.KEYS, **hybrids.EXPERTS_5},
+        {**_COMMON, **hybrids.KEYS, **hybrids.RELEASED, **hybrids.EXPERTS_5},
         fixed={**hybrids.FIXED, "norm_topk": True},
         names=hybrids.NAMES,
+        only=hybrids.ONLY,
     ),
-    "qwen3_5_text": Family("Qwen3_5ForCausalLM", {**_COMMON, **hybrids.KEYS}, fixed=hybrids.FIXED, names=hybrids.NAMES),
+    "qwen3_5_text": Family(
+        "Qwen3_5ForCausalLM",
+        {**_COMMON, **hybrids.KEYS, **hybrids.RELEASED},
+        fixed=hybrids.FIXED,
+        names=hybrids.NAMES,
+        only=hybrids.ONLY,
+    ),
 }
 
 
@@ -236,6 +243,7 @@ def architecture_of(given: dict[str, Any], path: Any) -> Architecture:
     Raises:
         ConfigError: another family, a key that it does not know, or a value that a key cannot have.
     """
+    given = hybrids.text_of(given)
     kind = given.get("model_type")
     if kind not in list(FAMILIES):
         raise ConfigError(f"{path}: model_type={kind!r:.60} is not supported; supported: {', '.join(FAMILIES)}")

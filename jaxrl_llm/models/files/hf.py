@@ -33,6 +33,8 @@ MOST_MAPPED_BYTES = 2**26
 # Of stored weights, as safetensors calls them.
 DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16)}
 CODES = "U8"  # bytes of MXFP4 (mixtures)
+# Where a model that sees images too has the one of texts, and what no text goes through.
+OF_TEXT, OF_IMAGES = "model.language_model.", "model.visual."
 # Of an export, until it is whole.
 PARTIAL = ".partial"
 # What a model's text goes through, and how it is sampled: training changes none of it.
@@ -126,6 +128,7 @@ class Folder:
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, str] = {}  # of each tensor, as safetensors calls it
         self._paths: dict[str, Path] = {}  # of each tensor
+        self._names: dict[str, str] = {}  # in its file
         self._open: tuple[Any, Path | None] = (None, None)
         self._mapped_bytes = 0
         for path in files:
@@ -138,14 +141,15 @@ class Folder:
             for name in file.keys():  # noqa: SIM118  (not a mapping)
                 part = file.get_slice(name)
                 # Old files keep this constant; and of further tokens a second small model, which nothing here reads.
-                if name.endswith("rotary_emb.inv_freq") or name.startswith("mtp."):
+                if name.endswith("rotary_emb.inv_freq") or name.startswith(("mtp.", OF_IMAGES)):
                     continue
+                stored, name = name, name.replace(OF_TEXT, "model.", 1) if name.startswith(OF_TEXT) else name
                 if part.get_dtype() not in DTYPES and not (part.get_dtype() == CODES and mixtures.is_code(name)):
                     raise ConfigError(f"{path}: tensor {name} is {part.get_dtype()}; supported: {', '.join(DTYPES)}")
                 if name in self.shapes:
                     raise ConfigError(f"{path}: tensor {name} is in another file too")
                 self.shapes[name] = tuple(part.get_shape())
-                self.dtypes[name], self._paths[name] = part.get_dtype(), path
+                self.dtypes[name], self._paths[name], self._names[name] = part.get_dtype(), path, stored
         self.modified_ns = tuple(os.stat(path).st_mtime_ns for path in files)
 
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
@@ -156,7 +160,7 @@ class Folder:
         if path != self._open[1] or self._mapped_bytes > MOST_MAPPED_BYTES:
             self._open = (None, None)
             self._open, self._mapped_bytes = (safetensors.safe_open(path, framework="numpy"), path), 0
-        part = self._open[0].get_slice(name)[index]
+        part = self._open[0].get_slice(self._names[name])[index]
         return part if self.dtypes[name] == CODES else part.astype(np.float32, copy=False)
 
 

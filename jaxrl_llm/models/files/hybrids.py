@@ -45,6 +45,11 @@ KEYS = {
     "full_attention_interval": 4,
     "partial_rotary_factor": 0.25,
 }
+# What released files of Qwen3.5 say besides: of a second model, of a dtype that is float32 here, and what is so anyway.
+RELEASED = {"mtp_num_hidden_layers": 0, "mtp_use_dedicated_embeddings": False, "mamba_ssm_dtype": "float32"}
+RELEASED |= {"attn_output_gate": True, "mlp_only_layers": None}
+ONLY = {"attn_output_gate": (True,), "mlp_only_layers": (None, [])}
+WITH_IMAGES = "qwen3_5"  # model_type of a model that sees, whose text_config is of the family here
 FIXED = {"qk_norm": "head", "norm_offset": 1.0, "output_gate": True}
 # Of experts: Qwen3.5's, and Qwen3-Next's.
 EXPERTS_5 = {
@@ -89,6 +94,14 @@ def delta_of(path: Any, config: dict[str, Any], keys: dict[str, Any]) -> Delta |
         return Delta(*sizes, is_grouped="decoder_sparse_step" in keys)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
+
+
+def text_of(given: dict[str, Any]) -> dict[str, Any]:
+    """What a config.json says of the model of texts alone, where it is of one that sees images too."""
+    text = given.get("text_config")
+    if given.get("model_type") != WITH_IMAGES or not isinstance(text, dict):
+        return given
+    return {**text, "tie_word_embeddings": given.get("tie_word_embeddings", text.get("tie_word_embeddings", False))}
 
 
 def experts_of(path: Any, config: dict[str, Any], keys: dict[str, Any]) -> dict[str, Any]:
