@@ -192,7 +192,14 @@ def test_no_branch_results_in_caches_or_weights():
 
 
 @needs_libtpu
-@pytest.mark.parametrize(("head_size", "completion"), [(64, 256), (128, 700), (128, 1024)])
+@pytest.mark.parametrize(
+    ("head_size", "completion"),
+    [
+        pytest.param(64, 256, marks=pytest.mark.slow),
+        (128, 700),
+        pytest.param(128, 1024, marks=pytest.mark.slow),
+    ],
+)
 def test_a_tpus_decode_program_copies_no_cache(head_size, completion):
     """Neither for a layer's read nor for a write: the kernel takes them as they lie."""
     arch = Architecture(260, width=256, num_layers=2, num_heads=4, num_kv_heads=2, head_size=head_size, ffn=256)

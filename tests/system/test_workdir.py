@@ -85,8 +85,8 @@ def iterations(workdir):
     ("name", "size", "metrics"),
     [
         ("config.json", 1000, {}),
-        ("metrics.jsonl", 6000, {}),
-        ("samples.jsonl", 8000, {"samples_per_iteration": 16}),
+        pytest.param("metrics.jsonl", 6000, {}, marks=pytest.mark.slow),
+        pytest.param("samples.jsonl", 8000, {"samples_per_iteration": 16}, marks=pytest.mark.slow),
         ("tensorboard/*", 8000, {"tensorboard": True}),
     ],
 )
@@ -245,7 +245,7 @@ def test_where_files_cannot_be_locked_that_is_said_and_the_run_goes_on(train, tm
 ODD = ["-é ü", "~o", 'it\'s "so" 100%41 #?*{x}$HOME;&|']
 
 
-@pytest.mark.parametrize("name", ODD)
+@pytest.mark.parametrize("name", [ODD[0], *(pytest.param(name, marks=pytest.mark.slow) for name in ODD[1:])])
 def test_every_command_takes_odd_names(name, train, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     workdir = pathlib.Path(name) / "ru n"
