@@ -26,8 +26,9 @@ def needed(run: Run) -> dict[str, float]:
     """Bytes that a chip has to send in an update whose weights are split over fsdp and tensor, by what they are of.
 
     In each micro-batch every matrix of a layer is gathered for the forward and for the backward pass, in bfloat16, and
-    the head once; their gradients are scattered, a layer's in bfloat16 and the head's in float32. What a chip sends
-    between those it splits layers with: in each layer two sums of the activations forward, and two backward.
+    the head once; their gradients are scattered, a layer's in bfloat16 and the head's in float32. Tokens' rows of the
+    embedding are exchanged, and their gradients. What a chip sends between those it splits layers with: in each layer
+    two sums of the activations forward, and two backward.
     """
     config, arch, mesh = run.config, run.model.arch, run.mesh.shape
     fsdp, tensor, shards = mesh["fsdp"], mesh["tensor"], mesh["fsdp"] * mesh["data"]
@@ -41,6 +42,7 @@ def needed(run: Run) -> dict[str, float]:
         "layers gathered twice": micro_batches * others * 2 * 2 * layers,
         "layers' gradients scattered": micro_batches * others * 2 * layers,
         "head gathered, its gradient scattered": micro_batches * others * (2 + 4) * head,
+        "embedding's rows exchanged": micro_batches * others * 2 * 2 * tokens * arch.width,
         "activations summed": micro_batches * arch.num_layers * 4 * activations,
     }
 

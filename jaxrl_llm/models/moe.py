@@ -327,12 +327,14 @@ def grouped_by_kernel(
     Args:
         turned: the weights lie in memory as [E,I,O].
     """
-    (A, num_in), num_out = rows_AI.shape, w_EOI.shape[1]
-    tile = min(512, -(-A // 128) * 128)
-    rows_AI = jnp.pad(rows_AI, ((0, -A % tile), (0, 0)))
-    tiling, dtype = (tile, min(1024, num_in), min(1024, num_out)), rows_AI.dtype
-    w = w_EOI.mT if turned else w_EOI
-    return megablox.gmm(rows_AI, w, sizes_E, dtype, tiling, None, None, not turned, interpret)[:A]
+    A, w = len(rows_AI), w_EOI.mT if turned else w_EOI
+    rows_AI = jnp.pad(rows_AI, ((0, -A % min(512, -(-A // 128) * 128)), (0, 0)))
+    return megablox.gmm(rows_AI, w, sizes_E, rows_AI.dtype, _tiles, None, None, not turned, interpret)[:A]
+
+
+def _tiles(rows: int, num_in: int, num_out: int) -> tuple[int, int, int]:
+    """Of a grouped matmul, forward or of its gradients, which contract other dimensions."""
+    return min(512, rows), min(1024, num_in), min(1024, num_out)
 
 
 def _by_experts(x_BTD, chosen_BTk, share_BTk, *weights, axes, split, arch, scale, grouped):

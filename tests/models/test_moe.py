@@ -138,6 +138,15 @@ def test_the_kernel_of_tpus_computes_the_same_and_its_gradient(turned):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=2e-4), found, plain)
 
 
+@pytest.mark.parametrize(("num_in", "num_out"), [(64, 4), (8, 2048)])
+def test_the_kernel_of_adapters_is_one_for_tpus_forward_and_backward(num_in, num_out):
+    """A gradient contracts what the other side of a narrow matrix has: tiles of the rank's width would be refused."""
+    total = lambda rows, w, sizes: jnp.sum(moe.grouped_by_kernel(rows, w, sizes, turned=False))
+    shapes = ((700, num_in), jnp.float32), ((6, num_out, num_in), jnp.float32), ((6,), jnp.int32)
+    traced = jax.jit(jax.grad(total, (0, 1))).trace(*(jax.ShapeDtypeStruct(*each) for each in shapes))
+    assert "tpu_custom_call" in traced.lower(lowering_platforms=("tpu",)).as_text()
+
+
 def test_metrics_of_even_and_of_one_sided_loads():
     values = moe.metrics({"expert_counts": np.full((2, 4), 5.0), "update_count": 1})
     assert values == {"update/expert_load_max": 1.0, "update/expert_load_entropy_frac": 1.0}
