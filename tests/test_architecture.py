@@ -31,8 +31,9 @@ FLOORS = [
     {"questions", "replay", "reports"},
     {"learner", "actor"},
     {"run"},
+    {"serving"},
     {"planning"},
-    {"train", "evaluate", "generate", "score", "export", "sft", "plan", "replay_plan", "report"},
+    {"train", "evaluate", "generate", "serve", "score", "export", "sft", "plan", "replay_plan", "report"},
     {"models.__main__"},  # a command of its own beside what it lists
     {"sweep"},
 ]

@@ -1,0 +1,302 @@
+"""The server: real sockets, a tiny model. Tokens and their log-probs are the model's own, whoever else asks."""
+
+import concurrent.futures
+import contextlib
+import functools
+import http.client
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import types
+
+import jax
+import numpy as np
+import pytest
+from support.building import ONE, mesh_of
+
+from jaxrl_llm.config import ConfigError, SamplingConfig
+from jaxrl_llm.models.files import pretrained
+from jaxrl_llm.models.row_logp import row_logp
+from jaxrl_llm.models.transformer import Model
+from jaxrl_llm.runtime import sharding
+from jaxrl_llm.serve import server_of
+
+MODEL, MOST, WIDTH = "random:debug", 24, 48
+
+
+@contextlib.contextmanager
+def serving(**settings):
+    given = {"temperature": 1.0, "slots": 4, "max_waiting": 300, "token": ""} | settings
+    sampling = SamplingConfig(temperature=given.pop("temperature"), max_completion_tokens=MOST)
+    server = server_of(MODEL, sampling=sampling, max_prompt_tokens=WIDTH, **given)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+        server.engine.close()
+        assert server.engine.error is None
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_device():
+    with pytest.MonkeyPatch.context() as patch:
+        mesh = mesh_of(ONE)
+        patch.setattr(sharding, "make_mesh", lambda *_: mesh)
+        yield
+
+
+@pytest.fixture(scope="module")
+def sampled(one_device):
+    with serving() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def greedy(one_device):
+    with serving(temperature=0.0) as server:
+        yield server
+
+
+def ask(server, path, body, *, method="POST", token=""):
+    """(status, answer) of a request."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
+    data = body if isinstance(body, (str, bytes)) else json.dumps(body)
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    connection.request(method, path, data if method == "POST" else None, headers)
+    answer = connection.getresponse()
+    text = answer.read()
+    connection.close()
+    return answer.status, json.loads(text)
+
+
+def generate(server, ids, **params):
+    status, answer = ask(server, "/inference/v1/generate", {"token_ids": ids, "sampling_params": params})
+    assert status == 200, answer
+    (choice,) = answer["choices"]
+    return choice["token_ids"], [x["logprob"] for x in choice["logprobs"]["content"]], choice["finish_reason"]
+
+
+@functools.cache
+def learner():
+    source = pretrained.resolve(MODEL)
+    model = Model(source.architecture())
+    params = source.load_params(model, mesh_of(ONE), seed=0)
+    how = {"sampling": SamplingConfig(), "completion_width": MOST, "chunk_positions": 8}
+    return jax.jit(functools.partial(row_logp, model, params, **how))
+
+
+def own_logp(prompt, completion):
+    row = np.zeros((1, WIDTH + MOST), np.int32)
+    row[0, : len(prompt) + len(completion)] = prompt + completion
+    sizes = np.array([len(prompt)], np.int32), np.array([len(prompt) + len(completion)], np.int32)
+    return np.asarray(learner()(row, *sizes).logp)[0, len(prompt) : sizes[1][0]]
+
+
+def test_tokens_of_many_at_once_have_the_log_probs_that_the_model_gives_them_after_their_own_prompt(sampled):
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, 250, rng.integers(1, WIDTH + 1)).tolist() for _ in range(14)]
+    sizes = [int(x) for x in rng.integers(1, MOST + 1, 14)]
+    with concurrent.futures.ThreadPoolExecutor(14) as pool:
+        answers = list(pool.map(lambda p, n: generate(sampled, p, max_tokens=n, logprobs=0), prompts, sizes))
+    for prompt, size, (tokens, logps, why) in zip(prompts, sizes, answers, strict=True):
+        assert why == ("length" if tokens[-1] not in sampled.engine.sampler.eos_ids else "stop")
+        assert len(tokens) == size if why == "length" else len(tokens) <= size
+        np.testing.assert_allclose(logps, own_logp(prompt, tokens), rtol=0, atol=1e-5)
+    assert len({tuple(tokens) for tokens, *_ in answers}) == 14
+
+
+def test_greedy_answers_do_not_depend_on_who_else_asks_and_are_streamed_as_they_are(greedy):
+    bodies = [
+        {"messages": [{"role": "user", "content": x}], "max_tokens": 20} for x in ("a", "Hello", "?", "abc", "zz")
+    ]
+    alone = [ask(greedy, "/v1/chat/completions", body) for body in bodies]
+    with concurrent.futures.ThreadPoolExecutor(5) as pool:
+        together = list(pool.map(lambda body: ask(greedy, "/v1/chat/completions", body), bodies))
+        streamed = list(pool.map(lambda body: stream(greedy, body), bodies))
+    for (status, one), (_, other), events in zip(alone, together, streamed, strict=True):
+        assert status == 200 and one["choices"] == other["choices"]
+        text = one["choices"][0]["message"]["content"]
+        assert "".join(event["choices"][0]["delta"].get("content", "") for event in events if event["choices"]) == text
+        assert events[-2]["choices"][0]["finish_reason"] == one["choices"][0]["finish_reason"]
+        assert events[-1]["usage"] == one["usage"]
+        assert one["usage"]["completion_tokens"] <= 20
+
+
+def stream(server, body):
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
+    body = json.dumps(body | {"stream": True, "stream_options": {"include_usage": True}})
+    connection.request("POST", "/v1/chat/completions", body)
+    lines = connection.getresponse().read().decode().split("\n\n")
+    assert lines[-2:] == ["data: [DONE]", ""]
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+
+
+def test_a_stop_string_ends_it_and_is_not_shown(greedy):
+    body = {"messages": [{"role": "user", "content": "Hello"}]}
+    text = ask(greedy, "/v1/chat/completions", body)[1]["choices"][0]["message"]["content"]
+    stop = text[5:7]
+    status, answer = ask(greedy, "/v1/chat/completions", body | {"stop": [stop, "not there"]})
+    (choice,) = answer["choices"]
+    assert (status, choice["finish_reason"]) == (200, "stop")
+    assert choice["message"]["content"] == text[: text.index(stop)]
+    shown = [event["choices"][0]["delta"].get("content", "") for event in stream(greedy, body | {"stop": stop})[:-1]]
+    assert "".join(shown) == text[: text.index(stop)]
+
+
+def test_models_are_listed_with_their_length(sampled):
+    status, answer = ask(sampled, "/v1/models", "", method="GET")
+    assert status == 200 and answer["data"][0]["id"] == MODEL and answer["data"][0]["max_model_len"] == WIDTH + MOST
+
+
+GENERATE, CHAT = "/inference/v1/generate", "/v1/chat/completions"
+USER = [{"role": "user", "content": "x"}]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "said"),
+    [
+        ("/v1/nothing", {}, 404, "no route POST /v1/nothing"),
+        (GENERATE, "{", 400, "the body is no JSON"),
+        (GENERATE, "[]", 400, "must be a JSON object"),
+        (GENERATE, {}, 400, "token_ids must be a list of ids from 0 to"),
+        (GENERATE, {"token_ids": [1, -1]}, 400, "token_ids must be a list of ids from 0 to"),
+        (GENERATE, {"token_ids": [True]}, 400, "token_ids must be a list of ids from 0 to"),
+        (GENERATE, {"token_ids": [1] * 49}, 400, "a prompt of 49 tokens; 48 are allowed"),
+        (GENERATE, {"token_ids": [1], "model": "other"}, 404, "the model served is 'random:debug'"),
+        (
+            GENERATE,
+            {"token_ids": [1], "sampling_params": {"max_tokens": 25}},
+            400,
+            "max_tokens=25 must be a whole number",
+        ),
+        (GENERATE, {"token_ids": [1], "sampling_params": {"max_tokens": 0}}, 400, "from 1 to 24"),
+        (GENERATE, {"token_ids": [1], "sampling_params": {"temperature": 0.5}}, 400, "temperature=0.5 must be 1.0"),
+        (GENERATE, {"token_ids": [1], "sampling_params": {"top_p": 0.5}}, 400, "top_p=0.5 is not there: only 1"),
+        (GENERATE, {"token_ids": [1], "sampling_params": {"n": 2}}, 400, "n=2 is not there: only 1"),
+        (GENERATE, {"token_ids": [1], "sampling_params": {"seed": 1}}, 400, "seed is not known here"),
+        (GENERATE, {"token_ids": [1], "sampling_params": []}, 400, "sampling_params=[] must be an object"),
+        (CHAT, {"messages": []}, 400, "messages=[] must be a list of objects"),
+        (CHAT, {"messages": [{"role": "user"}]}, 400, "must be a list of objects with a role and a content"),
+        (CHAT, {"messages": USER, "tools": [{}]}, 400, "tools is not known here"),
+        (CHAT, {"messages": USER, "stop": [1]}, 400, "stop=[1] must be a text or a list of texts"),
+        (CHAT, {"messages": USER, "chat_template_kwargs": {"thinking": 1}}, 400, "has 'thinking'"),
+    ],
+)
+def test_what_is_not_there_is_refused_by_name(sampled, path, body, status, said):
+    found, answer = ask(sampled, path, body)
+    assert found == status and said in answer["error"]["message"], answer
+
+
+def test_a_body_without_end_is_not_read(sampled):
+    with socket.create_connection(("127.0.0.1", sampled.server_port), timeout=30) as plug:
+        plug.sendall(f"POST {GENERATE} HTTP/1.1\r\nContent-Length: {10**12}\r\n\r\n".encode())
+        assert plug.recv(100).startswith(b"HTTP/1.1 413 ")
+
+
+def test_with_a_token_none_else_is_answered_and_too_many_are_told_so_and_who_has_gone_gives_the_slot_back():
+    with serving(slots=1, max_waiting=2, token="secret") as server:
+        body = {"token_ids": [1, 2, 3]}
+        for token in ("", "other"):
+            assert ask(server, GENERATE, body, token=token)[0] == 401
+        assert ask(server, "/v1/models", "", method="GET", token="secret")[0] == 200
+        # Nobody is served while the engine is held.
+        step = server.engine._step
+        held = threading.Event()
+        server.engine._step = lambda: (held.wait(60), step())
+        head = f"POST {GENERATE} HTTP/1.1\r\nAuthorization: Bearer secret\r\n"
+        data = json.dumps(body)
+        plugs = []
+        for _ in range(3):  # one in the slot, two that wait
+            plugs.append(socket.create_connection(("127.0.0.1", server.server_port), timeout=30))
+            plugs[-1].sendall(f"{head}Content-Length: {len(data)}\r\n\r\n{data}".encode())
+            until(lambda n=len(plugs): len(server.engine._waiting) + len(server.engine._rows) == n)
+        status, answer = ask(server, GENERATE, body, token="secret")
+        assert status == 429 and "too many requests wait" in answer["error"]["message"]
+        for plug in plugs:
+            plug.close()
+        held.set()
+        until(lambda: not server.engine._rows and not server.engine._waiting)
+        status, answer = ask(server, GENERATE, body, token="secret")
+        assert status == 200 and answer["choices"][0]["token_ids"]
+
+
+def until(holds, seconds=30):
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_compiled(monkeypatch):
+    monkeypatch.setattr("jaxrl_llm.serve.compile_all", None)
+    for settings, said in (
+        ({"slots": 0}, "--slots=0 must be a multiple of 1"),
+        ({"max_prompt_tokens": 10**9}, "--max_prompt_tokens=1000000000 + --max_tokens=24 must be at most the model's"),
+    ):
+        given = {"slots": 4, "max_prompt_tokens": WIDTH, "max_waiting": 1} | settings
+        with pytest.raises(ConfigError, match=said.replace("+", "\\+")):
+            server_of(MODEL, sampling=SamplingConfig(max_completion_tokens=MOST), **given)
+
+
+@pytest.mark.slow
+def test_256_streams_at_once_for_a_minute_lose_and_mix_nothing(greedy):
+    """Of the same ten questions again and again; some readers are slow, some go away."""
+    bodies = [{"messages": [{"role": "user", "content": f"question {i}"}]} for i in range(10)]
+    expected = [ask(greedy, CHAT, body)[1]["choices"][0]["message"]["content"] for body in bodies]
+    end, counts = time.monotonic() + 60, []
+
+    def client(number):
+        count, rng = 0, np.random.default_rng(number)
+        while time.monotonic() < end:
+            i = int(rng.integers(10))
+            if rng.random() < 0.05:
+                with socket.create_connection(("127.0.0.1", greedy.server_port), timeout=60) as plug:
+                    data = json.dumps(bodies[i] | {"stream": True})
+                    plug.sendall(f"POST {CHAT} HTTP/1.1\r\nContent-Length: {len(data)}\r\n\r\n{data}".encode())
+                    plug.recv(10)
+                continue
+            events = stream(greedy, bodies[i])
+            text = "".join(event["choices"][0]["delta"].get("content", "") for event in events if event["choices"])
+            assert text == expected[i]
+            count += 1
+        return count
+
+    with concurrent.futures.ThreadPoolExecutor(256) as pool:
+        counts = list(pool.map(client, range(256)))
+    assert min(counts) >= 1
+    until(lambda: not greedy.engine._rows and not greedy.engine._waiting)
+
+
+def test_the_openai_client_is_served(greedy):
+    openai = pytest.importorskip("openai")
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{greedy.server_port}/v1", api_key="none", max_retries=0)
+    assert [model.id for model in client.models.list()] == [MODEL]
+    messages = [{"role": "user", "content": "Hello"}]
+    whole = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=12, logprobs=True)
+    (choice,) = whole.choices
+    assert choice.finish_reason == "length" and len(choice.logprobs.content) == 12 == whole.usage.completion_tokens
+    parts = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=12, stream=True)
+    assert "".join(part.choices[0].delta.content or "" for part in parts) == choice.message.content
+    with pytest.raises(openai.BadRequestError, match="temperature"):
+        client.chat.completions.create(model=MODEL, messages=messages, temperature=0.3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_command_serves_until_it_is_told_to_stop(number):
+    command = [sys.executable, "-m", "jaxrl_llm.serve", "--model=random:debug", "--port=0", "--slots=8"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        line = process.stdout.readline()
+        port = int(re.fullmatch(r"serving     random:debug at http://127.0.0.1:(\d+)/v1\n", line)[1])
+        status, answer = ask(types.SimpleNamespace(server_port=port), CHAT, {"messages": USER, "max_tokens": 3})
+        assert status == 200 and answer["usage"]["completion_tokens"] <= 3
+        process.send_signal(number)
+        assert process.wait(60) == 0 and process.stderr.read() == ""
