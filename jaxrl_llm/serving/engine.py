@@ -35,7 +35,8 @@ class Request:
     """A prompt that is to be completed.
 
     Attributes:
-        stop: the completion ends with the first token whose text completes one of these.
+        stop: the completion ends with the first token whose text completes one of these;
+        stop_ids: with the first of these tokens, besides the model's own ends.
         deltas: (token ids, log-probs, why it ended: "stop", "length", "error" or None), until it ends.
         is_cancelled: set by whoever no longer reads.
     """
@@ -43,6 +44,7 @@ class Request:
     prompt: list[int]
     max_tokens: int
     stop: tuple[str, ...] = ()
+    stop_ids: frozenset[int] = frozenset()
     deltas: queue.SimpleQueue = dataclasses.field(default_factory=queue.SimpleQueue)
     is_cancelled: bool = False
 
@@ -178,9 +180,10 @@ class Engine:
             self._state, _ = self._run["stop_rows"](self._state, cut)
 
     def _stopped(self, row: _Row, begin: int) -> int | None:
-        """At how many tokens one of the request's stop strings is complete, of more than ``begin``."""
-        stop = row.request.stop
-        if not any(text in self._decode_text(row.drawn) for text in stop):
-            return None
+        """At how many tokens, more than ``begin``, the first is that ends the request besides the model's ends."""
+        stop, ids = row.request.stop, row.request.stop_ids
         sizes = range(begin + 1, len(row.drawn) + 1)
-        return next(n for n in sizes if any(text in self._decode_text(row.drawn[:n]) for text in stop))
+        found = [n for n in sizes if row.drawn[n - 1] in ids][:1]
+        if any(text in self._decode_text(row.drawn) for text in stop):
+            found += [next(n for n in sizes if any(text in self._decode_text(row.drawn[:n]) for text in stop))]
+        return min(found, default=None)

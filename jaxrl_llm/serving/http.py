@@ -34,7 +34,7 @@ READ_S = 60.0  # that a client may take to say what it wants
 NEUTRAL: dict[str, tuple[Any, ...]] = {"n": (1,), "best_of": (1,), "top_p": (1,), "top_k": (0, -1), "min_p": (0,)}
 NEUTRAL |= {"repetition_penalty": (1,), "presence_penalty": (0,), "frequency_penalty": (0,), "min_tokens": (0,)}
 NEUTRAL |= {"top_logprobs": (0,), "store": (False,), "skip_special_tokens": (), "spaces_between_special_tokens": ()}
-NEUTRAL |= {"user": (), "cache_salt": (), "priority": ()}
+NEUTRAL |= {"user": (), "cache_salt": (), "priority": (), "routed_experts_prompt_start": ()}
 
 
 class Refused(Exception):
@@ -225,13 +225,16 @@ class Handler(http.server.BaseHTTPRequestHandler):
             raise Refused(400, f"stop={stop!r:.100} must be a text or a list of texts")
         if stop and self.server.tokenizer is None:
             raise Refused(400, f"stop={stop!r:.100} needs a tokenizer, which this server has not")
+        stop_ids = asked.pop("stop_token_ids", None) or []
+        if not isinstance(stop_ids, list) or not all(map(is_id, stop_ids)):
+            raise Refused(400, f"stop_token_ids={stop_ids!r:.100} must be a list of ids from 0 to {vocab - 1}")
         asked.pop("logprobs", None)  # they are always there
         for name, value in asked.items():
             if name not in NEUTRAL:
                 raise Refused(400, f"{name} is not known here")
             if value is not None and NEUTRAL[name] and value not in NEUTRAL[name]:
                 raise Refused(400, f"{name}={value!r:.100} is not there: only {NEUTRAL[name][0]!r}")
-        request = Request(ids, min(sizes, default=most), tuple(stop))
+        request = Request(ids, min(sizes, default=most), tuple(stop), frozenset(stop_ids))
         try:
             self.server.engine.submit(request)
         except BusyError:

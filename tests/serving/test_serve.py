@@ -1,5 +1,6 @@
 """The server: real sockets, a tiny model. Tokens and their log-probs are the model's own, whoever else asks."""
 
+import asyncio
 import concurrent.futures
 import contextlib
 import functools
@@ -151,6 +152,16 @@ def test_a_stop_string_ends_it_and_is_not_shown(greedy):
     assert "".join(shown) == text[: text.index(stop)]
 
 
+def test_tokens_that_the_request_names_end_it_too(greedy):
+    tokens, logps, _ = generate(greedy, [1, 2, 3])
+    place = next(i for i in range(3, len(tokens)) if tokens[i] not in tokens[:i])
+    assert generate(greedy, [1, 2, 3], stop_token_ids=[tokens[place]]) == (
+        tokens[: place + 1],
+        logps[: place + 1],
+        "stop",
+    )
+
+
 def test_models_are_listed_with_their_length(sampled):
     status, answer = ask(sampled, "/v1/models", "", method="GET")
     assert status == 200 and answer["data"][0]["id"] == MODEL and answer["data"][0]["max_model_len"] == WIDTH + MOST
@@ -183,6 +194,12 @@ USER = [{"role": "user", "content": "x"}]
         (GENERATE, {"token_ids": [1], "sampling_params": {"n": 2}}, 400, "n=2 is not there: only 1"),
         (GENERATE, {"token_ids": [1], "sampling_params": {"seed": 1}}, 400, "seed is not known here"),
         (GENERATE, {"token_ids": [1], "sampling_params": []}, 400, "sampling_params=[] must be an object"),
+        (
+            GENERATE,
+            {"token_ids": [1], "sampling_params": {"stop_token_ids": ["x"]}},
+            400,
+            "stop_token_ids=['x'] must be",
+        ),
         (CHAT, {"messages": []}, 400, "messages=[] must be a list of objects"),
         (CHAT, {"messages": [{"role": "user"}]}, 400, "must be a list of objects with a role and a content"),
         (CHAT, {"messages": USER, "tools": [{}]}, 400, "tools is not known here"),
@@ -300,3 +317,30 @@ def test_the_command_serves_until_it_is_told_to_stop(number):
         assert status == 200 and answer["usage"]["completion_tokens"] <= 3
         process.send_signal(number)
         assert process.wait(60) == 0 and process.stderr.read() == ""
+
+
+def test_verifiers_own_train_client_is_served(sampled, tmp_path):
+    """Its renderer makes the tokens, the server draws, and what comes back is what was drawn."""
+    pytest.importorskip("verifiers.v1")
+    from verifiers.v1.clients.train import TrainClient
+    from verifiers.v1.configs.client import TrainClientConfig
+    from verifiers.v1.dialects.chat import ChatDialect
+    from verifiers.v1.types import SamplingConfig as Asked
+
+    tokenizer = pretrained.resolve(MODEL).tokenizer()
+    tokenizer.save(tmp_path)
+    settings = {"base_url": f"http://127.0.0.1:{sampled.server_port}/v1", "renderer_model_name": str(tmp_path)}
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "What is 2 + 2?"}]}
+
+    async def ask_once():
+        client = TrainClient(TrainClientConfig(**settings))
+        try:
+            return await client.get_response(ChatDialect(), body, Asked(max_tokens=8, temperature=1.0))
+        finally:
+            await client.client.close()
+
+    response = asyncio.run(ask_once())
+    drawn = response.tokens
+    prompt = tokenizer.encode_prompt(body["messages"], chat_template=True, system_prompt="")
+    assert drawn.prompt_ids == prompt and 1 <= len(drawn.completion_ids) <= 8
+    np.testing.assert_allclose(drawn.completion_logprobs, own_logp(prompt, drawn.completion_ids), rtol=0, atol=1e-5)
