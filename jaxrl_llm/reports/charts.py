@@ -55,6 +55,7 @@ CHARTS = (
         },
     ),
     Chart("Completion length", "tokens", {"mean": "rollout/completion_length_tokens"}),
+    Chart("Turns", "of the policy in a rollout", {"mean": "rollout/turns_mean"}),
     Chart(
         "Truncated and degenerate",
         "fraction",
