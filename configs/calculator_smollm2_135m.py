@@ -3,8 +3,8 @@
     bash launch/local.sh --config=configs/calculator_smollm2_135m.py --workdir=runs/calculator
 
 It writes the product, the environment answers with its value, and it says the result: `926 * 988`,
-`926 * 988 = 914888`, `914888`. Seed 0 ran on 2026-11-25 on 2 cores of a machine that did other work for the first minutes, float32, in 8 min,
-14 to 50 s an iteration:
+`926 * 988 = 914888`, `914888`. Seed 0 ran on 2026-11-25 on 2 cores of a machine that did other work for the first
+minutes, float32, in 8 min, 14 to 50 s an iteration:
 
     held-out pass rate 0.032 before, 1.000 after (64 questions, sampled at temperature 1)
     pass rate while training, iterations 1 to 16: 0.02 0.12 0.13 0.23 0.31 0.42 0.69 0.82 0.78 0.89 0.98 0.98 0.98 0.98
