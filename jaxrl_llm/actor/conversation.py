@@ -12,7 +12,6 @@ Owns: turns of open rows on the host, when an episode ends. Does not know: proce
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any
@@ -86,7 +85,6 @@ class Conversations:
         self._environment, self._decode = environment, tokenizer.decode
         self._encode = lambda text: tokenizer.encode_answer(text, environment.role, **config.prompts.encoding)
         self._limits, self._most = config.environments, config.sampling.max_completion_tokens
-        self._episodes = itertools.count()
         self._rows: dict[Row, tuple[int, list[Turn]]] = {}  # episode, turns
         self._waiting: set[Row] = set()  # when a chunk last told of it
 
@@ -108,7 +106,7 @@ class Conversations:
                 row, end = (shard, entry, g), int(lengths[shard, entry, g])
                 self._waiting.add(row)
                 _, example, prompt, *_ = prompts[shard, entry]
-                episode, turns = self._rows.setdefault(row, (next(self._episodes), []))
+                episode, turns = self._of(row)
                 if not turns or turns[-1].end != end:
                     said = of_slots[slot][turns[-1].stop if turns else len(prompt) : end]
                     texts = [*(turn.text for turn in turns), self._decode(said.tolist())]
@@ -128,6 +126,12 @@ class Conversations:
             verdict[row] = turn.verdict
             tokens[row][: len(turn.answer)] = turn.answer
         return sharding.put((tokens, verdict), sharding.leading(sampler.mesh, (tokens, verdict)))
+
+    def _of(self, row: Row) -> tuple[int, list[Turn]]:
+        """A row's episode and turns; it begins where it has none."""
+        if row not in self._rows:
+            self._rows[row] = self._environment.begin(), []
+        return self._rows[row]
 
     def _judge(self, turn: Turn, num_turns: int) -> None:
         """What becomes of a row after its newest turn."""
@@ -162,7 +166,7 @@ class Conversations:
         """
         messages, replies = [], []
         for g, completion in enumerate(completions):
-            episode, turns = self._rows.setdefault((*where, g), (next(self._episodes), []))
+            episode, turns = self._of((*where, g))
             said = []
             for turn in turns:
                 said.append({"role": "assistant", "content": turn.text})
@@ -201,7 +205,7 @@ class Conversations:
             turns = [
                 Turn(*of_turn, _there(Reply(*reply)), answer, verdict) for *of_turn, answer, verdict, reply in saved
             ]
-            self._rows[tuple(row)] = next(self._episodes), turns
+            self._rows[tuple(row)] = self._environment.begin(), turns
 
 
 def _there(reply: Reply) -> Future[Reply]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
+import itertools
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -58,11 +59,15 @@ class Environment(contextlib.AbstractContextManager):
         if "environment" in config.rewards.functions and not self.has_reward:
             said = f"environments.factory={self._config.factory!r:.200} has no method get_reward"
             raise ConfigError(f"rewards.functions: 'environment' means nothing here: {said}")
-        self._printer, self._closed = Printer(), False
+        self._printer, self._closed, self._episodes = Printer(), False, itertools.count()
         how = [self._config.factory], self._printer, "environment_worker"
         self._workers = [Worker(*how) for _ in range(self._config.num_workers)]
         self._threads = [ThreadPoolExecutor(1, "environment") for _ in self._workers]
         self._over: list[list[str]] = [[] for _ in self._workers]  # episodes that its process need not keep
+
+    def begin(self) -> int:
+        """A new episode's name; of all who ask this environment none has it twice."""
+        return next(self._episodes)
 
     def ask(self, episode: int, example: Example, turns: Sequence[str], answers: Sequence[str]) -> Future[Reply]:
         """The reply to the newest of an episode's turns; without any, how it begins. Returns at once."""
@@ -139,10 +144,10 @@ def shown(
     if prompts.chat_template and "tools" not in prompts.chat_template_kwargs:
         prompts = dataclasses.replace(prompts, chat_template_kwargs=_told(config, found, tokenizer))
     with Environment(config, examples) as environment:
-        replies = [environment.ask(i, example, (), ()) for i, example in enumerate(examples)]
-        for i, (example, reply) in enumerate(zip(examples, replies, strict=True)):
+        asked = [(x, i := environment.begin(), environment.ask(i, x, (), ())) for x in examples]
+        for example, episode, reply in asked:
             said = reply.result()
-            environment.forget(i)
+            environment.forget(episode)
             if said.outcome != OUTCOME_SCORE:
                 bad.append(said.reason)
                 if prompts.bad_row == "error":

@@ -49,7 +49,11 @@ class Here:
     role, has_reward = "user", False
 
     def __init__(self):
-        self.asked, self.gone = [], []
+        self.asked, self.gone, self.begun = [], [], 0
+
+    def begin(self):
+        self.begun += 1
+        return self.begun
 
     def ask(self, episode, example, turns, answers):
         assert [answer_of(turns[: i + 1]) for i in range(len(turns) - 1)] == list(answers)
@@ -225,11 +229,14 @@ def test_a_run_that_stops_inside_a_generation_goes_on_bit_by_bit_with_episodes_i
     }
 
 
-def test_episodes_that_are_over_are_forgotten():
+def test_episodes_that_are_over_are_forgotten_and_no_two_who_ask_one_environment_share_any():
+    """A run's training and its evaluation do."""
     talking = Talking(num_slots=7, chunk_steps=3)
-    talking(make_prompts(range(8)))
-    assert not talking.generator.talk._rows
-    assert len(talking.environment.gone) == 24 and len({*talking.environment.gone}) == 24
+    other = Talking(talking.environment, num_slots=7, chunk_steps=3)
+    for one in (talking, other):
+        one(make_prompts(range(8)))
+        assert not one.generator.talk._rows
+    assert sorted(talking.environment.gone) == list(range(1, 49))
 
 
 class Failing(Here):
