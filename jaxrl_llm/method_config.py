@@ -314,7 +314,8 @@ class MethodFacts:
         )
         yield (
             n.factory == "" or n.max_answer_tokens + 2 <= c.sampling.max_completion_tokens,
-            "[environments.max_answer_tokens] must leave room in [sampling.max_completion_tokens] for two turns",
+            "[environments.max_answer_tokens] must leave room in [sampling.max_completion_tokens] for two turns, which "
+            "[environments.factory] asks for",
         )
         yield (
             n.factory != "" or "environment" not in c.rewards.functions,

@@ -97,7 +97,7 @@ def test_local_with_another_config_has_no_two(checkout):
 def test_tests_end_with_the_status_of_pytest(checkout, script):
     done = checkout.run(script, FAKE_STATUS="3")
     assert done.returncode == 3
-    assert checkout.log[0].endswith(".[math,parquet,reasoning-wheels,test,plan,quant]")
+    assert checkout.log[0].endswith(".[math,parquet,reasoning-wheels,test,plan,quant,gcs]")
     (call,) = checkout.log[2:]
     assert call.startswith("-m pytest -m not slow -n logical --maxprocesses=8 --dist=loadfile")
 

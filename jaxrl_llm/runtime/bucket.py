@@ -64,8 +64,10 @@ def check(folder: Any, workdir: pathlib.Path, setting: str, text: str) -> None:
     """Write who uses a folder of a bucket into it: before there is a checkpoint to be lost.
 
     Raises:
-        ConfigError: it cannot be written, or the run of the workdir has its checkpoints elsewhere.
+        ConfigError: it is in no bucket or cannot be written, or the run of the workdir has its checkpoints elsewhere.
     """
+    if setting and not is_bucket(setting):
+        raise ConfigError(f"checkpoint.bucket={setting!r:.200} must be '' or '{PREFIX}BUCKET/FOLDER'")
     before = setting
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
         before = json.loads((workdir / "config.json").read_text())["checkpoint"].get("bucket", "")
@@ -78,8 +80,9 @@ def check(folder: Any, workdir: pathlib.Path, setting: str, text: str) -> None:
         return
     try:
         (folder / "writer.txt").write_text(text)
-    except Exception as error:  # those of gcsfs, of its credentials and of the network have no other class in common
-        raise ConfigError(f"{folder} cannot be written: {type(error).__name__}: {error}") from error
+    except Exception as error:  # those of gcsfs, of its credentials and of the network have no class in common
+        why = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"checkpoint.bucket={setting!r} cannot be written: {why}") from error
 
 
 def is_whole(path: Any) -> bool:

@@ -96,16 +96,17 @@ def test_a_plan_counts_two_bytes_of_a_frozen_weight_and_twelve_of_one_that_learn
     arch = PRESETS["debug"]
     plain = freeze(settings_of(CONFIG, {"model.param_dtype": "bfloat16"}))
     adapted = freeze(settings_of(CONFIG, {"model.param_dtype": "bfloat16", "model.lora.rank": 3}))
-    state = {}
+    kept = {}
     for name, config in (("plain", plain), ("adapted", adapted)):
         run = assemble(config, arch, (257,), mesh_of(ONE))
-        state[name] = verdict.kept(run, sampling=False)[verdict.STATE]
+        kept[name] = verdict.kept(run, sampling=False)
         assert "checksums_base" not in run.programs() or name == "adapted"
     # Rank times inputs plus outputs of q, k, v, o, gate, up, down (width 64, 4 and 2 heads of 16, ffn 128), two layers.
     learned = 2 * 3 * ((64 + 64) + 2 * (64 + 32) + (64 + 64) + 3 * (64 + 128))
-    counters = state["plain"] - 10 * arch.num_params  # 2 of the weight, 8 of its moments
+    counters = kept["plain"][verdict.STATE] - 10 * arch.num_params  # 2 of the weight, 8 of its moments
     assert 0 <= counters < 64
-    assert state["adapted"] == 2 * arch.num_params + 12 * learned + counters
+    assert verdict.FROZEN not in kept["plain"] and kept["adapted"][verdict.FROZEN] == 2 * arch.num_params
+    assert kept["adapted"][verdict.STATE] == 12 * learned + counters
     assert cost.model_flops(plain, arch) - cost.model_flops(adapted, arch) == pytest.approx(
         2.0 * arch.num_params * 2 * 8 * (32 + 8 * 8)  # of each update's eight draws, a prompt and its eight rows
     )

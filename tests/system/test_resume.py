@@ -64,7 +64,7 @@ class Process:
             "JAX_COMPILATION_CACHE_DIR": str(cache),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "PYTHONUNBUFFERED": "1",
-            "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}",
+            "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}",
         }
         overrides = [f"--config.{name}={value}" for name, value in settings.items()]
         command = [sys.executable, "-m", "jaxrl_llm.train", f"--config={CONFIG}", f"--workdir={workdir}", *overrides]
