@@ -119,7 +119,7 @@ def test_a_bucket_that_cannot_be_written_is_said(objects, tmp_path, monkeypatch)
         raise emulation.Refused(403)
 
     monkeypatch.setattr(emulation.Store, "write", refused)
-    with pytest.raises(ConfigError, match=f"{FOLDER} cannot be written: .*"):
+    with pytest.raises(ConfigError, match=f"checkpoint.bucket='{FOLDER}' cannot be written: .*"):
         Checkpointer(tmp_path, CheckpointConfig(bucket=FOLDER))
 
 
