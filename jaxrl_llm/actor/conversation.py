@@ -22,7 +22,7 @@ import numpy as np
 from jaxrl_llm.actor.environment import Environment, Reply
 from jaxrl_llm.actor.sampler import Sampler
 from jaxrl_llm.config import Config, ConfigError
-from jaxrl_llm.runtime import sharding
+from jaxrl_llm.runtime import hosts, sharding
 from jaxrl_llm.types import OUTCOME_ERROR, OUTCOME_SCORE, STOP_EOS, STOP_LENGTH, STOP_TURNS, Example
 
 Row = tuple[int, int, int]  # shard, entry, sample
@@ -189,16 +189,18 @@ class Conversations:
             self._environment.forget(self._rows.pop(row)[0])
 
     def state(self) -> list[Any]:
-        """What ``restore`` takes, plain JSON: turns whose reply has been looked at. What waits is asked for again."""
-        saved = lambda turn: [
-            turn.text,
-            turn.end,
-            turn.used,
-            turn.answer,
-            turn.verdict,
-            list(dataclasses.astuple(turn.reply.result())),
-        ]
-        return [[*row, [saved(x) for x in turns if x.verdict]] for row, (_, turns) in self._rows.items()]
+        """What ``restore`` takes, plain JSON, of all hosts: turns whose reply has been looked at."""
+
+        def saved(turn: Turn) -> list[Any]:
+            reply = dataclasses.astuple(turn.reply.result())
+            return [turn.text, turn.end, turn.used, turn.answer, turn.verdict, list(reply)]
+
+        own = [[*row, [saved(turn) for turn in turns if turn.verdict]] for row, (_, turns) in self._rows.items()]
+        found: dict[Row, list[Any]] = {}
+        for *row, turns in (row for rows in hosts.exchange(own) for row in rows):
+            # One that was restored elsewhere knows less than the host whose row it is.
+            found[tuple(row)] = max(found.get(tuple(row), []), turns, key=len)
+        return [[*row, turns] for row, turns in sorted(found.items()) if turns]
 
     def restore(self, state: list[Any]) -> None:
         for *row, saved in state:

@@ -28,6 +28,7 @@ from jaxrl_llm.runtime import hosts
 CONFIG = pathlib.Path(__file__).parents[2] / "configs" / "debug.py"
 CACHING = pathlib.Path(__file__).parents[1] / "support" / "caching.py"
 DEADLINE_S = 900
+ENVIRONMENTS = pathlib.Path(__file__).parents[1] / "fixtures" / "environments.py"
 SETTINGS = {
     "num_iterations": 3,
     "rollout.lookahead_prompts": 8,
@@ -116,7 +117,8 @@ def assert_nearly_same_run(one, other):
     """Tokens, rewards and counts equal; floats that sums over devices go into to 1e-5."""
     (_, arrays, host, metrics, samples), expected = left_behind(one), left_behind(other)
     assert samples == expected[4] and host == expected[2]
-    assert (one / "shared_rollouts.jsonl").read_text() == (other / "shared_rollouts.jsonl").read_text()
+    if (other / "shared_rollouts.jsonl").exists():
+        assert (one / "shared_rollouts.jsonl").read_text() == (other / "shared_rollouts.jsonl").read_text()
     assert (one / "eval_after.json").read_text() == (other / "eval_after.json").read_text()
     for row, wanted in zip(metrics, expected[3], strict=True):
         assert row.keys() == wanted.keys()
@@ -402,3 +404,22 @@ def test_a_run_of_one_host_asks_nobody(tmp_path, monkeypatch):
     monkeypatch.setattr(hosts, "_service", None)
     mapping = building.settings_of(CONFIG, {"num_iterations": 2, "metrics.compare_hosts": True})
     assert train_module.train(freeze(mapping), tmp_path / "run") == 0
+
+
+@pytest.mark.slow
+def test_two_hosts_are_one_with_an_environment_and_go_on_with_episodes_in_flight(tmp_path):
+    """Each asks for its own rows; what a checkpoint has of their turns is of both."""
+    turns = {"environments.factory": f"{ENVIRONMENTS}:brief", "environments.max_answer_tokens": 2}
+    turns |= {"prompts.chat_template": False, "sampling.max_completion_tokens": 24, "sampling.stop_strings": "()"}
+    turns |= {"sampling.stop_tokens": tuple("abcdefgh"), "rollout.chunk_steps": 3, "rollout.slots": 16}
+    settings = SETTINGS | turns | {"metrics.share_rollouts": False}
+    run_to_end(1, tmp_path, "one", settings, devices=2)
+    job = Job(2, tmp_path, settings, flags=(f"--workdir={tmp_path / 'two'}",))
+    job.until("iteration 1/")
+    job.hosts[1].send_signal(signal.SIGTERM)
+    statuses, outputs = job.end()
+    assert statuses in ([143, 143], [0, 0]), outputs
+    if statuses[0]:
+        run_to_end(2, tmp_path, "two", settings)
+    assert_nearly_same_run(tmp_path / "two", tmp_path / "one")
+    assert min(row["rollout/turns_mean"] for row in left_behind(tmp_path / "one")[3]) > 1.2
