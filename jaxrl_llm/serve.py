@@ -15,17 +15,15 @@ import signal
 import threading
 from typing import Any
 
-import jax
 from absl import flags
 
-from jaxrl_llm.actor import stop_strings
 from jaxrl_llm.actor.sampler import Sampler
 from jaxrl_llm.config import Config, ConfigError, MeshConfig, SamplingConfig
 from jaxrl_llm.learner import publish
 from jaxrl_llm.models.files import pretrained
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.runtime import cli, rng, sharding
-from jaxrl_llm.runtime.programs import Program, compile_all, use_cache
+from jaxrl_llm.runtime.programs import compile_all, use_cache
 from jaxrl_llm.serving.engine import Engine
 from jaxrl_llm.serving.http import Server
 
@@ -69,13 +67,10 @@ def server_of(
         chunk_steps=8,
         lookahead=slots - at_once,
         keeps_support=False,
+        cuts_rows=True,
     )
     shapes = publish.abstract_params(sampler.model, mesh)
-    state, whole = sampler.abstract_state(), sharding.replicated(mesh, 0)
-    cut = state, jax.ShapeDtypeStruct(state.length.shape, state.length.dtype, sharding=state.length.sharding)
-    layout = jax.tree.map(lambda x: x.sharding, state)
     programs = sampler.programs(shapes) | {"publish": publish.program(sampler.model, mesh, mesh)}
-    programs["stop_rows"] = Program(stop_strings.cut, cut, (layout, whole), donate=(0,))
     compiled = compile_all(programs, mesh)
     params = compiled["publish"](source.load_params(sampler.model, mesh, seed=seed))
     key = sharding.put(rng.stream(seed, "sample"), sharding.replicated(mesh, 0))

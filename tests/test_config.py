@@ -643,7 +643,7 @@ def answered(config, folder, monkeypatch):
     with Environment(config) as environment:
         processes = len(psutil.Process().children())
         reply = environment.ask(0, Example("p", {}), ["a", "b"], ["b"])
-        turn = Turn("b", 5, 4, reply)
+        turn = Turn("b", 4, reply)
         Conversations(environment, make_byte_tokenizer(), config)._judge(turn, 2)
     return processes, turn.verdict, turn.answer
 

@@ -30,18 +30,17 @@ Row = tuple[int, int, int]  # shard, entry, sample
 
 @dataclasses.dataclass
 class Turn:
-    """Of the policy: its text, where it ends in the row and in the completion, and what the environment replies."""
+    """Of the policy: its text, where it ends in the completion, and what the environment replies."""
 
     text: str
     end: int
-    used: int
     reply: Future[Reply]
     answer: list[int] = dataclasses.field(default_factory=list)  # token ids; none where the episode ends here
     verdict: int = 0  # how many these are, or minus the STOP_* of the row; 0 = the reply is not there yet
 
     @property
     def stop(self) -> int:
-        """Where the policy's next turn begins in the row."""
+        """Where the policy's next turn begins in the completion."""
         return self.end + len(self.answer)
 
 
@@ -103,16 +102,17 @@ class Conversations:
         for shard, of_slots in sharding.own_rows(tokens).items():
             for slot in np.flatnonzero(row_MZ[shard] >= 0):
                 entry, g = divmod(int(row_MZ[shard][slot]), lengths.shape[2])
-                row, end = (shard, entry, g), int(lengths[shard, entry, g])
+                row, (_, example, prompt, *_) = (shard, entry, g), prompts[shard, entry]
                 self._waiting.add(row)
-                _, example, prompt, *_ = prompts[shard, entry]
+                completion = of_slots[slot][len(prompt) : lengths[row]]
+                end = len(completion)
                 episode, turns = self._of(row)
                 if not turns or turns[-1].end != end:
-                    said = of_slots[slot][turns[-1].stop if turns else len(prompt) : end]
+                    said = completion[turns[-1].stop if turns else 0 :]
                     texts = [*(turn.text for turn in turns), self._decode(said.tolist())]
                     answers = [turn.reply.result().answer for turn in turns]
                     reply = self._environment.ask(episode, example, texts, answers)
-                    turns.append(Turn(texts[-1], end, end - len(prompt), reply))
+                    turns.append(Turn(texts[-1], end, reply))
         return of_rows
 
     def answers(self, sampler: Sampler) -> tuple[jax.Array, jax.Array]:
@@ -151,17 +151,16 @@ class Conversations:
             if wrong:
                 failed = {"answer": None, "outcome": OUTCOME_ERROR, "reason": f"environment: {wrong}"}
                 turn.reply, turn.verdict = _there(dataclasses.replace(reply, **failed)), -STOP_EOS
-            elif turn.used + len(answer) >= self._most:  # no room for a token of the policy's
+            elif turn.end + len(answer) >= self._most:  # no room for a token of the policy's
                 turn.verdict = -STOP_LENGTH
             else:
                 turn.answer, turn.verdict = answer, len(answer)
 
-    def played(self, where: tuple[int, int], example: Example, first: int, completions: list[list[int]]) -> Played:
+    def played(self, where: tuple[int, int], example: Example, completions: list[list[int]]) -> Played:
         """Of a group whose rows have all stopped.
 
         Args:
             where: shard and entry.
-            first: tokens of its prompt.
             completions: token ids of each row's.
         """
         messages, replies = [], []
@@ -172,7 +171,7 @@ class Conversations:
                 said.append({"role": "assistant", "content": turn.text})
                 if turn.answer:
                     said.append({"role": self._environment.role, "content": turn.reply.result().answer})
-            if rest := completion[turns[-1].stop - first if turns else 0 :]:  # a turn that was cut short
+            if rest := completion[turns[-1].stop if turns else 0 :]:  # a turn that was cut short
                 said.append({"role": "assistant", "content": self._decode(rest)})
             messages.append(said)
             if turns:
@@ -193,7 +192,7 @@ class Conversations:
 
         def saved(turn: Turn) -> list[Any]:
             reply = dataclasses.astuple(turn.reply.result())
-            return [turn.text, turn.end, turn.used, turn.answer, turn.verdict, list(reply)]
+            return [turn.text, turn.end, turn.answer, turn.verdict, list(reply)]
 
         own = [[*row, [saved(turn) for turn in turns if turn.verdict]] for row, (_, turns) in self._rows.items()]
         found: dict[Row, list[Any]] = {}

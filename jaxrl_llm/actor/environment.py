@@ -17,9 +17,8 @@ from typing import Any
 
 from jaxrl_llm.actor import environment_worker
 from jaxrl_llm.actor.printing import Printer
-from jaxrl_llm.actor.rewards import Worker, end, failed
+from jaxrl_llm.actor.rewards import Worker, end, failed, imported
 from jaxrl_llm.config import Config, ConfigError, PromptsConfig
-from jaxrl_llm.runtime.functions import resolve
 from jaxrl_llm.types import OUTCOME_ERROR, OUTCOME_SCORE, Example
 
 
@@ -123,37 +122,41 @@ def opened(config: Config, examples: Sequence[Example], tokenizer: Any) -> Itera
 
 
 def shown(
-    config: Config, examples: Sequence[Example], tokenizer: Any
-) -> tuple[PromptsConfig, list[Example], list[str]]:
-    """Questions as the policy is to see them where ``environments.factory`` is a class.
+    config: Config, tokenizer: Any, *sets: Sequence[Example]
+) -> tuple[PromptsConfig, list[list[Example]], list[str]]:
+    """Sets of questions as the policy is to see them where ``environments.factory`` is a class.
 
     The chat template is told its tools, where it has a place for them and ``prompts.chat_template_kwargs`` tells it no
     others; and what ``reset`` returns follows the prompt, as TRL has it.
 
     Returns:
-        (the section ``prompts``, the questions, one message per question that cannot be begun).
+        (the section ``prompts``, the sets, one message per question that cannot be begun).
 
     Raises:
         ConfigError: a tool has no type or docstring for what it takes; with ``prompts.bad_row="error"`` a question that
             cannot be begun.
     """
     prompts, kept, bad = config.prompts, [], []
+    examples = [example for questions in sets for example in questions]
     found = _checked(config.environments.factory, examples)
     if not isinstance(found, type):
-        return prompts, list(examples), bad
+        return prompts, [list(questions) for questions in sets], bad
     if prompts.chat_template and "tools" not in prompts.chat_template_kwargs:
         prompts = dataclasses.replace(prompts, chat_template_kwargs=_told(config, found, tokenizer))
     with Environment(config, examples) as environment:
-        asked = [(x, i := environment.begin(), environment.ask(i, x, (), ())) for x in examples]
-        for example, episode, reply in asked:
-            said = reply.result()
-            environment.forget(episode)
-            if said.outcome != OUTCOME_SCORE:
+        ask = lambda example, episode: (example, episode, environment.ask(episode, example, (), ()))
+        asked = [[ask(example, environment.begin()) for example in questions] for questions in sets]
+        for questions in asked:
+            kept.append([])
+            for example, episode, reply in questions:
+                said = reply.result()
+                environment.forget(episode)
+                if said.outcome == OUTCOME_SCORE:
+                    kept[-1].append(example if said.answer is None else _followed_by(example, said.answer))
+                    continue
                 bad.append(said.reason)
                 if prompts.bad_row == "error":
                     raise ConfigError(said.reason)
-            else:
-                kept.append(example if said.answer is None else _followed_by(example, said.answer))
     return prompts, kept, bad
 
 
@@ -186,13 +189,7 @@ def _told(config: Config, environment: type, tokenizer: Any) -> dict[str, Any]:
 def _checked(spec: str, examples: Sequence[Example]) -> Any:
     """The class or function of ``environments.factory``: it imports, and takes every column that an example has."""
     said = f"environments.factory={spec!r:.200}"
-    try:
-        with contextlib.chdir("."):  # what the file does to the working folder is undone
-            found: Any = resolve(spec)
-    except (ConfigError, KeyboardInterrupt):
-        raise
-    except BaseException as error:
-        raise ConfigError(f"{said} cannot be used: {environment_worker.message(error)}") from error
+    found = imported(spec, said)
     is_class, given = isinstance(found, type), {"prompt": 0, "turns": 0}
     if is_class:
         if not callable(getattr(found, "reset", None)):

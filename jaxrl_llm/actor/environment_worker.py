@@ -15,7 +15,6 @@ Owns: episodes, which tools there are, how a call of one is read. Does not know:
 from __future__ import annotations
 
 import functools
-import importlib
 import json
 import math
 import re
@@ -23,7 +22,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxrl_llm.actor import reward_worker
-from jaxrl_llm.actor.reward_worker import message
+from jaxrl_llm.actor.reward_worker import awaited, message
 
 TOOL_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 NO_TOOLS = ("reset", "get_reward")  # public methods that are the environment's own
@@ -44,7 +43,7 @@ class Episode:
     def __init__(self, environment: type, columns: dict[str, Any]):
         self.own, self.num_turns = environment(), 0
         self.tools = {name: getattr(self.own, name) for name in tools_of(environment)}
-        self.opening = _text(_done(self.own.reset(**columns)), "reset")
+        self.opening = _text(awaited(self.own.reset(**columns)), "reset")
 
     def answer(self, turn: str) -> str | None:
         """What the tools that a turn calls return; None where it calls none.
@@ -61,7 +60,7 @@ class Episode:
             name, arguments = call["name"], call.get("arguments", {})
             if name not in self.tools:
                 raise ValueError(f"there is no tool {name!r:.100}, but {', '.join(self.tools)}")
-            result = _done(self.tools[name](**(json.loads(arguments) if isinstance(arguments, str) else arguments)))
+            result = awaited(self.tools[name](**(json.loads(arguments) if isinstance(arguments, str) else arguments)))
         except Exception as error:
             return f"error: {type(error).__name__}: {error}"[:300]
         return _text(result, f"the tool {name}") or ""
@@ -70,18 +69,25 @@ class Episode:
         """Of the episode so far; None where its class has none."""
         if not callable(getattr(self.own, "get_reward", None)):
             return None
-        reward = _done(self.own.get_reward())
+        reward = awaited(self.own.get_reward())
         if isinstance(reward, (str, bytes)) or not math.isfinite(float(reward)):
             raise ValueError(f"get_reward returned {reward!r:.100}")
         return float(reward)
 
 
 def act(
-    environment: Callable, key: str, prompt: Any, columns: dict[str, Any], turns: list[str], answers: list[str]
+    environment: Callable,
+    over: list[str],
+    key: str,
+    prompt: Any,
+    columns: dict[str, Any],
+    turns: list[str],
+    answers: list[str],
 ) -> list[Any]:
     """The answer to the newest turn.
 
     Args:
+        over: keys of episodes that have ended.
         key: of the episode.
         turns: what the policy has said, oldest first; without any, the episode begins, and the answer is what ``reset``
             returns.
@@ -90,9 +96,11 @@ def act(
     Returns:
         [text or None, reward or None, what went wrong or None].
     """
+    for ended in over:
+        _episodes.pop(ended, None)
     try:
         if not isinstance(environment, type):
-            reply = _text(_done(environment(prompt=prompt, turns=list(turns), **columns)), "the environment")
+            reply = _text(awaited(environment(prompt=prompt, turns=list(turns), **columns)), "the environment")
             return [reply, None, None]
         episode = _episodes.get(key)
         if episode is None or episode.num_turns != max(0, len(turns) - 1):
@@ -107,17 +115,6 @@ def act(
         return [None, None, message(error)]
 
 
-def serve(environment: Callable, over: list[str], *given: Any) -> list[Any]:
-    """``act``, after the episodes that are over have gone."""
-    for key in over:
-        _episodes.pop(key, None)
-    return act(environment, *given)
-
-
-def _done(value: Any) -> Any:
-    return importlib.import_module("asyncio").run(value) if hasattr(value, "__await__") else value
-
-
 def _text(value: Any, whose: str) -> str | None:
     if value is None:
         return None
@@ -128,4 +125,4 @@ def _text(value: Any, whose: str) -> str | None:
     return text.encode("utf-8", "replace").decode()  # no halves of surrogate pairs
 
 
-main = functools.partial(reward_worker.main, call=serve)
+main = functools.partial(reward_worker.main, call=act)

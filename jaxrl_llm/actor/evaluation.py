@@ -199,9 +199,8 @@ def questions(config: Config, tokenizer: Any) -> tuple[list[Any], list[Any], lis
             examples, held_out = prompts_lib.split_held_out(examples, config.eval.num_prompts, seed=config.seed)
     prompts = config.prompts
     if config.environments.factory:
-        prompts, examples, bad = environment.shown(config, examples, tokenizer)
-        _, held_out, more = environment.shown(config, held_out, tokenizer)
-        messages += bad + more
+        prompts, (examples, held_out), bad = environment.shown(config, tokenizer, examples, held_out)
+        messages += bad
     train, long_train = prompts_lib.encode_examples(examples, tokenizer, prompts)
     held, long_held = prompts_lib.encode_examples(held_out, tokenizer, prompts) if held_out else ([], [])
     return train, held, messages + long_train + long_held

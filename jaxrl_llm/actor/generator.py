@@ -202,7 +202,7 @@ class Generator:
                     sizes = zip(rows, group.lengths, strict=True)
                     group.completions = [row[first : first + size].tolist() for row, size in sizes]
                     if self.talk:
-                        group.played = self.talk.played(where, group.example, first, group.completions)
+                        group.played = self.talk.played(where, group.example, group.completions)
                     group.ticket = on_finished(group)
 
     def opened(self) -> list[list[int]]:

@@ -61,8 +61,7 @@ def call(
             completions=completions,
             **{key: [value] * num for key, value in columns.items()} | by_completion,
         )
-        if hasattr(returned, "__await__"):
-            returned = importlib.import_module("asyncio").run(returned)
+        returned = awaited(returned)
         if isinstance(returned, (*TEXTS, Mapping, Set)):
             raise TypeError(f"returned {type(returned).__name__}, not a list of scores")
         values = list(islice(returned, num + 1))  # of a generator that may not end
@@ -81,6 +80,11 @@ def call(
         if scores[-1] is None:
             reasons.append(_line(f"returned {given} for a score"))
     return scores, reasons
+
+
+def awaited(value: Any) -> Any:
+    """What a user's function returned, or in the end returns where it is asynchronous."""
+    return importlib.import_module("asyncio").run(value) if hasattr(value, "__await__") else value
 
 
 def main(descriptor: int, specs: list[str], call: Callable = call) -> None:

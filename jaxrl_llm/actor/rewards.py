@@ -262,6 +262,17 @@ def end(workers: Sequence[Worker]) -> None:
         process.wait()
 
 
+def imported(spec: str, said: str) -> Any:
+    """What a user's spec names; ConfigError, which begins as ``said``, where it cannot be had."""
+    try:
+        with contextlib.chdir("."):  # what the file does to the working folder is undone
+            return reward_worker.resolve(spec)
+    except (ConfigError, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        raise ConfigError(f"{said} cannot be used: {reward_worker.message(error)}") from error
+
+
 def _checked_spec(name: str, task_scorer: str, examples: Sequence[Example]) -> tuple[str, bool]:
     """The spec that ``name`` stands for, and whether it takes ``messages``.
 
@@ -272,13 +283,7 @@ def _checked_spec(name: str, task_scorer: str, examples: Sequence[Example]) -> t
     if name == "task" and not task_scorer:
         raise ConfigError("rewards.functions: 'task' means nothing here: this prompts.source has no scorer of its own")
     spec: Any = {"task": task_scorer, "math": MATH_SCORER}.get(name, name)
-    try:
-        with contextlib.chdir("."):  # what the file does to the working folder is undone
-            function = reward_worker.resolve(spec)
-    except (ConfigError, KeyboardInterrupt):
-        raise
-    except BaseException as error:
-        raise ConfigError(f"rewards.functions: {name!r} cannot be used: {reward_worker.message(error)}") from error
+    function = imported(spec, f"rewards.functions: {name!r}")
     more = {}
     with contextlib.suppress(ValueError):  # a function in C that does not say what it takes
         more = {"messages": 0} if "messages" in inspect.signature(function, follow_wrapped=False).parameters else {}

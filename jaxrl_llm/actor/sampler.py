@@ -87,6 +87,7 @@ class Sampler:
         keeps_old_logp: rows may span versions, and the learner's log-probs under each are wanted.
         keeps_experts: the learner is to choose each token's experts again.
         eos_ids: tokens that end a completion; () never stops early.
+        cuts_rows: the host ends rows, as at stop strings, where it wants to.
         answer_tokens: A, the most an environment answers when they end a turn; 0 = they end the completion.
     """
 
@@ -104,6 +105,7 @@ class Sampler:
     keeps_entropy: bool = False
     keeps_old_logp: bool = False
     keeps_experts: bool = False
+    cuts_rows: bool = False
     answer_tokens: int = 0
     learner_mesh: Mesh | None = None
 
@@ -234,7 +236,7 @@ class Sampler:
                 donate=(0,),
             ),
         }
-        if self.sampling.stop_strings:
+        if self.cuts_rows or self.sampling.stop_strings:
             programs["stop_rows"] = Program(
                 stop_strings.cut, (state, rows(table, jnp.int32)), (state_layout, whole), donate=(0,)
             )

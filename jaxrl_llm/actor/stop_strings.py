@@ -59,15 +59,22 @@ def find(
         for g in range(lengths.shape[2]):
             where = shard, entry, g
             row = tokens[shard][entry, g, start : lengths[where]].tolist()
-            if any(stop in decode_text(row) for stop in stops):
-                first = int(scanned[where]) + 1
-                while not any(stop in decode_text(row[:first]) for stop in stops):
-                    first += 1
-                # Completed by the last token allowed it is no truncation.
-                if first < len(row) or reasons[where] in (STOP_NONE, STOP_LENGTH):
-                    new_length[where] = start + first
+            first = completed_at(stops, decode_text, row, int(scanned[where]))
+            # Completed by the last token allowed it is no truncation.
+            if first and (first < len(row) or reasons[where] in (STOP_NONE, STOP_LENGTH)):
+                new_length[where] = start + first
             scanned[where] = len(row)
     return new_length
+
+
+def completed_at(
+    stops: Sequence[str], decode_text: Callable[[list[int]], str], ids: list[int], looked_at: int
+) -> int | None:
+    """With how many of these tokens, more than were ``looked_at`` before, a stop string is complete; None: none is."""
+    is_complete = lambda ids: any(stop in decode_text(ids) for stop in stops)
+    if not is_complete(ids):
+        return None
+    return next((n for n in range(looked_at + 1, len(ids)) if is_complete(ids[:n])), max(looked_at + 1, len(ids)))
 
 
 def cut(state: Any, new_length: Any) -> tuple[Any, Any]:

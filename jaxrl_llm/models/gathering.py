@@ -19,10 +19,14 @@ from jaxrl_llm.runtime import sharding
 OF_HEADS = {"q": ("heads", "embed"), "k": ("kv_heads", "embed"), "v": ("kv_heads", "embed"), "o": ("embed", "heads")}
 
 
+def _whole(spec: PartitionSpec) -> PartitionSpec:
+    """The layout of what is whole along ``TOKEN_AXES``."""
+    return PartitionSpec(*(None if {*sharding.axes_of(axis)} & {*sharding.TOKEN_AXES} else axis for axis in spec))
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _gathered(x: jax.Array, spec: PartitionSpec) -> jax.Array:
-    whole = PartitionSpec(*(None if {*sharding.axes_of(axis)} & {*sharding.TOKEN_AXES} else axis for axis in spec))
-    return jax.lax.with_sharding_constraint(x, whole)
+    return jax.lax.with_sharding_constraint(x, _whole(spec))
 
 
 _gathered.defvjp(
@@ -51,7 +55,7 @@ def copies(x: jax.Array, spec: PartitionSpec) -> jax.Array:
     if mesh.empty or math.prod(mesh.shape[axis] for axis in sharding.TOKEN_AXES) == 1:
         return x[None]
     ours = sharding.on_rows(spec)
-    others = PartitionSpec(*(None if {*sharding.axes_of(axis)} & {*sharding.TOKEN_AXES} else axis for axis in spec))
+    others = _whole(spec)
 
     def gather(x):
         for dim, axis in (

@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxrl_llm.actor import stop_strings
 from jaxrl_llm.actor.sampler import Sampler
 from jaxrl_llm.runtime import sharding
 from jaxrl_llm.types import STOP_NONE
@@ -59,8 +60,8 @@ class Engine:
     """Runs until it is closed.
 
     Args:
-        sampler: of one completion a prompt.
-        compiled: its programs, and "stop_rows" (``stop_strings.cut``).
+        sampler: of one completion a prompt; it cuts rows.
+        compiled: its programs.
         params: sampler weights.
         decode_text: token ids to text.
         most_waiting: requests that may wait for an entry.
@@ -181,9 +182,7 @@ class Engine:
 
     def _stopped(self, row: _Row, begin: int) -> int | None:
         """At how many tokens, more than ``begin``, the first is that ends the request besides the model's ends."""
-        stop, ids = row.request.stop, row.request.stop_ids
-        sizes = range(begin + 1, len(row.drawn) + 1)
-        found = [n for n in sizes if row.drawn[n - 1] in ids][:1]
-        if any(text in self._decode_text(row.drawn) for text in stop):
-            found += [next(n for n in sizes if any(text in self._decode_text(row.drawn[:n]) for text in stop))]
-        return min(found, default=None)
+        request, sizes = row.request, range(begin + 1, len(row.drawn) + 1)
+        by_id = next((n for n in sizes if row.drawn[n - 1] in request.stop_ids), None)
+        by_text = stop_strings.completed_at(request.stop, self._decode_text, row.drawn, begin)
+        return min((n for n in (by_id, by_text) if n), default=None)

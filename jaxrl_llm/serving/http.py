@@ -51,7 +51,7 @@ class Server(socketserver.ThreadingMixIn, http.server.HTTPServer):
     Args:
         address: host and port; port 0 takes a free one (``server_port``).
         model: its name.
-        tokenizer: of the model, or None for a server of tokens alone.
+        tokenizer: of the model.
         temperature: that of the engine's sampler.
         token: that requests must bear; "" = none.
     """
@@ -62,13 +62,8 @@ class Server(socketserver.ThreadingMixIn, http.server.HTTPServer):
         self, address: tuple[str, int], engine: Engine, model: str, tokenizer: Any, temperature: float, token: str
     ):
         super().__init__(address, Handler)
-        self.engine, self.model, self.tokenizer, self.temperature, self.token = (
-            engine,
-            model,
-            tokenizer,
-            temperature,
-            token,
-        )
+        self.engine, self.model, self.tokenizer = engine, model, tokenizer
+        self.temperature, self.token = temperature, token
         self.began = int(time.time())
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -149,8 +144,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self._send(200, {"request_id": uuid.uuid4().hex, "model": self.server.model, "choices": [choice]})
 
     def _chat(self, body: dict[str, Any]) -> None:
-        if self.server.tokenizer is None:
-            raise Refused(404, "this server has no tokenizer: use /inference/v1/generate")
         messages, stream, options = (body.pop(name, None) for name in ("messages", "stream", "stream_options"))
         how = {"system_prompt": "", "chat_template": True, "chat_template_kwargs": body.pop("chat_template_kwargs", {})}
         is_message = lambda x: isinstance(x, dict) and all(isinstance(x.get(key), str) for key in ("role", "content"))
@@ -223,8 +216,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
         stop = (stop,) if isinstance(stop, str) else stop
         if not isinstance(stop, (list, tuple)) or not all(isinstance(x, str) and x for x in stop):
             raise Refused(400, f"stop={stop!r:.100} must be a text or a list of texts")
-        if stop and self.server.tokenizer is None:
-            raise Refused(400, f"stop={stop!r:.100} needs a tokenizer, which this server has not")
         stop_ids = asked.pop("stop_token_ids", None) or []
         if not isinstance(stop_ids, list) or not all(map(is_id, stop_ids)):
             raise Refused(400, f"stop_token_ids={stop_ids!r:.100} must be a list of ids from 0 to {vocab - 1}")

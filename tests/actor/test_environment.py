@@ -186,7 +186,7 @@ def with_prompts(name, **settings):
 def test_what_reset_says_follows_the_prompt_and_the_template_is_told_the_tools():
     talk = Example([{"role": "system", "content": "s"}, {"role": "user", "content": "Find it."}], {"start": 3}, "b")
     examples = [Example("Find it.", {"start": 2}, "a"), talk, Example("Nothing.", {"start": 0}, "c")]
-    prompts, kept, bad = shown(with_prompts("Riddle"), examples, Template(True))
+    prompts, (kept,), bad = shown(with_prompts("Riddle"), Template(True), examples)
     assert [example.prompt for example in kept] == [
         "Find it. It is 2.",
         [{"role": "system", "content": "s"}, {"role": "user", "content": "Find it. It is 3."}],
@@ -211,17 +211,17 @@ def test_tools_are_told_to_no_template_without_a_place_for_them_and_not_in_place
         ({"chat_template_kwargs": {"tools": []}}, True),
     ):
         given = with_prompts("Riddle", **settings)
-        assert shown(given, [ONE], Template(has_tools))[0] == given.prompts
+        assert shown(given, Template(has_tools), [ONE])[0] == given.prompts
     given = with_prompts("slow")  # a function has none
-    assert shown(given, [ONE], Template(True)) == (given.prompts, [ONE], [])
+    assert shown(given, Template(True), [ONE], []) == (given.prompts, [[ONE], []], [])
 
 
 def test_a_tool_that_a_template_cannot_be_told_of_and_a_question_that_cannot_be_begun_are_named():
     with pytest.raises(ConfigError, match=r"has a tool that a template cannot be told of: .*'number'"):
-        shown(with_prompts("Counter"), [ONE], Template(True))
+        shown(with_prompts("Counter"), Template(True), [ONE])
     examples = [ONE, Example("p", {"start": 13}, "here.jsonl:2")]
     with pytest.raises(ConfigError, match=r"environment on here.jsonl:2: ValueError: not that one"):
-        shown(with_prompts("Riddle"), examples, Template(True))
-    _, kept, bad = shown(with_prompts("Riddle", bad_row="skip"), examples, Template(True))
-    assert [example.prompt for example in kept] == ["p It is 2."]
+        shown(with_prompts("Riddle"), Template(True), examples)
+    _, kept, bad = shown(with_prompts("Riddle", bad_row="skip"), Template(True), examples, [ONE])
+    assert [[example.prompt for example in questions] for questions in kept] == [["p It is 2."]] * 2
     assert len(bad) == 1 and bad[0].startswith("environment on here.jsonl:2: ValueError: not that one")

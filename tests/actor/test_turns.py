@@ -15,9 +15,7 @@ from support.building import CUBE, EIGHT, EOS_IDS, PROMPT_TOKENS, Sampling, lett
 
 from jaxrl_llm.actor.conversation import Conversations
 from jaxrl_llm.actor.environment import Reply
-from jaxrl_llm.actor.generator import Generator
 from jaxrl_llm.config import Config, EnvironmentsConfig, SamplingConfig
-from jaxrl_llm.learner import publish
 from jaxrl_llm.models.architecture import Layer
 from jaxrl_llm.models.delta import Delta
 from jaxrl_llm.models.row_logp import row_logp
@@ -80,14 +78,9 @@ class Talking(Sampling):
             answer_tokens=ANSWER_TOKENS,
         )
         self.environment = environment or Here()
-        self.sampler = sampler
         tokenizer = types.SimpleNamespace(decode=letters, encode_answer=lambda text, role, **how: tokens_of(text))
         talk = Conversations(self.environment, tokenizer, CONFIG)
-        self.generator = Generator(sampler, programs(sampler), letters, talk=talk)
-        layout = jax.tree.map(lambda x: x.sharding, building.abstract_sampler_params(sampler))
-        weights = publish.sampler_form(building.host_params(sampler.model), sampler.model.arch)
-        self.params = jax.device_put(weights, layout)
-        self.key = self.put(jax.random.key(0))
+        super().__init__(sampler, compiled=programs(sampler), talk=talk)
 
 
 @functools.cache

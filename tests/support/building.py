@@ -128,9 +128,9 @@ def letters(ids):
 class Sampling:
     """A generator with weights and a key; ``__call__`` generates once and returns numpy rows."""
 
-    def __init__(self, sampler, *, seed=0):
+    def __init__(self, sampler, *, seed=0, compiled=None, talk=None):
         self.sampler = sampler
-        self.generator = Generator(sampler, compile_sampler(sampler), letters)
+        self.generator = Generator(sampler, compiled or compile_sampler(sampler), letters, talk=talk)
         layout = jax.tree.map(lambda x: x.sharding, abstract_sampler_params(sampler))
         self.params = jax.device_put(publish.sampler_form(host_params(sampler.model), sampler.model.arch), layout)
         self.key = self.put(jax.random.key(seed))

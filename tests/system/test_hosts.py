@@ -113,6 +113,18 @@ def run_to_end(count, folder, name, settings, **how):
     return folder / name
 
 
+def run_through_a_stop(folder, name, settings):
+    """A run of two hosts, of which one is told to stop; the same command again goes on where it was not at its end."""
+    job = Job(2, folder, settings, flags=(f"--workdir={folder / name}",))
+    job.until("iteration 1/")
+    job.hosts[1].send_signal(signal.SIGTERM)
+    statuses, outputs = job.end()
+    assert statuses in ([143, 143], [0, 0]), outputs
+    if statuses[0]:
+        assert "stopped by SIGTERM after iteration" in outputs[0]
+        run_to_end(2, folder, name, settings)
+
+
 def assert_nearly_same_run(one, other):
     """Tokens, rewards and counts equal; floats that sums over devices go into to 1e-5."""
     (_, arrays, host, metrics, samples), expected = left_behind(one), left_behind(other)
@@ -142,14 +154,7 @@ def one_host(tmp_path_factory):
 
 def test_two_hosts_are_one_and_go_on_from_where_one_of_them_was_told_to_stop(one_host):
     """Through lookahead, resampling, stop strings, evaluation and shared rollouts."""
-    job = Job(2, one_host, SETTINGS, flags=(f"--workdir={one_host / 'two'}",))
-    job.until("iteration 1/")
-    job.hosts[1].send_signal(signal.SIGTERM)
-    statuses, outputs = job.end()
-    assert statuses in ([143, 143], [0, 0]), outputs
-    if statuses[0]:
-        assert "stopped by SIGTERM after iteration" in outputs[0]
-        run_to_end(2, one_host, "two", SETTINGS)
+    run_through_a_stop(one_host, "two", SETTINGS)
     assert_nearly_same_run(one_host / "two", one_host / "one")
     assert (one_host / "two" / "hf" / "model.safetensors").exists()
 
@@ -414,12 +419,6 @@ def test_two_hosts_are_one_with_an_environment_and_go_on_with_episodes_in_flight
     turns |= {"sampling.stop_tokens": tuple("abcdefgh"), "rollout.chunk_steps": 3, "rollout.slots": 16}
     settings = SETTINGS | turns | {"metrics.share_rollouts": False}
     run_to_end(1, tmp_path, "one", settings, devices=2)
-    job = Job(2, tmp_path, settings, flags=(f"--workdir={tmp_path / 'two'}",))
-    job.until("iteration 1/")
-    job.hosts[1].send_signal(signal.SIGTERM)
-    statuses, outputs = job.end()
-    assert statuses in ([143, 143], [0, 0]), outputs
-    if statuses[0]:
-        run_to_end(2, tmp_path, "two", settings)
+    run_through_a_stop(tmp_path, "two", settings)
     assert_nearly_same_run(tmp_path / "two", tmp_path / "one")
     assert min(row["rollout/turns_mean"] for row in left_behind(tmp_path / "one")[3]) > 1.2
