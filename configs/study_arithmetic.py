@@ -12,7 +12,7 @@ from studies.design import COST_RATIO, GROUP, SUMS
 
 def get_config():
     config = defaults()
-    config.num_iterations = 300
+    config.num_iterations = SUMS.on_policy_steps
     config.model.path = "runs/study_model"
     config.prompts.source = "arithmetic"
     config.prompts.name = "train"
@@ -34,7 +34,7 @@ def get_config():
     config.eval.name = "test"
     config.eval.num_prompts = 64
     config.eval.num_samples = 32
-    config.eval.every_iterations = 30
+    config.eval.every_iterations = SUMS.on_policy_steps // SUMS.evaluations
     config.checkpoint.export = False
     config.metrics.tensorboard = False
     config.metrics.samples_per_iteration = 0

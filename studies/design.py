@@ -1,16 +1,27 @@
-"""The replay study's design: arms that differ in how often a rollout is used, at equal compute.
+"""The replay study's design: arms that differ in how often a rollout is used, at equal compute, each at its own rate.
 
-Owns: what an arm sets and is called. Does not know: model, task, objective (configs/study_*.py).
+Declared before the runs: the learning rate of an arm is the one of RATES with the largest mean held-out pass rate over
+the whole run (sweep.table.best_points), on seeds 100 and 101; what is reported is of seeds 0 to 3, which chose nothing.
+
+Owns: what an arm sets and is called, how its rate is chosen. Does not know: model, task, objective
+(configs/study_*.py).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from jaxrl_llm.sweep.points import Point, Sweep, grid, product, seeds
+from jaxrl_llm.sweep.table import Run, best_points
 
 COST_RATIO = 5.28  # mu of the paper's 7B runs: generating a rollout costs so many times training on it
 GROUP = 8
+RATE = "optimizer.learning_rate"
+RATES = (2e-4, 4e-4, 8e-4)
+TUNING, REPORTED = seeds(2, first=100), seeds(4)
+METRICS = ("eval/pass_rate", "rollout/pass_rate", "update/entropy_nats", "replay/age_mean_steps")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +51,7 @@ class Design:
             "rollout.prompts_per_iteration": generated // GROUP,
             "replay.capacity": self.batch * batches,
             "num_iterations": steps,
-            "eval.every_iterations": steps // self.evaluations,
+            "eval.every_iterations": max(1, steps // self.evaluations),
             **settings,
         }
 
@@ -53,5 +64,28 @@ class Design:
         return ", ".join((f"y {ratio}", f"N {settings['replay.capacity'] // self.batch} B", *others))
 
 
-SUMS = Design(batch=128, on_policy_steps=300, evaluations=10)  # configs/study_arithmetic.py
+def sweep_of(arms: Sequence[Point], label: Any, rates: Sequence[float] = RATES) -> Sweep:
+    """Every arm at every rate on the tuning seeds, then at its best one on those that are reported."""
+
+    def at_best(runs: Sequence[Run]) -> list[Point]:
+        return product(REPORTED, best_points(runs, RATE, METRICS[0]))
+
+    def named(settings: Point) -> str:
+        """The arm's name, and the rate that it has."""
+        arm = {name: value for name, value in settings.items() if name != RATE}
+        return f"{label(arm)}, rate {settings[RATE]:.2g}"
+
+    return Sweep(
+        product(TUNING, arms, grid({RATE: rates})),
+        then=at_best,
+        label=named,
+        metrics=METRICS,
+        x_axis="time/compute_rollouts",
+        thresholds={METRICS[0]: THRESHOLD},
+        pareto=(("update/entropy_nats", METRICS[0]),),
+    )
+
+
+SUMS = Design(batch=128, on_policy_steps=200, evaluations=40)  # configs/study_arithmetic.py
+THRESHOLD = 0.40  # of the small model's held-out pass rate: compute is counted to it, declared before the runs
 SMOLLM2 = Design(batch=64, on_policy_steps=24, evaluations=6)  # configs/study_smollm2.py

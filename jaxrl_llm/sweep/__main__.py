@@ -76,6 +76,22 @@ def read_sweep(path: str) -> Sweep:
     return sweep
 
 
+def points_of(path: str, base: Any, sweep: Sweep, folder: pathlib.Path) -> Points:
+    """The sweep's points that are known: those that ``then`` makes only where all others are finished.
+
+    Raises:
+        ConfigError: a point is refused, or ``then`` raises.
+    """
+    points = freeze_points(base, sweep.points)
+    if sweep.then is None or not all(is_finished(folder / name, config) for name, (_, config) in points.items()):
+        return points
+    try:
+        more = sweep.then(runs_of(folder, points, {}))
+    except Exception as error:
+        raise ConfigError(f"{path}: then: {type(error).__name__}: {error}") from error
+    return points | freeze_points(base, more)
+
+
 # ---- what is on disk -------------------------------------------------------------------------------------------
 
 
@@ -375,12 +391,12 @@ def main() -> None:
     if WORKERS.value < 0:
         raise ConfigError(f"--workers={WORKERS.value} must be at least 0")
     sweep = read_sweep(config_file)
-    points = freeze_points(CONFIG.value, sweep.points)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--workdir={folder} cannot be a folder: {error.strerror}") from error
-    check_folders(folder, points)
+    known = functools.partial(points_of, config_file, CONFIG.value, sweep, folder)
+    check_folders(folder, points := known())
     if LAUNCH.value:
         base = freeze(runpy.run_path(config_file)["get_config"]())
         commands = {
@@ -389,7 +405,11 @@ def main() -> None:
             if not is_finished(folder / name, config)
         }
         sys.exit(launch(LAUNCH.value, commands, folder) > 0)
-    failed, stopped = run_sweep(folder, points, sweep, num_workers=min(WORKERS.value, len(points)))
+    run = functools.partial(run_sweep, folder, sweep=sweep)
+    failed, stopped = run(points, num_workers=min(WORKERS.value, len(points)))
+    if not (failed or stopped) and len(more := known()) > len(points):
+        check_folders(folder, points := more)
+        failed, stopped = run(points, num_workers=min(WORKERS.value, len(points)))
     print(f"table  {folder / 'table.csv'}\npage   {folder / 'sweep.html'}")
     if stopped:
         print(f"stopped by {stopped}; run the same command again to continue")

@@ -45,6 +45,8 @@ class Sweep:
         label: what the page calls a point, given without its seed (and, in its pictures, the facet): its settings by
             default. Points that differ in more must not be called the same.
         pareto: (metric across, metric up) of each plot of last values against each other.
+        then: further points, made from the runs (``table.Run``) of ``points`` once all of them are finished: settings
+            tuned on some seeds, say, and reported on others (``table.best_points``).
     """
 
     points: Sequence[Point]
@@ -54,6 +56,7 @@ class Sweep:
     facet: str = ""
     thresholds: Mapping[str, float] = dataclasses.field(default_factory=dict)
     pareto: tuple[tuple[str, str], ...] = ()
+    then: Callable[[Sequence[Any]], Sequence[Point]] | None = None
     label: Callable[[Point], str] = lambda point: ", ".join(f"{k.rsplit('.', 1)[-1]} {v}" for k, v in point.items())
 
     def named_metrics(self) -> tuple[str, ...]:

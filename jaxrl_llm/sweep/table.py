@@ -82,6 +82,21 @@ def groups(runs: Sequence[Run]) -> dict[tuple[tuple[str, Any], ...], list[Run]]:
     return found
 
 
+def best_points(runs: Sequence[Run], field: str, metric: str) -> list[Point]:
+    """Of every experiment, runs that differ in ``field`` and the seed alone, the point of its best value, without seed.
+
+    Best is the largest mean over its runs of the mean of the metric over a run, the area under its curve: a value that
+    learns fast and falls back does not win. Of values that are alike the first.
+    """
+    scores: dict[tuple, list[tuple[float, Point]]] = {}
+    for members in groups(runs).values():
+        point = {k: v for k, v in members[0].point.items() if k != SEED}
+        rest = tuple((k, _hashable(v)) for k, v in sorted(point.items()) if k != field)
+        score = np.mean([np.mean(curve(run, metric, ITERATION)[1]) for run in members])
+        scores.setdefault(rest, []).append((float(score), point))
+    return [max(found, key=lambda scored: scored[0])[1] for found in scores.values()]
+
+
 def _hashable(value: Any) -> Any:
     return value if isinstance(value, (int, float, str, bool)) else repr(value)
 

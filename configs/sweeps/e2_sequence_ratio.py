@@ -1,0 +1,21 @@
+"""E2 of the replay study with the central paper's own ratio, that of whole sequences.
+
+    python -m jaxrl_llm.sweep --config=configs/sweeps/e2_sequence_ratio.py --workdir=runs/e2_sequence --workers=2
+
+The arms of e2_replay_ratio.py, with min(u A, clip(u, 0.8, 1.2) A) of the sequence's ratio u. docs/replay_study.md has
+what came of it.
+"""
+
+import runpy
+
+from studies.design import SUMS, sweep_of
+
+get_config = runpy.run_path("configs/study_arithmetic.py")["get_config"]
+
+SEQUENCE = {"algorithm.surrogate": "sequence_clipped", "algorithm.aggregation": "sequence_mean"}
+GRID = [(ratio, batches) for ratio in (1, 2, 4, 8, 16) for batches in (1, 2, 8, 32, 128)]
+ARMS = [SUMS.arm(*how, **SEQUENCE) for how in GRID]
+
+
+def get_sweep():
+    return sweep_of(ARMS, lambda settings: SUMS.label({k: v for k, v in settings.items() if k not in SEQUENCE}))
