@@ -1,103 +1,177 @@
 """A table of docs/replay_study.md from the raw metrics of a sweep (studies.raw): a line for each of its arms.
 
-    python -m studies.arms --config=configs/sweeps/e2_replay_ratio.py --raw=docs/raw/e2.json.xz [--mu=1.2]
+    python -m studies.arms --raw=docs/raw/e2.json.xz [--times=docs/raw/e2_times.json] [--best-first]
 
-Medians over seeds, with lowest and highest where there are several. With --mu the runs' compute is counted anew: what
-they did does not depend on it.
+Figures are of the seeds that chose no learning rate, with 95 % bootstrap intervals over seeds and questions
+(sweep.intervals). Held-out pass rate: mean of the last three evaluations. Compute to the declared threshold: where the
+mean of the seeds' curves, each point with its two neighbours, first reaches it, in batches. With --times two costs
+more: at each arm's own measured mu, and in seconds.
 
-Owns: figures of a run, the table of them. Does not know: how runs were made (jaxrl_llm.sweep).
+Owns: figures of arms, the table of them. Does not know: how runs were made (jaxrl_llm.sweep), what they cost (costs).
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import pathlib
-import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
+
+from jaxrl_llm.sweep import intervals
 from jaxrl_llm.sweep.__main__ import read_sweep
-from jaxrl_llm.sweep.table import Run, curve, groups, label
-from studies import raw
-from studies.design import GROUP, SUMS
+from jaxrl_llm.sweep.intervals import Interval, Resampling
+from jaxrl_llm.sweep.table import Run, groups, label
+from studies import costs, raw
+from studies.costs import Times
+from studies.design import COST_RATIO, SUMS, THRESHOLD
 
 BATCH = SUMS.batch
-METRIC, COST = "eval/pass_rate", "time/compute_rollouts"
+METRIC = "eval/pass_rate"
+LAST = 3  # evaluations that the end is the mean of
 
 
-def last_tenth(run: Run, metric: str) -> float:
-    """Mean over the last tenth of the iterations that have it."""
-    values = [row[metric] for row in run.rows if row.get(metric) is not None]
-    return statistics.mean(values[-max(1, len(values) // 10) :])
+@dataclasses.dataclass(frozen=True)
+class Arm:
+    """Its reported runs, and draws of its learning curve.
+
+    Attributes:
+        curves: [1 + resamples, evaluations] held-out pass rate; row 0 is of all seeds and questions.
+        draws: of questions, the same for every arm.
+        shares: [1 + resamples, runs] of the seeds in each draw.
+        compute: [runs, evaluations] at the declared mu, in trained rollouts.
+        at: [runs, evaluations] rows of the evaluations.
+        passed: [runs, evaluations, questions] answers that passed, of ``samples``.
+        times: of an iteration, where they were measured.
+    """
+
+    name: str
+    runs: Sequence[Run]
+    samples: int
+    passed: np.ndarray
+    curves: np.ndarray
+    draws: Resampling
+    shares: np.ndarray
+    compute: np.ndarray
+    at: np.ndarray
+    extra: costs.Forwards
+    times: Times | None
+
+    def end(self) -> np.ndarray:
+        """Draws of the held-out pass rate at the end."""
+        return self.curves[:, -LAST:].mean(axis=1)
+
+    def pass_at(self, k: int) -> Interval:
+        """pass@k at the last evaluation."""
+        rates = intervals.pass_at_k(self.passed[:, -1:], self.samples, k)
+        return Interval.of(self.draws.curves(rates, self.shares)[:, 0])
+
+    def over(self, mu: float) -> np.ndarray:
+        """Compute at the evaluations [1 + resamples, evaluations] in batches, at a cost ratio."""
+        return self._x([costs.compute(run, self.extra, mu) for run in self.runs]) / BATCH
+
+    def over_seconds(self) -> np.ndarray:
+        """Seconds at the evaluations [1 + resamples, evaluations]."""
+        assert self.times is not None
+        return self._x([costs.seconds(run, self.times) for run in self.runs])
+
+    def _x(self, so_far: Sequence[np.ndarray]) -> np.ndarray:
+        return self.shares @ np.stack([x[rows] for x, rows in zip(so_far, self.at, strict=True)])
+
+    def to(self, threshold: float, x: np.ndarray) -> np.ndarray:
+        """Draws of where the curve over ``x`` first reaches the threshold."""
+        return intervals.first_crossing(x, intervals.smooth(self.curves), threshold)
+
+    def last_tenth(self, metric: str) -> Interval:
+        """Of a metric of training, its mean over each run's last tenth of the iterations that have it."""
+        values = [[row[metric] for row in run.rows if row.get(metric) is not None] for run in self.runs]
+        means = [np.mean(some[-max(1, len(some) // 10) :]) if some else np.nan for some in values]
+        return intervals.mean_of(means, self.shares)
 
 
-def end(run: Run) -> float:
-    """Held-out pass rate, mean of the last three evaluations."""
-    return statistics.mean(curve(run, METRIC, COST)[1][-3:])
+def arms_of(study: raw.Study, times: Mapping[str, Times] | None = None) -> list[Arm]:
+    """The arms of a study's file in the order of its sweep, by their reported runs."""
+    sweep, found = read_sweep(study.config), []
+    draws = Resampling(next(iter(study.passed.values())).shape[-1])
+    configs = raw.configs(study)
+    for members in groups(study.reported()).values():
+        passed = np.stack([study.passed[run.name] for run in members])
+        at = np.stack([np.flatnonzero([row.get(METRIC) is not None for row in run.rows]) for run in members])
+        extra = costs.forwards(configs[members[0].name])
+        shares = draws.runs(len(members))
+        compute = np.stack([costs.compute(run, extra)[rows] for run, rows in zip(members, at, strict=True)])
+        curves = draws.curves(passed / study.samples, shares)
+        name = label(members[0], sweep)
+        its_times = times[name] if times else None
+        found.append(Arm(name, members, study.samples, passed, curves, draws, shares, compute, at, extra, its_times))
+    return found
 
 
-def compute_to(run: Run, threshold: float) -> float | None:
-    """Compute in batches at which the held-out pass rate first reaches the threshold, on lines between evaluations."""
-    x, y = (values.tolist() for values in curve(run, METRIC, COST))
-    for i, value in enumerate(y):
-        if value >= threshold:
-            share = (threshold - y[i - 1]) / (value - y[i - 1]) if i else 1.0
-            return (x[i - 1] + share * (x[i] - x[i - 1]) if i else x[0]) / BATCH
-    return None
+def saved(to: np.ndarray, base: np.ndarray) -> Interval:
+    """Share of the base's cost that is saved, draw by draw; an arm that never gets there saves minus infinity.
+
+    Where the base does not get there either, it is charged what it spent, so the saving is understated.
+    """
+    return Interval.of(1 - to / base)
 
 
-def counted(run: Run, mu: float) -> Run:
-    """The run with its compute as a rollout's generation costs ``mu`` times training on one."""
-    generated = run.point["rollout.prompts_per_iteration"] * GROUP
-    rows = [{**row, COST: row["iteration"] * (BATCH + mu * generated)} for row in run.rows]
-    return Run(run.name, run.point, run.status, rows)
-
-
-def table(labelled: Sequence[tuple[str, Sequence[Run]]], pass_at_32: dict[str, float], threshold: float) -> str:
+def table(arms: Sequence[Arm], threshold: float, *, base: Arm | None = None) -> str:
     """Markdown.
 
     Args:
-        labelled: of each arm what it is called, and its runs.
-        pass_at_32: by run, of the last evaluation.
-        threshold: held-out pass rate up to which compute is counted.
+        threshold: held-out pass rate up to which cost is counted.
+        base: savings are against it; None = no such column.
     """
-    lines = [
-        f"| arm | seeds | held-out pass rate | best | pass@32 | batches to {threshold:.2f} | spent | entropy | train |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for name, runs in labelled:
-        ends = [end(run) for run in runs]
-        spread = f" ({min(ends):.2f}-{max(ends):.2f})" if len(ends) > 1 else ""
-        best = statistics.median(max(row.get(METRIC) or 0.0 for row in run.rows) for run in runs)
-        times = [time for run in runs if (time := compute_to(run, threshold)) is not None]
-        reached = f"{statistics.median(times):.0f}" if times else "never"
-        if 0 < len(times) < len(runs):
-            reached += f" ({len(times)} of {len(runs)})"
-        any_right = statistics.median(pass_at_32[run.name] for run in runs)
-        entropy, train = (
-            statistics.median(last_tenth(run, metric) for run in runs)
-            for metric in ("update/entropy_nats", "rollout/pass_rate")
-        )
-        spent = statistics.median(run.rows[-1][COST] for run in runs) / BATCH
-        cells = (name, len(runs), f"{statistics.median(ends):.2f}{spread}", f"{best:.2f}", f"{any_right:.2f}", reached)
-        lines.append("| " + " | ".join(map(str, (*cells, f"{spent:.0f}", f"{entropy:.2f}", f"{train:.2f}"))) + " |")
+    head = ["arm", "held-out pass rate", "pass@32", f"batches to {threshold:.2f}"]
+    head += ["saved"] * (base is not None)
+    is_timed = all(arm.times for arm in arms)
+    if is_timed:
+        head += ["own mu", "batches at own mu", *["saved"] * (base is not None)]
+        head += ["seconds", *["saved"] * (base is not None)]
+    head += ["spent", "entropy", "train"]
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    for arm in arms:
+        lines.append("| " + " | ".join([arm.name, *_cells(arm, threshold, base, is_timed)]) + " |")
     return "\n".join(lines)
+
+
+SHOWN_OF_TRAINING = ("update/entropy_nats", "rollout/pass_rate")
+
+
+def _cells(arm: Arm, threshold: float, base: Arm | None, is_timed: bool) -> list[str]:
+    cells = [Interval.of(arm.end()).shown(), arm.pass_at(32).shown()]
+    ways: list[tuple[Callable[[Arm], np.ndarray], str]] = [(lambda arm: arm.over(COST_RATIO), ".0f")]
+    if is_timed:
+        ways += [(lambda arm: arm.over(arm.times.mu), ".0f"), (Arm.over_seconds, ".1f")]
+    for i, (way, form) in enumerate(ways):
+        to = arm.to(threshold, way(arm))
+        if i == 1:
+            cells.append(f"{arm.times.mu:.2f}")
+        cells.append(Interval.of(to).shown(form))
+        if base is not None:
+            x = way(base)
+            cells.append("" if arm is base else saved(to, np.minimum(base.to(threshold, x), x[:, -1])).shown(".0%"))
+    spent = np.mean([x[-1] for x in arm.compute]) / BATCH
+    return [*cells, f"{spent:.0f}", *(f"{arm.last_tenth(metric).value:.2f}" for metric in SHOWN_OF_TRAINING)]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--config", required=True)
     parser.add_argument("--raw", type=pathlib.Path, required=True)
-    parser.add_argument("--threshold", type=float, default=0.48)
+    parser.add_argument("--times", type=pathlib.Path)
+    parser.add_argument("--threshold", type=float, default=THRESHOLD)
     parser.add_argument("--best-first", action="store_true")
-    parser.add_argument("--mu", type=float, default=0.0)
     given = parser.parse_args()
-    sweep = read_sweep(given.config)
-    runs, pass_at_k = raw.read(given.raw)
-    runs = [counted(run, given.mu) for run in runs] if given.mu else runs
-    named = [(label(members[0], sweep), members) for members in groups(runs).values()]
+    arms = arms_of(raw.read(given.raw), costs.read_times(given.times) if given.times else None)
     if given.best_first:
-        named.sort(key=lambda arm: -statistics.median(end(run) for run in arm[1]))
-    print(table(named, {name: rates["32"] for name, rates in pass_at_k.items()}, given.threshold))
+        arms.sort(key=lambda arm: -arm.end()[0])
+    print(table(arms, given.threshold, base=on_policy(arms)))
+
+
+def on_policy(arms: Sequence[Arm]) -> Arm | None:
+    """The arm without reuse and without a ring beyond the batch, where there is one."""
+    return next((arm for arm in arms if arm.name.startswith("y 1, N 1 B, rate")), None)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ Owns: what an arm sets and is called, how its rate is chosen. Does not know: mod
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxrl_llm.sweep.points import Point, Sweep, grid, product, seeds
@@ -18,7 +18,7 @@ from jaxrl_llm.sweep.table import Run, best_points
 
 COST_RATIO = 5.28  # mu of the paper's 7B runs: generating a rollout costs so many times training on it
 GROUP = 8
-RATE = "optimizer.learning_rate"
+RATE, EVERY = "optimizer.learning_rate", "eval.every_iterations"
 RATES = (2e-4, 4e-4, 8e-4)
 TUNING, REPORTED = seeds(2, first=100), seeds(4)
 METRICS = ("eval/pass_rate", "rollout/pass_rate", "update/entropy_nats", "replay/age_mean_steps")
@@ -51,33 +51,48 @@ class Design:
             "rollout.prompts_per_iteration": generated // GROUP,
             "replay.capacity": self.batch * batches,
             "num_iterations": steps,
-            "eval.every_iterations": max(1, steps // self.evaluations),
+            EVERY: max(1, steps // self.evaluations),
             **settings,
         }
 
     def label(self, settings: Mapping[str, Any]) -> str:
         """What an arm is called: its replay ratio, its ring in batches, and what else it sets."""
-        budget = ("rollout.prompts_per_iteration", "replay.capacity", "num_iterations", "eval.every_iterations")
+        budget = ("rollout.prompts_per_iteration", "replay.capacity", "num_iterations", EVERY)
         ratio = self.batch // (GROUP * settings["rollout.prompts_per_iteration"])
         shown = lambda value: f"{value:.3g}" if isinstance(value, float) else value
         others = [f"{name.rsplit('.', 1)[-1]} {shown(value)}" for name, value in settings.items() if name not in budget]
         return ", ".join((f"y {ratio}", f"N {settings['replay.capacity'] // self.batch} B", *others))
 
 
-def sweep_of(arms: Sequence[Point], label: Any, rates: Sequence[float] = RATES) -> Sweep:
+def tuning(arm: Point) -> Point:
+    """The arm as it is run to choose its rate: evaluated a quarter as often, with half as many answers."""
+    return arm | {EVERY: 4 * arm[EVERY], "eval.num_samples": 16}
+
+
+def sweep_of(arms: Sequence[Point], label: Callable[[Point], str], rates: Sequence[float] = RATES) -> Sweep:
     """Every arm at every rate on the tuning seeds, then at its best one on those that are reported."""
 
     def at_best(runs: Sequence[Run]) -> list[Point]:
-        return product(REPORTED, best_points(runs, RATE, METRICS[0]))
+        best = best_points(runs, RATE, METRICS[0])
+        chosen = [(arm, point) for arm in arms for point in best if tuning(arm) | {RATE: point[RATE]} == point]
+        return product(REPORTED, [arm | {RATE: point[RATE]} for arm, point in chosen])
+
+    points = product(TUNING, [tuning(arm) for arm in arms], grid({RATE: rates}))
+    return dataclasses.replace(shown_as(label, points), then=at_best)
+
+
+def shown_as(label: Callable[[Point], str], points: Sequence[Point]) -> Sweep:
+    """A sweep of the study: an arm is called by its settings without the learning rate, and by that."""
 
     def named(settings: Point) -> str:
-        """The arm's name, and the rate that it has."""
-        arm = {name: value for name, value in settings.items() if name != RATE}
-        return f"{label(arm)}, rate {settings[RATE]:.2g}"
+        arm = {name: value for name, value in settings.items() if name not in (RATE, "eval.num_samples")}
+        is_tuning = len(arm) < len(settings) - 1
+        if is_tuning:
+            arm[EVERY] //= 4
+        return f"{label(arm)}, rate {settings[RATE]:.2g}" + ", to choose it" * is_tuning
 
     return Sweep(
-        product(TUNING, arms, grid({RATE: rates})),
-        then=at_best,
+        points,
         label=named,
         metrics=METRICS,
         x_axis="time/compute_rollouts",

@@ -1,11 +1,12 @@
-"""Raw metrics of published runs: what a sweep's tables and figures are made from, in one compressed file.
+"""Raw metrics of published runs: what the study's tables and figures are made from, in one compressed file a sweep.
 
-    python -m studies.raw --config=configs/sweeps/e3_positive_bias.py --runs=runs/e3 --out=docs/raw/e3.json.xz
+    python -m studies.raw --config=configs/sweeps/e4_delay.py --runs=runs/e4 --out=docs/raw/e4.json.xz
 
-The file has every finished run's settings, the metrics below at every iteration and its last evaluation, and the
-versions and the commit that made them. Tables read it in place of the runs' folder.
+Of every finished run: its settings, what each held-out question got at every evaluation, and the metrics below, at
+every iteration, or, of runs that only chose a learning rate, at evaluations alone. Beside them the versions, the commit
+and the machine that made them. studies.all reads nothing else.
 
-Owns: that file. Does not know: what is shown of it (arms, replay_figure).
+Owns: that file. Does not know: what is shown of it.
 """
 
 from __future__ import annotations
@@ -13,20 +14,43 @@ from __future__ import annotations
 import argparse
 import json
 import lzma
+import os
 import pathlib
+import platform
 import runpy
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
-from jaxrl_llm.sweep.__main__ import read_sweep, runs_of
-from jaxrl_llm.sweep.points import Point, freeze_points
+import numpy as np
+
+from jaxrl_llm.config import Config
+from jaxrl_llm.sweep.__main__ import points_of, read_sweep, runs_of
+from jaxrl_llm.sweep.points import SEED, Point, freeze_points
 from jaxrl_llm.sweep.table import Run
+from studies.costs import GENERATED, TRAINED
+from studies.design import REPORTED
 
 METRICS = (
-    *("time/compute_rollouts", "time/cost_ratio", "time/iteration_s", "tokens/generated", "tokens/trained"),
+    *(GENERATED, TRAINED, "tokens/generated", "tokens/trained"),
     *("eval/pass_rate", "rollout/pass_rate", "update/entropy_nats", "update/ess_frac"),
-    *("replay/age_mean_steps", "replay/uses_mean", "replay/replay_ratio"),
+    *("replay/age_mean_steps", "replay/replay_ratio", "replay/since_last_use_mean_steps", "replay/first_use_frac"),
 )
-DIGITS = 5  # of a metric
+DIGITS = 4  # of a metric
+
+
+class Study(NamedTuple):
+    """What a file has."""
+
+    config: str
+    made_with: dict[str, Any]
+    samples: int  # answers to each held-out question
+    runs: list[Run]
+    passed: dict[str, np.ndarray]  # by run: [evaluations, questions] answers that passed
+
+    def reported(self) -> list[Run]:
+        """Runs of seeds that chose no learning rate."""
+        seeds = {point[SEED] for point in REPORTED}
+        return [run for run in self.runs if run.point[SEED] in seeds]
 
 
 def collect(config: str, folder: pathlib.Path) -> dict[str, Any]:
@@ -35,42 +59,85 @@ def collect(config: str, folder: pathlib.Path) -> dict[str, Any]:
     Raises:
         SystemExit: no run is finished, or they are of several commits or versions.
     """
-    points = freeze_points(runpy.run_path(config)["get_config"]().to_dict(), read_sweep(config).points)
+    base = runpy.run_path(config)["get_config"]().to_dict()
+    points = points_of(config, base, read_sweep(config), folder)
     runs = [run for run in runs_of(folder, points, {}) if run.status == "finished"]
     made_with = [json.loads((folder / run.name / "config.json").read_text())["made_with"] for run in runs]
     if not runs or any(other != made_with[0] for other in made_with):
         raise SystemExit(f"--runs={folder} must have finished runs of {config}, all of one commit and its versions")
-    return {"config": config, "made_with": made_with[0], "runs": [_record(run, folder) for run in runs]}
+    records = [_record(run, folder / run.name, points[run.name][1]) for run in runs]
+    return {"config": config, "made_with": made_with[0] | {"machine": machine()}, "runs": records}
 
 
-def _record(run: Run, folder: pathlib.Path) -> dict[str, Any]:
-    columns = {name: [_rounded(row.get(name)) for row in run.rows] for name in METRICS}
-    evaluation = json.loads((folder / run.name / "eval_after.json").read_text())
-    return {"name": run.name, "point": run.point, "metrics": columns, "pass_at_k": evaluation["pass_at_k"]}
+def machine() -> str:
+    """Processor and cores of this machine."""
+    info = pathlib.Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else platform.processor()}, {os.cpu_count()} cores"
+
+
+def _record(run: Run, workdir: pathlib.Path, config: Config) -> dict[str, Any]:
+    last = config.num_iterations
+    at = [row["iteration"] for row in run.rows if row.get("eval/pass_rate") is not None]
+    files = [workdir / ("eval_after.json" if i == last else f"eval_{i}.json") for i in at]
+    is_reported = run.point[SEED] in {point[SEED] for point in REPORTED}
+    rows = run.rows if is_reported else _between(run.rows, at)
+    columns = {name: [_rounded(row.get(name)) for row in rows] for name in ("iteration", *METRICS)}
+    passed = [_passed(json.loads(path.read_text()), config.rewards.pass_threshold) for path in files]
+    return {"name": run.name, "point": run.point, "samples": config.eval.num_samples, "passed": passed} | {
+        "metrics": columns
+    }
+
+
+def _passed(evaluation: dict[str, Any], threshold: float) -> list[int]:
+    """Answers that passed, of each question."""
+    passed = [one["reward"] is not None and one["reward"] >= threshold for one in evaluation["samples"]]
+    return np.reshape(passed, (-1, evaluation["num_samples"])).sum(axis=1).tolist()
+
+
+def _between(rows: Sequence[Any], at: Sequence[int]) -> list[dict[str, float | None]]:
+    """A row for each evaluation: sums of what is counted, else means, over the iterations since the last one."""
+    found, begin = [], 0
+    for end in at:
+        some = [row for row in rows if begin < row["iteration"] <= end]
+        line: dict[str, float | None] = {}
+        for name in METRICS:
+            values = [row[name] for row in some if row.get(name) is not None]
+            of = np.sum if name in METRICS[:4] else np.mean
+            line[name] = float(of(values)) if values else None
+        found.append(line | {"iteration": end, "eval/pass_rate": some[-1]["eval/pass_rate"]})
+        begin = end
+    return found
 
 
 def _rounded(value: float | None) -> float | None:
-    return value if value is None else float(f"{value:.{DIGITS}g}")
+    return value if value is None or isinstance(value, int) else float(f"{value:.{DIGITS}g}")
 
 
 def write(content: dict[str, Any], path: pathlib.Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(lzma.compress(json.dumps(content).encode()))
+    path.write_bytes(lzma.compress(json.dumps(content).encode(), preset=9))
 
 
-def read(path: pathlib.Path) -> tuple[list[Run], dict[str, dict[str, float]]]:
-    """The runs of a file, and by run the pass@k of its last evaluation."""
+def read(path: pathlib.Path) -> Study:
     content = json.loads(lzma.decompress(path.read_bytes()))
-    runs, pass_at_k = [], {}
+    runs, passed = [], {}
     for record in content["runs"]:
         columns = record["metrics"]
         rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-        rows = [{"iteration": i, **row} for i, row in enumerate(rows, 1)]
         is_tuple = lambda v: isinstance(v, list) and not any(isinstance(x, dict) for x in v)  # and no list of functions
         point: Point = {name: tuple(v) if is_tuple(v) else v for name, v in record["point"].items()}
         runs.append(Run(record["name"], point, "finished", rows))
-        pass_at_k[record["name"]] = record["pass_at_k"]
-    return runs, pass_at_k
+        passed[record["name"]] = np.array(record["passed"])
+    samples = content["runs"][0]["samples"] if runs else 0
+    return Study(content["config"], content["made_with"], samples, runs, passed)
+
+
+def configs(study: Study) -> dict[str, Config]:
+    """By run, its whole config."""
+    base = runpy.run_path(study.config)["get_config"]()
+    return {run.name: freeze_points(base, [run.point]).popitem()[1][1] for run in study.runs}
 
 
 def main() -> None:

@@ -2,15 +2,13 @@
 
     python -m jaxrl_llm.sweep --config=configs/sweeps/e3_positive_bias.py --workdir=runs/e3 --workers=2
 
-Runs of 2026-11-24, medians of 4 seeds: with shares of 0, 0.2 and 0.5 AsymRE of whole sequences ends at 0.04, 0.39 and
-0.66 with delta_V = 0, which collapses without, and at 0.57, 0.77 and 0.78 with delta_V = -0.1; GRPO at 0.69, 0.72 and
-0.72.
+Four uses of a rollout from a ring of 32 batches, of which a share is kept for correct rollouts that the rest has let
+go. docs/replay_study.md has what came of it.
 """
 
 import runpy
 
-from jaxrl_llm.sweep.points import Sweep, product, seeds
-from studies.design import SUMS
+from studies.design import SUMS, sweep_of
 
 get_config = runpy.run_path("configs/study_arithmetic.py")["get_config"]
 
@@ -19,9 +17,9 @@ ASYMRE = {
     "algorithm.surrogate": "reinforce",
     "algorithm.aggregation": "constant_length",
 }
-METHODS = [{}, *({**ASYMRE, "algorithm.advantage.delta_v": delta} for delta in (0.0, -0.1))]
+METHODS = [{}, *({**ASYMRE, "algorithm.advantage.delta_v": delta} for delta in (0.0, -0.05, -0.1, -0.3))]
 ARMS = [
-    SUMS.arm(4, 8, **{"replay.positive_fraction": share}, **method) for share in (0.0, 0.2, 0.5) for method in METHODS
+    SUMS.arm(4, 32, **{"replay.positive_fraction": share}, **method) for share in (0.0, 0.2, 0.5) for method in METHODS
 ]
 
 
@@ -32,11 +30,4 @@ def label(settings):
 
 
 def get_sweep():
-    return Sweep(
-        product(seeds(4), ARMS),
-        label=label,
-        metrics=("eval/pass_rate", "rollout/pass_rate", "update/entropy_nats", "replay/age_mean_steps"),
-        x_axis="time/compute_rollouts",
-        thresholds={"eval/pass_rate": 0.45},
-        pareto=(("update/entropy_nats", "eval/pass_rate"),),
-    )
+    return sweep_of(ARMS, label)

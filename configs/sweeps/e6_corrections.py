@@ -2,47 +2,51 @@
 
     python -m jaxrl_llm.sweep --config=configs/sweeps/e6_corrections.py --workdir=runs/e6 --workers=2
 
-Runs of 2026-11-24, medians of 4 seeds: the plain clipped ratio ends at 0.67 (0.56-0.83); a moving average of the
-weights as the old policy, and REINFORCE under truncated sequence weights with the step scaled by the effective sample
-size, at 0.78; masks at 0.71 and 0.72, CISPO at 0.69, truncated token weights at 0.63.
+Each as its paper has it (surrogate, old policy, weights, bounds: configs/recipes), with the study's ring of 8 batches,
+its batch and its advantage, but VCPO, whose baseline is its own. docs/replay_study.md has what came of it.
 """
 
 import runpy
 
-from jaxrl_llm.sweep.points import Sweep, product, seeds
-from studies.design import SUMS
+from studies.design import SUMS, sweep_of
 
 get_config = runpy.run_path("configs/study_arithmetic.py")["get_config"]
 
 REINFORCE = {"algorithm.surrogate": "reinforce"}
-TRUNCATED = {**REINFORCE, "algorithm.correction": "sequence_truncated"}
+SEQUENCES = {"algorithm.aggregation": "sequence_mean"}
+BY_SIZE = {"algorithm.step_size": "effective_sample_size"}
 CORRECTIONS = {
     "none: clipped ratio to the behaviour policy": {},
-    "CISPO, weights of at most 5": {
-        "algorithm.surrogate": "cispo",
-        "algorithm.surrogate.high": 5.0,
+    "the same of whole sequences (Arnal et al.)": {"algorithm.surrogate": "sequence_clipped", **SEQUENCES},
+    "GSPO": {"algorithm.surrogate": "gspo", **SEQUENCES},
+    "CISPO, weights of at most 5": {"algorithm.surrogate": "cispo", "algorithm.surrogate.high": 5.0},
+    "truncated token weights, at most 2 (TIS)": {**REINFORCE, "algorithm.correction": "token_truncated"},
+    "truncated sequence weights, at most 2": {**REINFORCE, "algorithm.correction": "sequence_truncated"},
+    "the same, step by effective sample size": {**REINFORCE, "algorithm.correction": "sequence_truncated", **BY_SIZE},
+    "VCPO": {
+        "algorithm.advantage": "dr_grpo",
+        "algorithm.surrogate": "vcpo",
+        "algorithm.aggregation": "constant_length",
+        "replay.unit": "group",
+        **BY_SIZE,
     },
-    "moving average as old policy, importance weights": {
+    "PPO-EWMA": {
         "algorithm.old_policy": "ewma",
-        "algorithm.correction": "importance",
+        "algorithm.correction": "policy_truncated",
+        "algorithm.correction.high": 100.0,
     },
-    "REINFORCE, token weights truncated": {**REINFORCE, "algorithm.correction": "token_truncated"},
-    "REINFORCE, sequence weights truncated, step by effective sample size": {
-        **TRUNCATED,
-        "algorithm.step_size": "effective_sample_size",
+    "decoupled PPO": {
+        "algorithm.old_policy": "start",
+        "algorithm.correction": "token_masked",
+        "algorithm.correction.low": 0.0,
+        "algorithm.correction.high": 5.0,
     },
-    "token mask": {"algorithm.correction": "token_masked"},
+    "token mask, 0.5 to 2": {"algorithm.correction": "token_masked"},
+    "sequence mask, 0.5 to 2": {"algorithm.correction": "sequence_masked"},
     "second-moment mask (M2PO)": {"algorithm.correction": "second_moment"},
 }
 ARMS = {name: SUMS.arm(8, 8, **correction) for name, correction in CORRECTIONS.items()}
 
 
 def get_sweep():
-    return Sweep(
-        product(seeds(4), list(ARMS.values())),
-        label=lambda settings: next(name for name, its in ARMS.items() if its == settings),
-        metrics=("eval/pass_rate", "rollout/pass_rate", "update/entropy_nats", "replay/age_mean_steps"),
-        x_axis="time/compute_rollouts",
-        thresholds={"eval/pass_rate": 0.45},
-        pareto=(("update/entropy_nats", "eval/pass_rate"),),
-    )
+    return sweep_of(list(ARMS.values()), lambda arm: next(name for name, its in ARMS.items() if its == arm))

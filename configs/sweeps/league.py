@@ -2,8 +2,9 @@
 
     python -m jaxrl_llm.sweep --config=configs/sweeps/league.py --workdir=runs/league --workers=2
 
-Runs of 2026-11-24, held-out pass rate at the end, medians of two seeds (docs/replay_study.md has the table): ppo_ewma
-0.72, poise 0.68, rr 0.63; grpo 0.54; replay_positive_bias 0.34, with 0.75 as its best; spo, agro and vcpo at most 0.30.
+A recipe has its own batch, ring and groups, as many iterations as the budget pays for what they cost (rollouts trained
+and generated, and the forward passes of its references), and the best of three learning rates. docs/replay_study.md has
+what came of it.
 """
 
 import pathlib
@@ -11,10 +12,11 @@ import runpy
 
 from jaxrl_llm.config import defaults, freeze
 from jaxrl_llm.runtime.nested import differences, plain
-from jaxrl_llm.sweep.points import Sweep, product, seeds
-from studies.design import COST_RATIO, SUMS
+from studies.costs import FORWARD, forwards
+from studies.design import COST_RATIO, RATE, SUMS, sweep_of
 
 get_config = runpy.run_path("configs/study_arithmetic.py")["get_config"]
+RATES = (2e-4, 6e-4, 1.8e-3)  # further apart than those of E2: regressions of log-ratios want the highest
 WHOLE_GROUPS = ("agro", "rr", "spo", "vcpo")
 # Without the two that need something beside them: another run, a teacher.
 LEFT_OUT = ("sapo", "distillation")
@@ -25,6 +27,7 @@ def point(path):
     """A recipe's settings on the study's task, for as many iterations as the budget pays."""
     config = freeze(runpy.run_path(str(path))["get_config"]())
     changed = {field: plain(new) for field, (_, new) in differences(freeze(defaults()), config, whole=True).items()}
+    changed.pop(RATE, None)
     # Single rollouts, as the study has it, but where a recipe's method compares or replays whole groups.
     changed.pop("replay.unit", None)
     if path.stem in WHOLE_GROUPS:
@@ -33,19 +36,16 @@ def point(path):
     changed.setdefault("update.micro_batch_size", batch)
     changed.setdefault("rollout.group_size", config.rollout.group_size)
     changed.setdefault("rollout.prompts_per_iteration", config.rollout.prompts_per_iteration)
-    trained = batch * config.update.updates_per_iteration
-    steps = round(SUMS.budget / (trained + COST_RATIO * config.rollouts_per_iteration))
+    extra, trained = forwards(config), batch * config.update.updates_per_iteration
+    cost = trained * (1 + FORWARD * extra.of_trained)
+    cost += config.rollouts_per_iteration * (COST_RATIO + FORWARD * extra.of_generated)
+    steps = round(SUMS.budget / cost)
     if config.algorithm.reward_terms and path.stem == "dapo":
         changed["algorithm.reward_terms.overlong_penalty.buffer"] = 1  # of 4 tokens
-    return changed | {"num_iterations": steps, "eval.every_iterations": steps // 10}
+    return changed | {"num_iterations": steps, "eval.every_iterations": max(1, steps // SUMS.evaluations)}
 
 
 def get_sweep():
     points = {path.stem: point(path) for path in RECIPES}
-    return Sweep(
-        product(seeds(2), list(points.values())),
-        label=lambda settings: next(name for name, its in points.items() if its == settings),
-        metrics=("eval/pass_rate", "rollout/pass_rate", "update/entropy_nats"),
-        x_axis="time/compute_rollouts",
-        pareto=(("update/entropy_nats", "eval/pass_rate"),),
-    )
+    label = lambda settings: next(name for name, its in points.items() if its == settings)
+    return sweep_of(list(points.values()), label, RATES)
