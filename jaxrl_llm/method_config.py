@@ -35,6 +35,8 @@ class LoraConfig:
     alpha: Positive = 32.0
     # Rank-stabilised: by alpha / sqrt(rank) instead.
     rank_stabilised: bool = False
+    # Weight-decomposed (DoRA): the length of each row of weights, an output's, is learned too.
+    dora: bool = False
     # Matrices of each layer that have one.
     targets: tuple[Literal["q", "k", "v", "o", "gate", "up", "down"], ...] = LORA_TARGETS
     # Folder of adapters (PEFT) to start from, of this rank, scale and targets; "" = new ones, which add nothing yet.

@@ -824,6 +824,7 @@ ALIVE = {
     "model.lora.rank": (2, program("update"), {}),
     "model.lora.alpha": (8.0, program("decode"), ADAPTERS),
     "model.lora.rank_stabilised": (True, program("decode"), ADAPTERS),
+    "model.lora.dora": (True, program("decode"), ADAPTERS),
     "model.lora.targets": (("q", "v"), program("decode"), ADAPTERS),
     "model.lora.path": ("adapters", begun, ADAPTERS),
     "model.routing_replay": (True, program_of_experts("update"), {}),

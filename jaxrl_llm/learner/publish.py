@@ -109,6 +109,7 @@ def program(model: Model, mesh: Mesh, sampler_mesh: Mesh) -> Program:
             x, always = jax.lax.optimization_barrier((x, always))
             return x
 
-        return sampler_form(lora.join(params, base), model.arch, take)
+        whole = lora.join(params, base)
+        return sampler_form(whole | {"blocks": lora.published(whole["blocks"], model.lora)}, model.arch, take)
 
     return Program(publish, lora.split(model.abstract_params(mesh)), jax.tree.map(lambda x: x.format, sampler))

@@ -2,12 +2,15 @@
 
     A [r,I], B [O,r];   s = alpha / r,  rank-stabilised alpha / sqrt(r)
 
+and in DoRA the length of each output's row is learned too, m [O]:   y = m / |W + s B A| (W x + s B A x).
+
 Adapters are parameters of the blocks, ``q_lora_a`` and ``q_lora_b`` beside ``q``, and the one forward pass of learner
 and sampler adds them (``transformer.Blocks``). Elsewhere they travel apart from the base: what is learned, kept and
 saved is ``params["policy"]`` with the adapters alone, and the base is one array tree that nothing writes.
 
-Source: Hu et al. 2021, arXiv:2106.09685, eq. 3; the rank-stabilised scale, Kalajdzievski 2023, arXiv:2312.03732. A
-begins uniform within 1 / sqrt(I), as PEFT's does (the paper: normal), B with zeros: at first y = W x + 0.
+Source: Hu et al. 2021, arXiv:2106.09685, eq. 3; the rank-stabilised scale, Kalajdzievski 2023, arXiv:2312.03732; DoRA,
+Liu et al. 2024, arXiv:2402.09353, eq. 5, its norm a constant to gradients (section 4.3). A begins uniform within
+1 / sqrt(I), as PEFT's does (the paper: normal), B with zeros, m with |W|: at first y = W x + 0.
 
 Letters: L layers, O outputs, I inputs, r rank.
 Owns: adapters' shapes, names and first values, how they part from the base and join it. Does not know: files.
@@ -15,6 +18,7 @@ Owns: adapters' shapes, names and first values, how they part from the base and 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -30,7 +34,7 @@ from jaxrl_llm.runtime import rng
 if TYPE_CHECKING:
     from jaxrl_llm.models.transformer import Model
 
-A, B = "_lora_a", "_lora_b"
+A, B, M = "_lora_a", "_lora_b", "_lora_m"
 
 
 def scale(config: LoraConfig) -> float:
@@ -45,14 +49,17 @@ def matrices(config: LoraConfig, table: tuple) -> Iterator[tuple[str, tuple[int,
             outer, each = len(size) - _inputs(name), _stacked(name)
             yield name + A, (*size[:each], config.rank, *size[outer:]), (*axes[:each], "rank", *axes[outer:])
             yield name + B, (*size[:outer], config.rank), (*axes[:outer], "rank")
+            if config.dora:
+                yield name + M, (*size[:outer], 1), (*axes[:outer], "rank")
 
 
 def layout(of_matrices: dict[str, tuple]) -> dict[str, tuple]:
-    """How A and B of the blocks' matrices are folded in files, from how they are (``files.layout.LAYOUT``)."""
+    """How A, B and m of the blocks' matrices are folded in files, from how they are (``files.layout.LAYOUT``)."""
     found = {}
     for path, (outputs, inputs) in ((path, to) for path, to in of_matrices.items() if len(to) == 2):
         found[path + A] = ((0,), tuple(dim - len(outputs) + 1 for dim in inputs))
         found[path + B] = (outputs, (len(outputs),))
+        found[path + M] = ((*outputs, len(outputs)),)
     return found
 
 
@@ -73,7 +80,7 @@ def _target(name: str) -> str:
 
 def split(params: Any) -> tuple[Any, ...]:
     """What is learned and what is not: the adapters and the rest; without adapters all, alone."""
-    is_adapter = lambda name: name.endswith((A, B))
+    is_adapter = lambda name: name.endswith((A, B, M))
     blocks = params["blocks"]
     if not any(map(is_adapter, blocks)):
         return (params,)
@@ -105,29 +112,75 @@ def check_base(saved: Mapping[str, Any], own: Mapping[str, Any], path: str) -> N
         raise ConfigError(f"model.path={path!r:.200} holds other weights than the base that the adapters learned on")
 
 
-def init(model: Model, mesh: Mesh, *, seed: int) -> Any:
-    """Adapters that add nothing yet: A random, the same on every mesh, B zero."""
+def _flat(w: jax.Array, a: jax.Array, b: jax.Array, lead: int = 0) -> tuple[jax.Array, ...]:
+    """W [...,O,I], A [...,r,I] and B [...,O,r], float32, with so many leading dimensions."""
+    each, rank = a.shape[:lead], b.shape[-1]
+    a = a.reshape(*each, rank, -1)
+    flat = w.reshape(*each, -1, a.shape[-1]), a, b.reshape(*each, -1, rank)
+    return tuple(x.astype(jnp.float32) for x in flat)
+
+
+def _norm(w: jax.Array, a: jax.Array, b: jax.Array, config: LoraConfig) -> jax.Array:
+    """|W + s B A| [O] of one layer, whose sum is never there."""
+    (w, a, b), s, times = _flat(w, a, b), scale(config), functools.partial(jnp.matmul, precision="highest")
+    added = jnp.sum(b * (2 * times(w, a.mT) + s * times(b, times(a, a.mT))), axis=-1)
+    return jnp.sqrt(jnp.sum(jnp.square(w), axis=-1) + s * added)
+
+
+def _by_layer(norm: Callable[..., jax.Array], blocks: Any) -> dict[str, jax.Array]:
+    """m and W, A, B of each layer -> what takes the place of its m."""
+    of = lambda name: tuple(blocks[name.removesuffix(M) + kind] for kind in (M, "", A, B))
+    whole = lambda name: jax.lax.map(lambda x: norm(*x).reshape(x[0].shape), of(name))
+    return {name: whole(name) for name in blocks if name.endswith(M)}
+
+
+def published(blocks: Any, config: LoraConfig) -> Any:
+    """Blocks with m / |W + s B A| - 1 in place of each m: a decode step takes no norm."""
+    return blocks | _by_layer(lambda m, *of: m.reshape(-1) / _norm(*of, config) - 1, blocks)
+
+
+def add(out_BTO: jax.Array, x_BTI: jax.Array, name: str, weight: Callable, linear: Callable, config: LoraConfig) -> Any:
+    """y of out = W x, in its dtype.
+
+    Args:
+        weight: the parameter of a name, of one layer; an m that has one dimension is ``published``.
+        linear: (x, matrix) -> their product.
+    """
+    out_BTO += linear(linear(x_BTI, weight(name + A)) * scale(config), weight(name + B))
+    if not config.dora:
+        return out_BTO
+    excess = weight(name + M)
+    if excess.ndim > 1:
+        of = jax.lax.stop_gradient([weight(name + kind) for kind in ("", A, B)])
+        excess = excess.reshape(-1) / _norm(*of, config) - 1
+    return out_BTO + out_BTO * excess.astype(out_BTO.dtype).reshape(1, 1, -1)
+
+
+def init(model: Model, mesh: Mesh, base: Any = None, *, seed: int) -> Any:
+    """Adapters that add nothing yet: A random, the same on every mesh, B zero; m, which wants the ``base``, |W|."""
     shapes, *_ = split(model.abstract_params(mesh))
 
-    def make(key: jax.Array) -> Any:
+    def make(key: jax.Array, base: Any) -> Any:
         made = {}
         for place, (name, x) in enumerate(sorted(shapes["blocks"].items())):
             bound = math.prod(x.shape[2 + _stacked(name) :]) ** -0.5
             own = jax.random.fold_in(key, place)
             is_a = name.endswith(A)
             made[name] = jax.random.uniform(own, x.shape, x.dtype, -bound, bound) if is_a else jnp.zeros_like(x)
-        return {"blocks": made}
+        whole = {**(base["blocks"] if base else {}), **made}
+        return {"blocks": made | _by_layer(lambda _, *of: _norm(*of, model.lora), whole)}
 
-    return jax.jit(make, out_shardings=jax.tree.map(lambda x: x.sharding, shapes))(rng.stream(seed, "lora"))
+    return jax.jit(make, out_shardings=jax.tree.map(lambda x: x.sharding, shapes))(rng.stream(seed, "lora"), base)
 
 
 def merge(learned: Any, base: Any, config: LoraConfig) -> Any:
-    """Parameters without adapters that compute the same: W + s B A, in float32, in the dtype of W."""
-    blocks, rank = dict(base["blocks"]), config.rank
+    """Parameters without adapters that compute the same: W + s B A, in float32, in the dtype of W; of DoRA scaled."""
+    blocks = dict(base["blocks"])
     for name in [name.removesuffix(A) for name in learned["blocks"] if name.endswith(A)]:
-        a, b, w = learned["blocks"][name + A], learned["blocks"][name + B], blocks[name]
-        each = a.shape[: 1 + _stacked(name)]
-        flat = b.reshape(*each, -1, rank), a.reshape(*each, rank, -1)
-        added = jnp.matmul(*flat, precision="highest", preferred_element_type=jnp.float32)
-        blocks[name] = (w.astype(jnp.float32) + scale(config) * added.reshape(w.shape)).astype(w.dtype)
+        w, a, b = _flat(blocks[name], *(learned["blocks"][name + kind] for kind in (A, B)), lead=1 + _stacked(name))
+        whole = w + scale(config) * jnp.matmul(b, a, precision="highest")
+        if config.dora:
+            norm = jnp.linalg.norm(whole, axis=-1, keepdims=True)
+            whole *= learned["blocks"][name + M].reshape(norm.shape) / norm
+        blocks[name] = whole.reshape(blocks[name].shape).astype(blocks[name].dtype)
     return {**base, "blocks": blocks}

@@ -124,8 +124,8 @@ class Blocks(nnx.Module):
             once = functools.partial(multiply, axes=gathering.OF_HEADS.get(name, ()) if rematted else ())
             out_BTO = quantised.multiply(once, x_BTI, name, getattr(self, name)[...], weights)
             if hasattr(self, name + adapters.A):
-                x_BTR = multiply(x_BTI, getattr(self, name + adapters.A)[...]) * adapters.scale(self.lora)
-                out_BTO += multiply(x_BTR, getattr(self, name + adapters.B)[...])
+                of = lambda name: getattr(self, name)[...]
+                out_BTO = adapters.add(out_BTO, x_BTI, name, of, multiply, self.lora)
             bias = getattr(self, f"{name}_bias", None)
             return out_BTO if bias is None else out_BTO + bias[...].astype(out_BTO.dtype).reshape(1, 1, -1)
 

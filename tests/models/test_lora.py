@@ -14,17 +14,20 @@ from support import building, families, hybrids
 from support.building import CUBE, ONE, TINY, mesh_of
 
 from jaxrl_llm.config import ConfigError, freeze
+from jaxrl_llm.learner import publish
 from jaxrl_llm.method_config import LORA_TARGETS, LoraConfig
 from jaxrl_llm.models import lora
 from jaxrl_llm.models.architecture import PRESETS, Layer
 from jaxrl_llm.models.files import hf, peft, pretrained
 from jaxrl_llm.models.files.gguf import make_byte_tokenizer
 from jaxrl_llm.models.transformer import Model
+from jaxrl_llm.runtime.programs import compile_all
 
 FIXTURES = pathlib.Path(__file__).parent.parent / "fixtures"
 LLAMA, ADAPTERS = FIXTURES / "tiny_llama", FIXTURES / "adapters"
 SOME = LoraConfig(rank=2, alpha=3.0, targets=("q", "down"))
 ALL = LoraConfig(rank=4, alpha=2.0, rank_stabilised=True)
+DORA = LoraConfig(rank=3, alpha=6.0, dora=True, targets=("k", "o", "up"))
 
 
 def logits_of(model, params, tokens):
@@ -33,15 +36,31 @@ def logits_of(model, params, tokens):
     return np.asarray(hidden @ model.head(params).T)
 
 
-def added_by_hand(blocks, name, s):
-    """s B A of every layer in float64."""
+def merged_by_hand(blocks, name, s):
+    """W + s B A of every layer in float64; where there is an m, each output's row with its length."""
     a, b = (np.asarray(blocks[f"{name}_lora_{x}"], np.float64) for x in "ab")
-    letters = {"o": "Ldr,Lrnh->Ldnh"}.get(name, "Lnhr,Lrd->Lnhd" if name in "qkv" else "Lor,Lri->Loi")
-    return s * np.einsum(letters, b, a)
+    experts = "E" if "experts" in name else ""
+    letters = {"o": "Ldr,Lrnh->Ldnh"}.get(
+        name, "Lnhr,Lrd->Lnhd" if name in "qkv" else f"L{experts}or,Lri->L{experts}oi"
+    )
+    letters = letters.replace(",Lr", f",L{experts}r")
+    merged = blocks[name] + s * np.einsum(letters, b, a)
+    if f"{name}_lora_m" not in blocks:
+        return merged
+    inputs = (2, 3) if name == "o" else -1
+    m = np.asarray(blocks[f"{name}_lora_m"], np.float64)
+    return (
+        m.reshape(*m.shape[:-1], *(1,) * np.size(inputs)) * merged / np.linalg.norm(merged, axis=inputs, keepdims=True)
+    )
 
 
 @pytest.mark.parametrize(
-    ("config", "s"), [(LoraConfig(rank=4, alpha=6.0), 1.5), (LoraConfig(rank=4, alpha=6.0, rank_stabilised=True), 3.0)]
+    ("config", "s"),
+    [
+        (LoraConfig(rank=4, alpha=6.0), 1.5),
+        (LoraConfig(rank=4, alpha=6.0, rank_stabilised=True), 3.0),
+        (LoraConfig(rank=4, alpha=6.0, dora=True), 1.5),
+    ],
 )
 def test_adapters_add_s_times_b_a_and_merging_them_is_the_same(config, s):
     model = Model(TINY, lora=config)
@@ -49,7 +68,7 @@ def test_adapters_add_s_times_b_a_and_merging_them_is_the_same(config, s):
     learned, base = lora.split(params)
     blocks = dict(base["blocks"])
     for name in LORA_TARGETS:
-        blocks[name] = blocks[name] + added_by_hand(params["blocks"], name, s)
+        blocks[name] = merged_by_hand(params["blocks"], name, s)
     tokens = np.random.default_rng(1).integers(0, TINY.vocab_size, (1, 9), np.int32)
     expected = oracle.logits({**base, "blocks": blocks}, TINY, tokens[0])
     largest = np.abs(expected).max()
@@ -72,10 +91,8 @@ def test_experts_have_adapters_of_their_own_and_the_shared_one_has_none():
     assert adapted == {"k", "experts_gate", "experts_down"}
     blocks = dict(base["blocks"])
     for name in adapted:
-        a, b = (np.asarray(learned["blocks"][f"{name}_lora_{x}"], np.float64) for x in "ab")
-        assert a.shape[:-1] == (2, 3, 4) if "experts" in name else (2, 4)
-        letters = {"k": "Lnhr,Lri->Lnhi"}.get(name, "LEor,LEri->LEoi" if "experts" in name else "Lor,Lri->Loi")
-        blocks[name] = (blocks[name] + 1.5 * np.einsum(letters, b, a)).astype(np.float32)
+        assert learned["blocks"][f"{name}_lora_a"].shape[:-1] == (2, 3, 4) if "experts" in name else (2, 4)
+        blocks[name] = merged_by_hand(params["blocks"], name, 1.5).astype(np.float32)
     tokens = np.random.default_rng(1).integers(0, TINY.vocab_size, (2, 9), np.int32)
     expected = logits_of(model.base, {**base, "blocks": blocks}, tokens)
     largest = np.abs(expected).max()
@@ -85,9 +102,11 @@ def test_experts_have_adapters_of_their_own_and_the_shared_one_has_none():
     assert np.abs(logits_of(model.base, base, tokens) - expected).max() > 0.1 * largest
 
 
-def test_new_adapters_change_no_bit_and_do_not_depend_on_the_mesh():
-    model = Model(TINY, lora=LoraConfig(rank=4))
-    base, learned = model.base.init(jax.random.key(0), mesh_of(ONE)), lora.init(model, mesh_of(ONE), seed=3)
+@pytest.mark.parametrize("dora", [False, True])
+def test_new_adapters_change_no_bit_and_do_not_depend_on_the_mesh(dora):
+    model = Model(TINY, lora=LoraConfig(rank=4, dora=dora))
+    base = model.base.init(jax.random.key(0), mesh_of(ONE))
+    learned = lora.init(model, mesh_of(ONE), base, seed=3)
     tokens = np.arange(12, dtype=np.int32).reshape(2, 6)
     adapted, plain = ((model, lora.join(learned, base)), (model.base, base))
     with jax.disable_jit():  # op by op: of two programs XLA may round one another way (here by 1.5e-8)
@@ -96,14 +115,31 @@ def test_new_adapters_change_no_bit_and_do_not_depend_on_the_mesh():
     for name, x in learned["blocks"].items():
         if name.endswith("_b"):
             assert not np.any(x)
+        elif name.endswith("_m"):
+            w = np.asarray(base["blocks"][name.removesuffix("_lora_m")], np.float64)
+            np.testing.assert_allclose(x[..., 0], np.linalg.norm(w.reshape(*x.shape[:-1], -1), axis=-1), rtol=1e-6)
         else:  # uniform: standard deviation of the bound over the root of 3
             bound = np.prod(x.shape[2:]) ** -0.5
             assert np.abs(x).max() <= bound
             assert np.std(x) == pytest.approx(bound / np.sqrt(3), rel=0.15)
-    other = lora.init(model, mesh_of(CUBE), seed=3)
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(other), jax.device_get(learned))
+    other = lora.init(model, mesh_of(CUBE), model.base.init(jax.random.key(0), mesh_of(CUBE)), seed=3)
+    for name, x in learned["blocks"].items():  # a norm's sum is over devices
+        np.testing.assert_allclose(other["blocks"][name], x, rtol=1e-6 if name.endswith("_m") else 0, err_msg=name)
     assert "tensor" in str(other["blocks"]["q_lora_b"].sharding.spec)
-    assert np.any(lora.init(model, mesh_of(ONE), seed=4)["blocks"]["q_lora_a"] != learned["blocks"]["q_lora_a"])
+    assert np.any(lora.init(model, mesh_of(ONE), base, seed=4)["blocks"]["q_lora_a"] != learned["blocks"]["q_lora_a"])
+
+
+@pytest.mark.parametrize("mesh", [ONE, CUBE])
+def test_magnitudes_reach_the_sampler_as_they_do_the_learner(mesh):
+    """It takes no norm: published is what of a product is added to it, in the compute dtype."""
+    model, mesh = Model(TINY, lora=DORA), mesh_of(mesh)
+    learned, base = lora.split(building.learner_params(model, mesh))
+    publishing = compile_all({"publish": publish.program(model, mesh, mesh)}, mesh)["publish"]
+    published = publishing(learned, base)
+    tokens = np.arange(18, dtype=np.int32).reshape(2, 9)
+    expected = logits_of(model, building.host_params(model), tokens)
+    np.testing.assert_allclose(logits_of(model, published, tokens), expected, atol=1e-5 * np.abs(expected).max())
+    assert published["layers"][1]["k_lora_m"].shape == (8,)
 
 
 def test_parts_of_the_parameters_come_together_again():
@@ -134,7 +170,7 @@ def edit(folder, **changes):
     (folder / "adapter_config.json").write_text(json.dumps(config))
 
 
-@pytest.mark.parametrize(("name", "config"), [("some", SOME), ("all", ALL)])
+@pytest.mark.parametrize(("name", "config"), [("some", SOME), ("all", ALL), ("dora", DORA)])
 def test_peft_s_adapters_have_the_logits_that_peft_stored(name, config):
     stored, mesh = np.load(ADAPTERS / "logits.npz"), mesh_of(ONE)
     assert peft.read_config(ADAPTERS / name) == config
@@ -154,29 +190,31 @@ def test_a_folder_of_adapters_is_its_base_with_them(folder):
     np.testing.assert_allclose(logits, stored["all"], atol=1e-5 * 20)
 
 
-def test_what_is_written_is_read_back_and_named_as_peft_names_it(tmp_path):
-    mesh, model = mesh_of(ONE), Model(hf.read_architecture(LLAMA), lora=SOME)
-    learned = peft.load(ADAPTERS / "some", model, mesh)
+@pytest.mark.parametrize(("name", "config"), [("some", SOME), ("dora", DORA)])
+def test_what_is_written_is_read_back_and_named_as_peft_names_it(tmp_path, name, config):
+    mesh, model = mesh_of(ONE), Model(hf.read_architecture(LLAMA), lora=config)
+    learned = peft.load(ADAPTERS / name, model, mesh)
     for _ in range(2):  # the second replaces the first
         peft.export(learned, model, make_byte_tokenizer(), tmp_path, "some/base")
-    files = [safetensors.numpy.load_file(x / "adapter_model.safetensors") for x in (tmp_path, ADAPTERS / "some")]
+    files = [safetensors.numpy.load_file(x / "adapter_model.safetensors") for x in (tmp_path, ADAPTERS / name)]
     assert files[0].keys() == files[1].keys()
     for key, value in files[1].items():
         np.testing.assert_array_equal(files[0][key], value)
-    theirs = json.loads((ADAPTERS / "some" / "adapter_config.json").read_text())
+    theirs = json.loads((ADAPTERS / name / "adapter_config.json").read_text())
     for key, value in json.loads((tmp_path / "adapter_config.json").read_text()).items():
         if key == "base_model_name_or_path":
             assert value == "some/base"
         else:
             assert value == theirs[key] or sorted(value) == sorted(theirs[key]), key
-    assert peft.read_config(tmp_path) == SOME
+    assert peft.read_config(tmp_path) == config
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"holds a model \(config.json\); adapters need a folder of their own"):
         peft.export(learned, model, make_byte_tokenizer(), tmp_path, "some/base")
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("config", [SOME, ALL])
+@pytest.mark.filterwarnings("ignore")  # of peft's own
+@pytest.mark.parametrize("config", [SOME, ALL, DORA])
 def test_peft_computes_the_same_of_what_is_written(tmp_path, config):
     torch, theirs = pytest.importorskip("torch"), pytest.importorskip("peft")
     transformers = pytest.importorskip("transformers")
@@ -244,7 +282,9 @@ def test_peft_computes_the_same_of_experts_adapters(tmp_path, name):
     ("changes", "message"),
     [
         ({"peft_type": "IA3"}, r"peft_type='IA3' is not supported; supported: 'LORA'"),
-        ({"use_dora": True}, r"use_dora=True is not supported; supported: absent, null or false"),
+        ({"use_dora": True}, r"tensor base_model.*layers.0.*lora_magnitude_vector is missing"),
+        ({"use_dora": "yes"}, r"adapter_config.json: dora='yes' must be of type bool"),
+        ({"use_qalora": True}, r"use_qalora=True is not supported; supported: absent, null or false"),
         ({"modules_to_save": ["lm_head"]}, r"modules_to_save=\['lm_head'\] is not supported"),
         ({"rank_pattern": {"q_proj": 2}}, r"rank_pattern=\{'q_proj': 2\} is not supported"),
         ({"bias": "all"}, r"bias='all' is not supported"),
@@ -299,6 +339,7 @@ def test_a_start_that_the_settings_do_not_fit_is_refused(folder):
         ({"rank": 8}, r"model.lora.rank=8 must be 4, as model.lora.path='.*all' has it"),
         ({"alpha": 4.0}, r"model.lora.alpha=4.0 must be 2.0, as"),
         ({"rank_stabilised": False}, r"model.lora.rank_stabilised=False must be True, as"),
+        ({"dora": True}, r"model.lora.dora=True must be False, as"),
         ({"targets": ("q",)}, r"model.lora.targets=\('q',\) must be \('q', 'k', .*\), as"),
         ({"path": "nowhere"}, r"nowhere/adapter_config.json: no such file"),
     ):
@@ -306,6 +347,9 @@ def test_a_start_that_the_settings_do_not_fit_is_refused(folder):
             peft.check(Model(arch, lora=dataclasses.replace(start, **changes)), mesh, str(LLAMA))
     with pytest.raises(ConfigError, match=r"is a folder of adapters; with model.lora.rank=4 it must be their base"):
         peft.check(Model(arch, lora=ALL), mesh, str(folder))
+    experts = Model(PRESETS["debug_experts"], lora=dataclasses.replace(DORA, targets=("q", "up")))
+    with pytest.raises(ConfigError, match=r"targets=\('q', 'up'\) must be among q, k, v, o: with model.lora.dora=True"):
+        peft.check(experts, mesh, "random:debug_experts")
 
 
 @pytest.mark.parametrize(

@@ -45,9 +45,9 @@ def gradient(update, rows, mesh=ONE):
     return jax.device_get((state.opt_state["policy"], sums))
 
 
-def make_update(settings, **how):
+def make_update(settings, lora=ADAPTERS, **how):
     update = building.make_update(settings, **how)
-    return dataclasses.replace(update, model=dataclasses.replace(update.model, lora=ADAPTERS))
+    return dataclasses.replace(update, model=dataclasses.replace(update.model, lora=lora))
 
 
 def assert_same(actual, expected, most=1e-5):
@@ -58,13 +58,15 @@ def assert_same(actual, expected, most=1e-5):
     assert np.linalg.norm(flat(actual[0]) - flat(expected[0])) <= most * np.linalg.norm(flat(expected[0]))
 
 
-def test_the_gradient_by_adapters_is_the_merged_matrix_s_times_the_other_factor():
-    """y = (W + s B A) x, so dL/dB = s G A^T and dL/dA = s B^T G with G = dL/dW at the merged weights."""
+@pytest.mark.parametrize("config", [ADAPTERS, dataclasses.replace(ADAPTERS, dora=True)])
+def test_the_gradient_by_adapters_is_the_merged_matrix_s_times_the_other_factor(config):
+    """y = c (W + s B A) x, so dL/dB = s c G A^T and dL/dA = s B^T c G with G = dL/dW at the merged weights; c is 1, or
+    m / |W + s B A| whose norm stays: then dL/dm is of G the part along the merged row."""
     settings, rows = building.LOSSES["token mean, k3"], building.random_experience()
-    update = make_update(settings)
+    update = make_update(settings, config)
     found, sums = gradient(update, rows)
     params = building.host_params(update.model)
-    merged = jax.device_get(lora.merge(*lora.split(params), ADAPTERS))
+    merged = jax.device_get(lora.merge(*lora.split(params), config))
     plain = building.make_update(settings)
     state = dataclasses.replace(building.train_state(plain), params={"policy": merged})
     state, plain_sums = building.compile_update(plain)(state, building.on_mesh(plain, rows))
@@ -74,6 +76,12 @@ def test_the_gradient_by_adapters_is_the_merged_matrix_s_times_the_other_factor(
         a, b = (np.asarray(params["blocks"][f"{name}_lora_{x}"], np.float64) for x in "ab")
         flat_a, flat_b = a.reshape(len(a), 3, -1), b.reshape(len(b), -1, 3)
         g = of_merged[name].reshape(len(a), flat_b.shape[1], flat_a.shape[2])
+        if config.dora:
+            m, whole = (np.asarray(x["blocks"][name + of], np.float64) for x, of in ((params, "_lora_m"), (merged, "")))
+            unit = whole.reshape(g.shape) / m.reshape(len(m), -1, 1)
+            expected[f"{name}_lora_m"] = np.sum(g * unit, axis=-1).reshape(m.shape)
+            plain_w = params["blocks"][name].reshape(g.shape) + 2.0 * flat_b @ flat_a
+            g = g * m.reshape(len(m), -1, 1) / np.linalg.norm(plain_w, axis=-1, keepdims=True)
         expected[f"{name}_lora_a"] = 2.0 * np.einsum("Lor,Loi->Lri", flat_b, g).reshape(a.shape)
         expected[f"{name}_lora_b"] = 2.0 * np.einsum("Loi,Lri->Lor", g, flat_a).reshape(b.shape)
     assert_same((found, sums), ({"blocks": expected}, {"loss_sum": plain_sums["loss_sum"]}))
@@ -287,6 +295,7 @@ def test_a_split_base_and_split_adapters_learn_alike(base, tmp_path):
         {"algorithm.reference_reset_iterations": (1,), "rollout.lookahead_prompts": 8, "model.param_dtype": "bfloat16"},
         {"algorithm.old_policy": "ewma", "algorithm.advantage": "gae", "optimizer.name": "adafactor"},
         {"algorithm.old_policy": "generation", "rollout.lookahead_prompts": 8, "optimizer.moment_dtype": "bfloat16"},
+        {"algorithm.old_policy": "ewma", "model.lora.dora": True, "model.compute_dtype": "float32"},
     ],
 )
 def test_methods_that_look_at_other_weights_look_at_other_adapters(base, tmp_path, changes):

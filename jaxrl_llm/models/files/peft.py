@@ -33,7 +33,8 @@ INERT = {
     *("lora_dropout", "qalora_group_size", "target_modules", "exclude_modules", "eva_config", "loftq_config"),
     *("corda_config", "lora_ga_config", "runtime_config", "ensure_weight_tying", "megatron_core"),
 }
-READ = {"peft_type": "LORA", "r": None, "lora_alpha": 8, "use_rslora": False, "init_lora_weights": True}
+READ = {"peft_type": "LORA", "r": None, "lora_alpha": 8, "use_rslora": False, "use_dora": False}
+READ |= {"init_lora_weights": True}
 PLACES = ("", "experts_")  # where a matrix of a target may be: in the block, in each expert
 MIXTRAL = {"gate": "w1", "up": "w3", "down": "w2"}  # what it calls the matrices of an expert
 # First values for which PEFT leaves the base as it is.
@@ -81,7 +82,7 @@ def read_config(folder: str | Path) -> LoraConfig:
     if given["r"] in (None, 0):
         raise ConfigError(f"{path}: r={given['r']!r} must be at least 1")
     found = {"rank": given["r"], "alpha": given["lora_alpha"], "rank_stabilised": given["use_rslora"]}
-    return build(LoraConfig, {**found, "targets": targets}, f"{path}: ")
+    return build(LoraConfig, {**found, "dora": given["use_dora"], "targets": targets}, f"{path}: ")
 
 
 def check(model: Model, mesh: Mesh, path: str) -> None:
@@ -92,15 +93,16 @@ def check(model: Model, mesh: Mesh, path: str) -> None:
             f"model.path={path!r:.200} is a folder of adapters; with model.lora.rank={config.rank} it must be their "
             "base: start from them with model.lora.path, or merge them (export --merge)"
         )
-    if config.rank and families.FAMILIES[model.arch.family].experts_together:
-        own = tuple(name for name in config.targets if name not in ("gate", "up", "down"))
-        if own != config.targets:
-            why = f"files of {model.arch.family} name no matrix of an expert, nor would its adapters have a name"
-            raise ConfigError(f"model.lora.targets={config.targets!r} must be among q, k, v, o: {why}")
+    together = families.FAMILIES[model.arch.family].experts_together
+    has_none = together or (config.dora and model.arch.num_experts)
+    if config.rank and has_none and {*config.targets} & {"gate", "up", "down"}:
+        why = f"files of {model.arch.family} name no matrix of an expert, nor would its adapters have a name"
+        why = why if together else "with model.lora.dora=True, for PEFT's experts have no magnitudes"
+        raise ConfigError(f"model.lora.targets={config.targets!r} must be among q, k, v, o: {why}")
     if not config.path:
         return
     found = read_config(config.path)
-    for name in ("rank", "alpha", "rank_stabilised", "targets"):
+    for name in ("rank", "alpha", "rank_stabilised", "dora", "targets"):
         own, there = getattr(config, name), getattr(found, name)
         if own != there and not (name == "targets" and {*own} == {*there}):
             raise ConfigError(
@@ -124,9 +126,9 @@ def _expected(model: Model, mesh: Mesh) -> tuple[Params, str]:
     return lora.split(model.abstract_params(mesh))[0], f"adapters of {', '.join(config.targets)} of rank {config.rank}"
 
 
-def begin(model: Model, mesh: Mesh, *, seed: int) -> Params:
-    """Adapters as training finds them: those of ``model.lora.path``, or new ones."""
-    return load(model.lora.path, model, mesh) if model.lora.path else lora.init(model, mesh, seed=seed)
+def begin(model: Model, mesh: Mesh, base: Params | None = None, *, seed: int) -> Params:
+    """Adapters as training finds them: those of ``model.lora.path``, or new ones (``lora.init``)."""
+    return load(model.lora.path, model, mesh) if model.lora.path else lora.init(model, mesh, base, seed=seed)
 
 
 def merged(path: str, resolve: Callable[..., Source]) -> tuple[Callable, Callable, Callable, Callable]:
@@ -156,10 +158,10 @@ def merged(path: str, resolve: Callable[..., Source]) -> tuple[Callable, Callabl
 
 
 def names_of(model: Model) -> dict[str, str]:
-    """What files call the A and B of each matrix that ``layout.LAYOUT`` has."""
+    """What files call the A, B and m of each matrix that ``layout.LAYOUT`` has."""
     of_base = families.names_of(model.arch)
     stem = lambda name: "base_model.model." + of_base[f"blocks.{name}"].removesuffix("weight")
-    kinds = ((lora.A, "lora_A.weight"), (lora.B, "lora_B.weight"))
+    kinds = ((lora.A, "lora_A.weight"), (lora.B, "lora_B.weight"), (lora.M, "lora_magnitude_vector"))
     matrices = [of + name for name in LORA_TARGETS for of in PLACES if f"blocks.{of}{name}" in of_base]
     names = {f"blocks.{name}{kind}": stem(name) + end for name in matrices for kind, end in kinds}
     return (hybrids.by_layer(names, model.arch) if model.arch.delta else names) | {"head": ""}
@@ -199,7 +201,8 @@ def export(learned: Params, model: Model, tokenizer: Tokenizer, folder: str | Pa
         "r": config.rank,
         "lora_alpha": int(config.alpha) if config.alpha.is_integer() else config.alpha,
         "use_rslora": config.rank_stabilised,
-        "target_modules": sorted({name.rsplit(".", 3)[-3] for name in arrays}),
+        "use_dora": config.dora,
+        "target_modules": sorted({name.rsplit(".", 3)[-3] for name in arrays if name.endswith("weight")}),
         "lora_dropout": 0.0,
         "bias": "none",
         "inference_mode": True,

@@ -107,7 +107,7 @@ def weights(
     if reference and frozen is None:
         frozen = teacher.load_params(reference, mesh, seed=seed)
     if base is not None:
-        return base, frozen, lambda: peft.begin(model, mesh, seed=seed)
+        return base, frozen, lambda: peft.begin(model, mesh, base, seed=seed)
     return base, frozen, lambda: jax.tree.map(jnp.copy, frozen) if frozen and is_same else load()
 
 
