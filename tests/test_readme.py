@@ -25,6 +25,8 @@ import pytest
 from jaxrl_llm.algorithms.use import keywords
 from jaxrl_llm.config import AlgorithmConfig, Config, ReplayConfig, flatten
 from jaxrl_llm.reports.metrics import METRICS
+from jaxrl_llm.sweep import points
+from jaxrl_llm.sweep.table import Run
 
 REPOSITORY = pathlib.Path(__file__).parents[1]
 README = (REPOSITORY / "README.md").read_text()
@@ -254,8 +256,13 @@ def test_the_readme_counts_the_recipes():
 
 
 def test_the_sweep_that_is_shown_is_the_shipped_one():
-    (shown,) = blocks(TEXTS["docs/sweeps.md"], "python")
+    shown, tuned = blocks(TEXTS["docs/sweeps.md"], "python")
     assert shown in (REPOSITORY / "configs/sweeps/debug.py").read_text()
+    names = vars(points) | {"ARMS": [{"replay.capacity": 64}, {"replay.capacity": 128}]}
+    exec(tuned, names)
+    sweep = names["get_sweep"]()
+    runs = [Run("", p, "finished", [{"iteration": 1, "eval/pass_rate": p[names["RATE"]]}]) for p in sweep.points]
+    assert len(runs) == 12 and {p[names["RATE"]] for p in sweep.then(runs)} == {8e-4} and len(sweep.then(runs)) == 8
 
 
 def test_the_reward_of_the_readme_scores_as_it_says(folder):

@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import functools
+import json
 import os
 import pathlib
 import runpy
@@ -137,7 +138,9 @@ def runs_of(folder: pathlib.Path, points: Points, failed: Mapping[str, str]) -> 
         rows = rows_of(folder / name)
         finished = share_done(folder / name, rows, config) == 1
         status = "finished" if finished else "failed" if name in failed else "unfinished"
-        runs.append(Run(name, point, status if rows or name in failed else "", rows))
+        path = folder / name / "config.json"
+        made_with = json.loads(path.read_text()).get("made_with", {}) if rows and path.is_file() else {}
+        runs.append(Run(name, point, status if rows or name in failed else "", rows, made_with))
     return runs
 
 
@@ -386,6 +389,18 @@ def run_sweep(
     return failed, stopped
 
 
+def run_stages(
+    folder: pathlib.Path, known: Callable[[], Points], sweep: Sweep, *, num_workers: int, serve: str = SERVE
+) -> tuple[Points, dict[str, str], str | None]:
+    """Run the points that are known, then those that are known by them; all points, and the rest as ``run_points``."""
+    points: Points = {}
+    failed, stopped = {}, None
+    while not (failed or stopped) and len(more := known()) > len(points):
+        check_folders(folder, points := more)
+        failed, stopped = run_sweep(folder, points, sweep, num_workers=min(num_workers, len(points)), serve=serve)
+    return points, failed, stopped
+
+
 def main() -> None:
     config_file, folder = flags.FLAGS["config"].config_filename, pathlib.Path(WORKDIR.value)
     if WORKERS.value < 0:
@@ -405,11 +420,7 @@ def main() -> None:
             if not is_finished(folder / name, config)
         }
         sys.exit(launch(LAUNCH.value, commands, folder) > 0)
-    run = functools.partial(run_sweep, folder, sweep=sweep)
-    failed, stopped = run(points, num_workers=min(WORKERS.value, len(points)))
-    if not (failed or stopped) and len(more := known()) > len(points):
-        check_folders(folder, points := more)
-        failed, stopped = run(points, num_workers=min(WORKERS.value, len(points)))
+    points, failed, stopped = run_stages(folder, known, sweep, num_workers=WORKERS.value)
     print(f"table  {folder / 'table.csv'}\npage   {folder / 'sweep.html'}")
     if stopped:
         print(f"stopped by {stopped}; run the same command again to continue")

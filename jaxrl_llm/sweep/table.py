@@ -23,6 +23,7 @@ import numpy as np
 
 from jaxrl_llm.reports import page
 from jaxrl_llm.reports.page import FAINT, INK, SERIES
+from jaxrl_llm.sweep import fits
 from jaxrl_llm.sweep.points import SEED, Point, Sweep
 
 ITERATION = "iteration"
@@ -36,6 +37,7 @@ class Run:
     point: Point
     status: str
     rows: Sequence[Mapping[str, Any]]  # of metrics.jsonl
+    made_with: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of config.json: versions, commit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,6 +238,10 @@ def write_page(path: pathlib.Path, runs: Sequence[Run], sweep: Sweep, units: Map
         page.section(f"What each setting does to {page.text(sweep.metrics[0])}", _knob_table(ended, sweep)),
         *_curve_sections(begun, sweep, units),
         page.section("Trade-offs of last values", _trade_offs(ended, sweep, units)),
+        page.section(
+            f"Sigmoids of {page.text(sweep.metrics[0])} over {page.text(sweep.x_axis)}", _fit_table(ended, sweep)
+        ),
+        page.section("Made with", _record_table(begun)),
         page.section("Points", _point_table(runs, sweep)),
     ]
     return page.write_page(path, title, sections)
@@ -281,6 +287,31 @@ def _knob_table(runs: Sequence[Run], sweep: Sweep) -> str:
             first = ""
     head = ("setting", "best less worst", "value", "runs", "mean, and 95 % of bootstrapped means")
     return page.table(head, rows, "knobs")
+
+
+def _fit_table(runs: Sequence[Run], sweep: Sweep) -> str:
+    """Of each group's median curve of the first metric, highest ceiling first; nothing where none can be fitted."""
+    found = []
+    for members in groups(runs).values():
+        shown = band([curve(run, sweep.metrics[0], sweep.x_axis) for run in members])
+        given = shown is not None and (shown.x > 0).all() and sweep.metrics[0] not in sweep.lower_is_better
+        if given and (sigmoid := fits.fit(shown.x, shown.median, start=float(shown.median[0]))):
+            found.append((_shown(members[0], sweep), sigmoid))
+    found.sort(key=lambda pair: -pair[1].ceiling)
+    rows = [page.row(name, *map(_number, (f.ceiling, f.middle, f.steepness, f.error))) for name, f in found]
+    head = ("settings", "ceiling A", "middle", "steepness B", "error on the second half, from the first")
+    return page.table(head, rows, "fits")
+
+
+def _record_table(runs: Sequence[Run]) -> str:
+    """Runs by what they were made with: several lines are several commits or versions in one table."""
+    records: dict[str, list[Run]] = {}
+    for run in runs:
+        versions = ", ".join(f"{name} {version}" for name, version in run.made_with.get("versions", {}).items())
+        records.setdefault(f"commit {run.made_with.get('commit') or 'unknown'}; {versions}", []).append(run)
+    return page.table(
+        ("runs", "made with"), [page.row(str(len(of)), page.text(record)) for record, of in records.items()]
+    )
 
 
 def _point_table(runs: Sequence[Run], sweep: Sweep) -> str:

@@ -20,7 +20,18 @@ from support.parsing import config_of
 from jaxrl_llm.config import Config, ConfigError, freeze
 from jaxrl_llm.sweep import __main__ as sweep_module
 from jaxrl_llm.sweep.points import Sweep, freeze_points, grid, product, seeds
-from jaxrl_llm.sweep.table import Run, band, curve, figures, front, groups, knobs, write_page, write_table
+from jaxrl_llm.sweep.table import (
+    Run,
+    band,
+    best_points,
+    curve,
+    figures,
+    front,
+    groups,
+    knobs,
+    write_page,
+    write_table,
+)
 
 M = "eval/pass_rate"
 
@@ -122,6 +133,32 @@ def test_the_page_is_self_contained_and_shows_text_as_text(tmp_path):
     assert "svg" not in empty.tags
 
 
+def test_the_page_has_sigmoids_and_what_runs_were_made_with(tmp_path):
+    x = np.arange(1.0, 21.0)
+    learned = 0.1 + 0.5 / (1 + (60.0 / (10 * x)) ** 2)  # ceiling 0.6, half way at 60
+    made = [{"commit": commit, "versions": {"jax": "1.2"}} for commit in ("abc", "abc", "def")]
+    runs = [Run(f"r{i}", {"seed": i}, "finished", rows(*learned), made_with=record) for i, record in enumerate(made)]
+    for run in runs:
+        run.rows[0][M] = 0.1  # what it began with
+    sweep = Sweep([run.point for run in runs], x_axis="tokens/trained")
+    html = write_page(tmp_path / "sweep.html", runs, sweep, {}).read_text()
+    assert "<td>2</td><td>commit abc; jax 1.2</td>" in html and "<td>1</td><td>commit def; jax 1.2</td>" in html
+    (cells,) = re.findall(r'class="fits">.*?</table>', html, re.DOTALL)
+    ceiling, middle, steepness, error = map(float, re.findall(r"<td>([\d.e-]+)</td>", cells))
+    assert (ceiling, middle, steepness) == pytest.approx((0.6, 60, 2), rel=0.05) and error < 0.01
+
+
+def test_the_best_value_has_the_largest_mean_over_runs_of_the_mean_over_a_run():
+    runs = [
+        Run("a", {"x.lr": 1.0, "x.w": 1, "seed": 0}, "finished", rows(0.1, 0.5)),  # 0.3
+        Run("b", {"x.lr": 1.0, "x.w": 1, "seed": 1}, "finished", rows(0.1, None, 0.3)),  # 0.2
+        Run("c", {"x.lr": 2.0, "x.w": 1, "seed": 0}, "finished", rows(0.9, 0.0, 0.0)),  # 0.3
+        Run("d", {"x.lr": 2.0, "x.w": 1, "seed": 1}, "finished", rows(0.0, 0.3)),  # 0.15
+        Run("e", {"x.lr": 2.0, "x.w": 2, "seed": 0}, "finished", rows(0.0)),
+    ]
+    assert best_points(runs, "x.lr", M) == [{"x.lr": 1.0, "x.w": 1}, {"x.lr": 2.0, "x.w": 2}]
+
+
 # ---- running ---------------------------------------------------------------------------------------------------
 
 
@@ -176,6 +213,33 @@ def test_a_point_that_wrote_its_last_row_and_no_report_is_not_finished(tmp_path)
     assert set(failed) == {name} and read_table(tmp_path / "table.csv")[0]["status"] == "failed"
     run(tmp_path, points)
     assert len(turns(tmp_path, name)) == 2
+
+
+def test_what_was_tuned_on_some_seeds_is_run_on_others(tmp_path):
+    """The stand-in's pass rate grows with the seed alone, so of equal rates the first is taken."""
+    rate = "optimizer.learning_rate"
+    seen = []
+
+    def then(runs):
+        seen.append([run.status for run in runs])
+        return product(seeds(2), best_points(runs, rate, M))
+
+    sweep = Sweep(product(seeds(1, first=7), grid({rate: [0.1, 0.2]})), then=then)
+    known = lambda: sweep_module.points_of("sweep.py", {"num_iterations": 3}, sweep, tmp_path)
+    assert len(known()) == 2 and not seen  # not asked before they are finished
+    points, failed, stopped = sweep_module.run_stages(tmp_path, known, sweep, num_workers=1, serve=stand_in.SERVE)
+    assert (failed, stopped) == ({}, None) and seen[0] == ["finished"] * 2
+    assert [point for point, _ in points.values()][2:] == [{"seed": 0, rate: 0.1}, {"seed": 1, rate: 0.1}]
+    assert len(read_table(tmp_path / "table.csv")) == 4
+    sweep_module.run_stages(tmp_path, known, sweep, num_workers=1, serve=stand_in.SERVE)
+    assert [len(turns(tmp_path, name)) for name in points] == [1] * 4  # nothing is run again
+
+
+def test_a_second_stage_that_cannot_be_made_is_named(tmp_path):
+    sweep = Sweep([{"seed": 1}], then=lambda runs: runs[5])
+    known = lambda: sweep_module.points_of("mine.py", {"num_iterations": 3}, sweep, tmp_path)
+    with pytest.raises(ConfigError, match=r"mine\.py: then: IndexError"):
+        sweep_module.run_stages(tmp_path, known, sweep, num_workers=1, serve=stand_in.SERVE)
 
 
 def test_two_workers_run_side_by_side_and_a_signal_lets_them_end(tmp_path, monkeypatch):
