@@ -2,20 +2,28 @@
 
     python -m jaxrl_llm.replay_plan --mu=5.28 --rho=0.05 --alpha=0.1 [--rollouts=64]
     python -m jaxrl_llm.replay_plan --workdir=runs/local --rho=0.05 --alpha=0.1
+    python -m jaxrl_llm.replay_plan --workdir=runs/y1,runs/y4 --rho=0.05 --alpha=0.1
 
 An iteration generates R rollouts and trains on B drawn from the last N; with x = N/R (horizon, iterations) and
 y = B/R (times a rollout is trained on), a budget of sum(B + mu R) reaches a squared gradient norm that scales with
 
     J(x, y) = x^(2 alpha) (1 + y/mu) (1/y + 1/x + rho)
 
-mu: seconds to generate a rollout over seconds to train on one (of a run, the median of its ``time/cost_ratio``). rho:
-correlation of the noise of rollouts made by nearly the same weights, 0..1. alpha: growth of the noise with age, sigma
+mu: seconds to generate a rollout over seconds to train on one (of a run, the median of its ``time/cost_ratio``). Half
+as many rollouts seldom take half the seconds: an iteration costs something whatever it generates. Of several runs with
+one batch B and different R the seconds of an iteration are fitted, and then
+
+    s(R) = s0 + s1 R = s0 / B (B + mu R)    with    mu = s1 B / s0
+
+is the cost of the theory again: what does not depend on R counts as training.
+
+rho: correlation of the noise of rollouts made by nearly the same weights, 0..1. alpha: growth of the noise with age, sigma
 ~ age^alpha, below 1/2. A batch does not repeat a rollout, so N >= B: x >= y; and the ring holds what an iteration
 generates: x >= 1.
-Source: Arnal et al. 2026, arXiv:2604.08706, theorem 4.5 and its corollary for a power law; the cases x = y and x = 1
-are ours.
+Source: Arnal et al. 2026, arXiv:2604.08706, theorem 4.5 and its corollary for a power law; the cases x = y and x = 1,
+and the fit of seconds, are ours.
 
-Owns: the closed forms and their table. Does not know: rings, configs.
+Owns: the closed forms and their table, the fit of seconds. Does not know: rings, configs.
 """
 
 from __future__ import annotations
@@ -24,6 +32,8 @@ import dataclasses
 import math
 import pathlib
 import statistics
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.reports.metrics import read_metrics
@@ -121,12 +131,77 @@ def measured_mu(workdir: str) -> float:
     return statistics.median(measured[1:] or measured)
 
 
+class Seconds(NamedTuple):
+    """Of an iteration: ``fixed + per_rollout * R``.
+
+    Attributes:
+        measured: (R, seconds) of each run, medians over its iterations.
+        batch: B, rollouts trained in an iteration.
+    """
+
+    fixed: float
+    per_rollout: float
+    batch: float
+    measured: tuple[tuple[float, float], ...]
+
+    @property
+    def mu(self) -> float:
+        return self.per_rollout * self.batch / self.fixed
+
+    def shown(self) -> str:
+        """The fit, and of each run what was measured beside what the fit has."""
+        lines = [f"an iteration takes {self.fixed:.3g} s + {self.per_rollout:.3g} s for each rollout it generates"]
+        lines += [
+            f"  {rollouts:.0f} generated, {self.batch:.0f} trained: {seconds:.3g} s measured, "
+            f"{self.fixed + self.per_rollout * rollouts:.3g} s fitted"
+            for rollouts, seconds in self.measured
+        ]
+        return "\n".join(lines)
+
+
+def fitted(workdirs: Sequence[str]) -> Seconds:
+    """Least squares over runs that differ in how many rollouts an iteration generates.
+
+    Raises:
+        ConfigError: fewer than two such numbers, other batches, or seconds that do not grow with R.
+    """
+    measured, batches = [], {}
+    for workdir in workdirs:
+        rows = read_metrics(pathlib.Path(workdir))
+        rows = rows[1:] or rows  # the first warms up
+        if not rows:
+            raise ConfigError(f"--workdir={workdir} has no finished iteration")
+        of = lambda *names: statistics.median(sum(row[name] for name in names) for row in rows)  # noqa: B023
+        measured.append((of("rollout/generated_rows"), of("time/generate_s", "time/reward_s", "time/update_s")))
+        batches[workdir] = of("replay/drawn_rows")
+    batch = statistics.median(batches.values())
+    if any(abs(other - batch) > 0.05 * batch for other in batches.values()):
+        listed = ", ".join(f"{workdir} {size:.0f}" for workdir, size in batches.items())
+        raise ConfigError(f"--workdir: the runs must train on equally many rollouts an iteration; they do on {listed}")
+    rollouts, seconds = zip(*measured, strict=True)
+    if len(set(rollouts)) < 2:
+        raise ConfigError(
+            f"--workdir: all runs generate {rollouts[0]:.0f} rollouts an iteration; give runs that differ"
+        )
+    slope, fixed = statistics.linear_regression(rollouts, seconds)
+    if not (slope > 0 and fixed > 0):
+        raise ConfigError(
+            f"--workdir: {fixed:.3g} s + {slope:.3g} s for each rollout fits what they measured; both must be above 0"
+        )
+    return Seconds(fixed, slope, batch, tuple(sorted(measured)))
+
+
 def main() -> None:
     if (MU.value is None) == (WORKDIR.value is None):
         raise ConfigError(f"--mu={MU.value} and --workdir={WORKDIR.value}: give one of the two")
     if not 0 <= ROLLOUTS.value < 2**31:
         raise ConfigError(f"--rollouts={ROLLOUTS.value} must be at least 0 and less than 2147483648")
-    mu = MU.value if WORKDIR.value is None else measured_mu(WORKDIR.value)
+    if WORKDIR.value and "," in WORKDIR.value:
+        seconds = fitted(WORKDIR.value.split(","))
+        print(seconds.shown())
+        mu = seconds.mu
+    else:
+        mu = MU.value if WORKDIR.value is None else measured_mu(WORKDIR.value)
     print(f"mu {mu:.3g}\n{table(Costs(mu, RHO.value, ALPHA.value), ROLLOUTS.value)}")
 
 
@@ -136,7 +211,7 @@ if __name__ == "__main__":
     from jaxrl_llm.runtime import cli
 
     MU = flags.DEFINE_float("mu", None, "Seconds to generate a rollout over seconds to train on one.")
-    WORKDIR = flags.DEFINE_string("workdir", None, "Of a run, which measured that.")
+    WORKDIR = flags.DEFINE_string("workdir", None, "Of a run, which measured that; or of several, with commas.")
     RHO = flags.DEFINE_float("rho", None, "Correlation of rollouts of nearly the same weights, 0..1.", required=True)
     ALPHA = flags.DEFINE_float("alpha", None, "Growth of the noise with age, sigma ~ age^alpha.", required=True)
     ROLLOUTS = flags.DEFINE_integer("rollouts", 0, "Rollouts generated in an iteration, R: show B and N too.")

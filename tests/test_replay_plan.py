@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.replay_plan import Costs, table
+from jaxrl_llm.replay_plan import Costs, fitted, table
 
 SETTINGS = list(itertools.product((0.5, 2.0, 5.28, 20.0), (0.0, 0.01, 0.05, 0.3, 1.0), (0.05, 0.1, 0.25, 0.4)))
 
@@ -90,6 +90,48 @@ def test_what_a_run_measured_is_taken_from_its_metrics(tmp_path):
     for given in ([], ["--mu=5", f"--workdir={tmp_path}"]):
         refused = subprocess.run([*command, *given], capture_output=True, text=True, check=False)
         assert refused.returncode == 2 and "give one of the two" in refused.stderr
+
+
+def write_run(folder, rollouts, seconds, batch=64):
+    """Three iterations: the first warms up, the others lie around the seconds."""
+    folder.mkdir()
+    times = [50.0, 0.9 * seconds, 1.1 * seconds]
+    names = {"time/generate_s": 0.5, "time/reward_s": 0.1, "time/update_s": 0.4}
+    rows = [
+        {"iteration": i, "rollout/generated_rows": rollouts, "replay/drawn_rows": batch}
+        | {name: share * time for name, share in names.items()}
+        for i, time in enumerate(times, 1)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(folder)
+
+
+def test_of_several_runs_what_does_not_depend_on_generation_counts_as_training(tmp_path):
+    """3 s + 0.25 s R at B = 64 is 3 / 64 (B + mu R), mu = 0.25 * 64 / 3, at every R."""
+    runs = [write_run(tmp_path / f"r{r}", r, 3 + 0.25 * r) for r in (16, 32, 64)]
+    seconds = fitted(runs)
+    assert seconds[:3] == pytest.approx((3.0, 0.25, 64.0)) and seconds.mu == pytest.approx(16 / 3)
+    for rollouts, measured in seconds.measured:
+        assert 3 / 64 * (64 + seconds.mu * rollouts) == pytest.approx(measured)
+    command = [sys.executable, "-m", "jaxrl_llm.replay_plan", "--rho=0.05", "--alpha=0.1"]
+    done = subprocess.run([*command, f"--workdir={','.join(runs)}"], capture_output=True, text=True, check=True)
+    lines = done.stdout.splitlines()
+    assert lines[0] == "an iteration takes 3 s + 0.25 s for each rollout it generates"
+    assert lines[1] == "  16 generated, 64 trained: 7 s measured, 7 s fitted"
+    assert lines[4] == "mu 5.33" and "\n".join(lines[5:]) == table(Costs(16 / 3, 0.05, 0.1))
+
+
+@pytest.mark.parametrize(
+    ("runs", "message"),
+    [
+        (((16, 7.0, 64), (16, 8.0, 64)), "all runs generate 16 rollouts"),
+        (((16, 7.0, 64), (32, 8.0, 32)), "must train on equally many rollouts.*r0 64.*r1 32"),
+        (((16, 8.0, 64), (32, 7.0, 64)), "both must be above 0"),
+    ],
+)
+def test_runs_that_say_nothing_of_the_cost_of_generation_are_refused(tmp_path, runs, message):
+    with pytest.raises(ConfigError, match=message):
+        fitted([write_run(tmp_path / f"r{i}", *run) for i, run in enumerate(runs)])
 
 
 def test_the_command_prints_the_sizes():
