@@ -17,8 +17,8 @@ one batch B and different R the seconds of an iteration are fitted, and then
 
 is the cost of the theory again: what does not depend on R counts as training.
 
-rho: correlation of the noise of rollouts made by nearly the same weights, 0..1. alpha: growth of the noise with age, sigma
-~ age^alpha, below 1/2. A batch does not repeat a rollout, so N >= B: x >= y; and the ring holds what an iteration
+rho: correlation of the noise of rollouts made by nearly the same weights, 0..1. alpha: growth of the noise with age,
+sigma ~ age^alpha, below 1/2. A batch does not repeat a rollout, so N >= B: x >= y; and the ring holds what an iteration
 generates: x >= 1.
 Source: Arnal et al. 2026, arXiv:2604.08706, theorem 4.5 and its corollary for a power law; the cases x = y and x = 1,
 and the fit of seconds, are ours.

@@ -25,7 +25,7 @@ from jaxrl_llm.sweep.intervals import Interval, Resampling
 from jaxrl_llm.sweep.table import Run, groups, label
 from studies import costs, raw
 from studies.costs import Times
-from studies.design import COST_RATIO, SUMS, THRESHOLD
+from studies.design import COST_RATIO, RATE, SUMS, THRESHOLD
 
 BATCH = SUMS.batch
 METRIC = "eval/pass_rate"
@@ -101,10 +101,22 @@ def arms_of(study: raw.Study, times: Mapping[str, Times] | None = None) -> list[
         extra = costs.forwards(configs[members[0].name])
         shares = draws.runs(len(members))
         compute = np.stack([costs.compute(run, extra)[rows] for run, rows in zip(members, at, strict=True)])
-        curves = draws.curves(passed / study.samples, shares)
+        samples = study.samples_of[members[0].name]
+        curves = draws.curves(passed / samples, shares)
         name = label(members[0], sweep)
         its_times = times[name] if times else None
-        found.append(Arm(name, members, study.samples, passed, curves, draws, shares, compute, at, extra, its_times))
+        found.append(Arm(name, members, samples, passed, curves, draws, shares, compute, at, extra, its_times))
+    return found
+
+
+def tuning(study: raw.Study) -> dict[str, dict[float, float]]:
+    """By arm, without its rate, and rate: mean over the choosing seeds of the mean held-out pass rate over a run."""
+    reported, sweep = {run.name for run in study.reported()}, read_sweep(study.config)
+    found: dict[str, dict[float, float]] = {}
+    for members in groups([run for run in study.runs if run.name not in reported]).values():
+        score = np.mean([np.mean(study.passed[run.name] / study.samples_of[run.name]) for run in members])
+        name = label(members[0], sweep).rsplit(", rate ", 1)[0]
+        found.setdefault(name, {})[members[0].point[RATE]] = float(score)
     return found
 
 
@@ -123,7 +135,8 @@ def table(arms: Sequence[Arm], threshold: float, *, base: Arm | None = None) -> 
         threshold: held-out pass rate up to which cost is counted.
         base: savings are against it; None = no such column.
     """
-    head = ["arm", "held-out pass rate", "pass@32", f"batches to {threshold:.2f}"]
+    most = _most(arms[0])
+    head = ["arm", "held-out pass rate", f"pass@{most}", f"batches to {threshold:.2f}"]
     head += ["saved"] * (base is not None)
     is_timed = all(arm.times for arm in arms)
     if is_timed:
@@ -136,11 +149,16 @@ def table(arms: Sequence[Arm], threshold: float, *, base: Arm | None = None) -> 
     return "\n".join(lines)
 
 
+def _most(arm: Arm) -> int:
+    """Largest k of pass@k that is shown."""
+    return min(32, arm.samples)
+
+
 SHOWN_OF_TRAINING = ("update/entropy_nats", "rollout/pass_rate")
 
 
 def _cells(arm: Arm, threshold: float, base: Arm | None, is_timed: bool) -> list[str]:
-    cells = [Interval.of(arm.end()).shown(), arm.pass_at(32).shown()]
+    cells = [Interval.of(arm.end()).shown(), arm.pass_at(_most(arm)).shown()]
     ways: list[tuple[Callable[[Arm], np.ndarray], str]] = [(lambda arm: arm.over(COST_RATIO), ".0f")]
     if is_timed:
         ways += [(lambda arm: arm.over(arm.times.mu), ".0f"), (Arm.over_seconds, ".1f")]

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import json
 import pathlib
+import statistics
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -59,6 +61,12 @@ class Times(NamedTuple):
 def read_times(path: pathlib.Path) -> dict[str, Times]:
     """By arm (``studies.timing.name_of``)."""
     return {name: Times(**times) for name, times in json.loads(path.read_text())["times"].items()}
+
+
+def marginal_mu(times: Sequence[Times]) -> float:
+    """mu of replay_plan's fit of seconds: what does not depend on how much is generated counts as training."""
+    slope, fixed = statistics.linear_regression([t.generated for t in times], [t.iteration_s for t in times])
+    return slope * statistics.mean(t.trained for t in times) / fixed
 
 
 def compute(run: Run, extra: Forwards, mu: float = COST_RATIO) -> np.ndarray:

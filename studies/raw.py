@@ -43,8 +43,8 @@ class Study(NamedTuple):
 
     config: str
     made_with: dict[str, Any]
-    samples: int  # answers to each held-out question
     runs: list[Run]
+    samples_of: dict[str, int]  # by run: answers to each held-out question
     passed: dict[str, np.ndarray]  # by run: [evaluations, questions] answers that passed
 
     def reported(self) -> list[Run]:
@@ -122,7 +122,7 @@ def write(content: dict[str, Any], path: pathlib.Path) -> None:
 
 def read(path: pathlib.Path) -> Study:
     content = json.loads(lzma.decompress(path.read_bytes()))
-    runs, passed = [], {}
+    runs, samples, passed = [], {}, {}
     for record in content["runs"]:
         columns = record["metrics"]
         rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
@@ -130,8 +130,8 @@ def read(path: pathlib.Path) -> Study:
         point: Point = {name: tuple(v) if is_tuple(v) else v for name, v in record["point"].items()}
         runs.append(Run(record["name"], point, "finished", rows))
         passed[record["name"]] = np.array(record["passed"])
-    samples = content["runs"][0]["samples"] if runs else 0
-    return Study(content["config"], content["made_with"], samples, runs, passed)
+        samples[record["name"]] = record["samples"]
+    return Study(content["config"], content["made_with"], runs, samples, passed)
 
 
 def configs(study: Study) -> dict[str, Config]:

@@ -1,8 +1,15 @@
-"""The replay study: its bandit."""
+"""The replay study: its bandit; costs, tables and choices by hand; and that its page is what docs/raw gives."""
+
+import re
 
 import numpy as np
 import pytest
 
+from jaxrl_llm.algorithms.use import use
+from jaxrl_llm.config import defaults, freeze
+from jaxrl_llm.sweep.table import Run
+from studies import all as everything
+from studies import arms, costs, raw
 from studies.bandit import REWARDS, gradient, limit, run, softmax, summary
 
 
@@ -31,3 +38,140 @@ def test_stale_data_keep_several_arms_below_zero_and_leave_one_above():
     behaviour = softmax(np.random.default_rng(2).normal(size=8))
     assert summary(run(behaviour, REWARDS, -0.3), REWARDS)[2] >= 2
     assert run(behaviour, REWARDS, 0.1).max() > 0.999
+
+
+# ---- costs -----------------------------------------------------------------------------------------------------
+
+
+def config_with(**functions):
+    config = defaults()
+    for name, function in functions.items():
+        setattr(config.algorithm, name, function)
+    return freeze(config)
+
+
+@pytest.mark.parametrize(
+    ("functions", "of_trained", "of_generated"),
+    [
+        ({}, 0, 0),
+        ({"divergence": use("reference")}, 0, 1),
+        ({"old_policy": use("generation")}, 0, 1),
+        ({"old_policy": use("ewma")}, 1, 0),
+        ({"correction": use("second_moment")}, 1, 0),  # the limit is of the whole batch
+        ({"correction": use("second_moment"), "old_policy": use("ewma")}, 2, 0),
+    ],
+)
+def test_forwards_beside_the_updates_are_counted(functions, of_trained, of_generated):
+    assert costs.forwards(config_with(**functions)) == (of_trained, of_generated)
+
+
+def rows_of(generated, trained):
+    return [{costs.GENERATED: g, costs.TRAINED: t} for g, t in zip(generated, trained, strict=True)]
+
+
+def test_compute_counts_what_was_generated_trained_and_only_looked_at():
+    run = Run("a", {}, "finished", rows_of([8, 16, 8], [4, 4, 0]))
+    # 4 + 5 * 8, + 4 + 5 * 16, + 5 * 8; and with forwards 4 / 3 * 2 + 8 / 3 more, 4 / 3 * 2 + 16 / 3, 8 / 3.
+    assert costs.compute(run, costs.Forwards(0, 0), 5.0).tolist() == [44, 128, 168]
+    assert costs.compute(run, costs.Forwards(2, 1), 5.0) == pytest.approx([44 + 16 / 3, 128 + 40 / 3, 168 + 16])
+
+
+def test_seconds_grow_with_what_was_resampled():
+    times = costs.Times(generate_s=0.2, update_s=0.3, iteration_s=0.6, generated=8.0, trained=4.0)
+    run = Run("a", {}, "finished", rows_of([8, 16], [4, 4]))
+    assert costs.seconds(run, times) == pytest.approx([0.6, 1.4])
+    assert times.mu == pytest.approx((0.2 / 8) / (0.3 / 4))
+
+
+def test_the_marginal_mu_is_that_of_a_straight_line():
+    """2 s + 0.1 s R at B = 20: 0.1 * 20 / 2."""
+    times = [costs.Times(0.0, 0.0, 2 + 0.1 * r, r, 20.0) for r in (5.0, 10.0, 20.0)]
+    assert costs.marginal_mu(times) == pytest.approx(1.0)
+
+
+# ---- raw metrics and tables ------------------------------------------------------------------------------------
+
+CONFIG = "configs/sweeps/e2_replay_ratio.py"
+
+
+def record(arm, seed, rate, passed, **more):
+    """A run of ``arm``: as many iterations as evaluations, the answers of 4 that passed of two questions at each."""
+    point = {"seed": seed, **arm, "optimizer.learning_rate": rate}
+    ratio = 16 // arm["rollout.prompts_per_iteration"]
+    columns = {"iteration": list(range(1, len(passed) + 1))} | {name: [0.5] * len(passed) for name in raw.METRICS}
+    columns |= {costs.GENERATED: [128 // ratio] * len(passed), costs.TRAINED: [128] * len(passed), **more}
+    return {"name": f"{ratio} {seed} {rate}", "point": point, "samples": 4, "passed": passed, "metrics": columns}
+
+
+def written(folder, records):
+    raw.write({"config": CONFIG, "made_with": {"commit": "abc"}, "runs": records}, folder / "raw.json.xz")
+    return raw.read(folder / "raw.json.xz")
+
+
+ON_POLICY, REUSED = everything.SUMS.arm(1, 1), everything.SUMS.arm(4, 8)
+SLOW, FAST = [[0, 0], [1, 1], [1, 2], [2, 2], [2, 2]], [[1, 0], [2, 2], [3, 3], [3, 3], [3, 3]]
+
+
+def test_raw_metrics_come_back_as_they_were_written(tmp_path):
+    arm = ON_POLICY | {"algorithm.reference_reset_iterations": (3,)}
+    study = written(tmp_path, [record(arm, 1, 2e-4, SLOW), record(arm, 100, 2e-4, FAST)])
+    assert [run.name for run in study.runs] == ["1 1 0.0002", "1 100 0.0002"]
+    assert [run.name for run in study.reported()] == ["1 1 0.0002"]  # 100 chose the rate
+    assert study.runs[0].point["algorithm.reference_reset_iterations"] == (3,)
+    assert study.passed["1 1 0.0002"].tolist() == SLOW and study.runs[0].rows[1]["iteration"] == 2
+
+
+def test_the_answers_that_passed_are_counted_by_question():
+    rewards = [1.0, 0.5, None, 1.0, 0.0, 0.2]
+    assert raw._passed({"num_samples": 3, "samples": [{"reward": x} for x in rewards]}, 0.5) == [2, 1]
+
+
+def test_between_evaluations_counts_are_added_and_the_rest_is_averaged():
+    rows = [{"iteration": i, costs.GENERATED: 8, "update/entropy_nats": 0.1 * i} for i in (1, 2, 3, 4)]
+    rows[1]["eval/pass_rate"], rows[3]["eval/pass_rate"] = 0.2, 0.4
+    found = raw._between(rows, [2, 4])
+    assert [row[costs.GENERATED] for row in found] == [16, 16]
+    assert [row["update/entropy_nats"] for row in found] == pytest.approx([0.15, 0.35])
+    assert [row["eval/pass_rate"] for row in found] == [0.2, 0.4]
+
+
+def test_the_table_of_arms_by_hand(tmp_path):
+    """Two seeds that are alike: only the two questions move the figures."""
+    runs = [record(ON_POLICY, s, 4e-4, SLOW) for s in (0, 1)] + [record(REUSED, s, 2e-4, FAST) for s in (0, 1)]
+    base, fast = arms.arms_of(written(tmp_path, runs))
+    # Shares [0, .25, .375, .5, .5], smoothed .125, .2083, .375, .4583, .5: 0.4 lies 0.3 of the way from 3 to 4.
+    assert base.over(5.28)[0] == pytest.approx([6.28 * i for i in range(1, 6)])
+    assert base.to(0.4, base.over(5.28))[0] == pytest.approx(6.28 * 3.3)
+    # [.125, .5, .75, .75, .75] smoothed .3125, .4583: 0.4 lies 0.6 of the way from 1 to 2, at 1 + 5.28 / 4 each.
+    assert fast.to(0.4, fast.over(5.28))[0] == pytest.approx(2.32 * 1.6)
+    assert arms.saved(fast.to(0.4, fast.over(5.28)), base.to(0.4, base.over(5.28))).value == pytest.approx(
+        1 - 2.32 * 1.6 / (6.28 * 3.3)
+    )
+    lines = arms.table([base, fast], 0.4, base=base).splitlines()
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    assert cells[0] == [
+        *("arm", "held-out pass rate", "pass@4", "batches to 0.40", "saved", "spent", "entropy", "train"),
+    ]
+    assert cells[2][:2] == ["y 1, N 1 B, rate 0.0004", "0.46 (0.42-0.50)"] and cells[2][4:] == [
+        "",
+        "31",
+        "0.50",
+        "0.50",
+    ]
+    assert cells[3][0] == "y 4, N 8 B, rate 0.0002" and cells[3][1] == "0.75 (0.75-0.75)"
+    assert cells[3][4].startswith("82% (") and cells[3][5] == "12"
+
+
+# ---- the page --------------------------------------------------------------------------------------------------
+
+
+def test_every_table_and_figure_of_the_page_is_what_the_raw_metrics_give(tmp_path):
+    """``python -m studies.all`` makes them; whoever changes raw metrics or a table runs it."""
+    assert everything.differing(tmp_path) == []
+
+
+def test_every_table_of_arms_has_a_mark():
+    text = (everything.DOCS / "replay_study.md").read_text()
+    assert {name for _, name, _, _ in everything.MARK.findall(text)} <= set(everything.TABLES)
+    unmarked = everything.MARK.sub("", text)
+    assert not re.findall(r"^\| arm \|", unmarked, re.MULTILINE)

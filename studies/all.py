@@ -1,0 +1,186 @@
+"""Every table and figure of docs/replay_study.md, from docs/raw.
+
+    python -m studies.all            writes them: tables between the page's marks, figures beside it
+    python -m studies.all --check    says which of them are not what docs/raw gives
+
+A table stands in the page between the lines <!-- table: e2 --> and <!-- end -->, where e2 is a key of ``TABLES``. What
+the runs were is in docs/raw (studies.raw), what an iteration of an arm takes in docs/raw/*_times.json (studies.timing).
+
+Owns: which table and figure there are. Does not know: how they are made (arms, pictures).
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import pathlib
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+
+from jaxrl_llm.replay_plan import Costs
+from jaxrl_llm.sweep import fits
+from jaxrl_llm.sweep.intervals import Interval
+from studies import arms, costs, pictures, raw
+from studies.arms import Arm
+from studies.design import COST_RATIO, RATE, SUMS, THRESHOLD
+
+DOCS = pathlib.Path("docs")
+MARK = re.compile(r"(<!-- table: ([a-z0-9_]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+
+
+@functools.cache
+def study(name: str) -> raw.Study | None:
+    path = DOCS / "raw" / f"{name}.json.xz"
+    return raw.read(path) if path.is_file() else None
+
+
+@functools.cache
+def arms_of(name: str) -> tuple[Arm, ...]:
+    """Arms of a study, with their times where those were measured."""
+    times = DOCS / "raw" / f"{name}_times.json"
+    return tuple(arms.arms_of(study(name), costs.read_times(times) if times.is_file() else None))
+
+
+# ---- tables ----------------------------------------------------------------------------------------------------
+
+
+def table_of(name: str, *, best_first: bool = False) -> str:
+    """Arms of a study; what is saved is against the on-policy arm of the same objective, or of E2."""
+    found = list(arms_of(name))
+    base = arms.on_policy(list(arms_of(name if name.startswith("e2") else "e2")))
+    if best_first:
+        found.sort(key=lambda arm: -arm.end()[0])
+    return arms.table(found, THRESHOLD, base=base)
+
+
+def rates(name: str) -> str:
+    """What each arm got at each learning rate on the seeds that chose: mean held-out pass rate over the run."""
+    chosen = {arm.name.rsplit(", rate ", 1)[0]: arm.runs[0].point[RATE] for arm in arms_of(name)}
+    every = sorted({run.point[RATE] for run in study(name).runs})
+    lines = ["| arm | " + " | ".join(f"{rate:.2g}" for rate in every) + " |", "|---|" + "---|" * len(every)]
+    for arm, scores in arms.tuning(study(name)).items():
+        cells = (f"**{scores[rate]:.3f}**" if rate == chosen[arm] else f"{scores[rate]:.3f}" for rate in every)
+        lines.append(f"| {arm} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def lives(name: str) -> str:
+    """How rollouts were used: METHODS of the central paper's 1.3, means over the last tenth of training."""
+    columns = {
+        "age, iterations": "replay/age_mean_steps",
+        "uses in a life": "replay/replay_ratio",
+        "steps since last use": "replay/since_last_use_mean_steps",
+        "first uses": "replay/first_use_frac",
+    }
+    ks = (1, 4, 16, 32)
+    head = ["arm", *columns, *(f"pass@{k}" for k in ks), "entropy", "train less held-out"]
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    for arm in arms_of(name):
+        cells = [f"{arm.last_tenth(metric).value:.2f}" for metric in columns.values()]
+        cells += [arm.pass_at(k).shown() for k in ks] + [arm.last_tenth("update/entropy_nats").shown()]
+        gap = arm.last_tenth("rollout/pass_rate").value - arm.end()[0]
+        lines.append("| " + " | ".join([arm.name, *cells, f"{gap:+.2f}"]).replace("nan", "-") + " |")
+    return "\n".join(lines)
+
+
+def sigmoids(name: str) -> str:
+    """Fits to the first half of each arm's mean curve, judged on the second; highest ceiling first."""
+    found = []
+    for arm in arms_of(name):
+        sigmoid = fits.fit(arm.over(COST_RATIO)[0], arm.curves[0], start=float(arm.curves[0, 0]))
+        if sigmoid:
+            found.append((arm.name, sigmoid))
+    found.sort(key=lambda pair: -pair[1].ceiling)
+    lines = ["| arm | ceiling A | middle, batches | steepness B | error on the second half |", "|---|---|---|---|---|"]
+    lines += [f"| {n} | {f.ceiling:.2f} | {f.middle:.0f} | {f.steepness:.1f} | {f.error:.3f} |" for n, f in found]
+    return "\n".join(lines)
+
+
+def plan(name: str, rho: float = 0.05, alpha: float = 0.1) -> str:
+    """What replay_plan recommends for each cost model, beside the arm that reached the threshold first."""
+    grid = pictures.grid_of(arms_of(name))
+    lines = [
+        "| cost | mu | y, predicted | N, predicted | least cost measured | its interval holds |",
+        "|---|---|---|---|---|---|",
+    ]
+    ways: list[tuple[str, float, Callable[[Arm], object]]] = [
+        ("declared", COST_RATIO, lambda arm: arm.over(COST_RATIO))
+    ]
+    if all(arm.times for arm in grid.values()):
+        ways.append(("seconds", costs.marginal_mu([arm.times for arm in grid.values()]), Arm.over_seconds))
+    for called, mu, way in ways:
+        x, y = Costs(mu, rho, alpha).optimum()
+        to = {key: Interval.of(arm.to(THRESHOLD, way(arm))) for key, arm in grid.items()}
+        best = min(to, key=lambda key: to[key].value)
+        alike = [f"({a}, {n} B)" for (a, n), cost in to.items() if cost.low <= to[best].value <= cost.high]
+        measured = f"y {best[0]}, N {best[1]} B"
+        lines.append(f"| {called} | {mu:.2f} | {y:.1f} | {x / y:.1f} B | {measured} | {' '.join(alike)} |")
+    return "\n".join(lines)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "e2": lambda: table_of("e2"),
+    "e2_rates": lambda: rates("e2"),
+    "e2_lives": lambda: lives("e2"),
+    "e2_fits": lambda: sigmoids("e2"),
+    "plan": lambda: plan("e2"),
+    "e2_sequence": lambda: table_of("e2_sequence"),
+    "e3": lambda: table_of("e3"),
+    "e4": lambda: table_of("e4"),
+    "e5": lambda: table_of("e5"),
+    "e6": lambda: table_of("e6"),
+    "league": lambda: table_of("league", best_first=True),
+}
+
+# ---- figures ---------------------------------------------------------------------------------------------------
+
+
+def figures(folder: pathlib.Path) -> None:
+    """Write every figure that docs/raw has the runs of."""
+    grid = pictures.grid_of(arms_of("e2"))
+    pictures.headline(grid, folder / "replay_study.svg", threshold=THRESHOLD)
+    over = f"compute: trained + {COST_RATIO:g} generated, in batches of {SUMS.batch}"
+    of_compute = lambda arm: arm.over(COST_RATIO)
+    pictures.accuracy(grid, folder / "replay_study_compute.svg", over=of_compute, x_label=over)
+    if all(arm.times for arm in grid.values()):
+        seconds = {"over": Arm.over_seconds, "x_label": "seconds of generating and training"}
+        pictures.accuracy(grid, folder / "replay_study_seconds.svg", **seconds)
+    pictures.cost_map(grid, folder / "replay_study_map.svg", threshold=THRESHOLD)
+    pictures.diversity(grid, folder / "replay_study_diversity.svg")
+    if study("league"):
+        pictures.ends(arms_of("league"), folder / "replay_study_league.svg")
+
+
+def page(text: str) -> str:
+    """The page with every table as docs/raw gives it."""
+    return MARK.sub(lambda found: f"{found[1]}{TABLES[found[2]]()}\n{found[4]}", text)
+
+
+def differing(folder: pathlib.Path) -> Sequence[str]:
+    """Names of what stands in docs and is not what docs/raw gives; figures are made in ``folder``."""
+    text = (DOCS / "replay_study.md").read_text()
+    made = {found[2]: found[3] for found in MARK.finditer(page(text))}
+    wrong = [f"table {name}" for _, name, shown, _ in MARK.findall(text) if shown != made[name]]
+    figures(folder)
+    drawn = sorted(path.name for path in folder.glob("*.svg"))
+    stored = lambda name: (DOCS / name).read_bytes() if (DOCS / name).is_file() else b""
+    return [*wrong, *(name for name in drawn if (folder / name).read_bytes() != stored(name))]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--check", action="store_true")
+    if parser.parse_args().check:
+        with tempfile.TemporaryDirectory() as folder:
+            wrong = differing(pathlib.Path(folder))
+        print("\n".join(wrong) or "every table and figure is what docs/raw gives")
+        sys.exit(bool(wrong))
+    path = DOCS / "replay_study.md"
+    path.write_text(page(path.read_text()))
+    figures(DOCS)
+
+
+if __name__ == "__main__":
+    main()

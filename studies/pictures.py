@@ -1,0 +1,166 @@
+"""The figures of docs/replay_study.md, drawn from arms (studies.arms) alone.
+
+Owns: what is drawn and how. Does not know: files, how runs were made.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
+
+from jaxrl_llm.sweep import intervals
+from jaxrl_llm.sweep.intervals import Interval
+from studies.arms import BATCH, Arm, on_policy
+from studies.design import COST_RATIO
+
+STYLE = {"svg.hashsalt": "replay", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
+Grid = Mapping[tuple[int, int], Arm]
+
+
+def grid_of(arms: Sequence[Arm]) -> Grid:
+    """Arms of E2 by (replay ratio, ring in batches)."""
+    found = {}
+    for arm in arms:
+        ratio, batches = re.match(r"y (\d+), N (\d+) B", arm.name).groups()
+        found[int(ratio), int(batches)] = arm
+    return dict(sorted(found.items()))
+
+
+def save(figure: Figure, out: pathlib.Path) -> None:
+    figure.savefig(out, metadata={"Date": None})
+
+
+def _band(axes: Any, x: np.ndarray, curves: np.ndarray, **how: Any) -> None:
+    """The mean of seeds and questions, and 95 % of its draws."""
+    curves = intervals.smooth(curves)
+    low, high = np.quantile(curves[1:], (0.025, 0.975), axis=0)
+    axes.plot(x[0], curves[0], linewidth=1.4, **how)
+    axes.fill_between(x[0], low, high, alpha=0.15, linewidth=0, color=how["color"])
+
+
+def accuracy(grid: Grid, out: pathlib.Path, *, over: Callable[[Arm], np.ndarray], x_label: str) -> None:
+    """Held-out pass rate over a cost: a panel for each ring, a curve for each replay ratio."""
+    rings, ratios = (sorted(set(values)) for values in zip(*((n, y) for y, n in grid), strict=True))
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(3.2 * len(rings), 3.0), layout="constrained")
+        panels = figure.subplots(1, len(rings), sharey=True, sharex=True, squeeze=False).ravel()
+        for axes, ring in zip(panels, rings, strict=True):
+            for (ratio, batches), arm in grid.items():
+                is_base = (ratio, batches) == (1, 1)
+                if batches != ring and not is_base:
+                    continue
+                how = {"color": "black", "linestyle": ":"} if is_base else {"color": f"C{ratios.index(ratio)}"}
+                _band(axes, over(arm), arm.curves, label="on-policy" if is_base else f"y = {ratio}", **how)
+            axes.set_title(f"ring of {ring} B", fontsize=9)
+            axes.grid(alpha=0.3)
+        panels[-1].legend(frameon=False, fontsize=7)
+        figure.supxlabel(x_label)
+        panels[0].set_ylabel("held-out pass rate")
+        save(figure, out)
+
+
+def cost_map(grid: Grid, out: pathlib.Path, *, threshold: float) -> None:
+    """Cost to the threshold by replay ratio and ring, in batches at the declared mu and, where timed, in seconds."""
+    ways = [(lambda arm: arm.over(COST_RATIO), f"batches, mu = {COST_RATIO:g}", ".0f")]
+    if all(arm.times for arm in grid.values()):
+        ways.append((Arm.over_seconds, "seconds on this machine", ".0f"))
+    rings, ratios = (sorted(set(values)) for values in zip(*((n, y) for y, n in grid), strict=True))
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(4.2 * len(ways), 3.2), layout="constrained")
+        for axes, (way, title, form) in zip(figure.subplots(1, len(ways), squeeze=False)[0], ways, strict=True):
+            cost = np.full((len(ratios), len(rings)), np.nan)
+            for (ratio, ring), arm in grid.items():
+                value = arm.to(threshold, way(arm))[0]
+                i, j = ratios.index(ratio), rings.index(ring)
+                cost[i, j] = value if np.isfinite(value) else np.nan
+                axes.text(
+                    j, i, format(value, form) if np.isfinite(value) else "never", ha="center", va="center", fontsize=8
+                )
+            axes.imshow(cost, cmap="YlGn_r", aspect="auto", origin="lower")
+            axes.set_xticks(range(len(rings)), [f"{n} B" for n in rings])
+            axes.set_yticks(range(len(ratios)), map(str, ratios))
+            axes.set_xlabel("ring N")
+            axes.set_ylabel("replay ratio y")
+            axes.set_title(f"to {threshold:.2f}: {title}", fontsize=9)
+        save(figure, out)
+
+
+def diversity(grid: Grid, out: pathlib.Path, *, ring: int = 8) -> None:
+    """pass@k over k at the end, of the on-policy arm and of each replay ratio with one ring."""
+    shown = {f"y = {y}": arm for (y, n), arm in grid.items() if n == ring}
+    shown = {"on-policy": grid[1, 1], **shown}
+    ks = [2**i for i in range(6)]
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(4.6, 3.2), layout="constrained")
+        axes = figure.subplots()
+        for i, (name, arm) in enumerate(shown.items()):
+            rates = [arm.pass_at(k) for k in ks]
+            how = {"color": "black", "linestyle": ":"} if i == 0 else {"color": f"C{i - 1}"}
+            axes.plot(ks, [rate.value for rate in rates], label=name, marker="o", markersize=3, linewidth=1.4, **how)
+            axes.fill_between(
+                ks,
+                [rate.low for rate in rates],
+                [rate.high for rate in rates],
+                alpha=0.12,
+                linewidth=0,
+                color=how["color"],
+            )
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(ks, map(str, ks))
+        axes.set_xlabel("k")
+        axes.set_ylabel(f"held-out pass@k, ring of {ring} B")
+        axes.legend(frameon=False, fontsize=7)
+        axes.grid(alpha=0.3)
+        save(figure, out)
+
+
+def ends(arms: Sequence[Arm], out: pathlib.Path) -> None:
+    """Held-out pass rate at the end of each arm with its interval, highest first."""
+    ordered = sorted(arms, key=lambda arm: arm.end()[0])
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(6.4, 0.6 + 0.2 * len(ordered)), layout="constrained")
+        axes = figure.subplots()
+        for i, arm in enumerate(ordered):
+            end = Interval.of(arm.end())
+            axes.plot([end.low, end.high], [i, i], color="C0", linewidth=1.4)
+            axes.plot(end.value, i, "o", color="C0", markersize=4)
+            axes.plot(
+                [run.mean() for run in arm.passed[:, -3:].mean(axis=(1, 2))[:, None] / arm.samples],
+                [i] * len(arm.runs),
+                "|",
+                color="0.5",
+            )
+        axes.set_yticks(range(len(ordered)), [arm.name for arm in ordered], fontsize=7)
+        axes.set_xlabel("held-out pass rate at the end: mean, 95 % interval, and each seed")
+        axes.grid(alpha=0.3, axis="x")
+        save(figure, out)
+
+
+def headline(grid: Grid, out: pathlib.Path, *, threshold: float) -> None:
+    """The figure of the README: on-policy, a ring without reuse, and reuse, over compute, with the threshold."""
+    shown = {"on-policy": grid[1, 1], "ring of 8 B, no reuse": grid[1, 8], "each rollout used 4 times": grid[4, 8]}
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(5.4, 3.2), layout="constrained")
+        axes = figure.subplots()
+        for i, (name, arm) in enumerate(shown.items()):
+            how = {"color": "black", "linestyle": ":"} if i == 0 else {"color": f"C{i - 1}"}
+            _band(axes, arm.over(COST_RATIO), arm.curves, label=name, **how)
+        axes.axhline(threshold, color="0.6", linewidth=0.8)
+        axes.set_xlabel(f"compute: trained + {COST_RATIO:g} generated, in batches of {BATCH}")
+        axes.set_ylabel("held-out pass rate")
+        axes.legend(frameon=False, fontsize=8, loc="lower right")
+        axes.grid(alpha=0.3)
+        save(figure, out)
+
+
+def baseline(grid: Grid) -> Arm:
+    """Without reuse and without a ring beyond the batch."""
+    base = on_policy(list(grid.values()))
+    assert base is not None
+    return base
