@@ -14,15 +14,14 @@ from __future__ import annotations
 import argparse
 import json
 import lzma
-import os
 import pathlib
-import platform
 import runpy
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from benchmarks.machine import hardware
 from jaxrl_llm.config import Config
 from jaxrl_llm.sweep.__main__ import points_of, read_sweep, runs_of
 from jaxrl_llm.sweep.points import SEED, Point, freeze_points
@@ -66,15 +65,7 @@ def collect(config: str, folder: pathlib.Path) -> dict[str, Any]:
     if not runs or any(other != made_with[0] for other in made_with):
         raise SystemExit(f"--runs={folder} must have finished runs of {config}, all of one commit and its versions")
     records = [_record(run, folder / run.name, points[run.name][1]) for run in runs]
-    return {"config": config, "made_with": made_with[0] | {"machine": machine()}, "runs": records}
-
-
-def machine() -> str:
-    """Processor and cores of this machine."""
-    info = pathlib.Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else platform.processor()}, {os.cpu_count()} cores"
+    return {"config": config, "made_with": made_with[0] | {"machine": hardware()}, "runs": records}
 
 
 def _record(run: Run, workdir: pathlib.Path, config: Config) -> dict[str, Any]:

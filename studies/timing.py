@@ -20,6 +20,7 @@ import pathlib
 import statistics
 import tempfile
 
+from benchmarks.machine import hardware
 from jaxrl_llm.config import Config
 from jaxrl_llm.reports.metrics import read_metrics
 from jaxrl_llm.sweep.__main__ import read_sweep
@@ -67,7 +68,7 @@ def main() -> None:
         for name, config in arms.items():
             rows[name] += measure(config, given.iterations)
     times = {name: summary(measured) for name, measured in rows.items()}
-    made_with = {"machine": raw.machine(), "iterations": given.iterations, "rounds": given.rounds}
+    made_with = {"machine": hardware(), "iterations": given.iterations, "rounds": given.rounds}
     given.out.write_text(json.dumps({"made_with": made_with, "times": times}, indent=1) + "\n")
 
 
