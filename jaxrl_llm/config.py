@@ -400,9 +400,10 @@ PACKAGES = (
 )
 
 
-def record(config: Config) -> str:
-    """config.json of a run: every setting, and under "made_with" the versions and the commit that it was run with."""
-    made_with = {"versions": versions(), "commit": _commit()}
+def record(config: Config, mesh: Any = None) -> str:
+    """config.json of a run: every setting, and under "made_with" the versions, commit and devices it was run with."""
+    devices = f"{mesh.size} x {mesh.devices.flat[0].device_kind}" if mesh else ""
+    made_with = {"versions": versions(), "commit": _commit(), "devices": devices}
     return json.dumps({**as_mapping(config), "made_with": made_with}, indent=2, sort_keys=True)
 
 

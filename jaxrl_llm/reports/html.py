@@ -248,8 +248,8 @@ def _settings(config: Config) -> str:
 
 
 def _made_with(made_with: dict[str, Any]) -> str:
-    """Versions and commit, as config.json has them."""
-    named = {**made_with.get("versions", {}), "commit": made_with.get("commit", "")}
+    """Versions, commit and devices, as config.json has them."""
+    named = {**made_with.get("versions", {}), **{name: made_with.get(name, "") for name in ("commit", "devices")}}
     return page.table(("package", "version"), [page.row(*map(page.text, item)) for item in named.items() if item[1]])
 
 

@@ -308,7 +308,8 @@ def _record_table(runs: Sequence[Run]) -> str:
     records: dict[str, list[Run]] = {}
     for run in runs:
         versions = ", ".join(f"{name} {version}" for name, version in run.made_with.get("versions", {}).items())
-        records.setdefault(f"commit {run.made_with.get('commit') or 'unknown'}; {versions}", []).append(run)
+        commit, devices = (run.made_with.get(name) or "unknown" for name in ("commit", "devices"))
+        records.setdefault(f"commit {commit}; {devices}; {versions}", []).append(run)
     return page.table(
         ("runs", "made with"), [page.row(str(len(of)), page.text(record)) for record, of in records.items()]
     )

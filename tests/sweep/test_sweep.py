@@ -136,13 +136,16 @@ def test_the_page_is_self_contained_and_shows_text_as_text(tmp_path):
 def test_the_page_has_sigmoids_and_what_runs_were_made_with(tmp_path):
     x = np.arange(1.0, 21.0)
     learned = 0.1 + 0.5 / (1 + (60.0 / (10 * x)) ** 2)  # ceiling 0.6, half way at 60
-    made = [{"commit": commit, "versions": {"jax": "1.2"}} for commit in ("abc", "abc", "def")]
+    made = [{"commit": commit, "devices": "2 x cpu", "versions": {"jax": "1.2"}} for commit in ("abc", "abc", "def")]
     runs = [Run(f"r{i}", {"seed": i}, "finished", rows(*learned), made_with=record) for i, record in enumerate(made)]
     for run in runs:
         run.rows[0][M] = 0.1  # what it began with
     sweep = Sweep([run.point for run in runs], x_axis="tokens/trained")
     html = write_page(tmp_path / "sweep.html", runs, sweep, {}).read_text()
-    assert "<td>2</td><td>commit abc; jax 1.2</td>" in html and "<td>1</td><td>commit def; jax 1.2</td>" in html
+    assert (
+        "<td>2</td><td>commit abc; 2 x cpu; jax 1.2</td>" in html
+        and "<td>1</td><td>commit def; 2 x cpu; jax 1.2</td>" in html
+    )
     (cells,) = re.findall(r'class="fits">.*?</table>', html, re.DOTALL)
     ceiling, middle, steepness, error = map(float, re.findall(r"<td>([\d.e-]+)</td>", cells))
     assert (ceiling, middle, steepness) == pytest.approx((0.6, 60, 2), rel=0.05) and error < 0.01

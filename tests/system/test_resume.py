@@ -10,6 +10,7 @@ import json
 import os
 import pathlib
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -239,6 +240,7 @@ def finished_copy(tmp_path, undisturbed):
     shutil.copytree(undisturbed, tmp_path / "copy")
     mapping = json.loads((undisturbed / "config.json").read_text())
     made_with = mapping.pop("made_with")
+    assert re.fullmatch(r"\d+ x cpu", made_with["devices"])
     assert made_with["versions"]["jax"] == jax.__version__ and len(made_with["commit"]) in (0, 40, 41)
     return tmp_path / "copy", mapping
 
