@@ -69,9 +69,9 @@ def command(config: Config, model: str, checkpoint: str, num_samples: int) -> di
             if (own := config.model.lora) != saved.model.lora:
                 raise ConfigError(f"model.lora={own!r} must be as in {checkpoint!r:.200}: {saved.model.lora!r}")
         check_room(run)
-        programs = sampler.programs(run.sampler_params) | {"publish": publish.program(run.model, mesh, sampler.mesh)}
-        compiled = compile_all(programs, mesh)
-        params = compiled["publish"](params, *base)
+        publishing = publish.programs(run.model, mesh, sampler.mesh)
+        compiled = compile_all(sampler.programs(run.sampler_params) | publishing, mesh)
+        params = lora.join(*(compiled[name](params, *base) for name in publishing))
         version, key = sharding.put((np.int32(0), rng.stream(config.seed, "eval")), sharding.replicated(mesh, (0, 0)))
         talk = Conversations(environment, tokenizer, config) if environment else None
         generator = Generator(sampler, compiled, tokenizer.decode, talk=talk)

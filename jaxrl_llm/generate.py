@@ -63,7 +63,7 @@ def generate(
     use_cache(Config().compilation_cache)
     mesh = sharding.make_mesh(MeshConfig())
     model = Model(arch, compute_dtype)
-    publishing = compile_all({"publish": publish.program(model, mesh, mesh)}, mesh)["publish"]
+    publishing = compile_all(publish.programs(model, mesh, mesh), mesh)["publish"]
     params = publishing(source.load_params(model, mesh, seed=seed))
     shapes = publish.abstract_params(model, mesh)
     version, key = sharding.put((np.int32(0), rng.stream(seed, "sample")), sharding.replicated(mesh, (0, 0)))

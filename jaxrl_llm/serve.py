@@ -70,7 +70,7 @@ def server_of(
         cuts_rows=True,
     )
     shapes = publish.abstract_params(sampler.model, mesh)
-    programs = sampler.programs(shapes) | {"publish": publish.program(sampler.model, mesh, mesh)}
+    programs = sampler.programs(shapes) | publish.programs(sampler.model, mesh, mesh)
     compiled = compile_all(programs, mesh)
     params = compiled["publish"](source.load_params(sampler.model, mesh, seed=seed))
     key = sharding.put(rng.stream(seed, "sample"), sharding.replicated(mesh, 0))

@@ -246,7 +246,7 @@ class LearnerPrograms:
         params, state, ring, rollout = self.params, self.abstract_state, self.abstract_ring, self.abstract_rollout
         both = layout(state), layout(ring)
         programs = {
-            "publish": publish.program(self.model, self.mesh, sharding.sampler_mesh(self.config.mesh, self.mesh)),
+            **publish.programs(self.model, self.mesh, sharding.sampler_mesh(self.config.mesh, self.mesh)),
             "init_state": Program(self._init_state, (params,), layout(state), donate=(0,)),
             "init_ring": Program(self._init_ring, (), layout(ring)),
             "insert": Program(
@@ -287,6 +287,7 @@ class Learner:
     def __init__(self, programs: LearnerPrograms, compiled: dict, ledger: Ledger, *, reference=None, base=None):
         self.config, self._compiled, self._reference = programs.config, compiled, reference
         self._base = () if base is None else (base,)
+        self._published_base: tuple[Any, ...] = ()
         self._identity = lora.identity(base, compiled.get("checksums_base"))
         self._layout = jax.tree.map(lambda x: x.sharding, programs.abstract_scores)
         self._everywhere = sharding.replicated(programs.mesh, 0)
@@ -321,8 +322,10 @@ class Learner:
         return self.state.params["policy"]
 
     def publish(self) -> Any:
-        """A copy of the weights as a sampler takes them."""
-        return self._compiled["publish"](self.policy, *self._base)
+        """The weights as a sampler takes them: a copy, but of a base that stays, which is there once."""
+        if self._base and not self._published_base:
+            self._published_base = (self._compiled["publish_base"](self.policy, *self._base),)
+        return lora.join(self._compiled["publish"](self.policy, *self._base), *self._published_base)
 
     def learn(self, scored: ScoredRollouts, iteration: int) -> dict[str, Any]:
         """Put an iteration's rollouts into the ring and take U optimizer steps on what is drawn from it.

@@ -6,7 +6,9 @@ the weights it reads. The blocks' matrices lie input first: a CPU multiplies few
 out anew, in every step, what lies as in the learner. The head does: it is the embedding too, where it is tied. A TPU
 would turn queries', keys' and values' matrices back before each chunk of steps: for it they lie as in the learner.
 
-Owns: the form and dtype of the sampler's weights, the program that makes them. Does not know: what they are.
+A base of adapters is published once, for it stays; beside it, each time, adapters alone.
+
+Owns: the form and dtype of the sampler's weights, the programs that make them. Does not know: what they are.
 """
 
 from __future__ import annotations
@@ -71,14 +73,16 @@ def abstract_params(model: Model, mesh: Mesh, rules: dict[str, Any] = sharding.O
     return sampler_form(stacked, model.arch, take)
 
 
-def program(model: Model, mesh: Mesh, sampler_mesh: Mesh) -> Program:
-    """From the learner's parameters on its mesh, which it leaves alone, to the sampler's, of the same devices.
+def programs(model: Model, mesh: Mesh, sampler_mesh: Mesh) -> dict[str, Program]:
+    """From the learner's parameters on its mesh, which are left alone, to the sampler's, of the same devices.
 
-    Of adapters and their base (``lora.split``), where there are adapters.
+    "publish" of what learns, "publish_base" of what adapters are of; both take the parts of ``lora.split``.
     """
     sampler, learner = abstract_params(model, sampler_mesh), abstract_params(model, mesh, {})
+    parts = lora.split(model.abstract_params(mesh))
 
-    def publish(params: Params, base: Params | None = None) -> Params:
+    def publish(part: int, given: tuple[Params, ...]) -> Params:
+        params = lora.split(lora.published(lora.join(*given), model.lora))[part]
         # One matrix is gathered after the other, and a TPU's gather has a buffer of its own: if nothing were computed
         # of it, it would be copied at the program's end, and all weights be there twice.
         always = jax.lax.optimization_barrier(jnp.bool_(True))
@@ -109,7 +113,8 @@ def program(model: Model, mesh: Mesh, sampler_mesh: Mesh) -> Program:
             x, always = jax.lax.optimization_barrier((x, always))
             return x
 
-        whole = lora.join(params, base)
-        return sampler_form(whole | {"blocks": lora.published(whole["blocks"], model.lora)}, model.arch, take)
+        return sampler_form(params, model.arch, take)
 
-    return Program(publish, lora.split(model.abstract_params(mesh)), jax.tree.map(lambda x: x.format, sampler))
+    layouts = lora.split(jax.tree.map(lambda x: x.format, sampler))
+    of = lambda part: Program(lambda *given: publish(part, given), parts, layouts[part])
+    return {name: of(part) for part, name in enumerate(("publish", "publish_base")[: len(parts)])}

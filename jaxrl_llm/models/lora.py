@@ -79,18 +79,28 @@ def _target(name: str) -> str:
 
 
 def split(params: Any) -> tuple[Any, ...]:
-    """What is learned and what is not: the adapters and the rest; without adapters all, alone."""
-    is_adapter = lambda name: name.endswith((A, B, M))
-    blocks = params["blocks"]
-    if not any(map(is_adapter, blocks)):
+    """What is learned and what is not: the adapters and the rest; without adapters all, alone.
+
+    Of parameters, or of the sampler's weights, whose layers lie apart.
+    """
+    is_apart = "layers" in params
+    layers = params["layers"] if is_apart else (params["blocks"],)
+    own = tuple({name: x for name, x in layer.items() if name.endswith((A, B, M))} for layer in layers)
+    if not any(own):
         return (params,)
-    rest = {name: x for name, x in blocks.items() if not is_adapter(name)}
-    return {"blocks": {name: x for name, x in blocks.items() if name not in rest}}, {**params, "blocks": rest}
+    both = zip(layers, own, strict=True)
+    rest = tuple({name: x for name, x in layer.items() if name not in adapters} for layer, adapters in both)
+    form = lambda of: {"layers": of} if is_apart else {"blocks": of[0]}
+    return form(own), {**params, **form(rest)}
 
 
 def join(learned: Any, base: Any = None) -> Any:
-    """Parameters as ``Model.forward`` wants them, of the two parts of ``split``."""
-    return learned if base is None else {**base, "blocks": {**base["blocks"], **learned["blocks"]}}
+    """Parameters as ``Model.forward`` wants them, of the two parts of ``split``; the same arrays."""
+    if base is None:
+        return learned
+    if "layers" in base:
+        return {**base, "layers": tuple({**x, **y} for x, y in zip(base["layers"], learned["layers"], strict=True))}
+    return {**base, "blocks": {**base["blocks"], **learned["blocks"]}}
 
 
 def identity(base: Any = None, sums: Callable[[Any], jax.Array] | None = None) -> dict[str, list[int]]:
@@ -134,9 +144,10 @@ def _by_layer(norm: Callable[..., jax.Array], blocks: Any) -> dict[str, jax.Arra
     return {name: whole(name) for name in blocks if name.endswith(M)}
 
 
-def published(blocks: Any, config: LoraConfig) -> Any:
-    """Blocks with m / |W + s B A| - 1 in place of each m: a decode step takes no norm."""
-    return blocks | _by_layer(lambda m, *of: m.reshape(-1) / _norm(*of, config) - 1, blocks)
+def published(params: Any, config: LoraConfig) -> Any:
+    """Parameters with m / |W + s B A| - 1 in place of each m: a decode step takes no norm."""
+    excesses = _by_layer(lambda m, *of: m.reshape(-1) / _norm(*of, config) - 1, params["blocks"])
+    return params | {"blocks": params["blocks"] | excesses}
 
 
 def add(out_BTO: jax.Array, x_BTI: jax.Array, name: str, weight: Callable, linear: Callable, config: LoraConfig) -> Any:

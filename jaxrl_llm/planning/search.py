@@ -24,7 +24,7 @@ from jaxrl_llm.runtime import sharding
 from jaxrl_llm.runtime.programs import in_use_bytes
 
 # Of these the sampler's are the same for all micro-batches and remats of a mesh.
-SAMPLER = ("init_sampler", "publish", "prefill", "decode", "collect")
+SAMPLER = ("init_sampler", "publish", "publish_base", "prefill", "decode", "collect")
 LEARNER = ("init_ring", "init_state", "annotate", "update")
 
 

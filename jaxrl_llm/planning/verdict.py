@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 
 import jax
 
+from jaxrl_llm.models import lora
 from jaxrl_llm.planning.compiled import Row
 from jaxrl_llm.run import Run
 from jaxrl_llm.runtime import sharding
@@ -33,7 +34,9 @@ def kept(run: Run, *, sampling: bool) -> dict[str, int]:
     kinds = {STATE: sharding.device_bytes(learner.abstract_state), RING: sharding.device_bytes(learner.abstract_ring)}
     kinds |= {FROZEN: frozen} if (frozen := sharding.device_bytes(learner.frozen)) else {}
     slots = {SLOTS: sharding.device_bytes(run.sampler.abstract_state())} if beside else {}
-    return kinds | ({PUBLISHED: sharding.device_bytes(run.sampler_params)} if sampling else {}) | slots
+    own, *base = lora.split(run.sampler_params)
+    published = sharding.device_bytes((own if sampling else (), *base))
+    return kinds | ({PUBLISHED: published} if published else {}) | slots
 
 
 def _sorted(dims: tuple[int, ...]) -> tuple[int, ...]:

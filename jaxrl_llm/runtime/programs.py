@@ -35,7 +35,7 @@ WORTH_RELEASING = 64 * 2**20
 # They run beside the published weights.
 SAMPLING = ("prefill", "decode", "read_group", "stop_rows", "collect", "choose")
 # They run before the rest of the state exists.
-START_UP = ("init_sampler", "init_ring", "init_state", "eval_init_sampler")
+START_UP = ("init_sampler", "init_ring", "init_state", "eval_init_sampler", "publish_base")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,7 +144,7 @@ def resident_bytes(memories: Mapping[str, Memory], *, keeps_slots: bool, frozen:
 
     The sampler's slots too where it keeps them, as with lookahead; else they go when their rollouts are collected.
     """
-    names = ("init_ring", "init_state", "join", *(["init_sampler"] if keeps_slots else []))
+    names = ("init_ring", "init_state", "join", "publish_base", *(["init_sampler"] if keeps_slots else []))
     whole = sum(memories[name].outputs for name in names if name in memories)
     rollouts = memories["collect"].outputs - memories["collect"].aliased if "collect" in memories else 0
     rounds = memories["choose"].arguments if "choose" in memories else 0

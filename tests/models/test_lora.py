@@ -134,8 +134,8 @@ def test_magnitudes_reach_the_sampler_as_they_do_the_learner(mesh):
     """It takes no norm: published is what of a product is added to it, in the compute dtype."""
     model, mesh = Model(TINY, lora=DORA), mesh_of(mesh)
     learned, base = lora.split(building.learner_params(model, mesh))
-    publishing = compile_all({"publish": publish.program(model, mesh, mesh)}, mesh)["publish"]
-    published = publishing(learned, base)
+    publishing = compile_all(publish.programs(model, mesh, mesh), mesh)
+    published = lora.join(*(publishing[name](learned, base) for name in publishing))
     tokens = np.arange(18, dtype=np.int32).reshape(2, 9)
     expected = logits_of(model, building.host_params(model), tokens)
     np.testing.assert_allclose(logits_of(model, published, tokens), expected, atol=1e-5 * np.abs(expected).max())

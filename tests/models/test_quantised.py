@@ -80,7 +80,7 @@ def hidden_of(kind, where, dtype="float32", arch=TINY):
     model = Model(arch, dtype, weights=kind if where == "learner" else "compute", published=kind)
     params = building.learner_params(model, mesh)
     if where != "learner":
-        params = compile_all({"publish": publish.program(model, mesh, mesh)}, mesh)["publish"](params)
+        params = compile_all(publish.programs(model, mesh, mesh), mesh)["publish"](params)
     tokens = jnp.asarray(np.random.default_rng(1).integers(0, 264, size=(8, 12)), jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(12, dtype=jnp.int32), tokens.shape)
     with jax.set_mesh(mesh):

@@ -53,10 +53,10 @@ def resamples(rows):
     return of | {"mesh": {"fsdp": 2, "expert": 2, "context": 2}}
 
 
-ALL = SAMPLER | LEARNER | {"checksums_sampler"}
+ALL, OTHERS = SAMPLER | LEARNER | {"checksums_sampler"}, {"stop_rows", "join", "choose", "publish_base"}
 JOBS = (
     (looks_ahead, "debug", ALL | {f"eval_{name}" for name in SAMPLER} | {"score_open", "reset_reference"}),
-    (resamples, "debug_experts", ALL | {"stop_rows", "join", "choose", "checksums_base", "checksums_rounds"}),
+    (resamples, "debug_experts", ALL | {f"checksums_{x}" for x in ("base", "rounds")} | OTHERS),
 )
 # Of the quick ones, beside those of v5e:2x4 in tests/test_plan.py.
 QUICK = "v5p:2x2x4", looks_ahead

@@ -24,6 +24,7 @@ from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.planning import cost, verdict
 from jaxrl_llm.run import assemble
 from jaxrl_llm.runtime import sharding
+from jaxrl_llm.runtime.programs import memory
 from jaxrl_llm.runtime.stored import read_arrays, read_text
 from jaxrl_llm.types import TrainState
 
@@ -114,6 +115,7 @@ def test_a_plan_counts_two_bytes_of_a_frozen_weight_and_twelve_of_one_that_learn
     counters = kept["plain"][verdict.STATE] - 10 * arch.num_params  # 2 of the weight, 8 of its moments
     assert 0 <= counters < 64
     assert verdict.FROZEN not in kept["plain"] and kept["adapted"][verdict.FROZEN] == 2 * arch.num_params
+    assert verdict.PUBLISHED not in kept["plain"] and kept["adapted"][verdict.PUBLISHED] == 4 * arch.num_params
     assert kept["adapted"][verdict.STATE] == 12 * learned + counters
     assert cost.model_flops(plain, arch) - cost.model_flops(adapted, arch) == pytest.approx(
         2.0 * arch.num_params * 2 * 8 * (32 + 8 * 8)  # of each update's eight draws, a prompt and its eight rows
@@ -180,6 +182,19 @@ def test_the_base_stays_and_the_reference_is_the_same_arrays(base, trained):
     # Of the first update it is the base's divergence from itself; two programs, so up to rounding.
     assert metrics[0]["update/kl_reference_nats"] < metrics[-1]["update/kl_reference_nats"]
     assert max(row["update/sampler_learner_gap_max_nats"] for row in metrics) < 1e-5
+
+
+def test_what_is_published_again_is_adapters_alone(trained):
+    learner = trained[1]
+    first, second = learner.publish(), learner.publish()
+    both = [jax.tree_util.tree_leaves_with_path(tree) for tree in (first, second)]
+    for (path, x), (_, y) in zip(*both, strict=True):
+        assert (x is y) == ("_lora_" not in jax.tree_util.keystr(path))
+    (of_base,), adapters = learner._base, sum(x.nbytes for x in jax.tree.leaves(learner.policy))
+    found, once = (memory(learner._compiled[name]) for name in ("publish", "publish_base"))
+    assert found.arguments == adapters <= found.outputs < adapters + 2048  # and where each array lies
+    size = sum(x.nbytes for x in jax.tree.leaves(of_base))
+    assert once.arguments == size <= once.outputs < size + 2048
 
 
 def test_checkpoints_and_the_optimizer_hold_adapters_alone(trained):
