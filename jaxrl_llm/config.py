@@ -64,11 +64,11 @@ class ModelConfig:
 
 @dataclasses.dataclass(frozen=True)
 class PromptsConfig:
-    # Source of the questions: "reasoning_gym", "jsonl", "parquet", "code"; built in: "arithmetic", "letters" (toys).
-    source: Literal["letters", "arithmetic", "reasoning_gym", "jsonl", "parquet", "code"] = "letters"
+    # Source of the questions: "reasoning_gym", "jsonl", "parquet", "code"; built in: "maze", "arithmetic", "letters".
+    source: Literal["letters", "arithmetic", "maze", "reasoning_gym", "jsonl", "parquet", "code"] = "letters"
     # Name of the reasoning-gym dataset, or path of the file.
     name: str = ""
-    # Arguments of the reasoning-gym dataset, or of "arithmetic" and "code" (tasks/arithmetic.py, tasks/code.py).
+    # Arguments of the reasoning-gym dataset, or of another source, as its module says (questions/tasks).
     arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
     # Questions to make (generated sources) or to read at most (files; 0 = all).
     size: int = 1024

@@ -12,13 +12,12 @@ import math
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from jaxrl_llm.algorithms.advantages import ADVANTAGES
+from jaxrl_llm.algorithms import advantages, shaping, turns
 from jaxrl_llm.algorithms.aggregation import AGGREGATIONS, CROSS_ENTROPIES
 from jaxrl_llm.algorithms.anchors import ANCHORS, ENTROPY_BONUSES
 from jaxrl_llm.algorithms.corrections import CORRECTIONS, STEP_SIZES
 from jaxrl_llm.algorithms.draws import ADMISSIONS, DRAWS, PRIORITIES
 from jaxrl_llm.algorithms.old_policies import OLD_POLICIES
-from jaxrl_llm.algorithms.shaping import RESHAPINGS, REWARD_TERMS
 from jaxrl_llm.algorithms.surrogates import SURROGATES
 from jaxrl_llm.algorithms.use import Chosen, slot
 from jaxrl_llm.algorithms.views import OTHER_POLICIES
@@ -82,11 +81,11 @@ class AlgorithmConfig:
     """A method: a function in each place, with its keywords as settings (``algorithms.use``)."""
 
     # Advantage: what a reward is compared with, and over which scale.
-    advantage: Chosen = slot(ADVANTAGES, "rows", "grpo")
+    advantage: Chosen = slot(advantages.ADVANTAGES | turns.ADVANTAGES, "rows", "grpo")
     # Reward terms, added to the reward before the advantage is taken: length penalties and the like.
-    reward_terms: tuple[Chosen, ...] = slot(REWARD_TERMS, "rows", (), several=True)
+    reward_terms: tuple[Chosen, ...] = slot(shaping.REWARD_TERMS, "rows", (), several=True)
     # Reshapings of the advantage, one after the other.
-    reshaping: tuple[Chosen, ...] = slot(RESHAPINGS, "advantage, rows", (), several=True)
+    reshaping: tuple[Chosen, ...] = slot(shaping.RESHAPINGS | turns.RESHAPINGS, "advantage, rows", (), several=True)
     # Overlong filter: leave truncated completions out of the loss and out of their group's baseline.
     overlong_filter: bool = False
     # Surrogate objective: the loss term of each token.

@@ -15,7 +15,6 @@ from typing import Annotated, Any, Self, TypeVar
 
 import flax.struct
 import jax
-import numpy as np
 
 # Two kinds of values where several hosts run one job. What is Agreed enters a program, or decides whether one is
 # called: were it another on one host, the others would wait for it without end. What is PerHost is of that host's rows.
@@ -114,29 +113,9 @@ class Rewards:
     parts: dict[str, Any]  # name -> [B] f32, NaN where that function failed
     outcome: Any  # [B] i8, OUTCOME_*
     errors: tuple[str, ...] = ()  # first few messages of failures, for the log
-
-    def at(self, rows: Any) -> Rewards:
-        """Of these rows."""
-        parts = {name: part[rows] for name, part in self.parts.items()}
-        return Rewards(self.total[rows], parts, self.outcome[rows], self.errors)
-
-    def followed_by(self, more: Rewards) -> Rewards:
-        """Of these rows and of ``more``'s."""
-        join = lambda x, y: np.concatenate([x, y])
-        parts = {name: join(part, more.parts[name]) for name, part in self.parts.items()}
-        errors = tuple(dict.fromkeys((*self.errors, *more.errors)))[:MAX_ERRORS_KEPT]
-        return Rewards(join(self.total, more.total), parts, join(self.outcome, more.outcome), errors)
-
-    def state(self) -> list[Any]:
-        """What ``restored`` takes; plain JSON."""
-        parts = {name: part.tolist() for name, part in self.parts.items()}
-        return [self.total.tolist(), parts, self.outcome.tolist(), self.errors]
-
-    @staticmethod
-    def restored(state: list[Any]) -> Rewards:
-        total, parts, outcome, errors = state
-        parts = {name: np.array(part, np.float32) for name, part in parts.items()}
-        return Rewards(np.array(total, np.float32), parts, np.array(outcome, np.int8), tuple(errors))
+    # [B, K] f32, what of the total each turn of the policy's was given, 0.0 where a row has no such turn; None where
+    # completions have one turn.
+    by_turn: Any = None
 
 
 @dataclasses.dataclass
@@ -166,7 +145,7 @@ class Scores:
     trainable: jax.Array  # [B] bool, False where the reward failed or the row is padding
     question_id: jax.Array  # [B] i32, of the row's question: the same on every visit
     parts: tuple[jax.Array, ...]  # [B] f32 before weighting, one a reward function; () where their sum alone counts
-    columns: Mapping[str, jax.Array]  # [B] f32, what memories of methods know of each row
+    columns: Mapping[str, jax.Array]  # [B, ...] f32, what memories of methods know of each row; "turn_reward" [B, K]
     memory: Mapping[str, jax.Array]  # and of no row, f32
 
 

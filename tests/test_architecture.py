@@ -93,7 +93,7 @@ def modules() -> list[pathlib.Path]:
 # kind of device, of file or of question.
 MENU = {
     *(f"algorithms.{name}" for name in ("advantages", "aggregation", "anchors", "baselines", "corrections", "critic")),
-    *(f"algorithms.{name}" for name in ("draws", "memory", "old_policies", "shaping", "surrogates", "views")),
+    *(f"algorithms.{name}" for name in ("draws", "memory", "old_policies", "shaping", "surrogates", "turns", "views")),
     *(f"models.files.{name}" for name in ("gguf", "hf", "families", "hybrids", "mixtures", "rope_keys", "templates")),
     *("models.lora", "models.files.peft"),  # adapters, which few runs have
     *("models.rope", "models.variants", "models.quantised", "models.moe"),  # what Llama has not, or not always

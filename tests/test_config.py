@@ -973,6 +973,12 @@ OF_FUNCTIONS = {
         "mssr": ({"decay": 0.5, "decay_moving": 0.5, "norm_decay": 0.9}, MEMORY, {}),
         "poise": ({"decay": 0.5}, MEMORY, {}),
         "gae": ({"gae_lambda": 0.9, "discount": 0.9, "norm_decay": 0.9}, CREDIT, {}),
+        "turn_returns": ({"discount": 0.9, "std": False}, CREDIT, {}),
+        "mt_grpo": ({"coefficient": 0.5}, CREDIT, {}),
+        "gigpo": ({"discount": 0.9, "weight": 0.5, "std": False}, CREDIT, {}),
+        "ui_s1": ({"discount": 0.9, "weight": 0.5, "std": False}, CREDIT, {}),
+        "turn_gae": ({"gae_lambda": 0.9, "discount": 0.9, "norm_decay": 0.9}, CREDIT, {}),
+        "step_gae": ({"gae_lambda": 0.9, "discount": 0.9, "norm_decay": 0.9}, CREDIT, {}),
     },
     "algorithm.reward_terms": {
         "overlong_penalty": ({"buffer": 2}, CREDIT, {}),
@@ -984,6 +990,7 @@ OF_FUNCTIONS = {
         "entropy_factor": ({"strength": 2.0}, CREDIT, {}),
         "entropy_bonus": ({"coefficient": 3.0, "limit": 2.0}, CREDIT, {}),
         "duration_factor": ({"exponent": 2.0}, CREDIT, {}),
+        "without_wrong_turns": ({"below": 0.5}, CREDIT, {}),
     },
     "algorithm.surrogate": {
         "clipped": ({"low": 0.1, "high": 0.3, "dual": 3.0}, LOSS, {}),

@@ -46,25 +46,49 @@ class Turn:
 
 @dataclasses.dataclass
 class Played:
-    """What the G rows of a group have been through: each one's messages after the prompt, and its newest reply."""
+    """What the G rows of a group have been through.
+
+    Attributes:
+        messages: each one's, after the prompt.
+        replies: to each one's turns; of one without a whole turn, what the environment began it with.
+        max_turns: of a row's, at most.
+    """
 
     messages: list[list[dict[str, str]]]
-    replies: list[Future[Reply]]
+    replies: list[list[Future[Reply]]]
+    max_turns: int
 
     def last_turns(self) -> list[str]:
         """The policy's, which reward functions score: what an environment said is none of its."""
         return [messages[-1]["content"] if messages[-1:] else "" for messages in self.messages]
 
+    def by_turn(self, given: list[Any]) -> np.ndarray:
+        """[G, max_turns] f64 of what each row was given: a number for each turn, or one, the last's; None is NaN."""
+        scores = np.zeros((len(given), self.max_turns))
+        for row, value, messages in zip(scores, given, self.messages, strict=True):
+            turns = max(1, sum(message["role"] == "assistant" for message in messages))
+            if isinstance(value, list):
+                row[: len(value)] = value
+            else:
+                row[turns - 1] = np.nan if value is None else value
+        return scores
+
     def own_scores(self) -> Any:
-        """Scores, outcomes and reasons, as of a reward function: what the environment gives each row. Waits for it."""
-        replies = [reply.result() for reply in self.replies]
-        scores = np.array([np.nan if reply.reward is None else reply.reward for reply in replies], np.float64)
-        return scores, np.where(np.isnan(scores), OUTCOME_ERROR, OUTCOME_SCORE), []
+        """Scores, outcomes and reasons, as of a reward function: what the environment gives each turn. Waits for it.
+
+        It says what an episode is worth so far: a turn has what it has added.
+        """
+        given: list[Any] = []
+        for row in self.replies:
+            worth = [reply.result().reward for reply in row]
+            given.append(None if None in worth else np.diff(worth, prepend=0.0).tolist())
+        scores = self.by_turn(given)
+        return scores, np.where(np.isnan(scores).any(axis=1), OUTCOME_ERROR, OUTCOME_SCORE), []
 
     def failures_in(self, answer: Any) -> Any:
         """The same of any function, of which rows that the environment failed in have none."""
         scores, outcome, reasons = answer
-        for i, reply in enumerate(reply.result() for reply in self.replies):
+        for i, reply in enumerate(row[-1].result() for row in self.replies):
             if reply.outcome != OUTCOME_SCORE:
                 scores[i], outcome[i] = np.nan, reply.outcome
                 reasons = list(dict.fromkeys([*reasons, reply.reason]))
@@ -175,12 +199,12 @@ class Conversations:
                 said.append({"role": "assistant", "content": self._decode(rest)})
             messages.append(said)
             if turns:
-                replies.append(turns[-1].reply)
+                replies.append([turn.reply for turn in turns])
             elif self._environment.has_reward:
-                replies.append(self._environment.ask(episode, example, (), ()))
+                replies.append([self._environment.ask(episode, example, (), ())])
             else:
-                replies.append(_there(Reply(None)))
-        return Played(messages, replies)
+                replies.append([_there(Reply(None))])
+        return Played(messages, replies, self._limits.max_turns)
 
     def forget(self, where: tuple[int, int]) -> None:
         """The group there has left."""

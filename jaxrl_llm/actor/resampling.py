@@ -25,7 +25,17 @@ import numpy as np
 from jaxrl_llm.actor.generator import FinishedGroup
 from jaxrl_llm.config import Config
 from jaxrl_llm.runtime import hosts, sharding
-from jaxrl_llm.types import OUTCOME_SCORE, STOP_LENGTH, STOP_NAMES, Agreed, PerHost, PromptBatch, Rewards, Rollout
+from jaxrl_llm.types import (
+    MAX_ERRORS_KEPT,
+    OUTCOME_SCORE,
+    STOP_LENGTH,
+    STOP_NAMES,
+    Agreed,
+    PerHost,
+    PromptBatch,
+    Rewards,
+    Rollout,
+)
 
 
 @dataclasses.dataclass
@@ -56,18 +66,19 @@ class Sampled:
     def rewards(self) -> Rewards:
         """Of the rows that stay."""
         size = len(self.answers.outcome) // len(self.asked)
-        return self.answers.at((self.kept[:, None] * size + np.arange(size)).ravel())
+        rows = (self.kept[:, None] * size + np.arange(size)).ravel()
+        return each_array(lambda x: x[rows], self.answers)
 
     def state(self) -> dict[str, Any]:
         """What ``restored`` needs of it besides ``rollout``; plain JSON."""
         groups = [[group.group_id, group.lengths, group.stop_reasons, group.turns] for group in self.asked]
-        return {"kept": self.kept.tolist(), "asked": groups, "answers": self.answers.state()}
+        return {"kept": self.kept.tolist(), "asked": groups, "answers": state_of(self.answers)}
 
     @staticmethod
     def restored(state: dict[str, Any], rollout: Rollout, example: Callable[[int], Any]) -> Sampled:
         """As it was; ``example``: the question of a group_id."""
         groups = [FinishedGroup(group_id, example(group_id), *of_rows) for group_id, *of_rows in state["asked"]]
-        return Sampled(rollout, np.array(state["kept"]), groups, Rewards.restored(state["answers"]))
+        return Sampled(rollout, np.array(state["kept"]), groups, restored(state["answers"]))
 
     def shown(self, iteration: int, count: int, decode: Callable[[list[int]], str]) -> list[dict[str, Any]]:
         """A few of the rollouts that stay as rows of samples.jsonl, spread over their groups."""
@@ -147,7 +158,8 @@ def sample(
         if done:
             before = done.pop()
             kept = np.concatenate([before.kept, len(before.asked) + now.kept])
-            now.asked, now.answers = before.asked + groups, before.answers.followed_by(answers)
+            now.asked = before.asked + groups
+            now.answers = each_array(lambda *x: np.concatenate(x), before.answers, answers)
             mixed = is_mixed(now.answers, now.asked, config)
             place = np.argsort(~mixed[kept], kind="stable")[:num_groups].astype(np.int32)
             place_on_devices = sharding.put(place, sharding.replicated(generator.sampler.mesh, 0))
@@ -169,6 +181,33 @@ def choose(first: Rollout, second: Rollout, place: jax.Array, *, group_size: int
         return groups[place].reshape(x.shape)
 
     return jax.tree.map(take, first, second)
+
+
+def each_array(function: Callable[..., np.ndarray], *rewards: Rewards) -> Rewards:
+    """A function of each array of some ``Rewards``, as one; their first few errors."""
+    first, errors = rewards[0], dict.fromkeys(error for one in rewards for error in one.errors)
+    return Rewards(
+        function(*(one.total for one in rewards)),
+        {name: function(*(one.parts[name] for one in rewards)) for name in first.parts},
+        function(*(one.outcome for one in rewards)),
+        tuple(errors)[:MAX_ERRORS_KEPT],
+        None if first.by_turn is None else function(*(one.by_turn for one in rewards)),
+    )
+
+
+def state_of(rewards: Rewards) -> list[Any]:
+    """What ``restored`` takes; plain JSON."""
+    parts = {name: part.tolist() for name, part in rewards.parts.items()}
+    by_turn = None if rewards.by_turn is None else rewards.by_turn.tolist()
+    return [rewards.total.tolist(), parts, rewards.outcome.tolist(), rewards.errors, by_turn]
+
+
+def restored(state: list[Any]) -> Rewards:
+    total, parts, outcome, errors, by_turn = state
+    numbers = lambda x: np.array(x, np.float32)
+    parts = {name: numbers(part) for name, part in parts.items()}
+    by_turn = None if by_turn is None else numbers(by_turn)
+    return Rewards(numbers(total), parts, np.array(outcome, np.int8), tuple(errors), by_turn)
 
 
 def is_mixed(rewards: Rewards, groups: list[Any], config: Config) -> np.ndarray:

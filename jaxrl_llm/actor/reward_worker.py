@@ -48,11 +48,12 @@ TEXTS = (str, bytes, bytearray, memoryview)
 
 def call(
     function: Callable, prompt: Any, columns: dict[str, Any], completions: list[str], **by_completion: list[Any]
-) -> tuple[list[float | None], list[str]]:
+) -> tuple[list[float | list[float] | None], list[str]]:
     """``function`` on the completions of one prompt, as TRL and Tunix call it.
 
     Returns:
-        One score per completion, None where there is none, and a message for each reason.
+        One score per completion, or of one whose ``messages`` it was given one for each turn of the policy's; None
+        where there is none, and a message for each reason.
     """
     num = len(completions)
     try:
@@ -70,16 +71,29 @@ def call(
     except BaseException as error:  # SystemExit too: a function that exits must not take the process along
         return [None] * num, [message(error)]
     scores, reasons = [], []
-    for value in values:
-        score, given = nan, type(value).__name__
-        with contextlib.suppress(BaseException):
-            # float() takes some of what is no number: "1", an array of one, numpy's complex.
-            if isinstance(value, Real) or not (isinstance(value, (*TEXTS, Complex)) or getattr(value, "ndim", 0)):
-                score = given = float(value)
-        scores.append(score if abs(score) <= MAX_SCORE else None)  # false for NaN
-        if scores[-1] is None:
-            reasons.append(_line(f"returned {given} for a score"))
+    for value, said in zip(values, by_completion.get("messages", [None] * num), strict=True):
+        own = [value]
+        if said is not None and isinstance(value, (list, tuple)):
+            own, turns = list(value), sum(message["role"] == "assistant" for message in said)
+            if len(own) != turns:
+                reasons.append(f"returned {len(own)} scores for {turns} turns")
+                own = []
+        numbers = [_number(x, reasons) for x in own]
+        scores.append(None if None in numbers or not own else numbers if len(own) > 1 else numbers[0])
     return scores, reasons
+
+
+def _number(value: Any, reasons: list[str]) -> float | None:
+    """What a user's function gave for a score; None, and one reason more, where it is none."""
+    score, given = nan, type(value).__name__
+    with contextlib.suppress(BaseException):
+        # float() takes some of what is no number: "1", an array of one, numpy's complex.
+        if isinstance(value, Real) or not (isinstance(value, (*TEXTS, Complex)) or getattr(value, "ndim", 0)):
+            score = given = float(value)
+    if abs(score) <= MAX_SCORE:  # false for NaN
+        return score
+    reasons.append(_line(f"returned {given} for a score"))
+    return None
 
 
 def awaited(value: Any) -> Any:

@@ -44,7 +44,7 @@ CHECK_S = 1.0  # between two looks at whether the run is to stop
 MAX_START_S = 300.0
 MARK = "JAXRL_REWARD_WORKER"  # in the environment of a worker and of what it starts, wherever that goes: which it is
 
-# Of one call, for each completion: score (f64, NaN where there is none), outcome; and what went wrong.
+# Of one call, for each completion: scores by turn (f64, NaN where there is none), outcome; and what went wrong.
 Answer = tuple[np.ndarray, np.ndarray, list[str]]
 Ticket = list[Future[Answer]]  # of the completions of one prompt, for each function. Opaque to callers.
 
@@ -52,8 +52,9 @@ Ticket = list[Future[Answer]]  # of the completions of one prompt, for each func
 class RewardPool(contextlib.AbstractContextManager):
     """Runs reward functions ``reward(prompts, completions, **columns) -> list[float]`` on groups of completions.
 
-    One that names ``messages`` gets those too: of each completion all after the prompt, ``{"role", "content"}``. Where
-    an environment answers, completions are the policy's last turns.
+    One that names ``messages`` gets those too: of each completion all after the prompt, ``{"role", "content"}``, and
+    may return a list for it, a score for each turn of the policy's, which add up; a number is the last turn's. Where an
+    environment answers, completions are the policy's last turns.
 
     One call scores the completions of one prompt with one function: ``prompts`` and every column of the
     example come repeated to the length of ``completions``. A completion's outcome is the worst of its functions':
@@ -117,16 +118,17 @@ class RewardPool(contextlib.AbstractContextManager):
                 break
             self.check()
         answers = hosts.complete(answers)
-        none = np.empty((len(self._functions), 0))
-        parts, outcome = (  # [functions, completions]
-            np.concatenate([none, *([answer[i] for answer in calls] for calls in answers)], axis=1) for i in (0, 1)
+        by_turn, outcome = (  # [functions, completions, turns], [functions, completions]
+            np.concatenate([[answer[i] for answer in calls] for calls in answers], axis=1) for i in (0, 1)
         )
+        parts, weights = by_turn.sum(axis=2), np.array(self._config.weights)
         errors = dict.fromkeys(reason for calls in answers for answer in calls for reason in answer[2])
         return Rewards(
-            total=(np.array(self._config.weights) @ parts).astype(np.float32),  # NaN where any part is
+            total=(weights @ parts).astype(np.float32),  # NaN where any part is
             parts=dict(zip(self._config.functions, parts.astype(np.float32), strict=True)),
             outcome=outcome.max(axis=0).astype(np.int8),
             errors=tuple(errors)[:MAX_ERRORS_KEPT],
+            by_turn=np.tensordot(weights, by_turn, 1).astype(np.float32) if by_turn.shape[2] > 1 else None,
         )
 
     def close(self) -> None:
@@ -153,23 +155,26 @@ class RewardPool(contextlib.AbstractContextManager):
             return played.failures_in(played.own_scores())
         messages = played.messages if played else [[{"role": "assistant", "content": text}] for text in completions]
         completions = played.last_turns() if played else completions
-        answer = self._call(name, spec, example, completions, **({"messages": messages} if self._specs[spec] else {}))
+        by_turn = played.by_turn if played else lambda given: np.array(given, np.float64).reshape(len(completions), 1)
+        more = {"messages": messages} if self._specs[spec] else {}
+        answer = self._call(name, spec, example, completions, by_turn, **more)
         return played.failures_in(answer) if played else answer
 
-    def _call(self, name: str, spec: str, example: Example, completions: list[str], **more: Any) -> Answer:
-        scores, failure, worker = np.full(len(completions), np.nan), OUTCOME_ERROR, self._free.pop()
+    def _call(
+        self, name: str, spec: str, example: Example, completions: list[str], by_turn: Callable, **more: Any
+    ) -> Answer:
+        scores, failure, worker = by_turn([None] * len(completions)), OUTCOME_ERROR, self._free.pop()
         try:
             if self._closed:
                 raise EOFError
-            given, reasons = worker.ask(
-                (spec, example.prompt, example.columns, completions, more), self._config.timeout_s
-            )
-            scores[:] = np.array(given, np.float64).reshape(scores.shape)  # None becomes NaN
+            given = spec, example.prompt, example.columns, completions, more
+            given, reasons = worker.ask(given, self._config.timeout_s)
+            scores = by_turn(given)
         except Exception as error:
             failure, reason = failed(error)
             reasons = [reason]
         self._free.append(worker)
-        outcome = np.where(np.isnan(scores), failure, OUTCOME_SCORE)
+        outcome = np.where(np.isnan(scores).any(axis=1), failure, OUTCOME_SCORE)
         return scores, outcome, [f"{name} on {example.origin or 'a prompt'}: {reason}" for reason in reasons]
 
 

@@ -73,6 +73,7 @@ def assign(
         groups=groups,
         length=jnp.sum(mask_BS, axis=1, dtype=jnp.int32),
         mask=mask_BS,
+        tokens=rollout.tokens,
         behaviour_logp=rollout.behaviour_logp,
         columns={**rollout.columns, **columns, **scores.columns},
         memory=scores.memory,

@@ -43,13 +43,13 @@ class Bins(NamedTuple):
 
 def lambda_returns(
     value: Float[ArrayLike, "B T"],
-    reward: Float[ArrayLike, " B"],
+    reward: Float[ArrayLike, "B ..."],
     mask: Bool[ArrayLike, "B T"],
     *,
     discount: Float[ArrayLike, ""],
     gae_lambda: Float[ArrayLike, ""],
 ) -> Float[Array, "B T"]:
-    """What the value of each token is estimated to have been, from the reward at the row's last token.
+    """What the value of each token is estimated to have been, from the reward at the row's last token, or at each.
 
         G_t = r_t + discount ((1 - lambda) V_{t+1} + lambda G_{t+1}),   V = G = 0 after the last token
 
@@ -59,7 +59,7 @@ def lambda_returns(
 
     Args:
         value: [B, T] f32 in units of reward; ignored off the mask.
-        reward: [B] f32; finite where the row has a token.
+        reward: [B] f32 of the row's last token, finite where it has one; or [B, T] of each.
         mask: [B, T] bool, the row's tokens; over a gap, an environment's answer, the next is that after it.
         discount, gae_lambda: in [0, 1].
 
@@ -70,17 +70,18 @@ def lambda_returns(
         the last token, no bootstrap: Open-Reasoner-Zero, Hu et al. 2025, arXiv:2503.24290.
     """
     value = jnp.where(mask, value, 0.0)
+    own = (reward.T,) if reward.ndim == 2 else ()
 
     def step(later, now):
         later_value, later_return, has_later = later
-        value_B, mask_B = now
+        value_B, mask_B, *own_B = now
         ahead = discount * ((1 - gae_lambda) * later_value + gae_lambda * later_return)
-        return_B = jnp.where(has_later, ahead, reward)
+        return_B = own_B[0] + jnp.where(has_later, ahead, 0.0) if own_B else jnp.where(has_later, ahead, reward)
         here = (value_B, return_B, jnp.ones_like(mask_B))
         return jax.tree.map(lambda new, old: jnp.where(mask_B, new, old), here, later), jnp.where(mask_B, return_B, 0.0)
 
     end = (jnp.zeros_like(value[:, 0]), jnp.zeros_like(value[:, 0]), jnp.zeros_like(mask[:, 0]))
-    _, returns_TB = jax.lax.scan(step, end, (value.T, mask.T), reverse=True)
+    _, returns_TB = jax.lax.scan(step, end, (value.T, mask.T, *own), reverse=True)
     return returns_TB.T
 
 

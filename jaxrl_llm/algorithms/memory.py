@@ -190,11 +190,14 @@ class Memory:
         self.ledger, self.part_names = ledger, part_names
         remembering = [one for one in functions if one.fact("memory")]
         self._memories = {one.name: one.fact("memory")(one.settings, sizes, ledger) for one in remembering}
+        by_turn = any("turn_reward" in one.needs.columns for one in functions)
+        self._max_turns = sizes.max_turns if by_turn else 0  # 0: nobody looks at turns
 
     @property
-    def columns(self) -> tuple[str, ...]:
-        """Names of ``Scores.columns``."""
-        return tuple(name for memory in self._memories.values() for name in memory.columns)
+    def columns(self) -> dict[str, tuple[int, ...]]:
+        """Names of ``Scores.columns``, and what shape each has of a row."""
+        of_turns = {"turn_reward": (self._max_turns,)} if self._max_turns else {}
+        return {name: () for memory in self._memories.values() for name in memory.columns} | of_turns
 
     @property
     def whole(self) -> dict[str, tuple[int, ...]]:
@@ -209,8 +212,11 @@ class Memory:
             questions: the question_id of each of the P groups of rows.
         """
         scored = rewards.outcome == OUTCOME_SCORE
-        known = lambda x: np.where(scored, x, 0.0).astype(np.float32)
+        known = lambda x: np.where(scored.reshape(-1, *(1,) * (x.ndim - 1)), x, 0.0).astype(np.float32)
         said = {name: x for memory in self._memories.values() for name, x in memory.known(rewards, questions).items()}
+        if self._max_turns:
+            by_turn = rewards.total[:, None] if rewards.by_turn is None else rewards.by_turn
+            said["turn_reward"] = known(by_turn)
         return Scores(
             known(rewards.total),
             scored,

@@ -29,8 +29,8 @@ from jaxrl_llm.algorithms.views import OTHER_POLICIES, SAID_BY_LEARNER
 from jaxrl_llm.runtime.functions import resolve
 from jaxrl_llm.runtime.nested import SIGNED, ConfigError, Text, check_name, convert, names, near
 
-# What a function may ask for: what the sampler or the learner can say of rows, and other policies.
-NEEDED = ("entropy", *SAID_BY_LEARNER, *OTHER_POLICIES)
+# What a function may ask for: what sampler, rewards or learner can say of rows, and other policies.
+NEEDED = ("entropy", "turn_reward", *SAID_BY_LEARNER, *OTHER_POLICIES)
 NONE = "none"  # of a slot that may stay empty
 
 

@@ -48,6 +48,8 @@ COLUMNS = {
     "group_mean": Column(False, True, "f32, mean of the group's rewards at that time, 0.0 where not trainable"),
     "tied": Column(False, False, "bool: of a group without an advantage, and of equal rewards where siblings compare"),
     "question_id": Column(False, False, "i32; the ring keeps it beside the rows (RingState.question)"),
+    # Known of the rewards.
+    "turn_reward": Column(False, False, "[B, K] f32, what of the score each turn was given, 0.0 where not trainable"),
     # Of drawn rows.
     "age_bucket": Column(False, False, "i32, 0..len(AGE_BUCKETS)"),
 }
@@ -70,6 +72,7 @@ class Sizes(NamedTuple):
 
     width: int  # of the model
     max_length: int  # longest completion, tokens
+    max_turns: int = 1  # of the policy in a completion
 
 
 class Rows(NamedTuple):
@@ -81,7 +84,8 @@ class Rows(NamedTuple):
     correct: jax.Array  # bool
     groups: Any  # ops.groups.Groups; its valid rows are those that are trained on
     length: jax.Array  # i32, of the completion
-    mask: jax.Array  # [B, S] bool, the completion
+    mask: jax.Array  # [B, S] bool, what the policy drew: between its turns stands what an environment answered
+    tokens: jax.Array  # [B, S] i32
     behaviour_logp: jax.Array  # [B, S] f32
     columns: Mapping[str, jax.Array]  # what the function ``needs``
     memory: Mapping[str, jax.Array]

@@ -106,19 +106,21 @@ class LearnerPrograms:
     def abstract_scores(self) -> Scores:
         """What the host knows of them: all but what the learner says."""
         B, memory = self.config.rows_per_iteration, self.memory(Ledger())
-        rows = lambda dtype=jnp.float32: self._rows((B,), dtype)
+        rows = lambda dtype=jnp.float32, shape=(): self._rows((B, *shape), dtype)
         return Scores(
             reward=rows(),
             trainable=rows(bool),
             question_id=rows(jnp.int32),
             parts=tuple(rows() for _ in memory.part_names),
-            columns={name: rows() for name in memory.columns},
+            columns={name: rows(shape=shape) for name, shape in memory.columns.items()},
             memory={name: self._whole(jnp.float32, shape) for name, shape in memory.whole.items()},
         )
 
     def memory(self, ledger: Ledger) -> Memory:
         """What the method remembers of earlier rewards: nothing yet."""
-        sizes = Sizes(self.model.arch.width, self.config.sampling.max_completion_tokens)
+        sampling, environments = self.config.sampling, self.config.environments
+        turns = environments.max_turns if environments.factory else 1
+        sizes = Sizes(self.model.arch.width, sampling.max_completion_tokens, turns)
         parts = self.config.rewards.functions if self.config.algorithm.looks_at_parts else ()
         return Memory(self.config.algorithm.of_credit, parts, sizes, ledger)
 

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,8 @@ import psutil
 import pytest
 from support.building import needs_reasoning_gym
 
+from jaxrl_llm.actor.conversation import Played
+from jaxrl_llm.actor.environment import Reply
 from jaxrl_llm.actor.rewards import RewardPool
 from jaxrl_llm.config import ConfigError, RewardsConfig
 from jaxrl_llm.types import OUTCOME_ERROR, OUTCOME_SCORE, OUTCOME_TIMEOUT, Example
@@ -576,3 +579,48 @@ def test_a_file_that_ends_the_process_or_moves_it_when_imported_does_neither_to_
         with pool(f"{path}:f") as rewards:
             assert rewards.collect([rewards.submit(EXAMPLE, ["1"])]).total.tolist() == [len(before)]
     assert os.getcwd() == before
+
+
+def there(reward, outcome=OUTCOME_SCORE):
+    future = Future()
+    future.set_result(Reply("", reward, outcome, "" if outcome == OUTCOME_SCORE else "it broke"))
+    return future
+
+
+def played(*rows, worth=None):
+    """Of rows of turns, "7 x" = the policy says 7, the environment x; what an episode was worth after each turn."""
+    messages = []
+    for row in rows:
+        roles = (("assistant", "user")[i % 2] for i in range(len(row.split())))
+        messages.append([{"role": role, "content": text} for role, text in zip(roles, row.split(), strict=True)])
+    return Played(messages, [[there(x) for x in row] for row in worth or [[0.0]] * len(rows)], 4)
+
+
+def test_a_score_for_each_turn_is_kept_by_turn_and_adds_up():
+    rows = played("1 x 2 x 4", "8", "1 x whole", "1 x short", "2 x nan")
+    with pool(user("by_turn"), user("length"), weights=(2.0, 0.5)) as rewards:
+        got = rewards.collect([rewards.submit(EXAMPLE, [""] * 5, rows)])
+    # The second function's one number is the last turn's: lengths of the last turns are 1, 1, 5, 5 and 3.
+    np.testing.assert_array_equal(got.by_turn[:3], [[2, 4, 8.5, 0], [16.5, 0, 0, 0], [0, 4.5, 0, 0]])
+    np.testing.assert_array_equal(got.total[[0, 1, 2, 4]], [14.5, 16.5, 4.5, 5.5])
+    np.testing.assert_array_equal(got.parts[user("by_turn")][[0, 1, 2, 4]], [7, 8, 1, 2])
+    assert got.outcome.tolist() == [OUTCOME_SCORE] * 3 + [OUTCOME_ERROR, OUTCOME_SCORE] and np.isnan(got.total[3])
+    assert "returned 1 scores for 2 turns" in got.errors[0]
+
+
+def test_without_an_environment_there_is_one_turn():
+    with pool(user("by_turn")) as rewards:
+        got = rewards.collect([rewards.submit(EXAMPLE, ["3", "whole", "short"])])
+    np.testing.assert_array_equal(got.total, [3, 0, np.nan])
+    assert got.by_turn is None and "returned 0 scores for 1 turns" in got.errors[0]
+
+
+def test_a_turn_has_what_an_episode_is_worth_more_after_it():
+    rows = played("1 x 2 x 3", "1 x 2", "1 x 2", "1", worth=[[0.5, 0.25, 1.0], [0.5], [0.5, None], [-0.25]])
+    rows.replies[2][-1] = there(None, OUTCOME_TIMEOUT)
+    with pool("environment") as rewards:
+        got = rewards.collect([rewards.submit(EXAMPLE, [""] * 4, rows)])
+    # The second row's last turn was cut short: nothing was said to it.
+    np.testing.assert_array_equal(got.by_turn[:2], [[0.5, -0.25, 0.75, 0], [0.5, 0, 0, 0]])
+    np.testing.assert_array_equal(got.total, [1.0, 0.5, np.nan, -0.25])
+    assert got.outcome.tolist() == [OUTCOME_SCORE, OUTCOME_SCORE, OUTCOME_TIMEOUT, OUTCOME_SCORE]

@@ -8,7 +8,7 @@ from reference import advantages as oracle
 from support.building import algorithm_config
 from support.rows import make_rows
 
-from jaxrl_llm.algorithms import baselines
+from jaxrl_llm.algorithms import baselines, turns
 from jaxrl_llm.algorithms.advantages import ADVANTAGES
 from jaxrl_llm.ops.groups import group_rows
 from jaxrl_llm.runtime.nested import ConfigError
@@ -240,10 +240,11 @@ def test_what_a_tied_group_teaches_is_declared():
     assert not algorithm_config(advantage={"name": "asymre", "delta_v": 0.0}).tied_teaches
     # Those that compare siblings, and those for which a group of one is enough.
     assert {kind for kind in ADVANTAGES if not chosen(kind).needs.siblings} == {"reinforce_pp", "mssr", "gae"}
+    assert {kind for kind in turns.ADVANTAGES if not chosen(kind).needs.siblings} == {"turn_gae", "step_gae"}
 
 
 def test_unknown_kind_is_named_and_the_others_are_those_of_the_config():
     with pytest.raises(ConfigError, match="'ppo'") as error:
         algorithm_config(advantage="ppo")
     assert {*KINDS, "gae"} == set(ADVANTAGES)
-    assert all(f"'{kind}'" in str(error.value) for kind in ADVANTAGES)
+    assert all(f"'{kind}'" in str(error.value) for kind in (*ADVANTAGES, *turns.ADVANTAGES))

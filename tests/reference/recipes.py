@@ -13,6 +13,7 @@ At the first loss of a run the weights are those that it started with: these pol
 import math
 
 import numpy as np
+from reference import turns as _turns
 
 
 def mean(values):
@@ -383,6 +384,75 @@ def t1(batch, longest):
         return ppo(ratio(row, t), grpo_advantage(batch, row)) + pull
 
     return token_mean(batch, term)
+
+
+def _clipped_by_turn(batch, advantages):
+    """PPO's term of each token with its turn's advantage, a mean over tokens."""
+    a = {id(row): own for row, own in zip(batch, advantages, strict=True)}
+    return token_mean(batch, lambda row, t: ppo(ratio(row, t), a[id(row)][row["turn"][t]]))
+
+
+def turn_returns(batch, longest):
+    """Williams 1992: what a turn and those after it were given, against the same turn of the siblings."""
+    return _clipped_by_turn(batch, _turns.turn_returns(batch))
+
+
+def mu_code(batch, longest):
+    """Jain et al. 2025: a turn's own reward alone."""
+    return _clipped_by_turn(batch, _turns.turn_returns(batch, discount=0.0))
+
+
+def mt_grpo(batch, longest):
+    """Zeng et al. 2025: A^O, and before the last turn A^T besides."""
+    return _clipped_by_turn(batch, _turns.mt_grpo(batch))
+
+
+def gigpo(batch, longest):
+    """Feng et al. 2025: A^E + A^S over anchor states, discount 0.95."""
+    return _clipped_by_turn(batch, _turns.gigpo(batch))
+
+
+def ui_s1(batch, longest):
+    """Lu et al. 2025: A^E + A^S over the turns of a number, discount 0.5."""
+    return _clipped_by_turn(batch, _turns.ui_s1(batch))
+
+
+def step_masks(batch, longest):
+    """After STeP: the terms of turns that were given less than nothing are left out; what divides stays."""
+    advantages = _turns.turn_returns(batch)
+    kept = [
+        [0.0 if given < 0 else a for a, given in zip(own, row["turns"], strict=True)]
+        for own, row in zip(advantages, batch, strict=True)
+    ]
+    return _clipped_by_turn(batch, kept)
+
+
+def _actor_critic(batch, gain, error, more=lambda row, t: 0.0):
+    """PPO's term of gains whitened over the batch's tokens, and half of the critic's squared errors."""
+    every = [gain(row, t) for row in batch for t in range(len(row["policy"]))]
+    centre, scale = mean(every), std(every) + 1e-6
+
+    def term(row, t):
+        a = (gain(row, t) - centre) / scale
+        return ppo(ratio(row, t), a) + error(row, t) ** 2 / 2 + more(row, t)
+
+    return token_mean(batch, term)
+
+
+def rlef(batch, longest):
+    """Gehring et al. 2024: A_k = G_k - V before the turn, one for all of its tokens; KL, .01."""
+    ahead = lambda row, t: math.fsum(row["turns"][row["turn"][t] :])
+    before = lambda row, t: row["value"][row["turn"].index(row["turn"][t])]
+    of_token = lambda row, t: ahead(row, t) - row["value"][t]
+    return _actor_critic(
+        batch, lambda row, t: ahead(row, t) - before(row, t), of_token, lambda row, t: 0.01 * k3(row, t)
+    )
+
+
+def step_search(batch, longest):
+    """Wang et al. 2025: PPO over tokens; rewards come at the last token of each turn. Lambda and discount 1."""
+    gain = lambda row, t: math.fsum(row["turns"][row["turn"][t] :]) - row["value"][t]
+    return _actor_critic(batch, gain, gain)
 
 
 LOSSES = {name: value for name, value in globals().items() if callable(value) and not name.startswith("_")}

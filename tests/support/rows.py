@@ -17,6 +17,7 @@ def make_rows(groups, **given):
         groups=groups,
         length=jnp.ones(num_rows, jnp.int32),
         mask=one > 0,
+        tokens=jnp.zeros((num_rows, 1), jnp.int32),
         behaviour_logp=0 * one,
         columns={},
         memory={},

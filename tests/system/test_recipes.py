@@ -54,11 +54,14 @@ TIED = dict.fromkeys(RECIPES, "silent") | {
     "remix": "deaf",  # KL
     "spo": "deaf",  # the soft value is the reward, and the log-ratio must be 0
     "t1": "deaf",  # entropy
+    "gigpo": "heard",  # turns of one state are at unequal distance from a reward of 1, and from one of 0 they are not
     "mssr": "heard",  # the baseline is the question's past
     "ppo": "heard",  # the baseline is the critic's, and the whole batch's mean
     "poise": "heard",  # the baseline is a prediction
     "ppo_ewma": "heard",  # the baseline is the mean of several batches
     "reinforce_pp": "heard",  # the baseline is the batch's mean
+    "rlef": "heard",  # the baseline is the critic's
+    "step_search": "heard",  # likewise
 }
 
 # Its state is the sum of the gradients, as the real update handed them over; its steps are small and plain.
@@ -87,6 +90,7 @@ def config_of(recipe, micro_batch_size=NUM_ROWS, updates=0):
     config.rollout.group_size, config.rollout.prompts_per_iteration = group_size, NUM_ROWS // group_size
     config.replay.capacity = own.ring_capacity // own.rows_per_iteration * NUM_ROWS
     config.external.paths, config.external.groups_per_iteration = (), 0  # rows of others are rows like any
+    config.environments.max_answer_tokens = 2
     config.rollout.lookahead_prompts = config.rollout.max_lag_iterations = 0  # rollouts are made by hand
     config.update.updates_per_iteration = updates or own.update.updates_per_iteration
     config.update.scaled_from_batch_size = 0
@@ -166,10 +170,11 @@ class Iteration:
 
 
 @functools.cache
-def make_rollout(group_size, *, lengths="ragged", seed=0):
+def make_rollout(group_size, *, lengths="ragged", seed=0, has_turns=False):
     """Every other row exactly the model's own, the others as another policy would have drawn them.
 
-    ``lengths`` of completions: "ragged", "by_group" (equal in a group) or "full" (all cut off).
+    ``lengths`` of completions: "ragged", "by_group" (equal in a group) or "full" (all cut off). With turns an
+    environment answered, one of two tokens, where the completion goes on after its third and its sixth.
     """
     rng = np.random.default_rng(seed)
     group = np.arange(NUM_ROWS) // group_size
@@ -182,6 +187,10 @@ def make_rollout(group_size, *, lengths="ragged", seed=0):
     mask = (at >= prompt_length[:, None]) & (at < length[:, None])
     tokens = rng.integers(0, SMALL.vocab_size, (NUM_ROWS, ROW_TOKENS))
     tokens = np.where(at < prompt_length[:, None], tokens[first], tokens)
+    place = at - prompt_length[:, None]
+    is_answer = has_turns & ((place == 2) | (place == 5)) & (place < completion[:, None] - 1)
+    tokens = np.where(is_answer, 3 + tokens % 2, tokens)
+    drawn = mask & ~is_answer
     params = host_params(Model(SMALL))
     logp = np.stack(
         [transformer.completion_logp(params, SMALL, *row) for row in zip(tokens, prompt_length, length, strict=True)]
@@ -191,17 +200,43 @@ def make_rollout(group_size, *, lengths="ragged", seed=0):
         tokens=np.where(at < length[:, None], tokens, 0).astype(np.int32),
         prompt_length=prompt_length.astype(np.int32),
         length=length.astype(np.int32),
-        behaviour_logp=np.where(mask, np.minimum(logp, -0.01), 0.0).astype(np.float32),
+        behaviour_logp=np.where(drawn, np.minimum(logp, -0.01), 0.0).astype(np.float32),
         group_id=(100 + group).astype(np.int32),
-        policy_version=np.where(mask, 0, -1).astype(np.int32),
+        policy_version=np.where(drawn, 0, -1).astype(np.int32),
         stop_reason=np.where(completion == COMPLETION_TOKENS, STOP_LENGTH, STOP_EOS).astype(np.int8),
     )
+
+
+def has_turns(config):
+    return "turn_reward" in config.algorithm.columns
+
+
+def rollout_of(config, **how):
+    return make_rollout(config.rollout.group_size, has_turns=has_turns(config), **how)
+
+
+def turn_numbers(rollout):
+    """Of each token the policy drew [B,S], from 0; -1 elsewhere."""
+    drawn = rollout.policy_version >= 0
+    begins = drawn & ~np.pad(drawn, ((0, 0), (1, 0)))[:, :-1]
+    return np.where(drawn, np.cumsum(begins, axis=1) - 1, -1)
+
+
+def by_turn(config, rollout, reward, rng=None):
+    """What each turn was given, [B, max_turns] f32, which adds up to the reward; without ``rng`` the last has all."""
+    last = turn_numbers(rollout).max(axis=1)
+    given = np.zeros((NUM_ROWS, config.environments.max_turns))
+    if rng is not None:
+        given = rng.choice([0.0, 0.25, -0.5], given.shape) * (np.arange(given.shape[1])[None, :] < last[:, None])
+    given[np.arange(NUM_ROWS), last] = reward - given.sum(axis=1)
+    return given.astype(np.float32)
 
 
 def make_rows(config, rollout, reward=None, *, seed=0):
     """(rollout, scores, columns: log-probs of the reference) as the iteration takes them; numpy."""
     rng = np.random.default_rng(seed)
-    reward = rng.choice([0.0, 0.25, 1.0], NUM_ROWS) if reward is None else reward
+    is_given = reward is not None
+    reward = reward if is_given else rng.choice([0.0, 0.25, 1.0], NUM_ROWS)
     advantage, parts, of_rows, memory = config.algorithm.advantage, (), {}, {}
     if advantage.name == "gdpo":
         parts = reward.astype(np.float32), (reward**2).astype(np.float32)
@@ -212,6 +247,9 @@ def make_rows(config, rollout, reward=None, *, seed=0):
         memory["regression"] = (x.T @ np.concatenate([x, y], axis=1)).astype(np.float32)
     if advantage.settings.get("norm_decay"):
         memory["moments"] = np.zeros(3, np.float32)
+    if has_turns(config):
+        given = by_turn(config, rollout, reward, None if is_given else np.random.default_rng(seed + 1))
+        of_rows["turn_reward"] = np.where(FAILED[:, None], 0, given)
     known = np.where(FAILED, 0, reward).astype(np.float32)
     scores = Scores(known, ~FAILED, rollout.group_id, parts, of_rows, memory)
     columns = make_columns(config, rollout, rng)
@@ -273,7 +311,7 @@ def first(recipe):
     """Config, compiled iteration, rows, and the gradient and sums of their first iteration."""
     config = config_of(recipe)
     iteration = Iteration(config, ONE)
-    rows = make_rows(config, make_rollout(config.rollout.group_size))
+    rows = make_rows(config, rollout_of(config))
     return config, iteration, rows, iteration.gradient(rows)
 
 
@@ -301,9 +339,10 @@ def batch_of(config, rows, critic, others=None):
         tokens, first, end = rollout.tokens[i], rollout.prompt_length[i], rollout.length[i]
         states = transformer.hidden(params, SMALL, tokens[:end])[:-1]
         logits = transformer.logits(params, SMALL, tokens[:end])[:-1]
+        drawn = rollout.policy_version[i, first:end] >= 0
 
-        def of_tokens(x, i=i, first=first, end=end):
-            return None if x is None else x[i, first:end].astype(float).tolist()
+        def of_tokens(x, i=i, first=first, end=end, drawn=drawn):
+            return None if x is None else x[i, first:end][drawn].astype(float).tolist()
 
         def taken(temperature, logits=logits, tokens=tokens, end=end):
             """Log-probabilities [T - 1, V] and those of the tokens that follow."""
@@ -314,8 +353,8 @@ def batch_of(config, rows, critic, others=None):
         row = {
             "group": int(rollout.group_id[i]),
             "reward": float(scores.reward[i]),
-            "policy": policy[first - 1 :].tolist(),
-            "policy_entropy": -(np.exp(logp) * logp).sum(axis=1)[first - 1 :],
+            "policy": policy[first - 1 :][drawn].tolist(),
+            "policy_entropy": -(np.exp(logp) * logp).sum(axis=1)[first - 1 :][drawn],
             "prompt": taken(1.0)[1][: first - 1].tolist(),
             "behaviour": of_tokens(rollout.behaviour_logp),
             "ref": of_tokens(columns.get("ref_logp")),
@@ -333,9 +372,23 @@ def batch_of(config, rows, critic, others=None):
             row["baseline"] = float(scores.columns["question_mean"][i])
         if critic is not None:
             kernel, bias = critic["kernel"].astype(float), critic["bias"].astype(float)
-            row["value"] = (states[first - 1 :] @ kernel + bias)[:, 0].tolist()
+            row["value"] = (states[first - 1 :] @ kernel + bias)[:, 0][drawn].tolist()
+        if "turn_reward" in scores.columns:
+            row |= turns_of(rollout, scores, i)
         batch.append(row)
     return batch
+
+
+def turns_of(rollout, scores, i):
+    """What of a row the oracle of turns looks at: what each was given and answers, and each drawn token's turn."""
+    number, first = turn_numbers(rollout)[i], int(rollout.prompt_length[i])
+    states, ends = [], 0
+    for k in range(number.max() + 1):
+        places = np.flatnonzero(number == k)
+        states.append(tuple(rollout.tokens[i, ends : places[0]].tolist()))
+        ends = places[-1] + 1
+    given = scores.columns["turn_reward"][i, : len(states)].astype(float).tolist()
+    return {"turns": given, "states": states, "turn": number[first:][number[first:] >= 0].tolist()}
 
 
 # One of each kind of advantage and of sum; a compilation of its own for those with several updates in an iteration.
@@ -344,7 +397,7 @@ def test_the_first_loss_is_that_of_the_papers_equation(recipe):
     """On rows of unequal lengths and probabilities, of which every other one is another policy's."""
     config = config_of(recipe, updates=1)
     iteration = Iteration(config, ONE)
-    rows = make_rows(config, make_rollout(config.rollout.group_size))
+    rows = make_rows(config, rollout_of(config))
     state, ring = iteration.start()
     critic = jax.device_get(state.params.get("critic"))
     _, _, _, used = iteration(state, ring, rows)
@@ -361,7 +414,7 @@ def test_a_later_loss_is_that_of_the_papers_equation(recipe):
     """The same with weights before the iteration, before the one before and on average that are others than these."""
     config, iterations = config_of(recipe), 65
     run = assemble(config, SMALL, (5,), mesh_of(ONE))
-    rows = make_rows(config, make_rollout(config.rollout.group_size))
+    rows = make_rows(config, rollout_of(config))
     params = host_params(run.model)
     noise = lambda name, x: 0.3 * np.random.default_rng(len(name)).normal(size=x.shape)
     others = {
@@ -433,7 +486,7 @@ def test_the_decision_to_stop_is_trained(recipe):
 @every_recipe
 def test_a_batch_that_was_cut_off_throughout_is_finite(recipe):
     config, iteration, *_ = first(recipe)
-    rows = make_rows(config, make_rollout(config.rollout.group_size, lengths="full"))
+    rows = make_rows(config, rollout_of(config, lengths="full"))
     gradient, sums = iteration.gradient(rows)
     assert (rows[0].stop_reason == STOP_LENGTH).all()
     assert np.isfinite(gradient).all() and all(np.isfinite(x).all() for x in sums.values())
@@ -444,7 +497,7 @@ def test_a_batch_that_was_cut_off_throughout_is_finite(recipe):
 def test_tied_groups_teach_what_the_advantage_says(recipe):
     config, iteration, *_ = first(recipe)
     # Lengths are equal in a group too: what shapes a reward by length ties nothing and unties nothing.
-    rollout = make_rollout(config.rollout.group_size, lengths="by_group")
+    rollout = rollout_of(config, lengths="by_group")
     turns = (np.arange(NUM_ROWS) // config.rollout.group_size % 2).astype(np.float32)
     gradient, _ = iteration.gradient(make_rows(config, rollout, turns))
     all_wrong, _ = iteration.gradient(make_rows(config, rollout, 0 * turns))
@@ -466,11 +519,12 @@ def test_stopped_and_resumed_is_bitwise_the_whole(recipe, tmp_path):
 
     def advance(state, ring, memory, index):
         rng = np.random.default_rng(index)
-        rollout, _, _ = make_rows(config, make_rollout(config.rollout.group_size, seed=index), seed=index)
+        rollout, _, _ = make_rows(config, rollout_of(config, seed=index), seed=index)
         total = np.where(FAILED, np.nan, rng.choice([0.0, 0.25, 1.0], NUM_ROWS)).astype(np.float32)
         parts = {name: total**power for power, name in enumerate(config.rewards.functions, start=1)}
         outcome = np.where(FAILED, OUTCOME_ERROR, OUTCOME_SCORE).astype(np.int8)
-        rewards = Rewards(total, parts, outcome)
+        of_turns = by_turn(config, rollout, total, rng) if has_turns(config) else None
+        rewards = Rewards(total, parts, outcome, by_turn=of_turns)
         rows = rollout, memory.scores(rewards, questions), make_columns(config, rollout, rng)
         state, ring, made, used = iteration(state, ring, rows, index)
         memory.observe(rewards, questions, jax.device_get(used | made))

@@ -1,0 +1,276 @@
+"""Advantages by turn: what each turn of the policy's is compared with, where a completion has several.
+
+A row's turns are the runs of tokens that the policy drew; between them stands what an environment answered. What a
+turn was given is the column "turn_reward" (actor.rewards), which adds up to the row's reward: by how much the episode
+is worth more to its environment, what a reward function gives turn by turn, and at the last turn what is given to the
+whole. Every token of a turn has the turn's advantage.
+
+Owns: those functions, which turns are compared. Does not know: environments, losses.
+Letters: B rows, S row width, K turns a row may have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Float, Int, UInt32
+
+from jaxrl_llm.algorithms import memory
+from jaxrl_llm.algorithms.advantages import Sums, over_batch
+from jaxrl_llm.algorithms.critic import lambda_returns
+from jaxrl_llm.algorithms.use import needs
+from jaxrl_llm.algorithms.views import Rows
+from jaxrl_llm.ops.groups import STD_EPSILON, minus_mean, over_std
+from jaxrl_llm.runtime.nested import Decay, NotNegative, Number, Share
+
+# Turns of a group differ where its rows' rewards do not.
+of_turns = {"siblings": True, "tied_teaches": lambda settings: True}
+
+
+class Turns(NamedTuple):
+    """Turns of rows; 0 where a row has no such turn, or is not valid."""
+
+    number: jax.Array  # [B, S] i32 of each token, from 0; before the first turn -1, and after a turn its own
+    start: jax.Array  # [B, K] i32, place of the first token
+    valid: jax.Array  # [B, K] bool
+    last: jax.Array  # [B, K] bool, the row's last
+    reward: jax.Array  # [B, K] f32; what reward terms have added is the last turn's
+
+
+def turns_of(x: Rows) -> Turns:
+    """Of rows; K is that of their column "turn_reward"."""
+    reward = x.columns["turn_reward"]
+    before = jnp.pad(x.mask, ((0, 0), (1, 0)))[:, :-1]
+    number = jnp.cumsum(x.mask & ~before, axis=1, dtype=jnp.int32) - 1
+    at = jnp.arange(reward.shape[1])
+    count = number[:, -1:] + 1
+    valid = (at[None, :] < count) & x.groups.valid[:, None]
+    last = valid & (at[None, :] == count - 1)
+    if x.added is not None:
+        reward = reward + jnp.where(last, x.added[:, None], 0.0)
+    start = jax.vmap(lambda k: jnp.sum(number < k, axis=1, dtype=jnp.int32), out_axes=1)(at)
+    return Turns(number, start, valid, last, jnp.where(valid, reward, 0.0))
+
+
+def by_token(value: Float[ArrayLike, "B K"], turns: Turns, x: Rows) -> Float[Array, "B S"]:
+    """Of each turn at its tokens, [B,S] f32, 0.0 elsewhere."""
+    taken = jnp.take_along_axis(value, jnp.clip(turns.number, 0, value.shape[1] - 1), axis=1)
+    return jnp.where(x.mask, taken, 0.0)
+
+
+def returns(turns: Turns, discount: float) -> Float[Array, "B K"]:
+    """G_k = r_k + discount G_{k+1}, [B,K] f32: what a turn and those after it were given."""
+
+    def step(later, reward):
+        return (here := reward + discount * later), here
+
+    _, ahead = jax.lax.scan(step, jnp.zeros_like(turns.reward[:, 0]), turns.reward.T, reverse=True)
+    return ahead.T
+
+
+def compared(
+    value: Float[ArrayLike, "B K"], key: Int[ArrayLike, "B K"], turns: Turns, x: Rows, *, std: bool
+) -> Float[Array, "B K"]:
+    """(value - mean) / (std + 1e-6) among the turns of a group that have one key, [B,K] f32.
+
+    0 where all that are compared are equal, and so where there is but one; not ``std``: nothing divides. Sums run over
+    turns in the order of a sort, for a scatter's order of addition varies on a GPU.
+    """
+    value, shape = jnp.where(turns.valid, value, 0.0).ravel(), turns.valid.shape
+    group = jnp.broadcast_to(x.groups.index[:, None], shape).ravel()
+    place = jnp.arange(value.size)
+    names = (~turns.valid).ravel(), group, key.ravel()
+    *ordered, value, place = jax.lax.sort((*names, value, place), num_keys=3)
+    same = jnp.stack([jnp.concatenate([jnp.ones(1, bool), name[1:] != name[:-1]]) for name in ordered])
+    first = jnp.any(same, axis=0)
+    total = lambda v: _over_runs(v, first, jnp.add)
+    count = total(jnp.ones_like(value))
+    is_tied = _over_runs(value, first, jnp.maximum) == _over_runs(value, first, jnp.minimum)
+    gap = jnp.where(is_tied | ordered[0], 0.0, value - total(value) / count)
+    if std:
+        gap = gap / (jnp.sqrt(total(jnp.square(gap)) / count) + STD_EPSILON)
+    _, gap = jax.lax.sort((place, gap), num_keys=1)
+    return gap.reshape(shape)
+
+
+def _over_runs(value: jax.Array, first: jax.Array, combine: Callable) -> jax.Array:
+    """Of each run of values, which begins where ``first`` is true, what they come to; [N], the same all over a run."""
+
+    def onward(before, here):
+        return before[0] | here[0], jnp.where(here[0], here[1], combine(before[1], here[1]))
+
+    def back(after, here):
+        return after[0] | here[0], jnp.where(here[0], here[1], after[1])
+
+    _, so_far = jax.lax.associative_scan(onward, (first, value))
+    is_last = jnp.concatenate([first[1:], jnp.ones(1, bool)])
+    return jax.lax.associative_scan(back, (is_last, so_far), reverse=True)[1]
+
+
+def states(turns: Turns, x: Rows) -> UInt32[Array, "B K"]:
+    """A number for what each turn was answering: the prompt, or what the environment had said last.
+
+    The sum over its tokens of a hash of (token, place in it), modulo 2^32: other texts have another one, but for one
+    pair in 4e9.
+    """
+    place = jnp.arange(x.mask.shape[1])[None, :]
+    begin = jax.lax.cummax(jnp.where(x.mask, place + 1, 0), axis=1)
+    mixed = x.tokens.astype(jnp.uint32) * jnp.uint32(0x9E3779B1) + (place - begin).astype(jnp.uint32)
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
+        mixed = (mixed ^ (mixed >> shift)) * jnp.uint32(factor)
+    total = jnp.cumsum(jnp.where(x.mask, jnp.uint32(0), mixed), axis=1, dtype=jnp.uint32)
+    up_to = jnp.take_along_axis(total, jnp.clip(turns.start - 1, 0, total.shape[1] - 1), axis=1)
+    return up_to - jnp.pad(up_to, ((0, 0), (1, 0)))[:, :-1]
+
+
+def _numbers(turns: Turns) -> Int[Array, "B K"]:
+    return jnp.broadcast_to(jnp.arange(turns.valid.shape[1]), turns.valid.shape)
+
+
+def _of_rows(x: Rows, std: bool) -> Float[Array, "B 1"]:
+    """GRPO's advantage of the whole row."""
+    gap = minus_mean(x.reward, x.groups)
+    return (over_std(gap, x.groups) if std else gap)[:, None]
+
+
+# ---- advantages
+
+
+@needs("turn_reward", **of_turns)
+def turn_returns(x: Rows, *, discount: Share = 1.0, std: bool = True) -> Float[Array, "B S"]:
+    """(G - mean) / (std + 1e-6) of what a turn and those after it were given, among the group's turns of its number.
+
+        G_k = r_k + discount G_{k+1}
+
+    With discount 0 a turn is judged by itself. Turns that one row alone has have no advantage.
+
+    Source: REINFORCE with reward-to-go and a baseline for each time step, in GRPO's form. The baseline's group of turns
+        of one number is ours; with ``discount`` 0 it is the single-step reward of muCode, arXiv:2502.20380.
+    """
+    turns = turns_of(x)
+    return by_token(compared(returns(turns, discount), _numbers(turns), turns, x, std=std), turns, x)
+
+
+@needs("turn_reward", **of_turns)
+def mt_grpo(x: Rows, *, coefficient: NotNegative = 1.0) -> Float[Array, "B S"]:
+    """The outcome's advantage, and before the last turn ``coefficient`` times that of the turn's own reward.
+
+        A_k = A^O + coefficient A^T_k   k < last;   A_last = A^O
+
+    A^O: of what the last turn was given, in the group as GRPO has it. A^T_k: of what turn k was given, among the
+    group's turns of its number but the last ones.
+
+    Source: Zeng et al. 2025, arXiv:2505.11821, for two turns, coefficient 1 (released code). Differs: for more turns
+        this form is ours.
+    """
+    turns = turns_of(x)
+    outcome = jnp.sum(jnp.where(turns.last, turns.reward, 0.0), axis=1)
+    outcome = over_std(minus_mean(outcome, x.groups), x.groups)[:, None]
+    earlier = turns._replace(valid=turns.valid & ~turns.last)
+    own = compared(turns.reward, _numbers(turns), earlier, x, std=True)
+    return by_token(outcome + coefficient * own, turns, x)
+
+
+@needs("turn_reward", **of_turns)
+def gigpo(x: Rows, *, discount: Share = 0.95, weight: NotNegative = 1.0, std: bool = True) -> Float[Array, "B S"]:
+    """The row's advantage and ``weight`` times the turn's, among the turns of the group that answer the same.
+
+        A = A^E + weight A^S,   A^S of G_k = r_k + discount G_{k+1} among the turns of an anchor state
+
+    A state is what stands before a turn: the prompt, or the environment's answer, token by token. One that a group
+    comes to once has A^S = 0.
+
+    Source: Feng et al. 2025, arXiv:2505.10978; discount 0.95 and weight 1. Differs: a state is seen through
+        the environment's last answer; no fuzzy match; the population standard deviation.
+    """
+    turns = turns_of(x)
+    key = jax.lax.bitcast_convert_type(states(turns, x), jnp.int32)
+    own = compared(returns(turns, discount), key, turns, x, std=std)
+    return by_token(_of_rows(x, std) + weight * own, turns, x)
+
+
+@needs("turn_reward", **of_turns)
+def ui_s1(x: Rows, *, discount: Share = 0.5, weight: NotNegative = 1.0, std: bool = True) -> Float[Array, "B S"]:
+    """The row's advantage and ``weight`` times the turn's, among the group's turns of its number.
+
+        A = A^E + weight A^S,   A^S of G_k = r_k + discount G_{k+1}
+
+    Source: UI-S1, Lu et al. 2025, arXiv:2509.11543 (released code), discount 0.5. Differs: its rollouts follow an
+        expert's, patched where they leave it; here they are the policy's own.
+    """
+    turns = turns_of(x)
+    own = compared(returns(turns, discount), _numbers(turns), turns, x, std=std)
+    return by_token(_of_rows(x, std) + weight * own, turns, x)
+
+
+@needs("turn_reward", "value", memory=memory.Moments)
+def turn_gae(
+    x: Rows, *, gae_lambda: Share = 1.0, discount: Share = 1.0, norm_decay: Decay = 0.0
+) -> tuple[Float[Array, "B S"], Sums]:
+    """A turn is one action: its return less what the critic expected before it, whitened over the batch's tokens.
+
+        A_k = G_k - V_k,   G_k = r_k + discount ((1 - lambda) V_{k+1} + lambda G_{k+1})
+
+    V_k is the value at the turn's first token, which nothing of the turn has been seen for.
+
+    Source: RLEF, Gehring et al. 2024, arXiv:2410.02089: a value for each turn, one advantage for its tokens. Differs:
+        the critic learns a turn's return at all of its tokens, whitening is ours, and the KL is no part of the reward.
+    """
+    turns = turns_of(x)
+    value = jnp.take_along_axis(x.columns["value"], jnp.minimum(turns.start, x.mask.shape[1] - 1), axis=1)
+    expected = lambda_returns(value, turns.reward, turns.valid, discount=discount, gae_lambda=gae_lambda)
+    gain = jnp.where(turns.valid, expected - value, 0.0)
+    active = x.mask & x.groups.valid[:, None]
+    advantage, learned = over_batch(by_token(gain, turns, x), active, x, centre=True, decay=norm_decay)
+    return advantage, learned | {"returns": by_token(expected, turns, x)}
+
+
+@needs("turn_reward", "value", memory=memory.Moments)
+def step_gae(
+    x: Rows, *, gae_lambda: Share = 1.0, discount: Share = 1.0, norm_decay: Decay = 0.0
+) -> tuple[Float[Array, "B S"], Sums]:
+    """Each token's return less what the critic expected there, where a turn's reward comes at its last token.
+
+    See ``critic.lambda_returns``; whitened over the batch's tokens.
+
+    Source: StepSearch, Wang et al. 2025, arXiv:2505.15107: PPO whose reward at the end of a search is what it found.
+        What a search is worth is the environment's to say, or a reward function's.
+    """
+    turns = turns_of(x)
+    active = x.mask & x.groups.valid[:, None]
+    ends = x.mask & ~jnp.pad(x.mask, ((0, 0), (0, 1)))[:, 1:]
+    reward = jnp.where(ends, by_token(turns.reward, turns, x), 0.0)
+    value = x.columns["value"]
+    expected = lambda_returns(value, reward, active, discount=discount, gae_lambda=gae_lambda)
+    gain = expected - jnp.where(active, value, 0.0)
+    advantage, learned = over_batch(gain, active, x, centre=True, decay=norm_decay)
+    return advantage, learned | {"returns": expected}
+
+
+# ---- a reshaping
+
+
+@needs("turn_reward")
+def without_wrong_turns(advantage: Float[ArrayLike, "B S"], x: Rows, *, below: Number = 0.0) -> Float[Array, "B S"]:
+    """An advantage, 0 at the turns that were given less than ``below``: what went wrong is seen and not learned; [B,S].
+
+    Source: STeP, partial masking: of a trajectory in which a wrong step is reflected on, the loss leaves the wrong step
+        out. Differs: there a teacher marks the step, here its reward does; the equation was not found.
+    """
+    turns = turns_of(x)
+    return jnp.where(by_token((turns.reward < below).astype(jnp.float32), turns, x) > 0, 0.0, advantage)
+
+
+ADVANTAGES = {
+    "turn_returns": turn_returns,
+    "mt_grpo": mt_grpo,
+    "gigpo": gigpo,
+    "ui_s1": ui_s1,
+    "turn_gae": turn_gae,
+    "step_gae": step_gae,
+}
+
+RESHAPINGS = {"without_wrong_turns": without_wrong_turns}

@@ -1,0 +1,77 @@
+"""Mazes, for the game of ``environments.maze``; no dependency.
+
+``prompts.arguments``: ``width`` and ``height`` in fields (3; 2 to 9), ``loops``, how many walls more are broken down
+than must be (1), and ``plain``, whether prompts are a few letters for small models (False).
+
+Owns: its questions. Does not know: how they are walked, tokenizers, models.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jaxrl_llm.config import ConfigError, PromptsConfig
+from jaxrl_llm.environments.maze import MOVES, field
+from jaxrl_llm.questions.tasks import Loaded
+
+SCORER = ""  # rewards.functions names one of environments.maze, or "environment"
+
+# argument -> (default, least, most)
+ARGUMENTS = {"width": (3, 2, 9), "height": (3, 2, 9), "loops": (1, 0, 200), "plain": (False, False, True)}
+
+
+def load(config: PromptsConfig, *, seed: int) -> Loaded:
+    """``config.size`` mazes drawn from ``seed``, from a field on the left to one on the right.
+
+    Host; ``columns`` are ``maze``, the exits ("nes") of each field by row, ``start`` and ``goal``, (x, y) from the left
+    above.
+
+    Raises:
+        ConfigError: an argument that is none of ``ARGUMENTS``, or its value.
+    """
+    from jaxrl_llm.types import Example  # here, for reward workers import task modules and must not pay for jax
+
+    for name, value in config.arguments.items():
+        if name not in ARGUMENTS:
+            raise ConfigError(f"prompts.arguments.{name}={value!r} is not one of {', '.join(ARGUMENTS)}")
+        default, least, most = ARGUMENTS[name]
+        if type(value) is not type(default) or not least <= value <= most:
+            raise ConfigError(f"prompts.arguments.{name}={value!r} must be {_allowed(least, most)}")
+    given = {name: default for name, (default, *_) in ARGUMENTS.items()} | config.arguments
+    rng, examples = np.random.default_rng(seed), []
+    for i in range(1, config.size + 1):
+        maze = drawn(rng, given["width"], given["height"], given["loops"])
+        start, goal = [0, int(rng.integers(given["height"]))], [given["width"] - 1, int(rng.integers(given["height"]))]
+        prompt = f"Find the way out of the maze, which is at {goal[0]}, {goal[1]}. Call go."
+        if given["plain"]:
+            prompt = f"{field(maze, *start)} to {goal[0]}{goal[1]}:"
+        examples.append(Example(prompt, {"maze": maze, "start": start, "goal": goal}, f"maze:{i}"))
+    return Loaded(tuple(examples))
+
+
+def _allowed(least: int, most: int) -> str:
+    return "True or False" if most is True else f"a whole number of at least {least} and at most {most}"
+
+
+def drawn(rng: np.random.Generator, width: int, height: int, loops: int) -> list[list[str]]:
+    """Exits of each field; from each there is a way to each.
+
+    Walls between fields are broken down in random order where they part what is not connected, and ``loops`` others.
+    """
+    inside = lambda x, y: 0 <= x < width and 0 <= y < height
+    walls = [(x, y, way) for x in range(width) for y in range(height) for way in "es" if inside(*_next(x, y, way))]
+    part = {(x, y): (x, y) for x in range(width) for y in range(height)}
+    exits = {place: "" for place in part}
+    for x, y, way in (walls[i] for i in rng.permutation(len(walls))):
+        here, there = part[x, y], part[_next(x, y, way)]
+        if here == there and loops <= 0:
+            continue
+        loops -= here == there
+        part = {place: here if own == there else own for place, own in part.items()}
+        exits[x, y] += way
+        exits[_next(x, y, way)] += {"e": "w", "s": "n"}[way]
+    return [["".join(way for way in MOVES if way in exits[x, y]) for x in range(width)] for y in range(height)]
+
+
+def _next(x: int, y: int, way: str) -> tuple[int, int]:
+    return x + MOVES[way][0], y + MOVES[way][1]

@@ -1,0 +1,89 @@
+"""Advantages by turn by loops in float64.
+
+A row is a dict: ``group``, ``reward`` of the whole, ``turns``, what each of its turns was given, and ``states``, what
+each of them answered. Rows that are not valid are not among them. Each function gives a list of lists, by row and turn.
+"""
+
+import math
+
+EPSILON = 1e-6
+
+
+def mean(values):
+    return math.fsum(values) / len(values)
+
+
+def standardised(value, values, std=True):
+    """(value - mean) / (std + eps) among ``values``, 0 where all are equal."""
+    if max(values) == min(values):
+        return 0.0
+    gap = value - mean(values)
+    return gap / (math.sqrt(mean([(v - mean(values)) ** 2 for v in values])) + EPSILON) if std else gap
+
+
+def to_go(row, discount):
+    return [
+        math.fsum(discount ** (j - k) * r for j, r in enumerate(row["turns"]) if j >= k)
+        for k in range(len(row["turns"]))
+    ]
+
+
+def siblings(rows, row):
+    return [other for other in rows if other["group"] == row["group"]]
+
+
+def of_row(rows, row, std=True):
+    return standardised(row["reward"], [other["reward"] for other in siblings(rows, row)], std)
+
+
+def turn_returns(rows, discount=1.0, std=True):
+    def one(row, k):
+        others = [to_go(r, discount)[k] for r in siblings(rows, row) if len(r["turns"]) > k]
+        return standardised(to_go(row, discount)[k], others, std)
+
+    return [[one(row, k) for k in range(len(row["turns"]))] for row in rows]
+
+
+def ui_s1(rows, discount=0.5, weight=1.0, std=True):
+    steps = turn_returns(rows, discount, std)
+    return [[of_row(rows, row, std) + weight * s for s in own] for row, own in zip(rows, steps, strict=True)]
+
+
+def mt_grpo(rows, coefficient=1.0):
+    def one(row, k):
+        outcome = standardised(row["turns"][-1], [r["turns"][-1] for r in siblings(rows, row)])
+        if k == len(row["turns"]) - 1:
+            return outcome
+        others = [r["turns"][k] for r in siblings(rows, row) if len(r["turns"]) - 1 > k]
+        return outcome + coefficient * standardised(row["turns"][k], others)
+
+    return [[one(row, k) for k in range(len(row["turns"]))] for row in rows]
+
+
+def gigpo(rows, discount=0.95, weight=1.0, std=True):
+    def one(row, k):
+        same = [
+            to_go(r, discount)[j]
+            for r in siblings(rows, row)
+            for j in range(len(r["turns"]))
+            if r["states"][j] == row["states"][k]
+        ]
+        return of_row(rows, row, std) + weight * standardised(to_go(row, discount)[k], same, std)
+
+    return [[one(row, k) for k in range(len(row["turns"]))] for row in rows]
+
+
+def lambda_returns(rewards, values, discount, gae_lambda):
+    """G of each step, from the definition: a mixture of n-step returns."""
+    n = len(rewards)
+
+    def steps(k, m):  # m steps, then the critic
+        seen = math.fsum(discount**i * rewards[k + i] for i in range(m))
+        return seen + (discount**m * values[k + m] if k + m < n else 0.0)
+
+    def one(k):
+        rest = n - k
+        mixed = [(1 - gae_lambda) * gae_lambda ** (m - 1) * steps(k, m) for m in range(1, rest)]
+        return math.fsum([*mixed, gae_lambda ** (rest - 1) * steps(k, rest)])
+
+    return [one(k) for k in range(n)]
