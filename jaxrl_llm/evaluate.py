@@ -1,6 +1,6 @@
 """Evaluate: sample completions of held-out questions and score them.
 
-    python -m jaxrl_llm.evaluate --model=PATH | --checkpoint=DIR  --config=FILE --num_samples=K [--output=FILE]
+    python -m jaxrl_llm.evaluate --model=PATH [--adapter=FOLDER] | --checkpoint=DIR  --config=FILE --num_samples=K
 
 prints one JSON object: pass@1, pass@k for k up to K, maj@K, mean length. The questions are those that
 training with the same config holds out.
@@ -36,10 +36,12 @@ from jaxrl_llm.runtime.programs import compile_all, use_cache
 from jaxrl_llm.runtime.weights import restore_params
 
 
-def command(config: Config, model: str, checkpoint: str, num_samples: int) -> dict[str, Any]:
+def command(config: Config, model: str, checkpoint: str, num_samples: int, adapter: str = "") -> dict[str, Any]:
     """The command's work; see the module's docstring."""
     if bool(model) == bool(checkpoint):
         raise ConfigError("give one of --model=PATH and --checkpoint=DIR")
+    if adapter and not model:
+        raise ConfigError(f"--adapter={adapter!r:.200} goes with --model=BASE: a checkpoint has its own adapters")
     if not 1 <= num_samples <= 1_000_000:
         raise ConfigError(f"--num_samples={num_samples} must be at least 1 and at most 1000000")
     if config.eval.num_prompts == 0:
@@ -49,7 +51,7 @@ def command(config: Config, model: str, checkpoint: str, num_samples: int) -> di
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, path=model, lora=LoraConfig()))
     use_cache(config.compilation_cache)
     mesh = sharding.make_mesh(config.mesh)
-    source = pretrained.resolve(config.model.path)
+    source = pretrained.resolve(config.model.path, adapter=adapter)
     tokenizer = source.tokenizer().ending_at(config.sampling.stop_tokens)
     _, held_out, _ = questions(config, tokenizer)
     examples = [row.example for row in held_out]
@@ -90,7 +92,7 @@ def command(config: Config, model: str, checkpoint: str, num_samples: int) -> di
 def main() -> None:
     if OUTPUT.value:
         jsonl.check_output(OUTPUT.value)
-    result = command(freeze(CONFIG.value), MODEL.value, CHECKPOINT.value, NUM_SAMPLES.value)
+    result = command(freeze(CONFIG.value), MODEL.value, CHECKPOINT.value, NUM_SAMPLES.value, ADAPTER.value)
     text = json.dumps(result, indent=1)
     if OUTPUT.value and hosts.is_first():
         pathlib.Path(OUTPUT.value).write_text(text)
@@ -99,6 +101,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     MODEL = flags.DEFINE_string("model", "", "Hugging Face folder, GGUF file, smollm2-135m-instruct or hub id.")
+    ADAPTER = flags.DEFINE_string("adapter", "", "Folder of adapters (PEFT) over --model.")
     CHECKPOINT = flags.DEFINE_string("checkpoint", "", "Working directory of a run, instead of --model.")
     CONFIG = config_flags.DEFINE_config_file("config", None, "Config whose held-out questions to use.")
     NUM_SAMPLES = flags.DEFINE_integer("num_samples", 1, "K: completions per question.")

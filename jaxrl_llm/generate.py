@@ -156,7 +156,7 @@ def main() -> None:
         )
     jsonl.check_output(OUTPUT.value)
     output = generate(
-        pretrained.resolve(MODEL.value),
+        pretrained.resolve(MODEL.value, adapter=ADAPTER.value),
         PROMPTS.value,
         sampling=sampling,
         ignore_eos=IGNORE_EOS.value,
@@ -172,6 +172,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     MODEL = flags.DEFINE_string("model", None, "Hugging Face folder, GGUF file, smollm2-135m-instruct or hub id.")
+    ADAPTER = flags.DEFINE_string("adapter", "", "Folder of adapters (PEFT) over --model.")
     PROMPTS = flags.DEFINE_string("prompts", None, "JSONL with `prompt`, `messages` or `prompt_ids` per row.")
     OUTPUT = flags.DEFINE_string("output", None, "JSONL to write.")
     GREEDY = flags.DEFINE_bool("greedy", False, "Take the most likely token; the other sampling flags have no say.")

@@ -95,7 +95,7 @@ def main() -> None:
     if DTYPE.value not in ("float32", "bfloat16"):
         raise ConfigError(f"--compute_dtype={DTYPE.value!r} is not one of 'float32', 'bfloat16'")
     jsonl.check_output(OUTPUT.value)
-    source = pretrained.resolve(MODEL.value)
+    source = pretrained.resolve(MODEL.value, adapter=ADAPTER.value)
     output = score(source, INPUT.value, batch_size=BATCH_SIZE.value, compute_dtype=DTYPE.value)
     jsonl.write(OUTPUT.value, output)
     tokens = sum(len(row["logp"]) for row in output)
@@ -105,6 +105,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     MODEL = flags.DEFINE_string("model", None, "Hugging Face folder, GGUF file, smollm2-135m-instruct or hub id.")
+    ADAPTER = flags.DEFINE_string("adapter", "", "Folder of adapters (PEFT) over --model.")
     INPUT = flags.DEFINE_string("input", None, "JSONL with `prompt_ids` and `completion_ids` per row.")
     OUTPUT = flags.DEFINE_string("output", None, "JSONL to write.")
     BATCH_SIZE = flags.DEFINE_integer("batch_size", 16, "Rows in one forward pass.")

@@ -5,22 +5,29 @@
 Token ids in, token ids with the log-probs that they were drawn with out: /inference/v1/generate. Messages and text:
 /v1/chat/completions. Requests are decoded side by side in as many slots as --slots; more wait, up to --max_waiting.
 
+    python -m jaxrl_llm.serve --model=BASE --adapter=terse=FOLDER --adapter=kind=FOLDER
+
+Adapters are models too, by their names, over one copy of the base. Each has slots of its own; they decode by turns.
+
 Owns: the command's work. Does not know: routes, the table of requests.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import threading
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from absl import flags
 
 from jaxrl_llm.actor.sampler import Sampler
-from jaxrl_llm.config import Config, ConfigError, MeshConfig, SamplingConfig
+from jaxrl_llm.config import Config, ConfigError, LoraConfig, MeshConfig, SamplingConfig
 from jaxrl_llm.learner import publish
-from jaxrl_llm.models.files import pretrained
+from jaxrl_llm.models import lora
+from jaxrl_llm.models.files import peft, pretrained
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.runtime import cli, rng, sharding
 from jaxrl_llm.runtime.programs import compile_all, use_cache
@@ -30,6 +37,7 @@ from jaxrl_llm.serving.http import Server
 
 def server_of(
     path: str,
+    adapters: Mapping[str, str] | None = None,
     *,
     address: tuple[str, int] = ("127.0.0.1", 0),
     sampling: SamplingConfig,
@@ -40,7 +48,10 @@ def server_of(
     seed: int = 0,
     compute_dtype: str = "float32",
 ) -> Server:
-    """A server of the model at ``path``, with its engine running; ``serve_forever`` answers.
+    """A server of the model at ``path``, with its engines running; ``serve_forever`` answers.
+
+    Args:
+        adapters: folders of such over it, by name.
 
     Raises:
         ConfigError: bad input, before anything is compiled.
@@ -55,8 +66,14 @@ def server_of(
         both = f"--max_prompt_tokens={max_prompt_tokens} + --max_tokens={sampling.max_completion_tokens}"
         raise ConfigError(f"{both} must be at most the model's {arch.max_positions} positions")
     at_once = min(8, slots // shards) * shards  # prompts of one prefill
+    configs = {name: peft.read_config(folder) for name, folder in (adapters or {}).items()}
+    model, apart = Model(arch, compute_dtype), {path: ({"blocks": {}}, LoraConfig())}
+    for name, config in configs.items():
+        apart[name] = peft.load(adapters[name], dataclasses.replace(model, lora=config), mesh), config
+    if adapters:
+        model = dataclasses.replace(model, lora=lora.common(configs.values()))
     sampler = Sampler(
-        model=Model(arch, compute_dtype),
+        model=model,
         mesh=mesh,
         sampling=sampling,
         eos_ids=tokenizer.eos_ids,
@@ -69,13 +86,42 @@ def server_of(
         keeps_support=False,
         cuts_rows=True,
     )
-    shapes = publish.abstract_params(sampler.model, mesh)
-    programs = sampler.programs(shapes) | publish.programs(sampler.model, mesh, mesh)
+    programs = sampler.programs(publish.abstract_params(model, mesh)) | publish.programs(model, mesh, mesh)
     compiled = compile_all(programs, mesh)
-    params = compiled["publish"](source.load_params(sampler.model, mesh, seed=seed))
+    base, turn = source.load_params(model.base, mesh, seed=seed), threading.Lock()
+    if adapters:
+        own = {name: lora.fit(*each, model, mesh, base) for name, each in apart.items()}
+        shared = compiled["publish_base"](own[path], base)
+        params = {name: lora.join(compiled["publish"](each, base), shared) for name, each in own.items()}
+    else:
+        params = {path: compiled["publish"](base)}
     key = sharding.put(rng.stream(seed, "sample"), sharding.replicated(mesh, 0))
-    engine = Engine(sampler, compiled, params, key, tokenizer.decode, max_waiting)
-    return Server(address, engine, path, tokenizer, sampling.temperature, token)
+    compiled = {name: _in_turn(program, turn) for name, program in compiled.items()}
+    given = sampler, compiled
+    engines = {name: Engine(*given, each, key, tokenizer.decode, max_waiting) for name, each in params.items()}
+    return Server(address, engines, tokenizer, sampling.temperature, token)
+
+
+def _in_turn(program: Callable, turn: threading.Lock) -> Callable:
+    """A program of several engines' threads: it must come to all devices in one order."""
+
+    def run(*args: Any) -> Any:
+        with turn:
+            return program(*args)
+
+    return run
+
+
+def adapters_of(flags_given: list[str], model: str) -> dict[str, str]:
+    """Folders by name, of "name=folder" or a folder that is its own name; ConfigError where one stands twice."""
+    found = {model: ""}
+    for text in flags_given:
+        name, _, folder = text.partition("=")
+        if name in found or not name:
+            raise ConfigError(f"--adapter={text!r:.200} must be NAME=FOLDER with a name of its own")
+        found[name] = folder or name
+    del found[model]
+    return found
 
 
 def main() -> None:
@@ -90,6 +136,7 @@ def main() -> None:
         raise ConfigError(f"--host={HOST.value!r:.100} lets others in: set JAXRL_SERVE_TOKEN, which they must bear")
     server = server_of(
         MODEL.value,
+        adapters_of(ADAPTER.value, MODEL.value),
         address=(HOST.value, PORT.value),
         sampling=SamplingConfig(temperature=TEMPERATURE.value, max_completion_tokens=MAX_TOKENS.value),
         max_prompt_tokens=MAX_PROMPT_TOKENS.value,
@@ -103,21 +150,26 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # in another thread: it waits for the loop that this one interrupts
         signal.signal(number, lambda *_: threading.Thread(target=server.shutdown).start())
     with server:
-        threading.Thread(target=_watch, args=(server,), daemon=True).start()
+        for engine in server.engines.values():
+            threading.Thread(target=_watch, args=(server, engine), daemon=True).start()
         server.serve_forever()
-    server.engine.close()
-    if server.engine.error:
-        raise server.engine.error
+    for engine in server.engines.values():
+        engine.close()
+        if engine.error:
+            raise engine.error
 
 
-def _watch(server: Any) -> None:
+def _watch(server: Server, engine: Engine) -> None:
     """End the server with its engine."""
-    server.engine.join()
+    engine.join()
     server.shutdown()
 
 
 if __name__ == "__main__":
     MODEL = flags.DEFINE_string("model", None, "Hugging Face folder, GGUF file, smollm2-135m-instruct or hub id.")
+    ADAPTER = flags.DEFINE_multi_string(
+        "adapter", [], "NAME=FOLDER of adapters (PEFT) over it; may be given repeatedly."
+    )
     HOST = flags.DEFINE_string("host", "127.0.0.1", "Address to listen at; others reach it only with a token.")
     PORT = flags.DEFINE_integer("port", 8000, "Port; 0 takes a free one.", lower_bound=0, upper_bound=65535)
     SLOTS = flags.DEFINE_integer("slots", 32, "Completions decoded side by side.")

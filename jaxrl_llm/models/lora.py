@@ -13,14 +13,15 @@ Liu et al. 2024, arXiv:2402.09353, eq. 5, its norm a constant to gradients (sect
 1 / sqrt(I), as PEFT's does (the paper: normal), B with zeros, m with |W|: at first y = W x + 0.
 
 Letters: L layers, O outputs, I inputs, r rank.
-Owns: adapters' shapes, names and first values, how they part from the base and join it. Does not know: files.
+Owns: adapters' shapes, names and first values, how they part from the base and join it, how unlike ones are computed
+alike. Does not know: files.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -28,6 +29,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxrl_llm.config import ConfigError, LoraConfig
+from jaxrl_llm.method_config import LORA_TARGETS
 from jaxrl_llm.ops.checksum import checksums
 from jaxrl_llm.runtime import rng
 
@@ -182,6 +184,30 @@ def init(model: Model, mesh: Mesh, base: Any = None, *, seed: int) -> Any:
         return {"blocks": made | _by_layer(lambda _, *of: _norm(*of, model.lora), whole)}
 
     return jax.jit(make, out_shardings=jax.tree.map(lambda x: x.sharding, shapes))(rng.stream(seed, "lora"), base)
+
+
+def common(configs: Iterable[LoraConfig]) -> LoraConfig:
+    """What adapters of all of these can be computed as (``fit``): the largest rank, all targets, a scale of 1."""
+    configs = list(configs)
+    rank, named = max(config.rank for config in configs), {name for config in configs for name in config.targets}
+    targets = tuple(name for name in LORA_TARGETS if name in named)
+    return LoraConfig(rank=rank, alpha=float(rank), dora=any(config.dora for config in configs), targets=targets)
+
+
+def fit(learned: Any, config: LoraConfig, model: Model, mesh: Mesh, base: Any) -> Any:
+    """Adapters of ``config``, or none, as those of ``model`` that compute the same: zeros where they have nothing."""
+    shapes, *_ = split(model.abstract_params(mesh))
+
+    def make(own: dict[str, jax.Array], base: Any) -> Any:
+        made = {name: jnp.zeros(x.shape, x.dtype) for name, x in shapes["blocks"].items()}
+        for name, x in own.items():
+            x = x * scale(config) if name.endswith(B) else x
+            made[name] = jnp.pad(x, [(0, to - size) for to, size in zip(made[name].shape, x.shape, strict=True)])
+        norms = _by_layer(lambda _, *of: _norm(*of, model.lora), {**base["blocks"], **made})
+        return {"blocks": made | {name: x for name, x in norms.items() if name not in own}}
+
+    layout = jax.tree.map(lambda x: x.sharding, shapes)
+    return jax.jit(make, out_shardings=layout)(learned["blocks"], base)
 
 
 def merge(learned: Any, base: Any, config: LoraConfig) -> Any:

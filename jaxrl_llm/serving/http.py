@@ -1,6 +1,6 @@
 """Routes of a server of completions, over HTTP.
 
-    GET  /v1/models                  what is served, with ``max_model_len``
+    GET  /v1/models                  what is served, a base and its adapters, with ``max_model_len``
     POST /inference/v1/generate      token ids in, token ids and their log-probs out: for agents that are trained
     POST /v1/chat/completions        messages in, text out, as the OpenAI API has it; with ``stream``, as it comes
 
@@ -21,7 +21,7 @@ import socket
 import socketserver
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxrl_llm.config import ConfigError
@@ -46,23 +46,23 @@ class Refused(Exception):
 
 
 class Server(socketserver.ThreadingMixIn, http.server.HTTPServer):
-    """Serves an engine.
+    """Serves engines of one sampler: a request names the model of one, or has the first.
 
     Args:
         address: host and port; port 0 takes a free one (``server_port``).
-        model: its name.
-        tokenizer: of the model.
-        temperature: that of the engine's sampler.
+        engines: by names of their models.
+        tokenizer: of all models.
+        temperature: that of the engines' sampler.
         token: that requests must bear; "" = none.
     """
 
     daemon_threads, request_queue_size = True, 1024
 
     def __init__(
-        self, address: tuple[str, int], engine: Engine, model: str, tokenizer: Any, temperature: float, token: str
+        self, address: tuple[str, int], engines: Mapping[str, Engine], tokenizer: Any, temperature: float, token: str
     ):
         super().__init__(address, Handler)
-        self.engine, self.model, self.tokenizer = engine, model, tokenizer
+        self.engines, self.tokenizer = engines, tokenizer
         self.temperature, self.token = temperature, token
         self.began = int(time.time())
 
@@ -73,6 +73,7 @@ class Server(socketserver.ThreadingMixIn, http.server.HTTPServer):
 class Handler(http.server.BaseHTTPRequestHandler):
     protocol_version, timeout = "HTTP/1.1", READ_S
     server: Server
+    model: str  # that the request has chosen
 
     def log_message(self, *_: Any) -> None:
         pass
@@ -110,9 +111,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def _get(self) -> None:
         if self.path != "/v1/models":
             raise Refused(404, f"no route GET {self.path}")
-        sampler = self.server.engine.sampler
-        model = {"id": self.server.model, "object": "model", "created": self.server.began, "owned_by": "jaxrl_llm"}
-        self._send(200, {"object": "list", "data": [model | {"max_model_len": sampler.row_tokens}]})
+        said = {"object": "model", "created": self.server.began, "owned_by": "jaxrl_llm"}
+        models = [{"id": x, **said, "max_model_len": of.sampler.row_tokens} for x, of in self.server.engines.items()]
+        self._send(200, {"object": "list", "data": models})
 
     def _post(self) -> None:
         routes = {"/inference/v1/generate": self._generate, "/v1/chat/completions": self._chat}
@@ -127,8 +128,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
             raise Refused(400, f"the body is no JSON: {error}") from None
         if not isinstance(body, dict):
             raise Refused(400, "the body must be a JSON object")
-        if body.pop("model", self.server.model) != self.server.model:
-            raise Refused(404, f"the model served is {self.server.model!r}")
+        names = list(self.server.engines)
+        self.model = body.pop("model", names[0])
+        if self.model not in names:
+            raise Refused(404, f"the model served is {' or '.join(map(repr, names))}")
         routes[self.path](body)
 
     # ---- routes ----
@@ -141,7 +144,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         tokens, logps, why = self._whole(request)
         content = [{"token": f"token_id:{i}", "logprob": logp} for i, logp in zip(tokens, logps, strict=True)]
         choice = {"index": 0, "token_ids": tokens, "logprobs": {"content": content}, "finish_reason": why}
-        self._send(200, {"request_id": uuid.uuid4().hex, "model": self.server.model, "choices": [choice]})
+        self._send(200, {"request_id": uuid.uuid4().hex, "model": self.model, "choices": [choice]})
 
     def _chat(self, body: dict[str, Any]) -> None:
         messages, stream, options = (body.pop(name, None) for name in ("messages", "stream", "stream_options"))
@@ -155,7 +158,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             raise Refused(400, str(error)) from None
         wants_logprobs = bool(body.pop("logprobs", False))
         request = self._request(ids, body)
-        base = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": self.server.model}
+        base = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": self.model}
         if stream:
             return self._stream(request, base, bool((options or {}).get("include_usage")))
         tokens, logps, why = self._whole(request)
@@ -198,7 +201,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def _request(self, ids: Any, asked: dict[str, Any]) -> Request:
         """Submitted; Refused where it asks for what is not there."""
-        sampler = self.server.engine.sampler
+        engine = self.server.engines[self.model]
+        sampler = engine.sampler
         vocab, most = sampler.model.arch.vocab_size, sampler.sampling.max_completion_tokens
         is_id = lambda x: isinstance(x, int) and not isinstance(x, bool) and 0 <= x < vocab
         if not isinstance(ids, list) or not ids or not all(map(is_id, ids)):
@@ -227,7 +231,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 raise Refused(400, f"{name}={value!r:.100} is not there: only {NEUTRAL[name][0]!r}")
         request = Request(ids, min(sizes, default=most), tuple(stop), frozenset(stop_ids))
         try:
-            self.server.engine.submit(request)
+            engine.submit(request)
         except BusyError:
             raise Refused(429, "too many requests wait; try again") from None
         except RuntimeError as error:
@@ -245,7 +249,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
                     self._check_client()
                     continue
                 if why == "error":
-                    raise Refused(500, f"the engine has ended: {self.server.engine.error!r:.200}")
+                    raise Refused(500, f"the engine has ended: {self.server.engines[self.model].error!r:.200}")
                 yield tokens, logps, why
         finally:
             request.is_cancelled = True

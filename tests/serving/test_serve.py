@@ -20,12 +20,13 @@ import numpy as np
 import pytest
 from support.building import ONE, mesh_of
 
-from jaxrl_llm.config import ConfigError, SamplingConfig
-from jaxrl_llm.models.files import pretrained
+from jaxrl_llm.config import ConfigError, LoraConfig, SamplingConfig
+from jaxrl_llm.models import lora
+from jaxrl_llm.models.files import peft, pretrained
 from jaxrl_llm.models.row_logp import row_logp
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.runtime import sharding
-from jaxrl_llm.serve import server_of
+from jaxrl_llm.serve import adapters_of, server_of
 
 MODEL, MOST, WIDTH = "random:debug", 24, 48
 
@@ -34,7 +35,7 @@ MODEL, MOST, WIDTH = "random:debug", 24, 48
 def serving(**settings):
     given = {"temperature": 1.0, "slots": 4, "max_waiting": 300, "token": ""} | settings
     sampling = SamplingConfig(temperature=given.pop("temperature"), max_completion_tokens=MOST)
-    server = server_of(MODEL, sampling=sampling, max_prompt_tokens=WIDTH, **given)
+    server = server_of(MODEL, given.pop("adapters", None), sampling=sampling, max_prompt_tokens=WIDTH, **given)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:
@@ -42,8 +43,13 @@ def serving(**settings):
     finally:
         server.shutdown()
         server.server_close()
-        server.engine.close()
-        assert server.engine.error is None
+        for engine in server.engines.values():
+            engine.close()
+            assert engine.error is None
+
+
+def engine_of(server):
+    return server.engines[MODEL]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -78,27 +84,28 @@ def ask(server, path, body, *, method="POST", token=""):
     return answer.status, json.loads(text)
 
 
-def generate(server, ids, **params):
-    status, answer = ask(server, "/inference/v1/generate", {"token_ids": ids, "sampling_params": params})
-    assert status == 200, answer
+def generate(server, ids, model=MODEL, **params):
+    body = {"token_ids": ids, "sampling_params": params, "model": model}
+    status, answer = ask(server, "/inference/v1/generate", body)
+    assert status == 200 and answer["model"] == model, answer
     (choice,) = answer["choices"]
     return choice["token_ids"], [x["logprob"] for x in choice["logprobs"]["content"]], choice["finish_reason"]
 
 
 @functools.cache
-def learner():
-    source = pretrained.resolve(MODEL)
+def learner(adapter=""):
+    source = pretrained.resolve(MODEL, adapter=adapter)
     model = Model(source.architecture())
     params = source.load_params(model, mesh_of(ONE), seed=0)
     how = {"sampling": SamplingConfig(), "completion_width": MOST, "chunk_positions": 8}
     return jax.jit(functools.partial(row_logp, model, params, **how))
 
 
-def own_logp(prompt, completion):
+def own_logp(prompt, completion, adapter=""):
     row = np.zeros((1, WIDTH + MOST), np.int32)
     row[0, : len(prompt) + len(completion)] = prompt + completion
     sizes = np.array([len(prompt)], np.int32), np.array([len(prompt) + len(completion)], np.int32)
-    return np.asarray(learner()(row, *sizes).logp)[0, len(prompt) : sizes[1][0]]
+    return np.asarray(learner(adapter)(row, *sizes).logp)[0, len(prompt) : sizes[1][0]]
 
 
 def test_tokens_of_many_at_once_have_the_log_probs_that_the_model_gives_them_after_their_own_prompt(sampled):
@@ -108,7 +115,7 @@ def test_tokens_of_many_at_once_have_the_log_probs_that_the_model_gives_them_aft
     with concurrent.futures.ThreadPoolExecutor(14) as pool:
         answers = list(pool.map(lambda p, n: generate(sampled, p, max_tokens=n, logprobs=0), prompts, sizes))
     for prompt, size, (tokens, logps, why) in zip(prompts, sizes, answers, strict=True):
-        assert why == ("length" if tokens[-1] not in sampled.engine.sampler.eos_ids else "stop")
+        assert why == ("length" if tokens[-1] not in engine_of(sampled).sampler.eos_ids else "stop")
         assert len(tokens) == size if why == "length" else len(tokens) <= size
         np.testing.assert_allclose(logps, own_logp(prompt, tokens), rtol=0, atol=1e-5)
     assert len({tuple(tokens) for tokens, *_ in answers}) == 14
@@ -160,6 +167,42 @@ def test_tokens_that_the_request_names_end_it_too(greedy):
         logps[: place + 1],
         "stop",
     )
+
+
+def test_adapters_of_unlike_ranks_and_targets_answer_as_each_alone_over_one_base(tmp_path):
+    kinds = {
+        "plain": LoraConfig(rank=2, alpha=8.0, targets=("q", "down")),
+        "dora": LoraConfig(rank=3, alpha=4.0, rank_stabilised=True, dora=True, targets=("v", "down")),
+    }
+    rng, adapters = np.random.default_rng(0), {}
+    for name, config in kinds.items():
+        model = Model(pretrained.resolve(MODEL).architecture(), lora=config)
+        shapes, _ = lora.split(model.abstract_params(mesh_of(ONE)))
+        learned = jax.tree.map(lambda x: rng.normal(0, 0.3, x.shape).astype(np.float32), shapes)
+        adapters[name] = str(tmp_path / name)
+        peft.export(learned, model, pretrained.resolve(MODEL).tokenizer(), adapters[name], MODEL)
+    prompts = [rng.integers(0, 250, rng.integers(1, WIDTH + 1)).tolist() for _ in range(12)]
+    asked = [(prompt, (MODEL, *kinds)[i % 3]) for i, prompt in enumerate(prompts)]
+    with serving(slots=2, adapters=adapters) as server:
+        listed = ask(server, "/v1/models", "", method="GET")[1]["data"]
+        assert [model["id"] for model in listed] == [MODEL, "plain", "dora"]
+        with concurrent.futures.ThreadPoolExecutor(12) as pool:
+            answers = list(pool.map(lambda x: generate(server, *x, max_tokens=12), asked))
+        status, answer = ask(server, GENERATE, {"token_ids": [1], "model": "other"})
+        assert status == 404 and "'random:debug' or 'plain' or 'dora'" in answer["error"]["message"]
+        leaves = [jax.tree_util.tree_leaves_with_path(x._params) for x in server.engines.values()]
+    for (prompt, name), (tokens, logps, _) in zip(asked, answers, strict=True):
+        np.testing.assert_allclose(logps, own_logp(prompt, tokens, adapters.get(name, "")), rtol=0, atol=1e-5)
+        assert (np.abs(logps - own_logp(prompt, tokens)).max() > 0.01) == (name != MODEL)
+    for (path, x), *others in zip(*leaves, strict=True):
+        assert "_lora_" in jax.tree_util.keystr(path) or all(y is x for _, y in others)
+
+
+def test_adapters_have_names_of_their_own():
+    assert adapters_of(["a=x/y", "z"], MODEL) == {"a": "x/y", "z": "z"}
+    for given in (["a=x", "a=y"], ["=x"], [f"{MODEL}=x"]):
+        with pytest.raises(ConfigError, match=r"--adapter='.*' must be NAME=FOLDER with a name of its own"):
+            adapters_of(given, MODEL)
 
 
 def test_models_are_listed_with_their_length(sampled):
@@ -225,22 +268,22 @@ def test_with_a_token_none_else_is_answered_and_too_many_are_told_so_and_who_has
             assert ask(server, GENERATE, body, token=token)[0] == 401
         assert ask(server, "/v1/models", "", method="GET", token="secret")[0] == 200
         # Nobody is served while the engine is held.
-        step = server.engine._step
+        step = engine_of(server)._step
         held = threading.Event()
-        server.engine._step = lambda: (held.wait(60), step())
+        engine_of(server)._step = lambda: (held.wait(60), step())
         head = f"POST {GENERATE} HTTP/1.1\r\nAuthorization: Bearer secret\r\n"
         data = json.dumps(body)
         plugs = []
         for _ in range(3):  # one in the slot, two that wait
             plugs.append(socket.create_connection(("127.0.0.1", server.server_port), timeout=30))
             plugs[-1].sendall(f"{head}Content-Length: {len(data)}\r\n\r\n{data}".encode())
-            until(lambda n=len(plugs): len(server.engine._waiting) + len(server.engine._rows) == n)
+            until(lambda n=len(plugs): len(engine_of(server)._waiting) + len(engine_of(server)._rows) == n)
         status, answer = ask(server, GENERATE, body, token="secret")
         assert status == 429 and "too many requests wait" in answer["error"]["message"]
         for plug in plugs:
             plug.close()
         held.set()
-        until(lambda: not server.engine._rows and not server.engine._waiting)
+        until(lambda: not engine_of(server)._rows and not engine_of(server)._waiting)
         status, answer = ask(server, GENERATE, body, token="secret")
         assert status == 200 and answer["choices"][0]["token_ids"]
 
@@ -289,7 +332,7 @@ def test_256_streams_at_once_for_a_minute_lose_and_mix_nothing(greedy):
     with concurrent.futures.ThreadPoolExecutor(256) as pool:
         counts = list(pool.map(client, range(256)))
     assert min(counts) >= 1
-    until(lambda: not greedy.engine._rows and not greedy.engine._waiting)
+    until(lambda: not engine_of(greedy)._rows and not engine_of(greedy)._waiting)
 
 
 def test_the_openai_client_is_served(greedy):

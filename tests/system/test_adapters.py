@@ -246,6 +246,10 @@ def test_commands_take_a_checkpoint_its_adapters_and_the_merged_model(base, trai
     workdir, *_ = trained
     measured = json.loads((workdir / "eval_after.json").read_text())
     assert evaluate.command(config_of(base), "", str(workdir), 4) == measured
+    with pytest.raises(ConfigError, match=r"--adapter='x' goes with --model=BASE: a checkpoint has its own adapters"):
+        evaluate.command(config_of(base), "", str(workdir), 4, "x")
+    with pytest.raises(ConfigError, match=r"nowhere/adapter_config.json: no such file"):
+        evaluate.command(config_of(base), str(base), "", 4, "nowhere")
 
     export.export(str(workdir), "", str(tmp_path / "merged"), merge=True)
     export.export(str(workdir), "", str(tmp_path / "adapters"))
@@ -254,8 +258,9 @@ def test_commands_take_a_checkpoint_its_adapters_and_the_merged_model(base, trai
 
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "hi"}\n{"prompt": "Write letters like a:"}\n')
     logp = {}
-    for name in (base, tmp_path / "merged", tmp_path / "adapters"):
-        source = pretrained.resolve(str(name))
+    for name in (base, tmp_path / "merged", tmp_path / "adapters", pathlib.Path("over")):
+        over = {"adapter": str(tmp_path / "adapters")} if name.name == "over" else {}
+        source = pretrained.resolve(str(base if over else name), **over)
         if not logp:
             how = dict(sampling=SamplingConfig(max_completion_tokens=8), ignore_eos=True, batch_size=2, seed=0)
             rows = generate.generate(source, str(tmp_path / "prompts.jsonl"), compute_dtype="float32", **how)
@@ -263,6 +268,7 @@ def test_commands_take_a_checkpoint_its_adapters_and_the_merged_model(base, trai
         rows = score.score(source, str(tmp_path / "rows.jsonl"), batch_size=2, compute_dtype="float32")
         logp[name.name] = np.concatenate([row["logp"] for row in rows])
     np.testing.assert_allclose(logp["merged"], logp["adapters"], atol=1e-6)
+    np.testing.assert_array_equal(logp["over"], logp["adapters"])
     assert np.abs(logp["merged"] - logp["model"]).max() > 0.1
 
 

@@ -131,20 +131,21 @@ def begin(model: Model, mesh: Mesh, base: Params | None = None, *, seed: int) ->
     return load(model.lora.path, model, mesh) if model.lora.path else lora.init(model, mesh, base, seed=seed)
 
 
-def merged(path: str, resolve: Callable[..., Source]) -> tuple[Callable, Callable, Callable, Callable]:
+def merged(path: str, resolve: Callable[..., Source], over: str = "") -> tuple[Callable, Callable, Callable, Callable]:
     """The fields of a ``Source`` of the adapters in the folder ``path``, merged into their base as that is loaded.
 
     Args:
         resolve: (path, *, setting) -> source of the base.
+        over: path or name of the base; "" = as the folder says.
 
     Raises:
         ConfigError: the base is not there, or is adapters itself.
     """
-    named = base_of(path)
+    named, config = over or base_of(path), read_config(path)
     if is_adapter(named):
         raise ConfigError(f"{path}: the base {named!r:.200} is adapters itself; merge those first (export --merge)")
-    base = resolve(named, setting=f"{path}: base_model_name_or_path")
-    of = lambda model: dataclasses.replace(model, lora=read_config(path))
+    base = resolve(named, setting="--model" if over else f"{path}: base_model_name_or_path")
+    of = lambda model: dataclasses.replace(model, lora=config)
 
     def check_both(model: Model, mesh: Mesh) -> None:
         base.check_weights(model, mesh)

@@ -54,12 +54,14 @@ class Source:
     folder: str | None = None
 
 
-def resolve(path: str, *, setting: str = "model.path") -> Source:
-    """The model that a path names; ``setting`` is where the path stands.
+def resolve(path: str, *, setting: str = "model.path", adapter: str = "") -> Source:
+    """The model that a path names, with the adapters of a folder; ``setting`` is where the path stands.
 
     Raises:
         ConfigError: it names nothing, or what it names is not there.
     """
+    if adapter:
+        return Source(*peft.merged(adapter, resolve, path))
     if path.startswith("random:"):
         return _random(path, setting)
     if path == SMOLLM2:
