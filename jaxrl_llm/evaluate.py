@@ -73,7 +73,7 @@ def command(config: Config, model: str, checkpoint: str, num_samples: int, adapt
         check_room(run)
         publishing = publish.programs(run.model, mesh, sampler.mesh)
         compiled = compile_all(sampler.programs(run.sampler_params) | publishing, mesh)
-        params = lora.join(*(compiled[name](params, *base) for name in publishing))
+        params = lora.join(compiled["publish"](params, *base), *map(compiled.get("publish_base"), base))
         version, key = sharding.put((np.int32(0), rng.stream(config.seed, "eval")), sharding.replicated(mesh, (0, 0)))
         talk = Conversations(environment, tokenizer, config) if environment else None
         generator = Generator(sampler, compiled, tokenizer.decode, talk=talk)

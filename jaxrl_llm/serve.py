@@ -91,7 +91,7 @@ def server_of(
     base, turn = source.load_params(model.base, mesh, seed=seed), threading.Lock()
     if adapters:
         own = {name: lora.fit(*each, model, mesh, base) for name, each in apart.items()}
-        shared = compiled["publish_base"](own[path], base)
+        shared = compiled["publish_base"](base)
         params = {name: lora.join(compiled["publish"](each, base), shared) for name, each in own.items()}
     else:
         params = {path: compiled["publish"](base)}

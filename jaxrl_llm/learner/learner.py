@@ -289,7 +289,7 @@ class Learner:
     def __init__(self, programs: LearnerPrograms, compiled: dict, ledger: Ledger, *, reference=None, base=None):
         self.config, self._compiled, self._reference = programs.config, compiled, reference
         self._base = () if base is None else (base,)
-        self._published_base: tuple[Any, ...] = ()
+        self._published_base = tuple(map(compiled.get("publish_base"), self._base))
         self._identity = lora.identity(base, compiled.get("checksums_base"))
         self._layout = jax.tree.map(lambda x: x.sharding, programs.abstract_scores)
         self._everywhere = sharding.replicated(programs.mesh, 0)
@@ -325,8 +325,6 @@ class Learner:
 
     def publish(self) -> Any:
         """The weights as a sampler takes them: a copy, but of a base that stays, which is there once."""
-        if self._base and not self._published_base:
-            self._published_base = (self._compiled["publish_base"](self.policy, *self._base),)
         return lora.join(self._compiled["publish"](self.policy, *self._base), *self._published_base)
 
     def learn(self, scored: ScoredRollouts, iteration: int) -> dict[str, Any]:

@@ -76,13 +76,12 @@ def abstract_params(model: Model, mesh: Mesh, rules: dict[str, Any] = sharding.O
 def programs(model: Model, mesh: Mesh, sampler_mesh: Mesh) -> dict[str, Program]:
     """From the learner's parameters on its mesh, which are left alone, to the sampler's, of the same devices.
 
-    "publish" of what learns, "publish_base" of what adapters are of; both take the parts of ``lora.split``.
+    "publish" of what learns, which takes the parts of ``lora.split``; "publish_base" of what adapters are of.
     """
     sampler, learner = abstract_params(model, sampler_mesh), abstract_params(model, mesh, {})
     parts = lora.split(model.abstract_params(mesh))
 
-    def publish(part: int, given: tuple[Params, ...]) -> Params:
-        params = lora.split(lora.published(lora.join(*given), model.lora))[part]
+    def publish(params: Params) -> Params:
         # One matrix is gathered after the other, and a TPU's gather has a buffer of its own: if nothing were computed
         # of it, it would be copied at the program's end, and all weights be there twice.
         always = jax.lax.optimization_barrier(jnp.bool_(True))
@@ -116,5 +115,6 @@ def programs(model: Model, mesh: Mesh, sampler_mesh: Mesh) -> dict[str, Program]
         return sampler_form(params, model.arch, take)
 
     layouts = lora.split(jax.tree.map(lambda x: x.format, sampler))
-    of = lambda part: Program(lambda *given: publish(part, given), parts, layouts[part])
-    return {name: of(part) for part, name in enumerate(("publish", "publish_base")[: len(parts)])}
+    learned = lambda *given: publish(lora.split(lora.published(lora.join(*given), model.lora))[0])
+    bases = {"publish_base": Program(publish, parts[1:], *layouts[1:])} if parts[1:] else {}
+    return {"publish": Program(learned, parts, layouts[0])} | bases
