@@ -1,10 +1,9 @@
-"""The replay study's arms with real weights: SmolLM2-135M-Instruct on the main job's sums.
+"""The replay study's arms with real weights: SmolLM2-135M-Instruct on a task of reasoning-gym.
 
     python -m jaxrl_llm.train --config=configs/study_smollm2.py --workdir=runs/study_smollm2
 
-The main job's settings, but a step is one batch of 64 rollouts drawn in groups from the ring, and nothing is left out
-of the draw, so that a step's cost is the same in every arm. A step takes about half a minute on 2 CPU cores, an arm
-about an hour; the study's findings are of the small model (docs/replay_study.md).
+The main job's settings, but a step is one batch of 32 rollouts drawn in groups from the ring, and nothing is left out
+of the draw, so that a step's cost is the same in every arm.
 """
 
 import runpy
@@ -15,10 +14,14 @@ from studies.design import COST_RATIO, GROUP, SMOLLM2
 def get_config():
     config = runpy.run_path("configs/grpo_smollm2_135m_chain_sum.py")["get_config"]()
     config.rollout.prompts_per_iteration = SMOLLM2.batch // GROUP
+    config.update.batch_size = SMOLLM2.batch
     config.replay.capacity = 0
     config.replay.skip_tied = False
     config.replay.cost_ratio = COST_RATIO
-    config.num_iterations = 24
-    config.eval.every_iterations = 4
+    config.num_iterations = SMOLLM2.on_policy_steps
+    config.eval.num_prompts = 32
+    config.eval.num_samples = 8
+    config.eval.every_iterations = SMOLLM2.on_policy_steps // SMOLLM2.evaluations
     config.checkpoint.export = False
+    config.metrics.tensorboard = False
     return config

@@ -64,20 +64,26 @@ class Design:
         return ", ".join((f"y {ratio}", f"N {settings['replay.capacity'] // self.batch} B", *others))
 
 
-def tuning(arm: Point) -> Point:
-    """The arm as it is run to choose its rate: evaluated a quarter as often, with half as many answers."""
-    return arm | {EVERY: 4 * arm[EVERY], "eval.num_samples": 16}
+def tuning(arm: Point, samples: int) -> Point:
+    """The arm as it is run to choose its rate: evaluated a quarter as often, with fewer answers."""
+    return arm | {EVERY: 4 * arm[EVERY], "eval.num_samples": samples}
 
 
-def sweep_of(arms: Sequence[Point], label: Callable[[Point], str], rates: Sequence[float] = RATES) -> Sweep:
-    """Every arm at every rate on the tuning seeds, then at its best one on those that are reported."""
+def sweep_of(
+    arms: Sequence[Point], label: Callable[[Point], str], rates: Sequence[float] = RATES, *, samples: int = 16
+) -> Sweep:
+    """Every arm at every rate on the tuning seeds, then at its best one on those that are reported.
+
+    Args:
+        samples: answers to each held-out question in the former.
+    """
 
     def at_best(runs: Sequence[Run]) -> list[Point]:
         best = best_points(runs, RATE, METRICS[0])
-        chosen = [(arm, point) for arm in arms for point in best if tuning(arm) | {RATE: point[RATE]} == point]
+        chosen = [(arm, point) for arm in arms for point in best if tuning(arm, samples) | {RATE: point[RATE]} == point]
         return product(REPORTED, [arm | {RATE: point[RATE]} for arm, point in chosen])
 
-    points = product(TUNING, [tuning(arm) for arm in arms], grid({RATE: rates}))
+    points = product(TUNING, [tuning(arm, samples) for arm in arms], grid({RATE: rates}))
     return dataclasses.replace(shown_as(label, points), then=at_best)
 
 
@@ -103,4 +109,4 @@ def shown_as(label: Callable[[Point], str], points: Sequence[Point]) -> Sweep:
 
 SUMS = Design(batch=128, on_policy_steps=200, evaluations=40)  # configs/study_arithmetic.py
 THRESHOLD = 0.40  # of the small model's held-out pass rate: compute is counted to it, declared before the runs
-SMOLLM2 = Design(batch=64, on_policy_steps=24, evaluations=6)  # configs/study_smollm2.py
+SMOLLM2 = Design(batch=32, on_policy_steps=24, evaluations=8)  # configs/study_smollm2.py
