@@ -20,17 +20,20 @@ RATES = (2e-4, 6e-4, 1.8e-3)  # further apart than those of E2: regressions of l
 WHOLE_GROUPS = ("agro", "rr", "spo", "vcpo")
 # Without the two that need something beside them: another run, a teacher.
 LEFT_OUT = ("sapo", "distillation")
-RECIPES = [path for path in sorted(pathlib.Path("configs/recipes").glob("*.py")) if path.stem not in LEFT_OUT]
+RECIPES = {
+    path.stem: freeze(runpy.run_path(str(path))["get_config"]())
+    for path in sorted(pathlib.Path("configs/recipes").glob("*.py"))
+    if path.stem not in LEFT_OUT
+}
 
 
-def point(path):
+def point(name, config):
     """A recipe's settings on the study's task, for as many iterations as the budget pays."""
-    config = freeze(runpy.run_path(str(path))["get_config"]())
     changed = {field: plain(new) for field, (_, new) in differences(freeze(defaults()), config, whole=True).items()}
     changed.pop(RATE, None)
     # Single rollouts, as the study has it, but where a recipe's method compares or replays whole groups.
     changed.pop("replay.unit", None)
-    if path.stem in WHOLE_GROUPS:
+    if name in WHOLE_GROUPS:
         changed["replay.unit"] = "group"
     batch = changed.setdefault("update.batch_size", config.update.batch_size)
     changed.setdefault("update.micro_batch_size", batch)
@@ -40,12 +43,13 @@ def point(path):
     cost = trained * (1 + FORWARD * extra.of_trained)
     cost += config.rollouts_per_iteration * (COST_RATIO + FORWARD * extra.of_generated)
     steps = round(SUMS.budget / cost)
-    if config.algorithm.reward_terms and path.stem == "dapo":
+    if config.algorithm.reward_terms and name == "dapo":
         changed["algorithm.reward_terms.overlong_penalty.buffer"] = 1  # of 4 tokens
     return changed | {"num_iterations": steps, "eval.every_iterations": max(1, steps // SUMS.evaluations)}
 
 
 def get_sweep():
-    points = {path.stem: point(path) for path in RECIPES}
+    # Where an environment answers it is another task.
+    points = {name: point(name, config) for name, config in RECIPES.items() if not config.environments.factory}
     label = lambda settings: next(name for name, its in points.items() if its == settings)
     return sweep_of(list(points.values()), label, RATES)
