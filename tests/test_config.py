@@ -962,6 +962,7 @@ GROUPED = {"replay.unit": "group"}
 GDPO = {"rewards.functions": ("a:b", "c:d"), "rewards.weights": (1.0, 1.0)}
 PLAIN = {"algorithm.surrogate": "reinforce"}
 MOVED = {"algorithm.old_policy": "interpolated"}
+ANSWERED = {"environments.factory": f"{ENVIRONMENTS}:brief", "environments.max_answer_tokens": 4}
 
 # place -> function -> (setting -> another value, where to look, what else must be set)
 OF_FUNCTIONS = {
@@ -1027,6 +1028,7 @@ OF_FUNCTIONS = {
     },
     "algorithm.cross_entropies": {
         "environment": ({"coefficient": 0.1}, LOSS, {}),
+        "answers": ({"coefficient": 0.1}, LOSS, ANSWERED),
         "imitation": ({"coefficient": 0.5}, LOSS, SHOWN),
     },
     "replay.draw": {

@@ -138,7 +138,7 @@ class Ratios(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Rows of a whole batch as aggregations see them; [B]."""
+    """Rows of a whole batch as aggregations see them; [B] but where it says so."""
 
     trainable: jax.Array  # bool
     group_id: jax.Array  # i32
@@ -147,6 +147,7 @@ class Batch(NamedTuple):
     length: jax.Array  # i32
     width: int  # S
     max_length: int  # longest completion there may be, tokens
+    sampled: jax.Array | None = None  # [B, S] bool, tokens that the policy drew
 
 
 class Stored(NamedTuple):

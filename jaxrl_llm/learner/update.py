@@ -221,6 +221,7 @@ class Update:
     def _weights(self, rows: Experience) -> Weights:
         """Of rows [B, ...], the whole batch."""
         rollout = rows.rollout
+        sampled = sampled_mask(rollout.prompt_length, rollout.length, rollout.policy_version)
         batch = Batch(
             trainable=rows.trainable,
             group_id=rollout.group_id,
@@ -229,8 +230,8 @@ class Update:
             length=rollout.length,
             width=rollout.tokens.shape[1],
             max_length=self.sampling.max_completion_tokens,
+            sampled=sampled,
         )
-        sampled = sampled_mask(rollout.prompt_length, rollout.length, rollout.policy_version)
         others = tuple(one(batch) for one in self.algorithm.cross_entropies)
         return Weights(self.algorithm.aggregation(sampled, batch), others)
 

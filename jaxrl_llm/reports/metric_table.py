@@ -2,7 +2,7 @@
 
 ``METRICS`` is the one place where a metric has them; writing a name that is not there raises.
 
-Owns: that table. Does not know: how a value comes about (metrics).
+Owns: that table, and of which sums those are that are a ratio. Does not know: how other values come about (metrics).
 """
 
 from __future__ import annotations
@@ -109,6 +109,10 @@ METRICS: dict[str, Metric] = {
     "update/environment_nats": Metric(
         "nats per token", "Cross-entropy of prompts, each a mean over its tokens; mean over the trained rollouts."
     ),
+    "update/answers_nats": Metric(
+        "nats per token",
+        "Cross-entropy of environments' answers, each row's a mean over its tokens; mean over the rows.",
+    ),
     "update/imitation_nats": Metric(
         "nats per token", "Cross-entropy of the correct rollouts of others; mean over their tokens, 0 where none."
     ),
@@ -207,4 +211,27 @@ METRICS: dict[str, Metric] = {
         "whose completions all got a score.",
     ),
     "eval/completion_length_tokens": Metric("tokens", "Completion length with EOS, mean over held-out completions."),
+}
+
+# Those that are one sum over another, where the learner has the sums (learner.update): what is divided, and by what.
+RATIOS = {
+    "update/loss": ("loss_sum", "update_count"),
+    "update/entropy_nats": ("entropy_sum", "token_count"),
+    "update/kl_behaviour_nats": ("kl_behaviour_sum", "token_count"),
+    "update/kl_reference_nats": ("kl_reference_sum", "token_count"),
+    "update/clip_frac": ("clipped_count", "token_count"),
+    "update/correction_weight": ("correction_weight_sum", "token_count"),
+    "update/value_loss": ("value_loss_sum", "token_count"),
+    "update/environment_nats": ("environment_loss_sum", "update_count"),
+    "update/answers_nats": ("answers_loss_sum", "update_count"),
+    "update/imitation_nats": ("imitation_loss_sum", "update_count"),
+    "update/entropy_coefficient": ("entropy_coefficient_sum", "update_count"),
+    "update/grad_norm": ("grad_norm_sum", "update_count"),
+    "update/sampler_learner_gap_mean_nats": ("gap_sum", "own_token_count"),
+    "optimizer/rate_scale": ("rate_scale_sum", "update_count"),
+    "replay/age_mean_steps": ("age_sum", "real_count"),
+    "replay/uses_mean": ("uses_sum", "real_count"),
+    "replay/replay_ratio": ("ended_uses", "ended_rows"),
+    "replay/first_use_frac": ("first_use_count", "real_count"),
+    "replay/unique_prompts_mean": ("unique_prompt_count", "update_count"),
 }

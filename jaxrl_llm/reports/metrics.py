@@ -25,7 +25,7 @@ from tensorboardX.summary import scalar
 
 from jaxrl_llm.config import Config, ConfigError, MetricsConfig
 from jaxrl_llm.models import moe
-from jaxrl_llm.reports.metric_table import AGE_LABELS, METRICS
+from jaxrl_llm.reports.metric_table import AGE_LABELS, METRICS, RATIOS
 from jaxrl_llm.runtime import hosts
 from jaxrl_llm.types import (
     OUTCOME_ERROR,
@@ -117,25 +117,15 @@ def update_values(config: Config, used: dict[str, Any]) -> dict[str, float]:
         return 1 - moment(rest) / moment(whole) if moment(whole) > 0 else math.nan
 
     values = {
-        "update/loss": ratio("loss_sum", "update_count"),
-        "update/entropy_nats": ratio("entropy_sum", "token_count"),
-        "update/kl_behaviour_nats": ratio("kl_behaviour_sum", "token_count"),
-        "update/clip_frac": ratio("clipped_count", "token_count"),
+        **{name: ratio(*sums) for name, sums in RATIOS.items() if sums[0] in used},
         "update/ratio_max": float(used["ratio_max"]),
         "update/ess_frac": effective("ratio", float(used["token_count"])),
         "update/sequence_ess_frac": effective("sequence_ratio", float(used["row_count"])),
-        "update/grad_norm": ratio("grad_norm_sum", "update_count"),
         "update/skipped_steps": int(used["skipped_count"]),
         "update/nonfinite_steps": int(used["nonfinite_count"]),
         "update/sampler_learner_gap_max_nats": float(used["gap_max"]) if used["own_token_count"] else math.nan,
-        "update/sampler_learner_gap_mean_nats": ratio("gap_sum", "own_token_count"),
         "optimizer/learning_rate": float(used["learning_rate"]),
-        "replay/age_mean_steps": ratio("age_sum", "real_count"),
         "replay/age_max_steps": int(used["age_max"]),
-        "replay/uses_mean": ratio("uses_sum", "real_count"),
-        "replay/replay_ratio": ratio("ended_uses", "ended_rows"),
-        "replay/first_use_frac": ratio("first_use_count", "real_count"),
-        "replay/unique_prompts_mean": ratio("unique_prompt_count", "update_count"),
         "replay/since_last_use_mean_steps": float(used["since_last_use_sum"]) / reused if reused else math.nan,
         "replay/filled_frac": float(used["filled_slots"]) / config.ring_capacity,
         "replay/wasted_share": float(used["wasted_share"]),
@@ -149,25 +139,13 @@ def update_values(config: Config, used: dict[str, Any]) -> dict[str, float]:
         if tokens:
             values[f"update/clip_frac_age_{label}"] = float(used["clipped_count_by_age"][i]) / tokens
             values[f"update/ess_frac_age_{label}"] = total**2 / (tokens * square) if square else math.nan
-    if "kl_reference_sum" in used:
-        values["update/kl_reference_nats"] = ratio("kl_reference_sum", "token_count")
     if "old_gap_max" in used:
         values["update/old_policy_gap_max_nats"] = float(used["old_gap_max"])
-    if "correction_weight_sum" in used:
-        values["update/correction_weight"] = ratio("correction_weight_sum", "token_count")
     if "value_loss_sum" in used:
-        values["update/value_loss"] = ratio("value_loss_sum", "token_count")
         values["update/explained_variance"] = explained("return", "value_error", float(used["token_count"]))
-    for name in ("environment", "imitation"):
-        if f"{name}_loss_sum" in used:
-            values[f"update/{name}_nats"] = ratio(f"{name}_loss_sum", "update_count")
-    if "entropy_coefficient_sum" in used:
-        values["update/entropy_coefficient"] = ratio("entropy_coefficient_sum", "update_count")
     if "update_s" in used:
         values["time/update_s"] = used["update_s"]
         values["throughput/update_tokens_per_s"] = values["tokens/trained"] / used["update_s"]
-    if "rate_scale_sum" in used:
-        values["optimizer/rate_scale"] = ratio("rate_scale_sum", "update_count")
     return values | moe.metrics(used)
 
 

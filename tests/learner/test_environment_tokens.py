@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 import pytest
+from reference import transformer
 from support import building
 
 from jaxrl_llm.algorithms import critic
@@ -54,6 +55,25 @@ def test_their_gradient_is_exactly_zero_whatever_stands_there():
     other = rows.replace(rollout=rows.rollout.replace(tokens=np.where(is_answer, 7, rows.rollout.tokens)))
     changed = jax.tree.map(lambda x, y: np.any(x != y), building.gradient(update, other), expected)
     assert any(jax.tree.leaves(changed))
+
+
+def test_where_asked_they_are_learned_as_a_float64_model_has_them_and_the_policys_own_are_not():
+    rows, is_answer = with_answers(building.random_experience(with_reference=False))
+    rows = rows.replace(advantage=0 * rows.advantage, reward=0 * rows.reward)
+    asked = {"cross_entropies": [{"name": "answers", "coefficient": 0.05}]}
+    update = building.make_update(asked)
+    params, gradient = building.host_params(update.model), building.gradient(update, rows)
+    of_rows = []
+    for i in np.flatnonzero(rows.trainable & is_answer.any(axis=1)):
+        row = rows.rollout.tokens[i], rows.rollout.prompt_length[i], rows.rollout.length[i]
+        logp = transformer.completion_logp(params, update.model.arch, *row)
+        of_rows.append(-logp[is_answer[i]].mean())
+    assert len(of_rows) > 3 and any(jax.tree.leaves(jax.tree.map(np.any, gradient[0])))
+    np.testing.assert_allclose(gradient[1]["answers_loss_sum"], np.mean(of_rows), rtol=1e-5)
+    np.testing.assert_allclose(gradient[1]["loss_sum"], 0.05 * np.mean(of_rows), rtol=1e-5)
+    # Not asked for, nothing is left.
+    nothing = building.gradient(building.make_update({}), rows)[0]
+    assert not any(jax.tree.leaves(jax.tree.map(np.any, nothing)))
 
 
 def test_packing_and_micro_batches_change_nothing():

@@ -4,8 +4,9 @@ A batch is a list of rows, dicts with ``group``, ``reward``, ``parts``, ``baseli
 over its completion's tokens: ``policy`` (the current weights'), ``behaviour``, ``ref`` log-probs, those of the weights
 before the iteration's updates (``start``), before the iteration before (``previous``) and of their moving average
 (``average``), ``entropy`` of what each was drawn from, ``value`` of a critic; ``prompt`` has the current weights'
-log-probs of the prompt's tokens but the first. Rows without a reward are not in it. ``longest`` is the most tokens that
-a completion may have, ``iteration`` how many came before.
+log-probs of the prompt's tokens but the first, ``answers`` of what an environment wrote between the policy's turns.
+Rows without a reward are not in it. ``longest`` is the most tokens that a completion may have, ``iteration`` how many
+came before.
 
 At the first loss of a run the weights are those that it started with: these policies are all the current one.
 """
@@ -143,6 +144,12 @@ def echo(batch, longest):
     of_prompts = mean(-mean(row["prompt"]) for row in batch if row["prompt"])
     # A prompt of one token has nothing to predict and counts in no mean.
     return token_mean(batch, lambda row, t: ppo(ratio(row, t), grpo_advantage(batch, row))) + 0.05 * of_prompts
+
+
+def echo_answers(batch, longest):
+    """arXiv:2605.24517: the same of what the environment answered between turns."""
+    of_answers = mean(-mean(row["answers"]) for row in batch if row["answers"])
+    return token_mean(batch, lambda row, t: ppo(ratio(row, t), grpo_advantage(batch, row))) + 0.05 * of_answers
 
 
 def gdpo(batch, longest, weights=(1.0, 0.5)):

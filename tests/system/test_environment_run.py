@@ -83,10 +83,12 @@ def test_turns_are_played_trained_on_and_evaluated(run, tmp_path, is_evaluated):
     settings = {} if is_evaluated else {"eval.num_prompts": 0}
     settings |= {"environments.factory": f"{ENVIRONMENTS}:brief", "environments.max_answer_tokens": 2}
     settings |= {"prompts.chat_template": False, "sampling.stop_tokens": tuple("abcdefgh")}
+    settings |= {"algorithm.advantage": "gigpo", "algorithm.cross_entropies": ("answers",)}
     scores = f"{ROOT / 'tests' / 'fixtures' / 'environments.py'}:number_of_turns"
     status, metrics, samples, config = run(settings | {"rewards.functions": (scores,)})
     assert status == 0 and min(line["rollout/turns_mean"] for line in metrics) > 1.2
     assert max(line["update/sampler_learner_gap_max_nats"] for line in metrics) < 1e-4  # measured: 3e-6
+    assert min(line["update/answers_nats"] for line in metrics) > 1  # of some 256 tokens
     # What the function was given: by its reward, how many turns of each completion.
     turns = [row["reward"] for row in samples]
     assert np.mean(turns) == pytest.approx(np.mean([line["rollout/turns_mean"] for line in metrics]))

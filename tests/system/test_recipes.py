@@ -49,6 +49,7 @@ TIED = dict.fromkeys(RECIPES, "silent") | {
     "asymre": "deaf",  # advantage -delta_v for every row: it imitates what it cannot tell apart
     "distillation": "deaf",  # KL
     "echo": "deaf",  # prompts
+    "echo_answers": "deaf",  # answers
     "grpo": "deaf",  # KL
     "kimi_k15": "still",  # the log-ratio is pulled to that of weights which nothing has moved yet
     "remix": "deaf",  # KL
@@ -208,7 +209,7 @@ def make_rollout(group_size, *, lengths="ragged", seed=0, has_turns=False):
 
 
 def has_turns(config):
-    return "turn_reward" in config.algorithm.columns
+    return config.environments.factory != ""
 
 
 def rollout_of(config, **how):
@@ -247,7 +248,7 @@ def make_rows(config, rollout, reward=None, *, seed=0):
         memory["regression"] = (x.T @ np.concatenate([x, y], axis=1)).astype(np.float32)
     if advantage.settings.get("norm_decay"):
         memory["moments"] = np.zeros(3, np.float32)
-    if has_turns(config):
+    if "turn_reward" in config.algorithm.columns:
         given = by_turn(config, rollout, reward, None if is_given else np.random.default_rng(seed + 1))
         of_rows["turn_reward"] = np.where(FAILED[:, None], 0, given)
     known = np.where(FAILED, 0, reward).astype(np.float32)
@@ -356,6 +357,7 @@ def batch_of(config, rows, critic, others=None):
             "policy": policy[first - 1 :][drawn].tolist(),
             "policy_entropy": -(np.exp(logp) * logp).sum(axis=1)[first - 1 :][drawn],
             "prompt": taken(1.0)[1][: first - 1].tolist(),
+            "answers": taken(1.0)[1][first - 1 :][~drawn].tolist(),
             "behaviour": of_tokens(rollout.behaviour_logp),
             "ref": of_tokens(columns.get("ref_logp")),
             "entropy": of_tokens(rollout.columns.get("entropy")),
