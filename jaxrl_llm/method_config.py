@@ -21,7 +21,7 @@ from jaxrl_llm.algorithms.old_policies import OLD_POLICIES
 from jaxrl_llm.algorithms.surrogates import SURROGATES
 from jaxrl_llm.algorithms.use import Chosen, slot
 from jaxrl_llm.algorithms.views import OTHER_POLICIES
-from jaxrl_llm.runtime.nested import Bounds, Count, NotNegative, Number, Positive, Rate, Share
+from jaxrl_llm.runtime.nested import Bounds, Count, CountOrZero, NotNegative, Number, Positive, Rate, Share
 
 LORA_TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
 
@@ -49,6 +49,9 @@ class EnvironmentsConfig:
     factory: str = ""
     # Turns of the policy in a completion, at most.
     max_turns: Count = 4
+    # Longest turn of the policy in tokens: one that has not ended by then ends the completion, as cut; 0 = no limit but
+    # sampling.max_completion_tokens, which is that of all turns and answers together.
+    max_turn_tokens: CountOrZero = 0
     # Longest answer in tokens, with what the chat template puts around it. It counts in max_completion_tokens.
     max_answer_tokens: Count = 64
     # Workers: processes that answer. An episode stays with one.

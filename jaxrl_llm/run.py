@@ -139,6 +139,7 @@ def assemble(
         keeps_old_logp=config.keeps_old_logp and config.rollout.lookahead_prompts > 0,
         keeps_experts=config.model.routing_replay,
         answer_tokens=config.environments.max_answer_tokens if config.environments.factory else 0,
+        turn_tokens=config.environments.max_turn_tokens,
     )
     update = Update(
         config=dataclasses.replace(config.update, logp_chunk_tokens=chunk),

@@ -866,6 +866,7 @@ ALIVE = {
     "environments.factory": (f"{ENVIRONMENTS}:slow", program("decode"), {}),
     "environments.max_turns": (2, answered, TURNS),
     "environments.max_answer_tokens": (2, program("decode"), TURNS),
+    "environments.max_turn_tokens": (2, program("decode"), TURNS),
     "environments.num_workers": (3, answered, TURNS),
     "environments.timeout_s": (0.05, answered, TURNS),
     "algorithm.advantage": ("leave_one_out", program("insert"), {}),

@@ -89,6 +89,7 @@ class Sampler:
         eos_ids: tokens that end a completion; () never stops early.
         cuts_rows: the host ends rows, as at stop strings, where it wants to.
         answer_tokens: A, the most an environment answers when they end a turn; 0 = they end the completion.
+        turn_tokens: after so many of one turn a completion is cut; 0 = a turn may be as long as it.
     """
 
     model: Model
@@ -107,6 +108,7 @@ class Sampler:
     keeps_experts: bool = False
     cuts_rows: bool = False
     answer_tokens: int = 0
+    turn_tokens: int = 0
     learner_mesh: Mesh | None = None
 
     @property
@@ -424,6 +426,9 @@ class Sampler:
             is_eos |= drawn_MZ == eos
         is_eos &= is_drawn_MZ
         is_full = index_MZ + 1 >= sampling.max_completion_tokens
+        if waiting and self.turn_tokens:
+            before = jnp.maximum(read(rows(state.prompt_length), row_MZ), read(rows(waiting["known"]), row_MZ))
+            is_full |= is_drawn_MZ & (length_MZ + 1 - before >= self.turn_tokens)
         at_eos = STOP_NONE if waiting else STOP_EOS
         reason_MZ = jnp.where(is_eos, at_eos, jnp.where(is_full, STOP_LENGTH, STOP_NONE)).astype(jnp.int8)
 

@@ -129,6 +129,28 @@ def test_rows_are_turns_and_the_answers_that_the_environment_is_defined_by():
     assert ("assistant", "user", "assistant") in roles
 
 
+def test_a_turn_that_is_longer_than_it_may_be_ends_its_row_there():
+    """Up to then rows are what they are without a limit: what is drawn depends on where it stands alone."""
+    limit, cut = 5, 0
+    rollout, groups = Talking(turn_tokens=limit)(make_prompts(range(8)))
+    free, _ = base()
+    for row in range(24):
+        first, end = int(free.prompt_length[row]), int(free.length[row])
+        run = 0
+        for place in range(first, end):
+            run = run + 1 if free.policy_version[row, place] >= 0 else 0
+            if run == limit and free.tokens[row, place] not in EOS_IDS:
+                end, cut = place + 1, cut + 1
+                assert rollout.stop_reason[row] == STOP_LENGTH
+                break
+            run = 0 if free.tokens[row, place] in EOS_IDS and run else run
+        else:
+            assert rollout.stop_reason[row] == free.stop_reason[row]
+        assert rollout.length[row] == end
+        np.testing.assert_array_equal(rollout.tokens[row, :end], free.tokens[row, :end])
+    assert 3 < cut < 24 and max(count for group in groups for count in group.turns) > 1
+
+
 def test_log_probs_of_drawn_tokens_are_the_learners_and_a_float64_models_and_answers_have_none():
     talking = Talking(num_slots=5, chunk_steps=3)
     rollout, _ = talking(make_prompts(range(8)))
