@@ -52,11 +52,17 @@ class Played:
         messages: each one's, after the prompt.
         replies: to each one's turns; of one without a whole turn, what the environment began it with.
         max_turns: of a row's, at most.
+        instances: what reward functions are shown of each row's instance, where one asks for it.
     """
 
     messages: list[list[dict[str, str]]]
     replies: list[list[Future[Reply]]]
     max_turns: int
+    instances: list[Future[Reply]] = dataclasses.field(default_factory=list)
+
+    def shown(self) -> list[Any]:
+        """Attributes of each row's instance; None where there is none, or it failed. Waits for the environment."""
+        return [one.result().answer for one in self.instances] or [None] * len(self.messages)
 
     def last_turns(self) -> list[str]:
         """The policy's, which reward functions score: what an environment said is none of its."""
@@ -187,7 +193,7 @@ class Conversations:
             where: shard and entry.
             completions: token ids of each row's.
         """
-        messages, replies = [], []
+        messages, replies, instances = [], [], []
         for g, completion in enumerate(completions):
             episode, turns = self._of((*where, g))
             said = []
@@ -198,13 +204,16 @@ class Conversations:
             if rest := completion[turns[-1].stop if turns else 0 :]:  # a turn that was cut short
                 said.append({"role": "assistant", "content": self._decode(rest)})
             messages.append(said)
+            if self._environment.is_shown:
+                texts, answers = [turn.text for turn in turns], [turn.reply.result().answer for turn in turns]
+                instances.append(self._environment.shown(episode, example, texts, answers))
             if turns:
                 replies.append([turn.reply for turn in turns])
             elif self._environment.has_reward:
                 replies.append([self._environment.ask(episode, example, (), ())])
             else:
                 replies.append([_there(Reply(None))])
-        return Played(messages, replies, self._limits.max_turns)
+        return Played(messages, replies, self._limits.max_turns, instances)
 
     def forget(self, where: tuple[int, int]) -> None:
         """The group there has left."""

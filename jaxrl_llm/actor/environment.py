@@ -17,7 +17,7 @@ from typing import Any
 
 from jaxrl_llm.actor import environment_worker
 from jaxrl_llm.actor.printing import Printer
-from jaxrl_llm.actor.rewards import Worker, end, failed, imported
+from jaxrl_llm.actor.rewards import Worker, end, failed, imported, names_of
 from jaxrl_llm.config import Config, ConfigError, PromptsConfig
 from jaxrl_llm.types import OUTCOME_ERROR, OUTCOME_SCORE, Example
 
@@ -45,6 +45,7 @@ class Environment(contextlib.AbstractContextManager):
     Attributes:
         role: whose messages its answers are, a "tool"'s or the "user"'s.
         has_reward: its episodes have a reward.
+        is_shown: a reward function names ``environments``.
 
     Raises:
         ConfigError: it cannot be found, or does not take the examples' columns, before any process starts.
@@ -58,6 +59,8 @@ class Environment(contextlib.AbstractContextManager):
         if "environment" in config.rewards.functions and not self.has_reward:
             said = f"environments.factory={self._config.factory!r:.200} has no method get_reward"
             raise ConfigError(f"rewards.functions: 'environment' means nothing here: {said}")
+        own = [imported(name, f"rewards.functions: {name!r}") for name in config.rewards.functions if ":" in name]
+        self.is_shown = self.role == "tool" and any("environments" in names_of(function) for function in own)
         self._printer, self._closed, self._episodes = Printer(), False, itertools.count()
         how = [self._config.factory], self._printer, "environment_worker"
         self._workers = [Worker(*how) for _ in range(self._config.num_workers)]
@@ -74,17 +77,23 @@ class Environment(contextlib.AbstractContextManager):
         given = str(episode), example.prompt, example.columns, list(turns), list(answers)
         return self._threads[place].submit(self._ask, place, example, given)
 
+    def shown(self, episode: int, example: Example, turns: Sequence[str], answers: Sequence[Any]) -> Future[Reply]:
+        """Its reply's ``answer`` is what the instance's public attributes are after these turns. Returns at once."""
+        place = episode % len(self._workers)
+        given = str(episode), example.prompt, example.columns, list(turns), list(answers)
+        return self._threads[place].submit(self._ask, place, example, given, is_over=True)
+
     def forget(self, episode: int) -> None:
         """The episode has ended."""
         self._over[episode % len(self._workers)].append(str(episode))
 
-    def _ask(self, place: int, example: Example, given: tuple[Any, ...]) -> Reply:
+    def _ask(self, place: int, example: Example, given: tuple[Any, ...], **how: bool) -> Reply:
         over, self._over[place] = self._over[place], []
         try:
             if self._closed:
                 raise EOFError
             timeout_s = self._config.timeout_s
-            answer, reward, wrong = self._workers[place].ask((self._config.factory, over, *given, {}), timeout_s)
+            answer, reward, wrong = self._workers[place].ask((self._config.factory, over, *given, how), timeout_s)
             outcome = OUTCOME_SCORE if wrong is None else OUTCOME_ERROR
         except Exception as error:
             (outcome, wrong), answer, reward = failed(error), None, None

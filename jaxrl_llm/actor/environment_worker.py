@@ -14,6 +14,7 @@ Owns: episodes, which tools there are, how a call of one is read. Does not know:
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
@@ -65,6 +66,16 @@ class Episode:
             return f"error: {type(error).__name__}: {error}"[:300]
         return _text(result, f"the tool {name}") or ""
 
+    def shown(self) -> dict[str, Any]:
+        """Public attributes and properties of the instance, as far as JSON has their values."""
+        of_class = (name for name in dir(type(self.own)) if isinstance(getattr(type(self.own), name), property))
+        state = {}
+        for name in {*vars(self.own), *of_class}:
+            if not name.startswith("_"):
+                with contextlib.suppress(Exception):  # a property may raise, and not all is JSON
+                    state[name] = json.loads(json.dumps(getattr(self.own, name)))
+        return state
+
     def reward(self) -> float | None:
         """Of the episode so far; None where its class has none."""
         if not callable(getattr(self.own, "get_reward", None)):
@@ -83,18 +94,20 @@ def act(
     columns: dict[str, Any],
     turns: list[str],
     answers: list[str],
+    *,
+    is_over: bool = False,
 ) -> list[Any]:
-    """The answer to the newest turn.
+    """The answer to the newest turn; where it is over, what the instance shows.
 
     Args:
         over: keys of episodes that have ended.
         key: of the episode.
         turns: what the policy has said, oldest first; without any, the episode begins, and the answer is what ``reset``
             returns.
-        answers: to all of them but the newest.
+        answers: to all of them but the newest; where it is over, to that too.
 
     Returns:
-        [text or None, reward or None, what went wrong or None].
+        [text or None, reward or None, what went wrong or None]; where it is over, attributes in place of the text.
     """
     for ended in over:
         _episodes.pop(ended, None)
@@ -103,11 +116,13 @@ def act(
             reply = _text(awaited(environment(prompt=prompt, turns=list(turns), **columns)), "the environment")
             return [reply, None, None]
         episode = _episodes.get(key)
-        if episode is None or episode.num_turns != max(0, len(turns) - 1):
+        if episode is None or episode.num_turns != max(0, len(turns) - (not is_over)):
             episode = _episodes[key] = Episode(environment, columns)
             for turn, said in zip(turns, answers, strict=False):
                 if (again := episode.answer(turn)) != said:
                     raise RuntimeError(f"played again it answers {again!r:.100}, not {said!r:.100}")
+        if is_over:
+            return [episode.shown(), None, None]
         reply = episode.answer(turns[-1]) if turns else episode.opening
         return [reply, episode.reward(), None]
     except BaseException as error:  # SystemExit too

@@ -34,6 +34,7 @@ from numbers import Complex, Real
 from operator import length_hint
 from pathlib import Path
 from pickle import load
+from types import SimpleNamespace
 from typing import Any
 
 from jaxrl_llm.runtime.functions import resolve
@@ -56,6 +57,8 @@ def call(
         where there is none, and a message for each reason.
     """
     num = len(completions)
+    if "environments" in by_completion:
+        by_completion["environments"] = [x and SimpleNamespace(**x) for x in by_completion["environments"]]
     try:
         returned = function(
             prompts=[prompt] * num,

@@ -42,6 +42,7 @@ from jaxrl_llm.types import MAX_ERRORS_KEPT, OUTCOME_ERROR, OUTCOME_SCORE, OUTCO
 MATH_SCORER = "jaxrl_llm.questions.tasks.math_answers:reward"
 CHECK_S = 1.0  # between two looks at whether the run is to stop
 MAX_START_S = 300.0
+MORE = ("messages", "environments")  # what a function is given if it names it
 MARK = "JAXRL_REWARD_WORKER"  # in the environment of a worker and of what it starts, wherever that goes: which it is
 
 # Of one call, for each completion: scores by turn (f64, NaN where there is none), outcome; and what went wrong.
@@ -54,7 +55,8 @@ class RewardPool(contextlib.AbstractContextManager):
 
     One that names ``messages`` gets those too: of each completion all after the prompt, ``{"role", "content"}``, and
     may return a list for it, a score for each turn of the policy's, which add up; a number is the last turn's. Where an
-    environment answers, completions are the policy's last turns.
+    environment answers, completions are the policy's last turns; one that names ``environments`` gets what the public
+    attributes of each completion's instance were in the end (``None`` where there is none).
 
     One call scores the completions of one prompt with one function: ``prompts`` and every column of the
     example come repeated to the length of ``completions``. A completion's outcome is the worst of its functions':
@@ -85,7 +87,7 @@ class RewardPool(contextlib.AbstractContextManager):
         self.check = check
         self._config = config
         checked = [_checked_spec(name, task_scorer, examples) for name in config.functions]
-        self._specs = dict(checked)  # and whether each takes messages
+        self._specs = dict(checked)  # and what of MORE each takes
         self._functions = [(name, spec) for name, (spec, _) in zip(config.functions, checked, strict=True)]
         self._closed, self._printer = False, Printer()
         self._workers = [Worker([*filter(None, self._specs)], self._printer) for _ in range(config.num_workers)]
@@ -156,7 +158,8 @@ class RewardPool(contextlib.AbstractContextManager):
         messages = played.messages if played else [[{"role": "assistant", "content": text}] for text in completions]
         completions = played.last_turns() if played else completions
         by_turn = played.by_turn if played else lambda given: np.array(given, np.float64).reshape(len(completions), 1)
-        more = {"messages": messages} if self._specs[spec] else {}
+        shown = played.shown if played else lambda: [None] * len(completions)
+        more = {name: messages if name == "messages" else shown() for name in self._specs[spec]}
         answer = self._call(name, spec, example, completions, by_turn, **more)
         return played.failures_in(answer) if played else answer
 
@@ -278,27 +281,32 @@ def imported(spec: str, said: str) -> Any:
         raise ConfigError(f"{said} cannot be used: {reward_worker.message(error)}") from error
 
 
-def _checked_spec(name: str, task_scorer: str, examples: Sequence[Example]) -> tuple[str, bool]:
-    """The spec that ``name`` stands for, and whether it takes ``messages``.
+def names_of(function: Callable) -> tuple[str, ...]:
+    """Which of MORE it takes."""
+    with contextlib.suppress(ValueError):  # a function in C that does not say what it takes
+        return tuple(x for x in MORE if x in inspect.signature(function, follow_wrapped=False).parameters)
+    return ()
+
+
+def _checked_spec(name: str, task_scorer: str, examples: Sequence[Example]) -> tuple[str, tuple[str, ...]]:
+    """The spec that ``name`` stands for, and which of MORE it takes.
 
     It imports, is a function, and takes every column that an example has. "environment" is none: it has its own reward.
     """
     if name == "environment":
-        return "", False
+        return "", ()
     if name == "task" and not task_scorer:
         raise ConfigError("rewards.functions: 'task' means nothing here: this prompts.source has no scorer of its own")
     spec: Any = {"task": task_scorer, "math": MATH_SCORER}.get(name, name)
     function = imported(spec, f"rewards.functions: {name!r}")
-    more = {}
-    with contextlib.suppress(ValueError):  # a function in C that does not say what it takes
-        more = {"messages": 0} if "messages" in inspect.signature(function, follow_wrapped=False).parameters else {}
+    more = names_of(function)
     for columns, origin in {tuple(example.columns): example.origin for example in reversed(examples)}.items():
         try:
-            given = {"prompts": 0, "completions": 0, **dict.fromkeys(columns), **more}
+            given = {"prompts": 0, "completions": 0, **dict.fromkeys((*columns, *more))}
             inspect.signature(function, follow_wrapped=False).bind(**given)
         except ValueError:
             break
         except TypeError as error:
             said = f"rewards.functions: {name!r} cannot score {origin}: {error}"
             raise ConfigError(f"{said}; given: {', '.join(given)}") from error
-    return spec, bool(more)
+    return spec, more

@@ -7,7 +7,9 @@ import types
 
 import pytest
 
+from jaxrl_llm.actor.conversation import Played
 from jaxrl_llm.actor.environment import Environment, opened, shown
+from jaxrl_llm.actor.rewards import RewardPool
 from jaxrl_llm.config import Config, ConfigError, EnvironmentsConfig, PromptsConfig, RewardsConfig
 from jaxrl_llm.types import OUTCOME_ERROR, OUTCOME_SCORE, OUTCOME_TIMEOUT, Example
 
@@ -38,7 +40,7 @@ def play(environment, turns, *, episode=0, example=ONE):
 def test_a_function_answers_the_newest_turn_and_ends_with_none():
     with Environment(config("count_down"), [ONE]) as environment:
         replies = play(environment, ["a", "b"])
-        assert environment.role == "user" and not environment.has_reward
+        assert environment.role == "user" and not environment.has_reward and not environment.is_shown
     assert [reply.answer for reply in replies] == ["p: 1 left after a", None]
     assert all(reply.outcome == OUTCOME_SCORE and reply.reward is None for reply in replies)
 
@@ -53,6 +55,29 @@ def test_a_class_keeps_its_state_and_its_public_methods_are_tools():
             assert [reply.reward for reply in replies] == [3.0, 7.0, 7.0]
         begun = environment.ask(3, ONE, (), ()).result(30)
         assert (begun.answer, begun.reward) == (None, 0.0)
+
+
+def test_what_an_instance_shows_in_the_end_is_given_to_reward_functions_that_ask():
+    """Public attributes and properties as JSON has them; of an episode whose process died too."""
+    settings = config("Open")
+    settings = dataclasses.replace(settings, rewards=RewardsConfig(functions=(f"{FILE}:seen_totals",)))
+    turns, answers = [call("add", number=3), "Done."], ["total 5", None]
+    with Environment(settings, [ONE]) as environment, RewardPool(settings.rewards, task_scorer="") as pool:
+        assert environment.is_shown
+        play(environment, turns)
+        known = [environment.shown(0, ONE, turns, answers)]
+        assert known[0].result(30).answer == {"total": 5, "start": 2, "notes": [["a", 1]], "twice": 10}
+        environment._workers[0].process.kill()
+        environment._workers[0].process.wait()
+        known += [environment.shown(0, ONE, turns, answers), environment.shown(1, ONE, turns, ["total 6", None])]
+        assert known[1].result(30).answer == known[0].result(30).answer
+        assert known[2].result(30).answer is None and "played again" in known[2].result(30).reason
+        messages = [[{"role": "assistant", "content": "Done."}]] * 3
+        played = Played(messages, [[known[0]]] * 3, 2, known)
+        got = pool.collect([pool.submit(ONE, ["Done."] * 2, Played(messages[:2], [[known[0]]] * 2, 2, known[:2]))])
+        assert got.total.tolist() == [5.0, 5.0]
+        failed = pool.collect([pool.submit(ONE, ["Done."] * 3, played)])
+        assert "'NoneType' object has no attribute 'total'" in failed.errors[0]
 
 
 def test_what_is_wrong_with_a_call_is_told_to_the_policy():

@@ -44,7 +44,7 @@ def tokens_of(answer):
 class Here:
     """An environment in this process, which notes what it is asked."""
 
-    role, has_reward = "user", False
+    role, has_reward, is_shown = "user", False, False
 
     def __init__(self):
         self.asked, self.gone, self.begun = [], [], 0
@@ -127,6 +127,28 @@ def test_rows_are_turns_and_the_answers_that_the_environment_is_defined_by():
     assert said == [text for row in turns for text in row]
     roles = {tuple(message["role"] for message in row) for group in groups for row in group.played.messages}
     assert ("assistant", "user", "assistant") in roles
+
+
+class Shown(Here):
+    is_shown = True
+
+    def shown(self, episode, example, turns, answers):
+        future = concurrent.futures.Future()
+        future.set_result(Reply({"turns": list(turns), "answers": list(answers)}))
+        return future
+
+
+def test_instances_are_asked_for_what_they_show_after_their_last_turn():
+    _, groups = Talking(Shown())(make_prompts(range(8)))
+    for group in groups:
+        for row, seen, reason in zip(group.played.messages, group.played.shown(), group.stop_reasons, strict=True):
+            turns = [message["content"] for message in row[::2]]
+            # A turn that was cut short has not come to it.
+            assert seen["turns"] == (
+                turns[:-1] if reason == STOP_LENGTH and len(turns) != len(seen["turns"]) else turns
+            )
+            assert seen["answers"] == [answer_of(turns[: i + 1]) for i in range(len(seen["turns"]))]
+    assert base()[1][0].played.shown() == [None] * 3
 
 
 def test_a_turn_that_is_longer_than_it_may_be_ends_its_row_there():
