@@ -141,7 +141,8 @@ class Conversations:
                     said = completion[turns[-1].stop if turns else 0 :]
                     texts = [*(turn.text for turn in turns), self._decode(said.tolist())]
                     answers = [turn.reply.result().answer for turn in turns]
-                    reply = self._environment.ask(episode, example, texts, answers)
+                    state = turns[-1].reply.result().state if turns else None
+                    reply = self._environment.ask(episode, example, texts, answers, state)
                     turns.append(Turn(texts[-1], end, reply))
         return of_rows
 
@@ -206,7 +207,8 @@ class Conversations:
             messages.append(said)
             if self._environment.is_shown:
                 texts, answers = [turn.text for turn in turns], [turn.reply.result().answer for turn in turns]
-                instances.append(self._environment.shown(episode, example, texts, answers))
+                state = turns[-1].reply.result().state if turns else None
+                instances.append(self._environment.shown(episode, example, texts, answers, state))
             if turns:
                 replies.append([turn.reply for turn in turns])
             elif self._environment.has_reward:

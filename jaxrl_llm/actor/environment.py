@@ -31,12 +31,14 @@ class Reply:
         reward: of the episode so far; None where the environment has none.
         outcome: OUTCOME_*.
         reason: what went wrong, "" where nothing did.
+        state: of a class that can be saved, after this turn; plain JSON.
     """
 
     answer: str | None
     reward: float | None = None
     outcome: int = OUTCOME_SCORE
     reason: str = ""
+    state: Any = None
 
 
 class Environment(contextlib.AbstractContextManager):
@@ -71,17 +73,22 @@ class Environment(contextlib.AbstractContextManager):
         """A new episode's name; of all who ask this environment none has it twice."""
         return next(self._episodes)
 
-    def ask(self, episode: int, example: Example, turns: Sequence[str], answers: Sequence[str]) -> Future[Reply]:
-        """The reply to the newest of an episode's turns; without any, how it begins. Returns at once."""
-        place = episode % len(self._workers)
-        given = str(episode), example.prompt, example.columns, list(turns), list(answers)
-        return self._threads[place].submit(self._ask, place, example, given)
+    def ask(
+        self, episode: int, example: Example, turns: Sequence[str], answers: Sequence[Any], state: Any = None, **how
+    ) -> Future[Reply]:
+        """The reply to the newest of an episode's turns; without any, how it begins. Returns at once.
 
-    def shown(self, episode: int, example: Example, turns: Sequence[str], answers: Sequence[Any]) -> Future[Reply]:
-        """Its reply's ``answer`` is what the instance's public attributes are after these turns. Returns at once."""
+        Args:
+            answers: to the turns before.
+            state: that of the reply before, where it has one.
+        """
         place = episode % len(self._workers)
-        given = str(episode), example.prompt, example.columns, list(turns), list(answers)
-        return self._threads[place].submit(self._ask, place, example, given, is_over=True)
+        given = str(episode), example.prompt, example.columns, list(turns), list(answers), state
+        return self._threads[place].submit(self._ask, place, example, given, **how)
+
+    def shown(self, *given: Any) -> Future[Reply]:
+        """As for ``ask``, after all of the turns: its reply's ``answer`` is what the instance's attributes are."""
+        return self.ask(*given, is_over=True)
 
     def forget(self, episode: int) -> None:
         """The episode has ended."""
@@ -93,12 +100,14 @@ class Environment(contextlib.AbstractContextManager):
             if self._closed:
                 raise EOFError
             timeout_s = self._config.timeout_s
-            answer, reward, wrong = self._workers[place].ask((self._config.factory, over, *given, how), timeout_s)
+            answer, reward, wrong, state = self._workers[place].ask(
+                (self._config.factory, over, *given, how), timeout_s
+            )
             outcome = OUTCOME_SCORE if wrong is None else OUTCOME_ERROR
         except Exception as error:
-            (outcome, wrong), answer, reward = failed(error), None, None
+            (outcome, wrong), answer, reward, state = failed(error), None, None, None
         reason = f"environment on {example.origin or 'a prompt'}: {wrong}" if wrong else ""
-        return Reply(answer, reward, outcome, reason)
+        return Reply(answer, reward, outcome, reason, state)
 
     def __exit__(self, *_) -> None:
         self._closed = True

@@ -7,7 +7,8 @@ is answered by what they return; one that calls none is the last. Or an environm
 **columns) -> str | None`` of the texts of all turns so far: its answer to the newest, None after the last.
 
 An episode lives here from its first turn on. A process that has it not, for it is new or another began it, plays it
-again from what the policy said, and compares its answers.
+again from what the policy said, and compares its answers; or, of a class with ``state()`` and ``restore(state)``, goes
+on from what it was after the turn before: a new instance is given that in place of ``reset``.
 
 Owns: episodes, which tools there are, how a call of one is read. Does not know: deadlines, tokens, jax.
 """
@@ -27,6 +28,7 @@ from jaxrl_llm.actor.reward_worker import awaited, message
 
 TOOL_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 NO_TOOLS = ("reset", "get_reward")  # public methods that are the environment's own
+SAVING = ("state", "restore")  # likewise, where it has both
 MAX_ANSWER_CHARS = 2**20
 
 _episodes: dict[str, Episode] = {}
@@ -34,17 +36,35 @@ _episodes: dict[str, Episode] = {}
 
 def tools_of(environment: type) -> list[str]:
     """Names of the methods that the policy may call."""
-    public = (name for name in dir(environment) if not name.startswith("_") and name not in NO_TOOLS)
+    hidden = (*NO_TOOLS, *(SAVING if is_saved(environment) else ()))
+    public = (name for name in dir(environment) if not name.startswith("_") and name not in hidden)
     return [name for name in public if callable(x := getattr(environment, name)) and getattr(x, "__doc__", None)]
 
 
-class Episode:
-    """An instance of the user's class, and how many turns it has answered."""
+def is_saved(environment: type) -> bool:
+    """Whether its episodes can be gone on with from a state."""
+    return all(callable(getattr(environment, name, None)) for name in SAVING)
 
-    def __init__(self, environment: type, columns: dict[str, Any]):
-        self.own, self.num_turns = environment(), 0
+
+class Episode:
+    """An instance of the user's class, and how many turns it has answered; one that has answered some is restored."""
+
+    def __init__(self, environment: type, columns: dict[str, Any], num_turns: int = 0, state: Any = None):
+        self.own, self.num_turns = environment(), num_turns
         self.tools = {name: getattr(self.own, name) for name in tools_of(environment)}
-        self.opening = _text(awaited(self.own.reset(**columns)), "reset")
+        if num_turns:
+            awaited(self.own.restore(state))
+        else:
+            self.opening = _text(awaited(self.own.reset(**columns)), "reset")
+
+    def state(self) -> Any:
+        """What ``restore`` takes, as JSON has it; None of a class that cannot be saved."""
+        if not is_saved(type(self.own)):
+            return None
+        try:
+            return json.loads(json.dumps(awaited(self.own.state()), allow_nan=False))
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"state returned what JSON has not: {error}") from error
 
     def answer(self, turn: str) -> str | None:
         """What the tools that a turn calls return; None where it calls none.
@@ -94,6 +114,7 @@ def act(
     columns: dict[str, Any],
     turns: list[str],
     answers: list[str],
+    state: Any = None,
     *,
     is_over: bool = False,
 ) -> list[Any]:
@@ -105,29 +126,33 @@ def act(
         turns: what the policy has said, oldest first; without any, the episode begins, and the answer is what ``reset``
             returns.
         answers: to all of them but the newest; where it is over, to that too.
+        state: after the turns that have been answered, where the class gives one.
 
     Returns:
-        [text or None, reward or None, what went wrong or None]; where it is over, attributes in place of the text.
+        [text or None, reward or None, what went wrong or None, state]; where it is over, attributes in place of the
+        text.
     """
     for ended in over:
         _episodes.pop(ended, None)
     try:
         if not isinstance(environment, type):
             reply = _text(awaited(environment(prompt=prompt, turns=list(turns), **columns)), "the environment")
-            return [reply, None, None]
-        episode = _episodes.get(key)
-        if episode is None or episode.num_turns != max(0, len(turns) - (not is_over)):
+            return [reply, None, None, None]
+        episode, answered = _episodes.get(key), max(0, len(turns) - (not is_over))
+        if answered and state is not None and (episode is None or episode.num_turns != answered):
+            episode = _episodes[key] = Episode(environment, columns, answered, state)
+        elif episode is None or episode.num_turns != answered:
             episode = _episodes[key] = Episode(environment, columns)
             for turn, said in zip(turns, answers, strict=False):
                 if (again := episode.answer(turn)) != said:
                     raise RuntimeError(f"played again it answers {again!r:.100}, not {said!r:.100}")
         if is_over:
-            return [episode.shown(), None, None]
+            return [episode.shown(), None, None, None]
         reply = episode.answer(turns[-1]) if turns else episode.opening
-        return [reply, episode.reward(), None]
+        return [reply, episode.reward(), None, episode.state()]
     except BaseException as error:  # SystemExit too
         _episodes.pop(key, None)
-        return [None, None, message(error)]
+        return [None, None, message(error), None]
 
 
 def _text(value: Any, whose: str) -> str | None:

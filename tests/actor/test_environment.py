@@ -110,6 +110,31 @@ def test_an_episode_whose_process_died_is_played_again_and_must_answer_as_before
             assert second.outcome == OUTCOME_ERROR and "played again it answers" in second.reason
 
 
+def test_a_class_that_can_be_saved_goes_on_from_its_state_and_is_not_played_again():
+    """It answers otherwise each time that it is played: what is played again has failed."""
+    turns = [call("add", number=3), call("add", number=1), call("read")]
+    for name, is_saved in (("Saved", True), ("Forgetful", False)):
+        with Environment(config(name), [ONE]) as environment:
+            first = environment.ask(0, ONE, turns[:1], []).result(30)
+            assert (first.state is not None) == is_saved and first.outcome == OUTCOME_SCORE
+            assert environment.ask(1, ONE, (), ()).result(30).outcome == OUTCOME_SCORE  # which begins, as ever
+            environment._workers[0].process.kill()
+            environment._workers[0].process.wait()
+            second = environment.ask(0, ONE, turns[:2], [first.answer], first.state).result(30)
+            assert (second.outcome == OUTCOME_SCORE) == is_saved
+            if is_saved:
+                total = first.state["total"]
+                assert second.answer == f"total {second.state['total']}" and second.state["total"] > total
+                # The instance of then, not a new one: 2 at the start, and what was added since.
+                assert second.reward == second.state["total"] - 2 and second.state["restored"] == 1
+                last = environment.ask(0, ONE, turns, [first.answer, second.answer], second.state).result(30)
+                assert last.answer == str(second.state["total"]) and last.state["restored"] == 1
+            else:
+                assert "played again" in second.reason
+    with Environment(config("SavesNoJson"), [ONE]) as environment:
+        assert "state returned what JSON has not" in environment.ask(0, ONE, turns[:1], []).result(30).reason
+
+
 def test_an_episode_that_is_over_is_no_longer_kept():
     with Environment(config("Forgetful"), [ONE]) as environment:
         (first,) = play(environment, [call("add", number=3)])

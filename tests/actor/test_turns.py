@@ -53,7 +53,7 @@ class Here:
         self.begun += 1
         return self.begun
 
-    def ask(self, episode, example, turns, answers):
+    def ask(self, episode, example, turns, answers, state):
         assert [answer_of(turns[: i + 1]) for i in range(len(turns) - 1)] == list(answers)
         self.asked.append((example.prompt, tuple(turns)))
         future = concurrent.futures.Future()
@@ -132,7 +132,7 @@ def test_rows_are_turns_and_the_answers_that_the_environment_is_defined_by():
 class Shown(Here):
     is_shown = True
 
-    def shown(self, episode, example, turns, answers):
+    def shown(self, episode, example, turns, answers, state):
         future = concurrent.futures.Future()
         future.set_result(Reply({"turns": list(turns), "answers": list(answers)}))
         return future
@@ -279,7 +279,7 @@ def test_episodes_that_are_over_are_forgotten_and_no_two_who_ask_one_environment
 class Failing(Here):
     """Has done after some first turns, says too much to others, and does not answer a second."""
 
-    def ask(self, episode, example, turns, answers):
+    def ask(self, episode, example, turns, answers, state):
         future = concurrent.futures.Future()
         if len(turns) == 2:
             future.set_result(Reply(None, None, OUTCOME_TIMEOUT, "environment on a prompt: no answer after 1 s"))
