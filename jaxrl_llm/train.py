@@ -52,7 +52,7 @@ def train(config: Config, workdir: pathlib.Path, *, allow_config_changes: bool =
         ConfigError: bad input, before anything is compiled.
         DiskError: a disk takes no more; what is in the last checkpoint is safe.
     """
-    with cli.writing(workdir), claim(workdir, shared=not config.checkpoint.bucket):
+    with cli.writing(workdir), claim(workdir, config.checkpoint.bucket):
         return _train(config, workdir, allow_config_changes)
 
 

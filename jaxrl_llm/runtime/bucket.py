@@ -3,7 +3,11 @@
 On a disk a checkpoint is renamed when it is whole. A bucket has no folders to rename: there orbax writes a marker when
 all else is written, and what is moved is copied, the marker last, and then removed, the marker first.
 
-Owns: what is whole, how it is moved and removed, where tensorstore finds it. Does not know: what is in it.
+One run at a time has a folder of a bucket: an object in it says which, and is written again every few seconds. One that
+nobody writes again was left by a process that was killed, and the next run takes it over.
+
+Owns: what is whole, how it is moved and removed, who may write it, where tensorstore finds it. Does not know: what is
+in it.
 """
 
 from __future__ import annotations
@@ -16,11 +20,18 @@ import os
 import pathlib
 import re
 import shutil
+import sys
+import threading
+import time
+from collections.abc import Iterator
 from typing import Any
 
 from jaxrl_llm.config import ConfigError
 
 PREFIX, MARKER = "gs://", "commit_success.txt"  # orbax's
+WRITER = "writer.txt"
+# A folder's holder writes so often, and lets one go that nobody has written to for so long.
+BEAT_S, STALE_S = 10.0, 45.0
 
 
 def place(where: str | os.PathLike) -> Any:
@@ -60,11 +71,11 @@ def absolute(path: Any) -> Any:
     return path if is_bucket(path) else path.resolve()
 
 
-def check(folder: Any, workdir: pathlib.Path, setting: str, text: str) -> None:
-    """Write who uses a folder of a bucket into it: before there is a checkpoint to be lost.
+def check(workdir: pathlib.Path, setting: str) -> None:
+    """Refuse a run whose checkpoints would lie elsewhere than they do.
 
     Raises:
-        ConfigError: it is in no bucket or cannot be written, or the run of the workdir has its checkpoints elsewhere.
+        ConfigError: the setting names no bucket, or the run of the workdir has its checkpoints elsewhere.
     """
     if setting and not is_bucket(setting):
         raise ConfigError(f"checkpoint.bucket={setting!r:.200} must be '' or '{PREFIX}BUCKET/FOLDER'")
@@ -76,13 +87,100 @@ def check(folder: Any, workdir: pathlib.Path, setting: str, text: str) -> None:
             f"checkpoint.bucket={setting!r}, but the run of --workdir={workdir} has its checkpoints in "
             f"{before or 'the workdir'}: set it back, or use another workdir"
         )
-    if not setting:
+
+
+@contextlib.contextmanager
+def held(setting: str, who: str) -> Iterator[None]:
+    """While entered no other run may have this folder of a bucket ("" = there is none): before a checkpoint is lost.
+
+    Args:
+        who: words like those of no other process.
+
+    Raises:
+        ConfigError: it is in no bucket or cannot be written, or another run has it.
+    """
+    if not is_bucket(setting):
+        yield
         return
+    place(setting)
+    from google.cloud import storage
+
+    bucket, _, folder = setting.removeprefix(PREFIX).rstrip("/").partition("/")
     try:
-        (folder / "writer.txt").write_text(text)
-    except Exception as error:  # those of gcsfs, of its credentials and of the network have no class in common
-        why = f"{type(error).__name__}: {error}"
-        raise ConfigError(f"checkpoint.bucket={setting!r} cannot be written: {why}") from error
+        writer = _Writer(storage.Client().bucket(bucket), f"{folder}/{WRITER}", who)
+        writer.take(f"checkpoint.bucket={setting!r}")
+    except ConfigError:
+        raise
+    except Exception as error:  # those of credentials and of the network have no class in common
+        raise ConfigError(
+            f"checkpoint.bucket={setting!r} cannot be written: {type(error).__name__}: {error}"
+        ) from error
+    ended = threading.Event()
+    threading.Thread(target=writer.keep, args=(ended,), daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
+        with contextlib.suppress(Exception):  # it is let go by itself
+            writer.release()
+
+
+class _Writer:
+    """The object that says who has a folder; each write is of the generation that it replaces, or is refused."""
+
+    def __init__(self, bucket: Any, name: str, who: str):
+        self._bucket, self._name, self._who = bucket, name, who
+        self._generation, self._writing = 0, threading.Lock()  # 0 = there is none
+
+    def take(self, what: str) -> None:
+        """Write it when there is none, or none that is alive; else ``ConfigError`` about ``what``."""
+        before, since = 0, time.monotonic()
+        while True:
+            self._generation, text = self._read()
+            is_dead = before and time.monotonic() - since > STALE_S
+            if before and self._generation not in (0, before):
+                raise ConfigError(f"{what} is in use by {text}: use another folder, or wait for its end")
+            if (self._generation == 0 or is_dead) and self._write():
+                return
+            if self._generation and not before:
+                before = self._generation
+                print(
+                    f"{what} was taken by {text}: does it live? ({STALE_S:.0f} s at most)", file=sys.stderr, flush=True
+                )
+            time.sleep(1)
+
+    def keep(self, ended: threading.Event) -> None:
+        """Write it again until ``ended``; end this process if another has it, which takes what was silent for dead."""
+        while not ended.wait(BEAT_S):
+            with contextlib.suppress(Exception), self._writing:  # of the network: again at the next beat
+                if ended.is_set() or self._write():
+                    continue
+                self._generation, text = self._read()
+                if text not in ("", self._who):
+                    sys.stderr.write(f"error: checkpoint.bucket was taken over by {text}\n")
+                    sys.stderr.flush()
+                    os._exit(1)
+
+    def release(self) -> None:
+        with self._writing:
+            self._bucket.blob(self._name).delete(if_generation_match=self._generation, timeout=BEAT_S)
+
+    def _read(self) -> tuple[int, str]:
+        if (blob := self._bucket.get_blob(self._name, timeout=BEAT_S)) is None:
+            return 0, ""
+        return blob.generation, blob.download_as_text(timeout=BEAT_S)
+
+    def _write(self) -> bool:
+        """Whether nobody else has written it since."""
+        from google.api_core.exceptions import NotFound, PreconditionFailed
+
+        blob = self._bucket.blob(self._name)
+        try:
+            blob.upload_from_string(self._who, if_generation_match=self._generation, timeout=BEAT_S)
+        except (NotFound, PreconditionFailed):
+            return False
+        self._generation = blob.generation
+        return True
 
 
 def is_whole(path: Any) -> bool:

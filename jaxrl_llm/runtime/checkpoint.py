@@ -82,7 +82,7 @@ class Checkpointer:
     def __init__(self, workdir: str | os.PathLike, config: CheckpointConfig):
         self.directory = bucket.place(config.bucket or pathlib.Path(workdir) / "checkpoints")
         if hosts.is_first():
-            bucket.check(self.directory, pathlib.Path(workdir), config.bucket, _writer())
+            bucket.check(pathlib.Path(workdir), config.bucket)
             _tidy(self.directory)
         hosts.exchange("tidy")
         self._config = config
@@ -309,16 +309,17 @@ def _sums(state: dict[str, Any], checksums: Callable[[str, Any], jax.Array]) -> 
 
 
 @contextlib.contextmanager
-def claim(workdir: pathlib.Path, *, shared: bool = True) -> Iterator[None]:
+def claim(workdir: pathlib.Path, of_bucket: str = "") -> Iterator[None]:
     """Make the folder and hold it for one run while entered, or until the process ends, however it ends.
 
-    The first of several hosts does, and the others look whether it is the same folder, where it is to be ``shared``.
+    The first of several hosts does, and the others look whether it is the same folder. Where the checkpoints are in a
+    bucket they may have others, and the folder of the bucket is held too.
 
     Raises:
         ConfigError: no file can be written there, another run holds it, or a host does not see it.
     """
     if not hosts.is_first():
-        if shared:
+        if not of_bucket:
             hosts.find(workdir, None)
         yield
         return
@@ -338,9 +339,10 @@ def claim(workdir: pathlib.Path, *, shared: bool = True) -> Iterator[None]:
         except OSError as error:
             print(f"warning: {path}: {error.strerror}; nothing keeps another run out", file=sys.stderr)
         path.write_text(text := _writer())
-        if shared:
+        if not of_bucket:
             hosts.find(workdir, text)
-        yield
+        with bucket.held(of_bucket, f"{text}, --workdir={where}"):
+            yield
 
 
 def _writer() -> str:

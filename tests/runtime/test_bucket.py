@@ -1,8 +1,13 @@
 """Checkpoints in a bucket: as on a disk, and whole wherever a host dies; the bucket is an emulation on this machine."""
 
+import contextlib
 import json
+import os
 import re
 import signal
+import subprocess
+import sys
+import time
 
 import numpy as np
 import pytest
@@ -12,7 +17,7 @@ from system.test_hosts import SETTINGS, TIMES, Job
 
 from jaxrl_llm.config import CheckpointConfig, ConfigError
 from jaxrl_llm.runtime import bucket, checkpoint
-from jaxrl_llm.runtime.checkpoint import Checkpointer
+from jaxrl_llm.runtime.checkpoint import Checkpointer, claim
 from jaxrl_llm.runtime.weights import restore_params
 
 FOLDER = "gs://my-bucket/runs/one"
@@ -119,8 +124,70 @@ def test_a_bucket_that_cannot_be_written_is_said(objects, tmp_path, monkeypatch)
         raise emulation.Refused(403)
 
     monkeypatch.setattr(emulation.Store, "write", refused)
-    with pytest.raises(ConfigError, match=f"checkpoint.bucket='{FOLDER}' cannot be written: .*"):
-        Checkpointer(tmp_path, CheckpointConfig(bucket=FOLDER))
+    with (
+        pytest.raises(ConfigError, match=f"checkpoint.bucket='{FOLDER}' cannot be written: .*"),
+        claim(tmp_path, FOLDER),
+    ):
+        pass
+
+
+HOLDER = """
+import pathlib, sys, time
+from jaxrl_llm.runtime import bucket, checkpoint
+bucket.BEAT_S = 0.2
+with checkpoint.claim(pathlib.Path(sys.argv[1]), sys.argv[2]):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+@contextlib.contextmanager
+def holder(workdir):
+    """A process that has the folder."""
+    process = subprocess.Popen([sys.executable, "-c", HOLDER, workdir, FOLDER], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout.readline() == "held\n"
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def writer(objects):
+    return objects["my-bucket", f"runs/one/{bucket.WRITER}"][0].decode()
+
+
+@pytest.mark.slow
+def test_a_second_run_is_kept_out_until_the_first_has_ended_or_is_dead(objects, tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(bucket, "BEAT_S", 0.2)
+    monkeypatch.setattr(bucket, "STALE_S", 3.0)
+    with holder(tmp_path / "one") as first:
+        said = f"process {first.pid} on .*, --workdir={tmp_path / 'one'}: use another folder"
+        with (
+            pytest.raises(ConfigError, match=f"bucket='{FOLDER}' is in use by {said}"),
+            claim(tmp_path / "two", FOLDER),
+        ):
+            pass
+        assert str(first.pid) in writer(objects)  # which the refused one has left alone
+        first.kill()
+        first.wait()
+        with claim(tmp_path / "two", FOLDER):  # what the killed one left does not stay
+            assert f"process {first.pid} on" in capfd.readouterr().err
+            assert f"process {os.getpid()} on" in writer(objects)
+            time.sleep(1)  # written again meanwhile, and it stays its own
+    assert not objects  # let go at the end: the next waits for nothing
+    started = time.monotonic()
+    with claim(tmp_path / "two", FOLDER):
+        assert time.monotonic() - started < bucket.STALE_S
+
+
+@pytest.mark.slow
+def test_a_run_whose_folder_was_taken_over_ends(objects, tmp_path):
+    """It was silent for so long that it was taken for dead."""
+    with holder(tmp_path) as first:
+        objects["my-bucket", f"runs/one/{bucket.WRITER}"] = b"process 1 on another", 10**6
+        assert first.wait(30) == 1
+    assert writer(objects) == "process 1 on another"
 
 
 @pytest.mark.parametrize(("before", "now"), [("", FOLDER), (FOLDER, "")])
