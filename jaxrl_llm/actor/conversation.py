@@ -150,12 +150,15 @@ class Conversations:
         """What ``turns.hear`` takes, of rows that wait; waits itself for the replies."""
         shape = sampler.shards, sampler.entries, sampler.group_size
         tokens, verdict = np.zeros((*shape, self._limits.max_answer_tokens), np.int32), np.zeros(shape, np.int32)
+        own = {}
         for row in self._waiting:
             turn = self._rows[row][1][-1]
             if not turn.verdict:
                 self._judge(turn, len(self._rows[row][1]))
-            verdict[row] = turn.verdict
-            tokens[row][: len(turn.answer)] = turn.answer
+            own[row] = turn.verdict, turn.answer
+        for said in hosts.exchange(own):  # a row that is copied over several hosts is one host's to ask for
+            for row, (of_row, answer) in said.items():
+                verdict[row], tokens[row][: len(answer)] = of_row, answer
         return sharding.put((tokens, verdict), sharding.leading(sampler.mesh, (tokens, verdict)))
 
     def _of(self, row: Row) -> tuple[int, list[Turn]]:

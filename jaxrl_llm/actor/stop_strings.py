@@ -29,8 +29,11 @@ def stop(generator: Any, reasons: np.ndarray, lengths: np.ndarray, scanned: np.n
     sizes = {where: len(prompt) for where, (_, _, prompt, _) in generator.open_prompts.items() if where[0] in tokens}
     stops, decode_text = generator.sampler.sampling.stop_strings, generator.decode_text
     new_length = find(stops, decode_text, tokens, sizes, reasons, lengths, scanned)
-    if not any(hosts.exchange(new_length.any())):
+    # To all: a row that is copied over several hosts one of them has looked at.
+    cuts = [one for one in hosts.exchange(new_length if new_length.any() else None) if one is not None]
+    if not cuts:
         return reasons, lengths
+    new_length = np.max(cuts, axis=0)
     placed = sharding.put(new_length, sharding.leading(generator.sampler.mesh, new_length))
     generator.state, told = generator.run["stop_rows"](generator.state, placed)
     return jax.device_get(told)

@@ -139,6 +139,11 @@ def check_settings(saved: Config, config: Config, path: pathlib.Path) -> None:
 
 
 def check_arrays(saved: dict[str, Any], wanted: dict[str, Any], path: pathlib.Path, *, same_dtype: bool) -> None:
+    if (name := "sampler/length") in saved and name in wanted:  # [M, E, G]
+        (shards, *_), (now, *_) = saved[name][1], wanted[name].shape
+        if shards != now:
+            had = f"rollouts in flight on {shards} data-parallel devices"
+            raise ConfigError(f"checkpoint {path} has {had}: go on with it on as many, not on {now}")
     wrong = [f"{name} is missing" for name in wanted if name not in saved]
     wrong += [f"{name} is not expected" for name in saved if name not in wanted]
     for name in wanted:

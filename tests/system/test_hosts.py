@@ -1,7 +1,8 @@
 """Several hosts in one run: the same tokens, rewards and metrics as one, stopped, killed and taken up together.
 
 Real processes of the commands, joined by jax.distributed on loopback, one CPU device each. What one host of as many
-devices does is the reference.
+devices does is the reference. Collectives between processes add up in another order than those within one, where they
+are more than two: a reference of four devices is the only process of a job, whose collectives are those of many.
 """
 
 import json
@@ -45,7 +46,9 @@ TIMES = ("time/", "throughput/", "memory/", "compile/")
 class Job:
     """Hosts that run one command, each of its own output, read line by line."""
 
-    def __init__(self, count, folder, settings, *, devices=1, of_host=None, command="train", flags=(), config=CONFIG):
+    def __init__(self, count, folder, settings, *, devices=1, of_host=None, joined=False, **how):
+        command, flags, config = (how.pop(*x) for x in (("command", "train"), ("flags", ()), ("config", CONFIG)))
+        assert not how
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             address = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -62,7 +65,7 @@ class Job:
                 "PYTHONUNBUFFERED": "1",
                 "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}",
             }
-            if count > 1:
+            if count > 1 or joined:
                 job = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(count), "JAX_PROCESS_ID": str(i)}
                 environment |= job
             own = (of_host or {}).get(i, [])
@@ -106,8 +109,8 @@ class Job:
         return [host.returncode for host in self.hosts], ["".join(lines) for lines in self.outputs]
 
 
-def run_to_end(count, folder, name, settings, **how):
-    job = Job(count, folder, settings, flags=(f"--workdir={folder / name}",), **how)
+def run_to_end(count, folder, name, settings, *, flags=(), **how):
+    job = Job(count, folder, settings, flags=(f"--workdir={folder / name}", *flags), **how)
     statuses, outputs = job.end()
     assert statuses == [0] * count, outputs
     return folder / name
@@ -126,7 +129,7 @@ def run_through_a_stop(folder, name, settings):
 
 
 def assert_nearly_same_run(one, other):
-    """Tokens, rewards and counts equal; floats that sums over devices go into to 1e-5."""
+    """Tokens, rewards and counts equal; floats that sums over devices go into nearly: of arrays 9e-6 was found."""
     (_, arrays, host, metrics, samples), expected = left_behind(one), left_behind(other)
     assert samples == expected[4] and host == expected[2]
     if (other / "shared_rollouts.jsonl").exists():
@@ -139,7 +142,7 @@ def assert_nearly_same_run(one, other):
                 assert value == wanted[key] or abs(value - wanted[key]) < 1e-5 * max(1, abs(wanted[key])), key
     for key, array in arrays.items():
         if array.dtype == np.float32:
-            np.testing.assert_allclose(array, expected[1][key], atol=1e-4, err_msg=key)
+            np.testing.assert_allclose(array, expected[1][key], atol=3e-5, err_msg=key)
         else:
             np.testing.assert_array_equal(array, expected[1][key], err_msg=key)
 
@@ -155,7 +158,8 @@ def one_host(tmp_path_factory):
 def test_two_hosts_are_one_and_go_on_from_where_one_of_them_was_told_to_stop(one_host):
     """Through lookahead, resampling, stop strings, evaluation and shared rollouts."""
     run_through_a_stop(one_host, "two", SETTINGS)
-    assert_nearly_same_run(one_host / "two", one_host / "one")
+    assert_nearly_same_run(one_host / "two", one_host / "one")  # other files too
+    assert_same_run(one_host / "two", one_host / "one", same_steps=False)
     assert (one_host / "two" / "hf" / "model.safetensors").exists()
 
 
@@ -167,19 +171,32 @@ def test_ctrl_c_on_one_of_two_hosts_stops_both(one_host):
     statuses, outputs = job.end()
     assert statuses == [130, 143] and "stopped by SIGINT after iteration" in outputs[0], outputs
     run_to_end(2, one_host, "interrupted", SETTINGS)
-    assert_nearly_same_run(one_host / "interrupted", one_host / "one")
+    assert_same_run(one_host / "interrupted", one_host / "one", same_steps=False)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2, 4])
-def test_any_number_of_hosts_of_four_devices_is_the_same_run(tmp_path, count):
-    settings = SETTINGS | {"mesh.fsdp": 2}
-    run_to_end(1, tmp_path, "one", settings, devices=4)
+def test_any_number_of_hosts_of_four_devices_is_the_same_run_bit_by_bit(tmp_path, count):
+    settings = SETTINGS | {"mesh.fsdp": 2, "eval.every_iterations": 1}  # the first piece's last is evaluated too
+    run_to_end(1, tmp_path, "one", settings, devices=4, joined=True)
     # Stopped on one number of hosts, gone on with on another: the mesh is the same.
     half = {**settings, "num_iterations": 2}
-    run_to_end(count, tmp_path, "several", half, devices=4 // count)
-    run_to_end(4 if count == 1 else 1, tmp_path, "several", settings, devices=1 if count == 1 else 4)
-    assert_nearly_same_run(tmp_path / "several", tmp_path / "one")
+    run_to_end(count, tmp_path, "several", half, devices=4 // count, joined=True)
+    other = 4 if count == 1 else 1
+    run_to_end(other, tmp_path, "several", settings, devices=4 // other, joined=True)
+    assert_same_run(tmp_path / "several", tmp_path / "one")
+
+
+@pytest.mark.slow
+def test_gone_on_with_on_another_mesh_and_number_of_hosts_is_nearly_the_same_run(tmp_path):
+    """Of data 2 x fsdp 2 on two hosts, then of fsdp 2 on one, then of data 2 x tensor 2 on four; the ring in four."""
+    settings = SETTINGS | {"replay.shards": 4, "eval.every_iterations": 1, "rollout.lookahead_prompts": 0}
+    run_to_end(1, tmp_path, "one", settings, devices=1)
+    moves = {"flags": ("--allow_config_changes",)}
+    for done, count, devices, mesh in ((1, 2, 2, {"fsdp": 2}), (2, 1, 2, {"fsdp": 2}), (3, 4, 1, {"tensor": 2})):
+        of_piece = settings | {f"mesh.{axis}": n for axis, n in mesh.items()} | {"num_iterations": done}
+        run_to_end(count, tmp_path, "moved", of_piece, devices=devices, **moves)
+    assert_nearly_same_run(tmp_path / "moved", tmp_path / "one")
 
 
 @pytest.mark.slow
@@ -412,13 +429,14 @@ def test_a_run_of_one_host_asks_nobody(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_two_hosts_are_one_with_an_environment_and_go_on_with_episodes_in_flight(tmp_path):
-    """Each asks for its own rows; what a checkpoint has of their turns is of both."""
+@pytest.mark.parametrize("mesh", [{}, {"mesh.tensor": 2}], ids=["rows of each", "rows of both"])
+def test_two_hosts_are_one_with_an_environment_and_go_on_with_episodes_in_flight(tmp_path, mesh):
+    """One of them asks for a row; what a checkpoint has of their turns is of both."""
     turns = {"environments.factory": f"{ENVIRONMENTS}:brief", "environments.max_answer_tokens": 2}
     turns |= {"prompts.chat_template": False, "sampling.max_completion_tokens": 24, "sampling.stop_strings": "()"}
     turns |= {"sampling.stop_tokens": tuple("abcdefgh"), "rollout.chunk_steps": 3, "rollout.slots": 16}
-    settings = SETTINGS | turns | {"metrics.share_rollouts": False}
+    settings = SETTINGS | turns | mesh | {"metrics.share_rollouts": False}
     run_to_end(1, tmp_path, "one", settings, devices=2)
     run_through_a_stop(tmp_path, "two", settings)
-    assert_nearly_same_run(tmp_path / "two", tmp_path / "one")
+    assert_same_run(tmp_path / "two", tmp_path / "one", same_steps=False)
     assert min(row["rollout/turns_mean"] for row in left_behind(tmp_path / "one")[3]) > 1.2
