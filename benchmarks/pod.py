@@ -32,6 +32,8 @@ MESHES = {
     "v5p:2x2x4": {"fsdp": 16},
     "v5e:8x8": {"fsdp": 64, "sampler_tensor": 8},
     "v6e:8x8": {"fsdp": 64},
+    "v5e:16x16": {"fsdp": 64, "tensor": 4},
+    "v5p:8x8x4": {"fsdp": 64, "tensor": 4},
 }
 
 

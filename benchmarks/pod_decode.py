@@ -49,9 +49,8 @@ class Step:
 
 
 def step_of(run: Run, decode: compiled.Row) -> Step:
-    steps, tokens = run.config.rollout.chunk_steps, run.config.sampling.max_completion_tokens
-    state = run.sampler.abstract_state()
-    of_blocks = (compiled.live_share(tokens) - 0.5) * sharding.device_bytes((state.cache_k, state.cache_v))
+    steps, state = run.config.rollout.chunk_steps, run.sampler.abstract_state()
+    of_blocks = (compiled.live_share(run) - 0.5) * sharding.device_bytes((state.cache_k, state.cache_v))
     sent = {kind: size / steps for kind, size in decode.counts.by_collective().items()}
     return Step(decode.counts.total("read_bytes") / steps, must_read(run), of_blocks, sent)
 

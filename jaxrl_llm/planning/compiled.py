@@ -17,18 +17,21 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 import jax
+import jax.numpy as jnp
 from jax.experimental.serialize_executable import serialize
 from jax.sharding import Mesh
 
+from jaxrl_llm.models.kernels import tpu_decode
+from jaxrl_llm.models.kernels.learner import cache_length
 from jaxrl_llm.planning import counting
 from jaxrl_llm.run import Run
+from jaxrl_llm.runtime import sharding
 from jaxrl_llm.runtime.executables import saved_as, saved_in
 from jaxrl_llm.runtime.programs import Memory, memory
 
 # Of a buffer in "memory-usage-report": cumulative size; size; offset; number of values; shapes.
 _BUFFER = re.compile(r"^\s*[\d.]+\w+\(\s*\d+%\);\s*([\d.]+)(\w+);\s*(\d+);\s*\d+;\s*(.*)$", re.MULTILINE)
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-READ_BLOCK = 256  # tokens of a cache that the decode kernel reads at once (models.kernels.tpu_decode)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,11 +91,11 @@ def compile_one(run: Run, name: str, lowered: jax.stages.Lowered, *, keep: bool 
         text, report = (_newest(folder, f"*after_optimizations{end}.txt") for end in ("", "-memory-usage-report"))
     if compiled is not None:
         text = text or compiled.as_text()
-    tokens = run.config.sampling.max_completion_tokens
+    share = live_share(run)
     counts = text and counting.count(
         text,
         turns_of=lambda _: micro_batches(run) if name == "update" else 1,
-        read_share=lambda call: live_share(tokens) if "decode_attention" in call else 1.0,
+        read_share=lambda call: share if "decode_attention" in call else 1.0,
     )
     known = compiled and memory(compiled)
     return Row(name, known, refused, counts or None, temporaries(report), *((compiled, lowered) if keep else ()))
@@ -121,9 +124,12 @@ def micro_batches(run: Run) -> int:
     return -(-lines // update.num_lines)
 
 
-def live_share(tokens: int) -> float:
-    """Share of a cache that decode steps read on average, from empty to full, in whole blocks."""
-    return min(1.0, 0.5 * (1 + READ_BLOCK / tokens))
+def live_share(run: Run) -> float:
+    """Share of a cache that decode steps on TPU read on average, from empty to full, in whole blocks."""
+    tokens, arch, mesh = run.config.sampling.max_completion_tokens, run.model.arch, run.sampler.mesh
+    rows, heads = run.config.num_slots // sharding.num_data_shards(mesh), arch.num_kv_heads // mesh.shape["tensor"]
+    token_bytes = heads * arch.head_size * jnp.dtype(run.config.model.compute_dtype).itemsize
+    return min(1.0, 0.5 * (1 + tpu_decode.step_of(rows, cache_length(tokens), token_bytes)[1] / tokens))
 
 
 def temporaries(report: str) -> tuple[Buffer, ...]:

@@ -25,6 +25,7 @@ from jaxrl_llm.config import MeshConfig
 from jaxrl_llm.models.architecture import PRESETS
 from jaxrl_llm.models.attention import Cache, Prompt, attend, attend_next
 from jaxrl_llm.models.kernels import learner as kernels
+from jaxrl_llm.models.kernels import tpu_decode
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.planning import chips
 from jaxrl_llm.runtime import sharding
@@ -270,6 +271,14 @@ def test_a_decode_step_attends_to_the_live_part_of_each_rows_cache(C, seed):
 
 def test_a_decode_step_attends_to_what_is_live_of_caches_of_32k_tokens():
     check_decoded("splash", *cached(0, 2**15))
+
+
+@pytest.mark.parametrize(
+    ("heads", "expected"), [(8, (2, 256)), (4, (4, 256)), (2, (8, 128)), (1, (8, 256))]
+)  # of 128 in bfloat16: a MiB of keys, or half of one
+def test_a_decode_step_takes_smaller_blocks_where_eight_rows_of_them_are_half_a_step(heads, expected):
+    assert tpu_decode.step_of(64, 4096, heads * 128 * 2) == expected
+    assert tpu_decode.step_of(3, 384, heads * 128 * 2) == (1, 128) and tpu_decode.step_of(2, 48, 256) == (2, 48)
 
 
 @pytest.mark.parametrize("window", [1, 2, 100, 300])

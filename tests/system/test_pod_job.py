@@ -11,46 +11,60 @@ from jaxrl_llm.planning import chips
 from jaxrl_llm.planning.compiled import compile_one
 from jaxrl_llm.runtime.programs import in_use_bytes
 
-pytestmark = [needs_libtpu, pytest.mark.slow]
+pytestmark = [needs_libtpu, pytest.mark.slow, pytest.mark.timeout(3600)]
 # CPU seconds of one program: all on one core it takes no longer.
 MOST_SECONDS = 180
 
 
 @functools.cache
+def compiled(topology, **mesh):
+    """The run, and by name of its programs what the compiler says and CPU seconds; none is compiled twice."""
+    run = pod.run_of(topology, mesh)
+
+    @functools.cache
+    def row(name):
+        started = time.process_time()  # not the clock's: others may use the machine
+        return compile_one(run, name, run.programs()[name].lower(run.mesh)), time.process_time() - started
+
+    return run, row
+
+
 def decode_of(**mesh):
     """The run on v5p:2x2x4, and what its decode program is found to do."""
-    run = pod.run_of("v5p:2x2x4", mesh)
-    return run, compile_one(run, "decode", run.programs()["decode"].lower(run.mesh))
+    run, row = compiled("v5p:2x2x4", **mesh)
+    return run, row("decode")[0]
 
 
 @pytest.mark.parametrize(
-    ("topology", "headroom"), [("v5p:2x2x4", 0.44), ("v5e:8x8", 0.05), ("v6e:8x8", 0.21)], ids=lambda x: str(x)
+    ("topology", "headroom"),
+    [("v5p:2x2x4", 0.44), ("v5e:8x8", 0.05), ("v6e:8x8", 0.21), ("v5e:16x16", 0.61), ("v5p:8x8x4", 0.9)],
+    ids=lambda x: str(x),
 )
 def test_an_8b_job_fits_with_the_headroom_that_the_guide_states(topology, headroom):
-    run, rows, seconds = pod.run_of(topology, pod.MESHES[topology]), [], {}
-    for name, program in run.programs().items():
-        started = time.process_time()  # not the clock's: others may use the machine
-        rows.append(compile_one(run, name, program.lower(run.mesh)))
-        seconds[name] = time.process_time() - started
+    run, row = compiled(topology, **pod.MESHES[topology])
+    rows, seconds = zip(*map(row, run.programs()), strict=True)
     assert all(row.memory is not None for row in rows), [row.refused for row in rows]
-    assert max(seconds.values()) < MOST_SECONDS, seconds
+    assert max(seconds) < MOST_SECONDS, dict(zip(run.programs(), seconds, strict=True))
     limit = chips.devices_of(topology)[1].hbm_gib * 2**30
     need = in_use_bytes({row.name: row.memory for row in rows}, keeps_slots=False)
-    assert max(need.values()) <= (1 - headroom) * limit, need
+    free = 1 - need[fullest := max(need, key=need.get)] / limit
+    print(f"{topology}: {sum(seconds):.0f} s, {need[fullest] / 2**20:.0f} MiB in {fullest}, {free:.3f} free")
+    assert free >= headroom, need
 
 
 @pytest.mark.parametrize("mesh", [{"fsdp": 16}, {"fsdp": 4, "tensor": 4}], ids=str)
 def test_a_decode_step_reads_weights_and_filled_blocks_of_caches_once(mesh):
     run, decode = decode_of(**mesh)
     step = pod_decode.step_of(run, decode)
-    assert 1.0 <= 1 + step.above <= 1.08
+    assert step.must < step.read <= 1.08 * step.must
     # By hand, GiB of a chip: 16 bytes a parameter of 8.03e9 without the table; see docs/tpu.md.
     tensor = mesh.get("tensor", 1)
     weights = 2 * (8030261248 - 128256 * 4096) / tensor
     rows, prompts = 1024 * tensor // 16, 64 * tensor // 16
     token = 2 * 2 * 32 * 8 * 128 / tensor  # keys and values of all layers
     assert step.must == weights + token * (rows * 4096 / 2 + prompts * 512)
-    assert step.of_blocks == rows * token * 256 / 2
+    # Half a block of each cache: 256 tokens of eight heads, two of whose rows fill a step, or 128 of two heads.
+    assert step.of_blocks == rows * token * (256 if tensor == 1 else 128) / 2
 
 
 def test_a_decode_step_sends_no_weights():

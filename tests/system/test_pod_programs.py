@@ -93,6 +93,17 @@ def test_publish_gathers_one_matrix_at_a_time(mesh):
     assert m.temporary < 2 * embedding
 
 
+@needs_libtpu
+@pytest.mark.parametrize("mesh", [{"data": 4}, {"data": 2, "tensor": 2}], ids=str)
+def test_publish_between_equal_layouts_sends_nothing_and_holds_nothing_but_what_it_makes(mesh):
+    text, m = compiled("publish", **mesh).as_text(), memory(compiled("publish", **mesh))
+    assert not counting.count(text).by_collective()
+    size = jax.tree.reduce(lambda n, x: n + x.size, run_of(**mesh).model.abstract_params(run_of(**mesh).mesh), 0)
+    of_chip = 2 * size / mesh.get("tensor", 1)  # in bfloat16, made of float32
+    assert of_chip <= m.outputs <= 1.01 * of_chip and m.arguments <= 2.02 * of_chip
+    assert m.temporary <= 0.01 * of_chip
+
+
 # --- a sampler that splits layers over more devices than the learner ---
 
 

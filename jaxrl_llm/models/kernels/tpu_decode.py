@@ -20,16 +20,25 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 SUBLANES, LANES = 8, 128
-BLOCK = 256  # tokens of a cache in one step
+BLOCK = 256  # tokens of a cache in one step, at most; of up to eight rows, whose matmuls are unrolled
 BYTES = 2**20  # of keys, and of values, in one step
+
+
+def step_of(rows: int, tokens: int, token_bytes: int) -> tuple[int, int]:
+    """Rows, and tokens of the cache of each, that one step reads, of so many on a chip.
+
+    Where blocks of a lane's tokens fill half a step, of eight rows, they are taken: less is read in vain.
+    """
+    fits = lambda rows, tokens: rows * tokens * token_bytes <= BYTES
+    sizes = (LANES,) if fits(8, BLOCK) and not fits(16, BLOCK) else (BLOCK, LANES)
+    block = next((n for n in sizes if tokens % n == 0 and (fits(1, n) or n == LANES)), tokens)
+    return next(n for n in (8, 4, 2, 1) if rows % n == 0 and (fits(n, block) or n == 1)), block
 
 
 def attend(q_BKRH, k_BK1H, v_BK1H, out_BKRH, total_BKR1, peak_BKR1, keys_BKCH, values_BKCH, length, end):
     """See ``kernels.decode``; the prompt's piece is apart here."""
     (B, K, R, H), C = q_BKRH.shape, keys_BKCH.shape[2]
-    fits = lambda rows, tokens: rows * tokens * K * H * keys_BKCH.dtype.itemsize <= BYTES
-    block = next((n for n in (BLOCK, LANES) if C % n == 0 and (fits(1, n) or n == LANES)), C)
-    rows = next(n for n in (8, 4, 2, 1) if B % n == 0 and (fits(n, block) or n == 1))  # their matmuls are unrolled
+    rows, block = step_of(B, C, K * H * keys_BKCH.dtype.itemsize)
     # A TPU lays an array out with that one of its last two dimensions innermost which pads it least.
     padded = lambda rows, lanes: -(-rows // SUBLANES) * SUBLANES * -(-lanes // LANES) * LANES
     turned = padded(H, C) < padded(C, H)
