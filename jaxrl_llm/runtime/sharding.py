@@ -175,7 +175,7 @@ def by_device(function: Callable, *args: Any, axes: tuple, shared: int = 1, over
         over: the mesh axes that are told apart inside; along the others XLA splits ``function``.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.size == 1:
+    if mesh.empty or math.prod(mesh.shape[axis] for axis in over) == 1:
         return function(*args)
 
     def split(names, x):

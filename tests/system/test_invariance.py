@@ -6,6 +6,8 @@ import pytest
 from support import building
 from support.building import CUBE, EIGHT, TINY
 
+from jaxrl_llm.config import MeshConfig
+
 
 def garbage(rows, seed=0):
     """The same rows with other values wherever lengths say that nothing is there."""
@@ -100,6 +102,9 @@ def test_sharded_parameters_do_not_change_loss_and_gradient():
     cube = building.make_update(settings | {"micro_batch_size": 8}, num_devices=4)
     assert not building.train_state(cube, CUBE).params["policy"]["blocks"]["q"].sharding.is_fully_replicated
     assert_same(building.gradient(cube, garbage(rows), mesh=CUBE), expected)
+    # Nothing but layers is split: the compiler took no program whose devices all have the same rows.
+    halves = building.make_update(settings | {"micro_batch_size": 8})
+    assert_same(building.gradient(halves, garbage(rows), mesh=MeshConfig(data=1, tensor=2)), expected)
 
 
 def test_random_rows_hold_every_case():
