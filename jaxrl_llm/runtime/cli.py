@@ -5,7 +5,6 @@ Does not know: what the commands do.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import errno
 import gc
@@ -47,23 +46,8 @@ def run(main: Callable[[], None], *, stops: bool = False) -> None:
         with distributed.together(lambda error: 2 if isinstance(error, ConfigError) else 1), writing("output"):
             main()
 
-    ended: list[int] = []
-    atexit.register(_leave, ended)  # of what is registered, the first comes last
-    try:
-        with one_line_errors():
-            app.run(command, flags_parser=_parse)
-    except SystemExit as end:
-        ended += [end.code or 0] if isinstance(end.code, int | None) else []
-        raise
-
-
-def _leave(ended: list[int]) -> None:
-    """End with a status at once: what Python frees first takes seconds, of the few that a preempted host has."""
-    if ended:
-        with contextlib.suppress(Exception):  # it says so itself where nobody reads what is written
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(ended[0])
+    with distributed.ending_at_once(), one_line_errors():
+        app.run(command, flags_parser=_parse)
 
 
 class DiskError(RuntimeError):

@@ -39,6 +39,25 @@ def run(*arguments, **environment):
     return subprocess.run([sys.executable, "-c", COMMAND, *arguments], capture_output=True, text=True, env=environment)
 
 
+ENDS = """
+import atexit, sys
+from jaxrl_llm.runtime import cli
+class Held:
+    def __del__(self):
+        print("freed")
+held = Held()
+def main():
+    atexit.register(print, "registered")
+    sys.exit(3)
+cli.run(main)
+"""
+
+
+def test_a_command_ends_when_all_that_is_registered_is_done_and_frees_nothing():
+    done = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (3, "registered\n", "")
+
+
 def test_a_good_command_runs():
     done = run("--number=7", JAX_PLATFORMS="cpu")
     assert (done.returncode, done.stdout, done.stderr) == (0, "7 cpu\n", "")

@@ -9,7 +9,7 @@ import warnings
 import pytest
 from absl import app, flags
 
-from jaxrl_llm.runtime import cli
+from jaxrl_llm.runtime import hosts
 
 DEBUG_CONFIG = pathlib.Path(__file__).parents[2] / "configs" / "debug.py"
 
@@ -27,7 +27,7 @@ def run_command(name, *arguments, monkeypatch, capfd):
     """``python -m jaxrl_llm.<name> <arguments>``; exceptions that the command does not catch come through."""
     monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
     monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)  # the command's is its own
-    monkeypatch.setattr(cli, "_leave", lambda ended: None)  # this process goes on
+    monkeypatch.setattr(hosts, "_leave_at_once", lambda status: None)  # this process goes on
     app.define_help_flags()  # once per process; the command's own flags are taken away again
     before = set(flags.FLAGS)
     sys.modules.pop("config_config", None)  # what ml_collections calls the file of --config: a process has one
