@@ -135,7 +135,7 @@ def _combinations(c: Any, flat: dict[str, Any]):
         "[eval.name] must be '' for prompts.source='letters': what it held out would be trained on",
     )
     yield (
-        c.prompts.source in ("letters", "arithmetic", "maze") or c.prompts.name != "",
+        c.prompts.source in ("letters", "arithmetic", "maze", "kolmogorov") or c.prompts.name != "",
         f"[prompts.name] must name the {'dataset' if c.prompts.source == 'reasoning_gym' else 'file'} for "
         "[prompts.source]",
     )

@@ -1,8 +1,10 @@
 """Laws of the prompt stream and of the tasks behind it."""
 
+import dataclasses
 import datetime
 import decimal
 import gzip
+import importlib.util
 import json
 import math
 import os
@@ -369,6 +371,36 @@ def test_columns_of_any_name_reach_the_reward_function(tmp_path):
 
     assert reward_worker.call(reward, example.prompt, example.columns, ["a", "b"]) == ([1.0, 1.0], [])
     assert seen == [{name: [[i], [i]] for i, name in enumerate(names)}]
+
+
+def test_columns_get_the_names_that_tasks_look_for(tmp_path):
+    """GSM8K's and MATH's rows as they are, and how their answers are compared."""
+    config = pathlib.Path(__file__).parents[2] / "configs" / "gsm8k_smollm2_135m.py"
+    spec = importlib.util.spec_from_file_location("gsm8k", config)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    given = freeze(module.get_config()).prompts
+    path = tmp_path / "gsm8k.jsonl"
+    path.write_text(json.dumps({"question": "How many?", "answer": "She has 3 * 24 = 72.\n#### 72"}) + "\n")
+    (row,) = tasks.load(dataclasses.replace(given, name=str(path)), seed=0).examples
+    assert row.prompt == "How many?" and list(row.columns) == ["answer"]
+    math = pytest.importorskip("jaxrl_llm.questions.tasks.math_answers").reward
+    answers = ["so \\boxed{72}", "The answer is 72.", "\\boxed{27}"]
+    assert math([], answers, answer=[row.columns["answer"]] * 3) == [1.0, 1.0, 0.0]
+    path.write_text(json.dumps({"problem": "Half of 1?", "solution": "It is $\\boxed{\\frac{1}{2}}$."}))
+    of_math = {"prompt": "problem", "answer": "solution"}
+    (row,) = tasks.load(dataclasses.replace(given, name=str(path), arguments=of_math), seed=0).examples
+    assert math([], ["\\boxed{0.5}"], answer=[row.columns["answer"]]) == [1.0]
+    for arguments, words in (
+        (
+            {"prompt": "question"},
+            "has no column `question` (prompts.arguments); its columns are ['problem'",
+        ),
+        ({"prompt": "problem", "solution": "problem"}, "has a column `solution` already (prompts.arguments)"),
+        ({"prompt": 3}, "prompts.arguments.prompt=3 must be the name of a column of"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(words)):
+            tasks.load(dataclasses.replace(given, name=str(path), arguments=arguments), seed=0)
 
 
 def test_messages_may_have_any_role_and_what_a_template_does_not_know_is_dropped(tmp_path):

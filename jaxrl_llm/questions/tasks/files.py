@@ -1,5 +1,7 @@
 """Questions from a JSONL or Parquet file: ``prompt`` (text or messages) or ``messages``, and any other columns.
 
+``prompts.arguments`` names columns anew, ``{"prompt": "question"}``: the file's ``question`` is the prompt.
+
 Owns: which rows are questions, what a line of JSON is, and how a bad one is reported. Does not know: what the columns
 mean (reward functions do), tokenizers.
 """
@@ -36,7 +38,26 @@ def load(config: PromptsConfig, *, seed: int) -> Loaded:
     """
     del seed
     read, parse_row = (_parquet_rows, _parse_scalars) if config.source == "parquet" else (json_lines, parse)
-    return load_rows(config, read, lambda row: question(parse_row(row)))
+    for name, old in config.arguments.items():
+        if not isinstance(old, str):
+            raise ConfigError(f"prompts.arguments.{name}={old!r} must be the name of a column of {config.name!r}")
+    return load_rows(config, read, lambda row: question(renamed(parse_row(row), config.arguments)))
+
+
+def renamed(row: Any, names: dict[str, str]) -> Any:
+    """A row whose columns have these names: new name -> old one.
+
+    Raises:
+        BadRowError: it has no such column, or one of the new name.
+    """
+    if not isinstance(row, dict) or not names:
+        return row
+    if absent := [old for old in names.values() if old not in row]:
+        raise BadRowError(f"has no column `{absent[0]}` (prompts.arguments); its columns are {sorted(row)!s:.300}")
+    rest = {key: value for key, value in row.items() if key not in names.values()}
+    if twice := rest.keys() & names.keys():
+        raise BadRowError(f"has a column `{min(twice)}` already (prompts.arguments)")
+    return rest | {name: row[old] for name, old in names.items()}
 
 
 def load_rows(

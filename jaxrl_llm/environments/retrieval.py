@@ -1,0 +1,101 @@
+"""Search over documents, as an environment (``environments.factory``) with one tool, by BM25 (extra ``retrieval``).
+
+    jaxrl_llm.environments.retrieval:Search   ``search(query)`` answers with the documents that fit best
+    :gain                                     a reward by turn: what a search found that is new, less what was known
+
+A question's documents are its column ``documents``, a list of texts, or those of the file that column ``corpus`` names:
+JSON lines with ``text`` and ``id`` (its line's number where there is none). A file is indexed once in each process.
+``gain`` reads column ``evidence``, ids of the documents that the answer takes.
+
+Owns: indices, what a search says. Does not know: questions, answers' rewards (questions.tasks.scores).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from typing import Any
+
+NUM_RESULTS = 3
+MAX_CHARS = 400  # of each document that is shown
+FOUND = re.compile(r"^\[(.+?)\] ", re.M)
+
+
+class Index:
+    """Documents and their BM25 weights."""
+
+    def __init__(self, ids: list[str], texts: list[str]):
+        try:
+            import bm25s  # here: most runs do not search
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(f"a search needs {error.name}: pip install 'jaxrl_llm[retrieval]'") from error
+
+        self.ids, self.texts, self._tokens = ids, texts, functools.partial(bm25s.tokenize, show_progress=False)
+        self._index = bm25s.BM25()
+        self._index.index(self._tokens(texts), show_progress=False)
+
+    def search(self, query: str, count: int) -> list[int]:
+        """Places of the documents that fit best, at most ``count``, best first; those without a word in common not."""
+        count = min(count, len(self.texts))
+        places, scores = self._index.retrieve(self._tokens([query]), k=count, show_progress=False)
+        return [int(place) for place, score in zip(places[0], scores[0], strict=True) if score > 0]
+
+
+@functools.lru_cache(maxsize=4)
+def of_file(path: str) -> Index:
+    ids, texts = [], []
+    with open(path, encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                row = json.loads(line)
+                ids.append(str(row.get("id", number)))
+                texts.append(row["text"])
+    return Index(ids, texts)
+
+
+class Search:
+    """Documents that can be searched."""
+
+    def reset(self, documents: list[str] | None = None, corpus: str = "", **columns: Any) -> None:
+        if documents:
+            self.index = Index([str(i) for i in range(1, len(documents) + 1)], documents)
+        elif corpus:
+            self.index = of_file(corpus)
+        else:
+            raise ValueError("a question must have a column `documents` or `corpus`")
+
+    def search(self, query: str) -> str:
+        """Searches the documents, and gives those that fit best.
+
+        Args:
+            query: Words to look for.
+        """
+        found = self.index.search(str(query), NUM_RESULTS)
+        shown = [f"[{self.index.ids[i]}] {' '.join(self.index.texts[i].split())[:MAX_CHARS]}" for i in found]
+        return "\n".join(shown) or "Nothing was found."
+
+
+def gain(prompts: list, completions: list[str], messages: list, evidence: list, **columns: Any) -> list[list[float]]:
+    """For each turn the share of the evidence that it found first, less the share of what it found that was known.
+
+        r_k = |new evidence of search k| / |evidence| - |found by k and before| / |found by k|
+
+    0 for a turn that searches nothing, and where nothing is found.
+
+    Source: StepSearch, arXiv:2505.15107: information gain less redundancy. Differs: a document is the evidence or it is
+        not, where it compares texts by cosines.
+    """
+    worth = []
+    for row, wanted in zip(messages, evidence, strict=True):
+        wanted, known, given = {*map(str, wanted)}, set(), []
+        for i, message in enumerate(row):
+            if message["role"] != "assistant":
+                continue
+            answer = row[i + 1]["content"] if i + 1 < len(row) else ""
+            found = {*FOUND.findall(answer)}
+            new = len((found - known) & wanted) / max(len(wanted), 1)
+            given.append(new - (len(found & known) / len(found) if found else 0.0))
+            known |= found
+        worth.append(given)
+    return worth

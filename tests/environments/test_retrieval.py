@@ -1,0 +1,52 @@
+"""A search over documents: what fits, and what a search is worth by turn."""
+
+import json
+
+import pytest
+
+from jaxrl_llm.environments import retrieval
+from jaxrl_llm.environments.retrieval import Search, gain
+
+DOCUMENTS = [
+    "The capital of France is Paris.",
+    "Berlin is the capital of Germany, on the Spree.",
+    "The Seine flows through Paris.",
+    "Bread is made of flour.",
+]
+
+
+def said(*texts):
+    """Messages: the policy's turns and what a tool answered, in turn."""
+    return [{"role": ("assistant", "tool")[i % 2], "content": text} for i, text in enumerate(texts)]
+
+
+def test_a_search_is_worth_what_is_new_and_costs_what_was_known():
+    rows = [
+        said("a", "[1] x\n[4] y", "b", "[1] x\n[3] z", "the answer"),
+        said("a", "Nothing was found.", "b", "[1] x\n[2] y [3] z", "b", "[1] x"),
+        said("the answer"),
+    ]
+    got = gain([], [""] * 3, rows, [["1", "3"], [1], [1]])
+    assert got == [[0.5, 0.5 - 0.5, 0.0], [0.0, 1.0, -1.0], [0.0]]
+
+
+def test_documents_that_fit_are_found_best_first(tmp_path):
+    pytest.importorskip("bm25s")
+    search = Search()
+    search.reset(documents=DOCUMENTS, answer="Paris")
+    assert retrieval.FOUND.findall(search.search("which is the capital of Germany")) == ["2", "1"]
+    assert search.search("flour") == "[4] Bread is made of flour."
+    assert search.search("zebra") == search.search("") == "Nothing was found."
+    path = tmp_path / "corpus.jsonl"
+    path.write_text("\n".join(json.dumps({"id": f"d{i}", "text": text}) for i, text in enumerate(DOCUMENTS)))
+    search.reset(corpus=str(path))
+    assert retrieval.FOUND.findall(search.search("Seine")) == ["d2"]
+    assert retrieval.of_file(str(path)) is search.index
+    with pytest.raises(ValueError, match="`documents` or `corpus`"):
+        search.reset()
+
+
+def test_the_package_is_named_where_it_is_not_there(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "bm25s", None)
+    with pytest.raises(ModuleNotFoundError, match=r"needs bm25s: pip install 'jaxrl_llm\[retrieval\]'"):
+        Search().reset(documents=DOCUMENTS)

@@ -1,0 +1,35 @@
+"""Wordle: marks by hand, letters that come twice among them."""
+
+import pytest
+
+from jaxrl_llm.environments.wordle import Wordle
+
+
+@pytest.mark.parametrize(
+    ("word", "guess", "marks"),
+    [
+        ("crane", "crane", "GGGGG You have found it."),
+        ("crane", "CRATE", "GGG-G"),
+        ("crane", "nacre", "YYYYG"),
+        ("abbey", "bobby", "Y-G-G"),  # the first b is the one that is left, the third of the guess has none
+        ("level", "eleve", "YYYY-"),
+        ("sheep", "eerie", "YY---"),  # two e, and three of them guessed
+    ],
+)
+def test_marks(word, guess, marks):
+    game = Wordle()
+    game.reset(word=word, other=1)
+    assert game.guess(guess) == f"{guess.upper()}\n{marks}"
+
+
+def test_it_is_worth_its_best_guess():
+    game = Wordle()
+    game.reset("crane")
+    assert game.get_reward() == 0.0
+    for guess, worth in (("crone", 0.4), ("abide", 0.4), ("crane", 1.0)):
+        game.guess(guess)
+        assert game.get_reward() == pytest.approx(worth)
+    for wrong in ("cran", "cr4ne", ""):
+        with pytest.raises(ValueError, match="5 letters"):
+            game.guess(wrong)
+    assert game.guesses == 3
