@@ -19,7 +19,7 @@ import pytest
 from support.building import needs_reasoning_gym
 
 from jaxrl_llm.actor import reward_worker
-from jaxrl_llm.config import ConfigError, PromptsConfig
+from jaxrl_llm.config import ConfigError, PromptsConfig, freeze
 from jaxrl_llm.questions import tasks
 from jaxrl_llm.questions.ledger import Ledger
 from jaxrl_llm.questions.stream import PromptStream, batch_of, encode_examples, split_held_out
