@@ -2,7 +2,8 @@
 
     GET  /v1/models                  what is served, a base and its adapters, with ``max_model_len``
     POST /inference/v1/generate      token ids in, token ids and their log-probs out: for agents that are trained
-    POST /v1/chat/completions        messages in, text out, as the OpenAI API has it; with ``stream``, as it comes
+    POST /v1/chat/completions        messages in, text out, as the OpenAI API has it; with ``stream``, as it comes; with
+                                     ``tools``, what the model writes as calls of them comes as ``tool_calls``
 
 What a request asks for that is not there, such as a temperature that is another than the server's, is refused with 400
 and named. Too many requests at once are answered with 429. One whose client has gone gives its slot back.
@@ -25,6 +26,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxrl_llm.config import ConfigError
+from jaxrl_llm.serving import tools
 from jaxrl_llm.serving.engine import BusyError, Engine, Request
 
 MAX_BODY = 2**24  # bytes
@@ -149,30 +151,46 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def _chat(self, body: dict[str, Any]) -> None:
         messages, stream, options = (body.pop(name, None) for name in ("messages", "stream", "stream_options"))
         how = {"system_prompt": "", "chat_template": True, "chat_template_kwargs": body.pop("chat_template_kwargs", {})}
-        is_message = lambda x: isinstance(x, dict) and all(isinstance(x.get(key), str) for key in ("role", "content"))
-        if not isinstance(messages, list) or not messages or not all(map(is_message, messages)):
-            raise Refused(400, f"messages={messages!r:.200} must be a list of objects with a role and a content, texts")
+        given, choice = body.pop("tools", None), body.pop("tool_choice", None)
+        if choice not in (None, "auto", "none"):
+            raise Refused(400, f"tool_choice={choice!r:.100} must be 'auto' or 'none'")
+        body.pop("parallel_tool_calls", None)
         try:
-            ids = self.server.tokenizer.encode_prompt(messages, **how)
-        except ConfigError as error:
+            messages, given = tools.texts_of(messages), tools.functions_of(given or [])
+            given = [] if choice == "none" else given
+            ids = self._encoded(messages, given, how)
+        except ValueError as error:  # a ConfigError too
             raise Refused(400, str(error)) from None
         wants_logprobs = bool(body.pop("logprobs", False))
         request = self._request(ids, body)
         base = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": self.model}
         if stream:
-            return self._stream(request, base, bool((options or {}).get("include_usage")))
+            return self._stream(request, base, bool((options or {}).get("include_usage")), bool(given))
         tokens, logps, why = self._whole(request)
         decode = self.server.tokenizer.decode
         said = {"bytes": None, "top_logprobs": []}
         content = [{"token": decode([i]), "logprob": x} | said for i, x in zip(tokens, logps, strict=True)]
         text = _before(decode(tokens), request.stop, is_whole=True)
-        choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": why}
+        text, calls = tools.calls_in(text) if given else (text, [])
+        message = {"role": "assistant", "content": text} | ({"tool_calls": calls} if calls else {})
+        choice = {"index": 0, "message": message, "finish_reason": "tool_calls" if calls else why}
         choice["logprobs"] = {"content": content} if wants_logprobs else None
         usage = _usage(request, tokens)
         self._send(200, base | {"object": "chat.completion", "choices": [choice], "usage": usage})
         return None
 
-    def _stream(self, request: Request, base: dict[str, Any], wants_usage: bool) -> None:
+    def _encoded(self, messages: list[dict[str, str]], given: list[Any], how: dict[str, Any]) -> list[int]:
+        """Token ids of a conversation; where its template has no place for tools, the system's message has them."""
+        encode = self.server.tokenizer.encode_prompt
+        plain = encode(messages, **how)  # what is wrong with it is none of the tools' doing
+        if not given:
+            return plain
+        try:
+            return encode(messages, **how | {"chat_template_kwargs": {**how["chat_template_kwargs"], "tools": given}})
+        except ConfigError:
+            return encode(tools.told(messages, given), **how)
+
+    def _stream(self, request: Request, base: dict[str, Any], wants_usage: bool, has_tools: bool) -> None:
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Connection", "close")
@@ -183,16 +201,21 @@ class Handler(http.server.BaseHTTPRequestHandler):
         def delta(content: dict[str, Any], why: str | None = None) -> None:
             say({"choices": [{"index": 0, "delta": content, "finish_reason": why, "logprobs": None}]})
 
-        tokens, said = [], ""
+        tokens, said, held = [], "", (tools.BEGIN,) if has_tools else ()
         delta({"role": "assistant", "content": ""})
         for new, _, why in self._deltas(request):
             tokens += new
-            text = _before(self.server.tokenizer.decode(tokens), request.stop, is_whole=bool(why))
+            whole = _before(self.server.tokenizer.decode(tokens), request.stop, is_whole=bool(why))
+            text, calls = tools.calls_in(whole) if has_tools and why else (whole, [])
+            if calls or not why:  # what may be a call is not told as text
+                text = _before(whole, held, is_whole=bool(why))
             if text.startswith(said) and len(text) > len(said):
                 delta({"content": text[len(said) :]})
                 said = text
+            if calls:
+                delta({"tool_calls": [{"index": i, **call} for i, call in enumerate(calls)]})
             if why:
-                delta({}, why)
+                delta({}, "tool_calls" if calls else why)
         if wants_usage:
             say({"choices": [], "usage": _usage(request, tokens)})
         self.wfile.write(b"data: [DONE]\n\n")

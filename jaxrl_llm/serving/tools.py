@@ -1,0 +1,80 @@
+"""Calls of tools in the OpenAI API's form, and in the text of models that write them as Hermes, Qwen and SmolLM2 do.
+
+    <tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>      or a list of several in one
+
+Owns: how messages with calls become texts, and texts calls. Does not know: routes, chat templates.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from typing import Any
+
+BEGIN = "<tool_call>"
+CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.S)
+
+
+def functions_of(tools: Any) -> list[dict[str, Any]]:
+    """What a request's ``tools`` are; ValueError where they are none."""
+    for tool in tools if isinstance(tools, list) else [tools]:
+        function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise ValueError(
+                f'tools={tool!r:.200} must be a list of {{"type": "function", "function": {{"name": ..}}}}'
+            )
+    return tools
+
+
+def told(messages: list[dict[str, str]], tools: list[dict[str, Any]]) -> list[dict[str, str]]:
+    """Messages whose first one, the system's, tells of tools: for a chat template without a place for them."""
+    lines = "\n".join(json.dumps(tool["function"]) for tool in tools)
+    text = f"You may call these functions, which are given as JSON:\n<tools>\n{lines}\n</tools>\nTo call one write "
+    text += '<tool_call>{"name": NAME, "arguments": {..}}</tool_call> and nothing after it.'
+    first, rest = (messages[0], messages[1:]) if messages[0]["role"] == "system" else (None, messages)
+    return [{"role": "system", "content": f"{first['content']}\n\n{text}" if first else text}, *rest]
+
+
+def texts_of(messages: Any) -> list[dict[str, str]]:
+    """A request's messages as roles and texts; calls that the assistant made are in its text.
+
+    Raises:
+        ValueError: there is none, or one is no message.
+    """
+    said = []
+    for message in messages if isinstance(messages, list) and messages else [messages]:
+        role, content = (message.get(x) for x in ("role", "content")) if isinstance(message, dict) else (None, None)
+        calls = message.get("tool_calls") or [] if isinstance(message, dict) else []
+        try:
+            written = [_written(call["function"]) for call in calls]
+        except (KeyError, TypeError, ValueError):
+            raise ValueError(f"tool_calls={calls!r:.200} must have functions with a name and arguments") from None
+        if not isinstance(role, str) or not (isinstance(content, str) or (written and content is None)):
+            raise ValueError(f"messages={messages!r:.200} must be a list of objects with a role and a content, texts")
+        said.append({"role": role, "content": "\n".join([*([content] if content else []), *written])})
+    return said
+
+
+def _written(function: dict[str, Any]) -> str:
+    arguments = function["arguments"]
+    arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+    return f"{BEGIN}\n{json.dumps({'name': function['name'], 'arguments': arguments})}\n</tool_call>"
+
+
+def calls_in(text: str) -> tuple[str | None, list[dict[str, Any]]]:
+    """What is said beside calls, None where nothing is, and the calls; where one of them is none, all of it is text."""
+    calls = []
+    try:
+        for found in CALL.findall(text):
+            given = json.loads(found)
+            for call in given if isinstance(given, list) else [given]:
+                name, arguments = call["name"], call.get("arguments", {})
+                if not isinstance(name, str) or not isinstance(arguments, (dict, str)):
+                    return text, []
+                arguments = arguments if isinstance(arguments, str) else json.dumps(arguments)
+                function = {"name": name, "arguments": arguments}
+                calls.append({"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function})
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return text, []
+    return (CALL.sub("", text).strip() or None) if calls else text, calls
