@@ -3,7 +3,7 @@
     python -m benchmarks.precision                                # SmolLM2-135M, its answers to sums
     python -m benchmarks.precision --model llama qwen3 gemma3     # random models of benchmarks.families, medium size
 
-For each way to compute (float32 or bfloat16; the sampler's weights in full, int8 or fp8; the learner's too or not):
+For each way to compute (float32 or bfloat16; the sampler's weights in full, int8, fp8, fp4; the learner's too or not):
 |learner's log-prob - sampler's| of every token, its mean, 99th and 99.9th percentile and largest, in nats.
 """
 
@@ -31,7 +31,7 @@ from jaxrl_llm.runtime.programs import Program, compile_all
 WAYS = [
     (dtype, *weights)
     for dtype in ("float32", "bfloat16")
-    for weights in (("compute", "full"), ("int8", "full"), ("int8", "rollout"), ("fp8", "full"), ("fp8", "rollout"))
+    for weights in (("compute", "full"), *((kind, of) for kind in ("int8", "fp8", "fp4") for of in ("full", "rollout")))
 ]
 
 

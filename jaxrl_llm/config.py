@@ -139,9 +139,9 @@ class RolloutConfig:
     # Dynamic sampling: how often at most an iteration asks prompts_per_iteration more prompts because groups of it are
     # tied (no two rewards differ): mixed ones take their place. What is left out counts as generated. 0 = never.
     max_resample_rounds: Annotated[int, Bounds(0, 1000)] = 0
-    # The sampler's matrices: "compute" has them in model.compute_dtype; "int8" and "fp8" a byte a weight, rounded anew
-    # with every policy. Its probabilities are then not quite the learner's: see algorithm.correction, update.weights.
-    weights: Literal["compute", "int8", "fp8"] = "compute"
+    # The sampler's matrices: "compute" has them in model.compute_dtype; "int8" and "fp8" a byte a weight, "fp4" 3/4,
+    # rounded anew with every policy. Its probabilities are not the learner's: see update.weights and corrections.
+    weights: Literal["compute", "int8", "fp8", "fp4"] = "compute"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,15 +1,17 @@
-"""Matrices of the blocks in a byte a weight: int8 or float8, with a float32 scale for each output (qwix).
+"""Matrices of the blocks in a byte a weight or less: int8 or float8, with a float32 scale for each output (qwix).
 
     w[o,i] ~ q[o,i] * s[o],     s[o] = max_i |w[o,i]| / (127 or 448),     y[o] = s[o] * sum_i x[i] q[o,i]
 
+or float4, whose scales s[o,i/16] are of 16 inputs each, as NVFP4's, but float32: their largest / 6.
+
 Activations stay in the compute dtype, and q is exact in it: what is lost is lost in rounding w, once. An expert's
 matrices are multiplied by their scales first, in the compute dtype, for a grouped matmul has rows of many experts: they
-take a byte each in memory, and are written out whole in each layer. Embedding, head, routers, norms and biases stay as
-they are. The learner that rounds its own w in its forward pass computes the very same y, and its gradient goes to w as
-if nothing had been rounded (straight through).
+take a byte each in memory, and are written out whole in each layer; so are those of four bits. Embedding, head, norms,
+routers, biases, and the delta rule's gates and decays stay as they are. The learner that rounds its own w in its
+forward pass computes the very same y, and its gradient goes to w as if nothing had been rounded (straight through).
 
 Source: the same rounded forward on both sides, Jet-RL, 2026, arXiv:2601.14243. Differs: weights alone are rounded, and
-the backward pass multiplies by the rounded ones too.
+the backward pass multiplies by the rounded ones too. Four bits in the sampler alone: FP4-explore's first half, Sol-RL.
 Owns: which weights, how they are rounded. Does not know: when, and where they lie.
 """
 
@@ -24,27 +26,35 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl_llm.config import Config, ConfigError
+from jaxrl_llm.models.architecture import Architecture
 
-MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
+MATRICES = ("q", "k", "v", "o", "gate", "up", "down", "delta_in", "delta_qkv", "delta_z", "delta_out")
 OF_EXPERTS = tuple(f"{kind}_{name}" for kind in ("experts", "shared") for name in ("gate", "up", "down"))
 # By its name in the settings; "compute" has no other dtype than that of the arithmetic.
-KINDS = {"compute": None, "int8": jnp.int8, "fp8": jnp.float8_e4m3fn}
+KINDS = {"compute": None, "int8": jnp.int8, "fp8": jnp.float8_e4m3fn, "fp4": jnp.float4_e2m1fn}
+PER_SCALE = {"fp4": 16}  # inputs; else all
 
 
-def kinds(config: Config, who: str) -> tuple[str, str]:
+def kinds(config: Config, arch: Architecture, who: str) -> tuple[str, str]:
     """What a run's learner, and its sampler, round to.
 
     Args:
         who: "model", or "reference": it rounds as the policy does where it is the policy as training found it.
 
     Raises:
-        ConfigError: the learner is to round what the sampler does not, or qwix is not installed.
+        ConfigError: the learner is to round what the sampler does not, qwix is not installed, or inputs do not divide.
     """
     kind, wanted = config.rollout.weights, config.update.weights
     if wanted == "rollout" and kind == "compute":
         raise ConfigError("update.weights='rollout' must be 'full' with rollout.weights='compute': nothing is rounded")
     if KINDS[kind] and importlib.util.find_spec("qwix") is None:
         raise ConfigError(f"rollout.weights={kind!r} wants the package qwix: pip install 'jaxrl_llm[quant]'")
+    sizes = {arch.width, arch.num_heads * arch.head_size, arch.ffn, arch.shared_ffn}
+    sizes |= {arch.delta.value_heads * arch.delta.value_size} if arch.delta else set()
+    if uneven := [size for size in sorted(sizes) if size % PER_SCALE.get(kind, 1)]:
+        raise ConfigError(
+            f"rollout.weights={kind!r} wants multiples of 16; the {who} has matrices of {uneven[0]} inputs"
+        )
     rounds = wanted == "rollout" and (who == "model" or not config.model.reference_path)
     return kind if rounds else "compute", kind
 
@@ -65,9 +75,33 @@ def multiply(
 def rounded(name: str, w_OI: jax.Array, kind: str) -> Any:
     """A block's parameter as a ``QArray`` of values [O,I] and float32 scales [O,1], or itself where it is none.
 
-    Of experts [E,O,I] and [E,O,1].
+    Of experts [E,O,I] and [E,O,1]; in four bits [...,O,I/2] bytes of two, and scales [...,O,I/16].
     """
-    return _round(w_OI, kind) if _is_rounded(name, kind) else w_OI
+    if not _is_rounded(name, kind):
+        return w_OI
+    made = _round(w_OI, kind)
+    return made.replace(qvalue=_packed(made.qvalue)) if kind == "fp4" else made
+
+
+def _packed(values: jax.Array) -> jax.Array:
+    """Two of four bits in a byte (a sign, two of exponent, one of mantissa), the first in its lower half.
+
+    Arrays of float4 do not go from one program to another in JAX 0.10 on CPUs, and XLA's bitcasts of them fail there.
+    """
+    x = values.astype(jnp.float32)
+    bits = 8 * (x < 0) + sum((jnp.abs(x) >= least).astype(jnp.int32) for least in (0.5, 1, 1.5, 2, 3, 4, 6))
+    return (bits[..., ::2] + 16 * bits[..., 1::2]).astype(jnp.uint8)
+
+
+def _values(w: Any) -> jax.Array:
+    """Of a weight that was published rounded."""
+    if w.qvalue.dtype != jnp.uint8:
+        return w.qvalue
+    bits = w.qvalue.astype(jnp.int32)
+    bits = jnp.stack([bits & 15, bits >> 4], axis=-1).reshape(*bits.shape[:-1], -1)
+    exponent, half = (bits >> 1) & 3, 0.5 * (bits & 1)
+    size = jnp.where(exponent == 0, half, (1 + half) * (1 << exponent) / 2)
+    return jnp.where(bits > 7, -size, size)
 
 
 def _round(w_OI: jax.Array, kind: str) -> Any:
@@ -76,8 +110,9 @@ def _round(w_OI: jax.Array, kind: str) -> Any:
     # Its own bound, 127.5, has each row's largest weight halfway between two integers, where two programs' divisions
     # may part; with this it is 127.
     how = f"absmax,{127.5 / 127}" if kind == "int8" else "absmax"
-    channels = list(range(w_OI.ndim - 1))
-    return qwix.quantize(w_OI.astype(jnp.float32), KINDS[kind], channelwise_axes=channels, calibration_method=how)
+    tiles = {w_OI.ndim - 1: PER_SCALE[kind]} if kind in PER_SCALE else {}
+    given = {"channelwise_axes": list(range(w_OI.ndim - 1)), "tiled_axes": tiles, "calibration_method": how}
+    return qwix.quantize(w_OI.astype(jnp.float32), KINDS[kind], **given)
 
 
 def shape(name: str, w_IO: jax.ShapeDtypeStruct, layout: NamedSharding, kind: str) -> Any:
@@ -92,8 +127,11 @@ def shape(name: str, w_IO: jax.ShapeDtypeStruct, layout: NamedSharding, kind: st
 
     *expert, _, out = layout.spec
     qtype, of_scales = KINDS[kind], NamedSharding(layout.mesh, PartitionSpec(*expert, None, out))
-    values = jax.ShapeDtypeStruct(w_IO.shape, qtype, sharding=w_IO.format)
-    scales = jax.ShapeDtypeStruct((*w_IO.shape[:-2], 1, w_IO.shape[-1]), jnp.float32, sharding=of_scales)
+    dtype, each = (jnp.uint8, 2) if kind == "fp4" else (qtype, 1)
+    size = (*w_IO.shape[:-2], w_IO.shape[-2] // each, w_IO.shape[-1])
+    values = jax.ShapeDtypeStruct(size, dtype, sharding=w_IO.format)
+    parts = w_IO.shape[-2] // PER_SCALE.get(kind, w_IO.shape[-2])
+    scales = jax.ShapeDtypeStruct((*w_IO.shape[:-2], parts, w_IO.shape[-1]), jnp.float32, sharding=of_scales)
     return qwix.QArray(values, scales, qtype=qtype)
 
 
@@ -106,24 +144,32 @@ def factors(w: Any, inputs: int, kind: str = "compute") -> tuple[jax.Array, jax.
         inputs: I.
     """
     if hasattr(w, "qvalue"):
-        return w.qvalue, w.scale.reshape(-1)
-    if KINDS[kind] is None:
+        values, scale = _values(w), w.scale
+    elif KINDS[kind] is None:
         return w, None
-    values_OI, scale_O1 = _through(w.reshape(-1, inputs).astype(jnp.float32), kind)
-    return values_OI, scale_O1.reshape(-1)
+    else:
+        values, scale = _through(w.reshape(-1, inputs).astype(jnp.float32), kind)
+    if scale.shape[-1] > 1:  # several in the sum
+        return values.astype(jnp.float32) * _each(scale, inputs), None
+    return values, scale.reshape(-1)
 
 
 def of_experts(w: Any, dtype: Any, kind: str = "compute") -> jax.Array:
     """The matrices [E,O,I] to multiply by, values times scales; ``w`` and ``kind`` as of ``factors``."""
     if not hasattr(w, "qvalue") and KINDS[kind] is None:
         return w.astype(dtype)
-    values, scale = (w.qvalue, w.scale) if hasattr(w, "qvalue") else _through(w.astype(jnp.float32), kind)
-    return (values.astype(jnp.float32) * scale).astype(dtype)
+    values, scale = (_values(w), w.scale) if hasattr(w, "qvalue") else _through(w.astype(jnp.float32), kind)
+    return (values.astype(jnp.float32) * _each(scale, values.shape[-1])).astype(dtype)
+
+
+def _each(scale: jax.Array, inputs: int) -> jax.Array:
+    """Of each input; [...,1] where all have one."""
+    return scale if scale.shape[-1] == 1 else jnp.repeat(scale, inputs // scale.shape[-1], axis=-1)
 
 
 def _through(w: jax.Array, kind: str) -> tuple[jax.Array, jax.Array]:
     """Rounded values and their scales, whose product has the gradient of w."""
     made = jax.lax.stop_gradient(_round(w, kind))
     # Of value exactly q: the difference is of a number to itself.
-    own = w / made.scale
+    own = w / _each(made.scale, w.shape[-1])
     return made.qvalue.astype(jnp.float32) + (own - jax.lax.stop_gradient(own)), made.scale

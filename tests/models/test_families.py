@@ -328,16 +328,30 @@ def test_what_changes_nothing_is_let_pass(tmp_path):
     assert hf.read_architecture(noisy) == hf.read_architecture(plain)
 
 
-def test_of_a_model_that_sees_images_too_the_one_of_texts_is_read(tmp_path):
+def together(tensors):
+    """As Qwen3.5 was released: of an expert the first half of the rows is the gate's, the second the up's."""
+    found = {name: x for name, x in tensors.items() if ".experts." not in name}
+    for block in {name.partition(".experts.")[0] for name in tensors if ".experts." in name}:
+        of = lambda e, part, block=block: tensors[f"{block}.experts.{e}.{part}_proj.weight"]
+        experts = range(sum(name.startswith(f"{block}.experts.") and "up_proj" in name for name in tensors))
+        found[f"{block}.experts.gate_up_proj"] = np.stack(
+            [np.concatenate([of(e, "gate"), of(e, "up")]) for e in experts]
+        )
+        found[f"{block}.experts.down_proj"] = np.stack([of(e, "down") for e in experts])
+    return found
+
+
+@pytest.mark.parametrize(("kind", "name"), [("qwen3_5", "qwen3_5"), ("qwen3_5_moe", "qwen3_5_experts")])
+def test_of_a_model_that_sees_images_too_the_one_of_texts_is_read(tmp_path, kind, name):
     """As Qwen3.5 was released, with the keys that its files have; an export is of the latter alone."""
     said = {"attn_output_gate": True, "mamba_ssm_dtype": "float32", "mtp_num_hidden_layers": 1, "mlp_only_layers": []}
     said |= {"mtp_use_dedicated_embeddings": False}
-    plain, seeing = write(tmp_path / "plain", "qwen3_5"), write(tmp_path / "seeing", "qwen3_5")
+    plain, seeing = write(tmp_path / "plain", name), write(tmp_path / "seeing", name)
     text = json.loads((plain / "config.json").read_text()) | said
-    whole = {"model_type": "qwen3_5", "text_config": text, "vision_config": {"depth": 2}, "image_token_id": 3}
+    whole = {"model_type": kind, "text_config": text, "vision_config": {"depth": 2}, "image_token_id": 3}
     (seeing / "config.json").write_text(json.dumps(whole | {"tie_word_embeddings": False}))
     tensors = safetensors.numpy.load_file(plain / "model.safetensors")
-    renamed = {name.replace("model.", "model.language_model.", 1): x for name, x in tensors.items()}
+    renamed = {name.replace("model.", "model.language_model.", 1): x for name, x in together(tensors).items()}
     renamed |= {"model.visual.blocks.0.norm1.weight": np.ones(3, np.float32), "mtp.fc.weight": np.ones(2, np.float32)}
     safetensors.numpy.save_file(renamed, seeing / "model.safetensors")
     model, mesh = Model(hf.read_architecture(seeing)), building.mesh_of(ONE)

@@ -13,6 +13,11 @@ from jaxrl_llm.planning import presets
 # Of each model's config.json on the hub: num_hidden_layers, hidden_size, num_attention_heads, num_key_value_heads,
 # head_dim, intermediate_size (moe_intermediate_size), vocab_size, max_position_embeddings, tie_word_embeddings,
 # rope_theta; and the number of parameters that its page tells (safetensors, a tied head once).
+# Compared on 2026-11-26 with other people's tables of them: litgpt's config.py (26857050) for SmolLM2, Llama,
+# Qwen2.5, Qwen3, Gemma 3 1B and Mixtral; slime's scripts/models (624b824a8) for Llama, Qwen2.5, Qwen3, Qwen3-Next and
+# Qwen3.5; and reports of the config.json for GPT-OSS-20B, SmolLM3 and Gemma 3 270M. Equal, but for the base models'
+# files, where those say rms_norm_eps 1e-5 for Qwen2.5-14B and 32B: these here are the instruct models'. None was
+# found for OLMo 2 and GPT-OSS-120B.
 PUBLISHED = {
     "smollm2-135m": (30, 576, 9, 3, 64, 1536, 49152, 8192, True, 1e5, 134_515_008),
     "smollm2-360m": (32, 960, 15, 5, 64, 2560, 49152, 8192, True, 1e5, 361_821_120),

@@ -98,6 +98,7 @@ class Family:
         local_rope: layers with a window have a rope of their own.
         only: values that a key must have one of.
         experts_together: files have the experts of a layer in one tensor (mixtures.Apart).
+        experts_in_halves: files may have them so, in another way.
     """
 
     class_name: str
@@ -109,6 +110,7 @@ class Family:
     local_rope: bool = False
     only: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     experts_together: bool = False
+    experts_in_halves: bool = False
 
 
 FAMILIES = {
@@ -218,6 +220,7 @@ FAMILIES = {
         fixed={**hybrids.FIXED, "norm_topk": True},
         names=hybrids.NAMES,
         only=hybrids.ONLY,
+        experts_in_halves=True,
     ),
     "qwen3_5_text": Family(
         "Qwen3_5ForCausalLM",

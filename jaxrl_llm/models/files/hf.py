@@ -82,8 +82,9 @@ def _expected(model: Model, mesh: Mesh) -> tuple[Params, str]:
 
 
 def _tensors(folder: str | Path, model: Model) -> Folder | mixtures.Apart:
-    file = Folder(Path(folder))
-    return mixtures.Apart(file) if families.FAMILIES[model.arch.family].experts_together else file
+    file, family = Folder(Path(folder)), families.FAMILIES[model.arch.family]
+    is_seen_apart = family.experts_together or family.experts_in_halves
+    return mixtures.Apart(file, in_halves=family.experts_in_halves) if is_seen_apart else file
 
 
 def _check_tied(file: Folder | mixtures.Apart, model: Model) -> None:

@@ -49,7 +49,7 @@ KEYS = {
 RELEASED = {"mtp_num_hidden_layers": 0, "mtp_use_dedicated_embeddings": False, "mamba_ssm_dtype": "float32"}
 RELEASED |= {"attn_output_gate": True, "mlp_only_layers": None}
 ONLY = {"attn_output_gate": (True,), "mlp_only_layers": (None, [])}
-WITH_IMAGES = "qwen3_5"  # model_type of a model that sees, whose text_config is of the family here
+WITH_IMAGES = ("qwen3_5", "qwen3_5_moe")  # model_type of models that see, whose text_config is of a family here
 FIXED = {"qk_norm": "head", "norm_offset": 1.0, "output_gate": True}
 # Of experts: Qwen3.5's, and Qwen3-Next's.
 EXPERTS_5 = {
@@ -99,7 +99,7 @@ def delta_of(path: Any, config: dict[str, Any], keys: dict[str, Any]) -> Delta |
 def text_of(given: dict[str, Any]) -> dict[str, Any]:
     """What a config.json says of the model of texts alone, where it is of one that sees images too."""
     text = given.get("text_config")
-    if given.get("model_type") != WITH_IMAGES or not isinstance(text, dict):
+    if given.get("model_type") not in WITH_IMAGES or not isinstance(text, dict):
         return given
     return {**text, "tie_word_embeddings": given.get("tie_word_embeddings", text.get("tie_word_embeddings", False))}
 

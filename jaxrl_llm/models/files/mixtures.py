@@ -8,6 +8,8 @@ Parameters are of one expert each (``layout``), and so are the tensors of most f
 It was released in MXFP4: in place of [E,I,O] are blocks [E,O,I/32,16] of bytes, two numbers of 4 bits in each, the
 first in the lower half, and scales [E,O,I/32], a byte s for 32 numbers: x = 2^(s - 127) FP4[bits].
 
+Qwen3.5's were released as experts.gate_up_proj [E,2F,D], rows of gate and then of up, and experts.down_proj [E,D,F].
+
 Source: OCP Microscaling Formats 1.0, 5.3 and 6.3; transformers' integrations/mxfp4.py.
 Letters: E experts, O outputs, I inputs, D width, F ffn.
 Owns: the keys and names of mixtures, the tensors of one expert in files of all. Does not know: other families, how
@@ -98,12 +100,15 @@ def decoded(blocks_OGb: np.ndarray, scales_OG: np.ndarray) -> np.ndarray:
 class Apart:
     """A folder's tensors (``layout.TensorFile``), those of all experts seen as one of each.
 
+    Args:
+        in_halves: they are as Qwen3.5 has them; else as GPT-OSS.
+
     Raises:
         ConfigError: a tensor of experts that is shaped like none.
     """
 
-    def __init__(self, file: Any):
-        self.path, self.modified_ns, self._file = file.path, file.modified_ns, file
+    def __init__(self, file: Any, *, in_halves: bool = False):
+        self.path, self.modified_ns, self._file, self._in_halves = file.path, file.modified_ns, file, in_halves
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._places: dict[str, tuple[Any, ...]] = {}  # stored name, its kind, the expert, which part of how many
         for name, shape in file.shapes.items():
@@ -114,14 +119,14 @@ class Apart:
 
     def _add(self, name: str, shape: tuple[int, ...], block: str, matrix: str, kind: str) -> None:
         parts, other = _PARTS[matrix], name.removesuffix(kind) + "_scales"
-        outputs = shape[2 if not kind else 1] if len(shape) == _DIMS[kind] else 0
+        outputs = shape[1 if kind or self._in_halves else 2] if len(shape) == _DIMS[kind] else 0
         if not outputs or outputs % len(parts) or (kind == "_blocks" and shape[3] != PER_SCALE // 2):
             raise ConfigError(f"{self.path}: tensor {name} has shape {shape}, which experts' matrices have not")
         if kind == "_scales":
             return
         if kind == "_blocks" and self._file.shapes.get(other) != shape[:3]:
             raise ConfigError(f"{self.path}: tensor {other} is missing, or its shape is not {shape[:3]}")
-        inputs = {"": (shape[1],), "_bias": (), "_blocks": (PER_SCALE * shape[-2],)}[kind]
+        inputs = {"": (shape[2 if self._in_halves else 1],), "_bias": (), "_blocks": (PER_SCALE * shape[-2],)}[kind]
         for expert, (i, part) in itertools.product(range(shape[0]), enumerate(parts)):
             own = f"{block}{expert}.{part}_proj.{'bias' if kind == '_bias' else 'weight'}"
             self.shapes[own] = (outputs // len(parts), *inputs)
@@ -132,6 +137,9 @@ class Apart:
             return self._file.read(name, index)
         (stored, kind, expert, i, step), (outputs, *inputs) = self._places[name], index
         of_expert = slice(expert, expert + 1)
+        if self._in_halves:
+            first = i * self.shapes[name][0]
+            return self._file.read(stored, (of_expert, slice(first + outputs.start, first + outputs.stop), *inputs))[0]
         rows = slice(step * outputs.start, step * outputs.stop)
         if kind == "_blocks":
             first, last = inputs[0].start // PER_SCALE, -(-inputs[0].stop // PER_SCALE)
