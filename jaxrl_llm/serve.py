@@ -33,6 +33,7 @@ from jaxrl_llm.runtime import cli, rng, sharding
 from jaxrl_llm.runtime.programs import compile_all, use_cache
 from jaxrl_llm.serving.engine import Engine
 from jaxrl_llm.serving.http import Server
+from jaxrl_llm.serving.tempering import TemperingSampler
 
 
 def server_of(
@@ -72,10 +73,11 @@ def server_of(
         apart[name] = peft.load(adapters[name], dataclasses.replace(model, lora=config), mesh), config
     if adapters:
         model = dataclasses.replace(model, lora=lora.common(configs.values()))
-    sampler = Sampler(
+    is_greedy = sampling.temperature == 0
+    sampler = (Sampler if is_greedy else TemperingSampler)(
         model=model,
         mesh=mesh,
-        sampling=sampling,
+        sampling=sampling if is_greedy else dataclasses.replace(sampling, temperature=1.0),
         eos_ids=tokenizer.eos_ids,
         num_prompts=at_once,
         group_size=1,
@@ -176,7 +178,9 @@ if __name__ == "__main__":
     MAX_WAITING = flags.DEFINE_integer("max_waiting", 256, "Requests that may wait; more are answered with 429.")
     MAX_PROMPT_TOKENS = flags.DEFINE_integer("max_prompt_tokens", 512, "Longest prompt.")
     MAX_TOKENS = flags.DEFINE_integer("max_tokens", 512, "Longest completion.")
-    TEMPERATURE = flags.DEFINE_float("temperature", 1.0, "Softmax temperature; 0 is greedy.")
+    TEMPERATURE = flags.DEFINE_float(
+        "temperature", 1.0, "Softmax temperature of requests that name none; 0 is greedy, for all."
+    )
     SEED = flags.DEFINE_integer("seed", 0, "Of the noise.")
     COMPUTE_DTYPE = flags.DEFINE_enum("compute_dtype", "float32", ["float32", "bfloat16"], "Arithmetic.")
     flags.mark_flag_as_required("model")

@@ -404,7 +404,7 @@ class Sampler:
                     logits = keep_support(logits, support, axis)
                 return support, sample_inverse_cdf(logits, uniform, axis), surprise_moments(logits, axis)
 
-            logits_ZV = filter_logits(logits_ZV, Filter.of(sampling))
+            logits_ZV = filter_logits(self.tempered(logits_ZV, state), Filter.of(sampling))
             is_cut_Z = jnp.sum(logits_ZV > -jnp.inf, axis=-1) > size if size else False
             # By device, on its part of the vocabulary: XLA would gather the logits for a search.
             noted["support"], (drawn_Z, logp_Z), (entropy_Z, variance_Z) = sharding.by_vocabulary(
@@ -460,6 +460,10 @@ class Sampler:
                 for name, x in state.columns.items()
             },
         )
+
+    def tempered(self, logits_ZV: jax.Array, state: SamplerState) -> jax.Array:
+        """Logits of slots before ``sampling``: where rows have temperatures of their own (serving), over these."""
+        return logits_ZV
 
     def _read_group(self, tokens, entry_M):
         """Tokens [M,G,S] of one open prompt's rows by shard, each where they lie."""

@@ -2,7 +2,8 @@
 
 ``METRICS`` is the one place where a metric has them; writing a name that is not there raises.
 
-Owns: that table, and of which sums those are that are a ratio. Does not know: how other values come about (metrics).
+Owns: that table, and which of the learner's sums stand behind the plain ones. Does not know: how other values come
+about (metrics).
 """
 
 from __future__ import annotations
@@ -234,4 +235,17 @@ RATIOS = {
     "replay/replay_ratio": ("ended_uses", "ended_rows"),
     "replay/first_use_frac": ("first_use_count", "real_count"),
     "replay/unique_prompts_mean": ("unique_prompt_count", "update_count"),
+}
+
+# Those that the learner has as they are: by what name, and their type.
+TAKEN = {
+    "update/ratio_max": ("ratio_max", float),
+    "update/old_policy_gap_max_nats": ("old_gap_max", float),
+    "update/skipped_steps": ("skipped_count", int),
+    "update/nonfinite_steps": ("nonfinite_count", int),
+    "optimizer/learning_rate": ("learning_rate", float),
+    "replay/age_max_steps": ("age_max", int),
+    "replay/wasted_share": ("wasted_share", float),
+    "replay/drawn_rows": ("real_count", int),
+    "tokens/trained": ("token_count", int),
 }

@@ -25,7 +25,7 @@ from tensorboardX.summary import scalar
 
 from jaxrl_llm.config import Config, ConfigError, MetricsConfig
 from jaxrl_llm.models import moe
-from jaxrl_llm.reports.metric_table import AGE_LABELS, METRICS, RATIOS
+from jaxrl_llm.reports.metric_table import AGE_LABELS, METRICS, RATIOS, TAKEN
 from jaxrl_llm.runtime import hosts
 from jaxrl_llm.types import (
     OUTCOME_ERROR,
@@ -118,19 +118,12 @@ def update_values(config: Config, used: dict[str, Any]) -> dict[str, float]:
 
     values = {
         **{name: ratio(*sums) for name, sums in RATIOS.items() if sums[0] in used},
-        "update/ratio_max": float(used["ratio_max"]),
+        **{name: kind(used[given]) for name, (given, kind) in TAKEN.items() if given in used},
         "update/ess_frac": effective("ratio", float(used["token_count"])),
         "update/sequence_ess_frac": effective("sequence_ratio", float(used["row_count"])),
-        "update/skipped_steps": int(used["skipped_count"]),
-        "update/nonfinite_steps": int(used["nonfinite_count"]),
         "update/sampler_learner_gap_max_nats": float(used["gap_max"]) if used["own_token_count"] else math.nan,
-        "optimizer/learning_rate": float(used["learning_rate"]),
-        "replay/age_max_steps": int(used["age_max"]),
         "replay/since_last_use_mean_steps": float(used["since_last_use_sum"]) / reused if reused else math.nan,
         "replay/filled_frac": float(used["filled_slots"]) / config.ring_capacity,
-        "replay/wasted_share": float(used["wasted_share"]),
-        "replay/drawn_rows": int(used["real_count"]),
-        "tokens/trained": int(used["token_count"]),
     }
     for i, label in enumerate(AGE_LABELS):
         tokens, total, square = (
@@ -139,8 +132,6 @@ def update_values(config: Config, used: dict[str, Any]) -> dict[str, float]:
         if tokens:
             values[f"update/clip_frac_age_{label}"] = float(used["clipped_count_by_age"][i]) / tokens
             values[f"update/ess_frac_age_{label}"] = total**2 / (tokens * square) if square else math.nan
-    if "old_gap_max" in used:
-        values["update/old_policy_gap_max_nats"] = float(used["old_gap_max"])
     if "value_loss_sum" in used:
         values["update/explained_variance"] = explained("return", "value_error", float(used["token_count"]))
     if "update_s" in used:

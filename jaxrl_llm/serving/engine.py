@@ -38,6 +38,7 @@ class Request:
     Attributes:
         stop: the completion ends with the first token whose text completes one of these;
         stop_ids: with the first of these tokens, besides the model's own ends.
+        temperature: its own; 0 = greedy, whose log-probs are 0. Heard where the sampler has temperatures by prompt.
         deltas: (token ids, log-probs, why it ended: "stop", "length", "error" or None), until it ends.
         is_cancelled: set by whoever no longer reads.
     """
@@ -46,6 +47,7 @@ class Request:
     max_tokens: int
     stop: tuple[str, ...] = ()
     stop_ids: frozenset[int] = frozenset()
+    temperature: float = 1.0
     deltas: queue.SimpleQueue = dataclasses.field(default_factory=queue.SimpleQueue)
     is_cancelled: bool = False
 
@@ -149,6 +151,12 @@ class Engine:
             arrays = tokens.reshape(M * each, -1), length.reshape(-1), name.reshape(-1), entry
             arrays = sharding.put(arrays, sharding.leading(sampler.mesh, arrays))
             self._state = self._run["prefill"](self._params, self._state, *arrays)
+            if "temper" in self._run:
+                temperature = np.ones((M, E), np.float32)
+                for where, row in self._rows.items():
+                    temperature[where] = row.request.temperature
+                temperature = sharding.put(temperature, sharding.leading(sampler.mesh, temperature))
+                self._state = self._run["temper"](self._state, temperature)
 
     def _step(self) -> None:
         """A chunk of decode steps, and to each request what is new."""

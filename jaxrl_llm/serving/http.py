@@ -5,8 +5,8 @@
     POST /v1/chat/completions        messages in, text out, as the OpenAI API has it; with ``stream``, as it comes; with
                                      ``tools``, what the model writes as calls of them comes as ``tool_calls``
 
-What a request asks for that is not there, such as a temperature that is another than the server's, is refused with 400
-and named. Too many requests at once are answered with 429. One whose client has gone gives its slot back.
+What a request asks for that is not there, such as a penalty of what was said before, is refused with 400 and named. Too
+many requests at once are answered with 429. One whose client has gone gives its slot back.
 
 Owns: routes, what a request may ask for, what its answer looks like. Does not know: how tokens are drawn (``engine``).
 """
@@ -54,7 +54,7 @@ class Server(socketserver.ThreadingMixIn, http.server.HTTPServer):
         address: host and port; port 0 takes a free one (``server_port``).
         engines: by names of their models.
         tokenizer: of all models.
-        temperature: that of the engines' sampler.
+        temperature: of requests that name none; 0 = of all, greedy.
         token: that requests must bear; "" = none.
     """
 
@@ -237,8 +237,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
             if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= most:
                 raise Refused(400, f"max_tokens={size!r:.100} must be a whole number from 1 to {most}")
         temperature = asked.pop("temperature", None)
-        if temperature not in (None, self.server.temperature):
-            raise Refused(400, f"temperature={temperature!r:.100} must be {self.server.temperature}, the server's")
+        temperature = self.server.temperature if temperature is None else temperature
+        if self.server.temperature == 0 and temperature != 0:
+            raise Refused(400, f"temperature={temperature!r:.100} must be 0, the server's")
+        is_number = isinstance(temperature, (int, float)) and not isinstance(temperature, bool)
+        if not is_number or not (temperature == 0 or 0.01 <= temperature <= 100):
+            raise Refused(400, f"temperature={temperature!r:.100} must be 0 or from 0.01 to 100")
         stop = asked.pop("stop", None) or ()
         stop = (stop,) if isinstance(stop, str) else stop
         if not isinstance(stop, (list, tuple)) or not all(isinstance(x, str) and x for x in stop):
@@ -252,7 +256,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 raise Refused(400, f"{name} is not known here")
             if value is not None and NEUTRAL[name] and value not in NEUTRAL[name]:
                 raise Refused(400, f"{name}={value!r:.100} is not there: only {NEUTRAL[name][0]!r}")
-        request = Request(ids, min(sizes, default=most), tuple(stop), frozenset(stop_ids))
+        request = Request(ids, min(sizes, default=most), tuple(stop), frozenset(stop_ids), float(temperature))
         try:
             engine.submit(request)
         except BusyError:

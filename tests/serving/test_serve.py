@@ -93,19 +93,19 @@ def generate(server, ids, model=MODEL, **params):
 
 
 @functools.cache
-def learner(adapter=""):
+def learner(adapter="", temperature=1.0):
     source = pretrained.resolve(MODEL, adapter=adapter)
     model = Model(source.architecture())
     params = source.load_params(model, mesh_of(ONE), seed=0)
-    how = {"sampling": SamplingConfig(), "completion_width": MOST, "chunk_positions": 8}
+    how = {"sampling": SamplingConfig(temperature=temperature), "completion_width": MOST, "chunk_positions": 8}
     return jax.jit(functools.partial(row_logp, model, params, **how))
 
 
-def own_logp(prompt, completion, adapter=""):
+def own_logp(prompt, completion, adapter="", temperature=1.0):
     row = np.zeros((1, WIDTH + MOST), np.int32)
     row[0, : len(prompt) + len(completion)] = prompt + completion
     sizes = np.array([len(prompt)], np.int32), np.array([len(prompt) + len(completion)], np.int32)
-    return np.asarray(learner(adapter)(row, *sizes).logp)[0, len(prompt) : sizes[1][0]]
+    return np.asarray(learner(adapter, temperature)(row, *sizes).logp)[0, len(prompt) : sizes[1][0]]
 
 
 def test_tokens_of_many_at_once_have_the_log_probs_that_the_model_gives_them_after_their_own_prompt(sampled):
@@ -119,6 +119,23 @@ def test_tokens_of_many_at_once_have_the_log_probs_that_the_model_gives_them_aft
         assert len(tokens) == size if why == "length" else len(tokens) <= size
         np.testing.assert_allclose(logps, own_logp(prompt, tokens), rtol=0, atol=1e-5)
     assert len({tuple(tokens) for tokens, *_ in answers}) == 14
+
+
+def test_each_request_has_a_temperature_of_its_own(sampled, greedy):
+    """Side by side, in more slots than there are: each one's log-probs are those of its own distribution."""
+    prompt, temperatures = [5, 6, 7], [0.5, 2.0, 0.0, 1.0, None, 0.5]
+    ask_at = lambda t: generate(sampled, prompt, **({} if t is None else {"temperature": t}))
+    with concurrent.futures.ThreadPoolExecutor(6) as pool:
+        answers = list(pool.map(ask_at, temperatures))
+    for temperature, (ids, logps, _) in zip(temperatures, answers, strict=True):
+        if temperature == 0.0:
+            assert ids == generate(greedy, prompt)[0] and not any(logps)
+            continue
+        # Measured: 4e-6 nats at most.
+        np.testing.assert_allclose(logps, own_logp(prompt, ids, temperature=temperature or 1.0), atol=2e-5)
+    assert answers[0][0] != answers[5][0]  # a noise of its own
+    cold, hot = (np.mean(answers[i][1]) for i in (0, 1))
+    assert hot < cold
 
 
 def test_greedy_answers_do_not_depend_on_who_else_asks_and_are_streamed_as_they_are(greedy):
@@ -232,7 +249,13 @@ USER = [{"role": "user", "content": "x"}]
             "max_tokens=25 must be a whole number",
         ),
         (GENERATE, {"token_ids": [1], "sampling_params": {"max_tokens": 0}}, 400, "from 1 to 24"),
-        (GENERATE, {"token_ids": [1], "sampling_params": {"temperature": 0.5}}, 400, "temperature=0.5 must be 1.0"),
+        (GENERATE, {"token_ids": [1], "sampling_params": {"temperature": 0.005}}, 400, "=0.005 must be 0 or from 0.01"),
+        (
+            GENERATE,
+            {"token_ids": [1], "sampling_params": {"temperature": "hot"}},
+            400,
+            "temperature='hot' must be 0 or",
+        ),
         (GENERATE, {"token_ids": [1], "sampling_params": {"top_p": 0.5}}, 400, "top_p=0.5 is not there: only 1"),
         (GENERATE, {"token_ids": [1], "sampling_params": {"n": 2}}, 400, "n=2 is not there: only 1"),
         (GENERATE, {"token_ids": [1], "sampling_params": {"seed": 1}}, 400, "seed is not known here"),
@@ -245,7 +268,7 @@ USER = [{"role": "user", "content": "x"}]
         ),
         (CHAT, {"messages": []}, 400, "messages=[] must be a list of objects"),
         (CHAT, {"messages": [{"role": "user"}]}, 400, "must be a list of objects with a role and a content"),
-        (CHAT, {"messages": USER, "tools": [{}]}, 400, "tools is not known here"),
+        (CHAT, {"messages": USER, "functions": []}, 400, "functions is not known here"),
         (CHAT, {"messages": USER, "stop": [1]}, 400, "stop=[1] must be a text or a list of texts"),
         (CHAT, {"messages": USER, "chat_template_kwargs": {"thinking": 1}}, 400, "has 'thinking'"),
     ],

@@ -1,0 +1,51 @@
+"""A sampler whose prompts have temperatures of their own, besides the one of all.
+
+The temperature of an entry lies in the state as a column of its row, set when the row begins, so that one program
+serves all requests.
+
+Letters: as in ``actor.sampler``.
+Owns: where temperatures lie, how logits are divided. Does not know: requests.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_llm.actor import turns
+from jaxrl_llm.actor.sampler import Sampler, SamplerState
+from jaxrl_llm.runtime import sharding
+from jaxrl_llm.runtime.programs import Program
+
+
+@dataclasses.dataclass(frozen=True)
+class TemperingSampler(Sampler):
+    """A sampler with one completion a prompt; ``sampling.temperature`` is 1."""
+
+    @property
+    def columns(self) -> dict[str, tuple[Any, ...]]:
+        return super().columns | {"temperature": (jnp.float32,)}
+
+    def tempered(self, logits_ZV: jax.Array, state: SamplerState) -> jax.Array:
+        of_rows = state.columns["temperature"][..., 0]
+        temperature_MZ = jnp.where(state.slot_row >= 0, turns.by_slot(state, of_rows), 1.0)
+        temperature_Z1, logits_ZV = temperature_MZ.reshape(-1, 1), logits_ZV.astype(jnp.float32)
+        greedy = jnp.where(logits_ZV == jnp.max(logits_ZV, axis=1, keepdims=True), 0.0, -jnp.inf)
+        return jnp.where(temperature_Z1 > 0, logits_ZV / jnp.where(temperature_Z1 > 0, temperature_Z1, 1.0), greedy)
+
+    def programs(self, abstract_params: Any) -> dict[str, Program]:
+        """Those of a sampler, and "temper" (state, temperatures [M,E] f32, 0 = greedy), to call after a prefill."""
+        state = self.abstract_state()
+        shape = self.shards, self.entries
+        given = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding.named(self.mesh, shape, ("shards", None)))
+        layout = jax.tree.map(lambda x: x.sharding, state)
+        return super().programs(abstract_params) | {"temper": Program(_temper, (state, given), layout, donate=(0,))}
+
+
+def _temper(state: SamplerState, temperature_ME: jax.Array) -> SamplerState:
+    table = state.columns["temperature"]
+    column = jnp.broadcast_to(temperature_ME[:, :, None, None], table.shape)
+    return state.replace(columns={**state.columns, "temperature": column})
