@@ -1,5 +1,6 @@
 """Laws of the prompt stream and of the tasks behind it."""
 
+import collections
 import dataclasses
 import datetime
 import decimal
@@ -718,3 +719,30 @@ def test_reasoning_gym_settings_that_mean_nothing_are_refused(gym, config, words
     with pytest.raises(ConfigError, match=words) as error:
         tasks.load(config, seed=0)
     assert "\n" not in str(error.value)
+
+
+def test_datasets_are_mixed_by_weight_and_rise_by_their_curricula(gym):
+    arguments = {"chain_sum": {"weight": 2, "levels": 3}, "leg_counting": {}}
+    config = PromptsConfig(source="reasoning_gym", name="mix", arguments=arguments, size=30)
+    examples = tasks.load(config, seed=0).examples
+    assert examples == tasks.load(config, seed=0).examples != tasks.load(config, seed=1).examples
+    kinds = [example.columns["dataset"] for example in examples]
+    assert collections.Counter(kinds) == {"chain_sum": 20, "leg_counting": 10}
+    assert kinds[:3].count("chain_sum") == 2  # spread, not one after the other
+    sums = [e for e in examples if e.columns["dataset"] == "chain_sum"]
+    terms = [len(re.findall(r"\d+", e.prompt.partition(":")[2])) for e in sums]
+    most = [e.columns["dataset_arguments"]["max_terms"] for e in sums]
+    assert most == sorted(most) and set(most) == {2, 3, 4} and all(x <= y for x, y in zip(terms, most, strict=True))
+    given = {name: [example.columns[name] for example in examples] for name in examples[0].columns}
+    right = [str(answer) for answer in given["answer"]]
+    assert gym.reward([None] * 30, right, **given) == [1.0] * 30
+    for arguments, words in (
+        ({}, "prompts.arguments must name the datasets of prompts.name='mix'"),
+        ({"chain_sum": 3}, "prompts.arguments.chain_sum=3 must be arguments of the dataset, and a weight above 0"),
+        ({"chain_sum": {"weight": 0}}, "and a weight above 0"),
+        ({"chain_sums": {}}, "did you mean chain_sum"),
+        ({"chain_sums": {"levels": 2}}, "did you mean chain_sum"),
+        ({"chain_sum": {"levels": 0}}, "prompts.arguments.levels=0 must be a whole number from 1"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(words)):
+            tasks.load(dataclasses.replace(config, arguments=arguments), seed=0)

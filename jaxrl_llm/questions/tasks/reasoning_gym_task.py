@@ -1,4 +1,11 @@
-"""Any reasoning-gym dataset, by name and arguments, with its own scorer.
+"""Any reasoning-gym dataset, by name and arguments, with its own scorer; mixes of them, and their curricula.
+
+    name="chain_sum", arguments={"max_terms": 3}                       a dataset and what it takes
+    name="chain_sum", arguments={"levels": 3}                          by its curriculum, level 0 first: as many
+                                                                       questions of each (prompts.shuffle=False keeps
+                                                                       the order)
+    name="mix", arguments={"chain_sum": {"weight": 2, "levels": 3},    several, by weight (1 where none is given); those
+                           "leg_counting": {}}                         with levels rise together
 
 Owns: how questions are made and how the answer is read out of a completion. Does not know: chat templates.
 
@@ -45,10 +52,11 @@ ABSENT = [package for package in SOURCE_PACKAGES if importlib.util.find_spec(pac
 sys.modules.update({package: _Absent(package) for package in ABSENT})
 try:
     import reasoning_gym
-    from reasoning_gym.factory import DATASETS
+    from reasoning_gym.factory import CURRICULA, DATASETS, create_curriculum
 except ModuleNotFoundError as error:
     raise ConfigError(f"prompts.source='reasoning_gym' needs {error.name}: bash launch/setup.sh installs it") from error
 
+MIX = "mix"
 SCORER = "jaxrl_llm.questions.tasks.reasoning_gym_task:reward"
 
 # A minus directly after a digit is an operator: the integers of "5-2" are 5 and 2.
@@ -57,7 +65,7 @@ _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 def load(config: PromptsConfig, *, seed: int) -> Loaded:
-    """``config.size`` questions of the dataset ``config.name`` made from ``seed``.
+    """``config.size`` questions of the dataset ``config.name``, or of a mix, made from ``seed``.
 
     Host; ``columns`` is ``answer`` (str, or None where the dataset accepts any valid answer), ``entry`` (the
     dataset's whole row), ``dataset`` and ``dataset_arguments`` (what makes the same dataset again).
@@ -65,6 +73,57 @@ def load(config: PromptsConfig, *, seed: int) -> Loaded:
     Raises:
         ConfigError: unknown dataset, one whose package is not installed, or arguments that it does not take.
     """
+    if config.name == MIX:
+        return _mixed(config, seed)
+    if "levels" in config.arguments:
+        return _by_level(config, seed)
+    return _of_dataset(config, seed)
+
+
+def _mixed(config: PromptsConfig, seed: int) -> Loaded:
+    """Of several datasets, each spread evenly over the whole."""
+    weights, loaded = {}, {}
+    for name, given in config.arguments.items():
+        weight = given.get("weight", 1) if isinstance(given, dict) else None
+        if type(weight) not in (int, float) or not 0 < weight < float("inf"):
+            wanted = "arguments of the dataset, and a weight above 0"
+            raise ConfigError(f"prompts.arguments.{name}={given!r:.200} must be {wanted}")
+        weights[name] = weight
+    if not weights:
+        raise ConfigError(f"prompts.arguments must name the datasets of prompts.name={MIX!r}")
+    ends = [round(config.size * sum([*weights.values()][: i + 1]) / sum(weights.values())) for i in range(len(weights))]
+    for name, begin, end in zip(weights, [0, *ends], ends, strict=False):
+        own = {key: value for key, value in config.arguments[name].items() if key != "weight"}
+        if end > begin:
+            part = dataclasses.replace(config, name=name, arguments=own, size=end - begin)
+            loaded[name] = load(part, seed=seed).examples
+    placed = [((i + 0.5) / len(some), j, x) for j, some in enumerate(loaded.values()) for i, x in enumerate(some)]
+    return Loaded(tuple(example for *_, example in sorted(placed, key=lambda one: one[:2])))
+
+
+def _by_level(config: PromptsConfig, seed: int) -> Loaded:
+    """Of a dataset's curriculum, from level 0 on."""
+    own = dict(config.arguments)
+    levels, name = own.pop("levels"), config.name
+    if name in DATASETS and name not in CURRICULA:
+        raise ConfigError(f"prompts.arguments.levels={levels!r}: {name} has no curriculum")
+    if type(levels) is not int or not 1 <= levels <= config.size:
+        raise ConfigError(f"prompts.arguments.levels={levels!r} must be a whole number from 1 to prompts.size")
+    examples: list[Any] = []
+    for level in range(levels if name in DATASETS else 1):
+        arguments = {}
+        if name in DATASETS:
+            curriculum = create_curriculum(name)
+            curriculum.set_global_level(level)
+            arguments = dataclasses.asdict(curriculum.generate_configuration({"seed": 0, "size": 1}))
+        arguments = {key: value for key, value in arguments.items() if key not in ("seed", "size")} | own
+        size = config.size * (level + 1) // levels - config.size * level // levels
+        part = dataclasses.replace(config, arguments=arguments, size=size)
+        examples += _of_dataset(part, seed + level).examples
+    return Loaded(tuple(examples))
+
+
+def _of_dataset(config: PromptsConfig, seed: int) -> Loaded:
     from jaxrl_llm.types import Example  # here, for reward workers import this module and must not pay for jax
 
     name = config.name
