@@ -6,8 +6,6 @@ the weights it reads. The blocks' matrices lie input first: a CPU multiplies few
 out anew, in every step, what lies as in the learner. The head does: it is the embedding too, where it is tied. A TPU
 would turn queries', keys' and values' matrices back before each chunk of steps: for it they lie as in the learner.
 
-A base of adapters is published once, for it stays; beside it, each time, adapters alone.
-
 Owns: the form and dtype of the sampler's weights, the programs that make them. Does not know: what they are.
 """
 
@@ -76,7 +74,7 @@ def abstract_params(model: Model, mesh: Mesh, rules: dict[str, Any] = sharding.O
 def programs(model: Model, mesh: Mesh, sampler_mesh: Mesh) -> dict[str, Program]:
     """From the learner's parameters on its mesh, which are left alone, to the sampler's, of the same devices.
 
-    "publish" of what learns, which takes the parts of ``lora.split``; "publish_base" of what adapters are of.
+    "publish" of what learns, which takes the parts of ``lora.split``; "publish_base", once, of what adapters are of.
     """
     sampler, learner = abstract_params(model, sampler_mesh), abstract_params(model, mesh, {})
     parts = lora.split(model.abstract_params(mesh))

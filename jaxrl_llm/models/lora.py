@@ -152,13 +152,16 @@ def published(params: Any, config: LoraConfig) -> Any:
     return params | {"blocks": params["blocks"] | excesses}
 
 
-def add(out_BTO: jax.Array, x_BTI: jax.Array, name: str, weight: Callable, linear: Callable, config: LoraConfig) -> Any:
-    """y of out = W x, in its dtype.
+def add(out_BTO: jax.Array, x_BTI: jax.Array, name: str, block: Any, linear: Callable) -> jax.Array:
+    """y of out = W x, in its dtype; out where W has no adapters.
 
     Args:
-        weight: the parameter of a name, of one layer; an m that has one dimension is ``published``.
+        block: parameters of one layer (``transformer.Blocks``); an m that has one dimension is ``published``.
         linear: (x, matrix) -> their product.
     """
+    if not hasattr(block, name + A):
+        return out_BTO
+    config, weight = block.lora, lambda name: getattr(block, name)[...]
     out_BTO += linear(linear(x_BTI, weight(name + A)) * scale(config), weight(name + B))
     if not config.dora:
         return out_BTO

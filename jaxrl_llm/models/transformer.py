@@ -123,9 +123,7 @@ class Blocks(nnx.Module):
             multiply = functools.partial(linear, merged=is_merged)
             once = functools.partial(multiply, axes=gathering.OF_HEADS.get(name, ()) if rematted else ())
             out_BTO = quantised.multiply(once, x_BTI, name, getattr(self, name)[...], weights)
-            if hasattr(self, name + adapters.A):
-                of = lambda name: getattr(self, name)[...]
-                out_BTO = adapters.add(out_BTO, x_BTI, name, of, multiply, self.lora)
+            out_BTO = adapters.add(out_BTO, x_BTI, name, self, multiply)
             bias = getattr(self, f"{name}_bias", None)
             return out_BTO if bias is None else out_BTO + bias[...].astype(out_BTO.dtype).reshape(1, 1, -1)
 
