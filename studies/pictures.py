@@ -20,6 +20,7 @@ from studies.arms import BATCH, Arm, on_policy
 from studies.design import COST_RATIO
 
 STYLE = {"svg.hashsalt": "replay", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
+COLUMNS = 3  # of panels
 Grid = Mapping[tuple[int, int], Arm]
 
 
@@ -48,9 +49,12 @@ def accuracy(grid: Grid, out: pathlib.Path, *, over: Callable[[Arm], np.ndarray]
     """Held-out pass rate over a cost: a panel for each ring, a curve for each replay ratio."""
     rings, ratios = (sorted(set(values)) for values in zip(*((n, y) for y, n in grid), strict=True))
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(3.2 * len(rings), 3.0), layout="constrained")
-        panels = figure.subplots(1, len(rings), sharey=True, sharex=True, squeeze=False).ravel()
-        for axes, ring in zip(panels, rings, strict=True):
+        num_rows = -(-len(rings) // COLUMNS)
+        figure = Figure(figsize=(3.4 * COLUMNS, 2.8 * num_rows), layout="constrained")
+        panels = figure.subplots(num_rows, COLUMNS, sharey=True, sharex=True, squeeze=False).ravel()
+        for axes in panels[len(rings) :]:
+            axes.set_visible(False)
+        for axes, ring in zip(panels, rings, strict=False):
             for (ratio, batches), arm in grid.items():
                 is_base = (ratio, batches) == (1, 1)
                 if batches != ring and not is_base:
@@ -59,9 +63,9 @@ def accuracy(grid: Grid, out: pathlib.Path, *, over: Callable[[Arm], np.ndarray]
                 _band(axes, over(arm), arm.curves, label="on-policy" if is_base else f"y = {ratio}", **how)
             axes.set_title(f"ring of {ring} B", fontsize=9)
             axes.grid(alpha=0.3)
-        panels[-1].legend(frameon=False, fontsize=7)
+        panels[0].legend(frameon=False, fontsize=7)
         figure.supxlabel(x_label)
-        panels[0].set_ylabel("held-out pass rate")
+        figure.supylabel("held-out pass rate")
         save(figure, out)
 
 
@@ -77,11 +81,12 @@ def cost_map(grid: Grid, out: pathlib.Path, *, threshold: float) -> None:
             cost = np.full((len(ratios), len(rings)), np.nan)
             for (ratio, ring), arm in grid.items():
                 value = arm.to(threshold, way(arm))[0]
-                i, j = ratios.index(ratio), rings.index(ring)
-                cost[i, j] = value if np.isfinite(value) else np.nan
-                axes.text(
-                    j, i, format(value, form) if np.isfinite(value) else "never", ha="center", va="center", fontsize=8
-                )
+                cost[ratios.index(ratio), rings.index(ring)] = value if np.isfinite(value) else np.nan
+            middle = (np.nanmin(cost) + np.nanmax(cost)) / 2
+            for (i, j), value in np.ndenumerate(cost):
+                colour = "white" if value < middle else "black"
+                shown = format(value, form) if np.isfinite(value) else "never"
+                axes.text(j, i, shown, ha="center", va="center", fontsize=8, color=colour)
             axes.imshow(cost, cmap="YlGn_r", aspect="auto", origin="lower")
             axes.set_xticks(range(len(rings)), [f"{n} B" for n in rings])
             axes.set_yticks(range(len(ratios)), map(str, ratios))
