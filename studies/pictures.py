@@ -63,7 +63,7 @@ def accuracy(grid: Grid, out: pathlib.Path, *, over: Callable[[Arm], np.ndarray]
                 _band(axes, over(arm), arm.curves, label="on-policy" if is_base else f"y = {ratio}", **how)
             axes.set_title(f"ring of {ring} B", fontsize=9)
             axes.grid(alpha=0.3)
-        panels[0].legend(frameon=False, fontsize=7)
+        panels[1].legend(frameon=False, fontsize=7)  # where y = 1 is not the on-policy arm
         figure.supxlabel(x_label)
         figure.supylabel("held-out pass rate")
         save(figure, out)
