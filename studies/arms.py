@@ -40,7 +40,6 @@ class Arm:
         curves: [1 + resamples, evaluations] held-out pass rate; row 0 is of all seeds and questions.
         draws: of questions, the same for every arm.
         shares: [1 + resamples, runs] of the seeds in each draw.
-        compute: [runs, evaluations] at the declared mu, in trained rollouts.
         at: [runs, evaluations] rows of the evaluations.
         passed: [runs, evaluations, questions] answers that passed, of ``samples``.
         times: of an iteration, where they were measured.
@@ -53,7 +52,6 @@ class Arm:
     curves: np.ndarray
     draws: Resampling
     shares: np.ndarray
-    compute: np.ndarray
     at: np.ndarray
     extra: costs.Forwards
     times: Times | None
@@ -100,12 +98,11 @@ def arms_of(study: raw.Study, times: Mapping[str, Times] | None = None) -> list[
         at = np.stack([np.flatnonzero([row.get(METRIC) is not None for row in run.rows]) for run in members])
         extra = costs.forwards(configs[members[0].name])
         shares = draws.runs(len(members))
-        compute = np.stack([costs.compute(run, extra)[rows] for run, rows in zip(members, at, strict=True)])
         samples = study.samples_of[members[0].name]
         curves = draws.curves(passed / samples, shares)
         name = label(members[0], sweep)
         its_times = times[name] if times else None
-        found.append(Arm(name, members, samples, passed, curves, draws, shares, compute, at, extra, its_times))
+        found.append(Arm(name, members, samples, passed, curves, draws, shares, at, extra, its_times))
     return found
 
 
@@ -142,7 +139,7 @@ def table(arms: Sequence[Arm], threshold: float, *, base: Arm | None = None) -> 
     if is_timed:
         head += ["own mu", "batches at own mu", *["saved"] * (base is not None)]
         head += ["seconds", *["saved"] * (base is not None)]
-    head += ["spent", "entropy", "train"]
+    head.append("entropy")
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for arm in arms:
         lines.append("| " + " | ".join([arm.name, *_cells(arm, threshold, base, is_timed)]) + " |")
@@ -152,9 +149,6 @@ def table(arms: Sequence[Arm], threshold: float, *, base: Arm | None = None) -> 
 def _most(arm: Arm) -> int:
     """Largest k of pass@k that is shown."""
     return min(32, arm.samples)
-
-
-SHOWN_OF_TRAINING = ("update/entropy_nats", "rollout/pass_rate")
 
 
 def _cells(arm: Arm, threshold: float, base: Arm | None, is_timed: bool) -> list[str]:
@@ -170,8 +164,7 @@ def _cells(arm: Arm, threshold: float, base: Arm | None, is_timed: bool) -> list
         if base is not None:
             x = way(base)
             cells.append("" if arm is base else saved(to, np.minimum(base.to(threshold, x), x[:, -1])).shown(".0%"))
-    spent = np.mean([x[-1] for x in arm.compute]) / BATCH
-    return [*cells, f"{spent:.0f}", *(f"{arm.last_tenth(metric).value:.2f}" for metric in SHOWN_OF_TRAINING)]
+    return [*cells, f"{arm.last_tenth('update/entropy_nats').value:.2f}"]
 
 
 def main() -> None:

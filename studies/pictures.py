@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 
 from jaxrl_llm.sweep import intervals
 from jaxrl_llm.sweep.intervals import Interval
-from studies.arms import BATCH, Arm, on_policy
+from studies.arms import BATCH, Arm
 from studies.design import COST_RATIO
 
 STYLE = {"svg.hashsalt": "replay", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
@@ -162,10 +162,3 @@ def headline(grid: Grid, out: pathlib.Path, *, threshold: float) -> None:
         axes.legend(frameon=False, fontsize=8, loc="lower right")
         axes.grid(alpha=0.3)
         save(figure, out)
-
-
-def baseline(grid: Grid) -> Arm:
-    """Without reuse and without a ring beyond the batch."""
-    base = on_policy(list(grid.values()))
-    assert base is not None
-    return base

@@ -38,9 +38,10 @@ class Interval(NamedTuple):
         return cls(float(draws[0]), float(low), float(high))
 
     def shown(self, form: str = ".2f", never: str = "never") -> str:
-        """``0.48 (0.43-0.53)``."""
+        """``0.48 (0.43-0.53)``, or ``5% (-26% to 42%)``."""
         text = [format(x, form) if math.isfinite(x) else never for x in self]
-        return f"{text[0]} ({text[1]}-{text[2]})" if set(text) != {never} else never
+        joint = " to " if self.low < 0 else "-"
+        return f"{text[0]} ({text[1]}{joint}{text[2]})" if set(text) != {never} else never
 
 
 class Resampling:

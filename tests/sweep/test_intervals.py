@@ -60,6 +60,7 @@ def test_what_is_never_reached_is_more_than_all_and_is_said():
     assert Interval.of(draws).shown(".0f") == "3 (2-never)"
     assert Interval.of(np.full(9, math.inf)).shown() == "never"
     assert Interval(0.481, 0.43, 0.53).shown() == "0.48 (0.43-0.53)"
+    assert Interval(0.05, -0.26, 0.42).shown(".0%") == "5% (-26% to 42%)"
 
 
 def test_a_first_crossing_lies_on_the_line_between_two_points():
