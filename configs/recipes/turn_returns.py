@@ -4,8 +4,8 @@
 
 Each turn against the group's turns of its number, by what it and those after it were given, in GRPO's form. The
 questions are a maze for small models: set prompts, environments and rewards to your own.
-Source: REINFORCE with rewards to go, Williams 1992. Differs: the baseline of a turn is the group's turns of its number,
-which is ours.
+Source: the reward that follows an action less a baseline, Schulman et al. 2015, arXiv:1506.02438, section 2. Differs:
+the baseline of a turn is the group's turns of its number, which is ours.
 """
 
 from jaxrl_llm.algorithms.use import use

@@ -400,7 +400,7 @@ def _clipped_by_turn(batch, advantages):
 
 
 def turn_returns(batch, longest):
-    """Williams 1992: what a turn and those after it were given, against the same turn of the siblings."""
+    """Schulman et al. 2015: what a turn and those after it were given, against the same turn of the siblings."""
     return _clipped_by_turn(batch, _turns.turn_returns(batch))
 
 
