@@ -69,6 +69,8 @@ def read_sweep(path: str) -> Sweep:
         raise ConfigError(f"{path}:{lines[-1] if lines else 1}: {type(error).__name__}: {error}") from error
     if not isinstance(sweep, Sweep):
         raise ConfigError(f"{path}: get_sweep() must return a jaxrl_llm.sweep.points.Sweep, not {type(sweep).__name__}")
+    if not (sweep.then is None or callable(sweep.then)):
+        raise ConfigError(f"{path}: then={sweep.then!r} must be a function of runs that returns points, or None")
     for name in sweep.named_metrics():
         if name not in METRICS:
             raise ConfigError(f"{path}: the sweep names {name!r}, which is no metric; see METRICS in metrics.py")

@@ -454,6 +454,7 @@ def test_the_command_launches_prints_and_writes_what_is_there(sweep_file, tmp_pa
         ("get_sweep", "sweep", [], "get_sweep() must return a jaxrl_llm.sweep.points.Sweep, not NoneType"),
         ("return Sweep(", "return list(", [], "not list"),
         ("seeds(2)))", "seeds(2)), metrics=('eval/pass',))", [], "'eval/pass', which is no metric"),
+        ("seeds(2)))", "seeds(2)), then=5)", [], "then=5 must be a function of runs"),
         ("seeds(2)))", "seeds(2)), facet='replay.capacity')", [], "facet='replay.capacity' is not set by any point"),
         ("1e-5", "1e-5 / 0", [], "mine.py:14: ZeroDivisionError"),
         ("1e-5", "-1.0", [], "'optimizer.learning_rate': -1.0, 'seed': 0}: optimizer.learning_rate=-1.0 must be"),
