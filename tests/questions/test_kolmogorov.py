@@ -72,6 +72,13 @@ def test_questions_are_what_their_programs_write():
     assert min(own) > 0 and np.std(own) > 0.1  # there is something to gain, here more and there less
 
 
+def test_a_drawn_program_that_writes_too_much_is_no_question(monkeypatch):
+    drawn = iter(["repeat(range(0,1000,1),11)", "repeat([1],9)", "scan(scan([1000000000000,1]))", "repeat([2],9)"])
+    monkeypatch.setattr(kolmogorov, "drawn", lambda *_: next(drawn))
+    loaded = kolmogorov.load(PromptsConfig(source="kolmogorov", size=2), seed=0)
+    assert [example.columns["sequence"] for example in loaded.examples] == [[1] * 9, [2] * 9]
+
+
 def test_what_a_program_is_worth():
     wanted = [1, 2] * 6
     texts = ["repeat([1,2],6)", "I say\n```\nrepeat([1, 2], 6)\n```\n", "repeat([1,2],5)", "no", ""]

@@ -154,7 +154,10 @@ def load(config: PromptsConfig, *, seed: int) -> Loaded:
                 f"prompts.arguments={config.arguments!r} leave hardly a program shorter than what it writes"
             )
         program = drawn(rng, depth, largest)
-        sequence = run(program)
+        try:
+            sequence = run(program)
+        except ProgramError:  # it writes too much
+            continue
         if not sequence or len(sequence) > length or not worth(program, sequence):
             continue
         prompt = f"Write the shortest program that gives this sequence: {' '.join(map(str, sequence))}"
