@@ -88,9 +88,8 @@ class Episode:
 
     def shown(self) -> dict[str, Any]:
         """Public attributes and properties of the instance, as far as JSON has their values."""
-        of_class = (name for name in dir(type(self.own)) if isinstance(getattr(type(self.own), name), property))
         state = {}
-        for name in {*vars(self.own), *of_class}:
+        for name in dir(self.own):  # of its class too
             if not name.startswith("_"):
                 with contextlib.suppress(Exception):  # a property may raise, and not all is JSON
                     state[name] = json.loads(json.dumps(getattr(self.own, name)))

@@ -58,7 +58,7 @@ def test_a_class_keeps_its_state_and_its_public_methods_are_tools():
 
 
 def test_what_an_instance_shows_in_the_end_is_given_to_reward_functions_that_ask():
-    """Public attributes and properties as JSON has them; of an episode whose process died too."""
+    """Public attributes, of the class too, and properties as JSON has them; of an episode whose process died too."""
     settings = config("Open")
     settings = dataclasses.replace(settings, rewards=RewardsConfig(functions=(f"{FILE}:seen_totals",)))
     turns, answers = [call("add", number=3), "Done."], ["total 5", None]
@@ -66,7 +66,8 @@ def test_what_an_instance_shows_in_the_end_is_given_to_reward_functions_that_ask
         assert environment.is_shown
         play(environment, turns)
         known = [environment.shown(0, ONE, turns, answers)]
-        assert known[0].result(30).answer == {"total": 5, "start": 2, "notes": [["a", 1]], "twice": 10}
+        wanted = {"total": 5, "start": 2, "notes": [["a", 1]], "twice": 10, "unit": "apples"}
+        assert known[0].result(30).answer == wanted
         environment._workers[0].process.kill()
         environment._workers[0].process.wait()
         known += [environment.shown(0, ONE, turns, answers), environment.shown(1, ONE, turns, ["total 6", None])]
