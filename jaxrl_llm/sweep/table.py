@@ -239,7 +239,7 @@ def write_page(path: pathlib.Path, runs: Sequence[Run], sweep: Sweep, units: Map
         *_curve_sections(begun, sweep, units),
         page.section("Trade-offs of last values", _trade_offs(ended, sweep, units)),
         page.section(
-            f"Sigmoids of {page.text(sweep.metrics[0])} over {page.text(sweep.x_axis)}", _fit_table(ended, sweep)
+            f"Sigmoids of {page.text(sweep.metrics[0])} over {page.text(sweep.x_axis)}", _fit_table(ended, sweep, units)
         ),
         page.section("Made with", _record_table(begun)),
         page.section("Points", _point_table(runs, sweep)),
@@ -289,13 +289,13 @@ def _knob_table(runs: Sequence[Run], sweep: Sweep) -> str:
     return page.table(head, rows, "knobs")
 
 
-def _fit_table(runs: Sequence[Run], sweep: Sweep) -> str:
+def _fit_table(runs: Sequence[Run], sweep: Sweep, units: Mapping[str, str]) -> str:
     """Of each group's median curve of the first metric, highest ceiling first; nothing where none can be fitted."""
-    found = []
+    found, highest = [], 1.0 if units.get(sweep.metrics[0]) == "fraction" else np.inf
     for members in groups(runs).values():
         shown = band([curve(run, sweep.metrics[0], sweep.x_axis) for run in members])
         given = shown is not None and (shown.x > 0).all() and sweep.metrics[0] not in sweep.lower_is_better
-        if given and (sigmoid := fits.fit(shown.x, shown.median, start=float(shown.median[0]))):
+        if given and (sigmoid := fits.fit(shown.x, shown.median, start=float(shown.median[0]), highest=highest)):
             found.append((_shown(members[0], sweep), sigmoid))
     found.sort(key=lambda pair: -pair[1].ceiling)
     rows = [page.row(name, *map(_number, (f.ceiling, f.middle, f.steepness, f.error))) for name, f in found]

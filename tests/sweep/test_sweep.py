@@ -151,6 +151,17 @@ def test_the_page_has_sigmoids_and_what_runs_were_made_with(tmp_path):
     assert (ceiling, middle, steepness) == pytest.approx((0.6, 60, 2), rel=0.05) and error < 0.01
 
 
+@pytest.mark.parametrize(("unit", "expected"), [("reward", 2.0), ("fraction", 1.0)])
+def test_a_sigmoid_of_rewards_may_go_above_1(tmp_path, unit, expected):
+    learned = 0.2 + 1.8 / (1 + (60.0 / (10 * np.arange(1.0, 21.0))) ** 2)  # ceiling 2
+    learned[0] = 0.2
+    run = Run("a", {"seed": 0}, "finished", rows(*learned))
+    sweep = Sweep([run.point], x_axis="tokens/trained")
+    html = write_page(tmp_path / "sweep.html", [run], sweep, {M: unit}).read_text()
+    (cells,) = re.findall(r'class="fits">.*?</table>', html, re.DOTALL)
+    assert float(re.findall(r"<td>([\d.e-]+)</td>", cells)[0]) == pytest.approx(expected, rel=0.05)
+
+
 def test_the_best_value_has_the_largest_mean_over_runs_of_the_mean_over_a_run():
     runs = [
         Run("a", {"x.lr": 1.0, "x.w": 1, "seed": 0}, "finished", rows(0.1, 0.5)),  # 0.3
