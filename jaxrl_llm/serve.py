@@ -131,8 +131,8 @@ def main() -> None:
     for flag in (MAX_TOKENS, MAX_PROMPT_TOKENS, MAX_WAITING):
         if flag.value < 1:
             raise ConfigError(f"--{flag.name}={flag.value} must be at least 1")
-    if not 0.0 <= TEMPERATURE.value <= 100.0:
-        raise ConfigError(f"--temperature={TEMPERATURE.value} must be at least 0 and at most 100")
+    if TEMPERATURE.value != 0 and not 0.01 <= TEMPERATURE.value <= 100.0:
+        raise ConfigError(f"--temperature={TEMPERATURE.value} must be 0 or from 0.01 to 100")
     token = os.environ.get("JAXRL_SERVE_TOKEN", "")
     if HOST.value not in ("127.0.0.1", "::1", "localhost") and not token:
         raise ConfigError(f"--host={HOST.value!r:.100} lets others in: set JAXRL_SERVE_TOKEN, which they must bear")

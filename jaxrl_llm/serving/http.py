@@ -150,7 +150,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def _chat(self, body: dict[str, Any]) -> None:
         messages, stream, options = (body.pop(name, None) for name in ("messages", "stream", "stream_options"))
-        how = {"system_prompt": "", "chat_template": True, "chat_template_kwargs": body.pop("chat_template_kwargs", {})}
+        told = body.pop("chat_template_kwargs", None)
+        for name, given in (("stream_options", options), ("chat_template_kwargs", told)):
+            if not isinstance(given, dict | None):
+                raise Refused(400, f"{name}={given!r:.100} must be an object")
+        how = {"system_prompt": "", "chat_template": True, "chat_template_kwargs": told or {}}
         given, choice = body.pop("tools", None), body.pop("tool_choice", None)
         if choice not in (None, "auto", "none"):
             raise Refused(400, f"tool_choice={choice!r:.100} must be 'auto' or 'none'")

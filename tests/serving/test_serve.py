@@ -271,6 +271,8 @@ USER = [{"role": "user", "content": "x"}]
         (CHAT, {"messages": USER, "functions": []}, 400, "functions is not known here"),
         (CHAT, {"messages": USER, "stop": [1]}, 400, "stop=[1] must be a text or a list of texts"),
         (CHAT, {"messages": USER, "chat_template_kwargs": {"thinking": 1}}, 400, "has 'thinking'"),
+        (CHAT, {"messages": USER, "chat_template_kwargs": "x"}, 400, "chat_template_kwargs='x' must be an object"),
+        (CHAT, {"messages": USER, "stream": True, "stream_options": 1}, 400, "stream_options=1 must be an object"),
     ],
 )
 def test_what_is_not_there_is_refused_by_name(sampled, path, body, status, said):

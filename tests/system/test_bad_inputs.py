@@ -445,6 +445,11 @@ def test_generate_refuses_bad_flags(flag, named, tmp_path, refused):
     assert named in refused("generate", "--model=random:debug", f"--prompts={path}", output, flag)
 
 
+def test_serve_refuses_a_temperature_that_requests_may_not_have(refused):
+    said = refused("serve", "--model=random:debug", "--temperature=0.005")
+    assert "--temperature=0.005 must be 0 or from 0.01 to 100" in said
+
+
 def test_evaluate_wants_one_model(tmp_path, refused):
     config = f"--config={DEBUG_CONFIG}"
     both = "give one of --model=PATH and --checkpoint=DIR"
