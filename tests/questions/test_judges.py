@@ -55,6 +55,7 @@ def test_grades_are_tenths_in_the_order_of_the_completions(judge, monkeypatch):
     assert {body["path"] for body in judge} == {"/v1/chat/completions"}
     assert all("Be kind." in body["messages"][0]["content"] for body in judge)
     assert any("user: How?" in body["messages"][0]["content"] for body in judge)
+    assert judges.judged(["p"], ["**Score:**8"]) == [0.8]
     assert judges.judged(["p"], ["7.5"]) == [0.75] and judges.RUBRIC in judge[-1]["messages"][0]["content"]
 
 

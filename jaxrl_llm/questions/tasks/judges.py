@@ -25,7 +25,7 @@ from jaxrl_llm.questions.tasks.scores import number_of
 URL = "http://127.0.0.1:8000/v1"
 AT_ONCE, MAX_TOKENS = 8, 256
 RUBRIC = "The answer is right, complete and clear."
-GRADE = re.compile(r"score\s*[:=]?\s*(\d+(?:\.\d+)?)", re.I)
+GRADE = re.compile(r"score[\s*_]*[:=]?[\s*_]*(\d+(?:\.\d+)?)", re.I)  # "**Score:** 8" too
 VERDICT = re.compile(r"\b(sound|flawed)\b", re.I)
 
 
