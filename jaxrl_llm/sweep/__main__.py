@@ -18,6 +18,7 @@ Owns: which points run when, and where. Does not know: what a run does (train), 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import functools
 import json
@@ -151,6 +152,7 @@ def write_results(
 ) -> None:
     """Write table.csv, and the page where asked, from the points' metrics."""
     runs = runs_of(folder, points, failed)
+    sweep = dataclasses.replace(sweep, points=[run.point for run in runs])  # with those that ``then`` has made
     table.write_table(folder / "table.csv", runs, sweep)
     if page:
         units = {name: metric.unit for name, metric in METRICS.items()}

@@ -89,12 +89,18 @@ def best_points(runs: Sequence[Run], field: str, metric: str) -> list[Point]:
 
     Best is the largest mean over its runs of the mean of the metric over a run, the area under its curve: a value that
     learns fast and falls back does not win. Of values that are alike the first.
+
+    Raises:
+        ValueError: no run has the field, or the metric.
     """
+    if not any(field in run.point for run in runs) or not any(len(curve(run, metric, ITERATION)[1]) for run in runs):
+        raise ValueError(f"field={field!r} and metric={metric!r} must each be in some run")
     scores: dict[tuple, list[tuple[float, Point]]] = {}
     for members in groups(runs).values():
         point = {k: v for k, v in members[0].point.items() if k != SEED}
         rest = tuple((k, _hashable(v)) for k, v in sorted(point.items()) if k != field)
-        score = np.mean([np.mean(curve(run, metric, ITERATION)[1]) for run in members])
+        values = [curve(run, metric, ITERATION)[1] for run in members]
+        score = np.mean([np.mean(y) if len(y) else -np.inf for y in values])
         scores.setdefault(rest, []).append((float(score), point))
     return [max(found, key=lambda scored: scored[0])[1] for found in scores.values()]
 

@@ -171,6 +171,14 @@ def test_the_best_value_has_the_largest_mean_over_runs_of_the_mean_over_a_run():
         Run("e", {"x.lr": 2.0, "x.w": 2, "seed": 0}, "finished", rows(0.0)),
     ]
     assert best_points(runs, "x.lr", M) == [{"x.lr": 1.0, "x.w": 1}, {"x.lr": 2.0, "x.w": 2}]
+    lost = Run("f", {"x.lr": 3.0, "x.w": 2, "seed": 0}, "finished", rows(None))  # no answer of it got a score
+    assert best_points([lost, *runs], "x.lr", M)[0] == {"x.lr": 2.0, "x.w": 2}
+
+
+@pytest.mark.parametrize(("field", "metric"), [("x.rate", M), ("x.lr", "eval/passrate")])
+def test_a_best_value_of_what_no_run_has_is_refused(field, metric):
+    with pytest.raises(ValueError, match=f"{field}.* and .*{metric}"):
+        best_points(RUNS[:2], field, metric)
 
 
 # ---- running ---------------------------------------------------------------------------------------------------
@@ -247,6 +255,14 @@ def test_what_was_tuned_on_some_seeds_is_run_on_others(tmp_path):
     assert len(read_table(tmp_path / "table.csv")) == 4
     sweep_module.run_stages(tmp_path, known, sweep, num_workers=1, serve=stand_in.SERVE)
     assert [len(turns(tmp_path, name)) for name in points] == [1] * 4  # nothing is run again
+
+
+def test_the_table_has_what_a_second_stage_alone_sets(tmp_path):
+    rate = "optimizer.learning_rate"
+    sweep = Sweep([{rate: 0.1}], then=lambda runs: [{rate: 0.1, "seed": 3}])
+    known = lambda: sweep_module.points_of("sweep.py", {"num_iterations": 3}, sweep, tmp_path)
+    sweep_module.run_stages(tmp_path, known, sweep, num_workers=1, serve=stand_in.SERVE)
+    assert [line["seed"] for line in read_table(tmp_path / "table.csv")] == ["", "3"]
 
 
 def test_a_second_stage_that_cannot_be_made_is_named(tmp_path):
