@@ -51,7 +51,7 @@ def matrices(config: LoraConfig, table: tuple) -> Iterator[tuple[str, tuple[int,
             outer, each = len(size) - _inputs(name), _stacked(name)
             yield name + A, (*size[:each], config.rank, *size[outer:]), (*axes[:each], "rank", *axes[outer:])
             yield name + B, (*size[:outer], config.rank), (*axes[:outer], "rank")
-            if config.dora:
+            if config.dora and not each:  # experts have none
                 yield name + M, (*size[:outer], 1), (*axes[:outer], "rank")
 
 
@@ -219,7 +219,7 @@ def merge(learned: Any, base: Any, config: LoraConfig) -> Any:
     for name in [name.removesuffix(A) for name in learned["blocks"] if name.endswith(A)]:
         w, a, b = _flat(blocks[name], *(learned["blocks"][name + kind] for kind in (A, B)), lead=1 + _stacked(name))
         whole = w + scale(config) * jnp.matmul(b, a, precision="highest")
-        if config.dora:
+        if name + M in learned["blocks"]:
             norm = jnp.linalg.norm(whole, axis=-1, keepdims=True)
             whole *= learned["blocks"][name + M].reshape(norm.shape) / norm
         blocks[name] = whole.reshape(blocks[name].shape).astype(blocks[name].dtype)

@@ -102,6 +102,25 @@ def test_experts_have_adapters_of_their_own_and_the_shared_one_has_none():
     assert np.abs(logits_of(model.base, base, tokens) - expected).max() > 0.1 * largest
 
 
+def test_experts_adapters_are_served_beside_dora_of_other_matrices():
+    """Experts have no magnitudes: what both can be computed as has those of ``k`` alone."""
+    arch, mesh = dataclasses.replace(TINY, **MIXTURE), mesh_of(ONE)
+    configs = LoraConfig(rank=4, alpha=6.0, targets=("gate", "down")), LoraConfig(rank=2, dora=True, targets=("k",))
+    both = Model(arch, lora=lora.common(configs))
+    tokens = np.random.default_rng(1).integers(0, TINY.vocab_size, (2, 9), np.int32)
+    for config in configs:
+        alone = Model(arch, lora=config)
+        params = building.host_params(alone)
+        learned, base = lora.split(params)
+        fitted = lora.fit(learned, config, both, mesh, base)
+        assert [name for name in fitted["blocks"] if name.endswith("_m")] == ["k_lora_m"]
+        expected = logits_of(alone, params, tokens)
+        atol = 1e-5 * np.abs(expected).max()
+        np.testing.assert_allclose(logits_of(both, lora.join(fitted, base), tokens), expected, atol=atol)
+        merged = lora.merge(learned, base, config)
+        np.testing.assert_allclose(logits_of(alone.base, merged, tokens), expected, atol=atol)
+
+
 @pytest.mark.parametrize("dora", [False, True])
 def test_new_adapters_change_no_bit_and_do_not_depend_on_the_mesh(dora):
     model = Model(TINY, lora=LoraConfig(rank=4, dora=dora))
