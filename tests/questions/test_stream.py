@@ -721,6 +721,16 @@ def test_reasoning_gym_settings_that_mean_nothing_are_refused(gym, config, words
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(("name", "levels"), [("chain_sum", 3), ("chain_sum", 9), ("leg_counting", 3)])
+def test_no_question_of_a_level_comes_again_at_the_next(gym, name, levels):
+    """A dataset's i-th question is of its seed + i: one that is asked again might be held out, too."""
+    config = PromptsConfig(source="reasoning_gym", name=name, arguments={"levels": levels}, size=18)
+    examples = tasks.load(config, seed=0).examples
+    assert len({example.prompt for example in examples}) == len(examples) == 18
+    used = [(e.columns["dataset_arguments"]["seed"], i % (18 // levels)) for i, e in enumerate(examples)]
+    assert [first + i for first, i in used] == [*range(18)]
+
+
 def test_datasets_are_mixed_by_weight_and_rise_by_their_curricula(gym):
     arguments = {"chain_sum": {"weight": 2, "levels": 3}, "leg_counting": {}}
     config = PromptsConfig(source="reasoning_gym", name="mix", arguments=arguments, size=30)

@@ -117,9 +117,10 @@ def _by_level(config: PromptsConfig, seed: int) -> Loaded:
             curriculum.set_global_level(level)
             arguments = dataclasses.asdict(curriculum.generate_configuration({"seed": 0, "size": 1}))
         arguments = {key: value for key, value in arguments.items() if key not in ("seed", "size")} | own
-        size = config.size * (level + 1) // levels - config.size * level // levels
+        size = config.size * (level + 1) // levels - len(examples)
         part = dataclasses.replace(config, arguments=arguments, size=size)
-        examples += _of_dataset(part, seed + level).examples
+        # A dataset's i-th question is of its seed + i: of other seeds than those before, or they would come again.
+        examples += _of_dataset(part, seed + len(examples)).examples
     return Loaded(tuple(examples))
 
 
