@@ -131,8 +131,8 @@ def _combinations(c: Any, flat: dict[str, Any]):
     )
     yield len(set(functions)) == len(functions), "[rewards.functions] must not name a function twice"
     yield (
-        c.prompts.source != "letters" or c.eval.name == "",
-        "[eval.name] must be '' for prompts.source='letters': what it held out would be trained on",
+        c.prompts.source not in ("letters", "maze", "kolmogorov") or c.eval.name == "",
+        "[eval.name] must be '' for [prompts.source]: what it held out would be trained on",
     )
     yield (
         c.prompts.source in ("letters", "arithmetic", "maze", "kolmogorov") or c.prompts.name != "",

@@ -224,6 +224,10 @@ def test_the_defaults_are_a_config():
         ({"rollout": {"slots": 65}}, "rollout.slots=65 must be at most the 64 rollouts that can be open"),
         ({"rewards": {"weights": (1.0, 2.0)}}, "must have one weight for each of rewards.functions=('task',)"),
         ({"rewards": {"functions": ("a:b", "a:b"), "weights": (1, 1)}}, "must not name a function twice"),
+        *(
+            ({"prompts": {"source": x}, "eval": {"name": "y"}}, f"eval.name='y' must be '' for prompts.source='{x}'")
+            for x in ("letters", "maze", "kolmogorov")
+        ),
         ({"prompts": {"source": "jsonl"}}, "prompts.name='' must name the file"),
         ({"prompts": {"size": 0}}, "prompts.size=0 must be at least 1"),
         ({"checkpoint": {"keep_best": 1}}, "checkpoint.keep_best=1 needs eval.num_prompts"),

@@ -723,7 +723,7 @@ def test_reasoning_gym_settings_that_mean_nothing_are_refused(gym, config, words
 
 @pytest.mark.parametrize(("name", "levels"), [("chain_sum", 3), ("chain_sum", 9), ("leg_counting", 3)])
 def test_no_question_of_a_level_comes_again_at_the_next(gym, name, levels):
-    """A dataset's i-th question is of its seed + i: one that is asked again might be held out, too."""
+    """A dataset's i-th question is of its seed + i."""
     config = PromptsConfig(source="reasoning_gym", name=name, arguments={"levels": levels}, size=18)
     examples = tasks.load(config, seed=0).examples
     assert len({example.prompt for example in examples}) == len(examples) == 18
