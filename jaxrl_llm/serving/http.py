@@ -211,8 +211,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
             tokens += new
             whole = _before(self.server.tokenizer.decode(tokens), request.stop, is_whole=bool(why))
             text, calls = tools.calls_in(whole) if has_tools and why else (whole, [])
-            if calls or not why:  # what may be a call is not told as text
-                text = _before(whole, held, is_whole=bool(why))
+            if calls:
+                text = tools.CALL.sub("", whole)
+            elif not why:  # what may be a call is not told as text
+                text = _before(whole, held, is_whole=False)
             if text.startswith(said) and len(text) > len(said):
                 delta({"content": text[len(said) :]})
                 said = text

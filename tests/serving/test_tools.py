@@ -88,7 +88,7 @@ def test_what_a_text_calls(text, content, calls):
     assert len({x["id"] for x in found}) == len(found) and all(x["type"] == "function" for x in found)
 
 
-@pytest.mark.parametrize("text", [CALL, f"I look <t\n{CALL}", "No <tool_cal at all"])
+@pytest.mark.parametrize("text", [CALL, f"I look <t\n{CALL}", f"I\n{CALL}\nlook", "No <tool_cal at all"])
 def test_calls_come_as_calls_whole_and_streamed(text):
     messages = [{"role": "user", "content": "Rain?"}]
     with scripted(text) as (server, tokenizer):
