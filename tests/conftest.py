@@ -2,6 +2,7 @@
 
 import gc
 import os
+import pathlib
 import tempfile
 
 import jaxlib.version
@@ -23,6 +24,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
 
 import jax  # noqa: E402, what is above is read when it is imported
 import jaxtyping  # noqa: E402
+import pytest  # noqa: E402
 
 # Tracing makes millions of small objects, few of them in cycles: to look for those less often saves a tenth of it.
 gc.set_threshold(100_000, 50, 50)
@@ -33,3 +35,14 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # float, an int is one.
 CHECK = "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))"
 jaxtyping.install_import_hook(["jaxrl_llm.ops", "jaxrl_llm.algorithms"], CHECK)
+
+MAPS, MANY_MAPS = pathlib.Path("/proc/self/maps"), 20_000
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_maps():
+    """Linux gives a process 65,530 areas of memory, and every compiled program takes some: one with more just ends."""
+    yield
+    if MAPS.is_file() and len(MAPS.read_bytes().splitlines()) > MANY_MAPS:
+        jax.clear_caches()
+        gc.collect()
