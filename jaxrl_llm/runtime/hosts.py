@@ -87,6 +87,9 @@ def initialize() -> None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115, open until the process ends
 
 
+_ended: list[int] = []  # the status that this process is ending with
+
+
 @contextlib.contextmanager
 def ending_at_once() -> Iterator[None]:
     """A process that leaves this by ``SystemExit`` ends when all that is registered for its end is done.
@@ -99,6 +102,7 @@ def ending_at_once() -> Iterator[None]:
         yield
     except SystemExit as end:
         status += [end.code or 0] if isinstance(end.code, int | None) else []
+        _ended.extend(status)
         raise
 
 
@@ -349,6 +353,8 @@ def _leave(words: str, status: int = 1) -> None:
     _leaving.acquire()
     # What ends this host by itself has better words; and while the first is there, the others find out for themselves.
     time.sleep(6 if is_first() else 1)
+    if _ended:
+        os._exit(_ended[0])  # its own work is done: the others may go first
     sys.stderr.write(f"error: {' '.join(words.split())[:2000]}; this host was in: {_doing}\n")
     sys.stderr.flush()
     os._exit(status)
