@@ -8,20 +8,12 @@ Source: Lu et al. 2025, arXiv:2509.11543. Differs: its rollouts follow an expert
 which is not done here: they are the policy's own.
 """
 
+import runpy
+
 from jaxrl_llm.algorithms.use import use
-from jaxrl_llm.config import defaults
 
 
 def get_config():
-    config = defaults()
-    config.prompts.source = "maze"
-    config.prompts.arguments = {"width": 3, "height": 2, "plain": True}
-    config.prompts.chat_template = False
-    config.sampling.max_completion_tokens = 48
-    config.sampling.stop_tokens = ("n", "e", "s", "w")
-    config.environments.factory = "jaxrl_llm.environments.maze:plain"
-    config.environments.max_answer_tokens = 8
-    config.environments.max_turns = 6
-    config.rewards.functions = ("jaxrl_llm.environments.maze:steps",)
+    config = runpy.run_path("configs/maze.py")["get_config"]()
     config.algorithm.advantage = use("ui_s1", discount=0.5, weight=1.0)
     return config
