@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxrl_llm.config import ConfigError, PromptsConfig
 from jaxrl_llm.questions.tasks import Loaded
+from jaxrl_llm.questions.tasks.arguments import checked
 
 SCORER = "jaxrl_llm.questions.tasks.arithmetic:reward"
 
@@ -34,19 +35,11 @@ def load(config: PromptsConfig, *, seed: int) -> Loaded:
     """
     from jaxrl_llm.types import Example  # here, for reward workers import this module and must not pay for jax
 
-    for name, value in config.arguments.items():
-        if name not in ARGUMENTS:
-            raise ConfigError(f"prompts.arguments.{name}={value!r} is not one of {', '.join(ARGUMENTS)}")
-        _, least, most = ARGUMENTS[name]
-        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-            raise ConfigError(
-                f"prompts.arguments.{name}={value!r} must be a whole number of at least {least} and at most {most}"
-            )
+    terms, largest, modulus = checked(config.arguments, ARGUMENTS).values()
     if config.name not in PARTS:
         raise ConfigError(
             f"{config.name!r} is no part of the sums; prompts.name and eval.name take '', 'train', 'test'"
         )
-    terms, largest, modulus = ({k: v for k, (v, *_) in ARGUMENTS.items()} | config.arguments).values()
     examples = []
     for i, row in enumerate(np.random.default_rng(seed).integers(0, largest + 1, (config.size, terms)).tolist(), 1):
         total = sum(row) % modulus if modulus else sum(row)

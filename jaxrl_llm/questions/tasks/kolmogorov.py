@@ -26,6 +26,7 @@ import numpy as np
 
 from jaxrl_llm.config import ConfigError, PromptsConfig
 from jaxrl_llm.questions.tasks import Loaded
+from jaxrl_llm.questions.tasks.arguments import checked
 
 SCORER = "jaxrl_llm.questions.tasks.kolmogorov:reward"
 
@@ -139,14 +140,7 @@ def load(config: PromptsConfig, *, seed: int) -> Loaded:
     """
     from jaxrl_llm.types import Example  # here, for reward workers import this module and must not pay for jax
 
-    for name, value in config.arguments.items():
-        if name not in ARGUMENTS:
-            raise ConfigError(f"prompts.arguments.{name}={value!r} is not one of {', '.join(ARGUMENTS)}")
-        _, least, most = ARGUMENTS[name]
-        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-            allowed = f"a whole number of at least {least} and at most {most}"
-            raise ConfigError(f"prompts.arguments.{name}={value!r} must be {allowed}")
-    length, depth, largest = ({k: v for k, (v, *_) in ARGUMENTS.items()} | config.arguments).values()
+    length, depth, largest = checked(config.arguments, ARGUMENTS).values()
     rng, examples, tries = np.random.default_rng(seed), [], 0
     while len(examples) < config.size:
         if (tries := tries + 1) > 1000 * (len(examples) + 1):

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from jaxrl_llm.config import ConfigError, PromptsConfig
+from jaxrl_llm.config import PromptsConfig
 from jaxrl_llm.environments.maze import MOVES, field
 from jaxrl_llm.questions.tasks import Loaded
+from jaxrl_llm.questions.tasks.arguments import checked
 
 SCORER = ""  # rewards.functions names one of environments.maze, or "environment"
 
@@ -31,13 +32,7 @@ def load(config: PromptsConfig, *, seed: int) -> Loaded:
     """
     from jaxrl_llm.types import Example  # here, for reward workers import task modules and must not pay for jax
 
-    for name, value in config.arguments.items():
-        if name not in ARGUMENTS:
-            raise ConfigError(f"prompts.arguments.{name}={value!r} is not one of {', '.join(ARGUMENTS)}")
-        default, least, most = ARGUMENTS[name]
-        if type(value) is not type(default) or not least <= value <= most:
-            raise ConfigError(f"prompts.arguments.{name}={value!r} must be {_allowed(least, most)}")
-    given = {name: default for name, (default, *_) in ARGUMENTS.items()} | config.arguments
+    given = checked(config.arguments, ARGUMENTS)
     rng, examples = np.random.default_rng(seed), []
     for i in range(1, config.size + 1):
         maze = drawn(rng, given["width"], given["height"], given["loops"])
@@ -47,10 +42,6 @@ def load(config: PromptsConfig, *, seed: int) -> Loaded:
             prompt = f"{field(maze, *start)} to {goal[0]}{goal[1]}:"
         examples.append(Example(prompt, {"maze": maze, "start": start, "goal": goal}, f"maze:{i}"))
     return Loaded(tuple(examples))
-
-
-def _allowed(least: int, most: int) -> str:
-    return "True or False" if most is True else f"a whole number of at least {least} and at most {most}"
 
 
 def drawn(rng: np.random.Generator, width: int, height: int, loops: int) -> list[list[str]]:

@@ -26,6 +26,7 @@ from typing import Any
 
 from jaxrl_llm.config import ConfigError, PromptsConfig
 from jaxrl_llm.questions.tasks import Loaded
+from jaxrl_llm.questions.tasks.scores import marked
 
 # Packages of reasoning-gym that come as source alone, so that not every machine has them: the games that need each.
 SOURCE_PACKAGES = {
@@ -61,7 +62,6 @@ SCORER = "jaxrl_llm.questions.tasks.reasoning_gym_task:reward"
 
 # A minus directly after a digit is an operator: the integers of "5-2" are 5 and 2.
 _INTEGER = re.compile(r"(?:(?<![0-9])-)?[0-9]+")
-_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 def load(config: PromptsConfig, *, seed: int) -> Loaded:
@@ -193,16 +193,8 @@ def last_integer(completion: str) -> str | None:
 
 def free_answer(completion: str) -> str:
     r"""The inside of the last ``<answer></answer>``, else of the last ``\boxed{}``, else the text; stripped."""
-    tagged = _TAGGED.findall(completion)
-    if tagged:
-        return tagged[-1].strip()
-    _, box, inside = completion.rpartition(r"\boxed{")
-    depth = 1
-    for i, letter in enumerate(inside if box else ""):
-        depth += (letter == "{") - (letter == "}")
-        if depth == 0:
-            return inside[:i].strip()
-    return completion.strip()
+    found = marked(completion)
+    return completion.strip() if found is None else found
 
 
 @functools.lru_cache(maxsize=8)

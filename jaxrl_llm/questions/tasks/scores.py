@@ -31,12 +31,13 @@ MOST_STEPS = 20
 
 def answer_of(text: str) -> str:
     r"""Inside of the last <answer></answer>, else of the last \boxed{}, else the last line that is not blank."""
-    marked = _marked(text)
+    found = marked(text)
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return marked if marked is not None else lines[-1] if lines else ""
+    return found if found is not None else lines[-1] if lines else ""
 
 
-def _marked(text: str) -> str | None:
+def marked(text: str) -> str | None:
+    r"""Inside of the last <answer></answer>, else of the last \boxed{}, stripped; None where neither is there."""
     if tagged := TAGGED.findall(text):
         return tagged[-1].strip()
     _, box, inside = text.rpartition(r"\boxed{")
@@ -51,7 +52,7 @@ def _marked(text: str) -> str | None:
 def number_of(text: str) -> str:
     """Its answer, or where none is marked the last number of its last line; in short."""
     answer, found = answer_of(text), NUMBER.findall(answer_of(text))
-    said = (found[-1] if found and _marked(text) is None else answer).strip(" $")
+    said = (found[-1] if found and marked(text) is None else answer).strip(" $")
     if not NUMBER.fullmatch(said):
         return said
     number = said.replace(",", "")
