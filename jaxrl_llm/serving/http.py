@@ -212,7 +212,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             whole = _before(self.server.tokenizer.decode(tokens), request.stop, is_whole=bool(why))
             text, calls = tools.calls_in(whole) if has_tools and why else (whole, [])
             if calls:
-                text = tools.CALL.sub("", whole)
+                text = tools.TOOL_CALL.sub("", whole)
             elif not why:  # what may be a call is not told as text
                 text = _before(whole, held, is_whole=False)
             if text.startswith(said) and len(text) > len(said):

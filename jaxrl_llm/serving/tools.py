@@ -8,12 +8,12 @@ Owns: how messages with calls become texts, and texts calls. Does not know: rout
 from __future__ import annotations
 
 import json
-import re
 import uuid
 from typing import Any
 
+from jaxrl_llm.actor.environment_worker import TOOL_CALL
+
 BEGIN = "<tool_call>"
-CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.S)
 
 
 def functions_of(tools: Any) -> list[dict[str, Any]]:
@@ -66,7 +66,7 @@ def calls_in(text: str) -> tuple[str | None, list[dict[str, Any]]]:
     """What is said beside calls, None where nothing is, and the calls; where one of them is none, all of it is text."""
     calls = []
     try:
-        for found in CALL.findall(text):
+        for found in TOOL_CALL.findall(text):
             given = json.loads(found)
             for call in given if isinstance(given, list) else [given]:
                 name, arguments = call["name"], call.get("arguments", {})
@@ -77,4 +77,4 @@ def calls_in(text: str) -> tuple[str | None, list[dict[str, Any]]]:
                 calls.append({"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function})
     except (ValueError, TypeError, KeyError, AttributeError):
         return text, []
-    return (CALL.sub("", text).strip() or None) if calls else text, calls
+    return (TOOL_CALL.sub("", text).strip() or None) if calls else text, calls
