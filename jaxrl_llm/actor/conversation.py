@@ -139,11 +139,9 @@ class Conversations:
                 episode, turns = self._of(row)
                 if not turns or turns[-1].end != end:
                     said = completion[turns[-1].stop if turns else 0 :]
-                    texts = [*(turn.text for turn in turns), self._decode(said.tolist())]
-                    answers = [turn.reply.result().answer for turn in turns]
-                    state = turns[-1].reply.result().state if turns else None
-                    reply = self._environment.ask(episode, example, texts, answers, state)
-                    turns.append(Turn(texts[-1], end, reply))
+                    text, (texts, *answered) = self._decode(said.tolist()), _so_far(turns)
+                    reply = self._environment.ask(episode, example, [*texts, text], *answered)
+                    turns.append(Turn(text, end, reply))
         return of_rows
 
     def answers(self, sampler: Sampler) -> tuple[jax.Array, jax.Array]:
@@ -209,9 +207,7 @@ class Conversations:
                 said.append({"role": "assistant", "content": self._decode(rest)})
             messages.append(said)
             if self._environment.is_shown:
-                texts, answers = [turn.text for turn in turns], [turn.reply.result().answer for turn in turns]
-                state = turns[-1].reply.result().state if turns else None
-                instances.append(self._environment.shown(episode, example, texts, answers, state))
+                instances.append(self._environment.shown(episode, example, *_so_far(turns)))
             if turns:
                 replies.append([turn.reply for turn in turns])
             elif self._environment.has_reward:
@@ -245,6 +241,12 @@ class Conversations:
                 Turn(*of_turn, _there(Reply(*reply)), answer, verdict) for *of_turn, answer, verdict, reply in saved
             ]
             self._rows[tuple(row)] = self._environment.begin(), turns
+
+
+def _so_far(turns: list[Turn]) -> tuple[list[str], list[str | None], Any]:
+    """Texts of an episode's turns, the answers to them, and its state after them, as ``Environment.ask`` takes them."""
+    replies = [turn.reply.result() for turn in turns]
+    return [turn.text for turn in turns], [reply.answer for reply in replies], replies[-1].state if replies else None
 
 
 def _there(reply: Reply) -> Future[Reply]:
