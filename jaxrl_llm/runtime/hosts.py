@@ -96,13 +96,11 @@ def ending_at_once() -> Iterator[None]:
 
     What Python would free then takes seconds, of the few that a preempted host has.
     """
-    status: list[int] = []
-    atexit.register(_leave_at_once, status)  # of what is registered, the first comes last
+    atexit.register(_leave_at_once, _ended)  # of what is registered, the first comes last
     try:
         yield
     except SystemExit as end:
-        status += [end.code or 0] if isinstance(end.code, int | None) else []
-        _ended.extend(status)
+        _ended[:] = [end.code or 0] if isinstance(end.code, int | None) else []
         raise
 
 
