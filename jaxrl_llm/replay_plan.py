@@ -144,6 +144,12 @@ class Seconds(NamedTuple):
     batch: float
     measured: tuple[tuple[float, float], ...]
 
+    @classmethod
+    def of(cls, measured: Sequence[tuple[float, float]], batch: float) -> Seconds:
+        """Least squares."""
+        slope, fixed = statistics.linear_regression(*zip(*measured, strict=True))
+        return cls(fixed, slope, batch, tuple(sorted(measured)))
+
     @property
     def mu(self) -> float:
         return self.per_rollout * self.batch / self.fixed
@@ -178,17 +184,15 @@ def fitted(workdirs: Sequence[str]) -> Seconds:
     if any(abs(other - batch) > 0.05 * batch for other in batches.values()):
         listed = ", ".join(f"{workdir} {size:.0f}" for workdir, size in batches.items())
         raise ConfigError(f"--workdir: the runs must train on equally many rollouts an iteration; they do on {listed}")
-    rollouts, seconds = zip(*measured, strict=True)
-    if len(set(rollouts)) < 2:
-        raise ConfigError(
-            f"--workdir: all runs generate {rollouts[0]:.0f} rollouts an iteration; give runs that differ"
-        )
-    slope, fixed = statistics.linear_regression(rollouts, seconds)
-    if not (slope > 0 and fixed > 0):
-        raise ConfigError(
-            f"--workdir: {fixed:.3g} s + {slope:.3g} s for each rollout fits what they measured; both must be above 0"
-        )
-    return Seconds(fixed, slope, batch, tuple(sorted(measured)))
+    rollouts = {generated for generated, _ in measured}
+    if len(rollouts) < 2:
+        said = f"all runs generate {rollouts.pop():.0f} rollouts an iteration"
+        raise ConfigError(f"--workdir: {said}; give runs that differ")
+    seconds = Seconds.of(measured, batch)
+    if not (seconds.per_rollout > 0 and seconds.fixed > 0):
+        found = f"{seconds.fixed:.3g} s + {seconds.per_rollout:.3g} s for each rollout"
+        raise ConfigError(f"--workdir: {found} fits what they measured; both must be above 0")
+    return seconds
 
 
 def main() -> None:

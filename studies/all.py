@@ -59,11 +59,11 @@ def rates(name: str) -> str:
     """What each arm got at each learning rate on the seeds that chose: mean held-out pass rate over the run."""
     chosen = {arm.name.rsplit(", rate ", 1)[0]: arm.runs[0].point[RATE] for arm in arms_of(name)}
     every = sorted({run.point[RATE] for run in study(name).runs})
-    lines = ["| arm | " + " | ".join(f"{rate:.2g}" for rate in every) + " |", "|---|" + "---|" * len(every)]
+    rows = []
     for arm, scores in arms.tuning(study(name)).items():
         cells = (f"**{scores[rate]:.3f}**" if rate == chosen[arm] else f"{scores[rate]:.3f}" for rate in every)
-        lines.append(f"| {arm} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        rows.append([arm, *cells])
+    return arms.markdown(["arm", *(f"{rate:.2g}" for rate in every)], rows)
 
 
 def lives(name: str) -> str:
@@ -76,13 +76,13 @@ def lives(name: str) -> str:
     }
     ks = (1, 4, 16, 32)
     head = ["arm", *columns, *(f"pass@{k}" for k in ks), "entropy", "train less held-out"]
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    rows = []
     for arm in arms_of(name):
         cells = [f"{arm.last_tenth(metric).value:.2f}" for metric in columns.values()]
         cells += [arm.pass_at(k).shown() for k in ks] + [arm.last_tenth("update/entropy_nats").shown()]
         gap = arm.last_tenth("rollout/pass_rate").value - arm.end()[0]
-        lines.append("| " + " | ".join([arm.name, *cells, f"{gap:+.2f}"]).replace("nan", "-") + " |")
-    return "\n".join(lines)
+        rows.append([arm.name, *(cell.replace("nan", "-") for cell in cells), f"{gap:+.2f}"])
+    return arms.markdown(head, rows)
 
 
 def sigmoids(name: str) -> str:
@@ -93,18 +93,16 @@ def sigmoids(name: str) -> str:
         if sigmoid:
             found.append((arm.name, sigmoid))
     found.sort(key=lambda pair: -pair[1].ceiling)
-    lines = ["| arm | ceiling A | middle, batches | steepness B | error on the second half |", "|---|---|---|---|---|"]
-    lines += [f"| {n} | {f.ceiling:.2f} | {f.middle:.0f} | {f.steepness:.1f} | {f.error:.3f} |" for n, f in found]
-    return "\n".join(lines)
+    head = ("arm", "ceiling A", "middle, batches", "steepness B", "error on the second half")
+    rows = [(n, f"{f.ceiling:.2f}", f"{f.middle:.0f}", f"{f.steepness:.1f}", f"{f.error:.3f}") for n, f in found]
+    return arms.markdown(head, rows)
 
 
 def plan(name: str, rho: float = 0.05, alpha: float = 0.1) -> str:
     """What replay_plan recommends for each cost model, beside the arm that reached the threshold first."""
     grid = pictures.grid_of(arms_of(name))
-    lines = [
-        "| cost | mu | y, predicted | N, predicted | least cost measured | its interval holds |",
-        "|---|---|---|---|---|---|",
-    ]
+    head = ("cost", "mu", "y, predicted", "N, predicted", "least cost measured", "its interval holds")
+    rows = []
     ways: list[tuple[str, float, Callable[[Arm], object]]] = [
         ("declared", COST_RATIO, lambda arm: arm.over(COST_RATIO))
     ]
@@ -116,8 +114,8 @@ def plan(name: str, rho: float = 0.05, alpha: float = 0.1) -> str:
         best = min(to, key=lambda key: to[key].value)
         alike = [f"({a}, {n} B)" for (a, n), cost in to.items() if cost.low <= to[best].value <= cost.high]
         measured = f"y {best[0]}, N {best[1]} B"
-        lines.append(f"| {called} | {mu:.2f} | {y:.1f} | {x / y:.1f} B | {measured} | {' '.join(alike)} |")
-    return "\n".join(lines)
+        rows.append((called, f"{mu:.2f}", f"{y:.1f}", f"{x / y:.1f} B", measured, " ".join(alike)))
+    return arms.markdown(head, rows)
 
 
 TABLES: dict[str, Callable[[], str]] = {

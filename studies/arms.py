@@ -92,11 +92,11 @@ def arms_of(study: raw.Study, times: Mapping[str, Times] | None = None) -> list[
     """The arms of a study's file in the order of its sweep, by their reported runs."""
     sweep, found = read_sweep(study.config), []
     draws = Resampling(next(iter(study.passed.values())).shape[-1])
-    configs = raw.configs(study)
-    for members in groups(study.reported()).values():
+    arms = list(groups(study.reported()).values())
+    for members, config in zip(arms, raw.configs(study, [members[0] for members in arms]), strict=True):
         passed = np.stack([study.passed[run.name] for run in members])
         at = np.stack([np.flatnonzero([row.get(METRIC) is not None for row in run.rows]) for run in members])
-        extra = costs.forwards(configs[members[0].name])
+        extra = costs.forwards(config)
         shares = draws.runs(len(members))
         samples = study.samples_of[members[0].name]
         curves = draws.curves(passed / samples, shares)
@@ -140,10 +140,13 @@ def table(arms: Sequence[Arm], threshold: float, *, base: Arm | None = None) -> 
         head += ["own mu", "batches at own mu", *["saved"] * (base is not None)]
         head += ["seconds", *["saved"] * (base is not None)]
     head.append("entropy")
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    for arm in arms:
-        lines.append("| " + " | ".join([arm.name, *_cells(arm, threshold, base, is_timed)]) + " |")
-    return "\n".join(lines)
+    return markdown(head, [[arm.name, *_cells(arm, threshold, base, is_timed)] for arm in arms])
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table."""
+    first, *others = (f"| {' | '.join(cells)} |" for cells in (head, *rows))
+    return "\n".join([first, "|" + "---|" * len(head), *others])
 
 
 def _most(arm: Arm) -> int:

@@ -21,6 +21,7 @@ import numpy as np
 
 from jaxrl_llm.algorithms.views import OTHER_POLICIES, SAID_BY_LEARNER
 from jaxrl_llm.config import Config
+from jaxrl_llm.replay_plan import Seconds
 from jaxrl_llm.sweep.table import Run
 from studies.design import COST_RATIO
 
@@ -65,8 +66,7 @@ def read_times(path: pathlib.Path) -> dict[str, Times]:
 
 def marginal_mu(times: Sequence[Times]) -> float:
     """mu of replay_plan's fit of seconds: what does not depend on how much is generated counts as training."""
-    slope, fixed = statistics.linear_regression([t.generated for t in times], [t.iteration_s for t in times])
-    return slope * statistics.mean(t.trained for t in times) / fixed
+    return Seconds.of([(t.generated, t.iteration_s) for t in times], statistics.mean(t.trained for t in times)).mu
 
 
 def compute(run: Run, extra: Forwards, mu: float = COST_RATIO) -> np.ndarray:

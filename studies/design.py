@@ -18,7 +18,7 @@ from jaxrl_llm.sweep.table import Run, best_points
 
 COST_RATIO = 5.28  # mu of the paper's 7B runs: generating a rollout costs so many times training on it
 GROUP = 8
-RATE, EVERY = "optimizer.learning_rate", "eval.every_iterations"
+RATE, EVERY, SAMPLES = "optimizer.learning_rate", "eval.every_iterations", "eval.num_samples"
 RATES = (2e-4, 4e-4, 8e-4)
 TUNING, REPORTED = seeds(2, first=100), seeds(4)
 METRICS = ("eval/pass_rate", "rollout/pass_rate", "update/entropy_nats", "replay/age_mean_steps")
@@ -66,7 +66,14 @@ class Design:
 
 def tuning(arm: Point, samples: int) -> Point:
     """The arm as it is run to choose its rate: evaluated a quarter as often, with fewer answers."""
-    return arm | {EVERY: 4 * arm[EVERY], "eval.num_samples": samples}
+    return arm | {EVERY: 4 * arm[EVERY], SAMPLES: samples}
+
+
+def as_reported(point: Point) -> Point:
+    """What ``tuning`` made it from; a point that chooses no rate is itself."""
+    if SAMPLES not in point:
+        return point
+    return {name: value for name, value in point.items() if name != SAMPLES} | {EVERY: point[EVERY] // 4}
 
 
 def sweep_of(
@@ -79,9 +86,7 @@ def sweep_of(
     """
 
     def at_best(runs: Sequence[Run]) -> list[Point]:
-        best = best_points(runs, RATE, METRICS[0])
-        chosen = [(arm, point) for arm in arms for point in best if tuning(arm, samples) | {RATE: point[RATE]} == point]
-        return product(REPORTED, [arm | {RATE: point[RATE]} for arm, point in chosen])
+        return product(REPORTED, [as_reported(point) for point in best_points(runs, RATE, METRICS[0])])
 
     points = product(TUNING, [tuning(arm, samples) for arm in arms], grid({RATE: rates}))
     return dataclasses.replace(shown_as(label, points), then=at_best)
@@ -91,11 +96,8 @@ def shown_as(label: Callable[[Point], str], points: Sequence[Point]) -> Sweep:
     """A sweep of the study: an arm is called by its settings without the learning rate, and by that."""
 
     def named(settings: Point) -> str:
-        arm = {name: value for name, value in settings.items() if name not in (RATE, "eval.num_samples")}
-        is_tuning = len(arm) < len(settings) - 1
-        if is_tuning:
-            arm[EVERY] //= 4
-        return f"{label(arm)}, rate {settings[RATE]:.2g}" + ", to choose it" * is_tuning
+        arm = {name: value for name, value in as_reported(settings).items() if name != RATE}
+        return f"{label(arm)}, rate {settings[RATE]:.2g}" + ", to choose it" * (SAMPLES in settings)
 
     return Sweep(
         points,

@@ -29,8 +29,9 @@ from jaxrl_llm.sweep.table import Run
 from studies.costs import GENERATED, TRAINED
 from studies.design import REPORTED
 
+COUNTS = (GENERATED, TRAINED, "tokens/generated", "tokens/trained")  # of an iteration
 METRICS = (
-    *(GENERATED, TRAINED, "tokens/generated", "tokens/trained"),
+    *COUNTS,
     *("eval/pass_rate", "rollout/pass_rate", "update/entropy_nats", "update/ess_frac"),
     *("replay/age_mean_steps", "replay/replay_ratio", "replay/since_last_use_mean_steps", "replay/first_use_frac"),
 )
@@ -95,7 +96,7 @@ def _between(rows: Sequence[Any], at: Sequence[int]) -> list[dict[str, float | N
         line: dict[str, float | None] = {}
         for name in METRICS:
             values = [row[name] for row in some if row.get(name) is not None]
-            of = np.sum if name in METRICS[:4] else np.mean
+            of = np.sum if name in COUNTS else np.mean
             line[name] = float(of(values)) if values else None
         found.append(line | {"iteration": end, "eval/pass_rate": some[-1]["eval/pass_rate"]})
         begin = end
@@ -125,10 +126,10 @@ def read(path: pathlib.Path) -> Study:
     return Study(content["config"], content["made_with"], runs, samples, passed)
 
 
-def configs(study: Study) -> dict[str, Config]:
-    """By run, its whole config."""
+def configs(study: Study, runs: Sequence[Run]) -> list[Config]:
+    """The whole config of each of some runs."""
     base = runpy.run_path(study.config)["get_config"]()
-    return {run.name: freeze_points(base, [run.point]).popitem()[1][1] for run in study.runs}
+    return [config for run in runs for _, config in freeze_points(base, [run.point]).values()]
 
 
 def main() -> None:

@@ -61,8 +61,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     given = parser.parse_args()
     study = raw.read(given.raw)
-    sweep, configs = read_sweep(study.config), raw.configs(study)
-    arms = {label(runs[0], sweep): configs[runs[0].name] for runs in groups(study.reported()).values()}
+    sweep, first = read_sweep(study.config), [runs[0] for runs in groups(study.reported()).values()]
+    arms = dict(zip((label(run, sweep) for run in first), raw.configs(study, first), strict=True))
     rows: dict[str, list[dict[str, float]]] = {name: [] for name in arms}
     for _ in range(given.rounds):
         for name, config in arms.items():

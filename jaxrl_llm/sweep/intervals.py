@@ -21,7 +21,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-RESAMPLES = 2000
+from jaxrl_llm.actor import evaluation
+from jaxrl_llm.sweep.table import RESAMPLES
 
 
 class Interval(NamedTuple):
@@ -105,15 +106,8 @@ def first_crossing(x: np.ndarray, y: np.ndarray, threshold: float) -> np.ndarray
 
 
 def pass_at_k(passed: np.ndarray, samples: int, k: int) -> np.ndarray:
-    """The chance that of ``k`` of a question's answers one passes, without bias: 1 - C(n - c, k) / C(n, k).
-
-    Args:
-        passed: [..., questions], how many of ``samples`` answers passed.
-
-    Source: Chen et al. 2021, arXiv:2107.03374, equation 1.
-    """
-    table = np.array([1 - math.comb(samples - c, k) / math.comb(samples, k) for c in range(samples + 1)])
-    return table[passed]
+    """pass@k (actor.evaluation) of each question [..., questions], of which so many of ``samples`` answers passed."""
+    return np.array([evaluation.pass_at_k(samples, c, k) for c in range(samples + 1)])[passed]
 
 
 def mean_of(values: Sequence[float], runs: np.ndarray) -> Interval:
