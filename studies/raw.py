@@ -2,9 +2,9 @@
 
     python -m studies.raw --config=configs/sweeps/e4_delay.py --runs=runs/e4 --out=docs/raw/e4.json.xz
 
-Of every finished run: its settings, what each held-out question got at every evaluation, and the metrics below, at
-every iteration, or, of runs that only chose a learning rate, at evaluations alone. Beside them the versions, the commit
-and the machine that made them. studies.all reads nothing else.
+Of every finished run: its settings, what each held-out question got at every evaluation, what came after it, and the
+metrics below, at every iteration, or, of runs that only chose a learning rate, at evaluations alone. Beside them the
+versions, the commit and the machine that made them. studies.all reads nothing else.
 
 Owns: that file. Does not know: what is shown of it.
 """
@@ -60,8 +60,8 @@ def collect(config: str, folder: pathlib.Path) -> dict[str, Any]:
         SystemExit: no run is finished, or they are of several commits or versions.
     """
     base = runpy.run_path(config)["get_config"]().to_dict()
-    points = points_of(config, base, read_sweep(config), folder)
-    runs = [run for run in runs_of(folder, points, {}) if run.status == "finished"]
+    points = points_of(config, base, sweep := read_sweep(config), folder)
+    runs = [run for run in runs_of(folder, points, sweep, {}) if run.status == "finished"]
     made_with = [json.loads((folder / run.name / "config.json").read_text())["made_with"] for run in runs]
     if not runs or any(other != made_with[0] for other in made_with):
         raise SystemExit(f"--runs={folder} must have finished runs of {config}, all of one commit and its versions")
@@ -77,9 +77,8 @@ def _record(run: Run, workdir: pathlib.Path, config: Config) -> dict[str, Any]:
     rows = run.rows if is_reported else _between(run.rows, at)
     columns = {name: [_rounded(row.get(name)) for row in rows] for name in ("iteration", *METRICS)}
     passed = [_passed(json.loads(path.read_text()), config.rewards.pass_threshold) for path in files]
-    return {"name": run.name, "point": run.point, "samples": config.eval.num_samples, "passed": passed} | {
-        "metrics": columns
-    }
+    about = {"name": run.name, "point": run.point, "samples": config.eval.num_samples, "after": dict(run.after)}
+    return about | {"passed": passed, "metrics": columns}
 
 
 def _passed(evaluation: dict[str, Any], threshold: float) -> list[int]:
@@ -120,7 +119,7 @@ def read(path: pathlib.Path) -> Study:
         rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
         is_tuple = lambda v: isinstance(v, list) and not any(isinstance(x, dict) for x in v)  # and no list of functions
         point: Point = {name: tuple(v) if is_tuple(v) else v for name, v in record["point"].items()}
-        runs.append(Run(record["name"], point, "finished", rows))
+        runs.append(Run(record["name"], point, "finished", rows, after=record.get("after", {})))
         passed[record["name"]] = np.array(record["passed"])
         samples[record["name"]] = record["samples"]
     return Study(content["config"], content["made_with"], runs, samples, passed)

@@ -1,15 +1,21 @@
 """The replay study: its bandit; costs, tables and choices by hand; and that its page is what docs/raw gives."""
 
+import dataclasses
 import re
+import runpy
 
 import numpy as np
 import pytest
 
 from jaxrl_llm.algorithms.use import use
 from jaxrl_llm.config import defaults, freeze
+from jaxrl_llm.questions import tasks
+from jaxrl_llm.questions.stream import split_held_out
+from jaxrl_llm.sweep.__main__ import read_sweep
+from jaxrl_llm.sweep.points import freeze_points
 from jaxrl_llm.sweep.table import Run
 from studies import all as everything
-from studies import arms, costs, raw
+from studies import arms, costs, raw, transfer
 from studies.bandit import REWARDS, gradient, limit, run, softmax, summary
 
 
@@ -114,10 +120,12 @@ SLOW, FAST = [[0, 0], [1, 1], [1, 2], [2, 2], [2, 2]], [[1, 0], [2, 2], [3, 3], 
 
 def test_raw_metrics_come_back_as_they_were_written(tmp_path):
     arm = ON_POLICY | {"algorithm.reference_reset_iterations": (3,)}
-    study = written(tmp_path, [record(arm, 1, 2e-4, SLOW), record(arm, 100, 2e-4, FAST)])
+    after = {"after": {"gcd/pass@1": 0.25}}
+    study = written(tmp_path, [record(arm, 1, 2e-4, SLOW) | after, record(arm, 100, 2e-4, FAST)])
     assert [run.name for run in study.runs] == ["1 1 0.0002", "1 100 0.0002"]
     assert [run.name for run in study.reported()] == ["1 1 0.0002"]  # 100 chose the rate
     assert study.runs[0].point["algorithm.reference_reset_iterations"] == (3,)
+    assert [dict(run.after) for run in study.runs] == [{"gcd/pass@1": 0.25}, {}]
     assert study.passed["1 1 0.0002"].tolist() == SLOW and study.runs[0].rows[1]["iteration"] == 2
 
 
@@ -155,6 +163,33 @@ def test_the_table_of_arms_by_hand(tmp_path):
     assert cells[2][:2] == ["y 1, N 1 B, rate 0.0004", "0.46 (0.42-0.50)"] and cells[2][4:] == ["", "0.50"]
     assert cells[3][0] == "y 4, N 8 B, rate 0.0002" and cells[3][1] == "0.75 (0.75-0.75)"
     assert cells[3][4].startswith("82% (") and cells[3][5] == "0.50"
+
+
+def test_the_transfer_task_is_another_with_the_same_questions_for_every_run_and_takes_the_checkpoint_away(
+    tmp_path, monkeypatch
+):
+    asked = []
+
+    def command(config, model, checkpoint, num_samples):
+        assert (tmp_path / "checkpoints").is_dir()
+        asked.append(config)
+        return {"pass_at_k": {"1": 0.2, "32": 0.6}}
+
+    monkeypatch.setattr(transfer, "command", command)
+    sweep = read_sweep("configs/sweeps/smollm2.py")
+    assert sweep.after == "studies.transfer:gcd"
+    trained = freeze_points(runpy.run_path("configs/sweeps/smollm2.py")["get_config"](), [sweep.points[0]])
+    ((_, config),) = trained.values()
+    assert config.seed == 100  # it only chooses a learning rate
+    (tmp_path / "checkpoints").mkdir()
+    assert transfer.gcd(config, tmp_path) == {} and not asked and not (tmp_path / "checkpoints").exists()
+    for seed in (0, 3):
+        (tmp_path / "checkpoints").mkdir()
+        found = transfer.gcd(dataclasses.replace(config, seed=seed), tmp_path)
+        assert found == {"gcd/pass@1": 0.2, "gcd/pass@32": 0.6} and not (tmp_path / "checkpoints").exists()
+    assert asked[0] == asked[1] and asked[0].prompts.name == "gcd" != config.prompts.name
+    examples = tasks.load(asked[0].prompts, seed=0).examples
+    assert len(split_held_out(examples, asked[0].eval.num_prompts, seed=0)[1]) == 32
 
 
 # ---- the page --------------------------------------------------------------------------------------------------

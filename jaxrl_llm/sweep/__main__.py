@@ -12,6 +12,8 @@ command that is run once per point, with {command}, {name} and {workdir} filled 
 
     --launch='sbatch --job-name={name} --wrap={command}'
 
+What a sweep does ``after`` a point is not in those commands: --workers=N does it for points that have ended elsewhere.
+
 Owns: which points run when, and where. Does not know: what a run does (train), what the page shows (table).
 """
 
@@ -42,11 +44,12 @@ from ml_collections import config_flags
 from jaxrl_llm.config import Config, ConfigError, freeze, from_json, to_json
 from jaxrl_llm.reports.metrics import METRICS, read_lines
 from jaxrl_llm.runtime import cli
+from jaxrl_llm.runtime.functions import resolve
 from jaxrl_llm.runtime.nested import differences, flatten, visible
 from jaxrl_llm.runtime.stop import StopRequest
 from jaxrl_llm.runtime.stored import changed_settings
 from jaxrl_llm.sweep import table
-from jaxrl_llm.sweep.points import Point, Sweep, freeze_points
+from jaxrl_llm.sweep.points import AFTER, Point, Sweep, freeze_points
 from jaxrl_llm.sweep.table import Run
 from jaxrl_llm.sweep.worker import LOG
 
@@ -75,6 +78,11 @@ def read_sweep(path: str) -> Sweep:
     for name in sweep.named_metrics():
         if name not in METRICS:
             raise ConfigError(f"{path}: the sweep names {name!r}, which is no metric; see METRICS in metrics.py")
+    if sweep.after:
+        try:
+            resolve(sweep.after)
+        except Exception as error:
+            raise ConfigError(f"{path}: after={sweep.after!r}: {type(error).__name__}: {error}") from error
     if sweep.facet and sweep.facet not in sweep.fields():
         raise ConfigError(f"{path}: facet={sweep.facet!r} is not set by any point; {', '.join(sweep.fields())} are")
     return sweep
@@ -87,10 +95,10 @@ def points_of(path: str, base: Any, sweep: Sweep, folder: pathlib.Path) -> Point
         ConfigError: a point is refused, or ``then`` raises.
     """
     points = freeze_points(base, sweep.points)
-    if sweep.then is None or not all(is_finished(folder / name, config) for name, (_, config) in points.items()):
+    if sweep.then is None or not all(is_finished(folder / name, c, sweep) for name, (_, c) in points.items()):
         return points
     try:
-        more = sweep.then(runs_of(folder, points, {}))
+        more = sweep.then(runs_of(folder, points, sweep, {}))
     except Exception as error:
         raise ConfigError(f"{path}: then: {type(error).__name__}: {error}") from error
     return points | freeze_points(base, more)
@@ -105,14 +113,14 @@ def rows_of(workdir: pathlib.Path) -> list[dict[str, Any]]:
     return read_lines(path) if path.is_file() else []
 
 
-def share_done(workdir: pathlib.Path, rows: list[dict[str, Any]], config: Config) -> float:
-    """Share of a run's iterations on disk; 1 only where it came to its end: the report is what it writes last."""
+def share_done(workdir: pathlib.Path, rows: list[dict[str, Any]], config: Config, sweep: Sweep) -> float:
+    """Share of a run's iterations on disk; 1 only where what it writes last is there too."""
     share = rows[-1]["iteration"] / config.num_iterations if rows else 0.0
-    return min(share, 1.0 if (workdir / "report.html").is_file() else 0.99)
+    return min(share, 1.0 if all((workdir / name).is_file() for name in sweep.last_files) else 0.99)
 
 
-def is_finished(workdir: pathlib.Path, config: Config) -> bool:
-    return share_done(workdir, rows_of(workdir), config) == 1
+def is_finished(workdir: pathlib.Path, config: Config, sweep: Sweep) -> bool:
+    return share_done(workdir, rows_of(workdir), config, sweep) == 1
 
 
 def check_folders(folder: pathlib.Path, points: Points) -> None:
@@ -134,24 +142,31 @@ def check_folders(folder: pathlib.Path, points: Points) -> None:
             raise ConfigError(f"{folder / name} was run with other settings: {listed}. Use another workdir")
 
 
-def runs_of(folder: pathlib.Path, points: Points, failed: Mapping[str, str]) -> list[Run]:
+def runs_of(folder: pathlib.Path, points: Points, sweep: Sweep, failed: Mapping[str, str]) -> list[Run]:
     """Every point, and what is on disk of it."""
-    runs = []
+    runs, afters = [], {name: _after(folder / name) for name in points}
+    columns = dict.fromkeys(column for after in afters.values() for column in after)
     for name, (point, config) in points.items():
         rows = rows_of(folder / name)
-        finished = share_done(folder / name, rows, config) == 1
+        finished = share_done(folder / name, rows, config, sweep) == 1
         status = "finished" if finished else "failed" if name in failed else "unfinished"
         path = folder / name / "config.json"
         made_with = json.loads(path.read_text()).get("made_with", {}) if rows and path.is_file() else {}
-        runs.append(Run(name, point, status if rows or name in failed else "", rows, made_with))
+        after = {column: afters[name].get(column) for column in columns}
+        runs.append(Run(name, point, status if rows or name in failed else "", rows, made_with, after))
     return runs
+
+
+def _after(workdir: pathlib.Path) -> dict[str, float]:
+    path = workdir / AFTER
+    return json.loads(path.read_text()) if path.is_file() else {}
 
 
 def write_results(
     folder: pathlib.Path, points: Points, sweep: Sweep, failed: dict[str, str], *, page: bool = False
 ) -> None:
     """Write table.csv, and the page where asked, from the points' metrics."""
-    runs = runs_of(folder, points, failed)
+    runs = runs_of(folder, points, sweep, failed)
     sweep = dataclasses.replace(sweep, points=[run.point for run in runs])  # with those that ``then`` has made
     table.write_table(folder / "table.csv", runs, sweep)
     if page:
@@ -227,10 +242,10 @@ class _Worker:
             with contextlib.suppress(ProcessLookupError):
                 os.sched_setaffinity(self.process.pid, cores)  # it makes a thread per core, later
 
-    def start(self, name: str, config: Config, workdir: pathlib.Path) -> None:
+    def start(self, name: str, config: Config, workdir: pathlib.Path, after: str) -> None:
         self.point = name
         with contextlib.suppress(OSError):  # it is gone: its answer says so
-            self.connection.send((to_json(config), str(workdir)))
+            self.connection.send((to_json(config), str(workdir), after))
 
     def answer(self) -> bool | None:
         """Whether its point came to a good end; None where the process did."""
@@ -259,6 +274,7 @@ def cores_of_workers(num_workers: int) -> list[set[int]]:
 def run_points(
     folder: pathlib.Path,
     points: dict[str, Config],
+    sweep: Sweep,
     *,
     num_workers: int,
     on_change: Callable[[list[str], dict[str, str]], None],
@@ -288,7 +304,7 @@ def run_points(
                     if waiting and not stop.requested and (worker is None or not worker.point):
                         workers[i] = worker = worker or _Worker(serve, cores[i])
                         name = waiting.pop(0)
-                        worker.start(name, points[name], folder / name)
+                        worker.start(name, points[name], folder / name, sweep.after)
                 running = [worker for worker in workers if worker and worker.point]
                 on_change([worker.point for worker in running], failed)
                 if not running:
@@ -306,7 +322,7 @@ def run_points(
                             worker.kill()
                             workers[workers.index(worker)] = None
                             note = f"\nits process ended with status {worker.process.returncode}"
-                        finished = is_finished(folder / name, points[name])
+                        finished = is_finished(folder / name, points[name], sweep)
                         if good is False or not (finished or stop.requested):
                             failed[name] = last_lines(folder / name / LOG) + note
         finally:
@@ -323,8 +339,8 @@ def last_lines(path: pathlib.Path) -> str:
 class _Display:
     """The live line of a sweep on a terminal, and a line for every point that ends anywhere."""
 
-    def __init__(self, folder: pathlib.Path, points: Points, on_end: Callable[[dict[str, str]], None]):
-        self._folder, self._on_end = folder, on_end
+    def __init__(self, folder: pathlib.Path, points: Points, sweep: Sweep, on_end: Callable[[dict[str, str]], None]):
+        self._folder, self._sweep, self._on_end = folder, sweep, on_end
         self._configs = {name: config for name, (_, config) in points.items()}
         self._first = {name: self._share(name) for name in points}
         self._done = dict(self._first)  # share of each point's iterations
@@ -342,7 +358,7 @@ class _Display:
 
     def _share(self, name: str) -> float:
         workdir = self._folder / name
-        return share_done(workdir, rows_of(workdir), self._configs[name])
+        return share_done(workdir, rows_of(workdir), self._configs[name], self._sweep)
 
     def show(self, running: list[str], failed: dict[str, str]) -> None:
         ended = self._running - set(running)
@@ -381,14 +397,14 @@ def run_sweep(
     folder: pathlib.Path, points: Points, sweep: Sweep, *, num_workers: int, serve: str = SERVE
 ) -> tuple[dict[str, str], str | None]:
     """Run what is not finished and write table and page; returns as ``run_points``."""
-    todo = {
-        name: config for name, (_, config) in points.items() if num_workers and not is_finished(folder / name, config)
-    }
+    unfinished = lambda name, config: not is_finished(folder / name, config, sweep)
+    todo = {name: config for name, (_, config) in points.items() if num_workers and unfinished(name, config)}
     write = functools.partial(write_results, folder, points, sweep)
     failed, stopped = {}, None
     if todo:
-        with _Display(folder, points, write) as display:
-            failed, stopped = run_points(folder, todo, num_workers=num_workers, on_change=display.show, serve=serve)
+        with _Display(folder, points, sweep, write) as display:
+            how = {"num_workers": num_workers, "on_change": display.show, "serve": serve}
+            failed, stopped = run_points(folder, todo, sweep, **how)
     write(failed, page=True)
     return failed, stopped
 
@@ -421,7 +437,7 @@ def main() -> None:
         commands = {
             name: train_command(config_file, base, config, folder / name)
             for name, (_, config) in points.items()
-            if not is_finished(folder / name, config)
+            if not is_finished(folder / name, config, sweep)
         }
         sys.exit(launch(LAUNCH.value, commands, folder) > 0)
     points, failed, stopped = run_stages(folder, known, sweep, num_workers=WORKERS.value)

@@ -28,6 +28,7 @@ from jaxrl_llm.runtime.nested import override
 
 Point = dict[str, Any]  # {"update.batch_size": 64, ...}: what differs from the sweep file's get_config()
 
+REPORT, AFTER = "report.html", "after.json"  # of a point's folder
 SEED = "seed"  # points that differ in this setting alone are one experiment, repeated
 
 
@@ -47,6 +48,9 @@ class Sweep:
         pareto: (metric across, metric up) of each plot of last values against each other.
         then: further points, made from the runs (``table.Run``) of ``points`` once all of them are finished: settings
             tuned on some seeds, say, and reported on others (``table.best_points``).
+        after: "package.module:function" or "path/to/file.py:function" of a point's (config, workdir), called in its
+            process once it has trained: to evaluate it on another task, say, and to throw its checkpoints away. What
+            it returns, {name: number}, is kept in ``after.json`` and is columns of the table. "" = nothing.
     """
 
     points: Sequence[Point]
@@ -57,7 +61,13 @@ class Sweep:
     thresholds: Mapping[str, float] = dataclasses.field(default_factory=dict)
     pareto: tuple[tuple[str, str], ...] = ()
     then: Callable[[Sequence[Any]], Sequence[Point]] | None = None
+    after: str = ""
     label: Callable[[Point], str] = lambda point: ", ".join(f"{k.rsplit('.', 1)[-1]} {v}" for k, v in point.items())
+
+    @property
+    def last_files(self) -> tuple[str, ...]:
+        """Files of a point's folder that say that it is finished."""
+        return (REPORT, AFTER) if self.after else (REPORT,)
 
     def named_metrics(self) -> tuple[str, ...]:
         """Every metric the sweep names, each once: its curves first."""

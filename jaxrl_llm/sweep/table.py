@@ -38,6 +38,7 @@ class Run:
     status: str
     rows: Sequence[Mapping[str, Any]]  # of metrics.jsonl
     made_with: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of config.json: versions, commit
+    after: Mapping[str, float | None] = dataclasses.field(default_factory=dict)  # what the sweep's ``after`` returned
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +74,7 @@ def figures(run: Run, sweep: Sweep) -> dict[str, float | None]:
         x, y = curve(run, metric, sweep.x_axis)
         reached = y <= threshold if metric in sweep.lower_is_better else y >= threshold
         found[f"{sweep.x_axis} to {metric} {threshold:g}"] = float(x[reached][0]) if reached.any() else None
-    return found
+    return found | dict(run.after)
 
 
 def groups(runs: Sequence[Run]) -> dict[tuple[tuple[str, Any], ...], list[Run]]:

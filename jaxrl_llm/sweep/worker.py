@@ -2,7 +2,8 @@
 
     parent (__main__)                          this process
     -----------------                          ------------
-    hand out a point             ---->         train in its workdir, everything it prints into log.txt there
+    hand out a point             ---->         train in its workdir, everything it prints into log.txt there,
+                                               then what comes after it
     mark it, hand out the next   <----         how it ended
     close the connection         ---->         end
 
@@ -14,16 +15,19 @@ Owns: one point's turn. Does not know: which points there are.
 
 from __future__ import annotations
 
+import json
 import os
 import pathlib
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 
 from jaxrl_llm.config import Config, ConfigError, from_json
 from jaxrl_llm.runtime.cli import DiskError
+from jaxrl_llm.runtime.functions import resolve
+from jaxrl_llm.sweep.points import AFTER
 
 LOG = "log.txt"
 
@@ -37,13 +41,15 @@ def main(fileno: int, train: Callable[[Config, pathlib.Path], int] | None = None
     with Connection(fileno) as connection:
         while True:
             try:
-                config, workdir = connection.recv()
+                config, workdir, after = connection.recv()
             except EOFError:
                 return
-            connection.send(run_point(from_json(config), pathlib.Path(workdir), train or _train))
+            connection.send(run_point(from_json(config), pathlib.Path(workdir), train or _train, after))
 
 
-def run_point(config: Config, workdir: pathlib.Path, train: Callable[[Config, pathlib.Path], int]) -> bool:
+def run_point(
+    config: Config, workdir: pathlib.Path, train: Callable[[Config, pathlib.Path], int], after: str = ""
+) -> bool:
     """Run a point with standard output and error at the end of ``workdir/log.txt``; whether it came to a good end."""
     workdir.mkdir(parents=True, exist_ok=True)
     with open(workdir / LOG, "ab") as log:
@@ -51,7 +57,11 @@ def run_point(config: Config, workdir: pathlib.Path, train: Callable[[Config, pa
         os.dup2(log.fileno(), 2)
     sys.stdout.reconfigure(line_buffering=True)  # a log that is read while it grows
     try:
-        return train(config, workdir) in (0, 128 + signal.SIGTERM, 128 + signal.SIGINT)
+        (workdir / AFTER).unlink(missing_ok=True)
+        status = train(config, workdir)
+        if status == 0 and after:
+            _write(workdir / AFTER, resolve(after)(config, workdir))
+        return status in (0, 128 + signal.SIGTERM, 128 + signal.SIGINT)
     except (ConfigError, DiskError) as error:
         print(f"error: {error}", file=sys.stderr)
     except Exception:
@@ -59,6 +69,14 @@ def run_point(config: Config, workdir: pathlib.Path, train: Callable[[Config, pa
     finally:
         sys.stdout.flush()
     return False
+
+
+def _write(path: pathlib.Path, found: Mapping[str, float]) -> None:
+    """Whole or not at all, for that it is there says that the point is finished."""
+    numbers = {str(name): float(value) for name, value in found.items()}
+    unfinished = path.with_name(path.name + ".tmp")
+    unfinished.write_text(json.dumps(numbers))
+    os.replace(unfinished, path)
 
 
 def _train(config: Config, workdir: pathlib.Path) -> int:

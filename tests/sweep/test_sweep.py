@@ -257,6 +257,38 @@ def test_what_was_tuned_on_some_seeds_is_run_on_others(tmp_path):
     assert [len(turns(tmp_path, name)) for name in points] == [1] * 4  # nothing is run again
 
 
+AFTER = """
+def measure(config, workdir):
+    if (workdir / "broken").exists():
+        raise ZeroDivisionError("no luck")
+    assert (workdir / "report.html").exists()
+    return {"transfer": 0.5 + config.seed}
+"""
+
+
+def test_what_comes_after_a_point_is_in_the_table_and_is_tried_again_where_it_failed(tmp_path):
+    (tmp_path / "mine.py").write_text(AFTER)
+    points = make_points(seeds(3))
+    folder, names = tmp_path / "runs", list(points)
+    (folder / names[1]).mkdir(parents=True)
+    (folder / names[1] / "broken").touch()
+    sweep = Sweep(seeds(3), after=f"{tmp_path}/mine.py:measure")
+    command = lambda: sweep_module.run_sweep(folder, points, sweep, num_workers=1, serve=stand_in.SERVE)
+    failed, _ = command()
+    assert list(failed) == [names[1]] and failed[names[1]].splitlines()[-1] == "ZeroDivisionError: no luck"
+    lines = read_table(folder / "table.csv")
+    assert [(line["status"], line["transfer"]) for line in lines] == [
+        ("finished", "0.5"),
+        ("failed", ""),
+        ("finished", "2.5"),
+    ]
+    (folder / names[1] / "broken").unlink()
+    assert command() == ({}, None)
+    assert [len(turns(folder, name)) for name in names] == [1, 2, 1]
+    assert [line["transfer"] for line in read_table(folder / "table.csv")] == ["0.5", "1.5", "2.5"]
+    assert "<th>transfer" in (folder / "sweep.html").read_text()
+
+
 def test_the_table_has_what_a_second_stage_alone_sets(tmp_path):
     rate = "optimizer.learning_rate"
     sweep = Sweep([{rate: 0.1}], then=lambda runs: [{rate: 0.1, "seed": 3}])
@@ -284,7 +316,7 @@ def test_two_workers_run_side_by_side_and_a_signal_lets_them_end(tmp_path, monke
 
     configs = {name: config for name, (_, config) in points.items()}
     failed, stopped = sweep_module.run_points(
-        tmp_path, configs, num_workers=2, on_change=on_change, serve=stand_in.SERVE
+        tmp_path, configs, Sweep([]), num_workers=2, on_change=on_change, serve=stand_in.SERVE
     )
     assert (failed, stopped) == ({}, "SIGTERM")
     assert calls[0] == list(points)[:2] and calls[-1] == []
@@ -482,6 +514,7 @@ def test_the_command_launches_prints_and_writes_what_is_there(sweep_file, tmp_pa
         ("return Sweep(", "return list(", [], "not list"),
         ("seeds(2)))", "seeds(2)), metrics=('eval/pass',))", [], "'eval/pass', which is no metric"),
         ("seeds(2)))", "seeds(2)), then=5)", [], "then=5 must be a function of runs"),
+        ("seeds(2)))", "seeds(2)), after='mine:f')", [], "after='mine:f': ModuleNotFoundError"),
         ("seeds(2)))", "seeds(2)), facet='replay.capacity')", [], "facet='replay.capacity' is not set by any point"),
         ("1e-5", "1e-5 / 0", [], "mine.py:14: ZeroDivisionError"),
         ("1e-5", "-1.0", [], "'optimizer.learning_rate': -1.0, 'seed': 0}: optimizer.learning_rate=-1.0 must be"),
