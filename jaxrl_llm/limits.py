@@ -134,11 +134,11 @@ def _combinations(c: Any, flat: dict[str, Any]):
         c.prompts.source not in ("letters", "maze", "kolmogorov") or c.eval.name == "",
         "[eval.name] must be '' for [prompts.source]: what it held out would be trained on",
     )
-    yield (
-        c.prompts.source in ("letters", "arithmetic", "maze", "kolmogorov") or c.prompts.name != "",
-        f"[prompts.name] must name the {'dataset' if c.prompts.source == 'reasoning_gym' else 'file'} for "
-        "[prompts.source]",
-    )
+    if c.prompts.source in ("maze", "kolmogorov"):
+        yield c.prompts.name == "", "[prompts.name] must be '' for [prompts.source], which makes all of its questions"
+    elif c.prompts.source not in ("letters", "arithmetic"):
+        what = "dataset" if c.prompts.source == "reasoning_gym" else "file"
+        yield c.prompts.name != "", f"[prompts.name] must name the {what} for [prompts.source]"
     yield (
         c.prompts.source in ("jsonl", "parquet", "code") or 0 < c.prompts.size <= MOST_MADE,
         f"[prompts.size] must be at least 1 and at most {MOST_MADE} for [prompts.source]",

@@ -321,10 +321,10 @@ class MethodFacts:
             "[environments.max_answer_tokens] must leave room in [sampling.max_completion_tokens] for two turns, which "
             "[environments.factory] asks for",
         )
-        yield (
-            n.factory != "" or "environment" not in c.rewards.functions,
-            "[rewards.functions] has 'environment', which needs [environments.factory]",
-        )
+        asks = {"[rewards.functions] has 'environment', which": "environment" in c.rewards.functions}
+        asks["[environments.max_turn_tokens]"] = n.max_turn_tokens > 0
+        for what, is_asked in asks.items():
+            yield n.factory != "" or not is_asked, f"{what} needs [environments.factory]"
         yield (
             not a.imitates or bool(e.paths),
             "[algorithm.cross_entropies] has nothing to imitate without external.groups_per_iteration",

@@ -51,11 +51,13 @@ class Example:
         prompt: text, or a list of ``{"role", "content"}`` messages.
         columns: everything else of the row; passed to reward functions by keyword.
         origin: where it came from ("file.jsonl:12"), for error messages.
+        hidden: what tells it from others of the same prompt, such as the word that an environment knows.
     """
 
     prompt: str | list[dict[str, str]]
     columns: dict[str, Any]
     origin: str = ""
+    hidden: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

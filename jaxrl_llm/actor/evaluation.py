@@ -28,6 +28,9 @@ from jaxrl_llm.questions import tasks
 from jaxrl_llm.runtime import hosts, rng, sharding
 from jaxrl_llm.types import OUTCOME_ERROR, OUTCOME_SCORE, OUTCOME_TIMEOUT
 
+# Sources whose columns an environment may ask for without a word of them in the prompt: the word of Wordle.
+HIDING = ("jsonl", "parquet", "maze")
+
 
 def pass_at_k(num_samples: int, num_passes: int, k: int) -> float:
     """Probability that at least one of k samples drawn from n without replacement passes, c of n passing.
@@ -189,6 +192,8 @@ def questions(config: Config, tokenizer: Any) -> tuple[list[Any], list[Any], lis
     """
     loaded = tasks.load(config.prompts, seed=config.seed)
     examples, held_out, messages = loaded.examples, (), list(loaded.bad_rows)
+    if config.environments.factory and config.prompts.source in HIDING:
+        examples = [dataclasses.replace(x, hidden=json.dumps(x.columns, default=str)) for x in examples]
     if config.eval.num_prompts:
         if config.eval.name:
             other = dataclasses.replace(config.prompts, name=config.eval.name)

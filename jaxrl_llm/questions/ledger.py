@@ -1,7 +1,7 @@
 """The ledger: which question is which, and what is remembered of each.
 
-A question is its prompt's token ids: its ``question_id`` is the same on every visit, in every copy of it in the data,
-and for the answers of others to it. A ``group_id`` is one visit.
+A question is its prompt's token ids, and what an environment alone knows of it: its ``question_id`` is the same on
+every visit, in every copy of it in the data, and for the answers of others to it. A ``group_id`` is one visit.
 
 Owns: identity of questions, counts of answers, numbers that methods keep by question, their form in a checkpoint. Does
 not know: which questions are asked, what the numbers mean.
@@ -25,9 +25,9 @@ class Ledger:
         self._answers: dict[int, tuple[int, int]] = {}  # passed, scored
         self._numbers: dict[str, dict[int, tuple[float, ...]]] = {}
 
-    def question_id(self, tokens: Any) -> int:
-        """Of a prompt's token ids, [n] integers without padding."""
-        digest = hashlib.blake2b(np.asarray(tokens, np.int32).tobytes(), digest_size=16).digest()
+    def question_id(self, tokens: Any, hidden: str = "") -> int:
+        """Of a prompt's token ids, [n] integers without padding, and of what an environment knows besides."""
+        digest = hashlib.blake2b(np.asarray(tokens, np.int32).tobytes() + hidden.encode(), digest_size=16).digest()
         return self._ids.setdefault(digest, len(self._ids))
 
     def close_data(self) -> None:

@@ -38,7 +38,7 @@ def split_held_out(
 ) -> tuple[tuple[Example, ...], tuple[Example, ...]]:
     """``(train, held_out)``: no question of the one is in the other.
 
-    Two questions are the same when their prompts are, whatever their columns: generated sources repeat
+    Two questions are the same when their prompts are, whatever their columns but ``hidden``: generated sources repeat
     themselves. A held-out question is the first of its kind; all its repetitions leave ``train``.
 
     Args:
@@ -140,7 +140,7 @@ class PromptStream:
 
     def __init__(self, encoded: Sequence[EncodedExample], config: PromptsConfig, ledger: Ledger, *, seed: int):
         self._encoded, self.ledger = encoded, ledger
-        self._question_ids = [self.ledger.question_id(row.tokens) for row in encoded]
+        self._question_ids = [self.ledger.question_id(row.tokens, row.example.hidden) for row in encoded]
         self.ledger.close_data()
         order = grain.MapDataset.source(range(len(encoded))).seed(seed)
         self._order = (order.shuffle() if config.shuffle else order).repeat()
@@ -188,4 +188,4 @@ class PromptStream:
 
 
 def _prompt_key(example: Example) -> str:
-    return json.dumps(example.prompt, sort_keys=True)
+    return json.dumps([example.prompt, example.hidden], sort_keys=True)

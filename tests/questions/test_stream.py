@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 from support.building import needs_reasoning_gym
 
-from jaxrl_llm.actor import reward_worker
-from jaxrl_llm.config import ConfigError, PromptsConfig, freeze
+from jaxrl_llm.actor import evaluation, reward_worker
+from jaxrl_llm.config import Config, ConfigError, EnvironmentsConfig, EvalConfig, PromptsConfig, freeze
 from jaxrl_llm.questions import tasks
 from jaxrl_llm.questions.ledger import Ledger
 from jaxrl_llm.questions.stream import PromptStream, batch_of, encode_examples, split_held_out
@@ -142,6 +142,26 @@ def test_conversations_are_the_same_question_when_their_messages_are():
 
     train, held_out = split_held_out([asked("a"), asked("b"), asked("a")], 1, seed=0)
     assert {e.prompt[0]["content"] for e in train}.isdisjoint(e.prompt[0]["content"] for e in held_out)
+
+
+def test_words_that_an_environment_hides_are_questions_of_their_own(tmp_path):
+    """All prompts are the same text; a copy of a row is one question still."""
+    words = ["crane", "slate", "crane", "pound"]
+    lines = [json.dumps({"prompt": "Guess.", "word": word}) for word in words]
+    (tmp_path / "words.jsonl").write_text("\n".join(lines))
+    prompts = PromptsConfig(source="jsonl", name=str(tmp_path / "words.jsonl"), size=0, chat_template=False)
+    wordle = EnvironmentsConfig(factory="jaxrl_llm.environments.wordle:Wordle", num_workers=1)
+    config = dataclasses.replace(Config(), prompts=prompts, environments=wordle, eval=EvalConfig(num_prompts=1))
+    train, held_out, _ = evaluation.questions(config, ByteTokenizer())
+    (out,) = {row.example.columns["word"] for row in held_out}
+    assert [row.example.columns["word"] for row in train] == [word for word in words if word != out]
+    stream = PromptStream(train, dataclasses.replace(prompts, shuffle=False), Ledger(), seed=0)
+    ids = [stream.question_id(i) for i in range(len(train))]
+    assert len(set(ids)) == 2 and all(
+        (ids[i] == ids[j]) == (train[i].example.columns == train[j].example.columns)
+        for i in range(len(train))
+        for j in range(i)
+    )
 
 
 def test_holding_out_nothing_keeps_everything_and_everything_is_refused():
@@ -683,7 +703,7 @@ WITHOUT_SOURCE_PACKAGES = """
 import importlib.util, json, sys
 find = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *rest: None if name in ("pycosat", "cellpylib", "zss") else find(name, *rest)
-from jaxrl_llm.actor import reward_worker
+from jaxrl_llm.actor import evaluation, reward_worker
 from jaxrl_llm.questions import tasks
 from jaxrl_llm.config import ConfigError, PromptsConfig
 for name in json.loads(sys.argv[1]):
@@ -753,6 +773,7 @@ def test_datasets_are_mixed_by_weight_and_rise_by_their_curricula(gym):
         ({"chain_sums": {}}, "did you mean chain_sum"),
         ({"chain_sums": {"levels": 2}}, "did you mean chain_sum"),
         ({"chain_sum": {"levels": 0}}, "prompts.arguments.levels=0 must be a whole number from 1"),
+        ({"chain_sum": {"levels": 12}}, "prompts.arguments.levels=12 must be at most 11, the levels of chain_sum"),
     ):
         with pytest.raises(ConfigError, match=re.escape(words)):
             tasks.load(dataclasses.replace(config, arguments=arguments), seed=0)

@@ -110,6 +110,10 @@ def _by_level(config: PromptsConfig, seed: int) -> Loaded:
     if type(levels) is not int or not 1 <= levels <= config.size:
         raise ConfigError(f"prompts.arguments.levels={levels!r} must be a whole number from 1 to prompts.size")
     examples: list[Any] = []
+    if name in DATASETS:
+        most = max(len(one.levels) for one in create_curriculum(name).attributes.values())
+        if levels > most:
+            raise ConfigError(f"prompts.arguments.levels={levels!r} must be at most {most}, the levels of {name}")
     for level in range(levels if name in DATASETS else 1):
         arguments = {}
         if name in DATASETS:
