@@ -22,9 +22,9 @@ from collections.abc import Callable, Sequence
 from jaxrl_llm.replay_plan import Costs
 from jaxrl_llm.sweep import fits
 from jaxrl_llm.sweep.intervals import Interval
-from studies import arms, costs, pictures, raw
+from studies import arms, costs, pictures, raw, transfer
 from studies.arms import Arm
-from studies.design import COST_RATIO, RATE, SUMS, THRESHOLD
+from studies.design import COST_RATIO, RATE, SMOLLM2_THRESHOLD, SUMS, THRESHOLD
 
 DOCS = pathlib.Path("docs")
 MARK = re.compile(r"(<!-- table: ([a-z0-9_]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
@@ -53,6 +53,16 @@ def table_of(name: str, *, best_first: bool = False) -> str:
     if best_first:
         found.sort(key=lambda arm: -arm.end()[0])
     return arms.table(found, THRESHOLD, base=base)
+
+
+def pretrained(task: str, name: str = "smollm2") -> str:
+    """Arms of the study of SmolLM2 on one of its tasks, and what they got on the one that none trained on."""
+    found = [arm for arm in arms_of(name) if arm.name.startswith(f"{task}: ")]
+    (base,) = (arm for arm in found if arm.name.startswith(f"{task}: on-policy"))
+    shown = lambda name: lambda arm: arm.after(name).shown()
+    columns = [f"{of}/pass@{k}" for of in ("held-out", transfer.TASK) for k in (1, transfer.SAMPLES)]
+    more = {name.replace("/", " "): shown(name) for name in columns}
+    return arms.table(found, SMOLLM2_THRESHOLD, base=base, more=more)
 
 
 def rates(name: str) -> str:
@@ -130,6 +140,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "e5": lambda: table_of("e5"),
     "e6": lambda: table_of("e6"),
     "league": lambda: table_of("league", best_first=True),
+    "smollm2_sums": lambda: pretrained("sums"),
+    "smollm2_products": lambda: pretrained("products"),
 }
 
 # ---- figures ---------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import pathlib
+import runpy
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -25,9 +26,8 @@ from jaxrl_llm.sweep.intervals import Interval, Resampling
 from jaxrl_llm.sweep.table import Run, groups, label
 from studies import costs, raw
 from studies.costs import Times
-from studies.design import COST_RATIO, RATE, SUMS, THRESHOLD
+from studies.design import COST_RATIO, RATE, THRESHOLD
 
-BATCH = SUMS.batch
 METRIC = "eval/pass_rate"
 LAST = 3  # evaluations that the end is the mean of
 
@@ -43,6 +43,7 @@ class Arm:
         at: [runs, evaluations] rows of the evaluations.
         passed: [runs, evaluations, questions] answers that passed, of ``samples``.
         times: of an iteration, where they were measured.
+        batch: rollouts of the study's batch, in which compute is counted.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Arm:
     at: np.ndarray
     extra: costs.Forwards
     times: Times | None
+    batch: int
 
     def end(self) -> np.ndarray:
         """Draws of the held-out pass rate at the end."""
@@ -67,7 +69,7 @@ class Arm:
 
     def over(self, mu: float) -> np.ndarray:
         """Compute at the evaluations [1 + resamples, evaluations] in batches, at a cost ratio."""
-        return self._x([costs.compute(run, self.extra, mu) for run in self.runs]) / BATCH
+        return self._x([costs.compute(run, self.extra, mu) for run in self.runs]) / self.batch
 
     def over_seconds(self) -> np.ndarray:
         """Seconds at the evaluations [1 + resamples, evaluations]."""
@@ -81,6 +83,10 @@ class Arm:
         """Draws of where the curve over ``x`` first reaches the threshold."""
         return intervals.first_crossing(x, intervals.smooth(self.curves), threshold)
 
+    def after(self, name: str) -> Interval:
+        """Of a figure that each run got after it had trained."""
+        return intervals.mean_of([run.after[name] for run in self.runs], self.shares)
+
     def last_tenth(self, metric: str) -> Interval:
         """Of a metric of training, its mean over each run's last tenth of the iterations that have it."""
         values = [[row[metric] for row in run.rows if row.get(metric) is not None] for run in self.runs]
@@ -92,6 +98,7 @@ def arms_of(study: raw.Study, times: Mapping[str, Times] | None = None) -> list[
     """The arms of a study's file in the order of its sweep, by their reported runs."""
     sweep, found = read_sweep(study.config), []
     draws = Resampling(next(iter(study.passed.values())).shape[-1])
+    batch = runpy.run_path(study.config)["get_config"]().update.batch_size
     arms = list(groups(study.reported()).values())
     for members, config in zip(arms, raw.configs(study, [members[0] for members in arms]), strict=True):
         passed = np.stack([study.passed[run.name] for run in members])
@@ -102,7 +109,7 @@ def arms_of(study: raw.Study, times: Mapping[str, Times] | None = None) -> list[
         curves = draws.curves(passed / samples, shares)
         name = label(members[0], sweep)
         its_times = times[name] if times else None
-        found.append(Arm(name, members, samples, passed, curves, draws, shares, at, extra, its_times))
+        found.append(Arm(name, members, samples, passed, curves, draws, shares, at, extra, its_times, batch))
     return found
 
 
@@ -125,13 +132,21 @@ def saved(to: np.ndarray, base: np.ndarray) -> Interval:
     return Interval.of(1 - to / base)
 
 
-def table(arms: Sequence[Arm], threshold: float, *, base: Arm | None = None) -> str:
+def table(
+    arms: Sequence[Arm],
+    threshold: float,
+    *,
+    base: Arm | None = None,
+    more: Mapping[str, Callable[[Arm], str]] | None = None,
+) -> str:
     """Markdown.
 
     Args:
         threshold: held-out pass rate up to which cost is counted.
         base: savings are against it; None = no such column.
+        more: further columns by their head.
     """
+    more = more or {}
     most = _most(arms[0])
     head = ["arm", "held-out pass rate", f"pass@{most}", f"batches to {threshold:.2f}"]
     head += ["saved"] * (base is not None)
@@ -139,8 +154,9 @@ def table(arms: Sequence[Arm], threshold: float, *, base: Arm | None = None) -> 
     if is_timed:
         head += ["own mu", "batches at own mu", *["saved"] * (base is not None)]
         head += ["seconds", *["saved"] * (base is not None)]
-    head.append("entropy")
-    return markdown(head, [[arm.name, *_cells(arm, threshold, base, is_timed)] for arm in arms])
+    head += ["entropy", *more]
+    rows = [[arm.name, *_cells(arm, threshold, base, is_timed), *(of(arm) for of in more.values())] for arm in arms]
+    return markdown(head, rows)
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 
 from jaxrl_llm.sweep import intervals
 from jaxrl_llm.sweep.intervals import Interval
-from studies.arms import BATCH, Arm
+from studies.arms import Arm
 from studies.design import COST_RATIO
 
 STYLE = {"svg.hashsalt": "replay", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
@@ -157,7 +157,7 @@ def headline(grid: Grid, out: pathlib.Path, *, threshold: float) -> None:
             how = {"color": "black", "linestyle": ":"} if i == 0 else {"color": f"C{i - 1}"}
             _band(axes, arm.over(COST_RATIO), arm.curves, label=name, **how)
         axes.axhline(threshold, color="0.6", linewidth=0.8)
-        axes.set_xlabel(f"compute: trained + {COST_RATIO:g} generated, in batches of {BATCH}")
+        axes.set_xlabel(f"compute: trained + {COST_RATIO:g} generated, in batches of {grid[1, 1].batch}")
         axes.set_ylabel("held-out pass rate")
         axes.legend(frameon=False, fontsize=8, loc="lower right")
         axes.grid(alpha=0.3)

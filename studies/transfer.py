@@ -1,9 +1,10 @@
-"""What a run of the SmolLM2 study can do of a task that it never trained on, and then its checkpoint goes.
+"""What a run of the SmolLM2 study got, on its own task and on one that it never trained on; then its checkpoint goes.
 
-Greatest common divisors of two numbers up to 12: the same 32 questions for every run, whatever its task and its seed.
-A checkpoint is 1.6 GB, so a sweep of hundreds of runs has room for one only until this has been measured.
+The other task is greatest common divisors of two numbers up to 12, with the same 32 questions for every run, whatever
+its task and its seed. A checkpoint is 1.6 GB, so a sweep of hundreds of runs has room for one only until this has been
+measured.
 
-Owns: that task. Does not know: what the run trained on.
+Owns: the other task. Does not know: the run's own.
 """
 
 from __future__ import annotations
@@ -29,13 +30,18 @@ def config_of(config: Config) -> Config:
     return dataclasses.replace(config, prompts=prompts, seed=0)
 
 
-def gcd(config: Config, workdir: pathlib.Path) -> dict[str, float]:
-    """``after`` of a sweep: {"gcd/pass@k": rate} of the last checkpoint, which is then thrown away.
+def measure(config: Config, workdir: pathlib.Path) -> dict[str, float]:
+    """``after`` of a sweep: pass@k of the last checkpoint on both tasks; then the checkpoint is thrown away.
 
     Of runs that only choose a learning rate nothing is asked.
+
+    Returns:
+        {"held-out/pass@k": rate, "gcd/pass@k": rate} for k of 1, 2, 4 to 32.
     """
-    rates = {}
+    found = {}
     if config.seed in {point[SEED] for point in REPORTED}:
-        rates = command(config_of(config), "", str(workdir), SAMPLES)["pass_at_k"]
+        for name, asked in (("held-out", config), (TASK, config_of(config))):
+            rates = command(asked, "", str(workdir), SAMPLES)["pass_at_k"]
+            found |= {f"{name}/pass@{k}": rate for k, rate in rates.items()}
     shutil.rmtree(workdir / "checkpoints", ignore_errors=True)
-    return {f"{TASK}/pass@{k}": rate for k, rate in rates.items()}
+    return found

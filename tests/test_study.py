@@ -165,31 +165,38 @@ def test_the_table_of_arms_by_hand(tmp_path):
     assert cells[3][4].startswith("82% (") and cells[3][5] == "0.50"
 
 
-def test_the_transfer_task_is_another_with_the_same_questions_for_every_run_and_takes_the_checkpoint_away(
-    tmp_path, monkeypatch
-):
+def test_both_tasks_are_asked_after_a_reported_run_and_its_checkpoint_goes(tmp_path, monkeypatch):
     asked = []
 
     def command(config, model, checkpoint, num_samples):
         assert (tmp_path / "checkpoints").is_dir()
         asked.append(config)
-        return {"pass_at_k": {"1": 0.2, "32": 0.6}}
+        return {"pass_at_k": {"1": 0.1 * len(asked)}}
 
     monkeypatch.setattr(transfer, "command", command)
     sweep = read_sweep("configs/sweeps/smollm2.py")
-    assert sweep.after == "studies.transfer:gcd"
+    assert sweep.after == "studies.transfer:measure"
     trained = freeze_points(runpy.run_path("configs/sweeps/smollm2.py")["get_config"](), [sweep.points[0]])
     ((_, config),) = trained.values()
     assert config.seed == 100  # it only chooses a learning rate
     (tmp_path / "checkpoints").mkdir()
-    assert transfer.gcd(config, tmp_path) == {} and not asked and not (tmp_path / "checkpoints").exists()
+    assert transfer.measure(config, tmp_path) == {} and not asked and not (tmp_path / "checkpoints").exists()
     for seed in (0, 3):
         (tmp_path / "checkpoints").mkdir()
-        found = transfer.gcd(dataclasses.replace(config, seed=seed), tmp_path)
-        assert found == {"gcd/pass@1": 0.2, "gcd/pass@32": 0.6} and not (tmp_path / "checkpoints").exists()
-    assert asked[0] == asked[1] and asked[0].prompts.name == "gcd" != config.prompts.name
-    examples = tasks.load(asked[0].prompts, seed=0).examples
-    assert len(split_held_out(examples, asked[0].eval.num_prompts, seed=0)[1]) == 32
+        found = transfer.measure(dataclasses.replace(config, seed=seed), tmp_path)
+        assert list(found) == ["held-out/pass@1", "gcd/pass@1"] and not (tmp_path / "checkpoints").exists()
+    assert found == pytest.approx({"held-out/pass@1": 0.3, "gcd/pass@1": 0.4})
+    assert [one.seed for one in asked] == [0, 0, 3, 0] and asked[1] == asked[3]  # the same questions for every run
+    assert asked[0].prompts == config.prompts and asked[1].prompts.name == "gcd"
+    examples = tasks.load(asked[1].prompts, seed=0).examples
+    assert len(split_held_out(examples, asked[1].eval.num_prompts, seed=0)[1]) == 32
+
+
+def test_a_table_takes_what_came_after_the_runs(tmp_path):
+    runs = [record(ON_POLICY, s, 4e-4, SLOW) | {"after": {"gcd/pass@1": 0.1 + 0.2 * s}} for s in (0, 1)]
+    (arm,) = arms.arms_of(written(tmp_path, runs))
+    lines = arms.table([arm], 0.4, more={"gcd": lambda arm: arm.after("gcd/pass@1").shown()}).splitlines()
+    assert lines[0].endswith("| entropy | gcd |") and lines[2].endswith("| 0.50 | 0.20 (0.10-0.30) |")
 
 
 # ---- the page --------------------------------------------------------------------------------------------------

@@ -3,8 +3,8 @@
     python -m jaxrl_llm.sweep --config=configs/sweeps/smollm2.py --workdir=runs/smollm2
 
 Sums and products of two one-digit numbers, of which the model answers 0.16 and 0.14 at the start; every arm at the best
-of three learning rates, and after each reported run the task of studies/transfer.py, which no run trains on. A night on
-2 cores; the same command goes on where it was stopped.
+of three learning rates, and after each reported run 32 answers to each held-out question and to those of a task that no
+run trains on (studies/transfer.py). A night on 2 cores; the same command goes on where it was stopped.
 """
 
 import dataclasses
@@ -48,5 +48,5 @@ POINTS = {f"{task}: {arm}": of_task | of_arm for task, of_task in TASKS.items() 
 
 def get_sweep():
     label = lambda settings: next(name for name, its in POINTS.items() if its == settings)
-    sweep = sweep_of(list(POINTS.values()), label, RATES, samples=4)
-    return dataclasses.replace(sweep, after="studies.transfer:gcd")
+    sweep = sweep_of(list(POINTS.values()), label, RATES, samples=2)
+    return dataclasses.replace(sweep, after="studies.transfer:measure")
