@@ -52,12 +52,14 @@ class Example:
         columns: everything else of the row; passed to reward functions by keyword.
         origin: where it came from ("file.jsonl:12"), for error messages.
         hidden: what tells it from others of the same prompt, such as the word that an environment knows.
+        given: an agent its prompt, where what it asks the policy for has taken the place of that; else None.
     """
 
     prompt: str | list[dict[str, str]]
     columns: dict[str, Any]
     origin: str = ""
     hidden: str = ""
+    given: Any = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -103,7 +103,7 @@ MENU = {
     *("questions.tasks.files", "actor.guests", "actor.resampling", "actor.evaluation"),
     *("actor.stop_strings", "actor.staleness"),  # which few runs set
     *(f"actor.{name}" for name in ("turns", "conversation", "environment", "environment_worker")),  # likewise
-    "actor.printing",  # of reward functions that print
+    *("actor.printing", "actor.agents", "actor.tools"),  # of reward functions that print; of few environments
     *("method_config", "ops.groups", "ops.filters", "ops.paged_log", "ops.packing"),
     *("reports.metric_table", "runtime.functions"),
     *("reports.charts", "runtime.torus", "runtime.hosts"),  # hosts: what a job of several has, and one host skips

@@ -89,7 +89,8 @@ class Played:
             worth = [reply.result().reward for reply in row]
             given.append(None if None in worth else np.diff(worth, prepend=0.0).tolist())
         scores = self.by_turn(given)
-        return scores, np.where(np.isnan(scores).any(axis=1), OUTCOME_ERROR, OUTCOME_SCORE), []
+        reasons = ["environment: an agent returned no reward"] if None in given else []
+        return scores, np.where(np.isnan(scores).any(axis=1), OUTCOME_ERROR, OUTCOME_SCORE), reasons
 
     def failures_in(self, answer: Any) -> Any:
         """The same of any function, of which rows that the environment failed in have none."""
@@ -112,7 +113,7 @@ class Conversations:
 
     def __init__(self, environment: Environment, tokenizer: Any, config: Config):
         self._environment, self._decode = environment, tokenizer.decode
-        self._encode = lambda text: tokenizer.encode_answer(text, environment.role, **config.prompts.encoding)
+        self._encode = lambda said: tokenizer.encode_answer(said.answer, said.role, **config.prompts.encoding)
         self._limits, self._most = config.environments, config.sampling.max_completion_tokens
         self._rows: dict[Row, tuple[int, list[Turn]]] = {}  # episode, turns
         self._waiting: set[Row] = set()  # when a chunk last told of it
@@ -175,7 +176,7 @@ class Conversations:
         else:
             most, wrong = limits.max_answer_tokens, None
             try:
-                answer = self._encode(reply.answer)
+                answer = self._encode(reply)
                 if not 0 < len(answer) <= most:
                     wrong = f"an answer of {len(answer)} tokens; environments.max_answer_tokens={most}"
             except ConfigError as error:  # what the tokenizer or the template cannot take
@@ -202,7 +203,8 @@ class Conversations:
             for turn in turns:
                 said.append({"role": "assistant", "content": turn.text})
                 if turn.answer:
-                    said.append({"role": self._environment.role, "content": turn.reply.result().answer})
+                    answered = turn.reply.result()
+                    said.append({"role": answered.role, "content": answered.answer})
             if rest := completion[turns[-1].stop if turns else 0 :]:  # a turn that was cut short
                 said.append({"role": "assistant", "content": self._decode(rest)})
             messages.append(said)

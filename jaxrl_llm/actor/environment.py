@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from jaxrl_llm.actor import environment_worker
+from jaxrl_llm.actor import agents, environment_worker
 from jaxrl_llm.actor.printing import Printer
 from jaxrl_llm.actor.rewards import Worker, end, failed, imported, names_of
 from jaxrl_llm.config import Config, ConfigError, PromptsConfig
@@ -27,25 +27,27 @@ class Reply:
     """To a turn.
 
     Attributes:
-        answer: None ends the episode.
+        answer: None ends the episode; a list of messages where an agent begins it.
         reward: of the episode so far; None where the environment has none.
         outcome: OUTCOME_*.
         reason: what went wrong, "" where nothing did.
         state: of a class that can be saved, after this turn; plain JSON.
+        role: whose message the answer is, "tool" or "user".
     """
 
-    answer: str | None
+    answer: Any
     reward: float | None = None
     outcome: int = OUTCOME_SCORE
     reason: str = ""
     state: Any = None
+    role: str = "user"
 
 
 class Environment(contextlib.AbstractContextManager):
     """Answers turns of episodes.
 
     Attributes:
-        role: whose messages its answers are, a "tool"'s or the "user"'s.
+        role: whose messages its answers are, a "tool"'s or the "user"'s; an agent's may be either's.
         has_reward: its episodes have a reward.
         is_shown: a reward function names ``environments``.
 
@@ -57,7 +59,8 @@ class Environment(contextlib.AbstractContextManager):
         self._config = config.environments
         found = _checked(self._config.factory, examples)
         self.role = "tool" if isinstance(found, type) else "user"
-        self.has_reward = self.role == "tool" and callable(getattr(found, "get_reward", None))
+        self._is_agent = agents.is_agent(found)
+        self.has_reward = self._is_agent or (self.role == "tool" and callable(getattr(found, "get_reward", None)))
         if "environment" in config.rewards.functions and not self.has_reward:
             said = f"environments.factory={self._config.factory!r:.200} has no method get_reward"
             raise ConfigError(f"rewards.functions: 'environment' means nothing here: {said}")
@@ -83,7 +86,10 @@ class Environment(contextlib.AbstractContextManager):
             state: that of the reply before, where it has one.
         """
         place = episode % len(self._workers)
-        given = str(episode), example.prompt, example.columns, list(turns), list(answers), state
+        columns = example.columns
+        if self._is_agent:
+            columns = {**columns, "prompt": example.prompt if example.given is None else example.given}
+        given = str(episode), example.prompt, columns, list(turns), list(answers), state
         return self._threads[place].submit(self._ask, place, example, given, **how)
 
     def shown(self, *given: Any) -> Future[Reply]:
@@ -100,14 +106,14 @@ class Environment(contextlib.AbstractContextManager):
             if self._closed:
                 raise EOFError
             timeout_s = self._config.timeout_s
-            answer, reward, wrong, state = self._workers[place].ask(
+            answer, reward, wrong, state, role = self._workers[place].ask(
                 (self._config.factory, over, *given, how), timeout_s
             )
             outcome = OUTCOME_SCORE if wrong is None else OUTCOME_ERROR
         except Exception as error:
-            (outcome, wrong), answer, reward, state = failed(error), None, None, None
+            (outcome, wrong), answer, reward, state, role = failed(error), None, None, None, ""
         reason = f"environment on {example.origin or 'a prompt'}: {wrong}" if wrong else ""
-        return Reply(answer, reward, outcome, reason, state)
+        return Reply(answer, reward, outcome, reason, state, role)
 
     def __exit__(self, *_) -> None:
         self._closed = True
@@ -142,10 +148,11 @@ def opened(config: Config, examples: Sequence[Example], tokenizer: Any) -> Itera
 def shown(
     config: Config, tokenizer: Any, *sets: Sequence[Example]
 ) -> tuple[PromptsConfig, list[list[Example]], list[str]]:
-    """Sets of questions as the policy is to see them where ``environments.factory`` is a class.
+    """Sets of questions as the policy is to see them where ``environments.factory`` is a class or an agent.
 
-    The chat template is told its tools, where it has a place for them and ``prompts.chat_template_kwargs`` tells it no
-    others; and what ``reset`` returns follows the prompt, as TRL has it.
+    The chat template is told a class's tools, where it has a place for them and ``prompts.chat_template_kwargs`` tells
+    it no others; and what ``reset`` returns follows the prompt, as TRL has it. What an agent asks for first is the
+    prompt.
 
     Returns:
         (the section ``prompts``, the sets, one message per question that cannot be begun).
@@ -157,9 +164,9 @@ def shown(
     prompts, kept, bad = config.prompts, [], []
     examples = [example for questions in sets for example in questions]
     found = _checked(config.environments.factory, examples)
-    if not isinstance(found, type):
+    if not isinstance(found, type) and not agents.is_agent(found):
         return prompts, [list(questions) for questions in sets], bad
-    if prompts.chat_template and "tools" not in prompts.chat_template_kwargs:
+    if isinstance(found, type) and prompts.chat_template and "tools" not in prompts.chat_template_kwargs:
         prompts = dataclasses.replace(prompts, chat_template_kwargs=_told(config, found, tokenizer))
     with Environment(config, examples) as environment:
         ask = lambda example, episode: (example, episode, environment.ask(episode, example, (), ()))
@@ -178,8 +185,10 @@ def shown(
     return prompts, kept, bad
 
 
-def _followed_by(example: Example, text: str) -> Example:
-    """The question with ``text`` after its last message."""
+def _followed_by(example: Example, text: str | list[dict[str, str]]) -> Example:
+    """The question with ``text`` after its last message; of an agent's messages these."""
+    if not isinstance(text, str):
+        return dataclasses.replace(example, prompt=text, given=example.prompt)
     if isinstance(example.prompt, str):
         return dataclasses.replace(example, prompt=example.prompt + text)
     *before, last = example.prompt
@@ -208,7 +217,7 @@ def _checked(spec: str, examples: Sequence[Example]) -> Any:
     """The class or function of ``environments.factory``: it imports, and takes every column that an example has."""
     said = f"environments.factory={spec!r:.200}"
     found = imported(spec, said)
-    is_class, given = isinstance(found, type), {"prompt": 0, "turns": 0}
+    is_class, given = isinstance(found, type), {"prompt": 0, "base_url" if agents.is_agent(found) else "turns": 0}
     if is_class:
         if not callable(getattr(found, "reset", None)):
             raise ConfigError(f"{said} must have a method reset(**columns)")

@@ -4,7 +4,8 @@ An environment is a class with the interface of TRL's: a constructor without arg
 methods with a docstring, which are the tools that the policy calls, and ``get_reward()`` if its episodes have a reward
 of their own. A turn calls tools as Qwen and Hermes do, ``<tool_call>{"name": .., "arguments": {..}}</tool_call>``, and
 is answered by what they return; one that calls none is the last. Or an environment is a function ``(prompt, turns,
-**columns) -> str | None`` of the texts of all turns so far: its answer to the newest, None after the last.
+**columns) -> str | None`` of the texts of all turns so far: its answer to the newest, None after the last. Or an agent
+(agents), which asks the policy for its turns.
 
 An episode lives here from its first turn on. A process that has it not, for it is new or another began it, plays it
 again from what the policy said, and compares its answers; or, of a class with ``state()`` and ``restore(state)``, goes
@@ -19,19 +20,18 @@ import contextlib
 import functools
 import json
 import math
-import re
 from collections.abc import Callable
 from typing import Any
 
-from jaxrl_llm.actor import reward_worker
+from jaxrl_llm.actor import agents, reward_worker
 from jaxrl_llm.actor.reward_worker import awaited, message
+from jaxrl_llm.actor.tools import TOOL_CALL
 
-TOOL_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 NO_TOOLS = ("reset", "get_reward")  # public methods that are the environment's own
 SAVING = ("state", "restore")  # likewise, where it has both
 MAX_ANSWER_CHARS = 2**20
 
-_episodes: dict[str, Episode] = {}
+_episodes: dict[str, Episode | agents.Episode] = {}
 
 
 def tools_of(environment: type) -> list[str]:
@@ -48,6 +48,8 @@ def is_saved(environment: type) -> bool:
 
 class Episode:
     """An instance of the user's class, and how many turns it has answered; one that has answered some is restored."""
+
+    role = "tool"
 
     def __init__(self, environment: type, columns: dict[str, Any], num_turns: int = 0, state: Any = None):
         self.own, self.num_turns = environment(), num_turns
@@ -85,6 +87,9 @@ class Episode:
         except Exception as error:
             return f"error: {type(error).__name__}: {error}"[:300]
         return _text(result, f"the tool {name}") or ""
+
+    def close(self) -> None:
+        """There is nothing to end."""
 
     def shown(self) -> dict[str, Any]:
         """Public attributes and properties of the instance, as far as JSON has their values."""
@@ -128,30 +133,41 @@ def act(
         state: after the turns that have been answered, where the class gives one.
 
     Returns:
-        [text or None, reward or None, what went wrong or None, state]; where it is over, attributes in place of the
-        text.
+        [text or None, reward or None, what went wrong or None, state, whose message it is]; where it is over,
+        attributes in place of the text; where an agent begins, its messages.
     """
     for ended in over:
-        _episodes.pop(ended, None)
+        _forget(ended)
     try:
-        if not isinstance(environment, type):
+        has_turns = agents.is_agent(environment)
+        if not isinstance(environment, type) and not has_turns:
             reply = _text(awaited(environment(prompt=prompt, turns=list(turns), **columns)), "the environment")
-            return [reply, None, None, None]
+            return [reply, None, None, None, "user"]
         episode, answered = _episodes.get(key), max(0, len(turns) - (not is_over))
         if answered and state is not None and (episode is None or episode.num_turns != answered):
             episode = _episodes[key] = Episode(environment, columns, answered, state)
         elif episode is None or episode.num_turns != answered:
-            episode = _episodes[key] = Episode(environment, columns)
+            _forget(key)
+            episode = _episodes[key] = (agents.Episode if has_turns else Episode)(environment, columns)
+            if turns and has_turns and episode.opening != prompt:
+                raise RuntimeError(
+                    f"the agent begins with {episode.opening!r:.100}, not as before with {prompt!r:.100}"
+                )
             for turn, said in zip(turns, answers, strict=False):
                 if (again := episode.answer(turn)) != said:
                     raise RuntimeError(f"played again it answers {again!r:.100}, not {said!r:.100}")
         if is_over:
-            return [episode.shown(), None, None, None]
+            return [episode.shown(), None, None, None, episode.role]
         reply = episode.answer(turns[-1]) if turns else episode.opening
-        return [reply, episode.reward(), None, episode.state()]
+        return [reply, episode.reward(), None, episode.state(), episode.role]
     except BaseException as error:  # SystemExit too
-        _episodes.pop(key, None)
-        return [None, None, message(error), None]
+        _forget(key)
+        return [None, None, message(error), None, ""]
+
+
+def _forget(key: str) -> None:
+    if episode := _episodes.pop(key, None):
+        episode.close()
 
 
 def _text(value: Any, whose: str) -> str | None:

@@ -25,8 +25,8 @@ import uuid
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from jaxrl_llm.actor import tools
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.serving import tools
 from jaxrl_llm.serving.engine import BusyError, Engine, Request
 
 MAX_BODY = 2**24  # bytes

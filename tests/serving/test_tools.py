@@ -9,8 +9,8 @@ import types
 
 import pytest
 
+from jaxrl_llm.actor import tools
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.serving import tools
 from jaxrl_llm.serving.http import Server
 
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]

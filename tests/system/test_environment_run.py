@@ -137,3 +137,23 @@ def test_what_does_not_go_together_is_said_before_anything_is_compiled(run, sett
     monkeypatch.setattr(train_module, "compile_all", None)
     with pytest.raises(ConfigError, match=re.escape(said)):
         run({"environments.factory": f"{ENVIRONMENTS}:brief", "environments.max_answer_tokens": 2} | settings)
+
+
+@pytest.mark.slow
+def test_rows_that_an_agent_has_played_are_trained_on(run):
+    """Prompts of later iterations are open, so that requests wait across updates of the weights."""
+    settings = {"environments.factory": f"{ENVIRONMENTS}:two_letters", "environments.max_answer_tokens": 40}
+    settings |= {
+        "prompts.max_tokens": 64,
+        "sampling.max_completion_tokens": 80,
+        "sampling.stop_tokens": tuple("abcdefgh"),
+    }
+    settings |= {"rewards.functions": ("environment",), "rollout.lookahead_prompts": 4, "rollout.max_lag_iterations": 2}
+    settings |= {"num_iterations": 12, "rollout.prompts_per_iteration": 8, "rollout.group_size": 8, "rollout.slots": 48}
+    settings |= {"replay.capacity": 64, "update.batch_size": 64, "update.micro_batch_size": 64, "eval.num_prompts": 0}
+    status, metrics, samples, _ = run(settings)
+    assert status == 0 and sum(line["reward/error_count"] for line in metrics) == 0
+    assert metrics[0]["update/sampler_learner_gap_max_nats"] < 1e-4  # measured: 1e-6
+    assert any(row["age"] > 0 for row in samples)  # begun under earlier weights, and kept
+    rewards = [line["rollout/reward_mean"] for line in metrics]  # of 64 rows each
+    assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.15  # measured: 0.28 to 0.55

@@ -8,11 +8,11 @@ Owns: how messages with calls become texts, and texts calls. Does not know: rout
 from __future__ import annotations
 
 import json
+import re
 import uuid
 from typing import Any
 
-from jaxrl_llm.actor.environment_worker import TOOL_CALL
-
+TOOL_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 BEGIN = "<tool_call>"
 
 

@@ -1,0 +1,225 @@
+"""Agents: programs that ask a model over the OpenAI API, and are answered by the policy that is trained.
+
+    the agent's thread                                   the episode
+    first request         messages (and tools)  ----->   the question's prompt
+                          <-- the policy's turn ------    what was drawn, as text, or as calls of tools
+    next request          what is new in it     ----->   the answer to that turn
+    the agent returns     its reward            ----->   the episode ends
+
+An agent is a function ``(base_url, prompt, **columns)``, as ``environments.factory`` names it; ``base_url`` is of a
+server on this machine that knows one episode. The row has the tokens that were drawn: what the agent sends back of its
+turns is compared with what it was given, and is not encoded again. A request that does not go on from there, for the
+agent has shortened or rewritten the conversation or holds two at once, ends the episode as failed.
+
+Owns: an agent's thread, which requests are answered. Does not know: deadlines (environment), tokens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import http.server
+import inspect
+import json
+import math
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from jaxrl_llm.actor import tools
+from jaxrl_llm.actor.reward_worker import awaited
+
+MAX_BODY = 2**24  # bytes
+ROLES = ("user", "tool")  # who may speak between two turns of the policy's
+# What a request may have besides messages: by name the values, () any. How tokens are drawn is the run's to say.
+ALLOWED: dict[str, tuple[Any, ...]] = {"model": (), "tools": (), "user": (), "stream": (), "stream_options": ()}
+ALLOWED |= {"n": (1,), "tool_choice": ("auto",), "store": (False,)}
+
+
+def is_agent(found: Any) -> bool:
+    """Whether what ``environments.factory`` names is an agent: a function that takes ``base_url``."""
+    with contextlib.suppress(TypeError, ValueError):  # one in C that does not say what it takes
+        return not isinstance(found, type) and "base_url" in inspect.signature(found).parameters
+    return False
+
+
+class _Request:
+    """Of an agent's that waits for its answer."""
+
+    def __init__(self, body: dict[str, Any]):
+        for name, value in body.items():
+            if name not in ("messages", *ALLOWED):
+                raise ValueError(f"{name} is not an agent's to say: the run's sampling settings hold for its turns")
+            if value is not None and ALLOWED.get(name) and value not in ALLOWED[name]:
+                raise ValueError(f"{name}={value!r:.100} is not there: only {ALLOWED[name][0]!r}")
+        self.messages = tools.texts_of(body.get("messages"))
+        self.tools = tools.functions_of(body["tools"]) if body.get("tools") else []
+        self.is_streamed = bool(body.get("stream"))
+        self.answer: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()  # None: the episode is over
+
+
+class Episode:
+    """An agent at work, from its first request on, with as much of ``environment_worker.Episode`` as turns ask for.
+
+    Attributes:
+        opening: messages of its first request; of one with tools the system's message tells of them.
+        role: who has spoken last.
+        num_turns: of the policy's that it has been given.
+    """
+
+    def __init__(self, play: Callable[..., Any], columns: dict[str, Any]):
+        self.num_turns, self.role, self._reward = 0, "user", 0.0
+        self._events: queue.SimpleQueue[_Request | Any] = queue.SimpleQueue()
+        self._name = secrets.token_hex(16)  # part of its address: nobody else's requests come here
+        server = _server()
+        server.episodes[self._name] = self._events
+        address = f"http://127.0.0.1:{server.server_port}/{self._name}/v1"
+        threading.Thread(target=self._play, args=(play, address, columns), daemon=True).start()
+        self._request = self._events.get()
+        if not isinstance(self._request, _Request):
+            self.close()
+            self._end(self._request)
+            raise RuntimeError("the agent returned before it asked the policy for anything")
+        self._said = self._request.messages
+        self.opening = tools.told(self._said, self._request.tools) if self._request.tools else self._said
+
+    def _play(self, play: Callable[..., Any], address: str, columns: dict[str, Any]) -> None:
+        try:
+            self._events.put((awaited(play(base_url=address, **columns)), None))
+        except BaseException as error:  # SystemExit too
+            self._events.put((None, error))
+
+    def answer(self, turn: str) -> str | None:
+        """What the agent says to a turn; None where it has returned.
+
+        Raises:
+            ValueError: its next request does not go on from this turn. Whatever the agent raises.
+        """
+        self.num_turns += 1
+        text, calls = tools.calls_in(turn) if self._request.tools else (turn, [])
+        message = {"role": "assistant", "content": text} | ({"tool_calls": calls} if calls else {})
+        said = [*self._said, *tools.texts_of([message])]
+        self._request.answer.put(message)
+        event = self._events.get()
+        if not isinstance(event, _Request):
+            self.close()
+            return self._end(event)
+        before, self._request = self._request, event
+        begun, new = event.messages[: len(said)], event.messages[len(said) :]
+        if not _same(begun, said) or event.tools != before.tools:
+            raise ValueError(f"request {self.num_turns + 1} of the agent does not go on from what was said before it")
+        if len({message["role"] for message in new}) != 1 or new[0]["role"] not in ROLES:
+            raise ValueError(f"request {self.num_turns + 1} of the agent must add messages of the user's or of tools'")
+        self._said, self.role = event.messages, new[0]["role"]
+        return "\n".join(message["content"] for message in new)
+
+    def _end(self, event: tuple[Any, BaseException | None]) -> None:
+        reward, error = event
+        if error is not None:
+            raise error
+        is_number = isinstance(reward, (int, float)) and math.isfinite(reward)
+        if reward is not None and not is_number:
+            raise ValueError(f"the agent returned {reward!r:.100}, which is no reward")
+        self._reward = None if reward is None else float(reward)
+
+    def reward(self) -> float | None:
+        """What the agent has returned, 0.0 before that; None where it returned None."""
+        return self._reward
+
+    def state(self) -> None:
+        """None: a thread cannot be saved. It plays again what the policy has said."""
+
+    def shown(self) -> None:
+        """An agent shows nothing."""
+
+    def close(self) -> None:
+        """The episode is over: what the agent still asks for is refused."""
+        _server().episodes.pop(self._name, None)
+        waiting = [self._request]
+        while not self._events.empty():
+            waiting.append(self._events.get())
+        for request in waiting:
+            if isinstance(request, _Request):
+                request.answer.put(None)
+
+
+def _same(one: list[dict[str, str]], other: list[dict[str, str]]) -> bool:
+    """Whether messages are the same, but for what stands around their texts: agents strip what they are told."""
+    plain = lambda messages: [(message["role"], message["content"].strip()) for message in messages]
+    return plain(one) == plain(other)
+
+
+class _Server(http.server.ThreadingHTTPServer):
+    daemon_threads, request_queue_size = True, 1024
+    episodes: dict[str, queue.SimpleQueue]
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that goes away in the middle is no error of the server's."""
+
+
+@functools.cache
+def _server() -> _Server:
+    """This process's, for all of its episodes."""
+    server = _Server(("127.0.0.1", 0), _Handler)
+    server.episodes = {}
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    return server
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: _Server
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        model = {"id": "policy", "object": "model", "created": 0, "owned_by": "jaxrl_llm"}
+        self._send(200, {"object": "list", "data": [model]})
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(min(MAX_BODY, int(self.headers.get("Content-Length", 0))))
+        _, name, route = self.path.split("/", 2) if self.path.count("/") > 1 else ("", "", "")
+        if route != "v1/chat/completions":
+            return self._refuse(404, f"no route POST {self.path}")
+        try:
+            request = _Request(json.loads(body))
+        except (ValueError, TypeError, AttributeError) as error:
+            return self._refuse(400, str(error))
+        events = self.server.episodes.get(name)
+        if events is not None:
+            events.put(request)
+        message = request.answer.get() if events is not None else None
+        if message is None:
+            return self._refuse(410, "the episode is over")
+        self._answer(request, message)
+
+    def _answer(self, request: _Request, message: dict[str, Any]) -> None:
+        why = "tool_calls" if message.get("tool_calls") else "stop"
+        base = {"id": f"chatcmpl-{secrets.token_hex(8)}", "created": int(time.time()), "model": "policy"}
+        choice = {"index": 0, "finish_reason": why, "logprobs": None}
+        if not request.is_streamed:
+            return self._send(200, base | {"object": "chat.completion", "choices": [choice | {"message": message}]})
+        calls = [{"index": i, **call} for i, call in enumerate(message.get("tool_calls", []))]
+        delta = message | ({"tool_calls": calls} if calls else {})
+        event = base | {"object": "chat.completion.chunk", "choices": [choice | {"delta": delta}]}
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Connection", "close")
+        self.end_headers()
+        self.close_connection = True
+        self.wfile.write(f"data: {json.dumps(event)}\n\ndata: [DONE]\n\n".encode())
+
+    def _refuse(self, status: int, text: str) -> None:
+        self._send(status, {"error": {"message": text, "type": "invalid_request_error", "code": status}})
+
+    def _send(self, status: int, body: dict[str, Any]) -> None:
+        data = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
