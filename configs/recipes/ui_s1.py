@@ -1,11 +1,12 @@
-"""The advantage of UI-S1.
+"""UI-S1, semi-online.
 
     python -m jaxrl_llm.train --config=configs/recipes/ui_s1.py --workdir=runs/ui_s1
 
-The row's advantage, and that of a turn among the group's turns of its number by its discounted future rewards. The
-questions are a maze for small models: set prompts, environments and rewards to your own.
-Source: Lu et al. 2025, arXiv:2509.11543. Differs: its rollouts follow an expert's and are patched where they leave it,
-which is not done here: they are the policy's own.
+The row's advantage, and that of a turn among the group's turns of its number by its discounted future rewards. Turns go
+along an expert's way, and one that leaves it is patched, once. The questions are a maze for small models, whose expert
+takes a shortest way: set prompts, environments and rewards to your own.
+Source: Lu et al. 2025, arXiv:2509.11543. Differs: the step that was wrong stays in the row, and the patch follows it; a
+turn is worth 1 where it is the expert's, without parts for its form and the kind of its action.
 """
 
 import runpy
@@ -15,5 +16,7 @@ from jaxrl_llm.algorithms.use import use
 
 def get_config():
     config = runpy.run_path("configs/maze.py")["get_config"]()
+    config.environments.factory = "jaxrl_llm.environments.maze:patched"
+    config.rewards.functions = ("jaxrl_llm.environments.maze:matched",)
     config.algorithm.advantage = use("ui_s1", discount=0.5, weight=1.0)
     return config

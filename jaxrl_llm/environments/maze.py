@@ -4,7 +4,12 @@
     jaxrl_llm.environments.maze:plain   goes where the last of the letters n, e, s, w in a turn says, and answers with
                                         the field and its exits, " 12es". For models that do not know how to call tools.
 
-``:steps`` is the reward of ``plain``: for each turn 1.0 where it comes to the goal, -0.1 where it goes nowhere. The
+    jaxrl_llm.environments.maze:patched as plain, but along an expert's way, a shortest one: a step that leaves it is
+                                        answered with the expert's own and where that comes to, " e:10ns", and the
+                                        episode goes on from there; it ends with the second such step
+
+``:steps`` is the reward of ``plain``: for each turn 1.0 where it comes to the goal, -0.1 where it goes nowhere;
+``:matched`` that of ``patched``: for each turn whether it was the expert's. The
 questions are those of ``prompts.source="maze"``. Many ways lead to one field: its answer is the same each time, which
 methods that compare turns of one state need (algorithm.advantage="gigpo").
 
@@ -20,6 +25,7 @@ from typing import Any
 MOVES = {"n": (0, -1), "e": (1, 0), "s": (0, 1), "w": (-1, 0)}
 NAMES = {"n": "north", "e": "east", "s": "south", "w": "west"}
 NOWHERE = -0.1
+PATCHES = 1
 
 
 class Maze:
@@ -78,6 +84,50 @@ def plain(prompt: Any, turns: list[str], maze: list, start: list, goal: list, **
 
 def field(maze: list[list[str]], x: int, y: int) -> str:
     return f" {x}{y}{maze[y][x]}"
+
+
+def expert(maze: list[list[str]], start: list[int], goal: list[int]) -> str:
+    """Directions of a shortest way; of several the first in the order n, e, s, w at the field where they part."""
+    ways, found = {tuple(start): ""}, [tuple(start)]
+    for place in found:
+        for direction in MOVES:
+            new = moved(maze, place, direction)
+            if new not in ways:
+                ways[new] = ways[place] + direction
+                found.append(new)
+    return ways[tuple(goal)]
+
+
+def _went(turns: list[str], way: str) -> list[bool]:
+    """Whether each turn is the expert's step."""
+    wanted = [re.findall("[nesw]", turn) for turn in turns]
+    return [bool(went) and went[-1] == step for went, step in zip(wanted, way, strict=False)]
+
+
+def patched(prompt: Any, turns: list[str], maze: list, start: list, goal: list, **columns: Any) -> str | None:
+    """The expert's next field, whatever the turn; None, the end, at the goal or after the second step of another way.
+
+    Source: UI-S1, arXiv:2509.11543: the policy's own outputs along an expert's trajectory, patched where they leave it,
+        so that later steps are still trained on. Differs: the wrong step stays in the row, and the patch follows it.
+    """
+    way = expert(maze, start, goal)
+    went, taken = _went(turns, way), way[: len(turns)]
+    if len(turns) >= len(way) or went.count(False) > PATCHES:
+        return None
+    x, y = walked(list(taken), maze, start, goal)[-1]
+    return field(maze, x, y) if went[-1] else f" {taken[-1]}:{field(maze, x, y).strip()}"
+
+
+def matched(
+    prompts: list, completions: list[str], messages: list, maze: list, start: list, goal: list, **columns: Any
+) -> list[list[float]]:
+    """Of each completion's turns 1.0 for the expert's step, else 0.0."""
+    worth = []
+    for row, *own in zip(messages, maze, start, goal, strict=True):
+        turns = [message["content"] for message in row if message["role"] == "assistant"]
+        went = _went(turns, expert(*own))
+        worth.append([float(x) for x in went] + [0.0] * (len(turns) - len(went)))
+    return worth
 
 
 def steps(

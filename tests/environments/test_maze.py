@@ -6,7 +6,7 @@ from collections import deque
 import pytest
 
 from jaxrl_llm.config import ConfigError, PromptsConfig
-from jaxrl_llm.environments.maze import Maze, moved, plain, steps, walked
+from jaxrl_llm.environments.maze import Maze, expert, matched, moved, patched, plain, steps, walked
 from jaxrl_llm.questions import tasks
 
 # 0,0 - 1,0
@@ -35,6 +35,34 @@ def test_a_way_by_hand_is_worth_what_its_turns_are():
     assert said[0] == "You are at 1, 0, and can go south or west." and said[4] == "You are out."
     assert said[1] == said[2] == f"There is a wall. {said[0]}"
     assert game.get_reward() == pytest.approx(sum(given[0]))
+
+
+def test_an_experts_way_is_gone_on_with_whatever_a_turn_says_and_patched_where_it_is_left():
+    assert expert(**MAZE) == "esw"
+    for turns, answer in (
+        (["go e"], " 10sw"),
+        (["n"], " e:10sw"),
+        (["e", "e"], " s:11nw"),
+        (["e", "", "w"], None),  # out
+        (["n", "n"], None),  # left twice
+        (["n", "s"], " 11nw"),
+    ):
+        assert patched("p", turns, **MAZE) == answer
+    rows = [["e", "", "w"], ["n", "s", "s"], ["e", "s", "w", "w"]]
+    messages = [[{"role": "assistant", "content": text} for text in row] for row in rows]
+    given = matched([], [""] * 3, messages, *([x] * 3 for x in MAZE.values()))
+    assert given == [[1, 0, 1], [0, 1, 0], [1, 1, 1, 0]]
+
+
+def test_no_way_is_shorter_than_the_experts():
+    for example in load(width=4, height=4, loops=3):
+        maze, start, goal = (example.columns[name] for name in ("maze", "start", "goal"))
+        front, steps_taken = {tuple(start)}, 0
+        while tuple(goal) not in front:
+            front = {(x + STEP[way][0], y + STEP[way][1]) for x, y in front for way in maze[y][x]}
+            steps_taken += 1
+        way = expert(maze, start, goal)
+        assert len(way) == steps_taken and walked(list(way), maze, start, goal)[-1] == tuple(goal)
 
 
 @pytest.mark.parametrize(

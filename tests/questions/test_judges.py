@@ -65,6 +65,55 @@ def test_a_flawed_way_to_a_right_answer_is_worth_nothing_and_wrong_ones_are_not_
     assert len(judge) == 3
 
 
+def test_votes_are_drawn_and_those_with_a_score_are_averaged(judge, monkeypatch):
+    monkeypatch.setenv("JAXRL_JUDGE_VOTES", "3")
+    grades = iter([3, 9, 6, 11, 5, 12, 11, 12, 13])
+    monkeypatch.setattr(judges, "_grade", lambda said: ((x := next(grades)) <= 10 and x / 10) or None)
+    assert judges.judged(["p"] * 3, ["1", "2", "3"]) == [pytest.approx(0.6), pytest.approx(0.5), None]
+    assert len(judge) == 9 and {body["temperature"] for body in judge} == {1.0}
+
+
+def test_steps_count_up_to_the_first_wrong_one_and_only_with_an_answer(monkeypatch):
+    said = {
+        "a": "Step 1: right\n**Step 2:** right\nStep 3: right",
+        "b": "Step 1: right\nstep 2: WRONG",  # of what follows nothing need be said
+        "c": "Step 1: wrong\nStep 2: right\nStep 3: right",
+        "d": "Step 1: right\nStep 3: right",
+    }
+    asked = []
+    texts = [f"x\n\ny |{name}|\n<answer>4</answer>" for name in said]
+    monkeypatch.setattr(judges, "asked", lambda text, temperature: asked.append(text) or said[text.split("|")[1]])
+    assert judges.stepwise(["2+2"] * 5, [*texts, "x\ny |a|\n4"]) == [1.0, pytest.approx(1 / 3), 0.0, None, 0.0]
+    assert len(asked) == 4 and "Step 1: x\nStep 2: y |a|\nStep 3: <answer>4</answer>" in asked[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "truth", "reward"),
+    [
+        ("The first is vague. Scores: 3, 8.5, 2", [0, 1, 0], 1.0),
+        ("Scores: 1, 2\n**Scores:** [9, 2]", [1, 0], 1.0),  # the last ones
+        ("Scores: 8, 8", [1, 0], -1.0),  # as high as another
+        ("Scores: 3, 8", [0, 1, 0], -1.0),  # not of all
+        ("Scores: -1, -2", [0.5, 0.2], 1.0),
+        ("8 and 3", [1, 0], -1.0),
+        ("Scores: 1", [1], 1.0),
+        ("Scores: 0", [1], -1.0),
+    ],
+)
+def test_who_judges_is_worth_something_where_the_best_answer_is_found(text, truth, reward):
+    assert judges.ranked(["p"], [text], [truth]) == [reward]
+
+
+def test_a_policy_that_judges_its_own_answer_is_given_both_by_turn():
+    assert judges.doubt("2+2", ["4"]) == judges.DOUBT and judges.doubt("2+2", ["4", "yes"]) is None
+    turns = [["It is 4", "Yes."], ["5", "yes"], ["5", "Yes? no"], ["4", "no"], ["4", "maybe"], ["5"]]
+    messages = [[{"role": "assistant", "content": text} for text in row] for row in turns]
+    for row in messages:
+        row[1:1] = [{"role": "user", "content": judges.DOUBT}]
+    got = judges.own(["2+2"] * 6, [row[-1] for row in turns], messages, ["4"] * 6)
+    assert got == [[1, 1], [0, 0], [0, 1], [1, 0], [1, 0], [0]]
+
+
 def test_a_judge_that_is_not_there_is_a_failure(monkeypatch):
     monkeypatch.setenv("JAXRL_JUDGE_URL", "http://127.0.0.1:9/v1")
     with pytest.raises(urllib.error.URLError):

@@ -1,14 +1,18 @@
-"""Rewards that ask a model, over an OpenAI-compatible server: ``python -m jaxrl_llm.serve``, or any other.
+"""Rewards that ask a model, over an OpenAI-compatible server (``python -m jaxrl_llm.serve``, or any other), and rewards
+of a model that learns to judge.
 
-    judged   what a judge gives for the completion, 0 to 1, by column ``rubric`` where there is one
-    fapo     1.0 where column ``answer`` is met and the judge finds no flaw on the way, else 0.0
+    judged    what a judge gives for the completion, 0 to 1, by column ``rubric`` where there is one
+    stepwise  share of the completion's steps before the first that the judge finds wrong
+    fapo      1.0 where column ``answer`` is met and the judge finds no flaw on the way, else 0.0
+    ranked    of a completion that judges: 1.0 where the best of several answers has its highest score, else -1.0
+    own       by turn, with ``:doubt`` as environments.factory: the answer, and the policy's own verdict on it
 
 The server is JAXRL_JUDGE_URL (http://127.0.0.1:8000/v1), its model JAXRL_JUDGE_MODEL (the server's first), its bearer
-token JAXRL_JUDGE_TOKEN. A judge that cannot be reached, or that gives no verdict, has failed: its completions have no
-reward and are counted so. Give ``rewards.timeout_s`` time for a group.
+token JAXRL_JUDGE_TOKEN; ``judged`` is the mean of JAXRL_JUDGE_VOTES verdicts (1). A judge that cannot be reached, or
+that gives no verdict, has failed: its completions have no reward and are counted so. Give ``rewards.timeout_s`` time
+for a group.
 
-Owns: what a judge is asked, how its verdict is read. Does not know: which model it is: the one that is served, which
-learns nothing here.
+Owns: what a judge is asked, how its verdict is read. Does not know: which model is served, which learns nothing here.
 """
 
 from __future__ import annotations
@@ -20,18 +24,23 @@ import re
 import urllib.request
 from typing import Any
 
-from jaxrl_llm.questions.tasks.scores import number_of
+from jaxrl_llm.questions.tasks.scores import marked, number_of
 
 URL = "http://127.0.0.1:8000/v1"
 AT_ONCE, MAX_TOKENS = 8, 256
 RUBRIC = "The answer is right, complete and clear."
 GRADE = re.compile(r"score[\s*_]*[:=]?[\s*_]*(\d+(?:\.\d+)?)", re.I)  # "**Score:** 8" too
 VERDICT = re.compile(r"\b(sound|flawed)\b", re.I)
+OF_STEPS = re.compile(r"step\s*(\d+)[\s*_]*:[\s*_]*(right|wrong)", re.I)
+SCORES = re.compile(r"scores[\s*_]*[:=][\s*_]*\[?((?:\s*-?\d+(?:\.\d+)?\s*,?)+)", re.I)
+YES_OR_NO = re.compile(r"\b(yes|no)\b", re.I)
+DOUBT = "Is that answer right? Write yes or no."
 
 
-def asked(text: str) -> str:
+def asked(text: str, temperature: float = 0.0) -> str:
     """The judge's answer to a text; OSError where there is none."""
-    body: dict[str, Any] = {"messages": [{"role": "user", "content": text}], "max_tokens": MAX_TOKENS, "temperature": 0}
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": text}], "max_tokens": MAX_TOKENS}
+    body["temperature"] = temperature
     if model := os.environ.get("JAXRL_JUDGE_MODEL"):
         body["model"] = model
     headers = {"Content-Type": "application/json"}
@@ -43,9 +52,9 @@ def asked(text: str) -> str:
         return json.load(answer)["choices"][0]["message"]["content"] or ""
 
 
-def _all(texts: list[str]) -> list[str]:
+def _all(texts: list[str], temperature: float = 0.0) -> list[str]:
     with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
-        return list(pool.map(asked, texts))
+        return list(pool.map(asked, texts, [temperature] * len(texts)))
 
 
 def _shown(prompt: Any) -> str:
@@ -55,16 +64,91 @@ def _shown(prompt: Any) -> str:
 def judged(prompts: list, completions: list[str], rubric: list | None = None, **columns: Any) -> list[float | None]:
     """The last "Score: N" of the judge's answer, over 10; None, no reward, where it gives none from 0 to 10.
 
-    Source: rubrics and a generative judge as in DeepSeek-GRM's SPCT (arXiv:2504.02495). Differs: one vote, and the
-        judge is not trained.
+    Several votes are drawn at temperature 1, and those that give a score are averaged.
+
+    Source: rubrics, a generative judge and the votes of DeepSeek-GRM (arXiv:2504.02495). Differs: no model filters the
+        votes; the judge that is served is trained elsewhere (``ranked``).
     """
     texts = [
         f"Question:\n{_shown(prompt)}\n\nAnswer:\n{text}\n\nGrade the answer from 0 to 10 by this rubric: {rule}\n"
         "Say briefly why, then end with a line 'Score: N'."
         for prompt, text, rule in zip(prompts, completions, rubric or [RUBRIC] * len(prompts), strict=True)
     ]
-    grades = [GRADE.findall(said) for said in _all(texts)]
-    return [float(found[-1]) / 10 if found and float(found[-1]) <= 10 else None for found in grades]
+    votes = int(os.environ.get("JAXRL_JUDGE_VOTES", "1"))
+    grades = [_grade(said) for said in _all([text for text in texts for _ in range(votes)], float(votes > 1))]
+    of_each = [[x for x in grades[i * votes : (i + 1) * votes] if x is not None] for i in range(len(texts))]
+    return [sum(given) / len(given) if given else None for given in of_each]
+
+
+def _grade(said: str) -> float | None:
+    found = GRADE.findall(said)
+    return float(found[-1]) / 10 if found and float(found[-1]) <= 10 else None
+
+
+def stepwise(prompts: list, completions: list[str], **columns: Any) -> list[float | None]:
+    r"""k / n: of the n steps (lines) of a completion the k before the first that the judge finds wrong.
+
+    0 without an answer in <answer></answer> or \boxed{}: who is judged by steps alone learns to write none. None where
+    the judge says nothing of a step before the first wrong one.
+
+    Source: SPARK, arXiv:2512.03244: a generative judge of steps as the reward, behind a gate of form. Differs: the
+        judge that is served is not trained on labels by agreement, and how steps add up to a reward is ours.
+    """
+    steps = [[line.strip() for line in text.splitlines() if line.strip()] for text in completions]
+    gated = [i for i, text in enumerate(completions) if marked(text) is not None]
+    texts = [
+        f"Question:\n{_shown(prompts[i])}\n\nSolution:\n"
+        + "\n".join(f"Step {k}: {step}" for k, step in enumerate(steps[i], 1))
+        + "\n\nGo through the steps in order. Write for each one a line 'Step N: right' or 'Step N: wrong'."
+        for i in gated
+    ]
+    scores: list[float | None] = [0.0] * len(completions)
+    for i, said in zip(gated, _all(texts), strict=True):
+        verdicts = {int(number): word.lower() for number, word in OF_STEPS.findall(said)}
+        of_steps = [verdicts.get(k) for k in range(1, len(steps[i]) + 1)]
+        k = of_steps.index("wrong") if "wrong" in of_steps else len(of_steps)
+        scores[i] = None if None in of_steps[:k] else k / len(of_steps)
+    return scores
+
+
+def ranked(prompts: list, completions: list[str], truth: list[list[float]], **columns: Any) -> list[float]:
+    """Of completions that judge n answers: 1.0 where the best by ``truth`` has alone the highest of "Scores: a, b, ..".
+
+        1  n >= 2, S_j > S_i for all i != j, j = argmax r;   1  n = 1, S_1 = r_1;   else -1
+
+    For training a judge: prompts show the answers, column ``truth`` has what each is worth.
+
+    Source: DeepSeek-GRM, arXiv:2504.02495, the outcome reward of its rule-based reinforcement.
+    """
+    worth = []
+    for text, right in zip(completions, truth, strict=True):
+        found = SCORES.findall(text)
+        given = [float(x) for x in re.findall(r"-?\d+(?:\.\d+)?", found[-1])] if found else []
+        best = right.index(max(right))
+        others = [score for i, score in enumerate(given) if i != best]
+        is_right = len(given) == len(right) and (given[best] > max(others) if others else given[0] == right[0])
+        worth.append(1.0 if is_right else -1.0)
+    return worth
+
+
+def doubt(prompt: Any, turns: list[str], **columns: Any) -> str | None:
+    """An environment of two turns: the answer, and whether it is right."""
+    return DOUBT if len(turns) == 1 else None
+
+
+def own(prompts: list, completions: list[str], messages: list, answer: list, **columns: Any) -> list[list[float]]:
+    """By turn: 1.0 for an answer that is ``answer``, and 1.0 for a last yes or no that says whether it is.
+
+    Source: SPARK (synergistic), arXiv:2509.22624: the same policy learns to answer and to judge, on its own answers.
+        Differs: the verdict is a second turn of the row, with the answer before it; single answers alone are judged.
+    """
+    worth = []
+    for row, right in zip(messages, answer, strict=True):
+        turns = [message["content"] for message in row if message["role"] == "assistant"]
+        is_right = number_of(turns[0]) == number_of(str(right))
+        verdicts = [YES_OR_NO.findall(turn) for turn in turns[1:]]
+        worth.append([float(is_right), *(float(bool(v) and (v[-1].lower() == "yes") == is_right) for v in verdicts)])
+    return worth
 
 
 def fapo(prompts: list, completions: list[str], answer: list, **columns: Any) -> list[float | None]:
