@@ -112,9 +112,9 @@ def _train(config: Config, workdir: pathlib.Path, allow_config_changes: bool) ->
         else:
             host, arrays, iteration = restored.host_state, restored.device_state, restored.iteration
             compute, values = host["compute"], host["values"]
-            actor.restore(host, arrays)
+            said = metrics.restore(host["metrics"]) + actor.restore(host, arrays, restored.shapes)
             learner.restore(host, arrays["train"], arrays["ring"])
-            said = [*metrics.restore(host["metrics"]), f"resumed at iteration {iteration} from {checkpoints.directory}"]
+            said.append(f"resumed at iteration {iteration} from {checkpoints.directory}")
             progress.note("\n".join(said))
 
         def save(is_inside: bool = False) -> None:

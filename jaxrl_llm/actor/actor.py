@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxrl_llm.actor import redealing
 from jaxrl_llm.actor.conversation import Conversations
 from jaxrl_llm.actor.environment import Environment
 from jaxrl_llm.actor.generator import FinishedGroup, Generator
@@ -180,13 +181,15 @@ class Actor:
             "rounds": [sampled.state() for sampled in self._rounds],
         }
 
-    def restore(self, state: dict[str, Any], arrays: dict[str, Any]) -> None:
-        """As ``state()`` and ``arrays()`` were."""
+    def restore(self, state: dict[str, Any], arrays: dict[str, Any], shapes: dict[str, list[int]]) -> list[str]:
+        """As ``state()`` and ``arrays()`` were; what to say where they came from another number of data shards."""
+        words: list[str] = []
         self._stream.restore(state["stream"])
         self._stream.ledger.restore(state["ledger"])
         self._external.restore(state["external"])
         if arrays["sampler"] is not None:
-            self.generator.state = arrays["sampler"]
+            before = self.generator, arrays["sampler"], state, shapes["sampler/length"][0]
+            self.generator.state, state, words = redealing.deal(*before)
         for *where, group_id in state["open_prompts"]:
             row = self._stream.lookup(group_id)
             self.generator.adopt(*where, group_id, row.example, row.tokens.tolist())
@@ -195,6 +198,7 @@ class Actor:
         self.generator.draws = [DrawSums(*(np.array(x, np.float32) for x in sums)) for sums in state["draws"]]
         question = lambda group_id: self._stream.lookup(group_id).example
         self._rounds[:] = [Sampled.restored(x, arrays.get("rounds"), question) for x in state["rounds"]]
+        return words
 
 
 def too_many_failures(config: Any, rewards: Any) -> str | None:

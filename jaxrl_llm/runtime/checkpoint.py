@@ -67,6 +67,7 @@ class Restored:
         host_state: the JSON object given to ``save``.
         config: the config it was saved with.
         is_inside: as given to ``save``.
+        shapes: of the arrays as saved, by name.
     """
 
     iteration: int
@@ -74,6 +75,7 @@ class Restored:
     host_state: dict[str, Any]
     config: Config
     is_inside: bool
+    shapes: dict[str, list[int]]
 
 
 class Checkpointer:
@@ -206,7 +208,8 @@ class Checkpointer:
             arrays = read_arrays(path, names)
             state = jax.tree.unflatten(jax.tree.structure(wanted), arrays.values())
             compare(text["arrays"], arrays, _sums(state, checksums))
-            return Restored(int(path.name), dict.fromkeys(abstract_state) | state, host, saved, text["is_inside"])
+            state, shapes = dict.fromkeys(abstract_state) | state, {name: x[1] for name, x in text["arrays"].items()}
+            return Restored(int(path.name), state, host, saved, text["is_inside"], shapes)
 
         restored = read_whole(self.directory, iteration, read)
         self._current = restored.iteration, restored.is_inside

@@ -10,12 +10,14 @@ import concurrent.futures
 import contextlib
 import hashlib
 import json
+import math
 import pathlib
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import numpy as np
 import tensorstore
 
 from jaxrl_llm.config import Config, ConfigError, from_json, to_json
@@ -101,17 +103,39 @@ def read_arrays(path: pathlib.Path, wanted: dict[str, Any]) -> dict[str, Any]:
             if (leaf := wanted[name]) is None:
                 return stored.read().result()
             sharding = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
-            part = lambda index: stored[index].read().result().astype(leaf.dtype, copy=False)
+            read = (lambda index: stored[index].read().result()) if stored.shape == leaf.shape else _dealt(stored, leaf)
+            part = lambda index: read(index).astype(leaf.dtype, copy=False)
             return jax.make_array_from_callback(leaf.shape, sharding, part)
 
     with concurrent.futures.ThreadPoolExecutor() as pool:
         return dict(zip(wanted, pool.map(read, wanted), strict=True))
 
 
+def _dealt(stored: Any, leaf: jax.ShapeDtypeStruct) -> Callable[[tuple[slice, ...]], Any]:
+    """Reads parts of an array by shard [M, E, ...] as of other shards, in the same order; of sums [M] their sum."""
+    if stored.ndim == 1:
+        sums = np.zeros(leaf.shape, leaf.dtype)
+        sums[0] = stored.read().result().sum()
+        return sums.__getitem__
+
+    def part(index: tuple[slice, ...]) -> Any:
+        first, last, _ = index[0].indices(leaf.shape[0])
+        start, stop, each = first * leaf.shape[1], last * leaf.shape[1], stored.shape[1]
+        rows = stored[start // each : -(-stop // each)].read().result().reshape(-1, *leaf.shape[2:])
+        rows = rows[start % each :][: stop - start].reshape(-1, *leaf.shape[1:])
+        return rows[:, *index[1:]]
+
+    return part
+
+
 def compare(saved: dict[str, Any], arrays: dict[str, Any], sums: list[int]) -> None:
-    """Raise a ``DamagedError`` where the arrays do not have the checksums they were saved with."""
+    """Raise a ``DamagedError`` where the arrays do not have the checksums they were saved with.
+
+    Of those that are of another size, sums by shard, there is nothing to compare.
+    """
     now = zip(arrays, sums, strict=True)
-    if wrong := [name for name, value in now if value != saved[name][2]]:
+    same_size = lambda name: math.prod(saved[name][1]) == arrays[name].size
+    if wrong := [name for name, value in now if value != saved[name][2] and same_size(name)]:
         more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
         raise DamagedError(f"array {wrong[0]}{more} has another checksum than when it was saved")
 
@@ -139,17 +163,18 @@ def check_settings(saved: Config, config: Config, path: pathlib.Path) -> None:
 
 
 def check_arrays(saved: dict[str, Any], wanted: dict[str, Any], path: pathlib.Path, *, same_dtype: bool) -> None:
-    if (name := "sampler/length") in saved and name in wanted:  # [M, E, G]
-        (shards, *_), (now, *_) = saved[name][1], wanted[name].shape
-        if shards != now:
-            had = f"rollouts in flight on {shards} data-parallel devices"
-            raise ConfigError(f"checkpoint {path} has {had}: go on with it on as many, not on {now}")
+    """``ConfigError`` where arrays do not fit; those of the sampler, by shard, may be of other shards (``_dealt``)."""
+
+    def fits(name: str, old: list[int], new: list[int]) -> bool:
+        same_rows = len(new) == 1 or (math.prod(old[:2]) == math.prod(new[:2]) and old[2:] == new[2:])
+        return old == new or (name.startswith("sampler/") and len(old) == len(new) and same_rows)
+
     wrong = [f"{name} is missing" for name in wanted if name not in saved]
     wrong += [f"{name} is not expected" for name in saved if name not in wanted]
     for name in wanted:
         if name in saved:
             (dtype, shape, _), new = saved[name], wanted[name]
-            if shape != list(new.shape) or (same_dtype and dtype != str(new.dtype)):
+            if not fits(name, shape, list(new.shape)) or (same_dtype and dtype != str(new.dtype)):
                 wrong.append(f"{name} is {dtype}{shape}, not {new.dtype}{list(new.shape)}")
     if wrong:
         more = f" (and {len(wrong) - 3} more)" if len(wrong) > 3 else ""

@@ -13,9 +13,10 @@ from reference import transformer
 from support import building
 from support.building import CUBE, EIGHT, EOS_IDS, PROMPT_TOKENS, Sampling, letters, make_prompts, make_sampler
 
+from jaxrl_llm.actor import redealing
 from jaxrl_llm.actor.conversation import Conversations
 from jaxrl_llm.actor.environment import Reply
-from jaxrl_llm.config import Config, EnvironmentsConfig, SamplingConfig
+from jaxrl_llm.config import Config, EnvironmentsConfig, MeshConfig, SamplingConfig
 from jaxrl_llm.models.architecture import Layer
 from jaxrl_llm.models.delta import Delta
 from jaxrl_llm.models.row_logp import row_logp
@@ -264,6 +265,35 @@ def test_a_run_that_stops_inside_a_generation_goes_on_bit_by_bit_with_episodes_i
     assert not resumed.generator.talk._rows.keys() - {
         (m, e, g) for m, e in resumed.generator.open_prompts for g in range(3)
     }
+
+
+@pytest.mark.slow
+def test_on_more_devices_episodes_whose_rows_begin_again_do_so_too():
+    """What is read of a checkpoint is tested in test_redealing.py."""
+    on = lambda shards: Talking(mesh=MeshConfig(data=shards), num_slots=8, chunk_steps=3)
+    expected, _ = on(2)(make_prompts(range(8)))
+    stopped, resumed, checks = on(2), on(4), iter(range(5))
+
+    def check():
+        if next(checks, None) is None:
+            raise Interrupted
+
+    stopped.generator.check = check
+    with pytest.raises(Interrupted):
+        stopped(make_prompts(range(8)))
+    put = lambda x, like: jax.device_put(np.resize(x, like.shape), like.sharding)
+    state = jax.tree.map(put, jax.device_get(stopped.generator.state), resumed.sampler.abstract_state())
+    host = {"open_prompts": stopped.generator.opened(), "conversations": stopped.generator.talk.state(), "draws": []}
+    begun = len(host["conversations"])
+    resumed.generator.state, host, (words,) = redealing.deal(resumed.generator, state, host, 2)
+    assert "begin again" in words and 0 < len(host["conversations"]) < begun
+    prompts = {name: (example, ids) for name, example, ids, _ in stopped.generator.open_prompts.values()}
+    for *where, group_id in host["open_prompts"]:
+        resumed.generator.adopt(*where, group_id, *prompts[group_id])
+    resumed.generator.talk.restore(host["conversations"])
+    rollout, _ = resumed(make_prompts(range(0)))
+    for name in ("tokens", "length", "group_id", "policy_version", "stop_reason"):
+        np.testing.assert_array_equal(getattr(rollout, name), getattr(expected, name))
 
 
 def test_episodes_that_are_over_are_forgotten_and_no_two_who_ask_one_environment_share_any():

@@ -24,7 +24,6 @@ from jaxrl_llm.config import CheckpointConfig, Config, ConfigError, freeze, to_j
 from jaxrl_llm.ops.checksum import checksums
 from jaxrl_llm.runtime.checkpoint import Checkpointer
 from jaxrl_llm.runtime.stop import Stopped, StopRequest
-from jaxrl_llm.runtime.stored import check_arrays
 from jaxrl_llm.runtime.weights import restore_params
 from jaxrl_llm.types import TrainState
 
@@ -560,9 +559,3 @@ def test_an_interrupt_after_a_request_is_immediate():
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGINT)
-
-
-def test_rollouts_in_flight_on_more_devices_are_refused_by_their_number():
-    saved, now = {"sampler/length": ["int32", [4, 2, 8], 0]}, jax.ShapeDtypeStruct((2, 4, 8), jnp.int32)
-    with pytest.raises(ConfigError, match="in flight on 4 data-parallel devices: go on with it on as many, not on 2"):
-        check_arrays(saved, {"sampler/length": now}, pathlib.Path("12"), same_dtype=True)

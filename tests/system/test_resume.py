@@ -336,6 +336,36 @@ def test_a_run_that_is_stopped_wherever_it_can_be_is_the_run_that_is_not(tmp_pat
     assert_same_run(tmp_path / "pieces", tmp_path / "whole", same_steps=False)  # stops have left some of their own
 
 
+@pytest.mark.slow  # its parts in tests/actor/test_redealing.py
+def test_a_run_stopped_inside_generations_goes_on_on_other_numbers_of_devices(tmp_path, monkeypatch, capfd):
+    """The ring and the samples are those of four devices, whoever had the rollouts in flight: floats nearly."""
+    changes = {"rollout.lookahead_prompts": 0, "rollout.max_resample_rounds": 2, "replay.capacity_tokens": 0}
+    settings = SETTINGS | changes | {"num_iterations": 3, "replay.shards": 4, "replay.min_ess": 0.0}
+    config, make_mesh = freeze(building.settings_of(CONFIG, settings)), train_module.sharding.make_mesh
+    count, draws = 4, random.Random(3)
+    monkeypatch.setattr(train_module.sharding, "make_mesh", lambda mesh: make_mesh(mesh, jax.devices()[:count]))
+    assert train_module.train(config, tmp_path / "whole") == 0
+
+    def check(stop):
+        if draws.random() < 0.1:
+            stop.requested = "SIGTERM"
+            raise stopping.Stopped
+
+    monkeypatch.setattr(stopping.StopRequest, "check", check)
+    capfd.readouterr()
+    for start in range(20):
+        count = (4, 1, 4, 2)[start % 4]
+        if not train_module.train(config, tmp_path / "pieces"):
+            break
+    moves = re.findall(r"in flight on (\d) data-parallel devices go on on (\d)(;?)", capfd.readouterr().out)
+    assert any(now > before and more for before, now, more in moves) and any(now < before for before, now, _ in moves)
+    (_, arrays, _, _, samples), expected = left_behind(tmp_path / "pieces"), left_behind(tmp_path / "whole")
+    assert samples == expected[4] and arrays.keys() == expected[1].keys()
+    for key, array in arrays.items():
+        assert array.dtype == expected[1][key].dtype
+        np.testing.assert_allclose(array, expected[1][key], atol=3e-5 * (array.dtype == np.float32), err_msg=key)
+
+
 class CompiledError(Exception):
     """The run got as far as compiling."""
 

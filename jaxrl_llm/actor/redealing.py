@@ -1,0 +1,93 @@
+"""Rollouts in flight that go on on another number of data shards than they were saved on: dealt anew.
+
+    prompts, rows    place m E + e of all is entry e of shard m, before and after: the order in which they were opened
+    slots            the same of slot z: a row goes on in it where both come to lie in one shard, and else begins again
+
+Where shards are merged no row begins again. One that does is drawn with the same noise, so under the same weights (a
+run without ``rollout.lookahead_prompts``) its tokens are those that it had. Its cache is not sent to where it lies now:
+that is worth a program of its own where meshes change often.
+
+Letters: as in ``sampler.py``.
+Owns: where rollouts in flight are to lie. Does not know: how a checkpoint is read (``runtime.stored``).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_llm.actor.sampler import SamplerState
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.runtime import sharding
+from jaxrl_llm.types import STOP_NONE
+
+
+def deal(
+    generator: Any, state: SamplerState, host: dict[str, Any], before: int
+) -> tuple[SamplerState, dict[str, Any], list[str]]:
+    """A state of so many shards ``before``, read into the shape of the generator's, made one of these.
+
+    Args:
+        generator: a ``generator.Generator``.
+        host: the actor's part of a checkpoint.
+
+    Returns:
+        The state, ``host`` with what changes with it, and what to say.
+
+    Raises:
+        ConfigError: prompts that are due together may come to lie in one shard, which could not hand them out in time.
+    """
+    sampler, max_lag = generator.sampler, generator.max_lag
+    M, E = sampler.shards, sampler.entries
+    if before == M:
+        return state, host, []
+    if max_lag and before % M:
+        raise ConfigError(
+            f"rollouts in flight on {before} data-parallel devices with rollout.max_lag_iterations={max_lag}: go on on "
+            f"as many, or on a divisor of them, not on {M}"
+        )
+    layout = jax.tree.map(lambda x: x.sharding, state), sharding.replicated(sampler.mesh, 0)
+    state, begins = jax.jit(functools.partial(_deal, before=before), out_shardings=layout)(state)
+    begins = jax.device_get(begins)
+    place = lambda m, e: divmod(m * (M * E // before) + e, E)
+    turns = [[*place(m, e), *of_row] for m, e, *of_row in host["conversations"]]
+    dealt = {
+        "open_prompts": [[*place(m, e), *of_prompt] for m, e, *of_prompt in host["open_prompts"]],
+        "conversations": [[*row, said] for *row, said in turns if not begins[tuple(row)]],
+        "draws": [[[sum(of_shards), *[0.0] * (M - 1)] for of_shards in sums] for sums in host["draws"]],
+    }
+    words = f"rollouts in flight on {before} data-parallel devices go on on {M}"
+    return state, host | dealt, [words + f"; {begins.sum()} of them begin again" * bool(begins.any())]
+
+
+def _deal(state: SamplerState, *, before: int) -> tuple[SamplerState, jax.Array]:
+    """The state, and which rows [M,E,G] bool begin again."""
+    M, E, G, S = state.tokens.shape
+    of_all, slots, Q = M * E * G, state.slot_row.size, E * G
+    old, slot = state.slot_row.reshape(-1), jnp.arange(slots, dtype=jnp.int32)
+    # Of all rows' numbers to those of the shard where the slot lies.
+    row = old + slot // (slots // before) * (of_all // before) - slot // (slots // M) * Q
+    slot_row = jnp.where((old >= 0) & (row >= 0) & (row < Q), row, -1).reshape(M, -1)
+    has_slot = jnp.zeros((M, Q), bool)
+    has_slot = jax.vmap(lambda has, r: has.at[r].set(True, mode="drop"))(has_slot, jnp.where(slot_row < 0, Q, slot_row))
+    begins = state.started & (state.stop_reason == STOP_NONE) & ~has_slot.reshape(M, E, G)
+    off = begins[..., None] & (jnp.arange(S).reshape(1, 1, 1, S) >= state.prompt_length[..., None])
+
+    def clear(x: jax.Array, where: jax.Array = off) -> jax.Array:
+        return jnp.where(where.reshape(*where.shape, *(1,) * (x.ndim - where.ndim)), jnp.zeros((), x.dtype), x)
+
+    waiting = {name: clear(x, slot_row < 0 if name == "idle_steps" else begins) for name, x in state.waiting.items()}
+    dealt = state.replace(
+        slot_row=slot_row,
+        tokens=clear(state.tokens),
+        length=jnp.where(begins, state.prompt_length, state.length),
+        behaviour_logp=clear(state.behaviour_logp),
+        policy_version=jnp.where(off, -1, state.policy_version),
+        started=state.started & ~begins,
+        columns={name: clear(x) for name, x in state.columns.items()},
+        waiting=waiting,
+    )
+    return dealt, begins
