@@ -183,13 +183,10 @@ class Actor:
 
     def restore(self, state: dict[str, Any], arrays: dict[str, Any], shapes: dict[str, list[int]]) -> list[str]:
         """As ``state()`` and ``arrays()`` were; what to say where they came from another number of data shards."""
-        words: list[str] = []
         self._stream.restore(state["stream"])
         self._stream.ledger.restore(state["ledger"])
         self._external.restore(state["external"])
-        if arrays["sampler"] is not None:
-            before = self.generator, arrays["sampler"], state, shapes["sampler/length"][0]
-            self.generator.state, state, words = redealing.deal(*before)
+        self.generator.state, state, words = redealing.deal(self.generator, arrays["sampler"], state, shapes)
         for *where, group_id in state["open_prompts"]:
             row = self._stream.lookup(group_id)
             self.generator.adopt(*where, group_id, row.example, row.tokens.tolist())

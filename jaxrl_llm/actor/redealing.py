@@ -26,13 +26,15 @@ from jaxrl_llm.types import STOP_NONE
 
 
 def deal(
-    generator: Any, state: SamplerState, host: dict[str, Any], before: int
-) -> tuple[SamplerState, dict[str, Any], list[str]]:
-    """A state of so many shards ``before``, read into the shape of the generator's, made one of these.
+    generator: Any, state: SamplerState | None, host: dict[str, Any], shapes: dict[str, list[int]]
+) -> tuple[SamplerState | None, dict[str, Any], list[str]]:
+    """A sampler's state as saved, read into the shape of the generator's, made one of its number of shards.
 
     Args:
         generator: a ``generator.Generator``.
+        state: None = nothing was in flight: the generator's own stays.
         host: the actor's part of a checkpoint.
+        shapes: of the arrays as saved, by name.
 
     Returns:
         The state, ``host`` with what changes with it, and what to say.
@@ -42,7 +44,9 @@ def deal(
     """
     sampler, max_lag = generator.sampler, generator.max_lag
     M, E = sampler.shards, sampler.entries
-    if before == M:
+    if state is None:
+        return generator.state, host, []
+    if (before := shapes["sampler/length"][0]) == M:
         return state, host, []
     if max_lag and before % M:
         raise ConfigError(
@@ -50,7 +54,8 @@ def deal(
             f"as many, or on a divisor of them, not on {M}"
         )
     layout = jax.tree.map(lambda x: x.sharding, state), sharding.replicated(sampler.mesh, 0)
-    state, begins = jax.jit(functools.partial(_deal, before=before), out_shardings=layout)(state)
+    program = jax.jit(functools.partial(_deal, before=before), out_shardings=layout, donate_argnums=0)
+    state, begins = program(state)  # caches stay as they are, in place
     begins = jax.device_get(begins)
     place = lambda m, e: divmod(m * (M * E // before) + e, E)
     turns = [[*place(m, e), *of_row] for m, e, *of_row in host["conversations"]]

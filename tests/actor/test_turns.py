@@ -285,7 +285,9 @@ def test_on_more_devices_episodes_whose_rows_begin_again_do_so_too():
     state = jax.tree.map(put, jax.device_get(stopped.generator.state), resumed.sampler.abstract_state())
     host = {"open_prompts": stopped.generator.opened(), "conversations": stopped.generator.talk.state(), "draws": []}
     begun = len(host["conversations"])
-    resumed.generator.state, host, (words,) = redealing.deal(resumed.generator, state, host, 2)
+    resumed.generator.state, host, (words,) = redealing.deal(
+        resumed.generator, state, host, {"sampler/length": [2, 4, 3]}
+    )
     assert "begin again" in words and 0 < len(host["conversations"]) < begun
     prompts = {name: (example, ids) for name, example, ids, _ in stopped.generator.open_prompts.values()}
     for *where, group_id in host["open_prompts"]:
