@@ -226,7 +226,7 @@ def model_of(config: Config, arch: Architecture, mesh: Mesh, who: str = "model")
         )
     attention = kernels.choose(config.model.attention, mesh.devices.flat[0], config.model.compute_dtype, arch)
     remat, dtype = "full" if config.model.remat == "auto" else config.model.remat, config.model.param_dtype
-    rules, weights = sharding.rules_of(config.mesh), quantised.kinds(config, arch, who)
+    rules, weights = sharding.rules_of(config.mesh), quantised.kinds(config, arch, who, mesh)
     model = Model(arch, config.model.compute_dtype, remat, attention, rules, dtype, *weights, config.model.lora)
     peft.check(model, mesh, config.model.path)
     return model

@@ -23,7 +23,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm.config import Config, ConfigError
 from jaxrl_llm.models.architecture import Architecture
@@ -35,11 +35,12 @@ KINDS = {"compute": None, "int8": jnp.int8, "fp8": jnp.float8_e4m3fn, "fp4": jnp
 PER_SCALE = {"fp4": 16}  # inputs; else all
 
 
-def kinds(config: Config, arch: Architecture, who: str) -> tuple[str, str]:
+def kinds(config: Config, arch: Architecture, who: str, mesh: Mesh) -> tuple[str, str]:
     """What a run's learner, and its sampler, round to.
 
     Args:
         who: "model", or "reference": it rounds as the policy does where it is the policy as training found it.
+        mesh: the learner's or the sampler's.
 
     Raises:
         ConfigError: the learner is to round what the sampler does not, qwix is not installed, or inputs do not divide.
@@ -49,11 +50,19 @@ def kinds(config: Config, arch: Architecture, who: str) -> tuple[str, str]:
         raise ConfigError("update.weights='rollout' must be 'full' with rollout.weights='compute': nothing is rounded")
     if KINDS[kind] and importlib.util.find_spec("qwix") is None:
         raise ConfigError(f"rollout.weights={kind!r} wants the package qwix: pip install 'jaxrl_llm[quant]'")
-    sizes = {arch.width, arch.num_heads * arch.head_size, arch.ffn, arch.shared_ffn}
-    sizes |= {arch.delta.value_heads * arch.delta.value_size} if arch.delta else set()
-    if uneven := [size for size in sorted(sizes) if size % PER_SCALE.get(kind, 1)]:
+    each, tensor = PER_SCALE.get(kind, 1), mesh.shape["tensor"]
+    split = {arch.num_heads * arch.head_size, arch.ffn, arch.shared_ffn}
+    split |= {arch.delta.value_heads * arch.delta.value_size} if arch.delta else set()
+    if uneven := [size for size in sorted(split | {arch.width}) if size % each]:
         raise ConfigError(
-            f"rollout.weights={kind!r} wants multiples of 16; the {who} has matrices of {uneven[0]} inputs"
+            f"rollout.weights={kind!r} wants multiples of {each}; the {who} has matrices of {uneven[0]} inputs"
+        )
+    # Two lie in a byte; what ``tensor`` does not divide stays whole.
+    if uneven := [size for size in sorted(split) if each > 1 and size % tensor == 0 and size // tensor % 2]:
+        name = "tensor" if tensor == config.mesh.tensor else "sampler_tensor"
+        raise ConfigError(
+            f"rollout.weights={kind!r} wants an even number of inputs on every device: mesh.{name}={tensor} leaves "
+            f"{uneven[0] // tensor} of the {uneven[0]} of the {who}'s matrices"
         )
     rounds = wanted == "rollout" and (who == "model" or not config.model.reference_path)
     return kind if rounds else "compute", kind

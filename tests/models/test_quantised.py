@@ -250,13 +250,23 @@ def test_what_the_sampler_notes_is_what_the_learner_finds_where_both_round(
 
 
 @needs_qwix
-def test_four_bits_want_inputs_in_sixteens():
-    config = freeze({"rollout": {"weights": "fp4"}})
-    quantised.kinds(config, TINY, "model")
+def test_four_bits_want_inputs_in_sixteens_and_whole_bytes_on_every_device():
+    config = freeze({"rollout": {"weights": "fp4"}, "mesh": {"tensor": 16}})
+    quantised.kinds(config, TINY, "model", mesh_of(ONE))
     with pytest.raises(
         ConfigError, match=r"rollout.weights='fp4' wants multiples of 16; the model has .* of 40 inputs"
     ):
-        quantised.kinds(config, dataclasses.replace(TINY, ffn=40), "model")
+        quantised.kinds(config, dataclasses.replace(TINY, ffn=40), "model", mesh_of(ONE))
+    sixteen, arch = jax.sharding.AbstractMesh((16,), ("tensor",)), dataclasses.replace(TINY, num_heads=32)
+    quantised.kinds(config, arch, "model", sixteen)
+    quantised.kinds(config, dataclasses.replace(arch, ffn=1040), "model", mesh_of(CUBE))
+    for setting in ("tensor", "sampler_tensor"):
+        config = freeze({"rollout": {"weights": "fp4"}, "mesh": {setting: 16}})
+        said = rf"'fp4' wants an even number .*: mesh\.{setting}=16 leaves 3 of the 48 of the model's matrices"
+        with pytest.raises(ConfigError, match=said):
+            quantised.kinds(config, dataclasses.replace(arch, ffn=48), "model", sixteen)
+    eight = freeze({"rollout": {"weights": "int8"}, "mesh": {"tensor": 16}})
+    quantised.kinds(eight, dataclasses.replace(arch, ffn=48), "model", sixteen)
 
 
 def test_without_qwix_a_run_says_what_to_install(monkeypatch, tmp_path):
@@ -278,6 +288,6 @@ def test_a_reference_rounds_as_the_policy_that_it_was():
     settings |= {"update": SETTINGS["update"] | {"weights": "rollout"}}
     settings |= {"algorithm": {"divergence": {"name": "reference", "coefficient": 0.1}}}
     of = lambda path: freeze(settings | {"model": {"reference_path": path}})
-    assert quantised.kinds(of(""), TINY, "model") == quantised.kinds(of(""), TINY, "reference") == ("int8", "int8")
-    assert quantised.kinds(of("random:debug_wide"), TINY, "model") == ("int8", "int8")
-    assert quantised.kinds(of("random:debug_wide"), TINY, "reference")[0] == "compute"
+    assert {quantised.kinds(of(""), TINY, who, mesh_of(ONE)) for who in ("model", "reference")} == {("int8", "int8")}
+    assert quantised.kinds(of("random:debug_wide"), TINY, "model", mesh_of(ONE)) == ("int8", "int8")
+    assert quantised.kinds(of("random:debug_wide"), TINY, "reference", mesh_of(ONE))[0] == "compute"
