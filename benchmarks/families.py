@@ -5,7 +5,7 @@
     python -m benchmarks.families --only gemma3 --json FILE
 
 All have the same width, depth, heads, vocabulary and feed-forward of a token, random weights, float32 and rows of one
-length. A round runs each family once, Llama first: generation, then one optimizer step. Printed: medians over the
+length. A round is generation and one optimizer step of a family, and the same of Llama. Printed: medians over the
 rounds, medians of the ratios to Llama's seconds of the same round, and the update's bytes as the compiler counts them,
 arguments too.
 """
@@ -13,14 +13,12 @@ arguments too.
 from __future__ import annotations
 
 import dataclasses
-import statistics
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks import machine, results
 from benchmarks.iteration import Iteration, random_params, random_prompts
@@ -46,7 +44,7 @@ class Size:
 
 
 SIZES = {
-    "medium": Size(384, 12, 1024, 8192, 64, prompts=4, group=8, prompt=64, completion=64, micro_batch=16),
+    "medium": Size(384, 6, 1024, 8192, 64, prompts=2, group=8, prompt=64, completion=32, micro_batch=16),
     "tiny": Size(32, 6, 64, 264, 8, prompts=2, group=4, prompt=16, completion=8, micro_batch=8),
 }
 SINKS = dict(sinks=True, qkv_bias=True, o_bias=True, experts_bias=True, glu_limit=7.0)
@@ -120,41 +118,38 @@ class Contender:
         return middle - start, time.perf_counter() - middle
 
 
-def measure(names: list[str], size: Size, rounds: int) -> list[Figure]:
-    """Figures of each family; those of Llama, the first name, come without ratios."""
-    contenders = {name: Contender(name, size) for name in names}
-    seconds = {name: [] for name in names}
-    for _ in range(rounds):
-        for name, contender in contenders.items():
-            seconds[name].append(contender.round())
-    tokens, figures = size.prompts * size.group * size.completion, []
+def measure(names: list[str], size: Size, rounds: int) -> Iterator[list[Figure]]:
+    """Figures of one family after the other; those of Llama, the first name, come without ratios."""
+    llama, tokens = Contender(names[0], size), size.prompts * size.group * size.completion
     for name in names:
-        generate, update = ([pair[i] for pair in seconds[name]] for i in (0, 1))
-        figures += [
-            Figure(f"{name}/parameters", contenders[name].arch.num_params, ""),
-            Figure(f"{name}/generate_tokens_per_s", tokens / statistics.median(generate), "tokens/s", "more"),
-            Figure(f"{name}/update_s", statistics.median(update), "s", "less"),
-            Figure(f"{name}/update_bytes", contenders[name].update_bytes, "bytes", "less"),
+        contender = llama if name == names[0] else Contender(name, size)
+        others = [] if contender is llama else [llama]
+        # [rounds, contenders, (generation, update)]
+        seconds = np.array([[one.round() for one in (contender, *others)] for _ in range(rounds)])
+        generate, update = np.median(seconds[:, 0], axis=0)
+        figures = [
+            Figure(f"{name}/parameters", contender.arch.num_params, ""),
+            Figure(f"{name}/generate_tokens_per_s", tokens / generate, "tokens/s", "more"),
+            Figure(f"{name}/update_s", update, "s", "less"),
+            Figure(f"{name}/update_bytes", contender.update_bytes, "bytes", "less"),
         ]
-        for part, what in enumerate(("generate", "update")):
-            if name != names[0]:
-                both = zip(seconds[name], seconds[names[0]], strict=True)
-                ratios = [mine[part] / theirs[part] for mine, theirs in both]
-                figures.append(Figure(f"{name}/{what}_over_llama", statistics.median(ratios), "", "less"))
-    return figures
+        for part, what in enumerate(("generate", "update")) if others else ():
+            ratio = np.median(seconds[:, 0, part] / seconds[:, 1, part])
+            figures.append(Figure(f"{name}/{what}_over_llama", ratio, "", "less"))
+        yield figures
 
 
-def table(names: list[str], figures: list[Figure]) -> Table:
-    of = {figure.name: figure.value for figure in figures}
-    shown = Table("family", "parameters", "tokens/s", "x Llama", "update s", "x Llama", "update MiB", title="By family")
-    for name in names:
-        ratio = lambda what, name=name: f"{of.get(f'{name}/{what}_over_llama', 1.0):.2f}"
-        shown.add_row(
-            *(name, f"{of[f'{name}/parameters'] / 1e6:.2f} M", f"{of[f'{name}/generate_tokens_per_s']:.0f}"),
-            *(ratio("generate"), f"{of[f'{name}/update_s']:.3f}", ratio("update")),
-            f"{of[f'{name}/update_bytes'] / 2**20:.1f}",
-        )
-    return shown
+COLUMNS = "{:15} {:>10} {:>9} {:>8} {:>9} {:>8} {:>11}"
+
+
+def row(figures: list[Figure]) -> str:
+    """A family's line of the table."""
+    name = figures[0].name.partition("/")[0]
+    of = {figure.name.partition("/")[2]: figure.value for figure in figures}
+    ratio = lambda what: f"{of.get(f'{what}_over_llama', 1.0):.2f}"
+    generation = f"{of['generate_tokens_per_s']:.0f}", ratio("generate")
+    update = f"{of['update_s']:.3f}", ratio("update"), f"{of['update_bytes'] / 2**20:.1f}"
+    return COLUMNS.format(name, f"{of['parameters'] / 1e6:.2f} M", *generation, *update)
 
 
 def main(arguments: list[str]) -> int:
@@ -164,9 +159,11 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--rounds", type=results.at_least(1), default=7)
     parser.add_argument("--json", type=Path, help="file for the result")
     options = parser.parse_args(arguments)
-    names = ["llama", *dict.fromkeys(options.only)]
-    figures = measure(names, SIZES[options.size], options.rounds)
-    Console(width=120).print(table(names, figures))
+    figures = []
+    print(COLUMNS.format("family", "parameters", "tokens/s", "x Llama", "update s", "x Llama", "update MiB"))
+    for of_family in measure(["llama", *dict.fromkeys(options.only)], SIZES[options.size], options.rounds):
+        print(row(of_family), flush=True)
+        figures += of_family
     if options.json:
         settings = {"size": dataclasses.asdict(SIZES[options.size]), "rounds": options.rounds}
         versions = machine.versions("jaxrl_llm", "jax", "jaxlib")
