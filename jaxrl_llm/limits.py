@@ -163,7 +163,7 @@ def _combinations(c: Any, flat: dict[str, Any]):
         "[model.param_dtype] must be 'float32' with a moving average of the policy: its steps are too small to be kept",
     )
     lora, plain = c.model.lora, type(c.model.lora)()
-    for name in ("alpha", "rank_stabilised", "dora", "targets", "path"):
+    for name in ("alpha", "rank_stabilised", "dora", "targets", "path", "modules", "module_steps"):
         is_kept = lora.rank > 0 or getattr(lora, name) == getattr(plain, name)
         yield is_kept, f"[model.lora.{name}] needs a [model.lora.rank] of at least 1"
     yield len({*lora.targets}) == len(lora.targets) > 0, "[model.lora.targets] must name a matrix, and none twice"

@@ -40,6 +40,10 @@ class LoraConfig:
     targets: tuple[Literal["q", "k", "v", "o", "gate", "up", "down"], ...] = LORA_TARGETS
     # Folder of adapters (PEFT) to start from, of this rank, scale and targets; "" = new ones, which add nothing yet.
     path: str = ""
+    # Modules: equal parts of the rank of which one learns at a time (DPS-LoRA): the next begins where rewards stall.
+    modules: Count = 1
+    # Stall: when the batches' mean rewards of the last so many optimizer steps of a module have no slope above 0.
+    module_steps: Annotated[int, Bounds(2, 10_000)] = 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,8 +184,7 @@ class ReplayConfig:
     capacity: int = 0
     # Capacity in tokens, without padding: the oldest go where there are more; 0 = every rollout at full length.
     capacity_tokens: int = 0
-    # Positive bias: share of the capacity for the freshest correct rollouts (rewards.pass_threshold) that the rest has
-    # evicted.
+    # Positive bias: share of the capacity for the newest evicted rollouts that were correct (rewards.pass_threshold).
     positive_fraction: Share = 0.0
     # Admission to that share: "correct" rollouts, or "likely" ones, in mean log-prob a token no less than their
     # successors.
@@ -215,16 +218,13 @@ class ReplayConfig:
     # Effective sample size: give up rollouts of an age whose effective sample size (update/ess_frac_age_...) fell below
     # this; 0 = draw all.
     min_ess: Share = 0.0
-    # Solved groups: never draw one of which at least this share is correct, nor earlier ones of its prompt; 0 = draw
-    # all.
+    # Solved groups: never draw one of which at least this share is correct, nor earlier ones of its prompt; 0 = all.
     solved_fraction: Share = 0.0
-    # Cost ratio: seconds to generate a rollout over seconds to train on one, for the compute axis of the curves; 0 = as
-    # measured.
+    # Cost ratio: seconds to generate a rollout over seconds to train on one, for the curves' compute; 0 = as measured.
     cost_ratio: float = 0.0
     # Shards of the ring; 0 = the mesh's data-parallel size. Fix it to get the same draws on another mesh.
     shards: int = 0
-    # Memory, where the rows lie: "device", or for a large capacity "host" (pinned memory; only rows inserted or drawn
-    # move).
+    # Memory, where the rows lie: "device", or for a large capacity "host" (pinned; rows inserted or drawn alone move).
     memory: Literal["device", "host"] = "device"
 
 

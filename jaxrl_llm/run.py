@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from jaxrl_llm.actor import evaluation, resampling
 from jaxrl_llm.actor.sampler import Sampler
 from jaxrl_llm.config import Config, ConfigError, flatten
-from jaxrl_llm.learner import low_memory, optim, publish
+from jaxrl_llm.learner import adapter_modules, low_memory, optim, publish
 from jaxrl_llm.learner.learner import LearnerPrograms, num_bytes
 from jaxrl_llm.learner.update import Update
 from jaxrl_llm.models import moe, quantised
@@ -107,7 +107,7 @@ def assemble(
     model = model_of(config, arch, mesh)
     plain = dataclasses.replace(config, model=dataclasses.replace(config.model, lora=model.base.lora))
     reference_model = model_of(plain, reference, mesh, "reference") if reference else model.base
-    optimizer = optim.make(config.optimizer, config.num_updates)
+    optimizer = adapter_modules.one_at_a_time(optim.make(config.optimizer, config.num_updates), config.model.lora)
     if config.replay.memory == "host":
         sharding.check_host_memory(mesh, "replay.memory", "host", otherwise="device")
     if config.optimizer.offload:

@@ -831,6 +831,8 @@ ALIVE = {
     "model.lora.dora": (True, program("decode"), ADAPTERS),
     "model.lora.targets": (("q", "v"), program("decode"), ADAPTERS),
     "model.lora.path": ("adapters", begun, ADAPTERS),
+    "model.lora.modules": (2, program("update"), ADAPTERS),
+    "model.lora.module_steps": (30, program("update"), ADAPTERS | {"model.lora.modules": 2}),
     "model.routing_replay": (True, program_of_experts("update"), {}),
     "prompts.source": ("letters", loaded, FOUR),
     "prompts.name": ("five.jsonl", loaded, FOUR),

@@ -168,11 +168,13 @@ def scale_by_subset_norm(b1: float, b2: float, eps: float) -> optax.GradientTran
 def offloaded(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
     """The same with its moments in host memory but for the time of a step; numbers and structure stay the same."""
 
-    def update(gradient: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    optimizer = optax.with_extra_args_support(optimizer)
+
+    def update(gradient: Any, state: Any, params: Any = None, **beside: Any) -> tuple[Any, Any]:
         move = lambda state, space: optax.tree_utils.tree_map_params(
             optimizer, lambda moment: jax.device_put(moment, space), state
         )
-        updates, state = optimizer.update(gradient, move(state, jax.memory.Space.Device), params)
+        updates, state = optimizer.update(gradient, move(state, jax.memory.Space.Device), params, **beside)
         return updates, move(state, jax.memory.Space.Host)
 
-    return optax.GradientTransformation(optimizer.init, update)
+    return optax.GradientTransformationExtraArgs(optimizer.init, update)

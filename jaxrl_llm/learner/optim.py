@@ -5,6 +5,7 @@ Owns: the transformation and its schedule, the layout of its state. Does not kno
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -72,17 +73,18 @@ def _starting_anew(optimizer: optax.GradientTransformation, every: int) -> optax
     Source: Kimi k1.5, Kimi team 2025, arXiv:2501.12599, which resets the optimizer in each iteration. Differs: counted
     in steps, so that a step that was skipped puts the resets off.
     """
-    is_adam = lambda x: isinstance(x, optax.ScaleByAdamState)
-
-    def fresh(state: Any) -> Any:
-        if not is_adam(state):
-            return state
-        return jax.tree.map(lambda x: jnp.where(state.count < every, x, jnp.zeros_like(x)), state)
 
     def update(gradient: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        return optimizer.update(gradient, jax.tree.map(fresh, state, is_leaf=is_adam), params)
+        return optimizer.update(gradient, forgotten(state, lambda adam: adam.count >= every), params)
 
     return optax.GradientTransformation(optimizer.init, update)
+
+
+def forgotten(state: Any, when: Callable[[optax.ScaleByAdamState], jax.Array]) -> Any:
+    """An optimizer's state whose Adam has seen nothing yet where ``when``."""
+    is_adam = lambda x: isinstance(x, optax.ScaleByAdamState)
+    fresh = lambda adam: jax.tree.map(lambda x: jnp.where(when(adam), jnp.zeros_like(x), x), adam)
+    return jax.tree.map(lambda x: fresh(x) if is_adam(x) else x, state, is_leaf=is_adam)
 
 
 def abstract_state(

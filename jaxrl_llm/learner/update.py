@@ -33,6 +33,7 @@ from jaxrl_llm.algorithms.old_policies import moving_average_share
 from jaxrl_llm.algorithms.surrogates import LOG_RATIO_LIMIT, surrogate_terms
 from jaxrl_llm.algorithms.views import OTHER_POLICIES, START, Batch, Ratios, Tokens
 from jaxrl_llm.config import AlgorithmConfig, SamplingConfig, UpdateConfig
+from jaxrl_llm.learner import adapter_modules
 from jaxrl_llm.learner.low_memory import apply_updates
 from jaxrl_llm.learner.micro_batches import MicroBatches, padded
 from jaxrl_llm.learner.packed_batches import packed
@@ -144,12 +145,15 @@ class Update:
             names = ("sequence_ratio_sum", "sequence_ratio_square_sum", "row_count")
             scale = algorithm.step_size(*(sums[name] for name in names))
             sums |= {"rate_scale_sum": scale}
-        sums |= {f"{name}_sum": value for name, value in scalars.items()}
+        sums |= {f"{name}_sum": value for name, value in scalars.items()} | adapter_modules.sums(state.opt_state)
 
         def apply(state: TrainState) -> TrainState:
             params, opt_state, others = {}, {}, state.others
             for name, optimizer in self.optimizers.items():
-                updates, opt_state[name] = optimizer.update(gradient[name], state.opt_state[name], state.params[name])
+                given = gradient[name], state.opt_state[name], state.params[name]
+                updates, opt_state[name] = optimizer.update(
+                    *given, reward=jnp.mean(batch.reward, where=batch.trainable)
+                )
                 if algorithm.step_size and name == "policy":
                     updates = jax.tree.map(lambda u: u * scale, updates)
                 params[name] = apply_updates(state.params[name], updates, state.step)
@@ -300,8 +304,8 @@ class Update:
     @property
     def optimizers(self) -> dict[str, optax.GradientTransformation]:
         """Of what is learned, by name."""
-        critic = {"critic": self.critic_optimizer} if self.critic_optimizer else {}
-        return {"policy": self.optimizer, **critic}
+        both = {"policy": self.optimizer, "critic": self.critic_optimizer}
+        return {name: optax.with_extra_args_support(one) for name, one in both.items() if one}
 
     @property
     def num_lines(self) -> int:

@@ -105,6 +105,22 @@ def join(learned: Any, base: Any = None) -> Any:
     return {**base, "blocks": {**base["blocks"], **learned["blocks"]}}
 
 
+def of_module(learned: Any, module: jax.Array, config: LoraConfig) -> Any:
+    """Adapters, or what is as they are, with zeros for all but one part [] i32 of the rank (``config.modules``).
+
+    The lengths m of DoRA are every part's.
+    """
+    is_own = jnp.arange(config.rank) // (config.rank // config.modules) == module
+
+    def part(name: str, x: jax.Array) -> jax.Array:
+        if name.endswith(M):
+            return x
+        place = 1 + _stacked(name) if name.endswith(A) else x.ndim - 1
+        return jnp.where(jnp.expand_dims(is_own, [dim for dim in range(x.ndim) if dim != place]), x, 0)
+
+    return {"blocks": {name: part(name, x) for name, x in learned["blocks"].items()}}
+
+
 def identity(base: Any = None, sums: Callable[[Any], jax.Array] | None = None) -> dict[str, list[int]]:
     """What a checkpoint of adapters keeps of their base: checksums of its arrays, by ``sums`` where it is compiled."""
     return {} if base is None else {"base": jax.device_get((sums or checksums)(base)).tolist()}

@@ -75,6 +75,9 @@ METRICS: dict[str, Metric] = {
     "update/entropy_coefficient": Metric(
         "weight", "Weight of the entropy bonus with algorithm.entropy_bonus=adaptive, mean over the optimizer steps."
     ),
+    "update/adapter_module": Metric(
+        "number", "Part of the adapters' rank that learns, from 1 on, with model.lora.modules; mean over the steps."
+    ),
     "update/kl_behaviour_nats": Metric(
         "nats per token", "k3 estimate of KL(behaviour || current policy), mean over trained completion tokens."
     ),
@@ -227,6 +230,7 @@ RATIOS = {
     "update/answers_nats": ("answers_loss_sum", "update_count"),
     "update/imitation_nats": ("imitation_loss_sum", "update_count"),
     "update/entropy_coefficient": ("entropy_coefficient_sum", "update_count"),
+    "update/adapter_module": ("adapter_module_sum", "update_count"),
     "update/grad_norm": ("grad_norm_sum", "update_count"),
     "update/sampler_learner_gap_mean_nats": ("gap_sum", "own_token_count"),
     "optimizer/rate_scale": ("rate_scale_sum", "update_count"),

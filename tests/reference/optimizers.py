@@ -2,7 +2,8 @@
 
 Sources: Adam, Kingma and Ba 2014, arXiv:1412.6980, algorithm 1; Adafactor, Shazeer and Stern 2018, arXiv:1804.04235,
 algorithm 4 with decay 1 - t^-0.8 (section 6.1), epsilon 1e-30 and update clipping at 1; subset-norm, Nguyen and Nguyen
-2024, arXiv:2411.07120, with the mean of a row's squares.
+2024, arXiv:2411.07120, with the mean of a row's squares; modules that begin where progress stalls, ScaleZero, Pu et al.
+2025, arXiv:2509.07945, with the slope of rewards for progress.
 """
 
 import numpy as np
@@ -30,3 +31,16 @@ def adafactor(gradients, *, rate):
         update = update / max(1.0, np.sqrt(np.mean(update**2)))
         total = total - rate * update
     return total
+
+
+def modules(rewards, *, number, steps):
+    """Of each step the module that learns, from 0 on: the next where the line of ``steps`` rewards does not rise."""
+    module, since, found = 0, [], []
+    for reward in rewards:
+        found.append(module)
+        since.append(reward)
+        if len(since) >= steps and module < number - 1:
+            slope, _ = np.polyfit(np.arange(steps), since[-steps:], 1)
+            if slope <= 1e-12:  # rounding of a line that is level
+                module, since = module + 1, []
+    return found
