@@ -1,6 +1,6 @@
 """Step time and memory by family: models of equal size with each family's own layers, by turns on one device.
 
-    python -m benchmarks.families                        # 20 M parameters
+    python -m benchmarks.families                        # 13 M parameters, about four minutes on two cores
     python -m benchmarks.families --size tiny            # seconds
     python -m benchmarks.families --only gemma3 --json FILE
 
@@ -156,7 +156,7 @@ def main(arguments: list[str]) -> int:
     parser = results.Arguments(prog="python -m benchmarks.families", description=__doc__.splitlines()[0])
     parser.add_argument("--size", choices=SIZES, default="medium")
     parser.add_argument("--only", nargs="+", choices=FAMILIES[1:], default=FAMILIES[1:], help="beside Llama")
-    parser.add_argument("--rounds", type=results.at_least(1), default=7)
+    parser.add_argument("--rounds", type=results.at_least(1), default=5)
     parser.add_argument("--json", type=Path, help="file for the result")
     options = parser.parse_args(arguments)
     figures = []

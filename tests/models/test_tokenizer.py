@@ -76,7 +76,7 @@ def test_merges_apply_in_order_and_digits_stand_alone_where_asked():
     [
         (make(), [{"role": "user", "content": "x"}], False, "", "messages needs prompts.chat_template=True"),
         (make(), "x", False, "be", "prompts.system_prompt='be' needs prompts.chat_template=True"),
-        (make(chat_template=None), "x", True, "", "has no chat template"),
+        (make(chat_template=None), "x", True, "", "no chat template: .*chat_template=False, or --nochat_template"),
         (make(chat_template="{{ raise_exception('no system') }}"), "x", True, "s", "refuses the messages .*no system"),
         (
             make_byte_tokenizer(),

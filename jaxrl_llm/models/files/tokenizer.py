@@ -103,7 +103,7 @@ class Tokenizer:
             made = self._encode([hide(prompt) for prompt in prompts], at_start=True)
             return [ids[ids[:2] == [self.bos_id] * 2 :] for ids in made]  # a text may have a beginning of its own
         if not self._fast.chat_template:
-            raise ConfigError("prompts.chat_template=True, but the model's tokenizer has no chat template")
+            raise ConfigError("the tokenizer has no chat template: prompts.chat_template=False, or --nochat_template")
         system = [{"role": "system", "content": system_prompt}] if system_prompt else []
         told = templates.told(chat_template_kwargs or {}, self._fast.chat_template, hide)
         texts = []
