@@ -113,10 +113,8 @@ def assemble(
     if config.optimizer.offload:
         sharding.check_host_memory(mesh, "optimizer.offload", True, otherwise=False)
         optimizer = low_memory.offloaded(optimizer)
-    critic_optimizer = None
-    if config.has_critic:
-        rate = config.algorithm.critic.learning_rate
-        critic_optimizer = optim.make(dataclasses.replace(config.optimizer, learning_rate=rate), config.num_updates)
+    of_critic = dataclasses.replace(config.optimizer, learning_rate=config.algorithm.critic.learning_rate)
+    critic_optimizer = optim.make(of_critic, config.num_updates) if config.has_critic else None
     shards = sharding.num_data_shards(mesh)
     setting, packed = config.update.logp_chunk_tokens, config.line_tokens > 0
     padded_tokens = config.update.micro_batch_size * config.sampling.max_completion_tokens

@@ -134,8 +134,6 @@ class Update:
             base: as for ``step``.
         """
         moment = self._moment(state, batch, state if start is None else start, base)
-        scalars = state.scalars
-        moment = moment._replace(entropy_coefficient=scalars.get("entropy_coefficient"))
         gradient, sums = self.gradient(state.params, batch, moment)
         norm = {name: optax.tree.norm(optax.tree.cast(part, jnp.float32)) for name, part in gradient.items()}
         is_finite = jnp.all(jnp.isfinite(jnp.stack([sums["loss_sum"], *norm.values()])))
@@ -145,15 +143,13 @@ class Update:
             names = ("sequence_ratio_sum", "sequence_ratio_square_sum", "row_count")
             scale = algorithm.step_size(*(sums[name] for name in names))
             sums |= {"rate_scale_sum": scale}
-        sums |= {f"{name}_sum": value for name, value in scalars.items()} | adapter_modules.sums(state.opt_state)
+        sums |= {f"{name}_sum": value for name, value in state.scalars.items()} | adapter_modules.sums(state.opt_state)
 
         def apply(state: TrainState) -> TrainState:
-            params, opt_state, others = {}, {}, state.others
+            params, opt_state, others, reward = {}, {}, state.others, jnp.mean(batch.reward, where=batch.trainable)
             for name, optimizer in self.optimizers.items():
                 given = gradient[name], state.opt_state[name], state.params[name]
-                updates, opt_state[name] = optimizer.update(
-                    *given, reward=jnp.mean(batch.reward, where=batch.trainable)
-                )
+                updates, opt_state[name] = optimizer.update(*given, reward=reward)
                 if algorithm.step_size and name == "policy":
                     updates = jax.tree.map(lambda u: u * scale, updates)
                 params[name] = apply_updates(state.params[name], updates, state.step)
@@ -161,9 +157,8 @@ class Update:
                 share = moving_average_share(algorithm.average_decay, state.step + 1)
                 move = lambda old, new: old + share * (new - old)
                 others = {**others, "average": jax.tree.map(move, others["average"], params["policy"])}
-            scalars = dict(state.scalars)
-            for name, coefficient in scalars.items():
-                scalars[name] = algorithm.entropy_bonus(coefficient, sums["entropy_sum"] / sums["token_count"])
+            moved = lambda coefficient: algorithm.entropy_bonus(coefficient, sums["entropy_sum"] / sums["token_count"])
+            scalars = {name: moved(coefficient) for name, coefficient in state.scalars.items()}
             return TrainState(params, opt_state, state.step + 1, others, scalars)
 
         return run_if(usable, apply, state), sums | {
@@ -177,7 +172,8 @@ class Update:
         """What the loss of a batch may look at; weights only where the objective asks for them."""
         weights = {START: start.params["policy"], **state.others}
         wanted = [name.removesuffix("_logp") for name in OTHER_POLICIES if self.algorithm.loss_needs(name)]
-        moment = Moment(state.step, start.step, {name: weights[name] for name in wanted}, base=base)
+        others, coefficient = {name: weights[name] for name in wanted}, state.scalars.get("entropy_coefficient")
+        moment = Moment(state.step, start.step, others, base=base, entropy_coefficient=coefficient)
         correction = self.algorithm.correction
         over_batch = correction.fact("over_batch")
         if over_batch is None:
