@@ -64,10 +64,10 @@ class ModelConfig:
 
 @dataclasses.dataclass(frozen=True)
 class PromptsConfig:
-    # Source of the questions: files ("jsonl", "parquet", "code"), "reasoning_gym", or one that is built in.
-    source: Literal["letters", "arithmetic", "maze", "kolmogorov", "reasoning_gym", "jsonl", "parquet", "code"] = (
-        "letters"
-    )
+    # Source of the questions: files ("jsonl", "parquet", "code", "text"), "reasoning_gym", or one that is built in.
+    source: Literal[
+        "letters", "arithmetic", "maze", "kolmogorov", "reasoning_gym", "jsonl", "parquet", "code", "text"
+    ] = "letters"
     # Name of the reasoning-gym dataset, or path of the file.
     name: str = ""
     # Arguments of the reasoning-gym dataset, or of another source, as its module says (questions/tasks).

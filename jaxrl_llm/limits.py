@@ -140,7 +140,7 @@ def _combinations(c: Any, flat: dict[str, Any]):
         what = "dataset" if c.prompts.source == "reasoning_gym" else "file"
         yield c.prompts.name != "", f"[prompts.name] must name the {what} for [prompts.source]"
     yield (
-        c.prompts.source in ("jsonl", "parquet", "code") or 0 < c.prompts.size <= MOST_MADE,
+        c.prompts.source in ("jsonl", "parquet", "code", "text") or 0 < c.prompts.size <= MOST_MADE,
         f"[prompts.size] must be at least 1 and at most {MOST_MADE} for [prompts.source]",
     )
     num_draws = u.batch_size // c.rows_per_draw

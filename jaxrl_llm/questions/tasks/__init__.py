@@ -31,6 +31,7 @@ TASKS = {
     "reasoning_gym": "jaxrl_llm.questions.tasks.reasoning_gym_task",
     **dict.fromkeys(("jsonl", "parquet"), "jaxrl_llm.questions.tasks.files"),
     "code": "jaxrl_llm.questions.tasks.code",
+    "text": "jaxrl_llm.questions.tasks.text",
     "kolmogorov": "jaxrl_llm.questions.tasks.kolmogorov",
     "maze": "jaxrl_llm.questions.tasks.maze",
 }

@@ -3,6 +3,7 @@ of a model that learns to judge.
 
     judged    what a judge gives for the completion, 0 to 1, by column ``rubric`` where there is one
     stepwise  share of the completion's steps before the first that the judge finds wrong
+    meant     1.0 where the judge says that the answer means the same as column ``answer``, else 0.0
     fapo      1.0 where column ``answer`` is met and the judge finds no flaw on the way, else 0.0
     ranked    of a completion that judges: 1.0 where the best of several answers has its highest score, else -1.0
     own       by turn, with ``:doubt`` as environments.factory: the answer, and the policy's own verdict on it
@@ -109,6 +110,18 @@ def stepwise(prompts: list, completions: list[str], **columns: Any) -> list[floa
         k = of_steps.index("wrong") if "wrong" in of_steps else len(of_steps)
         scores[i] = None if None in of_steps[:k] else k / len(of_steps)
     return scores
+
+
+def meant(prompts: list, completions: list[str], answer: list, **columns: Any) -> list[float | None]:
+    """1.0 where the judge's last yes or no is yes: the answer means what ``answer`` does. 0.0 where none is marked."""
+    texts = [
+        f"First text:\n{marked(text)}\n\nSecond text:\n{right}\n\nDo they mean the same? End with one word, yes or no."
+        for text, right in zip(completions, answer, strict=True)
+        if marked(text)
+    ]
+    said = iter(_all(texts))
+    verdicts = [YES_OR_NO.findall(next(said)) if marked(text) else ["no"] for text in completions]
+    return [float(found[-1].lower() == "yes") if found else None for found in verdicts]
 
 
 def ranked(prompts: list, completions: list[str], truth: list[list[float]], **columns: Any) -> list[float]:

@@ -1,0 +1,74 @@
+"""Sentences of plain text, to be guessed from what stands around them: ``prompts.source="text"``, a JSONL file with a
+text in column ``text`` on each line.
+
+``prompts.arguments``: ``context``, sentences before the one that is asked for, at most (8); ``words``, what it has at
+least (4); ``middle``, whether the sentence after it is shown too (False).
+
+The reward of the task is ``scores:f1``, the words that the guess and the sentence have in common;
+``jaxrl_llm.questions.tasks.judges:meant`` asks a model whether they mean the same.
+
+Source: RLPT, reinforcement learning on pre-training data: the next segment, and one in the middle, are reasoned about
+before they are written, and a model says whether they match. Differs: segments are sentences; without a judge the
+reward is the share of words.
+
+Owns: what a sentence is, how it is asked for. Does not know: how a guess is scored.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from jaxrl_llm.config import PromptsConfig
+from jaxrl_llm.questions.tasks import Loaded
+from jaxrl_llm.questions.tasks.arguments import checked
+from jaxrl_llm.questions.tasks.files import BadRowError, json_lines, load_rows, parse
+
+SCORER = "jaxrl_llm.questions.tasks.scores:f1"
+
+# argument -> (default, least, most)
+ARGUMENTS = {"context": (8, 1, 1000), "words": (4, 1, 1000), "middle": (False, False, True)}
+END = re.compile(r"(?<=[.!?])\s+|(?<=[.!?][\"')])\s+|\n+")  # of a sentence, or of a line
+HOW = "Think about it, then write it as <answer>..</answer>."
+
+
+def load(config: PromptsConfig, *, seed: int) -> Loaded:
+    """The first ``config.size`` sentences of the file ``config.name`` (0 = all) with one before them, in file order.
+
+    Host; ``columns`` is ``answer``, the sentence.
+
+    Raises:
+        ConfigError: an argument, the file, or (``prompts.bad_row="error"``) a line that is none; no sentence.
+    """
+    del seed
+    context, words, middle = checked(config.arguments, ARGUMENTS).values()
+
+    def read(path: Path) -> Iterator[tuple[int, Any]]:
+        for number, line in json_lines(path):
+            try:
+                sentences = _sentences(parse(line))
+            except BadRowError as error:
+                yield number, error
+                continue
+            for i in range(1, len(sentences) - middle):
+                if len(sentences[i].split()) >= words:
+                    after = sentences[i + 1] if middle else ""
+                    yield number, (sentences[max(0, i - context) : i], sentences[i], after)
+
+    def made(row: Any) -> tuple[str, dict[str, Any]]:
+        if isinstance(row, BadRowError):
+            raise row
+        before, sentence, after = row
+        asked = f"[...] {after}\n\nWhich sentence stands at [...]?" if after else "\n\nWhich sentence comes next?"
+        return f"{' '.join(before)} {asked} {HOW}".replace(" \n", "\n"), {"answer": sentence}
+
+    return load_rows(config, read, made)
+
+
+def _sentences(row: Any) -> list[str]:
+    text = row.get("text") if isinstance(row, dict) else None
+    if not isinstance(text, str):
+        raise BadRowError(f"must be an object with a text in column `text`, not {row!r:.60}")
+    return [part.strip() for part in END.split(text) if part.strip()]

@@ -1,0 +1,65 @@
+"""Sentences of a text: which are asked for, and what of the text is shown."""
+
+import json
+
+import pytest
+
+from jaxrl_llm.config import ConfigError, PromptsConfig
+from jaxrl_llm.questions import tasks
+from jaxrl_llm.questions.tasks import judges
+
+TEXT = 'It rained all day. "Shall we go?" No.\nThe dog slept by the fire! Nobody came to the door that night.'
+HOW = "Think about it, then write it as <answer>..</answer>."
+
+
+def load(path, *, size=0, lines=(json.dumps({"text": TEXT}),), bad_row="error", **arguments):
+    path.write_text("\n".join(lines))
+    config = PromptsConfig(source="text", name=str(path), size=size, bad_row=bad_row, arguments=arguments)
+    return tasks.load(config, seed=0)
+
+
+def test_each_sentence_is_asked_for_by_those_before_it(tmp_path):
+    loaded = load(tmp_path / "t.jsonl", context=2).examples
+    assert [example.columns["answer"] for example in loaded] == [  # "Shall we go?" and "No." are too short
+        "The dog slept by the fire!",
+        "Nobody came to the door that night.",
+    ]
+    first, second = (example.prompt for example in loaded)
+    assert first == f'"Shall we go?" No.\n\nWhich sentence comes next? {HOW}'
+    assert second == f"No. The dog slept by the fire!\n\nWhich sentence comes next? {HOW}"
+    (between,) = load(tmp_path / "t.jsonl", middle=True).examples
+    assert between.columns["answer"] == "The dog slept by the fire!"
+    end = f"[...] Nobody came to the door that night.\n\nWhich sentence stands at [...]? {HOW}"
+    assert between.prompt == f'It rained all day. "Shall we go?" No. {end}'
+    assert (
+        len(load(tmp_path / "t.jsonl", words=2).examples) == 3 and len(load(tmp_path / "t.jsonl", size=1).examples) == 1
+    )
+
+
+def test_lines_without_a_text_are_told_with_their_place(tmp_path):
+    path = tmp_path / "t.jsonl"
+    lines = (json.dumps({"text": TEXT}), "{", json.dumps({"prompt": "a"}))
+    with pytest.raises(ConfigError, match=r"t\.jsonl:2: not JSON"):
+        load(path, lines=lines)
+    loaded = load(path, lines=lines, bad_row="skip")
+    assert (
+        len(loaded.examples) == 2 and "t.jsonl:3: must be an object with a text in column `text`" in loaded.bad_rows[1]
+    )
+    with pytest.raises(ConfigError, match="holds no question"):
+        load(path, lines=[json.dumps({"text": "One sentence."})])
+    with pytest.raises(ConfigError, match=r"prompts\.arguments\.words=0 must be"):
+        load(path, words=0)
+
+
+def test_a_judge_says_whether_a_guess_means_the_sentence(monkeypatch):
+    said = {"cat": "They agree. Yes", "dog": "no, yes? No.", "cow": "who knows"}
+    asked = []
+
+    def answer(text, temperature):
+        asked.append(text)
+        return said[text.split("\n")[1]]
+
+    monkeypatch.setattr(judges, "asked", answer)
+    texts = ["<answer>cat</answer>", "hm <answer>dog</answer>", "cat", "<answer>cow</answer>"]
+    assert judges.meant([""] * 4, texts, ["a", "b", "c", "d"]) == [1.0, 0.0, 0.0, None]
+    assert len(asked) == 3 and "Second text:\nb\n" in asked[1]
