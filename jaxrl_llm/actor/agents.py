@@ -23,6 +23,7 @@ import inspect
 import json
 import math
 import queue
+import resource
 import secrets
 import threading
 import time
@@ -163,6 +164,9 @@ class _Server(http.server.ThreadingHTTPServer):
 @functools.cache
 def _server() -> _Server:
     """This process's, for all of its episodes."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # an episode has two connections open
     server = _Server(("127.0.0.1", 0), _Handler)
     server.episodes = {}
     threading.Thread(target=server.serve_forever, daemon=True).start()

@@ -21,6 +21,8 @@ from jaxrl_llm.actor.rewards import Worker, end, failed, imported, names_of
 from jaxrl_llm.config import Config, ConfigError, PromptsConfig
 from jaxrl_llm.types import OUTCOME_ERROR, OUTCOME_SCORE, Example
 
+BEGUN_AT_ONCE = 64  # of the questions before a run
+
 
 @dataclasses.dataclass(frozen=True)
 class Reply:
@@ -170,10 +172,12 @@ def shown(
         prompts = dataclasses.replace(prompts, chat_template_kwargs=_told(config, found, tokenizer))
     with Environment(config, examples) as environment:
         ask = lambda example, episode: (example, episode, environment.ask(episode, example, (), ()))
-        asked = [[ask(example, environment.begin()) for example in questions] for questions in sets]
-        for questions in asked:
+        for questions in sets:
             kept.append([])
-            for example, episode, reply in questions:
+            # So many are alive at once, and no more.
+            parts = (questions[i : i + BEGUN_AT_ONCE] for i in range(0, len(questions), BEGUN_AT_ONCE))
+            begun = ([ask(example, environment.begin()) for example in part] for part in parts)
+            for example, episode, reply in itertools.chain.from_iterable(begun):
                 said = reply.result()
                 environment.forget(episode)
                 if said.outcome == OUTCOME_SCORE:
