@@ -128,11 +128,12 @@ def letters(ids):
 class Sampling:
     """A generator with weights and a key; ``__call__`` generates once and returns numpy rows."""
 
-    def __init__(self, sampler, *, seed=0, compiled=None, talk=None):
+    def __init__(self, sampler, *, seed=0, compiled=None, talk=None, params=None):
         self.sampler = sampler
         self.generator = Generator(sampler, compiled or compile_sampler(sampler), letters, talk=talk)
-        layout = jax.tree.map(lambda x: x.sharding, abstract_sampler_params(sampler))
-        self.params = jax.device_put(publish.sampler_form(host_params(sampler.model), sampler.model.arch), layout)
+        if params is None:
+            params = publish.sampler_form(host_params(sampler.model), sampler.model.arch)
+        self.params = jax.device_put(params, jax.tree.map(lambda x: x.sharding, abstract_sampler_params(sampler)))
         self.key = self.put(jax.random.key(seed))
 
     def put(self, x):
