@@ -6,6 +6,8 @@
     next request          what is new in it     ----->   the answer to that turn
     the agent returns     its reward            ----->   the episode ends
 
+Or in token ids, of both (POST /inference/v1/generate, as vLLM has it, for clients that render messages themselves).
+
 An agent is a function ``(base_url, prompt, **columns)``, as ``environments.factory`` names it; ``base_url`` is of a
 server on this machine that knows one episode. The row has the tokens that were drawn: what the agent sends back of its
 turns is compared with what it was given, and is not encoded again. A request that does not go on from there, for the
@@ -35,9 +37,13 @@ from jaxrl_llm.actor.reward_worker import awaited
 
 MAX_BODY = 2**24  # bytes
 ROLES = ("user", "tool")  # who may speak between two turns of the policy's
-# What a request may have besides messages: by name the values, () any. How tokens are drawn is the run's to say.
-ALLOWED: dict[str, tuple[Any, ...]] = {"model": (), "tools": (), "user": (), "stream": (), "stream_options": ()}
-ALLOWED |= {"n": (1,), "tool_choice": ("auto",), "store": (False,)}
+# What a request may have: by name the values, () any. How tokens are drawn, and what ends a turn, is the run's to say.
+BOTH: dict[str, tuple[Any, ...]] = {"model": (), "user": (), "n": (1,)}
+CHAT = BOTH | {"messages": (), "tools": (), "stream": (), "stream_options": (), "tool_choice": ("auto",)}
+CHAT |= {"store": (False,)}
+TOKENS = BOTH | {"token_ids": (), "logprobs": (), "stop_token_ids": (), "skip_special_tokens": (), "cache_salt": ()}
+TOKENS |= {"priority": (), "spaces_between_special_tokens": ()}
+ROUTES = {"v1/chat/completions": False, "inference/v1/generate": True}  # whether it is of token ids
 
 
 def is_agent(found: Any) -> bool:
@@ -47,16 +53,28 @@ def is_agent(found: Any) -> bool:
     return False
 
 
-class _Request:
-    """Of an agent's that waits for its answer."""
+def are_tokens(said: Any) -> bool:
+    """Whether a prompt or an answer is token ids, not text or messages."""
+    return isinstance(said, list) and bool(said) and all(type(x) is int for x in said)
 
-    def __init__(self, body: dict[str, Any]):
+
+class _Request:
+    """Of an agent's that waits for its answer; ``said`` are messages or token ids."""
+
+    def __init__(self, body: dict[str, Any], is_tokens: bool):
+        allowed = TOKENS if is_tokens else CHAT
+        if is_tokens:
+            sampling = body.pop("sampling_params", None) or {}
+            body = {**body, **sampling}
         for name, value in body.items():
-            if name not in ("messages", *ALLOWED):
+            if name not in allowed:
                 raise ValueError(f"{name} is not an agent's to say: the run's sampling settings hold for its turns")
-            if value is not None and ALLOWED.get(name) and value not in ALLOWED[name]:
-                raise ValueError(f"{name}={value!r:.100} is not there: only {ALLOWED[name][0]!r}")
-        self.messages = tools.texts_of(body.get("messages"))
+            if value is not None and allowed[name] and value not in allowed[name]:
+                raise ValueError(f"{name}={value!r:.100} is not there: only {allowed[name][0]!r}")
+        self.is_tokens = is_tokens
+        self.said = body.get("token_ids") if is_tokens else tools.texts_of(body.get("messages"))
+        if is_tokens and not are_tokens(self.said):
+            raise ValueError(f"token_ids={self.said!r:.100} must be a list of whole numbers, not empty")
         self.tools = tools.functions_of(body["tools"]) if body.get("tools") else []
         self.is_streamed = bool(body.get("stream"))
         self.answer: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()  # None: the episode is over
@@ -66,13 +84,14 @@ class Episode:
     """An agent at work, from its first request on, with as much of ``environment_worker.Episode`` as turns ask for.
 
     Attributes:
-        opening: messages of its first request; of one with tools the system's message tells of them.
+        opening: messages of its first request, or token ids; with tools the system's message tells of them.
         role: who has spoken last.
         num_turns: of the policy's that it has been given.
+        drawn: token ids and log-probs of each of them, to be set where it asks for such.
     """
 
     def __init__(self, play: Callable[..., Any], columns: dict[str, Any]):
-        self.num_turns, self.role, self._reward = 0, "user", 0.0
+        self.num_turns, self.role, self._reward, self.drawn = 0, "user", 0.0, ()
         self._events: queue.SimpleQueue[_Request | Any] = queue.SimpleQueue()
         self._name = secrets.token_hex(16)  # part of its address: nobody else's requests come here
         server = _server()
@@ -84,7 +103,7 @@ class Episode:
             self.close()
             self._end(self._request)
             raise RuntimeError("the agent returned before it asked the policy for anything")
-        self._said = self._request.messages
+        self._said = self._request.said
         self.opening = tools.told(self._said, self._request.tools) if self._request.tools else self._said
 
     def _play(self, play: Callable[..., Any], address: str, columns: dict[str, Any]) -> None:
@@ -93,28 +112,37 @@ class Episode:
         except BaseException as error:  # SystemExit too
             self._events.put((None, error))
 
-    def answer(self, turn: str) -> str | None:
-        """What the agent says to a turn; None where it has returned.
+    def answer(self, turn: str) -> str | list[int] | None:
+        """What the agent says to a turn, text or token ids; None where it has returned.
 
         Raises:
             ValueError: its next request does not go on from this turn. Whatever the agent raises.
         """
+        before = self._request
+        if before.is_tokens:
+            ids, logps = self.drawn[self.num_turns]
+            said, reply = self._said + ids, {"token_ids": ids, "logps": logps}
+        else:
+            text, calls = tools.calls_in(turn) if before.tools else (turn, [])
+            reply = {"role": "assistant", "content": text} | ({"tool_calls": calls} if calls else {})
+            said = [*self._said, *tools.texts_of([reply])]
         self.num_turns += 1
-        text, calls = tools.calls_in(turn) if self._request.tools else (turn, [])
-        message = {"role": "assistant", "content": text} | ({"tool_calls": calls} if calls else {})
-        said = [*self._said, *tools.texts_of([message])]
-        self._request.answer.put(message)
+        before.answer.put(reply)
         event = self._events.get()
         if not isinstance(event, _Request):
             self.close()
             return self._end(event)
-        before, self._request = self._request, event
-        begun, new = event.messages[: len(said)], event.messages[len(said) :]
-        if not _same(begun, said) or event.tools != before.tools:
+        self._request = event
+        begun, new, is_tokens = event.said[: len(said)], event.said[len(said) :], before.is_tokens
+        same = event.is_tokens == is_tokens and event.tools == before.tools
+        if not same or not (begun == said if is_tokens else _same(begun, said)):
             raise ValueError(f"request {self.num_turns + 1} of the agent does not go on from what was said before it")
-        if len({message["role"] for message in new}) != 1 or new[0]["role"] not in ROLES:
+        self._said = event.said
+        if is_tokens and new:
+            return new
+        if is_tokens or len({message["role"] for message in new}) != 1 or new[0]["role"] not in ROLES:
             raise ValueError(f"request {self.num_turns + 1} of the agent must add messages of the user's or of tools'")
-        self._said, self.role = event.messages, new[0]["role"]
+        self.role = new[0]["role"]
         return "\n".join(message["content"] for message in new)
 
     def _end(self, event: tuple[Any, BaseException | None]) -> None:
@@ -187,10 +215,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = self.rfile.read(min(MAX_BODY, int(self.headers.get("Content-Length", 0))))
         _, name, route = self.path.split("/", 2) if self.path.count("/") > 1 else ("", "", "")
-        if route != "v1/chat/completions":
+        if route not in ROUTES:
             return self._refuse(404, f"no route POST {self.path}")
         try:
-            request = _Request(json.loads(body))
+            request = _Request(json.loads(body), ROUTES[route])
         except (ValueError, TypeError, AttributeError) as error:
             return self._refuse(400, str(error))
         events = self.server.episodes.get(name)
@@ -205,6 +233,12 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         why = "tool_calls" if message.get("tool_calls") else "stop"
         base = {"id": f"chatcmpl-{secrets.token_hex(8)}", "created": int(time.time()), "model": "policy"}
         choice = {"index": 0, "finish_reason": why, "logprobs": None}
+        if request.is_tokens:
+            ids = message["token_ids"]
+            pairs = zip(ids, message["logps"], strict=True)
+            content = [{"token": f"token_id:{i}", "logprob": logp} for i, logp in pairs]
+            choice |= {"token_ids": ids, "logprobs": {"content": content}}
+            return self._send(200, {"request_id": base["id"], "model": "policy", "choices": [choice]})
         if not request.is_streamed:
             return self._send(200, base | {"object": "chat.completion", "choices": [choice | {"message": message}]})
         calls = [{"index": i, **call} for i, call in enumerate(message.get("tool_calls", []))]

@@ -19,7 +19,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxrl_llm.actor.environment import Environment, Reply
+from jaxrl_llm.actor import agents
+from jaxrl_llm.actor.environment import Environment, Reply, ids_of
 from jaxrl_llm.actor.sampler import Sampler
 from jaxrl_llm.config import Config, ConfigError
 from jaxrl_llm.runtime import hosts, sharding
@@ -113,7 +114,12 @@ class Conversations:
 
     def __init__(self, environment: Environment, tokenizer: Any, config: Config):
         self._environment, self._decode = environment, tokenizer.decode
-        self._encode = lambda said: tokenizer.encode_answer(said.answer, said.role, **config.prompts.encoding)
+        how = config.prompts.encoding
+        self._encode = lambda said: (
+            ids_of(said.answer, tokenizer.vocab_size)
+            if agents.are_tokens(said.answer)
+            else tokenizer.encode_answer(said.answer, said.role, **how)
+        )
         self._limits, self._most = config.environments, config.sampling.max_completion_tokens
         self._rows: dict[Row, tuple[int, list[Turn]]] = {}  # episode, turns
         self._waiting: set[Row] = set()  # when a chunk last told of it
@@ -128,9 +134,9 @@ class Conversations:
         Returns:
             Stop reasons, lengths and answers heard [M,E,G].
         """
-        *of_rows, row_MZ = jax.device_get(told[:-1])
-        tokens, lengths, self._waiting = told[-1], of_rows[1], set()
-        for shard, of_slots in sharding.own_rows(tokens).items():
+        *of_rows, row_MZ = jax.device_get(told[:-2])
+        tokens, logps, lengths, self._waiting = *map(sharding.own_rows, told[-2:]), of_rows[1], set()
+        for shard, of_slots in tokens.items():
             for slot in np.flatnonzero(row_MZ[shard] >= 0):
                 entry, g = divmod(int(row_MZ[shard][slot]), lengths.shape[2])
                 row, (_, example, prompt, *_) = (shard, entry, g), prompts[shard, entry]
@@ -141,7 +147,12 @@ class Conversations:
                 if not turns or turns[-1].end != end:
                     said = completion[turns[-1].stop if turns else 0 :]
                     text, (texts, *answered) = self._decode(said.tolist()), _so_far(turns)
-                    reply = self._environment.ask(episode, example, [*texts, text], *answered)
+                    how = {}
+                    if agents.are_tokens(example.prompt):
+                        logp = logps[shard][slot][len(prompt) : lengths[row]]
+                        both = zip([0, *(x.stop for x in turns)], [*(x.end for x in turns), end], strict=True)
+                        how["drawn"] = [[completion[a:b].tolist(), logp[a:b].tolist()] for a, b in both]
+                    reply = self._environment.ask(episode, example, [*texts, text], *answered, **how)
                     turns.append(Turn(text, end, reply))
         return of_rows
 
@@ -204,7 +215,8 @@ class Conversations:
                 said.append({"role": "assistant", "content": turn.text})
                 if turn.answer:
                     answered = turn.reply.result()
-                    said.append({"role": answered.role, "content": answered.answer})
+                    text = self._decode(turn.answer) if agents.are_tokens(answered.answer) else answered.answer
+                    said.append({"role": answered.role, "content": text})
             if rest := completion[turns[-1].stop if turns else 0 :]:  # a turn that was cut short
                 said.append({"role": "assistant", "content": self._decode(rest)})
             messages.append(said)

@@ -29,7 +29,7 @@ class Reply:
     """To a turn.
 
     Attributes:
-        answer: None ends the episode; a list of messages where an agent begins it.
+        answer: None ends the episode; a list of messages where an agent begins it, or of token ids where it speaks so.
         reward: of the episode so far; None where the environment has none.
         outcome: OUTCOME_*.
         reason: what went wrong, "" where nothing did.
@@ -86,6 +86,7 @@ class Environment(contextlib.AbstractContextManager):
         Args:
             answers: to the turns before.
             state: that of the reply before, where it has one.
+            how: what else ``environment_worker.act`` takes.
         """
         place = episode % len(self._workers)
         columns = example.columns
@@ -181,12 +182,21 @@ def shown(
                 said = reply.result()
                 environment.forget(episode)
                 if said.outcome == OUTCOME_SCORE:
+                    if agents.are_tokens(said.answer):
+                        ids_of(said.answer, tokenizer.vocab_size)
                     kept[-1].append(example if said.answer is None else _followed_by(example, said.answer))
                     continue
                 bad.append(said.reason)
                 if prompts.bad_row == "error":
                     raise ConfigError(said.reason)
     return prompts, kept, bad
+
+
+def ids_of(ids: list[int], vocab_size: int) -> list[int]:
+    """An agent's token ids; ConfigError where one is none of the model's."""
+    if not all(0 <= x < vocab_size for x in ids):
+        raise ConfigError(f"an agent's token_ids must be from 0 to {vocab_size - 1}, and are {min(ids)} to {max(ids)}")
+    return ids
 
 
 def _followed_by(example: Example, text: str | list[dict[str, str]]) -> Example:

@@ -20,7 +20,7 @@ import contextlib
 import functools
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxrl_llm.actor import agents, reward_worker
@@ -121,6 +121,7 @@ def act(
     state: Any = None,
     *,
     is_over: bool = False,
+    drawn: Sequence[Any] = (),
 ) -> list[Any]:
     """The answer to the newest turn; where it is over, what the instance shows.
 
@@ -131,6 +132,7 @@ def act(
             returns.
         answers: to all of them but the newest; where it is over, to that too.
         state: after the turns that have been answered, where the class gives one.
+        drawn: token ids and log-probs of each turn, for an agent that asks for such.
 
     Returns:
         [text or None, reward or None, what went wrong or None, state, whose message it is]; where it is over,
@@ -139,8 +141,8 @@ def act(
     for ended in over:
         _forget(ended)
     try:
-        has_turns = agents.is_agent(environment)
-        if not isinstance(environment, type) and not has_turns:
+        is_agent = agents.is_agent(environment)
+        if not isinstance(environment, type) and not is_agent:
             reply = _text(awaited(environment(prompt=prompt, turns=list(turns), **columns)), "the environment")
             return [reply, None, None, None, "user"]
         episode, answered = _episodes.get(key), max(0, len(turns) - (not is_over))
@@ -148,14 +150,17 @@ def act(
             episode = _episodes[key] = Episode(environment, columns, answered, state)
         elif episode is None or episode.num_turns != answered:
             _forget(key)
-            episode = _episodes[key] = (agents.Episode if has_turns else Episode)(environment, columns)
-            if turns and has_turns and episode.opening != prompt:
-                raise RuntimeError(
-                    f"the agent begins with {episode.opening!r:.100}, not as before with {prompt!r:.100}"
-                )
+            episode = _episodes[key] = (agents.Episode if is_agent else Episode)(environment, columns)
+            if is_agent:
+                episode.drawn = drawn
+            if is_agent and turns and episode.opening != prompt:
+                begins = f"the agent begins with {episode.opening!r:.100}"
+                raise RuntimeError(f"{begins}, not as before with {prompt!r:.100}")
             for turn, said in zip(turns, answers, strict=False):
                 if (again := episode.answer(turn)) != said:
                     raise RuntimeError(f"played again it answers {again!r:.100}, not {said!r:.100}")
+        if is_agent:
+            episode.drawn = drawn
         if is_over:
             return [episode.shown(), None, None, None, episode.role]
         reply = episode.answer(turns[-1]) if turns else episode.opening

@@ -211,7 +211,7 @@ class Sampler:
         rollout = jax.eval_shape(self._collect, state, entry)[0]
         table, A = (M, self.entries, self.group_size), self.answer_tokens
         answers = (rows((*table, A), jnp.int32), rows(table, jnp.int32)) if A else ()
-        told = (*(whole,) * 4, rows((M,), jnp.int32).sharding) if A else whole
+        told = (*(whole,) * 4, *(rows((M,), jnp.int32).sharding,) * 2) if A else whole
         programs = {
             "init_sampler": Program(self._empty, (), out_shardings=state_layout),
             "prefill": Program(

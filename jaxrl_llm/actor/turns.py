@@ -135,11 +135,12 @@ def read_answer(is_drawn_MZ: jax.Array, answer_MZ: jax.Array, drawn: Any, noted:
 
 def told(state: Any) -> tuple[jax.Array, ...]:
     """What the host looks at: stop reasons, lengths and answers heard [M,E,G], the rows [M,Z/M] that wait in slots, -1
-    where none does, and these slots' tokens [M,Z/M,S].
+    where none does, and these slots' tokens and log-probs [M,Z/M,S].
     """
     M, _, _, S = state.tokens.shape
     row = jnp.maximum(state.slot_row, 0)
     waits = by_slot(state, state.waiting["is_waiting"]) & (state.slot_row >= 0)
-    read = jax.vmap(lambda tokens, row: tokens[row])
-    tokens = sharding.by_device(read, state.tokens.reshape(M, -1, S), row, axes=(("shards",),) * 2)
-    return state.stop_reason, state.length, state.waiting["heard"], jnp.where(waits, row, -1), tokens
+    read = jax.vmap(lambda of_rows, row: of_rows[row])
+    by_row = (x.reshape(M, -1, S) for x in (state.tokens, state.behaviour_logp))
+    of_slots = [sharding.by_device(read, x, row, axes=(("shards",),) * 2) for x in by_row]
+    return state.stop_reason, state.length, state.waiting["heard"], jnp.where(waits, row, -1), *of_slots

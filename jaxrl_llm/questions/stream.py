@@ -47,9 +47,10 @@ def split_held_out(
     Raises:
         ConfigError: no question would be left for training.
     """
+    keyed = [(json.dumps([example.prompt, example.hidden], sort_keys=True), example) for example in examples]
     by_prompt: dict[str, Example] = {}
-    for example in examples:
-        by_prompt.setdefault(_prompt_key(example), example)
+    for key, example in keyed:
+        by_prompt.setdefault(key, example)
     if num_held_out >= len(by_prompt):
         raise ConfigError(
             f"eval.num_prompts={num_held_out} must be less than the {len(by_prompt)} distinct questions of the "
@@ -58,7 +59,7 @@ def split_held_out(
     keys = list(by_prompt)
     held_out = [keys[i] for i in np.random.default_rng(seed).permutation(len(keys))[:num_held_out]]
     out = set(held_out)
-    return tuple(e for e in examples if _prompt_key(e) not in out), tuple(by_prompt[key] for key in held_out)
+    return tuple(example for key, example in keyed if key not in out), tuple(by_prompt[key] for key in held_out)
 
 
 def encode_examples(
@@ -79,6 +80,8 @@ def encode_examples(
         left_out.append(message)
 
     def token_ids(some: Sequence[Example]) -> list[list[int] | ConfigError]:
+        if all(example.prompt and isinstance(example.prompt[0], int) for example in some):  # an agent's own
+            return [example.prompt for example in some]
         try:
             return tokenizer.encode_prompts([example.prompt for example in some], **config.encoding)
         except ConfigError as error:  # of one of them
@@ -185,7 +188,3 @@ class PromptStream:
                 f"changed): fingerprint {self._fingerprint} here, {state['fingerprint']} there"
             )
         self._position = state["position"]
-
-
-def _prompt_key(example: Example) -> str:
-    return json.dumps([example.prompt, example.hidden], sort_keys=True)

@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 import pathlib
 import re
+import types
 
 import pytest
 from actor.test_environment import call, config, play
@@ -11,12 +12,14 @@ from actor.test_environment import call, config, play
 from jaxrl_llm.actor.conversation import Played
 from jaxrl_llm.actor.environment import Environment, shown
 from jaxrl_llm.config import Config, ConfigError, EnvironmentsConfig
+from jaxrl_llm.models.files import pretrained
 from jaxrl_llm.types import OUTCOME_ERROR, OUTCOME_SCORE, OUTCOME_TIMEOUT, Example
 
 
 def question(name, example, **settings):
     """The question as the policy is to see it, or what is wrong with it."""
-    _, ((one,), _), _ = shown(config(name, **settings), None, [example], [])
+    tokenizer = types.SimpleNamespace(vocab_size=50_000)
+    _, ((one,), _), _ = shown(config(name, **settings), tokenizer, [example], [])
     return one
 
 
@@ -93,6 +96,41 @@ def test_an_agent_without_a_reward_of_its_own_leaves_it_to_reward_functions():
     assert outcome == OUTCOME_ERROR and reasons == ["environment: an agent returned no reward"]
     with pytest.raises(ConfigError, match=r"cannot play a\.jsonl:1.*given: prompt, base_url, number"):
         Environment(config("two_letters_alone"), [Example("p", {"number": 1}, "a.jsonl:1")])
+
+
+def test_an_agent_may_speak_in_token_ids_and_is_told_what_they_were_drawn_with():
+    one = question("in_tokens", Example("p", {}))
+    assert one.prompt == [5, 6] and one.given == "p"
+    drawn = [[[7, 8], [-0.5, -1.0]], [[9], [-0.25]]]
+    with Environment(config("in_tokens"), [one]) as environment:
+        first = environment.ask(0, one, ["a"], [], drawn=drawn[:1]).result(30)
+        assert (first.answer, first.reward, first.outcome) == ([8], 0.0, OUTCOME_SCORE)
+        environment._workers[0].process.kill()
+        environment._workers[0].process.wait()
+        last = environment.ask(0, one, ["a", "b"], [[8]], drawn=drawn).result(30)
+        assert (last.answer, last.reward, last.reason) == (None, -1.75, "")
+        wrong = environment.ask(1, Example([5], {}, given="p"), ["a"], [], drawn=drawn[:1]).result(30)
+        assert "the agent begins with [5, 6], not as before with [5]" in wrong.reason
+    tokenizer = types.SimpleNamespace(vocab_size=6)
+    with pytest.raises(ConfigError, match="an agent's token_ids must be from 0 to 5, and are 5 to 6"):
+        shown(config("in_tokens"), tokenizer, [Example("p", {})], [])
+    with pytest.raises(ConfigError, match=r"400: token_ids=\['a'\] must be a list of whole numbers"):
+        question("in_tokens", Example("p", {"start": ["a"]}))
+
+
+@pytest.mark.torch
+@pytest.mark.skipif(not importlib.util.find_spec("verifiers"), reason="verifiers is not installed")
+def test_verifiers_train_client_is_answered_by_the_policy(tmp_path):
+    tokenizer = pretrained.resolve("random:debug").tokenizer()
+    tokenizer.save(tmp_path)
+    settings = {"timeout_s": 120.0}
+    one = question("by_train_client", Example("What is 2 + 2?", {"folder": str(tmp_path)}), **settings)
+    assert one.prompt == tokenizer.encode_prompt("What is 2 + 2?", chat_template=True, system_prompt="")
+    ids = [*tokenizer.encode("It is 4."), tokenizer.end_id]
+    logps = [-0.5 * i for i in range(len(ids))]
+    with Environment(config("by_train_client", **settings), [one]) as environment:
+        reply = environment.ask(0, one, ["It is 4."], [], drawn=[[ids, logps]]).result(120)
+    assert reply.reason == "" and reply.answer is None and reply.reward == pytest.approx(sum(logps))
 
 
 @pytest.mark.torch

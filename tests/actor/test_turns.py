@@ -79,7 +79,10 @@ class Talking(Sampling):
             answer_tokens=ANSWER_TOKENS,
         )
         self.environment = environment or Here()
-        tokenizer = types.SimpleNamespace(decode=letters, encode_answer=lambda text, role, **how: tokens_of(text))
+        encode = lambda text, role, **how: tokens_of(text)
+        tokenizer = types.SimpleNamespace(
+            decode=letters, encode_answer=encode, vocab_size=sampler.model.arch.vocab_size
+        )
         talk = Conversations(self.environment, tokenizer, CONFIG)
         super().__init__(sampler, compiled=programs(sampler), talk=talk)
 
@@ -128,6 +131,40 @@ def test_rows_are_turns_and_the_answers_that_the_environment_is_defined_by():
     assert said == [text for row in turns for text in row]
     roles = {tuple(message["role"] for message in row) for group in groups for row in group.played.messages}
     assert ("assistant", "user", "assistant") in roles
+
+
+class InTokens(Here):
+    """Answers in token ids, as an agent that asks in them, and notes what it is told of each turn."""
+
+    def __init__(self):
+        super().__init__()
+        self.drawn = {}
+
+    def ask(self, episode, example, turns, answers, state, drawn):
+        answer = answer_of(turns)
+        self.drawn[episode] = drawn
+        future = concurrent.futures.Future()
+        future.set_result(Reply(answer if answer is None else tokens_of(answer)))
+        return future
+
+
+def test_an_agent_of_token_ids_is_told_the_tokens_and_log_probs_that_its_rows_have():
+    """Its rows are those of an environment that says the same in text."""
+    prompts = make_prompts(range(8))
+    ids = [dataclasses.replace(example, prompt=[1, 2]) for example in prompts.examples]
+    talking = Talking(InTokens())
+    rollout, groups = talking(dataclasses.replace(prompts, examples=tuple(ids)))
+    np.testing.assert_array_equal(rollout.tokens, base()[0].tokens)
+    told = {json.dumps(drawn) for drawn in talking.environment.drawn.values()}
+    for row, count in enumerate(count for group in groups for count in group.turns):
+        drawn, places = rollout.policy_version[row] >= 0, np.arange(rollout.tokens.shape[1])
+        ends = np.flatnonzero(drawn & ~np.append(drawn[1:], False))
+        begins = np.flatnonzero(drawn & ~np.append(False, drawn[:-1]))
+        own = [(places >= a) & (places <= b) for a, b in zip(begins, ends, strict=True)]
+        own = own[: None if rollout.tokens[row, ends[-1]] in EOS_IDS else -1]  # the last was cut short
+        if own:
+            wanted = [[rollout.tokens[row, x].tolist(), rollout.behaviour_logp[row, x].tolist()] for x in own]
+            assert json.dumps(wanted) in told and len(begins) == count
 
 
 class Shown(Here):
