@@ -58,6 +58,11 @@ def are_tokens(said: Any) -> bool:
     return isinstance(said, list) and bool(said) and all(type(x) is int for x in said)
 
 
+def prompt_shown(prompt: Any, decode: Callable[[list[int]], str]) -> Any:
+    """A question's prompt as people read it: text or messages."""
+    return decode(prompt) if are_tokens(prompt) else prompt
+
+
 class _Request:
     """Of an agent's that waits for its answer; ``said`` are messages or token ids."""
 

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from jaxrl_llm.actor import environment
+from jaxrl_llm.actor.agents import prompt_shown
 from jaxrl_llm.actor.conversation import Conversations
 from jaxrl_llm.actor.environment import Environment
 from jaxrl_llm.actor.generator import Generator
@@ -108,8 +109,8 @@ def evaluate(
         "timeout_count": int((rewards.outcome == OUTCOME_TIMEOUT).sum()),
         "error_count": int((rewards.outcome == OUTCOME_ERROR).sum()),
         "samples": [
-            {"prompt": group.example.prompt, "completion": text, "reward": float(total[i, j]) if scored[i, j] else None}
-            for i, group in enumerate(groups)
+            {"prompt": prompt, "completion": text, "reward": float(total[i, j]) if scored[i, j] else None}
+            for i, prompt in enumerate(prompt_shown(group.example.prompt, decode) for group in groups)
             for j, text in enumerate(texts[i])
         ],
     }

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrl_llm.actor.agents import prompt_shown
 from jaxrl_llm.actor.generator import FinishedGroup
 from jaxrl_llm.config import Config
 from jaxrl_llm.runtime import hosts, sharding
@@ -100,7 +101,7 @@ class Sampled:
                     "iteration": iteration,
                     "prompt_id": group.group_id,
                     "group_id": group.group_id,
-                    "prompt": group.example.prompt,
+                    "prompt": prompt_shown(group.example.prompt, decode),
                     "completion": decode(completions[i]),
                     "reward": float(rewards.total[i]),
                     "parts": {name: float(part[i]) for name, part in rewards.parts.items()},
