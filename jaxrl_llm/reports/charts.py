@@ -56,6 +56,7 @@ CHARTS = (
     ),
     Chart("Completion length", "tokens", {"mean": "rollout/completion_length_tokens"}),
     Chart("Turns", "of the policy in a rollout", {"mean": "rollout/turns_mean"}),
+    Chart("Adapters", "part of the rank", {"that learns": "update/adapter_module"}),
     Chart(
         "Truncated and degenerate",
         "fraction",
