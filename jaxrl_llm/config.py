@@ -66,7 +66,7 @@ class ModelConfig:
 class PromptsConfig:
     # Source of the questions: files ("jsonl", "parquet", "code", "text"), "reasoning_gym", or one that is built in.
     source: Literal[
-        "letters", "arithmetic", "maze", "kolmogorov", "reasoning_gym", "jsonl", "parquet", "code", "text"
+        "letters", "arithmetic", "maze", "kolmogorov", "reasoning_gym", "jsonl", "parquet", "code", "text", "grids"
     ] = "letters"
     # Name of the reasoning-gym dataset, or path of the file.
     name: str = ""

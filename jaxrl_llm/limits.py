@@ -131,10 +131,10 @@ def _combinations(c: Any, flat: dict[str, Any]):
     )
     yield len(set(functions)) == len(functions), "[rewards.functions] must not name a function twice"
     yield (
-        c.prompts.source not in ("letters", "maze", "kolmogorov") or c.eval.name == "",
+        c.prompts.source not in ("letters", "maze", "kolmogorov", "grids") or c.eval.name == "",
         "[eval.name] must be '' for [prompts.source]: what it held out would be trained on",
     )
-    if c.prompts.source in ("maze", "kolmogorov"):
+    if c.prompts.source in ("maze", "kolmogorov", "grids"):
         yield c.prompts.name == "", "[prompts.name] must be '' for [prompts.source], which makes all of its questions"
     elif c.prompts.source not in ("letters", "arithmetic"):
         what = "dataset" if c.prompts.source == "reasoning_gym" else "file"

@@ -32,6 +32,7 @@ TASKS = {
     **dict.fromkeys(("jsonl", "parquet"), "jaxrl_llm.questions.tasks.files"),
     "code": "jaxrl_llm.questions.tasks.code",
     "text": "jaxrl_llm.questions.tasks.text",
+    "grids": "jaxrl_llm.questions.tasks.grids",
     "kolmogorov": "jaxrl_llm.questions.tasks.kolmogorov",
     "maze": "jaxrl_llm.questions.tasks.maze",
 }

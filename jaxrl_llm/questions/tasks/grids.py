@@ -1,0 +1,127 @@
+"""Grids of colours that a program turns into others, as ARC has them; what no program solves still teaches (CodeIt).
+
+A grid is rows of digits, "120/034"; a question shows pairs of them, "12/34>21/43 05/60>50/06:", and wants the program
+that turns each first one into the second. A program is steps without anything between them:
+
+    h v     mirror left and right, top and bottom        r    turn clockwise        t    swap rows and columns
+    u l     move up, left by one; what leaves comes in on the other side
+    12      what is 1 becomes 2
+
+``prompts.arguments``: ``pairs`` (2), ``side``, the longest of a grid (3), ``colours`` (4) and ``steps``, of the program
+that made the question, at most (3).
+
+``:reward`` is 1.0 for a program that does it. ``:hindsight``, to be given with weight 0 besides, takes each other
+program for what it has done: it writes the question that the program does solve into JAXRL_HINDSIGHT, a folder, with
+all programs of the group and whether each solves it, and the run trains on that by ``external.paths``
+(configs/codeit.py).
+
+Source: CodeIt, Butt et al. 2024, arXiv:2402.04858: programs are relabelled with the outputs that they have. Differs:
+the language and the questions are small ones of ours; programs are not mutated; the group's wrong ones come too.
+
+Owns: the language, its questions, relabelling. Does not know: tokens, how the lines that it writes are read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import re
+from typing import Any
+
+import numpy as np
+
+from jaxrl_llm.config import PromptsConfig
+from jaxrl_llm.questions.tasks import Loaded
+from jaxrl_llm.questions.tasks.arguments import checked
+
+SCORER = "jaxrl_llm.questions.tasks.grids:reward"
+
+# argument -> (default, least, most)
+ARGUMENTS = {"pairs": (2, 1, 9), "side": (3, 2, 30), "colours": (4, 2, 10), "steps": (3, 1, 20)}
+STEP = re.compile(r"[hvrtul]|\d\d")
+MAX_STEPS = 64
+SHARED = "shared_rollouts.jsonl"  # types.SHARED_FILE: workers of rewards must not pay for jax
+
+
+def load(config: PromptsConfig, *, seed: int) -> Loaded:
+    """``config.size`` questions drawn from ``seed``; none is of grids that stay as they are.
+
+    Host; ``columns`` is ``grids``, the first of each pair, ``made``, the second of each, and ``answer``, a program.
+
+    Raises:
+        ConfigError: an argument that is none of ``ARGUMENTS``, or its value.
+    """
+    from jaxrl_llm.types import Example
+
+    pairs, side, colours, steps = checked(config.arguments, ARGUMENTS).values()
+    rng, examples = np.random.default_rng(seed), []
+    while len(examples) < config.size:
+        grids = [_drawn(rng, side, colours) for _ in range(pairs)]
+        words = [*"hvrtul", f"{rng.integers(colours)}{rng.integers(colours)}"]
+        program = "".join(words[rng.integers(len(words))] for _ in range(rng.integers(1, steps + 1)))
+        made = [run(program, grid) for grid in grids]
+        if made != grids:
+            prompt = question(grids, made)
+            columns = {"grids": grids, "made": made, "answer": program}
+            examples.append(Example(prompt, columns, f"grids:{len(examples) + 1}"))
+    return Loaded(tuple(examples))
+
+
+def _drawn(rng: np.random.Generator, side: int, colours: int) -> str:
+    height, width = rng.integers(1, side + 1, 2)
+    return "/".join("".join(map(str, row)) for row in rng.integers(0, colours, (height, width)))
+
+
+def question(grids: list[str], made: list[str]) -> str:
+    return " ".join(f"{grid}>{other}" for grid, other in zip(grids, made, strict=True)) + ":"
+
+
+def run(program: str, grid: str) -> str | None:
+    """What a program makes of a grid; None where it is none, or has too many steps."""
+    steps = STEP.findall(program)
+    if not steps or "".join(steps) != program or len(steps) > MAX_STEPS:
+        return None
+    cells = np.array([list(row) for row in grid.split("/")])
+    for step in steps:
+        cells = np.where(cells == step[0], step[1], cells) if step.isdigit() else STEPS[step](cells)
+    return "/".join("".join(row) for row in cells)
+
+
+STEPS = {
+    "h": lambda cells: cells[:, ::-1],
+    "v": lambda cells: cells[::-1],
+    "r": lambda cells: np.rot90(cells, -1),
+    "t": lambda cells: cells.T,
+    "u": lambda cells: np.roll(cells, -1, axis=0),
+    "l": lambda cells: np.roll(cells, -1, axis=1),
+}
+
+
+def reward(prompts: list, completions: list[str], grids: list, made: list, **columns: Any) -> list[float]:
+    """1.0 where the program, alone in the completion but for spaces around it, turns each grid into its other."""
+    given = zip(completions, grids, made, strict=True)
+    return [float([run(text.strip(), grid) for grid in own] == right) for text, own, right in given]
+
+
+def hindsight(prompts: list, completions: list[str], grids: list, made: list, **columns: Any) -> list[float]:
+    """0.0 for all; writes a line for each other thing that programs of the group have done, where there are two.
+
+    Raises:
+        RuntimeError: JAXRL_HINDSIGHT is not set.
+    """
+    if not (folder := os.environ.get("JAXRL_HINDSIGHT")):
+        raise RuntimeError("JAXRL_HINDSIGHT must be a folder, which external.paths names too")
+    both = ((text.strip(), tuple(run(text.strip(), grid) for grid in grids[0])) for text in completions)
+    done = [(text, others) for text, others in both if None not in others]
+    lines = []
+    for wanted in {others for _, others in done} - {tuple(made[0]), tuple(grids[0])}:
+        line = {"prompt": question(grids[0], list(wanted)), "grids": grids[0], "made": wanted}
+        scores = [float(others == wanted) for _, others in done]
+        lines.append(line | {"completions": [text for text, _ in done], "rewards": scores})
+    if len(done) > 1 and lines:
+        path = pathlib.Path(folder) / SHARED
+        text = "".join(json.dumps(line) + "\n" for line in sorted(lines, key=lambda line: line["prompt"]))
+        with path.open("a") as file:
+            file.write(text)  # at once: other processes write too
+    return [0.0] * len(completions)
