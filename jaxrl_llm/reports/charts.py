@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from jaxrl_llm.reports.metric_table import AGE_LABELS
+from jaxrl_llm.reports.metric_table import AGE_LABELS, TURNS_SHOWN
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +56,12 @@ CHARTS = (
     ),
     Chart("Completion length", "tokens", {"mean": "rollout/completion_length_tokens"}),
     Chart("Turns", "of the policy in a rollout", {"mean": "rollout/turns_mean"}),
+    Chart(
+        "Reward by turn",
+        "mean over rollouts that have the turn",
+        {f"turn {k}": f"rollout/reward_turn_{k}" for k in range(1, TURNS_SHOWN + 1)},
+        limits=ANY,
+    ),
     Chart("Adapters", "part of the rank", {"that learns": "update/adapter_module"}),
     Chart(
         "Truncated and degenerate",

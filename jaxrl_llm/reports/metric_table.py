@@ -2,15 +2,18 @@
 
 ``METRICS`` is the one place where a metric has them; writing a name that is not there raises.
 
-Owns: that table, and which of the learner's sums stand behind the plain ones. Does not know: how other values come
-about (metrics).
+Owns: that table, which of the learner's sums stand behind the plain ones, figures by turn. Does not know: how other
+values come about (metrics).
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
-from jaxrl_llm.types import AGE_BUCKETS
+import numpy as np
+
+from jaxrl_llm.types import AGE_BUCKETS, OUTCOME_SCORE, Rewards
 
 # Ages of rollouts by bucket: "0", "1", "2-3", ..., "16+".
 _LOWEST = (0, *(highest + 1 for highest in AGE_BUCKETS))
@@ -18,6 +21,8 @@ AGE_LABELS = (
     *(f"{low}-{high}" if low < high else f"{high}" for low, high in zip(_LOWEST, AGE_BUCKETS, strict=False)),
     f"{_LOWEST[-1]}+",
 )
+# Turns whose rewards are shown each by itself; later ones count in the total alone.
+TURNS_SHOWN = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +50,12 @@ METRICS: dict[str, Metric] = {
         "fraction", "Rollouts cut at sampling.max_completion_tokens, over finished rollouts."
     ),
     "rollout/turns_mean": Metric("turns", "Turns of the policy in a rollout, where environments.factory is set."),
+    **{
+        f"rollout/reward_turn_{k}": Metric(
+            "reward", f"What turn {k} of the policy's was given, mean over the scored rollouts that have one."
+        )
+        for k in range(1, TURNS_SHOWN + 1)
+    },
     "rollout/stop_string_frac": Metric("fraction", "Rollouts ended by a stop string, over finished rollouts."),
     "rollout/degenerate_group_frac": Metric(
         "fraction",
@@ -253,3 +264,15 @@ TAKEN = {
     "replay/drawn_rows": ("real_count", int),
     "tokens/trained": ("token_count", int),
 }
+
+
+def turn_values(turns: Sequence[int], rewards: Rewards) -> dict[str, float]:
+    """Figures of rollouts that have several turns, ``turns`` of each; {} where they have one."""
+    if not turns:
+        return {}
+    values, given = {"rollout/turns_mean": sum(turns) / len(turns)}, rewards.by_turn
+    for k in range(0 if given is None else min(TURNS_SHOWN, given.shape[1])):
+        has_turn = (np.asarray(turns) > k) & (rewards.outcome == OUTCOME_SCORE)
+        if has_turn.any():
+            values[f"rollout/reward_turn_{k + 1}"] = float(given[has_turn, k].mean())
+    return values

@@ -25,7 +25,7 @@ from tensorboardX.summary import scalar
 
 from jaxrl_llm.config import Config, ConfigError, MetricsConfig
 from jaxrl_llm.models import moe
-from jaxrl_llm.reports.metric_table import AGE_LABELS, METRICS, RATIOS, TAKEN
+from jaxrl_llm.reports.metric_table import AGE_LABELS, METRICS, RATIOS, TAKEN, turn_values
 from jaxrl_llm.runtime import hosts
 from jaxrl_llm.types import (
     OUTCOME_ERROR,
@@ -66,7 +66,7 @@ def rollout_values(config: Config, groups: Sequence[Any], rewards: Rewards, num_
         "reward/timeout_count": int((rewards.outcome == OUTCOME_TIMEOUT).sum()),
         "reward/error_count": int((rewards.outcome == OUTCOME_ERROR).sum()),
         "tokens/generated": tokens,
-        **({"rollout/turns_mean": sum(turns) / num_rollouts} if turns else {}),
+        **turn_values(turns, rewards),
     }
 
 

@@ -12,14 +12,16 @@ import rich.console
 
 from jaxrl_llm.config import ConfigError, MetricsConfig, freeze
 from jaxrl_llm.reports import metrics
+from jaxrl_llm.reports.metric_table import turn_values
 from jaxrl_llm.reports.metrics import METRICS, MetricsWriter, Progress, cost_values, progress_line, read_metrics
+from jaxrl_llm.types import OUTCOME_ERROR, OUTCOME_SCORE, Rewards
 
 QUIET = MetricsConfig(tensorboard=False)
 
 
 def test_every_metric_is_named_by_stage_and_quantity_and_says_what_it_is():
     for name, metric in METRICS.items():
-        assert re.fullmatch(r"[a-z]+/[a-z_]+(age_[0-9]+(-[0-9]+|\+)?)?", name), name
+        assert re.fullmatch(r"[a-z]+/[a-z_]+(age_[0-9]+(-[0-9]+|\+)?|turn_[0-9])?", name), name
         assert metric.unit and metric.meaning.endswith("."), name
         if metric.unit == "fraction":
             assert " over " in metric.meaning or " over the " in metric.meaning, name
@@ -225,3 +227,23 @@ def test_eta_leaves_out_the_first_iteration_once_there_is_another(monkeypatch):
         progress.update(iteration, {})
     # 4 left at 100 s; 3 left at 10 s; 2 left at (10 + 20) / 2 s
     assert re.findall(r"ETA (\S+)", out.getvalue()) == ["6:40", "0:30", "0:30"]
+
+
+def test_rewards_by_turn_are_means_over_the_scored_rollouts_that_have_the_turn():
+    given = np.array([[1.0, 2.0, 0.0, 0.0, 0.0], [3.0, 0.0, 0.0, 0.0, 0.0], [7.0, 7.0, 7.0, 0.0, 0.0]], np.float32)
+    given = np.concatenate([given, [[5.0, 4.0, 6.0, 8.0, 9.0]]])
+    total = given.sum(axis=1)
+    outcome = np.array([OUTCOME_SCORE, OUTCOME_SCORE, OUTCOME_ERROR, OUTCOME_SCORE])
+    values = turn_values([2, 1, 3, 5], Rewards(total, {}, outcome, (), given))
+    assert values == {
+        "rollout/turns_mean": 11 / 4,
+        "rollout/reward_turn_1": 3.0,
+        "rollout/reward_turn_2": 3.0,
+        "rollout/reward_turn_3": 6.0,
+        "rollout/reward_turn_4": 8.0,
+    }
+    assert turn_values([1, 1], Rewards(total[:2], {}, outcome[:2], (), given[:2, :2])) == {
+        "rollout/turns_mean": 1.0,
+        "rollout/reward_turn_1": 2.0,
+    }
+    assert turn_values([], Rewards(total, {}, outcome)) == {}
