@@ -33,6 +33,7 @@ MESHES = {
     "v5e:8x8": {"fsdp": 64, "sampler_tensor": 8},
     "v6e:8x8": {"fsdp": 64},
     "v5e:16x16": {"fsdp": 64, "tensor": 4},
+    "v5p:8x8x4": {"fsdp": 64, "tensor": 4},
 }
 
 
