@@ -1,6 +1,7 @@
 """The job of an 8B model on pods, compiled for TPUs by name: it fits, is compiled in minutes, reads what it must."""
 
 import functools
+import re
 import time
 
 import pytest
@@ -50,6 +51,12 @@ def test_an_8b_job_fits_with_the_headroom_that_the_guide_states(topology, headro
     free = 1 - need[fullest := max(need, key=need.get)] / limit
     print(f"{topology}: {sum(seconds):.0f} s, {need[fullest] / 2**20:.0f} MiB in {fullest}, {free:.3f} free")
     assert free >= headroom, need
+
+
+def test_eight_chips_of_16_gib_cannot_take_the_job_which_is_a_verdict():
+    _, row = compiled("v5e:2x4", fsdp=8)
+    update, _ = row("update")
+    assert update.memory is None and re.search(r"Ran out of memory .* exceeds available HBM", update.refused)
 
 
 @pytest.mark.parametrize("mesh", [{"fsdp": 16}, {"fsdp": 4, "tensor": 4}], ids=str)
