@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import math
 import pathlib
 import re
 import sys
@@ -47,9 +48,9 @@ def arms_of(name: str) -> tuple[Arm, ...]:
 
 
 def table_of(name: str, *, best_first: bool = False) -> str:
-    """Arms of a study; what is saved is against the on-policy arm of the same objective, or of E2."""
+    """Arms of a study; what is saved is against its own on-policy arm, or that of E2."""
     found = list(arms_of(name))
-    base = arms.on_policy(list(arms_of(name if name.startswith("e2") else "e2")))
+    base = arms.on_policy(found) or arms.on_policy(arms_of("e2"))
     if best_first:
         found.sort(key=lambda arm: -arm.end()[0])
     return arms.table(found, THRESHOLD, base=base)
@@ -111,7 +112,8 @@ def sigmoids(name: str) -> str:
 def plan(name: str, rho: float = 0.05, alpha: float = 0.1) -> str:
     """What replay_plan recommends for each cost model, beside the arm that reached the threshold first."""
     grid = pictures.grid_of(arms_of(name))
-    head = ("cost", "mu", "y, predicted", "N, predicted", "least cost measured", "its interval holds")
+    head = ("cost", "mu", "y, predicted", "N, predicted", "least cost measured", "nearest arm", "costs more")
+    head += ("the least cost's interval holds",)
     rows = []
     ways: list[tuple[str, float, Callable[[Arm], object]]] = [
         ("declared", COST_RATIO, lambda arm: arm.over(COST_RATIO))
@@ -122,9 +124,11 @@ def plan(name: str, rho: float = 0.05, alpha: float = 0.1) -> str:
         x, y = Costs(mu, rho, alpha).optimum()
         to = {key: Interval.of(arm.to(THRESHOLD, way(arm))) for key, arm in grid.items()}
         best = min(to, key=lambda key: to[key].value)
+        near = min(grid, key=lambda key: abs(math.log(key[0] / y)) + abs(math.log(key[1] * y / x)))
         alike = [f"({a}, {n} B)" for (a, n), cost in to.items() if cost.low <= to[best].value <= cost.high]
-        measured = f"y {best[0]}, N {best[1]} B"
-        rows.append((called, f"{mu:.2f}", f"{y:.1f}", f"{x / y:.1f} B", measured, " ".join(alike)))
+        measured, nearest = (f"y {a}, N {b} B" for a, b in (best, near))
+        more = f"{to[near].value / to[best].value - 1:.0%}"
+        rows.append((called, f"{mu:.2f}", f"{y:.1f}", f"{x / y:.1f} B", measured, nearest, more, " ".join(alike)))
     return arms.markdown(head, rows)
 
 
@@ -139,6 +143,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "e4": lambda: table_of("e4"),
     "e5": lambda: table_of("e5"),
     "e6": lambda: table_of("e6"),
+    "e6_rates": lambda: rates("e6"),
     "league": lambda: table_of("league", best_first=True),
     "smollm2_sums": lambda: pretrained("sums"),
     "smollm2_products": lambda: pretrained("products"),

@@ -26,7 +26,7 @@ from jaxrl_llm.sweep.intervals import Interval, Resampling
 from jaxrl_llm.sweep.table import Run, groups, label
 from studies import costs, raw
 from studies.costs import Times
-from studies.design import COST_RATIO, RATE, THRESHOLD
+from studies.design import COST_RATIO, GROUP, RATE, THRESHOLD
 
 METRIC = "eval/pass_rate"
 LAST = 3  # evaluations that the end is the mean of
@@ -200,8 +200,13 @@ def main() -> None:
 
 
 def on_policy(arms: Sequence[Arm]) -> Arm | None:
-    """The arm without reuse and without a ring beyond the batch, where there is one."""
-    return next((arm for arm in arms if arm.name.startswith("y 1, N 1 B, rate")), None)
+    """The first arm whose ring is its batch, all of it new, where there is one."""
+    for arm in arms:
+        point = arm.runs[0].point
+        new = GROUP * point.get("rollout.prompts_per_iteration", 0)
+        if new == point.get("replay.capacity") == arm.batch:
+            return arm
+    return None
 
 
 if __name__ == "__main__":

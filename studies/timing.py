@@ -31,14 +31,14 @@ from studies.costs import GENERATED, TRAINED
 
 
 def measure(config: Config, iterations: int) -> list[dict[str, float]]:
-    """Iterations of the config but the first, in a folder that is gone afterwards."""
+    """Iterations of the config that train, but the first of all, in a folder that is gone afterwards."""
     evaluation = dataclasses.replace(config.eval, every_iterations=0, num_prompts=0)
     config = dataclasses.replace(config, num_iterations=iterations, eval=evaluation)
     with tempfile.TemporaryDirectory() as folder:
         workdir = pathlib.Path(folder) / "run"
         with contextlib.redirect_stdout(io.StringIO()):
             train(config, workdir)
-        return read_metrics(workdir)[1:]
+        return [row for row in read_metrics(workdir)[1:] if row.get(TRAINED)]
 
 
 def summary(rows: list[dict[str, float]]) -> dict[str, float]:

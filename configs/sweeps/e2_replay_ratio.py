@@ -12,7 +12,7 @@ from studies.design import SUMS, sweep_of
 
 get_config = runpy.run_path("configs/study_arithmetic.py")["get_config"]
 
-ARMS = [SUMS.arm(ratio, batches) for ratio in (1, 2, 4, 8, 16) for batches in (1, 2, 8, 32, 128)]
+ARMS = [SUMS.arm(ratio, batches) for ratio in (1, 2, 4, 8, 16) for batches in (1, 2, 4, 8, 32, 128)]
 
 
 def get_sweep():
