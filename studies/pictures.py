@@ -73,7 +73,7 @@ def cost_map(grid: Grid, out: pathlib.Path, *, threshold: float) -> None:
     """Cost to the threshold by replay ratio and ring, in batches at the declared mu and, where timed, in seconds."""
     ways = [(lambda arm: arm.over(COST_RATIO), f"batches, mu = {COST_RATIO:g}", ".0f")]
     if all(arm.times for arm in grid.values()):
-        ways.append((Arm.over_seconds, "seconds on this machine", ".0f"))
+        ways.append((Arm.over_seconds, "seconds on this machine", ".1f"))
     rings, ratios = (sorted(set(values)) for values in zip(*((n, y) for y, n in grid), strict=True))
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(4.2 * len(ways), 3.2), layout="constrained")
