@@ -1,6 +1,6 @@
 """Step time and memory by family: models of equal size with each family's own layers, by turns on one device.
 
-    python -m benchmarks.families                        # 13 M parameters, minutes
+    python -m benchmarks.families                        # 13 M parameters, 200 s on 2 cores
     python -m benchmarks.families --size tiny            # seconds
     python -m benchmarks.families --only gemma3 --json FILE
 
