@@ -128,8 +128,7 @@ class Episode:
             ids, logps = self.drawn[self.num_turns]
             said, reply = self._said + ids, {"token_ids": ids, "logps": logps}
         else:
-            text, calls = tools.calls_in(turn) if before.tools else (turn, [])
-            reply = {"role": "assistant", "content": text} | ({"tool_calls": calls} if calls else {})
+            reply = tools.message_of(turn, has_tools=bool(before.tools))
             said = [*self._said, *tools.texts_of([reply])]
         self.num_turns += 1
         before.answer.put(reply)

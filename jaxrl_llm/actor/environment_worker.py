@@ -146,21 +146,20 @@ def act(
             reply = _text(awaited(environment(prompt=prompt, turns=list(turns), **columns)), "the environment")
             return [reply, None, None, None, "user"]
         episode, answered = _episodes.get(key), max(0, len(turns) - (not is_over))
-        if answered and state is not None and (episode is None or episode.num_turns != answered):
-            episode = _episodes[key] = Episode(environment, columns, answered, state)
-        elif episode is None or episode.num_turns != answered:
+        is_new, saved = episode is None or episode.num_turns != answered, ()
+        if is_new:
             _forget(key)
-            episode = _episodes[key] = (agents.Episode if is_agent else Episode)(environment, columns)
-            if is_agent:
-                episode.drawn = drawn
+            saved = (answered, state) if answered and state is not None else ()
+            episode = _episodes[key] = (agents.Episode if is_agent else Episode)(environment, columns, *saved)
+        if is_agent:
+            episode.drawn = drawn
+        if is_new and not saved:
             if is_agent and turns and episode.opening != prompt:
                 begins = f"the agent begins with {episode.opening!r:.100}"
                 raise RuntimeError(f"{begins}, not as before with {prompt!r:.100}")
             for turn, said in zip(turns, answers, strict=False):
                 if (again := episode.answer(turn)) != said:
                     raise RuntimeError(f"played again it answers {again!r:.100}, not {said!r:.100}")
-        if is_agent:
-            episode.drawn = drawn
         if is_over:
             return [episode.shown(), None, None, None, episode.role]
         reply = episode.answer(turns[-1]) if turns else episode.opening

@@ -62,6 +62,12 @@ def _written(function: dict[str, Any]) -> str:
     return f"{BEGIN}\n{json.dumps({'name': function['name'], 'arguments': arguments})}\n</tool_call>"
 
 
+def message_of(turn: str, *, has_tools: bool) -> dict[str, Any]:
+    """The assistant's message of a turn, its calls apart where the request had tools."""
+    text, calls = calls_in(turn) if has_tools else (turn, [])
+    return {"role": "assistant", "content": text} | ({"tool_calls": calls} if calls else {})
+
+
 def calls_in(text: str) -> tuple[str | None, list[dict[str, Any]]]:
     """What is said beside calls, None where nothing is, and the calls; where one of them is none, all of it is text."""
     calls = []

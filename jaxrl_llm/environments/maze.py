@@ -118,13 +118,18 @@ def patched(prompt: Any, turns: list[str], maze: list, start: list, goal: list, 
     return field(maze, x, y) if went[-1] else f" {taken[-1]}:{field(maze, x, y).strip()}"
 
 
+def _turns(messages: list[dict[str, str]]) -> list[str]:
+    """What the policy has said."""
+    return [message["content"] for message in messages if message["role"] == "assistant"]
+
+
 def matched(
     prompts: list, completions: list[str], messages: list, maze: list, start: list, goal: list, **columns: Any
 ) -> list[list[float]]:
     """Of each completion's turns 1.0 for the expert's step, else 0.0."""
     worth = []
     for row, *own in zip(messages, maze, start, goal, strict=True):
-        turns = [message["content"] for message in row if message["role"] == "assistant"]
+        turns = _turns(row)
         went = _went(turns, expert(*own))
         worth.append([float(x) for x in went] + [0.0] * (len(turns) - len(went)))
     return worth
@@ -136,8 +141,7 @@ def steps(
     """Of each completion what its turns are worth."""
     worth = []
     for row, *own in zip(messages, maze, start, goal, strict=True):
-        turns = [message["content"] for message in row if message["role"] == "assistant"]
-        places, out = walked(turns, *own), tuple(own[2])
+        places, out = walked(_turns(row), *own), tuple(own[2])
         pairs = itertools.pairwise(places)
         worth.append([float(after == out != before) if after != before else NOWHERE for before, after in pairs])
     return worth

@@ -175,9 +175,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         said = {"bytes": None, "top_logprobs": []}
         content = [{"token": decode([i]), "logprob": x} | said for i, x in zip(tokens, logps, strict=True)]
         text = _before(decode(tokens), request.stop, is_whole=True)
-        text, calls = tools.calls_in(text) if given else (text, [])
-        message = {"role": "assistant", "content": text} | ({"tool_calls": calls} if calls else {})
-        choice = {"index": 0, "message": message, "finish_reason": "tool_calls" if calls else why}
+        message = tools.message_of(text, has_tools=bool(given))
+        choice = {"index": 0, "message": message, "finish_reason": "tool_calls" if "tool_calls" in message else why}
         choice["logprobs"] = {"content": content} if wants_logprobs else None
         usage = _usage(request, tokens)
         self._send(200, base | {"object": "chat.completion", "choices": [choice], "usage": usage})

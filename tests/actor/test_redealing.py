@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from support.building import Sampling, make_prompts, make_sampler
+from support.building import Sampling, interrupt, make_prompts, make_sampler
 
 from jaxrl_llm.actor import redealing
 from jaxrl_llm.config import CheckpointConfig, Config, ConfigError, MeshConfig
@@ -11,26 +11,9 @@ from jaxrl_llm.runtime.checkpoint import Checkpointer
 from jaxrl_llm.runtime.stored import check_arrays
 
 
-class Interrupted(Exception):
-    pass
-
-
 def sampling_on(shards):
     """Fewer slots than rows, which refill in the order of their prompts."""
     return Sampling(make_sampler(mesh=MeshConfig(data=shards), num_slots=8, chunk_steps=3))
-
-
-def interrupted(sampling, after):
-    """Left inside a generation of 8 prompts, after so many chunks."""
-    checks = iter(range(after))
-
-    def check():
-        if next(checks, None) is None:
-            raise Interrupted
-
-    sampling.generator.check = check
-    with pytest.raises(Interrupted):
-        sampling(make_prompts(range(8)))
 
 
 def gone_on(workdir, stopped, shards):
@@ -57,7 +40,7 @@ def gone_on(workdir, stopped, shards):
 def test_what_was_begun_comes_out_as_it_would_have_in_the_same_order(tmp_path, before, now):
     expected, groups = sampling_on(before)(make_prompts(range(8)))
     stopped = sampling_on(before)
-    interrupted(stopped, after=2)
+    interrupt(stopped, make_prompts(range(8)), after=2)
     table = jax.device_get(stopped.generator.state)
     # By hand: rows whose slot is, of all 8, one of another shard's than theirs, of all 24.
     slot, row = np.arange(8).reshape(before, -1), np.arange(before)[:, None] * (24 // before) + table.slot_row

@@ -11,7 +11,17 @@ import numpy as np
 import pytest
 from reference import transformer
 from support import building
-from support.building import CUBE, EIGHT, EOS_IDS, PROMPT_TOKENS, Sampling, letters, make_prompts, make_sampler
+from support.building import (
+    CUBE,
+    EIGHT,
+    EOS_IDS,
+    PROMPT_TOKENS,
+    Sampling,
+    interrupt,
+    letters,
+    make_prompts,
+    make_sampler,
+)
 
 from jaxrl_llm.actor import redealing
 from jaxrl_llm.actor.conversation import Conversations
@@ -259,10 +269,6 @@ def test_rows_of_windows_and_of_the_delta_rule_are_the_learners():
         assert (~drawn & (np.arange(drawn.shape[1]) > PROMPT_TOKENS)).any()
 
 
-class Interrupted(Exception):
-    pass
-
-
 @pytest.mark.parametrize("chunk", [2, 3, 5, 6])
 def test_a_run_that_stops_inside_a_generation_goes_on_bit_by_bit_with_episodes_in_flight(chunk):
     """Its environment is another then, which has never heard of them."""
@@ -275,17 +281,8 @@ def test_a_run_that_stops_inside_a_generation_goes_on_bit_by_bit_with_episodes_i
     straight = Talking(**settings)
     expected = [whole(straight, 0), whole(straight, 16)]
 
-    stopped, count = Talking(**settings), 0
-
-    def check():
-        nonlocal count
-        count += 1
-        if count == chunk:
-            raise Interrupted
-
-    stopped.generator.check = check
-    with pytest.raises(Interrupted):
-        whole(stopped, 0)
+    stopped = Talking(**settings)
+    interrupt(stopped, make_prompts(range(stopped.generator.prompts_wanted())), after=chunk - 1)
     assert stopped.environment.asked
     saved = jax.device_get(stopped.generator.state), json.loads(json.dumps(stopped.generator.talk.state()))
     resumed = Talking(**settings)
@@ -309,15 +306,8 @@ def test_on_more_devices_episodes_whose_rows_begin_again_do_so_too():
     """What is read of a checkpoint is tested in test_redealing.py."""
     on = lambda shards: Talking(mesh=MeshConfig(data=shards), num_slots=8, chunk_steps=3)
     expected, _ = on(2)(make_prompts(range(8)))
-    stopped, resumed, checks = on(2), on(4), iter(range(5))
-
-    def check():
-        if next(checks, None) is None:
-            raise Interrupted
-
-    stopped.generator.check = check
-    with pytest.raises(Interrupted):
-        stopped(make_prompts(range(8)))
+    stopped, resumed = on(2), on(4)
+    interrupt(stopped, make_prompts(range(8)), after=5)
     put = lambda x, like: jax.device_put(np.resize(x, like.shape), like.sharding)
     state = jax.tree.map(put, jax.device_get(stopped.generator.state), resumed.sampler.abstract_state())
     host = {"open_prompts": stopped.generator.opened(), "conversations": stopped.generator.talk.state(), "draws": []}

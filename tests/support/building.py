@@ -146,6 +146,23 @@ class Sampling:
         return jax.tree.map(np.asarray, self.generator.take()), groups
 
 
+class Interrupted(Exception):
+    pass
+
+
+def interrupt(sampling, prompts, *, after):
+    """Leave a generation where the host looks at it, once it has done so ``after`` times."""
+    checks = iter(range(after))
+
+    def check():
+        if next(checks, None) is None:
+            raise Interrupted
+
+    sampling.generator.check = check
+    with pytest.raises(Interrupted):
+        sampling(prompts)
+
+
 def settings_of(path, changes):
     """What a config file gives, as a mapping, with settings by path changed."""
     mapping = runpy.run_path(str(path))["get_config"]().to_dict()

@@ -114,14 +114,16 @@ def stepwise(prompts: list, completions: list[str], **columns: Any) -> list[floa
 
 def meant(prompts: list, completions: list[str], answer: list, **columns: Any) -> list[float | None]:
     """1.0 where the judge's last yes or no is yes: the answer means what ``answer`` does. 0.0 where none is marked."""
+    given = {i: found for i, text in enumerate(completions) if (found := marked(text))}
     texts = [
-        f"First text:\n{marked(text)}\n\nSecond text:\n{right}\n\nDo they mean the same? End with one word, yes or no."
-        for text, right in zip(completions, answer, strict=True)
-        if marked(text)
+        f"First text:\n{found}\n\nSecond text:\n{answer[i]}\n\nDo they mean the same? End with one word, yes or no."
+        for i, found in given.items()
     ]
-    said = iter(_all(texts))
-    verdicts = [YES_OR_NO.findall(next(said)) if marked(text) else ["no"] for text in completions]
-    return [float(found[-1].lower() == "yes") if found else None for found in verdicts]
+    scores: list[float | None] = [0.0] * len(completions)
+    for i, said in zip(given, _all(texts), strict=True):
+        verdicts = YES_OR_NO.findall(said)
+        scores[i] = float(verdicts[-1].lower() == "yes") if verdicts else None
+    return scores
 
 
 def ranked(prompts: list, completions: list[str], truth: list[list[float]], **columns: Any) -> list[float]:
