@@ -25,6 +25,7 @@ from system.test_resume import assert_same_run, left_behind
 from jaxrl_llm import train as train_module
 from jaxrl_llm.config import ConfigError, freeze
 from jaxrl_llm.runtime import hosts
+from jaxrl_llm.runtime.programs import Program, compile_all
 
 CONFIG = pathlib.Path(__file__).parents[2] / "configs" / "debug.py"
 CACHING = pathlib.Path(__file__).parents[1] / "support" / "caching.py"
@@ -368,6 +369,18 @@ def test_what_another_job_left_makes_no_slices_of_this_one(monkeypatch, address)
     assert left == (expected if address else set())
 
 
+def test_a_host_without_a_sign_of_life_is_given_up_after_40_seconds(monkeypatch):
+    """Of jax's own 100 and 300 the others would wait through."""
+    for name, value in {"COORDINATOR_ADDRESS": "a:1", "NUM_PROCESSES": "3", "PROCESS_ID": "2"}.items():
+        monkeypatch.setenv(f"JAX_{name}", value)
+    joined = []
+    monkeypatch.setattr(ghosts.jax.config, "update", lambda *_: None)
+    monkeypatch.setattr(ghosts.jax.distributed, "initialize", lambda **given: joined.append(given))
+    hosts.initialize()
+    job = {"coordinator_address": "a:1", "num_processes": 3, "process_id": 2}
+    assert joined == [{**job, "heartbeat_timeout_seconds": 40, "shutdown_timeout_seconds": 40}]
+
+
 def test_a_job_that_cannot_be_joined_is_said(monkeypatch):
     def refused(**_):
         raise RuntimeError("DEADLINE_EXCEEDED: 1 of 2 came")
@@ -387,6 +400,24 @@ def test_questions_that_differ_are_named_with_where(monkeypatch):
     monkeypatch.setattr(hosts, "exchange", exchange)
     with pytest.raises(ConfigError, match=r"questions of host 1 is not that of host 0: .*2 \+ 4.* instead of .*2 \+ 3"):
         hosts.agree(config="same", questions=[("1 + 1", {}), ("2 + 3", {})])
+
+
+def test_another_program_stops_all_hosts_before_any_is_compiled(monkeypatch):
+    """``decode`` multiplies by 2 here and by 3 on host 1, ``publish`` is the same on both."""
+    said = []
+
+    def exchange(value):
+        said.append(value)
+        return [value, {**value, "program decode": "-"} if isinstance(value, dict) else value.replace("2.0", "3.0")]
+
+    monkeypatch.setattr(hosts, "count", lambda: 2)
+    monkeypatch.setattr(hosts, "exchange", exchange)
+    monkeypatch.setattr(ghosts.jax.stages.Lowered, "compile", lambda *_: pytest.fail("compiled"))
+    one = (ghosts.jax.ShapeDtypeStruct((2,), np.float32),)
+    programs = {"publish": Program(lambda x: x, one), "decode": Program(lambda x: 2 * x, one)}
+    with pytest.raises(ConfigError, match=r"program decode of host 1 is not that of host 0:.*3\.0.* instead of .*2\.0"):
+        compile_all(programs, building.mesh_of(building.ONE))
+    assert set(said[0]) == {"code", "program publish", "program decode"} and len(set(said[0].values())) == 3
 
 
 class Meeting:
