@@ -18,8 +18,8 @@ from studies.design import COST_RATIO, RATE, SUMS, sweep_of
 get_config = runpy.run_path("configs/study_arithmetic.py")["get_config"]
 RATES = (2e-4, 6e-4, 1.8e-3)  # further apart than those of E2: regressions of log-ratios want the highest
 WHOLE_GROUPS = ("agro", "rr", "spo", "vcpo")
-# Without the two that need something beside them: another run, a teacher.
-LEFT_OUT = ("sapo", "distillation")
+# Without those that need something beside them, another run or a teacher, or are another reward: votes, key steps.
+LEFT_OUT = ("sapo", "distillation", "ttrl", "step_grpo")
 RECIPES = {
     path.stem: freeze(runpy.run_path(str(path))["get_config"]())
     for path in sorted(pathlib.Path("configs/recipes").glob("*.py"))

@@ -162,6 +162,17 @@ def gdpo(batch, longest, weights=(1.0, 0.5)):
     return token_mean(batch, lambda row, t: ppo(ratio(row, t), total[id(row)] / scale))
 
 
+def ttrl(batch, longest):
+    """Zuo et al. 2025: GRPO; its reward, by votes, is another matter."""
+    a = {id(row): grpo_advantage(batch, row) for row in batch}
+    return token_mean(batch, lambda row, t: ppo(ratio(row, t), a[id(row)]))
+
+
+def step_grpo(batch, longest):
+    """Zhang et al. 2025: GRPO's loss, of rewards by steps."""
+    return grpo(batch, longest)
+
+
 def gspo(batch, longest):
     """Zheng et al. 2025: s_i = (pi / pi_old)^(1/|y_i|), a mean over sequences."""
 

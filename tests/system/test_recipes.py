@@ -53,6 +53,7 @@ TIED = dict.fromkeys(RECIPES, "silent") | {
     "grpo": "deaf",  # KL
     "kimi_k15": "still",  # the log-ratio is pulled to that of weights which nothing has moved yet
     "remix": "deaf",  # KL
+    "step_grpo": "deaf",  # KL
     "spo": "deaf",  # the soft value is the reward, and the log-ratio must be 0
     "t1": "deaf",  # entropy
     "gigpo": "heard",  # turns of one state are at unequal distance from a reward of 1, and from one of 0 they are not

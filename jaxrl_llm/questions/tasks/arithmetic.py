@@ -3,13 +3,15 @@
 ``prompts.arguments``, all whole numbers: ``terms`` (2; at least 2), ``largest`` (99; terms are drawn from 0 to it) and
 ``modulus`` (0 = none). ``prompts.name`` is "" for every question, or one of two parts without a question in common,
 whatever the seed: "train" and "test" (an eighth of all questions, for ``eval.name``). So runs of different seeds, and
-the run that made the model they start from, hold the same questions out.
+the run that made the model they start from, hold the same questions out. Sums on the way to that of all terms, where
+there are any, are the column ``key_steps``: of "3+4+5=" it is ["7"].
 
 Owns: its questions, their parts, their answers and exact match. Does not know: tokenizers, models.
 """
 
 from __future__ import annotations
 
+import itertools
 import zlib
 
 import numpy as np
@@ -28,7 +30,7 @@ PARTS = {"": range(8), "train": range(1, 8), "test": range(1)}  # remainders of 
 def load(config: PromptsConfig, *, seed: int) -> Loaded:
     """Of ``config.size`` sums drawn from ``seed``, repetitions included, those of the part; the test's each once.
 
-    Host; ``columns`` is ``{"answer": str}``.
+    Host; ``columns`` is ``{"answer": str}``, with more than two terms ``"key_steps": list[str]`` besides.
 
     Raises:
         ConfigError: an argument that is none of ``ARGUMENTS``, its value, an unknown part, or one without a question.
@@ -45,7 +47,9 @@ def load(config: PromptsConfig, *, seed: int) -> Loaded:
         total = sum(row) % modulus if modulus else sum(row)
         question = "+".join(map(str, row)) + (f" mod {modulus}=" if modulus else "=")
         if zlib.crc32(question.encode()) % 8 in PARTS[config.name]:
-            examples.append(Example(question, {"answer": str(total)}, f"arithmetic:{i}"))
+            steps = [str(x) for x in itertools.accumulate(row)][1:-1]
+            columns = {"answer": str(total)} | ({"key_steps": steps} if steps else {})
+            examples.append(Example(question, columns, f"arithmetic:{i}"))
     if config.name == "test":
         examples = list({example.prompt: example for example in reversed(examples)}.values())[::-1]
     if not examples:
