@@ -4,7 +4,7 @@
 
 Four processes of configs/debug.py on this machine, one CPU device each, with completions of up to 64 tokens in chunks
 of one and one update, so that most of an iteration is generation. In each try one of them gets the signal in the third
-and last iteration; how all end, and after how many seconds, is noted. The same command again must then leave what the
+of four iterations; how all end, and after how many seconds, is noted. The same command again must then leave what the
 run that nobody disturbed leaves: checkpoint, metrics and samples, bit by bit.
 
     SIGTERM        all save and end with status 143
@@ -39,11 +39,11 @@ from system.test_resume import assert_same_run
 COUNT = 4
 KINDS = {"SIGTERM": (signal.SIGTERM, (0, 1, 2, 3)), "SIGKILL": (signal.SIGKILL, (1, 2, 3))}
 KINDS["SIGKILL of 0"] = signal.SIGKILL, (0,)
-MOMENT_S = 0.5, 2.0  # from the end of the second iteration: the checkpoint is begun, the generation takes 3 s and more
+MOMENT_S = 0.5, 2.0  # from the end of the second iteration: the checkpoint is begun, the generation takes 2 s and more
 
 
 def start(folder: pathlib.Path, name: str) -> Job:
-    lean = {"num_iterations": 3, "eval.num_prompts": 0, "checkpoint.export": False}
+    lean = {"num_iterations": 4, "eval.num_prompts": 0, "checkpoint.export": False}
     lean |= {"sampling.max_completion_tokens": 64, "rollout.chunk_steps": 1, "update.updates_per_iteration": 1}
     return Job(COUNT, folder, SETTINGS | lean, flags=(f"--workdir={folder / name}",))
 
@@ -60,7 +60,7 @@ def right(kind: str, victim: int, statuses: list[int], outputs: list[str]) -> bo
 def stopped_inside(kind: str, workdir: pathlib.Path, outputs: list[str]) -> bool:
     """Whether the generation was interrupted."""
     if kind != "SIGTERM":
-        return any("; it was in: generation of iteration 3" in text for text in outputs)
+        return any("; it was in: generation of iteration" in text for text in outputs)
     steps = [path for path in (workdir / "checkpoints").iterdir() if path.name.isdigit()]
     last = max(steps, key=lambda path: int(path.name))
     return json.loads((last / "config" / "metadata").read_text())["is_inside"]
