@@ -110,26 +110,47 @@ def sigmoids(name: str) -> str:
 
 
 def plan(name: str, rho: float = 0.05, alpha: float = 0.1) -> str:
-    """What replay_plan recommends for each cost model, beside the arm that reached the threshold first."""
+    """What replay_plan recommends for each cost model, with noise as declared and as fitted to the declared costs,
+    beside the arm that reached the threshold first.
+    """
     grid = pictures.grid_of(arms_of(name))
-    head = ("cost", "mu", "y, predicted", "N, predicted", "least cost measured", "nearest arm", "costs more")
-    head += ("the least cost's interval holds",)
+    head = ("cost", "mu", "rho, alpha", "y, predicted", "N, predicted", "least cost measured", "nearest arm")
+    head += ("costs more", "the least cost's interval holds")
     rows = []
     ways: list[tuple[str, float, Callable[[Arm], object]]] = [
         ("declared", COST_RATIO, lambda arm: arm.over(COST_RATIO))
     ]
     if all(arm.times for arm in grid.values()):
         ways.append(("seconds", costs.marginal_mu([arm.times for arm in grid.values()]), Arm.over_seconds))
+    fitted = noise(name).costs
     for called, mu, way in ways:
-        x, y = Costs(mu, rho, alpha).optimum()
         to = {key: Interval.of(arm.to(THRESHOLD, way(arm))) for key, arm in grid.items()}
         best = min(to, key=lambda key: to[key].value)
-        near = min(grid, key=lambda key: abs(math.log(key[0] / y)) + abs(math.log(key[1] * y / x)))
-        alike = [f"({a}, {n} B)" for (a, n), cost in to.items() if cost.low <= to[best].value <= cost.high]
-        measured, nearest = (f"y {a}, N {b} B" for a, b in (best, near))
-        more = f"{to[near].value / to[best].value - 1:.0%}"
-        rows.append((called, f"{mu:.2f}", f"{y:.1f}", f"{x / y:.1f} B", measured, nearest, more, " ".join(alike)))
+        alike = " ".join(f"({a}, {n} B)" for (a, n), cost in to.items() if cost.low <= to[best].value <= cost.high)
+        for how, of in (("declared", Costs(mu, rho, alpha)), ("fitted", Costs(mu, fitted.rho, fitted.alpha))):
+            x, y = of.optimum()
+            near = min(grid, key=lambda key: abs(math.log(key[0] / y)) + abs(math.log(key[1] * y / x)))
+            measured, nearest = (f"y {a}, N {b} B" for a, b in (best, near))
+            more = f"{to[near].value / to[best].value - 1:.0%}"
+            its_noise = f"{how}: {of.rho:.2f}, {of.alpha:.3g}"
+            row = (called, f"{mu:.2f}", its_noise, f"{y:.1f}", f"{x / y:.1f} B", measured, nearest, more)
+            rows.append((*row, alike if how == "declared" else "the same"))
     return arms.markdown(head, rows)
+
+
+def noise(name: str) -> costs.Noise:
+    """The theory's noise fitted to what arms cost to the threshold at the declared mu."""
+    found = {key: arm.to(THRESHOLD, arm.over(COST_RATIO)) for key, arm in pictures.grid_of(arms_of(name)).items()}
+    return costs.Noise.of(COST_RATIO, {key: Interval.of(cost).value for key, cost in found.items()})
+
+
+def fit_of_noise(name: str) -> str:
+    found = noise(name)
+    return (
+        f"With rho = {found.costs.rho:.3f} and alpha = {found.costs.alpha:.3f} the theory's J is off by "
+        f"{found.error:.0%} (root mean square over the arms), and by {found.left_out_error:.0%} for an arm that the "
+        "fit has not seen."
+    )
 
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -138,6 +159,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "e2_lives": lambda: lives("e2"),
     "e2_fits": lambda: sigmoids("e2"),
     "plan": lambda: plan("e2"),
+    "noise": lambda: fit_of_noise("e2"),
     "e2_sequence": lambda: table_of("e2_sequence"),
     "e3": lambda: table_of("e3"),
     "e4": lambda: table_of("e4"),

@@ -6,22 +6,24 @@ trained and generated are the rollouts that the run really drew and really sampl
 count the forward passes beside that of the update that its method makes of a drawn and of a fresh rollout (of a
 reference, of an old policy, of a whole batch before its update). A forward is a third of a forward and backward.
 
-Owns: these sums. Does not know: what is learned for them.
+Owns: these sums, the noise that the theory's cost wants to be like the measured one. Does not know: what is learned.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 import pathlib
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from jaxrl_llm.algorithms.views import OTHER_POLICIES, SAID_BY_LEARNER
 from jaxrl_llm.config import Config
-from jaxrl_llm.replay_plan import Seconds
+from jaxrl_llm.replay_plan import Costs, Seconds
 from jaxrl_llm.sweep.table import Run
 from studies.design import COST_RATIO
 
@@ -81,3 +83,34 @@ def seconds(run: Run, times: Times) -> np.ndarray:
     generated = np.array([row[GENERATED] or 0.0 for row in run.rows], float)
     more = times.generate_s * (generated / times.generated - 1)
     return np.cumsum(times.iteration_s + more)
+
+
+@dataclasses.dataclass(frozen=True)
+class Noise:
+    """The theory's rho and alpha for which its cost J is most like the costs measured, but for a factor.
+
+    Attributes:
+        costs: with these, at the mu that they were fitted at.
+        error: root mean square of the differences of logarithms.
+        left_out_error: likewise of each arm from the fit to the others.
+    """
+
+    costs: Costs
+    error: float
+    left_out_error: float
+
+    @classmethod
+    def of(cls, mu: float, measured: Mapping[tuple[int, int], float]) -> Noise:
+        """From costs by (y, N / B), finite ones; rho is looked for from 0.001 to 1, alpha from 0 to 0.49."""
+        rhos, alphas = np.geomspace(1e-3, 1, 61).tolist(), np.linspace(0, 0.49, 99).tolist()
+        grid = [Costs(mu, rho, alpha) for rho in rhos for alpha in alphas]
+        theory = np.log([[costs.relative_cost(y * n, y) for y, n in measured] for costs in grid])
+        apart = np.log(list(measured.values())) - theory  # [candidates, arms]
+        spread = lambda apart: np.sqrt(np.mean((apart - apart.mean(axis=1, keepdims=True)) ** 2, axis=1))
+        best = int(np.argmin(spread(apart)))
+        left_out = []
+        for arm in range(apart.shape[1]):
+            others = np.delete(apart, arm, axis=1)
+            least = int(np.argmin(spread(others)))
+            left_out.append(apart[least, arm] - others[least].mean())
+        return cls(grid[best], float(spread(apart)[best]), math.sqrt(np.mean(np.square(left_out))))

@@ -1,6 +1,7 @@
 """The replay study: its bandit; costs, tables and choices by hand; and that its page is what docs/raw gives."""
 
 import dataclasses
+import math
 import re
 import runpy
 
@@ -93,6 +94,17 @@ def test_the_marginal_mu_is_that_of_a_straight_line():
     """2 s + 0.1 s R at B = 20: 0.1 * 20 / 2."""
     times = [costs.Times(0.0, 0.0, 2 + 0.1 * r, r, 20.0) for r in (5.0, 10.0, 20.0)]
     assert costs.marginal_mu(times) == pytest.approx(1.0)
+
+
+def test_noise_is_found_from_what_arms_cost():
+    """Seven times J of rho = 10^-1.5 and alpha = 0.1 at mu = 4; then one arm at twice that, which others do not see."""
+    j = lambda x, y: x**0.2 * (1 + y / 4) * (1 / y + 1 / x + 10**-1.5)
+    measured = {(y, n): 7 * j(n * y, y) for y in (1, 2, 4, 8) for n in (1, 3, 16)}
+    found = costs.Noise.of(4.0, measured)
+    assert (found.costs.mu, found.costs.rho, found.costs.alpha) == pytest.approx((4.0, 10**-1.5, 0.1))
+    assert found.error < 1e-9 > found.left_out_error
+    off = costs.Noise.of(4.0, measured | {(2, 3): 14 * j(6, 2)})
+    assert off.left_out_error >= math.log(2) / math.sqrt(12) * 0.999 > off.error
 
 
 # ---- raw metrics and tables ------------------------------------------------------------------------------------
