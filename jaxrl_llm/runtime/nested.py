@@ -18,8 +18,6 @@ import typing
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, NamedTuple
 
-from flax.traverse_util import unflatten_dict
-
 
 class Text(str):
     """A value as a command line has it: what it is, the type of its setting tells."""
@@ -243,6 +241,8 @@ def plain(value: Any) -> Any:
 
 def as_mapping(config: Any) -> dict[str, Any]:
     """The nested mapping that ``build`` makes the same of; its functions of plain types."""
+    from flax.traverse_util import unflatten_dict  # here: reward workers import this module, and jax would come along
+
     flat = {path: plain(value) or [] if slot else value for path, slot, value in _leaves(config)}
     return unflatten_dict(flat, sep=".")
 

@@ -20,9 +20,8 @@ import importlib
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from jaxrl_llm.config import PromptsConfig
-
 if TYPE_CHECKING:
+    from jaxrl_llm.config import PromptsConfig
     from jaxrl_llm.types import Example
 
 TASKS = {

@@ -13,12 +13,16 @@ from __future__ import annotations
 
 import itertools
 import zlib
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jaxrl_llm.config import ConfigError, PromptsConfig
 from jaxrl_llm.questions.tasks import Loaded
 from jaxrl_llm.questions.tasks.arguments import checked
+from jaxrl_llm.runtime.nested import ConfigError
+
+if TYPE_CHECKING:
+    from jaxrl_llm.config import PromptsConfig
 
 SCORER = "jaxrl_llm.questions.tasks.arithmetic:reward"
 

@@ -22,13 +22,16 @@ import ast
 import copy
 import dataclasses
 import difflib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jaxrl_llm.config import ConfigError, PromptsConfig
 from jaxrl_llm.environments import code_tests
 from jaxrl_llm.environments.sandbox import Limits, Sandbox, SandboxError
 from jaxrl_llm.questions.tasks import Loaded
 from jaxrl_llm.questions.tasks.files import BadRowError, json_lines, load_rows, parse
+from jaxrl_llm.runtime.nested import ConfigError
+
+if TYPE_CHECKING:
+    from jaxrl_llm.config import PromptsConfig
 
 SCORER = "jaxrl_llm.environments.code_tests:passed"
 TEMPLATE = "{text}\n\nYour code should pass these tests:\n\n{tests}\n"

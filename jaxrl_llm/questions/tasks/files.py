@@ -14,10 +14,13 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
-from jaxrl_llm.config import ConfigError, PromptsConfig
 from jaxrl_llm.questions.tasks import Loaded
+from jaxrl_llm.runtime.nested import ConfigError
+
+if TYPE_CHECKING:
+    from jaxrl_llm.config import PromptsConfig
 
 SCORER = ""  # a file has no scorer of its own: rewards.functions names one
 MAX_LINE_BYTES = 2**26  # a file without line ends is not read into memory

@@ -27,13 +27,15 @@ import json
 import os
 import pathlib
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxrl_llm.config import PromptsConfig
 from jaxrl_llm.questions.tasks import Loaded
 from jaxrl_llm.questions.tasks.arguments import checked
+
+if TYPE_CHECKING:
+    from jaxrl_llm.config import PromptsConfig
 
 SCORER = "jaxrl_llm.questions.tasks.grids:reward"
 

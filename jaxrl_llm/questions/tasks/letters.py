@@ -8,9 +8,12 @@ Owns: its questions and their dense reward. Does not know: tokenizers, models.
 from __future__ import annotations
 
 import string
+from typing import TYPE_CHECKING
 
-from jaxrl_llm.config import PromptsConfig
 from jaxrl_llm.questions.tasks import Loaded
+
+if TYPE_CHECKING:
+    from jaxrl_llm.config import PromptsConfig
 
 SCORER = "jaxrl_llm.questions.tasks.letters:reward"
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 
-from jaxrl_llm.config import ConfigError
+from jaxrl_llm.runtime.nested import ConfigError
 
 try:
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify

@@ -8,12 +8,16 @@ Owns: its questions. Does not know: how they are walked, tokenizers, models.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
-from jaxrl_llm.config import PromptsConfig
 from jaxrl_llm.environments.maze import MOVES, field
 from jaxrl_llm.questions.tasks import Loaded
 from jaxrl_llm.questions.tasks.arguments import checked
+
+if TYPE_CHECKING:
+    from jaxrl_llm.config import PromptsConfig
 
 SCORER = ""  # rewards.functions names one of environments.maze, or "environment"
 

@@ -22,11 +22,14 @@ import json
 import re
 import sys
 import types
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jaxrl_llm.config import ConfigError, PromptsConfig
 from jaxrl_llm.questions.tasks import Loaded
 from jaxrl_llm.questions.tasks.scores import marked
+from jaxrl_llm.runtime.nested import ConfigError
+
+if TYPE_CHECKING:
+    from jaxrl_llm.config import PromptsConfig
 
 # Packages of reasoning-gym that come as source alone, so that not every machine has them: the games that need each.
 SOURCE_PACKAGES = {

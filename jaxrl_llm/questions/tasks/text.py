@@ -19,12 +19,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jaxrl_llm.config import PromptsConfig
 from jaxrl_llm.questions.tasks import Loaded
 from jaxrl_llm.questions.tasks.arguments import checked
 from jaxrl_llm.questions.tasks.files import BadRowError, json_lines, load_rows, parse
+
+if TYPE_CHECKING:
+    from jaxrl_llm.config import PromptsConfig
 
 SCORER = "jaxrl_llm.questions.tasks.scores:f1"
 
