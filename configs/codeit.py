@@ -4,15 +4,12 @@ Each program that did something else becomes the answer to the question that it 
 do not (jaxrl_llm.questions.tasks.grids), four groups an iteration; the ring draws by reward. From a model that has seen
 programs of one step, two minutes on 2 cores, to questions of two steps, less than a minute:
 
-    mkdir -p runs/hindsight
     python -m jaxrl_llm.sft --config=configs/codeit.py --out=runs/grids_model --until=0.15 \\
         --config.num_iterations=400 --config.model.path=random:study --config.prompts.arguments.steps=1 \\
         --config.prompts.size=4096 --config.optimizer.learning_rate=3e-3 --config.eval.num_prompts=64 \\
         --config.eval.every_iterations=25
-    JAXRL_HINDSIGHT=runs/hindsight python -m jaxrl_llm.train --config=configs/codeit.py --workdir=runs/codeit \\
-        --config.model.path=runs/grids_model --config.prompts.size=2048 --config.eval.num_prompts=64 \\
-        --config.eval.num_samples=4 --config.external.paths='("runs/hindsight",)' \\
-        --config.external.groups_per_iteration=4 --config.replay.capacity=384
+    python -m jaxrl_llm.train --config=configs/codeit.py --workdir=runs/codeit --config.model.path=runs/grids_model \\
+        --config.prompts.size=2048 --config.eval.num_prompts=64 --config.eval.num_samples=4
 
     held-out pass rate 0.145 before and 0.199 after, 972 groups relabelled; without hindsight (external.groups_per_
     iteration=0, replay.capacity=256, rewards.functions=task) 0.203: one seed each, and no difference that it would show
@@ -31,11 +28,12 @@ def get_config():
     config.prompts.max_tokens = 64
     config.prompts.chat_template = False
     config.sampling.max_completion_tokens = 8
-    config.rewards.functions = ("task", "jaxrl_llm.questions.tasks.grids:hindsight")
-    config.rewards.weights = (1.0, 0.0)
+    config.external.paths = ("jaxrl_llm.questions.tasks.grids:hindsight",)
+    config.external.groups_per_iteration = 4
     config.algorithm.surrogate = use("reinforce")
     config.algorithm.advantage = use("dr_grpo")
     config.replay.unit = "rollout"
+    config.replay.capacity = 384
     config.replay.draw = use("priority")
     config.replay.priority = use("reward")
     config.optimizer.learning_rate = 1e-3

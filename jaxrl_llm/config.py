@@ -163,8 +163,8 @@ class RewardsConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ExternalConfig:
-    # Answers of others, from each in turn: JSONL files (their form is in jaxrl_llm/actor/guests.py), gone through again
-    # and again, and workdirs of runs with metrics.share_rollouts, whose newest are taken.
+    # Answers of others, from each in turn: JSONL files (their form is in jaxrl_llm/actor/guests.py), workdirs of runs
+    # with metrics.share_rollouts, and functions for hindsight of the run's own answers (jaxrl_llm/actor/sources.py).
     paths: tuple[str, ...] = ()
     # Groups of theirs that go into the ring in each iteration, in addition to the run's own.
     groups_per_iteration: int = 0

@@ -112,6 +112,7 @@ class Actor:
             key=self._key,
             on_finished=self._score,
         )
+        self._external.hear(sampled, self._decode)
         self._external_state, self.is_inside = self._external.state(), False
         generate_s = time.monotonic() - started - sampled.waited_s
         scored = ScoredRollouts(sampled.rollout, sampled.rewards, self._questions(sampled.groups))
@@ -121,11 +122,10 @@ class Actor:
             scored.rewards, scored.questions = guests.join(*about)
         if self.generator.sampler.keeps_old_logp:
             scored.open_rollouts = self.generator
-        draws = self.generator.take_draws()
         answers = sampled.answers  # those that were left out too
         passed = answers.total >= self._config.rewards.pass_threshold
         self._stream.ledger.observe(self._questions(sampled.asked), passed, answers.outcome == OUTCOME_SCORE)
-        return Acted(scored, sampled, draws, guests, generate_s)
+        return Acted(scored, sampled, self.generator.take_draws(), guests, generate_s)
 
     def _score(self, group: FinishedGroup) -> Any:
         return self._pool.submit(group.example, [self._decode(c) for c in group.completions], group.played)

@@ -11,8 +11,7 @@ A line of a file of ``external.paths`` is a group:
     prompt_ids     may be there: what the prompt must be in this run's tokens, so that a run with another tokenizer or
                    chat template is noticed
 
-A file is checked as a whole before the run and gone through again and again. Of a run that shares its rollouts
-(its workdir) each iteration takes the newest groups written since the one before, and passes over the others.
+Where they come from, in which order: ``actor.sources``.
 
 They become ordinary rows: the program ``join`` gives them the log-probs of the current weights, so that they count as
 drawn by this run's policy just now, and from there on credit, ring and update know no difference. With less than two
@@ -22,7 +21,7 @@ it, an advantage with another baseline, or "imitation" among ``algorithm.cross_e
 Source: SAPO, arXiv:2509.08721. Differs: of a run's unread groups the newest are taken, not a sample of those that are
 untied (``replay.skip_tied`` leaves the tied ones undrawn); rewards may be taken over.
 
-Owns: which lines are groups, which come next, where reading stands. Does not know: the ring, how rewards are scored.
+Owns: which lines are groups, their rows. Does not know: the ring, how rewards are scored.
 Letters: J groups an iteration, G rows of a group, S row width.
 """
 
@@ -31,21 +30,19 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-import os
-import pathlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
+from jaxrl_llm.actor.sources import Hindsight, source_of
 from jaxrl_llm.config import Config, ConfigError
-from jaxrl_llm.questions.tasks.files import BadRowError, json_lines, parse, question
+from jaxrl_llm.questions.tasks.files import BadRowError, parse, question
 from jaxrl_llm.runtime import hosts, sharding
 from jaxrl_llm.types import (
     OUTCOME_ERROR,
     OUTCOME_SCORE,
-    SHARED_FILE,
     STOP_EOS,
     STOP_LENGTH,
     STOP_NONE,
@@ -82,7 +79,7 @@ class External:
     def __init__(self, run: Run, tokenizer: Any):
         reader = _Reader(run.config, tokenizer, run.model.arch.vocab_size)
         self._run = run
-        self._sources = {path: _source(path, reader) for path in run.config.external.paths}
+        self._sources = {path: source_of(path, reader) for path in run.config.external.paths}
 
     def next_groups(self, iteration: int, score: Callable[[Group], Any]) -> Guests | None:
         """The next J groups, from each source in turn; fewer where runs have not written as many.
@@ -117,6 +114,12 @@ class External:
         layout = jax.tree.map(lambda x: x.sharding, self._run.learner.abstract_external)
         skipped = sum(source.skipped for source in self._sources.values())
         return Guests(sharding.put(rows, layout), groups, self._run, skipped)
+
+    def hear(self, sampled: Sampled, decode: Callable[[list[int]], str]) -> None:
+        """Tell what the run itself has sampled to who makes something of it."""
+        for source in self._sources.values():
+            if isinstance(source, Hindsight):
+                source.hear(sampled, decode)
 
     def state(self) -> dict[str, Any]:
         """What ``restore`` needs to go on from here; plain JSON."""
@@ -296,86 +299,6 @@ class _Reader:
         stops = self.config.sampling.stop_strings
         text = self.tokenizer.decode(ids) if stops else ""
         return STOP_STRING if any(stop in text for stop in stops) else STOP_LENGTH
-
-
-class _File:
-    """The groups of a file in its order, again and again."""
-
-    skipped = 0
-
-    def __init__(self, path: pathlib.Path, reader: _Reader):
-        self._groups, self._position = [], 0
-        try:
-            for number, line in json_lines(path):
-                try:
-                    self._groups.append(reader.group(line, f"{path}:{number}"))
-                except BadRowError as error:
-                    raise ConfigError(f"{path}:{number}: {error}") from error
-        except OSError as error:
-            raise ConfigError(f"external.paths: {path} cannot be read: {error.strerror or error}") from error
-        if not self._groups:
-            raise ConfigError(f"external.paths: {path} is empty")
-
-    def look(self) -> None:
-        """Nothing is new."""
-
-    def take(self) -> Group:
-        group = self._groups[self._position % len(self._groups)]
-        self._position += 1
-        return dataclasses.replace(group)  # its ticket is of one visit
-
-    def state(self) -> dict[str, int]:
-        return {"position": self._position}
-
-    def restore(self, state: dict[str, int]) -> None:
-        self._position = state["position"]
-
-
-class _Feed:
-    """What a run writes while this one reads. A file that is shorter than it was is one that a resumed run repeats."""
-
-    def __init__(self, folder: pathlib.Path, reader: _Reader):
-        self._path, self._reader = folder / SHARED_FILE, reader
-        self._offset, self._unread = 0, []
-        self.skipped = 0
-
-    def look(self) -> None:
-        """Read what is new; what was left of the last time is passed over."""
-        self._unread = []
-        new = b""
-        if hosts.is_first() and self._path.exists():
-            with self._path.open("rb") as file:
-                file.seek(self._offset)
-                new = file.read()
-        if new := hosts.exchange(new)[0]:  # hosts may see the file grow at other times
-            whole = new[: new.rfind(b"\n") + 1]  # the rest of a line may still be on its way
-            self._offset += len(whole)
-            self._unread = whole.splitlines()
-
-    def take(self) -> Group | None:
-        """The newest; None where there is none."""
-        while self._unread:
-            try:
-                return self._reader.group(self._unread.pop(), str(self._path))
-            except BadRowError:
-                self.skipped += 1
-        return None
-
-    def state(self) -> dict[str, int]:
-        return {"offset": self._offset, "skipped": self.skipped}
-
-    def restore(self, state: dict[str, int]) -> None:
-        self._offset, self.skipped = state["offset"], state["skipped"]
-
-
-def _source(path: str, reader: _Reader) -> _File | _Feed:
-    where = pathlib.Path(path).expanduser()
-    if not os.path.exists(where):
-        raise ConfigError(
-            f"external.paths: {path} is neither a file nor the workdir of a run (make the folder if that run is still "
-            "to be started)"
-        )
-    return (_Feed if where.is_dir() else _File)(where, reader)
 
 
 # ---- rows ------------------------------------------------------------------------------------------------------

@@ -201,6 +201,43 @@ def test_of_a_run_the_newest_whole_lines_are_taken_once(tmp_path):
     assert prompts(source.next_groups(5, unasked)) == ["a", None]
 
 
+def sampled_of(*rows):
+    """Two groups of three, of which the completions that are given are this host's."""
+    groups = [types.SimpleNamespace(example=Example(name, {"n": i}, f"file:{i}")) for i, name in enumerate("ab")]
+    rewards = types.SimpleNamespace(outcome=np.zeros(6))
+    return types.SimpleNamespace(groups=groups, rewards=rewards, completions=lambda: dict(enumerate(rows)))
+
+
+def test_what_a_function_makes_of_the_own_groups_comes_in_the_next_iteration(tmp_path):
+    (tmp_path / "made.py").write_text(
+        "def longer(prompts, completions, n, **columns):\n"
+        "    line = {'prompt': f'{prompts[0]}{n[0]}', 'completions': completions, 'rewards': [0, 1, 0]}\n"
+        "    return [line, line | {'prompt': 'seven b'}, line | {'prompt': '!'}]\n"
+        "def broken(prompts, completions, **columns):\n    return [{'prompt': set()}]\n"
+    )
+    make = lambda name="longer": external(f"{tmp_path / 'made.py'}:{name}", groups=2)
+    source = make()
+    assert prompts(source.next_groups(0, unasked)) == [None, None]  # nothing has been heard
+    source.hear(sampled_of(*"uvwxyz"), lambda ids: 2 * ids)
+    before = json.loads(json.dumps(source.state()))
+    guests = source.next_groups(1, unasked)
+    assert prompts(guests) == ["a0", "b1"] and guests.skipped_lines == 0  # one of each group by turns
+    assert guests.groups[0].completions == [[*text, END] for text in (b"uu", b"vv", b"ww")]
+    other = make()
+    other.restore(before)
+    assert prompts(other.next_groups(1, unasked)) == ["a0", "b1"]
+    for one in (source, other):
+        guests = one.next_groups(2, unasked)
+        assert prompts(guests) == ["!", "!"] and guests.skipped_lines == 2  # prompts of seven tokens are too long
+    source.hear(sampled_of(*"uvwxyz"), str)
+    source.hear(sampled_of(*"uvwxyz"), str)  # what was not taken is passed over
+    assert [prompts(source.next_groups(i, unasked)) for i in (3, 4, 5)] == [["a0", "b1"], ["!", "!"], [None, None]]
+    with pytest.raises(ConfigError, match=r"made\.py:broken has failed on file:0: TypeError: Object of type set"):
+        make("broken").hear(sampled_of(*"uvwxyz"), str)
+    with pytest.raises(ConfigError, match=r"external\.paths: '.*made\.py:none' cannot be used: AttributeError"):
+        make("none")
+
+
 def test_sources_take_turns(tmp_path):
     one, two = (written(tmp_path, line(x, rewards=[0, 1]), name=f"{x}.jsonl") for x in "ab")
     (tmp_path / "peer").mkdir()

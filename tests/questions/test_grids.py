@@ -4,12 +4,11 @@ import json
 
 import pytest
 
-from jaxrl_llm.actor.guests import _Feed, _Reader
+from jaxrl_llm.actor.guests import _Reader
 from jaxrl_llm.config import ConfigError, PromptsConfig, freeze
 from jaxrl_llm.models.files.gguf import make_byte_tokenizer
 from jaxrl_llm.questions import tasks
 from jaxrl_llm.questions.tasks import grids
-from jaxrl_llm.types import SHARED_FILE
 
 
 @pytest.mark.parametrize(
@@ -49,29 +48,21 @@ def test_questions_show_their_pairs_and_some_program_solves_them():
         tasks.load(PromptsConfig(source="grids", arguments={"side": 1}), seed=0)
 
 
-def test_programs_that_did_something_else_are_the_answers_to_that(tmp_path, monkeypatch):
+def test_programs_that_did_something_else_are_the_answers_to_that():
     own, answer = ["12/34", "5/6"], ["21/43", "5/6"]
     given = {"grids": [own] * 5, "made": [answer] * 5}
     texts = ["h", "v", " u", "hh", "what"]
-    with pytest.raises(RuntimeError, match="JAXRL_HINDSIGHT must be a folder"):
-        grids.hindsight([""] * 5, texts, **given)
-    monkeypatch.setenv("JAXRL_HINDSIGHT", str(tmp_path))
     assert grids.reward([""] * 5, texts, **given) == [1, 0, 0, 0, 0]
-    assert grids.hindsight([""] * 5, texts, **given) == [0.0] * 5
-    (line,) = (tmp_path / SHARED_FILE).read_text().splitlines()  # not of the identity, nor of what was asked for
-    assert json.loads(line) == {
+    (line,) = grids.hindsight([""] * 5, texts, **given)  # not of the identity, nor of what was asked for
+    assert line == {
         "prompt": "12/34>34/12 5/6>6/5:",
         "grids": own,
         "made": ["34/12", "6/5"],
         "completions": ["h", "v", "u", "hh"],
         "rewards": [0, 1, 1, 0],
     }
-    grids.hindsight([""], ["u"], [own], [answer])  # one alone has nothing to be compared with
-    assert (tmp_path / SHARED_FILE).read_text().count("\n") == 1
+    assert grids.hindsight([""], ["u"], [own], [answer]) == []  # one alone has nothing to be compared with
     settings = {"prompts": {"max_tokens": 64, "chat_template": False}, "rollout": {"group_size": 5}}
     settings |= {"replay": {"capacity": 40}, "update": {"batch_size": 40, "micro_batch_size": 40}}
-    reader = _Reader(freeze(settings), make_byte_tokenizer(), 300)
-    feed = _Feed(tmp_path, reader)
-    feed.look()
-    group = feed.take()
+    group = _Reader(freeze(settings), make_byte_tokenizer(), 300).group(json.dumps(line).encode(), "")
     assert group.rewards == [0, 1, 1, 0] and group.example.prompt == "12/34>34/12 5/6>6/5:"

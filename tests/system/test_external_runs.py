@@ -40,6 +40,11 @@ def folder(tmp_path_factory):
         {"messages": [{"role": "user", "content": "q2?"}], "completions": ["ok", "ko", "no", "ok"]},
     ]
     (folder / "shown.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "seen.py").write_text(
+        "def hindsight(prompts, completions, **columns):\n"
+        "    name = sum(map(ord, ''.join(completions))) % 100\n"
+        "    return [{'prompt': f'{name}?', 'completions': ['ok', 'no'], 'rewards': [1, 0]}]\n"
+    )
     (folder / "nobody").mkdir()
     return folder
 
@@ -59,13 +64,13 @@ def train(folder, compiled, monkeypatch):
     monkeypatch.setattr(train_module, "compile_all", compile_once(compiled))
     monkeypatch.setattr(train_module.report, "write_report", lambda workdir: "not written")
 
-    def run(workdir, path, num_iterations, *, export=False):
+    def run(workdir, path, num_iterations, **checkpoint):
         settings = SETTINGS | {
             "num_iterations": num_iterations,
             "prompts": SETTINGS["prompts"] | {"name": str(folder / "questions.jsonl")},
             "rewards": SETTINGS["rewards"] | {"functions": (f"{folder / 'scorer.py'}:reward",)},
             "external": {"paths": (str(path),), "groups_per_iteration": 1},
-            "checkpoint": {"export": export},
+            "checkpoint": {"export": False} | checkpoint,
         }
         workdir.mkdir(exist_ok=True)
         assert train_module.train(freeze(settings), workdir) == 0
@@ -87,13 +92,39 @@ def test_demonstrations_teach_what_is_not_found_by_chance_and_resuming_is_bitwis
     for until in (4, 10):  # the second line of the three is next
         train(tmp_path / "pieces", folder / "shown.jsonl", until, export=True)
 
-    def left(workdir):
-        kept = ("rollout", "update", "replay", "external")
-        rows = [{k: v for k, v in row.items() if k.split("/")[0] in kept} for row in read_metrics(workdir)]
-        files = ("samples.jsonl", SHARED_FILE, "hf/model.safetensors")
-        return rows, [(workdir / name).read_bytes() for name in files]
+    files = ("samples.jsonl", SHARED_FILE, "hf/model.safetensors")
+    assert left(tmp_path / "pieces", *files) == left(tmp_path / "whole", *files)
 
-    assert left(tmp_path / "pieces") == left(tmp_path / "whole")
+
+def left(workdir, *files):
+    """What a run has come to."""
+    kept = ("rollout", "update", "replay", "external")
+    rows = [{k: v for k, v in row.items() if k.split("/")[0] in kept} for row in read_metrics(workdir)]
+    return rows, [(workdir / name).read_bytes() for name in files]
+
+
+class Killed(Exception):
+    pass
+
+
+def test_hindsight_of_a_run_that_was_killed_and_resumed_is_that_of_one_that_was_not(
+    train, folder, tmp_path, monkeypatch
+):
+    train(tmp_path / "whole", f"{folder}/seen.py:hindsight", 4)
+    calls = []
+
+    def dies(writer, lines):
+        calls.append(lines)
+        if len(calls) == 4:
+            raise Killed
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(train_module.MetricsWriter, "write_shared", dies)
+        train(tmp_path / "pieces", f"{folder}/seen.py:hindsight", 4, every_iterations=2)
+    rows = train(tmp_path / "pieces", f"{folder}/seen.py:hindsight", 4, every_iterations=2)  # from the second on
+    assert [row["external/groups"] for row in rows] == [0, 1, 1, 1]
+    assert rows[-1]["update/loss"] != 0
+    assert left(tmp_path / "pieces", "samples.jsonl") == left(tmp_path / "whole", "samples.jsonl")
 
 
 def test_a_run_alone_learns_nothing_and_another_takes_what_it_has_shared_since_the_last_time(train, folder, tmp_path):

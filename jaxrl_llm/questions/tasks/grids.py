@@ -10,22 +10,18 @@ that turns each first one into the second. A program is steps without anything b
 ``prompts.arguments``: ``pairs`` (2), ``side``, the longest of a grid (3), ``colours`` (4) and ``steps``, of the program
 that made the question, at most (3).
 
-``:reward`` is 1.0 for a program that does it. ``:hindsight``, to be given with weight 0 besides, takes each other
-program for what it has done: it writes the question that the program does solve into JAXRL_HINDSIGHT, a folder, with
-all programs of the group and whether each solves it, and the run trains on that by ``external.paths``
+``:reward`` is 1.0 for a program that does it. ``:hindsight``, for ``external.paths``, takes each other program for what
+it has done: the question that the program does solve, with all programs of the group and whether each solves it
 (configs/codeit.py).
 
 Source: CodeIt, Butt et al. 2024, arXiv:2402.04858: programs are relabelled with the outputs that they have. Differs:
 the language and the questions are small ones of ours; programs are not mutated; the group's wrong ones come too.
 
-Owns: the language, its questions, relabelling. Does not know: tokens, how the lines that it writes are read.
+Owns: the language, its questions, relabelling. Does not know: tokens, how lines become rows.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import pathlib
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +39,6 @@ SCORER = "jaxrl_llm.questions.tasks.grids:reward"
 ARGUMENTS = {"pairs": (2, 1, 9), "side": (3, 2, 30), "colours": (4, 2, 10), "steps": (3, 1, 20)}
 STEP = re.compile(r"[hvrtul]|\d\d")
 MAX_STEPS = 64
-SHARED = "shared_rollouts.jsonl"  # types.SHARED_FILE: workers of rewards must not pay for jax
 
 
 def load(config: PromptsConfig, *, seed: int) -> Loaded:
@@ -106,24 +101,13 @@ def reward(prompts: list, completions: list[str], grids: list, made: list, **col
     return [float([run(text.strip(), grid) for grid in own] == right) for text, own, right in given]
 
 
-def hindsight(prompts: list, completions: list[str], grids: list, made: list, **columns: Any) -> list[float]:
-    """0.0 for all; writes a line for each other thing that programs of the group have done, where there are two.
-
-    Raises:
-        RuntimeError: JAXRL_HINDSIGHT is not set.
-    """
-    if not (folder := os.environ.get("JAXRL_HINDSIGHT")):
-        raise RuntimeError("JAXRL_HINDSIGHT must be a folder, which external.paths names too")
+def hindsight(prompts: list, completions: list[str], grids: list, made: list, **columns: Any) -> list[dict[str, Any]]:
+    """A group for each other thing that programs of this one have done, where there are two; sorted by its prompt."""
     both = ((text.strip(), tuple(run(text.strip(), grid) for grid in grids[0])) for text in completions)
     done = [(text, others) for text, others in both if None not in others]
     lines = []
     for wanted in {others for _, others in done} - {tuple(made[0]), tuple(grids[0])}:
-        line = {"prompt": question(grids[0], list(wanted)), "grids": grids[0], "made": wanted}
+        line = {"prompt": question(grids[0], list(wanted)), "grids": grids[0], "made": list(wanted)}
         scores = [float(others == wanted) for _, others in done]
         lines.append(line | {"completions": [text for text, _ in done], "rewards": scores})
-    if len(done) > 1 and lines:
-        path = pathlib.Path(folder) / SHARED
-        text = "".join(json.dumps(line) + "\n" for line in sorted(lines, key=lambda line: line["prompt"]))
-        with path.open("a") as file:
-            file.write(text)  # at once: other processes write too
-    return [0.0] * len(completions)
+    return sorted(lines, key=lambda line: line["prompt"]) if len(done) > 1 else []

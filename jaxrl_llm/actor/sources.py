@@ -1,0 +1,164 @@
+"""Where the answers of others come from: files, other runs, and what the run's own answers would have been right for.
+
+    a file            its groups in order, again and again; it is checked as a whole before the run
+    a run's workdir   of what it has written since the iteration before, the newest groups; others are passed over
+    a function        hindsight: a line for each group that it makes of those which the last iteration has sampled
+
+Such a function, "package.module:function" or "FILE.py:function", has the arguments of a reward function (prompts,
+completions and columns, of one question) and returns a list of lines as files have them (``actor.guests``).
+
+Owns: which lines come next, where reading stands. Does not know: what is in a line, rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import os
+import pathlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from jaxrl_llm.actor.rewards import imported
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.questions.tasks.files import BadRowError, json_lines
+from jaxrl_llm.runtime import hosts
+from jaxrl_llm.runtime.nested import visible
+from jaxrl_llm.types import SHARED_FILE
+
+if TYPE_CHECKING:
+    from jaxrl_llm.actor.guests import Group
+    from jaxrl_llm.actor.resampling import Sampled
+
+
+def source_of(path: str, reader: Any) -> File | Feed | Hindsight:
+    """Of a path; ``reader.group(line, origin)`` makes a group of a line, or raises BadRowError."""
+    where = pathlib.Path(path).expanduser()
+    if os.path.exists(where):
+        return (Feed if where.is_dir() else File)(where, reader)
+    if ":" in path:
+        return Hindsight(path, reader)
+    raise ConfigError(
+        f"external.paths: {path} is neither a file nor the workdir of a run (make the folder if that run is still "
+        "to be started)"
+    )
+
+
+class File:
+    """The groups of a file in its order, again and again."""
+
+    skipped = 0
+
+    def __init__(self, path: pathlib.Path, reader: Any):
+        self._groups, self._position = [], 0
+        try:
+            for number, line in json_lines(path):
+                try:
+                    self._groups.append(reader.group(line, f"{path}:{number}"))
+                except BadRowError as error:
+                    raise ConfigError(f"{path}:{number}: {error}") from error
+        except OSError as error:
+            raise ConfigError(f"external.paths: {path} cannot be read: {error.strerror or error}") from error
+        if not self._groups:
+            raise ConfigError(f"external.paths: {path} is empty")
+
+    def look(self) -> None:
+        """Nothing is new."""
+
+    def take(self) -> Group:
+        group = self._groups[self._position % len(self._groups)]
+        self._position += 1
+        return dataclasses.replace(group)  # its ticket is of one visit
+
+    def state(self) -> dict[str, int]:
+        return {"position": self._position}
+
+    def restore(self, state: dict[str, int]) -> None:
+        self._position = state["position"]
+
+
+class Feed:
+    """What a run writes while this one reads. A file that is shorter than it was is one that a resumed run repeats."""
+
+    def __init__(self, folder: pathlib.Path, reader: Any):
+        self._path, self._reader = folder / SHARED_FILE, reader
+        self._offset, self._unread = 0, []
+        self.skipped = 0
+
+    def look(self) -> None:
+        """Read what is new; what was left of the last time is passed over."""
+        self._unread = []
+        new = b""
+        if hosts.is_first() and self._path.exists():
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                new = file.read()
+        if new := hosts.exchange(new)[0]:  # hosts may see the file grow at other times
+            whole = new[: new.rfind(b"\n") + 1]  # the rest of a line may still be on its way
+            self._offset += len(whole)
+            self._unread = whole.splitlines()
+
+    def take(self) -> Group | None:
+        """The newest; None where there is none."""
+        while self._unread:
+            try:
+                return self._reader.group(self._unread.pop(), str(self._path))
+            except BadRowError:
+                self.skipped += 1
+        return None
+
+    def state(self) -> dict[str, int]:
+        return {"offset": self._offset, "skipped": self.skipped}
+
+    def restore(self, state: dict[str, int]) -> None:
+        self._offset, self.skipped = state["offset"], state["skipped"]
+
+
+class Hindsight:
+    """What a function makes of the run's own groups, one of each by turns, in the next iteration; the rest is left."""
+
+    def __init__(self, name: str, reader: Any):
+        self._name, self._reader = name, reader
+        self._function = imported(name, f"external.paths: {visible(name)!r}")
+        self._lines: list[str] = []
+        self.skipped = 0
+
+    def hear(self, sampled: Sampled, decode: Callable[[list[int]], str]) -> None:
+        """
+        Raises:
+            ConfigError: the function has raised, or what it returns is no list of lines.
+        """
+        own, made = sampled.completions(), []
+        size = len(sampled.rewards.outcome) // len(sampled.groups)
+        for first, group in zip(range(0, len(sampled.groups) * size, size), sampled.groups, strict=True):
+            texts = [decode(own[i]) for i in range(first, first + size)] if first in own else None
+            made.append(None if texts is None else self._lines_of(group.example, texts))
+        by_turns = itertools.zip_longest(*hosts.complete(made))
+        self._lines = [line for lines in by_turns for line in lines if line is not None]
+
+    def _lines_of(self, example: Any, texts: list[str]) -> list[str]:
+        columns = {name: [value] * len(texts) for name, value in example.columns.items()}
+        try:
+            return [json.dumps(line) for line in self._function([example.prompt] * len(texts), texts, **columns)]
+        except Exception as error:
+            said = f"external.paths: {self._name} has failed on {example.origin}"
+            raise ConfigError(f"{said}: {type(error).__name__}: {visible(str(error))}") from error
+
+    def look(self) -> None:
+        """What is there was heard."""
+
+    def take(self) -> Group | None:
+        """The next; None where there is none."""
+        while self._lines:
+            try:
+                return self._reader.group(self._lines.pop(0).encode(), self._name)
+            except BadRowError:
+                self.skipped += 1
+        return None
+
+    def state(self) -> dict[str, Any]:
+        return {"lines": list(self._lines), "skipped": self.skipped}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self._lines, self.skipped = list(state["lines"]), state["skipped"]
