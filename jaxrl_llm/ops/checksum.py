@@ -6,6 +6,7 @@ Owns: the sum. Does not know: files, devices, what is compared with what.
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -34,17 +35,19 @@ def checksum(x: Shaped[ArrayLike, "..."]) -> UInt32[Array, ""]:
     strides = [np.uint32(math.prod(x.shape[dim + 1 :]) % 2**32) for dim in range(x.ndim)]
     places = [stride * jnp.arange(n, dtype=jnp.uint32) for stride, n in zip(strides, x.shape, strict=True)]
 
-    def add_neighbours(x: jax.Array, *places: jax.Array) -> jax.Array:
-        bits = x.astype(jnp.uint8) if x.dtype == bool else x
-        bits = jax.lax.bitcast_convert_type(bits, f"uint{8 * bits.dtype.itemsize}").astype(jnp.uint32)
+    def total(in_steps: bool, x: jax.Array, *places: jax.Array) -> jax.Array:
+        bits = x.view(f"uint{8 * x.dtype.itemsize}").astype(jnp.uint32)
         along = (jnp.expand_dims(p, [*range(dim), *range(dim + 1, x.ndim)]) for dim, p in enumerate(places))
         weight = sum(along, np.uint32(0)) * np.uint32(2654435769)
         terms = (bits ^ bits >> 16) * (weight ^ weight >> 16 | 1)
-        return jnp.sum(terms.reshape(*x.shape[:-1], -1, math.gcd(size, 32)), axis=-1, dtype=jnp.uint32)
+        if in_steps:
+            terms = terms.reshape(*x.shape[:-1], -1, math.gcd(size, 32))
+            terms = jax.lax.optimization_barrier(jnp.sum(terms, axis=-1, dtype=jnp.uint32))
+        return jnp.sum(terms, dtype=jnp.uint32)
 
-    # In two steps: for a longer sum a CPU's program writes out the terms, one more array in memory.
-    sums = jax.lax.optimization_barrier(where_it_lies(add_neighbours, x, *places))
-    return jnp.sum(jax.device_put(sums, jax.memory.Space.Device), dtype=jnp.uint32)
+    # For a long sum a CPU's program writes out the terms, one more array in memory; for short ones a TPU's does.
+    here = lambda *of: jax.lax.platform_dependent(*of, cpu=partial(total, True), default=partial(total, False))
+    return jax.device_put(where_it_lies(here, x, *places), jax.memory.Space.Device)
 
 
 @jax.jit

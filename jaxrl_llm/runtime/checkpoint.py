@@ -341,12 +341,9 @@ def claim(workdir: pathlib.Path, of_bucket: str = "") -> Iterator[None]:
             raise ConfigError(f"--workdir={workdir} is in use by {path.read_text()}") from error
         except OSError as error:
             print(f"warning: {path}: {error.strerror}; nothing keeps another run out", file=sys.stderr)
-        path.write_text(text := _writer())
+        text = f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}"
+        path.write_text(text)
         if not of_bucket:
             hosts.find(workdir, text)
         with bucket.held(of_bucket, f"{text}, --workdir={where}"):
             yield
-
-
-def _writer() -> str:
-    return f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}"

@@ -8,8 +8,10 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from reference import checksum as oracle
+from support.building import needs_libtpu
 
 from jaxrl_llm.ops.checksum import checksum, checksums
+from jaxrl_llm.planning import chips
 
 DTYPES = [np.float32, ml_dtypes.bfloat16, np.float16, np.int8, np.uint8, bool, np.int32, np.uint32]
 # Nothing, one number, odd sizes, last axes that 32 divides, that share a factor with it, that do neither.
@@ -84,3 +86,14 @@ def test_it_takes_little_memory_beside_the_array():
     large = jax.ShapeDtypeStruct((512, 4096), jnp.float32)
     memory = jax.jit(checksums).lower([large, large]).compile().memory_analysis()
     assert memory.temp_size_in_bytes < memory.argument_size_in_bytes / 16
+
+
+@needs_libtpu
+def test_a_tpu_writes_out_no_terms():
+    """Of a cache of 128 MiB and a matrix of 224: sums of 32 neighbours, in rows of 128 places, would take as much."""
+    devices, _ = chips.devices_of("v5e:2x2")
+    where = jax.sharding.SingleDeviceSharding(devices[0])
+    cache, matrix = ((64, 2, 4096, 128), jnp.bfloat16), ((4096, 14336), jnp.float32)
+    needed = checksums.lower([jax.ShapeDtypeStruct(*of, sharding=where) for of in (cache, matrix)]).compile()
+    assert needed.memory_analysis().argument_size_in_bytes == 352 << 20
+    assert needed.memory_analysis().temp_size_in_bytes < 1 << 20
