@@ -1,11 +1,13 @@
 """A method of the user's own, in a file of theirs: it trains, its keywords are settings, and it is checked as ours."""
 
 import json
+import shlex
 
 import grain  # noqa: F401, whose flags outlive a command
 import jax
 import pytest
 from support.command_line import DEBUG_CONFIG, run_command
+from test_readme import commands, files
 
 from jaxrl_llm.algorithms.use import use
 from jaxrl_llm.config import ConfigError, MeshConfig, defaults, freeze, from_json, to_json
@@ -23,10 +25,6 @@ from jaxrl_llm.runtime.nested import Share
 @needs(siblings=True)
 def centred(x, *, scale: float = 1.0):
     return scale * minus_mean(x.reward, x.groups)
-
-
-def brevity(x, *, weight: float = 0.5):
-    return -weight * x.length / x.max_length
 
 
 @needs("entropy")
@@ -127,23 +125,24 @@ def test_a_run_of_own_functions_is_the_run_of_ours_that_say_the_same(run, method
     assert "algorithm.advantage.source" in refused
 
 
-def test_reward_terms_and_columns_of_own_functions(run, methods, tmp_path):
-    shaped = run(
-        tmp_path / "a",
-        f"algorithm.reward_terms={methods}:brevity,overlong_penalty",
-        f"algorithm.surrogate={methods}:pulled",
-        "algorithm.surrogate.beta=0.3",
-    )
+def test_reward_terms_and_columns_of_own_functions(run, monkeypatch, tmp_path):
+    """Those of docs/methods.md, by its command, and a term of ours beside them."""
+    methods = tmp_path / "penalties.py"
+    methods.write_text(files()["penalties.py"])
+    monkeypatch.chdir(tmp_path)
+    (command,) = [command for command in commands() if "--workdir=runs/own " in command]
+    settings = [word.removeprefix("--config.") for word in shlex.split(command) if word.startswith("--config.")]
+    shaped = run(tmp_path / "a", *settings, "algorithm.reward_terms.overlong_penalty.buffer=2")
     assert len(shaped) == 2
     config = json.loads((tmp_path / "a" / "config.json").read_text())["algorithm"]
-    assert [term["name"] for term in config["reward_terms"]] == [f"{methods}:brevity", "overlong_penalty"]
-    assert config["surrogate"]["beta"] == 0.3
+    assert [term["name"] for term in config["reward_terms"]] == ["penalties.py:brevity", "overlong_penalty"]
+    assert config["reward_terms"][0]["weight"] == 0.2 and config["surrogate"]["beta"] == 0.05
     # Its config can be read where the file is no more, and says what it was.
     methods.unlink()
     text = (tmp_path / "a" / "config.json").read_text()
     read = from_json(text).algorithm.surrogate
-    assert read.name == f"{methods}:pulled"
-    assert read["beta"] == 0.3
+    assert read.name == "penalties.py:pulled"
+    assert read["beta"] == 0.05
     assert from_json(to_json(from_json(text))) == from_json(text)
 
 
