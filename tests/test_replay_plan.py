@@ -3,11 +3,10 @@
 import itertools
 import json
 import math
-import subprocess
-import sys
 
 import numpy as np
 import pytest
+from support.command_line import run_command
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.replay_plan import Costs, fitted, table
@@ -81,15 +80,25 @@ def test_what_the_theory_has_no_answer_for_is_named(values, message):
         Costs(*values)
 
 
-def test_what_a_run_measured_is_taken_from_its_metrics(tmp_path):
+@pytest.fixture
+def command(monkeypatch, capfd):
+    """What the command prints, or says where it refuses what it is given."""
+
+    def run(*given):
+        words = ("--rho=0.05", "--alpha=0.1", *given)
+        done = run_command("replay_plan", *words, monkeypatch=monkeypatch, capfd=capfd)
+        assert done.status == (2 if done.err else 0)
+        return done.err or done.out
+
+    return run
+
+
+def test_what_a_run_measured_is_taken_from_its_metrics(command, tmp_path):
     rows = [{"iteration": i + 1, "time/cost_ratio": value} for i, value in enumerate((90.0, 3.0, 5.0, 4.0))]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    command = [sys.executable, "-m", "jaxrl_llm.replay_plan", "--rho=0.05", "--alpha=0.1"]
-    done = subprocess.run([*command, f"--workdir={tmp_path}"], capture_output=True, text=True, check=True)
-    assert done.stdout == f"mu 4\n{table(Costs(4.0, 0.05, 0.1))}\n"
+    assert command(f"--workdir={tmp_path}") == f"mu 4\n{table(Costs(4.0, 0.05, 0.1))}\n"
     for given in ([], ["--mu=5", f"--workdir={tmp_path}"]):
-        refused = subprocess.run([*command, *given], capture_output=True, text=True, check=False)
-        assert refused.returncode == 2 and "give one of the two" in refused.stderr
+        assert "give one of the two" in command(*given)
 
 
 def write_run(folder, rollouts, seconds, batch=64):
@@ -106,16 +115,14 @@ def write_run(folder, rollouts, seconds, batch=64):
     return str(folder)
 
 
-def test_of_several_runs_what_does_not_depend_on_generation_counts_as_training(tmp_path):
+def test_of_several_runs_what_does_not_depend_on_generation_counts_as_training(command, tmp_path):
     """3 s + 0.25 s R at B = 64 is 3 / 64 (B + mu R), mu = 0.25 * 64 / 3, at every R."""
     runs = [write_run(tmp_path / f"r{r}", r, 3 + 0.25 * r) for r in (16, 32, 64)]
     seconds = fitted(runs)
     assert seconds[:3] == pytest.approx((3.0, 0.25, 64.0)) and seconds.mu == pytest.approx(16 / 3)
     for rollouts, measured in seconds.measured:
         assert 3 / 64 * (64 + seconds.mu * rollouts) == pytest.approx(measured)
-    command = [sys.executable, "-m", "jaxrl_llm.replay_plan", "--rho=0.05", "--alpha=0.1"]
-    done = subprocess.run([*command, f"--workdir={','.join(runs)}"], capture_output=True, text=True, check=True)
-    lines = done.stdout.splitlines()
+    lines = command(f"--workdir={','.join(runs)}").splitlines()
     assert lines[0] == "an iteration takes 3 s + 0.25 s for each rollout it generates"
     assert lines[1] == "  16 generated, 64 trained: 7 s measured, 7 s fitted"
     assert lines[4] == "mu 5.33" and "\n".join(lines[5:]) == table(Costs(16 / 3, 0.05, 0.1))
@@ -134,9 +141,7 @@ def test_runs_that_say_nothing_of_the_cost_of_generation_are_refused(tmp_path, r
         fitted([write_run(tmp_path / f"r{i}", *run) for i, run in enumerate(runs)])
 
 
-def test_the_command_prints_the_sizes():
-    command = [sys.executable, "-m", "jaxrl_llm.replay_plan", "--mu=5.28", "--rho=0.05", "--alpha=0.1"]
-    done = subprocess.run([*command, "--rollouts=64"], capture_output=True, text=True, check=True)
-    best = done.stdout.splitlines()[-2].split()
+def test_the_command_prints_the_sizes(command):
+    best = command("--mu=5.28", "--rollouts=64").splitlines()[-2].split()
     assert best[:6] == ["best", "7.41", "21.62", "2.92", "1.028", "42%"]
     assert [int(size) for size in best[6:]] == pytest.approx([7.41 * 64, 21.62 * 64], abs=1)

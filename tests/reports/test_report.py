@@ -3,10 +3,9 @@
 import html
 import json
 import re
-import subprocess
-import sys
 
 import pytest
+from support.command_line import run_command
 from support.page import Page
 
 from jaxrl_llm.algorithms.use import use
@@ -186,12 +185,12 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, name, text, message):
         write_report(tmp_path)
 
 
-def test_the_command_writes_the_page_or_exits_2_with_one_line(tmp_path):
+def test_the_command_writes_the_page_or_exits_2_with_one_line(tmp_path, monkeypatch, capfd):
     (tmp_path / "metrics.jsonl").write_text('{"iteration": 1, "update/loss": 1.0}\n')
-    command = [sys.executable, "-m", "jaxrl_llm.report"]
-    done = subprocess.run([*command, f"--workdir={tmp_path}"], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, f"{tmp_path / 'report.html'}\n")
+    command = lambda workdir: run_command("report", f"--workdir={workdir}", monkeypatch=monkeypatch, capfd=capfd)
+    done = command(tmp_path)
+    assert (done.status, done.out) == (0, f"{tmp_path / 'report.html'}\n")
     for workdir in (tmp_path / "absent", ""):
-        failed = subprocess.run([*command, f"--workdir={workdir}"], capture_output=True, text=True)
-        assert failed.returncode == 2
-        assert len(failed.stderr.splitlines()) == 1 and str(workdir) in failed.stderr
+        failed = command(workdir)
+        assert failed.status == 2
+        assert len(failed.err.splitlines()) == 1 and str(workdir) in failed.err

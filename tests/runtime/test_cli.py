@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from support.command_line import run_command
 from support.parsing import config_of
 
 COMMAND = """
@@ -37,6 +38,19 @@ cli.run(main)
 def run(*arguments, **environment):
     environment = {**os.environ, **environment}
     return subprocess.run([sys.executable, "-c", COMMAND, *arguments], capture_output=True, text=True, env=environment)
+
+
+@pytest.fixture
+def run_here(tmp_path, monkeypatch, capfd):
+    """The same in this process: status and both streams."""
+    path = tmp_path / "command.py"
+    path.write_text(COMMAND)
+
+    def run(*arguments):
+        done = run_command(str(path), *arguments, monkeypatch=monkeypatch, capfd=capfd)
+        return done.status, done.out, done.err
+
+    return run
 
 
 ENDS = """
@@ -72,24 +86,28 @@ def test_a_good_command_runs():
         (["stray"], "error: unexpected argument 'stray'; settings are given as --name=value\n"),
     ],
 )
-def test_bad_input_is_one_line_and_status_2(arguments, message):
-    done = run(*arguments)
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", message)
+def test_bad_input_is_one_line_and_status_2(arguments, message, run_here):
+    assert run_here(*arguments) == (2, "", message)
 
 
-def test_a_config_file_or_key_that_is_not_there_is_one_line_and_status_2(tmp_path):
+def test_so_it_is_in_a_process_of_its_own():
+    done = run("--number=2")
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", "error: a.b=2 is not allowed\n")
+
+
+def test_a_config_file_or_key_that_is_not_there_is_one_line_and_status_2(tmp_path, run_here):
     config = tmp_path / "config.py"
     config.write_text("from jaxrl_llm.config import defaults\n\n\ndef get_config():\n    return defaults()\n")
-    assert run(f"--config={config}", "--config.seed=5").returncode == 0
+    assert run_here(f"--config={config}", "--config.seed=5")[0] == 0
     for arguments, message in [
         ([f"--config={tmp_path}/none.py"], f"No such file or directory: '{tmp_path}/none.py'"),
         ([f"--config={tmp_path}"], "Is a directory"),
         ([f"--config={config}", "--config.sead=5"], "unknown config key sead='5'; did you mean seed"),
         (["--config.seed=5"], "--config.seed: there is no --config=FILE whose settings it could change"),
     ]:
-        done = run(*arguments)
-        assert done.returncode == 2 and done.stdout == "", done
-        assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and message in done.stderr, done
+        status, out, err = run_here(*arguments)
+        assert status == 2 and out == "", (status, out)
+        assert err.startswith("error: ") and err.count("\n") == 1 and message in err, err
 
 
 # ---- settings of the command line
@@ -306,15 +324,15 @@ def test_settings_and_functions_that_are_not_there_are_refused_with_what_is(sett
         (6, 2, "error: /disk: No space left on device\n"),
     ],
 )
-def test_a_full_disk_is_one_line_and_status_1(number, status, message):
-    done = run(f"--number={number}")
-    assert (done.returncode, done.stdout, done.stderr) == (status, "", message)
+def test_a_full_disk_is_one_line_and_status_1(number, status, message, run_here):
+    assert run_here(f"--number={number}") == (status, "", message)
 
 
-def test_home_is_found_where_the_shell_leaves_the_tilde(tmp_path):
+def test_home_is_found_where_the_shell_leaves_the_tilde(tmp_path, monkeypatch, run_here):
+    monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "it's.py").write_text("from jaxrl_llm.config import defaults as get_config\n")
-    assert run("--config=~/it's.py", HOME=str(tmp_path)).returncode == 0
-    assert "'~no/config.py'" in run("--config=~no/config.py", HOME=str(tmp_path)).stderr
+    assert run_here("--config=~/it's.py")[0] == 0
+    assert "'~no/config.py'" in run_here("--config=~no/config.py")[2]
 
 
 def test_our_own_errors_keep_their_traceback():

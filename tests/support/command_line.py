@@ -24,7 +24,8 @@ class Done:
 
 
 def run_command(name, *arguments, monkeypatch, capfd):
-    """``python -m jaxrl_llm.<name> <arguments>``; exceptions that the command does not catch come through."""
+    """``python -m jaxrl_llm.<name> <arguments>``, or that of a file; exceptions that it does not catch come through."""
+    file = str(name).endswith(".py")
     monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
     monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)  # the command's is its own
     monkeypatch.setattr(hosts, "_leave_at_once", lambda status: None)  # this process goes on
@@ -38,7 +39,7 @@ def run_command(name, *arguments, monkeypatch, capfd):
             warnings.simplefilter("ignore", RuntimeWarning)
             warnings.simplefilter("ignore", DeprecationWarning)
             with pytest.raises(SystemExit) as ended:
-                runpy.run_module(f"jaxrl_llm.{name}", run_name="__main__")
+                runpy.run_path(name) if file else runpy.run_module(f"jaxrl_llm.{name}", run_name="__main__")
     finally:
         for flag in set(flags.FLAGS) - before:
             delattr(flags.FLAGS, flag)
