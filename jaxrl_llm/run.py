@@ -138,6 +138,7 @@ def assemble(
         keeps_experts=config.model.routing_replay,
         answer_tokens=config.environments.max_answer_tokens if config.environments.factory else 0,
         turn_tokens=config.environments.max_turn_tokens,
+        branches=tuple(config.algorithm.advantage.settings.get(name, 0) for name in ("branch_rows", "branch_turns")),
     )
     update = Update(
         config=dataclasses.replace(config.update, logp_chunk_tokens=chunk),

@@ -970,6 +970,7 @@ GDPO = {"rewards.functions": ("a:b", "c:d"), "rewards.weights": (1.0, 1.0)}
 PLAIN = {"algorithm.surrogate": "reinforce"}
 MOVED = {"algorithm.old_policy": "interpolated"}
 ANSWERED = {"environments.factory": f"{ENVIRONMENTS}:brief", "environments.max_answer_tokens": 4}
+BRANCHED = ANSWERED | {"rollout.group_size": 4, "rollout.prompts_per_iteration": 4}
 
 # place -> function -> (setting -> another value, where to look, what else must be set)
 OF_FUNCTIONS = {
@@ -985,6 +986,8 @@ OF_FUNCTIONS = {
         "mt_grpo": ({"coefficient": 0.5}, CREDIT, {}),
         "gigpo": ({"discount": 0.9, "weight": 0.5, "std": False}, CREDIT, {}),
         "ui_s1": ({"discount": 0.9, "weight": 0.5, "std": False}, CREDIT, {}),
+        "logo": ({"branch_rows": 2, "branch_turns": 2, "weight": 0.5, "std": False}, CREDIT, BRANCHED),
+        "step_values": ({"branch_rows": 2, "branch_turns": 2, "std": True}, CREDIT, BRANCHED),
         "turn_gae": ({"gae_lambda": 0.9, "discount": 0.9, "norm_decay": 0.9}, CREDIT, {}),
         "step_gae": ({"gae_lambda": 0.9, "discount": 0.9, "norm_decay": 0.9}, CREDIT, {}),
     },
@@ -1045,6 +1048,11 @@ OF_FUNCTIONS = {
 }
 # Where to look for a setting that is seen elsewhere than the others of its function.
 ELSEWHERE = {
+    **{
+        f"algorithm.advantage={name}.{key}": program("decode")
+        for name in ("logo", "step_values")
+        for key in ("branch_rows", "branch_turns")
+    },
     "algorithm.advantage=mssr.norm_decay": CREDIT,
     "algorithm.entropy_bonus=adaptive.coefficient": program("init_state"),
 }

@@ -182,6 +182,7 @@ def sampler_of(config: Config, sampler: Sampler) -> Sampler:
         keeps_entropy=False,
         keeps_old_logp=False,
         keeps_experts=False,
+        branches=(0, 0),
     )
 
 

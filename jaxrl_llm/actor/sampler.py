@@ -90,6 +90,7 @@ class Sampler:
         cuts_rows: the host ends rows, as at stop strings, where it wants to.
         answer_tokens: A, the most an environment answers when they end a turn; 0 = they end the completion.
         turn_tokens: after so many of one turn a completion is cut; 0 = a turn may be as long as it.
+        branches: rows of a group that share their first turns, and how many turns at most (``turns.sample_of``).
     """
 
     model: Model
@@ -109,6 +110,7 @@ class Sampler:
     cuts_rows: bool = False
     answer_tokens: int = 0
     turn_tokens: int = 0
+    branches: tuple[int, int] = (0, 0)
     learner_mesh: Mesh | None = None
 
     @property
@@ -394,8 +396,9 @@ class Sampler:
             drawn_Z = jnp.argmax(logits_ZV, axis=-1).astype(jnp.int32)
             logp_Z, _ = token_logp(logits_ZV, drawn_Z)
         else:
-            prompt_Z = flat(read(state.group_id, row_MZ // G))
-            uniform_Z = rng.token_uniform(key, prompt_Z, flat(row_MZ % G), flat(index_MZ))
+            group_MZ = read(state.group_id, row_MZ // G)
+            sample_MZ = turns.sample_of(state, row_MZ % G, group_MZ, self.branches)
+            uniform_Z = rng.token_uniform(key, flat(group_MZ), flat(sample_MZ), flat(index_MZ))
             size = self.support_tokens
 
             def draw(logits, uniform, axis):
@@ -416,10 +419,8 @@ class Sampler:
         drawn_MZ, logp_MZ = drawn_Z.reshape(row_MZ.shape), logp_Z.reshape(row_MZ.shape)
         version_MZ = jnp.broadcast_to(version, row_MZ.shape)
         if waiting:  # an answer's token in place of one that would be drawn
-            answer_MZ = jax.vmap(lambda t, r, p: t[r, p])(rows(state.tokens), row_MZ, length_MZ)
-            drawn_MZ, logp_MZ, version_MZ, noted = turns.read_answer(
-                is_drawn_MZ, answer_MZ, (drawn_MZ, logp_MZ, version_MZ), noted
-            )
+            drawn = drawn_MZ, logp_MZ, version_MZ
+            drawn_MZ, logp_MZ, version_MZ, noted = turns.read_answer(state, is_drawn_MZ, drawn, noted)
 
         is_eos = jnp.zeros(drawn_MZ.shape, bool)
         for eos in self.eos_ids:
@@ -427,8 +428,7 @@ class Sampler:
         is_eos &= is_drawn_MZ
         is_full = index_MZ + 1 >= sampling.max_completion_tokens
         if waiting and self.turn_tokens:
-            before = jnp.maximum(read(rows(state.prompt_length), row_MZ), read(rows(waiting["known"]), row_MZ))
-            is_full |= is_drawn_MZ & (length_MZ + 1 - before >= self.turn_tokens)
+            is_full |= is_drawn_MZ & (turns.length_of(state) + 1 >= self.turn_tokens)
         at_eos = STOP_NONE if waiting else STOP_EOS
         reason_MZ = jnp.where(is_eos, at_eos, jnp.where(is_full, STOP_LENGTH, STOP_NONE)).astype(jnp.int8)
 
@@ -439,9 +439,7 @@ class Sampler:
         write_token = lambda t, x: unrows(at_token(rows(t), target_MZ, length_MZ, x))
         write_row = lambda t, x: unrows(at_row(rows(t), target_MZ, x))
         if waiting:
-            is_waiting = write_row(waiting["is_waiting"], is_eos)
-            idle_steps = waiting["idle_steps"] + ((state.slot_row >= 0) & ~active_MZ)
-            waiting = {**waiting, "is_waiting": is_waiting, "idle_steps": idle_steps}
+            waiting = turns.gone_on(state, write_row(waiting["is_waiting"], is_eos), active_MZ)
         places = (sum(x.shape[2] for x in blocks) for blocks in made[1] if blocks[0].ndim == 4)  # a state has none
         return state.replace(
             cache_k=made[0],

@@ -55,6 +55,30 @@ def decodes(state: Any) -> jax.Array:
     return has_row & ~by_slot(state, state.waiting["is_waiting"]) if state.waiting else has_row
 
 
+def length_of(state: Any) -> jax.Array:
+    """[M,Z/M] i32: tokens that the policy has drawn of the turn that each slot's row is in."""
+    before = jnp.maximum(by_slot(state, state.prompt_length), by_slot(state, state.waiting["known"]))
+    return by_slot(state, state.length) - before
+
+
+def sample_of(state: Any, sample: jax.Array, group_id: jax.Array, branches: tuple[int, int]) -> jax.Array:
+    """Index that names the noise of each slot's next token, [M,Z/M] i32: its row's in the group, ``sample``, or where
+    rows of a group share their first turns that of the first of them.
+
+    By the same noise rows draw the same tokens, and an environment that does as it did before says the same to them:
+    they come to one state, and go on from there each by itself.
+
+    Args:
+        group_id: [M,Z/M] i32.
+        branches: so many rows share their turns, 1 to so many of these, by turns of the groups; (0, 0) = none do.
+    """
+    rows, most = branches
+    if not rows or not state.waiting:
+        return sample
+    is_shared = by_slot(state, state.waiting["heard"]) < 1 + group_id % most
+    return jnp.where(is_shared, sample // rows * rows, sample)
+
+
 def hear(state: Any, answers: jax.Array, verdict: jax.Array, arch: Architecture, implementation: str) -> Any:
     """A ``SamplerState`` whose due rows have what the environment said.
 
@@ -118,11 +142,20 @@ def keep_states(state: Any, made: Any, is_active_MZ: jax.Array, arch: Architectu
     return tuple(tuple(map(kept, arch.by_layer, old, new)) for old, new in of)
 
 
-def read_answer(is_drawn_MZ: jax.Array, answer_MZ: jax.Array, drawn: Any, noted: Any) -> tuple[Any, ...]:
+def gone_on(state: Any, is_waiting: jax.Array, is_active_MZ: jax.Array) -> Waiting:
+    """``state.waiting`` after a step that went past other slots with a row than the active ones."""
+    idle_steps = state.waiting["idle_steps"] + ((state.slot_row >= 0) & ~is_active_MZ)
+    return {**state.waiting, "is_waiting": is_waiting, "idle_steps": idle_steps}
+
+
+def read_answer(state: Any, is_drawn_MZ: jax.Array, drawn: Any, noted: Any) -> tuple[Any, ...]:
     """Tokens, log-probs, policy versions [M,Z/M] and what is noted of tokens where answers are read instead of drawn.
 
     No policy drew these: log-prob 0, version -1, entropy 0; all that the token could have been is itself.
     """
+    M, _, _, S = state.tokens.shape
+    row, length = jnp.maximum(state.slot_row, 0), by_slot(state, state.length)
+    answer_MZ = jax.vmap(lambda tokens, row, place: tokens[row, place])(state.tokens.reshape(M, -1, S), row, length)
     tokens, logp, version = (jnp.where(is_drawn_MZ, x, y) for x, y in zip(drawn, (answer_MZ, 0.0, -1), strict=True))
     is_drawn_Z, answer_Z = is_drawn_MZ.reshape(-1), answer_MZ.reshape(-1)
     noted = dict(noted)

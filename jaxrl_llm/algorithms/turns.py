@@ -12,7 +12,7 @@ Letters: B rows, S row width, K turns a row may have.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ from jaxrl_llm.algorithms.critic import lambda_returns
 from jaxrl_llm.algorithms.use import needs
 from jaxrl_llm.algorithms.views import Rows
 from jaxrl_llm.ops.groups import STD_EPSILON, minus_mean, over_std
-from jaxrl_llm.runtime.nested import Decay, NotNegative, Number, Share
+from jaxrl_llm.runtime.nested import Bounds, Count, Decay, NotNegative, Number, Share
 
 # Turns of a group differ where its rows' rewards do not.
 of_turns = {"siblings": True, "tied_teaches": lambda settings: True}
@@ -79,21 +79,31 @@ def compared(
     0 where all that are compared are equal, and so where there is but one; not ``std``: nothing divides. Sums run over
     turns in the order of a sort, for a scatter's order of addition varies on a GPU.
     """
+    (is_out, *_), value, place, first = _ordered(value, key, turns, x)
+    total = lambda v: _over_runs(v, first, jnp.add)
+    count = total(jnp.ones_like(value))
+    is_tied = _over_runs(value, first, jnp.maximum) == _over_runs(value, first, jnp.minimum)
+    gap = jnp.where(is_tied | is_out, 0.0, value - total(value) / count)
+    if std:
+        gap = gap / (jnp.sqrt(total(jnp.square(gap)) / count) + STD_EPSILON)
+    return jax.lax.sort((place, gap), num_keys=1)[1].reshape(turns.valid.shape)
+
+
+def how_many(key: Int[ArrayLike, "B K"], turns: Turns, x: Rows) -> Float[Array, "B K"]:
+    """Of each turn the turns of its group that have its key, itself too, [B,K] f32."""
+    _, one, place, first = _ordered(jnp.ones(turns.valid.shape), key, turns, x)
+    return jax.lax.sort((place, _over_runs(one, first, jnp.add)), num_keys=1)[1].reshape(turns.valid.shape)
+
+
+def _ordered(value: jax.Array, key: jax.Array, turns: Turns, x: Rows) -> tuple[Any, ...]:
+    """Turns, flat, sorted by (whether they are not valid, group, key): these, values, places, where a run begins."""
     value, shape = jnp.where(turns.valid, value, 0.0).ravel(), turns.valid.shape
     group = jnp.broadcast_to(x.groups.index[:, None], shape).ravel()
     place = jnp.arange(value.size)
     names = (~turns.valid).ravel(), group, key.ravel()
     *ordered, value, place = jax.lax.sort((*names, value, place), num_keys=3)
     same = jnp.stack([jnp.concatenate([jnp.ones(1, bool), name[1:] != name[:-1]]) for name in ordered])
-    first = jnp.any(same, axis=0)
-    total = lambda v: _over_runs(v, first, jnp.add)
-    count = total(jnp.ones_like(value))
-    is_tied = _over_runs(value, first, jnp.maximum) == _over_runs(value, first, jnp.minimum)
-    gap = jnp.where(is_tied | ordered[0], 0.0, value - total(value) / count)
-    if std:
-        gap = gap / (jnp.sqrt(total(jnp.square(gap)) / count) + STD_EPSILON)
-    _, gap = jax.lax.sort((place, gap), num_keys=1)
-    return gap.reshape(shape)
+    return ordered, value, place, jnp.any(same, axis=0)
 
 
 def _over_runs(value: jax.Array, first: jax.Array, combine: Callable) -> jax.Array:
@@ -118,12 +128,27 @@ def states(turns: Turns, x: Rows) -> UInt32[Array, "B K"]:
     """
     place = jnp.arange(x.mask.shape[1])[None, :]
     begin = jax.lax.cummax(jnp.where(x.mask, place + 1, 0), axis=1)
-    mixed = x.tokens.astype(jnp.uint32) * jnp.uint32(0x9E3779B1) + (place - begin).astype(jnp.uint32)
+    up_to = _up_to(turns, jnp.where(x.mask, jnp.uint32(0), _mixed(x.tokens, place - begin)))
+    return up_to - jnp.pad(up_to, ((0, 0), (1, 0)))[:, :-1]
+
+
+def histories(turns: Turns, x: Rows) -> UInt32[Array, "B K"]:
+    """The same of all that stands before a turn, the policy's own turns with it."""
+    return _up_to(turns, _mixed(x.tokens, jnp.arange(x.mask.shape[1])[None, :]))
+
+
+def _mixed(tokens: jax.Array, place: jax.Array) -> jax.Array:
+    """A hash of each token and its place, u32."""
+    mixed = tokens.astype(jnp.uint32) * jnp.uint32(0x9E3779B1) + place.astype(jnp.uint32)
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
         mixed = (mixed ^ (mixed >> shift)) * jnp.uint32(factor)
-    total = jnp.cumsum(jnp.where(x.mask, jnp.uint32(0), mixed), axis=1, dtype=jnp.uint32)
-    up_to = jnp.take_along_axis(total, jnp.clip(turns.start - 1, 0, total.shape[1] - 1), axis=1)
-    return up_to - jnp.pad(up_to, ((0, 0), (1, 0)))[:, :-1]
+    return mixed
+
+
+def _up_to(turns: Turns, of_token: jax.Array) -> UInt32[Array, "B K"]:
+    """Its sum over the tokens before each turn, modulo 2^32."""
+    total = jnp.cumsum(of_token, axis=1, dtype=jnp.uint32)
+    return jnp.take_along_axis(total, jnp.clip(turns.start - 1, 0, total.shape[1] - 1), axis=1)
 
 
 def _numbers(turns: Turns) -> Int[Array, "B K"]:
@@ -250,6 +275,77 @@ def step_gae(
     return advantage, learned | {"returns": expected}
 
 
+# ---- where rows of a group share their first turns
+
+BranchRows = Annotated[int, Bounds(2, 1 << 20)]
+
+
+def _fits(path: str, settings: Any, config: Any) -> str:
+    rows, turns = settings["branch_rows"], settings["branch_turns"]
+    if config.environments.factory == "":
+        return f"{path} needs [environments.factory]: rows part after turns"
+    if config.rollout.group_size % rows:
+        return f"[{path}.branch_rows] must divide [rollout.group_size]"
+    most = config.environments.max_turns
+    return "" if turns < most else f"[{path}.branch_turns] must be less than [environments.max_turns]"
+
+
+def branches(turns: Turns, x: Rows) -> tuple[Int[Array, "B 1"], Int[Array, "B K"]]:
+    """The last turn of each row that another of its group comes to by the same tokens, from 0, and what names these.
+
+    The sampler makes rows begin alike (actor.turns.sample_of); what became of it is seen here, so that rows which
+    parted earlier, as where an environment has not said the same, are compared as far as they went together.
+    """
+    key = jax.lax.bitcast_convert_type(histories(turns, x), jnp.int32)
+    is_shared = turns.valid & (how_many(key, turns, x) > 1)
+    return jnp.max(jnp.where(is_shared, _numbers(turns), 0), axis=1, keepdims=True), key
+
+
+@needs("turn_reward", **of_turns, rule=_fits)
+def logo(
+    x: Rows, *, branch_rows: BranchRows = 4, branch_turns: Count = 1, weight: NotNegative = 1.0, std: bool = True
+) -> Float[Array, "B S"]:
+    """The row's advantage in the group, and after the turns that rows share ``weight`` times that among these rows.
+
+        A_k = A^G + weight A^L   k >= b;   A_k = A^G   k < b
+
+    A^L: of what was given from turn b on, where ``branch_rows`` rows part, among those that come to it by the same
+    tokens; 0 where b = 0, for that is the whole group. b is 1 to ``branch_turns``, by turns of the groups.
+
+    Source: LoGo-GRPO of Memory-R2, Yan et al. 2026, arXiv:2605.21768: rollouts of a whole trajectory, and such as begin
+        again from one state of it, each compared among themselves. Its equations were not found: this form is ours, as
+        is that rows of one group are both.
+    """
+    turns = turns_of(x)
+    at, key = branches(turns, x)
+    local = jnp.take_along_axis(compared(returns(turns, 1.0), key, turns, x, std=std), at, axis=1)
+    return by_token(_of_rows(x, std) + weight * jnp.where((at > 0) & (_numbers(turns) >= at), local, 0.0), turns, x)
+
+
+@needs("turn_reward", **of_turns, rule=_fits)
+def step_values(
+    x: Rows, *, branch_rows: BranchRows = 4, branch_turns: Count = 1, std: bool = False
+) -> Float[Array, "B S"]:
+    """Turns that rows share have what the state after them is worth, those that follow what they add to it.
+
+        A_k = M - mean M   k < b;   A_k = r - M   k >= b
+
+    M: the mean reward r of the rows that come to turn b by the same tokens, an estimate of that state's value by
+    ``branch_rows`` ways on from it; mean M is the group's. With ``std`` each is divided by its standard deviation, the
+    first among the group, the second among those rows.
+
+    Source: the step values of IPR, Xiong et al. 2024, arXiv:2406.11176, which estimates them by rolling out from each
+        step. Differs: it imitates and prefers steps of an expert by these values; here they are an advantage.
+    """
+    turns = turns_of(x)
+    at, key = branches(turns, x)
+    ahead = returns(turns, 1.0)
+    gap, scaled = (jnp.take_along_axis(compared(ahead, key, turns, x, std=s), at, axis=1)[:, 0] for s in (False, std))
+    before = minus_mean(x.reward - gap, x.groups)
+    before = (over_std(before, x.groups) if std else before)[:, None]
+    return by_token(jnp.where(_numbers(turns) < at, before, scaled[:, None]), turns, x)
+
+
 # ---- a reshaping
 
 
@@ -269,6 +365,8 @@ ADVANTAGES = {
     "mt_grpo": mt_grpo,
     "gigpo": gigpo,
     "ui_s1": ui_s1,
+    "logo": logo,
+    "step_values": step_values,
     "turn_gae": turn_gae,
     "step_gae": step_gae,
 }

@@ -77,7 +77,10 @@ class Here:
 
 @functools.cache
 def programs(sampler):
-    return compile_all(sampler.programs(building.abstract_sampler_params(sampler)), sampler.mesh)
+    made = sampler.programs(building.abstract_sampler_params(sampler))
+    if sampler != (plain := dataclasses.replace(sampler, branches=(0, 0))):
+        return programs(plain) | compile_all({"decode": made["decode"]}, sampler.mesh)
+    return compile_all(made, sampler.mesh)
 
 
 class Talking(Sampling):
@@ -219,6 +222,23 @@ def test_a_turn_that_is_longer_than_it_may_be_ends_its_row_there():
         assert rollout.length[row] == end
         np.testing.assert_array_equal(rollout.tokens[row, :end], free.tokens[row, :end])
     assert 3 < cut < 24 and max(count for group in groups for count in group.turns) > 1
+
+
+def test_rows_of_a_branch_draw_the_same_turns_first_and_then_each_its_own():
+    """Of three rows the first two share one turn, or two of them; the first and the last are what they always are."""
+    rollout, _ = Talking(num_slots=7, chunk_steps=1, branches=(2, 2))(make_prompts(range(8)))
+    before, _ = base()
+    parted = []
+    for row, twin in zip(range(0, 24, 3), range(1, 24, 3), strict=True):
+        for same in (row, row + 2):
+            end = before.length[same]
+            np.testing.assert_array_equal(rollout.tokens[same, :end], before.tokens[same, :end])
+        turns, others, shared = walked(rollout, row), walked(rollout, twin), 1 + rollout.group_id[row] % 2
+        assert others[:shared] == turns[:shared]
+        if len(turns) > shared:
+            parted.append(turns[shared] != others[shared])
+    # Of a vocabulary of letters two turns are seldom the same.
+    assert len(parted) >= 4 and all(parted)
 
 
 def test_log_probs_of_drawn_tokens_are_the_learners_and_a_float64_models_and_answers_have_none():

@@ -17,8 +17,11 @@ ROWS, WIDTH, TURNS = 24, 16, 4
 
 
 @functools.cache
-def table(seed=0):
+def table(seed=0, shares=0.0):
     """Rows of 1 to 4 turns of 1 to 3 tokens, answers of 1 or 2 tokens of three kinds between them, in 5 groups.
+
+    Args:
+        shares: of the rows, those that begin with turns of a row of their group before them, and what it was given.
 
     Returns:
         (arrays for ``compute``, rows as the oracle has them, what token each turn's are [B,S], -1 elsewhere).
@@ -27,23 +30,33 @@ def table(seed=0):
     tokens, number = rng.integers(1, 9, (ROWS, WIDTH)), np.full((ROWS, WIDTH), -1)
     answers, prompts = [(9,), (9, 9), (10, 9)], [(int(i),) * 2 for i in range(11, 16)]
     group, valid = rng.permutation(np.arange(ROWS) % 5), rng.random(ROWS) < 0.85
-    given, rows = np.zeros((ROWS, TURNS)), []
+    given, rows, starts, said = np.zeros((ROWS, TURNS)), [], {}, {}
     for b in range(ROWS):
-        place, states = 2, [prompts[group[b]]]
+        starts[b], said[b] = [2], [prompts[group[b]]]
         tokens[b, :2] = prompts[group[b]]
         count = int(rng.integers(1, TURNS + 1))
-        for k in range(count):
-            size = int(rng.integers(1, 4)) if k < 2 else 1
+        given[b, :count] = rng.choice([0.0, 0.25, 1.0, -0.5], count)
+        before = [a for a in range(b) if group[a] == group[b] and len(starts[a]) > 1]
+        if shares and before and rng.random() < shares:
+            like = before[rng.integers(len(before))]
+            shared = int(rng.integers(1, len(starts[like])))  # turns
+            count = max(count, shared + 1)
+            place = starts[like][shared]
+            tokens[b, :place], number[b, :place] = tokens[like, :place], number[like, :place]
+            given[b, :shared] = given[like, :shared]
+            starts[b], said[b] = starts[like][: shared + 1], said[like][: shared + 1]
+        for k in range(len(starts[b]) - 1, count):
+            place, size = starts[b][k], int(rng.integers(1, 4)) if k < 2 else 1
             number[b, place : place + size] = k
             place += size
             if k < count - 1:
-                states.append(answers[rng.integers(3)])
-                tokens[b, place : place + len(states[-1])] = states[-1]
-                place += len(states[-1])
-        given[b, :count] = rng.choice([0.0, 0.25, 1.0, -0.5], count)
+                said[b] = [*said[b], answers[rng.integers(3)]]
+                tokens[b, place : place + len(said[b][-1])] = said[b][-1]
+                starts[b] = [*starts[b], place + len(said[b][-1])]
         if valid[b]:
-            own = given[b, :count].tolist()
-            rows.append({"group": group[b], "reward": sum(own), "turns": own, "states": states})
+            own, histories = given[b, :count].tolist(), [tuple(tokens[b, :place].tolist()) for place in starts[b]]
+            of_row = {"group": group[b], "reward": sum(own), "turns": own, "states": said[b], "histories": histories}
+            rows.append(of_row)
     arrays = {"group": group, "valid": valid, "given": given.astype(np.float32), "mask": number >= 0, "tokens": tokens}
     return arrays, rows, number
 
@@ -99,6 +112,36 @@ def test_matches_float64_loops_on_rows_of_unequal_turns(kind, settings, seed):
     np.testing.assert_allclose(np.concatenate(got), np.concatenate(expected), rtol=1e-5, atol=2e-6)
 
 
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [("logo", {"weight": 0.7}), ("logo", {"std": False}), ("step_values", {}), ("step_values", {"std": True})],
+)
+def test_rows_that_share_their_first_turns_match_float64_loops(kind, settings):
+    arrays, rows, number = table(4, shares=0.7)
+    parted = [oracle.parted(rows, row)[0] for row in rows]
+    assert {0, 1, 2} <= set(parted)
+    advantage, _ = compute(arrays, kind, tuple(settings.items()))
+    expected = getattr(oracle, kind)(rows, **settings)
+    got = by_turn(advantage, arrays, number)
+    np.testing.assert_allclose(np.concatenate(got), np.concatenate(expected), rtol=1e-5, atol=2e-6)
+
+
+def test_a_state_is_worth_what_becomes_of_it_and_both_parts_add_up_to_the_row_less_its_group():
+    """Four rows, of which two and two share a turn, and by twos its answer; one of them wins."""
+    tokens, number = np.zeros((ROWS, WIDTH), int), np.full((ROWS, WIDTH), -1)
+    tokens[:4, :4] = [[1, 5, 9, 3], [1, 5, 9, 4], [1, 6, 9, 3], [1, 6, 9, 4]]
+    number[:4, 1], number[:4, 3] = 0, 1
+    given = np.zeros((ROWS, TURNS), np.float32)
+    given[0, 1] = 1
+    arrays = {"group": np.zeros(ROWS, int), "valid": np.arange(ROWS) < 4, "given": given, "tokens": tokens}
+    arrays["mask"] = number >= 0
+    got = np.array(by_turn(compute(arrays, "step_values")[0], arrays, number))
+    np.testing.assert_allclose(got, [[0.25, 0.5], [0.25, -0.5], [-0.25, 0], [-0.25, 0]])
+    np.testing.assert_allclose(got.sum(axis=1), [0.75, -0.25, -0.25, -0.25])
+    local = by_turn(compute(arrays, "logo", (("std", False), ("weight", 2.0)))[0], arrays, number)
+    np.testing.assert_allclose(local, [[0.75, 1.75], [-0.25, -1.25], [-0.25, -0.25], [-0.25, -0.25]])
+
+
 @pytest.mark.parametrize("kind", ["turn_gae", "step_gae"])
 def test_a_critic_of_turns_and_one_of_tokens_match_float64_loops(kind):
     arrays, rows, number = table(2)
@@ -126,7 +169,7 @@ def test_a_critic_of_turns_and_one_of_tokens_match_float64_loops(kind):
     np.testing.assert_allclose(advantage, np.where(active, expected, 0.0), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["turn_returns", "mt_grpo", "gigpo", "ui_s1"])
+@pytest.mark.parametrize("kind", ["turn_returns", "mt_grpo", "gigpo", "ui_s1", "step_values"])
 def test_rows_in_any_order_and_whatever_the_invalid_say(kind):
     arrays, _, _ = table(0)
     expected, _ = compute(arrays, kind)

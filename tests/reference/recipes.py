@@ -435,6 +435,16 @@ def ui_s1(batch, longest):
     return _clipped_by_turn(batch, _turns.ui_s1(batch))
 
 
+def logo(batch, longest):
+    """LoGo-GRPO: the group's advantage, and after what rows share that among these."""
+    return _clipped_by_turn(batch, _turns.logo(batch))
+
+
+def step_values(batch, longest):
+    """IPR: what a state is worth is the mean of the rows that go on from it."""
+    return _clipped_by_turn(batch, _turns.step_values(batch))
+
+
 def step_masks(batch, longest):
     """After STeP: the terms of turns that were given less than nothing are left out; what divides stays."""
     advantages = _turns.turn_returns(batch)

@@ -1,7 +1,8 @@
 """Advantages by turn by loops in float64.
 
-A row is a dict: ``group``, ``reward`` of the whole, ``turns``, what each of its turns was given, and ``states``, what
-each of them answered. Rows that are not valid are not among them. Each function gives a list of lists, by row and turn.
+A row is a dict: ``group``, ``reward`` of the whole, ``turns``, what each of its turns was given, ``states``, what each
+of them answered, and ``histories``, all tokens before each. Rows that are not valid are not among them. Each function
+gives a list of lists, by row and turn.
 """
 
 import math
@@ -69,6 +70,35 @@ def gigpo(rows, discount=0.95, weight=1.0, std=True):
             if r["states"][j] == row["states"][k]
         ]
         return of_row(rows, row, std) + weight * standardised(to_go(row, discount)[k], same, std)
+
+    return [[one(row, k) for k in range(len(row["turns"]))] for row in rows]
+
+
+def parted(rows, row):
+    """(last turn that another row of the group comes to alike, or 0; the rows that do, itself too)."""
+    together = [[r for r in siblings(rows, row) if history in r["histories"]] for history in row["histories"]]
+    last = max([k for k, alike in enumerate(together) if len(alike) > 1], default=0)
+    return last, together[last]
+
+
+def logo(rows, weight=1.0, std=True):
+    def one(row, k):
+        last, alike = parted(rows, row)
+        local = standardised(to_go(row, 1.0)[last], [to_go(r, 1.0)[last] for r in alike], std)
+        return of_row(rows, row, std) + (weight * local if 0 < last <= k else 0.0)
+
+    return [[one(row, k) for k in range(len(row["turns"]))] for row in rows]
+
+
+def step_values(rows, std=False):
+    def value(row):
+        return mean([r["reward"] for r in parted(rows, row)[1]])
+
+    def one(row, k):
+        last, alike = parted(rows, row)
+        if k < last:
+            return standardised(value(row), [value(r) for r in siblings(rows, row)], std)
+        return standardised(row["reward"], [r["reward"] for r in alike], std)
 
     return [[one(row, k) for k in range(len(row["turns"]))] for row in rows]
 

@@ -385,13 +385,15 @@ def batch_of(config, rows, critic, others=None):
 def turns_of(rollout, scores, i):
     """What of a row the oracle of turns looks at: what each was given and answers, and each drawn token's turn."""
     number, first = turn_numbers(rollout)[i], int(rollout.prompt_length[i])
-    states, ends = [], 0
+    states, histories, ends = [], [], 0
     for k in range(number.max() + 1):
         places = np.flatnonzero(number == k)
         states.append(tuple(rollout.tokens[i, ends : places[0]].tolist()))
+        histories.append(tuple(rollout.tokens[i, : places[0]].tolist()))
         ends = places[-1] + 1
     given = scores.columns["turn_reward"][i, : len(states)].astype(float).tolist()
-    return {"turns": given, "states": states, "turn": number[first:][number[first:] >= 0].tolist()}
+    turns = {"turns": given, "states": states, "histories": histories}
+    return turns | {"turn": number[first:][number[first:] >= 0].tolist()}
 
 
 # One of each kind of advantage and of sum; a compilation of its own for those with several updates in an iteration.
