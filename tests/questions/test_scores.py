@@ -58,6 +58,13 @@ def test_key_steps_tell_two_wrong_answers_apart():
     assert got == pytest.approx([0.05, 0, 1.1, 1])
 
 
+def test_keywords_are_counted_as_whole_words():
+    wanted = [["risk", "cash flow", "margin"]] * 3
+    texts = ["The RISK, and the margin.", "risks of cash and flow", "Cash flow: margin at risk"]
+    assert scores.keywords([], texts, wanted) == pytest.approx([2 / 3, 0, 1])
+    assert scores.keywords([], ["risk"], [[]]) == [0]
+
+
 def test_the_majority_is_the_label_and_no_label_is_read():
     texts = ["so 4", r"\boxed{4.0}", "<answer>5</answer>", "5", "no", "4"]
     assert scores.majority([], texts, answer=["5"] * 6) == [1, 1, 0, 0, 0, 1]

@@ -155,11 +155,15 @@ def test_greedy_answers_do_not_depend_on_who_else_asks_and_are_streamed_as_they_
         assert one["usage"]["completion_tokens"] <= 20
 
 
-def stream(server, body):
+def stream(server, body, wait_s=0.0):
     connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
     body = json.dumps(body | {"stream": True, "stream_options": {"include_usage": True}})
     connection.request("POST", "/v1/chat/completions", body)
-    lines = connection.getresponse().read().decode().split("\n\n")
+    response, parts = connection.getresponse(), []
+    while part := response.read1(64) if wait_s else response.read():
+        parts.append(part)
+        time.sleep(wait_s)
+    lines = b"".join(parts).decode().split("\n\n")
     assert lines[-2:] == ["data: [DONE]", ""]
     return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
 
@@ -348,7 +352,7 @@ def test_256_streams_at_once_for_a_minute_lose_and_mix_nothing(greedy):
                     plug.sendall(f"POST {CHAT} HTTP/1.1\r\nContent-Length: {len(data)}\r\n\r\n{data}".encode())
                     plug.recv(10)
                 continue
-            events = stream(greedy, bodies[i])
+            events = stream(greedy, bodies[i], wait_s=0.1 if rng.random() < 0.05 else 0.0)
             text = "".join(event["choices"][0]["delta"].get("content", "") for event in events if event["choices"])
             assert text == expected[i]
             count += 1

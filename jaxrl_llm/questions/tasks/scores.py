@@ -4,6 +4,7 @@ r"""Rewards for ``rewards.functions``, that suit many tasks: ``"jaxrl_llm.questi
     exact        1.0 where the answer is one of column ``answer``, but for case, articles and punctuation
     f1           share of words that answer and ``answer`` have in common (harmonic mean of precision and recall)
     key_steps    share of column ``key_steps``, texts, that the completion has on its way, with the right answer besides
+    keywords     share of column ``keywords``, texts, that the completion has
     majority     1.0 where the answer is that of most completions of the question: no label is looked at (TTRL)
     short_steps  where ``answer`` is met, the less the more steps (lines) there are; else 0
 
@@ -99,12 +100,22 @@ def key_steps(prompts: list, completions: list[str], answer: list, key_steps: li
     Source: StepRAR of R1-VL, arXiv:2503.12937, the soft match of key steps. Differs: its structure reward (StepRVR) is
         ``format``; the weight 0.1 is ours.
     """
-    scores = []
-    for text, right, steps in zip(completions, exact(prompts, completions, answer), key_steps, strict=True):
-        said = f" {' '.join(words_of(text))} "
-        found = sum(f" {' '.join(words_of(step))} " in said for step in steps)
-        scores.append(right + STEP_WEIGHT * found / max(len(steps), 1))
-    return scores
+    right = exact(prompts, completions, answer)
+    return [r + STEP_WEIGHT * _share(text, own) for r, text, own in zip(right, completions, key_steps, strict=True)]
+
+
+def keywords(prompts: list, completions: list[str], keywords: list, **columns: Any) -> list[float]:
+    """How many of the keywords that a completion must have it has, however many these are; of none 0.
+
+    Source: IFScale, instructions by the hundred of which each is a keyword to be said.
+    """
+    return [_share(text, own) for text, own in zip(completions, keywords, strict=True)]
+
+
+def _share(text: str, wanted: list[str]) -> float:
+    """Of texts those whose words follow each other in the completion's."""
+    said = f" {' '.join(words_of(text))} "
+    return sum(f" {' '.join(words_of(one))} " in said for one in wanted) / max(len(wanted), 1)
 
 
 def majority(prompts: list, completions: list[str], **columns: Any) -> list[float]:
