@@ -2,7 +2,7 @@
 
     python -m jaxrl_llm.train --config=configs/recipes/logo.py --workdir=runs/logo
 
-Four rows of sixteen share their first turns, one to four of them, and go on from that state each by itself: what
+Four rows of sixteen share their first turns, one or two of them, and go on from that state each by itself: what
 follows is compared among the four too. The questions are a maze for small models: set prompts, environments and rewards
 to your own.
 Source: Yan et al. 2026, arXiv:2605.21768. Differs: its equations were not found, and how both advantages are added is
@@ -18,5 +18,5 @@ def get_config():
     config = runpy.run_path("configs/maze.py")["get_config"]()
     config.rollout.prompts_per_iteration = 4
     config.rollout.group_size = 16
-    config.algorithm.advantage = use("logo", branch_rows=4, branch_turns=4)
+    config.algorithm.advantage = use("logo", branch_rows=4, branch_turns=2)
     return config

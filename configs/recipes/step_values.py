@@ -2,7 +2,7 @@
 
     python -m jaxrl_llm.train --config=configs/recipes/step_values.py --workdir=runs/step_values
 
-Four rows of sixteen share their first turns, one to four of them, and go on each by itself: what these come to is the
+Four rows of sixteen share their first turns, one or two of them, and go on each by itself: what these come to is the
 value of the state where they part. Shared turns have that value less the group's mean, later ones what they add to it.
 The questions are a maze for small models: set prompts, environments and rewards to your own.
 Source: Xiong et al. 2024, arXiv:2406.11176. Differs: it rolls out from each step of an expert, and imitates and prefers
@@ -18,5 +18,5 @@ def get_config():
     config = runpy.run_path("configs/maze.py")["get_config"]()
     config.rollout.prompts_per_iteration = 4
     config.rollout.group_size = 16
-    config.algorithm.advantage = use("step_values", branch_rows=4, branch_turns=4)
+    config.algorithm.advantage = use("step_values", branch_rows=4, branch_turns=2)
     return config

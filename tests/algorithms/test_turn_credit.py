@@ -11,6 +11,7 @@ from support.building import algorithm_config
 from support.rows import make_rows
 
 from jaxrl_llm.algorithms import turns
+from jaxrl_llm.config import ConfigError, freeze
 from jaxrl_llm.ops.groups import group_rows
 
 ROWS, WIDTH, TURNS = 24, 16, 4
@@ -140,6 +141,22 @@ def test_a_state_is_worth_what_becomes_of_it_and_both_parts_add_up_to_the_row_le
     np.testing.assert_allclose(got.sum(axis=1), [0.75, -0.25, -0.25, -0.25])
     local = by_turn(compute(arrays, "logo", (("std", False), ("weight", 2.0)))[0], arrays, number)
     np.testing.assert_allclose(local, [[0.75, 1.75], [-0.25, -1.25], [-0.25, -0.25], [-0.25, -0.25]])
+
+
+@pytest.mark.parametrize(
+    ("factory", "max_turns", "group_size", "said"),
+    [
+        ("", 4, 8, r"algorithm\.advantage='logo' needs environments\.factory='': rows part after turns"),
+        ("a:b", 1, 8, r"algorithm\.advantage\.branch_turns=1 must be less than environments\.max_turns=1"),
+        ("a:b", 4, 6, r"algorithm\.advantage\.branch_rows=4 must divide rollout\.group_size=6"),
+    ],
+)
+def test_branches_that_cannot_be_are_refused_before_anything_is_made(factory, max_turns, group_size, said):
+    settings = {"algorithm": {"advantage": {"name": "logo"}}, "rollout": {"prompts_per_iteration": 16}}
+    settings["environments"] = {"factory": factory, "max_turns": max_turns, "max_answer_tokens": 4}
+    settings["rollout"]["group_size"] = group_size
+    with pytest.raises(ConfigError, match=said):
+        freeze(settings)
 
 
 @pytest.mark.parametrize("kind", ["turn_gae", "step_gae"])
