@@ -329,14 +329,14 @@ class Sampler:
         return state, turns.told(state) if answers else (state.stop_reason, state.length)
 
     def _decode_chunk(self, params, state: SamplerState, version, key, answers) -> SamplerState:
+        # Made before the loop: in it, every layer would compute its tokens' angles anew.
+        rope = ropes.tables(self.model.arch, jnp.arange(self.row_tokens))
         if answers:
-            state = turns.hear(state, *answers, self.model.arch, self.model.attention)
+            state = turns.hear(self.model, params, state, rope, *answers)
         # Slots that all begin together fill their caches from the start: the live part is the least there is to read.
         state = state.replace(cache_end=jnp.where(jnp.any(state.slot_row >= 0), state.cache_end, 0))
         state = self._refill(state)
         prompt = self._prompts(state)
-        # Made before the loop: in it, every layer would compute its tokens' angles anew.
-        rope = ropes.tables(self.model.arch, jnp.arange(self.row_tokens))
 
         def busy(carry):
             step, state = carry
@@ -385,11 +385,9 @@ class Sampler:
         )
 
         noted = {"experts": moe.by_token(hidden, made)[1]} if self.keeps_experts else {}
-        waiting, is_drawn_MZ = state.waiting, active_MZ
+        waiting, drawn_sums = state.waiting, state.drawn
         if waiting:
             made = turns.keep_states(state, made, active_MZ, self.model.arch)
-            is_drawn_MZ &= length_MZ >= read(rows(waiting["known"]), row_MZ)
-        drawn_sums = state.drawn
         logits_ZV = sharding.constrain(project(hidden[:, 0], self.model.head(params)), "batch", "vocab")
         if sampling.temperature == 0.0:
             # Greedy has no distribution of its own: log-probs are the model's, at temperature 1.
@@ -415,20 +413,16 @@ class Sampler:
             )
             noted["entropy"] = entropy_Z
             new = DrawSums(1.0, -logp_Z, entropy_Z, jnp.square(logp_Z + entropy_Z), variance_Z, is_cut_Z)
-            drawn_sums = jax.tree.map(functools.partial(_add, is_drawn_MZ), drawn_sums, new)
+            drawn_sums = jax.tree.map(functools.partial(_add, active_MZ), drawn_sums, new)
         drawn_MZ, logp_MZ = drawn_Z.reshape(row_MZ.shape), logp_Z.reshape(row_MZ.shape)
         version_MZ = jnp.broadcast_to(version, row_MZ.shape)
-        if waiting:  # an answer's token in place of one that would be drawn
-            drawn = drawn_MZ, logp_MZ, version_MZ
-            drawn_MZ, logp_MZ, version_MZ, noted = turns.read_answer(state, is_drawn_MZ, drawn, noted)
 
         is_eos = jnp.zeros(drawn_MZ.shape, bool)
         for eos in self.eos_ids:
             is_eos |= drawn_MZ == eos
-        is_eos &= is_drawn_MZ
         is_full = index_MZ + 1 >= sampling.max_completion_tokens
         if waiting and self.turn_tokens:
-            is_full |= is_drawn_MZ & (turns.length_of(state) + 1 >= self.turn_tokens)
+            is_full |= turns.length_of(state) + 1 >= self.turn_tokens
         at_eos = STOP_NONE if waiting else STOP_EOS
         reason_MZ = jnp.where(is_eos, at_eos, jnp.where(is_full, STOP_LENGTH, STOP_NONE)).astype(jnp.int8)
 

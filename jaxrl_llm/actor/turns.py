@@ -1,14 +1,17 @@
 """Completions of several turns, on the device: rows wait for their environment, then read what it answers.
 
     step       the policy ends a turn: its row waits in its slot, which others' steps go past
-    chunk      a row that has waited through a whole chunk takes the answer that the host has by then
-    step       the answer's tokens are read one by one, as the policy's own would be; then the policy draws again
+    chunk      a row that has waited through a whole chunk takes the answer that the host has by then, and reads it: the
+               next tokens of some rows are one forward, after another, until none is left to read
+    step       the policy draws again, after the answer's last token
 
 Which chunk takes an answer follows from the state alone, not from when the environment was done: the same rows come of
-a run that was stopped and resumed. What a slot that waits writes into its cache is garbage, after its row's tokens;
-these are moved behind it when the row goes on, for a cache's newest token lies before its end.
+a run that was stopped and resumed. A row that reads sees its prompt and its cache as rows of the learner see their
+prompt, in the order of their tokens. What a slot that waits writes into its cache is garbage, after its row's tokens:
+these are moved behind it when the row reads, for a cache's newest token lies before its end.
 
-Letters: as in ``sampler.py``, and A the width of an answer.
+Letters: as in ``sampler.py``, and A the width of an answer, R rows that read at once, T tokens of each, C places of a
+layer's cache.
 Owns: what a row that waits is, how it goes on. Does not know: environments, text, how a token is drawn.
 """
 
@@ -21,11 +24,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxrl_llm.models import moe
 from jaxrl_llm.models.architecture import Architecture
+from jaxrl_llm.models.attention import Prompt
+from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.runtime import sharding
-from jaxrl_llm.runtime.programs import run_if
 
 Waiting = Mapping[str, jax.Array]
+
+# A forward of answers is of so many tokens of each row at most, and of so large a part of the slots: where few rows
+# have little to read, little is computed that nobody wants.
+READ_TOKENS, READ_PART = 32, 4
 
 
 def empty(shards: int, entries: int, group_size: int, slots: int) -> Waiting:
@@ -79,54 +88,131 @@ def sample_of(state: Any, sample: jax.Array, group_id: jax.Array, branches: tupl
     return jnp.where(is_shared, sample // rows * rows, sample)
 
 
-def hear(state: Any, answers: jax.Array, verdict: jax.Array, arch: Architecture, implementation: str) -> Any:
-    """A ``SamplerState`` whose due rows have what the environment said.
+def hear(model: Model, params: Any, state: Any, rope: Any, answers: jax.Array, verdict: jax.Array) -> Any:
+    """A ``SamplerState`` whose due rows have what the environment said, and have read it but for its last token.
 
     Args:
+        params, rope: as a decode step has them; the next one takes the last token.
         answers: [M,E,G,A] i32 tokens of each row's answer, 0 after them.
         verdict: [M,E,G] i32, above 0 how many tokens it has; below 0 minus the ``STOP_*`` that the row ends with; 0
             where there is nothing to hear. Of a row that is not due it is not looked at.
     """
-    w = state.waiting
+    w, columns = state.waiting, dict(state.columns)
     said = jnp.where(w["is_waiting"] & w["is_due"], verdict, 0)
     goes_on, ends = said > 0, said < 0
-    known = jnp.where(goes_on, state.length + said, w["known"])
     place = jnp.arange(state.tokens.shape[3]).reshape(1, 1, 1, -1) - state.length[..., None]
     new = jnp.take_along_axis(answers, jnp.clip(place, 0, answers.shape[3] - 1), axis=3)
-    slot_goes_on, slot_ends = (by_slot(state, x) & (state.slot_row >= 0) for x in (goes_on, ends))
-    shift = jnp.where(slot_goes_on, w["idle_steps"], 0)
-    move = functools.partial(_move_caches, shift_Z=shift.reshape(-1), arch=arch, implementation=implementation)
-    cache_k, cache_v = run_if(jnp.any(shift > 0), move, (state.cache_k, state.cache_v))
+    is_new = (place >= 0) & (place < said[..., None])
+    if "support" in columns:  # all that such a token could have been is itself
+        columns["support"] = jnp.where(is_new[..., None], new[..., None], columns["support"])
+    slot_ends = by_slot(state, ends) & (state.slot_row >= 0)
     waits = w["is_waiting"] & (said == 0)
-    return state.replace(
-        cache_k=cache_k,
-        cache_v=cache_v,
-        tokens=jnp.where((place >= 0) & (place < said[..., None]), new, state.tokens),
+    state = state.replace(
+        tokens=jnp.where(is_new, new, state.tokens),
         stop_reason=jnp.where(ends, -said, state.stop_reason).astype(jnp.int8),
         slot_row=jnp.where(slot_ends, -1, state.slot_row),
+        columns=columns,
         waiting={
             "is_waiting": waits,
             "is_due": waits,  # when the chunk that now begins has ended
-            "known": known,
+            "known": jnp.where(goes_on, state.length + said, w["known"]),
             "heard": w["heard"] + goes_on,
-            "idle_steps": jnp.where(slot_goes_on | slot_ends, 0, w["idle_steps"]),
+            "idle_steps": jnp.where(slot_ends, 0, w["idle_steps"]),
         },
+    )
+    read = functools.partial(_read, model, params, rope, min(answers.shape[3], READ_TOKENS))
+    return jax.lax.while_loop(lambda state: jnp.any(_unread(state) > 0), read, state)
+
+
+def _unread(state: Any) -> jax.Array:
+    """[M,Z/M] i32, how many tokens of each slot's row are known and not read."""
+    return jnp.where(state.slot_row >= 0, by_slot(state, state.waiting["known"] - state.length), 0)
+
+
+def _read(model: Model, params: Any, rope: Any, T: int, state: Any) -> Any:
+    """Up to T tokens of the first of each shard's rows that have some to read."""
+    (M, slots), (_, _, G, S), unread_MZ = state.slot_row.shape, state.tokens.shape, _unread(state)
+    slot_MR = jnp.argsort(unread_MZ <= 0, axis=1, stable=True)[:, : -(-slots // READ_PART)]
+    take = lambda of_slots: jnp.take_along_axis(of_slots, slot_MR, axis=1)
+    row_MR, size_MR = take(jnp.maximum(state.slot_row, 0)), jnp.clip(take(unread_MZ), 0, T)
+    length_MR, prompt_MR = (take(by_slot(state, x)) for x in (state.length, state.prompt_length))
+    rows = lambda x: x.reshape(M, -1, *x.shape[3:])
+    place_MRT = length_MR[..., None] + jnp.arange(T)[None, None]  # of the tokens after each, in their rows
+    token_MRT = jax.vmap(lambda t, r, p: t[r[:, None], p])(rows(state.tokens), row_MR, jnp.minimum(place_MRT, S) - 1)
+
+    flat = lambda x: sharding.constrain(x.reshape(-1, *x.shape[2:]), "batch", *(None,) * (x.ndim - 2))
+    at = {"slot": slot_MR, "entry": row_MR // G, "size": size_MR, "idle": take(state.waiting["idle_steps"])}
+    at |= {"oldest": prompt_MR - 1, "next": length_MR - 1}  # positions: of a cache's first token, of the first to read
+    at |= {"end": jnp.broadcast_to(state.cache_end, size_MR.shape)}
+    at = {name: flat(x) for name, x in at.items()}
+
+    def each(function, *arrays):  # of keys and of values, by layer; by each device on its own rows and heads
+        def one(axis, layer, first, *others):
+            split = ("batch", "kv_heads")[: first.ndim - 2]
+            axes = (*(split for _ in (first, *others)), ("batch",))
+            call = functools.partial(function, None if layer.is_delta else axis)
+            return sharding.by_device(call, first, *others, at, axes=axes, shared=len(split))
+
+        both = zip((2 if model.attention == "splash" else 3, 2), *arrays, strict=True)
+        return [tuple(map(functools.partial(one, axis), model.arch.by_layer, *x)) for axis, *x in both]
+
+    past = each(functools.partial(_past, S), (state.prompt_k, state.prompt_v), (state.cache_k, state.cache_v))
+    seen = Prompt(*past, visible=jnp.arange(S)[None] < at["next"][:, None])
+    how = {"prompt": seen, "length": at["size"], "rope": rope}
+    hidden, made = model.forward(params, flat(token_MRT), flat(place_MRT) - 1, **how)
+    cache_k, cache_v = each(_kept, past, made[:2], (state.cache_k, state.cache_v))
+
+    columns, unrows = dict(state.columns), lambda x: x.reshape(state.length.shape + x.shape[2:])
+    if "experts" in columns:  # each token has the choice of the one before it
+        chosen = moe.by_token(hidden, made)[1].reshape(*place_MRT.shape, -1).astype(columns["experts"].dtype)
+        place_MRT = jnp.where(jnp.arange(T)[None, None] < size_MR[..., None], place_MRT, S)  # out of range: padding's
+        put = jax.vmap(lambda t, r, p, x: t.at[r[:, None], p].set(x, mode="drop"))
+        columns["experts"] = unrows(put(rows(columns["experts"]), row_MR, place_MRT, chosen))
+    length = jax.vmap(lambda t, r, x: t.at[r].add(x))(rows(state.length), row_MR, size_MR)
+    idle = jax.vmap(lambda t, slot, x: t.at[slot].multiply(x == 0))(state.waiting["idle_steps"], slot_MR, size_MR)
+    return state.replace(
+        cache_k=cache_k,
+        cache_v=cache_v,
+        length=unrows(length),
+        columns=columns,
+        waiting={**state.waiting, "idle_steps": idle},
     )
 
 
-def _move_caches(caches: Any, *, shift_Z: jax.Array, arch: Architecture, implementation: str) -> Any:
-    """Keys and values of each slot so many places on, round from the end to the beginning."""
+def _past(width: int, axis: int | None, of_prompts: jax.Array, blocks: tuple[jax.Array, ...], at: Any) -> jax.Array:
+    """A layer's keys, or values, of the rows that read, in the order of their tokens: [R,K,S,H]; or their states.
 
-    def moved(blocks, axis):
-        turn = jax.vmap(lambda x, by: jnp.roll(x, by, axis - 1))
-        whole = jnp.concatenate(blocks, axis=axis)
-        whole = sharding.by_device(turn, whole, shift_Z, axes=(("batch", "kv_heads"), ("batch",)), shared=2)
-        width = blocks[0].shape[axis]
-        return tuple(jax.lax.slice_in_dim(whole, i * width, (i + 1) * width, axis=axis) for i in range(len(blocks)))
+    Args:
+        axis: of a block's places; None where it has states.
+        of_prompts: [E,K,L,H].
+        at: numbers of these rows, [R] i32 by name.
+    """
+    own = jnp.concatenate([x[at["slot"]] for x in blocks], axis=axis or 0)
+    if axis is None:
+        return own
+    place_RS = (at["end"] - at["idle"] - at["next"])[:, None] + jnp.arange(width)[None]
+    own = _in_order(jnp.moveaxis(own, axis, 2), place_RS % own.shape[axis])
+    prompts = jnp.pad(of_prompts[at["entry"]], ((0, 0), (0, 0), (0, width - of_prompts.shape[2]), (0, 0)))
+    is_before_RS = jnp.arange(width)[None] < at["oldest"][:, None]
+    return jnp.where(is_before_RS[:, None, :, None], prompts, own)
 
-    key_axis = 2 if implementation == "splash" else 3
-    of = lambda axis: lambda layer, blocks: blocks if layer.is_delta else moved(blocks, axis)
-    return tuple(tuple(map(of(axis), arch.by_layer, x)) for x, axis in zip(caches, (key_axis, 2), strict=True))
+
+def _kept(axis: int | None, past_RKSH: jax.Array, new_RKTH: jax.Array, blocks: tuple[jax.Array, ...], at: Any) -> Any:
+    """The layer's blocks, of all slots, with what the rows have read; arguments as of ``_past``."""
+    parts, slot = [new_RKTH], jnp.where(at["size"] > 0, at["slot"], len(blocks[0]))  # out of range: as it was
+    if axis is not None:
+        S, C = past_RKSH.shape[2], sum(x.shape[axis] for x in blocks)
+        age_RC = (at["end"][:, None] - 1 - jnp.arange(C)[None]) % C
+        nth_RC = at["size"][:, None] - 1 - age_RC  # of the new tokens; below 0: before them
+        index_RC = jnp.where(nth_RC < 0, at["next"][:, None], S) + nth_RC
+        both = jnp.concatenate([past_RKSH, new_RKTH], axis=2)
+        parts = jnp.split(jnp.moveaxis(_in_order(both, jnp.maximum(index_RC, 0)), 2, axis), len(blocks), axis=axis)
+    whole = lambda x: jnp.where(jnp.isfinite(x), x, 0)  # a row gone wrong leaves nothing in its slot
+    return tuple(x.at[slot].set(whole(part), mode="drop") for x, part in zip(blocks, parts, strict=True))
+
+
+def _in_order(x_RKXH: jax.Array, index_RY: jax.Array) -> jax.Array:
+    return jnp.take_along_axis(x_RKXH, index_RY[:, None, :, None], axis=2)
 
 
 def keep_states(state: Any, made: Any, is_active_MZ: jax.Array, arch: Architecture) -> Any:
@@ -138,7 +224,7 @@ def keep_states(state: Any, made: Any, is_active_MZ: jax.Array, arch: Architectu
         mask = lambda x: is_active_MZ.reshape(-1, *(1,) * (x.ndim - 1))
         return tuple(jnp.where(mask(x), y, x) for x, y in zip(old, new, strict=True))
 
-    of = zip((state.cache_k, state.cache_v), made, strict=True)
+    of = zip((state.cache_k, state.cache_v), made[:2], strict=True)
     return tuple(tuple(map(kept, arch.by_layer, old, new)) for old, new in of)
 
 
@@ -146,24 +232,6 @@ def gone_on(state: Any, is_waiting: jax.Array, is_active_MZ: jax.Array) -> Waiti
     """``state.waiting`` after a step that went past other slots with a row than the active ones."""
     idle_steps = state.waiting["idle_steps"] + ((state.slot_row >= 0) & ~is_active_MZ)
     return {**state.waiting, "is_waiting": is_waiting, "idle_steps": idle_steps}
-
-
-def read_answer(state: Any, is_drawn_MZ: jax.Array, drawn: Any, noted: Any) -> tuple[Any, ...]:
-    """Tokens, log-probs, policy versions [M,Z/M] and what is noted of tokens where answers are read instead of drawn.
-
-    No policy drew these: log-prob 0, version -1, entropy 0; all that the token could have been is itself.
-    """
-    M, _, _, S = state.tokens.shape
-    row, length = jnp.maximum(state.slot_row, 0), by_slot(state, state.length)
-    answer_MZ = jax.vmap(lambda tokens, row, place: tokens[row, place])(state.tokens.reshape(M, -1, S), row, length)
-    tokens, logp, version = (jnp.where(is_drawn_MZ, x, y) for x, y in zip(drawn, (answer_MZ, 0.0, -1), strict=True))
-    is_drawn_Z, answer_Z = is_drawn_MZ.reshape(-1), answer_MZ.reshape(-1)
-    noted = dict(noted)
-    if noted.get("support") is not None:
-        noted["support"] = jnp.where(is_drawn_Z[:, None], noted["support"], answer_Z[:, None])
-    if "entropy" in noted:
-        noted["entropy"] = jnp.where(is_drawn_Z, noted["entropy"], 0.0)
-    return tokens, logp, version, noted
 
 
 def told(state: Any) -> tuple[jax.Array, ...]:

@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm.models.architecture import Architecture
-from jaxrl_llm.models.attention import Cache, Groups, block_shapes
+from jaxrl_llm.models.attention import Cache, Groups, Prompt, block_shapes
 from jaxrl_llm.models.delta import Delta
 from jaxrl_llm.models.kernels import context
 from jaxrl_llm.models.kernels.learner import Units
@@ -97,6 +97,7 @@ def mix(
     visible: Groups | Units | Line | None = None,
     positions: jax.Array | None = None,
     length: jax.Array | None = None,
+    prompt: Prompt | None = None,
     cache: Cache | None = None,
 ) -> tuple[jax.Array, Any]:
     """What the layer has in attention's place.
@@ -107,11 +108,11 @@ def mix(
         visible: which tokens are a token's past; None = all before it.
         positions: [B,T] i32 in the row; lines want them.
         length: [B] i32 tokens that the states to return are of; None = all.
-        cache: the row's states, as ``Delta.empty`` has them; wants T = 1.
+        prompt: with the rows' states before the tokens, as ``Delta.empty`` has them; beside a cache it says nothing.
+        cache: the same, each in a tuple of one; wants T = 1.
 
     Returns:
-        [B,T,D], and the states after the tokens, as they came: with a cache in two tuples of one; of whole
-        groups none.
+        [B,T,D], and the states after the tokens, as they came; of whole groups none.
     """
     d, (B, T, _) = arch.delta, h_BTD.shape
     mixed_BTC, z_BTNV, b_BTN, a_BTN = _inputs(h_BTD, project, d)
@@ -128,7 +129,8 @@ def mix(
     elif isinstance(visible, Groups):
         out_BTNV, new = _groups(*of_tokens, visible, **how), (None, None)
     else:
-        out_BTNV, *new = _rows(*of_tokens, line=visible, positions=positions, length=length, **how)
+        before = None if prompt is None else (prompt.keys, prompt.values)
+        out_BTNV, *new = _rows(*of_tokens, before=before, line=visible, positions=positions, length=length, **how)
     out_BTNV = context.to_tokens(out_BTNV)
     out = out_BTNV * jax.lax.rsqrt(jnp.mean(jnp.square(out_BTNV), axis=-1, keepdims=True) + arch.norm_eps)
     out = own("delta_norm").astype(h_BTD.dtype)[None, None, None] * out.astype(h_BTD.dtype)

@@ -158,8 +158,8 @@ class Blocks(nnx.Module):
 
         h = norm(x_BTD, "attention_norm")
         if layer.is_delta:
-            how = {**past, "positions": positions, "cache": kv.get("cache")}
-            out_BTD, new = delta_rule.mix(h, project, lambda name: getattr(self, name)[...], arch, **how)
+            own = lambda name: getattr(self, name)[...]
+            out_BTD, new = delta_rule.mix(h, project, own, arch, positions=positions, **past, **kv)
         else:
             out_BTD, new = attention(h)
         x_BTD = x_BTD + norm(out_BTD, "attention_post_norm")

@@ -15,7 +15,6 @@ from support.building import (
     CUBE,
     EIGHT,
     EOS_IDS,
-    PROMPT_TOKENS,
     Sampling,
     interrupt,
     letters,
@@ -24,9 +23,11 @@ from support.building import (
 )
 
 from jaxrl_llm.actor import redealing
+from jaxrl_llm.actor import turns as turns_of_rows
 from jaxrl_llm.actor.conversation import Conversations
 from jaxrl_llm.actor.environment import Reply
 from jaxrl_llm.config import Config, EnvironmentsConfig, MeshConfig, SamplingConfig
+from jaxrl_llm.models import moe
 from jaxrl_llm.models.architecture import Layer
 from jaxrl_llm.models.delta import Delta
 from jaxrl_llm.models.row_logp import row_logp
@@ -273,20 +274,35 @@ def test_rows_do_not_depend_on_slots_chunks_or_the_mesh(settings):
     np.testing.assert_allclose(rollout.behaviour_logp, base()[0].behaviour_logp[: len(rollout.tokens)], atol=1e-5)
 
 
-def test_rows_of_windows_and_of_the_delta_rule_are_the_learners():
-    """What a slot keeps of tokens is of another kind in each."""
-    window = dataclasses.replace(building.TINY, layers=(Layer(window=5), Layer()))
+def test_rows_of_windows_states_and_experts_are_the_learners(monkeypatch):
+    """What a slot keeps of tokens is of another kind in each; longer answers are read in two parts."""
+    monkeypatch.setattr(turns_of_rows, "READ_TOKENS", 3)
+    of = functools.partial(dataclasses.replace, building.TINY)
     delta = Delta(key_heads=2, value_heads=2, key_size=4, value_size=4, taps=3, is_grouped=False)
-    states = dataclasses.replace(building.TINY, layers=(Layer(is_delta=True), Layer()), delta=delta)
-    for arch in (window, states):
-        talking = Talking(arch=arch, num_slots=5, chunk_steps=3)
+    window = {"arch": of(layers=(Layer(window=5), Layer()))}
+    states = {"arch": of(layers=(Layer(is_delta=True), Layer()), delta=delta)}
+    experts = {"arch": of(num_experts=5, experts_per_token=2, ffn=8, sinks=True), "keeps_experts": True}
+    experts["sampling"] = {"max_completion_tokens": WIDTH, "top_k": 50}
+    for settings in (window, states, experts):
+        talking = Talking(**settings, num_slots=5, chunk_steps=3)
         rollout, _ = talking(make_prompts(range(8)))
-        drawn = rollout.policy_version >= 0
+        drawn, place = rollout.policy_version >= 0, np.arange(rollout.tokens.shape[1])
+        said = ~drawn & (place >= rollout.prompt_length[:, None]) & (place < rollout.length[:, None])
+        assert said.any()
+        model, rows = talking.sampler.model, (rollout.tokens, rollout.prompt_length, rollout.length)
         how = {"sampling": talking.sampler.sampling, "completion_width": WIDTH, "chunk_positions": 3}
-        learner = jax.jit(functools.partial(row_logp, talking.sampler.model, **how))
-        logp = learner(talking.params, rollout.tokens, rollout.prompt_length, rollout.length).logp
+        learner, support = jax.jit(functools.partial(row_logp, model, **how)), rollout.columns.get("support")
+        logp = learner(talking.params, *rows, support).logp
         np.testing.assert_allclose(np.where(drawn, rollout.behaviour_logp - logp, 0.0), 0.0, atol=1e-5)
-        assert (~drawn & (np.arange(drawn.shape[1]) > PROMPT_TOKENS)).any()
+        if "experts" not in rollout.columns:
+            continue
+        np.testing.assert_array_equal(np.ptp(support[said], axis=1), 0)
+        np.testing.assert_array_equal(support[said][:, 0], rollout.tokens[said])
+        # Each token has the choice that a forward of the whole row makes at the one before it.
+        positions = np.broadcast_to(place, rollout.tokens.shape)
+        _, chosen = moe.by_token(*jax.jit(model.forward)(talking.params, rollout.tokens, positions))
+        known = (place[1:] < rollout.length[:, None])[..., None]
+        np.testing.assert_array_equal(rollout.columns["experts"][:, 1:] * known, chosen[:, :-1] * known)
 
 
 @pytest.mark.parametrize("chunk", [2, 3, 5, 6])
