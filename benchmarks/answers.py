@@ -3,9 +3,9 @@
     python -m benchmarks.answers                  # 13 M parameters, answers of 8, 32 and 96 tokens
     python -m benchmarks.answers --size tiny      # seconds
 
-A turn of the policy's ends with one token in 16, and has an answer of random tokens until the completion is full; the
+A turn of the policy's ends with one token in 16, and is answered until the completion is full; the
 environment takes no time. Printed: medians over rounds of the seconds and CPU seconds of a generation, and chunks that
-the sampler was asked for. All answers take their turns in each round.
+the sampler was asked for. Answers of each length take their turns in each round.
 """
 
 from __future__ import annotations
@@ -106,15 +106,14 @@ class Contender:
         return time.perf_counter() - start, time.process_time() - cpu, self._chunks
 
 
-def measure(size: str, rounds: int) -> list[Figure]:
-    contenders = {answer: Contender(size, answer) for answer in ANSWERS}
+def measure(size: str, answers: list[int], rounds: int) -> list[Figure]:
+    contenders = {answer: Contender(size, answer) for answer in answers}
     seconds = [[one.round() for one in contenders.values()] for _ in range(rounds)]
     figures = []
     for i, answer in enumerate(contenders):
-        for name, values in zip(("s", "cpu_s", "chunks"), zip(*(x[i] for x in seconds), strict=True), strict=True):
-            figures.append(
-                Figure(f"{answer}/{name}", statistics.median(values), "" if name == "chunks" else "s", "less")
-            )
+        medians = (statistics.median(values) for values in zip(*(x[i] for x in seconds), strict=True))
+        for (name, unit), value in zip((("s", "s"), ("cpu_s", "s"), ("chunks", "")), medians, strict=True):
+            figures.append(Figure(f"{answer}/{name}", value, unit, "less"))
         figures.append(Figure(f"{answer}/share_drawn", contenders[answer].drawn, ""))
     return figures
 
@@ -123,8 +122,9 @@ def main(arguments: list[str]) -> int:
     parser = results.Arguments(prog="python -m benchmarks.answers", description=__doc__.splitlines()[0])
     parser.add_argument("--size", choices=SLOTS, default="medium")
     parser.add_argument("--rounds", type=results.at_least(1), default=5)
+    parser.add_argument("--answers", nargs="+", type=results.at_least(1), default=ANSWERS, help="tokens of each")
     options = parser.parse_args(arguments)
-    for figure in measure(options.size, options.rounds):
+    for figure in measure(options.size, options.answers, options.rounds):
         print(f"{figure.name:20} {figure.value:10.3f} {figure.unit}")
     return 0
 
