@@ -67,6 +67,7 @@ class Group:
     stop_reasons: list[int]
     rewards: list[float] | None
     ticket: Any = None
+    played: Any = None  # no environment has answered: they are scored as ``FinishedGroup`` of such a run are
 
 
 class External:

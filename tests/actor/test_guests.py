@@ -3,6 +3,7 @@
 Log-probabilities come from the oracle in loops and float64; orders and positions are by hand.
 """
 
+import functools
 import json
 import re
 import types
@@ -15,6 +16,7 @@ from reference import transformer
 from support import building
 from support.building import COMPLETION_TOKENS, CUBE, EOS_IDS, ONE, PROMPT_TOKENS, TINY, mesh_of
 
+from jaxrl_llm.actor.actor import Actor
 from jaxrl_llm.actor.generator import FinishedGroup
 from jaxrl_llm.actor.guests import External, shared_groups
 from jaxrl_llm.algorithms import credit
@@ -95,6 +97,15 @@ def test_a_line_becomes_the_rows_of_a_group(tmp_path):
     # Of the second alone rewards are asked for, with the texts.
     assert [group.example.prompt for group in tickets] == ["p"] and guests.groups[1].ticket == 1
     assert guests.groups[0].rewards[0] == 1 and np.isnan(guests.groups[0].rewards[1])
+
+
+def test_what_comes_without_rewards_the_actor_hands_to_the_pool_as_what_was_sampled(tmp_path):
+    given = []
+    actor = types.SimpleNamespace(_pool=types.SimpleNamespace(submit=lambda *call: given.append(call)), _decode=tuple)
+    path = written(tmp_path, line("asked", ["a", "b"]), line("told", rewards=[0, 1]))
+    external(path).next_groups(0, functools.partial(Actor._score, actor))
+    ((example, texts, played),) = given
+    assert (example.prompt, texts, played) == ("asked", [(97, END), (98, END)], None)
 
 
 @pytest.mark.parametrize(("special_tokens", "in_text"), [(False, [*b"<|eos|>"]), (True, [END])])
