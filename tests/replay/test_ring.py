@@ -61,11 +61,16 @@ def shape_of(num_rows, width=WIDTH):
     return jax.eval_shape(lambda: make_experience(jnp.arange(num_rows), width=width, xp=jnp))
 
 
-jit_insert = jax.jit(replay.insert, static_argnames=("config", "pass_threshold"), donate_argnums=0)
+# Outside of a compiled function each of their operations would be a program of its own.
+INSERT_SETTINGS = ("config", "pass_threshold", "group_size", "imitates")
+jit_insert = jax.jit(replay.insert, static_argnames=INSERT_SETTINGS, donate_argnums=0)
 jit_draw = jax.jit(replay.draw, static_argnames=("config", "batch_size", "group_size"), donate_argnums=0)
 
 
 jit_last_drawn = jax.jit(faults.last_drawn, static_argnames="batch_size")
+jit_usage, jit_sums = jax.jit(replay.usage), jax.jit(replay.sums)
+jit_ended = jax.jit(replay.ended, static_argnames="num_new")
+jit_spent = jax.jit(is_spent, static_argnames="config")
 jit_copy = jax.jit(lambda ring: jax.tree.map(jnp.copy, ring))
 
 
@@ -108,10 +113,10 @@ def test_ring_equals_its_definition_over_any_insert_evict_draw(which, steps):
             ids = list(range(next_id, next_id + len(argument)))
             next_id += len(argument)
             rows = make_experience(ids, argument)
-            before, ended = replay.usage(ring), len(model.ended)
+            before, ended = jit_usage(ring), len(model.ended)
             ring = jit_insert(ring, rows, np.int32(iteration), config, pass_threshold=0.5)
             model.insert(ids, argument, iteration)
-            found = replay.ended(before, ring, num_new=len(ids))
+            found = jit_ended(before, ring, num_new=len(ids))
             assert found == {"ended_rows": len(model.ended) - ended, "ended_uses": sum(model.ended[ended:])}
         else:
             key = jax.random.key(argument)
@@ -212,13 +217,12 @@ def check_last_drawn(found, rows, info):
 def test_a_ring_of_groups_gives_the_slots_of_tied_superseded_and_used_up_ones_first():
     """Four groups of two fit. The oldest that may still be drawn is there when the fifth comes, and is drawn."""
     config = ReplayConfig(skip_tied=True, latest_visit=True, max_uses=1)
-    insert = functools.partial(replay.insert, config=config, pass_threshold=0.5, group_size=2)
+    insert = functools.partial(jit_insert, config=config, pass_threshold=0.5, group_size=2)
 
     def ids(ring):
         return ids_of(ring.slots)[0].tolist()
 
-    ring = replay.init(shape_of(1), capacity=8, num_shards=1)
-    ring = insert(ring, rows_of_questions([5, 6], ["right", "wrong"] * 2, 0), iteration=np.int32(0))
+    ring = insert(jit_init(8, 1), rows_of_questions([5, 6], ["right", "wrong"] * 2, 0), iteration=np.int32(0))
     tied = rows_of_questions([7, 8], ["right", "wrong"] * 2, 4, advantage=[1, 1, 0, 0])
     ring = insert(ring, tied, iteration=np.int32(1))
     assert ids(ring) == list(range(8))
@@ -229,8 +233,8 @@ def test_a_ring_of_groups_gives_the_slots_of_tied_superseded_and_used_up_ones_fi
     assert ids(ring) == [0, 1, 8, 9, 4, 5, 10, 11]
     # The newest group is used up: the next goes there, though the oldest has been in the ring for four iterations.
     fresh = ReplayConfig(**{**vars(config), "fresh_fraction": 1.0})
-    ring, batch, _ = replay.draw(ring, jax.random.key(0), np.int32(3), fresh, batch_size=2, group_size=2)
-    assert ids_of(batch).tolist() == [[10, 11]] == ids_of(faults.last_drawn(ring, batch_size=2)).tolist()
+    ring, batch, _ = jit_draw(ring, jax.random.key(0), np.int32(3), fresh, batch_size=2, group_size=2)
+    assert ids_of(batch).tolist() == [[10, 11]] == ids_of(jit_last_drawn(ring, batch_size=2)).tolist()
     ring = insert(ring, rows_of_questions([10], ["right", "wrong"], 12), iteration=np.int32(4))
     assert ids(ring) == [0, 1, 8, 9, 4, 5, 12, 13]
     # Nothing is spent: now the oldest goes.
@@ -278,7 +282,7 @@ def test_whatever_can_be_drawn_is_not_overwritten_before_what_cannot():
             rows = make_experience(np.arange(2) + 2 * iteration + 1)
             advantage = rng.integers(0, 2, (2, 1)) * np.ones_like(rows.advantage)
             ring = jit_insert(ring, rows.replace(advantage=advantage), np.int32(iteration), config)
-            spent = np.asarray(is_spent(ring, np.int32(iteration), config))[0]
+            spent = np.asarray(jit_spent(ring, np.int32(iteration), config))[0]
             names = set(ids_of(ring.slots)[0][spent].tolist()) - {0}  # slots never written
             for later in range(iteration, iteration + 3):
                 key = jax.random.key(later)
@@ -349,7 +353,7 @@ def test_a_ring_of_one_iteration_is_on_policy():
         key = jax.random.key(iteration)
         ring, rows, info = jit_draw(ring, key, np.int32(iteration), ReplayConfig(), batch_size=8)
         assert sorted(ids_of(rows).ravel().tolist()) == ids.tolist()
-        sums = {name: int(value) for name, value in replay.sums(info).items()}
+        sums = {name: int(value) for name, value in jit_sums(info).items()}
         unique = sums.pop("unique_prompt_count")
         assert unique == 4  # two rows of each question
         expected = {"age_sum": 0, "age_max": 0, "uses_sum": 8, "first_use_count": 8, "real_count": 8}
@@ -410,7 +414,7 @@ def test_a_demonstration_stays_where_it_is_imitated_though_its_group_is_tied():
     group = np.array([-1, -1, -1, 7], np.int32)
     rows = rows.replace(rollout=rows.rollout.replace(group_id=group)).with_columns(tied=np.ones(4, bool))
     for imitates, retired in ((False, [True] * 4), (True, [False, False, True, True])):
-        ring = replay.insert(
+        ring = jit_insert(
             jit_init(4, 1), rows, np.int32(0), ReplayConfig(skip_tied=True), pass_threshold=0.0, imitates=imitates
         )
         assert ring.is_retired[0].tolist() == retired
