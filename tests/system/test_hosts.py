@@ -326,6 +326,7 @@ def test_hosts_with_folders_of_their_own_are_all_refused(tmp_path):
     assert statuses == [2, 2] and all("must be a folder that all hosts share" in text for text in outputs), outputs
 
 
+@pytest.mark.slow  # likewise
 def test_hosts_that_differ_are_all_refused_with_what_differs(tmp_path):
     job = Job(2, tmp_path, {}, flags=(f"--workdir={tmp_path / 'run'}",), of_host={1: ["--config.seed=5"]})
     statuses, outputs = job.end()
@@ -390,6 +391,22 @@ def test_a_job_that_cannot_be_joined_is_said(monkeypatch):
     monkeypatch.setattr(ghosts.jax.distributed, "initialize", refused)
     with pytest.raises(ConfigError, match="cannot join its job: DEADLINE_EXCEEDED: 1 of 2 came"):
         hosts.initialize()
+
+
+def test_what_a_run_is_of_is_compared_before_it_begins(monkeypatch, tmp_path):
+    class ComparedError(Exception):
+        pass
+
+    def agree(**facts):
+        raise ComparedError(facts)
+
+    monkeypatch.setattr(hosts, "agree", agree)
+    mapping = building.settings_of(CONFIG, {"seed": 5, "prompts.size": 3, "eval.num_prompts": 0})
+    with pytest.raises(ComparedError) as compared:
+        train_module.train(freeze(mapping), tmp_path / "run")
+    (facts,) = compared.value.args
+    assert json.loads(facts["config"])["seed"] == 5
+    assert [prompt for prompt, _ in facts["questions"]] == [f"Write letters like {x}:" for x in "abc"]
 
 
 def test_questions_that_differ_are_named_with_where(monkeypatch):
