@@ -21,7 +21,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     # One compilation cache for the session, the processes it starts included; gone with it.
     CACHE = tempfile.TemporaryDirectory(prefix="jaxrl_llm_tests_")
     os.environ["JAX_COMPILATION_CACHE_DIR"] = CACHE.name
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.05"
 
 import jax  # noqa: E402, what is above is read when it is imported
 import jaxtyping  # noqa: E402
