@@ -228,7 +228,7 @@ def test_the_table_of_recipes_is_what_its_command_prints(folder):
 
 # What other tests run as well (test_plan, test_sweep, system) is slow here; nothing later reads what it writes.
 SLOW = ("jaxrl_llm.plan ", "jaxrl_llm.sweep ", "jaxrl_llm.sft ", "--config=mine.py ", "runs/capitals", "runs/loop")
-SLOW += ("runs/adapters", "runs/own ")  # the latter as it stands, by system/test_own_functions
+SLOW += ("jaxrl_llm.replay_plan --mu", "runs/adapters", "runs/own ")  # the last as it stands, by test_own_functions
 
 
 def marked(index, command):

@@ -93,7 +93,13 @@ def test_sampler_logp_is_the_learners_and_that_of_a_float64_model(name):
         assert building.completions(rollout) == of(base_rollout(), PROMPTS)
 
 
-@pytest.mark.parametrize(("name", "at_most"), [("all", 40), ("all", 64), ("top_k", 64), ("top_p", 24), ("min_p", 7)])
+@pytest.mark.parametrize(
+    ("name", "at_most"),
+    [
+        *(("all", 40), ("all", 64), ("min_p", 7)),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("top_k", 64), ("top_p", 24))),  # parts of all
+    ],
+)
 def test_what_a_token_was_drawn_among_is_kept_and_a_learner_that_moved_weighs_it_among_the_same(name, at_most):
     """Under every filter. Of more ids than are kept, it is drawn among the most likely ones, and counted."""
     filters = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | SETTINGS[name]

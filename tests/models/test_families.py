@@ -141,7 +141,7 @@ def test_an_export_is_the_same_folder_again(tmp_path, name):
         jax.tree.map(np.testing.assert_array_equal, sharded, params)
 
 
-@pytest.mark.parametrize("name", some_slow(CONFIGS, ("smollm3_window", "gemma3", "qwen3_5_experts")))
+@pytest.mark.parametrize("name", some_slow(CONFIGS, ("gemma3", "qwen3_5_experts")))  # gemma3 has windows too
 def test_greedy_completions_are_those_that_transformers_stored(tmp_path, name):
     """Through generate, from a prompt longer than every window: prefill, cache and sampler at temperature 0."""
     write(tmp_path / "theirs", name)
