@@ -82,7 +82,7 @@ def sample_of(state: Any, sample: jax.Array, group_id: jax.Array, branches: tupl
         branches: so many rows share their turns, 1 to so many of these, by turns of the groups; (0, 0) = none do.
     """
     rows, most = branches
-    if not rows or not state.waiting:
+    if not (rows and most and state.waiting):
         return sample
     is_shared = by_slot(state, state.waiting["heard"]) < 1 + group_id % most
     return jnp.where(is_shared, sample // rows * rows, sample)

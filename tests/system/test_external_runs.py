@@ -43,7 +43,7 @@ def folder(tmp_path_factory):
     (folder / "seen.py").write_text(
         "def hindsight(prompts, completions, **columns):\n"
         "    name = sum(map(ord, ''.join(completions))) % 100\n"
-        "    return [{'prompt': f'{name}?', 'completions': ['ok', 'no'], 'rewards': [1, 0]}]\n"
+        "    return [{'prompt': f'{name}?', 'completions': ['ok', 'no']}]\n"  # which the run's reward scores
     )
     (folder / "nobody").mkdir()
     return folder
@@ -123,6 +123,7 @@ def test_hindsight_of_a_run_that_was_killed_and_resumed_is_that_of_one_that_was_
         train(tmp_path / "pieces", f"{folder}/seen.py:hindsight", 4, every_iterations=2)
     rows = train(tmp_path / "pieces", f"{folder}/seen.py:hindsight", 4, every_iterations=2)  # from the second on
     assert [row["external/groups"] for row in rows] == [0, 1, 1, 1]
+    assert [row["external/reward_mean"] for row in rows] == [None, 0.5, 0.5, 0.5]
     assert rows[-1]["update/loss"] != 0
     assert left(tmp_path / "pieces", "samples.jsonl") == left(tmp_path / "whole", "samples.jsonl")
 
