@@ -200,13 +200,14 @@ def main() -> None:
 
 
 def on_policy(arms: Sequence[Arm]) -> Arm | None:
-    """The first arm whose ring is its batch, all of it new, where there is one."""
-    for arm in arms:
+    """The arm whose ring is its batch, all of it new, where there is one; of several, that which ends highest."""
+
+    def is_one(arm: Arm) -> bool:
         point = arm.runs[0].point
         new = GROUP * point.get("rollout.prompts_per_iteration", 0)
-        if new == point.get("replay.capacity") == arm.batch:
-            return arm
-    return None
+        return new == point.get("replay.capacity") == arm.batch
+
+    return max(filter(is_one, arms), key=lambda arm: arm.end()[0], default=None)
 
 
 if __name__ == "__main__":
