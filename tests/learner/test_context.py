@@ -131,8 +131,8 @@ def update_memory(topology, row_tokens, **mesh):
 @pytest.mark.slow
 def test_a_chip_holds_less_of_a_row_the_more_chips_it_is_split_over():
     """The weights are split over four chips either way."""
-    (one, _), (four, text) = update_memory("v5e:2x2", 8192, fsdp=4), update_memory("v5e:2x2", 8192, context=4)
-    assert "splash_mha_dkv" in text and four.temporary < 0.5 * one.temporary
+    (one, _), (four, text) = update_memory("v5e:2x2", 16384, fsdp=4), update_memory("v5e:2x2", 16384, context=4)
+    assert "splash_mha_dkv" in text and four.temporary < 0.3 * one.temporary  # 0.22; of 8,192 tokens 0.52
 
 
 @needs_libtpu

@@ -147,6 +147,12 @@ def test_checksums_gather_no_array(finished):
     assert moved and max(moved) <= num_arrays and memory(finished.compiled["checksums_ring"]).temporary < 2**20
 
 
+def test_devices_of_a_cpu_add_up_gradients_of_bfloat16():
+    """The compiler of jaxlib 0.10 ends the process over it, but for an option (``Program.lower``)."""
+    run = make_run(compute_dtype="bfloat16")
+    assert "all-reduce(" in run.programs()["update"].lower(run.mesh).compile().as_text()
+
+
 def test_what_a_token_was_drawn_among_is_found_and_used_without_moving_logits():
     run = make_run(top_k=5)
     programs = run.programs()
