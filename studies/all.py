@@ -20,6 +20,8 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from jaxrl_llm.replay_plan import Costs
 from jaxrl_llm.sweep import fits
 from jaxrl_llm.sweep.intervals import Interval
@@ -144,6 +146,21 @@ def noise(name: str) -> costs.Noise:
     return costs.Noise.of(COST_RATIO, {key: Interval.of(cost).value for key, cost in found.items()})
 
 
+def spread(name: str, base: str) -> str:
+    """Whether arms differ by more than their seeds do, and which of them end elsewhere than the one called ``base``."""
+    found = {arm.name.split(",")[0]: arm for arm in arms_of(name)}
+    seeds = np.array([(a.passed / a.samples)[:, -arms.LAST :].mean(axis=(1, 2)) for a in found.values()])
+    of_seeds, of_arms = np.sqrt(seeds.var(axis=1, ddof=1).mean()), seeds.mean(axis=1).std(ddof=1)
+    apart = {arm: Interval.of(a.end() - found[base].end()) for arm, a in found.items() if arm != base}
+    above = [f"`{arm}` ({x.value:+.2f})" for arm, x in apart.items() if x.low > 0]
+    below = [f"`{arm}` ({x.value:+.2f})" for arm, x in apart.items() if x.high < 0]
+    return (
+        f"Ends of one recipe's seeds have a standard deviation of {of_seeds:.3f}, the recipes' means one of {of_arms:.3f}. "
+        f"Of {len(apart)} recipes {len(apart) - len(above) - len(below)} cannot be told from `{base}`: the interval of the "
+        f"difference holds 0. Above it end {', '.join(above)}; below it {', '.join(below)}."
+    )
+
+
 def fit_of_noise(name: str) -> str:
     found = noise(name)
     return (
@@ -167,6 +184,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "e6": lambda: table_of("e6"),
     "e6_rates": lambda: rates("e6"),
     "league": lambda: table_of("league", best_first=True),
+    "league_rates": lambda: rates("league"),
+    "league_spread": lambda: spread("league", "grpo"),
     "smollm2_sums": lambda: pretrained("sums"),
     "smollm2_products": lambda: pretrained("products"),
 }
