@@ -154,10 +154,11 @@ def spread(name: str, base: str) -> str:
     apart = {arm: Interval.of(a.end() - found[base].end()) for arm, a in found.items() if arm != base}
     above = [f"`{arm}` ({x.value:+.2f})" for arm, x in apart.items() if x.low > 0]
     below = [f"`{arm}` ({x.value:+.2f})" for arm, x in apart.items() if x.high < 0]
+    alike = len(apart) - len(above) - len(below)
     return (
-        f"Ends of one recipe's seeds have a standard deviation of {of_seeds:.3f}, the recipes' means one of {of_arms:.3f}. "
-        f"Of {len(apart)} recipes {len(apart) - len(above) - len(below)} cannot be told from `{base}`: the interval of the "
-        f"difference holds 0. Above it end {', '.join(above)}; below it {', '.join(below)}."
+        f"Ends of one recipe's seeds have a standard deviation of {of_seeds:.3f}, the recipes' means one of "
+        f"{of_arms:.3f}. Of {len(apart)} recipes {alike} cannot be told from `{base}`: the interval of the difference "
+        f"holds 0. Above it end {', '.join(above)}; below it {', '.join(below)}."
     )
 
 
