@@ -324,7 +324,7 @@ class MethodFacts:
         asks = {"[rewards.functions] has 'environment', which": "environment" in c.rewards.functions}
         asks["[environments.max_turn_tokens]"] = n.max_turn_tokens > 0
         for what, is_asked in asks.items():
-            yield n.factory != "" or not is_asked, f"{what} needs [environments.factory]"
+            yield n.factory != "" or not is_asked, f"{what} needs environments.factory"
         yield (
             not a.imitates or bool(e.paths),
             "[algorithm.cross_entropies] has nothing to imitate without external.groups_per_iteration",

@@ -87,7 +87,7 @@ def environment(x: Batch) -> Float[Array, "B S"]:
 
 def _as_drawn(path: str, settings: Any, config: Any) -> str:
     if not config.environments.factory:
-        return f"[{path}] needs [environments.factory]: without one nobody answers"
+        return f"[{path}] needs environments.factory: without one nobody answers"
     s = config.sampling
     plain = (s.temperature, s.top_k, s.top_p, s.min_p) == (1.0, 0, 1.0, 0.0)
     names = "[sampling.temperature], [sampling.top_k], [sampling.top_p] and [sampling.min_p]"

@@ -283,7 +283,7 @@ BranchRows = Annotated[int, Bounds(2, 1 << 20)]
 def _fits(path: str, settings: Any, config: Any) -> str:
     rows, turns = settings["branch_rows"], settings["branch_turns"]
     if config.environments.factory == "":
-        return f"[{path}] needs [environments.factory]: rows part after turns"
+        return f"[{path}] needs environments.factory: rows part after turns"
     if config.rollout.group_size % rows:
         return f"[{path}.branch_rows] must divide [rollout.group_size]"
     most = config.environments.max_turns
