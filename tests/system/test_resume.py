@@ -304,16 +304,29 @@ def test_a_stop_asked_for_during_an_evaluation_saves_that_iteration(finished_cop
                 "checkpoint.every_iterations": 3,
             },
         ),
+        (
+            0.08,
+            {
+                "environments.factory": f"{ENVIRONMENTS}:two_letters",
+                "environments.max_answer_tokens": 40,
+                "rewards.functions": ("environment",),
+                "prompts.max_tokens": 64,
+                "sampling.max_completion_tokens": 80,
+                "sampling.stop_tokens": tuple("abcdefgh"),
+                "rollout.slots": 16,
+                "replay.capacity_tokens": 0,
+            },
+        ),
     ],
-    ids=["lookahead", "experts", "hybrid", "resampling, evaluations"],
+    ids=["lookahead", "experts", "hybrid", "resampling, evaluations", "agents"],
 )
 def test_a_run_that_is_stopped_wherever_it_can_be_is_the_run_that_is_not(tmp_path, monkeypatch, chance, changes):
-    """At checks drawn at random a signal has come: inside generations, rounds, evaluations."""
+    """At checks drawn at random a signal has come: inside generations, rounds, evaluations, agents' episodes."""
     settings = SETTINGS | {"num_iterations": 3} | changes
     mapping = building.settings_of(CONFIG, settings)
     assert train_module.train(freeze(mapping), tmp_path / "whole") == 0
 
-    inside, draws = [], random.Random(2)
+    inside, played, draws = [], 0, random.Random(2)
 
     def check(stop):
         if draws.random() < chance:
@@ -329,10 +342,13 @@ def test_a_run_that_is_stopped_wherever_it_can_be_is_the_run_that_is_not(tmp_pat
         saved = sorted((tmp_path / "pieces" / "checkpoints").glob("[0-9]*"))
         host = json.loads((saved[-1] / "host" / "metadata").read_text()) if saved else {}
         inside.append((bool(host.get("rounds")), bool(host.get("values")), len(host.get("open_prompts", ()))))
+        played += len(host.get("conversations", ()))  # rows whose agents have had an answer, and must be asked again
     assert status == 0 and len(inside) > 3
     if "rollout.max_resample_rounds" in changes:
         assert any(rounds for rounds, _, _ in inside) and any(values for _, values, _ in inside)
     assert any(num_open > settings["rollout.lookahead_prompts"] for _, _, num_open in inside)
+    assert bool(played) == ("environments.factory" in changes)
+    assert not any(line["reward/error_count"] for line in left_behind(tmp_path / "whole")[3])
     assert_same_run(tmp_path / "pieces", tmp_path / "whole", same_steps=False)  # stops have left some of their own
 
 
