@@ -146,7 +146,7 @@ def test_a_state_is_worth_what_becomes_of_it_and_both_parts_add_up_to_the_row_le
 @pytest.mark.parametrize(
     ("factory", "max_turns", "group_size", "said"),
     [
-        ("", 4, 8, r"algorithm\.advantage='logo' needs environments\.factory='': rows part after turns"),
+        ("", 4, 8, r"algorithm\.advantage='logo' needs environments.factory: rows part after turns"),
         ("a:b", 1, 8, r"algorithm\.advantage\.branch_turns=1 must be less than environments\.max_turns=1"),
         ("a:b", 4, 6, r"algorithm\.advantage\.branch_rows=4 must divide rollout\.group_size=6"),
     ],
