@@ -191,14 +191,16 @@ def test_loading_holds_a_shard_at_a_time(tmp_path):
     params = jax.tree.map(lambda x: random.normal(size=x.shape).astype(np.float32), model.abstract_params(mesh))
     hf.export(params, model, make_byte_tokenizer(), tmp_path)
     # An array that begins at a multiple of 64 bytes by chance jax takes over on a CPU: it is the device's, but still
-    # counted. One that the system maps never does; large ones are mapped from now on (M_MMAP_THRESHOLD is -3).
-    getattr(ctypes.CDLL(None), "mallopt", lambda *_: 0)(-3, 2**15)
+    # counted. One that the system maps never does: here all large ones are (M_MMAP_THRESHOLD is -3), later few again.
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda *_: 0)
+    mallopt(-3, 2**15)
     tracemalloc.start()
     try:
         jax.block_until_ready(hf.load_params(tmp_path, model, mesh))
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
+        mallopt(-3, 2**25)
     # Of numpy's, beside the devices': a shard of one stacked parameter, all of which is 20 % of the whole.
     assert peak < 0.2 * 4 * arch.num_params
 
