@@ -140,6 +140,7 @@ def plan(name: str, rho: float = 0.05, alpha: float = 0.1) -> str:
     return arms.markdown(head, rows)
 
 
+@functools.cache
 def noise(name: str) -> costs.Noise:
     """The theory's noise fitted to what arms cost to the threshold at the declared mu."""
     found = {key: arm.to(THRESHOLD, arm.over(COST_RATIO)) for key, arm in pictures.grid_of(arms_of(name)).items()}
