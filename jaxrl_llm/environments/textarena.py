@@ -11,10 +11,10 @@ Source: TextArena, https://github.com/LeonGuertler/TextArena.
 
 from __future__ import annotations
 
-import json
 import random
-import urllib.request
 from typing import Any
+
+from jaxrl_llm.environments.chat import said
 
 
 def play(base_url: str, prompt: Any, game: str, seed: int, **columns: Any) -> float:
@@ -29,14 +29,7 @@ def play(base_url: str, prompt: Any, game: str, seed: int, **columns: Any) -> fl
         _, told = env.get_observation()
         texts = [str(text) for who, text, *_ in told if who != 0]  # what player 0 has said is its turn
         messages.append({"role": "user", "content": "\n".join(texts)})
-        messages.append(_asked(base_url, messages))
+        messages.append({"role": "assistant", "content": said(base_url, messages, model="policy")})
         is_over, _ = env.step(action=messages[-1]["content"])
     rewards, _ = env.close()
     return float(rewards[0])
-
-
-def _asked(base_url: str, messages: list[dict[str, str]]) -> dict[str, str]:
-    body = json.dumps({"model": "policy", "messages": messages}).encode()
-    request = urllib.request.Request(f"{base_url}/chat/completions", body, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request) as answer:
-        return json.load(answer)["choices"][0]["message"]

@@ -19,15 +19,13 @@ Owns: what a judge is asked, how its verdict is read. Does not know: which model
 from __future__ import annotations
 
 import concurrent.futures
-import json
 import os
 import re
-import urllib.request
 from typing import Any
 
+from jaxrl_llm.environments.chat import said_by
 from jaxrl_llm.questions.tasks.scores import marked, number_of
 
-URL = "http://127.0.0.1:8000/v1"
 AT_ONCE, MAX_TOKENS = 8, 256
 RUBRIC = "The answer is right, complete and clear."
 GRADE = re.compile(r"score[\s*_]*[:=]?[\s*_]*(\d+(?:\.\d+)?)", re.I)  # "**Score:** 8" too
@@ -40,17 +38,7 @@ DOUBT = "Is that answer right? Write yes or no."
 
 def asked(text: str, temperature: float = 0.0) -> str:
     """The judge's answer to a text; OSError where there is none."""
-    body: dict[str, Any] = {"messages": [{"role": "user", "content": text}], "max_tokens": MAX_TOKENS}
-    body["temperature"] = temperature
-    if model := os.environ.get("JAXRL_JUDGE_MODEL"):
-        body["model"] = model
-    headers = {"Content-Type": "application/json"}
-    if token := os.environ.get("JAXRL_JUDGE_TOKEN"):
-        headers["Authorization"] = f"Bearer {token}"
-    url = f"{os.environ.get('JAXRL_JUDGE_URL', URL).rstrip('/')}/chat/completions"
-    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request) as answer:  # the pool has the deadline
-        return json.load(answer)["choices"][0]["message"]["content"] or ""
+    return said_by("JUDGE", text, max_tokens=MAX_TOKENS, temperature=temperature)
 
 
 def _all(texts: list[str], temperature: float = 0.0) -> list[str]:
