@@ -14,8 +14,12 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import re
+from collections.abc import Mapping
 from typing import Any
+
+from jaxrl_llm.runtime.nested import ConfigError
 
 NUM_RESULTS = 3
 MAX_CHARS = 400  # of each document that is shown
@@ -23,15 +27,16 @@ FOUND = re.compile(r"^\[(.+?)\] ", re.M)
 
 
 class Index:
-    """Documents and their BM25 weights."""
+    """Documents and their BM25 weights; ``words`` is how bm25s takes texts for words."""
 
-    def __init__(self, ids: list[str], texts: list[str]):
+    def __init__(self, ids: list[str], texts: list[str], **words: Any):
         try:
             import bm25s  # here: most runs do not search
         except ModuleNotFoundError as error:
             raise ModuleNotFoundError(f"a search needs {error.name}: pip install 'jaxrl_llm[retrieval]'") from error
 
-        self.ids, self.texts, self._tokens = ids, texts, functools.partial(bm25s.tokenize, show_progress=False)
+        self.ids, self.texts = ids, texts
+        self._tokens = functools.partial(bm25s.tokenize, show_progress=False, **words)
         self._index = bm25s.BM25()
         self._index.index(self._tokens(texts), show_progress=False)
 
@@ -44,14 +49,41 @@ class Index:
 
 @functools.lru_cache(maxsize=4)
 def of_file(path: str) -> Index:
-    ids, texts = [], []
-    with open(path, encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                row = json.loads(line)
-                ids.append(str(row.get("id", number)))
-                texts.append(row["text"])
-    return Index(ids, texts)
+    found = rows(path, {"text": str})
+    return Index([str(row.get("id", number)) for number, row in found.items()], [row["text"] for row in found.values()])
+
+
+def rows(path: str, kinds: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
+    """Lines of a file that are not blank, by their number from 1: objects of JSON that have keys of such ``kinds``.
+
+    Raises:
+        ConfigError: the file cannot be read or has none, or what is wrong with which line.
+    """
+    try:
+        with open(path, "rb") as file:
+            lines = {number: line for number, line in enumerate(file, 1) if line.strip()}
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
+    if not lines:
+        raise ConfigError(f"{path} is empty")
+    found = {}
+    for number, line in lines.items():
+        try:
+            found[number] = row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{path}:{number}: not JSON: {error}") from error
+        for key, kind in kinds.items():
+            if not isinstance(row, dict) or not is_of(row.get(key), kind):
+                what = "a text" if kind is str else "a number"
+                raise ConfigError(f"{path}:{number}: must be an object with `{key}`, {what}, not {row!r:.100}")
+    return found
+
+
+def is_of(value: Any, kind: Any) -> bool:
+    """Whether a value of JSON is of a kind; True is no number, nor is what is not finite."""
+    if isinstance(value, bool):
+        return kind is bool
+    return isinstance(value, kind) and not (isinstance(value, float) and not math.isfinite(value))
 
 
 class Search:
