@@ -113,8 +113,8 @@ class External:
         groups += [None] * (num_groups - len(groups))
         rows = _rows(groups, self._run.config, first_id=-1 - iteration * num_groups)
         layout = jax.tree.map(lambda x: x.sharding, self._run.learner.abstract_external)
-        skipped = sum(source.skipped for source in self._sources.values())
-        return Guests(sharding.put(rows, layout), groups, self._run, skipped)
+        skipped, failed = (sum(getattr(x, name) for x in self._sources.values()) for name in ("skipped", "failed"))
+        return Guests(sharding.put(rows, layout), groups, self._run, skipped, failed)
 
     def hear(self, sampled: Sampled, decode: Callable[[list[int]], str]) -> None:
         """Tell what the run itself has sampled to who makes something of it."""
@@ -138,7 +138,8 @@ class Guests:
     Attributes:
         rows: [J*G, S] on the device; completions of no token where a group, or a completion of one, is missing.
         groups: J of them.
-        skipped_lines: of runs, so far.
+        skipped_lines: of runs and functions, so far.
+        failed_calls: of functions, so far.
         rewards: of the J*G rows, once ``score`` has collected them.
     """
 
@@ -146,6 +147,7 @@ class Guests:
     groups: list[Group | None]
     run: Run
     skipped_lines: int
+    failed_calls: int
     rewards: Rewards | None = None
 
     def join(
@@ -180,6 +182,7 @@ class Guests:
             "external/reward_mean": float(scored.mean()) if len(scored) else math.nan,
             "external/failed_rewards": sum(len(group.completions) for group in came) - len(scored),
             "external/skipped_lines": self.skipped_lines,
+            "external/failed_calls": self.failed_calls,
         }
 
     def score(self, collect: Callable[[list[Any]], Rewards]) -> None:

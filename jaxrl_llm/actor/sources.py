@@ -5,7 +5,8 @@
     a function        hindsight: a line for each group that it makes of those which the last iteration has sampled
 
 Such a function, "package.module:function" or "FILE.py:function", has the arguments of a reward function (prompts,
-completions and columns, of one question) and returns a list of lines as files have them (``actor.guests``).
+completions and columns, of one question) and returns a list of lines as files have them (``actor.guests``). Where it
+fails, of that question there are none: counted, and said the first time.
 
 Owns: which lines come next, where reading stands. Does not know: what is in a line, rows.
 """
@@ -17,6 +18,7 @@ import itertools
 import json
 import os
 import pathlib
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +50,7 @@ def source_of(path: str, reader: Any) -> File | Feed | Hindsight:
 class File:
     """The groups of a file in its order, again and again."""
 
-    skipped = 0
+    skipped = failed = 0
 
     def __init__(self, path: pathlib.Path, reader: Any):
         self._groups, self._position = [], 0
@@ -78,17 +80,38 @@ class File:
         self._position = state["position"]
 
 
-class Feed:
+class Lines:
+    """Lines that are taken once, the last first.
+
+    Attributes:
+        skipped: lines that were no group, so far.
+        failed: questions on which a function has failed, so far.
+    """
+
+    def __init__(self, name: str, reader: Any):
+        self._name, self._reader, self._lines = name, reader, []
+        self.skipped = self.failed = 0
+
+    def take(self) -> Group | None:
+        """The next; None where there is none."""
+        while self._lines:
+            try:
+                return self._reader.group(self._lines.pop(), self._name)
+            except BadRowError:
+                self.skipped += 1
+        return None
+
+
+class Feed(Lines):
     """What a run writes while this one reads. A file that is shorter than it was is one that a resumed run repeats."""
 
     def __init__(self, folder: pathlib.Path, reader: Any):
-        self._path, self._reader = folder / SHARED_FILE, reader
-        self._offset, self._unread = 0, []
-        self.skipped = 0
+        self._path, self._offset = folder / SHARED_FILE, 0
+        super().__init__(str(self._path), reader)
 
     def look(self) -> None:
         """Read what is new; what was left of the last time is passed over."""
-        self._unread = []
+        self._lines = []
         new = b""
         if hosts.is_first() and self._path.exists():
             with self._path.open("rb") as file:
@@ -97,16 +120,7 @@ class Feed:
         if new := hosts.exchange(new)[0]:  # hosts may see the file grow at other times
             whole = new[: new.rfind(b"\n") + 1]  # the rest of a line may still be on its way
             self._offset += len(whole)
-            self._unread = whole.splitlines()
-
-    def take(self) -> Group | None:
-        """The newest; None where there is none."""
-        while self._unread:
-            try:
-                return self._reader.group(self._unread.pop(), str(self._path))
-            except BadRowError:
-                self.skipped += 1
-        return None
+            self._lines = whole.splitlines()
 
     def state(self) -> dict[str, int]:
         return {"offset": self._offset, "skipped": self.skipped}
@@ -115,50 +129,43 @@ class Feed:
         self._offset, self.skipped = state["offset"], state["skipped"]
 
 
-class Hindsight:
+class Hindsight(Lines):
     """What a function makes of the run's own groups, one of each by turns, in the next iteration; the rest is left."""
 
     def __init__(self, name: str, reader: Any):
-        self._name, self._reader = name, reader
+        super().__init__(name, reader)
         self._function = imported(name, f"external.paths: {visible(name)!r}")
-        self._lines: list[str] = []
-        self.skipped = 0
 
     def hear(self, sampled: Sampled, decode: Callable[[list[int]], str]) -> None:
-        """
-        Raises:
-            ConfigError: the function has raised, or what it returns is no list of lines.
-        """
+        """Make lines of what has been sampled; what was left of the last time is passed over."""
         own, made = sampled.completions(), []
         size = len(sampled.rewards.outcome) // len(sampled.groups)
         for first, group in zip(range(0, len(sampled.groups) * size, size), sampled.groups, strict=True):
             texts = [decode(own[i]) for i in range(first, first + size)] if first in own else None
-            made.append(None if texts is None else self._lines_of(group.example, texts))
-        by_turns = itertools.zip_longest(*hosts.complete(made))
-        self._lines = [line for lines in by_turns for line in lines if line is not None]
+            made.append(None if texts is None else self._made_of(group.example, texts))
+        lines, reasons = zip(*hosts.complete(made), strict=True)
+        by_turns = [line for turn in itertools.zip_longest(*lines) for line in turn if line is not None]
+        self._lines = by_turns[::-1]
+        if not self.failed and any(reasons) and hosts.is_first():
+            said = f"warning: external.paths: {visible(self._name)} has failed on {next(filter(None, reasons))}"
+            print(f"{said}; more of it is counted, in external/failed_calls", file=sys.stderr)
+        self.failed += sum(map(bool, reasons))
 
-    def _lines_of(self, example: Any, texts: list[str]) -> list[str]:
+    def _made_of(self, example: Any, texts: list[str]) -> tuple[list[bytes], str]:
+        """Lines, and what went wrong, "" where nothing did."""
         columns = {name: [value] * len(texts) for name, value in example.columns.items()}
         try:
-            return [json.dumps(line) for line in self._function([example.prompt] * len(texts), texts, **columns)]
-        except Exception as error:
-            said = f"external.paths: {self._name} has failed on {example.origin}"
-            raise ConfigError(f"{said}: {type(error).__name__}: {visible(str(error))}") from error
+            made = self._function([example.prompt] * len(texts), texts, **columns)
+            return [json.dumps(line).encode() for line in made], ""
+        except (Exception, SystemExit) as error:
+            return [], f"{example.origin}: {type(error).__name__}: {visible(str(error))}"
 
     def look(self) -> None:
         """What is there was heard."""
 
-    def take(self) -> Group | None:
-        """The next; None where there is none."""
-        while self._lines:
-            try:
-                return self._reader.group(self._lines.pop(0).encode(), self._name)
-            except BadRowError:
-                self.skipped += 1
-        return None
-
     def state(self) -> dict[str, Any]:
-        return {"lines": list(self._lines), "skipped": self.skipped}
+        return {"lines": [x.decode() for x in self._lines], "skipped": self.skipped, "failed": self.failed}
 
     def restore(self, state: dict[str, Any]) -> None:
-        self._lines, self.skipped = list(state["lines"]), state["skipped"]
+        self._lines = [line.encode() for line in state["lines"]]
+        self.skipped, self.failed = state["skipped"], state["failed"]

@@ -219,12 +219,15 @@ def sampled_of(*rows):
     return types.SimpleNamespace(groups=groups, rewards=rewards, completions=lambda: dict(enumerate(rows)))
 
 
-def test_what_a_function_makes_of_the_own_groups_comes_in_the_next_iteration(tmp_path):
+def test_what_a_function_makes_of_the_own_groups_comes_in_the_next_iteration(tmp_path, capsys):
     (tmp_path / "made.py").write_text(
         "def longer(prompts, completions, n, **columns):\n"
         "    line = {'prompt': f'{prompts[0]}{n[0]}', 'completions': completions, 'rewards': [0, 1, 0]}\n"
         "    return [line, line | {'prompt': 'seven b'}, line | {'prompt': '!'}]\n"
-        "def broken(prompts, completions, **columns):\n    return [{'prompt': set()}]\n"
+        "def broken(prompts, completions, n, **columns):\n"
+        "    given = longer(prompts, completions, n)\n"
+        "    return given if prompts[0] == 'b' else [*given, {'prompt': set()}]\n"
+        "def leaves(prompts, completions, **columns):\n    raise SystemExit(3)\n"
     )
     make = lambda name="longer": external(f"{tmp_path / 'made.py'}:{name}", groups=2)
     source = make()
@@ -243,8 +246,20 @@ def test_what_a_function_makes_of_the_own_groups_comes_in_the_next_iteration(tmp
     source.hear(sampled_of(*"uvwxyz"), str)
     source.hear(sampled_of(*"uvwxyz"), str)  # what was not taken is passed over
     assert [prompts(source.next_groups(i, unasked)) for i in (3, 4, 5)] == [["a0", "b1"], ["!", "!"], [None, None]]
-    with pytest.raises(ConfigError, match=r"made\.py:broken has failed on file:0: TypeError: Object of type set"):
-        make("broken").hear(sampled_of(*"uvwxyz"), str)
+    assert source.next_groups(6, unasked).failed_calls == 0 and capsys.readouterr().err == ""
+    # One that fails on a question makes nothing of it; others go on, and it is said once.
+    broken, other, leaves = make("broken"), make("broken"), make("leaves")
+    for failed in (1, 2):
+        broken.hear(sampled_of(*"uvwxyz"), str)
+        other.restore(json.loads(json.dumps(broken.state())))
+        for one in (broken, other):
+            guests = one.next_groups(failed, unasked)
+            assert prompts(guests) == ["b1", "!"] and guests.failed_calls == failed
+    said = capsys.readouterr().err
+    assert said.count("made.py:broken has failed on file:0: TypeError: Object of type set") == 1 == said.count("\n")
+    leaves.hear(sampled_of(*"uvwxyz"), str)
+    guests = leaves.next_groups(1, unasked)
+    assert prompts(guests) == [None, None] and guests.failed_calls == 2
     with pytest.raises(ConfigError, match=r"external\.paths: '.*made\.py:none' cannot be used: AttributeError"):
         make("none")
 
