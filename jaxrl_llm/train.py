@@ -141,8 +141,7 @@ def _train(config: Config, workdir: pathlib.Path, allow_config_changes: bool) ->
                     values["memory/peak_bytes"] = programs.peak_memory_bytes(mesh)
                     values = plain_numbers(values | cost_values(config, values, compute))
                     compute = values["time/compute_rollouts"]
-                    metrics.write_samples(actor.samples(acted, iteration))
-                    metrics.write_shared(actor.shared(acted))
+                    metrics.append(actor.lines(acted, iteration))
                     failure = actor.failure(acted) or learner.faults.failure(workdir)
                 final, pass_rate = iteration == config.num_iterations, None
                 if evaluation and (final or due(config.eval.every_iterations, iteration)):

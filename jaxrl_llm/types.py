@@ -53,6 +53,7 @@ class Example:
         origin: where it came from ("file.jsonl:12"), for error messages.
         hidden: what tells it from others of the same prompt, such as the word that an environment knows.
         given: an agent its prompt, where what it asks the policy for has taken the place of that; else None.
+        ladder: names the question that it is an easier version of, or is; "" where it has none. Easier ones come first.
     """
 
     prompt: str | list[dict[str, str]]
@@ -60,6 +61,7 @@ class Example:
     origin: str = ""
     hidden: str = ""
     given: Any = None
+    ladder: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,6 +122,7 @@ class Rewards:
     # [B, K] f32, what of the total each turn of the policy's was given, 0.0 where a row has no such turn; None where
     # completions have one turn.
     by_turn: Any = None
+    masked: Any = None  # [B] lists: places of the completion's tokens that reward functions mask; None = none
 
 
 @dataclasses.dataclass

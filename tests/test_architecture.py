@@ -101,7 +101,7 @@ MENU = {
     *("models.kernels.learner", "models.kernels.tpu_decode"),
     *("learner.annotation", "learner.low_memory", "learner.packed_batches"),
     *("questions.tasks.files", "actor.guests", "actor.sources", "actor.resampling", "actor.evaluation"),
-    *("actor.stop_strings", "actor.staleness", "actor.redealing"),  # which few runs set, or come to
+    *("actor.stop_strings", "actor.staleness", "actor.redealing", "actor.text_spans"),  # which few runs set, or come to
     *(f"actor.{name}" for name in ("turns", "conversation", "environment", "environment_worker")),  # likewise
     *("actor.printing", "actor.agents", "actor.tools"),  # of reward functions that print; of few environments
     *("method_config", "ops.groups", "ops.filters", "ops.paged_log", "ops.packing"),

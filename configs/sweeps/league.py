@@ -19,7 +19,7 @@ get_config = runpy.run_path("configs/study_arithmetic.py")["get_config"]
 RATES = (2e-4, 6e-4, 1.8e-3)  # further apart than those of E2: regressions of log-ratios want the highest
 WHOLE_GROUPS = ("agro", "rr", "spo", "vcpo")
 # Without those that need something beside them, another run or a teacher, or are another reward: votes, key steps.
-LEFT_OUT = ("sapo", "distillation", "ttrl", "step_grpo")
+LEFT_OUT = ("sapo", "distillation", "ttrl", "step_grpo", "step_coder")
 RECIPES = {
     path.stem: freeze(runpy.run_path(str(path))["get_config"]())
     for path in sorted(pathlib.Path("configs/recipes").glob("*.py"))

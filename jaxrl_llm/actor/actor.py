@@ -23,11 +23,12 @@ from jaxrl_llm.actor.generator import FinishedGroup, Generator
 from jaxrl_llm.actor.guests import External, Guests, shared_groups
 from jaxrl_llm.actor.resampling import Sampled, sample
 from jaxrl_llm.actor.rewards import RewardPool
+from jaxrl_llm.actor.text_spans import tokens_in
 from jaxrl_llm.questions.stream import PromptStream
 from jaxrl_llm.reports.metrics import draw_values, rollout_values
 from jaxrl_llm.runtime import hosts, rng, sharding
 from jaxrl_llm.runtime.nested import visible
-from jaxrl_llm.types import OUTCOME_SCORE, Agreed, DrawSums, PerHost, Rewards, ScoredRollouts
+from jaxrl_llm.types import OUTCOME_SCORE, SHARED_FILE, Agreed, DrawSums, PerHost, Rewards, ScoredRollouts
 
 
 @dataclasses.dataclass
@@ -128,7 +129,9 @@ class Actor:
         return Acted(scored, sampled, self.generator.take_draws(), guests, generate_s)
 
     def _score(self, group: FinishedGroup) -> Any:
-        return self._pool.submit(group.example, [self._decode(c) for c in group.completions], group.played)
+        ids, is_masked = group.completions, "reward_mask" in self._config.algorithm.columns
+        in_spans = (lambda i, spans: tokens_in(self._decode, ids[i], spans)) if is_masked else None
+        return self._pool.submit(group.example, [self._decode(c) for c in ids], group.played, in_spans)
 
     def _questions(self, groups: list[FinishedGroup]) -> list[int]:
         return [self._stream.question_id(group.group_id) for group in groups]
@@ -153,13 +156,11 @@ class Actor:
             values["prompts/retired"] = len(self._stream.retired())
         return values
 
-    def samples(self, acted: Acted, iteration: int) -> list[dict[str, Any]]:
-        """Rows of samples.jsonl."""
-        return acted.sampled.shown(iteration, self._config.metrics.samples_per_iteration, self._decode)
-
-    def shared(self, acted: Acted) -> list[dict[str, Any]]:
-        """Lines of what another run reads; none where it is not to be."""
-        return shared_groups(acted.sampled, self._stream.lookup) if self._config.metrics.share_rollouts else []
+    def lines(self, acted: Acted, iteration: int) -> dict[str, list[dict[str, Any]]]:
+        """By file what it is given of the iteration: a few rollouts to be read, and groups for other runs if asked."""
+        sampled, how = acted.sampled, self._config.metrics
+        shared = shared_groups(sampled, self._stream.lookup) if how.share_rollouts else []
+        return {"samples.jsonl": sampled.shown(iteration, how.samples_per_iteration, self._decode), SHARED_FILE: shared}
 
     def failure(self, acted: Acted) -> str | None:
         """What to say where more of the rewards failed than rewards.max_failure_frac; else None."""

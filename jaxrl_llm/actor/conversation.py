@@ -91,16 +91,17 @@ class Played:
             given.append(None if None in worth else np.diff(worth, prepend=0.0).tolist())
         scores = self.by_turn(given)
         reasons = ["environment: an agent returned no reward"] if None in given else []
-        return scores, np.where(np.isnan(scores).any(axis=1), OUTCOME_ERROR, OUTCOME_SCORE), reasons
+        outcome = np.where(np.isnan(scores).any(axis=1), OUTCOME_ERROR, OUTCOME_SCORE)
+        return scores, outcome, reasons, [[]] * len(scores)
 
     def failures_in(self, answer: Any) -> Any:
         """The same of any function, of which rows that the environment failed in have none."""
-        scores, outcome, reasons = answer
+        scores, outcome, reasons, masked = answer
         for i, reply in enumerate(row[-1].result() for row in self.replies):
             if reply.outcome != OUTCOME_SCORE:
                 scores[i], outcome[i] = np.nan, reply.outcome
                 reasons = list(dict.fromkeys([*reasons, reply.reason]))
-        return scores, outcome, reasons
+        return scores, outcome, reasons, masked
 
 
 class Conversations:

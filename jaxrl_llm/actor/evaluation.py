@@ -204,7 +204,7 @@ def questions(config: Config, tokenizer: Any) -> tuple[list[Any], list[Any], lis
             messages += more.bad_rows
         else:
             examples, held_out = prompts_lib.split_held_out(examples, config.eval.num_prompts, seed=config.seed)
-    prompts = config.prompts
+    prompts, examples = config.prompts, loaded.laddered(examples)
     if config.environments.factory:
         prompts, (examples, held_out), bad = environment.shown(config, tokenizer, examples, held_out)
         messages += bad

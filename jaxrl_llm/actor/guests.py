@@ -53,7 +53,7 @@ from jaxrl_llm.types import (
 )
 
 if TYPE_CHECKING:
-    from jaxrl_llm.actor.resampling import Sampled
+    from jaxrl_llm.actor.resampling import Sampled, ragged
     from jaxrl_llm.run import Run
 
 
@@ -170,6 +170,7 @@ class Guests:
             parts={name: both(part, self.rewards.parts[name]) for name, part in rewards.parts.items()},
             outcome=both(rewards.outcome, self.rewards.outcome),
             errors=rewards.errors,
+            masked=both(*(ragged(one.masked or [[]] * len(one.total)) for one in (rewards, self.rewards))).tolist(),
         )
         return joined, both(questions, about).tolist()
 
@@ -193,6 +194,7 @@ class Guests:
         total = np.full(shape, np.nan, np.float32)
         outcome = np.full(shape, OUTCOME_ERROR, np.int8)
         parts = {name: total.copy() for name in self.run.config.rewards.functions}
+        masked: list[list[int]] = [[] for _ in total.ravel()]
         for j, group in enumerate(self.groups):
             if group is None:
                 continue
@@ -200,12 +202,14 @@ class Guests:
             if group.rewards is None:
                 scored = collect([group.ticket])
                 total[j, :num], outcome[j, :num] = scored.total, scored.outcome
+                masked[j * shape[1] : j * shape[1] + num] = scored.masked
                 for name, part in scored.parts.items():
                     parts[name][j, :num] = part
             else:
                 total[j, :num] = group.rewards
                 outcome[j, :num] = np.where(np.isfinite(group.rewards), OUTCOME_SCORE, OUTCOME_ERROR)
-        self.rewards = Rewards(total.ravel(), {name: part.ravel() for name, part in parts.items()}, outcome.ravel())
+        parts = {name: part.ravel() for name, part in parts.items()}
+        self.rewards = Rewards(total.ravel(), parts, outcome.ravel(), masked=masked)
 
 
 def shared_groups(sampled: Sampled, lookup: Callable[[int], Any]) -> list[dict[str, Any]]:

@@ -193,22 +193,31 @@ def each_array(function: Callable[..., np.ndarray], *rewards: Rewards) -> Reward
         function(*(one.outcome for one in rewards)),
         tuple(errors)[:MAX_ERRORS_KEPT],
         None if first.by_turn is None else function(*(one.by_turn for one in rewards)),
+        None if first.masked is None else function(*(ragged(one.masked) for one in rewards)).tolist(),
     )
+
+
+def ragged(lists: list[list[int]]) -> np.ndarray:
+    """[B] lists of any lengths, as an array of these."""
+    array = np.empty(len(lists), object)
+    for i, one in enumerate(lists):
+        array[i] = one
+    return array
 
 
 def state_of(rewards: Rewards) -> list[Any]:
     """What ``restored`` takes; plain JSON."""
     parts = {name: part.tolist() for name, part in rewards.parts.items()}
     by_turn = None if rewards.by_turn is None else rewards.by_turn.tolist()
-    return [rewards.total.tolist(), parts, rewards.outcome.tolist(), rewards.errors, by_turn]
+    return [rewards.total.tolist(), parts, rewards.outcome.tolist(), rewards.errors, by_turn, rewards.masked]
 
 
 def restored(state: list[Any]) -> Rewards:
-    total, parts, outcome, errors, by_turn = state
+    total, parts, outcome, errors, by_turn, masked = state
     numbers = lambda x: np.array(x, np.float32)
     parts = {name: numbers(part) for name, part in parts.items()}
     by_turn = None if by_turn is None else numbers(by_turn)
-    return Rewards(numbers(total), parts, np.array(outcome, np.int8), tuple(errors), by_turn)
+    return Rewards(numbers(total), parts, np.array(outcome, np.int8), tuple(errors), by_turn, masked)
 
 
 def is_mixed(rewards: Rewards, groups: list[Any], config: Config) -> np.ndarray:

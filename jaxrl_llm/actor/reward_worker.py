@@ -37,6 +37,7 @@ from pickle import load
 from types import SimpleNamespace
 from typing import Any
 
+from jaxrl_llm.actor.text_spans import unpacked
 from jaxrl_llm.runtime.functions import resolve
 
 __builtins__ = dict(vars(builtins))  # our own: a function that takes `float` for itself must not change a score
@@ -49,12 +50,12 @@ TEXTS = (str, bytes, bytearray, memoryview)
 
 def call(
     function: Callable, prompt: Any, columns: dict[str, Any], completions: list[str], **by_completion: list[Any]
-) -> tuple[list[float | list[float] | None], list[str]]:
+) -> tuple[list[float | list[float] | None], list[str], list[list[list[int]]]]:
     """``function`` on the completions of one prompt, as TRL and Tunix call it.
 
     Returns:
         One score per completion, or of one whose ``messages`` it was given one for each turn of the policy's; None
-        where there is none, and a message for each reason.
+        where there is none; a message for each reason; and the spans of each completion that the function masks.
     """
     num = len(completions)
     if "environments" in by_completion:
@@ -72,9 +73,11 @@ def call(
         if len(values) != num:
             raise ValueError(f"returned {length_hint(returned, len(values))} scores for {num} completions")
     except BaseException as error:  # SystemExit too: a function that exits must not take the process along
-        return [None] * num, [message(error)]
-    scores, reasons = [], []
+        return [None] * num, [message(error)], [[]] * num
+    scores, reasons, spans = [], [], []
     for value, said in zip(values, by_completion.get("messages", [None] * num), strict=True):
+        value, masked = unpacked(value)
+        spans.append(masked)
         own = [value]
         if said is not None and isinstance(value, (list, tuple)):
             own, turns = list(value), sum(message["role"] == "assistant" for message in said)
@@ -83,7 +86,7 @@ def call(
                 own = []
         numbers = [_number(x, reasons) for x in own]
         scores.append(None if None in numbers or not own else numbers if len(own) > 1 else numbers[0])
-    return scores, reasons
+    return scores, reasons, spans
 
 
 def _number(value: Any, reasons: list[str]) -> float | None:

@@ -45,8 +45,9 @@ MAX_START_S = 300.0
 MORE = ("messages", "environments")  # what a function is given if it names it
 MARK = "JAXRL_REWARD_WORKER"  # in the environment of a worker and of what it starts, wherever that goes: which it is
 
-# Of one call, for each completion: scores by turn (f64, NaN where there is none), outcome; and what went wrong.
-Answer = tuple[np.ndarray, np.ndarray, list[str]]
+# Of one call, for each completion: scores by turn (f64, NaN where there is none), outcome; what went wrong; and of each
+# the places of its tokens that are masked.
+Answer = tuple[np.ndarray, np.ndarray, list[str], list[list[int]]]
 Ticket = list[Future[Answer]]  # of the completions of one prompt, for each function. Opaque to callers.
 
 
@@ -94,11 +95,15 @@ class RewardPool(contextlib.AbstractContextManager):
         self._free = list(self._workers)
         self._threads = ThreadPoolExecutor(config.num_workers, "rewards")
 
-    def submit(self, example: Example, completions: Sequence[str], played: Any = None) -> Ticket:
-        """Queue the completions of one prompt, and what an environment made of them; returns at once."""
+    def submit(self, example: Example, completions: Sequence[str], played: Any = None, tokens_in: Any = None) -> Ticket:
+        """Queue the completions of one prompt, and what an environment made of them; returns at once.
+
+        Args:
+            tokens_in: (number of a completion, spans of its text) -> places of its tokens there; None = nobody asks.
+        """
         if self._closed:
             raise RuntimeError("the reward pool is closed")
-        given = example, list(completions), played
+        given = example, list(completions), played, tokens_in
         return [self._threads.submit(self._score, *names, *given) for names in self._functions]
 
     def collect(self, tickets: Sequence[Ticket | None]) -> Rewards:
@@ -131,6 +136,7 @@ class RewardPool(contextlib.AbstractContextManager):
             outcome=outcome.max(axis=0).astype(np.int8),
             errors=tuple(errors)[:MAX_ERRORS_KEPT],
             by_turn=np.tensordot(weights, by_turn, 1).astype(np.float32) if by_turn.shape[2] > 1 else None,
+            masked=[sorted(set().union(*row)) for calls in answers for row in zip(*(x[3] for x in calls), strict=True)],
         )
 
     def close(self) -> None:
@@ -152,33 +158,30 @@ class RewardPool(contextlib.AbstractContextManager):
 
     # Below: in other threads.
 
-    def _score(self, name: str, spec: str, example: Example, completions: list[str], played: Any) -> Answer:
+    def _score(self, name: str, spec: str, example: Example, texts: list[str], played: Any, tokens_in: Any) -> Answer:
         if name == "environment":
             return played.failures_in(played.own_scores())
-        messages = played.messages if played else [[{"role": "assistant", "content": text}] for text in completions]
-        completions = played.last_turns() if played else completions
-        by_turn = played.by_turn if played else lambda given: np.array(given, np.float64).reshape(len(completions), 1)
-        shown = played.shown if played else lambda: [None] * len(completions)
+        messages = played.messages if played else [[{"role": "assistant", "content": text}] for text in texts]
+        texts = played.last_turns() if played else texts
+        by_turn = played.by_turn if played else lambda given: np.array(given, np.float64).reshape(len(texts), 1)
+        shown = played.shown if played else lambda: [None] * len(texts)
         more = {name: messages if name == "messages" else shown() for name in self._specs[spec]}
-        answer = self._call(name, spec, example, completions, by_turn, **more)
-        return played.failures_in(answer) if played else answer
-
-    def _call(
-        self, name: str, spec: str, example: Example, completions: list[str], by_turn: Callable, **more: Any
-    ) -> Answer:
-        scores, failure, worker = by_turn([None] * len(completions)), OUTCOME_ERROR, self._free.pop()
+        scores, masked = by_turn([None] * len(texts)), [[]] * len(texts)
+        failure, worker = OUTCOME_ERROR, self._free.pop()
         try:
             if self._closed:
                 raise EOFError
-            given = spec, example.prompt, example.columns, completions, more
-            given, reasons = worker.ask(given, self._config.timeout_s)
+            call = spec, example.prompt, example.columns, texts, more
+            given, reasons, spans = worker.ask(call, self._config.timeout_s)
             scores = by_turn(given)
+            masked = [tokens_in(i, some) if tokens_in and some else [] for i, some in enumerate(spans)]
         except Exception as error:
             failure, reason = failed(error)
             reasons = [reason]
         self._free.append(worker)
         outcome = np.where(np.isnan(scores).any(axis=1), failure, OUTCOME_SCORE)
-        return scores, outcome, [f"{name} on {example.origin or 'a prompt'}: {reason}" for reason in reasons]
+        reasons = [f"{name} on {example.origin or 'a prompt'}: {reason}" for reason in reasons]
+        return played.failures_in((scores, outcome, reasons, masked)) if played else (scores, outcome, reasons, masked)
 
 
 def failed(error: Exception) -> tuple[int, str]:

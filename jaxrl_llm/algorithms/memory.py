@@ -192,12 +192,15 @@ class Memory:
         self._memories = {one.name: one.fact("memory")(one.settings, sizes, ledger) for one in remembering}
         by_turn = any("turn_reward" in one.needs.columns for one in functions)
         self._max_turns = sizes.max_turns if by_turn else 0  # 0: nobody looks at turns
+        masks = any("reward_mask" in one.needs.columns for one in functions)
+        self._max_length = sizes.max_length if masks else 0  # 0: nobody asks which tokens are masked
 
     @property
     def columns(self) -> dict[str, tuple[int, ...]]:
         """Names of ``Scores.columns``, and what shape each has of a row."""
-        of_turns = {"turn_reward": (self._max_turns,)} if self._max_turns else {}
-        return {name: () for memory in self._memories.values() for name in memory.columns} | of_turns
+        wide = {"turn_reward": (self._max_turns,), "reward_mask": (self._max_length,)}
+        known = {name: () for memory in self._memories.values() for name in memory.columns}
+        return known | {name: shape for name, shape in wide.items() if shape[0]}
 
     @property
     def whole(self) -> dict[str, tuple[int, ...]]:
@@ -217,6 +220,10 @@ class Memory:
         if self._max_turns:
             by_turn = rewards.total[:, None] if rewards.by_turn is None else rewards.by_turn
             said["turn_reward"] = known(by_turn)
+        if self._max_length:
+            said["reward_mask"] = np.zeros((len(scored), self._max_length), np.float32)
+            for row, places in zip(said["reward_mask"], rewards.masked or (), strict=bool(rewards.masked)):
+                row[places] = 1.0
         return Scores(
             known(rewards.total),
             scored,

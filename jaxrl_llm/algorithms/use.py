@@ -30,7 +30,7 @@ from jaxrl_llm.runtime.functions import resolve
 from jaxrl_llm.runtime.nested import SIGNED, ConfigError, Text, check_name, convert, names, near
 
 # What a function may ask for: what sampler, rewards or learner can say of rows, and other policies.
-NEEDED = ("entropy", "turn_reward", *SAID_BY_LEARNER, *OTHER_POLICIES)
+NEEDED = ("entropy", "turn_reward", "reward_mask", *SAID_BY_LEARNER, *OTHER_POLICIES)
 NONE = "none"  # of a slot that may stay empty
 
 

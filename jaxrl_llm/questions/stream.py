@@ -130,7 +130,8 @@ class PromptStream:
 
     The order is a grain pipeline, which answers for any position without walking to it; the position is the group's id.
     With ``prompts.retire_pass_rate`` a question of which the ledger knows that it passes at that rate is passed over
-    from then on; when nothing else is left, everything is asked again.
+    from then on; when nothing else is left, everything is asked again. Of a ladder each question waits until the easier
+    one before it has been retired so.
 
     Source of the retirement: ScaleRL, arXiv:2510.13786, no positive resampling at 0.9.
 
@@ -145,6 +146,10 @@ class PromptStream:
         self._encoded, self.ledger = encoded, ledger
         self._question_ids = [self.ledger.question_id(row.tokens, row.example.hidden) for row in encoded]
         self.ledger.close_data()
+        before, self._easier = {}, []  # of each question the easier one that it waits for
+        for row, question in zip(encoded, self._question_ids, strict=True):
+            self._easier.append(before.get(row.example.ladder) if row.example.ladder else None)
+            before[row.example.ladder] = question
         order = grain.MapDataset.source(range(len(encoded))).seed(seed)
         self._order = (order.shuffle() if config.shuffle else order).repeat()
         self._position = 0
@@ -160,7 +165,9 @@ class PromptStream:
         asks_all = len(retired) == len(set(self._question_ids))
         group_ids = []
         while len(group_ids) < num_prompts:
-            if asks_all or self.question_id(self._position) not in retired:
+            place = int(self._order[self._position])
+            waits = self._easier[place] is not None and self._easier[place] not in retired
+            if asks_all or not (waits or self._question_ids[place] in retired):
                 group_ids.append(self._position)
             self._position += 1
         return _batch([self.lookup(i) for i in group_ids], group_ids)

@@ -53,6 +53,11 @@ def write_report(workdir: str | os.PathLike) -> pathlib.Path:
     title, made_of = workdir.resolve().name, ""
     if config is not None:
         made_of = f"{config.model.path} on {config.prompts.name or config.prompts.source}, seed {config.seed}"
+    # Versions, commit and devices, as config.json has them.
+    named = {**made_with.get("versions", {}), **{name: made_with.get(name, "") for name in ("commit", "devices")}}
+    packages = [item for item in named.items() if item[1]]
+    rows = [page.row(f"<code>{name}</code>", page.text(x.unit), page.text(x.meaning)) for name, x in METRICS.items()]
+    glossary = page.table(("name", "unit", "meaning"), rows)
     sections = [
         page.header(title, made_of),
         _cards(metrics, config, before, after, newest),
@@ -60,8 +65,8 @@ def write_report(workdir: str | os.PathLike) -> pathlib.Path:
         page.section("Before and after", _before_after(before, after)),
         page.section("Rollouts during training", _rollouts(samples)),
         page.section("Settings", _settings(config) if config is not None else ""),
-        page.section("Made with", _made_with(made_with)),
-        page.section("What the metrics mean", _glossary()),
+        page.section("Made with", page.table(("package", "version"), [page.row(*map(page.text, x)) for x in packages])),
+        page.section("What the metrics mean", page.folded(f"{len(METRICS)} metrics", glossary)),
     ]
     return page.write_page(workdir / "report.html", title, sections)
 
@@ -245,17 +250,6 @@ def _settings(config: Config) -> str:
     rest = page.table(("setting", "value"), rows(same, values))
     first = page.table(("changed", "value", "default"), rows(changed, values, default), "changed")
     return first + page.folded(f"{len(same)} settings at their default", rest)
-
-
-def _made_with(made_with: dict[str, Any]) -> str:
-    """Versions, commit and devices, as config.json has them."""
-    named = {**made_with.get("versions", {}), **{name: made_with.get(name, "") for name in ("commit", "devices")}}
-    return page.table(("package", "version"), [page.row(*map(page.text, item)) for item in named.items() if item[1]])
-
-
-def _glossary() -> str:
-    rows = [page.row(f"<code>{name}</code>", page.text(x.unit), page.text(x.meaning)) for name, x in METRICS.items()]
-    return page.folded(f"{len(METRICS)} metrics", page.table(("name", "unit", "meaning"), rows))
 
 
 def print_samples(workdir: pathlib.Path) -> None:

@@ -49,6 +49,9 @@ METRICS: dict[str, Metric] = {
     "rollout/truncated_frac": Metric(
         "fraction", "Rollouts cut at sampling.max_completion_tokens, over finished rollouts."
     ),
+    "rollout/masked_tokens": Metric(
+        "tokens", "Tokens that reward functions mask (reshaping=reward_mask), where any are."
+    ),
     "rollout/turns_mean": Metric("turns", "Turns of the policy in a rollout, where environments.factory is set."),
     **{
         f"rollout/reward_turn_{k}": Metric(
@@ -269,9 +272,12 @@ TAKEN = {
 
 def turn_values(turns: Sequence[int], rewards: Rewards) -> dict[str, float]:
     """Figures of rollouts that have several turns, ``turns`` of each; {} where they have one."""
+    values: dict[str, float] = {}
+    if rewards.masked and any(rewards.masked):
+        values["rollout/masked_tokens"] = sum(map(len, rewards.masked))
     if not turns:
-        return {}
-    values, given = {"rollout/turns_mean": sum(turns) / len(turns)}, rewards.by_turn
+        return values
+    values["rollout/turns_mean"], given = sum(turns) / len(turns), rewards.by_turn
     for k in range(0 if given is None else min(TURNS_SHOWN, given.shape[1])):
         has_turn = (np.asarray(turns) > k) & (rewards.outcome == OUTCOME_SCORE)
         if has_turn.any():

@@ -13,7 +13,7 @@ import math
 import os
 import pathlib
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import rich.console
@@ -185,7 +185,7 @@ class MetricsWriter:
             if name not in METRICS:
                 raise KeyError(f"metric {name!r} is not declared in METRICS")
         numbers = plain_numbers(values)
-        self._append("metrics.jsonl", [{"iteration": iteration, **numbers}])
+        self.append({"metrics.jsonl": [{"iteration": iteration, **numbers}]})
         if self._use_tensorboard:
             named = [item for item in numbers.items() if item[1] is not None]
             events = [Event(step=iteration, wall_time=time.time(), summary=scalar(*item)) for item in named]
@@ -199,14 +199,6 @@ class MetricsWriter:
             for event in events:
                 self._tensorboard.write(event.SerializeToString())
             self._tensorboard.flush()
-
-    def write_samples(self, rows: list[dict[str, Any]]) -> None:
-        """Append sampled rollouts, one JSON object each."""
-        self._append("samples.jsonl", rows)
-
-    def write_shared(self, rows: list[dict[str, Any]]) -> None:
-        """Append groups for other runs, one JSON object each; who reads meanwhile may see the last one in part."""
-        self._append(SHARED_FILE, rows)
 
     def state(self) -> dict[str, int]:
         """Size in bytes of each file, for the checkpoint."""
@@ -237,12 +229,12 @@ class MetricsWriter:
             for file in (*self._files.values(), *([self._tensorboard] if self._tensorboard else [])):
                 stack.callback(file.close)
 
-    def _append(self, name: str, rows: list[dict[str, Any]]) -> None:
-        if name not in self._files:  # not asked for, or another host's to write
-            return
-        text = "".join(json.dumps(_finite(row), ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
-        self._files[name].write(text.encode())
-        self._files[name].flush()
+    def append(self, lines: Mapping[str, list[dict[str, Any]]]) -> None:
+        """Append to files, by name, one JSON object a line; who reads meanwhile may see the last one in part."""
+        for name in lines.keys() & self._files.keys():  # others are not asked for, or another host's to write
+            texts = (json.dumps(_finite(row), ensure_ascii=False, allow_nan=False) + "\n" for row in lines[name])
+            self._files[name].write("".join(texts).encode())
+            self._files[name].flush()
 
 
 def plain_numbers(values: dict[str, Any]) -> dict[str, float | int | None]:

@@ -633,3 +633,17 @@ def test_a_turn_has_what_an_episode_is_worth_more_after_it():
     np.testing.assert_array_equal(got.by_turn[:2], [[0.5, -0.25, 0.75, 0], [0.5, 0, 0, 0]])
     np.testing.assert_array_equal(got.total, [1.0, 0.5, np.nan, -0.25])
     assert got.outcome.tolist() == [OUTCOME_SCORE, OUTCOME_SCORE, OUTCOME_TIMEOUT, OUTCOME_SCORE]
+
+
+def test_what_functions_mask_comes_as_tokens_of_all_of_them():
+    texts = ["a12", "7b", "odd", "none"]
+    every_character = lambda i, spans: [place for start, stop in spans for place in range(start, stop)]
+    with pool(user("masks"), user("masks_first"), user("length")) as rewards:
+        got = rewards.collect([rewards.submit(EXAMPLE, texts, tokens_in=every_character)])
+        nobody = rewards.collect([rewards.submit(EXAMPLE, texts)])
+    assert got.masked == [[0, 1, 2], [0], [0], [0]]
+    np.testing.assert_array_equal(got.parts[user("masks")], [3, 2, np.nan, 4])
+    assert got.outcome.tolist() == [OUTCOME_SCORE, OUTCOME_SCORE, OUTCOME_ERROR, OUTCOME_SCORE]
+    assert "returned dict for a score" in got.errors[0]
+    assert nobody.masked == [[], [], [], []]
+    np.testing.assert_array_equal(nobody.total, got.total)

@@ -6,7 +6,7 @@ import pytest
 
 from jaxrl_llm.config import PromptsConfig
 from jaxrl_llm.environments import code_tests
-from jaxrl_llm.environments.code_tests import answer, feedback, parses, passed, program, share, stopped
+from jaxrl_llm.environments.code_tests import answer, covered, feedback, parses, passed, program, share, stopped
 from jaxrl_llm.environments.sandbox import SandboxError
 from jaxrl_llm.questions.tasks.code import load, question
 
@@ -129,3 +129,86 @@ def test_columns_are_what_the_scorer_takes(tmp_path):
     path.write_text('{"text": "t", "test_list": ["assert f() == 1"]}')
     (example,) = load(PromptsConfig(source="code", name=str(path), size=0), seed=0).examples
     assert passed([example.prompt], ["def f(): return 1"], **{k: [v] for k, v in example.columns.items()}) == [1.0]
+
+
+SIGN = """Here it is:
+```python
+LIMIT = 0
+def sign(x):
+    \"\"\"What it does, on
+    two lines.\"\"\"
+    here: int
+    if x > LIMIT:
+        return 1
+    elif x < LIMIT:
+        return (
+            -1
+        )
+    try:
+        return 0
+    except ValueError:
+        x = 2; x = 3
+    while True:
+        pass
+
+def other(): return 2
+```
+It is right.
+"""
+UNRUN_OF_SIGN = [
+    "        return (\n            -1\n        )\n",
+    "    except ValueError:\n",
+    "        x = 2; x = 3\n",
+    "    while True:\n",
+    "        pass\n",
+]
+
+
+def unrun(row, completion):
+    (said,) = score(covered, row, completion)
+    assert said["reward"] == score(passed, row, completion)[0]
+    return [completion[start:stop] for start, stop in said["masked"]]
+
+
+def test_statements_that_no_test_has_run_are_masked():
+    """What has no code of its own (docstring, annotation, comment, what stands around the program) never is."""
+    row = {"text": "sign", "test_list": ["assert sign(3) == 1", "assert sign(3) == 5", "assert sign(0) == 0"]}
+    assert unrun(row, SIGN) == UNRUN_OF_SIGN
+    with_thought = "```python\nx\n```</think>" + SIGN
+    assert unrun(row, with_thought) == UNRUN_OF_SIGN
+    below = ["        return 1\n", "    try:\n", "        return 0\n", *UNRUN_OF_SIGN[1:]]
+    assert unrun({**row, "test_list": ["assert sign(-3) == -1"]}, SIGN) == below
+
+
+def test_a_completion_that_goes_on_from_given_code_is_masked_in_its_own_lines():
+    row = HUMAN_EVAL | {"test": "def check(candidate):\n    assert candidate([]) == 0\n"}
+    assert unrun(row, "    if xs:\n        return sum(xs)\n    return 0\nprint(total([1]))\n") == [
+        "        return sum(xs)\n"
+    ]
+    anew = "def total(xs):\r\n    if xs:\r\n        return 1\r\n    return 0"
+    assert unrun(row, anew) == ["        return 1\r\n"]
+
+
+@pytest.mark.parametrize(
+    "completion",
+    [
+        "def sign(x) return 1",
+        "I do not know.",
+        "def sign(x):\n    while True: pass\n    return 2",
+        "import os\nos._exit(0)\nx = 1",
+        "from __future__ import annotations\ndef sign(x):\n    return 1\n    return 2",  # its lines change places
+    ],
+)
+def test_where_nothing_is_known_of_the_lines_nothing_is_masked(completion):
+    assert unrun({"text": "sign", "test_list": ["assert sign(3) == 1"]}, completion) == []
+
+
+def test_a_part_of_the_solution_that_was_given_stands_before_the_rest_of_it():
+    given = "import math\ndef area(r):\n    if r < 0:\n"
+    assert program("        return 0\n    return 2\nprint(1)", "", ["area"], given) == (
+        "import math\ndef area(r):\n    if r < 0:\n        return 0\n    return 2\n"
+    )
+    whole = "def area(r):\n    return math.pi * r * r\n"
+    assert program(whole, "", ["area"], given) == whole  # half an `if` cannot stand before it
+    assert program(whole, "", ["area"], "import math\n") == "import math\n\n" + whole
+    assert program("    return 2", PROMPT, ["total"], "    x = 1\n") == PROMPT + "    x = 1\n    return 2"

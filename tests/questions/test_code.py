@@ -154,3 +154,47 @@ def test_a_sandbox_that_cannot_be_had_is_refused_before_the_run(loaded, monkeypa
         loaded()
     with pytest.raises(ConfigError, match="cannot be read"):
         load(PromptsConfig(source="code", name="/nowhere.jsonl"), seed=0)
+
+
+SOLUTION = "def f(x):\n    y = x\n    z = y\n    return z\n"
+SOLVED = {"text": "Write f.", "test_list": ["assert f(1) == 1"], "code": SOLUTION}
+BODY = {**HUMAN, "canonical_solution": "    y = x\n    return y\n"}
+
+
+def laddered(loaded, *rows, parts, rate=0.8):
+    """(prompt, given) of each question of training, by ladder."""
+    found = loaded(*rows, given_parts=parts)
+    config = PromptsConfig(source="code", name="f", arguments={"given_parts": parts}, retire_pass_rate=rate)
+    ladders = {}
+    for one in code.laddered(config, found.examples):
+        ladders.setdefault(one.ladder, []).append((one.prompt, one.columns["given"]))
+    return ladders
+
+
+def test_easier_versions_give_a_part_of_the_solution_most_first(loaded):
+    plain = "Write f.\n\nYour code should pass these tests:\n\nassert f(1) == 1\n"
+    first, second = laddered(loaded, SOLVED, BODY, parts=3).values()
+    lines = ["def f(x):\n", "    y = x\n", "    z = y\n", "    return z\n"]
+    given = ["".join(lines[:count]) for count in (3, 2, 1)]
+    assert first == [*((f"{plain}\nGo on from here:\n\n{part}", part) for part in given), (plain, "")]
+    # 3/4, 2/4 and 1/4 of two lines: one, one and none.
+    assert second == [("def f(x):\n    y = x\n", "    y = x\n"), ("def f(x):\n", "")]
+
+
+def test_without_parts_or_solutions_questions_are_as_they_are(loaded):
+    assert laddered(loaded, SOLVED, parts=0, rate=0.0) == {"": [(loaded(SOLVED).examples[0].prompt, "")]}
+    with_one = laddered(loaded, {**SOLVED, "code": None}, BODY, parts=1)
+    assert [len(ladder) for ladder in with_one.values()] == [1, 2]
+
+
+@pytest.mark.parametrize("parts", [-1, 101, 1.0, True, "2"])
+def test_parts_are_a_small_number(loaded, parts):
+    with pytest.raises(ConfigError, match=r"prompts.arguments.given_parts=.* must be a whole number from 0 to 100"):
+        loaded(SOLVED, given_parts=parts)
+
+
+def test_parts_want_solutions_and_a_rate_to_go_on_at(loaded):
+    with pytest.raises(ConfigError, match="no question of 'f' has a solution to give"):
+        laddered(loaded, {**SOLVED, "code": None}, parts=2)
+    with pytest.raises(ConfigError, match=r"prompts.retire_pass_rate=0.0 must be above 0 with .*given_parts=2"):
+        laddered(loaded, SOLVED, parts=2, rate=0.0)

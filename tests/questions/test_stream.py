@@ -253,6 +253,24 @@ def test_solved_questions_are_not_asked_again_and_ids_stay_positions():
     assert questions.retired() == {0, 1, 2}
 
 
+def test_of_a_ladder_each_question_waits_until_the_easier_one_has_passed():
+    """Two ladders of three and one question without: what is asked moves to the last, one after the other."""
+    examples = [dataclasses.replace(one, ladder=x) for one, x in zip(numbered(7), "aaabbb", strict=False)]
+    rows = encode_examples([*examples, numbered(7)[6]], ByteTokenizer(), PromptsConfig(max_tokens=6))[0]
+    config = PromptsConfig(max_tokens=6, retire_pass_rate=0.75, shuffle=False)
+    questions = PromptStream(rows, config, Ledger(), seed=0)
+    asked = lambda: sorted(set(answers(questions.next_batch(12))))
+    assert asked() == [0, 3, 6]
+    observe(questions, {0: [True] * 3 + [False], 3: [True, False] * 2, 6: [None] * 4})
+    assert asked() == [1, 3, 6]
+    observe(questions, {1: [True] * 4, 3: [True] * 4})
+    assert asked() == [2, 4, 6]
+    observe(questions, {2: [True], 4: [True], 6: [True]})
+    assert asked() == [5]
+    observe(questions, {5: [True]})
+    assert asked() == [0, 1, 2, 3, 4, 5, 6]  # all are solved
+
+
 def test_when_everything_is_solved_everything_is_asked_again():
     questions = retiring(3, shuffle=False)
     observe(questions, {i: [True] for i in range(3)})
@@ -390,7 +408,7 @@ def test_columns_of_any_name_reach_the_reward_function(tmp_path):
         seen.append(columns)
         return [1.0] * len(completions)
 
-    assert reward_worker.call(reward, example.prompt, example.columns, ["a", "b"]) == ([1.0, 1.0], [])
+    assert reward_worker.call(reward, example.prompt, example.columns, ["a", "b"]) == ([1.0, 1.0], [], [[], []])
     assert seen == [{name: [[i], [i]] for i, name in enumerate(names)}]
 
 

@@ -315,13 +315,14 @@ def poise(batch, longest, regression):
     return token_mean(batch, term)
 
 
-def ppo_critic(batch, longest):
+def ppo_critic(batch, longest, taught=lambda row, t: 1):
     """Hu et al. 2025: A_t = r - V_t whitened over the batch's tokens, and the critic's squared error."""
     gains = {(id(row), t): row["reward"] - v for row in batch for t, v in enumerate(row["value"])}
     centre, scale = mean(gains.values()), std(list(gains.values())) + 1e-6
 
     def term(row, t):
-        return ppo(ratio(row, t), (gains[id(row), t] - centre) / scale) + gains[id(row), t] ** 2 / 2
+        surrogate = ppo(ratio(row, t), (gains[id(row), t] - centre) / scale)
+        return taught(row, t) * surrogate + gains[id(row), t] ** 2 / 2
 
     return token_mean(batch, term)
 
@@ -481,6 +482,11 @@ def step_search(batch, longest):
     """Wang et al. 2025: PPO over tokens; rewards come at the last token of each turn. Lambda and discount 1."""
     gain = lambda row, t: math.fsum(row["turns"][row["turn"][t] :]) - row["value"][t]
     return _actor_critic(batch, gain, gain)
+
+
+def step_coder(batch, longest):
+    """Dou et al. 2024: PPO with a critic, whose loss leaves out the tokens that no test has run."""
+    return ppo_critic(batch, longest, lambda row, t: 1 - row["masked"][t])
 
 
 LOSSES = {name: value for name, value in globals().items() if callable(value) and not name.startswith("_")}

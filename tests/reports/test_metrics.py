@@ -48,7 +48,9 @@ def test_numbers_that_json_cannot_hold_are_null(tmp_path):
         "tokens/generated": np.int64(7),
     }
     writer.write(3, values)
-    writer.write_samples([{"reward": float("nan"), "parts": {"task": float("-inf")}, "prompt": 'a "b" <c> é'}])
+    writer.append(
+        {"samples.jsonl": [{"reward": float("nan"), "parts": {"task": float("-inf")}, "prompt": 'a "b" <c> é'}]}
+    )
     writer.close()
 
     def strict(text):
@@ -84,7 +86,7 @@ def scalars(workdir):
 def write_iterations(writer, iterations):
     for i in iterations:
         writer.write(i, {"rollout/reward_mean": i / 3})
-        writer.write_samples([{"iteration": i, "prompt": "é" * i}])
+        writer.append({"samples.jsonl": [{"iteration": i, "prompt": "é" * i}]})
 
 
 def test_files_of_a_resumed_run_are_those_of_the_uninterrupted_one(tmp_path):

@@ -25,7 +25,7 @@ def make_run(workdir, iterations):
         writer.write(i, values | {"update/clip_frac": float("nan")})
         row = {"iteration": i, "prompt_id": i, "group_id": 0, "prompt": EVIL, "completion": EVIL, "reward": None}
         row |= {"parts": {"a": None, "b": 1.0}, "stop_reason": "eos", "policy_version": i, "age": 0}
-        writer.write_samples([row] * 6)
+        writer.append({"samples.jsonl": [row] * 6})
     writer.close()
 
 
@@ -130,7 +130,7 @@ def test_iterations_that_metrics_have_lost_are_counted(tmp_path):
 def test_samples_are_printed_whatever_is_in_them(tmp_path, capsys):
     writer = MetricsWriter(tmp_path, MetricsConfig(tensorboard=False))
     rows = [{"iteration": 1, "prompt": f"{i}?", "completion": "a\u2028b\x85c", "reward": 1.0} for i in range(4)]
-    writer.write_samples(rows)
+    writer.append({"samples.jsonl": rows})
     writer.close()
     print_samples(tmp_path)
     lines = capsys.readouterr().out.split("\n")

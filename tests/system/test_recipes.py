@@ -63,6 +63,7 @@ TIED = dict.fromkeys(RECIPES, "silent") | {
     "ppo_ewma": "heard",  # the baseline is the mean of several batches
     "reinforce_pp": "heard",  # the baseline is the batch's mean
     "rlef": "heard",  # the baseline is the critic's
+    "step_coder": "heard",  # likewise
     "step_search": "heard",  # likewise
 }
 
@@ -252,6 +253,9 @@ def make_rows(config, rollout, reward=None, *, seed=0):
     if "turn_reward" in config.algorithm.columns:
         given = by_turn(config, rollout, reward, None if is_given else np.random.default_rng(seed + 1))
         of_rows["turn_reward"] = np.where(FAILED[:, None], 0, given)
+    if "reward_mask" in config.algorithm.columns:
+        masked = np.random.default_rng(seed + 2).random((NUM_ROWS, COMPLETION_TOKENS)) < 0.3
+        of_rows["reward_mask"] = masked.astype(np.float32)
     known = np.where(FAILED, 0, reward).astype(np.float32)
     scores = Scores(known, ~FAILED, rollout.group_id, parts, of_rows, memory)
     columns = make_columns(config, rollout, rng)
@@ -378,6 +382,8 @@ def batch_of(config, rows, critic, others=None):
             row["value"] = (states[first - 1 :] @ kernel + bias)[:, 0][drawn].tolist()
         if "turn_reward" in scores.columns:
             row |= turns_of(rollout, scores, i)
+        if "reward_mask" in scores.columns:
+            row["masked"] = scores.columns["reward_mask"][i].tolist()
         batch.append(row)
     return batch
 
@@ -529,7 +535,8 @@ def test_stopped_and_resumed_is_bitwise_the_whole(recipe, tmp_path):
         parts = {name: total**power for power, name in enumerate(config.rewards.functions, start=1)}
         outcome = np.where(FAILED, OUTCOME_ERROR, OUTCOME_SCORE).astype(np.int8)
         of_turns = by_turn(config, rollout, total, rng) if has_turns(config) else None
-        rewards = Rewards(total, parts, outcome, by_turn=of_turns)
+        masked = [np.flatnonzero(rng.random(COMPLETION_TOKENS) < 0.3).tolist() for _ in total]
+        rewards = Rewards(total, parts, outcome, by_turn=of_turns, masked=masked)
         rows = rollout, memory.scores(rewards, questions), make_columns(config, rollout, rng)
         state, ring, made, used = iteration(state, ring, rows, index)
         memory.observe(rewards, questions, jax.device_get(used | made))

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -44,10 +45,12 @@ class Loaded:
     Attributes:
         examples: at least one.
         bad_rows: one message ("file:line: why") for each row skipped under ``prompts.bad_row="skip"``.
+        laddered: training questions -> each behind its easier versions (``Example.ladder``).
     """
 
     examples: tuple[Example, ...]
     bad_rows: tuple[str, ...] = ()
+    laddered: Callable = tuple
 
 
 def load(config: PromptsConfig, *, seed: int) -> Loaded:

@@ -8,10 +8,16 @@
     shown_tests       1; tests of MBPP's form that the prompt shows, so that the function's name is known; -1 = all
     template          of a prompt of MBPP's form, with {text} and {tests}
     check_solutions   False; a row whose own solution does not pass its tests is a bad one
+    given_parts       0; easier versions of each training question, whose prompt gives a part of its solution (below)
     sandbox           seconds (1.0) and the other fields of environments/sandbox.py's Limits, for each test;
                       ``required``: refuse where programs cannot be walled in; ``isolation``: how
 
-Owns: rows, what their tests are one by one. Does not know: how a program is run and judged (environments).
+With ``given_parts`` of K a question has K versions that give the first K/(K+1), ... 1/(K+1) of its solution's lines.
+The one that gives most is asked first, each other when the one before it is retired (``prompts.retire_pass_rate``), and
+the question as it is last: the curriculum of code completion subtasks of StepCoder, Dou et al. 2024, arXiv:2402.01391.
+Differs: how far a start moves, and at which rate, is ours. Held-out questions are as they are.
+
+Owns: rows, what their tests are one by one, easier versions. Does not know: how a program is run and judged.
 
 Source: Austin et al. 2021, arXiv:2108.07732 (MBPP); Chen et al. 2021, arXiv:2107.03374 (HumanEval).
 """
@@ -31,11 +37,15 @@ from jaxrl_llm.questions.tasks.files import BadRowError, json_lines, load_rows, 
 from jaxrl_llm.runtime.nested import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from jaxrl_llm.config import PromptsConfig
+    from jaxrl_llm.types import Example
 
 SCORER = "jaxrl_llm.environments.code_tests:passed"
 TEMPLATE = "{text}\n\nYour code should pass these tests:\n\n{tests}\n"
-SECONDS = 1.0
+SECONDS, MOST_PARTS = 1.0, 100
+GO_ON = "{prompt}\nGo on from here:\n\n{given}"  # of a prompt of MBPP's form; one of HumanEval's is code itself
 
 # key -> its kind; those of a form that a row must have stand in NEEDED.
 MBPP = {"text": str, "prompt": str, "test_list": list, "test_imports": list, "test_setup_code": str, "code": str}
@@ -48,8 +58,8 @@ def load(config: PromptsConfig, *, seed: int) -> Loaded:
     """The first ``config.size`` questions of the file ``config.name`` (0 = all), in file order.
 
     Host; ``columns`` is ``tests`` (list of code, each a test), ``setup`` (code before the answer), ``prefix`` (code
-    that the answer goes on from), ``names`` (what the tests call), ``shown_tests`` (list of code), ``solution`` (code,
-    or None), ``task_id`` and ``sandbox`` (settings).
+    that the answer goes on from), ``given`` ("", or the part of the solution that the prompt gives), ``names`` (what
+    the tests call), ``shown_tests`` (list of code), ``solution`` (code, or None), ``task_id``, ``sandbox`` (settings).
 
     Raises:
         ConfigError: an argument, the file, or (``prompts.bad_row="error"``) a row that is none; no question;
@@ -66,7 +76,8 @@ def load(config: PromptsConfig, *, seed: int) -> Loaded:
         return prompt, columns
 
     try:
-        return load_rows(config, json_lines, made)
+        loaded = load_rows(config, json_lines, made)
+        return dataclasses.replace(loaded, laddered=lambda examples: laddered(config, examples))
     finally:
         code_tests.close()  # those that have checked solutions; rewards are computed in other processes
 
@@ -74,7 +85,7 @@ def load(config: PromptsConfig, *, seed: int) -> Loaded:
 def _arguments(given: dict[str, Any]) -> dict[str, Any]:
     """``prompts.arguments`` with their defaults, or ConfigError."""
     where = "prompts.arguments"
-    settings = {"shown_tests": 1, "template": TEMPLATE, "check_solutions": False, "sandbox": {}}
+    settings = {"shown_tests": 1, "template": TEMPLATE, "check_solutions": False, "given_parts": 0, "sandbox": {}}
     _check_names(where, given, settings)
     settings |= given
     shown, template, sandbox = settings["shown_tests"], settings["template"], settings["sandbox"]
@@ -82,6 +93,9 @@ def _arguments(given: dict[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"{where}.shown_tests={shown!r} must be a whole number of at least -1 (all)")
     if not isinstance(template, str) or "{text}" not in template:
         raise ConfigError(f"{where}.template={template!r:.80} must be text with {{text}}, and {{tests}} where they go")
+    parts = settings["given_parts"]
+    if not isinstance(parts, int) or isinstance(parts, bool) or not 0 <= parts <= MOST_PARTS:
+        raise ConfigError(f"{where}.given_parts={parts!r} must be a whole number from 0 to {MOST_PARTS}")
     if not isinstance(settings["check_solutions"], bool):
         raise ConfigError(f"{where}.check_solutions={settings['check_solutions']!r} must be True or False")
     if not isinstance(sandbox, dict):
@@ -137,7 +151,34 @@ def question(row: Any, settings: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         if not isinstance(value, kind) or (kind is list and not all(isinstance(x, str) for x in value)):
             raise BadRowError(f"`{key}` must be {'text' if kind is str else 'a list of texts'}, not {value!r:.60}")
     prompt, columns = _of_mbpp(row, settings) if forms[0] is MBPP else _of_human_eval(row)
-    return prompt, columns | {"task_id": row.get("task_id"), "sandbox": settings["sandbox"]}
+    return prompt, columns | {"given": "", "task_id": row.get("task_id"), "sandbox": settings["sandbox"]}
+
+
+def laddered(config: PromptsConfig, examples: Sequence[Example]) -> list[Example]:
+    """Each question behind its easier versions; of one without a solution there are none.
+
+    Raises:
+        ConfigError: nothing retires a question, so that none but the easiest would ever be asked; no solution at all.
+    """
+    parts, found = config.arguments.get("given_parts", 0), []
+    for i, example in enumerate(examples):
+        lines = (example.columns["solution"] or "").splitlines(keepends=True)
+        counts = dict.fromkeys(len(lines) * k // (parts + 1) for k in range(parts, 0, -1))
+        for given in ("".join(lines[:count]) for count in counts if count):
+            form = "{prompt}{given}" if example.columns["prefix"] else GO_ON
+            easier = {"prompt": form.format(prompt=example.prompt, given=given), "ladder": f"{i}"}
+            found.append(dataclasses.replace(example, **easier, columns=example.columns | {"given": given}))
+        found.append(dataclasses.replace(example, ladder=f"{i}" if parts else ""))
+    if parts and config.retire_pass_rate == 0:
+        raise ConfigError(
+            f"prompts.retire_pass_rate=0.0 must be above 0 with prompts.arguments.given_parts={parts}: a question "
+            "waits until its easier version passes at that rate"
+        )
+    if parts and len(found) == len(examples):
+        raise ConfigError(
+            f"prompts.arguments.given_parts={parts}: no question of {config.name!r} has a solution to give"
+        )
+    return found
 
 
 def _check_solution(prompt: str, columns: dict[str, Any]) -> None:

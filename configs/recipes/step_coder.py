@@ -1,0 +1,28 @@
+"""StepCoder.
+
+    python -m jaxrl_llm.train --config=configs/recipes/step_coder.py --workdir=runs/step_coder
+
+PPO on programs, with most of a solution given at first and less of it as answers pass, and without the tokens of
+statements that no test has run. A dozen questions of configs/programs.jsonl stand for data of your own, and a model
+that knows no Python for one that does.
+Source: Dou et al. 2024, arXiv:2402.01391. Differs: a start moves by a third of the lines, once 0.8 of the answers to a
+version have passed; a reward is 0 or 1; masked tokens have no advantage, and are still seen by the critic.
+"""
+
+from jaxrl_llm.algorithms.use import use
+from jaxrl_llm.config import defaults
+
+
+def get_config():
+    config = defaults()
+    config.prompts.source = "code"
+    config.prompts.name = "configs/programs.jsonl"
+    config.prompts.arguments = {"given_parts": 2}
+    config.prompts.retire_pass_rate = 0.8
+    config.prompts.max_tokens = 384
+    config.sampling.max_completion_tokens = 64
+    config.rewards.functions = ("jaxrl_llm.environments.code_tests:covered",)
+    config.algorithm.advantage = use("gae")
+    config.algorithm.reshaping = [use("reward_mask")]
+    config.eval.num_prompts = 2
+    return config
