@@ -36,6 +36,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
+from jaxrl_llm.actor.resampling import Sampled, ragged
 from jaxrl_llm.actor.sources import Hindsight, source_of
 from jaxrl_llm.config import Config, ConfigError
 from jaxrl_llm.questions.tasks.files import BadRowError, parse, question
@@ -53,7 +54,6 @@ from jaxrl_llm.types import (
 )
 
 if TYPE_CHECKING:
-    from jaxrl_llm.actor.resampling import Sampled, ragged
     from jaxrl_llm.run import Run
 
 
@@ -202,7 +202,8 @@ class Guests:
             if group.rewards is None:
                 scored = collect([group.ticket])
                 total[j, :num], outcome[j, :num] = scored.total, scored.outcome
-                masked[j * shape[1] : j * shape[1] + num] = scored.masked
+                for g, places in enumerate(scored.masked or ()):
+                    masked[j * shape[1] + g] = places
                 for name, part in scored.parts.items():
                     parts[name][j, :num] = part
             else:

@@ -99,13 +99,28 @@ def test_a_line_becomes_the_rows_of_a_group(tmp_path):
     assert guests.groups[0].rewards[0] == 1 and np.isnan(guests.groups[0].rewards[1])
 
 
-def test_what_comes_without_rewards_the_actor_hands_to_the_pool_as_what_was_sampled(tmp_path):
+@pytest.mark.parametrize("reshaping", [[], ["reward_mask"]])
+def test_what_comes_without_rewards_the_actor_hands_to_the_pool_as_what_was_sampled(reshaping, tmp_path):
     given = []
-    actor = types.SimpleNamespace(_pool=types.SimpleNamespace(submit=lambda *call: given.append(call)), _decode=tuple)
-    path = written(tmp_path, line("asked", ["a", "b"]), line("told", rewards=[0, 1]))
+    pool = types.SimpleNamespace(submit=lambda *call: given.append(call))
+    config = freeze({"algorithm": {"reshaping": reshaping}})
+    actor = types.SimpleNamespace(_pool=pool, _decode=make_byte_tokenizer().decode, _config=config)
+    path = written(tmp_path, line("asked", ["a", "bc"]), line("told", rewards=[0, 1]))
     external(path).next_groups(0, functools.partial(Actor._score, actor))
-    ((example, texts, played),) = given
-    assert (example.prompt, texts, played) == ("asked", [(97, END), (98, END)], None)
+    ((example, texts, played, tokens_in),) = given
+    assert (example.prompt, texts, played) == ("asked", ["a", "bc"], None)
+    assert (tokens_in and tokens_in(1, [[1, 2]])) == ([1] if reshaping else None)  # the end has no character
+
+
+def test_what_is_masked_of_own_rows_and_of_others_goes_with_them(tmp_path):
+    path = written(tmp_path, line("asked", ["a", "bc"]), line("told", rewards=[0, 1]))
+    guests = external(path).next_groups(0, lambda group: "ticket")
+    theirs = Rewards(np.ones(2, np.float32), {"task": np.ones(2)}, np.zeros(2, np.int8), masked=[[], [1]])
+    guests.score(lambda tickets: theirs)
+    own = Rewards(np.zeros(3, np.float32), {"task": np.zeros(3)}, np.zeros(3, np.int8), masked=[[0], [], [2, 4]])
+    joined, _ = guests.join(own, [0], lambda tokens: 1)
+    assert joined.masked == [[0], [], [2, 4], [], [1], *[[] for _ in joined.masked[5:]]]
+    assert len(joined.masked) == len(joined.total)
 
 
 @pytest.mark.parametrize(("special_tokens", "in_text"), [(False, [*b"<|eos|>"]), (True, [END])])
