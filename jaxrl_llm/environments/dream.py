@@ -34,7 +34,7 @@ from jaxrl_llm.environments.experience import NUMBER, transitions
 from jaxrl_llm.environments.retrieval import is_of
 
 NUM_NEAREST = 3
-MAX_TOKENS = 1024  # of a reply
+MAX_TOKENS = 512  # of a reply; what `jaxrl_llm.serve` allows unless told otherwise
 REPLY = {"next": str, "reward": NUMBER, "over": bool}
 PROMPT = """You are the environment that an agent acts in. You say what its newest action leads to.
 
@@ -90,7 +90,7 @@ def read(reply: str) -> dict[str, Any]:
 
 
 def play(base_url: str, prompt: Any, **columns: Any) -> float:
-    """An agent whose world is dreamt, to its end; the sum of the rewards."""
+    """An agent whose world is dreamt, to its end; the sum of the rewards. A row that ends before it is worth 0."""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     dream = Dream()
     dream._begin(columns, "\n".join(message["content"] for message in messages))

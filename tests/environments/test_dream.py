@@ -151,9 +151,9 @@ def test_the_last_step_that_a_reply_says_counts_and_one_that_is_none_is_refused(
     [
         ("play", "I do not know.", "the experience model says no next, reward, over: 'I do not know.'"),
         ("play", None, "HTTP Error 500"),
-        ("play", "hangs", "no answer after 2 s"),
+        ("play", "hangs", "no answer after 1 s"),
         ("DreamtMaze", "I do not know.", "the experience model says no next, reward, over: 'I do not know.'"),
-        ("DreamtMaze", "hangs", "no answer after 2 s"),
+        ("DreamtMaze", "hangs", "no answer after 1 s"),
     ],
 )
 def test_a_model_that_does_not_say_what_comes_next_has_failed_and_others_go_on(model, tmp_path, form, said, reason):
@@ -168,7 +168,7 @@ def test_a_model_that_does_not_say_what_comes_next_has_failed_and_others_go_on(m
     (tmp_path / "mine.py").write_text(CLASS)
     factory = "jaxrl_llm.environments.dream:play" if form == "play" else f"{tmp_path}/mine.py:DreamtMaze"
     turn = "{}" if form == "play" else '<tool_call>{{"name": "go", "arguments": {{"direction": "{}"}}}}</tool_call>'
-    environment, one = opened(factory, timeout_s=2.0 if said == "hangs" else 30.0)
+    environment, one = opened(factory, timeout_s=1.0 if said == "hangs" else 30.0)
     with environment:
         (first,) = played(environment, one, [turn.format("e")], episode=1)
         (bad,) = played(environment, one, [turn.format("BAD")])

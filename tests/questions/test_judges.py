@@ -38,7 +38,7 @@ def judge(monkeypatch):
             self.wfile.write(data)
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         monkeypatch.setenv("JAXRL_JUDGE_URL", f"http://127.0.0.1:{server.server_port}/v1")
         yield bodies
         server.shutdown()
