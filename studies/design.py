@@ -77,9 +77,14 @@ def as_reported(point: Point) -> Point:
 
 
 def sweep_of(
-    arms: Sequence[Point], label: Callable[[Point], str], rates: Sequence[float] = RATES, *, samples: int = 16
+    arms: Sequence[Point],
+    label: Callable[[Point], str],
+    rates: Sequence[float] = RATES,
+    *,
+    samples: int = 16,
+    choosing: Sequence[Point] = TUNING,
 ) -> Sweep:
-    """Every arm at every rate on the tuning seeds, then at its best one on those that are reported.
+    """Every arm at every rate on the seeds that choose, then at its best one on those that are reported.
 
     Args:
         samples: answers to each held-out question in the former.
@@ -88,7 +93,7 @@ def sweep_of(
     def at_best(runs: Sequence[Run]) -> list[Point]:
         return product(REPORTED, [as_reported(point) for point in best_points(runs, RATE, METRICS[0])])
 
-    points = product(TUNING, [tuning(arm, samples) for arm in arms], grid({RATE: rates}))
+    points = product(choosing, [tuning(arm, samples) for arm in arms], grid({RATE: rates}))
     return dataclasses.replace(shown_as(label, points), then=at_best)
 
 
@@ -112,4 +117,19 @@ def shown_as(label: Callable[[Point], str], points: Sequence[Point]) -> Sweep:
 SUMS = Design(batch=128, on_policy_steps=200, evaluations=40)  # configs/study_arithmetic.py
 THRESHOLD = 0.40  # of the small model's held-out pass rate: compute is counted to it, declared before the runs
 SMOLLM2 = Design(batch=32, on_policy_steps=24, evaluations=24)  # configs/study_smollm2.py
+SMOLLM2_RATES = (1e-5, 2e-5, 4e-5)
 SMOLLM2_THRESHOLD = 0.30  # it begins at 0.16 and 0.14
+
+
+def smollm2_sweep(arms: Mapping[str, Mapping[str, Point]]) -> Sweep:
+    """Of the study of SmolLM2, by task ("sums", "products") and name of the arm; rates chosen on one seed."""
+    numbers = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+    tasks = {"sums": "chain_sum", "products": "products"}
+    points = {
+        f"{task}: {name}": {"prompts.name": tasks[task], "prompts.arguments": numbers} | arm
+        for task, of_task in arms.items()
+        for name, arm in of_task.items()
+    }
+    label = lambda settings: next(name for name, its in points.items() if its == settings)
+    sweep = sweep_of(list(points.values()), label, SMOLLM2_RATES, samples=2, choosing=TUNING[:1])
+    return dataclasses.replace(sweep, after="studies.transfer:measure")

@@ -1,0 +1,39 @@
+"""The rest of the replay study with SmolLM2-135M-Instruct (smollm2.py): other arms, and products.
+
+    python -m jaxrl_llm.sweep --config=configs/sweeps/smollm2_arms.py --workdir=runs/smollm2_arms
+
+It answers 0.14 of the products of two one-digit numbers at the start. A night on 2 cores.
+"""
+
+import runpy
+
+from studies.design import SMOLLM2, smollm2_sweep
+
+get_config = runpy.run_path("configs/study_smollm2.py")["get_config"]
+
+FIRST = {"on-policy": SMOLLM2.arm(1, 1), "y 4, ring of 8 B": SMOLLM2.arm(4, 8)}
+ASYMRE = {
+    "algorithm.advantage": "asymre",
+    "algorithm.surrogate": "reinforce",
+    "algorithm.aggregation": "constant_length",
+}
+WEIGHTS = {
+    "algorithm.surrogate": "reinforce",
+    "algorithm.correction": "sequence_truncated",
+    "algorithm.step_size": "effective_sample_size",
+}
+ARMS = {
+    "y 4, ring of 8 B, AsymRE": SMOLLM2.arm(4, 8, **ASYMRE),
+    "y 2, ring of 8 B": SMOLLM2.arm(2, 8),
+    "y 4, ring of 2 B": SMOLLM2.arm(4, 2),
+    "y 2, ring of 2 B": SMOLLM2.arm(2, 2),
+    "ring of 4 B, no reuse": SMOLLM2.arm(1, 4),
+    "y 4, ring of 8 B, a fifth for correct ones": SMOLLM2.arm(
+        4, 8, **{"replay.unit": "rollout", "replay.positive_fraction": 0.2}
+    ),
+    "y 4, ring of 8 B, truncated sequence weights": SMOLLM2.arm(4, 8, **WEIGHTS),
+}
+
+
+def get_sweep():
+    return smollm2_sweep({"sums": ARMS, "products": FIRST | ARMS})
