@@ -2,8 +2,8 @@
 
     python -m jaxrl_llm.sweep --config=configs/sweeps/smollm2.py --workdir=runs/smollm2
 
-Sums of two one-digit numbers, of which the model answers 0.16 at the start; on-policy training and four uses from a ring
-of eight batches, each at the best of three learning rates on one seed. After each reported run 32 answers to each
+Sums of two one-digit numbers, of which the model answers 0.16 at the start; on-policy training and four uses from a
+ring of eight batches, each at the best of three learning rates on one seed. After each reported run 32 answers to each
 held-out question and to those of a task that no run trains on (studies/transfer.py). An hour and a half on 2 cores; the
 same command goes on where it was stopped. smollm2_arms.py has the other arms, and products.
 """
