@@ -178,7 +178,11 @@ def duration_factor(advantage: Float[ArrayLike, "B S"], x: Rows, *, exponent: Ex
 
 
 def _of_one_turn(path: str, settings: Any, config: Any) -> str:
-    return f"[environments.factory] must be '' with [{path}]" if config.environments.factory else ""
+    return (
+        f"[environments.factory] must be '' with {path}: what is masked is text of one turn"
+        if config.environments.factory
+        else ""
+    )
 
 
 @needs("reward_mask", rule=_of_one_turn)

@@ -9,6 +9,7 @@ from support.building import algorithm_config
 from support.rows import make_rows
 
 from jaxrl_llm.algorithms import shaping
+from jaxrl_llm.config import freeze
 from jaxrl_llm.ops.groups import group_rows
 from jaxrl_llm.runtime.nested import ConfigError
 
@@ -230,3 +231,11 @@ def test_reward_mask_takes_the_advantage_of_its_tokens_alone():
     np.testing.assert_array_equal(reshaped("reward_mask", advantage, one_group(3), fields), expected)
     none = fields | {"columns": {"reward_mask": 0 * marked}}
     np.testing.assert_array_equal(reshaped("reward_mask", advantage, one_group(3), none), advantage)
+
+
+def test_reward_mask_is_for_completions_of_one_turn():
+    settings = {"environments": {"factory": "jaxrl_llm.environments.maze:plain", "max_answer_tokens": 4}}
+    with pytest.raises(
+        ConfigError, match=r"environments.factory='.*maze:plain' must be '' with .*reshaping.reward_mask"
+    ):
+        freeze(settings | {"algorithm": {"reshaping": ["reward_mask"]}})
