@@ -385,9 +385,9 @@ class Failing(Here):
 
 def test_rows_whose_environment_fails_end_and_have_no_score():
     rollout, groups = Talking(Failing())(make_prompts(range(8)))
-    scores = [group.played.failures_in((np.ones(3), np.zeros(3, np.int8), [])) for group in groups]
+    scores = [group.played.failures_in((np.ones(3), np.zeros(3, np.int8), [], [[]] * 3)) for group in groups]
     value, outcome = (np.concatenate([score[i] for score in scores]) for i in (0, 1))
-    reasons = {reason for *_, said in scores for reason in said}
+    reasons = {reason for *_, said, _ in scores for reason in said}
     too_long = f"environment: an answer of 5 tokens; environments.max_answer_tokens={ANSWER_TOKENS}"
     assert reasons == {"environment on a prompt: no answer after 1 s", too_long}
     np.testing.assert_array_equal(np.isnan(value), outcome != OUTCOME_SCORE)
