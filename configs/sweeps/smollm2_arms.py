@@ -11,7 +11,7 @@ from studies.design import SMOLLM2, smollm2_sweep
 
 get_config = runpy.run_path("configs/study_smollm2.py")["get_config"]
 
-FIRST = {"on-policy": SMOLLM2.arm(1, 1), "y 4, ring of 8 B": SMOLLM2.arm(4, 8)}
+FIRST = runpy.run_path("configs/sweeps/smollm2.py")["ARMS"]
 ASYMRE = {
     "algorithm.advantage": "asymre",
     "algorithm.surrogate": "reinforce",

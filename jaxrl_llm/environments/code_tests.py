@@ -96,8 +96,10 @@ def covered(prompts: list, completions: list[str], *, tests: list, sandbox: list
 def _left_out(completion: str, tests: list[str], sandbox: dict[str, Any], columns: dict[str, Any]) -> list[list[int]]:
     """Spans [start, stop) of characters of the completion, whole lines: statements that no test has run."""
     code, line, start = _placed(completion, columns["prefix"], columns["names"], columns["given"])
+    if start < 0:
+        return []
     result = run(TRACED, sandbox, stdin=json.dumps([code, columns["setup"], tests]))
-    if start < 0 or not result.finished or len(result.value) >= 1024 * _limits(sandbox).output_kb:
+    if not result.finished or len(result.value) >= 1024 * _limits(sandbox).output_kb:
         return []
     begins = [start, *(start + end.end() for end in NEW_LINE.finditer(completion[start:])), len(completion)]
     own = {(max(first, line) - line, last - line + 1) for first, last in json.loads(result.value) if last >= line}
