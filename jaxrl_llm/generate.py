@@ -25,8 +25,9 @@ from jaxrl_llm.learner import publish
 from jaxrl_llm.models.files import pretrained
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.questions import jsonl
-from jaxrl_llm.questions.tasks.files import BadRowError, prompt_of
-from jaxrl_llm.runtime import cli, hosts, rng, sharding
+from jaxrl_llm.questions.tasks.files import prompt_of
+from jaxrl_llm.runtime import cli, hosts, json_lines, rng, sharding
+from jaxrl_llm.runtime.json_lines import BadRowError
 from jaxrl_llm.runtime.programs import compile_all, use_cache
 from jaxrl_llm.types import STOP_NAMES, Example, PromptBatch
 
@@ -52,7 +53,7 @@ def generate(
     arch, tokenizer = source.architecture(), source.tokenizer().ending_at(sampling.stop_tokens)
     table, prompts, buckets = [], [], collections.defaultdict(list)
     how = PromptsConfig().encoding if encoding is None else encoding
-    for index, (where, row) in enumerate(jsonl.read(path)):
+    for index, (where, row) in enumerate(json_lines.objects(path)):
         ids = _prompt_ids(where, row, tokenizer, arch.vocab_size, how)
         both = f"{where}: prompt and --max_tokens={sampling.max_completion_tokens}"
         jsonl.check_positions(both, len(ids) + sampling.max_completion_tokens, arch.max_positions)

@@ -24,7 +24,7 @@ from jaxrl_llm.models.files import pretrained
 from jaxrl_llm.models.row_logp import PLAIN, row_logp
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.questions import jsonl
-from jaxrl_llm.runtime import cli, sharding
+from jaxrl_llm.runtime import cli, json_lines, sharding
 from jaxrl_llm.runtime.programs import Program, compile_all, use_cache
 
 CHUNK_POSITIONS = 16  # of each row; logits of batch_size * this many positions are live at once
@@ -38,7 +38,7 @@ def score(source: pretrained.Source, path: str, *, batch_size: int, compute_dtyp
     """
     arch = source.architecture()
     table, pairs = [], []
-    for where, row in jsonl.read(path):
+    for where, row in json_lines.objects(path):
         prompt = jsonl.token_ids(where, row, "prompt_ids", arch.vocab_size, minimum=1)
         completion = jsonl.token_ids(where, row, "completion_ids", arch.vocab_size, minimum=0)
         jsonl.check_positions(where, len(prompt) + len(completion), arch.max_positions)

@@ -100,7 +100,8 @@ MENU = {
     *("models.delta", "models.delta_rule"),
     *("models.kernels.learner", "models.kernels.tpu_decode"),
     *("learner.annotation", "learner.low_memory", "learner.packed_batches"),
-    *("questions.tasks.files", "actor.guests", "actor.sources", "actor.resampling", "actor.evaluation"),
+    *("questions.tasks.files", "runtime.json_lines"),
+    *("actor.guests", "actor.sources", "actor.resampling", "actor.evaluation"),
     *("actor.stop_strings", "actor.staleness", "actor.redealing", "actor.text_spans"),  # which few runs set, or come to
     *(f"actor.{name}" for name in ("turns", "conversation", "environment", "environment_worker")),  # likewise
     *("actor.printing", "actor.agents", "actor.tools"),  # of reward functions that print; of few environments

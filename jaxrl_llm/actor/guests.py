@@ -39,8 +39,9 @@ import numpy as np
 from jaxrl_llm.actor.resampling import Sampled, ragged
 from jaxrl_llm.actor.sources import Hindsight, source_of
 from jaxrl_llm.config import Config, ConfigError
-from jaxrl_llm.questions.tasks.files import BadRowError, parse, question
+from jaxrl_llm.questions.tasks.files import question
 from jaxrl_llm.runtime import hosts, sharding
+from jaxrl_llm.runtime.json_lines import BadRowError, parse
 from jaxrl_llm.types import (
     OUTCOME_ERROR,
     OUTCOME_SCORE,

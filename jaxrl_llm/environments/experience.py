@@ -38,7 +38,7 @@ class Experience:
     """
 
     def __init__(self, path: str, kinds: Mapping[str, Any], by: tuple[str, ...]):
-        self.rows = [*rows(path, kinds).values()]
+        self.rows = [row for _, row in rows(path, kinds)]
         texts = ["\n".join(row[key] for key in by) for row in self.rows]
         # All words count, of one letter too: an action may be "n", or "no".
         self._index = Index([*map(str, range(len(texts)))], texts, token_pattern=r"\w+", stopwords=[])

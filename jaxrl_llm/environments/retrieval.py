@@ -13,12 +13,12 @@ Owns: indices, what a search says. Does not know: questions, answers' rewards (q
 from __future__ import annotations
 
 import functools
-import json
 import math
 import re
 from collections.abc import Mapping
 from typing import Any
 
+from jaxrl_llm.runtime import json_lines
 from jaxrl_llm.runtime.nested import ConfigError
 
 NUM_RESULTS = 3
@@ -50,32 +50,22 @@ class Index:
 @functools.lru_cache(maxsize=4)
 def of_file(path: str) -> Index:
     found = rows(path, {"text": str})
-    return Index([str(row.get("id", number)) for number, row in found.items()], [row["text"] for row in found.values()])
+    ids = [str(row.get("id", where.rpartition(":")[2])) for where, row in found]
+    return Index(ids, [row["text"] for _, row in found])
 
 
-def rows(path: str, kinds: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
-    """Lines of a file that are not blank, by their number from 1: objects of JSON that have keys of such ``kinds``.
+def rows(path: str, kinds: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """The objects of a file of JSON lines that all have keys of such ``kinds``, each with its place, "file:line".
 
     Raises:
         ConfigError: the file cannot be read or has none, or what is wrong with which line.
     """
-    try:
-        with open(path, "rb") as file:
-            lines = {number: line for number, line in enumerate(file, 1) if line.strip()}
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
-    if not lines:
-        raise ConfigError(f"{path} is empty")
-    found = {}
-    for number, line in lines.items():
-        try:
-            found[number] = row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{path}:{number}: not JSON: {error}") from error
+    found = json_lines.objects(path)
+    for where, row in found:
         for key, kind in kinds.items():
-            if not isinstance(row, dict) or not is_of(row.get(key), kind):
+            if not is_of(row.get(key), kind):
                 what = "a text" if kind is str else "a number"
-                raise ConfigError(f"{path}:{number}: must be an object with `{key}`, {what}, not {row!r:.100}")
+                raise ConfigError(f"{where}: must be an object with `{key}`, {what}, not {row!r:.100}")
     return found
 
 

@@ -1,6 +1,6 @@
 """JSONL in and out of the commands ``generate`` and ``score``.
 
-Owns: reading rows with errors that name file and line, lengths in buckets. Does not know: models.
+Owns: what an output and token ids of a row may be, lengths in buckets. Does not know: models.
 """
 
 from __future__ import annotations
@@ -11,32 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.questions.tasks.files import BadRowError, json_lines, parse
 from jaxrl_llm.runtime import hosts
-
-
-def read(path: str) -> list[tuple[str, dict[str, Any]]]:
-    """The objects of a JSONL file, each with its place, "file:line"; blank lines are passed over.
-
-    Raises:
-        ConfigError: no such file, no row, or a line that is not a JSON object.
-    """
-    rows = []
-    try:
-        for number, line in json_lines(pathlib.Path(path)):
-            where = f"{path}:{number}"
-            try:
-                row = parse(line)
-            except BadRowError as error:
-                raise ConfigError(f"{where}: {error}") from error
-            if not isinstance(row, dict):
-                raise ConfigError(f"{where}: must be an object, not {type(row).__name__}")
-            rows.append((where, row))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
-    if not rows:
-        raise ConfigError(f"{path}: holds no row")
-    return rows
 
 
 def check_output(path: str) -> None:

@@ -40,7 +40,7 @@ def test_transitions_are_nearest_by_the_words_of_state_and_action(tmp_path):
     ("line", "said"),
     [
         ('{"state": "a", "action": "b", "next": "c", "reward": 1', "2: not JSON"),
-        ("[1]", "2: must be an object with `state`, a text, not [1]"),
+        ("[1]", "2: must be an object, not list"),
         ('{"state": "a", "action": 3, "next": "c", "reward": 1}', "2: must be an object with `action`, a text, not {"),
         ('{"state": "a", "action": "b", "reward": 1}', "2: must be an object with `next`, a text"),
         ('{"state": "a", "action": "b", "next": "c", "reward": NaN}', "2: must be an object with `reward`, a number"),
@@ -53,9 +53,9 @@ def test_what_is_wrong_with_a_file_is_said_with_its_line(tmp_path, line, said):
     with pytest.raises(ConfigError, match=re.escape(f"{path}:{said}")):
         experience.transitions(str(path))
     path.write_text("\n")
-    with pytest.raises(ConfigError, match="is empty"):
+    with pytest.raises(ConfigError, match="holds no row"):
         rows(str(path), experience.NOTES)
-    with pytest.raises(ConfigError, match=r"none\.jsonl cannot be read: No such file"):
+    with pytest.raises(ConfigError, match=r"none\.jsonl: cannot be read: No such file"):
         experience.advised(str(tmp_path / "none.jsonl"))
 
 

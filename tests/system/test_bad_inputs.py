@@ -15,6 +15,7 @@ from jaxrl_llm.models.architecture import PRESETS
 from jaxrl_llm.questions import jsonl
 from jaxrl_llm.runtime import programs
 from jaxrl_llm.runtime.checkpoint import claim
+from jaxrl_llm.runtime.json_lines import objects
 
 FUNCTIONS = DEBUG_CONFIG.parents[1] / "tests" / "fixtures" / "reward_functions.py"
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
@@ -423,9 +424,9 @@ def test_rows_are_cut_at_line_ends_alone(tmp_path):
     path = tmp_path / "rows.jsonl"
     made = [{"prompt": text, "_line": 3} for text in texts]
     path.write_text("\ufeff" + "\n\n".join(json.dumps(row, ensure_ascii=False) for row in made), encoding="utf-8")
-    assert jsonl.read(str(path)) == [(f"{path}:{number}", row) for number, row in zip((1, 3, 5), made, strict=True)]
+    assert objects(str(path)) == [(f"{path}:{number}", row) for number, row in zip((1, 3, 5), made, strict=True)]
     jsonl.write(str(path), made)
-    assert [row for _, row in jsonl.read(str(path))] == made
+    assert [row for _, row in objects(str(path))] == made
 
 
 @pytest.mark.parametrize(

@@ -2,33 +2,24 @@
 
 ``prompts.arguments`` names columns anew, ``{"prompt": "question"}``: the file's ``question`` is the prompt.
 
-Owns: which rows are questions, what a line of JSON is, and how a bad one is reported. Does not know: what the columns
-mean (reward functions do), tokenizers.
+Owns: which rows are questions. Does not know: what the columns mean (reward functions do), tokenizers.
 """
 
 from __future__ import annotations
 
-import collections
-import functools
-import json
 import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 from jaxrl_llm.questions.tasks import Loaded
+from jaxrl_llm.runtime.json_lines import BadRowError, numbered, opened, parse
 from jaxrl_llm.runtime.nested import ConfigError
 
 if TYPE_CHECKING:
     from jaxrl_llm.config import PromptsConfig
 
 SCORER = ""  # a file has no scorer of its own: rewards.functions names one
-MAX_LINE_BYTES = 2**26  # a file without line ends is not read into memory
-MAX_DEPTH = 100  # of lists and objects in a row: columns go on to other processes, by functions that call themselves
-
-
-class BadRowError(Exception):
-    """Why one row is no question."""
 
 
 def load(config: PromptsConfig, *, seed: int) -> Loaded:
@@ -40,7 +31,7 @@ def load(config: PromptsConfig, *, seed: int) -> Loaded:
         ConfigError: the file cannot be read, holds no question, or (``prompts.bad_row="error"``) has a bad row.
     """
     del seed
-    read, parse_row = (_parquet_rows, _parse_scalars) if config.source == "parquet" else (json_lines, parse)
+    read, parse_row = (_parquet_rows, _parse_scalars) if config.source == "parquet" else (numbered, parse)
     for name, old in config.arguments.items():
         if not isinstance(old, str):
             raise ConfigError(f"prompts.arguments.{name}={old!r} must be the name of a column of {config.name!r}")
@@ -98,29 +89,13 @@ def load_rows(
     return Loaded(tuple(examples), tuple(bad_rows))
 
 
-def json_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Lines of a file that are not blank, numbered from 1; OSError where it cannot be read."""
-    with _open(path) as file:  # bytes, so that text in another encoding is one bad row and not the end
-        for number, line in enumerate(iter(functools.partial(file.readline, MAX_LINE_BYTES + 1), b""), 1):
-            if len(line) > MAX_LINE_BYTES:
-                raise ConfigError(f"{path}:{number}: a line may have {MAX_LINE_BYTES >> 20} MiB, and this has more")
-            if line.strip():
-                yield number, line.rstrip()
-
-
-def _open(path: Path) -> BinaryIO:
-    if path.exists() and not path.is_file() and not path.is_dir():
-        raise OSError("it must be a regular file, for a run that goes on reads it again; it is a FIFO or a device")
-    return path.open("rb")
-
-
 def _parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Rows of Arrow's scalars."""
     try:
         import pyarrow.parquet
     except ModuleNotFoundError as error:
         raise ConfigError(f"prompts.source='parquet' needs {error.name}: pip install 'jaxrl_llm[parquet]'") from error
-    with _open(path) as file:
+    with opened(path) as file:
         try:
             number = 0
             for batch in pyarrow.parquet.ParquetFile(file).iter_batches(batch_size=1024):
@@ -143,41 +118,6 @@ def _parse_scalars(row: dict[str, Any]) -> dict[str, Any]:
         except Exception as error:  # text that is not UTF-8, times that Python has not: each of another kind
             raise BadRowError(f"column `{name}` of {scalar.type} is no value of Python: {error}") from error
     return values
-
-
-def parse(line: bytes) -> Any:
-    """The JSON value of a line of a file.
-
-    Raises:
-        BadRowError: there is none.
-    """
-    try:
-        value = json.loads(line.decode("utf-8-sig"), object_pairs_hook=_object)
-        if line.count(b"[") + line.count(b"{") > MAX_DEPTH and _depth(value) > MAX_DEPTH:
-            raise RecursionError
-        return value
-    except json.JSONDecodeError as error:
-        raise BadRowError(f"not JSON: {error.msg.removesuffix(' at')} at column {error.colno}") from error
-    except UnicodeDecodeError as error:
-        where = f"byte {error.object[error.start]:#04x} at {error.start}"
-        raise BadRowError(f"not UTF-8: {where}; a line must be JSON in UTF-8, not compressed") from error
-    except RecursionError as error:
-        raise BadRowError("not JSON: nested too deeply") from error
-    except ValueError as error:  # a number of more digits than Python reads
-        raise BadRowError(f"not JSON: {error}") from error
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) < len(pairs):
-        twice = collections.Counter(key for key, _ in pairs).most_common(1)[0][0]
-        raise BadRowError(f"key {twice!r:.60} stands in an object twice")
-    return made
-
-
-def _depth(value: Any) -> int:
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
-    return 0 if inner is None else 1 + max(map(_depth, inner), default=0)
 
 
 def question(row: Any) -> tuple[str | list[dict[str, str]], dict[str, Any]]:

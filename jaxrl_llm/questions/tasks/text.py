@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 from jaxrl_llm.questions.tasks import Loaded
 from jaxrl_llm.questions.tasks.arguments import checked
-from jaxrl_llm.questions.tasks.files import BadRowError, json_lines, load_rows, parse
+from jaxrl_llm.questions.tasks.files import load_rows
+from jaxrl_llm.runtime.json_lines import BadRowError, numbered, parse
 
 if TYPE_CHECKING:
     from jaxrl_llm.config import PromptsConfig
@@ -48,7 +49,7 @@ def load(config: PromptsConfig, *, seed: int) -> Loaded:
     context, words, middle = checked(config.arguments, ARGUMENTS).values()
 
     def read(path: Path) -> Iterator[tuple[int, Any]]:
-        for number, line in json_lines(path):
+        for number, line in numbered(path):
             try:
                 sentences = _sentences(parse(line))
             except BadRowError as error:

@@ -1,0 +1,98 @@
+"""Files of JSON lines: questions, answers, documents, what an agent has seen.
+
+Owns: what a line of JSON is, and how a bad one is reported. Does not know: what its keys mean.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from jaxrl_llm.runtime.nested import ConfigError
+
+MAX_LINE_BYTES = 2**26  # a file without line ends is not read into memory
+MAX_DEPTH = 100  # of lists and objects in a row: columns go on to other processes, by functions that call themselves
+
+
+class BadRowError(Exception):
+    """Why one row cannot be used."""
+
+
+def objects(path: str) -> list[tuple[str, dict[str, Any]]]:
+    """The objects of a file, each with its place, "file:line"; blank lines are passed over.
+
+    Raises:
+        ConfigError: no such file, no row, or a line that is not a JSON object.
+    """
+    rows = []
+    try:
+        for number, line in numbered(Path(path)):
+            where = f"{path}:{number}"
+            try:
+                row = parse(line)
+            except BadRowError as error:
+                raise ConfigError(f"{where}: {error}") from error
+            if not isinstance(row, dict):
+                raise ConfigError(f"{where}: must be an object, not {type(row).__name__}")
+            rows.append((where, row))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
+    if not rows:
+        raise ConfigError(f"{path}: holds no row")
+    return rows
+
+
+def numbered(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Lines of a file that are not blank, numbered from 1; OSError where it cannot be read."""
+    with opened(path) as file:  # bytes, so that text in another encoding is one bad row and not the end
+        for number, line in enumerate(iter(functools.partial(file.readline, MAX_LINE_BYTES + 1), b""), 1):
+            if len(line) > MAX_LINE_BYTES:
+                raise ConfigError(f"{path}:{number}: a line may have {MAX_LINE_BYTES >> 20} MiB, and this has more")
+            if line.strip():
+                yield number, line.rstrip()
+
+
+def opened(path: Path) -> BinaryIO:
+    """A regular file, or OSError."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise OSError("it must be a regular file, for a run that goes on reads it again; it is a FIFO or a device")
+    return path.open("rb")
+
+
+def parse(line: bytes) -> Any:
+    """The JSON value of a line of a file.
+
+    Raises:
+        BadRowError: there is none.
+    """
+    try:
+        value = json.loads(line.decode("utf-8-sig"), object_pairs_hook=_object)
+        if line.count(b"[") + line.count(b"{") > MAX_DEPTH and _depth(value) > MAX_DEPTH:
+            raise RecursionError
+        return value
+    except json.JSONDecodeError as error:
+        raise BadRowError(f"not JSON: {error.msg.removesuffix(' at')} at column {error.colno}") from error
+    except UnicodeDecodeError as error:
+        where = f"byte {error.object[error.start]:#04x} at {error.start}"
+        raise BadRowError(f"not UTF-8: {where}; a line must be JSON in UTF-8, not compressed") from error
+    except RecursionError as error:
+        raise BadRowError("not JSON: nested too deeply") from error
+    except ValueError as error:  # a number of more digits than Python reads
+        raise BadRowError(f"not JSON: {error}") from error
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        twice = collections.Counter(key for key, _ in pairs).most_common(1)[0][0]
+        raise BadRowError(f"key {twice!r:.60} stands in an object twice")
+    return made
+
+
+def _depth(value: Any) -> int:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    return 0 if inner is None else 1 + max(map(_depth, inner), default=0)
