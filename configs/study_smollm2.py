@@ -21,6 +21,7 @@ def get_config():
     config.num_iterations = SMOLLM2.on_policy_steps
     config.eval.num_prompts = 32
     config.eval.num_samples = 4
+    config.eval.slots = 128
     config.eval.every_iterations = SMOLLM2.on_policy_steps // SMOLLM2.evaluations
     config.checkpoint.export = False
     config.metrics.tensorboard = False

@@ -261,10 +261,10 @@ class CheckpointConfig:
 class EvalConfig:
     # 0 = before the first and after the last iteration alone.
     every_iterations: int = 0
-    # Held-out questions; 0 = no evaluation.
+    # Held-out questions (0 = no evaluation), completions of each, those decoded side by side (0 = as many as training).
     num_prompts: int = 0
-    # Completions per question.
     num_samples: Count = 1
+    slots: int = 0
     temperature: Exponent = 1.0
     # File of held-out questions; "" holds out num_prompts questions of the training source.
     name: str = ""

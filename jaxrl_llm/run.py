@@ -201,7 +201,7 @@ def check_room(run: Run) -> None:
         ((run.learner.abstract_state, run.learner.frozen), "model.path", "model.reference_path"),
         (run.learner.abstract_ring, "replay.capacity", "replay.capacity_tokens"),
         (run.sampler.abstract_state(), "rollout.group_size", "rollout.lookahead_prompts", "sampling.support_tokens"),
-        (run.eval_sampler and run.eval_sampler.abstract_state(), "eval.num_samples"),
+        (run.eval_sampler and run.eval_sampler.abstract_state(), "eval.num_samples", "eval.slots"),
     ):
         if (need := sharding.device_bytes(tree)) > limit:
             given = ", ".join(f"{name}={c[name]!r}" for name in names)

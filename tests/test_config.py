@@ -955,6 +955,7 @@ ALIVE = {
     "eval.every_iterations": (1, ghost_run, EVALUATED),
     "eval.num_prompts": (8, shapes, {}),
     "eval.num_samples": (2, shapes, EVALUATED),
+    "eval.slots": (5, shapes, EVALUATED),
     "eval.temperature": (0.5, program("eval_decode"), EVALUATED),
     "eval.name": ("five.jsonl", loaded, FOUR | {"eval.num_prompts": 2}),
     "metrics.tensorboard": (True, ghost_run, {}),

@@ -167,16 +167,17 @@ class Evaluation:
 
 
 def sampler_of(config: Config, sampler: Sampler) -> Sampler:
-    """A sampler for held-out questions: as many at a time as fill the training sampler's slots."""
+    """A sampler for held-out questions: as many at a time as fill ``eval.slots``, or the training sampler's."""
     shards, samples = sampler.shards, config.eval.num_samples
-    at_once = min(config.eval.num_prompts, -(-config.num_slots // samples))
-    at_once = -(-at_once // shards) * shards
+    whole = lambda count: -(-count // shards) * shards
+    slots = whole(config.eval.slots or config.num_slots)
+    at_once = whole(min(config.eval.num_prompts, -(-slots // samples)))
     return dataclasses.replace(
         sampler,
         sampling=dataclasses.replace(config.sampling, temperature=config.eval.temperature),
         num_prompts=at_once,
         group_size=samples,
-        num_slots=min(at_once * samples, config.num_slots),
+        num_slots=min(at_once * samples, slots),
         lookahead=0,
         keeps_support=False,
         keeps_entropy=False,

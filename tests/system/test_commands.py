@@ -4,10 +4,12 @@ import json
 import math
 
 import pytest
+from support.building import settings_of
+from support.command_line import DEBUG_CONFIG
 
-from jaxrl_llm import generate, score
+from jaxrl_llm import evaluate, generate, score
 from jaxrl_llm.actor import evaluation
-from jaxrl_llm.config import ConfigError, SamplingConfig
+from jaxrl_llm.config import ConfigError, SamplingConfig, freeze
 from jaxrl_llm.models.files import pretrained
 from jaxrl_llm.questions import jsonl
 
@@ -80,6 +82,18 @@ def test_bad_rows_are_named_with_file_and_line(source, tmp_path, text, names):
         generate.generate(source, str(path), sampling=SamplingConfig(), ignore_eos=False, batch_size=8, seed=0,
                           compute_dtype="float32")  # fmt: skip
     assert names in str(error.value)
+
+
+def test_how_many_are_decoded_side_by_side_changes_no_evaluation():
+    """Fewer slots than a question has answers, as many as training's 32, and more than there are answers."""
+
+    def evaluated(slots):
+        settings = {"eval.num_prompts": 5, "eval.slots": slots, "sampling.max_completion_tokens": 6}
+        return evaluate.command(freeze(settings_of(DEBUG_CONFIG, settings)), "random:debug", "", 4)
+
+    one = evaluated(0)
+    assert len(one["samples"]) == 20 and len({sample["completion"] for sample in one["samples"]}) > 10
+    assert evaluated(3) == one and evaluated(64) == one
 
 
 def test_pass_at_k_counts_draws_without_replacement():
