@@ -27,7 +27,7 @@ from jaxrl_llm.sweep import fits
 from jaxrl_llm.sweep.intervals import Interval
 from studies import arms, costs, pictures, raw, transfer
 from studies.arms import Arm
-from studies.design import COST_RATIO, RATE, SMOLLM2_THRESHOLD, SUMS, THRESHOLD
+from studies.design import COST_RATIO, RATE, SMOLLM2, SMOLLM2_THRESHOLD, SUMS, THRESHOLD
 
 DOCS = pathlib.Path("docs")
 MARK = re.compile(r"(<!-- table: ([a-z0-9_]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
@@ -58,10 +58,15 @@ def table_of(name: str, *, best_first: bool = False) -> str:
     return arms.table(found, THRESHOLD, base=base)
 
 
-def pretrained(task: str, name: str = "smollm2") -> str:
-    """Arms of the study of SmolLM2 on one of its tasks, and what they got on the one that none trained on."""
-    found = [arm for arm in arms_of(name) if arm.name.startswith(f"{task}: ")]
-    (base,) = (arm for arm in found if arm.name.startswith(f"{task}: on-policy"))
+def pretrained_arms(task: str) -> list[Arm]:
+    """Those of the study of SmolLM2 on one of its tasks, the on-policy one first."""
+    return [arm for arm in arms_of("smollm2") if arm.name.startswith(f"{task}: ")] if study("smollm2") else []
+
+
+def pretrained(task: str) -> str:
+    """Those arms, and what they got on the task that none trained on."""
+    found = pretrained_arms(task)
+    base = found[0]
     shown = lambda name: lambda arm: arm.after(name).shown()
     columns = [f"{of}/pass@{k}" for of in ("held-out", transfer.TASK) for k in (1, transfer.SAMPLES)]
     more = {name.replace("/", " "): shown(name) for name in columns}
@@ -198,17 +203,27 @@ TABLES: dict[str, Callable[[], str]] = {
 def figures(folder: pathlib.Path) -> None:
     """Write every figure that docs/raw has the runs of."""
     grid = pictures.grid_of(arms_of("e2"))
-    pictures.headline(grid, folder / "replay_study.svg", threshold=THRESHOLD)
-    over = f"compute: trained + {COST_RATIO:g} generated, in batches of {SUMS.batch}"
     of_compute = lambda arm: arm.over(COST_RATIO)
+    in_batches = lambda batch: f"compute: trained + {COST_RATIO:g} generated, in batches of {batch}"
+    over = in_batches(SUMS.batch)
+    # The figure of the README.
+    shown = {"on-policy": grid[1, 1], "ring of 8 B, no reuse": grid[1, 8], "each rollout used 4 times": grid[4, 8]}
+    pictures.curves(shown, folder / "replay_study.svg", over={over: of_compute}, threshold=THRESHOLD)
     pictures.accuracy(grid, folder / "replay_study_compute.svg", over=of_compute, x_label=over)
+    seconds = "seconds of generating and training"
     if all(arm.times for arm in grid.values()):
-        seconds = {"over": Arm.over_seconds, "x_label": "seconds of generating and training"}
-        pictures.accuracy(grid, folder / "replay_study_seconds.svg", **seconds)
+        pictures.accuracy(grid, folder / "replay_study_seconds.svg", over=Arm.over_seconds, x_label=seconds)
     pictures.cost_map(grid, folder / "replay_study_map.svg", threshold=THRESHOLD)
     pictures.diversity(grid, folder / "replay_study_diversity.svg")
     if study("league"):
         pictures.ends(arms_of("league"), folder / "replay_study_league.svg")
+    for task in ("sums", "products"):
+        if found := pretrained_arms(task):
+            shown = {arm.name.removeprefix(f"{task}: ").rsplit(", rate ", 1)[0]: arm for arm in found}
+            over = {in_batches(SMOLLM2.batch): of_compute}
+            over |= {seconds: Arm.over_seconds} if all(arm.times for arm in found) else {}
+            path = folder / f"replay_study_smollm2_{task}.svg"
+            pictures.curves(shown, path, over=over, threshold=SMOLLM2_THRESHOLD)
 
 
 def page(text: str) -> str:

@@ -22,6 +22,7 @@ from studies.design import COST_RATIO
 STYLE = {"svg.hashsalt": "replay", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
 COLUMNS = 3  # of panels
 Grid = Mapping[tuple[int, int], Arm]
+Way = Callable[[Arm], np.ndarray]  # what an arm has cost at its evaluations
 
 
 def grid_of(arms: Sequence[Arm]) -> Grid:
@@ -45,7 +46,7 @@ def _band(axes: Any, x: np.ndarray, curves: np.ndarray, **how: Any) -> None:
     axes.fill_between(x[0], low, high, alpha=0.15, linewidth=0, color=how["color"])
 
 
-def accuracy(grid: Grid, out: pathlib.Path, *, over: Callable[[Arm], np.ndarray], x_label: str) -> None:
+def accuracy(grid: Grid, out: pathlib.Path, *, over: Way, x_label: str) -> None:
     """Held-out pass rate over a cost: a panel for each ring, a curve for each replay ratio."""
     rings, ratios = (sorted(set(values)) for values in zip(*((n, y) for y, n in grid), strict=True))
     with matplotlib.rc_context(STYLE):
@@ -147,18 +148,18 @@ def ends(arms: Sequence[Arm], out: pathlib.Path) -> None:
         save(figure, out)
 
 
-def headline(grid: Grid, out: pathlib.Path, *, threshold: float) -> None:
-    """The figure of the README: on-policy, a ring without reuse, and reuse, over compute, with the threshold."""
-    shown = {"on-policy": grid[1, 1], "ring of 8 B, no reuse": grid[1, 8], "each rollout used 4 times": grid[4, 8]}
+def curves(shown: Mapping[str, Arm], out: pathlib.Path, *, over: Mapping[str, Way], threshold: float) -> None:
+    """Held-out pass rate over costs: a panel for each, a curve for each arm, the first dotted, and the threshold."""
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(5.4, 3.2), layout="constrained")
-        axes = figure.subplots()
-        for i, (name, arm) in enumerate(shown.items()):
-            how = {"color": "black", "linestyle": ":"} if i == 0 else {"color": f"C{i - 1}"}
-            _band(axes, arm.over(COST_RATIO), arm.curves, label=name, **how)
-        axes.axhline(threshold, color="0.6", linewidth=0.8)
-        axes.set_xlabel(f"compute: trained + {COST_RATIO:g} generated, in batches of {grid[1, 1].batch}")
-        axes.set_ylabel("held-out pass rate")
-        axes.legend(frameon=False, fontsize=8, loc="lower right")
-        axes.grid(alpha=0.3)
+        figure = Figure(figsize=(1.6 + 3.8 * len(over), 3.2), layout="constrained")
+        panels = figure.subplots(1, len(over), sharey=True, squeeze=False)[0]
+        for axes, (x_label, way) in zip(panels, over.items(), strict=True):
+            for i, (name, arm) in enumerate(shown.items()):
+                how = {"color": "black", "linestyle": ":"} if i == 0 else {"color": f"C{i - 1}"}
+                _band(axes, way(arm), arm.curves, label=name, **how)
+            axes.axhline(threshold, color="0.6", linewidth=0.8)
+            axes.set_xlabel(x_label)
+            axes.grid(alpha=0.3)
+        panels[0].set_ylabel("held-out pass rate")
+        panels[-1].legend(frameon=False, fontsize=8, loc="lower right")
         save(figure, out)
