@@ -122,10 +122,13 @@ def _shown(value: float, form: str) -> str:
 def measured_mu(workdir: str) -> float:
     """The median of what a run's iterations measured; the first, which warms up, left out where there are more.
 
+    One that trained on nothing measured nothing.
+
     Raises:
         ConfigError: the folder has no metrics.
     """
     measured = [row["time/cost_ratio"] for row in read_metrics(pathlib.Path(workdir))]
+    measured = [ratio for ratio in measured if ratio is not None]
     if not measured:
         raise ConfigError(f"--workdir={workdir} has no finished iteration")
     return statistics.median(measured[1:] or measured)

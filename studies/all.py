@@ -103,11 +103,82 @@ def lives(name: str) -> str:
     return arms.markdown(head, rows)
 
 
-def sigmoids(name: str) -> str:
-    """Fits to the first half of each arm's mean curve, judged on the second; highest ceiling first."""
+def against_ring(name: str) -> str:
+    """Compute to the threshold saved by reuse alone: against as many rollouts generated as trained on, same ring."""
+    grid = pictures.grid_of(arms_of(name))
+    ratios, rings = (sorted({key[i] for key in grid}) for i in (0, 1))
+    to = {key: arm.to(THRESHOLD, arm.over(COST_RATIO)) for key, arm in grid.items()}
+    shown = lambda y, n: arms.saved(to[y, n], to[1, n]).shown(".0%") if (y, n) in to else ""
+    rows = [[f"y {y}", *(shown(y, n) for n in rings)] for y in ratios[1:]]
+    return arms.markdown(["uses", *(f"N {n} B" for n in rings)], rows)
+
+
+def over_mu(name: str, ring: int = 8, ratios: Sequence[float] = (0.5, 1.0, 2.0, COST_RATIO, 10.0)) -> str:
+    """Compute to the threshold saved against the on-policy arm, were a rollout charged at other cost ratios."""
+    grid = pictures.grid_of(arms_of(name))
+    rows = []
+    for (y, n), arm in grid.items():
+        if n == ring:
+            to = lambda one, mu: one.to(THRESHOLD, one.over(mu))
+            cells = (arms.saved(to(arm, mu), to(grid[1, 1], mu)).shown(".0%") for mu in ratios)
+            rows.append([f"y {y}, N {n} B", *cells])
+    return arms.markdown(["arm", *(f"mu {mu:g}" for mu in ratios)], rows)
+
+
+def over_thresholds(name: str, ring: int = 8, thresholds: Sequence[float] = (0.35, 0.40, 0.45)) -> str:
+    """Compute to other thresholds than the declared one, saved against the on-policy arm."""
+    grid = pictures.grid_of(arms_of(name))
+    rows = []
+    for (y, n), arm in grid.items():
+        if n == ring:
+            to = lambda one, rate: one.to(rate, one.over(COST_RATIO))
+            base = lambda rate: np.minimum(to(grid[1, 1], rate), grid[1, 1].over(COST_RATIO)[:, -1])  # noqa: B023
+            cells = (arms.saved(to(arm, rate), base(rate)).shown(".0%") for rate in thresholds)
+            rows.append([f"y {y}, N {n} B", *cells])
+    return arms.markdown(["arm", *(f"to {rate:.2f}" for rate in thresholds)], rows)
+
+
+def at_equal_rate(name: str) -> str:
+    """Entropy and pass@32 where an arm first reaches the threshold."""
+    grid = pictures.grid_of(arms_of(name))
+    rows = []
+    for (y, n), arm in grid.items():
+        if (y, n) == (1, 1) or (n in (1, 8, 128) and y > 1):
+            i = arm.at_first(THRESHOLD)
+            entropy = arm.around("update/entropy_nats", i)
+            rows.append([f"y {y}, N {n} B", entropy.shown(), *(arm.pass_at(k, i).shown() for k in (4, 32))])
+    return arms.markdown(["arm", "entropy, nats", "pass@4", "pass@32"], rows)
+
+
+def same_rate(name: str) -> str:
+    """Arms of two replay ratios at several learning rates: what the second saves against the first at the same one."""
+    found: dict[float, list[Arm]] = {}
+    for arm in arms_of(name):
+        found.setdefault(arm.runs[0].point[RATE], []).append(arm)
+    rows = []
+    for rate, (base, arm) in sorted(found.items()):
+        x = base.over(COST_RATIO)
+        to, spent = base.to(THRESHOLD, x), x[:, -1]
+        cost = arm.to(THRESHOLD, arm.over(COST_RATIO))
+        ends = [Interval.of(one.end()).shown() for one in (base, arm)]
+        batches = [Interval.of(one).shown(".0f") for one in (to, cost)]
+        saved = arms.saved(cost, np.minimum(to, spent)).shown(".0%") if np.isfinite(cost[0]) else "never"
+        rows.append([f"{rate:.2g}", *ends, *batches, saved])
+    heads = [f"{what}, {who}" for what in ("end", "batches to 0.40") for who in ("on-policy", "four uses")]
+    return arms.markdown(["rate", *heads, "saved"], rows)
+
+
+def sigmoids(name: str, begun_by: str) -> str:
+    """Fits to the first half of each arm's mean curve, judged on the second; highest ceiling first.
+
+    Args:
+        begun_by: a study whose runs were evaluated before they trained, from the same model, on the same questions.
+    """
+    runs = [run.name for run in study(begun_by).reported()]
+    start = float(np.mean([study(begun_by).before[run] / study(begun_by).samples_of[run] for run in runs]))
     found = []
     for arm in arms_of(name):
-        sigmoid = fits.fit(arm.over(COST_RATIO)[0], arm.curves[0], start=float(arm.curves[0, 0]))
+        sigmoid = fits.fit(arm.over(COST_RATIO)[0], arm.curves[0], start=start)
         if sigmoid:
             found.append((arm.name, sigmoid))
     found.sort(key=lambda pair: -pair[1].ceiling)
@@ -122,7 +193,7 @@ def plan(name: str, rho: float = 0.05, alpha: float = 0.1) -> str:
     """
     grid = pictures.grid_of(arms_of(name))
     head = ("cost", "mu", "rho, alpha", "y, predicted", "N, predicted", "least cost measured", "nearest arm")
-    head += ("costs more", "the least cost's interval holds")
+    head += ("costs more", "arms whose interval holds the least cost")
     rows = []
     ways: list[tuple[str, float, Callable[[Arm], object]]] = [
         ("declared", COST_RATIO, lambda arm: arm.over(COST_RATIO))
@@ -168,6 +239,17 @@ def spread(name: str, base: str) -> str:
     )
 
 
+def differences(name: str) -> str:
+    """What each arm ends at less what the first of them does, and how much more compute it takes to the threshold."""
+    base, *others = arms_of(name)
+    to = lambda arm: arm.to(THRESHOLD, arm.over(COST_RATIO))
+    rows = []
+    for arm in others:
+        more = Interval.of(to(arm) / to(base) - 1).shown(".0%")
+        rows.append([arm.name.rsplit(", rate ", 1)[0], Interval.of(arm.end() - base.end()).shown("+.2f"), more])
+    return arms.markdown(["arm", "end, difference", "batches to 0.40, more"], rows)
+
+
 def fit_of_noise(name: str) -> str:
     found = noise(name)
     return (
@@ -181,14 +263,20 @@ TABLES: dict[str, Callable[[], str]] = {
     "e2": lambda: table_of("e2"),
     "e2_rates": lambda: rates("e2"),
     "e2_lives": lambda: lives("e2"),
-    "e2_fits": lambda: sigmoids("e2"),
+    "e2_fits": lambda: sigmoids("e2", "e4"),
+    "e2_ring": lambda: against_ring("e2"),
+    "e2_mu": lambda: over_mu("e2"),
+    "e2_thresholds": lambda: over_thresholds("e2"),
+    "e2_equal": lambda: at_equal_rate("e2"),
     "plan": lambda: plan("e2"),
     "noise": lambda: fit_of_noise("e2"),
     "e2_sequence": lambda: table_of("e2_sequence"),
     "e3": lambda: table_of("e3"),
     "e4": lambda: table_of("e4"),
     "e5": lambda: table_of("e5"),
+    "e5_rates": lambda: same_rate("e5"),
     "e6": lambda: table_of("e6"),
+    "e6_ends": lambda: differences("e6"),
     "e6_rates": lambda: rates("e6"),
     "league": lambda: table_of("league", best_first=True),
     "league_rates": lambda: rates("league"),

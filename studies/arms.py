@@ -1,20 +1,16 @@
-"""A table of docs/replay_study.md from the raw metrics of a sweep (studies.raw): a line for each of its arms.
+"""Arms of a sweep from its raw metrics (studies.raw), and a table of them: a line for each.
 
-    python -m studies.arms --raw=docs/raw/e2.json.xz [--times=docs/raw/e2_times.json] [--best-first]
-
-Figures are of the seeds that chose no learning rate, with 95 % bootstrap intervals over seeds and questions
-(sweep.intervals). Held-out pass rate: mean of the last three evaluations. Compute to the declared threshold: where the
-mean of the seeds' curves, each point with its two neighbours, first reaches it, in batches. With --times two costs
-more: at each arm's own measured mu, and in seconds.
+Figures are of the seeds that chose no learning rate, up to the study's budget, with 95 % bootstrap intervals over seeds
+and questions (sweep.intervals). Held-out pass rate: mean of the last three evaluations. Compute to the declared
+threshold: where the mean of the seeds' curves, each point with its two neighbours, first reaches it, in batches. Where
+iterations were timed, two costs more: in seconds, and at each arm's own measured mu.
 
 Owns: figures of arms, the table of them. Does not know: how runs were made (jaxrl_llm.sweep), what they cost (costs).
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import pathlib
 import runpy
 from collections.abc import Callable, Mapping, Sequence
 
@@ -23,10 +19,11 @@ import numpy as np
 from jaxrl_llm.sweep import intervals
 from jaxrl_llm.sweep.__main__ import read_sweep
 from jaxrl_llm.sweep.intervals import Interval, Resampling
+from jaxrl_llm.sweep.points import SEED
 from jaxrl_llm.sweep.table import Run, groups, label
 from studies import costs, raw
 from studies.costs import Times
-from studies.design import COST_RATIO, GROUP, RATE, THRESHOLD
+from studies.design import COST_RATIO, GROUP, RATE
 
 METRIC = "eval/pass_rate"
 LAST = 3  # evaluations that the end is the mean of
@@ -38,8 +35,7 @@ class Arm:
 
     Attributes:
         curves: [1 + resamples, evaluations] held-out pass rate; row 0 is of all seeds and questions.
-        draws: of questions, the same for every arm.
-        shares: [1 + resamples, runs] of the seeds in each draw.
+        draws: of seeds and questions, the same for every arm.
         at: [runs, evaluations] rows of the evaluations.
         passed: [runs, evaluations, questions] answers that passed, of ``samples``.
         times: of an iteration, where they were measured.
@@ -52,7 +48,6 @@ class Arm:
     passed: np.ndarray
     curves: np.ndarray
     draws: Resampling
-    shares: np.ndarray
     at: np.ndarray
     extra: costs.Forwards
     times: Times | None
@@ -62,14 +57,23 @@ class Arm:
         """Draws of the held-out pass rate at the end."""
         return self.curves[:, -LAST:].mean(axis=1)
 
-    def pass_at(self, k: int) -> Interval:
-        """pass@k at the last evaluation."""
-        rates = intervals.pass_at_k(self.passed[:, -1:], self.samples, k)
-        return Interval.of(self.draws.curves(rates, self.shares)[:, 0])
+    def pass_at(self, k: int, evaluation: int = -1) -> Interval:
+        """pass@k at an evaluation."""
+        rates = intervals.pass_at_k(self.passed[:, evaluation][:, None], self.samples, k)
+        return Interval.of(self.draws.curves(rates)[:, 0])
 
     def over(self, mu: float) -> np.ndarray:
         """Compute at the evaluations [1 + resamples, evaluations] in batches, at a cost ratio."""
         return self._x([costs.compute(run, self.extra, mu) for run in self.runs]) / self.batch
+
+    def over_own(self, base: Arm) -> np.ndarray:
+        """Compute at its own measured mu, as ``over``; in batches as long as the base takes to train on one.
+
+        What a method adds to training and to generating is in the seconds of these.
+        """
+        assert self.times is not None and base.times is not None
+        costs_at = [costs.compute(run, costs.Forwards(0, 0), self.times.mu) for run in self.runs]
+        return self._x(costs_at) / self.batch * self.times.train_s / base.times.train_s
 
     def over_seconds(self) -> np.ndarray:
         """Seconds at the evaluations [1 + resamples, evaluations]."""
@@ -77,7 +81,7 @@ class Arm:
         return self._x([costs.seconds(run, self.times) for run in self.runs])
 
     def _x(self, so_far: Sequence[np.ndarray]) -> np.ndarray:
-        return self.shares @ np.stack([x[rows] for x, rows in zip(so_far, self.at, strict=True)])
+        return self.draws.runs @ np.stack([x[rows] for x, rows in zip(so_far, self.at, strict=True)])
 
     def to(self, threshold: float, x: np.ndarray) -> np.ndarray:
         """Draws of where the curve over ``x`` first reaches the threshold."""
@@ -85,32 +89,66 @@ class Arm:
 
     def after(self, name: str) -> Interval:
         """Of a figure that each run got after it had trained."""
-        return intervals.mean_of([run.after[name] for run in self.runs], self.shares)
+        return self.draws.mean_of([run.after[name] for run in self.runs])
+
+    def at_first(self, threshold: float) -> int:
+        """The first evaluation at which the mean curve is at the threshold or above it, or the last of all."""
+        reached = intervals.smooth(self.curves)[0] >= threshold
+        return int(reached.argmax()) if reached.any() else len(reached) - 1
+
+    def around(self, metric: str, evaluation: int) -> Interval:
+        """Of a metric of training, its mean over the iterations from the evaluation before to the one after."""
+        means = []
+        for run, at in zip(self.runs, self.at, strict=True):
+            begin, end = at[max(evaluation, 1) - 1], at[min(evaluation + 1, len(at) - 1)]
+            means.append(np.mean([row[metric] for row in run.rows[begin : end + 1] if row.get(metric) is not None]))
+        return self.draws.mean_of(means)
 
     def last_tenth(self, metric: str) -> Interval:
         """Of a metric of training, its mean over each run's last tenth of the iterations that have it."""
         values = [[row[metric] for row in run.rows if row.get(metric) is not None] for run in self.runs]
         means = [np.mean(some[-max(1, len(some) // 10) :]) if some else np.nan for some in values]
-        return intervals.mean_of(means, self.shares)
+        return self.draws.mean_of(means)
 
 
 def arms_of(study: raw.Study, times: Mapping[str, Times] | None = None) -> list[Arm]:
-    """The arms of a study's file in the order of its sweep, by their reported runs."""
+    """The arms of a study's file in the order of its sweep, by their reported runs, up to the budget.
+
+    Some spend more than was planned, for what they resample, or for forwards that no sweep counted.
+    """
     sweep, found = read_sweep(study.config), []
-    draws = Resampling(next(iter(study.passed.values())).shape[-1])
-    batch = runpy.run_path(study.config)["get_config"]().update.batch_size
+    of_study = runpy.run_path(study.config)["get_config"]()  # the on-policy arm
+    batch = of_study.update.batch_size
+    budget = of_study.num_iterations * batch * (1 + COST_RATIO)
     arms = list(groups(study.reported()).values())
     for members, config in zip(arms, raw.configs(study, [members[0] for members in arms]), strict=True):
-        passed = np.stack([study.passed[run.name] for run in members])
-        at = np.stack([np.flatnonzero([row.get(METRIC) is not None for row in run.rows]) for run in members])
         extra = costs.forwards(config)
-        shares = draws.runs(len(members))
+        members = sorted(members, key=lambda run: run.point[SEED])
+        members = [_up_to(run, 1.01 * budget, extra) for run in members]  # steps are rounded
+        at = [np.flatnonzero([row.get(METRIC) is not None for row in run.rows]) for run in members]
+        kept = _evenly(at[0][: min(map(len, at))])
+        at = np.stack([rows[kept] for rows in at])
+        passed = np.stack([study.passed[run.name][kept] for run in members])
+        draws = Resampling(len(members), passed.shape[-1])
         samples = study.samples_of[members[0].name]
-        curves = draws.curves(passed / samples, shares)
         name = label(members[0], sweep)
         its_times = times[name] if times else None
-        found.append(Arm(name, members, samples, passed, curves, draws, shares, at, extra, its_times, batch))
+        found.append(
+            Arm(name, members, samples, passed, draws.curves(passed / samples), draws, at, extra, its_times, batch)
+        )
     return found
+
+
+def _up_to(run: Run, budget: float, extra: costs.Forwards) -> Run:
+    """Its rows up to a cost at the declared mu."""
+    within = int((costs.compute(run, extra) <= budget).sum())
+    return dataclasses.replace(run, rows=run.rows[:within])
+
+
+def _evenly(at: np.ndarray) -> np.ndarray:
+    """Which of these evaluations are kept: all but the one before the last where these two are next to each other."""
+    kept = np.arange(len(at))
+    return np.delete(kept, -2) if len(at) > 2 and 2 * (at[-1] - at[-2]) < at[-2] - at[-3] else kept
 
 
 def tuning(study: raw.Study) -> dict[str, dict[float, float]]:
@@ -174,7 +212,7 @@ def _cells(arm: Arm, threshold: float, base: Arm | None, is_timed: bool) -> list
     cells = [Interval.of(arm.end()).shown(), arm.pass_at(_most(arm)).shown()]
     ways: list[tuple[Callable[[Arm], np.ndarray], str]] = [(lambda arm: arm.over(COST_RATIO), ".0f")]
     if is_timed:
-        ways += [(lambda arm: arm.over(arm.times.mu), ".0f"), (Arm.over_seconds, ".1f")]
+        ways += [(lambda arm: arm.over_own(base or arm), ".0f"), (Arm.over_seconds, ".1f")]
     for i, (way, form) in enumerate(ways):
         to = arm.to(threshold, way(arm))
         if i == 1:
@@ -186,19 +224,6 @@ def _cells(arm: Arm, threshold: float, base: Arm | None, is_timed: bool) -> list
     return [*cells, f"{arm.last_tenth('update/entropy_nats').value:.2f}"]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--raw", type=pathlib.Path, required=True)
-    parser.add_argument("--times", type=pathlib.Path)
-    parser.add_argument("--threshold", type=float, default=THRESHOLD)
-    parser.add_argument("--best-first", action="store_true")
-    given = parser.parse_args()
-    arms = arms_of(raw.read(given.raw), costs.read_times(given.times) if given.times else None)
-    if given.best_first:
-        arms.sort(key=lambda arm: -arm.end()[0])
-    print(table(arms, given.threshold, base=on_policy(arms)))
-
-
 def on_policy(arms: Sequence[Arm]) -> Arm | None:
     """The arm whose ring is its batch, all of it new, where there is one; of several, that which ends highest."""
 
@@ -208,7 +233,3 @@ def on_policy(arms: Sequence[Arm]) -> Arm | None:
         return new == point.get("replay.capacity") == arm.batch
 
     return max(filter(is_one, arms), key=lambda arm: arm.end()[0], default=None)
-
-
-if __name__ == "__main__":
-    main()

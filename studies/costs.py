@@ -56,13 +56,18 @@ class Times(NamedTuple):
     trained: float
 
     @property
+    def train_s(self) -> float:
+        """Seconds to train on a rollout; what a method asks of other policies is in it."""
+        return self.update_s / self.trained
+
+    @property
     def mu(self) -> float:
         """Seconds to generate a rollout over seconds to train on one."""
-        return (self.generate_s / self.generated) / (self.update_s / self.trained)
+        return (self.generate_s / self.generated) / self.train_s
 
 
 def read_times(path: pathlib.Path) -> dict[str, Times]:
-    """By arm (``studies.timing.name_of``)."""
+    """By arm, as a sweep calls it with its rate."""
     return {name: Times(**times) for name, times in json.loads(path.read_text())["times"].items()}
 
 

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 
 from jaxrl_llm.sweep import intervals
 from jaxrl_llm.sweep.intervals import Interval
-from studies.arms import Arm
+from studies.arms import LAST, Arm
 from studies.design import COST_RATIO
 
 STYLE = {"svg.hashsalt": "replay", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
@@ -137,7 +137,7 @@ def ends(arms: Sequence[Arm], out: pathlib.Path) -> None:
             axes.plot([end.low, end.high], [i, i], color="C0", linewidth=1.4)
             axes.plot(end.value, i, "o", color="C0", markersize=4)
             axes.plot(
-                [run.mean() for run in arm.passed[:, -3:].mean(axis=(1, 2))[:, None] / arm.samples],
+                [run.mean() for run in arm.passed[:, -LAST:].mean(axis=(1, 2))[:, None] / arm.samples],
                 [i] * len(arm.runs),
                 "|",
                 color="0.5",

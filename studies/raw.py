@@ -2,9 +2,9 @@
 
     python -m studies.raw --config=configs/sweeps/e4_delay.py --runs=runs/e4 --out=docs/raw/e4.json.xz
 
-Of every finished run: its settings, what each held-out question got at every evaluation, what came after it, and the
-metrics below, at every iteration, or, of runs that only chose a learning rate, at evaluations alone. Beside them the
-versions, the commit and the machine that made them. studies.all reads nothing else.
+Of every finished run: its settings, what each held-out question got before it and at every evaluation, what came
+after, and the metrics below, at every iteration, or, of runs that only chose a learning rate, at evaluations alone.
+Beside them the versions, the commit and the machine that made them. studies.all reads nothing else.
 
 Owns: that file. Does not know: what is shown of it.
 """
@@ -46,6 +46,7 @@ class Study(NamedTuple):
     runs: list[Run]
     samples_of: dict[str, int]  # by run: answers to each held-out question
     passed: dict[str, np.ndarray]  # by run: [evaluations, questions] answers that passed
+    before: dict[str, np.ndarray]  # by run, where it is on file: [questions] answers that passed before training
 
     def reported(self) -> list[Run]:
         """Runs of seeds that chose no learning rate."""
@@ -77,8 +78,9 @@ def _record(run: Run, workdir: pathlib.Path, config: Config) -> dict[str, Any]:
     rows = run.rows if is_reported else _between(run.rows, at)
     columns = {name: [_rounded(row.get(name)) for row in rows] for name in ("iteration", *METRICS)}
     passed = [_passed(json.loads(path.read_text()), config.rewards.pass_threshold) for path in files]
+    before = _passed(json.loads((workdir / "eval_before.json").read_text()), config.rewards.pass_threshold)
     about = {"name": run.name, "point": run.point, "samples": config.eval.num_samples, "after": dict(run.after)}
-    return about | {"passed": passed, "metrics": columns}
+    return about | {"before": before, "passed": passed, "metrics": columns}
 
 
 def _passed(evaluation: dict[str, Any], threshold: float) -> list[int]:
@@ -113,7 +115,7 @@ def write(content: dict[str, Any], path: pathlib.Path) -> None:
 
 def read(path: pathlib.Path) -> Study:
     content = json.loads(lzma.decompress(path.read_bytes()))
-    runs, samples, passed = [], {}, {}
+    runs, samples, passed, before = [], {}, {}, {}
     for record in content["runs"]:
         columns = record["metrics"]
         rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
@@ -122,7 +124,9 @@ def read(path: pathlib.Path) -> Study:
         runs.append(Run(record["name"], point, "finished", rows, after=record.get("after", {})))
         passed[record["name"]] = np.array(record["passed"])
         samples[record["name"]] = record["samples"]
-    return Study(content["config"], content["made_with"], runs, samples, passed)
+        if "before" in record:
+            before[record["name"]] = np.array(record["before"])
+    return Study(content["config"], content["made_with"], runs, samples, passed, before)
 
 
 def configs(study: Study, runs: Sequence[Run]) -> list[Config]:

@@ -1,12 +1,13 @@
-"""Seconds of an iteration of each arm of a sweep, on a machine that does nothing else.
+"""Seconds of an iteration of each arm of some sweeps, on a machine that does nothing else.
 
-    python -m studies.timing --raw=docs/raw/e2.json.xz --out=docs/raw/e2_times.json [--iterations=40] [--rounds=2]
+    python -m studies.timing docs/raw/e2.json.xz docs/raw/e3.json.xz [--iterations=40] [--rounds=2]
 
 Sweeps run points side by side, which no clock is true in. So each reported arm's config is run again for a few
-iterations, one arm at a time, round after round, and what is kept is the median over the iterations of all rounds but
-the first of each, which warms up.
+iterations, one arm at a time, round after round, each in an order of its own, lest a machine that grows slower favours
+an arm. What is kept is the median over the iterations of all rounds but the first of each, which warms up. Arms that
+differ in learning rate and seed alone are one. docs/raw/e2_times.json and so on have the result.
 
-Owns: those runs, that file. Does not know: what an arm learns.
+Owns: those runs, those files. Does not know: what an arm learns.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ import dataclasses
 import io
 import json
 import pathlib
+import random
 import statistics
 import tempfile
 
 from benchmarks.machine import hardware
-from jaxrl_llm.config import Config
+from jaxrl_llm.config import Config, to_json
 from jaxrl_llm.reports.metrics import read_metrics
 from jaxrl_llm.sweep.__main__ import read_sweep
 from jaxrl_llm.sweep.table import groups, label
@@ -30,10 +32,16 @@ from studies import raw
 from studies.costs import GENERATED, TRAINED
 
 
-def measure(config: Config, iterations: int) -> list[dict[str, float]]:
-    """Iterations of the config that train, but the first of all, in a folder that is gone afterwards."""
+def timed(config: Config, iterations: int) -> Config:
+    """The same work for a few iterations that train, without evaluation."""
+    iterations += config.replay.delay_iterations
     evaluation = dataclasses.replace(config.eval, every_iterations=0, num_prompts=0)
-    config = dataclasses.replace(config, num_iterations=iterations, eval=evaluation)
+    optimizer = dataclasses.replace(config.optimizer, learning_rate=Config().optimizer.learning_rate)
+    return dataclasses.replace(config, num_iterations=iterations, eval=evaluation, optimizer=optimizer, seed=0)
+
+
+def measure(config: Config) -> list[dict[str, float]]:
+    """Iterations of the config that train, but the first of all, in a folder that is gone afterwards."""
     with tempfile.TemporaryDirectory() as folder:
         workdir = pathlib.Path(folder) / "run"
         with contextlib.redirect_stdout(io.StringIO()):
@@ -55,21 +63,28 @@ def summary(rows: list[dict[str, float]]) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--raw", type=pathlib.Path, required=True)
-    parser.add_argument("--out", type=pathlib.Path, required=True)
+    parser.add_argument("raw", type=pathlib.Path, nargs="+")
     parser.add_argument("--iterations", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=2)
     given = parser.parse_args()
-    study = raw.read(given.raw)
-    sweep, first = read_sweep(study.config), [runs[0] for runs in groups(study.reported()).values()]
-    arms = dict(zip((label(run, sweep) for run in first), raw.configs(study, first), strict=True))
-    rows: dict[str, list[dict[str, float]]] = {name: [] for name in arms}
-    for _ in range(given.rounds):
-        for name, config in arms.items():
-            rows[name] += measure(config, given.iterations)
-    times = {name: summary(measured) for name, measured in rows.items()}
+    work: dict[str, Config] = {}
+    arms: dict[pathlib.Path, dict[str, str]] = {}  # by file: what each arm does, by its name
+    for path in given.raw:
+        study = raw.read(path)
+        sweep, first = read_sweep(study.config), [runs[0] for runs in groups(study.reported()).values()]
+        for run, config in zip(first, raw.configs(study, first), strict=True):
+            config = timed(config, given.iterations)
+            work[to_json(config)] = config
+            arms.setdefault(path, {})[label(run, sweep)] = to_json(config)
+    rows: dict[str, list[dict[str, float]]] = {what: [] for what in work}
+    for i in range(given.rounds):
+        for what in random.Random(i).sample(list(work), len(work)):
+            rows[what] += measure(work[what])
     made_with = {"machine": hardware(), "iterations": given.iterations, "rounds": given.rounds}
-    given.out.write_text(json.dumps({"made_with": made_with, "times": times}, indent=1) + "\n")
+    for path, its_arms in arms.items():
+        content = {"made_with": made_with, "times": {name: summary(rows[what]) for name, what in its_arms.items()}}
+        out = path.with_name(path.name.replace(".json.xz", "_times.json"))
+        out.write_text(json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":

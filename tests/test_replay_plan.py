@@ -94,7 +94,7 @@ def command(monkeypatch, capfd):
 
 
 def test_what_a_run_measured_is_taken_from_its_metrics(command, tmp_path):
-    rows = [{"iteration": i + 1, "time/cost_ratio": value} for i, value in enumerate((90.0, 3.0, 5.0, 4.0))]
+    rows = [{"iteration": i + 1, "time/cost_ratio": value} for i, value in enumerate((90.0, 3.0, None, 5.0, 4.0))]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert command(f"--workdir={tmp_path}") == f"mu 4\n{table(Costs(4.0, 0.05, 0.1))}\n"
     for given in ([], ["--mu=5", f"--workdir={tmp_path}"]):

@@ -16,7 +16,7 @@ from jaxrl_llm.sweep.__main__ import read_sweep
 from jaxrl_llm.sweep.points import freeze_points
 from jaxrl_llm.sweep.table import Run
 from studies import all as everything
-from studies import arms, costs, raw, transfer
+from studies import arms, costs, raw, timing, transfer
 from studies.bandit import REWARDS, gradient, limit, run, softmax, summary
 
 
@@ -107,6 +107,17 @@ def test_noise_is_found_from_what_arms_cost():
     assert off.left_out_error >= math.log(2) / math.sqrt(12) * 0.999 > off.error
 
 
+def test_arms_that_differ_in_rate_and_seed_alone_are_timed_once():
+    configs = [freeze(defaults()) for _ in range(4)]
+    configs[1] = dataclasses.replace(
+        configs[1], seed=3, optimizer=dataclasses.replace(configs[1].optimizer, learning_rate=1e-3)
+    )
+    configs[2] = dataclasses.replace(configs[2], replay=dataclasses.replace(configs[2].replay, delay_iterations=3))
+    one, same, late, _ = (timing.timed(config, 5) for config in configs)
+    assert one == same and one.num_iterations == 5 and one.eval.num_prompts == 0
+    assert late.num_iterations == 8  # three train on nothing
+
+
 # ---- raw metrics and tables ------------------------------------------------------------------------------------
 
 CONFIG = "configs/sweeps/e2_replay_ratio.py"
@@ -155,6 +166,24 @@ def test_between_evaluations_counts_are_added_and_the_rest_is_averaged():
     assert [row["eval/pass_rate"] for row in found] == [0.2, 0.4]
 
 
+def test_what_lies_beyond_the_budget_is_left_out_and_the_last_evaluation_counts_once(tmp_path):
+    """A step of on-policy training costs 128 * 6.28, the budget 200 of them."""
+    every = [*range(40, 201, 40)]
+    evaluated = [None if i not in every else 0.5 for i in range(1, 241)]
+    long = {"iteration": [*range(1, 241)], "eval/pass_rate": evaluated} | {
+        name: [0.5] * 240 for name in raw.METRICS if name != "eval/pass_rate"
+    }
+    long |= {costs.GENERATED: [128] * 240, costs.TRAINED: [128] * 240}
+    passed = [[i, i] for i in range(1, 6)]
+    end = dict(long, **{"eval/pass_rate": [*evaluated[:200], *[None] * 39, 0.5]})
+    runs = [record(ON_POLICY, s, 4e-4, [*passed, [9, 9]], **end) for s in (0, 1)]
+    (arm,) = arms.arms_of(written(tmp_path, runs))
+    assert len(arm.runs[0].rows) == 202 and arm.passed.tolist() == [passed] * 2  # 1 % more than 200, for rounding
+    close = dict(long, **{"eval/pass_rate": [0.5 if i in (40, 80, 120, 159, 160) else None for i in range(1, 241)]})
+    (arm,) = arms.arms_of(written(tmp_path, [record(ON_POLICY, s, 4e-4, passed, **close) for s in (0, 1)]))
+    assert arm.at.tolist() == [[39, 79, 119, 159]] * 2 and arm.passed[0].tolist() == [[1, 1], [2, 2], [3, 3], [5, 5]]
+
+
 def test_the_table_of_arms_by_hand(tmp_path):
     """Two seeds that are alike: only the two questions move the figures."""
     runs = [record(ON_POLICY, s, 4e-4, SLOW) for s in (0, 1)] + [record(REUSED, s, 2e-4, FAST) for s in (0, 1)]
@@ -175,6 +204,18 @@ def test_the_table_of_arms_by_hand(tmp_path):
     assert cells[2][:2] == ["y 1, N 1 B, rate 0.0004", "0.46 (0.42-0.50)"] and cells[2][4:] == ["", "0.50"]
     assert cells[3][0] == "y 4, N 8 B, rate 0.0002" and cells[3][1] == "0.75 (0.75-0.75)"
     assert cells[3][4].startswith("82% (") and cells[3][5] == "0.50"
+
+
+def test_compute_at_an_arms_own_mu_is_seconds_over_those_of_the_base(tmp_path):
+    """0.2 s of update and 0.3 s of generation an iteration, where the base trains on a batch of 128 in 0.1 s: 5 each."""
+    runs = [record(REUSED, s, 2e-4, FAST) for s in (0, 1)]
+    (arm,) = arms.arms_of(written(tmp_path, runs))
+    arm = dataclasses.replace(arm, times=costs.Times(0.3, 0.2, 0.6, generated=32.0, trained=128.0))
+    base = dataclasses.replace(arm, times=costs.Times(9.0, 0.1, 9.9, generated=128.0, trained=128.0))
+    assert arm.over_own(base)[0] == pytest.approx([5.0 * i for i in range(1, 6)])
+    # With itself as the base: trained + mu generated, mu = (0.3 / 32) / (0.2 / 128), in batches.
+    assert arm.over_own(arm)[0] == pytest.approx([1 + 6 / 4] * np.arange(1, 6))
+    assert arm.over_seconds()[0] == pytest.approx([0.6 * i for i in range(1, 6)])
 
 
 def test_both_tasks_are_asked_after_a_reported_run_and_its_checkpoint_goes(tmp_path, monkeypatch):

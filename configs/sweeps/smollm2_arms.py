@@ -25,8 +25,6 @@ WEIGHTS = {
 ARMS = {
     "y 4, ring of 8 B, AsymRE": SMOLLM2.arm(4, 8, **ASYMRE),
     "y 2, ring of 8 B": SMOLLM2.arm(2, 8),
-    "y 4, ring of 2 B": SMOLLM2.arm(4, 2),
-    "y 2, ring of 2 B": SMOLLM2.arm(2, 2),
     "ring of 4 B, no reuse": SMOLLM2.arm(1, 4),
     "y 4, ring of 8 B, a fifth for correct ones": SMOLLM2.arm(
         4, 8, **{"replay.unit": "rollout", "replay.positive_fraction": 0.2}

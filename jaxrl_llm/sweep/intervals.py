@@ -1,15 +1,17 @@
 """Intervals: how far a figure of an experiment moves with its seeds and its held-out questions, by resampling both.
 
-    draws = Resampling(num_questions=64)
-    curves = draws.curves(passed, draws.runs(4))    [4 runs, evaluations, questions] -> [1 + resamples, evaluations]
-    Interval.of(curves[:, -1])                      0.48 (0.43-0.53): of all runs and questions; of 95 % of the draws
+    draws = Resampling(num_runs=4, num_questions=64)
+    curves = draws.curves(passed)       [4 runs, evaluations, questions] -> [1 + resamples, evaluations]
+    Interval.of(curves[:, -1])          0.48 (0.43-0.53): of all runs and questions; of 95 % of the draws
 
-Row 0 of every array of draws is the figure itself, of all runs and questions. Questions are drawn alike for every
-experiment, for all are asked the same ones; runs are drawn for each by itself. So a difference of two experiments, or
-a ratio, taken row by row, has the interval of the difference.
+Row 0 of every array of draws is the figure itself, of all runs and questions. Runs are of one seed each, in the order
+of the seeds. Experiments with the same seed are asked the same questions, and with another seed others. So seeds are
+drawn alike for every experiment, and the questions of each seed alike too: a difference of two experiments, or a
+ratio, taken row by row, has the interval of the difference.
 
-With four seeds an interval over seeds is too narrow rather than too wide: a run that was not drawn is not there.
-Source: percentile bootstrap, Efron 1979; over two factors, Owen 2007, arXiv:0712.1111: each factor resampled by itself.
+Seeds differ by the questions they are asked already, so that drawing these too makes an interval rather too wide; four
+seeds make it too narrow: a run that was not drawn is not there.
+Source: percentile bootstrap, Efron 1979; of clusters and within them, Davison and Hinkley 1997, section 3.8.
 Owns: draws, intervals, first crossings. Does not know: where figures come from.
 """
 
@@ -46,35 +48,35 @@ class Interval(NamedTuple):
 
 
 class Resampling:
-    """Draws of questions that all experiments share, and of runs for each.
+    """Draws of seeds and of the questions of each, the same for all experiments of as many.
 
-    Args:
-        num_questions: held out, the same ones in every run.
+    Attributes:
+        runs: [1 + resamples, runs] shares of the runs in each draw.
     """
 
-    def __init__(self, num_questions: int, *, resamples: int = RESAMPLES, seed: int = 0):
-        self._generator = np.random.default_rng(seed)
-        self._resamples = resamples
-        self._questions = self._weights(num_questions)
+    def __init__(self, num_runs: int, num_questions: int, *, resamples: int = RESAMPLES, seed: int = 0):
+        generator = np.random.default_rng(seed)
 
-    def _weights(self, num: int) -> np.ndarray:
-        """Shares of ``num`` things in each draw [1 + resamples, num]: all alike, then drawn with replacement."""
-        counts = self._generator.multinomial(num, np.full(num, 1 / num), size=self._resamples)
-        return np.concatenate([np.ones((1, num)), counts]) / num
+        def weights(num: int) -> np.ndarray:
+            """Shares of ``num`` things in each draw [1 + resamples, num]: all alike, then drawn with replacement."""
+            counts = generator.multinomial(num, np.full(num, 1 / num), size=resamples)
+            return np.concatenate([np.ones((1, num)), counts]) / num
 
-    def runs(self, num: int) -> np.ndarray:
-        """Shares of ``num`` runs [1 + resamples, num], for ``curves`` of one experiment."""
-        return self._weights(num)
+        self.runs = weights(num_runs)
+        self._questions = np.stack([weights(num_questions) for _ in range(num_runs)], axis=1)
 
-    def curves(self, passed: np.ndarray, runs: np.ndarray) -> np.ndarray:
+    def curves(self, passed: np.ndarray) -> np.ndarray:
         """Mean over runs and questions at each evaluation, [1 + resamples, evaluations].
 
         Args:
             passed: [runs, evaluations, questions], what each question got.
-            runs: of ``runs``.
         """
-        by_run = np.einsum("dq,req->dre", self._questions, passed, optimize=True)
-        return np.einsum("dr,dre->de", runs, by_run, optimize=True)
+        by_run = np.einsum("drq,req->dre", self._questions, passed, optimize=True)
+        return np.einsum("dr,dre->de", self.runs, by_run, optimize=True)
+
+    def mean_of(self, values: Sequence[float]) -> Interval:
+        """Of a figure that each run has one of; over seeds alone."""
+        return Interval.of(self.runs @ np.asarray(values, float))
 
 
 def smooth(curves: np.ndarray, width: int = 3) -> np.ndarray:
@@ -108,8 +110,3 @@ def first_crossing(x: np.ndarray, y: np.ndarray, threshold: float) -> np.ndarray
 def pass_at_k(passed: np.ndarray, samples: int, k: int) -> np.ndarray:
     """pass@k (actor.evaluation) of each question [..., questions], of which so many of ``samples`` answers passed."""
     return np.array([evaluation.pass_at_k(samples, c, k) for c in range(samples + 1)])[passed]
-
-
-def mean_of(values: Sequence[float], runs: np.ndarray) -> Interval:
-    """Of a figure that each run has one of."""
-    return Interval.of(runs @ np.asarray(values, float))

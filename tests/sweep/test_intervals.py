@@ -14,40 +14,44 @@ PASSED = DRAW.integers(0, 5, size=(3, 4, 6)) / 4  # 3 runs, 4 evaluations, 6 que
 
 
 def test_the_first_row_is_the_mean_of_all_runs_and_questions():
-    draws = Resampling(6, resamples=5)
-    curves = draws.curves(PASSED, draws.runs(3))
+    curves = Resampling(3, 6, resamples=5).curves(PASSED)
     assert curves.shape == (6, 4)
     np.testing.assert_allclose(curves[0], PASSED.mean(axis=(0, 2)), rtol=1e-12)
 
 
-def test_a_draw_is_a_mean_over_runs_and_questions_drawn_with_replacement():
-    """Every draw is one of the means over 3 of 3 runs and 2 of 2 questions, all of which come up."""
+def test_a_draw_is_a_mean_over_seeds_and_over_questions_of_each_drawn_with_replacement():
+    """Every draw is one of the means over 3 of 3 seeds and of each of these over 2 of its 2 questions; all come up."""
     passed = np.array([[[0.0, 1.0]], [[0.25, 0.5]], [[0.125, 0.75]]])  # 3 runs, 1 evaluation, 2 questions
-    draws = Resampling(2, resamples=3000)
-    found = draws.curves(passed, draws.runs(3))[1:, 0]
+    found = Resampling(3, 2, resamples=5000).curves(passed)[1:, 0]
+    of_seed = [[np.mean([row[0][i], row[0][j]]) for i in range(2) for j in range(2)] for row in passed]
     possible = {
-        round(float(np.mean([passed[r, 0, q] for r in runs for q in questions])), 9)
+        round(float(np.mean([means[r] for r in runs])), 9)
+        for means in itertools.product(*of_seed)  # a seed that is drawn twice has the same questions twice
         for runs in itertools.product(range(3), repeat=3)
-        for questions in itertools.product(range(2), repeat=2)
     }
     assert {round(float(x), 9) for x in found} == possible
     assert found.mean() == pytest.approx(passed.mean(), abs=0.02)
 
 
-def test_questions_are_drawn_alike_for_all_and_runs_for_each():
-    draws = Resampling(6, resamples=200)
-    by_question = np.tile(np.arange(6) / 6, (2, 1, 1))  # the runs are alike: only the questions move it
-    one, other = (draws.curves(by_question, draws.runs(2))[:, 0] for _ in range(2))
-    np.testing.assert_allclose(one, other, rtol=1e-12)
-    assert one.std() > 0.05
-    by_run = np.array([[[0.0] * 6], [[1.0] * 6]])  # questions are alike
-    one, other = (draws.curves(by_run, draws.runs(2))[:, 0] for _ in range(2))
-    assert abs(np.corrcoef(one[1:], other[1:])[0, 1]) < 0.3
+def test_seeds_and_their_questions_are_drawn_alike_for_all_experiments():
+    """A constant between two experiments with the same seeds and questions has no interval; their ends have one."""
+    one, other = (Resampling(3, 6, resamples=200).curves(PASSED + more)[:, 0] for more in (0.0, 0.25))
+    np.testing.assert_allclose(other - one, 0.25, rtol=1e-12)
+    assert one.std() > 0.02
+
+
+def test_questions_of_one_seed_say_nothing_of_those_of_another():
+    """What the questions of two seeds add to a draw is not the same: with as many as 50 seeds it cancels."""
+    questions = np.arange(6) / 6
+    few, many = (
+        Resampling(num, 6, resamples=400).curves(np.tile(questions, (num, 1, 1)))[1:, 0].std() for num in (1, 50)
+    )
+    assert many < few / 4  # 1 / sqrt(50), twice that for seeds drawn more than once
 
 
 def test_the_interval_of_a_mean_is_about_two_standard_errors():
     values = np.random.default_rng(5).normal(size=400)
-    interval = intervals.mean_of(values, Resampling(1).runs(400))
+    interval = Resampling(400, 1).mean_of(values)
     error = values.std() / 20
     assert interval.value == pytest.approx(values.mean())
     assert interval.low == pytest.approx(values.mean() - 1.96 * error, abs=0.2 * error)
