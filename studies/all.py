@@ -251,11 +251,12 @@ def differences(name: str) -> str:
 
 
 def fit_of_noise(name: str) -> str:
-    found = noise(name)
+    found, grid = noise(name), pictures.grid_of(arms_of(name)).values()
+    to = [Interval.of(arm.to(THRESHOLD, arm.over(COST_RATIO))).value for arm in grid]
     return (
-        f"With rho = {found.costs.rho:.3f} and alpha = {found.costs.alpha:.3f} the theory's J is off by "
-        f"{found.error:.0%} (root mean square over the arms), and by {found.left_out_error:.0%} for an arm that the "
-        "fit has not seen."
+        f"With rho = {found.costs.rho:.3f}, alpha = {found.costs.alpha:.3f} and a common factor the theory's J is off "
+        f"by {found.error:.0%} (root mean square over the arms), and by {found.left_out_error:.0%} for an arm that the "
+        f"fit has not seen; one cost for all arms is off by {np.std(np.log(to)):.0%}."
     )
 
 
@@ -271,6 +272,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "plan": lambda: plan("e2"),
     "noise": lambda: fit_of_noise("e2"),
     "e2_sequence": lambda: table_of("e2_sequence"),
+    "e2_sequence_rates": lambda: rates("e2_sequence"),
     "e3": lambda: table_of("e3"),
     "e4": lambda: table_of("e4"),
     "e5": lambda: table_of("e5"),

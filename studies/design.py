@@ -46,6 +46,7 @@ class Design:
     def arm(self, ratio: int, batches: int, **settings: Any) -> dict[str, Any]:
         """Steps on B rollouts, B / ``ratio`` of them new, drawn from the last ``batches`` * B: the budget's."""
         generated = self.batch // ratio
+        assert generated % GROUP == 0 < generated, f"y = {ratio} leaves no whole groups of a batch of {self.batch}"
         steps = round(self.budget / (self.batch + COST_RATIO * generated))
         return {
             "rollout.prompts_per_iteration": generated // GROUP,

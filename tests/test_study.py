@@ -207,7 +207,7 @@ def test_the_table_of_arms_by_hand(tmp_path):
 
 
 def test_compute_at_an_arms_own_mu_is_seconds_over_those_of_the_base(tmp_path):
-    """0.2 s of update and 0.3 s of generation an iteration, where the base trains on a batch of 128 in 0.1 s: 5 each."""
+    """0.2 s of update and 0.3 of generation an iteration, where the base trains on a batch of 128 in 0.1 s: 5 each."""
     runs = [record(REUSED, s, 2e-4, FAST) for s in (0, 1)]
     (arm,) = arms.arms_of(written(tmp_path, runs))
     arm = dataclasses.replace(arm, times=costs.Times(0.3, 0.2, 0.6, generated=32.0, trained=128.0))

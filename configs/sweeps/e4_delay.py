@@ -8,7 +8,7 @@ came of it.
 
 import runpy
 
-from studies.design import SUMS, sweep_of
+from studies.design import RATES, SUMS, sweep_of
 
 get_config = runpy.run_path("configs/study_arithmetic.py")["get_config"]
 
@@ -21,4 +21,4 @@ def label(settings):
 
 
 def get_sweep():
-    return sweep_of(ARMS, label)
+    return sweep_of(ARMS, label, (1e-4, *RATES))

@@ -43,7 +43,7 @@ class Interval(NamedTuple):
     def shown(self, form: str = ".2f", never: str = "never") -> str:
         """``0.48 (0.43-0.53)``, or ``5% (-26% to 42%)``."""
         text = [format(x, form) if math.isfinite(x) else never for x in self]
-        joint = " to " if self.low < 0 else "-"
+        joint = " to " if self.low < 0 or form.startswith("+") else "-"
         return f"{text[0]} ({text[1]}{joint}{text[2]})" if set(text) != {never} else never
 
 
