@@ -32,8 +32,8 @@ import dataclasses
 import math
 import pathlib
 import statistics
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.reports.metrics import read_metrics
@@ -120,18 +120,16 @@ def _shown(value: float, form: str) -> str:
 
 
 def measured_mu(workdir: str) -> float:
-    """The median of what a run's iterations measured; the first, which warms up, left out where there are more.
+    """The median of what a run's iterations measured; raises as ``trained_rows``."""
+    return statistics.median(row["time/cost_ratio"] for row in trained_rows(workdir))
 
-    One that trained on nothing measured nothing.
 
-    Raises:
-        ConfigError: the folder has no metrics.
-    """
-    measured = [row["time/cost_ratio"] for row in read_metrics(pathlib.Path(workdir))]
-    measured = [ratio for ratio in measured if ratio is not None]
-    if not measured:
-        raise ConfigError(f"--workdir={workdir} has no finished iteration")
-    return statistics.median(measured[1:] or measured)
+def trained_rows(workdir: str) -> list[Mapping[str, Any]]:
+    """Metrics of the iterations that trained, but the first, which warms up, where there are more; or ConfigError."""
+    rows = [row for row in read_metrics(pathlib.Path(workdir)) if row["time/cost_ratio"] is not None]
+    if not rows:
+        raise ConfigError(f"--workdir={workdir} has no finished iteration that trained")
+    return rows[1:] or rows
 
 
 class Seconds(NamedTuple):
@@ -176,10 +174,7 @@ def fitted(workdirs: Sequence[str]) -> Seconds:
     """
     measured, batches = [], {}
     for workdir in workdirs:
-        rows = read_metrics(pathlib.Path(workdir))
-        rows = rows[1:] or rows  # the first warms up
-        if not rows:
-            raise ConfigError(f"--workdir={workdir} has no finished iteration")
+        rows = trained_rows(workdir)
         of = lambda *names: statistics.median(sum(row[name] for name in names) for row in rows)  # noqa: B023
         measured.append((of("rollout/generated_rows"), of("time/generate_s", "time/reward_s", "time/update_s")))
         batches[workdir] = of("replay/drawn_rows")

@@ -18,7 +18,7 @@ import pathlib
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -60,7 +60,9 @@ def table_of(name: str, *, best_first: bool = False) -> str:
 
 def pretrained_arms(task: str) -> list[Arm]:
     """Those of the study of SmolLM2 on one of its tasks, the on-policy one first."""
-    return [arm for arm in arms_of("smollm2") if arm.name.startswith(f"{task}: ")] if study("smollm2") else []
+    names = [name for name in ("smollm2", "smollm2_arms") if study(name)]
+    found = [arm for name in names for arm in arms_of(name) if arm.name.startswith(f"{task}: ")]
+    return sorted(found, key=lambda arm: not arm.name.startswith(f"{task}: on-policy"))
 
 
 def pretrained(task: str) -> str:
@@ -103,43 +105,33 @@ def lives(name: str) -> str:
     return arms.markdown(head, rows)
 
 
+def at_mu(mu: float) -> Callable[[Arm], np.ndarray]:
+    return lambda arm: arm.over(mu)
+
+
 def against_ring(name: str) -> str:
     """Compute to the threshold saved by reuse alone: against as many rollouts generated as trained on, same ring."""
-    grid = pictures.grid_of(arms_of(name))
+    grid, way = pictures.grid_of(arms_of(name)), at_mu(COST_RATIO)
     ratios, rings = (sorted({key[i] for key in grid}) for i in (0, 1))
-    to = {key: arm.to(THRESHOLD, arm.over(COST_RATIO)) for key, arm in grid.items()}
-    shown = lambda y, n: arms.saved(to[y, n], to[1, n]).shown(".0%") if (y, n) in to else ""
+    shown = lambda y, n: arms.saved(grid[y, n], grid[1, n], THRESHOLD, way).shown(".0%")
     rows = [[f"y {y}", *(shown(y, n) for n in rings)] for y in ratios[1:]]
     return arms.markdown(["uses", *(f"N {n} B" for n in rings)], rows)
 
 
-def over_mu(name: str, ring: int = 8, ratios: Sequence[float] = (0.5, 1.0, 2.0, COST_RATIO, 10.0)) -> str:
-    """Compute to the threshold saved against the on-policy arm, were a rollout charged at other cost ratios."""
+def otherwise(name: str, columns: Mapping[str, tuple[float, float]], ring: int = 8) -> str:
+    """Compute saved against the on-policy arm by those of a ring, by threshold and cost ratio."""
     grid = pictures.grid_of(arms_of(name))
-    rows = []
-    for (y, n), arm in grid.items():
-        if n == ring:
-            to = lambda one, mu: one.to(THRESHOLD, one.over(mu))
-            cells = (arms.saved(to(arm, mu), to(grid[1, 1], mu)).shown(".0%") for mu in ratios)
-            rows.append([f"y {y}, N {n} B", *cells])
-    return arms.markdown(["arm", *(f"mu {mu:g}" for mu in ratios)], rows)
-
-
-def over_thresholds(name: str, ring: int = 8, thresholds: Sequence[float] = (0.35, 0.40, 0.45)) -> str:
-    """Compute to other thresholds than the declared one, saved against the on-policy arm."""
-    grid = pictures.grid_of(arms_of(name))
-    rows = []
-    for (y, n), arm in grid.items():
-        if n == ring:
-            to = lambda one, rate: one.to(rate, one.over(COST_RATIO))
-            base = lambda rate: np.minimum(to(grid[1, 1], rate), grid[1, 1].over(COST_RATIO)[:, -1])  # noqa: B023
-            cells = (arms.saved(to(arm, rate), base(rate)).shown(".0%") for rate in thresholds)
-            rows.append([f"y {y}, N {n} B", *cells])
-    return arms.markdown(["arm", *(f"to {rate:.2f}" for rate in thresholds)], rows)
+    shown = lambda arm, rate, mu: arms.saved(arm, grid[1, 1], rate, at_mu(mu)).shown(".0%")
+    rows = [
+        [f"y {y}, N {n} B", *(shown(arm, *column) for column in columns.values())]
+        for (y, n), arm in grid.items()
+        if n == ring
+    ]
+    return arms.markdown(["arm", *columns], rows)
 
 
 def at_equal_rate(name: str) -> str:
-    """Entropy and pass@32 where an arm first reaches the threshold."""
+    """Entropy and pass@k at the evaluation at which an arm first reaches the threshold."""
     grid = pictures.grid_of(arms_of(name))
     rows = []
     for (y, n), arm in grid.items():
@@ -155,16 +147,12 @@ def same_rate(name: str) -> str:
     found: dict[float, list[Arm]] = {}
     for arm in arms_of(name):
         found.setdefault(arm.runs[0].point[RATE], []).append(arm)
-    rows = []
+    rows, way = [], at_mu(COST_RATIO)
     for rate, (base, arm) in sorted(found.items()):
-        x = base.over(COST_RATIO)
-        to, spent = base.to(THRESHOLD, x), x[:, -1]
-        cost = arm.to(THRESHOLD, arm.over(COST_RATIO))
         ends = [Interval.of(one.end()).shown() for one in (base, arm)]
-        batches = [Interval.of(one).shown(".0f") for one in (to, cost)]
-        saved = arms.saved(cost, np.minimum(to, spent)).shown(".0%") if np.isfinite(cost[0]) else "never"
-        rows.append([f"{rate:.2g}", *ends, *batches, saved])
-    heads = [f"{what}, {who}" for what in ("end", "batches to 0.40") for who in ("on-policy", "four uses")]
+        batches = [Interval.of(one.to(THRESHOLD, way(one))).shown(".0f") for one in (base, arm)]
+        rows.append([f"{rate:.2g}", *ends, *batches, arms.saved(arm, base, THRESHOLD, way).shown(".0%")])
+    heads = [f"{what}, {who}" for what in ("end", f"batches to {THRESHOLD:.2f}") for who in ("on-policy", "four uses")]
     return arms.markdown(["rate", *heads, "saved"], rows)
 
 
@@ -247,7 +235,7 @@ def differences(name: str) -> str:
     for arm in others:
         more = Interval.of(to(arm) / to(base) - 1).shown(".0%")
         rows.append([arm.name.rsplit(", rate ", 1)[0], Interval.of(arm.end() - base.end()).shown("+.2f"), more])
-    return arms.markdown(["arm", "end, difference", "batches to 0.40, more"], rows)
+    return arms.markdown(["arm", "end, difference", f"batches to {THRESHOLD:.2f}, more"], rows)
 
 
 def fit_of_noise(name: str) -> str:
@@ -266,8 +254,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "e2_lives": lambda: lives("e2"),
     "e2_fits": lambda: sigmoids("e2", "e4"),
     "e2_ring": lambda: against_ring("e2"),
-    "e2_mu": lambda: over_mu("e2"),
-    "e2_thresholds": lambda: over_thresholds("e2"),
+    "e2_mu": lambda: otherwise("e2", {f"mu {mu:g}": (THRESHOLD, mu) for mu in (0.5, 1.0, 2.0, COST_RATIO, 10.0)}),
+    "e2_thresholds": lambda: otherwise("e2", {f"to {rate:.2f}": (rate, COST_RATIO) for rate in (0.35, 0.40, 0.45)}),
     "e2_equal": lambda: at_equal_rate("e2"),
     "plan": lambda: plan("e2"),
     "noise": lambda: fit_of_noise("e2"),

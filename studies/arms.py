@@ -92,15 +92,15 @@ class Arm:
         return self.draws.mean_of([run.after[name] for run in self.runs])
 
     def at_first(self, threshold: float) -> int:
-        """The first evaluation at which the mean curve is at the threshold or above it, or the last of all."""
+        """The first evaluation at which the smoothed mean curve is at the threshold or above it, or the last of all."""
         reached = intervals.smooth(self.curves)[0] >= threshold
         return int(reached.argmax()) if reached.any() else len(reached) - 1
 
     def around(self, metric: str, evaluation: int) -> Interval:
-        """Of a metric of training, its mean over the iterations from the evaluation before to the one after."""
+        """Of a metric of training, its mean over the iterations between the evaluation before and the one after."""
         means = []
         for run, at in zip(self.runs, self.at, strict=True):
-            begin, end = at[max(evaluation, 1) - 1], at[min(evaluation + 1, len(at) - 1)]
+            begin, end = at[evaluation - 1] + 1 if evaluation else 0, at[min(evaluation + 1, len(at) - 1)]
             means.append(np.mean([row[metric] for row in run.rows[begin : end + 1] if row.get(metric) is not None]))
         return self.draws.mean_of(means)
 
@@ -119,12 +119,14 @@ def arms_of(study: raw.Study, times: Mapping[str, Times] | None = None) -> list[
     sweep, found = read_sweep(study.config), []
     of_study = runpy.run_path(study.config)["get_config"]()  # the on-policy arm
     batch = of_study.update.batch_size
+    assert batch == of_study.rollout.prompts_per_iteration * of_study.rollout.group_size
     budget = of_study.num_iterations * batch * (1 + COST_RATIO)
     arms = list(groups(study.reported()).values())
     for members, config in zip(arms, raw.configs(study, [members[0] for members in arms]), strict=True):
         extra = costs.forwards(config)
         members = sorted(members, key=lambda run: run.point[SEED])
-        members = [_up_to(run, 1.01 * budget, extra) for run in members]  # steps are rounded
+        assert {run.point[SEED] for run in members} == {run.point[SEED] for run in arms[0]}, "draws are of these seeds"
+        members = [_up_to(run, budget, extra) for run in members]
         at = [np.flatnonzero([row.get(METRIC) is not None for row in run.rows]) for run in members]
         kept = _evenly(at[0][: min(map(len, at))])
         at = np.stack([rows[kept] for rows in at])
@@ -140,19 +142,20 @@ def arms_of(study: raw.Study, times: Mapping[str, Times] | None = None) -> list[
 
 
 def _up_to(run: Run, budget: float, extra: costs.Forwards) -> Run:
-    """Its rows up to a cost at the declared mu."""
-    within = int((costs.compute(run, extra) <= budget).sum())
+    """Its rows up to a cost at the declared mu, to the nearest step."""
+    spent = costs.compute(run, extra)
+    within = int((spent <= budget + spent[-1] / len(spent) / 2).sum())
     return dataclasses.replace(run, rows=run.rows[:within])
 
 
 def _evenly(at: np.ndarray) -> np.ndarray:
-    """Which of these evaluations are kept: all but the one before the last where these two are next to each other."""
+    """Which of these evaluations are kept: all but the one before the last where half a gap or less is between them."""
     kept = np.arange(len(at))
     return np.delete(kept, -2) if len(at) > 2 and 2 * (at[-1] - at[-2]) < at[-2] - at[-3] else kept
 
 
 def tuning(study: raw.Study) -> dict[str, dict[float, float]]:
-    """By arm, without its rate, and rate: mean over the choosing seeds of the mean held-out pass rate over a run."""
+    """By arm, without its rate, and rate: the mean held-out pass rate over whole runs of the choosing seeds."""
     reported, sweep = {run.name for run in study.reported()}, read_sweep(study.config)
     found: dict[str, dict[float, float]] = {}
     for members in groups([run for run in study.runs if run.name not in reported]).values():
@@ -162,12 +165,16 @@ def tuning(study: raw.Study) -> dict[str, dict[float, float]]:
     return found
 
 
-def saved(to: np.ndarray, base: np.ndarray) -> Interval:
-    """Share of the base's cost that is saved, draw by draw; an arm that never gets there saves minus infinity.
+def saved(arm: Arm, base: Arm, threshold: float, way: Callable[[Arm], np.ndarray]) -> Interval:
+    """Share of the base's cost to the threshold that an arm saves; one that never gets there saves minus infinity.
 
     Where the base does not get there either, it is charged what it spent, so the saving is understated.
+
+    Args:
+        way: what an arm has cost at its evaluations.
     """
-    return Interval.of(1 - to / base)
+    x = way(base)
+    return Interval.of(1 - arm.to(threshold, way(arm)) / np.minimum(base.to(threshold, x), x[:, -1]))
 
 
 def table(
@@ -188,7 +195,7 @@ def table(
     most = _most(arms[0])
     head = ["arm", "held-out pass rate", f"pass@{most}", f"batches to {threshold:.2f}"]
     head += ["saved"] * (base is not None)
-    is_timed = all(arm.times for arm in arms)
+    is_timed = all(arm.times for arm in (*arms, *([base] if base else [])))
     if is_timed:
         head += ["own mu", "batches at own mu", *["saved"] * (base is not None)]
         head += ["seconds", *["saved"] * (base is not None)]
@@ -214,13 +221,11 @@ def _cells(arm: Arm, threshold: float, base: Arm | None, is_timed: bool) -> list
     if is_timed:
         ways += [(lambda arm: arm.over_own(base or arm), ".0f"), (Arm.over_seconds, ".1f")]
     for i, (way, form) in enumerate(ways):
-        to = arm.to(threshold, way(arm))
         if i == 1:
             cells.append(f"{arm.times.mu:.2f}")
-        cells.append(Interval.of(to).shown(form))
+        cells.append(Interval.of(arm.to(threshold, way(arm))).shown(form))
         if base is not None:
-            x = way(base)
-            cells.append("" if arm is base else saved(to, np.minimum(base.to(threshold, x), x[:, -1])).shown(".0%"))
+            cells.append("" if arm is base else saved(arm, base, threshold, way).shown(".0%"))
     return [*cells, f"{arm.last_tenth('update/entropy_nats').value:.2f}"]
 
 

@@ -1,7 +1,8 @@
 """The replay study's design: arms that differ in how often a rollout is used, at equal compute, each at its own rate.
 
-Declared before the runs: the learning rate of an arm is the one of RATES with the largest mean held-out pass rate over
-the whole run (sweep.table.best_points), on seeds 100 and 101; what is reported is of seeds 0 to 3, which chose nothing.
+Declared before the runs: the learning rate of an arm is the one of three or four with the largest mean held-out pass
+rate over the whole run (sweep.table.best_points), on seeds 100 and 101; reported are seeds 0 to 3, which chose
+nothing.
 
 Owns: what an arm sets and is called, how its rate is chosen. Does not know: model, task, objective
 (configs/study_*.py).
@@ -45,8 +46,8 @@ class Design:
 
     def arm(self, ratio: int, batches: int, **settings: Any) -> dict[str, Any]:
         """Steps on B rollouts, B / ``ratio`` of them new, drawn from the last ``batches`` * B: the budget's."""
+        assert self.batch % (ratio * GROUP) == 0, f"y = {ratio} leaves no whole groups of a batch of {self.batch}"
         generated = self.batch // ratio
-        assert generated % GROUP == 0 < generated, f"y = {ratio} leaves no whole groups of a batch of {self.batch}"
         steps = round(self.budget / (self.batch + COST_RATIO * generated))
         return {
             "rollout.prompts_per_iteration": generated // GROUP,

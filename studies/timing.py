@@ -31,6 +31,8 @@ from jaxrl_llm.train import train
 from studies import raw
 from studies.costs import GENERATED, TRAINED
 
+RAW = ".json.xz"
+
 
 def timed(config: Config, iterations: int) -> Config:
     """The same work for a few iterations that train, without evaluation."""
@@ -67,6 +69,8 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=2)
     given = parser.parse_args()
+    if given.iterations < 2 or given.rounds < 1 or not all(path.name.endswith(RAW) for path in given.raw):
+        parser.error(f"files must be *{RAW}, --iterations at least 2 (the first warms up) and --rounds at least 1")
     work: dict[str, Config] = {}
     arms: dict[pathlib.Path, dict[str, str]] = {}  # by file: what each arm does, by its name
     for path in given.raw:
@@ -80,11 +84,12 @@ def main() -> None:
     for i in range(given.rounds):
         for what in random.Random(i).sample(list(work), len(work)):
             rows[what] += measure(work[what])
-    made_with = {"machine": hardware(), "iterations": given.iterations, "rounds": given.rounds}
-    for path, its_arms in arms.items():
-        content = {"made_with": made_with, "times": {name: summary(rows[what]) for name, what in its_arms.items()}}
-        out = path.with_name(path.name.replace(".json.xz", "_times.json"))
-        out.write_text(json.dumps(content, indent=1) + "\n")
+        made_with = {"machine": hardware(), "iterations": given.iterations, "rounds": i + 1}
+        made_with["with"] = [path.name.removesuffix(RAW) for path in given.raw]
+        for path, its_arms in arms.items():
+            content = {"made_with": made_with, "times": {name: summary(rows[what]) for name, what in its_arms.items()}}
+            out = path.with_name(f"{path.name.removesuffix(RAW)}_times.json")
+            out.write_text(json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -106,11 +106,13 @@ def write_run(folder, rollouts, seconds, batch=64):
     folder.mkdir()
     times = [50.0, 0.9 * seconds, 1.1 * seconds]
     names = {"time/generate_s": 0.5, "time/reward_s": 0.1, "time/update_s": 0.4}
+    idle = {"iteration": 0, "rollout/generated_rows": rollouts, "replay/drawn_rows": 0, "time/cost_ratio": None}
     rows = [
-        {"iteration": i, "rollout/generated_rows": rollouts, "replay/drawn_rows": batch}
+        {"iteration": i, "rollout/generated_rows": rollouts, "replay/drawn_rows": batch, "time/cost_ratio": 1.0}
         | {name: share * time for name, share in names.items()}
         for i, time in enumerate(times, 1)
     ]
+    rows = [idle | dict.fromkeys(names, 0.0)] * 5 + rows  # trained on nothing, as with a delay
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(folder)
 

@@ -178,7 +178,7 @@ def test_what_lies_beyond_the_budget_is_left_out_and_the_last_evaluation_counts_
     end = dict(long, **{"eval/pass_rate": [*evaluated[:200], *[None] * 39, 0.5]})
     runs = [record(ON_POLICY, s, 4e-4, [*passed, [9, 9]], **end) for s in (0, 1)]
     (arm,) = arms.arms_of(written(tmp_path, runs))
-    assert len(arm.runs[0].rows) == 202 and arm.passed.tolist() == [passed] * 2  # 1 % more than 200, for rounding
+    assert len(arm.runs[0].rows) == 200 and arm.passed.tolist() == [passed] * 2
     close = dict(long, **{"eval/pass_rate": [0.5 if i in (40, 80, 120, 159, 160) else None for i in range(1, 241)]})
     (arm,) = arms.arms_of(written(tmp_path, [record(ON_POLICY, s, 4e-4, passed, **close) for s in (0, 1)]))
     assert arm.at.tolist() == [[39, 79, 119, 159]] * 2 and arm.passed[0].tolist() == [[1, 1], [2, 2], [3, 3], [5, 5]]
@@ -193,9 +193,17 @@ def test_the_table_of_arms_by_hand(tmp_path):
     assert base.to(0.4, base.over(5.28))[0] == pytest.approx(6.28 * 3.3)
     # [.125, .5, .75, .75, .75] smoothed .3125, .4583: 0.4 lies 0.6 of the way from 1 to 2, at 1 + 5.28 / 4 each.
     assert fast.to(0.4, fast.over(5.28))[0] == pytest.approx(2.32 * 1.6)
-    assert arms.saved(fast.to(0.4, fast.over(5.28)), base.to(0.4, base.over(5.28))).value == pytest.approx(
-        1 - 2.32 * 1.6 / (6.28 * 3.3)
-    )
+    found = arms.saved(fast, base, 0.4, lambda arm: arm.over(5.28))
+    assert found.value == pytest.approx(1 - 2.32 * 1.6 / (6.28 * 3.3))
+    # 0.5 is reached by the base at the end alone, at 5 * 6.28; 0.6 never: it is charged what it spent, the same.
+    late, never = (arms.saved(fast, base, rate, lambda arm: arm.over(5.28)).value for rate in (0.5, 0.6))
+    assert late == pytest.approx(1 - 2.32 * (2 + (0.5 - 11 / 24) / (2 / 3 - 11 / 24)) / 31.4)
+    assert never == pytest.approx(1 - 2.32 * (2 + (0.6 - 11 / 24) / (2 / 3 - 11 / 24)) / 31.4)
+    # The first evaluation at 0.4 or more of the smoothed curve, and a metric between its neighbours.
+    assert (base.at_first(0.4), fast.at_first(0.4), base.at_first(0.6)) == (3, 1, 4)
+    rows = [{"x": value} for value in (1.0, 2.0, None, 4.0, 5.0)]
+    other = dataclasses.replace(base, runs=[dataclasses.replace(run, rows=rows) for run in base.runs])
+    assert [other.around("x", i).value for i in (0, 1, 3)] == [1.5, 2.0, 4.5]
     lines = arms.table([base, fast], 0.4, base=base).splitlines()
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
     assert cells[0] == [

@@ -3,7 +3,7 @@
     python -m jaxrl_llm.sweep --config=configs/sweeps/league.py --workdir=runs/league --workers=2
 
 A recipe has its own batch, ring and groups, as many iterations as the budget pays for what they cost (rollouts trained
-and generated, and the forward passes of its references), and the best of three learning rates. docs/replay_study.md has
+and generated, and the forward passes of its references), and the best of four learning rates. docs/replay_study.md has
 what came of it.
 """
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from jaxrl_llm.actor.rewards import imported
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.runtime import hosts
-from jaxrl_llm.runtime.json_lines import BadRowError, numbered
+from jaxrl_llm.runtime.json_lines import BadRowError, lines
 from jaxrl_llm.runtime.nested import visible
 from jaxrl_llm.types import SHARED_FILE
 
@@ -55,7 +55,7 @@ class File:
     def __init__(self, path: pathlib.Path, reader: Any):
         self._groups, self._position = [], 0
         try:
-            for number, line in numbered(path):
+            for number, line in lines(path):
                 try:
                     self._groups.append(reader.group(line, f"{path}:{number}"))
                 except BadRowError as error:

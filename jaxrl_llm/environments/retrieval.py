@@ -60,12 +60,12 @@ def rows(path: str, kinds: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]
     Raises:
         ConfigError: the file cannot be read or has none, or what is wrong with which line.
     """
-    found = json_lines.objects(path)
+    wanted = {key: f"an object with `{key}`, {'a text' if kind is str else 'a number'}" for key, kind in kinds.items()}
+    found = json_lines.objects(path, next(iter(wanted.values())))
     for where, row in found:
         for key, kind in kinds.items():
             if not is_of(row.get(key), kind):
-                what = "a text" if kind is str else "a number"
-                raise ConfigError(f"{where}: must be an object with `{key}`, {what}, not {row!r:.100}")
+                raise ConfigError(f"{where}: must be {wanted[key]}, not {row!r:.100}")
     return found
 
 

@@ -22,22 +22,25 @@ class BadRowError(Exception):
     """Why one row cannot be used."""
 
 
-def objects(path: str) -> list[tuple[str, dict[str, Any]]]:
+def objects(path: str, wanted: str = "an object") -> list[tuple[str, dict[str, Any]]]:
     """The objects of a file, each with its place, "file:line"; blank lines are passed over.
+
+    Args:
+        wanted: what a line must be, in an error.
 
     Raises:
         ConfigError: no such file, no row, or a line that is not a JSON object.
     """
     rows = []
     try:
-        for number, line in numbered(Path(path)):
+        for number, line in lines(Path(path)):
             where = f"{path}:{number}"
             try:
                 row = parse(line)
             except BadRowError as error:
                 raise ConfigError(f"{where}: {error}") from error
             if not isinstance(row, dict):
-                raise ConfigError(f"{where}: must be an object, not {type(row).__name__}")
+                raise ConfigError(f"{where}: must be {wanted}, not {type(row).__name__}")
             rows.append((where, row))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
@@ -46,7 +49,7 @@ def objects(path: str) -> list[tuple[str, dict[str, Any]]]:
     return rows
 
 
-def numbered(path: Path) -> Iterator[tuple[int, bytes]]:
+def lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """Lines of a file that are not blank, numbered from 1; OSError where it cannot be read."""
     with opened(path) as file:  # bytes, so that text in another encoding is one bad row and not the end
         for number, line in enumerate(iter(functools.partial(file.readline, MAX_LINE_BYTES + 1), b""), 1):
@@ -59,7 +62,7 @@ def numbered(path: Path) -> Iterator[tuple[int, bytes]]:
 def opened(path: Path) -> BinaryIO:
     """A regular file, or OSError."""
     if path.exists() and not path.is_file() and not path.is_dir():
-        raise OSError("it must be a regular file, for a run that goes on reads it again; it is a FIFO or a device")
+        raise OSError("it must be a regular file, which can be read again; it is a FIFO or a device")
     return path.open("rb")
 
 

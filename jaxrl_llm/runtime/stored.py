@@ -33,6 +33,7 @@ FREE_SETTINGS = (
     "checkpoint",
     "metrics",
     "eval.every_iterations",
+    "eval.slots",
     "rewards.num_workers",
     "replay.memory",
     "optimizer.offload",

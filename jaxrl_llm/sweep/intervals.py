@@ -10,7 +10,8 @@ drawn alike for every experiment, and the questions of each seed alike too: a di
 ratio, taken row by row, has the interval of the difference.
 
 Seeds differ by the questions they are asked already, so that drawing these too makes an interval rather too wide; four
-seeds make it too narrow: a run that was not drawn is not there.
+seeds make it too narrow: a run that was not drawn is not there. A seed that is drawn twice is asked other questions the
+second time.
 Source: percentile bootstrap, Efron 1979; of clusters and within them, Davison and Hinkley 1997, section 3.8.
 Owns: draws, intervals, first crossings. Does not know: where figures come from.
 """
@@ -55,15 +56,12 @@ class Resampling:
     """
 
     def __init__(self, num_runs: int, num_questions: int, *, resamples: int = RESAMPLES, seed: int = 0):
-        generator = np.random.default_rng(seed)
-
-        def weights(num: int) -> np.ndarray:
-            """Shares of ``num`` things in each draw [1 + resamples, num]: all alike, then drawn with replacement."""
-            counts = generator.multinomial(num, np.full(num, 1 / num), size=resamples)
-            return np.concatenate([np.ones((1, num)), counts]) / num
-
-        self.runs = weights(num_runs)
-        self._questions = np.stack([weights(num_questions) for _ in range(num_runs)], axis=1)
+        draw, alike = np.random.default_rng(seed).multinomial, lambda num: np.full(num, 1 / num)
+        times = np.concatenate([np.ones((1, num_runs), int), draw(num_runs, alike(num_runs), size=resamples)])
+        self.runs = times / num_runs
+        asked = draw(times * num_questions, alike(num_questions))  # [1 + resamples, runs, questions]
+        asked[0] = 1
+        self._shares = asked / (num_runs * num_questions)
 
     def curves(self, passed: np.ndarray) -> np.ndarray:
         """Mean over runs and questions at each evaluation, [1 + resamples, evaluations].
@@ -71,8 +69,7 @@ class Resampling:
         Args:
             passed: [runs, evaluations, questions], what each question got.
         """
-        by_run = np.einsum("drq,req->dre", self._questions, passed, optimize=True)
-        return np.einsum("dr,dre->de", self.runs, by_run, optimize=True)
+        return np.einsum("drq,req->de", self._shares, passed, optimize=True)
 
     def mean_of(self, values: Sequence[float]) -> Interval:
         """Of a figure that each run has one of; over seeds alone."""

@@ -40,7 +40,7 @@ def test_transitions_are_nearest_by_the_words_of_state_and_action(tmp_path):
     ("line", "said"),
     [
         ('{"state": "a", "action": "b", "next": "c", "reward": 1', "2: not JSON"),
-        ("[1]", "2: must be an object, not list"),
+        ("[1]", "2: must be an object with `state`, a text, not list"),
         ('{"state": "a", "action": 3, "next": "c", "reward": 1}', "2: must be an object with `action`, a text, not {"),
         ('{"state": "a", "action": "b", "reward": 1}', "2: must be an object with `next`, a text"),
         ('{"state": "a", "action": "b", "next": "c", "reward": NaN}', "2: must be an object with `reward`, a number"),

@@ -34,7 +34,7 @@ from jaxrl_llm.environments import code_tests
 from jaxrl_llm.environments.sandbox import Limits, Sandbox, SandboxError
 from jaxrl_llm.questions.tasks import Loaded
 from jaxrl_llm.questions.tasks.files import load_rows
-from jaxrl_llm.runtime.json_lines import BadRowError, numbered, parse
+from jaxrl_llm.runtime.json_lines import BadRowError, lines, parse
 from jaxrl_llm.runtime.nested import ConfigError
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def load(config: PromptsConfig, *, seed: int) -> Loaded:
         return prompt, columns
 
     try:
-        loaded = load_rows(config, numbered, made)
+        loaded = load_rows(config, lines, made)
         return dataclasses.replace(loaded, laddered=lambda examples: laddered(config, examples))
     finally:
         code_tests.close()  # those that have checked solutions; rewards are computed in other processes

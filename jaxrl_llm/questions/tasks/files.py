@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxrl_llm.questions.tasks import Loaded
-from jaxrl_llm.runtime.json_lines import BadRowError, numbered, opened, parse
+from jaxrl_llm.runtime.json_lines import BadRowError, lines, opened, parse
 from jaxrl_llm.runtime.nested import ConfigError
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def load(config: PromptsConfig, *, seed: int) -> Loaded:
         ConfigError: the file cannot be read, holds no question, or (``prompts.bad_row="error"``) has a bad row.
     """
     del seed
-    read, parse_row = (_parquet_rows, _parse_scalars) if config.source == "parquet" else (numbered, parse)
+    read, parse_row = (_parquet_rows, _parse_scalars) if config.source == "parquet" else (lines, parse)
     for name, old in config.arguments.items():
         if not isinstance(old, str):
             raise ConfigError(f"prompts.arguments.{name}={old!r} must be the name of a column of {config.name!r}")

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from jaxrl_llm.questions.tasks import Loaded
 from jaxrl_llm.questions.tasks.arguments import checked
 from jaxrl_llm.questions.tasks.files import load_rows
-from jaxrl_llm.runtime.json_lines import BadRowError, numbered, parse
+from jaxrl_llm.runtime.json_lines import BadRowError, lines, parse
 
 if TYPE_CHECKING:
     from jaxrl_llm.config import PromptsConfig
@@ -49,7 +49,7 @@ def load(config: PromptsConfig, *, seed: int) -> Loaded:
     context, words, middle = checked(config.arguments, ARGUMENTS).values()
 
     def read(path: Path) -> Iterator[tuple[int, Any]]:
-        for number, line in numbered(path):
+        for number, line in lines(path):
             try:
                 sentences = _sentences(parse(line))
             except BadRowError as error:
