@@ -469,7 +469,7 @@ def test_file_that_cannot_be_read_is_refused(tmp_path, source, monkeypatch):
     if source == "parquet":
         pytest.importorskip("pyarrow")
     os.mkfifo(tmp_path / "fifo")  # nobody writes to it: to open it would take forever
-    special = "it must be a regular file, for a run that goes on reads it again; it is a FIFO or a device"
+    special = "it must be a regular file, which can be read again; it is a FIFO or a device"
     cases = [
         (tmp_path / "none", "No such file"),
         (tmp_path, "Is a directory"),
