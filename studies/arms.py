@@ -149,7 +149,7 @@ def _up_to(run: Run, budget: float, extra: costs.Forwards) -> Run:
 
 
 def _evenly(at: np.ndarray) -> np.ndarray:
-    """Which of these evaluations are kept: all but the one before the last where less than half a gap is between them."""
+    """Which of these evaluations are kept: not the one before the last if less than half a gap is between them."""
     kept = np.arange(len(at))
     return np.delete(kept, -2) if len(at) > 2 and 2 * (at[-1] - at[-2]) < at[-2] - at[-3] else kept
 
