@@ -27,7 +27,6 @@ from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.questions import jsonl
 from jaxrl_llm.questions.tasks.files import prompt_of
 from jaxrl_llm.runtime import cli, hosts, json_lines, rng, sharding
-from jaxrl_llm.runtime.json_lines import BadRowError
 from jaxrl_llm.runtime.programs import compile_all, use_cache
 from jaxrl_llm.types import STOP_NAMES, Example, PromptBatch
 
@@ -113,7 +112,7 @@ def _prompt_ids(where: str, row: dict[str, Any], tokenizer: Any, vocab_size: int
         return jsonl.token_ids(where, row, "prompt_ids", vocab_size, minimum=1)
     try:
         return tokenizer.encode_prompt(prompt_of(row), **how)
-    except (BadRowError, ConfigError) as error:
+    except (json_lines.BadRowError, ConfigError) as error:
         said = str(error).replace("prompts.", "--")  # the settings are flags here
         raise ConfigError(f"{where}: without `prompt_ids`: {said}") from error
 

@@ -26,7 +26,7 @@ from jaxrl_llm.replay_plan import Costs
 from jaxrl_llm.sweep import fits
 from jaxrl_llm.sweep.intervals import Interval
 from studies import arms, costs, pictures, raw, transfer
-from studies.arms import Arm
+from studies.arms import DECLARED, Arm, Way, at_mu
 from studies.design import COST_RATIO, RATE, SMOLLM2, SMOLLM2_THRESHOLD, SUMS, THRESHOLD
 
 DOCS = pathlib.Path("docs")
@@ -105,15 +105,11 @@ def lives(name: str) -> str:
     return arms.markdown(head, rows)
 
 
-def at_mu(mu: float) -> Callable[[Arm], np.ndarray]:
-    return lambda arm: arm.over(mu)
-
-
 def against_ring(name: str) -> str:
     """Compute to the threshold saved by reuse alone: against as many rollouts generated as trained on, same ring."""
-    grid, way = pictures.grid_of(arms_of(name)), at_mu(COST_RATIO)
+    grid = pictures.grid_of(arms_of(name))
     ratios, rings = (sorted({key[i] for key in grid}) for i in (0, 1))
-    shown = lambda y, n: arms.saved(grid[y, n], grid[1, n], THRESHOLD, way).shown(".0%")
+    shown = lambda y, n: arms.saved(grid[y, n], grid[1, n], THRESHOLD, DECLARED).shown(".0%")
     rows = [[f"y {y}", *(shown(y, n) for n in rings)] for y in ratios[1:]]
     return arms.markdown(["uses", *(f"N {n} B" for n in rings)], rows)
 
@@ -147,11 +143,11 @@ def same_rate(name: str) -> str:
     found: dict[float, list[Arm]] = {}
     for arm in arms_of(name):
         found.setdefault(arm.runs[0].point[RATE], []).append(arm)
-    rows, way = [], at_mu(COST_RATIO)
+    rows = []
     for rate, (base, arm) in sorted(found.items()):
         ends = [Interval.of(one.end()).shown() for one in (base, arm)]
-        batches = [Interval.of(one.to(THRESHOLD, way(one))).shown(".0f") for one in (base, arm)]
-        rows.append([f"{rate:.2g}", *ends, *batches, arms.saved(arm, base, THRESHOLD, way).shown(".0%")])
+        batches = [Interval.of(one.to(THRESHOLD, DECLARED(one))).shown(".0f") for one in (base, arm)]
+        rows.append([f"{rate:.2g}", *ends, *batches, arms.saved(arm, base, THRESHOLD, DECLARED).shown(".0%")])
     heads = [f"{what}, {who}" for what in ("end", f"batches to {THRESHOLD:.2f}") for who in ("on-policy", "four uses")]
     return arms.markdown(["rate", *heads, "saved"], rows)
 
@@ -166,7 +162,7 @@ def sigmoids(name: str, begun_by: str) -> str:
     start = float(np.mean([study(begun_by).before[run] / study(begun_by).samples_of[run] for run in runs]))
     found = []
     for arm in arms_of(name):
-        sigmoid = fits.fit(arm.over(COST_RATIO)[0], arm.curves[0], start=start)
+        sigmoid = fits.fit(DECLARED(arm)[0], arm.curves[0], start=start)
         if sigmoid:
             found.append((arm.name, sigmoid))
     found.sort(key=lambda pair: -pair[1].ceiling)
@@ -183,9 +179,7 @@ def plan(name: str, rho: float = 0.05, alpha: float = 0.1) -> str:
     head = ("cost", "mu", "rho, alpha", "y, predicted", "N, predicted", "least cost measured", "nearest arm")
     head += ("costs more", "arms whose interval holds the least cost")
     rows = []
-    ways: list[tuple[str, float, Callable[[Arm], object]]] = [
-        ("declared", COST_RATIO, lambda arm: arm.over(COST_RATIO))
-    ]
+    ways: list[tuple[str, float, Way]] = [("declared", COST_RATIO, DECLARED)]
     if all(arm.times for arm in grid.values()):
         ways.append(("seconds", costs.marginal_mu([arm.times for arm in grid.values()]), Arm.over_seconds))
     fitted = noise(name).costs
@@ -204,17 +198,21 @@ def plan(name: str, rho: float = 0.05, alpha: float = 0.1) -> str:
     return arms.markdown(head, rows)
 
 
+def declared_costs(name: str) -> dict[tuple[int, int], float]:
+    """Compute to the threshold at the declared mu, by replay ratio and ring."""
+    return {key: float(arm.to(THRESHOLD, DECLARED(arm))[0]) for key, arm in pictures.grid_of(arms_of(name)).items()}
+
+
 @functools.cache
 def noise(name: str) -> costs.Noise:
     """The theory's noise fitted to what arms cost to the threshold at the declared mu."""
-    found = {key: arm.to(THRESHOLD, arm.over(COST_RATIO)) for key, arm in pictures.grid_of(arms_of(name)).items()}
-    return costs.Noise.of(COST_RATIO, {key: Interval.of(cost).value for key, cost in found.items()})
+    return costs.Noise.of(COST_RATIO, declared_costs(name))
 
 
 def spread(name: str, base: str) -> str:
     """Whether arms differ by more than their seeds do, and which of them end elsewhere than the one called ``base``."""
     found = {arm.name.split(",")[0]: arm for arm in arms_of(name)}
-    seeds = np.array([(a.passed / a.samples)[:, -arms.LAST :].mean(axis=(1, 2)) for a in found.values()])
+    seeds = np.array([arm.end_by_run() for arm in found.values()])
     of_seeds, of_arms = np.sqrt(seeds.var(axis=1, ddof=1).mean()), seeds.mean(axis=1).std(ddof=1)
     apart = {arm: Interval.of(a.end() - found[base].end()) for arm, a in found.items() if arm != base}
     above = [f"`{arm}` ({x.value:+.2f})" for arm, x in apart.items() if x.low > 0]
@@ -230,7 +228,7 @@ def spread(name: str, base: str) -> str:
 def differences(name: str) -> str:
     """What each arm ends at less what the first of them does, and how much more compute it takes to the threshold."""
     base, *others = arms_of(name)
-    to = lambda arm: arm.to(THRESHOLD, arm.over(COST_RATIO))
+    to = lambda arm: arm.to(THRESHOLD, DECLARED(arm))
     rows = []
     for arm in others:
         more = Interval.of(to(arm) / to(base) - 1).shown(".0%")
@@ -239,8 +237,7 @@ def differences(name: str) -> str:
 
 
 def fit_of_noise(name: str) -> str:
-    found, grid = noise(name), pictures.grid_of(arms_of(name)).values()
-    to = [Interval.of(arm.to(THRESHOLD, arm.over(COST_RATIO))).value for arm in grid]
+    found, to = noise(name), list(declared_costs(name).values())
     return (
         f"With rho = {found.costs.rho:.3f}, alpha = {found.costs.alpha:.3f} and a common factor the theory's J is off "
         f"by {found.error:.0%} (root mean square over the arms), and by {found.left_out_error:.0%} for an arm that the "
@@ -281,13 +278,12 @@ TABLES: dict[str, Callable[[], str]] = {
 def figures(folder: pathlib.Path) -> None:
     """Write every figure that docs/raw has the runs of."""
     grid = pictures.grid_of(arms_of("e2"))
-    of_compute = lambda arm: arm.over(COST_RATIO)
     in_batches = lambda batch: f"compute: trained + {COST_RATIO:g} generated, in batches of {batch}"
     over = in_batches(SUMS.batch)
     # The figure of the README.
     shown = {"on-policy": grid[1, 1], "ring of 8 B, no reuse": grid[1, 8], "each rollout used 4 times": grid[4, 8]}
-    pictures.curves(shown, folder / "replay_study.svg", over={over: of_compute}, threshold=THRESHOLD)
-    pictures.accuracy(grid, folder / "replay_study_compute.svg", over=of_compute, x_label=over)
+    pictures.curves(shown, folder / "replay_study.svg", over={over: DECLARED}, threshold=THRESHOLD)
+    pictures.accuracy(grid, folder / "replay_study_compute.svg", over=DECLARED, x_label=over)
     seconds = "seconds of generating and training"
     if all(arm.times for arm in grid.values()):
         pictures.accuracy(grid, folder / "replay_study_seconds.svg", over=Arm.over_seconds, x_label=seconds)
@@ -298,7 +294,7 @@ def figures(folder: pathlib.Path) -> None:
     for task in ("sums", "products"):
         if found := pretrained_arms(task):
             shown = {arm.name.removeprefix(f"{task}: ").rsplit(", rate ", 1)[0]: arm for arm in found}
-            over = {in_batches(SMOLLM2.batch): of_compute}
+            over = {in_batches(SMOLLM2.batch): DECLARED}
             over |= {seconds: Arm.over_seconds} if all(arm.times for arm in found) else {}
             path = folder / f"replay_study_smollm2_{task}.svg"
             pictures.curves(shown, path, over=over, threshold=SMOLLM2_THRESHOLD)

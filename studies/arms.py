@@ -57,6 +57,10 @@ class Arm:
         """Draws of the held-out pass rate at the end."""
         return self.curves[:, -LAST:].mean(axis=1)
 
+    def end_by_run(self) -> np.ndarray:
+        """The same of each run."""
+        return self.passed[:, -LAST:].mean(axis=(1, 2)) / self.samples
+
     def pass_at(self, k: int, evaluation: int = -1) -> Interval:
         """pass@k at an evaluation."""
         rates = intervals.pass_at_k(self.passed[:, evaluation][:, None], self.samples, k)
@@ -111,6 +115,17 @@ class Arm:
         return self.draws.mean_of(means)
 
 
+Way = Callable[[Arm], np.ndarray]  # what an arm has cost at its evaluations
+
+
+def at_mu(mu: float) -> Way:
+    """Compute at a cost ratio."""
+    return lambda arm: arm.over(mu)
+
+
+DECLARED = at_mu(COST_RATIO)
+
+
 def arms_of(study: raw.Study, times: Mapping[str, Times] | None = None) -> list[Arm]:
     """The arms of a study's file in the order of its sweep, by their reported runs, up to the budget.
 
@@ -122,6 +137,7 @@ def arms_of(study: raw.Study, times: Mapping[str, Times] | None = None) -> list[
     assert batch == of_study.rollout.prompts_per_iteration * of_study.rollout.group_size
     budget = of_study.num_iterations * batch * (1 + COST_RATIO)
     arms = list(groups(study.reported()).values())
+    draws = Resampling(len(arms[0]), next(iter(study.passed.values())).shape[-1])
     for members, config in zip(arms, raw.configs(study, [members[0] for members in arms]), strict=True):
         extra = costs.forwards(config)
         members = sorted(members, key=lambda run: run.point[SEED])
@@ -131,7 +147,6 @@ def arms_of(study: raw.Study, times: Mapping[str, Times] | None = None) -> list[
         kept = _evenly(at[0][: min(map(len, at))])
         at = np.stack([rows[kept] for rows in at])
         passed = np.stack([study.passed[run.name][kept] for run in members])
-        draws = Resampling(len(members), passed.shape[-1])
         samples = study.samples_of[members[0].name]
         name = label(members[0], sweep)
         its_times = times[name] if times else None
@@ -165,13 +180,10 @@ def tuning(study: raw.Study) -> dict[str, dict[float, float]]:
     return found
 
 
-def saved(arm: Arm, base: Arm, threshold: float, way: Callable[[Arm], np.ndarray]) -> Interval:
+def saved(arm: Arm, base: Arm, threshold: float, way: Way) -> Interval:
     """Share of the base's cost to the threshold that an arm saves; one that never gets there saves minus infinity.
 
     Where the base does not get there either, it is charged what it spent, so the saving is understated.
-
-    Args:
-        way: what an arm has cost at its evaluations.
     """
     x = way(base)
     return Interval.of(1 - arm.to(threshold, way(arm)) / np.minimum(base.to(threshold, x), x[:, -1]))
@@ -217,7 +229,7 @@ def _most(arm: Arm) -> int:
 
 def _cells(arm: Arm, threshold: float, base: Arm | None, is_timed: bool) -> list[str]:
     cells = [Interval.of(arm.end()).shown(), arm.pass_at(_most(arm)).shown()]
-    ways: list[tuple[Callable[[Arm], np.ndarray], str]] = [(lambda arm: arm.over(COST_RATIO), ".0f")]
+    ways: list[tuple[Way, str]] = [(DECLARED, ".0f")]
     if is_timed:
         ways += [(lambda arm: arm.over_own(base or arm), ".0f"), (Arm.over_seconds, ".1f")]
     for i, (way, form) in enumerate(ways):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pathlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import matplotlib
@@ -16,13 +16,12 @@ from matplotlib.figure import Figure
 
 from jaxrl_llm.sweep import intervals
 from jaxrl_llm.sweep.intervals import Interval
-from studies.arms import LAST, Arm
+from studies.arms import DECLARED, Arm, Way
 from studies.design import COST_RATIO
 
 STYLE = {"svg.hashsalt": "replay", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
 COLUMNS = 3  # of panels
 Grid = Mapping[tuple[int, int], Arm]
-Way = Callable[[Arm], np.ndarray]  # what an arm has cost at its evaluations
 
 
 def grid_of(arms: Sequence[Arm]) -> Grid:
@@ -72,7 +71,7 @@ def accuracy(grid: Grid, out: pathlib.Path, *, over: Way, x_label: str) -> None:
 
 def cost_map(grid: Grid, out: pathlib.Path, *, threshold: float) -> None:
     """Cost to the threshold by replay ratio and ring, in batches at the declared mu and, where timed, in seconds."""
-    ways = [(lambda arm: arm.over(COST_RATIO), f"batches, mu = {COST_RATIO:g}", ".0f")]
+    ways = [(DECLARED, f"batches, mu = {COST_RATIO:g}", ".0f")]
     if all(arm.times for arm in grid.values()):
         ways.append((Arm.over_seconds, "seconds on this machine", ".1f"))
     rings, ratios = (sorted(set(values)) for values in zip(*((n, y) for y, n in grid), strict=True))
@@ -137,7 +136,7 @@ def ends(arms: Sequence[Arm], out: pathlib.Path) -> None:
             axes.plot([end.low, end.high], [i, i], color="C0", linewidth=1.4)
             axes.plot(end.value, i, "o", color="C0", markersize=4)
             axes.plot(
-                [run.mean() for run in arm.passed[:, -LAST:].mean(axis=(1, 2))[:, None] / arm.samples],
+                arm.end_by_run(),
                 [i] * len(arm.runs),
                 "|",
                 color="0.5",

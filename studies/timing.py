@@ -78,8 +78,9 @@ def main() -> None:
         sweep, first = read_sweep(study.config), [runs[0] for runs in groups(study.reported()).values()]
         for run, config in zip(first, raw.configs(study, first), strict=True):
             config = timed(config, given.iterations)
-            work[to_json(config)] = config
-            arms.setdefault(path, {})[label(run, sweep)] = to_json(config)
+            what = to_json(config)
+            work[what] = config
+            arms.setdefault(path, {})[label(run, sweep)] = what
     rows: dict[str, list[dict[str, float]]] = {what: [] for what in work}
     for i in range(given.rounds):
         for what in random.Random(i).sample(list(work), len(work)):
