@@ -125,13 +125,12 @@ SMOLLM2_THRESHOLD = 0.30  # it begins at 0.16 and 0.14
 
 def smollm2_sweep(arms: Mapping[str, Mapping[str, Point]]) -> Sweep:
     """Of the study of SmolLM2, by task ("sums", "products") and name of the arm; rates chosen on one seed."""
-    numbers = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
-    tasks = {"sums": "chain_sum", "products": "products"}
-    points = {
-        f"{task}: {name}": {"prompts.name": tasks[task], "prompts.arguments": numbers} | arm
-        for task, of_task in arms.items()
-        for name, arm in of_task.items()
+    numbers = {"prompts.arguments": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}}
+    tasks = {
+        "sums": {"prompts.name": "chain_sum"} | numbers,
+        "products": {"prompts.name": "products", "prompts.max_tokens": 56} | numbers,
     }
+    points = {f"{task}: {name}": tasks[task] | arm for task, of_task in arms.items() for name, arm in of_task.items()}
     label = lambda settings: next(name for name, its in points.items() if its == settings)
     sweep = sweep_of(list(points.values()), label, SMOLLM2_RATES, samples=2, choosing=TUNING[:1])
     return dataclasses.replace(sweep, after="studies.transfer:measure")
