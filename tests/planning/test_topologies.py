@@ -58,16 +58,11 @@ JOBS = (
     (looks_ahead, "debug", ALL | {f"eval_{name}" for name in SAMPLER} | {"score_open", "reset_reference"}),
     (resamples, "debug_experts", ALL | {f"checksums_{x}" for x in ("base", "rounds")} | OTHERS),
 )
-# Of the quick ones, beside those of v5e:2x4 in tests/test_plan.py.
-QUICK = "v5p:2x2x4", looks_ahead
-CASES = [
-    pytest.param(name, *job, marks=() if (name, job[0]) == QUICK else pytest.mark.slow, id=f"{job[0].__name__}-{name}")
-    for job in JOBS
-    for name in SLICES
-]
+CASES = [pytest.param(name, *job, id=f"{job[0].__name__}-{name}") for job in JOBS for name in SLICES]
 
 
 @needs_libtpu
+@pytest.mark.slow  # in the plain suite those of v5e:2x4, in tests/test_plan.py
 @pytest.mark.parametrize(("name", "job", "model", "names"), CASES)
 def test_the_compiler_takes_every_program_on_every_slice(name, job, model, names):
     devices, _ = chips.devices_of(name)

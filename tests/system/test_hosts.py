@@ -117,6 +117,10 @@ def run_to_end(count, folder, name, settings, *, flags=(), **how):
     return folder / name
 
 
+def run_of_two(folder, name, settings):
+    return run_to_end(2, folder, name, settings)
+
+
 def run_through_a_stop(folder, name, settings):
     """A run of two hosts, of which one is told to stop; the same command again goes on where it was not at its end."""
     job = Job(2, folder, settings, flags=(f"--workdir={folder / name}",))
@@ -156,12 +160,14 @@ def one_host(tmp_path_factory):
     return folder
 
 
-def test_two_hosts_are_one_and_go_on_from_where_one_of_them_was_told_to_stop(one_host):
+@pytest.mark.parametrize("run", [run_of_two, pytest.param(run_through_a_stop, marks=pytest.mark.slow)])
+def test_two_hosts_are_one(one_host, run):
     """Through lookahead, resampling, stop strings, evaluation and shared rollouts."""
-    run_through_a_stop(one_host, "two", SETTINGS)
-    assert_nearly_same_run(one_host / "two", one_host / "one")  # other files too
-    assert_same_run(one_host / "two", one_host / "one", same_steps=False)
-    assert (one_host / "two" / "hf" / "model.safetensors").exists()
+    run(one_host, run.__name__, SETTINGS)
+    two = one_host / run.__name__
+    assert_nearly_same_run(two, one_host / "one")  # other files too
+    assert_same_run(two, one_host / "one", same_steps=False)
+    assert (two / "hf" / "model.safetensors").exists()
 
 
 @pytest.mark.slow
