@@ -58,7 +58,8 @@ def collect(config: str, folder: pathlib.Path) -> dict[str, Any]:
     """The file's content from the finished runs of a sweep.
 
     Raises:
-        SystemExit: no run is finished, or they are of several commits or versions.
+        SystemExit: no run is finished, they are of several commits or versions, or two of one seed and task were not
+            asked the same held-out questions, as intervals take for granted.
     """
     base = runpy.run_path(config)["get_config"]().to_dict()
     points = points_of(config, base, sweep := read_sweep(config), folder)
@@ -66,8 +67,20 @@ def collect(config: str, folder: pathlib.Path) -> dict[str, Any]:
     made_with = [json.loads((folder / run.name / "config.json").read_text())["made_with"] for run in runs]
     if not runs or any(other != made_with[0] for other in made_with):
         raise SystemExit(f"--runs={folder} must have finished runs of {config}, all of one commit and its versions")
+    refuse_other_questions([(folder / run.name, points[run.name][1]) for run in runs])
     records = [_record(run, folder / run.name, points[run.name][1]) for run in runs]
     return {"config": config, "made_with": made_with[0] | {"machine": hardware()}, "runs": records}
+
+
+def refuse_other_questions(runs: Sequence[tuple[pathlib.Path, Config]]) -> None:
+    """SystemExit where runs of one seed and task, each a folder and its config, were asked other held-out questions."""
+    asked: dict[str, tuple[pathlib.Path, list[str]]] = {}
+    for workdir, config in runs:
+        samples = json.loads((workdir / "eval_before.json").read_text())["samples"]
+        questions = [one["prompt"] for one in samples[:: config.eval.num_samples]]
+        first, wanted = asked.setdefault(f"{config.seed} {config.prompts}", (workdir, questions))
+        if questions != wanted:
+            raise SystemExit(f"{workdir} was asked other held-out questions than {first}, of the same seed and task")
 
 
 def _record(run: Run, workdir: pathlib.Path, config: Config) -> dict[str, Any]:

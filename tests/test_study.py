@@ -1,6 +1,7 @@
 """The replay study: its bandit; costs, tables and choices by hand; and that its page is what docs/raw gives."""
 
 import dataclasses
+import json
 import math
 import re
 import runpy
@@ -13,7 +14,7 @@ from jaxrl_llm.config import defaults, freeze
 from jaxrl_llm.questions import tasks
 from jaxrl_llm.questions.stream import split_held_out
 from jaxrl_llm.sweep.__main__ import read_sweep
-from jaxrl_llm.sweep.points import freeze_points
+from jaxrl_llm.sweep.points import freeze_points, with_point
 from jaxrl_llm.sweep.table import Run
 from studies import all as everything
 from studies import arms, costs, raw, timing, transfer
@@ -139,6 +140,18 @@ def written(folder, records):
 
 ON_POLICY, REUSED = everything.SUMS.arm(1, 1), everything.SUMS.arm(4, 8)
 SLOW, FAST = [[0, 0], [1, 1], [1, 2], [2, 2], [2, 2]], [[1, 0], [2, 2], [3, 3], [3, 3], [3, 3]]
+
+
+def test_runs_of_a_seed_that_were_asked_other_questions_are_refused(tmp_path):
+    """Answers of a question stand side by side, and as many questions may be asked as often or less."""
+    for name, prompts in {"a": ["1", "1", "2", "2"], "b": ["1", "2"], "c": ["2", "1"]}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "eval_before.json").write_text(json.dumps({"samples": [{"prompt": x} for x in prompts]}))
+    twice, once = (freeze(with_point({}, {"eval.num_samples": n})) for n in (2, 1))
+    another_seed = dataclasses.replace(once, seed=1)
+    raw.refuse_other_questions([(tmp_path / "a", twice), (tmp_path / "b", once), (tmp_path / "c", another_seed)])
+    with pytest.raises(SystemExit, match="c was asked other held-out questions"):
+        raw.refuse_other_questions([(tmp_path / "a", twice), (tmp_path / "c", once)])
 
 
 def test_raw_metrics_come_back_as_they_were_written(tmp_path):
