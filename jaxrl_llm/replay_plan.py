@@ -1,8 +1,8 @@
 """How much to replay: the replay ratio and the ring's horizon that spend a budget of compute best.
 
     python -m jaxrl_llm.replay_plan --mu=5.28 --rho=0.05 --alpha=0.1 [--rollouts=64]
-    python -m jaxrl_llm.replay_plan --workdir=runs/local --rho=0.05 --alpha=0.1
-    python -m jaxrl_llm.replay_plan --workdir=runs/y1,runs/y4 --rho=0.05 --alpha=0.1
+    python -m jaxrl_llm.replay_plan --workdir=runs/local --rho=0.05
+    python -m jaxrl_llm.replay_plan --workdir=runs/y1,runs/y4 --rho=0.05
 
 An iteration generates R rollouts and trains on B drawn from the last N; with x = N/R (horizon, iterations) and
 y = B/R (times a rollout is trained on), a budget of sum(B + mu R) reaches a squared gradient norm that scales with
@@ -18,12 +18,13 @@ one batch B and different R the seconds of an iteration are fitted, and then
 is the cost of the theory again: what does not depend on R counts as training.
 
 rho: correlation of the noise of rollouts made by nearly the same weights, 0..1. alpha: growth of the noise with age,
-sigma ~ age^alpha, below 1/2. A batch does not repeat a rollout, so N >= B: x >= y; and the ring holds what an iteration
-generates: x >= 1.
+sigma ~ age^alpha, below 1/2; without --alpha it is measured: that of the runs' importance ratios. A batch does not
+repeat a rollout, so N >= B: x >= y; and the ring holds what an iteration generates: x >= 1. The theory is of runs that
+are long against x; a ring that half of a run went into filling cost accuracy (docs/replay_study.md).
 Source: Arnal et al. 2026, arXiv:2604.08706, theorem 4.5 and its corollary for a power law; the cases x = y and x = 1,
-and the fit of seconds, are ours.
+and the fits of seconds and of alpha, are ours.
 
-Owns: the closed forms and their table, the fit of seconds. Does not know: rings, configs.
+Owns: the closed forms and their table, the fits of seconds and of alpha. Does not know: rings, configs.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxrl_llm.config import ConfigError
+from jaxrl_llm.reports.metric_table import AGE_LABELS
 from jaxrl_llm.reports.metrics import read_metrics
+from jaxrl_llm.types import AGE_BUCKETS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,18 +196,79 @@ def fitted(workdirs: Sequence[str]) -> Seconds:
     return seconds
 
 
+class Ageing(NamedTuple):
+    """How the noise of rollouts grows with their age.
+
+    A rollout of age a, in iterations, counts as ess(a) fresh ones, the effective sample size of its importance ratios
+    (``update/ess_frac_age_*``). The noise of a ring with horizon x is the mean over the ages in it,
+
+        sigma^2(x) = mean of 1 / ess(a) over a < x,    log sigma^2(x) / sigma^2(1) = 2 alpha log x
+
+    Attributes:
+        alpha: by least squares over x = 2, 4, 8, 16, as far as the ages of the runs go.
+        noise: (x, sigma^2(x) / sigma^2(1)) of each.
+    """
+
+    alpha: float
+    noise: tuple[tuple[int, float], ...]
+
+    @classmethod
+    def of(cls, rows: Sequence[Mapping[str, Any]]) -> Ageing | None:
+        """From metrics of iterations; None where no rollouts of age 0 and 1 were used."""
+        total, noise = 0.0, [(0, 0.0)]
+        for highest, label in zip(AGE_BUCKETS, AGE_LABELS, strict=False):  # not the last, which has no highest age
+            name = f"update/ess_frac_age_{label}"
+            if not (found := [1 / row[name] for row in rows if row.get(name)]):
+                break
+            total += (highest + 1 - noise[-1][0]) * statistics.fmean(found)
+            noise.append((highest + 1, total / (highest + 1)))
+        relative = tuple((x, sigma / noise[1][1]) for x, sigma in noise[2:])
+        if not relative:
+            return None
+        logs = [(math.log(x), math.log(sigma)) for x, sigma in relative]
+        return cls(sum(x * s for x, s in logs) / sum(x * x for x, _ in logs) / 2, relative)
+
+    def shown(self) -> str:
+        sizes = ", ".join(str(x) for x, _ in self.noise)
+        noise = ", ".join(f"{sigma:.2f}" for _, sigma in self.noise)
+        return f"alpha {self.alpha:.2g}: a ring of {sizes} iterations is {noise} times as noisy as fresh rollouts"
+
+
+def measured_alpha(workdirs: Sequence[str]) -> Ageing:
+    """Of the rollouts of all these runs.
+
+    Raises:
+        ConfigError: none of age 0 and 1 are used, or their noise grows faster than the theory allows.
+    """
+    ageing = Ageing.of([row for workdir in workdirs for row in trained_rows(workdir)])
+    listed = ",".join(workdirs)
+    if ageing is None:
+        raise ConfigError(f"--workdir={listed} has not used rollouts both fresh and an iteration later: give --alpha")
+    if ageing.alpha >= 0.5:
+        raise ConfigError(f"--workdir={listed}: {ageing.shown()}; the theory has no optimum from 0.5 on: reuse less")
+    return ageing
+
+
 def main() -> None:
     if (MU.value is None) == (WORKDIR.value is None):
         raise ConfigError(f"--mu={MU.value} and --workdir={WORKDIR.value}: give one of the two")
     if not 0 <= ROLLOUTS.value < 2**31:
         raise ConfigError(f"--rollouts={ROLLOUTS.value} must be at least 0 and less than 2147483648")
-    if WORKDIR.value and "," in WORKDIR.value:
-        seconds = fitted(WORKDIR.value.split(","))
+    if MU.value is not None and ALPHA.value is None:
+        raise ConfigError(f"--mu={MU.value} wants an --alpha, which only a run (--workdir) can tell")
+    workdirs = (WORKDIR.value or "").split(",")
+    if len(workdirs) > 1:
+        seconds = fitted(workdirs)
         print(seconds.shown())
         mu = seconds.mu
     else:
         mu = MU.value if WORKDIR.value is None else measured_mu(WORKDIR.value)
-    print(f"mu {mu:.3g}\n{table(Costs(mu, RHO.value, ALPHA.value), ROLLOUTS.value)}")
+    alpha = ALPHA.value
+    if alpha is None:
+        ageing = measured_alpha(workdirs)
+        print(ageing.shown())
+        alpha = max(ageing.alpha, 0.0)
+    print(f"mu {mu:.3g}\n{table(Costs(mu, RHO.value, alpha), ROLLOUTS.value)}")
 
 
 if __name__ == "__main__":
@@ -215,6 +279,8 @@ if __name__ == "__main__":
     MU = flags.DEFINE_float("mu", None, "Seconds to generate a rollout over seconds to train on one.")
     WORKDIR = flags.DEFINE_string("workdir", None, "Of a run, which measured that; or of several, with commas.")
     RHO = flags.DEFINE_float("rho", None, "Correlation of rollouts of nearly the same weights, 0..1.", required=True)
-    ALPHA = flags.DEFINE_float("alpha", None, "Growth of the noise with age, sigma ~ age^alpha.", required=True)
+    ALPHA = flags.DEFINE_float(
+        "alpha", None, "Growth of the noise with age, sigma ~ age^alpha; of the runs by default."
+    )
     ROLLOUTS = flags.DEFINE_integer("rollouts", 0, "Rollouts generated in an iteration, R: show B and N too.")
     cli.run(main)

@@ -9,7 +9,7 @@ import pytest
 from support.command_line import run_command
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.replay_plan import Costs, fitted, table
+from jaxrl_llm.replay_plan import Costs, fitted, measured_alpha, table
 
 SETTINGS = list(itertools.product((0.5, 2.0, 5.28, 20.0), (0.0, 0.01, 0.05, 0.3, 1.0), (0.05, 0.1, 0.25, 0.4)))
 
@@ -84,9 +84,8 @@ def test_what_the_theory_has_no_answer_for_is_named(values, message):
 def command(monkeypatch, capfd):
     """What the command prints, or says where it refuses what it is given."""
 
-    def run(*given):
-        words = ("--rho=0.05", "--alpha=0.1", *given)
-        done = run_command("replay_plan", *words, monkeypatch=monkeypatch, capfd=capfd)
+    def run(*given, alpha=("--alpha=0.1",)):
+        done = run_command("replay_plan", "--rho=0.05", *alpha, *given, monkeypatch=monkeypatch, capfd=capfd)
         assert done.status == (2 if done.err else 0)
         return done.err or done.out
 
@@ -141,6 +140,45 @@ def test_of_several_runs_what_does_not_depend_on_generation_counts_as_training(c
 def test_runs_that_say_nothing_of_the_cost_of_generation_are_refused(tmp_path, runs, message):
     with pytest.raises(ConfigError, match=message):
         fitted([write_run(tmp_path / f"r{i}", *run) for i, run in enumerate(runs)])
+
+
+def write_ages(folder, alpha, buckets=5, batch=64):
+    """Two runs of two iterations whose rings' noise, the mean of 1 / ess over ages below x, is 1.1 x^(2 alpha)."""
+    bounds, labels = (0, 1, 2, 4, 8, 16), ("0", "1", "2-3", "4-7", "8-15")
+    total = [1.1 * x ** (1 + 2 * alpha) for x in bounds]
+    of_bucket = [(total[i + 1] - total[i]) / (bounds[i + 1] - bounds[i]) for i in range(buckets)]
+    runs = []
+    for r, rollouts in enumerate((16, 32)):
+        runs.append(write_run(folder / f"r{r}", rollouts, 3 + 0.25 * rollouts, batch))
+        rows = [json.loads(line) for line in (folder / f"r{r}" / "metrics.jsonl").read_text().splitlines()]
+        for share, row in zip((1, 0.9, 1.1), rows[-3:], strict=True):  # the first is left out; then their mean is right
+            for label, noise in zip(labels, of_bucket, strict=False):
+                row[f"update/ess_frac_age_{label}"] = 1 / (noise * share)
+        (folder / f"r{r}" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return runs
+
+
+@pytest.mark.parametrize("buckets", [2, 5])
+def test_alpha_is_that_of_the_power_law_that_ratios_follow(command, tmp_path, buckets):
+    runs = write_ages(tmp_path, 0.2, buckets)
+    ageing = measured_alpha(runs)
+    assert ageing.alpha == pytest.approx(0.2)
+    assert ageing.noise == tuple((x, pytest.approx(x**0.4)) for x in (2, 4, 8, 16)[: buckets - 1])
+    lines = command(f"--workdir={runs[0]}", alpha=()).splitlines()
+    assert lines[0].startswith("alpha 0.2: a ring of 2") and "is 1.32" in lines[0]
+    assert lines[1] == "mu 1" and "\n".join(lines[2:]) == table(Costs(1.0, 0.05, measured_alpha(runs[:1]).alpha))
+    of_both = command(f"--workdir={','.join(runs)}", alpha=()).splitlines()
+    assert of_both[3] == lines[0]
+
+
+def test_an_alpha_that_is_nowhere_is_asked_for(command, tmp_path):
+    assert "wants an --alpha" in command("--mu=1", alpha=())
+    for name, alpha, buckets, said in (
+        ("on_policy", 0.2, 1, "has not used rollouts both fresh and an iteration later: give --alpha"),
+        ("fast", 0.7, 5, "no optimum from 0.5 on"),
+    ):
+        (tmp_path / name).mkdir()
+        assert said in command(f"--workdir={write_ages(tmp_path / name, alpha, buckets)[0]}", alpha=())
 
 
 def test_the_command_prints_the_sizes(command):
