@@ -70,7 +70,8 @@ def command(config: Config, model: str, checkpoint: str, num_samples: int, adapt
             params, saved = restore_params(checkpoint, run.learner.params, check)
             if (own := config.model.lora) != saved.model.lora:
                 raise ConfigError(f"model.lora={own!r} must be as in {checkpoint!r:.200}: {saved.model.lora!r}")
-        check_room(run)
+        weights = run.learner.params, run.learner.base, run.sampler_params
+        check_room(run, (weights, "model.path"), (sampler.abstract_state(), "eval.num_samples", "eval.slots"))
         publishing = publish.programs(run.model, mesh, sampler.mesh)
         compiled = compile_all(sampler.programs(run.sampler_params) | publishing, mesh)
         params = lora.join(compiled["publish"](params, *base), *map(compiled.get("publish_base"), base))

@@ -246,7 +246,7 @@ class MethodFacts:
         a, replace = self.algorithm, dataclasses.replace
         average = {
             name: one.replace(decay=decay(one["decay"]))
-            for name, one in (("old_policy", a.old_policy), ("divergence", a.divergence))
+            for name, one in (("old_policy", a.old_policy), ("divergence", a.divergence), ("surrogate", a.surrogate))
             if "average_logp" in one.needs.columns
         }
         if "norm_decay" in a.advantage.settings:
@@ -334,10 +334,9 @@ class MethodFacts:
             "[prompts.max_tokens] must be at least 2 for [algorithm.cross_entropies]: a prompt's first token is not "
             "predicted",
         )
-        yield (
-            c.rollout.group_size > 1 or not a.advantage.needs.siblings,
-            "[rollout.group_size] must be at least 2 for [algorithm.advantage], which compares siblings",
-        )
+        for name, function in (("advantage", a.advantage), ("surrogate", a.surrogate)):
+            is_fine = c.rollout.group_size > 1 or not function.needs.siblings
+            yield is_fine, f"[rollout.group_size] must be at least 2 for [algorithm.{name}], which compares siblings"
         yield (
             r.unit == "group" or not a.surrogate.needs.siblings,
             "[replay.unit] must be 'group' for [algorithm.surrogate], which compares the rows of a group",

@@ -192,12 +192,12 @@ def describe(run: Run, num_train: int, num_held_out: int, read_s: float, skipped
     return "\n".join(lines)
 
 
-def check_room(run: Run) -> None:
-    """Refuse, before anything is compiled, what by itself has no room on a device; ConfigError names its settings."""
+def check_room(run: Run, *made: tuple[Any, ...]) -> None:
+    """Refuse what has no room on a device, a run's arrays or those ``made``, each with its settings; ConfigError."""
     # Devices of a CPU do not say how much they have: they share their host's.
     on_host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // len(run.mesh.local_devices)
     limit, c = memory_limit(run.mesh.devices.flatten().tolist()) or on_host, flatten(run.config)
-    for tree, *names in (
+    for tree, *names in made or (
         ((run.learner.abstract_state, run.learner.frozen), "model.path", "model.reference_path"),
         (run.learner.abstract_ring, "replay.capacity", "replay.capacity_tokens"),
         (run.sampler.abstract_state(), "rollout.group_size", "rollout.lookahead_prompts", "sampling.support_tokens"),

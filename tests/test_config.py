@@ -103,6 +103,25 @@ def test_the_defaults_are_a_config():
             "rollout.group_size=1 must be at least 2 for algorithm.advantage='grpo', which compares siblings",
         ),
         (
+            {
+                "rollout": {"group_size": 1},
+                "update": {"batch_size": 8, "micro_batch_size": 8},
+                "algorithm": {"advantage": "reinforce_pp", "surrogate": "vcpo"},
+            },
+            "rollout.group_size=1 must be at least 2 for algorithm.surrogate='vcpo', which compares siblings",
+        ),
+        (
+            {
+                "environments": {"factory": f"{ENVIRONMENTS}:brief", "max_answer_tokens": 4},
+                "algorithm": {"reward_terms": ["overlong_penalty"]},
+            },
+            f"environments.factory='{ENVIRONMENTS}:brief' must be '' with algorithm.reward_terms.overlong_penalty",
+        ),
+        (
+            {"algorithm": {"advantage": "mssr", "overlong_filter": True}},
+            "algorithm.overlong_filter=True must be False with algorithm.advantage, whose running means",
+        ),
+        (
             {"algorithm": {"reward_terms": [use("overlong_penalty", buffer=17)]}},
             "algorithm.reward_terms.overlong_penalty.buffer=17 must be at most sampling.max_completion_tokens=16",
         ),
@@ -444,7 +463,7 @@ def test_functions_survive_json_and_what_differs_is_named(own):
     assert set(whole) == {"algorithm.surrogate", "algorithm.reward_terms"}
 
 
-def test_rates_and_averages_are_scaled_from_the_batch_size_that_they_are_meant_for():
+def test_rates_and_averages_are_scaled_from_the_batch_size_that_they_are_meant_for(tmp_path):
     """Four times the rollouts in a step: rates doubled, averages over a quarter of the steps: of as many rollouts."""
     method = {
         "old_policy": use("ewma", decay=0.9),
@@ -458,6 +477,13 @@ def test_rates_and_averages_are_scaled_from_the_batch_size_that_they_are_meant_f
     assert config.algorithm.old_policy["decay"] == pytest.approx(2.25 / 3.25)
     assert config.algorithm.divergence["decay"] == config.algorithm.average_decay == pytest.approx(2.25 / 3.25)
     assert config.algorithm.advantage["norm_decay"] == pytest.approx(0.5)
+    (tmp_path / "own.py").write_text(
+        "from jaxrl_llm.algorithms.use import needs\n\n@needs('average_logp')\n"
+        "def averaged(x, *, decay: float = 0.9):\n    return x.policy_logp - x.average_logp\n"
+    )
+    method = {"surrogate": f"{tmp_path / 'own.py'}:averaged"}
+    own = freeze({"algorithm": method, "update": {"scaled_from_batch_size": 16}}).scaled()
+    assert own.algorithm.average_decay == pytest.approx(2.25 / 3.25)
     plain = freeze(given)
     assert plain.scaled() == plain and config.scaled() == config
 
@@ -729,7 +755,7 @@ def broken(config, folder, monkeypatch):
     """What a run says after two updates in a row that were not finite; its ring, like what it drew, is nothing."""
     monkeypatch.setattr(faults, "compile_all", lambda *_: {"last_drawn": lambda ring: ring})
     found = faults.Faults(config, sharding.make_mesh(config.mesh))
-    found.observe({"nonfinite_run": 2.0}, 2, None)
+    found.observe({"nonfinite_run": 2.0, "own_token_count": 0.0}, 2, None)
     return found.failure(folder)
 
 

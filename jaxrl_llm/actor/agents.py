@@ -23,7 +23,6 @@ import functools
 import http.server
 import inspect
 import json
-import math
 import queue
 import resource
 import secrets
@@ -33,7 +32,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxrl_llm.actor import tools
-from jaxrl_llm.actor.reward_worker import awaited
+from jaxrl_llm.actor.reward_worker import awaited, number
 
 MAX_BODY = 2**24  # bytes
 ROLES = ("user", "tool")  # who may speak between two turns of the policy's
@@ -153,10 +152,9 @@ class Episode:
         reward, error = event
         if error is not None:
             raise error
-        is_number = isinstance(reward, (int, float)) and math.isfinite(reward)
-        if reward is not None and not is_number:
+        self._reward = None if reward is None else number(reward, [])
+        if self._reward is None and reward is not None:
             raise ValueError(f"the agent returned {reward!r:.100}, which is no reward")
-        self._reward = None if reward is None else float(reward)
 
     def reward(self) -> float | None:
         """What the agent has returned, 0.0 before that; None where it returned None."""

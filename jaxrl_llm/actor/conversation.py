@@ -86,11 +86,13 @@ class Played:
         It says what an episode is worth so far: a turn has what it has added.
         """
         given: list[Any] = []
-        for row in self.replies:
-            worth = [reply.result().reward for reply in row]
+        rows = [[reply.result() for reply in row] for row in self.replies]
+        for row in rows:
+            worth = [reply.reward for reply in row]
             given.append(None if None in worth else np.diff(worth, prepend=0.0).tolist())
         scores = self.by_turn(given)
-        reasons = ["environment: an agent returned no reward"] if None in given else []
+        is_silent = any(reply.reward is None and reply.outcome == OUTCOME_SCORE for row in rows for reply in row)
+        reasons = ["environment: an agent returned no reward"] if is_silent else []
         outcome = np.where(np.isnan(scores).any(axis=1), OUTCOME_ERROR, OUTCOME_SCORE)
         return scores, outcome, reasons, [[]] * len(scores)
 

@@ -100,8 +100,9 @@ class Environment(contextlib.AbstractContextManager):
         return self.ask(*given, is_over=True)
 
     def forget(self, episode: int) -> None:
-        """The episode has ended."""
-        self._over[episode % len(self._workers)].append(str(episode))
+        """The episode has ended: its process need not keep it once it has answered what was asked before."""
+        place = episode % len(self._workers)
+        self._threads[place].submit(self._over[place].append, str(episode))
 
     def _ask(self, place: int, example: Example, given: tuple[Any, ...], **how: bool) -> Reply:
         over, self._over[place] = self._over[place], []

@@ -84,12 +84,12 @@ def call(
             if len(own) != turns:
                 reasons.append(f"returned {len(own)} scores for {turns} turns")
                 own = []
-        numbers = [_number(x, reasons) for x in own]
+        numbers = [number(x, reasons) for x in own]
         scores.append(None if None in numbers or not own else numbers if len(own) > 1 else numbers[0])
     return scores, reasons, spans
 
 
-def _number(value: Any, reasons: list[str]) -> float | None:
+def number(value: Any, reasons: list[str]) -> float | None:
     """What a user's function gave for a score; None, and one reason more, where it is none."""
     score, given = nan, type(value).__name__
     with contextlib.suppress(BaseException):

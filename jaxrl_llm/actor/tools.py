@@ -7,6 +7,7 @@ Owns: how messages with calls become texts, and texts calls. Does not know: rout
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import uuid
@@ -58,7 +59,9 @@ def texts_of(messages: Any) -> list[dict[str, str]]:
 
 def _written(function: dict[str, Any]) -> str:
     arguments = function["arguments"]
-    arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+    if isinstance(arguments, str):
+        with contextlib.suppress(ValueError):  # text that is no JSON is what was said
+            arguments = json.loads(arguments)
     return f"{BEGIN}\n{json.dumps({'name': function['name'], 'arguments': arguments})}\n</tool_call>"
 
 

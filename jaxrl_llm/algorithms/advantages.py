@@ -136,6 +136,8 @@ def gated(
 
 
 def _sinks(path: str, settings: Any, config: Any) -> str:
+    if config.algorithm.overlong_filter:
+        return f"[algorithm.overlong_filter] must be False with {path}, whose running means count every answer"
     rises = settings["decay_moving"] > settings["decay"]
     return f"[{path}.decay_moving] must be at most [{path}.decay]" if rises else ""
 

@@ -243,5 +243,5 @@ class Memory:
         return {name: memory.state() for name, memory in self._memories.items()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        for name, memory in self._memories.items():
-            memory.restore(state[name])
+        for name in self._memories.keys() & state.keys():  # another method's, where a change was allowed
+            self._memories[name].restore(state[name])

@@ -26,6 +26,8 @@ from jaxrl_llm.runtime.nested import Count, CountOrZero, Exponent, NotNegative, 
 
 
 def _fits(path: str, settings: Any, config: Any) -> str:
+    if config.environments.factory:
+        return f"[environments.factory] must be '' with {path}, which counts what the policy says and not the answers"
     most = "" if settings["buffer"] <= config.sampling.max_completion_tokens else "[sampling.max_completion_tokens]"
     return most and f"[{path}.buffer] must be at most {most}"
 

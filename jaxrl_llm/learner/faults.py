@@ -40,8 +40,6 @@ class SamplerLearnerGapError(ConfigError):
 def check_gap(config: Config, sums: dict[str, Any]) -> None:
     """Stop a run whose first batch shows that sampler and learner are not the same model."""
     limit, count = config.update.max_sampler_learner_gap_nats, sums["own_token_count"]
-    if count == 0:
-        return
     weights = config.rollout.weights
     rounding = [f"model.compute_dtype={config.model.compute_dtype!r}"] * (config.model.compute_dtype != "float32")
     rounding += [f"rollout.weights={weights!r}"] * (weights != "compute" and config.update.weights == "full")
@@ -70,11 +68,12 @@ class Faults:
 
     Attributes:
         run: their number up to now, those of earlier iterations among them.
+        has_compared: whether tokens of the policy's own have been trained on, sampler and learner compared.
     """
 
     def __init__(self, config: Config, mesh: Mesh):
         self._config, self._mesh = config, mesh
-        self.run = 0
+        self.run, self.has_compared = 0, False
         self._last: tuple[int, Experience] | None = None  # iteration and rows of the last of too many
 
     def observe(self, sums: dict[str, Any], iteration: int, ring: RingState) -> None:
@@ -83,8 +82,9 @@ class Faults:
         Raises:
             SamplerLearnerGapError: see ``check_gap``.
         """
-        if iteration == 1:
+        if not self.has_compared and sums["own_token_count"]:  # an iteration may train on nothing, or on nothing own
             check_gap(self._config, sums)
+            self.has_compared = True
         at_end, config = int(sums["nonfinite_run"]), self._config
         self.run = at_end + (self.run if at_end == config.update.updates_per_iteration else 0)
         if self.run < config.update.max_nonfinite_steps:
@@ -95,6 +95,13 @@ class Faults:
         program = Program(whole, (shapes,), sharding.replicated(self._mesh, 0))
         rows = jax.device_get(compile_all({"last_drawn": program}, self._mesh)["last_drawn"](ring))
         self._last = iteration, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), rows)
+
+    def state(self) -> list[int]:
+        """What ``restore`` needs; plain JSON."""
+        return [self.run, int(self.has_compared)]
+
+    def restore(self, state: list[int]) -> None:
+        self.run, self.has_compared = state[0], bool(state[1])
 
     def failure(self, workdir: pathlib.Path) -> str | None:
         """What to say where there were too many, and then the first host has written the file; else None."""

@@ -306,12 +306,12 @@ class Learner:
         """As ``host_state()``, ``state`` and ``ring`` were; ConfigError where they are of another base."""
         lora.check_base(host_state, self._identity, self.config.model.path)
         self.memory.restore(host_state["memory"])
-        self.faults.run = host_state["nonfinite_run"]
+        self.faults.restore(host_state["faults"])
         self.state, self.ring = state, ring
 
     def host_state(self) -> dict[str, Any]:
         """What ``restore`` needs besides ``state`` and ``ring``; plain JSON."""
-        return {"memory": self.memory.state(), "nonfinite_run": self.faults.run, **self._identity}
+        return {"memory": self.memory.state(), "faults": self.faults.state(), **self._identity}
 
     @property
     def version(self) -> jax.Array:

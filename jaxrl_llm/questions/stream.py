@@ -156,7 +156,7 @@ class PromptStream:
         self._retire_pass_rate = config.retire_pass_rate
         digest = hashlib.sha256(json.dumps([len(encoded), config.shuffle, seed]).encode())
         for row in encoded:
-            digest.update(row.tokens.tobytes() + b"/")
+            digest.update(row.tokens.tobytes() + f"/{row.example.hidden}".encode())
         self._fingerprint = digest.hexdigest()[:16]
 
     def next_batch(self, num_prompts: int) -> PromptBatch:

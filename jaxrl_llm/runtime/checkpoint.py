@@ -138,7 +138,8 @@ class Checkpointer:
             return
         arrays = by_name(device_state)
         sums = zip(arrays.items(), _sums(device_state, checksums), strict=True)
-        if pass_rate is not None or not is_inside:
+        goes_on = self._current is not None and iteration == self._current[0]
+        if pass_rate is not None or not (is_inside or goes_on):
             self._pass_rates[iteration] = None if pass_rate is None else float(pass_rate)
         text = {
             "config": json.loads(to_json(config)),
@@ -148,7 +149,6 @@ class Checkpointer:
         }
         # Through text now: the caller goes on changing its dictionaries while the write runs.
         host = json.loads(json.dumps(host_state))
-        goes_on = self._current is not None and iteration == self._current[0]
         for newer in [step for step in self._manager.all_steps() if step >= iteration + goes_on]:
             self._manager.delete(newer)
         self.wait()
@@ -199,8 +199,8 @@ class Checkpointer:
         def read(path: pathlib.Path) -> Restored:
             host, text = read_text(path)
             saved = freeze(text["config"])
-            if config is not None and not allow_config_changes:
-                check_settings(saved, config, path)
+            if config is not None:
+                check_settings(saved, config, path, allow_changes=allow_config_changes)
             has = {name.partition("/")[0] for name in text["arrays"]}
             wanted = {part: x for part, x in abstract_state.items() if part in has or part not in PASSING}
             names = by_name(wanted)
@@ -223,7 +223,7 @@ class Checkpointer:
         """
         latest = self.latest_iteration()
         if latest is not None and not allow_changes:
-            read = lambda path: check_settings(freeze(read_text(path)[1]["config"]), config, path)
+            read = lambda path: check_settings(freeze(read_text(path)[1]["config"]), config, path, allow_changes=False)
             read_whole(self.directory, None, read, say=False)
 
     def check(self) -> dict[str, float]:

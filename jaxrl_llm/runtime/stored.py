@@ -40,6 +40,10 @@ FREE_SETTINGS = (
 )
 
 
+# What the rows of arrays mean that fit all the same: which ones share a prompt, how they lie, where a prompt ends.
+FIXED_SETTINGS = ("rollout.group_size", "replay.unit", "replay.positive_fraction", "prompts.max_tokens")
+
+
 class DamagedError(Exception):
     """A part of a checkpoint is not what was saved."""
 
@@ -154,12 +158,15 @@ def changed_settings(saved: Config, config: Config) -> dict[str, tuple[Any, Any]
     }
 
 
-def check_settings(saved: Config, config: Config, path: pathlib.Path) -> None:
-    if changed := changed_settings(saved, config):
+def check_settings(saved: Config, config: Config, path: pathlib.Path, *, allow_changes: bool) -> None:
+    """``ConfigError`` where settings differ; where changes are allowed, some of ``FIXED_SETTINGS``."""
+    changed = changed_settings(saved, config)
+    changed = {name: pair for name, pair in changed.items() if name in FIXED_SETTINGS or not allow_changes}
+    if changed:
         listed = "; ".join(f"{name} {old!r} -> {new!r}" for name, (old, new) in changed.items())
+        more = "" if set(changed) & set(FIXED_SETTINGS) else ", or pass --allow_config_changes"
         raise ConfigError(
-            f"checkpoint {path} was made with other settings: {listed}. "
-            "Set them back, use another workdir, or pass --allow_config_changes"
+            f"checkpoint {path} was made with other settings: {listed}. Set them back, or use another workdir{more}"
         )
 
 

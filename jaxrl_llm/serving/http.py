@@ -169,15 +169,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
         request = self._request(ids, body)
         base = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": self.model}
         if stream:
-            return self._stream(request, base, bool((options or {}).get("include_usage")), bool(given))
+            return self._stream(request, base, bool((options or {}).get("include_usage")), bool(given), wants_logprobs)
         tokens, logps, why = self._whole(request)
-        decode = self.server.tokenizer.decode
-        said = {"bytes": None, "top_logprobs": []}
-        content = [{"token": decode([i]), "logprob": x} | said for i, x in zip(tokens, logps, strict=True)]
-        text = _before(decode(tokens), request.stop, is_whole=True)
+        text = _before(self.server.tokenizer.decode(tokens), request.stop, is_whole=True)
         message = tools.message_of(text, has_tools=bool(given))
         choice = {"index": 0, "message": message, "finish_reason": "tool_calls" if "tool_calls" in message else why}
-        choice["logprobs"] = {"content": content} if wants_logprobs else None
+        choice["logprobs"] = self._logprobs(tokens, logps) if wants_logprobs else None
         usage = _usage(request, tokens)
         self._send(200, base | {"object": "chat.completion", "choices": [choice], "usage": usage})
         return None
@@ -193,7 +190,13 @@ class Handler(http.server.BaseHTTPRequestHandler):
         except ConfigError:
             return encode(tools.told(messages, given), **how)
 
-    def _stream(self, request: Request, base: dict[str, Any], wants_usage: bool, has_tools: bool) -> None:
+    def _logprobs(self, tokens: list[int], logps: list[float]) -> dict[str, Any]:
+        decode, said = self.server.tokenizer.decode, {"bytes": None, "top_logprobs": []}
+        return {"content": [{"token": decode([i]), "logprob": x} | said for i, x in zip(tokens, logps, strict=True)]}
+
+    def _stream(
+        self, request: Request, base: dict[str, Any], wants_usage: bool, has_tools: bool, wants_logprobs: bool
+    ) -> None:
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Connection", "close")
@@ -202,12 +205,16 @@ class Handler(http.server.BaseHTTPRequestHandler):
         say = lambda event: self.wfile.write(f"data: {json.dumps(base | event)}\n\n".encode())
 
         def delta(content: dict[str, Any], why: str | None = None) -> None:
-            say({"choices": [{"index": 0, "delta": content, "finish_reason": why, "logprobs": None}]})
+            """With the log-probs of all tokens since the last one."""
+            logprobs = self._logprobs(tokens[len(tokens) - len(logps) :], logps) if wants_logprobs and logps else None
+            say({"choices": [{"index": 0, "delta": content, "finish_reason": why, "logprobs": logprobs}]})
+            logps.clear()
 
-        tokens, said, held = [], "", (tools.BEGIN,) if has_tools else ()
+        tokens, logps, said, held = [], [], "", (tools.BEGIN,) if has_tools else ()
         delta({"role": "assistant", "content": ""})
-        for new, _, why in self._deltas(request):
+        for new, its_logps, why in self._deltas(request):
             tokens += new
+            logps += its_logps
             whole = _before(self.server.tokenizer.decode(tokens), request.stop, is_whole=bool(why))
             text, calls = tools.calls_in(whole) if has_tools and why else (whole, [])
             if calls:
@@ -237,8 +244,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
             raise Refused(400, f"token_ids must be a list of ids from 0 to {vocab - 1}, not empty")
         if len(ids) > sampler.max_prompt_tokens:
             raise Refused(400, f"a prompt of {len(ids)} tokens; {sampler.max_prompt_tokens} are allowed")
-        sizes = [asked.pop(name) for name in ("max_tokens", "max_completion_tokens") if asked.get(name) is not None]
-        for size in sizes:
+        given = [asked.pop(name, None) for name in ("max_tokens", "max_completion_tokens")]
+        for size in (sizes := [size for size in given if size is not None]):
             if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= most:
                 raise Refused(400, f"max_tokens={size!r:.100} must be a whole number from 1 to {most}")
         temperature = asked.pop("temperature", None)

@@ -7,7 +7,7 @@ import re
 import types
 
 import pytest
-from actor.test_environment import call, config, play
+from actor.test_environment import ONE, call, config, play
 
 from jaxrl_llm.actor.conversation import Played
 from jaxrl_llm.actor.environment import Environment, shown
@@ -85,6 +85,20 @@ def test_what_an_agent_does_wrong_is_a_failure_that_says_so(start, said):
 def test_an_agent_that_cannot_begin_stops_the_run_before_it_begins(start, said):
     with pytest.raises(ConfigError, match=said):
         question("bad_agent", Example("p", {"start": start}, "q.jsonl:2"))
+
+
+def test_a_number_of_numpys_is_a_reward():
+    one = question("bad_agent", Example("p", {"start": "numpy"}))
+    with Environment(config("bad_agent"), [one]) as environment:
+        (reply,) = play(environment, ["a"], example=one)
+    assert (reply.reward, reply.outcome) == (1.0, OUTCOME_SCORE)
+
+
+def test_a_failed_episode_is_not_one_of_an_agent_without_a_reward():
+    with Environment(config("RaisesInTool"), [ONE]) as environment:
+        (reply,) = [environment.ask(0, ONE, [call("add", number=1)], [])]
+        played = Played([[{"role": "assistant", "content": "a"}]], [[reply]], 2)
+        assert played.own_scores()[2] == []
 
 
 def test_an_agent_without_a_reward_of_its_own_leaves_it_to_reward_functions():

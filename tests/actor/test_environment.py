@@ -144,6 +144,17 @@ def test_an_episode_that_is_over_is_no_longer_kept():
     assert "played again" in again.reason
 
 
+def test_an_episode_is_over_when_what_was_asked_before_is_answered():
+    with Environment(config("Forgetful"), [ONE]) as environment:
+        turns = [call("add", number=3)]
+        first = environment.ask(0, ONE, turns, [])
+        second = environment.ask(0, ONE, turns * 2, [first.result(30).answer])
+        third = environment.ask(1, ONE, turns, [])  # of another, and waits
+        last = environment.shown(0, ONE, turns * 2, [first.result(30).answer])
+        environment.forget(0)
+        assert [x.result(30).outcome for x in (second, third, last)] == [OUTCOME_SCORE] * 3
+
+
 BAD = {
     "RaisesInConstructor": (OUTCOME_ERROR, "OSError: no licence"),
     "RaisesInReset": (OUTCOME_ERROR, "KeyError: 'board'"),

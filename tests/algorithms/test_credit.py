@@ -58,6 +58,15 @@ def resumed_from(memory, config, hidden_size=0):
     return resumed
 
 
+def test_a_method_that_is_taken_up_later_begins_with_what_it_knows_of_nothing():
+    """--allow_config_changes from one without a memory."""
+    plain, learns = (freeze({"algorithm": {"advantage": name}}) for name in ("grpo", "mssr"))
+    memory = memory_of(learns)
+    fresh = json.dumps(memory.state())
+    memory.restore(memory_of(plain).state())
+    assert json.dumps(memory.state()) == fresh
+
+
 def make_rollout(group_id, seed=0):
     num_rows, rng = len(group_id), np.random.default_rng(seed)
     prompt_length = rng.integers(1, 4, num_rows).astype(np.int32)

@@ -12,9 +12,10 @@ import numpy as np
 import optax
 import pytest
 
-from jaxrl_llm.config import OptimizerConfig, freeze
+from jaxrl_llm.config import Config, OptimizerConfig, freeze
 from jaxrl_llm.learner import faults, low_memory, optim, publish
 from jaxrl_llm.models.transformer import Model
+from jaxrl_llm.runtime import sharding
 from jaxrl_llm.types import TrainState
 from tests.reference import optimizers
 from tests.support import building
@@ -287,7 +288,21 @@ def test_a_gap_is_of_the_largest_or_where_something_is_rounded_of_the_mean(setti
     else:
         with pytest.raises(faults.SamplerLearnerGapError, match=message):
             faults.check_gap(config, sums)
-        faults.check_gap(config, sums | {"own_token_count": 0.0})
+
+
+def test_the_first_batch_with_tokens_of_its_own_is_compared_whenever_it_comes():
+    """Rollouts that are drawn late, or all left out at first; after it no other, in a resumed run neither."""
+    config = Config()
+    found, resumed = (faults.Faults(config, sharding.make_mesh(config.mesh)) for _ in range(2))
+    good = {"nonfinite_run": 0.0, "own_token_count": 1.0, "gap_sum": 0.0, "gap_max": 0.0, "gap_high_count": 0}
+    bad = good | {"gap_max": 1.0}
+    found.observe(bad | {"own_token_count": 0.0}, 1, None)
+    with pytest.raises(faults.SamplerLearnerGapError):
+        found.observe(bad, 2, None)
+    found.observe(good, 2, None)
+    found.observe(bad, 3, None)
+    resumed.restore(json.loads(json.dumps(found.state())))
+    resumed.observe(bad, 4, None)
 
 
 @pytest.mark.slow

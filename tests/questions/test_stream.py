@@ -23,7 +23,7 @@ from jaxrl_llm.actor import evaluation, reward_worker
 from jaxrl_llm.config import Config, ConfigError, EnvironmentsConfig, EvalConfig, PromptsConfig, freeze
 from jaxrl_llm.questions import tasks
 from jaxrl_llm.questions.ledger import Ledger
-from jaxrl_llm.questions.stream import PromptStream, batch_of, encode_examples, split_held_out
+from jaxrl_llm.questions.stream import EncodedExample, PromptStream, batch_of, encode_examples, split_held_out
 from jaxrl_llm.questions.tasks import letters
 from jaxrl_llm.types import Example
 
@@ -121,6 +121,16 @@ def test_stream_of_other_questions_is_not_restored():
     for other in (stream(8), stream(7, seed=1), stream(7, shuffle=False)):
         with pytest.raises(ConfigError, match="not those of the checkpoint"):
             other.restore(state)
+
+
+def test_questions_whose_hidden_word_has_changed_are_others():
+    """Their prompts are alike, and what was learned of one is not of the other."""
+    rows = lambda *words: [EncodedExample(Example("guess", {}, hidden=word), np.arange(3), 8) for word in words]
+    of = lambda *words: PromptStream(rows(*words), PromptsConfig(), Ledger(), seed=0)
+    state = of("apple", "grape").state()
+    of("apple", "grape").restore(state)
+    with pytest.raises(ConfigError, match="not those of the checkpoint"):
+        of("melon", "grape").restore(state)
 
 
 # Held-out questions

@@ -170,6 +170,20 @@ def test_the_best_is_kept_when_a_resumed_run_saves_on(tmp_path):
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["1", "4"]
 
 
+def test_a_run_that_is_stopped_twice_in_an_iteration_keeps_its_best(tmp_path):
+    """The second time before it has gone on: there is no pass rate then, and nothing is inside."""
+    checkpointer = Checkpointer(tmp_path, CheckpointConfig(keep_last=1, keep_best=1))
+    save(checkpointer, 5, make_state(5), 0.7)
+    checkpointer.save(5, make_state(5), {}, CONFIG, pass_rate=None, is_inside=True)
+    checkpointer.close()
+    checkpointer = Checkpointer(tmp_path, CheckpointConfig(keep_last=1, keep_best=1))
+    assert restore(checkpointer).is_inside
+    for iteration, pass_rate in ((5, None), (6, 0.1), (7, 0.1)):
+        save(checkpointer, iteration, make_state(iteration), pass_rate)
+    checkpointer.close()
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["5", "7"]
+
+
 def test_saving_an_iteration_again_is_harmless_and_going_back_forgets_the_future(checkpointer):
     for iteration in (1, 2):
         save(checkpointer, iteration, make_state(iteration))
@@ -297,6 +311,12 @@ def test_changed_settings_are_refused_by_name_unless_allowed(checkpointer):
     assert "seed 0 -> 3" in str(error.value) and "optimizer.learning_rate 1e-05 -> 0.5" in str(error.value)
     assert "\n" not in str(error.value)
     assert checkpointer.restore(target, changed, allow_config_changes=True).iteration == 1
+    # What rows mean whose arrays fit all the same is not to be changed.
+    regrouped = change(rollout={"group_size": 4}, replay={"capacity": 64}, prompts={"max_tokens": 20}, seed=3)
+    with pytest.raises(ConfigError, match=r"Set them back, or use another workdir$") as error:
+        checkpointer.restore(target, regrouped, allow_config_changes=True)
+    assert "rollout.group_size 8 -> 4" in str(error.value) and "prompts.max_tokens" in str(error.value)
+    assert "seed" not in str(error.value)
     assert checkpointer.restore(target, None, allow_config_changes=False).iteration == 1
 
 

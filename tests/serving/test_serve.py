@@ -168,6 +168,17 @@ def stream(server, body, wait_s=0.0):
     return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
 
 
+def test_a_stream_has_the_log_probs_of_the_whole_and_null_is_no_size(greedy):
+    body = {"messages": USER, "max_tokens": 12, "logprobs": True, "max_completion_tokens": None}
+    status, whole = ask(greedy, CHAT, body)
+    assert status == 200
+    events = [event["choices"][0]["logprobs"] for event in stream(greedy, body) if event["choices"]]
+    content = [one for logprobs in events if logprobs for one in logprobs["content"]]
+    assert content == whole["choices"][0]["logprobs"]["content"] and len(content) == 12
+    silent = stream(greedy, body | {"logprobs": False})
+    assert all(event["choices"][0]["logprobs"] is None for event in silent if event["choices"])
+
+
 def test_a_stop_string_ends_it_and_is_not_shown(greedy):
     body = {"messages": [{"role": "user", "content": "Hello"}]}
     text = ask(greedy, "/v1/chat/completions", body)[1]["choices"][0]["message"]["content"]

@@ -159,6 +159,13 @@ def test_an_assistants_calls_and_a_tools_answer_are_read_back():
         assert tools.calls_in(texts[1])[1][0]["function"] == call["function"]
 
 
+def test_arguments_that_are_no_json_come_back_as_they_went():
+    text = '<tool_call>\n{"name": "weather", "arguments": "Paris"}\n</tool_call>'
+    message = tools.message_of(text, has_tools=True)
+    assert message["tool_calls"][0]["function"] == {"name": "weather", "arguments": "Paris"}
+    assert tools.texts_of([message]) == [{"role": "assistant", "content": text}]
+
+
 @pytest.mark.parametrize(
     ("body", "said"),
     [
