@@ -60,7 +60,7 @@ def table_of(name: str, *, best_first: bool = False) -> str:
 
 def pretrained_arms(task: str) -> list[Arm]:
     """Those of the study of SmolLM2 on one of its tasks, the on-policy one first."""
-    names = [name for name in ("smollm2", "smollm2_arms") if study(name)]
+    names = [name for name in ("smollm2", "smollm2_products", "smollm2_arms") if study(name)]
     found = [arm for name in names for arm in arms_of(name) if arm.name.startswith(f"{task}: ")]
     return sorted(found, key=lambda arm: not arm.name.startswith(f"{task}: on-policy"))
 

@@ -5,7 +5,8 @@
 Sums of two one-digit numbers, of which the model answers 0.16 at the start; on-policy training, four uses from rings of
 eight and of two batches and two uses from one of two, each at the best of three learning rates on one seed. After each
 reported run 32 answers to each held-out question and to those of a task that no run trains on (studies/transfer.py).
-Three hours on 2 cores; the same command goes on where it was stopped. smollm2_arms.py has the other arms, and products.
+Three hours on 2 cores; the same command goes on where it was stopped. smollm2_products.py has these arms on products,
+smollm2_arms.py others.
 """
 
 import runpy
