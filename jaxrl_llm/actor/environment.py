@@ -102,7 +102,7 @@ class Environment(contextlib.AbstractContextManager):
     def forget(self, episode: int) -> None:
         """The episode has ended: its process need not keep it once it has answered what was asked before."""
         place = episode % len(self._workers)
-        self._threads[place].submit(self._over[place].append, str(episode))
+        self._threads[place].submit(lambda: self._over[place].append(str(episode)))  # to the list of then
 
     def _ask(self, place: int, example: Example, given: tuple[Any, ...], **how: bool) -> Reply:
         over, self._over[place] = self._over[place], []

@@ -173,8 +173,9 @@ class ShortAnswers:
         return [self._within.tolist(), self._chosen, self._iterations]
 
     def restore(self, state: Any) -> None:
-        within, self._chosen, self._iterations = state
-        self._within = np.array(within)
+        within, chosen, iterations = state
+        if len(within[0]) in (1, len(self._grid) + 1):  # else of another grid, where a change was allowed
+            self._within, self._chosen, self._iterations = np.array(within), chosen, iterations
 
 
 class Memory:

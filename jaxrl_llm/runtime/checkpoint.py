@@ -200,7 +200,7 @@ class Checkpointer:
             host, text = read_text(path)
             saved = freeze(text["config"])
             if config is not None:
-                check_settings(saved, config, path, allow_changes=allow_config_changes)
+                check_settings(saved, config, path, allow_config_changes)
             has = {name.partition("/")[0] for name in text["arrays"]}
             wanted = {part: x for part, x in abstract_state.items() if part in has or part not in PASSING}
             names = by_name(wanted)
@@ -222,8 +222,8 @@ class Checkpointer:
             ConfigError: settings differ from those of the latest checkpoint, or none is whole.
         """
         latest = self.latest_iteration()
-        if latest is not None and not allow_changes:
-            read = lambda path: check_settings(freeze(read_text(path)[1]["config"]), config, path, allow_changes=False)
+        if latest is not None:
+            read = lambda path: check_settings(freeze(read_text(path)[1]["config"]), config, path, allow_changes)
             read_whole(self.directory, None, read, say=False)
 
     def check(self) -> dict[str, float]:

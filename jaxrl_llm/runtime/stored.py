@@ -158,7 +158,7 @@ def changed_settings(saved: Config, config: Config) -> dict[str, tuple[Any, Any]
     }
 
 
-def check_settings(saved: Config, config: Config, path: pathlib.Path, *, allow_changes: bool) -> None:
+def check_settings(saved: Config, config: Config, path: pathlib.Path, allow_changes: bool) -> None:
     """``ConfigError`` where settings differ; where changes are allowed, some of ``FIXED_SETTINGS``."""
     changed = changed_settings(saved, config)
     changed = {name: pair for name, pair in changed.items() if name in FIXED_SETTINGS or not allow_changes}

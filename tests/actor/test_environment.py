@@ -153,6 +153,7 @@ def test_an_episode_is_over_when_what_was_asked_before_is_answered():
         last = environment.shown(0, ONE, turns * 2, [first.result(30).answer])
         environment.forget(0)
         assert [x.result(30).outcome for x in (second, third, last)] == [OUTCOME_SCORE] * 3
+        assert "played again" in environment.ask(0, ONE, turns * 2, [first.result().answer]).result(30).reason
 
 
 BAD = {

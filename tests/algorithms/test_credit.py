@@ -17,7 +17,7 @@ from jaxrl_llm.algorithms import baselines, credit
 from jaxrl_llm.algorithms.advantages import ADVANTAGES
 from jaxrl_llm.algorithms.memory import Memory
 from jaxrl_llm.algorithms.use import Chosen, use
-from jaxrl_llm.algorithms.views import Sizes
+from jaxrl_llm.algorithms.views import NUM_DIFFICULTIES, Sizes
 from jaxrl_llm.config import freeze, from_json, to_json
 from jaxrl_llm.questions.ledger import Ledger
 from jaxrl_llm.run import assemble
@@ -65,6 +65,16 @@ def test_a_method_that_is_taken_up_later_begins_with_what_it_knows_of_nothing():
     fresh = json.dumps(memory.state())
     memory.restore(memory_of(plain).state())
     assert json.dumps(memory.state()) == fresh
+    # Or with another grid of lengths, whose counts say nothing of this one's.
+    of = lambda tokens: {"algorithm": {"reward_terms": [use("short_answer", tokens=tokens, every_iterations=2)]}}
+    none = Rewards(np.zeros(0), {}, np.zeros(0, np.int8))
+    memories = {tokens: memory_of(freeze(of(tokens))) for tokens in (8, 4)}
+    for tokens, memory in memories.items():
+        memory.observe(none, (), {"correct_within": np.ones((NUM_DIFFICULTIES, 16 // tokens + 1))})
+    coarse, fine = memories.values()
+    kept = json.dumps(fine.state())
+    fine.restore(coarse.state())
+    assert json.dumps(fine.state()) == kept
 
 
 def make_rollout(group_id, seed=0):
