@@ -60,6 +60,9 @@ def plan(
         ConfigError: bad input.
     """
     started = time.monotonic()
+    for flag, path in (("--json", json_path), ("--html", html_path)):
+        if path and not pathlib.Path(path).parent.is_dir():
+            raise ConfigError(f"{flag}={path}: {pathlib.Path(path).parent} is no folder")
     devices, chip = chips.devices_of(topology)
     mesh = sharding.make_mesh(config.mesh, devices)
     model = presets.model_of(config, preset)

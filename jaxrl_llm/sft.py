@@ -136,6 +136,8 @@ def sft(config: Config, out: pathlib.Path, *, until: float = 1.0) -> float:
     """
     if config.eval.num_prompts == 0:
         raise ConfigError("eval.num_prompts=0 must be at least 1: held-out questions tell how far training is")
+    if config.model.lora.rank:
+        peft.check_folder(out)
     use_cache(config.compilation_cache)
     mesh = sharding.make_mesh(config.mesh)
     source = pretrained.resolve(config.model.path)

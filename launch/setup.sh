@@ -31,7 +31,9 @@ fi
 
 if [[ ! -x .venv/bin/python ]] || ! .venv/bin/python -m pip --version > /dev/null 2>&1; then
     python=""
-    for candidate in ${PYTHON:-python3 python3.13 python3.12 python3.11}; do
+    candidates=(python3 python3.13 python3.12 python3.11)
+    [[ -z ${PYTHON:-} ]] || candidates=("$PYTHON")
+    for candidate in "${candidates[@]}"; do
         if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2> /dev/null; then
             python=$candidate
             break

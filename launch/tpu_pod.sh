@@ -11,7 +11,7 @@ usage="usage: bash launch/tpu_pod.sh --name=TPU --zone=ZONE --config=FILE --work
 --config                    settings file of this checkout
 --workdir                   folder of the run, on a disk that all workers share (--before mounts it)
                             (default: runs/pod in the checkout, for a TPU of one worker)
---command=COMMAND           instead of --config and --workdir: what to run on every worker
+--command=COMMAND           instead of --config and --workdir: what to run on every worker, one command
 
 --create=TYPE               make the TPU where it is not there: a queued resource of this accelerator type (v6e-64);
                             one that was preempted is made anew
@@ -60,7 +60,11 @@ done
 if [[ -z $command && -z $only ]]; then
     [[ -n $config ]] || fail "--config is missing"
     [[ -f $config && $config != /* && $config != ../* ]] || fail "--config=$config: no such file in this checkout"
+    [[ ${config#./} != runs/* && ${config#./} != .* ]] || fail "--config=$config: files of this folder are not copied"
 fi
+for joint in ' && ' ' || ' ' | ' '; '; do # worker.sh becomes the command, and would forget the rest
+    [[ $command != *"$joint"* ]] || fail "--command=$command must be one command: --before runs what comes first"
+done
 [[ $workdir != gs://* && $command != *--workdir=gs://* ]] \
     || fail "--workdir=gs://... must be a folder that all workers share, such as a mounted Filestore share;" \
         "a bucket holds checkpoints alone: --config.checkpoint.bucket=gs://..."
@@ -164,7 +168,8 @@ fi
 if [[ -z $command ]]; then
     # Of several workers each has a disk of its own; checkpoints in a bucket all find.
     ((workers == 1)) || [[ $workdir == /* || -n $dry_run || "$*" == *--config.checkpoint.bucket=gs://* ]] \
-        || fail "--workdir=$workdir must be a folder that the $workers workers of $name share, such as /shared/my-run"
+        || fail "--workdir=$workdir must be a folder that the $workers workers of $name share, such as /shared/my-run," \
+            "or --config.checkpoint.bucket=gs://... be given after --"
     command=$(quote python -m jaxrl_llm.train --config="$config" --workdir="$workdir" "$@")
 fi
 # Insists on joining the others: a worker that does not find them would train alone.

@@ -44,7 +44,7 @@ case ${1:-} in
         [[ ! -f train.log ]] || mv train.log train.log.before
         # shellcheck disable=SC2016 # for the inner shell
         PATH=$PWD/.venv/bin:$PATH nohup bash -c '
-            (eval "exec $1") &
+            (eval "exec env $1") &
             echo "$! $2" > train.pid.new && mv train.pid.new train.pid
             wait "$!" && status=0 || status=$?
             echo "$status" > train.status' - "$2" "$machine_start" > train.log 2>&1 < /dev/null &

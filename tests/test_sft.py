@@ -130,5 +130,10 @@ def test_bad_input_is_one_line(tmp_path, monkeypatch, capfd):
     assert "update.batch_size=4 must be a multiple of the 8 devices" in command(
         "--config.update.batch_size=4", "--config.update.micro_batch_size=4"
     )
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "config.json").write_text("{}")
+    adapters = freeze(settings(tmp_path) | {"model": {"path": "random:debug", "lora": {"rank": 4}}})
+    with pytest.raises(ConfigError, match="adapters need a folder of their own"):
+        sft(adapters, tmp_path / "full")
     with pytest.raises(ConfigError, match="column answer=None"):
         sft(freeze(settings(tmp_path) | {"prompts": {"source": "letters"}}), tmp_path)

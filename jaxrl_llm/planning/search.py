@@ -103,21 +103,27 @@ def kept_for_backward(config: Config, arch: Architecture) -> float:
 
 def candidates(config: Config, model: Model, devices: list[Any], chip: Chip) -> tuple[list[Layout], int]:
     """Layouts whose numbers divide and whose arrays fit, by their estimate; and how many divide but do not fit."""
-    found, too_large = [], 0
+    found, too_large, refused = [], 0, None
     for axes in meshes(config.mesh, model.arch, len(devices)):
         mesh, there = sharding.make_mesh(axes, devices), None
         for layout in layouts(config, axes):
             of = layout.of(config)
             try:
                 sharding.check_divisible(of, mesh)
-                there = there or arrays(assemble(of, model.arch, model.eos_ids, mesh, model.reference))
             except ConfigError:
+                continue
+            try:
+                there = there or arrays(assemble(of, model.arch, model.eos_ids, mesh, model.reference))
+            except ConfigError as error:
+                refused = error
                 continue
             sampling, learning = there[0], there[1] + kept_for_backward(of, model.arch)
             if max(sampling, learning) > chip.hbm_gib * 2**30:
                 too_large += 1
             else:
                 found.append((estimate(of, model.arch, chip), learning, layout))
+    if refused and not found and not too_large:
+        raise refused  # on every mesh
     # Of those that take as long, the one that needs less.
     return [layout for *_, layout in sorted(found, key=lambda each: each[:2])], too_large
 

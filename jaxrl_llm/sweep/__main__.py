@@ -198,7 +198,8 @@ def train_command(config_file: str, base: Config, config: Config, workdir: pathl
                 words.append(f"--config.{field}.{key}={new[key]!r}")  # "4" is no 4
         else:  # of a function all its settings: another's default is another
             below = {path: x for path, x in flat.items() if path == field or path.startswith(field + ".")}
-            words += [f"--config.{path}={x}" for path, x in below.items() if not path.endswith(".source")]
+            is_digest = lambda path: path != field and path.endswith(".source")  # of the file of a function  # noqa: B023
+            words += [f"--config.{path}={x}" for path, x in below.items() if not is_digest(path)]
     return shlex.join(words)
 
 
@@ -421,6 +422,11 @@ def run_stages(
     return points, failed, stopped
 
 
+def exit_status(failed: Mapping[str, str], stopped: str | None) -> int:
+    """As train's: 128 and its number after a signal, by which launchers know that there is more to do."""
+    return 128 + signal.Signals[stopped] if stopped else 1 if failed else 0
+
+
 def main() -> None:
     config_file, folder = flags.FLAGS["config"].config_filename, pathlib.Path(WORKDIR.value)
     if WORKERS.value < 0:
@@ -446,7 +452,7 @@ def main() -> None:
         print(f"stopped by {stopped}; run the same command again to continue")
     if failed:
         print(f"error: {len(failed)} of {len(points)} points failed: {', '.join(failed)}", file=sys.stderr)
-    sys.exit(1 if failed else 0)
+    sys.exit(exit_status(failed, stopped))
 
 
 if __name__ == "__main__":

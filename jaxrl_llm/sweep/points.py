@@ -32,6 +32,11 @@ REPORT, AFTER = "report.html", "after.json"  # of a point's folder
 SEED = "seed"  # points that differ in this setting alone are one experiment, repeated
 
 
+def in_short(point: Point) -> str:
+    """A point's settings by the last part of their names."""
+    return ", ".join(f"{field.rsplit('.', 1)[-1]} {value}" for field, value in point.items())
+
+
 @dataclasses.dataclass(frozen=True)
 class Sweep:
     """What ``get_sweep()`` of a sweep file returns. Metrics are names of metrics.jsonl.
@@ -44,7 +49,7 @@ class Sweep:
         facet: a setting; one picture for each of its values instead of one for all points. "" = one picture.
         thresholds: {metric: value}; the table tells where on the x-axis the metric first reaches the value.
         label: what the page calls a point, given without its seed (and, in its pictures, the facet): its settings by
-            default. Points that differ in more must not be called the same.
+            default, in short where that tells them apart. Points that differ in more must not be called the same.
         pareto: (metric across, metric up) of each plot of last values against each other.
         then: further points, made from the runs (``table.Run``) of ``points`` once all of them are finished: settings
             tuned on some seeds, say, and reported on others (``table.best_points``).
@@ -62,7 +67,7 @@ class Sweep:
     pareto: tuple[tuple[str, str], ...] = ()
     then: Callable[[Sequence[Any]], Sequence[Point]] | None = None
     after: str = ""
-    label: Callable[[Point], str] = lambda point: ", ".join(f"{k.rsplit('.', 1)[-1]} {v}" for k, v in point.items())
+    label: Callable[[Point], str] = in_short
 
     @property
     def last_files(self) -> tuple[str, ...]:

@@ -283,6 +283,8 @@ def test_train_itself_is_stopped_and_goes_on_to_its_end(workers, tmp_path):
         ((*POD, "--wrkdir=x"), "error: unknown argument '--wrkdir=x'"),
         ((*POD, "--create=v9-8"), "error: --create=v9-8: no software is known for this type; name it with --runtime"),
         ((*POD, "--spot"), "error: --spot and --runtime are of a TPU that --create makes"),
+        ((*POD[:2], "--config=./runs/mine.py"), "error: --config=./runs/mine.py: "),
+        ((*POD[:2], "--command=cd a && python b"), "error: --command=cd a && python b must be one command"),
         (POD, "error: gcloud is not installed"),
     ],
 )
@@ -298,7 +300,7 @@ def test_a_workdir_that_workers_do_not_share_is_refused(pod):
     done = pod.run(SCRIPT, *POD[:3], "--workdir=runs/pod")
     assert done.returncode == 2
     assert done.stderr.startswith(
-        "error: --workdir=runs/pod must be a folder that the 2 workers of my-tpu share, such as /shared/my-run\n"
+        "error: --workdir=runs/pod must be a folder that the 2 workers of my-tpu share, such as /shared/my-run,"
     )
 
 

@@ -361,6 +361,12 @@ def test_of_a_model_that_sees_images_too_the_one_of_texts_is_read(tmp_path, kind
     jax.tree.map(np.testing.assert_array_equal, params, hf.load_params(plain, model, mesh))
     hf.export(params, model, make_byte_tokenizer(), tmp_path / "ours", like=seeing)
     assert set(safetensors.numpy.load_file(tmp_path / "ours" / "model.safetensors")) == set(tensors)
+    # Each in the dtype that it has there, where experts lie together.
+    halves = {name: x.astype(np.float16) for name, x in renamed.items()}
+    safetensors.numpy.save_file(halves, seeing / "model.safetensors")
+    hf.export(params, model, make_byte_tokenizer(), tmp_path / "half", like=seeing)
+    half = safetensors.numpy.load_file(tmp_path / "half" / "model.safetensors")
+    assert {x.dtype for x in half.values()} == {np.dtype(np.float16)} and set(half) == set(tensors)
     with pytest.raises(ConfigError, match="attn_output_gate=False is not supported; supported: True"):
         hf.read_architecture(write(tmp_path / "other", "qwen3_5", attn_output_gate=False))
 

@@ -53,6 +53,29 @@ def special_in(tokenizer, ids):
     return [names[i] for i in ids if i in names]
 
 
+HARMONY = (
+    "{% for m in messages %}<|start|>{{ m['role'] }}<|message|>{{ m['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+
+
+def test_a_message_of_gpt_oss_is_not_a_turn():
+    """Its answer has several, each of which <|end|> ends; the turn ends with <|return|>."""
+    special = ["<|return|>", "<|start|>", "<|message|>", "<|end|>"]
+    tokens = [*special, *PRINTABLE, "Ġ", "Ċ", "12", "Ġh", "Ġhi"]
+    tokenizer = make(HARMONY, tokens=tokens, special=special, bos=None, eos="<|return|>")
+    assert (tokenizer.eos_ids, tokenizer.end_id) == ((0,), 0)
+    how = {"chat_template": True, "special_tokens": False, "chat_template_kwargs": {}}
+    answer = tokenizer.encode_answer("ok", "user", **how)
+    assert raw(tokenizer, answer) == "<|start|>user<|message|>ok<|end|><|start|>assistant"  # and no other end before it
+
+
+def test_a_token_of_images_is_none_of_a_model_of_texts():
+    plain = make()
+    seeing = make(tokens=[*SPECIAL, *PRINTABLE, "Ġ", "Ċ", "12", "Ġh", "Ġhi", "<image_soft_token>"])
+    assert seeing.vocab_size == plain.vocab_size == len(seeing._fast) - 1
+
+
 def test_text_becomes_a_user_message_and_messages_stay():
     tokenizer = make()
     user = [2, *ids_of("user\nyo"), 3, 99]

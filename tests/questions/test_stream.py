@@ -352,6 +352,10 @@ BAD_ROWS = [
     (b'{"messages": "a"}', "`messages` must be a list of messages"),
     (b'{"messages": []}', "`messages` must be a list of messages"),
     (b'{"messages": [{"role": "user"}]}', "texts `role` and `content`"),
+    (
+        b'{"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}, {"role": "tool", "content": "1"}]}',
+        "a message has `tool_calls`, which are not read",
+    ),
     (b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}', "nothing is left"),
     (b'{"prompt": "a", "completions": 1}', "column `completions` has the name of an argument"),
     (b"[" * 100_000, "not JSON: nested too deeply"),

@@ -400,6 +400,8 @@ def test_a_launched_command_gives_the_config_of_its_point(sweep_file, tmp_path, 
         "rewards.functions": ("my file.py:f",),
         "prompts.arguments.max_terms": 4,
         "prompts.system_prompt": "Be kind; 'now'.",
+        "prompts.source": "reasoning_gym",
+        "prompts.name": "chain_sum",
     }
     base = {"prompts": {"arguments": {"min_terms": 2, "max_terms": 2}}, "num_iterations": 3}
     config, words = launched(sweep_file, base, point, tmp_path / "w")
@@ -468,6 +470,22 @@ def test_a_launched_command_gives_the_functions_of_its_point(point, tmp_path, mo
     config, words = launched(file, base, point, tmp_path / "w")
     assert not any(word.endswith("=None") for word in words), words  # of a setting that is gone
     assert config_of(*words[3:], monkeypatch=monkeypatch) == config
+
+
+@pytest.mark.parametrize(
+    ("failed", "stopped", "status"),
+    [({}, None, 0), ({"a": "why"}, None, 1), ({}, "SIGTERM", 143), ({}, "SIGINT", 130), ({"a": "why"}, "SIGTERM", 143)],
+)
+def test_a_sweep_that_was_stopped_is_to_be_started_again(failed, stopped, status):
+    assert sweep_module.exit_status(failed, stopped) == status
+
+
+def test_settings_with_one_last_name_are_called_by_the_whole_of_it(tmp_path):
+    points = grid({"sampling.temperature": [0.5]}) + grid({"eval.temperature": [0.5]})
+    runs = [Run(name, point, "finished", rows(0.1)) for name, (point, _) in make_points(points).items()]
+    write_table(tmp_path / "table.csv", runs, Sweep(points))
+    labels = [line["label"] for line in read_table(tmp_path / "table.csv")]
+    assert labels == ["sampling.temperature 0.5", "eval.temperature 0.5"]
 
 
 def test_a_table_shows_functions_and_groups_points_by_them(tmp_path):

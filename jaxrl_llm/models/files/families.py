@@ -56,7 +56,7 @@ INERT = re.compile(
     r"|begin_suppress_tokens|(bos|eos|pad|sep|unk|decoder_start|forced_bos|forced_eos)_token_id|cache_implementation"
     r"|chunk_size_feed_forward|diversity_penalty|do_sample|(torch_)?dtype|early_stopping|(encoder_)?no_repeat_ngram_size"
     r"|exponential_decay_length_penalty|finetuning_task|hidden_dropout|id2label|initializer_range|is_decoder"
-    r"|is_encoder_decoder|is_llama_config|label2id|length_penalty|(max|min)_length|model_type|num_beam_groups|num_beams"
+    r"|is_encoder_decoder|is_llama_config|label2id|length_penalty|(max|min)_length|max_window_layers|model_type|num_beam_groups|num_beams"
     r"|num_return_sequences|output_(attentions|hidden_states|scores)|prefix|pretraining_tp|problem_type"
     r"|remove_invalid_values|repetition_penalty|(output_)?router_(logits|aux_loss_coef|jitter_noise)|return_dict(_in_generate)?|suppress_tokens|task_specific_params"
     r"|temperature|tf_legacy_loss|tokenizer_class|top_[kp]|torchscript|trust_remote_code|typical_p|use_bfloat16|use_cache"

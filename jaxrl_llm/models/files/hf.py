@@ -11,6 +11,7 @@ import functools
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -202,7 +203,7 @@ def export(
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir()
     try:
-        bytes_of = _write_weights(tensors, aside, lambda name: stored.get(name, usual))
+        bytes_of = _write_weights(tensors, aside, lambda name: stored.get(name, stored.get(_joined(name), usual)))
         tokens = {"bos_token_id": tokenizer.bos_id, "eos_token_id": list(tokenizer.eos_ids)}
         if like is None:
             tokenizer.save(aside)
@@ -229,6 +230,12 @@ def _dtypes(folder: Path) -> dict[str, np.dtype]:
     """Of a folder's tensors, by the names that an export has; of MXFP4 the one that holds its numbers exactly."""
     found = {name.removesuffix("_blocks"): x for name, x in Folder(folder).dtypes.items()}
     return {name: DTYPES["BF16" if x == CODES else x] for name, x in found.items()}
+
+
+def _joined(name: str) -> str:
+    """The tensor of all experts that files with experts in halves have for an expert's."""
+    found = re.fullmatch(r"(.*\.experts)\.\d+\.(gate|up|down)_proj\.weight", name)
+    return f"{found[1]}.{'down' if found[2] == 'down' else 'gate_up'}_proj" if found else name
 
 
 def _kept_files(folder: Path) -> list[Path]:

@@ -168,6 +168,12 @@ def names_of(model: Model) -> dict[str, str]:
     return (hybrids.by_layer(names, model.arch) if model.arch.delta else names) | {"head": ""}
 
 
+def check_folder(folder: Path) -> None:
+    """``ConfigError`` where a model lies that adapters would be taken for."""
+    if (folder / "config.json").exists():
+        raise ConfigError(f"{folder} holds a model (config.json); adapters need a folder of their own")
+
+
 def export(learned: Params, model: Model, tokenizer: Tokenizer, folder: str | Path, base: str, **like: Any) -> None:
     """Write adapters, float32, so that ``peft.PeftModel.from_pretrained`` over the base has the same logits.
 
@@ -189,8 +195,7 @@ def export(learned: Params, model: Model, tokenizer: Tokenizer, folder: str | Pa
         return
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    if (folder / "config.json").exists():
-        raise ConfigError(f"{folder} holds a model (config.json); adapters need a folder of their own")
+    check_folder(folder)
     (folder / CONFIG).unlink(missing_ok=True)
     hf.write_tensors(folder / WEIGHTS, {name: (x.dtype, x.shape, lambda x=x: x) for name, x in arrays.items()})
     tokenizer.save(folder)

@@ -162,7 +162,8 @@ def _download(path: str, setting: str) -> str:
     import huggingface_hub
 
     try:
-        return huggingface_hub.snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.jinja"])
+        wanted, copies = ["*.json", "*.safetensors", "*.jinja"], ["*/*.safetensors", "consolidated*"]
+        return huggingface_hub.snapshot_download(path, allow_patterns=wanted, ignore_patterns=copies)
     except Exception as error:  # of huggingface_hub, its HTTP client or the network: all mean "not to be had"
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConfigError(

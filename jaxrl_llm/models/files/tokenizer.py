@@ -23,6 +23,7 @@ Messages = list[dict[str, str]]
 
 # Tokens that end a turn in chat templates, besides the tokenizer's own EOS.
 END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>")
+IMAGE = "<image_soft_token>"  # Gemma's, which its models of text alone have no row for
 
 # No text has halves of surrogate pairs: they hide what looks special in a user's text while a template is rendered.
 _HALF_PAIR = re.compile("[\ud800-\udfff]")
@@ -45,9 +46,11 @@ class Tokenizer:
         self.bos_id: int | None = fast.bos_token_id
         self.pad_id: int | None = fast.pad_token_id
         vocabulary = fast.get_vocab()
-        self.vocab_size: int = 1 + max((i for token, i in vocabulary.items() if token != fast.pad_token), default=0)
-        template = str(fast.chat_template or "")
-        turn_ends = [vocabulary[token] for token in END_OF_TURN if token in vocabulary and token in template]
+        self.vocab_size: int = 1 + max(
+            (i for x, i in vocabulary.items() if x not in (fast.pad_token, IMAGE)), default=0
+        )
+        ends = () if "<|return|>" in vocabulary else END_OF_TURN  # of GPT-OSS's, <|end|> ends one message of several
+        turn_ends = [vocabulary[end] for end in ends if end in vocabulary and end in str(fast.chat_template)]
         own = [] if fast.eos_token_id is None else [fast.eos_token_id]
         self.eos_ids: tuple[int, ...] = tuple(dict.fromkeys([*own, *eos_ids, *turn_ends]))
         self.end_id: int | None = next(iter([*turn_ends, *self.eos_ids]), None)
@@ -93,13 +96,9 @@ class Tokenizer:
         if not chat_template:
             if not all(isinstance(prompt, str) for prompt in prompts):
                 raise ConfigError("a prompt of messages needs prompts.chat_template=True; it is False")
-            if system_prompt:
-                raise ConfigError(
-                    f"prompts.system_prompt={system_prompt!r} needs prompts.chat_template=True; it is False"
-                )
-            if chat_template_kwargs:
-                given = f"prompts.chat_template_kwargs={chat_template_kwargs!r:.200}"
-                raise ConfigError(f"{given} needs prompts.chat_template=True; it is False")
+            for name, given in (("system_prompt", system_prompt), ("chat_template_kwargs", chat_template_kwargs)):
+                if given:
+                    raise ConfigError(f"prompts.{name}={given!r:.200} needs prompts.chat_template=True; it is False")
             made = self._encode([hide(prompt) for prompt in prompts], at_start=True)
             return [ids[ids[:2] == [self.bos_id] * 2 :] for ids in made]  # a text may have a beginning of its own
         if not self._fast.chat_template:
@@ -129,7 +128,7 @@ class Tokenizer:
         """
         text = (_checked if special_tokens else self._hide)(text)
         if chat_template:
-            ends = [self._special[i].content for i in self.eos_ids if i in self._special]
+            ends = [*END_OF_TURN, *(self._special[i].content for i in self.eos_ids if i in self._special)]
             told = templates.told(how["chat_template_kwargs"], self._fast.chat_template, self._hide)
             text = templates.between_turns(self._fast, {"role": role, "content": text}, told, ends)
         return self._encode([text], at_start=False)[0]

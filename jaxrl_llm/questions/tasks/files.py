@@ -155,6 +155,8 @@ def _messages(messages: Any, key: str) -> list[dict[str, str]]:
     for message in messages:
         if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
             raise BadRowError(f"a message must have texts `role` and `content`, not {message!r:.60}")
+        if message.get("tool_calls"):
+            raise BadRowError("a message has `tool_calls`, which are not read: its `content` must say what it calls")
     if messages[-1]["role"] == "assistant":
         raise BadRowError(f"`{key}` ends with the assistant's own message: nothing is left to answer")
     return [{"role": message["role"], "content": message["content"]} for message in messages]
