@@ -458,7 +458,7 @@ def test_columns_get_the_names_that_tasks_look_for(tmp_path):
 
 def test_messages_may_have_any_role_and_what_a_template_does_not_know_is_dropped(tmp_path):
     roles = ["system", "developer", "user", "tool", "function", "assistant", "system", "", "<|x|>", "user"]
-    turns = [{"role": role, "content": str(i), "name": "n", "tool_calls": [1]} for i, role in enumerate(roles)]
+    turns = [{"role": role, "content": str(i), "name": "n", "tool_calls": []} for i, role in enumerate(roles)]
     (example,) = load_jsonl(tmp_path / "q.jsonl", json.dumps({"messages": turns})).examples
     assert example.prompt == [{"role": role, "content": str(i)} for i, role in enumerate(roles)]
 
