@@ -20,7 +20,10 @@ MESSAGES = [
     [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}, {"role": "user", "content": "No."}],
 ]
 # What ends an assistant's turn, by the templates of the models' makers.
-ENDS = {"qwen3": "<|im_end|>", "llama3": "<|eot_id|>", "gemma": "<end_of_turn>"}
+ENDS = {"qwen3": "<|im_end|>", "llama3": "<|eot_id|>", "gemma": "<end_of_turn>", "gemma3": "<end_of_turn>"}
+ENDS["gptoss"] = "<|return|>"
+# Rows of the tables of models that have these tokenizers, as their config.json says.
+ROWS = {"qwen3": 151_936, "llama3": 128_256, "gemma": 256_000, "gemma3": 262_144, "gptoss": 201_088}
 
 
 # Of GGUF files: how text is cut. The package of llama2 has Mistral's tokenizer.
@@ -65,6 +68,11 @@ def test_ids_of_texts_and_of_templates_are_those_of_transformers(folder):
         found = ours.encode_prompt(messages, chat_template=True, system_prompt="")
         assert found == expected
         assert ours.bos_id is None or found.count(ours.bos_id) <= 1
+
+
+def test_every_id_has_a_row(folder):
+    ours, rows = load_tokenizer(folder), next(n for name, n in ROWS.items() if folder.name.rstrip("0") == name)
+    assert max(ours.vocab_size - 1, *ours.eos_ids) < rows
 
 
 def test_switches_of_a_template_are_those_of_transformers(folder):
