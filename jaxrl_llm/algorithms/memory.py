@@ -170,11 +170,11 @@ class ShortAnswers:
         self._within = 0.0 * self._within
 
     def state(self) -> Any:
-        return [self._within.tolist(), self._chosen, self._iterations]
+        return [self._grid, self._within.tolist(), self._chosen, self._iterations]
 
     def restore(self, state: Any) -> None:
-        within, chosen, iterations = state
-        if len(within[0]) in (1, len(self._grid) + 1):  # else of another grid, where a change was allowed
+        grid, within, chosen, iterations = state
+        if tuple(grid) == self._grid:  # else another's, where a change was allowed
             self._within, self._chosen, self._iterations = np.array(within), chosen, iterations
 
 
