@@ -30,6 +30,7 @@ from jaxrl_llm.config import Config, ConfigError, freeze
 from jaxrl_llm.planning import chips, cost, page, presets, verdict
 from jaxrl_llm.planning.compiled import Row, compile_rows, save_all
 from jaxrl_llm.planning.search import search
+from jaxrl_llm.questions import jsonl
 from jaxrl_llm.run import Run, assemble
 from jaxrl_llm.runtime import cli, sharding
 from jaxrl_llm.runtime.programs import in_use_bytes, resident_bytes
@@ -61,8 +62,8 @@ def plan(
     """
     started = time.monotonic()
     for flag, path in (("--json", json_path), ("--html", html_path)):
-        if path and not pathlib.Path(path).parent.is_dir():
-            raise ConfigError(f"{flag}={path}: {pathlib.Path(path).parent} is no folder")
+        if path:
+            jsonl.check_output(path, flag)
     devices, chip = chips.devices_of(topology)
     mesh = sharding.make_mesh(config.mesh, devices)
     model = presets.model_of(config, preset)

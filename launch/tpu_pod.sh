@@ -60,10 +60,12 @@ done
 if [[ -z $command && -z $only ]]; then
     [[ -n $config ]] || fail "--config is missing"
     [[ -f $config && $config != /* && $config != ../* ]] || fail "--config=$config: no such file in this checkout"
-    [[ ${config#./} != runs/* && ${config#./} != .venv* && ${config#./} != .git/* ]] || fail "--config=$config: files of this folder are not copied"
+    [[ ${config#./} != runs/* && ${config#./} != .venv* && ${config#./} != .git/* ]] \
+        || fail "--config=$config: files of this folder are not copied"
 fi
 for joint in ' && ' ' || ' ' | ' '; '; do # worker.sh becomes the command, and would forget the rest
-    [[ $command != *"$joint"* || $command == "bash -c "* ]] || fail "--command=$command must be one command: --before runs what comes first"
+    [[ $command != *"$joint"* || $command == "bash -c "* ]] \
+        || fail "--command=$command must be one command: --before runs what comes first"
 done
 [[ $workdir != gs://* && $command != *--workdir=gs://* ]] \
     || fail "--workdir=gs://... must be a folder that all workers share, such as a mounted Filestore share;" \

@@ -14,14 +14,14 @@ from jaxrl_llm.config import ConfigError
 from jaxrl_llm.runtime import hosts
 
 
-def check_output(path: str) -> None:
+def check_output(path: str, flag: str = "--output") -> None:
     """Before any work is done: that a file can be written there.
 
     Raises:
         ConfigError: the folder is not there.
     """
     if not pathlib.Path(path).parent.is_dir() or pathlib.Path(path).is_dir():
-        raise ConfigError(f"--output={path} must be a file in a folder that exists")
+        raise ConfigError(f"{flag}={path} must be a file in a folder that exists")
 
 
 def write(path: str, rows: Iterable[dict[str, Any]]) -> None:

@@ -245,7 +245,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if len(ids) > sampler.max_prompt_tokens:
             raise Refused(400, f"a prompt of {len(ids)} tokens; {sampler.max_prompt_tokens} are allowed")
         given = [asked.pop(name, None) for name in ("max_tokens", "max_completion_tokens")]
-        for size in (sizes := [size for size in given if size is not None]):
+        sizes = [size for size in given if size is not None]
+        for size in sizes:
             if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= most:
                 raise Refused(400, f"max_tokens={size!r:.100} must be a whole number from 1 to {most}")
         temperature = asked.pop("temperature", None)

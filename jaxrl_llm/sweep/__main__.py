@@ -196,10 +196,10 @@ def train_command(config_file: str, base: Config, config: Config, workdir: pathl
                 if type(new[key]) not in (bool, int, float, str) or type(new[key]) is not type(old[key]):
                     raise ConfigError(f"{field}.{key}={new[key]!r}: --launch gives no such thing for {old[key]!r}")
                 words.append(f"--config.{field}.{key}={new[key]!r}")  # "4" is no 4
-        else:  # of a function all its settings: another's default is another
+        else:  # of a function all its settings: another's default is another; but not the digest of its file
             below = {path: x for path, x in flat.items() if path == field or path.startswith(field + ".")}
-            is_digest = lambda path: path != field and path.endswith(".source")  # of the file of a function  # noqa: B023
-            words += [f"--config.{path}={x}" for path, x in below.items() if not is_digest(path)]
+            given = (path for path in below if path == field or not path.endswith(".source"))
+            words += [f"--config.{path}={below[path]}" for path in given]
     return shlex.join(words)
 
 

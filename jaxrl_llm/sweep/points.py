@@ -13,6 +13,7 @@ Owns: what a sweep is and what its points are called. Does not know: how points 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import itertools
 import json
@@ -30,11 +31,6 @@ Point = dict[str, Any]  # {"update.batch_size": 64, ...}: what differs from the 
 
 REPORT, AFTER = "report.html", "after.json"  # of a point's folder
 SEED = "seed"  # points that differ in this setting alone are one experiment, repeated
-
-
-def in_short(point: Point) -> str:
-    """A point's settings by the last part of their names."""
-    return ", ".join(f"{field.rsplit('.', 1)[-1]} {value}" for field, value in point.items())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +63,7 @@ class Sweep:
     pareto: tuple[tuple[str, str], ...] = ()
     then: Callable[[Sequence[Any]], Sequence[Point]] | None = None
     after: str = ""
-    label: Callable[[Point], str] = in_short
+    label: Callable[[Point], str] | None = None
 
     @property
     def last_files(self) -> tuple[str, ...]:
@@ -80,10 +76,26 @@ class Sweep:
         named = (*self.metrics, *self.thresholds, *itertools.chain.from_iterable(self.pareto), *across)
         return tuple(dict.fromkeys(named))
 
+    def called(self, point: Point) -> str:
+        """What ``label`` calls a point, or its settings by the last part of their names, or the whole."""
+        if self.label is not None:
+            return self.label(point)
+        named = _last_part if self._is_short_enough else str
+        return ", ".join(f"{named(field)} {value}" for field, value in point.items())
+
+    @functools.cached_property
+    def _is_short_enough(self) -> bool:
+        fields = self.fields()
+        return len(set(map(_last_part, fields))) == len(fields)
+
     def fields(self) -> tuple[str, ...]:
         """Every setting that some point sets, in order, the seed last."""
         named = dict.fromkeys(itertools.chain.from_iterable(self.points))
         return tuple(sorted(named, key=lambda field: field == SEED))
+
+
+def _last_part(field: str) -> str:
+    return field.rsplit(".", 1)[-1]
 
 
 def grid(choices: Mapping[str, Sequence[Any]]) -> list[Point]:

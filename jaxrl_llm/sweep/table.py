@@ -24,7 +24,7 @@ import numpy as np
 from jaxrl_llm.reports import page
 from jaxrl_llm.reports.page import FAINT, INK, SERIES
 from jaxrl_llm.sweep import fits
-from jaxrl_llm.sweep.points import SEED, Point, Sweep, in_short
+from jaxrl_llm.sweep.points import SEED, Point, Sweep
 
 ITERATION = "iteration"
 
@@ -201,10 +201,7 @@ def _bins(values: Sequence[Any]) -> list[str]:
 def label(run: Run, sweep: Sweep, *, without: str = "") -> str:
     """The run's settings to read, without the seed and one other."""
     point = {field: value for field, value in sorted(run.point.items()) if field not in (SEED, without)}
-    fields = sweep.fields()
-    if sweep.label is in_short and len({field.rsplit(".", 1)[-1] for field in fields}) < len(fields):
-        return ", ".join(f"{field} {value}" for field, value in point.items()) or "base"
-    return sweep.label(point) or "base"
+    return sweep.called(point) or "base"
 
 
 # ---- table.csv -------------------------------------------------------------------------------------------------

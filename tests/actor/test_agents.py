@@ -96,7 +96,7 @@ def test_a_number_of_numpys_is_a_reward():
 
 def test_a_failed_episode_is_not_one_of_an_agent_without_a_reward():
     with Environment(config("RaisesInTool"), [ONE]) as environment:
-        (reply,) = [environment.ask(0, ONE, [call("add", number=1)], [])]
+        reply = environment.ask(0, ONE, [call("add", number=1)], [])
         played = Played([[{"role": "assistant", "content": "a"}]], [[reply]], 2)
         assert played.own_scores()[2] == []
 

@@ -301,6 +301,7 @@ def test_a_workdir_that_workers_do_not_share_is_refused(pod):
     assert done.returncode == 2
     assert done.stderr.startswith(
         "error: --workdir=runs/pod must be a folder that the 2 workers of my-tpu share, such as /shared/my-run,"
+        " or --config.checkpoint.bucket=gs://... be given after --\n"
     )
 
 

@@ -20,8 +20,13 @@ MESSAGES = [
     [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}, {"role": "user", "content": "No."}],
 ]
 # What ends an assistant's turn, by the templates of the models' makers.
-ENDS = {"qwen3": "<|im_end|>", "llama3": "<|eot_id|>", "gemma": "<end_of_turn>", "gemma3": "<end_of_turn>"}
-ENDS["gptoss"] = "<|return|>"
+ENDS = {
+    "qwen3": "<|im_end|>",
+    "llama3": "<|eot_id|>",
+    "gemma": "<end_of_turn>",
+    "gemma3": "<end_of_turn>",
+    "gptoss": "<|return|>",
+}
 # Rows of the tables of models that have these tokenizers, as their config.json says.
 ROWS = {"qwen3": 151_936, "llama3": 128_256, "gemma": 256_000, "gemma3": 262_144, "gptoss": 201_088}
 

@@ -11,7 +11,6 @@ import functools
 import json
 import math
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -198,12 +197,13 @@ def export(
     folder, kept = Path(folder), [] if like is None else _kept_files(Path(like))
     stored = {} if like is None or dtype else _dtypes(Path(like))
     usual = numpy_dtypes()[dtype or "float32"]
+    dtype_of = lambda name: stored.get(name, stored.get(mixtures.name_together(name), usual))
     aside = folder / PARTIAL
     folder.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir()
     try:
-        bytes_of = _write_weights(tensors, aside, lambda name: stored.get(name, stored.get(_joined(name), usual)))
+        bytes_of = _write_weights(tensors, aside, dtype_of)
         tokens = {"bos_token_id": tokenizer.bos_id, "eos_token_id": list(tokenizer.eos_ids)}
         if like is None:
             tokenizer.save(aside)
@@ -230,12 +230,6 @@ def _dtypes(folder: Path) -> dict[str, np.dtype]:
     """Of a folder's tensors, by the names that an export has; of MXFP4 the one that holds its numbers exactly."""
     found = {name.removesuffix("_blocks"): x for name, x in Folder(folder).dtypes.items()}
     return {name: DTYPES["BF16" if x == CODES else x] for name, x in found.items()}
-
-
-def _joined(name: str) -> str:
-    """The tensor of all experts that files with experts in halves have for an expert's."""
-    found = re.fullmatch(r"(.*\.experts)\.\d+\.(gate|up|down)_proj\.weight", name)
-    return f"{found[1]}.{'down' if found[2] == 'down' else 'gate_up'}_proj" if found else name
 
 
 def _kept_files(folder: Path) -> list[Path]:

@@ -151,6 +151,14 @@ class Apart:
         return read.T[i::step]
 
 
+def name_together(name: str) -> str:
+    """Of the tensor of all experts of a layer that an expert's is part of; of any other its own."""
+    if not (apart := _APART.fullmatch(name)):
+        return name
+    block, _, part, kind = apart.groups()
+    return f"{block}{'down' if part == 'down' else 'gate_up'}_proj{'_bias' if kind == 'bias' else ''}"
+
+
 def together(tensors: Iterable[Any], *, is_together: bool) -> Iterator[Any]:
     """``layout.Stored`` with the experts of a layer in one tensor; ``is_together`` False: as they are."""
     found: dict[str, dict[tuple[int, str], Any]] = {}
@@ -159,10 +167,8 @@ def together(tensors: Iterable[Any], *, is_together: bool) -> Iterator[Any]:
         if not apart:
             yield name, shape, fetch
             continue
-        block, expert, part, kind = apart.groups()
-        matrix = "down" if part == "down" else "gate_up"
-        stored = f"{block}{matrix}_proj{'_bias' if kind == 'bias' else ''}"
-        found.setdefault(stored, {})[int(expert), part] = (shape, fetch)
+        _, expert, part, _ = apart.groups()
+        found.setdefault(name_together(name), {})[int(expert), part] = (shape, fetch)
     for name, of in found.items():
         parts = _PARTS["gate_up" if "gate_up" in name else "down"]
         shape, _ = next(iter(of.values()))
