@@ -70,7 +70,7 @@ def until_learned(steps: Iterable[Step]) -> Result:
 
 def ours(seed: int, environment: dict[str, str]) -> Iterator[Step]:
     """Iterations of the main job as its metrics file reports them; ends the run when closed."""
-    from jaxrl_llm.reports.metrics import read_lines
+    from jaxrl_llm.runtime.json_lines import read_log
 
     workdir = FOLDER / f"ours_{seed}"
     shutil.rmtree(workdir, ignore_errors=True)
@@ -84,7 +84,7 @@ def ours(seed: int, environment: dict[str, str]) -> Iterator[Step]:
     try:
         for i in range(MAX_STEPS):
             file = workdir / "metrics.jsonl"
-            while len(rows := read_lines(file) if file.exists() else []) <= i:
+            while len(rows := read_log(file) if file.exists() else []) <= i:
                 if process.poll() is not None:
                     raise WorkerError(f"ours ended with status {process.returncode} (see {log})")
                 time.sleep(0.2)

@@ -24,7 +24,7 @@ import ml_collections
 
 from jaxrl_llm import limits
 from jaxrl_llm.method_config import AlgorithmConfig, EnvironmentsConfig, LoraConfig, MethodFacts, ReplayConfig
-from jaxrl_llm.runtime import nested
+from jaxrl_llm.runtime import functions, nested
 from jaxrl_llm.runtime.nested import (
     Bounds,
     ConfigError,
@@ -243,8 +243,9 @@ class MeshConfig:
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointConfig:
-    # 0 = at the end alone.
+    # Beside the one at the end: every so many iterations (0 = not), and when the last is so many minutes old (0 = not).
     every_iterations: int = 0
+    every_minutes: float = 30.0
     keep_last: Count = 2
     # Best checkpoints, by eval/pass_rate, kept in addition.
     keep_best: int = 0
@@ -405,8 +406,13 @@ PACKAGES = (
 def record(config: Config, mesh: Any = None) -> str:
     """config.json of a run: every setting, and under "made_with" the versions, commit and devices it was run with."""
     devices = f"{mesh.size} x {mesh.devices.flat[0].device_kind}" if mesh else ""
-    made_with = {"versions": versions(), "commit": _commit(), "devices": devices}
+    made_with = {"versions": versions(), "commit": _commit(), "devices": devices, "files": files(config)}
     return json.dumps({**as_mapping(config), "made_with": made_with}, indent=2, sort_keys=True)
+
+
+def files(config: Config) -> dict[str, str]:
+    """Digests of the files that rewards, the environment and hindsight of the user's own are functions of."""
+    return functions.digests((*config.rewards.functions, config.environments.factory, *config.external.paths))
 
 
 def versions() -> dict[str, str]:

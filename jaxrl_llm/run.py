@@ -31,7 +31,7 @@ from jaxrl_llm.models.row_logp import chunk_tokens
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.ops.checksum import checksums
 from jaxrl_llm.runtime import hosts, sharding
-from jaxrl_llm.runtime.programs import Program, memory_limit
+from jaxrl_llm.runtime.programs import Program, host_share, memory_limit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,9 +194,7 @@ def describe(run: Run, num_train: int, num_held_out: int, read_s: float, skipped
 
 def check_room(run: Run, *made: tuple[Any, ...]) -> None:
     """Refuse what has no room on a device, a run's arrays or those ``made``, each with its settings; ConfigError."""
-    # Devices of a CPU do not say how much they have: they share their host's.
-    on_host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // len(run.mesh.local_devices)
-    limit, c = memory_limit(run.mesh.devices.flatten().tolist()) or on_host, flatten(run.config)
+    limit, c = memory_limit(run.mesh.devices.flatten().tolist()) or host_share(run.mesh), flatten(run.config)
     for tree, *names in made or (
         ((run.learner.abstract_state, run.learner.frozen), "model.path", "model.reference_path"),
         (run.learner.abstract_ring, "replay.capacity", "replay.capacity_tokens"),

@@ -13,6 +13,7 @@ Owns: rows of questions and answers, this loop. Does not know: the model, its lo
 from __future__ import annotations
 
 import dataclasses
+import math
 import pathlib
 import time
 from typing import Any
@@ -180,6 +181,9 @@ def sft(config: Config, out: pathlib.Path, *, until: float = 1.0) -> float:
             reached = held_out_probability()
             line = f"step {number} | loss {float(loss):.3f} | held-out answers {reached:.3f}"
             print(f"{line} | {time.monotonic() - started:.0f} s", flush=True)
+            if not math.isfinite(float(loss) + reached):
+                rate = f"optimizer.learning_rate={config.optimizer.learning_rate}"
+                raise ConfigError(f"the loss is {float(loss)} at step {number}: lower {rate}; {out} is not written")
             if reached >= until:
                 break
     peft.export(params, model, tokenizer, out, config.model.path, like=source.folder)

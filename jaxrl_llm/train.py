@@ -38,7 +38,7 @@ from jaxrl_llm.run import assemble, check_room, describe
 from jaxrl_llm.runtime import cli, hosts, programs, sharding
 from jaxrl_llm.runtime.checkpoint import Checkpointer, claim
 from jaxrl_llm.runtime.executables import keep_what_fits, load_all
-from jaxrl_llm.runtime.programs import check_memory, compile_all, memory_limit, memory_table, use_cache
+from jaxrl_llm.runtime.programs import check_memory, compile_all, host_share, memory_limit, memory_table, use_cache
 from jaxrl_llm.runtime.stop import Stopped, StopRequest
 
 
@@ -93,7 +93,7 @@ def _train(config: Config, workdir: pathlib.Path, allow_config_changes: bool) ->
         started, limit = time.monotonic(), memory_limit(mesh.devices.flatten().tolist())
         compiled = load_all(run.programs(), mesh, config.executables) or compile_all(run.programs(), mesh)
         compiled = keep_what_fits(run, compiled, limit)
-        check_memory(compiled, limit, **run.beside)
+        check_memory(compiled, limit or host_share(mesh), **run.beside)
         progress.note(memory_table(compiled) + f"\ncompiled in {time.monotonic() - started:.0f} s")
 
         # ---- state: fresh, or the checkpoint's --------------------------------------------------------
@@ -130,8 +130,8 @@ def _train(config: Config, workdir: pathlib.Path, allow_config_changes: bool) ->
         with contextlib.suppress(Stopped):  # by a signal, wherever it can be saved: inside a generation too
             if restored is None and evaluation:
                 progress.note(evaluation.measure("eval_before", learner.publish(), learner.version).line)
+            before = time.monotonic()
             while (values or iteration < config.num_iterations) and failure is None:
-                t0 = time.monotonic()
                 if not values:  # else they are of an iteration that was stopped in its evaluation
                     stop.check()
                     acted = actor.act(learner.publish(), learner.version, iteration)
@@ -150,14 +150,14 @@ def _train(config: Config, workdir: pathlib.Path, allow_config_changes: bool) ->
                     progress.note(measured.line)
                     values, pass_rate = values | measured.values, measured.values["eval/pass_rate"]
                 values["compile/recompiles_after_warmup"] = recompiles.after_warmup()
-                values["time/iteration_s"] = time.monotonic() - t0
+                values["time/iteration_s"], before = (now := time.monotonic()) - before, now
                 if config.metrics.compare_hosts:
                     hosts.agree_on_copies((learner.state, learner.ring), **actor.state(), **learner.host_state())
                 values |= checkpoints.check()
                 metrics.write(iteration, values)
                 progress.update(iteration, values)
                 values = {}
-                if final or failure or due(config.checkpoint.every_iterations, iteration):
+                if final or failure or checkpoints.is_due(iteration):
                     save()
         if stop.requested and (iteration or actor.is_inside):
             save(is_inside=bool(values) or actor.is_inside)

@@ -95,7 +95,8 @@ def settings(folder, **more):
 
 
 def test_what_is_learned_is_in_the_folder(tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(sharding, "make_mesh", lambda _: mesh_of(ONE))
+    one = mesh_of(ONE)
+    monkeypatch.setattr(sharding, "make_mesh", lambda _: one)
     config = freeze(settings(tmp_path))
     reached = sft(config, tmp_path / "model", until=0.5)
     assert reached >= 0.5  # by chance 260^-4
@@ -110,6 +111,17 @@ def test_what_is_learned_is_in_the_folder(tmp_path, monkeypatch, capfd):
     question = np.array([list(b"Question 99:")], np.int32)
     hidden, _ = jax.jit(model.forward)(params, question, np.arange(question.shape[1], dtype=np.int32)[None])
     assert jax.nn.softmax(hidden[0, -1] @ model.head(params).T)[ord("y")] > 0.5
+
+
+def test_a_loss_that_is_not_finite_writes_no_model(tmp_path, monkeypatch):
+    one = mesh_of(ONE)
+    monkeypatch.setattr(sharding, "make_mesh", lambda _: one)
+    monkeypatch.setattr(Supervised, "loss", lambda _, params, *__: jax.numpy.nan * optax.global_norm(params))
+    with pytest.raises(
+        ConfigError, match=r"the loss is nan at step 20: lower optimizer.learning_rate=0\.01"
+    ):
+        sft(freeze(settings(tmp_path)), tmp_path / "model")
+    assert not (tmp_path / "model").exists()
 
 
 def test_bad_input_is_one_line(tmp_path, monkeypatch, capfd):

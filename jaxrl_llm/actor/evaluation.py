@@ -75,7 +75,7 @@ def evaluate(
         threshold: a completion passes at this reward or more.
 
     Returns:
-        JSON-able figures and every completion. Completions without a score count in no rate.
+        JSON-able figures and every completion. Completions without a score count in no rate; one of none is None.
     """
     at_once = generator.sampler.num_prompts
     tickets, groups, texts = [], [], []
@@ -97,7 +97,7 @@ def evaluate(
     whole = scored.all(axis=1)  # pass@k and maj@k need all samples of a question
     ks = [k for k in (2**i for i in range(num_samples.bit_length())) if k <= num_samples]
     ks += [num_samples] if num_samples not in ks else []
-    mean = lambda values: float(np.mean(values)) if len(values) else math.nan
+    mean = lambda values: float(np.mean(values)) if len(values) else None
     return {
         "num_prompts": len(groups),
         "num_samples": num_samples,
@@ -118,9 +118,9 @@ def evaluate(
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """One evaluation: figures for the metrics, and what to say of it."""
+    """One evaluation: figures for the metrics (None where no completion got a score), and what to say of it."""
 
-    values: dict[str, float]
+    values: dict[str, float | None]
     line: str
 
 
@@ -162,8 +162,13 @@ class Evaluation:
             "eval/pass_rate": rate,
             "eval/completion_length_tokens": result["completion_length_tokens"],
             "eval/pass_any_rate": result["pass_at_k"][str(result["num_samples"])],
+            "eval/timeout_count": result["timeout_count"],
+            "eval/error_count": result["error_count"],
         }
-        return Measured(values, f"held-out pass rate {rate:.3f} over {count} questions ({name})")
+        line = f"held-out pass rate {'-' if rate is None else format(rate, '.3f')} over {count} questions ({name})"
+        if failed := result["timeout_count"] + result["error_count"]:
+            line += f"; without the {failed} of {count * result['num_samples']} completions whose reward failed"
+        return Measured(values, line)
 
 
 def sampler_of(config: Config, sampler: Sampler) -> Sampler:

@@ -37,6 +37,7 @@ from jaxrl_llm.actor import reward_worker
 from jaxrl_llm.actor.printing import Printer
 from jaxrl_llm.config import ConfigError, RewardsConfig
 from jaxrl_llm.runtime import hosts
+from jaxrl_llm.runtime.nested import visible
 from jaxrl_llm.types import MAX_ERRORS_KEPT, OUTCOME_ERROR, OUTCOME_SCORE, OUTCOME_TIMEOUT, Example, Rewards
 
 MATH_SCORER = "jaxrl_llm.questions.tasks.math_answers:reward"
@@ -90,7 +91,7 @@ class RewardPool(contextlib.AbstractContextManager):
         checked = [_checked_spec(name, task_scorer, examples) for name in config.functions]
         self._specs = dict(checked)  # and what of MORE each takes
         self._functions = [(name, spec) for name, (spec, _) in zip(config.functions, checked, strict=True)]
-        self._closed, self._printer = False, Printer()
+        self._closed, self._printer, self._said = False, Printer(), 0
         self._workers = [Worker([*filter(None, self._specs)], self._printer) for _ in range(config.num_workers)]
         self._free = list(self._workers)
         self._threads = ThreadPoolExecutor(config.num_workers, "rewards")
@@ -130,6 +131,7 @@ class RewardPool(contextlib.AbstractContextManager):
         )
         parts, weights = by_turn.sum(axis=2), np.array(self._config.weights)
         errors = dict.fromkeys(reason for calls in answers for answer in calls for reason in answer[2])
+        self._say(list(errors))
         return Rewards(
             total=(weights @ parts).astype(np.float32),  # NaN where any part is
             parts=dict(zip(self._config.functions, parts.astype(np.float32), strict=True)),
@@ -138,6 +140,12 @@ class RewardPool(contextlib.AbstractContextManager):
             by_turn=np.tensordot(weights, by_turn, 1).astype(np.float32) if by_turn.shape[2] > 1 else None,
             masked=[sorted(set().union(*row)) for calls in answers for row in zip(*(x[3] for x in calls), strict=True)],
         )
+
+    def _say(self, errors: list[str]) -> None:
+        """The first failures of a run in words, on stderr; all of them are counted."""
+        new, self._said = errors[: MAX_ERRORS_KEPT - self._said], min(MAX_ERRORS_KEPT, self._said + len(errors))
+        for reason in new if hosts.is_first() else ():
+            print(f"warning: a reward failed: {visible(reason)}", file=sys.stderr)
 
     def close(self) -> None:
         """End every worker, whatever it is doing, and all that it started."""

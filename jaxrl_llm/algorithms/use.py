@@ -15,9 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import inspect
-import pathlib
 import traceback
 import typing
 from collections.abc import Callable, Iterable, Mapping
@@ -26,6 +24,7 @@ from typing import Any, NamedTuple
 import ml_collections
 
 from jaxrl_llm.algorithms.views import OTHER_POLICIES, SAID_BY_LEARNER
+from jaxrl_llm.runtime import functions
 from jaxrl_llm.runtime.functions import resolve
 from jaxrl_llm.runtime.nested import SIGNED, ConfigError, Text, check_name, convert, names, near
 
@@ -258,4 +257,4 @@ def keywords(function: Callable) -> dict[str, tuple[Any, Any]]:
 
 def _digest(function: Callable) -> str:
     path = inspect.getsourcefile(function)
-    return hashlib.sha256(pathlib.Path(path).read_bytes()).hexdigest()[:16] if path else ""
+    return functions.digest(path) if path else ""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import os
 import pathlib
+import sys
 from typing import Any
 
 import flax.traverse_util
@@ -37,8 +38,8 @@ class SamplerLearnerGapError(ConfigError):
     """Sampler and learner disagree about the probability of what was sampled."""
 
 
-def check_gap(config: Config, sums: dict[str, Any]) -> None:
-    """Stop a run whose first batch shows that sampler and learner are not the same model."""
+def gap_said(config: Config, sums: dict[str, Any]) -> str:
+    """What to say of a batch that shows that sampler and learner are not the same model; "" where they are."""
     limit, count = config.update.max_sampler_learner_gap_nats, sums["own_token_count"]
     weights = config.rollout.weights
     rounding = [f"model.compute_dtype={config.model.compute_dtype!r}"] * (config.model.compute_dtype != "float32")
@@ -47,12 +48,13 @@ def check_gap(config: Config, sums: dict[str, Any]) -> None:
     said = "the learner's log-probs differ from the sampler's by"
     allowed = f"update.max_sampler_learner_gap_nats={limit}"
     if not rounding and not largest <= limit:
-        raise SamplerLearnerGapError(f"{said} up to {largest:.4f} nats, more than {allowed}")
+        return f"{said} up to {largest:.4f} nats, more than {allowed}"
     if rounding and not (mean <= limit and high <= HIGH_SHARE):
-        raise SamplerLearnerGapError(
+        return (
             f"{said} {mean:.4f} nats on average, and by more than {HIGH_GAP * limit:.4g} for {high:.1%} of the tokens; "
             f"with {' and '.join(rounding)} {allowed} is allowed on average, and {HIGH_SHARE:.0%} of such tokens"
         )
+    return ""
 
 
 def last_drawn(ring: RingState, *, batch_size: int, row_tokens: int = 0) -> Experience:
@@ -68,23 +70,25 @@ class Faults:
 
     Attributes:
         run: their number up to now, those of earlier iterations among them.
-        has_compared: whether tokens of the policy's own have been trained on, sampler and learner compared.
     """
 
     def __init__(self, config: Config, mesh: Mesh):
         self._config, self._mesh = config, mesh
-        self.run, self.has_compared = 0, False
+        self.run, self._has_compared = 0, False
         self._last: tuple[int, Experience] | None = None  # iteration and rows of the last of too many
 
     def observe(self, sums: dict[str, Any], iteration: int, ring: RingState) -> None:
         """After the updates of an iteration (from 1), with their sums and the ring that they leave.
 
         Raises:
-            SamplerLearnerGapError: see ``check_gap``.
+            SamplerLearnerGapError: see ``gap_said``; of the first batch of this process, later ones warn.
         """
-        if not self.has_compared and sums["own_token_count"]:  # an iteration may train on nothing, or on nothing own
-            check_gap(self._config, sums)
-            self.has_compared = True
+        if sums["own_token_count"]:  # an iteration may train on nothing, or on nothing of its own
+            if (said := gap_said(self._config, sums)) and not self._has_compared:
+                raise SamplerLearnerGapError(said)
+            if said and hosts.is_first():
+                print(f"warning: iteration {iteration}: {said}", file=sys.stderr)
+            self._has_compared = True
         at_end, config = int(sums["nonfinite_run"]), self._config
         self.run = at_end + (self.run if at_end == config.update.updates_per_iteration else 0)
         if self.run < config.update.max_nonfinite_steps:
@@ -98,10 +102,10 @@ class Faults:
 
     def state(self) -> list[int]:
         """What ``restore`` needs; plain JSON."""
-        return [self.run, int(self.has_compared)]
+        return [self.run]
 
     def restore(self, state: list[int]) -> None:
-        self.run, self.has_compared = state[0], bool(state[1])
+        self.run = state[0]
 
     def failure(self, workdir: pathlib.Path) -> str | None:
         """What to say where there were too many, and then the first host has written the file; else None."""

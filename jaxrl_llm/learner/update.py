@@ -372,7 +372,8 @@ class Update:
         policy_logp, behaviour_logp = tokens.policy_logp, tokens.behaviour_logp
         ratio = jnp.where(mask, jnp.exp(policy_logp - behaviour_logp), 0.0)
         sequence_ratio = corrections.sequence_ratio(policy_logp - behaviour_logp, mask)
-        own = mask & (rollout.policy_version == moment.version)
+        # Others' rows have the learner's own log-probs: they say nothing of the sampler's.
+        own = mask & (rollout.policy_version == moment.version) & (rollout.group_id >= 0)[:, None]
         gap = jnp.where(own, jnp.abs(policy_logp - behaviour_logp), 0.0)
         sums |= {
             "loss_sum": loss,

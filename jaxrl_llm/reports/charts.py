@@ -62,6 +62,7 @@ CHARTS = (
         {f"turn {k}": f"rollout/reward_turn_{k}" for k in range(1, TURNS_SHOWN + 1)},
         limits=ANY,
     ),
+    Chart("Failed rewards", "rollouts", {"too late": "reward/timeout_count", "error": "reward/error_count"}),
     Chart("Adapters", "part of the rank", {"that learns": "update/adapter_module"}),
     Chart(
         "Truncated and degenerate",

@@ -21,8 +21,9 @@ import numpy as np
 from jaxrl_llm.config import Config, ConfigError, flatten, freeze
 from jaxrl_llm.reports import page
 from jaxrl_llm.reports.charts import CHARTS, Chart
-from jaxrl_llm.reports.metrics import METRICS, read_lines, read_metrics
+from jaxrl_llm.reports.metrics import METRICS, read_metrics
 from jaxrl_llm.reports.page import SERIES
+from jaxrl_llm.runtime.json_lines import read_log
 from jaxrl_llm.runtime.nested import function_defaults
 
 Rows = list[dict[str, Any]]
@@ -43,7 +44,7 @@ def write_report(workdir: str | os.PathLike) -> pathlib.Path:
         raise ConfigError(f"{workdir / 'metrics.jsonl'} is empty: no iteration was finished")
     settings = _read_json(workdir / "config.json")
     before, after = _read_json(workdir / "eval_before.json"), _read_json(workdir / "eval_after.json")
-    samples = read_lines(workdir / "samples.jsonl") if (workdir / "samples.jsonl").is_file() else []
+    samples = read_log(workdir / "samples.jsonl") if (workdir / "samples.jsonl").is_file() else []
     newest = max((int(path.name) for path in workdir.glob("checkpoints/*") if path.name.isdigit()), default=0)
     made_with = (settings or {}).pop("made_with", {})
     try:
@@ -255,6 +256,6 @@ def _settings(config: Config) -> str:
 def print_samples(workdir: pathlib.Path) -> None:
     """Three held-out completions of the trained model, or of its last rollouts where nothing is held out."""
     evaluation = _read_json(workdir / "eval_after.json")
-    for row in evaluation["samples"][:3] if evaluation else read_lines(workdir / "samples.jsonl")[-3:]:
+    for row in evaluation["samples"][:3] if evaluation else read_log(workdir / "samples.jsonl")[-3:]:
         prompt = row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][-1]["content"]
         print(f"  {prompt.strip()!r} -> {row['completion'].strip()!r}  reward {row['reward']}")

@@ -212,7 +212,9 @@ METRICS: dict[str, Metric] = {
     "time/checkpoint_s": Metric(
         "seconds", "Writing the checkpoint that became whole in the iteration; it is written beside the loop."
     ),
-    "time/iteration_s": Metric("seconds", "The whole iteration, evaluation and checkpoint included."),
+    "time/iteration_s": Metric(
+        "seconds", "From the end of the iteration before: evaluation, and what of its checkpoint the loop waited for."
+    ),
     "tokens/generated": Metric("tokens", "Completion tokens sampled in the iteration."),
     "tokens/trained": Metric(
         "tokens", "Completion tokens in the iteration's update batches; one drawn twice counts 2."
@@ -230,6 +232,8 @@ METRICS: dict[str, Metric] = {
         "whose completions all got a score.",
     ),
     "eval/completion_length_tokens": Metric("tokens", "Completion length with EOS, mean over held-out completions."),
+    "eval/timeout_count": Metric("rollouts", "Held-out completions whose reward ran past its deadline."),
+    "eval/error_count": Metric("rollouts", "Held-out completions whose reward failed otherwise (reward/error_count)."),
 }
 
 # Those that are one sum over another, where the learner has the sums (learner.update): what is divided, and by what.

@@ -26,7 +26,7 @@ from tensorboardX.summary import scalar
 from jaxrl_llm.config import Config, ConfigError, MetricsConfig
 from jaxrl_llm.models import moe
 from jaxrl_llm.reports.metric_table import AGE_LABELS, METRICS, RATIOS, TAKEN, turn_values
-from jaxrl_llm.runtime import hosts
+from jaxrl_llm.runtime import hosts, json_lines
 from jaxrl_llm.types import (
     OUTCOME_ERROR,
     OUTCOME_SCORE,
@@ -217,9 +217,9 @@ class MetricsWriter:
             path, size = self._workdir / name, state.get(name, 0)
             file.truncate(min(size, file.tell()))
             lines = path.read_bytes().splitlines(keepends=True) if name in FILES else []
-            if not all(map(_is_row, lines)):
+            if not all(map(json_lines.is_whole, lines)):
                 file.truncate(0)
-                file.writelines(filter(_is_row, lines))
+                file.writelines(filter(json_lines.is_whole, lines))
             if lost := size - file.seek(0, os.SEEK_END):
                 said.append(f"warning: {path} has lost {lost} of {size} bytes: there is a gap in what it tells")
         return said
@@ -267,32 +267,7 @@ def read_metrics(workdir: str | os.PathLike) -> list[dict[str, Any]]:
     path = pathlib.Path(workdir) / "metrics.jsonl"
     if not os.path.isfile(path):  # False too for a name that no file can have
         raise ConfigError(f"no metrics.jsonl in {workdir}")
-    return read_lines(path)
-
-
-def read_lines(path: pathlib.Path) -> list[dict[str, Any]]:
-    """JSON objects, one a line. A last line without its newline was cut short by a kill and is left out.
-
-    Raises:
-        ConfigError: a line that is not a JSON object.
-    """
-    rows = []
-    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise ConfigError(f"{path}:{number}: not JSON: {error}") from None
-        if not isinstance(row, dict):
-            raise ConfigError(f"{path}:{number}: not a JSON object")
-        rows.append(row)
-    return rows
-
-
-def _is_row(line: bytes) -> bool:
-    try:
-        return line.endswith(b"\n") and isinstance(json.loads(line), dict)
-    except ValueError:
-        return False
+    return json_lines.read_log(path)
 
 
 class Progress:
@@ -358,6 +333,7 @@ def progress_line(iteration: int, total: int, values: dict[str, Any], remaining_
         number = _number(values[name]) if name in values else None
         return "-" if number is None else format(number, form)
 
+    failed = values.get("reward/timeout_count", 0) + values.get("reward/error_count", 0)
     minutes, seconds = divmod(round(remaining_s), 60)
     hours, minutes = divmod(minutes, 60)
     eta = f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
@@ -365,6 +341,7 @@ def progress_line(iteration: int, total: int, values: dict[str, Any], remaining_
         f"iteration {iteration}/{total}",
         f"reward {shown('rollout/reward_mean', '.3f')}",
         f"pass {shown('rollout/pass_rate', '.3f')}",
+        *([f"failed {failed}"] if failed else []),
         f"generate {shown('throughput/generate_tokens_per_s', ',.0f')} tok/s",
         f"update {shown('throughput/update_tokens_per_s', ',.0f')} tok/s",
         f"staleness {shown('replay/age_mean_steps', '.2f')}",

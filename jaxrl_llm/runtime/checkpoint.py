@@ -33,7 +33,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from absl import logging
 
-from jaxrl_llm.config import CheckpointConfig, Config, ConfigError, freeze, to_json
+from jaxrl_llm.config import CheckpointConfig, Config, ConfigError, files, to_json
 from jaxrl_llm.ops.checksum import checksums
 from jaxrl_llm.runtime import bucket, hosts
 from jaxrl_llm.runtime.stored import (
@@ -96,6 +96,7 @@ class Checkpointer:
         # Iteration on disk that equals the caller's state, and whether it is that of the next one's middle.
         self._current: tuple[int, bool] | None = None
         self._is_new = False  # saved, and not yet known to be whole
+        self._saved_at = time.monotonic()
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
         """For orbax: the last ones are kept, and the best of those whose pass rate is known."""
@@ -143,6 +144,7 @@ class Checkpointer:
             self._pass_rates[iteration] = None if pass_rate is None else float(pass_rate)
         text = {
             "config": json.loads(to_json(config)),
+            "files": files(config),
             "pass_rate": self._pass_rates.get(iteration),
             "is_inside": is_inside,
             "arrays": {name: [str(x.dtype), list(x.shape), value] for (name, x), value in sums},
@@ -165,7 +167,7 @@ class Checkpointer:
             ),
             force=True,
         )
-        self._current, self._is_new = (iteration, is_inside), True
+        self._current, self._is_new, self._saved_at = (iteration, is_inside), True, time.monotonic()
 
     def restore(
         self,
@@ -198,9 +200,7 @@ class Checkpointer:
 
         def read(path: pathlib.Path) -> Restored:
             host, text = read_text(path)
-            saved = freeze(text["config"])
-            if config is not None:
-                check_settings(saved, config, path, allow_config_changes)
+            saved = check_settings(text, config, path, allow_config_changes)
             has = {name.partition("/")[0] for name in text["arrays"]}
             wanted = {part: x for part, x in abstract_state.items() if part in has or part not in PASSING}
             names = by_name(wanted)
@@ -215,6 +215,11 @@ class Checkpointer:
         self._current = restored.iteration, restored.is_inside
         return restored
 
+    def is_due(self, iteration: int) -> bool:
+        """Whether the iterations or minutes between checkpoints have passed, by the clock of the first host."""
+        every, waited = self._config.every_iterations, hosts.exchange(time.monotonic() - self._saved_at)[0]
+        return (every > 0 and iteration % every == 0) or 0 < self._config.every_minutes * 60 <= waited
+
     def check_config(self, config: Config, *, allow_changes: bool) -> None:
         """Refuse to resume under other settings; reads no array, so it may come before anything is compiled.
 
@@ -223,7 +228,7 @@ class Checkpointer:
         """
         latest = self.latest_iteration()
         if latest is not None:
-            read = lambda path: check_settings(freeze(read_text(path)[1]["config"]), config, path, allow_changes)
+            read = lambda path: check_settings(read_text(path)[1], config, path, allow_changes)
             read_whole(self.directory, None, read, say=False)
 
     def check(self) -> dict[str, float]:

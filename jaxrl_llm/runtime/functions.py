@@ -1,15 +1,17 @@
 """Functions of the user's own, found by name.
 
-Owns: import of a file or of a package's module. Does not know: what a function is for, jax (the standard library is all
-that it imports: processes that score rewards must start fast and stay small).
+Owns: import of a file or of a package's module, which file it is. Does not know: what a function is for, jax (the
+standard library is all that it imports: processes that score rewards must start fast and stay small).
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
 
@@ -35,6 +37,23 @@ def resolve(spec: str) -> Callable:
     if not callable(function):
         raise TypeError(f"{name} is not a function but {type(function).__name__}")
     return function
+
+
+def digest(path: str | Path) -> str:
+    """Of a file's bytes, short."""
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]
+
+
+def digests(specs: Iterable[str]) -> dict[str, str]:
+    """``{spec: digest of its file}`` of specs as for ``resolve``; nothing of this package's own and of other texts."""
+    found = {}
+    for spec in specs:
+        place = spec.rpartition(":")[0]
+        with contextlib.suppress(ImportError, ValueError, OSError):
+            own = place.endswith(".py") or (place and not place.startswith("jaxrl_llm."))
+            path = Path(place).expanduser() if place.endswith(".py") else own and importlib.util.find_spec(place).origin
+            found |= {spec: digest(path)} if own and path else {}
+    return found
 
 
 def _import_file(path: Path) -> ModuleType:

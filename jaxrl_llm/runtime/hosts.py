@@ -38,6 +38,8 @@ TIMEOUT_S = 40
 # Others end when a host is silent for so long: before the service would abort them without a word about which.
 SILENT_S = 25
 LONGEST_WAIT_MS = 24 * 3600 * 1000  # of a meeting: who is missing there is known by its silence
+LIMIT_FILES = "memory.max", "memory.limit_in_bytes"  # of a control group: Linux' container, or a job's share
+HANGING_S = 1800  # a process that does one thing for so long shows where all its threads are, and again after as long
 
 T = TypeVar("T")
 _doing, _parting, _leaving = "start", threading.Event(), threading.Lock()
@@ -145,9 +147,27 @@ def is_first() -> bool:
 
 
 def doing(what: str) -> None:
-    """Say to the others what this host does from now on."""
+    """Say to the others what this host does from now on, and on stderr where its threads are if that never ends."""
     global _doing
     _doing = what
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # no stderr, or none with a file
+        faulthandler.dump_traceback_later(HANGING_S, repeat=True, file=sys.__stderr__)
+
+
+def memory_bytes(root: str | os.PathLike = "/") -> int:
+    """What the processes of this host may have: its memory, or what the container or job around them is given.
+
+    ``root``: where proc and sys are.
+    """
+    found, groups = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")], pathlib.Path(root, "proc/self/cgroup")
+    for line in groups.read_text().splitlines() if groups.is_file() else ():
+        _, kind, place = line.split(":", 2)
+        if kind in ("", "memory"):  # version 2, and of version 1 what limits memory
+            top = pathlib.Path(root, "sys/fs/cgroup", kind)
+            folder = top / place.strip("/")
+            files = [at / name for at in (folder, *folder.parents) if at.is_relative_to(top) for name in LIMIT_FILES]
+            found += [int(text) for x in files if x.is_file() and (text := x.read_text().strip()).isdigit()]
+    return min(found)
 
 
 def exchange(value: T) -> list[T]:

@@ -1,4 +1,4 @@
-"""Files of JSON lines: questions, answers, documents, what an agent has seen.
+"""Files of JSON lines: questions, answers, documents, what an agent has seen, what a run writes.
 
 Owns: what a line of JSON is, and how a bad one is reported. Does not know: what its keys mean.
 """
@@ -47,6 +47,32 @@ def objects(path: str, wanted: str = "an object") -> list[tuple[str, dict[str, A
     if not rows:
         raise ConfigError(f"{path}: holds no row")
     return rows
+
+
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """The objects of a file that a run writes. A last line without its newline was cut short by a kill and is left out.
+
+    Raises:
+        ConfigError: a line that is not a JSON object.
+    """
+    rows = []
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ConfigError(f"{path}:{number}: not JSON: {error}") from None
+        if not isinstance(row, dict):
+            raise ConfigError(f"{path}:{number}: not a JSON object")
+        rows.append(row)
+    return rows
+
+
+def is_whole(line: bytes) -> bool:
+    """Whether a line of such a file is one that was written to its end."""
+    try:
+        return line.endswith(b"\n") and isinstance(json.loads(line), dict)
+    except ValueError:
+        return False
 
 
 def lines(path: Path) -> Iterator[tuple[int, bytes]]:

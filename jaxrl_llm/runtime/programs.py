@@ -180,14 +180,17 @@ def memory_limit(devices: list[Any]) -> int | None:
     return min((limit for of_host in limits for limit in of_host), default=None)
 
 
-def check_memory(compiled: Mapping[str, jax.stages.Compiled], limit: int | None, **beside: int) -> None:
+def host_share(mesh: Mesh) -> int:
+    """Bytes for each device of a CPU: they do not say how much they have, and share their host's."""
+    return hosts.memory_bytes() // len(mesh.local_devices)
+
+
+def check_memory(compiled: Mapping[str, jax.stages.Compiled], limit: int, **beside: int) -> None:
     """Refuse a run that does not fit a device of ``limit`` bytes.
 
     Raises:
         ConfigError: naming the program, the bytes and the settings that lower them.
     """
-    if limit is None:
-        return
     in_use = in_use_bytes({name: memory(c) for name, c in compiled.items()}, **beside)
     name = max(in_use, key=in_use.get)
     if in_use[name] > limit:

@@ -20,7 +20,7 @@ import jax
 import numpy as np
 import tensorstore
 
-from jaxrl_llm.config import Config, ConfigError, from_json, to_json
+from jaxrl_llm.config import Config, ConfigError, files, freeze, from_json, to_json
 from jaxrl_llm.runtime import bucket
 from jaxrl_llm.runtime.nested import differences
 
@@ -158,9 +158,21 @@ def changed_settings(saved: Config, config: Config) -> dict[str, tuple[Any, Any]
     }
 
 
-def check_settings(saved: Config, config: Config, path: pathlib.Path, allow_changes: bool) -> None:
-    """``ConfigError`` where settings differ; where changes are allowed, some of ``FIXED_SETTINGS``."""
-    changed = changed_settings(saved, config)
+def check_settings(text: dict[str, Any], config: Config | None, path: pathlib.Path, allow_changes: bool) -> Config:
+    """The config that a checkpoint was made with; ``ConfigError`` where settings or files of functions differ.
+
+    Where that is allowed, where some of ``FIXED_SETTINGS`` do.
+
+    Args:
+        text: of its config/.
+        config: the settings now; None: any will do.
+    """
+    saved = freeze(text["config"])
+    if config is None:
+        return saved
+    now, changed = files(config), changed_settings(saved, config)
+    pairs = {spec: (old, now.get(spec, old)) for spec, old in text.get("files", {}).items()}  # none in older ones
+    changed |= {f"the file of {spec}": (old, new) for spec, (old, new) in pairs.items() if old != new}
     changed = {name: pair for name, pair in changed.items() if name in FIXED_SETTINGS or not allow_changes}
     if changed:
         listed = "; ".join(f"{name} {old!r} -> {new!r}" for name, (old, new) in changed.items())
@@ -168,6 +180,7 @@ def check_settings(saved: Config, config: Config, path: pathlib.Path, allow_chan
         raise ConfigError(
             f"checkpoint {path} was made with other settings: {listed}. Set them back, or use another workdir{more}"
         )
+    return saved
 
 
 def check_arrays(saved: dict[str, Any], wanted: dict[str, Any], path: pathlib.Path, *, same_dtype: bool) -> None:

@@ -42,9 +42,10 @@ from absl import flags
 from ml_collections import config_flags
 
 from jaxrl_llm.config import Config, ConfigError, freeze, from_json, to_json
-from jaxrl_llm.reports.metrics import METRICS, read_lines
+from jaxrl_llm.reports.metrics import METRICS
 from jaxrl_llm.runtime import cli
 from jaxrl_llm.runtime.functions import resolve
+from jaxrl_llm.runtime.json_lines import read_log
 from jaxrl_llm.runtime.nested import differences, flatten, visible
 from jaxrl_llm.runtime.stop import StopRequest
 from jaxrl_llm.runtime.stored import changed_settings
@@ -110,7 +111,7 @@ def points_of(path: str, base: Any, sweep: Sweep, folder: pathlib.Path) -> Point
 def rows_of(workdir: pathlib.Path) -> list[dict[str, Any]]:
     """Rows of a run's metrics.jsonl, none where it has not begun."""
     path = workdir / "metrics.jsonl"
-    return read_lines(path) if path.is_file() else []
+    return read_log(path) if path.is_file() else []
 
 
 def share_done(workdir: pathlib.Path, rows: list[dict[str, Any]], config: Config, sweep: Sweep) -> float:

@@ -75,6 +75,15 @@ def test_every_failure_is_counted_as_what_it_is_and_never_a_zero():
     assert "returned 3 scores for 2 completions" in counted
 
 
+def test_the_first_failures_of_a_run_are_said_and_others_only_counted(capfd):
+    with pool(user("score")) as rewards:
+        for _ in range(4):
+            tickets = [rewards.submit(EXAMPLE, [text]) for text in ("nan", "1", "text")]
+            assert (rewards.collect(tickets).outcome == [OUTCOME_ERROR, OUTCOME_SCORE, OUTCOME_ERROR]).all()
+    said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("warning: a reward failed: ")]
+    assert len(said) == 5 and all(f"{FUNCTIONS}:score on " in line for line in said)
+
+
 def test_collect_keeps_the_order_of_the_tickets_whatever_order_they_finish_in():
     with pool(user("score"), num_workers=2) as rewards:
         slow = rewards.submit(EXAMPLE, ["slow"])

@@ -195,6 +195,9 @@ def test_progress_line_shows_what_is_known():
         "iteration 3/20 | reward 0.411 | pass - | generate 1,234 tok/s | update - tok/s | staleness 1.50 | ETA 4:05"
     )
     assert progress_line(3, 20, {}, 3723).endswith("ETA 1:02:03")
+    failed = {"reward/timeout_count": 2, "reward/error_count": 1}
+    assert " | pass - | failed 3 | generate" in progress_line(3, 20, VALUES | failed, 245.2)
+    assert "failed" not in progress_line(3, 20, VALUES | dict.fromkeys(failed, 0), 245.2)
 
 
 def test_progress_is_one_plain_line_per_iteration_off_a_terminal(capsys):

@@ -1,5 +1,6 @@
 """Checkpoints: what is saved is what was there, nothing half-written is found, changed settings are refused."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -22,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxrl_llm.config import CheckpointConfig, Config, ConfigError, freeze, to_json
 from jaxrl_llm.ops.checksum import checksums
+from jaxrl_llm.runtime import checkpoint
 from jaxrl_llm.runtime.checkpoint import Checkpointer
 from jaxrl_llm.runtime.stop import Stopped, StopRequest
 from jaxrl_llm.runtime.weights import restore_params
@@ -344,6 +346,45 @@ def test_another_function_or_setting_of_it_or_file_of_ones_own_is_refused(checkp
     )
     own.write_text(own.read_text() + "# another\n")
     assert f"algorithm.reward_terms.{own}:halved.source '" in refusal()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"rewards": {"functions": ("FILE:f",)}},
+        {"environments": {"factory": "FILE:f"}, "sampling": {"max_completion_tokens": 256}},
+        {"external": {"paths": ("FILE:f",), "groups_per_iteration": 1}, "replay": {"capacity": 72}},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_another_content_of_a_file_of_ones_own_is_refused(checkpointer, tmp_path, settings):
+    file = tmp_path / "mine.py"
+    file.write_text("def f(prompts, completions): return [0.0] * len(prompts)\n")
+    config = freeze(json.loads(json.dumps(settings).replace("FILE", str(file))))
+    checkpointer.save(1, place(make_state(), mesh(8, 1)), {}, config, pass_rate=None)
+    checkpointer.wait()
+    checkpointer.check_config(config, allow_changes=False)
+    file.write_text("def f(prompts, completions): return [1.0] * len(prompts)\n")
+    with pytest.raises(ConfigError, match=r"other settings: the file of .*mine\.py:f '\w{16}' -> '\w{16}'\. .*--allow"):
+        checkpointer.check_config(config, allow_changes=False)
+    checkpointer.check_config(config, allow_changes=True)
+
+
+def test_a_checkpoint_is_due_by_iterations_and_by_minutes(tmp_path, monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr(checkpoint.time, "monotonic", lambda: now[0])
+    settings = CheckpointConfig(every_iterations=4, every_minutes=2.0)
+    with contextlib.closing(Checkpointer(tmp_path, settings)) as found:
+        assert [found.is_due(i) for i in (3, 4)] == [False, True]
+        now[0] += 119
+        assert not found.is_due(5)
+        now[0] += 1
+        assert found.is_due(5)
+        save(found, 5, place(make_state(), mesh(8, 1)))
+        assert not found.is_due(6)
+    with contextlib.closing(Checkpointer(tmp_path, CheckpointConfig(every_minutes=0.0))) as found:
+        now[0] += 1e6
+        assert not found.is_due(8)
 
 
 def test_settings_that_change_no_result_may_change(checkpointer):

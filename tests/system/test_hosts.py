@@ -17,6 +17,7 @@ import threading
 import time
 
 import numpy as np
+import psutil
 import pytest
 import safetensors.numpy
 from support import building, ghosts
@@ -473,6 +474,31 @@ def test_a_copy_that_is_another_is_named(monkeypatch):
     Meeting(monkeypatch, {name: "0" for name in hosts.checksums(tree)})
     with pytest.raises(RuntimeError, match=r"weights.* of host 1 is not what other hosts have"):
         hosts.agree_on_copies(tree)
+
+
+def test_a_process_that_hangs_says_where():
+    script = "import time; from jaxrl_llm.runtime import hosts; hosts.HANGING_S = 0.3; hosts.doing('waiting')"
+    command = [sys.executable, "-c", f"{script}\ndef lost(): time.sleep(1.2)\nlost()"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and done.stderr.count("Timeout (0:00:00.3") >= 2 and "in lost" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("group", "limits", "expected"),
+    [
+        ("0::/job/step\n", {"job/memory.max": "4096\n", "job/step/memory.max": "max\n"}, 4096),
+        ("4:memory:/pod\n2:cpu:/pod\n", {"memory/memory.limit_in_bytes": "8192\n"}, 8192),
+        ("0::/\n", {}, None),
+        ("", {}, None),
+    ],
+    ids=["of a job's step", "of a container that shows its place outside", "none", "no groups"],
+)
+def test_memory_is_what_the_container_or_job_has(group, limits, expected, tmp_path):
+    files = {f"sys/fs/cgroup/{name}": text for name, text in limits.items()}
+    for name, text in {"proc/self/cgroup": group, **files}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert hosts.memory_bytes(tmp_path) == (expected or psutil.virtual_memory().total)
 
 
 def test_a_run_of_one_host_asks_nobody(tmp_path, monkeypatch):
