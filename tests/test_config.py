@@ -1009,7 +1009,7 @@ OF_FUNCTIONS = {
         "turn_returns": ({"discount": 0.9, "std": False}, CREDIT, {}),
         "mt_grpo": ({"coefficient": 0.5}, CREDIT, {}),
         "gigpo": ({"discount": 0.9, "weight": 0.5, "std": False}, CREDIT, {}),
-        "ui_s1": ({"discount": 0.9, "weight": 0.5, "std": False}, CREDIT, {}),
+        "ui_s1": ({"discount": 0.9, "weight": 0.5, "std": False, "matched": 0.5}, CREDIT, {}),
         "logo": ({"branch_rows": 2, "branch_turns": 2, "weight": 0.5, "std": False}, CREDIT, BRANCHED),
         "step_values": ({"branch_rows": 2, "branch_turns": 2, "std": True}, CREDIT, BRANCHED),
         "turn_gae": ({"gae_lambda": 0.9, "discount": 0.9, "norm_decay": 0.9}, CREDIT, {}),

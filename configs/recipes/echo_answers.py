@@ -3,9 +3,10 @@
     python -m jaxrl_llm.train --config=configs/recipes/echo_answers.py --workdir=runs/echo_answers
 
 GRPO's loss of what the policy wrote, and in the same forward pass a little cross-entropy of what the environment
-answered, a mean over each row's. So a group that all failed still teaches something. The questions are a maze for small
-models: set prompts, environments and rewards to your own.
-Source: arXiv:2605.24517. Differs: warnings of the harness are not left out.
+answered, both a mean over each row's. So a group that all failed still teaches something. The questions are a maze for
+small models: set prompts, environments and rewards to your own.
+Source: arXiv:2605.24517. Differs: warnings of the harness are not left out, nor what a chat template writes around an
+answer.
 """
 
 import runpy
@@ -15,5 +16,6 @@ from jaxrl_llm.algorithms.use import use
 
 def get_config():
     config = runpy.run_path("configs/maze.py")["get_config"]()
+    config.algorithm.aggregation = use("sequence_mean")
     config.algorithm.cross_entropies = [use("answers", coefficient=0.05)]
     return config

@@ -5,7 +5,7 @@
 Rewards against the group's median, for small groups: four answers and one more, so that the median is an answer's own.
 Source: arXiv:2601.22582. Differs: nothing divides by the median absolute deviation, which is 0 for two-valued rewards
 in an odd group; the median's own answer stays in the batch, with an advantage of 0, where it is dropped there, so that
-a mean over tokens is over a fifth more.
+the mean is over a fifth more; one update an iteration, where it takes two.
 """
 
 from jaxrl_llm.algorithms.use import use
@@ -15,6 +15,8 @@ from jaxrl_llm.config import defaults
 def get_config():
     config = defaults()
     config.algorithm.advantage = use("mc_grpo")
+    config.algorithm.aggregation = use("sequence_mean")
+    config.algorithm.divergence = use("reference", coefficient=0.04)
     config.rollout.prompts_per_iteration = 16
     config.rollout.group_size = 5
     config.update.batch_size = 80

@@ -5,8 +5,10 @@
 One answer a prompt against the question's running mean, which forgets faster while the policy moves, whitened over the
 batch, with a bonus for tokens that were drawn from uncertain distributions, by their entropy.
 Source: arXiv:2512.18215. Differs: how the decay follows the KL is ours, as is that a question starts with one answer of
-each kind; the KL is measured before an update, so that with one update of fresh rollouts, as here, it is 0 and the
-decay stays 0.96: replay, or several updates an iteration, move it.
+each kind (in released code it rises with a KL to the starting model up to 0.01, and is 0.875 beyond; counts begin at 8
+of one answer's rate); one clip of 0.2, where released code has 0.2 and 0.3 and a dual clip of 3; the KL is measured
+before an update, so that with one update of fresh rollouts, as here, it is 0 and the decay stays 0.96: replay, or
+several updates an iteration, move it.
 """
 
 from jaxrl_llm.algorithms.use import use
@@ -16,7 +18,7 @@ from jaxrl_llm.config import defaults
 def get_config():
     config = defaults()
     config.algorithm.advantage = use("mssr", decay=0.96, decay_moving=0.875)
-    config.algorithm.reshaping = [use("entropy_bonus", coefficient=2.0)]
+    config.algorithm.reshaping = [use("entropy_bonus", coefficient=0.4, limit=2.0)]
     config.algorithm.divergence = use("reference", coefficient=0.01)
     config.rollout.prompts_per_iteration = 64
     config.rollout.group_size = 1

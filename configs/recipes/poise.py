@@ -6,7 +6,8 @@ Two answers a prompt, each against what the other's features predict: its length
 tokens, its mean hidden state.
 Source: arXiv:2605.07579. Differs: ridge regression on the hidden state itself, where it is on principal components; one
 regression for all questions, where it is by domain; its sums fade, where it keeps a window of recent rollouts; which
-statistics of the entropies, and that length and surprise are beside them, is ours.
+statistics of the entropies, and that length and surprise are beside them, is ours; of hidden states those of the prompt
+are left out, but for the last.
 """
 
 from jaxrl_llm.algorithms.use import use

@@ -17,4 +17,5 @@ from jaxrl_llm.config import defaults
 def get_config():
     config = defaults()
     config.algorithm.advantage = use("gae")
+    config.algorithm.critic.clip = 0.2
     return config

@@ -7,7 +7,8 @@ schedule, to the weights that the iteration before began with; two updates, each
 be of rollouts of the two iterations before; after 50 iterations the policy becomes the starting model, and goes on with
 fresh rollouts alone.
 Source: Liang et al. 2025, arXiv:2507.06892 (50 or 100 iterations). Differs: a replayed batch mixes rollouts of the two
-iterations before, where it is of one of them; the weight and the estimator of the KL, and GRPO's advantage, are ours.
+iterations before, where it is of one of them; no entropy bonus; the weight and the estimator of the KL, and GRPO's
+advantage, are ours.
 """
 
 from jaxrl_llm.algorithms.use import use

@@ -2,10 +2,11 @@
 
     python -m jaxrl_llm.train --config=configs/recipes/rr.py --workdir=runs/rr
 
-Half of a batch is generated, and half comes from the latest mixed group of each question, among 512 groups; a group is
-replayed once at most; no standard deviation.
-Source: Sun et al. 2025, arXiv:2506.05316. Differs: its other half, DOTS, which predicts how hard questions are and asks
-those of middling difficulty, is not there.
+Half of a batch is generated, and half comes from the latest mixed group of each question, as long as it is in the ring.
+A token's ratio to the policy that drew it is clipped about that of the weights before the iteration's updates.
+Source: Sun et al. 2025, arXiv:2506.05316 (released code: clip, standard deviation, nothing leaves once it was
+replayed). Differs: its other half, DOTS, which predicts how hard questions are and asks those of middling difficulty,
+is not there; tied groups take places in the ring, and none in the batch.
 """
 
 from jaxrl_llm.algorithms.use import use
@@ -14,12 +15,12 @@ from jaxrl_llm.config import defaults
 
 def get_config():
     config = defaults()
-    config.algorithm.advantage = use("dr_grpo")
+    config.algorithm.old_policy = use("start")
+    config.algorithm.correction = use("importance")
     config.rollout.prompts_per_iteration = 4
-    config.replay.capacity = 4096
+    config.replay.capacity = 256
     config.replay.skip_tied = True
     config.replay.latest_visit = True
     config.replay.fresh_fraction = 0.5
-    config.replay.max_uses = 2
     config.update.micro_batch_size = 16
     return config

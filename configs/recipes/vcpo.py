@@ -6,7 +6,8 @@ REINFORCE of whole sequences under truncated weights, less the baseline that lea
 steps scaled by the effective sample size.
 Source: arXiv:2602.17616. Differs: for the squared norm of a row's gradient stands the sum over its tokens of (1 - p)^2:
 the other tokens' logits, the Jacobian below them and the products of different positions are left out; a row's
-log-probability is its sum over sampling.max_completion_tokens.
+log-probability is its sum over sampling.max_completion_tokens; weights in the baseline are truncated as in the loss
+(not in released code, which also divides by the group's standard deviation and takes a mean over each sequence).
 """
 
 from jaxrl_llm.algorithms.use import use

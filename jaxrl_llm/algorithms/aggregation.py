@@ -74,7 +74,7 @@ def environment(x: Batch) -> Float[Array, "B S"]:
     """The prompts' tokens, which an environment wrote first, from the second on: a model of it.
 
         w = 1 / (rows * tokens of the row's prompt but its first): each row's prompt is a mean, in which one that
-        siblings share counts as often as it has siblings
+        siblings share counts as often as it has siblings; rows of one token, which predict nothing, are rows too
 
     It learns from every rollout that is drawn, of a tied group too.
 
@@ -82,7 +82,13 @@ def environment(x: Batch) -> Float[Array, "B S"]:
         the harness.
     """
     predicted = completion_mask(jnp.ones_like(x.prompt_length), x.prompt_length, x.width)
-    return sequence_mean(predicted, x)
+    return _row_means(predicted, x)
+
+
+def _row_means(mask: Bool[ArrayLike, "B S"], x: Batch) -> Float[Array, "B S"]:
+    """w = 1 / (rows of the batch * tokens of the row), rows without a token too."""
+    active = mask & x.trainable[:, None]
+    return _over(active, jnp.sum(x.trainable) * jnp.sum(active, axis=1, keepdims=True))
 
 
 def _as_drawn(path: str, settings: Any, config: Any) -> str:
@@ -98,12 +104,12 @@ def _as_drawn(path: str, settings: Any, config: Any) -> str:
 def answers(x: Batch) -> Float[Array, "B S"]:
     """What an environment answered between the policy's turns: a model of it.
 
-        w = 1 / (rows with an answer * answers' tokens of the row)
+        w = 1 / (rows * answers' tokens of the row), rows without an answer too
 
-    Source: ECHO, arXiv:2605.24517, with a coefficient of 0.05; 0.1 and more hurt. Differs: nothing is left out as a
-        warning of the harness.
+    Source: ECHO, arXiv:2605.24517 (released code), with a coefficient of 0.05; 0.1 and more hurt. Differs: nothing is
+        left out as a warning of the harness.
     """
-    return sequence_mean(completion_mask(x.prompt_length, x.length, x.width) & ~x.sampled, x)
+    return _row_means(completion_mask(x.prompt_length, x.length, x.width) & ~x.sampled, x)
 
 
 @needs(reads="policy_logp", others=True)

@@ -92,7 +92,9 @@ def second_moment_threshold(x: Ratios, *, limit: Positive) -> Float[Array, ""]:
 def second_moment(x: Ratios, *, limit: Positive = 0.04) -> Weighed:
     """w where log_ratio^2 is at most what leaves the batch a mean of ``limit`` nats^2, else 0.
 
-    Source: M2PO, Zheng et al. 2025, arXiv:2510.01161.
+    Source: M2PO, Zheng et al. 2025, arXiv:2510.01161, as in AReaL. Differs: the authors' own code masks tokens alone
+        that move away where their advantage sends them (A > 0 and w > 1, A < 0 and w < 1), by bounds of a clip that are
+        never narrower than 0.7 and 1.5; a batch may lose all of its tokens.
     """
     return x.log_ratio, x.mask & (jnp.square(x.log_ratio) <= x.over_batch)
 

@@ -45,15 +45,16 @@ def start(x: Tokens) -> Float[Array, "B T"]:
 
 
 def interpolated(x: Tokens) -> Float[Array, "B T"]:
-    """The same, somewhere between behaviour and current policy, without a forward pass.
+    """The weights of the iteration before, about, without a forward pass: between behaviour and current policy.
 
         behaviour_logp + alpha (sg(policy_logp) - behaviour_logp),
-        alpha = (start_version - v) / (version - v), v = the version that drew the token; 0 where that is 0 / 0
+        alpha = (age - 1) / age, age = iterations since the token was drawn; 0 at age 0
 
-    Source: A-3PO as in Fu et al. 2025, arXiv:2505.24298 (released code).
+    Source: A-3PO as in AReaL, Fu et al. 2025, arXiv:2505.24298 (released code: alpha = (v_prox - v) / (v_now - v) with
+        v_prox = v_now - 1, where a version is a training step).
     """
-    whole = (x.version - x.policy_version).astype(jnp.float32)
-    alpha = jnp.where(whole > 0, (x.start_version - x.policy_version) / jnp.maximum(whole, 1.0), 0.0)
+    age = jnp.maximum(x.age, 1).astype(jnp.float32)
+    alpha = (age - 1) / age
     return x.behaviour_logp + alpha * (jax.lax.stop_gradient(x.policy_logp) - x.behaviour_logp)
 
 

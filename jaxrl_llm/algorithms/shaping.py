@@ -149,7 +149,7 @@ def entropy_factor(advantage: Float[ArrayLike, "B S"], x: Rows, *, strength: Not
 
 @needs("entropy")
 def entropy_bonus(
-    advantage: Float[ArrayLike, "B S"], x: Rows, *, coefficient: NotNegative = 2.0, limit: Positive = 0.4
+    advantage: Float[ArrayLike, "B S"], x: Rows, *, coefficient: NotNegative = 0.4, limit: Positive = 2.0
 ) -> Float[Array, "B S"]:
     """An advantage and a bonus for the token's entropy, which is 0 where the advantage is 0; [B,S] f32.
 
@@ -157,7 +157,8 @@ def entropy_bonus(
 
     With a limit above 1 no sign is turned.
 
-    Source: arXiv:2512.18215; coefficient and limit are its lambda and gamma.
+    Source: Cheng et al. 2025, arXiv:2506.14758, with a coefficient of 0.4 and a limit of 2; so in MSSR,
+        arXiv:2512.18215 (released code, which has -p log p of the token that was drawn for its entropy H).
     """
     entropy = jnp.where(x.mask, x.columns["entropy"], 0.0)
     return advantage + jnp.minimum(jnp.abs(advantage) / limit, coefficient * entropy)

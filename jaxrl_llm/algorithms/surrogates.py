@@ -284,7 +284,8 @@ def vcpo(x: Tokens, *, cap: Positive = 8.0) -> Terms:
     whose weight is cut.
 
     Source: VCPO 2026, arXiv:2602.17616, with weights of at most 8. Differs: q is a stand-in for the norm of a whole
-        row's gradient, see ``gradient_square``.
+        row's gradient, see ``gradient_square``; W in b is the loss's own, which leaves its gradient the least variance
+        (released code does not truncate it there).
     """
     log_ratio = jax.lax.stop_gradient(_row_sum(x.policy_logp - x.behaviour_logp, x))
     weight = jnp.exp(jnp.clip(log_ratio, -LOG_RATIO_LIMIT, math.log(cap)))

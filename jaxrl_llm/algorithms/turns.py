@@ -11,6 +11,7 @@ Letters: B rows, S row width, K turns a row may have.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Annotated, Any, NamedTuple
 
@@ -61,11 +62,15 @@ def by_token(value: Float[ArrayLike, "B K"], turns: Turns, x: Rows) -> Float[Arr
     return jnp.where(x.mask, taken, 0.0)
 
 
-def returns(turns: Turns, discount: float) -> Float[Array, "B K"]:
-    """G_k = r_k + discount G_{k+1}, [B,K] f32: what a turn and those after it were given."""
+def returns(turns: Turns, discount: float, at_least: float = -math.inf) -> Float[Array, "B K"]:
+    """G_k = r_k + discount G_{k+1}, [B,K] f32: what a turn and those after it were given.
+
+    A turn that was given less than ``at_least`` has its r_k alone, and adds nothing to those before it.
+    """
 
     def step(later, reward):
-        return (here := reward + discount * later), here
+        ahead = jnp.where(reward >= at_least, reward + discount * later, 0.0)
+        return ahead, jnp.where(reward >= at_least, ahead, reward)
 
     _, ahead = jax.lax.scan(step, jnp.zeros_like(turns.reward[:, 0]), turns.reward.T, reverse=True)
     return ahead.T
@@ -218,16 +223,20 @@ def gigpo(x: Rows, *, discount: Share = 0.95, weight: NotNegative = 1.0, std: bo
 
 
 @needs("turn_reward", **of_turns)
-def ui_s1(x: Rows, *, discount: Share = 0.5, weight: NotNegative = 1.0, std: bool = True) -> Float[Array, "B S"]:
+def ui_s1(
+    x: Rows, *, discount: Share = 0.5, weight: NotNegative = 1.0, std: bool = True, matched: Number = 1.0
+) -> Float[Array, "B S"]:
     """The row's advantage and ``weight`` times the turn's, among the group's turns of its number.
 
-        A = A^E + weight A^S,   A^S of G_k = r_k + discount G_{k+1}
+        A = A^E + weight A^S,   A^S of G_k = r_k + discount G_{k+1} where r_k >= matched, else r_k and 0 to those before
 
-    Source: UI-S1, Lu et al. 2025, arXiv:2509.11543 (released code), discount 0.5. Differs: its rollouts follow an
-        expert's, patched where they leave it; here they are the policy's own.
+    What comes after a turn that left the expert's way, and was patched, is not to its credit.
+
+    Source: UI-S1, Lu et al. 2025, arXiv:2509.11543 (released code), discount 0.5. Differs: no KL, where it has 0.0001,
+        and no group is left out for a small standard deviation of its rewards.
     """
     turns = turns_of(x)
-    own = compared(returns(turns, discount), _numbers(turns), turns, x, std=std)
+    own = compared(returns(turns, discount, matched), _numbers(turns), turns, x, std=std)
     return by_token(_of_rows(x, std) + weight * own, turns, x)
 
 

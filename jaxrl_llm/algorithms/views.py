@@ -106,9 +106,7 @@ class Tokens:
     advantage: Float[ArrayLike, "B T"]
     reward: Float[ArrayLike, " B"]
     mask: Bool[ArrayLike, "B T"]  # tokens with a loss; a row without any is no sibling of its group
-    policy_version: Int[ArrayLike, "B T"] | None = None  # that drew the token
-    version: Int[ArrayLike, ""] | None = None  # of the current weights
-    start_version: Int[ArrayLike, ""] | None = None  # of the weights before the iteration's updates
+    age: Int[ArrayLike, "B T"] | None = None  # iterations since the token was drawn
     iteration: Int[ArrayLike, ""] | None = None
     group_size: int = 1  # neighbouring rows that are siblings
     columns: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # [B, T]

@@ -53,7 +53,6 @@ class Moment(NamedTuple):
     """When a batch is used: the policies beside the current one that its loss may look at, and their versions."""
 
     version: jax.Array  # [] i32 of the current weights; tokens sampled by it measure the sampler-learner gap
-    start_version: jax.Array | None = None  # [] i32 of the weights before the iteration's updates
     others: Mapping[str, Any] = {}  # weights of other policies (views.OTHER_POLICIES) that the loss asks for
     over_batch: jax.Array | None = None  # [] f32, what a correction asks of the whole batch
     entropy_coefficient: jax.Array | None = None  # [] f32 weight of the entropy bonus, where it moves
@@ -173,7 +172,7 @@ class Update:
         weights = {START: start.params["policy"], **state.others}
         wanted = [name.removesuffix("_logp") for name in OTHER_POLICIES if self.algorithm.loss_needs(name)]
         others, coefficient = {name: weights[name] for name in wanted}, state.scalars.get("entropy_coefficient")
-        moment = Moment(state.step, start.step, others, base=base, entropy_coefficient=coefficient)
+        moment = Moment(state.step, others, base=base, entropy_coefficient=coefficient)
         correction = self.algorithm.correction
         over_batch = correction.fact("over_batch")
         if over_batch is None:
@@ -409,6 +408,7 @@ class Update:
         columns |= {
             f"{name}_logp": self._constant_logp(params, rows, moment.base) for name, params in moment.others.items()
         }
+        iteration = moment.version // self.config.updates_per_iteration
         tokens = Tokens(
             policy_logp,
             behaviour_logp,
@@ -416,10 +416,8 @@ class Update:
             rows.advantage,
             rows.reward,
             mask,
-            policy_version=rollout.policy_version,
-            version=moment.version,
-            start_version=moment.start_version,
-            iteration=moment.version // self.config.updates_per_iteration,
+            age=iteration - rollout.policy_version // self.config.updates_per_iteration,
+            iteration=iteration,
             group_size=self.group_size,
             columns=columns,
         )

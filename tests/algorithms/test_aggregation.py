@@ -7,7 +7,7 @@ import pytest
 from reference import losses as oracle
 from support.building import algorithm_config
 
-from jaxrl_llm.algorithms.aggregation import AGGREGATIONS
+from jaxrl_llm.algorithms.aggregation import AGGREGATIONS, CROSS_ENTROPIES
 from jaxrl_llm.algorithms.views import Batch
 from jaxrl_llm.runtime.nested import ConfigError
 
@@ -45,6 +45,19 @@ def test_aggregation_by_hand():
     # Two prompts: (6/3 + 10/1) / 2.
     weight = weights(mask, trainable, jnp.array([7, 3, 7, 3]), kind="prompt_mean", max_completion_tokens=4)
     np.testing.assert_allclose(jnp.sum(weight * term), 6.0, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["answers", "environment"])
+def test_what_an_environment_wrote_is_a_mean_over_all_rows(name):
+    # Of 4 trainable rows two have something to predict, 2 tokens and 1; the last is not trainable.
+    prompt_length, length = jnp.array([3, 2, 1, 1, 3]), jnp.array([5, 4, 3, 2, 5])
+    sampled = jnp.array([[0, 0, 0, 0, 0], [0, 0, 0, 1, 0], [0, 1, 1, 0, 0], [0, 1, 0, 0, 0], [0] * 5], bool)
+    batch = Batch(jnp.arange(5) < 4, jnp.zeros(5, int), jnp.zeros(5, bool), prompt_length, length, 5, 5, sampled)
+    expected = {
+        "answers": [[0, 0, 0, 1 / 8, 1 / 8], [0, 0, 1 / 4, 0, 0], [0] * 5, [0] * 5, [0] * 5],
+        "environment": [[0, 1 / 8, 1 / 8, 0, 0], [0, 1 / 4, 0, 0, 0], [0] * 5, [0] * 5, [0] * 5],
+    }
+    np.testing.assert_allclose(CROSS_ENTROPIES[name](batch), expected[name], rtol=1e-6)
 
 
 @pytest.mark.parametrize("kind", sorted(AGGREGATIONS))

@@ -12,10 +12,9 @@ from jaxrl_llm.algorithms.views import Tokens
 from jaxrl_llm.runtime.nested import ConfigError
 
 
-def tokens(policy, behaviour, version, start_version, now, **columns):
-    mask = jnp.ones(policy.shape, bool)
-    versions = {"policy_version": version, "start_version": jnp.int32(start_version), "version": jnp.int32(now)}
-    return Tokens(policy, behaviour, behaviour, 0 * policy, jnp.zeros(len(policy)), mask, **versions, columns=columns)
+def tokens(policy, behaviour, age, **columns):
+    mask, zeros = jnp.ones(policy.shape, bool), jnp.zeros(len(policy))
+    return Tokens(policy, behaviour, behaviour, 0 * policy, zeros, mask, age=age, columns=columns)
 
 
 def test_each_old_policy_is_what_it_says_and_reads_nothing_else():
@@ -31,7 +30,7 @@ def test_each_old_policy_is_what_it_says_and_reads_nothing_else():
     for name, logp in expected.items():
         chosen = algorithm_config(old_policy=name).old_policy
         needed = {column: columns[column] for column in chosen.needs.columns}
-        x = tokens(behaviour + 9, behaviour, jnp.zeros((1, 2), jnp.int32), 0, 0, **needed)
+        x = tokens(behaviour + 9, behaviour, jnp.zeros((1, 2), jnp.int32), **needed)
         np.testing.assert_array_equal(chosen(x), logp)
         assert chosen.fact("is_behaviour", False) == (name == "behaviour")
         assert ("decay" in chosen.settings) == ("average_logp" in needed)
@@ -45,16 +44,12 @@ def test_unknown_ones_are_named():
 
 
 def test_interpolated_policy_by_hand():
-    # Versions 2, 6, 8 of the token, old 6, current 8: alpha = 4/6, 0/2, 0/0; a token of the old weights is theirs.
-    policy, behaviour = jnp.full((1, 3), -1.0), jnp.full((1, 3), -4.0)
-    version = jnp.array([[2, 6, 8]])
+    # Drawn in this iteration and in the one before: by the behaviour policy. Three before: two thirds of the way.
+    policy, behaviour = jnp.full((1, 4), -1.0), jnp.full((1, 4), -4.0)
+    age = jnp.array([[0, 1, 2, 3]])
     interpolated = OLD_POLICIES["interpolated"]
-    old = interpolated(tokens(policy, behaviour, version, 6, 8))
-    np.testing.assert_allclose(old, [[-2.0, -4.0, -4.0]], rtol=1e-6)
-    # Before the first update of an iteration the old policy is the current one.
-    old = interpolated(tokens(policy, behaviour, version, 8, 8))
-    np.testing.assert_allclose(old, [[-1.0, -1.0, -4.0]], rtol=1e-6)
-    gradient = jax.grad(lambda p: interpolated(tokens(p, behaviour, version, 6, 8)).sum())(policy)
+    np.testing.assert_allclose(interpolated(tokens(policy, behaviour, age)), [[-4.0, -4.0, -2.5, -2.0]], rtol=1e-6)
+    gradient = jax.grad(lambda p: interpolated(tokens(p, behaviour, age)).sum())(policy)
     assert (gradient == 0).all()
 
 

@@ -219,6 +219,8 @@ def test_a_turn_is_told_apart_where_the_rows_are_worth_the_same():
         ("turn_returns", {"std": False}, [[0.0, -0.5], [0.0, 0.5]]),
         # The last turn's outcome, -1 and 1 over the std; the first turn's own is the opposite.
         ("mt_grpo", {}, [[0.0, -1.0], [0.0, 1.0]]),
+        # Up to the first that is no match: 1 and 0, then 0 and 1. What comes after a wrong turn is not to its credit.
+        ("ui_s1", {"std": False}, [[0.5, -0.5], [-0.5, 0.5]]),
     ):
         advantage, _ = compute(arrays, kind, tuple(settings.items()))
         np.testing.assert_allclose(by_turn(advantage, arrays, number), expected, atol=1e-5)

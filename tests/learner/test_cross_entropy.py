@@ -36,7 +36,7 @@ def oracle(params, rows, algorithm):
     at = np.arange(rows.rollout.tokens.shape[1])[None, :]
     mask = (at >= rows.rollout.prompt_length[:, None]) & (at < rows.rollout.length[:, None])
     term = losses.clipped_surrogate(np.array(logp), rows.rollout.behaviour_logp, rows.advantage, 0.2, 0.2)
-    environment = sum(environment) / len(environment)
+    environment = sum(environment) / rows.trainable.sum()  # a prompt of one token adds nothing, and counts
     imitation = sum(imitation) / len(imitation) if imitation else 0.0
     loss = losses.aggregate(term, mask, rows.trainable, "token_mean", COMPLETION_TOKENS)
     of_prompts, of_others = (one["coefficient"] for one in algorithm.cross_entropies)

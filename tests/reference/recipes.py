@@ -140,16 +140,16 @@ def sapo(batch, longest):
 
 
 def echo(batch, longest):
-    """arXiv:2605.24517: beside GRPO's loss 0.05 of the cross-entropy of what the environment wrote."""
-    of_prompts = mean(-mean(row["prompt"]) for row in batch if row["prompt"])
-    # A prompt of one token has nothing to predict and counts in no mean.
-    return token_mean(batch, lambda row, t: ppo(ratio(row, t), grpo_advantage(batch, row))) + 0.05 * of_prompts
+    """arXiv:2605.24517: beside GRPO's loss 0.05 of the cross-entropy of what the environment wrote, means over rows."""
+    # Of a prompt of one token nothing is predicted: it adds 0.
+    of_prompts = mean(-mean(row["prompt"]) if row["prompt"] else 0.0 for row in batch)
+    return sequence_mean(batch, lambda row, t: ppo(ratio(row, t), grpo_advantage(batch, row))) + 0.05 * of_prompts
 
 
 def echo_answers(batch, longest):
     """arXiv:2605.24517: the same of what the environment answered between turns."""
-    of_answers = mean(-mean(row["answers"]) for row in batch if row["answers"])
-    return token_mean(batch, lambda row, t: ppo(ratio(row, t), grpo_advantage(batch, row))) + 0.05 * of_answers
+    of_answers = mean(-mean(row["answers"]) if row["answers"] else 0.0 for row in batch)
+    return sequence_mean(batch, lambda row, t: ppo(ratio(row, t), grpo_advantage(batch, row))) + 0.05 * of_answers
 
 
 def gdpo(batch, longest, weights=(1.0, 0.5)):
@@ -263,36 +263,45 @@ def decoupled_ppo(batch, longest):
 
 
 def loop(batch, longest):
-    """Chen et al. 2025: leave-one-out under a clip of 0.1."""
+    """Chen et al. 2025, eq. 5: E_x 1/|x| sum_t min(rho A, A + eps |A|), leave-one-out, eps = 0.1."""
     kept = without_tied(batch)
-    return token_mean(kept, lambda row, t: ppo(ratio(row, t), leave_one_out(batch, row), 0.1, 0.1))
+    return sequence_mean(kept, lambda row, t: ppo(ratio(row, t), leave_one_out(batch, row), 0.1, 0.1))
 
 
 def rr(batch, longest):
-    """Sun et al. 2025: mixed groups alone, no standard deviation, the ratio to the behaviour policy."""
+    """Sun et al. 2025 (released code): mixed groups; r = pi / mu within [r_old (1 - .2), r_old (1 + .2)].
+
+    r_old = pi_old / mu, pi_old the weights before the iteration's updates.
+    """
     kept = without_tied(batch)
-    return token_mean(kept, lambda row, t: ppo(ratio(row, t), centred(batch, row)))
+
+    def term(row, t):
+        a, r = grpo_advantage(batch, row), ratio(row, t)
+        r_old = math.exp(row["start"][t] - row["behaviour"][t])
+        return -min(r * a, min(max(r, 0.8 * r_old), 1.2 * r_old) * a)
+
+    return token_mean(kept, term)
 
 
 def mc_grpo(batch, longest):
-    """arXiv:2601.22582: rewards against the group's median."""
+    """arXiv:2601.22582: rewards against the group's median in GRPO's loss, a mean over sequences; KL .04."""
 
     def term(row, t):
         rows = siblings(batch, row)
         advantage = 0.0 if is_tied(rows) else row["reward"] - float(np.median(rewards(rows)))
-        return ppo(ratio(row, t), advantage)
+        return ppo(ratio(row, t), advantage) + 0.04 * k3(row, t)
 
-    return token_mean(batch, term)
+    return sequence_mean(batch, term)
 
 
 def mssr(batch, longest):
-    """arXiv:2512.18215: A = (r - v) whitened, + min(|A| / .4, 2 H) at each token; KL .01."""
+    """arXiv:2512.18215: A = (r - v) whitened, + min(.4 H, |A| / 2) at each token (arXiv:2506.14758); KL .01."""
     gains = [row["reward"] - row["baseline"] for row in batch]
     centre, scale = mean(gains), std(gains) + 1e-6
 
     def term(row, t):
         a = (row["reward"] - row["baseline"] - centre) / scale
-        return ppo(ratio(row, t), a + min(abs(a) / 0.4, 2 * row["entropy"][t])) + 0.01 * k3(row, t)
+        return ppo(ratio(row, t), a + min(0.4 * row["entropy"][t], abs(a) / 2)) + 0.01 * k3(row, t)
 
     return token_mean(batch, term)
 

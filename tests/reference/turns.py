@@ -45,9 +45,18 @@ def turn_returns(rows, discount=1.0, std=True):
     return [[one(row, k) for k in range(len(row["turns"]))] for row in rows]
 
 
-def ui_s1(rows, discount=0.5, weight=1.0, std=True):
-    steps = turn_returns(rows, discount, std)
-    return [[of_row(rows, row, std) + weight * s for s in own] for row, own in zip(rows, steps, strict=True)]
+def ui_s1(rows, discount=0.5, weight=1.0, std=True, matched=1.0):
+    def to_mismatch(row, k):
+        """Discounted rewards from turn k on, up to the first that is no match; of one that is none its own."""
+        turns = row["turns"]
+        end = next((j for j in range(k, len(turns)) if turns[j] < matched), len(turns))
+        return math.fsum(discount ** (j - k) * turns[j] for j in range(k, end)) if end > k else turns[k]
+
+    def one(row, k):
+        others = [to_mismatch(r, k) for r in siblings(rows, row) if len(r["turns"]) > k]
+        return of_row(rows, row, std) + weight * standardised(to_mismatch(row, k), others, std)
+
+    return [[one(row, k) for k in range(len(row["turns"]))] for row in rows]
 
 
 def mt_grpo(rows, coefficient=1.0):
