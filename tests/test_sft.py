@@ -116,7 +116,7 @@ def test_what_is_learned_is_in_the_folder(tmp_path, monkeypatch, capfd):
 def test_a_loss_that_is_not_finite_writes_no_model(tmp_path, monkeypatch):
     one = mesh_of(ONE)
     monkeypatch.setattr(sharding, "make_mesh", lambda _: one)
-    monkeypatch.setattr(Supervised, "loss", lambda _, params, *__: jax.numpy.nan * optax.global_norm(params))
+    monkeypatch.setattr(Supervised, "loss", lambda _, params, *__: jax.numpy.nan * optax.tree.norm(params))
     with pytest.raises(ConfigError, match=r"the loss is nan at step 20: lower optimizer.learning_rate=0\.01"):
         sft(freeze(settings(tmp_path)), tmp_path / "model")
     assert not (tmp_path / "model").exists()
