@@ -6,6 +6,9 @@ Owns: how a completion is compared with column ``answer``. Does not know: where 
 from __future__ import annotations
 
 import logging
+import re
+from decimal import Decimal
+from typing import Any
 
 from jaxrl_llm.runtime.nested import ConfigError
 
@@ -21,30 +24,64 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)
 # The last \boxed{} wins over "the answer is ...", and that over any other formula or number.
 _EXTRACTION = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
 
+_SCIENTIFIC = re.compile(r"(?<![\w.])(\d+\.?\d*|\.\d+)[eE]([+-]?\d{1,3})(?!\w|\.\d)")
+_TINY = re.compile(r"(?<![\d.])0?\.(0{6,})[1-9]")  # 0 when rounded as math_verify does
+_DECIMALS = 6  # to which it rounds
+
+# Words that math_verify would take for products of one-letter symbols, which "ab" and "abcd" may be.
+_WORDS = re.compile(r"N/A|(?i:none|null|nan|true|false)|(?=.*[A-Za-z]{3})[A-Za-z ]{5,}")
+
 
 def reward(prompts: list, completions: list[str], *, answer: list, **columns) -> list[float]:
     r"""1.0 where the completion's answer equals ``answer`` as mathematics, else 0.0.
 
     Args:
-        answer: a number, or text: plain ("1/2"), LaTeX with or without dollars, or a worked solution that ends
-            in ``\boxed{}`` or "#### 72".
+        answer: a number, or text: plain ("1/2", "6.02e23"), LaTeX with or without dollars, or a worked solution that
+            ends in ``\boxed{}`` or "#### 72".
 
     Raises:
-        ValueError: an ``answer`` holds no mathematics: a fault of the data, not of the completion.
+        ValueError: an ``answer`` holds no mathematics, as null, true and plain words do not: a fault of the data, not
+            of the completion.
     """
-    gold = {text: _gold(text) for text in set(map(str, answer))}
-    return [
-        float(verify(gold[str(right)], _parse(text), timeout_seconds=None))
-        for text, right in zip(completions, answer, strict=True)
-    ]
+    gold = {repr(right): _gold(right) for right in answer}
+    scores = []
+    for text, right in zip(completions, answer, strict=True):
+        forms, decimals = gold[repr(right)]
+        equal = verify(forms, _parse_completion(text), float_rounding=decimals, timeout_seconds=None)
+        scores.append(float(equal))
+    return scores
 
 
-def _gold(answer: str) -> list:
-    text = answer.rpartition("####")[2].strip()
-    parsed = _parse(text if "$" in text or r"\boxed" in text else f"${text}$")
+def _gold(answer: Any) -> tuple[list, int]:
+    """What a completion may equal, and to how many decimals."""
+    text = str(answer).rpartition("####")[2].strip()
+    text = text if "$" in text or r"\boxed" in text else f"${text}$"
+    parsed = _parse(text)
     if not parsed:
         raise ValueError(f"column answer={answer!r:.80} holds no mathematics to compare with")
-    return parsed
+    if _WORDS.fullmatch(parsed[-1].strip()):
+        raise ValueError(
+            f"column answer={answer!r:.80} is no mathematics but words: rewards.functions="
+            r"'jaxrl_llm.questions.tasks.scores:exact' compares words, and math those in \text{}"
+        )
+    # math_verify does not find 6.02*10^23 equal to its digits: a completion may have written either.
+    digits = _digits(text)
+    powers = _SCIENTIFIC.sub(lambda found: rf"{found[1]}\times 10^{{{int(found[2])}}}", text)
+    if digits != text:
+        parsed = [*parsed, *_parse(digits), *_parse(powers)]
+    tiny = _TINY.search(digits)
+    return parsed, _DECIMALS + len(tiny[1]) if tiny else _DECIMALS
+
+
+def _parse_completion(text: str) -> list:
+    digits = _digits(text)
+    is_formula = "$" in text or r"\boxed" in text  # where 2e-1 may be Euler's number times 2, less 1
+    return _parse(digits) + (_parse(text) if digits != text and is_formula else [])
+
+
+def _digits(text: str) -> str:
+    """Text whose numbers like 1e-5 are 0.00001."""
+    return _SCIENTIFIC.sub(lambda found: format(Decimal(found[0]), "f"), text)
 
 
 def _parse(text: str) -> list:
