@@ -21,6 +21,7 @@ from support.building import needs_reasoning_gym
 
 from jaxrl_llm.actor import evaluation, reward_worker
 from jaxrl_llm.config import Config, ConfigError, EnvironmentsConfig, EvalConfig, PromptsConfig, freeze
+from jaxrl_llm.models.files.gguf import make_byte_tokenizer
 from jaxrl_llm.questions import tasks
 from jaxrl_llm.questions.ledger import Ledger
 from jaxrl_llm.questions.stream import EncodedExample, PromptStream, batch_of, encode_examples, split_held_out
@@ -468,6 +469,18 @@ def test_size_limits_the_questions_read_and_zero_reads_all(tmp_path):
     path = tmp_path / "q.jsonl"
     assert [e.prompt for e in load_jsonl(path, text, size=2, bad_row="skip").examples] == ["a", "b"]
     assert len(load_jsonl(path, text, size=0, bad_row="skip").examples) == 3
+
+
+def test_rows_that_size_leaves_out_are_said_and_cut_no_file_of_held_out_questions(tmp_path):
+    """A file of more than 1,024 rows was cut without a word, and eval.name's with it."""
+    path, text = tmp_path / "q.jsonl", "".join(f'{{"prompt": "{i}"}}\n' for i in range(5))
+    assert load_jsonl(path, text, size=3).bad_rows == (f"{path}: the rows after 3 (prompts.size=3; 0 reads all)",)
+    assert load_jsonl(path, text, size=5).bad_rows == load_jsonl(path, text, size=0).bad_rows == ()
+    few = {"source": "jsonl", "name": str(path), "size": 3}
+    config = freeze({"prompts": few, "eval": {"name": str(path), "num_prompts": 4}, "rewards": {"functions": ("x:y",)}})
+    train, held_out, skipped = evaluation.questions(config, make_byte_tokenizer())
+    assert len(train) == 3 and [row.example.prompt for row in held_out] == ["0", "1", "2", "3"]
+    assert len(skipped) == 1
 
 
 def test_file_without_questions_is_refused(tmp_path):

@@ -19,6 +19,7 @@ from jaxrl_llm.runtime.nested import ConfigError
 if TYPE_CHECKING:
     from jaxrl_llm.config import PromptsConfig
 
+SOURCES = ("jsonl", "parquet", "code", "text")  # that read a file
 SCORER = ""  # a file has no scorer of its own: rewards.functions names one
 
 
@@ -61,6 +62,8 @@ def load_rows(
 ) -> Loaded:
     """The first ``config.size`` questions that are made of the rows of the file ``config.name``; raises as ``load``.
 
+    Rows after them are told among the bad ones.
+
     Args:
         read: a file's rows, with their numbers.
         made: a row's prompt and columns, or BadRowError.
@@ -70,7 +73,8 @@ def load_rows(
     path = Path(os.path.expanduser(config.name))
     examples, bad_rows = [], []
     try:
-        for number, row in read(path):
+        rows = iter(read(path))
+        for number, row in rows:
             origin = f"{path}:{number}"
             try:
                 prompt, columns = made(row)
@@ -80,6 +84,8 @@ def load_rows(
                     raise ConfigError(f"{origin}: {error} (prompts.bad_row='skip' leaves such rows out)") from error
                 bad_rows.append(f"{origin}: {error}")
             if len(examples) == config.size > 0:
+                if _has_more(rows):
+                    bad_rows.insert(0, f"{path}: the rows after {number} (prompts.size={config.size}; 0 reads all)")
                 break
     except OSError as error:
         raise ConfigError(f"prompts.name={config.name!r} cannot be read: {error.strerror or error}") from error
@@ -87,6 +93,13 @@ def load_rows(
         reason = f"none of its {len(bad_rows)} rows can be used; {bad_rows[0]}" if bad_rows else "it is empty"
         raise ConfigError(f"prompts.name={config.name!r} holds no question: {reason}")
     return Loaded(tuple(examples), tuple(bad_rows))
+
+
+def _has_more(rows: Iterator[Any]) -> bool:
+    try:
+        return next(rows, None) is not None
+    except ConfigError:  # what cannot be read is more too
+        return True
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
