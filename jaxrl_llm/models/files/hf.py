@@ -48,6 +48,21 @@ def numpy_dtypes() -> dict[str, np.dtype]:
     return {dtype.name: dtype for dtype in DTYPES.values()}
 
 
+def downloaded(path: str, setting: str, allowed: str) -> str:
+    """The folder of a hub id; ConfigError, which says what is ``allowed`` there, where it is not to be had."""
+    import huggingface_hub
+
+    try:
+        wanted, copies = ["*.json", "*.safetensors", "*.jinja"], ["*/*.safetensors", "consolidated*"]
+        return huggingface_hub.snapshot_download(path, allow_patterns=wanted, ignore_patterns=copies)
+    except Exception as error:  # of huggingface_hub, its HTTP client or the network: all mean "not to be had"
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ConfigError(
+            f"{setting}={path!r} is no folder here and the Hugging Face hub did not give it ({reason}); "
+            f"allowed: {allowed}"
+        ) from error
+
+
 def read_architecture(folder: str | Path) -> Architecture:
     """Shape of the model in ``folder``, from its config.json.
 

@@ -73,7 +73,7 @@ def resolve(path: str, *, setting: str = "model.path", adapter: str = "") -> Sou
     if os.path.isdir(path):
         return _files(path, hf, load_tokenizer)
     if re.fullmatch(r"[\w.-]+/[\w.-]+", path) and not path.startswith("."):
-        return _files(_download(path, setting), hf, load_tokenizer)
+        return _files(hf.downloaded(path, setting, ALLOWED), hf, load_tokenizer)
     raise ConfigError(f"{setting}={path!r} is not there; allowed: {ALLOWED}")
 
 
@@ -156,17 +156,3 @@ def _find_smollm2(setting: str = "model.path") -> str:
         if (Path(folder) / SMOLLM2_FILE).is_file():
             return str(Path(folder) / SMOLLM2_FILE)
     raise ConfigError(f"{setting}={SMOLLM2!r}: package {SMOLLM2_PACKAGE} is not installed; run bash launch/setup.sh")
-
-
-def _download(path: str, setting: str) -> str:
-    import huggingface_hub
-
-    try:
-        wanted, copies = ["*.json", "*.safetensors", "*.jinja"], ["*/*.safetensors", "consolidated*"]
-        return huggingface_hub.snapshot_download(path, allow_patterns=wanted, ignore_patterns=copies)
-    except Exception as error:  # of huggingface_hub, its HTTP client or the network: all mean "not to be had"
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ConfigError(
-            f"{setting}={path!r} is no folder here and the Hugging Face hub did not give it ({reason}); "
-            f"allowed: {ALLOWED}"
-        ) from error
