@@ -139,7 +139,7 @@ class PromptStream:
         ledger: has met no question yet.
 
     Raises:
-        ConfigError: (``restore``) the state is of other questions, another seed or another order.
+        ConfigError: (``check``, ``restore``) the state is of other questions, another seed or another order.
     """
 
     def __init__(self, encoded: Sequence[EncodedExample], config: PromptsConfig, ledger: Ledger, *, seed: int):
@@ -188,10 +188,14 @@ class PromptStream:
         """What ``restore`` needs to go on from here; plain JSON."""
         return {"position": self._position, "fingerprint": self._fingerprint}
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def check(self, state: dict[str, Any]) -> None:
+        """Raises what ``restore`` would."""
         if state["fingerprint"] != self._fingerprint:
             raise ConfigError(
                 "the questions are not those of the checkpoint (the file, the tokenizer, seed or prompts.* has "
                 f"changed): fingerprint {self._fingerprint} here, {state['fingerprint']} there"
             )
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.check(state)
         self._position = state["position"]

@@ -220,15 +220,24 @@ class Checkpointer:
         every, waited = self._config.every_iterations, hosts.exchange(time.monotonic() - self._saved_at)[0]
         return (every > 0 and iteration % every == 0) or 0 < self._config.every_minutes * 60 <= waited
 
-    def check_config(self, config: Config, *, allow_changes: bool) -> None:
+    def check_config(
+        self, config: Config, check: Callable[[dict[str, Any]], None] = lambda host: None, *, allow_changes: bool
+    ) -> None:
         """Refuse to resume under other settings; reads no array, so it may come before anything is compiled.
+
+        Args:
+            check: raises where the host's state, as given to ``save``, does not fit.
 
         Raises:
             ConfigError: settings differ from those of the latest checkpoint, or none is whole.
         """
-        latest = self.latest_iteration()
-        if latest is not None:
-            read = lambda path: check_settings(read_text(path)[1], config, path, allow_changes)
+
+        def read(path: pathlib.Path) -> None:
+            host, text = read_text(path)
+            check_settings(text, config, path, allow_changes)
+            check(host)
+
+        if self.latest_iteration() is not None:
             read_whole(self.directory, None, read, say=False)
 
     def check(self) -> dict[str, float]:

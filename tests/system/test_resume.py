@@ -267,6 +267,20 @@ def test_other_settings_are_accepted_by_flag(finished_copy, monkeypatch):
         train_module.train(freeze(mapping), workdir, allow_config_changes=True)
 
 
+@pytest.mark.parametrize(("setting", "value"), [("seed", 1), ("prompts", {"size": 63})])
+def test_other_questions_are_refused_before_a_file_is_touched(setting, value, finished_copy, monkeypatch):
+    """They were after all was compiled: config.json was the new one by then, and the report gone."""
+    workdir, mapping = finished_copy
+    mapping[setting] = mapping[setting] | value if isinstance(value, dict) else value
+    files = lambda: {x.name: x.read_bytes() for x in workdir.iterdir() if x.is_file() and x.name != "lock"}
+    before = files()
+    assert {"config.json", "report.html", "metrics.jsonl"} <= set(before)
+    monkeypatch.setattr(train_module, "compile_all", refuse_to_compile)
+    with pytest.raises(ConfigError, match="the questions are not those of the checkpoint"):
+        train_module.train(freeze(mapping), workdir, allow_config_changes=True)
+    assert files() == before
+
+
 def test_a_stop_asked_for_during_an_evaluation_saves_that_iteration(finished_copy, tmp_path, monkeypatch, capfd):
     _, mapping = finished_copy
     mapping["eval"] |= {"num_prompts": 2, "every_iterations": 2}
