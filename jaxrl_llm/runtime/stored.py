@@ -96,6 +96,15 @@ def read_text(path: pathlib.Path) -> tuple[Any, dict[str, Any]]:
     return host, text
 
 
+def config_of(text: dict[str, Any], path: pathlib.Path) -> Config:
+    """The config that ``read_text`` has read; ConfigError where this version has no such settings."""
+    try:
+        return freeze(text["config"])
+    except ConfigError as error:
+        said = f"checkpoint {path} was made by another version of jaxrl_llm, which alone can read it: {error}"
+        raise ConfigError(said) from error
+
+
 def read_arrays(path: pathlib.Path, wanted: dict[str, Any]) -> dict[str, Any]:
     """Arrays by name: where ``wanted`` gives a ``ShapeDtypeStruct``, on its sharding; where None, numpy."""
 
@@ -167,7 +176,7 @@ def check_settings(text: dict[str, Any], config: Config | None, path: pathlib.Pa
         text: of its config/.
         config: the settings now; None: any will do.
     """
-    saved = freeze(text["config"])
+    saved = config_of(text, path)
     if config is None:
         return saved
     now, changed = files(config), changed_settings(saved, config)

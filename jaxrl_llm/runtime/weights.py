@@ -13,11 +13,11 @@ from typing import Any
 import flax.traverse_util
 import jax
 
-from jaxrl_llm.config import Config, ConfigError, freeze
+from jaxrl_llm.config import Config, ConfigError
 from jaxrl_llm.ops.checksum import checksum
 from jaxrl_llm.runtime import bucket
 from jaxrl_llm.runtime.checkpoint import POLICY, by_name
-from jaxrl_llm.runtime.stored import check_arrays, compare, read_arrays, read_text, read_whole, steps_in
+from jaxrl_llm.runtime.stored import check_arrays, compare, config_of, read_arrays, read_text, read_whole, steps_in
 
 
 def restore_params(
@@ -50,6 +50,7 @@ def restore_params(
 
     def read(path: pathlib.Path) -> tuple[Any, Config]:
         host, text = read_text(path)
+        config = config_of(text, path)
         check(host)
         heads = [f"/{name}".partition(POLICY) for name in text["arrays"]]
         prefix = next(f"{head}{POLICY}"[1:] for head, found, _ in heads if found)
@@ -64,7 +65,7 @@ def restore_params(
         compare(saved, as_saved, [checksum(x).item() for x in as_saved.values()])
         if abstract_params is None:
             arrays = {name.removeprefix(prefix): x for name, x in arrays.items()}
-            return flax.traverse_util.unflatten_dict(arrays, sep="/"), freeze(text["config"])
-        return jax.tree.unflatten(jax.tree.structure(abstract_params), arrays.values()), freeze(text["config"])
+            return flax.traverse_util.unflatten_dict(arrays, sep="/"), config
+        return jax.tree.unflatten(jax.tree.structure(abstract_params), arrays.values()), config
 
     return read_whole(root, iteration, read)

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import re
 import shutil
 import signal
 import subprocess
@@ -26,6 +27,7 @@ from jaxrl_llm.ops.checksum import checksums
 from jaxrl_llm.runtime import checkpoint
 from jaxrl_llm.runtime.checkpoint import Checkpointer
 from jaxrl_llm.runtime.stop import Stopped, StopRequest
+from jaxrl_llm.runtime.stored import digest
 from jaxrl_llm.runtime.weights import restore_params
 from jaxrl_llm.types import TrainState
 
@@ -301,6 +303,20 @@ def change(**sections: Any) -> Config:
             for name, value in sections.items()
         },
     )
+
+
+def test_a_checkpoint_of_another_version_is_named_and_said_to_be_one(copy):
+    """It was an unknown config key, with no word of where."""
+    checkpoint = copy / "checkpoints" / "2"
+    text = json.loads((checkpoint / "config" / "metadata").read_text())
+    host = json.loads((checkpoint / "host" / "metadata").read_text())
+    del text["digest"]
+    text["config"]["update"]["old_setting"] = 3
+    (checkpoint / "config" / "metadata").write_text(json.dumps(text | {"digest": digest(host, text)}))
+    said = rf"checkpoint .*{re.escape(str(checkpoint))} was made by another version.*update\.old_setting=3"
+    for read in (resume, restore_params):
+        with pytest.raises(ConfigError, match=said):
+            read(copy)
 
 
 def test_changed_settings_are_refused_by_name_unless_allowed(checkpointer):
