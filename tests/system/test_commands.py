@@ -3,6 +3,8 @@
 import json
 import math
 
+import jax
+import numpy as np
 import pytest
 from support.building import settings_of
 from support.command_line import DEBUG_CONFIG
@@ -94,6 +96,36 @@ def test_how_many_are_decoded_side_by_side_changes_no_evaluation():
     one = evaluated(0)
     assert len(one["samples"]) == 20 and len({sample["completion"] for sample in one["samples"]}) > 10
     assert evaluated(3) == one and evaluated(64) == one
+
+
+def test_questions_that_a_checkpoint_was_trained_on_are_warned_of(monkeypatch, capsys):
+    """The score was printed as if they had been held out."""
+    fixed = {"eval.num_prompts": 5, "sampling.max_completion_tokens": 6, "seed": 1}
+    config = lambda changed: freeze(settings_of(DEBUG_CONFIG, fixed | changed))
+
+    def warned(saved, given=None):
+        def restored(directory, params, check):
+            return jax.tree.map(lambda x: jax.device_put(np.zeros(x.shape, x.dtype)), params), config(saved)
+
+        monkeypatch.setattr(evaluate, "restore_params", restored)
+        evaluate.command(config(given or {}), "", "runs/mine", 1)
+        return capsys.readouterr().err
+
+    assert warned({}) == ""
+    assert warned({"eval.num_prompts": 8}) == ""  # five of the eight
+    said = warned({"seed": 0, "prompts.size": 64}, {"prompts.size": 60})
+    assert said.startswith("warning: runs/mine may have been trained on some of these questions")
+    assert "(seed 0 -> 1; prompts.size 64 -> 60)" in said
+    assert "(eval.num_prompts 3 -> 5)" in warned({"eval.num_prompts": 3})
+
+
+def test_other_sources_and_files_hold_out_what_no_run_was_trained_on():
+    rewards = {"functions": ("x:y",)}
+    files = lambda **own: freeze({"prompts": {"source": "jsonl", "name": "a"}, "rewards": rewards} | own)
+    of_b = {"num_prompts": 3, "name": "b"}
+    assert evaluate.trained_on(files(), files(eval=of_b, seed=1)) == {}
+    assert evaluate.trained_on(files(), freeze({"prompts": {"source": "arithmetic"}, "seed": 1})) == {}
+    assert evaluate.trained_on(files(eval=of_b), files(eval={"num_prompts": 3})) == {"eval.name": ("b", "")}
 
 
 def test_pass_at_k_counts_draws_without_replacement():
