@@ -76,7 +76,7 @@ class PromptsConfig:
     size: int = 1024
     # Longest prompt in tokens, and the width of the prompt part of every row.
     max_tokens: Count = 32
-    # Text of a system message put before a text prompt; "" leaves the chat template's own default.
+    # System message put before prompts that have none of their own; "" leaves the chat template's own default.
     system_prompt: str = ""
     # Chat template: wrap prompts in the model's. False: the text is the prompt.
     chat_template: bool = True

@@ -186,7 +186,7 @@ if __name__ == "__main__":
     SEED = flags.DEFINE_integer("seed", 0, "Root of the sampling noise.")
     BATCH_SIZE = flags.DEFINE_integer("batch_size", 64, "Rows decoded side by side.")
     DTYPE = flags.DEFINE_string("compute_dtype", "float32", "float32 or bfloat16.")
-    SYSTEM_PROMPT = flags.DEFINE_string("system_prompt", "", "System message before a text prompt.")
+    SYSTEM_PROMPT = flags.DEFINE_string("system_prompt", "", "System message before prompts that have none.")
     STOP_TOKEN = flags.DEFINE_multi_string("stop_token", [], "Token that ends a completion; may be given repeatedly.")
     CHAT_TEMPLATE = flags.DEFINE_bool("chat_template", True, "Wrap prompts in the model's; false for a base model.")
     TEMPLATE_KWARGS = flags.DEFINE_string("chat_template_kwargs", "{}", 'JSON for it: {"enable_thinking": false}.')

@@ -65,7 +65,6 @@ class Restored:
         iteration: iterations finished when it was saved.
         device_state: as saved, with the structure and shardings of the abstract state.
         host_state: the JSON object given to ``save``.
-        config: the config it was saved with.
         is_inside: as given to ``save``.
         shapes: of the arrays as saved, by name.
     """
@@ -73,7 +72,6 @@ class Restored:
     iteration: int
     device_state: Any
     host_state: dict[str, Any]
-    config: Config
     is_inside: bool
     shapes: dict[str, list[int]]
 
@@ -209,7 +207,7 @@ class Checkpointer:
             state = jax.tree.unflatten(jax.tree.structure(wanted), arrays.values())
             compare(text["arrays"], arrays, _sums(state, checksums))
             state, shapes = dict.fromkeys(abstract_state) | state, {name: x[1] for name, x in text["arrays"].items()}
-            return Restored(int(path.name), state, host, saved, text["is_inside"], shapes)
+            return Restored(int(path.name), state, host, text["is_inside"], shapes)
 
         restored = read_whole(self.directory, iteration, read)
         self._current = restored.iteration, restored.is_inside

@@ -89,6 +89,16 @@ def test_text_becomes_a_user_message_and_messages_stay():
     assert encode("yo", chat_template=False, system_prompt="") == ids_of("yo")
 
 
+def test_a_system_prompt_stands_before_messages_that_have_none_of_their_own():
+    """It was dropped without a word where a row has messages."""
+    encode = lambda *messages: make().encode_prompt(list(messages), chat_template=True, system_prompt="be")
+    turn = lambda role, text: [2, *ids_of(f"{role}\n{text}"), 3, 99]
+    user, own, assistant = {"role": "user", "content": "yo"}, {"content": "hi"}, [2, *ids_of("assistant\n")]
+    assert encode(user) == turn("system", "be") + turn("user", "yo") + assistant
+    for role in ("system", "developer"):
+        assert encode(own | {"role": role}, user) == turn(role, "hi") + turn("user", "yo") + assistant
+
+
 def test_merges_apply_in_order_and_digits_stand_alone_where_asked():
     assert make().encode("12 hi") == [100, 102]
     assert make(pre_tokenizer="smollm").encode("12 hi") == [*ids_of("12"), 102]

@@ -85,7 +85,7 @@ class Tokenizer:
             prompts: texts, or messages with "role" and "content".
             chat_template: True wraps text as a user's message and renders the template up to the assistant's
                 turn. False: the text is the prompt, with the special tokens the tokenizer puts at a start.
-            system_prompt: a system message before a text prompt; "" leaves it to the template.
+            system_prompt: a system message before prompts that have none of their own; "" leaves it to the template.
             special_tokens: what looks like a special token in these texts is one, not the template's own alone.
             chat_template_kwargs: what the template is told besides, such as ``enable_thinking`` or ``tools``.
 
@@ -107,7 +107,9 @@ class Tokenizer:
         told = templates.told(chat_template_kwargs or {}, self._fast.chat_template, hide)
         texts = []
         for prompt in prompts:
-            messages = [*system, {"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            own = any(message["role"] in ("system", "developer") for message in messages)
+            messages = [*([] if own else system), *messages]
             messages = [{key: hide(text) for key, text in message.items()} for message in messages]
             try:
                 texts.append(templates.rendered(self._fast, messages, told))
