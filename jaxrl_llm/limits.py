@@ -134,6 +134,7 @@ def _combinations(c: Any, flat: dict[str, Any]):
         c.prompts.source not in ("letters", "maze", "kolmogorov", "grids") or c.eval.name == "",
         "[eval.name] must be '' for [prompts.source]: what it held out would be trained on",
     )
+    yield c.eval.name == "" or c.eval.num_prompts > 0, "[eval.name], but [eval.num_prompts]: set both or none"
     if c.prompts.source in ("maze", "kolmogorov", "grids"):
         yield c.prompts.name == "", "[prompts.name] must be '' for [prompts.source], which makes all of its questions"
     elif c.prompts.source not in ("letters", "arithmetic"):

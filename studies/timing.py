@@ -37,7 +37,7 @@ RAW = ".json.xz"
 def timed(config: Config, iterations: int) -> Config:
     """The same work for a few iterations that train, without evaluation."""
     iterations += config.replay.delay_iterations
-    evaluation = dataclasses.replace(config.eval, every_iterations=0, num_prompts=0)
+    evaluation = dataclasses.replace(config.eval, every_iterations=0, num_prompts=0, name="")
     optimizer = dataclasses.replace(config.optimizer, learning_rate=Config().optimizer.learning_rate)
     return dataclasses.replace(config, num_iterations=iterations, eval=evaluation, optimizer=optimizer, seed=0)
 

@@ -250,6 +250,10 @@ def test_the_defaults_are_a_config():
         ({"prompts": {"source": "jsonl"}}, "prompts.name='' must name the file"),
         ({"prompts": {"size": 0}}, "prompts.size=0 must be at least 1"),
         ({"checkpoint": {"keep_best": 1}}, "checkpoint.keep_best=1 needs eval.num_prompts"),
+        (
+            {"prompts": {"source": "jsonl", "name": "x"}, "eval": {"name": "y"}},
+            "eval.name='y', but eval.num_prompts=0: set both or none",
+        ),
         ({"algorithm": {"surrogate": "agro"}, "update": {"micro_batch_size": 4}}, "multiple of rollout.group_size=8"),
         ({"update": {"pack_width": 4096}}, "update.pack_width=4096 must be 0, or with update.micro_batch_tokens"),
         ({"update": {"pack_width": 9, "micro_batch_tokens": 9}}, "update.micro_batch_tokens at least the 160 tokens"),

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.algorithms.use import use
-from jaxrl_llm.config import defaults, freeze
+from jaxrl_llm.config import defaults, freeze, from_json, to_json
 from jaxrl_llm.questions import tasks
 from jaxrl_llm.questions.stream import split_held_out
 from jaxrl_llm.sweep.__main__ import read_sweep
@@ -109,13 +109,15 @@ def test_noise_is_found_from_what_arms_cost():
 
 
 def test_arms_that_differ_in_rate_and_seed_alone_are_timed_once():
-    configs = [freeze(defaults()) for _ in range(4)]
+    held_out = {"eval": {"num_prompts": 4, "name": "test"}, "prompts": {"source": "arithmetic"}}
+    configs = [freeze(held_out) for _ in range(4)]
     configs[1] = dataclasses.replace(
         configs[1], seed=3, optimizer=dataclasses.replace(configs[1].optimizer, learning_rate=1e-3)
     )
     configs[2] = dataclasses.replace(configs[2], replay=dataclasses.replace(configs[2].replay, delay_iterations=3))
     one, same, late, _ = (timing.timed(config, 5) for config in configs)
     assert one == same and one.num_iterations == 5 and one.eval.num_prompts == 0
+    assert from_json(to_json(one)) == one  # a run reads what it has written
     assert late.num_iterations == 8  # three train on nothing
 
 
