@@ -11,7 +11,7 @@ from support.building import ONE, mesh_of
 
 from jaxrl_llm.config import ConfigError, ModelConfig
 from jaxrl_llm.models.architecture import PRESETS
-from jaxrl_llm.models.files import pretrained
+from jaxrl_llm.models.files import peft, pretrained
 from jaxrl_llm.models.files.tokenizer import Tokenizer
 from jaxrl_llm.models.transformer import Model
 
@@ -38,6 +38,16 @@ def test_a_folder_is_a_model(mesh):
     assert source.load_params(model, mesh, seed=0)["blocks"]["q"].shape == (2, 4, 12, 32)
     with pytest.raises(ConfigError, match=r"tokenizer.json: no such file"):
         source.tokenizer()  # the fixture has none
+
+
+def test_a_path_may_begin_at_home(monkeypatch):
+    """A shell leaves the ~ of --config.model.path=~/model as it is, and a config file has none."""
+    monkeypatch.setenv("HOME", str(TINY.parent))
+    assert pretrained.resolve("~/tiny_llama").folder == str(TINY)
+    with pytest.raises(ConfigError, match=f"model.path='{TINY.parent}/none.gguf': no such file"):
+        pretrained.resolve("~/none.gguf")
+    with pytest.raises(ConfigError, match=f"{TINY}/adapter_config.json: no such file"):
+        peft.read_config("~/tiny_llama")
 
 
 def test_a_hub_id_is_downloaded(monkeypatch):

@@ -44,7 +44,12 @@ NOTHING = (None, False, "none", {}, [])
 
 def is_adapter(folder: str | Path) -> bool:
     """Whether a folder has adapters, and no model."""
-    return os.path.isfile(Path(folder, CONFIG)) and not os.path.exists(Path(folder, "config.json"))
+    folder = Path(os.path.expanduser(folder))
+    return os.path.isfile(folder / CONFIG) and not os.path.exists(folder / "config.json")
+
+
+def _tensors(folder: str | Path) -> hf.Folder:
+    return hf.Folder(Path(os.path.expanduser(folder)), WEIGHTS)
 
 
 def base_of(folder: str | Path) -> str:
@@ -65,7 +70,7 @@ def read_config(folder: str | Path) -> LoraConfig:
     Raises:
         ConfigError: no such files, another method than LoRA, or a variant that the model code lacks.
     """
-    path = Path(folder, CONFIG)
+    path = Path(os.path.expanduser(folder), CONFIG)
     given = READ | hf.read_json(path)
     if given["peft_type"] != "LORA":
         raise ConfigError(f"{path}: peft_type={given['peft_type']!r:.60} is not supported; supported: 'LORA'")
@@ -74,7 +79,7 @@ def read_config(folder: str | Path) -> LoraConfig:
     for key, value in given.items():
         if key not in INERT and key not in READ and value not in NOTHING:
             raise ConfigError(f"{path}: {key}={value!r:.60} is not supported; supported: absent, null or false")
-    modules = {name.rsplit(".", 3)[-3] for name in hf.Folder(Path(folder), WEIGHTS).shapes if name.count(".") > 2}
+    modules = {name.rsplit(".", 3)[-3] for name in _tensors(folder).shapes if name.count(".") > 2}
     targets = [name for name in LORA_TARGETS if not modules.isdisjoint((f"{name}_proj", MIXTRAL.get(name)))]
     if not targets:
         known = ", ".join(f"{name}_proj" for name in LORA_TARGETS)
@@ -108,7 +113,7 @@ def check(model: Model, mesh: Mesh, path: str) -> None:
             raise ConfigError(
                 f"model.lora.{name}={own!r} must be {there!r}, as model.lora.path={config.path!r:.200} has it"
             )
-    layout.check(hf.Folder(Path(config.path), WEIGHTS), names_of(model), *_expected(model, mesh))
+    layout.check(_tensors(config.path), names_of(model), *_expected(model, mesh))
 
 
 def load(folder: str | Path, model: Model, mesh: Mesh) -> Params:
@@ -117,7 +122,7 @@ def load(folder: str | Path, model: Model, mesh: Mesh) -> Params:
     Raises:
         ConfigError: an unreadable file, or a missing, misshapen or unknown tensor.
     """
-    return layout.load(hf.Folder(Path(folder), WEIGHTS), names_of(model), *_expected(model, mesh))
+    return layout.load(_tensors(folder), names_of(model), *_expected(model, mesh))
 
 
 def _expected(model: Model, mesh: Mesh) -> tuple[Params, str]:
@@ -149,7 +154,7 @@ def merged(path: str, resolve: Callable[..., Source], over: str = "") -> tuple[C
 
     def check_both(model: Model, mesh: Mesh) -> None:
         base.check_weights(model, mesh)
-        layout.check(hf.Folder(Path(path), WEIGHTS), names_of(model), *_expected(of(model), mesh))
+        layout.check(_tensors(path), names_of(model), *_expected(of(model), mesh))
 
     def load_both(model: Model, mesh: Mesh, *, seed: int) -> Params:
         adapted = of(model)
@@ -203,7 +208,7 @@ def export(learned: Params, model: Model, tokenizer: Tokenizer, folder: str | Pa
     said: dict[str, Any] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
+        "base_model_name_or_path": os.path.expanduser(base),
         "r": config.rank,
         "lora_alpha": int(config.alpha) if config.alpha.is_integer() else config.alpha,
         "use_rslora": config.rank_stabilised,

@@ -64,8 +64,7 @@ def resolve(path: str, *, setting: str = "model.path", adapter: str = "") -> Sou
         return Source(*peft.merged(adapter, resolve, path))
     if path.startswith("random:"):
         return _random(path, setting)
-    if path == SMOLLM2:
-        return _files(_find_smollm2(setting), gguf, gguf.read_tokenizer)
+    path = _find_smollm2(setting) if path == SMOLLM2 else os.path.expanduser(path)
     if path.endswith(".gguf"):
         if not os.path.isfile(path):  # False too for a name that no file can have
             raise ConfigError(f"{setting}={path!r}: no such file")
