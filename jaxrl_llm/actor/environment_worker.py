@@ -2,10 +2,10 @@
 
 An environment is a class with the interface of TRL's: a constructor without arguments, ``reset(**columns)``, public
 methods with a docstring, which are the tools that the policy calls, and ``get_reward()`` if its episodes have a reward
-of their own. A turn calls tools as Qwen and Hermes do, ``<tool_call>{"name": .., "arguments": {..}}</tool_call>``, and
-is answered by what they return; one that calls none is the last. Or an environment is a function ``(prompt, turns,
-**columns) -> str | None`` of the texts of all turns so far: its answer to the newest, None after the last. Or an agent
-(agents), which asks the policy for its turns.
+of their own. A turn calls tools as Qwen and Hermes do, ``<tool_call>{"name": .., "arguments": {..}}</tool_call>``, or
+as other families (tools), and is answered by what they return; one that calls none is the last. Or an environment is a
+function ``(prompt, turns, **columns) -> str | None`` of the texts of all turns so far: its answer to the newest, None
+after the last. Or an agent (agents), which asks the policy for its turns.
 
 An episode lives here from its first turn on. A process that has it not, for it is new or another began it, plays it
 again from what the policy said, and compares its answers; or, of a class with ``state()`` and ``restore(state)``, goes
@@ -23,9 +23,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxrl_llm.actor import agents, reward_worker
+from jaxrl_llm.actor import agents, reward_worker, tools
 from jaxrl_llm.actor.reward_worker import awaited, message
-from jaxrl_llm.actor.tools import TOOL_CALL
 
 NO_TOOLS = ("reset", "get_reward")  # public methods that are the environment's own
 SAVING = ("state", "restore")  # likewise, where it has both
@@ -74,18 +73,23 @@ class Episode:
         What a tool raises, and what is wrong with a call, is told to the policy: it may do better.
         """
         self.num_turns += 1
-        results = [self._call(text) for text in TOOL_CALL.findall(turn)]
+        results = [result for body in tools.apart(turn)[1] for result in self._results(body)]
         return "\n".join(results) if results else None
 
-    def _call(self, text: str) -> str:
+    def _results(self, body: str) -> list[str]:
         try:
-            call = json.loads(text)
-            name, arguments = call["name"], call.get("arguments", {})
+            calls = tools.read(body)
+        except Exception as error:
+            return [_told(error)]
+        return [self._call(*call) for call in calls]
+
+    def _call(self, name: str, arguments: dict[str, Any] | str) -> str:
+        try:
             if name not in self.tools:
                 raise ValueError(f"there is no tool {name!r:.100}, but {', '.join(self.tools)}")
             result = awaited(self.tools[name](**(json.loads(arguments) if isinstance(arguments, str) else arguments)))
         except Exception as error:
-            return f"error: {type(error).__name__}: {error}"[:300]
+            return _told(error)
         return _text(result, f"the tool {name}") or ""
 
     def close(self) -> None:
@@ -172,6 +176,10 @@ def act(
 def _forget(key: str) -> None:
     if episode := _episodes.pop(key, None):
         episode.close()
+
+
+def _told(error: Exception) -> str:
+    return f"error: {type(error).__name__}: {error}"[:300]
 
 
 def _text(value: Any, whose: str) -> str | None:

@@ -1,6 +1,9 @@
-"""Calls of tools in the OpenAI API's form, and in the text of models that write them as Hermes, Qwen and SmolLM2 do.
+"""Calls of tools in the OpenAI API's form, and in the text of models:
 
-    <tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>      or a list of several in one
+    <tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>   Hermes, Qwen, SmolLM2: one or a list
+    <tool_call><function=weather><parameter=city>Paris</parameter></function></tool_call>   Qwen3-Coder, Qwen3.5
+    {"name": "weather", "parameters": {"city": "Paris"}}   Llama 3: the whole text, one or a list
+    [TOOL_CALLS][{"name": "weather", "arguments": {..}}]   Mistral; where its mark is a special token it is not there
 
 Owns: how messages with calls become texts, and texts calls. Does not know: routes, chat templates.
 """
@@ -14,7 +17,9 @@ import uuid
 from typing import Any
 
 TOOL_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
-BEGIN = "<tool_call>"
+FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)</function>", re.DOTALL)
+PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+BEGIN, MISTRAL = "<tool_call>", "[TOOL_CALLS]"
 
 
 def functions_of(tools: Any) -> list[dict[str, Any]]:
@@ -73,17 +78,65 @@ def message_of(turn: str, *, has_tools: bool) -> dict[str, Any]:
 
 def calls_in(text: str) -> tuple[str | None, list[dict[str, Any]]]:
     """What is said beside calls, None where nothing is, and the calls; where one of them is none, all of it is text."""
-    calls = []
+    beside, bodies = apart(text)
     try:
-        for found in TOOL_CALL.findall(text):
-            given = json.loads(found)
-            for call in given if isinstance(given, list) else [given]:
-                name, arguments = call["name"], call.get("arguments", {})
-                if not isinstance(name, str) or not isinstance(arguments, (dict, str)):
-                    return text, []
-                arguments = arguments if isinstance(arguments, str) else json.dumps(arguments)
-                function = {"name": name, "arguments": arguments}
-                calls.append({"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function})
+        found = [call for body in bodies for call in read(body)]
     except (ValueError, TypeError, KeyError, AttributeError):
-        return text, []
-    return (TOOL_CALL.sub("", text).strip() or None) if calls else text, calls
+        found = []
+    calls = []
+    for name, arguments in found:
+        arguments = arguments if isinstance(arguments, str) else json.dumps(arguments)
+        function = {"name": name, "arguments": arguments}
+        calls.append({"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function})
+    return (beside.strip() or None) if calls else text, calls
+
+
+def apart(text: str) -> tuple[str, list[str]]:
+    """What is said beside calls, and the bodies of these, which ``read`` reads, be they right or wrong."""
+    if bodies := TOOL_CALL.findall(text):
+        return TOOL_CALL.sub("", text), bodies
+    beside, mark, body = text.partition(MISTRAL)
+    if mark:
+        return beside, [body]
+    return ("", [text]) if _is_call(text) else (text, [])
+
+
+def may_become_call(text: str) -> bool:
+    """Whether the text may be the beginning of one that is a call as a whole."""
+    return re.match(r"\s*(\[\s*)?(\{|\Z)", text) is not None
+
+
+def _is_call(text: str) -> bool:
+    """Whether a text without marks is one: JSON that has other keys is an answer."""
+    if not text or not may_become_call(text):
+        return False
+    with contextlib.suppress(ValueError, RecursionError):
+        given = json.loads(text)
+        calls = given if isinstance(given, list) else [given]
+        has_all = lambda x: isinstance(x, dict) and "name" in x and ("arguments" in x or "parameters" in x)
+        return bool(calls) and all(map(has_all, calls))
+    return False
+
+
+def read(body: str) -> list[tuple[str, dict[str, Any] | str]]:
+    """``(name, arguments)`` of each call in a body; arguments that are a text are JSON, or what was said.
+
+    Raises:
+        ValueError, TypeError, KeyError: it holds none.
+    """
+    if found := FUNCTION.findall(body):
+        return [(name, {key: _value(text) for key, text in PARAMETER.findall(inside)}) for name, inside in found]
+    given, calls = json.loads(body), []
+    for call in given if isinstance(given, list) else [given]:
+        name, arguments = call["name"], call["arguments"] if "arguments" in call else call.get("parameters", {})
+        if not isinstance(name, str) or not isinstance(arguments, (dict, str)):
+            raise TypeError(f"a call must have a name and arguments by name, and is {call!r:.100}")
+        calls.append((name, arguments))
+    return calls
+
+
+def _value(text: str) -> Any:
+    """Of a parameter that stands in a text: what JSON says, or the text."""
+    with contextlib.suppress(ValueError, RecursionError):
+        return json.loads(text)
+    return text

@@ -210,7 +210,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             say({"choices": [{"index": 0, "delta": content, "finish_reason": why, "logprobs": logprobs}]})
             logps.clear()
 
-        tokens, logps, said, held = [], [], "", (tools.BEGIN,) if has_tools else ()
+        tokens, logps, said, held = [], [], "", (tools.BEGIN, tools.MISTRAL) if has_tools else ()
         delta({"role": "assistant", "content": ""})
         for new, its_logps, why in self._deltas(request):
             tokens += new
@@ -218,9 +218,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
             whole = _before(self.server.tokenizer.decode(tokens), request.stop, is_whole=bool(why))
             text, calls = tools.calls_in(whole) if has_tools and why else (whole, [])
             if calls:
-                text = tools.TOOL_CALL.sub("", whole)
+                text = tools.apart(whole)[0]
             elif not why:  # what may be a call is not told as text
-                text = _before(whole, held, is_whole=False)
+                is_held = has_tools and tools.may_become_call(whole)
+                text = "" if is_held else _before(whole, held, is_whole=False)
             if text.startswith(said) and len(text) > len(said):
                 delta({"content": text[len(said) :]})
                 said = text

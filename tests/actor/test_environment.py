@@ -98,6 +98,22 @@ def test_what_is_wrong_with_a_call_is_told_to_the_policy():
     assert replies[-1].reward == 3.0
 
 
+def test_calls_are_read_as_the_families_of_models_write_them():
+    """All but the first were no calls, and ended the episode; the total begins at 2."""
+    turns = {
+        '<tool_call>{"name": "add", "arguments": {"number": 1}}</tool_call>': "total 3",
+        '{"name": "add", "parameters": {"number": 1}}': "total 4",  # Llama 3
+        '[TOOL_CALLS][{"name": "add", "arguments": {"number": 1}}]': "total 5",  # Mistral
+        '[{"name": "add", "arguments": {"number": 1}}]': "total 6",  # where its mark is a special token
+        "<tool_call>\n<function=add>\n<parameter=number>\n1\n</parameter>\n</function>\n</tool_call>": "total 7",
+        '<tool_call>[{"name": "add", "arguments": {"number": 1}}, {"name": "add", "arguments": {"number": 1}}]'
+        "</tool_call>": "total 8\ntotal 9",  # SmolLM2
+        '{"total": 9}': None,
+    }
+    with Environment(config("Counter"), [ONE]) as environment:
+        assert [reply.answer for reply in play(environment, list(turns))] == list(turns.values())
+
+
 def test_an_episode_whose_process_died_is_played_again_and_must_answer_as_before():
     turns = [call("add", number=3), call("add", number=4)]
     for name, goes_on in (("Counter", True), ("Forgetful", False)):

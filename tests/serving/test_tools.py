@@ -15,6 +15,11 @@ from jaxrl_llm.serving.http import Server
 
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+OTHERS = {
+    "llama": '{"name": "weather", "parameters": {"city": "Paris"}}',
+    "mistral": '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Paris"}}]',
+    "qwen3.5": "<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>",
+}
 CHAT = "/v1/chat/completions"
 
 
@@ -79,6 +84,23 @@ def scripted(text, takes_tools=True):
         ("<tool_call>3</tool_call>", "<tool_call>3</tool_call>", []),
         ('<tool_call>{"name": "a", "arguments": 3}</tool_call>',) * 2 + ([],),
         (f"{CALL} <tool_call>", "<tool_call>", [("weather", {"city": "Paris"})]),
+        *((text, None, [("weather", {"city": "Paris"})]) for text in OTHERS.values()),
+        (f"I look. {OTHERS['mistral']}", "I look.", [("weather", {"city": "Paris"})]),
+        (
+            '[{"name": "a", "arguments": {}}, {"name": "b", "parameters": {"x": 1}}]',
+            None,
+            [("a", {}), ("b", {"x": 1})],
+        ),
+        (
+            "<tool_call><function=a>\n<parameter=n>\n3\n</parameter>\n<parameter=s>\na\nb</parameter></function>"
+            "</tool_call>",
+            None,
+            [("a", {"n": 3, "s": "a\nb"})],
+        ),
+        *(
+            (text, text, [])
+            for text in ('{"name": "Bob"}', '[{"name": "a", "arguments": {}}, 1]', "[]", "[TOOL_CALLS]x")
+        ),
     ],
 )
 def test_what_a_text_calls(text, content, calls):
@@ -88,7 +110,13 @@ def test_what_a_text_calls(text, content, calls):
     assert len({x["id"] for x in found}) == len(found) and all(x["type"] == "function" for x in found)
 
 
-@pytest.mark.parametrize("text", [CALL, f"I look <t\n{CALL}", f"I\n{CALL}\nlook", "No <tool_cal at all"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(CALL, f"I look <t\n{CALL}", f"I\n{CALL}\nlook", "No <tool_cal at all"),
+        *(*OTHERS.values(), f"I look {OTHERS['mistral']}", '{"rain": "no"}'),
+    ],
+)
 def test_calls_come_as_calls_whole_and_streamed(text):
     messages = [{"role": "user", "content": "Rain?"}]
     with scripted(text) as (server, tokenizer):
