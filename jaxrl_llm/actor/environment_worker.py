@@ -20,6 +20,7 @@ import contextlib
 import functools
 import json
 import math
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,6 +32,7 @@ SAVING = ("state", "restore")  # likewise, where it has both
 MAX_ANSWER_CHARS = 2**20
 
 _episodes: dict[str, Episode | agents.Episode] = {}
+_failed: set[str] = set()  # tools that have raised
 
 
 def tools_of(environment: type) -> list[str]:
@@ -87,8 +89,16 @@ class Episode:
         try:
             if name not in self.tools:
                 raise ValueError(f"there is no tool {name!r:.100}, but {', '.join(self.tools)}")
-            result = awaited(self.tools[name](**(json.loads(arguments) if isinstance(arguments, str) else arguments)))
+            given = json.loads(arguments) if isinstance(arguments, str) else arguments
         except Exception as error:
+            return _told(error)
+        try:
+            result = awaited(self.tools[name](**given))
+        except Exception as error:
+            if error.__traceback__.tb_next and name not in _failed:  # the tool's doing, and not what it was given
+                _failed.add(name)
+                said = f"warning: the tool {name} raised {message(error)}"
+                print(f"{said}; the policy is told so, every time, and you this once", file=sys.stderr)
             return _told(error)
         return _text(result, f"the tool {name}") or ""
 

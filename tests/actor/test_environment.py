@@ -211,6 +211,17 @@ def test_one_that_is_only_odd_answers(name, answer, capfd):
     assert ("ready" in capfd.readouterr().err) == (name == "Prints")  # and no protocol takes it for an answer
 
 
+def test_a_tool_that_raises_is_said_once_and_what_a_policy_gives_it_is_not(capfd):
+    """A tool with a mistake in it failed every time, and only the policy heard of it."""
+    line = FILE.read_text().splitlines().index('        raise ValueError("Game over.")') + 1
+    turns = [call("add", digits=1), call("none"), call("add", number=1), call("add", number=1)]
+    with Environment(config("RaisesInTool"), [ONE]) as environment:
+        replies = play(environment, turns)
+    assert all(reply.answer.startswith("error: ") for reply in replies)
+    (said,) = capfd.readouterr().err.splitlines()
+    assert said.startswith(f"warning: the tool add raised ValueError: Game over. (environments.py:{line})")
+
+
 @pytest.mark.parametrize(
     ("name", "said"),
     [
