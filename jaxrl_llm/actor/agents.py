@@ -70,10 +70,10 @@ class _Request:
         if is_tokens:
             sampling = body.pop("sampling_params", None) or {}
             body = {**body, **sampling}
-        for name, value in body.items():
+        for name, value in ((name, value) for name, value in body.items() if value is not None):
             if name not in allowed:
                 raise ValueError(f"{name} is not an agent's to say: the run's sampling settings hold for its turns")
-            if value is not None and allowed[name] and value not in allowed[name]:
+            if allowed[name] and value not in allowed[name]:
                 raise ValueError(f"{name}={value!r:.100} is not there: only {allowed[name][0]!r}")
         self.is_tokens = is_tokens
         self.said = body.get("token_ids") if is_tokens else tools.texts_of(body.get("messages"))

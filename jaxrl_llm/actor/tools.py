@@ -45,12 +45,16 @@ def told(messages: list[dict[str, str]], tools: list[dict[str, Any]]) -> list[di
 def texts_of(messages: Any) -> list[dict[str, str]]:
     """A request's messages as roles and texts; calls that the assistant made are in its text.
 
+    A content that is a list of parts is their texts, a line break between.
+
     Raises:
-        ValueError: there is none, or one is no message.
+        ValueError: there is none, or one is no message, or has a part that is no text.
     """
     said = []
     for message in messages if isinstance(messages, list) and messages else [messages]:
         role, content = (message.get(x) for x in ("role", "content")) if isinstance(message, dict) else (None, None)
+        if isinstance(content, list):
+            content = "\n".join(map(_text_of_part, content))
         calls = message.get("tool_calls") or [] if isinstance(message, dict) else []
         try:
             written = [_written(call["function"]) for call in calls]
@@ -60,6 +64,12 @@ def texts_of(messages: Any) -> list[dict[str, str]]:
             raise ValueError(f"messages={messages!r:.200} must be a list of objects with a role and a content, texts")
         said.append({"role": role, "content": "\n".join([*([content] if content else []), *written])})
     return said
+
+
+def _text_of_part(part: Any) -> str:
+    if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+        raise ValueError(f'a part of a content must be {{"type": "text", "text": ..}}, not {part!r:.200}')
+    return part["text"]
 
 
 def _written(function: dict[str, Any]) -> str:

@@ -39,6 +39,7 @@ class Request:
         stop: the completion ends with the first token whose text completes one of these;
         stop_ids: with the first of these tokens, besides the model's own ends.
         temperature: its own; 0 = greedy, whose log-probs are 0. Heard where the sampler has temperatures by prompt.
+        seed: of its noise; requests alike in all of this have the same answer. None = of its own.
         deltas: (token ids, log-probs, why it ended: "stop", "length", "error" or None), until it ends.
         is_cancelled: set by whoever no longer reads.
     """
@@ -48,6 +49,7 @@ class Request:
     stop: tuple[str, ...] = ()
     stop_ids: frozenset[int] = frozenset()
     temperature: float = 1.0
+    seed: int | None = None
     deltas: queue.SimpleQueue = dataclasses.field(default_factory=queue.SimpleQueue)
     is_cancelled: bool = False
 
@@ -145,7 +147,8 @@ class Engine:
                         request = self._waiting.popleft()
                         self._rows[m, free[m][j]] = _Row(request)
                         tokens[m, j, : len(request.prompt)], length[m, j] = request.prompt, len(request.prompt)
-                        name[m, j], entry[m, j], self._count = self._count, free[m][j], (self._count + 1) % 2**31
+                        name[m, j] = (self._count if request.seed is None else request.seed) % 2**31
+                        entry[m, j], self._count = free[m][j], self._count + 1
             if (entry == E).all():
                 return
             arrays = tokens.reshape(M * each, -1), length.reshape(-1), name.reshape(-1), entry

@@ -32,10 +32,11 @@ from jaxrl_llm.serving.engine import BusyError, Engine, Request
 MAX_BODY = 2**24  # bytes
 POLL_S = 1.0  # between looks at whether a client is still there
 READ_S = 60.0  # that a client may take to say what it wants
-# What a request may say that asks for nothing: by name the values, () any.
+# What a request may say that asks for nothing: by name the values, () any. Null asks for nothing, whatever its name.
 NEUTRAL: dict[str, tuple[Any, ...]] = {"n": (1,), "best_of": (1,), "top_p": (1,), "top_k": (0, -1), "min_p": (0,)}
 NEUTRAL |= {"repetition_penalty": (1,), "presence_penalty": (0,), "frequency_penalty": (0,), "min_tokens": (0,)}
 NEUTRAL |= {"top_logprobs": (0,), "store": (False,), "skip_special_tokens": (), "spaces_between_special_tokens": ()}
+NEUTRAL |= {"response_format": ({"type": "text"},), "logit_bias": ({},), "metadata": ()}
 NEUTRAL |= {"user": (), "cache_salt": (), "priority": (), "routed_experts_prompt_start": ()}
 
 
@@ -265,12 +266,15 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if not isinstance(stop_ids, list) or not all(map(is_id, stop_ids)):
             raise Refused(400, f"stop_token_ids={stop_ids!r:.100} must be a list of ids from 0 to {vocab - 1}")
         asked.pop("logprobs", None)  # they are always there
-        for name, value in asked.items():
+        seed = asked.pop("seed", None)
+        if seed is not None and type(seed) is not int:
+            raise Refused(400, f"seed={seed!r:.100} must be a whole number")
+        for name, value in ((name, value) for name, value in asked.items() if value is not None):
             if name not in NEUTRAL:
                 raise Refused(400, f"{name} is not known here")
-            if value is not None and NEUTRAL[name] and value not in NEUTRAL[name]:
+            if NEUTRAL[name] and value not in NEUTRAL[name]:
                 raise Refused(400, f"{name}={value!r:.100} is not there: only {NEUTRAL[name][0]!r}")
-        request = Request(ids, min(sizes, default=most), tuple(stop), frozenset(stop_ids), float(temperature))
+        request = Request(ids, min(sizes, default=most), tuple(stop), frozenset(stop_ids), float(temperature), seed)
         try:
             engine.submit(request)
         except BusyError:

@@ -138,6 +138,27 @@ def test_each_request_has_a_temperature_of_its_own(sampled, greedy):
     assert hot < cold
 
 
+def test_a_seed_makes_an_answer_again_whoever_else_asks(sampled):
+    prompts = [[5, 6, 7], [8], [5, 6, 7], [5, 6, 7], [5, 6, 7]]
+    seeds = [7, 7, 2**40, -1, None]
+    ask_with = lambda prompt, seed: generate(sampled, prompt, seed=seed)[0]
+    with concurrent.futures.ThreadPoolExecutor(5) as pool:
+        answers = list(pool.map(ask_with, prompts, seeds))
+    assert [ask_with(*x) for x in zip(prompts[:4], seeds, strict=False)] == answers[:4]
+    assert len({tuple(answers[i]) for i in (0, 2, 3, 4)}) == 4
+
+
+def test_what_clients_say_that_asks_for_nothing_is_passed_over(greedy):
+    """Each was answered with 400."""
+    plain = ask(greedy, CHAT, {"messages": USER})[1]["choices"]
+    nothing = {"response_format": {"type": "text"}, "logit_bias": {}, "metadata": {"a": "b"}, "seed": 3}
+    nothing |= dict.fromkeys(("reasoning_effort", "functions", "audio", "metadata"))
+    parts = [{"role": "user", "content": [{"type": "text", "text": USER[0]["content"]}]}]
+    for body in ({"messages": USER} | nothing, {"messages": parts}):
+        status, answer = ask(greedy, CHAT, body)
+        assert (status, answer.get("choices")) == (200, plain), answer
+
+
 def test_greedy_answers_do_not_depend_on_who_else_asks_and_are_streamed_as_they_are(greedy):
     bodies = [
         {"messages": [{"role": "user", "content": x}], "max_tokens": 20} for x in ("a", "Hello", "?", "abc", "zz")
@@ -273,7 +294,7 @@ USER = [{"role": "user", "content": "x"}]
         ),
         (GENERATE, {"token_ids": [1], "sampling_params": {"top_p": 0.5}}, 400, "top_p=0.5 is not there: only 1"),
         (GENERATE, {"token_ids": [1], "sampling_params": {"n": 2}}, 400, "n=2 is not there: only 1"),
-        (GENERATE, {"token_ids": [1], "sampling_params": {"seed": 1}}, 400, "seed is not known here"),
+        (GENERATE, {"token_ids": [1], "sampling_params": {"seed": "a"}}, 400, "seed='a' must be a whole number"),
         (GENERATE, {"token_ids": [1], "sampling_params": []}, 400, "sampling_params=[] must be an object"),
         (
             GENERATE,
@@ -284,6 +305,15 @@ USER = [{"role": "user", "content": "x"}]
         (CHAT, {"messages": []}, 400, "messages=[] must be a list of objects"),
         (CHAT, {"messages": [{"role": "user"}]}, 400, "must be a list of objects with a role and a content"),
         (CHAT, {"messages": USER, "functions": []}, 400, "functions is not known here"),
+        (CHAT, {"messages": USER, "reasoning_effort": "low"}, 400, "reasoning_effort is not known here"),
+        (CHAT, {"messages": USER, "response_format": {"type": "json_object"}}, 400, "response_format={'type': 'json_"),
+        (CHAT, {"messages": USER, "logit_bias": {"3": 1}}, 400, "logit_bias={'3': 1} is not there: only {}"),
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            400,
+            "a part of a content must be",
+        ),
         (CHAT, {"messages": USER, "stop": [1]}, 400, "stop=[1] must be a text or a list of texts"),
         (CHAT, {"messages": USER, "chat_template_kwargs": {"thinking": 1}}, 400, "has 'thinking'"),
         (CHAT, {"messages": USER, "chat_template_kwargs": "x"}, 400, "chat_template_kwargs='x' must be an object"),
