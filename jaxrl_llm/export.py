@@ -7,7 +7,8 @@ A checkpoint's model is where ``model.path`` of its run says, or where ``--model
 the dtype that it has in that model's own Hugging Face folder, or float32 where it comes from none, or ``--dtype``;
 tokenizer, chat template and generation_config.json are copied byte for byte.
 
-Of adapters (model.lora) a folder in PEFT's format; with ``--merge`` a model's, their base with them in it.
+Of a run's adapters (model.lora) a folder in PEFT's format; with ``--merge``, and of a folder of adapters, a model's,
+their base with them in it.
 
 Owns: the command. Does not know: either format.
 """
@@ -50,7 +51,8 @@ def export(checkpoint: str, path: str, output: str, dtype: str = "", *, merge: b
         source = pretrained.resolve(path, setting="--model")
         model, mesh = Model(source.architecture()), sharding.make_mesh(MeshConfig())
         params = source.load_params(model, mesh, seed=0)
-    if merge:
+    is_merged = not checkpoint and peft.is_adapter(path)  # a model of such a folder has them in it
+    if merge and not is_merged:
         if not model.lora.rank:
             raise ConfigError(f"--merge: {checkpoint or path} has no adapters (model.lora.rank=0)")
         base = source.load_params(model.base, sharding.make_mesh(MeshConfig()), seed=config.seed)

@@ -18,7 +18,7 @@ from jaxrl_llm.config import ConfigError, LoraConfig, freeze
 from jaxrl_llm.learner.learner import Learner
 from jaxrl_llm.models import lora
 from jaxrl_llm.models.architecture import PRESETS
-from jaxrl_llm.models.files import hf, pretrained
+from jaxrl_llm.models.files import hf, peft, pretrained
 from jaxrl_llm.models.files.gguf import make_byte_tokenizer
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.planning import cost, verdict
@@ -268,6 +268,25 @@ def test_commands_take_a_checkpoint_its_adapters_and_the_merged_model(base, trai
     np.testing.assert_allclose(logp["merged"], logp["adapters"], atol=1e-6)
     np.testing.assert_array_equal(logp["over"], logp["adapters"])
     assert np.abs(logp["merged"] - logp["model"]).max() > 0.1
+
+
+@pytest.mark.parametrize("merge", [True, False])
+def test_a_folder_of_adapters_is_exported_like_its_base(merge, tmp_path):
+    """In float32 and without the base's generation_config.json; with --merge it "has no adapters"."""
+    plain, mesh, tokenizer = Model(PRESETS["debug"]), mesh_of(ONE), make_byte_tokenizer()
+    base, adapters, out = (tmp_path / name for name in ("base", "adapters", "out"))
+    hf.export(plain.init(jax.random.key(5), mesh), plain, tokenizer, base, dtype="bfloat16")
+    (base / "generation_config.json").write_text('{"eos_token_id": 257, "top_k": 20}')
+    adapted = Model(PRESETS["debug"], lora=ADAPTERS)
+    peft.export(peft.begin(adapted, mesh, seed=7), adapted, tokenizer, adapters, str(base))
+    export.export("", str(adapters), str(out), merge=merge)
+    assert (out / "generation_config.json").read_bytes() == (base / "generation_config.json").read_bytes()
+    was, now = (safetensors.numpy.load_file(folder / "model.safetensors") for folder in (base, out))
+    assert was.keys() == now.keys() and {str(x.dtype) for x in now.values()} == {"bfloat16"}
+    for name, x in now.items():  # new adapters add nothing
+        np.testing.assert_array_equal(x, was[name], err_msg=name)
+    with pytest.raises(ConfigError, match=r"--merge: .*base has no adapters"):
+        export.export("", str(base), str(out), merge=True)
 
 
 def flags_holder(value):

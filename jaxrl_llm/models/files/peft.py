@@ -136,8 +136,10 @@ def begin(model: Model, mesh: Mesh, base: Params | None = None, *, seed: int) ->
     return load(model.lora.path, model, mesh) if model.lora.path else lora.init(model, mesh, base, seed=seed)
 
 
-def merged(path: str, resolve: Callable[..., Source], over: str = "") -> tuple[Callable, Callable, Callable, Callable]:
+def merged(path: str, resolve: Callable[..., Source], over: str = "") -> tuple[Any, ...]:
     """The fields of a ``Source`` of the adapters in the folder ``path``, merged into their base as that is loaded.
+
+    Its folder is the base's, whose like an export is.
 
     Args:
         resolve: (path, *, setting) -> source of the base.
@@ -160,7 +162,7 @@ def merged(path: str, resolve: Callable[..., Source], over: str = "") -> tuple[C
         adapted = of(model)
         return lora.merge(load(path, adapted, mesh), base.load_params(model, mesh, seed=seed), adapted.lora)
 
-    return base.architecture, base.tokenizer, check_both, load_both
+    return base.architecture, base.tokenizer, check_both, load_both, base.folder
 
 
 def names_of(model: Model) -> dict[str, str]:
