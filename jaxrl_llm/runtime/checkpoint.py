@@ -198,7 +198,7 @@ class Checkpointer:
 
         def read(path: pathlib.Path) -> Restored:
             host, text = read_text(path)
-            saved = check_settings(text, config, path, allow_config_changes)
+            check_settings(text, config, path, allow_config_changes)
             has = {name.partition("/")[0] for name in text["arrays"]}
             wanted = {part: x for part, x in abstract_state.items() if part in has or part not in PASSING}
             names = by_name(wanted)

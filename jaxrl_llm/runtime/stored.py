@@ -167,19 +167,16 @@ def changed_settings(saved: Config, config: Config) -> dict[str, tuple[Any, Any]
     }
 
 
-def check_settings(text: dict[str, Any], config: Config | None, path: pathlib.Path, allow_changes: bool) -> Config:
-    """The config that a checkpoint was made with; ``ConfigError`` where settings or files of functions differ.
-
-    Where that is allowed, where some of ``FIXED_SETTINGS`` do.
+def check_settings(text: dict[str, Any], config: Config | None, path: pathlib.Path, allow_changes: bool) -> None:
+    """``ConfigError`` where settings or files of functions differ; where that is allowed, some of ``FIXED_SETTINGS``.
 
     Args:
-        text: of its config/.
+        text: of the checkpoint's config/.
         config: the settings now; None: any will do.
     """
-    saved = config_of(text, path)
     if config is None:
-        return saved
-    now, changed = files(config), changed_settings(saved, config)
+        return
+    now, changed = files(config), changed_settings(config_of(text, path), config)
     pairs = {spec: (old, now.get(spec, old)) for spec, old in text.get("files", {}).items()}  # none in older ones
     changed |= {f"the file of {spec}": (old, new) for spec, (old, new) in pairs.items() if old != new}
     changed = {name: pair for name, pair in changed.items() if name in FIXED_SETTINGS or not allow_changes}
@@ -189,7 +186,6 @@ def check_settings(text: dict[str, Any], config: Config | None, path: pathlib.Pa
         raise ConfigError(
             f"checkpoint {path} was made with other settings: {listed}. Set them back, or use another workdir{more}"
         )
-    return saved
 
 
 def check_arrays(saved: dict[str, Any], wanted: dict[str, Any], path: pathlib.Path, *, same_dtype: bool) -> None:
