@@ -80,6 +80,15 @@ if [[ -n $create && -z $runtime ]]; then
         *) fail "--create=$create: no software is known for this type; name it with --runtime" ;;
     esac
 fi
+# check_shared WORKERS: each of several has a disk of its own; checkpoints in a bucket all find.
+arguments="$*"
+check_shared() {
+    [[ -n $command$only || $workdir == /* || $arguments == *--config.checkpoint.bucket=gs://* ]] \
+        || fail "--workdir=$workdir must be a folder that the $1 of $name share, such as /shared/my-run," \
+            "or --config.checkpoint.bucket=gs://... be given after --"
+}
+# A number above 8 is of several workers, whichever type: before it costs anything.
+[[ ! $create =~ -([0-9]+)$ ]] || ((BASH_REMATCH[1] <= 8)) || check_shared workers
 [[ -n $dry_run ]] || command -v gcloud > /dev/null || fail "gcloud is not installed: https://cloud.google.com/sdk"
 
 # Words as a shell reads them back; only what needs quotes gets them.
@@ -108,15 +117,28 @@ request_state() {
     awk -v name="$name" '$1 == name { print $2 }' <<< "$requests"
 }
 
+# Where this call has made a TPU and ends before train runs on it.
+made="" folder=/tmp
+at_exit() {
+    local status=$?
+    [[ $folder == /tmp ]] || rm -rf "$folder"
+    if [[ -n $made && $status != 0 ]]; then
+        echo "TPU $name was made, is there and costs; to delete it:" >&2
+        printf '    %s\n' "$(quote "${tpus[@]}" queued-resources delete "$name" "${where[@]}" --force)" >&2
+    fi
+}
+trap at_exit EXIT
+
 make_tpu() {
-    local state="" shown=""
+    local state="" shown="" new=""
     [[ -n $dry_run ]] || state=$(request_state)
     if [[ $state == SUSPENDED || $state == FAILED ]]; then
         echo "queued resource $name is $state: making it anew"
         "${tpus[@]}" queued-resources delete "$name" "${where[@]}" --force --quiet
         state=""
     fi
-    [[ -n $state ]] || run "${tpus[@]}" queued-resources create "$name" --node-id="$name" "${where[@]}" \
+    [[ -n $state ]] || new=1
+    [[ -z $new ]] || run "${tpus[@]}" queued-resources create "$name" --node-id="$name" "${where[@]}" \
         --accelerator-type="$create" --runtime-version="$runtime" ${spot:+--spot}
     [[ -z $dry_run ]] || return 0
     while state=$(request_state) && [[ $state != ACTIVE ]]; do
@@ -131,6 +153,7 @@ make_tpu() {
         esac
         sleep "${POLL_SECONDS:-30}"
     done
+    made=$new
 }
 
 # State and number of workers of the TPU, or an error.
@@ -168,21 +191,14 @@ if [[ -z $dry_run ]]; then
     [[ $state == READY ]] || { echo "error: TPU $name is ${state:-not there}" >&2 && exit 1; }
 fi
 if [[ -z $command ]]; then
-    # Of several workers each has a disk of its own; checkpoints in a bucket all find.
-    ((workers == 1)) || [[ $workdir == /* || -n $dry_run || "$*" == *--config.checkpoint.bucket=gs://* ]] \
-        || fail "--workdir=$workdir must be a folder that the $workers workers of $name share, such as /shared/my-run," \
-            "or --config.checkpoint.bucket=gs://... be given after --"
+    ((workers == 1)) || [[ -n $dry_run ]] || check_shared "$workers workers"
     command=$(quote python -m jaxrl_llm.train --config="$config" --workdir="$workdir" "$@")
 fi
 # Insists on joining the others: a worker that does not find them would train alone.
 ((workers == 1)) || command="env JAXRL_DISTRIBUTED=1 $command"
 
 archive=jaxrl_llm.tar.gz
-folder=/tmp
-if [[ -z $dry_run ]]; then
-    folder=$(mktemp -d)
-    trap 'rm -rf "$folder"' EXIT
-fi
+[[ -n $dry_run ]] || folder=$(mktemp -d)
 # on_home COMMAND: in the home folder of every worker.
 on_home() { run "${tpus[@]}" tpu-vm ssh "$name" "${where[@]}" --worker=all --command="$1"; }
 on_home "[ ! -f jaxrl_llm/launch/worker.sh ] || bash jaxrl_llm/launch/worker.sh check" \
@@ -196,6 +212,7 @@ on_home "command -v python3.11 > /dev/null || (sudo apt-get -qq -o DPkg::Lock::T
 on all "PYTHON=python3.11 bash launch/setup.sh tpu"
 [[ -z $before ]] || on all "$before"
 on all "bash launch/worker.sh start $(quote "$command")"
+made=""
 this="bash launch/tpu_pod.sh $(quote --name="$name" "${where[@]}")"
 echo "train runs on all workers of $name, and goes on without this terminal; to follow it, to stop it:"
 printf '    %s\n' "$this --follow" "$this --stop"

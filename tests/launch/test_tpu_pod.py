@@ -325,9 +325,33 @@ def test_workers_whose_checkpoints_are_in_a_bucket_need_no_share(pod):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("more", [(), ("--dry-run",)])
+def test_a_workdir_that_workers_do_not_share_is_refused_before_a_tpu_is_made(cloud, more):
+    """It was when the TPU was there, which stayed."""
+    done = cloud.run(SCRIPT, *POD[:3], "--workdir=runs/pod", *CREATE, *more)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("error: --workdir=runs/pod must be a folder that the workers of my-tpu share, such")
+    calls = [json.loads(line) for line in (cloud.cloud / "calls").read_text().splitlines()]
+    assert not any("queued-resources" in call for call in calls)
+
+
+def test_an_error_after_a_tpu_was_made_says_how_it_is_deleted(cloud):
+    """But not where the TPU was there before, nor once train runs."""
+    delete = "gcloud compute tpus queued-resources delete my-tpu --zone=us-east5-b --force\n"
+    done = cloud.run(SCRIPT, *POD[:4], "--before=exit 3", *CREATE)
+    assert done.returncode != 0 and done.stderr.endswith(
+        f"TPU my-tpu was made, is there and costs; to delete it:\n    {delete}"
+    )
+    done = cloud.run(SCRIPT, *POD[:4], "--before=exit 3", *CREATE)
+    assert done.returncode != 0 and delete not in done.stderr
+    cloud.gcloud(*delete.split()[1:], "--quiet")
+    done = cloud.run(SCRIPT, *POD, *CREATE, "--", "--config.seed=-1")
+    assert done.returncode == 2 and delete not in done.stderr
+
+
 def test_one_worker_has_a_workdir_of_its_own(cloud):
     cloud.plan(workers=1)
-    done = cloud.run(SCRIPT, *POD[:3], *CREATE)
+    done = cloud.run(SCRIPT, *POD[:3], "--create=v6e-8", "--spot")
     assert done.returncode == 0, done.stderr
     assert (cloud.worker(0) / "runs/pod/checkpoint").read_text() == "3"
 
