@@ -14,10 +14,10 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # Where several workers print at once, each line says whose it is.
 say() { echo "[$(hostname)] $*"; }
 
+poll=${POLL_SECONDS:-1}
 machine_start=$(< /proc/sys/kernel/random/boot_id)
-pid=""
+pid="" start=""
 runs() {
-    local start
     [[ -s train.pid && ! -s train.status ]] || return 1
     read -r pid start < train.pid
     [[ $start == "$machine_start" ]] && kill -0 "$pid" 2> /dev/null
@@ -25,9 +25,10 @@ runs() {
 
 # Ends with the status of the command that has ended.
 leave() {
-    # It is written right after the process has ended.
+    # It is written right after the process has ended; before the machine's start or never.
     for _ in {1..20}; do
         [[ ! -s train.status ]] || exit "$(< train.status)"
+        [[ -z $start || $start == "$machine_start" ]] || break
         sleep 0.1
     done
     say "train ended without a status: it was killed, or the machine was restarted"
@@ -52,16 +53,16 @@ case ${1:-} in
         ;;
     follow)
         [[ -f train.pid ]] || { say "train was not started here" && exit 1; }
-        if runs; then tail --pid="$pid" --lines=+1 --follow train.log; else cat train.log; fi
+        if runs; then tail --pid="$pid" --sleep-interval="$poll" --lines=+1 --follow train.log; else cat train.log; fi
         leave
         ;;
     end)
         [[ -f train.pid ]] || { say "train was not started here" && exit 1; }
         # When one host ends, the others of its run end within a minute.
-        waited=0
+        SECONDS=0 # bash counts them
         while runs; do
-            ((waited++ < ${END_SECONDS:-120})) || { say "train still runs here (process $pid)" && exit 1; }
-            sleep 1
+            ((SECONDS < ${END_SECONDS:-120})) || { say "train still runs here (process $pid)" && exit 1; }
+            sleep "$poll"
         done
         [[ ! -s train.status ]] || say "train ended with status $(< train.status)"
         # A fault's last words, which no other host may have.

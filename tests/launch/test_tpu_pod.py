@@ -196,8 +196,9 @@ def test_a_worker_that_cannot_be_reached_starts_nothing_anywhere(pod):
 def test_a_machine_that_was_restarted_is_said(pod):
     assert pod.run(SCRIPT, *POD, "--detach", "--", "--config.num_iterations=400").returncode == 0
     pod.end()
-    (pod.worker(0) / "train.status").unlink(missing_ok=True)
-    (pod.worker(0) / "train.pid").write_text("1 another start of the machine\n")
+    for i in range(2):
+        (pod.worker(i) / "train.status").unlink(missing_ok=True)
+        (pod.worker(i) / "train.pid").write_text("1 another start of the machine\n")
     done = pod.run(SCRIPT, *TPU, "--follow")
     assert done.returncode == 1
     assert "[my-tpu-w0] train ended without a status: it was killed, or the machine was restarted\n" in done.stdout

@@ -36,7 +36,7 @@ def serving(**settings):
     given = {"temperature": 1.0, "slots": 4, "max_waiting": 300, "token": ""} | settings
     sampling = SamplingConfig(temperature=given.pop("temperature"), max_completion_tokens=MOST)
     server = server_of(MODEL, given.pop("adapters", None), sampling=sampling, max_prompt_tokens=WIDTH, **given)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     try:
         yield server
