@@ -3,6 +3,7 @@
 Numbers from the papers' equations by hand or in float64; the package's own where it is the one that differs.
 """
 
+import functools
 import itertools
 import math
 import pathlib
@@ -34,9 +35,14 @@ RECIPES = pathlib.Path(__file__).parents[2] / "configs" / "recipes"
 
 def estimate(kind, reward, group=None):
     group = np.zeros(len(reward), np.int32) if group is None else np.int32(group)
-    groups = group_rows(group, np.ones(len(reward), bool), int(group.max()) + 1)
-    advantage = ADVANTAGES[kind](make_rows(groups, reward=jnp.asarray(reward, jnp.float32)))
+    advantage = estimator(kind, int(group.max()) + 1)(group, jnp.asarray(reward, jnp.float32))
     return np.asarray(advantage[0] if isinstance(advantage, tuple) else advantage)
+
+
+@functools.cache
+def estimator(kind, num_groups):
+    groups = lambda group: group_rows(group, np.ones(len(group), bool), num_groups)
+    return jax.jit(lambda group, reward: ADVANTAGES[kind](make_rows(groups(group), reward=reward)))
 
 
 def test_every_deviation_stands_where_the_table_of_recipes_finds_it():

@@ -1,6 +1,7 @@
 """The update against an independent float64 model and loss; what gives no gradient; the optimizer's arithmetic."""
 
 import dataclasses
+import functools
 import itertools
 import types
 
@@ -475,6 +476,17 @@ def test_a_batch_that_teaches_nothing_skips_the_step(reason):
     assert (int(state.step), sums["skipped_count"], sums["nonfinite_count"]) == (1, 0, 0)
 
 
+@functools.cache
+def step_of_batches(update):
+    """The update's step, jitted, whose draws are the batches that it is given, one after the other."""
+
+    def step(state, batches):
+        draw = lambda i, key: (i + 1, jax.tree.map(lambda x: x[i], batches), {})
+        return update.step(state, jnp.int32(0), jax.random.key(0), draw)
+
+    return jax.jit(step)
+
+
 @pytest.mark.parametrize(
     ("advantages", "count", "run"),
     [((0, np.inf, 1e-6, np.nan, -np.inf), 3, 2), ((np.inf, np.inf, 0, 1e-6, 1e-6), 2, 0), ((np.nan,) * 5, 5, 5)],
@@ -483,11 +495,9 @@ def test_updates_that_are_not_finite_are_counted_and_those_at_the_end(advantages
     update = building.make_update({"updates_per_iteration": 5})
     before, rows = building.train_state(update), building.random_experience()
     batches = [building.on_mesh(update, with_advantage(rows, value)) for value in advantages]
-    batches = jax.tree.map(lambda *x: jnp.stack(x), *batches)
-    draw = lambda i, key: (i + 1, jax.tree.map(lambda x: x[i], batches), {})
+    batches = jax.tree.map(lambda *x: np.stack(x), *batches)
     with jax.sharding.use_abstract_mesh(mesh_of(ONE).abstract_mesh):
-        step = jax.jit(lambda state: update.step(state, jnp.int32(0), jax.random.key(0), draw))
-        state, _, sums = step(before)
+        state, _, sums = step_of_batches(update)(before, batches)
     assert (sums["nonfinite_count"], sums["nonfinite_run"], sums["update_count"]) == (count, run, 5)
     assert int(state.step) == 5 - count
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(state))

@@ -10,6 +10,7 @@ from jaxrl_llm.ops import packing
 
 WIDTH, UNITS, MOST = 12, 9, 4
 FIRST_FIT = jax.jit(lambda size: packing.first_fit(size, width=WIDTH, max_units=MOST))
+LAY = jax.jit(packing.lay, static_argnames=("width", "group_size"))
 
 
 def first_fit_by_hand(size):
@@ -41,7 +42,7 @@ def test_a_line_by_hand():
         [[[7, 8, 1, 2, 3], [7, 8, 4, -1, -1], [9, 5, 6, -1, -1], [9, -1, -1, -1, -1], [-1] * 5, [-1] * 5]]
     )
     prompt_length, length = jnp.array([[2, 2, 1, 1, 0, 0]]), jnp.array([[5, 3, 3, 1, 0, 0]])
-    line = packing.lay(tokens, prompt_length, length, width=16, group_size=2)
+    line = LAY(tokens, prompt_length, length, width=16, group_size=2)
     # The last tokens of completions, 3, 4 and 6, predict nothing: they have no place.
     assert line.tokens[0].tolist() == [7, 8, 1, 2, 9, 5] + [0] * 10
     assert line.position[0].tolist() == [0, 1, 2, 3, 0, 1] + [0] * 10
@@ -70,7 +71,7 @@ def test_a_line_by_hand():
 def test_the_prompts_of_a_line_are_read_one_after_the_other():
     # Three units of one row, prompts (1 2 3), (4) and (5 6 7), a completion token each.
     tokens = jnp.array([[[1, 2, 3, 9], [4, 9, 0, 0], [5, 6, 7, 9]]])
-    line = packing.lay(tokens, jnp.array([[3, 1, 3]]), jnp.array([[4, 2, 4]]), width=12, group_size=1)
+    line = LAY(tokens, jnp.array([[3, 1, 3]]), jnp.array([[4, 2, 4]]), width=12, group_size=1)
     assert line.tokens[0].tolist() == [1, 2, 3, 4, 5, 6, 7] + [0] * 5
     assert line.prompts.target[0].tolist() == [2, 3, 6, 7] + [0] * 8
     assert line.prompts.source[0].tolist() == [0, 1, 4, 5] + [0] * 8
@@ -91,6 +92,6 @@ def test_a_full_line_of_short_prompts_loses_no_target():
     prompt_length, length = jnp.full((1, 8), 1), jnp.full((1, 8), 3)
     size = packing.unit_size(jnp.array([1, 1]), jnp.full((2, 4), 2))
     assert size.tolist() == [8, 8]
-    line = packing.lay(tokens, prompt_length, length, width=16, group_size=4)
+    line = LAY(tokens, prompt_length, length, width=16, group_size=4)
     assert line.completions.target[0].tolist() == np.asarray(tokens)[0, :, 1:].ravel().tolist()
     assert line.completions.source[0].tolist() == [0, 1, 0, 2, 0, 3, 0, 4, 5, 6, 5, 7, 5, 8, 5, 9]
