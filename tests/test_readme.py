@@ -2,8 +2,9 @@
 
 Of README.md and then the pages of docs, in the order of ``PAGES``. Commands run as they stand, with these exceptions,
 which make minutes of hours:
-  - ``train`` gets ``TINY`` instead of what it gives for those settings: two iterations of the tiny random model;
-  - ``sweep`` gets them too, and one learning rate instead of two;
+  - ``train`` gets ``TINY`` instead of what it gives for those settings: two iterations of the tiny random model, and no
+    evaluation;
+  - ``sweep`` gets those settings too, and one learning rate instead of two;
   - ``sft`` takes two steps;
   - ``--model=smollm2-135m-instruct`` becomes the tiny random model;
   - ``plan`` leaves out the evaluation's programs;
@@ -109,6 +110,8 @@ def shortened(command):
         # ml_collections takes no setting twice.
         own = "algorithm.surrogate=" in command  # another loss has other settings
         tiny = [word for word in TINY if not (own and "surrogate" in word)]
+        if given[2] == "jaxrl_llm.train":
+            tiny = [word.replace("eval.num_prompts=2", "eval.num_prompts=0") for word in tiny]
         names = {word.partition("=")[0] for word in tiny}
         return shlex.join([*(word for word in given if word.partition("=")[0] not in names), *tiny])
     more = {"jaxrl_llm.plan": " --config.eval.num_prompts=0", "jaxrl_llm.sft": " --config.num_iterations=2"}
@@ -228,7 +231,8 @@ def test_the_table_of_recipes_is_what_its_command_prints(folder):
 
 # What other tests run as well (test_plan, test_sweep, system) is slow here; nothing later reads what it writes.
 SLOW = ("jaxrl_llm.plan ", "jaxrl_llm.sweep ", "jaxrl_llm.sft ", "--config=mine.py ", "runs/capitals", "runs/loop")
-SLOW += ("jaxrl_llm.replay_plan --mu", "runs/adapters", "runs/own ")  # the last as it stands, by test_own_functions
+SLOW += ("jaxrl_llm.replay_plan --mu", "runs/adapters", "jaxrl_llm.generate ", "jaxrl_llm.score ")
+SLOW += ("runs/own ",)  # the last as it stands, by test_own_functions
 
 
 def marked(index, command):

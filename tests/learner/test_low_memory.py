@@ -230,8 +230,9 @@ def test_rounding_is_the_same_on_every_mesh():
     def moved(layout):
         mesh = mesh_of(layout)
         layouts = jax.tree.map(lambda x: x.sharding, model.abstract_params(mesh))
-        params = jax.device_put(model.init(jax.random.key(0), mesh_of(ONE)), layouts)
-        updates = jax.tree.map(lambda x: (1e-3 * x).astype(jnp.float32), params)
+        weights = building.host_params(model)
+        params = jax.device_put(jax.tree.map(lambda x: x.astype(jnp.bfloat16), weights), layouts)
+        updates = jax.device_put(jax.tree.map(lambda x: np.float32(1e-3) * x, weights), layouts)
         return jax.jit(low_memory.apply_updates)(params, updates, jnp.int32(5))
 
     jax.tree.map(np.testing.assert_array_equal, moved(ONE), moved(CUBE))

@@ -1,10 +1,15 @@
-"""The whole loop learns: the debug config, as it is in configs/ and with a critic, on one device."""
+"""The whole loop learns: the debug config, as it is in configs/ and with a critic, on one device.
+
+And its reward function may misbehave in one way after the other: all of it is counted, none of it stops the run.
+"""
 
 import importlib.util
 import json
 import pathlib
 
 import jax
+import numpy as np
+import psutil
 import pytest
 from support.building import compile_once
 
@@ -15,15 +20,22 @@ from jaxrl_llm.reports.metrics import read_metrics
 from jaxrl_llm.runtime import checkpoint, sharding
 from jaxrl_llm.runtime.programs import compile_all
 
-CONFIG = pathlib.Path(__file__).parents[2] / "configs" / "debug.py"
+ROOT = pathlib.Path(__file__).parents[2]
+FUNCTIONS = ROOT / "tests" / "fixtures" / "reward_functions.py"
+FAILS = {"missing package": "error", "stop": "timeout", "junk": "error", "KeyboardInterrupt": "error",
+         "crash": "error", "close all": "error"}  # fmt: skip
+
+
+def load(path):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def settings():
     """Those of the file, and no files that nobody reads."""
-    spec = importlib.util.spec_from_file_location("debug_config", CONFIG)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    config = module.get_config()
+    config = load(ROOT / "configs" / "debug.py").get_config()
     config.checkpoint.export = False
     config.metrics.tensorboard = False
     return config
@@ -61,7 +73,44 @@ def test_reward_climbs_from_chance_to_nearly_all(seed, compiled, tmp_path, monke
     # It has learned a set of letters, not one string: entropy stays near log 26 = 3.3 nats.
     assert metrics[-1]["update/entropy_nats"] > 2.0
     # Sampler and learner stay one model over all its updates. Measured: 2e-6 nats.
-    assert max(row["update/sampler_learner_gap_max_nats"] or 0.0 for row in metrics) < 1e-4
+    gaps = [row["update/sampler_learner_gap_max_nats"] for row in metrics]
+    measured = [gap for gap in gaps if gap is not None]  # where a batch had rollouts of the weights at hand
+    assert measured and 0 < max(measured) < 1e-5
+
+
+@pytest.mark.parametrize(("most", "status"), [(1.0, 0), (0.0, 1)])
+def test_a_run_survives_its_reward_function_or_stops_with_a_checkpoint(
+    most, status, compiled, tmp_path, monkeypatch, capfd
+):
+    monkeypatch.setattr(train_module, "compile_all", compile_once(compiled))
+    config = settings()
+    config.num_iterations = 2
+    config.metrics.samples_per_iteration = 64
+    config.eval.num_prompts = 0
+    config.rewards.functions = (f"{FUNCTIONS}:moody",)
+    config.rewards.timeout_s = 1.5
+    config.rewards.max_failure_frac = most
+    before = {process.pid for process in psutil.Process().children(recursive=True)}
+    assert train_module.train(freeze(config), tmp_path) == status
+
+    metrics, moods = read_metrics(tmp_path), load(FUNCTIONS).MOODS
+    assert len(metrics) == (1 if status else 2)
+    rows = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    for number, values in enumerate(metrics, 1):
+        mine = [row for row in rows if row["iteration"] == number]
+        failures = [FAILS.get(moods.get(row["prompt"][-2])) for row in mine]
+        assert len(mine) == 64 and 0 < sum(map(bool, failures)) < 64
+        assert [row["reward"] is None for row in mine] == [bool(failure) for failure in failures]
+        for row, failure in zip(mine, failures, strict=True):
+            assert failure or row["reward"] == len(set(row["completion"]) & set("abcdefghijklmnopqrstuvwxyz")) / 8
+        assert values["reward/error_count"] == failures.count("error")
+        assert values["reward/timeout_count"] == failures.count("timeout")
+        assert np.isfinite(values["update/grad_norm"])
+    assert any((tmp_path / "checkpoints").iterdir())
+    printed = capfd.readouterr()
+    assert ("error: " in printed.err and "of the rewards failed" in printed.err) == bool(status)
+    assert len(printed.err) < 2**20
+    assert {process.pid for process in psutil.Process().children(recursive=True)} <= before
 
 
 # What a critic changes; the sampler is that of the run above.
