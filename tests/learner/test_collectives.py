@@ -74,7 +74,11 @@ ENTRY %main (p: f32[8,4], b: bf16[2,4], q: f32[5], r: f32[]) -> f32[] {
     }
 
 
-@pytest.mark.parametrize("mesh", [MeshConfig(data=1, fsdp=4), CUBE], ids=["fsdp 4", "data 2, fsdp 2, tensor 2"])
+@pytest.mark.parametrize(
+    "mesh",
+    [MeshConfig(data=1, fsdp=4), pytest.param(CUBE, marks=pytest.mark.slow)],
+    ids=["fsdp 4", "data 2, fsdp 2, tensor 2"],
+)
 def test_gradients_are_one_devices_on_any_mesh(mesh):
     """Recomputed, as on pods, where one device keeps all."""
     update, rows = make_update({"logp_chunk_tokens": 16}, num_devices=8), random_experience(with_reference=False)
@@ -129,7 +133,11 @@ def test_a_copy_for_each_device_is_whole_and_its_gradient_the_sum_of_all(num_dev
 RULES = {"embed over data and fsdp": {"embed": ("data", "fsdp")}, "vocab over rows": {"vocab": "fsdp", "embed": None}}
 
 
-@pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
+@pytest.mark.parametrize(
+    "rules",
+    [RULES["embed over data and fsdp"], pytest.param(RULES["vocab over rows"], marks=pytest.mark.slow)],
+    ids=RULES,
+)
 def test_weights_lie_where_rules_say_and_gradients_are_the_same(rules):
     config = MeshConfig(data=2, fsdp=2, tensor=2, rules=rules)
     mesh, rows = mesh_of(CUBE), random_experience(with_reference=False)

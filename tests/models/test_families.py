@@ -35,7 +35,7 @@ CONFIGS = families.CONFIGS | hybrids.CONFIGS
 
 
 PLAIN_CONFIGS = ("llama_biased", "llama_yarn", "mistral_window", "qwen2_window", "qwen3", "smollm3_window", "olmo2")
-PLAIN_CONFIGS += ("gemma3", "qwen3_moe", "mixtral", "gpt_oss", "qwen3_next_experts", "qwen3_5")
+PLAIN_CONFIGS += ("gemma3", "qwen3_moe", "mixtral", "gpt_oss", "qwen3_next_experts")
 
 
 def some_slow(names, plain):
@@ -179,8 +179,22 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("name", some_slow(KINDS, ("gemma3", "experts", "sinks", "delta")))
-def test_sampler_logp_is_the_learners_of_rows_of_groups_and_of_lines(name):
+# Of rows as the learner lays them beside rows apart: positions a line, if any, and rows of a group.
+LAYOUTS = {
+    "groups": (0, 3),
+    "lines": (6 * building.ROW_TOKENS, 1),
+    "lines of groups": (2 * (PROMPT_TOKENS + 3 * COMPLETION_TOKENS), 3),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "layouts"),
+    [
+        *(pytest.param(name, ["lines of groups"], id=name) for name in ("gemma3", "experts", "delta")),
+        *(pytest.param(name, [*LAYOUTS], marks=pytest.mark.slow, id=f"{name}, all layouts") for name in KINDS),
+    ],
+)
+def test_sampler_logp_is_the_learners_of_rows_of_groups_and_of_lines(name, layouts):
     arch = dataclasses.replace(building.TINY, **KINDS[name])
     # 5 slots for 24 rollouts and chunks of 3 steps: slots refill again and again, and caches come round.
     sampler = make_sampler(arch=arch, num_slots=5, chunk_steps=3)
@@ -195,11 +209,10 @@ def test_sampler_logp_is_the_learners_of_rows_of_groups_and_of_lines(name):
 
     apart = learner(rows)
     np.testing.assert_allclose(rollout.behaviour_logp, apart, rtol=0, atol=1e-5)  # measured 3e-6
-    np.testing.assert_allclose(learner(rows, group_size=3), apart, rtol=0, atol=1e-5)
     lines = tuple(x.reshape(4, 6, *x.shape[1:]) for x in rows)  # two groups a line
-    for group_size, width in ((1, 6 * building.ROW_TOKENS), (3, 2 * (PROMPT_TOKENS + 3 * COMPLETION_TOKENS))):
-        packed = learner(lines, line_width=width, group_size=group_size)
-        np.testing.assert_allclose(packed, apart, rtol=0, atol=1e-5)
+    for width, group_size in (LAYOUTS[layout] for layout in layouts):
+        found = learner(lines, line_width=width, group_size=group_size) if width else learner(rows, group_size=3)
+        np.testing.assert_allclose(found, apart, rtol=0, atol=1e-5)
 
 
 @pytest.mark.slow

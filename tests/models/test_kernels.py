@@ -156,7 +156,10 @@ def windowed(implementation, window, has_prompt):
 @pytest.mark.parametrize("has_prompt", [False, True], ids=["alone", "of a group"])
 @pytest.mark.parametrize(
     ("implementation", "window", "tokens"),
-    [("splash", 1, 5), ("splash", 4, 5), ("splash", 100, 5), ("splash", 30, 300), ("cudnn", 4, 5)],
+    [
+        *(("splash", 1, 5), ("splash", 4, 5), ("splash", 30, 300), ("cudnn", 4, 5)),
+        pytest.param("splash", 100, 5, marks=pytest.mark.slow),
+    ],
 )
 def test_a_window_shows_a_token_the_last_tokens_of_its_row(implementation, window, tokens, has_prompt):
     """Over the end of a prompt of any length; of three blocks of 128 in which a query may see none of the first."""

@@ -158,7 +158,7 @@ def test_new_adapters_change_no_bit_and_do_not_depend_on_the_mesh(dora):
     assert np.any(lora.init(model, mesh_of(ONE), base, seed=4)["blocks"]["q_lora_a"] != learned["blocks"]["q_lora_a"])
 
 
-@pytest.mark.parametrize("mesh", [ONE, CUBE])
+@pytest.mark.parametrize("mesh", [pytest.param(ONE, marks=pytest.mark.slow), CUBE])
 def test_magnitudes_reach_the_sampler_as_they_do_the_learner(mesh):
     """It takes no norm: published is what of a product is added to it, in the compute dtype."""
     model, mesh = Model(TINY, lora=DORA), mesh_of(mesh)
@@ -199,7 +199,9 @@ def edit(folder, **changes):
     (folder / "adapter_config.json").write_text(json.dumps(config))
 
 
-@pytest.mark.parametrize(("name", "config"), [("some", SOME), ("all", ALL), ("dora", DORA)])
+@pytest.mark.parametrize(
+    ("name", "config"), [("some", SOME), pytest.param("all", ALL, marks=pytest.mark.slow), ("dora", DORA)]
+)
 def test_peft_s_adapters_have_the_logits_that_peft_stored(name, config):
     stored, mesh = np.load(ADAPTERS / "logits.npz"), mesh_of(ONE)
     assert peft.read_config(ADAPTERS / name) == config

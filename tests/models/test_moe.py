@@ -177,7 +177,7 @@ def gradient_on(config):
     return jax.tree.map(np.asarray, (seen, gradient))
 
 
-SLOW = ("expert, fsdp", "no expert axis")
+SLOW = ("expert", "expert, fsdp", "no expert axis")
 
 
 @pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.slow] * (x in SLOW)) for x in MESHES])

@@ -196,7 +196,9 @@ def test_in_bfloat16_learner_and_sampler_differ_by_no_more_than_without_rounding
 
 
 @needs_qwix
-@pytest.mark.parametrize(("kind", "arch"), [("int8", TINY), ("fp8", TINY), ("int8", EXPERTS)])
+@pytest.mark.parametrize(
+    ("kind", "arch"), [("int8", TINY), pytest.param("fp8", TINY, marks=pytest.mark.slow), ("int8", EXPERTS)]
+)
 def test_the_gradient_is_that_at_the_rounded_weights(kind, arch):
     model = Model(arch)
     tokens = jnp.asarray(np.random.default_rng(2).integers(0, 264, size=(2, 8)), jnp.int32)

@@ -41,15 +41,9 @@ def of_experts(name, **mesh):
     return flops(ARCH) - flops(dataclasses.replace(ARCH, ffn=128)), counts(ARCH, name, **mesh)
 
 
+@pytest.mark.slow
 @needs_libtpu
-@pytest.mark.parametrize(
-    "mesh",
-    [
-        pytest.param({"data": 4}, marks=pytest.mark.slow),
-        pytest.param({"data": 1, "expert": 4}, marks=pytest.mark.slow),
-        {"data": 1, "expert": 2, "tensor": 2},
-    ],
-)
+@pytest.mark.parametrize("mesh", [{"data": 4}, {"data": 1, "expert": 4}, {"data": 1, "expert": 2, "tensor": 2}])
 def test_a_prefill_multiplies_each_token_by_its_own_experts(mesh):
     """Half of the ffn is 2 of 16 experts' 3 matrices [128,512] for each token, in the first of two layers: of the last
     one keys and values alone are wanted.

@@ -625,10 +625,11 @@ def test_draws_and_contents_do_not_depend_on_the_mesh_and_donated_buffers_are_go
 # --- bad settings ---------------------------------------------------------------------------------------------------
 
 
-def test_sizes_that_a_config_may_have_fit_the_ring():
+@pytest.mark.parametrize("count", [5, pytest.param(24, marks=pytest.mark.slow)])
+def test_sizes_that_a_config_may_have_fit_the_ring(count):
     """What ``limits`` and ``check_divisible`` let pass breaks no assertion here; they name the settings of the rest."""
     rng, passed = np.random.default_rng(0), 0
-    while passed < 12:
+    while passed < count:
         pick = lambda *values: values[rng.integers(len(values))]
         shards, prompts, group = pick(1, 2, 4), pick(1, 2, 4), pick(2, 3)
         rows = prompts * group

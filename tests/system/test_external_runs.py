@@ -129,6 +129,7 @@ def test_hindsight_of_a_run_that_was_killed_and_resumed_is_that_of_one_that_was_
     assert left(tmp_path / "pieces", "samples.jsonl") == left(tmp_path / "whole", "samples.jsonl")
 
 
+@pytest.mark.slow  # what is taken is in tests/actor/test_guests.py
 def test_a_run_alone_learns_nothing_and_another_takes_what_it_has_shared_since_the_last_time(train, folder, tmp_path):
     for until in (2, 4):
         alone = train(tmp_path / "one", folder / "nobody", until)

@@ -188,12 +188,13 @@ def test_three_hundred_changes_of_one_setting_are_accepted_or_refused_by_name(up
     assert 30 <= accepted <= 150  # 46: the choice moves with every setting that is added
 
 
-def test_a_hundred_overrides_of_the_command_line_are_accepted_or_refused_by_name(
-    up_to_compiling, tmp_path, monkeypatch, capfd
+@pytest.mark.parametrize("count", [40, pytest.param(300, marks=pytest.mark.slow)])
+def test_overrides_of_the_command_line_are_accepted_or_refused_by_name(
+    count, up_to_compiling, tmp_path, monkeypatch, capfd
 ):
     monkeypatch.chdir(tmp_path)
     chance, defaults, accepted = random.Random(2), flatten(Config()), 0
-    for number in range(100):
+    for number in range(count):
         path, value = chance.choice(list(defaults)), chance.choice(TYPED)
         words = [f"--config={DEBUG_CONFIG}", f"--workdir={tmp_path / str(number)}", f"--config.{path}={value}"]
         try:
@@ -205,7 +206,8 @@ def test_a_hundred_overrides_of_the_command_line_are_accepted_or_refused_by_name
         assert done.err.count("\n") == 1 and done.err[:-1].isprintable() and len(done.err) < 2100, (words[2], done)
         assert path in done.err or NAMED_BY.get(path, path) in done.err, (words[2], done)
     assert not (tmp_path / "pwned").exists()
-    assert 2 <= accepted <= 50  # 4: the choice moves with every setting that is added
+    # 1 and 18: the choice moves with every setting that is added.
+    assert accepted <= count / 2 and (accepted or count < 100)
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,7 @@ def expected(rows):
     return found
 
 
+@pytest.mark.slow
 def test_micro_batches_and_rematerialisation_change_nothing(rows, expected):
     micro = update(SETTINGS | {"micro_batch_size": 4, "logp_chunk_tokens": 12}, remat="full")
     assert_same(building.gradient(micro, rows), expected)

@@ -74,8 +74,11 @@ def test_a_decode_step_sends_what_layers_in_two_parts_need_and_a_hundredth_more(
     assert needed <= sum(sent.values()) / steps <= 1.01 * needed
 
 
+FOUR_CHIPS = [pytest.param({"fsdp": 4}, marks=pytest.mark.slow), {"fsdp": 2, "tensor": 2}]
+
+
 @needs_libtpu
-@pytest.mark.parametrize("mesh", [{"fsdp": 4}, {"fsdp": 2, "tensor": 2}], ids=str)
+@pytest.mark.parametrize("mesh", FOUR_CHIPS, ids=str)
 def test_a_tpus_decode_program_turns_no_weight(mesh):
     text = compiled("decode", **mesh).as_text()
     copied = hlo.sizes(text, "copy", "transpose")
@@ -84,7 +87,7 @@ def test_a_tpus_decode_program_turns_no_weight(mesh):
 
 
 @needs_libtpu
-@pytest.mark.parametrize("mesh", [{"fsdp": 4}, {"fsdp": 2, "tensor": 2}], ids=str)
+@pytest.mark.parametrize("mesh", FOUR_CHIPS, ids=str)
 def test_publish_gathers_one_matrix_at_a_time(mesh):
     m, tensor = memory(compiled("publish", arch=LARGE, **mesh)), mesh.get("tensor", 1)
     embedding = 2 * LARGE.vocab_size * LARGE.width / tensor

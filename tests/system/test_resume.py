@@ -160,28 +160,31 @@ def undisturbed(tmp_path_factory, cache):
     return workdir
 
 
-def test_killed_and_interrupted_is_the_run_that_never_was(tmp_path, cache, undisturbed):
-    # Kill -9 with a checkpoint half-written: by then the next iteration has begun.
-    half_written = Process(tmp_path, cache, SETTINGS).kill_during_checkpoint_write()
-    assert half_written.exists()
-
-    # Ctrl-C: saved where it is.
-    second = Process(tmp_path, cache, SETTINGS)
-    assert second.until("resumed at iteration ")
-    assert not half_written.exists()
-    assert second.until("iteration ")
-    iteration = int(second.lines[-1].split()[1].split("/")[0])
-    status, out, err = second.stop(signal.SIGINT)
+def interrupt(workdir, cache):
+    """Ctrl-C after the first iteration from where it goes on: saved where it is."""
+    process = Process(workdir, cache, SETTINGS)
+    assert process.until("resumed at iteration ") and process.until("iteration ")
+    iteration = int(process.lines[-1].split()[1].split("/")[0])
+    status, out, err = process.stop(signal.SIGINT)
     assert status in (0, 128 + signal.SIGINT), err
     if iteration < NUM_ITERATIONS - 1:  # nearer to the end it may have got there before the signal arrived
         stopped = [line for line in out.splitlines() if line.startswith("stopped by SIGINT after iteration ")]
-        assert len(stopped) == 1 and str(tmp_path / "checkpoints") in stopped[0]
+        assert len(stopped) == 1 and str(workdir / "checkpoints") in stopped[0]
         assert "run the same command again to continue" in out
     assert "Traceback" not in err
 
+
+@pytest.mark.parametrize("is_interrupted", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_killed_and_interrupted_is_the_run_that_never_was(tmp_path, cache, undisturbed, is_interrupted):
+    # Kill -9 with a checkpoint half-written: by then the next iteration has begun.
+    half_written = Process(tmp_path, cache, SETTINGS).kill_during_checkpoint_write()
+    assert half_written.exists()
+    if is_interrupted:
+        interrupt(tmp_path, cache)
+
     status, out, err = Process(tmp_path, cache, SETTINGS).finish()
     assert status == 0, err
-    assert "resumed at iteration " in out
+    assert "resumed at iteration " in out and not half_written.exists()
     assert_same_run(tmp_path, undisturbed)
     _, arrays, host, _, _ = left_behind(tmp_path)
     in_flight = (arrays["sampler/stop_reason"] == 0) & (arrays["sampler/length"] > arrays["sampler/prompt_length"])
