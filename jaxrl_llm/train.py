@@ -28,7 +28,7 @@ from jaxrl_llm.actor.guests import External
 from jaxrl_llm.actor.rewards import RewardPool
 from jaxrl_llm.config import Config, freeze, record
 from jaxrl_llm.learner.learner import Learner
-from jaxrl_llm.models.files import peft, pretrained
+from jaxrl_llm.models.files import peft, pretrained, templates
 from jaxrl_llm.questions import tasks
 from jaxrl_llm.questions.ledger import Ledger
 from jaxrl_llm.questions.stream import PromptStream
@@ -62,6 +62,7 @@ def _train(config: Config, workdir: pathlib.Path, allow_config_changes: bool) ->
     mesh = sharding.make_mesh(config.mesh)
     source = pretrained.resolve(config.model.path)
     tokenizer = source.tokenizer().ending_at(config.sampling.stop_tokens)
+    config = templates.dated(config, tokenizer, workdir)
     started = time.monotonic()
     train_set, held_out, skipped = questions(config, tokenizer)
     read_s = time.monotonic() - started

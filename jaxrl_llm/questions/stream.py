@@ -192,8 +192,8 @@ class PromptStream:
         """Raises what ``restore`` would."""
         if state["fingerprint"] != self._fingerprint:
             raise ConfigError(
-                "the questions are not those of the checkpoint (the file, the tokenizer, seed or prompts.* has "
-                f"changed): fingerprint {self._fingerprint} here, {state['fingerprint']} there"
+                "the questions are not those of the checkpoint (the file, the tokenizer, a date in its template, seed "
+                f"or prompts.* has changed): fingerprint {self._fingerprint} here, {state['fingerprint']} there"
             )
 
     def restore(self, state: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import hashlib
 import json
 import math
@@ -42,6 +43,9 @@ FREE_SETTINGS = (
 
 # What the rows of arrays mean that fit all the same: which ones share a prompt, how they lie, where a prompt ends.
 FIXED_SETTINGS = ("rollout.group_size", "replay.unit", "replay.positive_fraction", "prompts.max_tokens")
+
+
+DATE = "strftime_now"  # of prompts.chat_template_kwargs: the day that a chat template prints (models.files.templates)
 
 
 class DamagedError(Exception):
@@ -160,9 +164,13 @@ def changed_settings(saved: Config, config: Config) -> dict[str, tuple[Any, Any]
     if config.optimizer.schedule != "constant":
         free = tuple(name for name in free if name != "num_iterations")  # a decay ends at the last iteration
     # Through JSON as the saved one went: a tuple in a dictionary of arguments comes back as a list.
+    config = from_json(to_json(config))
+    if (day := saved.prompts.chat_template_kwargs.get(DATE)) is not None:  # which a run gives itself
+        told = {DATE: day, **config.prompts.chat_template_kwargs}
+        config = dataclasses.replace(config, prompts=dataclasses.replace(config.prompts, chat_template_kwargs=told))
     return {
         name: values
-        for name, values in differences(saved, from_json(to_json(config))).items()
+        for name, values in differences(saved, config).items()
         if name not in free and name.split(".")[0] not in free
     }
 

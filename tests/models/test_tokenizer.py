@@ -513,6 +513,17 @@ def test_a_template_is_told_its_switches_and_tools():
     assert told(tools=[{"name": "<|im_end|>"}]) == plain + ids_of("<|im_end|>")  # a text, as in messages
 
 
+def test_a_template_prints_the_day_that_it_is_told():
+    """As Llama 3.2, SmolLM3 and GPT-OSS ask for it, each in a form of its own."""
+    date = "{% if strftime_now is defined %}{{ strftime_now('%d %b %Y') + strftime_now( \"%Y-%m-%d\" ) }}{% endif %}"
+    how = {"chat_template": True, "system_prompt": "", "chat_template_kwargs": {"strftime_now": "2024-07-09"}}
+    plain = make().encode_prompt("yo", chat_template=True, system_prompt="")
+    assert make(date + TEMPLATE).encode_prompt("yo", **how) == ids_of("09 Jul 20242024-07-09") + plain
+    for given, said in ((7, "=7 must be the day that the template prints"), ("9 July", "='9 July' must be the day")):
+        with pytest.raises(ConfigError, match=f"prompts.chat_template_kwargs.strftime_now{said}"):
+            make(date + TEMPLATE).encode_prompt("yo", **how | {"chat_template_kwargs": {"strftime_now": given}})
+
+
 @pytest.mark.parametrize(
     ("given", "chat_template", "message"),
     [

@@ -6,6 +6,7 @@ moments, ring, sampler slots in flight), the prompt stream, each metric but time
 of samples.jsonl.
 """
 
+import datetime
 import json
 import os
 import pathlib
@@ -16,6 +17,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 
 import jax
 import numpy as np
@@ -25,8 +27,10 @@ from support import building, ghosts
 
 from jaxrl_llm import train as train_module
 from jaxrl_llm.actor import evaluation
-from jaxrl_llm.config import ConfigError, freeze
+from jaxrl_llm.config import ConfigError, freeze, from_json
+from jaxrl_llm.models.files import gguf, templates
 from jaxrl_llm.runtime import stop as stopping
+from jaxrl_llm.runtime.stored import changed_settings
 
 CONFIG = pathlib.Path(__file__).parents[2] / "configs" / "debug.py"
 ENVIRONMENTS = pathlib.Path(__file__).parents[1] / "fixtures" / "environments.py"
@@ -282,6 +286,36 @@ def test_other_questions_are_refused_before_a_file_is_touched(setting, value, fi
     with pytest.raises(ConfigError, match="the questions are not those of the checkpoint"):
         train_module.train(freeze(mapping), workdir, allow_config_changes=True)
     assert files() == before
+
+
+@pytest.mark.parametrize("prints", [True, False])
+def test_a_run_whose_chat_template_prints_the_date_goes_on_on_another_day(prints, tmp_path, monkeypatch, capfd):
+    """Its questions were others after midnight, and it was refused."""
+
+    class Date(datetime.date):
+        @classmethod
+        def today(cls):
+            return cls.fromisoformat(today)
+
+    ghosts.haunt(monkeypatch)
+    monkeypatch.setattr(templates, "datetime", types.SimpleNamespace(date=Date))
+    if prints:
+        monkeypatch.setattr(gguf, "PLAIN_TEMPLATE", "{{ strftime_now('%d') }}" + gguf.PLAIN_TEMPLATE)
+    run = lambda workdir, **changes: train_module.train(
+        freeze(building.settings_of(CONFIG, SETTINGS | changes)), tmp_path / workdir
+    )
+    day_of = lambda workdir: json.loads((tmp_path / workdir / "config.json").read_text())["prompts"]
+    today = "2026-11-26"
+    assert run("one", num_iterations=1) == 0
+    today = "2026-11-27"
+    assert run("one", num_iterations=2) == 0 and "resumed at iteration 1" in capfd.readouterr().out
+    assert run("two", num_iterations=1) == 0
+    told = [day_of(workdir)["chat_template_kwargs"] for workdir in ("one", "two")]
+    assert told == ([{"strftime_now": "2026-11-26"}, {"strftime_now": "2026-11-27"}] if prints else [{}, {}])
+    # What was asked for, as a sweep compares it, is what the run was made with.
+    saved = from_json((tmp_path / "one" / "config.json").read_text())
+    asked = freeze(building.settings_of(CONFIG, SETTINGS))
+    assert changed_settings(saved, asked) == {}
 
 
 def test_a_stop_asked_for_during_an_evaluation_saves_that_iteration(finished_copy, tmp_path, monkeypatch, capfd):

@@ -1,19 +1,29 @@
 """Chat templates: programs of a model's maker, run for so long and no longer, and what they are told besides messages.
 
-Owns: what a setting may tell one, the time it has. Does not know: token ids, what stays text.
+Some print today's date (Llama 3.2, SmolLM3, GPT-OSS): by calls of ``strftime_now``. In a run that is the day it began.
+
+Owns: what a setting may tell one, the time it has, which day it is. Does not know: token ids, what stays text.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import datetime
 import functools
+import json
+import pathlib
 import re
 import signal
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxrl_llm.config import ConfigError
+from jaxrl_llm.config import Config, ConfigError
+from jaxrl_llm.runtime import hosts
 
+DATE = "strftime_now"
+DATE_CALL = re.compile(rf"\b{DATE}\(\s*(['\"])(.*?)\1\s*\)")
 TEMPLATE_SECONDS = 10.0  # that a prompt may take
 TURN = "(a turn of the assistant's)"
 # What transformers' apply_chat_template takes for itself and no template sees, or what every prompt tells it.
@@ -25,12 +35,38 @@ def told(given: Mapping[str, Any], template: Any, hide: Callable[[str], str]) ->
     """``prompts.chat_template_kwargs`` for a template; ``hide`` is done to every text in them but the keys.
 
     Raises:
-        ConfigError: one that the template does not name: it would change nothing.
+        ConfigError: one that the template does not name: it would change nothing; a date that is none.
     """
     for key in given:
         if key in OWN_KWARGS or not re.search(rf"\b{re.escape(key)}\b", str(template)):
             raise ConfigError(f"prompts.chat_template_kwargs has {key!r}, which the model's chat template does not")
+    if DATE in given:
+        try:
+            datetime.date.fromisoformat(given[DATE])
+        except (TypeError, ValueError):
+            said = f"prompts.chat_template_kwargs.{DATE}={given[DATE]!r:.100}"
+            raise ConfigError(f"{said} must be the day that the template prints, as '2026-11-26'") from None
     return {key: _deep(hide, value) for key, value in given.items()}
+
+
+def dated(config: Config, tokenizer: Any, workdir: pathlib.Path) -> Config:
+    """The config of a run, whose chat template prints the day on which the run began, where it prints one at all.
+
+    Of another day a resumed run would not find its questions again. The day stands in the workdir's config.json.
+    """
+    given, path = config.prompts.chat_template_kwargs, workdir / "config.json"
+    day = None if path.is_file() else datetime.date.today().isoformat()
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # one without a day is of a run without one
+        day = json.loads(path.read_text(encoding="utf-8"))["prompts"]["chat_template_kwargs"][DATE]
+    day = hosts.exchange(day)[0]
+    if DATE in given or day is None:
+        return config
+    prompts = dataclasses.replace(config.prompts, chat_template_kwargs={**given, DATE: day})
+    try:
+        tokenizer.encode_prompt("a", **prompts.encoding)
+    except ConfigError:  # the template prints none
+        return config
+    return dataclasses.replace(config, prompts=prompts)
 
 
 def between_turns(fast: Any, message: dict[str, str], told: dict[str, Any], ends: list[str]) -> str:
@@ -71,6 +107,9 @@ def rendered(fast: Any, messages: list[dict[str, str]], told: dict[str, Any]) ->
         raise TimeoutError(f"it runs for more than {TEMPLATE_SECONDS:g} s")
 
     how = {"add_generation_prompt": True, "tokenize": False}
+    if DATE in told:  # transformers hands no function on to a template
+        told = dict(told)
+        how["chat_template"] = _on_day(fast.get_chat_template(tools=told.get("tools")), told.pop(DATE))
     render = functools.partial(fast.apply_chat_template, messages, **told, **how)
     if threading.current_thread() is not threading.main_thread():  # which alone has signals
         return render()
@@ -80,3 +119,10 @@ def rendered(fast: Any, messages: list[dict[str, str]], told: dict[str, Any]) ->
     finally:
         signal.setitimer(signal.ITIMER_REAL, *timer)
         signal.signal(signal.SIGALRM, handler)
+
+
+@functools.lru_cache
+def _on_day(template: str, day: str) -> str:
+    """The template with the date where it asks for today's."""
+    on = datetime.date.fromisoformat(day)
+    return DATE_CALL.sub(lambda call: json.dumps(on.strftime(call[2]), ensure_ascii=False), template)
