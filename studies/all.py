@@ -75,6 +75,16 @@ def pretrained(task: str) -> str:
     return arms.table(found, SMOLLM2_THRESHOLD, base=base, more=more)
 
 
+def pretrained_thresholds() -> str:
+    """Compute saved against the on-policy arm of the same task, by threshold."""
+    rates, rows = (0.3, 0.4, 0.5, 0.6), []
+    for task in ("sums", "products"):
+        base, *others = pretrained_arms(task)
+        shown = lambda arm, rate, base=base: arms.saved(arm, base, rate, DECLARED).shown(".0%")
+        rows += [[arm.name.rsplit(", rate ", 1)[0], *(shown(arm, rate) for rate in rates)] for arm in others]
+    return arms.markdown(["arm", *(f"to {rate:.2f}" for rate in rates)], rows)
+
+
 def rates(name: str) -> str:
     """What each arm got at each learning rate on the seeds that chose: mean held-out pass rate over the run."""
     chosen = {arm.name.rsplit(", rate ", 1)[0]: arm.runs[0].point[RATE] for arm in arms_of(name)}
@@ -270,6 +280,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "league_spread": lambda: spread("league", "grpo"),
     "smollm2_sums": lambda: pretrained("sums"),
     "smollm2_products": lambda: pretrained("products"),
+    "smollm2_thresholds": pretrained_thresholds,
 }
 
 # ---- figures ---------------------------------------------------------------------------------------------------
