@@ -1,11 +1,12 @@
 """Seconds of an iteration of each arm of some sweeps, on a machine that does nothing else.
 
-    python -m studies.timing docs/raw/e2.json.xz docs/raw/e3.json.xz [--iterations=40] [--rounds=2]
+    python -m studies.timing docs/raw/e2.json.xz docs/raw/e3.json.xz [--iterations=40] [--rounds=2] [--only=ARM,...]
 
 Sweeps run points side by side, which no clock is true in. So each reported arm's config is run again for a few
 iterations, one arm at a time, round after round, each in an order of its own, lest a machine that grows slower favours
 an arm. What is kept is the median over the iterations of all rounds but the first of each, which warms up. Arms that
-differ in learning rate and seed alone are one. docs/raw/e2_times.json and so on have the result.
+differ in learning rate and seed alone are one. docs/raw/e2_times.json and so on have the result. With ``--only`` these
+arms are measured, and the others keep what stands there.
 
 Owns: those runs, those files. Does not know: what an arm learns.
 """
@@ -68,6 +69,7 @@ def main() -> None:
     parser.add_argument("raw", type=pathlib.Path, nargs="+")
     parser.add_argument("--iterations", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--only", type=lambda text: text.split(","), help="arms, with commas, without their rates")
     given = parser.parse_args()
     if given.iterations < 2 or given.rounds < 1 or not all(path.name.endswith(RAW) for path in given.raw):
         parser.error(f"files must be *{RAW}, --iterations at least 2 (the first warms up) and --rounds at least 1")
@@ -77,10 +79,13 @@ def main() -> None:
         study = raw.read(path)
         sweep, first = read_sweep(study.config), [runs[0] for runs in groups(study.reported()).values()]
         for run, config in zip(first, raw.configs(study, first), strict=True):
-            config = timed(config, given.iterations)
+            config, name = timed(config, given.iterations), label(run, sweep)
             what = to_json(config)
-            work[what] = config
-            arms.setdefault(path, {})[label(run, sweep)] = what
+            if given.only is None or arm_of(name) in given.only:
+                work[what] = config
+            arms.setdefault(path, {})[name] = what
+    if missing := {*(given.only or ())} - {arm_of(name) for its_arms in arms.values() for name in its_arms}:
+        parser.error(f"--only={sorted(missing)[0]!r}: no such arm")
     rows: dict[str, list[dict[str, float]]] = {what: [] for what in work}
     for i in range(given.rounds):
         for what in random.Random(i).sample(list(work), len(work)):
@@ -88,9 +93,18 @@ def main() -> None:
         made_with = {"machine": hardware(), "iterations": given.iterations, "rounds": i + 1}
         made_with["with"] = [path.name.removesuffix(RAW) for path in given.raw]
         for path, its_arms in arms.items():
-            content = {"made_with": made_with, "times": {name: summary(rows[what]) for name, what in its_arms.items()}}
             out = path.with_name(f"{path.name.removesuffix(RAW)}_times.json")
+            before = json.loads(out.read_text()) if given.only else {"made_with": made_with, "times": {}}
+            kept = {arm_of(name): times for name, times in before["times"].items()}
+            times = {name: summary(rows[x]) if x in work else kept[arm_of(name)] for name, x in its_arms.items()}
+            again = {"again": made_with | {"arms": given.only}} if given.only else {}
+            content = {"made_with": before["made_with"] | again, "times": times}
             out.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def arm_of(name: str) -> str:
+    """A label without its learning rate."""
+    return name.rsplit(", rate ", 1)[0]
 
 
 if __name__ == "__main__":
