@@ -83,8 +83,8 @@ def test_packing_and_micro_batches_change_nothing():
     sizes = {"micro_batch_tokens": 2 * building.ROW_TOKENS, "pack_width": 2 * building.ROW_TOKENS}
     for more in (sizes, {"micro_batch_size": 4}):
         got = building.gradient(building.make_update(LOSS | more), rows)
-        # Sums in another order. Measured: 1.2e-7.
-        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6), got[0], expected[0])
+        # Sums in another order. Measured: 4e-7, of entries up to 0.7.
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=2e-6), got[0], expected[0])
         assert float(got[1]["token_count"]) == float(expected[1]["token_count"])
 
 

@@ -91,13 +91,13 @@ def test_log_probs_and_gradients_are_those_that_transformers_stored(tmp_path, na
         return jnp.mean(found), found
 
     (_, ours), gradients = jax.jit(mean)(params)
-    np.testing.assert_allclose(ours, arrays()[f"{name}.logp"], rtol=0, atol=1e-4)
+    np.testing.assert_allclose(ours, arrays()[f"{name}.logp"], rtol=0, atol=4e-5)  # measured: 1.2e-5, of 8 nats
     of_file = stored_gradients(tmp_path / "gradients", gradients, model)
     expected = STORED[name]["gradients"]
     assert set(of_file) == set(expected) == set(STORED[name]["shapes"])
     for key, (along, length) in expected.items():
-        # A bias of keys without rope changes no softmax: its gradient is rounding, 3e-9.
-        atol = 1e-3 * length + 1e-7
+        # Measured: 1e-5 of its length. A bias of keys without rope changes no softmax: its gradient is rounding, 3e-9.
+        atol = 1e-4 * length + 1e-7
         np.testing.assert_allclose(families.projections(key, of_file[key]), (along, length), rtol=0, atol=atol)
 
 
