@@ -338,7 +338,7 @@ def test_a_stop_asked_for_during_an_evaluation_saves_that_iteration(finished_cop
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["2"]
 
 
-@pytest.mark.slow  # in the plain suite test_hosts stops inside a generation, and goes on
+@pytest.mark.slow  # in the plain suite one is killed, above
 @pytest.mark.parametrize(
     ("chance", "changes"),
     [
