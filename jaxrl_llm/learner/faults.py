@@ -83,7 +83,9 @@ class Faults:
         Raises:
             SamplerLearnerGapError: see ``gap_said``; of the first batch of this process, later ones warn.
         """
-        if sums["own_token_count"]:  # an iteration may train on nothing, or on nothing of its own
+        # Rollouts that go on under other weights have the keys and values of those that they were begun with: with
+        # lookahead the first batch alone tells. And an iteration may train on nothing, or on nothing of its own.
+        if sums["own_token_count"] and not (self._has_compared and self._config.rollout.lookahead_prompts):
             if (said := gap_said(self._config, sums)) and not self._has_compared:
                 raise SamplerLearnerGapError(said)
             if said and hosts.is_first():
@@ -105,7 +107,7 @@ class Faults:
         return [self.run]
 
     def restore(self, state: list[int]) -> None:
-        self.run = state[0]
+        self.run, self._has_compared = state[0], self._config.rollout.lookahead_prompts > 0
 
     def failure(self, workdir: pathlib.Path) -> str | None:
         """What to say where there were too many, and then the first host has written the file; else None."""

@@ -305,6 +305,15 @@ def test_the_first_batch_with_tokens_of_its_own_is_compared_whenever_it_comes(ca
     resumed.restore(json.loads(json.dumps(found.state())))
     with pytest.raises(faults.SamplerLearnerGapError):
         resumed.observe(bad, 4, None)
+    # Rollouts in flight have been begun by other weights.
+    config = freeze({"rollout": {"lookahead_prompts": 8}})
+    in_flight = faults.Faults(config, sharding.make_mesh(config.mesh))
+    with pytest.raises(faults.SamplerLearnerGapError):
+        in_flight.observe(bad, 1, None)
+    in_flight.restore(in_flight.state())
+    capfd.readouterr()
+    in_flight.observe(bad, 2, None)
+    assert capfd.readouterr().err == ""
 
 
 @pytest.mark.slow

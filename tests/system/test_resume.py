@@ -323,13 +323,13 @@ def test_a_stop_asked_for_during_an_evaluation_saves_that_iteration(finished_cop
     mapping["eval"] |= {"num_prompts": 2, "every_iterations": 2}
     mapping["rollout"]["lookahead_prompts"] = 0
     mapping["checkpoint"]["every_iterations"] = 4
-    versions, sizes = [], {"num_prompts": 2, "num_samples": 4}
+    versions, sizes, counts = [], {"num_prompts": 2, "num_samples": 4}, {"timeout_count": 0, "error_count": 0}
 
     def evaluate(*_, **__):
         versions.append(len(versions))
         if len(versions) == 2:  # the first is before training, this one after iteration 2
             signal.raise_signal(signal.SIGTERM)
-        return {"pass_rate": 0.5, "completion_length_tokens": 1.0, "pass_at_k": {"4": 0.5}, **sizes}
+        return {"pass_rate": 0.5, "completion_length_tokens": 1.0, "pass_at_k": {"4": 0.5}, **sizes, **counts}
 
     ghosts.haunt(monkeypatch)
     monkeypatch.setattr(evaluation, "evaluate", evaluate)
