@@ -51,6 +51,18 @@ class Printer:
         self._is_printing = False
 
 
+def say(text: str) -> None:
+    """To stderr, for a second at most: a pipe that is full and that nobody reads must not hold up the run."""
+    writer = threading.Thread(target=_write, args=(text.encode(errors="replace"),), daemon=True)
+    writer.start()
+    writer.join(1.0)
+
+
+def _write(text: bytes) -> None:
+    with contextlib.suppress(OSError):  # stderr may be closed
+        os.write(2, text)
+
+
 def _is_readable(pipe: int, wait_ms: int | None) -> bool:
     """Whether there is something to read, or its end has come."""
     poll = select.poll()

@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from jaxrl_llm.actor import reward_worker
+from jaxrl_llm.actor import printing, reward_worker
 from jaxrl_llm.actor.printing import Printer
 from jaxrl_llm.config import ConfigError, RewardsConfig
 from jaxrl_llm.runtime import hosts
@@ -144,8 +144,8 @@ class RewardPool(contextlib.AbstractContextManager):
     def _say(self, errors: list[str]) -> None:
         """The first failures of a run in words, on stderr; all of them are counted."""
         new, self._said = errors[: MAX_ERRORS_KEPT - self._said], min(MAX_ERRORS_KEPT, self._said + len(errors))
-        for reason in new if hosts.is_first() else ():
-            print(f"warning: a reward failed: {visible(reason)}", file=sys.stderr)
+        if new and hosts.is_first():
+            printing.say("".join(f"warning: a reward failed: {visible(reason)}\n" for reason in new))
 
     def close(self) -> None:
         """End every worker, whatever it is doing, and all that it started."""
