@@ -396,6 +396,8 @@ def from_json(text: str) -> Config:
     return freeze(mapping)
 
 
+DATE = "strftime_now"  # of prompts.chat_template_kwargs: the day that a chat template prints (models.files.templates)
+
 # Packages that a run's numbers depend on.
 PACKAGES = (
     *("jaxrl_llm", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy"),

@@ -26,15 +26,15 @@ from jaxrl_llm.actor.conversation import Conversations
 from jaxrl_llm.actor.evaluation import evaluate, questions
 from jaxrl_llm.actor.generator import Generator
 from jaxrl_llm.actor.rewards import RewardPool
-from jaxrl_llm.config import Config, ConfigError, LoraConfig, freeze, from_json, to_json
+from jaxrl_llm.config import Config, ConfigError, LoraConfig, freeze
 from jaxrl_llm.learner import publish
 from jaxrl_llm.models import lora
 from jaxrl_llm.models.files import pretrained
 from jaxrl_llm.questions import jsonl, tasks
 from jaxrl_llm.run import assemble, check_room
 from jaxrl_llm.runtime import cli, hosts, rng, sharding
-from jaxrl_llm.runtime.nested import differences
 from jaxrl_llm.runtime.programs import compile_all, use_cache
+from jaxrl_llm.runtime.stored import changed_settings, listed
 from jaxrl_llm.runtime.weights import restore_params
 
 # Settings that say which questions of a source are held out.
@@ -46,8 +46,7 @@ def trained_on(saved: Config, config: Config) -> dict[str, tuple[Any, Any]]:
     source = lambda c: (c.prompts.source, c.prompts.name)
     if source(saved) != source(config) or config.eval.name not in ("", saved.prompts.name):
         return {}
-    differ = differences(saved, from_json(to_json(config)))  # through JSON, as the saved one went
-    changed = {name: pair for name, pair in differ.items() if name in HELD_OUT_BY}
+    changed = {name: pair for name, pair in changed_settings(saved, config).items() if name in HELD_OUT_BY}
     if changed.keys() == {"eval.num_prompts"} and config.eval.num_prompts < saved.eval.num_prompts:
         return {}  # some of the run's own
     return changed
@@ -88,9 +87,8 @@ def command(config: Config, model: str, checkpoint: str, num_samples: int, adapt
             if (own := config.model.lora) != saved.model.lora:
                 raise ConfigError(f"model.lora={own!r} must be as in {checkpoint!r:.200}: {saved.model.lora!r}")
             if (changed := trained_on(saved, config)) and hosts.is_first():
-                listed = "; ".join(f"{name} {old!r} -> {new!r}" for name, (old, new) in changed.items())
                 said = f"warning: {checkpoint} may have been trained on some of these questions: it held out others"
-                print(f"{said} ({listed})", file=sys.stderr)
+                print(f"{said} ({listed(changed)})", file=sys.stderr)
         weights = run.learner.params, run.learner.base, run.sampler_params
         check_room(run, (weights, "model.path"), (sampler.abstract_state(), "eval.num_samples", "eval.slots"))
         publishing = publish.programs(run.model, mesh, sampler.mesh)

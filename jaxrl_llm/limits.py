@@ -14,6 +14,7 @@ from typing import Any
 from jaxrl_llm.runtime.nested import MOST, flatten
 
 # Texts that a model reads; the others are names, of files mostly.
+FILE_SOURCES = ("jsonl", "parquet", "code", "text")  # of questions: these read a file
 TEXTS = ("prompts.system_prompt", "sampling.stop_strings", "sampling.stop_tokens")
 # Questions that a source makes before a run begins.
 MOST_MADE = 10_000_000
@@ -141,7 +142,7 @@ def _combinations(c: Any, flat: dict[str, Any]):
         what = "dataset" if c.prompts.source == "reasoning_gym" else "file"
         yield c.prompts.name != "", f"[prompts.name] must name the {what} for [prompts.source]"
     yield (
-        c.prompts.source in ("jsonl", "parquet", "code", "text") or 0 < c.prompts.size <= MOST_MADE,
+        c.prompts.source in FILE_SOURCES or 0 < c.prompts.size <= MOST_MADE,
         f"[prompts.size] must be at least 1 and at most {MOST_MADE} for [prompts.source]",
     )
     num_draws = u.batch_size // c.rows_per_draw

@@ -81,13 +81,13 @@ def pretrained_thresholds() -> str:
     for task in ("sums", "products"):
         base, *others = pretrained_arms(task)
         shown = lambda arm, rate, base=base: arms.saved(arm, base, rate, DECLARED).shown(".0%")
-        rows += [[arm.name.rsplit(", rate ", 1)[0], *(shown(arm, rate) for rate in rates)] for arm in others]
+        rows += [[arms.without_rate(arm.name), *(shown(arm, rate) for rate in rates)] for arm in others]
     return arms.markdown(["arm", *(f"to {rate:.2f}" for rate in rates)], rows)
 
 
 def rates(name: str) -> str:
     """What each arm got at each learning rate on the seeds that chose: mean held-out pass rate over the run."""
-    chosen = {arm.name.rsplit(", rate ", 1)[0]: arm.runs[0].point[RATE] for arm in arms_of(name)}
+    chosen = {arms.without_rate(arm.name): arm.runs[0].point[RATE] for arm in arms_of(name)}
     every = sorted({run.point[RATE] for run in study(name).runs})
     rows = []
     for arm, scores in arms.tuning(study(name)).items():
@@ -242,7 +242,7 @@ def differences(name: str) -> str:
     rows = []
     for arm in others:
         more = Interval.of(to(arm) / to(base) - 1).shown(".0%")
-        rows.append([arm.name.rsplit(", rate ", 1)[0], Interval.of(arm.end() - base.end()).shown("+.2f"), more])
+        rows.append([arms.without_rate(arm.name), Interval.of(arm.end() - base.end()).shown("+.2f"), more])
     return arms.markdown(["arm", "end, difference", f"batches to {THRESHOLD:.2f}, more"], rows)
 
 
@@ -304,7 +304,7 @@ def figures(folder: pathlib.Path) -> None:
         pictures.ends(arms_of("league"), folder / "replay_study_league.svg")
     for task in ("sums", "products"):
         if found := pretrained_arms(task):
-            shown = {arm.name.removeprefix(f"{task}: ").rsplit(", rate ", 1)[0]: arm for arm in found}
+            shown = {arms.without_rate(arm.name.removeprefix(f"{task}: ")): arm for arm in found}
             over = {in_batches(SMOLLM2.batch): DECLARED}
             over |= {seconds: Arm.over_seconds} if all(arm.times for arm in found) else {}
             path = folder / f"replay_study_smollm2_{task}.svg"

@@ -169,13 +169,18 @@ def _evenly(at: np.ndarray) -> np.ndarray:
     return np.delete(kept, -2) if len(at) > 2 and 2 * (at[-1] - at[-2]) < at[-2] - at[-3] else kept
 
 
+def without_rate(name: str) -> str:
+    """An arm's name without its learning rate."""
+    return name.rsplit(", rate ", 1)[0]
+
+
 def tuning(study: raw.Study) -> dict[str, dict[float, float]]:
     """By arm, without its rate, and rate: the mean held-out pass rate over whole runs of the choosing seeds."""
     reported, sweep = {run.name for run in study.reported()}, read_sweep(study.config)
     found: dict[str, dict[float, float]] = {}
     for members in groups([run for run in study.runs if run.name not in reported]).values():
         score = np.mean([np.mean(study.passed[run.name] / study.samples_of[run.name]) for run in members])
-        name = label(members[0], sweep).rsplit(", rate ", 1)[0]
+        name = without_rate(label(members[0], sweep))
         found.setdefault(name, {})[members[0].point[RATE]] = float(score)
     return found
 

@@ -30,6 +30,7 @@ from jaxrl_llm.sweep.__main__ import read_sweep
 from jaxrl_llm.sweep.table import groups, label
 from jaxrl_llm.train import train
 from studies import raw
+from studies.arms import without_rate
 from studies.costs import GENERATED, TRAINED
 
 RAW = ".json.xz"
@@ -81,10 +82,10 @@ def main() -> None:
         for run, config in zip(first, raw.configs(study, first), strict=True):
             config, name = timed(config, given.iterations), label(run, sweep)
             what = to_json(config)
-            if given.only is None or arm_of(name) in given.only:
+            if given.only is None or without_rate(name) in given.only:
                 work[what] = config
             arms.setdefault(path, {})[name] = what
-    if missing := {*(given.only or ())} - {arm_of(name) for its_arms in arms.values() for name in its_arms}:
+    if missing := {*(given.only or ())} - {without_rate(name) for its_arms in arms.values() for name in its_arms}:
         parser.error(f"--only={sorted(missing)[0]!r}: no such arm")
     rows: dict[str, list[dict[str, float]]] = {what: [] for what in work}
     for i in range(given.rounds):
@@ -95,16 +96,11 @@ def main() -> None:
         for path, its_arms in arms.items():
             out = path.with_name(f"{path.name.removesuffix(RAW)}_times.json")
             before = json.loads(out.read_text()) if given.only else {"made_with": made_with, "times": {}}
-            kept = {arm_of(name): times for name, times in before["times"].items()}
-            times = {name: summary(rows[x]) if x in work else kept[arm_of(name)] for name, x in its_arms.items()}
+            kept = {without_rate(name): times for name, times in before["times"].items()}
+            times = {name: summary(rows[x]) if x in work else kept[without_rate(name)] for name, x in its_arms.items()}
             again = {"again": made_with | {"arms": given.only}} if given.only else {}
             content = {"made_with": before["made_with"] | again, "times": times}
             out.write_text(json.dumps(content, indent=1) + "\n")
-
-
-def arm_of(name: str) -> str:
-    """A label without its learning rate."""
-    return name.rsplit(", rate ", 1)[0]
 
 
 if __name__ == "__main__":

@@ -70,7 +70,9 @@ class _Request:
         if is_tokens:
             sampling = body.pop("sampling_params", None) or {}
             body = {**body, **sampling}
-        for name, value in ((name, value) for name, value in body.items() if value is not None):
+        for name, value in body.items():
+            if value is None:
+                continue
             if name not in allowed:
                 raise ValueError(f"{name} is not an agent's to say: the run's sampling settings hold for its turns")
             if allowed[name] and value not in allowed[name]:

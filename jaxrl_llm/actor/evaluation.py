@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxrl_llm import limits
 from jaxrl_llm.actor import environment
 from jaxrl_llm.actor.agents import prompt_shown
 from jaxrl_llm.actor.conversation import Conversations
@@ -26,7 +27,6 @@ from jaxrl_llm.actor.sampler import Sampler
 from jaxrl_llm.config import Config
 from jaxrl_llm.questions import stream as prompts_lib
 from jaxrl_llm.questions import tasks
-from jaxrl_llm.questions.tasks import files
 from jaxrl_llm.runtime import hosts, rng, sharding
 from jaxrl_llm.types import OUTCOME_ERROR, OUTCOME_SCORE, OUTCOME_TIMEOUT
 
@@ -205,7 +205,9 @@ def questions(config: Config, tokenizer: Any) -> tuple[list[Any], list[Any], lis
         examples = [dataclasses.replace(x, hidden=json.dumps(x.columns, default=str)) for x in examples]
     if config.eval.num_prompts:
         if config.eval.name:
-            size = 0 if config.prompts.source in files.SOURCES else max(config.prompts.size, config.eval.num_prompts)
+            size = (
+                0 if config.prompts.source in limits.FILE_SOURCES else max(config.prompts.size, config.eval.num_prompts)
+            )
             other = dataclasses.replace(config.prompts, name=config.eval.name, size=size)
             more = tasks.load(other, seed=config.seed)
             held_out = more.examples[: config.eval.num_prompts]

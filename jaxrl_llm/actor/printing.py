@@ -44,8 +44,7 @@ class Printer:
                 if not (text := pipe.read(2**16)):
                     break
                 room, is_cut = max(0, self._room), 0 <= self._room < len(text)
-                with contextlib.suppress(OSError):  # stderr may be closed
-                    os.write(2, text[:room].translate(SHOWN) + b"...\n" * is_cut)
+                _write(text[:room].translate(SHOWN) + b"...\n" * is_cut)
                 self._room = -1 if is_cut else self._room - (self._room >= 0) * len(text)
                 self._is_printing = False
         self._is_printing = False

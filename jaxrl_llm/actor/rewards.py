@@ -33,8 +33,8 @@ from typing import Any
 import numpy as np
 import psutil
 
-from jaxrl_llm.actor import printing, reward_worker
-from jaxrl_llm.actor.printing import Printer
+from jaxrl_llm.actor import reward_worker
+from jaxrl_llm.actor.printing import Printer, say
 from jaxrl_llm.config import ConfigError, RewardsConfig
 from jaxrl_llm.runtime import hosts
 from jaxrl_llm.runtime.nested import visible
@@ -145,7 +145,7 @@ class RewardPool(contextlib.AbstractContextManager):
         """The first failures of a run in words, on stderr; all of them are counted."""
         new, self._said = errors[: MAX_ERRORS_KEPT - self._said], min(MAX_ERRORS_KEPT, self._said + len(errors))
         if new and hosts.is_first():
-            printing.say("".join(f"warning: a reward failed: {visible(reason)}\n" for reason in new))
+            say("".join(f"warning: a reward failed: {visible(reason)}\n" for reason in new))
 
     def close(self) -> None:
         """End every worker, whatever it is doing, and all that it started."""

@@ -25,7 +25,6 @@ import ml_collections
 
 from jaxrl_llm.algorithms.views import OTHER_POLICIES, SAID_BY_LEARNER
 from jaxrl_llm.runtime import functions
-from jaxrl_llm.runtime.functions import resolve
 from jaxrl_llm.runtime.nested import SIGNED, ConfigError, Text, check_name, convert, names, near
 
 # What a function may ask for: what sampler, rewards or learner can say of rows, and other policies.
@@ -204,7 +203,7 @@ class Slot:
                 "'path/to/file.py:function'"
             )
         try:
-            function = resolve(name)
+            function = functions.resolve(name)
             parameters = inspect.signature(function).parameters.values()
             taken = {"name", "source"} & {*keywords(function)}
             digest = _digest(function)

@@ -21,7 +21,7 @@ import jax
 import numpy as np
 import tensorstore
 
-from jaxrl_llm.config import Config, ConfigError, files, freeze, from_json, to_json
+from jaxrl_llm.config import DATE, Config, ConfigError, files, freeze, from_json, to_json
 from jaxrl_llm.runtime import bucket
 from jaxrl_llm.runtime.nested import differences
 
@@ -43,9 +43,6 @@ FREE_SETTINGS = (
 
 # What the rows of arrays mean that fit all the same: which ones share a prompt, how they lie, where a prompt ends.
 FIXED_SETTINGS = ("rollout.group_size", "replay.unit", "replay.positive_fraction", "prompts.max_tokens")
-
-
-DATE = "strftime_now"  # of prompts.chat_template_kwargs: the day that a chat template prints (models.files.templates)
 
 
 class DamagedError(Exception):
@@ -175,6 +172,11 @@ def changed_settings(saved: Config, config: Config) -> dict[str, tuple[Any, Any]
     }
 
 
+def listed(changed: dict[str, tuple[Any, Any]]) -> str:
+    """The changes that ``changed_settings`` has found, to read."""
+    return "; ".join(f"{name} {old!r} -> {new!r}" for name, (old, new) in changed.items())
+
+
 def check_settings(text: dict[str, Any], config: Config | None, path: pathlib.Path, allow_changes: bool) -> None:
     """``ConfigError`` where settings or files of functions differ; where that is allowed, some of ``FIXED_SETTINGS``.
 
@@ -189,10 +191,10 @@ def check_settings(text: dict[str, Any], config: Config | None, path: pathlib.Pa
     changed |= {f"the file of {spec}": (old, new) for spec, (old, new) in pairs.items() if old != new}
     changed = {name: pair for name, pair in changed.items() if name in FIXED_SETTINGS or not allow_changes}
     if changed:
-        listed = "; ".join(f"{name} {old!r} -> {new!r}" for name, (old, new) in changed.items())
         more = "" if set(changed) & set(FIXED_SETTINGS) else ", or pass --allow_config_changes"
         raise ConfigError(
-            f"checkpoint {path} was made with other settings: {listed}. Set them back, or use another workdir{more}"
+            f"checkpoint {path} was made with other settings: {listed(changed)}. "
+            f"Set them back, or use another workdir{more}"
         )
 
 

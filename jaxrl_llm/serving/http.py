@@ -269,7 +269,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
         seed = asked.pop("seed", None)
         if seed is not None and type(seed) is not int:
             raise Refused(400, f"seed={seed!r:.100} must be a whole number")
-        for name, value in ((name, value) for name, value in asked.items() if value is not None):
+        for name, value in asked.items():
+            if value is None:
+                continue
             if name not in NEUTRAL:
                 raise Refused(400, f"{name} is not known here")
             if NEUTRAL[name] and value not in NEUTRAL[name]:

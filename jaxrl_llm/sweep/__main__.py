@@ -48,7 +48,7 @@ from jaxrl_llm.runtime.functions import resolve
 from jaxrl_llm.runtime.json_lines import read_log
 from jaxrl_llm.runtime.nested import differences, flatten, visible
 from jaxrl_llm.runtime.stop import StopRequest
-from jaxrl_llm.runtime.stored import changed_settings
+from jaxrl_llm.runtime.stored import changed_settings, listed
 from jaxrl_llm.sweep import table
 from jaxrl_llm.sweep.points import AFTER, Point, Sweep, freeze_points
 from jaxrl_llm.sweep.table import Run
@@ -139,8 +139,7 @@ def check_folders(folder: pathlib.Path, points: Points) -> None:
         except ValueError as error:
             raise ConfigError(f"{path}: {error}") from error
         if changed := changed_settings(before, config):
-            listed = "; ".join(f"{field} {old!r} -> {new!r}" for field, (old, new) in changed.items())
-            raise ConfigError(f"{folder / name} was run with other settings: {listed}. Use another workdir")
+            raise ConfigError(f"{folder / name} was run with other settings: {listed(changed)}. Use another workdir")
 
 
 def runs_of(folder: pathlib.Path, points: Points, sweep: Sweep, failed: Mapping[str, str]) -> list[Run]:

@@ -19,10 +19,9 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxrl_llm.config import Config, ConfigError
+from jaxrl_llm.config import DATE, Config, ConfigError
 from jaxrl_llm.runtime import hosts
 
-DATE = "strftime_now"
 DATE_CALL = re.compile(rf"\b{DATE}\(\s*(['\"])(.*?)\1\s*\)")
 TEMPLATE_SECONDS = 10.0  # that a prompt may take
 TURN = "(a turn of the assistant's)"

@@ -19,7 +19,6 @@ from jaxrl_llm.runtime.nested import ConfigError
 if TYPE_CHECKING:
     from jaxrl_llm.config import PromptsConfig
 
-SOURCES = ("jsonl", "parquet", "code", "text")  # that read a file
 SCORER = ""  # a file has no scorer of its own: rewards.functions names one
 
 
