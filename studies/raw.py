@@ -90,16 +90,22 @@ def _record(run: Run, workdir: pathlib.Path, config: Config) -> dict[str, Any]:
     is_reported = run.point[SEED] in {point[SEED] for point in REPORTED}
     rows = run.rows if is_reported else _between(run.rows, at)
     columns = {name: [_rounded(row.get(name)) for row in rows] for name in ("iteration", *METRICS)}
-    passed = [_passed(json.loads(path.read_text()), config.rewards.pass_threshold) for path in files]
-    before = _passed(json.loads((workdir / "eval_before.json").read_text()), config.rewards.pass_threshold)
+    before, *passed = [_passed(path, config.rewards.pass_threshold) for path in (workdir / "eval_before.json", *files)]
     about = {"name": run.name, "point": run.point, "samples": config.eval.num_samples, "after": dict(run.after)}
     return about | {"before": before, "passed": passed, "metrics": columns}
 
 
-def _passed(evaluation: dict[str, Any], threshold: float) -> list[int]:
-    """Answers that passed, of each question."""
-    passed = [one["reward"] is not None and one["reward"] >= threshold for one in evaluation["samples"]]
-    return np.reshape(passed, (-1, evaluation["num_samples"])).sum(axis=1).tolist()
+def _passed(path: pathlib.Path, threshold: float) -> list[int]:
+    """Answers of an evaluation that passed, of each question.
+
+    Raises:
+        SystemExit: the reward of one failed: it would count as a wrong answer.
+    """
+    evaluation = json.loads(path.read_text())
+    rewards = [one["reward"] for one in evaluation["samples"]]
+    if failed := rewards.count(None):
+        raise SystemExit(f"{path} has {failed} answers whose reward failed: run that point again")
+    return np.reshape(np.array(rewards) >= threshold, (-1, evaluation["num_samples"])).sum(axis=1).tolist()
 
 
 def _between(rows: Sequence[Any], at: Sequence[int]) -> list[dict[str, float | None]]:

@@ -167,9 +167,16 @@ def test_raw_metrics_come_back_as_they_were_written(tmp_path):
     assert study.passed["1 1 0.0002"].tolist() == SLOW and study.runs[0].rows[1]["iteration"] == 2
 
 
-def test_the_answers_that_passed_are_counted_by_question():
-    rewards = [1.0, 0.5, None, 1.0, 0.0, 0.2]
-    assert raw._passed({"num_samples": 3, "samples": [{"reward": x} for x in rewards]}, 0.5) == [2, 1]
+def test_the_answers_that_passed_are_counted_by_question_and_failed_rewards_refused(tmp_path):
+    path = tmp_path / "eval_8.json"
+
+    def counted(*rewards):
+        path.write_text(json.dumps({"num_samples": 3, "samples": [{"reward": x} for x in rewards]}))
+        return raw._passed(path, 0.5)
+
+    assert counted(1.0, 0.5, 0.4, 1.0, 0.0, 0.2) == [2, 1]
+    with pytest.raises(SystemExit, match=r"eval_8.json has 1 answers whose reward failed"):
+        counted(1.0, 0.5, None, 1.0, 0.0, 0.2)
 
 
 def test_between_evaluations_counts_are_added_and_the_rest_is_averaged():
