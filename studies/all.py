@@ -25,11 +25,12 @@ import numpy as np
 from jaxrl_llm.replay_plan import Costs
 from jaxrl_llm.sweep import fits
 from jaxrl_llm.sweep.intervals import Interval
-from studies import arms, costs, pictures, raw, transfer
+from studies import arms, costs, pictures, raw, seeds, transfer
 from studies.arms import DECLARED, Arm, Way, at_mu
 from studies.design import COST_RATIO, RATE, SMOLLM2, SMOLLM2_THRESHOLD, SUMS, THRESHOLD
 
 DOCS = pathlib.Path("docs")
+SMOLLM2_STUDIES = ("smollm2", "smollm2_products", "smollm2_arms")
 MARK = re.compile(r"(<!-- table: ([a-z0-9_]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 
@@ -60,7 +61,7 @@ def table_of(name: str, *, best_first: bool = False) -> str:
 
 def pretrained_arms(task: str) -> list[Arm]:
     """Those of the study of SmolLM2 on one of its tasks, the on-policy one first."""
-    names = [name for name in ("smollm2", "smollm2_products", "smollm2_arms") if study(name)]
+    names = [name for name in SMOLLM2_STUDIES if study(name)]
     found = [arm for name in names for arm in arms_of(name) if arm.name.startswith(f"{task}: ")]
     return sorted(found, key=lambda arm: not arm.name.startswith(f"{task}: on-policy"))
 
@@ -85,15 +86,94 @@ def pretrained_thresholds() -> str:
     return arms.markdown(["arm", *(f"to {rate:.2f}" for rate in rates)], rows)
 
 
+def pretrained_rates() -> str:
+    """What each arm got at each learning rate on the seed that chose."""
+    head, *_ = (parts := [rates(name) for name in SMOLLM2_STUDIES if study(name)])
+    return "\n".join([head, *(line for part in parts[1:] for line in part.splitlines()[2:])])
+
+
 def rates(name: str) -> str:
     """What each arm got at each learning rate on the seeds that chose: mean held-out pass rate over the run."""
     chosen = {arms.without_rate(arm.name): arm.runs[0].point[RATE] for arm in arms_of(name)}
     every = sorted({run.point[RATE] for run in study(name).runs})
     rows = []
     for arm, scores in arms.tuning(study(name)).items():
+        assert scores[chosen[arm]] == max(scores.values()), f"{name}: {arm} was reported at another rate than its best"
         cells = (f"**{scores[rate]:.3f}**" if rate == chosen[arm] else f"{scores[rate]:.3f}" for rate in every)
         rows.append([arm, *cells])
     return arms.markdown(["arm", *(f"{rate:.2g}" for rate in every)], rows)
+
+
+def ranks(name: str, shown: int = 8) -> str:
+    """Of arms by their cost to the threshold: how often each is the cheapest of all draws, and between which ranks."""
+    found = [arm for arm in arms_of(name) if arm.filled(THRESHOLD)]
+    ranked = seeds.ranks(np.stack([arm.to(THRESHOLD, DECLARED(arm)) for arm in found]))
+    rows = [
+        [arms.without_rate(arm.name), f"{rank.first:.0%}", f"{rank.low} to {rank.high}"]
+        for rank, arm in sorted(zip(ranked, found, strict=True), key=lambda pair: -pair[0].first)[:shown]
+    ]
+    return arms.markdown(["arm", "cheapest in", f"rank of {len(found)}"], rows)
+
+
+def unfilled(name: str) -> str:
+    """Arms whose ring is not full yet when they reach the threshold."""
+    grid = pictures.grid_of(arms_of(name))
+    some = [f"({y}, {n} B)" for (y, n), arm in grid.items() if not arm.filled(THRESHOLD)]
+    return f"{len(some)} of {len(grid)} arms (y, N) reach {THRESHOLD:.2f} before their ring is full: {', '.join(some)}."
+
+
+def stands(name: str) -> str:
+    """Which savings against the on-policy arm hold for all arms together, by paired t tests of seeds."""
+    base = arms.on_policy(arms_of(name))
+    others = [arm for arm in arms_of(name) if arm is not base]
+    p = {arm.name: seeds.saved(arm, base, THRESHOLD, DECLARED) for arm in others}
+    hold = seeds.holm(
+        {arm: of.p for arm, of in p.items() if of.mean > 0} | {a: 1.0 for a, of in p.items() if of.mean <= 0}
+    )
+    listed = "; ".join(
+        f"{arms.without_rate(arm)} ({p[arm].low:.0%} to {p[arm].high:.0%})" for arm in sorted(hold, key=list(p).index)
+    )
+    return f"By paired t tests of four seeds, corrected by Holm for {len(p)} arms, these savings hold: {listed}."
+
+
+def by_seeds() -> str:
+    """What the page says of its most quoted comparisons by draws, and paired t intervals of the four seeds."""
+    rows = []
+
+    def row(what: str, draws: Interval, of_seeds: seeds.Paired, form: str) -> None:
+        low, high = (format(x, form) for x in (of_seeds.low, of_seeds.high))
+        rows.append([what, draws.shown(form), f"{low} to {high}"])
+
+    def cost(what: str, arm: Arm, base: Arm, way: Way = DECLARED) -> None:
+        row(what, arms.saved(arm, base, THRESHOLD, way), seeds.saved(arm, base, THRESHOLD, way), ".0%")
+
+    def end(what: str, arm: Arm, base: Arm) -> None:
+        row(what, Interval.of(arm.end() - base.end()), seeds.ends(arm, base), "+.2f")
+
+    grid = pictures.grid_of(arms_of("e2"))
+    for y, n in ((4, 8), (8, 8), (1, 8), (1, 4), (2, 8)):
+        cost(f"saved, y {y}, N {n} B", grid[y, n], grid[1, 1])
+    for y in (1, 2, 4, 8):
+        cost(f"saved at mu 1, y {y}, N 8 B", grid[y, 8], grid[1, 1], at_mu(1.0))
+    for y in (2, 4, 8):
+        cost(f"seconds saved, y {y}, N 8 B", grid[y, 8], grid[1, 1], Arm.over_seconds)
+    for y in (1, 2, 4, 8, 16):
+        end(f"end, y {y}, N 8 B", grid[y, 8], grid[1, 1])
+    e3 = {arms.without_rate(arm.name): arm for arm in arms_of("e3")}
+    asymre = lambda delta, share: e3[f"AsymRE, delta_V {delta:g}, share {share:g}"]
+    for share in (0, 0.2, 0.5):
+        end(f"end, AsymRE, -0.3 less -0.1, share {share:g}", asymre(-0.3, share), asymre(-0.1, share))
+    for delta in (0, -0.05, -0.1, -0.3):
+        for share in (0.2, 0.5):
+            end(f"end, AsymRE {delta:g}, share {share:g} less none", asymre(delta, share), asymre(delta, 0))
+    cost("saved, AsymRE -0.3, share 0.2", asymre(-0.3, 0.2), grid[1, 1])
+    cost("seconds saved, AsymRE -0.3, share 0.2", asymre(-0.3, 0.2), grid[1, 1], Arm.over_seconds)
+    plain, sequence, *_ = arms_of("e6")
+    end("end, E6, ratio of sequences less of tokens", sequence, plain)
+    league = {arms.without_rate(arm.name): arm for arm in arms_of("league")}
+    for other in ("mssr", "ppo_ewma", "grpo"):
+        end(f"end, league, replay_positive_bias less {other}", league["replay_positive_bias"], league[other])
+    return arms.markdown(["comparison", "95 % of draws", "t of four seeds"], rows)
 
 
 def lives(name: str) -> str:
@@ -183,9 +263,9 @@ def sigmoids(name: str, begun_by: str) -> str:
 
 def plan(name: str, rho: float = 0.05, alpha: float = 0.1) -> str:
     """What replay_plan recommends for each cost model, with noise as declared and as fitted to the declared costs,
-    beside the arm that reached the threshold first.
+    beside the arm that reached the threshold first, of those whose ring was full by then.
     """
-    grid = pictures.grid_of(arms_of(name))
+    grid = {key: arm for key, arm in pictures.grid_of(arms_of(name)).items() if arm.filled(THRESHOLD)}
     head = ("cost", "mu", "rho, alpha", "y, predicted", "N, predicted", "least cost measured", "nearest arm")
     head += ("costs more", "arms whose interval holds the least cost")
     rows = []
@@ -209,8 +289,9 @@ def plan(name: str, rho: float = 0.05, alpha: float = 0.1) -> str:
 
 
 def declared_costs(name: str) -> dict[tuple[int, int], float]:
-    """Compute to the threshold at the declared mu, by replay ratio and ring."""
-    return {key: float(arm.to(THRESHOLD, DECLARED(arm))[0]) for key, arm in pictures.grid_of(arms_of(name)).items()}
+    """Compute to the threshold at the declared mu, by replay ratio and ring, of arms whose ring was full by then."""
+    grid = {key: arm for key, arm in pictures.grid_of(arms_of(name)).items() if arm.filled(THRESHOLD)}
+    return {key: float(arm.to(THRESHOLD, DECLARED(arm))[0]) for key, arm in grid.items()}
 
 
 @functools.cache
@@ -259,6 +340,11 @@ TABLES: dict[str, Callable[[], str]] = {
     "e2": lambda: table_of("e2"),
     "e2_rates": lambda: rates("e2"),
     "e2_lives": lambda: lives("e2"),
+    "e2_ranks": lambda: ranks("e2"),
+    "e2_stands": lambda: stands("e2"),
+    "e2_unfilled": lambda: unfilled("e2"),
+    "e2_small_batches": lambda: table_of("e2_small_batches"),
+    "by_seeds": by_seeds,
     "e2_fits": lambda: sigmoids("e2", "e4"),
     "e2_ring": lambda: against_ring("e2"),
     "e2_mu": lambda: otherwise("e2", {f"mu {mu:g}": (THRESHOLD, mu) for mu in (0.5, 1.0, 2.0, COST_RATIO, 10.0)}),
@@ -269,7 +355,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "e2_sequence": lambda: table_of("e2_sequence"),
     "e2_sequence_rates": lambda: rates("e2_sequence"),
     "e3": lambda: table_of("e3"),
+    "e3_rates": lambda: rates("e3"),
     "e4": lambda: table_of("e4"),
+    "e4_rates": lambda: rates("e4"),
     "e5": lambda: table_of("e5"),
     "e5_rates": lambda: same_rate("e5"),
     "e6": lambda: table_of("e6"),
@@ -281,6 +369,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "smollm2_sums": lambda: pretrained("sums"),
     "smollm2_products": lambda: pretrained("products"),
     "smollm2_thresholds": pretrained_thresholds,
+    "smollm2_rates": pretrained_rates,
 }
 
 # ---- figures ---------------------------------------------------------------------------------------------------

@@ -23,10 +23,11 @@ from jaxrl_llm.sweep.points import SEED
 from jaxrl_llm.sweep.table import Run, groups, label
 from studies import costs, raw
 from studies.costs import Times
-from studies.design import COST_RATIO, GROUP, RATE
+from studies.design import COST_RATIO, EVERY, GROUP, RATE, within
 
 METRIC = "eval/pass_rate"
 LAST = 3  # evaluations that the end is the mean of
+ELSE = ("replay.capacity", "num_iterations", EVERY, RATE, SEED)  # settings that an iteration's seconds do not depend on
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +85,11 @@ class Arm:
         assert self.times is not None
         return self._x([costs.seconds(run, self.times) for run in self.runs])
 
+    def filled(self, threshold: float) -> bool:
+        """Whether its ring was full when the mean curve first reached the threshold."""
+        generated = self._x([np.cumsum([row[costs.GENERATED] for row in run.rows]) for run in self.runs])
+        return bool(self.to(threshold, generated)[0] >= self.runs[0].point["replay.capacity"])
+
     def _x(self, so_far: Sequence[np.ndarray]) -> np.ndarray:
         return self.draws.runs @ np.stack([x[rows] for x, rows in zip(so_far, self.at, strict=True)])
 
@@ -132,12 +138,10 @@ def arms_of(study: raw.Study, times: Mapping[str, Times] | None = None) -> list[
     Some spend more than was planned, for what they resample, or for forwards that no sweep counted.
     """
     sweep, found = read_sweep(study.config), []
-    of_study = runpy.run_path(study.config)["get_config"]()  # the on-policy arm
-    batch = of_study.update.batch_size
-    assert batch == of_study.rollout.prompts_per_iteration * of_study.rollout.group_size
-    budget = of_study.num_iterations * batch * (1 + COST_RATIO)
+    batch, budget = _budget(study)
     arms = list(groups(study.reported()).values())
     draws = Resampling(len(arms[0]), next(iter(study.passed.values())).shape[-1])
+    pooled = times_of_work({label(members[0], sweep): members[0] for members in arms}, times) if times else None
     for members, config in zip(arms, raw.configs(study, [members[0] for members in arms]), strict=True):
         extra = costs.forwards(config)
         members = sorted(members, key=lambda run: run.point[SEED])
@@ -149,18 +153,36 @@ def arms_of(study: raw.Study, times: Mapping[str, Times] | None = None) -> list[
         passed = np.stack([study.passed[run.name][kept] for run in members])
         samples = study.samples_of[members[0].name]
         name = label(members[0], sweep)
-        its_times = times[name] if times else None
-        found.append(
-            Arm(name, members, samples, passed, draws.curves(passed / samples), draws, at, extra, its_times, batch)
-        )
+        its_times, curves = pooled[name] if pooled else None, draws.curves(passed / samples)
+        found.append(Arm(name, members, samples, passed, curves, draws, at, extra, its_times, batch))
     return found
+
+
+def times_of_work(arms: Mapping[str, Run], times: Mapping[str, Times]) -> dict[str, Times]:
+    """Of each arm by its name; those that do the same in an iteration share the medians of what was measured of them.
+
+    What differs between them is the noise of measuring: an iteration does not know how large the ring is, how far the
+    rates go or how many come after it.
+    """
+    work = lambda run: repr(sorted((k, v) for k, v in run.point.items() if k not in ELSE))
+    alike: dict[str, list[Times]] = {}
+    for name, run in arms.items():
+        alike.setdefault(work(run), []).append(times[name])
+    medians = {what: Times(*np.median(some, axis=0).tolist()) for what, some in alike.items()}
+    return {name: medians[work(run)] for name, run in arms.items()}
+
+
+def _budget(study: raw.Study) -> tuple[int, float]:
+    """A study's batch, and its budget in trained rollouts: what its on-policy arm, its config, costs."""
+    of_study = runpy.run_path(study.config)["get_config"]()
+    batch = of_study.update.batch_size
+    assert batch == of_study.rollout.prompts_per_iteration * of_study.rollout.group_size
+    return batch, of_study.num_iterations * batch * (1 + COST_RATIO)
 
 
 def _up_to(run: Run, budget: float, extra: costs.Forwards) -> Run:
     """Its rows up to a cost at the declared mu, to the nearest step."""
-    spent = costs.compute(run, extra)
-    within = int((spent <= budget + spent[-1] / len(spent) / 2).sum())
-    return dataclasses.replace(run, rows=run.rows[:within])
+    return dataclasses.replace(run, rows=run.rows[: within(costs.compute(run, extra), budget)])
 
 
 def _evenly(at: np.ndarray) -> np.ndarray:
@@ -175,11 +197,18 @@ def without_rate(name: str) -> str:
 
 
 def tuning(study: raw.Study) -> dict[str, dict[float, float]]:
-    """By arm, without its rate, and rate: the mean held-out pass rate over whole runs of the choosing seeds."""
+    """By arm, without its rate, and rate: the mean held-out pass rate of the choosing seeds, up to the budget."""
     reported, sweep = {run.name for run in study.reported()}, read_sweep(study.config)
     found: dict[str, dict[float, float]] = {}
-    for members in groups([run for run in study.runs if run.name not in reported]).values():
-        score = np.mean([np.mean(study.passed[run.name] / study.samples_of[run.name]) for run in members])
+    _, budget = _budget(study)
+    choosing = list(groups([run for run in study.runs if run.name not in reported]).values())
+    for members, config in zip(choosing, raw.configs(study, [members[0] for members in choosing]), strict=True):
+        rates = []
+        for run in members:
+            rows = _up_to(run, budget, costs.forwards(config)).rows
+            evaluations = sum(row.get(METRIC) is not None for row in rows)
+            rates.append(np.mean(study.passed[run.name][:evaluations]) / study.samples_of[run.name])
+        score = np.mean(rates)
         name = without_rate(label(members[0], sweep))
         found.setdefault(name, {})[members[0].point[RATE]] = float(score)
     return found
@@ -210,8 +239,8 @@ def table(
     """
     more = more or {}
     most = _most(arms[0])
-    head = ["arm", "held-out pass rate", f"pass@{most}", f"batches to {threshold:.2f}"]
-    head += ["saved"] * (base is not None)
+    head = ["arm", "held-out pass rate", *["more"] * (base is not None), f"pass@{most}"]
+    head += [f"batches to {threshold:.2f}", *["saved"] * (base is not None)]
     is_timed = all(arm.times for arm in (*arms, *([base] if base else [])))
     if is_timed:
         head += ["own mu", "batches at own mu", *["saved"] * (base is not None)]
@@ -233,7 +262,10 @@ def _most(arm: Arm) -> int:
 
 
 def _cells(arm: Arm, threshold: float, base: Arm | None, is_timed: bool) -> list[str]:
-    cells = [Interval.of(arm.end()).shown(), arm.pass_at(_most(arm)).shown()]
+    cells = [Interval.of(arm.end()).shown()]
+    if base is not None:
+        cells.append("" if arm is base else Interval.of(arm.end() - base.end()).shown("+.2f"))
+    cells.append(arm.pass_at(_most(arm)).shown())
     ways: list[tuple[Way, str]] = [(DECLARED, ".0f")]
     if is_timed:
         ways += [(lambda arm: arm.over_own(base or arm), ".0f"), (Arm.over_seconds, ".1f")]
@@ -243,7 +275,7 @@ def _cells(arm: Arm, threshold: float, base: Arm | None, is_timed: bool) -> list
         cells.append(Interval.of(arm.to(threshold, way(arm))).shown(form))
         if base is not None:
             cells.append("" if arm is base else saved(arm, base, threshold, way).shown(".0%"))
-    return [*cells, f"{arm.last_tenth('update/entropy_nats').value:.2f}"]
+    return [*cells, arm.last_tenth("update/entropy_nats").shown()]
 
 
 def on_policy(arms: Sequence[Arm]) -> Arm | None:

@@ -2,7 +2,7 @@
 
 Declared before the runs: the learning rate of an arm is the one of three or four with the largest mean held-out pass
 rate over the whole run (sweep.table.best_points), on seeds 100 and 101; reported are seeds 0 to 3, which chose
-nothing.
+nothing. What a run does beyond the budget counts for nothing.
 
 Owns: what an arm sets and is called, how its rate is chosen. Does not know: model, task, objective
 (configs/study_*.py).
@@ -14,12 +14,15 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from jaxrl_llm.sweep.points import Point, Sweep, grid, product, seeds
 from jaxrl_llm.sweep.table import Run, best_points
 
 COST_RATIO = 5.28  # mu of the paper's 7B runs: generating a rollout costs so many times training on it
 GROUP = 8
 RATE, EVERY, SAMPLES = "optimizer.learning_rate", "eval.every_iterations", "eval.num_samples"
+COMPUTE = "time/compute_rollouts"  # so far
 RATES = (2e-4, 4e-4, 8e-4)
 TUNING, REPORTED = seeds(2, first=100), seeds(4)
 METRICS = ("eval/pass_rate", "rollout/pass_rate", "update/entropy_nats", "replay/age_mean_steps")
@@ -78,6 +81,11 @@ def as_reported(point: Point) -> Point:
     return {name: value for name, value in point.items() if name != SAMPLES} | {EVERY: point[EVERY] // 4}
 
 
+def within(spent: np.ndarray, budget: float) -> int:
+    """How many of a run's iterations the budget pays for, to the nearest one, by what was spent up to each."""
+    return int((spent <= budget + spent[-1] / len(spent) / 2).sum())
+
+
 def sweep_of(
     arms: Sequence[Point],
     label: Callable[[Point], str],
@@ -85,14 +93,19 @@ def sweep_of(
     *,
     samples: int = 16,
     choosing: Sequence[Point] = TUNING,
+    budget: float | None = None,
 ) -> Sweep:
     """Every arm at every rate on the seeds that choose, then at its best one on those that are reported.
 
     Args:
         samples: answers to each held-out question in the former.
+        budget: in trained rollouts; None = that of ``SUMS``.
     """
+    budget = budget or SUMS.budget
 
     def at_best(runs: Sequence[Run]) -> list[Point]:
+        paid = [within(np.array([row[COMPUTE] for row in run.rows]), budget) for run in runs]
+        runs = [dataclasses.replace(run, rows=run.rows[:rows]) for run, rows in zip(runs, paid, strict=True)]
         return product(REPORTED, [as_reported(point) for point in best_points(runs, RATE, METRICS[0])])
 
     points = product(choosing, [tuning(arm, samples) for arm in arms], grid({RATE: rates}))
@@ -110,7 +123,7 @@ def shown_as(label: Callable[[Point], str], points: Sequence[Point]) -> Sweep:
         points,
         label=named,
         metrics=METRICS,
-        x_axis="time/compute_rollouts",
+        x_axis=COMPUTE,
         thresholds={METRICS[0]: THRESHOLD},
         pareto=(("update/entropy_nats", METRICS[0]),),
     )
@@ -132,5 +145,6 @@ def smollm2_sweep(arms: Mapping[str, Mapping[str, Point]]) -> Sweep:
     }
     points = {f"{task}: {name}": tasks[task] | arm for task, of_task in arms.items() for name, arm in of_task.items()}
     label = lambda settings: next(name for name, its in points.items() if its == settings)
-    sweep = sweep_of(list(points.values()), label, SMOLLM2_RATES, samples=2, choosing=TUNING[:1])
+    choosing, budget = TUNING[:1], SMOLLM2.budget
+    sweep = sweep_of(list(points.values()), label, SMOLLM2_RATES, samples=2, choosing=choosing, budget=budget)
     return dataclasses.replace(sweep, after="studies.transfer:measure")

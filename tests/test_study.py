@@ -17,7 +17,7 @@ from jaxrl_llm.sweep.__main__ import read_sweep
 from jaxrl_llm.sweep.points import freeze_points, with_point
 from jaxrl_llm.sweep.table import Run
 from studies import all as everything
-from studies import arms, costs, raw, timing, transfer
+from studies import arms, costs, design, raw, seeds, timing, transfer
 from studies.bandit import REWARDS, gradient, limit, run, softmax, summary
 
 
@@ -229,11 +229,69 @@ def test_the_table_of_arms_by_hand(tmp_path):
     lines = arms.table([base, fast], 0.4, base=base).splitlines()
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
     assert cells[0] == [
-        *("arm", "held-out pass rate", "pass@4", "batches to 0.40", "saved", "entropy"),
+        *("arm", "held-out pass rate", "more", "pass@4", "batches to 0.40", "saved", "entropy"),
     ]
-    assert cells[2][:2] == ["y 1, N 1 B, rate 0.0004", "0.46 (0.42-0.50)"] and cells[2][4:] == ["", "0.50"]
+    assert cells[2][:3] == ["y 1, N 1 B, rate 0.0004", "0.46 (0.42-0.50)", ""] and cells[2][5:] == ["", "0.50"]
     assert cells[3][0] == "y 4, N 8 B, rate 0.0002" and cells[3][1] == "0.75 (0.75-0.75)"
-    assert cells[3][4].startswith("82% (") and cells[3][5] == "0.50"
+    assert cells[3][2] == "+0.29 (+0.25 to +0.33)" and cells[3][5].startswith("82% (") and cells[3][6] == "0.50"
+    # A ring of 8 batches of 128, of which a step generates 32: 1.6 steps do not fill it; one batch is full by 3.3.
+    assert base.filled(0.4) and not fast.filled(0.4)
+    # Each seed by itself has the mean's cost, for they are alike.
+    assert [one.to(0.4, one.over(5.28)).tolist() for one in seeds.by_seed(base)] == [[pytest.approx(6.28 * 3.3)]] * 2
+    alike = seeds.saved(fast, base, 0.4, arms.DECLARED)
+    assert (alike.mean, alike.low, alike.high) == pytest.approx([found.value] * 3)
+    assert seeds.ends(fast, base)[:3] == pytest.approx([0.75 - 11 / 24] * 3)
+    never = seeds.saved(base, fast, 0.7, arms.DECLARED)
+    assert math.isnan(never.low) and never.p == 1.0
+
+
+def test_arms_that_do_the_same_work_share_what_was_measured_of_them():
+    ring = lambda batches, **more: Run(
+        "", everything.SUMS.arm(4, batches) | {design.RATE: 1e-4 * batches, **more}, "", []
+    )
+    arms_by_name = {"a": ring(1), "b": ring(2), "c": ring(8), "other": ring(2, **{"algorithm.surrogate": "cispo"})}
+    times = {
+        name: costs.Times(0.1, x, 2 * x, 32.0, 128.0)
+        for name, x in zip(arms_by_name, (1.0, 5.0, 2.0, 7.0), strict=True)
+    }
+    found = arms.times_of_work(arms_by_name, times)
+    assert found["a"] == found["b"] == found["c"] == costs.Times(0.1, 2.0, 4.0, 32.0, 128.0)
+    assert found["other"] == times["other"]
+
+
+def test_t_intervals_and_holm_by_hand():
+    """Of 1, 2, 3, 4: s = sqrt(5/3), t(0.975, 3) = 3.18245; p by the closed form of three degrees of freedom."""
+    found = seeds.paired([1.0, 2.0, 3.0, 4.0])
+    reach = 3.18245 * math.sqrt(5 / 3) / 2
+    assert (found.mean, found.low, found.high) == pytest.approx((2.5, 2.5 - reach, 2.5 + reach), rel=1e-5)
+    t = 2.5 / (math.sqrt(5 / 3) / 2)
+    z = t / math.sqrt(3)
+    assert found.p == pytest.approx(1 - 2 / math.pi * (math.atan(z) + z / (1 + z * z)))
+    assert seeds.paired([1.0, math.inf, 3.0, 4.0]).p == 1.0
+    # 0.05 / 3, / 2, / 1: the first fails the second's bar.
+    assert seeds.holm({"a": 0.03, "b": 0.016, "c": 0.04}) == ["b"]
+    assert seeds.holm({"a": 0.024, "b": 0.016, "c": 0.04}) == ["b", "a", "c"]
+
+
+def test_ranks_of_costs_by_hand():
+    """Four draws after the figures themselves, which do not count."""
+    first, second, third = seeds.ranks(np.array([[9, 1, 1, 3, 1], [1, 2, 2, 2, 2], [1, 3, 3, 1, np.inf]], float))
+    assert (first, second, third) == ((0.75, 1, 3), (0.0, 2, 2), (0.25, 1, 3))
+
+
+def test_what_a_run_does_beyond_the_budget_chooses_no_rate():
+    """1e-3 would win by its last evaluation, which the budget does not pay for."""
+    sweep = design.sweep_of([{"x": 1, design.EVERY: 10}], str, (1e-4, 1e-3), choosing=[{"seed": 100}], budget=30.0)
+    assert [point[design.SAMPLES] for point in sweep.points] == [16, 16]
+
+    def run(point, rates):
+        rows = [{"iteration": i + 1, design.COMPUTE: 15.0 * (i + 1), design.METRICS[0]: x} for i, x in enumerate(rates)]
+        return Run(str(point), point, "finished", rows)
+
+    slow, fast = ([0.1, 0.3, 0.3], [0.1, 0.2, 0.9])
+    chosen = sweep.then([run(point, rates) for point, rates in zip(sweep.points, (slow, fast), strict=True)])
+    assert [point["seed"] for point in chosen] == [0, 1, 2, 3]
+    assert chosen[0] == {"seed": 0, "x": 1, design.EVERY: 10, design.RATE: 1e-4}
 
 
 def test_compute_at_an_arms_own_mu_is_seconds_over_those_of_the_base(tmp_path):

@@ -1,0 +1,95 @@
+"""What seeds say by themselves: paired t intervals, Holm's correction for many arms, ranks.
+
+Percentile intervals of four seeds are narrower than their name (sweep.intervals). Here each seed has a figure of its
+own, an arm's is compared with the base's of the same seed, and the four differences have a t interval.
+
+    low, high = mean -+ t(0.975, n - 1) s / sqrt(n)
+
+Savings are differences of logarithms of costs. A cost beyond what was run has no logarithm: no interval then.
+Source: Holm 1979, "A simple sequentially rejective multiple test procedure".
+Owns: those figures. Does not know: draws of questions (sweep.intervals), how tables look (all).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from scipy import stats
+
+from studies.arms import Arm, Way
+
+
+class Paired(NamedTuple):
+    """Mean of differences, its 95 % t interval, and the two-sided p value of no difference."""
+
+    mean: float
+    low: float
+    high: float
+    p: float
+
+
+class Alone:
+    """Stands for draws where there is one seed and nothing is drawn."""
+
+    runs = np.ones((1, 1))
+
+
+def paired(differences: Sequence[float]) -> Paired:
+    """Of one difference for each seed; infinite ones make it NaN."""
+    x = np.asarray(differences, float)
+    if not np.isfinite(x).all():
+        return Paired(*[np.nan] * 3, 1.0)
+    error = x.std(ddof=1) / np.sqrt(len(x))
+    reach = stats.t.ppf(0.975, len(x) - 1) * error
+    p = 2 * stats.t.sf(abs(x.mean()) / error, len(x) - 1) if error else float(x.mean() == 0)
+    return Paired(float(x.mean()), float(x.mean() - reach), float(x.mean() + reach), float(p))
+
+
+def by_seed(arm: Arm) -> list[Arm]:
+    """Each seed's run as an arm of its own, whose only draw is itself."""
+    curves = arm.passed.mean(axis=2) / arm.samples  # [runs, evaluations]
+    parts = zip(arm.runs, arm.passed, curves, arm.at, strict=True)
+    return [
+        dataclasses.replace(arm, runs=[run], passed=passed[None], curves=curve[None], at=at[None], draws=Alone())
+        for run, passed, curve, at in parts
+    ]
+
+
+def ends(arm: Arm, base: Arm) -> Paired:
+    """How much higher an arm ends than the base."""
+    return paired(arm.end_by_run() - base.end_by_run())
+
+
+def saved(arm: Arm, base: Arm, threshold: float, way: Way) -> Paired:
+    """Share of the base's cost to the threshold that an arm saves."""
+    to = lambda one: np.array([float(each.to(threshold, way(each))[0]) for each in by_seed(one)])
+    mean, low, high, p = paired(np.log(to(arm)) - np.log(to(base)))
+    return Paired(1 - np.exp(mean), 1 - np.exp(high), 1 - np.exp(low), p)
+
+
+def holm(p: Mapping[str, float], level: float = 0.05) -> list[str]:
+    """Which of many hypotheses of no difference are rejected, at a level of them all together."""
+    rejected: list[str] = []
+    for i, (name, value) in enumerate(sorted(p.items(), key=lambda pair: pair[1])):
+        if value > level / (len(p) - i):
+            break
+        rejected.append(name)
+    return rejected
+
+
+class Rank(NamedTuple):
+    """Of an arm among others over draws, 1 the cheapest."""
+
+    first: float  # share of the draws in which it is the cheapest
+    low: int
+    high: int
+
+
+def ranks(costs: np.ndarray) -> list[Rank]:
+    """Of draws of costs [arms, 1 + resamples], whose first are the figures themselves; 95 % of the draws."""
+    order = costs[:, 1:].argsort(axis=0, kind="stable").argsort(axis=0, kind="stable") + 1
+    low, high = np.quantile(order, (0.025, 0.975), axis=1, method="closest_observation")
+    return [Rank(*of) for of in zip((order == 1).mean(axis=1).tolist(), low.tolist(), high.tolist(), strict=True)]
