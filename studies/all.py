@@ -266,8 +266,8 @@ def plan(name: str, rho: float = 0.05, alpha: float = 0.1) -> str:
     beside the arm that reached the threshold first, of those whose ring was full by then.
     """
     grid = {key: arm for key, arm in pictures.grid_of(arms_of(name)).items() if arm.filled(THRESHOLD)}
-    head = ("cost", "mu", "rho, alpha", "y, predicted", "N, predicted", "least cost measured", "nearest arm")
-    head += ("costs more", "arms whose interval holds the least cost")
+    head = ("cost", "mu", "rho, alpha", "y, predicted", "N, predicted", "least cost measured", "y, times off")
+    head += ("N, times off", "nearest arm", "costs more", "arms whose interval holds the least cost")
     rows = []
     ways: list[tuple[str, float, Way]] = [("declared", COST_RATIO, DECLARED)]
     if all(arm.times for arm in grid.values()):
@@ -283,7 +283,8 @@ def plan(name: str, rho: float = 0.05, alpha: float = 0.1) -> str:
             measured, nearest = (f"y {a}, N {b} B" for a, b in (best, near))
             more = f"{to[near].value / to[best].value - 1:.0%}"
             its_noise = f"{how}: {of.rho:.2f}, {of.alpha:.3g}"
-            row = (called, f"{mu:.2f}", its_noise, f"{y:.1f}", f"{x / y:.1f} B", measured, nearest, more)
+            off = (f"{max(a / b, b / a):.1f}" for a, b in ((y, best[0]), (x / y, best[1])))
+            row = (called, f"{mu:.2f}", its_noise, f"{y:.1f}", f"{x / y:.1f} B", measured, *off, nearest, more)
             rows.append((*row, alike if how == "declared" else "the same"))
     return arms.markdown(head, rows)
 

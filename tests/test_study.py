@@ -231,9 +231,16 @@ def test_the_table_of_arms_by_hand(tmp_path):
     assert cells[0] == [
         *("arm", "held-out pass rate", "more", "pass@4", "batches to 0.40", "saved", "entropy"),
     ]
-    assert cells[2][:3] == ["y 1, N 1 B, rate 0.0004", "0.46 (0.42-0.50)", ""] and cells[2][5:] == ["", "0.50"]
+    assert cells[2][:3] == ["y 1, N 1 B, rate 0.0004", "0.46 (0.42-0.50)", ""] and cells[2][5:] == [
+        "",
+        "0.50 (0.50-0.50)",
+    ]
     assert cells[3][0] == "y 4, N 8 B, rate 0.0002" and cells[3][1] == "0.75 (0.75-0.75)"
-    assert cells[3][2] == "+0.29 (+0.25 to +0.33)" and cells[3][5].startswith("82% (") and cells[3][6] == "0.50"
+    assert (
+        cells[3][2] == "+0.29 (+0.25 to +0.33)"
+        and cells[3][5].startswith("82% (")
+        and cells[3][6] == "0.50 (0.50-0.50)"
+    )
     # A ring of 8 batches of 128, of which a step generates 32: 1.6 steps do not fill it; one batch is full by 3.3.
     assert base.filled(0.4) and not fast.filled(0.4)
     # Each seed by itself has the mean's cost, for they are alike.
@@ -337,7 +344,7 @@ def test_a_table_takes_what_came_after_the_runs(tmp_path):
     runs = [record(ON_POLICY, s, 4e-4, SLOW) | {"after": {"gcd/pass@1": 0.1 + 0.2 * s}} for s in (0, 1)]
     (arm,) = arms.arms_of(written(tmp_path, runs))
     lines = arms.table([arm], 0.4, more={"gcd": lambda arm: arm.after("gcd/pass@1").shown()}).splitlines()
-    assert lines[0].endswith("| entropy | gcd |") and lines[2].endswith("| 0.50 | 0.20 (0.10-0.30) |")
+    assert lines[0].endswith("| entropy | gcd |") and lines[2].endswith("| 0.50 (0.50-0.50) | 0.20 (0.10-0.30) |")
 
 
 # ---- the page --------------------------------------------------------------------------------------------------
