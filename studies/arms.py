@@ -17,10 +17,9 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from jaxrl_llm.sweep import intervals
-from jaxrl_llm.sweep.__main__ import read_sweep
 from jaxrl_llm.sweep.intervals import Interval, Resampling
 from jaxrl_llm.sweep.points import SEED
-from jaxrl_llm.sweep.table import Run, groups, label
+from jaxrl_llm.sweep.table import Run, groups
 from studies import costs, raw
 from studies.costs import Times
 from studies.design import COST_RATIO, EVERY, GROUP, RATE, within
@@ -137,11 +136,10 @@ def arms_of(study: raw.Study, times: Mapping[str, Times] | None = None) -> list[
 
     Some spend more than was planned, for what they resample, or for forwards that no sweep counted.
     """
-    sweep, found = read_sweep(study.config), []
-    batch, budget = _budget(study)
+    found, (batch, budget) = [], _budget(study)
     arms = list(groups(study.reported()).values())
     draws = Resampling(len(arms[0]), next(iter(study.passed.values())).shape[-1])
-    pooled = times_of_work({label(members[0], sweep): members[0] for members in arms}, times) if times else None
+    pooled = times_of_work({study.labels[runs[0].name]: runs[0] for runs in arms}, times) if times else None
     for members, config in zip(arms, raw.configs(study, [members[0] for members in arms]), strict=True):
         extra = costs.forwards(config)
         members = sorted(members, key=lambda run: run.point[SEED])
@@ -152,7 +150,7 @@ def arms_of(study: raw.Study, times: Mapping[str, Times] | None = None) -> list[
         at = np.stack([rows[kept] for rows in at])
         passed = np.stack([study.passed[run.name][kept] for run in members])
         samples = study.samples_of[members[0].name]
-        name = label(members[0], sweep)
+        name = study.labels[members[0].name]
         its_times, curves = pooled[name] if pooled else None, draws.curves(passed / samples)
         found.append(Arm(name, members, samples, passed, curves, draws, at, extra, its_times, batch))
     return found
@@ -198,7 +196,7 @@ def without_rate(name: str) -> str:
 
 def tuning(study: raw.Study) -> dict[str, dict[float, float]]:
     """By arm, without its rate, and rate: the mean held-out pass rate of the choosing seeds, up to the budget."""
-    reported, sweep = {run.name for run in study.reported()}, read_sweep(study.config)
+    reported = {run.name for run in study.reported()}
     found: dict[str, dict[float, float]] = {}
     _, budget = _budget(study)
     choosing = list(groups([run for run in study.runs if run.name not in reported]).values())
@@ -209,7 +207,7 @@ def tuning(study: raw.Study) -> dict[str, dict[float, float]]:
             evaluations = sum(row.get(METRIC) is not None for row in rows)
             rates.append(np.mean(study.passed[run.name][:evaluations]) / study.samples_of[run.name])
         score = np.mean(rates)
-        name = without_rate(label(members[0], sweep))
+        name = without_rate(study.labels[members[0].name])
         found.setdefault(name, {})[members[0].point[RATE]] = float(score)
     return found
 

@@ -2,9 +2,10 @@
 
     python -m studies.raw --config=configs/sweeps/e4_delay.py --runs=runs/e4 --out=docs/raw/e4.json.xz
 
-Of every finished run: its settings, what each held-out question got before it and at every evaluation, what came
-after, and the metrics below, at every iteration, or, of runs that only chose a learning rate, at evaluations alone.
-Beside them the versions, the commit and the machine that made them. studies.all reads nothing else.
+Of every finished run: its settings and what its sweep called it, what each held-out question got before it and at
+every evaluation, what came after, and the metrics below, at every iteration, or, of runs that only chose a learning
+rate, at evaluations alone. Beside them the versions, the commit and the machine that made them. studies.all reads
+nothing else.
 
 Owns: that file. Does not know: what is shown of it.
 """
@@ -25,7 +26,7 @@ from benchmarks.machine import hardware
 from jaxrl_llm.config import Config
 from jaxrl_llm.sweep.__main__ import points_of, read_sweep, runs_of
 from jaxrl_llm.sweep.points import SEED, Point, freeze_points
-from jaxrl_llm.sweep.table import Run
+from jaxrl_llm.sweep.table import Run, label
 from studies.costs import GENERATED, TRAINED
 from studies.design import REPORTED
 
@@ -44,6 +45,7 @@ class Study(NamedTuple):
     config: str
     made_with: dict[str, Any]
     runs: list[Run]
+    labels: dict[str, str]  # by run: what its sweep called its arm, with its rate
     samples_of: dict[str, int]  # by run: answers to each held-out question
     passed: dict[str, np.ndarray]  # by run: [evaluations, questions] answers that passed
     before: dict[str, np.ndarray]  # by run, where it is on file: [questions] answers that passed before training
@@ -68,7 +70,7 @@ def collect(config: str, folder: pathlib.Path) -> dict[str, Any]:
     if not runs or any(other != made_with[0] for other in made_with):
         raise SystemExit(f"--runs={folder} must have finished runs of {config}, all of one commit and its versions")
     refuse_other_questions([(folder / run.name, points[run.name][1]) for run in runs])
-    records = [_record(run, folder / run.name, points[run.name][1]) for run in runs]
+    records = [_record(run, folder / run.name, points[run.name][1], label(run, sweep)) for run in runs]
     return {"config": config, "made_with": made_with[0] | {"machine": hardware()}, "runs": records}
 
 
@@ -83,7 +85,7 @@ def refuse_other_questions(runs: Sequence[tuple[pathlib.Path, Config]]) -> None:
             raise SystemExit(f"{workdir} was asked other held-out questions than {first}, of the same seed and task")
 
 
-def _record(run: Run, workdir: pathlib.Path, config: Config) -> dict[str, Any]:
+def _record(run: Run, workdir: pathlib.Path, config: Config, called: str) -> dict[str, Any]:
     last = config.num_iterations
     at = [row["iteration"] for row in run.rows if row.get("eval/pass_rate") is not None]
     files = [workdir / ("eval_after.json" if i == last else f"eval_{i}.json") for i in at]
@@ -91,7 +93,8 @@ def _record(run: Run, workdir: pathlib.Path, config: Config) -> dict[str, Any]:
     rows = run.rows if is_reported else _between(run.rows, at)
     columns = {name: [_rounded(row.get(name)) for row in rows] for name in ("iteration", *METRICS)}
     before, *passed = [_passed(path, config.rewards.pass_threshold) for path in (workdir / "eval_before.json", *files)]
-    about = {"name": run.name, "point": run.point, "samples": config.eval.num_samples, "after": dict(run.after)}
+    about = {"name": run.name, "label": called, "point": run.point, "after": dict(run.after)}
+    about["samples"] = config.eval.num_samples
     return about | {"before": before, "passed": passed, "metrics": columns}
 
 
@@ -134,7 +137,7 @@ def write(content: dict[str, Any], path: pathlib.Path) -> None:
 
 def read(path: pathlib.Path) -> Study:
     content = json.loads(lzma.decompress(path.read_bytes()))
-    runs, samples, passed, before = [], {}, {}, {}
+    runs, labels, samples, passed, before = [], {}, {}, {}, {}
     for record in content["runs"]:
         columns = record["metrics"]
         rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
@@ -143,9 +146,10 @@ def read(path: pathlib.Path) -> Study:
         runs.append(Run(record["name"], point, "finished", rows, after=record.get("after", {})))
         passed[record["name"]] = np.array(record["passed"])
         samples[record["name"]] = record["samples"]
+        labels[record["name"]] = record["label"]
         if "before" in record:
             before[record["name"]] = np.array(record["before"])
-    return Study(content["config"], content["made_with"], runs, samples, passed, before)
+    return Study(content["config"], content["made_with"], runs, labels, samples, passed, before)
 
 
 def configs(study: Study, runs: Sequence[Run]) -> list[Config]:

@@ -26,8 +26,7 @@ import tempfile
 from benchmarks.machine import hardware
 from jaxrl_llm.config import Config, to_json
 from jaxrl_llm.reports.metrics import read_metrics
-from jaxrl_llm.sweep.__main__ import read_sweep
-from jaxrl_llm.sweep.table import groups, label
+from jaxrl_llm.sweep.table import groups
 from jaxrl_llm.train import train
 from studies import raw
 from studies.arms import without_rate
@@ -78,9 +77,9 @@ def main() -> None:
     arms: dict[pathlib.Path, dict[str, str]] = {}  # by file: what each arm does, by its name
     for path in given.raw:
         study = raw.read(path)
-        sweep, first = read_sweep(study.config), [runs[0] for runs in groups(study.reported()).values()]
+        first = [runs[0] for runs in groups(study.reported()).values()]
         for run, config in zip(first, raw.configs(study, first), strict=True):
-            config, name = timed(config, given.iterations), label(run, sweep)
+            config, name = timed(config, given.iterations), study.labels[run.name]
             what = to_json(config)
             if given.only is None or without_rate(name) in given.only:
                 work[what] = config

@@ -132,7 +132,12 @@ def record(arm, seed, rate, passed, **more):
     ratio = 16 // arm["rollout.prompts_per_iteration"]
     columns = {"iteration": list(range(1, len(passed) + 1))} | {name: [0.5] * len(passed) for name in raw.METRICS}
     columns |= {costs.GENERATED: [128 // ratio] * len(passed), costs.TRAINED: [128] * len(passed), **more}
-    return {"name": f"{ratio} {seed} {rate}", "point": point, "samples": 4, "passed": passed, "metrics": columns}
+    about = {
+        "name": f"{ratio} {seed} {rate}",
+        "label": f"{everything.SUMS.label(arm)}, rate {rate:.2g}",
+        "point": point,
+    }
+    return about | {"samples": 4, "passed": passed, "metrics": columns}
 
 
 def written(folder, records):
