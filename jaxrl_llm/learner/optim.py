@@ -33,11 +33,7 @@ def schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
 
 
 def make(config: OptimizerConfig, num_steps: int) -> optax.GradientTransformation:
-    """What ``name`` says, in float32, behind a global-norm clip (none where ``max_grad_norm`` is 0).
-
-    Source: Adafactor, Shazeer and Stern 2018, arXiv:1804.04235, algorithm 4. Differs: steps are ``learning_rate`` long,
-    not as long as weights are large; a matrix's update is clipped together with those of its kind in the other layers.
-    """
+    """What ``name`` says, in float32, behind a global-norm clip (none where ``max_grad_norm`` is 0)."""
 
     def clip(gradient: Any, _: Any) -> Any:
         gradient = optax.tree.cast(gradient, jnp.float32)
@@ -48,9 +44,7 @@ def make(config: OptimizerConfig, num_steps: int) -> optax.GradientTransformatio
         return jax.tree.map(lambda g: g * scale, gradient)
 
     if config.name == "adafactor":
-        # Heads are a dimension of their own: a matrix's rows are those of one head, 64 or more.
-        scaled = optax.scale_by_factored_rms(min_dim_size_to_factor=64)
-        scaled = optax.chain(scaled, optax.clip_by_block_rms(1.0))
+        scaled = low_memory.scale_by_factored_rms()
     else:
         adam = low_memory.scale_by_subset_norm if config.name == "subset_norm" else optax.scale_by_adam
         scaled = adam(config.b1, config.b2, config.eps)

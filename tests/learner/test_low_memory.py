@@ -116,7 +116,7 @@ def test_a_byte_is_one_of_two_neighbours_whose_mean_is_the_value(kind):
 
 def test_moments_of_a_byte_are_those_of_float32_on_average():
     # As above, of rows with a weight whose gradient is a thirtieth of the other's: Adam moves both alike.
-    rng, n, steps = np.random.default_rng(0), 1024, 400
+    rng, n, steps = np.random.default_rng(0), 2048, 400
     gradient = rng.normal(1.0, 0.3, steps) * np.where(np.arange(steps) < 100, 1.0, 0.1)
     sizes = np.array([1.0, 1 / 30])
     config = OptimizerConfig(learning_rate=0.01, max_grad_norm=0.0, moment_dtype="int8")
@@ -143,7 +143,7 @@ def test_moments_of_a_byte_are_those_of_float32_on_average():
 def test_the_first_moments_of_a_byte_are_not_rounded():
     """XLA would have worked out the random bits of all of them while it compiled: minutes for a small model."""
     adam = low_memory.byte_moments(optax.scale_by_adam())
-    params = {"w": jnp.ones((3, 5))}
+    params = {"w": jnp.ones((64, 64))}
     assert "random_bits" in str(jax.make_jaxpr(adam.update)(params, adam.init(params)))
     assert "random_bits" not in str(jax.make_jaxpr(adam.init)(params))
 
@@ -159,6 +159,88 @@ def test_a_row_s_one_second_moment_is_the_mean_of_its_squares():
         updates, state = optimizer.update(jnp.asarray(gradient), state, params)
         params = params + updates
     np.testing.assert_allclose(params, optimizers.adam(gradients, rate=0.1, rows=True)[0], rtol=1e-4, atol=1e-6)
+
+
+def each_tensor(gradients, shape):
+    """Gradients [T, ...] of tensors that are stacked, as [T, *shape] of each."""
+    return np.reshape(gradients, (len(gradients), -1, *shape)).swapaxes(0, 1)
+
+
+def after(config, shapes, gradients):
+    """Parameters and the optimizer's state after updates of zeros by gradients [T, ...] of each, by path."""
+    tree = lambda of: {
+        **{name: x for name, x in of.items() if "." not in name},
+        "blocks": {name.removeprefix("blocks."): x for name, x in of.items() if "." in name},
+    }
+    params = tree({name: jnp.zeros(shape) for name, shape in shapes.items()})
+    optimizer = optim.make(config, len(next(iter(gradients.values()))))
+    state = optimizer.init(params)
+    update = jax.jit(optimizer.update)
+    for t in range(len(next(iter(gradients.values())))):
+        updates, state = update(tree({name: jnp.asarray(x[t]) for name, x in gradients.items()}), state, params)
+        params = jax.tree.map(jnp.add, params, updates)
+    return {**params, **{f"blocks.{name}": x for name, x in params["blocks"].items()}}, state
+
+
+def draw_gradients(shapes, steps=4):
+    """Whose sizes differ by factors of e from place to place in every dimension, and from step to step."""
+    rng, found = np.random.default_rng(2), {}
+    for name, shape in shapes.items():
+        x = rng.normal(size=(steps, *shape))
+        for dim, size in enumerate(x.shape):
+            x *= np.exp(rng.normal(size=[size if i == dim else 1 for i in range(x.ndim)]))
+        found[name] = x.astype(np.float32)
+    return found
+
+
+# Of each parameter its shape, and that of one layer's, or expert's, as files have it: outputs by inputs, or a vector.
+ROWS_OF = {
+    "blocks.q": ((2, 3, 2, 4), (6, 4)),
+    "blocks.o": ((2, 4, 3, 2), (4, 6)),
+    "blocks.experts_up": ((2, 2, 3, 4), (3, 4)),
+    "blocks.router": ((2, 2, 4), (2, 4)),
+    "head": ((5, 4), (5, 4)),
+}
+NO_ROWS_OF = {
+    "embedding": (5, 4),
+    "final_norm": (4,),
+    "blocks.attention_norm": (2, 4),
+    "blocks.q_bias": (2, 3, 2),
+    "blocks.experts_up_bias": (2, 2, 3),
+    "blocks.delta_conv": (2, 6, 1, 4),
+}
+
+
+def test_subsets_are_of_the_rows_of_matrices_alone():
+    shapes = {name: shape for name, (shape, *_) in ROWS_OF.items()} | NO_ROWS_OF
+    gradients = draw_gradients(shapes)
+    config = OptimizerConfig(name="subset_norm", learning_rate=0.1, max_grad_norm=0.0)
+    found, state = after(config, shapes, gradients)
+    for name in NO_ROWS_OF:
+        expected = optimizers.adam(gradients[name], rate=0.1)[0]
+        np.testing.assert_allclose(found[name], expected, rtol=1e-4, atol=1e-6, err_msg=name)
+    rows = 0
+    for name, (shape, one) in ROWS_OF.items():
+        parts = each_tensor(gradients[name], one)
+        expected = np.reshape([optimizers.adam(x, rate=0.1, rows=True)[0] for x in parts], shape)
+        np.testing.assert_allclose(found[name], expected, rtol=1e-4, atol=1e-6, err_msg=name)
+        rows += len(parts) * one[0]
+    second = optax.tree_utils.tree_get(state, "nu")
+    assert sum(x.size for x in jax.tree.leaves(second)) == rows + sum(map(np.prod, NO_ROWS_OF.values()))
+
+
+def test_small_tensors_keep_moments_that_are_not_rounded():
+    # 50 norms of 100, and two matrices of 4,096 weights, which are rounded.
+    shapes = {"blocks.attention_norm": (50, 100), "blocks.gate": (2, 64, 64), "blocks.k": (2, 1, 63, 65)}
+    gradients = draw_gradients(shapes)
+    config = OptimizerConfig(learning_rate=0.1, max_grad_norm=0.0, moment_dtype="int8")
+    found, state = after(config, shapes, gradients)
+    for name in ("blocks.attention_norm", "blocks.k"):
+        expected = optimizers.adam(gradients[name], rate=0.1)[0]
+        np.testing.assert_allclose(found[name], expected, rtol=1e-4, atol=1e-6, err_msg=name)
+    kept = optax.tree_utils.tree_get(state, "ByteMoments").adam
+    dtypes = {name: (x.dtype, kept.nu["blocks"][name].dtype) for name, x in kept.mu["blocks"].items()}
+    assert dtypes == {"attention_norm": ("float32",) * 2, "gate": ("int8", "uint8"), "k": ("float32",) * 2}
 
 
 def test_bytes_are_the_same_on_every_mesh_and_are_offloaded():
@@ -190,6 +272,30 @@ def test_adafactor_is_the_papers():
         updates, state = optimizer.update(jnp.asarray(gradient), state, params)
         params = params + updates
     np.testing.assert_allclose(params, optimizers.adafactor(gradients, rate=0.1), rtol=2e-4, atol=1e-5)
+
+
+# Two of their largest dimensions are of one matrix in none but the first two.
+FACTORED = {
+    "embedding": ((130, 72), (130, 72)),
+    "blocks.q": ((2, 2, 40, 70), (80, 70)),
+    "blocks.o": ((2, 66, 4, 20), (66, 80)),
+    "blocks.experts_up": ((2, 80, 66, 64), (66, 64)),
+    "blocks.attention_norm": ((64, 96), (96,)),
+    "blocks.k_bias": ((64, 2, 66), (132,)),
+    "blocks.gate_lora_a": ((80, 16, 512), (16, 512)),
+}
+
+
+def test_adafactor_factors_each_matrix_by_itself_and_no_vector():
+    shapes = {name: shape for name, (shape, *_) in FACTORED.items()}
+    gradients = draw_gradients(shapes)
+    found, state = after(OptimizerConfig(name="adafactor", learning_rate=0.1, max_grad_norm=0.0), shapes, gradients)
+    for name, (shape, one) in FACTORED.items():
+        parts = each_tensor(gradients[name], one)
+        expected = np.reshape([optimizers.adafactor(x, rate=0.1) for x in parts], shape)
+        np.testing.assert_allclose(found[name], expected, rtol=2e-4, atol=1e-5, err_msg=name)
+    rows, columns = (optax.tree_utils.tree_get(state, name)["blocks"]["experts_up"] for name in ("v_row", "v_col"))
+    assert (rows.shape, columns.shape) == ((2, 80, 66), (2, 80, 64))
 
 
 WIDE = dataclasses.replace(TINY, width=256, ffn=512, num_layers=4, head_size=64)

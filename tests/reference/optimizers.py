@@ -1,9 +1,10 @@
 """Optimizers as their papers define them, in float64 numpy.
 
 Sources: Adam, Kingma and Ba 2014, arXiv:1412.6980, algorithm 1; Adafactor, Shazeer and Stern 2018, arXiv:1804.04235,
-algorithm 4 with decay 1 - t^-0.8 (section 6.1), epsilon 1e-30 and update clipping at 1; subset-norm, Nguyen and Nguyen
-2024, arXiv:2411.07120, with the mean of a row's squares; modules that begin where progress stalls, ScaleZero, Pu et al.
-2025, arXiv:2509.07945, with the slope of rewards for progress.
+algorithms 4 and 5 with decay 1 - t^-0.8, epsilon 1e-30 and update clipping at 1, which factor one matrix by its rows
+and columns, and no vector; subset-norm, Nguyen and Nguyen 2024, arXiv:2411.07120, with the mean of a row's squares;
+modules that begin where progress stalls, ScaleZero, Pu et al. 2025, arXiv:2509.07945, with the slope of rewards for
+progress.
 """
 
 import numpy as np
@@ -19,15 +20,23 @@ def adam(gradients, *, rate, b1=0.9, b2=0.999, eps=1e-8, rows=False):
     return total, v
 
 
-def adafactor(gradients, *, rate):
-    """Sum of the updates of a matrix [R,C] after gradients [T,R,C]."""
-    rows, columns = np.zeros(gradients.shape[1]), np.zeros(gradients.shape[2])
+def adafactor(gradients, *, rate, least=64):
+    """Sum of the updates of a matrix [R,C] after gradients [T,R,C], or of a vector [n] after gradients [T,n].
+
+    A matrix of fewer than ``least`` rows or columns is as a vector.
+    """
+    rows = columns = whole = 0.0
     total = np.zeros(gradients.shape[1:])
     for t, g in enumerate(np.asarray(gradients, np.float64), 1):
         decay = 1 - t**-0.8
-        rows = decay * rows + (1 - decay) * np.sum(g * g + 1e-30, axis=1)
-        columns = decay * columns + (1 - decay) * np.sum(g * g + 1e-30, axis=0)
-        update = g / np.sqrt(np.outer(rows, columns) / np.sum(rows))
+        square = g * g + 1e-30
+        if g.ndim == 2 and min(g.shape) >= least:
+            rows = decay * rows + (1 - decay) * np.sum(square, axis=1)
+            columns = decay * columns + (1 - decay) * np.sum(square, axis=0)
+            second = np.outer(rows, columns) / np.sum(rows)
+        else:
+            second = whole = decay * whole + (1 - decay) * square
+        update = g / np.sqrt(second)
         update = update / max(1.0, np.sqrt(np.mean(update**2)))
         total = total - rate * update
     return total
