@@ -6,12 +6,17 @@ The next one begins where rewards stall: where the line of least squares through
 
     sum_t (t - (W - 1) / 2) R_t <= 0,    t = 0 .. W - 1
 
-Those before it stay as they are, and those to come add nothing yet, for their B is 0. Its moments begin anew. The last
-one goes on to the end. What a sampler, a checkpoint or PEFT sees is one adapter of the whole rank.
+Those before it stay as they are, and those to come add nothing yet, for their B is 0. The optimizer sees the module
+that learns alone, and forgets what it has seen when the next begins. The last one goes on to the end. What a sampler, a
+checkpoint or PEFT sees is one adapter of the whole rank.
 
-Source: DPS of ScaleZero, Pu et al. 2025, arXiv:2509.07945. Differs: it scales a world model of many tasks, whose
-backbone learns first, and counts the tasks that are solved; here the base never learns, progress is the slope of a
-batch's mean reward, and what a module adds has no learned factor.
+Source: DPS of ScaleZero, Pu et al. 2025, arXiv:2509.07945, and its code in LightZero. Differs: there a world model of
+many tasks grows, whose backbone learns first; here the base never learns. There the next module begins after a success,
+as soon as so many tasks more are solved as an even share of the unsolved over the modules to come, or when a module has
+had a given number of steps; here it begins where progress has stopped, the opposite sign, and a module whose rewards
+rise has no limit. There each adapter of rank r/M is scaled by alpha / (r/M), and by a learned factor near 1 once the
+next one learns; here by the whole one's s, which is M times less, with no factor. A begins normal of deviation 0.01
+there, uniform here (lora).
 Owns: which part learns, when the next begins. Does not know: where adapters are added, which optimizer.
 """
 
@@ -54,16 +59,18 @@ def one_at_a_time(optimizer: optax.GradientTransformation, config: LoraConfig) -
         return optimizer
 
     def init(params: Any) -> Modules:
-        return Modules(optimizer.init(params), jnp.int32(0), jnp.int32(0), jnp.zeros(steps))
+        first = jnp.int32(0)
+        return Modules(optimizer.init(lora.of_module(params, first, config)), first, jnp.int32(0), jnp.zeros(steps))
 
     def update(gradient: Any, state: Modules, params: Any = None, *, reward: jax.Array) -> tuple[Any, Modules]:
         own, module, count, rewards = state
         count, rewards = count + 1, jnp.concatenate([rewards[1:], reward[None]])
-        updates, own = optimizer.update(lora.of_module(gradient, module, config), own, params)
+        part = lambda of: lora.of_module(of, module, config)
+        updates, own = optimizer.update(part(gradient), own, part(params))
         slope = jnp.sum((jnp.arange(steps) - (steps - 1) / 2) * rewards)
         stalls = (count >= steps) & (slope <= 0) & (module < config.modules - 1)
         own, count = optim.forgotten(own, lambda _: stalls), jnp.where(stalls, 0, count)
-        return lora.of_module(updates, module, config), Modules(own, module + stalls, count, rewards)
+        return lora.in_whole(updates, module, config), Modules(own, module + stalls, count, rewards)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

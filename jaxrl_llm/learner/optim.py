@@ -74,17 +74,19 @@ def _starting_anew(optimizer: optax.GradientTransformation, every: int) -> optax
     return optax.GradientTransformation(optimizer.init, update)
 
 
-def forgotten(state: Any, when: Callable[[optax.ScaleByAdamState], jax.Array]) -> Any:
-    """An optimizer's state whose Adam has seen nothing yet where ``when``."""
-    is_adam = lambda x: isinstance(x, optax.ScaleByAdamState)
-    fresh = lambda adam: jax.tree.map(lambda x: jnp.where(when(adam), jnp.zeros_like(x), x), adam)
-    return jax.tree.map(lambda x: fresh(x) if is_adam(x) else x, state, is_leaf=is_adam)
+def forgotten(state: Any, when: Callable[[Any], jax.Array]) -> Any:
+    """An optimizer's state whose Adam, or Adafactor, has seen nothing yet where ``when`` says so of its state."""
+    has_moments = lambda x: isinstance(x, optax.ScaleByAdamState | optax.FactoredState)
+    fresh = lambda kept: jax.tree.map(lambda x: jnp.where(when(kept), jnp.zeros_like(x), x), kept)
+    return jax.tree.map(lambda x: fresh(x) if has_moments(x) else x, state, is_leaf=has_moments)
 
 
 def abstract_state(
     optimizer: optax.GradientTransformation, abstract_params: Any, mesh: Mesh, *, offload: bool = False
 ) -> Any:
     """Shapes of the optimizer's state; moments lie where their parameters lie, counters and factored ones everywhere.
+
+    So do moments that are shorter, of a row or of a part of adapters, where no dimension that is shorter is split.
 
     Args:
         offload: the moments lie in host memory, split as their parameters are.
@@ -93,7 +95,9 @@ def abstract_state(
     whole = sharding.replicated(mesh, 0)
 
     def lies(moment: jax.ShapeDtypeStruct, param: jax.ShapeDtypeStruct) -> jax.sharding.Sharding:
-        layout = param.sharding if moment.shape == param.shape else whole
+        sizes = zip(moment.shape, param.shape, param.sharding.shard_shape(param.shape), strict=False)
+        is_alike = len(moment.shape) == len(param.shape) and all(x == y or y == part for x, y, part in sizes)
+        layout = param.sharding if is_alike else whole
         return sharding.on_host(layout) if offload else layout
 
     layouts = optax.tree_utils.tree_map_params(

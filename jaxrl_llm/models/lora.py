@@ -106,19 +106,30 @@ def join(learned: Any, base: Any = None) -> Any:
 
 
 def of_module(learned: Any, module: jax.Array, config: LoraConfig) -> Any:
-    """Adapters, or what is as they are, with zeros for all but one part [] i32 of the rank (``config.modules``).
+    """One part [] i32 of the rank (``config.modules``) of adapters, or of what is as they are; m is every part's."""
+    size = config.rank // config.modules
+    return _by_rank(lambda x, dim: jax.lax.dynamic_slice_in_dim(x, module * size, size, dim), learned)
 
-    The lengths m of DoRA are every part's.
-    """
-    is_own = jnp.arange(config.rank) // (config.rank // config.modules) == module
 
-    def part(name: str, x: jax.Array) -> jax.Array:
-        if name.endswith(M):
-            return x
-        place = 1 + _stacked(name) if name.endswith(A) else x.ndim - 1
-        return jnp.where(jnp.expand_dims(is_own, [dim for dim in range(x.ndim) if dim != place]), x, 0)
+def in_whole(part: Any, module: jax.Array, config: LoraConfig) -> Any:
+    """What ``of_module`` has taken out, among zeros."""
 
-    return {"blocks": {name: part(name, x) for name, x in learned["blocks"].items()}}
+    def whole(x: jax.Array, dim: int) -> jax.Array:
+        size = x.shape[dim]
+        zeros = jnp.zeros((*x.shape[:dim], config.rank, *x.shape[dim + 1 :]), x.dtype)
+        return jax.lax.dynamic_update_slice_in_dim(zeros, x, module * size, dim)
+
+    return _by_rank(whole, part)
+
+
+def _by_rank(move: Callable[[jax.Array, int], jax.Array], learned: Any) -> Any:
+    """Of each adapter and the dimension that is its rank what ``move`` makes of them."""
+
+    def one(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
+        name = path[-1].key
+        return x if name.endswith(M) else move(x, 1 + _stacked(name) if name.endswith(A) else x.ndim - 1)
+
+    return jax.tree_util.tree_map_with_path(one, learned)
 
 
 def identity(base: Any = None, sums: Callable[[Any], jax.Array] | None = None) -> dict[str, list[int]]:
