@@ -27,6 +27,7 @@ from jaxrl_llm.actor.sampler import Sampler
 from jaxrl_llm.config import Config
 from jaxrl_llm.questions import stream as prompts_lib
 from jaxrl_llm.questions import tasks
+from jaxrl_llm.reports.metric_table import evaluation_values
 from jaxrl_llm.runtime import hosts, rng, sharding
 from jaxrl_llm.types import OUTCOME_ERROR, OUTCOME_SCORE, OUTCOME_TIMEOUT
 
@@ -159,17 +160,11 @@ class Evaluation:
         if hosts.is_first():
             (self._workdir / f"{name}.json").write_text(json.dumps(result, indent=1))
         rate, count = result["pass_rate"], result["num_prompts"]
-        values = {
-            "eval/pass_rate": rate,
-            "eval/completion_length_tokens": result["completion_length_tokens"],
-            "eval/pass_any_rate": result["pass_at_k"][str(result["num_samples"])],
-            "eval/timeout_count": result["timeout_count"],
-            "eval/error_count": result["error_count"],
-        }
+        failures = {f"eval/{kind}_count": result[f"{kind}_count"] for kind in ("timeout", "error")}
         line = f"held-out pass rate {'-' if rate is None else format(rate, '.3f')} over {count} questions ({name})"
-        if failed := result["timeout_count"] + result["error_count"]:
+        if failed := sum(failures.values()):
             line += f"; without the {failed} of {count * result['num_samples']} completions whose reward failed"
-        return Measured(values, line)
+        return Measured(evaluation_values(result) | failures, line)
 
 
 def sampler_of(config: Config, sampler: Sampler) -> Sampler:

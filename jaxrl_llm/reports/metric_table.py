@@ -2,14 +2,15 @@
 
 ``METRICS`` is the one place where a metric has them; writing a name that is not there raises.
 
-Owns: that table, which of the learner's sums stand behind the plain ones, figures by turn. Does not know: how other
-values come about (metrics).
+Owns: that table, which of the learner's sums stand behind the plain ones, figures by turn and of an evaluation. Does
+not know: how other values come about (metrics).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -287,3 +288,12 @@ def turn_values(turns: Sequence[int], rewards: Rewards) -> dict[str, float]:
         if has_turn.any():
             values[f"rollout/reward_turn_{k + 1}"] = float(given[has_turn, k].mean())
     return values
+
+
+def evaluation_values(result: Mapping[str, Any]) -> dict[str, float | None]:
+    """Rates and lengths of an evaluation (of ``actor.evaluation.evaluate``, or its file) as metrics."""
+    return {
+        "eval/pass_rate": result["pass_rate"],
+        "eval/completion_length_tokens": result["completion_length_tokens"],
+        "eval/pass_any_rate": result["pass_at_k"][str(result["num_samples"])],
+    }

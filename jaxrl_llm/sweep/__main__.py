@@ -3,8 +3,9 @@
     python -m jaxrl_llm.sweep --config=configs/sweeps/NAME.py --workdir=DIR [--workers=N] [--launch=print|COMMAND]
 
 The file has get_config(), the settings that all points share, and get_sweep(), a ``points.Sweep``. Each point is a run
-of its own in DIR/<name of the point>; DIR/table.csv and DIR/sweep.html are made from their metrics.jsonl and from
-nothing else. Run the command again to go on: finished points are skipped, broken ones go on from their checkpoint.
+of its own in DIR/<name of the point>; DIR/table.csv and DIR/sweep.html are made from their metrics.jsonl, and the fits
+on the page from eval_before.json besides. Run the command again to go on: finished points are skipped, broken ones go
+on from their checkpoint.
 --workers=0 runs nothing and writes table and page from what is there.
 
 --launch=print writes the command of each point that is not finished, to be started elsewhere; any other text is a
@@ -42,7 +43,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from jaxrl_llm.config import Config, ConfigError, freeze, from_json, to_json
-from jaxrl_llm.reports.metrics import METRICS
+from jaxrl_llm.reports.metric_table import METRICS, evaluation_values
 from jaxrl_llm.runtime import cli
 from jaxrl_llm.runtime.functions import resolve
 from jaxrl_llm.runtime.json_lines import read_log
@@ -157,6 +158,12 @@ def runs_of(folder: pathlib.Path, points: Points, sweep: Sweep, failed: Mapping[
     return runs
 
 
+def before(workdir: pathlib.Path) -> dict[str, float | None]:
+    """What a run's policy was found to be before it trained, by metric; nothing where that is not on file."""
+    path = workdir / "eval_before.json"
+    return evaluation_values(json.loads(path.read_text())) if path.is_file() else {}
+
+
 def _after(workdir: pathlib.Path) -> dict[str, float]:
     path = workdir / AFTER
     return json.loads(path.read_text()) if path.is_file() else {}
@@ -169,7 +176,9 @@ def write_results(
     runs = runs_of(folder, points, sweep, failed)
     sweep = dataclasses.replace(sweep, points=[run.point for run in runs])  # with those that ``then`` has made
     table.write_table(folder / "table.csv", runs, sweep)
-    if page:
+    if page:  # evaluations are long files, and one that is being written cannot be read
+        found = {run.name: before(folder / run.name) if run.status == "finished" else {} for run in runs}
+        runs = [dataclasses.replace(run, before=found[run.name]) for run in runs]
         units = {name: metric.unit for name, metric in METRICS.items()}
         table.write_page(folder / "sweep.html", runs, sweep, units)
 

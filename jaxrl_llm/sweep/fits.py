@@ -2,11 +2,13 @@
 
     R(C) = R0 + (A - R0) / (1 + (C_mid / C)^B)
 
-R0 is what the run began with, A the ceiling that it goes to, C_mid the compute at half of the way, B how steep it is
-there. Recipes are compared by A first, then by B. A fit that cannot foretell its own second half says nothing of the
-ceiling: so the error there stands beside it.
+R0 is what the run began with, before any training, A the ceiling that it goes to, C_mid the compute at half of the way,
+B how steep it is there. Recipes are compared by A first, then by B. A fit that cannot foretell its own second half says
+nothing of the ceiling: so the error there stands beside it.
 
-Source: Khatri et al. 2025, arXiv:2510.13786 (ScaleRL), section 3. Differs: fitted to the mean of an experiment's seeds.
+Source: Khatri et al. 2025, arXiv:2510.13786 (ScaleRL), section 3. Differs: of several seeds one curve is fitted, their
+median on a sweep's page; all points of the first part count, where the paper leaves out the first 1,500 of its GPU
+hours, which hardly matters, it says, where runs are stable; A, C_mid and B are fitted together, by least squares.
 Owns: the curve, the fit, its error. Does not know: sweeps, pages.
 """
 
@@ -45,21 +47,29 @@ def curve(x: np.ndarray, start: float, ceiling: float, middle: float, steepness:
     return start + (ceiling - start) / (1 + (middle / x) ** steepness)
 
 
-def fit(x: np.ndarray, y: np.ndarray, *, start: float, share: float = 0.5, highest: float = 1.0) -> Sigmoid | None:
+SHARE = 0.5  # of the points that are fitted
+
+
+def is_long_enough(x: np.ndarray, share: float = SHARE) -> bool:
+    """Whether a curve can be fitted: compute above 0, and 5 points or more in the first ``share``."""
+    return bool((x > 0).all()) and int(len(x) * share) >= 5
+
+
+def fit(x: np.ndarray, y: np.ndarray, *, start: float, share: float = SHARE, highest: float = 1.0) -> Sigmoid | None:
     """The sigmoid of the least squares over the first ``share`` of the points.
 
     Args:
         x: [points] compute, growing, above 0.
         y: [points] what was reached.
-        start: R0.
+        start: R0, which is no point of the curve.
         highest: no ceiling above it.
 
     Returns:
-        None where the points are too few (fewer than 5 are fitted) or no fit is found.
+        None where the curve is too short or no fit is found.
     """
-    given = int(len(x) * share)
-    if given < 5:
+    if not is_long_enough(x, share):
         return None
+    given = int(len(x) * share)
     bounds = (start, x[0] / 100, 0.1), (max(highest, start + 1e-6), x[-1] * 100, 10.0)
     begin = np.clip((max(y[:given]), np.median(x[:given]), 1.0), *np.array(bounds))
     of = lambda x, ceiling, middle, steepness: curve(x, start, ceiling, middle, steepness)

@@ -39,6 +39,7 @@ class Run:
     rows: Sequence[Mapping[str, Any]]  # of metrics.jsonl
     made_with: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of config.json: versions, commit
     after: Mapping[str, float | None] = dataclasses.field(default_factory=dict)  # what the sweep's ``after`` returned
+    before: Mapping[str, float | None] = dataclasses.field(default_factory=dict)  # for the page: before any training
 
 
 @dataclasses.dataclass(frozen=True)
@@ -297,17 +298,26 @@ def _knob_table(runs: Sequence[Run], sweep: Sweep) -> str:
 
 
 def _fit_table(runs: Sequence[Run], sweep: Sweep, units: Mapping[str, str]) -> str:
-    """Of each group's median curve of the first metric, highest ceiling first; nothing where none can be fitted."""
-    found, highest = [], 1.0 if units.get(sweep.metrics[0]) == "fraction" else np.inf
+    """Of each group's median curve of the first metric, highest ceiling first; nothing where none can be fitted.
+
+    R0 is the median of what the group's runs began with; a group of which that is not known is named below.
+    """
+    metric, found, unknown = sweep.metrics[0], [], []
+    highest = 1.0 if units.get(metric) == "fraction" else np.inf
     for members in groups(runs).values():
-        shown = band([curve(run, sweep.metrics[0], sweep.x_axis) for run in members])
-        given = shown is not None and (shown.x > 0).all() and sweep.metrics[0] not in sweep.lower_is_better
-        if given and (sigmoid := fits.fit(shown.x, shown.median, start=float(shown.median[0]), highest=highest)):
+        shown = band([curve(run, metric, sweep.x_axis) for run in members])
+        if shown is None or not fits.is_long_enough(shown.x) or metric in sweep.lower_is_better:
+            continue
+        starts = [run.before.get(metric) for run in members]
+        if None in starts:
+            unknown.append(_shown(members[0], sweep))
+        elif sigmoid := fits.fit(shown.x, shown.median, start=float(np.median(starts)), highest=highest):
             found.append((_shown(members[0], sweep), sigmoid))
     found.sort(key=lambda pair: -pair[1].ceiling)
     rows = [page.row(name, *map(_number, (f.ceiling, f.middle, f.steepness, f.error))) for name, f in found]
     head = ("settings", "ceiling A", "middle", "steepness B", "error on the second half, from the first")
-    return page.table(head, rows, "fits")
+    left_out = f"<p>Not fitted, for no file says what they began with: {'; '.join(unknown)}.</p>" if unknown else ""
+    return page.table(head, rows, "fits") + left_out
 
 
 def _record_table(runs: Sequence[Run]) -> str:

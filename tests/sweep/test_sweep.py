@@ -135,11 +135,13 @@ def test_the_page_is_self_contained_and_shows_text_as_text(tmp_path):
 
 def test_the_page_has_sigmoids_and_what_runs_were_made_with(tmp_path):
     x = np.arange(1.0, 21.0)
-    learned = 0.1 + 0.5 / (1 + (60.0 / (10 * x)) ** 2)  # ceiling 0.6, half way at 60
+    learned = 0.1 + 0.5 / (1 + (15.0 / (10 * x)) ** 1.5)  # ceiling 0.6, half way at 15, after one point
     made = [{"commit": commit, "devices": "2 x cpu", "versions": {"jax": "1.2"}} for commit in ("abc", "abc", "def")]
-    runs = [Run(f"r{i}", {"seed": i}, "finished", rows(*learned), made_with=record) for i, record in enumerate(made)]
-    for run in runs:
-        run.rows[0][M] = 0.1  # what it began with
+    begun = [{M: 0.2}, {M: 0.1}, {M: 0.05}]  # R0 is their median, and no point of the curves
+    runs = [
+        Run(f"r{i}", {"seed": i}, "finished", rows(*learned), made_with=record, before=before)
+        for i, (record, before) in enumerate(zip(made, begun, strict=True))
+    ]
     sweep = Sweep([run.point for run in runs], x_axis="tokens/trained")
     html = write_page(tmp_path / "sweep.html", runs, sweep, {}).read_text()
     assert (
@@ -148,14 +150,49 @@ def test_the_page_has_sigmoids_and_what_runs_were_made_with(tmp_path):
     )
     (cells,) = re.findall(r'class="fits">.*?</table>', html, re.DOTALL)
     ceiling, middle, steepness, error = map(float, re.findall(r"<td>([\d.e-]+)</td>", cells))
-    assert (ceiling, middle, steepness) == pytest.approx((0.6, 60, 2), rel=0.05) and error < 0.01
+    assert (ceiling, middle, steepness) == pytest.approx((0.6, 15, 1.5), rel=1e-3) and error < 1e-3
+
+
+def test_no_sigmoid_is_fitted_where_no_file_says_what_runs_began_with(tmp_path):
+    learned = [0.1 + 0.5 / (1 + (60.0 / (10 * i)) ** 2) for i in range(1, 21)]
+    runs = [
+        Run("a", {"x.lr": 1.0, "seed": 0}, "finished", rows(*learned), before={M: 0.1}),
+        Run("b", {"x.lr": 2.0, "seed": 0}, "finished", rows(*learned), before={M: 0.1}),
+        Run("c", {"x.lr": 2.0, "seed": 1}, "finished", rows(*learned)),
+        Run("d", {"x.lr": 3.0, "seed": 0}, "finished", rows(0.1, 0.2)),  # too short, whatever it began with
+    ]
+    sweep = Sweep([run.point for run in runs], x_axis="tokens/trained")
+    text = write_page(tmp_path / "sweep.html", runs, sweep, {}).read_text()
+    fitted = re.search(r'class="fits">.*?</table>(.*?)</section>', text, re.DOTALL)
+    assert "lr 1.0" in fitted[0] and "<td>lr 2.0" not in fitted[0]
+    assert fitted[1] == "</div><p>Not fitted, for no file says what they began with: lr 2.0.</p>"
+
+
+def test_what_runs_began_with_is_read_from_the_evaluation_before_them(tmp_path):
+    points = make_points(seeds(1), num_iterations=12)
+    (name,) = points
+    evaluation = {"pass_rate": 0.25, "num_samples": 2, "pass_at_k": {"1": 0.25, "2": 0.4}, "samples": []}
+    evaluation["completion_length_tokens"] = 7.5
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "eval_before.json").write_text(json.dumps(evaluation))
+    assert sweep_module.before(tmp_path / name) == {
+        "eval/pass_rate": 0.25,
+        "eval/pass_any_rate": 0.4,
+        "eval/completion_length_tokens": 7.5,
+    }
+    assert sweep_module.before(tmp_path / "other") == {}
+    sweep = Sweep(seeds(1))
+    sweep_module.run_sweep(tmp_path, points, sweep, num_workers=1, serve=stand_in.SERVE)
+    assert 'class="fits"' in (tmp_path / "sweep.html").read_text()  # of pass rates 0.1 to 1.2
+    (tmp_path / name / "eval_before.json").unlink()
+    sweep_module.run_sweep(tmp_path, points, sweep, num_workers=0)
+    assert 'class="fits"' not in (tmp_path / "sweep.html").read_text()
 
 
 @pytest.mark.parametrize(("unit", "expected"), [("reward", 2.0), ("fraction", 1.0)])
 def test_a_sigmoid_of_rewards_may_go_above_1(tmp_path, unit, expected):
     learned = 0.2 + 1.8 / (1 + (60.0 / (10 * np.arange(1.0, 21.0))) ** 2)  # ceiling 2
-    learned[0] = 0.2
-    run = Run("a", {"seed": 0}, "finished", rows(*learned))
+    run = Run("a", {"seed": 0}, "finished", rows(*learned), before={M: 0.2})
     sweep = Sweep([run.point], x_axis="tokens/trained")
     html = write_page(tmp_path / "sweep.html", [run], sweep, {M: unit}).read_text()
     (cells,) = re.findall(r'class="fits">.*?</table>', html, re.DOTALL)
