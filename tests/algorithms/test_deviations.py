@@ -59,6 +59,12 @@ def test_cispo_scales_by_the_batch_with_its_tied_groups():
     np.testing.assert_allclose(advantage, [-(2**0.5), 2**0.5, 0, 0], rtol=1e-5)
 
 
+def test_cispos_advantages_of_rewards_of_0_and_1_are_those_of_scalerls():
+    right = np.float32([0, 1, 1, 1, 0, 0])
+    ours, theirs = (estimate("brorl", rewards, [0, 0, 1, 1, 2, 2]) for rewards in (right, 2 * right - 1))
+    np.testing.assert_allclose(ours, theirs, rtol=1e-4)
+
+
 def test_dapos_length_penalty_weighs_twice_as_much_on_rewards_of_0_and_1():
     group = group_rows(np.zeros(4, np.int32), np.ones(4, bool), 1)
     rows = make_rows(group, length=jnp.array([8, 6, 5, 7]), max_length=8)
