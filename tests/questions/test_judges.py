@@ -8,6 +8,7 @@ import urllib.error
 
 import pytest
 
+from jaxrl_llm.config import RewardsConfig
 from jaxrl_llm.questions.tasks import judges
 
 
@@ -59,10 +60,20 @@ def test_grades_are_tenths_in_the_order_of_the_completions(judge, monkeypatch):
     assert judges.judged(["p"], ["7.5"]) == [0.75] and judges.RUBRIC in judge[-1]["messages"][0]["content"]
 
 
-def test_a_flawed_way_to_a_right_answer_is_worth_nothing_and_wrong_ones_are_not_asked_about(judge):
+def test_a_flawed_way_to_a_right_answer_costs_one_and_wrong_ones_are_not_asked_about(judge):
+    """FAPO's eq. 4 and 8: 1, 1 - 1 where flawed, -1; who says neither word ("odd") has found no flaw."""
     texts = ["by steps\n4", "a guess\n4", "a guess\n5", "odd\n4"]
-    assert judges.fapo(["2+2"] * 4, texts, ["4"] * 4) == [1.0, 0.0, 0.0, None]
+    scores = judges.fapo(["2+2"] * 4, texts, ["4"] * 4)
+    assert scores == [1.0, 0.0, -1.0, 1.0]
     assert len(judge) == 3
+    assert [score >= RewardsConfig().pass_threshold for score in scores] == [True, False, False, True]
+
+
+def test_right_answers_whose_judge_is_not_there_have_no_reward(monkeypatch):
+    monkeypatch.setenv("JAXRL_JUDGE_URL", "http://127.0.0.1:9/v1")
+    assert judges.fapo(["2+2"], ["5"], ["4"]) == [-1.0]
+    with pytest.raises(urllib.error.URLError):
+        judges.fapo(["2+2"] * 2, ["5", "4"], ["4"] * 2)
 
 
 def test_votes_are_drawn_and_those_with_a_score_are_averaged(judge, monkeypatch):

@@ -4,14 +4,14 @@ of a model that learns to judge.
     judged    what a judge gives for the completion, 0 to 1, by column ``rubric`` where there is one
     stepwise  share of the completion's steps before the first that the judge finds wrong
     meant     1.0 where the judge says that the answer means the same as column ``answer``, else 0.0
-    fapo      1.0 where column ``answer`` is met and the judge finds no flaw on the way, else 0.0
+    fapo      1.0 where column ``answer`` is met, 0.0 where the judge finds a flaw on the way to it, else -1.0
     ranked    of a completion that judges: 1.0 where the best of several answers has its highest score, else -1.0
     own       by turn, with ``:doubt`` as environments.factory: the answer, and the policy's own verdict on it
 
 The server is JAXRL_JUDGE_URL (http://127.0.0.1:8000/v1), its model JAXRL_JUDGE_MODEL (the server's first), its bearer
-token JAXRL_JUDGE_TOKEN; ``judged`` is the mean of JAXRL_JUDGE_VOTES verdicts (1). A judge that cannot be reached, or
-that gives no verdict, has failed: its completions have no reward and are counted so. Give ``rewards.timeout_s`` time
-for a group.
+token JAXRL_JUDGE_TOKEN; ``judged`` is the mean of JAXRL_JUDGE_VOTES verdicts (1). A judge that cannot be reached has
+failed, and so has one that gives no verdict, but for ``fapo``: its completions have no reward and are counted so. Give
+``rewards.timeout_s`` time for a group.
 
 Owns: what a judge is asked, how its verdict is read. Does not know: which model is served, which learns nothing here.
 """
@@ -154,11 +154,17 @@ def own(prompts: list, completions: list[str], messages: list, answer: list, **c
     return worth
 
 
-def fapo(prompts: list, completions: list[str], answer: list, **columns: Any) -> list[float | None]:
-    """1 for a right answer, 1 - 1 where it was come to by a flawed way; the judge is asked of right ones alone.
+def fapo(prompts: list, completions: list[str], answer: list, **columns: Any) -> list[float]:
+    """1.0 for a right answer, 0.0 for one that was come to by a flawed way, -1.0 for a wrong one.
 
-    Source: FAPO, arXiv:2510.22543: flawed positives lose lambda = 1. Differs: its generative reward model is trained
-        for it, this one is whatever is served.
+        r = (1 where right, else -1) - (lambda = 1 where right and flawed)
+
+    The judge is asked of right answers alone. Where it says neither word it has found no flaw. With the threshold of
+    passing (``rewards.pass_threshold``) at 1.0 sound answers alone have passed.
+
+    Source: FAPO, arXiv:2510.22543, eq. 4 and 8; in released code too what cannot be read is no flaw. Differs: its
+        generative reward model is trained for it and names the first wrong step, this one is whatever is served and
+        says one word; held-out answers are judged too, where there they need but be right.
     """
     right = [number_of(text) == number_of(str(wanted)) for text, wanted in zip(completions, answer, strict=True)]
     texts = [
@@ -167,9 +173,6 @@ def fapo(prompts: list, completions: list[str], answer: list, **columns: Any) ->
         for prompt, text, is_right in zip(prompts, completions, right, strict=True)
         if is_right
     ]
-    said = iter(_all(texts))
-    scores: list[float | None] = []
-    for is_right in right:
-        verdicts = VERDICT.findall(next(said)) if is_right else []
-        scores.append(0.0 if not is_right else float(verdicts[-1].lower() == "sound") if verdicts else None)
-    return scores
+    verdicts = (VERDICT.findall(said) for said in _all(texts))
+    is_flawed = ([word.lower() for word in words[-1:]] == ["flawed"] for words in verdicts)
+    return [1.0 - next(is_flawed) if is_right else -1.0 for is_right in right]
