@@ -135,13 +135,13 @@ def length_grid(step: int, longest: int) -> tuple[int, ...]:
 
 
 class ShortAnswers:
-    """Of each difficulty, how many correct answers were within each length of the grid, and the length chosen by it.
+    """Of each difficulty, how many answers were within each length of the grid, and the length chosen by it.
 
-    The least length with one of them per group, else the longest, chosen anew every so many iterations; a difficulty
-    that nobody met keeps what it has.
+    See ``shaping.short_answer``; chosen anew every so many iterations, where a difficulty that nobody met keeps what it
+    has.
 
-    Source: LASER-D, arXiv:2505.15612. Differs: it counts on a set kept for it; here the run's own rollouts since the
-        last choice serve, and until the first any length is short.
+    Source: LASER-D, arXiv:2505.15612 (released code). Differs: it counts on a set kept for it; here the run's own
+        rollouts since the last choice serve, and until the first any length is short.
     """
 
     columns = ()
@@ -150,6 +150,7 @@ class ShortAnswers:
         self._every = settings["every_iterations"]
         self.whole = {"short_answer": (NUM_DIFFICULTIES,)} if self._every else {}
         self._grid = length_grid(settings["tokens"], sizes.max_length)
+        self._at_least_right = 2 * sizes.group_size // 3, sizes.group_size // 3, 1  # easy, middling, hard
         self._within = np.zeros((NUM_DIFFICULTIES, 1))
         self._chosen, self._iterations = [sizes.max_length] * NUM_DIFFICULTIES, 0
 
@@ -159,14 +160,14 @@ class ShortAnswers:
     def observe(self, rewards: Rewards, questions: Sequence[int], sums: Mapping[str, Any]) -> None:
         if not self._every:
             return
-        self._within = self._within + sums["correct_within"]
+        self._within = self._within + sums["answers_within"]
         self._iterations += 1
         if self._iterations % self._every:
             return
-        for i, (*within, groups) in enumerate(self._within.tolist()):
-            if groups > 0:
-                enough = (n for n, count in zip(self._grid, within, strict=True) if count >= round(groups))
-                self._chosen[i] = next(enough, self._grid[-1])
+        for i, (*within, answers) in enumerate(self._within.tolist()):
+            if answers > 0:
+                enough = [count * self._at_least_right[i] >= answers for count in within]
+                self._chosen[i] = self._grid[enough.index(True)] if True in enough else self._grid[-1]
         self._within = 0.0 * self._within
 
     def state(self) -> Any:

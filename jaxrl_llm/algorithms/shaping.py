@@ -67,16 +67,24 @@ def short_answer(
     """``bonus`` for a correct answer of at most ``tokens`` tokens, else 0, [B] f32.
 
     With ``every_iterations`` above 0 how long is chosen every so many iterations anew, for easy, middling and hard
-    questions apart: the least multiple of ``tokens`` within which a group has a correct answer on average.
+    questions apart, among the multiples of ``tokens``:
 
-    Source: LASER, arXiv:2505.15612, with bonus 0.5; a target of each difficulty is its LASER-D.
+        the least L with floor(P C) >= 1, else any length;   C = floor(2 n / 3) easy, floor(n / 3) middling, 1 hard
+
+    P is the share of the class's answers, right or wrong, that have at most L tokens, n the answers to a question
+    (``rollout.group_size``), of which at least C are right where it is not hard. Where C is 0, as for middling ones in
+    groups of two, any length is short.
+
+    Source: LASER, arXiv:2505.15612, with bonus 0.5; a target of each difficulty is its LASER-D (released code).
+        Differs: the reward that the bonus is added to is the run's, often 0 or 1, where theirs is 1, -0.5 where it is
+        wrong, and -1 without an answer in form.
     """
     if not every_iterations:
         return jnp.where(x.correct & (x.length <= tokens), bonus, 0.0), {}
     row_class = difficulty(x.correct, x.groups)
     target = x.memory["short_answer"][row_class]
     grid = memory.length_grid(tokens, x.max_length)
-    learned = {"correct_within": correct_within(x.length, x.correct, row_class, x.groups, grid=grid)}
+    learned = {"answers_within": answers_within(x.length, row_class, x.groups, grid=grid)}
     return jnp.where(x.correct & (x.length <= target), bonus, 0.0), learned
 
 
@@ -85,35 +93,29 @@ def difficulty(correct: Bool[ArrayLike, " B"], groups: Groups) -> Int[Array, " B
 
         0 easy: at least two thirds, 1: at least one third, 2 hard: less
 
-    Source: the three classes of LASER-D, arXiv:2505.15612; their bounds are ours.
+    Source: the three classes of LASER-D, arXiv:2505.15612. Differs: where released code counts lengths, a share of just
+        two thirds, or one, is of the harder class; here it is of the same one there as where the bonus is given.
     """
     passed, count = group_sum(correct.astype(jnp.float32), groups), group_count(groups)
     return ((3 * passed < 2 * count).astype(jnp.int32) + (3 * passed < count)).astype(jnp.int32)
 
 
-def correct_within(
-    length: Int[ArrayLike, " B"],
-    correct: Bool[ArrayLike, " B"],
-    row_class: Int[ArrayLike, " B"],
-    groups: Groups,
-    *,
-    grid: Sequence[int],
+def answers_within(
+    length: Int[ArrayLike, " B"], row_class: Int[ArrayLike, " B"], groups: Groups, *, grid: Sequence[int]
 ) -> Float[Array, "D {len(grid)+1}"]:
     """What a target of each class is chosen by, [NUM_DIFFICULTIES, len(grid) + 1] f32.
 
-        [d, j] = correct rows of class d with length <= grid[j];  [d, -1] = groups of class d
+        [d, j] = rows of class d with length <= grid[j], correct or not;  [d, -1] = rows of class d
 
     Args:
         length, row_class: [B] i32.
-        correct: [B] bool.
         groups: of the B rows; those that are not valid count nowhere.
         grid: lengths in tokens, rising.
     """
     member_DB = (row_class[None, :] == jnp.arange(NUM_DIFFICULTIES)[:, None]) & groups.valid[None, :]
-    is_within_BN = (correct[:, None] & (length[:, None] <= jnp.asarray(grid)[None, :])).astype(jnp.float32)
-    # Every row is its share of its group.
-    share_B1 = (1.0 / jnp.maximum(group_count(groups), 1.0))[:, None]
-    return member_DB.astype(jnp.float32) @ jnp.concatenate([is_within_BN, share_B1], axis=1)
+    is_within_BN = length[:, None] <= jnp.asarray(grid)[None, :]
+    counted_BN = jnp.pad(is_within_BN, ((0, 0), (0, 1)), constant_values=True)  # and every row
+    return member_DB.astype(jnp.float32) @ counted_BN.astype(jnp.float32)
 
 
 # ---- reshapings

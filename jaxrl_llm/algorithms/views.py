@@ -74,6 +74,7 @@ class Sizes(NamedTuple):
     width: int  # of the model
     max_length: int  # longest completion, tokens
     max_turns: int = 1  # of the policy in a completion
+    group_size: int = 1  # answers to a question
 
 
 class Rows(NamedTuple):

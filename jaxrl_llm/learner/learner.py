@@ -120,7 +120,7 @@ class LearnerPrograms:
         """What the method remembers of earlier rewards: nothing yet."""
         sampling, environments = self.config.sampling, self.config.environments
         turns = environments.max_turns if environments.factory else 1
-        sizes = Sizes(self.model.arch.width, sampling.max_completion_tokens, turns)
+        sizes = Sizes(self.model.arch.width, sampling.max_completion_tokens, turns, self.config.rollout.group_size)
         parts = self.config.rewards.functions if self.config.algorithm.looks_at_parts else ()
         return Memory(self.config.algorithm.of_credit, parts, sizes, ledger)
 

@@ -13,12 +13,13 @@ from support import ghosts
 from support.building import EIGHT, ONE, TINY, mesh_of
 
 from jaxrl_llm import train
-from jaxrl_llm.algorithms import baselines, credit
+from jaxrl_llm.algorithms import baselines, credit, shaping
 from jaxrl_llm.algorithms.advantages import ADVANTAGES
-from jaxrl_llm.algorithms.memory import Memory
+from jaxrl_llm.algorithms.memory import Memory, ShortAnswers, length_grid
 from jaxrl_llm.algorithms.use import Chosen, use
 from jaxrl_llm.algorithms.views import NUM_DIFFICULTIES, Sizes
 from jaxrl_llm.config import freeze, from_json, to_json
+from jaxrl_llm.ops.groups import group_rows
 from jaxrl_llm.questions.ledger import Ledger
 from jaxrl_llm.run import assemble
 from jaxrl_llm.runtime import sharding
@@ -45,7 +46,7 @@ KINDS = tuple(ADVANTAGES)
 
 
 def memory_of(config, hidden_size=0):
-    sizes = Sizes(hidden_size, config.sampling.max_completion_tokens)
+    sizes = Sizes(hidden_size, config.sampling.max_completion_tokens, group_size=config.rollout.group_size)
     part_names = config.rewards.functions if config.algorithm.looks_at_parts else ()
     return Memory(config.algorithm.of_credit, part_names, sizes, Ledger())
 
@@ -70,7 +71,7 @@ def test_a_method_that_is_taken_up_later_begins_with_what_it_knows_of_nothing():
     none = Rewards(np.zeros(0), {}, np.zeros(0, np.int8))
     memories = {tokens: memory_of(freeze(of(tokens))) for tokens in (8, 4)}
     for tokens, memory in memories.items():
-        memory.observe(none, (), {"correct_within": np.ones((NUM_DIFFICULTIES, 16 // tokens + 1))})
+        memory.observe(none, (), {"answers_within": np.ones((NUM_DIFFICULTIES, 16 // tokens + 1))})
     coarse, fine = memories.values()
     kept = json.dumps(fine.state())
     fine.restore(coarse.state())
@@ -630,27 +631,76 @@ def test_a_short_answer_is_what_its_difficulty_says():
     shaped = reward + 0.25 * np.array([1, 1, 0, 1, 0, 0, 0, 0, 0])
     expected = oracle.group_advantages(shaped, group_id, np.ones(9, bool), "dr_grpo")
     np.testing.assert_allclose(first(experience), expected, rtol=1e-5, atol=1e-6)
-    # Correct within 1, 2, 3 and 4 tokens, and groups.
-    np.testing.assert_allclose(sums["correct_within"], [[0, 1, 2, 3, 1], [1, 1, 1, 1, 1], [0, 0, 0, 0, 1]], rtol=1e-6)
+    # Answers, right or wrong, within 1, 2, 3 and 4 tokens, and all.
+    expected = [[0, 1, 2, 3, 3], [3, 3, 3, 3, 3], [0, 0, 0, 3, 3]]
+    np.testing.assert_array_equal(sums["answers_within"], expected)
 
 
 def test_lengths_are_chosen_every_so_many_iterations_and_survive_a_checkpoint():
+    """Groups of eight: of the answers that are within a length 5, 2 and 1 eighths would be right at least."""
     memory, rewards = memory_of(config_of(**CHOSEN)), rewards_of([1.0])
     lengths = lambda: memory.scores(rewards, [0]).memory["short_answer"].tolist()
-    # Over two iterations: 4 easy groups with 5 correct answers within 2 tokens; hard ones with fewer than one each.
-    within = np.array([[1, 3, 4, 6, 2], [0, 0, 0, 0, 0], [0, 1, 1, 1, 2]], np.float32)
-    more = np.array([[1, 2, 2, 2, 2], [0, 0, 0, 0, 0], [0, 0, 1, 1, 2]], np.float32)
+    within = np.array([[1, 2, 8, 16, 16], [0, 0, 0, 0, 0], [0, 1, 7, 16, 16]], np.float32)
+    more = np.array([[1, 6, 8, 16, 16], [0, 0, 0, 0, 0], [0, 1, 7, 16, 16]], np.float32)
     assert lengths() == [4, 4, 4]
-    memory.observe(rewards, [0], {"correct_within": within})
+    memory.observe(rewards, [0], {"answers_within": within})
     assert lengths() == [4, 4, 4]
     resumed = resumed_from(memory, config_of(**CHOSEN))
-    memory.observe(rewards, [0], {"correct_within": more})
-    resumed.observe(rewards, [0], {"correct_within": more})
-    assert lengths() == [2, 4, 4] and resumed.state() == memory.state()
-    # Each choice is of what was seen since the last one: now middling groups have an answer of one token each.
+    memory.observe(rewards, [0], {"answers_within": more})
+    resumed.observe(rewards, [0], {"answers_within": more})
+    assert lengths() == [2, 4, 4] and resumed.state() == memory.state()  # 8 of 32, times 5, are one: 2 were not
+    # Each choice is of what was seen since the last one: now there are middling ones, whose half is within 1.
     for _ in range(2):
-        memory.observe(rewards, [0], {"correct_within": np.float32([[0] * 5, [3, 3, 3, 3, 3], [0, 0, 0, 0, 1]])})
-    assert lengths() == [2, 1, 4]
+        memory.observe(rewards, [0], {"answers_within": np.float32([[0] * 5, [4, 4, 8, 8, 8], [0, 0, 8, 8, 8]])})
+    assert lengths() == [2, 1, 3]
+
+
+def targets(length, correct, group, valid, *, group_size, tokens, longest):
+    """What each difficulty's short answer is after these rows, and the class of each row."""
+    groups = group_rows(group, valid, int(group.max()) + 1)
+    row_class, grid = shaping.difficulty(correct, groups), length_grid(tokens, longest)
+    counted = np.asarray(shaping.answers_within(length, row_class, groups, grid=grid))
+    sizes, rewards = Sizes(width=0, max_length=longest, group_size=group_size), rewards_of(correct)
+    memory = ShortAnswers({"tokens": tokens, "every_iterations": 1}, sizes, Ledger())
+    memory.observe(rewards, [0], {"answers_within": counted})
+    return memory.known(rewards, [0])["short_answer"], np.asarray(row_class)
+
+
+@pytest.mark.parametrize(
+    ("right", "lengths", "target"),
+    [
+        (8, range(100, 801, 100), 200),  # easy: floor(1/8 * 5) = 0, floor(2/8 * 5) = 1
+        (6, [900] * 6 + [150, 200], 200),  # wrong ones are counted as right ones are
+        (3, [200, 300, 400, *[1000] * 5], 1000),  # middling: floor(3/8 * 2) = 0
+        (4, [300] * 4 + [1000] * 4, 300),  # floor(4/8 * 2) = 1
+        (2, [200, 300, *[1000] * 6], 1000),  # hard: floor(2/8) = 0, all must be within
+        (0, [100] * 8, 100),
+    ],
+)
+def test_the_length_of_a_difficulty_is_what_the_paper_chooses(right, lengths, target):
+    """LASER-D by hand: eight answers to one question, a grid of hundreds to a thousand."""
+    length, correct, group = np.array([*lengths]), np.arange(8) < right, np.zeros(8, np.int32)
+    chosen, row_class = targets(length, correct, group, group == 0, group_size=8, tokens=100, longest=1000)
+    assert chosen[row_class[0]] == target
+    assert shaping_oracle.short_answer_target([*lengths], 8, range(100, 1001, 100), row_class[0]) == target
+
+
+@pytest.mark.parametrize("group_size", [2, 6])
+def test_lengths_are_chosen_as_by_loops(group_size):
+    """In groups of six just a third and two thirds are met, and in groups of two no middling one has a length."""
+    rng, seen = np.random.default_rng(0), set()
+    group = np.repeat(np.arange(12, dtype=np.int32), group_size)
+    for _ in range(6):
+        valid, length = rng.random(len(group)) < 0.9, rng.integers(1, 16, len(group))
+        correct = valid & (rng.random(len(group)) < np.repeat(rng.random(12), group_size))
+        chosen, _ = targets(length, correct, group, valid, group_size=group_size, tokens=2, longest=15)
+        row_class = shaping_oracle.difficulty(correct, group, valid)
+        for kind in set(row_class.tolist()) - {-1}:
+            lengths = length[row_class == kind].tolist()
+            grid = [2, 4, 6, 8, 10, 12, 14, 15]
+            assert chosen[kind] == shaping_oracle.short_answer_target(lengths, group_size, grid, kind)
+            seen.add((kind, chosen[kind]))
+    assert len(seen) > 4
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "several memories"])

@@ -103,21 +103,22 @@ def test_a_short_answers_bonus_is_for_correct_answers_within_the_target():
 
 
 def test_a_question_is_as_hard_as_its_group_says():
-    # Of six rows 4, 3, 2 and 1 are correct; in the last group one of the six does not count.
+    # Of six rows 4, 3, 2 and 1 are correct: two thirds and one third are the bounds. In the last one does not count.
     group, correct = np.repeat([0, 1, 2, 3], 6), np.arange(24) % 6 < np.repeat([4, 3, 2, 1], 6)
     valid = np.arange(24) != 20
     row_class = shaping.difficulty(jnp.asarray(correct & valid), group_rows(group, valid, 4))
     np.testing.assert_array_equal(row_class[valid], np.repeat([0, 1, 1, 2], 6)[valid])
+    np.testing.assert_array_equal(row_class[valid], oracle.difficulty(correct & valid, group, valid)[valid])
 
 
-def test_correct_answers_within_each_length_are_counted_by_loops():
+def test_answers_within_each_length_are_counted_by_loops():
+    """Right or wrong; those of rows that are not trained on count nowhere."""
     group, valid, length, correct, groups = rows(5)
     correct = correct & valid
     row_class = shaping.difficulty(jnp.asarray(correct), groups)
     np.testing.assert_array_equal(row_class[valid], oracle.difficulty(correct, group, valid)[valid])
-    counted = shaping.correct_within(*map(jnp.asarray, (length, correct, row_class)), groups, grid=(2, 8, 16))
-    expected = oracle.correct_within(length, correct, group, valid, (2, 8, 16))
-    np.testing.assert_allclose(counted, expected, rtol=1e-6)
+    counted = shaping.answers_within(*map(jnp.asarray, (length, row_class)), groups, grid=(2, 8, 16))
+    np.testing.assert_array_equal(counted, oracle.answers_within(length, correct, group, valid, (2, 8, 16)))
     assert np.asarray(counted)[:, -1].min() > 0
 
 

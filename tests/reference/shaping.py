@@ -1,5 +1,8 @@
 """What is added to rewards and done to advantages, by loops in float64."""
 
+import fractions
+import math
+
 import numpy as np
 from reference.advantages import mean, members_of
 
@@ -32,20 +35,30 @@ def difficulty(correct, group, valid):
     """Class of each valid row's group, -1 elsewhere."""
     result = np.full(len(correct), -1)
     for members in members_of(group, valid):
-        share = mean([float(correct[i]) for i in members])
-        result[members] = 0 if share > 0.66 else 1 if share > 0.33 else 2
+        share = fractions.Fraction(sum(bool(correct[i]) for i in members), len(members))
+        easy, middling = share >= fractions.Fraction(2, 3), share >= fractions.Fraction(1, 3)
+        result[members] = 0 if easy else 1 if middling else 2
     return result
 
 
-def correct_within(length, correct, group, valid, grid):
+def answers_within(length, correct, group, valid, grid):
     result = np.zeros((3, len(grid) + 1))
     row_class = difficulty(correct, group, valid)
-    for members in members_of(group, valid):
-        result[row_class[members[0]], -1] += 1
-        for i in members:
-            for j, limit in enumerate(grid):
-                result[row_class[i], j] += bool(correct[i]) and int(length[i]) <= limit
+    for i in np.flatnonzero(valid):
+        result[row_class[i], -1] += 1
+        for j, limit in enumerate(grid):
+            result[row_class[i], j] += int(length[i]) <= limit
     return result
+
+
+def short_answer_target(lengths, group_size, grid, row_class):
+    """Of all answers' lengths of a class (0 easy, 1 middling, 2 hard): the least L with floor(P(L) C) >= 1."""
+    at_least_right = [math.floor(2 * group_size / 3), math.floor(group_size / 3), 1][row_class]
+    for limit in grid:
+        covered = fractions.Fraction(sum(n <= limit for n in lengths), len(lengths))
+        if math.floor(covered * at_least_right) >= 1:
+            return limit
+    return grid[-1]
 
 
 def entropy_factor(row_entropy, group, valid, strength):
