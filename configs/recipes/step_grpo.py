@@ -4,10 +4,9 @@
 
 GRPO whose reward tells two wrong answers apart by how far they came (column key_steps), and pays for the form of an
 answer that thinks before it speaks. The questions are sums of four digits, whose key steps are the sums on the way; set
-prompts to your own.
+prompts to your own. Key steps weigh 0.1, as in released code, which leaves the weight of the KL to TRL: 0.04 then.
 Source: Zhang et al. 2025, arXiv:2503.12937. Differs: text alone; a key step is there where its words follow each other,
-and an answer that is none is wrong as any; the reward for validity (StepRVR) is for tags in their order; the weight 0.1
-of key steps and 0.04 of the KL are ours.
+and an answer that is none is wrong as any; the reward for validity (StepRVR) is for tags in their order.
 """
 
 from jaxrl_llm.algorithms.use import use

@@ -2,18 +2,23 @@
 
     python -m jaxrl_llm.train --config=configs/recipes/ttrl.py --workdir=runs/ttrl
 
-GRPO without labels: what most of 64 answers to a question say is taken for right, and half of them are trained on.
-Where a label is known, a second reward function of weight 0 tells in samples.jsonl how good the votes are.
+GRPO without labels: what most of 64 answers to a question say is taken for right, and half of them are trained on, with
+the KL to the starting model that released scripts have. Where a label is known, a second reward function of weight 0
+tells in samples.jsonl how good the votes are.
 Source: Zuo et al. 2025, arXiv:2504.16084. Differs: which half is drawn at random over the batch, where it is 32 of each
-question; an advantage compares with all 64 answers, where it is with the 32; its temperature and lengths are the run's.
+question; an advantage compares with all 64 answers, where it is with the 32; an answer is the label where both are the
+same text or number, where a grader of mathematics says so; its temperature and lengths are the run's.
 """
 
+from jaxrl_llm.algorithms.use import use
 from jaxrl_llm.config import defaults
 
 
 def get_config():
     config = defaults()
     config.rewards.functions = ("jaxrl_llm.questions.tasks.scores:majority",)
+    config.algorithm.aggregation = use("token_mean")
+    config.algorithm.divergence = use("reference", coefficient=0.001)
     config.rollout.prompts_per_iteration = 2
     config.rollout.group_size = 64
     config.replay.unit = "rollout"

@@ -51,11 +51,62 @@ def test_exact_and_partial_credit():
     assert scores.exact([], ["7"], [["six", "7"]]) == scores.f1([], ["7"], [["six", "7"]]) == [1]
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("The area (A) is -3.50, not 3!", ["area", "is", "-3.5", "not", "3"]),
+        ("1,000.0 = 10^3, and 1,2 or 12,34", ["1000", "10", "3", "and", "1", "2", "or", "12", "34"]),
+        ("5-3 x=-3 (p+q)-3 {-3}", ["5", "3", "x", "-3", "p", "q", "3", "-3"]),
+        (r"5\times2.5=.5 and \frac{1}{2}-0.50", ["5", "times", "2.5", "0.5", "and", "frac", "1", "2", "0.5"]),
+        ("\u22127 is -7, -2x a 2nd B12.", ["-7", "is", "-7", "-2x", "2nd", "b12"]),
+        ("3.14.15 3.5km key_step", ["3.14", "15", "3.5", "km", "key", "step"]),
+        ("100 007 10.00", ["100", "007", "10"]),
+        ("A", ["a"]),
+        ("The an", ["the", "an"]),
+        (" ++ ", ["++"]),
+        (" ", []),
+    ],
+)
+def test_words_are_without_articles_and_punctuation_and_numbers_are_whole(text, words):
+    assert scores.words_of(text) == words
+
+
+def test_an_answer_of_one_article_is_an_answer():
+    """The first of several choices is A, and saying nothing is not choosing it."""
+    texts = ["A", "a.", "", "B", "the"]
+    assert scores.exact([], texts, ["A"] * 5) == [1, 1, 0, 0, 0] == scores.f1([], texts, ["A"] * 5)
+    assert scores.exact([], ["?", ""], ["?"] * 2) == [1, 0]
+
+
+def test_numbers_are_right_with_their_sign_and_decimals():
+    texts = ["3", "-3", "It is -3.0", "3.5", "35", "3.50"]
+    assert scores.exact([], texts, ["3", "3", "it is -3", "3 5", "3.5", "3.5"]) == [1, 0, 1, 0, 0, 1]
+
+
 def test_key_steps_tell_two_wrong_answers_apart():
     steps = ["x = 4", "the area is 12"]
     texts = ["x = 4\nso 13", "no idea\n13", "x = 4, area is 12\n12", "12"]
     got = scores.key_steps([], texts, ["12"] * 4, [steps] * 4)
     assert got == pytest.approx([0.05, 0, 1.1, 1])
+
+
+@pytest.mark.parametrize(
+    ("text", "steps", "share"),
+    [
+        ("x = -3", ["x = 3"], 0),
+        ("x = 3", ["x = -3"], 0),
+        ("so x=-3.0", ["x = -3"], 1),
+        ("3.5 apples", ["3"], 0),
+        ("35", ["3.5"], 0),
+        ("1,000 m", ["1000"], 1),
+        ("b = 2a", [["2 a", "b = 2a"], ["c", "d"]], 1 / 2),
+        ("b = 2a", [["a = b / 2", "b = 2 a"], "b"], 1 / 2),
+        ("so 7 it is", [["seven", ["7", "07"]], 7, []], 2 / 3),
+        ("so 7 it is", [], 0),
+    ],
+)
+def test_a_key_step_is_there_in_any_of_its_forms_and_with_its_numbers(text, steps, share):
+    assert scores.key_steps([], [f"{text}\n0"], ["1"], [steps]) == [pytest.approx(0.1 * share)]
 
 
 def test_keywords_are_counted_as_whole_words():
@@ -65,6 +116,25 @@ def test_keywords_are_counted_as_whole_words():
     assert scores.keywords([], ["risk"], [[]]) == [0]
 
 
+@pytest.mark.parametrize(
+    ("text", "wanted", "score"),
+    [
+        ("a cat", "a", 1),
+        ("cat", "a", 0),
+        ("", "The", 0),
+        ("In the end", "The", 1),
+        ("other", "the", 0),
+        ("i++;", "++", 1),
+        ("i--;", "++", 0),
+        ("", "", 0),
+        ("cat", " ", 0),
+        ("A cat, the dog", "the cat", 1),
+    ],
+)
+def test_a_keyword_that_is_an_article_or_a_sign_is_looked_for(text, wanted, score):
+    assert scores.keywords([], [text], [[wanted]]) == [score]
+
+
 def test_the_majority_is_the_label_and_no_label_is_read():
     texts = ["so 4", r"\boxed{4.0}", "<answer>5</answer>", "5", "no", "4"]
     assert scores.majority([], texts, answer=["5"] * 6) == [1, 1, 0, 0, 0, 1]
@@ -72,6 +142,9 @@ def test_the_majority_is_the_label_and_no_label_is_read():
     assert scores.majority([], ["", " "]) == [0, 0]
 
 
-def test_the_fewer_steps_the_better_where_the_answer_is_right():
-    texts = ["a\n\nb\nit is 4", "4", "3", "x\n" * 30 + "4"]
-    assert scores.short_steps([], texts, ["4"] * 4) == pytest.approx([17 / 20, 19 / 20, 0, 0])
+def test_the_fewer_steps_the_better_where_the_answer_is_right_and_any_right_one_before_any_wrong_one():
+    """Steps are paragraphs: (1 + 20 / (20 + k)) / 2."""
+    texts = ["a\n\nb\nc\n \n\nit is 4", "first\nso\n4", "3", "x\n\n" * 1000 + "4", "\r\n\r\n4\r\n", "a\r\n\r\n4"]
+    expected = [(1 + 20 / 23) / 2, (1 + 20 / 21) / 2, 0, (1 + 20 / 1021) / 2, (1 + 20 / 21) / 2, (1 + 20 / 22) / 2]
+    assert scores.short_steps([], texts, ["4"] * 6) == pytest.approx(expected)
+    assert min(x for x in expected if x) > 0.5

@@ -56,6 +56,7 @@ TIED = dict.fromkeys(RECIPES, "silent") | {
     "step_grpo": "deaf",  # KL
     "spo": "deaf",  # the soft value is the reward, and the log-ratio must be 0
     "t1": "deaf",  # entropy
+    "ttrl": "deaf",  # KL
     "gigpo": "heard",  # turns of one state are at unequal distance from a reward of 1, and from one of 0 they are not
     "mssr": "heard",  # the baseline is the question's past
     "ppo": "heard",  # the baseline is the critic's, and the whole batch's mean
@@ -516,7 +517,8 @@ def test_tied_groups_teach_what_the_advantage_says(recipe):
     if TIED[recipe] == "silent":
         assert not gradient.any()
     elif TIED[recipe] == "deaf":
-        assert size > 1e-3 and difference <= 1e-5 * size
+        # Measured: 5e-4 at least, where there is nothing but a KL of weight 0.001 (ttrl).
+        assert size > 2e-4 and difference <= 1e-5 * size
     elif TIED[recipe] == "still":
         assert np.linalg.norm(gradient) < 1e-6
     else:

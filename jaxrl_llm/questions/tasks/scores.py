@@ -3,10 +3,10 @@ r"""Rewards for ``rewards.functions``, that suit many tasks: ``"jaxrl_llm.questi
     format       1.0 where the completion is <think>..</think> <answer>..</answer> and nothing else
     exact        1.0 where the answer is one of column ``answer``, but for case, articles and punctuation
     f1           share of words that answer and ``answer`` have in common (harmonic mean of precision and recall)
-    key_steps    share of column ``key_steps``, texts, that the completion has on its way, with the right answer besides
+    key_steps    the right answer, and a tenth of the share of column ``key_steps`` that the completion has on its way
     keywords     share of column ``keywords``, texts, that the completion has
     majority     1.0 where the answer is that of most completions of the question: no label is looked at (TTRL)
-    short_steps  where ``answer`` is met, the less the more steps (lines) there are; else 0
+    short_steps  where ``answer`` is met, the less the more steps (paragraphs) there are, above 1/2; else 0
 
 The answer of a completion is the inside of the last <answer></answer>, else of the last \boxed{}, else its last line;
 for ``majority`` and ``short_steps`` its last number, where it has one.
@@ -26,8 +26,15 @@ FORMAT = re.compile(
 )
 TAGGED = re.compile(r"<answer>(.*?)</answer>", re.S)
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:/\d+)?")
+# A number with its sign, which no operand stands before, thousands and decimals; else what has no punctuation in it.
+_THOUSANDS, _SIGN = r"\d{1,3}(?:,\d{3})+(?!\d)", r"(?:(?<![\w)\]}])-(?=\.?\d))?"
+_OTHER = rf"[^\W\d_]+(?=\d+\.\d)|[^\s{re.escape(string.punctuation)}]+"
+WORD = re.compile(rf"{_SIGN}(?:(?:{_THOUSANDS}|\d+|(?<!\w))\.\d+|{_THOUSANDS}|{_OTHER})")
+DECIMAL = re.compile(r"-?[\d,]*\.?\d+")
+PARAGRAPHS = re.compile(r"\n\s*\n")
+ARTICLES = ("a", "an", "the")
 STEP_WEIGHT = 0.1
-MOST_STEPS = 20
+SOME_STEPS = 20
 
 
 def answer_of(text: str) -> str:
@@ -54,16 +61,27 @@ def number_of(text: str) -> str:
     """Its answer, or where none is marked the last number of its last line; in short."""
     answer, found = answer_of(text), NUMBER.findall(answer_of(text))
     said = (found[-1] if found and marked(text) is None else answer).strip(" $")
-    if not NUMBER.fullmatch(said):
-        return said
-    number = said.replace(",", "")
+    return _in_short(said) if NUMBER.fullmatch(said) else said
+
+
+def _in_short(number: str) -> str:
+    """Without commas, and zeros that decimals end with."""
+    number = number.replace(",", "")
     return number.rstrip("0").rstrip(".") if "." in number and "/" not in number else number
 
 
 def words_of(text: str) -> list[str]:
-    """Lower case, without punctuation and articles, as SQuAD compares answers."""
-    plain = "".join(" " if x in string.punctuation else x for x in text.lower())
-    return [word for word in plain.split() if word not in ("a", "an", "the")]
+    """Lower case, without punctuation and articles, as SQuAD compares answers; numbers keep their signs and decimals.
+
+    Of a text of articles alone these, of one of punctuation alone that.
+    """
+    words = _all_words(text)
+    return [word for word in words if word not in ARTICLES] or words or text.split()
+
+
+def _all_words(text: str) -> list[str]:
+    words = WORD.findall(text.lower().replace("\u2212", "-"))  # the minus of formulas
+    return [re.sub(r"^(-?)\.", r"\g<1>0.", _in_short(word)) if DECIMAL.fullmatch(word) else word for word in words]
 
 
 def format(prompts: list, completions: list[str], **columns: Any) -> list[float]:
@@ -95,10 +113,12 @@ def _overlap(said: list[str], right: list[str]) -> float:
 def key_steps(prompts: list, completions: list[str], answer: list, key_steps: list, **columns: Any) -> list[float]:
     """r = [the answer is right] + 0.1 (share of the key steps that the completion has).
 
-    Two wrong answers are told apart by how far they came. A step is there where its words follow each other.
+    Two wrong answers are told apart by how far they came. A step is there where its words follow each other; one that
+    is a list of texts is there in any of these.
 
-    Source: StepRAR of R1-VL, arXiv:2503.12937, the soft match of key steps. Differs: its structure reward (StepRVR) is
-        ``format``; the weight 0.1 is ours.
+    Source: StepRAR of R1-VL, arXiv:2503.12937, the soft match of key steps and its weight (released code). Differs: a
+        step is looked for in the whole completion, by words and not by letters; answers are compared as texts; its
+        structure reward (StepRVR) is ``format``.
     """
     right = exact(prompts, completions, answer)
     return [r + STEP_WEIGHT * _share(text, own) for r, text, own in zip(right, completions, key_steps, strict=True)]
@@ -112,10 +132,19 @@ def keywords(prompts: list, completions: list[str], keywords: list, **columns: A
     return [_share(text, own) for text, own in zip(completions, keywords, strict=True)]
 
 
-def _share(text: str, wanted: list[str]) -> float:
-    """Of texts those whose words follow each other in the completion's."""
-    said = f" {' '.join(words_of(text))} "
-    return sum(f" {' '.join(words_of(one))} " in said for one in wanted) / max(len(wanted), 1)
+def _share(text: str, wanted: list) -> float:
+    """Of texts, or lists of texts that mean the same, those that the completion has."""
+    said = [f" {' '.join(words)} " for words in (words_of(text), _all_words(text))]
+
+    def has(one: Any) -> bool:
+        if isinstance(one, list | tuple):
+            return any(map(has, one))
+        words = words_of(str(one))
+        if _all_words(str(one)):
+            return any(f" {' '.join(words)} " in of for of in said)
+        return bool(words) and str(one).strip() in text  # of punctuation alone
+
+    return sum(map(has, wanted)) / max(len(wanted), 1)
 
 
 def majority(prompts: list, completions: list[str], **columns: Any) -> list[float]:
@@ -125,7 +154,8 @@ def majority(prompts: list, completions: list[str], **columns: Any) -> list[floa
     known, and samples.jsonl tells how good the votes are.
 
     Source: TTRL, Zuo et al. 2025, arXiv:2504.16084. Differs: all completions vote and are trained on; it has 64 vote
-        and trains on 32 of them.
+        and trains on 32 of them, and a grader of mathematics say which answers are the label, where here they are the
+        same text, or the same number.
     """
     answers = [number_of(text) for text in completions]
     votes = collections.Counter(answer for answer in answers if answer)
@@ -136,14 +166,17 @@ def majority(prompts: list, completions: list[str], **columns: Any) -> list[floa
 
 
 def short_steps(prompts: list, completions: list[str], answer: list, **columns: Any) -> list[float]:
-    """1 - steps / 20 where the answer is right, at least 0; steps are lines that are not blank. 0 where it is wrong.
+    """(1 + 20 / (20 + k)) / 2 where the answer is right, k paragraphs that are not blank; 0 where it is wrong.
 
-    Source: Step Pruner: steps of right answers are penalised, wrong ones get nothing. Its form was not found: this one
-        is ours, and steps are not capped in length (``rewards.functions`` see whole completions).
+    Above 1/2 for every right answer, however long: give ``rewards.pass_threshold`` that.
+
+    Source: Step Pruner, arXiv:2510.03805: steps are paragraphs, those of right answers are penalised, and wrong ones
+        get nothing. Its form was not found: this one, and its 20, are ours. Differs: training is not halted where
+        answers shorten no more, or where steps grow long for there being fewer.
     """
     scores = []
     for text, right in zip(completions, answer, strict=True):
         is_right = any(number_of(text) == number_of(x) for x in _accepted(right))
-        steps = sum(bool(line.strip()) for line in text.splitlines())
-        scores.append(max(0.0, 1.0 - steps / MOST_STEPS) if is_right else 0.0)
+        steps = sum(bool(part.strip()) for part in PARAGRAPHS.split(text))
+        scores.append((1.0 + SOME_STEPS / (SOME_STEPS + steps)) / 2 if is_right else 0.0)
     return scores
