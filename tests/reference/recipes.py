@@ -163,7 +163,7 @@ def gdpo(batch, longest, weights=(1.0, 0.5)):
 
 
 def ttrl(batch, longest):
-    """Zuo et al. 2025 (released scripts): GRPO, a mean over tokens, KL .001; its reward, by votes, is another matter."""
+    """Zuo et al. 2025 (released scripts): GRPO, KL .001, a mean over tokens; what it rewards is another matter."""
     a = {id(row): grpo_advantage(batch, row) for row in batch}
     return token_mean(batch, lambda row, t: ppo(ratio(row, t), a[id(row)]) + 0.001 * k3(row, t))
 

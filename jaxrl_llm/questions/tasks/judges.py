@@ -3,7 +3,7 @@ of a model that learns to judge.
 
     judged    what a judge gives for the completion, 0 to 1, by column ``rubric`` where there is one
     stepwise  share of the completion's steps before the first that the judge finds wrong
-    meant     1.0 where the judge says that the answer means the same as column ``answer``, else 0.0
+    meant     1.0 where the judge says that the answer means the same as column ``answer``, or begins a text, else 0.0
     fapo      1.0 where column ``answer`` is met, 0.0 where the judge finds a flaw on the way to it, else -1.0
     ranked    of a completion that judges: 1.0 where the best of several answers has its highest score, else -1.0
     own       by turn, with ``:doubt`` as environments.factory: the answer, and the policy's own verdict on it
@@ -100,13 +100,25 @@ def stepwise(prompts: list, completions: list[str], **columns: Any) -> list[floa
     return scores
 
 
-def meant(prompts: list, completions: list[str], answer: list, **columns: Any) -> list[float | None]:
-    """1.0 where the judge's last yes or no is yes: the answer means what ``answer`` does. 0.0 where none is marked."""
+def meant(
+    prompts: list, completions: list[str], answer: list, following: list | None = None, **columns: Any
+) -> list[float | None]:
+    """1.0 where the judge's last yes or no is yes, 0.0 where it is no or no answer is marked.
+
+    It is asked whether the answer means what ``answer`` does; with ``following``, what comes after that in a text,
+    whether the text begins with what the answer means: one sentence of it or several.
+
+    Source: the prefix reward of RLPT, arXiv:2509.19249, section 3.2. Differs: the judge's prompt was not found, this
+        one is ours; half a sentence is no prefix.
+    """
     given = {i: found for i, text in enumerate(completions) if (found := marked(text))}
-    texts = [
-        f"First text:\n{found}\n\nSecond text:\n{answer[i]}\n\nDo they mean the same? End with one word, yes or no."
-        for i, found in given.items()
-    ]
+    same = "First text:\n{}\n\nSecond text:\n{}\n\nDo they mean the same? End with one word, yes or no."
+    begins = (
+        "Prediction:\n{}\n\nReference:\n{}\n\nDoes the reference begin with what the prediction says, its first "
+        "sentence or more of it, in these words or in others? End with one word, yes or no."
+    )
+    ask, after = (same, [""] * len(answer)) if following is None else (begins, following)
+    texts = [ask.format(found, f"{answer[i]} {after[i]}".strip()) for i, found in given.items()]
     scores: list[float | None] = [0.0] * len(completions)
     for i, said in zip(given, _all(texts), strict=True):
         verdicts = YES_OR_NO.findall(said)
