@@ -2,11 +2,15 @@
 
     python -m jaxrl_llm.train --config=configs/recipes/rlef.py --workdir=runs/rlef
 
-PPO whose actions are whole turns: a critic's value before each, one advantage for its tokens, KL to the start. With
-programs, prompts.source=code and environments.factory=jaxrl_llm.environments.code_tests:answer: public tests speak
-between the turns, and all of them are the reward. Here the questions are a maze for small models.
-Source: Gehring et al. 2024, arXiv:2410.02089. Differs: the critic learns a turn's return at all of its tokens; KL is in
-the loss and not in the reward; its weight, rewards and penalties were not found.
+PPO whose actions are whole turns: a critic's value before each, clipped, one advantage for its tokens, KL to the start.
+With programs, prompts.source=code and environments.factory=jaxrl_llm.environments.code_tests:answer, public tests speak
+between the turns; rewards.functions=jaxrl_llm.environments.code_tests:by_turn with rewards.pass_threshold=0 are the
+paper's rewards: 1 or -1 in the end, whether all tests pass, and -0.2 for an earlier turn without code. Here the
+questions are a maze for small models.
+Source: Gehring et al. 2024, arXiv:2410.02089. Differs: the critic is a head on the policy, where it is a model of its
+own, and learns a turn's return at all of its tokens; KL is in the loss, token by token, where it is in the reward, by
+the geometric mean over a turn; the ratio to the policy that drew the tokens is not truncated at 1 beside the clipped
+one; one update of all rollouts, where it has four of a quarter each.
 """
 
 import runpy
@@ -17,5 +21,7 @@ from jaxrl_llm.algorithms.use import use
 def get_config():
     config = runpy.run_path("configs/maze.py")["get_config"]()
     config.algorithm.advantage = use("turn_gae")
-    config.algorithm.divergence = use("reference", coefficient=0.01)
+    config.algorithm.aggregation = use("token_mean")
+    config.algorithm.divergence = use("reference", coefficient=0.05)
+    config.algorithm.critic.clip = 0.2
     return config

@@ -5,8 +5,9 @@
 PPO on programs, with most of a solution given at first and less of it as answers pass, and without the tokens of
 statements that no test has run. A dozen questions of configs/programs.jsonl stand for data of your own, and a model
 that knows no Python for one that does.
-Source: Dou et al. 2024, arXiv:2402.01391. Differs: a start moves by a third of the lines, once 0.8 of the answers to a
-version have passed; a reward is 0 or 1; masked tokens have no advantage, and are still seen by the critic.
+Source: Dou et al. 2024, arXiv:2402.01391. Differs: a start moves by a third of the lines, where it moves by conditional
+statements, once 0.8 of the answers to a version have passed; no KL to the starting model, whose weight was not found;
+masked tokens have no advantage, and are still seen by the critic.
 """
 
 from jaxrl_llm.algorithms.use import use
@@ -23,6 +24,7 @@ def get_config():
     config.sampling.max_completion_tokens = 64
     config.rewards.functions = ("jaxrl_llm.environments.code_tests:covered",)
     config.algorithm.advantage = use("gae")
+    config.algorithm.aggregation = use("token_mean")
     config.algorithm.reshaping = [use("reward_mask")]
     config.eval.num_prompts = 2
     return config

@@ -251,7 +251,8 @@ def turn_gae(
     V_k is the value at the turn's first token, which nothing of the turn has been seen for.
 
     Source: RLEF, Gehring et al. 2024, arXiv:2410.02089: a value for each turn, one advantage for its tokens. Differs:
-        the critic learns a turn's return at all of its tokens, whitening is ours, and the KL is no part of the reward.
+        the critic learns a turn's return at all of its tokens; how advantages are normalised there was not found,
+        whitening is ours; the KL is no part of the reward.
     """
     turns = turns_of(x)
     value = jnp.take_along_axis(x.columns["value"], jnp.minimum(turns.start, x.mask.shape[1] - 1), axis=1)

@@ -1,7 +1,9 @@
-"""Code as an answer: its program is found in a completion and run against a question's tests. Five reward functions:
+"""Code as an answer: its program is found in a completion and run against a question's tests. Reward functions:
 
     passed      1 where all tests pass, else 0
+    graded      1 where all tests pass, -0.3 where one fails, -0.6 at another error, -1 where there is no program
     covered     the same, and what no test has run is masked for ``algorithm.reshaping=reward_mask`` (StepCoder)
+    by_turn     by turn: 1 or -1 for the last, whether all tests pass; -0.2 for one before it without code (RLEF)
     share       the share of tests that pass
     parses      1 where what is taken for its program is Python, whatever it does: for models that do not write it yet
     stopped     1 where a test was ended by a limit of the sandbox, else 0: to be watched, with weight 0
@@ -75,11 +77,44 @@ left
 
 def passed(prompts: list, completions: list[str], *, tests: list, sandbox: list, **columns) -> list[float]:
     """1.0 where all tests of the question pass, one after the other within one set of limits, else 0.0."""
-    return [float(all(rates)) for rates, _ in _verdicts(completions, tests, sandbox, columns, apart=False)]
+    return [float(result.finished) for (result,) in _results(completions, tests, sandbox, columns, apart=False)]
+
+
+def graded(prompts: list, completions: list[str], *, tests: list, sandbox: list, **columns) -> list[float]:
+    """1.0 where all tests pass; else -1.0 where there is no Python, -0.3 at the first assertion that fails, or -0.6.
+
+    Source: the rewards of StepCoder, Dou et al. 2024, arXiv:2402.01391, by a compiler's error, one at run time or a
+        test. Differs: a program that comes to a limit of the sandbox, or leaves early, is an error at run time, which
+        is ours.
+    """
+    results = [result for (result,) in _results(completions, tests, sandbox, columns, apart=False)]
+    is_code = parses(prompts, completions, sandbox=sandbox, **columns)
+    of_error = [-0.3 if result.exception.startswith("AssertionError") else -0.6 for result in results]
+    kinds = zip(results, is_code, of_error, strict=True)
+    return [1.0 if result.finished else error if is_python else -1.0 for result, is_python, error in kinds]
+
+
+def by_turn(
+    prompts: list, completions: list[str], *, messages: list, tests: list, sandbox: list, **columns
+) -> list[list[float]]:
+    """For each turn: 1.0 or -1.0 for the last one, whether all tests pass; -0.2 for one before it that is no Python.
+
+    An episode of T turns that passes is given 1.2 - T / 5 at least, and one that does not -1 at most: set
+    ``rewards.pass_threshold`` between the two, to 0 for up to six turns.
+
+    Source: RLEF, Gehring et al. 2024, arXiv:2410.02089, section 2.2.
+    """
+    rewards = []
+    for i, score in enumerate(passed(prompts, completions, tests=tests, sandbox=sandbox, **columns)):
+        earlier = [message["content"] for message in messages[i] if message["role"] == "assistant"][:-1]
+        own = {key: [values[i]] * len(earlier) for key, values in columns.items()}
+        is_code = parses([prompts[i]] * len(earlier), earlier, sandbox=[sandbox[i]] * len(earlier), **own)
+        rewards.append([*(0.0 if valid else -0.2 for valid in is_code), 2.0 * score - 1.0])
+    return rewards
 
 
 def covered(prompts: list, completions: list[str], *, tests: list, sandbox: list, **columns) -> list[dict[str, Any]]:
-    """As ``passed``, with the statements of the program that no test has run as ``masked`` (reward_mask).
+    """As ``graded``, with the statements of the program that no test has run as ``masked`` (reward_mask).
 
     The program and its tests run once more for this, line by line, each test to its end or its error; where that comes
     to a limit nothing is masked. Lines are what is told apart: of two statements on one line both ran, or neither.
@@ -87,7 +122,7 @@ def covered(prompts: list, completions: list[str], *, tests: list, sandbox: list
     Source: fine-grained optimisation of StepCoder, Dou et al. 2024, arXiv:2402.01391.
     """
     scores = []
-    for i, reward in enumerate(passed(prompts, completions, tests=tests, sandbox=sandbox, **columns)):
+    for i, reward in enumerate(graded(prompts, completions, tests=tests, sandbox=sandbox, **columns)):
         own = {key: values[i] for key, values in columns.items()}
         scores.append({"reward": reward, "masked": _left_out(completions[i], tests[i], sandbox[i], own)})
     return scores
@@ -111,12 +146,13 @@ def share(prompts: list, completions: list[str], *, tests: list, sandbox: list, 
 
     After a test that takes too long the others of its completion are not run, and have failed.
     """
-    return [sum(rates) / len(rates) for rates, _ in _verdicts(completions, tests, sandbox, columns, apart=True)]
+    several = zip(_results(completions, tests, sandbox, columns, apart=True), tests, strict=True)
+    return [sum(result.finished for result in results) / len(every) for results, every in several]
 
 
 def stopped(prompts: list, completions: list[str], *, tests: list, sandbox: list, **columns) -> list[float]:
     """1.0 where all tests in a row came to a limit of the sandbox (of time, memory, output and the like), else 0.0."""
-    return [float(is_stopped) for _, is_stopped in _verdicts(completions, tests, sandbox, columns, apart=False)]
+    return [float(bool(result.limit)) for (result,) in _results(completions, tests, sandbox, columns, apart=False)]
 
 
 def parses(prompts: list, completions: list[str], *, sandbox: list, **columns) -> list[float]:
@@ -129,21 +165,18 @@ def parses(prompts: list, completions: list[str], *, sandbox: list, **columns) -
     return scores
 
 
-def _verdicts(
+def _results(
     completions: Sequence[str], tests: list, sandbox: list, columns: dict[str, list], *, apart: bool
-) -> Iterable[tuple[list[bool], bool]]:
-    """For each completion: which tests pass, and whether a limit ended one."""
+) -> Iterable[list[Result]]:
+    """For each completion what became of its tests, in a row or apart; none after one that takes too long."""
     for i, completion in enumerate(completions):
         code = _code(completion, {key: values[i] for key, values in columns.items()})
-        parts = tests[i] if apart else ["\n".join(tests[i])]
-        verdicts, is_stopped = [], False
-        for test in parts:
-            result = run(f"{code}\n{test}", sandbox[i])
-            verdicts.append(result.finished)
-            is_stopped |= bool(result.limit)
-            if result.limit in ("time", "cpu"):
+        results: list[Result] = []
+        for test in tests[i] if apart else ["\n".join(tests[i])]:
+            results.append(run(f"{code}\n{test}", sandbox[i]))
+            if results[-1].limit in ("time", "cpu"):
                 break
-        yield verdicts + [False] * (len(parts) - len(verdicts)), is_stopped
+        yield results
 
 
 def _code(completion: str, columns: dict[str, Any]) -> str:

@@ -131,7 +131,7 @@ class PromptStream:
     The order is a grain pipeline, which answers for any position without walking to it; the position is the group's id.
     With ``prompts.retire_pass_rate`` a question of which the ledger knows that it passes at that rate is passed over
     from then on; when nothing else is left, everything is asked again. Of a ladder each question waits until the easier
-    one before it has been retired so.
+    one before it has been retired so; the last is what all is for, and asked to the end.
 
     Source of the retirement: ScaleRL, arXiv:2510.13786, no positive resampling at 0.9.
 
@@ -150,6 +150,7 @@ class PromptStream:
         for row, question in zip(encoded, self._question_ids, strict=True):
             self._easier.append(before.get(row.example.ladder) if row.example.ladder else None)
             before[row.example.ladder] = question
+        self._last = {question for ladder, question in before.items() if ladder}
         order = grain.MapDataset.source(range(len(encoded))).seed(seed)
         self._order = (order.shuffle() if config.shuffle else order).repeat()
         self._position = 0
@@ -182,7 +183,7 @@ class PromptStream:
 
     def retired(self) -> set[int]:
         """Ids of questions that are not asked again."""
-        return self.ledger.passing(self._retire_pass_rate) if self._retire_pass_rate else set()
+        return self.ledger.passing(self._retire_pass_rate) - self._last if self._retire_pass_rate else set()
 
     def state(self) -> dict[str, Any]:
         """What ``restore`` needs to go on from here; plain JSON."""

@@ -59,6 +59,31 @@ def test_all_or_nothing_and_the_share_of_mbpp_s_tests():
     assert score(parses, MBPP, *TIMES.values(), "", "(" * 10**4) == [1, 1, 0, 1, 1, 1, 1, 0, 0]
 
 
+def test_graded_by_what_kind_of_error_there_is():
+    """StepCoder: all pass 1, a test fails -0.3, another error -0.6, no program -1."""
+    failing = {"raises": "def double(x):\n    return x.y", "no name": "y = 1", "empty": "", "remark": "# later"}
+    failing |= {"asserts": "def double(x):\n    return 2 * abs(x)"}
+    expected = [1, -0.3, -1, -0.6, -0.6, -0.6, 1, -0.6, -0.6, -1, -1, -0.3]
+    assert score(code_tests.graded, MBPP, *TIMES.values(), *failing.values()) == expected
+    assert [said["reward"] for said in score(covered, MBPP, *TIMES.values())] == expected[:7]
+    body = HUMAN_EVAL | {"canonical_solution": "    return sum(xs)\n"}
+    answers = ["    return sum(xs)", "    return 1", "    return ys", "    return ("]
+    assert score(code_tests.graded, body, *answers) == [1, -0.3, -0.6, -1]
+
+
+def test_turns_without_a_program_cost_a_fifth_and_the_last_one_decides():
+    """RLEF: 1 or -1 at the end of an episode, -0.2 before it for a turn that is no code."""
+    rows = [[RIGHT], ["I do not know.", "def f(): pass", RIGHT], ["", RIGHT, "def double(x):\n    return 3"], [""]]
+    prompt, columns = question(MBPP, SETTINGS)
+    several = {key: [value] * len(rows) for key, value in columns.items()}
+    said = lambda turn: [{"role": "assistant", "content": turn}, {"role": "user", "content": "x x x"}]
+    several["messages"] = [[message for turn in row for message in said(turn)][:-1] for row in rows]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # where there are no namespaces
+        got = code_tests.by_turn([prompt] * len(rows), [row[-1] for row in rows], **several)
+    assert got == [[1], [-0.2, 0, 1], [-0.2, 0, -1], [-1]]
+
+
 def test_human_eval_s_answers_go_on_from_the_prompt_or_write_it_anew():
     body = "    return sum(xs)\n\n\ndef another():\n    return 1 +\n"  # a base model goes on, and is cut
     anew = "```python\nfrom typing import List\ndef total(xs: List[int]) -> int:\n    return sum(xs)\n```"
@@ -166,7 +191,7 @@ UNRUN_OF_SIGN = [
 
 def unrun(row, completion):
     (said,) = score(covered, row, completion)
-    assert said["reward"] == score(passed, row, completion)[0]
+    assert said["reward"] == score(code_tests.graded, row, completion)[0]
     return [completion[start:stop] for start, stop in said["masked"]]
 
 

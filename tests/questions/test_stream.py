@@ -265,7 +265,7 @@ def test_solved_questions_are_not_asked_again_and_ids_stay_positions():
 
 
 def test_of_a_ladder_each_question_waits_until_the_easier_one_has_passed():
-    """Two ladders of three and one question without: what is asked moves to the last, one after the other."""
+    """Two ladders of three and one question without: what is asked moves to the last, which is not retired."""
     examples = [dataclasses.replace(one, ladder=x) for one, x in zip(numbered(7), "aaabbb", strict=False)]
     rows = encode_examples([*examples, numbered(7)[6]], ByteTokenizer(), PromptsConfig(max_tokens=6))[0]
     config = PromptsConfig(max_tokens=6, retire_pass_rate=0.75, shuffle=False)
@@ -277,9 +277,10 @@ def test_of_a_ladder_each_question_waits_until_the_easier_one_has_passed():
     observe(questions, {1: [True] * 4, 3: [True] * 4})
     assert asked() == [2, 4, 6]
     observe(questions, {2: [True], 4: [True], 6: [True]})
-    assert asked() == [5]
+    assert asked() == [2, 5]
     observe(questions, {5: [True]})
-    assert asked() == [0, 1, 2, 3, 4, 5, 6]  # all are solved
+    assert asked() == [2, 5]  # all are solved: the last ones are asked on, and the easier ones no more
+    assert questions.retired() == {0, 1, 3, 4, 6}
 
 
 def test_when_everything_is_solved_everything_is_asked_again():

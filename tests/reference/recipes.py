@@ -478,12 +478,12 @@ def _actor_critic(batch, gain, error, more=lambda row, t: 0.0):
 
 
 def rlef(batch, longest):
-    """Gehring et al. 2024: A_k = G_k - V before the turn, one for all of its tokens; KL, .01."""
+    """Gehring et al. 2024: A_k = G_k - V before the turn, one for all of its tokens; KL, .05."""
     ahead = lambda row, t: math.fsum(row["turns"][row["turn"][t] :])
     before = lambda row, t: row["value"][row["turn"].index(row["turn"][t])]
     of_token = lambda row, t: ahead(row, t) - row["value"][t]
     return _actor_critic(
-        batch, lambda row, t: ahead(row, t) - before(row, t), of_token, lambda row, t: 0.01 * k3(row, t)
+        batch, lambda row, t: ahead(row, t) - before(row, t), of_token, lambda row, t: 0.05 * k3(row, t)
     )
 
 

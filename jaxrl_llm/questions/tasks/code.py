@@ -14,8 +14,9 @@
 
 With ``given_parts`` of K a question has K versions that give the first K/(K+1), ... 1/(K+1) of its solution's lines.
 The one that gives most is asked first, each other when the one before it is retired (``prompts.retire_pass_rate``), and
-the question as it is last: the curriculum of code completion subtasks of StepCoder, Dou et al. 2024, arXiv:2402.01391.
-Differs: how far a start moves, and at which rate, is ours. Held-out questions are as they are.
+the question as it is last, which is not retired: the curriculum of code completion subtasks of StepCoder, Dou et al.
+2024, arXiv:2402.01391. Differs: a start moves by lines, where it moves by conditional statements; how far, and at which
+rate, is ours. Held-out questions are as they are.
 
 Owns: rows, what their tests are one by one, easier versions. Does not know: how a program is run and judged.
 
