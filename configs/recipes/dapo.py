@@ -18,5 +18,6 @@ def get_config():
     config.rollout.max_resample_rounds = 9
     config.algorithm.reward_terms = [use("overlong_penalty", buffer=4)]
     config.algorithm.surrogate.high = 0.28
+    config.algorithm.aggregation = use("token_mean")
     config.replay.skip_tied = True
     return config

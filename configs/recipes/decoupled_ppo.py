@@ -16,6 +16,7 @@ def get_config():
     config = defaults()
     config.algorithm.old_policy = use("start")
     config.algorithm.correction = use("token_masked", low=0.0, high=5.0)
+    config.algorithm.aggregation = use("token_mean")
     config.rollout.lookahead_prompts = 16
     config.rollout.max_lag_iterations = 4
     config.replay.unit = "rollout"

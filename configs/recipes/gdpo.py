@@ -13,4 +13,5 @@ from jaxrl_llm.config import defaults
 def get_config():
     config = defaults()
     config.algorithm.advantage = use("gdpo")
+    config.algorithm.aggregation = use("token_mean")
     return config

@@ -18,6 +18,7 @@ from jaxrl_llm.config import defaults
 def get_config():
     config = defaults()
     config.algorithm.advantage = use("mssr", decay=0.96, decay_moving=0.875)
+    config.algorithm.aggregation = use("token_mean")
     config.algorithm.reshaping = [use("entropy_bonus", coefficient=0.4, limit=2.0)]
     config.algorithm.divergence = use("reference", coefficient=0.01)
     config.rollout.prompts_per_iteration = 64

@@ -15,4 +15,5 @@ from jaxrl_llm.algorithms.use import use
 def get_config():
     config = runpy.run_path("configs/maze.py")["get_config"]()
     config.algorithm.advantage = use("mt_grpo", coefficient=1.0)
+    config.algorithm.aggregation = use("token_mean")
     return config

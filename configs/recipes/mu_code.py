@@ -16,4 +16,5 @@ from jaxrl_llm.algorithms.use import use
 def get_config():
     config = runpy.run_path("configs/maze.py")["get_config"]()
     config.algorithm.advantage = use("turn_returns", discount=0.0)
+    config.algorithm.aggregation = use("token_mean")
     return config

@@ -17,6 +17,7 @@ from jaxrl_llm.config import defaults
 def get_config():
     config = defaults()
     config.algorithm.advantage = use("poise")
+    config.algorithm.aggregation = use("token_mean")
     config.rollout.prompts_per_iteration = 32
     config.rollout.group_size = 2
     return config

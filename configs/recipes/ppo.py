@@ -17,5 +17,6 @@ from jaxrl_llm.config import defaults
 def get_config():
     config = defaults()
     config.algorithm.advantage = use("gae")
+    config.algorithm.aggregation = use("token_mean")
     config.algorithm.critic.clip = 0.2
     return config

@@ -16,6 +16,7 @@ def get_config():
     config.algorithm.advantage = use("reinforce_pp", norm_decay=0.9)
     config.algorithm.old_policy = use("ewma")
     config.algorithm.correction = use("policy_truncated", high=100.0)
+    config.algorithm.aggregation = use("token_mean")
     config.replay.unit = "rollout"
     config.replay.capacity = 512
     config.update.updates_per_iteration = 2

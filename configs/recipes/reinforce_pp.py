@@ -14,5 +14,6 @@ from jaxrl_llm.config import defaults
 def get_config():
     config = defaults()
     config.algorithm.advantage = use("reinforce_pp")
+    config.algorithm.aggregation = use("token_mean")
     config.algorithm.divergence = use("reference", coefficient=0.01, estimator="k2")
     return config

@@ -19,6 +19,7 @@ def get_config():
     config = defaults()
     config.algorithm.surrogate = use("remix_centred")
     config.algorithm.old_policy = use("start")
+    config.algorithm.aggregation = use("token_mean")
     config.algorithm.divergence = use("convex", coefficient=0.01)
     config.algorithm.reference_reset_iterations = (50,)
     config.replay.unit = "rollout"

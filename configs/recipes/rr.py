@@ -17,6 +17,7 @@ def get_config():
     config = defaults()
     config.algorithm.old_policy = use("start")
     config.algorithm.correction = use("importance")
+    config.algorithm.aggregation = use("token_mean")
     config.rollout.prompts_per_iteration = 4
     config.replay.capacity = 256
     config.replay.skip_tied = True

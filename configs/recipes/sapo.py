@@ -11,6 +11,7 @@ Source: arXiv:2509.08721. Differs: of the others' groups the newest are taken, w
 differ.
 """
 
+from jaxrl_llm.algorithms.use import use
 from jaxrl_llm.config import defaults
 
 
@@ -21,5 +22,6 @@ def get_config():
     config.external.groups_per_iteration = 4
     config.replay.skip_tied = True
     config.algorithm.surrogate.high = 0.28
+    config.algorithm.aggregation = use("token_mean")
     config.metrics.share_rollouts = True
     return config

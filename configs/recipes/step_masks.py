@@ -16,5 +16,6 @@ from jaxrl_llm.algorithms.use import use
 def get_config():
     config = runpy.run_path("configs/maze.py")["get_config"]()
     config.algorithm.advantage = use("turn_returns")
+    config.algorithm.aggregation = use("token_mean")
     config.algorithm.reshaping = [use("without_wrong_turns", below=0.0)]
     return config

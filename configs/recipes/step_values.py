@@ -19,4 +19,5 @@ def get_config():
     config.rollout.prompts_per_iteration = 4
     config.rollout.group_size = 16
     config.algorithm.advantage = use("step_values", branch_rows=4, branch_turns=2)
+    config.algorithm.aggregation = use("token_mean")
     return config

@@ -16,6 +16,7 @@ def get_config():
     config.sampling.temperature = 1.2
     config.rollout.prompts_per_iteration = 4
     config.rollout.group_size = 16
+    config.algorithm.aggregation = use("token_mean")
     config.algorithm.divergence = use("ewma", coefficient=0.01, decay=0.99)
     config.algorithm.entropy_bonus = use("constant", coefficient=0.005)
     return config

@@ -19,4 +19,5 @@ def get_config():
     config.environments.factory = "jaxrl_llm.environments.maze:patched"
     config.rewards.functions = ("jaxrl_llm.environments.maze:matched",)
     config.algorithm.advantage = use("ui_s1", discount=0.5, weight=1.0)
+    config.algorithm.aggregation = use("token_mean")
     return config

@@ -400,8 +400,8 @@ def remix(batch, longest, iteration=0):
 
 
 def distillation(batch, longest):
-    """Agarwal et al. 2024: the reverse KL to a teacher at the student's tokens, beside the reward."""
-    return token_mean(batch, lambda row, t: ppo(ratio(row, t), grpo_advantage(batch, row)) + k2(row, t))
+    """Agarwal et al. 2024, eq. 2: 1/L_y sum_n D(p_S || p_T) at the student's tokens, beside the reward."""
+    return sequence_mean(batch, lambda row, t: ppo(ratio(row, t), grpo_advantage(batch, row)) + k2(row, t))
 
 
 def t1(batch, longest):

@@ -464,6 +464,12 @@ def test_every_recipe_has_its_equation():
     assert set(RECIPES) <= set(oracle.LOSSES)
 
 
+def test_every_recipe_says_how_its_tokens_are_added_up():
+    """Recipes were wrong that left it to the default."""
+    says = "config.algorithm.aggregation = use("
+    assert not [recipe for recipe in RECIPES if says not in (FOLDER / f"{recipe}.py").read_text()]
+
+
 # Of each way in which a batch teaches nothing (TIED) one, and an old policy: each has a compilation of its own.
 every_recipe = most_are_slow("agro", "dapo", "mssr", "ppo_ewma", "vcpo")
 
