@@ -68,8 +68,7 @@ def score(source: pretrained.Source, path: str, *, batch_size: int, compute_dtyp
                 chunk_positions=CHUNK_POSITIONS,
             ).logp
 
-        shapes = [jax.ShapeDtypeStruct(s, jnp.int32) for s in ((at_once, width), (at_once,), (at_once,))]
-        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding.leading(mesh, x)) for x in shapes]
+        shapes = [sharding.rows(mesh, s, jnp.int32) for s in ((at_once, width), (at_once,), (at_once,))]
         whole = sharding.replicated(mesh, 0)
         program = Program(logp, (model.abstract_params(mesh), *shapes), whole)
         run = compile_all({"logp": program}, mesh)["logp"]

@@ -29,7 +29,6 @@ from ml_collections import config_flags
 from jaxrl_llm.actor.evaluation import questions
 from jaxrl_llm.config import Config, ConfigError, freeze
 from jaxrl_llm.learner import optim
-from jaxrl_llm.learner.learner import place
 from jaxrl_llm.learner.low_memory import apply_updates
 from jaxrl_llm.models import lora
 from jaxrl_llm.models.files import peft, pretrained
@@ -111,8 +110,7 @@ class Supervised:
     def programs(self, mesh: Mesh, batch_size: int, row_tokens: int) -> dict[str, Program]:
         """The three functions of a run, for batches of one size."""
         shapes = ((batch_size, row_tokens), (batch_size,), (batch_size,))
-        rows = tuple(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes)
-        rows = place(rows, leading(mesh, rows))
+        rows = tuple(sharding.rows(mesh, shape, jnp.int32) for shape in shapes)
         params, *base = lora.split(self.model.abstract_params(mesh))
         opt_state = optim.abstract_state(self.optimizer, params, mesh)
         layout = lambda tree: jax.tree.map(lambda x: x.sharding, tree)

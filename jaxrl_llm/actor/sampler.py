@@ -183,10 +183,8 @@ class Sampler:
         def place(path, x):
             if path[0].name in ("cache_k", "cache_v", "prompt_k", "prompt_v"):
                 axes = ("batch", "kv_heads", None, None) if x.ndim == 4 else ("batch", None, None)
-            else:
-                axes = (("shards",) + (None,) * len(x.shape))[: len(x.shape)]
-            layout = sharding.named(self.mesh, x.shape, axes)
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout)
+                return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding.named(self.mesh, x.shape, axes))
+            return sharding.rows(self.mesh, x.shape, x.dtype)
 
         return jax.tree_util.tree_map_with_path(place, shape)
 
@@ -202,9 +200,7 @@ class Sampler:
         P, L, M = self.num_prompts, self.max_prompt_tokens, self.shards
         state = self.abstract_state()
         state_layout = jax.tree.map(lambda x: x.sharding, state)
-        rows = lambda shape, dtype: jax.ShapeDtypeStruct(
-            shape, dtype, sharding=sharding.named(self.mesh, shape, ("batch",) + (None,) * (len(shape) - 1))
-        )
+        rows = functools.partial(sharding.rows, self.mesh)
         whole = sharding.replicated(self.mesh, 0)
         scalar = jax.ShapeDtypeStruct((), jnp.int32, sharding=whole)
         key = jax.eval_shape(lambda: rng.stream(0, "sample"))
@@ -459,7 +455,7 @@ class Sampler:
 
     def _read_group(self, tokens, entry_M):
         """Tokens [M,G,S] of one open prompt's rows by shard, each where they lie."""
-        return sharding.by_device(jax.vmap(lambda t, e: t[e]), tokens, entry_M, axes=(("shards",),) * 2)
+        return sharding.by_device(jax.vmap(lambda t, e: t[e]), tokens, entry_M, axes=(("batch",),) * 2)
 
     def _collect(self, state: SamplerState, entry_MP) -> tuple[Rollout, DrawSums, SamplerState]:
         """Take P finished groups out of the table, shard by shard in the order given, and free their entries."""

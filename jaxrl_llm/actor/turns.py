@@ -243,5 +243,5 @@ def told(state: Any) -> tuple[jax.Array, ...]:
     waits = by_slot(state, state.waiting["is_waiting"]) & (state.slot_row >= 0)
     read = jax.vmap(lambda of_rows, row: of_rows[row])
     by_row = (x.reshape(M, -1, S) for x in (state.tokens, state.behaviour_logp))
-    of_slots = [sharding.by_device(read, x, row, axes=(("shards",),) * 2) for x in by_row]
+    of_slots = [sharding.by_device(read, x, row, axes=(("batch",),) * 2) for x in by_row]
     return state.stop_reason, state.length, state.waiting["heard"], jnp.where(waits, row, -1), *of_slots

@@ -99,14 +99,13 @@ class LearnerPrograms:
         return rows.replace(behaviour_logp=None, policy_version=None, columns={})
 
     def _resized(self, B: int) -> Rollout:
-        rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((B, *x.shape[1:]), x.dtype), self.row_shapes)
-        return place(rows, sharding.leading(self.mesh, rows))
+        return jax.tree.map(lambda x: sharding.rows(self.mesh, (B, *x.shape[1:]), x.dtype), self.row_shapes)
 
     @functools.cached_property
     def abstract_scores(self) -> Scores:
         """What the host knows of them: all but what the learner says."""
         B, memory = self.config.rows_per_iteration, self.memory(Ledger())
-        rows = lambda dtype=jnp.float32, shape=(): self._rows((B, *shape), dtype)
+        rows = lambda dtype=jnp.float32, shape=(): sharding.rows(self.mesh, (B, *shape), dtype)
         return Scores(
             reward=rows(),
             trainable=rows(bool),
@@ -134,7 +133,7 @@ class LearnerPrograms:
         """What the learner says of them."""
         B, S, D = self.config.rows_per_iteration, self.config.row_tokens, self.model.arch.width
         names = sorted(self.annotation.columns)
-        return {name: self._rows((B, S if COLUMNS[name].per_token else D), jnp.float32) for name in names}
+        return {name: sharding.rows(self.mesh, (B, S if COLUMNS[name].per_token else D), jnp.float32) for name in names}
 
     @functools.cached_property
     def abstract_state(self) -> TrainState:
@@ -161,10 +160,6 @@ class LearnerPrograms:
 
     def _whole(self, dtype: Any, shape: tuple[int, ...] = ()) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding.replicated(self.mesh, 0))
-
-    def _rows(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-        x = jax.ShapeDtypeStruct(shape, dtype)
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding.leading(self.mesh, x))
 
     # ---- the functions that are compiled -------------------------------------------------------------
 

@@ -222,7 +222,7 @@ def draw(
         return choice.choose(keys, ring, *others, config, num=num_rows // group_size, group_size=group_size)
 
     # Without its rows: what is drawn depends on the columns, and a device looks at those of its own shards.
-    args, axes = (keys, ring.replace(slots=None), iteration, is_fresh), (("shards",), ("shards",), (), ())
+    args, axes = (keys, ring.replace(slots=None), iteration, is_fresh), (("batch",), ("batch",), (), ())
     slot_index, is_real = sharding.by_device(choose, *args, axes=axes)
 
     experience = rows_at(ring, slot_index, row_tokens)

@@ -30,7 +30,6 @@ TOKEN_AXES = (*BATCH_AXES, "context")
 
 RULES = {
     "batch": BATCH_AXES,
-    "shards": BATCH_AXES,
     "vocab": "tensor",
     "heads": "tensor",
     "kv_heads": "tensor",
@@ -155,14 +154,14 @@ def named(mesh: Mesh, shape: tuple[int, ...], logical_axes: tuple[str | None, ..
     return NamedSharding(mesh, partition_spec(shape, logical_axes, mesh, rules))
 
 
-def leading(mesh: Mesh, tree: Any, dim: int = 0) -> Any:
-    """Shardings of a pytree whose dimension ``dim`` is rows, slots or ring shards: split over the batch axes."""
+def leading(mesh: Mesh, tree: Any) -> Any:
+    """Shardings of a pytree whose first dimension is rows, slots or ring shards: split over the batch axes."""
+    return jax.tree.map(lambda x: named(mesh, x.shape, ("batch", *(None,) * len(x.shape))[: len(x.shape)]), tree)
 
-    def one(x):
-        axes = tuple("batch" if d == dim else None for d in range(len(x.shape)))
-        return named(mesh, x.shape, axes)
 
-    return jax.tree.map(one, tree)
+def rows(mesh: Mesh, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    """An abstract array that lies as ``leading`` says."""
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=leading(mesh, jax.ShapeDtypeStruct(shape, dtype)))
 
 
 def by_device(function: Callable, *args: Any, axes: tuple, shared: int = 1, over: tuple[str, ...] = MESH_AXES) -> Any:

@@ -39,8 +39,7 @@ class TemperingSampler(Sampler):
     def programs(self, abstract_params: Any) -> dict[str, Program]:
         """Those of a sampler, and "temper" (state, temperatures [M,E] f32, 0 = greedy), to call after a prefill."""
         state = self.abstract_state()
-        shape = self.shards, self.entries
-        given = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding.named(self.mesh, shape, ("shards", None)))
+        given = sharding.rows(self.mesh, (self.shards, self.entries), jnp.float32)
         layout = jax.tree.map(lambda x: x.sharding, state)
         return super().programs(abstract_params) | {"temper": Program(_temper, (state, given), layout, donate=(0,))}
 

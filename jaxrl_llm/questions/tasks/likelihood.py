@@ -68,8 +68,7 @@ def _scorer(path: str) -> Any:
             values = row_logp(model, params, tokens, prompt_length, length, sampling=PLAIN, **sizes)
             return jnp.sum(values.logp, axis=1) / (length - prompt_length)
 
-        shapes = [jax.ShapeDtypeStruct(s, jnp.int32) for s in ((1, width), (1,), (1,))]
-        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding.leading(mesh, x)) for x in shapes]
+        shapes = [sharding.rows(mesh, s, jnp.int32) for s in ((1, width), (1,), (1,))]
         program = Program(mean, (model.abstract_params(mesh), *shapes), sharding.replicated(mesh, 0))
         return compile_all({"likelihood": program}, mesh)["likelihood"]
 
