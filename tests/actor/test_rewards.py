@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+import typing
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -17,8 +18,8 @@ from support.building import needs_reasoning_gym
 from jaxrl_llm.actor.conversation import Played
 from jaxrl_llm.actor.environment import Reply
 from jaxrl_llm.actor.rewards import MATH_SCORER, RewardPool
-from jaxrl_llm.config import ConfigError, RewardsConfig
-from jaxrl_llm.questions.tasks import TASKS
+from jaxrl_llm.config import ConfigError, PromptsConfig, RewardsConfig
+from jaxrl_llm.questions import tasks
 from jaxrl_llm.types import OUTCOME_ERROR, OUTCOME_SCORE, OUTCOME_TIMEOUT, Example
 
 FUNCTIONS = Path(__file__).parents[1] / "fixtures" / "reward_functions.py"
@@ -113,7 +114,9 @@ def test_outcome_is_the_worst_of_the_functions_and_the_other_part_is_kept():
 
 def test_scorers_of_tasks_do_not_import_jax():
     """A worker would start in a second instead of a twentieth of one, and take 130 MB more."""
-    modules = [name for name in {*TASKS.values(), MATH_SCORER.partition(":")[0]} if "reasoning_gym" not in name]
+    sources = typing.get_args(typing.get_type_hints(PromptsConfig)["source"])
+    names = {tasks.MODULES.get(source, source) for source in sources} - {"reasoning_gym_task"}
+    modules = [MATH_SCORER.partition(":")[0], *(f"{tasks.__name__}.{name}" for name in sorted(names))]
     program = f"import sys, {', '.join(modules)}; print('flax' in sys.modules, 'jax' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "False False\n" and len(modules) > 8

@@ -25,17 +25,8 @@ if TYPE_CHECKING:
     from jaxrl_llm.config import PromptsConfig
     from jaxrl_llm.types import Example
 
-TASKS = {
-    "letters": "jaxrl_llm.questions.tasks.letters",
-    "arithmetic": "jaxrl_llm.questions.tasks.arithmetic",
-    "reasoning_gym": "jaxrl_llm.questions.tasks.reasoning_gym_task",
-    **dict.fromkeys(("jsonl", "parquet"), "jaxrl_llm.questions.tasks.files"),
-    "code": "jaxrl_llm.questions.tasks.code",
-    "text": "jaxrl_llm.questions.tasks.text",
-    "grids": "jaxrl_llm.questions.tasks.grids",
-    "kolmogorov": "jaxrl_llm.questions.tasks.kolmogorov",
-    "maze": "jaxrl_llm.questions.tasks.maze",
-}
+# Modules of sources that have another name.
+MODULES = {"reasoning_gym": "reasoning_gym_task", "jsonl": "files", "parquet": "files"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,4 +59,4 @@ def scorer(config: PromptsConfig) -> str:
 
 
 def _module(config: PromptsConfig) -> ModuleType:
-    return importlib.import_module(TASKS[config.source])
+    return importlib.import_module(f"{__name__}.{MODULES.get(config.source, config.source)}")
