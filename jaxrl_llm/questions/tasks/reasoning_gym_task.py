@@ -108,21 +108,20 @@ def _by_level(config: PromptsConfig, seed: int) -> Loaded:
     """Of a dataset's curriculum, from level 0 on."""
     own = dict(config.arguments)
     levels, name = own.pop("levels"), config.name
-    if name in DATASETS and name not in CURRICULA:
+    if name not in DATASETS:
+        return _of_dataset(config, seed)  # which says so
+    if name not in CURRICULA:
         raise ConfigError(f"prompts.arguments.levels={levels!r}: {name} has no curriculum")
     if type(levels) is not int or not 1 <= levels <= config.size:
         raise ConfigError(f"prompts.arguments.levels={levels!r} must be a whole number from 1 to prompts.size")
+    most = max(len(one.levels) for one in create_curriculum(name).attributes.values())
+    if levels > most:
+        raise ConfigError(f"prompts.arguments.levels={levels!r} must be at most {most}, the levels of {name}")
     examples: list[Any] = []
-    if name in DATASETS:
-        most = max(len(one.levels) for one in create_curriculum(name).attributes.values())
-        if levels > most:
-            raise ConfigError(f"prompts.arguments.levels={levels!r} must be at most {most}, the levels of {name}")
-    for level in range(levels if name in DATASETS else 1):
-        arguments = {}
-        if name in DATASETS:
-            curriculum = create_curriculum(name)
-            curriculum.set_global_level(level)
-            arguments = dataclasses.asdict(curriculum.generate_configuration({"seed": 0, "size": 1}))
+    for level in range(levels):
+        curriculum = create_curriculum(name)
+        curriculum.set_global_level(level)
+        arguments = dataclasses.asdict(curriculum.generate_configuration({"seed": 0, "size": 1}))
         arguments = {key: value for key, value in arguments.items() if key not in ("seed", "size")} | own
         size = config.size * (level + 1) // levels - len(examples)
         part = dataclasses.replace(config, arguments=arguments, size=size)
