@@ -150,11 +150,8 @@ def lay(
     )
 
 
-def visible(line: Line, window: int | None = None) -> Bool[Array, "n W W"]:
+def visible(line: Line) -> Bool[Array, "n W W"]:
     """Which places each place sees: of its unit the prompt, and its own row, up to itself.
-
-    Args:
-        window: the last so many tokens of its row, itself among them; None = all.
 
     Returns:
         [n,W,W] bool.
@@ -162,10 +159,7 @@ def visible(line: Line, window: int | None = None) -> Bool[Array, "n W W"]:
     W = line.unit.shape[1]
     same_unit = line.unit[:, :, None] == line.unit[:, None, :]
     own = (line.row[:, None, :] == 0) | (line.row[:, :, None] == line.row[:, None, :])
-    seen = same_unit & own & jnp.tril(jnp.ones((W, W), bool))[None]
-    if window is None:
-        return seen
-    return seen & (line.position[:, :, None] - line.position[:, None, :] < window)
+    return same_unit & own & jnp.tril(jnp.ones((W, W), bool))[None]
 
 
 def of_targets(values: Shaped[ArrayLike, "n K S *rest"], reading: Reading) -> Shaped[Array, "n W *rest"]:

@@ -6,6 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxrl_llm.models.kernels import learner as kernels
 from jaxrl_llm.ops import packing
 
 WIDTH, UNITS, MOST = 12, 9, 4
@@ -57,7 +58,7 @@ def test_a_line_by_hand():
     sees = [np.flatnonzero(seen[i]).tolist() for i in range(6)]
     assert sees == [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3], [4], [4, 5]]
     assert not np.asarray(seen[6:, :6]).any()
-    last_two = packing.visible(line, window=2)[0]
+    last_two = kernels.by_window(line, {2}, line.position, "xla")[2][0]
     assert [np.flatnonzero(last_two[i]).tolist() for i in range(6)] == [[0], [0, 1], [1, 2], [2, 3], [4], [4, 5]]
 
     values = jnp.arange(1.0, 17.0)[None]

@@ -106,7 +106,7 @@ def attend(q_BTNH, k_BKTH, v_BKTH, prompt, visible, implementation: str, window:
 
     Args:
         visible: of packed lines, ``Units``, or [B,T,T] bool or what ``of_lines`` made of it, a window in it
-            (``packing.visible``).
+            (``by_window``).
         window: how many tokens of its row a token sees, itself the last; None = all before it.
 
     Returns:
