@@ -52,3 +52,11 @@ def few_maps(request):
     if MAPS.is_file() and len(MAPS.read_bytes().splitlines()) > most:
         jax.clear_caches()
         gc.collect()
+
+
+@pytest.fixture
+def own(request, tmp_path):
+    """Path of a file with functions of the user's own: what the module has in OWN."""
+    path = tmp_path / "own.py"
+    path.write_text(request.module.OWN)
+    return path

@@ -389,14 +389,6 @@ def halved(x, *, weight: float = 0.5):
 """
 
 
-@pytest.fixture
-def own(tmp_path):
-    """Path of a file with functions of the user's own."""
-    path = tmp_path / "own.py"
-    path.write_text(OWN)
-    return path
-
-
 def test_a_function_of_ones_own_has_its_keywords_as_settings(own):
     config = freeze({"algorithm": {"surrogate": use(f"{own}:tempered", count=3), "reward_terms": [f"{own}:halved"]}})
     surrogate, (term,) = config.algorithm.surrogate, config.algorithm.reward_terms

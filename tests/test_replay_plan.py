@@ -10,6 +10,7 @@ from support.command_line import run_command
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.replay_plan import Costs, fitted, measured_alpha, table
+from jaxrl_llm.reports.metrics import read_metrics
 
 SETTINGS = list(itertools.product((0.5, 2.0, 5.28, 20.0), (0.0, 0.01, 0.05, 0.3, 1.0), (0.05, 0.1, 0.25, 0.4)))
 
@@ -150,7 +151,7 @@ def write_ages(folder, alpha, buckets=5, batch=64):
     runs = []
     for r, rollouts in enumerate((16, 32)):
         runs.append(write_run(folder / f"r{r}", rollouts, 3 + 0.25 * rollouts, batch))
-        rows = [json.loads(line) for line in (folder / f"r{r}" / "metrics.jsonl").read_text().splitlines()]
+        rows = read_metrics(folder / f"r{r}")
         for share, row in zip((1, 0.9, 1.1), rows[-3:], strict=True):  # the first is left out; then their mean is right
             for label, noise in zip(labels, of_bucket, strict=False):
                 row[f"update/ess_frac_age_{label}"] = 1 / (noise * share)

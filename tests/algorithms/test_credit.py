@@ -21,6 +21,7 @@ from jaxrl_llm.algorithms.views import NUM_DIFFICULTIES, Sizes
 from jaxrl_llm.config import freeze, from_json, to_json
 from jaxrl_llm.ops.groups import group_rows
 from jaxrl_llm.questions.ledger import Ledger
+from jaxrl_llm.reports.metrics import read_metrics
 from jaxrl_llm.run import assemble
 from jaxrl_llm.runtime import sharding
 from jaxrl_llm.runtime.nested import ConfigError
@@ -734,5 +735,5 @@ def test_a_run_remembers_over_a_stop_what_was_answered(tmp_path, monkeypatch):
         for _, *counts in saved["ledger"]["numbers"]["mssr"]:
             np.testing.assert_allclose(counts, expected, rtol=1e-6)
         assert sorted(saved["ledger"]["answers"]) == [[q, 0, iterations] for q in range(8)]
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    rows = read_metrics(tmp_path)
     assert [row["prompts/retired"] for row in rows] == [0, 0]

@@ -413,13 +413,6 @@ halver = Halved()
 """
 
 
-@pytest.fixture
-def own(tmp_path):
-    path = tmp_path / "own.py"
-    path.write_text(OWN)
-    return path
-
-
 def test_a_function_of_a_file_is_one_like_those_of_the_table(own):
     chosen = ONE.choose(f"{own}:halved", "a.b")
     assert chosen.name == f"{own}:halved"

@@ -16,6 +16,7 @@ from jaxrl_llm import train as train_module
 from jaxrl_llm.actor.environment import Environment, shown
 from jaxrl_llm.config import Config, ConfigError, EnvironmentsConfig, PromptsConfig, freeze
 from jaxrl_llm.environments import dream, maze
+from jaxrl_llm.reports.metrics import read_metrics
 from jaxrl_llm.runtime import sharding
 from jaxrl_llm.types import OUTCOME_ERROR, OUTCOME_SCORE, OUTCOME_TIMEOUT, Example
 
@@ -224,7 +225,7 @@ def test_a_policy_that_was_trained_in_a_dream_alone_comes_out_of_the_real_maze(m
     before = evaluate_module.command(real, "random:debug", "", 4)["pass_rate"]
     dreamt = {"environments.factory": "jaxrl_llm.environments.dream:play", "rewards.functions": ("environment",)}
     assert train_module.train(made(**dreamt, **{"eval.num_prompts": 0}), tmp_path / "run") == 0
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = read_metrics(tmp_path / "run")
     assert sum(line["reward/error_count"] + line["reward/timeout_count"] for line in lines) == 0
     after = evaluate_module.command(real, "", str(tmp_path / "run"), 4)["pass_rate"]
     assert after > before + 0.15, (before, after)  # measured, seeds 0 to 2: 0.04, 0.33; 0.08, 0.67; 0.00, 0.29

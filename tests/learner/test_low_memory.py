@@ -16,6 +16,7 @@ import pytest
 from jaxrl_llm.config import Config, OptimizerConfig, freeze
 from jaxrl_llm.learner import faults, low_memory, optim, publish
 from jaxrl_llm.models.transformer import Model
+from jaxrl_llm.reports.metrics import read_metrics
 from jaxrl_llm.runtime import sharding
 from jaxrl_llm.types import TrainState
 from tests.reference import optimizers
@@ -440,6 +441,6 @@ def test_pretrained_weights_train_in_bfloat16_with_the_settings_that_are_there(t
     command = [sys.executable, "-m", "jaxrl_llm.train", config, f"--workdir={tmp_path}", *flags]
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     subprocess.run(command, check=True, timeout=900, env=environment)
-    first, last = (json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
+    first, last = read_metrics(tmp_path)
     assert 0.005 < first["update/sampler_learner_gap_mean_nats"] < 0.05
     assert last["update/skipped_steps"] == 0 and 0 < last["update/grad_norm"] < 100

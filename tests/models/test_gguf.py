@@ -12,9 +12,10 @@ import pytest
 import safetensors.numpy
 import tokenizers
 from support import gguf_files
-from support.building import mesh_of
+from support.building import make_mesh
+from support.comparing import assert_same, raw
 
-from jaxrl_llm.config import ConfigError, MeshConfig
+from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models.architecture import RopeScaling
 from jaxrl_llm.models.files import gguf, hf, pretrained
 from jaxrl_llm.models.files.tokenizer import load_tokenizer
@@ -27,10 +28,6 @@ needs_smollm2 = pytest.mark.skipif(
     importlib.util.find_spec(pretrained.SMOLLM2_PACKAGE) is None,
     reason="the weights of SmolLM2 are not installed (bash launch/setup.sh)",
 )
-
-
-def make_mesh(data=1, fsdp=1, tensor=1):
-    return mesh_of(MeshConfig(data=data, fsdp=fsdp, tensor=tensor))
 
 
 def write_tiny(path, *, quantise=None, change=lambda writer, tensors: None):
@@ -84,22 +81,12 @@ def load(path, mesh):
     return gguf.load_params(path, Model(gguf.read_architecture(path)), mesh)
 
 
-def assert_same(left, right):
-    assert jax.tree.structure(left) == jax.tree.structure(right)
-    jax.tree.map(np.testing.assert_array_equal, left, right)
-
-
 @pytest.fixture(scope="module")
 def smollm2():
     source = pretrained.resolve(pretrained.SMOLLM2)
     model = Model(source.architecture())
     mesh = make_mesh()
     return source.tokenizer(), model, source.load_params(model, mesh, seed=0)
-
-
-def raw(tokenizer, ids):
-    """Text of the ids, special tokens included."""
-    return tokenizer._fast.decode(ids, clean_up_tokenization_spaces=False)
 
 
 @needs_smollm2

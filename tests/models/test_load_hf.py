@@ -16,10 +16,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
-from support.building import mesh_of
+from support.building import make_mesh
 from support.command_line import run_command
+from support.comparing import assert_same
 
-from jaxrl_llm.config import CheckpointConfig, ConfigError, MeshConfig, freeze
+from jaxrl_llm.config import CheckpointConfig, ConfigError, freeze
 from jaxrl_llm.export import export
 from jaxrl_llm.models.architecture import PRESETS, Architecture, RopeScaling
 from jaxrl_llm.models.files import hf, pretrained
@@ -38,21 +39,12 @@ LLAMA3 = {
 }
 
 
-def make_mesh(data=1, fsdp=1, tensor=1):
-    return mesh_of(MeshConfig(data=data, fsdp=fsdp, tensor=tensor))
-
-
 def logits_of(model, params, tokens):
     tokens = jnp.asarray(tokens, jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
     with jax.default_matmul_precision("highest"):
         hidden, _ = jax.jit(model.forward)(params, tokens, positions)
         return np.asarray(hidden @ model.head(params).T)
-
-
-def assert_same(left, right):
-    assert jax.tree.structure(left) == jax.tree.structure(right)
-    jax.tree.map(np.testing.assert_array_equal, left, right)
 
 
 @pytest.fixture
@@ -258,7 +250,7 @@ def test_2_gb_in_several_files_load_within_their_weights_and_one_file(tmp_path, 
 def test_smollm2_is_read_and_written_in_under_ten_seconds_each(tmp_path):
     """Of processors' time, which others on the machine lengthen less. Measured: 1.3, 0.5 and 0.6 s."""
     source = pretrained.resolve(pretrained.SMOLLM2)
-    model, mesh = Model(source.architecture()), mesh_of(MeshConfig(data=1))
+    model, mesh = Model(source.architecture()), make_mesh()
     params = timed(lambda: source.load_params(model, mesh, seed=0))
     timed(lambda: hf.export(params, model, source.tokenizer(), tmp_path / "model"))
     timed(lambda: hf.load_params(tmp_path / "model", model, mesh))

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import importlib.util
-import json
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +20,7 @@ from jaxrl_llm.models.architecture import PRESETS
 from jaxrl_llm.models.delta import Delta
 from jaxrl_llm.models.row_logp import row_logp
 from jaxrl_llm.models.transformer import Model
+from jaxrl_llm.reports.metrics import read_metrics
 from jaxrl_llm.runtime.programs import compile_all
 
 KINDS = ("int8", "fp8", "fp4")
@@ -270,7 +270,7 @@ def test_what_the_sampler_notes_is_what_the_learner_finds_where_both_round(
     settings |= {"model": {"path": f"random:{model}"}}
     settings |= {"update": SETTINGS["update"] | {"weights": learner}}
     assert train_module.train(freeze(settings), tmp_path) == 0
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    rows = read_metrics(tmp_path)
     assert len(rows) == 2
     for row in rows:
         assert low <= row["update/sampler_learner_gap_max_nats"] <= high and row["update/grad_norm"] > 0

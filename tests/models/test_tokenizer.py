@@ -6,6 +6,7 @@ import json
 
 import numpy as np
 import pytest
+from support.comparing import raw
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.generate import _prompt_ids
@@ -40,11 +41,6 @@ def make(chat_template=TEMPLATE, **settings):
 def ids_of(text):
     """Ids of text without merges."""
     return [4 + ord(c) - 33 if c not in " \n" else {" ": 98, "\n": 99}[c] for c in text]
-
-
-def raw(tokenizer, ids):
-    """Text of the ids, special tokens included."""
-    return tokenizer._fast.decode(ids, clean_up_tokenization_spaces=False)
 
 
 def special_in(tokenizer, ids):

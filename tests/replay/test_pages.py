@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from reference.paged_ring import PagedRing
 from support.building import EIGHT, mesh_of, replay_config
+from support.comparing import assert_same
 from test_ring import COLLECTIVES
 
 from jaxrl_llm.config import Config, PromptsConfig, ReplayConfig, SamplingConfig
@@ -97,13 +98,6 @@ def test_with_pages_for_all_its_slots_it_is_the_padded_ring_bit_by_bit(config, b
         last, last_expected = (jax.device_get(last_drawn(ring)) for ring in (paged, padded))
         assert_same(*(jax.tree.map(lambda x, rows=last: x[rows.trainable], rows) for rows in (last, last_expected)))
         assert_same(paged.replace(slots=None, pages={}), padded.replace(slots=None))
-
-
-def assert_same(actual, expected):
-    assert jax.tree.structure(actual) == jax.tree.structure(expected)
-    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        a, b = np.asarray(a), np.asarray(b)
-        assert (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes())
 
 
 @hypothesis.settings(deadline=None, max_examples=15, derandomize=True)

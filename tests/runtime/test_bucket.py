@@ -11,8 +11,9 @@ import time
 
 import numpy as np
 import pytest
-from runtime.test_checkpoint import CONFIG, abstract, assert_same_bytes, host_copy, make_state, mesh, place
+from runtime.test_checkpoint import CONFIG, abstract, host_copy, make_state, mesh, place
 from support import bucket as emulation
+from support.comparing import assert_same
 from system.test_hosts import SETTINGS, TIMES, Job
 
 from jaxrl_llm.config import CheckpointConfig, ConfigError
@@ -59,10 +60,10 @@ def test_it_is_as_on_a_disk(objects, tmp_path):
     restored = again.restore(abstract(place(make_state(2), mesh(8, 1))), CONFIG, allow_config_changes=False)
     again.close()
     assert (restored.iteration, restored.is_inside, restored.host_state) == (3, True, {"n": 4})
-    assert_same_bytes(host_copy(restored.device_state), host_copy(newer))
+    assert_same(host_copy(restored.device_state), host_copy(newer))
     for name, kept in ((FOLDER, newer), (f"{FOLDER}/2", state)):
         params, _ = restore_params(name)
-        assert_same_bytes(params["norm"], np.asarray(kept["train"].params["policy"]["norm"]))
+        assert_same(params["norm"], np.asarray(kept["train"].params["policy"]["norm"]))
 
 
 def write(folder, text):
@@ -226,4 +227,4 @@ def test_hosts_that_share_nothing_but_a_bucket_go_on_where_others_were_stopped(o
     assert statuses == [0, 0] and f"from {FOLDER}" in outputs[0] and "has lost" in outputs[0], outputs
     assert {path.parent.name for path in tmp_path.glob("*/checkpoints")} == {"disk"}
     assert last_lines(tmp_path / "second0") == last_lines(tmp_path / "disk")
-    assert_same_bytes(restore_params(FOLDER)[0], restore_params(tmp_path / "disk")[0])
+    assert_same(restore_params(FOLDER)[0], restore_params(tmp_path / "disk")[0])

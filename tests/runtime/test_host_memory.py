@@ -20,6 +20,7 @@ from support.building import (
     random_experience,
     replay_config,
 )
+from support.comparing import assert_same
 
 from jaxrl_llm.config import CheckpointConfig, ConfigError, freeze
 from jaxrl_llm.replay import ring as replay
@@ -78,12 +79,6 @@ class Learner:
 
 
 learner = functools.cache(Learner)
-
-
-def assert_same(actual, expected):
-    assert jax.tree.structure(actual) == jax.tree.structure(expected)
-    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
 def kinds(tree):

@@ -59,6 +59,11 @@ def mesh_of(config):
     return sharding.make_mesh(config, jax.devices()[: math.prod(getattr(config, axis) for axis in sharding.MESH_AXES)])
 
 
+def make_mesh(**axes):
+    """``mesh_of`` these axes; data is 1 where it is not among them."""
+    return mesh_of(MeshConfig(**{"data": 1} | axes))
+
+
 def host_params(model, seed=0):
     """Float32 numpy weights whose norms scale and whose logits spread (std 1); larger ones amplify rounding."""
     rng = np.random.default_rng(seed)

@@ -18,6 +18,7 @@ from support.page import Page
 from support.parsing import config_of
 
 from jaxrl_llm.config import Config, ConfigError, freeze
+from jaxrl_llm.reports.metrics import read_metrics
 from jaxrl_llm.sweep import __main__ as sweep_module
 from jaxrl_llm.sweep.points import Sweep, freeze_points, grid, product, seeds
 from jaxrl_llm.sweep.table import (
@@ -261,7 +262,7 @@ def test_points_run_once_in_few_processes_and_failures_stop_nothing(tmp_path, ca
     assert [len(turns(tmp_path, name)) for name in points] == [1, 2, 2, 2, 2, 1]
     # Longer than before: nothing is lost, two iterations are added.
     run(tmp_path, make_points([{rate: 0.1}], num_iterations=5))
-    lines = [json.loads(line) for line in (tmp_path / names[0.1] / "metrics.jsonl").read_text().splitlines()]
+    lines = read_metrics(tmp_path / names[0.1])
     assert [line["iteration"] for line in lines] == [1, 2, 3, 4, 5]
 
 

@@ -22,6 +22,7 @@ from jaxrl_llm.models.files import hf, peft, pretrained
 from jaxrl_llm.models.files.gguf import make_byte_tokenizer
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.planning import cost, verdict
+from jaxrl_llm.reports.metrics import read_metrics
 from jaxrl_llm.run import assemble
 from jaxrl_llm.runtime import sharding
 from jaxrl_llm.runtime.programs import memory
@@ -146,7 +147,7 @@ def left_behind(workdir):
     """Arrays and what the host kept of the last checkpoint, and all metrics that time has no part in."""
     path = max((workdir / "checkpoints").iterdir(), key=lambda path: int(path.name))
     host, text = read_text(path)
-    rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    rows = read_metrics(workdir)
     metrics = [{k: v for k, v in row.items() if not k.startswith(NOT_COMPARED)} for row in rows]
     return read_arrays(path, dict.fromkeys(text["arrays"])), host, metrics
 

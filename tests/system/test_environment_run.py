@@ -12,6 +12,7 @@ from support import building
 from jaxrl_llm import evaluate as evaluate_module
 from jaxrl_llm import train as train_module
 from jaxrl_llm.config import ConfigError, freeze
+from jaxrl_llm.reports.metrics import read_metrics
 from jaxrl_llm.runtime import sharding
 from jaxrl_llm.types import STOP_NAMES
 
@@ -50,9 +51,8 @@ def run(tmp_path, monkeypatch):
     def call(settings):
         config = freeze(building.settings_of(ROOT / "configs" / "debug.py", SETTINGS | settings))
         status = train_module.train(config, tmp_path / "run")
-        lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
         samples = (tmp_path / "run" / "samples.jsonl").read_text().splitlines()
-        return status, [json.loads(line) for line in lines], [json.loads(line) for line in samples], config
+        return status, read_metrics(tmp_path / "run"), [json.loads(line) for line in samples], config
 
     return call
 

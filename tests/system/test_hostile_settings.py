@@ -5,7 +5,6 @@ allows and to values that it does not. Accepted means all that ``train`` does be
 """
 
 import importlib.util
-import json
 import math
 import os
 import random
@@ -19,6 +18,7 @@ from jaxrl_llm import train as train_module
 from jaxrl_llm.actor import rewards
 from jaxrl_llm.algorithms.use import Chosen
 from jaxrl_llm.config import Config, ConfigError, flatten, freeze
+from jaxrl_llm.reports.metrics import read_metrics
 from jaxrl_llm.runtime import programs
 from jaxrl_llm.runtime.nested import LARGEST, MOST, SMALLEST
 
@@ -402,7 +402,7 @@ def test_settings_at_their_ends_train_and_every_figure_is_a_number(name, tmp_pat
             node = node[group]
         node[field] = value
     assert train_module.train(freeze(settings), tmp_path) == 0
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    rows = read_metrics(tmp_path)
     assert len(rows) == 2
     for row in rows:
         for key in ("update/loss", "update/grad_norm", "update/entropy_nats", "rollout/reward_mean", "eval/pass_rate"):

@@ -139,7 +139,7 @@ def test_reward_climbs_with_a_critic_that_is_resumed_bitwise_and_not_left_to_oth
             assert train_module.train(freeze(config), tmp_path / name) == 0
 
     def left(workdir):
-        rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+        rows = read_metrics(workdir)
         kept = [{k: v for k, v in row.items() if k.split("/")[0] in ("rollout", "update", "replay")} for row in rows]
         return kept, (workdir / "samples.jsonl").read_text(), (workdir / "hf" / "model.safetensors").read_bytes()
 

@@ -20,6 +20,7 @@ from jaxrl_llm.actor.sampler import SamplerState
 from jaxrl_llm.config import MeshConfig, freeze
 from jaxrl_llm.models.architecture import PRESETS, Architecture
 from jaxrl_llm.planning import chips, hlo
+from jaxrl_llm.reports.metrics import read_metrics
 from jaxrl_llm.run import assemble
 from jaxrl_llm.runtime import programs, sharding
 from jaxrl_llm.runtime.programs import compile_all, memory
@@ -106,7 +107,7 @@ def finished(tmp_path_factory):
         finally:
             jax.config.update("jax_transfer_guard", "allow")
     assert status == 0
-    metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    metrics = read_metrics(tmp_path / "run")
     return Finished(metrics, **record)
 
 

@@ -29,6 +29,7 @@ from jaxrl_llm import train as train_module
 from jaxrl_llm.actor import evaluation
 from jaxrl_llm.config import ConfigError, freeze, from_json
 from jaxrl_llm.models.files import gguf, templates
+from jaxrl_llm.reports.metrics import read_metrics
 from jaxrl_llm.runtime import stop as stopping
 from jaxrl_llm.runtime.stored import changed_settings
 
@@ -132,8 +133,8 @@ def left_behind(workdir):
     del host["metrics"]  # sizes of files that hold the digits of times
     del host["compute"]  # measured by the clock
     metrics = [
-        {name: value for name, value in json.loads(line).items() if not name.startswith(NOT_COMPARED)}
-        for line in (workdir / "metrics.jsonl").read_text().splitlines()
+        {name: value for name, value in row.items() if not name.startswith(NOT_COMPARED)}
+        for row in read_metrics(workdir)
     ]
     return steps, arrays, host, metrics, (workdir / "samples.jsonl").read_text()
 
