@@ -170,7 +170,7 @@ class Checkpointer:
     def restore(
         self,
         abstract_state: Any,
-        config: Config | None,
+        config: Config,
         *,
         allow_config_changes: bool,
         iteration: int | None = None,
@@ -181,7 +181,7 @@ class Checkpointer:
         Args:
             abstract_state: pytrees of ``ShapeDtypeStruct`` with shardings, by part; of those of ``PASSING`` that the
                 checkpoint has nothing of the result has None.
-            config: the config of the run that resumes; None: any will do.
+            config: the config of the run that resumes.
             allow_config_changes: accept settings that differ, as long as the arrays fit.
             iteration: which; None = the latest that is whole.
             checksums: as for ``save``.

@@ -177,15 +177,13 @@ def listed(changed: dict[str, tuple[Any, Any]]) -> str:
     return "; ".join(f"{name} {old!r} -> {new!r}" for name, (old, new) in changed.items())
 
 
-def check_settings(text: dict[str, Any], config: Config | None, path: pathlib.Path, allow_changes: bool) -> None:
+def check_settings(text: dict[str, Any], config: Config, path: pathlib.Path, allow_changes: bool) -> None:
     """``ConfigError`` where settings or files of functions differ; where that is allowed, some of ``FIXED_SETTINGS``.
 
     Args:
         text: of the checkpoint's config/.
-        config: the settings now; None: any will do.
+        config: the settings now.
     """
-    if config is None:
-        return
     now, changed = files(config), changed_settings(config_of(text, path), config)
     pairs = {spec: (old, now.get(spec, old)) for spec, old in text.get("files", {}).items()}  # none in older ones
     changed |= {f"the file of {spec}": (old, new) for spec, (old, new) in pairs.items() if old != new}
