@@ -20,8 +20,8 @@ from jaxrl_llm.algorithms.use import needs
 from jaxrl_llm.algorithms.views import Ratios
 from jaxrl_llm.runtime.nested import AtLeastOne, Positive, Share
 
-# A log-ratio is cut here before its exponential: e^40 squared is still a float32.
-LOG_RATIO_LIMIT = 40.0
+# A log-weight is cut here before its exponential: e^40 squared is still a float32.
+LOG_WEIGHT_LIMIT = 40.0
 
 Weighed = tuple[Float[Array, "B T"], Bool[Array, "B T"]]
 
@@ -117,12 +117,12 @@ def weight(
     """
     if is_carried:
         return is_kept.astype(jnp.float32)
-    return jnp.where(is_kept, jnp.exp(jnp.clip(log_weight, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)), 0.0)
+    return jnp.where(is_kept, jnp.exp(jnp.clip(log_weight, -LOG_WEIGHT_LIMIT, LOG_WEIGHT_LIMIT)), 0.0)
 
 
 def sequence_ratio(log_ratio: Float[ArrayLike, "B T"], mask: Bool[ArrayLike, "B T"]) -> Float[Array, " B"]:
     """exp of each row's sum of log-ratios [B,T], cut to +-40 nats: [B] f32, 0.0 for a row without a token."""
-    total = jnp.clip(jnp.sum(jnp.where(mask, log_ratio, 0.0), axis=1), -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    total = jnp.clip(jnp.sum(jnp.where(mask, log_ratio, 0.0), axis=1), -LOG_WEIGHT_LIMIT, LOG_WEIGHT_LIMIT)
     return jnp.where(jnp.any(mask, axis=1), jnp.exp(total), 0.0)
 
 

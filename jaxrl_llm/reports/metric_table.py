@@ -102,7 +102,7 @@ METRICS: dict[str, Metric] = {
     "update/old_policy_gap_max_nats": Metric(
         "nats",
         "Largest |log-prob of the old policy (algorithm.old_policy) - of the behaviour policy| of a trained token, at "
-        'most 40; with "generation" it is of sampler against learner, whatever the rollout\'s age.',
+        'most 20; with "generation" it is of sampler against learner, whatever the rollout\'s age.',
     ),
     "update/clip_frac": Metric(
         "fraction", "Trained completion tokens whose ratio is clipped, over trained completion tokens."
