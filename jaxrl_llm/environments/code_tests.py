@@ -228,7 +228,7 @@ def program(completion: str, prefix: str, names: Sequence[str], given: str = "")
     return _placed(completion, prefix, names, given)[0]
 
 
-def _placed(completion: str, prefix: str, names: Sequence[str], given: str = "") -> tuple[str, int, int]:
+def _placed(completion: str, prefix: str, names: Sequence[str], given: str) -> tuple[str, int, int]:
     """The code in a completion; its first line, from 1, that is the completion's; where that begins in the completion.
 
     -1 for the latter where lines have changed places.

@@ -57,7 +57,7 @@ def gap_said(config: Config, sums: dict[str, Any]) -> str:
     return ""
 
 
-def last_drawn(ring: RingState, *, batch_size: int, row_tokens: int = 0) -> Experience:
+def last_drawn(ring: RingState, *, batch_size: int, row_tokens: int) -> Experience:
     """The rows [M, b, ...] of the last draw, in the order of their slots; those that were not real come last."""
     is_drawn = ring.last_use == ring.num_draws[:, None]
     slot_index = jnp.argsort(~is_drawn, axis=1)[:, : batch_size // is_drawn.shape[0]]
@@ -97,8 +97,7 @@ class Faults:
             return
         whole = functools.partial(last_drawn, batch_size=config.update.batch_size, row_tokens=config.row_tokens)
         # Compiled now: a run that goes well has no use for it.
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), ring)
-        program = Program(whole, (shapes,), sharding.replicated(self._mesh, 0))
+        program = Program(whole, (ring,), sharding.replicated(self._mesh, 0))
         rows = jax.device_get(compile_all({"last_drawn": program}, self._mesh)["last_drawn"](ring))
         self._last = iteration, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), rows)
 

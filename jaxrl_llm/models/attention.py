@@ -229,7 +229,7 @@ def query_blocks(T: int) -> int:
     return min(4, -(-T // 192))  # all of them at once have twice the scores that causal attention wants
 
 
-def _attend_prompt(q_BKXH, prompt: Prompt, window=0, positions_BT=None):
+def _attend_prompt(q_BKXH, prompt: Prompt, window, positions_BT):
     B, _, X, _ = q_BKXH.shape
     P, _, L, _ = prompt.keys.shape
 

@@ -220,11 +220,11 @@ def _before_after(before: dict | None, after: dict | None) -> str:
     return page.table(("question", "before", "after"), rows, "samples")
 
 
-def _rollouts(samples: Rows, each: int = 4) -> str:
+def _rollouts(samples: Rows) -> str:
     """A few rollouts of the first and of the last iteration that wrote some."""
     rows = []
     for iteration in sorted({row["iteration"] for row in (*samples[:1], *samples[-1:])}):
-        for row in [row for row in samples if row["iteration"] == iteration][:each]:
+        for row in [row for row in samples if row["iteration"] == iteration][:4]:
             parts = ", ".join(f"{name} {_plain(value)}" for name, value in row["parts"].items())
             facts = [f"iteration {iteration}", f"stop: {row['stop_reason']}", f"policy {_plain(row['policy_version'])}"]
             facts += [f"age {_plain(row['age'])}"] + ([parts] if len(row["parts"]) > 1 else [])

@@ -47,9 +47,7 @@ def main(fileno: int, train: Callable[[Config, pathlib.Path], int] | None = None
             connection.send(run_point(from_json(config), pathlib.Path(workdir), train or _train, after))
 
 
-def run_point(
-    config: Config, workdir: pathlib.Path, train: Callable[[Config, pathlib.Path], int], after: str = ""
-) -> bool:
+def run_point(config: Config, workdir: pathlib.Path, train: Callable[[Config, pathlib.Path], int], after: str) -> bool:
     """Run a point with standard output and error at the end of ``workdir/log.txt``; whether it came to a good end."""
     workdir.mkdir(parents=True, exist_ok=True)
     with open(workdir / LOG, "ab") as log:

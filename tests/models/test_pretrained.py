@@ -108,7 +108,7 @@ def test_smollm2_is_found_without_importing_its_engine(tmp_path, monkeypatch):
 import sys
 sys.path.insert(0, {str(tmp_path)!r})
 from jaxrl_llm.models.files import pretrained
-assert pretrained._find_smollm2() == {str(package / pretrained.SMOLLM2_FILE)!r}
+assert pretrained._find_smollm2("model.path") == {str(package / pretrained.SMOLLM2_FILE)!r}
 assert "transformers" not in sys.modules and "torch" not in sys.modules, "imports stay light"
 """
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True)

@@ -67,7 +67,7 @@ jit_insert = jax.jit(replay.insert, static_argnames=INSERT_SETTINGS, donate_argn
 jit_draw = jax.jit(replay.draw, static_argnames=("config", "batch_size", "group_size"), donate_argnums=0)
 
 
-jit_last_drawn = jax.jit(faults.last_drawn, static_argnames="batch_size")
+jit_last_drawn = jax.jit(functools.partial(faults.last_drawn, row_tokens=0), static_argnames="batch_size")
 jit_usage, jit_sums = jax.jit(replay.usage), jax.jit(replay.sums)
 jit_ended = jax.jit(replay.ended, static_argnames="num_new")
 jit_spent = jax.jit(is_spent, static_argnames="config")

@@ -148,7 +148,7 @@ def _files(path: str, reader: Any, read_tokenizer: Callable[[str], Tokenizer]) -
     return Source(of(reader.read_architecture, path), tokenizer, of(reader.check_weights, path), load, folder)
 
 
-def _find_smollm2(setting: str = "model.path") -> str:
+def _find_smollm2(setting: str) -> str:
     # Found, not imported: importing the package would start its own engine.
     spec = importlib.util.find_spec(SMOLLM2_PACKAGE)
     for folder in (spec and spec.submodule_search_locations) or ():
