@@ -379,8 +379,7 @@ def freeze(mapping: Any) -> Config:
     if hasattr(mapping, "to_dict"):
         mapping = mapping.to_dict()
     config = nested.build(Config, mapping)
-    complaint = limits.complaint(config, flatten(config))
-    if complaint:
+    if complaint := limits.complaint(config, flatten(config)):
         raise ConfigError(complaint)
     return config
 

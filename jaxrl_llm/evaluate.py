@@ -22,9 +22,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from jaxrl_llm.actor import environment as environments
-from jaxrl_llm.actor.conversation import Conversations
-from jaxrl_llm.actor.evaluation import evaluate, questions
-from jaxrl_llm.actor.generator import Generator
+from jaxrl_llm.actor.evaluation import Evaluation, questions
 from jaxrl_llm.actor.rewards import RewardPool
 from jaxrl_llm.config import Config, ConfigError, LoraConfig, freeze
 from jaxrl_llm.learner import publish
@@ -32,7 +30,7 @@ from jaxrl_llm.models import lora
 from jaxrl_llm.models.files import pretrained
 from jaxrl_llm.questions import jsonl, tasks
 from jaxrl_llm.run import assemble, check_room
-from jaxrl_llm.runtime import cli, hosts, rng, sharding
+from jaxrl_llm.runtime import cli, hosts, sharding
 from jaxrl_llm.runtime.programs import compile_all, use_cache
 from jaxrl_llm.runtime.stored import changed_settings, listed
 from jaxrl_llm.runtime.weights import restore_params
@@ -92,21 +90,11 @@ def command(config: Config, model: str, checkpoint: str, num_samples: int, adapt
         weights = run.learner.params, run.learner.base, run.sampler_params
         check_room(run, (weights, "model.path"), (sampler.abstract_state(), "eval.num_samples", "eval.slots"))
         publishing = publish.programs(run.model, mesh, sampler.mesh)
-        compiled = compile_all(sampler.programs(run.sampler_params) | publishing, mesh)
+        evals = {f"eval_{name}": program for name, program in sampler.programs(run.sampler_params).items()}
+        compiled = compile_all(evals | publishing, mesh)
         params = lora.join(compiled["publish"](params, *base), *map(compiled.get("publish_base"), base))
-        version, key = sharding.put((np.int32(0), rng.stream(config.seed, "eval")), sharding.replicated(mesh, (0, 0)))
-        talk = Conversations(environment, tokenizer, config) if environment else None
-        generator = Generator(sampler, compiled, tokenizer.decode, talk=talk)
-        return evaluate(
-            generator,
-            params,
-            held_out,
-            pool,
-            tokenizer.decode,
-            version=version,
-            key=key,
-            threshold=config.rewards.pass_threshold,
-        )
+        version = sharding.put(np.int32(0), sharding.replicated(mesh, 0))
+        return Evaluation(run, compiled, tokenizer, held_out, pool, environment).result(params, version)
 
 
 def main() -> None:

@@ -1,8 +1,7 @@
 """Which sizes fit together, and which texts are allowed.
 
 Owns: those rules and their words. Does not know: bounds of one number, which stand at its setting (config), what
-functions need of each other (method_config),
-devices, files.
+functions need of each other (method_config), devices, files.
 """
 
 from __future__ import annotations

@@ -73,7 +73,8 @@ class Run:
         """Every program of the run by name."""
         programs = self.sampler.programs(self.sampler_params) | self.learner.programs()
         whole = sharding.replicated(self.mesh, 0)
-        for part, state in (self.abstract_checkpoint | dict(zip(("base",), self.learner.base, strict=False))).items():
+        parts = self.abstract_checkpoint | ({"base": self.learner.base[0]} if self.learner.base else {})
+        for part, state in parts.items():
             programs[f"checksums_{part}"] = Program(checksums, (state,), whole)
         if self.config.rollout.max_resample_rounds:
             P = self.config.rollout.prompts_per_iteration
@@ -83,9 +84,8 @@ class Run:
             choose = functools.partial(resampling.choose, group_size=self.config.rollout.group_size)
             programs["choose"] = Program(choose, (sampled, sampled, place), layout)
         if self.eval_sampler is not None:
-            needed = ("init_sampler", "prefill", "decode", "read_group", "stop_rows", "read_waiting", "collect")
             evals = self.eval_sampler.programs(self.sampler_params)
-            programs |= {f"eval_{name}": evals[name] for name in needed if name in evals}
+            programs |= {f"eval_{name}": program for name, program in evals.items()}
         return programs
 
 

@@ -22,7 +22,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from jaxrl_llm.actor import environment as environments
-from jaxrl_llm.actor.actor import Actor
+from jaxrl_llm.actor.actor import Actor, too_many_failures
 from jaxrl_llm.actor.evaluation import Evaluation, questions
 from jaxrl_llm.actor.guests import External
 from jaxrl_llm.actor.rewards import RewardPool
@@ -105,7 +105,7 @@ def _train(config: Config, workdir: pathlib.Path, allow_config_changes: bool) ->
         base, reference, begin = pretrained.weights(*models, mesh, source, teacher, seed=config.seed)
         actor = Actor(run, compiled, tokenizer, stream, pool, external, environment)
         learner = Learner(run.learner, compiled, ledger, reference=reference, base=base)
-        evaluation = Evaluation(run, compiled, tokenizer, held_out, pool, workdir, environment) if held_out else None
+        evaluation = Evaluation(run, compiled, tokenizer, held_out, pool, environment) if held_out else None
         iteration, compute, failure, values = 0, 0.0, None, {}
         if restored is None:
             learner.start(begin())
@@ -130,7 +130,7 @@ def _train(config: Config, workdir: pathlib.Path, allow_config_changes: bool) ->
         progress.restart_clock()
         with contextlib.suppress(Stopped):  # by a signal, wherever it can be saved: inside a generation too
             if restored is None and evaluation:
-                progress.note(evaluation.measure("eval_before", learner.publish(), learner.version).line)
+                progress.note(evaluation.measure(workdir / "eval_before", learner.publish(), learner.version).line)
             before = time.monotonic()
             while (values or iteration < config.num_iterations) and failure is None:
                 if not values:  # else they are of an iteration that was stopped in its evaluation
@@ -143,11 +143,11 @@ def _train(config: Config, workdir: pathlib.Path, allow_config_changes: bool) ->
                     values = plain_numbers(values | cost_values(config, values, compute))
                     compute = values["time/compute_rollouts"]
                     metrics.append(actor.lines(acted, iteration))
-                    failure = actor.failure(acted) or learner.faults.failure(workdir)
-                final, pass_rate = iteration == config.num_iterations, None
-                if evaluation and (final or due(config.eval.every_iterations, iteration)):
+                    failure = too_many_failures(config, acted.sampled.answers) or learner.faults.failure(workdir)
+                final, pass_rate, every = iteration == config.num_iterations, None, config.eval.every_iterations
+                if evaluation and (final or (every > 0 and iteration % every == 0)):
                     name = "eval_after" if final else f"eval_{iteration}"
-                    measured = evaluation.measure(name, learner.publish(), learner.version)
+                    measured = evaluation.measure(workdir / name, learner.publish(), learner.version)
                     progress.note(measured.line)
                     values, pass_rate = values | measured.values, measured.values["eval/pass_rate"]
                 values["compile/recompiles_after_warmup"] = recompiles.after_warmup()
@@ -181,10 +181,6 @@ def _train(config: Config, workdir: pathlib.Path, allow_config_changes: bool) ->
     if hosts.is_first():
         print(f"report      {report.write_report(workdir)}")
     return 0
-
-
-def due(every: int, iteration: int) -> bool:
-    return every > 0 and iteration % every == 0
 
 
 def main() -> None:

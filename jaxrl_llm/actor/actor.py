@@ -162,10 +162,6 @@ class Actor:
         shared = shared_groups(sampled, self._stream.lookup) if how.share_rollouts else []
         return {"samples.jsonl": sampled.shown(iteration, how.samples_per_iteration, self._decode), SHARED_FILE: shared}
 
-    def failure(self, acted: Acted) -> str | None:
-        """What to say where more of the rewards failed than rewards.max_failure_frac; else None."""
-        return too_many_failures(self._config, acted.sampled.answers)
-
     def arrays(self) -> dict[str, Any]:
         """What ``restore`` needs to go on from here, on the devices; None where there is nothing."""
         return {"sampler": self.generator.state, "rounds": self._rounds[0].rollout if self._rounds else None}
@@ -200,6 +196,7 @@ class Actor:
 
 
 def too_many_failures(config: Any, rewards: Any) -> str | None:
+    """What to say where more of the rewards failed than rewards.max_failure_frac; else None."""
     failed = float(np.mean(rewards.outcome != OUTCOME_SCORE))
     if failed <= config.rewards.max_failure_frac:
         return None

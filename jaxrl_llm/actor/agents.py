@@ -186,7 +186,7 @@ def _same(one: list[dict[str, str]], other: list[dict[str, str]]) -> bool:
 
 
 class _Server(http.server.ThreadingHTTPServer):
-    daemon_threads, request_queue_size = True, 1024
+    request_queue_size = 1024
     episodes: dict[str, queue.SimpleQueue]
 
     def handle_error(self, request: Any, client_address: Any) -> None:

@@ -97,8 +97,7 @@ def evaluate(
     scored = (rewards.outcome == OUTCOME_SCORE).reshape(-1, num_samples)
     passed = scored & (np.where(scored, total, -np.inf) >= threshold)
     whole = scored.all(axis=1)  # pass@k and maj@k need all samples of a question
-    ks = [k for k in (2**i for i in range(num_samples.bit_length())) if k <= num_samples]
-    ks += [num_samples] if num_samples not in ks else []
+    ks = sorted({*(2**i for i in range(num_samples.bit_length())), num_samples})
     mean = lambda values: float(np.mean(values)) if len(values) else None
     return {
         "num_prompts": len(groups),
@@ -132,7 +131,6 @@ class Evaluation:
     Args:
         run: a ``Run`` with an ``eval_sampler``.
         compiled: its programs by name, compiled.
-        workdir: where each result is written with every completion.
         environment: answers turns; None = completions have one.
     """
 
@@ -143,7 +141,6 @@ class Evaluation:
         tokenizer: Any,
         held_out: list[Any],
         pool: RewardPool,
-        workdir: pathlib.Path,
         environment: Environment | None,
     ):
         evals = {name.removeprefix("eval_"): p for name, p in compiled.items() if name.startswith("eval_")}
@@ -152,16 +149,19 @@ class Evaluation:
         self._how = {"threshold": run.config.rewards.pass_threshold}
         self._how["key"] = sharding.put(rng.stream(run.config.seed, "eval"), sharding.replicated(run.mesh, 0))
         self._given = held_out, pool, tokenizer.decode
-        self._workdir = workdir
 
-    def measure(self, name: str, params: Any, version: jax.Array) -> Measured:
-        """Evaluate these published weights; NAME.json has the result."""
-        result = evaluate(self._generator, params, *self._given, version=version, **self._how)
+    def result(self, params: Any, version: jax.Array) -> dict[str, Any]:
+        """What ``evaluate`` says of these published weights."""
+        return evaluate(self._generator, params, *self._given, version=version, **self._how)
+
+    def measure(self, path: pathlib.Path, params: Any, version: jax.Array) -> Measured:
+        """The same in short; PATH.json has the result with every completion."""
+        result = self.result(params, version)
         if hosts.is_first():
-            (self._workdir / f"{name}.json").write_text(json.dumps(result, indent=1))
+            path.with_suffix(".json").write_text(json.dumps(result, indent=1))
         rate, count = result["pass_rate"], result["num_prompts"]
         failures = {f"eval/{kind}_count": result[f"{kind}_count"] for kind in ("timeout", "error")}
-        line = f"held-out pass rate {'-' if rate is None else format(rate, '.3f')} over {count} questions ({name})"
+        line = f"held-out pass rate {'-' if rate is None else format(rate, '.3f')} over {count} questions ({path.name})"
         if failed := sum(failures.values()):
             line += f"; without the {failed} of {count * result['num_samples']} completions whose reward failed"
         return Measured(evaluation_values(result) | failures, line)

@@ -64,7 +64,7 @@ class LearnerPrograms:
 
     @functools.cached_property
     def base(self) -> tuple[Any, ...]:
-        """What is not, where adapters are: the last argument of every program that computes with weights."""
+        """What is not: (weights,) where adapters are, else (). Splatted, the last argument of programs with weights."""
         return lora.split(self.model.abstract_params(self.mesh))[1:]
 
     @property

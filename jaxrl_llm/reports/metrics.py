@@ -112,10 +112,6 @@ def update_values(config: Config, used: dict[str, Any]) -> dict[str, float]:
         square = count * float(used[f"{name}_square_sum"])
         return float(used[f"{name}_sum"]) ** 2 / square if square else math.nan
 
-    def explained(whole: str, rest: str, count: float) -> float:
-        moment = lambda name: count * float(used[f"{name}_square_sum"]) - float(used[f"{name}_sum"]) ** 2
-        return 1 - moment(rest) / moment(whole) if moment(whole) > 0 else math.nan
-
     values = {
         **{name: ratio(*sums) for name, sums in RATIOS.items() if sums[0] in used},
         **{name: kind(used[given]) for name, (given, kind) in TAKEN.items() if given in used},
@@ -133,7 +129,9 @@ def update_values(config: Config, used: dict[str, Any]) -> dict[str, float]:
             values[f"update/clip_frac_age_{label}"] = float(used["clipped_count_by_age"][i]) / tokens
             values[f"update/ess_frac_age_{label}"] = total**2 / (tokens * square) if square else math.nan
     if "value_loss_sum" in used:
-        values["update/explained_variance"] = explained("return", "value_error", float(used["token_count"]))
+        moment = lambda x: float(used["token_count"]) * float(used[f"{x}_square_sum"]) - float(used[f"{x}_sum"]) ** 2
+        whole, rest = moment("return"), moment("value_error")
+        values["update/explained_variance"] = 1 - rest / whole if whole > 0 else math.nan
     if "update_s" in used:
         values["time/update_s"] = used["update_s"]
         values["throughput/update_tokens_per_s"] = values["tokens/trained"] / used["update_s"]

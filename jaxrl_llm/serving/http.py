@@ -19,7 +19,6 @@ import json
 import queue
 import select
 import socket
-import socketserver
 import time
 import uuid
 from collections.abc import Iterator, Mapping
@@ -48,7 +47,7 @@ class Refused(Exception):
         self.status = status
 
 
-class Server(socketserver.ThreadingMixIn, http.server.HTTPServer):
+class Server(http.server.ThreadingHTTPServer):
     """Serves engines of one sampler: a request names the model of one, or has the first.
 
     Args:
@@ -59,7 +58,7 @@ class Server(socketserver.ThreadingMixIn, http.server.HTTPServer):
         token: that requests must bear; "" = none.
     """
 
-    daemon_threads, request_queue_size = True, 1024
+    request_queue_size = 1024
 
     def __init__(
         self, address: tuple[str, int], engines: Mapping[str, Engine], tokenizer: Any, temperature: float, token: str

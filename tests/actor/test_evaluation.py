@@ -32,9 +32,9 @@ def measured(outcome, total, folder, monkeypatch):
     rewards = Rewards(np.array(total, np.float32), {}, np.array(outcome, np.int8))
     pool = types.SimpleNamespace(submit=lambda *_: None, collect=lambda _: rewards)
     found = object.__new__(evaluation.Evaluation)
-    found._generator, found._workdir, found._how = Generator(), folder, {"threshold": 1.0, "key": None}
+    found._generator, found._how = Generator(), {"threshold": 1.0, "key": None}
     found._given = [Example("1+1=", {}), Example("2+2=", {})], pool, str
-    return found.measure("eval_1", None, None)
+    return found.measure(folder / "eval_1", None, None)
 
 
 @pytest.mark.parametrize(
