@@ -87,6 +87,7 @@ def _train(config: Config, workdir: pathlib.Path, allow_config_changes: bool) ->
         RewardPool(config.rewards, task_scorer=scorer, examples=examples, check=stop.check) as pool,
         environments.opened(config, examples, tokenizer) as environment,
         contextlib.closing(MetricsWriter(workdir, config.metrics)) as metrics,
+        contextlib.closing(external),
         contextlib.closing(checkpoints),
     ):
         check_room(run)

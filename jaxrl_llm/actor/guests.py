@@ -123,6 +123,11 @@ class External:
             if isinstance(source, Hindsight):
                 source.hear(sampled, decode)
 
+    def close(self) -> None:
+        for source in self._sources.values():
+            if isinstance(source, Hindsight):
+                source.close()
+
     def state(self) -> dict[str, Any]:
         """What ``restore`` needs to go on from here; plain JSON."""
         return {path: source.state() for path, source in self._sources.items()}

@@ -5,8 +5,9 @@
     a function        hindsight: a line for each group that it makes of those which the last iteration has sampled
 
 Such a function, "package.module:function" or "FILE.py:function", has the arguments of a reward function (prompts,
-completions and columns, of one question) and returns a list of lines as files have them (``actor.guests``). Where it
-fails, of that question there are none: counted, and said the first time.
+completions and columns, of one question) and returns a list of lines as files have them (``actor.guests``). It runs in
+a process of its own (``hindsight_worker``) and has ``rewards.timeout_s`` for each question. Where it fails, of that
+question there are none: counted, and said the first time.
 
 Owns: which lines come next, where reading stands. Does not know: what is in a line, rows.
 """
@@ -15,14 +16,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import os
 import pathlib
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from jaxrl_llm.actor.rewards import imported
+from jaxrl_llm.actor.printing import Printer
+from jaxrl_llm.actor.rewards import Worker, end, failed, imported
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.runtime import hosts
 from jaxrl_llm.runtime.json_lines import BadRowError, lines
@@ -134,7 +135,8 @@ class Hindsight(Lines):
 
     def __init__(self, name: str, reader: Any):
         super().__init__(name, reader)
-        self._function = imported(name, f"external.paths: {visible(name)!r}")
+        imported(name, f"external.paths: {visible(name)!r}")
+        self._timeout_s, self._printer, self._worker = reader.config.rewards.timeout_s, None, None
 
     def hear(self, sampled: Sampled, decode: Callable[[list[int]], str]) -> None:
         """Make lines of what has been sampled; what was left of the last time is passed over."""
@@ -153,12 +155,22 @@ class Hindsight(Lines):
 
     def _made_of(self, example: Any, texts: list[str]) -> tuple[list[bytes], str]:
         """Lines, and what went wrong, "" where nothing did."""
-        columns = {name: [value] * len(texts) for name, value in example.columns.items()}
+        if self._worker is None:
+            self._printer = Printer()
+            self._worker = Worker([self._name], self._printer, "hindsight_worker")
         try:
-            made = self._function([example.prompt] * len(texts), texts, **columns)
-            return [json.dumps(line).encode() for line in made], ""
-        except (Exception, SystemExit) as error:
-            return [], f"{example.origin}: {type(error).__name__}: {visible(str(error))}"
+            call = self._name, example.prompt, example.columns, texts, {}
+            made, reason = self._worker.ask(call, self._timeout_s)
+        except Exception as error:
+            made, reason = [], failed(error)[1]
+        return [line.encode() for line in made], reason and f"{example.origin}: {visible(reason)}"
+
+    def close(self) -> None:
+        """End the process, whatever the function is doing."""
+        if self._worker:
+            end([self._worker])
+            self._worker.socket.close()
+            self._printer.close()
 
     def look(self) -> None:
         """What is there was heard."""

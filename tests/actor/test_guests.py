@@ -3,6 +3,7 @@
 Log-probabilities come from the oracle in loops and float64; orders and positions are by hand.
 """
 
+import contextlib
 import functools
 import json
 import re
@@ -234,7 +235,9 @@ def sampled_of(*rows):
     return types.SimpleNamespace(groups=groups, rewards=rewards, completions=lambda: dict(enumerate(rows)))
 
 
-def test_what_a_function_makes_of_the_own_groups_comes_in_the_next_iteration(tmp_path, capsys):
+@pytest.fixture
+def make(tmp_path):
+    """``External`` of a function by its name."""
     (tmp_path / "made.py").write_text(
         "def longer(prompts, completions, n, **columns):\n"
         "    line = {'prompt': f'{prompts[0]}{n[0]}', 'completions': completions, 'rewards': [0, 1, 0]}\n"
@@ -243,8 +246,17 @@ def test_what_a_function_makes_of_the_own_groups_comes_in_the_next_iteration(tmp
         "    given = longer(prompts, completions, n)\n"
         "    return given if prompts[0] == 'b' else [*given, {'prompt': set()}]\n"
         "def leaves(prompts, completions, **columns):\n    raise SystemExit(3)\n"
+        "def nothing(prompts, completions, **columns):\n    pass\n"
+        "def hangs(prompts, completions, **columns):\n"
+        "    while prompts[0] == 'a':\n        pass\n"
+        "    return longer(prompts, completions, **columns)\n"
     )
-    make = lambda name="longer": external(f"{tmp_path / 'made.py'}:{name}", groups=2)
+    with contextlib.ExitStack() as opened:
+        of = lambda name, how: contextlib.closing(external(f"{tmp_path / 'made.py'}:{name}", groups=2, **how))
+        yield lambda name="longer", **how: opened.enter_context(of(name, how))
+
+
+def test_what_a_function_makes_of_the_own_groups_comes_in_the_next_iteration(make, capsys):
     source = make()
     assert prompts(source.next_groups(0, unasked)) == [None, None]  # nothing has been heard
     source.hear(sampled_of(*"uvwxyz"), lambda ids: 2 * ids)
@@ -277,6 +289,17 @@ def test_what_a_function_makes_of_the_own_groups_comes_in_the_next_iteration(tmp
     assert prompts(guests) == [None, None] and guests.failed_calls == 2
     with pytest.raises(ConfigError, match=r"external\.paths: '.*made\.py:none' cannot be used: AttributeError"):
         make("none")
+
+
+def test_a_function_that_hangs_fails_on_that_question_alone(make, capsys):
+    hangs, nothing = make("hangs", rewards={"timeout_s": 2.0}), make("nothing")
+    for source, given, failed in ((hangs, ["b1", "!"], 1), (nothing, [None, None], 2)):
+        source.hear(sampled_of(*"uvwxyz"), str)
+        guests = source.next_groups(1, unasked)
+        assert prompts(guests) == given and guests.failed_calls == failed
+    said = capsys.readouterr().err.splitlines()
+    assert ["made.py:hangs has failed on file:0: no answer after 2 s;" in said[0], len(said)] == [True, 2]
+    assert "made.py:nothing has failed on file:0: TypeError: 'NoneType' object is not iterable" in said[1]
 
 
 def test_sources_take_turns(tmp_path):

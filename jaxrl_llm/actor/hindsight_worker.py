@@ -1,0 +1,26 @@
+"""The process that a function of hindsight runs in: answers go in, lines come out.
+
+Owns: its call. Does not know: deadlines, what is in a line, jax.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from jaxrl_llm.actor import reward_worker
+
+
+def call(function: Callable, prompt: Any, columns: dict[str, Any], completions: list[str]) -> tuple[list[str], str]:
+    """Lines as JSON, and what went wrong, "" where nothing did."""
+    num = len(completions)
+    try:
+        made = function([prompt] * num, completions, **{name: [value] * num for name, value in columns.items()})
+        return [json.dumps(line) for line in reward_worker.awaited(made)], ""
+    except BaseException as error:  # SystemExit too
+        return [], reward_worker.message(error)
+
+
+def main(descriptor: int, specs: list[str]) -> None:
+    reward_worker.main(descriptor, specs, call)
