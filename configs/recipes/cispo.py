@@ -7,9 +7,9 @@ groups, solved questions asked no more; answers are begun ahead, go on under new
 most. The bound of 5 is what TRL recommends for this paper's epsilon_max.
 Source: Khatri et al. 2025, arXiv:2510.13786. Differs: logits are in float32 from bfloat16 hidden states and weights
 where model.compute_dtype is bfloat16; long answers are cut off, not interrupted to answer; the standard deviation is
-over tied groups too; generation waits for the update, where theirs goes on beside it; the optimizer is as it is set
-(theirs: AdamW's eps 1e-15, weight decay 0.01, a constant rate of 5e-7 after 100 steps of warm-up); rewards are 0 and 1
-(theirs: -1 and 1), which the standard deviation makes the same.
+over tied groups too; generation waits for the update, where theirs goes on beside it; the rate and its warm-up are
+left to you (theirs: a constant 5e-7 after 100 steps); rewards are 0 and 1 (theirs: -1 and 1), which the standard
+deviation makes the same.
 """
 
 from jaxrl_llm.algorithms.use import use
@@ -25,4 +25,6 @@ def get_config():
     config.replay.skip_tied = True
     config.rollout.lookahead_prompts = 16
     config.rollout.max_lag_iterations = 8
+    config.optimizer.eps = 1e-15
+    config.optimizer.weight_decay = 0.01
     return config
