@@ -21,6 +21,7 @@ import numpy as np
 
 from jaxrl_llm.actor import agents
 from jaxrl_llm.actor.environment import Environment, Reply, ids_of
+from jaxrl_llm.actor.rewards import Answer
 from jaxrl_llm.actor.sampler import Sampler
 from jaxrl_llm.config import Config, ConfigError
 from jaxrl_llm.runtime import hosts, sharding
@@ -80,8 +81,8 @@ class Played:
                 row[turns - 1] = np.nan if value is None else value
         return scores
 
-    def own_scores(self) -> Any:
-        """Scores, outcomes and reasons, as of a reward function: what the environment gives each turn. Waits for it.
+    def own_scores(self) -> Answer:
+        """As of a reward function: what the environment gives each turn. Waits for it.
 
         It says what an episode is worth so far: a turn has what it has added.
         """
@@ -94,16 +95,16 @@ class Played:
         is_silent = any(reply.reward is None and reply.outcome == OUTCOME_SCORE for row in rows for reply in row)
         reasons = ["environment: an agent returned no reward"] if is_silent else []
         outcome = np.where(np.isnan(scores).any(axis=1), OUTCOME_ERROR, OUTCOME_SCORE)
-        return scores, outcome, reasons, [[]] * len(scores)
+        return Answer(scores, outcome, reasons, [[]] * len(scores))
 
-    def failures_in(self, answer: Any) -> Any:
+    def failures_in(self, answer: Answer) -> Answer:
         """The same of any function, of which rows that the environment failed in have none."""
         scores, outcome, reasons, masked = answer
         for i, reply in enumerate(row[-1].result() for row in self.replies):
             if reply.outcome != OUTCOME_SCORE:
                 scores[i], outcome[i] = np.nan, reply.outcome
                 reasons = list(dict.fromkeys([*reasons, reply.reason]))
-        return scores, outcome, reasons, masked
+        return Answer(scores, outcome, reasons, masked)
 
 
 class Conversations:
@@ -132,7 +133,7 @@ class Conversations:
 
         Args:
             told: by ``turns.told``.
-            prompts: (group_id, example, token ids, ..) of open prompts by shard and entry.
+            prompts: ``generator.OpenPrompt`` by shard and entry.
 
         Returns:
             Stop reasons, lengths and answers heard [M,E,G].
@@ -142,7 +143,7 @@ class Conversations:
         for shard, of_slots in tokens.items():
             for slot in np.flatnonzero(row_MZ[shard] >= 0):
                 entry, g = divmod(int(row_MZ[shard][slot]), lengths.shape[2])
-                row, (_, example, prompt, *_) = (shard, entry, g), prompts[shard, entry]
+                row, example, prompt = (shard, entry, g), prompts[shard, entry].example, prompts[shard, entry].tokens
                 self._waiting.add(row)
                 completion = of_slots[slot][len(prompt) : lengths[row]]
                 end = len(completion)

@@ -17,7 +17,7 @@ import collections
 import dataclasses
 import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -27,6 +27,15 @@ from jaxrl_llm.actor.conversation import Conversations
 from jaxrl_llm.actor.sampler import Sampler
 from jaxrl_llm.runtime import sharding
 from jaxrl_llm.types import STOP_NONE, Agreed, DrawSums, PerHost, PromptBatch, Rollout
+
+
+class OpenPrompt(NamedTuple):
+    """A prompt whose completions are being sampled; ``call`` of ``generate`` has opened it."""
+
+    group_id: int
+    example: Any
+    tokens: list[int]
+    call: int
 
 
 @dataclasses.dataclass
@@ -82,8 +91,7 @@ class Generator:
         self.calls = 0
         # On the device; without lookahead prompts while they are sampled alone: no update has caches beside it.
         self.state: Any = compiled["init_sampler"]() if sampler.lookahead else None
-        # entry (shard, index) -> (group_id, example, prompt token ids, the call that opened it)
-        self.open_prompts: dict[tuple[int, int], tuple[int, Any, list[int], int]] = {}
+        self.open_prompts: dict[tuple[int, int], OpenPrompt] = {}  # by shard and entry
         # Groups that finished and were not taken yet, tickets included.
         self.finished: dict[tuple[int, int], FinishedGroup] = {}
         self._chosen: list[list[tuple[int, int]]] = []  # places of those of the last call, by shard
@@ -154,7 +162,8 @@ class Generator:
             if all(len(places) >= per_shard for places in done) and due <= self.finished.keys():
                 break
         self._receive(leaving, on_finished)
-        self._chosen = [sorted(places, key=lambda where: self.open_prompts[where][0])[:per_shard] for places in done]
+        by_age = lambda where: self.open_prompts[where].group_id
+        self._chosen = [sorted(places, key=by_age)[:per_shard] for places in done]
         return [self.finished[where] for places in self._chosen for where in places]
 
     def take(self) -> Rollout:
@@ -180,11 +189,12 @@ class Generator:
     def _read(self, reasons: np.ndarray, lengths: np.ndarray, heard: np.ndarray | None = None) -> list[Any]:
         """Note the groups that have stopped, and begin to read their tokens, one of each shard at a time."""
         new: list[list[tuple[int, int]]] = [[] for _ in range(self.sampler.shards)]
-        for where, (group_id, example, prompt, _) in self.open_prompts.items():
+        for where, prompt in self.open_prompts.items():
             if where not in self.finished and (reasons[where] != STOP_NONE).all():
-                sizes = (lengths[where] - len(prompt)).tolist()
+                sizes = (lengths[where] - len(prompt.tokens)).tolist()
                 turns = [] if heard is None else (heard[where] + 1).tolist()
-                self.finished[where] = FinishedGroup(group_id, example, sizes, reasons[where].tolist(), turns)
+                of_prompt = prompt.group_id, prompt.example
+                self.finished[where] = FinishedGroup(*of_prompt, sizes, reasons[where].tolist(), turns)
                 new[where[0]].append(where)
         reading = []
         for places in itertools.zip_longest(*new):
@@ -198,7 +208,7 @@ class Generator:
         for places, tokens in leaving:
             for shard, rows in sharding.own_rows(tokens).items():
                 if where := places[shard]:
-                    group, first = self.finished[where], len(self.open_prompts[where][2])
+                    group, first = self.finished[where], len(self.open_prompts[where].tokens)
                     sizes = zip(rows, group.lengths, strict=True)
                     group.completions = [row[first : first + size].tolist() for row, size in sizes]
                     if self.talk:
@@ -207,11 +217,11 @@ class Generator:
 
     def opened(self) -> list[list[int]]:
         """What ``adopt`` takes of each open prompt but its text: shard, entry, calls since it was opened, group_id."""
-        return [[*where, self.calls - call, name] for where, (name, _, _, call) in self.open_prompts.items()]
+        return [[*where, self.calls - prompt.call, prompt.group_id] for where, prompt in self.open_prompts.items()]
 
     def adopt(self, shard: int, entry: int, lag: int, group_id: int, example: Any, prompt: list[int]) -> None:
         """Note a prompt that a restored device state has open, since so many calls."""
-        self.open_prompts[shard, entry] = (group_id, example, prompt, self.calls - lag)
+        self.open_prompts[shard, entry] = OpenPrompt(group_id, example, prompt, self.calls - lag)
 
     def _open(self, params: Any, prompts: PromptBatch) -> None:
         """Prefill new prompts into free entries, P at a time, dealt contiguously over the shards."""
@@ -229,8 +239,8 @@ class Generator:
                 for j, where in enumerate(free[m][wave * (P // M) : (wave + 1) * (P // M)]):
                     i = starts[m] + wave * (P // M) + j
                     index[m, j], entry[m, j] = i, where[1]
-                    prompt = prompts.tokens[i, : prompts.length[i]].tolist()
-                    self.open_prompts[where] = (int(prompts.group_id[i]), prompts.examples[i], prompt, self.calls)
+                    name, tokens = int(prompts.group_id[i]), prompts.tokens[i, : prompts.length[i]].tolist()
+                    self.open_prompts[where] = OpenPrompt(name, prompts.examples[i], tokens, self.calls)
             flat = index.reshape(-1)
             arrays = (prompts.tokens[flat], prompts.length[flat], prompts.group_id[flat], entry)
             arrays = sharding.put(arrays, sharding.leading(sampler.mesh, arrays))

@@ -28,7 +28,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import psutil
@@ -46,9 +46,16 @@ MAX_START_S = 300.0
 MORE = ("messages", "environments")  # what a function is given if it names it
 MARK = "JAXRL_REWARD_WORKER"  # in the environment of a worker and of what it starts, wherever that goes: which it is
 
-# Of one call, for each completion: scores by turn (f64, NaN where there is none), outcome; what went wrong; and of each
-# the places of its tokens that are masked.
-Answer = tuple[np.ndarray, np.ndarray, list[str], list[list[int]]]
+
+class Answer(NamedTuple):
+    """Of one call."""
+
+    scores: np.ndarray  # [completions, turns] f64, NaN where there is none
+    outcome: np.ndarray  # [completions] ``types.OUTCOME_*``
+    reasons: list[str]  # what went wrong
+    masked: list[list[int]]  # of each completion the places of its tokens that are masked
+
+
 Ticket = list[Future[Answer]]  # of the completions of one prompt, for each function. Opaque to callers.
 
 
@@ -126,11 +133,12 @@ class RewardPool(contextlib.AbstractContextManager):
                 break
             self.check()
         answers = hosts.complete(answers)
-        by_turn, outcome = (  # [functions, completions, turns], [functions, completions]
-            np.concatenate([[answer[i] for answer in calls] for calls in answers], axis=1) for i in (0, 1)
-        )
+        by_turn = np.concatenate(
+            [[x.scores for x in calls] for calls in answers], axis=1
+        )  # [functions, completions, turns]
+        outcome = np.concatenate([[x.outcome for x in calls] for calls in answers], axis=1)
         parts, weights = by_turn.sum(axis=2), np.array(self._config.weights)
-        errors = dict.fromkeys(reason for calls in answers for answer in calls for reason in answer[2])
+        errors = dict.fromkeys(reason for calls in answers for answer in calls for reason in answer.reasons)
         self._say(list(errors))
         return Rewards(
             total=(weights @ parts).astype(np.float32),  # NaN where any part is
@@ -138,7 +146,9 @@ class RewardPool(contextlib.AbstractContextManager):
             outcome=outcome.max(axis=0).astype(np.int8),
             errors=tuple(errors)[:MAX_ERRORS_KEPT],
             by_turn=np.tensordot(weights, by_turn, 1).astype(np.float32) if by_turn.shape[2] > 1 else None,
-            masked=[sorted(set().union(*row)) for calls in answers for row in zip(*(x[3] for x in calls), strict=True)],
+            masked=[
+                sorted(set().union(*row)) for calls in answers for row in zip(*(x.masked for x in calls), strict=True)
+            ],
         )
 
     def _say(self, errors: list[str]) -> None:
@@ -189,7 +199,8 @@ class RewardPool(contextlib.AbstractContextManager):
         self._free.append(worker)
         outcome = np.where(np.isnan(scores).any(axis=1), failure, OUTCOME_SCORE)
         reasons = [f"{name} on {example.origin or 'a prompt'}: {reason}" for reason in reasons]
-        return played.failures_in((scores, outcome, reasons, masked)) if played else (scores, outcome, reasons, masked)
+        answer = Answer(scores, outcome, reasons, masked)
+        return played.failures_in(answer) if played else answer
 
 
 def failed(error: Exception) -> tuple[int, str]:

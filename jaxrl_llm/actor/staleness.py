@@ -36,7 +36,7 @@ def due(generator: Any) -> set[Place]:
     due, per_shard = set(), generator.sampler.num_prompts // generator.sampler.shards
     for shard in range(generator.sampler.shards if max_lag else 0):
         mine = [(where, opened) for where, opened in generator.open_prompts.items() if where[0] == shard]
-        by_age = sorted((name, call, where) for where, (name, _, _, call) in mine)
+        by_age = sorted((opened.group_id, opened.call, where) for where, opened in mine)
         for later in range(max_lag):
             late = [where for _, call, where in by_age if call + max_lag <= calls + later]
             due |= set(late[: max(0, len(late) - later * per_shard)])

@@ -26,7 +26,7 @@ def stop(generator: Any, reasons: np.ndarray, lengths: np.ndarray, scanned: np.n
         scanned: tokens of each completion that were looked at before; changed in place.
     """
     tokens = sharding.own_rows(generator.state.tokens)
-    sizes = {where: len(prompt) for where, (_, _, prompt, _) in generator.open_prompts.items() if where[0] in tokens}
+    sizes = {where: len(x.tokens) for where, x in generator.open_prompts.items() if where[0] in tokens}
     stops, decode_text = generator.sampler.sampling.stop_strings, generator.decode_text
     new_length = find(stops, decode_text, tokens, sizes, reasons, lengths, scanned)
     # To all: a row that is copied over several hosts one of them has looked at.
