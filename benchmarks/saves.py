@@ -39,17 +39,19 @@ def times(gb: float, workdir: pathlib.Path, where: str) -> tuple[float, float, f
         f"array_{i:04}": jax.device_put(jnp.arange(i, size + i, dtype=jnp.float32), one) for i, size in enumerate(sizes)
     }
     sums = jax.jit(checksums).lower(state).compile()
-    how = {"checksums": lambda _, part: sums(part)}
+    how, config = {"checksums": lambda _, part: sums(part)}, freeze({})
     with contextlib.closing(Checkpointer(workdir, CheckpointConfig(bucket=where))) as checkpoints:
         jax.block_until_ready(state)
         started = time.monotonic()
-        checkpoints.save(1, {"state": state}, {}, freeze({}), pass_rate=None, **how)
+        checkpoints.save(1, {"state": state}, {}, config, pass_rate=None, **how)
         stood = time.monotonic() - started
         checkpoints.wait()
         whole = time.monotonic() - started
         like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one), state)
         started = time.monotonic()
-        jax.block_until_ready(checkpoints.restore({"state": like}, None, allow_config_changes=True, **how).device_state)
+        jax.block_until_ready(
+            checkpoints.restore({"state": like}, config, allow_config_changes=False, **how).device_state
+        )
         return stood, whole, time.monotonic() - started
 
 
