@@ -193,24 +193,25 @@ class Checkpointer:
             ConfigError: no such iteration, none that is whole, settings differ, or arrays do not fit.
         """
         self.wait()
-        if iteration is None and self.latest_iteration() is None:
-            return None
 
-        def read(path: pathlib.Path) -> Restored:
+        def read(path: pathlib.Path) -> tuple[Any, ...]:
             host, text = read_text(path)
             check_settings(text, config, path, allow_config_changes)
             has = {name.partition("/")[0] for name in text["arrays"]}
             wanted = {part: x for part, x in abstract_state.items() if part in has or part not in PASSING}
             names = by_name(wanted)
             check_arrays(text["arrays"], names, path, same_dtype=True)
-            arrays = read_arrays(path, names)
-            state = jax.tree.unflatten(jax.tree.structure(wanted), arrays.values())
+            return int(path.name), host, text, jax.tree.structure(wanted), read_arrays(path, names)
+
+        def check(found: tuple[Any, ...]) -> Restored:
+            step, host, text, structure, arrays = found
+            state = jax.tree.unflatten(structure, arrays.values())
             compare(text["arrays"], arrays, _sums(state, checksums))
             state, shapes = dict.fromkeys(abstract_state) | state, {name: x[1] for name, x in text["arrays"].items()}
-            return Restored(int(path.name), state, host, text["is_inside"], shapes)
+            return Restored(step, state, host, text["is_inside"], shapes)
 
-        restored = read_whole(self.directory, iteration, read)
-        self._current = restored.iteration, restored.is_inside
+        if restored := read_whole(self.directory, iteration, read, check):
+            self._current = restored.iteration, restored.is_inside
         return restored
 
     def is_due(self, iteration: int) -> bool:
@@ -235,8 +236,7 @@ class Checkpointer:
             check_settings(text, config, path, allow_changes)
             check(host)
 
-        if self.latest_iteration() is not None:
-            read_whole(self.directory, None, read, say=False)
+        read_whole(self.directory, None, read, say=False)
 
     def check(self) -> dict[str, float]:
         """Raise what has gone wrong in the background by now; metrics of the checkpoint that has become whole."""

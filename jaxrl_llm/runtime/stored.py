@@ -22,7 +22,7 @@ import numpy as np
 import tensorstore
 
 from jaxrl_llm.config import DATE, Config, ConfigError, files, freeze, from_json, to_json
-from jaxrl_llm.runtime import bucket
+from jaxrl_llm.runtime import bucket, hosts
 from jaxrl_llm.runtime.nested import differences
 
 # Settings (or groups) that a resumed run may change freely: they say how long the run is, what it writes down, with
@@ -64,24 +64,43 @@ def steps_in(directory: pathlib.Path) -> list[int]:
     return sorted((int(path.name) for path in paths if path.name.isdigit() and bucket.is_whole(path)), reverse=True)
 
 
-def read_whole(root: pathlib.Path, iteration: int | None, read: Callable[[pathlib.Path], Any], *, say: bool = True):
-    """``read(path)`` of the checkpoint of an iteration; None = of the newest that is whole.
+def read_whole(
+    root: pathlib.Path,
+    iteration: int | None,
+    read: Callable[[pathlib.Path], Any],
+    check: Callable[[Any], Any] = lambda found: found,
+    *,
+    say: bool = True,
+) -> Any:
+    """``check(read(path))`` of the checkpoint of an iteration; None = of the newest that is whole. None: there is none.
+
+    All hosts take the same one: what one of them finds damaged is so for all. Programs on devices are for ``check``,
+    which comes when every host has read its part: else hosts would run them for other checkpoints than others do.
 
     Raises:
         ConfigError: no such iteration, or none is whole.
     """
-    steps = steps_in(root)
+    steps = hosts.exchange(steps_in(root))[0]
     if iteration is not None and iteration not in steps:
         raise ConfigError(f"no checkpoint of iteration {iteration} in {root}; there are {sorted(steps)}")
+    damaged = None
     for step in steps if iteration is None else [iteration]:
-        path = root / str(step)
-        try:
-            return read(path)
-        except DamagedError as error:
-            damaged = " ".join(f"checkpoint {path} is damaged: {error}".split())
-        if say and iteration is None and step != steps[-1]:
+        found = path = root / str(step)  # and no array of the one before
+        for stage in (read, check):
+            said = None
+            try:
+                found = stage(found)
+            except DamagedError as error:
+                said = " ".join(f"checkpoint {path} is damaged: {error}".split())
+            if damaged := next(filter(None, hosts.exchange(said)), None):
+                break
+        else:
+            return found
+        if say and iteration is None and step != steps[-1] and hosts.is_first():
             print(f"warning: {damaged}; taking the one before", file=sys.stderr)
-    raise ConfigError(damaged)
+    if damaged:
+        raise ConfigError(damaged)
+    return None
 
 
 def digest(host: Any, text: dict[str, Any]) -> str:

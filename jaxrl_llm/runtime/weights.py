@@ -17,7 +17,7 @@ from jaxrl_llm.config import Config, ConfigError
 from jaxrl_llm.ops.checksum import checksum
 from jaxrl_llm.runtime import bucket
 from jaxrl_llm.runtime.checkpoint import POLICY, by_name
-from jaxrl_llm.runtime.stored import check_arrays, compare, config_of, read_arrays, read_text, read_whole, steps_in
+from jaxrl_llm.runtime.stored import check_arrays, compare, config_of, read_arrays, read_text, read_whole
 
 
 def restore_params(
@@ -45,10 +45,8 @@ def restore_params(
     iteration = None
     if path.name.isdigit() and (path / "state").is_dir():
         root, iteration = path.parent, int(path.name)
-    if not steps_in(root):
-        raise ConfigError(f"no finished checkpoint in {directory}")
 
-    def read(path: pathlib.Path) -> tuple[Any, Config]:
+    def read(path: pathlib.Path) -> tuple[Any, ...]:
         host, text = read_text(path)
         config = config_of(text, path)
         check(host)
@@ -59,7 +57,10 @@ def restore_params(
         if abstract_params is not None:
             wanted = {prefix + name: leaf for name, leaf in by_name(abstract_params).items()}
             check_arrays(saved, wanted, path, same_dtype=False)
-        arrays = read_arrays(path, wanted)
+        return saved, config, prefix, read_arrays(path, wanted)
+
+    def compared(found: tuple[Any, ...]) -> tuple[Any, Config]:
+        saved, config, prefix, arrays = found
         as_saved = {name: x for name, x in arrays.items() if str(x.dtype) == saved[name][0]}
         # One at a time on the device.
         compare(saved, as_saved, [checksum(x).item() for x in as_saved.values()])
@@ -68,4 +69,6 @@ def restore_params(
             return flax.traverse_util.unflatten_dict(arrays, sep="/"), config
         return jax.tree.unflatten(jax.tree.structure(abstract_params), arrays.values()), config
 
-    return read_whole(root, iteration, read)
+    if (found := read_whole(root, iteration, read, compared)) is None:
+        raise ConfigError(f"no finished checkpoint in {directory}")
+    return found

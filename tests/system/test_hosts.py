@@ -48,10 +48,11 @@ TIMES = ("time/", "throughput/", "memory/", "compile/")
 
 
 class Job:
-    """Hosts that run one command, each of its own output, read line by line."""
+    """Hosts that run one command, or a script, each of its own output, read line by line."""
 
     def __init__(self, count, folder, settings, *, devices=1, of_host=None, joined=False, **how):
         command, flags, config = (how.pop(*x) for x in (("command", "train"), ("flags", ()), ("config", CONFIG)))
+        run = [how.pop("script")] if "script" in how else [CACHING, f"jaxrl_llm.{command}"]
         assert not how
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -74,7 +75,7 @@ class Job:
                 environment |= job
             own = (of_host or {}).get(i, [])
             host = subprocess.Popen(
-                [sys.executable, CACHING, f"jaxrl_llm.{command}", *of_config, *flags, *overrides, *own],
+                [sys.executable, *run, *of_config, *flags, *overrides, *own],
                 env=environment,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -347,6 +348,56 @@ def test_hosts_that_differ_are_all_refused_with_what_differs(tmp_path):
     job = Job(2, tmp_path, {}, flags=(f"--workdir={tmp_path / 'run'}",), of_host={1: ["--config.seed=5"]})
     statuses, outputs = job.end()
     assert statuses == [2, 2] and all("config of host 1 is not that of host 0" in text for text in outputs), outputs
+
+
+DAMAGED = """
+import pathlib, sys
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxrl_llm.config import CheckpointConfig, Config
+from jaxrl_llm.runtime import cli, hosts
+from jaxrl_llm.runtime.checkpoint import Checkpointer
+from jaxrl_llm.runtime.weights import restore_params
+
+workdir = pathlib.Path(sys.argv.pop())
+
+def main():
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    split = NamedSharding(mesh, PartitionSpec("data"))  # a half on each host, in files of its own
+    filled = jax.jit(lambda value: {"w": jnp.full((64, 64), value, jnp.float32)}, out_shardings=split)
+    abstract = {"w": jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=split)}
+    checkpoints = Checkpointer(workdir, CheckpointConfig(keep_last=3))
+    for step in (1, 2, 3):
+        state = {"train": {"params": {"policy": filled(float(step))}}}
+        checkpoints.save(step, state, {}, Config(), pass_rate=None)
+    checkpoints.wait()
+    if not hosts.is_first():
+        own = [path for path in (workdir / "checkpoints/3/state/ocdbt.process_1/d").iterdir()]
+        assert own
+        for path in own:
+            path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    hosts.exchange("damaged")
+    whole = {"train": {"params": {"policy": abstract}}}
+    restored = checkpoints.restore(whole, Config(), allow_config_changes=False)
+    weights, _ = restore_params(workdir, abstract)
+    both = restored.device_state["train"]["params"]["policy"], weights
+    values = [float(x["w"].addressable_data(0)[0, 0]) for x in both]
+    checkpoints.close()
+    print(restored.iteration, *hosts.exchange(values))
+
+cli.run(main)
+"""
+
+
+def test_a_file_that_one_host_alone_reads_and_is_cut_short_makes_all_take_the_checkpoint_before(tmp_path):
+    """They went to other checkpoints, and met in a sum of both: none was whole to any of them."""
+    (tmp_path / "damaged.py").write_text(DAMAGED)
+    job = Job(2, tmp_path, {}, script=tmp_path / "damaged.py", config=None, flags=(tmp_path / "run",))
+    statuses, outputs = job.end()
+    assert statuses == [0, 0] and "2 [2.0, 2.0] [2.0, 2.0]\n" in outputs[0], outputs
+    said = "3 is damaged: array train/params/policy/w: "
+    assert outputs[0].count(said) == 2 and said not in outputs[1] and "1 is damaged" not in outputs[0], outputs
 
 
 # ---- units, by one process -----------------------------------------------------------------------------------------
