@@ -27,6 +27,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxrl_llm.config import ConfigError
+from jaxrl_llm.runtime.hosts import MachineError
 
 PREFIX, MARKER = "gs://", "commit_success.txt"  # orbax's
 WRITER = "writer.txt"
@@ -97,7 +98,8 @@ def held(setting: str, who: str) -> Iterator[None]:
         who: words like those of no other process.
 
     Raises:
-        ConfigError: it is in no bucket or cannot be written, or another run has it.
+        ConfigError: it is in no bucket, this machine may not write there, or another run has it.
+        MachineError: the bucket does not answer.
     """
     if not is_bucket(setting):
         yield
@@ -111,10 +113,14 @@ def held(setting: str, who: str) -> Iterator[None]:
         writer.take(f"checkpoint.bucket={setting!r}")
     except ConfigError:
         raise
-    except Exception as error:  # those of credentials and of the network have no class in common
-        raise ConfigError(
-            f"checkpoint.bucket={setting!r} cannot be written: {type(error).__name__}: {error}"
-        ) from error
+    except Exception as error:  # those of the network have no class in common
+        from google.api_core.exceptions import ClientError
+        from google.auth.exceptions import DefaultCredentialsError
+
+        is_refused = isinstance(error, ClientError | DefaultCredentialsError)
+        passes = not is_refused or getattr(error, "code", None) in (408, 429)  # too slow, too many
+        said = f"checkpoint.bucket={setting!r} cannot be written: {type(error).__name__}: {error}"
+        raise (MachineError if passes else ConfigError)(said) from error
     ended = threading.Event()
     threading.Thread(target=writer.keep, args=(ended,), daemon=True).start()
     try:

@@ -30,7 +30,7 @@ def run(main: Callable[[], None], *, stops: bool = False) -> None:
     """Parse the flags and call ``main()``, which ``stops`` by itself where SIGTERM asks; never returns.
 
     Bad input (a ``ConfigError``, an unknown or malformed flag) prints one line on stderr and exits with
-    status 2, a full disk (``DiskError``) with status 1. Any other exception is ours and keeps its traceback.
+    status 2, a fault of machines (``MachineError``) with status 1. Any other exception is ours and keeps its traceback.
     """
     _choose_platform()
     # Where a write fails, those beside it find their event loop closed, and say so beside the error that is raised.
@@ -50,7 +50,7 @@ def run(main: Callable[[], None], *, stops: bool = False) -> None:
         app.run(command, flags_parser=_parse)
 
 
-class DiskError(RuntimeError):
+class DiskError(distributed.MachineError):
     """A disk takes no more."""
 
 
@@ -59,9 +59,9 @@ def one_line_errors() -> Iterator[None]:
     """While entered, what the user can mend is one line on stderr, and ends the process."""
     try:
         yield
-    except (ConfigError, DiskError, flags.Error) as error:
+    except (ConfigError, distributed.MachineError, flags.Error) as error:
         print("error: " + visible(" ".join(str(error).split())[:2000]), file=sys.stderr)
-        sys.exit(1 if isinstance(error, DiskError) else 2)
+        sys.exit(1 if isinstance(error, distributed.MachineError) else 2)
 
 
 @contextlib.contextmanager
@@ -69,7 +69,7 @@ def writing(folder: str | os.PathLike) -> Iterator[None]:
     """While entered, an exception that says that a disk takes no more becomes a ``DiskError`` that names the path."""
     try:
         yield
-    except (ConfigError, DiskError):
+    except (ConfigError, distributed.MachineError):
         raise
     except Exception as error:
         for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):

@@ -1,8 +1,8 @@
 """The hosts (processes) of one job: joined before jax is first used, heard of by each other until the end.
 
-    found by jax            TPU pods, Slurm, GKE, Open MPI
+    found by jax            GKE, Slurm, mpirun (of Open MPI 4), TPU pods whose environment names their workers
     JAX_COORDINATOR_ADDRESS=HOST:PORT JAX_NUM_PROCESSES=N JAX_PROCESS_ID=I      anywhere else
-    JAXRL_DISTRIBUTED       1 = there must be such a job, 0 = this process is the whole job
+    JAXRL_DISTRIBUTED       1 = there must be a job, and jax looks further for it; 0 = this process is the whole job
 
 Every host runs the same program on the same questions; arrays are split over all of them, and what a host alone knows
 (scores of its rows) it says in an ``exchange``. All goes through the coordination service of jax, at host 0: numbers,
@@ -35,6 +35,7 @@ from jaxrl_llm.config import ConfigError, versions
 
 # The service gives a host up after so long without a sign of life; jax's own 100 and 300 are longer than a user waits.
 TIMEOUT_S = 40
+JOIN_S, FIND_S = 1200, 60.0  # for all to come, some still being made; for NFS to show what is new in a folder
 # Others end when a host is silent for so long: before the service would abort them without a word about which.
 SILENT_S = 25
 LONGEST_WAIT_MS = 24 * 3600 * 1000  # of a meeting: who is missing there is known by its silence
@@ -42,16 +43,21 @@ LIMIT_FILES = "memory.max", "memory.limit_in_bytes"  # of a control group: Linux
 HANGING_S = 1800  # a process that does one thing for so long shows where all its threads are, and again after as long
 
 T = TypeVar("T")
-_doing, _parting, _leaving = "start", threading.Event(), threading.Lock()
+_doing, _joined, _parting, _leaving = "start", threading.Event(), threading.Event(), threading.Lock()
 _meetings = itertools.count()
 _heard: dict[str, tuple[str, float]] = {}  # last sign of life of each host: its words, and the time of this host
+
+
+class MachineError(RuntimeError):
+    """A fault of machines, networks or disks, not of what the user has given: the same command again may find none."""
 
 
 def initialize() -> None:
     """Join the job that the environment names; without one this process is the whole job.
 
     Raises:
-        ConfigError: the environment names half a job, or none where JAXRL_DISTRIBUTED=1; or the others do not come.
+        ConfigError: the environment names half a job, or none where JAXRL_DISTRIBUTED=1.
+        MachineError: the others do not come.
     """
     wanted, address = os.environ.get("JAXRL_DISTRIBUTED", ""), os.environ.get("JAX_COORDINATOR_ADDRESS")
     if wanted not in ("", "0", "1"):
@@ -60,7 +66,7 @@ def initialize() -> None:
         return
     import jax  # here: a command that has no job to join need not pay for it
 
-    given: dict[str, Any] = {}
+    given: dict[str, Any] = dict.fromkeys(("heartbeat_timeout_seconds", "shutdown_timeout_seconds"), TIMEOUT_S)
     if address:
         numbers = {name: os.environ.get(name, "") for name in ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID")}
         for name, value in numbers.items():
@@ -69,7 +75,7 @@ def initialize() -> None:
         count, index = map(int, numbers.values())
         if index >= count:
             raise ConfigError(f"JAX_PROCESS_ID={index} must be less than JAX_NUM_PROCESSES={count}")
-        given = {"coordinator_address": address, "num_processes": count, "process_id": index}
+        given |= {"coordinator_address": address, "num_processes": count, "process_id": index}
     elif not os.environ.get("MEGASCALE_COORDINATOR_ADDRESS"):  # left by another job they would make slices of this one
         for name in [name for name in os.environ if name.startswith("MEGASCALE_")]:
             del os.environ[name]
@@ -77,13 +83,15 @@ def initialize() -> None:
     jax.config.update("jax_enable_recoverability", True)
     # Programs that meet others of the same host on few cores would wait for them without end.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
+    ctypes.CDLL(None).signal(signal.SIGABRT, _aborted)
     try:
-        jax.distributed.initialize(**given, heartbeat_timeout_seconds=TIMEOUT_S, shutdown_timeout_seconds=TIMEOUT_S)
-    except (RuntimeError, ValueError) as error:
-        raise ConfigError(f"this process cannot join its job: {error}") from error
+        jax.distributed.initialize(**given, initialization_timeout=JOIN_S)
+    except (RuntimeError, ValueError) as error:  # ValueError: nothing names a job
+        kind = MachineError if isinstance(error, RuntimeError) else ConfigError
+        raise kind(f"this process cannot join its job: {error}") from error
+    _joined.set()
     if jax.process_count() > 1:
         atexit.register(_part)
-        ctypes.CDLL(None).signal(signal.SIGABRT, _aborted)
         threading.Thread(target=_watch, args=(_service(),), daemon=True).start()
     if not is_first():
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115, open until the process ends
@@ -122,15 +130,16 @@ def end_at_sigterm() -> None:
 
 def _is_found() -> bool:
     """Whether the environment is that of a job of several hosts."""
-    names = os.environ.get("TPU_WORKER_HOSTNAMES", ""), os.environ.get("MEGASCALE_NUM_SLICES", "")
-    several = "," in names[0] or names[1] not in ("", "1")
-    return several or os.environ.get("SLURM_STEP_NUM_TASKS", "1") != "1"
+    of, counts = os.environ.get, ("MEGASCALE_NUM_SLICES", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
+    return "," in of("TPU_WORKER_HOSTNAMES", "") or any(of(name, "") not in ("", "1") for name in counts)
 
 
 def _service() -> Any:
     from jax._src import distributed  # orbax too takes it from there: jax has no public name for it
 
-    return distributed.global_state.client
+    if (client := distributed.global_state.client) is None:
+        raise ConfigError(f"jax finds {count()} processes, and this one has joined no job: set JAXRL_DISTRIBUTED=1")
+    return client
 
 
 def count() -> int:
@@ -191,17 +200,19 @@ def complete(values: list[T | None]) -> list[T | None]:
 
 
 def find(workdir: pathlib.Path, text: str | None) -> None:
-    """All hosts must find the text that the first has written into the lock of its workdir, or ``ConfigError``.
+    """``MachineError`` if not all find what the first wrote in its workdir's lock: half a checkpoint would be there."""
+    if (host := _missing(workdir / "lock", text, FIND_S)) is not None:
+        raise MachineError(f"--workdir={workdir} must be a folder that all hosts share; host {host} has another")
 
-    Another disk's folder would hold half a checkpoint.
-    """
-    text, until = exchange(text)[0], time.monotonic() + 10.0  # a network's disk takes its time
-    while not (found := (workdir / "lock").is_file() and (workdir / "lock").read_text() == text):
-        if time.monotonic() > until:
-            break
-        time.sleep(0.2)
-    if missing := [host for host, finds in enumerate(exchange(found)) if not finds]:
-        raise ConfigError(f"--workdir={workdir} must be a folder that all hosts share; host {missing[0]} has another")
+
+def _missing(path: pathlib.Path, text: str | None, seconds: float) -> int | None:
+    """A host that does not find in a file, in so many seconds, the text that the first has written there."""
+    text, until, found = exchange(text)[0], time.monotonic() + seconds, False
+    while text is not None and not found and time.monotonic() < until:
+        with contextlib.suppress(OSError):  # not there, or what a network's disk says between two files
+            found = path.read_text() == text
+        time.sleep(0 if found else 0.2)
+    return next((host for host, finds in enumerate(exchange(found)) if not finds), None)
 
 
 def agree(**facts: Any) -> None:
@@ -349,12 +360,15 @@ def _of_host_0(how: str) -> str:
 
 @ctypes.CFUNCTYPE(None, ctypes.c_int)
 def _aborted(_: int) -> None:
-    """In place of what jax's client does where the service ends: abort, without a word of which host is gone.
+    """In place of what jax's client does where the service ends, or others do not come: abort, with no word of a host.
 
     A handler of C: those of Python run in the main thread, when it next gets to it, and the process has ended by then.
     """
     from jax._src import distributed
 
+    if not _joined.is_set():
+        os.write(2, f"error: this process cannot join its job: some did not come in {JOIN_S} s\n".encode())
+        os._exit(1)
     host, _, port = distributed.global_state.coordinator_address.rpartition(":")
     time.sleep(1)  # one that dies closes its connections one after the other
     try:

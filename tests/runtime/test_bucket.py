@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+import types
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -19,6 +21,7 @@ from system.test_hosts import SETTINGS, TIMES, Job
 from jaxrl_llm.config import CheckpointConfig, ConfigError
 from jaxrl_llm.runtime import bucket, checkpoint
 from jaxrl_llm.runtime.checkpoint import Checkpointer, claim
+from jaxrl_llm.runtime.hosts import MachineError
 from jaxrl_llm.runtime.weights import restore_params
 
 FOLDER = "gs://my-bucket/runs/one"
@@ -130,6 +133,29 @@ def test_a_bucket_that_cannot_be_written_is_said(objects, tmp_path, monkeypatch)
         claim(tmp_path, FOLDER),
     ):
         pass
+
+
+def errors():
+    from google.api_core import exceptions
+    from google.auth.exceptions import DefaultCredentialsError, TransportError
+
+    passing = (exceptions.ServiceUnavailable, exceptions.TooManyRequests, TransportError, ConnectionError)
+    refused = (exceptions.Forbidden, exceptions.NotFound, DefaultCredentialsError)
+    return [(error, MachineError) for error in passing] + [(error, ConfigError) for error in refused]
+
+
+def test_what_may_pass_is_no_bad_input(monkeypatch):
+    """A bucket that did not answer ended a run with the status that nothing starts again."""
+    storage = pytest.importorskip("google.cloud.storage")
+    monkeypatch.setattr(bucket, "_is_installed", lambda name: True)
+    monkeypatch.setattr(storage, "Client", lambda: types.SimpleNamespace(bucket=str))
+    for error, raised in errors():
+        monkeypatch.setattr(bucket._Writer, "take", mock.Mock(side_effect=error("why")))
+        with (
+            pytest.raises(raised, match=f"bucket='{FOLDER}' cannot be written: {error.__name__}: .*why"),
+            bucket.held(FOLDER, "this process"),
+        ):
+            pass
 
 
 HOLDER = """

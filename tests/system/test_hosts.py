@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from unittest import mock
 
 import numpy as np
 import psutil
@@ -340,7 +341,7 @@ def test_the_death_of_a_host_ends_the_others_with_its_name_and_what_it_was_doing
 def test_hosts_with_folders_of_their_own_are_all_refused(tmp_path):
     job = Job(2, tmp_path, {}, of_host={0: [f"--workdir={tmp_path / 'a'}"], 1: [f"--workdir={tmp_path / 'b'}"]})
     statuses, outputs = job.end()
-    assert statuses == [2, 2] and all("must be a folder that all hosts share" in text for text in outputs), outputs
+    assert statuses == [1, 1] and all("must be a folder that all hosts share" in text for text in outputs), outputs
 
 
 @pytest.mark.slow  # likewise
@@ -421,6 +422,15 @@ def test_half_a_job_is_refused_by_name(monkeypatch, environment, message):
         hosts.initialize()
 
 
+def initialize(monkeypatch, join):
+    """``hosts.initialize()`` where jax joins so, and nothing stays of it."""
+    monkeypatch.setattr(hosts, "_joined", threading.Event())
+    monkeypatch.setattr(hosts.ctypes, "CDLL", mock.Mock())
+    monkeypatch.setattr(ghosts.jax.config, "update", lambda *_: None)
+    monkeypatch.setattr(ghosts.jax.distributed, "initialize", join)
+    hosts.initialize()
+
+
 @pytest.mark.parametrize("address", [None, "a:1"])
 def test_what_another_job_left_makes_no_slices_of_this_one(monkeypatch, address):
     """Where the launcher names the slices' coordinator they are this job's."""
@@ -429,9 +439,7 @@ def test_what_another_job_left_makes_no_slices_of_this_one(monkeypatch, address)
     if address:
         monkeypatch.setenv("MEGASCALE_COORDINATOR_ADDRESS", address)
     joined = []
-    monkeypatch.setattr(ghosts.jax.config, "update", lambda *_: None)
-    monkeypatch.setattr(ghosts.jax.distributed, "initialize", lambda **_: joined.append(dict(os.environ)))
-    hosts.initialize()
+    initialize(monkeypatch, lambda **_: joined.append(dict(os.environ)))
     left = {name for name in joined[0] if name.startswith("MEGASCALE_")}
     expected = {"MEGASCALE_COORDINATOR_ADDRESS", "MEGASCALE_NUM_SLICES", "MEGASCALE_SLICE_ID"}
     assert left == (expected if address else set())
@@ -442,22 +450,67 @@ def test_a_host_without_a_sign_of_life_is_given_up_after_40_seconds(monkeypatch)
     for name, value in {"COORDINATOR_ADDRESS": "a:1", "NUM_PROCESSES": "3", "PROCESS_ID": "2"}.items():
         monkeypatch.setenv(f"JAX_{name}", value)
     joined = []
-    monkeypatch.setattr(ghosts.jax.config, "update", lambda *_: None)
-    monkeypatch.setattr(ghosts.jax.distributed, "initialize", lambda **given: joined.append(given))
-    hosts.initialize()
+    initialize(monkeypatch, lambda **given: joined.append(given))
     job = {"coordinator_address": "a:1", "num_processes": 3, "process_id": 2}
+    assert joined[0].pop("initialization_timeout") == 1200  # for all to come: some are still being made
     assert joined == [{**job, "heartbeat_timeout_seconds": 40, "shutdown_timeout_seconds": 40}]
 
 
-def test_a_job_that_cannot_be_joined_is_said(monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "raised", "message"),
+    [
+        (RuntimeError("DEADLINE_EXCEEDED: 1 of 2"), hosts.MachineError, "cannot join its job: DEADLINE_EXCEEDED: 1 of"),
+        (ValueError("coordinator_address should be defined."), ConfigError, "cannot join its job: coordinator_address"),
+    ],
+    ids=["the others do not come", "nothing names a job"],
+)
+def test_a_job_that_cannot_be_joined_is_said(monkeypatch, error, raised, message):
     def refused(**_):
-        raise RuntimeError("DEADLINE_EXCEEDED: 1 of 2 came")
+        raise error
 
     monkeypatch.setenv("JAXRL_DISTRIBUTED", "1")
-    monkeypatch.setattr(ghosts.jax.config, "update", lambda *_: None)
-    monkeypatch.setattr(ghosts.jax.distributed, "initialize", refused)
-    with pytest.raises(ConfigError, match="cannot join its job: DEADLINE_EXCEEDED: 1 of 2 came"):
-        hosts.initialize()
+    with pytest.raises(raised, match=message):
+        initialize(monkeypatch, refused)
+
+
+def test_a_host_whose_job_does_not_come_ends_with_the_status_of_a_fault():
+    """Launchers start it again; after bad input, 2, they do not."""
+    script = "from jaxrl_llm.runtime import cli, hosts\nhosts.JOIN_S = 2\ncli.run(lambda: None)"
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        names = {"COORDINATOR_ADDRESS": f"127.0.0.1:{nobody.getsockname()[1]}", "NUM_PROCESSES": "2", "PROCESS_ID": "1"}
+        environment = {**os.environ, **{f"JAX_{name}": value for name, value in names.items()}}
+        command = [sys.executable, "-c", script]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.splitlines()[-1] == "error: this process cannot join its job: some did not come in 2 s"
+
+
+@pytest.mark.parametrize(
+    ("environment", "is_found"),
+    [
+        ({}, False),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, True),
+        ({"OMPI_COMM_WORLD_SIZE": "1"}, False),
+        ({"SLURM_STEP_NUM_TASKS": "2"}, True),
+        ({"TPU_WORKER_HOSTNAMES": "a,b"}, True),
+        ({"TPU_WORKER_HOSTNAMES": "localhost"}, False),
+    ],
+    ids=str,
+)
+def test_a_process_is_of_a_job_where_its_launcher_says_so(monkeypatch, environment, is_found):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    joined = []
+    initialize(monkeypatch, lambda **given: joined.append(given))
+    assert len(joined) == is_found
+
+
+def test_processes_that_jax_finds_and_that_have_not_joined_are_told_how(monkeypatch):
+    """On a TPU pod each would wait for the others, whom it had no way to hear of."""
+    monkeypatch.setattr(hosts, "count", lambda: 4)
+    with pytest.raises(ConfigError, match=r"jax finds 4 processes, .*: set JAXRL_DISTRIBUTED=1"):
+        hosts.exchange("anything")
 
 
 def test_what_a_run_is_of_is_compared_before_it_begins(monkeypatch, tmp_path):
@@ -520,8 +573,22 @@ def test_a_list_is_completed_by_those_who_have_its_parts(monkeypatch):
 def test_a_folder_that_another_host_does_not_find_is_refused(tmp_path, monkeypatch):
     Meeting(monkeypatch, False)
     (tmp_path / "lock").write_text("of host 0")
-    with pytest.raises(ConfigError, match="must be a folder that all hosts share; host 1 has another"):
+    with pytest.raises(hosts.MachineError, match="must be a folder that all hosts share; host 1 has another"):
         hosts.find(tmp_path, "of host 0")
+
+
+def test_a_disk_that_shows_late_what_another_host_wrote_is_waited_for(tmp_path, monkeypatch):
+    assert hosts.FIND_S >= 60  # so long a mount of NFS keeps what it knows
+    monkeypatch.setattr(hosts, "FIND_S", 30.0)
+    Meeting(monkeypatch, True)
+    (tmp_path / "lock").write_text("of the run before")
+    late = threading.Timer(0.5, (tmp_path / "lock").write_text, ["of host 0"])
+    late.start()
+    hosts.find(tmp_path, "of host 0")
+    late.join()
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(hosts.MachineError):
+        patch.setattr(hosts, "FIND_S", 0.3)
+        hosts.find(tmp_path, "never written")
 
 
 def test_a_copy_that_is_another_is_named(monkeypatch):
