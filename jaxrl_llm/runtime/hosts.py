@@ -28,6 +28,7 @@ import socket
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -213,6 +214,23 @@ def _missing(path: pathlib.Path, text: str | None, seconds: float) -> int | None
             found = path.read_text() == text
         time.sleep(0 if found else 0.2)
     return next((host for host, finds in enumerate(exchange(found)) if not finds), None)
+
+
+def is_shared(folder: str) -> bool:
+    """Whether the folder is one and the same on all hosts: they see a file that the first makes there. "" is none."""
+    (place, name), *others = exchange((folder, uuid.uuid4().hex))
+    is_same = bool(place) and all(other == place for other, _ in others)
+    if not is_same or "://" in place:  # a bucket is one for all
+        return is_same
+    path = pathlib.Path(place, f"seen-by-all-{name}")
+    with contextlib.suppress(OSError):
+        if is_first():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(name)
+    missing = _missing(path, name, 10.0)
+    with contextlib.suppress(OSError):
+        path.unlink()
+    return missing is None
 
 
 def agree(**facts: Any) -> None:

@@ -13,6 +13,7 @@ import dataclasses
 import os
 import pathlib
 import resource
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -93,7 +94,8 @@ def use_cache(folder: str) -> None:
     """Keep what is compiled from now on in a folder ("" = do not), and take from it what is there.
 
     A program is found by its text, its compiler options, the compiler's version and the device; the environment's
-    JAX_COMPILATION_CACHE_DIR wins over ``folder``. ConfigError where that is a file.
+    JAX_COMPILATION_CACHE_DIR wins over ``folder``. ConfigError where that is a file. Hosts with GPUs compile together
+    what the first alone keeps: where others do not find that, they would wait for it without end, and nothing is kept.
     """
     if folder and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         path = pathlib.Path(folder).expanduser()
@@ -101,6 +103,11 @@ def use_cache(folder: str) -> None:
             raise ConfigError(f"compilation_cache={folder!r} is no folder")
         jax.config.update("jax_compilation_cache_dir", str(path))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    used = jax.config.jax_compilation_cache_dir or ""
+    if hosts.count() > 1 and jax.default_backend() == "gpu" and not hosts.is_shared(used):
+        jax.config.update("jax_compilation_cache_dir", None)
+        if used and hosts.is_first():
+            print(f"warning: {used} is no folder that all hosts share: what is compiled is not kept", file=sys.stderr)
 
 
 def compile_all(programs: Mapping[str, Program], mesh: Mesh) -> dict[str, jax.stages.Compiled]:

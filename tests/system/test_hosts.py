@@ -27,7 +27,7 @@ from system.test_resume import assert_same_run, left_behind
 from jaxrl_llm import train as train_module
 from jaxrl_llm.config import ConfigError, freeze
 from jaxrl_llm.runtime import hosts
-from jaxrl_llm.runtime.programs import Program, compile_all
+from jaxrl_llm.runtime.programs import Program, compile_all, use_cache
 
 CONFIG = pathlib.Path(__file__).parents[2] / "configs" / "debug.py"
 CACHING = pathlib.Path(__file__).parents[1] / "support" / "caching.py"
@@ -589,6 +589,62 @@ def test_a_disk_that_shows_late_what_another_host_wrote_is_waited_for(tmp_path, 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(hosts.MachineError):
         patch.setattr(hosts, "FIND_S", 0.3)
         hosts.find(tmp_path, "never written")
+
+
+class Others:
+    """One more host, which has the same environment and sees the files of this one, or does not."""
+
+    def __init__(self, monkeypatch, *, sees):
+        self.seen = []
+
+        def exchange(value):
+            if isinstance(value, tuple):
+                return [value, (value[0], "its own")]
+            self.seen.append(value)
+            return [value, sees if isinstance(value, bool) else value]
+
+        monkeypatch.setattr(hosts, "count", lambda: 2)
+        monkeypatch.setattr(hosts, "exchange", exchange)
+
+
+@pytest.fixture
+def cache(monkeypatch):
+    """``cache(folder, platform)``: where jax keeps programs after ``use_cache`` on such devices."""
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    config = ghosts.jax.config
+    before = config.jax_compilation_cache_dir, config.jax_persistent_cache_min_compile_time_secs
+
+    def used(folder, platform):
+        monkeypatch.setattr(ghosts.jax, "default_backend", lambda: platform)
+        use_cache(str(folder))
+        return config.jax_compilation_cache_dir
+
+    yield used
+    config.update("jax_compilation_cache_dir", before[0])
+    config.update("jax_persistent_cache_min_compile_time_secs", before[1])
+
+
+def test_a_cache_of_programs_that_not_all_hosts_share_is_left_off_on_gpus(tmp_path, monkeypatch, cache, capfd):
+    """Hosts tune a GPU's programs together: one that took them from its own cache left the others waiting."""
+    others = Others(monkeypatch, sees=False)
+    assert cache(tmp_path / "own", "gpu") is None
+    said = f"warning: {tmp_path / 'own'} is no folder that all hosts share: what is compiled is not kept\n"
+    assert capfd.readouterr().err == said
+    assert others.seen[-1] is True and not list((tmp_path / "own").iterdir())
+    for platform in ("cpu", "tpu"):
+        assert cache(tmp_path / "own", platform) == str(tmp_path / "own")
+    Others(monkeypatch, sees=True)
+    assert cache(tmp_path / "shared", "gpu") == str(tmp_path / "shared")
+    assert capfd.readouterr().err == "" and not list((tmp_path / "shared").iterdir())
+
+
+def test_a_cache_that_the_environment_names_is_looked_at_too(tmp_path, monkeypatch, cache, capfd):
+    Others(monkeypatch, sees=False)
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))  # jax has read it when it was imported
+    ghosts.jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    assert cache("", "gpu") is None and f"warning: {tmp_path} is no folder" in capfd.readouterr().err
+    ghosts.jax.config.update("jax_compilation_cache_dir", "gs://bucket/of/all")
+    assert cache("", "gpu") == "gs://bucket/of/all"
 
 
 def test_a_copy_that_is_another_is_named(monkeypatch):
