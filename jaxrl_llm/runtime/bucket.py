@@ -3,8 +3,9 @@
 On a disk a checkpoint is renamed when it is whole. A bucket has no folders to rename: there orbax writes a marker when
 all else is written, and what is moved is copied, the marker last, and then removed, the marker first.
 
-One run at a time has a folder of a bucket: an object in it says which, and is written again every few seconds. One that
-nobody writes again was left by a process that was killed, and the next run takes it over.
+One run at a time has a folder: of a bucket an object in it says which, of a disk a file that is locked, and a sign of
+life goes there every few seconds. What gets none any more was left by a process that was killed, or on a disk, whose
+server may keep its lock for ever, by a machine that is gone: the next run takes it over.
 
 Owns: what is whole, how it is moved and removed, who may write it, where tensorstore finds it. Does not know: what is
 in it.
@@ -13,6 +14,7 @@ in it.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import importlib.util
 import json
 import logging
@@ -20,11 +22,12 @@ import os
 import pathlib
 import re
 import shutil
+import socket
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import IO, Any
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.runtime.hosts import MachineError
@@ -33,6 +36,9 @@ PREFIX, MARKER = "gs://", "commit_success.txt"  # orbax's
 WRITER = "writer.txt"
 # A folder's holder writes so often, and lets one go that nobody has written to for so long.
 BEAT_S, STALE_S = 10.0, 45.0
+# Of a disk a network's: its server may be away for a minute, and hosts know for as long what is there no more. A run on
+# another machine is waited for that is being stopped, or has died with it.
+STALE_LOCK_S, WAIT_S = 100.0, 120.0
 
 
 def place(where: str | os.PathLike) -> Any:
@@ -163,9 +169,7 @@ class _Writer:
                     continue
                 self._generation, text = self._read()
                 if text not in ("", self._who):
-                    sys.stderr.write(f"error: checkpoint.bucket was taken over by {text}\n")
-                    sys.stderr.flush()
-                    os._exit(1)
+                    _end("checkpoint.bucket", text)
 
     def release(self) -> None:
         with self._writing:
@@ -187,6 +191,79 @@ class _Writer:
             return False
         self._generation = blob.generation
         return True
+
+
+def machine() -> str:
+    """A name that no other machine has, nor this one when it has started anew."""
+    with contextlib.suppress(OSError):  # Linux
+        return pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return socket.gethostname()
+
+
+def wait_for(path: pathlib.Path, what: str) -> IO[str]:
+    """The file that locks a folder of a disk, locked, when who has it lets it go or gives no sign of life.
+
+    Raises:
+        ConfigError: a run of this machine has it, about ``what``: a lock whose machine lives is let go at once.
+        MachineError: a run of another machine does, and goes on.
+    """
+    started, beat, since = time.monotonic(), 0, 0.0
+    while True:
+        lock = open(path, "a+")  # noqa: SIM115, anew, for a network to tell what is there
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(lock.fileno()), path.stat()):  # nobody has put another in its place
+                return lock
+            lock.close()
+            continue
+        except BlockingIOError:
+            lock.seek(0)
+            (who, _, where), seen = lock.read().partition("\n"), os.fstat(lock.fileno()).st_mtime_ns
+            lock.close()
+        now = time.monotonic()
+        if where in ("", machine()):  # "": of a version without signs of life
+            raise ConfigError(f"{what} is in use by {who}")
+        if now - started > WAIT_S:
+            raise MachineError(f"{what} is still in use by {who}")
+        if not beat:
+            said = f"{what} is in use by {who}, on another machine: waiting for its end, {WAIT_S:.0f} s at most"
+            print(said, file=sys.stderr, flush=True)
+        if seen != beat:
+            beat, since = seen, now
+        if now - since > STALE_LOCK_S:
+            new = path.with_name(f"{path.name}-{os.getpid()}-{machine()}")
+            lock = open(new, "a+")  # noqa: SIM115
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.replace(new, path)
+            return lock
+        time.sleep(1)
+
+
+@contextlib.contextmanager
+def alive(path: pathlib.Path, text: str) -> Iterator[None]:
+    """While entered others see by a locked file, which has this ``text``, that this process lives; another ends it."""
+    ended = threading.Event()
+
+    def keep() -> None:
+        while not ended.wait(BEAT_S):
+            with contextlib.suppress(OSError):  # of the network: again at the next beat
+                if (found := path.read_text()) == text:
+                    os.utime(path)
+                elif found and not ended.is_set():
+                    _end(f"--workdir={path.parent}", found)
+
+    threading.Thread(target=keep, daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
+
+
+def _end(what: str, who: str) -> None:
+    """End this process, which was silent for so long that it was taken for dead."""
+    sys.stderr.write(f"error: {what} was taken over by {' '.join(who.split())}\n")
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def is_whole(path: Any) -> bool:

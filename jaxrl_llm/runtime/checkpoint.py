@@ -331,7 +331,8 @@ def claim(workdir: pathlib.Path, of_bucket: str = "") -> Iterator[None]:
     bucket they may have others, and the folder of the bucket is held too.
 
     Raises:
-        ConfigError: no file can be written there, another run holds it, or a host does not see it.
+        ConfigError: no file can be written there, or another run of this machine holds it.
+        MachineError: a run of another machine holds it, or a host does not see it.
     """
     if not hosts.is_first():
         if not of_bucket:
@@ -346,16 +347,21 @@ def claim(workdir: pathlib.Path, of_bucket: str = "") -> Iterator[None]:
         lock = open(path, "a")  # noqa: SIM115, closed below
     except OSError as error:
         raise ConfigError(f"--workdir={workdir} cannot be written: {error.strerror}") from error
-    with lock:
+    who = f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}"
+    text = f"{who}\n{bucket.machine()}"
+    with contextlib.ExitStack() as held:
+        held.enter_context(lock)
+        shown = bucket.alive(path, text)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ConfigError(f"--workdir={workdir} is in use by {path.read_text()}") from error
+        except BlockingIOError:
+            held.enter_context(bucket.wait_for(path, f"--workdir={workdir}"))
         except OSError as error:
             print(f"warning: {path}: {error.strerror}; nothing keeps another run out", file=sys.stderr)
-        text = f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}"
+            shown = contextlib.nullcontext()
         path.write_text(text)
+        held.enter_context(shown)
         if not of_bucket:
             hosts.find(workdir, text)
-        with bucket.held(of_bucket, f"{text}, --workdir={where}"):
+        with bucket.held(of_bucket, f"{who}, --workdir={where}"):
             yield

@@ -4,6 +4,7 @@ The loop is real, its programs are ghosts; bitwise resuming after such events is
 """
 
 import contextlib
+import fcntl
 import json
 import os
 import pathlib
@@ -12,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 from support import command_line, ghosts
@@ -19,9 +21,10 @@ from support import command_line, ghosts
 from jaxrl_llm import train as train_module
 from jaxrl_llm.config import ConfigError, freeze
 from jaxrl_llm.reports.metrics import read_metrics
-from jaxrl_llm.runtime import checkpoint
+from jaxrl_llm.runtime import bucket, checkpoint
 from jaxrl_llm.runtime.checkpoint import claim
 from jaxrl_llm.runtime.cli import DiskError
+from jaxrl_llm.runtime.hosts import MachineError
 from jaxrl_llm.runtime.weights import restore_params
 
 SETTINGS = {
@@ -177,21 +180,39 @@ def test_without_a_whole_checkpoint_nothing_is_compiled(train, tmp_path, monkeyp
 
 HOLDER = """
 import pathlib, sys, time
+from jaxrl_llm.runtime import bucket
 from jaxrl_llm.runtime.checkpoint import claim
+bucket.BEAT_S = 0.2
+if sys.argv[2:]:
+    bucket.machine = lambda: sys.argv[2]
 with claim(pathlib.Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(600)
 """
 
 
-@pytest.fixture
-def holder(tmp_path):
-    """A process that holds ``tmp_path``."""
-    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+@contextlib.contextmanager
+def holding(*arguments):
+    command = [sys.executable, "-c", HOLDER, *map(str, arguments)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "held\n"
     yield process
     process.kill()
     process.communicate()
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """A process that holds ``tmp_path``."""
+    with holding(tmp_path) as process:
+        yield process
+
+
+@pytest.fixture
+def elsewhere(tmp_path):
+    """One that does so, and is on another machine, as far as it knows."""
+    with holding(tmp_path, "another machine") as process:
+        yield process
 
 
 def test_a_second_run_is_refused_until_the_first_is_gone_however_it_went(train, holder, tmp_path, monkeypatch):
@@ -208,6 +229,47 @@ def test_a_second_run_is_refused_until_the_first_is_gone_however_it_went(train, 
         assert f"process {os.getpid()} on " in (tmp_path / "lock").read_text()
     with claim(tmp_path):
         pass
+
+
+def test_the_end_of_a_run_of_another_machine_is_waited_for(elsewhere, tmp_path, capfd):
+    """One that is being stopped, or a machine that is lost: a server of NFS keeps its lock for a minute and a half."""
+    killed = threading.Timer(1.0, elsewhere.kill)
+    killed.start()
+    with claim(tmp_path):
+        assert killed.finished.is_set() and f"process {os.getpid()} on " in (tmp_path / "lock").read_text()
+    said = capfd.readouterr().err
+    assert said.startswith(f"--workdir={tmp_path} is in use by process {elsewhere.pid} on ") and said.count("\n") == 1
+    assert "on another machine: waiting for its end, 120 s at most\n" in said
+
+
+def test_a_run_of_another_machine_that_goes_on_is_a_fault_that_may_pass(elsewhere, tmp_path, monkeypatch):
+    monkeypatch.setattr(bucket, "WAIT_S", 3.0)
+    monkeypatch.setattr(bucket, "STALE_LOCK_S", 1.5)
+    with pytest.raises(MachineError, match=f"is still in use by process {elsewhere.pid} on "), claim(tmp_path):
+        pass
+    assert elsewhere.poll() is None and str(elsewhere.pid) in (tmp_path / "lock").read_text()
+
+
+def test_a_lock_that_a_server_keeps_for_a_machine_that_is_gone_is_taken_over(tmp_path, monkeypatch):
+    """As NFS 3 does for ever where the machine was deleted. Nobody gives a sign of life by this one."""
+    monkeypatch.setattr(bucket, "STALE_LOCK_S", 1.5)
+    with open(tmp_path / "lock", "w") as kept:
+        fcntl.flock(kept, fcntl.LOCK_EX)
+        (tmp_path / "lock").write_text("process 1 on gone since 2026-11-20 10:00:00\nanother machine")
+        with claim(tmp_path):
+            assert f"process {os.getpid()} on " in (tmp_path / "lock").read_text()
+            with pytest.raises(ConfigError, match="in use by"), claim(tmp_path):
+                pass
+    assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+
+
+def test_a_run_whose_folder_was_taken_over_ends(elsewhere, tmp_path):
+    """It was silent for so long that it was taken for dead."""
+    (tmp_path / "new").write_text("process 2 on yet another\nthat")
+    (tmp_path / "new").rename(tmp_path / "lock")
+    assert elsewhere.wait(60) == 1
+    said = f"error: --workdir={tmp_path} was taken over by process 2 on yet another that\n"
+    assert elsewhere.stderr.read() == said
 
 
 def test_the_folder_is_free_again_after_an_error(train, tmp_path, monkeypatch):
