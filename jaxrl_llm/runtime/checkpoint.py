@@ -240,11 +240,11 @@ class Checkpointer:
 
     def check(self) -> dict[str, float]:
         """Raise what has gone wrong in the background by now; metrics of the checkpoint that has become whole."""
-        if self._manager.is_saving_in_progress():
+        if not self._is_new or self._manager.is_saving_in_progress():  # nothing to list a bucket for
             return {}
         self.wait()
-        is_new, self._is_new = self._is_new, False
-        if not is_new or (seconds := self._last_write_s()) is None:
+        self._is_new = False
+        if (seconds := self._last_write_s()) is None:
             return {}
         if seconds > self._config.grace_s and hosts.is_first():
             print(f"warning: checkpoint {self.latest_iteration()}{self.last_write()}", file=sys.stderr)

@@ -227,6 +227,32 @@ def test_the_seconds_of_a_write_are_told_once_it_is_whole(checkpointer, tmp_path
     again.close()
 
 
+def test_between_two_saves_nobody_looks_into_the_folder(checkpointer, monkeypatch):
+    """Each iteration asks: a request to a bucket, and not only in the iterations that save."""
+    save(checkpointer, 1, make_state(1))
+    checkpointer.wait()
+    assert checkpointer.check()
+    monkeypatch.setattr(checkpoint, "_tidy", lambda directory: pytest.fail("listed"))
+    monkeypatch.setattr(checkpoint, "steps_in", lambda directory: pytest.fail("listed"))
+    assert checkpointer.check() == {}
+
+
+def test_what_went_wrong_in_a_save_is_raised_by_the_next_check(checkpointer, monkeypatch):
+    def failing(*_, **__):
+        raise OSError("no space left")
+
+    save(checkpointer, 1, make_state(1))
+    checkpointer.wait()
+    checkpointer.check()
+    monkeypatch.setattr(os, "rename", failing)
+    monkeypatch.setattr(os, "replace", failing)
+    save(checkpointer, 2, make_state(2))
+    while checkpointer._manager.is_saving_in_progress():
+        time.sleep(0.01)
+    with pytest.raises(OSError, match="no space left"):
+        checkpointer.check()
+
+
 @pytest.mark.parametrize(("grace_s", "warns"), [(2.0, True), (3.0, False)])
 def test_a_write_that_takes_longer_than_the_grace_is_warned_of(grace_s, warns, tmp_path, capfd):
     checkpointer = Checkpointer(tmp_path, CheckpointConfig(grace_s=grace_s))
