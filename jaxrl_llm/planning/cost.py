@@ -2,8 +2,10 @@
 
     seconds of a region = the longest of operations / peak, bytes / memory bandwidth, bytes sent / link bandwidth
 
-as if the three overlapped fully within a loop's turn and not at all between loops. All completions are taken to be of
-full length, every question to be asked once, and the host to be never waited for: a bound, not a forecast.
+as if the three overlapped fully within a loop's turn and not at all between loops, and as if a collective had all links
+of its chips. All completions are taken to be of full length, every question to be asked once, and the host to be never
+waited for: a bound, not a forecast. Where the text does not tell what a kernel computes, the model's algebra bounds the
+iteration too.
 
 Owns: rooflines, how often an iteration calls each program. Does not know: HLO text, compilers.
 """
@@ -83,7 +85,10 @@ def calls(run: Run, names: Mapping[str, object]) -> dict[str, int]:
 
 @dataclasses.dataclass(frozen=True)
 class Iteration:
-    """An iteration at its bound. ``mfu``: of the model's operations alone, without recomputing and attention."""
+    """An iteration at its bound. ``mfu``: of the model's operations alone, without recomputing and attention.
+
+    ``parts``: seconds of each of ``PARTS``, and of what kernels that are not counted take at the least.
+    """
 
     seconds: float
     parts: dict[str, float]
@@ -122,6 +127,8 @@ def iteration(run: Run, chip: Chip, counts: Mapping[str, counting.Counts]) -> It
     parts = {part: sum(each.get(name, 0.0) for name in names) for part, names in PARTS.items()}
     total, chips = sum(parts.values()), run.mesh.size
     flops = model_flops(config, run.model.arch)
+    least = flops / (chips * chip.tflops * 1e12)
+    if least > total and any(counts[name].uncounted for name in each):
+        parts["not counted"], total = least - total, least
     generated = config.rollouts_per_iteration * config.sampling.max_completion_tokens
-    mfu = flops / (total * chips * chip.tflops * 1e12)
-    return Iteration(total, parts, generated / total / chips, mfu, flops)
+    return Iteration(total, parts, generated / total / chips, least / total, flops)

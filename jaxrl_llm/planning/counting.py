@@ -3,8 +3,8 @@
 A compiled program is a tree of loops. A region is what lies in one of them (or in none), with the number of times that
 it runs; what counts is added up per region, for a loop's turns follow each other.
 
-    operations    of matrix multiplications, also those that a TPU's compiler writes as convolutions, and of the
-                  kernels of attention and experts, which are custom calls
+    operations    of matrix multiplications, also those that a TPU's compiler writes as convolutions and a GPU's as
+                  calls of cuBLAS, and of a TPU's kernels of attention and experts, which are custom calls
     memory        of each instruction that is not in a fusion: what it reads and writes outside the chip's own memory;
                   of what is sliced or replaced in place, that part alone. Tiles of a layout are counted whole.
     links         of each collective: what a device sends where devices form a ring, of arrays without their tiles
@@ -41,6 +41,7 @@ _FREE = {
 }
 _FREE_CALLS = {"AllocateBuffer", "AssumeGatherIndicesInBound", "GatherScatterIndicesBitpacked", "AsyncCollectiveDone"}
 _SLICES = {"dynamic-slice", "slice", "gather"}
+_LIBRARY = re.compile(r'target="(__cu\w+\$\w+|__triton\w*)')  # of GPUs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,6 +125,14 @@ def _dot(x: Instruction, lhs: Shape) -> float:
     return (
         2.0 * math.prod(x.shapes[0].dims) * math.prod(lhs.dims[d] for d in _dims(x.attributes, "lhs_contracting_dims"))
     )
+
+
+def _gemm(x: Instruction, lhs: Shape) -> float | None:
+    """Operations of a GPU library's matrix multiplication; None = another call, of which the text does not tell."""
+    over = re.search(r'lhs_contracting_dimensions\\*":\[([^\]]*)\]', x.attributes)
+    if over is None:
+        return None
+    return 2.0 * x.shapes[0].size * math.prod(lhs.dims[int(d)] for d in re.findall(r"\d+", over[1]))
 
 
 def _numbers(text: str, name: str, default: list[int]) -> list[int]:
@@ -330,7 +339,10 @@ class _Program:
             }
             for i, shapes in enumerate(inputs):
                 yield from ((s.space, s.num_bytes * (share if i in aliased else 1.0), False) for s in shapes)
-            yield from ((s.space, s.num_bytes, True) for i, s in enumerate(x.shapes) if i not in places)
+            written = x.shapes
+            if _LIBRARY.search(x.attributes) and len(written) > 1 and written[-1].dtype in ("s8", "u8"):
+                written = written[:-1]  # room to work in, of which the text does not tell how much is used
+            yield from ((s.space, s.num_bytes, True) for i, s in enumerate(written) if i not in places)
 
     def _collectives(self, x: Instruction) -> set[tuple[str, ...]]:
         """What an instruction has begun that later ones may go on with: channel, kind and results of each."""
@@ -358,8 +370,11 @@ class _Program:
                 region.flops += _dot(x, shapes[0][0])
             elif x.op == "convolution":
                 region.flops += _convolution(x, shapes[0][0], shapes[1][0])
-            elif x.op == "custom-call" and (library := re.search(r'target="(__cu\w+\$\w+|__triton\w*)', x.attributes)):
-                self.uncounted[library[1]] += region.turns  # a GPU's: what it computes is not in the text's shapes
+            elif x.op == "custom-call" and (library := _LIBRARY.search(x.attributes)):
+                flops = _gemm(x, shapes[0][0]) if shapes else None
+                region.flops += flops or 0.0
+                if flops is None:
+                    self.uncounted[library[1]] += region.turns
             elif x.op == "custom-call" and "tpu_custom_call" in x.attributes:
                 region.kernels[x.name.rstrip(".0123456789")] += 1
                 flops = _kernel(x, [s for each in shapes for s in each])

@@ -1,7 +1,11 @@
 """Cost: rooflines and money, by hand."""
 
+import types
+
 import pytest
 
+from jaxrl_llm.config import freeze
+from jaxrl_llm.models.architecture import PRESETS
 from jaxrl_llm.planning import cost, presets
 from jaxrl_llm.planning.chips import Chip
 from jaxrl_llm.planning.counting import Counts, Region, Sent
@@ -31,3 +35,18 @@ def test_a_token_is_computed_by_its_own_experts():
 def test_dollars_are_of_all_chips():
     least = cost.Iteration(36.0, {}, 0.0, 0.0, 0.0)
     assert least.dollars(1000, chips=16, price=4.2) == pytest.approx(10 * 16 * 4.2)
+
+
+@pytest.mark.parametrize("uncounted", [{}, {"__cudnn$fmhaSoftmax": 1}])
+def test_what_a_kernel_computes_and_is_not_told_takes_what_the_models_algebra_says(uncounted):
+    """On two chips of 1e12 operations a second; the program does next to nothing, and a part of it is not known."""
+    settings = {"model": {"path": "random:debug"}, "update": {"batch_size": 8, "micro_batch_size": 8}}
+    run = types.SimpleNamespace(
+        config=freeze(settings), mesh=types.SimpleNamespace(size=2), model=types.SimpleNamespace(arch=PRESETS["debug"])
+    )
+    of = Counts((Region("", 1, flops=1e6),), {}, uncounted)
+    found = cost.iteration(run, CHIP, {"update": of, "eval_decode": of})
+    algebra = cost.model_flops(run.config, PRESETS["debug"]) / 2e12
+    assert algebra > 1e-5 and found.seconds == pytest.approx(algebra if uncounted else 1e-6)
+    assert found.mfu == pytest.approx(1 if uncounted else algebra / 1e-6)
+    assert sum(found.parts.values()) == pytest.approx(found.seconds)

@@ -1,12 +1,16 @@
 """Counting: what a program does is what its mathematics says; loops count as often as they turn."""
 
 import functools
+import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from support.building import needs_cuda_compiler
 
 from jaxrl_llm.planning.counting import count
 from jaxrl_llm.planning.hlo import moved, parse, sizes
@@ -200,6 +204,45 @@ def test_what_instructions_give_is_found_in_every_computation():
 
 def test_text_in_several_lines_is_one_instruction():
     assert parse(TPU)["main"].instructions["x.1"].attributes.endswith('lines"}')
+
+
+# As XLA writes a batched matmul [16, 512, 256] x [16, 256, 1024] for an H100.
+GEMM = """
+HloModule example
+
+ENTRY %main (x.1: bf16[16,512,256], y.1: bf16[16,256,1024]) -> bf16[16,512,1024] {
+  %x.1 = bf16[16,512,256]{2,1,0} parameter(0)
+  %y.1 = bf16[16,256,1024]{2,1,0} parameter(1)
+  %custom-call.1 = (bf16[16,512,1024]{2,1,0}, s8[4194304]{0}) custom-call(%x.1, %y.1), custom_call_target="TARGET", metadata={op_name="jit(f)/dot_general"}, backend_config={"operation_queue_id":"0","gemm_backend_config":{"selected_algorithm":"0","alpha_real":1,"beta":0,"dot_dimension_numbers":{"lhs_contracting_dimensions":["2"],"rhs_contracting_dimensions":["1"],"lhs_batch_dimensions":["0"],"rhs_batch_dimensions":["0"]},"alpha_imag":0,"epilogue":"DEFAULT"}}
+  ROOT %get-tuple-element = bf16[16,512,1024]{2,1,0} get-tuple-element(%custom-call.1), index=0
+}
+"""  # noqa: E501
+
+
+@pytest.mark.parametrize("target", ["__cublas$gemm", "__cublas$lt$matmul"])
+def test_a_matmul_by_a_librarys_call_on_a_gpu_is_counted_without_its_room_to_work_in(target):
+    counts = count(GEMM.replace("TARGET", target))
+    assert counts.total("flops") == 2 * 16 * 512 * 256 * 1024 and not counts.uncounted
+    assert counts.total("hbm_bytes") == 2 * 16 * (512 * 256 + 256 * 1024 + 512 * 1024)
+
+
+@needs_cuda_compiler
+def test_a_gpus_compiler_writes_matmuls_that_are_counted():
+    """Alone in its process, for XLA_FLAGS: by kernels of its own, and by the library's calls."""
+    script = """
+import jax
+from jaxrl_llm.planning import chips
+from jaxrl_llm.planning.counting import count
+(device,), _ = chips.devices_of("h100:1")
+x, y = (jax.ShapeDtypeStruct(s, "bfloat16", sharding=jax.sharding.SingleDeviceSharding(device)) for s in SHAPES)
+text = jax.jit(lambda x, y: x @ y).lower(x, y).compile().as_text()
+print(int(count(text).total("flops")), "__cublas" in text)
+"""
+    command = [sys.executable, "-c", script.replace("SHAPES", "((512, 256), (256, 1024))")]
+    for flag, by_library in (("true", False), ("false", True)):
+        environment = {**os.environ, "XLA_FLAGS": f"--xla_gpu_enable_triton_gemm={flag}"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        assert done.stdout == f"{2 * 512 * 256 * 1024} {by_library}\n"
 
 
 def test_a_librarys_call_on_a_gpu_is_named_as_not_counted():
