@@ -26,8 +26,7 @@ class Chip:
         hbm_gib: memory of a device for one program.
         tflops: dense bfloat16 peak, 1e12 a second.
         hbm_gb: memory bandwidth, 1e9 bytes a second.
-        link_gb: 1e9 bytes a second that a chip sends along one mesh axis: both links of one dimension of the torus, or
-            NVLink one way.
+        link_gb: 1e9 bytes a second that a chip sends, by all of its links at once: those of a torus, or NVLink one way.
         host_gb: 1e9 bytes a second to its host's memory.
         options: of the compiler.
     """
@@ -65,14 +64,15 @@ def _nvidia(
 
 # Memory: what their compiler (libtpu 0.0.51) lets one program use. Rates: docs.cloud.google.com/tpu/docs/v4, v5e, v5p
 # and v6e ("Peak compute per chip (bf16)", "HBM bandwidth"). Links: their "interchip interconnect bandwidth" of 2400,
-# 1600, 4800 and 3200 Gbit/s is of all links of a chip, six in a 3-D torus and four in a 2-D one; slices that are no
-# torus have half. Host: PCIe (jax-ml.github.io/scaling-book).
+# 1600, 4800 and 3200 Gbit/s, each way, is of all links of a chip, six in a 3-D torus and four in a 2-D one. Collectives
+# have those of the dimensions that their group spans, and half of them in a slice that is no torus. Host: PCIe
+# (jax-ml.github.io/scaling-book).
 CHIPS = {
     # Both cores as one device, as JAX uses the chip.
-    "v4": Chip(30.75, tflops=275, hbm_gb=1228, link_gb=100, options={"chip_config_name": "megacore"}),
-    "v5e": Chip(15.75, tflops=197, hbm_gb=819, link_gb=100),
-    "v5p": Chip(95.73, tflops=459, hbm_gb=2765, link_gb=200),
-    "v6e": Chip(31.24, tflops=918, hbm_gb=1600, link_gb=200),
+    "v4": Chip(30.75, tflops=275, hbm_gb=1228, link_gb=300, options={"chip_config_name": "megacore"}),
+    "v5e": Chip(15.75, tflops=197, hbm_gb=819, link_gb=200),
+    "v5p": Chip(95.73, tflops=459, hbm_gb=2765, link_gb=600),
+    "v6e": Chip(31.24, tflops=918, hbm_gb=1638, link_gb=400),
 }
 
 # Rates: NVIDIA's data sheets of the SXM boards (dense bfloat16; NVLink's total halved).
@@ -81,6 +81,8 @@ GPUS = {
     "h100": _nvidia(79.6, 9, 132, 228, 50, 3352, tflops=989, link_gb=450),
     "h200": _nvidia(140.4, 9, 132, 228, 50, 4800, tflops=989, link_gb=450),
 }
+
+GPUS_OF_HOST = 8  # of one NVLink domain: DGX and HGX boards
 
 # Slices as Cloud names them (the same pages' "Configurations"): shapes by chips. Names of v4 and v5p count cores, two a
 # chip; those of v5e ("v5litepod" too) and v6e count chips.
@@ -127,6 +129,11 @@ def devices_of(topology: str) -> tuple[list[Any], Chip]:
     shape = shape_of(topology)
     generation, _, count = shape.partition(":")
     if generation in GPUS and re.fullmatch(r"[1-9]\d*", count):
+        if int(count) > GPUS_OF_HOST:
+            raise ConfigError(
+                f"--topology={topology!r} must be at most {generation}:{GPUS_OF_HOST}, the GPUs of one host: the links "
+                "between hosts are not known to plan"
+            )
         return _gpus(GPUS[generation], count), GPUS[generation]
     if generation not in CHIPS or not re.fullmatch(r"\w+:\d+x\d+(x\d+)?", shape):
         raise ConfigError(

@@ -33,6 +33,20 @@ def test_a_slice_that_cloud_has_not_is_refused_with_those_it_has(name, message):
         chips.shape_of(name)
 
 
+def test_a_bound_of_links_is_that_of_all_that_a_chip_has():
+    """Gbit/s as on Cloud's pages: a collective over several dimensions of a torus sends by all of them at once."""
+    published = {"v4": 2400, "v5e": 1600, "v5p": 4800, "v6e": 3200}
+    assert {name: 8 * chip.link_gb for name, chip in chips.CHIPS.items()} == published
+    assert chips.CHIPS["v6e"].hbm_gb == 1638
+
+
+@pytest.mark.parametrize("name", ["h100:16", "a100:9"])
+def test_more_gpus_than_a_host_has_are_refused_with_how_many_may_be(name):
+    """They were one host's, on one NVLink."""
+    with pytest.raises(ConfigError, match=f"'{name}' must be at most {name[:4]}:8, the GPUs of one host"):
+        chips.devices_of(name)
+
+
 @needs_libtpu
 @pytest.mark.parametrize(("name", "number"), [("v4-16", 8), ("v5p-32", 16), ("v5litepod-16", 16), ("v6e-8", 8)])
 def test_the_compiler_knows_as_many_chips_as_the_name_says(name, number):
