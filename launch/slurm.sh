@@ -5,8 +5,8 @@
 #   sbatch --nodes=1 --gpus-per-node=8 launch/slurm.sh 'python -m jaxrl_llm.sft --config=...'      any other command
 #
 # The checkout and the workdir must be on disks that all nodes see. Slurm starts it anew, and train goes on from its
-# checkpoint, when it was preempted, when a node failed, when its time was up, and after a fault at most MAX_RESTARTS
-# (3) times; not after bad input (status 2), nor after scancel.
+# checkpoint, when it was preempted, when a node failed, when its time was up, and after a fault, of which a file beside
+# the log has a line each, at most MAX_RESTARTS (3) times; not after bad input (status 2), nor after scancel.
 #SBATCH --job-name=jaxrl_llm
 #SBATCH --ntasks-per-node=1
 #SBATCH --requeue
@@ -37,13 +37,15 @@ fi
 # When a process ends, the others end by themselves, and say which host it was.
 srun --kill-on-bad-exit=0 "${command[@]}" && status=0 || status=$?
 
-restarts=${SLURM_RESTART_COUNT:-0}
+restarts=${SLURM_RESTART_COUNT:-0} # of any kind
+faults=${SLURM_JOB_NAME:-jaxrl_llm}-$SLURM_JOB_ID.faults
 case $status in
     0 | 2) exit "$status" ;;
     143) why="it was stopped" ;;
     *)
-        ((restarts < ${MAX_RESTARTS:-3})) || exit "$status"
         why="it ended with status $status"
+        echo "$(date '+%F %T'), start $restarts: $why" >> "$faults"
+        (($(wc -l < "$faults") <= ${MAX_RESTARTS:-3})) || exit "$status"
         ;;
 esac
 # After scancel this shell is gone by now. A job that Slurm itself starts anew is not there to be started.

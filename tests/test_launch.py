@@ -102,6 +102,28 @@ def test_tests_end_with_the_status_of_pytest(checkout, script):
     assert call.startswith("-m pytest -m not slow -n logical --maxprocesses=8 --dist=loadfile")
 
 
+def test_slurm_counts_faults_apart_from_what_ends_a_start_in_peace(checkout):
+    """Slurm's own count has preemptions and time limits in it: after three of those no fault was started again."""
+    checkout.stand_in("srun", '#!/bin/sh\nexit "$FAKE_STATUS"\n')
+    checkout.stand_in("scontrol", '#!/bin/sh\necho "scontrol $*" >> "$FAKE_LOG"\n')
+    (checkout.root / ".venv/bin").mkdir(parents=True)
+    (checkout.root / ".venv/bin/python").symlink_to(sys.executable)
+    job = {"SLURM_SUBMIT_DIR": str(checkout.root), "SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "run", "MAX_RESTARTS": "2"}
+    job |= {"SLURM_JOB_NUM_NODES": "1"}
+    seen = []
+    for start, status in enumerate([143, 143, 143, 1, 143, 134, 143, 1]):
+        how = job | {"SLURM_RESTART_COUNT": str(start), "FAKE_STATUS": str(status)}
+        done = checkout.run("launch/slurm.sh", "--config=a.py", **how)
+        seen.append((status, done.returncode, checkout.log))
+    again = ["scontrol requeue 7"]
+    ended = [(143, 0, again)] * 3 + [(1, 0, again), (143, 0, again), (134, 0, again), (143, 0, again), (1, 1, [])]
+    assert seen == ended
+    faults = (checkout.root / "run-7.faults").read_text().splitlines()
+    assert [line.partition(", ")[2] for line in faults] == [
+        f"start {start}: it ended with status {status}" for start, status in ((3, 1), (5, 134), (7, 1))
+    ]
+
+
 # ---- several processes ---------------------------------------------------------------------------------
 
 JOB = """
