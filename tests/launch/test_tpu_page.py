@@ -231,6 +231,16 @@ def test_a_profile_is_made_and_fetched(typist):
     assert index_of("xprof --logdir=runs/profile") == first + 3 == len(COMMANDS) - 1
 
 
+def test_saves_are_timed_on_one_worker_without_its_chips(tmp_path):
+    """They wait for those of the other workers, on which nothing runs. Here a platform that is not there."""
+    (command,) = re.findall(r"^    (.*benchmarks\.saves.*)$", PAGE, re.MULTILINE)
+    assert command.endswith("python -m benchmarks.saves --workdir=/shared")
+    command = f"{command.replace('python', shlex.quote(sys.executable)).replace('/shared', str(tmp_path))} --gb=0.001"
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "JAX_PLATFORMS": "chips_of_a_pod"}
+    done = subprocess.run(["bash", "-c", command], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_page_names_statuses_messages_and_files_that_are_there():
     scripts = "\n".join(path.read_text() for path in sorted((REPOSITORY / "launch").glob("*.sh")))
     for text in ("train runs here already", "queued resource $name is $state", "TPU $name is "):
