@@ -110,10 +110,14 @@ tpus=(gcloud compute tpus)
 on() { run "${tpus[@]}" tpu-vm ssh "$name" "${where[@]}" --worker="$1" --command="cd jaxrl_llm && $2"; }
 again="the same command goes on from the last checkpoint"
 
-# ACTIVE, SUSPENDED (preempted) and others; nothing where there is no such queued resource.
+# request_state TRIES: ACTIVE, SUSPENDED (preempted) and others; nothing where there is no such queued resource. An error
+# where gcloud does not answer.
 request_state() {
-    local requests
-    requests=$("${tpus[@]}" queued-resources list "${where[@]}" --format="value(name.basename(),state.state)")
+    local requests tries=$1
+    until requests=$("${tpus[@]}" queued-resources list "${where[@]}" --format="value(name.basename(),state.state)"); do
+        ((--tries)) || { echo "error: gcloud does not say how queued resource $name is" >&2 && return 1; }
+        sleep "${POLL_SECONDS:-30}"
+    done
     awk -v name="$name" '$1 == name { print $2 }' <<< "$requests"
 }
 
@@ -131,7 +135,11 @@ trap at_exit EXIT
 
 make_tpu() {
     local state="" shown="" new=""
-    [[ -n $dry_run ]] || state=$(request_state)
+    [[ -n $dry_run ]] || state=$(request_state 3) || exit 1
+    while [[ $state == SUSPENDING ]]; do # until it is SUSPENDED
+        sleep "${POLL_SECONDS:-30}"
+        state=$(request_state 20) || exit 1
+    done
     if [[ $state == SUSPENDED || $state == FAILED ]]; then
         echo "queued resource $name is $state: making it anew"
         "${tpus[@]}" queued-resources delete "$name" "${where[@]}" --force --quiet
@@ -141,11 +149,11 @@ make_tpu() {
     [[ -z $new ]] || run "${tpus[@]}" queued-resources create "$name" --node-id="$name" "${where[@]}" \
         --accelerator-type="$create" --runtime-version="$runtime" ${spot:+--spot}
     [[ -z $dry_run ]] || return 0
-    while state=$(request_state) && [[ $state != ACTIVE ]]; do
+    while state=$(request_state 20) || exit 1 && [[ $state != ACTIVE ]]; do
         [[ $state == "$shown" ]] || echo "queued resource $name is $state"
         shown=$state
         case $state in
-            FAILED | SUSPENDING | SUSPENDED | DELETING)
+            FAILED | SUSPENDED | DELETING)
                 "${tpus[@]}" queued-resources describe "$name" "${where[@]}" >&2
                 echo "error: queued resource $name is $state" >&2
                 exit 1

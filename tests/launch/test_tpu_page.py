@@ -243,7 +243,8 @@ def test_saves_are_timed_on_one_worker_without_its_chips(tmp_path):
 
 def test_the_page_names_statuses_messages_and_files_that_are_there():
     scripts = "\n".join(path.read_text() for path in sorted((REPOSITORY / "launch").glob("*.sh")))
-    for text in ("train runs here already", "queued resource $name is $state", "TPU $name is "):
+    said = ("train runs here already", "queued resource $name is $state", "TPU $name is ")
+    for text in (*said, "gcloud does not say how queued resource $name is"):
         assert text in scripts
         assert re.sub(r"\$\w+.*", "", text) in PAGE
     for name in re.findall(r"`(launch/[\w.]+)`", PAGE):

@@ -121,6 +121,32 @@ def test_a_tpu_is_waited_for(cloud):
     assert "iteration 3/3" in done.stdout
 
 
+@pytest.mark.parametrize("silent", [[0], [2], [1, 2, 3]], ids=["before it is asked for", "once", "three times"])
+def test_a_cloud_that_does_not_answer_is_asked_again(cloud, silent):
+    """It was taken for one without such a queued resource, or for one whose TPU is there."""
+    cloud.plan(workers=2, delay=3, silent=silent)
+    done = cloud.run(SCRIPT, *POD, *CREATE)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("queued resource my-tpu is WAITING_FOR_RESOURCES\n") == 1
+    assert "queued resource my-tpu is \n" not in done.stdout and "iteration 3/3" in done.stdout
+
+
+def test_a_cloud_that_never_answers_is_an_error_before_anything_is_made(cloud):
+    cloud.plan(workers=2, silent=list(range(100)))
+    done = cloud.run(SCRIPT, *POD, *CREATE)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "error: gcloud does not say how queued resource my-tpu is"
+    assert '"queued-resources", "create"' not in (cloud.cloud / "calls").read_text()
+
+
+def test_a_tpu_that_is_being_preempted_is_made_anew_when_it_is_gone(pod):
+    pod.plan(workers=2, suspending=2)
+    pod.gcloud("PREEMPT", "my-tpu")
+    done = pod.run(SCRIPT, *POD, *CREATE)
+    assert done.returncode == 0, done.stderr
+    assert "queued resource my-tpu is SUSPENDED: making it anew" in done.stdout and "iteration 3/3" in done.stdout
+
+
 def test_a_tpu_that_is_there_is_not_made_again(pod):
     assert pod.run(SCRIPT, *POD, *CREATE).returncode == 0
     calls = [json.loads(line) for line in (pod.cloud / "calls").read_text().splitlines()]
