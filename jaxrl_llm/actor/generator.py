@@ -162,8 +162,7 @@ class Generator:
             if all(len(places) >= per_shard for places in done) and due <= self.finished.keys():
                 break
         self._receive(leaving, on_finished)
-        by_age = lambda where: self.open_prompts[where].group_id
-        self._chosen = [sorted(places, key=by_age)[:per_shard] for places in done]
+        self._chosen = [sorted(x, key=lambda where: self.open_prompts[where].group_id)[:per_shard] for x in done]
         return [self.finished[where] for places in self._chosen for where in places]
 
     def take(self) -> Rollout:
@@ -191,10 +190,9 @@ class Generator:
         new: list[list[tuple[int, int]]] = [[] for _ in range(self.sampler.shards)]
         for where, prompt in self.open_prompts.items():
             if where not in self.finished and (reasons[where] != STOP_NONE).all():
-                sizes = (lengths[where] - len(prompt.tokens)).tolist()
+                sizes, why = (lengths[where] - len(prompt.tokens)).tolist(), reasons[where].tolist()
                 turns = [] if heard is None else (heard[where] + 1).tolist()
-                of_prompt = prompt.group_id, prompt.example
-                self.finished[where] = FinishedGroup(*of_prompt, sizes, reasons[where].tolist(), turns)
+                self.finished[where] = FinishedGroup(prompt.group_id, prompt.example, sizes, why, turns)
                 new[where[0]].append(where)
         reading = []
         for places in itertools.zip_longest(*new):

@@ -133,9 +133,8 @@ class RewardPool(contextlib.AbstractContextManager):
                 break
             self.check()
         answers = hosts.complete(answers)
-        by_turn = np.concatenate(
-            [[x.scores for x in calls] for calls in answers], axis=1
-        )  # [functions, completions, turns]
+        # [functions, completions, turns], [functions, completions]
+        by_turn = np.concatenate([[x.scores for x in calls] for calls in answers], axis=1)
         outcome = np.concatenate([[x.outcome for x in calls] for calls in answers], axis=1)
         parts, weights = by_turn.sum(axis=2), np.array(self._config.weights)
         errors = dict.fromkeys(reason for calls in answers for answer in calls for reason in answer.reasons)
@@ -146,9 +145,7 @@ class RewardPool(contextlib.AbstractContextManager):
             outcome=outcome.max(axis=0).astype(np.int8),
             errors=tuple(errors)[:MAX_ERRORS_KEPT],
             by_turn=np.tensordot(weights, by_turn, 1).astype(np.float32) if by_turn.shape[2] > 1 else None,
-            masked=[
-                sorted(set().union(*row)) for calls in answers for row in zip(*(x.masked for x in calls), strict=True)
-            ],
+            masked=[sorted(set().union(*row)) for of in answers for row in zip(*(x.masked for x in of), strict=True)],
         )
 
     def _say(self, errors: list[str]) -> None:

@@ -25,8 +25,8 @@ from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 
 from jaxrl_llm.config import Config, ConfigError, from_json
-from jaxrl_llm.runtime.cli import DiskError
 from jaxrl_llm.runtime.functions import resolve
+from jaxrl_llm.runtime.hosts import MachineError
 from jaxrl_llm.sweep.points import AFTER
 
 LOG = "log.txt"
@@ -60,7 +60,7 @@ def run_point(config: Config, workdir: pathlib.Path, train: Callable[[Config, pa
         if status == 0 and after:
             _write(workdir / AFTER, resolve(after)(config, workdir))
         return status in (0, 128 + signal.SIGTERM, 128 + signal.SIGINT)
-    except (ConfigError, DiskError) as error:
+    except (ConfigError, MachineError) as error:
         print(f"error: {error}", file=sys.stderr)
     except Exception:
         traceback.print_exc()
