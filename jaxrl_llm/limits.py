@@ -12,8 +12,8 @@ from typing import Any
 
 from jaxrl_llm.runtime.nested import MOST, flatten
 
-# Texts that a model reads; the others are names, of files mostly.
 FILE_SOURCES = ("jsonl", "parquet", "code", "text")  # of questions: these read a file
+# Texts that a model reads; the others are names, of files mostly.
 TEXTS = ("prompts.system_prompt", "sampling.stop_strings", "sampling.stop_tokens")
 # Questions that a source makes before a run begins.
 MOST_MADE = 10_000_000

@@ -86,27 +86,33 @@ def pretrained_thresholds() -> str:
     return arms.markdown(["arm", *(f"to {rate:.2f}" for rate in rates)], rows)
 
 
-def pretrained_rates() -> str:
-    """What each arm got at each learning rate on the seed that chose."""
-    head, *_ = (parts := [rates(name) for name in SMOLLM2_STUDIES if study(name)])
-    return "\n".join([head, *(line for part in parts[1:] for line in part.splitlines()[2:])])
-
-
-def rates(name: str) -> str:
-    """What each arm got at each learning rate on the seeds that chose: mean held-out pass rate over the run."""
-    chosen = {arms.without_rate(arm.name): arm.runs[0].point[RATE] for arm in arms_of(name)}
-    every = sorted({run.point[RATE] for run in study(name).runs})
+def rates(*names: str) -> str:
+    """What each arm of some studies got at each learning rate on the seeds that chose: mean held-out pass rate."""
+    every = sorted({run.point[RATE] for name in names for run in study(name).runs})
     rows = []
-    for arm, scores in arms.tuning(study(name)).items():
-        assert scores[chosen[arm]] == max(scores.values()), f"{name}: {arm} was reported at another rate than its best"
-        cells = (f"**{scores[rate]:.3f}**" if rate == chosen[arm] else f"{scores[rate]:.3f}" for rate in every)
-        rows.append([arm, *cells])
+    for name in names:
+        chosen = {arm: of.runs[0].point[RATE] for arm, of in by_name(name).items()}
+        for arm, scores in arms.tuning(study(name)).items():
+            assert scores[chosen[arm]] == max(scores.values()), f"{name}: {arm} was reported at another rate"
+            cells = (f"**{scores[rate]:.3f}**" if rate == chosen[arm] else f"{scores[rate]:.3f}" for rate in every)
+            rows.append([arm, *cells])
     return arms.markdown(["arm", *(f"{rate:.2g}" for rate in every)], rows)
+
+
+def by_name(name: str) -> dict[str, Arm]:
+    """Arms of a study by what they are called without their rates."""
+    return {arms.without_rate(arm.name): arm for arm in arms_of(name)}
+
+
+@functools.cache
+def filled(name: str) -> dict[tuple[int, int], Arm]:
+    """Arms of a study's grid, by replay ratio and ring, whose ring was full when they reached the threshold."""
+    return {key: arm for key, arm in pictures.grid_of(arms_of(name)).items() if arm.filled(THRESHOLD)}
 
 
 def ranks(name: str, shown: int = 8) -> str:
     """Of arms by their cost to the threshold: how often each is the cheapest of all draws, and between which ranks."""
-    found = [arm for arm in arms_of(name) if arm.filled(THRESHOLD)]
+    found = list(filled(name).values())
     ranked = seeds.ranks(np.stack([arm.to(THRESHOLD, DECLARED(arm)) for arm in found]))
     rows = [
         [arms.without_rate(arm.name), f"{rank.first:.0%}", f"{rank.low} to {rank.high}"]
@@ -118,22 +124,17 @@ def ranks(name: str, shown: int = 8) -> str:
 def unfilled(name: str) -> str:
     """Arms whose ring is not full yet when they reach the threshold."""
     grid = pictures.grid_of(arms_of(name))
-    some = [f"({y}, {n} B)" for (y, n), arm in grid.items() if not arm.filled(THRESHOLD)]
+    some = [f"({y}, {n} B)" for y, n in grid if (y, n) not in filled(name)]
     return f"{len(some)} of {len(grid)} arms (y, N) reach {THRESHOLD:.2f} before their ring is full: {', '.join(some)}."
 
 
 def stands(name: str) -> str:
     """Which savings against the on-policy arm hold for all arms together, by paired t tests of seeds."""
     base = arms.on_policy(arms_of(name))
-    others = [arm for arm in arms_of(name) if arm is not base]
-    p = {arm.name: seeds.saved(arm, base, THRESHOLD, DECLARED) for arm in others}
-    hold = seeds.holm(
-        {arm: of.p for arm, of in p.items() if of.mean > 0} | {a: 1.0 for a, of in p.items() if of.mean <= 0}
-    )
-    listed = "; ".join(
-        f"{arms.without_rate(arm)} ({p[arm].low:.0%} to {p[arm].high:.0%})" for arm in sorted(hold, key=list(p).index)
-    )
-    return f"By paired t tests of four seeds, corrected by Holm for {len(p)} arms, these savings hold: {listed}."
+    found = {arm: seeds.saved(of, base, THRESHOLD, DECLARED) for arm, of in by_name(name).items() if of is not base}
+    hold = seeds.holm({arm: of.p if of.mean > 0 else 1.0 for arm, of in found.items()})
+    listed = "; ".join(f"{arm} ({of.low:.0%} to {of.high:.0%})" for arm, of in found.items() if arm in hold)
+    return f"By paired t tests of four seeds, corrected by Holm for {len(found)} arms, these savings hold: {listed}."
 
 
 def by_seeds() -> str:
@@ -148,7 +149,7 @@ def by_seeds() -> str:
         row(what, arms.saved(arm, base, THRESHOLD, way), seeds.saved(arm, base, THRESHOLD, way), ".0%")
 
     def end(what: str, arm: Arm, base: Arm) -> None:
-        row(what, Interval.of(arm.end() - base.end()), seeds.ends(arm, base), "+.2f")
+        row(what, arms.gained(arm, base), seeds.ends(arm, base), "+.2f")
 
     grid = pictures.grid_of(arms_of("e2"))
     for y, n in ((4, 8), (8, 8), (1, 8), (1, 4), (2, 8)):
@@ -159,7 +160,7 @@ def by_seeds() -> str:
         cost(f"seconds saved, y {y}, N 8 B", grid[y, 8], grid[1, 1], Arm.over_seconds)
     for y in (1, 2, 4, 8, 16):
         end(f"end, y {y}, N 8 B", grid[y, 8], grid[1, 1])
-    e3 = {arms.without_rate(arm.name): arm for arm in arms_of("e3")}
+    e3, league = by_name("e3"), by_name("league")
     asymre = lambda delta, share: e3[f"AsymRE, delta_V {delta:g}, share {share:g}"]
     for share in (0, 0.2, 0.5):
         end(f"end, AsymRE, -0.3 less -0.1, share {share:g}", asymre(-0.3, share), asymre(-0.1, share))
@@ -170,7 +171,6 @@ def by_seeds() -> str:
     cost("seconds saved, AsymRE -0.3, share 0.2", asymre(-0.3, 0.2), grid[1, 1], Arm.over_seconds)
     plain, sequence, *_ = arms_of("e6")
     end("end, E6, ratio of sequences less of tokens", sequence, plain)
-    league = {arms.without_rate(arm.name): arm for arm in arms_of("league")}
     for other in ("mssr", "ppo_ewma", "grpo"):
         end(f"end, league, replay_positive_bias less {other}", league["replay_positive_bias"], league[other])
     return arms.markdown(["comparison", "95 % of draws", "t of four seeds"], rows)
@@ -265,7 +265,7 @@ def plan(name: str, rho: float = 0.05, alpha: float = 0.1) -> str:
     """What replay_plan recommends for each cost model, with noise as declared and as fitted to the declared costs,
     beside the arm that reached the threshold first, of those whose ring was full by then.
     """
-    grid = {key: arm for key, arm in pictures.grid_of(arms_of(name)).items() if arm.filled(THRESHOLD)}
+    grid = filled(name)
     head = ("cost", "mu", "rho, alpha", "y, predicted", "N, predicted", "least cost measured", "y, times off")
     head += ("N, times off", "nearest arm", "costs more", "arms whose interval holds the least cost")
     rows = []
@@ -291,8 +291,7 @@ def plan(name: str, rho: float = 0.05, alpha: float = 0.1) -> str:
 
 def declared_costs(name: str) -> dict[tuple[int, int], float]:
     """Compute to the threshold at the declared mu, by replay ratio and ring, of arms whose ring was full by then."""
-    grid = {key: arm for key, arm in pictures.grid_of(arms_of(name)).items() if arm.filled(THRESHOLD)}
-    return {key: float(arm.to(THRESHOLD, DECLARED(arm))[0]) for key, arm in grid.items()}
+    return {key: float(arm.to(THRESHOLD, DECLARED(arm))[0]) for key, arm in filled(name).items()}
 
 
 @functools.cache
@@ -306,7 +305,7 @@ def spread(name: str, base: str) -> str:
     found = {arm.name.split(",")[0]: arm for arm in arms_of(name)}
     seeds = np.array([arm.end_by_run() for arm in found.values()])
     of_seeds, of_arms = np.sqrt(seeds.var(axis=1, ddof=1).mean()), seeds.mean(axis=1).std(ddof=1)
-    apart = {arm: Interval.of(a.end() - found[base].end()) for arm, a in found.items() if arm != base}
+    apart = {arm: arms.gained(a, found[base]) for arm, a in found.items() if arm != base}
     above = [f"`{arm}` ({x.value:+.2f})" for arm, x in apart.items() if x.low > 0]
     below = [f"`{arm}` ({x.value:+.2f})" for arm, x in apart.items() if x.high < 0]
     alike = len(apart) - len(above) - len(below)
@@ -324,7 +323,7 @@ def differences(name: str) -> str:
     rows = []
     for arm in others:
         more = Interval.of(to(arm) / to(base) - 1).shown(".0%")
-        rows.append([arms.without_rate(arm.name), Interval.of(arm.end() - base.end()).shown("+.2f"), more])
+        rows.append([arms.without_rate(arm.name), arms.gained(arm, base).shown("+.2f"), more])
     return arms.markdown(["arm", "end, difference", f"batches to {THRESHOLD:.2f}, more"], rows)
 
 
@@ -370,7 +369,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "smollm2_sums": lambda: pretrained("sums"),
     "smollm2_products": lambda: pretrained("products"),
     "smollm2_thresholds": pretrained_thresholds,
-    "smollm2_rates": pretrained_rates,
+    "smollm2_rates": lambda: rates(*filter(study, SMOLLM2_STUDIES)),
 }
 
 # ---- figures ---------------------------------------------------------------------------------------------------

@@ -201,15 +201,18 @@ def tuning(study: raw.Study) -> dict[str, dict[float, float]]:
     _, budget = _budget(study)
     choosing = list(groups([run for run in study.runs if run.name not in reported]).values())
     for members, config in zip(choosing, raw.configs(study, [members[0] for members in choosing]), strict=True):
-        rates = []
+        extra, scores = costs.forwards(config), []
         for run in members:
-            rows = _up_to(run, budget, costs.forwards(config)).rows
-            evaluations = sum(row.get(METRIC) is not None for row in rows)
-            rates.append(np.mean(study.passed[run.name][:evaluations]) / study.samples_of[run.name])
-        score = np.mean(rates)
+            evaluations = sum(row.get(METRIC) is not None for row in _up_to(run, budget, extra).rows)
+            scores.append(np.mean(study.passed[run.name][:evaluations]) / study.samples_of[run.name])
         name = without_rate(study.labels[members[0].name])
-        found.setdefault(name, {})[members[0].point[RATE]] = float(score)
+        found.setdefault(name, {})[members[0].point[RATE]] = float(np.mean(scores))
     return found
+
+
+def gained(arm: Arm, base: Arm) -> Interval:
+    """How much higher an arm ends than the base."""
+    return Interval.of(arm.end() - base.end())
 
 
 def saved(arm: Arm, base: Arm, threshold: float, way: Way) -> Interval:
@@ -262,7 +265,7 @@ def _most(arm: Arm) -> int:
 def _cells(arm: Arm, threshold: float, base: Arm | None, is_timed: bool) -> list[str]:
     cells = [Interval.of(arm.end()).shown()]
     if base is not None:
-        cells.append("" if arm is base else Interval.of(arm.end() - base.end()).shown("+.2f"))
+        cells.append("" if arm is base else gained(arm, base).shown("+.2f"))
     cells.append(arm.pass_at(_most(arm)).shown())
     ways: list[tuple[Way, str]] = [(DECLARED, ".0f")]
     if is_timed:

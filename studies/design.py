@@ -69,6 +69,13 @@ class Design:
         return ", ".join((f"y {ratio}", f"N {settings['replay.capacity'] // self.batch} B", *others))
 
 
+SUMS = Design(batch=128, on_policy_steps=200, evaluations=40)  # configs/study_arithmetic.py
+THRESHOLD = 0.40  # of the small model's held-out pass rate: compute is counted to it, declared before the runs
+SMOLLM2 = Design(batch=32, on_policy_steps=24, evaluations=24)  # configs/study_smollm2.py
+SMOLLM2_RATES = (1e-5, 2e-5, 4e-5)
+SMOLLM2_THRESHOLD = 0.30  # it begins at 0.16 and 0.17
+
+
 def tuning(arm: Point, samples: int) -> Point:
     """The arm as it is run to choose its rate: evaluated a quarter as often, with fewer answers."""
     return arm | {EVERY: 4 * arm[EVERY], SAMPLES: samples}
@@ -93,15 +100,14 @@ def sweep_of(
     *,
     samples: int = 16,
     choosing: Sequence[Point] = TUNING,
-    budget: float | None = None,
+    budget: float = SUMS.budget,
 ) -> Sweep:
     """Every arm at every rate on the seeds that choose, then at its best one on those that are reported.
 
     Args:
         samples: answers to each held-out question in the former.
-        budget: in trained rollouts; None = that of ``SUMS``.
+        budget: in trained rollouts.
     """
-    budget = budget or SUMS.budget
 
     def at_best(runs: Sequence[Run]) -> list[Point]:
         paid = [within(np.array([row[COMPUTE] for row in run.rows]), budget) for run in runs]
@@ -127,13 +133,6 @@ def shown_as(label: Callable[[Point], str], points: Sequence[Point]) -> Sweep:
         thresholds={METRICS[0]: THRESHOLD},
         pareto=(("update/entropy_nats", METRICS[0]),),
     )
-
-
-SUMS = Design(batch=128, on_policy_steps=200, evaluations=40)  # configs/study_arithmetic.py
-THRESHOLD = 0.40  # of the small model's held-out pass rate: compute is counted to it, declared before the runs
-SMOLLM2 = Design(batch=32, on_policy_steps=24, evaluations=24)  # configs/study_smollm2.py
-SMOLLM2_RATES = (1e-5, 2e-5, 4e-5)
-SMOLLM2_THRESHOLD = 0.30  # it begins at 0.16 and 0.14
 
 
 def smollm2_sweep(arms: Mapping[str, Mapping[str, Point]]) -> Sweep:

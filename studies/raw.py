@@ -93,9 +93,8 @@ def _record(run: Run, workdir: pathlib.Path, config: Config, called: str) -> dic
     rows = run.rows if is_reported else _between(run.rows, at)
     columns = {name: [_rounded(row.get(name)) for row in rows] for name in ("iteration", *METRICS)}
     before, *passed = [_passed(path, config.rewards.pass_threshold) for path in (workdir / "eval_before.json", *files)]
-    about = {"name": run.name, "label": called, "point": run.point, "after": dict(run.after)}
-    about["samples"] = config.eval.num_samples
-    return about | {"before": before, "passed": passed, "metrics": columns}
+    about = {"name": run.name, "label": called, "point": run.point, "samples": config.eval.num_samples}
+    return about | {"after": dict(run.after), "before": before, "passed": passed, "metrics": columns}
 
 
 def _passed(path: pathlib.Path, threshold: float) -> list[int]:

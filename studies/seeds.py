@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy import stats
 
+from jaxrl_llm.sweep.intervals import Resampling
 from studies.arms import Arm, Way
 
 
@@ -29,12 +30,6 @@ class Paired(NamedTuple):
     low: float
     high: float
     p: float
-
-
-class Alone:
-    """Stands for draws where there is one seed and nothing is drawn."""
-
-    runs = np.ones((1, 1))
 
 
 def paired(differences: Sequence[float]) -> Paired:
@@ -49,13 +44,13 @@ def paired(differences: Sequence[float]) -> Paired:
 
 
 def by_seed(arm: Arm) -> list[Arm]:
-    """Each seed's run as an arm of its own, whose only draw is itself."""
-    curves = arm.passed.mean(axis=2) / arm.samples  # [runs, evaluations]
-    parts = zip(arm.runs, arm.passed, curves, arm.at, strict=True)
-    return [
-        dataclasses.replace(arm, runs=[run], passed=passed[None], curves=curve[None], at=at[None], draws=Alone())
-        for run, passed, curve, at in parts
-    ]
+    """Each seed's run as an arm of its own, of which nothing is drawn."""
+    alone, found = Resampling(1, arm.passed.shape[2], resamples=0), []
+    for i, run in enumerate(arm.runs):
+        passed, at = arm.passed[i : i + 1], arm.at[i : i + 1]
+        curves = alone.curves(passed / arm.samples)
+        found.append(dataclasses.replace(arm, runs=[run], passed=passed, curves=curves, at=at, draws=alone))
+    return found
 
 
 def ends(arm: Arm, base: Arm) -> Paired:

@@ -7,24 +7,18 @@ rollouts cost as much and are trained in 400 and 800 steps; every arm at the bes
 docs/replay_study.md has what came of it.
 """
 
+import dataclasses
 import runpy
 
-from studies.design import EVERY, GROUP, SUMS, sweep_of
+from studies.design import SUMS, sweep_of
 
 get_config = runpy.run_path("configs/study_arithmetic.py")["get_config"]
 
 
 def arm(batch):
     """On-policy steps of so many rollouts, at the study's budget."""
-    steps = SUMS.on_policy_steps * SUMS.batch // batch
-    return {
-        "rollout.prompts_per_iteration": batch // GROUP,
-        "replay.capacity": batch,
-        "update.batch_size": batch,
-        "update.micro_batch_size": batch,
-        "num_iterations": steps,
-        EVERY: steps // SUMS.evaluations,
-    }
+    design = dataclasses.replace(SUMS, batch=batch, on_policy_steps=SUMS.on_policy_steps * SUMS.batch // batch)
+    return design.arm(1, 1, **{"update.batch_size": batch, "update.micro_batch_size": batch})
 
 
 def get_sweep():

@@ -17,7 +17,7 @@ from typing import Any
 
 from jaxrl_llm.actor import agents, environment_worker
 from jaxrl_llm.actor.printing import Printer
-from jaxrl_llm.actor.rewards import Worker, end, failed, imported, names_of
+from jaxrl_llm.actor.rewards import Worker, end, failed, imported, names_of, put_away
 from jaxrl_llm.config import Config, ConfigError, PromptsConfig
 from jaxrl_llm.types import OUTCOME_ERROR, OUTCOME_SCORE, Example
 
@@ -126,10 +126,7 @@ class Environment(contextlib.AbstractContextManager):
         end(self._workers)
         for thread in self._threads:
             thread.shutdown()
-        end(self._workers)  # what a thread has started meanwhile
-        for worker in self._workers:
-            worker.socket.close()
-        self._printer.close()
+        put_away(self._workers, self._printer)  # with what a thread has started meanwhile
 
 
 @contextlib.contextmanager

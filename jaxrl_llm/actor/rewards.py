@@ -133,9 +133,8 @@ class RewardPool(contextlib.AbstractContextManager):
                 break
             self.check()
         answers = hosts.complete(answers)
-        # [functions, completions, turns], [functions, completions]
-        by_turn = np.concatenate([[x.scores for x in calls] for calls in answers], axis=1)
-        outcome = np.concatenate([[x.outcome for x in calls] for calls in answers], axis=1)
+        by_turn = np.concatenate([[x.scores for x in of] for of in answers], axis=1)  # [functions, completions, turns]
+        outcome = np.concatenate([[x.outcome for x in of] for of in answers], axis=1)
         parts, weights = by_turn.sum(axis=2), np.array(self._config.weights)
         errors = dict.fromkeys(reason for calls in answers for answer in calls for reason in answer.reasons)
         self._say(list(errors))
@@ -163,10 +162,7 @@ class RewardPool(contextlib.AbstractContextManager):
         while len(self._free) < len(self._workers):  # a thread waits for an answer, or starts another process
             end(self._workers)
         self._threads.shutdown()
-        end(self._workers)
-        for worker in self._workers:
-            worker.socket.close()
-        self._printer.close()
+        put_away(self._workers, self._printer)
 
     def __exit__(self, *_) -> None:
         self.close()
@@ -191,8 +187,7 @@ class RewardPool(contextlib.AbstractContextManager):
             scores = by_turn(given)
             masked = [tokens_in(i, some) if tokens_in and some else [] for i, some in enumerate(spans)]
         except Exception as error:
-            failure, reason = failed(error)
-            reasons = [reason]
+            failure, *reasons = failed(error)
         self._free.append(worker)
         outcome = np.where(np.isnan(scores).any(axis=1), failure, OUTCOME_SCORE)
         reasons = [f"{name} on {example.origin or 'a prompt'}: {reason}" for reason in reasons]
@@ -287,6 +282,14 @@ def end(workers: Sequence[Worker]) -> None:
         time.sleep(0.01)
     for process in processes:
         process.wait()
+
+
+def put_away(workers: Sequence[Worker], printer: Printer) -> None:
+    """Kill processes for good, and with them what they print to."""
+    end(workers)
+    for worker in workers:
+        worker.socket.close()
+    printer.close()
 
 
 def imported(spec: str, said: str) -> Any:

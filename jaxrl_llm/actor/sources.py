@@ -23,7 +23,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from jaxrl_llm.actor.printing import Printer
-from jaxrl_llm.actor.rewards import Worker, end, failed, imported
+from jaxrl_llm.actor.rewards import Worker, failed, imported, put_away
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.runtime import hosts
 from jaxrl_llm.runtime.json_lines import BadRowError, lines
@@ -168,9 +168,7 @@ class Hindsight(Lines):
     def close(self) -> None:
         """End the process, whatever the function is doing."""
         if self._worker:
-            end([self._worker])
-            self._worker.socket.close()
-            self._printer.close()
+            put_away([self._worker], self._printer)
 
     def look(self) -> None:
         """What is there was heard."""

@@ -166,8 +166,8 @@ class ShortAnswers:
             return
         for i, (*within, answers) in enumerate(self._within.tolist()):
             if answers > 0:
-                enough = [count * self._at_least_right[i] >= answers for count in within]
-                self._chosen[i] = self._grid[enough.index(True)] if True in enough else self._grid[-1]
+                right, grid = self._at_least_right[i], zip(self._grid, within, strict=True)
+                self._chosen[i] = next((n for n, count in grid if count * right >= answers), self._grid[-1])
         self._within = 0.0 * self._within
 
     def state(self) -> Any:
