@@ -27,7 +27,7 @@ from jaxrl_llm.sweep import fits
 from jaxrl_llm.sweep.intervals import Interval
 from studies import arms, costs, pictures, raw, seeds, transfer
 from studies.arms import DECLARED, Arm, Way, at_mu
-from studies.design import COST_RATIO, RATE, SMOLLM2, SMOLLM2_THRESHOLD, SUMS, THRESHOLD
+from studies.design import COST_RATIO, RATE, SMOLLM2, SMOLLM2_THRESHOLD, SUMS, THRESHOLD, without_rate
 
 DOCS = pathlib.Path("docs")
 SMOLLM2_STUDIES = ("smollm2", "smollm2_products", "smollm2_arms")
@@ -82,7 +82,7 @@ def pretrained_thresholds() -> str:
     for task in ("sums", "products"):
         base, *others = pretrained_arms(task)
         shown = lambda arm, rate, base=base: arms.saved(arm, base, rate, DECLARED).shown(".0%")
-        rows += [[arms.without_rate(arm.name), *(shown(arm, rate) for rate in rates)] for arm in others]
+        rows += [[without_rate(arm.name), *(shown(arm, rate) for rate in rates)] for arm in others]
     return arms.markdown(["arm", *(f"to {rate:.2f}" for rate in rates)], rows)
 
 
@@ -101,7 +101,7 @@ def rates(*names: str) -> str:
 
 def by_name(name: str) -> dict[str, Arm]:
     """Arms of a study by what they are called without their rates."""
-    return {arms.without_rate(arm.name): arm for arm in arms_of(name)}
+    return {without_rate(arm.name): arm for arm in arms_of(name)}
 
 
 @functools.cache
@@ -115,7 +115,7 @@ def ranks(name: str, shown: int = 8) -> str:
     found = list(filled(name).values())
     ranked = seeds.ranks(np.stack([arm.to(THRESHOLD, DECLARED(arm)) for arm in found]))
     rows = [
-        [arms.without_rate(arm.name), f"{rank.first:.0%}", f"{rank.low} to {rank.high}"]
+        [without_rate(arm.name), f"{rank.first:.0%}", f"{rank.low} to {rank.high}"]
         for rank, arm in sorted(zip(ranked, found, strict=True), key=lambda pair: -pair[0].first)[:shown]
     ]
     return arms.markdown(["arm", "cheapest in", f"rank of {len(found)}"], rows)
@@ -323,7 +323,7 @@ def differences(name: str) -> str:
     rows = []
     for arm in others:
         more = Interval.of(to(arm) / to(base) - 1).shown(".0%")
-        rows.append([arms.without_rate(arm.name), arms.gained(arm, base).shown("+.2f"), more])
+        rows.append([without_rate(arm.name), arms.gained(arm, base).shown("+.2f"), more])
     return arms.markdown(["arm", "end, difference", f"batches to {THRESHOLD:.2f}, more"], rows)
 
 
@@ -393,7 +393,7 @@ def figures(folder: pathlib.Path) -> None:
         pictures.ends(arms_of("league"), folder / "replay_study_league.svg")
     for task in ("sums", "products"):
         if found := pretrained_arms(task):
-            shown = {arms.without_rate(arm.name.removeprefix(f"{task}: ")): arm for arm in found}
+            shown = {without_rate(arm.name.removeprefix(f"{task}: ")): arm for arm in found}
             over = {in_batches(SMOLLM2.batch): DECLARED}
             over |= {seconds: Arm.over_seconds} if all(arm.times for arm in found) else {}
             path = folder / f"replay_study_smollm2_{task}.svg"

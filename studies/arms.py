@@ -22,7 +22,7 @@ from jaxrl_llm.sweep.points import SEED
 from jaxrl_llm.sweep.table import Run, groups
 from studies import costs, raw
 from studies.costs import Times
-from studies.design import COST_RATIO, EVERY, GROUP, RATE, within
+from studies.design import COST_RATIO, EVERY, GROUP, RATE, within, without_rate
 
 METRIC = "eval/pass_rate"
 LAST = 3  # evaluations that the end is the mean of
@@ -187,11 +187,6 @@ def _evenly(at: np.ndarray) -> np.ndarray:
     """Which of these evaluations are kept: not the one before the last if less than half a gap is between them."""
     kept = np.arange(len(at))
     return np.delete(kept, -2) if len(at) > 2 and 2 * (at[-1] - at[-2]) < at[-2] - at[-3] else kept
-
-
-def without_rate(name: str) -> str:
-    """An arm's name without its learning rate."""
-    return name.rsplit(", rate ", 1)[0]
 
 
 def tuning(study: raw.Study) -> dict[str, dict[float, float]]:

@@ -135,6 +135,11 @@ def shown_as(label: Callable[[Point], str], points: Sequence[Point]) -> Sweep:
     )
 
 
+def without_rate(name: str) -> str:
+    """What an arm is called, of what a sweep of the study calls its runs."""
+    return name.rsplit(", rate ", 1)[0]
+
+
 def smollm2_sweep(arms: Mapping[str, Mapping[str, Point]]) -> Sweep:
     """Of the study of SmolLM2, by task ("sums", "products") and name of the arm; rates chosen on one seed."""
     numbers = {"prompts.arguments": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}}

@@ -1,11 +1,12 @@
 """Raw metrics of published runs: what the study's tables and figures are made from, in one compressed file a sweep.
 
-    python -m studies.raw --config=configs/sweeps/e4_delay.py --runs=runs/e4 --out=docs/raw/e4.json.xz
+    python -m studies.raw --config=configs/sweeps/e4_delay.py --runs=runs/e4 --out=docs/raw/e4.json.xz [--only ARM ...]
 
 Of every finished run: its settings and what its sweep called it, what each held-out question got before it and at
 every evaluation, what came after, and the metrics below, at every iteration, or, of runs that only chose a learning
 rate, at evaluations alone. Beside them the versions, the commit and the machine that made them. studies.all reads
-nothing else.
+nothing else. With ``--only`` these arms are put into the file, and the others keep what stands there: a long sweep can
+be run an arm at a time, on machines that do not last.
 
 Owns: that file. Does not know: what is shown of it.
 """
@@ -13,6 +14,7 @@ Owns: that file. Does not know: what is shown of it.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import lzma
 import pathlib
@@ -28,7 +30,7 @@ from jaxrl_llm.sweep.__main__ import points_of, read_sweep, runs_of
 from jaxrl_llm.sweep.points import SEED, Point, freeze_points
 from jaxrl_llm.sweep.table import Run, label
 from studies.costs import GENERATED, TRAINED
-from studies.design import REPORTED
+from studies.design import REPORTED, without_rate
 
 COUNTS = (GENERATED, TRAINED, "tokens/generated", "tokens/trained")  # of an iteration
 METRICS = (
@@ -56,15 +58,24 @@ class Study(NamedTuple):
         return [run for run in self.runs if run.point[SEED] in seeds]
 
 
-def collect(config: str, folder: pathlib.Path) -> dict[str, Any]:
+def collect(config: str, folder: pathlib.Path, only: Sequence[str] = ()) -> dict[str, Any]:
     """The file's content from the finished runs of a sweep.
 
+    Args:
+        only: names of arms without their rates; the others are left out. () = every arm.
+
     Raises:
-        SystemExit: no run is finished, they are of several commits or versions, or two of one seed and task were not
-            asked the same held-out questions, as intervals take for granted.
+        SystemExit: no such arm, no run is finished, they are of several commits or versions, or two of one seed and
+            task were not asked the same held-out questions, as intervals take for granted.
     """
-    base = runpy.run_path(config)["get_config"]().to_dict()
-    points = points_of(config, base, sweep := read_sweep(config), folder)
+    base, sweep = runpy.run_path(config)["get_config"]().to_dict(), read_sweep(config)
+    if only:
+        arm_of = lambda point: without_rate(sweep.called({k: v for k, v in point.items() if k != SEED}))
+        named = {arm_of(point) for point in sweep.points}
+        if missing := sorted({*only} - named):
+            raise SystemExit(f"--only={missing[0]!r}: no such arm in {config}; it has {sorted(named)}")
+        sweep = dataclasses.replace(sweep, points=[point for point in sweep.points if arm_of(point) in only])
+    points = points_of(config, base, sweep, folder)
     runs = [run for run in runs_of(folder, points, sweep, {}) if run.status == "finished"]
     made_with = [json.loads((folder / run.name / "config.json").read_text())["made_with"] for run in runs]
     if not runs or any(other != made_with[0] for other in made_with):
@@ -72,6 +83,23 @@ def collect(config: str, folder: pathlib.Path) -> dict[str, Any]:
     refuse_other_questions([(folder / run.name, points[run.name][1]) for run in runs])
     records = [_record(run, folder / run.name, points[run.name][1], label(run, sweep)) for run in runs]
     return {"config": config, "made_with": made_with[0] | {"machine": hardware()}, "runs": records}
+
+
+def added(content: dict[str, Any], path: pathlib.Path) -> dict[str, Any]:
+    """What a file has and some arms' runs, which take the place of those it has of these arms.
+
+    Raises:
+        SystemExit: they are of other commits, versions or machines: one table would have them side by side.
+    """
+    if not path.is_file():
+        return content
+    before = json.loads(lzma.decompress(path.read_bytes()))
+    for field in ("config", "made_with"):
+        if before[field] != content[field]:
+            raise SystemExit(f"{path} has runs of {field} {before[field]}, not of {content[field]}")
+    arms = {without_rate(record["label"]) for record in content["runs"]}
+    kept = [record for record in before["runs"] if without_rate(record["label"]) not in arms]
+    return content | {"runs": kept + content["runs"]}
 
 
 def refuse_other_questions(runs: Sequence[tuple[pathlib.Path, Config]]) -> None:
@@ -162,8 +190,11 @@ def main() -> None:
     parser.add_argument("--config", required=True)
     parser.add_argument("--runs", type=pathlib.Path, required=True)
     parser.add_argument("--out", type=pathlib.Path, required=True)
+    parser.add_argument("--only", nargs="+", default=[], metavar="ARM", help="arms, without their rates")
     given = parser.parse_args()
-    content = collect(given.config, given.runs)
+    content = collect(given.config, given.runs, given.only)
+    if given.only:
+        content = added(content, given.out)
     write(content, given.out)
     print(f"{len(content['runs'])} runs, {given.out.stat().st_size / 2**20:.2f} MiB in {given.out}")
 

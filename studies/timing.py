@@ -1,6 +1,6 @@
 """Seconds of an iteration of each arm of some sweeps, on a machine that does nothing else.
 
-    python -m studies.timing docs/raw/e2.json.xz docs/raw/e3.json.xz [--iterations=40] [--rounds=2] [--only=ARM,...]
+    python -m studies.timing docs/raw/e2.json.xz docs/raw/e3.json.xz [--iterations=40] [--rounds=2] [--only ARM ...]
 
 Sweeps run points side by side, which no clock is true in. So each reported arm's config is run again for a few
 iterations, one arm at a time, round after round, each in an order of its own, lest a machine that grows slower favours
@@ -29,8 +29,8 @@ from jaxrl_llm.reports.metrics import read_metrics
 from jaxrl_llm.sweep.table import groups
 from jaxrl_llm.train import train
 from studies import raw
-from studies.arms import without_rate
 from studies.costs import GENERATED, TRAINED
+from studies.design import without_rate
 
 RAW = ".json.xz"
 
@@ -69,7 +69,7 @@ def main() -> None:
     parser.add_argument("raw", type=pathlib.Path, nargs="+")
     parser.add_argument("--iterations", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--only", type=lambda text: text.split(","), help="arms, with commas, without their rates")
+    parser.add_argument("--only", nargs="+", default=[], metavar="ARM", help="arms, without their rates")
     given = parser.parse_args()
     if given.iterations < 2 or given.rounds < 1 or not all(path.name.endswith(RAW) for path in given.raw):
         parser.error(f"files must be *{RAW}, --iterations at least 2 (the first warms up) and --rounds at least 1")
@@ -81,10 +81,10 @@ def main() -> None:
         for run, config in zip(first, raw.configs(study, first), strict=True):
             config, name = timed(config, given.iterations), study.labels[run.name]
             what = to_json(config)
-            if given.only is None or without_rate(name) in given.only:
+            if not given.only or without_rate(name) in given.only:
                 work[what] = config
             arms.setdefault(path, {})[name] = what
-    if missing := {*(given.only or ())} - {without_rate(name) for its_arms in arms.values() for name in its_arms}:
+    if missing := {*given.only} - {without_rate(name) for its_arms in arms.values() for name in its_arms}:
         parser.error(f"--only={sorted(missing)[0]!r}: no such arm")
     rows: dict[str, list[dict[str, float]]] = {what: [] for what in work}
     for i in range(given.rounds):

@@ -184,6 +184,37 @@ def test_the_answers_that_passed_are_counted_by_question_and_failed_rewards_refu
         counted(1.0, 0.5, None, 1.0, 0.0, 0.2)
 
 
+def finished(folder, sweep, only):
+    """Make folders of runs of some arms, each of one row and two answered questions, as ``then`` and ``raw`` want."""
+    base = runpy.run_path(CONFIG)["get_config"]()
+    arm_of = lambda point: sweep.called({field: value for field, value in point.items() if field != "seed"})
+    points = [point for point in sweep.points if arm_of(point).startswith(f"{only}, rate")]
+    for name, (_, config) in freeze_points(base, points).items():
+        (folder / name).mkdir(parents=True)
+        row = {"iteration": config.num_iterations, "eval/pass_rate": config.optimizer.learning_rate, design.COMPUTE: 1}
+        asked = {"num_samples": 1, "samples": [{"prompt": x, "reward": 1.0} for x in "ab"]}
+        files = {"metrics.jsonl": row, "config.json": {"made_with": {"commit": "abc"}}, "report.html": ""}
+        for file, content in (files | dict.fromkeys(("eval_before.json", "eval_after.json"), asked)).items():
+            (folder / name / file).write_text(json.dumps(content) + "\n")
+
+
+def test_arms_of_a_sweep_are_put_into_its_file_one_after_another(tmp_path):
+    """Two of thirty, of which the second is on another machine: each runs its rates, then its best one is reported."""
+    sweep, out = read_sweep(CONFIG), tmp_path / "raw.json.xz"
+    for folder, only in (("here", "y 1, N 8 B"), ("there", "y 4, N 8 B")):
+        finished(tmp_path / folder, sweep, only)
+        content = raw.collect(CONFIG, tmp_path / folder, [only])
+        raw.write(raw.added(content, out), out)
+    labels = raw.read(out).labels.values()
+    assert len(labels) == 12 and {design.without_rate(label) for label in labels} == {"y 1, N 8 B", "y 4, N 8 B"}
+    raw.write(raw.added(content, out), out)
+    assert len(raw.read(out).runs) == 12  # not 18
+    with pytest.raises(SystemExit, match="has runs of made_with"):
+        raw.added(content | {"made_with": {"commit": "def"}}, out)
+    with pytest.raises(SystemExit, match="--only='y 3': no such arm in configs"):
+        raw.collect(CONFIG, tmp_path / "here", ["y 3"])
+
+
 def test_between_evaluations_counts_are_added_and_the_rest_is_averaged():
     rows = [{"iteration": i, costs.GENERATED: 8, "update/entropy_nats": 0.1 * i} for i in (1, 2, 3, 4)]
     rows[1]["eval/pass_rate"], rows[3]["eval/pass_rate"] = 0.2, 0.4
