@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Trains on the nodes of a Slurm job, one process a node. From the checkout, set up with bash launch/setup.sh gpu:
 #
-#   sbatch --nodes=2 --gpus-per-node=8 launch/slurm.sh --config=configs/debug.py --workdir=/shared/my-run
+#   sbatch --nodes=2 --gpus-per-node=8 launch/slurm.sh --config=pod.py --workdir=/shared/my-run
 #   sbatch --nodes=1 --gpus-per-node=8 launch/slurm.sh 'python -m jaxrl_llm.sft --config=...'      any other command
 #
 # The checkout and the workdir must be on disks that all nodes see. Slurm starts it anew, and train goes on from its

@@ -159,8 +159,8 @@ def test_clusters_get_the_command(typist):
         assert any(word in words for word in (f"--image={image}", f"--docker-image={image}"))
     assert {"SHARE=10.0.0.2", f"TRAIN={train}"} <= set(typist.calls("sky")[0][0])
     ((words, _),) = typist.calls("sbatch")
-    assert words[-3:] == ["launch/slurm.sh", "--config=pod.py", "--workdir=/shared/my-run"]
-    assert (typist.root / words[-3]).exists()
+    assert words[-4:] == ["launch/slurm.sh", "--config=pod.py", "--workdir=/shared/my-run", "--config.mesh.fsdp=16"]
+    assert (typist.root / words[-4]).exists()
 
 
 @pytest.mark.parametrize("program", ["gcloud", "kubectl", "sky", "sbatch"])
