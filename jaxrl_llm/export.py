@@ -5,7 +5,8 @@
 
 A checkpoint's model is where ``model.path`` of its run says, or where ``--model`` says it is by now. Each tensor has
 the dtype that it has in that model's own Hugging Face folder, or float32 where it comes from none, or ``--dtype``;
-tokenizer, chat template and generation_config.json are copied byte for byte.
+tokenizer, chat template and generation_config.json are copied byte for byte, but for ends of a text that the last lacks
+and the tokenizer, its chat template or the run's ``sampling.stop_tokens`` have.
 
 Of a run's adapters (model.lora) a folder in PEFT's format; with ``--merge``, and of a folder of adapters, a model's,
 their base with them in it.
@@ -47,10 +48,11 @@ def export(checkpoint: str, path: str, output: str, dtype: str = "", *, merge: b
         source = _source_of(config, path, checkpoint)
         model = Model(source.architecture(), param_dtype=config.model.param_dtype, lora=config.model.lora)
         _check_shapes(params, model, f"{checkpoint} and {path or config.model.path}")
+        tokenizer = source.tokenizer().ending_at(config.sampling.stop_tokens)
     else:
         source = pretrained.resolve(path, setting="--model")
         model, mesh = Model(source.architecture()), sharding.make_mesh(MeshConfig())
-        params = source.load_params(model, mesh, seed=0)
+        params, tokenizer = source.load_params(model, mesh, seed=0), source.tokenizer()
     is_merged = not checkpoint and peft.is_adapter(path)  # a model of such a folder has them in it
     if merge and not is_merged:
         if not model.lora.rank:
@@ -61,7 +63,7 @@ def export(checkpoint: str, path: str, output: str, dtype: str = "", *, merge: b
         params, model = lora.merge(params, base, model.lora), model.base
     with cli.writing(output):
         of = path or config.model.path
-        peft.export(params, model, source.tokenizer(), output, of, like=source.folder, dtype=dtype)
+        peft.export(params, model, tokenizer, output, of, like=source.folder, dtype=dtype)
 
 
 def _source_of(config: Config, path: str, checkpoint: str) -> pretrained.Source:

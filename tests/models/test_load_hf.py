@@ -265,9 +265,9 @@ def timed(action):
     return made
 
 
-def save_run(path, model, params):
+def save_run(path, model, params, **settings):
     checkpointer = Checkpointer(path, CheckpointConfig())
-    config = freeze({"model": {"path": model}})
+    config = freeze({"model": {"path": model}, **settings})
     checkpointer.save(1, {"params": {"policy": params}}, {}, config, pass_rate=None)
     checkpointer.close()
     return path
@@ -295,7 +295,7 @@ def mixed(tiny):
     config = json.loads((tiny / "tokenizer_config.json").read_text())
     (tiny / "tokenizer_config.json").write_text(json.dumps({**config, "tokenizer_class": "Qwen2Tokenizer"}, indent=7))
     (tiny / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}\r\n")
-    (tiny / "generation_config.json").write_text('{"temperature":0.6,  "top_k": 20, "eos_token_id": [1, 7]}')
+    (tiny / "generation_config.json").write_text('{"temperature":0.6,  "top_k": 20, "eos_token_id": [1, 2, 7]}')
     return tiny
 
 
@@ -320,6 +320,24 @@ def test_an_export_has_each_tensor_in_its_own_dtype_and_the_texts_byte_for_byte(
         assert (tmp_path / "out" / name).read_bytes() == (tiny / name).read_bytes()
     assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
     assert not list((tmp_path / "out").glob(".*"))
+
+
+@pytest.mark.parametrize(("stated", "ends"), [({"eos_token_id": 7}, [7, 1, 2, 3]), ({}, [1, 2, 3])])
+def test_transformers_stops_an_export_where_the_run_stopped(tmp_path, tiny, stated, ends):
+    """``generate`` reads generation_config.json alone, whose ends were the base's own."""
+    from transformers import GenerationConfig
+
+    mixed(tiny)
+    (tiny / "generation_config.json").write_text(json.dumps({"temperature": 0.6, "top_k": 20, **stated}))
+    params = hf.load_params(tiny, Model(hf.read_architecture(tiny)), make_mesh())
+    run = save_run(tmp_path / "run", str(tiny), params, sampling={"stop_tokens": ("b",)})  # id 3, after config.json's 2
+    export(str(run), "", str(tmp_path / "out"))
+    assert GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id == ends
+    written = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert written == {"temperature": 0.6, "top_k": 20, "eos_token_id": ends}
+    assert set(load_tokenizer(tmp_path / "out").eos_ids) == {*ends}
+    export("", str(tiny), str(tmp_path / "plain"))  # no run, no stop tokens
+    assert GenerationConfig.from_pretrained(tmp_path / "plain").eos_token_id == ends[:-1]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

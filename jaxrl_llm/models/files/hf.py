@@ -53,7 +53,7 @@ def downloaded(path: str, setting: str, allowed: str) -> str:
     import huggingface_hub
 
     try:
-        wanted, copies = ["*.json", "*.safetensors", "*.jinja"], ["*/*.safetensors", "consolidated*"]
+        wanted, copies = ["*.json", "*.safetensors", "*.jinja", *KEPT], ["*/*.safetensors", "consolidated*"]
         return huggingface_hub.snapshot_download(path, allow_patterns=wanted, ignore_patterns=copies)
     except Exception as error:  # of huggingface_hub, its HTTP client or the network: all mean "not to be had"
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -198,7 +198,8 @@ def export(
 
     Args:
         like: the Hugging Face folder that the model comes from: its tokenizer, chat template and generation_config.json
-            are kept byte for byte. None: they are written as ``tokenizer`` says.
+            are kept byte for byte, but for ends of a text that the last lacks. None: they are written as ``tokenizer``
+            says.
         dtype: of the weights, a key of ``numpy_dtypes()``. "": each tensor's in ``like``, or else float32.
 
     Raises:
@@ -225,13 +226,23 @@ def export(
         for path in kept:
             (aside / path).parent.mkdir(exist_ok=True)
             (aside / path).write_bytes((Path(like) / path).read_bytes())
-        if not (aside / "generation_config.json").exists():
-            write_json(aside / "generation_config.json", {**tokens, "pad_token_id": tokenizer.pad_id})
+        _write_ends(aside / "generation_config.json", tokens, tokenizer.pad_id)
         most = max(bytes_of, key=bytes_of.get)
         write_json(aside / "config.json", {**families.config_of(model.arch), "torch_dtype": most, **tokens})
         _take_place(aside, folder)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def _write_ends(path: Path, tokens: dict[str, Any], pad_id: int | None) -> None:
+    """Let a generation_config.json, new or kept, end a text where ``tokens`` do: transformers looks nowhere else."""
+    if not path.exists():
+        return write_json(path, {**tokens, "pad_token_id": pad_id})
+    kept, ends = read_json(path), tokens["eos_token_id"]
+    stated = kept.get("eos_token_id")
+    stated = [] if stated is None else stated if isinstance(stated, list) else [stated]
+    if not {*ends} <= {*stated}:
+        write_json(path, {**kept, "eos_token_id": [*dict.fromkeys([*stated, *ends])]})
 
 
 def _stored(params: Params, model: Model) -> Iterator[layout.Stored]:
