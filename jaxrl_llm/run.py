@@ -186,8 +186,7 @@ def describe(run: Run, num_train: int, num_held_out: int, read_s: float, skipped
         f"iterations of rollouts, {ring_bytes / config.ring_capacity / 2**10:.1f} KiB each, in {config.replay.memory} "
         "memory",
         f"checkpoint  {num_bytes(run.abstract_checkpoint) / 1e9:.2f} GB{written}",
-        *(f"skipped {message}" for message in skipped[:10]),
-        *([f"skipped ... and {len(skipped) - 10} more"] if len(skipped) > 10 else []),
+        *evaluation.first_skipped(skipped),
     ]
     return "\n".join(lines)
 

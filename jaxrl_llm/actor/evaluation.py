@@ -192,7 +192,7 @@ def questions(config: Config, tokenizer: Any) -> tuple[list[Any], list[Any], lis
     """Training and held-out questions, tokenised, and what was skipped.
 
     Returns:
-        (training, held out, one message per skipped row).
+        (training, held out, one message per skipped row: ``first_skipped``).
     """
     loaded = tasks.load(config.prompts, seed=config.seed)
     examples, held_out, messages = loaded.examples, (), list(loaded.bad_rows)
@@ -216,3 +216,9 @@ def questions(config: Config, tokenizer: Any) -> tuple[list[Any], list[Any], lis
     train, long_train = prompts_lib.encode_examples(examples, tokenizer, prompts)
     held, long_held = prompts_lib.encode_examples(held_out, tokenizer, prompts) if held_out else ([], [])
     return train, held, messages + long_train + long_held
+
+
+def first_skipped(messages: list[str]) -> list[str]:
+    """Lines about the first rows that were skipped, and about how many more there are."""
+    lines = [f"skipped {message}" for message in messages[:10]]
+    return lines + ([f"skipped ... and {len(messages) - 10} more"] if len(messages) > 10 else [])

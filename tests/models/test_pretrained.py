@@ -1,6 +1,8 @@
 """What ``model.path`` may be."""
 
+import dataclasses
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -12,6 +14,7 @@ from support.building import ONE, mesh_of
 from jaxrl_llm.config import ConfigError, ModelConfig
 from jaxrl_llm.models.architecture import PRESETS
 from jaxrl_llm.models.files import peft, pretrained
+from jaxrl_llm.models.files.gguf import make_bpe_tokenizer
 from jaxrl_llm.models.files.tokenizer import Tokenizer
 from jaxrl_llm.models.transformer import Model
 
@@ -51,8 +54,17 @@ def test_a_path_may_begin_at_home(monkeypatch):
 
 
 def test_a_hub_id_is_downloaded(monkeypatch):
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **_: {"some/model": str(TINY)}[name])
+    asked = {}
+    download = lambda name, **how: asked.update(how) or {"some/model": str(TINY)}[name]
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert pretrained.resolve("some/model").architecture().width == 32
+    # What an export keeps of a folder is there, and no second copy of the weights.
+    texts = ["tokenizer.model", "tokenizer.json", "merges.txt", "vocab.txt", "additional_chat_templates/rag.jinja"]
+    weights = ["config.json", "model-00001-of-00002.safetensors"]
+    others = ["original/tokenizer.model", "original/model.safetensors", "consolidated.safetensors", "model.gguf"]
+    others += ["pytorch_model.bin", "README.md"]
+    found = huggingface_hub.utils.filter_repo_objects([*texts, *weights, *others], **asked)
+    assert [*found] == [*texts, *weights]
 
 
 @pytest.mark.parametrize(
@@ -87,6 +99,49 @@ def test_a_reference_is_the_models_own_source_or_another_that_reads_its_token_id
     calls = iter(range(9))  # each tokenizer cuts otherwise than the one before
     with pytest.raises(ConfigError, match="cuts a text otherwise"):
         pretrained.resolve_reference(ModelConfig(reference_path="random:debug_wide"), learner)
+
+
+SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    ("special", "later", "told"),
+    [
+        (
+            ["<s>", "<end>", "<user>", "<|im_end|>"],
+            [],
+            "id 1 is '</s>' to the one and '<end>' to the other",
+        ),  # the first
+        (SPECIAL[:3], ["!"], "id 3 is '<|im_end|>' to the one and 'a' to the other"),  # no special token there
+        (SPECIAL, ["<think>"], ""),  # one more, as Qwen3 has besides Qwen2.5's
+        (SPECIAL, [], ""),
+    ],
+)
+def test_a_teacher_whose_special_tokens_are_others_is_refused(special, later, told, monkeypatch):
+    """As many tokens, and texts cut alike: a student's end of turn was some other token to the teacher."""
+
+    def source(special, later=()):
+        how = {
+            "merges": [],
+            "pre_tokenizer": "gpt-2",
+            "chat_template": None,
+            "bos": "<s>",
+            "eos": special[1],
+            "pad": None,
+        }
+        made = make_bpe_tokenizer(tokens=[*special, *"abc", *later], special=[*special, *later], **how)
+        return dataclasses.replace(pretrained.resolve("random:debug"), tokenizer=lambda: made)
+
+    student, teacher = source(SPECIAL), source(special, later)
+    monkeypatch.setattr(pretrained, "resolve", lambda path, **_: teacher)
+    monkeypatch.setattr(Tokenizer, "encode", lambda self, text: [5])
+    if not told:
+        assert pretrained.resolve_reference(ModelConfig(reference_path="teacher"), student) is teacher
+        return
+    with pytest.raises(
+        ConfigError, match=r"model.reference_path='teacher' must read the token ids of .*" + re.escape(told)
+    ):
+        pretrained.resolve_reference(ModelConfig(reference_path="teacher"), student)
 
 
 def test_a_hub_that_cannot_be_reached_is_one_line(monkeypatch):

