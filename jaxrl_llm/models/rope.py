@@ -107,17 +107,17 @@ class Kind(NamedTuple):
     stretch: Callable[..., Stretched]
 
 
-_ORIGINAL = "original_max_position_embeddings"
+ORIGINAL = "original_max_position_embeddings"
 KINDS = {
     "linear": Kind(("factor",), (), _linear),
     "dynamic": Kind(("factor",), (), _dynamic),
-    "llama3": Kind(("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL), (), _llama3),
+    "llama3": Kind(("factor", "low_freq_factor", "high_freq_factor", ORIGINAL), (), _llama3),
     "yarn": Kind(
-        ("factor", _ORIGINAL),
+        ("factor", ORIGINAL),
         ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
         _yarn,
     ),
-    "longrope": Kind(("short_factor", "long_factor", _ORIGINAL, "factor"), ("attention_factor",), _longrope),
+    "longrope": Kind(("short_factor", "long_factor", ORIGINAL, "factor"), ("attention_factor",), _longrope),
 }
 
 
@@ -145,7 +145,7 @@ def scaling(path: Any, kind: str, given: dict[str, Any], head_size: int) -> Rope
             if not isinstance(value, list) or len(value) != head_size // 2:
                 raise ConfigError(f"{path}: {key}={value!r:.60} must be a list of {head_size // 2} numbers")
             return tuple(positive(path, key, x, whole=False) for x in value)
-        return positive(path, key, value, whole=key == _ORIGINAL)
+        return positive(path, key, value, whole=key == ORIGINAL)
 
     numbers = {key: checked(key, given[key]) for key in needs + may if key in needs or given.get(key) is not None}
     if kind == "llama3":
@@ -156,7 +156,7 @@ def scaling(path: Any, kind: str, given: dict[str, Any], head_size: int) -> Rope
 
 def most_positions(scaling: RopeScaling | None, stated: int) -> int:
     """Of a row: what the file states, or less where longer rows would have other frequencies from their start."""
-    return min(stated, dict(scaling.numbers)[_ORIGINAL]) if scaling and scaling.kind == "longrope" else stated
+    return min(stated, dict(scaling.numbers)[ORIGINAL]) if scaling and scaling.kind == "longrope" else stated
 
 
 def frequencies(arch: Architecture, rope: int = 0) -> Stretched:

@@ -404,6 +404,30 @@ def test_a_row_is_no_longer_than_the_frequencies_hold(tmp_path):
     np.testing.assert_allclose(rope.frequencies(arch)[1], 1.0690449676496976, rtol=1e-12)
 
 
+@pytest.mark.parametrize("name", ["llama_yarn", "yarn_without_original", "llama_longrope"])
+def test_transformers_reads_the_rope_of_an_export_as_it_read_the_model_s(tmp_path, name):
+    """Version 5 here; 4.56 (modeling_rope_utils) looks for longrope's original context beside rope_scaling alone."""
+    import transformers
+
+    changes, original = {}, {"llama_yarn": 48, "llama_longrope": 128}.get(name)
+    if original is None:
+        changes = {"rope_parameters": {"rope_type": "yarn", "rope_theta": 700.0, "factor": 5.0}}
+    theirs = write(tmp_path / "theirs", "llama_longrope" if name == "llama_longrope" else "llama_yarn", **changes)
+    arch = hf.read_architecture(theirs)
+    written = config_of(arch)
+    (tmp_path / "ours").mkdir()
+    (tmp_path / "ours" / "config.json").write_text(json.dumps(written))
+    before, after = (transformers.AutoConfig.from_pretrained(tmp_path / x) for x in ("theirs", "ours"))
+    stated = {"factor": 2.0} if name == "llama_longrope" else {}  # 256 / 128, which their file does not state
+    assert after.rope_parameters == before.rope_parameters | stated
+    assert after.max_position_embeddings == before.max_position_embeddings == 256
+    assert written["rope_scaling"].get("original_max_position_embeddings") == original
+    beside = original if name == "llama_longrope" else None
+    assert written.get("original_max_position_embeddings") == beside
+    after.save_pretrained(tmp_path / "again")
+    assert hf.read_architecture(tmp_path / "again") == arch
+
+
 def test_a_tied_model_s_stored_head_is_its_embedding(tmp_path):
     """As transformers has it: another one would not be tied."""
     folder = write(tmp_path / "model", "qwen2")

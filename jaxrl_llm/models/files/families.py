@@ -17,8 +17,7 @@ from typing import Any
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models import rope
 from jaxrl_llm.models.architecture import Architecture, Layer, positive
-from jaxrl_llm.models.files import hybrids, mixtures
-from jaxrl_llm.models.files.rope_keys import ropes_of
+from jaxrl_llm.models.files import hybrids, mixtures, rope_keys
 
 _LAYER = "model.layers.{layer}."
 NAMES = {
@@ -277,7 +276,7 @@ def architecture_of(given: dict[str, Any], path: Any) -> Architecture:
     if config[act] not in list(ACTIVATIONS):
         raise ConfigError(f"{path}: {act}={config[act]!r:.60} is not supported; supported: {', '.join(ACTIVATIONS)}")
     rotary_size = hybrids.rotary_size(path, config, family.keys, head_size)
-    ropes = ropes_of(path, config, rotary_size or head_size, local=family.local_rope, keys=family.keys)
+    ropes = rope_keys.ropes_of(path, config, rotary_size or head_size, local=family.local_rope, keys=family.keys)
     biased, of_mlp = flag("attention_bias"), family.derived(get) | hybrids.experts_of(path, config, family.keys)
     return Architecture(
         vocab_size=get("vocab_size"),
@@ -349,11 +348,7 @@ def _layers(path: Any, config: dict[str, Any], family: Family) -> tuple[Layer, .
 
 def config_of(arch: Architecture) -> dict[str, Any]:
     """config.json in the spelling that every version of transformers reads."""
-    family, scaling = FAMILIES[arch.family], arch.rope_scaling
-    numbers = dict(scaling.numbers) if scaling else {}
-    most = arch.max_positions
-    if scaling and scaling.kind == "longrope":
-        most = round(numbers["factor"] * numbers["original_max_position_embeddings"])
+    family = FAMILIES[arch.family]
     windows = [layer.window for layer in arch.by_layer]
     kind = lambda layer: "linear" if layer.is_delta else "sliding" if layer.window else "full"
     window = max(windows) or None
@@ -393,10 +388,8 @@ def config_of(arch: Architecture) -> dict[str, Any]:
         "num_attention_heads": arch.num_heads,
         "num_key_value_heads": arch.num_kv_heads,
         "head_dim": arch.head_size,
-        "max_position_embeddings": most,
         "rms_norm_eps": arch.norm_eps,
         "tie_word_embeddings": arch.tied,
-        "rope_theta": arch.rope_theta,
-        "rope_scaling": scaling and {"rope_type": scaling.kind, **numbers},
+        **rope_keys.keys_of(arch),
         **{key: value for key, value in own.items() if key in family.keys},
     }

@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models import rope
-from jaxrl_llm.models.architecture import positive
+from jaxrl_llm.models.architecture import Architecture, positive
 from jaxrl_llm.models.files import hybrids
 
 
@@ -35,15 +35,29 @@ def ropes_of(path: Any, config: dict[str, Any], size: int, *, local: bool, keys:
         found["local_rope_theta"], local_kind, rest = _base(path, nearby)
         if local_kind != "default" or rest:
             raise ConfigError(f"{path}: rope_type={local_kind!r:.60} of layers with a window must be default")
-    original = "original_max_position_embeddings"
     if kind == "default":
         return found
     if kind in ("llama3", "yarn", "longrope"):
-        given[original] = config[original] or given.get(original, config["max_position_embeddings"])
+        given[rope.ORIGINAL] = config[rope.ORIGINAL] or given.get(rope.ORIGINAL, config["max_position_embeddings"])
     if kind == "longrope":  # where the file states no factor, the context that it states says it
         most = positive(path, "max_position_embeddings", config["max_position_embeddings"])
-        given["factor"] = given.get("factor") or most / positive(path, original, given[original])
+        given["factor"] = given.get("factor") or most / positive(path, rope.ORIGINAL, given[rope.ORIGINAL])
     return found | {"rope_scaling": rope.scaling(path, kind, given, size)}
+
+
+def keys_of(arch: Architecture) -> dict[str, Any]:
+    """What config.json says of rope and of positions, so that transformers 4 and 5 make the same frequencies of it."""
+    scaling, most = arch.rope_scaling, arch.max_positions
+    if scaling is None:
+        return {"max_position_embeddings": most, "rope_theta": arch.rope_theta, "rope_scaling": None}
+    numbers, beside = dict(scaling.numbers), {}
+    if scaling.kind == "longrope":  # 4 finds the original context here alone, and the factor in both contexts' ratio
+        beside = {rope.ORIGINAL: numbers[rope.ORIGINAL]}
+        most = round(numbers["factor"] * numbers[rope.ORIGINAL])
+    if scaling.kind == "yarn" and numbers[rope.ORIGINAL] == most:
+        del numbers[rope.ORIGINAL]  # what it is where it is not stated; stated, it says that the factor is 1
+    numbers = {"rope_type": scaling.kind, **numbers}
+    return {"max_position_embeddings": most, "rope_theta": arch.rope_theta, "rope_scaling": numbers, **beside}
 
 
 def _object(path: Any, value: Any) -> dict[str, Any]:
