@@ -2,8 +2,9 @@
 
     python -m jaxrl_llm.evaluate --model=PATH [--adapter=FOLDER] | --checkpoint=DIR  --config=FILE --num_samples=K
 
-prints one JSON object: pass@1, pass@k for k up to K, maj@K, mean length. The questions are those that
-training with the same config holds out.
+prints one JSON object: pass@1, pass@k for k up to K, maj@K, mean length, and how many messages there are about rows of
+the source that were skipped, the first of them on stderr. The questions are those that training with the same config
+holds out.
 
 Owns: this command. Does not know: the estimators (evaluation), training.
 """
@@ -22,7 +23,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from jaxrl_llm.actor import environment as environments
-from jaxrl_llm.actor.evaluation import Evaluation, questions
+from jaxrl_llm.actor.evaluation import Evaluation, questions, report_skipped
 from jaxrl_llm.actor.rewards import RewardPool
 from jaxrl_llm.config import Config, ConfigError, LoraConfig, freeze
 from jaxrl_llm.learner import publish
@@ -67,7 +68,8 @@ def command(config: Config, model: str, checkpoint: str, num_samples: int, adapt
     mesh = sharding.make_mesh(config.mesh)
     source = pretrained.resolve(config.model.path, adapter=adapter)
     tokenizer = source.tokenizer().ending_at(config.sampling.stop_tokens)
-    _, held_out, _ = questions(config, tokenizer)
+    _, held_out, skipped = questions(config, tokenizer)
+    report_skipped(skipped)
     examples = [row.example for row in held_out]
     with (
         RewardPool(config.rewards, task_scorer=tasks.scorer(config.prompts), examples=examples) as pool,
@@ -94,7 +96,8 @@ def command(config: Config, model: str, checkpoint: str, num_samples: int, adapt
         compiled = compile_all(evals | publishing, mesh)
         params = lora.join(compiled["publish"](params, *base), *map(compiled.get("publish_base"), base))
         version = sharding.put(np.int32(0), sharding.replicated(mesh, 0))
-        return Evaluation(run, compiled, tokenizer, held_out, pool, environment).result(params, version)
+        result = Evaluation(run, compiled, tokenizer, held_out, pool, environment).result(params, version)
+        return result | {"skipped_count": len(skipped)}
 
 
 def main() -> None:

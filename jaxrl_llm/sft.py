@@ -5,7 +5,9 @@
 Cross-entropy of each question's column ``answer`` and the end after it: ``num_iterations`` optimizer steps on
 ``update.batch_size`` questions each. Every ``eval.every_iterations`` steps it looks at the ``eval.num_prompts``
 held-out questions, and stops where their answers have at least the probability ``--until``. DIR is a Hugging Face
-folder that ``model.path`` reads. Of the config it uses model, prompts, optimizer, seed, mesh and what is named here.
+folder that ``model.path`` reads. Of the config it uses model, prompts, optimizer, seed and mesh, of ``sampling``
+max_completion_tokens, which an answer and its end may have, and of ``update`` batch_size, in one pass,
+scaled_from_batch_size, logp_chunk_tokens and weights. update.load_balance is refused.
 
 Owns: rows of questions and answers, this loop. Does not know: the model, its log-probs, the optimizer.
 """
@@ -16,6 +18,7 @@ import dataclasses
 import math
 import pathlib
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -26,17 +29,16 @@ from absl import flags
 from jax.sharding import Mesh
 from ml_collections import config_flags
 
-from jaxrl_llm.actor.evaluation import questions
+from jaxrl_llm.actor.evaluation import questions, report_skipped
 from jaxrl_llm.config import Config, ConfigError, freeze
-from jaxrl_llm.learner import optim
-from jaxrl_llm.learner.low_memory import apply_updates
+from jaxrl_llm.learner import low_memory, optim
 from jaxrl_llm.models import lora
 from jaxrl_llm.models.files import peft, pretrained
 from jaxrl_llm.models.row_logp import PLAIN, chunk_tokens, row_logp
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.ops.masks import completion_mask
 from jaxrl_llm.questions.ledger import Ledger
-from jaxrl_llm.questions.stream import PromptStream, batch_of
+from jaxrl_llm.questions.stream import EncodedExample, PromptStream, batch_of
 from jaxrl_llm.run import model_of
 from jaxrl_llm.runtime import cli, sharding
 from jaxrl_llm.runtime.programs import Program, compile_all, use_cache
@@ -63,6 +65,29 @@ def answer_tokens(example: Example, tokenizer: Any, width: int, special_tokens: 
     return ids
 
 
+def learnable(
+    rows: Sequence[EncodedExample], tokenizer: Any, config: Config
+) -> tuple[list[EncodedExample], list[str], int]:
+    """Rows with an answer to learn from, a message for each that is left out, and the answers' tokens.
+
+    Raises:
+        ConfigError: ``answer_tokens`` refuses one under ``prompts.bad_row="error"``, or all.
+    """
+    prompts, kept, left_out, num_tokens = config.prompts, [], [], 0
+    for row in rows:
+        try:
+            width = config.sampling.max_completion_tokens
+            num_tokens += len(answer_tokens(row.example, tokenizer, width, prompts.special_tokens))
+            kept.append(row)
+        except ConfigError as error:
+            if prompts.bad_row == "error":
+                raise ConfigError(f"{error} (prompts.bad_row='skip' leaves such rows out)") from error
+            left_out.append(str(error))
+    if not kept:
+        raise ConfigError(f"no answer is left: {len(left_out)} are left out ({left_out[0]})")
+    return kept, left_out, num_tokens
+
+
 def answer_rows(
     batch: PromptBatch, tokenizer: Any, width: int, special_tokens: bool = False
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -78,12 +103,13 @@ def answer_rows(
 
 @dataclasses.dataclass(frozen=True)
 class Supervised:
-    """The mathematics of a run; ``chunk`` positions of each row have live logits."""
+    """The mathematics of a run; ``chunk`` positions of each row have live logits, ``offload`` as of the optimizer."""
 
     model: Model
     optimizer: optax.GradientTransformation
     width: int
     chunk: int
+    offload: bool = False
 
     def logp(self, params: Any, rows: Rows, base: Any = None, *, remat: bool = False) -> jax.Array:
         """Log-probs of the answers' tokens [B,S] f32 nats, 0.0 elsewhere; ``base``: what adapters ``params`` are of."""
@@ -101,18 +127,18 @@ class Supervised:
         value, gradient = jax.value_and_grad(self.loss)(params, rows, base)
         updates, opt_state = self.optimizer.update(gradient, opt_state, params)
         _, step = optax.tree_utils.tree_get_all_with_path(opt_state, "count")[0]
-        return apply_updates(params, updates, step), opt_state, value
+        return low_memory.apply_updates(params, updates, step), opt_state, value
 
-    def probability(self, params: Any, rows: Rows, base: Any = None) -> jax.Array:
-        """Probability of each row's whole answer [B]: the pass rate at temperature 1 where one text alone is right."""
-        return jnp.exp(jnp.sum(self.logp(params, rows, base), axis=1))
+    def answer_logp(self, params: Any, rows: Rows, base: Any = None) -> jax.Array:
+        """Log-prob of each row's whole answer [B] in nats."""
+        return jnp.sum(self.logp(params, rows, base), axis=1)
 
     def programs(self, mesh: Mesh, batch_size: int, row_tokens: int) -> dict[str, Program]:
         """The three functions of a run, for batches of one size."""
         shapes = ((batch_size, row_tokens), (batch_size,), (batch_size,))
         rows = tuple(sharding.rows(mesh, shape, jnp.int32) for shape in shapes)
         params, *base = lora.split(self.model.abstract_params(mesh))
-        opt_state = optim.abstract_state(self.optimizer, params, mesh)
+        opt_state = optim.abstract_state(self.optimizer, params, mesh, offload=self.offload)
         layout = lambda tree: jax.tree.map(lambda x: x.sharding, tree)
         whole = replicated(mesh, 0)
         return {
@@ -120,7 +146,7 @@ class Supervised:
             "step": Program(
                 self.step, (params, opt_state, rows, *base), (layout(params), layout(opt_state), whole), donate=(0, 1)
             ),
-            "probability": Program(self.probability, (params, rows, *base), whole),
+            "answer_logp": Program(self.answer_logp, (params, rows, *base), whole),
         }
 
 
@@ -135,6 +161,8 @@ def sft(config: Config, out: pathlib.Path, *, until: float = 1.0) -> float:
     """
     if config.eval.num_prompts == 0:
         raise ConfigError("eval.num_prompts=0 must be at least 1: held-out questions tell how far training is")
+    if config.update.load_balance:
+        raise ConfigError(f"update.load_balance={config.update.load_balance} must be 0.0: sft has no balance cost")
     if config.model.lora.rank:
         peft.check_folder(out)
     use_cache(config.compilation_cache)
@@ -145,15 +173,19 @@ def sft(config: Config, out: pathlib.Path, *, until: float = 1.0) -> float:
     devices = sharding.num_data_shards(mesh)
     if size % devices:
         raise ConfigError(f"update.batch_size={size} must be a multiple of the {devices} devices it is split over")
-    train_set, held_out, _ = questions(config, tokenizer)
-    for row in (*train_set, *held_out):
-        answer_tokens(row.example, tokenizer, width, config.prompts.special_tokens)
+    train_set, held_out, skipped = questions(config, tokenizer)
+    train_set, left_out, _ = learnable(train_set, tokenizer, config)
+    held_out, held_left_out, held_out_tokens = learnable(held_out, tokenizer, config)
+    report_skipped(skipped + left_out + held_left_out)
 
     model = model_of(config, source.architecture(), mesh)
-    optimizer = optim.make(config.scaled().optimizer, config.num_iterations)
+    optimizer, offload = optim.make(config.scaled().optimizer, config.num_iterations), config.optimizer.offload
+    if offload:
+        sharding.check_host_memory(mesh, "optimizer.offload", True, otherwise=False)
+        optimizer = low_memory.offloaded(optimizer)
     how = {"most": size * width // devices, "vocab": model.arch.vocab_size, "packed": False}
     tokens = chunk_tokens(config.update.logp_chunk_tokens, mesh.devices.flat[0], **how)
-    task = Supervised(model, optimizer, width, chunk=max(1, tokens * devices // size))
+    task = Supervised(model, optimizer, width, chunk=max(1, tokens * devices // size), offload=offload)
     compiled = compile_all(task.programs(mesh, size, config.row_tokens), mesh)
     base, _, begin = pretrained.weights(model, None, mesh, source, source, seed=config.seed)
     params, base = begin(), () if base is None else (base,)
@@ -164,20 +196,25 @@ def sft(config: Config, out: pathlib.Path, *, until: float = 1.0) -> float:
         made = answer_rows(batch, tokenizer, width, config.prompts.special_tokens)
         return put(made, leading(mesh, made))
 
-    def held_out_probability() -> float:
+    def measured() -> tuple[float, float]:
+        """Mean probability of the held-out answers, and their mean nats per token.
+
+        The former is the pass rate at temperature 1 where one text alone is right.
+        """
         found: list[float] = []
         for start in range(0, len(held_out), size):
             index = [min(i, len(held_out) - 1) for i in range(start, start + size)]  # the last batch is filled up
-            found += compiled["probability"](params, rows(batch_of(held_out, index, start)), *base).tolist()
-        return float(np.mean(found[: len(held_out)]))
+            found += compiled["answer_logp"](params, rows(batch_of(held_out, index, start)), *base).tolist()
+        logp = np.array(found[: len(held_out)])
+        return float(np.mean(np.exp(logp))), float(-np.sum(logp) / held_out_tokens)
 
     started, reached = time.monotonic(), 0.0
     for number in range(1, config.num_iterations + 1):
         params, opt_state, loss = compiled["step"](params, opt_state, rows(stream.next_batch(size)), *base)
         last = number == config.num_iterations
         if last or (config.eval.every_iterations and number % config.eval.every_iterations == 0):
-            reached = held_out_probability()
-            line = f"step {number} | loss {float(loss):.3f} | held-out answers {reached:.3f}"
+            reached, nats = measured()
+            line = f"step {number} | loss {float(loss):.3f} | held-out answers {reached:.3f}, {nats:.3f} nats per token"
             print(f"{line} | {time.monotonic() - started:.0f} s", flush=True)
             if not math.isfinite(float(loss) + reached):
                 rate = f"optimizer.learning_rate={config.optimizer.learning_rate}"

@@ -15,6 +15,7 @@ from jaxrl_llm.models.files import pretrained
 from jaxrl_llm.models.files.gguf import make_byte_tokenizer
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.runtime import sharding
+from jaxrl_llm.runtime.programs import compile_all
 from jaxrl_llm.sft import Supervised, answer_rows, answer_tokens, sft
 from jaxrl_llm.types import Example, PromptBatch
 
@@ -71,7 +72,7 @@ def test_the_loss_is_the_cross_entropy_of_answer_and_end_alone():
             logp[row].append(z[tokens[row, at]] - z.max() - np.log(np.exp(z - z.max()).sum()))
     assert [len(some) for some in logp] == [2, 3]
     expected = -sum(map(sum, logp)) / 5
-    np.testing.assert_allclose(jax.jit(task.probability)(params, rows), [np.exp(sum(some)) for some in logp], rtol=1e-4)
+    np.testing.assert_allclose(jax.jit(task.answer_logp)(params, rows), [sum(some) for some in logp], rtol=1e-5)
 
     state = task.optimizer.init(params)
     step = jax.jit(task.step)
@@ -113,6 +114,56 @@ def test_what_is_learned_is_in_the_folder(tmp_path, monkeypatch, capfd):
     assert jax.nn.softmax(hidden[0, -1] @ model.head(params).T)[ord("y")] > 0.5
 
 
+def learned_once(folder, monkeypatch, *, name, rows, **settings_of):
+    """One step on 40 questions, with the file ``name`` of held-out ``rows``."""
+    one = mesh_of(ONE)
+    monkeypatch.setattr(sharding, "make_mesh", lambda _: one)
+    (folder / name).write_text("".join(json.dumps({"prompt": f"{i}?", **row}) + "\n" for i, row in enumerate(rows)))
+    given = settings(folder, num_iterations=1, eval={"num_prompts": len(rows), "name": str(folder / name)})
+    given["prompts"] |= settings_of
+    return sft(freeze(given), folder / "model")
+
+
+def test_held_out_answers_have_their_nats_per_token_beside_their_probability(tmp_path, monkeypatch, capfd):
+    """A long answer's probability is 0.000 from first to last."""
+    monkeypatch.setattr(Supervised, "answer_logp", lambda self, params, rows, base=None: 0.0 * rows[1] - 6.0)
+    rows = [{"answer": "yes"}, {"answer": "no"}, {"answer": "no"}]
+    assert learned_once(tmp_path, monkeypatch, name="other.jsonl", rows=rows) == pytest.approx(np.exp(-6.0))
+    # Three answers of 6 nats, of 4 + 3 + 3 tokens with their ends; the batch of 16 is filled up.
+    assert "| held-out answers 0.002, 1.800 nats per token |" in capfd.readouterr().out
+
+
+def test_rows_without_an_answer_to_learn_from_are_skipped_where_bad_rows_are(tmp_path, monkeypatch, capfd):
+    rows = [{"answer": "yes"}, {"answer": "abcd"}, {"no": 1}]
+    with pytest.raises(ConfigError, match=r"other.jsonl:2: 5 tokens of answer .* \(prompts.bad_row='skip' leaves such"):
+        learned_once(tmp_path, monkeypatch, name="other.jsonl", rows=rows)
+    (tmp_path / "other.jsonl").unlink()
+    capfd.readouterr()
+    learned_once(tmp_path, monkeypatch, name="other.jsonl", rows=[*rows, {"prompt": 7}], bad_row="skip")
+    said = [line.removeprefix(f"skipped {tmp_path}/other.jsonl:") for line in capfd.readouterr().err.splitlines()]
+    assert said[0].startswith("4: ") and said[1:] == [
+        "2: 5 tokens of answer and end are over sampling.max_completion_tokens=4",
+        "3: column answer=None must be a text to learn from",
+    ]
+    with pytest.raises(ConfigError, match=r"no answer is left: 2 are left out \(.*other.jsonl:1: 5 tokens"):
+        learned_once(tmp_path, monkeypatch, name="other.jsonl", rows=[rows[1]] * 2, bad_row="skip")
+
+
+def test_moments_in_host_memory_learn_the_same(tmp_path, monkeypatch):
+    one, seen = mesh_of(ONE), []
+    monkeypatch.setattr(sharding, "make_mesh", lambda _: one)
+    keep = lambda programs, mesh: seen.append(programs) or compile_all(programs, mesh)
+    monkeypatch.setattr("jaxrl_llm.sft.compile_all", keep)
+    kinds, files = [], []
+    for name, offload in (("device", False), ("host", True)):
+        given = settings(tmp_path, num_iterations=3, optimizer={"learning_rate": 1e-2, "offload": offload})
+        sft(freeze(given), tmp_path / name)
+        moments = [x for x in jax.tree.leaves(seen[-1]["step"].args[1]) if x.ndim]
+        kinds.append({x.sharding.memory_kind for x in moments})
+        files.append((tmp_path / name / "model.safetensors").read_bytes())
+    assert kinds == [{"device"}, {"pinned_host"}] and files[0] == files[1]
+
+
 def test_a_loss_that_is_not_finite_writes_no_model(tmp_path, monkeypatch):
     one = mesh_of(ONE)
     monkeypatch.setattr(sharding, "make_mesh", lambda _: one)
@@ -145,5 +196,7 @@ def test_bad_input_is_one_line(tmp_path, monkeypatch, capfd):
     adapters = freeze(settings(tmp_path) | {"model": {"path": "random:debug", "lora": {"rank": 4}}})
     with pytest.raises(ConfigError, match="adapters need a folder of their own"):
         sft(adapters, tmp_path / "full")
+    with pytest.raises(ConfigError, match=r"update.load_balance=0.01 must be 0.0: sft has no balance cost"):
+        sft(freeze(settings(tmp_path, update={"batch_size": 16, "load_balance": 0.01})), tmp_path)
     with pytest.raises(ConfigError, match="column answer=None"):
         sft(freeze(settings(tmp_path) | {"prompts": {"source": "letters"}}), tmp_path)

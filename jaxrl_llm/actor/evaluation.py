@@ -11,6 +11,7 @@ import json
 import math
 import pathlib
 import re
+import sys
 from typing import Any
 
 import jax
@@ -222,3 +223,9 @@ def first_skipped(messages: list[str]) -> list[str]:
     """Lines about the first rows that were skipped, and about how many more there are."""
     lines = [f"skipped {message}" for message in messages[:10]]
     return lines + ([f"skipped ... and {len(messages) - 10} more"] if len(messages) > 10 else [])
+
+
+def report_skipped(messages: list[str]) -> None:
+    """Print ``first_skipped`` on stderr, on one host."""
+    if messages and hosts.is_first():
+        print(*first_skipped(messages), sep="\n", file=sys.stderr)

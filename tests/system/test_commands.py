@@ -99,6 +99,18 @@ def test_how_many_are_decoded_side_by_side_changes_no_evaluation(slots):
     assert evaluated(slots) == one
 
 
+def test_rows_that_an_evaluation_skips_are_told_and_counted(tmp_path, capsys):
+    rows = [{"prompt": f"{i}?", "answer": "a"} if i % 3 else {"no": i} for i in range(36)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = {"prompts.source": "jsonl", "prompts.name": str(tmp_path / "rows.jsonl"), "prompts.bad_row": "skip"}
+    settings |= {"eval.num_prompts": 2, "sampling.max_completion_tokens": 2, "rewards.functions": ("math",)}
+    result = evaluate.command(freeze(settings_of(DEBUG_CONFIG, settings)), "random:debug", "", 1)
+    assert (result["num_prompts"], result["skipped_count"]) == (2, 12)
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 11 and said[1].startswith(f"skipped {tmp_path}/rows.jsonl:4: ")
+    assert said[-1] == "skipped ... and 2 more"
+
+
 def test_questions_that_a_checkpoint_was_trained_on_are_warned_of(monkeypatch, capsys):
     """The score was printed as if they had been held out."""
     fixed = {"eval.num_prompts": 5, "sampling.max_completion_tokens": 6, "seed": 1}

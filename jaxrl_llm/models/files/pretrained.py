@@ -127,7 +127,6 @@ def _files(path: str, reader: Any, read_tokenizer: Callable[[str], Tokenizer]) -
     """A folder or a GGUF file; ``reader`` is the module for such. Adapters come merged into their base."""
     if reader is hf and peft.is_adapter(path):
         return Source(*peft.merged(path, resolve))
-
     load = lambda model, mesh, *, seed: reader.load_params(path, model, mesh)
 
     def tokenizer() -> Tokenizer:
