@@ -101,19 +101,16 @@ def test_a_reference_is_the_models_own_source_or_another_that_reads_its_token_id
         pretrained.resolve_reference(ModelConfig(reference_path="random:debug_wide"), learner)
 
 
-SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
+SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|reserved_special_token_2|>"]
 
 
 @pytest.mark.parametrize(
     ("special", "later", "told"),
     [
-        (
-            ["<s>", "<end>", "<user>", "<|im_end|>"],
-            [],
-            "id 1 is '</s>' to the one and '<end>' to the other",
-        ),  # the first
-        (SPECIAL[:3], ["!"], "id 3 is '<|im_end|>' to the one and 'a' to the other"),  # no special token there
+        (["<s>", "<end>", "<user>", "<|im_end|>", "<pad>"], [], "id 1 is '</s>' to the one and '<end>' to the other"),
+        (SPECIAL[:3], ["!", "?"], "id 3 is '<|im_end|>' to the one and 'a' to the other"),  # no special token there
         (SPECIAL, ["<think>"], ""),  # one more, as Qwen3 has besides Qwen2.5's
+        ([*SPECIAL[:4], "<|eom_id|>"], [], ""),  # as Llama 3.1 calls what no text of Llama 3's has
         (SPECIAL, [], ""),
     ],
 )

@@ -71,11 +71,11 @@ class Tokenizer:
         return other
 
     def renamed_by(self, other: Tokenizer) -> str:
-        """The first id that is an added token to either and another text to ``other``, in words; "" where none is."""
+        """The first used id that is an added token to either and another text to ``other``, in words; "" = none is."""
         of_any = {*self._fast.added_tokens_decoder, *other._fast.added_tokens_decoder}
         for i in sorted(i for i in of_any if i < self.vocab_size):
             own, text = (tokenizer._fast.convert_ids_to_tokens(i) for tokenizer in (self, other))
-            if own not in (None, text):
+            if own not in (None, text) and not re.search("reserved|unused", own):  # no text of a student's has those
                 return f"id {i} is {own!r:.60} to the one and {text!r:.60} to the other"
         return ""
 
