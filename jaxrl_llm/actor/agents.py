@@ -32,7 +32,8 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxrl_llm.actor import tools
-from jaxrl_llm.actor.reward_worker import awaited, number
+from jaxrl_llm.actor.reward_worker import number
+from jaxrl_llm.runtime.functions import awaited
 
 MAX_BODY = 2**24  # bytes
 ROLES = ("user", "tool")  # who may speak between two turns of the policy's

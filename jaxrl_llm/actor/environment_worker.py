@@ -25,7 +25,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxrl_llm.actor import agents, reward_worker, tools
-from jaxrl_llm.actor.reward_worker import awaited, message
+from jaxrl_llm.actor.reward_worker import message
+from jaxrl_llm.runtime.functions import awaited
 
 NO_TOOLS = ("reset", "get_reward")  # public methods that are the environment's own
 SAVING = ("state", "restore")  # likewise, where it has both

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxrl_llm.actor import reward_worker
+from jaxrl_llm.runtime.functions import awaited
 
 
 def call(function: Callable, prompt: Any, columns: dict[str, Any], completions: list[str]) -> tuple[list[str], str]:
@@ -17,7 +18,7 @@ def call(function: Callable, prompt: Any, columns: dict[str, Any], completions: 
     num = len(completions)
     try:
         made = function([prompt] * num, completions, **{name: [value] * num for name, value in columns.items()})
-        return [json.dumps(line) for line in reward_worker.awaited(made)], ""
+        return [json.dumps(line) for line in awaited(made)], ""
     except BaseException as error:  # SystemExit too
         return [], reward_worker.message(error)
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import builtins
 import contextlib
-import importlib
 import os
 import queue
 import signal
@@ -38,7 +37,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from jaxrl_llm.actor.text_spans import unpacked
-from jaxrl_llm.runtime.functions import resolve
+from jaxrl_llm.runtime.functions import awaited, resolve
 
 __builtins__ = dict(vars(builtins))  # our own: a function that takes `float` for itself must not change a score
 
@@ -100,11 +99,6 @@ def number(value: Any, reasons: list[str]) -> float | None:
         return score
     reasons.append(_line(f"returned {given} for a score"))
     return None
-
-
-def awaited(value: Any) -> Any:
-    """What a user's function returned, or in the end returns where it is asynchronous."""
-    return importlib.import_module("asyncio").run(value) if hasattr(value, "__await__") else value
 
 
 def main(descriptor: int, specs: list[str], call: Callable = call) -> None:

@@ -16,13 +16,12 @@ Owns: which lines of a file are near. Does not know: who is told of them.
 
 from __future__ import annotations
 
-import asyncio
 import functools
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxrl_llm.environments.retrieval import Index, rows
+from jaxrl_llm.runtime.functions import awaited
 
 NUMBER = (int, float)
 TRANSITIONS = {"state": str, "action": str, "next": str, "reward": NUMBER}
@@ -72,8 +71,7 @@ def advised(path: str, count: int = NUM_NOTES) -> Callable[[Callable[..., Any]],
     def decorate(answers: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(answers)
         def answer(*given: Any, **named: Any) -> str | None:
-            said = answers(*given, **named)
-            said = asyncio.run(said) if inspect.isawaitable(said) else said
+            said = awaited(answers(*given, **named))
             if said is None:
                 return None
             return "\n".join([str(said), *(row["note"] for row in notes.nearest(str(said), count))])

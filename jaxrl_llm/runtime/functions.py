@@ -1,19 +1,22 @@
-"""Functions of the user's own, found by name.
+"""Functions of the user's own, found by name, and waited for where they are asynchronous.
 
-Owns: import of a file or of a package's module, which file it is. Does not know: what a function is for, jax (the
-standard library is all that it imports: processes that score rewards must start fast and stay small).
+Owns: import of a file or of a package's module, which file it is, the event loop. Does not know: what a function is
+for, jax (the standard library is all that it imports: processes that score rewards must start fast and stay small).
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import importlib
 import importlib.util
 import sys
+import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 
 def resolve(spec: str) -> Callable:
@@ -37,6 +40,25 @@ def resolve(spec: str) -> Callable:
     if not callable(function):
         raise TypeError(f"{name} is not a function but {type(function).__name__}")
     return function
+
+
+def awaited(value: Any) -> Any:
+    """What a user's function returned, or in the end returns where it is asynchronous.
+
+    All calls in the main thread have one event loop, which rests between them: a connection that a function keeps
+    belongs to a loop. Another thread, an agent's, has one call and a loop of its own.
+    """
+    if not hasattr(value, "__await__"):
+        return value
+    if threading.current_thread() is threading.main_thread():
+        return _event_loop().run(value)
+    return importlib.import_module("asyncio").run(value)
+
+
+@functools.cache
+def _event_loop() -> Any:
+    asyncio = importlib.import_module("asyncio")  # here, for few functions need it
+    return asyncio.Runner(loop_factory=asyncio.new_event_loop)  # not the thread's own, which a function may close
 
 
 def digest(path: str | Path) -> str:

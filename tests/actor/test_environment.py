@@ -6,6 +6,7 @@ import signal
 import types
 
 import pytest
+from support.echo import echo
 
 from jaxrl_llm.actor.conversation import Played
 from jaxrl_llm.actor.environment import Environment, opened, shown
@@ -55,6 +56,14 @@ def test_a_class_keeps_its_state_and_its_public_methods_are_tools():
             assert [reply.reward for reply in replies] == [3.0, 7.0, 7.0]
         begun = environment.ask(3, ONE, (), ()).result(30)
         assert (begun.answer, begun.reward) == (None, 0.0)
+
+
+def test_what_an_asynchronous_reset_opens_its_tools_use_later():
+    with echo() as (port, callers), Environment(config("Telephone")) as environment:
+        replies = play(
+            environment, [call("say", text="a"), call("say", text="b")], example=Example("p", {"port": port})
+        )
+    assert [reply.answer for reply in replies] == ["a", "b"] and len(callers) == 1
 
 
 def test_what_an_instance_shows_in_the_end_is_given_to_reward_functions_that_ask():

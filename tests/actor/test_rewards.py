@@ -14,6 +14,7 @@ import numpy as np
 import psutil
 import pytest
 from support.building import needs_reasoning_gym
+from support.echo import echo
 
 from jaxrl_llm.actor.conversation import Played
 from jaxrl_llm.actor.environment import Reply
@@ -561,6 +562,17 @@ def test_any_callable_that_takes_the_arguments_by_name_is_a_reward_function(name
     with pool(user(name), examples=[EXAMPLE]) as rewards:
         got = rewards.collect([rewards.submit(EXAMPLE, ["4", "5"])])
     assert got.total.tolist() == [1.0, 0.0] and got.errors == ()
+
+
+def test_what_an_asynchronous_function_keeps_open_is_there_at_the_next_call():
+    with echo() as (port, callers), pool(user("connected"), timeout_s=2.0) as rewards:
+        example = Example("p", {"port": port}, "here")
+        ask = lambda *texts: rewards.collect([rewards.submit(example, list(texts))])
+        assert [ask("4", "5").total.tolist(), ask("6").total.tolist()] == [[4.0, 5.0], [6.0]]
+        assert len(callers) == 1
+        assert ask("hang").outcome.tolist() == [OUTCOME_TIMEOUT]  # and the process of it is gone
+        assert [ask("7").total.tolist(), ask("8").total.tolist()] == [[7.0], [8.0]]
+        assert len(callers) == 2
 
 
 @pytest.mark.parametrize(
