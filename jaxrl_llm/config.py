@@ -247,7 +247,7 @@ class CheckpointConfig:
     every_iterations: int = 0
     every_minutes: float = 30.0
     keep_last: Count = 2
-    # Best checkpoints, by eval/pass_rate, kept in addition.
+    # Best by eval/pass_rate: so many are kept in addition, and written after such an evaluation.
     keep_best: int = 0
     # Grace: seconds from SIGTERM to the end of a preempted host (spot VM: 30; jobs of launch/: 120). A run warns when
     # writing a checkpoint takes longer.

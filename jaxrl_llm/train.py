@@ -159,7 +159,7 @@ def _train(config: Config, workdir: pathlib.Path, allow_config_changes: bool) ->
                 metrics.write(iteration, values)
                 progress.update(iteration, values)
                 values = {}
-                if final or failure or checkpoints.is_due(iteration):
+                if final or failure or checkpoints.is_due(iteration, pass_rate):
                     save()
         if stop.requested and (iteration or actor.is_inside):
             save(is_inside=bool(values) or actor.is_inside)
@@ -175,7 +175,7 @@ def _train(config: Config, workdir: pathlib.Path, allow_config_changes: bool) ->
         return 128 + signal.Signals[stop.requested]
     if hosts.is_first():  # the files that they read are its own
         report.print_samples(workdir)
-    print(f"checkpoint  {checkpoints.directory}")
+    print(f"checkpoint  {checkpoints.directory}{checkpoints.best()}")
     if config.checkpoint.export:
         peft.export(learner.policy, run.model, tokenizer, workdir / "hf", config.model.path, like=source.folder)
         print(f"model       {workdir / 'hf'}  (Hugging Face folder)")

@@ -37,11 +37,12 @@ from jaxrl_llm.config import CheckpointConfig, Config, ConfigError, files, to_js
 from jaxrl_llm.ops.checksum import checksums
 from jaxrl_llm.runtime import bucket, hosts
 from jaxrl_llm.runtime.stored import (
-    DamagedError,
+    best_of,
     check_arrays,
     check_settings,
     compare,
     digest,
+    pass_rates,
     read_arrays,
     read_text,
     read_whole,
@@ -86,10 +87,7 @@ class Checkpointer:
             _tidy(self.directory)
         hosts.exchange("tidy")
         self._config = config
-        self._pass_rates: dict[int, float | None] = {}
-        for step in steps_in(self.directory):
-            with contextlib.suppress(DamagedError):
-                self._pass_rates[step] = read_text(self.directory / str(step))[1]["pass_rate"]
+        self._pass_rates = pass_rates(self.directory)
         self._manager = _open(bucket.absolute(self.directory), self)
         # Iteration on disk that equals the caller's state, and whether it is that of the next one's middle.
         self._current: tuple[int, bool] | None = None
@@ -99,9 +97,8 @@ class Checkpointer:
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
         """For orbax: the last ones are kept, and the best of those whose pass rate is known."""
         steps = [checkpoint.step for checkpoint in checkpoints]
-        rated = [step for step in steps if self._pass_rates.get(step) is not None]
-        best = sorted(rated, key=self._pass_rates.get, reverse=True)[: self._config.keep_best]
-        return [step in best or step in steps[-self._config.keep_last :] for step in steps]
+        kept = best_of(steps, self._pass_rates, self._config.keep_best)
+        return [step in kept or step in steps[-self._config.keep_last :] for step in steps]
 
     def save(
         self,
@@ -214,10 +211,13 @@ class Checkpointer:
             self._current = restored.iteration, restored.is_inside
         return restored
 
-    def is_due(self, iteration: int) -> bool:
-        """Whether the iterations or minutes between checkpoints have passed, by the clock of the first host."""
-        every, waited = self._config.every_iterations, hosts.exchange(time.monotonic() - self._saved_at)[0]
-        return (every > 0 and iteration % every == 0) or 0 < self._config.every_minutes * 60 <= waited
+    def is_due(self, iteration: int, pass_rate: float | None = None) -> bool:
+        """Whether iterations or minutes between two have passed, or it is one of the best; the first host says."""
+        every, rates = self._config.every_iterations, self._pass_rates | {iteration: pass_rate}
+        steps = {step for step in self._manager.all_steps() if step < iteration} | {iteration}
+        is_best = iteration in best_of(steps, rates, self._config.keep_best)
+        waited, is_best = hosts.exchange((time.monotonic() - self._saved_at, is_best))[0]
+        return is_best or (every > 0 and iteration % every == 0) or 0 < self._config.every_minutes * 60 <= waited
 
     def check_config(
         self, config: Config, check: Callable[[dict[str, Any]], None] = lambda host: None, *, allow_changes: bool
@@ -274,6 +274,11 @@ class Checkpointer:
         """``wait``, then end the threads."""
         self.wait()
         self._manager.close()
+
+    def best(self) -> str:
+        """What to say of the best checkpoint; "" where none is kept for its pass rate."""
+        found = best_of(steps_in(self.directory), self._pass_rates, self._config.keep_best)[:1]
+        return "".join(f"; the best is {self.directory / str(x)}, pass rate {self._pass_rates[x]:.3f}" for x in found)
 
     def latest_iteration(self) -> int | None:
         """Iteration of the newest finished checkpoint, None when there is none."""

@@ -1,4 +1,4 @@
-"""What lies in the folder of checkpoints, read and compared: which are whole, whether a run may go on from one.
+"""What lies in the folder of checkpoints, read and compared: which are whole or best, whether a run may go on from one.
 
 Owns: how a checkpoint is read, what damage is, which settings may differ on resume. Does not know: how one is written
 (``runtime.checkpoint``), what its arrays mean.
@@ -14,7 +14,7 @@ import json
 import math
 import pathlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -114,6 +114,21 @@ def read_text(path: pathlib.Path) -> tuple[Any, dict[str, Any]]:
         if text.pop("digest") != digest(host, text):
             raise ValueError("another digest than they were saved with")
     return host, text
+
+
+def pass_rates(directory: pathlib.Path) -> dict[int, float | None]:
+    """Of finished checkpoints by iteration, None where none was measured; nothing of what is damaged."""
+    rates = {}
+    for step in steps_in(directory):
+        with contextlib.suppress(DamagedError):
+            rates[step] = read_text(directory / str(step))[1]["pass_rate"]
+    return rates
+
+
+def best_of(steps: Iterable[int], rates: dict[int, float | None], count: int) -> list[int]:
+    """At most ``count`` of these iterations, those whose pass rates are highest; the earlier of equal ones first."""
+    rated = sorted(step for step in steps if rates.get(step) is not None)
+    return sorted(rated, key=rates.get, reverse=True)[:count]
 
 
 def config_of(text: dict[str, Any], path: pathlib.Path) -> Config:

@@ -423,6 +423,20 @@ def test_a_checkpoint_is_due_by_iterations_and_by_minutes(tmp_path, monkeypatch)
         assert not found.is_due(8)
 
 
+def test_one_is_due_that_would_be_kept_for_its_pass_rate(tmp_path, monkeypatch):
+    with contextlib.closing(Checkpointer(tmp_path, CheckpointConfig(keep_last=1, keep_best=2))) as found:
+        assert not found.is_due(1) and not found.is_due(1, None) and found.is_due(1, 0.0)
+        for iteration, pass_rate in ((2, 0.5), (4, None), (6, 0.7)):
+            save(found, iteration, make_state(iteration), pass_rate)
+        assert [found.is_due(8, rate) for rate in (0.4, 0.5, 0.6, 0.8, None)] == [False, False, True, True, False]
+        assert found.is_due(3, 0.4)  # of a run that has gone back: what comes later is no longer its own
+        monkeypatch.setattr(checkpoint.hosts, "exchange", lambda own: [(0.0, not own[1])])  # the first host says so
+        assert [found.is_due(8, rate) for rate in (0.4, 0.8)] == [True, False]
+    with contextlib.closing(Checkpointer(tmp_path, CheckpointConfig())) as found:
+        monkeypatch.undo()
+        assert not found.is_due(8, 1.0)
+
+
 def test_settings_that_change_no_result_may_change(checkpointer):
     save(checkpointer, 1, make_state())
     checkpointer.wait()

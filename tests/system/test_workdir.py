@@ -19,6 +19,7 @@ import pytest
 from support import command_line, ghosts
 
 from jaxrl_llm import train as train_module
+from jaxrl_llm.actor import evaluation
 from jaxrl_llm.config import ConfigError, freeze
 from jaxrl_llm.reports.metrics import read_metrics
 from jaxrl_llm.runtime import bucket, checkpoint
@@ -79,6 +80,24 @@ def steps(workdir):
 
 def iterations(workdir):
     return [row["iteration"] for row in read_metrics(workdir)]
+
+
+def test_the_best_evaluation_has_a_checkpoint_wherever_it_comes(train, tmp_path, monkeypatch, capfd):
+    rates = iter([0.1, 0.25, 0.75, 0.5, 0.5])  # before, of iterations 1 and 2, after 3, after 4
+    figures = {"num_prompts": 2, "num_samples": 1, "completion_length_tokens": 1.0, "samples": []}
+    figures |= {"timeout_count": 0, "error_count": 0}
+    evaluated = lambda rate: figures | {"pass_rate": rate, "pass_at_k": {"1": rate}}
+    monkeypatch.setattr(evaluation, "evaluate", lambda *_, **__: evaluated(next(rates)))
+    changes = {
+        "eval": {"num_prompts": 2, "every_iterations": 1},
+        "checkpoint": {"every_iterations": 0, "keep_last": 1, "keep_best": 1},
+    }
+    for last in (3, 4):
+        assert train(tmp_path, last, **changes) == 0
+        best = tmp_path / "checkpoints" / "2"
+        assert f"checkpoint  {best.parent}; the best is {best}, pass rate 0.750\n" in capfd.readouterr().out
+    assert steps(tmp_path) == [2, 4]
+    restore_params(best)  # what --checkpoint takes
 
 
 # ---- full disks ------------------------------------------------------------------------------------------------------
