@@ -25,7 +25,7 @@ from jaxrl_llm.actor.environment import Environment
 from jaxrl_llm.actor.generator import Generator
 from jaxrl_llm.actor.rewards import RewardPool
 from jaxrl_llm.actor.sampler import Sampler
-from jaxrl_llm.config import Config
+from jaxrl_llm.config import Config, ConfigError, PromptsConfig
 from jaxrl_llm.questions import stream as prompts_lib
 from jaxrl_llm.questions import tasks
 from jaxrl_llm.reports.metric_table import evaluation_values
@@ -192,22 +192,38 @@ def sampler_of(config: Config, sampler: Sampler) -> Sampler:
 def questions(config: Config, tokenizer: Any) -> tuple[list[Any], list[Any], list[str]]:
     """Training and held-out questions, tokenised, and what was skipped.
 
+    Held-out questions of a source of their own that are trained on too stay, and a warning counts them.
+
     Returns:
         (training, held out, one message per skipped row: ``first_skipped``).
     """
-    loaded = tasks.load(config.prompts, seed=config.seed)
+
+    def loaded_from(prompts: PromptsConfig) -> tasks.Loaded:
+        loaded = tasks.load(prompts, seed=config.seed)
+        if not (config.environments.factory and prompts.source in HIDING):
+            return loaded
+        hiding = (dataclasses.replace(x, hidden=json.dumps(x.columns, default=str)) for x in loaded.examples)
+        return dataclasses.replace(loaded, examples=tuple(hiding))
+
+    loaded = loaded_from(config.prompts)
     examples, held_out, messages = loaded.examples, (), list(loaded.bad_rows)
-    if config.environments.factory and config.prompts.source in HIDING:
-        examples = [dataclasses.replace(x, hidden=json.dumps(x.columns, default=str)) for x in examples]
     if config.eval.num_prompts:
         if config.eval.name:
             size = (
                 0 if config.prompts.source in limits.FILE_SOURCES else max(config.prompts.size, config.eval.num_prompts)
             )
             other = dataclasses.replace(config.prompts, name=config.eval.name, size=size)
-            more = tasks.load(other, seed=config.seed)
+            try:
+                more = loaded_from(other)
+            except ConfigError as error:
+                raise ConfigError(str(error).replace("prompts.name=", "eval.name=")) from error
             held_out = more.examples[: config.eval.num_prompts]
             messages += more.bad_rows
+            asked = lambda some: [json.dumps([x.prompt, x.hidden], sort_keys=True) for x in some]
+            trained = set(asked(examples))
+            if (twice := sum(x in trained for x in asked(held_out))) and hosts.is_first():
+                said = f"warning: {twice} of the {len(held_out)} held-out questions of eval.name={config.eval.name!r}"
+                print(f"{said} are trained on too (prompts.name={config.prompts.name!r})", file=sys.stderr)
         else:
             examples, held_out = prompts_lib.split_held_out(examples, config.eval.num_prompts, seed=config.seed)
     prompts, examples = config.prompts, loaded.laddered(examples)

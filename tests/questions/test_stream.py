@@ -484,6 +484,43 @@ def test_rows_that_size_leaves_out_are_said_and_cut_no_file_of_held_out_question
     assert len(skipped) == 1
 
 
+@pytest.mark.parametrize(("num_prompts", "said"), [(4, "2 of the 4"), (1, "")])
+def test_held_out_questions_that_are_trained_on_too_are_counted(num_prompts, said, tmp_path, capfd):
+    asked = {"train": "abcd", "test": "zdya"}
+    for name, prompts in asked.items():
+        rows = [{"prompt": prompt, "answer": name} for prompt in prompts]  # other answers make no other questions
+        (tmp_path / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    path = {name: str(tmp_path / f"{name}.jsonl") for name in asked}
+    given = {"prompts": {"source": "jsonl", "name": path["train"]}, "rewards": {"functions": ("x:y",)}}
+    config = freeze(given | {"eval": {"name": path["test"], "num_prompts": num_prompts}})
+    train, held_out, _ = evaluation.questions(config, make_byte_tokenizer())
+    assert (len(train), len(held_out)) == (4, num_prompts)
+    where = f"of eval.name={path['test']!r} are trained on too (prompts.name={path['train']!r})"
+    assert capfd.readouterr().err == (f"warning: {said} held-out questions {where}\n" if said else "")
+
+
+def test_words_of_another_file_are_other_questions_where_an_environment_hides_them(tmp_path, capfd):
+    for name, words in {"train": ("crane", "slate"), "test": ("pound", "slate")}.items():
+        lines = [json.dumps({"prompt": "Guess.", "word": word}) for word in words]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    prompts = PromptsConfig(source="jsonl", name=str(tmp_path / "train.jsonl"), chat_template=False)
+    wordle = EnvironmentsConfig(factory="jaxrl_llm.environments.wordle:Wordle", num_workers=1)
+    evals = EvalConfig(name=str(tmp_path / "test.jsonl"), num_prompts=2)
+    config = dataclasses.replace(Config(), prompts=prompts, environments=wordle, eval=evals)
+    evaluation.questions(config, ByteTokenizer())
+    assert "warning: 1 of the 2 held-out questions" in capfd.readouterr().err
+
+
+def test_what_is_wrong_with_the_file_of_held_out_questions_names_it(tmp_path):
+    path = tmp_path / "q.jsonl"
+    path.write_text('{"prompt": "a"}\n')
+    given = {"prompts": {"source": "jsonl", "name": str(path)}, "rewards": {"functions": ("x:y",)}}
+    config = freeze(given | {"eval": {"name": f"{tmp_path}/nope.jsonl", "num_prompts": 1}})
+    with pytest.raises(ConfigError, match=r"^eval\.name='.*nope\.jsonl' cannot be read: No such file") as error:
+        evaluation.questions(config, make_byte_tokenizer())
+    assert "prompts.name" not in str(error.value)
+
+
 def test_file_without_questions_is_refused(tmp_path):
     path = tmp_path / "q.jsonl"
     with pytest.raises(ConfigError, match="holds no question: it is empty"):
