@@ -68,7 +68,7 @@ class PromptsConfig:
     source: Literal[
         "letters", "arithmetic", "maze", "kolmogorov", "reasoning_gym", "jsonl", "parquet", "code", "text", "grids"
     ] = "letters"
-    # Name of the reasoning-gym dataset, or path of the file.
+    # Name of the reasoning-gym dataset, or path of the file, or a pattern of several ("train-*.parquet").
     name: str = ""
     # Arguments of the reasoning-gym dataset, or of another source, as its module says (questions/tasks).
     arguments: dict[str, Any] = dataclasses.field(default_factory=dict)

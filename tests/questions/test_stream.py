@@ -475,7 +475,7 @@ def test_size_limits_the_questions_read_and_zero_reads_all(tmp_path):
 def test_rows_that_size_leaves_out_are_said_and_cut_no_file_of_held_out_questions(tmp_path):
     """A file of more than 1,024 rows was cut without a word, and eval.name's with it."""
     path, text = tmp_path / "q.jsonl", "".join(f'{{"prompt": "{i}"}}\n' for i in range(5))
-    assert load_jsonl(path, text, size=3).bad_rows == (f"{path}: the rows after 3 (prompts.size=3; 0 reads all)",)
+    assert load_jsonl(path, text, size=3).bad_rows == (f"the rows after {path}:3 (prompts.size=3; 0 reads all)",)
     assert load_jsonl(path, text, size=5).bad_rows == load_jsonl(path, text, size=0).bad_rows == ()
     few = {"source": "jsonl", "name": str(path), "size": 3}
     config = freeze({"prompts": few, "eval": {"name": str(path), "num_prompts": 4}, "rewards": {"functions": ("x:y",)}})
@@ -537,7 +537,8 @@ def test_file_that_cannot_be_read_is_refused(tmp_path, source, monkeypatch):
     special = "it must be a regular file, which can be read again; it is a FIFO or a device"
     cases = [
         (tmp_path / "none", "No such file"),
-        (tmp_path, "Is a directory"),
+        (tmp_path, f"Is a directory: its files are {tmp_path}/"),
+        (tmp_path / "*.none", "No such file is there"),
         ("~nobody_of_this_name/q.jsonl", "No such file"),
         (tmp_path / "fifo", special),
         ("/dev/zero", special),
@@ -562,6 +563,24 @@ def test_a_file_without_line_ends_is_not_read_into_memory(tmp_path):
     with pytest.raises(ConfigError, match=f"{path}:2: a line may have 64 MiB, and this has more"):
         tasks.load(PromptsConfig(source="jsonl", name=str(path)), seed=0)
     assert len(tasks.load(PromptsConfig(source="jsonl", name=str(path), size=1), seed=0).examples) == 1
+
+
+def test_a_pattern_is_of_all_files_that_match_by_their_names(tmp_path):
+    for name, prompts in {"b-2": "cd", "b-10": "ab", "a": "x", "b-3.txt": "y"}.items():
+        (tmp_path / name).write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    (tmp_path / "b-folder").mkdir()
+    pattern, found = f"{tmp_path}/b-*[0-9]", lambda loaded: [(x.prompt, x.origin) for x in loaded.examples]
+    load = lambda name, **how: tasks.load(PromptsConfig(source="jsonl", name=str(name), **how), seed=0)
+    of = lambda name, row: f"{tmp_path}/{name}:{row}"
+    four = [("a", of("b-10", 1)), ("b", of("b-10", 2)), ("c", of("b-2", 1)), ("d", of("b-2", 2))]
+    assert found(load(pattern)) == four
+    three = load(pattern, size=3)
+    assert found(three) == four[:3] and three.bad_rows == (
+        f"the rows after {of('b-2', 1)} (prompts.size=3; 0 reads all)",
+    )
+    assert load(pattern, size=2).bad_rows == (f"the rows after {of('b-10', 2)} (prompts.size=2; 0 reads all)",)
+    (tmp_path / "b-*[0-9]").write_text('{"prompt": "its own"}\n')  # a file of that name is that file
+    assert found(load(pattern)) == [("its own", of("b-*[0-9]", 1))]
 
 
 def test_parquet_rows_become_prompts_and_columns(tmp_path):

@@ -1,4 +1,4 @@
-"""Questions from a JSONL or Parquet file: ``prompt`` (text or messages) or ``messages``, and any other columns.
+"""Questions from JSONL or Parquet files: ``prompt`` (text or messages) or ``messages``, and any other columns.
 
 ``prompts.arguments`` names columns anew, ``{"prompt": "question"}``: the file's ``question`` is the prompt.
 
@@ -7,6 +7,7 @@ Owns: which rows are questions. Does not know: what the columns mean (reward fun
 
 from __future__ import annotations
 
+import glob
 import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -23,7 +24,7 @@ SCORER = ""  # a file has no scorer of its own: rewards.functions names one
 
 
 def load(config: PromptsConfig, *, seed: int) -> Loaded:
-    """The first ``config.size`` questions of the file ``config.name`` (0 = all), in file order.
+    """The first ``config.size`` questions of the file ``config.name`` (0 = all), in file order: ``load_rows``.
 
     Host; ``columns`` is everything beside ``prompt`` and ``messages``; ``origin`` is "file:row", from 1.
 
@@ -61,7 +62,8 @@ def load_rows(
 ) -> Loaded:
     """The first ``config.size`` questions that are made of the rows of the file ``config.name``; raises as ``load``.
 
-    Rows after them are told among the bad ones.
+    A name that is none of a file but has a ``*`` or ``?`` is of all that match it, one after another by their names.
+    Rows after the last question are told among the bad ones.
 
     Args:
         read: a file's rows, with their numbers.
@@ -69,11 +71,10 @@ def load_rows(
     """
     from jaxrl_llm.types import Example  # here: scorers live in task modules, which stay free of jax
 
-    path = Path(os.path.expanduser(config.name))
     examples, bad_rows = [], []
     try:
-        rows = iter(read(path))
-        for number, row in rows:
+        rows = ((path, *row) for path in files_of(config.name) for row in read(path))
+        for path, number, row in rows:
             origin = f"{path}:{number}"
             try:
                 prompt, columns = made(row)
@@ -84,7 +85,7 @@ def load_rows(
                 bad_rows.append(f"{origin}: {error}")
             if len(examples) == config.size > 0:
                 if _has_more(rows):
-                    bad_rows.insert(0, f"{path}: the rows after {number} (prompts.size={config.size}; 0 reads all)")
+                    bad_rows.insert(0, f"the rows after {origin} (prompts.size={config.size}; 0 reads all)")
                 break
     except OSError as error:
         raise ConfigError(f"prompts.name={config.name!r} cannot be read: {error.strerror or error}") from error
@@ -94,10 +95,26 @@ def load_rows(
     return Loaded(tuple(examples), tuple(bad_rows))
 
 
+def files_of(name: str) -> list[Path]:
+    """The file of this name, or those that a name with ``*`` or ``?`` matches, by their names.
+
+    Raises:
+        OSError: none does, or it is a folder.
+    """
+    path = Path(os.path.expanduser(name))
+    if path.is_dir():
+        raise IsADirectoryError(f"Is a directory: its files are {name.rstrip('/')}/*")
+    if path.exists() or not glob.has_magic(name):
+        return [path]
+    if not (found := sorted(Path(one) for one in glob.glob(str(path), recursive=True) if os.path.isfile(one))):
+        raise FileNotFoundError("No such file is there")
+    return found
+
+
 def _has_more(rows: Iterator[Any]) -> bool:
     try:
         return next(rows, None) is not None
-    except ConfigError:  # what cannot be read is more too
+    except (ConfigError, OSError):  # what cannot be read is more too
         return True
 
 
