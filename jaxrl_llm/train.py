@@ -75,7 +75,8 @@ def _train(config: Config, workdir: pathlib.Path, allow_config_changes: bool) ->
     checkpoints = Checkpointer(workdir, config.checkpoint)
     examples = [row.example for row in train_set + held_out]
     hosts.agree(config=(text := record(config, mesh)), questions=[(one.prompt, one.columns) for one in examples])
-    checkpoints.check_config(config, lambda host: stream.check(host["stream"]), allow_changes=allow_config_changes)
+    check = lambda host: stream.check(host["stream"])
+    checkpoints.check_config(config, run.abstract_checkpoint, check, allow_changes=allow_config_changes)
     if hosts.is_first():
         (workdir / "config.json").write_text(text)
         (workdir / "report.html").unlink(missing_ok=True)  # it says that the run came to its end

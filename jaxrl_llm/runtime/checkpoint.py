@@ -38,13 +38,12 @@ from jaxrl_llm.ops.checksum import checksums
 from jaxrl_llm.runtime import bucket, hosts
 from jaxrl_llm.runtime.stored import (
     best_of,
-    check_arrays,
-    check_settings,
+    by_name,
     compare,
     digest,
     pass_rates,
     read_arrays,
-    read_text,
+    read_fitting,
     read_whole,
     steps_in,
 )
@@ -53,9 +52,6 @@ ASIDE = "aside-"  # before the name of a checkpoint while another of the same it
 
 # Where the weights are among the arrays.
 POLICY = "/params/policy/"
-
-# Parts of a state that are in the checkpoint of a run that was stopped inside a generation, and else need not be.
-PASSING = ("sampler", "rounds")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,13 +188,8 @@ class Checkpointer:
         self.wait()
 
         def read(path: pathlib.Path) -> tuple[Any, ...]:
-            host, text = read_text(path)
-            check_settings(text, config, path, allow_config_changes)
-            has = {name.partition("/")[0] for name in text["arrays"]}
-            wanted = {part: x for part, x in abstract_state.items() if part in has or part not in PASSING}
-            names = by_name(wanted)
-            check_arrays(text["arrays"], names, path, same_dtype=True)
-            return int(path.name), host, text, jax.tree.structure(wanted), read_arrays(path, names)
+            host, text, wanted = read_fitting(path, abstract_state, config, allow_config_changes)
+            return int(path.name), host, text, jax.tree.structure(wanted), read_arrays(path, by_name(wanted))
 
         def check(found: tuple[Any, ...]) -> Restored:
             step, host, text, structure, arrays = found
@@ -220,20 +211,25 @@ class Checkpointer:
         return is_best or (every > 0 and iteration % every == 0) or 0 < self._config.every_minutes * 60 <= waited
 
     def check_config(
-        self, config: Config, check: Callable[[dict[str, Any]], None] = lambda host: None, *, allow_changes: bool
+        self,
+        config: Config,
+        abstract_state: Any,
+        check: Callable[[dict[str, Any]], None] = lambda host: None,
+        *,
+        allow_changes: bool,
     ) -> None:
-        """Refuse to resume under other settings; reads no array, so it may come before anything is compiled.
+        """Refuse to resume what does not fit; reads no array, so it may come before anything is compiled.
 
         Args:
+            abstract_state: as for ``restore``.
             check: raises where the host's state, as given to ``save``, does not fit.
 
         Raises:
-            ConfigError: settings differ from those of the latest checkpoint, or none is whole.
+            ConfigError: settings differ from those of the latest checkpoint, its arrays do not fit, or none is whole.
         """
 
         def read(path: pathlib.Path) -> None:
-            host, text = read_text(path)
-            check_settings(text, config, path, allow_changes)
+            host, _, _ = read_fitting(path, abstract_state, config, allow_changes)
             check(host)
 
         read_whole(self.directory, None, read, say=False)
@@ -302,14 +298,6 @@ def _open(directory: pathlib.Path, kept: Any) -> ocp.CheckpointManager:
     # It would ask jax by the iteration: the stop that hosts agree on between two checks would never be reached.
     manager.reached_preemption = lambda step: False
     return manager
-
-
-def by_name(tree: Any) -> dict[str, Any]:
-    """``{"train/step": leaf}`` in the order of ``jax.tree.leaves``: None and empty subtrees leave no entry."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    named = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
-    assert len(named) == len(leaves), "two leaves of the state share a name"
-    return named
 
 
 def _tidy(directory: pathlib.Path) -> None:

@@ -45,6 +45,13 @@ FREE_SETTINGS = (
 FIXED_SETTINGS = ("rollout.group_size", "replay.unit", "replay.positive_fraction", "prompts.max_tokens")
 
 
+# An array whose first axis is the ring's shards.
+RING_ROWS = "ring/uses"
+
+# Parts of a state that are in the checkpoint of a run that was stopped inside a generation, and else need not be.
+PASSING = ("sampler", "rounds")
+
+
 class DamagedError(Exception):
     """A part of a checkpoint is not what was saved."""
 
@@ -114,6 +121,30 @@ def read_text(path: pathlib.Path) -> tuple[Any, dict[str, Any]]:
         if text.pop("digest") != digest(host, text):
             raise ValueError("another digest than they were saved with")
     return host, text
+
+
+def by_name(tree: Any) -> dict[str, Any]:
+    """``{"train/step": leaf}`` in the order of ``jax.tree.leaves``: None and empty subtrees leave no entry."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    named = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+    assert len(named) == len(leaves), "two leaves of the state share a name"
+    return named
+
+
+def read_fitting(
+    path: pathlib.Path, abstract_state: dict[str, Any], config: Config, allow_changes: bool
+) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+    """What ``read_text`` gives, and the parts of the abstract state that are there; ConfigError where it does not fit.
+
+    Args:
+        abstract_state: by part; of those of ``PASSING`` the checkpoint may have nothing.
+    """
+    host, text = read_text(path)
+    check_settings(text, config, path, allow_changes)
+    has = {name.partition("/")[0] for name in text["arrays"]}
+    wanted = {part: x for part, x in abstract_state.items() if part in has or part not in PASSING}
+    check_arrays(text["arrays"], by_name(wanted), path, same_dtype=True)
+    return host, text, wanted
 
 
 def pass_rates(directory: pathlib.Path) -> dict[int, float | None]:
@@ -246,4 +277,8 @@ def check_arrays(saved: dict[str, Any], wanted: dict[str, Any], path: pathlib.Pa
                 wrong.append(f"{name} is {dtype}{shape}, not {new.dtype}{list(new.shape)}")
     if wrong:
         more = f" (and {len(wrong) - 3} more)" if len(wrong) > 3 else ""
+        if RING_ROWS in saved and RING_ROWS in wanted and saved[RING_ROWS][1][0] != wanted[RING_ROWS].shape[0]:
+            shards = saved[RING_ROWS][1][0]
+            more += f". Its ring has {shards} shards: on as many data-parallel devices, or a divisor, it fits with "
+            more += f"replay.shards={shards} and --allow_config_changes"
         raise ConfigError(f"checkpoint {path} does not fit: {'; '.join(wrong[:3])}{more}")

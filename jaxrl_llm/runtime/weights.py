@@ -16,8 +16,8 @@ import jax
 from jaxrl_llm.config import Config, ConfigError
 from jaxrl_llm.ops.checksum import checksum
 from jaxrl_llm.runtime import bucket
-from jaxrl_llm.runtime.checkpoint import POLICY, by_name
-from jaxrl_llm.runtime.stored import check_arrays, compare, config_of, read_arrays, read_text, read_whole
+from jaxrl_llm.runtime.checkpoint import POLICY
+from jaxrl_llm.runtime.stored import by_name, check_arrays, compare, config_of, read_arrays, read_text, read_whole
 
 
 def restore_params(

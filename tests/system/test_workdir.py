@@ -44,9 +44,10 @@ def train(monkeypatch):
     """Trains until an iteration: ``train(workdir, 3, metrics={...})``; the exit status."""
     ghosts.haunt(monkeypatch)
 
-    def run(workdir, num_iterations, **changes):
+    def run(workdir, num_iterations, *, allow_config_changes=False, **changes):
         groups = {name: SETTINGS.get(name, {}) | value for name, value in changes.items()}
-        return train_module.train(freeze(SETTINGS | groups | {"num_iterations": num_iterations}), workdir)
+        config = freeze(SETTINGS | groups | {"num_iterations": num_iterations})
+        return train_module.train(config, workdir, allow_config_changes=allow_config_changes)
 
     return run
 
@@ -98,6 +99,19 @@ def test_the_best_evaluation_has_a_checkpoint_wherever_it_comes(train, tmp_path,
         assert f"checkpoint  {best.parent}; the best is {best}, pass rate 0.750\n" in capfd.readouterr().out
     assert steps(tmp_path) == [2, 4]
     restore_params(best)  # what --checkpoint takes
+
+
+def test_a_ring_in_other_parts_is_refused_before_compiling_with_what_to_set(train, tmp_path, monkeypatch):
+    """As on another number of devices."""
+    train(tmp_path, 1, replay={"shards": 2})
+    again = dict(num_iterations=2, allow_config_changes=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(train_module, "compile_all", None)
+        with pytest.raises(ConfigError, match=r"does not fit: ring/\S+ is int32\[2, 8.* not int32\[1, 16") as error:
+            train(tmp_path, **again)
+        assert "has 2 shards: " in str(error.value)
+        assert str(error.value).endswith("it fits with replay.shards=2 and --allow_config_changes")
+    assert train(tmp_path, replay={"shards": 2}, **again) == 0 and iterations(tmp_path) == [1, 2]
 
 
 # ---- full disks ------------------------------------------------------------------------------------------------------
