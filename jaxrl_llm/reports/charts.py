@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from jaxrl_llm.reports.metric_table import AGE_LABELS, TURNS_SHOWN
+from jaxrl_llm.reports.metric_table import AGE_LABELS, FUNCTIONS_SHOWN, TURNS_SHOWN
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +60,12 @@ CHARTS = (
         "Reward by turn",
         "mean over rollouts that have the turn",
         {f"turn {k}": f"rollout/reward_turn_{k}" for k in range(1, TURNS_SHOWN + 1)},
+        limits=ANY,
+    ),
+    Chart(
+        "Reward by function",
+        "mean without its weight, in the order of rewards.functions",
+        {f"function {k}": f"rollout/reward_function_{k}" for k in range(1, FUNCTIONS_SHOWN + 1)},
         limits=ANY,
     ),
     Chart("Failed rewards", "rollouts", {"too late": "reward/timeout_count", "error": "reward/error_count"}),

@@ -2,8 +2,8 @@
 
 ``METRICS`` is the one place where a metric has them; writing a name that is not there raises.
 
-Owns: that table, which of the learner's sums stand behind the plain ones, figures by turn and of an evaluation. Does
-not know: how other values come about (metrics).
+Owns: that table, which of the learner's sums stand behind the plain ones, figures by turn, by
+reward function and of an evaluation. Does not know: how other values come about (metrics).
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ AGE_LABELS = (
 )
 # Turns whose rewards are shown each by itself; later ones count in the total alone.
 TURNS_SHOWN = 4
+# Reward functions whose scores are shown each by itself; later ones too count in the total alone.
+FUNCTIONS_SHOWN = 6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +61,13 @@ METRICS: dict[str, Metric] = {
             "reward", f"What turn {k} of the policy's was given, mean over the scored rollouts that have one."
         )
         for k in range(1, TURNS_SHOWN + 1)
+    },
+    **{
+        f"rollout/reward_function_{k}": Metric(
+            "reward",
+            f"Score by number {k} of several rewards.functions, without its weight, mean over rollouts that it scored.",
+        )
+        for k in range(1, FUNCTIONS_SHOWN + 1)
     },
     "rollout/stop_string_frac": Metric("fraction", "Rollouts ended by a stop string, over finished rollouts."),
     "rollout/degenerate_group_frac": Metric(
@@ -288,6 +297,13 @@ def turn_values(turns: Sequence[int], rewards: Rewards) -> dict[str, float]:
         if has_turn.any():
             values[f"rollout/reward_turn_{k + 1}"] = float(given[has_turn, k].mean())
     return values
+
+
+def function_values(functions: Sequence[str], rewards: Rewards) -> dict[str, float]:
+    """What each of ``rewards.functions`` has given; {} where there is one, which is the total."""
+    given = [np.asarray(rewards.parts[name]) for name in functions[:FUNCTIONS_SHOWN] if len(functions) > 1]
+    scored = {f"rollout/reward_function_{k}": part[np.isfinite(part)] for k, part in enumerate(given, start=1)}
+    return {name: float(part.mean()) for name, part in scored.items() if part.size}
 
 
 def evaluation_values(result: Mapping[str, Any]) -> dict[str, float | None]:

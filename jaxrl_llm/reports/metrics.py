@@ -25,7 +25,7 @@ from tensorboardX.summary import scalar
 
 from jaxrl_llm.config import Config, ConfigError, MetricsConfig
 from jaxrl_llm.models import moe
-from jaxrl_llm.reports.metric_table import AGE_LABELS, METRICS, RATIOS, TAKEN, turn_values
+from jaxrl_llm.reports.metric_table import AGE_LABELS, METRICS, RATIOS, TAKEN, function_values, turn_values
 from jaxrl_llm.runtime import hosts, json_lines
 from jaxrl_llm.types import (
     OUTCOME_ERROR,
@@ -67,6 +67,7 @@ def rollout_values(config: Config, groups: Sequence[Any], rewards: Rewards, num_
         "reward/error_count": int((rewards.outcome == OUTCOME_ERROR).sum()),
         "tokens/generated": tokens,
         **turn_values(turns, rewards),
+        **function_values(config.rewards.functions, rewards),
     }
 
 

@@ -5,6 +5,7 @@ import json
 import math
 import re
 import struct
+import types
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import rich.console
 
 from jaxrl_llm.config import ConfigError, MetricsConfig, freeze
 from jaxrl_llm.reports import metrics
-from jaxrl_llm.reports.metric_table import turn_values
+from jaxrl_llm.reports.metric_table import function_values, turn_values
 from jaxrl_llm.reports.metrics import METRICS, MetricsWriter, Progress, cost_values, progress_line, read_metrics
 from jaxrl_llm.types import OUTCOME_ERROR, OUTCOME_SCORE, Rewards
 
@@ -21,7 +22,7 @@ QUIET = MetricsConfig(tensorboard=False)
 
 def test_every_metric_is_named_by_stage_and_quantity_and_says_what_it_is():
     for name, metric in METRICS.items():
-        assert re.fullmatch(r"[a-z]+/[a-z_]+(age_[0-9]+(-[0-9]+|\+)?|turn_[0-9])?", name), name
+        assert re.fullmatch(r"[a-z]+/[a-z_]+(age_[0-9]+(-[0-9]+|\+)?|(turn|function)_[0-9])?", name), name
         assert metric.unit and metric.meaning.endswith("."), name
         if metric.unit == "fraction":
             assert " over " in metric.meaning or " over the " in metric.meaning, name
@@ -252,3 +253,21 @@ def test_rewards_by_turn_are_means_over_the_scored_rollouts_that_have_the_turn()
         "rollout/reward_turn_1": 2.0,
     }
     assert turn_values([], Rewards(total, {}, outcome)) == {}
+
+
+def test_each_of_several_reward_functions_has_a_mean_over_what_it_scored():
+    parts = {"b": np.array([4.0, 0.0, np.nan]), "a": np.array([0.25, np.nan, np.nan]), "c": np.full(3, np.nan)}
+    outcome = np.array([OUTCOME_SCORE, OUTCOME_ERROR, OUTCOME_ERROR])
+    rewards = Rewards(np.array([4.25, np.nan, np.nan]), parts, outcome)
+    assert function_values(("a", "b", "c"), rewards) == {
+        "rollout/reward_function_1": 0.25,
+        "rollout/reward_function_2": 2.0,
+    }
+    assert function_values(("b",), rewards) == {}
+    config = freeze({"rewards": {"functions": ("c", "b"), "weights": (1.0, 1.0)}})
+    group = types.SimpleNamespace(lengths=[1, 1, 1], stop_reasons=[0, 0, 0], turns=[])
+    values = metrics.rollout_values(config, [group], rewards, 0)
+    assert values["rollout/reward_function_2"] == 2.0 and "rollout/reward_function_1" not in values
+    many = [f"f{k}" for k in range(9)]
+    rewards = Rewards(np.zeros(1), {name: np.ones(1) for name in many}, np.array([OUTCOME_SCORE]))
+    assert set(function_values(many, rewards)) < set(METRICS)

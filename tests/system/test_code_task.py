@@ -89,6 +89,7 @@ def test_ten_lines_train(run, tmp_path):
     for row in rows:
         assert (row["reward/error_count"], row["reward/timeout_count"]) == (0, 0)
         assert 0 < row["rollout/reward_mean"] < 1
+        assert row["rollout/reward_function_1"] == row["rollout/reward_mean"] and row["rollout/reward_function_2"] == 0
     samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
     assert {sample["parts"][f"{CODE_TESTS}:stopped"] for sample in samples} == {0.0}
     # Line 10 asks for less than nine and not less, so that of it half of the tests can pass.
