@@ -52,7 +52,7 @@ class Example:
         columns: everything else of the row; passed to reward functions by keyword.
         origin: where it came from ("file.jsonl:12"), for error messages.
         hidden: what tells it from others of the same prompt, such as the word that an environment knows.
-        given: an agent its prompt, where what it asks the policy for has taken the place of that; else None.
+        given: an agent its prompt, and its tools that the chat template is told, where ``prompt`` is its own; or None.
         ladder: names the question that it is an easier version of, or is; "" where it has none. Easier ones come first.
     """
 

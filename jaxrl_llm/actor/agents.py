@@ -20,29 +20,24 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import http.server
 import inspect
-import json
 import queue
-import resource
 import secrets
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
-from jaxrl_llm.actor import tools
+from jaxrl_llm.actor import openai_api, tools
+from jaxrl_llm.actor.openai_api import Refused
 from jaxrl_llm.actor.reward_worker import number
 from jaxrl_llm.runtime.functions import awaited
 
-MAX_BODY = 2**24  # bytes
 ROLES = ("user", "tool")  # who may speak between two turns of the policy's
-# What a request may have: by name the values, () any. How tokens are drawn, and what ends a turn, is the run's to say.
-BOTH: dict[str, tuple[Any, ...]] = {"model": (), "user": (), "n": (1,)}
-CHAT = BOTH | {"messages": (), "tools": (), "stream": (), "stream_options": (), "tool_choice": ("auto",)}
-CHAT |= {"store": (False,)}
-TOKENS = BOTH | {"token_ids": (), "logprobs": (), "stop_token_ids": (), "skip_special_tokens": (), "cache_salt": ()}
-TOKENS |= {"priority": (), "spaces_between_special_tokens": ()}
+NOT_ITS = "is not an agent's to say: the run's sampling settings hold for its turns"
+# What requests may say besides, and none hears: by name the values, () any.
+CHAT: dict[str, tuple[Any, ...]] = {"model": (), "tool_choice": ("auto",)}
+TOKENS = openai_api.OF_TOKENS | {"model": (), "stop_token_ids": ()}  # a turn ends as the run has it
 ROUTES = {"v1/chat/completions": False, "inference/v1/generate": True}  # whether it is of token ids
 
 
@@ -58,6 +53,13 @@ def are_tokens(said: Any) -> bool:
     return isinstance(said, list) and bool(said) and all(type(x) is int for x in said)
 
 
+def prompt_of(opening: Any, asked: list[Any], told: list[Any]) -> Any:
+    """The prompt of what an agent begins with: where the chat template is not told of its tools, which are ``told``,
+    the system's message tells of those that it has ``asked`` with.
+    """
+    return opening if asked == told else tools.told(opening, asked)
+
+
 def prompt_shown(prompt: Any, decode: Callable[[list[int]], str]) -> Any:
     """A question's prompt as people read it: text or messages."""
     return decode(prompt) if are_tokens(prompt) else prompt
@@ -67,38 +69,35 @@ class _Request:
     """Of an agent's that waits for its answer; ``said`` are messages or token ids."""
 
     def __init__(self, body: dict[str, Any], is_tokens: bool):
-        allowed = TOKENS if is_tokens else CHAT
+        self.is_tokens, body = is_tokens, dict(body)
         if is_tokens:
-            sampling = body.pop("sampling_params", None) or {}
-            body = {**body, **sampling}
-        for name, value in body.items():
-            if value is None:
-                continue
-            if name not in allowed:
-                raise ValueError(f"{name} is not an agent's to say: the run's sampling settings hold for its turns")
-            if allowed[name] and value not in allowed[name]:
-                raise ValueError(f"{name}={value!r:.100} is not there: only {allowed[name][0]!r}")
-        self.is_tokens = is_tokens
-        self.said = body.get("token_ids") if is_tokens else tools.texts_of(body.get("messages"))
-        if is_tokens and not are_tokens(self.said):
-            raise ValueError(f"token_ids={self.said!r:.100} must be a list of whole numbers, not empty")
-        self.tools = tools.functions_of(body["tools"]) if body.get("tools") else []
-        self.is_streamed = bool(body.get("stream"))
-        self.answer: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()  # None: the episode is over
+            self.said = body.pop("token_ids", None)
+            body |= body.pop("sampling_params", None) or {}
+            if not are_tokens(self.said):
+                raise ValueError(f"token_ids={self.said!r:.100} must be a list of whole numbers, not empty")
+        else:
+            self.said = tools.texts_of(body.pop("messages", None))
+        heard = {} if is_tokens else {name: body.pop(name, None) for name in ("tools", "stream", "stream_options")}
+        self.tools = tools.functions_of(heard.get("tools") or [])
+        self.is_streamed, options = bool(heard.get("stream")), heard.get("stream_options") or {}
+        self.wants_usage = bool(options.get("include_usage"))
+        openai_api.pass_over(body, TOKENS if is_tokens else CHAT, NOT_ITS)
+        self.answer: queue.SimpleQueue[Any] = queue.SimpleQueue()  # (message, usage); None: the episode is over
 
 
 class Episode:
     """An agent at work, from its first request on, with as much of ``environment_worker.Episode`` as turns ask for.
 
     Attributes:
-        opening: messages of its first request, or token ids; with tools the system's message tells of them.
-        role: who has spoken last.
+        opening: messages of its first request, or token ids.
+        tools: of its first request.
         num_turns: of the policy's that it has been given.
         drawn: token ids and log-probs of each of them, to be set where it asks for such.
+        sizes: tokens before each of them and its own, to be set; where they are not, it is told of no usage.
     """
 
     def __init__(self, play: Callable[..., Any], columns: dict[str, Any]):
-        self.num_turns, self.role, self._reward, self.drawn = 0, "user", 0.0, ()
+        self.num_turns, self._reward, self.drawn, self.sizes = 0, 0.0, (), ()
         self._events: queue.SimpleQueue[_Request | Any] = queue.SimpleQueue()
         self._name = secrets.token_hex(16)  # part of its address: nobody else's requests come here
         server = _server()
@@ -110,8 +109,8 @@ class Episode:
             self.close()
             self._end(self._request)
             raise RuntimeError("the agent returned before it asked the policy for anything")
-        self._said = self._request.said
-        self.opening = tools.told(self._said, self._request.tools) if self._request.tools else self._said
+        self._said = self.opening = self._request.said
+        self.tools = self._request.tools
 
     def _play(self, play: Callable[..., Any], address: str, columns: dict[str, Any]) -> None:
         try:
@@ -119,8 +118,8 @@ class Episode:
         except BaseException as error:  # SystemExit too
             self._events.put((None, error))
 
-    def answer(self, turn: str) -> str | list[int] | None:
-        """What the agent says to a turn, text or token ids; None where it has returned.
+    def answer(self, turn: str) -> list[dict[str, str]] | list[int] | None:
+        """What the agent says to a turn, messages or token ids; None where it has returned.
 
         Raises:
             ValueError: its next request does not go on from this turn. Whatever the agent raises.
@@ -132,8 +131,9 @@ class Episode:
         else:
             reply = tools.message_of(turn, has_tools=bool(before.tools))
             said = [*self._said, *tools.texts_of([reply])]
+        usage = openai_api.usage(*self.sizes[self.num_turns]) if self.sizes else None
         self.num_turns += 1
-        before.answer.put(reply)
+        before.answer.put((reply, usage))
         event = self._events.get()
         if not isinstance(event, _Request):
             self.close()
@@ -144,12 +144,9 @@ class Episode:
         if not same or not (begun == said if is_tokens else _same(begun, said)):
             raise ValueError(f"request {self.num_turns + 1} of the agent does not go on from what was said before it")
         self._said = event.said
-        if is_tokens and new:
-            return new
-        if is_tokens or len({message["role"] for message in new}) != 1 or new[0]["role"] not in ROLES:
+        if not new or not (is_tokens or all(message["role"] in ROLES for message in new)):
             raise ValueError(f"request {self.num_turns + 1} of the agent must add messages of the user's or of tools'")
-        self.role = new[0]["role"]
-        return "\n".join(message["content"] for message in new)
+        return new
 
     def _end(self, event: tuple[Any, BaseException | None]) -> None:
         reward, error = event
@@ -186,83 +183,63 @@ def _same(one: list[dict[str, str]], other: list[dict[str, str]]) -> bool:
     return plain(one) == plain(other)
 
 
-class _Server(http.server.ThreadingHTTPServer):
-    request_queue_size = 1024
+class _Server(openai_api.Server):
     episodes: dict[str, queue.SimpleQueue]
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that goes away in the middle is no error of the server's."""
 
 
 @functools.cache
 def _server() -> _Server:
     """This process's, for all of its episodes."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # an episode has two connections open
     server = _Server(("127.0.0.1", 0), _Handler)
     server.episodes = {}
     threading.Thread(target=server.serve_forever, daemon=True).start()
     return server
 
 
-class _Handler(http.server.BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+class _Handler(openai_api.Handler):
     server: _Server
-
-    def log_message(self, *_: Any) -> None:
-        pass
 
     def do_GET(self) -> None:
         model = {"id": "policy", "object": "model", "created": 0, "owned_by": "jaxrl_llm"}
-        self._send(200, {"object": "list", "data": [model]})
+        self.send(200, {"object": "list", "data": [model]})
 
     def do_POST(self) -> None:
-        body = self.rfile.read(min(MAX_BODY, int(self.headers.get("Content-Length", 0))))
+        self.answer(self._post)
+
+    def _post(self) -> None:
         _, name, route = self.path.split("/", 2) if self.path.count("/") > 1 else ("", "", "")
         if route not in ROUTES:
-            return self._refuse(404, f"no route POST {self.path}")
+            raise Refused(404, f"no route POST {self.path}")
         try:
-            request = _Request(json.loads(body), ROUTES[route])
+            request = _Request(self.body(), ROUTES[route])
         except (ValueError, TypeError, AttributeError) as error:
-            return self._refuse(400, str(error))
+            raise Refused(400, str(error)) from None
         events = self.server.episodes.get(name)
         if events is not None:
             events.put(request)
-        message = request.answer.get() if events is not None else None
-        if message is None:
-            return self._refuse(410, "the episode is over")
-        self._answer(request, message)
+        answered = request.answer.get() if events is not None else None
+        if answered is None:
+            raise Refused(410, "the episode is over")
+        self._tell(request, *answered)
 
-    def _answer(self, request: _Request, message: dict[str, Any]) -> None:
+    def _tell(self, request: _Request, message: dict[str, Any], usage: dict[str, int] | None) -> None:
         why = "tool_calls" if message.get("tool_calls") else "stop"
         base = {"id": f"chatcmpl-{secrets.token_hex(8)}", "created": int(time.time()), "model": "policy"}
-        choice = {"index": 0, "finish_reason": why, "logprobs": None}
+        choice, counts = {"index": 0, "finish_reason": why, "logprobs": None}, {"usage": usage} if usage else {}
         if request.is_tokens:
             ids = message["token_ids"]
             pairs = zip(ids, message["logps"], strict=True)
             content = [{"token": f"token_id:{i}", "logprob": logp} for i, logp in pairs]
             choice |= {"token_ids": ids, "logprobs": {"content": content}}
-            return self._send(200, {"request_id": base["id"], "model": "policy", "choices": [choice]})
+            return self.send(200, {"request_id": base["id"], "model": "policy", "choices": [choice]})
         if not request.is_streamed:
-            return self._send(200, base | {"object": "chat.completion", "choices": [choice | {"message": message}]})
+            whole = {"object": "chat.completion", "choices": [choice | {"message": message}]}
+            return self.send(200, base | whole | counts)
         calls = [{"index": i, **call} for i, call in enumerate(message.get("tool_calls", []))]
         delta = message | ({"tool_calls": calls} if calls else {})
-        event = base | {"object": "chat.completion.chunk", "choices": [choice | {"delta": delta}]}
-        self.send_response(200)
-        self.send_header("Content-Type", "text/event-stream")
-        self.send_header("Connection", "close")
-        self.end_headers()
-        self.close_connection = True
-        self.wfile.write(f"data: {json.dumps(event)}\n\ndata: [DONE]\n\n".encode())
-
-    def _refuse(self, status: int, text: str) -> None:
-        self._send(status, {"error": {"message": text, "type": "invalid_request_error", "code": status}})
-
-    def _send(self, status: int, body: dict[str, Any]) -> None:
-        data = json.dumps(body).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
+        base |= {"object": "chat.completion.chunk"}
+        self.begin_events()
+        self.say(base | {"choices": [choice | {"delta": delta}]})
+        if request.wants_usage and counts:
+            self.say(base | {"choices": []} | counts)
+        return self.end_events()

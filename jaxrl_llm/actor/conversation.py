@@ -122,7 +122,7 @@ class Conversations:
         self._encode = lambda said: (
             ids_of(said.answer, tokenizer.vocab_size)
             if agents.are_tokens(said.answer)
-            else tokenizer.encode_answer(said.answer, said.role, **how)
+            else tokenizer.encode_answer(said.answer, **how)
         )
         self._limits, self._most = config.environments, config.sampling.max_completion_tokens
         self._rows: dict[Row, tuple[int, list[Turn]]] = {}  # episode, turns
@@ -151,11 +151,13 @@ class Conversations:
                 if not turns or turns[-1].end != end:
                     said = completion[turns[-1].stop if turns else 0 :]
                     text, (texts, *answered) = self._decode(said.tolist()), _so_far(turns)
-                    how = {}
+                    how, begins = {}, [0, *(x.stop for x in turns)]
+                    spans = list(zip(begins, [*(x.end for x in turns), end], strict=True))
+                    if example.given is not None:
+                        how["sizes"] = [[len(prompt) + a, b - a] for a, b in spans]
                     if agents.are_tokens(example.prompt):
                         logp = logps[shard][slot][len(prompt) : lengths[row]]
-                        both = zip([0, *(x.stop for x in turns)], [*(x.end for x in turns), end], strict=True)
-                        how["drawn"] = [[completion[a:b].tolist(), logp[a:b].tolist()] for a, b in both]
+                        how["drawn"] = [[completion[a:b].tolist(), logp[a:b].tolist()] for a, b in spans]
                     reply = self._environment.ask(episode, example, [*texts, text], *answered, **how)
                     turns.append(Turn(text, end, reply))
         return of_rows
@@ -218,9 +220,9 @@ class Conversations:
             for turn in turns:
                 said.append({"role": "assistant", "content": turn.text})
                 if turn.answer:
-                    answered = turn.reply.result()
-                    text = self._decode(turn.answer) if agents.are_tokens(answered.answer) else answered.answer
-                    said.append({"role": answered.role, "content": text})
+                    answered = turn.reply.result().answer
+                    is_ids = agents.are_tokens(answered)
+                    said += [{"role": "user", "content": self._decode(turn.answer)}] if is_ids else answered
             if rest := completion[turns[-1].stop if turns else 0 :]:  # a turn that was cut short
                 said.append({"role": "assistant", "content": self._decode(rest)})
             messages.append(said)

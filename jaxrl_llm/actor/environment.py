@@ -29,12 +29,13 @@ class Reply:
     """To a turn.
 
     Attributes:
-        answer: None ends the episode; a list of messages where an agent begins it, or of token ids where it speaks so.
+        answer: messages, of tools or the user, or token ids where an agent speaks so; None ends the episode. Where it
+            begins, an agent's messages, or the text that follows the prompt.
         reward: of the episode so far; None where the environment has none.
         outcome: OUTCOME_*.
         reason: what went wrong, "" where nothing did.
         state: of a class that can be saved, after this turn; plain JSON.
-        role: whose message the answer is, "tool" or "user".
+        tools: of an agent that begins.
     """
 
     answer: Any
@@ -42,7 +43,7 @@ class Reply:
     outcome: int = OUTCOME_SCORE
     reason: str = ""
     state: Any = None
-    role: str = "user"
+    tools: Any = None
 
 
 class Environment(contextlib.AbstractContextManager):
@@ -91,7 +92,8 @@ class Environment(contextlib.AbstractContextManager):
         place = episode % len(self._workers)
         columns = example.columns
         if self._is_agent:
-            columns = {**columns, "prompt": example.prompt if example.given is None else example.given}
+            own, told = (example.prompt, []) if example.given is None else example.given
+            columns, how = {**columns, "prompt": own}, {**how, "told": told}
         given = str(episode), example.prompt, columns, list(turns), list(answers), state
         return self._threads[place].submit(self._ask, place, example, given, **how)
 
@@ -110,14 +112,14 @@ class Environment(contextlib.AbstractContextManager):
             if self._closed:
                 raise EOFError
             timeout_s = self._config.timeout_s
-            answer, reward, wrong, state, role = self._workers[place].ask(
+            answer, reward, wrong, state, tools = self._workers[place].ask(
                 (self._config.factory, over, *given, how), timeout_s
             )
             outcome = OUTCOME_SCORE if wrong is None else OUTCOME_ERROR
         except Exception as error:
-            (outcome, wrong), answer, reward, state, role = failed(error), None, None, None, ""
+            (outcome, wrong), answer, reward, state, tools = failed(error), None, None, None, None
         reason = f"environment on {example.origin or 'a prompt'}: {wrong}" if wrong else ""
-        return Reply(answer, reward, outcome, reason, state, role)
+        return Reply(answer, reward, outcome, reason, state, tools)
 
     def __exit__(self, *_) -> None:
         self._closed = True
@@ -139,7 +141,7 @@ def opened(config: Config, examples: Sequence[Example], tokenizer: Any) -> Itera
         yield None
         return
     with Environment(config, examples) as environment:
-        frame = len(tokenizer.encode_answer("", environment.role, **config.prompts.encoding))
+        frame = len(tokenizer.encode_answer([{"role": environment.role, "content": ""}], **config.prompts.encoding))
         if frame >= (most := config.environments.max_answer_tokens):
             said = f"environments.max_answer_tokens={most} must be at least {frame + 1}"
             raise ConfigError(f"{said}: the chat template puts {frame} tokens around an answer")
@@ -152,8 +154,8 @@ def shown(
     """Sets of questions as the policy is to see them where ``environments.factory`` is a class or an agent.
 
     The chat template is told a class's tools, where it has a place for them and ``prompts.chat_template_kwargs`` tells
-    it no others; and what ``reset`` returns follows the prompt, as TRL has it. What an agent asks for first is the
-    prompt.
+    it no others, and those of an agent that asks with the same ones at every question; and what ``reset`` returns
+    follows the prompt, as TRL has it. What an agent asks for first is the prompt.
 
     Returns:
         (the section ``prompts``, the sets, one message per question that cannot be begun).
@@ -162,7 +164,8 @@ def shown(
         ConfigError: a tool has no type or docstring for what it takes; with ``prompts.bad_row="error"`` a question that
             cannot be begun.
     """
-    prompts, kept, bad = config.prompts, [], []
+    prompts, bad, told = config.prompts, [], []
+    kept: list[list[tuple[Example, Reply]]] = []
     examples = [example for questions in sets for example in questions]
     found = _checked(config.environments.factory, examples)
     if not isinstance(found, type) and not agents.is_agent(found):
@@ -182,12 +185,27 @@ def shown(
                 if said.outcome == OUTCOME_SCORE:
                     if agents.are_tokens(said.answer):
                         ids_of(said.answer, tokenizer.vocab_size)
-                    kept[-1].append(example if said.answer is None else _followed_by(example, said.answer))
+                    kept[-1].append((example, said))
                     continue
                 bad.append(said.reason)
                 if prompts.bad_row == "error":
                     raise ConfigError(said.reason)
-    return prompts, kept, bad
+    asked = [said.tools for questions in kept for _, said in questions if said.tools]
+    are_one = bool(asked) and all(one == asked[0] for one in asked) and len(asked) == sum(map(len, kept))
+    if are_one and "tools" not in prompts.chat_template_kwargs and has_place_for_tools(tokenizer, prompts.encoding):
+        told = asked[0]
+        prompts = dataclasses.replace(prompts, chat_template_kwargs={**prompts.chat_template_kwargs, "tools": told})
+    return prompts, [[_begun(*one, told) for one in questions] for questions in kept], bad
+
+
+def has_place_for_tools(tokenizer: Any, encoding: dict[str, Any]) -> bool:
+    """Whether the chat template, which is told what ``encoding`` has, takes tools besides."""
+    told = {**encoding["chat_template_kwargs"], "tools": []}
+    try:
+        tokenizer.encode_prompt([{"role": "user", "content": "a"}], **encoding | {"chat_template_kwargs": told})
+    except ConfigError:
+        return False
+    return True
 
 
 def ids_of(ids: list[int], vocab_size: int) -> list[int]:
@@ -197,10 +215,19 @@ def ids_of(ids: list[int], vocab_size: int) -> list[int]:
     return ids
 
 
-def _followed_by(example: Example, text: str | list[dict[str, str]]) -> Example:
-    """The question with ``text`` after its last message; of an agent's messages these."""
+def _begun(example: Example, reply: Reply, told: list[Any]) -> Example:
+    """The question with what ``reset`` returned after its last message; of an agent what it has asked with.
+
+    Args:
+        told: tools that the chat template is told of.
+    """
+    text = reply.answer
+    if text is None:
+        return example
     if not isinstance(text, str):
-        return dataclasses.replace(example, prompt=text, given=example.prompt)
+        return dataclasses.replace(
+            example, prompt=agents.prompt_of(text, reply.tools, told), given=(example.prompt, told)
+        )
     if isinstance(example.prompt, str):
         return dataclasses.replace(example, prompt=example.prompt + text)
     *before, last = example.prompt
@@ -212,9 +239,7 @@ def _told(config: Config, environment: type, tokenizer: Any) -> dict[str, Any]:
     from transformers.utils import get_json_schema  # here, for it is slow to import
 
     told = config.prompts.chat_template_kwargs
-    try:
-        tokenizer.encode_prompt("a", **config.prompts.encoding | {"chat_template_kwargs": {**told, "tools": []}})
-    except ConfigError:  # the template has no place for them
+    if not has_place_for_tools(tokenizer, config.prompts.encoding):
         return told
     own = object.__new__(environment)  # its methods are bound: no `self` among what they take
     try:

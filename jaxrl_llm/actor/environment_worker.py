@@ -51,8 +51,6 @@ def is_saved(environment: type) -> bool:
 class Episode:
     """An instance of the user's class, and how many turns it has answered; one that has answered some is restored."""
 
-    role = "tool"
-
     def __init__(self, environment: type, columns: dict[str, Any], num_turns: int = 0, state: Any = None):
         self.own, self.num_turns = environment(), num_turns
         self.tools = {name: getattr(self.own, name) for name in tools_of(environment)}
@@ -70,14 +68,14 @@ class Episode:
         except (TypeError, ValueError) as error:
             raise TypeError(f"state returned what JSON has not: {error}") from error
 
-    def answer(self, turn: str) -> str | None:
-        """What the tools that a turn calls return; None where it calls none.
+    def answer(self, turn: str) -> list[dict[str, str]] | None:
+        """What the tools that a turn calls return, a message each; None where it calls none.
 
         What a tool raises, and what is wrong with a call, is told to the policy: it may do better.
         """
         self.num_turns += 1
         results = [result for body in tools.apart(turn)[1] for result in self._results(body)]
-        return "\n".join(results) if results else None
+        return [{"role": "tool", "content": result} for result in results] or None
 
     def _results(self, body: str) -> list[str]:
         try:
@@ -132,11 +130,13 @@ def act(
     prompt: Any,
     columns: dict[str, Any],
     turns: list[str],
-    answers: list[str],
+    answers: list[Any],
     state: Any = None,
     *,
     is_over: bool = False,
     drawn: Sequence[Any] = (),
+    sizes: Sequence[tuple[int, int]] = (),
+    told: Sequence[Any] = (),
 ) -> list[Any]:
     """The answer to the newest turn; where it is over, what the instance shows.
 
@@ -147,11 +147,12 @@ def act(
             returns.
         answers: to all of them but the newest; where it is over, to that too.
         state: after the turns that have been answered, where the class gives one.
-        drawn: token ids and log-probs of each turn, for an agent that asks for such.
+        drawn, sizes: of each turn, for an agent (agents.Episode).
+        told: an agent's tools that the chat template has been told of.
 
     Returns:
-        [text or None, reward or None, what went wrong or None, state, whose message it is]; where it is over,
-        attributes in place of the text; where an agent begins, its messages.
+        [messages, token ids or None, reward or None, what went wrong or None, state, an agent's tools where it begins];
+        in place of messages attributes where it is over, and where it begins what ``reset`` returns.
     """
     for ended in over:
         _forget(ended)
@@ -159,7 +160,7 @@ def act(
         is_agent = agents.is_agent(environment)
         if not isinstance(environment, type) and not is_agent:
             reply = _text(awaited(environment(prompt=prompt, turns=list(turns), **columns)), "the environment")
-            return [reply, None, None, None, "user"]
+            return [reply if reply is None else [{"role": "user", "content": reply}], None, None, None, None]
         episode, answered = _episodes.get(key), max(0, len(turns) - (not is_over))
         is_new, saved = episode is None or episode.num_turns != answered, ()
         if is_new:
@@ -167,21 +168,22 @@ def act(
             saved = (answered, state) if answered and state is not None else ()
             episode = _episodes[key] = (agents.Episode if is_agent else Episode)(environment, columns, *saved)
         if is_agent:
-            episode.drawn = drawn
+            episode.drawn, episode.sizes = drawn, sizes
         if is_new and not saved:
-            if is_agent and turns and episode.opening != prompt:
-                begins = f"the agent begins with {episode.opening!r:.100}"
+            if is_agent and turns and (opening := agents.prompt_of(episode.opening, episode.tools, told)) != prompt:
+                begins = f"the agent begins with {opening!r:.100}"
                 raise RuntimeError(f"{begins}, not as before with {prompt!r:.100}")
             for turn, said in zip(turns, answers, strict=False):
                 if (again := episode.answer(turn)) != said:
                     raise RuntimeError(f"played again it answers {again!r:.100}, not {said!r:.100}")
         if is_over:
-            return [episode.shown(), None, None, None, episode.role]
+            return [episode.shown(), None, None, None, None]
         reply = episode.answer(turns[-1]) if turns else episode.opening
-        return [reply, episode.reward(), None, episode.state(), episode.role]
+        tools_of_agent = episode.tools if is_agent and not turns else None
+        return [reply, episode.reward(), None, episode.state(), tools_of_agent]
     except BaseException as error:  # SystemExit too
         _forget(key)
-        return [None, None, message(error), None, ""]
+        return [None, None, message(error), None, None]
 
 
 def _forget(key: str) -> None:

@@ -26,16 +26,22 @@ def functions_of(tools: Any) -> list[dict[str, Any]]:
     """What a request's ``tools`` are; ValueError where they are none."""
     for tool in tools if isinstance(tools, list) else [tools]:
         function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        is_one = isinstance(function, dict) and isinstance(function.get("name"), str)
+        if not is_one or not isinstance(tools, list):
             raise ValueError(
                 f'tools={tool!r:.200} must be a list of {{"type": "function", "function": {{"name": ..}}}}'
             )
     return tools
 
 
+def _json(value: Any) -> str:
+    """As a model's text has it: characters as they are, but for halves of surrogate pairs, which are no text."""
+    return json.dumps(value, ensure_ascii=False).encode("utf-8", "backslashreplace").decode()
+
+
 def told(messages: list[dict[str, str]], tools: list[dict[str, Any]]) -> list[dict[str, str]]:
     """Messages whose first one, the system's, tells of tools: for a chat template without a place for them."""
-    lines = "\n".join(json.dumps(tool["function"]) for tool in tools)
+    lines = "\n".join(_json(tool["function"]) for tool in tools)
     text = f"You may call these functions, which are given as JSON:\n<tools>\n{lines}\n</tools>\nTo call one write "
     text += '<tool_call>{"name": NAME, "arguments": {..}}</tool_call> and nothing after it.'
     first, rest = (messages[0], messages[1:]) if messages[0]["role"] == "system" else (None, messages)
@@ -77,7 +83,7 @@ def _written(function: dict[str, Any]) -> str:
     if isinstance(arguments, str):
         with contextlib.suppress(ValueError):  # text that is no JSON is what was said
             arguments = json.loads(arguments)
-    return f"{BEGIN}\n{json.dumps({'name': function['name'], 'arguments': arguments})}\n</tool_call>"
+    return f"{BEGIN}\n{_json({'name': function['name'], 'arguments': arguments})}\n</tool_call>"
 
 
 def message_of(turn: str, *, has_tools: bool) -> dict[str, Any]:
@@ -95,7 +101,7 @@ def calls_in(text: str) -> tuple[str | None, list[dict[str, Any]]]:
         found = []
     calls = []
     for name, arguments in found:
-        arguments = arguments if isinstance(arguments, str) else json.dumps(arguments)
+        arguments = arguments if isinstance(arguments, str) else _json(arguments)
         function = {"name": name, "arguments": arguments}
         calls.append({"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function})
     return (beside.strip() or None) if calls else text, calls

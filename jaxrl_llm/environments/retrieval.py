@@ -13,6 +13,7 @@ Owns: indices, what a search says. Does not know: questions, answers' rewards (q
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import re
 from collections.abc import Mapping
@@ -114,8 +115,8 @@ def gain(prompts: list, completions: list[str], messages: list, evidence: list, 
         for i, message in enumerate(row):
             if message["role"] != "assistant":
                 continue
-            answer = row[i + 1]["content"] if i + 1 < len(row) else ""
-            found = {*FOUND.findall(answer)}
+            answers = itertools.takewhile(lambda said: said["role"] != "assistant", row[i + 1 :])  # of each search
+            found = {x for said in answers for x in FOUND.findall(said["content"])}
             new = len((found - known) & wanted) / max(len(wanted), 1)
             given.append(new - (len(found & known) / len(found) if found else 0.0))
             known |= found

@@ -7,6 +7,7 @@ import types
 
 import pytest
 from support.echo import echo
+from support.replies import by, text
 
 from jaxrl_llm.actor.conversation import Played
 from jaxrl_llm.actor.environment import Environment, opened, shown
@@ -42,7 +43,7 @@ def test_a_function_answers_the_newest_turn_and_ends_with_none():
     with Environment(config("count_down"), [ONE]) as environment:
         replies = play(environment, ["a", "b"])
         assert environment.role == "user" and not environment.has_reward and not environment.is_shown
-    assert [reply.answer for reply in replies] == ["p: 1 left after a", None]
+    assert [reply.answer for reply in replies] == [by("user", "p: 1 left after a"), None]
     assert all(reply.outcome == OUTCOME_SCORE and reply.reward is None for reply in replies)
 
 
@@ -52,7 +53,7 @@ def test_a_class_keeps_its_state_and_its_public_methods_are_tools():
         turns = [call("add", number=3), f"{call('later', number=4)} then {call('read')}", "That is all."]
         for episode in (0, 1, 2):  # each has an instance of its own
             replies = play(environment, turns, episode=episode)
-            assert [reply.answer for reply in replies] == ["total 5", "total 9\n9", None]
+            assert [reply.answer for reply in replies] == [by("tool", "total 5"), by("tool", "total 9", "9"), None]
             assert [reply.reward for reply in replies] == [3.0, 7.0, 7.0]
         begun = environment.ask(3, ONE, (), ()).result(30)
         assert (begun.answer, begun.reward) == (None, 0.0)
@@ -70,7 +71,7 @@ def test_what_an_instance_shows_in_the_end_is_given_to_reward_functions_that_ask
     """Public attributes, of the class too, and properties as JSON has them; of an episode whose process died too."""
     settings = config("Open")
     settings = dataclasses.replace(settings, rewards=RewardsConfig(functions=(f"{FILE}:seen_totals",)))
-    turns, answers = [call("add", number=3), "Done."], ["total 5", None]
+    turns, answers = [call("add", number=3), "Done."], [by("tool", "total 5"), None]
     with Environment(settings, [ONE]) as environment, RewardPool(settings.rewards, task_scorer="") as pool:
         assert environment.is_shown
         play(environment, turns)
@@ -79,7 +80,10 @@ def test_what_an_instance_shows_in_the_end_is_given_to_reward_functions_that_ask
         assert known[0].result(30).answer == wanted
         environment._workers[0].process.kill()
         environment._workers[0].process.wait()
-        known += [environment.shown(0, ONE, turns, answers), environment.shown(1, ONE, turns, ["total 6", None])]
+        known += [
+            environment.shown(0, ONE, turns, answers),
+            environment.shown(1, ONE, turns, [by("tool", "total 6"), None]),
+        ]
         assert known[1].result(30).answer == known[0].result(30).answer
         assert known[2].result(30).answer is None and "played again" in known[2].result(30).reason
         messages = [[{"role": "assistant", "content": "Done."}]] * 3
@@ -103,7 +107,7 @@ def test_what_is_wrong_with_a_call_is_told_to_the_policy():
     with Environment(config("Counter"), [ONE]) as environment:
         replies = play(environment, list(turns))
     for reply, expected in zip(replies, turns.values(), strict=True):
-        assert reply.answer.startswith(expected) and reply.outcome == OUTCOME_SCORE
+        assert text(reply).startswith(expected) and reply.outcome == OUTCOME_SCORE
     assert replies[-1].reward == 3.0
 
 
@@ -120,7 +124,7 @@ def test_calls_are_read_as_the_families_of_models_write_them():
         '{"total": 9}': None,
     }
     with Environment(config("Counter"), [ONE]) as environment:
-        assert [reply.answer for reply in play(environment, list(turns))] == list(turns.values())
+        assert [text(reply) for reply in play(environment, list(turns))] == list(turns.values())
 
 
 def test_an_episode_whose_process_died_is_played_again_and_must_answer_as_before():
@@ -131,7 +135,7 @@ def test_an_episode_whose_process_died_is_played_again_and_must_answer_as_before
             environment._workers[0].process.send_signal(signal.SIGKILL)
             environment._workers[0].process.wait()
             second = environment.ask(0, ONE, turns, [first.answer]).result(30)
-        assert (second.answer == "total 9") == goes_on
+        assert (text(second) == "total 9") == goes_on
         if not goes_on:
             assert second.outcome == OUTCOME_ERROR and "played again it answers" in second.reason
 
@@ -150,11 +154,11 @@ def test_a_class_that_can_be_saved_goes_on_from_its_state_and_is_not_played_agai
             assert (second.outcome == OUTCOME_SCORE) == is_saved
             if is_saved:
                 total = first.state["total"]
-                assert second.answer == f"total {second.state['total']}" and second.state["total"] > total
+                assert text(second) == f"total {second.state['total']}" and second.state["total"] > total
                 # The instance of then, not a new one: 2 at the start, and what was added since.
                 assert second.reward == second.state["total"] - 2 and second.state["restored"] == 1
                 last = environment.ask(0, ONE, turns, [first.answer, second.answer], second.state).result(30)
-                assert last.answer == str(second.state["total"]) and last.state["restored"] == 1
+                assert text(last) == str(second.state["total"]) and last.state["restored"] == 1
             else:
                 assert "played again" in second.reason
     with Environment(config("SavesNoJson"), [ONE]) as environment:
@@ -201,7 +205,7 @@ def test_one_that_cannot_answer_is_counted_and_the_next_episode_is_answered(name
         assert (reply.answer, reply.reward, reply.outcome) == (None, None, outcome)
         assert reply.reason.startswith("environment on here.jsonl:1: ") and said in reply.reason
         if name not in ("RaisesInConstructor", "RaisesInReset", "RewardIsNotANumber"):
-            assert environment.ask(1, ONE, [call("read")], ()).result(30).answer == "2"
+            assert environment.ask(1, ONE, [call("read")], ()).result(30).answer == by("tool", "2")
 
 
 @pytest.mark.parametrize(
@@ -216,7 +220,7 @@ def test_one_that_cannot_answer_is_counted_and_the_next_episode_is_answered(name
 def test_one_that_is_only_odd_answers(name, answer, capfd):
     with Environment(config(name), [ONE]) as environment:
         reply = environment.ask(0, ONE, [call("add", number=1)], ()).result(30)
-    assert reply.outcome == OUTCOME_SCORE and reply.answer.startswith(answer)
+    assert reply.outcome == OUTCOME_SCORE and text(reply).startswith(answer)
     assert ("ready" in capfd.readouterr().err) == (name == "Prints")  # and no protocol takes it for an answer
 
 
@@ -226,7 +230,7 @@ def test_a_tool_that_raises_is_said_once_and_what_a_policy_gives_it_is_not(capfd
     turns = [call("add", digits=1), call("none"), call("add", number=1), call("add", number=1)]
     with Environment(config("RaisesInTool"), [ONE]) as environment:
         replies = play(environment, turns)
-    assert all(reply.answer.startswith("error: ") for reply in replies)
+    assert all(text(reply).startswith("error: ") for reply in replies)
     (said,) = capfd.readouterr().err.splitlines()
     assert said.startswith(f"warning: the tool add raised ValueError: Game over. (environments.py:{line})")
 
@@ -254,7 +258,7 @@ def test_its_reward_counts_only_where_it_has_one():
 
 
 def test_an_answer_must_have_room_for_what_the_template_puts_around_it():
-    tokenizer = types.SimpleNamespace(encode_answer=lambda text, role, **how: [role] * 7)
+    tokenizer = types.SimpleNamespace(encode_answer=lambda said, **how: [said[0]["role"]] * 7)
     with opened(Config(), [ONE], tokenizer) as environment:
         assert environment is None
     with opened(config("slow", max_answer_tokens=8), [ONE], tokenizer) as environment:

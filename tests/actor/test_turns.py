@@ -21,6 +21,7 @@ from support.building import (
     make_prompts,
     make_sampler,
 )
+from support.replies import by
 
 from jaxrl_llm.actor import redealing
 from jaxrl_llm.actor import turns as turns_of_rows
@@ -66,10 +67,10 @@ class Here:
         return self.begun
 
     def ask(self, episode, example, turns, answers, state):
-        assert [answer_of(turns[: i + 1]) for i in range(len(turns) - 1)] == list(answers)
+        assert [by("user", answer_of(turns[: i + 1])) for i in range(len(turns) - 1)] == list(answers)
         self.asked.append((example.prompt, tuple(turns)))
         future = concurrent.futures.Future()
-        future.set_result(Reply(answer_of(turns)))
+        future.set_result(Reply(by("user", answer_of(turns))))
         return future
 
     def forget(self, episode):
@@ -93,7 +94,7 @@ class Talking(Sampling):
             answer_tokens=ANSWER_TOKENS,
         )
         self.environment = environment or Here()
-        encode = lambda text, role, **how: tokens_of(text)
+        encode = lambda said, **how: tokens_of(said[0]["content"])
         tokenizer = types.SimpleNamespace(
             decode=letters, encode_answer=encode, vocab_size=sampler.model.arch.vocab_size
         )
@@ -199,7 +200,7 @@ def test_instances_are_asked_for_what_they_show_after_their_last_turn():
             assert seen["turns"] == (
                 turns[:-1] if reason == STOP_LENGTH and len(turns) != len(seen["turns"]) else turns
             )
-            assert seen["answers"] == [answer_of(turns[: i + 1]) for i in range(len(seen["turns"]))]
+            assert seen["answers"] == [by("user", answer_of(turns[: i + 1])) for i in range(len(seen["turns"]))]
     assert base()[1][0].played.shown() == [None] * 3
 
 
@@ -379,7 +380,7 @@ class Failing(Here):
         if len(turns) == 2:
             future.set_result(Reply(None, None, OUTCOME_TIMEOUT, "environment on a prompt: no answer after 1 s"))
         else:
-            future.set_result(Reply((None, "123", "12345")[len(turns[0]) % 3]))
+            future.set_result(Reply(by("user", (None, "123", "12345")[len(turns[0]) % 3])))
         return future
 
 

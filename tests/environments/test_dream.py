@@ -10,6 +10,7 @@ import threading
 import jax
 import pytest
 from support import building
+from support.replies import text
 
 from jaxrl_llm import evaluate as evaluate_module
 from jaxrl_llm import train as train_module
@@ -105,7 +106,7 @@ def test_a_dreamt_episode_is_the_mazes_step_by_step(model, tmp_path):
     with environment:
         assert one.prompt == [{"role": "user", "content": " 00e to 01:"}] and environment.has_reward
         replies = played(environment, one, turns)
-    assert [x.answer for x in replies] == [maze.plain("p", turns[: i + 1], **MAZE) for i in range(4)]
+    assert [text(x) for x in replies] == [maze.plain("p", turns[: i + 1], **MAZE) for i in range(4)]
     assert [x.reason for x in replies] == [""] * 4 and replies[-1].reward == pytest.approx(sum(worth[0]))
 
     # Of the class by turn, and its state goes on in another process without a question of the model's.
@@ -123,7 +124,7 @@ def test_a_dreamt_episode_is_the_mazes_step_by_step(model, tmp_path):
         assert len(model["told"]) == 4
         after = environment.ask(0, one, [*calls, calls[0]], [x.answer for x in replies], replies[-1].state).result(60)
     places = maze.walked(list("ensw"), **MAZE)
-    assert [x.answer for x in replies] == [maze.field(MAZE["maze"], *place) for place in places[1:]]
+    assert [text(x) for x in replies] == [maze.field(MAZE["maze"], *place) for place in places[1:]]
     assert [x.reward for x in replies] == pytest.approx([0.0, -0.1, -0.1, 0.9])
     assert (after.answer, after.reward) == (replies[-1].answer, replies[-1].reward) and len(model["told"]) == 4
 
@@ -176,7 +177,7 @@ def test_a_model_that_does_not_say_what_comes_next_has_failed_and_others_go_on(m
         assert bad.outcome == (OUTCOME_TIMEOUT if said == "hangs" else OUTCOME_ERROR)
         assert (bad.answer, bad.reward) == (None, None) and reason in bad.reason
         second = environment.ask(1, one, [turn.format("e"), turn.format("s")], [first.answer], first.state).result(60)
-        assert (second.answer, second.outcome) == (" 11nw", OUTCOME_SCORE), second.reason
+        assert (text(second), second.outcome) == (" 11nw", OUTCOME_SCORE), second.reason
     is_released.set()
 
 

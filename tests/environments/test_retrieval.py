@@ -30,6 +30,12 @@ def test_a_search_is_worth_what_is_new_and_costs_what_was_known():
     assert got == [[0.5, 0.5 - 0.5, 0.0], [0.0, 1.0, -1.0], [0.0]]
 
 
+def test_a_turn_of_two_searches_is_worth_what_both_find():
+    results = [{"role": "tool", "content": text} for text in ("[1] x", "[3] z")]
+    row = [*said("a"), *results, *said("the answer")]
+    assert gain([], [""], [row], [["1", "3"]]) == [[1.0, 0.0]]
+
+
 def test_documents_that_fit_are_found_best_first(tmp_path):
     pytest.importorskip("bm25s")
     search = Search()

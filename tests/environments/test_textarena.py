@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 
 import pytest
+from support.replies import text
 
 from jaxrl_llm.actor.environment import Environment, shown
 from jaxrl_llm.config import Config, EnvironmentsConfig
@@ -45,7 +46,7 @@ def played(game, seed, turns):
             if answers[-1] is None:
                 break
     assert all(reply.outcome == OUTCOME_SCORE for reply in replies), replies[-1].reason
-    return one.prompt, answers, replies[-1].reward
+    return one.prompt, [text(reply) for reply in replies], replies[-1].reward
 
 
 def test_a_games_words_are_answers_and_its_seed_makes_it_the_same(tmp_path, monkeypatch):

@@ -92,16 +92,17 @@ def test_switches_of_a_template_are_those_of_transformers(folder):
         assert found == expected, told
 
 
-@pytest.mark.parametrize("role", ["user", "tool"])
-def test_what_an_environment_says_between_turns_is_what_the_template_makes_of_the_conversation(folder, role):
+@pytest.mark.parametrize("roles", [("user",), ("tool",), ("tool", "tool"), ("tool", "user")])
+def test_what_an_environment_says_between_turns_is_what_the_template_makes_of_the_conversation(folder, roles):
     ours, other = load_tokenizer(folder), theirs(folder)
-    if not other.chat_template or (role == "tool" and "tool" not in other.chat_template):
+    if not other.chat_template or ("tool" in roles and "tool" not in other.chat_template):
         pytest.skip("the package has no such template")
     begin, said = [{"role": "user", "content": "Hi"}], {"role": "assistant", "content": "Well."}
     how = {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
     first = other.apply_chat_template(begin, **how)
-    expected = other.apply_chat_template([*begin, said, {"role": role, "content": "12"}], **how)
-    answer = ours.encode_answer("12", role, chat_template=True, special_tokens=False, chat_template_kwargs={})
+    told = [{"role": role, "content": f"{12 + i}"} for i, role in enumerate(roles)]
+    expected = other.apply_chat_template([*begin, said, *told], **how)
+    answer = ours.encode_answer(told, chat_template=True, special_tokens=False, chat_template_kwargs={})
     assert expected[: len(first)] == first and expected[-len(answer) :] == answer
     turn = expected[len(first) : -len(answer)]  # in which Qwen3's says that nothing was thought
     assert turn[-1] == ours.end_id and turn.count(ours.end_id) == 1 and ours.decode(turn).endswith("Well.")

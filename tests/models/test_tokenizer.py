@@ -62,7 +62,7 @@ def test_a_message_of_gpt_oss_is_not_a_turn():
     tokenizer = make(HARMONY, tokens=tokens, special=special, bos=None, eos="<|return|>")
     assert (tokenizer.eos_ids, tokenizer.end_id) == ((0,), 0)
     how = {"chat_template": True, "special_tokens": False, "chat_template_kwargs": {}}
-    answer = tokenizer.encode_answer("ok", "user", **how)
+    answer = tokenizer.encode_answer([{"role": "user", "content": "ok"}], **how)
     assert raw(tokenizer, answer) == "<|start|>user<|message|>ok<|end|><|start|>assistant"  # and no other end before it
 
 
@@ -185,16 +185,25 @@ def test_turns_and_answers_one_after_the_other_are_the_conversation_in_the_templ
     expected = smollm2.encode_prompt([*first, *said, last], **how)
     turn = [*smollm2.encode("Well."), smollm2.end_id]
     how |= {"special_tokens": False, "chat_template_kwargs": {}}
-    assert smollm2.encode_prompt(first, **how) + turn + smollm2.encode_answer(text, "user", **how) == expected
-    # Its template knows no tools: what one returns is said by the user, in Qwen's form.
-    last["content"] = f"<tool_response>\n{text}\n</tool_response>"
-    expected = smollm2.encode_prompt([*first, *said, last], **how)
-    assert smollm2.encode_prompt(first, **how) + turn + smollm2.encode_answer(text, "tool", **how) == expected
+    assert smollm2.encode_prompt(first, **how) + turn + smollm2.encode_answer([last], **how) == expected
+    # Its template knows no tools: what they return is said by the user, in Qwen's form, in an answer and in a prompt.
+    result = f"<tool_response>\n{text}\n</tool_response>"
+    for count in (1, 2):
+        told = [{"role": "tool", "content": text}] * count
+        last["content"] = "\n".join([result] * count)
+        expected = smollm2.encode_prompt([*first, *said, last], **how)
+        assert smollm2.encode_prompt(first, **how) + turn + smollm2.encode_answer(told, **how) == expected
+        assert smollm2.encode_prompt([*first, *said, *told], **how) == expected
+        more = [*told, {"role": "user", "content": "Go on."}]
+        together = smollm2.encode_prompt([*first, *said, *more], **how)
+        assert smollm2.encode_prompt(first, **how) + turn + smollm2.encode_answer(more, **how) == together
 
 
 def test_an_answer_without_a_template_is_its_text(smollm2):
     how = {"chat_template": False, "special_tokens": False, "chat_template_kwargs": {}, "system_prompt": ""}
-    assert smollm2.encode_answer("12", "user", **how) == smollm2.encode("12")
+    said = [{"role": "user", "content": "12"}]
+    assert smollm2.encode_answer(said, **how) == smollm2.encode("12")
+    assert smollm2.encode_answer(said * 2, **how) == smollm2.encode("12\n12")
 
 
 def test_a_template_that_knows_no_such_role_is_refused():
@@ -203,7 +212,7 @@ def test_a_template_that_knows_no_such_role_is_refused():
     )
     how = {"chat_template": True, "special_tokens": False, "chat_template_kwargs": {}}
     with pytest.raises(ConfigError, match="the chat template refuses an answer by a tool: no tool"):
-        make(chat_template=template).encode_answer("x", "tool", **how)
+        make(chat_template=template).encode_answer([{"role": "tool", "content": "x"}], **how)
 
 
 def test_a_question_cannot_end_its_turn():

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import datetime
 import functools
+import itertools
 import json
 import pathlib
 import re
@@ -68,8 +69,8 @@ def dated(config: Config, tokenizer: Any, workdir: pathlib.Path) -> Config:
     return dataclasses.replace(config, prompts=prompts)
 
 
-def between_turns(fast: Any, message: dict[str, str], told: dict[str, Any], ends: list[str]) -> str:
-    """The text from the end of an assistant's turn to the beginning of the next, ``message`` between them.
+def between_turns(fast: Any, said: list[dict[str, str]], told: dict[str, Any], ends: list[str]) -> str:
+    """The text from the end of an assistant's turn to the beginning of the next, messages ``said`` between them.
 
     What templates do to the turn itself, such as to leave out what it thought, is not looked at: it stays as it is.
 
@@ -80,13 +81,11 @@ def between_turns(fast: Any, message: dict[str, str], told: dict[str, Any], ends
         ConfigError: the template refuses.
     """
     turn = [{"role": "user", "content": "a"}, {"role": "assistant", "content": TURN}]
-    if message["role"] == "tool" and not re.search(r"\btool\b", str(fast.chat_template)):
-        text = message["content"]
-        message = {"role": "user", "content": f"<tool_response>\n{text}\n</tool_response>"}
     try:
-        after = rendered(fast, [*turn, message], told).partition(TURN)[2]
+        after = rendered(fast, [*turn, *said], told).partition(TURN)[2]
     except Exception as error:  # jinja's, of a package we need not know
-        raise ConfigError(f"the chat template refuses an answer by a {message['role']}: {error}") from error
+        who = " and a ".join(message["role"] for message in said)
+        raise ConfigError(f"the chat template refuses an answer by a {who}: {error}") from error
     stops = [place + len(end) for end in ends if (place := after.find(end)) >= 0]
     return after[min(stops, default=0) :]
 
@@ -100,11 +99,16 @@ def _deep(change: Callable[[str], str], value: Any) -> Any:
 
 
 def rendered(fast: Any, messages: list[dict[str, str]], told: dict[str, Any]) -> str:
-    """The text of ``messages`` up to the assistant's turn. A sandbox bounds what a template reaches, this its time."""
+    """The text of ``messages`` up to the assistant's turn. A sandbox bounds what a template reaches, this its time.
+
+    What tools return a template that knows no such role has from the user, in Qwen's form.
+    """
 
     def stop(*_: Any) -> None:
         raise TimeoutError(f"it runs for more than {TEMPLATE_SECONDS:g} s")
 
+    if not re.search(r"\btool\b", str(fast.chat_template)):
+        messages = _told_by_user(messages)
     how = {"add_generation_prompt": True, "tokenize": False}
     if DATE in told:  # transformers hands no function on to a template
         told = dict(told)
@@ -118,6 +122,17 @@ def rendered(fast: Any, messages: list[dict[str, str]], told: dict[str, Any]) ->
     finally:
         signal.setitimer(signal.ITIMER_REAL, *timer)
         signal.signal(signal.SIGALRM, handler)
+
+
+def _told_by_user(messages: list[dict[str, str]]) -> list[dict[str, str]]:
+    """Messages of tools as the user's, those that follow each other as one."""
+    told = []
+    for is_tool, run in itertools.groupby(messages, key=lambda message: message["role"] == "tool"):
+        if is_tool:
+            texts = [f"<tool_response>\n{message['content']}\n</tool_response>" for message in run]
+            run = [{"role": "user", "content": "\n".join(texts)}]
+        told += run
+    return told
 
 
 @functools.lru_cache

@@ -132,16 +132,14 @@ class Tokenizer:
         """Token ids of one prompt; see ``encode_prompts``."""
         return self.encode_prompts([prompt], **how)[0]
 
-    def encode_answer(self, text: str, role: str, *, chat_template: bool, special_tokens: bool, **how: Any):
-        """Token ids, a list, of what an environment, a "user" or a "tool", says between two turns of the model.
-
-        After the token that ends a turn, with what the chat template puts around it. The rest as ``encode_prompts``.
-        """
-        text = (_checked if special_tokens else self._hide)(text)
+    def encode_answer(self, said: Messages, *, chat_template: bool, special_tokens: bool, **how: Any) -> list[int]:
+        """Token ids from the end of one turn of the model to the next, ``said`` between; else as ``encode_prompts``."""
+        said = [{**one, "content": (_checked if special_tokens else self._hide)(one["content"])} for one in said]
+        text = "\n".join(one["content"] for one in said)
         if chat_template:
             ends = [*END_OF_TURN, *(self._special[i].content for i in self.eos_ids if i in self._special)]
             told = templates.told(how["chat_template_kwargs"], self._fast.chat_template, self._hide)
-            text = templates.between_turns(self._fast, {"role": role, "content": text}, told, ends)
+            text = templates.between_turns(self._fast, said, told, ends)
         return self._encode([text], at_start=False)[0]
 
     def encode(self, text: str, *, special_tokens: bool = False) -> list[int]:
