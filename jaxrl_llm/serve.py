@@ -55,7 +55,7 @@ def server_of(
         adapters: folders of such over it, by name.
 
     Raises:
-        ConfigError: bad input, before anything is compiled.
+        ConfigError: bad input, or an address that cannot be had, before anything is compiled.
     """
     source = pretrained.resolve(path)
     arch, tokenizer = source.architecture(), source.tokenizer().ending_at(sampling.stop_tokens)
@@ -66,8 +66,38 @@ def server_of(
     if max_prompt_tokens + sampling.max_completion_tokens > arch.max_positions:
         both = f"--max_prompt_tokens={max_prompt_tokens} + --max_tokens={sampling.max_completion_tokens}"
         raise ConfigError(f"{both} must be at most the model's {arch.max_positions} positions")
+    try:
+        server = Server(address, {}, tokenizer, sampling.temperature, token)
+    except OSError as error:
+        raise ConfigError(f"--host={address[0]!r:.100} --port={address[1]}: {error}") from error
+    try:
+        how = {"slots": slots, "max_waiting": max_waiting, "seed": seed, "compute_dtype": compute_dtype}
+        server.engines = _engines(path, source, adapters or {}, mesh, tokenizer, sampling, max_prompt_tokens, **how)
+    except BaseException:
+        server.server_close()
+        raise
+    server.server_activate()  # not before: who comes before there are weights is refused, and does not hang
+    return server
+
+
+def _engines(
+    path: str,
+    source: Any,
+    adapters: Mapping[str, str],
+    mesh: Any,
+    tokenizer: Any,
+    sampling: SamplingConfig,
+    max_prompt_tokens: int,
+    *,
+    slots: int,
+    max_waiting: int,
+    seed: int,
+    compute_dtype: str,
+) -> dict[str, Engine]:
+    """Running ones of the model and its adapters, by name; arguments as of ``server_of``."""
+    arch, shards = source.architecture(), sharding.num_data_shards(mesh)
     at_once = min(8, slots // shards) * shards  # prompts of one prefill
-    configs = {name: peft.read_config(folder) for name, folder in (adapters or {}).items()}
+    configs = {name: peft.read_config(folder) for name, folder in adapters.items()}
     model, apart = Model(arch, compute_dtype), {path: ({"blocks": {}}, LoraConfig())}
     for name, config in configs.items():
         apart[name] = peft.load(adapters[name], dataclasses.replace(model, lora=config), mesh), config
@@ -100,8 +130,7 @@ def server_of(
     key = sharding.put(rng.stream(seed, "sample"), sharding.replicated(mesh, 0))
     compiled = {name: _in_turn(program, turn) for name, program in compiled.items()}
     given = sampler, compiled
-    engines = {name: Engine(*given, each, key, tokenizer.decode, max_waiting) for name, each in params.items()}
-    return Server(address, engines, tokenizer, sampling.temperature, token)
+    return {name: Engine(*given, each, key, tokenizer.decode, max_waiting) for name, each in params.items()}
 
 
 def _in_turn(program: Callable, turn: threading.Lock) -> Callable:
@@ -148,7 +177,8 @@ def main() -> None:
         seed=SEED.value,
         compute_dtype=COMPUTE_DTYPE.value,
     )
-    print(f"serving     {MODEL.value} at http://{HOST.value}:{server.server_port}/v1", flush=True)
+    host = f"[{HOST.value}]" if ":" in HOST.value else HOST.value
+    print(f"serving     {MODEL.value} at http://{host}:{server.server_port}/v1", flush=True)
     for number in (signal.SIGINT, signal.SIGTERM):  # in another thread: it waits for the loop that this one interrupts
         signal.signal(number, lambda *_: threading.Thread(target=server.shutdown).start())
     with server:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import urllib.error
 import urllib.request
 from typing import Any
 
@@ -23,8 +24,19 @@ def said(url: str, messages: list[dict[str, str]], token: str = "", **body: Any)
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
     data = json.dumps({"messages": messages, **body}).encode()
     request = urllib.request.Request(f"{url.rstrip('/')}/chat/completions", data, headers)
-    with urllib.request.urlopen(request) as answer:
-        return json.load(answer)["choices"][0]["message"]["content"] or ""
+    try:
+        with urllib.request.urlopen(request) as answer:
+            return json.load(answer)["choices"][0]["message"]["content"] or ""
+    except urllib.error.HTTPError as error:
+        raise OSError(f"{request.full_url}: {error}: {_reason(error.read())}") from error
+
+
+def _reason(body: bytes) -> str:
+    """What a server that refuses says of it."""
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, LookupError, TypeError):
+        return body.decode(errors="replace")[:200]
 
 
 def said_by(name: str, text: str, **body: Any) -> str:

@@ -147,7 +147,8 @@ class Engine:
                         request = self._waiting.popleft()
                         self._rows[m, free[m][j]] = _Row(request)
                         tokens[m, j, : len(request.prompt)], length[m, j] = request.prompt, len(request.prompt)
-                        name[m, j] = (self._count if request.seed is None else request.seed) % 2**31
+                        seed, half = request.seed, 2**30  # no request without a seed shares the noise of one
+                        name[m, j] = self._count % half if seed is None else half + seed % half
                         entry[m, j], self._count = free[m][j], self._count + 1
             if (entry == E).all():
                 return

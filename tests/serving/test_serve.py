@@ -148,6 +148,12 @@ def test_a_seed_makes_an_answer_again_whoever_else_asks(sampled):
     assert len({tuple(answers[i]) for i in (0, 2, 3, 4)}) == 4
 
 
+def test_a_request_without_a_seed_shares_its_noise_with_none_that_has_one(sampled):
+    """It had that of the request whose seed is how many came before it."""
+    count = engine_of(sampled)._count
+    assert generate(sampled, [5, 6, 7])[0] != generate(sampled, [5, 6, 7], seed=count)[0]
+
+
 def test_what_clients_say_that_asks_for_nothing_is_passed_over(greedy):
     """Each was answered with 400."""
     plain = ask(greedy, CHAT, {"messages": USER})[1]["choices"]
@@ -374,6 +380,16 @@ def test_what_does_not_fit_is_refused_before_anything_is_compiled(monkeypatch):
         given = {"slots": 4, "max_prompt_tokens": WIDTH, "max_waiting": 1} | settings
         with pytest.raises(ConfigError, match=said.replace("+", "\\+")):
             server_of(MODEL, sampling=SamplingConfig(max_completion_tokens=MOST), **given)
+
+
+def test_a_port_that_another_has_is_refused_before_anything_is_compiled(monkeypatch):
+    monkeypatch.setattr("jaxrl_llm.serve.compile_all", None)
+    given = {"slots": 4, "max_prompt_tokens": WIDTH, "max_waiting": 1}
+    given["sampling"] = SamplingConfig(max_completion_tokens=MOST)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"--host='127.0.0.1' --port={port}: .*Address already in use"):
+            server_of(MODEL, address=("127.0.0.1", port), **given)
 
 
 @pytest.mark.slow

@@ -3,14 +3,19 @@
 import contextlib
 import http.client
 import json
-import queue
+import os
+import resource
+import socket
+import struct
 import threading
+import time
 import types
 
 import pytest
 
-from jaxrl_llm.actor import tools
+from jaxrl_llm.actor import stop_strings, tools
 from jaxrl_llm.config import ConfigError
+from jaxrl_llm.environments import chat
 from jaxrl_llm.serving.http import Server
 
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
@@ -30,14 +35,24 @@ class Scripted:
         sampling, arch = types.SimpleNamespace(max_completion_tokens=500), types.SimpleNamespace(vocab_size=70_000)
         model = types.SimpleNamespace(arch=arch)
         self.sampler = types.SimpleNamespace(sampling=sampling, model=model, max_prompt_tokens=9999, row_tokens=9)
-        self.text, self.error = text, None
+        self.text, self.error, self.asked = text, None, []
 
     def submit(self, request):
-        request.deltas = queue.SimpleQueue()
+        self.asked.append(request)
         ids = [ord(x) for x in self.text]
         parts = [ids[i : i + 3] for i in range(0, len(ids), 3)]
         for part in parts:
             request.deltas.put((part, [-1.0] * len(part), "stop" if part is parts[-1] else None))
+
+
+class Broken(Scripted):
+    """One that ends in the middle of what it says."""
+
+    def submit(self, request):
+        self.asked.append(request)
+        self.error = RuntimeError("out of memory")
+        request.deltas.put(([ord("x")], [-1.0], None))
+        request.deltas.put(([], [], "error"))
 
 
 class Characters:
@@ -57,9 +72,10 @@ class Characters:
 
 
 @contextlib.contextmanager
-def scripted(text, takes_tools=True):
+def scripted(text, takes_tools=True, *, kind=Scripted, host="127.0.0.1", token=""):
     tokenizer = Characters(takes_tools)
-    server = Server(("127.0.0.1", 0), {"m": Scripted(text)}, tokenizer, 1.0, "")
+    server = Server((host, 0), {"a/m": kind(text)}, tokenizer, 1.0, token)
+    server.server_activate()
     threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     try:
         yield server, tokenizer
@@ -144,9 +160,9 @@ def test_calls_come_as_calls_whole_and_streamed(text, content, called):
         assert streamed[-1][1] == ("tool_calls" if called else "stop")
 
 
-def ask(server, path, body):
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
-    connection.request("POST", path, json.dumps(body))
+def ask(server, path, body, method="POST"):
+    connection = http.client.HTTPConnection(server.server_address[0], server.server_port, timeout=60)
+    connection.request(method, path, body if isinstance(body, str) else json.dumps(body))
     answer = connection.getresponse()
     text = answer.read()
     connection.close()
@@ -203,6 +219,10 @@ def test_arguments_that_are_no_json_come_back_as_they_went():
     [
         ({"tools": [{"type": "retrieval"}]}, "tools={'type': 'retrieval'} must be a list of"),
         ({"tools": "weather"}, "tools='weather' must be"),
+        ({"tools": TOOLS[0]}, "must be a list of"),
+        ({"skip_special_tokens": False}, "skip_special_tokens=False is not there: only True"),
+        ({"stop": ["a"] * 17}, "must be at most 16 texts of at most 256 characters"),
+        ({"stop": "a" * 257}, "must be at most 16 texts of at most 256 characters"),
         ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice='required' must be 'auto' or 'none'"),
         ({"messages": [{"role": "assistant", "content": None}]}, "must be a list of objects with a role and a content"),
         (
@@ -222,15 +242,153 @@ def test_the_openai_client_gets_tool_calls():
     with scripted(f"I look. {CALL}") as (server, _):
         client = openai.OpenAI(base_url=f"http://127.0.0.1:{server.server_port}/v1", api_key="none", max_retries=0)
         messages = [{"role": "user", "content": "Rain?"}]
-        (choice,) = client.chat.completions.create(model="m", messages=messages, tools=TOOLS).choices
+        (choice,) = client.chat.completions.create(model="a/m", messages=messages, tools=TOOLS).choices
         (call,) = choice.message.tool_calls
         assert choice.finish_reason == "tool_calls" and choice.message.content == "I look."
         assert call.function.name == "weather" and json.loads(call.function.arguments) == {"city": "Paris"}
         messages += [choice.message, {"role": "tool", "tool_call_id": call.id, "content": "no"}]
-        again = client.chat.completions.create(model="m", messages=messages, tools=TOOLS)
+        again = client.chat.completions.create(model="a/m", messages=messages, tools=TOOLS)
         assert again.choices[0].message.tool_calls
         parts = [
             part.choices[0]
-            for part in client.chat.completions.create(model="m", messages=messages, tools=TOOLS, stream=True)
+            for part in client.chat.completions.create(model="a/m", messages=messages, tools=TOOLS, stream=True)
         ]
         assert [x.function.name for part in parts for x in part.delta.tool_calls or []] == ["weather"]
+
+
+USER = [{"role": "user", "content": "?"}]
+GENERATE = "/inference/v1/generate"
+
+
+def test_what_asks_for_nothing_is_passed_over():
+    nothing = {"service_tier": "auto", "modalities": ["text"], "model": None, "stop": [], "parallel_tool_calls": True}
+    with scripted("No.") as (server, _):
+        assert ask(server, CHAT, {"messages": USER} | nothing)[0] == 200
+        nothing = {"stream": False, "sampling_params": None, "ignore_eos": False, "detokenize": True}
+        status, answer = ask(server, GENERATE, {"token_ids": [1], "skip_special_tokens": False} | nothing)
+        assert status == 200 and answer["model"] == "a/m"
+
+
+def test_texts_that_are_not_english_are_told_as_they_are():
+    """JSON's escapes are tokens that no model has been trained on."""
+    function = {"name": "wetter", "description": "Wie warm ist es in Zürich? 天气"}
+    call = {"function": {"name": "wetter", "arguments": '{"ort": "Zürich"}'}}
+    (system, _) = tools.told(USER, [{"type": "function", "function": function}])
+    assert "Zürich? 天气" in system["content"]
+    (said,) = tools.texts_of([{"role": "assistant", "content": None, "tool_calls": [call]}])
+    assert '"ort": "Zürich"' in said["content"]
+    assert tools.calls_in(said["content"])[1][0]["function"] == call["function"]
+    call["function"]["arguments"] = '{"ort": "\\ud800"}'  # half a pair is no text, and stays an escape
+    assert '"ort": "\\ud800"' in tools.texts_of([{"role": "assistant", "tool_calls": [call]}])[0]["content"]
+
+
+def test_an_answer_over_a_connection_that_is_kept_does_not_wait_for_the_last_ones_receipt():
+    """It came after 40 ms: its second part waited until the client had owned to the first."""
+    with scripted("No.") as (server, _):
+        connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
+        seconds = []
+        for _ in range(20):
+            begun = time.monotonic()
+            connection.request("POST", CHAT, json.dumps({"messages": USER}))
+            assert connection.getresponse().read()
+            seconds.append(time.monotonic() - begun)
+        connection.close()
+    assert min(seconds[5:]) < 0.03  # the first ones are not kept waiting
+
+
+def test_a_connection_of_a_high_number_is_answered():
+    """From 1024 on `select` raises."""
+    with scripted("No.") as (server, _), contextlib.ExitStack() as stack:
+        while stack.enter_context(open(os.devnull)).fileno() < 1100:
+            pass
+        assert ask(server, CHAT, {"messages": USER})[1]["choices"][0]["message"]["content"] == "No."
+
+
+def test_as_many_connections_as_the_system_allows():
+    soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 500), most))
+        with scripted("No."):
+            assert resource.getrlimit(resource.RLIMIT_NOFILE) == (most, most)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, most))
+
+
+def test_a_stream_that_fails_in_the_middle_says_so_and_has_no_end():
+    with scripted("", kind=Broken) as (server, _):
+        connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
+        connection.request("POST", CHAT, json.dumps({"messages": USER, "stream": True}))
+        *parts, last = connection.getresponse().read().decode().removesuffix("\n\n").split("\n\n")
+        connection.close()
+        assert [json.loads(x.removeprefix("data: "))["choices"][0]["delta"].get("content") for x in parts] == ["", "x"]
+        error = json.loads(last.removeprefix("data: "))["error"]
+        assert error["code"] == 500 and "out of memory" in error["message"]
+        status, answer = ask(server, CHAT, {"messages": USER})
+        assert status == 500 and "out of memory" in answer["error"]["message"]
+
+
+def test_what_nobody_foresaw_is_answered_and_said_on_stderr(capfd):
+    with scripted("No.") as (server, tokenizer):
+        status, answer = ask(server, CHAT, "[" * 10**5)
+        assert status == 400 and "the body is no JSON" in answer["error"]["message"]
+        tokenizer.decode = lambda ids: 1 / 0
+        status, answer = ask(server, CHAT, {"messages": USER})
+        assert status == 500 and answer["error"]["message"] == "ZeroDivisionError: division by zero"
+    assert f"warning: POST {CHAT} failed: ZeroDivisionError: division by zero" in capfd.readouterr().err
+
+
+def test_a_client_that_goes_before_the_first_event_gives_its_slot_back():
+    begun, gone = threading.Event(), threading.Event()
+
+    class Slow(Scripted):
+        def submit(self, request):
+            self.asked.append(request)
+            begun.set()
+            gone.wait(60)
+
+    with scripted("", kind=Slow) as (server, _):
+        data = json.dumps({"messages": USER, "stream": True})
+        plug = socket.create_connection(("127.0.0.1", server.server_port), timeout=30)
+        plug.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closed at once
+        plug.sendall(f"POST {CHAT} HTTP/1.1\r\nContent-Length: {len(data)}\r\n\r\n{data}".encode())
+        assert begun.wait(30)
+        plug.close()
+        gone.set()
+        (request,) = server.engines["a/m"].asked
+        deadline = time.monotonic() + 30
+        while not request.is_cancelled:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+def test_one_model_is_told_of_and_a_servers_health_without_a_token():
+    with scripted("No.") as (server, _):
+        (listed,) = ask(server, "/v1/models", "", "GET")[1]["data"]
+        for path in ("/v1/models/a/m", "/v1/models/a%2Fm"):
+            assert ask(server, path, "", "GET") == (200, listed)
+        assert ask(server, "/v1/models/b", "", "GET")[0] == 404 and ask(server, "/x", "", "GET")[0] == 404
+    with scripted("No.", token="secret") as (server, _):
+        assert ask(server, "/health", "", "GET")[0] == 200 and ask(server, "/v1/models", "", "GET")[0] == 401
+
+
+def test_an_address_of_ip_6_is_listened_at():
+    with scripted("No.", host="::1") as (server, _):
+        assert ask(server, CHAT, {"messages": USER})[0] == 200
+
+
+def test_a_client_is_told_why_it_is_refused():
+    with scripted("No.") as (server, _):
+        with pytest.raises(OSError, match=r"HTTP Error 400: Bad Request: top_p=0\.5 is not there: only 1"):
+            chat.said(f"http://127.0.0.1:{server.server_port}/v1", USER, top_p=0.5)
+        assert chat.said(f"http://127.0.0.1:{server.server_port}/v1", USER) == "No."
+
+
+def test_stop_strings_are_looked_for_in_one_decoding():
+    decoded = []
+
+    def decode(ids):
+        decoded.append(len(ids))
+        return "".join(map(chr, ids))
+
+    assert stop_strings.completed_at(["x", "y", "cd"], decode, [ord(c) for c in "abcde"], 3) == 4
+    assert decoded == [5, 4] and stop_strings.completed_at([], decode, [1], 0) is None and decoded == [5, 4]
