@@ -64,7 +64,7 @@ def test_what_an_asynchronous_reset_opens_its_tools_use_later():
         replies = play(
             environment, [call("say", text="a"), call("say", text="b")], example=Example("p", {"port": port})
         )
-    assert [reply.answer for reply in replies] == ["a", "b"] and len(callers) == 1
+    assert [text(reply) for reply in replies] == ["a", "b"] and len(callers) == 1
 
 
 def test_what_an_instance_shows_in_the_end_is_given_to_reward_functions_that_ask():
