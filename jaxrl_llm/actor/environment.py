@@ -62,8 +62,9 @@ class Environment(contextlib.AbstractContextManager):
         self._config = config.environments
         found = _checked(self._config.factory, examples)
         self.role = "tool" if isinstance(found, type) else "user"
-        self._is_agent = agents.is_agent(found)
-        self.has_reward = self._is_agent or (self.role == "tool" and callable(getattr(found, "get_reward", None)))
+        is_agent = agents.is_agent(found)
+        self._wants_prompt = is_agent or _takes_prompt(found)
+        self.has_reward = is_agent or (self.role == "tool" and callable(getattr(found, "get_reward", None)))
         if "environment" in config.rewards.functions and not self.has_reward:
             said = f"environments.factory={self._config.factory!r:.200} has no method get_reward"
             raise ConfigError(f"rewards.functions: 'environment' means nothing here: {said}")
@@ -91,7 +92,7 @@ class Environment(contextlib.AbstractContextManager):
         """
         place = episode % len(self._workers)
         columns = example.columns
-        if self._is_agent:
+        if self._wants_prompt:
             own, told = (example.prompt, []) if example.given is None else example.given
             columns, how = {**columns, "prompt": own}, {**how, "told": told}
         given = str(episode), example.prompt, columns, list(turns), list(answers), state
@@ -219,19 +220,26 @@ def _begun(example: Example, reply: Reply, told: list[Any]) -> Example:
     """The question with what ``reset`` returned after its last message; of an agent what it has asked with.
 
     Args:
-        told: tools that the chat template is told of.
+        told: an agent's tools that the chat template is told of.
     """
-    text = reply.answer
+    text, prompt = reply.answer, example.prompt
     if text is None:
         return example
     if not isinstance(text, str):
-        return dataclasses.replace(
-            example, prompt=agents.prompt_of(text, reply.tools, told), given=(example.prompt, told)
-        )
-    if isinstance(example.prompt, str):
-        return dataclasses.replace(example, prompt=example.prompt + text)
-    *before, last = example.prompt
-    return dataclasses.replace(example, prompt=[*before, {**last, "content": last["content"] + text}])
+        begun = agents.prompt_of(text, reply.tools, told)
+    elif isinstance(prompt, str):
+        begun = prompt + text
+    else:
+        begun = [*prompt[:-1], {**prompt[-1], "content": prompt[-1]["content"] + text}]
+    return dataclasses.replace(example, prompt=begun, given=(prompt, told))
+
+
+def _takes_prompt(found: Any) -> bool:
+    """Whether it is a class whose ``reset`` takes the prompt too, by name or as one of any, as TRL gives it."""
+    if not isinstance(found, type):
+        return False
+    takes = inspect.signature(found.reset).parameters
+    return "prompt" in takes or any(x.kind is x.VAR_KEYWORD for x in takes.values())
 
 
 def _told(config: Config, environment: type, tokenizer: Any) -> dict[str, Any]:
@@ -254,20 +262,23 @@ def _checked(spec: str, examples: Sequence[Example]) -> Any:
     """The class or function of ``environments.factory``: it imports, and takes every column that an example has."""
     said = f"environments.factory={spec!r:.200}"
     found = imported(spec, said)
-    is_class, given = isinstance(found, type), {"prompt": 0, "base_url" if agents.is_agent(found) else "turns": 0}
+    is_class = isinstance(found, type)
     if is_class:
         if not callable(getattr(found, "reset", None)):
             raise ConfigError(f"{said} must have a method reset(**columns)")
         if not environment_worker.tools_of(found):
             raise ConfigError(f"{said} must have a public method with a docstring: the tools that the policy calls")
+        given = {"prompt": 0} if _takes_prompt(found) else {}
+    else:
+        given = {"prompt": 0, "base_url" if agents.is_agent(found) else "turns": 0}
     for columns, origin in {tuple(example.columns): example.origin for example in reversed(examples)}.items():
         try:
             if is_class:
                 inspect.signature(found).bind()
-                inspect.signature(found.reset).bind(None, **dict.fromkeys(columns))
+                inspect.signature(found.reset).bind(None, **given, **dict.fromkeys(columns))
             else:
                 inspect.signature(found).bind(**given, **dict.fromkeys(columns))
         except TypeError as error:
-            takes = ", ".join(columns if is_class else (*given, *columns))
+            takes = ", ".join((*given, *columns))
             raise ConfigError(f"{said} cannot play {origin}: {error}; given: {takes or 'nothing'}") from error
     return found

@@ -106,7 +106,7 @@ class Dream:
         def go(self, direction: str) -> str:  # and its docstring
             return self._step(f"go {direction}")
 
-    Its task is the question's columns. Once it is over a step changes nothing.
+    Its task is the question, prompt and columns. Once it is over a step changes nothing.
     """
 
     def reset(self, **columns: Any) -> None:

@@ -67,6 +67,20 @@ def test_what_an_asynchronous_reset_opens_its_tools_use_later():
     assert [text(reply) for reply in replies] == ["a", "b"] and len(callers) == 1
 
 
+def test_reset_is_told_the_prompt_of_the_row_where_it_takes_it():
+    """Also where what it returns has been put behind that."""
+    messages = [{"role": "user", "content": "Find it."}]
+    for name in ("Greeting", "GreetingOfAny"):
+        for prompt, seen in (("Find it.", "Find it."), (messages, str(messages))):
+            _, ((example,),), _ = shown(with_prompts(name), Template(False), [Example(prompt, {"start": 2}, "a")])
+            last = example.prompt if isinstance(prompt, str) else example.prompt[0]["content"]
+            assert last == f"Find it. You said {seen}"
+            with Environment(config(name), [example]) as environment:
+                assert play(environment, [call("again")], example=example)[0].answer == f"You said {seen}, 2"
+    with Environment(config("Counter"), [ONE]) as environment:  # and nothing else changes for one with more arguments
+        assert play(environment, [call("read")])[0].answer == "2"
+
+
 def test_what_an_instance_shows_in_the_end_is_given_to_reward_functions_that_ask():
     """Public attributes, of the class too, and properties as JSON has them; of an episode whose process died too."""
     settings = config("Open")
@@ -240,7 +254,7 @@ def test_a_tool_that_raises_is_said_once_and_what_a_policy_gives_it_is_not(capfd
     [
         ("nothing_there", "cannot be used: AttributeError"),
         ("NoTools", "must have a public method with a docstring"),
-        ("WantsArguments", "cannot play here.jsonl:1: missing a required argument: 'board'; given: start"),
+        ("WantsArguments", "cannot play here.jsonl:1: missing a required argument: 'board'; given: prompt, start"),
         ("WantsAColumn", "cannot play here.jsonl:1: missing a required argument: 'answer'; given: start"),
     ],
 )
