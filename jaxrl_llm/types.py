@@ -52,8 +52,8 @@ class Example:
         columns: everything else of the row; passed to reward functions by keyword.
         origin: where it came from ("file.jsonl:12"), for error messages.
         hidden: what tells it from others of the same prompt, such as the word that an environment knows.
-        given: the row's own prompt, and an agent's tools that the chat template is told, where an environment has added to
-            ``prompt`` or put another in its place; else None.
+        given: the row's own prompt, and an agent's tools that the chat template is told, where an environment has added
+            to ``prompt`` or put another in its place; else None.
         ladder: names the question that it is an easier version of, or is; "" where it has none. Easier ones come first.
     """
 
