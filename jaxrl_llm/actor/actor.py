@@ -150,6 +150,8 @@ class Actor:
             "time/reward_s": sampled.waited_s,
             "throughput/generate_tokens_per_s": values["tokens/generated"] / acted.generate_s,
         }
+        if self.generator.talk:
+            values["time/environment_s"] = self.generator.talk.take_waited_s()
         if acted.guests:
             values |= acted.guests.values()
         if self._config.prompts.retire_pass_rate:

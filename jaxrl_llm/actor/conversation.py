@@ -12,6 +12,7 @@ Owns: turns of open rows on the host, when an episode ends. Does not know: proce
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any
@@ -127,6 +128,7 @@ class Conversations:
         self._limits, self._most = config.environments, config.sampling.max_completion_tokens
         self._rows: dict[Row, tuple[int, list[Turn]]] = {}  # episode, turns
         self._waiting: set[Row] = set()  # when a chunk last told of it
+        self._waited_s = 0.0
 
     def note(self, told: tuple[jax.Array, ...], prompts: Mapping[tuple[int, int], Any]) -> list[np.ndarray]:
         """Ask the environment for rows that wait; one that was asked for already is not asked again.
@@ -166,7 +168,7 @@ class Conversations:
         """What ``turns.hear`` takes, of rows that wait; waits itself for the replies."""
         shape = sampler.shards, sampler.entries, sampler.group_size
         tokens, verdict = np.zeros((*shape, self._limits.max_answer_tokens), np.int32), np.zeros(shape, np.int32)
-        own = {}
+        own, started = {}, time.monotonic()
         for row in self._waiting:
             turn = self._rows[row][1][-1]
             if not turn.verdict:
@@ -175,7 +177,13 @@ class Conversations:
         for said in hosts.exchange(own):  # a row that is copied over several hosts is one host's to ask for
             for row, (of_row, answer) in said.items():
                 verdict[row], tokens[row][: len(answer)] = of_row, answer
+        self._waited_s += time.monotonic() - started
         return sharding.put((tokens, verdict), sharding.leading(sampler.mesh, (tokens, verdict)))
+
+    def take_waited_s(self) -> float:
+        """Seconds that ``answers`` has waited since the last call of this, for other hosts' environments too."""
+        waited_s, self._waited_s = self._waited_s, 0.0
+        return waited_s
 
     def _of(self, row: Row) -> tuple[int, list[Turn]]:
         """A row's episode and turns; it begins where it has none."""

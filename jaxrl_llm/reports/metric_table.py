@@ -217,6 +217,9 @@ METRICS: dict[str, Metric] = {
     "time/generate_s": Metric(
         "seconds", "From the first prefill to the last finished completion on the host, without time/reward_s."
     ),
+    "time/environment_s": Metric(
+        "seconds", "What of time/generate_s the next chunk of decode steps waited for environments to answer."
+    ),
     "time/reward_s": Metric("seconds", "Waiting for rewards after generation ended, summed over its rounds."),
     "time/update_s": Metric("seconds", "From dispatch of the update until its metrics are on the host."),
     "time/checkpoint_s": Metric(

@@ -4,6 +4,7 @@ import concurrent.futures
 import dataclasses
 import functools
 import json
+import threading
 import types
 
 import jax
@@ -146,6 +147,25 @@ def test_rows_are_turns_and_the_answers_that_the_environment_is_defined_by():
     assert said == [text for row in turns for text in row]
     roles = {tuple(message["role"] for message in row) for group in groups for row in group.played.messages}
     assert ("assistant", "user", "assistant") in roles
+
+
+class Late(Here):
+    """Its first answer takes 0.3 s."""
+
+    def ask(self, *given):
+        future, said = concurrent.futures.Future(), super().ask(*given).result()
+        if len(self.asked) > 1:
+            future.set_result(said)
+        else:
+            threading.Timer(0.3, future.set_result, [said]).start()
+        return future
+
+
+def test_what_the_decode_waits_for_an_environment_is_measured():
+    talking = Talking(Late())
+    rollout, _ = talking(make_prompts(range(8)))
+    np.testing.assert_array_equal(rollout.tokens, base()[0].tokens)
+    assert 0.2 < talking.generator.talk.take_waited_s() < 10 and talking.generator.talk.take_waited_s() == 0.0
 
 
 class InTokens(Here):

@@ -88,6 +88,7 @@ def test_turns_are_played_trained_on_and_evaluated(run, tmp_path, is_evaluated):
     status, metrics, samples, config = run(settings | {"rewards.functions": (scores,)})
     assert status == 0 and min(line["rollout/turns_mean"] for line in metrics) > 1.2
     assert max(line["update/sampler_learner_gap_max_nats"] for line in metrics) < 1e-4  # measured: 3e-6
+    assert all(0 < line["time/environment_s"] < line["time/generate_s"] for line in metrics)
     assert min(line["update/answers_nats"] for line in metrics) > 1  # of some 256 tokens
     # What the function was given: by its reward, how many turns of each completion.
     turns = [row["reward"] for row in samples]
