@@ -104,12 +104,8 @@ MENU = {
     *("actor.guests", "actor.sources", "actor.resampling", "actor.evaluation"),
     *("actor.stop_strings", "actor.staleness", "actor.redealing", "actor.text_spans"),  # which few runs set, or come to
     *(f"actor.{name}" for name in ("turns", "conversation", "environment", "environment_worker")),  # likewise
-    *(
-        "actor.printing",
-        "actor.agents",
-        "actor.tools",
-        "actor.openai_api",
-    ),  # of reward functions that print; of few environments
+    "actor.printing",  # of reward functions that print
+    *("actor.agents", "actor.tools", "actor.openai_api"),  # of few environments
     *("method_config", "ops.groups", "ops.filters", "ops.paged_log", "ops.packing"),
     *("reports.metric_table", "runtime.functions"),
     *("reports.charts", "runtime.torus", "runtime.hosts"),  # hosts: what a job of several has, and one host skips
