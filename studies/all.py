@@ -255,7 +255,7 @@ def sigmoids(name: str, begun_by: str) -> str:
         sigmoid = fits.fit(DECLARED(arm)[0], arm.curves[0], start=start)
         if sigmoid:
             found.append((arm.name, sigmoid))
-    found.sort(key=lambda pair: -pair[1].ceiling)
+    found.sort(key=lambda pair: -round(pair[1].ceiling, 2))  # as shown: of equal ones machines round otherwise
     head = ("arm", "ceiling A", "middle, batches", "steepness B", "error on the second half")
     rows = [(n, f"{f.ceiling:.2f}", f"{f.middle:.0f}", f"{f.steepness:.1f}", f"{f.error:.3f}") for n, f in found]
     return arms.markdown(head, rows)
@@ -395,7 +395,7 @@ def figures(folder: pathlib.Path) -> None:
         if found := pretrained_arms(task):
             shown = {without_rate(arm.name.removeprefix(f"{task}: ")): arm for arm in found}
             over = {in_batches(SMOLLM2.batch): DECLARED}
-            over |= {seconds: Arm.over_seconds} if all(arm.times for arm in found) else {}
+            over |= {seconds: Arm.over_seconds} if found[0].times else {}
             path = folder / f"replay_study_smollm2_{task}.svg"
             pictures.curves(shown, path, over=over, threshold=SMOLLM2_THRESHOLD)
 

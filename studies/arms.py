@@ -226,7 +226,7 @@ def table(
     base: Arm | None = None,
     more: Mapping[str, Callable[[Arm], str]] | None = None,
 ) -> str:
-    """Markdown.
+    """Markdown, with costs by the clock where the base was timed; "-" of arms that were not.
 
     Args:
         threshold: held-out pass rate up to which cost is counted.
@@ -237,7 +237,7 @@ def table(
     most = _most(arms[0])
     head = ["arm", "held-out pass rate", *["more"] * (base is not None), f"pass@{most}"]
     head += [f"batches to {threshold:.2f}", *["saved"] * (base is not None)]
-    is_timed = all(arm.times for arm in (*arms, *([base] if base else [])))
+    is_timed = (base or arms[0]).times is not None
     if is_timed:
         head += ["own mu", "batches at own mu", *["saved"] * (base is not None)]
         head += ["seconds", *["saved"] * (base is not None)]
@@ -266,6 +266,9 @@ def _cells(arm: Arm, threshold: float, base: Arm | None, is_timed: bool) -> list
     if is_timed:
         ways += [(lambda arm: arm.over_own(base or arm), ".0f"), (Arm.over_seconds, ".1f")]
     for i, (way, form) in enumerate(ways):
+        if i and not arm.times:
+            cells += ["-"] * ((i == 1) + 1 + (base is not None))
+            continue
         if i == 1:
             cells.append(f"{arm.times.mu:.2f}")
         cells.append(Interval.of(arm.to(threshold, way(arm))).shown(form))

@@ -148,17 +148,22 @@ def ends(arms: Sequence[Arm], out: pathlib.Path) -> None:
 
 
 def curves(shown: Mapping[str, Arm], out: pathlib.Path, *, over: Mapping[str, Way], threshold: float) -> None:
-    """Held-out pass rate over costs: a panel for each, a curve for each arm, the first dotted, and the threshold."""
+    """Held-out pass rate over costs: a panel for each, a curve for each arm, the first dotted, and the threshold.
+
+    Over seconds there is none of arms that were not timed.
+    """
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(1.6 + 3.8 * len(over), 3.2), layout="constrained")
         panels = figure.subplots(1, len(over), sharey=True, squeeze=False)[0]
         for axes, (x_label, way) in zip(panels, over.items(), strict=True):
             for i, (name, arm) in enumerate(shown.items()):
                 how = {"color": "black", "linestyle": ":"} if i == 0 else {"color": f"C{i - 1}"}
+                if way is Arm.over_seconds and not arm.times:
+                    continue
                 _band(axes, way(arm), arm.curves, label=name, **how)
             axes.axhline(threshold, color="0.6", linewidth=0.8)
             axes.set_xlabel(x_label)
             axes.grid(alpha=0.3)
         panels[0].set_ylabel("held-out pass rate")
-        panels[-1].legend(frameon=False, fontsize=8, loc="lower right")
+        panels[0].legend(frameon=False, fontsize=8, loc="lower right")
         save(figure, out)

@@ -279,6 +279,6 @@ def check_arrays(saved: dict[str, Any], wanted: dict[str, Any], path: pathlib.Pa
         more = f" (and {len(wrong) - 3} more)" if len(wrong) > 3 else ""
         if RING_ROWS in saved and RING_ROWS in wanted and saved[RING_ROWS][1][0] != wanted[RING_ROWS].shape[0]:
             shards = saved[RING_ROWS][1][0]
-            more += f". Its ring has {shards} shards: on as many data-parallel devices, or a divisor, it fits with "
-            more += f"replay.shards={shards} and --allow_config_changes"
+            more += f". Its ring has replay.shards={shards}: with that and --allow_config_changes it fits, on as many "
+            more += "data-parallel devices or a divisor of them"
         raise ConfigError(f"checkpoint {path} does not fit: {'; '.join(wrong[:3])}{more}")

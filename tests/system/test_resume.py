@@ -243,12 +243,14 @@ def test_after_a_damaged_checkpoint_and_a_full_disk_it_is_the_run_that_never_was
 
 
 @pytest.fixture
-def finished_copy(tmp_path, undisturbed):
-    """A copy of the finished run, and its config as the test process reads it."""
+def finished_copy(tmp_path, undisturbed, monkeypatch):
+    """A copy of the finished run, and its config as the test process reads it, with as many devices as the run's."""
     shutil.copytree(undisturbed, tmp_path / "copy")
     mapping = json.loads((undisturbed / "config.json").read_text())
     made_with = mapping.pop("made_with")
     assert re.fullmatch(r"\d+ x cpu", made_with["devices"])
+    mesh = building.mesh_of(building.ONE)
+    monkeypatch.setattr(train_module.sharding, "make_mesh", lambda _: mesh)
     assert made_with["versions"]["jax"] == jax.__version__ and len(made_with["commit"]) in (0, 40, 41)
     return tmp_path / "copy", mapping
 
