@@ -76,11 +76,11 @@ def test_reset_is_told_the_prompt_of_the_row_where_it_takes_it():
             last = example.prompt if isinstance(prompt, str) else example.prompt[0]["content"]
             assert last == f"Find it. You said {seen}"
             with Environment(config(name), [example]) as environment:
-                assert play(environment, [call("again")], example=example)[0].answer == [
-                    by("tool", f"You said {seen}, 2")
-                ]
+                assert play(environment, [call("again")], example=example)[0].answer == by(
+                    "tool", f"You said {seen}, 2"
+                )
     with Environment(config("Counter"), [ONE]) as environment:  # and nothing else changes for one with more arguments
-        assert play(environment, [call("read")])[0].answer == [by("tool", "2")]
+        assert play(environment, [call("read")])[0].answer == by("tool", "2")
 
 
 def test_what_an_instance_shows_in_the_end_is_given_to_reward_functions_that_ask():

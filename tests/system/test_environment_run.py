@@ -64,9 +64,11 @@ def test_the_documented_game_trains_by_a_config_alone(run, tmp_path):
     (tmp_path / "numbers.jsonl").write_text(block(section, "`numbers.jsonl`"))
     shown = re.findall(r"config\.([\w.]+) = (.*)", block(section, "In a config:"))
     settings = {name: eval(value) for name, value in shown}
-    assert len(settings) == 8
+    assert len(settings) == 11
     # A random model of bytes calls no tool: its turns end at letters.
     small = {
+        "model.path": "random:debug",
+        "prompts.system_prompt": "",
         "prompts.chat_template": False,
         "sampling.max_completion_tokens": 80,
         "sampling.stop_tokens": ("a", "b", "c"),
