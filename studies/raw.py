@@ -70,7 +70,7 @@ def collect(config: str, folder: pathlib.Path, only: Sequence[str] = ()) -> dict
     """
     base, sweep = runpy.run_path(config)["get_config"]().to_dict(), read_sweep(config)
     if only:
-        arm_of = lambda point: without_rate(sweep.called({k: v for k, v in point.items() if k != SEED}))
+        arm_of = lambda point: without_rate(label(Run("", point, "", ()), sweep))
         named = {arm_of(point) for point in sweep.points}
         if missing := sorted({*only} - named):
             raise SystemExit(f"--only={missing[0]!r}: no such arm in {config}; it has {sorted(named)}")
@@ -93,7 +93,7 @@ def added(content: dict[str, Any], path: pathlib.Path) -> dict[str, Any]:
     """
     if not path.is_file():
         return content
-    before = json.loads(lzma.decompress(path.read_bytes()))
+    before = content_of(path)
     for field in ("config", "made_with"):
         if before[field] != content[field]:
             raise SystemExit(f"{path} has runs of {field} {before[field]}, not of {content[field]}")
@@ -162,8 +162,13 @@ def write(content: dict[str, Any], path: pathlib.Path) -> None:
     path.write_bytes(lzma.compress(json.dumps(content).encode(), preset=9))
 
 
+def content_of(path: pathlib.Path) -> dict[str, Any]:
+    """What ``write`` has written."""
+    return json.loads(lzma.decompress(path.read_bytes()))
+
+
 def read(path: pathlib.Path) -> Study:
-    content = json.loads(lzma.decompress(path.read_bytes()))
+    content = content_of(path)
     runs, labels, samples, passed, before = [], {}, {}, {}, {}
     for record in content["runs"]:
         columns = record["metrics"]

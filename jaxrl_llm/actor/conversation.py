@@ -155,7 +155,7 @@ class Conversations:
                     text, (texts, *answered) = self._decode(said.tolist()), _so_far(turns)
                     how, begins = {}, [0, *(x.stop for x in turns)]
                     spans = list(zip(begins, [*(x.end for x in turns), end], strict=True))
-                    if example.given is not None:
+                    if self._environment.is_agent:
                         how["sizes"] = [[len(prompt) + a, b - a] for a, b in spans]
                     if agents.are_tokens(example.prompt):
                         logp = logps[shard][slot][len(prompt) : lengths[row]]

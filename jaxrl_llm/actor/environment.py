@@ -51,6 +51,7 @@ class Environment(contextlib.AbstractContextManager):
 
     Attributes:
         role: whose messages its answers are, a "tool"'s or the "user"'s; an agent's may be either's.
+        is_agent: it is a program that asks for turns over the OpenAI API (agents).
         has_reward: its episodes have a reward.
         is_shown: a reward function names ``environments``.
 
@@ -62,9 +63,9 @@ class Environment(contextlib.AbstractContextManager):
         self._config = config.environments
         found = _checked(self._config.factory, examples)
         self.role = "tool" if isinstance(found, type) else "user"
-        is_agent = agents.is_agent(found)
-        self._wants_prompt = is_agent or _takes_prompt(found)
-        self.has_reward = is_agent or (self.role == "tool" and callable(getattr(found, "get_reward", None)))
+        self.is_agent = agents.is_agent(found)
+        self._wants_prompt = self.is_agent or _takes_prompt(found)
+        self.has_reward = self.is_agent or (self.role == "tool" and callable(getattr(found, "get_reward", None)))
         if "environment" in config.rewards.functions and not self.has_reward:
             said = f"environments.factory={self._config.factory!r:.200} has no method get_reward"
             raise ConfigError(f"rewards.functions: 'environment' means nothing here: {said}")
@@ -94,7 +95,7 @@ class Environment(contextlib.AbstractContextManager):
         columns = example.columns
         if self._wants_prompt:
             own, told = (example.prompt, []) if example.given is None else example.given
-            columns, how = {**columns, "prompt": own}, {**how, "told": told}
+            columns, how = {**columns, "prompt": own}, how | ({"told": told} if self.is_agent else {})
         given = str(episode), example.prompt, columns, list(turns), list(answers), state
         return self._threads[place].submit(self._ask, place, example, given, **how)
 

@@ -219,9 +219,8 @@ def questions(config: Config, tokenizer: Any) -> tuple[list[Any], list[Any], lis
                 raise ConfigError(str(error).replace("prompts.name=", "eval.name=")) from error
             held_out = more.examples[: config.eval.num_prompts]
             messages += more.bad_rows
-            asked = lambda some: [json.dumps([x.prompt, x.hidden], sort_keys=True) for x in some]
-            trained = set(asked(examples))
-            if (twice := sum(x in trained for x in asked(held_out))) and hosts.is_first():
+            trained = set(map(prompts_lib.question_of, examples))
+            if (twice := sum(prompts_lib.question_of(x) in trained for x in held_out)) and hosts.is_first():
                 said = f"warning: {twice} of the {len(held_out)} held-out questions of eval.name={config.eval.name!r}"
                 print(f"{said} are trained on too (prompts.name={config.prompts.name!r})", file=sys.stderr)
         else:

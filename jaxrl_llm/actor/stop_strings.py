@@ -74,7 +74,11 @@ def completed_at(
     stops: Sequence[str], decode_text: Callable[[list[int]], str], ids: list[int], looked_at: int
 ) -> int | None:
     """With how many of these tokens, more than were ``looked_at`` before, a stop string is complete; None: none is."""
-    is_complete = lambda ids: any(map(decode_text(ids).__contains__, stops))
+
+    def is_complete(ids: list[int]) -> bool:
+        text = decode_text(ids)
+        return any(stop in text for stop in stops)
+
     if not stops or not is_complete(ids):
         return None
     return next((n for n in range(looked_at + 1, len(ids)) if is_complete(ids[:n])), max(looked_at + 1, len(ids)))

@@ -47,7 +47,7 @@ def split_held_out(
     Raises:
         ConfigError: no question would be left for training.
     """
-    keyed = [(json.dumps([example.prompt, example.hidden], sort_keys=True), example) for example in examples]
+    keyed = [(question_of(example), example) for example in examples]
     by_prompt: dict[str, Example] = {}
     for key, example in keyed:
         by_prompt.setdefault(key, example)
@@ -60,6 +60,11 @@ def split_held_out(
     held_out = [keys[i] for i in np.random.default_rng(seed).permutation(len(keys))[:num_held_out]]
     out = set(held_out)
     return tuple(example for key, example in keyed if key not in out), tuple(by_prompt[key] for key in held_out)
+
+
+def question_of(example: Example) -> str:
+    """What two rows that are one question have alike: their prompt, and what is hidden behind it."""
+    return json.dumps([example.prompt, example.hidden], sort_keys=True)
 
 
 def encode_examples(

@@ -2,8 +2,8 @@
 
 ``METRICS`` is the one place where a metric has them; writing a name that is not there raises.
 
-Owns: that table, which of the learner's sums stand behind the plain ones, figures by turn, by
-reward function and of an evaluation. Does not know: how other values come about (metrics).
+Owns: that table, which of the learner's sums stand behind the plain ones, figures by turn, by reward function and of an
+evaluation. Does not know: how other values come about (metrics).
 """
 
 from __future__ import annotations

@@ -44,7 +44,6 @@ FREE_SETTINGS = (
 # What the rows of arrays mean that fit all the same: which ones share a prompt, how they lie, where a prompt ends.
 FIXED_SETTINGS = ("rollout.group_size", "replay.unit", "replay.positive_fraction", "prompts.max_tokens")
 
-
 # An array whose first axis is the ring's shards.
 RING_ROWS = "ring/uses"
 

@@ -58,7 +58,7 @@ def tokens_of(answer):
 class Here:
     """An environment in this process, which notes what it is asked."""
 
-    role, has_reward, is_shown = "user", False, False
+    role, is_agent, has_reward, is_shown = "user", False, False, False
 
     def __init__(self):
         self.asked, self.gone, self.begun = [], [], 0
