@@ -22,6 +22,7 @@ from jaxrl_llm.sweep.table import Run, best_points
 COST_RATIO = 5.28  # mu of the paper's 7B runs: generating a rollout costs so many times training on it
 GROUP = 8
 RATE, EVERY, SAMPLES = "optimizer.learning_rate", "eval.every_iterations", "eval.num_samples"
+UPDATES = "update.updates_per_iteration"
 COMPUTE = "time/compute_rollouts"  # so far
 RATES = (2e-4, 4e-4, 8e-4)
 TUNING, REPORTED = seeds(2, first=100), seeds(4)
@@ -47,16 +48,23 @@ class Design:
         """In trained rollouts."""
         return self.on_policy_steps * self.batch * (1 + COST_RATIO)
 
-    def arm(self, ratio: int, batches: int, **settings: Any) -> dict[str, Any]:
-        """Steps on B rollouts, B / ``ratio`` of them new, drawn from the last ``batches`` * B: the budget's."""
+    def arm(self, ratio: int, batches: int, *, at_once: bool = False, **settings: Any) -> dict[str, Any]:
+        """Steps on B rollouts, B / ``ratio`` of them new, drawn from the last ``batches`` * B: the budget's.
+
+        Args:
+            at_once: an iteration is ``ratio`` such steps, before which all their new rollouts are generated, for
+                samplers that take about as long for few rollouts as for many.
+        """
         assert self.batch % (ratio * GROUP) == 0, f"y = {ratio} leaves no whole groups of a batch of {self.batch}"
-        generated = self.batch // ratio
-        steps = round(self.budget / (self.batch + COST_RATIO * generated))
+        steps = ratio if at_once else 1
+        generated = self.batch * steps // ratio
+        iterations = round(self.budget / (steps * self.batch + COST_RATIO * generated))
         return {
             "rollout.prompts_per_iteration": generated // GROUP,
             "replay.capacity": self.batch * batches,
-            "num_iterations": steps,
-            EVERY: max(1, steps // self.evaluations),
+            "num_iterations": iterations,
+            EVERY: max(1, iterations // self.evaluations),
+            **({UPDATES: steps} if at_once else {}),
             **settings,
         }
 
@@ -72,6 +80,7 @@ class Design:
 SUMS = Design(batch=128, on_policy_steps=200, evaluations=40)  # configs/study_arithmetic.py
 THRESHOLD = 0.40  # of the small model's held-out pass rate: compute is counted to it, declared before the runs
 SMOLLM2 = Design(batch=32, on_policy_steps=24, evaluations=24)  # configs/study_smollm2.py
+SMOLLM2_GPU = Design(batch=128, on_policy_steps=96, evaluations=48)  # configs/study_smollm2_gpu.py
 SMOLLM2_RATES = (1e-5, 2e-5, 4e-5)
 SMOLLM2_THRESHOLD = 0.30  # it begins at 0.16 and 0.17
 
@@ -140,15 +149,15 @@ def without_rate(name: str) -> str:
     return name.rsplit(", rate ", 1)[0]
 
 
-def smollm2_sweep(arms: Mapping[str, Mapping[str, Point]]) -> Sweep:
-    """Of the study of SmolLM2, by task ("sums", "products") and name of the arm; rates chosen on one seed."""
-    numbers = {"prompts.arguments": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}}
+def smollm2_sweep(arms: Mapping[str, Mapping[str, Point]], budget: float = SMOLLM2.budget) -> Sweep:
+    """Of the study of SmolLM2, by task and name of the arm; rates chosen on one seed."""
+    numbers = lambda digits: {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": digits}
     tasks = {
-        "sums": {"prompts.name": "chain_sum"} | numbers,
-        "products": {"prompts.name": "products", "prompts.max_tokens": 56} | numbers,
+        "sums": {"prompts.name": "chain_sum", "prompts.arguments": numbers(1)},
+        "products": {"prompts.name": "products", "prompts.max_tokens": 56, "prompts.arguments": numbers(1)},
+        "longer sums": {"prompts.name": "chain_sum", "prompts.arguments": numbers(2)},
     }
     points = {f"{task}: {name}": tasks[task] | arm for task, of_task in arms.items() for name, arm in of_task.items()}
     label = lambda settings: next(name for name, its in points.items() if its == settings)
-    choosing, budget = TUNING[:1], SMOLLM2.budget
-    sweep = sweep_of(list(points.values()), label, SMOLLM2_RATES, samples=2, choosing=choosing, budget=budget)
+    sweep = sweep_of(list(points.values()), label, SMOLLM2_RATES, samples=2, choosing=TUNING[:1], budget=budget)
     return dataclasses.replace(sweep, after="studies.transfer:measure")
