@@ -27,6 +27,7 @@ from jaxrl_llm.types import Example, Rewards, Rollout, ScoredRollouts
 
 # (name, compiled program) -> something that is called in its place
 Wrap = Callable[[str, Any], Any]
+NO_POLICY = 2**30  # version of random rollouts: a learner asks whether those of its own are as likely as they say
 
 
 def one_device() -> jax.sharding.Mesh:
@@ -84,7 +85,7 @@ class Iteration:
         self.sample_key = self.put(rng.stream(0, "sample"))
         self.generator = Generator(self.run.sampler, self.programs, lambda ids: "") if sampler else None
         params = load_params(self.run.model, self.mesh)
-        self.index = 1  # at 0 a learner looks whether the rows are its own, and random ones are not
+        self.index = 0
         if learner:
             reference = jax.tree.map(jnp.copy, params) if self.run.learner.loads_reference else None
             self.learner = Learner(self.run.learner, self.programs, Ledger(), reference=reference)
@@ -116,6 +117,7 @@ class Iteration:
         draw = np.random.default_rng(0)
         rows = rows.replace(
             tokens=draw.integers(0, self.run.model.arch.vocab_size, rows.tokens.shape, dtype=np.int32),
+            policy_version=rows.policy_version + NO_POLICY,
             prompt_length=rows.prompt_length + self.config.prompts.max_tokens,
             length=rows.length + self.config.row_tokens,
         )

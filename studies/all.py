@@ -27,7 +27,7 @@ from jaxrl_llm.sweep import fits
 from jaxrl_llm.sweep.intervals import Interval
 from studies import arms, costs, pictures, raw, seeds, transfer
 from studies.arms import DECLARED, Arm, Way, at_mu
-from studies.design import COST_RATIO, RATE, SMOLLM2, SMOLLM2_THRESHOLD, SUMS, THRESHOLD, without_rate
+from studies.design import COST_RATIO, RATE, SMOLLM2, SMOLLM2_GPU, SMOLLM2_THRESHOLD, SUMS, THRESHOLD, without_rate
 
 DOCS = pathlib.Path("docs")
 SMOLLM2_STUDIES = ("smollm2", "smollm2_products", "smollm2_arms")
@@ -83,6 +83,20 @@ def pretrained_thresholds() -> str:
         base, *others = pretrained_arms(task)
         shown = lambda arm, rate, base=base: arms.saved(arm, base, rate, DECLARED).shown(".0%")
         rows += [[without_rate(arm.name), *(shown(arm, rate) for rate in rates)] for arm in others]
+    return arms.markdown(["arm", *(f"to {rate:.2f}" for rate in rates)], rows)
+
+
+def on_gpu() -> str:
+    """Arms of the study of SmolLM2 on a GPU."""
+    base, *others = arms_of("smollm2_gpu")
+    return arms.table([base, *others], SMOLLM2_THRESHOLD, base=base)
+
+
+def on_gpu_thresholds() -> str:
+    """Seconds saved there against the on-policy arm, by threshold."""
+    rates, (base, *others) = (0.2, 0.3, 0.4), arms_of("smollm2_gpu")
+    shown = lambda arm, rate: arms.saved(arm, base, rate, Arm.over_seconds).shown(".0%")
+    rows = [[without_rate(arm.name), *(shown(arm, rate) for rate in rates)] for arm in others]
     return arms.markdown(["arm", *(f"to {rate:.2f}" for rate in rates)], rows)
 
 
@@ -370,6 +384,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "smollm2_products": lambda: pretrained("products"),
     "smollm2_thresholds": pretrained_thresholds,
     "smollm2_rates": lambda: rates(*filter(study, SMOLLM2_STUDIES)),
+    "smollm2_gpu": on_gpu,
+    "smollm2_gpu_thresholds": on_gpu_thresholds,
+    "smollm2_gpu_rates": lambda: rates("smollm2_gpu"),
 }
 
 # ---- figures ---------------------------------------------------------------------------------------------------
@@ -391,13 +408,14 @@ def figures(folder: pathlib.Path) -> None:
     pictures.diversity(grid, folder / "replay_study_diversity.svg")
     if study("league"):
         pictures.ends(arms_of("league"), folder / "replay_study_league.svg")
-    for task in ("sums", "products"):
-        if found := pretrained_arms(task):
-            shown = {without_rate(arm.name.removeprefix(f"{task}: ")): arm for arm in found}
-            over = {in_batches(SMOLLM2.batch): DECLARED}
-            over |= {seconds: Arm.over_seconds} if found[0].times else {}
-            path = folder / f"replay_study_smollm2_{task}.svg"
-            pictures.curves(shown, path, over=over, threshold=SMOLLM2_THRESHOLD)
+    pretrained = {task: (pretrained_arms(task), SMOLLM2.batch) for task in ("sums", "products")}
+    pretrained["gpu"] = arms_of("smollm2_gpu"), SMOLLM2_GPU.batch
+    for called, (found, batch) in pretrained.items():
+        shown = {without_rate(arm.name.partition(": ")[2]): arm for arm in found}
+        over = {in_batches(batch): DECLARED}
+        over |= {seconds: Arm.over_seconds} if found[0].times else {}
+        path = folder / f"replay_study_smollm2_{called}.svg"
+        pictures.curves(shown, path, over=over, threshold=SMOLLM2_THRESHOLD)
 
 
 def page(text: str) -> str:

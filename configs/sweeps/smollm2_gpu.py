@@ -2,7 +2,7 @@
 
     python -m jaxrl_llm.sweep --config=configs/sweeps/smollm2_gpu.py --workdir=runs/smollm2_gpu --workers=4
 
-Sums of two numbers of one or two digits, of which the model answers 0.08 at the start; 96 on-policy steps of 128
+Sums of two numbers of one or two digits, of which the model answers 0.02 at the start; 96 on-policy steps of 128
 rollouts, and two and four uses from a ring of eight batches at the same declared cost. Workers share the GPU: set
 XLA_PYTHON_CLIENT_PREALLOCATE=false.
 """
