@@ -145,6 +145,20 @@ def written(folder, records):
     return raw.read(folder / "raw.json.xz")
 
 
+def test_an_arm_may_generate_at_once_what_several_steps_want():
+    study = design.Design(batch=128, on_policy_steps=96, evaluations=48)
+    # The budget is 96 x 128 x 6.28; an iteration costs 4 x 128 + 5.28 x 128: 64.97 of them.
+    assert study.arm(4, 8, at_once=True) == {
+        "rollout.prompts_per_iteration": 16,
+        "replay.capacity": 1024,
+        "num_iterations": 65,
+        "eval.every_iterations": 1,
+        "update.updates_per_iteration": 4,
+    }
+    one_by_one = study.arm(4, 8)  # a step costs 128 + 5.28 x 32: 259.88 of them
+    assert one_by_one["rollout.prompts_per_iteration"] == 4 and one_by_one["num_iterations"] == 260
+
+
 ON_POLICY, REUSED = everything.SUMS.arm(1, 1), everything.SUMS.arm(4, 8)
 SLOW, FAST = [[0, 0], [1, 1], [1, 2], [2, 2], [2, 2]], [[1, 0], [2, 2], [3, 3], [3, 3], [3, 3]]
 
