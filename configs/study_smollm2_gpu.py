@@ -2,8 +2,8 @@
 
     python -m jaxrl_llm.train --config=configs/study_smollm2_gpu.py --workdir=runs/study_smollm2_gpu
 
-A decode step on a GPU takes about as long for 8 rollouts as for 128, so that arms which use rollouts more often take
-several steps after one generation (``Design.arm``, at_once). All questions of a batch are one micro-batch.
+A decode step on a GPU mostly starts operations, as many for 8 rollouts as for 128, so that arms which use rollouts more
+often take several steps after one generation (``Design.arm``, at_once). All questions of a batch are one micro-batch.
 """
 
 import runpy

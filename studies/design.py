@@ -52,8 +52,7 @@ class Design:
         """Steps on B rollouts, B / ``ratio`` of them new, drawn from the last ``batches`` * B: the budget's.
 
         Args:
-            at_once: an iteration is ``ratio`` such steps, before which all their new rollouts are generated, for
-                samplers that take about as long for few rollouts as for many.
+            at_once: an iteration is ``ratio`` such steps, before which all their new rollouts are generated.
         """
         assert self.batch % (ratio * GROUP) == 0, f"y = {ratio} leaves no whole groups of a batch of {self.batch}"
         steps = ratio if at_once else 1
