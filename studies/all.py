@@ -27,7 +27,7 @@ from jaxrl_llm.sweep import fits
 from jaxrl_llm.sweep.intervals import Interval
 from studies import arms, costs, pictures, raw, seeds, transfer
 from studies.arms import DECLARED, Arm, Way, at_mu
-from studies.design import COST_RATIO, RATE, SMOLLM2, SMOLLM2_GPU, SMOLLM2_THRESHOLD, SUMS, THRESHOLD, without_rate
+from studies.design import COST_RATIO, RATE, SMOLLM2_THRESHOLD, SUMS, THRESHOLD, without_rate
 
 DOCS = pathlib.Path("docs")
 SMOLLM2_STUDIES = ("smollm2", "smollm2_products", "smollm2_arms")
@@ -50,13 +50,13 @@ def arms_of(name: str) -> tuple[Arm, ...]:
 # ---- tables ----------------------------------------------------------------------------------------------------
 
 
-def table_of(name: str, *, best_first: bool = False) -> str:
+def table_of(name: str, *, threshold: float = THRESHOLD, best_first: bool = False) -> str:
     """Arms of a study; what is saved is against its own on-policy arm, or that of E2."""
     found = list(arms_of(name))
     base = arms.on_policy(found) or arms.on_policy(arms_of("e2"))
     if best_first:
         found.sort(key=lambda arm: -arm.end()[0])
-    return arms.table(found, THRESHOLD, base=base)
+    return arms.table(found, threshold, base=base)
 
 
 def pretrained_arms(task: str) -> list[Arm]:
@@ -76,27 +76,12 @@ def pretrained(task: str) -> str:
     return arms.table(found, SMOLLM2_THRESHOLD, base=base, more=more)
 
 
-def pretrained_thresholds() -> str:
-    """Compute saved against the on-policy arm of the same task, by threshold."""
-    rates, rows = (0.3, 0.4, 0.5, 0.6), []
-    for task in ("sums", "products"):
-        base, *others = pretrained_arms(task)
-        shown = lambda arm, rate, base=base: arms.saved(arm, base, rate, DECLARED).shown(".0%")
+def by_threshold(tasks: Sequence[Sequence[Arm]], rates: Sequence[float], way: Way) -> str:
+    """What arms save against the on-policy arm of the same task, the first, by threshold."""
+    rows = []
+    for base, *others in tasks:
+        shown = lambda arm, rate, base=base: arms.saved(arm, base, rate, way).shown(".0%")
         rows += [[without_rate(arm.name), *(shown(arm, rate) for rate in rates)] for arm in others]
-    return arms.markdown(["arm", *(f"to {rate:.2f}" for rate in rates)], rows)
-
-
-def on_gpu() -> str:
-    """Arms of the study of SmolLM2 on a GPU."""
-    base, *others = arms_of("smollm2_gpu")
-    return arms.table([base, *others], SMOLLM2_THRESHOLD, base=base)
-
-
-def on_gpu_thresholds() -> str:
-    """Seconds saved there against the on-policy arm, by threshold."""
-    rates, (base, *others) = (0.2, 0.3, 0.4), arms_of("smollm2_gpu")
-    shown = lambda arm, rate: arms.saved(arm, base, rate, Arm.over_seconds).shown(".0%")
-    rows = [[without_rate(arm.name), *(shown(arm, rate) for rate in rates)] for arm in others]
     return arms.markdown(["arm", *(f"to {rate:.2f}" for rate in rates)], rows)
 
 
@@ -382,10 +367,12 @@ TABLES: dict[str, Callable[[], str]] = {
     "league_spread": lambda: spread("league", "grpo"),
     "smollm2_sums": lambda: pretrained("sums"),
     "smollm2_products": lambda: pretrained("products"),
-    "smollm2_thresholds": pretrained_thresholds,
+    "smollm2_thresholds": lambda: by_threshold(
+        [pretrained_arms("sums"), pretrained_arms("products")], (0.3, 0.4, 0.5, 0.6), DECLARED
+    ),
     "smollm2_rates": lambda: rates(*filter(study, SMOLLM2_STUDIES)),
-    "smollm2_gpu": on_gpu,
-    "smollm2_gpu_thresholds": on_gpu_thresholds,
+    "smollm2_gpu": lambda: table_of("smollm2_gpu", threshold=SMOLLM2_THRESHOLD),
+    "smollm2_gpu_thresholds": lambda: by_threshold([arms_of("smollm2_gpu")], (0.2, 0.3, 0.4), Arm.over_seconds),
     "smollm2_gpu_rates": lambda: rates("smollm2_gpu"),
 }
 
@@ -408,14 +395,15 @@ def figures(folder: pathlib.Path) -> None:
     pictures.diversity(grid, folder / "replay_study_diversity.svg")
     if study("league"):
         pictures.ends(arms_of("league"), folder / "replay_study_league.svg")
-    pretrained = {task: (pretrained_arms(task), SMOLLM2.batch) for task in ("sums", "products")}
-    pretrained["gpu"] = arms_of("smollm2_gpu"), SMOLLM2_GPU.batch
-    for called, (found, batch) in pretrained.items():
-        shown = {without_rate(arm.name.partition(": ")[2]): arm for arm in found}
-        over = {in_batches(batch): DECLARED}
-        over |= {seconds: Arm.over_seconds} if found[0].times else {}
-        path = folder / f"replay_study_smollm2_{called}.svg"
-        pictures.curves(shown, path, over=over, threshold=SMOLLM2_THRESHOLD)
+    smollm2 = {task: pretrained_arms(task) for task in ("sums", "products")}
+    smollm2["gpu"] = arms_of("smollm2_gpu") if study("smollm2_gpu") else ()
+    for called, found in smollm2.items():
+        if found:
+            shown = {without_rate(arm.name.partition(": ")[2]): arm for arm in found}
+            over = {in_batches(found[0].batch): DECLARED}
+            over |= {seconds: Arm.over_seconds} if found[0].times else {}
+            path = folder / f"replay_study_smollm2_{called}.svg"
+            pictures.curves(shown, path, over=over, threshold=SMOLLM2_THRESHOLD)
 
 
 def page(text: str) -> str:

@@ -22,7 +22,6 @@ from jaxrl_llm.sweep.table import Run, best_points
 COST_RATIO = 5.28  # mu of the paper's 7B runs: generating a rollout costs so many times training on it
 GROUP = 8
 RATE, EVERY, SAMPLES = "optimizer.learning_rate", "eval.every_iterations", "eval.num_samples"
-UPDATES = "update.updates_per_iteration"
 COMPUTE = "time/compute_rollouts"  # so far
 RATES = (2e-4, 4e-4, 8e-4)
 TUNING, REPORTED = seeds(2, first=100), seeds(4)
@@ -63,7 +62,7 @@ class Design:
             "replay.capacity": self.batch * batches,
             "num_iterations": iterations,
             EVERY: max(1, iterations // self.evaluations),
-            **({UPDATES: steps} if at_once else {}),
+            **({"update.updates_per_iteration": steps} if at_once else {}),
             **settings,
         }
 
