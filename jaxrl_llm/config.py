@@ -42,7 +42,7 @@ from jaxrl_llm.runtime.nested import (
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    # Hugging Face folder, GGUF file, "smollm2-135m-instruct", hub id, or "random:PRESET".
+    # Hugging Face folder, GGUF file, folder of a run, "smollm2-135m-instruct", hub id, or "random:PRESET".
     path: str = "random:debug"
     # Reference model, frozen, named like `path` and of the same token ids: a teacher, with algorithm.divergence
     # (on-policy distillation). "" = path, as training finds it.

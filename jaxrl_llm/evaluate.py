@@ -51,6 +51,12 @@ def trained_on(saved: Config, config: Config) -> dict[str, tuple[Any, Any]]:
     return changed
 
 
+def _warn(run: str, saved: Config, config: Config) -> None:
+    if (changed := trained_on(saved, config)) and hosts.is_first():
+        said = f"warning: {run} may have been trained on some of these questions: it held out others"
+        print(f"{said} ({listed(changed)})", file=sys.stderr)
+
+
 def command(config: Config, model: str, checkpoint: str, num_samples: int, adapter: str = "") -> dict[str, Any]:
     """The command's work; see the module's docstring."""
     if bool(model) == bool(checkpoint):
@@ -67,6 +73,8 @@ def command(config: Config, model: str, checkpoint: str, num_samples: int, adapt
     use_cache(config.compilation_cache)
     mesh = sharding.make_mesh(config.mesh)
     source = pretrained.resolve(config.model.path, adapter=adapter)
+    if source.trained_by:
+        _warn(config.model.path, source.trained_by, config)
     tokenizer = source.tokenizer().ending_at(config.sampling.stop_tokens)
     _, held_out, skipped = questions(config, tokenizer)
     report_skipped(skipped)
@@ -86,9 +94,7 @@ def command(config: Config, model: str, checkpoint: str, num_samples: int, adapt
             params, saved = restore_params(checkpoint, run.learner.params, check)
             if (own := config.model.lora) != saved.model.lora:
                 raise ConfigError(f"model.lora={own!r} must be as in {checkpoint!r:.200}: {saved.model.lora!r}")
-            if (changed := trained_on(saved, config)) and hosts.is_first():
-                said = f"warning: {checkpoint} may have been trained on some of these questions: it held out others"
-                print(f"{said} ({listed(changed)})", file=sys.stderr)
+            _warn(checkpoint, saved, config)
         weights = run.learner.params, run.learner.base, run.sampler_params
         check_room(run, (weights, "model.path"), (sampler.abstract_state(), "eval.num_samples", "eval.slots"))
         publishing = publish.programs(run.model, mesh, sampler.mesh)
@@ -111,7 +117,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    MODEL = flags.DEFINE_string("model", "", "Hugging Face folder, GGUF file, smollm2-135m-instruct or hub id.")
+    MODEL = flags.DEFINE_string("model", "", pretrained.SOME)
     ADAPTER = flags.DEFINE_string("adapter", "", "Folder of adapters (PEFT) over --model.")
     CHECKPOINT = flags.DEFINE_string("checkpoint", "", "Working directory of a run, instead of --model.")
     CONFIG = config_flags.DEFINE_config_file("config", None, "Config whose held-out questions to use.")

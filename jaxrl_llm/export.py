@@ -22,9 +22,9 @@ from typing import Any
 import jax
 from absl import flags
 
-from jaxrl_llm.config import Config, ConfigError, MeshConfig
+from jaxrl_llm.config import ConfigError, MeshConfig
 from jaxrl_llm.models import lora
-from jaxrl_llm.models.files import hf, peft, pretrained
+from jaxrl_llm.models.files import hf, peft, pretrained, trained
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.runtime import cli, sharding, weights
 from jaxrl_llm.runtime.checkpoint import by_name
@@ -36,6 +36,8 @@ def export(checkpoint: str, path: str, output: str, dtype: str = "", *, merge: b
     Raises:
         ConfigError: nothing to export, a model that is not there or is none of the checkpoint's, an unknown dtype.
     """
+    if not checkpoint and trained.is_run(path):
+        checkpoint, path = path, ""
     if not checkpoint and not path:
         raise ConfigError("give --checkpoint=DIR, --model=PATH, or both")
     if dtype not in ("", *hf.numpy_dtypes()):
@@ -45,7 +47,7 @@ def export(checkpoint: str, path: str, output: str, dtype: str = "", *, merge: b
     if checkpoint:
         found: dict[str, Any] = {}
         params, config = weights.restore_params(checkpoint, check=found.update)
-        source = _source_of(config, path, checkpoint)
+        source = trained.base_of(checkpoint, config, pretrained.resolve, path)
         model = Model(source.architecture(), param_dtype=config.model.param_dtype, lora=config.model.lora)
         _check_shapes(params, model, f"{checkpoint} and {path or config.model.path}")
         tokenizer = source.tokenizer().ending_at(config.sampling.stop_tokens)
@@ -64,18 +66,6 @@ def export(checkpoint: str, path: str, output: str, dtype: str = "", *, merge: b
     with cli.writing(output):
         of = path or config.model.path
         peft.export(params, model, tokenizer, output, of, like=source.folder, dtype=dtype)
-
-
-def _source_of(config: Config, path: str, checkpoint: str) -> pretrained.Source:
-    if path:
-        return pretrained.resolve(path, setting="--model")
-    try:
-        return pretrained.resolve(config.model.path)
-    except ConfigError as error:
-        raise ConfigError(
-            f"{checkpoint} was trained from model.path={config.model.path!r}, which is not to be had here now; give "
-            f"--model=PATH where it is ({error})"
-        ) from error
 
 
 def _check_shapes(params: Any, model: Model, both: str) -> None:

@@ -103,7 +103,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    MODEL = flags.DEFINE_string("model", None, "Hugging Face folder, GGUF file, smollm2-135m-instruct or hub id.")
+    MODEL = flags.DEFINE_string("model", None, pretrained.SOME)
     ADAPTER = flags.DEFINE_string("adapter", "", "Folder of adapters (PEFT) over --model.")
     INPUT = flags.DEFINE_string("input", None, "JSONL with `prompt_ids` and `completion_ids` per row.")
     OUTPUT = flags.DEFINE_string("output", None, "JSONL to write.")

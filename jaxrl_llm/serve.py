@@ -198,7 +198,7 @@ def _watch(server: Server, engine: Engine) -> None:
 
 
 if __name__ == "__main__":
-    MODEL = flags.DEFINE_string("model", None, "Hugging Face folder, GGUF file, smollm2-135m-instruct or hub id.")
+    MODEL = flags.DEFINE_string("model", None, pretrained.SOME)
     ADAPTER = flags.DEFINE_multi_string(
         "adapter", [], "NAME=FOLDER of adapters (PEFT) over it; may be given repeatedly."
     )

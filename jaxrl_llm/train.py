@@ -28,7 +28,7 @@ from jaxrl_llm.actor.guests import External
 from jaxrl_llm.actor.rewards import RewardPool
 from jaxrl_llm.config import Config, freeze, record
 from jaxrl_llm.learner.learner import Learner
-from jaxrl_llm.models.files import peft, pretrained, templates
+from jaxrl_llm.models.files import peft, pretrained, templates, trained
 from jaxrl_llm.questions import tasks
 from jaxrl_llm.questions.ledger import Ledger
 from jaxrl_llm.questions.stream import PromptStream
@@ -60,6 +60,7 @@ def _train(config: Config, workdir: pathlib.Path, allow_config_changes: bool) ->
     # ---- what the run is made of: data and model first, for their errors cost nothing ------------------
     use_cache(config.compilation_cache)
     mesh = sharding.make_mesh(config.mesh)
+    config = trained.pinned(config, workdir)
     source = pretrained.resolve(config.model.path)
     tokenizer = source.tokenizer().ending_at(config.sampling.stop_tokens)
     config = templates.dated(config, tokenizer, workdir)

@@ -96,6 +96,7 @@ MENU = {
     *(f"algorithms.{name}" for name in ("draws", "memory", "old_policies", "shaping", "surrogates", "turns", "views")),
     *(f"models.files.{name}" for name in ("gguf", "hf", "families", "hybrids", "mixtures", "rope_keys", "templates")),
     *("models.lora", "models.files.peft", "learner.adapter_modules"),  # adapters, which few runs have
+    *("models.files.trained", "runtime.weights"),  # of a model that is a run's
     *("models.rope", "models.variants", "models.quantised", "models.moe"),  # what Llama has not, or not always
     *("models.delta", "models.delta_rule"),
     *("models.kernels.learner", "models.kernels.tpu_decode"),

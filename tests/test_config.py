@@ -1038,7 +1038,7 @@ OF_FUNCTIONS = {
     "algorithm.reshaping": {
         "amplify_positive": ({"factor": 2.0}, CREDIT, {}),
         "entropy_factor": ({"strength": 2.0}, CREDIT, {}),
-        "entropy_bonus": ({"coefficient": 3.0, "limit": 2.0}, CREDIT, {}),
+        "entropy_bonus": ({"coefficient": 3.0, "limit": 0.5}, CREDIT, {}),
         "duration_factor": ({"exponent": 2.0}, CREDIT, {}),
         "without_wrong_turns": ({"below": 0.5}, CREDIT, {}),
     },

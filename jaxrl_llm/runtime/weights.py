@@ -20,6 +20,16 @@ from jaxrl_llm.runtime.checkpoint import POLICY
 from jaxrl_llm.runtime.stored import by_name, check_arrays, compare, config_of, read_arrays, read_text, read_whole
 
 
+def config_of_run(directory: str | os.PathLike, abstract_params: Any = None) -> Config:
+    """The config of the checkpoint that ``restore_params`` reads; ConfigError as there, before an array is read."""
+    return _newest(directory, lambda path: _about(path, abstract_params)[0])
+
+
+def newest(directory: str | os.PathLike) -> str:
+    """The folder of the checkpoint that ``restore_params`` reads, as far as its text tells."""
+    return os.fspath(_newest(directory, lambda path: read_text(path) and path))
+
+
 def restore_params(
     directory: str | os.PathLike,
     abstract_params: Any = None,
@@ -40,27 +50,13 @@ def restore_params(
         ConfigError: no finished checkpoint there that is whole, or its arrays do not fit. An array that is cast is not
             compared with its checksum.
     """
-    path = bucket.absolute(bucket.place(directory))
-    root = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    iteration = None
-    if path.name.isdigit() and (path / "state").is_dir():
-        root, iteration = path.parent, int(path.name)
 
     def read(path: pathlib.Path) -> tuple[Any, ...]:
-        host, text = read_text(path)
-        config = config_of(text, path)
-        check(host)
-        heads = [f"/{name}".partition(POLICY) for name in text["arrays"]]
-        prefix = next(f"{head}{POLICY}"[1:] for head, found, _ in heads if found)
-        saved = {name: about for name, about in text["arrays"].items() if name.startswith(prefix)}
-        wanted = dict.fromkeys(saved)
-        if abstract_params is not None:
-            wanted = {prefix + name: leaf for name, leaf in by_name(abstract_params).items()}
-            check_arrays(saved, wanted, path, same_dtype=False)
-        return saved, config, prefix, read_arrays(path, wanted)
+        config, prefix, saved, wanted = _about(path, abstract_params, check)
+        return config, prefix, saved, read_arrays(path, wanted)
 
     def compared(found: tuple[Any, ...]) -> tuple[Any, Config]:
-        saved, config, prefix, arrays = found
+        config, prefix, saved, arrays = found
         as_saved = {name: x for name, x in arrays.items() if str(x.dtype) == saved[name][0]}
         # One at a time on the device.
         compare(saved, as_saved, [checksum(x).item() for x in as_saved.values()])
@@ -69,6 +65,33 @@ def restore_params(
             return flax.traverse_util.unflatten_dict(arrays, sep="/"), config
         return jax.tree.unflatten(jax.tree.structure(abstract_params), arrays.values()), config
 
-    if (found := read_whole(root, iteration, read, compared)) is None:
+    return _newest(directory, read, compared)
+
+
+def _newest(directory: str | os.PathLike, *stages: Callable[[Any], Any]) -> Any:
+    """What the stages of ``read_whole`` make of the checkpoint that a directory is, or of the newest in it."""
+    path = bucket.absolute(bucket.place(directory))
+    root = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    iteration = None
+    if path.name.isdigit() and (path / "state").is_dir():
+        root, iteration = path.parent, int(path.name)
+    if (found := read_whole(root, iteration, *stages)) is None:
         raise ConfigError(f"no finished checkpoint in {directory}")
     return found
+
+
+def _about(
+    path: pathlib.Path, abstract_params: Any, check: Callable[[dict[str, Any]], None] = lambda host: None
+) -> tuple[Config, str, dict[str, Any], dict[str, Any]]:
+    """Config of a checkpoint; what the names of its weights begin with, what is saved of them, what is wanted."""
+    host, text = read_text(path)
+    config = config_of(text, path)
+    check(host)
+    heads = [f"/{name}".partition(POLICY) for name in text["arrays"]]
+    prefix = next(f"{head}{POLICY}"[1:] for head, found, _ in heads if found)
+    saved = {name: about for name, about in text["arrays"].items() if name.startswith(prefix)}
+    if abstract_params is None:
+        return config, prefix, saved, dict.fromkeys(saved)
+    wanted = {prefix + name: leaf for name, leaf in by_name(abstract_params).items()}
+    check_arrays(saved, wanted, path, same_dtype=False)
+    return config, prefix, saved, wanted

@@ -19,15 +19,15 @@ import safetensors.numpy
 from support.building import make_mesh
 from support.command_line import run_command
 from support.comparing import assert_same
+from support.runs import save_run
 
-from jaxrl_llm.config import CheckpointConfig, ConfigError, freeze
+from jaxrl_llm.config import ConfigError
 from jaxrl_llm.export import export
 from jaxrl_llm.models.architecture import PRESETS, Architecture, RopeScaling
 from jaxrl_llm.models.files import hf, pretrained
 from jaxrl_llm.models.files.gguf import make_bpe_tokenizer, make_byte_tokenizer
 from jaxrl_llm.models.files.tokenizer import load_tokenizer
 from jaxrl_llm.models.transformer import Model
-from jaxrl_llm.runtime.checkpoint import Checkpointer
 
 TINY = pathlib.Path(__file__).parents[1] / "fixtures" / "tiny_llama"
 LLAMA3 = {
@@ -263,14 +263,6 @@ def timed(action):
     print(f"{time.monotonic() - start:.2f} s, of processors {time.process_time() - own:.2f}")  # with pytest -s
     assert time.process_time() - own < 10
     return made
-
-
-def save_run(path, model, params, **settings):
-    checkpointer = Checkpointer(path, CheckpointConfig())
-    config = freeze({"model": {"path": model}, **settings})
-    checkpointer.save(1, {"params": {"policy": params}}, {}, config, pass_rate=None)
-    checkpointer.close()
-    return path
 
 
 def test_export_command_writes_the_folder_of_a_checkpoint(tmp_path, monkeypatch, capfd):

@@ -3,13 +3,17 @@
 import dataclasses
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 
 import huggingface_hub
 import jax
+import ml_dtypes
+import numpy as np
 import pytest
 from support.building import ONE, mesh_of
+from support.runs import save_run
 
 from jaxrl_llm.config import ConfigError, ModelConfig
 from jaxrl_llm.models.architecture import PRESETS
@@ -43,6 +47,43 @@ def test_a_folder_is_a_model(mesh):
         source.tokenizer()  # the fixture has none
 
 
+def test_the_folder_of_a_run_is_the_model_that_it_has_trained(mesh, tmp_path):
+    """The newest checkpoint, or the one that is named; a run may have been begun from another."""
+    model, random = Model(PRESETS["debug"]), np.random.default_rng(3)
+    draw = lambda x: random.normal(size=x.shape).astype(ml_dtypes.bfloat16)
+    first, second, third = (jax.tree.map(draw, model.abstract_params(mesh)) for _ in range(3))
+    run = save_run(tmp_path / "run", "random:debug", first, second, sampling={"stop_tokens": ("b",)})
+    other = save_run(tmp_path / "other", f"{run}/checkpoints/1", third)
+    for path, params in [
+        (run, second),
+        (run / "checkpoints", second),
+        (run / "checkpoints/1", first),
+        (f"{run}/checkpoints/2/", second),
+        (other, third),
+    ]:
+        source = pretrained.resolve(str(path))
+        assert source.architecture() == PRESETS["debug"]
+        assert ord("b") in source.tokenizer().eos_ids
+        loaded = source.load_params(model, mesh, seed=0)
+        for x, saved in zip(jax.tree.leaves(loaded), jax.tree.leaves(params), strict=True):
+            assert x.dtype == "float32"
+            np.testing.assert_array_equal(x, saved.astype(np.float32))
+    assert source.trained_by.model.path == f"{run}/checkpoints/1"
+    source.check_weights(model, mesh)
+    with pytest.raises(ConfigError, match=r"checkpoint .*other.* does not fit"):
+        source.check_weights(Model(PRESETS["debug_wide"]), mesh)
+    shutil.rmtree(run)
+    with pytest.raises(ConfigError, match=r"was trained from model.path='.*checkpoints/1', which is not to be had"):
+        pretrained.resolve(str(other))
+    run.mkdir()
+    (run / "metrics.jsonl").touch()
+    with pytest.raises(ConfigError, match=rf"model.path='{run}': no finished checkpoint in {run}"):
+        pretrained.resolve(str(run))
+    shutil.copy(TINY / "model.safetensors", run)
+    with pytest.raises(ConfigError, match=r"run/config.json"):
+        pretrained.resolve(str(run)).architecture()  # a model's folder, whatever else lies there
+
+
 def test_a_path_may_begin_at_home(monkeypatch):
     """A shell leaves the ~ of --config.model.path=~/model as it is, and a config file has none."""
     monkeypatch.setenv("HOME", str(TINY.parent))
@@ -72,7 +113,7 @@ def test_a_hub_id_is_downloaded(monkeypatch):
     [
         ("random:huge", "no such preset; allowed: .*random:debug, .*random:debug_wide"),
         ("none.gguf", "no such file"),
-        ("./none", "is not there; allowed: a Hugging Face folder, a .gguf file, smollm2-135m-instruct"),
+        ("./none", "is not there; allowed: a Hugging Face folder, a .gguf file, the folder of a run, smollm2"),
         ("", "is not there; allowed"),
         ("gpt2", "is not there; allowed"),
     ],

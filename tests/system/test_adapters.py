@@ -19,6 +19,7 @@ from jaxrl_llm.learner.learner import Learner
 from jaxrl_llm.models import lora
 from jaxrl_llm.models.architecture import PRESETS
 from jaxrl_llm.models.files import hf, peft, pretrained
+from jaxrl_llm.models.files import trained as trained_model
 from jaxrl_llm.models.files.gguf import make_byte_tokenizer
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.planning import cost, verdict
@@ -212,12 +213,36 @@ def test_a_run_that_was_resumed_is_the_run_that_was_not(base, trained, tmp_path,
     monkeypatch.setattr(train_module, "compile_all", building.compile_once(trained[2]))
     for num_iterations in (2, 4):
         assert train_module.train(config_of(base, num_iterations=num_iterations), tmp_path) == 0
-    (arrays, host, metrics), (arrays_2, host_2, metrics_2) = left_behind(tmp_path), left_behind(trained[0])
+    assert_left_alike(tmp_path, trained[0])
+
+
+def assert_left_alike(one, other):
+    (arrays, host, metrics), (arrays_2, host_2, metrics_2) = left_behind(one), left_behind(other)
     assert arrays.keys() == arrays_2.keys() and host["base"] == host_2["base"]
     for name, x in arrays.items():
         np.testing.assert_array_equal(x, arrays_2[name], err_msg=name)
     without_eval = lambda rows: [{k: v for k, v in row.items() if not k.startswith("eval/")} for row in rows]
     assert without_eval(metrics) == without_eval(metrics_2)
+
+
+def test_a_run_begun_from_a_run_keeps_to_the_checkpoint_it_began_with(base, trained, tmp_path, monkeypatch):
+    """Base and reference are the other run's, which has newer ones by the time this one is resumed."""
+    monkeypatch.setattr(train_module, "compile_all", building.compile_once(trained[2]))
+    first = shutil.copytree(trained[0], tmp_path / "first")
+
+    def begun_from(name):
+        return json.loads((tmp_path / name / "config.json").read_text())["model"]["path"]
+
+    assert train_module.train(config_of(first), tmp_path / "once") == 0
+    assert train_module.train(config_of(first, num_iterations=2), tmp_path / "twice") == 0
+    assert train_module.train(config_of(base, num_iterations=6), first) == 0
+    assert train_module.train(config_of(first), tmp_path / "twice") == 0
+    assert_left_alike(tmp_path / "once", tmp_path / "twice")
+    assert begun_from("once") == begun_from("twice") == f"{first}/checkpoints/4"
+    assert train_module.train(config_of(first, num_iterations=1), tmp_path / "later") == 0
+    assert begun_from("later") == f"{first}/checkpoints/6"
+    with pytest.raises(ConfigError, match=r"model.path .*checkpoints/4.* -> .*checkpoints/6"):
+        train_module.train(config_of(f"{first}/checkpoints/6", num_iterations=5), tmp_path / "twice")
 
 
 @pytest.mark.slow
@@ -236,6 +261,9 @@ def test_another_base_is_refused_in_one_line(base, trained, tmp_path):
     assert "\n" not in str(error.value)
     with pytest.raises(ConfigError, match=message):
         evaluate.command(config, "", str(workdir), 1)
+    with pytest.raises(ConfigError, match=message):  # as a model
+        load = trained_model.source(str(workdir), lambda path: pretrained.resolve(str(other)), "--model")[3]
+        load(Model(PRESETS["debug"]), mesh_of(ONE), seed=0)
     with pytest.raises(ConfigError, match="must be as in the checkpoint, which has adapters"):
         evaluate.command(freeze(settings_of(CONFIG, {"model.path": str(base)})), "", str(workdir), 1)
     with pytest.raises(ConfigError, match=r"model.lora=.*alpha=8.0.* must be as in '.*run': .*alpha=32.0"):
@@ -254,20 +282,21 @@ def test_commands_take_a_checkpoint_its_adapters_and_the_merged_model(base, trai
         evaluate.command(config_of(base), str(base), "", 4, "nowhere")
 
     export.export(str(workdir), "", str(tmp_path / "merged"), merge=True)
-    export.export(str(workdir), "", str(tmp_path / "adapters"))
+    export.export("", str(workdir), str(tmp_path / "adapters"))
     for name in ("adapter_config.json", "adapter_model.safetensors", "tokenizer.json"):
         assert (tmp_path / "adapters" / name).read_bytes() == (workdir / "hf" / name).read_bytes()
 
     rows = [{"prompt_ids": [*b"hi"], "completion_ids": [*b"abc"]}, {"prompt_ids": [9], "completion_ids": [*b"Wa:", 7]}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     logp = {}
-    for name in (base, tmp_path / "merged", tmp_path / "adapters", pathlib.Path("over")):
+    for name in (base, tmp_path / "merged", tmp_path / "adapters", workdir, pathlib.Path("over")):
         over = {"adapter": str(tmp_path / "adapters")} if name.name == "over" else {}
         source = pretrained.resolve(str(base if over else name), **over)
         rows = score.score(source, str(tmp_path / "rows.jsonl"), batch_size=2, compute_dtype="float32")
         logp[name.name] = np.concatenate([row["logp"] for row in rows])
     np.testing.assert_allclose(logp["merged"], logp["adapters"], atol=1e-6)
     np.testing.assert_array_equal(logp["over"], logp["adapters"])
+    np.testing.assert_array_equal(logp[workdir.name], logp["adapters"])
     assert np.abs(logp["merged"] - logp["model"]).max() > 0.1
 
 

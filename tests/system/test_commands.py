@@ -1,18 +1,22 @@
 """generate, score and evaluate: rows in their order, log-probs that agree with each other, estimators by hand."""
 
+import dataclasses
 import json
 import math
 
 import jax
 import numpy as np
 import pytest
-from support.building import settings_of
+from support.building import ONE, mesh_of, settings_of
 from support.command_line import DEBUG_CONFIG
+from support.runs import save_run
 
 from jaxrl_llm import evaluate, generate, score
 from jaxrl_llm.actor import evaluation
 from jaxrl_llm.config import ConfigError, SamplingConfig, freeze
+from jaxrl_llm.models.architecture import PRESETS
 from jaxrl_llm.models.files import pretrained
+from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.questions import jsonl
 
 PROMPTS = [
@@ -130,6 +134,22 @@ def test_questions_that_a_checkpoint_was_trained_on_are_warned_of(monkeypatch, c
     assert said.startswith("warning: runs/mine may have been trained on some of these questions")
     assert "(seed 0 -> 1; prompts.size 64 -> 60)" in said
     assert "(eval.num_prompts 3 -> 5)" in warned({"eval.num_prompts": 3})
+
+
+def test_a_run_s_folder_is_evaluated_as_a_model_like_its_checkpoint(tmp_path, capsys):
+    config = lambda **changed: freeze(
+        settings_of(DEBUG_CONFIG, {"eval.num_prompts": 5, "sampling.max_completion_tokens": 6} | changed)
+    )
+    run, settings = str(tmp_path / "run"), {k: dataclasses.asdict(getattr(config(), k)) for k in ("prompts", "eval")}
+    random = np.random.default_rng(3)
+    draw = lambda x: random.normal(scale=0.3, size=x.shape).astype(np.float32)
+    shapes = Model(PRESETS["debug"]).abstract_params(mesh_of(ONE))
+    save_run(tmp_path / "run", "random:debug", jax.tree.map(draw, shapes), **settings)
+    results = [evaluate.command(config(seed=1), *which, 2) for which in ((run, ""), ("", run), ("random:debug", ""))]
+    assert results[0] == results[1] != results[2]
+    said = capsys.readouterr().err
+    assert said.count(f"warning: {run} may have been trained on some of these questions") == 2
+    assert said.count("(seed 0 -> 1") == 2
 
 
 def test_other_sources_and_files_hold_out_what_no_run_was_trained_on():

