@@ -15,19 +15,32 @@ import jax
 
 from jaxrl_llm.config import Config, ConfigError
 from jaxrl_llm.ops.checksum import checksum
-from jaxrl_llm.runtime import bucket
+from jaxrl_llm.runtime import bucket, hosts
 from jaxrl_llm.runtime.checkpoint import POLICY
-from jaxrl_llm.runtime.stored import by_name, check_arrays, compare, config_of, read_arrays, read_text, read_whole
+from jaxrl_llm.runtime.stored import (
+    best_of,
+    by_name,
+    check_arrays,
+    compare,
+    config_of,
+    pass_rates,
+    read_arrays,
+    read_text,
+    read_whole,
+    steps_in,
+)
+
+BEST = "best"
 
 
 def config_of_run(directory: str | os.PathLike, abstract_params: Any = None) -> Config:
     """The config of the checkpoint that ``restore_params`` reads; ConfigError as there, before an array is read."""
-    return _newest(directory, lambda path: _about(path, abstract_params)[0])
+    return _found(directory, lambda path: _about(path, abstract_params)[0])
 
 
-def newest(directory: str | os.PathLike) -> str:
+def folder_of(directory: str | os.PathLike) -> str:
     """The folder of the checkpoint that ``restore_params`` reads, as far as its text tells."""
-    return os.fspath(_newest(directory, lambda path: read_text(path) and path))
+    return os.fspath(_found(directory, lambda path: read_text(path) and path))
 
 
 def restore_params(
@@ -38,7 +51,8 @@ def restore_params(
     """Read the weights alone, for evaluation and export.
 
     Args:
-        directory: a workdir, its ``checkpoints`` directory (the latest is read) or one checkpoint in it.
+        directory: a workdir or its ``checkpoints`` directory, of which the newest is read, with ``/best`` behind it the
+            one of those kept whose held-out pass rate was the highest, or one checkpoint in it.
         abstract_params: pytree of ``ShapeDtypeStruct`` with shardings, cast to its dtypes; None gives nested
             dictionaries of numpy arrays on the host, as they were saved.
         check: raises where what the host had saved beside them does not fit.
@@ -65,16 +79,23 @@ def restore_params(
             return flax.traverse_util.unflatten_dict(arrays, sep="/"), config
         return jax.tree.unflatten(jax.tree.structure(abstract_params), arrays.values()), config
 
-    return _newest(directory, read, compared)
+    return _found(directory, read, compared)
 
 
-def _newest(directory: str | os.PathLike, *stages: Callable[[Any], Any]) -> Any:
-    """What the stages of ``read_whole`` make of the checkpoint that a directory is, or of the newest in it."""
+def _found(directory: str | os.PathLike, *stages: Callable[[Any], Any]) -> Any:
+    """What the stages of ``read_whole`` make of the checkpoint that a directory is, or means."""
     path = bucket.absolute(bucket.place(directory))
+    if is_best := path.name == BEST and not path.is_dir():
+        path = path.parent
     root = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     iteration = None
     if path.name.isdigit() and (path / "state").is_dir():
         root, iteration = path.parent, int(path.name)
+    if is_best:
+        rated = hosts.exchange(best_of(steps_in(root), pass_rates(root), 1))[0]
+        if not rated:
+            raise ConfigError(f"no best one in {root}: none was written when held-out questions had been answered")
+        iteration = rated[0]
     if (found := read_whole(root, iteration, *stages)) is None:
         raise ConfigError(f"no finished checkpoint in {directory}")
     return found

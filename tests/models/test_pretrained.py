@@ -15,9 +15,11 @@ import pytest
 from support.building import ONE, mesh_of
 from support.runs import save_run
 
-from jaxrl_llm.config import ConfigError, ModelConfig
+from jaxrl_llm import sft
+from jaxrl_llm import train as train_module
+from jaxrl_llm.config import ConfigError, ModelConfig, freeze
 from jaxrl_llm.models.architecture import PRESETS
-from jaxrl_llm.models.files import peft, pretrained
+from jaxrl_llm.models.files import peft, pretrained, trained
 from jaxrl_llm.models.files.gguf import make_bpe_tokenizer
 from jaxrl_llm.models.files.tokenizer import Tokenizer
 from jaxrl_llm.models.transformer import Model
@@ -52,13 +54,16 @@ def test_the_folder_of_a_run_is_the_model_that_it_has_trained(mesh, tmp_path):
     model, random = Model(PRESETS["debug"]), np.random.default_rng(3)
     draw = lambda x: random.normal(size=x.shape).astype(ml_dtypes.bfloat16)
     first, second, third = (jax.tree.map(draw, model.abstract_params(mesh)) for _ in range(3))
-    run = save_run(tmp_path / "run", "random:debug", first, second, sampling={"stop_tokens": ("b",)})
+    stops = {"stop_tokens": ("b",)}
+    run = save_run(tmp_path / "run", "random:debug", first, second, pass_rates=(0.5, 0.4), sampling=stops)
     other = save_run(tmp_path / "other", f"{run}/checkpoints/1", third)
     for path, params in [
         (run, second),
         (run / "checkpoints", second),
         (run / "checkpoints/1", first),
         (f"{run}/checkpoints/2/", second),
+        (f"{run}/best", first),
+        (f"{run}/checkpoints/best", first),
         (other, third),
     ]:
         source = pretrained.resolve(str(path))
@@ -72,6 +77,15 @@ def test_the_folder_of_a_run_is_the_model_that_it_has_trained(mesh, tmp_path):
     source.check_weights(model, mesh)
     with pytest.raises(ConfigError, match=r"checkpoint .*other.* does not fit"):
         source.check_weights(Model(PRESETS["debug_wide"]), mesh)
+    with pytest.raises(ConfigError, match=r"other/best': no best one in .*other/checkpoints: none was written when"):
+        pretrained.resolve(f"{other}/best")
+    (tmp_path / "link").symlink_to(run / "checkpoints/1")
+    assert trained.is_run(f"{tmp_path}/link") and trained.is_run(f"{run}/best/")
+    with pytest.raises(ConfigError, match=rf"model.path='{tmp_path}/best' is not there"):
+        pretrained.resolve(f"{tmp_path}/best")
+    (run / "best").mkdir()  # a folder of its own
+    with pytest.raises(ConfigError, match=r"run/best/config.json: no such file"):
+        pretrained.resolve(f"{run}/best").architecture()
     shutil.rmtree(run)
     with pytest.raises(ConfigError, match=r"was trained from model.path='.*checkpoints/1', which is not to be had"):
         pretrained.resolve(str(other))
@@ -82,6 +96,37 @@ def test_the_folder_of_a_run_is_the_model_that_it_has_trained(mesh, tmp_path):
     shutil.copy(TINY / "model.safetensors", run)
     with pytest.raises(ConfigError, match=r"run/config.json"):
         pretrained.resolve(str(run)).architecture()  # a model's folder, whatever else lies there
+    shutil.copytree(TINY, tmp_path / "checkpoints")
+    assert pretrained.resolve(f"{tmp_path}/checkpoints").architecture().width == 32
+
+
+def test_a_run_is_begun_from_one_checkpoint_that_stays(tmp_path, monkeypatch):
+    """The newest may be another when it is resumed, and with it the reference and the base."""
+    shapes = Model(PRESETS["debug"]).abstract_params(mesh_of(ONE))
+    zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
+    run = save_run(tmp_path / "run", "random:debug", zeros, zeros, pass_rates=(0.5, 0.4))
+    others = {"algorithm": {"divergence": "reference"}, "eval": {"num_prompts": 2}}
+    config = lambda **model: freeze({"model": model, **others})
+    trained.check(config(path=f"{run}/checkpoints/1", reference_path=f"{run}/checkpoints/2/").model)
+    for setting, path, found in [
+        ("path", run, 2),
+        ("reference_path", f"{run}/best", 1),
+        ("path", f"{run}/checkpoints", 2),
+    ]:
+        said = rf"model.{setting}='{path}' is a run, .* may change; name one of them: '{run}/checkpoints/{found}'$"
+        with pytest.raises(ConfigError, match=said):
+            trained.check(config(**{setting: str(path)}).model)
+    with pytest.raises(ConfigError, match=rf"name one of them: '{run}/checkpoints/2'"):
+        train_module.train(config(path=str(run)), tmp_path / "other")
+    with pytest.raises(ConfigError, match=rf"name one of them: '{run}/checkpoints/2'"):
+        sft.sft(config(path=str(run)), tmp_path / "other_model")
+    with pytest.raises(
+        ConfigError, match=r"checkpoints/1' is a run's checkpoint; with model.lora.rank=4 it must be a fol"
+    ):
+        trained.check(config(path=f"{run}/checkpoints/1", lora={"rank": 4}).model)
+    monkeypatch.chdir(run)  # "", no reference, is not the folder that one happens to be in
+    trained.check(config().model)
+    assert not trained.is_run("") and trained.is_run(".") and trained.is_run("best")
 
 
 def test_a_path_may_begin_at_home(monkeypatch):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,43 +16,52 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax.sharding import Mesh
 
-from jaxrl_llm.config import Config, ConfigError
+from jaxrl_llm.config import Config, ConfigError, ModelConfig
 from jaxrl_llm.models import lora
 from jaxrl_llm.models.transformer import Model, Params
-from jaxrl_llm.runtime import bucket, hosts, weights
+from jaxrl_llm.runtime import bucket, weights
 
 if TYPE_CHECKING:
     from jaxrl_llm.models.files.pretrained import Source
 
 
 def is_run(path: str) -> bool:
-    """Whether it names the workdir of a run, its ``checkpoints`` or one of these; all folders of buckets are such."""
+    """Whether it names the workdir of a run, its ``checkpoints``, one of these or the best; all of buckets does."""
     if bucket.is_bucket(path):
         return True
-    has = lambda name: os.path.exists(os.path.join(path, name))  # False too for a name that no file can have
-    is_workdir = (has("checkpoints") or has("metrics.jsonl")) and not any(Path(path).glob("*.safetensors"))
-    name = os.path.basename(os.path.abspath(path)) if os.path.isdir(path) else ""
-    return is_workdir or name == "checkpoints" or (name.isdigit() and has("state"))
+    if not os.path.isdir(path):  # False too for a name that no file can have
+        head, name = os.path.split(path.rstrip("/"))
+        return name == weights.BEST and is_run(head or ".")
+    folder = os.path.realpath(path)
+    name = os.path.basename(folder)
+    has = lambda name: os.path.exists(os.path.join(folder, name))
+    if name.isdigit() and has("state"):
+        return True
+    is_one = name == "checkpoints" or has("checkpoints") or has("metrics.jsonl")
+    return is_one and not any(Path(folder).glob("*.safetensors"))  # else a model's
 
 
-def pinned(config: Config, workdir: Path) -> Config:
-    """The config of a run with the newest checkpoint in place of each run that it begins with, or is held to.
+def check(model: ModelConfig) -> None:
+    """Refuse to begin a run from what may not be the same when it is resumed, or what its adapters cannot name.
 
-    Resumed when that one has newer checkpoints it would have another reference. What it began with stands in the
-    workdir's config.json.
+    Raises:
+        ConfigError: a path names a run, not one checkpoint, or a run where adapters are to learn.
     """
-    began: dict[str, Any] = {}
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-        began = json.loads((workdir / "config.json").read_text(encoding="utf-8"))["model"]
-    paths = {}
     for name in ("path", "reference_path"):
-        given = os.path.expanduser(getattr(config.model, name))
-        if is_run(given):
-            with _told_of(f"model.{name}", given):
-                found, was = weights.newest(given), str(began.get(name))
-            is_one = found == str(bucket.absolute(bucket.place(given)))
-            paths[name] = was if not is_one and os.path.dirname(was) == os.path.dirname(found) else found
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, **hosts.exchange(paths)[0]))
+        if not is_run(given := os.path.expanduser(getattr(model, name))):
+            continue
+        with _told_of(f"model.{name}", given):
+            found = weights.folder_of(given)
+        if found != str(bucket.absolute(bucket.place(given))):
+            said = f"model.{name}={given!r:.200} is a run, whose newest and best checkpoints may change"
+            raise ConfigError(f"{said}; name one of them: {found!r}")
+        if model.lora.rank and name == "path":
+            said = (
+                f"model.path={given!r:.200} is a run's checkpoint; with model.lora.rank={model.lora.rank} it must be "
+            )
+            raise ConfigError(
+                f"{said}a folder that adapters can name as their base, such as a run's hf, or one of export"
+            )
 
 
 @contextlib.contextmanager
@@ -82,7 +90,7 @@ def base_of(run: str, config: Config, resolve: Callable[..., Source], over: str 
 
 
 def source(path: str, resolve: Callable[..., Source], setting: str) -> tuple[Any, ...]:
-    """The fields of a ``Source`` of a run's newest checkpoint, or of the one that ``path`` is.
+    """The fields of a ``Source`` of the checkpoint of a run that ``path`` means (``weights.restore_params``).
 
     Adapters come merged into their base, as that is loaded.
 
