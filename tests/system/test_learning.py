@@ -17,7 +17,8 @@ from jaxrl_llm import train as train_module
 from jaxrl_llm.algorithms.use import use
 from jaxrl_llm.config import MeshConfig, freeze
 from jaxrl_llm.reports.metrics import read_metrics
-from jaxrl_llm.runtime import checkpoint, sharding
+from jaxrl_llm.runtime import sharding
+from jaxrl_llm.runtime.weights import restore_params
 from jaxrl_llm.runtime.programs import compile_all
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -148,6 +149,6 @@ def test_reward_climbs_with_a_critic_that_is_resumed_bitwise_and_not_left_to_oth
     # Measured: 0.10 at first, 0.6 at last; 64 completions of 8 bytes have a deviation of 0.02 of their mean.
     assert rows[0]["rollout/reward_mean"] < 0.2 and rows[-1]["rollout/reward_mean"] > 0.4
     assert all(row["update/value_loss"] > 0 for row in rows)
-    params, _ = checkpoint.restore_params(tmp_path / "whole")
+    params, _ = restore_params(tmp_path / "whole")
     assert set(params) == {"blocks", "embedding", "final_norm"}
     assert b"critic" not in (tmp_path / "whole" / "hf" / "model.safetensors").read_bytes()

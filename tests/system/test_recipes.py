@@ -52,6 +52,7 @@ TIED = dict.fromkeys(RECIPES, "silent") | {
     "echo_answers": "deaf",  # answers
     "grpo": "deaf",  # KL
     "kimi_k15": "still",  # the log-ratio is pulled to that of weights which nothing has moved yet
+    "mc_grpo": "deaf",  # KL
     "remix": "deaf",  # KL
     "step_grpo": "deaf",  # KL
     "spo": "deaf",  # the soft value is the reward, and the log-ratio must be 0
