@@ -18,8 +18,8 @@ from jaxrl_llm.algorithms.use import use
 from jaxrl_llm.config import MeshConfig, freeze
 from jaxrl_llm.reports.metrics import read_metrics
 from jaxrl_llm.runtime import sharding
-from jaxrl_llm.runtime.weights import restore_params
 from jaxrl_llm.runtime.programs import compile_all
+from jaxrl_llm.runtime.weights import restore_params
 
 ROOT = pathlib.Path(__file__).parents[2]
 FUNCTIONS = ROOT / "tests" / "fixtures" / "reward_functions.py"
