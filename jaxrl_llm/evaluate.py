@@ -73,8 +73,8 @@ def command(config: Config, model: str, checkpoint: str, num_samples: int, adapt
     use_cache(config.compilation_cache)
     mesh = sharding.make_mesh(config.mesh)
     source = pretrained.resolve(config.model.path, adapter=adapter)
-    if source.trained_by:
-        _warn(config.model.path, source.trained_by, config)
+    for saved in source.trained_by:
+        _warn(config.model.path, saved, config)
     tokenizer = source.tokenizer().ending_at(config.sampling.stop_tokens)
     _, held_out, skipped = questions(config, tokenizer)
     report_skipped(skipped)

@@ -36,7 +36,7 @@ def export(checkpoint: str, path: str, output: str, dtype: str = "", *, merge: b
     Raises:
         ConfigError: nothing to export, a model that is not there or is none of the checkpoint's, an unknown dtype.
     """
-    if not checkpoint and trained.is_run(path):
+    if not checkpoint and weights.is_run(path):
         checkpoint, path = path, ""
     if not checkpoint and not path:
         raise ConfigError("give --checkpoint=DIR, --model=PATH, or both")

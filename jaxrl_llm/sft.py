@@ -33,7 +33,7 @@ from jaxrl_llm.actor.evaluation import questions, report_skipped
 from jaxrl_llm.config import Config, ConfigError, freeze
 from jaxrl_llm.learner import low_memory, optim
 from jaxrl_llm.models import lora
-from jaxrl_llm.models.files import peft, pretrained, trained
+from jaxrl_llm.models.files import peft, pretrained
 from jaxrl_llm.models.row_logp import PLAIN, chunk_tokens, row_logp
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.ops.masks import completion_mask
@@ -167,7 +167,6 @@ def sft(config: Config, out: pathlib.Path, *, until: float = 1.0) -> float:
         peft.check_folder(out)
     use_cache(config.compilation_cache)
     mesh = sharding.make_mesh(config.mesh)
-    trained.check(config.model)
     source = pretrained.resolve(config.model.path)
     tokenizer = source.tokenizer()
     size, width = config.update.batch_size, config.sampling.max_completion_tokens

@@ -60,7 +60,7 @@ def _train(config: Config, workdir: pathlib.Path, allow_config_changes: bool) ->
     # ---- what the run is made of: data and model first, for their errors cost nothing ------------------
     use_cache(config.compilation_cache)
     mesh = sharding.make_mesh(config.mesh)
-    trained.check(config.model)
+    trained.check(config, workdir)
     source = pretrained.resolve(config.model.path)
     tokenizer = source.tokenizer().ending_at(config.sampling.stop_tokens)
     config = templates.dated(config, tokenizer, workdir)

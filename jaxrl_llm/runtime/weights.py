@@ -18,6 +18,7 @@ from jaxrl_llm.ops.checksum import checksum
 from jaxrl_llm.runtime import bucket, hosts
 from jaxrl_llm.runtime.checkpoint import POLICY
 from jaxrl_llm.runtime.stored import (
+    DamagedError,
     best_of,
     by_name,
     check_arrays,
@@ -33,14 +34,55 @@ from jaxrl_llm.runtime.stored import (
 BEST = "best"
 
 
-def config_of_run(directory: str | os.PathLike, abstract_params: Any = None) -> Config:
-    """The config of the checkpoint that ``restore_params`` reads; ConfigError as there, before an array is read."""
-    return _found(directory, lambda path: _about(path, abstract_params)[0])
+def is_run(path: str) -> bool:
+    """Whether it names the workdir of a run, its ``checkpoints``, one of these or the best; all of buckets does."""
+    if bucket.is_bucket(path):
+        return True
+    if not os.path.isdir(path):  # False too for a name that no file can have
+        head, name = os.path.split(path.rstrip("/"))
+        return name == BEST and is_run(head or ".")
+    folder = os.path.realpath(path)
+    name = os.path.basename(folder)
+    has = lambda name: os.path.exists(os.path.join(folder, name))
+    if name.isdigit() and has("state"):
+        return True
+    is_one = name == "checkpoints" or has("checkpoints") or has("metrics.jsonl")
+    return is_one and not any(pathlib.Path(folder).glob("*.safetensors"))  # else a model's
 
 
-def folder_of(directory: str | os.PathLike) -> str:
-    """The folder of the checkpoint that ``restore_params`` reads, as far as its text tells."""
-    return os.fspath(_found(directory, lambda path: read_text(path) and path))
+def _meant(directory: str | os.PathLike) -> tuple[pathlib.Path, int | None]:
+    """The folder of checkpoints, and the iteration of the one that is meant; None = of the newest."""
+    path = bucket.absolute(bucket.place(directory))
+    if is_best := path.name == BEST and not path.is_dir():
+        path = path.parent
+    root = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    if not is_best and path.name.isdigit() and (path / "state").is_dir():
+        return path.parent, int(path.name)
+    if not (steps := steps_in(root)):
+        raise ConfigError(f"no finished checkpoint in {path}")
+    if not is_best:
+        return root, None
+    if not (rated := best_of(steps, pass_rates(root), 1)):
+        raise ConfigError(f"no best one in {root}: none was written when held-out questions had been answered")
+    return root, rated[0]
+
+
+def config_of_run(directory: str | os.PathLike, abstract_params: Any = None) -> tuple[Config, str]:
+    """Config and folder of the checkpoint that ``restore_params`` reads, as far as its text tells.
+
+    Of a host's own, with no word to others: the weights are not read.
+
+    Raises:
+        ConfigError: as there.
+    """
+    root, iteration = _meant(directory)
+    damaged = None
+    for path in (root / str(step) for step in (steps_in(root) if iteration is None else [iteration])):
+        try:
+            return _about(path, abstract_params)[0], os.fspath(path)
+        except DamagedError as error:
+            damaged = damaged or " ".join(f"checkpoint {path} is damaged: {error}".split())
+    raise ConfigError(damaged)
 
 
 def restore_params(
@@ -79,30 +121,12 @@ def restore_params(
             return flax.traverse_util.unflatten_dict(arrays, sep="/"), config
         return jax.tree.unflatten(jax.tree.structure(abstract_params), arrays.values()), config
 
-    return _found(directory, read, compared)
-
-
-def _found(directory: str | os.PathLike, *stages: Callable[[Any], Any]) -> Any:
-    """What the stages of ``read_whole`` make of the checkpoint that a directory is, or means."""
-    path = bucket.absolute(bucket.place(directory))
-    if is_best := path.name == BEST and not path.is_dir():
-        path = path.parent
-    root = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    iteration = None
-    if path.name.isdigit() and (path / "state").is_dir():
-        root, iteration = path.parent, int(path.name)
-    if is_best:
-        rated = hosts.exchange(best_of(steps_in(root), pass_rates(root), 1))[0]
-        if not rated:
-            raise ConfigError(f"no best one in {root}: none was written when held-out questions had been answered")
-        iteration = rated[0]
-    if (found := read_whole(root, iteration, *stages)) is None:
-        raise ConfigError(f"no finished checkpoint in {directory}")
-    return found
+    root, iteration = _meant(directory)
+    return read_whole(root, hosts.exchange(iteration)[0], read, compared)
 
 
 def _about(
-    path: pathlib.Path, abstract_params: Any, check: Callable[[dict[str, Any]], None] = lambda host: None
+    path: pathlib.Path, abstract_params: Any = None, check: Callable[[dict[str, Any]], None] = lambda host: None
 ) -> tuple[Config, str, dict[str, Any], dict[str, Any]]:
     """Config of a checkpoint; what the names of its weights begin with, what is saved of them, what is wanted."""
     host, text = read_text(path)

@@ -15,7 +15,6 @@ import pytest
 from support.building import ONE, mesh_of
 from support.runs import save_run
 
-from jaxrl_llm import sft
 from jaxrl_llm import train as train_module
 from jaxrl_llm.config import ConfigError, ModelConfig, freeze
 from jaxrl_llm.models.architecture import PRESETS
@@ -23,6 +22,7 @@ from jaxrl_llm.models.files import peft, pretrained, trained
 from jaxrl_llm.models.files.gguf import make_bpe_tokenizer
 from jaxrl_llm.models.files.tokenizer import Tokenizer
 from jaxrl_llm.models.transformer import Model
+from jaxrl_llm.runtime.weights import is_run
 
 TINY = pathlib.Path(__file__).parents[1] / "fixtures" / "tiny_llama"
 
@@ -73,14 +73,14 @@ def test_the_folder_of_a_run_is_the_model_that_it_has_trained(mesh, tmp_path):
         for x, saved in zip(jax.tree.leaves(loaded), jax.tree.leaves(params), strict=True):
             assert x.dtype == "float32"
             np.testing.assert_array_equal(x, saved.astype(np.float32))
-    assert source.trained_by.model.path == f"{run}/checkpoints/1"
+    assert [one.model.path for one in source.trained_by] == [f"{run}/checkpoints/1", "random:debug"]
     source.check_weights(model, mesh)
     with pytest.raises(ConfigError, match=r"checkpoint .*other.* does not fit"):
         source.check_weights(Model(PRESETS["debug_wide"]), mesh)
     with pytest.raises(ConfigError, match=r"other/best': no best one in .*other/checkpoints: none was written when"):
         pretrained.resolve(f"{other}/best")
     (tmp_path / "link").symlink_to(run / "checkpoints/1")
-    assert trained.is_run(f"{tmp_path}/link") and trained.is_run(f"{run}/best/")
+    assert is_run(f"{tmp_path}/link") and is_run(f"{run}/best/")
     with pytest.raises(ConfigError, match=rf"model.path='{tmp_path}/best' is not there"):
         pretrained.resolve(f"{tmp_path}/best")
     (run / "best").mkdir()  # a folder of its own
@@ -107,26 +107,31 @@ def test_a_run_is_begun_from_one_checkpoint_that_stays(tmp_path, monkeypatch):
     run = save_run(tmp_path / "run", "random:debug", zeros, zeros, pass_rates=(0.5, 0.4))
     others = {"algorithm": {"divergence": "reference"}, "eval": {"num_prompts": 2}}
     config = lambda **model: freeze({"model": model, **others})
-    trained.check(config(path=f"{run}/checkpoints/1", reference_path=f"{run}/checkpoints/2/").model)
+    trained.check(config(path=f"{run}/checkpoints/1", reference_path=f"{run}/checkpoints/2/"), tmp_path / "other")
     for setting, path, found in [
         ("path", run, 2),
         ("reference_path", f"{run}/best", 1),
         ("path", f"{run}/checkpoints", 2),
     ]:
-        said = rf"model.{setting}='{path}' is a run, .* may change; name one of them: '{run}/checkpoints/{found}'$"
+        said = (
+            rf"model.{setting}='{path}': a run's newest .* may change; name one of them: '{run}/checkpoints/{found}'$"
+        )
         with pytest.raises(ConfigError, match=said):
-            trained.check(config(**{setting: str(path)}).model)
+            trained.check(config(**{setting: str(path)}), tmp_path / "other")
     with pytest.raises(ConfigError, match=rf"name one of them: '{run}/checkpoints/2'"):
         train_module.train(config(path=str(run)), tmp_path / "other")
-    with pytest.raises(ConfigError, match=rf"name one of them: '{run}/checkpoints/2'"):
-        sft.sft(config(path=str(run)), tmp_path / "other_model")
+    with pytest.raises(ConfigError, match=r"checkpoints/1' is a run; with model.lora.rank=4 it must be a folder"):
+        train_module.train(config(path=f"{run}/checkpoints/1", lora={"rank": 4}), tmp_path / "other")
     with pytest.raises(
-        ConfigError, match=r"checkpoints/1' is a run's checkpoint; with model.lora.rank=4 it must be a fol"
+        ConfigError, match=rf"checkpoints/1': is of this run itself, whose folder is '{run}'; give the run"
     ):
-        trained.check(config(path=f"{run}/checkpoints/1", lora={"rank": 4}).model)
+        trained.check(config(path=f"{run}/checkpoints/1"), run)
+    with pytest.raises(ConfigError, match=rf"best': no finished checkpoint in {tmp_path}/empty"):
+        (tmp_path / "empty/checkpoints").mkdir(parents=True)
+        trained.check(config(path=f"{tmp_path}/empty/best"), run)
     monkeypatch.chdir(run)  # "", no reference, is not the folder that one happens to be in
-    trained.check(config().model)
-    assert not trained.is_run("") and trained.is_run(".") and trained.is_run("best")
+    trained.check(config(), tmp_path / "other")
+    assert not is_run("") and is_run(".") and is_run("best")
 
 
 def test_a_path_may_begin_at_home(monkeypatch):

@@ -21,6 +21,7 @@ from jaxrl_llm.models.files.tokenizer import Tokenizer
 from jaxrl_llm.models.transformer import Model, Params
 from jaxrl_llm.runtime import hosts
 from jaxrl_llm.runtime.nested import build
+from jaxrl_llm.runtime.weights import is_run
 
 if TYPE_CHECKING:
     from jaxrl_llm.models.files.pretrained import Source
@@ -93,6 +94,11 @@ def read_config(folder: str | Path) -> LoraConfig:
 def check(model: Model, mesh: Mesh, path: str) -> None:
     """Raise now what ``load`` of ``model.lora.path`` would find missing or misshapen; ``path`` is the base's."""
     config = model.lora
+    if config.rank and is_run(path):
+        raise ConfigError(
+            f"model.path={path!r:.200} is a run; with model.lora.rank={config.rank} it must be a folder that adapters "
+            "can name as their base: the hf that a run without adapters leaves, or one of export --merge"
+        )
     if config.rank and is_adapter(path):
         raise ConfigError(
             f"model.path={path!r:.200} is a folder of adapters; with model.lora.rank={config.rank} it must be their "
@@ -162,7 +168,7 @@ def merged(path: str, resolve: Callable[..., Source], over: str = "") -> tuple[A
         adapted = of(model)
         return lora.merge(load(path, adapted, mesh), base.load_params(model, mesh, seed=seed), adapted.lora)
 
-    return base.architecture, base.tokenizer, check_both, load_both, base.folder
+    return base.architecture, base.tokenizer, check_both, load_both, base.folder, base.trained_by
 
 
 def names_of(model: Model) -> dict[str, str]:

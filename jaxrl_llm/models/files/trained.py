@@ -1,6 +1,6 @@
 """A model that a run has trained: the weights of its checkpoint, of the shape and tokenizer of its ``model.path``.
 
-Owns: which folders are runs'. Does not know: how a checkpoint lies in its folder (``runtime.weights``).
+Owns: what such a model is made of. Does not know: which folders are runs', how a checkpoint lies there (``weights``).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax.sharding import Mesh
 
-from jaxrl_llm.config import Config, ConfigError, ModelConfig
+from jaxrl_llm.config import Config, ConfigError
 from jaxrl_llm.models import lora
 from jaxrl_llm.models.transformer import Model, Params
 from jaxrl_llm.runtime import bucket, weights
@@ -25,43 +25,22 @@ if TYPE_CHECKING:
     from jaxrl_llm.models.files.pretrained import Source
 
 
-def is_run(path: str) -> bool:
-    """Whether it names the workdir of a run, its ``checkpoints``, one of these or the best; all of buckets does."""
-    if bucket.is_bucket(path):
-        return True
-    if not os.path.isdir(path):  # False too for a name that no file can have
-        head, name = os.path.split(path.rstrip("/"))
-        return name == weights.BEST and is_run(head or ".")
-    folder = os.path.realpath(path)
-    name = os.path.basename(folder)
-    has = lambda name: os.path.exists(os.path.join(folder, name))
-    if name.isdigit() and has("state"):
-        return True
-    is_one = name == "checkpoints" or has("checkpoints") or has("metrics.jsonl")
-    return is_one and not any(Path(folder).glob("*.safetensors"))  # else a model's
-
-
-def check(model: ModelConfig) -> None:
-    """Refuse to begin a run from what may not be the same when it is resumed, or what its adapters cannot name.
+def check(config: Config, workdir: Path) -> None:
+    """Refuse to begin a run from what may be another, or be gone, when it is resumed.
 
     Raises:
-        ConfigError: a path names a run, not one checkpoint, or a run where adapters are to learn.
+        ConfigError: a path names a run, not one checkpoint of it, or one of the run's own.
     """
     for name in ("path", "reference_path"):
-        if not is_run(given := os.path.expanduser(getattr(model, name))):
+        if not weights.is_run(given := os.path.expanduser(getattr(config.model, name))):
             continue
         with _told_of(f"model.{name}", given):
-            found = weights.folder_of(given)
-        if found != str(bucket.absolute(bucket.place(given))):
-            said = f"model.{name}={given!r:.200} is a run, whose newest and best checkpoints may change"
-            raise ConfigError(f"{said}; name one of them: {found!r}")
-        if model.lora.rank and name == "path":
-            said = (
-                f"model.path={given!r:.200} is a run's checkpoint; with model.lora.rank={model.lora.rank} it must be "
-            )
-            raise ConfigError(
-                f"{said}a folder that adapters can name as their base, such as a run's hf, or one of export"
-            )
+            _, found = weights.config_of_run(given)
+            if found != str(bucket.absolute(bucket.place(given))):
+                raise ConfigError(f"a run's newest and best checkpoints may change; name one of them: {found!r}")
+            for own in (str(bucket.absolute(workdir)), config.checkpoint.bucket.rstrip("/")):
+                if own and found.startswith(f"{own}/"):
+                    raise ConfigError(f"is of this run itself, whose folder is {own!r}; give the run another --workdir")
 
 
 @contextlib.contextmanager
@@ -98,7 +77,7 @@ def source(path: str, resolve: Callable[..., Source], setting: str) -> tuple[Any
         ConfigError: no whole checkpoint there, or what it was trained from is not there.
     """
     with _told_of(setting, path):
-        config = weights.config_of_run(path)
+        config, _ = weights.config_of_run(path)
     base, adapters = base_of(path, config, resolve), config.model.lora
     of = lambda model: dataclasses.replace(model, lora=adapters, param_dtype=config.model.param_dtype)
     learned = lambda model, mesh: lora.split(of(model).abstract_params(mesh))[0]
@@ -118,4 +97,4 @@ def source(path: str, resolve: Callable[..., Source], setting: str) -> tuple[Any
         return jax.tree.map(lambda x: x.astype(model.param_dtype), whole)
 
     tokenizer = lambda: base.tokenizer().ending_at(config.sampling.stop_tokens)
-    return base.architecture, tokenizer, check, load, base.folder, config
+    return base.architecture, tokenizer, check, load, base.folder, (config, *base.trained_by)
