@@ -63,6 +63,7 @@ def generate(
     use_cache(Config().compilation_cache)
     mesh = sharding.make_mesh(MeshConfig())
     model = Model(arch, compute_dtype)
+    source.check_weights(model, mesh)
     publishing = compile_all(publish.programs(model, mesh, mesh), mesh)["publish"]
     params = publishing(source.load_params(model, mesh, seed=seed))
     shapes = publish.abstract_params(model, mesh)
@@ -111,7 +112,9 @@ def _prompt_ids(where: str, row: dict[str, Any], tokenizer: Any, vocab_size: int
     if "prompt_ids" in row:
         return jsonl.token_ids(where, row, "prompt_ids", vocab_size, minimum=1)
     try:
-        return tokenizer.encode_prompt(prompt_of(row), **how)
+        if ids := tokenizer.encode_prompt(prompt_of(row), **how):
+            return ids
+        raise ConfigError("it has no token")
     except (json_lines.BadRowError, ConfigError) as error:
         said = str(error).replace("prompts.", "--")  # the settings are flags here
         raise ConfigError(f"{where}: without `prompt_ids`: {said}") from error

@@ -75,7 +75,7 @@ class Costs:
         mu, rho, alpha = self.mu, self.rho, self.alpha
         root = math.sqrt(alpha**2 + mu * rho * (1 - 2 * alpha))
         y = _ratio(mu * (1 - 2 * alpha), alpha + root)  # the same without a difference of near numbers
-        return (math.inf if y == math.inf else _ratio(y**2, 2 * alpha * (mu + y))), y
+        return (math.inf if y == math.inf else _ratio(y * y, 2 * alpha * (mu + y))), y
 
     def optimum(self) -> tuple[float, float]:
         """(x*, y*) with x >= y and x >= 1: where the unconstrained one has x < y, the root of dJ(y, y)/dy,
@@ -129,7 +129,7 @@ def measured_mu(workdir: str) -> float:
 
 def trained_rows(workdir: str) -> list[Mapping[str, Any]]:
     """Metrics of the iterations that trained, but the first, which warms up, where there are more; or ConfigError."""
-    rows = [row for row in read_metrics(pathlib.Path(workdir)) if row["time/cost_ratio"] is not None]
+    rows = [row for row in read_metrics(pathlib.Path(workdir)) if row.get("time/cost_ratio") is not None]
     if not rows:
         raise ConfigError(f"--workdir={workdir} has no finished iteration that trained")
     return rows[1:] or rows

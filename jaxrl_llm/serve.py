@@ -104,6 +104,7 @@ def _engines(
     if adapters:
         model = dataclasses.replace(model, lora=lora.common(configs.values()))
     is_greedy = sampling.temperature == 0
+    source.check_weights(model.base, mesh)
     sampler = (Sampler if is_greedy else TemperingSampler)(
         model=model,
         mesh=mesh,
@@ -211,7 +212,7 @@ if __name__ == "__main__":
     TEMPERATURE = flags.DEFINE_float(
         "temperature", 1.0, "Softmax temperature of requests that name none; 0 is greedy, for all."
     )
-    SEED = flags.DEFINE_integer("seed", 0, "Of the noise.")
+    SEED = flags.DEFINE_integer("seed", 0, "Of the noise.", lower_bound=0, upper_bound=2**31 - 1)
     COMPUTE_DTYPE = flags.DEFINE_enum("compute_dtype", "float32", ["float32", "bfloat16"], "Arithmetic.")
     flags.mark_flag_as_required("model")
     cli.run(main)

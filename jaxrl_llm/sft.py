@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import pathlib
+import tempfile
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -43,6 +44,7 @@ from jaxrl_llm.run import model_of
 from jaxrl_llm.runtime import cli, sharding
 from jaxrl_llm.runtime.programs import Program, compile_all, use_cache
 from jaxrl_llm.runtime.sharding import leading, put, replicated
+from jaxrl_llm.runtime.weights import is_run
 from jaxrl_llm.types import Example, PromptBatch
 
 Rows = tuple[jax.Array, jax.Array, jax.Array]  # tokens [B,S], prompt_length [B], length [B], all i32
@@ -163,6 +165,8 @@ def sft(config: Config, out: pathlib.Path, *, until: float = 1.0) -> float:
         raise ConfigError("eval.num_prompts=0 must be at least 1: held-out questions tell how far training is")
     if config.update.load_balance:
         raise ConfigError(f"update.load_balance={config.update.load_balance} must be 0.0: sft has no balance cost")
+    if is_run(str(out)):
+        raise ConfigError(f"--out={str(out)!r:.200} is the folder of a run, which a model would take the place of")
     if config.model.lora.rank:
         peft.check_folder(out)
     use_cache(config.compilation_cache)
@@ -179,6 +183,7 @@ def sft(config: Config, out: pathlib.Path, *, until: float = 1.0) -> float:
     report_skipped(skipped + left_out + held_left_out)
 
     model = model_of(config, source.architecture(), mesh)
+    source.check_weights(model.base, mesh)
     optimizer, offload = optim.make(config.scaled().optimizer, config.num_iterations), config.optimizer.offload
     if offload:
         sharding.check_host_memory(mesh, "optimizer.offload", True, otherwise=False)
@@ -231,8 +236,9 @@ def main() -> None:
     out = pathlib.Path(OUT.value)
     try:
         out.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=out).close()
     except OSError as error:
-        raise ConfigError(f"--out={out} cannot be a folder: {error.strerror}") from error
+        raise ConfigError(f"--out={out} cannot be a folder to write in: {error.strerror}") from error
     sft(freeze(CONFIG.value), out, until=UNTIL.value)
     print(f"model  {out}  (Hugging Face folder, for model.path)")
 

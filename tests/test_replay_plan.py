@@ -9,7 +9,7 @@ import pytest
 from support.command_line import run_command
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.replay_plan import Costs, fitted, measured_alpha, table
+from jaxrl_llm.replay_plan import Costs, fitted, measured_alpha, measured_mu, table
 from jaxrl_llm.reports.metrics import read_metrics
 
 SETTINGS = list(itertools.product((0.5, 2.0, 5.28, 20.0), (0.0, 0.01, 0.05, 0.3, 1.0), (0.05, 0.1, 0.25, 0.4)))
@@ -141,6 +141,16 @@ def test_of_several_runs_what_does_not_depend_on_generation_counts_as_training(c
 def test_runs_that_say_nothing_of_the_cost_of_generation_are_refused(tmp_path, runs, message):
     with pytest.raises(ConfigError, match=message):
         fitted([write_run(tmp_path / f"r{i}", *run) for i, run in enumerate(runs)])
+
+
+def test_a_run_that_measured_no_cost_and_a_file_of_no_run_are_refused(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"iteration": 1, "update/loss": 1.0}\n')
+    with pytest.raises(ConfigError, match="has no finished iteration that trained"):
+        measured_mu(str(tmp_path))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl:1: no `iteration`"):
+        measured_mu(str(tmp_path))
+    assert Costs(5.28, 0.0, 1e-160).unconstrained()[0] == math.inf
 
 
 def write_ages(folder, alpha, buckets=5, batch=64):

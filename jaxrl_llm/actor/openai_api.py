@@ -107,8 +107,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def body(self) -> dict[str, Any]:
         """The request's; Refused where it is no JSON object, or too large to be read."""
         size = self.headers.get("Content-Length", "")
-        if not size.isdigit() or int(size) > MAX_BODY:
-            raise Refused(413 if size.isdigit() else 411, f"Content-Length={size!r:.100} must be at most {MAX_BODY}")
+        is_size = size.isascii() and size.isdigit()
+        if not is_size or len(size) > len(str(MAX_BODY)) or int(size) > MAX_BODY:
+            raise Refused(413 if is_size else 411, f"Content-Length={size!r:.100} must be at most {MAX_BODY}")
         try:
             body = json.loads(self.rfile.read(int(size)))
         except (ValueError, RecursionError) as error:

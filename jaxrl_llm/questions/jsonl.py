@@ -18,10 +18,19 @@ def check_output(path: str, flag: str = "--output") -> None:
     """Before any work is done: that a file can be written there.
 
     Raises:
-        ConfigError: the folder is not there.
+        ConfigError: the folder is not there, or no file can be.
     """
-    if not pathlib.Path(path).parent.is_dir() or pathlib.Path(path).is_dir():
-        raise ConfigError(f"{flag}={path} must be a file in a folder that exists")
+    file = pathlib.Path(path)
+    try:
+        if not file.parent.is_dir() or file.is_dir():
+            raise ConfigError(f"{flag}={path!r:.200} must be a file in a folder that exists")
+        is_new = not file.exists()
+        if (is_new or file.is_file()) and hosts.is_first():  # no pipe, which would wait for who reads
+            file.open("a").close()
+            if is_new:
+                file.unlink()
+    except OSError as error:
+        raise ConfigError(f"{flag}={path!r:.200} cannot be written: {error.strerror}") from error
 
 
 def write(path: str, rows: Iterable[dict[str, Any]]) -> None:

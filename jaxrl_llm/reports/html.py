@@ -99,7 +99,7 @@ def _cards(metrics: Rows, config: Config | None, before: dict | None, after: dic
         return [value for _, value in _values(metrics, name)]
 
     rates = {
-        "held-out, before and after": [e["pass_rate"] for e in (before, after) if e and e["pass_rate"] is not None],
+        "held-out, before and after": [e["pass_rate"] for e in (before, after) if e and e.get("pass_rate") is not None],
         "held-out, first and last": of("eval/pass_rate"),
         "training rollouts, first and last": of("rollout/pass_rate"),
     }

@@ -261,12 +261,12 @@ def read_metrics(workdir: str | os.PathLike) -> list[dict[str, Any]]:
     """The objects of ``workdir/metrics.jsonl``, one per iteration.
 
     Raises:
-        ConfigError: no such file, or a line that is not JSON.
+        ConfigError: no such file, or a line that is not JSON, or of no iteration.
     """
     path = pathlib.Path(workdir) / "metrics.jsonl"
     if not os.path.isfile(path):  # False too for a name that no file can have
         raise ConfigError(f"no metrics.jsonl in {workdir}")
-    return json_lines.read_log(path)
+    return json_lines.read_log(path, field="iteration")
 
 
 class Progress:

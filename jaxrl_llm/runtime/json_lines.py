@@ -49,11 +49,11 @@ def objects(path: str, wanted: str = "an object") -> list[tuple[str, dict[str, A
     return rows
 
 
-def read_log(path: Path) -> list[dict[str, Any]]:
+def read_log(path: Path, field: str = "") -> list[dict[str, Any]]:
     """The objects of a file that a run writes. A last line without its newline was cut short by a kill and is left out.
 
     Raises:
-        ConfigError: a line that is not a JSON object.
+        ConfigError: a line that is not a JSON object, or has no such field, a whole number.
     """
     rows = []
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
@@ -63,6 +63,8 @@ def read_log(path: Path) -> list[dict[str, Any]]:
             raise ConfigError(f"{path}:{number}: not JSON: {error}") from None
         if not isinstance(row, dict):
             raise ConfigError(f"{path}:{number}: not a JSON object")
+        if field and not isinstance(row.get(field), int):
+            raise ConfigError(f"{path}:{number}: no `{field}`, which all lines of a run have")
         rows.append(row)
     return rows
 

@@ -135,16 +135,16 @@ class Handler(openai_api.Handler):
         if choice not in (None, "auto", "none"):
             raise Refused(400, f"tool_choice={choice!r:.100} must be 'auto' or 'none'")
         try:
-            messages, given = tools.texts_of(messages), tools.functions_of(given or [])
+            messages, given = tools.texts_of(messages), tools.functions_of([] if given is None else given)
             given = [] if choice == "none" else given
             ids = self._encoded(messages, given, how)
         except ValueError as error:  # a ConfigError too
             raise Refused(400, str(error)) from None
-        wants_logprobs = bool(body.pop("logprobs", False))
+        stream, wants_logprobs = _flag("stream", stream), _flag("logprobs", body.pop("logprobs", None))
         base = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": self.model}
         with self._submitted(ids, body, {}) as request:
             if stream:
-                wants_usage = bool((options or {}).get("include_usage"))
+                wants_usage = _flag("stream_options.include_usage", (options or {}).get("include_usage"))
                 return self._stream(request, base, wants_usage, bool(given), wants_logprobs)
             tokens, logps, why = self._whole(request)
         text = _before(self.server.tokenizer.decode(tokens), request.stop, is_whole=True)
@@ -182,6 +182,7 @@ class Handler(openai_api.Handler):
         tokens, logps, said, held = [], [], "", (tools.BEGIN, tools.MISTRAL) if has_tools else ()
         delta({"role": "assistant", "content": ""})
         for new, its_logps, why in self._deltas(request):
+            self._check_client()
             tokens += new
             logps += its_logps
             whole = _before(self.server.tokenizer.decode(tokens), request.stop, is_whole=bool(why))
@@ -191,7 +192,7 @@ class Handler(openai_api.Handler):
             elif not why:  # what may be a call is not told as text
                 is_held = has_tools and tools.may_become_call(whole)
                 text = "" if is_held else _before(whole, held, is_whole=False)
-            if text.startswith(said) and len(text) > len(said):
+            if len(text) > len(said):  # what was said stays said, if later bytes make of its last character another
                 delta({"content": text[len(said) :]})
                 said = text
             if calls:
@@ -231,14 +232,15 @@ class Handler(openai_api.Handler):
         is_number = isinstance(temperature, (int, float)) and not isinstance(temperature, bool)
         if not is_number or not (temperature == 0 or 0.01 <= temperature <= 100):
             raise Refused(400, f"temperature={temperature!r:.100} must be 0 or from 0.01 to 100")
-        stop = asked.pop("stop", None) or ()
-        stop = (stop,) if isinstance(stop, str) else stop
+        stop = asked.pop("stop", None)
+        stop = () if stop is None else (stop,) if isinstance(stop, str) else stop
         if not isinstance(stop, (list, tuple)) or not all(isinstance(x, str) and x for x in stop):
             raise Refused(400, f"stop={stop!r:.100} must be a text or a list of texts")
         if len(stop) > MOST_STOPS or max(map(len, stop), default=0) > MOST_STOP_CHARS:
             said = f"at most {MOST_STOPS} texts of at most {MOST_STOP_CHARS} characters"
             raise Refused(400, f"stop={stop!r:.100} must be {said}")
-        stop_ids = asked.pop("stop_token_ids", None) or []
+        stop_ids = asked.pop("stop_token_ids", None)
+        stop_ids = [] if stop_ids is None else stop_ids
         if not isinstance(stop_ids, list) or not all(map(is_id, stop_ids)):
             raise Refused(400, f"stop_token_ids={stop_ids!r:.100} must be a list of ids from 0 to {vocab - 1}")
         seed = asked.pop("seed", None)
@@ -282,6 +284,12 @@ class Handler(openai_api.Handler):
             tokens, logps, why = tokens + new, logps + of_new, ended
             self._check_client()
         return tokens, logps, why
+
+
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool | None):
+        raise Refused(400, f"{name}={value!r:.100} must be true or false")
+    return bool(value)
 
 
 def _before(text: str, stop: tuple[str, ...], *, is_whole: bool) -> str:

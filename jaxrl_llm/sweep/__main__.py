@@ -100,10 +100,10 @@ def points_of(path: str, base: Any, sweep: Sweep, folder: pathlib.Path) -> Point
     if sweep.then is None or not all(is_finished(folder / name, c, sweep) for name, (_, c) in points.items()):
         return points
     try:
-        more = sweep.then(runs_of(folder, points, sweep, {}))
+        more = list(sweep.then(runs_of(folder, points, sweep, {})))
+        return points | (freeze_points(base, more) if more else {})
     except Exception as error:
         raise ConfigError(f"{path}: then: {type(error).__name__}: {error}") from error
-    return points | freeze_points(base, more)
 
 
 # ---- what is on disk -------------------------------------------------------------------------------------------
@@ -112,7 +112,7 @@ def points_of(path: str, base: Any, sweep: Sweep, folder: pathlib.Path) -> Point
 def rows_of(workdir: pathlib.Path) -> list[dict[str, Any]]:
     """Rows of a run's metrics.jsonl, none where it has not begun."""
     path = workdir / "metrics.jsonl"
-    return read_log(path) if path.is_file() else []
+    return read_log(path, field="iteration") if path.is_file() else []
 
 
 def share_done(workdir: pathlib.Path, rows: list[dict[str, Any]], config: Config, sweep: Sweep) -> float:
@@ -152,7 +152,7 @@ def runs_of(folder: pathlib.Path, points: Points, sweep: Sweep, failed: Mapping[
         finished = share_done(folder / name, rows, config, sweep) == 1
         status = "finished" if finished else "failed" if name in failed else "unfinished"
         path = folder / name / "config.json"
-        made_with = json.loads(path.read_text()).get("made_with", {}) if rows and path.is_file() else {}
+        made_with = _object(path).get("made_with", {}) if rows else {}
         after = {column: afters[name].get(column) for column in columns}
         runs.append(Run(name, point, status if rows or name in failed else "", rows, made_with, after))
     return runs
@@ -160,13 +160,21 @@ def runs_of(folder: pathlib.Path, points: Points, sweep: Sweep, failed: Mapping[
 
 def before(workdir: pathlib.Path) -> dict[str, float | None]:
     """What a run's policy was found to be before it trained, by metric; nothing where that is not on file."""
-    path = workdir / "eval_before.json"
-    return evaluation_values(json.loads(path.read_text())) if path.is_file() else {}
+    found = _object(workdir / "eval_before.json")
+    return evaluation_values(found) if found else {}
 
 
 def _after(workdir: pathlib.Path) -> dict[str, float]:
-    path = workdir / AFTER
-    return json.loads(path.read_text()) if path.is_file() else {}
+    return _object(workdir / AFTER)
+
+
+def _object(path: pathlib.Path) -> dict[str, Any]:
+    """What a JSON file holds; nothing where it is not there, or a power cut has left half of it."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def write_results(
@@ -311,7 +319,12 @@ def run_points(
             told = False
             while True:
                 for i, worker in enumerate(workers):
-                    if waiting and not stop.requested and (worker is None or not worker.point):
+                    if stop.requested or (worker and worker.point):
+                        continue
+                    # Another sweep in this folder, or what a killed one has left running, may have ended a point.
+                    while waiting and is_finished(folder / waiting[0], points[waiting[0]], sweep):
+                        waiting.pop(0)
+                    if waiting:
                         workers[i] = worker = worker or _Worker(serve, cores[i])
                         name = waiting.pop(0)
                         worker.start(name, points[name], folder / name, sweep.after)
@@ -381,8 +394,12 @@ class _Display:
             if name in failed:
                 self._print("\n".join(f"    {text}" for text in failed[name].splitlines()))
         self._status.update(line)
-        if ended:
+        if not ended:
+            return
+        try:
             self._on_end(failed)
+        except Exception as error:  # of a full disk, or a sweep's own label: what runs goes on
+            self._print(f"warning: the table is not written: {type(error).__name__}: {error}")
 
     def _line(self, running: list[str], failed: dict[str, str]) -> str:
         worked = sum(self._done.values()) - sum(self._first.values())
@@ -413,7 +430,7 @@ def run_sweep(
     failed, stopped = {}, None
     if todo:
         with _Display(folder, points, sweep, write) as display:
-            how = {"num_workers": num_workers, "on_change": display.show, "serve": serve}
+            how = {"num_workers": min(num_workers, len(todo)), "on_change": display.show, "serve": serve}
             failed, stopped = run_points(folder, todo, sweep, **how)
     write(failed, page=True)
     return failed, stopped
@@ -427,7 +444,7 @@ def run_stages(
     failed, stopped = {}, None
     while not (failed or stopped) and len(more := known()) > len(points):
         check_folders(folder, points := more)
-        failed, stopped = run_sweep(folder, points, sweep, num_workers=min(num_workers, len(points)), serve=serve)
+        failed, stopped = run_sweep(folder, points, sweep, num_workers=num_workers, serve=serve)
     return points, failed, stopped
 
 
@@ -448,11 +465,12 @@ def main() -> None:
     known = functools.partial(points_of, config_file, CONFIG.value, sweep, folder)
     check_folders(folder, points := known())
     if LAUNCH.value:
+        trained = dataclasses.replace(sweep, after="")  # the commands train, and that is all
         base = freeze(runpy.run_path(config_file)["get_config"]())
         commands = {
             name: train_command(config_file, base, config, folder / name)
             for name, (_, config) in points.items()
-            if not is_finished(folder / name, config, sweep)
+            if not is_finished(folder / name, config, trained)
         }
         sys.exit(launch(LAUNCH.value, commands, folder) > 0)
     points, failed, stopped = run_stages(folder, known, sweep, num_workers=WORKERS.value)
@@ -461,6 +479,8 @@ def main() -> None:
         print(f"stopped by {stopped}; run the same command again to continue")
     if failed:
         print(f"error: {len(failed)} of {len(points)} points failed: {', '.join(failed)}", file=sys.stderr)
+        if sweep.then:
+            print("what `then` makes of the points waits until all of them are finished", file=sys.stderr)
     sys.exit(exit_status(failed, stopped))
 
 

@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import html
 import itertools
+import math
 import os
 import pathlib
 import textwrap
@@ -138,8 +139,10 @@ class Knob:
     """What a setting does to a figure over all runs that differ in it.
 
     Attributes:
-        rows: (value, runs, mean, low, high) of each of its values; the last two bound 95 % of the resampled means.
-        effect: (best value's mean less the worst one's, low, high): where 0 lies between, chance may have made it.
+        rows: (value, runs, mean, low, high) of each of its values; the last two bound 95 % of the resampled means, and
+            are NaN of fewer than ``FEWEST_RUNS`` runs.
+        effect: (best value's mean less the worst one's, low, high): where 0 lies between, chance may have made it; NaN
+            where one of the two has too few runs.
     """
 
     field: str
@@ -148,6 +151,8 @@ class Knob:
 
 
 RESAMPLES = 2000
+# Of fewer runs no interval is told: one run alone, drawn again and again, has none.
+FEWEST_RUNS = 3
 # Of more different numbers than this a setting's values are taken together in thirds.
 MOST_VALUES = 6
 # A setting of more values that are no numbers is left out.
@@ -180,23 +185,27 @@ def knobs(runs: Sequence[Run], sweep: Sweep, column: str) -> list[Knob]:
         drawn = member[:, picks]  # [names, resamples, runs]
         with np.errstate(invalid="ignore"):
             resampled = (drawn * y[picks]).sum(axis=2) / drawn.sum(axis=2)
-        bounds = np.nanquantile(resampled, (0.025, 0.975), axis=1)
+        enough = member.sum(axis=1) >= FEWEST_RUNS
+        bounds = np.where(enough, np.nanquantile(resampled, (0.025, 0.975), axis=1), np.nan)
         rows = list(zip(names, member.sum(axis=1).tolist(), means.tolist(), *bounds.tolist(), strict=True))
         best, worst = means.argmax(), means.argmin()
         if column.removesuffix(" last").removesuffix(" best") in sweep.lower_is_better:
             best, worst = worst, best
-        spread = np.nanquantile(resampled[best] - resampled[worst], (0.025, 0.975)).tolist()
+        spread = np.nanquantile(resampled[best] - resampled[worst], (0.025, 0.975))
+        spread = np.where(enough[best] and enough[worst], spread, np.nan).tolist()
         found.append(Knob(field, rows, (float(means[best] - means[worst]), *spread)))
     return sorted(found, key=lambda knob: -knob.effect[0])
 
 
 def _bins(values: Sequence[Any]) -> list[str]:
     """A name for each value: itself, or of many different numbers the third of them that it is in."""
-    if len(set(map(_hashable, values))) <= MOST_VALUES or not all(isinstance(v, (int, float)) for v in values):
+    numbers = [value for value in values if value is not None]  # a point may leave the setting as it is
+    if len(set(map(_hashable, values))) <= MOST_VALUES or not all(isinstance(v, (int, float)) for v in numbers):
         return [str(value) for value in values]
-    edges = np.quantile(values, (0, 1 / 3, 2 / 3, 1))
+    edges = np.quantile(numbers, (0, 1 / 3, 2 / 3, 1))
     names = [f"{low:.3g} to {high:.3g}" for low, high in itertools.pairwise(edges)]
-    return [names[int(np.searchsorted(edges[1:3], value, side="right"))] for value in values]
+    third = lambda value: names[int(np.searchsorted(edges[1:3], value, side="right"))]
+    return [str(value) if value is None else third(value) for value in values]
 
 
 def label(run: Run, sweep: Sweep, *, without: str = "") -> str:
@@ -285,16 +294,20 @@ def _knob_table(runs: Sequence[Run], sweep: Sweep) -> str:
     """Of the first metric's last values; nothing where no setting but the seed differs."""
     rows = []
     for knob in knobs(runs, sweep, f"{sweep.metrics[0]} last"):
-        effect, low, high = map(_number, knob.effect)
+        effect, bounds = _bounded(*knob.effect)
         first = f"<td rowspan={len(knob.rows)}>{page.text(knob.field)}</td>"
-        first += f"<td rowspan={len(knob.rows)}>{effect} <small>{low} to {high}</small></td>"
+        first += f"<td rowspan={len(knob.rows)}>{effect}{bounds}</td>"
         for name, count, *numbers in knob.rows:
-            mean, low, high = map(_number, numbers)
-            cells = f"<td>{page.text(name)}</td><td>{count}</td><td>{mean} <small>{low} to {high}</small></td>"
+            cells = f"<td>{page.text(name)}</td><td>{count}</td><td>{''.join(_bounded(*numbers))}</td>"
             rows.append(f"<tr>{first}{cells}</tr>")
             first = ""
     head = ("setting", "best less worst", "value", "runs", "mean, and 95 % of bootstrapped means")
     return page.table(head, rows, "knobs")
+
+
+def _bounded(value: float, low: float, high: float) -> tuple[str, str]:
+    bounds = f" <small>{_number(low)} to {_number(high)}</small>" if math.isfinite(low + high) else ""
+    return _number(value), bounds or " <small>too few runs</small>"
 
 
 def _fit_table(runs: Sequence[Run], sweep: Sweep, units: Mapping[str, str]) -> str:

@@ -73,7 +73,10 @@ def _write(path: pathlib.Path, found: Mapping[str, float]) -> None:
     """Whole or not at all, for that it is there says that the point is finished."""
     numbers = {str(name): float(value) for name, value in found.items()}
     unfinished = path.with_name(path.name + ".tmp")
-    unfinished.write_text(json.dumps(numbers))
+    with open(unfinished, "w") as file:
+        file.write(json.dumps(numbers))
+        file.flush()
+        os.fsync(file.fileno())  # or a power cut may leave its name and nothing in it
     os.replace(unfinished, path)
 
 

@@ -16,18 +16,19 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
-from support.building import make_mesh
+from support.building import host_params, make_mesh
 from support.command_line import run_command
 from support.comparing import assert_same
 from support.runs import save_run
 
-from jaxrl_llm.config import ConfigError
+from jaxrl_llm.config import ConfigError, freeze
 from jaxrl_llm.export import export
 from jaxrl_llm.models.architecture import PRESETS, Architecture, RopeScaling
 from jaxrl_llm.models.files import hf, pretrained
 from jaxrl_llm.models.files.gguf import make_bpe_tokenizer, make_byte_tokenizer
 from jaxrl_llm.models.files.tokenizer import load_tokenizer
 from jaxrl_llm.models.transformer import Model
+from jaxrl_llm.sft import sft
 
 TINY = pathlib.Path(__file__).parents[1] / "fixtures" / "tiny_llama"
 LLAMA3 = {
@@ -381,6 +382,15 @@ def test_a_checkpoint_outlives_the_place_of_its_model(tmp_path, tiny):
 def test_what_cannot_be_exported_is_named(flags, message):
     with pytest.raises(ConfigError, match=message):
         export(*flags)
+
+
+def test_a_run_s_folder_takes_no_model(tmp_path):
+    """Its config.json, the run's settings, would be another's."""
+    run = save_run(tmp_path / "run", "random:debug", host_params(Model(PRESETS["debug"])))
+    with pytest.raises(ConfigError, match=rf"--output='{run}' is the folder of a run"):
+        export("", "random:debug", str(run))
+    with pytest.raises(ConfigError, match=rf"--out='{run}' is the folder of a run"):
+        sft(freeze({"eval": {"num_prompts": 2}}), run)
 
 
 def test_two_tables_are_compared_once(tmp_path, tiny, monkeypatch):

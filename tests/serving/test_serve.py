@@ -18,11 +18,14 @@ import types
 import jax
 import numpy as np
 import pytest
+import safetensors.numpy
 from support.building import ONE, mesh_of
 
 from jaxrl_llm.config import ConfigError, LoraConfig, SamplingConfig
 from jaxrl_llm.models import lora
-from jaxrl_llm.models.files import peft, pretrained
+from jaxrl_llm.models.architecture import PRESETS
+from jaxrl_llm.models.files import hf, peft, pretrained
+from jaxrl_llm.models.files.gguf import make_byte_tokenizer
 from jaxrl_llm.models.row_logp import row_logp
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.runtime import sharding
@@ -324,6 +327,24 @@ USER = [{"role": "user", "content": "x"}]
         (CHAT, {"messages": USER, "chat_template_kwargs": {"thinking": 1}}, 400, "has 'thinking'"),
         (CHAT, {"messages": USER, "chat_template_kwargs": "x"}, 400, "chat_template_kwargs='x' must be an object"),
         (CHAT, {"messages": USER, "stream": True, "stream_options": 1}, 400, "stream_options=1 must be an object"),
+        (CHAT, {"messages": USER, "stream": "false"}, 400, "stream='false' must be true or false"),
+        (CHAT, {"messages": USER, "stream": 0}, 400, "stream=0 must be true or false"),
+        (CHAT, {"messages": USER, "logprobs": "no"}, 400, "logprobs='no' must be true or false"),
+        (
+            CHAT,
+            {"messages": USER, "stream_options": {"include_usage": 1}},
+            400,
+            "stream_options.include_usage=1 must be",
+        ),
+        (CHAT, {"messages": USER, "tools": {}}, 400, "tools={} must be a list"),
+        (CHAT, {"messages": USER, "stop": ""}, 400, "stop=('',) must be a text or a list of texts"),
+        (CHAT, {"messages": USER, "stop": 0}, 400, "stop=0 must be a text or a list of texts"),
+        (
+            GENERATE,
+            {"token_ids": [1], "sampling_params": {"stop_token_ids": 0}},
+            400,
+            "stop_token_ids=0 must be a list",
+        ),
     ],
 )
 def test_what_is_not_there_is_refused_by_name(sampled, path, body, status, said):
@@ -331,10 +352,13 @@ def test_what_is_not_there_is_refused_by_name(sampled, path, body, status, said)
     assert found == status and said in answer["error"]["message"], answer
 
 
-def test_a_body_without_end_is_not_read(sampled):
+@pytest.mark.parametrize(
+    ("size", "status"), [(10**12, 413), ("9" * 5000, 413), ("\u00b2", 411), ("-1", 411), ("", 411)]
+)
+def test_a_body_without_end_is_not_read(sampled, size, status):
     with socket.create_connection(("127.0.0.1", sampled.server_port), timeout=30) as plug:
-        plug.sendall(f"POST {GENERATE} HTTP/1.1\r\nContent-Length: {10**12}\r\n\r\n".encode())
-        assert plug.recv(100).startswith(b"HTTP/1.1 413 ")
+        plug.sendall(f"POST {GENERATE} HTTP/1.1\r\nContent-Length: {size}\r\n\r\n".encode("latin-1"))
+        assert plug.recv(100).startswith(f"HTTP/1.1 {status} ".encode())
 
 
 def test_with_a_token_none_else_is_answered_and_too_many_are_told_so_and_who_has_gone_gives_the_slot_back():
@@ -380,6 +404,19 @@ def test_what_does_not_fit_is_refused_before_anything_is_compiled(monkeypatch):
         given = {"slots": 4, "max_prompt_tokens": WIDTH, "max_waiting": 1} | settings
         with pytest.raises(ConfigError, match=said.replace("+", "\\+")):
             server_of(MODEL, sampling=SamplingConfig(max_completion_tokens=MOST), **given)
+
+
+def test_weights_that_are_missing_are_told_before_anything_is_compiled(monkeypatch, tmp_path):
+    monkeypatch.setattr("jaxrl_llm.serve.compile_all", None)
+    folder, model = tmp_path / "model", Model(PRESETS["debug"])
+    zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), model.abstract_params(mesh_of(ONE)))
+    hf.export(zeros, model, make_byte_tokenizer(), folder)
+    tensors = safetensors.numpy.load_file(folder / "model.safetensors")
+    del tensors["model.norm.weight"]
+    safetensors.numpy.save_file(tensors, folder / "model.safetensors")
+    given = {"slots": 4, "max_prompt_tokens": WIDTH, "max_waiting": 1}
+    with pytest.raises(ConfigError, match=r"model\.norm\.weight"):
+        server_of(str(folder), sampling=SamplingConfig(max_completion_tokens=MOST), **given)
 
 
 def test_a_port_that_another_has_is_refused_before_anything_is_compiled(monkeypatch):

@@ -160,6 +160,15 @@ def test_calls_come_as_calls_whole_and_streamed(text, content, called):
         assert streamed[-1][1] == ("tool_calls" if called else "stop")
 
 
+def test_a_stream_goes_on_where_later_bytes_make_of_its_last_character_another():
+    """Of tokens that are bytes a run is decoded whole: one that is no character takes those before it along."""
+    with scripted("ab😀!defgh") as (server, tokenizer):
+        tokenizer.decode = lambda ids: "".join(map(chr, ids)).replace("😀!", "\ufffd" * 5)
+        said = stream(server, {"messages": [{"role": "user", "content": "hi"}]})
+        shown = [delta.get("content") or "" for delta, _ in said]
+    assert "".join(shown) == "ab😀" + "\ufffd" * 4 + "defgh"
+
+
 def ask(server, path, body, method="POST"):
     connection = http.client.HTTPConnection(server.server_address[0], server.server_port, timeout=60)
     connection.request(method, path, body if isinstance(body, str) else json.dumps(body))

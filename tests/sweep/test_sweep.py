@@ -3,6 +3,7 @@
 import csv
 import dataclasses
 import json
+import math
 import os
 import pathlib
 import re
@@ -342,6 +343,49 @@ def test_a_second_stage_that_cannot_be_made_is_named(tmp_path):
         sweep_module.run_stages(tmp_path, known, sweep, num_workers=1, serve=stand_in.SERVE)
 
 
+def test_a_second_stage_of_no_point_is_none(tmp_path):
+    sweep = Sweep([{"seed": 1}], then=lambda runs: [])
+    known = lambda: sweep_module.points_of("mine.py", {"num_iterations": 3}, sweep, tmp_path)
+    points, *ended = sweep_module.run_stages(tmp_path, known, sweep, num_workers=1, serve=stand_in.SERVE)
+    assert len(points) == 1 and ended == [{}, None] and list(known()) == list(points)
+    assert read_table(tmp_path / "table.csv")[0]["status"] == "finished"
+
+
+def test_a_label_that_raises_stops_no_point(tmp_path, capfd):
+    points = make_points(seeds(2))
+    given = Sweep(seeds(2), label=lambda point: point["nowhere"])
+    with pytest.raises(KeyError, match="nowhere"):  # at the end, where nothing is lost by it
+        sweep_module.run_sweep(tmp_path, points, given, num_workers=1, serve=stand_in.SERVE)
+    assert all(sweep_module.is_finished(tmp_path / name, config, given) for name, (_, config) in points.items())
+    assert "warning: the table is not written: KeyError: 'nowhere'" in capfd.readouterr().out
+
+
+def test_what_a_power_cut_has_left_half_written_stops_no_table(tmp_path):
+    points = make_points(seeds(1))
+    (name,) = points
+    run(tmp_path, points)
+    for file in ("config.json", "after.json", "eval_before.json"):
+        (tmp_path / name / file).write_text('{"a"')
+    (found,) = sweep_module.runs_of(tmp_path, points, Sweep(seeds(1)), {})
+    assert (found.status, found.made_with, found.after, found.before) == ("finished", {}, {}, {})
+
+
+def test_a_point_that_another_sweep_has_finished_is_not_run_again(tmp_path):
+    points = make_points(seeds(2))
+    first, second = points
+
+    def elsewhere(running, failed):
+        if running == [first] and not (tmp_path / second).exists():
+            (tmp_path / second).mkdir()
+            stand_in.write(tmp_path / second, points[second][1], 3)
+            (tmp_path / second / "report.html").touch()
+
+    configs = {name: config for name, (_, config) in points.items()}
+    how = {"num_workers": 1, "on_change": elsewhere, "serve": stand_in.SERVE}
+    assert sweep_module.run_points(tmp_path, configs, Sweep(seeds(2)), **how) == ({}, None)
+    assert (len(turns(tmp_path, first)), turns(tmp_path, second)) == (1, [])
+
+
 def test_two_workers_run_side_by_side_and_a_signal_lets_them_end(tmp_path, monkeypatch):
     points = make_points(product(grid({"optimizer.learning_rate": [stand_in.WAIT]}), seeds(3)))
     first = [tmp_path / name / "metrics.jsonl" for name in points]
@@ -623,4 +667,25 @@ def test_what_each_setting_does_is_found_with_bounds_that_hold_it():
                 half = 1.96 * np.std(mine) / np.sqrt(count)
                 assert abs((high - low) / 2 - half) < 0.2 * half and mean == pytest.approx(np.mean(mine))
     assert len(found[0].rows) == 3  # thirds of 600 different rates
+    base = Run("base", {}, "finished", rows(0.5))
+    (rate,) = (k for k in knobs([*runs, base], sweep, "eval/pass_rate last") if k.field == "optimizer.learning_rate")
+    assert {name: n for name, n, *_ in rate.rows}["None"] == 1
+    assert sorted(n for _, n, *_ in rate.rows) == [1, 200, 200, 200]
     assert knobs(runs[:1], sweep, "eval/pass_rate last") == []
+
+
+def test_of_fewer_than_three_runs_no_interval_is_told(tmp_path):
+    """A value's one run, drawn again and again, is always the same: its interval had no width."""
+    values = {1.0: [0.1, 0.2, 0.4], 2.0: [0.5, 0.6], 3.0: [0.9]}
+    runs = [Run(f"{x}{y}", {"x.lr": x}, "finished", rows(y)) for x, ys in values.items() for y in ys]
+    sweep = Sweep([run.point for run in runs])
+    (knob,) = knobs(runs, sweep, f"{M} last")
+    assert [(name, count, math.isfinite(low)) for name, count, _, low, _ in knob.rows] == [
+        ("1.0", 3, True),
+        ("2.0", 2, False),
+        ("3.0", 1, False),
+    ]
+    effect, low, high = knob.effect
+    assert effect == pytest.approx(0.9 - 0.7 / 3) and math.isnan(low) and math.isnan(high)
+    text = write_page(tmp_path / "sweep.html", runs, sweep, {}).read_text()
+    assert text.count("<small>too few runs</small>") == 3 and "nan" not in text

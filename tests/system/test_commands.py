@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 
 import jax
 import numpy as np
@@ -78,6 +79,7 @@ def test_greedy_takes_the_likeliest_token_whatever_the_seed(source, tmp_path):
         ('{"prompt": ""}\n', ":1: without `prompt_ids`: `prompt` is empty"),
         ('{"prompt_ids": [1, 999]}\n', ":1: `prompt_ids`: token id 999 is not in the model's vocabulary 0..259"),
         ('{"prompt_ids": []}\n', ":1: `prompt_ids` must hold at least 1"),
+        ('{"messages": [{"role": "user", "content": ""}]}\n', ":1: without `prompt_ids`: it has no token"),
         ('{"prompt": "' + "x" * 3000 + '"}\n', "more than the model's 2048 positions"),
     ],
 )
@@ -88,6 +90,26 @@ def test_bad_rows_are_named_with_file_and_line(source, tmp_path, text, names):
         generate.generate(source, str(path), sampling=SamplingConfig(), ignore_eos=False, batch_size=8, seed=0,
                           compute_dtype="float32")  # fmt: skip
     assert names in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("no/such/out.jsonl", "--output='no/such/out.jsonl' must be a file in a folder that exists"),
+        (".", "--output='.' must be a file in a folder"),
+        ("/proc/out.jsonl", "--output='/proc/out.jsonl' cannot be written: "),
+        ("x" * 300, "cannot be written: File name too long"),
+    ],
+)
+def test_an_output_that_cannot_be_written_is_told_before_the_work(tmp_path, monkeypatch, path, said):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        jsonl.check_output(path)
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "there").write_text("kept\n")
+    jsonl.check_output("there")
+    jsonl.check_output("new")
+    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("there", "kept\n")]
 
 
 @pytest.mark.parametrize("slots", [3, pytest.param(64, marks=pytest.mark.slow)])
