@@ -79,10 +79,11 @@ def absolute(path: Any) -> Any:
 
 
 def check(workdir: pathlib.Path, setting: str) -> None:
-    """Refuse a run whose checkpoints would lie elsewhere than they do.
+    """Refuse a run whose checkpoints would lie elsewhere than they do, or which has ended and has none any more.
 
     Raises:
-        ConfigError: the setting names no bucket, or the run of the workdir has its checkpoints elsewhere.
+        ConfigError: the setting names no bucket, the run of the workdir has its checkpoints elsewhere, or to begin it
+            anew would take its metrics.
     """
     if setting and not is_bucket(setting):
         raise ConfigError(f"checkpoint.bucket={setting!r:.200} must be '' or '{PREFIX}BUCKET/FOLDER'")
@@ -93,6 +94,13 @@ def check(workdir: pathlib.Path, setting: str) -> None:
         raise ConfigError(
             f"checkpoint.bucket={setting!r}, but the run of --workdir={workdir} has its checkpoints in "
             f"{before or 'the workdir'}: set it back, or use another workdir"
+        )
+    root, rows = place(setting or workdir / "checkpoints"), workdir / "metrics.jsonl"
+    has_ended = (workdir / "report.html").is_file() and rows.is_file() and rows.stat().st_size > 0
+    if has_ended and not (root.is_dir() and any(root.iterdir())):
+        raise ConfigError(
+            f"--workdir={workdir} has a run that has ended and no checkpoint of it in {root}: it would begin anew and "
+            "lose its metrics. Use another workdir, or remove report.html"
         )
 
 

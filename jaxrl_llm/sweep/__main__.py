@@ -42,7 +42,7 @@ import rich.console
 from absl import flags
 from ml_collections import config_flags
 
-from jaxrl_llm.config import Config, ConfigError, freeze, from_json, to_json
+from jaxrl_llm.config import Config, ConfigError, files, freeze, from_json, to_json
 from jaxrl_llm.reports.metric_table import METRICS, evaluation_values
 from jaxrl_llm.runtime import cli
 from jaxrl_llm.runtime.functions import resolve
@@ -132,14 +132,20 @@ def check_folders(folder: pathlib.Path, points: Points) -> None:
         ConfigError: naming point and settings.
     """
     for name, (_, config) in points.items():
-        path = folder / name / "config.json"
-        if not rows_of(folder / name) or not path.is_file():
+        path, rows = folder / name / "config.json", rows_of(folder / name)
+        if not rows or not path.is_file():
             continue
+        if rows[-1]["iteration"] > config.num_iterations:
+            said = f"{rows[-1]['iteration']} iterations, more than num_iterations={config.num_iterations}"
+            raise ConfigError(f"{folder / name} was run for {said}. Use another workdir")
         try:
             before = from_json(path.read_text())
         except ValueError as error:
             raise ConfigError(f"{path}: {error}") from error
-        if changed := changed_settings(before, config):
+        now, made = files(config), _object(path).get("made_with", {}).get("files", {})
+        changed = changed_settings(before, config)
+        changed |= {f"the file of {spec}": (old, now[spec]) for spec, old in made.items() if now.get(spec, old) != old}
+        if changed:
             raise ConfigError(f"{folder / name} was run with other settings: {listed(changed)}. Use another workdir")
 
 

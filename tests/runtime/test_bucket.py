@@ -225,6 +225,18 @@ def test_a_run_whose_checkpoints_lie_elsewhere_is_not_begun_anew(before, now, tm
         Checkpointer(tmp_path, CheckpointConfig(bucket=now))
 
 
+def test_a_run_that_has_ended_loses_no_metrics_with_its_checkpoints(tmp_path):
+    """Who removes them to save space, and gives the command again, had an empty metrics.jsonl."""
+    (tmp_path / "metrics.jsonl").write_text('{"iteration": 1}\n')
+    Checkpointer(tmp_path, CheckpointConfig()).close()  # stopped before its first one
+    (tmp_path / "checkpoints").rmdir()
+    (tmp_path / "report.html").touch()
+    with pytest.raises(ConfigError, match=rf"--workdir={tmp_path} has a run that has ended and no checkpoint of it in"):
+        Checkpointer(tmp_path, CheckpointConfig())
+    (tmp_path / "metrics.jsonl").write_text("")
+    Checkpointer(tmp_path, CheckpointConfig()).close()
+
+
 def last_lines(workdir):
     """Of the metrics, without times, and of the samples."""
     rows = [json.loads((workdir / f"{name}.jsonl").read_text().splitlines()[-1]) for name in ("metrics", "samples")]

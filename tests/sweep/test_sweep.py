@@ -14,11 +14,12 @@ import signal
 import numpy as np
 import pytest
 from support import stand_in_training as stand_in
+from support.building import ONE, mesh_of
 from support.command_line import run_command
 from support.page import Page
 from support.parsing import config_of
 
-from jaxrl_llm.config import Config, ConfigError, freeze
+from jaxrl_llm.config import Config, ConfigError, freeze, record
 from jaxrl_llm.reports.metrics import read_metrics
 from jaxrl_llm.sweep import __main__ as sweep_module
 from jaxrl_llm.sweep.points import Sweep, freeze_points, grid, product, seeds
@@ -416,6 +417,23 @@ def test_workers_divide_the_cores_of_a_cpu(monkeypatch):
     assert sweep_module.cores_of_workers(5) == [{0}, {1}, {2}, {5}, {0}]
     monkeypatch.delenv("JAX_PLATFORMS")
     assert sweep_module.cores_of_workers(2) == [set(), set()]
+
+
+def test_runs_of_another_reward_file_or_that_were_longer_are_refused(tmp_path):
+    """They would stand beside the new ones in one table."""
+    (tmp_path / "mine.py").write_text("def reward(completions, **columns):\n    return [0.0] * len(completions)\n")
+    spec, folder = f"{tmp_path}/mine.py:reward", tmp_path / "runs"
+    points = make_points([{"seed": 1}], rewards={"functions": [spec]})
+    ((name, (_, config)),) = points.items()
+    (folder / name).mkdir(parents=True)
+    stand_in.write(folder / name, config, 3)
+    (folder / name / "config.json").write_text(record(config, mesh_of(ONE)))
+    sweep_module.check_folders(folder, points)
+    with pytest.raises(ConfigError, match=f"{name} was run for 3 iterations, more than num_iterations=2"):
+        sweep_module.check_folders(folder, make_points([{"seed": 1}], num_iterations=2, rewards={"functions": [spec]}))
+    (tmp_path / "mine.py").write_text("def reward(completions, **columns):\n    return [1.0] * len(completions)\n")
+    with pytest.raises(ConfigError, match=f"{name} was run with other settings: the file of {spec} "):
+        sweep_module.check_folders(folder, points)
 
 
 def test_runs_with_other_settings_are_refused(tmp_path):
