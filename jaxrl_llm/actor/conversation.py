@@ -235,7 +235,9 @@ class Conversations:
                 said.append({"role": "assistant", "content": self._decode(rest)})
             messages.append(said)
             if self._environment.is_shown:
-                instances.append(self._environment.shown(episode, example, *_so_far(turns)))
+                has_failed = bool(turns) and turns[-1].reply.result().outcome != OUTCOME_SCORE
+                shown = lambda given=(episode, example, *_so_far(turns)): self._environment.shown(*given)
+                instances.append(_there(Reply(None)) if has_failed else shown())
             if turns:
                 replies.append([turn.reply for turn in turns])
             elif self._environment.has_reward:

@@ -17,8 +17,9 @@ from typing import Any
 
 from jaxrl_llm.actor import agents, environment_worker
 from jaxrl_llm.actor.printing import Printer
-from jaxrl_llm.actor.rewards import Worker, end, failed, imported, names_of, put_away
+from jaxrl_llm.actor.rewards import Worker, end, failed, imported, put_away
 from jaxrl_llm.config import Config, ConfigError, PromptsConfig
+from jaxrl_llm.runtime.functions import named
 from jaxrl_llm.types import OUTCOME_ERROR, OUTCOME_SCORE, Example
 
 BEGUN_AT_ONCE = 64  # of the questions before a run
@@ -70,12 +71,13 @@ class Environment(contextlib.AbstractContextManager):
             said = f"environments.factory={self._config.factory!r:.200} has no method get_reward"
             raise ConfigError(f"rewards.functions: 'environment' means nothing here: {said}")
         own = [imported(name, f"rewards.functions: {name!r}") for name in config.rewards.functions if ":" in name]
-        self.is_shown = self.role == "tool" and any("environments" in names_of(function) for function in own)
+        self.is_shown = self.role == "tool" and any(named(function, ("environments",)) for function in own)
         self._printer, self._closed, self._episodes = Printer(), False, itertools.count()
         how = [self._config.factory], self._printer, "environment_worker"
         self._workers = [Worker(*how) for _ in range(self._config.num_workers)]
         self._threads = [ThreadPoolExecutor(1, "environment") for _ in self._workers]
         self._over: list[list[str]] = [[] for _ in self._workers]  # episodes that its process need not keep
+        self._there: list[set[str]] = [set() for _ in self._workers]  # those that it has
 
     def begin(self) -> int:
         """A new episode's name; of all who ask this environment none has it twice."""
@@ -113,12 +115,20 @@ class Environment(contextlib.AbstractContextManager):
         try:
             if self._closed:
                 raise EOFError
-            timeout_s = self._config.timeout_s
+            if self._workers[place].process.poll() is not None:
+                self._there[place].clear()
+            self._there[place].difference_update(over)
+            played = len(given[4]) * (
+                given[5] is None and given[0] not in self._there[place]
+            )  # again, before this turn
+            timeout_s = self._config.timeout_s * (1 + played)
             answer, reward, wrong, state, tools = self._workers[place].ask(
                 (self._config.factory, over, *given, how), timeout_s
             )
             outcome = OUTCOME_SCORE if wrong is None else OUTCOME_ERROR
+            self._there[place].add(given[0]) if wrong is None else self._there[place].discard(given[0])
         except Exception as error:
+            self._there[place].clear()  # its process is another one now
             (outcome, wrong), answer, reward, state, tools = failed(error), None, None, None, None
         reason = f"environment on {example.origin or 'a prompt'}: {wrong}" if wrong else ""
         return Reply(answer, reward, outcome, reason, state, tools)

@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import math
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -57,7 +56,7 @@ class Episode:
         if num_turns:
             awaited(self.own.restore(state))
         else:
-            self.opening = _text(awaited(self.own.reset(**columns)), "reset")
+            self.opening = _text(_said(awaited(self.own.reset(**columns)), "reset"), "reset")
 
     def state(self) -> Any:
         """What ``restore`` takes, as JSON has it; None of a class that cannot be saved."""
@@ -117,10 +116,10 @@ class Episode:
         """Of the episode so far; None where its class has none."""
         if not callable(getattr(self.own, "get_reward", None)):
             return None
-        reward = awaited(self.own.get_reward())
-        if isinstance(reward, (str, bytes)) or not math.isfinite(float(reward)):
-            raise ValueError(f"get_reward returned {reward!r:.100}")
-        return float(reward)
+        reward, reasons = awaited(self.own.get_reward()), []
+        if (score := reward_worker.number(reward, reasons)) is None:
+            raise ValueError(f"get_reward {reasons[0]}")
+        return score
 
 
 def act(
@@ -159,7 +158,8 @@ def act(
     try:
         is_agent = agents.is_agent(environment)
         if not isinstance(environment, type) and not is_agent:
-            reply = _text(awaited(environment(prompt=prompt, turns=list(turns), **columns)), "the environment")
+            reply = _said(awaited(environment(prompt=prompt, turns=list(turns), **columns)), "the environment")
+            reply = _text(reply, "the environment")
             return [reply if reply is None else [{"role": "user", "content": reply}], None, None, None, None]
         episode, answered = _episodes.get(key), max(0, len(turns) - (not is_over))
         is_new, saved = episode is None or episode.num_turns != answered, ()
@@ -193,6 +193,13 @@ def _forget(key: str) -> None:
 
 def _told(error: Exception) -> str:
     return f"error: {type(error).__name__}: {error}"[:300]
+
+
+def _said(value: Any, whose: str) -> str | None:
+    """What is said to the policy as it is; what a tool returns may be anything that has a text."""
+    if not isinstance(value, str | None):
+        raise TypeError(f"{whose} returned {type(value).__name__}, not text or None")
+    return value
 
 
 def _text(value: Any, whose: str) -> str | None:

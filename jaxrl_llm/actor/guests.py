@@ -37,6 +37,7 @@ import jax
 import numpy as np
 
 from jaxrl_llm.actor.resampling import Sampled, ragged
+from jaxrl_llm.actor.reward_worker import MAX_SCORE
 from jaxrl_llm.actor.sources import Hindsight, source_of
 from jaxrl_llm.config import Config, ConfigError
 from jaxrl_llm.questions.tasks.files import question
@@ -302,9 +303,9 @@ class _Reader:
             return None
         if (method := self.config.algorithm).looks_at_parts:
             raise BadRowError(f"rewards are sums: algorithm.advantage={method.advantage.name!r} needs each function's")
-        is_number = lambda r: type(r) in (int, float) and abs(r) < 3e38
+        is_number = lambda r: type(r) in (int, float) and abs(r) <= MAX_SCORE
         if not isinstance(given, list) or len(given) != num or not all(r is None or is_number(r) for r in given):
-            raise BadRowError(f"`rewards` must be a list of {num} numbers, one for each completion, or null")
+            raise BadRowError(f"`rewards` must be a list of {num} numbers up to 1e12, one for each completion, or null")
         return [math.nan if r is None else float(r) for r in given]
 
     def _stop_reason(self, ids: list[int]) -> int:

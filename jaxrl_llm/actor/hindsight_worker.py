@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 from jaxrl_llm.actor import reward_worker
@@ -15,9 +16,9 @@ from jaxrl_llm.runtime.functions import awaited
 
 def call(function: Callable, prompt: Any, columns: dict[str, Any], completions: list[str]) -> tuple[list[str], str]:
     """Lines as JSON, and what went wrong, "" where nothing did."""
-    num = len(completions)
     try:
-        made = function([prompt] * num, completions, **{name: [value] * num for name, value in columns.items()})
+        given = {name: [deepcopy(value) for _ in completions] for name, value in columns.items()}
+        made = function([deepcopy(prompt) for _ in completions], completions, **given)
         return [json.dumps(line) for line in awaited(made)], ""
     except BaseException as error:  # SystemExit too
         return [], reward_worker.message(error)

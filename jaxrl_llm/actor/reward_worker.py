@@ -26,6 +26,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Set
+from copy import deepcopy
 from itertools import islice
 from json import dumps
 from math import nan
@@ -61,9 +62,9 @@ def call(
         by_completion["environments"] = [x and SimpleNamespace(**x) for x in by_completion["environments"]]
     try:
         returned = function(
-            prompts=[prompt] * num,
+            prompts=[deepcopy(prompt) for _ in completions],  # what is done to one is not done to others
             completions=completions,
-            **{key: [value] * num for key, value in columns.items()} | by_completion,
+            **{key: [deepcopy(value) for _ in completions] for key, value in columns.items()} | by_completion,
         )
         returned = awaited(returned)
         if isinstance(returned, (*TEXTS, Mapping, Set)):
@@ -128,7 +129,7 @@ def main(descriptor: int, specs: list[str], call: Callable = call) -> None:
         sys.setrecursionlimit(depth)
         for number, name in enumerate(("stdin", "stdout", "stderr")):
             os.dup2(kept[number], number)
-            if getattr(sys, name).closed:
+            if getattr(getattr(sys, name), "closed", False):  # a function may have put there what has no such
                 setattr(sys, name, os.fdopen(number, "rww"[number], buffering=1, closefd=False))
         print(dumps(answer), file=answers, flush=True)
 

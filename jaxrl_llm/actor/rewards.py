@@ -37,6 +37,7 @@ from jaxrl_llm.actor import reward_worker
 from jaxrl_llm.actor.printing import Printer, say
 from jaxrl_llm.config import ConfigError, RewardsConfig
 from jaxrl_llm.runtime import hosts
+from jaxrl_llm.runtime.functions import named
 from jaxrl_llm.runtime.nested import visible
 from jaxrl_llm.types import MAX_ERRORS_KEPT, OUTCOME_ERROR, OUTCOME_SCORE, OUTCOME_TIMEOUT, Example, Rewards
 
@@ -303,13 +304,6 @@ def imported(spec: str, said: str) -> Any:
         raise ConfigError(f"{said} cannot be used: {reward_worker.message(error)}") from error
 
 
-def names_of(function: Callable) -> tuple[str, ...]:
-    """Which of MORE it takes."""
-    with contextlib.suppress(ValueError):  # a function in C that does not say what it takes
-        return tuple(x for x in MORE if x in inspect.signature(function, follow_wrapped=False).parameters)
-    return ()
-
-
 def _checked_spec(name: str, task_scorer: str, examples: Sequence[Example]) -> tuple[str, tuple[str, ...]]:
     """The spec that ``name`` stands for, and which of MORE it takes.
 
@@ -321,7 +315,7 @@ def _checked_spec(name: str, task_scorer: str, examples: Sequence[Example]) -> t
         raise ConfigError("rewards.functions: 'task' means nothing here: this prompts.source has no scorer of its own")
     spec: Any = {"task": task_scorer, "math": MATH_SCORER}.get(name, name)
     function = imported(spec, f"rewards.functions: {name!r}")
-    more = names_of(function)
+    more = named(function, MORE)
     for columns, origin in {tuple(example.columns): example.origin for example in reversed(examples)}.items():
         try:
             given = {"prompts": 0, "completions": 0, **dict.fromkeys((*columns, *more))}

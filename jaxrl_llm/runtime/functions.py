@@ -11,6 +11,7 @@ import functools
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterable
@@ -40,6 +41,15 @@ def resolve(spec: str) -> Callable:
     if not callable(function):
         raise TypeError(f"{name} is not a function but {type(function).__name__}")
     return function
+
+
+def named(function: Callable, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Those of the names that are arguments of a function, or of the one that a decorator passes them on to."""
+    with contextlib.suppress(ValueError):  # a function in C that does not say what it takes
+        own, decorated = (inspect.signature(function, follow_wrapped=x).parameters for x in (False, True))
+        passes_on = any(argument.kind is argument.VAR_KEYWORD for argument in own.values())
+        return tuple(x for x in names if x in own or (passes_on and x in decorated))
+    return ()
 
 
 def awaited(value: Any) -> Any:

@@ -156,6 +156,17 @@ def test_an_episode_whose_process_died_is_played_again_and_must_answer_as_before
             assert second.outcome == OUTCOME_ERROR and "played again it answers" in second.reason
 
 
+def test_what_is_played_again_has_the_time_of_each_turn():
+    """Turns that had been answered in time were not when they came all at once: a resumed run was another one."""
+    turns = [call("add", number=i) for i in range(3)]
+    with Environment(config("SlowTool", timeout_s=2.0), [ONE]) as environment:
+        replies = play(environment, turns[:2])
+        environment._workers[0].process.send_signal(signal.SIGKILL)
+        environment._workers[0].process.wait()
+        third = environment.ask(0, ONE, turns, [reply.answer for reply in replies]).result(30)
+        assert (third.outcome, text(third)) == (OUTCOME_SCORE, "total 5"), third.reason
+
+
 def test_a_class_that_can_be_saved_goes_on_from_its_state_and_is_not_played_again():
     """It answers otherwise each time that it is played: what is played again has failed."""
     turns = [call("add", number=3), call("add", number=1), call("read")]
@@ -207,10 +218,23 @@ BAD = {
     "ReturnsBytes": (OUTCOME_ERROR, "the tool add returned bytes, not text"),
     "ReturnsTooMuch": (OUTCOME_ERROR, "the tool add returned 10000000 characters, more than 1048576"),
     "RewardIsNotANumber": (OUTCOME_ERROR, "get_reward returned nan"),
+    "RewardIsHuge": (OUTCOME_ERROR, "get_reward returned 1e+39 for a score"),
+    "ResetReturnsADict": (OUTCOME_ERROR, "reset returned dict, not text or None"),
+    "returns_a_pair": (OUTCOME_ERROR, "the environment returned tuple, not text or None"),
     "NeverReturns": (OUTCOME_TIMEOUT, "no answer after 1 s"),
     "ExitsTheProcess": (OUTCOME_ERROR, "its process died"),
     "CallsExit": (OUTCOME_ERROR, "SystemExit: 0"),
 }
+
+
+ALWAYS = (
+    "RaisesInConstructor",
+    "RaisesInReset",
+    "RewardIsNotANumber",
+    "RewardIsHuge",
+    "ResetReturnsADict",
+    "returns_a_pair",
+)
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -220,7 +244,7 @@ def test_one_that_cannot_answer_is_counted_and_the_next_episode_is_answered(name
         reply = environment.ask(0, ONE, [call("add", number=1)], ()).result(30)
         assert (reply.answer, reply.reward, reply.outcome) == (None, None, outcome)
         assert reply.reason.startswith("environment on here.jsonl:1: ") and said in reply.reason
-        if name not in ("RaisesInConstructor", "RaisesInReset", "RewardIsNotANumber"):
+        if name not in ALWAYS:
             assert environment.ask(1, ONE, [call("read")], ()).result(30).answer == by("tool", "2")
 
 

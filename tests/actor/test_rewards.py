@@ -1,5 +1,6 @@
 """Laws of the reward pool: every way a function can fail is counted as what it is, and the run goes on."""
 
+import functools
 import os
 import runpy
 import signal
@@ -21,6 +22,7 @@ from jaxrl_llm.actor.environment import Reply
 from jaxrl_llm.actor.rewards import MATH_SCORER, RewardPool
 from jaxrl_llm.config import ConfigError, PromptsConfig, RewardsConfig
 from jaxrl_llm.questions import tasks
+from jaxrl_llm.runtime.functions import named
 from jaxrl_llm.types import OUTCOME_ERROR, OUTCOME_SCORE, OUTCOME_TIMEOUT, Example
 
 FUNCTIONS = Path(__file__).parents[1] / "fixtures" / "reward_functions.py"
@@ -458,6 +460,39 @@ def test_arguments_that_a_function_spoils_or_keeps_are_whole_for_the_next():
         {"answer": ["4", ["four"]]},
         ["4", "5"],
     )
+
+
+def test_completions_of_a_call_share_no_prompt_and_no_column():
+    """A judge that appends a completion to its prompt saw those before it too."""
+    example = Example([{"role": "user", "content": "2+2="}], {"answer": ["4", "four"]})
+    with pool(user("uses_up")) as rewards:
+        got = rewards.collect([rewards.submit(example, ["4", "5", "6"])])
+    assert got.total.tolist() == [12.0] * 3 and got.errors == ()
+
+
+def test_a_stream_that_a_function_has_replaced_costs_no_worker():
+    with pool(user("tees")) as rewards:
+        got = rewards.collect([rewards.submit(EXAMPLE, ["1"]) for _ in range(3)])
+    assert got.errors == () and len(set(got.total)) == 1
+
+
+def test_what_a_decorator_passes_on_is_given():
+    def decorator(function):
+        @functools.wraps(function)
+        def passes_on(*given, **named):
+            return function(*given, **named)
+
+        @functools.wraps(function)
+        def keeps_to_itself(prompts, completions):
+            return function(prompts, completions, None)
+
+        return passes_on, keeps_to_itself
+
+    def reward(prompts, completions, messages, **columns):
+        """What they pass on to."""
+
+    more = ("messages", "environments")
+    assert [named(function, more) for function in (reward, *decorator(reward), len)] == [more[:1], more[:1], (), ()]
 
 
 def test_columns_that_cannot_be_handed_over_are_errors_and_huge_ones_are_handed_over():

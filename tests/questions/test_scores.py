@@ -42,6 +42,14 @@ def test_format(text, expected):
     assert scores.format(["p"], [text]) == [expected]
 
 
+@pytest.mark.parametrize("answer", [None, [], ["4", None]])
+def test_an_answer_that_is_not_there_is_no_score(answer):
+    """`null` was compared as the word "None"."""
+    for score in (scores.exact, scores.f1):
+        with pytest.raises(ValueError, match="there is nothing to compare with"):
+            score([], ["None"], [answer])
+
+
 def test_exact_and_partial_credit():
     texts = ["The Eiffel Tower.", "eiffel tower in Paris", "tower", "no", ""]
     answers = ["Eiffel tower"] * 5

@@ -90,7 +90,10 @@ def format(prompts: list, completions: list[str], **columns: Any) -> list[float]
 
 
 def _accepted(answer: Any) -> list[str]:
-    return [str(x) for x in answer] if isinstance(answer, list) else [str(answer)]
+    accepted = answer if isinstance(answer, list) else [answer]
+    if not accepted or None in accepted:
+        raise ValueError(f"`answer` is {answer!r}: there is nothing to compare with")
+    return [str(x) for x in accepted]
 
 
 def exact(prompts: list, completions: list[str], answer: list, **columns: Any) -> list[float]:
