@@ -15,6 +15,7 @@ from typing import Literal
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Int
 
+from jaxrl_llm.algorithms.surrogates import LOG_RATIO_LIMIT
 from jaxrl_llm.algorithms.use import needs
 from jaxrl_llm.algorithms.views import Tokens
 from jaxrl_llm.runtime.nested import Decay, NotNegative, Positive
@@ -61,7 +62,8 @@ def kl_estimate(
         d = policy_logp - ref_logp
         "k1" = d                 unbiased, may be negative; its gradient has mean 0 on fresh tokens
         "k2" = d^2 / 2           biased in value; its gradient is that of the KL on fresh tokens
-        "k3" = exp(-d) - 1 + d   unbiased, never negative; its gradient is that of KL(reference || policy)
+        "k3" = exp(-d) - 1 + d   unbiased, never negative; its gradient is that of KL(reference || policy). Below -20
+                                 nats exp(-d) is that of -20, a constant: of some 89 no float32 has it.
 
     Args:
         policy_logp, ref_logp: [B, T] f32 nats of the taken tokens, finite.
@@ -78,7 +80,7 @@ def kl_estimate(
     if kind == "k2":
         return 0.5 * jnp.square(difference)
     if kind == "k3":
-        return jnp.expm1(-difference) + difference
+        return jnp.expm1(-jnp.maximum(difference, -LOG_RATIO_LIMIT)) + difference
     raise ValueError(f"kind={kind!r} is not one of 'k1', 'k2', 'k3'")
 
 

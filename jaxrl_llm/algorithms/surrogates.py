@@ -63,6 +63,8 @@ def clipped(x: Tokens, *, low: Share = 0.2, high: NotNegative = 0.2, dual: OverO
 def sequence_clipped(x: Tokens, *, low: Share = 0.2, high: NotNegative = 0.2, dual: OverOneOrZero = 0.0) -> Terms:
     """The clipped surrogate of the row's ratio, u = exp(sum_t(policy_logp - old_logp)); its form is that of ``gspo``.
 
+    The log-ratio is cut to 20 nats from above, as that of every clipped surrogate.
+
     Source: the loss of Arnal et al. 2026, arXiv:2604.08706.
     """
     return _of_row_ratio(x, _length(x), low, high, dual)
@@ -343,6 +345,8 @@ def _clip(
     high: Float[ArrayLike, "B T"] | float,
     dual_clip: float,
 ) -> Terms:
+    # Of a row the sum: a long one would be inf, and inf times an advantage of 0 NaN. Its gradient stays, as large.
+    log_ratio = log_ratio - jax.lax.stop_gradient(jnp.maximum(log_ratio - LOG_RATIO_LIMIT, 0.0))
     ratio = jnp.exp(log_ratio)
     is_clipped = ((advantage > 0) & (ratio > high)) | ((advantage < 0) & (ratio < low))
     bound = jnp.where(advantage > 0, high, low)

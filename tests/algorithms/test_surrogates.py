@@ -245,10 +245,26 @@ def test_a_window_about_the_old_policy_does_not_bind_at_the_old_policy():
     assert not slope("remix_centred", replace(x, policy_logp=x.policy_logp - np.float32(0.2)))[1]
 
 
-@pytest.mark.parametrize(("policy", "behaviour"), [(-np.inf, -1.0), (0.0, -200.0)])
-@pytest.mark.parametrize("advantage", [1.0, -1.0])
-def test_impossible_or_huge_ratios_have_no_nan_gradient(policy, behaviour, advantage):
-    assert not np.isnan(slope("clipped", one_token(policy, behaviour, behaviour, advantage))[0])
+@pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
+@pytest.mark.parametrize(
+    ("name", "policy", "behaviour"),
+    [("clipped", -np.inf, -1.0), *((name, 0.0, -200.0) for name in (*RATIOS, "remix_centred"))],
+)
+def test_impossible_or_huge_ratios_have_a_finite_gradient_and_none_without_an_advantage(
+    name, policy, behaviour, advantage
+):
+    found = slope(name, one_token(policy, behaviour, behaviour, advantage))[0]
+    assert np.isfinite(found) and (advantage or found == 0)
+
+
+def test_a_long_row_far_from_its_old_policy_costs_the_batch_nothing():
+    """100 tokens, each 0.9 nats more likely by now: e^90 is no float32, and times an advantage of 0 NaN."""
+    mask = np.array([[True] * 100, [True] * 100])
+    old, advantage = np.full((2, 100), -1.0, np.float32), np.array([[0.0], [-1.0]], np.float32) * mask
+    x = tokens(old + np.float32(0.9), old, old, old, advantage.astype(np.float32), np.zeros(2, np.float32), mask)
+    slopes, _ = compiled("sequence_clipped")(x, np.ones_like(old))
+    assert (slopes[0] == 0).all()
+    np.testing.assert_allclose(slopes[1], 100 * np.exp(20.0), rtol=1e-5)  # of each token's share of the row's term
 
 
 def test_a_group_of_one_is_pulled_to_its_anchor_alone():
