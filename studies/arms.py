@@ -139,7 +139,7 @@ def arms_of(study: raw.Study, times: Mapping[str, Times] | None = None) -> list[
     found, (batch, budget) = [], _budget(study)
     arms = list(groups(study.reported()).values())
     draws = Resampling(len(arms[0]), next(iter(study.passed.values())).shape[-1])
-    pooled = times_of_work({study.labels[runs[0].name]: runs[0] for runs in arms}, times) if times else None
+    pooled = times_of_work({study.labels[runs[0].name]: runs[0] for runs in arms}, times or {})
     for members, config in zip(arms, raw.configs(study, [members[0] for members in arms]), strict=True):
         extra = costs.forwards(config)
         members = sorted(members, key=lambda run: run.point[SEED])
@@ -151,13 +151,15 @@ def arms_of(study: raw.Study, times: Mapping[str, Times] | None = None) -> list[
         passed = np.stack([study.passed[run.name][kept] for run in members])
         samples = study.samples_of[members[0].name]
         name = study.labels[members[0].name]
-        its_times, curves = pooled[name] if pooled else None, draws.curves(passed / samples)
-        found.append(Arm(name, members, samples, passed, curves, draws, at, extra, its_times, batch))
+        curves = draws.curves(passed / samples)
+        found.append(Arm(name, members, samples, passed, curves, draws, at, extra, pooled.get(name), batch))
     return found
 
 
 def times_of_work(arms: Mapping[str, Run], times: Mapping[str, Times]) -> dict[str, Times]:
     """Of each arm by its name; those that do the same in an iteration share the medians of what was measured of them.
+
+    An arm is missing where neither it was measured nor one that does the same.
 
     What differs between them is the noise of measuring: an iteration does not know how large the ring is, how far the
     rates go or how many come after it.
@@ -165,9 +167,10 @@ def times_of_work(arms: Mapping[str, Run], times: Mapping[str, Times]) -> dict[s
     work = lambda run: repr(sorted((k, v) for k, v in run.point.items() if k not in ELSE))
     alike: dict[str, list[Times]] = {}
     for name, run in arms.items():
-        alike.setdefault(work(run), []).append(times[name])
+        if name in times:
+            alike.setdefault(work(run), []).append(times[name])
     medians = {what: Times(*np.median(some, axis=0).tolist()) for what, some in alike.items()}
-    return {name: medians[work(run)] for name, run in arms.items()}
+    return {name: medians[work(run)] for name, run in arms.items() if work(run) in alike}
 
 
 def _budget(study: raw.Study) -> tuple[int, float]:

@@ -314,6 +314,8 @@ def test_arms_that_do_the_same_work_share_what_was_measured_of_them():
     found = arms.times_of_work(arms_by_name, times)
     assert found["a"] == found["b"] == found["c"] == costs.Times(0.1, 2.0, 4.0, 32.0, 128.0)
     assert found["other"] == times["other"]
+    some = arms.times_of_work(arms_by_name, {name: times[name] for name in ("a", "b")})
+    assert "other" not in some and some["c"] == costs.Times(0.1, 3.0, 6.0, 32.0, 128.0)  # as those that do its work
 
 
 def test_t_intervals_and_holm_by_hand():

@@ -3,7 +3,7 @@
     python -m jaxrl_llm.sweep --config=configs/sweeps/smollm2_arms.py --workdir=runs/smollm2_arms --workers=2
 
 What else may be done with four uses is done with a ring of two batches, which smollm2.py found better than one of
-eight. Some eight hours on 2 cores; the first three on sums are on file (`studies.raw --only` adds others to them).
+eight. Some eight hours on 2 cores; the first four on sums are on file (`studies.raw --only` adds others to them).
 """
 
 import runpy
