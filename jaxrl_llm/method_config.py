@@ -385,8 +385,9 @@ class MethodFacts:
                 a.surrogate.fact("reads") != "reward" or not getattr(a, name),
                 f"[algorithm.{name}] must be () for [algorithm.surrogate], which reads rewards and no advantages",
             )
+        of_tokens = {"value", "turn_reward"} & {*a.advantage.needs.columns}
         yield (
-            "value" not in a.advantage.needs.columns or not any(x.fact("of_row", False) for x in a.reshaping),
+            not of_tokens or not any(x.fact("of_row", False) for x in a.reshaping),
             "[algorithm.reshaping] is of a row's advantage, and that of [algorithm.advantage] is of a token",
         )
         decays = {x["decay"] for x in a.of_loss if "average_logp" in x.needs.columns and "decay" in x.settings}

@@ -132,6 +132,14 @@ def test_the_defaults_are_a_config():
         ),
         ({"algorithm": {"advantage": use("asymre", delta_v=float("nan"))}}, "algorithm.advantage.delta_v=nan must be"),
         (
+            {"algorithm": {"reshaping": ["reward_mask", "amplify_positive"]}},
+            "('reward_mask', 'amplify_positive') must have 'amplify_positive' before 'reward_mask'",
+        ),
+        (
+            {"algorithm": {"advantage": "gigpo", "reshaping": ["amplify_positive"]}},
+            "algorithm.reshaping=('amplify_positive',) is of a row's advantage, and that of algorithm.advantage='gi",
+        ),
+        (
             {"algorithm": {"advantage": "gae", "reshaping": ["entropy_factor"]}},
             "algorithm.reshaping=('entropy_factor',) is of a row's advantage, and that of algorithm.advantage='gae' is",
         ),

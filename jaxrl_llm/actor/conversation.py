@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
 from typing import Any
 
 import jax
@@ -22,7 +22,7 @@ import numpy as np
 
 from jaxrl_llm.actor import agents
 from jaxrl_llm.actor.environment import Environment, Reply, ids_of
-from jaxrl_llm.actor.rewards import Answer
+from jaxrl_llm.actor.rewards import CHECK_S, Answer
 from jaxrl_llm.actor.sampler import Sampler
 from jaxrl_llm.config import Config, ConfigError
 from jaxrl_llm.runtime import hosts, sharding
@@ -164,11 +164,14 @@ class Conversations:
                     turns.append(Turn(text, end, reply))
         return of_rows
 
-    def answers(self, sampler: Sampler) -> tuple[jax.Array, jax.Array]:
-        """What ``turns.hear`` takes, of rows that wait; waits itself for the replies."""
+    def answers(self, sampler: Sampler, check: Callable[[], None]) -> tuple[jax.Array, jax.Array]:
+        """What ``turns.hear`` takes, of rows that wait; waits itself for the replies, and as it waits calls ``check``."""
         shape = sampler.shards, sampler.entries, sampler.group_size
         tokens, verdict = np.zeros((*shape, self._limits.max_answer_tokens), np.int32), np.zeros(shape, np.int32)
         own, started = {}, time.monotonic()
+        replies = [self._rows[row][1][-1].reply for row in self._waiting]
+        while not all(hosts.exchange(not wait(replies, CHECK_S).not_done)):
+            check()
         for row in self._waiting:
             turn = self._rows[row][1][-1]
             if not turn.verdict:

@@ -147,7 +147,7 @@ class Generator:
         while True:
             self.check()
             while len(unread) <= ahead:
-                answers = self.talk.answers(sampler) if self.talk else ()
+                answers = self.talk.answers(sampler, self.check) if self.talk else ()
                 self.state, told = self.run["decode"](params, self.state, version, key, is_due, *answers)
                 unread.append(told)
             self._receive(leaving, on_finished)

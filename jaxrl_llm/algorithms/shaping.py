@@ -121,7 +121,14 @@ def answers_within(
 # ---- reshapings
 
 
-@needs(of_row=True)
+def _before_masks(path: str, settings: Any, config: Any) -> str:
+    """It gives a correct row's tokens an advantage of 1, those too that had been masked."""
+    names = [x.name for x in config.algorithm.reshaping]
+    masks = {"reward_mask", "without_wrong_turns"} & {*names[: names.index("amplify_positive")]}
+    return f"[algorithm.reshaping] must have 'amplify_positive' before {sorted(masks)[0]!r}" if masks else ""
+
+
+@needs(of_row=True, rule=_before_masks)
 def amplify_positive(advantage: Float[ArrayLike, "B S"], x: Rows, *, factor: Positive = 3.0) -> Float[Array, "B S"]:
     """1 for a correct row, ``factor`` times a positive advantage, and a negative one as it is; [B,S] f32.
 

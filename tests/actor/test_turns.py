@@ -26,7 +26,7 @@ from support.replies import by
 
 from jaxrl_llm.actor import redealing
 from jaxrl_llm.actor import turns as turns_of_rows
-from jaxrl_llm.actor.conversation import Conversations
+from jaxrl_llm.actor.conversation import Conversations, Turn
 from jaxrl_llm.actor.environment import Reply
 from jaxrl_llm.config import Config, EnvironmentsConfig, MeshConfig, SamplingConfig
 from jaxrl_llm.models import moe
@@ -34,6 +34,7 @@ from jaxrl_llm.models.architecture import Layer
 from jaxrl_llm.models.delta import Delta
 from jaxrl_llm.models.row_logp import row_logp
 from jaxrl_llm.runtime.programs import compile_all
+from jaxrl_llm.runtime.stop import Stopped
 from jaxrl_llm.types import OUTCOME_SCORE, OUTCOME_TIMEOUT, STOP_EOS, STOP_LENGTH, STOP_TURNS
 
 WIDTH, MAX_TURNS, ANSWER_TOKENS = 40, 3, 4
@@ -43,6 +44,24 @@ CONFIG = dataclasses.replace(
 )
 # Its answers have an id that ends a turn of the policy's.
 assert 215 in EOS_IDS
+
+
+def test_a_run_that_is_to_stop_waits_for_no_environment():
+    """A hanging one held a stop up for rows times environments.timeout_s, and the host was killed meanwhile."""
+    place = types.SimpleNamespace(begin=lambda: 0, is_agent=False)
+    talk = Conversations(place, types.SimpleNamespace(decode=letters), CONFIG)
+    turn = Turn("a", 1, concurrent.futures.Future())
+    talk._rows[0, 0, 0], talk._waiting = (0, [turn]), {(0, 0, 0)}
+    sampler, asked = types.SimpleNamespace(shards=1, entries=1, group_size=1), []
+
+    def check():
+        asked.append(turn.verdict)
+        if len(asked) == 2:
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        talk.answers(sampler, check)
+    assert asked == [0, 0] and talk.state() == []  # it is asked again by the run that goes on
 
 
 def answer_of(turns):
