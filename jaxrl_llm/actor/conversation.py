@@ -165,7 +165,7 @@ class Conversations:
         return of_rows
 
     def answers(self, sampler: Sampler, check: Callable[[], None]) -> tuple[jax.Array, jax.Array]:
-        """What ``turns.hear`` takes, of rows that wait; waits itself for the replies, and as it waits calls ``check``."""
+        """What ``turns.hear`` takes, of rows that wait; waits for the replies, and as it does calls ``check``."""
         shape = sampler.shards, sampler.entries, sampler.group_size
         tokens, verdict = np.zeros((*shape, self._limits.max_answer_tokens), np.int32), np.zeros(shape, np.int32)
         own, started = {}, time.monotonic()
