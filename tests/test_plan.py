@@ -352,7 +352,7 @@ def test_a_search_says_what_no_mesh_changes():
 
 
 def test_a_file_without_a_folder_is_refused_before_anything_is_compiled():
-    with pytest.raises(ConfigError, match=r"--json=nowhere/plan\.json must be a file in a folder that exists"):
+    with pytest.raises(ConfigError, match=r"--json='nowhere/plan\.json' must be a file in a folder that exists"):
         plan.plan(small_config(8), "v5e:2x4", json_path="nowhere/plan.json")
 
 

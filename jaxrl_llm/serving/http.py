@@ -141,10 +141,10 @@ class Handler(openai_api.Handler):
         except ValueError as error:  # a ConfigError too
             raise Refused(400, str(error)) from None
         stream, wants_logprobs = _flag("stream", stream), _flag("logprobs", body.pop("logprobs", None))
+        wants_usage = _flag("stream_options.include_usage", (options or {}).get("include_usage"))
         base = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": self.model}
         with self._submitted(ids, body, {}) as request:
             if stream:
-                wants_usage = _flag("stream_options.include_usage", (options or {}).get("include_usage"))
                 return self._stream(request, base, wants_usage, bool(given), wants_logprobs)
             tokens, logps, why = self._whole(request)
         text = _before(self.server.tokenizer.decode(tokens), request.stop, is_whole=True)

@@ -15,7 +15,7 @@ kl = jax.jit(kl_estimate, static_argnames="kind")
 
 def test_k3_of_a_token_that_the_policy_has_given_up_is_finite():
     # d = -94: e^94 = 7e40 is no float32; -19: as it is.
-    estimate = jax.jit(jax.value_and_grad(lambda logp: kl_estimate(logp, jnp.float32(-1.0), "k3")))
+    estimate = jax.jit(jax.value_and_grad(lambda logp: kl_estimate(logp, jnp.float32(-1.0), kind="k3")))
     for logp, value, slope in ((-95.0, np.exp(20.0) - 95, 1.0), (-20.0, np.exp(19.0) - 20, 1 - np.exp(19.0))):
         np.testing.assert_allclose(estimate(jnp.float32(logp)), (value, slope), rtol=1e-5)
 
