@@ -84,7 +84,6 @@ def command(config: Config, model: str, checkpoint: str, num_samples: int, adapt
         environments.opened(config, examples, tokenizer) as environment,
     ):
         run = assemble(config, source.architecture(), tokenizer.eos_ids, mesh)
-        source.check_weights(run.model.base, mesh)
         sampler = run.eval_sampler
         params = (
             None if checkpoint and not run.learner.base else source.load_params(run.model.base, mesh, seed=config.seed)

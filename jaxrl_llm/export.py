@@ -44,8 +44,7 @@ def export(checkpoint: str, path: str, output: str, dtype: str = "", *, merge: b
         raise ConfigError(f"--dtype={dtype!r} must be one of {', '.join(hf.numpy_dtypes())}; left out, as the model's")
     if os.path.exists(output) and not os.path.isdir(output):
         raise ConfigError(f"--output={output} is no folder")
-    if weights.is_run(output):
-        raise ConfigError(f"--output={output!r:.200} is the folder of a run, which a model would take the place of")
+    weights.check_output(output, "--output")
     if checkpoint:
         found: dict[str, Any] = {}
         params, config = weights.restore_params(checkpoint, check=found.update)

@@ -63,9 +63,8 @@ def generate(
     use_cache(Config().compilation_cache)
     mesh = sharding.make_mesh(MeshConfig())
     model = Model(arch, compute_dtype)
-    source.check_weights(model, mesh)
-    publishing = compile_all(publish.programs(model, mesh, mesh), mesh)["publish"]
-    params = publishing(source.load_params(model, mesh, seed=seed))
+    params = source.load_params(model, mesh, seed=seed)  # which may be wrong, before anything is compiled
+    params = compile_all(publish.programs(model, mesh, mesh), mesh)["publish"](params)
     shapes = publish.abstract_params(model, mesh)
     version, key = sharding.put((np.int32(0), rng.stream(seed, "sample")), sharding.replicated(mesh, (0, 0)))
     output: list[Any] = [None] * len(table)

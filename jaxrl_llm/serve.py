@@ -104,7 +104,7 @@ def _engines(
     if adapters:
         model = dataclasses.replace(model, lora=lora.common(configs.values()))
     is_greedy = sampling.temperature == 0
-    source.check_weights(model.base, mesh)
+    base = source.load_params(model.base, mesh, seed=seed)  # which may be wrong, before anything is compiled
     sampler = (Sampler if is_greedy else TemperingSampler)(
         model=model,
         mesh=mesh,
@@ -121,14 +121,13 @@ def _engines(
     )
     programs = sampler.programs(publish.abstract_params(model, mesh)) | publish.programs(model, mesh, mesh)
     compiled = compile_all(programs, mesh)
-    base, turn = source.load_params(model.base, mesh, seed=seed), threading.Lock()
     if adapters:
         own = {name: lora.fit(*each, model, mesh, base) for name, each in apart.items()}
         shared = compiled["publish_base"](base)
         params = {name: lora.join(compiled["publish"](each, base), shared) for name, each in own.items()}
     else:
         params = {path: compiled["publish"](base)}
-    key = sharding.put(rng.stream(seed, "sample"), sharding.replicated(mesh, 0))
+    turn, key = threading.Lock(), sharding.put(rng.stream(seed, "sample"), sharding.replicated(mesh, 0))
     compiled = {name: _in_turn(program, turn) for name, program in compiled.items()}
     given = sampler, compiled
     return {name: Engine(*given, each, key, tokenizer.decode, max_waiting) for name, each in params.items()}

@@ -41,10 +41,9 @@ from jaxrl_llm.ops.masks import completion_mask
 from jaxrl_llm.questions.ledger import Ledger
 from jaxrl_llm.questions.stream import EncodedExample, PromptStream, batch_of
 from jaxrl_llm.run import model_of
-from jaxrl_llm.runtime import cli, sharding
+from jaxrl_llm.runtime import cli, sharding, weights
 from jaxrl_llm.runtime.programs import Program, compile_all, use_cache
 from jaxrl_llm.runtime.sharding import leading, put, replicated
-from jaxrl_llm.runtime.weights import is_run
 from jaxrl_llm.types import Example, PromptBatch
 
 Rows = tuple[jax.Array, jax.Array, jax.Array]  # tokens [B,S], prompt_length [B], length [B], all i32
@@ -165,8 +164,7 @@ def sft(config: Config, out: pathlib.Path, *, until: float = 1.0) -> float:
         raise ConfigError("eval.num_prompts=0 must be at least 1: held-out questions tell how far training is")
     if config.update.load_balance:
         raise ConfigError(f"update.load_balance={config.update.load_balance} must be 0.0: sft has no balance cost")
-    if is_run(str(out)):
-        raise ConfigError(f"--out={str(out)!r:.200} is the folder of a run, which a model would take the place of")
+    weights.check_output(str(out), "--out")
     if config.model.lora.rank:
         peft.check_folder(out)
     use_cache(config.compilation_cache)

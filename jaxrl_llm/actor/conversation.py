@@ -238,9 +238,10 @@ class Conversations:
                 said.append({"role": "assistant", "content": self._decode(rest)})
             messages.append(said)
             if self._environment.is_shown:
-                has_failed = bool(turns) and turns[-1].reply.result().outcome != OUTCOME_SCORE
-                shown = lambda given=(episode, example, *_so_far(turns)): self._environment.shown(*given)
-                instances.append(_there(Reply(None)) if has_failed else shown())
+                if turns and turns[-1].reply.result().outcome != OUTCOME_SCORE:
+                    instances.append(_there(Reply(None)))
+                else:
+                    instances.append(self._environment.shown(episode, example, *_so_far(turns)))
             if turns:
                 replies.append([turn.reply for turn in turns])
             elif self._environment.has_reward:

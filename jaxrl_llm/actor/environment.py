@@ -77,7 +77,7 @@ class Environment(contextlib.AbstractContextManager):
         self._workers = [Worker(*how) for _ in range(self._config.num_workers)]
         self._threads = [ThreadPoolExecutor(1, "environment") for _ in self._workers]
         self._over: list[list[str]] = [[] for _ in self._workers]  # episodes that its process need not keep
-        self._there: list[set[str]] = [set() for _ in self._workers]  # those that it has
+        self._kept: list[set[str]] = [set() for _ in self._workers]  # episodes that it has
 
     def begin(self) -> int:
         """A new episode's name; of all who ask this environment none has it twice."""
@@ -112,23 +112,25 @@ class Environment(contextlib.AbstractContextManager):
 
     def _ask(self, place: int, example: Example, given: tuple[Any, ...], **how: bool) -> Reply:
         over, self._over[place] = self._over[place], []
+        (key, *_, answers, state_before), kept = given, self._kept[place]
         try:
             if self._closed:
                 raise EOFError
             if self._workers[place].process.poll() is not None:
-                self._there[place].clear()
-            self._there[place].difference_update(over)
-            played = len(given[4]) * (
-                given[5] is None and given[0] not in self._there[place]
-            )  # again, before this turn
-            timeout_s = self._config.timeout_s * (1 + played)
+                kept.clear()
+            kept.difference_update(over)
+            played_again = len(answers) if state_before is None and key not in kept else 0
+            timeout_s = self._config.timeout_s * (1 + played_again)
             answer, reward, wrong, state, tools = self._workers[place].ask(
                 (self._config.factory, over, *given, how), timeout_s
             )
             outcome = OUTCOME_SCORE if wrong is None else OUTCOME_ERROR
-            self._there[place].add(given[0]) if wrong is None else self._there[place].discard(given[0])
+            if wrong is None:
+                kept.add(key)
+            else:
+                kept.discard(key)
         except Exception as error:
-            self._there[place].clear()  # its process is another one now
+            kept.clear()  # its process is another one now
             (outcome, wrong), answer, reward, state, tools = failed(error), None, None, None, None
         reason = f"environment on {example.origin or 'a prompt'}: {wrong}" if wrong else ""
         return Reply(answer, reward, outcome, reason, state, tools)

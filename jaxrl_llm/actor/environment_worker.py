@@ -56,7 +56,7 @@ class Episode:
         if num_turns:
             awaited(self.own.restore(state))
         else:
-            self.opening = _text(_said(awaited(self.own.reset(**columns)), "reset"), "reset")
+            self.opening = _said(awaited(self.own.reset(**columns)), "reset")
 
     def state(self) -> Any:
         """What ``restore`` takes, as JSON has it; None of a class that cannot be saved."""
@@ -159,7 +159,6 @@ def act(
         is_agent = agents.is_agent(environment)
         if not isinstance(environment, type) and not is_agent:
             reply = _said(awaited(environment(prompt=prompt, turns=list(turns), **columns)), "the environment")
-            reply = _text(reply, "the environment")
             return [reply if reply is None else [{"role": "user", "content": reply}], None, None, None, None]
         episode, answered = _episodes.get(key), max(0, len(turns) - (not is_over))
         is_new, saved = episode is None or episode.num_turns != answered, ()
@@ -196,10 +195,10 @@ def _told(error: Exception) -> str:
 
 
 def _said(value: Any, whose: str) -> str | None:
-    """What is said to the policy as it is; what a tool returns may be anything that has a text."""
+    """``_text`` of what must be one already; what a tool returns may be anything that has one."""
     if not isinstance(value, str | None):
         raise TypeError(f"{whose} returned {type(value).__name__}, not text or None")
-    return value
+    return _text(value, whose)
 
 
 def _text(value: Any, whose: str) -> str | None:

@@ -77,16 +77,19 @@ def read_whole(
     check: Callable[[Any], Any] = lambda found: found,
     *,
     say: bool = True,
+    is_alone: bool = False,
 ) -> Any:
     """``check(read(path))`` of the checkpoint of an iteration; None = of the newest that is whole. None: there is none.
 
     All hosts take the same one: what one of them finds damaged is so for all. Programs on devices are for ``check``,
     which comes when every host has read its part: else hosts would run them for other checkpoints than others do.
+    With ``is_alone`` a host asks no other, for what it reads of a checkpoint's text.
 
     Raises:
         ConfigError: no such iteration, or none is whole.
     """
-    steps = hosts.exchange(steps_in(root))[0]
+    exchange = (lambda own: [own]) if is_alone else hosts.exchange
+    steps = exchange(steps_in(root))[0]
     if iteration is not None and iteration not in steps:
         raise ConfigError(f"no checkpoint of iteration {iteration} in {root}; there are {sorted(steps)}")
     damaged = None
@@ -98,7 +101,7 @@ def read_whole(
                 found = stage(found)
             except DamagedError as error:
                 said = " ".join(f"checkpoint {path} is damaged: {error}".split())
-            if damaged := next(filter(None, hosts.exchange(said)), None):
+            if damaged := next(filter(None, exchange(said)), None):
                 break
         else:
             return found
@@ -236,6 +239,13 @@ def changed_settings(saved: Config, config: Config) -> dict[str, tuple[Any, Any]
     }
 
 
+def changed_files(saved: dict[str, str], config: Config) -> dict[str, tuple[str, str]]:
+    """As ``changed_settings`` of the files of functions, by the digests that a run has saved of them, if any."""
+    now = files(config)
+    pairs = {spec: (old, now.get(spec, old)) for spec, old in saved.items()}
+    return {f"the file of {spec}": (old, new) for spec, (old, new) in pairs.items() if old != new}
+
+
 def listed(changed: dict[str, tuple[Any, Any]]) -> str:
     """The changes that ``changed_settings`` has found, to read."""
     return "; ".join(f"{name} {old!r} -> {new!r}" for name, (old, new) in changed.items())
@@ -248,9 +258,7 @@ def check_settings(text: dict[str, Any], config: Config, path: pathlib.Path, all
         text: of the checkpoint's config/.
         config: the settings now.
     """
-    now, changed = files(config), changed_settings(config_of(text, path), config)
-    pairs = {spec: (old, now.get(spec, old)) for spec, old in text.get("files", {}).items()}  # none in older ones
-    changed |= {f"the file of {spec}": (old, new) for spec, (old, new) in pairs.items() if old != new}
+    changed = changed_settings(config_of(text, path), config) | changed_files(text.get("files", {}), config)
     changed = {name: pair for name, pair in changed.items() if name in FIXED_SETTINGS or not allow_changes}
     if changed:
         more = "" if set(changed) & set(FIXED_SETTINGS) else ", or pass --allow_config_changes"

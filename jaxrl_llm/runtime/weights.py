@@ -18,7 +18,6 @@ from jaxrl_llm.ops.checksum import checksum
 from jaxrl_llm.runtime import bucket, hosts
 from jaxrl_llm.runtime.checkpoint import POLICY
 from jaxrl_llm.runtime.stored import (
-    DamagedError,
     best_of,
     by_name,
     check_arrays,
@@ -36,7 +35,7 @@ BEST = "best"
 
 def is_run(path: str) -> bool:
     """Whether it names the workdir of a run, its ``checkpoints``, one of these or the best; all of buckets does."""
-    if bucket.is_bucket(path):
+    if bucket.is_bucket(path := os.path.expanduser(path)):
         return True
     if not os.path.isdir(path):  # False too for a name that no file can have
         head, name = os.path.split(path.rstrip("/"))
@@ -50,9 +49,15 @@ def is_run(path: str) -> bool:
     return is_one and not any(pathlib.Path(folder).glob("*.safetensors"))  # else a model's
 
 
+def check_output(folder: str, flag: str) -> None:
+    """``ConfigError`` where a model that is written there would take the place of a run's settings."""
+    if is_run(folder):
+        raise ConfigError(f"{flag}={folder!r:.200} is the folder of a run, which a model would take the place of")
+
+
 def _meant(directory: str | os.PathLike) -> tuple[pathlib.Path, int | None]:
     """The folder of checkpoints, and the iteration of the one that is meant; None = of the newest."""
-    path = bucket.absolute(bucket.place(directory))
+    path = bucket.absolute(bucket.place(os.path.expanduser(directory)))
     if is_best := path.name == BEST and not path.is_dir():
         path = path.parent
     root = path / "checkpoints" if (path / "checkpoints").is_dir() else path
@@ -75,14 +80,8 @@ def config_of_run(directory: str | os.PathLike, abstract_params: Any = None) -> 
     Raises:
         ConfigError: as there.
     """
-    root, iteration = _meant(directory)
-    damaged = None
-    for path in (root / str(step) for step in (steps_in(root) if iteration is None else [iteration])):
-        try:
-            return _about(path, abstract_params)[0], os.fspath(path)
-        except DamagedError as error:
-            damaged = damaged or " ".join(f"checkpoint {path} is damaged: {error}".split())
-    raise ConfigError(damaged)
+    read = lambda path: (_about(path, abstract_params)[0], os.fspath(path))
+    return read_whole(*_meant(directory), read, say=False, is_alone=True)
 
 
 def restore_params(

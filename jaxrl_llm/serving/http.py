@@ -182,7 +182,6 @@ class Handler(openai_api.Handler):
         tokens, logps, said, held = [], [], "", (tools.BEGIN, tools.MISTRAL) if has_tools else ()
         delta({"role": "assistant", "content": ""})
         for new, its_logps, why in self._deltas(request):
-            self._check_client()
             tokens += new
             logps += its_logps
             whole = _before(self.server.tokenizer.decode(tokens), request.stop, is_whole=bool(why))
@@ -264,10 +263,13 @@ class Handler(openai_api.Handler):
         why = None
         while why is None:
             try:
-                tokens, logps, why = request.deltas.get(timeout=POLL_S)
+                delta = request.deltas.get(timeout=POLL_S)
             except queue.Empty:
-                self._check_client()
+                delta = None
+            self._check_client()
+            if delta is None:
                 continue
+            tokens, logps, why = delta
             if why == "error":
                 raise Refused(500, f"the engine has ended: {self.server.engines[self.model].error!r:.200}")
             yield tokens, logps, why
@@ -282,7 +284,6 @@ class Handler(openai_api.Handler):
         tokens, logps, why = [], [], None
         for new, of_new, ended in self._deltas(request):
             tokens, logps, why = tokens + new, logps + of_new, ended
-            self._check_client()
         return tokens, logps, why
 
 

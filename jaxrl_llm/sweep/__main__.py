@@ -42,14 +42,14 @@ import rich.console
 from absl import flags
 from ml_collections import config_flags
 
-from jaxrl_llm.config import Config, ConfigError, files, freeze, from_json, to_json
+from jaxrl_llm.config import Config, ConfigError, freeze, from_json, to_json
 from jaxrl_llm.reports.metric_table import METRICS, evaluation_values
 from jaxrl_llm.runtime import cli
 from jaxrl_llm.runtime.functions import resolve
 from jaxrl_llm.runtime.json_lines import read_log
 from jaxrl_llm.runtime.nested import differences, flatten, visible
 from jaxrl_llm.runtime.stop import StopRequest
-from jaxrl_llm.runtime.stored import changed_settings, listed
+from jaxrl_llm.runtime.stored import changed_files, changed_settings, listed
 from jaxrl_llm.sweep import table
 from jaxrl_llm.sweep.points import AFTER, Point, Sweep, freeze_points
 from jaxrl_llm.sweep.table import Run
@@ -142,16 +142,14 @@ def check_folders(folder: pathlib.Path, points: Points) -> None:
             before = from_json(path.read_text())
         except ValueError as error:
             raise ConfigError(f"{path}: {error}") from error
-        now, made = files(config), _object(path).get("made_with", {}).get("files", {})
-        changed = changed_settings(before, config)
-        changed |= {f"the file of {spec}": (old, now[spec]) for spec, old in made.items() if now.get(spec, old) != old}
-        if changed:
+        made_of = _object(path).get("made_with", {}).get("files", {})
+        if changed := changed_settings(before, config) | changed_files(made_of, config):
             raise ConfigError(f"{folder / name} was run with other settings: {listed(changed)}. Use another workdir")
 
 
 def runs_of(folder: pathlib.Path, points: Points, sweep: Sweep, failed: Mapping[str, str]) -> list[Run]:
     """Every point, and what is on disk of it."""
-    runs, afters = [], {name: _after(folder / name) for name in points}
+    runs, afters = [], {name: _object(folder / name / AFTER) for name in points}
     columns = dict.fromkeys(column for after in afters.values() for column in after)
     for name, (point, config) in points.items():
         rows = rows_of(folder / name)
@@ -168,10 +166,6 @@ def before(workdir: pathlib.Path) -> dict[str, float | None]:
     """What a run's policy was found to be before it trained, by metric; nothing where that is not on file."""
     found = _object(workdir / "eval_before.json")
     return evaluation_values(found) if found else {}
-
-
-def _after(workdir: pathlib.Path) -> dict[str, float]:
-    return _object(workdir / AFTER)
 
 
 def _object(path: pathlib.Path) -> dict[str, Any]:

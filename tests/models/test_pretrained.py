@@ -129,6 +129,9 @@ def test_a_run_is_begun_from_one_checkpoint_that_stays(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=rf"best': no finished checkpoint in {tmp_path}/empty"):
         (tmp_path / "empty/checkpoints").mkdir(parents=True)
         trained.check(config(path=f"{tmp_path}/empty/best"), run)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"model.path='~/run/checkpoints/1' is a run; with model.lora.rank=4"):
+        train_module.train(config(path="~/run/checkpoints/1", lora={"rank": 4}), tmp_path / "other")
     monkeypatch.chdir(run)  # "", no reference, is not the folder that one happens to be in
     trained.check(config(), tmp_path / "other")
     assert not is_run("") and is_run(".") and is_run("best")

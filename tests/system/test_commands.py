@@ -16,7 +16,8 @@ from jaxrl_llm import evaluate, generate, score
 from jaxrl_llm.actor import evaluation
 from jaxrl_llm.config import ConfigError, SamplingConfig, freeze
 from jaxrl_llm.models.architecture import PRESETS
-from jaxrl_llm.models.files import pretrained
+from jaxrl_llm.models.files import hf, pretrained
+from jaxrl_llm.models.files.gguf import make_byte_tokenizer
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.questions import jsonl
 
@@ -172,6 +173,19 @@ def test_a_run_s_folder_is_evaluated_as_a_model_like_its_checkpoint(tmp_path, ca
     said = capsys.readouterr().err
     assert said.count(f"warning: {run} may have been trained on some of these questions") == 2
     assert said.count("(seed 0 -> 1") == 2
+
+
+def test_a_checkpoint_is_evaluated_without_the_weights_that_it_was_trained_from(tmp_path):
+    model = Model(PRESETS["debug"])
+    zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), model.abstract_params(mesh_of(ONE)))
+    hf.export(zeros, model, make_byte_tokenizer(), tmp_path / "model")
+    run = save_run(tmp_path / "run", str(tmp_path / "model"), zeros)
+    (tmp_path / "model/model.safetensors").unlink()
+    fixed = {"model.path": str(tmp_path / "model"), "eval.num_prompts": 2, "sampling.max_completion_tokens": 4}
+    config = freeze(settings_of(DEBUG_CONFIG, fixed))
+    assert evaluate.command(config, "", str(run), 1)["num_samples"] == 1
+    with pytest.raises(ConfigError, match="safetensors"):
+        evaluate.command(config, str(tmp_path / "model"), "", 1)
 
 
 def test_other_sources_and_files_hold_out_what_no_run_was_trained_on():

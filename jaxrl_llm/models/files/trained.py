@@ -38,9 +38,9 @@ def check(config: Config, workdir: Path) -> None:
             _, found = weights.config_of_run(given)
             if found != str(bucket.absolute(bucket.place(given))):
                 raise ConfigError(f"a run's newest and best checkpoints may change; name one of them: {found!r}")
-            for own in (str(bucket.absolute(workdir)), config.checkpoint.bucket.rstrip("/")):
-                if own and found.startswith(f"{own}/"):
-                    raise ConfigError(f"is of this run itself, whose folder is {own!r}; give the run another --workdir")
+            own = str(bucket.absolute(bucket.place(config.checkpoint.bucket or workdir)))
+            if found.startswith(f"{own}/"):
+                raise ConfigError(f"is of this run itself, whose folder is {own!r}; give the run another --workdir")
 
 
 @contextlib.contextmanager
