@@ -25,7 +25,7 @@ import numpy as np
 from jaxrl_llm.replay_plan import Costs
 from jaxrl_llm.sweep import fits
 from jaxrl_llm.sweep.intervals import Interval
-from studies import arms, costs, pictures, raw, seeds, transfer
+from studies import arms, bandit, costs, pictures, raw, seeds, transfer
 from studies.arms import DECLARED, Arm, Way, at_mu
 from studies.design import COST_RATIO, RATE, SMOLLM2_THRESHOLD, SUMS, THRESHOLD, without_rate
 
@@ -50,10 +50,10 @@ def arms_of(name: str) -> tuple[Arm, ...]:
 # ---- tables ----------------------------------------------------------------------------------------------------
 
 
-def table_of(name: str, *, threshold: float = THRESHOLD, best_first: bool = False) -> str:
-    """Arms of a study; what is saved is against its own on-policy arm, or that of E2."""
+def table_of(name: str, *, base_of: str = "", threshold: float = THRESHOLD, best_first: bool = False) -> str:
+    """Arms of a study; what is saved is against the on-policy arm of ``base_of``, or its own."""
     found = list(arms_of(name))
-    base = arms.on_policy(found) or arms.on_policy(arms_of("e2"))
+    base = arms.on_policy(arms_of(base_of or name))
     if best_first:
         found.sort(key=lambda arm: -arm.end()[0])
     return arms.table(found, threshold, base=base)
@@ -157,6 +157,9 @@ def by_seeds() -> str:
         cost(f"saved at mu 1, y {y}, N 8 B", grid[y, 8], grid[1, 1], at_mu(1.0))
     for y in (2, 4, 8):
         cost(f"seconds saved, y {y}, N 8 B", grid[y, 8], grid[1, 1], Arm.over_seconds)
+    sequences = pictures.grid_of(arms_of("e2_sequence"))
+    for y in (2, 4):
+        cost(f"seconds saved, sequences, y {y}, N 8 B", sequences[y, 8], sequences[1, 1], Arm.over_seconds)
     for y in (1, 2, 4, 8, 16):
         end(f"end, y {y}, N 8 B", grid[y, 8], grid[1, 1])
     e3, league = by_name("e3"), by_name("league")
@@ -335,14 +338,46 @@ def fit_of_noise(name: str) -> str:
     )
 
 
+def files() -> str:
+    """What is on file: the runs of each sweep, and what made them."""
+    rows, total = [], np.zeros(2, int)
+    for path in sorted((DOCS / "raw").glob("*.json.xz")):
+        of = study(path.name.removesuffix(".json.xz"))
+        made, sweep = of.made_with, pathlib.Path(of.config).name
+        counts = np.array([len(of.runs), len(of.runs) - len(of.reported())])
+        machine = made.get("devices", "1 x cpu").replace("1 x cpu", f"CPU, cores: {made['machine']['cores']}")
+        rows.append([f"`{path.name}`", f"`{sweep}`", f"`{made['commit'][:7]}`", machine, *map(str, counts)])
+        total += counts
+    head = ("in `docs/raw`", "in `configs/sweeps`", "commit", "machine", "runs", "that only chose rates")
+    return arms.markdown(head, [*rows, ["all", "", "", "", *map(str, total)]])
+
+
+def bases() -> str:
+    """The on-policy arms of the small model, each made anew, and what E2's arms save against each."""
+    grid = pictures.grid_of(arms_of("e2"))
+    found = {"E2's": grid[1, 1], "E4's": arms.on_policy(arms_of("e4"))}
+    found["with the ratio of sequences"] = arms.on_policy(arms_of("e2_sequence"))
+    shown = ((1, 8), (2, 8), (4, 8), (8, 8))
+    rows = []
+    for name, base in found.items():
+        saved = [arms.saved(grid[key], base, THRESHOLD, DECLARED).shown(".0%") for key in shown]
+        to = Interval.of(base.to(THRESHOLD, DECLARED(base))).shown(".0f")
+        rows.append([name, Interval.of(base.end()).shown(), to, *saved])
+    heads = (f"saved by y {y}, N {n} B" for y, n in shown)
+    return arms.markdown(["on-policy arm", "held-out pass rate", f"batches to {THRESHOLD:.2f}", *heads], rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
+    "files": files,
+    "e1": lambda: arms.markdown(bandit.HEAD, bandit.rows()),
+    "bases": bases,
     "e2": lambda: table_of("e2"),
     "e2_rates": lambda: rates("e2"),
     "e2_lives": lambda: lives("e2"),
     "e2_ranks": lambda: ranks("e2"),
     "e2_stands": lambda: stands("e2"),
     "e2_unfilled": lambda: unfilled("e2"),
-    "e2_small_batches": lambda: table_of("e2_small_batches"),
+    "e2_small_batches": lambda: table_of("e2_small_batches", base_of="e4"),
     "by_seeds": by_seeds,
     "e2_fits": lambda: sigmoids("e2", "e4"),
     "e2_ring": lambda: against_ring("e2"),
@@ -353,16 +388,16 @@ TABLES: dict[str, Callable[[], str]] = {
     "noise": lambda: fit_of_noise("e2"),
     "e2_sequence": lambda: table_of("e2_sequence"),
     "e2_sequence_rates": lambda: rates("e2_sequence"),
-    "e3": lambda: table_of("e3"),
+    "e3": lambda: table_of("e3", base_of="e2"),
     "e3_rates": lambda: rates("e3"),
     "e4": lambda: table_of("e4"),
     "e4_rates": lambda: rates("e4"),
     "e5": lambda: table_of("e5"),
     "e5_rates": lambda: same_rate("e5"),
-    "e6": lambda: table_of("e6"),
+    "e6": lambda: table_of("e6", base_of="e2"),
     "e6_ends": lambda: differences("e6"),
     "e6_rates": lambda: rates("e6"),
-    "league": lambda: table_of("league", best_first=True),
+    "league": lambda: table_of("league", base_of="e4", best_first=True),
     "league_rates": lambda: rates("league"),
     "league_spread": lambda: spread("league", "grpo"),
     "smollm2_sums": lambda: pretrained("sums"),

@@ -20,13 +20,13 @@ DELTAS = (-0.5, -0.3, -0.1, -0.03, 0.0, 0.03, 0.1)
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:
-    weight = np.exp(logits - logits.max())
-    return weight / weight.sum()
+    weight = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    return weight / weight.sum(axis=-1, keepdims=True)
 
 
 def gradient(policy: np.ndarray, behaviour: np.ndarray, rewards: np.ndarray, delta_v: float) -> np.ndarray:
-    """Of E_behaviour[(r - (V + delta_v)) log policy] by the logits [A]:  mu (r - V - delta_v) + delta_v pi."""
-    value = behaviour @ rewards
+    """Of E_behaviour[(r - (V + delta_v)) log policy] by the logits [..., A]:  mu (r - V - delta_v) + delta_v pi."""
+    value = (behaviour @ rewards)[..., None]
     return behaviour * (rewards - value - delta_v) + delta_v * policy
 
 
@@ -45,7 +45,7 @@ def limit(behaviour: np.ndarray, rewards: np.ndarray, delta_v: float) -> np.ndar
 
 
 def run(behaviour: np.ndarray, rewards: np.ndarray, delta_v: float, *, steps: int = 3000, rate: float = 1.0):
-    """The policy [A] after so many steps from the behaviour on."""
+    """The policy [..., A] after so many steps from the behaviour on."""
     logits = np.log(behaviour)
     for _ in range(steps):
         logits = logits + rate * gradient(softmax(logits), behaviour, rewards, delta_v)
@@ -61,14 +61,26 @@ def summary(policy: np.ndarray, rewards: np.ndarray) -> tuple[float, float, int]
     )
 
 
-def main() -> None:
-    print("delta_V   reward   entropy   arms with 1 %   end on one arm   on one that is not the best   (20 behaviours)")
+HEAD = ("delta_V", "reward", "entropy, nats", "arms with 1 %", "end on one arm", "on one that is not the best")
+
+
+def rows() -> list[list[str]]:
+    """Of 20 behaviours by delta_V, as ``HEAD``: medians of the first three figures, numbers of behaviours."""
+    found = []
     for delta_v in DELTAS:
-        ends = [run(softmax(2 * np.random.default_rng(s).normal(size=8)), REWARDS, delta_v) for s in range(20)]
+        behaviours = softmax(np.stack([2 * np.random.default_rng(s).normal(size=8) for s in range(20)]))
+        ends = run(behaviours, REWARDS, delta_v)
         reward, entropy, arms = np.median([summary(policy, REWARDS) for policy in ends], axis=0)
         collapsed = [policy for policy in ends if policy.max() > 0.99]
         wrong = sum(REWARDS[policy.argmax()] < REWARDS.max() for policy in collapsed)
-        print(f"{delta_v:7.2f}  {reward:7.3f}  {entropy:8.3f}  {arms:14.0f}  {len(collapsed):14d}  {wrong:27d}")
+        cells = [f"{delta_v:.2f}", f"{reward:.3f}", f"{entropy:.3f}", f"{arms:.0f}"]
+        found.append([*cells, f"{len(collapsed)} of 20", f"{wrong}"])
+    return found
+
+
+def main() -> None:
+    for cells in (HEAD, *rows()):
+        print("  ".join(f"{cell:>{len(head)}}" for cell, head in zip(cells, HEAD, strict=True)))
 
 
 if __name__ == "__main__":
