@@ -27,7 +27,7 @@ from studies.design import COST_RATIO, EVERY, GROUP, RATE, within, without_rate
 METRIC = "eval/pass_rate"
 LAST = 3  # evaluations that the end is the mean of
 DELTA_V = "algorithm.advantage.delta_v"
-ELSE = ("replay.capacity", "num_iterations", EVERY, RATE, SEED, DELTA_V)  # an iteration's seconds do not depend on these
+ELSE = ("replay.capacity", "num_iterations", EVERY, RATE, SEED, DELTA_V)  # no matter to an iteration's seconds
 
 
 @dataclasses.dataclass(frozen=True)
