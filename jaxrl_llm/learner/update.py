@@ -140,8 +140,7 @@ class Update:
         algorithm = self.algorithm
         if algorithm.step_size:
             names = ("sequence_ratio_sum", "sequence_ratio_square_sum", "row_count")
-            scale = algorithm.step_size(*(sums[name] for name in names))
-            sums |= {"rate_scale_sum": scale}
+            sums["rate_scale_sum"] = scale = algorithm.step_size(*(sums[name] for name in names))
         sums |= {f"{name}_sum": value for name, value in state.scalars.items()} | adapter_modules.sums(state.opt_state)
 
         def apply(state: TrainState) -> TrainState:
@@ -160,9 +159,11 @@ class Update:
             scalars = {name: moved(coefficient) for name, coefficient in state.scalars.items()}
             return TrainState(params, opt_state, state.step + 1, others, scalars)
 
-        return run_if(usable, apply, state), sums | {
-            "grad_norm_sum": norm["policy"],
-            "update_count": jnp.float32(1),
+        # Figures are of what was trained on; the sampler-learner gap, which tells of a fault, is of every batch.
+        told = sums | {"grad_norm_sum": norm["policy"], "update_count": jnp.float32(1)}
+        told = {k: x if k.startswith(("gap_", "own_")) else jnp.where(usable, x, 0) for k, x in told.items()}
+        return run_if(usable, apply, state), told | {
+            "batch_count": (sums["token_count"] > 0).astype(jnp.float32),
             "skipped_count": 1.0 - usable.astype(jnp.float32),
             "nonfinite_count": 1.0 - is_finite.astype(jnp.float32),
         }
@@ -350,9 +351,8 @@ class Update:
             loss += algorithm.divergence["coefficient"] * jnp.sum(weight_BS * kl)
             sums["kl_reference_sum"] = jnp.sum(kl)
         if algorithm.entropy_bonus:
-            coefficient = moment.entropy_coefficient
-            if coefficient is None:
-                coefficient = algorithm.entropy_bonus["coefficient"]
+            moved, fixed = moment.entropy_coefficient, algorithm.entropy_bonus["coefficient"]
+            coefficient = fixed if moved is None else moved
             loss -= coefficient * jnp.sum(weight_BS * jnp.where(mask, entropy, 0.0))
         if head is not None:
             of_rows = outputs, rows.columns["returns"], rows.columns.get("value"), mask
@@ -362,7 +362,7 @@ class Update:
         for one, weight in zip(algorithm.cross_entropies, weights.cross_entropies, strict=True):
             value = cross_entropy(prompt_logp if one.fact("reads") == "prompt_logp" else policy_logp, weight)
             loss += one["coefficient"] * value
-            sums[f"{one.name}_loss_sum"] = value
+            sums |= {f"{one.name}_loss_sum": value, f"{one.name}_weight_sum": jnp.sum(weight)}
 
         sums |= moe.sums(routed, mask, moment.expert_counts, self.model.arch)
         if self.config.load_balance:

@@ -198,7 +198,7 @@ def metrics(used: dict[str, Any]) -> dict[str, float]:
     """Of the sums of an iteration's updates, on the host: how even the experts' loads are; nothing without experts."""
     if "expert_counts" not in used:
         return {}
-    counts_LE, num_updates = np.asarray(used["expert_counts"], np.float64), float(used["update_count"])
+    counts_LE, num_updates = np.asarray(used["expert_counts"], np.float64), float(used["update_count"]) or math.nan
     values = {"update/expert_balance": float(used["balance_sum"]) / num_updates} if "balance_sum" in used else {}
     share_LE = counts_LE / np.maximum(counts_LE.sum(axis=1, keepdims=True), 1.0)
     entropy_L = -np.sum(share_LE * np.log(np.where(share_LE > 0, share_LE, 1.0)), axis=1)

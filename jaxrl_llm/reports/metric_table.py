@@ -142,7 +142,8 @@ METRICS: dict[str, Metric] = {
         "Cross-entropy of environments' answers, each row's a mean over its tokens; mean over the rows.",
     ),
     "update/imitation_nats": Metric(
-        "nats per token", "Cross-entropy of the correct rollouts of others; mean over their tokens, 0 where none."
+        "nats per token",
+        "Cross-entropy of the correct rollouts of others, mean over their tokens; mean over the batches with any.",
     ),
     "update/value_loss": Metric("loss", "Loss of the critic's predictions, mean over trained completion tokens."),
     "update/explained_variance": Metric(
@@ -160,7 +161,9 @@ METRICS: dict[str, Metric] = {
     ),
     "update/grad_norm": Metric("norm", "Global gradient norm before clipping, mean over the optimizer steps."),
     "update/skipped_steps": Metric(
-        "steps", "Optimizer steps skipped: nothing trainable could be drawn, or they are among update/nonfinite_steps."
+        "steps",
+        "Optimizer steps skipped, which no figure above counts: nothing trainable could be drawn, or they are among "
+        "update/nonfinite_steps.",
     ),
     "update/nonfinite_steps": Metric(
         "steps", "Optimizer steps skipped because the loss or the norm of a gradient was infinite or not a number."
@@ -189,7 +192,7 @@ METRICS: dict[str, Metric] = {
         "optimizer steps", "Since a drawn rollout was last drawn, mean over draws that were not the first."
     ),
     "replay/unique_prompts_mean": Metric(
-        "prompts", "Different prompts in an update batch, mean over the iteration's optimizer steps."
+        "prompts", "Different prompts in an update batch, mean over the iteration's batches that are not empty."
     ),
     "external/groups": Metric("groups", "Groups of external.paths that came into the ring in the iteration."),
     "external/reward_mean": Metric("reward", "Total reward, mean over their completions that have one."),
@@ -228,9 +231,9 @@ METRICS: dict[str, Metric] = {
     "time/iteration_s": Metric(
         "seconds", "From the end of the iteration before: evaluation, and what of its checkpoint the loop waited for."
     ),
-    "tokens/generated": Metric("tokens", "Completion tokens sampled in the iteration."),
+    "tokens/generated": Metric("tokens", "Tokens that the policy sampled in the iteration, of open rollouts too."),
     "tokens/trained": Metric(
-        "tokens", "Completion tokens in the iteration's update batches; one drawn twice counts 2."
+        "tokens", "Completion tokens in the update batches of steps that were not skipped; one drawn twice counts 2."
     ),
     "throughput/generate_tokens_per_s": Metric("tokens/s", "tokens/generated over time/generate_s."),
     "throughput/update_tokens_per_s": Metric("tokens/s", "tokens/trained over time/update_s."),
@@ -260,7 +263,7 @@ RATIOS = {
     "update/value_loss": ("value_loss_sum", "token_count"),
     "update/environment_nats": ("environment_loss_sum", "update_count"),
     "update/answers_nats": ("answers_loss_sum", "update_count"),
-    "update/imitation_nats": ("imitation_loss_sum", "update_count"),
+    "update/imitation_nats": ("imitation_loss_sum", "imitation_weight_sum"),
     "update/entropy_coefficient": ("entropy_coefficient_sum", "update_count"),
     "update/adapter_module": ("adapter_module_sum", "update_count"),
     "update/grad_norm": ("grad_norm_sum", "update_count"),
@@ -270,7 +273,7 @@ RATIOS = {
     "replay/uses_mean": ("uses_sum", "real_count"),
     "replay/replay_ratio": ("ended_uses", "ended_rows"),
     "replay/first_use_frac": ("first_use_count", "real_count"),
-    "replay/unique_prompts_mean": ("unique_prompt_count", "update_count"),
+    "replay/unique_prompts_mean": ("unique_prompt_count", "batch_count"),
 }
 
 # Those that the learner has as they are: by what name, and their type.

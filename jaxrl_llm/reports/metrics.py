@@ -65,7 +65,6 @@ def rollout_values(config: Config, groups: Sequence[Any], rewards: Rewards, num_
         "rollout/degenerate_group_frac": num_tied / len(groups),
         "reward/timeout_count": int((rewards.outcome == OUTCOME_TIMEOUT).sum()),
         "reward/error_count": int((rewards.outcome == OUTCOME_ERROR).sum()),
-        "tokens/generated": tokens,
         **turn_values(turns, rewards),
         **function_values(config.rewards.functions, rewards),
     }
@@ -76,6 +75,7 @@ def draw_values(config: Config, draws: DrawSums) -> dict[str, float]:
     tokens = max(draws.tokens, 1.0)
     sampling = config.sampling
     values = {
+        "tokens/generated": int(draws.tokens),
         "rollout/sampled_entropy_nats": draws.surprise / tokens,
         "rollout/model_entropy_nats": draws.entropy / tokens,
         "rollout/sampled_entropy_error_nats": math.sqrt(max(draws.error_square, draws.variance)) / tokens,
@@ -92,7 +92,8 @@ def draw_warning(values: dict[str, float]) -> str | None:
     thousandth of a nat is rounding. Not a number is not what they say either.
     """
     names = ("sampled_entropy_nats", "model_entropy_nats", "sampled_entropy_error_nats")
-    sampled, model, error = (values.get(f"rollout/{name}", 0.0) for name in names)
+    numbers = [values.get(f"rollout/{name}", 0.0) for name in names]
+    sampled, model, error = (math.nan if x is None else x for x in numbers)
     if abs(sampled - model) <= max(6 * error, 1e-3):
         return None
     return (
@@ -122,17 +123,17 @@ def update_values(config: Config, used: dict[str, Any]) -> dict[str, float]:
         "replay/since_last_use_mean_steps": float(used["since_last_use_sum"]) / reused if reused else math.nan,
         "replay/filled_frac": float(used["filled_slots"]) / config.ring_capacity,
     }
-    for i, label in enumerate(AGE_LABELS):
-        tokens, total, square = (
-            float(used[f"{name}_by_age"][i]) for name in ("token_count", "ratio_sum", "ratio_square_sum")
-        )
+    names = ("token_count", "clipped_count", "ratio_sum", "ratio_square_sum")
+    by_age = (map(float, used[f"{name}_by_age"]) for name in names)
+    for label, tokens, clipped, total, square in zip(AGE_LABELS, *by_age, strict=True):
         if tokens:
-            values[f"update/clip_frac_age_{label}"] = float(used["clipped_count_by_age"][i]) / tokens
+            values[f"update/clip_frac_age_{label}"] = clipped / tokens
             values[f"update/ess_frac_age_{label}"] = total**2 / (tokens * square) if square else math.nan
     if "value_loss_sum" in used:
         moment = lambda x: float(used["token_count"]) * float(used[f"{x}_square_sum"]) - float(used[f"{x}_sum"]) ** 2
         whole, rest = moment("return"), moment("value_error")
-        values["update/explained_variance"] = 1 - rest / whole if whole > 0 else math.nan
+        rounding = 1e-5 * float(used["token_count"]) * float(used["return_square_sum"])  # more than that of such sums
+        values["update/explained_variance"] = 1 - rest / whole if whole > rounding else math.nan
     if "update_s" in used:
         values["time/update_s"] = used["update_s"]
         values["throughput/update_tokens_per_s"] = values["tokens/trained"] / used["update_s"]
@@ -180,9 +181,8 @@ class MetricsWriter:
         Raises:
             KeyError: a name that ``METRICS`` does not declare.
         """
-        for name in values:
-            if name not in METRICS:
-                raise KeyError(f"metric {name!r} is not declared in METRICS")
+        if unknown := values.keys() - METRICS.keys():
+            raise KeyError(f"not declared in METRICS: {', '.join(sorted(unknown))}")
         numbers = plain_numbers(values)
         self.append({"metrics.jsonl": [{"iteration": iteration, **numbers}]})
         if self._use_tensorboard:

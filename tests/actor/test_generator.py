@@ -411,7 +411,12 @@ def test_an_honest_sampler_is_not_warned_of_however_rare_a_token_is(tokens, rare
         sums = DrawSums(tokens, drawn @ -np.log(p), tokens * entropy, squares, tokens * variance, 0)
         assert metrics.draw_warning(metrics.draw_values(config, sums)) is None
     broken = DrawSums(tokens, np.nan, tokens * entropy, 1.0, tokens * variance, 0)
-    assert metrics.draw_warning(metrics.draw_values(config, broken)) is not None
+    values = metrics.draw_values(config, broken)
+    assert metrics.draw_warning(values) is not None
+    # As a run says it, which has null for what is not a number.
+    assert "entropy of nan nats" in metrics.draw_warning(metrics.plain_numbers(values))
+    nothing = dict.fromkeys(values)
+    assert "one of nan (standard error nan)" in metrics.draw_warning(nothing)
 
 
 # --- prompts ahead of their iteration ---

@@ -33,6 +33,7 @@ from jaxrl_llm.models import moe
 from jaxrl_llm.models.architecture import Layer
 from jaxrl_llm.models.delta import Delta
 from jaxrl_llm.models.row_logp import row_logp
+from jaxrl_llm.reports.metrics import draw_values
 from jaxrl_llm.runtime.programs import compile_all
 from jaxrl_llm.runtime.stop import Stopped
 from jaxrl_llm.types import OUTCOME_SCORE, OUTCOME_TIMEOUT, STOP_EOS, STOP_LENGTH, STOP_TURNS
@@ -166,6 +167,14 @@ def test_rows_are_turns_and_the_answers_that_the_environment_is_defined_by():
     assert said == [text for row in turns for text in row]
     roles = {tuple(message["role"] for message in row) for group in groups for row in group.played.messages}
     assert ("assistant", "user", "assistant") in roles
+
+
+def test_what_an_environment_wrote_is_not_counted_as_sampled():
+    talking = Talking()
+    rollout, groups = talking(make_prompts(range(8)))
+    sampled, whole = (rollout.policy_version >= 0).sum(), sum(sum(group.lengths) for group in groups)
+    values = draw_values(CONFIG, talking.generator.take_draws())
+    assert values["tokens/generated"] == sampled < whole
 
 
 class Late(Here):

@@ -53,12 +53,13 @@ def test_both_are_those_of_a_float64_model_and_prompts_teach_where_no_reward_doe
     assert min(environment, imitation) > 1
     np.testing.assert_allclose(sums["environment_loss_sum"], environment, rtol=1e-5)
     np.testing.assert_allclose(sums["imitation_loss_sum"], imitation, rtol=1e-5)
+    np.testing.assert_allclose(sums["imitation_weight_sum"], 1.0, rtol=1e-6)  # a batch that has such rows
     np.testing.assert_allclose(sums["loss_sum"], loss, rtol=1e-5)
 
     # Slope along a random direction by central differences, where prompts are all there is.
     rows = without_credit(rows)
     gradient, sums = building.gradient(update, rows)
-    assert sums["imitation_loss_sum"] == 0
+    assert sums["imitation_loss_sum"] == sums["imitation_weight_sum"] == 0
     direction = jax.tree.map(lambda x, rng=np.random.default_rng(1): rng.normal(size=x.shape), params)
     ends = []
     for step in (1e-6, -1e-6):

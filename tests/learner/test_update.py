@@ -469,10 +469,12 @@ def test_a_batch_that_teaches_nothing_skips_the_step(reason):
     kept = jax.tree.map(np.asarray, before)
     state, sums = building.compile_update(update)(before, building.on_mesh(update, rows))
     jax.tree.map(np.testing.assert_array_equal, state, kept)
-    assert (sums["skipped_count"], sums["update_count"]) == (1, 1)
-    assert sums["nonfinite_count"] == (reason != "no trainable row")
+    assert (sums["skipped_count"], sums["update_count"]) == (1, 0)
+    assert sums["nonfinite_count"] == sums["batch_count"] == (reason != "no trainable row")
+    assert (sums["own_token_count"] > 0) == (reason != "no trainable row")  # the gap to the sampler is looked at
+    for name in ("loss_sum", "grad_norm_sum", "token_count", "entropy_sum", "ratio_max"):
+        assert sums[name] == 0, name
     if reason == "loss not finite":
-        assert sums["grad_norm_sum"] == 0
         return
     state, sums = building.compile_update(update)(before, building.on_mesh(update, building.random_experience()))
     assert (int(state.step), sums["skipped_count"], sums["nonfinite_count"]) == (1, 0, 0)
@@ -500,7 +502,11 @@ def test_updates_that_are_not_finite_are_counted_and_those_at_the_end(advantages
     batches = jax.tree.map(lambda *x: np.stack(x), *batches)
     with jax.sharding.use_abstract_mesh(mesh_of(ONE).abstract_mesh):
         state, _, sums = step_of_batches(update)(before, batches)
-    assert (sums["nonfinite_count"], sums["nonfinite_run"], sums["update_count"]) == (count, run, 5)
+    assert (sums["nonfinite_count"], sums["nonfinite_run"], sums["update_count"]) == (count, run, 5 - count)
+    # Means are over the others, each of which has the same tokens; gradients of no and of tiny advantages are tiny.
+    size = (rows.rollout.length - rows.rollout.prompt_length)[rows.trainable].sum()
+    assert (sums["token_count"], sums["batch_count"]) == ((5 - count) * size, 5)
+    assert abs(sums["loss_sum"]) < 1e-4 and sums["grad_norm_sum"] < 1e-3
     assert int(state.step) == 5 - count
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(state))
 

@@ -157,6 +157,9 @@ def test_metrics_of_even_and_of_one_sided_loads():
     assert values == {f"update/expert_{name}": x for name, x in expected.items()}
     assert all(np.isnan(x) for x in moe.metrics({"expert_counts": np.zeros((2, 4)), "update_count": 1}).values())
     assert moe.metrics({"update_count": 1}) == {}
+    # Every step of the iteration was skipped.
+    none = {"expert_counts": np.zeros((2, 4)), "update_count": 0, "balance_sum": 0.0}
+    assert np.isnan(moe.metrics(none)["update/expert_balance"])
 
 
 @functools.cache
@@ -275,7 +278,8 @@ def test_in_bfloat16_a_replay_takes_away_the_gap_of_other_choices(layers):
     sampler = make_sampler(arch=dataclasses.replace(EXPERTS, **sizes), keeps_experts=True)
     sampler = dataclasses.replace(sampler, model=dataclasses.replace(sampler.model, compute_dtype="bfloat16"))
     sampling = Sampling(sampler)
-    sampling.params = jax.tree.map(lambda x: x.astype("bfloat16"), sampling.params)
+    shapes = building.abstract_sampler_params(sampler)
+    sampling.params = jax.tree.map(lambda x, to: x.astype(to.dtype), sampling.params, shapes)
     rollout, _ = sampling(make_prompts(range(8)))
     noted = rollout.columns["experts"]
     apart, replayed = (learner(rollout, sampler, chosen=chosen) for chosen in (None, noted))

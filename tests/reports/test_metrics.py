@@ -183,6 +183,43 @@ def test_the_cost_of_an_iteration_counts_generated_rollouts_at_mu():
     assert resampled == {"time/cost_ratio": 2.0, "time/compute_rollouts": 128 + 5.28 * 128}
 
 
+def learned(**sums):
+    """Figures of an iteration's updates whose other sums are 0."""
+    names = "real_count first_use_count since_last_use_sum filled_slots gap_max own_token_count row_count ratio_sum"
+    names += " ratio_square_sum sequence_ratio_sum sequence_ratio_square_sum token_count update_count"
+    by_age = ("token_count", "clipped_count", "ratio_sum", "ratio_square_sum")
+    used = dict.fromkeys(names.split(), 0.0) | {f"{name}_by_age": np.zeros(6, np.float32) for name in by_age}
+    return metrics.update_values(freeze({}), used | sums)
+
+
+def test_means_are_over_the_steps_that_were_taken_and_of_none_there_is_none():
+    values = learned(loss_sum=3.0, grad_norm_sum=5.0, imitation_loss_sum=1.5, imitation_weight_sum=1.0, update_count=2)
+    assert (values["update/loss"], values["update/grad_norm"], values["update/imitation_nats"]) == (1.5, 2.5, 1.5)
+    values = learned(loss_sum=0.0, grad_norm_sum=0.0, imitation_loss_sum=0.0, imitation_weight_sum=0.0)
+    assert all(math.isnan(values[f"update/{name}"]) for name in ("loss", "grad_norm", "imitation_nats"))
+
+
+def test_figures_by_age_are_of_the_tokens_of_that_age():
+    by_age = lambda x: np.array([0, x, 0, 0, 0, 0], np.float32)
+    sums = {"token_count": 8, "clipped_count": 2, "ratio_sum": 6, "ratio_square_sum": 9}
+    values = learned(**{f"{name}_by_age": by_age(x) for name, x in sums.items()})
+    found = {name: x for name, x in values.items() if "_age_" in name and name.startswith("update/")}
+    assert found == {"update/clip_frac_age_1": 0.25, "update/ess_frac_age_1": 0.5}
+
+
+def test_returns_that_are_all_alike_have_no_variance_to_explain():
+    """Of 1000 tokens whose return is 0.1 the sums, float32, leave a rest that is rounding alone."""
+    returns = np.full(1000, 0.1, np.float32)
+    sums = {"token_count": 1000, "value_loss_sum": 1.0, "value_error_sum": 0.0, "value_error_square_sum": 1e-6}
+    of = lambda x: {"return_sum": np.sum(x, dtype=np.float32), "return_square_sum": np.float32(1.000001 * np.sum(x**2))}
+    assert 1000 * of(returns)["return_square_sum"] > of(returns)["return_sum"] ** 2
+    assert math.isnan(learned(**sums, **of(returns))["update/explained_variance"])
+    # Returns of 0.1 and -0.1: N S2 = 10^4 and the square of the sum 0. Errors of all 0.05 have no variance.
+    varied = np.where(np.arange(1000) % 2, returns, -returns)
+    sums |= {"value_error_sum": 50.0, "value_error_square_sum": 2.5}
+    assert learned(**sums, **of(varied))["update/explained_variance"] == pytest.approx(1.0)
+
+
 VALUES = {
     "rollout/reward_mean": 0.4111,
     "rollout/pass_rate": float("nan"),
