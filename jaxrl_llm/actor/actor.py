@@ -81,8 +81,9 @@ class Actor:
         how = run.config.rollout.max_lag_iterations, pool.check, talk
         self.generator = Generator(run.sampler, compiled, tokenizer.decode, *how)
         self._rounds: list[Sampled] = []  # what this iteration's rounds have come to, in one or none
-        self._external_state = external.state()  # when the iteration began
+        self._external_state = None  # when the iteration began, while it is not at its end
         self.is_inside = False
+        self._began, self._spent_s = 0.0, 0.0  # when ``act`` did, and seconds of it before the run was stopped
 
     def act(self, params: Any, version: jax.Array, iteration: int) -> Acted:
         """Ask, sample and score what one iteration trains on.
@@ -91,7 +92,7 @@ class Actor:
             params: published weights; give them to this call alone, so that an update has their memory.
             version: [] i32 of them.
         """
-        started = time.monotonic()
+        self._began = time.monotonic() - self._spent_s
         hosts.doing(f"generation of iteration {iteration + 1}")
         self._external_state, self.is_inside = self._external.state(), True
         guests = self._external.next_groups(iteration, self._score)
@@ -113,9 +114,9 @@ class Actor:
             key=self._key,
             on_finished=self._score,
         )
+        generate_s = time.monotonic() - self._began - sampled.waited_s
         self._external.hear(sampled, self._decode)
-        self._external_state, self.is_inside = self._external.state(), False
-        generate_s = time.monotonic() - started - sampled.waited_s
+        self.is_inside, self._spent_s = False, 0.0
         scored = ScoredRollouts(sampled.rollout, sampled.rewards, self._questions(sampled.groups))
         if guests:
             scored.guests = guests.rows
@@ -145,11 +146,8 @@ class Actor:
         sampled = acted.sampled
         values = rollout_values(self._config, sampled.asked, sampled.answers, num_tied + sampled.num_tied_left_out)
         values |= draw_values(self._config, acted.draws)
-        values |= {
-            "time/generate_s": acted.generate_s,
-            "time/reward_s": sampled.waited_s,
-            "throughput/generate_tokens_per_s": values["tokens/generated"] / acted.generate_s,
-        }
+        values |= {"time/generate_s": acted.generate_s, "time/reward_s": sampled.waited_s}
+        values["throughput/generate_tokens_per_s"] = values["tokens/generated"] / acted.generate_s
         if self.generator.talk:
             values["time/environment_s"] = self.generator.talk.take_waited_s()
         if acted.guests:
@@ -173,11 +171,12 @@ class Actor:
         return {
             "stream": self._stream.state(),
             "ledger": self._stream.ledger.state(),
-            "external": self._external_state,
+            "external": self._external_state if self.is_inside else self._external.state(),
             "open_prompts": self.generator.opened(),
             "conversations": self.generator.talk.state() if self.generator.talk else [],
             "draws": [[np.asarray(x).tolist() for x in jax.tree.leaves(sums)] for sums in self.generator.draws],
             "rounds": [sampled.state() for sampled in self._rounds],
+            "spent_s": time.monotonic() - self._began if self.is_inside else self._spent_s,
         }
 
     def restore(self, state: dict[str, Any], arrays: dict[str, Any], shapes: dict[str, list[int]]) -> list[str]:
@@ -192,6 +191,7 @@ class Actor:
         if self.generator.talk:
             self.generator.talk.restore(state["conversations"])
         self.generator.draws = [DrawSums(*(np.array(x, np.float32) for x in sums)) for sums in state["draws"]]
+        self._spent_s = state.get("spent_s", 0.0)
         question = lambda group_id: self._stream.lookup(group_id).example
         self._rounds[:] = [Sampled.restored(x, arrays.get("rounds"), question) for x in state["rounds"]]
         return words

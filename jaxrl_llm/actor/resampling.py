@@ -73,13 +73,15 @@ class Sampled:
     def state(self) -> dict[str, Any]:
         """What ``restored`` needs of it besides ``rollout``; plain JSON."""
         groups = [[group.group_id, group.lengths, group.stop_reasons, group.turns] for group in self.asked]
-        return {"kept": self.kept.tolist(), "asked": groups, "answers": state_of(self.answers)}
+        whole = {"kept": self.kept.tolist(), "asked": groups, "answers": state_of(self.answers)}
+        return whole | {"waited_s": self.waited_s}
 
     @staticmethod
     def restored(state: dict[str, Any], rollout: Rollout, example: Callable[[int], Any]) -> Sampled:
         """As it was; ``example``: the question of a group_id."""
         groups = [FinishedGroup(group_id, example(group_id), *of_rows) for group_id, *of_rows in state["asked"]]
-        return Sampled(rollout, np.array(state["kept"]), groups, restored(state["answers"]))
+        answers, waited_s = restored(state["answers"]), state.get("waited_s", 0.0)
+        return Sampled(rollout, np.array(state["kept"]), groups, answers, waited_s=waited_s)
 
     def shown(self, iteration: int, count: int, decode: Callable[[list[int]], str]) -> list[dict[str, Any]]:
         """A few of the rollouts that stay as rows of samples.jsonl, spread over their groups."""

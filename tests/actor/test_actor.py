@@ -1,11 +1,20 @@
 """What passes from actor to learner says which of it all hosts of a job must agree on."""
 
 import dataclasses
+import json
+import types
 import typing
+from unittest import mock
 
+import numpy as np
 import pytest
 
-from jaxrl_llm.actor.actor import Acted
+from jaxrl_llm.actor import actor as actor_module
+from jaxrl_llm.actor.actor import Acted, Actor
+from jaxrl_llm.actor.generator import FinishedGroup
+from jaxrl_llm.actor.resampling import Sampled
+from jaxrl_llm.config import Config
+from jaxrl_llm.runtime.stop import Stopped
 from jaxrl_llm.types import Agreed, PerHost, Rewards, Rollout, ScoredRollouts
 
 
@@ -25,3 +34,50 @@ def test_device_arrays_and_rewards_are_agreed_on():
     for field, plain in typing.get_type_hints(ScoredRollouts).items():
         if plain in by_type:
             assert kind(ScoredRollouts, field) == by_type[plain].__metadata__
+
+
+def actor_of(clock, monkeypatch):
+    """An actor of stand-ins, whose functions of others take 1000 s to hear what was sampled."""
+    monkeypatch.setattr(actor_module, "sharding", mock.MagicMock())
+    monkeypatch.setattr(actor_module, "Generator", mock.MagicMock())
+    monkeypatch.setattr(actor_module.redealing, "deal", lambda generator, arrays, state, shapes: (arrays, state, []))
+    monkeypatch.setattr(actor_module, "time", types.SimpleNamespace(monotonic=lambda: clock[0]))
+    external = mock.MagicMock()
+    external.next_groups.return_value = None
+    external.state.return_value = []
+    external.hear = lambda *_: clock.__setitem__(0, clock[0] + 1000.0)
+    run = types.SimpleNamespace(config=Config(), mesh=None, sampler=None)
+    one = Actor(run, mock.MagicMock(), mock.MagicMock(), mock.MagicMock(), mock.MagicMock(), external, None)
+    one.generator.draws, one.generator.talk = [], None
+    one.generator.opened.return_value = []
+    return one
+
+
+def test_an_iteration_that_was_stopped_has_the_seconds_of_before_and_none_of_what_others_functions_take(monkeypatch):
+    """By hand: 7 s, of which a round waited 2, then in another process 5 s, of which it waited 1: 9 and 3."""
+    clock, stops = [50.0], [True]
+    group = FinishedGroup(0, None, [1], [1])
+    sampled = Sampled(None, np.arange(1), [group], Rewards(np.ones(1), {}, np.zeros(1, np.int8)), waited_s=2.0)
+
+    def sample(*_, done, **__):
+        if stops.pop():
+            done.append(sampled)
+            clock[0] += 7.0
+            raise Stopped
+        clock[0] += 5.0
+        return dataclasses.replace(sampled, waited_s=done.pop().waited_s + 1.0 if done else 1.0)
+
+    monkeypatch.setattr(actor_module, "sample", sample)
+    first = actor_of(clock, monkeypatch)
+    with pytest.raises(Stopped):
+        first.act(None, None, 0)
+    kept = json.dumps(first.state() | {"stream": 0, "ledger": 0})
+    clock[0] = 3.0
+    second = actor_of(clock, monkeypatch)
+    second.restore(json.loads(kept), {"sampler": None, "rounds": None}, {})
+    assert second.state()["spent_s"] == 7.0  # where it is stopped again before it goes on
+    stops.append(False)
+    acted = second.act(None, None, 0)
+    assert (acted.generate_s, acted.sampled.waited_s) == (9.0, 3.0)
+    stops.append(False)
+    assert second.act(None, None, 1).generate_s == 4.0 and second.state()["spent_s"] == 0.0
