@@ -112,8 +112,9 @@ class QuestionMean(Moments):
         decay = self._still
         if self._moving:
             drift = float(sums["kl_behaviour_sum"]) / max(float(sums["token_count"]), 1.0)
-            self._drifts = [*self._drifts, drift][-KL_WINDOW:]
-            share = min(1.0, sum(self._drifts) / len(self._drifts) / (2 * KL_TARGET))
+            if np.isfinite(drift):  # one that is not would decide alone until it has left the window
+                self._drifts = [*self._drifts, drift][-KL_WINDOW:]
+            share = min(1.0, sum(self._drifts) / max(1, len(self._drifts)) / (2 * KL_TARGET))
             decay = self._still + (self._moving - self._still) * share
         for question, group in zip(questions, rewards.total.reshape(len(questions), -1), strict=True):
             a, b = self._count(question)
