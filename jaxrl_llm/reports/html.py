@@ -27,8 +27,6 @@ from jaxrl_llm.runtime.json_lines import read_log
 from jaxrl_llm.runtime.nested import function_defaults
 
 Rows = list[dict[str, Any]]
-
-
 COMPUTE_AXIS = "iteration / compute until then: sum of B + mu R, in rollouts trained"
 
 
@@ -53,6 +51,8 @@ def write_report(workdir: str | os.PathLike) -> pathlib.Path:
         raise ConfigError(f"{workdir / 'config.json'}: {error}") from None
     title, made_of = workdir.resolve().name, ""
     if config is not None:
+        if max(metrics[-1]["iteration"], newest) < config.num_iterations:
+            after = None  # what is there is of an earlier end
         made_of = f"{config.model.path} on {config.prompts.name or config.prompts.source}, seed {config.seed}"
     # Versions, commit and devices, as config.json has them.
     named = {**made_with.get("versions", {}), **{name: made_with.get(name, "") for name in ("commit", "devices")}}
@@ -144,8 +144,7 @@ def _compute_at(metrics: Rows) -> Callable[[float], str] | None:
 
 
 def _charts(metrics: Rows) -> str:
-    figures = []
-    compute_at = _compute_at(metrics)
+    figures, compute_at = [], _compute_at(metrics)
     axis = COMPUTE_AXIS if compute_at else "iteration"
     for chart in CHARTS:
         series = [(i, label, _values(metrics, name)) for i, (label, name) in enumerate(chart.lines.items())]
@@ -210,13 +209,13 @@ def _reward(value: float | None) -> str:
 
 
 def _before_after(before: dict | None, after: dict | None) -> str:
-    """The same question answered before and after, one row each."""
-    answers: dict[str, dict[str, str]] = {}
+    """The same question answered before and after, one row each: the first answers to the first eight."""
+    answers: dict[tuple[int, str], dict[str, str]] = {}
     for moment, evaluation in (("before", before), ("after", after)):
-        for sample in evaluation["samples"][:8] if evaluation else ():
+        for i, sample in enumerate(evaluation["samples"][:: evaluation["num_samples"]][:8] if evaluation else ()):
             cell = _reward(sample["reward"]) + _text(sample["completion"])
-            answers.setdefault(_text(sample["prompt"]), {})[moment] = cell
-    rows = [page.row(prompt, cells.get("before", ""), cells.get("after", "")) for prompt, cells in answers.items()]
+            answers.setdefault((i, _text(sample["prompt"])), {})[moment] = cell
+    rows = [page.row(prompt, of.get("before", ""), of.get("after", "")) for (_, prompt), of in answers.items()]
     return page.table(("question", "before", "after"), rows, "samples")
 
 
@@ -256,6 +255,7 @@ def _settings(config: Config) -> str:
 def print_samples(workdir: pathlib.Path) -> None:
     """Three held-out completions of the trained model, or of its last rollouts where nothing is held out."""
     evaluation = _read_json(workdir / "eval_after.json")
-    for row in evaluation["samples"][:3] if evaluation else read_log(workdir / "samples.jsonl")[-3:]:
+    rows = evaluation["samples"][:: evaluation["num_samples"]][:3] if evaluation else None
+    for row in read_log(workdir / "samples.jsonl")[-3:] if rows is None else rows:
         prompt = row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][-1]["content"]
         print(f"  {prompt.strip()!r} -> {row['completion'].strip()!r}  reward {row['reward']}")

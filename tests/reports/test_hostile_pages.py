@@ -40,11 +40,12 @@ def write_run(workdir, text):
     row |= {"parts": {text: 1.0, "b": None}, "stop_reason": text, "policy_version": 1, "age": 0}
     messages = row | {"iteration": 2, "prompt": [{"role": text, "content": text}], "completion": LONG}
     (workdir / "samples.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(messages) + "\n")
-    evaluation = {"pass_rate": 0.5, "samples": [{"prompt": text, "completion": text, "reward": 1.0}]}
+    evaluation = {"pass_rate": 0.5, "num_samples": 1, "samples": [{"prompt": text, "completion": text, "reward": 1.0}]}
     for name in ("before", "after"):
         (workdir / f"eval_{name}.json").write_text(json.dumps(evaluation))
     printable = "".join(x for x in text if x.isprintable())
     settings = {
+        "num_iterations": 2,
         "prompts": {"source": "jsonl", "name": printable, "system_prompt": re.sub("[\ud800-\udfff]", "", text)},
         "sampling": {"stop_strings": (printable, "\n")},
         "model": {"path": printable},
@@ -99,7 +100,7 @@ def test_no_element_or_attribute_of_a_sweeps_page_comes_from_data(tmp_path):
 
 def test_what_is_printed_moves_no_cursor(tmp_path, monkeypatch, capfd):
     (tmp_path / "eval_after.json").write_text(
-        json.dumps({"samples": [{"prompt": EVIL, "completion": EVIL, "reward": 1.0}]})
+        json.dumps({"num_samples": 1, "samples": [{"prompt": EVIL, "completion": EVIL, "reward": 1.0}]})
     )
     report.print_samples(tmp_path)
     samples = capfd.readouterr().out

@@ -32,14 +32,14 @@ def make_run(workdir, iterations):
 def make_evaluations(workdir):
     for name, pass_rate, answer in (("before", 0.27, "wrong answer"), ("after", 0.78, "right answer")):
         samples = [{"prompt": EVIL, "completion": answer, "reward": float(name == "after")}]
-        text = json.dumps({"pass_rate": pass_rate, "samples": samples})
+        text = json.dumps({"pass_rate": pass_rate, "num_samples": 1, "samples": samples})
         (workdir / f"eval_{name}.json").write_text(text)
 
 
 def test_a_full_run_is_one_page_without_external_resources(tmp_path):
     make_run(tmp_path, 3)
     make_evaluations(tmp_path)
-    config = freeze({"num_iterations": 40, "prompts": {"source": "jsonl", "name": "<questions>.jsonl"}})
+    config = freeze({"num_iterations": 3, "prompts": {"source": "jsonl", "name": "<questions>.jsonl"}})
     (tmp_path / "config.json").write_text(to_json(config))
     path = write_report(tmp_path)
     assert path == tmp_path / "report.html"
@@ -64,12 +64,35 @@ def test_a_full_run_is_one_page_without_external_resources(tmp_path):
     for name, metric in METRICS.items():
         assert name in page.text and metric.meaning in page.text
 
-    assert "27% → 78%" in page.text and "3 min 3 s" in page.text and "of 40 planned" in page.text
+    assert "27% → 78%" in page.text and "3 min 3 s" in page.text and "of 3 planned" in page.text
     assert page.text.index("wrong answer") < page.text.index("right answer")
     assert EVIL in page.text and "<questions>.jsonl" in page.text
     changed = page.text[page.text.index("changed") : page.text.index("settings at their default")]
     assert all(name in changed for name in ("num_iterations", "prompts.source", "prompts.name"))
     assert "prompts.shuffle" not in changed
+
+
+def test_of_several_samples_each_questions_first_is_shown_and_nothing_of_an_end_that_the_run_has_gone_beyond(
+    tmp_path, capsys
+):
+    (tmp_path / "metrics.jsonl").write_text('{"iteration": 3, "update/loss": 1.0}\n')
+    for name in ("before", "after"):
+        # Questions 0 and 1 have one prompt, and another word that is hidden.
+        rows = [(f"question {max(1, i // 2)}", f"{name} {i // 2}.{i % 2}") for i in range(20)]
+        samples = [{"prompt": prompt, "completion": text, "reward": 0.0} for prompt, text in rows]
+        text = json.dumps({"pass_rate": 0.5, "num_samples": 2, "samples": samples})
+        (tmp_path / f"eval_{name}.json").write_text(text)
+    shown = lambda: re.findall(r"(before|after) (\d\.\d)", Page(write_report(tmp_path).read_text()).text)
+    firsts = [(name, f"{i}.0") for i in range(8) for name in ("before", "after")]
+    (tmp_path / "config.json").write_text(to_json(freeze({"num_iterations": 3})))
+    assert shown() == firsts
+    print_samples(tmp_path)
+    assert re.findall(r"after (\d\.\d)", capsys.readouterr().out) == ["0.0", "1.0", "2.0"]
+    # The run is extended, and was stopped.
+    (tmp_path / "config.json").write_text(to_json(freeze({"num_iterations": 4})))
+    assert shown() == [one for one in firsts if one[0] == "before"]
+    (tmp_path / "checkpoints" / "4").mkdir(parents=True)  # what metrics.jsonl has lost
+    assert shown() == firsts
 
 
 def test_settings_of_a_function_stand_beside_its_own_defaults(tmp_path):
