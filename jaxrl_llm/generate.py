@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from absl import flags
 
+from jaxrl_llm.actor import stop_strings
 from jaxrl_llm.actor.generator import Generator
 from jaxrl_llm.actor.sampler import Sampler
 from jaxrl_llm.config import Config, ConfigError, MeshConfig, PromptsConfig, SamplingConfig, freeze
@@ -50,6 +51,7 @@ def generate(
         ConfigError: a row that is no prompt, or a prompt longer than the model allows.
     """
     arch, tokenizer = source.architecture(), source.tokenizer().ending_at(sampling.stop_tokens)
+    stop_strings.check(sampling.stop_strings, tokenizer, "--stop", "--stop_token")
     table, prompts, buckets = [], [], collections.defaultdict(list)
     how = PromptsConfig().encoding if encoding is None else encoding
     for index, (where, row) in enumerate(json_lines.objects(path)):

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import secrets
 import signal
 import threading
 from collections.abc import Callable, Mapping
@@ -46,13 +47,14 @@ def server_of(
     slots: int,
     max_waiting: int,
     token: str = "",
-    seed: int = 0,
+    seed: int | None = 0,
     compute_dtype: str = "float32",
 ) -> Server:
     """A server of the model at ``path``, with its engines running; ``serve_forever`` answers.
 
     Args:
         adapters: folders of such over it, by name.
+        seed: of the noise; with None requests without a seed of their own have the noise of no other server.
 
     Raises:
         ConfigError: bad input, or an address that cannot be had, before anything is compiled.
@@ -91,7 +93,7 @@ def _engines(
     *,
     slots: int,
     max_waiting: int,
-    seed: int,
+    seed: int | None,
     compute_dtype: str,
 ) -> dict[str, Engine]:
     """Running ones of the model and its adapters, by name; arguments as of ``server_of``."""
@@ -104,7 +106,7 @@ def _engines(
     if adapters:
         model = dataclasses.replace(model, lora=lora.common(configs.values()))
     is_greedy = sampling.temperature == 0
-    base = source.load_params(model.base, mesh, seed=seed)  # which may be wrong, before anything is compiled
+    base = source.load_params(model.base, mesh, seed=seed or 0)  # which may be wrong, before anything is compiled
     sampler = (Sampler if is_greedy else TemperingSampler)(
         model=model,
         mesh=mesh,
@@ -127,10 +129,11 @@ def _engines(
         params = {name: lora.join(compiled["publish"](each, base), shared) for name, each in own.items()}
     else:
         params = {path: compiled["publish"](base)}
-    turn, key = threading.Lock(), sharding.put(rng.stream(seed, "sample"), sharding.replicated(mesh, 0))
+    turn, key = threading.Lock(), sharding.put(rng.stream(seed or 0, "sample"), sharding.replicated(mesh, 0))
     compiled = {name: _in_turn(program, turn) for name, program in compiled.items()}
-    given = sampler, compiled
-    return {name: Engine(*given, each, key, tokenizer.decode, max_waiting) for name, each in params.items()}
+    given = key, tokenizer.decode, max_waiting
+    first = lambda: secrets.randbelow(2**30) if seed is None else 0
+    return {name: Engine(sampler, compiled, each, *given, first()) for name, each in params.items()}
 
 
 def _in_turn(program: Callable, turn: threading.Lock) -> Callable:
@@ -211,7 +214,8 @@ if __name__ == "__main__":
     TEMPERATURE = flags.DEFINE_float(
         "temperature", 1.0, "Softmax temperature of requests that name none; 0 is greedy, for all."
     )
-    SEED = flags.DEFINE_integer("seed", 0, "Of the noise.", lower_bound=0, upper_bound=2**31 - 1)
+    said = "Of the noise; by default requests without a seed of their own have another at every start."
+    SEED = flags.DEFINE_integer("seed", None, said, lower_bound=0, upper_bound=2**31 - 1)
     COMPUTE_DTYPE = flags.DEFINE_enum("compute_dtype", "float32", ["float32", "bfloat16"], "Arithmetic.")
     flags.mark_flag_as_required("model")
     cli.run(main)

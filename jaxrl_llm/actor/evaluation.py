@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from jaxrl_llm import limits
-from jaxrl_llm.actor import environment
+from jaxrl_llm.actor import environment, stop_strings
 from jaxrl_llm.actor.agents import prompt_shown
 from jaxrl_llm.actor.conversation import Conversations
 from jaxrl_llm.actor.environment import Environment
@@ -53,7 +53,7 @@ def answer_of(completion: str) -> str:
 
 
 def majority_passes(completions: list[str], passes: list[bool]) -> bool:
-    """Whether the most frequent answer passes; the earliest wins a tie."""
+    """Whether the most frequent answer passes, of completions or their last turns; the earliest wins a tie."""
     answers = [answer_of(c) for c in completions]
     winner = collections.Counter(answers).most_common(1)[0][0]
     return any(p for a, p in zip(answers, passes, strict=True) if a == winner)
@@ -81,18 +81,20 @@ def evaluate(
         JSON-able figures and every completion. Completions without a score count in no rate; one of none is None.
     """
     at_once = generator.sampler.num_prompts
-    tickets, groups, texts = [], [], []
+    tickets, groups, texts, answers = [], [], [], []
     for start in range(0, len(held_out), at_once):
         index = [min(i, len(held_out) - 1) for i in range(start, start + at_once)]
         batch = prompts_lib.batch_of(held_out, index, first_group_id=start)
         done = generator.generate(params, batch, version=version, key=key)
         generator.take()
+        generator.draws.clear()  # of which nobody asks here
         for group in done[: len(held_out) - start]:
             is_own = group.completions is not None
             groups.append(group)
             texts.append([decode(c) for c in group.completions] if is_own else None)
+            answers.append(group.played.last_turns() if group.played else texts[-1])
             tickets.append(pool.submit(group.example, texts[-1], group.played) if is_own else None)
-    rewards, texts = pool.collect(tickets), hosts.complete(texts)
+    rewards, texts, answers = pool.collect(tickets), hosts.complete(texts), hosts.complete(answers)
     num_samples = generator.sampler.group_size
     total = rewards.total.reshape(-1, num_samples)
     scored = (rewards.outcome == OUTCOME_SCORE).reshape(-1, num_samples)
@@ -106,7 +108,7 @@ def evaluate(
         "pass_rate": mean(passed[scored]),
         "reward_mean": mean(total[scored]),
         "pass_at_k": {str(k): mean([pass_at_k(num_samples, int(row.sum()), k) for row in passed[whole]]) for k in ks},
-        f"maj_at_{num_samples}": mean([majority_passes(texts[i], passed[i].tolist()) for i in np.flatnonzero(whole)]),
+        f"maj_at_{num_samples}": mean([majority_passes(answers[i], passed[i].tolist()) for i in np.flatnonzero(whole)]),
         "completion_length_tokens": mean([size for group in groups for size in group.lengths]),
         "timeout_count": int((rewards.outcome == OUTCOME_TIMEOUT).sum()),
         "error_count": int((rewards.outcome == OUTCOME_ERROR).sum()),
@@ -205,6 +207,7 @@ def questions(config: Config, tokenizer: Any) -> tuple[list[Any], list[Any], lis
         hiding = (dataclasses.replace(x, hidden=json.dumps(x.columns, default=str)) for x in loaded.examples)
         return dataclasses.replace(loaded, examples=tuple(hiding))
 
+    stop_strings.check(config.sampling.stop_strings, tokenizer)
     loaded = loaded_from(config.prompts)
     examples, held_out, messages = loaded.examples, (), list(loaded.bad_rows)
     if config.eval.num_prompts:

@@ -2,7 +2,8 @@
 
 The host finds them in what it decodes of its own rows, after the chunk that drew them; the device cuts the rows there.
 
-Owns: where a row is cut, and the cut. Does not know: when it is looked for (``generator.py``), how a token is drawn.
+Owns: which text may be one, where a row is cut, and the cut. Does not know: when it is looked for
+(``generator.py``), how a token is drawn.
 """
 
 from __future__ import annotations
@@ -14,8 +15,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrl_llm.config import ConfigError
 from jaxrl_llm.runtime import hosts, sharding
 from jaxrl_llm.types import STOP_LENGTH, STOP_NONE, STOP_STRING
+
+
+def has_special(text: str, tokenizer: Any) -> bool:
+    """Whether a special token's text is in it, which no decoded text has."""
+    return tokenizer.encode(text, special_tokens=True) != tokenizer.encode(text)
+
+
+def check(
+    stops: Sequence[str], tokenizer: Any, name: str = "sampling.stop_strings", instead: str = "sampling.stop_tokens"
+) -> None:
+    """ConfigError where one of the setting ``name`` has a special token, and would end nothing."""
+    for text in stops:
+        if has_special(text, tokenizer):
+            said = f"{name} has {text!r:.200}, in which is a special token, and texts of completions have none"
+            raise ConfigError(f"{said}: {instead} ends them at such tokens")
 
 
 def stop(generator: Any, reasons: np.ndarray, lengths: np.ndarray, scanned: np.ndarray) -> Any:

@@ -69,6 +69,7 @@ class Engine:
         params: sampler weights.
         decode_text: token ids to text.
         most_waiting: requests that may wait for an entry.
+        first: number of the first request without a seed, which keys its noise.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Engine:
         key: jax.Array,
         decode_text: Callable[[list[int]], str],
         most_waiting: int,
+        first: int = 0,
     ):
         self.sampler, self._run, self._params, self._decode_text = sampler, compiled, params, decode_text
         self._version = sharding.put(np.int32(0), sharding.replicated(sampler.mesh, 0))
@@ -86,7 +88,7 @@ class Engine:
         self._state = compiled["init_sampler"]()
         self._waiting: collections.deque[Request] = collections.deque()
         self._rows: dict[tuple[int, int], _Row] = {}
-        self._wake, self._is_closed, self._count = threading.Condition(), False, 0
+        self._wake, self._is_closed, self._count = threading.Condition(), False, first
         self.error: BaseException | None = None  # what has ended it
         self._thread = threading.Thread(target=self._main, daemon=True)
         self._thread.start()

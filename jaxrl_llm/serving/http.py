@@ -22,12 +22,13 @@ import socket
 import time
 import urllib.parse
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxrl_llm.actor import openai_api, tools
+from jaxrl_llm.actor import openai_api, stop_strings, tools
 from jaxrl_llm.actor.environment import has_place_for_tools
 from jaxrl_llm.actor.openai_api import Refused
+from jaxrl_llm.config import ConfigError
 from jaxrl_llm.serving.engine import BusyError, Engine, Request
 
 POLL_S = 1.0  # between looks at whether a client is still there
@@ -242,11 +243,12 @@ class Handler(openai_api.Handler):
         stop_ids = [] if stop_ids is None else stop_ids
         if not isinstance(stop_ids, list) or not all(map(is_id, stop_ids)):
             raise Refused(400, f"stop_token_ids={stop_ids!r:.100} must be a list of ids from 0 to {vocab - 1}")
+        ends = self._ends(stop, stop_ids)
         seed = asked.pop("seed", None)
         if seed is not None and type(seed) is not int:
             raise Refused(400, f"seed={seed!r:.100} must be a whole number")
         openai_api.pass_over(asked, neutral)
-        request = Request(ids, min(sizes, default=most), tuple(stop), frozenset(stop_ids), float(temperature), seed)
+        request = Request(ids, min(sizes, default=most), *ends, float(temperature), seed)
         try:
             engine.submit(request)
         except BusyError:
@@ -257,6 +259,21 @@ class Handler(openai_api.Handler):
             yield request
         finally:
             request.is_cancelled = True
+
+    def _ends(self, stop: Sequence[str], stop_ids: list[int]) -> tuple[tuple[str, ...], frozenset[int]]:
+        """Texts and ids that end an answer: a special token's text, which clients know as a model's end, as its id."""
+        texts, found, tokenizer = [], {*stop_ids}, self.server.tokenizer
+        for text in stop:
+            try:
+                is_special, ids = stop_strings.has_special(text, tokenizer), tokenizer.encode(text, special_tokens=True)
+            except ConfigError as error:
+                raise Refused(400, f"stop={text!r:.100}: {error}") from None
+            if is_special and len(ids) > 1:
+                said = "has a special token beside others, and texts have none: stop_token_ids ends answers at such"
+                raise Refused(400, f"stop={text!r:.100} {said}")
+            texts += [] if is_special else [text]
+            found |= {*ids} if is_special else set()
+        return tuple(texts), frozenset(found)
 
     def _deltas(self, request: Request) -> Iterator[tuple[list[int], list[float], str | None]]:
         """What comes of a request; ConnectionError where its client has gone."""

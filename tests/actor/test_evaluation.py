@@ -17,24 +17,38 @@ class Generator:
 
     sampler = types.SimpleNamespace(num_prompts=2, group_size=2)
 
+    def __init__(self, played=None):
+        self.played, self.draws = played, []
+
     def generate(self, params, batch, **_):
         group = lambda example: types.SimpleNamespace(
-            example=example, completions=[[1], [2]], lengths=[1, 3], played=None
+            example=example, completions=[[1], [2]], lengths=[1, 3], played=self.played
         )
         return [group(example) for example in batch.examples]
 
     def take(self):
-        pass
+        self.draws.append("arrays on the device")
 
 
-def measured(outcome, total, folder, monkeypatch):
+def measured(outcome, total, folder, monkeypatch, played=None):
     monkeypatch.setattr(evaluation.prompts_lib, "batch_of", lambda rows, *_, **__: types.SimpleNamespace(examples=rows))
     rewards = Rewards(np.array(total, np.float32), {}, np.array(outcome, np.int8))
     pool = types.SimpleNamespace(submit=lambda *_: None, collect=lambda _: rewards)
     found = object.__new__(evaluation.Evaluation)
-    found._generator, found._how = Generator(), {"threshold": 1.0, "key": None}
+    found._generator, found._how = Generator(played), {"threshold": 1.0, "key": None}
     found._given = [Example("1+1=", {}), Example("2+2=", {})], pool, str
-    return found.measure(folder / "eval_1", None, None)
+    told = found.measure(folder / "eval_1", None, None)
+    assert found._generator.draws == []  # nobody takes them: they would be there to the run's end
+    return told
+
+
+def test_a_vote_is_of_the_policys_last_turns_not_of_what_its_environment_said(tmp_path, monkeypatch):
+    """Whole completions answer 1 and 2, of which the first does not pass; the last turns agree."""
+    played = types.SimpleNamespace(last_turns=lambda: ["it is 7", "7"])
+    measured([S] * 4, [0, 1, 0, 1], tmp_path, monkeypatch, played)
+    assert json.loads((tmp_path / "eval_1.json").read_text())["maj_at_2"] == 1.0
+    measured([S] * 4, [0, 1, 0, 1], tmp_path, monkeypatch)
+    assert json.loads((tmp_path / "eval_1.json").read_text())["maj_at_2"] == 0.0
 
 
 @pytest.mark.parametrize(

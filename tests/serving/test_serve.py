@@ -221,6 +221,24 @@ def test_a_stop_string_ends_it_and_is_not_shown(greedy):
     assert "".join(shown) == text[: text.index(stop)]
 
 
+def test_a_special_token_among_stop_strings_is_heard_as_a_token_or_refused(greedy, monkeypatch):
+    """No text has its letters; clients send their model's end."""
+    tokens, logps, _ = generate(greedy, [1, 2, 3])
+    place = next(i for i in range(3, len(tokens)) if tokens[i] not in tokens[:i])
+    until_there = generate(greedy, [1, 2, 3], stop_token_ids=[tokens[place]])
+    assert generate(greedy, [1, 2, 3], stop=["<|pad|>", "\0\0"]) == (tokens, logps, "length")
+    encode = greedy.tokenizer.encode
+
+    def encoded(text, special_tokens=False):
+        return [tokens[place]] if special_tokens and text == "<|pad|>" else encode(text, special_tokens=special_tokens)
+
+    monkeypatch.setattr(greedy.tokenizer, "encode", encoded)
+    assert generate(greedy, [1, 2, 3], stop="<|pad|>") == until_there
+    for stop, said in (("a<|pad|>", "stop_token_ids ends answers"), ("\ud800", "half a surrogate pair")):
+        status, answer = ask(greedy, GENERATE, {"token_ids": [1], "sampling_params": {"stop": stop}})
+        assert status == 400 and said in answer["error"]["message"]
+
+
 def test_tokens_that_the_request_names_end_it_too(greedy):
     tokens, logps, _ = generate(greedy, [1, 2, 3])
     place = next(i for i in range(3, len(tokens)) if tokens[i] not in tokens[:i])
@@ -362,8 +380,9 @@ def test_a_body_without_end_is_not_read(sampled, size, status):
 
 
 def test_with_a_token_none_else_is_answered_and_too_many_are_told_so_and_who_has_gone_gives_the_slot_back():
-    with serving(slots=1, max_waiting=2, token="secret") as server:
+    with serving(slots=1, max_waiting=2, token="secret", seed=None) as server:
         body = {"token_ids": [1, 2, 3]}
+        assert 0 < engine_of(server)._count < 2**30  # requests without a seed have the noise of no other server
         for token in ("", "other"):
             assert ask(server, GENERATE, body, token=token)[0] == 401
         assert ask(server, "/v1/models", "", method="GET", token="secret")[0] == 200

@@ -313,6 +313,7 @@ def test_config_file_that_is_none(text, named, tmp_path, refused):
         ("rewards.functions=('none.py:f',)", ["rewards.functions", "none.py"]),
         ("rollout.prompts_per_iteration=4", ["rollout.prompts_per_iteration=4", "multiple of 8"]),
         ("sampling.temperature=0", ["sampling.temperature=0.0"]),
+        ("sampling.stop_strings=('a<|eos|>',)", ["sampling.stop_strings has 'a<|eos|>'", "sampling.stop_tokens"]),
     ],
 )
 def test_settings_that_cannot_be(override, named, tmp_path, refused):
@@ -437,6 +438,7 @@ def test_rows_are_cut_at_line_ends_alone(tmp_path):
         ("--max_tokens=0", "max_"),
         ("--batch_size=0", "--batch_size=0 must be at least 1"),
         ("--compute_dtype=float64", "float64"),
+        ("--stop=<|pad|>", "texts of completions have none: --stop_token ends them at such tokens"),
         ("--output=/no/such/folder/out.jsonl", "/no/such/folder/out.jsonl"),
     ],
 )
