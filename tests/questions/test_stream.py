@@ -843,6 +843,51 @@ def test_reasoning_gym_settings_that_mean_nothing_are_refused(gym, config, words
     assert "\n" not in str(error.value)
 
 
+RIGHT = lambda entry: entry["answer"]
+
+
+@pytest.mark.parametrize(
+    ("name", "said", "expected"),
+    [
+        ("n_queens", lambda entry: repr([row.split() for row in entry["answer"].split("\n")]), 0.5),
+        ("n_queens", "self._string_to_board(entry['metadata']['valid_answers'][0])", 0.0),
+        ("binary_matrix", "[x.split() for x in entry['answer'].split('\\n')]", 0.0),
+        ("spiral_matrix", "entry['answer'].split()", 0.0),
+        ("spiral_matrix", lambda entry: str(entry["answer"].split()), 0.1),
+        ("string_insertion", "entry['answer']", 0.0),
+        ("string_insertion", RIGHT, 1.0),
+        ("countdown", RIGHT, 1.0),
+        ("countdown", "9**9**9**9**9", 0.01),  # as any other text that is no sum
+        ("puzzle24", "().__class__", 0.01),
+        ("polynomial_multiplication", RIGHT, 1.0),
+        ("polynomial_multiplication", "sorted(x)", 0.0),
+        ("simple_integration", RIGHT, 1.0),
+        ("simple_integration", lambda entry: f"Integral({entry['metadata']['integrand']}, x)", 0.0),
+        ("simple_integration", "9**9**9**9*x", 0.0),
+        ("coin_flip", "1e999999999", 0.0),
+        ("complex_arithmetic", "nan", 0.0),
+        ("complex_arithmetic", RIGHT, 1.0),
+        ("number_sorting", RIGHT, 1.0),
+        ("number_sorting", lambda entry: json.dumps([float("nan")] * len(entry["metadata"]["sorted_numbers"])), 0.0),
+        ("boxnet", "5", 0.0),  # which its scorer raises at, as at a number for a list
+    ],
+)
+def test_answers_are_no_programs_and_those_that_a_scorer_raises_at_are_wrong(gym, name, said, expected):
+    """Scorers of reasoning-gym evaluate some answers as Python, the right one within reach."""
+    (example,) = tasks.load(gym_config(name, size=1), seed=3).examples
+    given = {key: [value] * 2 for key, value in json.loads(json.dumps(example.columns)).items()}
+    text = said if isinstance(said, str) else said(example.columns["entry"])
+    assert gym.reward([None] * 2, [f"<answer>{text}</answer>", "<answer>?</answer>"], **given)[0] == expected
+
+
+def test_a_scorer_that_raises_at_the_right_answer_too_has_failed(gym):
+    (example,) = tasks.load(gym_config("mini_sudoku", size=1), seed=3).examples
+    entry = {**example.columns["entry"], "metadata": {}}
+    given = {key: [value] for key, value in (example.columns | {"entry": entry}).items()}
+    with pytest.raises(KeyError):
+        gym.reward([None], ["<answer>1</answer>"], **given)
+
+
 @pytest.mark.parametrize(("name", "levels"), [("chain_sum", 3), ("chain_sum", 9), ("leg_counting", 3)])
 def test_no_question_of_a_level_comes_again_at_the_next(gym, name, levels):
     """A dataset's i-th question is of its seed + i."""

@@ -14,6 +14,8 @@ Source: Stojanovski et al. 2025, arXiv:2505.24760 (https://github.com/open-thoug
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import dataclasses
 import difflib
 import functools
@@ -22,6 +24,7 @@ import json
 import re
 import sys
 import types
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from jaxrl_llm.questions.tasks import Loaded
@@ -65,6 +68,13 @@ SCORER = "jaxrl_llm.questions.tasks.reasoning_gym_task:reward"
 
 # A minus directly after a digit is an operator: the integers of "5-2" are 5 and 2.
 _INTEGER = re.compile(r"(?:(?<![0-9])-)?[0-9]+")
+
+# Formulas that sympy is given: of what they may be, how long, and whose names they may have beside the right answer's.
+FORMULA = (ast.Expression, ast.BinOp, ast.UnaryOp, ast.Call, ast.Constant, ast.Name, ast.Load)
+FORMULA += (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow, ast.UAdd, ast.USub)
+MAX_FORMULA_CHARS, MAX_EXPONENT = 4000, 99
+FUNCTIONS = {"sin", "cos", "tan", "cot", "sec", "csc", "asin", "acos", "atan", "sinh", "cosh", "tanh", "asinh", "acosh"}
+FUNCTIONS |= {"atanh", "exp", "log", "ln", "sqrt", "Abs", "pi", "E"}
 
 
 def load(config: PromptsConfig, *, seed: int) -> Loaded:
@@ -170,10 +180,11 @@ def reward(
     """The dataset's own ``score_answer`` applied to the answer in each completion.
 
     Where the right answer is an integer: 1.0 if the last integer of the completion gets the full score, else
-    0.0 (no partial credit, nothing for format). Otherwise the dataset's raw score of ``free_answer``.
+    0.0 (no partial credit, nothing for format). Otherwise the dataset's raw score of ``free_answer``; one that its
+    scorer must not be given (``GUARDS``) is scored as an empty one, and one that it cannot take is worth 0.
     """
     return [
-        _score(text, row, _dataset(name, json.dumps(arguments, sort_keys=True)))
+        _score(text, row, name, _dataset(name, json.dumps(arguments, sort_keys=True)))
         for text, row, name, arguments in zip(completions, entry, dataset, dataset_arguments, strict=True)
     ]
 
@@ -184,11 +195,67 @@ def again(prompt: Any, turns: list[str], **columns) -> str | None:
     return None if reward([prompt], turns[-1:], **given)[0] >= 1.0 else "That is not right. Try again."
 
 
-def _score(completion: str, entry: dict[str, Any], dataset: Any) -> float:
+def _score(completion: str, entry: dict[str, Any], name: str, dataset: Any) -> float:
     answer = entry["answer"]
-    if isinstance(answer, str) and re.fullmatch(r"-?[0-9]+", answer.strip()):
-        return float(dataset.score_answer(last_integer(completion), entry) >= 1.0)
-    return float(dataset.score_answer(free_answer(completion), entry))
+    try:
+        if isinstance(answer, str) and re.fullmatch(r"-?[0-9]+", answer.strip()):
+            return float(dataset.score_answer(last_integer(completion), entry) >= 1.0)
+        said = free_answer(completion)
+        is_safe = name not in GUARDS or GUARDS[name](said, entry)
+        return float(dataset.score_answer(said if is_safe else "", entry))
+    except Exception:
+        dataset.score_answer(answer, entry)  # raises where it is not for what this completion says
+        return 0.0
+
+
+def _is_literal(text: str, entry: dict[str, Any]) -> bool:
+    """A right answer, or a value that is written out."""
+    if text in (entry["answer"], *entry["metadata"].get("valid_answers", ())):
+        return True
+    with contextlib.suppress(Exception):
+        ast.literal_eval(text)
+        return True
+    return False
+
+
+def _is_formula(text: str, entry: dict[str, Any]) -> bool:
+    """Of ``FORMULA`` alone, with known names, without powers that fill the memory.
+
+    Where the right answer has no name, as in games with numbers, none is known.
+    """
+    names = set(re.findall(r"[A-Za-z_]\w*", entry["answer"]))
+    names |= FUNCTIONS if names else set()
+    try:
+        nodes = [*ast.walk(ast.parse(text.strip(), mode="eval"))]
+    except Exception:
+        return False
+    constants = [node.value for node in nodes if isinstance(node, ast.Constant)]
+    if len(text) > MAX_FORMULA_CHARS or not all(type(value) in (int, float) for value in constants):
+        return False
+    for node in nodes:
+        if not isinstance(node, FORMULA) or (isinstance(node, ast.Name) and node.id not in names):
+            return False
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
+            if not any(isinstance(x, ast.Name) for x in ast.walk(node.left)):
+                return False  # of numbers alone
+            for x in ast.walk(node.right):
+                if isinstance(x, ast.Pow) or (isinstance(x, ast.Constant) and x.value > MAX_EXPONENT):
+                    return False
+    return True
+
+
+def _of_form(pattern: str) -> Callable[[str, dict[str, Any]], bool]:
+    return lambda text, entry: re.fullmatch(pattern, text) is not None
+
+
+# dataset -> which answers its scorer may be given. Those of the first two kinds evaluate text as Python, where the
+# right answer and the scorer itself are within reach; the others find NaN right, or compute 1e999999999.
+GUARDS = dict.fromkeys(("n_queens", "binary_matrix", "spiral_matrix", "string_insertion"), _is_literal)
+GUARDS |= dict.fromkeys(("countdown", "puzzle24", "polynomial_multiplication"), _is_formula)
+GUARDS |= dict.fromkeys(("simple_integration", "intermediate_integration"), _is_formula)
+GUARDS["coin_flip"] = _of_form(r"[\d\s.,/+-]*([eE][+-]?\d{1,3})?")
+GUARDS["complex_arithmetic"] = _of_form(r"[\d\s.eEijIJ()*+-]*")
+GUARDS["number_sorting"] = _of_form(r"[^A-DF-Za-df-z]*")
 
 
 def last_integer(completion: str) -> str | None:
