@@ -125,6 +125,14 @@ def test_a_policy_that_judges_its_own_answer_is_given_both_by_turn():
     assert got == [[1, 1], [0, 0], [0, 1], [1, 0], [1, 0], [0]]
 
 
+def test_a_label_that_is_not_there_is_met_by_nothing():
+    """`null` was compared as the word "None"."""
+    said = [[{"role": "assistant", "content": "None"}]]
+    for score in (lambda: judges.fapo(["p"], ["None"], [None]), lambda: judges.own(["p"], ["None"], said, [None])):
+        with pytest.raises(ValueError, match="there is nothing to compare with"):
+            score()
+
+
 def test_a_judge_that_is_not_there_is_a_failure(monkeypatch):
     monkeypatch.setenv("JAXRL_JUDGE_URL", "http://127.0.0.1:9/v1")
     with pytest.raises(urllib.error.URLError):

@@ -42,12 +42,12 @@ def test_format(text, expected):
     assert scores.format(["p"], [text]) == [expected]
 
 
-@pytest.mark.parametrize("answer", [None, [], ["4", None]])
+@pytest.mark.parametrize("answer", [None, [], ["4", None], "", ["4", " "]])
 def test_an_answer_that_is_not_there_is_no_score(answer):
-    """`null` was compared as the word "None"."""
-    for score in (scores.exact, scores.f1):
+    """`null` was compared as the word "None", and a completion of nothing met ""."""
+    for score in (scores.exact, scores.f1, scores.short_steps):
         with pytest.raises(ValueError, match="there is nothing to compare with"):
-            score([], ["None"], [answer])
+            score([], [""], [answer])
 
 
 def test_exact_and_partial_credit():

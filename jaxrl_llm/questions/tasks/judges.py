@@ -24,7 +24,7 @@ import re
 from typing import Any
 
 from jaxrl_llm.environments.chat import said_by
-from jaxrl_llm.questions.tasks.scores import marked, number_of
+from jaxrl_llm.questions.tasks.scores import accepted, has_number_of, marked
 
 AT_ONCE, MAX_TOKENS = 8, 256
 RUBRIC = "The answer is right, complete and clear."
@@ -118,7 +118,7 @@ def meant(
         "sentence or more of it, in these words or in others? End with one word, yes or no."
     )
     ask, after = (same, [""] * len(answer)) if following is None else (begins, following)
-    texts = [ask.format(found, f"{answer[i]} {after[i]}".strip()) for i, found in given.items()]
+    texts = [ask.format(found, f"{accepted(answer[i])[0]} {after[i]}".strip()) for i, found in given.items()]
     scores: list[float | None] = [0.0] * len(completions)
     for i, said in zip(given, _all(texts), strict=True):
         verdicts = YES_OR_NO.findall(said)
@@ -160,7 +160,7 @@ def own(prompts: list, completions: list[str], messages: list, answer: list, **c
     worth = []
     for row, right in zip(messages, answer, strict=True):
         turns = [message["content"] for message in row if message["role"] == "assistant"]
-        is_right = number_of(turns[0]) == number_of(str(right))
+        is_right = has_number_of(turns[0], right)
         verdicts = [YES_OR_NO.findall(turn) for turn in turns[1:]]
         worth.append([float(is_right), *(float(bool(v) and (v[-1].lower() == "yes") == is_right) for v in verdicts)])
     return worth
@@ -178,7 +178,7 @@ def fapo(prompts: list, completions: list[str], answer: list, **columns: Any) ->
         generative reward model is trained for it and names the first wrong step, this one is whatever is served and
         says one word; held-out answers are judged too, where there they need but be right.
     """
-    right = [number_of(text) == number_of(str(wanted)) for text, wanted in zip(completions, answer, strict=True)]
+    right = [has_number_of(text, wanted) for text, wanted in zip(completions, answer, strict=True)]
     texts = [
         f"Question:\n{_shown(prompt)}\n\nSolution:\n{text}\n\nIts final answer is right. Is every step that leads "
         "there right too, and none guessed? End with one word, 'sound' or 'flawed'."

@@ -89,23 +89,29 @@ def format(prompts: list, completions: list[str], **columns: Any) -> list[float]
     return [float(FORMAT.fullmatch(text) is not None) for text in completions]
 
 
-def _accepted(answer: Any) -> list[str]:
-    accepted = answer if isinstance(answer, list) else [answer]
-    if not accepted or None in accepted:
+def accepted(answer: Any) -> list[str]:
+    """Texts of column ``answer``; ValueError where one is not there, or empty, which saying nothing would meet."""
+    texts = answer if isinstance(answer, list) else [answer]
+    if not texts or any(x is None or not str(x).strip() for x in texts):
         raise ValueError(f"`answer` is {answer!r}: there is nothing to compare with")
-    return [str(x) for x in accepted]
+    return [str(x) for x in texts]
+
+
+def has_number_of(text: str, answer: Any) -> bool:
+    """Whether ``number_of`` the text is that of an answer that is accepted."""
+    return any(number_of(text) == number_of(x) for x in accepted(answer))
 
 
 def exact(prompts: list, completions: list[str], answer: list, **columns: Any) -> list[float]:
     """``answer``: a text, or several of which each is right."""
     given = zip(completions, answer, strict=True)
-    return [float(words_of(answer_of(text)) in map(words_of, _accepted(right))) for text, right in given]
+    return [float(words_of(answer_of(text)) in map(words_of, accepted(right))) for text, right in given]
 
 
 def f1(prompts: list, completions: list[str], answer: list, **columns: Any) -> list[float]:
     """2 P R / (P + R), P and R the shares of the words of the completion's answer and of the right one in common."""
     given = zip(completions, answer, strict=True)
-    return [max(_overlap(words_of(answer_of(text)), words_of(x)) for x in _accepted(right)) for text, right in given]
+    return [max(_overlap(words_of(answer_of(text)), words_of(x)) for x in accepted(right)) for text, right in given]
 
 
 def _overlap(said: list[str], right: list[str]) -> float:
@@ -179,7 +185,6 @@ def short_steps(prompts: list, completions: list[str], answer: list, **columns: 
     """
     scores = []
     for text, right in zip(completions, answer, strict=True):
-        is_right = any(number_of(text) == number_of(x) for x in _accepted(right))
         steps = sum(bool(part.strip()) for part in PARAGRAPHS.split(text))
-        scores.append((1.0 + SOME_STEPS / (SOME_STEPS + steps)) / 2 if is_right else 0.0)
+        scores.append((1.0 + SOME_STEPS / (SOME_STEPS + steps)) / 2 if has_number_of(text, right) else 0.0)
     return scores
