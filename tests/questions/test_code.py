@@ -60,6 +60,22 @@ def test_both_forms_become_questions_with_tests_one_by_one(loaded):
     assert scorer(PromptsConfig(source="code")) == "jaxrl_llm.environments.code_tests:passed"
 
 
+def test_what_other_tests_call_or_need_is_not_left_out(loaded):
+    """Every answer failed by a NameError: a helper that asserts, a name that a loop which asserts gives."""
+    helper = "def check(candidate):\n    def same(a, b):\n        assert a == b\n    same(candidate(1), 1)\n"
+    other = f"{helper}    assert candidate(2) == 2\n"
+    loop = "def check(candidate):\n    for i in range(3):\n        assert candidate(i) == i\n"
+    loop += "    assert candidate(i) == 2\n"
+    apart = loop.replace("candidate(i) == 2", "candidate(3) == 3")
+    tests = [loaded(HUMAN | {"test": test}).examples[0].columns["tests"] for test in (helper, other, loop, apart)]
+    assert [len(own) for own in tests] == [1, 1, 1, 2]
+    for own in tests:
+        for test in own:
+            exec(test, {"f": lambda x: x})
+            with pytest.raises(AssertionError):
+                exec(test, {"f": lambda x: x + 1})
+
+
 def test_arguments_change_the_prompt_and_the_limits(loaded):
     row = ROW | {"challenge_test_list": ["assert f(3) == 3"]}
     (example,) = loaded(
@@ -86,6 +102,7 @@ def test_arguments_change_the_prompt_and_the_limits(loaded):
         (ROW | {"test_list": "assert f()"}, "`test_list` must be a list of texts, not 'assert f()'"),
         (ROW | {"test_list": [1]}, "`test_list` must be a list of texts, not [1]"),
         (ROW | {"test_list": []}, "`test_list` is empty"),
+        (ROW | {"test_list": ["assert f()", "# todo"]}, "`test_list[1]`='# todo' tests nothing: it has no statement"),
         (ROW | {"test_list": ["assert f() ==", "1"]}, "`test_list[0]` is not Python: invalid syntax"),
         (ROW | {"test_setup_code": "import"}, "`test_imports` or `test_setup_code` is not Python"),
         (ROW | {"prompt": "p"}, "must have one of `text` and `prompt`"),

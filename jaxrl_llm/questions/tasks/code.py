@@ -208,6 +208,8 @@ def _of_mbpp(row: dict[str, Any], settings: dict[str, Any]) -> tuple[str, dict[s
     for key in ("test_list", "challenge_test_list"):
         for i, test in enumerate(row.get(key, [])):
             tree = _parsed(f"{key}[{i}]", test)
+            if not tree.body:
+                raise BadRowError(f"`{key}[{i}]`={test!r:.60} tests nothing: it has no statement")
             called |= {node.id: None for node in ast.walk(tree) if isinstance(node, ast.Name)}
     shown = row["test_list"][: None if settings["shown_tests"] == -1 else settings["shown_tests"]]
     prompt = settings["template"].replace("{tests}", "\n".join(shown)).replace("{text}", texts[0])
@@ -232,10 +234,19 @@ def _of_human_eval(row: dict[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 def _one_assertion_each(tree: ast.Module) -> list[str]:
-    """The code with one statement of ``check`` that asserts, and with all that do not; one text for each such."""
+    """The code with one statement of ``check`` that asserts, and with all that do not; one text for each such.
+
+    A definition is none that asserts: others call it. Of statements that need a name which one that asserts gives them,
+    as a loop does, none can be left out.
+    """
     place = next(i for i, node in enumerate(tree.body) if isinstance(node, ast.FunctionDef) and node.name == "check")
     statements = tree.body[place].body
-    asserting = [i for i, x in enumerate(statements) if any(isinstance(node, ast.Assert) for node in ast.walk(x))]
+    definitions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    found = [(i, x) for i, x in enumerate(statements) if not isinstance(x, definitions)]
+    asserting = [i for i, x in found if any(isinstance(node, ast.Assert) for node in ast.walk(x))]
+    needed = set().union(*(_names(x, ast.Load) - _names(x, ast.Store) for x in statements))
+    if any(_names(statements[i], ast.Store) & needed for i in asserting):
+        return [ast.unparse(tree)]
     texts = []
     for kept in asserting:
         other = copy.copy(tree)
@@ -244,6 +255,11 @@ def _one_assertion_each(tree: ast.Module) -> list[str]:
         other.body = [*tree.body[:place], check, *tree.body[place + 1 :]]
         texts.append(ast.unparse(other))
     return texts or [ast.unparse(tree)]
+
+
+def _names(statement: ast.stmt, context: type) -> set[str]:
+    nodes = ast.walk(statement)
+    return {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, context)}
 
 
 def _columns(
