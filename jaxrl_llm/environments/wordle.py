@@ -1,7 +1,8 @@
 """Wordle: a hidden word is found by guesses, as an environment (``environments.factory``) with one tool.
 
 Questions have a column ``word``; the prompt tells the rules. What was learned counts turn by turn: the reward is 1.0
-for the word, and before that 0.1 for each of its letters that stands where it should in the best guess.
+for the word, and before that 0.1 for each of its letters that stands where it should in the best guess, of more than
+nine letters so much less that all are worth 0.9.
 
 Owns: guesses and what is said to them. Does not know: dictionaries; any letters are a word.
 """
@@ -16,6 +17,8 @@ class Wordle:
     """A hidden word."""
 
     def reset(self, word: str, **columns: Any) -> None:
+        if not word.isalpha():
+            raise ValueError(f"column word={word!r} must be letters, one at least")
         self.word, self.best, self.guesses = word.lower(), 0, 0
 
     def guess(self, word: str) -> str:
@@ -37,5 +40,6 @@ class Wordle:
         return f"{said.upper()}\n{''.join(marks)}{' You have found it.' if said == self.word else ''}"
 
     def get_reward(self) -> float:
-        """1.0 for the word; else 0.1 for each letter in its place, in the best guess so far."""
-        return 1.0 if self.best == len(self.word) else 0.1 * self.best
+        """1.0 for the word; else 0.1, or less, for each letter in its place, in the best guess so far."""
+        num = len(self.word)
+        return 1.0 if self.best == num else min(0.1, 0.9 / num) * self.best

@@ -33,3 +33,14 @@ def test_it_is_worth_its_best_guess():
         with pytest.raises(ValueError, match="5 letters"):
             game.guess(wrong)
     assert game.guesses == 3
+
+
+def test_no_guess_but_the_word_is_worth_as_much():
+    """Eleven letters of twelve were worth 1.1, and a word of none 1.0 at once."""
+    game = Wordle()
+    game.reset("intermediate")
+    game.guess("intermediatx")
+    assert game.get_reward() == pytest.approx(0.9 * 11 / 12)
+    for word in ("", "ab c"):
+        with pytest.raises(ValueError, match=r"column word='.*' must be letters"):
+            game.reset(word)
