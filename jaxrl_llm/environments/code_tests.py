@@ -38,7 +38,9 @@ DEFINITION = re.compile(r"^(?:async[ ]+def|def|class)[ ]+(\w+)|^(\w+)[ ]*=", re.
 FUTURE = re.compile(r"^from __future__ import .*\n?", re.MULTILINE)
 NEW_LINE = re.compile(r"\r\n|\r|\n")
 OF_SANDBOX = ("isolation", "required")  # settings beside the limits
+TOO_LONG = ("time", "cpu")  # limits
 MAX_FEEDBACK = 1000  # characters of a test
+JOINT = "\n\npass\n"  # before a test: no backslash, decorator or head of a block that a program ends with takes it in
 NAME = "program"  # of the module: what stands under `if __name__ == "__main__"` is not what is tested
 # Runs a program and its tests line by line and ends with the lines [first, last] of each statement that never ran. Of a
 # statement with a body these are its head's; what Python makes no code of, such as a docstring, is never among them.
@@ -87,11 +89,17 @@ def graded(prompts: list, completions: list[str], *, tests: list, sandbox: list,
         test. Differs: a program that comes to a limit of the sandbox, or leaves early, is an error at run time, which
         is ours.
     """
+    return [score for score, _ in _graded(prompts, completions, tests=tests, sandbox=sandbox, **columns)]
+
+
+def _graded(
+    prompts: list, completions: list[str], *, tests: list, sandbox: list, **columns
+) -> list[tuple[float, Result]]:
     results = [result for (result,) in _results(completions, tests, sandbox, columns, apart=False)]
     is_code = parses(prompts, completions, sandbox=sandbox, **columns)
     of_error = [-0.3 if result.exception.startswith("AssertionError") else -0.6 for result in results]
     kinds = zip(results, is_code, of_error, strict=True)
-    return [1.0 if result.finished else error if is_python else -1.0 for result, is_python, error in kinds]
+    return [(1.0 if result.finished else error if is_python else -1.0, result) for result, is_python, error in kinds]
 
 
 def by_turn(
@@ -117,14 +125,16 @@ def covered(prompts: list, completions: list[str], *, tests: list, sandbox: list
     """As ``graded``, with the statements of the program that no test has run as ``masked`` (reward_mask).
 
     The program and its tests run once more for this, line by line, each test to its end or its error; where that comes
-    to a limit nothing is masked. Lines are what is told apart: of two statements on one line both ran, or neither.
+    to a limit, or took too long before, nothing is masked. Lines are what is told apart: of two statements on one line
+    both ran, or neither.
 
     Source: fine-grained optimisation of StepCoder, Dou et al. 2024, arXiv:2402.01391.
     """
     scores = []
-    for i, reward in enumerate(graded(prompts, completions, tests=tests, sandbox=sandbox, **columns)):
+    for i, (reward, result) in enumerate(_graded(prompts, completions, tests=tests, sandbox=sandbox, **columns)):
         own = {key: values[i] for key, values in columns.items()}
-        scores.append({"reward": reward, "masked": _left_out(completions[i], tests[i], sandbox[i], own)})
+        masked = [] if result.limit in TOO_LONG else _left_out(completions[i], tests[i], sandbox[i], own)
+        scores.append({"reward": reward, "masked": masked})
     return scores
 
 
@@ -134,11 +144,14 @@ def _left_out(completion: str, tests: list[str], sandbox: dict[str, Any], column
     if start < 0:
         return []
     result = run(TRACED, sandbox, stdin=json.dumps([code, columns["setup"], tests]))
-    if not result.finished or len(result.value) >= 1024 * _limits(sandbox).output_kb:
-        return []
     begins = [start, *(start + end.end() for end in NEW_LINE.finditer(completion[start:])), len(completion)]
-    own = {(max(first, line) - line, last - line + 1) for first, last in json.loads(result.value) if last >= line}
-    return sorted([begins[first], begins[min(last, len(begins) - 1)]] for first, last in own)
+    if not result.finished or len(result.value or "") >= 1024 * _limits(sandbox).output_kb:
+        return []
+    try:
+        own = {(max(first, line) - line, last - line + 1) for first, last in json.loads(result.value) if last >= line}
+        return sorted([begins[first], begins[min(last, len(begins) - 1)]] for first, last in own)
+    except (TypeError, ValueError, LookupError, RecursionError):  # what a program that changes Python has put there
+        return []
 
 
 def share(prompts: list, completions: list[str], *, tests: list, sandbox: list, **columns) -> list[float]:
@@ -173,20 +186,22 @@ def _results(
         code = _code(completion, {key: values[i] for key, values in columns.items()})
         results: list[Result] = []
         for test in tests[i] if apart else ["\n".join(tests[i])]:
-            results.append(run(f"{code}\n{test}", sandbox[i]))
-            if results[-1].limit in ("time", "cpu"):
+            results.append(run(f"{code}{JOINT}{test}", sandbox[i]))
+            if results[-1].limit in TOO_LONG:
                 break
         yield results
 
 
 def _code(completion: str, columns: dict[str, Any]) -> str:
-    return f"{columns['setup']}\n{program(completion, columns['prefix'], columns['names'], columns['given'])}"
+    own = program(completion, columns["prefix"], columns["names"], columns["given"])
+    return "".join(_future_first(f"{columns['setup']}\n{own}"))
 
 
 def feedback(completion: str, *, shown_tests: Sequence[str], sandbox: dict[str, Any], **columns) -> str:
     """Which of the tests that are shown fail, and how: "" where none does.
 
     Where a test says ``assert expression == value``, what the expression gave instead; else the error or the limit.
+    None is tried after one that takes too long.
 
     Args:
         shown_tests, sandbox, columns: those of one question of ``prompts.source="code"``.
@@ -196,15 +211,17 @@ def feedback(completion: str, *, shown_tests: Sequence[str], sandbox: dict[str, 
     """
     code, said = _code(completion, columns), []
     for test in shown_tests:
-        result = run(f"{code}\n{test}", sandbox)
+        result = run(f"{code}{JOINT}{test}", sandbox)
         if result.finished:
             continue
         how = f"came to the limit of {result.limit}" if result.limit else result.exception or "left before its end"
         compared = _compared(test)
         if result.exception.startswith("AssertionError") and compared:
-            got = run(f"{code}\n{compared}", sandbox)
+            got = run(f"{code}{JOINT}{compared}", sandbox)
             how = f"{compared} gives {got.value}" if got.finished else how
         said.append(f"{test.strip()}\nfailed: {how}"[:MAX_FEEDBACK])
+        if result.limit in TOO_LONG:
+            break
     return "\n\n".join(said)
 
 
@@ -256,8 +273,13 @@ def _placed(completion: str, prefix: str, names: Sequence[str], given: str) -> t
         lines = code.splitlines(keepends=True)
         end = next((i for i, one in enumerate(lines) if i and one[0] not in " \t\r\n"), len(lines))
         code = prefix + "".join(lines[:end])
-    future = "".join(one.strip() + "\n" for one in FUTURE.findall(code))
-    return future + FUTURE.sub("", code), line, -1 if future else len(completion) - len(text) + start
+    future, rest = _future_first(code)
+    return future + rest, line, -1 if future else len(completion) - len(text) + start
+
+
+def _future_first(code: str) -> tuple[str, str]:
+    """Its imports from ``__future__``, which no line may stand before, and the rest."""
+    return "".join(one.strip() + "\n" for one in FUTURE.findall(code)), FUTURE.sub("", code)
 
 
 def _is_whole(code: str) -> bool:

@@ -1,5 +1,6 @@
 """Which part of a completion is code, and what its tests say of it."""
 
+import dataclasses
 import warnings
 
 import pytest
@@ -69,6 +70,52 @@ def test_graded_by_what_kind_of_error_there_is():
     body = HUMAN_EVAL | {"canonical_solution": "    return sum(xs)\n"}
     answers = ["    return sum(xs)", "    return 1", "    return ys", "    return ("]
     assert score(code_tests.graded, body, *answers) == [1, -0.3, -0.6, -1]
+
+
+@pytest.mark.parametrize("end", ["if 0:\\", "if 0: x = \\", "@lambda f: lambda c: None", "if 0:", "class A:"])
+def test_the_end_of_a_program_does_not_take_its_test_in(end):
+    mbpp = f"def double(x):\n    return 1\n{end}"
+    assert score(share, MBPP, mbpp) == score(passed, MBPP | {"test_list": MBPP["test_list"][:1]}, mbpp) == [0]
+    row = HUMAN_EVAL | {"test": "def check(candidate):\n    assert candidate([]) == 0\n"}
+    assert score(passed, row, f"def total(xs):\n    return 1\n{end}") == [0]
+    _, columns = question(MBPP, SETTINGS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert "failed: SyntaxError" in feedback(mbpp, **columns) or "failed: IndentationError" in feedback(
+            mbpp, **columns
+        )
+
+
+def test_imports_from_the_future_stand_before_a_question_s_own():
+    future = "```python\nfrom __future__ import annotations\ndouble = lambda x: 2 * x\n```"
+    assert score(passed, MBPP, future) == score(share, MBPP, future) == [1]
+
+
+def test_a_program_that_takes_too_long_is_run_once(monkeypatch):
+    ran = []
+    run = code_tests.run
+    monkeypatch.setattr(code_tests, "run", lambda code, *given, **more: ran.append(code) or run(code, *given, **more))
+    loops = "def double(x):\n    while True: pass"
+    assert score(covered, MBPP, loops) == [{"reward": -0.6, "masked": []}]
+    assert len(ran) == 2 and code_tests.TRACED not in ran  # its tests, and whether it is Python
+    _, columns = question(MBPP, SETTINGS | {"shown_tests": 3})
+    ran.clear()
+    assert feedback(loops, **columns) == "assert double(2) == 4\nfailed: came to the limit of time"
+    assert len(ran) == 1
+
+
+@pytest.mark.parametrize("said", ["None", "'x'", "'[[1]]'", "'[[1, 99], [99, 99]]'", "'[[1, null]]'", "'[' * 9999"])
+def test_what_a_program_says_of_its_own_lines_is_not_believed(said, monkeypatch):
+    program = f"import builtins\nbuiltins.repr = lambda x: {said}\ndef double(x): return 2 * x"
+    assert score(covered, MBPP, program) == [{"reward": 1, "masked": []}]
+    kept = code_tests.run
+
+    def forged(code, *given, **more):
+        result = kept(code, *given, **more)
+        return dataclasses.replace(result, value=eval(said)) if code is code_tests.TRACED else result
+
+    monkeypatch.setattr(code_tests, "run", forged)
+    assert score(covered, MBPP, program) == [{"reward": 1, "masked": []}]
 
 
 def test_turns_without_a_program_cost_a_fifth_and_the_last_one_decides():
