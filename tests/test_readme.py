@@ -9,7 +9,8 @@ which make minutes of hours:
   - ``--model=smollm2-135m-instruct`` becomes the tiny random model;
   - ``plan`` leaves out the evaluation's programs;
   - ``launch/{setup,local,test}.sh`` are not run: ``test_launch`` does, with stand-ins for pip and Python.
-Not run are the commands of ``MEASURED``, which take hours or another machine: what they name must be there.
+Not run are the commands of ``MEASURED``, which take hours or another machine: what they name must be there. Nor those
+of blocks that are marked ``shell``, which take files or a model of the reader's: their settings must be a config.
 """
 
 import dataclasses
@@ -17,6 +18,7 @@ import importlib.util
 import os
 import pathlib
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -24,8 +26,10 @@ import sys
 import pytest
 
 from jaxrl_llm.algorithms.use import keywords
-from jaxrl_llm.config import AlgorithmConfig, Config, ReplayConfig, flatten
+from jaxrl_llm.config import AlgorithmConfig, Config, ReplayConfig, flatten, freeze
 from jaxrl_llm.reports.metrics import METRICS
+from jaxrl_llm.runtime import cli
+from jaxrl_llm.runtime.nested import Text, override
 from jaxrl_llm.sweep import points
 from jaxrl_llm.sweep.table import Run
 
@@ -205,14 +209,57 @@ def test_settings_that_are_named_exist():
     known = {*flatten(Config()), "algorithm.critic"}
     for group, settings in (("algorithm", AlgorithmConfig), ("replay", ReplayConfig)):
         for field in dataclasses.fields(settings):
-            functions = field.metadata["slot"].table.values() if "slot" in field.metadata else ()
-            known |= {f"{group}.{field.name}.{keyword}" for one in functions for keyword in keywords(one)}
+            slot = field.metadata.get("slot")
+            for name, function in slot.table.items() if slot else ():
+                place = f"{group}.{field.name}.{name}" if slot.several else f"{group}.{field.name}"
+                known |= {f"{place}.{keyword}" for keyword in keywords(function)}
     own = [keyword for text in files().values() for keyword in re.findall(r"\*, (\w+): ", text)]
     known |= {f"algorithm.surrogate.{keyword}" for keyword in own}
     named = {word[9:].partition("=")[0] for word in re.findall(r"--config\.[\w.]+=", TODAY)}
     quoted = [name for name in re.findall(r"`(\w+\.\w+)(?:=\w+)?`", TODAY) if re.match(GROUPS, name)]
     named |= {name for name in quoted if not name.endswith((".py", ".jsonl"))}
     assert len(named) >= 15 and named <= known, named - known
+
+
+def test_defaults_that_are_named_are_those():
+    defaults = flatten(Config())
+    named = [found for name in PAGES for found in re.findall(r"`(\w+(?:\.\w+)+)` \(([\d.]+)\b", TEXTS[name])]
+    wrong = [(name, value) for name, value in named if name in defaults and defaults[name] != float(value)]
+    assert len(named) >= 12 and not wrong
+
+
+def frozen(command):
+    """The config of a command, of its file and its overrides."""
+    rest, overrides = cli._apart(shlex.split(command, comments=True))
+    path = next(word.removeprefix("--config=") for word in rest if word.startswith("--config="))
+    settings = runpy.run_path(path)["get_config"]().to_dict()
+    for name, value in sorted(overrides, key=lambda given: given[0].count(".")):
+        settings = override(settings, name, Text(value))
+    return freeze(settings)
+
+
+def test_settings_that_are_shown_are_a_config(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    pages = [line for name in PAGES for block in blocks(TEXTS[name], "shell") for line in lines(block)]
+    shown = [command for command in pages + commands() if re.search(r"jaxrl_llm\.(train|sft) ", command)]
+    configs = [frozen(command) for command in shown]
+    # SmolLM2 says little in the 16 tokens of the default.
+    lengths = [c.sampling.max_completion_tokens for c in configs if c.model.path == "smollm2-135m-instruct"]
+    assert len(pages) >= 3 and len(lengths) >= 7 and min(lengths) > 16
+
+
+def test_commands_of_methods_by_turn_keep_nothing_of_the_maze(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    maze, defaults = flatten(frozen("--config=configs/maze.py")), flatten(Config())
+    of_maze = {name for name in maze if maze[name] != defaults[name]}
+    section = re.search("^### Methods by turn\n(.*?)^### ", TEXTS["docs/methods.md"], re.DOTALL | re.MULTILINE)[1]
+    shown = [flatten(frozen(line)) for block in blocks(section, "shell") for line in lines(block)]
+    assert len(shown) == 2 and {"sampling.stop_tokens", "prompts.arguments"} < of_maze
+    for settings in shown:
+        assert not {name for name in of_maze if settings[name] == maze[name]}
+    recipes = {path.stem: path.read_text() for path in REPOSITORY.glob("configs/recipes/*.py")}
+    named = {name for name in re.findall(r"`(\w+)`", section) if name in recipes}
+    assert named == {name for name, text in recipes.items() if "configs/maze.py" in text}
 
 
 def test_metrics_that_are_named_exist():
@@ -252,6 +299,13 @@ def test_command_runs(index, folder):
     done = run(command, folder)
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     assert str(folder) not in done.stdout  # paths are shown as they were given
+
+
+def test_the_readme_names_every_command():
+    section = README.partition("## Commands")[2]
+    files = [*REPOSITORY.glob("jaxrl_llm/*.py"), *REPOSITORY.glob("jaxrl_llm/*/__main__.py")]
+    found = [path.parent if path.stem == "__main__" else path for path in files if "cli.run(" in path.read_text()]
+    assert len(found) >= 12 and {path.stem for path in found} <= set(re.findall(r"`(\w+)`", section))
 
 
 def test_the_readme_counts_the_recipes():

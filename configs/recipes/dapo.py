@@ -4,7 +4,9 @@
 
 A higher upper clip, a mean over tokens, a soft penalty for overlong answers, no tied groups: an iteration samples until
 it is full of mixed ones, or ten times as many as it needs have been asked; those left then whose rewards are tied are
-not drawn, whatever their lengths.
+not drawn, whatever their lengths. The penalty's 4 tokens are for completions of 16: set
+--config.algorithm.reward_terms.overlong_penalty.buffer to about a fifth of sampling.max_completion_tokens (4,096 of
+20,480 there).
 Source: Yu et al. 2025, arXiv:2503.14476. Differs: rewards of 0 and 1 weigh the penalty twice as much as its
 -1 and 1 do.
 """

@@ -3,7 +3,7 @@
     python -m jaxrl_llm.train --config=configs/recipes/gigpo.py --workdir=runs/gigpo
 
 The row's advantage, and that of a turn among all turns of the group that answer the same state. The questions are a
-maze for small models: set prompts, environments and rewards to your own.
+maze for small models: "Methods by turn" in docs/methods.md says what to set for your own.
 Source: Feng et al. 2025, arXiv:2505.10978. Differs: the state is what the environment said last; the population
 standard deviation; no KL.
 """

@@ -3,7 +3,7 @@
     python -m jaxrl_llm.train --config=configs/recipes/mt_grpo.py --workdir=runs/mt_grpo
 
 The outcome's advantage for every turn, and that of a turn's own reward besides for all but the last. The questions are
-a maze for small models: set prompts, environments and rewards to your own.
+a maze for small models: "Methods by turn" in docs/methods.md says what to set for your own.
 Source: Zeng et al. 2025, arXiv:2505.11821. Differs: it has two turns; the same for each turn before the last is ours.
 """
 

@@ -4,7 +4,9 @@
 
 Generalised advantage estimation against a value head on the policy's own hidden states, whitened over the batch's
 tokens. Without discount and at lambda 1 a token's advantage is the reward less what the critic expected there; no
-penalty to the starting model. lambda 0.95 is the classic; value_bins = 51 learns the values as distributions.
+penalty to the starting model. lambda 0.95 is the classic. With --config.algorithm.critic.bins=51 and
+--config.algorithm.critic.clip=0 values are learned as distributions over 51 bins from algorithm.critic.low=0 to
+algorithm.critic.high=1, which should hold all returns.
 Source: Hu et al. 2025, arXiv:2503.24290; Schulman et al. 2017, arXiv:1707.06347; bins, Farebrother et al. 2024,
 arXiv:2403.03950. Differs: the critic is a head on the policy, updated with it, where it is a second model with 12
 updates to 1 of the policy.

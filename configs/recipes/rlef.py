@@ -3,10 +3,9 @@
     python -m jaxrl_llm.train --config=configs/recipes/rlef.py --workdir=runs/rlef
 
 PPO whose actions are whole turns: a critic's value before each, clipped, one advantage for its tokens, KL to the start.
-With programs, prompts.source=code and environments.factory=jaxrl_llm.environments.code_tests:answer, public tests speak
-between the turns; rewards.functions=jaxrl_llm.environments.code_tests:by_turn with rewards.pass_threshold=0 are the
-paper's rewards: 1 or -1 in the end, whether all tests pass, and -0.2 for an earlier turn without code. Here the
-questions are a maze for small models.
+Here the questions are a maze for small models. "Methods by turn" in docs/methods.md has the command for programs, whose
+public tests speak between the turns: then jaxrl_llm.environments.code_tests:by_turn has the paper's rewards, 1 or -1 in
+the end, whether all tests pass, and -0.2 for an earlier turn without code.
 Source: Gehring et al. 2024, arXiv:2410.02089. Differs: the critic is a head on the policy, where it is a model of its
 own, and learns a turn's return at all of its tokens; KL is in the loss, token by token, where it is in the reward, by
 the geometric mean over a turn; the ratio to the policy that drew the tokens is not truncated at 1 beside the clipped

@@ -3,7 +3,7 @@
     python -m jaxrl_llm.train --config=configs/recipes/step_search.py --workdir=runs/step_search
 
 PPO whose rewards come at the end of each turn, as what a search found that was new, less what had been found before.
-Here the questions are a maze for small models.
+Here the questions are a maze for small models: "Methods by turn" in docs/methods.md says what to set for your own.
 Source: Wang et al. 2025, arXiv:2505.15107. Differs: what a turn is worth is the environment's or a reward function's to
 say; no KL to the starting model, where it has 0.001.
 """

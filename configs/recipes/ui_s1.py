@@ -4,7 +4,7 @@
 
 The row's advantage, and that of a turn among the group's turns of its number by its discounted future rewards. Turns go
 along an expert's way, and one that leaves it is patched, once. The questions are a maze for small models, whose expert
-takes a shortest way: set prompts, environments and rewards to your own.
+takes a shortest way: "Methods by turn" in docs/methods.md says what to set for your own.
 Source: Lu et al. 2025, arXiv:2509.11543. Differs: the step that was wrong stays in the row, and the patch follows it; a
 turn is worth 1 where it is the expert's, without parts for its form and the kind of its action.
 """
