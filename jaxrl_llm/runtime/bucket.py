@@ -184,9 +184,12 @@ class _Writer:
             self._bucket.blob(self._name).delete(if_generation_match=self._generation, timeout=BEAT_S)
 
     def _read(self) -> tuple[int, str]:
-        if (blob := self._bucket.get_blob(self._name, timeout=BEAT_S)) is None:
-            return 0, ""
-        return blob.generation, blob.download_as_text(timeout=BEAT_S)
+        from google.api_core.exceptions import NotFound
+
+        while (blob := self._bucket.get_blob(self._name, timeout=BEAT_S)) is not None:
+            with contextlib.suppress(NotFound):  # let go, or written again, since it was looked up
+                return blob.generation, blob.download_as_text(timeout=BEAT_S)
+        return 0, ""
 
     def _write(self) -> bool:
         """Whether nobody else has written it since."""

@@ -285,15 +285,14 @@ def _open(directory: pathlib.Path, kept: Any) -> ocp.CheckpointManager:
     logging.set_verbosity(logging.FATAL)  # orbax tells every step of its work, and what it raises as well
     # One replica writes each array whole: splitting the work over replicas compiles a slice per shape, on the devices.
     arrays = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
-    state = ocp.PyTreeCheckpointHandler(
-        use_compression=False,
-        type_handler_registry=ocp.type_handlers.create_type_handler_registry(
-            (jax.Array, arrays), (np.ndarray, ocp.type_handlers.NumpyHandler())
-        ),
-    )
+    kinds = (jax.Array, arrays), (np.ndarray, ocp.type_handlers.NumpyHandler())
+    registry = ocp.type_handlers.create_type_handler_registry(*kinds)
+    state = ocp.PyTreeCheckpointHandler(use_compression=False, type_handler_registry=registry)
     handlers = {"state": state, "host": ocp.JsonCheckpointHandler(), "config": ocp.JsonCheckpointHandler()}
+    # Of orbax alone a host whose write fails is not heard of before the others have waited for 20 minutes.
+    waits = ocp.AsyncOptions(barrier_sync_fn=hosts.meet)
     # Temporary directories are what a killed run left half-written.
-    options = ocp.CheckpointManagerOptions(preservation_policy=kept, cleanup_tmp_directories=True)
+    options = ocp.CheckpointManagerOptions(preservation_policy=kept, cleanup_tmp_directories=True, async_options=waits)
     manager = ocp.CheckpointManager(directory, options=options, item_names=tuple(handlers), item_handlers=handlers)
     # It would ask jax by the iteration: the stop that hosts agree on between two checks would never be reached.
     manager.reached_preemption = lambda step: False

@@ -32,6 +32,10 @@ import uuid
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
+import jax
+import numpy as np
+from jax._src import distributed  # its client, for which jax has no public name; orbax too takes it from there
+
 from jaxrl_llm.config import ConfigError, versions
 
 # The service gives a host up after so long without a sign of life; jax's own 100 and 300 are longer than a user waits.
@@ -65,8 +69,6 @@ def initialize() -> None:
         raise ConfigError(f"JAXRL_DISTRIBUTED={wanted!r} must be 1 (a job of several hosts), 0 (not) or unset")
     if wanted == "0" or not (wanted or address or _is_found()):
         return
-    import jax  # here: a command that has no job to join need not pay for it
-
     given: dict[str, Any] = dict.fromkeys(("heartbeat_timeout_seconds", "shutdown_timeout_seconds"), TIMEOUT_S)
     if address:
         numbers = {name: os.environ.get(name, "") for name in ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID")}
@@ -125,7 +127,7 @@ def _leave_at_once(status: list[int]) -> None:
 
 def end_at_sigterm() -> None:
     """SIGTERM to this host ends the job: jax has taken it over, and a command that never asks jax would not hear it."""
-    if count() > 1:
+    if not is_alone():
         signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
@@ -136,23 +138,22 @@ def _is_found() -> bool:
 
 
 def _service() -> Any:
-    from jax._src import distributed  # orbax too takes it from there: jax has no public name for it
-
     if (client := distributed.global_state.client) is None:
         raise ConfigError(f"jax finds {count()} processes, and this one has joined no job: set JAXRL_DISTRIBUTED=1")
     return client
 
 
-def count() -> int:
-    import jax
+def is_alone() -> bool:
+    """Whether this process is the whole job. One that has joined none does not ask, which would open the devices."""
+    return not jax.distributed.is_initialized() or count() == 1
 
+
+def count() -> int:
     return jax.process_count()
 
 
 def is_first() -> bool:
     """Whether this host speaks and writes for all."""
-    import jax
-
     return jax.process_index() == 0
 
 
@@ -182,8 +183,6 @@ def memory_bytes(root: str | os.PathLike = "/") -> int:
 
 def exchange(value: T) -> list[T]:
     """What each host gives here, in the hosts' order; all must come, in the same order of calls."""
-    import jax
-
     if count() == 1:
         return [value]
     service, number, index = _service(), next(_meetings), jax.process_index()
@@ -261,8 +260,7 @@ def _code() -> str:
 
 def _difference(one: str, other: str) -> tuple[str, str]:
     """Where two texts begin to differ, a few words of each."""
-    start = next((i for i, (x, y) in enumerate(zip(one, other, strict=False)) if x != y), 0)
-    start = max(0, start - 40)
+    start = max(0, next((i for i, (x, y) in enumerate(zip(one, other, strict=False)) if x != y), 0) - 40)
     return one[start : start + 80], other[start : start + 80]
 
 
@@ -271,9 +269,6 @@ def checksums(tree: Any) -> dict[str, str]:
 
     Given to ``agree_on_copies`` it finds a copy that is another than that of another host.
     """
-    import jax
-    import numpy as np
-
     found = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         for shard in leaf.addressable_shards:
@@ -302,35 +297,43 @@ def together(status_of: Callable[[BaseException], int]) -> Iterator[None]:
     Args:
         status_of: exit status for an exception.
     """
+    if is_alone():
+        yield
+        return
     try:
         yield
         exchange("done")
     except BaseException as error:
         if isinstance(error, SystemExit):  # the end of all of them
             exchange("done")
-        if isinstance(error, SystemExit) or count() == 1:
-            raise
-        if type(error).__name__ == "JaxRuntimeError" or "Gloo" in str(error):  # CPUs' collectives
-            time.sleep(SILENT_S + 5)  # it may be that another host is gone: ``_watch`` finds out which, and ends this
-        _end(f"{type(error).__name__}: {error}", status_of(error))
+        else:
+            _end(error, status_of(error))
         raise
 
 
-def _end(words: str, status: int) -> None:
-    """Tell the others why this host ends."""
-    import jax
+def meet(*, key: str, timeout_ms: int) -> None:
+    """Where threads that write a checkpoint meet; one with an error ends all hosts, for the others wait elsewhere."""
+    if is_alone():
+        return
+    if error := sys.exception():
+        _leave(_end(error, status=1))
+    _service().wait_at_barrier(key, timeout_ms)
 
-    service, index = _service(), jax.process_index()
+
+def _end(error: BaseException, status: int) -> str:
+    """Tell the others why this host ends, in the words that are returned."""
+    if "JaxRuntimeError" in (type(error).__name__, type(error.__cause__).__name__) or "Gloo" in str(error):
+        time.sleep(SILENT_S + 5)  # it may be that another host is gone: ``_watch`` finds out which, and ends this
+    service, index, words = _service(), jax.process_index(), f"{type(error).__name__}: {error}"
     with contextlib.suppress(Exception):  # the service may be gone
         service.key_value_set(f"failed/{index}", f"{status} {_doing}\n{words}", allow_overwrite=True)
     if index == 0:
         time.sleep(4)  # they read it from here
+    return words
 
 
 def _part() -> None:
     """At the end of this process: the first host stays until the others have left its service."""
-    import jax
-
     service, index = _service(), jax.process_index()
     _parting.set()
     with contextlib.suppress(Exception):  # the service may be gone
@@ -346,8 +349,6 @@ def _part() -> None:
 
 def _watch(service: Any) -> None:
     """Say every second that this host lives, and end it when another has failed or is silent."""
-    import jax
-
     index = jax.process_index()
     for beat in itertools.count():
         if _parting.is_set():
@@ -382,8 +383,6 @@ def _aborted(_: int) -> None:
 
     A handler of C: those of Python run in the main thread, when it next gets to it, and the process has ended by then.
     """
-    from jax._src import distributed
-
     if not _joined.is_set():
         os.write(2, f"error: this process cannot join its job: some did not come in {JOIN_S} s\n".encode())
         os._exit(1)

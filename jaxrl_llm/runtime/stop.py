@@ -33,7 +33,7 @@ class StopRequest:
 
     def check(self) -> None:
         """Raise ``Stopped`` where the run is to stop. Every host calls it at the same points."""
-        if hosts.count() > 1:
+        if not hosts.is_alone():
             if multihost_utils.reached_preemption_sync_point(next(self._checks)):
                 self.requested = self.requested or signal.SIGTERM.name
                 raise Stopped
@@ -41,7 +41,7 @@ class StopRequest:
             raise Stopped
 
     def __enter__(self) -> StopRequest:
-        for number in (signal.SIGINT,) if hosts.count() > 1 else (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGINT) if hosts.is_alone() else (signal.SIGINT,):
             self._previous[number] = signal.signal(number, self._handle)
         return self
 
@@ -56,5 +56,5 @@ class StopRequest:
         # Not print: a handler may interrupt one. Says that Ctrl-C was heard while a program runs on.
         note = f"\n{self.requested}: saving, then stopping (Ctrl-C again stops at once)\n"
         os.write(2, note.encode())  # standard error; in a notebook sys.stderr is no file
-        if hosts.count() > 1:
+        if not hosts.is_alone():
             os.kill(os.getpid(), signal.SIGTERM)  # what jax hears, and tells the other hosts

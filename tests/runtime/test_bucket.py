@@ -158,6 +158,16 @@ def test_what_may_pass_is_no_bad_input(monkeypatch):
             pass
 
 
+def test_an_object_that_is_written_again_while_it_is_read_is_read_again():
+    """A run that waited for the one before it was refused when that let the folder go."""
+    exceptions = pytest.importorskip("google.api_core.exceptions")
+    gone = types.SimpleNamespace(generation=1, download_as_text=mock.Mock(side_effect=exceptions.NotFound("1")))
+    newer = types.SimpleNamespace(generation=2, download_as_text=lambda timeout: "who")
+    for found, expected in (([gone, newer], (2, "who")), ([gone, None], (0, ""))):
+        there = types.SimpleNamespace(get_blob=mock.Mock(side_effect=found))
+        assert bucket._Writer(there, "writer.txt", "me")._read() == expected
+
+
 HOLDER = """
 import pathlib, sys, time
 from jaxrl_llm.runtime import bucket, checkpoint

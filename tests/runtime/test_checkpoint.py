@@ -11,12 +11,15 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
@@ -25,7 +28,7 @@ from support.comparing import assert_same
 
 from jaxrl_llm.config import CheckpointConfig, Config, ConfigError, freeze, to_json
 from jaxrl_llm.ops.checksum import checksums
-from jaxrl_llm.runtime import checkpoint
+from jaxrl_llm.runtime import checkpoint, hosts
 from jaxrl_llm.runtime.checkpoint import Checkpointer
 from jaxrl_llm.runtime.stop import Stopped, StopRequest
 from jaxrl_llm.runtime.stored import digest
@@ -251,6 +254,25 @@ def test_what_went_wrong_in_a_save_is_raised_by_the_next_check(checkpointer, mon
         time.sleep(0.01)
     with pytest.raises(OSError, match="no space left"):
         checkpointer.check()
+
+
+def test_a_host_whose_write_fails_ends_all_and_does_not_wait_for_the_others(checkpointer, monkeypatch):
+    """They wait for its write: for 20 minutes training went on unsaved, and no stop could be saved."""
+    met, said = [], []
+    service = types.SimpleNamespace(wait_at_barrier=lambda key, timeout_ms: met.append(len(said)))
+    monkeypatch.setattr(hosts, "is_alone", lambda: False)
+    monkeypatch.setattr(hosts, "_service", lambda: service)
+    monkeypatch.setattr(hosts, "_end", lambda error, status: f"{status} {error}")
+    monkeypatch.setattr(hosts, "_leave", said.append)
+    save(checkpointer, 1, make_state(1))
+    checkpointer.wait()
+    assert met and not said
+    met.clear()
+    monkeypatch.setattr(ocp.JsonCheckpointHandler, "finalize", mock.Mock(side_effect=OSError("no space left")))
+    save(checkpointer, 2, make_state(2))
+    with pytest.raises(OSError, match="no space left"):
+        checkpointer.wait()
+    assert set(said) == {"1 no space left"} and met[-1] > 0  # those before are of the beginning of the save
 
 
 @pytest.mark.parametrize(("grace_s", "warns"), [(2.0, True), (3.0, False)])

@@ -28,6 +28,7 @@ from jaxrl_llm import train as train_module
 from jaxrl_llm.config import ConfigError, freeze
 from jaxrl_llm.runtime import hosts
 from jaxrl_llm.runtime.programs import Program, compile_all, use_cache
+from jaxrl_llm.runtime.stop import StopRequest
 
 CONFIG = pathlib.Path(__file__).parents[2] / "configs" / "debug.py"
 CACHING = pathlib.Path(__file__).parents[1] / "support" / "caching.py"
@@ -511,6 +512,14 @@ def test_processes_that_jax_finds_and_that_have_not_joined_are_told_how(monkeypa
     monkeypatch.setattr(hosts, "count", lambda: 4)
     with pytest.raises(ConfigError, match=r"jax finds 4 processes, .*: set JAXRL_DISTRIBUTED=1"):
         hosts.exchange("anything")
+
+
+def test_a_process_that_has_joined_no_job_opens_no_devices(monkeypatch):
+    """A TPU is of one process: a sweep had it before its workers, a report beside its run."""
+    monkeypatch.setattr(hosts, "count", lambda: pytest.fail("jax was asked"))
+    hosts.end_at_sigterm()
+    with hosts.together(lambda _: 1), StopRequest() as stop:
+        stop.check()
 
 
 def test_what_a_run_is_of_is_compared_before_it_begins(monkeypatch, tmp_path):
