@@ -53,6 +53,15 @@ def actor_of(clock, monkeypatch):
     return one
 
 
+def test_where_answers_of_others_stand_is_saved_as_it_was_restored_though_none_was_taken_since(monkeypatch):
+    """Stopped twice in an evaluation: their file was read from its beginning."""
+    one = actor_of([0.0], monkeypatch)
+    one._external.restore = lambda state: one._external.configure_mock(**{"state.return_value": state})
+    saved = one.state() | {"stream": 0, "ledger": 0, "external": [7]}
+    one.restore(saved, {"sampler": None, "rounds": None}, {})
+    assert one.state()["external"] == [7]
+
+
 def test_an_iteration_that_was_stopped_has_the_seconds_of_before_and_none_of_what_others_functions_take(monkeypatch):
     """By hand: 7 s, of which a round waited 2, then in another process 5 s, of which it waited 1: 9 and 3."""
     clock, stops = [50.0], [True]
