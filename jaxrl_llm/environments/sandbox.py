@@ -37,6 +37,7 @@ MAX_START_S = 60.0
 GRACE_S = 5.0  # beyond its program's limit, for a worker to end it and answer
 FIRST_LOOK_S, LOOK_S = 0.1, 0.05  # at all processes of a program: after how long, and how often then
 ROOT = str(pathlib.Path(__file__).parents[2])
+MARK = "JAXRL_REWARD_WORKER"  # of actor/rewards.py, by which it finds all that its process has started
 # The order of a set is the same in every worker; memory of threads is not kept apart.
 ENVIRONMENT = {"PYTHONHASHSEED": "0", "PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "MALLOC_ARENA_MAX": "1"}
 ISOLATIONS = ("namespaces", "bubblewrap", "rlimits")
@@ -227,7 +228,7 @@ class _Worker:
                     pass_fds=[theirs.fileno()],
                     start_new_session=True,
                     cwd="/",
-                    env=dict(ENVIRONMENT),
+                    env=ENVIRONMENT | {name: value for name, value in os.environ.items() if name == MARK},
                 )
             except OSError as error:
                 self.socket.close()

@@ -33,6 +33,7 @@ import sysconfig
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 NOBODY = 65534
+SPARE_PROCESSES = 256  # that others of this user may start while a program runs
 NEW_NS, NEW_UTS, NEW_IPC, NEW_USER, NEW_PID, NEW_NET = 0x20000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
 READ_ONLY, NO_SUID, NO_DEV, REMOUNT, BIND, RECURSIVE, PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
 DETACH = 2
@@ -227,7 +228,10 @@ def unmount_tmp() -> None:
 
 
 def limit(limits: dict[str, float], *, is_alone: bool) -> None:
-    """The limits that the kernel keeps, of each process; ``is_alone``: no process of others counts as this user's."""
+    """The limits that the kernel keeps, of each process; ``is_alone``: no process of others counts as this user's.
+
+    Where others count, ``processes`` and some to spare is what they all may come to. None of root's is counted.
+    """
     mib = 2**20
     sizes = {"AS": limits["memory_mb"] * mib, "FSIZE": limits["disk_mb"] * mib, "NOFILE": limits["open_files"]}
     sizes |= {"CPU": int(2 * limits["seconds"]) + 2, "CORE": 0, "MEMLOCK": 0, "MSGQUEUE": 0, "STACK": 8 * mib}
@@ -238,6 +242,32 @@ def limit(limits: dict[str, float], *, is_alone: bool) -> None:
         hard = resource.getrlimit(number)[1]
         size = int(size) if hard == resource.RLIM_INFINITY else min(int(size), hard)
         resource.setrlimit(number, (size - (name == "CPU"), size))  # a second between SIGXCPU and SIGKILL
+    if not is_alone and os.getuid():
+        now = resource.getrlimit(resource.RLIMIT_NPROC)
+        most = _threads_of_this_user() + limits["processes"] + SPARE_PROCESSES
+        if now[1] == resource.RLIM_INFINITY or most < now[1]:
+            resource.setrlimit(resource.RLIMIT_NPROC, (most, now[1]))
+            can = _can_fork()  # not where this user has many processes that are not seen from here, in other containers
+            resource.setrlimit(resource.RLIMIT_NPROC, (most, most) if can else now)
+
+
+def _threads_of_this_user() -> int:
+    count = 0
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):  # it has ended
+            if os.stat(f"/proc/{name}").st_uid == os.getuid():
+                count += len(os.listdir(f"/proc/{name}/task"))
+    return count
+
+
+def _can_fork() -> bool:
+    try:
+        if not (pid := os.fork()):
+            os._exit(0)
+    except BlockingIOError:
+        return False
+    os.waitpid(pid, 0)
+    return True
 
 
 def keep_out_of_files(folder: str) -> None:

@@ -182,6 +182,8 @@ def _clear_folder(isolation: str, folder: str) -> None:
     if isolation == "namespaces":
         walls.unmount_tmp()
     elif isolation == "jail":  # all that it can have written is there
+        with contextlib.suppress(OSError):
+            os.chmod("/tmp", 0o700)  # whatever the program has made of it
         for name in os.listdir("/tmp"):
             _remove(f"/tmp/{name}")
     else:
@@ -189,13 +191,14 @@ def _clear_folder(isolation: str, folder: str) -> None:
 
 
 def _remove(path: str) -> None:
-    """A file, or a folder of any depth."""
+    """A file, or a folder of any depth and modes."""
     with contextlib.suppress(OSError):
         os.remove(path)
-    try:
+    with contextlib.suppress(RecursionError):
         shutil.rmtree(path, ignore_errors=True)
-    except RecursionError:
-        subprocess.run(["rm", "-rf", "--", path], stderr=subprocess.DEVNULL, check=False)
+    if os.path.lexists(path):
+        for command in (["chmod", "-R", "u+rwx"], ["rm", "-rf"]):
+            subprocess.run([*command, "--", path], stderr=subprocess.DEVNULL, check=False)
 
 
 def _watch(pid: int, deadline: float, outputs: dict[int, bytearray], rooms: dict[int, int], line: _Lines) -> str | None:
@@ -229,6 +232,9 @@ def _watch(pid: int, deadline: float, outputs: dict[int, bytearray], rooms: dict
 def _end(pid: int, isolation: str) -> int:
     """Kill the program with all that it started; its exit status, -number where a signal ended it."""
     status, deadline = None, time.monotonic() + END_S
+    if isolation == "rlimits":
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)  # in one call: processes that fork without end outrun a look at each
     while time.monotonic() < deadline:
         try:  # what has lost its parent is a child of this process: without children, nothing is left
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
@@ -236,14 +242,22 @@ def _end(pid: int, isolation: str) -> int:
         except ChildProcessError:
             return -signal.SIGKILL if status is None else status
         if isolation == "rlimits":
-            for other in _descendants():
-                with contextlib.suppress(OSError):
-                    os.kill(other, signal.SIGKILL)
+            found: set[int] = set()  # has left the group; who is stopped forks no more
+            while (new := set(_descendants()) - found) and time.monotonic() < deadline:
+                _signal(new, signal.SIGSTOP)
+                found |= new
+            _signal(found, signal.SIGKILL)
         else:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(-1, signal.SIGKILL)  # all of the namespace but this process
         time.sleep(1e-4)
     os._exit(1)  # the parent starts another
+
+
+def _signal(processes: set[int], number: int) -> None:
+    for process in processes:
+        with contextlib.suppress(OSError):
+            os.kill(process, number)
 
 
 def _descendants() -> list[int]:
@@ -406,13 +420,14 @@ def _evaluate(code: str, names: dict[str, Any]) -> str | None:
     """Run it; the repr of its last line where that is an expression with a value, as notebooks show it."""
     import ast
 
+    show = repr  # not what the program may put there
     tree = ast.parse(code, NAME)
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
     exec(compile(tree, NAME, "exec"), names)
     if last is None:
         return None
     value = eval(compile(ast.Expression(last.value), NAME, "eval"), names)
-    return None if value is None else repr(value)
+    return None if value is None else show(value)
 
 
 def _limit_behind(error: BaseException) -> str:

@@ -22,6 +22,7 @@ import zlib
 import psutil
 import pytest
 
+from jaxrl_llm.actor import rewards
 from jaxrl_llm.environments import sandbox as sandbox_module
 from jaxrl_llm.environments import sandbox_walls
 from jaxrl_llm.environments.sandbox import ISOLATIONS, LACKING, Limits, Sandbox, SandboxError
@@ -251,6 +252,71 @@ def test_a_fork_bomb_is_held_down_and_ended(sandbox):
         assert refused.limit == "processes" and refused.exception.startswith("BlockingIOError")
 
 
+ENDED = """
+import os, time
+from jaxrl_llm.environments import sandbox_walls, sandbox_worker
+sandbox_walls.become_subreaper()
+sandbox_worker.END_S, kept, looks, sent = 2.0, os.kill, sandbox_worker._descendants, []
+
+def started(leave):
+    ready, began = os.pipe()
+    if not (pid := os.fork()):
+        os.setsid()
+        if not os.fork():
+            leave()
+            os.write(began, str(os.getpid()).encode())
+        time.sleep(20)
+        os._exit(0)
+    return pid, int(os.read(ready, 9))
+
+def kill(process, number):
+    sent.append((process, number.name))
+    kept(process, number)
+
+sandbox_worker._descendants = list  # none is looked at
+print(sandbox_worker._end(started(lambda: None)[0], "rlimits"))
+sandbox_worker._descendants, sandbox_worker.os.kill = looks, kill
+pid, other = started(os.setsid)
+print(sandbox_worker._end(pid, "rlimits"), [name for process, name in sent if process == other][:2])
+"""
+
+
+def test_a_program_s_group_is_ended_in_one_call_and_who_left_it_is_stopped_first():
+    """Processes that fork without end outran a look at each, and outlived their program."""
+    done = subprocess.run([sys.executable, "-c", ENDED], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "-9\n-9 ['SIGSTOP', 'SIGKILL']\n", done.stderr
+
+
+AS_NOBODY = """
+import os, resource, sys
+from jaxrl_llm.environments import sandbox_walls, sandbox_worker
+os.chdir(sys.argv[1])
+if not os.getuid():
+    os.setresgid(*[65534] * 3)
+    os.setresuid(*[65534] * 3)
+os.makedirs("a/b/c")
+open("a/b/c/file", "w").close()
+for name in ("a/b/c", "a/b", "a"):
+    os.chmod(name, 0)
+sandbox_worker._remove("a")
+print(os.listdir())
+sandbox_walls.SPARE_PROCESSES = 0
+own = sandbox_walls._threads_of_this_user()
+limits = {"memory_mb": 2**20, "disk_mb": 1, "open_files": 64, "seconds": 60, "processes": 4}
+sandbox_walls.limit(limits, is_alone=False)
+print(resource.getrlimit(resource.RLIMIT_NPROC)[0] - own)
+"""
+
+
+def test_who_is_not_root_removes_what_it_may_not_read_and_starts_no_more_than_some(tmp_path):
+    tmp_path.chmod(0o777)
+    for folder in tmp_path.parents[:2]:
+        folder.chmod(0o755)
+    command = [sys.executable, "-c", AS_NOBODY, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "[]\n4\n", done.stderr
+
+
 @pytest.mark.parametrize("sandbox", most_are_slow(), indirect=True)
 def test_memory_of_one_process_is_limited(sandbox):
     result = sandbox.run("kept = []\nfor _ in range(64):\n    kept.append(b'x' * 2**25)")
@@ -392,6 +458,15 @@ def test_all_ends_when_the_parent_is_killed(sandbox):
         with contextlib.suppress(psutil.NoSuchProcess):
             processes.append(psutil.Process(pid))
     wait_until_gone(processes)
+
+
+def test_its_processes_have_the_mark_of_who_started_them(monkeypatch):
+    """By which a reward's process that ends takes along what outlived a worker of the sandbox."""
+    monkeypatch.setenv(rewards.MARK, "1.2")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with Sandbox(SHORT, isolation="rlimits") as pool:
+            assert pool.run(f"import os\nos.environ[{rewards.MARK!r}]").value == "'1.2'"
 
 
 def test_results_come_in_order_from_all_workers():
