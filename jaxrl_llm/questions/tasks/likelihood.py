@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+import warnings
 from typing import Any
 
 MODEL = "smollm2-135m-instruct"
@@ -24,21 +25,23 @@ ASKED = "A model was given a task, and this is its answer:\n\n{answer}\n\nWhat w
 CHUNK_POSITIONS = 16
 
 
-def reward(prompts: list, completions: list[str], **columns: Any) -> list[float]:
+def reward(prompts: list, completions: list[str], **columns: Any) -> list[float | None]:
     """From 0 to 1, the question's mean probability by token (geometric).
 
-    Raises:
-        ValueError: question and completion are longer than the model takes.
+    None, no reward, where question and completion are longer than the model takes.
     """
     logp_of = _scorer(os.environ.get("JAXRL_LIKELIHOOD_MODEL", MODEL))
     texts = [x if isinstance(x, str) else x[-1]["content"] for x in prompts]
-    pairs = zip(texts, completions, strict=True)
-    return [math.exp(logp_of(ASKED.format(answer=said), question)) for question, said in pairs]
+    logps = [logp_of(ASKED.format(answer=said), question) for question, said in zip(texts, completions, strict=True)]
+    return [None if logp is None else math.exp(logp) for logp in logps]
 
 
 @functools.cache
 def _scorer(path: str) -> Any:
-    """A function of (what is asked, what is said to it) that gives the mean log-prob of the latter's tokens, nats."""
+    """A function of (what is asked, what is said to it) that gives the mean log-prob of the latter's tokens, nats.
+
+    It gives None where both are too long.
+    """
     import jax  # here, for workers of other rewards must not pay for it
     import jax.numpy as jnp
     import numpy as np
@@ -72,10 +75,12 @@ def _scorer(path: str) -> Any:
         program = Program(mean, (model.abstract_params(mesh), *shapes), sharding.replicated(mesh, 0))
         return compile_all({"likelihood": program}, mesh)["likelihood"]
 
-    def logp_of(asked: str, said: str) -> float:
+    def logp_of(asked: str, said: str) -> float | None:
         prompt, answer = tokenizer.encode_prompt(asked, **how), tokenizer.encode(said)
         if (size := len(prompt) + len(answer)) > (most := model.arch.max_positions):
-            raise ValueError(f"{size} tokens of question and completion; JAXRL_LIKELIHOOD_MODEL={path!r} takes {most}")
+            said = f"{size} tokens of question and completion; JAXRL_LIKELIHOOD_MODEL={path!r} takes {most}"
+            warnings.warn(said, stacklevel=2)
+            return None
         width = min(jsonl.bucket(size), most)
         row = np.zeros((1, width), np.int32)
         row[0, :size] = prompt + answer
