@@ -118,8 +118,7 @@ def _train(config: Config, workdir: pathlib.Path, allow_config_changes: bool) ->
             compute, values = host["compute"], host["values"]
             said = metrics.restore(host["metrics"]) + actor.restore(host, arrays, restored.shapes)
             learner.restore(host, arrays["train"], arrays["ring"])
-            said.append(f"resumed at iteration {iteration} from {checkpoints.directory}")
-            progress.note("\n".join(said))
+            progress.note("\n".join([*said, f"resumed at iteration {iteration} from {checkpoints.directory}"]))
 
         def save(is_inside: bool = False) -> None:
             host = {"compute": compute, "metrics": metrics.state(), "values": values}
@@ -172,7 +171,8 @@ def _train(config: Config, workdir: pathlib.Path, allow_config_changes: bool) ->
         print(f"error: {failure}; checkpoint of iteration {iteration} in {checkpoints.directory}", file=sys.stderr)
         return 1
     if values or iteration < config.num_iterations:
-        print(f"stopped by {stop.requested} after iteration {iteration}; checkpoint in {checkpoints.directory}")
+        saved = checkpoints.latest_iteration() is not None and f"checkpoint in {checkpoints.directory}"
+        print(f"stopped by {stop.requested} after iteration {iteration}; {saved or 'nothing to save yet'}")
         print("run the same command again to continue")
         return 128 + signal.Signals[stop.requested]
     if hosts.is_first():  # the files that they read are its own

@@ -313,6 +313,10 @@ def test_a_run_whose_chat_template_prints_the_date_goes_on_on_another_day(prints
     today = "2026-11-27"
     assert run("one", num_iterations=2) == 0 and "resumed at iteration 1" in capfd.readouterr().out
     assert run("two", num_iterations=1) == 0
+    # A new machine, which has the checkpoints alone.
+    (tmp_path / "one" / "config.json").unlink()
+    (tmp_path / "one" / "report.html").unlink()
+    assert run("one", num_iterations=3) == 0 and "resumed at iteration 2" in capfd.readouterr().out
     told = [day_of(workdir)["chat_template_kwargs"] for workdir in ("one", "two")]
     assert told == ([{"strftime_now": "2026-11-26"}, {"strftime_now": "2026-11-27"}] if prints else [{}, {}])
     # What was asked for, as a sweep compares it, is what the run was made with.
@@ -321,7 +325,14 @@ def test_a_run_whose_chat_template_prints_the_date_goes_on_on_another_day(prints
     assert changed_settings(saved, asked) == {}
 
 
-def test_a_stop_asked_for_during_an_evaluation_saves_that_iteration(finished_copy, tmp_path, monkeypatch, capfd):
+@pytest.mark.parametrize(
+    ("evaluations", "said", "saved"),
+    [(1, "after iteration 0; nothing to save yet\n", []), (2, "after iteration 2; checkpoint in ", ["2"])],
+    ids=["before training", "after iteration 2"],
+)
+def test_a_stop_asked_for_during_an_evaluation_saves_what_there_is(
+    evaluations, said, saved, finished_copy, tmp_path, monkeypatch, capfd
+):
     _, mapping = finished_copy
     mapping["eval"] |= {"num_prompts": 2, "every_iterations": 2}
     mapping["rollout"]["lookahead_prompts"] = 0
@@ -330,15 +341,15 @@ def test_a_stop_asked_for_during_an_evaluation_saves_that_iteration(finished_cop
 
     def evaluate(*_, **__):
         versions.append(len(versions))
-        if len(versions) == 2:  # the first is before training, this one after iteration 2
+        if len(versions) == evaluations:
             signal.raise_signal(signal.SIGTERM)
         return {"pass_rate": 0.5, "completion_length_tokens": 1.0, "pass_at_k": {"4": 0.5}, **sizes, **counts}
 
     ghosts.haunt(monkeypatch)
     monkeypatch.setattr(evaluation, "evaluate", evaluate)
     assert train_module.train(freeze(mapping), tmp_path / "run") == 128 + signal.SIGTERM
-    assert "stopped by SIGTERM after iteration 2" in capfd.readouterr().out
-    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["2"]
+    assert f"stopped by SIGTERM {said}" in capfd.readouterr().out
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == saved
 
 
 @pytest.mark.slow  # in the plain suite one is killed, above

@@ -21,7 +21,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxrl_llm.config import DATE, Config, ConfigError
-from jaxrl_llm.runtime import hosts
+from jaxrl_llm.runtime import bucket, hosts
+from jaxrl_llm.runtime.stored import read_text, read_whole
 
 DATE_CALL = re.compile(rf"\b{DATE}\(\s*(['\"])(.*?)\1\s*\)")
 TEMPLATE_SECONDS = 10.0  # that a prompt may take
@@ -52,13 +53,9 @@ def told(given: Mapping[str, Any], template: Any, hide: Callable[[str], str]) ->
 def dated(config: Config, tokenizer: Any, workdir: pathlib.Path) -> Config:
     """The config of a run, whose chat template prints the day on which the run began, where it prints one at all.
 
-    Of another day a resumed run would not find its questions again. The day stands in the workdir's config.json.
+    Of another day a resumed run would not find its questions again.
     """
-    given, path = config.prompts.chat_template_kwargs, workdir / "config.json"
-    day = None if path.is_file() else datetime.date.today().isoformat()
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # one without a day is of a run without one
-        day = json.loads(path.read_text(encoding="utf-8"))["prompts"]["chat_template_kwargs"][DATE]
-    day = hosts.exchange(day)[0]
+    given, day = config.prompts.chat_template_kwargs, hosts.exchange(hosts.is_first() and _day(config, workdir))[0]
     if DATE in given or day is None:
         return config
     prompts = dataclasses.replace(config.prompts, chat_template_kwargs={**given, DATE: day})
@@ -67,6 +64,22 @@ def dated(config: Config, tokenizer: Any, workdir: pathlib.Path) -> Config:
     except ConfigError:  # the template prints none
         return config
     return dataclasses.replace(config, prompts=prompts)
+
+
+def _day(config: Config, workdir: pathlib.Path) -> str | None:
+    """On which the run of a workdir began; today where there is none. None: its template prints none.
+
+    It stands in config.json, and where a new machine has none, in the checkpoints that are in a bucket.
+    """
+    path, saved = workdir / "config.json", None
+    if not path.is_file():
+        checkpoints = bucket.place(config.checkpoint.bucket or workdir / "checkpoints")
+        if (saved := read_whole(checkpoints, None, read_text, say=False, is_alone=True)) is None:
+            return datetime.date.today().isoformat()
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # one without a day is of a run without one
+        settings = saved[1]["config"] if saved else json.loads(path.read_text(encoding="utf-8"))
+        return settings["prompts"]["chat_template_kwargs"][DATE]
+    return None
 
 
 def between_turns(fast: Any, said: list[dict[str, str]], told: dict[str, Any], ends: list[str]) -> str:
