@@ -1,26 +1,28 @@
 """How much to replay: the replay ratio and the ring's horizon that spend a budget of compute best.
 
-    python -m jaxrl_llm.replay_plan --mu=5.28 --rho=0.05 --alpha=0.1 [--rollouts=64]
-    python -m jaxrl_llm.replay_plan --workdir=runs/local --rho=0.05
-    python -m jaxrl_llm.replay_plan --workdir=runs/y1,runs/y4 --rho=0.05
+    python -m jaxrl_llm.replay_plan --mu=5.28 --alpha=0.1 [--rho=0.05] [--rollouts=64]
+    python -m jaxrl_llm.replay_plan --workdir=runs/local [--mu=5.28]
+    python -m jaxrl_llm.replay_plan --workdir=runs/y1,runs/y4
 
 An iteration generates R rollouts and trains on B drawn from the last N; with x = N/R (horizon, iterations) and
 y = B/R (times a rollout is trained on), a budget of sum(B + mu R) reaches a squared gradient norm that scales with
 
     J(x, y) = x^(2 alpha) (1 + y/mu) (1/y + 1/x + rho)
 
-mu: seconds to generate a rollout over seconds to train on one (of a run, the median of its ``time/cost_ratio``). Half
-as many rollouts seldom take half the seconds: an iteration costs something whatever it generates. Of several runs with
-one batch B and different R the seconds of an iteration are fitted, and then
+mu: seconds to generate a rollout over seconds to train on one. Of one run it is the median of its ``time/cost_ratio``,
+the price at that run's own sizes: half as many rollouts seldom take half the seconds, for an iteration costs something
+whatever it generates, and so a run with much reuse has a higher one. That of an on-policy run is wanted, or several
+runs: with one batch B and different R the seconds of an iteration are fitted, and then
 
     s(R) = s0 + s1 R = s0 / B (B + mu R)    with    mu = s1 B / s0
 
 is the cost of the theory again: what does not depend on R counts as training.
 
-rho: correlation of the noise of rollouts made by nearly the same weights, 0..1. alpha: growth of the noise with age,
-sigma ~ age^alpha, below 1/2; without --alpha it is measured: that of the runs' importance ratios. A batch does not
-repeat a rollout, so N >= B: x >= y; and the ring holds what an iteration generates: x >= 1. The theory is of runs that
-are long against x; a ring that half of a run went into filling cost accuracy (docs/replay_study.md).
+rho: correlation of the noise of rollouts made by nearly the same weights, 0..1; no run measures it, and without --rho
+it is the 0.05 that docs/replay_study.md declares. alpha: growth of the noise with age, sigma ~ age^alpha, below 1/2;
+without --alpha it is measured: that of the runs' importance ratios. A batch does not repeat a rollout, so N >= B:
+x >= y; and the ring holds what an iteration generates: x >= 1. The theory is of runs that are long against x; a ring
+that half of a run went into filling cost accuracy (docs/replay_study.md).
 Source: Arnal et al. 2026, arXiv:2604.08706, theorem 4.5 and its corollary for a power law; the cases x = y and x = 1,
 and the fits of seconds and of alpha, are ours.
 
@@ -125,6 +127,18 @@ def _shown(value: float, form: str) -> str:
 def measured_mu(workdir: str) -> float:
     """The median of what a run's iterations measured; raises as ``trained_rows``."""
     return statistics.median(row["time/cost_ratio"] for row in trained_rows(workdir))
+
+
+def price_of(workdir: str) -> str:
+    """What to know of a mu that a run with reuse has measured; "" of any other."""
+    rows = trained_rows(workdir)
+    uses = sum(row["replay/drawn_rows"] for row in rows) / sum(row["rollout/generated_rows"] for row in rows)
+    if uses < 1.5:
+        return ""
+    return (
+        f"mu is of a run that trains {uses:.2g} times on a rollout, and so generates few at once, which cost more: "
+        "give that of an on-policy run as --mu, or several runs"
+    )
 
 
 def trained_rows(workdir: str) -> list[Mapping[str, Any]]:
@@ -250,19 +264,25 @@ def measured_alpha(workdirs: Sequence[str]) -> Ageing:
 
 
 def main() -> None:
-    if (MU.value is None) == (WORKDIR.value is None):
-        raise ConfigError(f"--mu={MU.value} and --workdir={WORKDIR.value}: give one of the two")
+    if MU.value is None and WORKDIR.value is None:
+        raise ConfigError("give --mu, or with --workdir a run that has measured it")
+    if WORKDIR.value is not None and None not in (MU.value, ALPHA.value):
+        raise ConfigError(f"--mu={MU.value} and --alpha={ALPHA.value} leave --workdir={WORKDIR.value} nothing to tell")
     if not 0 <= ROLLOUTS.value < 2**31:
         raise ConfigError(f"--rollouts={ROLLOUTS.value} must be at least 0 and less than 2147483648")
-    if MU.value is not None and ALPHA.value is None:
+    if WORKDIR.value is None and ALPHA.value is None:
         raise ConfigError(f"--mu={MU.value} wants an --alpha, which only a run (--workdir) can tell")
     workdirs = (WORKDIR.value or "").split(",")
-    if len(workdirs) > 1:
+    if MU.value is not None:
+        mu = MU.value
+    elif len(workdirs) > 1:
         seconds = fitted(workdirs)
         print(seconds.shown())
         mu = seconds.mu
     else:
-        mu = MU.value if WORKDIR.value is None else measured_mu(WORKDIR.value)
+        mu = measured_mu(WORKDIR.value)
+        if said := price_of(WORKDIR.value):
+            print(said)
     alpha = ALPHA.value
     if alpha is None:
         ageing = measured_alpha(workdirs)
@@ -276,9 +296,17 @@ if __name__ == "__main__":
 
     from jaxrl_llm.runtime import cli
 
-    MU = flags.DEFINE_float("mu", None, "Seconds to generate a rollout over seconds to train on one.")
-    WORKDIR = flags.DEFINE_string("workdir", None, "Of a run, which measured that; or of several, with commas.")
-    RHO = flags.DEFINE_float("rho", None, "Correlation of rollouts of nearly the same weights, 0..1.", required=True)
+    MU = flags.DEFINE_float(
+        "mu", None, "Seconds to generate a rollout over seconds to train on one; of the run by default."
+    )
+    WORKDIR = flags.DEFINE_string(
+        "workdir", None, "Of a run that measured --mu and --alpha, or of several, with commas."
+    )
+    RHO = flags.DEFINE_float(
+        "rho",
+        0.05,
+        "Correlation of rollouts of nearly the same weights, 0..1: no run measures it; by default the study's guess.",
+    )
     ALPHA = flags.DEFINE_float(
         "alpha", None, "Growth of the noise with age, sigma ~ age^alpha; of the runs by default."
     )

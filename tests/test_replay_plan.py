@@ -86,7 +86,7 @@ def command(monkeypatch, capfd):
     """What the command prints, or says where it refuses what it is given."""
 
     def run(*given, alpha=("--alpha=0.1",)):
-        done = run_command("replay_plan", "--rho=0.05", *alpha, *given, monkeypatch=monkeypatch, capfd=capfd)
+        done = run_command("replay_plan", *alpha, *given, monkeypatch=monkeypatch, capfd=capfd)
         assert done.status == (2 if done.err else 0)
         return done.err or done.out
 
@@ -94,11 +94,28 @@ def command(monkeypatch, capfd):
 
 
 def test_what_a_run_measured_is_taken_from_its_metrics(command, tmp_path):
-    rows = [{"iteration": i + 1, "time/cost_ratio": value} for i, value in enumerate((90.0, 3.0, None, 5.0, 4.0))]
+    sizes = {"rollout/generated_rows": 64, "replay/drawn_rows": 64}
+    rows = [
+        {"iteration": i + 1, "time/cost_ratio": value, **sizes} for i, value in enumerate((90.0, 3.0, None, 5.0, 4.0))
+    ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert command(f"--workdir={tmp_path}") == f"mu 4\n{table(Costs(4.0, 0.05, 0.1))}\n"
-    for given in ([], ["--mu=5", f"--workdir={tmp_path}"]):
-        assert "give one of the two" in command(*given)
+    assert command(f"--workdir={tmp_path}", "--rho=0.2") == f"mu 4\n{table(Costs(4.0, 0.2, 0.1))}\n"
+    assert "give --mu, or with --workdir a run" in command()
+    assert "--mu=5.0 and --alpha=0.1 leave --workdir=" in command("--mu=5", f"--workdir={tmp_path}")
+
+
+def test_the_price_of_a_run_that_reuses_is_said_to_be_that(command, tmp_path):
+    lines = command(f"--workdir={write_run(tmp_path / 'y4', 16, 7)}").splitlines()
+    assert lines[0].startswith("mu is of a run that trains 4 times on a rollout") and lines[1] == "mu 1"
+    assert command(f"--workdir={write_run(tmp_path / 'y1', 64, 7)}").splitlines()[0] == "mu 1"
+
+
+def test_a_declared_price_goes_with_the_ageing_that_a_run_measured(command, tmp_path):
+    runs = write_ages(tmp_path, 0.2)
+    lines = command("--mu=5.28", f"--workdir={runs[0]}", alpha=()).splitlines()
+    assert lines[0].startswith("alpha 0.2") and lines[1] == "mu 5.28"
+    assert "\n".join(lines[2:]) == table(Costs(5.28, 0.05, measured_alpha(runs[:1]).alpha))
 
 
 def write_run(folder, rollouts, seconds, batch=64):
@@ -175,7 +192,7 @@ def test_alpha_is_that_of_the_power_law_that_ratios_follow(command, tmp_path, bu
     ageing = measured_alpha(runs)
     assert ageing.alpha == pytest.approx(0.2)
     assert ageing.noise == tuple((x, pytest.approx(x**0.4)) for x in (2, 4, 8, 16)[: buckets - 1])
-    lines = command(f"--workdir={runs[0]}", alpha=()).splitlines()
+    lines = command(f"--workdir={runs[0]}", alpha=()).splitlines()[1:]  # the first is of its price
     assert lines[0].startswith("alpha 0.2: a ring of 2") and "is 1.32" in lines[0]
     assert lines[1] == "mu 1" and "\n".join(lines[2:]) == table(Costs(1.0, 0.05, measured_alpha(runs[:1]).alpha))
     of_both = command(f"--workdir={','.join(runs)}", alpha=()).splitlines()
