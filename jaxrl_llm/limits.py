@@ -88,6 +88,10 @@ def _combinations(c: Any, flat: dict[str, Any]):
         f"[replay.capacity_tokens] must be 0 or at least {rows * full}: the {rows} rollouts of an update or of the "
         f"iterations that wait, at their full length in pages of {c.page_tokens} tokens",
     )
+    for name, ages in (("delay_iterations", 1), ("fresh_from_iteration", 1), ("max_age_steps", r.max_age_steps + 1)):
+        most = ages * c.rows_per_iteration
+        is_kept = getattr(r, name) == 0 or u.batch_size <= most
+        yield is_kept, f"[update.batch_size] must be at most the {most} rollouts that [replay.{name}] leaves to draw"
     yield (
         r.delay_iterations == 0 or c.ring_capacity - kept > r.delay_iterations * c.rows_per_iteration,
         f"[replay.delay_iterations] must be less than the {c.ring_capacity // c.rows_per_iteration} iterations that "

@@ -201,6 +201,17 @@ def test_the_defaults_are_a_config():
             {"algorithm": {"cross_entropies": [use("environment", coefficient=0.1)]}, "prompts": {"max_tokens": 1}},
             "prompts.max_tokens=1 must be at least 2 for algorithm.cross_entropies=('environment',)",
         ),
+        *(
+            (
+                {"replay": {"capacity": 512, name: value}, "update": {"batch_size": 256}},
+                f"update.batch_size=256 must be at most the {most} rollouts that replay.{name}={value} leaves to draw",
+            )
+            for name, value, most in (
+                ("delay_iterations", 2, 64),
+                ("fresh_from_iteration", 9, 64),
+                ("max_age_steps", 2, 192),
+            )
+        ),
         ({"replay": {"delay_iterations": 1}}, "replay.delay_iterations=1 must be less than the 1 iterations"),
         (
             {"replay": {"capacity": 256, "delay_iterations": 3, "max_age_steps": 2}},

@@ -15,7 +15,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Annotated, Any, NamedTuple
 
 
@@ -63,9 +63,8 @@ UNSIGNED = {int: CountOrZero, float: NotNegative}
 SIGNED = {int: Annotated[int, Bounds(-MOST, MOST)], float: Number}
 
 
-def near(key: str, names: Iterable[str], prefix: str = "") -> str:
+def near(key: str, names: Collection[str], prefix: str = "") -> str:
     """What a key that is not known may have meant."""
-    names = list(names)
     alike = difflib.get_close_matches(key, names, n=3, cutoff=0.5)
     return f"did you mean {', '.join(prefix + n for n in alike)}" if alike else f"known: {', '.join(names)}"
 
@@ -102,8 +101,7 @@ def build(cls: type, mapping: Any, prefix: str = "") -> Any:
         check_name(key, prefix.rstrip(".") or "config")
         if key not in fields:
             raise ConfigError(f"unknown config key {prefix}{key}={value!r:.200}; {near(key, fields, prefix)}")
-        slot = fields[key].metadata.get("slot")
-        path = prefix + key
+        slot, path = fields[key].metadata.get("slot"), prefix + key
         hint = UNSIGNED.get(hints[key], hints[key])
         built[key] = slot.choose(value, path, fields[key].default) if slot else convert(hint, value, path)
     return cls(**built)
@@ -143,10 +141,7 @@ def convert(hint: Any, value: Any, path: str) -> Any:
     elif hint is float:
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             return math.inf if value > 1e308 else -math.inf if value < -1e308 else float(value)
-    elif hint is int:
-        if isinstance(value, int) and not isinstance(value, bool):
-            return value
-    elif isinstance(value, hint):
+    elif isinstance(value, hint) and (hint is bool or not isinstance(value, bool)):
         return value
     name = hint.__name__ if isinstance(hint, type) and not isinstance(hint, types.GenericAlias) else str(hint)
     raise ConfigError(f"{path}={value!r:.200} must be of type {name}, not {type(value).__name__}")
@@ -186,8 +181,8 @@ def names(text: Text) -> list[Text]:
 def override(node: Any, path: str, value: Any) -> Any:
     """A copy of a nested mapping with a value put in, by dotted path; groups on the way that are not there are made.
 
-    A name where a group is wanted is that of a function whose setting is meant; of a list of functions the next part of
-    the path tells which, and one that is not among them is added.
+    A name where a group is wanted is that of a function whose setting is meant, a text of a group the group; of a list
+    of functions the next part of the path tells which, and one that is not among them is added.
     """
     if not path:
         return names(value) if isinstance(node, list) and isinstance(value, Text) else value
@@ -200,6 +195,7 @@ def override(node: Any, path: str, value: Any) -> Any:
         elif key not in known:
             functions.append({"name": key})
         return [override(one, rest, value) if one.get("name") == key else one for one in functions]
+    node = _literal(node) if isinstance(node, Text) and node.lstrip().startswith("{") else node
     node = {"name": str(node)} if isinstance(node, str) else dict(node) if isinstance(node, Mapping) else {}
     return {**node, key: override(node.get(key), rest, value)}
 

@@ -57,11 +57,11 @@ def rules_of(config: MeshConfig) -> tuple[tuple[str, tuple[str, ...]], ...]:
         ConfigError: weights have no such axis, or the mesh has not.
     """
     for name, axes in config.rules.items():
-        is_axes = axes is None or isinstance(axes, str | list | tuple)
-        if name not in OF_WEIGHTS or not is_axes or not {*axes_of(axes)} <= {*MESH_AXES}:
+        given = axes_of(axes) if isinstance(axes, str | list | tuple | None) else (axes,)
+        if name not in OF_WEIGHTS or any(axis not in MESH_AXES or given.count(axis) > 1 for axis in given):
             raise ConfigError(
-                f"mesh.rules={{{name!r}: {axes!r}}} must map one of {', '.join(OF_WEIGHTS)} to None, one or several of "
-                f"{', '.join(MESH_AXES)}"
+                f"mesh.rules={{{name!r}: {axes!r}}} must map one of {', '.join(OF_WEIGHTS)} to None, one or different "
+                f"ones of {', '.join(MESH_AXES)}"
             )
     return tuple((name, axes_of(axes) or None) for name, axes in config.rules.items())
 
@@ -108,7 +108,7 @@ def sampler_mesh(config: MeshConfig, mesh: Mesh) -> Mesh:
 
 def check_divisible(config: Config, mesh: Mesh) -> None:
     """ConfigError that names every number that does not split evenly over the devices, with the nearest that do."""
-    devices = math.lcm(num_data_shards(mesh), mesh.size // (config.mesh.sampler_tensor or mesh.shape["tensor"]))
+    devices = math.lcm(num_data_shards(mesh), num_data_shards(sampler_mesh(config.mesh, mesh)))
     shards, draw, context = num_ring_shards(config, mesh), config.rows_per_draw, mesh.shape["context"]
     rollout = ("rollout.prompts_per_iteration", "rollout.lookahead_prompts", "rollout.slots")
     parts = dict.fromkeys((*rollout, "external.groups_per_iteration", "replay.shards"), devices)
@@ -139,7 +139,6 @@ def num_ring_shards(config: Config, mesh: Mesh) -> int:
 
 def partition_spec(shape: tuple[int, ...], logical_axes: tuple[str | None, ...], mesh, rules=RULES) -> PartitionSpec:
     """Mesh axes of an array; a dimension that its axis does not divide stays whole."""
-    assert len(shape) == len(logical_axes), (shape, logical_axes)
     spec, free = [], set(mesh.axis_names)  # an axis of the mesh splits one dimension, the first that asks for it
     for size, name in zip(shape, logical_axes, strict=True):
         axis = None if name is None else rules[name]

@@ -170,6 +170,12 @@ def test_a_function_and_its_settings_are_given_in_any_order(text, settings, name
     assert (surrogate.name, dict(surrogate.settings)) == (name, expected)
 
 
+def test_a_key_is_put_into_the_mapping_that_is_given_beside_it(given):
+    whole = "prompts.chat_template_kwargs={'enable_thinking': False, 'a': 1}"
+    config = given(PLAIN, whole, "prompts.chat_template_kwargs.a=2")
+    assert config.prompts.chat_template_kwargs == {"enable_thinking": False, "a": 2}
+
+
 @pytest.mark.parametrize(
     ("text", "settings", "expected"),
     [

@@ -1,7 +1,7 @@
 """Batch numbers over a mesh: all that do not divide are named at once, with the nearest that do."""
 
 import pytest
-from support.building import EIGHT, mesh_of
+from support.building import EIGHT, ONE, mesh_of
 
 from jaxrl_llm.config import ConfigError, freeze
 from jaxrl_llm.runtime import sharding
@@ -40,6 +40,12 @@ def test_a_micro_batch_that_does_not_divide_the_batch_is_not_advised():
         rollout={"prompts_per_iteration": 8, "group_size": 5}, update={"batch_size": 40, "micro_batch_size": 10}
     )
     assert said.startswith("update.micro_batch_size=10 must be a multiple of 8 (8): over")
+
+
+def test_a_sampler_split_over_more_devices_than_there_are_is_named():
+    config = freeze({"mesh": {"sampler_tensor": 2}})
+    with pytest.raises(ConfigError, match=r"mesh.sampler_tensor=2 must be 0, or a multiple of mesh.tensor=1 that"):
+        sharding.check_divisible(config, mesh_of(ONE))
 
 
 def test_nothing_is_advised_below_one():

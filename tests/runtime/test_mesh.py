@@ -15,6 +15,12 @@ def test_devices_without_a_torus_stand_as_listed():
     assert sharding.make_mesh(CUBE).devices.flatten().tolist() == jax.devices()
 
 
+@pytest.mark.parametrize("axes", [[["fsdp"]], ("fsdp", "fsdp"), {"fsdp": 1}])
+def test_a_rule_of_no_axes_or_of_one_twice_is_refused(axes):
+    with pytest.raises(ConfigError, match=r"mesh.rules=\{'embed': .* to None, one or different ones of data, fsdp"):
+        sharding.rules_of(MeshConfig(rules={"embed": axes}))
+
+
 @needs_libtpu
 def test_neighbours_on_the_tensor_axis_are_neighbours_on_the_torus():
     size = np.array([8, 8, 4])
