@@ -17,13 +17,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import pathlib
 import sys
+import tempfile
 import time
 from typing import Any
 
 import jax
 from absl import flags
+from jax.sharding import Mesh
 from ml_collections import config_flags
 
 from jaxrl_llm.config import Config, ConfigError, freeze
@@ -33,6 +36,7 @@ from jaxrl_llm.planning.search import search
 from jaxrl_llm.questions import jsonl
 from jaxrl_llm.run import Run, assemble
 from jaxrl_llm.runtime import cli, sharding
+from jaxrl_llm.runtime.executables import saved_in
 from jaxrl_llm.runtime.programs import in_use_bytes, resident_bytes
 
 
@@ -66,6 +70,8 @@ def plan(
             jsonl.check_output(path, flag)
     devices, chip = chips.devices_of(topology)
     mesh = sharding.make_mesh(config.mesh, devices)
+    if save:
+        check_folder(save, mesh)
     model = presets.model_of(config, preset)
     run = assemble(config, model.arch, model.eos_ids, mesh, model.reference)
     found = head(run, topology, chip, model)
@@ -82,14 +88,25 @@ def plan(
     found["compile_s"] = time.monotonic() - started
     print(f"compiled in {found['compile_s']:.0f} s")
     fits = conclude(run, rows, found)
-    if save and fits:
-        save_all(rows, mesh, save)
-        print(f"programs    {save}  (train takes them with --config.executables={save})")
     if json_path:
         pathlib.Path(json_path).write_text(json.dumps(found, indent=2))
     if html_path:
         page.write(pathlib.Path(html_path), found)
+    if save and fits:
+        save_all(rows, mesh, save)
+        print(f"programs    {save}  (train takes them with --config.executables={save})")
     return 0 if fits else 1
+
+
+def check_folder(save: str, mesh: Mesh) -> None:
+    """Make the folder of programs, before any is compiled; ConfigError where no file can be written there."""
+    folder = saved_in(save, mesh)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(f"--save={save!r:.200} cannot be written: {error.strerror}") from error
 
 
 def head(run: Run, topology: str, chip: chips.Chip, model: presets.Model) -> dict[str, Any]:
@@ -210,8 +227,8 @@ def conclude(run: Run, rows: list[Row], found: dict[str, Any]) -> bool:
 def main() -> None:
     jax.config.update("jax_platforms", "cpu")  # it only compiles, on a machine with chips too
     jax.config.update("jax_enable_compilation_cache", False)  # what is found there has no text
-    config = freeze(CONFIG.value)
-    if PRICE.value < 0:
+    config = dataclasses.replace(freeze(CONFIG.value), executables="")  # which it may be to write
+    if not 0 <= PRICE.value < math.inf:
         raise ConfigError(f"--price={PRICE.value} must be at least 0: dollars of a chip for an hour")
     if SEARCH.value:
         if given := [f"--{flag.name}" for flag in (PRICE, JSON, HTML, SAVE) if flag.value]:

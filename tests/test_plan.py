@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 from support.building import needs_cuda_compiler, needs_libtpu
+from support.command_line import DEBUG_CONFIG, run_command
 
 from jaxrl_llm import plan
 from jaxrl_llm.config import ConfigError, MeshConfig, freeze
@@ -245,11 +246,12 @@ def test_a_plan_prints_and_writes_the_time_and_price_of_an_iteration(eight_chips
     assert seconds == pytest.approx(sum(of["calls"] * of["seconds"] for of in costs.values()))
     assert found["iteration"]["dollars_per_1000_iterations"] == pytest.approx(1000 * seconds / 3600 * 8 * 1.2)
     assert found["iteration"]["tokens_per_s_chip"] == pytest.approx(2 * 32 / seconds)
-    # Two operations a weight and token of 16 completions and 8 prompts, six of what an update learns from.
-    weights = 2 * (64 * 16 * 2 * (4 + 2) + 3 * 64 * 128 + 2 * 64) + 64 * 260 + 64
-    tokens = (16 * 32 + 8 * 32) + 3 * (8 * 32 + 16 * 32)
-    assert found["iteration"]["model_flops"] == 2 * weights * tokens
-    assert found["iteration"]["mfu"] == pytest.approx(2 * weights * tokens / (seconds * 8 * 197e12))
+    # Two operations a weight and token of 16 completions and 8 prompts, six of what an update learns from; no prompt
+    # meets the head.
+    body, head = 2 * (64 * 16 * 2 * (4 + 2) + 3 * 64 * 128 + 2 * 64) + 64, 64 * 260
+    flops = (2 + 6) * (body * (8 * 32 + 16 * 32) + head * 16 * 32)
+    assert found["iteration"]["model_flops"] == flops
+    assert found["iteration"]["mfu"] == pytest.approx(flops / (seconds * 8 * 197e12))
     assert costs["decode"]["calls"] == 32 / 4  # steps by those of a chunk
     assert found["programs"]["update"]["in_use_bytes"] > 0 and found["ring_capacity_that_fits"] > 32
     page = (tmp_path / "p.html").read_text()
@@ -354,6 +356,41 @@ def test_a_search_says_what_no_mesh_changes():
 def test_a_file_without_a_folder_is_refused_before_anything_is_compiled():
     with pytest.raises(ConfigError, match=r"--json='nowhere/plan\.json' must be a file in a folder that exists"):
         plan.plan(small_config(8), "v5e:2x4", json_path="nowhere/plan.json")
+
+
+@needs_libtpu
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_compiled(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"--save='.*file' cannot be written"):
+        plan.plan(small_config(8), "v5e:2x4", save=str(tmp_path / "file"))
+
+
+@needs_libtpu
+def test_the_numbers_are_written_before_the_programs(eight_chips, monkeypatch, tmp_path):
+    def full(*args):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(plan, "compile_rows", compiled_already(eight_chips))
+    monkeypatch.setattr(plan, "save_all", full)
+    with pytest.raises(OSError, match="disk full"):
+        plan.plan(small_config(8), "v5e:2x4", json_path=str(tmp_path / "p.json"), save=str(tmp_path / "programs"))
+    assert json.loads((tmp_path / "p.json").read_text())["does_not_fit"] == []
+
+
+@needs_libtpu
+def test_a_config_that_takes_saved_programs_is_planned_before_there_are_any(monkeypatch, capfd):
+    def compile_rows(*args, **kwargs):
+        raise ConfigError("all is assembled")
+
+    monkeypatch.setattr(compiled, "compile_rows", compile_rows)
+    words = [f"--config={DEBUG_CONFIG}", "--topology=v5e:1x1", "--config.executables=nowhere"]
+    assert run_command("plan", *words, monkeypatch=monkeypatch, capfd=capfd).err.endswith("all is assembled\n")
+
+
+@pytest.mark.parametrize("price", ["-1", "nan", "inf"])
+def test_a_price_that_is_no_number_of_dollars_is_refused(price, monkeypatch, capfd):
+    words = [f"--config={DEBUG_CONFIG}", "--topology=v5e:1x1", f"--price={price}"]
+    assert "must be at least 0" in run_command("plan", *words, monkeypatch=monkeypatch, capfd=capfd).err
 
 
 @needs_libtpu

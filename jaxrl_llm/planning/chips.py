@@ -27,7 +27,7 @@ class Chip:
         tflops: dense bfloat16 peak, 1e12 a second.
         hbm_gb: memory bandwidth, 1e9 bytes a second.
         link_gb: 1e9 bytes a second that a chip sends, by all of its links at once: those of a torus, or NVLink one way.
-        host_gb: 1e9 bytes a second to its host's memory.
+        host_gb: 1e9 bytes a second to its host's memory, and as many from it at once.
         options: of the compiler.
     """
 
@@ -44,7 +44,7 @@ def _chips(shape: str) -> int:
 
 
 def _nvidia(
-    gib: float, generation: int, cores: int, shared_kib: int, l2_mib: int, bandwidth_gb: int, tflops: int, link_gb: int
+    gib: float, generation: int, cores: int, shared_kib: int, l2_mib: int, bandwidth_gb: int, **rates: float
 ) -> Chip:
     """A GPU as XLA's compiler describes one (GpuTargetConfigProto). JAX takes three quarters of its memory."""
     target = f"""
@@ -59,27 +59,27 @@ def _nvidia(
         }}
         platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 12 }} runtime_version {{ major: 13 }}
         """
-    return Chip(0.75 * gib, tflops, bandwidth_gb, link_gb, host_gb=32.0, options={"target_config": target})
+    return Chip(0.75 * gib, hbm_gb=bandwidth_gb, options={"target_config": target}, **rates)
 
 
 # Memory: what their compiler (libtpu 0.0.51) lets one program use. Rates: docs.cloud.google.com/tpu/docs/v4, v5e, v5p
 # and v6e ("Peak compute per chip (bf16)", "HBM bandwidth"). Links: their "interchip interconnect bandwidth" of 2400,
 # 1600, 4800 and 3200 Gbit/s, each way, is of all links of a chip, six in a 3-D torus and four in a 2-D one. Collectives
 # have those of the dimensions that their group spans, and half of them in a slice that is no torus. Host: PCIe
-# (jax-ml.github.io/scaling-book).
+# each way (jax-ml.github.io/scaling-book); v6e's is of generation 5, and 16 lanes are the most that such a slot has.
 CHIPS = {
     # Both cores as one device, as JAX uses the chip.
     "v4": Chip(30.75, tflops=275, hbm_gb=1228, link_gb=300, options={"chip_config_name": "megacore"}),
     "v5e": Chip(15.75, tflops=197, hbm_gb=819, link_gb=200),
     "v5p": Chip(95.73, tflops=459, hbm_gb=2765, link_gb=600),
-    "v6e": Chip(31.24, tflops=918, hbm_gb=1638, link_gb=400),
+    "v6e": Chip(31.24, tflops=918, hbm_gb=1638, link_gb=400, host_gb=64),
 }
 
-# Rates: NVIDIA's data sheets of the SXM boards (dense bfloat16; NVLink's total halved).
+# Rates: NVIDIA's data sheets of the SXM boards (dense bfloat16; totals of NVLink and PCIe halved).
 GPUS = {
-    "a100": _nvidia(80.0, 8, 108, 164, 40, 2039, tflops=312, link_gb=300),
-    "h100": _nvidia(79.6, 9, 132, 228, 50, 3352, tflops=989, link_gb=450),
-    "h200": _nvidia(140.4, 9, 132, 228, 50, 4800, tflops=989, link_gb=450),
+    "a100": _nvidia(80.0, 8, 108, 164, 40, 2039, tflops=312, link_gb=300, host_gb=32),
+    "h100": _nvidia(79.6, 9, 132, 228, 50, 3352, tflops=989, link_gb=450, host_gb=64),
+    "h200": _nvidia(140.4, 9, 132, 228, 50, 4800, tflops=989, link_gb=450, host_gb=64),
 }
 
 GPUS_OF_HOST = 8  # of one NVLink domain: DGX and HGX boards

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import functools
 import pathlib
 import re
+import statistics
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -96,6 +98,7 @@ def compile_one(run: Run, name: str, lowered: jax.stages.Lowered, *, keep: bool 
         text,
         turns_of=lambda _: micro_batches(run) if name == "update" else 1,
         read_share=lambda call: share if "decode_attention" in call else 1.0,
+        attended=functools.partial(attended_share, run, name),
     )
     known = compiled and memory(compiled)
     return Row(name, known, refused, counts or None, temporaries(report), *((compiled, lowered) if keep else ()))
@@ -108,10 +111,8 @@ def _newest(folder: str, pattern: str) -> str:
 
 def save_all(rows: Iterable[Row], mesh: Mesh, folder: str) -> None:
     """Write the executables of rows that have them, for ``train`` to take (runtime.executables.load_all)."""
-    where = saved_in(folder, mesh)
-    where.mkdir(parents=True, exist_ok=True)
     for row in rows:
-        (where / saved_as(row.lowered, mesh)).write_bytes(serialize(row.executable)[0])
+        (saved_in(folder, mesh) / saved_as(row.lowered, mesh)).write_bytes(serialize(row.executable)[0])
 
 
 def micro_batches(run: Run) -> int:
@@ -119,9 +120,35 @@ def micro_batches(run: Run) -> int:
     config, update = run.config, run.learner.update
     if not update.num_lines:
         return config.update.batch_size // config.update.micro_batch_size
-    units = config.update.batch_size // config.rows_per_draw
-    lines = -(-units // max(1, config.line_tokens // config.draw_tokens))
+    lines = -(-_draws(run) // max(1, config.line_tokens // config.draw_tokens))
     return -(-lines // update.num_lines)
+
+
+def _draws(run: Run) -> int:
+    return run.config.update.batch_size // run.config.rows_per_draw
+
+
+def attended_share(run: Run, program: str, queries: int, keys: int, block: int) -> float:
+    """Share of [queries, keys] that a Splash kernel computes at the least, on average over the model's layers.
+
+    Of packed lines, whose mask the text does not tell, what the tokens of full-length draws see of their own rows.
+    """
+    config, update = run.config, run.learner.update
+    P, C = config.prompts.max_tokens, config.sampling.max_completion_tokens
+
+    def seen(tokens: int, window: int) -> float:  # by all tokens of a row
+        full = min(tokens, window)
+        return full * (full + 1) / 2 + (tokens - full) * window
+
+    def of_layer(window: int) -> float:
+        if program != "update" or not update.num_lines:
+            return counting.causal_share(queries, keys, block, window)
+        prompt, row = (seen(n, window or keys) for n in (P, P + C))
+        draws = _draws(run) / (micro_batches(run) * update.num_lines)  # of a line
+        return draws * (prompt + config.rows_per_draw * (row - prompt)) / (queries * keys)
+
+    models = (run.model, run.learner.reference_model)
+    return min(statistics.fmean(of_layer(x.window) for x in m.arch.by_layer if not x.is_delta) for m in models)
 
 
 def live_share(run: Run) -> float:

@@ -43,7 +43,7 @@ def seconds(counts: counting.Counts, chip: Chip) -> Seconds:
                     region.turns * region.flops / (chip.tflops * 1e12),
                     region.turns * region.hbm_bytes / (chip.hbm_gb * 1e9),
                     region.turns * sum(region.link_bytes.values()) / (chip.link_gb * 1e9),
-                    region.turns * region.host_bytes / (chip.host_gb * 1e9),
+                    region.turns * max(region.host_read_bytes, region.host_written_bytes) / (chip.host_gb * 1e9),
                 ),
                 strict=True,
             )
@@ -68,8 +68,11 @@ PARTS = {
 
 
 def decode_steps(config: Config) -> int:
-    """Of an iteration: slots take one row after another, all of full length."""
-    return -(-config.rollouts_per_iteration // config.num_slots) * config.sampling.max_completion_tokens
+    """Of an iteration: slots take one row after another, all of full length; with a lookahead none is idle."""
+    rollouts, tokens = config.rollouts_per_iteration, config.sampling.max_completion_tokens
+    if config.rollout.lookahead_prompts:
+        return -(-rollouts * tokens // config.num_slots)
+    return -(-rollouts // config.num_slots) * tokens
 
 
 def calls(run: Run, names: Mapping[str, object]) -> dict[str, int]:
@@ -110,14 +113,19 @@ def active_params(arch: Architecture) -> int:
 def model_flops(config: Config, arch: Architecture) -> float:
     """Operations of an iteration by the model's algebra.
 
-    2 a weight and token forward, 6 where it learns, 4 where adapters do: its own gradient is left out.
+    2 a weight and token forward, 6 where it learns, 4 where adapters do: its own gradient is left out. The head is of
+    completions alone, but where a cross-entropy reads the prompts, from their second token on.
     """
-    weights = active_params(arch) - (0 if arch.tied else arch.vocab_size * arch.width)
+    head = arch.vocab_size * arch.width
+    body = active_params(arch) - (head if arch.tied else 2 * head)
     generated = config.rollouts_per_iteration * config.sampling.max_completion_tokens
     prompts = config.rollout.prompts_per_iteration * config.prompts.max_tokens
     draws = config.update.updates_per_iteration * config.update.batch_size // config.rows_per_draw
+    reads_prompts = any(one.fact("reads") == "prompt_logp" for one in config.algorithm.cross_entropies)
+    unread = 1 if reads_prompts else config.prompts.max_tokens
     learning = 4.0 if config.model.lora.rank else 6.0
-    return 2.0 * weights * (generated + prompts) + learning * weights * draws * config.draw_tokens
+    learned = draws * (body * config.draw_tokens + head * (config.draw_tokens - unread))
+    return 2.0 * (body * (generated + prompts) + head * generated) + learning * learned
 
 
 def iteration(run: Run, chip: Chip, counts: Mapping[str, counting.Counts]) -> Iteration:

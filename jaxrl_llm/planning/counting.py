@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator, Set
 
@@ -62,15 +63,20 @@ class Region:
     path: str  # the loops it is in
     turns: float
     flops: float = 0.0
-    read_bytes: float = 0.0  # from the device's memory, and its host's
+    read_bytes: float = 0.0  # from the device's memory
     written_bytes: float = 0.0
-    host_bytes: float = 0.0  # of both, those in the host's memory
+    host_read_bytes: float = 0.0  # from its host's
+    host_written_bytes: float = 0.0
     sent: list[Sent] = dataclasses.field(default_factory=list)
     kernels: Counter[str] = dataclasses.field(default_factory=Counter)  # by name
 
     @property
     def hbm_bytes(self) -> float:
         return self.read_bytes + self.written_bytes
+
+    @property
+    def host_bytes(self) -> float:
+        return self.host_read_bytes + self.host_written_bytes
 
     @property
     def link_bytes(self) -> Counter[str]:
@@ -167,7 +173,19 @@ def _convolution(x: Instruction, lhs: Shape, rhs: Shape) -> float:
 _SPLASH = {"mha_fwd": 2, "mqa_fwd": 2, "dq": 3, "fused": 5, "dkv": 4}
 
 
-def _kernel(x: Instruction, operands: list[Shape]) -> float | None:
+def causal_share(queries: int, keys: int, block: int, window: int = 0) -> float:
+    """Share of [queries, keys] that a Splash kernel computes at the least: in blocks, without those that show nothing.
+
+    Args:
+        queries: the last of the keys' tokens.
+        block: queries of a block, which see the keys up to its last one.
+        window: how many tokens each sees; 0 = all before it.
+    """
+    ends = range(keys - queries + block, keys + 1, block)
+    return statistics.fmean(min(end, block + (window or keys) - 1) for end in ends) / keys
+
+
+def _kernel(x: Instruction, operands: list[Shape], attended: Callable[[int, int, int], float]) -> float | None:
     """Operations of a kernel for TPUs, of attention or of experts; None = another."""
     if x.name.startswith(("gmm", "tgmm")):  # a row by one expert's matrix; of even loads, so many rows are its own
         matrices = [s.dims for s in operands if len(s.dims) == 2 and s.dtype in ("bf16", "f32")]
@@ -187,8 +205,7 @@ def _kernel(x: Instruction, operands: list[Shape]) -> float | None:
     N *= math.prod(arrays[0][:-3])
     block = re.search(r'block_q(?:_\w+)?\\*": (\d+)', x.attributes)
     size = min(int(block[1]), T) if block else T
-    causal = 0.5 * (1 + size / T) if S == T else 1.0  # blocks above the diagonal are left out
-    return 2.0 * kind * N * T * S * H * causal
+    return 2.0 * kind * N * T * S * H * attended(T, S, size)
 
 
 # ---- counting ------------------------------------------------------------------------------------------------
@@ -197,9 +214,9 @@ def _kernel(x: Instruction, operands: list[Shape]) -> float | None:
 class _Program:
     """One program's text, and the sums over it."""
 
-    def __init__(self, text: str, turns_of: Callable[[str], float], read_share: Callable[[str], float]):
+    def __init__(self, text: str, turns_of: Callable, read_share: Callable, attended: Callable):
         self.computations = parse(text)
-        self.turns_of, self.read_share = turns_of, read_share
+        self.turns_of, self.read_share, self.attended = turns_of, read_share, attended
         self.regions: list[Region] = []
         self.guessed: dict[str, float] = {}
         self.uncounted: Counter[str] = Counter()
@@ -377,7 +394,7 @@ class _Program:
                     self.uncounted[library[1]] += region.turns
             elif x.op == "custom-call" and "tpu_custom_call" in x.attributes:
                 region.kernels[x.name.rstrip(".0123456789")] += 1
-                flops = _kernel(x, [s for each in shapes for s in each])
+                flops = _kernel(x, [s for each in shapes for s in each], self.attended)
                 region.flops += flops or 0.0
                 if flops is None:
                     self.uncounted[x.name.rstrip(".0123456789")] += region.turns
@@ -392,11 +409,9 @@ class _Program:
                     region.sent += [sent] if sent.chips > 1 else []
             if not fused and (x.op != "custom-call" or not any(name in x.attributes for name in _FREE_CALLS)):
                 for space, size, is_written in self._moved(inside, x):
-                    region.host_bytes += size if space == HOST else 0
-                    if space in (0, HOST) and is_written:
-                        region.written_bytes += size
-                    elif space in (0, HOST):
-                        region.read_bytes += size
+                    if space in (0, HOST):
+                        total = ("host_" if space == HOST else "") + ("written_bytes" if is_written else "read_bytes")
+                        setattr(region, total, getattr(region, total) + size)
             if x.op == "while":
                 turns = region.turns * self.turns(inside, x)
                 inner = Region(x.op_name or x.name, turns)
@@ -416,7 +431,7 @@ class _Program:
 
 
 def _add(region: Region, other: Region) -> None:
-    for name in ("flops", "read_bytes", "written_bytes", "host_bytes", "sent", "kernels"):
+    for name in (field.name for field in dataclasses.fields(Region) if field.name not in ("path", "turns")):
         setattr(region, name, getattr(region, name) + getattr(other, name))
 
 
@@ -459,6 +474,7 @@ def count(
     *,
     turns_of: Callable[[str], float] = lambda name: 1,
     read_share: Callable[[str], float] = lambda name: 1.0,
+    attended: Callable[[int, int, int], float] = causal_share,
 ) -> Counts:
     """What a device does in one call of a program.
 
@@ -466,8 +482,9 @@ def count(
         text: optimised HLO, ``compiled.as_text()``.
         turns_of: turns of a loop for which the text has no bound, by the name of the operation it comes from.
         read_share: how much a custom call reads, on average, of the operands that it updates in place, by its name.
+        attended: share of [queries, keys] that a Splash kernel computes, by the two and the queries of a block.
     """
-    program = _Program(text, turns_of, read_share)
+    program = _Program(text, turns_of, read_share, attended)
     region = Region("", 1)
     program.regions.append(region)
     program._count(region, program.entry, fused=False)

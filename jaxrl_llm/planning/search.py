@@ -150,9 +150,10 @@ def search(config: Config, model: Model, devices: list[Any], chip: Chip, *, most
     """
     ordered, too_large = candidates(config, model, devices, chip)
     if not ordered and not too_large:
+        tensor = f", or has mesh.sampler_tensor={config.mesh.sampler_tensor}" if config.mesh.sampler_tensor else ""
         raise ConfigError(
             f"--search: no mesh of {len(devices)} devices divides rollout.prompts_per_iteration="
-            f"{config.rollout.prompts_per_iteration}, update.batch_size={config.update.batch_size} and the ring"
+            f"{config.rollout.prompts_per_iteration}, update.batch_size={config.update.batch_size} and the ring{tensor}"
         )
     tried = ordered[:most]
     print(

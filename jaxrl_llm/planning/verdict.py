@@ -5,6 +5,7 @@ Owns: kinds of memory, the setting that lowers each, in numbers that divide. Doe
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
@@ -94,17 +95,19 @@ def _settings(run: Run, kind: str, program: str) -> Iterator[str]:
     """What lowers a kind of memory, the best first; with values that divide."""
     config, arch, mesh = run.config, run.model.arch, run.mesh.shape
     data, fsdp, tensor = (mesh[axis] for axis in ("data", "fsdp", "tensor"))
+    half_data = f" with mesh.data={data // 2}" if config.mesh.data else ""  # else it is what the others leave
     rows, shards = config.update.micro_batch_size, sharding.num_ring_shards(config, run.mesh)
     unit = shards * (config.rows_per_draw if config.algorithm.surrogate.needs.siblings else 1)
     learns = program in ("update", "annotate", "score_open")
 
     def more_fsdp():
         if data % 2 == 0:
-            yield f"mesh.fsdp={2 * fsdp} (now {fsdp})"
+            yield f"mesh.fsdp={2 * fsdp}{half_data} (now {fsdp})"
 
     def more_tensor():
-        if arch.num_kv_heads % (2 * tensor) == 0 and (data % 2 == 0 or fsdp % 2 == 0):
-            less = "" if data % 2 == 0 else f" with mesh.fsdp={fsdp // 2}"
+        fits = arch.num_kv_heads % (2 * tensor) == config.mesh.sampler_tensor % (2 * tensor) == 0
+        if fits and (data % 2 == 0 or fsdp % 2 == 0):
+            less = half_data if data % 2 == 0 else f" with mesh.fsdp={fsdp // 2}"
             yield f"mesh.tensor={2 * tensor}{less} (now {tensor})"
 
     def smaller_micro_batch():
@@ -116,8 +119,8 @@ def _settings(run: Run, kind: str, program: str) -> Iterator[str]:
             yield f"update.micro_batch_size={smaller} (now {rows})"
 
     def fewer_slots():
-        half = config.num_slots // 2
-        if half and half % sharding.num_data_shards(run.mesh) == 0:
+        half, meshes = config.num_slots // 2, (run.mesh, run.sampler.mesh)
+        if half and half % math.lcm(*map(sharding.num_data_shards, meshes)) == 0:
             yield f"rollout.slots={half} (now {config.num_slots})"
 
     if kind in (STATE, FROZEN, MATRICES):
@@ -161,5 +164,5 @@ def ring_that_fits(run: Run, spare_bytes: float) -> int | None:
     if config.replay.memory == "host" or config.replay.capacity_tokens:
         return None
     each = sharding.device_bytes(run.learner.abstract_ring) / config.ring_capacity
-    unit = sharding.num_ring_shards(config, run.mesh) * config.rows_per_draw
+    unit = math.lcm(sharding.num_ring_shards(config, run.mesh) * config.rows_per_draw, config.rows_per_iteration)
     return max(0, int((config.ring_capacity + spare_bytes / each) // unit) * unit)

@@ -38,6 +38,9 @@ def test_a_bound_of_links_is_that_of_all_that_a_chip_has():
     published = {"v4": 2400, "v5e": 1600, "v5p": 4800, "v6e": 3200}
     assert {name: 8 * chip.link_gb for name, chip in chips.CHIPS.items()} == published
     assert chips.CHIPS["v6e"].hbm_gb == 1638
+    # PCIe, each way: 16 GB/s of generation 4 in eight lanes, twice that with each generation and with twice the lanes.
+    hosts = {name: chip.host_gb for name, chip in (chips.CHIPS | chips.GPUS).items()}
+    assert hosts == {"v4": 16, "v5e": 16, "v5p": 16, "v6e": 64, "a100": 32, "h100": 64, "h200": 64}
 
 
 @pytest.mark.parametrize("name", ["h100:16", "a100:9"])

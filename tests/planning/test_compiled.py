@@ -1,6 +1,14 @@
 """Compiled: what the compiler reports of temporary memory."""
 
-from jaxrl_llm.planning.compiled import Buffer, temporaries
+import dataclasses
+
+import pytest
+from support.building import ONE, mesh_of
+
+from jaxrl_llm.config import freeze
+from jaxrl_llm.models.architecture import PRESETS, Layer
+from jaxrl_llm.planning.compiled import Buffer, attended_share, temporaries
+from jaxrl_llm.run import assemble
 
 REPORT = """Memory Space: default (color=0)
 Total bytes: 1 (1B)
@@ -32,3 +40,40 @@ def test_temporary_memory_is_neither_arguments_nor_what_is_on_the_chip_and_adds_
 
 def test_a_program_without_temporary_memory_has_no_buffers():
     assert temporaries("") == () == temporaries(REPORT[: REPORT.index("f32[512")].rpartition("  cumulative")[0])
+
+
+def run_of(update, *, unit, windows=(0, 0)):
+    """Rows of 4 + 8 tokens, two a prompt."""
+    arch = dataclasses.replace(PRESETS["debug"], layers=tuple(Layer(window=n) for n in windows))
+    settings = {
+        "prompts": {"max_tokens": 4},
+        "sampling": {"max_completion_tokens": 8},
+        "rollout": {"prompts_per_iteration": 4, "group_size": 2},
+        "replay": {"unit": unit},
+        "update": {"batch_size": 8, "micro_batch_size": 8, **update},
+    }
+    return assemble(freeze(settings), arch, (257,), mesh_of(ONE))
+
+
+def test_attention_is_that_of_the_mean_layer():
+    """Of two blocks of queries the first sees 128 keys, the second 256, or with a window 128 + 31."""
+    run = run_of({}, unit="rollout", windows=(0, 32))
+    expected = ((128 + 256) / 2 + (128 + 159) / 2) / 2 / 256
+    assert attended_share(run, "update", 256, 256, 128) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("unit", "windows", "lines", "pairs"),
+    [
+        ("rollout", (0, 0), 4, 2 * 12 * 13 / 2),  # 8 rows in 4 lines, each token sees its row
+        ("rollout", (0, 4), 4, 2 * (78 + 42) / 2),  # 1 + 2 + 3, and nine times 4
+        ("group", (0, 0), 2, 2 * (10 + 2 * 68)),  # a prompt once; what comes after it twice
+        ("rollout", (0, 0), 3, 78 * 8 / 6),  # 4 lines in two micro-batches of 3
+    ],
+)
+def test_packed_lines_compute_what_their_rows_see(unit, windows, lines, pairs):
+    width = 24 if unit == "rollout" else 40
+    run = run_of({"pack_width": width, "micro_batch_tokens": lines * width}, unit=unit, windows=windows)
+    assert attended_share(run, "update", 128, 128, 128) == pytest.approx(pairs / 128**2)
+    if windows == (0, 0):  # other programs know no lines
+        assert attended_share(run, "annotate", 128, 128, 128) == 1

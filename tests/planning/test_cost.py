@@ -4,6 +4,7 @@ import types
 
 import pytest
 
+from jaxrl_llm.algorithms.use import use
 from jaxrl_llm.config import freeze
 from jaxrl_llm.models.architecture import PRESETS
 from jaxrl_llm.planning import cost, presets
@@ -16,7 +17,8 @@ CHIP = Chip(1.0, tflops=1.0, hbm_gb=1.0, link_gb=1.0, host_gb=1.0)
 
 def test_a_loops_turns_take_the_longest_of_what_they_do_and_loops_follow_each_other():
     matmuls = Region("a", 2, flops=3e12, read_bytes=1e9, sent=[Sent("all-gather", "", 2, 2e9, "")])
-    copies = Region("b", 1, flops=0, read_bytes=1e9, written_bytes=3e9, host_bytes=1e9)
+    both_ways = {"host_read_bytes": 1e9, "host_written_bytes": 0.5e9}  # at once
+    copies = Region("b", 1, flops=0, read_bytes=1e9, written_bytes=3e9, **both_ways)
     found = cost.seconds(Counts((matmuls, copies), {}, {}), CHIP)
     assert found.total == pytest.approx(2 * 3 + 4)
     assert found.by == pytest.approx({"operations": 6, "memory": 6, "links": 4, "host": 1})
@@ -30,6 +32,34 @@ def test_a_token_is_computed_by_its_own_experts():
     assert cost.active_params(qwen) == 3_353_032_704
     dense = presets.PRESETS["qwen3-8b"]
     assert cost.active_params(dense) == dense.num_params
+
+
+@pytest.mark.parametrize("reads_prompts", [False, True])
+def test_the_head_is_of_completions_and_of_prompts_that_are_read(reads_prompts):
+    """Two prompts of 5 tokens, four completions each of 7; an update of both groups."""
+    arch = PRESETS["debug"]
+    settings = {
+        "prompts": {"max_tokens": 5},
+        "sampling": {"max_completion_tokens": 7},
+        "rollout": {"prompts_per_iteration": 2, "group_size": 4},
+        "update": {"batch_size": 8, "micro_batch_size": 8},
+    }
+    if reads_prompts:
+        settings["algorithm"] = {"cross_entropies": [use("environment", coefficient=0.1)]}
+    head = 260 * 64
+    body, read = arch.num_params - head, 2 * 4 * 7 + 2 * 4 * reads_prompts
+    passed = 2 * 5 + 8 * 7
+    expected = 2 * (body * passed + head * 56) + 6 * (body * passed + head * read)
+    assert cost.model_flops(freeze(settings), arch) == expected
+
+
+@pytest.mark.parametrize(("lookahead", "steps"), [(0, 2 * 7), (2, 10)])
+def test_a_lookahead_leaves_no_slot_idle(lookahead, steps):
+    """8 rollouts of 7 tokens in 6 slots: two rounds, or 56 tokens of 6 a step."""
+    rollout = {"prompts_per_iteration": 2, "group_size": 4, "slots": 6, "lookahead_prompts": lookahead}
+    update = {"batch_size": 8, "micro_batch_size": 8}
+    config = freeze({"sampling": {"max_completion_tokens": 7}, "rollout": rollout, "update": update})
+    assert cost.decode_steps(config) == steps
 
 
 def test_dollars_are_of_all_chips():

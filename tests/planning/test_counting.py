@@ -7,12 +7,14 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from support.building import needs_cuda_compiler
 
-from jaxrl_llm.planning.counting import count
+from jaxrl_llm.models.kernels import learner as kernels
+from jaxrl_llm.planning.counting import causal_share, count
 from jaxrl_llm.planning.hlo import moved, parse, sizes
 
 
@@ -160,6 +162,40 @@ def test_groups_of_a_named_mesh_axis_have_its_size():
     (once,) = count(TPU).sent
     # Of 64 floats a row, not of their tiles of 128.
     assert once[0] == 1 and (once[1].chips, once[1].num_bytes) == (2, 4 * 16 * 64 * 4)
+
+
+# Two heads' completions of 4096 tokens, after a prompt of 128.
+SPLASH = """
+ENTRY %main (q: bf16[2,4096,64], k: bf16[1,4224,64]) -> bf16[2,4096,64] {
+  %q = bf16[2,4096,64]{2,1,0} parameter(0)
+  %k = bf16[1,4224,64]{2,1,0} parameter(1)
+  ROOT %splash_mha_fwd.1 = bf16[2,4096,64]{2,1,0} custom-call(%q, %k, %k), custom_call_target="tpu_custom_call", backend_config={"xprof_metadata":"{\\"block_q\\": 512, \\"block_kv\\": 128}"}
+}
+"""  # noqa: E501
+
+
+def test_attention_to_a_prompt_and_the_row_itself_leaves_out_the_blocks_above_the_diagonal():
+    """Eight blocks of queries see 640, 1152, ..., 4224 keys: 2432 on average, in two matmuls."""
+    pairs = 4096 * (640 + 4224) / 2
+    assert count(SPLASH).total("flops") == pytest.approx(2 * 2 * 2 * 64 * pairs)
+    assert count(SPLASH, attended=lambda *sizes: 0.25 * (sizes == (4096, 4224, 512))).total("flops") == (
+        2 * 2 * 2 * 64 * 4096 * 4224 / 4
+    )
+
+
+@pytest.mark.parametrize(("prompt", "tokens"), [(0, 1024), (0, 384), (128, 2048), (100, 1000), (384, 128)])
+@pytest.mark.parametrize("window", [0, 128, 300])
+def test_the_share_is_what_splash_computes_or_less(prompt, tokens, window):
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+    queries, keys = (-(-n // kernels.LANES) * kernels.LANES for n in (tokens, prompt + tokens))
+    mask = splash.LocalMask((queries, keys), (window - 1 if window else None, 0), offset=prompt)
+    kernel = kernels._splash_of(splash.MultiHeadMask([mask]))
+    sizes = kernel.kwargs["block_sizes"]
+    blocks = kernel.fwd_mask_info.block_mask
+    share = 1.0 if blocks is None else np.count_nonzero(blocks) * sizes.block_q * sizes.block_kv / (queries * keys)
+    least = causal_share(queries, keys, sizes.block_q, window)
+    assert 0.4 * share < least <= share and (window or least == pytest.approx(share, rel=0.1))
 
 
 SENDS = """HloModule jit_f, is_scheduled=true, num_partitions=4

@@ -57,8 +57,9 @@ def test_a_buffer_is_known_by_its_shape(dims, kind):
     [
         ("update", {"data": 2, "fsdp": 2}, f"f32[1024,{VOCAB}]", "update.logp_chunk_tokens=128 (now 256)"),
         ("update", {"data": 2, "fsdp": 2}, f"f32[{LAYERS},4,80,{WIDTH}]", "update.micro_batch_size=8 (now 16)"),
-        ("update", {"data": 2, "fsdp": 2}, f"f32[{LAYERS},{WIDTH},128]", "mesh.fsdp=4 (now 2)"),
+        ("update", {"data": 2, "fsdp": 2}, f"f32[{LAYERS},{WIDTH},128]", "mesh.fsdp=4 with mesh.data=1 (now 2)"),
         ("update", {"fsdp": 4}, f"f32[{LAYERS},{WIDTH},128]", "mesh.tensor=2 with mesh.fsdp=2 (now 1)"),
+        ("update", {"fsdp": 4, "sampler_tensor": 1}, f"f32[{LAYERS},{WIDTH},128]", "optimizer.offload=True"),
         ("decode", {"fsdp": 4}, f"f32[24,{VOCAB}]", "rollout.slots=8 (now 16)"),
     ],
 )
@@ -115,3 +116,17 @@ def test_the_ring_that_fits_fills_what_is_spare_in_whole_draws():
     # of all devices more.
     assert verdict.ring_that_fits(run, 2 * ring / 4 * 1.01) == 96
     assert verdict.ring_that_fits(run, 0) == 32
+    # Rings of whole iterations of 48 rollouts alone are taken, and of whole draws of 4 devices; one more fits not.
+    rollout, update = {"prompts_per_iteration": 12, "group_size": 4}, {"batch_size": 16, "micro_batch_size": 16}
+    run = run_of({"data": 4}, rollout=rollout, update=update, replay={"capacity": 96, "unit": "group"})
+    ring = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(run.learner.abstract_ring))
+    assert verdict.ring_that_fits(run, ring / 4 * 0.9) == 144
+
+
+def test_slots_that_the_samplers_own_mesh_does_not_divide_are_not_advised():
+    """Half of 8 slots would do for the learner's two devices with rows of their own, not for the sampler's eight."""
+    rollout = {"prompts_per_iteration": 8, "group_size": 2, "slots": 8}
+    run = run_of({"data": 2, "context": 4}, rollout=rollout)
+    assert not any(
+        "rollout.slots" in text for text in verdict.suggestions(run, row("decode", (f"f32[24,{VOCAB}]", 1e12)))
+    )

@@ -118,7 +118,8 @@ def test_a_plan_counts_two_bytes_of_a_frozen_weight_and_twelve_of_one_that_learn
     assert verdict.PUBLISHED not in kept["plain"] and kept["adapted"][verdict.PUBLISHED] == 4 * arch.num_params
     assert kept["adapted"][verdict.STATE] == 12 * learned + counters
     assert cost.model_flops(plain, arch) - cost.model_flops(adapted, arch) == pytest.approx(
-        2.0 * arch.num_params * 2 * 8 * (32 + 8 * 8)  # of each update's eight draws, a prompt and its eight rows
+        # Of each update's eight draws, a prompt and its eight rows; no prompt meets the head.
+        2.0 * 2 * 8 * (arch.num_params * (32 + 8 * 8) - 260 * 64 * 32)
     )
 
 
