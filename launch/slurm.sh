@@ -2,7 +2,8 @@
 # Trains on the nodes of a Slurm job, one process a node. From the checkout, set up with bash launch/setup.sh gpu:
 #
 #   sbatch --nodes=2 --gpus-per-node=8 launch/slurm.sh --config=pod.py --workdir=/shared/my-run
-#   sbatch --nodes=1 --gpus-per-node=8 launch/slurm.sh 'python -m jaxrl_llm.sft --config=...'      any other command
+#   sbatch --nodes=1 --gpus-per-node=8 launch/slurm.sh 'python -m jaxrl_llm.sft --config=...'      any other command,
+#                                                             which is not started anew: it would begin from nothing
 #
 # The checkout and the workdir must be on disks that all nodes see. Slurm starts it anew, and train goes on from its
 # checkpoint, when it was preempted, when a node failed, when its time was up, and after a fault, of which a file beside
@@ -36,6 +37,9 @@ fi
 
 # When a process ends, the others end by themselves, and say which host it was.
 srun --kill-on-bad-exit=0 "${command[@]}" && status=0 || status=$?
+
+# What goes on where it was: train, and the points of a sweep.
+[[ " ${command[*]} " =~ " jaxrl_llm."(train|sweep)" " ]] || exit "$status"
 
 restarts=${SLURM_RESTART_COUNT:-0} # of any kind
 faults=${SLURM_JOB_NAME:-jaxrl_llm}-$SLURM_JOB_ID.faults

@@ -110,31 +110,34 @@ tpus=(gcloud compute tpus)
 on() { run "${tpus[@]}" tpu-vm ssh "$name" "${where[@]}" --worker="$1" --command="cd jaxrl_llm && $2"; }
 again="the same command goes on from the last checkpoint"
 
-# request_state TRIES: ACTIVE, SUSPENDED (preempted) and others; nothing where there is no such queued resource. An error
-# where gcloud does not answer.
-request_state() {
-    local requests tries=$1
-    until requests=$("${tpus[@]}" queued-resources list "${where[@]}" --format="value(name.basename(),state.state)"); do
-        ((--tries)) || { echo "error: gcloud does not say how queued resource $name is" >&2 && return 1; }
+# listed KIND WORDS FIELDS TRIES: the fields of the one that has the name; nothing where none has. An error where gcloud
+# does not answer.
+listed() {
+    local rows tries=$4
+    until rows=$("${tpus[@]}" "$1" list "${where[@]}" --format="value(name.basename(),$3)"); do
+        ((--tries)) || { echo "error: gcloud does not say how $2 $name is" >&2 && return 1; }
         sleep "${POLL_SECONDS:-30}"
     done
-    awk -v name="$name" '$1 == name { print $2 }' <<< "$requests"
+    awk -v name="$name" '$1 == name { print $2 ($3 ? " " $3 : "") }' <<< "$rows"
 }
+# request_state TRIES: ACTIVE, SUSPENDED (preempted) and others.
+request_state() { listed queued-resources "queued resource" state.state "$1"; }
+# look TRIES: state and number of workers of the TPU.
+look() { listed tpu-vm TPU "state,networkEndpoints.len()" "$1"; }
 
-# Where this call has made a TPU and ends before train runs on it.
+# Where this call has asked for a TPU and ends before train runs on it.
 made="" folder=/tmp
-at_exit() {
-    local status=$?
+at_exit() { # after a signal too, when the status is that of the command before
     [[ $folder == /tmp ]] || rm -rf "$folder"
-    if [[ -n $made && $status != 0 ]]; then
-        echo "TPU $name was made, is there and costs; to delete it:" >&2
+    if [[ -n $made ]]; then
+        echo "TPU $name was asked for, and costs as soon as it is there; to delete it:" >&2
         printf '    %s\n' "$(quote "${tpus[@]}" queued-resources delete "$name" "${where[@]}" --force)" >&2
     fi
 }
 trap at_exit EXIT
 
 make_tpu() {
-    local state="" shown="" new=""
+    local state="" shown="" new="" unlisted=0
     [[ -n $dry_run ]] || state=$(request_state 3) || exit 1
     while [[ $state == SUSPENDING ]]; do # until it is SUSPENDED
         sleep "${POLL_SECONDS:-30}"
@@ -149,30 +152,34 @@ make_tpu() {
     [[ -z $new ]] || run "${tpus[@]}" queued-resources create "$name" --node-id="$name" "${where[@]}" \
         --accelerator-type="$create" --runtime-version="$runtime" ${spot:+--spot}
     [[ -z $dry_run ]] || return 0
+    made=$new
     while state=$(request_state 20) || exit 1 && [[ $state != ACTIVE ]]; do
+        state=${state:-not listed}
         [[ $state == "$shown" ]] || echo "queued resource $name is $state"
         shown=$state
         case $state in
             FAILED | SUSPENDED | DELETING)
+                made="" # it costs nothing
                 "${tpus[@]}" queued-resources describe "$name" "${where[@]}" >&2
                 echo "error: queued resource $name is $state" >&2
                 exit 1
                 ;;
+            "not listed")
+                ((++unlisted < 5)) || { echo "error: queued resource $name is there no more" >&2 && exit 1; }
+                ;;
+            *) unlisted=0 ;;
         esac
         sleep "${POLL_SECONDS:-30}"
     done
-    made=$new
 }
 
-# State and number of workers of the TPU, or an error.
-look() { "${tpus[@]}" tpu-vm describe "$name" "${where[@]}" --format="value(state,networkEndpoints.len())"; }
-
-# Ends the script where the TPU itself has gone.
+# Ends the script where the TPU itself has gone, or nothing is heard of it.
 check_ready() {
     local seen
-    seen=$(look) || seen=GONE
-    [[ ${seen%%[[:space:]]*} != READY ]] || return 0
-    echo "TPU $name is ${seen%%[[:space:]]*}: $again, with --create on a new TPU" >&2
+    seen=$(look 5) || { echo "train may go on there: --follow follows it" >&2 && exit 1; }
+    [[ $seen != "READY "* ]] || return 0
+    seen=${seen:-GONE}
+    echo "TPU $name is ${seen%% *}: $again, with --create on a new TPU" >&2
     exit 143
 }
 
@@ -195,7 +202,8 @@ fi
 [[ -z $create ]] || make_tpu
 workers=2
 if [[ -z $dry_run ]]; then
-    read -r state workers <<< "$(look)"
+    seen=$(look 3) || exit 1
+    read -r state workers <<< "$seen"
     [[ $state == READY ]] || { echo "error: TPU $name is ${state:-not there}" >&2 && exit 1; }
 fi
 if [[ -z $command ]]; then
@@ -219,7 +227,11 @@ on_home "command -v python3.11 > /dev/null || (sudo apt-get -qq -o DPkg::Lock::T
 && sudo apt-get -qq -o DPkg::Lock::Timeout=300 install -y python3.11-venv)"
 on all "PYTHON=python3.11 bash launch/setup.sh tpu"
 [[ -z $before ]] || on all "$before"
-on all "bash launch/worker.sh start $(quote "$command")"
+if ! on all "bash launch/worker.sh start $(quote "$command")"; then # the others would wait for it
+    echo "error: train did not start on all workers of $name; stopping it" >&2
+    on all "bash launch/worker.sh stop || true" || true
+    exit 1
+fi
 made=""
 this="bash launch/tpu_pod.sh $(quote --name="$name" "${where[@]}")"
 echo "train runs on all workers of $name, and goes on without this terminal; to follow it, to stop it:"

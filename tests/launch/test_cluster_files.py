@@ -48,6 +48,27 @@ def faults(value, schema, path=""):
 
 
 @pytest.mark.parametrize(
+    ("command", "status", "again"),
+    [
+        ("--config=a.py", 143, True),
+        ("env A=1 python -m jaxrl_llm.sweep --workdir=a", 143, True),
+        ("python -m jaxrl_llm.sft --config=a.py", 143, False),
+        ("python -m jaxrl_llm.sft --config=a.py", 130, False),
+    ],
+)
+def test_slurm_starts_anew_what_goes_on_where_it_was(command, status, again, tmp_path):
+    """What has no checkpoint began from nothing at each time limit, without end."""
+    checkout = Checkout(tmp_path)
+    (checkout.root / ".venv/bin").mkdir(parents=True)
+    shutil.copy(checkout.bin / "python3", checkout.root / ".venv/bin/python")
+    checkout.stand_in("srun", f"#!/bin/sh\nexit {status}\n")
+    checkout.stand_in("scontrol", '#!/bin/sh\necho "$@" >> $FAKE_LOG\n')
+    job = {"SLURM_SUBMIT_DIR": str(checkout.root), "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1"}
+    done = checkout.run("launch/slurm.sh", command, **job)
+    assert (done.returncode, checkout.log) == ((0, ["requeue 7"]) if again else (status, []))
+
+
+@pytest.mark.parametrize(
     "script", [*sorted(REPOSITORY.glob("launch/*.sh")), REPOSITORY / ".ci/run"], ids=lambda p: p.name
 )
 def test_shellcheck_has_nothing_to_say(script):

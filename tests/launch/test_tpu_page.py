@@ -109,9 +109,9 @@ def test_from_an_empty_project_to_a_fetched_model(typist):
         if command != COMMANDS[plan]:
             typist.type(command)
     run = typist.folder("/shared/my-run")
-    many = " -- --config.num_iterations=400"
+    (many,) = re.findall("`(-- --config[^`]*)`", PAGE)
     first = subprocess.Popen(
-        ["bash", "-c", "\n".join([*typist.exports, COMMANDS[make] + many])],
+        ["bash", "-c", "\n".join([*typist.exports, f"{COMMANDS[make]} {many}"])],
         env=typist.environment,
         cwd=typist.root,
         stdout=subprocess.DEVNULL,
@@ -125,7 +125,7 @@ def test_from_an_empty_project_to_a_fetched_model(typist):
     saved = int((run / "checkpoint").read_text())
     assert "stopped by SIGTERM" in typist.type(COMMANDS[follow], status=143)
     typist.gcloud("PREEMPT", "my-tpu")
-    out = typist.type(COMMANDS[make] + f" -- --config.num_iterations={saved + 2}")
+    out = typist.type(f"{COMMANDS[make]} {many.replace('400', str(saved + 2))}")
     assert "SUSPENDED: making it anew" in out and f"starts at iteration {saved}\n" in out
     for command in COMMANDS[stop + 1 : index_of("docker build")]:
         typist.type(command)
@@ -244,7 +244,7 @@ def test_saves_are_timed_on_one_worker_without_its_chips(tmp_path):
 def test_the_page_names_statuses_messages_and_files_that_are_there():
     scripts = "\n".join(path.read_text() for path in sorted((REPOSITORY / "launch").glob("*.sh")))
     said = ("train runs here already", "queued resource $name is $state", "TPU $name is ")
-    for text in (*said, "gcloud does not say how queued resource $name is"):
+    for text in (*said, "gcloud does not say how $2 $name is", "queued resource $name is there no more"):
         assert text in scripts
         assert re.sub(r"\$\w+.*", "", text) in PAGE
     for name in re.findall(r"`(launch/[\w.]+)`", PAGE):

@@ -139,6 +139,39 @@ def test_a_cloud_that_never_answers_is_an_error_before_anything_is_made(cloud):
     assert '"queued-resources", "create"' not in (cloud.cloud / "calls").read_text()
 
 
+def test_a_queued_resource_that_somebody_deletes_is_not_waited_for(cloud):
+    """It was without end, and without a word."""
+    cloud.plan(workers=2, delay=2, vanishes=True)
+    done = cloud.run(SCRIPT, *POD, *CREATE)
+    assert done.returncode == 1 and "queued resource my-tpu is not listed\n" in done.stdout
+    assert "error: queued resource my-tpu is there no more\n" in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_what_ends_the_wait_for_a_tpu_says_how_it_is_deleted(cloud, number):
+    """It stays asked for, and costs when it comes."""
+    cloud.plan(workers=2, delay=10**6)
+    process = cloud.start(SCRIPT, *POD, *CREATE, start_new_session=True)
+    assert process.stdout.readline() == "queued resource my-tpu is WAITING_FOR_RESOURCES\n"
+    os.killpg(process.pid, number)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode != 0 and err.endswith(
+        "TPU my-tpu was asked for, and costs as soon as it is there; to delete it:\n"
+        "    gcloud compute tpus queued-resources delete my-tpu --zone=us-east5-b --force\n"
+    )
+
+
+def test_a_connection_that_breaks_is_no_tpu_that_is_gone(pod):
+    pod.plan(workers=2, fails=0, unseen=2)
+    done = pod.run(SCRIPT, *TPU, "--follow")
+    assert done.returncode == 255 and "TPU my-tpu is" not in done.stderr
+    pod.plan(workers=2, fails=0, unseen=100)
+    done = pod.run(SCRIPT, *TPU, "--follow")
+    assert done.returncode == 1
+    said = ["error: gcloud does not say how TPU my-tpu is", "train may go on there: --follow follows it"]
+    assert done.stderr.splitlines()[-2:] == said
+
+
 def test_a_tpu_that_is_being_preempted_is_made_anew_when_it_is_gone(pod):
     pod.plan(workers=2, suspending=2)
     pod.gcloud("PREEMPT", "my-tpu")
@@ -217,6 +250,15 @@ def test_a_worker_that_cannot_be_reached_starts_nothing_anywhere(pod):
     done = pod.run(SCRIPT, *POD)
     assert done.returncode != 0 and trained(pod.log) == []
     assert "on worker 1 failed with exit status 255" in done.stderr
+
+
+def test_a_worker_on_which_train_does_not_start_stops_it_on_the_others(pod):
+    """They would wait for it for 20 minutes."""
+    (pod.worker(1) / "train.pid/kept").mkdir(parents=True)  # which start cannot remove
+    done = pod.run(SCRIPT, *POD)
+    assert done.returncode == 1 and "sent SIGTERM to train" in done.stdout
+    assert "error: train did not start on all workers of my-tpu; stopping it\n" in done.stderr
+    wait_for(lambda: not pod.processes())
 
 
 def test_a_machine_that_was_restarted_is_said(pod):
@@ -312,6 +354,7 @@ def test_train_itself_is_stopped_and_goes_on_to_its_end(workers, tmp_path):
         ((*POD, "--spot"), "error: --spot and --runtime are of a TPU that --create makes"),
         ((*POD[:2], "--config=./runs/mine.py"), "error: --config=./runs/mine.py: "),
         ((*POD[:2], "--command=cd a && python b"), "error: --command=cd a && python b must be one command"),
+        ((*POD[:2], "--command=cd a; python b"), "error: --command=cd a; python b must be one command"),
         (POD, "error: gcloud is not installed"),
     ],
 )
@@ -367,7 +410,7 @@ def test_an_error_after_a_tpu_was_made_says_how_it_is_deleted(cloud):
     delete = "gcloud compute tpus queued-resources delete my-tpu --zone=us-east5-b --force\n"
     done = cloud.run(SCRIPT, *POD[:4], "--before=exit 3", *CREATE)
     assert done.returncode != 0 and done.stderr.endswith(
-        f"TPU my-tpu was made, is there and costs; to delete it:\n    {delete}"
+        f"TPU my-tpu was asked for, and costs as soon as it is there; to delete it:\n    {delete}"
     )
     done = cloud.run(SCRIPT, *POD[:4], "--before=exit 3", *CREATE)
     assert done.returncode != 0 and delete not in done.stderr

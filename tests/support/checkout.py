@@ -74,12 +74,13 @@ class Checkout:
         (self.bin / name).write_text(text)
         (self.bin / name).chmod(0o755)
 
-    def start(self, script, *arguments, **environment):
+    def start(self, script, *arguments, start_new_session=False, **environment):
         """The script's process, its two streams piped."""
         self.logged.write_text("")
         command = ["/bin/bash", str(self.root / script), *arguments]
         streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        return subprocess.Popen(command, env={**self.environment, **environment}, cwd=self.elsewhere, **streams)
+        how = streams | {"start_new_session": start_new_session}
+        return subprocess.Popen(command, env={**self.environment, **environment}, cwd=self.elsewhere, **how)
 
     def run(self, script, *arguments, **environment):
         process = self.start(script, *arguments, **environment)

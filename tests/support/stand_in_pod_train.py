@@ -29,9 +29,9 @@ def main():
     job = workdir / f"job-{os.environ['FAKE_JOB']}"  # of this start: who is there, and what one tells all
     job.mkdir(exist_ok=True)
     stops = []
-    signal.signal(signal.SIGTERM, lambda *_: stops.append(1))
     (job / f"process-{INDEX}").write_text(str(os.getpid()))
     wait(lambda: all((job / f"process-{i}").exists() and pid(job, i) for i in range(COUNT)))
+    signal.signal(signal.SIGTERM, lambda *_: stops.append(1))  # before it has joined the others it is ended
     checkpoint = workdir / "checkpoint"
     first = iteration = int(checkpoint.read_text()) if checkpoint.exists() else 0
     if INDEX == 0:
