@@ -6,7 +6,7 @@ the weights it reads. The blocks' matrices lie input first: a CPU multiplies few
 out anew, in every step, what lies as in the learner. The head does: it is the embedding too, where it is tied. A TPU
 would turn queries', keys' and values' matrices back before each chunk of steps: for it they lie as in the learner.
 
-Owns: the form and dtype of the sampler's weights, the programs that make them. Does not know: what they are.
+Owns: the form and dtypes of the sampler's weights, the programs that make them. Does not know: what they are.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def sampler_form(params: Params, arch: Architecture, take: Callable[[str, Any, i
 
 
 def abstract_params(model: Model, mesh: Mesh, rules: dict[str, Any] = sharding.OF_SAMPLER) -> Params:
-    """Shapes of the sampler's weights with their shardings: in the compute dtype or rounded, whole along ``fsdp``."""
+    """Shapes of the sampler's weights, whole along ``fsdp``: matrices in the compute dtype or rounded, others as is."""
     is_tpu = mesh.devices.flat[0].platform == "tpu"
 
     def take(name: str, x: jax.ShapeDtypeStruct, i: int | None) -> jax.ShapeDtypeStruct:
@@ -67,7 +67,7 @@ def abstract_params(model: Model, mesh: Mesh, rules: dict[str, Any] = sharding.O
         shape = jax.ShapeDtypeStruct(turned(stored_shape(path, x.shape[1:])), x.dtype, sharding=layout)
         return quantised.shape(name, shape, lies, model.published)
 
-    stacked = model.abstract_params(mesh, rules=rules, dtype=jnp.dtype(model.compute_dtype))
+    stacked = model.abstract_params(mesh, rules=rules, dtype=model.compute_dtype)
     return sampler_form(stacked, model.arch, take)
 
 

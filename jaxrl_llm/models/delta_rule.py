@@ -121,7 +121,7 @@ def mix(
     of_tokens = (mixed_BTC, g_BTN, jax.nn.sigmoid(b_BTN))
     if context.is_split():  # whole rows of fewer channels and heads, as in attention
         of_tokens = tuple(sharding.constrain(x, "batch", None, "attended") for x in of_tokens)
-    how = {"weight": own("delta_conv")[:, 0].astype(h_BTD.dtype), "d": d}
+    how = {"weight": own("delta_conv")[:, 0], "d": d}
     if cache is not None:
         (state,), (inputs,) = cache.keys, cache.values
         out_BTNV, state, inputs = _step(*of_tokens, state, inputs, **how)
@@ -155,11 +155,17 @@ def _inputs(h_BTD, project, d: Delta):
     return mixed_BTC, z_BTNV, flat(b).astype(jnp.float32), flat(a).astype(jnp.float32)
 
 
-def _heads(mixed_BTC, d: Delta):
-    """Queries and keys [B,T,N,H], each of unit length and as many as there are values, and these [B,T,N,V]; float32."""
+def _heads(past, weight, d: Delta):
+    """Queries and keys [B,T,N,H], each of unit length and as many as there are values, and these [B,T,N,V]; float32.
+
+    Args:
+        past: the channels [B,T,C] of each token, of the one before it and so on.
+        weight: [C,taps], of the convolution, whose sums are float32.
+    """
     sizes = d.key_heads * d.key_size
-    q, k, v = jnp.split(jax.nn.silu(mixed_BTC), (sizes, 2 * sizes), axis=-1)
-    by_head = lambda x, count: x.astype(jnp.float32).reshape(*x.shape[:2], count, -1)
+    summed = sum(x.astype(jnp.float32) * weight[None, None, :, d.taps - 1 - ago] for ago, x in enumerate(past))
+    q, k, v = jnp.split(jax.nn.silu(summed), (sizes, 2 * sizes), axis=-1)
+    by_head = lambda x, count: x.reshape(*x.shape[:2], count, -1)
 
     def unit(x):
         x = by_head(x, d.key_heads)
@@ -172,8 +178,8 @@ def _heads(mixed_BTC, d: Delta):
 def _step(mixed_B1C, g_B1N, b_B1N, state_BNHV, inputs_BXC, *, weight, d: Delta):
     """One token a row."""
     window_BXC = jnp.concatenate([inputs_BXC.astype(mixed_B1C.dtype), mixed_B1C], axis=1)
-    mixed_B1C = jnp.sum(window_BXC * weight.T[None], axis=1, keepdims=True)
-    q, k, v = (x[:, 0] for x in _heads(mixed_B1C, d))
+    past = jnp.split(window_BXC, d.taps, axis=1)[::-1]
+    q, k, v = (x[:, 0] for x in _heads(past, weight, d))
     state = jnp.exp(g_B1N[:, 0, :, None, None]) * state_BNHV
     error_BNV = b_B1N[:, 0, :, None] * (v - jnp.sum(state * k[..., None], axis=2))
     state += k[..., None] * error_BNV[:, :, None]
@@ -202,10 +208,9 @@ def _rows(mixed_BTC, g_BTN, b_BTN, *, weight, d: Delta, before=None, line=None, 
         g_BTN, b_BTN = jnp.where(is_in, g_BTN, 0.0), jnp.where(is_in, b_BTN, 0.0)
     every = jnp.concatenate([before[1].astype(mixed_BTC.dtype), mixed_BTC], axis=1)
     past = [_earlier(every, mixed_BTC, ago, line, positions) for ago in range(taps)]
-    summed = sum(x * weight[None, None, :, taps - 1 - ago] for ago, x in enumerate(past))
     ends = jnp.full(B, T) if length is None else length
     inputs = jax.vmap(lambda x, at: jax.lax.dynamic_slice_in_dim(x, at, taps - 1))(every, ends)
-    q, k, v = _heads(summed, d)
+    q, k, v = _heads(past, weight, d)
     of_heads, of_rows = ("batch", None, "attended"), ("batch",)
     ids = getattr(line, "unit", None), getattr(line, "row", None)
     axes = (*(of_heads,) * 5, ("batch", "attended"), of_rows, of_rows)

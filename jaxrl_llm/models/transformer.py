@@ -262,18 +262,18 @@ class Model:
         return dataclasses.replace(self, lora=LoraConfig())
 
     def abstract_params(self, mesh: Mesh, *, rules: dict[str, Any] | None = None, dtype: Any = None) -> Params:
-        """Shapes of the parameters with their shardings on ``mesh``; further ``rules`` go before the model's."""
+        """Shapes and layouts of the parameters: ``rules`` go before the model's own, and matrices have ``dtype``."""
         rules = sharding.RULES | dict(self.rules) | (rules or {})
         _, state = _abstract(self.arch, self.lora)
 
         def one(variable):
             shape, axes = variable.get_value().shape, variable.get_metadata()["logical_axes"]
             own = "float32" if "rank" in axes else self.param_dtype
-            layout = sharding.named(mesh, shape, axes, rules)
-            return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype or own), sharding=layout)
+            if {"embed", "rank"} & {*axes} and "activation" not in axes:  # others, as routers, are read in float32
+                own = dtype or own
+            return jax.ShapeDtypeStruct(shape, jnp.dtype(own), sharding=sharding.named(mesh, shape, axes, rules))
 
-        is_variable = lambda x: isinstance(x, nnx.Variable)
-        return nnx.to_pure_dict(jax.tree.map(one, state, is_leaf=is_variable))
+        return nnx.to_pure_dict(jax.tree.map(one, state, is_leaf=lambda x: isinstance(x, nnx.Variable)))
 
     def init(self, key: jax.Array, mesh: Mesh) -> Params:
         """Random parameters, each born on its shard; without adapters (``lora.init``)."""

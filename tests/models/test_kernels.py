@@ -189,6 +189,19 @@ def test_a_window_shows_a_token_the_last_tokens_of_its_row(implementation, windo
         np.testing.assert_allclose(one, other, atol=1e-5, err_msg=name)
 
 
+def test_in_bfloat16_rows_by_cudnn_have_the_scores_of_a_decode_step():
+    """Of queries that are divided by the root of 8 and rounded: scores up to 50 would differ by 0.1 otherwise."""
+    rng = np.random.default_rng(0)
+    shapes = ((B, 1, N, H), *2 * ((B, K, 1, H),), *2 * ((P, K, L, H),))
+    q, k, v, keys, values = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in shapes)
+    q, k, keys = (4 * x for x in (q, k, keys))
+    prompt, nothing = Prompt(keys, values, np.ones((P, L), bool)), jnp.zeros((B, K, H, 8), jnp.bfloat16)
+    cache = Cache((nothing,), (nothing.swapaxes(2, 3),), np.zeros(B, np.int32), np.int32(0))
+    rows = jax.jit(functools.partial(attend, implementation="cudnn"))(q, k, v, prompt=prompt)
+    step, _ = decode("cudnn")(q, k, v, prompt, cache)
+    np.testing.assert_allclose(rows.astype(np.float32), step.astype(np.float32), atol=2**-7)
+
+
 def test_packed_lines_say_in_their_mask_what_a_window_shows():
     line = np.ones((B, T, T), bool)
     with pytest.raises(AssertionError, match="mask of packed lines"):

@@ -230,8 +230,8 @@ def _cudnn(q_BTNH, k_BKSH, v_BKSH, visible_BL, visible_BTT, *, window):
 
     Queries at the prompt's places are filled up and thrown away.
     """
-    T, S = q_BTNH.shape[1], k_BKSH.shape[2]
-    q, k, v = q_BTNH, k_BKSH.swapaxes(1, 2), v_BKSH.swapaxes(1, 2)
+    (_, T, _, H), S = q_BTNH.shape, k_BKSH.shape[2]
+    q, k, v = q_BTNH * H**-0.5, k_BKSH.swapaxes(1, 2), v_BKSH.swapaxes(1, 2)  # rounded as a decode step's queries
 
     def take(x, index_BS):
         return jnp.take_along_axis(x, index_BS[:, :, None, None], axis=1)
@@ -244,6 +244,6 @@ def _cudnn(q_BTNH, k_BKSH, v_BKSH, visible_BL, visible_BTT, *, window):
     even = ((0, 0), (0, S % 2), (0, 0), (0, 0))  # as the backward kernel wants it
     q, k, v = (jnp.pad(x, even) for x in (q, k, v))
     mask = None if visible_BTT is None else jnp.pad(visible_BTT, ((0, 0), *2 * ((0, S % 2),)))[:, None]
-    how = {"is_causal": True, "local_window_size": None if window is None else (window - 1, 0)}
+    how = {"scale": 1.0, "is_causal": True, "local_window_size": None if window is None else (window - 1, 0)}
     out = jax.nn.dot_product_attention(q, k, v, mask=mask, **how, implementation="cudnn")
     return out[:, :T] if visible_BL is None else take(out, length_B1 + jnp.arange(T)[None, :])
