@@ -26,6 +26,7 @@ from jaxrl_llm.models.files.families import FAMILIES, config_of
 from jaxrl_llm.models.files.gguf import make_byte_tokenizer
 from jaxrl_llm.models.row_logp import row_logp
 from jaxrl_llm.models.transformer import Model
+from jaxrl_llm.runtime.programs import compile_all
 from jaxrl_llm.types import Example, PromptBatch
 
 FIXTURES = pathlib.Path(__file__).parents[1] / "fixtures"
@@ -215,6 +216,23 @@ def test_sampler_logp_is_the_learners_of_rows_of_groups_and_of_lines(name, layou
         np.testing.assert_allclose(found, apart, rtol=0, atol=1e-5)
 
 
+# What the model reads in float32, whatever it computes in.
+FINE = ("norm", "router", "sinks", "experts_down_bias", "delta_rate", "delta_bias")
+
+
+def test_what_is_read_in_float32_is_published_as_the_learner_has_it():
+    """Matrices are numbers of bfloat16 here and these are not; float32 arithmetic shows whether one of them is lost."""
+    model, mesh = Model(dataclasses.replace(HYBRID, sinks=True, **KINDS["experts"]), "bfloat16"), building.mesh_of(ONE)
+    coarse = lambda path, x: x if any(of in path[-1].key for of in FINE) else x.astype(jnp.bfloat16).astype(x.dtype)
+    params = jax.tree_util.tree_map_with_path(coarse, building.host_params(model))
+    params = jax.device_put(params, jax.tree.map(lambda x: x.sharding, model.abstract_params(mesh)))
+    published = compile_all(publish.programs(model, mesh, mesh), mesh)["publish"](params)
+    published = jax.tree.map(lambda x: x.astype(jnp.float32), published)
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, building.TINY.vocab_size, (4, 14)), jnp.int32)
+    ours, theirs = (jax.jit(functools.partial(logp, Model(model.arch)))(x, tokens) for x in (params, published))
+    np.testing.assert_allclose(theirs, ours, rtol=0, atol=1e-5)  # 0.05 where these are rounded too
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["no_rope", "olmo2", "gemma3", "qwen", "sinks", "delta"])
 def test_a_mesh_gives_the_same_completions_and_gradients(name):
@@ -291,6 +309,11 @@ def test_a_window_s_cache_holds_the_window():
         ("llama_swish", {"no_rope_layers": [1, 0, 1]}, "no_rope_layers="),
         ("llama_swish", {"quantization_config": {"quant_method": "gptq"}}, "quantization_config={'quant"),
         ("llama_swish", {"sliding_window": 9}, "sliding_window=9 is no key"),
+        ("llama_swish", {"is_causal": False}, "is_causal=False is not supported; supported: True"),
+        ("gemma3", {"is_causal": None}, "is_causal=None is not supported; supported: True"),
+        ("qwen3_next", {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported; supported: 'silu'"),
+        ("qwen3_5_experts", {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported; supported: 'silu'"),
+        ("qwen3_5", {"hidden_act": "relu"}, "hidden_act='relu' is not supported; supported: 'silu'"),
         ("mistral_window", {"layer_types": ["full_attention"] * 3}, "layer_types="),
         ("mistral_window", {"sliding_window": 2.5}, "sliding_window=2.5 must be a whole number"),
         ("qwen2", {"attention_bias": True}, "attention_bias=True is no key"),
@@ -395,6 +418,20 @@ def test_older_spellings_mean_the_same(tmp_path):
     assert hf.read_architecture(no_rope) == hf.read_architecture(write(tmp_path / "interval", "smollm3"))
 
 
+@pytest.mark.parametrize(
+    ("name", "windows"), [("qwen2", [0, 4096, 4096]), ("qwen3", [0, 4096, 4096]), ("qwen3_moe", [4096, 4096])]
+)
+def test_a_window_that_is_used_and_not_stated_is_of_4096_tokens(tmp_path, name, windows):
+    """The default of transformers' classes, of no effect without ``use_sliding_window``."""
+    said = dict(use_sliding_window=True, max_window_layers=1, num_hidden_layers=len(windows))
+    path = write(tmp_path / "model", name, **said) / "config.json"
+    config = {k: v for k, v in json.loads(path.read_text()).items() if k not in ("sliding_window", "layer_types")}
+    path.write_text(json.dumps(config))
+    assert [layer.window for layer in hf.read_architecture(path.parent).by_layer] == windows
+    path.write_text(json.dumps(config | {"use_sliding_window": False, "is_causal": True}))
+    assert hf.read_architecture(path.parent).layers == ()
+
+
 def test_a_row_is_no_longer_than_the_frequencies_hold(tmp_path):
     """Past its original context longrope has other ones from the start: 128 of the 256 positions are served."""
     arch = hf.read_architecture(write(tmp_path / "model", "llama_longrope"))
@@ -426,6 +463,19 @@ def test_transformers_reads_the_rope_of_an_export_as_it_read_the_model_s(tmp_pat
     assert written.get("original_max_position_embeddings") == beside
     after.save_pretrained(tmp_path / "again")
     assert hf.read_architecture(tmp_path / "again") == arch
+
+
+def test_a_gpt_oss_with_plain_rope_is_exported_with_plain_rope(tmp_path):
+    """Where nothing is said of it, the family's is YaRN."""
+    import transformers
+
+    plain = {"rope_type": "default", "rope_theta": 700.0}
+    arch = hf.read_architecture(write(tmp_path / "theirs", "gpt_oss", rope_parameters=plain))
+    assert arch.rope_scaling is None
+    (tmp_path / "ours").mkdir()
+    (tmp_path / "ours" / "config.json").write_text(json.dumps(config_of(arch)))
+    assert transformers.AutoConfig.from_pretrained(tmp_path / "ours").rope_parameters == plain
+    assert hf.read_architecture(tmp_path / "ours") == arch
 
 
 def test_a_tied_model_s_stored_head_is_its_embedding(tmp_path):

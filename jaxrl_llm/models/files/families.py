@@ -70,12 +70,14 @@ _COMMON = {
     "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False,
+    "is_causal": True,
     **_ROPE,
 }
 _WINDOW = {"sliding_window": None, "layer_types": None}
 _QWEN = {
     **_COMMON,
     **_WINDOW,
+    "sliding_window": 4096,
     "num_key_value_heads": 32,
     "max_position_embeddings": 32768,
     "use_sliding_window": False,
@@ -212,13 +214,14 @@ FAMILIES = {
         {**_COMMON, **hybrids.KEYS, **hybrids.EXPERTS_NEXT},
         fixed=hybrids.FIXED,
         names=hybrids.NAMES,
+        only=hybrids.ONLY,
     ),
     "qwen3_5_moe_text": Family(
         "Qwen3_5MoeForCausalLM",
         {**_COMMON, **hybrids.KEYS, **hybrids.RELEASED, **hybrids.EXPERTS_5},
         fixed={**hybrids.FIXED, "norm_topk": True},
         names=hybrids.NAMES,
-        only=hybrids.ONLY,
+        only=hybrids.ONLY | hybrids.ONLY_RELEASED,
         experts_in_halves=True,
     ),
     "qwen3_5_text": Family(
@@ -226,7 +229,7 @@ FAMILIES = {
         {**_COMMON, **hybrids.KEYS, **hybrids.RELEASED},
         fixed=hybrids.FIXED,
         names=hybrids.NAMES,
-        only=hybrids.ONLY,
+        only=hybrids.ONLY | hybrids.ONLY_RELEASED,
     ),
 }
 
@@ -263,7 +266,7 @@ def architecture_of(given: dict[str, Any], path: Any) -> Architecture:
             raise ConfigError(f"{path}: {key} is missing")
     if config.get("num_local_experts") is not None:  # as transformers 5 writes them of any family
         config["num_experts"] = config["num_local_experts"]
-    for key, allowed in family.only.items():
+    for key, allowed in {"is_causal": (True,), **family.only}.items():
         if config[key] not in allowed:
             raise ConfigError(f"{path}: {key}={config[key]!r:.60} is not supported; supported: {allowed[-1]!r}")
     mixtures.check_quantisation(path, config.get("quantization_config"))
@@ -390,6 +393,6 @@ def config_of(arch: Architecture) -> dict[str, Any]:
         "head_dim": arch.head_size,
         "rms_norm_eps": arch.norm_eps,
         "tie_word_embeddings": arch.tied,
-        **rope_keys.keys_of(arch),
+        **rope_keys.keys_of(arch, family.keys),
         **{key: value for key, value in own.items() if key in family.keys},
     }

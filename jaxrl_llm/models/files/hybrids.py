@@ -48,7 +48,8 @@ KEYS = {
 # What released files of Qwen3.5 say besides: of a second model, of a dtype that is float32 here, and what is so anyway.
 RELEASED = {"mtp_num_hidden_layers": 0, "mtp_use_dedicated_embeddings": False, "mamba_ssm_dtype": "float32"}
 RELEASED |= {"attn_output_gate": True, "mlp_only_layers": None}
-ONLY = {"attn_output_gate": (True,), "mlp_only_layers": (None, [])}
+ONLY_RELEASED = {"attn_output_gate": (True,), "mlp_only_layers": (None, [])}
+ONLY = {"hidden_act": ("swish", "silu")}  # the rule's convolution has it too
 WITH_IMAGES = ("qwen3_5", "qwen3_5_moe")  # model_type of models that see, whose text_config is of a family here
 FIXED = {"qk_norm": "head", "norm_offset": 1.0, "output_gate": True}
 # Of experts: Qwen3.5's, and Qwen3-Next's.

@@ -32,7 +32,7 @@ from jaxrl_llm.models.variants import GLU_ALPHA
 _LAYER = "model.layers.{layer}."
 QWEN3_MOE_KEYS = {
     **dict(num_key_value_heads=4, max_position_embeddings=32768, attention_bias=False),
-    **dict(sliding_window=None, use_sliding_window=False, max_window_layers=28),
+    **dict(sliding_window=4096, use_sliding_window=False, max_window_layers=28),
     **dict(num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=False),
     **dict(decoder_sparse_step=1, mlp_only_layers=None, num_local_experts=None),
 }

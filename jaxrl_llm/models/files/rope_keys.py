@@ -45,11 +45,17 @@ def ropes_of(path: Any, config: dict[str, Any], size: int, *, local: bool, keys:
     return found | {"rope_scaling": rope.scaling(path, kind, given, size)}
 
 
-def keys_of(arch: Architecture) -> dict[str, Any]:
-    """What config.json says of rope and of positions, so that transformers 4 and 5 make the same frequencies of it."""
+def keys_of(arch: Architecture, keys: dict[str, Any]) -> dict[str, Any]:
+    """What config.json says of rope and of positions, so that transformers 4 and 5 make the same frequencies of it.
+
+    Args:
+        keys: that the family knows.
+    """
     scaling, most = arch.rope_scaling, arch.max_positions
     if scaling is None:
-        return {"max_position_embeddings": most, "rope_theta": arch.rope_theta, "rope_scaling": None}
+        plain = {"max_position_embeddings": most, "rope_theta": arch.rope_theta, "rope_scaling": None}
+        said = {"rope_type": "default", "rope_theta": arch.rope_theta}
+        return plain | ({"rope_parameters": said} if keys["rope_parameters"] else {})  # or it would be the family's own
     numbers, beside = dict(scaling.numbers), {}
     if scaling.kind == "longrope":  # 4 finds the original context here alone, and the factor in both contexts' ratio
         beside = {rope.ORIGINAL: numbers[rope.ORIGINAL]}
