@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -21,8 +21,8 @@ import optax
 
 from jaxrl_llm.models.files import layout
 
-# Of the two roundings of a step, so that neither repeats the other's chances.
-WEIGHTS, MOMENTS = 0, 1
+# Of the two roundings of a step, so that neither repeats the other's chances, nor those of a stream (``runtime.rng``).
+WEIGHTS, MOMENTS = 1000, 1001
 
 
 def stochastic_round(x: jax.Array, key: jax.Array) -> jax.Array:
@@ -37,10 +37,16 @@ def stochastic_round(x: jax.Array, key: jax.Array) -> jax.Array:
     return jnp.where(jnp.isfinite(x), moved, x).astype(jnp.bfloat16)
 
 
+def _keys(which: int, step: jax.Array) -> Iterator[jax.Array]:
+    """Of the roundings at ``step`` [] i32, one after the other, the same on every mesh."""
+    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), which), step)
+    return (jax.random.fold_in(key, call) for call in itertools.count())
+
+
 def _rounding(which: int, step: jax.Array) -> Callable[[jax.Array], jax.Array]:
-    """``stochastic_round`` with other chances at each call and ``step`` [] i32, the same on every mesh."""
-    key, calls = jax.random.fold_in(jax.random.key(which), step), itertools.count()
-    return lambda x: stochastic_round(x, jax.random.fold_in(key, next(calls)))
+    """``stochastic_round`` with other chances at each call."""
+    keys = _keys(which, step)
+    return lambda x: stochastic_round(x, next(keys))
 
 
 def apply_updates(params: Any, updates: Any, step: jax.Array) -> Any:
@@ -143,9 +149,9 @@ def byte_moments(adam: optax.GradientTransformation) -> optax.GradientTransforma
         return math.prod(x.shape[dim] for group in own_dims(path, x) for dim in group) < LEAST_BYTES
 
     def pack(state: optax.ScaleByAdamState, step: jax.Array) -> ByteMoments:
-        key, calls = jax.random.fold_in(jax.random.key(MOMENTS), step), itertools.count()
+        keys = _keys(MOMENTS, step)
         no_scale = lambda x: jnp.zeros((*x.shape[:-1], 1), jnp.float32)
-        rounded = lambda x, kind: to_bytes(x, jax.random.fold_in(key, next(calls)), kind)
+        rounded = lambda x, kind: to_bytes(x, next(keys), kind)
         packed = []
         for tree, kind in ((state.mu, FIRST), (state.nu, SECOND)):
             leaves, structure = jax.tree_util.tree_flatten_with_path(tree)

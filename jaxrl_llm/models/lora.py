@@ -163,7 +163,12 @@ def _norm(w: jax.Array, a: jax.Array, b: jax.Array, config: LoraConfig) -> jax.A
     """|W + s B A| [O] of one layer, whose sum is never there."""
     (w, a, b), s, times = _flat(w, a, b), scale(config), functools.partial(jnp.matmul, precision="highest")
     added = jnp.sum(b * (2 * times(w, a.mT) + s * times(b, times(a, a.mT))), axis=-1)
-    return jnp.sqrt(jnp.sum(jnp.square(w), axis=-1) + s * added)
+    return jnp.sqrt(jnp.maximum(jnp.sum(jnp.square(w), axis=-1) + s * added, 0.0))
+
+
+def _factor(m: jax.Array, norm: jax.Array) -> jax.Array:
+    """m / |W + s B A|; of a row of zeros, which every factor leaves as it is, m."""
+    return m.reshape(norm.shape) / jnp.where(norm > 0, norm, 1.0)
 
 
 def _by_layer(norm: Callable[..., jax.Array], blocks: Any) -> dict[str, jax.Array]:
@@ -175,7 +180,7 @@ def _by_layer(norm: Callable[..., jax.Array], blocks: Any) -> dict[str, jax.Arra
 
 def published(params: Any, config: LoraConfig) -> Any:
     """Parameters with m / |W + s B A| - 1 in place of each m: a decode step takes no norm."""
-    excesses = _by_layer(lambda m, *of: m.reshape(-1) / _norm(*of, config) - 1, params["blocks"])
+    excesses = _by_layer(lambda m, *of: _factor(m, _norm(*of, config)) - 1, params["blocks"])
     return params | {"blocks": params["blocks"] | excesses}
 
 
@@ -195,7 +200,7 @@ def add(out_BTO: jax.Array, x_BTI: jax.Array, name: str, block: Any, linear: Cal
     excess = weight(name + M)
     if excess.ndim > 1:
         of = jax.lax.stop_gradient([weight(name + kind) for kind in ("", A, B)])
-        excess = excess.reshape(-1) / _norm(*of, config) - 1
+        excess = _factor(excess, _norm(*of, config)) - 1
     return out_BTO + out_BTO * excess.astype(out_BTO.dtype).reshape(1, 1, -1)
 
 
@@ -247,7 +252,6 @@ def merge(learned: Any, base: Any, config: LoraConfig) -> Any:
         w, a, b = _flat(blocks[name], *(learned["blocks"][name + kind] for kind in (A, B)), lead=1 + _stacked(name))
         whole = w + scale(config) * jnp.matmul(b, a, precision="highest")
         if name + M in learned["blocks"]:
-            norm = jnp.linalg.norm(whole, axis=-1, keepdims=True)
-            whole *= learned["blocks"][name + M].reshape(norm.shape) / norm
+            whole *= _factor(learned["blocks"][name + M], jnp.linalg.norm(whole, axis=-1, keepdims=True))
         blocks[name] = whole.reshape(blocks[name].shape).astype(blocks[name].dtype)
     return {**base, "blocks": blocks}

@@ -171,6 +171,32 @@ def test_magnitudes_reach_the_sampler_as_they_do_the_learner(mesh):
     assert published["layers"][1]["k_lora_m"].shape == (8,)
 
 
+def test_a_row_of_zeros_stays_so_under_magnitudes():
+    """Its norm and its m are 0, as ``init`` has them; files of pruned models have such rows."""
+    model, mesh = Model(TINY, lora=DORA), mesh_of(ONE)
+    params = building.host_params(model)
+    for name in ("k", "k_lora_b", "k_lora_m"):
+        params["blocks"][name][:, 0, 0] = 0.0
+    learned, base = lora.split(params)
+    tokens = np.arange(18, dtype=np.int32).reshape(2, 9)
+    merged = lora.merge(learned, base, DORA)
+    assert not merged["blocks"]["k"][:, 0, 0].any()
+    expected = logits_of(model.base, merged, tokens)
+    total = lambda learned: jax.numpy.sum(model.forward(lora.join(learned, base), tokens, tokens)[0])
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(jax.jit(jax.grad(total))(learned)))
+    publishing = compile_all(publish.programs(model, mesh, mesh), mesh)
+    published = lora.join(publishing["publish"](learned, base), publishing["publish_base"](base))
+    for whole in (params, published):
+        np.testing.assert_allclose(logits_of(model, whole, tokens), expected, atol=1e-5 * np.abs(expected).max())
+
+
+def test_a_norm_of_what_cancels_is_a_number():
+    rng = np.random.default_rng(0)
+    a, b = (rng.normal(size=shape).astype(np.float32) for shape in ((3, 16), (64, 3)))
+    norm = np.asarray(lora._norm(-lora.scale(DORA) * b @ a, a, b, DORA))
+    assert (norm < 0.02).all()  # 0 but for rounding: the root of some 1e-7 of 200
+
+
 def test_parts_of_the_parameters_come_together_again():
     model = Model(TINY, param_dtype="bfloat16", lora=SOME)
     whole = model.abstract_params(mesh_of(ONE))
