@@ -64,6 +64,7 @@ def test_too_many_updates_that_are_not_finite_end_a_run_with_their_batch(mesh, t
     metrics = read_metrics(workdir)
     assert [row["update/nonfinite_steps"] for row in metrics] == [2, 2]
     assert [row["update/skipped_steps"] for row in metrics] == [2, 2]
+    assert all(row[f"update/{name}"] is None for row in metrics for name in ("loss", "grad_norm", "entropy_nats"))
 
     # The weights are those it began with, bit by bit.
     source = pretrained.resolve(config.model.path)
@@ -87,9 +88,9 @@ def test_too_many_updates_that_are_not_finite_end_a_run_with_their_batch(mesh, t
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             return jax.jit(run.learner.update.apply_batch)(state, rows)[1]
 
-    found = sums(rows)
-    assert not np.isfinite(found["grad_norm_sum"]) and found["nonfinite_count"] == 1
-    assert np.isfinite(sums(rows.replace(advantage=np.nan_to_num(rows.advantage, posinf=1.0)))["grad_norm_sum"])
+    assert sums(rows)["nonfinite_count"] == 1
+    found = sums(rows.replace(advantage=np.nan_to_num(rows.advantage, posinf=1.0)))
+    assert found["nonfinite_count"] == 0 and found["grad_norm_sum"] > 0
 
     # The count goes on where the run does.
     assert train_module.train(config, workdir) == 1
