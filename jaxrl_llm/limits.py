@@ -88,9 +88,13 @@ def _combinations(c: Any, flat: dict[str, Any]):
         f"[replay.capacity_tokens] must be 0 or at least {rows * full}: the {rows} rollouts of an update or of the "
         f"iterations that wait, at their full length in pages of {c.page_tokens} tokens",
     )
-    for name, ages in (("delay_iterations", 1), ("fresh_from_iteration", 1), ("max_age_steps", r.max_age_steps + 1)):
-        most = ages * c.rows_per_iteration
-        is_kept = getattr(r, name) == 0 or u.batch_size <= most
+    limited = (
+        ("delay_iterations", r.delay_iterations > 0, 1),
+        ("fresh_from_iteration", 0 < r.fresh_from_iteration < c.num_iterations, 1),
+        ("max_age_steps", r.max_age_steps > 0, r.max_age_steps + 1),
+    )
+    for name, is_on, ages in limited:
+        is_kept = not is_on or u.batch_size <= (most := ages * c.rows_per_iteration)
         yield is_kept, f"[update.batch_size] must be at most the {most} rollouts that [replay.{name}] leaves to draw"
     yield (
         r.delay_iterations == 0 or c.ring_capacity - kept > r.delay_iterations * c.rows_per_iteration,

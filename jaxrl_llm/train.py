@@ -133,7 +133,7 @@ def _train(config: Config, workdir: pathlib.Path, allow_config_changes: bool) ->
         with contextlib.suppress(Stopped):  # by a signal, wherever it can be saved: inside a generation too
             if restored is None and evaluation:
                 progress.note(evaluation.measure(workdir / "eval_before", learner.publish(), learner.version).line)
-            before = time.monotonic()
+            before = time.monotonic() - actor.spent_s
             while (values or iteration < config.num_iterations) and failure is None:
                 if not values:  # else they are of an iteration that was stopped in its evaluation
                     stop.check()

@@ -35,11 +35,13 @@ if ((${SLURM_NTASKS:-$((SLURM_JOB_NUM_NODES * per_node))} > 1)); then
     fi
 fi
 
+# What goes on where it was: train, and the points of a sweep. Slurm itself is to start nothing else anew either.
+if [[ " ${command[*]} " =~ " jaxrl_llm."(train|sweep)" " ]]; then resumes=yes; else resumes=; fi
+[[ $resumes ]] || scontrol update JobId="$SLURM_JOB_ID" Requeue=0
+
 # When a process ends, the others end by themselves, and say which host it was.
 srun --kill-on-bad-exit=0 "${command[@]}" && status=0 || status=$?
-
-# What goes on where it was: train, and the points of a sweep.
-[[ " ${command[*]} " =~ " jaxrl_llm."(train|sweep)" " ]] || exit "$status"
+[[ $resumes ]] || exit "$status"
 
 restarts=${SLURM_RESTART_COUNT:-0} # of any kind
 faults=${SLURM_JOB_NAME:-jaxrl_llm}-$SLURM_JOB_ID.faults

@@ -83,7 +83,7 @@ class Actor:
         self._rounds: list[Sampled] = []  # what this iteration's rounds have come to, in one or none
         self._external_state = None  # when the iteration began, while it is not at its end
         self.is_inside = False
-        self._began, self._spent_s = 0.0, 0.0  # when ``act`` did, and seconds of it before the run was stopped
+        self._began, self.spent_s = 0.0, 0.0  # when ``act`` did, and seconds of it before the run was stopped
 
     def act(self, params: Any, version: jax.Array, iteration: int) -> Acted:
         """Ask, sample and score what one iteration trains on.
@@ -92,7 +92,7 @@ class Actor:
             params: published weights; give them to this call alone, so that an update has their memory.
             version: [] i32 of them.
         """
-        self._began = time.monotonic() - self._spent_s
+        self._began = time.monotonic() - self.spent_s
         hosts.doing(f"generation of iteration {iteration + 1}")
         self._external_state, self.is_inside = self._external.state(), True
         guests = self._external.next_groups(iteration, self._score)
@@ -116,7 +116,7 @@ class Actor:
         )
         generate_s = time.monotonic() - self._began - sampled.waited_s
         self._external.hear(sampled, self._decode)
-        self.is_inside, self._spent_s = False, 0.0
+        self.is_inside, self.spent_s = False, 0.0
         scored = ScoredRollouts(sampled.rollout, sampled.rewards, self._questions(sampled.groups))
         if guests:
             scored.guests = guests.rows
@@ -176,7 +176,7 @@ class Actor:
             "conversations": self.generator.talk.state() if self.generator.talk else [],
             "draws": [[np.asarray(x).tolist() for x in jax.tree.leaves(sums)] for sums in self.generator.draws],
             "rounds": [sampled.state() for sampled in self._rounds],
-            "spent_s": time.monotonic() - self._began if self.is_inside else self._spent_s,
+            "spent_s": time.monotonic() - self._began if self.is_inside else self.spent_s,
         }
 
     def restore(self, state: dict[str, Any], arrays: dict[str, Any], shapes: dict[str, list[int]]) -> list[str]:
@@ -191,7 +191,7 @@ class Actor:
         if self.generator.talk:
             self.generator.talk.restore(state["conversations"])
         self.generator.draws = [DrawSums(*(np.array(x, np.float32) for x in sums)) for sums in state["draws"]]
-        self._spent_s = state.get("spent_s", 0.0)
+        self.spent_s = state.get("spent_s", 0.0)
         question = lambda group_id: self._stream.lookup(group_id).example
         self._rounds[:] = [Sampled.restored(x, arrays.get("rounds"), question) for x in state["rounds"]]
         return words

@@ -112,7 +112,7 @@ class QuestionMean(Moments):
         decay = self._still
         if self._moving:
             drift = float(sums["kl_behaviour_sum"]) / max(float(sums["token_count"]), 1.0)
-            if np.isfinite(drift):  # one that is not would decide alone until it has left the window
+            if sums["token_count"] > 0 and np.isfinite(drift):  # or it would decide alone until it has left the window
                 self._drifts = [*self._drifts, drift][-KL_WINDOW:]
             share = min(1.0, sum(self._drifts) / max(1, len(self._drifts)) / (2 * KL_TARGET))
             decay = self._still + (self._moving - self._still) * share

@@ -33,7 +33,7 @@ import sysconfig
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 NOBODY = 65534
-SPARE_PROCESSES = 256  # that others of this user may start while a program runs
+SPARE_PROCESSES = 1024  # that others of this user may start while a program runs
 NEW_NS, NEW_UTS, NEW_IPC, NEW_USER, NEW_PID, NEW_NET = 0x20000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
 READ_ONLY, NO_SUID, NO_DEV, REMOUNT, BIND, RECURSIVE, PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
 DETACH = 2

@@ -574,8 +574,8 @@ def test_the_beta_baseline_forgets_faster_while_the_policy_moves():
 def test_one_iteration_without_a_finite_kl_has_no_say_in_how_fast_the_beta_baseline_forgets():
     config = config_of(advantage=use("mssr", decay=0.9, decay_moving=0.5))
     memory, right, a, b = memory_of(config), rewards_of([1.0]), 1.0, 1.0
-    for one, decay in ((np.nan, 0.9), (0.01, 0.7), (np.inf, 0.7)):  # of the second, half of the way to 0.5
-        memory.observe(right, [0], {"kl_behaviour_sum": np.float32(8 * one), "token_count": np.int32(8)})
+    for one, size, decay in ((np.nan, 8, 0.9), (0.01, 8, 0.7), (np.inf, 8, 0.7), (0, 0, 0.7)):  # half of the way to 0.5
+        memory.observe(right, [0], {"kl_behaviour_sum": np.float32(8 * one), "token_count": np.int32(size)})
         a, b = decay * a + 1, decay * b
         np.testing.assert_allclose(memory.scores(right, [0]).columns["question_mean"], a / (a + b), rtol=1e-6)
 

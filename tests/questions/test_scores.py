@@ -42,12 +42,16 @@ def test_format(text, expected):
     assert scores.format(["p"], [text]) == [expected]
 
 
-@pytest.mark.parametrize("answer", [None, [], ["4", None], "", ["4", " "]])
+@pytest.mark.parametrize("answer", [None, [], ["", None], "", [" "]])
 def test_an_answer_that_is_not_there_is_no_score(answer):
     """`null` was compared as the word "None", and a completion of nothing met ""."""
     for score in (scores.exact, scores.f1, scores.short_steps):
         with pytest.raises(ValueError, match="there is nothing to compare with"):
             score([], [""], [answer])
+
+
+def test_what_is_empty_among_accepted_answers_is_left_out():
+    assert scores.exact([], ["4", "", "None"], [["4", None, " "]] * 3) == [1, 0, 0]
 
 
 def test_exact_and_partial_credit():

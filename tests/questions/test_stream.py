@@ -862,6 +862,7 @@ RIGHT = lambda entry: entry["answer"]
         ("polynomial_multiplication", RIGHT, 1.0),
         ("polynomial_multiplication", "sorted(x)", 0.0),
         ("simple_integration", RIGHT, 1.0),
+        ("intermediate_integration", RIGHT, 1.0),
         ("simple_integration", lambda entry: f"Integral({entry['metadata']['integrand']}, x)", 0.0),
         ("simple_integration", "9**9**9**9*x", 0.0),
         ("coin_flip", "1e999999999", 0.0),
@@ -878,6 +879,24 @@ def test_answers_are_no_programs_and_those_that_a_scorer_raises_at_are_wrong(gym
     given = {key: [value] * 2 for key, value in json.loads(json.dumps(example.columns)).items()}
     text = said if isinstance(said, str) else said(example.columns["entry"])
     assert gym.reward([None] * 2, [f"<answer>{text}</answer>", "<answer>?</answer>"], **given)[0] == expected
+
+
+@pytest.mark.parametrize(
+    ("formula", "is_one"),
+    [
+        ("3*E**(2*x**2 - x + 4) + C", True),
+        ("exp(-x**2)/2 + C", True),
+        ("2**3*x**2", True),
+        ("x**(9**9)", False),
+        ("E**(E**9)", False),
+        ("(9**9)**9*x", False),
+        ("x**100", False),
+        ("y", False),
+        ("x.__class__", False),
+    ],
+)
+def test_powers_of_variables_are_formulas_and_those_that_fill_the_memory_are_not(gym, formula, is_one):
+    assert gym.GUARDS["intermediate_integration"](formula, {"answer": "x + C"}) == is_one
 
 
 def test_a_scorer_that_raises_at_the_right_answer_too_has_failed(gym):

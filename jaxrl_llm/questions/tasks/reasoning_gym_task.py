@@ -219,10 +219,12 @@ def _is_literal(text: str, entry: dict[str, Any]) -> bool:
 
 
 def _is_formula(text: str, entry: dict[str, Any]) -> bool:
-    """Of ``FORMULA`` alone, with known names, without powers that fill the memory.
+    """A right answer, or of ``FORMULA`` alone, with known names, without powers that fill the memory.
 
     Where the right answer has no name, as in games with numbers, none is known.
     """
+    if text == entry["answer"]:
+        return True
     names = set(re.findall(r"[A-Za-z_]\w*", entry["answer"]))
     names |= FUNCTIONS if names else set()
     try:
@@ -235,13 +237,22 @@ def _is_formula(text: str, entry: dict[str, Any]) -> bool:
     for node in nodes:
         if not isinstance(node, FORMULA) or (isinstance(node, ast.Name) and node.id not in names):
             return False
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
-            if not any(isinstance(x, ast.Name) for x in ast.walk(node.left)):
-                return False  # of numbers alone
-            for x in ast.walk(node.right):
-                if isinstance(x, ast.Pow) or (isinstance(x, ast.Constant) and x.value > MAX_EXPONENT):
+        if _is_power(node):
+            of_numbers = not _names(node.left)
+            if of_numbers and not all(isinstance(x, ast.Constant) for x in (node.left, node.right)):
+                return False
+            for x in ast.walk(node.right):  # of a variable, as in E**(x**2), a power is not computed
+                if (_is_power(x) and not _names(x.left) - FUNCTIONS) or getattr(x, "value", 0) > MAX_EXPONENT:
                     return False
     return True
+
+
+def _is_power(node: ast.AST) -> bool:
+    return isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow)
+
+
+def _names(node: ast.AST) -> set[str]:
+    return {x.id for x in ast.walk(node) if isinstance(x, ast.Name)}
 
 
 def _of_form(pattern: str) -> Callable[[str, dict[str, Any]], bool]:

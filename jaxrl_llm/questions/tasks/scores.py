@@ -90,11 +90,11 @@ def format(prompts: list, completions: list[str], **columns: Any) -> list[float]
 
 
 def accepted(answer: Any) -> list[str]:
-    """Texts of column ``answer``; ValueError where one is not there, or empty, which saying nothing would meet."""
-    texts = answer if isinstance(answer, list) else [answer]
-    if not texts or any(x is None or not str(x).strip() for x in texts):
+    """Texts of column ``answer``, but for null and empty ones, which saying nothing would meet; ValueError without."""
+    given = answer if isinstance(answer, list) else [answer]
+    if not (texts := [str(x) for x in given if x is not None and str(x).strip()]):
         raise ValueError(f"`answer` is {answer!r}: there is nothing to compare with")
-    return [str(x) for x in texts]
+    return texts
 
 
 def has_number_of(text: str, answer: Any) -> bool:
