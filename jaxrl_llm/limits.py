@@ -94,8 +94,9 @@ def _combinations(c: Any, flat: dict[str, Any]):
         ("max_age_steps", r.max_age_steps > 0, r.max_age_steps + 1),
     )
     for name, is_on, ages in limited:
-        is_kept = not is_on or u.batch_size <= (most := ages * c.rows_per_iteration)
-        yield is_kept, f"[update.batch_size] must be at most the {most} rollouts that [replay.{name}] leaves to draw"
+        most = ages * c.rows_per_iteration
+        words = f"[update.batch_size] must be at most the {most} rollouts that [replay.{name}] leaves to draw"
+        yield not is_on or u.batch_size <= most, words
     yield (
         r.delay_iterations == 0 or c.ring_capacity - kept > r.delay_iterations * c.rows_per_iteration,
         f"[replay.delay_iterations] must be less than the {c.ring_capacity // c.rows_per_iteration} iterations that "
