@@ -88,15 +88,6 @@ def _combinations(c: Any, flat: dict[str, Any]):
         f"[replay.capacity_tokens] must be 0 or at least {rows * full}: the {rows} rollouts of an update or of the "
         f"iterations that wait, at their full length in pages of {c.page_tokens} tokens",
     )
-    limited = (
-        ("delay_iterations", r.delay_iterations > 0, 1),
-        ("fresh_from_iteration", 0 < r.fresh_from_iteration < c.num_iterations, 1),
-        ("max_age_steps", r.max_age_steps > 0, r.max_age_steps + 1),
-    )
-    for name, is_on, ages in limited:
-        most = ages * c.rows_per_iteration
-        words = f"[update.batch_size] must be at most the {most} rollouts that [replay.{name}] leaves to draw"
-        yield not is_on or u.batch_size <= most, words
     yield (
         r.delay_iterations == 0 or c.ring_capacity - kept > r.delay_iterations * c.rows_per_iteration,
         f"[replay.delay_iterations] must be less than the {c.ring_capacity // c.rows_per_iteration} iterations that "
@@ -185,5 +176,14 @@ def _combinations(c: Any, flat: dict[str, Any]):
         o.name != "adafactor" or o.moment_dtype != "int8",
         "[optimizer.moment_dtype] is of AdamW's moments, and must be 'float32' or 'bfloat16' with [optimizer.name]",
     )
+    limited = (
+        ("delay_iterations", r.delay_iterations > 0, 1),
+        ("fresh_from_iteration", 0 < r.fresh_from_iteration < c.num_iterations, 1),
+        ("max_age_steps", r.max_age_steps > 0, r.max_age_steps + 1),
+    )
+    for name, is_on, ages in limited:
+        most = ages * c.rows_per_iteration
+        words = f"[update.batch_size] must be at most the {most} rollouts that [replay.{name}] leaves to draw"
+        yield not is_on or u.batch_size <= most, words
     for name in ("stop_strings", "stop_tokens"):
         yield all(getattr(c.sampling, name)), f"sampling.{name} must not contain the empty string"

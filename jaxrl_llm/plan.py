@@ -15,6 +15,7 @@ Owns: the flags, what is printed. Does not know: chips, HLO, costs (planning).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -99,12 +100,14 @@ def plan(
 
 
 def check_folder(save: str, mesh: Mesh) -> None:
-    """Make the folder of programs, before any is compiled; ConfigError where no file can be written there."""
+    """ConfigError where no file can be written into the folder of programs; before any is compiled."""
     folder = saved_in(save, mesh)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
+        with contextlib.suppress(OSError):  # programs of before are there
+            folder.rmdir()
     except OSError as error:
         raise ConfigError(f"--save={save!r:.200} cannot be written: {error.strerror}") from error
 

@@ -150,6 +150,8 @@ def test_a_queued_resource_that_somebody_deletes_is_not_waited_for(cloud):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_what_ends_the_wait_for_a_tpu_says_how_it_is_deleted(cloud, number):
     """It stays asked for, and costs when it comes."""
+    if signal.getsignal(number) == signal.SIG_IGN:
+        pytest.skip("what starts these tests has them ignore the signal, as nohup and & of a script do")
     cloud.plan(workers=2, delay=10**6)
     process = cloud.start(SCRIPT, *POD, *CREATE, start_new_session=True)
     assert process.stdout.readline() == "queued resource my-tpu is WAITING_FOR_RESOURCES\n"
