@@ -135,6 +135,9 @@ at_exit() { # after a signal too, when the status is that of the command before
     fi
 }
 trap at_exit EXIT
+# gcloud ends as after an error where it hears Ctrl-C, and what asks again would go on.
+trap 'exit 130' INT
+trap 'exit 143' TERM
 
 make_tpu() {
     local state="" shown="" new="" unlisted=0
