@@ -36,8 +36,11 @@ if ((${SLURM_NTASKS:-$((SLURM_JOB_NUM_NODES * per_node))} > 1)); then
 fi
 
 # What goes on where it was: train, and the points of a sweep. Slurm itself is to start nothing else anew either.
-if [[ " ${command[*]} " =~ " jaxrl_llm."(train|sweep)" " ]]; then resumes=yes; else resumes=; fi
-[[ $resumes ]] || scontrol update JobId="$SLURM_JOB_ID" Requeue=0
+resumes=yes
+if [[ ! " ${command[*]} " =~ " jaxrl_llm."(train|sweep)" " ]]; then
+    resumes=""
+    scontrol update JobId="$SLURM_JOB_ID" Requeue=0
+fi
 
 # When a process ends, the others end by themselves, and say which host it was.
 srun --kill-on-bad-exit=0 "${command[@]}" && status=0 || status=$?

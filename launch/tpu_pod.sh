@@ -127,7 +127,7 @@ look() { listed tpu-vm TPU "state,networkEndpoints.len()" "$1"; }
 
 # Where this call has asked for a TPU and ends before train runs on it.
 made="" folder=/tmp
-at_exit() { # after a signal too, when the status is that of the command before
+at_exit() {
     [[ $folder == /tmp ]] || rm -rf "$folder"
     if [[ -n $made ]]; then
         echo "TPU $name was asked for, and costs as soon as it is there; to delete it:" >&2

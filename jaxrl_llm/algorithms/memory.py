@@ -111,8 +111,8 @@ class QuestionMean(Moments):
         super().observe(rewards, questions, sums)
         decay = self._still
         if self._moving:
-            drift = float(sums["kl_behaviour_sum"]) / max(float(sums["token_count"]), 1.0)
-            if sums["token_count"] > 0 and np.isfinite(drift):  # or it would decide alone until it has left the window
+            tokens = float(sums["token_count"])
+            if tokens and np.isfinite(drift := float(sums["kl_behaviour_sum"]) / tokens):  # else it would decide alone
                 self._drifts = [*self._drifts, drift][-KL_WINDOW:]
             share = min(1.0, sum(self._drifts) / max(1, len(self._drifts)) / (2 * KL_TARGET))
             decay = self._still + (self._moving - self._still) * share

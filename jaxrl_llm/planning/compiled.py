@@ -111,9 +111,10 @@ def _newest(folder: str, pattern: str) -> str:
 
 def save_all(rows: Iterable[Row], mesh: Mesh, folder: str) -> None:
     """Write the executables of rows that have them, for ``train`` to take (runtime.executables.load_all)."""
-    saved_in(folder, mesh).mkdir(parents=True, exist_ok=True)
+    where = saved_in(folder, mesh)
+    where.mkdir(parents=True, exist_ok=True)
     for row in rows:
-        (saved_in(folder, mesh) / saved_as(row.lowered, mesh)).write_bytes(serialize(row.executable)[0])
+        (where / saved_as(row.lowered, mesh)).write_bytes(serialize(row.executable)[0])
 
 
 def micro_batches(run: Run) -> int:
