@@ -79,6 +79,7 @@ SUMS = Design(batch=128, on_policy_steps=200, evaluations=40)  # configs/study_a
 THRESHOLD = 0.40  # of the small model's held-out pass rate: compute is counted to it, declared before the runs
 SMOLLM2 = Design(batch=32, on_policy_steps=24, evaluations=24)  # configs/study_smollm2.py
 SMOLLM2_GPU = Design(batch=128, on_policy_steps=96, evaluations=48)  # configs/study_smollm2_gpu.py
+SMOLLM2_GPU_SHORT = Design(batch=128, on_policy_steps=40, evaluations=40)  # configs/sweeps/smollm2_gpu_tasks.py
 SMOLLM2_RATES = (1e-5, 2e-5, 4e-5)
 SMOLLM2_THRESHOLD = 0.30  # it begins at 0.16 and 0.17
 
@@ -147,7 +148,11 @@ def without_rate(name: str) -> str:
     return name.rsplit(", rate ", 1)[0]
 
 
-def smollm2_sweep(arms: Mapping[str, Mapping[str, Point]], budget: float = SMOLLM2.budget) -> Sweep:
+def smollm2_sweep(
+    arms: Mapping[str, Mapping[str, Point]],
+    budget: float = SMOLLM2.budget,
+    rates: Sequence[float] = SMOLLM2_RATES,
+) -> Sweep:
     """Of the study of SmolLM2, by task and name of the arm; rates chosen on one seed."""
     numbers = lambda digits: {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": digits}
     tasks = {
@@ -157,5 +162,5 @@ def smollm2_sweep(arms: Mapping[str, Mapping[str, Point]], budget: float = SMOLL
     }
     points = {f"{task}: {name}": tasks[task] | arm for task, of_task in arms.items() for name, arm in of_task.items()}
     label = lambda settings: next(name for name, its in points.items() if its == settings)
-    sweep = sweep_of(list(points.values()), label, SMOLLM2_RATES, samples=2, choosing=TUNING[:1], budget=budget)
+    sweep = sweep_of(list(points.values()), label, rates, samples=2, choosing=TUNING[:1], budget=budget)
     return dataclasses.replace(sweep, after="studies.transfer:measure")
