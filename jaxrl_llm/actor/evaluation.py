@@ -212,9 +212,8 @@ def questions(config: Config, tokenizer: Any) -> tuple[list[Any], list[Any], lis
     examples, held_out, messages = loaded.examples, (), list(loaded.bad_rows)
     if config.eval.num_prompts:
         if config.eval.name:
-            size = (
-                0 if config.prompts.source in limits.FILE_SOURCES else max(config.prompts.size, config.eval.num_prompts)
-            )
+            is_file = config.prompts.source in limits.FILE_SOURCES
+            size = 0 if is_file else max(config.prompts.size, config.eval.num_prompts)
             other = dataclasses.replace(config.prompts, name=config.eval.name, size=size)
             try:
                 more = loaded_from(other)
@@ -232,6 +231,8 @@ def questions(config: Config, tokenizer: Any) -> tuple[list[Any], list[Any], lis
     if config.environments.factory:
         prompts, (examples, held_out), bad = environment.shown(config, tokenizer, examples, held_out)
         messages += bad
+        if bad and not (examples and (held_out or not config.eval.num_prompts)):
+            raise ConfigError(f"no question {'to train on' if not examples else 'held out'} can be begun: {bad[0]}")
     train, long_train = prompts_lib.encode_examples(examples, tokenizer, prompts)
     held, long_held = prompts_lib.encode_examples(held_out, tokenizer, prompts) if held_out else ([], [])
     return train, held, messages + long_train + long_held

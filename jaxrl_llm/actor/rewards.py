@@ -318,8 +318,9 @@ def _checked_spec(name: str, task_scorer: str, examples: Sequence[Example]) -> t
     more = named(function, MORE)
     for columns, origin in {tuple(example.columns): example.origin for example in reversed(examples)}.items():
         try:
-            given = {"prompts": 0, "completions": 0, **dict.fromkeys((*columns, *more))}
-            inspect.signature(function, follow_wrapped=False).bind(**given)
+            given = "prompts", "completions", *columns, *more
+            signature = inspect.signature(function, follow_wrapped=False)
+            signature.bind(prompts=0, completions=0, **dict.fromkeys(columns), **dict.fromkeys(more))
         except ValueError:
             break
         except TypeError as error:

@@ -6,6 +6,7 @@ Owns: these two. Does not know: what masking does (algorithms.shaping), jax.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -28,5 +29,7 @@ def tokens_in(decode: Callable[[list[int]], str], ids: list[int], spans: Sequenc
     or the first bytes of a character.
     """
     ends = [len(decode(ids[:i])) for i in range(len(ids) + 1)]
+    # Bytes apart are one character each to some decoders, until the last of them makes one character of all.
+    ends = [*itertools.accumulate(reversed(ends), min)][::-1]
     inside = {i for start, stop in spans for i in range(max(start, 0), min(stop, ends[-1]))}
     return [i for i in range(len(ids)) if ends[i] < ends[i + 1] and inside.issuperset(range(ends[i], ends[i + 1]))]

@@ -97,7 +97,7 @@ def calls_in(text: str) -> tuple[str | None, list[dict[str, Any]]]:
     beside, bodies = apart(text)
     try:
         found = [call for body in bodies for call in read(body)]
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         found = []
     calls = []
     for name, arguments in found:

@@ -1,6 +1,7 @@
 """Environments in processes of their own: what a turn is answered, and what becomes of one that cannot answer."""
 
 import dataclasses
+import json
 import pathlib
 import signal
 import types
@@ -9,10 +10,11 @@ import pytest
 from support.echo import echo
 from support.replies import by, text
 
+from jaxrl_llm.actor import evaluation
 from jaxrl_llm.actor.conversation import Played
 from jaxrl_llm.actor.environment import Environment, opened, shown
 from jaxrl_llm.actor.rewards import RewardPool
-from jaxrl_llm.config import Config, ConfigError, EnvironmentsConfig, PromptsConfig, RewardsConfig
+from jaxrl_llm.config import Config, ConfigError, EnvironmentsConfig, EvalConfig, PromptsConfig, RewardsConfig
 from jaxrl_llm.types import OUTCOME_ERROR, OUTCOME_SCORE, OUTCOME_TIMEOUT, Example
 
 FILE = pathlib.Path(__file__).parents[1] / "fixtures" / "environments.py"
@@ -368,3 +370,17 @@ def test_a_tool_that_a_template_cannot_be_told_of_and_a_question_that_cannot_be_
     _, kept, bad = shown(with_prompts("Riddle", bad_row="skip"), Template(True), examples, [ONE])
     assert [[example.prompt for example in questions] for questions in kept] == [["p It is 2."]] * 2
     assert len(bad) == 1 and bad[0].startswith("environment on here.jsonl:2: ValueError: not that one")
+
+
+def test_where_no_question_can_be_begun_the_first_reason_is_told(tmp_path):
+    for name, start in (("all", 13), ("one", 1)):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"prompt": "Find it.", "start": start}) + "\n")
+    prompts = PromptsConfig(source="jsonl", name=str(tmp_path / "all.jsonl"), bad_row="skip")
+    given = dataclasses.replace(config("Riddle"), prompts=prompts)
+    where = r"can be begun: environment on .*all\.jsonl:1: ValueError: not that one"
+    with pytest.raises(ConfigError, match=f"no question to train on {where}"):
+        evaluation.questions(dataclasses.replace(given, eval=EvalConfig(num_prompts=0)), Template(True))
+    prompts = dataclasses.replace(prompts, name=str(tmp_path / "one.jsonl"))
+    held_out = EvalConfig(num_prompts=1, name=str(tmp_path / "all.jsonl"))
+    with pytest.raises(ConfigError, match=f"no question held out {where}"):
+        evaluation.questions(dataclasses.replace(given, prompts=prompts, eval=held_out), Template(True))

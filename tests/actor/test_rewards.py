@@ -715,3 +715,10 @@ def test_what_functions_mask_comes_as_tokens_of_all_of_them():
     assert "returned dict for a score" in got.errors[0]
     assert nobody.masked == [[], [], [], []]
     np.testing.assert_array_equal(nobody.total, got.total)
+
+
+def test_a_column_with_the_name_of_what_a_function_is_given_is_refused():
+    """It would be given the other, without a word."""
+    row = Example("p", {"environments": 3}, "a.jsonl:1")
+    with pytest.raises(ConfigError, match=r"cannot score a\.jsonl:1: .*'environments'; given: .*, environments, envir"):
+        pool(user("of_environments"), examples=[row])

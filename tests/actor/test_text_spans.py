@@ -33,6 +33,15 @@ def test_the_bytes_of_one_character_are_in_with_the_last_of_them():
     assert tokens_in(decode, ids, [[1, 2]]) == [1]
 
 
+def test_bytes_that_a_decoder_shows_one_by_one_are_in_with_the_first_of_them():
+    """As byte fallback of SentencePiece does: four replacement characters, then the one that they are."""
+    shown = {i: "a" + "�" * (i - 1) for i in range(1, 5)} | {0: "", 5: "a😀", 6: "a😀b", 7: "a😀bc"}
+    decode = lambda ids: shown[len(ids)]
+    ids = list(range(7))
+    assert tokens_in(decode, ids, [[2, 4]]) == [5, 6]  # "bc"
+    assert tokens_in(decode, ids, [[1, 2]]) == [1]
+
+
 @pytest.mark.parametrize(
     ("value", "expected"),
     [

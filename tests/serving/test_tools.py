@@ -26,6 +26,7 @@ OTHERS = {
     "qwen3.5": "<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>",
 }
 CHAT = "/v1/chat/completions"
+DEEP = f"<tool_call>{'[' * 3000}</tool_call>"  # deeper than JSON is read
 
 
 class Scripted:
@@ -115,7 +116,7 @@ def scripted(text, takes_tools=True, *, kind=Scripted, host="127.0.0.1", token="
         ),
         *(
             (text, text, [])
-            for text in ('{"name": "Bob"}', '[{"name": "a", "arguments": {}}, 1]', "[]", "[TOOL_CALLS]x")
+            for text in ('{"name": "Bob"}', '[{"name": "a", "arguments": {}}, 1]', "[]", "[TOOL_CALLS]x", DEEP)
         ),
     ],
 )
