@@ -22,6 +22,7 @@ from jaxrl_llm.learner import publish
 from jaxrl_llm.models import rope, variants
 from jaxrl_llm.models.architecture import Layer, RopeScaling
 from jaxrl_llm.models.files import hf, pretrained
+from jaxrl_llm.models.files import hybrids as hybrid_files
 from jaxrl_llm.models.files.families import FAMILIES, config_of
 from jaxrl_llm.models.files.gguf import make_byte_tokenizer
 from jaxrl_llm.models.row_logp import row_logp
@@ -390,6 +391,9 @@ def test_of_a_model_that_sees_images_too_the_one_of_texts_is_read(tmp_path, kind
     renamed = {name.replace("model.", "model.language_model.", 1): x for name, x in together(tensors).items()}
     renamed |= {"model.visual.blocks.0.norm1.weight": np.ones(3, np.float32), "mtp.fc.weight": np.ones(2, np.float32)}
     safetensors.numpy.save_file(renamed, seeing / "model.safetensors")
+    told = {"eos_token_id": 7}
+    given = [whole | {"text_config": text | told}, whole | told, text | told, whole | {"text_config": {}}]
+    assert [hybrid_files.ends_of(x) for x in given] == [7, 7, 7, None]
     model, mesh = Model(hf.read_architecture(seeing)), building.mesh_of(ONE)
     assert model.arch == hf.read_architecture(plain)
     hf.check_weights(seeing, model, mesh)
@@ -405,6 +409,15 @@ def test_of_a_model_that_sees_images_too_the_one_of_texts_is_read(tmp_path, kind
     assert {x.dtype for x in half.values()} == {np.dtype(np.float16)} and set(half) == set(tensors)
     with pytest.raises(ConfigError, match="attn_output_gate=False is not supported; supported: True"):
         hf.read_architecture(write(tmp_path / "other", "qwen3_5", attn_output_gate=False))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_number_that_is_absent_is_what_transformers_takes(name):
+    import transformers
+
+    theirs = transformers.AutoConfig.for_model(name, use_sliding_window=True).to_dict()
+    ours = {key: value for key, value in FAMILIES[name].keys.items() if type(value) in (int, float) and key in theirs}
+    assert ours and ours == {key: theirs[key] for key in ours}
 
 
 def test_older_spellings_mean_the_same(tmp_path):

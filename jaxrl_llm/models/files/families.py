@@ -226,7 +226,7 @@ FAMILIES = {
     ),
     "qwen3_5_text": Family(
         "Qwen3_5ForCausalLM",
-        {**_COMMON, **hybrids.KEYS, **hybrids.RELEASED},
+        {**_COMMON, **hybrids.KEYS, **hybrids.RELEASED, "num_key_value_heads": 4},
         fixed=hybrids.FIXED,
         names=hybrids.NAMES,
         only=hybrids.ONLY | hybrids.ONLY_RELEASED,

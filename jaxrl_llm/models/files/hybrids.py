@@ -105,6 +105,12 @@ def text_of(given: dict[str, Any]) -> dict[str, Any]:
     return {**text, "tie_word_embeddings": given.get("tie_word_embeddings", text.get("tie_word_embeddings", False))}
 
 
+def ends_of(given: dict[str, Any]) -> Any:
+    """A config.json's ``eos_token_id``, of the model of texts where it has none of its own; None where none is said."""
+    own, text = given.get("eos_token_id"), given.get("text_config")
+    return text.get("eos_token_id") if own is None and isinstance(text, dict) else own
+
+
 def experts_of(path: Any, config: dict[str, Any], keys: dict[str, Any]) -> dict[str, Any]:
     """What an ``Architecture`` has of experts; {} where they are not among the family's ``keys``, or no layer has some.
 

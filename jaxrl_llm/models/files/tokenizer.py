@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.models.files import templates
+from jaxrl_llm.models.files import hybrids, templates
 
 Messages = list[dict[str, str]]
 
@@ -199,7 +199,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     files = [path for name in ("generation_config.json", "config.json") if (path := folder / name).is_file()]
     try:
         fast = fast_tokenizer_class().from_pretrained(str(folder))
-        stated = [(path, json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")) for path in files]
+        stated = [(path, hybrids.ends_of(json.loads(path.read_text(encoding="utf-8")))) for path in files]
     except Exception as error:  # transformers and tokenizers raise many kinds, the latter plain Exception
         raise ConfigError(f"{folder}: its tokenizer cannot be read ({error})") from error
     listed = [(path, [] if eos is None else eos if isinstance(eos, list) else [eos]) for path, eos in stated]

@@ -26,11 +26,12 @@ if TYPE_CHECKING:
 
 
 def check(config: Config, workdir: Path) -> None:
-    """Refuse to begin a run from what may be another, or be gone, when it is resumed.
+    """Refuse to begin a run from what may be another, or be gone, when it is resumed, or where others' files are.
 
     Raises:
-        ConfigError: a path names a run, not one checkpoint of it, or one of the run's own.
+        ConfigError: a path names a run, not one checkpoint of it, or one of the run's own; the workdir is no run's.
     """
+    weights.check_workdir(workdir)
     for name in ("path", "reference_path"):
         if not weights.is_run(given := os.path.expanduser(getattr(config.model, name))):
             continue
