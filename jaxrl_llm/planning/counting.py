@@ -419,11 +419,15 @@ class _Program:
                 for callee in x.called("body", "condition"):
                     self._count(inner, self.computations[callee], fused=False)
             elif x.op == "conditional":
-                branches = []
+                regions, branches = self.regions, []
                 for callee in x.called("branch_computations", "true_computation", "false_computation"):
-                    branches.append(Region("", 1))
-                    self._count(branches[-1], self.computations[callee], fused=False)
-                _add(region, max(branches, key=lambda r: (r.flops, r.hbm_bytes)))
+                    self.regions = [Region(region.path, region.turns)]  # and those of loops in it
+                    self._count(self.regions[0], self.computations[callee], fused=False)
+                    branches.append(self.regions)
+                whole = lambda its: [sum(r.turns * getattr(r, name) for r in its) for name in ("flops", "hbm_bytes")]
+                own, *inner = max(branches, key=whole)
+                self.regions = regions + inner
+                _add(region, own)
             else:
                 begun = self._going_on(inside, x) if x.op == "fusion" else set()
                 for callee in x.called("calls", "to_apply") if x.op in ("fusion", "call", "async-start") else ():

@@ -39,6 +39,16 @@ def test_nested_loops_multiply():
     assert count(compiled_text(nested, (8, 8), (8, 8))).total("flops") == 12 * 2 * 8**3
 
 
+def test_loops_in_a_branch_count_as_often_as_the_loop_around_it_turns_and_of_the_dearest_branch_alone():
+    def times(n):
+        return lambda x, w: jax.lax.fori_loop(0, n, lambda j, x: jnp.tanh(x @ w), x)
+
+    def branching(x, w, which):
+        return jax.lax.fori_loop(0, 3, lambda i, x: jax.lax.cond(which[i] > 0, times(5), times(7), x, w), x)
+
+    assert count(compiled_text(branching, (8, 8), (8, 8), (3,))).total("flops") == 3 * 7 * 2 * 8**3
+
+
 def test_a_loop_of_unknown_length_takes_the_turns_it_is_given():
     def until(x, w):
         return jax.lax.while_loop(lambda x: jnp.sum(x) > 0, lambda x: x @ w, x)
