@@ -52,6 +52,7 @@ def train(config: Config, workdir: pathlib.Path, *, allow_config_changes: bool =
         ConfigError: bad input, before anything is compiled.
         DiskError: a disk takes no more; what is in the last checkpoint is safe.
     """
+    trained.check(config, workdir)
     with cli.writing(workdir), claim(workdir, config.checkpoint.bucket):
         return _train(config, workdir, allow_config_changes)
 
@@ -60,7 +61,6 @@ def _train(config: Config, workdir: pathlib.Path, allow_config_changes: bool) ->
     # ---- what the run is made of: data and model first, for their errors cost nothing ------------------
     use_cache(config.compilation_cache)
     mesh = sharding.make_mesh(config.mesh)
-    trained.check(config, workdir)
     source = pretrained.resolve(config.model.path)
     tokenizer = source.tokenizer().ending_at(config.sampling.stop_tokens)
     config = templates.dated(config, tokenizer, workdir)

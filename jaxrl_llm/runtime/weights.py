@@ -5,6 +5,8 @@ Owns: which checkpoint a folder means. Does not know: what else is in it (``chec
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import pathlib
 from collections.abc import Callable
@@ -31,6 +33,7 @@ from jaxrl_llm.runtime.stored import (
 )
 
 BEST = "best"
+WRITTEN = ("metrics.jsonl", "samples.jsonl", "shared_rollouts.jsonl", "report.html")  # anew, where a run begins
 
 
 def is_run(path: str) -> bool:
@@ -53,6 +56,25 @@ def check_output(folder: str, flag: str) -> None:
     """``ConfigError`` where a model that is written there would take the place of a run's settings."""
     if is_run(folder):
         raise ConfigError(f"{flag}={folder!r:.200} is the folder of a run, which a model would take the place of")
+
+
+def check_workdir(folder: pathlib.Path) -> None:
+    """``ConfigError`` where a run would take the place of a model's settings, or of files that only have its names.
+
+    A run writes config.json before all others; one that was killed may have left it cut short.
+    """
+    names, settings = [], {"made_with": ""}
+    with contextlib.suppress(OSError, ValueError):
+        names = sorted(os.listdir(folder))
+        settings = json.loads((folder / "config.json").read_bytes())
+    others = [name for name in names if name.endswith(".safetensors") or name == "adapter_config.json"]
+    if "config.json" not in names:
+        others += [name for name in WRITTEN if name in names and os.path.getsize(folder / name)]
+    elif not isinstance(settings, dict) or "made_with" not in settings:
+        others.append("config.json")
+    if others:
+        said = f"--workdir={str(folder)!r:.200} has {others[0]}, which no run has written there"
+        raise ConfigError(f"{said}, and a run would write over such files: give it a folder of its own")
 
 
 def _meant(directory: str | os.PathLike) -> tuple[pathlib.Path, int | None]:

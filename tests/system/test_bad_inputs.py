@@ -1,5 +1,6 @@
 """Bad input is one line on stderr that names it and what is allowed, exit status 2, and nothing was compiled."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -11,11 +12,13 @@ import pytest
 from support import command_line
 from support.command_line import DEBUG_CONFIG
 
+from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models.architecture import PRESETS
 from jaxrl_llm.questions import jsonl
 from jaxrl_llm.runtime import programs
 from jaxrl_llm.runtime.checkpoint import claim
 from jaxrl_llm.runtime.json_lines import objects
+from jaxrl_llm.runtime.weights import check_workdir
 
 FUNCTIONS = DEBUG_CONFIG.parents[1] / "tests" / "fixtures" / "reward_functions.py"
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
@@ -369,6 +372,36 @@ def test_a_workdir_that_another_run_holds(tmp_path, refused):
     assert (
         line.startswith(f"error: --workdir={tmp_path} is in use by process {os.getpid()} on ") and " since 20" in line
     )
+
+
+def test_a_workdir_with_files_of_something_else_is_refused_and_left_as_it_is(tmp_path, refused):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    line = refused("train", f"--config={DEBUG_CONFIG}", f"--workdir={tmp_path}")
+    assert line.startswith(f"error: --workdir='{tmp_path}' has config.json, which no run has written there")
+    assert [x.name for x in tmp_path.iterdir()] == ["config.json"]
+
+
+@pytest.mark.parametrize(
+    ("files", "named"),
+    [
+        ({}, ""),
+        ({"lock": "process 1", "log.txt": "a", "questions.jsonl": "{}", "metrics.jsonl": ""}, ""),
+        *[({"config.json": text, "metrics.jsonl": "{}"}, "") for text in ("", '{\n  "algor', '{"made_with": {}}')],
+        ({"config.json": "{}"}, "config.json"),
+        ({"config.json": "[1]", "metrics.jsonl": "{}"}, "config.json"),
+        ({"config.json": '{"made_with": {}}', "model-1.safetensors": "a"}, "model-1.safetensors"),
+        ({"adapter_config.json": "{}"}, "adapter_config.json"),
+        ({"samples.jsonl": "{}"}, "samples.jsonl"),
+        ({"metrics.jsonl": "{}", "log.txt": ""}, "metrics.jsonl"),
+        ({"report.html": "mine"}, "report.html"),
+    ],
+)
+def test_a_workdir_is_new_or_a_run_s_whenever_that_was_killed(files, named, tmp_path):
+    check_workdir(tmp_path / "new")
+    for name, text in files.items():
+        write(tmp_path / name, text)
+    with pytest.raises(ConfigError, match=f" has {named}, which no run") if named else contextlib.nullcontext():
+        check_workdir(tmp_path)
 
 
 @pytest.mark.parametrize(
