@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib.metadata
 import json
 import pathlib
@@ -348,6 +349,11 @@ class Config(MethodFacts):
     def ring_capacity(self) -> int:
         return self.replay.capacity or self.rows_per_iteration
 
+    @functools.cached_property  # of when a run begins, which imports them then: what is edited later it does not use
+    def files(self) -> dict[str, str]:
+        """Digests of the files that rewards, the environment and hindsight of the user's own are functions of."""
+        return functions.digests((*self.rewards.functions, self.environments.factory, *self.external.paths))
+
     @property
     def page_tokens(self) -> int:
         """Tokens of a page of the ring with replay.capacity_tokens: a row of full width has at most 32 pages."""
@@ -407,13 +413,8 @@ PACKAGES = (
 def record(config: Config, mesh: Any = None) -> str:
     """config.json of a run: every setting, and under "made_with" the versions, commit and devices it was run with."""
     devices = f"{mesh.size} x {mesh.devices.flat[0].device_kind}" if mesh else ""
-    made_with = {"versions": versions(), "commit": _commit(), "devices": devices, "files": files(config)}
+    made_with = {"versions": versions(), "commit": _commit(), "devices": devices, "files": config.files}
     return json.dumps({**as_mapping(config), "made_with": made_with}, indent=2, sort_keys=True)
-
-
-def files(config: Config) -> dict[str, str]:
-    """Digests of the files that rewards, the environment and hindsight of the user's own are functions of."""
-    return functions.digests((*config.rewards.functions, config.environments.factory, *config.external.paths))
 
 
 def versions() -> dict[str, str]:

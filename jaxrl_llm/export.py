@@ -27,7 +27,7 @@ from jaxrl_llm.models import lora
 from jaxrl_llm.models.files import hf, peft, pretrained, trained
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.runtime import cli, sharding, weights
-from jaxrl_llm.runtime.checkpoint import by_name
+from jaxrl_llm.runtime.stored import by_name
 
 
 def export(checkpoint: str, path: str, output: str, dtype: str = "", *, merge: bool = False) -> None:
@@ -42,6 +42,8 @@ def export(checkpoint: str, path: str, output: str, dtype: str = "", *, merge: b
         raise ConfigError("give --checkpoint=DIR, --model=PATH, or both")
     if dtype not in ("", *hf.numpy_dtypes()):
         raise ConfigError(f"--dtype={dtype!r} must be one of {', '.join(hf.numpy_dtypes())}; left out, as the model's")
+    if not output or not output.isprintable() or "://" in output:
+        raise ConfigError(f"--output={output!r:.200} must name a folder, in printable text, and no URL")
     if os.path.exists(output) and not os.path.isdir(output):
         raise ConfigError(f"--output={output} is no folder")
     weights.check_output(output, "--output")

@@ -33,20 +33,9 @@ import numpy as np
 import orbax.checkpoint as ocp
 from absl import logging
 
-from jaxrl_llm.config import CheckpointConfig, Config, ConfigError, files, to_json
+from jaxrl_llm.config import CheckpointConfig, Config, ConfigError, to_json
 from jaxrl_llm.ops.checksum import checksums
-from jaxrl_llm.runtime import bucket, hosts
-from jaxrl_llm.runtime.stored import (
-    best_of,
-    by_name,
-    compare,
-    digest,
-    pass_rates,
-    read_arrays,
-    read_fitting,
-    read_whole,
-    steps_in,
-)
+from jaxrl_llm.runtime import bucket, hosts, stored
 
 ASIDE = "aside-"  # before the name of a checkpoint while another of the same iteration is written
 
@@ -83,7 +72,7 @@ class Checkpointer:
             _tidy(self.directory)
         hosts.exchange("tidy")
         self._config = config
-        self._pass_rates = pass_rates(self.directory)
+        self._pass_rates = stored.pass_rates(self.directory)
         self._manager = _open(bucket.absolute(self.directory), self)
         # Iteration on disk that equals the caller's state, and whether it is that of the next one's middle.
         self._current: tuple[int, bool] | None = None
@@ -93,7 +82,7 @@ class Checkpointer:
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
         """For orbax: the last ones are kept, and the best of those whose pass rate is known."""
         steps = [checkpoint.step for checkpoint in checkpoints]
-        kept = best_of(steps, self._pass_rates, self._config.keep_best)
+        kept = stored.best_of(steps, self._pass_rates, self._config.keep_best)
         return [step in kept or step in steps[-self._config.keep_last :] for step in steps]
 
     def save(
@@ -128,14 +117,14 @@ class Checkpointer:
         """
         if self._current == (iteration, False) and not is_inside:
             return
-        arrays = by_name(device_state)
+        arrays = stored.by_name(device_state)
         sums = zip(arrays.items(), _sums(device_state, checksums), strict=True)
         goes_on = self._current is not None and iteration == self._current[0]
         if pass_rate is not None or not (is_inside or goes_on):
             self._pass_rates[iteration] = None if pass_rate is None else float(pass_rate)
         text = {
             "config": json.loads(to_json(config)),
-            "files": files(config),
+            "files": config.files,
             "pass_rate": self._pass_rates.get(iteration),
             "is_inside": is_inside,
             "arrays": {name: [str(x.dtype), list(x.shape), value] for (name, x), value in sums},
@@ -145,7 +134,7 @@ class Checkpointer:
         for newer in [step for step in self._manager.all_steps() if step >= iteration + goes_on]:
             self._manager.delete(newer)
         self.wait()
-        if goes_on and iteration in steps_in(self.directory) and hosts.is_first():
+        if goes_on and iteration in stored.steps_in(self.directory) and hosts.is_first():
             bucket.move(self.directory / str(iteration), self.directory / f"{ASIDE}{iteration}")
         hosts.exchange("set aside")
         self._manager.reload()
@@ -154,7 +143,7 @@ class Checkpointer:
             args=ocp.args.Composite(
                 state=ocp.args.PyTreeSave(arrays),
                 host=ocp.args.JsonSave(host),
-                config=ocp.args.JsonSave(text | {"digest": digest(host, text)}),
+                config=ocp.args.JsonSave(text | {"digest": stored.digest(host, text)}),
             ),
             force=True,
         )
@@ -188,17 +177,18 @@ class Checkpointer:
         self.wait()
 
         def read(path: pathlib.Path) -> tuple[Any, ...]:
-            host, text, wanted = read_fitting(path, abstract_state, config, allow_config_changes)
-            return int(path.name), host, text, jax.tree.structure(wanted), read_arrays(path, by_name(wanted))
+            host, text, wanted = stored.read_fitting(path, abstract_state, config, allow_config_changes)
+            arrays = stored.read_arrays(path, stored.by_name(wanted))
+            return int(path.name), host, text, jax.tree.structure(wanted), arrays
 
         def check(found: tuple[Any, ...]) -> Restored:
             step, host, text, structure, arrays = found
             state = jax.tree.unflatten(structure, arrays.values())
-            compare(text["arrays"], arrays, _sums(state, checksums))
+            stored.compare(text["arrays"], arrays, _sums(state, checksums))
             state, shapes = dict.fromkeys(abstract_state) | state, {name: x[1] for name, x in text["arrays"].items()}
             return Restored(step, state, host, text["is_inside"], shapes)
 
-        if restored := read_whole(self.directory, iteration, read, check):
+        if restored := stored.read_whole(self.directory, iteration, read, check):
             self._current = restored.iteration, restored.is_inside
         return restored
 
@@ -206,7 +196,7 @@ class Checkpointer:
         """Whether iterations or minutes between two have passed, or it is one of the best; the first host says."""
         every, rates = self._config.every_iterations, self._pass_rates | {iteration: pass_rate}
         steps = {step for step in self._manager.all_steps() if step < iteration} | {iteration}
-        is_best = iteration in best_of(steps, rates, self._config.keep_best)
+        is_best = iteration in stored.best_of(steps, rates, self._config.keep_best)
         waited, is_best = hosts.exchange((time.monotonic() - self._saved_at, is_best))[0]
         return is_best or (every > 0 and iteration % every == 0) or 0 < self._config.every_minutes * 60 <= waited
 
@@ -229,10 +219,10 @@ class Checkpointer:
         """
 
         def read(path: pathlib.Path) -> None:
-            host, _, _ = read_fitting(path, abstract_state, config, allow_changes)
+            host, _, _ = stored.read_fitting(path, abstract_state, config, allow_changes)
             check(host)
 
-        read_whole(self.directory, None, read, say=False)
+        stored.read_whole(self.directory, None, read, say=False)
 
     def check(self) -> dict[str, float]:
         """Raise what has gone wrong in the background by now; metrics of the checkpoint that has become whole."""
@@ -273,12 +263,12 @@ class Checkpointer:
 
     def best(self) -> str:
         """What to say of the best checkpoint; "" where none is kept for its pass rate."""
-        found = best_of(steps_in(self.directory), self._pass_rates, self._config.keep_best)[:1]
+        found = stored.best_of(stored.steps_in(self.directory), self._pass_rates, self._config.keep_best)[:1]
         return "".join(f"; the best is {self.directory / str(x)}, pass rate {self._pass_rates[x]:.3f}" for x in found)
 
     def latest_iteration(self) -> int | None:
         """Iteration of the newest finished checkpoint, None when there is none."""
-        return max(steps_in(self.directory), default=None)
+        return max(stored.steps_in(self.directory), default=None)
 
 
 def _open(directory: pathlib.Path, kept: Any) -> ocp.CheckpointManager:
@@ -310,7 +300,7 @@ def _tidy(directory: pathlib.Path) -> None:
 
 
 def _sums(state: dict[str, Any], checksums: Callable[[str, Any], jax.Array]) -> list[int]:
-    """Checksums of all leaves in the order of ``by_name``, part by part."""
+    """Checksums of all leaves in the order of ``stored.by_name``, part by part."""
     parts = [jax.device_get(checksums(part, state[part])) for part in sorted(state) if jax.tree.leaves(state[part])]
     return np.concatenate(parts).tolist()
 

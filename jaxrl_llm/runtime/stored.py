@@ -21,7 +21,7 @@ import jax
 import numpy as np
 import tensorstore
 
-from jaxrl_llm.config import DATE, Config, ConfigError, files, freeze, from_json, to_json
+from jaxrl_llm.config import DATE, Config, ConfigError, freeze, from_json, to_json
 from jaxrl_llm.runtime import bucket, hosts
 from jaxrl_llm.runtime.nested import differences
 
@@ -241,8 +241,7 @@ def changed_settings(saved: Config, config: Config) -> dict[str, tuple[Any, Any]
 
 def changed_files(saved: dict[str, str], config: Config) -> dict[str, tuple[str, str]]:
     """As ``changed_settings`` of the files of functions, by the digests that a run has saved of them, if any."""
-    now = files(config)
-    pairs = {spec: (old, now.get(spec, old)) for spec, old in saved.items()}
+    pairs = {spec: (old, config.files.get(spec, old)) for spec, old in saved.items()}
     return {f"the file of {spec}": (old, new) for spec, (old, new) in pairs.items() if old != new}
 
 

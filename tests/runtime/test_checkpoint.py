@@ -236,7 +236,7 @@ def test_between_two_saves_nobody_looks_into_the_folder(checkpointer, monkeypatc
     checkpointer.wait()
     assert checkpointer.check()
     monkeypatch.setattr(checkpoint, "_tidy", lambda directory: pytest.fail("listed"))
-    monkeypatch.setattr(checkpoint, "steps_in", lambda directory: pytest.fail("listed"))
+    monkeypatch.setattr(checkpoint.stored, "steps_in", lambda directory: pytest.fail("listed"))
     assert checkpointer.check() == {}
 
 
@@ -417,16 +417,21 @@ def test_another_function_or_setting_of_it_or_file_of_ones_own_is_refused(checkp
 )
 def test_another_content_of_a_file_of_ones_own_is_refused(checkpointer, tmp_path, settings):
     file = tmp_path / "mine.py"
-    file.write_text("def f(prompts, completions): return [0.0] * len(prompts)\n")
-    config = freeze(json.loads(json.dumps(settings).replace("FILE", str(file))))
+    file.write_text(first := "def f(prompts, completions): return [0.0] * len(prompts)\n")
+    again = lambda: freeze(json.loads(json.dumps(settings).replace("FILE", str(file))))  # as a process of its own
+    config = again()
     state = place(make_state(), mesh(8, 1))
     checkpointer.save(1, state, {}, config, pass_rate=None)
     checkpointer.wait()
-    checkpointer.check_config(config, abstract(state), allow_changes=False)
+    checkpointer.check_config(again(), abstract(state), allow_changes=False)
     file.write_text("def f(prompts, completions): return [1.0] * len(prompts)\n")
+    checkpointer.save(2, state, {}, config, pass_rate=None)  # the run goes on with the function that it began with
+    checkpointer.wait()
     with pytest.raises(ConfigError, match=r"other settings: the file of .*mine\.py:f '\w{16}' -> '\w{16}'\. .*--allow"):
-        checkpointer.check_config(config, abstract(state), allow_changes=False)
-    checkpointer.check_config(config, abstract(state), allow_changes=True)
+        checkpointer.check_config(again(), abstract(state), allow_changes=False)
+    checkpointer.check_config(again(), abstract(state), allow_changes=True)
+    file.write_text(first)
+    checkpointer.check_config(again(), abstract(state), allow_changes=False)
 
 
 def test_a_checkpoint_is_due_by_iterations_and_by_minutes(tmp_path, monkeypatch):
