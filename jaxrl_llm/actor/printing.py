@@ -20,7 +20,7 @@ class Printer:
     """Passes on what workers print, to stderr, MAX_PRINTED_BYTES of a call."""
 
     def __init__(self):
-        self._room, self._is_printing = 0, False
+        self._room, self._is_printing = -1, False  # what a file prints when it is imported, the run's own process shows
         self._printed, self.descriptor = os.pipe()
         self._thread = threading.Thread(target=self._show, daemon=True)
         self._thread.start()

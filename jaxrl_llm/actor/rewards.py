@@ -296,8 +296,7 @@ def put_away(workers: Sequence[Worker], printer: Printer) -> None:
 def imported(spec: str, said: str) -> Any:
     """What a user's spec names; ConfigError, which begins as ``said``, where it cannot be had."""
     try:
-        with contextlib.chdir("."):  # what the file does to the working folder is undone
-            return reward_worker.resolve(spec)
+        return reward_worker.resolve(spec)
     except (ConfigError, KeyboardInterrupt):
         raise
     except BaseException as error:

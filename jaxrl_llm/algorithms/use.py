@@ -207,7 +207,7 @@ class Slot:
             parameters = inspect.signature(function).parameters.values()
             taken = {"name", "source"} & {*keywords(function)}
             digest = _digest(function)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise ConfigError(f"{path}={name!r:.200} cannot be used: {type(error).__name__}: {error}") from error
         wants = getattr(function, "needs", Needs()).columns
         if unknown := wants - {*NEEDED}:

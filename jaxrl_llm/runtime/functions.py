@@ -25,19 +25,18 @@ def resolve(spec: str) -> Callable:
 
     Raises:
         ValueError: neither form. TypeError: not callable.
-        Exception: whatever the import raises.
+        BaseException: whatever the import raises.
     """
     place, _, name = spec.rpartition(":")
     if not place or not name:
         raise ValueError("must be 'package.module:function' or 'path/to/file.py:function'")
-    if place.endswith(".py"):
-        path = Path(place).expanduser().resolve()
-        if not path.is_file():
-            raise FileNotFoundError(f"no file {path}")
-        module = _import_file(path)
-    else:
-        module = importlib.import_module(place)
-    function = getattr(module, name)
+    path = Path(place).expanduser().resolve()
+    if place.endswith(".py") and not path.is_file():
+        raise FileNotFoundError(f"no file {path}")
+    # What it does to the working folder is undone, and what it prints is no result of the command's.
+    with contextlib.chdir("."), contextlib.redirect_stdout(sys.stderr):
+        module = _import_file(path) if place.endswith(".py") else importlib.import_module(place)
+        function = getattr(module, name)
     if not callable(function):
         raise TypeError(f"{name} is not a function but {type(function).__name__}")
     return function

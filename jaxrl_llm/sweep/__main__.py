@@ -83,7 +83,7 @@ def read_sweep(path: str) -> Sweep:
     if sweep.after:
         try:
             resolve(sweep.after)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise ConfigError(f"{path}: after={sweep.after!r}: {type(error).__name__}: {error}") from error
     if sweep.facet and sweep.facet not in sweep.fields():
         raise ConfigError(f"{path}: facet={sweep.facet!r} is not set by any point; {', '.join(sweep.fields())} are")

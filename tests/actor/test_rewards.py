@@ -19,6 +19,7 @@ from support.echo import echo
 
 from jaxrl_llm.actor.conversation import Played
 from jaxrl_llm.actor.environment import Reply
+from jaxrl_llm.actor.printing import Printer
 from jaxrl_llm.actor.rewards import MATH_SCORER, RewardPool
 from jaxrl_llm.config import ConfigError, PromptsConfig, RewardsConfig
 from jaxrl_llm.questions import tasks
@@ -643,9 +644,10 @@ def test_a_column_that_some_rows_lack_is_refused_with_the_first_of_them():
         ("raise type('Odd', (BaseException,), {})('no licence')", "Odd: no licence (mine.py:1)"),
         ("raise ValueError('x ' * 10**6)", "ValueError: x x x"),
         ("import os; os.chdir('/')", ""),
+        ("print('loading')", ""),
     ],
 )
-def test_a_file_that_ends_the_process_or_moves_it_when_imported_does_neither_to_the_run(text, words, tmp_path):
+def test_a_file_that_ends_moves_or_speaks_for_the_process_when_imported_does_not(text, words, tmp_path, capfd):
     path, before = tmp_path / "mine.py", os.getcwd()
     path.write_text(f"{text}\nimport os\ndef f(prompts, completions, **columns): return [len(os.getcwd())]\n")
     if words:
@@ -655,7 +657,17 @@ def test_a_file_that_ends_the_process_or_moves_it_when_imported_does_neither_to_
     else:
         with pool(f"{path}:f") as rewards:
             assert rewards.collect([rewards.submit(EXAMPLE, ["1"])]).total.tolist() == [len(before)]
-    assert os.getcwd() == before
+    printed = capfd.readouterr()  # where the results of commands are
+    assert os.getcwd() == before and printed.out == "" and ("loading\n" in printed.err) == ("loading" in text)
+
+
+def test_what_a_worker_prints_before_its_first_call_is_not_half_shown(capfd):
+    printer = Printer()
+    os.write(printer.descriptor, b"loading\n")
+    printer.make_room()
+    os.write(printer.descriptor, b"called\n")
+    printer.close()
+    assert capfd.readouterr().err == "called\n"
 
 
 def there(reward, outcome=OUTCOME_SCORE):

@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import pathlib
 import re
 from typing import Literal
 
@@ -427,6 +428,15 @@ def test_a_function_of_a_file_is_one_like_those_of_the_table(own):
     refused(ONE, use(f"{own}:halved", bye=2.0), f"unknown setting a.b.bye=2.0 of '{own}:halved'", "did you mean by")
     # One of a package on the import path, by its module.
     assert ONE.choose("jaxrl_llm.algorithms.corrections:importance", "a.b").source
+
+
+def test_a_file_that_leaves_moves_or_speaks_when_imported_does_so_for_no_command(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "leaves.py").write_text("import sys\nsys.exit(5)\n")
+    refused(ONE, "leaves.py:f", "a.b='leaves.py:f' cannot be used: SystemExit: 5")
+    (tmp_path / "moves.py").write_text(f"import os\nos.chdir('/')\nprint('loading')\n{OWN}")
+    assert ONE.choose("moves.py:halved", "a.b").function and pathlib.Path.cwd() == tmp_path
+    assert capsys.readouterr() == ("", "loading\n")
 
 
 def test_the_digest_of_its_file_is_a_part_of_it(own, tmp_path):

@@ -423,17 +423,17 @@ def test_runs_of_another_reward_file_or_that_were_longer_are_refused(tmp_path):
     """They would stand beside the new ones in one table."""
     (tmp_path / "mine.py").write_text("def reward(completions, **columns):\n    return [0.0] * len(completions)\n")
     spec, folder = f"{tmp_path}/mine.py:reward", tmp_path / "runs"
-    points = make_points([{"seed": 1}], rewards={"functions": [spec]})
-    ((name, (_, config)),) = points.items()
+    points = lambda: make_points([{"seed": 1}], rewards={"functions": [spec]})
+    ((name, (_, config)),) = points().items()
     (folder / name).mkdir(parents=True)
     stand_in.write(folder / name, config, 3)
     (folder / name / "config.json").write_text(record(config, mesh_of(ONE)))
-    sweep_module.check_folders(folder, points)
+    sweep_module.check_folders(folder, points())
     with pytest.raises(ConfigError, match=f"{name} was run for 3 iterations, more than num_iterations=2"):
         sweep_module.check_folders(folder, make_points([{"seed": 1}], num_iterations=2, rewards={"functions": [spec]}))
     (tmp_path / "mine.py").write_text("def reward(completions, **columns):\n    return [1.0] * len(completions)\n")
     with pytest.raises(ConfigError, match=f"{name} was run with other settings: the file of {spec} "):
-        sweep_module.check_folders(folder, points)
+        sweep_module.check_folders(folder, points())
 
 
 def test_runs_with_other_settings_are_refused(tmp_path):
@@ -633,6 +633,7 @@ def test_the_command_launches_prints_and_writes_what_is_there(sweep_file, tmp_pa
         ("seeds(2)))", "seeds(2)), metrics=('eval/pass',))", [], "'eval/pass', which is no metric"),
         ("seeds(2)))", "seeds(2)), then=5)", [], "then=5 must be a function of runs"),
         ("seeds(2)))", "seeds(2)), after='mine:f')", [], "after='mine:f': ModuleNotFoundError"),
+        ("seeds(2)))", "seeds(2)), after='leaves.py:f')", [], "after='leaves.py:f': SystemExit: 0"),
         ("seeds(2)))", "seeds(2)), facet='replay.capacity')", [], "facet='replay.capacity' is not set by any point"),
         ("1e-5", "1e-5 / 0", [], "mine.py:14: ZeroDivisionError"),
         ("1e-5", "-1.0", [], "'optimizer.learning_rate': -1.0, 'seed': 0}: optimizer.learning_rate=-1.0 must be"),
@@ -642,6 +643,8 @@ def test_the_command_launches_prints_and_writes_what_is_there(sweep_file, tmp_pa
     ],
 )
 def test_bad_input_is_one_line_and_nothing_runs(sweep_file, tmp_path, monkeypatch, capfd, old, new, arguments, message):
+    (tmp_path / "leaves.py").write_text("import sys\nsys.exit(0)\n")
+    monkeypatch.chdir(tmp_path)
     sweep_file.write_text(FILE.replace(old, new, 1) if old else FILE)
     words = [f"--config={sweep_file}", f"--workdir={tmp_path / 'runs'}", *arguments]
     done = run_command("sweep", *words, monkeypatch=monkeypatch, capfd=capfd)
