@@ -193,16 +193,22 @@ def describe(run: Run, num_train: int, num_held_out: int, read_s: float, skipped
 
 def check_room(run: Run, *made: tuple[Any, ...]) -> None:
     """Refuse what has no room on a device, a run's arrays or those ``made``, each with its settings; ConfigError."""
-    limit, c = memory_limit(run.mesh.devices.flatten().tolist()) or host_share(run.mesh), flatten(run.config)
+    c = flatten(run.config)
     for tree, *names in made or (
         ((run.learner.abstract_state, run.learner.frozen), "model.path", "model.reference_path"),
         (run.learner.abstract_ring, "replay.capacity", "replay.capacity_tokens"),
         (run.sampler.abstract_state(), "rollout.group_size", "rollout.lookahead_prompts", "sampling.support_tokens"),
         (run.eval_sampler and run.eval_sampler.abstract_state(), "eval.num_samples", "eval.slots"),
     ):
-        if (need := sharding.device_bytes(tree)) > limit:
-            given = ", ".join(f"{name}={c[name]!r}" for name in names)
-            raise ConfigError(f"{given} need {need / 2**30:.2f} GiB per device, which has {limit / 2**30:.2f} GiB")
+        check_fits(tree, run.mesh, {name: c[name] for name in names})
+
+
+def check_fits(tree: Any, mesh: Mesh, given: dict[str, Any]) -> None:
+    """Refuse arrays that have no room on a device, with the settings that they are so large by; ConfigError."""
+    limit = memory_limit(mesh.devices.flatten().tolist()) or host_share(mesh)
+    if (need := sharding.device_bytes(tree)) > limit:
+        said = ", ".join(f"{name}={value!r}" for name, value in given.items())
+        raise ConfigError(f"{said} need {need / 2**30:.2f} GiB per device, which has {limit / 2**30:.2f} GiB")
 
 
 def model_of(config: Config, arch: Architecture, mesh: Mesh, who: str = "model") -> Model:

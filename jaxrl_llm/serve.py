@@ -30,6 +30,7 @@ from jaxrl_llm.learner import publish
 from jaxrl_llm.models import lora
 from jaxrl_llm.models.files import peft, pretrained
 from jaxrl_llm.models.transformer import Model
+from jaxrl_llm.run import check_fits
 from jaxrl_llm.runtime import cli, rng, sharding
 from jaxrl_llm.runtime.programs import compile_all, use_cache
 from jaxrl_llm.serving.engine import Engine
@@ -121,6 +122,8 @@ def _engines(
         keeps_support=False,
         cuts_rows=True,
     )
+    sizes = {"--slots": slots, "--max_tokens": sampling.max_completion_tokens, "--max_prompt_tokens": max_prompt_tokens}
+    check_fits([sampler.abstract_state()] * max(1, len(adapters)), mesh, sizes)  # each engine has its own
     programs = sampler.programs(publish.abstract_params(model, mesh)) | publish.programs(model, mesh, mesh)
     compiled = compile_all(programs, mesh)
     if adapters:
@@ -207,7 +210,7 @@ if __name__ == "__main__":
     )
     HOST = flags.DEFINE_string("host", "127.0.0.1", "Address to listen at; others reach it only with a token.")
     PORT = flags.DEFINE_integer("port", 8000, "Port; 0 takes a free one.", lower_bound=0, upper_bound=65535)
-    SLOTS = flags.DEFINE_integer("slots", 32, "Completions decoded side by side.")
+    SLOTS = flags.DEFINE_integer("slots", 32, "Completions decoded side by side.", upper_bound=2**31 - 1)
     MAX_WAITING = flags.DEFINE_integer("max_waiting", 256, "Requests that may wait; more are answered with 429.")
     MAX_PROMPT_TOKENS = flags.DEFINE_integer("max_prompt_tokens", 512, "Longest prompt.")
     MAX_TOKENS = flags.DEFINE_integer("max_tokens", 512, "Longest completion.")

@@ -14,8 +14,10 @@ Owns: rows of questions and answers, this loop. Does not know: the model, its lo
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
+import os
 import pathlib
 import tempfile
 import time
@@ -231,13 +233,19 @@ def sft(config: Config, out: pathlib.Path, *, until: float = 1.0) -> float:
 def main() -> None:
     if not 0.0 < UNTIL.value <= 1.0:
         raise ConfigError(f"--until={UNTIL.value} must be more than 0 and at most 1")
-    out = pathlib.Path(OUT.value)
+    out, is_new = pathlib.Path(OUT.value), not os.path.exists(OUT.value)
     try:
         out.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=out).close()
     except OSError as error:
         raise ConfigError(f"--out={out} cannot be a folder to write in: {error.strerror}") from error
-    sft(freeze(CONFIG.value), out, until=UNTIL.value)
+    try:
+        sft(freeze(CONFIG.value), out, until=UNTIL.value)
+    except ConfigError:
+        if is_new:
+            with contextlib.suppress(OSError):  # there is something in it
+                out.rmdir()
+        raise
     print(f"model  {out}  (Hugging Face folder, for model.path)")
 
 

@@ -179,7 +179,7 @@ def test_bad_input_is_one_line(tmp_path, monkeypatch, capfd):
     def command(*arguments):
         given = (f"--config={path}", f"--out={tmp_path / 'out'}", *arguments)
         done = run_command("sft", *given, monkeypatch=monkeypatch, capfd=capfd)
-        assert done.status == 2 and done.err.count("\n") == 1
+        assert done.status == 2 and done.err.count("\n") == 1 and not (tmp_path / "out").exists()
         return done.err
 
     assert "--until=0.0 must be more than 0 and at most 1" in command("--until=0.0")

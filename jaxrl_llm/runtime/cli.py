@@ -111,7 +111,9 @@ def _check_config_files(argv: list[str]) -> None:
         path, *given = path.split(":", 1)
         if name.lstrip("-") == "config" and os.path.exists(path) and not os.path.isdir(path):
             try:
-                settings = runpy.run_path(path)["get_config"](*given)
+                if "get_config" not in (found := runpy.run_path(path)):
+                    raise NameError("there is no get_config() in it")
+                settings = found["get_config"](*given)
                 if not isinstance(settings, Mapping) and not hasattr(settings, "to_dict"):
                     raise TypeError(f"get_config() returned {settings!r:.60}, which is no group of settings")
             except (Exception, SystemExit) as error:

@@ -418,6 +418,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_compiled(monkeypatch):
     monkeypatch.setattr("jaxrl_llm.serve.compile_all", None)
     for settings, said in (
         ({"slots": 0}, "--slots=0 must be a multiple of 1"),
+        ({"slots": 2**31 - 1}, "--slots=2147483647, --max_tokens=24, --max_prompt_tokens=48 need "),
         ({"max_prompt_tokens": 10**9}, "--max_prompt_tokens=1000000000 + --max_tokens=24 must be at most the model's"),
     ):
         given = {"slots": 4, "max_prompt_tokens": WIDTH, "max_waiting": 1} | settings

@@ -35,6 +35,7 @@ def refused(tmp_path, monkeypatch, capfd):
         ("import sys\nsys.exit(0)\n", "mine.py:2: SystemExit: 0"),
         ("import sys\ndef get_config():\n    sys.exit('bye')\n", "mine.py:3: SystemExit: bye"),
         ("def get_config():\n    return get_config()\n", "mine.py:2: RecursionError"),
+        ('{"prompt": "a"}\n', "mine.py: NameError: there is no get_config() in it"),
         ("get_config = 3\n", "mine.py: TypeError: 'int' object is not callable"),
         (
             "def get_config():\n    raise ValueError('a\\n\\x1b[31m' + 'b' * 5000)\n",
@@ -146,6 +147,9 @@ def test_a_workdir_that_cannot_be_is_named(workdir, named, tmp_path, refused):
             [f"--config={DEBUG_CONFIG}", "--model=random:debug", "--num_samples=1000000000"],
             "--num_samples=",
         ),
+        ("export", ["--model=random:debug", "--output="], "--output='' must name a folder"),
+        ("export", ["--model=random:debug", "--output=gs://a/b"], "--output='gs://a/b' must name a folder"),
+        ("serve", ["--model=random:debug", "--slots=80000000000"], "--slots=80000000000"),
         ("replay_plan", ["--mu=1e308", "--rho=0.1", "--alpha=0.1"], "--mu=1e+308 must be"),
         ("replay_plan", ["--mu=1", "--rho=0.1", "--alpha=0.1", "--rollouts=-5"], "--rollouts=-5 must be"),
         ("replay_plan", ["--mu=1", "--rho=0.1", "--alpha=0.1", f"--rollouts={'9' * 400}"], "--rollouts=999"),
