@@ -144,8 +144,8 @@ def by_seeds() -> str:
         low, high = (format(x, form) for x in (of_seeds.low, of_seeds.high))
         rows.append([what, draws.shown(form), f"{low} to {high}"])
 
-    def cost(what: str, arm: Arm, base: Arm, way: Way = DECLARED) -> None:
-        row(what, arms.saved(arm, base, THRESHOLD, way), seeds.saved(arm, base, THRESHOLD, way), ".0%")
+    def cost(what: str, arm: Arm, base: Arm, way: Way = DECLARED, to: float = THRESHOLD) -> None:
+        row(what, arms.saved(arm, base, to, way), seeds.saved(arm, base, to, way), ".0%")
 
     def end(what: str, arm: Arm, base: Arm) -> None:
         row(what, arms.gained(arm, base), seeds.ends(arm, base), "+.2f")
@@ -162,6 +162,10 @@ def by_seeds() -> str:
         cost(f"seconds saved, sequences, y {y}, N 8 B", sequences[y, 8], sequences[1, 1], Arm.over_seconds)
     for y in (1, 2, 4, 8, 16):
         end(f"end, y {y}, N 8 B", grid[y, 8], grid[1, 1])
+    on_policy, *reusing = arms_of("smollm2_gpu")
+    for arm in reusing:
+        named = without_rate(arm.name).partition(": ")[2]
+        cost(f"seconds saved, GPU, {named}", arm, on_policy, Arm.over_seconds, SMOLLM2_THRESHOLD)
     e3, league = by_name("e3"), by_name("league")
     asymre = lambda delta, share: e3[f"AsymRE, delta_V {delta:g}, share {share:g}"]
     for share in (0, 0.2, 0.5):
