@@ -80,10 +80,10 @@ class Checkpointer:
         self._saved_at = time.monotonic()
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        """For orbax: the last ones are kept, and the best of those whose pass rate is known."""
-        steps = [checkpoint.step for checkpoint in checkpoints]
-        kept = stored.best_of(steps, self._pass_rates, self._config.keep_best)
-        return [step in kept or step in steps[-self._config.keep_last :] for step in steps]
+        """For orbax: the last ones of this run are kept, and the best of those whose pass rate is known."""
+        steps = [checkpoint.step for checkpoint in checkpoints if checkpoint.step in self._pass_rates]
+        kept = stored.best_of(steps, self._pass_rates, self._config.keep_best) + steps[-self._config.keep_last :]
+        return [checkpoint.step in kept for checkpoint in checkpoints]
 
     def save(
         self,
@@ -100,7 +100,7 @@ class Checkpointer:
 
         Waits for the write before, if that still runs, and raises what went wrong in it. Saving the iteration just
         saved or restored does nothing. After going back to an older iteration, the newer checkpoints are another
-        run's future: they are removed. What this one goes on from is set aside until it is whole.
+        run's future, or damaged: they are removed once this one is whole, as is one that it takes the place of.
 
         Args:
             iteration: iterations finished; names the checkpoint.
@@ -119,22 +119,18 @@ class Checkpointer:
             return
         arrays = stored.by_name(device_state)
         sums = zip(arrays.items(), _sums(device_state, checksums), strict=True)
-        goes_on = self._current is not None and iteration == self._current[0]
-        if pass_rate is not None or not (is_inside or goes_on):
-            self._pass_rates[iteration] = None if pass_rate is None else float(pass_rate)
+        self._pass_rates[iteration] = self._pass_rates.get(iteration) if pass_rate is None else float(pass_rate)
         text = {
             "config": json.loads(to_json(config)),
             "files": config.files,
-            "pass_rate": self._pass_rates.get(iteration),
+            "pass_rate": self._pass_rates[iteration],
             "is_inside": is_inside,
             "arrays": {name: [str(x.dtype), list(x.shape), value] for (name, x), value in sums},
         }
         # Through text now: the caller goes on changing its dictionaries while the write runs.
         host = json.loads(json.dumps(host_state))
-        for newer in [step for step in self._manager.all_steps() if step >= iteration + goes_on]:
-            self._manager.delete(newer)
         self.wait()
-        if goes_on and iteration in stored.steps_in(self.directory) and hosts.is_first():
+        if iteration in stored.steps_in(self.directory) and hosts.is_first():
             bucket.move(self.directory / str(iteration), self.directory / f"{ASIDE}{iteration}")
         hosts.exchange("set aside")
         self._manager.reload()
@@ -190,6 +186,7 @@ class Checkpointer:
 
         if restored := stored.read_whole(self.directory, iteration, read, check):
             self._current = restored.iteration, restored.is_inside
+            self._pass_rates = {step: x for step, x in self._pass_rates.items() if step <= restored.iteration}
         return restored
 
     def is_due(self, iteration: int, pass_rate: float | None = None) -> bool:

@@ -643,6 +643,27 @@ def test_a_damaged_checkpoint_is_replaced_when_its_iteration_comes_again(copy, c
     assert (restored.iteration, restored.host_state, capfd.readouterr().err) == (2, {"cursor": [5]}, "")
 
 
+def test_a_damaged_checkpoint_that_was_passed_over_pushes_out_no_whole_one(tmp_path):
+    """It is newer than what is saved next, and was the best."""
+    opened = lambda last: Checkpointer(tmp_path, CheckpointConfig(keep_last=last, keep_best=1))
+    found, target = tmp_path / "checkpoints", abstract(large_state(0))
+    with contextlib.closing(opened(2)) as checkpointer:
+        for iteration, pass_rate in ((8, 0.5), (10, 0.9)):
+            save(checkpointer, iteration, large_state(iteration), pass_rate)
+    flip(files_of(found / "10")["arrays"])
+    for fails in (True, False):  # the write; all is there until the next one is whole
+        checkpointer = opened(1)
+        assert checkpointer.restore(target, CONFIG, allow_config_changes=False).iteration == 8
+        assert checkpointer.is_due(9, 0.6) and not checkpointer.is_due(9, 0.4)
+        assert checkpointer.best().endswith(f"{found / '8'}, pass rate 0.500")
+        with mock.patch.object(os, "rename", side_effect=OSError) if fails else contextlib.nullcontext():
+            save(checkpointer, 9, large_state(9), 0.4)
+            with pytest.raises(OSError) if fails else contextlib.nullcontext():
+                checkpointer.close()
+        assert {path.name for path in found.iterdir() if path.name.isdigit()} == {"8", "10" if fails else "9"}
+    assert restore_params(tmp_path / "best")[0]["q"].shape == (64, 64)
+
+
 def test_settings_that_changed_are_no_damage(copy, capfd):
     checkpointer = Checkpointer(copy, CheckpointConfig(keep_last=2))
     with pytest.raises(ConfigError, match=r"checkpoints/2 was made with other settings: seed 0 -> 3"):
