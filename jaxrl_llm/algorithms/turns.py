@@ -39,11 +39,12 @@ class Turns(NamedTuple):
     valid: jax.Array  # [B, K] bool
     last: jax.Array  # [B, K] bool, the row's last
     reward: jax.Array  # [B, K] f32; what reward terms have added is the last turn's
+    scored: jax.Array  # [B, K] f32, without what they have added: what a turn is judged right or wrong by
 
 
 def turns_of(x: Rows) -> Turns:
     """Of rows; K is that of their column "turn_reward"."""
-    reward = x.columns["turn_reward"]
+    scored = reward = x.columns["turn_reward"]
     before = jnp.pad(x.mask, ((0, 0), (1, 0)))[:, :-1]
     number = jnp.cumsum(x.mask & ~before, axis=1, dtype=jnp.int32) - 1
     at = jnp.arange(reward.shape[1])
@@ -53,7 +54,8 @@ def turns_of(x: Rows) -> Turns:
     if x.added is not None:
         reward = reward + jnp.where(last, x.added[:, None], 0.0)
     start = jax.vmap(lambda k: jnp.sum(number < k, axis=1, dtype=jnp.int32), out_axes=1)(at)
-    return Turns(number, start, valid, last, jnp.where(valid, reward, 0.0))
+    reward, scored = (jnp.where(valid, x, 0.0) for x in (reward, scored))
+    return Turns(number, start, valid, last, reward, scored)
 
 
 def by_token(value: Float[ArrayLike, "B K"], turns: Turns, x: Rows) -> Float[Array, "B S"]:
@@ -65,14 +67,16 @@ def by_token(value: Float[ArrayLike, "B K"], turns: Turns, x: Rows) -> Float[Arr
 def returns(turns: Turns, discount: float, at_least: float = -math.inf) -> Float[Array, "B K"]:
     """G_k = r_k + discount G_{k+1}, [B,K] f32: what a turn and those after it were given.
 
-    A turn that was given less than ``at_least`` has its r_k alone, and adds nothing to those before it.
+    A turn that was scored less than ``at_least`` has its r_k alone, and adds nothing to those before it.
     """
 
-    def step(later, reward):
-        ahead = jnp.where(reward >= at_least, reward + discount * later, 0.0)
-        return ahead, jnp.where(reward >= at_least, ahead, reward)
+    def step(later, turn):
+        reward, goes_on = turn
+        ahead = jnp.where(goes_on, reward + discount * later, 0.0)
+        return ahead, jnp.where(goes_on, ahead, reward)
 
-    _, ahead = jax.lax.scan(step, jnp.zeros_like(turns.reward[:, 0]), turns.reward.T, reverse=True)
+    each = turns.reward.T, (turns.scored >= at_least).T
+    _, ahead = jax.lax.scan(step, jnp.zeros_like(turns.reward[:, 0]), each, reverse=True)
     return ahead.T
 
 
@@ -230,7 +234,8 @@ def ui_s1(
 
         A = A^E + weight A^S,   A^S of G_k = r_k + discount G_{k+1} where r_k >= matched, else r_k and 0 to those before
 
-    What comes after a turn that left the expert's way, and was patched, is not to its credit.
+    What comes after a turn that left the expert's way, and was patched, is not to its credit. Whether a turn is matched
+    is told by what was scored: reward terms make no match, and take none away.
 
     Source: UI-S1, Lu et al. 2025, arXiv:2509.11543 (released code), discount 0.5. Differs: no KL, where it has 0.0001,
         and no group is left out for a small standard deviation of its rewards.
@@ -361,13 +366,15 @@ def step_values(
 
 @needs("turn_reward")
 def without_wrong_turns(advantage: Float[ArrayLike, "B S"], x: Rows, *, below: Number = 0.0) -> Float[Array, "B S"]:
-    """An advantage, 0 at the turns that were given less than ``below``: what went wrong is seen and not learned; [B,S].
+    """An advantage, 0 at the turns scored less than ``below``: what went wrong is seen and not learned; [B,S].
+
+    Reward terms make no turn wrong: one that is long still learns from what its length has cost.
 
     Source: STeP, partial masking: of a trajectory in which a wrong step is reflected on, the loss leaves the wrong step
         out. Differs: there a teacher marks the step, here its reward does; the equation was not found.
     """
     turns = turns_of(x)
-    return jnp.where(by_token((turns.reward < below).astype(jnp.float32), turns, x) > 0, 0.0, advantage)
+    return jnp.where(by_token((turns.scored < below).astype(jnp.float32), turns, x) > 0, 0.0, advantage)
 
 
 ADVANTAGES = {

@@ -286,6 +286,27 @@ def test_what_reward_terms_add_is_the_last_turns():
     assert not np.asarray(seen.valid)[:, 2:].any()
 
 
+def test_reward_terms_make_no_turn_a_match_and_none_wrong():
+    """A term of -0.05 at the last turns of a row that matched its expert twice, and of one that never did."""
+    arrays, number = two_rows((1, 1), (0, 0))
+    added = jnp.where(arrays["valid"], -0.05, 0.0)
+    rows = make_rows(
+        group_rows(arrays["group"], arrays["valid"], 5),
+        reward=jnp.sum(arrays["given"], axis=1) + added,
+        added=added,
+        mask=jnp.asarray(arrays["mask"]),
+        tokens=jnp.asarray(arrays["tokens"]),
+        columns={"turn_reward": jnp.asarray(arrays["given"])},
+    )
+    # Rows: +-1 about their mean. First turns: 1 + 0.95 / 2 and 0, second turns: 0.95 and -0.05.
+    seen = jax.jit(lambda columns: chosen("ui_s1", std=False)(rows._replace(columns=columns)))
+    advantage = seen(rows.columns)
+    expected = [[1 + 1.475 / 2, 1 + 0.5], [-1 - 1.475 / 2, -1 - 0.5]]
+    np.testing.assert_allclose(by_turn(advantage, arrays, number), expected, rtol=1e-6)
+    reshaping = algorithm_config(reshaping=["without_wrong_turns"]).reshaping[0]
+    np.testing.assert_array_equal(reshaping(advantage, rows), advantage)
+
+
 def test_a_wrong_turn_is_seen_and_not_learned():
     arrays, number = two_rows((-0.5, 1), (0, 0.2))
     rows = make_rows(
