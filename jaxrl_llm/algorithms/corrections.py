@@ -20,8 +20,8 @@ from jaxrl_llm.algorithms.use import needs
 from jaxrl_llm.algorithms.views import Ratios
 from jaxrl_llm.runtime.nested import AtLeastOne, Positive, Share
 
-# A log-weight is cut here before its exponential: e^40 squared is still a float32.
-LOG_WEIGHT_LIMIT = 40.0
+# A log-weight is cut here before its exponential: the squares of ten million e^36 still add up to a float32.
+LOG_WEIGHT_LIMIT = 36.0
 
 Weighed = tuple[Float[Array, "B T"], Bool[Array, "B T"]]
 
@@ -121,7 +121,7 @@ def weight(
 
 
 def sequence_ratio(log_ratio: Float[ArrayLike, "B T"], mask: Bool[ArrayLike, "B T"]) -> Float[Array, " B"]:
-    """exp of each row's sum of log-ratios [B,T], cut to +-40 nats: [B] f32, 0.0 for a row without a token."""
+    """exp of each row's sum of log-ratios [B,T], cut to +-36 nats: [B] f32, 0.0 for a row without a token."""
     total = jnp.clip(jnp.sum(jnp.where(mask, log_ratio, 0.0), axis=1), -LOG_WEIGHT_LIMIT, LOG_WEIGHT_LIMIT)
     return jnp.where(jnp.any(mask, axis=1), jnp.exp(total), 0.0)
 
@@ -137,8 +137,7 @@ def effective_sample_size(
 
     Source: VCPO 2026, arXiv:2602.17616; their base is 1.
     """
-    divisor = num_rows * ratio_square_sum
-    return jnp.where(divisor > 0, ratio_sum / jnp.sqrt(jnp.maximum(divisor, jnp.finfo(jnp.float32).tiny)), 1.0)
+    return jnp.sqrt(effective_share(ratio_sum, ratio_square_sum, num_rows))
 
 
 def effective_share(
@@ -152,7 +151,10 @@ def effective_share(
 
     Source: Kong 1992, the effective sample size of importance weights.
     """
-    return jnp.square(effective_sample_size(total, square_total, count))
+    is_some = (square_total > 0) & (count > 0)
+    square_total, count = (jnp.where(is_some, x, 1.0) for x in (square_total, count))
+    # Not over the product of both, which for large weights is no float32.
+    return jnp.where(is_some, (total / square_total) * (total / count), 1.0)
 
 
 CORRECTIONS = {

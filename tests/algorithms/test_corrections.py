@@ -197,7 +197,25 @@ def test_the_effective_sample_size_by_hand():
     assert scale(jnp.zeros(3), 0) == 1
     share = corrections.effective_share(*jnp.array([[16.0, 0, 7], [148, 0, 7], [5, 0, 7]]))
     np.testing.assert_allclose(share, [256 / 740, 1, 1], rtol=1e-6)
-    # A row is one sequence, cut at 40 nats; a row without a token has no part.
+    # A row is one sequence, cut at 36 nats; a row without a token has no part.
     log_ratio = jnp.array([[0.5, 0.25], [30.0, 30.0], [9.0, 9.0]])
     mask = jnp.array([[True, True], [True, True], [False, False]])
-    np.testing.assert_allclose(corrections.sequence_ratio(log_ratio, mask), [np.exp(0.75), np.exp(40), 0], rtol=1e-5)
+    np.testing.assert_allclose(corrections.sequence_ratio(log_ratio, mask), [np.exp(0.75), np.exp(36), 0], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("rows", "far", "nats", "share"),
+    [
+        (128, 128, 60.0, 1.0),
+        (128, 128, -60.0, 1.0),
+        (512, 12, 60.0, 12 / 512),
+        (512, 12, -60.0, 500 / 512),
+        (16384, 16384, 60.0, 1.0),
+    ],
+)
+def test_the_effective_sample_size_of_rows_that_are_as_far_as_can_be(rows, far, nats, share):
+    # Of n rows some are e^36 times as likely, or as unlikely, as the others: those count that weigh the most.
+    log_ratio = jnp.where(jnp.arange(rows) < far, nats, 0.0)[:, None]
+    ratio = corrections.sequence_ratio(log_ratio, jnp.ones((rows, 1), bool))
+    scale = corrections.effective_sample_size(ratio.sum(), jnp.square(ratio).sum(), jnp.float32(rows))
+    np.testing.assert_allclose(scale, np.sqrt(share), rtol=1e-5)
