@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Int
 
@@ -63,7 +64,7 @@ def kl_estimate(
         "k1" = d                 unbiased, may be negative; its gradient has mean 0 on fresh tokens
         "k2" = d^2 / 2           biased in value; its gradient is that of the KL on fresh tokens
         "k3" = exp(-d) - 1 + d   unbiased, never negative; its gradient is that of KL(reference || policy). Below -20
-                                 nats exp(-d) is that of -20, a constant: of some 89 no float32 has it.
+                                 nats exp(-d) and the slope are those at -20: of some 89 no float32 has it.
 
     Args:
         policy_logp, ref_logp: [B, T] f32 nats of the taken tokens, finite.
@@ -80,7 +81,9 @@ def kl_estimate(
     if kind == "k2":
         return 0.5 * jnp.square(difference)
     if kind == "k3":
-        return jnp.expm1(-jnp.maximum(difference, -LOG_RATIO_LIMIT)) + difference
+        # Cut in value alone: without the slope of exp(-d) descent would push the token further away.
+        cut = difference - jax.lax.stop_gradient(jnp.minimum(difference + LOG_RATIO_LIMIT, 0.0))
+        return jnp.expm1(-cut) + difference
     raise ValueError(f"kind={kind!r} is not one of 'k1', 'k2', 'k3'")
 
 
