@@ -147,8 +147,7 @@ METRICS: dict[str, Metric] = {
     ),
     "update/value_loss": Metric("loss", "Loss of the critic's predictions, mean over trained completion tokens."),
     "update/explained_variance": Metric(
-        "fraction",
-        "1 - variance of (return - critic's value) / variance of the return, over trained tokens.",
+        "fraction", "1 - variance of (return - critic's value) / variance of the return, over trained tokens."
     ),
     "update/expert_load_max": Metric(
         "multiple", "Trained tokens of the expert that got the most of its layer, over the mean of the layer's experts."
@@ -273,17 +272,19 @@ RATIOS = {
     "replay/uses_mean": ("uses_sum", "real_count"),
     "replay/replay_ratio": ("ended_uses", "ended_rows"),
     "replay/first_use_frac": ("first_use_count", "real_count"),
+    "replay/since_last_use_mean_steps": ("since_last_use_sum", "reused_count"),
     "replay/unique_prompts_mean": ("unique_prompt_count", "batch_count"),
 }
 
-# Those that the learner has as they are: by what name, and their type.
+# Those that the learner has as they are: by what name, their type, and of what there must be any (of a maximum).
 TAKEN = {
-    "update/ratio_max": ("ratio_max", float),
-    "update/old_policy_gap_max_nats": ("old_gap_max", float),
+    "update/ratio_max": ("ratio_max", float, "update_count"),
+    "update/old_policy_gap_max_nats": ("old_gap_max", float, "update_count"),
+    "update/sampler_learner_gap_max_nats": ("gap_max", float, "own_token_count"),
     "update/skipped_steps": ("skipped_count", int),
     "update/nonfinite_steps": ("nonfinite_count", int),
     "optimizer/learning_rate": ("learning_rate", float),
-    "replay/age_max_steps": ("age_max", int),
+    "replay/age_max_steps": ("age_max", int, "real_count"),
     "replay/wasted_share": ("wasted_share", float),
     "replay/drawn_rows": ("real_count", int),
     "tokens/trained": ("token_count", int),

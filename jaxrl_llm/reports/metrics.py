@@ -104,23 +104,16 @@ def draw_warning(values: dict[str, float]) -> str | None:
 
 def update_values(config: Config, used: dict[str, Any]) -> dict[str, float]:
     """Figures of the iteration's updates from its sums and counts: the one place where means are taken."""
-
-    def ratio(numerator: str, denominator: str) -> float:
-        return float(used[numerator]) / float(used[denominator]) if used[denominator] > 0 else math.nan
-
-    reused = int(used["real_count"]) - int(used["first_use_count"])
-
-    def effective(name: str, count: float) -> float:
-        square = count * float(used[f"{name}_square_sum"])
-        return float(used[f"{name}_sum"]) ** 2 / square if square else math.nan
-
+    used = used | {"reused_count": int(used["real_count"]) - int(used["first_use_count"])}
+    ratio = lambda total, count: float(used[total]) / float(used[count]) if used[count] > 0 else math.nan
+    taken = lambda given, kind, count="": kind(used[given]) if not count or used[count] > 0 else math.nan
+    floats = lambda *names: (float(used[name]) for name in names)
+    effective = lambda total, square, count: total**2 / (count * square) if count * square else math.nan
     values = {
         **{name: ratio(*sums) for name, sums in RATIOS.items() if sums[0] in used},
-        **{name: kind(used[given]) for name, (given, kind) in TAKEN.items() if given in used},
-        "update/ess_frac": effective("ratio", float(used["token_count"])),
-        "update/sequence_ess_frac": effective("sequence_ratio", float(used["row_count"])),
-        "update/sampler_learner_gap_max_nats": float(used["gap_max"]) if used["own_token_count"] else math.nan,
-        "replay/since_last_use_mean_steps": float(used["since_last_use_sum"]) / reused if reused else math.nan,
+        **{name: taken(*how) for name, how in TAKEN.items() if how[0] in used},
+        "update/ess_frac": effective(*floats("ratio_sum", "ratio_square_sum", "token_count")),
+        "update/sequence_ess_frac": effective(*floats("sequence_ratio_sum", "sequence_ratio_square_sum", "row_count")),
         "replay/filled_frac": float(used["filled_slots"]) / config.ring_capacity,
     }
     names = ("token_count", "clipped_count", "ratio_sum", "ratio_square_sum")
@@ -128,7 +121,7 @@ def update_values(config: Config, used: dict[str, Any]) -> dict[str, float]:
     for label, tokens, clipped, total, square in zip(AGE_LABELS, *by_age, strict=True):
         if tokens:
             values[f"update/clip_frac_age_{label}"] = clipped / tokens
-            values[f"update/ess_frac_age_{label}"] = total**2 / (tokens * square) if square else math.nan
+            values[f"update/ess_frac_age_{label}"] = effective(total, square, tokens)
     if "value_loss_sum" in used:
         moment = lambda x: float(used["token_count"]) * float(used[f"{x}_square_sum"]) - float(used[f"{x}_sum"]) ** 2
         whole, rest = moment("return"), moment("value_error")
@@ -206,14 +199,14 @@ class MetricsWriter:
     def restore(self, state: dict[str, int]) -> list[str]:
         """Cut the files back to a checkpoint's ``state()``, so that a resumed run repeats no line.
 
-        ``{}`` (no checkpoint) empties them. Lines that cannot be read go too.
+        ``{}`` (no checkpoint) empties them; one that was not written then stays. Lines that cannot be read go too.
 
         Returns:
             What to say of a file that has less than it had then.
         """
         said = []
         for name, file in self._files.items():
-            path, size = self._workdir / name, state.get(name, 0)
+            path, size = self._workdir / name, state.get(name, file.tell() if state else 0)
             file.truncate(min(size, file.tell()))
             lines = path.read_bytes().splitlines(keepends=True) if name in FILES else []
             if not all(map(json_lines.is_whole, lines)):

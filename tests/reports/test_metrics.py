@@ -1,5 +1,6 @@
 """Metrics: declared names only, valid JSON always, and files of a resumed run equal those of an uninterrupted one."""
 
+import dataclasses
 import io
 import json
 import math
@@ -15,7 +16,7 @@ from jaxrl_llm.config import ConfigError, MetricsConfig, freeze
 from jaxrl_llm.reports import metrics
 from jaxrl_llm.reports.metric_table import function_values, turn_values
 from jaxrl_llm.reports.metrics import METRICS, MetricsWriter, Progress, cost_values, progress_line, read_metrics
-from jaxrl_llm.types import OUTCOME_ERROR, OUTCOME_SCORE, Rewards
+from jaxrl_llm.types import OUTCOME_ERROR, OUTCOME_SCORE, SHARED_FILE, Rewards
 
 QUIET = MetricsConfig(tensorboard=False)
 
@@ -124,6 +125,17 @@ def test_without_a_checkpoint_a_run_starts_with_empty_files_and_none_is_ever_len
     again.close()
 
 
+def test_what_was_shared_stays_where_a_run_shares_no_more_for_a_while(tmp_path):
+    state = {}
+    for share in (True, False, True):
+        writer = MetricsWriter(tmp_path, dataclasses.replace(QUIET, share_rollouts=share))
+        assert writer.restore(state) == []
+        writer.append({SHARED_FILE: [{"prompt": "a"}]})
+        state = writer.state()
+        writer.close()
+    assert (tmp_path / SHARED_FILE).read_text() == '{"prompt": "a"}\n' * 2
+
+
 @pytest.mark.parametrize(
     ("harm", "kept"),
     [
@@ -197,6 +209,16 @@ def test_means_are_over_the_steps_that_were_taken_and_of_none_there_is_none():
     assert (values["update/loss"], values["update/grad_norm"], values["update/imitation_nats"]) == (1.5, 2.5, 1.5)
     values = learned(loss_sum=0.0, grad_norm_sum=0.0, imitation_loss_sum=0.0, imitation_weight_sum=0.0)
     assert all(math.isnan(values[f"update/{name}"]) for name in ("loss", "grad_norm", "imitation_nats"))
+
+
+def test_a_maximum_of_nothing_is_none():
+    """The sums are 0 where no batch could be drawn, and a ratio of 0 or an age of 0 would say that one was."""
+    sums = {"ratio_max": 1.5, "old_gap_max": 0.5, "gap_max": 0.25, "age_max": 3}
+    names = ("update/ratio_max", "update/old_policy_gap_max_nats", "update/sampler_learner_gap_max_nats")
+    of = lambda **counts: [learned(**sums, **counts)[name] for name in (*names, "replay/age_max_steps")]
+    assert of(update_count=1, own_token_count=1, real_count=1) == [1.5, 0.5, 0.25, 3]
+    assert all(map(math.isnan, of()))
+    assert of(real_count=1)[3] == 3  # drawn, in a step that was skipped
 
 
 def test_figures_by_age_are_of_the_tokens_of_that_age():
