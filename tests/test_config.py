@@ -925,7 +925,7 @@ ALIVE = {
     "rewards.timeout_s": (0.05, scores, {"rewards.functions": (f"{FUNCTIONS}:score",)}),
     "rewards.max_failure_frac": (0.4, failures, {}),
     "rewards.pass_threshold": (0.5, passes, {}),
-    "environments.factory": (f"{ENVIRONMENTS}:slow", program("decode"), {}),
+    "environments.factory": (f"{ENVIRONMENTS}:slow", program("decode"), {"environments.max_answer_tokens": 4}),
     "environments.max_turns": (2, answered, TURNS),
     "environments.max_answer_tokens": (2, program("decode"), TURNS),
     "environments.max_turn_tokens": (2, program("decode"), TURNS),
@@ -1114,6 +1114,84 @@ ELSEWHERE = {
     "algorithm.advantage=mssr.norm_decay": CREDIT,
     "algorithm.entropy_bonus=adaptive.coefficient": program("init_state"),
 }
+
+
+# Defaults of functions, place by place; of whom the number is, where it is not ours. Zeros leave something out.
+DEFAULTS = {
+    "algorithm.advantage": {
+        "reinforce_pp": {"norm_decay": 0.0},
+        "brorl": {"norm_decay": 0.0},
+        "asymre": {"delta_v": -0.1},  # arXiv:2604.08706
+        "gdpo": {"gate": 0.0, "norm_decay": 0.0},
+        "mssr": {"decay": 0.9, "decay_moving": 0.0, "norm_decay": 0.0},  # arXiv:2512.18215, 0.875 to 0.96
+        "poise": {"decay": 0.9},
+        "gae": {"gae_lambda": 1.0, "discount": 1.0, "norm_decay": 0.0},  # arXiv:2503.24290
+        "turn_returns": {"discount": 1.0, "std": True},
+        "mt_grpo": {"coefficient": 1.0},  # arXiv:2505.11821
+        "gigpo": {"discount": 0.95, "weight": 1.0, "std": True},  # arXiv:2505.10978
+        "ui_s1": {"discount": 0.5, "weight": 1.0, "std": True, "matched": 1.0},  # arXiv:2509.11543
+        "logo": {"branch_rows": 4, "branch_turns": 1, "weight": 1.0, "std": True},
+        "step_values": {"branch_rows": 4, "branch_turns": 1, "std": False},
+        "turn_gae": {"gae_lambda": 1.0, "discount": 1.0, "norm_decay": 0.0},
+        "step_gae": {"gae_lambda": 1.0, "discount": 1.0, "norm_decay": 0.0},
+    },
+    "algorithm.reward_terms": {
+        "overlong_penalty": {"buffer": 4},  # arXiv:2503.14476, a quarter of the longest
+        "length_reward": {"weight": 0.1},
+        "short_answer": {"tokens": 4, "bonus": 0.5, "every_iterations": 0},  # the bonus, arXiv:2505.15612
+    },
+    "algorithm.reshaping": {
+        "amplify_positive": {"factor": 3.0},  # arXiv:2601.03715
+        "entropy_factor": {"strength": 1.0},  # arXiv:2508.11356
+        "entropy_bonus": {"coefficient": 0.4, "limit": 2.0},  # arXiv:2506.14758
+        "duration_factor": {"exponent": 1.0},
+        "without_wrong_turns": {"below": 0.0},
+    },
+    "algorithm.surrogate": {
+        "clipped": {"low": 0.2, "high": 0.2, "dual": 0.0},  # arXiv:1707.06347
+        "sequence_clipped": {"low": 0.2, "high": 0.2, "dual": 0.0},  # arXiv:2604.08706
+        "gspo": {"low": 3e-4, "high": 4e-4, "dual": 0.0},  # arXiv:2507.18071
+        "cispo": {"low": 0.0, "high": 5.0},
+        "opmd": {"tau": 0.1},
+        "remix_centred": {"low": 0.2, "high": 0.2},
+        "agro": {"beta": 0.1},
+        "gvpo": {"beta": 0.1},
+        "kimi_k15": {"tau": 0.1},
+        "spo": {"beta": 1.0},
+        "spo_cross_entropy": {"beta": 1.0},
+        "inpo": {"eta": 7.5e-3},  # arXiv:2407.00617
+        "vcpo": {"cap": 8.0},  # arXiv:2602.17616
+    },
+    "algorithm.old_policy": {"ewma": {"decay": 0.9}},
+    "algorithm.correction": {
+        "token_truncated": {"high": 2.0},
+        "policy_truncated": {"high": 100.0},  # arXiv:2110.00641
+        "token_masked": {"low": 0.5, "high": 2.0},
+        "sequence_truncated": {"high": 2.0},
+        "sequence_masked": {"low": 0.5, "high": 2.0},
+        "second_moment": {"limit": 0.04},  # arXiv:2510.01161
+    },
+    "algorithm.divergence": {
+        "reference": {"coefficient": 0.04, "estimator": "k3"},  # arXiv:2402.03300
+        "convex": {"coefficient": 0.04, "estimator": "k3"},
+        "ewma": {"coefficient": 0.04, "decay": 0.9, "estimator": "k3"},
+    },
+    "algorithm.entropy_bonus": {
+        "constant": {"coefficient": 0.001},
+        "adaptive": {"coefficient": 0.001, "target": 0.2, "rate": 1e-4},  # the target, arXiv:2505.22312
+    },
+    "algorithm.cross_entropies": {name: {"coefficient": 0.05} for name in ("environment", "answers", "imitation")},
+    "replay.draw": {"priority": {"exponent": 1.0}, "age": {"scale_iterations": 4.0}},
+}
+
+
+def test_defaults_of_functions_are_those_of_the_papers_where_these_say_one():
+    found = {}
+    for path, name, key in settings_of_functions():
+        slot = places()[path]
+        _, default = {**slot.settings, **keywords(slot.table[name])}[key]
+        found.setdefault(path, {}).setdefault(name, {})[key] = default
+    assert found == DEFAULTS
 
 
 def places():

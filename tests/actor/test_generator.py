@@ -438,6 +438,10 @@ def test_with_lookahead_every_prompt_comes_out_once_with_the_same_tokens_and_ver
     assert sorted(out + still_open) == list(opened) and len(out) == 20
     assert len(set(tickets)) == len(tickets) and set(out) <= set(tickets)
     assert building.completions(rows) == of(base_rollout(), out)
+    # What was drawn is counted once: of the rows that came out, and of those that are still open.
+    state = sampling.generator.state
+    left = np.sum(np.asarray(state.length - state.prompt_length)[np.asarray(state.group_id) >= 0])
+    assert sampling.generator.take_draws().tokens == (rows.length - rows.prompt_length).sum() + left
     spans = 0
     for row in range(len(rows.length)):
         versions = rows.policy_version[row, rows.prompt_length[row] : rows.length[row]]
@@ -447,6 +451,14 @@ def test_with_lookahead_every_prompt_comes_out_once_with_the_same_tokens_and_ver
         assert (np.delete(rows.policy_version[row], np.s_[rows.prompt_length[row] : rows.length[row]]) == -1).all()
         spans += len(set(versions.tolist())) > 1
     assert spans > 0
+
+
+def test_idle_slots_go_to_the_oldest_prompts():
+    sampler = make_sampler(num_slots=5)
+    state = sampler._empty()
+    state = state.replace(group_id=state.group_id.at[0, :4].set(jnp.array([7, 3, 5, 9])))
+    # Three rows of the second entry, and two of the third.
+    assert jax.jit(sampler._refill)(state).slot_row.tolist() == [[3, 4, 5, 6, 7]]
 
 
 class Stragglers:

@@ -91,6 +91,11 @@ def test_unknown_kinds_are_named():
     assert all(f"'{kind}'" in str(error.value) for kind in [*KINDS, "none"])
 
 
+def test_a_weight_that_no_float32_can_square_is_cut():
+    weight = corrections.weight(jnp.array([[100.0, -100.0, 100.0]]), jnp.array([[True, True, False]]), is_carried=False)
+    np.testing.assert_allclose(weight, [[np.exp(36), np.exp(-36), 0]], rtol=1e-5)
+
+
 def test_what_corrections_declare_is_what_they_do():
     log_ratio, mask = random_ratios()
     policy = log_ratio + np.random.default_rng(4).normal(0, 0.6, mask.shape).astype(np.float32)

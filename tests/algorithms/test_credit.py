@@ -335,6 +335,9 @@ def test_a_group_that_is_all_wrong_teaches_nothing_where_tied_groups_are_left_ou
     np.testing.assert_allclose(first(mixed), [0, 0, 1, -1], atol=1e-5)
     np.testing.assert_array_equal(mixed.columns["tied"], [True, True, False, False])
     assert sums["degenerate_groups"] == 1
+    # A method that learns from tied groups goes on doing so.
+    imitated, _ = assign(make_rollout([0, 0]), [1, 1], advantage="asymre", skip_tied=True, num_groups=1)
+    np.testing.assert_allclose(first(imitated), [0.1, 0.1], rtol=1e-6)
     # Where a group does not compare its rows, it is tied when nothing is heard of any of them.
     alone, _ = assign(rollout, [0, 0, 1, 1], advantage="reinforce_pp", num_groups=2)
     np.testing.assert_array_equal(alone.columns["tied"], [False] * 4)
@@ -440,7 +443,7 @@ def test_a_gate_leaves_of_further_rewards_those_of_rows_whose_first_is_high_enou
     # First 1, 1, 0, 0; second 1, 0, 1, 0, of which the third's is lost: 1, 0, 0, 0.
     rollout, parts = make_rollout([0] * 4), np.array([[1, 1], [1, 0], [0, 1], [0, 0]], np.float32)
     given = {"num_groups": 1, "functions": ("a", "b"), "weights": (1.0, 1.0)}
-    gate, without = use("gdpo", gate=0.5), np.where([[1, 1], [1, 1], [1, 0], [1, 1]], parts, np.float32(0))
+    gate, without = use("gdpo", gate=1.0), np.where([[1, 1], [1, 1], [1, 0], [1, 1]], parts, np.float32(0))
     gated, _ = assign(rollout, [2, 1, 1, 0], extra={"parts": tuple(parts.T)}, advantage=gate, **given)
     expected, _ = assign(rollout, [2, 1, 0, 0], extra={"parts": tuple(without.T)}, advantage="gdpo", **given)
     np.testing.assert_array_equal(gated.advantage, expected.advantage)
@@ -626,6 +629,16 @@ def test_the_regressions_target_is_the_mean_of_the_siblings():
     # Rows alone in their group take no part. The first feature is 1, so its row counts and adds up.
     np.testing.assert_allclose(sums["regression"][0, 0], 3)
     np.testing.assert_allclose(sums["regression"][0, -1], 0.25 + 0.75 + 0.5, rtol=1e-6)
+
+
+def test_what_an_environment_answers_makes_no_answer_longer():
+    """Three tokens, of which the policy drew two: short enough for the bonus, 3/2 against 0."""
+    rollout = make_rollout([0, 0])
+    rollout = rollout.replace(prompt_length=np.int32([1, 1]), length=np.int32([4, 4]))
+    rollout.policy_version[:, 2] = -1
+    given = {"reward_terms": [use("short_answer", tokens=2, bonus=0.5)], "num_groups": 1}
+    experience, _ = assign(rollout, [1, 0], advantage="dr_grpo", **given)
+    np.testing.assert_array_equal(first(experience), [0.75, -0.75])
 
 
 CHOSEN = {"reward_terms": [use("short_answer", tokens=1, bonus=0.25, every_iterations=2)]}

@@ -298,6 +298,8 @@ def test_vcpos_baseline_leaves_the_least_variance_of_what_the_loss_adds_up(behin
     slope, _ = compiled("vcpo", SETTINGS._replace(clip_high=7.0, group_size=2))(x, np.ones_like(logp))
     weight = np.array([1.0, min(np.exp(-behind), 8.0)])
     np.testing.assert_allclose(slope[[0, 1], 0], -weight * (np.array([0, 1]) - baseline), rtol=1e-5, atol=2e-6)
+    _, is_cut = surrogate("vcpo", SETTINGS._replace(clip_high=7.0))(replace(x, group_size=2))
+    np.testing.assert_array_equal(is_cut, mask & np.array([[False], [weight[1] == 8]]))
     # The variance of a row's gradient is that of W (r - b) times the norm, here length^(1/2) of a token's.
     grid = np.linspace(0, 1, 100_001)
     variance = (weight[:, None] ** 2 * np.array([[1], [10]]) * (np.array([[0], [1]]) - grid) ** 2).sum(axis=0)

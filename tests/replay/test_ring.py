@@ -200,6 +200,8 @@ def check_draw(model, rows, info, iteration, config, fresh_wanted):
         for i in ids:
             allowed[i]["uses"] += 1
             allowed[i]["last_use"] = model.num_draws
+    questions = set((ids_of(rows) // 2)[info.is_real].tolist())
+    assert jit_sums(info)["unique_prompt_count"] == len(questions)
 
 
 def check_last_drawn(found, rows, info):
@@ -252,7 +254,7 @@ def test_a_ring_of_groups_gives_the_slots_of_tied_superseded_and_used_up_ones_fi
         # Advantages 2, 0, 1, 2 as priorities: the second can never be drawn.
         ({"draw": "priority"}, 1),
         ({"draw": {"name": "priority", "exponent": 0.0}}, 0),
-        # Retired by hand: the third. From iteration 9 on only fresh rows are drawn, but not yet.
+        # From iteration 9 on only fresh rows are drawn, but not yet.
         ({"fresh_from_iteration": 9}, 0),
     ],
 )
@@ -461,19 +463,22 @@ def test_a_delayed_batch_has_one_age_and_before_that_there_is_none():
 
 
 @pytest.mark.parametrize(
-    ("draw", "expected"),
+    ("draw", "group_size", "expected"),
     # One of four rows is drawn, of ages 1, 1, 0, 0 and |advantage| 1, 2, 0, 1.
     [
-        ({"name": "priority", "exponent": 2.0}, [1 / 6, 4 / 6, 0, 1 / 6]),
-        ({"name": "age", "scale_iterations": 0.5}, np.array([1, 1, np.e**2, np.e**2]) / (2 + 2 * np.e**2)),
+        ({"name": "priority", "exponent": 2.0}, 1, [1 / 6, 4 / 6, 0, 1 / 6]),
+        ({"name": "age", "scale_iterations": 0.5}, 1, np.array([1, 1, np.e**2, np.e**2]) / (2 + 2 * np.e**2)),
+        # Of two groups, by the largest of their rows; the first row tells which.
+        ({"name": "priority", "exponent": 1.0}, 2, [2 / 3, 0, 1 / 3, 0]),
     ],
 )
-def test_a_row_is_drawn_in_proportion_to_its_weight(draw, expected):
+def test_a_row_is_drawn_in_proportion_to_its_weight(draw, group_size, expected):
     config, ring = replay_config(draw=draw), jit_init(4, 1)
     for iteration, advantage in enumerate(([1, -2], [0, 1])):
         rows = rows_of_questions([5], ["right", "right"], 2 * iteration, advantage)
         ring = jit_insert(ring, rows, np.int32(iteration), ReplayConfig())
-    draw_one = jax.jit(jax.vmap(lambda key: ids_of(replay.draw(ring, key, 1, config, batch_size=1)[1])[0, 0]))
+    how = {"batch_size": group_size, "group_size": group_size}
+    draw_one = jax.jit(jax.vmap(lambda key: ids_of(replay.draw(ring, key, 1, config, **how)[1])[0, 0]))
     share = np.bincount(np.asarray(draw_one(jax.random.split(jax.random.key(0), 4000))), minlength=4) / 4000
     # Binomial: 5 standard deviations, 4 rows: false alarm < 3e-6.
     assert (np.abs(share - expected) <= 5 * np.sqrt(np.array(expected) * (1 - np.array(expected)) / 4000)).all(), share

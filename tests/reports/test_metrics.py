@@ -14,9 +14,9 @@ import rich.console
 
 from jaxrl_llm.config import ConfigError, MetricsConfig, freeze
 from jaxrl_llm.reports import metrics
-from jaxrl_llm.reports.metric_table import function_values, turn_values
+from jaxrl_llm.reports.metric_table import RATIOS, function_values, turn_values
 from jaxrl_llm.reports.metrics import METRICS, MetricsWriter, Progress, cost_values, progress_line, read_metrics
-from jaxrl_llm.types import OUTCOME_ERROR, OUTCOME_SCORE, SHARED_FILE, Rewards
+from jaxrl_llm.types import OUTCOME_ERROR, OUTCOME_SCORE, SHARED_FILE, STOP_EOS, STOP_LENGTH, STOP_STRING, Rewards
 
 QUIET = MetricsConfig(tensorboard=False)
 
@@ -195,13 +195,80 @@ def test_the_cost_of_an_iteration_counts_generated_rollouts_at_mu():
     assert resampled == {"time/cost_ratio": 2.0, "time/compute_rollouts": 128 + 5.28 * 128}
 
 
-def learned(**sums):
+def learned(config=None, **sums):
     """Figures of an iteration's updates whose other sums are 0."""
     names = "real_count first_use_count since_last_use_sum filled_slots gap_max own_token_count row_count ratio_sum"
     names += " ratio_square_sum sequence_ratio_sum sequence_ratio_square_sum token_count update_count"
     by_age = ("token_count", "clipped_count", "ratio_sum", "ratio_square_sum")
     used = dict.fromkeys(names.split(), 0.0) | {f"{name}_by_age": np.zeros(6, np.float32) for name in by_age}
-    return metrics.update_values(freeze({}), used | sums)
+    return metrics.update_values(freeze(config or {}), used | sums)
+
+
+def test_each_figure_is_the_sum_that_it_says_over_the_count_that_it_says():
+    """No two counts are equal. Of 8 rows 2 had been drawn before; 32 of 128 slots are filled."""
+    counts = {"token_count": 20, "real_count": 8, "row_count": 4, "batch_count": 5, "update_count": 7, "ended_rows": 3}
+    of_tokens = {"entropy_sum": 36, "kl_behaviour_sum": 4, "kl_reference_sum": 6, "clipped_count": 5}
+    of_tokens |= {"correction_weight_sum": 16, "value_loss_sum": 2, "ratio_sum": 30, "ratio_square_sum": 50}
+    of_tokens |= {"return_square_sum": 20, "return_sum": 0, "value_error_sum": 10, "value_error_square_sum": 10}
+    of_rows = {"age_sum": 12, "uses_sum": 20, "first_use_count": 6, "since_last_use_sum": 5}
+    of_rows |= {"sequence_ratio_sum": 6, "sequence_ratio_square_sum": 12}
+    others = {"loss_sum": 3, "grad_norm_sum": 5, "rate_scale_sum": 1, "gap_sum": 2, "own_token_count": 10, "gap_max": 7}
+    others |= {"ended_uses": 9, "unique_prompt_count": 10, "filled_slots": 32, "entropy_coefficient_sum": 6}
+    others |= {"environment_loss_sum": 1, "answers_loss_sum": 2, "adapter_module_sum": 4}
+    others |= {"imitation_loss_sum": 8, "imitation_weight_sum": 6}
+    values = learned({"replay": {"capacity": 128}}, **counts, **of_tokens, **of_rows, **others)
+    expected = {
+        "replay/age_mean_steps": 12 / 8,
+        "replay/uses_mean": 20 / 8,
+        "replay/first_use_frac": 6 / 8,
+        "replay/since_last_use_mean_steps": 5 / 2,
+        "replay/replay_ratio": 9 / 3,
+        "replay/unique_prompts_mean": 10 / 5,
+        "replay/filled_frac": 32 / 128,
+        "update/loss": 3 / 7,
+        "update/grad_norm": 5 / 7,
+        "update/environment_nats": 1 / 7,
+        "update/answers_nats": 2 / 7,
+        "update/imitation_nats": 8 / 6,
+        "update/entropy_coefficient": 6 / 7,
+        "update/adapter_module": 4 / 7,
+        "optimizer/rate_scale": 1 / 7,
+        "update/entropy_nats": 36 / 20,
+        "update/kl_behaviour_nats": 4 / 20,
+        "update/kl_reference_nats": 6 / 20,
+        "update/clip_frac": 5 / 20,
+        "update/correction_weight": 16 / 20,
+        "update/value_loss": 2 / 20,
+        "update/sampler_learner_gap_mean_nats": 2 / 10,
+        "update/sampler_learner_gap_max_nats": 7,
+        "update/ess_frac": 30**2 / (20 * 50),
+        "update/sequence_ess_frac": 6**2 / (4 * 12),
+        "update/explained_variance": 1 - (20 * 10 - 10**2) / (20 * 20),
+    }
+    assert set(RATIOS) < set(expected)
+    assert {name: values[name] for name in expected} == pytest.approx(expected)
+
+
+def test_figures_of_rollouts_are_over_all_that_were_generated():
+    """Two groups of four, one of them tied: two rollouts were cut short, three ended with a stop string, one failed."""
+    reasons = [STOP_LENGTH, STOP_LENGTH, STOP_STRING, STOP_EOS], [STOP_STRING, STOP_STRING, STOP_EOS, STOP_EOS]
+    lengths = [1, 2, 1, 1], [3, 2, 1, 1]
+    groups = [types.SimpleNamespace(lengths=n, stop_reasons=r, turns=[]) for n, r in zip(lengths, reasons, strict=True)]
+    outcome = np.array([OUTCOME_SCORE] * 7 + [OUTCOME_ERROR])
+    rewards = Rewards(np.array([1, 0, 0, 0, 3, 3, 0, np.nan]), {}, outcome)
+    values = metrics.rollout_values(freeze({}), groups, rewards, 1)
+    assert {name.removeprefix("rollout/"): value for name, value in values.items()} == {
+        "generated_rows": 8,
+        "reward_mean": 1.0,
+        "reward_std": pytest.approx((12 / 7) ** 0.5),  # 0, 1, 1, 1, 2, 2 and 1 away from it
+        "pass_rate": pytest.approx(3 / 7),
+        "completion_length_tokens": 12 / 8,
+        "truncated_frac": 2 / 8,
+        "stop_string_frac": 3 / 8,
+        "degenerate_group_frac": 1 / 2,
+        "reward/timeout_count": 0,
+        "reward/error_count": 1,
+    }
 
 
 def test_means_are_over_the_steps_that_were_taken_and_of_none_there_is_none():
@@ -240,6 +307,9 @@ def test_returns_that_are_all_alike_have_no_variance_to_explain():
     varied = np.where(np.arange(1000) % 2, returns, -returns)
     sums |= {"value_error_sum": 50.0, "value_error_square_sum": 2.5}
     assert learned(**sums, **of(varied))["update/explained_variance"] == pytest.approx(1.0)
+    # Half of them 0 and half of them 0.1: N E2 - E^2 = 1000 * 5 - 50^2, a quarter of the returns' 10^4.
+    sums["value_error_square_sum"] = 5.0
+    assert learned(**sums, **of(varied))["update/explained_variance"] == pytest.approx(0.75)
 
 
 VALUES = {
