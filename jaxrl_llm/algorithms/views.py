@@ -107,7 +107,7 @@ class Tokens:
     advantage: Float[ArrayLike, "B T"]
     reward: Float[ArrayLike, " B"]
     mask: Bool[ArrayLike, "B T"]  # tokens with a loss; a row without any is no sibling of its group
-    age: Int[ArrayLike, "B T"] | None = None  # iterations since the token was drawn
+    age: Int[ArrayLike, "B T"] | None = None  # iterations since the token was drawn, by the optimizer steps taken
     iteration: Int[ArrayLike, ""] | None = None
     group_size: int = 1  # neighbouring rows that are siblings
     columns: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # [B, T]

@@ -216,8 +216,7 @@ class LearnerPrograms:
             )
             return ring, batch, replay.sums(info)
 
-        key = jax.random.fold_in(key, iteration)
-        state, ring, sums = self.update.step(state, ring, key, draw, base)
+        state, ring, sums = self.update.step(state, ring, iteration, jax.random.fold_in(key, iteration), draw, base)
         if self.config.replay.min_ess:
             by_age = (sums[f"{name}_by_age"] for name in ("ratio_sum", "ratio_square_sum", "token_count"))
             ring = replay.retire_stale(ring, iteration, corrections.effective_share(*by_age), self.config.replay)

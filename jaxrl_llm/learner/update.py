@@ -53,6 +53,8 @@ class Moment(NamedTuple):
     """When a batch is used: the policies beside the current one that its loss may look at, and their versions."""
 
     version: jax.Array  # [] i32 of the current weights; tokens sampled by it measure the sampler-learner gap
+    start_version: jax.Array  # [] i32 of those before the iteration's updates; skipped updates make no version
+    iteration: jax.Array  # [] i32
     others: Mapping[str, Any] = {}  # weights of other policies (views.OTHER_POLICIES) that the loss asks for
     over_batch: jax.Array | None = None  # [] f32, what a correction asks of the whole batch
     entropy_coefficient: jax.Array | None = None  # [] f32 weight of the entropy bonus, where it moves
@@ -92,13 +94,14 @@ class Update:
     pass_threshold: float = 1.0
 
     def step(
-        self, state: TrainState, ring: RingState, key: jax.Array, draw: Draw, base: Any = None
+        self, state: TrainState, ring: RingState, iteration: jax.Array, key: jax.Array, draw: Draw, base: Any = None
     ) -> tuple[TrainState, RingState, dict[str, jax.Array]]:
         """U optimizer steps.
 
         Args:
             state: donate it.
             ring: donate it.
+            iteration: [] i32, from 0.
             key: random key of this iteration's draws.
             draw: takes a batch from the ring.
             base: weights that do not learn, where the state's policies are adapters of them.
@@ -112,11 +115,10 @@ class Update:
         def one(carry, index):
             state, ring = carry
             ring, batch, drawn = draw(ring, jax.random.fold_in(key, index))
-            state, sums = self.apply_batch(state, batch, start, base)
+            state, sums = self.apply_batch(state, batch, iteration, start, base)
             return (state, ring), sums | drawn
 
-        updates = jnp.arange(self.config.updates_per_iteration)
-        (state, ring), sums = jax.lax.scan(one, (state, ring), updates)
+        (state, ring), sums = jax.lax.scan(one, (state, ring), jnp.arange(self.config.updates_per_iteration))
         if "previous" in state.others:
             state = state.replace(others={**state.others, "previous": start.params["policy"]})
         run = jnp.sum(jnp.cumprod(sums["nonfinite_count"][::-1]))
@@ -124,15 +126,15 @@ class Update:
         return state, ring, sums | {"nonfinite_run": run}
 
     def apply_batch(
-        self, state: TrainState, batch: Experience, start: TrainState | None = None, base: Any = None
+        self, state: TrainState, batch: Experience, iteration: Any, start: TrainState | None = None, base: Any = None
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         """One optimizer step on rows [M, b, ...]; skipped where they hold no token, or loss or gradient is not finite.
 
         Args:
+            iteration, base: as for ``step``.
             start: the state before the iteration's updates; None = this one.
-            base: as for ``step``.
         """
-        moment = self._moment(state, batch, state if start is None else start, base)
+        moment = self._moment(state, batch, iteration, state if start is None else start, base)
         gradient, sums = self.gradient(state.params, batch, moment)
         norm = {name: optax.tree.norm(optax.tree.cast(part, jnp.float32)) for name, part in gradient.items()}
         is_finite = jnp.all(jnp.isfinite(jnp.stack([sums["loss_sum"], *norm.values()])))
@@ -168,12 +170,12 @@ class Update:
             "nonfinite_count": 1.0 - is_finite.astype(jnp.float32),
         }
 
-    def _moment(self, state: TrainState, batch: Experience, start: TrainState, base: Any = None) -> Moment:
+    def _moment(self, state: TrainState, batch: Experience, iteration: Any, start: TrainState, base: Any) -> Moment:
         """What the loss of a batch may look at; weights only where the objective asks for them."""
         weights = {START: start.params["policy"], **state.others}
         wanted = [name.removesuffix("_logp") for name in OTHER_POLICIES if self.algorithm.loss_needs(name)]
         others, coefficient = {name: weights[name] for name in wanted}, state.scalars.get("entropy_coefficient")
-        moment = Moment(state.step, others, base=base, entropy_coefficient=coefficient)
+        moment = Moment(state.step, start.step, iteration, others, base=base, entropy_coefficient=coefficient)
         correction = self.algorithm.correction
         over_batch = correction.fact("over_batch")
         if over_batch is None:
@@ -408,7 +410,6 @@ class Update:
         columns |= {
             f"{name}_logp": self._constant_logp(params, rows, moment.base) for name, params in moment.others.items()
         }
-        iteration = moment.version // self.config.updates_per_iteration
         tokens = Tokens(
             policy_logp,
             behaviour_logp,
@@ -416,8 +417,8 @@ class Update:
             rows.advantage,
             rows.reward,
             mask,
-            age=iteration - rollout.policy_version // self.config.updates_per_iteration,
-            iteration=iteration,
+            age=-((rollout.policy_version - moment.start_version) // self.config.updates_per_iteration),
+            iteration=moment.iteration,
             group_size=self.group_size,
             columns=columns,
         )

@@ -118,7 +118,7 @@ def test_the_update_says_the_mean_reward_of_rows_that_count():
     update = Still(**{field.name: getattr(update, field.name) for field in dataclasses.fields(update)})
     update, rows = dataclasses.replace(update, optimizer=seen), building.random_experience()
     state = TrainState({"policy": {"x": jnp.ones(3)}}, {"policy": jnp.float32(0)}, jnp.int32(0), {}, {})
-    state, _ = update.apply_batch(state, building.on_mesh(update, rows))
+    state, _ = update.apply_batch(state, building.on_mesh(update, rows), 0)
     counts = rows.trainable.astype(bool)
     assert 0 < counts.sum() < len(counts) and state.opt_state["policy"] == pytest.approx(rows.reward[counts].mean())
 

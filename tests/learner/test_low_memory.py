@@ -333,11 +333,11 @@ def test_bytes_a_parameter(param_dtype, settings, most):
     update = dataclasses.replace(building.make_update({"micro_batch_size": 2}), model=model, optimizer=optimizer)
     state = TrainState({"policy": params}, {"policy": opt_state}, jax.ShapeDtypeStruct((), "int32"))
     batch = building.on_mesh(update, building.random_experience())
-    of = lambda state, batch: update.gradient(state.params, batch, update._moment(state, batch, state))
+    of = lambda state, batch: update.gradient(state.params, batch, update._moment(state, batch, 0, state, None))
     gradient, _ = jax.eval_shape(of, state, batch)
     assert most - 0.1 < held + size(gradient) <= most + 1e-3
     # And the update leaves the state as it took it.
-    after, _ = jax.eval_shape(update.apply_batch, state, batch)
+    after, _ = jax.eval_shape(update.apply_batch, state, batch, 0)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), after) == jax.tree.map(lambda x: (x.shape, x.dtype), state)
 
 

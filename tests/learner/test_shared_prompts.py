@@ -67,7 +67,8 @@ def test_gradient_is_that_of_unshared_prompts_padded_or_packed():
     programs = [jax.jit(update.gradient) for update in (apart, shared, packed)]
     for seed in range(2):
         rows = experience(seed)
-        (one, sums_one), *others = (program({"policy": params}, rows, Moment(jnp.int32(0))) for program in programs)
+        moment = Moment(*[jnp.int32(0)] * 3)
+        (one, sums_one), *others = (program({"policy": params}, rows, moment) for program in programs)
         norm = float(optax.tree.norm(one))
         for other, sums_other in others:
             # Measured: 3e-7 of the norm.

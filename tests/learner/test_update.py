@@ -142,10 +142,11 @@ def three_policies(anchor, rows, **settings):
     policies = [building.host_params(update.model, seed) for seed in range(3)]
     compiled = jax.jit(update.apply_batch)
 
-    def step(**fields):
+    def step(iteration=0, **fields):
         state = building.train_state(update).replace(**fields)
         with jax.sharding.use_abstract_mesh(mesh_of(ONE).abstract_mesh):
-            return compiled(state, building.on_mesh(update, rows), state.replace(params={"policy": policies[1]}))
+            start = state.replace(params={"policy": policies[1]})
+            return compiled(state, building.on_mesh(update, rows), iteration, start)
 
     return step, policies, [oracle_logp(params, rows.rollout) for params in policies]
 
@@ -192,8 +193,7 @@ def test_remix_clips_about_the_iterations_policy_and_is_held_to_the_start_and_to
     ratio, centre = np.exp(policy - behaviour), np.exp(current - behaviour)
     # Of 50 iterations and fewer all of the penalty is to the start; then a tenth less every ten, down to a half.
     for iteration, share in ((50, 1.0), (51, 0.9), (65, 0.8), (500, 0.5)):
-        version = jax.device_put(np.int32(iteration), sharding.replicated(mesh_of(ONE), 0))
-        after, sums = step(step=version, others={"previous": previous})
+        after, sums = step(np.int32(iteration), others={"previous": previous})
         window = np.minimum(np.maximum(ratio, centre - 0.2), centre + 0.2)
         term = -np.minimum(ratio * rows.advantage, window * rows.advantage)
         term += 0.3 * (share * (policy - rows.columns["ref_logp"]) ** 2 + (1 - share) * (policy - before) ** 2) / 2
@@ -207,7 +207,7 @@ def test_the_policy_before_is_what_the_iteration_before_began_with():
     update = dataclasses.replace(update, optimizer=optax.sgd(1e-3))
     rows = building.on_mesh(update, building.random_experience())
     draw = lambda ring, key: (ring, rows, {})
-    step = jax.jit(lambda state: update.step(state, None, jax.random.key(0), draw)[0])
+    step = jax.jit(lambda state: update.step(state, None, jnp.int32(0), jax.random.key(0), draw)[0])
     first = building.train_state(update)
     params = first.params["policy"]
     opt_state = {"policy": update.optimizer.init(params)}
@@ -484,9 +484,9 @@ def test_a_batch_that_teaches_nothing_skips_the_step(reason):
 def step_of_batches(update):
     """The update's step, jitted, whose draws are the batches that it is given, one after the other."""
 
-    def step(state, batches):
+    def step(state, batches, iteration=0):
         draw = lambda i, key: (i + 1, jax.tree.map(lambda x: x[i], batches), {})
-        return update.step(state, jnp.int32(0), jax.random.key(0), draw)
+        return update.step(state, jnp.int32(0), iteration, jax.random.key(0), draw)
 
     return jax.jit(step)
 
@@ -509,6 +509,26 @@ def test_updates_that_are_not_finite_are_counted_and_those_at_the_end(advantages
     assert abs(sums["loss_sum"]) < 1e-4 and sums["grad_norm_sum"] < 1e-3
     assert int(state.step) == 5 - count
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(state))
+
+
+def iteration_and_age(x):
+    """A surrogate that is 100 times the iteration and the age of each token."""
+    return 100.0 * x.iteration + x.age + 0 * x.policy_logp
+
+
+@pytest.mark.parametrize(("drawn_by", "age"), [(3, 0), (2, 1), (0, 2)])
+def test_an_iteration_and_ages_are_what_they_are_after_an_update_was_skipped(drawn_by, age):
+    """Iteration 2 of two updates each, one of which was skipped: it begins with version 3, the one before with 2."""
+    update = building.make_update({"surrogate": f"{__file__}:iteration_and_age", "updates_per_iteration": 2})
+    rows = building.random_experience()
+    version = np.where(rows.rollout.policy_version < 0, -1, drawn_by).astype(np.int32)
+    rows = building.on_mesh(update, rows.replace(rollout=rows.rollout.replace(policy_version=version)))
+    batches = jax.tree.map(lambda x: np.stack([x, x]), rows)
+    with jax.sharding.use_abstract_mesh(mesh_of(ONE).abstract_mesh):
+        state = building.train_state(update)
+        after, _, sums = step_of_batches(update)(state.replace(step=state.step + 3), batches, np.int32(2))
+    assert int(after.step) == 5
+    np.testing.assert_allclose(sums["loss_sum"], 2 * (200 + age), rtol=1e-6)
 
 
 # --- the optimizer ---
@@ -537,7 +557,7 @@ def test_an_update_keeps_one_gradient():
     opt_state = {"policy": optim.abstract_state(optimizer, params, mesh_of(ONE))}
     state = TrainState({"policy": params}, opt_state, jax.ShapeDtypeStruct((), "int32"))
     batch = building.on_mesh(update, building.random_experience())
-    compiled = jax.jit(update.apply_batch, donate_argnums=0).lower(state, batch).compile()
+    compiled = jax.jit(update.apply_batch, donate_argnums=0).lower(state, batch, 0).compile()
     size = 4 * model.arch.num_params
     assert size <= compiled.memory_analysis().temp_size_in_bytes < 1.5 * size
 

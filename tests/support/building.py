@@ -365,7 +365,7 @@ def compile_update(update, mesh=ONE):
 
     def call(state, batch):
         with jax.sharding.use_abstract_mesh(mesh_of(mesh).abstract_mesh):
-            return jitted(state, batch)
+            return jitted(state, batch, 0)
 
     return call
 

@@ -44,7 +44,7 @@ def gradient(update, rows, mesh=ONE):
     state = TrainState({"policy": learned}, jax.tree.map(np.zeros_like, {"policy": learned}), np.int32(0), {}, {})
     state = dataclasses.replace(state, step=jax.device_put(np.int32(0), whole))
     with jax.sharding.use_abstract_mesh(mesh_of(mesh).abstract_mesh):
-        state, sums = jax.jit(update.apply_batch)(state, building.on_mesh(update, rows, mesh), None, base)
+        state, sums = jax.jit(update.apply_batch)(state, building.on_mesh(update, rows, mesh), 0, None, base)
     return jax.device_get((state.opt_state["policy"], sums))
 
 

@@ -86,7 +86,7 @@ def test_too_many_updates_that_are_not_finite_end_a_run_with_their_batch(mesh, t
         shards = sharding.num_ring_shards(config, mesh)
         rows = jax.tree.map(lambda x: x.reshape(shards, -1, *x.shape[1:]), rows)
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            return jax.jit(run.learner.update.apply_batch)(state, rows)[1]
+            return jax.jit(run.learner.update.apply_batch)(state, rows, 0)[1]
 
     assert sums(rows)["nonfinite_count"] == 1
     found = sums(rows.replace(advantage=np.nan_to_num(rows.advantage, posinf=1.0)))

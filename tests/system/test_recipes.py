@@ -447,7 +447,7 @@ def test_a_later_loss_is_that_of_the_papers_equation(recipe):
         experience, _ = credit.assign(*rows, config)
         update = dataclasses.replace(run.learner.update, optimizer=RECORDER)
         batch = jax.tree.map(lambda x: x[None], experience)
-        return update.apply_batch(state, batch, state.replace(params={"policy": start}))[1]
+        return update.apply_batch(state, batch, iterations, state.replace(params={"policy": start}))[1]
 
     with jax.sharding.use_abstract_mesh(run.mesh.abstract_mesh):
         used = loss(*jax.device_put((state, others["start"], rows), sharding.replicated(run.mesh, 0)))
