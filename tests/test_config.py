@@ -571,7 +571,7 @@ def program(name, arch=TINY):
 def drawn(config, folder, monkeypatch):
     """The text of the program of the updates, but with no step where one has drawn its batch."""
 
-    def step(self, state, ring, key, draw, base):
+    def step(self, state, ring, iteration, key, draw, base):
         ring, batch, sums = draw(ring, key)
         return state, ring, sums | {"batch": batch}
 
