@@ -208,8 +208,9 @@ def sft(config: Config, out: pathlib.Path, *, until: float = 1.0) -> float:
         """
         found: list[float] = []
         for start in range(0, len(held_out), size):
-            index = [min(i, len(held_out) - 1) for i in range(start, start + size)]  # the last batch is filled up
-            found += compiled["answer_logp"](params, rows(batch_of(held_out, index, start)), *base).tolist()
+            ids = range(start, start + size)
+            batch = batch_of([held_out[min(i, len(held_out) - 1)] for i in ids], ids)  # the last is filled up
+            found += compiled["answer_logp"](params, rows(batch), *base).tolist()
         logp = np.array(found[: len(held_out)])
         return float(np.mean(np.exp(logp))), float(-np.sum(logp) / held_out_tokens)
 

@@ -67,7 +67,7 @@ def _train(config: Config, workdir: pathlib.Path, allow_config_changes: bool) ->
     started = time.monotonic()
     train_set, held_out, skipped = questions(config, tokenizer)
     read_s = time.monotonic() - started
-    stream = PromptStream(train_set, config.prompts, ledger := Ledger(), seed=config.seed)
+    stream = PromptStream(train_set, config.prompts, ledger := Ledger(), seed=config.seed, held_out=held_out)
     teacher = pretrained.resolve_reference(config.model, source)
     run = assemble(config, source.architecture(), tokenizer.eos_ids, mesh, teacher.architecture())
     source.check_weights(run.model.base, mesh)
@@ -76,7 +76,7 @@ def _train(config: Config, workdir: pathlib.Path, allow_config_changes: bool) ->
     checkpoints = Checkpointer(workdir, config.checkpoint)
     examples = [row.example for row in train_set + held_out]
     hosts.agree(config=(text := record(config, mesh)), questions=[(one.prompt, one.columns) for one in examples])
-    check = lambda host: stream.check(host["stream"])
+    check = lambda host: stream.check(host["stream"], allow_changes=allow_config_changes)
     checkpoints.check_config(config, run.abstract_checkpoint, check, allow_changes=allow_config_changes)
     if hosts.is_first():
         (workdir / "config.json").write_text(text)

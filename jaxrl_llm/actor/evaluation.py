@@ -83,8 +83,8 @@ def evaluate(
     at_once = generator.sampler.num_prompts
     tickets, groups, texts, answers = [], [], [], []
     for start in range(0, len(held_out), at_once):
-        index = [min(i, len(held_out) - 1) for i in range(start, start + at_once)]
-        batch = prompts_lib.batch_of(held_out, index, first_group_id=start)
+        ids = range(start, start + at_once)
+        batch = prompts_lib.batch_of([held_out[min(i, len(held_out) - 1)] for i in ids], ids)
         done = generator.generate(params, batch, version=version, key=key)
         generator.take()
         generator.draws.clear()  # of which nobody asks here

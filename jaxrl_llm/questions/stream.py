@@ -18,6 +18,7 @@ import grain
 import numpy as np
 
 from jaxrl_llm.config import ConfigError, PromptsConfig
+from jaxrl_llm.limits import FILE_SOURCES
 from jaxrl_llm.questions.ledger import Ledger
 from jaxrl_llm.types import Example, PromptBatch
 
@@ -56,10 +57,9 @@ def split_held_out(
             f"eval.num_prompts={num_held_out} must be less than the {len(by_prompt)} distinct questions of the "
             "source (prompts.size): the rest is for training"
         )
-    keys = list(by_prompt)
-    held_out = [keys[i] for i in np.random.default_rng(seed).permutation(len(keys))[:num_held_out]]
-    out = set(held_out)
-    return tuple(example for key, example in keyed if key not in out), tuple(by_prompt[key] for key in held_out)
+    rows = list(by_prompt.items())
+    held_out = dict(rows[i] for i in np.random.default_rng(seed).permutation(len(rows))[:num_held_out])
+    return tuple(example for key, example in keyed if key not in held_out), tuple(held_out.values())
 
 
 def question_of(example: Example) -> str:
@@ -112,13 +112,7 @@ def encode_examples(
     return encoded, left_out
 
 
-def batch_of(encoded: Sequence[EncodedExample], indices: Iterable[int], first_group_id: int) -> PromptBatch:
-    """The questions at ``indices``, in that order, with ids counted from ``first_group_id``."""
-    rows = [encoded[i] for i in indices]
-    return _batch(rows, range(first_group_id, first_group_id + len(rows)))
-
-
-def _batch(rows: Sequence[EncodedExample], group_ids: Sequence[int]) -> PromptBatch:
+def batch_of(rows: Sequence[EncodedExample], group_ids: Sequence[int]) -> PromptBatch:
     tokens = np.zeros((len(rows), rows[0].width if rows else 0), np.int32)
     for padded, row in zip(tokens, rows, strict=True):
         padded[: len(row.tokens)] = row.tokens
@@ -128,6 +122,12 @@ def _batch(rows: Sequence[EncodedExample], group_ids: Sequence[int]) -> PromptBa
         group_id=np.array(group_ids, np.int32),
         examples=tuple(row.example for row in rows),
     )
+
+
+def _digest(rows: Iterable[Any]) -> str:
+    """Of what JSON says of each row, or text of what it has not: dates, bytes."""
+    digests = (hashlib.sha256(json.dumps(row, default=str).encode()).digest() for row in rows)
+    return hashlib.sha256(b"".join(digests)).hexdigest()[:16]
 
 
 class PromptStream:
@@ -142,12 +142,15 @@ class PromptStream:
 
     Args:
         ledger: has met no question yet.
+        held_out: questions that are not asked here, of which the state knows whether they are the same.
 
     Raises:
         ConfigError: (``check``, ``restore``) the state is of other questions, another seed or another order.
     """
 
-    def __init__(self, encoded: Sequence[EncodedExample], config: PromptsConfig, ledger: Ledger, *, seed: int):
+    def __init__(
+        self, encoded: Sequence[EncodedExample], config: PromptsConfig, ledger: Ledger, *, seed: int, held_out: Any = ()
+    ):
         self._encoded, self.ledger = encoded, ledger
         self._question_ids = [self.ledger.question_id(row.tokens, row.example.hidden) for row in encoded]
         self.ledger.close_data()
@@ -164,6 +167,11 @@ class PromptStream:
         for row in encoded:
             digest.update(row.tokens.tobytes() + f"/{row.example.hidden}".encode())
         self._fingerprint = digest.hexdigest()[:16]
+        # Of other sources all follows from settings, but for columns that come from sets (some of reasoning-gym).
+        self._beside = {}
+        if config.source in FILE_SOURCES:
+            self._beside["answers or other columns"] = _digest(row.example.columns for row in encoded)
+            self._beside["held-out questions"] = _digest((x.example.prompt, x.example.columns) for x in held_out)
 
     def next_batch(self, num_prompts: int) -> PromptBatch:
         """The next ``num_prompts`` questions of the stream; a batch may run over the end of a pass."""
@@ -176,7 +184,7 @@ class PromptStream:
             if asks_all or not (waits or self._question_ids[place] in retired):
                 group_ids.append(self._position)
             self._position += 1
-        return _batch([self.lookup(i) for i in group_ids], group_ids)
+        return batch_of([self.lookup(i) for i in group_ids], group_ids)
 
     def lookup(self, group_id: int) -> EncodedExample:
         """The question that the stream gives, or gave, at this position."""
@@ -192,16 +200,20 @@ class PromptStream:
 
     def state(self) -> dict[str, Any]:
         """What ``restore`` needs to go on from here; plain JSON."""
-        return {"position": self._position, "fingerprint": self._fingerprint}
+        return {"position": self._position, "fingerprint": self._fingerprint, "beside": self._beside}
 
-    def check(self, state: dict[str, Any]) -> None:
-        """Raises what ``restore`` would."""
+    def check(self, state: dict[str, Any], *, allow_changes: bool) -> None:
+        """Raises what ``restore`` would, and unless allowed where what is beside the questions has changed."""
         if state["fingerprint"] != self._fingerprint:
             raise ConfigError(
                 "the questions are not those of the checkpoint (the file, the tokenizer, a date in its template, seed "
                 f"or prompts.* has changed): fingerprint {self._fingerprint} here, {state['fingerprint']} there"
             )
+        before = state.get("beside", {})  # none in a checkpoint of an earlier version
+        if (changed := [name for name, x in self._beside.items() if before.get(name, x) != x]) and not allow_changes:
+            said = f"the {' and the '.join(changed)} are not those of the checkpoint (their file has changed)"
+            raise ConfigError(f"{said}. Set them back, or use another workdir, or pass --allow_config_changes")
 
     def restore(self, state: dict[str, Any]) -> None:
-        self.check(state)
+        self.check(state, allow_changes=True)
         self._position = state["position"]

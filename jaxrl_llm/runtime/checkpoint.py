@@ -214,12 +214,8 @@ class Checkpointer:
         Raises:
             ConfigError: settings differ from those of the latest checkpoint, its arrays do not fit, or none is whole.
         """
-
-        def read(path: pathlib.Path) -> None:
-            host, _, _ = stored.read_fitting(path, abstract_state, config, allow_changes)
-            check(host)
-
-        stored.read_whole(self.directory, None, read, say=False)
+        read = lambda path: stored.read_fitting(path, abstract_state, config, allow_changes)[0]
+        stored.read_whole(self.directory, None, read, check, say=False)
 
     def check(self) -> dict[str, float]:
         """Raise what has gone wrong in the background by now; metrics of the checkpoint that has become whole."""

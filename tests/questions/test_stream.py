@@ -68,7 +68,7 @@ def test_batch_holds_padded_tokens_lengths_and_ids():
     examples, messages = encode_examples(
         [Example("ab", {}), Example("", {})], ByteTokenizer(), PromptsConfig(max_tokens=5, system_prompt="s")
     )
-    batch = batch_of(examples, [1, 0], first_group_id=7)
+    batch = batch_of(examples[::-1], range(7, 9))
     np.testing.assert_array_equal(
         batch.tokens, np.array([[115, 62, 0, 0, 0], [115, 97, 98, 62, 0]], np.int32), strict=True
     )
@@ -132,6 +132,27 @@ def test_questions_whose_hidden_word_has_changed_are_others():
     of("apple", "grape").restore(state)
     with pytest.raises(ConfigError, match="not those of the checkpoint"):
         of("melon", "grape").restore(state)
+
+
+def test_a_file_with_other_answers_or_held_out_questions_is_refused_unless_allowed():
+    rows = lambda *answers: [
+        EncodedExample(Example(f"q{i}", {"answer": answer, "made": [datetime.date(2026, 1, 1), b"x"]}), np.arange(3), 8)
+        for i, answer in enumerate(answers)
+    ]
+    of = lambda train, held_out, source="parquet": PromptStream(
+        rows(*train), PromptsConfig(source=source), Ledger(), seed=0, held_out=rows(*held_out)
+    )
+    state = json.loads(json.dumps(of("ab", "cd").state()))
+    of("ab", "cd").check(state, allow_changes=False)
+    for sets, changed in ((("aX", "cd"), "answers or other columns"), (("ab", "cX"), "held-out questions"),
+                          (("ab", "c"), "held-out questions"),
+                          (("Xb", "Xd"), "answers or other columns and the held-out questions")):  # fmt: skip
+        with pytest.raises(ConfigError, match=rf"^the {changed} are not those of the checkpoint .*--allow_config"):
+            of(*sets).check(state, allow_changes=False)
+        of(*sets).check(state, allow_changes=True)
+        of(*sets).restore(state)
+        of(*sets).check({"fingerprint": state["fingerprint"]}, allow_changes=False)  # an earlier version's
+    of("aX", "cd", "reasoning_gym").check(of("ab", "cd", "reasoning_gym").state(), allow_changes=False)
 
 
 # Held-out questions
@@ -234,7 +255,7 @@ def test_the_first_prompt_that_is_refused_ends_it():
 def test_questions_take_the_room_of_their_tokens_and_not_of_the_longest():
     wide = encode_examples(numbered(3), ByteTokenizer(), PromptsConfig(max_tokens=10**6, chat_template=False))[0]
     assert [row.tokens.nbytes for row in wide] == [8, 8, 8]
-    assert batch_of(wide, [2], 0).tokens.shape == (1, 10**6)
+    assert batch_of(wide[2:], [0]).tokens.shape == (1, 10**6)
 
 
 def retiring(num, rate=0.75, **settings):

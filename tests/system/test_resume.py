@@ -291,6 +291,32 @@ def test_other_questions_are_refused_before_a_file_is_touched(setting, value, fi
     assert files() == before
 
 
+def test_another_answer_or_another_held_out_question_is_refused_unless_allowed(tmp_path, monkeypatch):
+    """The run went on without a word, by other rewards, and its pass rates were of other questions."""
+    files = {name: tmp_path / f"{name}.jsonl" for name in ("prompts", "eval")}
+    changes = {f"{name}.name": str(path) for name, path in files.items()}
+    changes |= {
+        "prompts.source": "jsonl",
+        "eval.num_prompts": 2,
+        "rewards.functions": ("jaxrl_llm.questions.tasks.scores:exact",),
+    }
+
+    def run(num_iterations, *, answer="4", asked="5+5=", **how):
+        for name, path in files.items():
+            rows = [{"prompt": f"{asked if name == 'eval' else i}", "answer": answer} for i in range(16)]
+            path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        mapping = building.settings_of(CONFIG, SETTINGS | changes | {"num_iterations": num_iterations})
+        return train_module.train(freeze(mapping), tmp_path / "run", **how)
+
+    ghosts.haunt(monkeypatch)
+    assert run(1) == 0
+    with pytest.raises(ConfigError, match=r"the answers or other columns and the held-out questions are not those"):
+        run(2, answer="5")
+    with pytest.raises(ConfigError, match=r"the held-out questions are not those of the checkpoint.*--allow_config_ch"):
+        run(2, asked="6+6=")
+    assert run(2, asked="6+6=", allow_config_changes=True) == run(3, asked="6+6=") == 0
+
+
 @pytest.mark.parametrize("prints", [True, False])
 def test_a_run_whose_chat_template_prints_the_date_goes_on_on_another_day(prints, tmp_path, monkeypatch, capfd):
     """Its questions were others after midnight, and it was refused."""
