@@ -133,7 +133,7 @@ def _train(config: Config, workdir: pathlib.Path, allow_config_changes: bool) ->
         with contextlib.suppress(Stopped):  # by a signal, wherever it can be saved: inside a generation too
             if restored is None and evaluation:
                 progress.note(evaluation.measure(workdir / "eval_before", learner.publish(), learner.version).line)
-            before = time.monotonic() - actor.spent_s
+            before = time.monotonic() - values.get("time/iteration_s", actor.spent_s)
             while (values or iteration < config.num_iterations) and failure is None:
                 if not values:  # else they are of an iteration that was stopped in its evaluation
                     stop.check()
@@ -142,6 +142,7 @@ def _train(config: Config, workdir: pathlib.Path, allow_config_changes: bool) ->
                     iteration += 1
                     values = actor.values(acted, num_tied=int(sums["degenerate_groups"])) | update_values(config, sums)
                     values["memory/peak_bytes"] = programs.peak_memory_bytes(mesh)
+                    values["time/iteration_s"] = time.monotonic() - before  # so far
                     values = plain_numbers(values | cost_values(config, values, compute))
                     compute = values["time/compute_rollouts"]
                     metrics.append(actor.lines(acted, iteration))

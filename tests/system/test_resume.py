@@ -378,6 +378,26 @@ def test_a_stop_asked_for_during_an_evaluation_saves_what_there_is(
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == saved
 
 
+def test_seconds_of_an_iteration_are_of_all_of_it_where_it_was_stopped_in_its_evaluation(tmp_path, monkeypatch):
+    evaluations = []
+
+    def evaluate(*_, **__):
+        evaluations.append("")
+        if len(evaluations) == 2:
+            signal.raise_signal(signal.SIGTERM)
+            raise stopping.Stopped
+        return {"pass_rate": 0.5, "completion_length_tokens": 1.0, "pass_at_k": {"4": 0.5}, "num_prompts": 2,
+                "num_samples": 4, "timeout_count": 0, "error_count": 0, "samples": []}  # fmt: skip
+
+    ghosts.haunt(monkeypatch)
+    monkeypatch.setattr(evaluation, "evaluate", evaluate)
+    settings = SETTINGS | {"num_iterations": 1, "eval.num_prompts": 2}
+    run = lambda: train_module.train(freeze(building.settings_of(CONFIG, settings)), tmp_path)
+    assert (run(), run(), len(evaluations)) == (128 + signal.SIGTERM, 0, 3)
+    row = read_metrics(tmp_path)[0]
+    assert row["time/iteration_s"] > row["time/generate_s"] + row["time/update_s"] > 0
+
+
 @pytest.mark.slow  # in the plain suite one is killed, above
 @pytest.mark.parametrize(
     ("chance", "changes"),
