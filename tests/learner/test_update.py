@@ -17,6 +17,7 @@ from support.building import COMPLETION_TOKENS, CUBE, ONE, PROMPT_TOKENS, TINY, 
 
 from jaxrl_llm.config import ConfigError, MeshConfig, OptimizerConfig, freeze
 from jaxrl_llm.learner import optim
+from jaxrl_llm.learner.update import Update
 from jaxrl_llm.models.row_logp import chunk_tokens
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.ops.filters import NO_TOKEN
@@ -157,13 +158,15 @@ def test_policies_before_and_averaged_corrected_weights_and_the_scaled_step_are_
     step, (params, _, average), (policy, old, averaged) = three_policies(
         "ewma",
         rows,
-        correction="token_truncated",
+        correction="token_masked",
         entropy_bonus={"name": "adaptive", "coefficient": 0.05, "target": 9.0, "rate": 0.01},
         step_size="effective_sample_size",
     )
     after, sums = step(others={"average": average})
-    weight = corrections.weights(old - behaviour, mask, "token_truncated", 0.5, 2.0, None)
-    term = np.array(weight) * losses.clipped_surrogate(policy, old, rows.advantage, 0.2, 0.2)
+    weight = np.array(corrections.weights(old - behaviour, mask, "token_masked", 0.5, 2.0, None))
+    assert 0 < np.sum(weight == 0, where=mask) < mask.sum()
+    term = weight * losses.clipped_surrogate(policy, old, rows.advantage, 0.2, 0.2)
+    # What is masked out is held to the anchor all the same.
     term += 0.3 * (policy - averaged) ** 2 / 2 - 0.05 * oracle_entropy(params, rows.rollout)
     expected = losses.aggregate(term, mask, rows.trainable, "token_mean", COMPLETION_TOKENS)
     np.testing.assert_allclose(sums["loss_sum"], expected, rtol=1e-5)
@@ -171,7 +174,6 @@ def test_policies_before_and_averaged_corrected_weights_and_the_scaled_step_are_
     # 264 tokens have less entropy than 9 nats: the bonus of the next step is larger by the rate.
     np.testing.assert_allclose(sums["entropy_coefficient_sum"], 0.05, rtol=1e-6)
     np.testing.assert_allclose(after.scalars["entropy_coefficient"], 0.06, rtol=1e-6)
-    assert 0 < np.sum(np.array(weight) == 2.0) < mask.sum()
 
     # The recorder's step is the gradient; averages of versions 0 and 1 weigh 0.9 and 1.
     ratio = np.array(
@@ -220,6 +222,36 @@ def test_the_policy_before_is_what_the_iteration_before_began_with():
         assert optax.tree.norm(jax.tree.map(np.subtract, after.params, before.params)) > 0
 
 
+def test_each_update_has_a_draw_of_its_own_and_the_start_is_before_the_first():
+    update = building.make_update({"old_policy": "start", "updates_per_iteration": 3})
+    update = dataclasses.replace(update, optimizer=optax.sgd(0.3))
+    rows = building.random_experience(with_reference=False)
+    own = oracle_logp(building.host_params(update.model), rows.rollout).astype(np.float32)
+    batch = building.on_mesh(update, rows.replace(rollout=rows.rollout.replace(behaviour_logp=own)))
+
+    def draw(ring, key):
+        count, keys = ring
+        return (count + 1, keys.at[count].set(jax.random.key_data(key))), batch, {}
+
+    first = building.train_state(update)
+    first = first.replace(opt_state={"policy": update.optimizer.init(first.params["policy"])})
+    keys, key = jnp.zeros((3, 2), jnp.uint32), jax.random.key(0)
+    step = jax.jit(lambda state: update.step(state, (0, keys), jnp.int32(0), key, draw))
+    with jax.sharding.use_abstract_mesh(mesh_of(ONE).abstract_mesh):
+        _, (_, keys), sums = step(first)
+    assert len(np.unique(keys, axis=0)) == 3
+    # The weights moved, the old policy did not: it is the one that drew the tokens, of all three batches.
+    assert sums["ratio_max"] > 1.02 and sums["old_gap_max"] < 1e-4
+
+
+def test_each_iteration_has_draws_of_its_own(monkeypatch):
+    learner = assemble(freeze({}), TINY, (5,), mesh_of(ONE)).learner
+    monkeypatch.setattr(Update, "step", lambda self, state, ring, iteration, key, *_: (state, ring, {"key": key}))
+    state, ring = types.SimpleNamespace(step=jnp.int32(1)), learner._init_ring()
+    keys = [learner._update(state, ring, jnp.int32(i), jax.random.key(0))[2]["key"] for i in range(3)]
+    assert len(np.unique(jax.random.key_data(jnp.stack(keys)), axis=0)) == 3
+
+
 def test_what_sampler_and_learner_differ_by_and_what_was_learned_since_are_two_ratios():
     """Staleness, current / old, is what the surrogate clips; discrepancy, old / behaviour, is the correction's."""
     rows = building.random_experience(with_reference=False)
@@ -236,6 +268,9 @@ def test_what_sampler_and_learner_differ_by_and_what_was_learned_since_are_two_r
     expected = losses.aggregate(term, mask, rows.trainable, "token_mean", COMPLETION_TOKENS)
     np.testing.assert_allclose(sums["loss_sum"], expected, rtol=1e-5)
     np.testing.assert_allclose(sums["old_gap_max"], np.abs((old[0] - behaviour)[mask]).max(), rtol=1e-5)
+    for away in (30, -30):  # cut to 20 nats
+        _, sums = building.gradient(update, rows.with_columns(generation_logp=behaviour + np.float32(away)))
+        np.testing.assert_allclose(sums["old_gap_max"], 20, rtol=1e-6)
 
     # Neither truncated nor clipped, their product is the ratio to the behaviour policy, whatever lies between.
     wide = {"name": "clipped", "low": 1.0, "high": 1e9}
@@ -267,7 +302,8 @@ def oracle_value_loss(params, head, rows, critic):
 @pytest.mark.parametrize(("name", "group_size"), [("critic, clipped value", 1), ("critic, bins", 2)])
 def test_the_critics_loss_and_its_gradients_are_those_of_a_float64_model(name, group_size):
     # Without advantages the critic's loss is all there is.
-    update = building.make_update(building.CRITICS[name] | {"micro_batch_size": 8}, group_size=group_size)
+    settings = building.CRITICS[name] | {"micro_batch_size": 8, "step_size": "effective_sample_size"}
+    update = building.make_update(settings, group_size=group_size)
     rows = building.random_experience(with_reference=False, with_critic=True, group_size=group_size)
     rows = rows.replace(advantage=np.zeros_like(rows.advantage))
     params, head = building.host_params(update.model), building.host_head(update)
@@ -293,6 +329,11 @@ def test_the_critics_loss_and_its_gradients_are_those_of_a_float64_model(name, g
     assert min(norms) > 0.1 * max(norms) > 1e-3
     # Measured: 2.3e-6 of the smaller norm.
     np.testing.assert_allclose((ends[0] - ends[1]) / 2e-6, slope, rtol=0, atol=1e-5 * min(norms))
+
+    # The recorder's step is the gradient; the share of a batch that counts makes that of the policy alone smaller.
+    after, sums = building.compile_update(update)(building.train_state(update), building.on_mesh(update, rows))
+    assert sums["rate_scale_sum"] < 0.9
+    np.testing.assert_array_equal(after.params["critic"]["kernel"], head["kernel"] + of_head["kernel"])
 
 
 def test_values_of_rollouts_are_those_of_a_float64_model_in_the_rows_order():
@@ -386,7 +427,8 @@ def test_metrics_are_sums_over_the_trained_tokens():
     size = (rows.rollout.length - rows.rollout.prompt_length)[rows.trainable].sum()
     at = np.arange(rows.rollout.tokens.shape[1])[None, :]
     mask = (at >= rows.rollout.prompt_length[:, None]) & (at < rows.rollout.length[:, None]) & rows.trainable[:, None]
-    d = (oracle_logp(building.host_params(update.model), rows.rollout) - rows.rollout.behaviour_logp)[mask]
+    policy = oracle_logp(building.host_params(update.model), rows.rollout)
+    d, from_reference = ((policy - other)[mask] for other in (rows.rollout.behaviour_logp, rows.columns["ref_logp"]))
     ratio, advantage = np.exp(d), rows.advantage[mask]
     clipped = ((advantage > 0) & (ratio > 1.2)) | ((advantage < 0) & (ratio < 0.8))
     expected = {
@@ -398,6 +440,7 @@ def test_metrics_are_sums_over_the_trained_tokens():
         "ratio_max": ratio.max(),
         "row_count": rows.trainable.sum(),
         "kl_behaviour_sum": (np.exp(d) - 1 - d).sum(),
+        "kl_reference_sum": (np.exp(-from_reference) - 1 + from_reference).sum(),
         "gap_max": np.abs(d).max(),
         "gap_sum": np.abs(d).sum(),
         "gap_high_count": (np.abs(d) > 10 * update.config.max_sampler_learner_gap_nats).sum(),
