@@ -194,7 +194,7 @@ def knobs(runs: Sequence[Run], sweep: Sweep, column: str) -> list[Knob]:
         spread = np.nanquantile(resampled[best] - resampled[worst], (0.025, 0.975))
         spread = np.where(enough[best] and enough[worst], spread, np.nan).tolist()
         found.append(Knob(field, rows, (float(means[best] - means[worst]), *spread)))
-    return sorted(found, key=lambda knob: -knob.effect[0])
+    return sorted(found, key=lambda knob: -abs(knob.effect[0]))
 
 
 def _bins(values: Sequence[Any]) -> list[str]:

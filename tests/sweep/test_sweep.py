@@ -83,11 +83,12 @@ def test_less_is_better_where_the_sweep_says_so():
     run = Run("a", {}, "finished", rows(0.3, 0.2, 0.1, 0.25))
     assert figures(run, sweep) == {f"{M} last": 0.25, f"{M} best": 0.1, f"iteration to {M} 0.2": 2.0}
     # A setting's best value is then the one with the lowest mean: 0.2 less 0.5.
-    runs = [Run(f"{x}{y}", {"x.lr": x}, "finished", rows(y)) for x, y in ((1, 0.1), (1, 0.3), (2, 0.4), (2, 0.6))]
+    values = ((1, 1, 0.1), (1, 2, 0.3), (2, 1, 0.4), (2, 2, 0.6))
+    runs = [Run(f"{x}{z}", {"x.n": z, "x.lr": x}, "finished", rows(y)) for x, z, y in values]
     sweep = Sweep([run.point for run in runs], lower_is_better=(M,))
     for column in (f"{M} last", f"{M} best"):
-        (knob,) = knobs(runs, sweep, column)
-        assert knob.effect[0] == pytest.approx(-0.3)
+        found = {knob.field: knob.effect[0] for knob in knobs(runs, sweep, column)}
+        assert found == pytest.approx({"x.lr": -0.3, "x.n": -0.2}) and list(found) == ["x.lr", "x.n"]  # most first
 
 
 def test_a_group_is_a_point_without_its_seed():
