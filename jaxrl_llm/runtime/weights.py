@@ -68,9 +68,9 @@ def check_workdir(folder: pathlib.Path) -> None:
         names = sorted(os.listdir(folder))
         settings = json.loads((folder / "config.json").read_bytes())
     others = [name for name in names if name.endswith(".safetensors") or name == "adapter_config.json"]
-    if "config.json" not in names:
+    if not {"config.json", "checkpoints"} & {*names}:
         others += [name for name in WRITTEN if name in names and os.path.getsize(folder / name)]
-    elif not isinstance(settings, dict) or "made_with" not in settings:
+    if not isinstance(settings, dict) or "made_with" not in settings:
         others.append("config.json")
     if others:
         said = f"--workdir={str(folder)!r:.200} has {others[0]}, which no run has written there"
