@@ -744,6 +744,16 @@ def gym_config(name="chain_sum", size=40, **arguments):
     return PromptsConfig(source="reasoning_gym", name=name, size=size, arguments=arguments)
 
 
+def test_a_dataset_whose_questions_are_other_ones_in_each_process_is_refused(gym, monkeypatch):
+    config = gym_config("ransom_note", size=3)
+    monkeypatch.setenv("PYTHONHASHSEED", "0")  # as who heeds the message has it
+    assert len(tasks.load(config, seed=1).examples) == 3
+    for value in ("random", None):
+        monkeypatch.setenv("PYTHONHASHSEED", value) if value else monkeypatch.delenv("PYTHONHASHSEED")
+        with pytest.raises(ConfigError, match=r"prompts.name='ransom_note' has other questions.*set PYTHONHASHSEED=0"):
+            tasks.load(config, seed=1)
+
+
 def test_its_environment_asks_again_until_the_scorer_is_content(gym):
     config = gym_config(min_terms=2, max_terms=2, min_digits=1, max_digits=1)
     example = tasks.load(config, seed=5).examples[0]

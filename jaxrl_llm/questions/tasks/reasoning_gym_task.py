@@ -21,6 +21,7 @@ import difflib
 import functools
 import importlib.util
 import json
+import os
 import re
 import sys
 import types
@@ -64,6 +65,7 @@ except ModuleNotFoundError as error:
     raise ConfigError(f"prompts.source='reasoning_gym' needs {error.name}: bash launch/setup.sh installs it") from error
 
 MIX = "mix"
+OF_SETS = ("isomorphic_strings", "polynomial_multiplication", "ransom_note")  # drawn from sets, in the order of hashes
 SCORER = "jaxrl_llm.questions.tasks.reasoning_gym_task:reward"
 
 # A minus directly after a digit is an operator: the integers of "5-2" are 5 and 2.
@@ -151,6 +153,9 @@ def _of_dataset(config: PromptsConfig, seed: int) -> Loaded:
     for package in ABSENT:
         if name in SOURCE_PACKAGES[package]:
             raise ConfigError(f"prompts.name={name!r} {_how_to_get(package)}")
+    if name in OF_SETS and os.environ.get("PYTHONHASHSEED", "random") == "random":
+        said = "has other questions in each process of Python, so that a run of it could not be resumed"
+        raise ConfigError(f"prompts.name={name!r} {said}: set PYTHONHASHSEED=0 in the environment")
     known = [field.name for field in dataclasses.fields(DATASETS[name][1]) if field.name not in ("seed", "size")]
     for key, value in config.arguments.items():
         if key not in known:
