@@ -904,8 +904,9 @@ RIGHT = lambda entry: entry["answer"]
         ("boxnet", "5", 0.0),  # which its scorer raises at, as at a number for a list
     ],
 )
-def test_answers_are_no_programs_and_those_that_a_scorer_raises_at_are_wrong(gym, name, said, expected):
+def test_answers_are_no_programs_and_those_that_a_scorer_raises_at_are_wrong(gym, name, said, expected, monkeypatch):
     """Scorers of reasoning-gym evaluate some answers as Python, the right one within reach."""
+    monkeypatch.setenv("PYTHONHASHSEED", "0")  # which one of them asks for
     (example,) = tasks.load(gym_config(name, size=1), seed=3).examples
     given = {key: [value] * 2 for key, value in json.loads(json.dumps(example.columns)).items()}
     text = said if isinstance(said, str) else said(example.columns["entry"])
