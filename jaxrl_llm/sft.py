@@ -32,7 +32,7 @@ from absl import flags
 from jax.sharding import Mesh
 from ml_collections import config_flags
 
-from jaxrl_llm.actor.evaluation import questions, report_skipped
+from jaxrl_llm.actor.evaluation import filled_batches, questions, report_skipped
 from jaxrl_llm.config import Config, ConfigError, freeze
 from jaxrl_llm.learner import low_memory, optim
 from jaxrl_llm.models import lora
@@ -41,7 +41,7 @@ from jaxrl_llm.models.row_logp import PLAIN, chunk_tokens, row_logp
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.ops.masks import completion_mask
 from jaxrl_llm.questions.ledger import Ledger
-from jaxrl_llm.questions.stream import EncodedExample, PromptStream, batch_of
+from jaxrl_llm.questions.stream import EncodedExample, PromptStream
 from jaxrl_llm.run import model_of
 from jaxrl_llm.runtime import cli, sharding, weights
 from jaxrl_llm.runtime.programs import Program, compile_all, use_cache
@@ -207,9 +207,7 @@ def sft(config: Config, out: pathlib.Path, *, until: float = 1.0) -> float:
         The former is the pass rate at temperature 1 where one text alone is right.
         """
         found: list[float] = []
-        for start in range(0, len(held_out), size):
-            ids = range(start, start + size)
-            batch = batch_of([held_out[min(i, len(held_out) - 1)] for i in ids], ids)  # the last is filled up
+        for batch in filled_batches(held_out, size):
             found += compiled["answer_logp"](params, rows(batch), *base).tolist()
         logp = np.array(found[: len(held_out)])
         return float(np.mean(np.exp(logp))), float(-np.sum(logp) / held_out_tokens)

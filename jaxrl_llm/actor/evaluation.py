@@ -12,6 +12,7 @@ import math
 import pathlib
 import re
 import sys
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -30,7 +31,7 @@ from jaxrl_llm.questions import stream as prompts_lib
 from jaxrl_llm.questions import tasks
 from jaxrl_llm.reports.metric_table import evaluation_values
 from jaxrl_llm.runtime import hosts, rng, sharding
-from jaxrl_llm.types import OUTCOME_ERROR, OUTCOME_SCORE, OUTCOME_TIMEOUT
+from jaxrl_llm.types import OUTCOME_ERROR, OUTCOME_SCORE, OUTCOME_TIMEOUT, PromptBatch
 
 # Sources whose columns an environment may ask for without a word of them in the prompt: the word of Wordle.
 HIDING = ("jsonl", "parquet", "maze")
@@ -59,6 +60,13 @@ def majority_passes(completions: list[str], passes: list[bool]) -> bool:
     return any(p for a, p in zip(answers, passes, strict=True) if a == winner)
 
 
+def filled_batches(rows: Sequence[prompts_lib.EncodedExample], size: int) -> Iterator[PromptBatch]:
+    """All rows in their order, ``size`` at a time, with ids from 0; the last batch is filled up with the last row."""
+    for start in range(0, len(rows), size):
+        ids = range(start, start + size)
+        yield prompts_lib.batch_of([rows[min(i, len(rows) - 1)] for i in ids], ids)
+
+
 def evaluate(
     generator: Generator,
     params: Any,
@@ -80,15 +88,12 @@ def evaluate(
     Returns:
         JSON-able figures and every completion. Completions without a score count in no rate; one of none is None.
     """
-    at_once = generator.sampler.num_prompts
     tickets, groups, texts, answers = [], [], [], []
-    for start in range(0, len(held_out), at_once):
-        ids = range(start, start + at_once)
-        batch = prompts_lib.batch_of([held_out[min(i, len(held_out) - 1)] for i in ids], ids)
+    for batch in filled_batches(held_out, generator.sampler.num_prompts):
         done = generator.generate(params, batch, version=version, key=key)
         generator.take()
         generator.draws.clear()  # of which nobody asks here
-        for group in done[: len(held_out) - start]:
+        for group in done[: len(held_out) - len(groups)]:
             is_own = group.completions is not None
             groups.append(group)
             texts.append([decode(c) for c in group.completions] if is_own else None)

@@ -54,7 +54,7 @@ def turns_of(x: Rows) -> Turns:
     if x.added is not None:
         reward = reward + jnp.where(last, x.added[:, None], 0.0)
     start = jax.vmap(lambda k: jnp.sum(number < k, axis=1, dtype=jnp.int32), out_axes=1)(at)
-    reward, scored = (jnp.where(valid, x, 0.0) for x in (reward, scored))
+    reward, scored = (jnp.where(valid, r, 0.0) for r in (reward, scored))
     return Turns(number, start, valid, last, reward, scored)
 
 

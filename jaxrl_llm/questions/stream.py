@@ -53,10 +53,8 @@ def split_held_out(
     for key, example in keyed:
         by_prompt.setdefault(key, example)
     if num_held_out >= len(by_prompt):
-        raise ConfigError(
-            f"eval.num_prompts={num_held_out} must be less than the {len(by_prompt)} distinct questions of the "
-            "source (prompts.size): the rest is for training"
-        )
+        most = f"the {len(by_prompt)} distinct questions of the source (prompts.size)"
+        raise ConfigError(f"eval.num_prompts={num_held_out} must be less than {most}: the rest is for training")
     rows = list(by_prompt.items())
     held_out = dict(rows[i] for i in np.random.default_rng(seed).permutation(len(rows))[:num_held_out])
     return tuple(example for key, example in keyed if key not in held_out), tuple(held_out.values())
@@ -113,6 +111,7 @@ def encode_examples(
 
 
 def batch_of(rows: Sequence[EncodedExample], group_ids: Sequence[int]) -> PromptBatch:
+    """Questions of one width, side by side."""
     tokens = np.zeros((len(rows), rows[0].width if rows else 0), np.int32)
     for padded, row in zip(tokens, rows, strict=True):
         padded[: len(row.tokens)] = row.tokens
