@@ -80,7 +80,7 @@ class Iteration:
             programs = programs | self.run.sampler.programs(self.run.sampler_params)
         compiled = compile_all(programs, self.mesh)
         if learner:
-            compiled = keep_what_fits(self.run, compiled, memory_limit(self.mesh.devices.flatten().tolist()))
+            compiled = keep_what_fits(self.run, compiled, memory_limit(self.mesh))
         self.programs: Mapping[str, Any] = {name: wrap(name, program) for name, program in compiled.items()}
         self.sample_key = self.put(rng.stream(0, "sample"))
         self.generator = Generator(self.run.sampler, self.programs, lambda ids: "") if sampler else None

@@ -26,10 +26,11 @@ from jaxrl_llm.learner import publish
 from jaxrl_llm.models.files import pretrained
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.questions import jsonl
+from jaxrl_llm.questions.stream import EncodedExample, batch_of
 from jaxrl_llm.questions.tasks.files import prompt_of
 from jaxrl_llm.runtime import cli, hosts, json_lines, rng, sharding
 from jaxrl_llm.runtime.programs import compile_all, use_cache
-from jaxrl_llm.types import STOP_NAMES, Example, PromptBatch
+from jaxrl_llm.types import STOP_NAMES, Example
 
 
 def generate(
@@ -89,12 +90,8 @@ def generate(
         for start in range(0, len(members), at_once):
             chosen = members[start : start + at_once]
             padded = chosen + [chosen[-1]] * (at_once - len(chosen))
-            batch = PromptBatch(
-                tokens=np.asarray([prompts[i] + [0] * (width - len(prompts[i])) for i in padded], np.int32),
-                length=np.asarray([len(prompts[i]) for i in padded], np.int32),
-                group_id=np.asarray(padded, np.int32),  # the row's place in the file keys its noise
-                examples=tuple(Example("", {}) for _ in padded),
-            )
+            rows = [EncodedExample(Example("", {}), np.asarray(prompts[i], np.int32), width) for i in padded]
+            batch = batch_of(rows, padded)  # the row's place in the file keys its noise
             groups = generator.generate(params, batch, version=version, key=key)
             logp = sharding.own_rows(generator.take().behaviour_logp)
             for j, i in ((j, i) for j, i in enumerate(chosen) if j in logp):

@@ -78,11 +78,10 @@ class Run:
             programs[f"checksums_{part}"] = Program(checksums, (state,), whole)
         if self.config.rollout.max_resample_rounds:
             P = self.config.rollout.prompts_per_iteration
-            place = jax.ShapeDtypeStruct((P,), jnp.int32, sharding=whole)
+            place = sharding.undivided(self.mesh, jnp.int32, (P,))
             sampled = self.learner.sampled
-            layout = jax.tree.map(lambda x: x.sharding, sampled)
             choose = functools.partial(resampling.choose, group_size=self.config.rollout.group_size)
-            programs["choose"] = Program(choose, (sampled, sampled, place), layout)
+            programs["choose"] = Program(choose, (sampled, sampled, place), sharding.of(sampled))
         if self.eval_sampler is not None:
             evals = self.eval_sampler.programs(self.sampler_params)
             programs |= {f"eval_{name}": program for name, program in evals.items()}
@@ -205,7 +204,7 @@ def check_room(run: Run, *made: tuple[Any, ...]) -> None:
 
 def check_fits(tree: Any, mesh: Mesh, given: dict[str, Any]) -> None:
     """Refuse arrays that have no room on a device, with the settings that they are so large by; ConfigError."""
-    limit = memory_limit(mesh.devices.flatten().tolist()) or host_share(mesh)
+    limit = memory_limit(mesh) or host_share(mesh)
     if (need := sharding.device_bytes(tree)) > limit:
         said = ", ".join(f"{name}={value!r}" for name, value in given.items())
         raise ConfigError(f"{said} need {need / 2**30:.2f} GiB per device, which has {limit / 2**30:.2f} GiB")

@@ -142,13 +142,10 @@ class Supervised:
         rows = tuple(sharding.rows(mesh, shape, jnp.int32) for shape in shapes)
         params, *base = lora.split(self.model.abstract_params(mesh))
         opt_state = optim.abstract_state(self.optimizer, params, mesh, offload=self.offload)
-        layout = lambda tree: jax.tree.map(lambda x: x.sharding, tree)
-        whole = replicated(mesh, 0)
+        learned, whole = sharding.of((params, opt_state)), replicated(mesh, 0)
         return {
-            "init": Program(self.optimizer.init, (params,), layout(opt_state)),
-            "step": Program(
-                self.step, (params, opt_state, rows, *base), (layout(params), layout(opt_state), whole), donate=(0, 1)
-            ),
+            "init": Program(self.optimizer.init, (params,), learned[1]),
+            "step": Program(self.step, (params, opt_state, rows, *base), (*learned, whole), donate=(0, 1)),
             "answer_logp": Program(self.answer_logp, (params, rows, *base), whole),
         }
 

@@ -94,7 +94,7 @@ def _train(config: Config, workdir: pathlib.Path, allow_config_changes: bool) ->
     ):
         check_room(run)
         progress.note(describe(run, len(train_set), len(held_out), read_s, skipped, checkpoints.last_write()))
-        started, limit = time.monotonic(), memory_limit(mesh.devices.flatten().tolist())
+        started, limit = time.monotonic(), memory_limit(mesh)
         compiled = load_all(run.programs(), mesh, config.executables) or compile_all(run.programs(), mesh)
         compiled = keep_what_fits(run, compiled, limit)
         check_memory(compiled, limit or host_share(mesh), **run.beside)

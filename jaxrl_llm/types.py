@@ -30,7 +30,7 @@ STOP_STRING = 3
 STOP_TURNS = 4  # its environment had more to say after environments.max_turns turns
 STOP_NAMES = ("none", "eos", "length", "stop_string", "max_turns")
 
-# Experience.age_bucket: upper ages of the buckets, in iterations; one more has all above.
+# The column age_bucket of an experience: upper ages of the buckets, in iterations; one more has all above.
 AGE_BUCKETS = (0, 1, 3, 7, 15)
 
 # In the workdir of a run that shares its rollouts (metrics.share_rollouts).

@@ -227,10 +227,7 @@ class _Handler(openai_api.Handler):
         base = {"id": f"chatcmpl-{secrets.token_hex(8)}", "created": int(time.time()), "model": "policy"}
         choice, counts = {"index": 0, "finish_reason": why, "logprobs": None}, {"usage": usage} if usage else {}
         if request.is_tokens:
-            ids = message["token_ids"]
-            pairs = zip(ids, message["logps"], strict=True)
-            content = [{"token": f"token_id:{i}", "logprob": logp} for i, logp in pairs]
-            choice |= {"token_ids": ids, "logprobs": {"content": content}}
+            choice = openai_api.token_choice(message["token_ids"], message["logps"], why)
             return self.send(200, {"request_id": base["id"], "model": "policy", "choices": [choice]})
         if not request.is_streamed:
             whole = {"object": "chat.completion", "choices": [choice | {"message": message}]}

@@ -1,6 +1,6 @@
 """Evaluation: completions of held-out questions, scored: pass@1, pass@k, majority vote, length.
 
-Owns: which questions are held out, the estimators. Does not know: training, files.
+Owns: the estimators, when and with what sampling is measured. Does not know: training.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ class External:
                 group.ticket = score(group)
         groups += [None] * (num_groups - len(groups))
         rows = _rows(groups, self._run.config, first_id=-1 - iteration * num_groups)
-        layout = jax.tree.map(lambda x: x.sharding, self._run.learner.abstract_external)
+        layout = sharding.of(self._run.learner.abstract_external)
         skipped, failed = (sum(getattr(x, name) for x in self._sources.values()) for name in ("skipped", "failed"))
         return Guests(sharding.put(rows, layout), groups, self._run, skipped, failed)
 

@@ -5,6 +5,7 @@ Owns: its call. Does not know: deadlines, what is in a line, jax.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from copy import deepcopy
@@ -24,5 +25,4 @@ def call(function: Callable, prompt: Any, columns: dict[str, Any], completions: 
         return [], reward_worker.message(error)
 
 
-def main(descriptor: int, specs: list[str]) -> None:
-    reward_worker.main(descriptor, specs, call)
+main = functools.partial(reward_worker.main, call=call)

@@ -12,7 +12,7 @@ import http.server
 import json
 import resource
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 MAX_BODY = 2**24  # bytes
@@ -55,6 +55,12 @@ def pass_over(asked: Mapping[str, Any], more: Mapping[str, tuple[Any, ...]], why
             raise Refused(400, f"{name} {why}")
         if neutral[name] and value not in neutral[name]:
             raise Refused(400, f"{name}={value!r:.100} is not there: only {neutral[name][0]!r}")
+
+
+def token_choice(ids: Sequence[int], logps: Sequence[float], why: str) -> dict[str, Any]:
+    """The answer to a request of tokens: vLLM's, and log-probs under each token's id."""
+    content = [{"token": f"token_id:{i}", "logprob": logp} for i, logp in zip(ids, logps, strict=True)]
+    return {"index": 0, "token_ids": ids, "logprobs": {"content": content}, "finish_reason": why}
 
 
 def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:

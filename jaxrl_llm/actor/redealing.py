@@ -53,7 +53,7 @@ def deal(
             f"rollouts in flight on {before} data-parallel devices with rollout.max_lag_iterations={max_lag}: go on on "
             f"as many, or on a divisor of them, not on {M}"
         )
-    layout = jax.tree.map(lambda x: x.sharding, state), sharding.replicated(sampler.mesh, 0)
+    layout = sharding.of(state), sharding.replicated(sampler.mesh, 0)
     program = jax.jit(functools.partial(_deal, before=before), out_shardings=layout, donate_argnums=0)
     state, begins = program(state)  # caches stay as they are, in place
     begins = jax.device_get(begins)

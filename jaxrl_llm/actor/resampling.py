@@ -158,17 +158,17 @@ def sample(
         waited_s = time.monotonic() - start
         # Not before: what is stopped while it waits for rewards goes on from the sampler's rows.
         now = Sampled(generator.take(), np.arange(num_groups), groups, answers, waited_s=waited_s)
-        if done:
-            before = done.pop()
-            kept = np.concatenate([before.kept, len(before.asked) + now.kept])
+        before = done.pop() if done else None
+        if before is not None:
             now.asked = before.asked + groups
             now.answers = each_array(lambda *x: np.concatenate(x), before.answers, answers)
-            mixed = is_mixed(now.answers, now.asked, config)
+        mixed = is_mixed(now.answers, now.asked, config)
+        if before is not None:
+            kept = np.concatenate([before.kept, len(before.asked) + now.kept])
             place = np.argsort(~mixed[kept], kind="stable")[:num_groups].astype(np.int32)
             place_on_devices = sharding.put(place, sharding.replicated(generator.sampler.mesh, 0))
             now.rollout, now.kept = choose(before.rollout, now.rollout, place_on_devices), kept[place]
             now.waited_s += before.waited_s
-        mixed = is_mixed(now.answers, now.asked, config)
         rounds = len(now.asked) // num_groups
         if mixed[now.kept].all() or rounds > config.rollout.max_resample_rounds:
             now.num_tied_left_out = int(np.sum(~mixed) - np.sum(~mixed[now.kept]))

@@ -199,12 +199,11 @@ class Sampler:
         """The sampler's compiled programs by name, from shapes alone."""
         P, L, M = self.num_prompts, self.max_prompt_tokens, self.shards
         state = self.abstract_state()
-        state_layout = jax.tree.map(lambda x: x.sharding, state)
+        state_layout = sharding.of(state)
         rows = functools.partial(sharding.rows, self.mesh)
         whole = sharding.replicated(self.mesh, 0)
-        scalar = jax.ShapeDtypeStruct((), jnp.int32, sharding=whole)
-        key = jax.eval_shape(lambda: rng.stream(0, "sample"))
-        key = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=whole)
+        scalar = sharding.undivided(self.mesh, jnp.int32)
+        key = sharding.undivided(self.mesh, jax.eval_shape(lambda: rng.stream(0, "sample")).dtype)
         entry = rows((M, P // M), jnp.int32)
         rollout = jax.eval_shape(self._collect, state, entry)[0]
         table, A = (M, self.entries, self.group_size), self.answer_tokens

@@ -1,1 +1,1 @@
-"""What a method is: pure functions with their settings, on arrays. Imports ops and types alone."""
+"""What a method is: pure functions with their settings, on arrays."""

@@ -1,1 +1,1 @@
-"""What answers a policy besides a question's scorer: programs that it wrote, run behind walls."""
+"""What answers a policy besides a question's scorer: mazes, word games, search, users; its programs, behind walls."""

@@ -25,8 +25,6 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import psutil
@@ -186,11 +184,6 @@ class Sandbox(contextlib.AbstractContextManager):
             return worker.run(limits or self.limits, code=code, stdin=stdin, name=name)
         finally:
             self._free.put(worker)
-
-    def run_all(self, codes: Sequence[str]) -> list[Result]:
-        """Run programs in all workers at once; results in their order."""
-        with ThreadPoolExecutor(len(self._workers)) as threads:
-            return list(threads.map(self.run, codes))
 
     def processes(self) -> list[psutil.Process]:
         """Those of its workers and of the programs that run now."""

@@ -112,7 +112,7 @@ class LearnerPrograms:
             question_id=rows(jnp.int32),
             parts=tuple(rows() for _ in memory.part_names),
             columns={name: rows(shape=shape) for name, shape in memory.columns.items()},
-            memory={name: self._whole(jnp.float32, shape) for name, shape in memory.whole.items()},
+            memory={name: sharding.undivided(self.mesh, jnp.float32, shape) for name, shape in memory.whole.items()},
         )
 
     def memory(self, ledger: Ledger) -> Memory:
@@ -139,16 +139,15 @@ class LearnerPrograms:
     def abstract_state(self) -> TrainState:
         state = jax.eval_shape(self._init_state, self.params)
         layout = sharding.replicated(self.mesh, state)
-        of_params = jax.tree.map(lambda x: x.sharding, self.params)
+        of_params = sharding.of(self.params)
         offload = self.config.optimizer.offload
         optimizer = optim.abstract_state(self.update.optimizer, self.params, self.mesh, offload=offload)
-        of_optimizer = jax.tree.map(lambda x: x.sharding, optimizer)
         layout = layout.replace(
             params={**layout.params, "policy": of_params},
-            opt_state={**layout.opt_state, "policy": of_optimizer},
+            opt_state={**layout.opt_state, "policy": sharding.of(optimizer)},
             others=dict.fromkeys(layout.others, of_params),
         )
-        return place(state, layout)
+        return sharding.placed(state, layout)
 
     @functools.cached_property
     def abstract_ring(self) -> RingState:
@@ -156,10 +155,7 @@ class LearnerPrograms:
         layout = sharding.leading(self.mesh, ring)
         if self.config.replay.memory == "host":
             layout = layout.replace(slots=sharding.on_host(layout.slots))
-        return place(ring, layout)
-
-    def _whole(self, dtype: Any, shape: tuple[int, ...] = ()) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding.replicated(self.mesh, 0))
+        return sharding.placed(ring, layout)
 
     # ---- the functions that are compiled -------------------------------------------------------------
 
@@ -234,33 +230,32 @@ class LearnerPrograms:
         """Every program of the learner by name."""
         config = self.config
         annotation, columns = self.annotation, self.abstract_columns
-        layout = lambda tree: jax.tree.map(lambda x: x.sharding, tree)
         whole = sharding.replicated(self.mesh, 0)
-        key = self._whole(jax.eval_shape(lambda: rng.stream(0, "draw")).dtype)
-        iteration = version = self._whole(jnp.int32)
+        key = sharding.undivided(self.mesh, jax.eval_shape(lambda: rng.stream(0, "draw")).dtype)
+        iteration = version = sharding.undivided(self.mesh, jnp.int32)
         scores = self.abstract_scores
         params, state, ring, rollout = self.params, self.abstract_state, self.abstract_ring, self.abstract_rollout
-        both = layout(state), layout(ring)
+        both = sharding.of(state), sharding.of(ring)
         programs = {
             **publish.programs(self.model, self.mesh, sharding.sampler_mesh(self.config.mesh, self.mesh)),
-            "init_state": Program(self._init_state, (params,), layout(state), donate=(0,)),
-            "init_ring": Program(self._init_ring, (), layout(ring)),
+            "init_state": Program(self._init_state, (params,), sharding.of(state), donate=(0,)),
+            "init_ring": Program(self._init_ring, (), sharding.of(ring)),
             "insert": Program(
-                self._insert, (ring, rollout, scores, columns, iteration), (layout(ring), whole), donate=(0,)
+                self._insert, (ring, rollout, scores, columns, iteration), (sharding.of(ring), whole), donate=(0,)
             ),
             "update": Program(self._update, (state, ring, iteration, key, *self.base), (*both, whole), donate=(0, 1)),
         }
         if columns:
             given = (state, self.reference, rollout, *self.base)
-            programs["annotate"] = Program(annotation.annotate, given, layout(columns))
+            programs["annotate"] = Program(annotation.annotate, given, sharding.of(columns))
         if config.algorithm.reference_reset_iterations:
             programs["reset_reference"] = Program(self._reset_reference, (state, ring), both, donate=(0, 1))
         if self.open_rollouts is not None:
             given = (params, version, self.open_rollouts, *self.base)
-            programs["score_open"] = Program(annotation.score_open, given, layout(self.open_rollouts), donate=(2,))
+            programs["score_open"] = Program(annotation.score_open, given, sharding.of(self.open_rollouts), donate=(2,))
         if config.external.groups_per_iteration:
             given = (params, version, self.sampled, self.abstract_external, *self.base)
-            programs["join"] = Program(annotation.join, given, layout(rollout))
+            programs["join"] = Program(annotation.join, given, sharding.of(rollout))
         return programs
 
 
@@ -285,7 +280,7 @@ class Learner:
         self._base = () if base is None else (base,)
         self._published_base = tuple(map(compiled.get("publish_base"), self._base))
         self._identity = lora.identity(base, compiled.get("checksums_base"))
-        self._layout = jax.tree.map(lambda x: x.sharding, programs.abstract_scores)
+        self._layout = sharding.of(programs.abstract_scores)
         self._everywhere = sharding.replicated(programs.mesh, 0)
         self._draw_key = sharding.put(rng.stream(self.config.seed, "draw"), self._everywhere)
         self.memory, self.faults = programs.memory(ledger), Faults(self.config, programs.mesh)
@@ -352,8 +347,3 @@ class Learner:
 
 def num_bytes(tree: Any) -> int:
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
-
-
-def place(shapes: Any, layouts: Any) -> Any:
-    """Attach shardings to abstract arrays."""
-    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, layouts)

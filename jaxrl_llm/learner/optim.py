@@ -103,4 +103,4 @@ def abstract_state(
     layouts = optax.tree_utils.tree_map_params(
         optimizer, lies, state, abstract_params, transform_non_params=lambda _: whole
     )
-    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, layouts)
+    return sharding.placed(state, layouts)

@@ -266,7 +266,7 @@ class Update:
         with_prompts: bool = False,
         expert_counts: jax.Array | None = None,
     ) -> RowValues:
-        """Log-probs of rows [B,S] under ``params`` and what else is read off them (see models.policy).
+        """Log-probs of rows [B,S] under ``params`` and what else is read off them (see models.row_logp).
 
         ``readout`` is that of a value ``head`` where there is one. With ``num_lines`` the rows are of packed lines.
         """

@@ -1,1 +1,1 @@
-"""Decoder-only transformers of the Llama family, and their files."""
+"""Decoder-only transformers, dense, mixtures of experts and hybrids, and their files."""

@@ -31,7 +31,7 @@ from jax.sharding import Mesh
 from jaxrl_llm.config import ConfigError, LoraConfig
 from jaxrl_llm.method_config import LORA_TARGETS
 from jaxrl_llm.ops.checksum import checksums
-from jaxrl_llm.runtime import rng
+from jaxrl_llm.runtime import rng, sharding
 
 if TYPE_CHECKING:
     from jaxrl_llm.models.transformer import Model
@@ -218,7 +218,7 @@ def init(model: Model, mesh: Mesh, base: Any = None, *, seed: int) -> Any:
         whole = {**(base["blocks"] if base else {}), **made}
         return {"blocks": made | _by_layer(lambda _, *of: _norm(*of, model.lora), whole)}
 
-    return jax.jit(make, out_shardings=jax.tree.map(lambda x: x.sharding, shapes))(rng.stream(seed, "lora"), base)
+    return jax.jit(make, out_shardings=sharding.of(shapes))(rng.stream(seed, "lora"), base)
 
 
 def common(configs: Iterable[LoraConfig]) -> LoraConfig:
@@ -241,8 +241,7 @@ def fit(learned: Any, config: LoraConfig, model: Model, mesh: Mesh, base: Any) -
         norms = _by_layer(lambda _, *of: _norm(*of, model.lora), {**base["blocks"], **made})
         return {"blocks": made | {name: x for name, x in norms.items() if name not in own}}
 
-    layout = jax.tree.map(lambda x: x.sharding, shapes)
-    return jax.jit(make, out_shardings=layout)(learned["blocks"], base)
+    return jax.jit(make, out_shardings=sharding.of(shapes))(learned["blocks"], base)
 
 
 def merge(learned: Any, base: Any, config: LoraConfig) -> Any:

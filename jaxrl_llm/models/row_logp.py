@@ -88,7 +88,7 @@ def row_logp(
     Args:
         tokens: [B,S] i32 right-padded rows ``prompt ++ completion``; with lines [n,K,S], the rows of each.
         prompt_length, length: [B] i32, prompt_length at least 1; with lines [n,K], both 0 where there is no row.
-        support: [B,S,N] or [n,K,S,N] i32 ids that each token was drawn among (``Rollout.support``), if they were kept.
+        support: [B,S,N] or [n,K,S,N] i32 ids that each token was drawn among, if they were kept (a column).
         routing: what is known of the rows' choice of experts, [B,S,m] or [n,K,S,m].
         sampling: temperature and filters; its temperature must be positive.
         completion_width: the longest completion; with groups or ``with_prompts``, prompts are at most S minus this.

@@ -347,4 +347,4 @@ def _init_program(model: Model, mesh: Mesh) -> Callable[[jax.Array], Params]:
         params = nnx.to_pure_dict(nnx.state(Transformer(model.arch, rngs=nnx.Rngs(params=key))))
         return jax.tree.map(lambda x: x.astype(model.param_dtype), params)
 
-    return jax.jit(make, out_shardings=jax.tree.map(lambda x: x.sharding, model.abstract_params(mesh)))
+    return jax.jit(make, out_shardings=sharding.of(model.abstract_params(mesh)))

@@ -28,17 +28,8 @@ HOST = 5  # the memory space of the host; 0 is the device's, others are on the c
 # What moves nothing itself.
 _FREE = {
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"),
-    *(
-        "opt-barrier",
-        "while",
-        "conditional",
-        "call",
-        "async-start",
-        "async-update",
-        "domain",
-        "add-dependency",
-        "copy-done",
-    ),
+    *("opt-barrier", "while", "conditional", "call", "domain", "add-dependency"),
+    *("async-start", "async-update", "copy-done"),
 }
 _FREE_CALLS = {"AllocateBuffer", "AssumeGatherIndicesInBound", "GatherScatterIndicesBitpacked", "AsyncCollectiveDone"}
 _SLICES = {"dynamic-slice", "slice", "gather"}
@@ -122,15 +113,10 @@ class Counts:
 # ---- operations ----------------------------------------------------------------------------------------------
 
 
-def _dims(text: str, name: str) -> list[int]:
-    found = re.search(rf"{name}=\{{([\d,]*)\}}", text)
-    return [int(n) for n in found[1].split(",") if n] if found else []
-
-
 def _dot(x: Instruction, lhs: Shape) -> float:
-    return (
-        2.0 * math.prod(x.shapes[0].dims) * math.prod(lhs.dims[d] for d in _dims(x.attributes, "lhs_contracting_dims"))
-    )
+    over = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", x.attributes)
+    summed = [lhs.dims[int(d)] for d in over[1].split(",") if d] if over else []
+    return 2.0 * math.prod(x.shapes[0].dims) * math.prod(summed)
 
 
 def _gemm(x: Instruction, lhs: Shape) -> float | None:
@@ -350,10 +336,8 @@ class _Program:
                 yield s.space, self._written(callee, root.operands[i] if is_apart else root.name, s.num_bytes), True
         else:
             share = self.read_share(x.name) if x.op == "custom-call" else 1.0
-            aliased = {int(i) for i in re.findall(r"\{\d*\}: \((\d+)", x.attributes.partition("aliasing={")[2][:400])}
-            places = {
-                int(i or 0) for i in re.findall(r"\{(\d*)\}: \(\d+", x.attributes.partition("aliasing={")[2][:400])
-            }
+            pairs = re.findall(r"\{(\d*)\}: \((\d+)", x.attributes.partition("aliasing={")[2][:400])
+            places, aliased = {int(i or 0) for i, _ in pairs}, {int(i) for _, i in pairs}
             for i, shapes in enumerate(inputs):
                 yield from ((s.space, s.num_bytes * (share if i in aliased else 1.0), False) for s in shapes)
             written = x.shapes

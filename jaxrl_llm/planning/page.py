@@ -91,13 +91,13 @@ def _rows(found: dict[str, Any]) -> list[str]:
         sent = sum(of["link_bytes"].values())
         numbers = (of["flops"] / 1e12, of["hbm_bytes"] / 1e9, sent / 1e9, of["seconds"] * 1e3)
         cells = (name, of["calls"], *(f"{x:.4g}" for x in numbers), of["bound"])
-        rows.append("<tr>" + "".join(f"<td>{page.text(cell)}</td>" for cell in cells) + "</tr>")
+        rows.append(page.row(*map(page.text, cells)))
     return rows
 
 
 def _kinds(found: dict[str, Any]) -> list[str]:
     return [
-        f"<tr><td>{page.text(name)}</td><td>{page.text(kind)}</td><td>{size / GIB:.3f}</td></tr>"
+        page.row(page.text(name), page.text(kind), f"{size / GIB:.3f}")
         for name, program in found["programs"].items()
         for kind, size in program["made_of"].items()
         if size > 2**20

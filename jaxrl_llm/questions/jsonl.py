@@ -1,4 +1,4 @@
-"""JSONL in and out of the commands ``generate`` and ``score``.
+"""JSONL in and out of commands: ``generate``, ``score``, ``evaluate``, ``plan``.
 
 Owns: what an output and token ids of a row may be, lengths in buckets. Does not know: models.
 """

@@ -120,5 +120,3 @@ CHARTS = (
     Chart("Gradient norm", "before clipping", {"mean": "update/grad_norm"}),
     Chart("Sampler-learner gap", "nats, largest", {"largest": "update/sampler_learner_gap_max_nats"}),
 )
-
-# Stands below the iterations: those that reuse rollouts are cheaper than those that do not.

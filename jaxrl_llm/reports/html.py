@@ -23,10 +23,11 @@ from jaxrl_llm.reports import page
 from jaxrl_llm.reports.charts import CHARTS, Chart
 from jaxrl_llm.reports.metrics import METRICS, read_metrics
 from jaxrl_llm.reports.page import SERIES
-from jaxrl_llm.runtime.json_lines import read_log
+from jaxrl_llm.runtime.json_lines import read_json, read_log
 from jaxrl_llm.runtime.nested import function_defaults
 
 Rows = list[dict[str, Any]]
+# Stands below the iterations: those that reuse rollouts are cheaper than those that do not.
 COMPUTE_AXIS = "iteration / compute until then: sum of B + mu R, in rollouts trained"
 
 
@@ -40,8 +41,8 @@ def write_report(workdir: str | os.PathLike) -> pathlib.Path:
     metrics = read_metrics(workdir)
     if not metrics:
         raise ConfigError(f"{workdir / 'metrics.jsonl'} is empty: no iteration was finished")
-    settings = _read_json(workdir / "config.json")
-    before, after = _read_json(workdir / "eval_before.json"), _read_json(workdir / "eval_after.json")
+    files = (workdir / name for name in ("config.json", "eval_before.json", "eval_after.json"))
+    settings, before, after = (read_json(path) if path.is_file() else None for path in files)
     samples = read_log(workdir / "samples.jsonl") if (workdir / "samples.jsonl").is_file() else []
     newest = max((int(path.name) for path in workdir.glob("checkpoints/*") if path.name.isdigit()), default=0)
     made_with = (settings or {}).pop("made_with", {})
@@ -70,18 +71,6 @@ def write_report(workdir: str | os.PathLike) -> pathlib.Path:
         page.section("What the metrics mean", page.folded(f"{len(METRICS)} metrics", glossary)),
     ]
     return page.write_page(workdir / "report.html", title, sections)
-
-
-def _read_json(path: pathlib.Path) -> dict[str, Any] | None:
-    if not path.is_file():
-        return None
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{path}: not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path}: not a JSON object")
-    return value
 
 
 def _values(metrics: Rows, name: str) -> list[tuple[int, float]]:
@@ -254,7 +243,8 @@ def _settings(config: Config) -> str:
 
 def print_samples(workdir: pathlib.Path) -> None:
     """Three held-out completions of the trained model, or of its last rollouts where nothing is held out."""
-    evaluation = _read_json(workdir / "eval_after.json")
+    path = workdir / "eval_after.json"
+    evaluation = read_json(path) if path.is_file() else None
     rows = evaluation["samples"][:: evaluation["num_samples"]][:3] if evaluation else None
     for row in read_log(workdir / "samples.jsonl")[-3:] if rows is None else rows:
         prompt = row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][-1]["content"]

@@ -292,7 +292,7 @@ TAKEN = {
 
 
 def turn_values(turns: Sequence[int], rewards: Rewards) -> dict[str, float]:
-    """Figures of rollouts that have several turns, ``turns`` of each; {} where they have one."""
+    """Figures of rollouts that have several turns, ``turns`` of each, and of masked tokens where there are any."""
     values: dict[str, float] = {}
     if rewards.masked and any(rewards.masked):
         values["rollout/masked_tokens"] = sum(map(len, rewards.masked))

@@ -2,7 +2,7 @@
 
     workdir/checkpoints/12/            12 = iterations finished
         state/     every array of the device state, by name ("train/params/policy/embed")
-        host/      JSON: prompt iterator, RNG root, positions in the metric files
+        host/      JSON: where questions, memory and conversations stand, positions in the metric files
         config/    JSON: the resolved config, the pass rate where one was measured, dtype, shape and checksum of every
                    array, and a digest of all this and of host/
 

@@ -1,4 +1,4 @@
-"""Files of JSON lines: questions, answers, documents, what an agent has seen, what a run writes.
+"""Files of JSON, and of JSON lines: questions, answers, documents, what an agent has seen, what a run writes.
 
 Owns: what a line of JSON is, and how a bad one is reported. Does not know: what its keys mean.
 """
@@ -20,6 +20,19 @@ MAX_DEPTH = 100  # of lists and objects in a row: columns go on to other process
 
 class BadRowError(Exception):
     """Why one row cannot be used."""
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object of a file that is not of lines; a ``ConfigError`` where there is none."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(value, dict):
+            raise ValueError(f"{value!r:.60} is no object")
+        return value
+    except FileNotFoundError as error:
+        raise ConfigError(f"{path}: no such file") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: not readable JSON ({error})") from error
 
 
 def objects(path: str, wanted: str = "an object") -> list[tuple[str, dict[str, Any]]]:

@@ -180,9 +180,9 @@ def in_use_bytes(memories: Mapping[str, Memory], *, keeps_slots: bool, frozen: i
     return {name: one(name, m) for name, m in memories.items()}
 
 
-def memory_limit(devices: list[Any]) -> int | None:
+def memory_limit(mesh: Mesh) -> int | None:
     """Bytes that the smallest of the devices, of any host, has; None where none says so, as CPU devices do not."""
-    own = [device.memory_stats() for device in devices if device.process_index == jax.process_index()]
+    own = [device.memory_stats() for device in mesh.local_devices]
     limits = hosts.exchange([stats["bytes_limit"] for stats in own if stats and "bytes_limit" in stats])
     return min((limit for of_host in limits for limit in of_host), default=None)
 

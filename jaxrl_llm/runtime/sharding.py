@@ -163,6 +163,21 @@ def rows(mesh: Mesh, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct
     return jax.ShapeDtypeStruct(shape, dtype, sharding=leading(mesh, jax.ShapeDtypeStruct(shape, dtype)))
 
 
+def undivided(mesh: Mesh, dtype: Any, shape: tuple[int, ...] = ()) -> jax.ShapeDtypeStruct:
+    """An abstract array that every device has whole."""
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=replicated(mesh, 0))
+
+
+def placed(shapes: Any, layouts: Any) -> Any:
+    """Abstract arrays with shardings."""
+    return jax.tree.map(lambda x, layout: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout), shapes, layouts)
+
+
+def of(tree: Any) -> Any:
+    """The sharding of every array, or abstract array, of a tree."""
+    return jax.tree.map(lambda x: x.sharding, tree)
+
+
 def by_device(function: Callable, *args: Any, axes: tuple, shared: int = 1, over: tuple[str, ...] = MESH_AXES) -> Any:
     """``function(*args)`` by each device on its own part: it says itself what is sent, and when.
 

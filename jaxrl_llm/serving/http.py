@@ -121,8 +121,7 @@ class Handler(openai_api.Handler):
             raise Refused(400, f"sampling_params={asked!r:.100} must be an object")
         with self._submitted(ids, {**body, **(asked or {})}, openai_api.OF_TOKENS) as request:
             tokens, logps, why = self._whole(request)
-        content = [{"token": f"token_id:{i}", "logprob": logp} for i, logp in zip(tokens, logps, strict=True)]
-        choice = {"index": 0, "token_ids": tokens, "logprobs": {"content": content}, "finish_reason": why}
+        choice = openai_api.token_choice(tokens, logps, why)
         self.send(200, {"request_id": uuid.uuid4().hex, "model": self.model, "choices": [choice]})
 
     def _chat(self, body: dict[str, Any]) -> None:

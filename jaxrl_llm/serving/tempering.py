@@ -40,8 +40,8 @@ class TemperingSampler(Sampler):
         """Those of a sampler, and "temper" (state, temperatures [M,E] f32, 0 = greedy), to call after a prefill."""
         state = self.abstract_state()
         given = sharding.rows(self.mesh, (self.shards, self.entries), jnp.float32)
-        layout = jax.tree.map(lambda x: x.sharding, state)
-        return super().programs(abstract_params) | {"temper": Program(_temper, (state, given), layout, donate=(0,))}
+        temper = Program(_temper, (state, given), sharding.of(state), donate=(0,))
+        return super().programs(abstract_params) | {"temper": temper}
 
 
 def _temper(state: SamplerState, temperature_ME: jax.Array) -> SamplerState:

@@ -79,7 +79,7 @@ def read_sweep(path: str) -> Sweep:
         raise ConfigError(f"{path}: then={sweep.then!r} must be a function of runs that returns points, or None")
     for name in sweep.named_metrics():
         if name not in METRICS:
-            raise ConfigError(f"{path}: the sweep names {name!r}, which is no metric; see METRICS in metrics.py")
+            raise ConfigError(f"{path}: the sweep names {name!r}, which is no metric: reports/metric_table.py has all")
     if sweep.after:
         try:
             resolve(sweep.after)

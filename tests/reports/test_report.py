@@ -194,11 +194,11 @@ def test_the_same_run_gives_the_same_page(tmp_path):
         ("metrics.jsonl", '{"iteration": 1\n', r"metrics\.jsonl:1: not JSON"),
         ("metrics.jsonl", b"\xff\xfe\n", r"metrics\.jsonl:1: not JSON"),
         ("samples.jsonl", bytes(9) + b"\n", r"samples\.jsonl:1: not JSON"),
-        ("config.json", "{", r"config\.json: not JSON"),
-        ("config.json", b"", r"config\.json: not JSON"),
-        ("config.json", b"{\x80", r"config\.json: not JSON"),
+        ("config.json", "{", r"config\.json: not readable JSON"),
+        ("config.json", b"", r"config\.json: not readable JSON"),
+        ("config.json", b"{\x80", r"config\.json: not readable JSON"),
         ("config.json", '{"sed": 1}', r"config\.json: unknown config key sed"),
-        ("eval_after.json", "[]", r"eval_after\.json: not a JSON object"),
+        ("eval_after.json", "[]", r"eval_after\.json: not readable JSON \(\[\] is no object"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_named(tmp_path, name, text, message):

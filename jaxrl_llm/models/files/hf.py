@@ -27,6 +27,7 @@ from jaxrl_llm.models.files import families, layout, mixtures
 from jaxrl_llm.models.files.tokenizer import Tokenizer
 from jaxrl_llm.models.transformer import Model, Params
 from jaxrl_llm.runtime import hosts
+from jaxrl_llm.runtime.json_lines import read_json
 
 MAX_FILE_BYTES = 5 * 10**9
 MOST_MAPPED_BYTES = 2**26
@@ -318,18 +319,6 @@ def write_tensors(path: Path, tensors: dict[str, tuple[np.dtype, tuple[int, ...]
             if dtype == np.float16 and not np.isfinite(array).all() and np.isfinite(value).all():
                 raise ConfigError(f"tensor {name} has values over 65504, the largest of float16; bfloat16 holds them")
             file.write(array.view(np.uint8).data)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(value, dict):
-            raise ValueError(f"{value!r:.60} is no object")
-        return value
-    except FileNotFoundError as error:
-        raise ConfigError(f"{path}: no such file") from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: not readable JSON ({error})") from error
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:

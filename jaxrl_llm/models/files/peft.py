@@ -20,6 +20,7 @@ from jaxrl_llm.models.files import families, hf, hybrids, layout
 from jaxrl_llm.models.files.tokenizer import Tokenizer
 from jaxrl_llm.models.transformer import Model, Params
 from jaxrl_llm.runtime import hosts
+from jaxrl_llm.runtime.json_lines import read_json
 from jaxrl_llm.runtime.nested import build
 from jaxrl_llm.runtime.weights import is_run
 
@@ -59,7 +60,7 @@ def base_of(folder: str | Path) -> str:
     Raises:
         ConfigError: it says none.
     """
-    name = hf.read_json(Path(folder, CONFIG)).get("base_model_name_or_path")
+    name = read_json(Path(folder, CONFIG)).get("base_model_name_or_path")
     if not isinstance(name, str) or not name:
         raise ConfigError(f"{Path(folder, CONFIG)}: base_model_name_or_path={name!r:.200} must name the adapters' base")
     return name
@@ -72,7 +73,7 @@ def read_config(folder: str | Path) -> LoraConfig:
         ConfigError: no such files, another method than LoRA, or a variant that the model code lacks.
     """
     path = Path(os.path.expanduser(folder), CONFIG)
-    given = READ | hf.read_json(path)
+    given = READ | read_json(path)
     if given["peft_type"] != "LORA":
         raise ConfigError(f"{path}: peft_type={given['peft_type']!r:.60} is not supported; supported: 'LORA'")
     if given["init_lora_weights"] not in INITS:

@@ -138,7 +138,7 @@ def decode(q_BKRH, k_BK1H, v_BK1H, of_prompt, cache):
 
     Args:
         q_BKRH: rotated queries of one token a row, scaled.
-        of_prompt: a piece, as ``attend_cache`` returns them.
+        of_prompt: a piece, as ``attention._attend_prompt`` returns it.
         cache: an ``attention.Cache``; only as much of it is read as is to be seen.
 
     Returns:

@@ -126,11 +126,15 @@ def size(program: str) -> int:
 
 def worth(program: str, sequence: list[int]) -> float:
     """``reward`` of a program."""
+    return max(0.0, 1.0 - size(program) / len(sequence)) if writes(program, sequence) else 0.0
+
+
+def writes(program: str, sequence: list[int]) -> bool:
+    """Whether the program's sequence is this one."""
     try:
-        is_exact = run(program) == sequence
+        return run(program) == sequence
     except ProgramError:
-        return 0.0
-    return max(0.0, 1.0 - size(program) / len(sequence)) if is_exact else 0.0
+        return False
 
 
 def load(config: PromptsConfig, *, seed: int) -> Loaded:
@@ -201,10 +205,4 @@ def reward(prompts: list, completions: list[str], *, sequence: list[list[int]], 
 
 def exact(prompts: list, completions: list[str], *, sequence: list[list[int]], **columns) -> list[float]:
     """1.0 where the program writes the sequence, however long it is."""
-    scores = []
-    for text, wanted in zip(completions, sequence, strict=True):
-        try:
-            scores.append(float(run(program_of(text)) == wanted))
-        except ProgramError:
-            scores.append(0.0)
-    return scores
+    return [float(writes(program_of(text), wanted)) for text, wanted in zip(completions, sequence, strict=True)]
