@@ -53,6 +53,7 @@ def generate(
     """
     arch, tokenizer = source.architecture(), source.tokenizer().ending_at(sampling.stop_tokens)
     stop_strings.check(sampling.stop_strings, tokenizer, "--stop", "--stop_token")
+    asked = [tokenizer.encode(text, special_tokens=True)[0] for text in sampling.stop_tokens]
     table, prompts, buckets = [], [], collections.defaultdict(list)
     how = PromptsConfig().encoding if encoding is None else encoding
     for index, (where, row) in enumerate(json_lines.objects(path)):
@@ -78,7 +79,7 @@ def generate(
             model=model,
             mesh=mesh,
             sampling=sampling,
-            eos_ids=() if ignore_eos else tokenizer.eos_ids,
+            eos_ids=tuple(asked) if ignore_eos else tokenizer.eos_ids,
             num_prompts=at_once,
             group_size=1,
             max_prompt_tokens=width,
@@ -177,7 +178,7 @@ if __name__ == "__main__":
     PROMPTS = flags.DEFINE_string("prompts", None, "JSONL with `prompt`, `messages` or `prompt_ids` per row.")
     OUTPUT = flags.DEFINE_string("output", None, "JSONL to write.")
     GREEDY = flags.DEFINE_bool("greedy", False, "Take the most likely token; the other sampling flags have no say.")
-    IGNORE_EOS = flags.DEFINE_bool("ignore_eos", False, "Go on to --max_tokens.")
+    IGNORE_EOS = flags.DEFINE_bool("ignore_eos", False, "Go on to --max_tokens, or to a --stop or --stop_token.")
     MAX_TOKENS = flags.DEFINE_integer("max_tokens", 64, "Longest completion.")
     TEMPERATURE = flags.DEFINE_float("temperature", 1.0, "Softmax temperature.")
     TOP_K = flags.DEFINE_integer("top_k", 0, "Keep the k most likely tokens; 0 = all.")

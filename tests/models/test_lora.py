@@ -350,6 +350,7 @@ def test_peft_computes_the_same_of_experts_adapters(tmp_path, name):
         ({"r": None}, r"adapter_config.json: r=None must be at least 1"),
         ({"r": "4"}, r"adapter_config.json: rank='4' must be of type int"),
         ({"lora_alpha": -1}, r"adapter_config.json: alpha=-1.0 must be more than 0"),
+        ({"base_model_name_or_path": "a/b", "revision": "v2"}, r"revision='v2' of 'a/b' is not loaded from the hub"),
         ({"base_model_name_or_path": None}, r"base_model_name_or_path=None must name the adapters' base"),
         ({"base_model_name_or_path": "/nowhere"}, r"all: base_model_name_or_path='/nowhere' is not there"),
         ({"base_model_name_or_path": str(ADAPTERS / "some")}, r"some' is adapters itself; merge those first"),

@@ -57,6 +57,14 @@ def test_score_gives_the_log_probs_that_generate_sampled_with(source, tmp_path):
         assert again["logp"] == pytest.approx(row["logp"], abs=1e-5)
 
 
+def test_a_stop_token_ends_also_where_the_models_own_ends_are_ignored(source, tmp_path):
+    [whole] = run(source, tmp_path, PROMPTS[:1], ignore_eos=True)
+    drawn = whole["completion_ids"]
+    stop = next(i for i in drawn if 32 < i < 127)  # a byte that is a character
+    [cut] = run(source, tmp_path, PROMPTS[:1], ignore_eos=True, sampling={"stop_tokens": (chr(stop),)})
+    assert cut["completion_ids"] == drawn[: drawn.index(stop) + 1] and len(drawn) == 6 and drawn[-1] != stop
+
+
 def test_greedy_takes_the_likeliest_token_whatever_the_seed(source, tmp_path):
     one, other = (
         run(source, tmp_path, PROMPTS[2:], sampling={"temperature": 0.0}, ignore_eos=True, seed=seed) for seed in (0, 5)

@@ -58,11 +58,17 @@ def base_of(folder: str | Path) -> str:
     """Path or name of the base, as adapter_config.json says it.
 
     Raises:
-        ConfigError: it says none.
+        ConfigError: it says none, or one version of it among several.
     """
-    name = read_json(Path(folder, CONFIG)).get("base_model_name_or_path")
+    said = read_json(Path(folder, CONFIG))
+    name, version = said.get("base_model_name_or_path"), said.get("revision")
     if not isinstance(name, str) or not name:
         raise ConfigError(f"{Path(folder, CONFIG)}: base_model_name_or_path={name!r:.200} must name the adapters' base")
+    if version not in (None, "", "main") and not os.path.isdir(os.path.expanduser(name)):
+        raise ConfigError(
+            f"{Path(folder, CONFIG)}: revision={version!r:.60} of {name!r:.200} is not loaded from the hub, only "
+            "'main' is: download it, and name its folder as base_model_name_or_path"
+        )
     return name
 
 
