@@ -20,7 +20,7 @@ is the cost of the theory again: what does not depend on R counts as training.
 
 rho: correlation of the noise of rollouts made by nearly the same weights, 0..1; no run measures it, and without --rho
 it is the 0.05 that docs/replay_study.md declares. alpha: growth of the noise with age, sigma ~ age^alpha, below 1/2;
-without --alpha it is measured: that of the runs' importance ratios. A batch does not repeat a rollout, so N >= B:
+without --alpha it is that of importance ratios of the runs that replay. A batch does not repeat a rollout, so N >= B:
 x >= y; and the ring holds what an iteration generates: x >= 1. The theory is of runs that are long against x; a ring
 that half of a run went into filling cost accuracy (docs/replay_study.md).
 Source: Arnal et al. 2026, arXiv:2604.08706, theorem 4.5 and its corollary for a power law; the cases x = y and x = 1,
@@ -35,7 +35,7 @@ import dataclasses
 import math
 import pathlib
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxrl_llm.config import ConfigError
@@ -220,23 +220,28 @@ class Ageing(NamedTuple):
 
     Attributes:
         alpha: by least squares over x = 2, 4, 8, 16, as far as the ages of the runs go.
-        noise: (x, sigma^2(x) / sigma^2(1)) of each.
+        noise: (x, sigma^2(x) / sigma^2(1)) of each, the mean over the runs that go so far of the ratio within a run:
+            how noisy fresh rollouts are differs from run to run.
     """
 
     alpha: float
     noise: tuple[tuple[int, float], ...]
 
     @classmethod
-    def of(cls, rows: Sequence[Mapping[str, Any]]) -> Ageing | None:
-        """From metrics of iterations; None where no rollouts of age 0 and 1 were used."""
-        total, noise = 0.0, [(0, 0.0)]
-        for highest, label in zip(AGE_BUCKETS, AGE_LABELS, strict=False):  # not the last, which has no highest age
-            name = f"update/ess_frac_age_{label}"
-            if not (found := [1 / row[name] for row in rows if row.get(name)]):
-                break
-            total += (highest + 1 - noise[-1][0]) * statistics.fmean(found)
-            noise.append((highest + 1, total / (highest + 1)))
-        relative = tuple((x, sigma / noise[1][1]) for x, sigma in noise[2:])
+    def of(cls, runs: Iterable[Sequence[Mapping[str, Any]]]) -> Ageing | None:
+        """From metrics of runs' iterations; None where none of them used rollouts of age 0 and 1."""
+        ratios: dict[int, list[float]] = {}
+        for rows in runs:
+            total, noise = 0.0, [(0, 0.0)]
+            for highest, label in zip(AGE_BUCKETS, AGE_LABELS, strict=False):  # not the last, which has no highest age
+                name = f"update/ess_frac_age_{label}"
+                if not (found := [1 / row[name] for row in rows if row.get(name)]):
+                    break
+                total += (highest + 1 - noise[-1][0]) * statistics.fmean(found)
+                noise.append((highest + 1, total / (highest + 1)))
+            for x, sigma in noise[2:]:
+                ratios.setdefault(x, []).append(sigma / noise[1][1])
+        relative = tuple((x, statistics.fmean(of_runs)) for x, of_runs in ratios.items())
         if not relative:
             return None
         logs = [(math.log(x), math.log(sigma)) for x, sigma in relative]
@@ -249,12 +254,12 @@ class Ageing(NamedTuple):
 
 
 def measured_alpha(workdirs: Sequence[str]) -> Ageing:
-    """Of the rollouts of all these runs.
+    """Of those of these runs that used rollouts again.
 
     Raises:
         ConfigError: none of age 0 and 1 are used, or their noise grows faster than the theory allows.
     """
-    ageing = Ageing.of([row for workdir in workdirs for row in trained_rows(workdir)])
+    ageing = Ageing.of(map(trained_rows, workdirs))
     listed = ",".join(workdirs)
     if ageing is None:
         raise ConfigError(f"--workdir={listed} has not used rollouts both fresh and an iteration later: give --alpha")

@@ -170,10 +170,10 @@ def test_a_run_that_measured_no_cost_and_a_file_of_no_run_are_refused(tmp_path):
     assert Costs(5.28, 0.0, 1e-160).unconstrained()[0] == math.inf
 
 
-def write_ages(folder, alpha, buckets=5, batch=64):
-    """Two runs of two iterations whose rings' noise, the mean of 1 / ess over ages below x, is 1.1 x^(2 alpha)."""
+def write_ages(folder, alpha, buckets=5, batch=64, fresh=1.1):
+    """Two runs of two iterations whose rings' noise, the mean of 1 / ess over ages below x, is fresh x^(2 alpha)."""
     bounds, labels = (0, 1, 2, 4, 8, 16), ("0", "1", "2-3", "4-7", "8-15")
-    total = [1.1 * x ** (1 + 2 * alpha) for x in bounds]
+    total = [fresh * x ** (1 + 2 * alpha) for x in bounds]
     of_bucket = [(total[i + 1] - total[i]) / (bounds[i + 1] - bounds[i]) for i in range(buckets)]
     runs = []
     for r, rollouts in enumerate((16, 32)):
@@ -197,6 +197,17 @@ def test_alpha_is_that_of_the_power_law_that_ratios_follow(command, tmp_path, bu
     assert lines[1] == "mu 1" and "\n".join(lines[2:]) == table(Costs(1.0, 0.05, measured_alpha(runs[:1]).alpha))
     of_both = command(f"--workdir={','.join(runs)}", alpha=()).splitlines()
     assert of_both[3] == lines[0]
+
+
+@pytest.mark.parametrize("buckets", [1, 2])
+def test_a_run_that_replays_less_and_whose_fresh_rollouts_are_noisier_changes_no_alpha(tmp_path, buckets):
+    """Its fresh rollouts were in the denominator, and none of its own in the numerator: with one bucket, on-policy."""
+    for name in ("replay", "less"):
+        (tmp_path / name).mkdir()
+    runs, others = write_ages(tmp_path / "replay", 0.2), write_ages(tmp_path / "less", 0.2, buckets, fresh=3.0)
+    ageing = measured_alpha([*others, *runs])
+    assert ageing.alpha == pytest.approx(0.2)
+    assert ageing.noise == tuple((x, pytest.approx(x**0.4)) for x in (2, 4, 8, 16))
 
 
 def test_an_alpha_that_is_nowhere_is_asked_for(command, tmp_path):
