@@ -80,7 +80,8 @@ def _train(config: Config, workdir: pathlib.Path, allow_config_changes: bool) ->
     checkpoints.check_config(config, run.abstract_checkpoint, check, allow_changes=allow_config_changes)
     if hosts.is_first():
         (workdir / "config.json").write_text(text)
-        (workdir / "report.html").unlink(missing_ok=True)  # it says that the run came to its end
+        for name in ("report.html", "after.json"):  # they say that the run, and a sweep's point, came to its end
+            (workdir / name).unlink(missing_ok=True)
 
     progress = Progress(config.num_iterations, checkpoints.latest_iteration() or 0)
     scorer = tasks.scorer(config.prompts)
@@ -188,8 +189,7 @@ def _train(config: Config, workdir: pathlib.Path, allow_config_changes: bool) ->
 
 
 def main() -> None:
-    workdir = pathlib.Path(WORKDIR.value)
-    sys.exit(train(freeze(CONFIG.value), workdir, allow_config_changes=ALLOW_CONFIG_CHANGES.value))
+    sys.exit(train(freeze(CONFIG.value), pathlib.Path(WORKDIR.value), allow_config_changes=ALLOW_CONFIG_CHANGES.value))
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ import rich.console
 from absl import flags
 from ml_collections import config_flags
 
-from jaxrl_llm.config import Config, ConfigError, freeze, from_json, to_json
+from jaxrl_llm.config import Config, ConfigError, freeze, to_json
 from jaxrl_llm.reports.metric_table import METRICS, evaluation_values
 from jaxrl_llm.runtime import cli
 from jaxrl_llm.runtime.functions import resolve
@@ -51,8 +51,8 @@ from jaxrl_llm.runtime.nested import differences, flatten, visible
 from jaxrl_llm.runtime.stop import StopRequest
 from jaxrl_llm.runtime.stored import changed_files, changed_settings, listed
 from jaxrl_llm.sweep import table
-from jaxrl_llm.sweep.points import AFTER, Point, Sweep, freeze_points
-from jaxrl_llm.sweep.table import Run
+from jaxrl_llm.sweep.points import AFTER, Point, Sweep, freeze_points, plain, point_name
+from jaxrl_llm.sweep.table import FIRST, THEN, Run
 from jaxrl_llm.sweep.worker import LOG
 
 Points = dict[str, tuple[Point, Config]]
@@ -133,16 +133,17 @@ def check_folders(folder: pathlib.Path, points: Points) -> None:
     """
     for name, (_, config) in points.items():
         path, rows = folder / name / "config.json", rows_of(folder / name)
-        if not rows or not path.is_file():
+        # What was cut short, or is being written, tells nothing: the run itself holds its checkpoint against it.
+        if not rows or not (stored := _object(path)):
             continue
         if rows[-1]["iteration"] > config.num_iterations:
             said = f"{rows[-1]['iteration']} iterations, more than num_iterations={config.num_iterations}"
             raise ConfigError(f"{folder / name} was run for {said}. Use another workdir")
+        made_of = stored.pop("made_with", {}).get("files", {})
         try:
-            before = from_json(path.read_text())
+            before = freeze(stored)
         except ValueError as error:
             raise ConfigError(f"{path}: {error}") from error
-        made_of = _object(path).get("made_with", {}).get("files", {})
         if changed := changed_settings(before, config) | changed_files(made_of, config):
             raise ConfigError(f"{folder / name} was run with other settings: {listed(changed)}. Use another workdir")
 
@@ -151,6 +152,7 @@ def runs_of(folder: pathlib.Path, points: Points, sweep: Sweep, failed: Mapping[
     """Every point, and what is on disk of it."""
     runs, afters = [], {name: _object(folder / name / AFTER) for name in points}
     columns = dict.fromkeys(column for after in afters.values() for column in after)
+    first = {point_name(plain(point)) for point in sweep.points}
     for name, (point, config) in points.items():
         rows = rows_of(folder / name)
         finished = share_done(folder / name, rows, config, sweep) == 1
@@ -158,7 +160,8 @@ def runs_of(folder: pathlib.Path, points: Points, sweep: Sweep, failed: Mapping[
         path = folder / name / "config.json"
         made_with = _object(path).get("made_with", {}) if rows else {}
         after = {column: afters[name].get(column) for column in columns}
-        runs.append(Run(name, point, status if rows or name in failed else "", rows, made_with, after))
+        status, stage = status if rows or name in failed else "", FIRST if name in first else THEN
+        runs.append(Run(name, point, status, rows, made_with, after, stage=stage))
     return runs
 
 

@@ -171,6 +171,11 @@ def point_name(point: Point) -> str:
     return f"{re.sub(r'[^A-Za-z0-9.=+-]+', '_', settings)[:80]}_{digest}"
 
 
+def plain(point: Point) -> Point:
+    """The point with its functions as dictionaries."""
+    return {field: x.to_dict() if hasattr(x, "to_dict") else x for field, x in point.items()}
+
+
 def freeze_points(base: Any, points: Sequence[Point]) -> dict[str, tuple[Point, Config]]:
     """``{name: (point, checked config)}`` in the order given.
 
@@ -185,7 +190,7 @@ def freeze_points(base: Any, points: Sequence[Point]) -> dict[str, tuple[Point, 
         if not isinstance(point, dict) or not all(isinstance(field, str) for field in point):
             raise ConfigError(f"a point of a sweep is {{setting: value}}, not {point!r}")
         try:
-            point = {field: x.to_dict() if hasattr(x, "to_dict") else x for field, x in point.items()}
+            point = plain(point)
             frozen[point_name(point)] = (point, freeze(with_point(base, point)))
         except (ConfigError, TypeError) as error:  # a value that JSON does not know is a TypeError
             raise ConfigError(f"point {point}: {error}") from error

@@ -1,7 +1,8 @@
 """The table and the page of a sweep, from the metrics of its runs.
 
-Runs whose points differ in the seed alone are a group: its curves are the median over seeds and, as a band, the
-inter-quartile range, each taken at every x over the seeds that got that far.
+Runs of one stage whose points differ in the seed alone are a group: its curves are the median over seeds and, as a
+band, the inter-quartile range, each taken at every x over the seeds that got that far. Of two stages what a sweep's
+``then`` chose by is no part of what is reported of its choice.
 
 Owns: those figures, table.csv, sweep.html. Does not know: where runs come from.
 """
@@ -28,6 +29,7 @@ from jaxrl_llm.sweep import fits
 from jaxrl_llm.sweep.points import SEED, Point, Sweep
 
 ITERATION = "iteration"
+FIRST, THEN = "first", "then"  # stages of a sweep: its own points, and those that its ``then`` has made
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +43,7 @@ class Run:
     made_with: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of config.json: versions, commit
     after: Mapping[str, float | None] = dataclasses.field(default_factory=dict)  # what the sweep's ``after`` returned
     before: Mapping[str, float | None] = dataclasses.field(default_factory=dict)  # for the page: before any training
+    stage: str = FIRST
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,11 +82,12 @@ def figures(run: Run, sweep: Sweep) -> dict[str, float | None]:
     return found | dict(run.after)
 
 
-def groups(runs: Sequence[Run]) -> dict[tuple[tuple[str, Any], ...], list[Run]]:
-    """Runs by their point without the seed, in the order of their first."""
+def groups(runs: Sequence[Run]) -> dict[tuple, list[Run]]:
+    """Runs by their stage and their point without the seed, in the order of their first."""
     found: dict[tuple, list[Run]] = {}
     for run in runs:
-        found.setdefault(tuple((k, _hashable(v)) for k, v in sorted(run.point.items()) if k != SEED), []).append(run)
+        settings = ((k, _hashable(v)) for k, v in sorted(run.point.items()) if k != SEED)
+        found.setdefault((run.stage, *settings), []).append(run)
     return found
 
 
@@ -225,7 +229,7 @@ def write_table(path: pathlib.Path, runs: Sequence[Run], sweep: Sweep) -> None:
         settings = {field: run.point.get(field) for field in fields}
         done = run.rows[-1][ITERATION] if run.rows else 0
         about = {"point": run.name, "label": label(run, sweep), "status": run.status, "iterations": done}
-        line = about | settings | figures(run, sweep)
+        line = about | ({"stage": run.stage} if sweep.then else {}) | settings | figures(run, sweep)
         lines.append({column: _no_formula(value) for column, value in line.items()})
     unfinished = path.with_name(path.name + ".tmp")
     with open(unfinished, "w", newline="", encoding="utf-8") as file:
@@ -269,7 +273,7 @@ def _number(value: float | None) -> str:
 
 
 def _shown(run: Run, sweep: Sweep, *, without: str = "") -> str:
-    return page.text(label(run, sweep, without=without))
+    return page.text(f"{run.stage}: " * bool(sweep.then) + label(run, sweep, without=without))
 
 
 def _group_table(runs: Sequence[Run], sweep: Sweep) -> str:
@@ -291,16 +295,16 @@ def _group_table(runs: Sequence[Run], sweep: Sweep) -> str:
 
 
 def _knob_table(runs: Sequence[Run], sweep: Sweep) -> str:
-    """Of the first metric's last values; nothing where no setting but the seed differs."""
-    rows = []
-    for knob in knobs(runs, sweep, f"{sweep.metrics[0]} last"):
+    """Of the first metric's last values, of the first stage, which tried all; nothing where only the seed differs."""
+    rows, first = [], [run for run in runs if run.stage == FIRST]
+    for knob in knobs(first, sweep, f"{sweep.metrics[0]} last"):
         effect, bounds = _bounded(*knob.effect)
-        first = f"<td rowspan={len(knob.rows)}>{page.text(knob.field)}</td>"
-        first += f"<td rowspan={len(knob.rows)}>{effect}{bounds}</td>"
+        about = f"<td rowspan={len(knob.rows)}>{page.text(knob.field)}</td>"
+        about += f"<td rowspan={len(knob.rows)}>{effect}{bounds}</td>"
         for name, count, *numbers in knob.rows:
             cells = f"<td>{page.text(name)}</td><td>{count}</td><td>{''.join(_bounded(*numbers))}</td>"
-            rows.append(f"<tr>{first}{cells}</tr>")
-            first = ""
+            rows.append(f"<tr>{about}{cells}</tr>")
+            about = ""
     head = ("setting", "best less worst", "value", "runs", "mean, and 95 % of bootstrapped means")
     return page.table(head, rows, "knobs")
 

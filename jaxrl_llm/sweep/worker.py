@@ -55,14 +55,13 @@ def run_point(config: Config, workdir: pathlib.Path, train: Callable[[Config, pa
         os.dup2(log.fileno(), 2)
     sys.stdout.reconfigure(line_buffering=True)  # a log that is read while it grows
     try:
-        (workdir / AFTER).unlink(missing_ok=True)
         status = train(config, workdir)
         if status == 0 and after:
             _write(workdir / AFTER, resolve(after)(config, workdir))
         return status in (0, 128 + signal.SIGTERM, 128 + signal.SIGINT)
     except (ConfigError, MachineError) as error:
         print(f"error: {error}", file=sys.stderr)
-    except Exception:
+    except (Exception, SystemExit):  # a user's own function may call sys.exit
         traceback.print_exc()
     finally:
         sys.stdout.flush()

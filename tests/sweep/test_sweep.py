@@ -13,8 +13,9 @@ import signal
 
 import numpy as np
 import pytest
+from support import ghosts
 from support import stand_in_training as stand_in
-from support.building import ONE, mesh_of
+from support.building import ONE, mesh_of, settings_of
 from support.command_line import run_command
 from support.page import Page
 from support.parsing import config_of
@@ -22,8 +23,10 @@ from support.parsing import config_of
 from jaxrl_llm.config import Config, ConfigError, freeze, record
 from jaxrl_llm.reports.metrics import read_metrics
 from jaxrl_llm.sweep import __main__ as sweep_module
+from jaxrl_llm.sweep import worker
 from jaxrl_llm.sweep.points import Sweep, freeze_points, grid, product, seeds
 from jaxrl_llm.sweep.table import (
+    THEN,
     Run,
     band,
     best_points,
@@ -35,6 +38,7 @@ from jaxrl_llm.sweep.table import (
     write_page,
     write_table,
 )
+from jaxrl_llm.train import train
 
 M = "eval/pass_rate"
 
@@ -95,6 +99,8 @@ def test_a_group_is_a_point_without_its_seed():
     assert [[run.name for run in members] for members in groups(RUNS).values()] == [["a0", "a1"], ["b0"]]
     listed = [Run("c", {"x.w": [1, 2], "seed": s}, "", []) for s in (0, 1)]
     assert [len(members) for members in groups(listed).values()] == [2]
+    reported = dataclasses.replace(listed[1], stage=THEN)  # at what the other one chose
+    assert [len(members) for members in groups([listed[0], reported]).values()] == [1, 1]
 
 
 def test_a_curve_has_the_rows_with_both_numbers():
@@ -299,7 +305,16 @@ def test_what_was_tuned_on_some_seeds_is_run_on_others(tmp_path):
     points, failed, stopped = sweep_module.run_stages(tmp_path, known, sweep, num_workers=1, serve=stand_in.SERVE)
     assert (failed, stopped) == ({}, None) and seen[0] == ["finished"] * 2
     assert [point for point, _ in points.values()][2:] == [{"seed": 0, rate: 0.1}, {"seed": 1, rate: 0.1}]
-    assert len(read_table(tmp_path / "table.csv")) == 4
+    assert [line["stage"] for line in read_table(tmp_path / "table.csv")] == ["first", "first", "then", "then"]
+    # Pass rates of 0.3 and the seed: what chose a rate is no part of what is reported of it, nor this of what it does.
+    html = (tmp_path / "sweep.html").read_text()
+    shown, knob = (re.search(f'class="{name}">.*?</table>', html, re.DOTALL)[0] for name in ("groups", "knobs"))
+    assert re.findall(r"<td>(\w+): learning_rate (0.\d)</td><td>(\d)</td><td>([\d.]+)", shown) == [
+        ("first", "0.1", "1", "7.3"),
+        ("first", "0.2", "1", "7.3"),
+        ("then", "0.1", "2", "0.8"),
+    ]
+    assert re.findall(r"<td>(0.\d)</td><td>(\d)</td>", knob) == [("0.1", "1"), ("0.2", "1")]
     sweep_module.run_stages(tmp_path, known, sweep, num_workers=1, serve=stand_in.SERVE)
     assert [len(turns(tmp_path, name)) for name in points] == [1] * 4  # nothing is run again
 
@@ -307,7 +322,7 @@ def test_what_was_tuned_on_some_seeds_is_run_on_others(tmp_path):
 AFTER = """
 def measure(config, workdir):
     if (workdir / "broken").exists():
-        raise ZeroDivisionError("no luck")
+        raise SystemExit("no luck")
     assert (workdir / "report.html").exists()
     return {"transfer": 0.5 + config.seed}
 """
@@ -322,7 +337,7 @@ def test_what_comes_after_a_point_is_in_the_table_and_is_tried_again_where_it_fa
     sweep = Sweep(seeds(3), after=f"{tmp_path}/mine.py:measure")
     command = lambda: sweep_module.run_sweep(folder, points, sweep, num_workers=1, serve=stand_in.SERVE)
     failed, _ = command()
-    assert list(failed) == [names[1]] and failed[names[1]].splitlines()[-1] == "ZeroDivisionError: no luck"
+    assert list(failed) == [names[1]] and failed[names[1]].splitlines()[-1] == "SystemExit: no luck"
     lines = read_table(folder / "table.csv")
     assert [(line["status"], line["transfer"]) for line in lines] == [
         ("finished", "0.5"),
@@ -334,6 +349,23 @@ def test_what_comes_after_a_point_is_in_the_table_and_is_tried_again_where_it_fa
     assert [len(turns(folder, name)) for name in names] == [1, 2, 1]
     assert [line["transfer"] for line in read_table(folder / "table.csv")] == ["0.5", "1.5", "2.5"]
     assert "<th>transfer" in (folder / "sweep.html").read_text()
+
+
+def test_what_came_after_a_point_is_gone_once_its_run_goes_on_and_not_before(tmp_path, monkeypatch):
+    """A longer run that was refused lost it, and ended no more; one that was launched kept that of its earlier end."""
+    ghosts.haunt(monkeypatch)
+    monkeypatch.setattr(os, "dup2", lambda *_: None)  # the worker is this process
+    (tmp_path / "mine.py").write_text("def end(config, workdir):\n    return {'end': config.num_iterations}\n")
+    settings = {"eval.num_prompts": 0, "checkpoint.export": False, "metrics.tensorboard": False}
+    config = lambda n: freeze(settings_of(FILES[0].parents[1] / "debug.py", settings | {"num_iterations": n}))
+    workdir, sweep = tmp_path / "run", Sweep([{}], after=f"{tmp_path}/mine.py:end")
+    turn = lambda n: worker.run_point(config(n), workdir, train, sweep.after)
+    assert turn(1) and (workdir / "after.json").read_text() == '{"end": 1.0}'
+    (workdir / "checkpoints").rename(tmp_path / "thrown away")
+    assert not turn(2) and (workdir / "after.json").read_text() == '{"end": 1.0}'
+    assert sweep_module.is_finished(workdir, config(1), sweep)
+    (tmp_path / "thrown away").rename(workdir / "checkpoints")
+    assert train(config(2), workdir) == 0 and not sweep_module.is_finished(workdir, config(2), sweep)
 
 
 def test_the_table_has_what_a_second_stage_alone_sets(tmp_path):
@@ -376,6 +408,7 @@ def test_what_a_power_cut_has_left_half_written_stops_no_table(tmp_path):
         (tmp_path / name / file).write_text('{"a"')
     (found,) = sweep_module.runs_of(tmp_path, points, Sweep(seeds(1)), {})
     assert (found.status, found.made_with, found.after, found.before) == ("finished", {}, {}, {})
+    sweep_module.check_folders(tmp_path, points)  # as a run's own start does
 
 
 def test_a_point_that_another_sweep_has_finished_is_not_run_again(tmp_path):
