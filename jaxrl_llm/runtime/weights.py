@@ -33,7 +33,8 @@ from jaxrl_llm.runtime.stored import (
 )
 
 BEST = "best"
-WRITTEN = ("metrics.jsonl", "samples.jsonl", "shared_rollouts.jsonl", "report.html")  # anew, where a run begins
+# Anew, where a run begins.
+WRITTEN = ("metrics.jsonl", "samples.jsonl", "shared_rollouts.jsonl", "report.html", "after.json")
 
 
 def is_run(path: str) -> bool:

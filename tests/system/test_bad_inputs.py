@@ -394,6 +394,7 @@ def test_a_workdir_with_files_of_something_else_is_refused_and_left_as_it_is(tmp
         ({"samples.jsonl": "{}"}, "samples.jsonl"),
         ({"metrics.jsonl": "{}", "log.txt": ""}, "metrics.jsonl"),
         ({"report.html": "mine"}, "report.html"),
+        ({"after.json": "{}"}, "after.json"),
     ],
 )
 def test_a_workdir_is_new_or_a_run_s_whenever_that_was_killed(files, named, tmp_path):
