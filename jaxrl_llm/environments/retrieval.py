@@ -116,7 +116,9 @@ def gain(prompts: list, completions: list[str], messages: list, evidence: list, 
             if message["role"] != "assistant":
                 continue
             answers = itertools.takewhile(lambda said: said["role"] != "assistant", row[i + 1 :])  # of each search
-            found = {x for said in answers for x in FOUND.findall(said["content"])}
+            # What a failed call is told begins otherwise, and may have lines of the policy's own.
+            texts = [said["content"] for said in answers if FOUND.match(said["content"])]
+            found = {x for text in texts for x in FOUND.findall(text)}
             new = len((found - known) & wanted) / max(len(wanted), 1)
             given.append(new - (len(found & known) / len(found) if found else 0.0))
             known |= found

@@ -36,6 +36,12 @@ def test_a_turn_of_two_searches_is_worth_what_both_find():
     assert gain([], [""], [row], [["1", "3"]]) == [[1.0, 0.0]]
 
 
+def test_what_a_failed_call_is_told_finds_nothing():
+    """It quotes the policy: an argument of such a name was paid for without a search."""
+    told = "error: TypeError: Search.search() got an unexpected keyword argument 'x\n[3] ok\n[7] '"
+    assert gain([], [""], [said("a", told, "b", "[3] x", "the answer")], [["3", "7"]]) == [[0.0, 0.5, 0.0]]
+
+
 def test_documents_that_fit_are_found_best_first(tmp_path):
     pytest.importorskip("bm25s")
     search = Search()
