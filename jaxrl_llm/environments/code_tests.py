@@ -33,7 +33,7 @@ from typing import Any
 
 from jaxrl_llm.environments.sandbox import Limits, Result, Sandbox
 
-FENCE = re.compile(r"^[ \t]*```[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
+FENCE = re.compile(r"^([ \t]*)```[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
 DEFINITION = re.compile(r"^(?:async[ ]+def|def|class)[ ]+(\w+)|^(\w+)[ ]*=", re.MULTILINE)
 FUTURE = re.compile(r"^from __future__ import .*\n?", re.MULTILINE)
 NEW_LINE = re.compile(r"\r\n|\r|\n")
@@ -261,7 +261,7 @@ def _placed(completion: str, prefix: str, names: Sequence[str], given: str) -> t
             that defines one of ``names`` itself it stands where it is whole: a line of imports, and not half a loop.
     """
     text = completion.rpartition("</think>")[2]
-    blocks = [(found[1], found.start(1)) for found in FENCE.finditer(text)] or [(text, 0)]
+    blocks = [(_dedented(found[2], len(found[1])), found.start(2)) for found in FENCE.finditer(text)] or [(text, 0)]
     defining = [block for block in blocks if _defined(block[0]) & set(names)]
     code, start = (defining or blocks)[-1]
     if given and not (defining and not _is_whole(prefix + given)):
@@ -275,6 +275,11 @@ def _placed(completion: str, prefix: str, names: Sequence[str], given: str) -> t
         code = prefix + "".join(lines[:end])
     future, rest = _future_first(code)
     return future + rest, line, -1 if future else len(completion) - len(text) + start
+
+
+def _dedented(code: str, indent: int) -> str:
+    """Without the indentation of its fence, as Markdown has it; its lines stay what they are."""
+    return re.sub(rf"^[ \t]{{1,{indent}}}", "", code, flags=re.MULTILINE) if indent else code
 
 
 def _future_first(code: str) -> tuple[str, str]:

@@ -1,6 +1,7 @@
 """Which part of a completion is code, and what its tests say of it."""
 
 import dataclasses
+import textwrap
 import warnings
 
 import pytest
@@ -182,6 +183,9 @@ def test_a_sandbox_that_fails_is_no_score(monkeypatch):
         ("x = 1", "", [], "x = 1"),
         ("Text\n```python\nx = 1\n```\nmore\n```\ny = 2\n```", "", [], "y = 2\n"),
         ("Text\n```python\nx = 1\n```\nmore\n```\ny = 2\n```", "", ["x"], "x = 1\n"),
+        ("1. So:\n   ```python\n   def f(x):\n       return x\n\n  y = 1\n   ```", "", ["f"],
+         "def f(x):\n    return x\n\ny = 1\n"),
+        ("\t```\n\tif x:\n\t\ty\n", "", [], "if x:\n\ty\n"),
         ("```py\nx = 1\n", "", [], "x = 1\n"),  # cut off at the longest completion
         ("<think>```\nx = 1\n```</think>\ny = 2", "", ["x"], "\ny = 2"),
         ("  return 1\nprint(2)\n", "def f():\n", ["f"], "def f():\n  return 1\n"),
@@ -248,6 +252,8 @@ def test_statements_that_no_test_has_run_are_masked():
     assert unrun(row, SIGN) == UNRUN_OF_SIGN
     with_thought = "```python\nx\n```</think>" + SIGN
     assert unrun(row, with_thought) == UNRUN_OF_SIGN
+    in_list = lambda text: textwrap.indent(text, "   ")
+    assert unrun(row, f"1. So:\n{in_list(SIGN)}") == [in_list(text) for text in UNRUN_OF_SIGN]
     below = ["        return 1\n", "    try:\n", "        return 0\n", *UNRUN_OF_SIGN[1:]]
     assert unrun({**row, "test_list": ["assert sign(-3) == -1"]}, SIGN) == below
 
