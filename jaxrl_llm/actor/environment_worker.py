@@ -20,6 +20,8 @@ import contextlib
 import functools
 import json
 import sys
+import types
+import typing
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -45,6 +47,24 @@ def tools_of(environment: type) -> list[str]:
 def is_saved(environment: type) -> bool:
     """Whether its episodes can be gone on with from a state."""
     return all(callable(getattr(environment, name, None)) for name in SAVING)
+
+
+@functools.cache
+def _kinds_of(environment: type) -> dict[str, tools.Kinds]:
+    """Of what its tools take, as far as they say it."""
+    found = {}
+    for name in tools_of(environment):
+        with contextlib.suppress(Exception):  # hints may name what is not there
+            found[name] = {x: _kinds(hint) for x, hint in typing.get_type_hints(getattr(environment, name)).items()}
+    return found
+
+
+def _kinds(hint: Any) -> set[str]:
+    """Which of a text and null a type hint has."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType, typing.Literal):
+        return set().union(*map(_kinds, typing.get_args(hint)))
+    is_text = hint is str or isinstance(hint, str)  # the latter of a Literal
+    return {"string"} if is_text else {"null"} if hint in (None, type(None)) else set()
 
 
 class Episode:
@@ -78,7 +98,7 @@ class Episode:
 
     def _results(self, body: str) -> list[str]:
         try:
-            calls = tools.read(body)
+            calls = tools.read(body, _kinds_of(type(self.own)))
         except Exception as error:
             return [_told(error)]
         return [self._call(*call) for call in calls]

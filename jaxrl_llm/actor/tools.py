@@ -14,12 +14,15 @@ import contextlib
 import json
 import re
 import uuid
+from collections.abc import Collection, Mapping
 from typing import Any
 
 TOOL_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)</function>", re.DOTALL)
 PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 BEGIN, MISTRAL = "<tool_call>", "[TOOL_CALLS]"
+
+Kinds = Mapping[str, Collection[str]]  # JSON schema's types of what a tool takes, by parameter
 
 
 def functions_of(tools: Any) -> list[dict[str, Any]]:
@@ -96,7 +99,7 @@ def calls_in(text: str) -> tuple[str | None, list[dict[str, Any]]]:
     """What is said beside calls, None where nothing is, and the calls; where one of them is none, all of it is text."""
     beside, bodies = apart(text)
     try:
-        found = [call for body in bodies for call in read(body)]
+        found = [call for body in bodies for call in read(body, {})]
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         found = []
     calls = []
@@ -134,14 +137,18 @@ def _is_call(text: str) -> bool:
     return False
 
 
-def read(body: str) -> list[tuple[str, dict[str, Any] | str]]:
+def read(body: str, kinds: Mapping[str, Kinds]) -> list[tuple[str, dict[str, Any] | str]]:
     """``(name, arguments)`` of each call in a body; arguments that are a text are JSON, or what was said.
+
+    Args:
+        kinds: by tool, of those of which something is known.
 
     Raises:
         ValueError, TypeError, KeyError: it holds none.
     """
     if found := FUNCTION.findall(body):
-        return [(name, {key: _value(text) for key, text in PARAMETER.findall(inside)}) for name, inside in found]
+        calls = [(name, PARAMETER.findall(inside), kinds.get(name, {})) for name, inside in found]
+        return [(name, {key: _value(text, of.get(key, ())) for key, text in given}) for name, given, of in calls]
     given, calls = json.loads(body), []
     for call in given if isinstance(given, list) else [given]:
         name, arguments = call["name"], call["arguments"] if "arguments" in call else call.get("parameters", {})
@@ -151,8 +158,10 @@ def read(body: str) -> list[tuple[str, dict[str, Any] | str]]:
     return calls
 
 
-def _value(text: str) -> Any:
-    """Of a parameter that stands in a text: what JSON says, or the text."""
+def _value(text: str, kinds: Collection[str]) -> Any:
+    """Of a parameter that stands in a text: the text where it takes one, else what JSON says, or the text."""
+    if "string" in kinds and not (text == "null" and "null" in kinds):
+        return text
     with contextlib.suppress(ValueError, RecursionError):
         return json.loads(text)
     return text
