@@ -40,6 +40,7 @@ class Turn:
     reply: Future[Reply]
     answer: list[int] = dataclasses.field(default_factory=list)  # token ids; none where the episode ends here
     verdict: int = 0  # how many these are, or minus the STOP_* of the row; 0 = the reply is not there yet
+    last: int | None = None  # its last token, until there is a verdict
 
     @property
     def stop(self) -> int:
@@ -120,10 +121,10 @@ class Conversations:
     def __init__(self, environment: Environment, tokenizer: Any, config: Config):
         self._environment, self._decode = environment, tokenizer.decode
         how = config.prompts.encoding
-        self._encode = lambda said: (
-            ids_of(said.answer, tokenizer.vocab_size)
-            if agents.are_tokens(said.answer)
-            else tokenizer.encode_answer(said.answer, **how)
+        self._encode = lambda said, last: (
+            ids_of(said, tokenizer.vocab_size)
+            if agents.are_tokens(said)
+            else tokenizer.encode_answer(said, last, **how)
         )
         self._limits, self._most = config.environments, config.sampling.max_completion_tokens
         self._rows: dict[Row, tuple[int, list[Turn]]] = {}  # episode, turns
@@ -161,7 +162,7 @@ class Conversations:
                         logp = logps[shard][slot][len(prompt) : lengths[row]]
                         how["drawn"] = [[completion[a:b].tolist(), logp[a:b].tolist()] for a, b in spans]
                     reply = self._environment.ask(episode, example, [*texts, text], *answered, **how)
-                    turns.append(Turn(text, end, reply))
+                    turns.append(Turn(text, end, reply, last=int(completion[-1])))
         return of_rows
 
     def answers(self, sampler: Sampler, check: Callable[[], None]) -> tuple[jax.Array, jax.Array]:
@@ -204,7 +205,7 @@ class Conversations:
         else:
             most, wrong = limits.max_answer_tokens, None
             try:
-                answer = self._encode(reply)
+                answer = self._encode(reply.answer, turn.last)
                 if not 0 < len(answer) <= most:
                     wrong = f"an answer of {len(answer)} tokens; environments.max_answer_tokens={most}"
             except ConfigError as error:  # what the tokenizer or the template cannot take

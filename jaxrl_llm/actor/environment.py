@@ -155,7 +155,8 @@ def opened(config: Config, examples: Sequence[Example], tokenizer: Any) -> Itera
         yield None
         return
     with Environment(config, examples) as environment:
-        frame = len(tokenizer.encode_answer([{"role": environment.role, "content": ""}], **config.prompts.encoding))
+        said, how = [{"role": environment.role, "content": ""}], config.prompts.encoding
+        frame = max(len(tokenizer.encode_answer(said, last, **how)) for last in (None, *tokenizer.eos_ids))
         if frame >= (most := config.environments.max_answer_tokens):
             said = f"environments.max_answer_tokens={most} must be at least {frame + 1}"
             raise ConfigError(f"{said}: the chat template puts {frame} tokens around an answer")

@@ -5,12 +5,13 @@ import json
 import pathlib
 import signal
 import types
+import typing
 
 import pytest
 from support.echo import echo
 from support.replies import by, text
 
-from jaxrl_llm.actor import evaluation
+from jaxrl_llm.actor import environment_worker, evaluation
 from jaxrl_llm.actor.conversation import Played
 from jaxrl_llm.actor.environment import Environment, opened, shown
 from jaxrl_llm.actor.rewards import RewardPool
@@ -143,6 +144,33 @@ def test_calls_are_read_as_the_families_of_models_write_them():
     }
     with Environment(config("Counter"), [ONE]) as environment:
         assert [text(reply) for reply in play(environment, list(turns))] == list(turns.values())
+
+
+class Guess:
+    def reset(self):
+        pass
+
+    def guess(self, word: str, hint: str | None = None, kind: typing.Literal["1"] = "1", size: float = 0, more=None):
+        """Says what it was given."""
+        return [word, hint, kind, size, more]
+
+    def unknown(self, word: str, other: "NotThere" = None):  # noqa: F821
+        """Of what it takes nothing can be found out."""
+        return [word]
+
+
+def test_a_parameter_that_is_a_text_stays_one():
+    """A word of digits came as a number, `true` and `null` as no words."""
+    parameters = lambda given: "".join(f"<parameter={key}>\n{text}\n</parameter>" for key, text in given.items())
+    written = lambda name, given: f"<tool_call><function={name}>{parameters(given)}</function></tool_call>"
+    episode = environment_worker.Episode(Guess, {})
+    for name, given, expected in (
+        ("guess", {"word": "1234", "hint": "null", "size": "7", "more": "[2]"}, ["1234", None, "1", 7, [2]]),
+        ("guess", {"word": "null", "hint": "true", "kind": "1"}, ["null", "true", "1", 0, None]),
+        ("guess", {"word": '"a"', "size": "x", "more": "y"}, ['"a"', None, "1", "x", "y"]),
+        ("unknown", {"word": "1234"}, [1234]),
+    ):
+        assert episode.answer(written(name, given)) == by("tool", str(expected))
 
 
 def test_an_episode_whose_process_died_is_played_again_and_must_answer_as_before():
@@ -300,7 +328,9 @@ def test_its_reward_counts_only_where_it_has_one():
 
 
 def test_an_answer_must_have_room_for_what_the_template_puts_around_it():
-    tokenizer = types.SimpleNamespace(encode_answer=lambda said, **how: [said[0]["role"]] * 7)
+    # One of the tokens that end turns is no end of the template's, which stands there besides.
+    encode = lambda said, last, **how: [said[0]["role"]] * (6 + (last == 5))
+    tokenizer = types.SimpleNamespace(encode_answer=encode, eos_ids=(5, 2))
     with opened(Config(), [ONE], tokenizer) as environment:
         assert environment is None
     with opened(config("slow", max_answer_tokens=8), [ONE], tokenizer) as environment:

@@ -62,8 +62,9 @@ def test_a_message_of_gpt_oss_is_not_a_turn():
     tokenizer = make(HARMONY, tokens=tokens, special=special, bos=None, eos="<|return|>")
     assert (tokenizer.eos_ids, tokenizer.end_id) == ((0,), 0)
     how = {"chat_template": True, "special_tokens": False, "chat_template_kwargs": {}}
-    answer = tokenizer.encode_answer([{"role": "user", "content": "ok"}], **how)
-    assert raw(tokenizer, answer) == "<|start|>user<|message|>ok<|end|><|start|>assistant"  # and no other end before it
+    for last in (None, tokenizer.end_id):
+        answer = tokenizer.encode_answer([{"role": "user", "content": "ok"}], last, **how)
+        assert raw(tokenizer, answer) == "<|start|>user<|message|>ok<|end|><|start|>assistant"  # no other end before it
 
 
 def test_a_token_of_images_is_none_of_a_model_of_texts():
@@ -149,10 +150,10 @@ HEADERS = (
 HEADER_TOKENS = ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
 
 
-def make_headers():
+def make_headers(more=""):
     """Ids of letters are one more than those of ``make``."""
     given = {"bos": HEADER_TOKENS[0], "eos": HEADER_TOKENS[1], "special": HEADER_TOKENS, "merges": []}
-    return make(HEADERS, tokens=[*HEADER_TOKENS, *PRINTABLE, "Ġ", "Ċ"], **given)
+    return make(HEADERS + more, tokens=[*HEADER_TOKENS, *PRINTABLE, "Ġ", "Ċ"], **given)
 
 
 def test_an_answer_ends_as_its_template_ends_a_turn():
@@ -197,6 +198,30 @@ def test_turns_and_answers_one_after_the_other_are_the_conversation_in_the_templ
         more = [*told, {"role": "user", "content": "Go on."}]
         together = smollm2.encode_prompt([*first, *said, *more], **how)
         assert smollm2.encode_prompt(first, **how) + turn + smollm2.encode_answer(more, **how) == together
+
+
+def test_a_turn_that_ends_otherwise_is_then_ended_as_the_template_has_it():
+    """There was no end of it in the row, where `sampling.stop_tokens` or another EOS had ended it."""
+    how = {"chat_template": True, "special_tokens": False, "chat_template_kwargs": {}}
+    said = [{"role": "user", "content": "ok"}]
+    next_turn = "\n<|im_start|>user\nok<|im_end|>\n<|im_start|>assistant\n"
+    lines = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
+    header = "<|start_header_id|>{}<|end_header_id|>\n\n"
+    headers = f"{header.format('user')}ok<|eot_id|>{header.format('assistant')}"
+    for tokenizer, last, expected in (
+        (make(), "<|im_end|>", next_turn),
+        (make(), "</s>", f"<|im_end|>{next_turn}"),
+        (make(), "\n", f"<|im_end|>{next_turn}"),
+        (make(), "<|im_start|>", f"<|im_end|>{next_turn}"),
+        (make(lines), "\n", "user: ok\nassistant:"),  # its turns end with any text
+        (make(lines), "x", "\nuser: ok\nassistant:"),
+        (make_headers(), "<|eot_id|>", headers),
+        (make_headers(), "<|end_of_text|>", f"<|eot_id|>{headers}"),
+        (make_headers("{# <|end_of_text|> #}"), "<|end_of_text|>", headers),  # it knows it, as Llama 3.1's <|eom_id|>
+    ):
+        tokenizer = tokenizer.ending_at((last,))
+        (token,) = tokenizer.encode(last, special_tokens=True)
+        assert raw(tokenizer, tokenizer.encode_answer(said, token, **how)) == expected, (last, expected)
 
 
 def test_an_answer_without_a_template_is_its_text(smollm2):

@@ -82,13 +82,16 @@ def _day(config: Config, workdir: pathlib.Path) -> str | None:
     return None
 
 
-def between_turns(fast: Any, said: list[dict[str, str]], told: dict[str, Any], ends: list[str]) -> str:
+def between_turns(
+    fast: Any, said: list[dict[str, str]], told: dict[str, Any], ends: list[str], other: str | None = None
+) -> str:
     """The text from the end of an assistant's turn to the beginning of the next, messages ``said`` between them.
 
     What templates do to the turn itself, such as to leave out what it thought, is not looked at: it stays as it is.
 
     Args:
-        ends: texts of the tokens that end a turn, which the policy has drawn.
+        ends: texts of the tokens that end a turn, one of which the policy has drawn.
+        other: that of the token which it has drawn in their place: the template's end of the turn is still to come.
 
     Raises:
         ConfigError: the template refuses.
@@ -99,6 +102,8 @@ def between_turns(fast: Any, said: list[dict[str, str]], told: dict[str, Any], e
     except Exception as error:  # jinja's, of a package we need not know
         who = " and a ".join(message["role"] for message in said)
         raise ConfigError(f"the chat template refuses an answer by a {who}: {error}") from error
+    if other is not None:
+        return after.removeprefix(other)  # a template may end its turns with any text
     stops = [place + len(end) for end in ends if (place := after.find(end)) >= 0]
     return after[min(stops, default=0) :]
 

@@ -46,16 +46,18 @@ class Tokenizer:
         self.bos_id: int | None = fast.bos_token_id
         self.pad_id: int | None = fast.pad_token_id
         vocabulary = fast.get_vocab()
-        self.vocab_size: int = 1 + max(
-            (i for x, i in vocabulary.items() if x not in (fast.pad_token, IMAGE)), default=0
-        )
+        used = (i for x, i in vocabulary.items() if x not in (fast.pad_token, IMAGE))
+        self.vocab_size: int = 1 + max(used, default=0)
+        template = str(fast.chat_template)
         ends = () if "<|return|>" in vocabulary else END_OF_TURN  # of GPT-OSS's, <|end|> ends one message of several
-        turn_ends = [vocabulary[end] for end in ends if end in vocabulary and end in str(fast.chat_template)]
+        turn_ends = [vocabulary[end] for end in ends if end in vocabulary and end in template]
         own = [] if fast.eos_token_id is None else [fast.eos_token_id]
         self.eos_ids: tuple[int, ...] = tuple(dict.fromkeys([*own, *eos_ids, *turn_ends]))
         self.end_id: int | None = next(iter([*turn_ends, *self.eos_ids]), None)
         added = fast.added_tokens_decoder.items()
         self._special = {i: token for i, token in added if token.special or i in self.eos_ids}
+        # Of the template: Llama 3.1's <|eom_id|> is another one, Qwen's <|endoftext|> none.
+        self._turn_ends = {self.end_id} | {i for i, x in added if i in self.eos_ids and x.content in template}
         texts = sorted((token.content for token in self._special.values()), key=len, reverse=True)
         self._looks_special = re.compile("|".join(map(re.escape, texts)) or "(?!)")
         self._halves = {ord(x): 0xD800 + n for n, x in enumerate(dict.fromkeys("".join(texts)))}
@@ -112,34 +114,33 @@ class Tokenizer:
             return [ids[ids[:2] == [self.bos_id] * 2 :] for ids in made]  # a text may have a beginning of its own
         if not self._fast.chat_template:
             raise ConfigError("the tokenizer has no chat template: prompts.chat_template=False, or --nochat_template")
-        system = [{"role": "system", "content": system_prompt}] if system_prompt else []
         told = templates.told(chat_template_kwargs or {}, self._fast.chat_template, hide)
         texts = []
         for prompt in prompts:
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-            own = any(message["role"] in ("system", "developer") for message in messages)
-            messages = [*([] if own else system), *messages]
+            if system_prompt and not any(message["role"] in ("system", "developer") for message in messages):
+                messages = [{"role": "system", "content": system_prompt}, *messages]
             messages = [{key: hide(text) for key, text in message.items()} for message in messages]
             try:
                 texts.append(templates.rendered(self._fast, messages, told))
             except Exception as error:  # templates raise jinja's errors, of a package we need not know
-                raise ConfigError(
-                    f"the chat template refuses the messages {prompt!r:.200}: {str(error) or error!r}"
-                ) from error
+                said = f"the chat template refuses the messages {prompt!r:.200}"
+                raise ConfigError(f"{said}: {str(error) or error!r}") from error
         return self._encode(texts, at_start=False)
 
     def encode_prompt(self, prompt: str | Messages, **how: Any) -> list[int]:
         """Token ids of one prompt; see ``encode_prompts``."""
         return self.encode_prompts([prompt], **how)[0]
 
-    def encode_answer(self, said: Messages, *, chat_template: bool, special_tokens: bool, **how: Any) -> list[int]:
-        """Token ids from the end of one turn of the model to the next, ``said`` between; else as ``encode_prompts``."""
-        said = [{**one, "content": (_checked if special_tokens else self._hide)(one["content"])} for one in said]
+    def encode_answer(self, said: Messages, last: int | None = None, **how: Any) -> list[int]:
+        """Token ids of ``said`` after a turn of the model that ends with ``last``; else as ``encode_prompts``."""
+        said = [{**one, "content": (_checked if how["special_tokens"] else self._hide)(one["content"])} for one in said]
         text = "\n".join(one["content"] for one in said)
-        if chat_template:
+        if how["chat_template"]:
             ends = [*END_OF_TURN, *(self._special[i].content for i in self.eos_ids if i in self._special)]
             told = templates.told(how["chat_template_kwargs"], self._fast.chat_template, self._hide)
-            text = templates.between_turns(self._fast, said, told, ends)
+            other = None if last in (None, *self._turn_ends) else self._fast.decode([last])
+            text = templates.between_turns(self._fast, said, told, ends, other)
         return self._encode([text], at_start=False)[0]
 
     def encode(self, text: str, *, special_tokens: bool = False) -> list[int]:
@@ -221,7 +222,6 @@ def fast_tokenizer_class() -> type:
 
 
 def _checked(text: str) -> str:
-    half = _HALF_PAIR.search(text)
-    if half:
+    if half := _HALF_PAIR.search(text):
         raise ConfigError(f"{text!r:.60} has half a surrogate pair, {half[0]!r} at {half.start()}, which is no text")
     return text
