@@ -19,6 +19,9 @@ from jaxrl_llm.questions.tasks import scores
         ("It has 3 of 4", "It has 3 of 4", "4"),
         (r"\boxed{\$1,250.0}", r"\$1,250.0", r"\$1,250.0"),
         ("<answer>$12.50</answer>", "$12.50", "12.5"),
+        ("<think>In <answer> it is.</think><answer>5</answer>", "5", "5"),
+        ("It is -.50", "It is -.50", "-0.5"),
+        ("It is \u22123", "It is \u22123", "-3"),
     ],
 )
 def test_what_the_answer_of_a_completion_is(text, answer, number):
@@ -40,6 +43,11 @@ def test_what_the_answer_of_a_completion_is(text, answer, number):
 )
 def test_format(text, expected):
     assert scores.format(["p"], [text]) == [expected]
+
+
+def test_a_label_without_anything_after_its_mark_is_no_score():
+    with pytest.raises(ValueError, match="there is nothing to compare with"):
+        scores.short_steps([], [""], ["so\n#### "])
 
 
 @pytest.mark.parametrize("answer", [None, [], ["", None], "", [" "]])
@@ -152,6 +160,27 @@ def test_the_majority_is_the_label_and_no_label_is_read():
     assert scores.majority([], texts, answer=["5"] * 6) == [1, 1, 0, 0, 0, 1]
     assert scores.majority([], ["5", "4", "", ""]) == [1, 0, 0, 0]  # as frequent: the first
     assert scores.majority([], ["", " "]) == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("label", "right", "wrong"),
+    [
+        ("48 + 24 = 72\n#### 72", ["It is 72.", r"\boxed{72}", "<answer>72 clips</answer>"], ["#### 7"]),
+        (r"so \boxed{\$1,250.0}", ["$1250", r"\boxed{\$1,250}"], ["250"]),
+        ("5 km/h", ["5 km/h", "5"], [r"\boxed{5x}"]),
+        ("50%", [r"\boxed{50\%}", "50"], ["0"]),
+        (r"\frac{1}{2}", [r"\boxed{\frac{1}{2}}", r"$\frac{1}{2}$"], [r"\boxed{2}", "The answer is 2."]),
+        (r"2\sqrt{3}", [r"\boxed{2\sqrt{3}}"], ["3"]),
+        ("(3, 4)", [r"\boxed{(3, 4)}"], ["4"]),
+        ("Paris, 75001", ["Paris, 75001"], ["75001", "Paris"]),
+        (".5", ["0.5", "It is .5"], ["5"]),
+        ("3", ["3"], ["It is \u22123"]),
+        ("-3", ["It is \u22123"], ["3"]),
+    ],
+)
+def test_a_label_is_a_number_only_where_it_is_nothing_else(label, right, wrong):
+    """The last number of its last line was compared: 2 was right for one half."""
+    assert [scores.has_number_of(text, label) for text in right + wrong] == [True] * len(right) + [False] * len(wrong)
 
 
 def test_the_fewer_steps_the_better_where_the_answer_is_right_and_any_right_one_before_any_wrong_one():

@@ -9,7 +9,8 @@ r"""Rewards for ``rewards.functions``, that suit many tasks: ``"jaxrl_llm.questi
     short_steps  where ``answer`` is met, the less the more steps (paragraphs) there are, above 1/2; else 0
 
 The answer of a completion is the inside of the last <answer></answer>, else of the last \boxed{}, else its last line;
-for ``majority`` and ``short_steps`` its last number, where it has one.
+for ``majority`` and ``short_steps`` its last number, where it has one. ``short_steps`` compares it with an ``answer``
+that is a number ("#### 72", "$1,000", "5 km"), and with any other the text.
 
 Owns: these functions, what the answer of a completion is. Does not know: questions, jax.
 """
@@ -24,8 +25,11 @@ from typing import Any
 FORMAT = re.compile(
     r"\s*<think>(?:(?!</?think>|</?answer>).)*</think>\s*<answer>(?:(?!</?answer>).)*</answer>\s*", re.S
 )
-TAGGED = re.compile(r"<answer>(.*?)</answer>", re.S)
-NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:/\d+)?")
+TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.S)
+NUMBER = re.compile(r"-?(?:\d[\d,]*(?:\.\d+)?|(?<!\w)\.\d+)(?:/\d+)?")
+# Nothing but a number, with its currency or unit.
+QUANTITY = re.compile(rf"(?:\\?[$€£])?({NUMBER.pattern})\s*(?:\\?%|°|(?:\s[^\W\d_]+(?:/[^\W\d_]+)?)+)?\.?")
+MINUS = "\u2212"  # of formulas
 # A number with its sign, which no operand stands before, thousands and decimals; else what has no punctuation in it.
 _THOUSANDS, _SIGN = r"\d{1,3}(?:,\d{3})+(?!\d)", r"(?:(?<![\w)\]}])-(?=\.?\d))?"
 _OTHER = rf"[^\W\d_]+(?=\d+\.\d)|[^\s{re.escape(string.punctuation)}]+"
@@ -59,14 +63,15 @@ def marked(text: str) -> str | None:
 
 def number_of(text: str) -> str:
     """Its answer, or where none is marked the last number of its last line; in short."""
-    answer, found = answer_of(text), NUMBER.findall(answer_of(text))
+    answer = answer_of(text).replace(MINUS, "-")
+    found = NUMBER.findall(answer)
     said = (found[-1] if found and marked(text) is None else answer).strip(" $")
     return _in_short(said) if NUMBER.fullmatch(said) else said
 
 
 def _in_short(number: str) -> str:
-    """Without commas, and zeros that decimals end with."""
-    number = number.replace(",", "")
+    """Without commas, and zeros that decimals end with; of .5 0.5."""
+    number = re.sub(r"^(-?)\.", r"\g<1>0.", number.replace(",", ""))
     return number.rstrip("0").rstrip(".") if "." in number and "/" not in number else number
 
 
@@ -80,8 +85,8 @@ def words_of(text: str) -> list[str]:
 
 
 def _all_words(text: str) -> list[str]:
-    words = WORD.findall(text.lower().replace("\u2212", "-"))  # the minus of formulas
-    return [re.sub(r"^(-?)\.", r"\g<1>0.", _in_short(word)) if DECIMAL.fullmatch(word) else word for word in words]
+    words = WORD.findall(text.lower().replace(MINUS, "-"))
+    return [_in_short(word) if DECIMAL.fullmatch(word) else word for word in words]
 
 
 def format(prompts: list, completions: list[str], **columns: Any) -> list[float]:
@@ -98,8 +103,17 @@ def accepted(answer: Any) -> list[str]:
 
 
 def has_number_of(text: str, answer: Any) -> bool:
-    """Whether ``number_of`` the text is that of an answer that is accepted."""
-    return any(number_of(text) == number_of(x) for x in accepted(answer))
+    """Whether its ``number_of``, or its answer, is one that is accepted: a number alone, after #### too, or a text."""
+    said = number_of(text), _quantity_of(text)
+    labels = accepted([x.rpartition("####")[2] for x in accepted(answer)])
+    return any(_quantity_of(x) in said for x in labels)
+
+
+def _quantity_of(text: str) -> str:
+    """The number that its answer is, in short; where it is none, the answer."""
+    answer = answer_of(text).replace(MINUS, "-").strip(" $")
+    found = QUANTITY.fullmatch(answer)
+    return _in_short(found[1]) if found else answer
 
 
 def exact(prompts: list, completions: list[str], answer: list, **columns: Any) -> list[float]:
