@@ -1,8 +1,12 @@
 """The reward `math`: numbers as JSON and people write them, and answers that are none."""
 
+import concurrent.futures
+import signal
+
 import pytest
 
-math = pytest.importorskip("jaxrl_llm.questions.tasks.math_answers").reward
+math_answers = pytest.importorskip("jaxrl_llm.questions.tasks.math_answers")
+math = math_answers.reward
 
 
 @pytest.mark.parametrize(
@@ -33,3 +37,35 @@ def test_words_are_a_fault_of_the_data(answer):
     """They were products of their letters, so that every completion was wrong."""
     with pytest.raises(ValueError, match=r"is no mathematics but words.*scores:exact.*\\text\{\}"):
         math([], ["1"], answer=[answer])
+
+
+def test_what_never_ends_is_wrong_and_the_others_of_its_group_have_their_reward(monkeypatch):
+    """The whole group had none: the pool's deadline ended the process."""
+    monkeypatch.setattr(math_answers, "MAX_CPU_S", 0.3)
+    endless = [r"\boxed{9^{9^{9}}}", r"\boxed{5!!!!}", r"\boxed{\sum_{k=1}^{10^9} \sin(k^2)}"]
+    before = signal.getsignal(signal.SIGPROF)
+    assert math([], [r"\boxed{5}", *endless, "5"], answer=["5"] * 5) == [1, 0, 0, 0, 1]
+    assert signal.getitimer(signal.ITIMER_PROF) == (0, 0) and signal.getsignal(signal.SIGPROF) == before
+
+
+def test_off_the_main_thread_there_is_no_limit():
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        assert pool.submit(math, [], ["5", "6"], answer=["5"] * 2).result() == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("inside", "label", "score"),
+    [
+        *((label, label, 1) for label in ("72", "-5", "1/2", "1,234", r"\frac{1}{2}", "x^2+1", "(3, 4)", "10 cm^2")),
+        *((text, "72", 1) for text in (" 72 ", "72.", "$72$", r"\$72", r"\boxed{72}", "It is 72", "72 cm^2", "**72**")),
+        ("96", "72", 0),
+        ("", "72", 0),
+        ("72</answer><answer>73", "72", 0),
+        ("72x", "72", 0),
+        ("(3, 72)", "72", 0),
+        ("3 or 4", "4", 0),
+    ],
+)
+def test_of_a_completion_with_tags_what_is_inside_is_read(inside, label, score):
+    """A number of the thinking was taken: math did not see inside tags without spaces."""
+    assert math([], [f"<think>Is it 5? 48 + 24 = 72.</think>\n<answer>{inside}</answer>"], answer=[label]) == [score]

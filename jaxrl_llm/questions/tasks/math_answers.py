@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import logging
 import re
+import signal
+import threading
+from collections.abc import Callable
 from decimal import Decimal
 from typing import Any
 
+from jaxrl_llm.questions.tasks.scores import TAGGED
 from jaxrl_llm.runtime.nested import ConfigError
 
 try:
@@ -17,9 +21,12 @@ try:
 except ModuleNotFoundError as error:
     raise ConfigError(f"rewards.functions: 'math' needs {error.name}: pip install 'jaxrl_llm[math]'") from error
 
-# It warns that no timeout is set. Its own timeout is a signal, which fails silently off the main thread;
-# the pool's deadline holds here.
+# It warns that its timeouts are not set: they are of the clock, whole seconds, and for each of many comparisons.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
+
+# Of one completion, by the processor's clock: a machine that is busy makes no answer wrong. Unusual right answers take
+# up to 0.1 s, 0.3 in a process that has just started; 16 that never end take 8 of the 10 s of rewards.timeout_s.
+MAX_CPU_S = 0.5
 
 # The last \boxed{} wins over "the answer is ...", and that over any other formula or number.
 _EXTRACTION = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
@@ -31,9 +38,18 @@ _DECIMALS = 6  # to which it rounds
 # Words that math_verify would take for products of one-letter symbols, which "ab" and "abcd" may be.
 _WORDS = re.compile(r"N/A|(?i:none|null|nan|true|false)|(?=.*[A-Za-z]{3})[A-Za-z ]{5,}")
 
+# "It is 7", "10 cm^2", not "2ab" nor "3 or 4": as a formula the product of its letters.
+_PROSE = re.compile(r"(?<!\S)(?!(?:and|or)\b)[A-Za-z]{2,}(?![^\s.,:;!?^])")
+
+
+class _OutOfTime(BaseException):
+    """No Exception, which sympy and math_verify would catch."""
+
 
 def reward(prompts: list, completions: list[str], *, answer: list, **columns) -> list[float]:
-    r"""1.0 where the completion's answer equals ``answer`` as mathematics, else 0.0.
+    r"""1.0 where the completion's answer equals ``answer`` as mathematics, else 0.0, also where that takes too long.
+
+    The answer of a completion is looked for in its last <answer></answer>, where it has one.
 
     Args:
         answer: a number, or text: plain ("1/2", "6.02e23"), LaTeX with or without dollars, or a worked solution that
@@ -46,10 +62,31 @@ def reward(prompts: list, completions: list[str], *, answer: list, **columns) ->
     gold = {repr(right): _gold(right) for right in answer}
     scores = []
     for text, right in zip(completions, answer, strict=True):
-        forms, decimals = gold[repr(right)]
-        equal = verify(forms, _parse_completion(text), float_rounding=decimals, timeout_seconds=None)
-        scores.append(float(equal))
+        scores.append(float(_in_time(_equals, text, *gold[repr(right)])))
     return scores
+
+
+def _in_time(equals: Callable[..., bool], *given: Any) -> bool:
+    """What it says, False after ``MAX_CPU_S``; without limit off the main thread, where Python takes no signals."""
+    if threading.current_thread() is not threading.main_thread() or any(signal.getitimer(signal.ITIMER_PROF)):
+        return equals(*given)
+    before = signal.signal(signal.SIGPROF, _stop)
+    try:
+        signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S, MAX_CPU_S)  # again and again: a bare except may swallow one
+        return equals(*given)
+    except _OutOfTime:
+        return False
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before or signal.SIG_DFL)
+
+
+def _stop(*_: Any) -> None:
+    raise _OutOfTime
+
+
+def _equals(text: str, forms: list, decimals: int) -> bool:
+    return verify(forms, _parse_completion(text), float_rounding=decimals, timeout_seconds=None)
 
 
 def _gold(answer: Any) -> tuple[list, int]:
@@ -73,10 +110,24 @@ def _gold(answer: Any) -> tuple[list, int]:
     return parsed, _DECIMALS + len(tiny[1]) if tiny else _DECIMALS
 
 
+def _has_formula(text: str) -> bool:
+    return "$" in text.replace(r"\$", "") or r"\boxed" in text
+
+
 def _parse_completion(text: str) -> list:
-    digits = _digits(text)
-    is_formula = "$" in text or r"\boxed" in text  # where 2e-1 may be Euler's number times 2, less 1
-    return _parse(digits) + (_parse(text) if digits != text and is_formula else [])
+    """Of the last <answer></answer>, which is a formula or has one, or words about a number; else of the whole."""
+    tagged = TAGGED.findall(text)
+    inside = tagged[-1].strip() if tagged else text
+    if not tagged or _has_formula(inside):
+        return _read(inside)
+    formula = _read(f"${inside}$")
+    is_read = not all(isinstance(x, str) for x in formula)
+    return formula if is_read and not _PROSE.search(inside) else _read(inside) + formula
+
+
+def _read(text: str) -> list:
+    digits = _digits(text)  # in a formula 2e-1 may be Euler's number times 2, less 1
+    return _parse(digits) + (_parse(text) if digits != text and _has_formula(text) else [])
 
 
 def _digits(text: str) -> str:
