@@ -221,7 +221,9 @@ def test_the_table_of_the_race_is_what_its_records_say(path):
         assert re.search(said, page, re.MULTILINE), row
 
 
-@pytest.mark.parametrize("text", ["4 - 1 = 3", "= -3", "5-2", "003", "none", "", "it is 3, not 4", "3.0"])
+@pytest.mark.parametrize(
+    "text", ["4 - 1 = 3", "= -3", "5-2", "003", "none", "", "it is 3, not 4", "3.0", "1,003", "-3.5", "\u22123"]
+)
 def test_a_peers_answer_is_right_when_the_main_job_says_so(text):
     last = reasoning_gym_task.last_integer(text)
     for answer in ("3", "-3", "0"):

@@ -64,6 +64,8 @@ def reward(completion: str) -> float:
 
 
 def is_right(completion: str, answer: str) -> bool:
-    """Whether the last integer written is the answer: what the main job rewards (tasks.reasoning_gym_task)."""
-    found = re.findall(r"(?:(?<![0-9])-)?[0-9]+", completion)
-    return bool(found) and int(found[-1]) == int(answer)
+    """Whether the last number written is the answer: what the main job rewards (tasks.reasoning_gym_task)."""
+    numbers = re.findall(r"(?:(?<![0-9])[-\u2212])?(?:(?<![\w.])\.)?[0-9]+(?:[.,][0-9]+)*", completion)
+    integer = r"([-\u2212]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+))(?:\.0+)?"
+    found = re.fullmatch(integer, numbers[-1]) if numbers else None
+    return bool(found) and int(found[1].replace(",", "").replace("\u2212", "-")) == int(answer)

@@ -789,6 +789,13 @@ def test_reasoning_gym_questions_are_right_and_follow_the_seed(gym):
         ("(-12)", "-12"),
         ("x=-7 is the answer", "-7"),
         ("007", "007"),
+        ("7.2248", None),  # of other numbers the tail was taken
+        ("3, then .5", None),
+        ("1,2248", None),
+        ("It is 1,234.", "1234"),
+        ("-1,000.00", "-1000"),
+        ("\u22123", "-3"),
+        ("8...5", "5"),
         ("no number - none", None),
         ("", None),
     ],

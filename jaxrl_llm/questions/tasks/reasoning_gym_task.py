@@ -68,8 +68,9 @@ MIX = "mix"
 OF_SETS = ("isomorphic_strings", "polynomial_multiplication", "ransom_note")  # drawn from sets, in the order of hashes
 SCORER = "jaxrl_llm.questions.tasks.reasoning_gym_task:reward"
 
-# A minus directly after a digit is an operator: the integers of "5-2" are 5 and 2.
-_INTEGER = re.compile(r"(?:(?<![0-9])-)?[0-9]+")
+# A minus directly after a digit is an operator: the numbers of "5-2" are 5 and 2.
+_NUMBER = re.compile(r"(?:(?<![0-9])[-\u2212])?(?:(?<![\w.])\.)?[0-9]+(?:[.,][0-9]+)*")
+_INTEGER = re.compile(r"(-?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+))(?:\.0+)?")
 
 # Formulas that sympy is given: of what they may be, how long, and whose names they may have beside the right answer's.
 FORMULA = (ast.Expression, ast.BinOp, ast.UnaryOp, ast.Call, ast.Constant, ast.Name, ast.Load)
@@ -184,7 +185,7 @@ def reward(
 ) -> list[float]:
     """The dataset's own ``score_answer`` applied to the answer in each completion.
 
-    Where the right answer is an integer: 1.0 if the last integer of the completion gets the full score, else
+    Where the right answer is an integer: 1.0 if the last number of the completion gets the full score, else
     0.0 (no partial credit, nothing for format). Otherwise the dataset's raw score of ``free_answer``; one that its
     scorer must not be given (``GUARDS``) is scored as an empty one, and one that it cannot take is worth 0.
     """
@@ -275,9 +276,13 @@ GUARDS["number_sorting"] = _of_form(r"[^A-DF-Za-df-z]*")
 
 
 def last_integer(completion: str) -> str | None:
-    """The last integer written in the text, None without one: "4 - 1 = 3" has "3", "= -3" has "-3", "5-2" has "2"."""
-    found = _INTEGER.findall(completion)
-    return found[-1] if found else None
+    """The last number written in the text, where it is an integer: of "4 - 1 = 3" 3, of "5-2" 2, of "-1,000.0" -1000.
+
+    None of a text without numbers, and of one whose last is another, such as 7.25 or 1,2345.
+    """
+    numbers = _NUMBER.findall(completion)
+    found = _INTEGER.fullmatch(numbers[-1].replace("\u2212", "-")) if numbers else None
+    return found[1].replace(",", "") if found else None
 
 
 def free_answer(completion: str) -> str:
