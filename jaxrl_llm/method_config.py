@@ -20,7 +20,7 @@ from jaxrl_llm.algorithms.draws import ADMISSIONS, DRAWS, PRIORITIES
 from jaxrl_llm.algorithms.old_policies import OLD_POLICIES
 from jaxrl_llm.algorithms.surrogates import SURROGATES
 from jaxrl_llm.algorithms.use import Chosen, slot
-from jaxrl_llm.algorithms.views import OTHER_POLICIES
+from jaxrl_llm.algorithms.views import COLUMNS, OTHER_POLICIES
 from jaxrl_llm.runtime.nested import Bounds, Count, CountOrZero, NotNegative, Number, Positive, Rate, Share
 
 LORA_TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
@@ -395,13 +395,12 @@ class MethodFacts:
             len(decays) < 2,
             "[algorithm.old_policy.decay] and [algorithm.divergence.decay] must be equal: there is one average",
         )
+        unstored = {name for name, column in COLUMNS.items() if not column.is_stored}
         for path, one in a.functions():
-            others = sorted(one.needs.columns & {*OTHER_POLICIES})
-            yield (
-                not others or one in a.of_loss,
-                f"{path}={one.name!r} must not need {others}, which functions of a loss alone see",
-            )
-            decay = one.settings.get("decay") if "average_logp" in others else 0.0
+            unseen, who = (unstored, "do not") if one in a.of_loss else ({*OTHER_POLICIES}, "alone")
+            unseen = sorted(one.needs.columns & unseen)
+            yield not unseen, f"{path}={one.name!r} must not need {unseen}, which functions of a loss {who} see"
+            decay = one.settings.get("decay") if "average_logp" in one.needs.columns else 0.0
             yield (
                 isinstance(decay, float) and 0 <= decay < 1,
                 f"{path}={one.name!r} needs 'average_logp' and so a setting `decay`, a float in [0, 1)",

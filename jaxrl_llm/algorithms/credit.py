@@ -98,7 +98,9 @@ def assign(
     if terms:
         rows = rows._replace(reward=jnp.where(trainable, shaped, 0.0), added=sum(terms))
     advantage = call(algorithm.advantage, "advantage", rows, shapes=(by_row, by_token))
-    made = {name: learned.pop(name) for name in ("returns",) if name in learned}
+    made = {"returns": learned.pop("returns")} if "returns" in learned else {}
+    if "value" in columns:  # the critic expects the reward at each token, where the advantage says nothing else
+        made.setdefault("returns", jnp.where(mask_BS & trainable[:, None], rows.reward[:, None], 0.0))
     # By the rewards as scored, as resampling.is_mixed has it: lengths untie nothing, and tie nothing.
     parts = algorithm.compared(rows.parts, jnp.where) if rows.parts else [(reward, 1.0)]
     compared = [part for part, weight in parts if weight]
@@ -120,8 +122,7 @@ def assign(
         tied &= ~mixed
     group_mean = jnp.where(trainable, compare.group_mean(reward, groups), 0.0)
     made |= {"group_mean": group_mean, "tied": tied, "question_id": scores.question_id}
-    kept = {name for name in columns if name != "value" or algorithm.critic.clip}  # of which it is clipped
-    experience = Experience(
-        rollout, reward, advantage_BS, trainable, columns=made | {name: columns[name] for name in kept}
-    )
+    keeps_value = algorithm.critic.clip or algorithm.loss_needs("value")  # what the loss is clipped about, or reads
+    made |= {name: x for name, x in columns.items() if name != "value" or keeps_value}
+    experience = Experience(rollout, reward, advantage_BS, trainable, columns=made)
     return experience, learned | {"degenerate_groups": degenerate}

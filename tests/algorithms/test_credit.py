@@ -288,6 +288,31 @@ def test_a_critics_advantages_are_of_each_token_and_whitened_over_those_that_cou
     assert sums["degenerate_groups"] == 0
 
 
+def test_a_critic_of_an_own_advantage_learns_the_reward_at_each_token(tmp_path):
+    (tmp_path / "own.py").write_text(
+        "from jaxrl_llm.algorithms.use import needs\n\n"
+        "@needs('value')\ndef less_value(x):\n    return x.reward[:, None] - x.columns['value']\n\n"
+        "@needs('value')\ndef halved(x):\n    return x.reward / 2, {'returns': x.columns['value'] / 2}\n\n"
+        "@needs('value', base='policy')\ndef over_value(x):\n    return -(x.advantage - x.value) * x.policy_logp\n"
+    )
+    own = lambda name: f"{tmp_path / 'own.py'}:{name}"
+    rollout, trainable = make_rollout([0, 0, 1, 1]), np.array([True, True, True, False])
+    value = np.full((4, WIDTH), 0.25, np.float32)
+    given = {"trainable": trainable, "num_groups": 2, "extra": {"value": value}}
+    terms = {"reward_terms": [use("short_answer", tokens=9, bonus=0.5)]}
+    experience, sums = assign(rollout, [1, 0, 2, 3], advantage=own("less_value"), **given, **terms)
+    at = np.arange(WIDTH)[None, :]
+    mask = (at >= rollout.prompt_length[:, None]) & (at < rollout.length[:, None]) & trainable[:, None]
+    expected = np.float32([1.5, 0, 2.5, 0])[:, None] * mask  # right answers have the bonus
+    np.testing.assert_array_equal(experience.columns["returns"], expected)
+    np.testing.assert_array_equal(experience.advantage, (expected - value) * mask)
+    assert "value" not in experience.columns and "returns" not in sums
+    # Where the advantage says what it is, that; and a loss that reads what was expected finds it.
+    experience, _ = assign(rollout, [1, 0, 2, 3], advantage=own("halved"), surrogate=own("over_value"), **given)
+    np.testing.assert_array_equal(experience.columns["returns"], value / 2)
+    np.testing.assert_array_equal(experience.columns["value"], value)
+
+
 def test_a_critic_that_is_right_everywhere_leaves_nothing_to_learn():
     rollout, reward = make_rollout([0, 0, 1, 1]), np.float32([1, 0, 1, 1])
     extra = {"value": np.repeat(reward[:, None], WIDTH, axis=1)}

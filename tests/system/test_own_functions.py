@@ -65,6 +65,11 @@ def averaged_by_text(x, *, decay: str = "0.9"):
 @needs("previous_logp")
 def looking_back(x):
     return x.reward
+
+
+@needs("entropy")
+def unsure(x):
+    return -x.advantage * x.policy_logp * x.entropy
 """
 
 
@@ -161,6 +166,7 @@ def test_reward_terms_and_columns_of_own_functions(run, monkeypatch, tmp_path):
         (["algorithm.old_policy={}:averaged"], ["algorithm.old_policy", ":averaged' needs", "`decay`, a float"]),
         (["algorithm.old_policy={}:averaged_by_text"], ["algorithm.old_policy", "`decay`, a float"]),
         (["algorithm.advantage={}:looking_back"], ["algorithm.advantage", "['previous_logp']", "of a loss alone"]),
+        (["algorithm.surrogate={}:unsure"], ["algorithm.surrogate", "must not need ['entropy']", "loss do not see"]),
         (["algorithm.advantage={}:centred", "rollout.group_size=1"], ["rollout.group_size=1", "centred"]),
         (["algorithm.surrogate={}:centred", "replay.unit=group"], ["centred, line 11", "AttributeError"]),
     ],
