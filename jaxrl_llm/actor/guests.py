@@ -171,7 +171,7 @@ class Guests:
             question_id: of a prompt's token ids.
         """
         about = [question_id(group.prompt) if group else -1 for group in self.groups]
-        both = lambda own, theirs: _beside(own, theirs, self.run.learner.update.num_devices)
+        both = lambda own, theirs: _beside(own, theirs, self.run.learner.annotation.num_parts)
         joined = Rewards(
             total=both(rewards.total, self.rewards.total),
             parts={name: both(part, self.rewards.parts[name]) for name, part in rewards.parts.items()},
@@ -341,7 +341,7 @@ def _rows(groups: Sequence[Group | None], config: Config, *, first_id: int) -> R
     return Rollout(tokens, prompt_length, length, None, ids, None, stop_reason)
 
 
-def _beside(own: Any, theirs: Any, num_devices: int) -> np.ndarray:
-    """Numbers of own rows, or groups, and of others': those of each device beside each other."""
-    parts = [np.asarray(x).reshape(num_devices, -1) for x in (own, theirs)]
+def _beside(own: Any, theirs: Any, num_parts: int) -> np.ndarray:
+    """Numbers of own rows, or groups, and of others', beside each other part by part as program ``join`` has them."""
+    parts = [np.asarray(x).reshape(num_parts, -1) for x in (own, theirs)]
     return np.concatenate(parts, axis=1).reshape(-1)

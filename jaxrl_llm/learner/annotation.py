@@ -33,11 +33,13 @@ class Annotation:
         reference_model: whose log-probs the reference has.
         columns: what it says (views.COLUMNS).
         group_size: so many neighbouring rows of fresh rollouts have one prompt.
+        num_parts: own rows and those of others, that many parts of each, stand beside each other part by part.
     """
 
     update: Update
     reference_model: Model
     group_size: int
+    num_parts: int
     columns: frozenset[str] = frozenset()
 
     def annotate(self, state: TrainState, reference: Any, rollout: Rollout, base: Any = None) -> dict[str, jax.Array]:
@@ -53,9 +55,9 @@ class Annotation:
             "generation_logp": lambda: self.old_logp(policy, state.step, rollout),
             "hidden": lambda: self.hidden(policy, rollout),
             "ref_logp": lambda: (
-                self.logp(whole(state.others["reference"]), rollout)
+                self.reference(whole(state.others["reference"]), rollout, self.update.model)
                 if reference is None
-                else self.reference(reference, rollout)
+                else self.reference(reference, rollout, self.reference_model)
             ),
             "value": lambda: self.values(learned, rollout),
         }
@@ -86,9 +88,9 @@ class Annotation:
         earlier = jnp.where(state.policy_version == version, logp, state.columns["earlier_logp"])
         return state.replace(columns={**state.columns, "earlier_logp": earlier})
 
-    def reference(self, params: Any, rollout: Rollout) -> jax.Array:
-        """Log-probs of fresh rollouts under the frozen reference, [B,S]; the ring keeps them with the rollouts."""
-        teacher = dataclasses.replace(self.update, model=self.reference_model)
+    def reference(self, params: Any, rollout: Rollout, model: Model) -> jax.Array:
+        """Log-probs of fresh rollouts under the reference, [B,S]; the ring keeps them with the rollouts."""
+        teacher = dataclasses.replace(self.update, model=model)
         rollout = rollout.with_columns(experts=None)  # it chooses by its own weights
         return dataclasses.replace(self, update=teacher).logp(params, rollout)
 
@@ -102,8 +104,7 @@ class Annotation:
             policy_version=jnp.where(mask, version, -1),
             columns={name: said[name] for name in rollout.columns},
         )
-        # Every device has its share of both: no row moves.
-        apart = lambda x: x.reshape(self.update.num_devices, -1, *x.shape[1:])
+        apart = lambda x: x.reshape(self.num_parts, -1, *x.shape[1:])
         beside = lambda x, y: jnp.concatenate([apart(x), apart(y)], axis=1).reshape(-1, *x.shape[1:])
         return jax.tree.map(beside, rollout, external)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import time
 from typing import Any
 
@@ -125,8 +126,11 @@ class LearnerPrograms:
 
     @property
     def annotation(self) -> Annotation:
-        columns = self.config.algorithm.columns & {*SAID_BY_LEARNER}
-        return Annotation(self.update, self.reference_model, self.config.rollout.group_size, columns)
+        config, columns = self.config, self.config.algorithm.columns & {*SAID_BY_LEARNER}
+        # A device has its share of own and others' groups: no row moves, and a ring's shard has the same on any mesh.
+        groups = config.rollout.prompts_per_iteration, config.external.groups_per_iteration
+        num_parts = math.gcd(sharding.num_ring_shards(config, self.mesh), *groups)
+        return Annotation(self.update, self.reference_model, config.rollout.group_size, num_parts, columns)
 
     @property
     def abstract_columns(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -200,23 +204,18 @@ class LearnerPrograms:
         return ring, sums | replay.ended(before, ring, num_new=experience.reward.size)
 
     def _update(self, state, ring, iteration, key, base=None):
+        config = self.config
+        how = dict(group_size=config.rows_per_draw, row_tokens=config.row_tokens, batch_size=config.update.batch_size)
+
         def draw(ring, key):
-            ring, batch, info = replay.draw(
-                ring,
-                key,
-                iteration,
-                self.config.replay,
-                batch_size=self.config.update.batch_size,
-                group_size=self.config.rows_per_draw,
-                row_tokens=self.config.row_tokens,
-            )
+            ring, batch, info = replay.draw(ring, key, iteration, config.replay, **how)
             return ring, batch, replay.sums(info)
 
         state, ring, sums = self.update.step(state, ring, iteration, jax.random.fold_in(key, iteration), draw, base)
-        if self.config.replay.min_ess:
+        if config.replay.min_ess:
             by_age = (sums[f"{name}_by_age"] for name in ("ratio_sum", "ratio_square_sum", "token_count"))
-            ring = replay.retire_stale(ring, iteration, corrections.effective_share(*by_age), self.config.replay)
-        rate = optim.schedule(self.config.optimizer, self.config.num_updates)(jnp.maximum(state.step - 1, 0))
+            ring = replay.retire_stale(ring, iteration, corrections.effective_share(*by_age), config.replay)
+        rate = optim.schedule(config.optimizer, config.num_updates)(jnp.maximum(state.step - 1, 0))
         sums |= {"filled_slots": replay.num_filled(ring), "wasted_share": replay.wasted_share(ring)}
         return state, ring, sums | {"learning_rate": rate}
 
@@ -280,6 +279,7 @@ class Learner:
         self._base = () if base is None else (base,)
         self._published_base = tuple(map(compiled.get("publish_base"), self._base))
         self._identity = lora.identity(base, compiled.get("checksums_base"))
+        self._new_adapters = functools.partial(lora.init, programs.model, programs.mesh, base, seed=self.config.seed)
         self._layout = sharding.of(programs.abstract_scores)
         self._everywhere = sharding.replicated(programs.mesh, 0)
         self._draw_key = sharding.put(rng.stream(self.config.seed, "draw"), self._everywhere)
@@ -290,6 +290,8 @@ class Learner:
     def start(self, params: Any) -> None:
         """From these weights, which are given over, and an empty ring."""
         self.state, self.ring = self._compiled["init_state"](params), self._compiled["init_ring"]()
+        if self.config.model.lora.path and "reference" in self.state.others:  # the base's, as where none is reset
+            self.state = self.state.replace(others={**self.state.others, "reference": self._new_adapters()})
 
     def restore(self, host_state: dict[str, Any], state: TrainState, ring: RingState) -> None:
         """As ``host_state()``, ``state`` and ``ring`` were; ConfigError where they are of another base."""

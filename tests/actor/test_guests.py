@@ -21,7 +21,7 @@ from jaxrl_llm.actor.actor import Actor
 from jaxrl_llm.actor.generator import FinishedGroup
 from jaxrl_llm.actor.guests import External, shared_groups
 from jaxrl_llm.algorithms import credit
-from jaxrl_llm.config import ConfigError, freeze
+from jaxrl_llm.config import ConfigError, MeshConfig, freeze
 from jaxrl_llm.models.files.gguf import make_byte_tokenizer
 from jaxrl_llm.questions.ledger import Ledger
 from jaxrl_llm.questions.stream import encode_examples
@@ -345,14 +345,16 @@ def own_rollout(run):
 
 
 # Measured: 1.1e-6 nats.
-@pytest.mark.parametrize("mesh", [ONE, CUBE], ids=["one device", "eight devices"])
-def test_rows_of_others_count_as_drawn_by_the_current_weights(mesh, tmp_path):
+@pytest.mark.parametrize(
+    ("mesh", "shards"), [(ONE, 4), (CUBE, 0)], ids=["one device, four ring shards", "four data-parallel devices"]
+)
+def test_rows_of_others_count_as_drawn_by_the_current_weights(mesh, shards, tmp_path):
     rng = np.random.default_rng(0)
     texts = [[rng.integers(0, 264, rng.integers(1, 9)).tolist() for _ in range(2 + i % 2)] for i in range(3)]
     lines = [line("abcdef"[: 2 * i + 1], x, rewards=[0.5] * len(x)) for i, x in enumerate(texts)]
     (tmp_path / "peer").mkdir()
     written(tmp_path / "peer", *lines, name=SHARED_FILE)
-    run = make_run(tmp_path / "peer", groups=4, mesh=mesh)  # one of them does not come
+    run = make_run(tmp_path / "peer", groups=4, mesh=mesh, replay={"shards": shards})  # one of them does not come
     guests = External(run, make_byte_tokenizer()).next_groups(0, unasked)
     join = compile_all({"join": run.programs()["join"]}, run.mesh)["join"]
     own, sampled = own_rollout(run)
@@ -364,8 +366,8 @@ def test_rows_of_others_count_as_drawn_by_the_current_weights(mesh, tmp_path):
     theirs = rows.group_id < 0
     assert theirs.sum() == len(theirs) / 2 and sorted(set(rows.group_id.tolist())) == list(range(-4, 4))
     assert all(len(set(group)) == 1 for group in rows.group_id.reshape(-1, G).tolist())
-    shards = run.learner.update.num_devices
-    assert (theirs.reshape(shards, -1).sum(axis=1) == theirs.sum() // shards).all()
+    # One of each in a shard of the ring, on any mesh: the draws are the same.
+    assert rows.group_id[::G].tolist() == [0, -1, 1, -2, 2, -3, 3, -4]
     jax.tree.map(np.testing.assert_array_equal, jax.tree.map(lambda x: x[~theirs], rows), own)
 
     host, seen = building.host_params(run.model), 0
@@ -392,6 +394,12 @@ def test_rows_of_others_count_as_drawn_by_the_current_weights(mesh, tmp_path):
     values = guests.values()
     assert values["external/groups"] == 3 and values["external/reward_mean"] == 0.5
     assert values["external/failed_rewards"] == 0
+
+
+@pytest.mark.parametrize("mesh", [ONE, MeshConfig(data=2)])
+def test_the_order_of_own_and_others_groups_is_that_of_every_mesh_where_they_do_not_split_alike(mesh, tmp_path):
+    sizes = {"replay": {"shards": 8}, "update": {"batch_size": 8, "micro_batch_size": 8}}
+    assert make_run(tmp_path, own=6, groups=2, mesh=mesh, **sizes).learner.annotation.num_parts == 2
 
 
 def test_scores_of_the_own_functions_are_taken_by_ticket(tmp_path):

@@ -21,7 +21,7 @@ from jaxrl_llm.models.row_logp import row_logp
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.run import assemble
 from jaxrl_llm.runtime import sharding
-from jaxrl_llm.types import Rollout
+from jaxrl_llm.types import Rollout, TrainState
 
 # Experts, those of a token and their ffn divide over no more devices than the meshes here have.
 EXPERTS = dataclasses.replace(TINY, num_experts=6, experts_per_token=3, norm_topk=True, ffn=12, family="qwen3_moe")
@@ -402,5 +402,28 @@ def test_a_reference_chooses_by_its_own_weights():
     rollout = run.learner.sampled
     assert "experts" in rollout.columns
     rows = Rollout(**{x.name: getattr(rollout, x.name) for x in dataclasses.fields(Rollout)})
-    shapes = jax.eval_shape(run.learner.annotation.reference, run.learner.params, rows)
+    reference = functools.partial(run.learner.annotation.reference, model=run.learner.reference_model)
+    shapes = jax.eval_shape(reference, run.learner.params, rows)
     assert shapes.shape == rollout.tokens.shape
+
+
+def test_a_reference_that_is_reset_does_not_take_the_sampler_s_experts():
+    divergence = {"name": "reference", "coefficient": 0.1}
+    run = run_of(
+        EXPERTS,
+        prompts={"max_tokens": PROMPT_TOKENS},
+        sampling={"max_completion_tokens": COMPLETION_TOKENS},
+        rollout={"prompts_per_iteration": 2, "group_size": 4},
+        update={"batch_size": 8, "micro_batch_size": 8},
+        model={"routing_replay": True},
+        algorithm={"divergence": divergence, "old_policy": "generation", "reference_reset_iterations": (1000,)},
+    )
+    policy = building.host_params(run.model)
+    state = TrainState({"policy": policy}, {}, jnp.int32(0), others={"reference": building.host_params(run.model, 1)})
+    rollout = building.random_experience(8, group_size=4, arch=EXPERTS).rollout
+    annotate, said = jax.jit(run.learner.annotation.annotate), []
+    for first in (0, 3):
+        chosen = np.tile(np.arange(first, first + 3, dtype=np.uint8), (*rollout.tokens.shape, 2))
+        said.append(annotate(state, None, rollout.with_columns(experts=chosen)))
+    np.testing.assert_array_equal(said[0]["ref_logp"], said[1]["ref_logp"])
+    assert np.abs(said[0]["generation_logp"] - said[1]["generation_logp"]).max() > 0.01  # as the policy does

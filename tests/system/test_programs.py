@@ -18,8 +18,11 @@ from support.building import COMPLETION_TOKENS, CUBE, EIGHT, ONE, PROMPT_TOKENS,
 from jaxrl_llm import train as train_module
 from jaxrl_llm.actor.sampler import SamplerState
 from jaxrl_llm.config import MeshConfig, freeze
+from jaxrl_llm.learner.learner import Learner
+from jaxrl_llm.models import lora
 from jaxrl_llm.models.architecture import PRESETS, Architecture
 from jaxrl_llm.planning import chips, hlo
+from jaxrl_llm.questions.ledger import Ledger
 from jaxrl_llm.reports.metrics import read_metrics
 from jaxrl_llm.run import assemble
 from jaxrl_llm.runtime import programs, sharding
@@ -296,6 +299,27 @@ def test_a_reference_that_is_reset_is_the_policy_and_the_ring_is_empty():
     # Each has its own buffers: the update takes over the policy's.
     places = [x.unsafe_buffer_pointer() for x in jax.tree.leaves((state.params, state.others))]
     assert len(set(places)) == len(places)
+
+
+def test_adapters_that_start_from_others_have_the_base_alone_as_their_first_reference():
+    """As where it is never reset: the base's arrays are it there."""
+    algorithm = {"divergence": {"name": "reference", "coefficient": 0.1}, "reference_reset_iterations": (1000,)}
+    adapters = {"rank": 4, "dora": True, "rank_stabilised": True, "modules": 2, "targets": ("q", "down")}
+    of = lambda **path: freeze(SETTINGS | {"algorithm": algorithm, "model": {"lora": adapters | path}})
+    run = assemble(of(), TINY, building.EOS_IDS, mesh_of(CUBE))
+    compiled = compile_all({name: run.programs()[name] for name in ("init_state", "init_ring")}, run.mesh)
+    compiled |= {"publish_base": lambda base: base, "checksums_base": lambda base: np.zeros(1)}
+    start, base = lora.split(building.learner_params(run.model, run.mesh))
+    static = dataclasses.replace(run.learner, config=of(path="of/others"))  # whose folder nobody reads here
+    learner = Learner(static, compiled, Ledger(), base=base)
+    learner.start(start)
+    reference, like = learner.state.others["reference"], run.learner.abstract_state.others["reference"]
+    form = lambda x: (x.shape, x.dtype, x.sharding)
+    assert jax.tree.map(form, reference) == jax.tree.map(form, like)
+    merged = lora.merge(reference, base, run.config.model.lora)
+    assert all(np.any(x) for name, x in learner.policy["blocks"].items() if name.endswith("_b"))
+    for name, x in merged["blocks"].items():
+        np.testing.assert_allclose(x, base["blocks"][name], rtol=1e-6, err_msg=name)
 
 
 def test_the_loop_resets_the_reference_after_the_iterations_that_are_said(tmp_path, monkeypatch):
