@@ -472,6 +472,24 @@ def test_every_id_that_ends_a_turn_is_known(tmp_path):
         assert load_tokenizer(tmp_path).eos_ids == expected
 
 
+def test_a_plain_stop_token_is_text_in_the_run_and_in_its_export(tmp_path):
+    """There, as an end of the generation config, it was hidden, and spelled out in prompts."""
+    plain = ["<tool_call>", "</tool_call>"]
+    template = "{# </tool_call> #}" + TEMPLATE
+    tokens = [*SPECIAL, *PRINTABLE, "Ġ", "Ċ", *plain]
+    run = make(template, tokens=tokens, merges=[], plain=plain).ending_at(("</tool_call>",))
+    run.save(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [*run.eos_ids]}))
+    export = load_tokenizer(tmp_path)
+    call, (end,) = "<tool_call>1</tool_call>", run.encode("</tool_call>")
+    how = {"chat_template": True, "special_tokens": False, "chat_template_kwargs": {}}
+    for tokenizer in (run, export):
+        assert tokenizer.eos_ids == (1, 3, end)
+        assert tokenizer.decode(ids := tokenizer.encode(call)) == call and ids == [100, *ids_of("1"), end]
+        answer = tokenizer.encode_answer([{"role": "user", "content": "ok"}], end, **how)
+        assert raw(tokenizer, answer).startswith("<|im_end|>\n<|im_start|>user")
+
+
 def test_decode_hides_special_tokens_and_changes_nothing_else():
     tokenizer = make()
     text = "a , b . 's  x\n"

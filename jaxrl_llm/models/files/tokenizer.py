@@ -55,9 +55,10 @@ class Tokenizer:
         self.eos_ids: tuple[int, ...] = tuple(dict.fromkeys([*own, *eos_ids, *turn_ends]))
         self.end_id: int | None = next(iter([*turn_ends, *self.eos_ids]), None)
         added = fast.added_tokens_decoder.items()
-        self._special = {i: token for i, token in added if token.special or i in self.eos_ids}
+        # A plain token that a generation config ends at, as an export's does at stop tokens, is text as in the run.
+        self._special = special = {i: token for i, token in added if token.special or i in (*own, *turn_ends)}
         # Of the template: Llama 3.1's <|eom_id|> is another one, Qwen's <|endoftext|> none.
-        self._turn_ends = {self.end_id} | {i for i, x in added if i in self.eos_ids and x.content in template}
+        self._turn_ends = {self.end_id} | {i for i in self.eos_ids if i in special and special[i].content in template}
         texts = sorted((token.content for token in self._special.values()), key=len, reverse=True)
         self._looks_special = re.compile("|".join(map(re.escape, texts)) or "(?!)")
         self._halves = {ord(x): 0xD800 + n for n, x in enumerate(dict.fromkeys("".join(texts)))}
