@@ -129,7 +129,7 @@ class Episode:
             ids, logps = self.drawn[self.num_turns]
             said, reply = self._said + ids, {"token_ids": ids, "logps": logps}
         else:
-            reply = tools.message_of(turn, has_tools=bool(before.tools))
+            reply = tools.message_of(turn, before.tools)
             said = [*self._said, *tools.texts_of([reply])]
         usage = openai_api.usage(*self.sizes[self.num_turns]) if self.sizes else None
         self.num_turns += 1

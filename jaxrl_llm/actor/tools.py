@@ -14,7 +14,7 @@ import contextlib
 import json
 import re
 import uuid
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 TOOL_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
@@ -81,6 +81,21 @@ def _text_of_part(part: Any) -> str:
     return part["text"]
 
 
+def _kinds_of(function: dict[str, Any]) -> Kinds:
+    """By the JSON schema of a request's function, of which nothing but its name is sure to be there."""
+
+    def kinds(schema: Any) -> list[str]:
+        if not isinstance(schema, dict):
+            return []
+        own, others = schema.get("type"), schema.get("anyOf")
+        own = [*(own if isinstance(own, list) else [own]), *(["null"] if schema.get("nullable") else [])]
+        return own + [kind for other in (others if isinstance(others, list) else []) for kind in kinds(other)]
+
+    parameters = function.get("parameters")
+    properties = parameters.get("properties") if isinstance(parameters, dict) else None
+    return {key: kinds(schema) for key, schema in properties.items()} if isinstance(properties, dict) else {}
+
+
 def _written(function: dict[str, Any]) -> str:
     arguments = function["arguments"]
     if isinstance(arguments, str):
@@ -89,17 +104,22 @@ def _written(function: dict[str, Any]) -> str:
     return f"{BEGIN}\n{_json({'name': function['name'], 'arguments': arguments})}\n</tool_call>"
 
 
-def message_of(turn: str, *, has_tools: bool) -> dict[str, Any]:
+def message_of(turn: str, tools: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The assistant's message of a turn, its calls apart where the request had tools."""
-    text, calls = calls_in(turn) if has_tools else (turn, [])
+    text, calls = calls_in(turn, tools) if tools else (turn, [])
     return {"role": "assistant", "content": text} | ({"tool_calls": calls} if calls else {})
 
 
-def calls_in(text: str) -> tuple[str | None, list[dict[str, Any]]]:
-    """What is said beside calls, None where nothing is, and the calls; where one of them is none, all of it is text."""
+def calls_in(text: str, tools: Sequence[dict[str, Any]] = ()) -> tuple[str | None, list[dict[str, Any]]]:
+    """What is said beside calls, None where nothing is, and the calls; where one of them is none, all of it is text.
+
+    Args:
+        tools: those of the request, as ``functions_of`` returns them.
+    """
     beside, bodies = apart(text)
     try:
-        found = [call for body in bodies for call in read(body, {})]
+        kinds = {tool["function"]["name"]: _kinds_of(tool["function"]) for tool in tools}
+        found = [call for body in bodies for call in read(body, kinds)]
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         found = []
     calls = []

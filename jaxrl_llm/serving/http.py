@@ -145,10 +145,10 @@ class Handler(openai_api.Handler):
         base = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": self.model}
         with self._submitted(ids, body, {}) as request:
             if stream:
-                return self._stream(request, base, wants_usage, bool(given), wants_logprobs)
+                return self._stream(request, base, wants_usage, given, wants_logprobs)
             tokens, logps, why = self._whole(request)
         text = _before(self.server.tokenizer.decode(tokens), request.stop, is_whole=True)
-        message = tools.message_of(text, has_tools=bool(given))
+        message = tools.message_of(text, given)
         choice = {"index": 0, "message": message, "finish_reason": "tool_calls" if "tool_calls" in message else why}
         choice["logprobs"] = self._logprobs(tokens, logps) if wants_logprobs else None
         usage = openai_api.usage(len(ids), len(tokens))
@@ -168,7 +168,7 @@ class Handler(openai_api.Handler):
         return {"content": [{"token": decode([i]), "logprob": x} | said for i, x in zip(tokens, logps, strict=True)]}
 
     def _stream(
-        self, request: Request, base: dict[str, Any], wants_usage: bool, has_tools: bool, wants_logprobs: bool
+        self, request: Request, base: dict[str, Any], wants_usage: bool, given: list[Any], wants_logprobs: bool
     ) -> None:
         self.begin_events()
         say = lambda event: self.say(base | {"object": "chat.completion.chunk"} | event)
@@ -179,17 +179,17 @@ class Handler(openai_api.Handler):
             say({"choices": [{"index": 0, "delta": content, "finish_reason": why, "logprobs": logprobs}]})
             logps.clear()
 
-        tokens, logps, said, held = [], [], "", (tools.BEGIN, tools.MISTRAL) if has_tools else ()
+        tokens, logps, said, held = [], [], "", (tools.BEGIN, tools.MISTRAL) if given else ()
         delta({"role": "assistant", "content": ""})
         for new, its_logps, why in self._deltas(request):
             tokens += new
             logps += its_logps
             whole = _before(self.server.tokenizer.decode(tokens), request.stop, is_whole=bool(why))
-            text, calls = tools.calls_in(whole) if has_tools and why else (whole, [])
+            text, calls = tools.calls_in(whole, given) if given and why else (whole, [])
             if calls:
                 text = tools.apart(whole)[0]
             elif not why:  # what may be a call is not told as text
-                is_held = has_tools and tools.may_become_call(whole)
+                is_held = given and tools.may_become_call(whole)
                 text = "" if is_held else _before(whole, held, is_whole=False)
             if len(text) > len(said):  # what was said stays said, if later bytes make of its last character another
                 delta({"content": text[len(said) :]})

@@ -127,6 +127,22 @@ def test_what_a_text_calls(text, content, calls):
     assert len({x["id"] for x in found}) == len(found) and all(x["type"] == "function" for x in found)
 
 
+def test_a_parameter_that_is_a_text_by_its_schema_stays_one():
+    """A word of digits came as a number."""
+    parts = {"a": "1", "b": "true", "c": "null", "d": "null", "e": "2", "f": "3"}
+    body = "".join(f"<parameter={key}>{text}</parameter>" for key, text in parts.items())
+    text, kinds = f"<tool_call><function=x>{body}</function></tool_call>", {"type": ["string", "null"]}
+    known = {"a": {"type": "string"}, "b": {"anyOf": [{"type": "string"}]}, "c": kinds, "d": {"type": "string"}}
+    known |= {"e": {"type": "integer"}, "f": "?"}
+    for parameters, expected in (
+        ({"properties": known}, {"a": "1", "b": "true", "c": None, "d": "null", "e": 2, "f": 3}),
+        ("?", {"a": 1, "b": True, "c": None, "d": None, "e": 2, "f": 3}),
+    ):
+        given = [{"type": "function", "function": {"name": "x", "parameters": parameters}}]
+        (call,) = tools.message_of(text, given)["tool_calls"]
+        assert json.loads(call["function"]["arguments"]) == expected
+
+
 @pytest.mark.parametrize(
     ("text", "content", "called"),
     [
@@ -219,7 +235,7 @@ def test_an_assistants_calls_and_a_tools_answer_are_read_back():
 
 def test_arguments_that_are_no_json_come_back_as_they_went():
     text = '<tool_call>\n{"name": "weather", "arguments": "Paris"}\n</tool_call>'
-    message = tools.message_of(text, has_tools=True)
+    message = tools.message_of(text, TOOLS)
     assert message["tool_calls"][0]["function"] == {"name": "weather", "arguments": "Paris"}
     assert tools.texts_of([message]) == [{"role": "assistant", "content": text}]
 
