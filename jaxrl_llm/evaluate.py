@@ -1,10 +1,10 @@
 """Evaluate: sample completions of held-out questions and score them.
 
-    python -m jaxrl_llm.evaluate --model=PATH [--adapter=FOLDER] | --checkpoint=DIR  --config=FILE --num_samples=K
+    python -m jaxrl_llm.evaluate --model=PATH [--adapter=FOLDER] | --checkpoint=DIR  --config=FILE [--num_samples=K]
 
 prints one JSON object: pass@1, pass@k for k up to K, maj@K, mean length, and how many messages there are about rows of
-the source that were skipped, the first of them on stderr. The questions are those that training with the same config
-holds out.
+the source that were skipped, the first of them on stderr. K is the config's ``eval.num_samples`` unless given. The
+questions are those that training with the same config holds out.
 
 Owns: this command. Does not know: the estimators (evaluation), training.
 """
@@ -57,12 +57,14 @@ def _warn(run: str, saved: Config, config: Config) -> None:
         print(f"{said} ({listed(changed)})", file=sys.stderr)
 
 
-def command(config: Config, model: str, checkpoint: str, num_samples: int, adapter: str = "") -> dict[str, Any]:
+def command(config: Config, model: str, checkpoint: str, num_samples: int | None, adapter: str = "") -> dict[str, Any]:
     """The command's work; see the module's docstring."""
     if bool(model) == bool(checkpoint):
         raise ConfigError("give one of --model=PATH and --checkpoint=DIR")
     if adapter and not model:
         raise ConfigError(f"--adapter={adapter!r:.200} goes with --model=BASE: a checkpoint has its own adapters")
+    if num_samples is None:
+        num_samples = config.eval.num_samples
     if not 1 <= num_samples <= 1_000_000:
         raise ConfigError(f"--num_samples={num_samples} must be at least 1 and at most 1000000")
     if config.eval.num_prompts == 0:
@@ -121,7 +123,7 @@ if __name__ == "__main__":
     ADAPTER = flags.DEFINE_string("adapter", "", "Folder of adapters (PEFT) over --model.")
     CHECKPOINT = flags.DEFINE_string("checkpoint", "", "Working directory of a run, instead of --model.")
     CONFIG = config_flags.DEFINE_config_file("config", None, "Config whose held-out questions to use.")
-    NUM_SAMPLES = flags.DEFINE_integer("num_samples", 1, "K: completions per question.")
+    NUM_SAMPLES = flags.DEFINE_integer("num_samples", None, "K: completions per question; else eval.num_samples.")
     OUTPUT = flags.DEFINE_string("output", "", "JSON file for the result with every completion.")
     flags.mark_flag_as_required("config")
     cli.run(main)

@@ -3,10 +3,10 @@
     python -m jaxrl_llm.sft --config=configs/study_arithmetic_sft.py --out=DIR [--until=0.2]
 
 Cross-entropy of each question's column ``answer`` and the end after it: ``num_iterations`` optimizer steps on
-``update.batch_size`` questions each. Every ``eval.every_iterations`` steps it looks at the ``eval.num_prompts``
-held-out questions, and stops where their answers have at least the probability ``--until``. DIR is a Hugging Face
-folder that ``model.path`` reads. Of the config it uses model, prompts, optimizer, seed and mesh, of ``sampling``
-max_completion_tokens, which an answer and its end may have, and of ``update`` batch_size, in one pass,
+``update.batch_size`` questions each. Every ``eval.every_iterations`` steps, or at each twentieth of all, it looks at
+the ``eval.num_prompts`` held-out questions, and stops where their answers have at least the probability ``--until``.
+DIR is a Hugging Face folder that ``model.path`` reads. Of the config it uses model, prompts, optimizer, seed and mesh,
+of ``sampling`` max_completion_tokens, which an answer and its end may have, and of ``update`` batch_size, in one pass,
 scaled_from_batch_size, logp_chunk_tokens and weights. update.load_balance is refused.
 
 Owns: rows of questions and answers, this loop. Does not know: the model, its log-probs, the optimizer.
@@ -210,10 +210,11 @@ def sft(config: Config, out: pathlib.Path, *, until: float = 1.0) -> float:
         return float(np.mean(np.exp(logp))), float(-np.sum(logp) / held_out_tokens)
 
     started, reached = time.monotonic(), 0.0
+    every = config.eval.every_iterations or max(1, config.num_iterations // 20)  # who waits is told how far it is
     for number in range(1, config.num_iterations + 1):
         params, opt_state, loss = compiled["step"](params, opt_state, rows(stream.next_batch(size)), *base)
         last = number == config.num_iterations
-        if last or (config.eval.every_iterations and number % config.eval.every_iterations == 0):
+        if last or number % every == 0:
             reached, nats = measured()
             line = f"step {number} | loss {float(loss):.3f} | held-out answers {reached:.3f}, {nats:.3f} nats per token"
             print(f"{line} | {time.monotonic() - started:.0f} s", flush=True)

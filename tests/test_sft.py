@@ -114,6 +114,15 @@ def test_what_is_learned_is_in_the_folder(tmp_path, monkeypatch, capfd):
     assert jax.nn.softmax(hidden[0, -1] @ model.head(params).T)[ord("y")] > 0.5
 
 
+def test_who_waits_is_told_how_far_it_is_where_no_evaluation_is_asked_for(tmp_path, monkeypatch, capfd):
+    one = mesh_of(ONE)
+    monkeypatch.setattr(sharding, "make_mesh", lambda _: one)
+    given = settings(tmp_path, num_iterations=40, eval={"num_prompts": 10})
+    reached = sft(freeze(given), tmp_path / "model", until=1e-9)  # by chance 260^-4
+    steps = [line.split(" | ")[0] for line in capfd.readouterr().out.splitlines() if line.startswith("step")]
+    assert reached >= 1e-9 and steps == [f"step {n}" for n in range(2, 2 * len(steps) + 1, 2)] and len(steps) < 20
+
+
 def learned_once(folder, monkeypatch, *, name, rows, **settings_of):
     """One step on 40 questions, with the file ``name`` of held-out ``rows``."""
     one = mesh_of(ONE)

@@ -126,8 +126,9 @@ def test_how_many_are_decoded_side_by_side_changes_no_evaluation(slots):
     """Fewer slots than a question has answers, and more than there are answers; as many as training's 32."""
 
     def evaluated(slots):
-        settings = {"eval.num_prompts": 5, "eval.slots": slots, "sampling.max_completion_tokens": 6}
-        return evaluate.command(freeze(settings_of(DEBUG_CONFIG, settings)), "random:debug", "", 4)
+        settings = {"eval.num_prompts": 5, "eval.num_samples": 4, "eval.slots": slots}
+        settings["sampling.max_completion_tokens"] = 6
+        return evaluate.command(freeze(settings_of(DEBUG_CONFIG, settings)), "random:debug", "", None)
 
     one = evaluated(0)
     assert len(one["samples"]) == 20 and len({sample["completion"] for sample in one["samples"]}) > 10

@@ -9,8 +9,8 @@ r"""Rewards for ``rewards.functions``, that suit many tasks: ``"jaxrl_llm.questi
     short_steps  where ``answer`` is met, the less the more steps (paragraphs) there are, above 1/2; else 0
 
 The answer of a completion is the inside of the last <answer></answer>, else of the last \boxed{}, else its last line;
-for ``majority`` and ``short_steps`` its last number, where it has one. ``short_steps`` compares it with an ``answer``
-that is a number ("#### 72", "$1,000", "5 km"), and with any other the text.
+for ``majority`` and ``short_steps`` the number that the inside is, or the last of the line, if any. ``short_steps``
+compares it with an ``answer`` that is a number ("#### 72", "$1,000", "5 km"), and with any other the text.
 
 Owns: these functions, what the answer of a completion is. Does not know: questions, jax.
 """
