@@ -261,25 +261,28 @@ def _placed(completion: str, prefix: str, names: Sequence[str], given: str) -> t
             that defines one of ``names`` itself it stands where it is whole: a line of imports, and not half a loop.
     """
     text = completion.rpartition("</think>")[2]
-    blocks = [(_dedented(found[2], len(found[1])), found.start(2)) for found in FENCE.finditer(text)] or [(text, 0)]
+    fences = FENCE.finditer(text)
+    blocks = [(_dedented(found[2], found[1]), found[2], found.start(2)) for found in fences] or [(text, text, 0)]
     defining = [block for block in blocks if _defined(block[0]) & set(names)]
-    code, start = (defining or blocks)[-1]
+    code, indented, start = (defining or blocks)[-1]
     if given and not (defining and not _is_whole(prefix + given)):
         prefix += given
     line = 1 + len(NEW_LINE.findall(prefix))
     if prefix and defining:
         code, line = f"{prefix}\n{code}", line + 1
     elif prefix:
-        lines = code.splitlines(keepends=True)
+        is_body = code.lstrip("\r\n")[:1].isspace()  # or else its indentation is the body's, and not its fence's
+        lines = (code if is_body else indented).splitlines(keepends=True)
         end = next((i for i, one in enumerate(lines) if i and one[0] not in " \t\r\n"), len(lines))
         code = prefix + "".join(lines[:end])
     future, rest = _future_first(code)
     return future + rest, line, -1 if future else len(completion) - len(text) + start
 
 
-def _dedented(code: str, indent: int) -> str:
-    """Without the indentation of its fence, as Markdown has it; its lines stay what they are."""
-    return re.sub(rf"^[ \t]{{1,{indent}}}", "", code, flags=re.MULTILINE) if indent else code
+def _dedented(code: str, indent: str) -> str:
+    """Without the indentation of its fence, as Markdown has it, where it has that; its lines stay what they are."""
+    has_it = re.match(rf"(?:[ \t]*\r?\n)*{indent}", code)
+    return re.sub(rf"^[ \t]{{1,{len(indent)}}}", "", code, flags=re.MULTILINE) if indent and has_it else code
 
 
 def _future_first(code: str) -> tuple[str, str]:

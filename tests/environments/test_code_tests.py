@@ -186,6 +186,10 @@ def test_a_sandbox_that_fails_is_no_score(monkeypatch):
         ("1. So:\n   ```python\n   def f(x):\n       return x\n\n  y = 1\n   ```", "", ["f"],
          "def f(x):\n    return x\n\ny = 1\n"),
         ("\t```\n\tif x:\n\t\ty\n", "", [], "if x:\n\ty\n"),
+        ("    ```\n\ndef f(x):\n    if x:\n        y\n    ```", "", ["f"], "\ndef f(x):\n    if x:\n        y\n"),
+        ("   ```\n  x\n   ```", "", [], "  x\n"),
+        ("    ```\n    return 1\n    ```", "def f():\n", ["f"], "def f():\n    return 1\n"),
+        ("  ```\n      return 1\n  ```", "def f():\n", ["f"], "def f():\n    return 1\n"),
         ("```py\nx = 1\n", "", [], "x = 1\n"),  # cut off at the longest completion
         ("<think>```\nx = 1\n```</think>\ny = 2", "", ["x"], "\ny = 2"),
         ("  return 1\nprint(2)\n", "def f():\n", ["f"], "def f():\n  return 1\n"),

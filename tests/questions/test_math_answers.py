@@ -48,6 +48,27 @@ def test_what_never_ends_is_wrong_and_the_others_of_its_group_have_their_reward(
     assert signal.getitimer(signal.ITIMER_PROF) == (0, 0) and signal.getsignal(signal.SIGPROF) == before
 
 
+def test_a_limit_that_ends_in_the_last_moment_leaves_no_timer(monkeypatch):
+    """It escaped, and the timer, which went on, ended the process."""
+
+    class Late:  # the signal module, whose timer goes off when it is being stopped
+        def __init__(self):
+            self.stopped = 0
+
+        def __getattr__(self, name):
+            return getattr(signal, name)
+
+        def setitimer(self, which, seconds, interval=0.0):
+            self.stopped += seconds == 0
+            if seconds == 0 and self.stopped == 1:
+                math_answers._stop()
+            return signal.setitimer(which, seconds, interval)
+
+    monkeypatch.setattr(math_answers, "signal", Late())
+    assert math([], ["5"], answer=["5"]) == [0]
+    assert signal.getitimer(signal.ITIMER_PROF) == (0, 0)
+
+
 def test_off_the_main_thread_there_is_no_limit():
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         assert pool.submit(math, [], ["5", "6"], answer=["5"] * 2).result() == [1, 0]
@@ -58,10 +79,13 @@ def test_off_the_main_thread_there_is_no_limit():
     [
         *((label, label, 1) for label in ("72", "-5", "1/2", "1,234", r"\frac{1}{2}", "x^2+1", "(3, 4)", "10 cm^2")),
         *((text, "72", 1) for text in (" 72 ", "72.", "$72$", r"\$72", r"\boxed{72}", "It is 72", "72 cm^2", "**72**")),
+        *((text, "72", 1) for text in ("72 km/h", "72 L", "72 m^2.")),
         ("96", "72", 0),
         ("", "72", 0),
         ("72</answer><answer>73", "72", 0),
         ("72x", "72", 0),
+        ("72 x", "72", 0),
+        ("72 m + 1", "72", 0),
         ("(3, 72)", "72", 0),
         ("3 or 4", "4", 0),
     ],

@@ -28,7 +28,7 @@ FORMAT = re.compile(
 TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.S)
 NUMBER = re.compile(r"-?(?:\d[\d,]*(?:\.\d+)?|(?<!\w)\.\d+)(?:/\d+)?")
 # Nothing but a number, with its currency or unit.
-QUANTITY = re.compile(rf"(?:\\?[$€£])?({NUMBER.pattern})\s*(?:\\?%|°|(?:\s[^\W\d_]+(?:/[^\W\d_]+)?)+)?\.?")
+QUANTITY = re.compile(rf"(?:\\?[$€£])?\+?({NUMBER.pattern})\s*(?:\\?%|°[CF]?|[€£]|(?:\s[^\W\d_]+(?:/[^\W\d_]+)?)+)?\.?")
 MINUS = "\u2212"  # of formulas
 # A number with its sign, which no operand stands before, thousands and decimals; else what has no punctuation in it.
 _THOUSANDS, _SIGN = r"\d{1,3}(?:,\d{3})+(?!\d)", r"(?:(?<![\w)\]}])-(?=\.?\d))?"
