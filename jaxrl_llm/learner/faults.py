@@ -81,7 +81,7 @@ class Faults:
         """After the updates of an iteration (from 1), with their sums and the ring that they leave.
 
         Raises:
-            SamplerLearnerGapError: see ``gap_said``; of the first batch of this process, later ones warn.
+            SamplerLearnerGapError: see ``gap_said``; of the first batch of the run, later ones warn.
         """
         # Rollouts that go on under other weights have the keys and values of those that they were begun with: with
         # lookahead the first batch alone tells. And an iteration may train on nothing, or on nothing of its own.
@@ -101,12 +101,14 @@ class Faults:
         rows = jax.device_get(compile_all({"last_drawn": program}, self._mesh)["last_drawn"](ring))
         self._last = iteration, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), rows)
 
-    def state(self) -> list[int]:
+    def state(self) -> list[int | bool]:
         """What ``restore`` needs; plain JSON."""
-        return [self.run]
+        return [self.run, self._has_compared]
 
-    def restore(self, state: list[int]) -> None:
-        self.run, self._has_compared = state[0], self._config.rollout.lookahead_prompts > 0
+    def restore(self, state: list[int | bool]) -> None:
+        self.run, *compared = state
+        # What is undisturbed would only warn; with lookahead no batch tells any more.
+        self._has_compared = any(compared) or self._config.rollout.lookahead_prompts > 0
 
     def failure(self, workdir: pathlib.Path) -> str | None:
         """What to say where there were too many, and then the first host has written the file; else None."""

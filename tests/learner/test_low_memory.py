@@ -407,7 +407,7 @@ def test_a_gap_is_of_the_largest_or_where_something_is_rounded_of_the_mean(setti
 
 
 def test_the_first_batch_with_tokens_of_its_own_is_compared_whenever_it_comes(capfd):
-    """Rollouts that are drawn late, or all left out at first; later ones warn; a resumed run has a first one too."""
+    """Rollouts that are drawn late, or all left out at first; later ones warn, those of a resumed run too."""
     config = Config()
     found, resumed = (faults.Faults(config, sharding.make_mesh(config.mesh)) for _ in range(2))
     good = {"nonfinite_run": 0.0, "own_token_count": 1.0, "gap_sum": 0.0, "gap_max": 0.0, "gap_high_count": 0}
@@ -420,8 +420,12 @@ def test_the_first_batch_with_tokens_of_its_own_is_compared_whenever_it_comes(ca
     found.observe(bad, 3, None)
     assert re.match(r"warning: iteration 3: .* by up to 1\.0000 nats, more than update\.max", capfd.readouterr().err)
     resumed.restore(json.loads(json.dumps(found.state())))
+    resumed.observe(bad, 4, None)  # as the run that goes on undisturbed
+    assert re.match(r"warning: iteration 4: .* by up to 1\.0000 nats, more than update\.max", capfd.readouterr().err)
+    stopped = faults.Faults(config, sharding.make_mesh(config.mesh))
+    stopped.restore(stopped.state())  # before the first one
     with pytest.raises(faults.SamplerLearnerGapError):
-        resumed.observe(bad, 4, None)
+        stopped.observe(bad, 1, None)
     # Rollouts in flight have been begun by other weights.
     config = freeze({"rollout": {"lookahead_prompts": 8}})
     in_flight = faults.Faults(config, sharding.make_mesh(config.mesh))
